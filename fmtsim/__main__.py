@@ -1,0 +1,8 @@
+"""Run the command line as ``python -m fmtsim``."""
+
+import sys
+
+from fmtsim.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

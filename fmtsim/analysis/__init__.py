@@ -1,0 +1,1 @@
+"""What quantisation did: statistics of operands, observation of models, plots."""

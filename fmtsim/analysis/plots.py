@@ -1,0 +1,135 @@
+"""Pictures of training runs and of lost bits; matplotlib is imported only when one is drawn."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fmtsim.analysis.stats import LOWEST_EXPONENT, OperandStats
+from fmtsim.errors import ArgumentError, FmtsimError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, distinguishable with any colour vision; lines also differ in dash.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), "-.")
+
+
+def plot_loss(curves: Mapping[str, Sequence[float]], path: str | Path | None = None, *, title: str = "") -> "Figure":
+    """Draw loss curves, smoothed over their raw values, with the gap of each to the first in a panel below.
+
+    Args:
+        curves: Losses a step by label; the first curve is the baseline. Curves may have different lengths, and end
+            where a loss is not finite.
+        path: Where to save a PNG; None only returns the figure.
+        title: Heading.
+
+    Raises:
+        ArgumentError: there is no curve, or one is empty.
+    """
+    if not curves or not all(len(values) for values in curves.values()):
+        raise ArgumentError(f"plot_loss got {len(curves)} curves, of lengths {[len(v) for v in curves.values()]}; pass at least one step each")  # fmt: skip
+    several = len(curves) > 1
+    figure = new_figure(8.0, 6.4 if several else 4.6)
+    panels = figure.subplots(2 if several else 1, 1, sharex=True, squeeze=False, height_ratios=(2.6, 1) if several else None)[:, 0]  # fmt: skip
+    smooth = {label: smoothed(values) for label, values in curves.items()}
+    for i, (label, values) in enumerate(curves.items()):
+        steps = range(1, len(values) + 1)
+        panels[0].plot(steps, values, color=COLOURS[i % 7], alpha=0.22, linewidth=0.8)
+        last = next((v for v in reversed(smooth[label]) if math.isfinite(v)), math.nan)
+        style = {"color": COLOURS[i % 7], "linestyle": _DASHES[i % 4], "linewidth": 2.0}
+        panels[0].plot(steps, smooth[label], label=f"{label} (last {last:.3f})", **style)
+        if i:
+            gap = [b - a for a, b in zip(next(iter(smooth.values())), smooth[label], strict=False)]
+            panels[1].plot(range(1, len(gap) + 1), gap, label=label, **style)
+    _finish(panels[0], "training loss (nats per byte)", "" if several else "step")
+    panels[0].legend(frameon=False)
+    if several:
+        panels[1].axhline(0.0, color=COLOURS[0], linewidth=1.0)
+        _finish(panels[1], "gap to\nbaseline", "step")
+    figure.suptitle(title, fontsize=12)
+    return _saved(figure, path)
+
+
+def plot_exponents(stats: Mapping[str, OperandStats], path: str | Path | None = None, *, title: str = "") -> "Figure":
+    """Draw the exponents of each operand as its element format sees them, beside the range of that format.
+
+    An exponent is ``floor(log2|x / scale|)``; zeros have none. What lies left of the range underflows.
+
+    Args:
+        stats: Statistics by label, one panel each.
+        path: Where to save a PNG; None only returns the figure.
+        title: Heading.
+
+    Raises:
+        ArgumentError: there is nothing to draw.
+    """
+    if not stats:
+        raise ArgumentError("plot_exponents got no statistics; observe at least one step")
+    columns = min(3, len(stats))
+    rows = math.ceil(len(stats) / columns)
+    figure = new_figure(3.9 * columns + 0.4, 2.7 * rows + 0.6)
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for panel, (label, s) in zip(axes, stats.items(), strict=False):
+        _histogram(panel, label, s)
+    for panel in axes[len(stats) :]:
+        panel.set_axis_off()
+    figure.suptitle(title, fontsize=12)
+    return _saved(figure, path)
+
+
+def smoothed(values: Sequence[float], weight: float | None = None) -> list[float]:
+    """Return the exponential moving average, corrected for its start; NaN from the first value that is not finite.
+
+    ``weight`` is the share of the past, by default what averages over about a thirtieth of the curve.
+    """
+    keep = 1.0 - 1.0 / max(1.0, len(values) / 30.0) if weight is None else weight
+    total = norm = 0.0
+    result = []
+    for value in values:
+        total, norm = keep * total + (1 - keep) * value, keep * norm + (1 - keep)
+        result.append(total / norm if math.isfinite(total) else math.nan)
+    return result
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """Return an empty figure that no window system knows of; raise FmtsimError where matplotlib is missing."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise FmtsimError("plots need matplotlib, which is not installed; pip install 'fmtsim[viz]'") from None
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _histogram(panel: "Axes", label: str, s: OperandStats) -> None:
+    used = s.scaled_exponents.nonzero().flatten().tolist() or [-LOWEST_EXPONENT]
+    low, high = used[0] + LOWEST_EXPONENT, used[-1] + LOWEST_EXPONENT
+    counts = s.scaled_exponents[used[0] : used[-1] + 1].double()
+    panel.bar(range(low, high + 1), (100.0 * counts / max(1, s.elements)).tolist(), width=0.9, color=COLOURS[0])
+    if s.window is not None:
+        bottom, top = (math.floor(math.log2(edge)) for edge in s.window)
+        panel.axvspan(bottom - 0.5, top + 0.5, color=COLOURS[4], alpha=0.25, label="the format's values", zorder=0)
+        panel.set_xlim(max(min(low, bottom), bottom - 40) - 2, max(high, top) + 2)
+        panel.legend(frameon=False, fontsize=8, loc="upper left")
+    lost = f"{s.underflow_percent:.2f} % underflow, {s.saturation_percent:.2f} % saturation"
+    panel.set_title(f"{label}  {s.format}\n{lost}", fontsize=9)
+    _finish(panel, "% of elements", "exponent of x / scale")
+
+
+def _finish(panel: "Axes", y_label: str, x_label: str) -> None:
+    panel.set_ylabel(y_label)
+    panel.set_xlabel(x_label)
+    panel.grid(True, alpha=0.25, linewidth=0.6)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _saved(figure: "Figure", path: str | Path | None) -> "Figure":
+    if path is not None:
+        options: dict[str, Any] = {"metadata": {"Software": "fmtsim"}}
+        figure.savefig(path, format="png", **options)
+    return figure

@@ -1,0 +1,132 @@
+"""The CPU kernels against ``torch.Tensor.copy_`` of the same tensor in the same run."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import fmtsim
+
+SIDE = 4096  # 4096 x 4096 = 16M float32 elements, 64 MB: far beyond any cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Name one cast and the least share of a copy's speed that it should reach on one thread."""
+
+    name: str
+    format: str
+    target: float
+    rounding: str = "nearest_even"
+
+    def run(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Quantise once into a reused buffer."""
+        generator = 0 if self.rounding == "stochastic" else None
+        fmtsim.quantize(x, self.format, rounding=self.rounding, generator=generator, out=out)
+
+
+_NEAREST = ("e4m3", "e5m2", "e4m3fnuz", "e3m4", "e3m2", "e2m3", "e2m1", "e5m6", "e3m3", "e8m0", "fp16", "bf16", "tf32")
+_STOCHASTIC = ("e4m3", "e5m2", "e2m1", "bf16", "fp16")
+
+CASES: tuple[Case, ...] = (
+    *(Case(name=f"{name} nearest", format=name, target=0.80) for name in _NEAREST),
+    Case(name="e4m3 toward zero", format="e4m3", target=0.80, rounding="toward_zero"),
+    *(Case(name=f"{name} stochastic", format=name, target=0.25, rounding="stochastic") for name in _STOCHASTIC),
+    Case(name="mxfp4", format="mxfp4", target=0.60),
+    Case(name="mxfp6", format="mxfp6_e3m2", target=0.60),
+    Case(name="mxfp8", format="mxfp8_e4m3", target=0.60),
+    Case(name="mxfp4 stochastic", format="mxfp4", target=0.25, rounding="stochastic"),
+    Case(name="nvfp4", format="nvfp4", target=0.40),
+    Case(name="int8 per channel", format="int8_channel", target=0.40),
+    Case(name="int4 group 128", format="int4_g128", target=0.40),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Hold the median seconds of one case and of the copies between its runs, for each number of threads."""
+
+    case: Case
+    elements: int
+    seconds: dict[int, float]
+    copy_seconds: dict[int, float]
+
+    def ratio(self, threads: int) -> float:
+        """Return the share of the copy's speed with that many threads."""
+        return self.copy_seconds[threads] / self.seconds[threads]
+
+    @property
+    def met(self) -> bool:
+        """Whether the fewest threads measured reach the target."""
+        return self.ratio(min(self.seconds)) >= self.case.target
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        first = min(self.seconds)
+        return {
+            "case": self.case.name,
+            "format": self.case.format,
+            "rounding": self.case.rounding,
+            "elements": self.elements,
+            "target": self.case.target,
+            "met": self.met,
+            "threads": {
+                str(threads): {
+                    "seconds": seconds,
+                    "copy_seconds": self.copy_seconds[threads],
+                    "ratio_to_copy": self.ratio(threads),
+                    "elements_per_second": self.elements / seconds,
+                    "speedup": self.seconds[first] / seconds,
+                }
+                for threads, seconds in self.seconds.items()
+            },
+        }
+
+
+def measure(case: Case, *, side: int = SIDE, threads: Sequence[int] = (1, 2), repeats: int = 9) -> Result:
+    """Time a case and a copy in turns, and take the medians.
+
+    Args:
+        case: What to run.
+        side: The tensor is float32 ``[side, side]``, normally distributed.
+        threads: Thread counts to measure, one after the other.
+        repeats: Timed runs of each, after one warm-up that compiles the kernel and touches the pages.
+    """
+    x = torch.randn(side, side, generator=torch.Generator().manual_seed(0))
+    out = torch.empty_like(x)
+    seconds, copies = {}, {}
+    for count in threads:
+        with _threads(count):
+            copies[count], seconds[count] = _in_turns((lambda: out.copy_(x), lambda: case.run(x, out)), repeats)
+    return Result(case=case, elements=x.numel(), seconds=seconds, copy_seconds=copies)
+
+
+def _in_turns(actions: Sequence[Callable[[], Any]], repeats: int) -> tuple[float, ...]:
+    """Run the actions one after the other, again and again, so that a busy machine slows all of them alike."""
+    times: list[list[float]] = [[] for _ in actions]
+    for repeat in range(repeats + 1):
+        for action, taken in zip(actions, times, strict=True):
+            start = time.perf_counter()
+            action()
+            if repeat:
+                taken.append(time.perf_counter() - start)
+    return tuple(statistics.median(taken) for taken in times)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Bound torch's threads and the engine's for a while."""
+    from fmtsim.cpu import pool
+
+    before, engine_before = torch.get_num_threads(), pool.get_num_threads()
+    torch.set_num_threads(count)
+    pool.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        pool.set_num_threads(engine_before)

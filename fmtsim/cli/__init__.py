@@ -1,0 +1,1 @@
+"""The command line: one module a subcommand, each with ``add_arguments`` and ``run``."""

@@ -1,0 +1,115 @@
+"""``fmtsim info``: what this installation is made of and what it can run."""
+
+import argparse
+import importlib.util
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from fmtsim.cli.output import ABSENT, add_json_argument, format_table, print_json, version_of
+
+CORE = ("torch", "numpy", "ml-dtypes", "numba", "llvmlite")
+EXTRAS = ("safetensors", "rich", "matplotlib", "cuda-core")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print versions, devices, engines and threads."""
+    record = collect()
+    if arguments.json:
+        print_json(record)
+        return 0
+    versions = [(name, version) for name, version in record["versions"].items()]
+    print(format_table(("package", "version"), versions, left=(0, 1)))
+    print()
+    devices = [(device["name"], device["description"]) for device in record["devices"]]
+    print(format_table(("device", "description"), devices, left=(0, 1)))
+    print()
+    engines = [(e["name"], "yes" if e["available"] else "no", e["reason"]) for e in record["engines"]]
+    print(format_table(("engine", "available", "what it runs on, or why it is missing"), engines, left=(0, 1, 2)))
+    print()
+    print(f"threads of the cpu engine   {record['threads']}")
+    print(f"folder of compiled kernels  {record['kernel_cache'] or 'none: kernels are compiled anew in every process'}")
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """Return everything that ``fmtsim info`` shows, as plain JSON types."""
+    engines = [_torch_engine(), _cpu_engine(), _cuda_engine()]
+    cpu = engines[1]["available"]
+    return {
+        "versions": {
+            "fmtsim": version_of("fmtsim"),
+            "python": platform.python_version(),
+            **{name: version_of(name) for name in (*CORE, *EXTRAS)},
+        },
+        "platform": platform.platform(),
+        "devices": _devices(),
+        "engines": engines,
+        "threads": _threads(),
+        "kernel_cache": _kernel_cache() if cpu else None,
+    }
+
+
+def _devices() -> list[dict[str, str]]:
+    import torch
+
+    devices = [{"name": "cpu", "description": f"{processor_name()}, {os.cpu_count()} logical cores"}]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        memory = properties.total_memory / 2**30
+        capability = f"compute capability {properties.major}.{properties.minor}"
+        devices.append({"name": f"cuda:{index}", "description": f"{properties.name}, {memory:.0f} GiB, {capability}"})
+    return devices
+
+
+def processor_name() -> str:
+    """Return the processor's model name, or the machine type where the system does not say."""
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _torch_engine() -> dict[str, Any]:
+    return {"name": "torch_engine", "available": True, "reason": "tensors on any device; the fallback of the others"}
+
+
+def _cpu_engine() -> dict[str, Any]:
+    try:
+        import numba  # noqa: F401  # the one way to know that it loads: its shared libraries may not
+    except Exception as error:  # numba raises plain exceptions for a numpy it does not know
+        return {"name": "cpu", "available": False, "reason": f"numba cannot be imported: {error}"}
+    return {"name": "cpu", "available": True, "reason": "tensors on the CPU, by numba kernels"}
+
+
+def _cuda_engine() -> dict[str, Any]:
+    if importlib.util.find_spec("fmtsim.cuda") is None:
+        return {"name": "cuda", "available": False, "reason": "not part of this version; torch_engine serves CUDA tensors"}
+    if version_of("cuda-core") == ABSENT:
+        return {"name": "cuda", "available": False, "reason": "cuda-core is missing: pip install 'fmtsim[cuda]'"}
+    import torch
+
+    available = torch.cuda.is_available()
+    reason = "tensors on CUDA devices" if available else "torch sees no CUDA device: its build or the driver lacks it"
+    return {"name": "cuda", "available": available, "reason": reason}
+
+
+def _threads() -> int:
+    from fmtsim.cpu import pool
+
+    return pool.get_num_threads()
+
+
+def _kernel_cache() -> str | None:
+    from fmtsim.cpu import jit
+
+    folder = jit.cache_folder()
+    return None if folder is None else str(folder)

@@ -1,0 +1,81 @@
+"""The front door of the command line: find the subcommand, run it, and turn errors into one line."""
+
+import argparse
+import importlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from fmtsim.cli.output import version_of
+from fmtsim.errors import FmtsimError
+
+COMMANDS = {
+    "info": "show versions, devices, engines and threads",
+    "formats": "list number formats with their width and range",
+    "table": "show every code of a format",
+    "cast": "round numbers to a format, with codes, errors and neighbours",
+    "explain": "say how a number, or a block of them, got its bits",
+    "verify": "check the engines against the oracle and against each other",
+    "bench": "measure kernels against a plain copy on this machine",
+    "train": "train a small GPT in full precision and under simulated precision, side by side",
+}
+BAD_INPUT = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report it
+
+# Numbers that argparse would take for options: -1e-5, -inf, -0x1p-3.
+_NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan|0x).*", re.IGNORECASE)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    0 is success, 1 a check that found a mismatch, 2 bad input with one line on stderr.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    # A leading space makes a word positional for argparse and means nothing to those that read numbers.
+    words = [f" {word}" if _NEGATIVE.fullmatch(word) else word for word in words]
+    try:
+        arguments = build_parser(next((word for word in words if word in COMMANDS), None)).parse_args(words)
+        status = _command(arguments.command).run(arguments)
+        sys.stdout.flush()  # a closed pipe shows here, not at interpreter exit
+        return status or 0
+    except FmtsimError as error:
+        return _fail(str(error))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _fail(f"{error.filename}: {error.strerror}")
+    except KeyboardInterrupt:
+        print("\nfmtsim: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of all subcommands; only ``command``'s own arguments are loaded, because that takes imports."""
+    parser = argparse.ArgumentParser(
+        prog="fmtsim",
+        description="Bit-exact number formats, rounding and low-precision training for PyTorch.",
+        epilog="fmtsim COMMAND --help shows the arguments of a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"fmtsim {version_of('fmtsim')}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        subparser = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        if name == command:
+            _command(name).add_arguments(subparser)
+    return parser
+
+
+def _command(name: str) -> ModuleType:
+    return importlib.import_module(f"fmtsim.cli.{name}")
+
+
+def _fail(message: str) -> int:
+    print(f"fmtsim: error: {message}", file=sys.stderr)
+    return BAD_INPUT

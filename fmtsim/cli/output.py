@@ -1,0 +1,113 @@
+"""What subcommands share: reading numbers and roundings, printing tables and JSON."""
+
+import argparse
+import importlib.metadata
+import json
+import math
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from typing import Any
+
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.spec import OVERFLOWS
+from fmtsim.rounding.modes import MODES
+
+ABSENT = "not installed"
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``: one JSON document on standard output instead of text."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def add_rounding_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--rounding``, ``--overflow``, ``--random-bits`` and ``--seed``."""
+    parser.add_argument("--rounding", default="nearest_even", metavar="MODE", help=f"one of {', '.join(MODES)}")
+    parser.add_argument("--overflow", metavar="RULE",
+                        help=f"{' or '.join(OVERFLOWS)}; by default the format's own rule")  # fmt: skip
+    parser.add_argument("--random-bits", type=int, metavar="N", help="random bits of stochastic rounding, 1 to 32")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of stochastic rounding (default 0)")
+
+
+def parse_number(text: str) -> float:
+    """Read a decimal or hexadecimal float, inf or nan.
+
+    Raises:
+        ArgumentError: The text is not a number, or lies beyond float64.
+    """
+    word = text.strip().lower().replace("_", "")
+    try:
+        value = float.fromhex(word) if "0x" in word else float(word)
+    except (ValueError, OverflowError):
+        raise ArgumentError(
+            f"{text.strip()!r} is not a number of float64; write 0.1, -3e-5, 0x1.8p-3, inf or nan"
+        ) from None
+    if math.isinf(value) and "inf" not in word:
+        raise ArgumentError(f"{text.strip()} is beyond float64 (1.797e308); write inf if infinity is meant")
+    return value
+
+
+def parse_int(text: str) -> int:
+    """Read a decimal, hexadecimal (0x) or binary (0b) integer."""
+    try:
+        return int(text.strip(), 0)
+    except ValueError:
+        raise ArgumentError(f"{text.strip()!r} is not an integer; write 17, 0x11 or 0b10001") from None
+
+
+def format_number(value: float | Fraction | None) -> str:
+    """Return the shortest text that reads back as the same float64, or a fraction's value as such text."""
+    if value is None:
+        return "-"
+    return format_fraction(value) if isinstance(value, Fraction) else repr(float(value)).removesuffix(".0")
+
+
+def format_fraction(value: Fraction) -> str:
+    """Return an exact fraction as text: as a float where that is exact and short, else as ``~float``."""
+    try:
+        near = float(value)
+    except OverflowError:
+        return f"{value.numerator}/{value.denominator}"
+    text = repr(near).removesuffix(".0")
+    return text if Fraction(near) == value else f"~{text}"
+
+
+def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Return an aligned text table; columns in ``left`` are flush left, the others flush right."""
+    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    lines = []
+    for row in cells:
+        padded = (
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append("  ".join(padded).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def print_json(record: Any) -> None:
+    """Print a record as one JSON document; NaN and infinities, which JSON lacks, become strings."""
+    print(json.dumps(jsonable(record), indent=2, allow_nan=False))
+
+
+def jsonable(value: Any) -> Any:
+    """Return a value of plain JSON types: fractions as ``"n/d"``, NaN and infinities as ``"nan"``, ``"inf"``, ``"-inf"``."""
+    if isinstance(value, dict):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
+    if isinstance(value, Fraction):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def version_of(distribution: str) -> str:
+    """Return the installed version of a distribution, ``ABSENT`` where there is none; imports nothing."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ABSENT

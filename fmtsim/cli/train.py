@@ -1,0 +1,167 @@
+"""``fmtsim train``: train a small GPT in a baseline precision and under simulated precision, side by side."""
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fmtsim.cli.output import add_json_argument, format_table, print_json
+from fmtsim.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from fmtsim.training.loop import Run, TrainConfig
+
+INTERRUPTED = 130
+DEFAULTS = {"steps": 300, "batch_size": 16, "context": 128, "width": 128, "layers": 3, "heads": 4, "lr": 2e-3}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    from fmtsim.rounding.modes import MODES
+    from fmtsim.training.schemes import SCALINGS
+
+    what = parser.add_argument_group("what is simulated")
+    what.add_argument("--format", default="e4m3", metavar="NAME", help="format of activations and weights (default e4m3)")
+    what.add_argument("--grad-format", metavar="NAME",
+                      help="format of gradients; by default e5m2 for element formats of 8 bits and fewer, else as --format")  # fmt: skip
+    what.add_argument("--scaling", choices=SCALINGS,
+                      help="how elements are scaled into range; by default tensor for element formats of 8 bits and fewer, none for wider ones, and a block format's own blocks")  # fmt: skip
+    what.add_argument("--rounding", default="nearest_even", metavar="MODE", help=f"of activations and weights: one of {', '.join(MODES)}")  # fmt: skip
+    what.add_argument("--grad-rounding", default="nearest_even", metavar="MODE", help="of gradients, such as stochastic")
+    what.add_argument("--baseline", default="fp32", metavar="NAME", help="fp32 (default, nothing quantised), bf16, fp16 or any format")  # fmt: skip
+    how = parser.add_argument_group("model and training")
+    for name, text in (("steps", "optimizer steps of each run"), ("batch-size", "windows of text a step"),
+                       ("context", "bytes the model sees at once"), ("width", "features"),
+                       ("layers", "transformer blocks"), ("heads", "attention heads a block")):  # fmt: skip
+        default = DEFAULTS[name.replace("-", "_")]
+        how.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default {default})")
+    how.add_argument("--lr", type=float, default=DEFAULTS["lr"], help=f"peak learning rate (default {DEFAULTS['lr']})")
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, batches and stochastic rounding (default 0)")
+    how.add_argument("--data", metavar="PATH", help="a text file or a folder of them; by default Python's own sources")
+    how.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
+    output = parser.add_argument_group("output")
+    output.add_argument("--out", default="fmtsim-train", metavar="DIR", help="folder for pictures and records (default fmtsim-train)")  # fmt: skip
+    output.add_argument("--quiet", action="store_true", help="show no progress")
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train both models, write the artifacts and print a summary; 130 after Ctrl-C, with nothing written."""
+    from fmtsim.training.artifacts import check_output, make_record, write_artifacts
+    from fmtsim.training.corpus import load_corpus
+    from fmtsim.training.loop import compare_schemes
+    from fmtsim.training.progress import make_progress
+
+    config = _config(arguments)
+    out = Path(arguments.out).expanduser()
+    check_output(out)
+    corpus = load_corpus(arguments.data, config.model.context)
+    try:
+        with _threads(arguments.threads), contextlib.ExitStack() as stack:
+            progress = make_progress(arguments.quiet)
+            if isinstance(progress, contextlib.AbstractContextManager):
+                stack.enter_context(progress)
+            baseline, simulated = compare_schemes(config, corpus, progress)
+            record = make_record(config, corpus, baseline, simulated)
+        paths = write_artifacts(out, record, baseline, simulated)
+    except KeyboardInterrupt:
+        print(f"\nfmtsim: interrupted; nothing was written to {out}", file=sys.stderr)
+        return INTERRUPTED
+    if arguments.json:
+        print_json({**record, "files": [str(path) for path in paths]})
+    else:
+        print(summary(record, baseline, simulated))
+        print("\nwritten: " + ", ".join(str(path) for path in paths))
+    return 0
+
+
+def summary(record: dict[str, Any], baseline: "Run", simulated: "Run") -> str:
+    """Return what a reader wants to know first: both losses, their gap, and where bits were lost."""
+    corpus = record["corpus"]
+    cut = ", cut at the limit" if corpus["truncated"] else ""
+    rows = [
+        (name, run.label, f"{run.final_loss:.4f}", f"{run.validation:.4f}", f"{run.seconds:.1f}")
+        for name, run in (("baseline", baseline), ("simulated", simulated))
+    ]
+    gap = (simulated.final_loss - baseline.final_loss, simulated.validation - baseline.validation)
+    rows.append(("gap", "", *(f"{difference:+.4f}" for difference in gap), ""))
+    header = ("run", "precision", "train loss", "held-out loss", "seconds")
+    parts = [
+        f"text: {corpus['name']}, {corpus['bytes'] / 1e6:.1f} MB in {corpus['files']} files{cut}",
+        format_table(header, rows, left=(0, 1)),
+        *(f"{run.label}: stopped, {run.stopped}" for run in (baseline, simulated) if run.stopped),
+        *(["(losses in nats per byte; train loss is the mean of the last tenth of the steps)"]),
+    ]
+    if simulated.stats is not None and simulated.stats.layers:
+        parts += ["", _lost_bits(simulated)]
+    return "\n".join(parts)
+
+
+def _lost_bits(run: "Run") -> str:
+    from fmtsim.training.artifacts import by_operand
+
+    names = {"x": "activations", "w": "weights", "g": "gradients", "f": "forward", "d": "input gradient"}
+    names_of_products = {"f": "forward", "d": "input gradient", "w": "weight gradient"}
+    rows = []
+    for operand, s in by_operand(run.stats).items():  # type: ignore[arg-type]  # summary checked it
+        what = f"{names[operand[0]]}, {names_of_products[operand[2]]}"
+        rows.append((operand, what, s.format, f"{s.underflow_percent:.2f}", f"{s.saturation_percent:.3f}", f"{s.sqnr_db:.1f}"))
+    header = ("operand", "of", "format", "underflow %", "saturation %", "SQNR dB")
+    assert run.stats is not None
+    layer, operand, worst = max(
+        ((layer, name, s) for layer, operands in run.stats.layers.items() for name, s in operands.items()),
+        key=lambda item: (item[2].underflow_percent + item[2].saturation_percent, -item[2].sqnr_db),
+    )
+    return (
+        f"where bits were lost in step {run.observed}, all layers together (each layer: layers.txt)\n"
+        f"{format_table(header, rows, left=(0, 1, 2))}\n"
+        f"hardest hit: {operand} of {layer}, {worst.underflow_percent:.1f} % underflow, "
+        f"{worst.saturation_percent:.2g} % saturation, SQNR {worst.sqnr_db:.1f} dB"
+    )
+
+
+def _config(arguments: argparse.Namespace) -> "TrainConfig":
+    from fmtsim.formats.registry import get_format
+    from fmtsim.training.gpt import GPTConfig
+    from fmtsim.training.loop import TrainConfig
+    from fmtsim.training.schemes import Scheme
+
+    for name in filter(None, (arguments.format, arguments.grad_format, arguments.baseline)):
+        get_format(name)  # an unknown name fails here, with close matches
+    sizes = {name: getattr(arguments, name) for name in ("context", "width", "layers", "heads")}
+    simulated = Scheme(
+        format=arguments.format,
+        grad_format=arguments.grad_format,
+        scaling=arguments.scaling,
+        rounding=arguments.rounding,
+        grad_rounding=arguments.grad_rounding,
+    )
+    return TrainConfig(
+        simulated=simulated,
+        baseline=Scheme(format=arguments.baseline, grad_format=arguments.baseline),
+        model=GPTConfig(**sizes),
+        steps=arguments.steps,
+        batch_size=arguments.batch_size,
+        lr=arguments.lr,
+        seed=arguments.seed,
+    )
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Run with that many torch threads, then restore the number."""
+    import torch
+
+    if count is None:
+        yield
+        return
+    if count < 1:
+        raise ArgumentError(f"--threads {count} is not allowed; choose 1 or more")
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,102 @@
+"""Casts of element formats on the CPU: which kernel runs, on which slices, with which random words."""
+
+import torch
+
+from fmtsim.cpu import general, pool, scalar
+from fmtsim.cpu.element import element_of, tables_of
+from fmtsim.cpu.grid import grid_of
+from fmtsim.cpu.words import draw_of, flat_words, key_words
+from fmtsim.formats.spec import IntFormat
+from fmtsim.ops import CastSpec, EncodedParts, Random, RandomKey, code_dtype
+
+_CHUNK = 1 << 16  # elements that pass through a float32 scratch at once
+
+
+def quantize_elements(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> None:
+    """Quantise x into out (dtypes of the four, any strides, out may be x)."""
+    source, target = _flat(x, out, ordered=random is not None)
+    cast = _fast(spec, random, source, target) or _general(spec, random)
+    wide = source.dtype in (torch.float32, torch.float64) and target.dtype in (torch.float32, torch.float64)
+
+    def part(start: int, stop: int) -> None:
+        if wide:
+            cast(source[start:stop], target[start:stop], start)
+            return
+        for first in range(start, stop, _CHUNK):
+            piece = source[first : min(first + _CHUNK, stop)]
+            piece = piece if piece.dtype == torch.float64 else piece.float()
+            result = torch.empty(piece.shape, dtype=torch.float32)
+            cast(piece, result, first)
+            target[first : first + piece.numel()] = result
+
+    pool.run(part, source.numel(), align=64)
+    if target.data_ptr() != out.data_ptr():
+        out.copy_(target.view(out.shape))
+
+
+def encode_elements(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
+    """Return the codes of x."""
+    source = x.contiguous().view(-1)
+    source = source if source.dtype in (torch.float32, torch.float64) else source.float()
+    codes = torch.empty(source.shape, dtype=code_dtype(spec.format.bits))
+    element, tables = element_of(spec.format, spec.rounding, spec.overflow), tables_of(spec.format)  # type: ignore[arg-type]
+    draw, words = draw_of(spec.rounding, random), flat_words(random)
+
+    def part(start: int, stop: int) -> None:
+        piece = source[start:stop].numpy()
+        general.cast_flat(piece, piece[:0], codes[start:stop].numpy(), True, element, tables, draw, words, start)
+
+    pool.run(part, source.numel(), align=64)
+    return EncodedParts(codes.view(x.shape))
+
+
+def _flat(x: torch.Tensor, out: torch.Tensor, ordered: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one-dimensional views (or copies where there is none) of input and output in the same order.
+
+    Element by element any common order will do, so a transposed tensor needs no copy unless random words fix the order.
+    """
+    if not ordered and x.stride() == out.stride() and not x.is_contiguous() and _dense(x):
+        return (tensor.as_strided((x.numel(),), (1,)) for tensor in (x, out))  # type: ignore[return-value]
+    source = x.contiguous().view(-1)
+    target = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype)
+    return source, target
+
+
+def _dense(x: torch.Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _fast(spec: CastSpec, random: Random, source: torch.Tensor, target: torch.Tensor):  # type: ignore[no-untyped-def]
+    """Return the fast kernel's call, or None where it does not serve."""
+    if source.dtype == torch.float64 or target.dtype == torch.float64:
+        return None
+    rounding = spec.rounding
+    plain_stochastic = rounding.mode == "stochastic" and rounding.bits == 32 and rounding.variant == "a"
+    key = isinstance(random, RandomKey) and plain_stochastic
+    if rounding.mode != "nearest_even" and not key:
+        return None
+    if isinstance(spec.format, IntFormat) and spec.format.bits > 20:
+        return None
+    grid = grid_of(spec.format, spec.overflow, key)  # type: ignore[arg-type]
+    if grid is None:
+        return None
+    if not key:
+        return lambda piece, result, start: scalar.nearest_flat(piece.numpy(), result.numpy(), grid)
+    words = key_words(random)
+    return lambda piece, result, start: scalar.stochastic_flat(piece.numpy(), result.numpy(), grid, start, *words)
+
+
+def _general(spec: CastSpec, random: Random):  # type: ignore[no-untyped-def]
+    element, tables = element_of(spec.format, spec.rounding, spec.overflow), tables_of(spec.format)  # type: ignore[arg-type]
+    draw, words = draw_of(spec.rounding, random), flat_words(random)
+    no_codes = torch.empty(0, dtype=torch.uint8).numpy()
+
+    def cast(piece: torch.Tensor, result: torch.Tensor, start: int) -> None:
+        general.cast_flat(piece.numpy(), result.numpy(), no_codes, False, element, tables, draw, words, start)
+
+    return cast

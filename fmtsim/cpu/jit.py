@@ -1,0 +1,105 @@
+"""How kernels are compiled and kept: numba with a disk cache that notices edits in any kernel file.
+
+numba's own cache looks at the file of the compiled function alone, so an edited helper in another file would leave
+stale machine code behind. The folder used here is named after a hash of all kernel sources instead.
+"""
+
+import hashlib
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import llvmlite.ir as ir
+import numba
+from numba import types
+from numba.core import caching
+from numba.extending import intrinsic
+
+
+@cache
+def cache_folder() -> Path | None:
+    """Return the folder of compiled kernels, made if need be; None (with one warning) where none can be written.
+
+    ``FMTSIM_CACHE_DIR`` names its parent; otherwise ``XDG_CACHE_HOME`` or ``~/.cache`` holds it.
+    """
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+    chosen = os.environ.get("FMTSIM_CACHE_DIR")
+    parent = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fmtsim"
+    folder = parent / f"cpu-{digest}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        warnings.warn(
+            f"fmtsim cannot write its kernel cache {folder} ({error.strerror}); kernels are compiled anew in every "
+            "process. Set FMTSIM_CACHE_DIR to a folder that can be written.",
+            stacklevel=2,
+        )
+        return None
+    return folder
+
+
+class _Locator(caching._CacheLocator):
+    """Point numba's cache at ``cache_folder``; the folder's name stands for the state of the sources."""
+
+    def __init__(self, function: Callable, folder: Path) -> None:
+        self._folder = folder
+        self._line = function.__code__.co_firstlineno
+
+    def get_cache_path(self) -> str:
+        return str(self._folder)
+
+    def get_source_stamp(self) -> str:
+        return self._folder.name
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+    @classmethod
+    def from_function(cls, function: Callable, path: str) -> "_Locator":
+        folder = cache_folder()
+        assert folder is not None  # kernel() asks first
+        return cls(function, folder)
+
+
+class _Implementation(caching.CompileResultCacheImpl):
+    _locator_classes = [_Locator]
+
+
+class _KernelCache(caching.FunctionCache):
+    _impl_class = _Implementation
+
+
+def kernel(function: Callable) -> Callable:
+    """Compile a function at its first call for each signature, without the GIL, and keep the machine code on disk."""
+    dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
+    if cache_folder() is not None:
+        dispatcher._cache = _KernelCache(function)
+    return dispatcher
+
+
+def device(function: Callable) -> Callable:
+    """Compile a helper that is inlined into the kernels that call it."""
+    return numba.njit(nogil=True, error_model="numpy", forceinline=True)(function)
+
+
+def _bitcast(source: types.Type, target: types.Type, llvm: ir.Type) -> Callable:
+    @intrinsic
+    def cast(typing_context, value):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            return builder.bitcast(args[0], llvm)
+
+        return target(source), generate
+
+    return cast
+
+
+bits32 = _bitcast(types.float32, types.int32, ir.IntType(32))
+float32_of = _bitcast(types.int32, types.float32, ir.FloatType())
+bits64 = _bitcast(types.float64, types.int64, ir.IntType(64))
+float64_of = _bitcast(types.int64, types.float64, ir.DoubleType())
+

@@ -1,0 +1,146 @@
+"""Fast kernels for element formats on float32: rounding to nearest even and stochastic rounding of any grid.
+
+A *grid* is what float formats and integers share: magnitudes ``n * 2**q`` with ``q`` constant below some exponent.
+Two tricks serve all of them. The *magic addition* rounds ``|x|`` by adding and subtracting ``2**(23 - M)`` times its
+binade, so that the addition itself drops the bits (float32 arithmetic rounds to nearest even):
+
+    |x| = 1.mmm|rrrr * 2**e        magic = 2**(e + 23 - M)        |x| + magic = 2**(...) * 1.0...0mmm   (rrrr rounded)
+
+The *bit addition* adds half a last place to the bits of ``|x|`` and cuts the rest; it serves formats whose exponents
+reach float32's own limits, where the magic number would overflow, and formats without a mantissa or subnormals.
+"""
+
+import numpy as np
+from numpy import float32, int32, uint32
+
+from fmtsim.cpu.jit import bits32, device, float32_of, kernel
+from fmtsim.cpu.philox import fill64
+
+_MAGNITUDE = int32(0x7FFFFFFF)
+_EXPONENT = int32(0x7F800000)
+_INF = int32(0x7F800000)
+
+
+@device
+def finish(rounded, bits, magnitude, g):
+    """Apply overflow, the sign, the rule for zeros and NaN to a rounded magnitude (float32), and return the value."""
+    sign = bits ^ magnitude
+    limit = g.max if sign == int32(0) else g.max_negative
+    if rounded > limit:
+        rounded = limit if g.saturate else (g.inf_value if magnitude == _INF else g.over_value)
+    if rounded == float32(0):
+        sign = sign & g.zero_sign
+    value = float32_of(bits32(rounded) | sign)
+    return g.nan_value if rounded != rounded else value
+
+
+@device
+def nearest_magic(x, g):
+    """Round float32 x to nearest even by magic addition."""
+    bits = bits32(x)
+    magnitude = bits & _MAGNITUDE
+    binade = min(max(magnitude & _EXPONENT, g.min_binade), g.top_binade)
+    magic = float32_of(int32(binade + g.magic_shift))
+    rounded = float32(float32(float32_of(magnitude) + magic) - magic)
+    return finish(rounded, bits, magnitude, g)
+
+
+@device
+def nearest_bits(x, g):
+    """Round float32 x to nearest even by bit addition."""
+    bits = bits32(x)
+    magnitude = bits & _MAGNITUDE
+    odd = ((magnitude >> g.drop) + g.parity) & int32(1)
+    rounded = int32(magnitude + g.half_place + odd) & g.keep_mask
+    if magnitude < g.flush_below:
+        rounded = g.flush_below if magnitude > g.flush_half else int32(0)
+    value = float32_of(rounded)
+    return finish(float32_of(magnitude) if magnitude >= _INF else value, bits, magnitude, g)
+
+
+@device
+def stochastic_shift(x, word, g):
+    """Round float32 x stochastically with 32 random bits, on the integer significand; fewer than 32 bits are dropped.
+
+    A zero passes too: it has no bits to drop.
+    """
+    bits = bits32(x)
+    magnitude = bits & _MAGNITUDE
+    exponent, significand, drop = _unpack(magnitude, g)
+    near = min(drop, int32(31))
+    steps = int32(uint32(uint32(significand) + uint32(word >> uint32(int32(32) - near))) >> uint32(near))
+    return _place(steps, exponent, drop, bits, magnitude, g)
+
+
+@device
+def stochastic_deep(x, word, g):
+    """Round like ``stochastic_shift`` where 32 bits and more may be dropped: there only a carry out of them counts."""
+    bits = bits32(x)
+    magnitude = bits & _MAGNITUDE
+    exponent, significand, drop = _unpack(magnitude, g)
+    near = min(drop, int32(31))
+    steps = int32(uint32(uint32(significand) + uint32(word >> uint32(int32(32) - near))) >> uint32(near))
+    far = min(max(int32(drop - int32(32)), int32(0)), int32(31))
+    room = int32(~int32(word))  # significand + word reaches 2**32 when the significand exceeds ~word, unsigned
+    carry = int32(int32(significand >> far) > (room if room >= int32(0) else _MAGNITUDE))
+    return _place(steps if drop < int32(32) else carry, exponent, drop, bits, magnitude, g)
+
+
+@device
+def _unpack(magnitude, g):
+    """Split a float32 magnitude into exponent field, significand and the number of bits to drop."""
+    exponent = max(int32(magnitude >> int32(23)), int32(1))
+    significand = (magnitude & int32(0x7FFFFF)) | (int32(0x800000) if magnitude >= int32(0x800000) else int32(0))
+    drop = int32(g.drop + max(int32(g.min_biased - exponent), int32(0)))
+    return exponent, significand, drop
+
+
+@device
+def _place(steps, exponent, drop, bits, magnitude, g):
+    place = float32_of(int32(int32(exponent + drop - int32(23)) << int32(23)))
+    rounded = float32(float32(steps) * place)
+    return finish(float32_of(magnitude) if magnitude >= _INF else rounded, bits, magnitude, g)
+
+
+@device
+def stochastic_bits(x, word, g):
+    """Round float32 x stochastically with 32 random bits, on its bit pattern."""
+    bits = bits32(x)
+    magnitude = bits & _MAGNITUDE
+    rounded = int32(magnitude + int32(word >> uint32(int32(32) - g.drop))) & g.keep_mask
+    return finish(float32_of(magnitude if magnitude >= _INF else rounded), bits, magnitude, g)
+
+
+@kernel
+def nearest_flat(x, y, g):
+    """Quantise float32 x into float32 y, to nearest even."""
+    if g.by_bits:
+        for i in range(x.size):
+            y[i] = nearest_bits(x[i], g)
+    else:
+        for i in range(x.size):
+            y[i] = nearest_magic(x[i], g)
+
+
+@kernel
+def stochastic_flat(x, y, g, start, o0, o1, k0, k1):
+    """Quantise elements ``start ...`` (a multiple of 64) of a float32 tensor, given as x, into y, stochastically."""
+    words = np.empty(64, np.uint32)
+    for base in range(0, x.size, 64):
+        fill64(words, (start + base) >> 6, o0, o1, k0, k1)
+        count = min(64, x.size - base)
+        part, result = x[base : base + count], y[base : base + count]
+        if g.by_bits:
+            for j in range(count):
+                result[j] = stochastic_bits(part[j], words[j], g)
+            continue
+        deep = int32(0)
+        for j in range(count):
+            magnitude = bits32(part[j]) & _MAGNITUDE
+            deep |= int32((magnitude < g.deep_below) & (magnitude != int32(0)))
+        if deep:
+            for j in range(count):
+                result[j] = stochastic_deep(part[j], words[j], g)
+        else:
+            for j in range(count):
+                result[j] = stochastic_shift(part[j], words[j], g)

@@ -1,0 +1,25 @@
+"""The errors that fmtsim raises; each one says what was given, what is allowed and what to do next."""
+
+
+class FmtsimError(Exception):
+    """Base class of every error that fmtsim raises on purpose."""
+
+
+class FormatError(FmtsimError, ValueError):
+    """Report a format, rounding mode or scale rule that is unknown or contradicts itself."""
+
+
+class ArgumentError(FmtsimError, ValueError):
+    """Report an argument whose value does not fit the other arguments."""
+
+
+class DtypeError(FmtsimError, TypeError):
+    """Report a tensor whose dtype the verb does not take."""
+
+
+class CodeError(FmtsimError, ValueError):
+    """Report codes that lie outside their format, or a file whose codes cannot be trusted."""
+
+
+class DataError(FmtsimError, ValueError):
+    """Report data on disk that is missing, empty, truncated or corrupt."""

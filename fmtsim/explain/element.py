@@ -1,0 +1,222 @@
+"""How one number became one code of an element format: its neighbours, exactly, and the rule that chose among them."""
+
+import dataclasses
+import math
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+
+from fmtsim.formats.block import LogTileFormat
+from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
+from fmtsim.rounding.modes import Rounding
+from fmtsim.rounding.oracle import encode_value, round_value
+
+Number = float | Fraction
+
+# Smaller than the distance between any two values of any format (float64's last place is 2**-1074).
+_NUDGE = Fraction(1, 1 << 1200)
+
+_TIES = {
+    "nearest_even": "the even code",
+    "nearest_away": "the larger magnitude",
+    "nearest_toward_zero": "the smaller magnitude",
+}
+_DIRECTIONS = {
+    "toward_zero": "the neighbour nearer to zero",
+    "up": "the neighbour above",
+    "down": "the neighbour below",
+    "to_odd": "the neighbour with the odd code",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Say how a number was rounded to an element format.
+
+    ``below`` and ``above`` are the values of the format next to ``x``, which is neither; None where the format ends.
+    """
+
+    x: Number
+    code: int
+    value: float
+    below: float | None
+    above: float | None
+    rule: str
+    reason: str
+
+    @property
+    def below_distance(self) -> Fraction | None:
+        """Exact distance from the neighbour below."""
+        return self._distance(self.below)
+
+    @property
+    def above_distance(self) -> Fraction | None:
+        """Exact distance to the neighbour above."""
+        return self._distance(self.above)
+
+    def _distance(self, value: float | None) -> Fraction | None:
+        if value is None or not math.isfinite(self.x):
+            return None
+        return abs(Fraction(self.x) - Fraction(value))
+
+
+def decide(x: Number, fmt: ElementFormat, rounding: Rounding, overflow: Overflow, word: int | None) -> Decision:
+    """Round a number by the oracle and find out why it got its code."""
+    code = encode_value(x, fmt, rounding, overflow, word)
+    value = fmt.value(code)
+    below, above = neighbours(x, fmt)
+    if not isinstance(x, Fraction) and not math.isfinite(x):
+        rule, reason = _special(x, value, fmt)
+    elif math.isfinite(value) and Fraction(value) == Fraction(x):
+        rule, reason = "exact", f"{fmt.name} holds the number exactly"
+    else:
+        rule, reason = _finite(Fraction(x), value, fmt, rounding, word)
+    return Decision(x=x, code=code, value=value, below=below, above=above, rule=rule, reason=reason)
+
+
+def neighbours(x: Number, fmt: ElementFormat) -> tuple[float | None, float | None]:
+    """Return the values of the format just below and just above x; x itself is neither. None where there is none."""
+    if not isinstance(x, Fraction) and math.isnan(x):
+        return None, None
+    if not isinstance(x, Fraction) and math.isinf(x):
+        return (fmt.max, None) if x > 0 else (None, fmt.min)
+    exact = Fraction(x)
+    if isinstance(fmt, CodebookFormat | LogFormat):
+        values = _values(fmt)
+        low, high = bisect_left(values, exact), bisect_right(values, exact)
+        return (values[low - 1] if low else None), (values[high] if high < len(values) else None)
+    below = round_value(exact - _NUDGE, fmt, "down", "saturate")
+    above = round_value(exact + _NUDGE, fmt, "up", "saturate")
+    return (below if below < exact else None), (above if above > exact else None)
+
+
+def bit_fields(code: int, fmt: ElementFormat | LogTileFormat) -> str:
+    """Write a code in binary with a space between sign, exponent and mantissa."""
+    return " ".join(digits for _, digits in fields_of(code, fmt))
+
+
+def fields_of(code: int, fmt: ElementFormat | LogTileFormat) -> tuple[tuple[str, str], ...]:
+    """Return the fields of a code as pairs of name and binary digits."""
+    digits = f"{code:0{fmt.bits}b}"
+    if isinstance(fmt, FloatFormat):
+        widths = (("sign", int(fmt.signed)), ("exponent", fmt.exponent_bits), ("mantissa", fmt.mantissa_bits))
+    elif isinstance(fmt, LogFormat | LogTileFormat):
+        widths = (("sign", 1), ("logarithm", fmt.bits - 1))
+    else:
+        widths = (("integer" if isinstance(fmt, IntFormat) else "index", fmt.bits),)
+    fields, start = [], 0
+    for name, width in widths:
+        if width:
+            fields.append((name, digits[start : start + width]))
+        start += width
+    return tuple(fields)
+
+
+def code_text(code: int, fmt: ElementFormat | LogTileFormat) -> str:
+    """Write a code in hexadecimal with the digits of its width."""
+    return f"0x{code:0{-(-fmt.bits // 4)}X}"
+
+
+@cache
+def _values(fmt: CodebookFormat | LogFormat) -> tuple[float, ...]:
+    """Return the distinct values of a format that is a list, in order."""
+    count = len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits
+    return tuple(sorted({fmt.value(code) for code in range(count)}))
+
+
+def _special(x: float, value: float, fmt: ElementFormat) -> tuple[str, str]:
+    """Explain NaN and infinities."""
+    if math.isnan(x):
+        if math.isnan(value):
+            return "nan", "NaN stays NaN"
+        return "nan", f"{fmt.name} has no NaN, which becomes its largest value"
+    if math.isnan(value):
+        return "nan", f"{fmt.name} has no infinity, which becomes NaN under overflow='ieee'"
+    if math.isinf(value):
+        return "infinity", "infinity stays infinity"
+    return "saturated", "infinity becomes the outermost value"
+
+
+def _finite(x: Fraction, value: float, fmt: ElementFormat, rounding: Rounding, word: int | None) -> tuple[str, str]:
+    """Explain a finite number that is not a value of the format."""
+    if x < 0 <= fmt.min:
+        what = "becomes NaN under overflow='ieee'" if math.isnan(value) else "becomes the smallest value"
+        return "unsigned", f"{fmt.name} has no negative numbers: {what}"
+    if isinstance(fmt, LogFormat) and abs(x) < 1:
+        return "smallest", f"magnitudes below 1 become 1 in {fmt.name}"
+    if isinstance(fmt, FloatFormat) and not fmt.has_zero and x < Fraction(fmt.min):
+        return "smallest", f"below the smallest value of {fmt.name}, which has no zero"
+    wide = _widened(fmt)
+    unbounded = round_value(x, wide, rounding, "saturate", word)
+    if wide is fmt and not fmt.min <= x <= max(fmt.max, fmt.min):
+        return _beyond(value, "the number lies", fmt)
+    if not fmt.min <= unbounded <= fmt.max:
+        return _beyond(value, f"the number rounds to {unbounded:g},", fmt)
+    rule, reason = _between(x, value, fmt, wide, rounding, word)
+    if value == 0:
+        reason += "; the number is lost to zero (underflow)"
+    return rule, reason
+
+
+def _widened(fmt: ElementFormat) -> ElementFormat:
+    """Return the same grid with a larger range, to see where a number would go; the format itself where it has none."""
+    if isinstance(fmt, FloatFormat) and fmt.exponent_bits < 11 and fmt.max_exponent < 512:
+        wider = fmt.exponent_bits + 1
+        return dataclasses.replace(fmt, exponent_bits=wider, bias=fmt.exponent_bias, nan="none", infinities=False)
+    if isinstance(fmt, IntFormat) and fmt.bits < 24:
+        return dataclasses.replace(fmt, bits=fmt.bits + 1)
+    return fmt
+
+
+def _beyond(value: float, start: str, fmt: ElementFormat) -> tuple[str, str]:
+    if math.isfinite(value):
+        return "saturated", f"{start} beyond the outermost value and stays at {value:g}"
+    return "overflow", f"{start} beyond the largest value {fmt.max:g} and becomes {'NaN' if value != value else 'infinity'}"
+
+
+def _between(
+    x: Fraction, value: float, fmt: ElementFormat, wide: ElementFormat, rounding: Rounding, word: int | None
+) -> tuple[str, str]:
+    """Explain a number strictly between two values of the grid."""
+    low, high = neighbours(x, wide)
+    if low is None or high is None:
+        return "saturated", f"the number lies beyond the outermost value and stays at {value:g}"
+    middle = _middle(x, Fraction(low), Fraction(high), fmt)
+    rule, reason = between(x, value, (low, high), middle, rounding, word)
+    return rule, reason + (" in the logarithm" if rule == "nearest" and isinstance(fmt, LogFormat) else "")
+
+
+def between(
+    x: Fraction, value: float, around: tuple[float, float], middle: Fraction, rounding: Rounding, word: int | None
+) -> tuple[str, str]:
+    """Name the rule that chose one of two neighbours, and say it in a sentence.
+
+    Args:
+        x: The number, strictly between the two.
+        value: The one that was chosen.
+        around: The neighbours below and above.
+        middle: Where rounding to nearest turns over.
+        rounding: The rounding.
+        word: The random integer of stochastic rounding.
+    """
+    below, above = (Fraction(neighbour) for neighbour in around)
+    side = "above" if value == above else "below"
+    if rounding.mode in _DIRECTIONS:
+        return rounding.mode, f"rounding {rounding.mode} takes {_DIRECTIONS[rounding.mode]}"
+    if rounding.mode == "stochastic":
+        share = float((x - below) / (above - below))
+        odds = f"the number lies {share:.6g} of the way up, the chance of the neighbour above"
+        return "stochastic", f"{odds}; random word {word} of {rounding.bits} bits chose the one {side}"
+    if x == middle:
+        return f"tie_{rounding.mode.removeprefix('nearest_')}", f"half-way: the tie goes to {_TIES[rounding.mode]}"
+    return "nearest", f"the neighbour {side} is nearer"
+
+
+def _middle(x: Fraction, below: Fraction, above: Fraction, fmt: ElementFormat) -> Fraction:
+    """Return where rounding to nearest turns over (docs/semantics.md, sections 1 and 3)."""
+    if isinstance(fmt, LogFormat) and below != -above:
+        rank = fmt.magnitudes.index(float(min(abs(below), abs(above))))
+        return Fraction(math.copysign(fmt.thresholds[rank], x))
+    middle = (below + above) / 2
+    return Fraction(float(middle)) if isinstance(fmt, CodebookFormat) else middle

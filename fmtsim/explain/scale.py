@@ -1,0 +1,191 @@
+"""How a block got its scale, step by step, and which number each of its elements became before it was rounded."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from fmtsim.explain.element import Decision, between, code_text, decide
+from fmtsim.explain.records import Scale
+from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat
+from fmtsim.formats.spec import FloatFormat, IntFormat, Overflow
+from fmtsim.rounding.elementary import exp
+from fmtsim.rounding.modes import Rounding
+from fmtsim.rounding.oracle import FP64, encode_value, floor_log2, round_value
+from fmtsim.scaling.oracle import FLT_MAX, FLT_MIN, Quantized
+
+Decider = Callable[[float, Rounding, Overflow, int | None], Decision]
+
+_INTEGERS = IntFormat(name="the integers", bits=24)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Join the scale of a block with the function that explains one of its numbers."""
+
+    scale: Scale
+    decide: Decider
+
+
+def tell_scales(numbers: list[float], result: Quantized, fmt: BlockFormat | LogTileFormat, *, wide: bool) -> list[Tile]:
+    """Explain the scale of every block of one row.
+
+    Args:
+        numbers: The row.
+        result: What the oracle made of it.
+        fmt: The format.
+        wide: Whether products with a real scale are rounded to float64 and not to float32.
+    """
+    width = fmt.block[1] or len(numbers)
+    offsets = result.offsets[0] if result.offsets else [None] * len(result.scales[0])
+    whole = _amax(numbers)
+    tiles = []
+    for index, (scale, offset) in enumerate(zip(result.scales[0], offsets, strict=True)):
+        block = numbers[index * width : (index + 1) * width]
+        if isinstance(fmt, LogTileFormat):
+            tiles.append(_log_tile(block, scale, float(offset or 0.0), fmt))
+            continue
+        steps = _steps(block, whole, scale, result.tensor_scale, fmt, offset)
+        code = code_text(encode_value(scale, fmt.scale), fmt.scale) if fmt.scale.bits <= 8 else None
+        record = Scale(
+            amax=float(_amax(block)), value=scale, code=code, tensor_scale=result.tensor_scale, offset=offset, steps=steps
+        )
+        factor = _factor(block, whole, scale, result.tensor_scale, fmt)
+        tiles.append(Tile(scale=record, decide=_decider(fmt, factor, FP64 if wide else FP32, offset)))
+    return tiles
+
+
+def _decider(fmt: BlockFormat, factor: Fraction | None, working: FloatFormat, zero: float | None) -> Decider:
+    """Return the function that scales a number, rounds it to the element format, and says why."""
+
+    def scaled(x: float) -> float | Fraction:
+        if not math.isfinite(x) or x == 0 or factor is None:
+            return x
+        product = Fraction(x) * factor
+        return product if fmt.power_of_two else round_value(product, working, "nearest_even", "ieee")
+
+    def plain(x: float, how: Rounding, overflow: Overflow, word: int | None) -> Decision:
+        return decide(scaled(x), fmt.element, how, overflow, word)
+
+    def shifted(x: float, how: Rounding, overflow: Overflow, word: int | None) -> Decision:
+        decision = decide(scaled(x), _INTEGERS, how, overflow, word)
+        code = min(max(int(decision.value) + int(zero or 0), 0), int(fmt.element.max))
+        decision = dataclasses.replace(decision, code=code)
+        if code == decision.value + (zero or 0):
+            return decision
+        value = float(code - int(zero or 0))
+        reason = f"the number rounds to {decision.value:g}, beyond the block's range, and stays at {value:g}"
+        return dataclasses.replace(decision, value=value, rule="saturated", reason=reason)
+
+    return plain if zero is None else shifted
+
+
+def _factor(
+    block: list[float], whole: Fraction, scale: float, tensor_scale: float | None, fmt: BlockFormat
+) -> Fraction | None:
+    """Return what numbers are multiplied with (docs/semantics.md, sections 5 to 7), None for blocks without a scale."""
+    if math.isnan(scale):  # a NaN in the block: its codes are those of the block without regard to NaN
+        return None
+    s = Fraction(scale)
+    if fmt.power_of_two:
+        return 1 / s
+    if tensor_scale is not None:
+        return _reciprocal(_rn32(s * Fraction(tensor_scale)))
+    if _clamped32(_amax(block)) == 0 and not fmt.zero_point:
+        return Fraction(1)
+    if fmt.arithmetic == "divide":
+        return 1 / (s or FLT_MIN)
+    if fmt.arithmetic == "encode" and fmt.scale.bits == 32:
+        return _clamped32(_rn32(Fraction(fmt.element.max)) / _clamped32(_amax(block)))
+    return _reciprocal(s)
+
+
+def _steps(
+    block: list[float], whole: Fraction, scale: float, tensor_scale: float | None, fmt: BlockFormat,
+    zero: float | None,
+) -> tuple[str, ...]:  # fmt: skip
+    """Say how the rule made the scale."""
+    amax = _amax(block)
+    if math.isnan(scale):
+        return (f"a NaN in the block and no NaN in {fmt.element.name}: the scale becomes NaN",)
+    if zero is not None:
+        low, high = min([0.0, *_finite(block)]), max([0.0, *_finite(block)])
+        return (
+            f"the range with zero is {low:g} to {high:g}; over {fmt.element.max:g} steps the scale is {scale:g}",
+            f"the zero point is {zero:g}, where -{low:g} / scale rounds to" if low else f"the zero point is {zero:g}",
+        )
+    if amax == 0:
+        return (f"the block holds no finite number but zero: the scale is {scale:g}",)
+    if fmt.power_of_two:
+        return _power_of_two_steps(amax, scale, fmt)
+    if tensor_scale is not None:
+        top = fmt.scale.max * fmt.element.max
+        return (
+            f"tensor scale = largest magnitude {float(whole):g} / ({fmt.scale.max:g} * {fmt.element.max:g}) = "
+            f"{float(whole):g} / {top:g} = {tensor_scale:g}, kept in fp32",
+            f"block scale = amax {float(amax):g} / {fmt.element.max:g} / tensor scale, rounded to {fmt.scale.name}: {scale:g}",
+        )
+    kept = "fp32" if fmt.scale.bits == 32 else fmt.scale.name
+    return (f"{fmt.scale_rule}: {float(amax):g} / {fmt.element.max:g} = {scale:g}, kept in {kept} ({fmt.arithmetic})",)
+
+
+def _power_of_two_steps(amax: Fraction, scale: float, fmt: BlockFormat) -> tuple[str, ...]:
+    top, exponent = fmt.element.max_exponent, floor_log2(amax)
+    first = f"amax = {float(amax):g} lies in [2^{exponent}, 2^{exponent + 1}); the largest exponent of {fmt.element.name} is {top}"
+    s = math.frexp(scale)[1] - 1
+    ceiling = exponent if amax == Fraction(2) ** exponent else exponent + 1
+    if fmt.scale_rule == "floor":
+        wanted, rule = exponent - top, f"floor: {exponent} - {top} = {exponent - top}"
+    elif fmt.scale_rule == "ceil":
+        wanted, rule = ceiling - top, f"ceil: {ceiling} - {top} = {ceiling - top}"
+    elif fmt.scale_rule == "even":
+        bits = fmt.element.mantissa_bits  # type: ignore[union-attr]  # the record forbids formats without
+        wanted, rule = s, f"even: amax rounded half up to {bits} mantissa bits has exponent {s + top}; {s + top} - {top} = {s}"
+    else:
+        quotient = float(amax) / fmt.element.max
+        wanted, rule = s, f"rceil: amax / {fmt.element.max:g} = {quotient:g}, rounded up to a power of two: 2^{s}"
+    clamp = "" if wanted == s else f", limited to {s}"
+    return first, f"{rule}{clamp}, so the scale is 2^{s} = {scale:g}"
+
+
+def _log_tile(block: list[float], step: float, low: float, fmt: LogTileFormat) -> Tile:
+    """Explain a LogFMT tile: its range of logarithms, and numbers between two of its values."""
+    empty = not any(_finite(block))
+    values = [0.0] if empty else [0.0, *(_log_value(low, step, k) for k in range(fmt.max_code))]
+    steps = (f"{fmt.max_code} magnitudes from exp({low:g}) in steps of {step:g} in the natural logarithm",)
+    scale = Scale(amax=float(_amax(block)), value=step, code=None, tensor_scale=None, offset=low, steps=steps)
+
+    def decider(x: float, how: Rounding, overflow: Overflow, word: int | None) -> Decision:
+        return _decide_log(x, values, fmt, how, word)
+
+    return Tile(scale=scale, decide=decider)
+
+
+def _decide_log(x: float, values: list[float], fmt: LogTileFormat, how: Rounding, word: int | None) -> Decision:
+    raise NotImplementedError
+
+
+def _log_value(low: float, step: float, k: int) -> float:
+    """Return ``RN32(exp(low + step k))`` (docs/semantics.md, section 8)."""
+    return round_value(exp(low + step * k), FP32, "nearest_even", "ieee")
+
+
+def _finite(block: list[float]) -> list[float]:
+    return [x for x in block if math.isfinite(x)]
+
+
+def _amax(block: list[float]) -> Fraction:
+    return max((abs(Fraction(x)) for x in _finite(block)), default=Fraction(0))
+
+
+def _rn32(x: Fraction) -> Fraction:
+    return Fraction(round_value(x, FP32, "nearest_even", "ieee"))
+
+
+def _clamped32(x: Fraction) -> Fraction:
+    return _rn32(x) if x <= FLT_MAX else FLT_MAX
+
+
+def _reciprocal(scale: Fraction) -> Fraction:
+    return _clamped32(1 / scale) if scale else FLT_MAX

@@ -1,0 +1,200 @@
+"""The table of element formats: every constant that names a format, each with its source."""
+
+import struct
+from collections.abc import Iterator
+
+from fmtsim.formats.block import E8M0, FP32, Format, LogTileFormat
+from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat, LogFormat
+
+_IEEE = "IEEE 754-2019, table 3.5"
+_OCP8 = "OCP 8-bit Floating Point Specification (OFP8) v1.0, section 5; Micikevicius et al., arXiv:2209.05433, table 1"
+_MX = "OCP Microscaling Formats (MX) v1.0, section 5.3"
+_FNUZ = "Noune et al., arXiv:2206.02915: one zero, NaN in place of -0, no infinities"
+_P3109 = "IEEE P3109 interim report, formats by width K, precision P, signedness and domain"
+
+FLOATS: tuple[FloatFormat, ...] = (
+    FloatFormat(name="fp64", exponent_bits=11, mantissa_bits=52, aliases=("float64", "double", "e11m52"), source=_IEEE),
+    FP32,
+    FloatFormat(name="tf32", exponent_bits=8, mantissa_bits=10, aliases=("tensorfloat32", "e8m10"),
+                source="NVIDIA A100 architecture white paper: binary32's exponent, binary16's mantissa, 19 bits"),
+    FloatFormat(name="bf16", exponent_bits=8, mantissa_bits=7, aliases=("bfloat16", "e8m7"),
+                source="Intel BFLOAT16 Hardware Numerics Definition, section 1: the upper half of binary32"),
+    FloatFormat(name="fp16", exponent_bits=5, mantissa_bits=10, aliases=("float16", "half", "e5m10"), source=_IEEE),
+    FloatFormat(name="e4m3", exponent_bits=4, mantissa_bits=3, nan="top", infinities=False,
+                aliases=("float8_e4m3fn", "e4m3fn"), source=_OCP8),
+    FloatFormat(name="e5m2", exponent_bits=5, mantissa_bits=2, aliases=("float8_e5m2",), source=_OCP8),
+    FloatFormat(name="e4m3_ieee", exponent_bits=4, mantissa_bits=3, aliases=("float8_e4m3", "e4m3_gaudi2"),
+                source="ml_dtypes README, float8_e4m3: IEEE 754 rules for the top exponent; Intel Gaudi 2 FP8"),
+    FloatFormat(name="e4m3fnuz", exponent_bits=4, mantissa_bits=3, bias=8, nan="negative_zero", infinities=False,
+                aliases=("float8_e4m3fnuz",), source=_FNUZ),
+    FloatFormat(name="e5m2fnuz", exponent_bits=5, mantissa_bits=2, bias=16, nan="negative_zero", infinities=False,
+                aliases=("float8_e5m2fnuz",), source=_FNUZ),
+    FloatFormat(name="e4m3b11fnuz", exponent_bits=4, mantissa_bits=3, bias=11, nan="negative_zero", infinities=False,
+                aliases=("float8_e4m3b11fnuz",),
+                source="ml_dtypes README, float8_e4m3b11fnuz; bias after Sun et al., HFP8, NeurIPS 2019"),
+    FloatFormat(name="e3m4", exponent_bits=3, mantissa_bits=4, aliases=("float8_e3m4",),
+                source="ml_dtypes README, float8_e3m4: IEEE 754 rules for the top exponent"),
+    FloatFormat(name="e3m4fn", exponent_bits=3, mantissa_bits=4, nan="top", infinities=False,
+                source="Shen et al., arXiv:2309.14592, table 1: extended E3M4 with one NaN, largest value 30"),
+    FloatFormat(name="e5m6", exponent_bits=5, mantissa_bits=6,
+                source="DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.3 (cached activations); the report "
+                       "does not say where Inf and NaN live, IEEE 754 rules are taken"),
+    FloatFormat(name="e2m3", exponent_bits=2, mantissa_bits=3, nan="none", infinities=False,
+                aliases=("float6_e2m3fn", "fp6_e2m3"), source=_MX + ".2"),
+    FloatFormat(name="e3m2", exponent_bits=3, mantissa_bits=2, nan="none", infinities=False,
+                aliases=("float6_e3m2fn", "fp6_e3m2"), source=_MX + ".2"),
+    FloatFormat(name="e2m1", exponent_bits=2, mantissa_bits=1, nan="none", infinities=False,
+                aliases=("float4_e2m1fn", "float4_e2m1fn_x2", "fp4"), source=_MX + ".3"),
+    E8M0,
+    FloatFormat(name="ue4m3", exponent_bits=4, mantissa_bits=3, signed=False, nan="top", infinities=False,
+                source="PTX ISA 9.1, section 5.2.3: block scales of e2m1 operands, the non-negative codes of e4m3; "
+                       "7 bits in a byte whose top bit is padding"),
+    FloatFormat(name="ue5m3", exponent_bits=5, mantissa_bits=3, signed=False, nan="top", infinities=False,
+                source="CUDA Math API 13.4, __nv_fp8_ue5m3: no sign, no infinity, NaN at 0xFF alone"),
+)  # fmt: skip
+
+
+def _p3109(width: int, precision: int, *, signed: bool, extended: bool) -> FloatFormat:
+    """Build the P3109 format of ``width`` bits and ``precision`` significant bits (the implicit one counted).
+
+    One zero; NaN takes the code of -0, or the top code of an unsigned format; the infinities of an extended format
+    sit next below, at the largest magnitude that is left.
+    """
+    suffix = f"{'s' if signed else 'u'}{'e' if extended else 'f'}"
+    return FloatFormat(
+        name=f"p3109_k{width}p{precision}{suffix}",
+        exponent_bits=width - precision + (not signed),
+        mantissa_bits=precision - 1,
+        bias=1 << (width - precision) >> signed,
+        signed=signed,
+        nan="negative_zero" if signed else "top",
+        infinities=extended,
+        aliases=(f"binary{width}p{precision}{suffix}",),
+        source=_P3109,
+    )
+
+
+def _p3109_family() -> Iterator[FloatFormat]:
+    """Yield every P3109 format of 3 to 8 bits that has an exponent field."""
+    for width in range(3, 9):
+        for signed in (True, False):
+            for precision in range(1, width + (not signed)):
+                for extended in (True, False):
+                    yield _p3109(width, precision, signed=signed, extended=extended)
+
+
+def integer(bits: int, *, signed: bool = True, grid: str = "symmetric", fraction_bits: int = 0) -> IntFormat:
+    """Build the integer format whose name says the arguments: ``int8``, ``int8_full``, ``int8_half``, ``uint8_f4``.
+
+    Args:
+        bits: Width of a code.
+        signed: Two's complement, or 0 upward.
+        grid: ``"symmetric"``, ``"full"`` (the lowest code is used) or ``"half"`` (odd multiples of half a step);
+            ignored when unsigned.
+        fraction_bits: Binary places.
+    """
+    name = f"{'' if signed else 'u'}int{bits}"
+    suffix = f"_f{fraction_bits}" if fraction_bits else ""
+    tail = f"_{grid}" if signed and grid != "symmetric" else ""
+    return IntFormat(
+        name=name + tail + suffix,
+        bits=bits,
+        signed=signed,
+        symmetric=signed and grid == "symmetric",
+        half_offset=signed and grid == "half",
+        fraction_bits=fraction_bits,
+        aliases=(f"{name}_asymmetric{suffix}",) if tail == "_full" else (),
+        source=_INTEGER_SOURCES[grid] if signed else "natural numbers from 0",
+    )
+
+
+_INTEGER_SOURCES = {
+    "symmetric": "two's complement without its lowest code: Jacob et al., arXiv:1712.05877, section 3.1 (weights)",
+    "full": "two's complement, every code used",
+    "half": "mid-rise grid of odd half steps: Panferov et al., QuEST, arXiv:2502.05003, section 3",
+}
+
+INT8_F6 = IntFormat(
+    name="int8_f6",
+    bits=8,
+    fraction_bits=6,
+    source=_MX + ".4: two's complement with 6 fraction bits; the code of -2 is left unused, as the section allows",
+)
+
+NF4 = CodebookFormat(
+    name="nf4",
+    values=(
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ),
+    aliases=("normalfloat4",),
+    source="Dettmers et al., QLoRA, arXiv:2305.14314, appendix E",
+)  # fmt: skip
+
+
+def _float32(value: float) -> float:
+    """Round to the nearest binary32 value."""
+    return struct.unpack("<f", struct.pack("<f", value))[0]
+
+
+def _bnb_fp4() -> CodebookFormat:
+    """Build bitsandbytes' FP4: sign bit and three bits of magnitude, in twelfths; code 8 is zero again."""
+    magnitudes = [_float32(twelfths / 12) for twelfths in (0, 0.0625, 8, 12, 4, 6, 2, 3)]
+    return CodebookFormat(
+        name="bnb_fp4",
+        values=(*magnitudes, 0.0, *(-value for value in magnitudes[1:])),
+        source="bitsandbytes 95f9af3, csrc/kernels.cu, the FP4 decoding tree; 0.0625/12 is its subnormal",
+    )
+
+
+def _bnb_dynamic8(*, signed: bool) -> CodebookFormat:
+    """Build bitsandbytes' dynamic 8-bit map: 7 decades, decade i cut into 2^i cells (2^(i+1) when unsigned).
+
+    Values are the cells' centres in float32, then 0 and 1, sorted. A cell boundary is ``0.1 + step * k`` from below
+    and ``1 - step * k`` from above the middle, rounded to float32 once, as torch.linspace does with fused
+    multiply-add.
+    """
+    values = [0.0, 1.0]
+    for decade in range(7):
+        cells = 1 << (decade + (not signed))
+        low = _float32(0.1)
+        step = _float32(_float32(1.0 - low) / cells)
+        middle = (cells + 1) // 2
+        edges = [_float32(low + step * k) for k in range(middle)]
+        edges += [_float32(1.0 - step * (cells - k)) for k in range(middle, cells + 1)]
+        factor = _float32(10.0 ** (decade - 6))
+        for lower, upper in zip(edges, edges[1:], strict=False):
+            centre = _float32(factor * (_float32(lower + upper) / 2))
+            values += [centre, -centre] if signed else [centre]
+    return CodebookFormat(
+        name="bnb_dynamic8" if signed else "bnb_dynamic8_unsigned",
+        values=tuple(sorted(values)),
+        aliases=("bnb_dynamic8_signed",) if signed else (),
+        source="Dettmers et al., arXiv:2110.02861 (dynamic quantization); bitsandbytes 95f9af3, create_dynamic_map",
+    )
+
+
+LNS_SOURCE = "Zhao et al., LNS-Madam, arXiv:2106.13914, section 2: 2^(k/gamma), gamma a power of two"
+LOGFMT_SOURCE = "Zhao et al., Insights into DeepSeek-V3, arXiv:2505.09343, section 3.2 (LogFMT-nBit), 1x128 tiles"
+
+
+def elements() -> Iterator[Format]:
+    """Yield every catalogued format that is not built from another, LogFMT's tiles last."""
+    yield from FLOATS
+    yield from _p3109_family()
+    for grid in ("symmetric", "full", "half"):
+        for bits in range(2, 17):
+            yield integer(bits, grid=grid)
+    for bits in range(1, 17):
+        yield integer(bits, signed=False)
+    yield INT8_F6
+    yield NF4
+    yield _bnb_fp4()
+    yield _bnb_dynamic8(signed=True)
+    yield _bnb_dynamic8(signed=False)
+    yield LogFormat(name="lns8_g8", bits=8, gamma=8, source=LNS_SOURCE)
+    yield LogFormat(name="lns16_g2048", bits=16, gamma=2048, source=LNS_SOURCE + "; 16-bit updates keep 16 octaves")
+    for bits in (8, 10):
+        yield LogTileFormat(name=f"logfmt{bits}", bits=bits, source=LOGFMT_SOURCE)

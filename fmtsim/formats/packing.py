@@ -1,0 +1,146 @@
+"""Codes of any width as a dense stream of bits: what encoded tensors keep in memory and in files."""
+
+import math
+
+import torch
+
+from fmtsim.errors import ArgumentError, CodeError, DtypeError
+
+_WIDE_VIEWS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
+_UNSIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+_SIGNED = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def code_dtype(bits: int) -> torch.dtype:
+    """Return the integer dtype that holds unpacked codes of that width as non-negative numbers.
+
+    Codes of 64 bits fill int64 and are the one case that may be negative.
+    """
+    for limit, dtype in ((8, torch.uint8), (15, torch.int16), (31, torch.int32)):
+        if bits <= limit:
+            return dtype
+    return torch.int64
+
+
+def packed_size(count: int, bits: int) -> int:
+    """Return the bytes of a row of ``count`` codes of ``bits`` bits."""
+    return (count * bits + 7) // 8
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack codes along the last dimension into little-endian bytes.
+
+    Element k of a row holds bits ``[k * bits, (k + 1) * bits)`` of the row's stream, bit 0 is the lowest bit of byte
+    0, and zeros fill each row to whole bytes. Two 4-bit codes share a byte, the even element in the low nibble.
+
+    Args:
+        codes: Integers in ``[0, 2**bits)`` of any integer dtype, ``[..., count]``; 64-bit codes may be negative int64.
+        bits: Width of a code, 1 to 64.
+
+    Returns:
+        uint8 ``[..., packed_size(count, bits)]``, contiguous, on the device of ``codes``.
+
+    Raises:
+        ArgumentError: ``bits`` is outside 1 to 64 or ``codes`` has no dimension.
+        DtypeError: ``codes`` are not integers.
+        CodeError: A code does not fit ``bits``.
+    """
+    _require_bits(bits)
+    codes = _checked_codes(codes, bits)
+    if bits == 8:
+        return codes.to(torch.uint8).contiguous()
+    if bits in _WIDE_VIEWS:
+        return codes.to(_WIDE_VIEWS[bits]).contiguous().view(torch.uint8)
+    group = 8 // math.gcd(bits, 8)  # codes that end on a byte boundary together
+    count = codes.shape[-1]
+    work = _work_dtype(bits)
+    padded = torch.nn.functional.pad(codes.to(work), (0, -count % group))
+    grouped = padded.unflatten(-1, (padded.shape[-1] // group, group))
+    packed = torch.stack([_byte(grouped, j, bits) for j in range(group * bits // 8)], dim=-1)
+    return packed.to(torch.uint8).flatten(-2)[..., : packed_size(count, bits)].contiguous()
+
+
+def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Undo ``pack``: return ``count`` codes a row.
+
+    Args:
+        packed: uint8 ``[..., packed_size(count, bits)]``.
+        bits: Width of a code, 1 to 64.
+        count: Codes in a row.
+
+    Returns:
+        ``[..., count]`` of ``code_dtype(bits)``, on the device of ``packed``; the bits that fill a row are ignored.
+
+    Raises:
+        ArgumentError: ``bits`` is outside 1 to 64, ``count`` is negative or ``packed`` has no dimension.
+        DtypeError: ``packed`` is not uint8.
+        CodeError: The rows do not have the bytes that ``count`` codes take.
+    """
+    _require_bits(bits)
+    if packed.dtype != torch.uint8:
+        raise DtypeError(f"packed codes have dtype {packed.dtype}; expected torch.uint8")
+    if count < 0 or packed.dim() == 0:
+        raise ArgumentError(f"count={count}, packed shape {tuple(packed.shape)}; expected count >= 0 and a last dim")
+    if packed.shape[-1] != packed_size(count, bits):
+        raise CodeError(
+            f"rows of {packed.shape[-1]} bytes do not hold {count} codes of {bits} bits; "
+            f"expected {packed_size(count, bits)} bytes"
+        )
+    if bits == 8:
+        return packed.clone()
+    if bits in _WIDE_VIEWS:
+        codes = packed.contiguous().view(_WIDE_VIEWS[bits]).to(code_dtype(bits))
+        return codes if bits == 64 else codes & ((1 << bits) - 1)
+    group = 8 // math.gcd(bits, 8)
+    size = group * bits // 8
+    padded = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % size)).to(_work_dtype(bits))
+    grouped = padded.unflatten(-1, (padded.shape[-1] // size, size))
+    codes = torch.stack([_code(grouped, k, bits) for k in range(group)], dim=-1)
+    return codes.to(code_dtype(bits)).flatten(-2)[..., :count].contiguous()
+
+
+def _byte(grouped: torch.Tensor, j: int, bits: int) -> torch.Tensor:
+    """Return byte j of every group: the or of the codes that reach into bits ``[8j, 8j + 8)``."""
+    byte = torch.zeros_like(grouped[..., 0])
+    for k in range(8 * j // bits, (8 * j + 7) // bits + 1):
+        shift = k * bits - 8 * j
+        code = grouped[..., k]
+        byte |= (code & 0xFF) << shift if shift >= 0 else code >> -shift
+    return byte & 0xFF
+
+
+def _code(grouped: torch.Tensor, k: int, bits: int) -> torch.Tensor:
+    """Return code k of every group: the or of the bytes that hold bits ``[k * bits, (k + 1) * bits)``."""
+    code = torch.zeros_like(grouped[..., 0])
+    for j in range(k * bits // 8, ((k + 1) * bits - 1) // 8 + 1):
+        shift = 8 * j - k * bits
+        byte = grouped[..., j]
+        code |= byte << shift if shift >= 0 else byte >> -shift
+    return code & ((1 << bits) - 1)
+
+
+def _work_dtype(bits: int) -> torch.dtype:
+    """Return a dtype in which a code and a byte shifted by less than a code's width fit."""
+    return torch.int16 if bits < 8 else torch.int32 if bits < 24 else torch.int64
+
+
+def _require_bits(bits: int) -> None:
+    if not 1 <= bits <= 64:
+        raise ArgumentError(f"bits={bits} is not allowed; choose 1 to 64")
+
+
+def _checked_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the codes in a dtype that torch computes with, every one of them in range."""
+    if codes.dtype not in _SIGNED and codes.dtype not in _UNSIGNED:
+        raise DtypeError(f"codes have dtype {codes.dtype}; expected an integer dtype such as torch.uint8")
+    if codes.dim() == 0:
+        raise ArgumentError("codes have no dimension to pack along; reshape them to (1,)")
+    if codes.dtype == torch.uint64 and bits < 64 and codes.numel() and int(codes.view(torch.int64).min()) < 0:
+        raise CodeError(f"codes of 2**63 and more do not fit {bits} bits")
+    codes = codes.to(_UNSIGNED.get(codes.dtype, codes.dtype))
+    if bits < 64 and not (codes.dtype == torch.uint8 and bits >= 8) and codes.numel():
+        low, high = (int(bound) for bound in torch.aminmax(codes))
+        if low < 0 or high >> bits:
+            found = low if low < 0 else high
+            raise CodeError(f"code {found} does not fit {bits} bits; expected 0 to {(1 << bits) - 1}")
+    return codes

@@ -1,0 +1,191 @@
+"""Where formats are found: by name or alias, by dtype, or by a name that spells the format out."""
+
+import difflib
+import re
+from functools import lru_cache
+from typing import Any, Literal, cast
+
+import torch
+
+from fmtsim.errors import FormatError
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.catalogue import LNS_SOURCE, LOGFMT_SOURCE, elements, integer
+from fmtsim.formats.catalogue_blocks import blocks
+from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat
+
+Kind = Literal["float", "int", "codebook", "log", "block", "log_tile"]
+
+_KINDS: dict[str, type] = {
+    "float": FloatFormat,
+    "int": IntFormat,
+    "codebook": CodebookFormat,
+    "log": LogFormat,
+    "block": BlockFormat,
+    "log_tile": LogTileFormat,
+}
+_SPELLINGS = "'e3m4', 'int6', 'int6_full', 'int6_half', 'uint6', 'lns8_g8', 'logfmt8'"
+
+_NAME = re.compile(r"[a-z0-9_.+-]+")
+_FLOAT = re.compile(r"e(\d+)m(\d+)")
+_INT = re.compile(r"(u?)int(\d+)(?:_(full|asymmetric|half))?(?:_f(\d+))?")
+_LOG = re.compile(r"lns(\d+)_g(\d+)")
+_LOG_TILE = re.compile(r"logfmt(\d+)")
+
+_formats: dict[str, Format] = {}  # by name, in the order of registration
+_lookup: dict[str, Format] = {}  # by lower-case name and alias
+
+
+def get_format(format: str | Format | torch.dtype | Any) -> Format:
+    """Return the record of a format.
+
+    Names ignore case. A name that is not registered may spell a format out: ``eXmY`` (IEEE 754 rules above 8 bits,
+    one NaN and no Inf at 8 bits, finite below), ``intN``, ``intN_full``, ``intN_half``, ``uintN`` (each with ``_fF``
+    for F fraction bits), ``lnsB_gG`` and ``logfmtN``.
+
+    Args:
+        format: A name or alias, a format record (returned as it is), a torch dtype, or a numpy or ml_dtypes dtype.
+
+    Raises:
+        FormatError: The name is unknown, spells a format outside the limits, or the argument is not a format.
+    """
+    if isinstance(format, str):
+        found = _lookup.get(format)
+        return found if found is not None else _find(format)
+    if isinstance(format, Format):
+        return format
+    name = _dtype_name(format)
+    if name is None:
+        raise FormatError(f"format={format!r} is not a name, a format record or a dtype; pass a name such as 'e4m3'")
+    found = _lookup.get(name) or _parse(name)
+    if found is None:
+        raise FormatError(f"dtype {format} has no format; pass a name from fmtsim.list_formats()")
+    return found
+
+
+def list_formats(kind: Kind | None = None) -> list[str]:
+    """Return the names of all registered formats, or of one kind.
+
+    Args:
+        kind: ``"float"``, ``"int"``, ``"codebook"``, ``"log"``, ``"block"``, ``"log_tile"``, or None for all.
+
+    Raises:
+        FormatError: The kind is unknown.
+    """
+    if kind is None:
+        return list(_formats)
+    if kind not in _KINDS:
+        raise FormatError(f"kind={kind!r} is not a kind of format; choose one of {', '.join(_KINDS)}, or None for all")
+    return [name for name, fmt in _formats.items() if isinstance(fmt, _KINDS[kind])]
+
+
+def register_format(record: Format, overwrite: bool = False) -> Format:
+    """Make a format known under its name and aliases, and return it.
+
+    Registering an equal record twice does nothing.
+
+    Args:
+        record: The format.
+        overwrite: Whether it may take names that other formats hold; a format that loses its name is forgotten,
+            one that loses an alias keeps its name.
+
+    Raises:
+        FormatError: The argument is not a format record, a name cannot be looked up, or is taken.
+    """
+    if not isinstance(cast(object, record), Format):
+        kinds = ", ".join(cls.__name__ for cls in _KINDS.values())
+        raise FormatError(f"record={record!r} is not a format; build one of {kinds}")
+    names = [name.lower() for name in (record.name, *record.aliases)]
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise FormatError(f"format name {name!r} is not allowed; choose letters, digits and _ . + -")
+    if _formats.get(record.name) == record and all(_lookup.get(name) == record for name in names):
+        return record
+    for name in names:
+        holder = _lookup.get(name)
+        if holder is not None and not overwrite:
+            raise FormatError(f"format name {name!r} is taken by {holder!r}; choose another, or pass overwrite=True")
+        if holder is not None and holder.name.lower() == name:
+            _forget(holder)
+    _formats[record.name] = record
+    _lookup.update(dict.fromkeys(names, record))
+    return record
+
+
+def _forget(record: Format) -> None:
+    del _formats[record.name]
+    for name in [name for name, held in _lookup.items() if held is record]:
+        del _lookup[name]
+
+
+def _find(text: str) -> Format:
+    """Look a name up in lower case, then read it as the spelling of a format."""
+    name = text.strip().lower().removeprefix("torch.")
+    found = _lookup.get(name) or _parse(name)
+    if found is not None:
+        return found
+    close = difflib.get_close_matches(name, _lookup, n=3, cutoff=0.6)
+    hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+    raise FormatError(
+        f"unknown format {text!r}{hint} (fmtsim.list_formats() has all names; others are spelled out: {_SPELLINGS})"
+    )
+
+
+@lru_cache(maxsize=512)
+def _parse(name: str) -> Format | None:
+    """Build the format that a lower-case name spells out, None where it spells none."""
+    if match := _FLOAT.fullmatch(name):
+        return _float(name, int(match[1]), int(match[2]))
+    if match := _INT.fullmatch(name):
+        unsigned, bits, grid, fraction = match.groups()
+        if unsigned and grid:
+            raise FormatError(f"{name}: unsigned integers have no {grid!r} grid; choose uint{bits} or int{bits}_{grid}")
+        grid = {None: "symmetric", "asymmetric": "full"}.get(grid, grid)
+        return integer(int(bits), signed=not unsigned, grid=grid, fraction_bits=int(fraction or 0))
+    if match := _LOG.fullmatch(name):
+        return LogFormat(name=name, bits=int(match[1]), gamma=int(match[2]), source=LNS_SOURCE)
+    if match := _LOG_TILE.fullmatch(name):
+        return LogTileFormat(name=name, bits=int(match[1]), source=LOGFMT_SOURCE)
+    return None
+
+
+def _float(name: str, exponent_bits: int, mantissa_bits: int) -> FloatFormat:
+    """Build ``eXmY`` with the specials that its width suggests."""
+    for field, value, low, high in (("exponent_bits", exponent_bits, 1, 8), ("mantissa_bits", mantissa_bits, 0, 10)):
+        if not low <= value <= high:
+            raise FormatError(
+                f"{name}: {field}={value} is not allowed; choose {low} to {high}, or register a FloatFormat of your own"
+            )
+    bits = 1 + exponent_bits + mantissa_bits
+    return FloatFormat(
+        name=name,
+        exponent_bits=exponent_bits,
+        mantissa_bits=mantissa_bits,
+        nan="ieee" if bits > 8 else "top" if bits == 8 else "none",
+        infinities=bits > 8,
+        source="spelled out by its name",
+    )
+
+
+def _dtype_name(dtype: Any) -> str | None:
+    """Return the name under which a torch, numpy or ml_dtypes dtype is listed, None for anything else."""
+    if isinstance(dtype, torch.dtype):
+        return str(dtype).removeprefix("torch.")
+    if isinstance(dtype, type) and dtype.__module__ == "builtins":
+        return None  # numpy would read int, float and bool as dtypes of the platform's choice
+    import numpy  # torch has loaded it already where it exists; formats do not need it otherwise
+
+    try:
+        return numpy.dtype(dtype).name if dtype is not None else None
+    except (TypeError, ValueError):
+        return None
+
+
+def _register_catalogue() -> None:
+    """Register the catalogue: elements first, because blocks are made of them."""
+    for fmt in elements():
+        register_format(fmt)
+    for block in blocks(lambda name: cast(ElementFormat, _lookup[name])):
+        register_format(block)
+
+
+_register_catalogue()

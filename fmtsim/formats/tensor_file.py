@@ -1,0 +1,145 @@
+"""Safetensors files with dtypes of fewer than 8 bits and a checksum, written whole or not at all.
+
+The layout is that of safetensors: the header's length in 8 little-endian bytes, a JSON header, the tensors' bytes.
+Any reader of safetensors that knows the tags reads these files; the writer is our own because safetensors' does not
+write the 6-bit tags yet. Packing below 8 bits is that of docs/semantics.md, section 11.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fmtsim.errors import DataError
+
+_TAG_BITS = {
+    "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8, "I8": 8, "U8": 8,
+    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+}  # fmt: skip
+_CHECKSUM = "crc32"
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file: its dtype tag, its shape in elements of that tag, and its bytes."""
+
+    tag: str
+    shape: tuple[int, ...]
+    data: bytes | memoryview
+
+
+def write_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str]
+) -> None:
+    """Write tensors and metadata to a file that appears complete or not at all.
+
+    The bytes go to a temporary file in the same folder, which then takes the file's name.
+
+    Raises:
+        DataError: The file cannot be written.
+    """
+    path = Path(path)
+    # the widest elements first, so that each tensor starts at a multiple of its element's size
+    names = sorted(tensors, key=lambda name: (-_TAG_BITS[tensors[name].tag], name))
+    table, start = {}, 0
+    for name in names:
+        tag, shape, data = tensors[name]
+        table[name] = {"dtype": tag, "shape": list(shape), "data_offsets": [start, start + len(data)]}
+        start += len(data)
+    payload = b"".join(tensors[name].data for name in names)
+    signed = {**metadata, _CHECKSUM: _checksum(table, metadata, payload)}
+    header = json.dumps({"__metadata__": signed, **table}, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header + payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise DataError(
+            f"cannot write {path}: {error.strerror or error}; choose a folder that exists and has room"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Read what ``write_tensors`` wrote: the tensors by name and the metadata.
+
+    Raises:
+        DataError: The file is missing, truncated, not of this layout, or its checksum does not hold.
+    """
+    path = Path(path)
+    try:
+        content = bytearray(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    header, payload = _split(path, content)
+    metadata = header.pop("__metadata__", None)
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise DataError(f"{path}: the header has no metadata; expected a file that Encoded.save wrote")
+    expected = metadata.pop(_CHECKSUM, None)
+    if expected is None:
+        raise DataError(f"{path}: the metadata has no {_CHECKSUM!r}; expected a file that Encoded.save wrote")
+    found = _checksum(header, metadata, payload)
+    if found != expected:
+        raise DataError(f"{path}: the checksum is {found}, the file says {expected}; it is corrupt, write it again")
+    return {name: _tensor(path, name, entry, payload) for name, entry in header.items()}, metadata
+
+
+def _split(path: Path, content: bytearray) -> tuple[dict[str, Any], memoryview]:
+    """Take a file apart into its header and its tensors' bytes."""
+    if len(content) < 8:
+        raise DataError(f"{path}: {len(content)} bytes are too few for a safetensors file; it is empty or truncated")
+    length = int.from_bytes(content[:8], "little")
+    if length > len(content) - 8:
+        raise DataError(
+            f"{path}: a header of {length} bytes is announced, {len(content) - 8} follow; it is truncated or corrupt"
+        )
+    try:
+        header = json.loads(content[8 : 8 + length])
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: the header is not JSON ({error}); it is corrupt") from None
+    if not isinstance(header, dict):
+        raise DataError(f"{path}: the header is a {type(header).__name__}, expected a JSON object; it is corrupt")
+    payload = memoryview(content)[8 + length :]
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__" and _is_entry(entry)]
+    size = max(ends, default=0)
+    if size != len(payload):
+        raise DataError(f"{path}: {len(payload)} bytes of tensors, the header says {size}; it is truncated or corrupt")
+    return header, payload
+
+
+def _is_entry(entry: Any) -> bool:
+    """Say whether a header's entry has the shape of one."""
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        return False
+    numbers = (entry["shape"], entry["data_offsets"])
+    if not all(isinstance(many, list) and all(type(one) is int and one >= 0 for one in many) for many in numbers):
+        return False
+    return len(entry["data_offsets"]) == 2 and isinstance(entry["dtype"], str)
+
+
+def _tensor(path: Path, name: str, entry: Any, payload: memoryview) -> StoredTensor:
+    """Cut one tensor out of the bytes, its size checked against its tag and shape."""
+    if not _is_entry(entry):
+        raise DataError(f"{path}: the header's entry for {name!r} is malformed; it is corrupt")
+    tag, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if tag not in _TAG_BITS:
+        raise DataError(f"{path}: tensor {name!r} has dtype {tag!r}; expected one of {', '.join(_TAG_BITS)}")
+    bits = _TAG_BITS[tag]
+    for size in shape:
+        bits *= size
+    if (end - start) * 8 != bits:
+        raise DataError(f"{path}: tensor {name!r} has {end - start} bytes; {tag} {list(shape)} takes {bits / 8:g}")
+    return StoredTensor(tag, shape, payload[start:end])
+
+
+def _checksum(table: Mapping[str, Any], metadata: Mapping[str, str], payload: bytes | memoryview) -> str:
+    """Return the CRC-32 of all that a file says, its header in a canonical spelling."""
+    header = json.dumps([dict(table), dict(metadata)], sort_keys=True).encode()
+    return f"{zlib.crc32(payload, zlib.crc32(header)):08x}"

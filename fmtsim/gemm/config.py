@@ -1,0 +1,132 @@
+"""What a quantised linear layer is: a quantiser for each operand of each of its three matrix products."""
+
+from dataclasses import dataclass
+
+from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import OVERFLOWS, CodebookFormat, FloatFormat, IntFormat, LogFormat, Overflow
+from fmtsim.rounding.modes import Rounding, get_rounding
+
+_FORMATS = (FloatFormat, IntFormat, CodebookFormat, LogFormat, BlockFormat, LogTileFormat)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantizer:
+    """Describe how one operand of one matrix product is quantised.
+
+    Blocks always run along the contraction axis of the product in question.
+
+    Args:
+        format: The target format; None leaves the operand in high precision.
+        rounding: How values are rounded.
+        overflow: What happens beyond the largest value; None means the format's own rule.
+    """
+
+    format: Format | None = None
+    rounding: Rounding = Rounding()
+    overflow: Overflow | None = None
+
+    def __post_init__(self) -> None:
+        if self.format is not None and not isinstance(self.format, _FORMATS):
+            raise FormatError(f"Quantizer format={self.format!r} is not a format record or None; pass fmtsim.get_format(name)")  # fmt: skip
+        if not isinstance(self.rounding, Rounding):
+            raise FormatError(f"Quantizer rounding={self.rounding!r} is not a Rounding; pass Rounding(mode=...)")
+        if self.overflow not in (None, *OVERFLOWS):
+            raise FormatError(f"Quantizer overflow={self.overflow!r} is unknown; choose 'saturate', 'ieee' or None")
+
+    def __str__(self) -> str:
+        if self.format is None:
+            return "high precision"
+        mode = "" if self.rounding.mode == "nearest_even" else f" {self.rounding.mode}"
+        return self.format.name + mode + (f" {self.overflow}" if self.overflow else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemm:
+    """Describe one matrix product by the quantisers of its two operands, in the order of the product."""
+
+    a: Quantizer = Quantizer()
+    b: Quantizer = Quantizer()
+
+    def __post_init__(self) -> None:
+        for name in ("a", "b"):
+            if not isinstance(getattr(self, name), Quantizer):
+                raise ArgumentError(f"Gemm {name}={getattr(self, name)!r} is not a Quantizer; pass Quantizer(format=...)")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearConfig:
+    """Describe a linear layer ``y = x w^T`` with x [T, K], w [N, K] and the incoming gradient g [T, N].
+
+    Args:
+        fprop: ``y = x w^T``: a is x, b is w, blocks along K.
+        dgrad: ``dx = g w``: a is g, b is w, blocks along N.
+        wgrad: ``dw = g^T x``: a is g, b is x, blocks along T.
+
+    Every operand is quantised from the high-precision original, never from another quantised copy.
+    """
+
+    fprop: Gemm = Gemm()
+    dgrad: Gemm = Gemm()
+    wgrad: Gemm = Gemm()
+
+    def __post_init__(self) -> None:
+        for name in ("fprop", "dgrad", "wgrad"):
+            if not isinstance(getattr(self, name), Gemm):
+                raise ArgumentError(f"LinearConfig {name}={getattr(self, name)!r} is not a Gemm; pass Gemm(a=..., b=...)")  # fmt: skip
+
+    @property
+    def operands(self) -> dict[str, Quantizer]:
+        """The six quantisers under the names that statistics use: tensor, then f, d or w for its product."""
+        return {
+            "x_f": self.fprop.a,
+            "w_f": self.fprop.b,
+            "g_d": self.dgrad.a,
+            "w_d": self.dgrad.b,
+            "g_w": self.wgrad.a,
+            "x_w": self.wgrad.b,
+        }
+
+    def __str__(self) -> str:
+        shown: dict[str, str] = {}
+        for tensor in "xwg":  # the two uses of a tensor under one name where they agree
+            uses = {name: str(q) for name, q in self.operands.items() if name[0] == tensor}
+            shown |= uses if len(set(uses.values())) > 1 else {tensor: next(iter(uses.values()))}
+        return ", ".join(f"{name} {text}" for name, text in shown.items())
+
+
+def linear_config(
+    *,
+    x: str | Format | None,
+    w: str | Format | None,
+    g: str | Format | None,
+    rounding: str | Rounding = "nearest_even",
+    grad_rounding: str | Rounding = "nearest_even",
+    overflow: Overflow | None = None,
+) -> LinearConfig:
+    """Build the common case: one format each for activations, weights and gradients, in every product they enter.
+
+    Args:
+        x: Format of the activations (x_f, x_w), a name or a record; None leaves them in high precision.
+        w: Format of the weights (w_f, w_d).
+        g: Format of the incoming gradients (g_d, g_w).
+        rounding: Rounding of activations and weights.
+        grad_rounding: Rounding of gradients, often ``"stochastic"``.
+        overflow: Overflow rule of all operands; None means each format's own.
+
+    Raises:
+        FormatError: a format, rounding or overflow rule is unknown.
+
+    >>> print(linear_config(x="e4m3", w="e4m3", g="e5m2", grad_rounding="stochastic").wgrad.a)
+    e5m2 stochastic
+    """
+    forward, backward = get_rounding(rounding), get_rounding(grad_rounding)
+    xs = Quantizer(format=_format(x), rounding=forward, overflow=overflow)
+    ws = Quantizer(format=_format(w), rounding=forward, overflow=overflow)
+    gs = Quantizer(format=_format(g), rounding=backward, overflow=overflow)
+    return LinearConfig(fprop=Gemm(a=xs, b=ws), dgrad=Gemm(a=gs, b=ws), wgrad=Gemm(a=gs, b=xs))
+
+
+def _format(name: str | Format | None) -> Format | None:
+    return get_format(name) if isinstance(name, str) else name

@@ -1,0 +1,10 @@
+"""Models under simulated precision: modules with quantised matrix products, convert, revert and report."""
+
+from fmtsim.nn.attention import EmulatedMultiheadAttention as EmulatedMultiheadAttention
+from fmtsim.nn.convert import convert as convert
+from fmtsim.nn.convert import revert as revert
+from fmtsim.nn.modules import EmulatedConv2d as EmulatedConv2d
+from fmtsim.nn.modules import EmulatedLinear as EmulatedLinear
+from fmtsim.nn.report import report as report
+
+__all__ = ["EmulatedConv2d", "EmulatedLinear", "EmulatedMultiheadAttention", "convert", "report", "revert"]

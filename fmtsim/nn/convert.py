@@ -1,0 +1,196 @@
+"""convert and revert: give a model's layers emulated matrix products, and take them away again."""
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
+
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.block import Format
+from fmtsim.gemm.config import LinearConfig, linear_config
+from fmtsim.gemm.emulated import Generator
+from fmtsim.nn.modules import EmulatedModule, Emulation, emulated_class, emulated_types
+from fmtsim.rounding.modes import Rounding
+
+Model = TypeVar("Model", bound=nn.Module)
+Configure = Callable[[str], LinearConfig | None]
+Filter = Callable[[nn.Module, str], bool]
+
+SAVED = "_fmtsim_saved"  # attributes that convert changed on modules it did not convert
+REASONS = "_fmtsim_left_alone"  # on the root: why each other module was left alone
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Inference kernels of torch that read the weights of their children and so never call them; off while converted.
+_FUSED = ((nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0), (nn.TransformerEncoder, "use_nested_tensor", False))
+
+
+def convert(
+    model: Model,
+    recipe: LinearConfig | None = None,
+    *,
+    format: str | Format | None = None,
+    grad_format: str | Format | None = None,
+    rounding: str | Rounding = "nearest_even",
+    grad_rounding: str | Rounding = "nearest_even",
+    config: LinearConfig | Configure | None = None,
+    generator: Generator = None,
+    filter_fn: Filter | None = None,
+) -> Model:
+    """Give every nn.Linear, nn.Conv2d and nn.MultiheadAttention emulated matrix products, in place.
+
+    Modules stay the same objects with the same Parameters, hooks, flags and state_dict keys, so optimizers, tied
+    weights and checkpoints go on working; only their class changes until ``revert``. Products that a model calls as
+    functions (``torch.matmul``, ``F.linear``, attention scores) stay in high precision. The formats come from exactly
+    one of ``format``, ``config`` and ``recipe``.
+
+    Args:
+        model: Any module; it may itself be a layer.
+        recipe: A LinearConfig; names of recipes are not known yet.
+        format: Format of activations and weights, a name or a record.
+        grad_format: Format of gradients; None means ``format``.
+        rounding: Rounding of activations and weights, with ``format``.
+        grad_rounding: Rounding of gradients, with ``format``.
+        config: A LinearConfig for all layers, or a function from a layer's name to its own (None leaves it alone).
+        generator: Keys of stochastic rounding: None draws from torch's default generator, an int makes one
+            torch.Generator for the whole model, a torch.Generator is used as it is.
+        filter_fn: ``filter_fn(module, name)`` says whether to convert a layer.
+
+    Returns:
+        The same model. ``fmtsim.report`` says what was converted and why the rest was not.
+
+    Raises:
+        ArgumentError: nothing to convert, a layer converted already, or no unambiguous format. The model is then
+            unchanged.
+        FormatError: an unknown format or rounding.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
+    configure = _configure(recipe, format, grad_format, rounding, grad_rounding, config)
+    plan, reasons = _plan(model, configure, filter_fn)
+    if not plan:
+        raise ArgumentError(_nothing(model, reasons))
+    keys = torch.Generator().manual_seed(generator) if isinstance(generator, int) else generator
+    for module, name, layer_config in plan:
+        changed = emulated_class(type(module))
+        assert changed is not None  # _plan only lists modules that have one
+        module.__class__ = changed
+        module.emulation = Emulation(name=name, config=layer_config, generator=keys)  # type: ignore[assignment]
+    _pause_fused(model)
+    model.__dict__[REASONS] = reasons
+    return model
+
+
+def revert(model: Model) -> Model:
+    """Give every converted module its own class back, in place, and return the model.
+
+    Raises:
+        ArgumentError: the model holds no converted module, or one whose class was changed since.
+    """
+    converted = [(name, module) for name, module in model.named_modules() if isinstance(module, EmulatedModule)]
+    if not converted:
+        raise ArgumentError(f"revert found no converted module in {type(model).__name__}; convert it first")
+    for name, module in converted:
+        if type(module) is not emulated_class(module.original_class):
+            raise ArgumentError(f"layer {name!r} became a {type(module).__name__} after convert; undo that change (for example its parametrization) first")  # fmt: skip
+    for _, module in converted:
+        module.__dict__.pop("emulation", None)
+        module.__class__ = module.original_class  # type: ignore[assignment]
+    for module in model.modules():
+        module.__dict__.update(module.__dict__.pop(SAVED, {}))
+        module.__dict__.pop(REASONS, None)
+    return model
+
+
+def _configure(
+    recipe: LinearConfig | None,
+    format: str | Format | None,
+    grad_format: str | Format | None,
+    rounding: str | Rounding,
+    grad_rounding: str | Rounding,
+    config: LinearConfig | Configure | None,
+) -> Configure:
+    given = [name for name, value in (("recipe", recipe), ("format", format), ("config", config)) if value is not None]
+    if len(given) != 1:
+        what = " and ".join(given) if given else "no format"
+        raise ArgumentError(f"convert got {what}; pass exactly one of format='e4m3', config=linear_config(...) or recipe=")  # fmt: skip
+    if format is not None:
+        grads = format if grad_format is None else grad_format
+        config = linear_config(x=format, w=format, g=grads, rounding=rounding, grad_rounding=grad_rounding)
+    elif grad_format is not None or rounding != "nearest_even" or grad_rounding != "nearest_even":
+        raise ArgumentError(f"grad_format, rounding and grad_rounding go with format=; set them inside {given[0]}=")
+    if isinstance(recipe, str):
+        raise ArgumentError(f"recipe={recipe!r}: recipes have no names yet; pass format=, or a LinearConfig as config=")
+    chosen = config if recipe is None else recipe
+    if isinstance(chosen, LinearConfig):
+        return lambda name: chosen
+    if not callable(chosen):
+        raise ArgumentError(f"{given[0]}={chosen!r} is not a LinearConfig; build one with linear_config(x=, w=, g=)")
+    return chosen
+
+
+def _plan(
+    model: nn.Module, configure: Configure, filter_fn: Filter | None
+) -> tuple[list[tuple[nn.Module, str, LinearConfig]], dict[str, str]]:
+    """Decide for every module without touching any: what to convert, and why not the others."""
+    plan: list[tuple[nn.Module, str, LinearConfig]] = []
+    reasons: dict[str, str] = {}
+    inside = dict(_projections(model))
+    for name, module in model.named_modules():
+        if isinstance(module, EmulatedModule):
+            raise ArgumentError(f"layer {name!r} is converted already; call fmtsim.revert(model) before converting again")  # fmt: skip
+        reason = why_not(module) or inside.get(name)
+        if reason is None and filter_fn is not None and not filter_fn(module, name):
+            reason = "filter_fn said no"
+        layer_config = configure(name) if reason is None else None
+        if reason is None and layer_config is None:
+            reason = "config returned None"
+        if layer_config is None:
+            reasons[name] = reason or ""
+        elif not isinstance(layer_config, LinearConfig):
+            raise ArgumentError(f"config({name!r}) returned {layer_config!r}; it must return a LinearConfig or None")
+        else:
+            plan.append((module, name, layer_config))
+    return plan, reasons
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Return why a module of its kind is not converted, None where it can be."""
+    cls = type(module)
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+        return "its parameters are not initialised yet; run one batch through the model first"
+    if parametrize.is_parametrized(module):
+        return "parametrized; convert first, or remove the parametrization"
+    if emulated_class(cls) is None:
+        base = next((base for base in emulated_types() if isinstance(module, base)), None)
+        if base is None:
+            return f"no emulated form of {cls.__name__}"
+        return f"overrides {base.__name__}.forward; call fmtsim.EmulatedGEMM in it"
+    weights = [p for p in module.parameters(recurse=False) if p.dtype not in _FLOATS]
+    return f"its parameters have dtype {weights[0].dtype}" if weights else None
+
+
+def _projections(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the name of each linear layer that an attention module uses without calling it, with that reason."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            yield f"{name}.out_proj" if name else "out_proj", f"belongs to the attention {name!r}, which uses its weights"
+
+
+def _pause_fused(model: nn.Module) -> None:
+    for module in model.modules():
+        for cls, attribute, off in _FUSED:
+            if isinstance(module, cls) and any(isinstance(child, EmulatedModule) for child in module.modules()):
+                module.__dict__[SAVED] = {attribute: module.__dict__[attribute]}
+                module.__dict__[attribute] = off
+
+
+def _nothing(model: nn.Module, reasons: dict[str, str]) -> str:
+    modules = dict(model.named_modules())
+    shown = [f"{name or type(model).__name__}: {why}" for name, why in reasons.items() if _leaf(modules[name])][:4]
+    return f"convert found nothing to convert in {type(model).__name__}" + (f" ({'; '.join(shown)})" if shown else "")
+
+
+def _leaf(module: nn.Module) -> bool:
+    return next(module.children(), None) is None

@@ -1,0 +1,152 @@
+"""Linear and Conv2d whose matrix products are emulated: the same Parameters, the same state_dict, another forward."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fmtsim.errors import ArgumentError
+from fmtsim.gemm.config import LinearConfig
+from fmtsim.gemm.emulated import EmulatedGEMM, Generator, Observer
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Emulation:
+    """Hold what a converted module needs beside its Parameters.
+
+    Args:
+        name: The module's name in the converted model.
+        config: The quantisers of its products.
+        generator: Source of stochastic rounding's keys; None means torch's default generator.
+        observer: Set by ``fmtsim.observe`` while it is active, else None: given the name of a part of the module
+            (empty for the module itself), it returns the observer of that part.
+    """
+
+    name: str
+    config: LinearConfig
+    generator: Generator = None
+    observer: Callable[[str], Observer] | None = None
+
+
+class EmulatedModule(nn.Module):
+    """Mark a module whose products go through EmulatedGEMM, and remember which class it was.
+
+    ``fmtsim.convert`` gives an existing module such a class and ``fmtsim.revert`` gives the old one back; the object,
+    its Parameters, buffers, hooks and flags are never copied or replaced.
+    """
+
+    original_class: ClassVar[type[nn.Module]] = nn.Module
+    emulation: Emulation | None = None
+
+    def gemm(self, x: Tensor, w: Tensor, bias: Tensor | None, part: str = "") -> Tensor:
+        """Return ``x w^T + bias`` under this module's quantisers; raise ArgumentError where it has none.
+
+        ``part`` names the product in statistics where a module has several.
+        """
+        how = self.emulation
+        if how is None:
+            raise ArgumentError(f"{type(self).__name__} has no LinearConfig; make it from {self.original_class.__name__} with fmtsim.convert")  # fmt: skip
+        if how.observer is not None and torch.compiler.is_compiling():
+            raise ArgumentError("fmtsim.observe does not see into compiled code; observe the model that was given to torch.compile")  # fmt: skip
+        observer = None if how.observer is None else how.observer(part)
+        return EmulatedGEMM.apply(x, w, bias, how.config, how.generator, observer)
+
+    def extra_repr(self) -> str:
+        """Show the formats after the layer's own description."""
+        own = super().extra_repr()
+        return own if self.emulation is None else f"{own}{', ' if own else ''}{self.emulation.config}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle by the original class, because classes made for user subclasses have no importable name."""
+        return _rebuild, (self.original_class,), self.__getstate__()  # type: ignore[attr-defined]  # object's, Python 3.11
+
+
+class EmulatedLinear(EmulatedModule, nn.Linear):
+    """Apply ``y = x w^T + bias`` with quantised operands in all three products."""
+
+    original_class = nn.Linear
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return ``[..., out_features]`` from ``[..., in_features]``."""
+        return self.gemm(input, self.weight, self.bias)
+
+
+class EmulatedConv2d(EmulatedModule, nn.Conv2d):
+    """Apply a convolution as one matrix product a group, with quantised operands.
+
+    The input is unfolded to ``[batch x positions, channels / groups x kernel]``; blocks of x and w run along that inner
+    axis and blocks of wgrad along positions, as in a GPU's implicit GEMM. An element that several windows share is
+    quantised in each of them.
+    """
+
+    original_class = nn.Conv2d
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return ``[N, out_channels, H, W]`` from ``[N, in_channels, H, W]``, or both without N."""
+        x = input if input.dim() == 4 else input.unsqueeze(0)
+        if x.dim() != 4 or x.shape[1] != self.in_channels:
+            raise ArgumentError(f"Conv2d input of shape {tuple(input.shape)} does not fit; pass [N, {self.in_channels}, H, W] or [{self.in_channels}, H, W]")  # fmt: skip
+        x = self._padded(x)
+        rows = F.unfold(x, self.kernel_size, dilation=self.dilation, stride=self.stride).transpose(1, 2)
+        outputs = [
+            self.gemm(part, w.flatten(1), bias)
+            for part, w, bias in zip(
+                rows.chunk(self.groups, -1),
+                self.weight.chunk(self.groups),
+                (None,) * self.groups if self.bias is None else self.bias.chunk(self.groups),
+                strict=True,
+            )
+        ]
+        y = outputs[0] if self.groups == 1 else torch.cat(outputs, -1)
+        y = y.transpose(1, 2).unflatten(2, self._positions(x))
+        return y if input.dim() == 4 else y.squeeze(0)
+
+    def _padded(self, x: Tensor) -> Tensor:
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        padding = self._reversed_padding_repeated_twice  # left, right, top, bottom; "same" and "valid" resolved
+        return F.pad(x, padding, mode=mode) if any(padding) else x
+
+    def _positions(self, x: Tensor) -> tuple[int, int]:
+        sizes = zip(x.shape[2:], self.kernel_size, self.dilation, self.stride, strict=True)
+        height, width = ((size - d * (k - 1) - 1) // s + 1 for size, k, d, s in sizes)
+        return height, width
+
+
+_EMULATED: dict[type[nn.Module], type[EmulatedModule]] = {nn.Linear: EmulatedLinear, nn.Conv2d: EmulatedConv2d}
+
+
+def register_emulated(cls: type[EmulatedModule]) -> None:
+    """Make ``convert`` use a class for its ``original_class`` and for subclasses that keep the original forward."""
+    _EMULATED[cls.original_class] = cls
+
+
+def emulated_types() -> tuple[type[nn.Module], ...]:
+    """Return the module types that have an emulated counterpart."""
+    return tuple(_EMULATED)
+
+
+@lru_cache(maxsize=256)
+def emulated_class(original: type[nn.Module]) -> type[EmulatedModule] | None:
+    """Return the class that emulates another, None where there is none or the forward is the user's own."""
+    for base, emulated in _EMULATED.items():
+        if original is base:
+            return emulated
+        if issubclass(original, base) and _same_forward(original, base):
+            return type(f"Emulated{original.__name__}", (emulated, original), {"original_class": original})
+    return None
+
+
+def _same_forward(original: type[nn.Module], base: type[nn.Module]) -> bool:
+    names = ("forward", "_conv_forward")
+    return all(getattr(original, name, None) is getattr(base, name, None) for name in names)
+
+
+def _rebuild(original: type[nn.Module]) -> nn.Module:
+    cls = emulated_class(original)
+    if cls is None:
+        raise ArgumentError(f"{original.__name__} has no emulated counterpart any more; revert the model before saving it whole")  # fmt: skip
+    return cls.__new__(cls)

@@ -1,0 +1,70 @@
+"""report: which layers of a model are converted, to what, and why the others are not."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fmtsim.nn.convert import REASONS, why_not
+from fmtsim.nn.modules import EmulatedModule, emulated_types
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportRow:
+    """Describe one module: its name and type, and its quantisers or the reason for having none."""
+
+    name: str
+    type: str
+    converted: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """List the modules of a model that hold parameters or could be converted; ``print`` shows a table."""
+
+    rows: tuple[ReportRow, ...]
+
+    @property
+    def converted(self) -> tuple[ReportRow, ...]:
+        """The rows of converted modules."""
+        return tuple(row for row in self.rows if row.converted)
+
+    @property
+    def left_alone(self) -> tuple[ReportRow, ...]:
+        """The rows of the other modules."""
+        return tuple(row for row in self.rows if not row.converted)
+
+    def __str__(self) -> str:
+        cells = [("layer", "type", "converted", "quantisers, or why not")]
+        cells += [(row.name, row.type, "yes" if row.converted else "no", row.detail) for row in self.rows]
+        widths = [max(len(line[i]) for line in cells) for i in range(3)]
+        lines = ["  ".join((*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3])) for line in cells]
+        total = f"{len(self.converted)} of {len(self.rows)} converted; products called as functions are not seen"
+        return "\n".join((lines[0], "-" * max(map(len, lines)), *lines[1:], total))
+
+
+def report(model: nn.Module) -> Report:
+    """Return what ``convert`` did to a model, or, before it, what it could not convert and why.
+
+    A module that is used under several names has a row for each.
+    """
+    known = model.__dict__.get(REASONS, {})
+    first: dict[nn.Module, str] = {}
+    rows = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        if next(module.parameters(recurse=False), None) is None and not isinstance(module, emulated_types()):
+            continue
+        row = _row(name or "(model)", module, known.get(name))
+        if module in first:
+            row = ReportRow(name=row.name, type=row.type, converted=row.converted, detail=f"same module as {first[module]}")  # fmt: skip
+        first.setdefault(module, row.name)
+        rows.append(row)
+    return Report(rows=tuple(rows))
+
+
+def _row(name: str, module: nn.Module, reason: str | None) -> ReportRow:
+    if isinstance(module, EmulatedModule):
+        detail = "" if module.emulation is None else str(module.emulation.config)
+        return ReportRow(name=name, type=module.original_class.__name__, converted=True, detail=detail)
+    detail = reason or why_not(module) or "not converted"
+    return ReportRow(name=name, type=type(module).__name__, converted=False, detail=detail)

@@ -1,0 +1,213 @@
+"""The one door between verbs and engines: what a cast is, and the torch operators that carry it."""
+
+import importlib
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.serialization import format_from_dict, format_to_dict
+from fmtsim.formats.spec import Overflow
+from fmtsim.rounding.modes import Rounding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastSpec:
+    """Say everything about a cast except the data: what operators carry as one line of JSON.
+
+    Args:
+        format: The target format.
+        rounding: How values are rounded.
+        overflow: What happens beyond the largest value.
+        dim: The inner axis of blocks as a negative number, -1 for the last dimension.
+    """
+
+    format: Format
+    rounding: Rounding
+    overflow: Overflow
+    dim: int = -1
+
+    def to_json(self) -> str:
+        """Return the cast as one line of JSON."""
+        return _spec_to_json(self)
+
+
+class RandomKey(NamedTuple):
+    """The seed and offset of a stream of random words (docs/semantics.md, section 9), both 64-bit."""
+
+    seed: int
+    offset: int = 0
+
+
+class EncodedParts(NamedTuple):
+    """What engines return from encode and take in decode.
+
+    codes: the tensor's shape, unsigned bit patterns in ``code_dtype(bits)``.
+    scales: float32 ``[outer_blocks, inner_blocks]`` of block formats (steps of LogFMT tiles), else None.
+    tensor_scale: float32, 0-d, of two-level formats, else None.
+    offsets: like scales: int32 zero points, or the float32 lowest logarithms of LogFMT tiles, else None.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor | None = None
+    tensor_scale: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+
+
+Random = RandomKey | torch.Tensor | None
+
+
+def code_dtype(bits: int) -> torch.dtype:
+    """Return the integer dtype that holds unpacked codes of that width as non-negative numbers."""
+    for limit, dtype in ((8, torch.uint8), (15, torch.int16), (31, torch.int32)):
+        if bits <= limit:
+            return dtype
+    return torch.int64  # fp64's codes fill all 64 bits and are the one case that may be negative
+
+
+@lru_cache(maxsize=4096)
+def _spec_to_json(spec: CastSpec) -> str:
+    rounding = spec.rounding
+    return json.dumps(
+        {
+            "format": format_to_dict(spec.format),
+            "rounding": [rounding.mode, rounding.random_bits, rounding.variant, rounding.layout],
+            "overflow": spec.overflow,
+            "dim": spec.dim,
+        }
+    )
+
+
+@lru_cache(maxsize=4096)
+def spec_from_json(text: str) -> CastSpec:
+    """Read back what ``CastSpec.to_json`` wrote."""
+    record = json.loads(text)
+    mode, random_bits, variant, layout = record["rounding"]
+    rounding = Rounding(mode=mode, random_bits=random_bits, variant=variant, layout=layout)
+    fmt = format_from_dict(record["format"])
+    return CastSpec(format=fmt, rounding=rounding, overflow=record["overflow"], dim=record["dim"])
+
+
+_library = torch.library.Library("fmtsim", "DEF")
+_library.define("quantize(Tensor x, str spec, ScalarType dtype, Tensor? key=None, Tensor? words=None) -> Tensor")
+_library.define("quantize_out(Tensor x, Tensor(a!) out, str spec, Tensor? key=None, Tensor? words=None) -> ()")
+_library.define("encode(Tensor x, str spec, Tensor? key=None, Tensor? words=None) -> (Tensor, Tensor, Tensor, Tensor)")
+_library.define(
+    "decode(Tensor codes, Tensor scales, Tensor tensor_scale, Tensor offsets, str spec, ScalarType dtype) -> Tensor"
+)
+
+
+def quantize(
+    x: torch.Tensor, spec: CastSpec, dtype: torch.dtype, key: torch.Tensor | None, words: torch.Tensor | None
+) -> torch.Tensor:
+    """Round x to the values of a format; the result has x's shape and device and the given dtype."""
+    return torch.ops.fmtsim.quantize(x, spec.to_json(), dtype, key, words)
+
+
+def encode(
+    x: torch.Tensor, spec: CastSpec, key: torch.Tensor | None = None, words: torch.Tensor | None = None
+) -> EncodedParts:
+    """Return the codes of x and what they need to be decoded."""
+    codes, scales, tensor_scale, offsets = torch.ops.fmtsim.encode(x, spec.to_json(), key, words)
+    return EncodedParts(codes, *_absent(scales, tensor_scale, offsets))
+
+
+def decode(parts: EncodedParts, spec: CastSpec, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of codes; shape and device are those of ``parts.codes``."""
+    rest = [parts.codes.new_empty(0) if part is None else part for part in parts[1:]]
+    return torch.ops.fmtsim.decode(parts.codes, *rest, spec.to_json(), dtype)
+
+
+def engine_for(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> ModuleType:
+    """Return the engine that serves a verb on these tensors: the numba kernels on the CPU where they cover it, else torch ops."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        cpu = importlib.import_module("fmtsim.cpu")
+        if cpu.supports(verb, spec, *(tensor.dtype for tensor in tensors)):
+            return cpu
+    return importlib.import_module("fmtsim.torch_engine")
+
+
+def block_counts(fmt: Format, shape: torch.Size, dim: int) -> tuple[int, int]:
+    """Return how many blocks a tensor has along the outer and the inner axis."""
+    assert isinstance(fmt, BlockFormat | LogTileFormat)
+    inner = shape[dim] if len(shape) else 1
+    outer = 1
+    for axis, size in enumerate(shape):
+        outer *= 1 if axis == len(shape) + dim else size
+    rows, columns = (size or extent for size, extent in zip(fmt.block, (outer, inner), strict=True))
+    return -(-outer // rows) if outer else 0, -(-inner // columns) if inner else 0
+
+
+def _absent(*tensors: torch.Tensor) -> list[torch.Tensor | None]:
+    """Turn the one-dimensional empty tensors that stand for nothing into None."""
+    return [None if tensor.dim() == 1 else tensor for tensor in tensors]
+
+
+def _random(key: torch.Tensor | None, words: torch.Tensor | None) -> Random:
+    if words is not None or key is None:
+        return words
+    seed, offset = key.tolist()
+    return RandomKey(seed, offset)
+
+
+def _quantize(x, spec, dtype, key=None, words=None):  # type: ignore[no-untyped-def]
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    _quantize_out(x, out, spec, key, words)
+    return out
+
+
+def _quantize_out(x, out, spec, key=None, words=None):  # type: ignore[no-untyped-def]
+    cast = spec_from_json(spec)
+    engine_for("quantize", cast, x, out).quantize(x, cast, _random(key, words), out)
+
+
+def _encode(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]
+    cast = spec_from_json(spec)
+    parts = engine_for("encode", cast, x).encode(x, cast, _random(key, words))
+    return tuple(torch.empty(0, device=x.device) if part is None else part for part in parts)
+
+
+def _decode(codes, scales, tensor_scale, offsets, spec, dtype):  # type: ignore[no-untyped-def]
+    cast = spec_from_json(spec)
+    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    parts = EncodedParts(codes, *_absent(scales, tensor_scale, offsets))
+    engine_for("decode", cast, out).decode(parts, cast, out)
+    return out
+
+
+def _encode_shapes(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]
+    fmt = spec_from_json(spec).format
+    codes = torch.empty(x.shape, dtype=code_dtype(fmt.bits), device=x.device)
+    nothing = codes.new_empty(0, dtype=torch.float32)
+    if not isinstance(fmt, BlockFormat | LogTileFormat):
+        return codes, nothing, nothing, nothing
+    scales = codes.new_empty(block_counts(fmt, x.shape, spec_from_json(spec).dim), dtype=torch.float32)
+    two_level = isinstance(fmt, BlockFormat) and fmt.tensor_scale
+    tensor_scale = codes.new_empty((), dtype=torch.float32) if two_level else nothing
+    if isinstance(fmt, LogTileFormat):
+        return codes, scales, tensor_scale, torch.empty_like(scales)
+    return codes, scales, tensor_scale, torch.empty_like(scales, dtype=torch.int32) if fmt.zero_point else nothing
+
+
+for _name, _function in {
+    "quantize": _quantize,
+    "quantize_out": _quantize_out,
+    "encode": _encode,
+    "decode": _decode,
+}.items():
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+
+torch.library.register_fake(
+    "fmtsim::quantize", lambda x, spec, dtype, key=None, words=None: x.new_empty(x.shape, dtype=dtype), lib=_library
+)
+torch.library.register_fake("fmtsim::quantize_out", lambda x, out, spec, key=None, words=None: None, lib=_library)
+torch.library.register_fake("fmtsim::encode", _encode_shapes, lib=_library)
+torch.library.register_fake(
+    "fmtsim::decode",
+    lambda codes, scales, tensor_scale, offsets, spec, dtype: codes.new_empty(codes.shape, dtype=dtype),
+    lib=_library,
+)

@@ -1,0 +1,70 @@
+"""How a real number is rounded: the named modes and the options of stochastic rounding."""
+
+import difflib
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from fmtsim.errors import FormatError
+
+Mode = Literal[
+    "nearest_even", "nearest_away", "nearest_toward_zero", "toward_zero", "up", "down", "to_odd", "stochastic"
+]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """Describe a rounding.
+
+    Args:
+        mode: One of ``MODES``.
+        random_bits: Bits of the random word that stochastic rounding uses, 1 to 32. None means 32, which covers all
+            discarded bits of every float32 value down to 2**-32 of the last place.
+        variant: How those r bits decide (IEEE P3109 draft, StochasticA/B/C). With d the discarded fraction of the
+            last place and w the random integer of r bits, the result moves away from zero when
+            ``"a"``: ``floor(d * 2**r) + w >= 2**r``;
+            ``"b"``: ``floor(d * 2**(r+1)) + 2w + 1 >= 2**(r+1)``;
+            ``"c"``: ``rne(d * 2**r) + w >= 2**r``.
+        layout: Where the bits come from: ``"word"``, the top bits of a word of its own for each element, or
+            ``"cvt_rs"``, the way Blackwell's ``cvt.rs`` shares one word among 4 elements (8 bits) or 2 (13, 16 bits).
+    """
+
+    mode: Mode = "nearest_even"
+    random_bits: int | None = None
+    variant: Literal["a", "b", "c"] = "a"
+    layout: Literal["word", "cvt_rs"] = "word"
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            close = difflib.get_close_matches(str(self.mode), MODES, n=2, cutoff=0.4)
+            hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+            raise FormatError(f"unknown rounding {self.mode!r}{hint} (choose one of {', '.join(MODES)})")
+        if self.random_bits is not None and not 1 <= self.random_bits <= 32:
+            raise FormatError(f"random_bits={self.random_bits} is not allowed; choose 1 to 32, or None for all")
+        if self.variant not in ("a", "b", "c"):
+            raise FormatError(f"stochastic variant {self.variant!r} is unknown; choose 'a', 'b' or 'c'")
+        if self.layout not in ("word", "cvt_rs"):
+            raise FormatError(f"random bit layout {self.layout!r} is unknown; choose 'word' or 'cvt_rs'")
+        if self.layout == "cvt_rs" and (self.random_bits not in (8, 13, 16) or self.variant != "a"):
+            raise FormatError(
+                f"layout='cvt_rs' with random_bits={self.random_bits}, variant={self.variant!r} does not exist; "
+                "choose random_bits 8, 13 or 16 and variant 'a'"
+            )
+        if self.mode != "stochastic" and (self.random_bits is not None or self.layout != "word"):
+            raise FormatError(f"random_bits and layout belong to rounding='stochastic', not {self.mode!r}; leave them out")
+
+    @property
+    def bits(self) -> int:
+        """Random bits in use."""
+        return 32 if self.random_bits is None else self.random_bits
+
+
+def get_rounding(rounding: str | Rounding, random_bits: int | None = None) -> Rounding:
+    """Return the Rounding of a name, or the record itself; raise FormatError for anything else."""
+    if isinstance(rounding, str):
+        return Rounding(mode=rounding, random_bits=random_bits)  # type: ignore[arg-type]  # the record validates it
+    if not isinstance(rounding, Rounding):
+        raise FormatError(f"rounding={rounding!r} is not a name or a Rounding; choose one of {', '.join(MODES)}")
+    if random_bits is not None:
+        raise FormatError("random_bits is given twice: in the Rounding record and as an argument; pass one of them")
+    return rounding

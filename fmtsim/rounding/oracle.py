@@ -1,0 +1,365 @@
+"""Rounding, encoding and decoding of single numbers in exact integers: slow, obvious, and what engines are held to.
+
+Every function follows docs/semantics.md, sections 1 to 3. No floating-point operation decides anything here: numbers
+are fractions of Python integers, and ``float`` appears only as a container of values that it holds exactly.
+"""
+
+import math
+from bisect import bisect_right
+from fractions import Fraction
+from functools import cache
+
+from fmtsim.errors import ArgumentError, CodeError
+from fmtsim.formats.block import FP32
+from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
+from fmtsim.rounding.modes import Rounding, get_rounding
+
+FP64 = FloatFormat(name="fp64", exponent_bits=11, mantissa_bits=52)
+
+Real = float | int | Fraction
+
+_GUARD = 256  # binary places of the powers of two from which logarithmic values are rounded
+
+
+def round_value(
+    x: Real, fmt: ElementFormat, rounding: str | Rounding = "nearest_even", overflow: Overflow | None = None,
+    word: int | None = None,
+) -> float:  # fmt: skip
+    """Return the value of an element format to which a real number is rounded.
+
+    Args:
+        x: The number; NaN, Inf and -0 come as floats. A Fraction is rounded once, whatever its size.
+        fmt: An element format.
+        rounding: How to round.
+        overflow: ``"saturate"``, ``"ieee"``, or None for the format's default.
+        word: The random integer of stochastic rounding, in ``[0, 2**r)``.
+
+    Raises:
+        ArgumentError: The word is missing or out of range, or x is NaN and the format's ``nan_policy`` is ``"error"``.
+    """
+    return decode_value(encode_value(x, fmt, rounding, overflow, word), fmt)
+
+
+def encode_value(
+    x: Real, fmt: ElementFormat, rounding: str | Rounding = "nearest_even", overflow: Overflow | None = None,
+    word: int | None = None,
+) -> int:  # fmt: skip
+    """Return the code of the value to which ``round_value`` rounds, as an unsigned bit pattern."""
+    how = get_rounding(rounding)
+    if how.mode == "stochastic" and (word is None or not 0 <= word < 1 << how.bits):
+        raise ArgumentError(
+            f"word={word} does not fit stochastic rounding with {how.bits} bits; pass 0 to 2**{how.bits} - 1"
+        )
+    if x != x and not fmt.has_nan and fmt.nan_policy == "error":
+        raise ArgumentError(f"NaN has no code in {fmt.name}; choose a format with NaN, or nan_policy='max'")
+    if isinstance(fmt, FloatFormat):
+        return _encode_float(x, fmt, how, overflow or fmt.default_overflow, word)
+    if isinstance(fmt, IntFormat):
+        return _encode_int(x, fmt, how, word)
+    if isinstance(fmt, CodebookFormat):
+        return _encode_codebook(x, fmt, how, word)
+    return _encode_log(x, fmt, how, word)
+
+
+def decode_value(code: int, fmt: ElementFormat) -> float:
+    """Return the value of a code, NaN and infinities included; raise CodeError for a number that is no code."""
+    if not 0 <= code < (len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits):
+        raise CodeError(f"code {code} is outside {fmt.name}; pass 0 to 2**{fmt.bits} - 1")
+    if isinstance(fmt, FloatFormat):
+        return _decode_float(code, fmt)
+    if isinstance(fmt, IntFormat):
+        number = code - (1 << fmt.bits) if fmt.signed and code >> (fmt.bits - 1) else code
+        return _exact(Fraction(2 * number + fmt.half_offset, 2 << fmt.fraction_bits))
+    if isinstance(fmt, CodebookFormat):
+        return fmt.values[code] + 0.0  # -0 + 0 is +0
+    sign, k = code >> (fmt.bits - 1), code % (1 << (fmt.bits - 1))
+    return _exact(-_log_magnitudes(fmt)[k] if sign else _log_magnitudes(fmt)[k])
+
+
+def is_negative(x: Real) -> bool:
+    """Return whether the sign bit is set, that of -0 included."""
+    return math.copysign(1.0, x) < 0 if isinstance(x, float) else x < 0
+
+
+def floor_log2(x: Fraction) -> int:
+    """Return ``floor(log2(x))`` of a positive fraction."""
+    e = x.numerator.bit_length() - x.denominator.bit_length()  # 2**(e - 1) < x < 2**(e + 1)
+    return e if x.numerator << max(-e, 0) >= x.denominator << max(e, 0) else e - 1
+
+
+def power_of_two(exponent: int) -> Fraction:
+    """Return ``2**exponent``."""
+    return Fraction(1 << exponent) if exponent >= 0 else Fraction(1, 1 << -exponent)
+
+
+def rounds_away(rest: int, whole: int, odd: bool, negative: bool, how: Rounding, word: int | None) -> bool:
+    """Return whether a magnitude goes to its next candidate: the table of section 1, with ``d = rest / whole``.
+
+    Args:
+        rest: Numerator of the discarded fraction, ``0 <= rest < whole``; 0 is exact and never moves.
+        whole: Its denominator.
+        odd: Whether the candidate below is odd.
+        negative: Whether x is negative.
+        how: The rounding.
+        word: The random integer of stochastic rounding.
+    """
+    if rest == 0:
+        return False
+    if how.mode == "stochastic":
+        return _random_away(rest, whole, how, word or 0)
+    return {
+        "nearest_even": 2 * rest > whole or (2 * rest == whole and odd),
+        "nearest_away": 2 * rest >= whole,
+        "nearest_toward_zero": 2 * rest > whole,
+        "toward_zero": False,
+        "up": not negative,
+        "down": negative,
+        "to_odd": not odd,
+    }[how.mode]
+
+
+def takes_upper(
+    x: Fraction, lower: Fraction, upper: Fraction, middle: Fraction, odd: bool, negative: bool, how: Rounding,
+    word: int | None,
+) -> bool:  # fmt: skip
+    """Return whether x, with ``lower < x < upper`` or x zero in between, goes up in a list of values (section 3).
+
+    Args:
+        x: The number.
+        lower: The largest value of the list that is not above x.
+        upper: The next value.
+        middle: Where nearest modes turn over.
+        odd: Whether the rank of ``lower`` is odd.
+        negative: x's sign, that of zero included.
+        how: The rounding.
+        word: The random integer of stochastic rounding.
+    """
+    if x == lower:
+        return False
+    if how.mode == "stochastic":
+        t = _rn64(_rn64(x - lower) / _rn64(upper - lower))
+        return _random_away(t.numerator, t.denominator, how, word or 0)
+    if how.mode.startswith("nearest") and x != middle:
+        return x > middle
+    of_sign = not negative if lower < 0 < upper else None  # where the two have opposite signs: the one of x's sign
+    larger = of_sign if abs(lower) == abs(upper) and of_sign is not None else abs(upper) > abs(lower)
+    smaller = of_sign if abs(lower) == abs(upper) and of_sign is not None else abs(upper) < abs(lower)
+    return {
+        "nearest_even": odd,
+        "nearest_away": larger,
+        "nearest_toward_zero": smaller,
+        "toward_zero": smaller if of_sign is None else of_sign,
+        "up": True,
+        "down": False,
+        "to_odd": not odd,
+    }[how.mode]
+
+
+def _random_away(rest: int, whole: int, how: Rounding, word: int) -> bool:
+    one = 1 << how.bits
+    if how.variant == "a":
+        return rest * one // whole + word >= one
+    if how.variant == "b":
+        return rest * 2 * one // whole + 2 * word + 1 >= 2 * one
+    kept, lost = divmod(rest * one, whole)
+    kept += 2 * lost > whole or (2 * lost == whole and kept % 2 == 1)
+    return kept + word >= one
+
+
+# Floating-point formats: sections 1 and 2.
+
+
+def _encode_float(x: Real, fmt: FloatFormat, how: Rounding, overflow: Overflow, word: int | None) -> int:
+    if x != x:
+        return _special_code(fmt, "nan", False)
+    negative = is_negative(x)
+    if x == 0:
+        return _signed_code(fmt, 0, negative) if fmt.has_zero else 0
+    if negative and not fmt.signed:  # decided before rounding, -Inf included
+        return _special_code(fmt, "nan", False) if overflow == "ieee" and fmt.nan != "none" else 0
+    if x in (math.inf, -math.inf):
+        return _special_code(fmt, "max" if overflow == "saturate" else "inf", negative)
+    magnitude = abs(Fraction(x))
+    if not fmt.has_zero and magnitude < power_of_two(fmt.min_exponent):
+        return 0
+    code = _round_magnitude(magnitude, fmt, negative, how, word)
+    if code <= _max_code(fmt):
+        return _signed_code(fmt, code, negative)
+    toward_zero = {"toward_zero": True, "to_odd": True, "up": negative, "down": not negative}.get(how.mode, False)
+    return _special_code(fmt, "max" if overflow == "saturate" or toward_zero else "inf", negative)
+
+
+def _round_magnitude(magnitude: Fraction, fmt: FloatFormat, negative: bool, how: Rounding, word: int | None) -> int:
+    """Round to a code without sign, in a format whose exponent field has no upper end."""
+    e = floor_log2(magnitude)
+    flushed = e < fmt.min_exponent and not fmt.has_subnormals
+    u = fmt.min_exponent if flushed else max(e, fmt.min_exponent) - fmt.mantissa_bits  # the last place is 2**u
+    whole = magnitude.denominator << max(u, 0)
+    n, rest = divmod(magnitude.numerator << max(-u, 0), whole)
+
+    def code(n: int) -> int:
+        """Return the code of ``n * 2**u``: codes count up with the values, through carries and subnormals."""
+        first = 1 << fmt.mantissa_bits  # the smallest normal number has exponent field 1, or 0 without a zero
+        return n * first if flushed else (u + fmt.mantissa_bits + fmt.exponent_bias) * first + n - first
+
+    return code(n + rounds_away(rest, whole, code(n) % 2 == 1, negative, how, word))
+
+
+def _max_code(fmt: FloatFormat) -> int:
+    """Return the code of the largest finite value: below it the codes count up without a hole."""
+    ones = (1 << (fmt.exponent_bits + fmt.mantissa_bits)) - 1
+    if fmt.nan == "ieee":
+        return ones - (1 << fmt.mantissa_bits)
+    return ones - (1 if fmt.nan == "top" else 0) - (1 if fmt.infinities else 0)
+
+
+def _signed_code(fmt: FloatFormat, magnitude_code: int, negative: bool) -> int:
+    """Put the sign in front of a code; zero is positive where -0 has no code."""
+    if not fmt.signed or not negative or (magnitude_code == 0 and fmt.nan == "negative_zero"):
+        return magnitude_code
+    return magnitude_code | 1 << (fmt.exponent_bits + fmt.mantissa_bits)
+
+
+def _special_code(fmt: FloatFormat, kind: str, negative: bool) -> int:
+    """Return the code of NaN, Inf or max: Inf becomes NaN where there is none, NaN becomes max where there is none."""
+    if kind == "inf" and fmt.infinities:
+        return _signed_code(fmt, _max_code(fmt) + 1, negative)
+    if kind == "max" or fmt.nan == "none":
+        return _signed_code(fmt, _max_code(fmt), negative)
+    ones = (1 << (fmt.exponent_bits + fmt.mantissa_bits)) - 1
+    if fmt.nan == "ieee":
+        return ones - (1 << fmt.mantissa_bits) + 1 + (1 << (fmt.mantissa_bits - 1))
+    return ones if fmt.nan == "top" else ones + 1
+
+
+def _decode_float(code: int, fmt: FloatFormat) -> float:
+    negative = bool(fmt.signed and code >> (fmt.exponent_bits + fmt.mantissa_bits))
+    magnitude = code % (1 << (fmt.exponent_bits + fmt.mantissa_bits))
+    if negative and magnitude == 0 and fmt.nan == "negative_zero":
+        return math.nan
+    if magnitude > _max_code(fmt):
+        if fmt.infinities and magnitude == _max_code(fmt) + 1:
+            return -math.inf if negative else math.inf
+        return math.nan
+    field, mantissa = divmod(magnitude, 1 << fmt.mantissa_bits)
+    if field == 0 and fmt.has_zero:
+        value = (
+            mantissa * power_of_two(1 - fmt.exponent_bias - fmt.mantissa_bits) if fmt.has_subnormals else Fraction(0)
+        )
+    else:
+        value = (mantissa + (1 << fmt.mantissa_bits)) * power_of_two(field - fmt.exponent_bias - fmt.mantissa_bits)
+    return -_exact(value) if negative else _exact(value)
+
+
+# Integers, codebooks and logarithmic formats: section 3.
+
+
+def _encode_int(x: Real, fmt: IntFormat, how: Rounding, word: int | None) -> int:
+    number = fmt.max_code
+    if x == -math.inf:
+        number = fmt.min_code
+    elif x == x and x != math.inf:
+        number = round_to_integer(x * power_of_two(fmt.fraction_bits) if x else x, how, word, fmt.half_offset)
+        number = min(max(number, fmt.min_code), fmt.max_code)
+    return number % (1 << fmt.bits)
+
+
+def round_to_integer(x: Real, how: Rounding, word: int | None, half_offset: bool = False) -> int:
+    """Round a finite number to an integer without bounds (section 3); on a half-offset grid n stands for n + 1/2.
+
+    A Fraction zero counts as positive, a float zero has its sign.
+    """
+    negative = is_negative(x)
+    magnitude = abs(Fraction(x)) + Fraction(int(half_offset), 2)
+    n, rest = divmod(magnitude.numerator, magnitude.denominator)
+    number = (lambda n: -n if negative else n - 1) if half_offset else (lambda n: -n if negative else n)
+    if half_offset and n == 0 and (
+        how.mode == "toward_zero" or (how.mode == "nearest_toward_zero" and 2 * rest == magnitude.denominator)
+    ):  # fmt: skip
+        return number(1)  # no neighbour lies toward zero: the value of x's sign
+    return number(n + rounds_away(rest, magnitude.denominator, number(n) % 2 == 1, negative, how, word))
+
+
+def _encode_codebook(x: Real, fmt: CodebookFormat, how: Rounding, word: int | None) -> int:
+    values, middles, codes = _codebook(fmt)
+    if x != x or x == math.inf:
+        return codes[-1]
+    if x == -math.inf or Fraction(x) < values[0]:
+        return codes[0]
+    rank = bisect_right(values, Fraction(x)) - 1
+    if rank == len(values) - 1:
+        return codes[-1]
+    neighbours = (values[rank], values[rank + 1], middles[rank])
+    return codes[rank + takes_upper(Fraction(x), *neighbours, rank % 2 == 1, is_negative(x), how, word)]
+
+
+def _encode_log(x: Real, fmt: LogFormat, how: Rounding, word: int | None) -> int:
+    values, middles = _log_magnitudes(fmt), _log_thresholds(fmt)
+    top = len(values) - 1
+    negative = x == x and is_negative(x)
+    sign = int(negative) << (fmt.bits - 1)
+    if x != x or x in (math.inf, -math.inf) or abs(Fraction(x)) >= values[top]:
+        return sign | top
+    magnitude = abs(Fraction(x))
+    if magnitude < 1:
+        return sign
+    k = bisect_right(values, magnitude) - 1
+    how = of_magnitude(how, negative)
+    return sign | k + takes_upper(magnitude, values[k], values[k + 1], middles[k], k % 2 == 1, False, how, word)
+
+
+def of_magnitude(how: Rounding, negative: bool) -> Rounding:
+    """Return the rounding of a number's magnitude: up and down change places where the number is negative."""
+    mode = {"up": "down", "down": "up"}.get(how.mode, how.mode) if negative else how.mode
+    return Rounding(mode=mode, random_bits=how.random_bits, variant=how.variant, layout=how.layout)  # type: ignore[arg-type]
+
+
+@cache
+def _codebook(fmt: CodebookFormat) -> tuple[list[Fraction], list[Fraction], list[int]]:
+    """Return the distinct values in order, the points between them, and the first code of each value."""
+    values = sorted({Fraction(v) for v in fmt.values})
+    middles = [_rn64((low + high) / 2) for low, high in zip(values, values[1:], strict=False)]
+    return values, middles, [fmt.values.index(float(v)) for v in values]
+
+
+@cache
+def _log_magnitudes(fmt: LogFormat) -> list[Fraction]:
+    """Return the float32 nearest to ``2**(k / gamma)`` for every k."""
+    return [_power_of_root(k, fmt.gamma, FP32.mantissa_bits) for k in range(1 << (fmt.bits - 1))]
+
+
+@cache
+def _log_thresholds(fmt: LogFormat) -> list[Fraction]:
+    """Return the float64 nearest to ``2**((k + 1/2) / gamma)`` for every k but the last."""
+    return [_power_of_root(2 * k + 1, 2 * fmt.gamma, FP64.mantissa_bits) for k in range((1 << (fmt.bits - 1)) - 1)]
+
+
+def _power_of_root(numerator: int, denominator: int, mantissa_bits: int) -> Fraction:
+    """Round ``2**(numerator / denominator)`` to nearest; the denominator is a power of two."""
+    whole, part = divmod(numerator, denominator)
+    root = _roots_of_two(denominator)[part] >> (_GUARD - 64 - mantissa_bits)  # 64 bits beyond the last place
+    n, rest = divmod(root, 1 << 64)
+    if part and min(abs(rest - (1 << 63)), rest, (1 << 64) - rest) < 2:  # never seen: it would need more guard bits
+        raise ArithmeticError(f"2**({numerator}/{denominator}) is too near to a tie")
+    return Fraction(n + (rest >> 63), 1 << mantissa_bits) * power_of_two(whole)
+
+
+@cache
+def _roots_of_two(denominator: int) -> list[int]:
+    """Return ``2**(i / denominator)`` for i below the denominator in fixed point, wrong by less than 2**-200."""
+    root = 1 << (_GUARD * denominator + 1)
+    for _ in range(denominator.bit_length() - 1):
+        root = math.isqrt(root)
+    powers = [1 << _GUARD]
+    while len(powers) < denominator:
+        powers.append(powers[-1] * root >> _GUARD)
+    return powers
+
+
+def _rn64(x: Fraction) -> Fraction:
+    return Fraction(round_value(x, FP64, "nearest_even", "ieee"))
+
+
+def _exact(x: Fraction) -> float:
+    """Put a fraction into a float that holds it exactly."""
+    return math.ldexp(x.numerator, -(x.denominator.bit_length() - 1))

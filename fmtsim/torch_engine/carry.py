@@ -1,0 +1,87 @@
+"""The one decision of every rounding: does the magnitude move up to the next candidate?"""
+
+import torch
+
+from fmtsim.rounding.modes import Rounding
+
+NEAREST = Rounding()
+
+DEEPEST = 61
+"""Most bits below the last place that ``round_off`` takes; ``jam`` folds deeper ones into the lowest."""
+
+
+def jam(significand: torch.Tensor, excess: torch.Tensor) -> torch.Tensor:
+    """Shift right by ``excess`` bits and keep in the lowest bit whether any bit that left was set.
+
+    No decision of ``round_off`` changes as long as the lowest bit stays below the last random bit and below the half.
+    """
+    excess = excess.clamp(0, 62)
+    kept = significand >> excess
+    return kept | ((kept << excess) != significand).to(significand.dtype)
+
+
+def round_off(
+    significand: torch.Tensor,
+    shift: torch.Tensor,
+    negative: torch.Tensor,
+    rounding: Rounding,
+    words: torch.Tensor | None,
+    parity: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Divide non-negative integers by ``2**shift`` and round the quotient to an integer.
+
+    Args:
+        significand: The magnitudes, int32 or int64; ``significand + 2**shift`` must not overflow.
+        shift: Bits to drop, same dtype, broadcastable, at most 30 (int32) or ``DEEPEST`` (int64).
+        negative: Where the number is negative: up and down look at it.
+        rounding: The mode; stochastic needs int64.
+        words: The random integers w of stochastic rounding, int64, else None.
+        parity: Added to the quotient before asking whether its code is odd.
+    """
+    if rounding.mode == "stochastic":
+        assert words is not None
+        quotient = significand >> shift
+        return quotient + _moves_up(significand - (quotient << shift), shift, rounding, words)
+    if rounding.mode == "toward_zero":
+        return significand >> shift
+    below = (1 << shift) - 1  # all dropped bits set: adding it moves every inexact number up, and no exact one
+    return (significand + _bias(significand, shift, below, negative, rounding.mode, parity)) >> shift
+
+
+def _bias(
+    significand: torch.Tensor,
+    shift: torch.Tensor,
+    below: torch.Tensor,
+    negative: torch.Tensor,
+    mode: str,
+    parity: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return what to add, so that cutting off the dropped bits afterwards rounds by the mode."""
+    if mode == "nearest_away":
+        return (below + 1) >> 1
+    if mode == "nearest_toward_zero":
+        return below >> 1
+    if mode == "up":
+        return torch.where(negative, 0, below)
+    if mode == "down":
+        return torch.where(negative, below, 0)
+    quotient = significand >> shift
+    odd = (quotient if parity is None else quotient + parity) & 1
+    if mode == "to_odd":
+        return torch.where(odd == 0, below, 0)
+    return torch.minimum((below >> 1) + odd, below)  # nearest even; the minimum keeps shift 0 exact
+
+
+def _moves_up(rest: torch.Tensor, shift: torch.Tensor, rounding: Rounding, words: torch.Tensor) -> torch.Tensor:
+    """Decide stochastic rounding for ``d = rest / 2**shift``, as int64 zeros and ones."""
+    bits = rounding.bits + (rounding.variant == "b")
+    dropped = (shift - bits).clamp(min=0)
+    fraction = (rest >> dropped) << (bits - shift).clamp(min=0)  # floor(d * 2**bits)
+    if rounding.variant == "b":
+        words = 2 * words + 1
+    elif rounding.variant == "c":
+        tail = rest & ((1 << dropped) - 1)
+        half = (1 << dropped) >> 1  # 0 where nothing was dropped, and then so is the tail
+        up = (tail > half) | ((tail == half) & (dropped > 0) & ((fraction & 1) == 1))
+        fraction = fraction + up.to(fraction.dtype)
+    return (fraction + words >= (1 << bits)).to(rest.dtype)

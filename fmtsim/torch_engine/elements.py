@@ -1,0 +1,81 @@
+"""Element formats of every kind behind two verbs: round to codes, and codes to values."""
+
+from functools import lru_cache
+
+import torch
+
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, Overflow
+from fmtsim.rounding.modes import Rounding
+from fmtsim.torch_engine import floats, integers, tables
+from fmtsim.torch_engine.carry import NEAREST
+from fmtsim.torch_engine.reals import narrow, tiny_kept, widen
+from fmtsim.torch_engine.storage import LAYOUTS, from_bits
+
+_TABLE_BITS = 16  # formats up to here decode by a table of all their codes
+
+
+def encode(
+    x: torch.Tensor,
+    fmt: ElementFormat,
+    rounding: Rounding,
+    overflow: Overflow,
+    words: torch.Tensor | None,
+    exponent: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Round ``x``, or the exact ``x / 2**exponent``, to codes in int32 or int64.
+
+    Args:
+        x: float16, bfloat16, float32 or float64.
+        fmt: The element format.
+        rounding: How values are rounded.
+        overflow: What happens beyond the largest value of a floating-point format.
+        words: Random integers of x's shape, int64, for stochastic rounding.
+        exponent: Integers between -127 and 127, broadcastable, or None.
+    """
+    if isinstance(fmt, FloatFormat):
+        return floats.encode(x, fmt, rounding, overflow, words, exponent)
+    if isinstance(fmt, IntFormat):
+        return integers.encode(x, fmt, rounding, words, exponent)
+    y = widen(x) if exponent is None else tiny_kept(x, exponent)
+    if isinstance(fmt, CodebookFormat):
+        return tables.encode_codebook(y, fmt, rounding, words)
+    return tables.encode_log(y, fmt, rounding, words)
+
+
+def decode(codes: torch.Tensor, fmt: ElementFormat, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of codes, rounded once to a floating-point dtype; every NaN is the canonical one."""
+    if fmt.bits <= _TABLE_BITS:
+        return _value_table(fmt, dtype, codes.device)[codes.to(torch.int64) & ((1 << fmt.bits) - 1)]
+    return _decode_directly(codes, fmt, dtype)
+
+
+def check_nan(x: torch.Tensor, fmt: ElementFormat) -> None:
+    """Raise ArgumentError where x holds NaN and the format has neither NaN nor leave to replace it."""
+    if fmt.nan_policy == "error" and not fmt.has_nan and bool(torch.isnan(x).any()):
+        raise ArgumentError(
+            f"x contains NaN and {fmt.name} has none (nan_policy='error'); remove the NaN or use nan_policy='max'"
+        )
+
+
+def significant_bits(fmt: ElementFormat) -> int:
+    """Return an upper bound of the significant bits of a format's values."""
+    if isinstance(fmt, FloatFormat):
+        return fmt.mantissa_bits + 1
+    return fmt.bits + 1 if isinstance(fmt, IntFormat) else 24
+
+
+def _decode_directly(codes: torch.Tensor, fmt: ElementFormat, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(fmt, FloatFormat):
+        return from_bits(floats.convert(codes, fmt, LAYOUTS[dtype], NEAREST, "ieee"), dtype)
+    if isinstance(fmt, IntFormat):
+        return narrow(integers.decode(codes, fmt), dtype)
+    if isinstance(fmt, CodebookFormat):
+        return narrow(tables.decode_codebook(codes, fmt), dtype)
+    return narrow(tables.decode_log(codes, fmt), dtype)
+
+
+@lru_cache(maxsize=256)
+def _value_table(fmt: ElementFormat, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    codes = torch.arange(1 << fmt.bits, dtype=torch.int32, device=device)
+    return _decode_directly(codes, fmt, dtype)

@@ -1,0 +1,66 @@
+"""Random words: Philox4x32-10 with 64-bit integer tensor operations (docs/semantics.md, section 9)."""
+
+import torch
+
+from fmtsim.ops import RandomKey
+from fmtsim.rounding.modes import Rounding
+
+GROUP = 256
+"""Streams must start at a multiple of this: 64 elements share 16 counters, and 4 elements a word of ``cvt_rs``."""
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_MASK = 0xFFFFFFFF
+
+
+def random_integers(
+    key: RandomKey, rounding: Rounding, start: int, count: int, device: torch.device | str
+) -> torch.Tensor:
+    """Return w of elements ``start`` to ``start + count - 1`` as int64 in ``[0, 2**r)``; start is a multiple of GROUP."""
+    if rounding.layout == "word":
+        return words(key, start, count, device) >> (32 - rounding.bits)
+    index = torch.arange(count, dtype=torch.int64, device=device)
+    if rounding.bits == 8:
+        return _shared_by_four(words(key, start // 4, -(-count // 4), device)[index >> 2], index & 3)
+    shared = words(key, start // 2, -(-count // 2), device)[index >> 1]
+    return (shared >> (16 * (index & 1))) & ((1 << rounding.bits) - 1)
+
+
+def words(key: RandomKey, start: int, count: int, device: torch.device | str) -> torch.Tensor:
+    """Return the 32-bit words of ``count`` elements from ``start``, a multiple of 64, as non-negative int64."""
+    first, groups = start // 64, -(-count // 64)
+    counter = torch.arange(16 * first, 16 * (first + groups), dtype=torch.int64, device=device)
+    lanes = _philox((counter & _MASK, counter >> 32), key)
+    # word k of the 16 counters of a group serves its elements 16 k to 16 k + 15
+    return torch.stack([lane.view(-1, 16) for lane in lanes], dim=1).reshape(-1)[:count]
+
+
+def _philox(counter: tuple[torch.Tensor, torch.Tensor], key: RandomKey) -> tuple[torch.Tensor, ...]:
+    """Run ten rounds over counters ``(low, high, offset low, offset high)``."""
+    c0, c1 = counter
+    c2, c3 = (torch.full_like(c0, (key.offset >> place) & _MASK) for place in (0, 32))
+    k0, k1 = key.seed & _MASK, (key.seed >> 32) & _MASK
+    for _ in range(10):
+        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def _multiply(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the high and low halves of a 32 x 32 bit product; 16-bit pieces keep every step below 2**63."""
+    low, high = a * (b & 0xFFFF), a * (b >> 16)
+    return (high + (low >> 16)) >> 16, (((high & 0xFFFF) << 16) + low) & _MASK
+
+
+def _shared_by_four(word: torch.Tensor, lane: torch.Tensor) -> torch.Tensor:
+    """Return the 8 bits of each of the elements that share a word: byte 1, 0 reversed, 3, 2 reversed."""
+    byte = (word >> (8 * (lane ^ 1))) & 0xFF
+    return torch.where((lane & 1) == 1, _reverse_byte(byte), byte)
+
+
+def _reverse_byte(byte: torch.Tensor) -> torch.Tensor:
+    for width, mask in ((4, 0x0F), (2, 0x33), (1, 0x55)):
+        byte = ((byte & mask) << width) | ((byte >> width) & mask)
+    return byte

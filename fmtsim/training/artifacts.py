@@ -1,0 +1,127 @@
+"""What a comparison leaves behind: pictures, a JSON record and a table, all of it or nothing."""
+
+import json
+import math
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fmtsim.analysis.observe import Observation
+from fmtsim.analysis.plots import new_figure, plot_exponents, plot_loss
+from fmtsim.analysis.stats import OperandStats
+from fmtsim.errors import ArgumentError
+from fmtsim.training.corpus import Corpus
+from fmtsim.training.loop import Run, TrainConfig
+
+LOSS, EXPONENTS, RECORD, LAYERS = "loss.png", "exponents.png", "record.json", "layers.txt"
+
+
+def check_output(out: Path) -> None:
+    """Say before the training what would fail after it: a file in the way, a read-only folder, no matplotlib."""
+    if out.exists() and not out.is_dir():
+        raise ArgumentError(f"--out {out} is a file; choose a folder, which may not exist yet")
+    existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ArgumentError(f"--out {out}: {existing} is not a folder one can write to; choose another")
+    new_figure(1, 1)
+
+
+def write_artifacts(out: Path, record: Mapping[str, Any], baseline: Run, simulated: Run) -> list[Path]:
+    """Write all files to a temporary folder beside ``out`` and move them there; return their paths.
+
+    Files of an earlier run are replaced, other files in ``out`` are left alone.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        _write(folder, record, baseline, simulated)
+        folder.chmod(0o755)  # mkdtemp's folders are private
+        names = sorted(path.name for path in folder.iterdir())
+        if not out.exists():
+            folder.replace(out)
+        else:
+            for name in (LOSS, EXPONENTS, RECORD, LAYERS):
+                if name in names:
+                    (folder / name).replace(out / name)
+                else:
+                    (out / name).unlink(missing_ok=True)  # of an earlier run
+        return [out / name for name in names]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_record(config: TrainConfig, corpus: Corpus, baseline: Run, simulated: Run) -> dict[str, Any]:
+    """Return everything about a comparison as JSON types; numbers that are not finite are None."""
+    return {
+        "fmtsim": _version("fmtsim"),
+        "torch": torch.__version__,
+        "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
+        "config": asdict(config),
+        "corpus": {"name": corpus.name, "bytes": corpus.bytes, "files": corpus.files, "truncated": corpus.truncated},
+        "baseline": _run_record(baseline),
+        "simulated": _run_record(simulated),
+        "gap": {
+            "final_loss": _finite(simulated.final_loss - baseline.final_loss),
+            "validation": _finite(simulated.validation - baseline.validation),
+        },
+    }
+
+
+def by_operand(stats: Observation) -> dict[str, OperandStats]:
+    """Add up the statistics of all layers for each operand."""
+    total: dict[str, OperandStats] = {}
+    for operands in stats.layers.values():
+        for name, s in operands.items():
+            total.setdefault(name, OperandStats()).merge(s)
+    return total
+
+
+def _write(folder: Path, record: Mapping[str, Any], baseline: Run, simulated: Run) -> None:
+    title = f"GPT on {record['corpus']['name']}: {simulated.label} against {baseline.label}"
+    curves = {f"baseline: {baseline.label}": baseline.losses, f"simulated: {simulated.label}": simulated.losses}
+    plot_loss(curves, folder / LOSS, title=title)
+    (folder / RECORD).write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+    parts = [title]
+    for run in (baseline, simulated):
+        if run.stats is None:
+            continue
+        parts.append(f"{run.label}: operands in step {run.observed}\n\n{run.stats}\n\n{run.report}")
+    (folder / LAYERS).write_text("\n\n".join(parts) + "\n")
+    if simulated.stats is not None and simulated.stats.layers:
+        order = ("x_f", "w_f", "g_d", "x_w", "w_d", "g_w")
+        totals = by_operand(simulated.stats)
+        shown = {name: totals[name] for name in order if name in totals}
+        plot_exponents(shown, folder / EXPONENTS, title=f"{simulated.label}: all layers, step {simulated.observed}")
+
+
+def _run_record(run: Run) -> dict[str, Any]:
+    return {
+        "label": run.label,
+        "losses": [_finite(loss) for loss in run.losses],
+        "final_loss": _finite(run.final_loss),
+        "validation": _finite(run.validation),
+        "seconds": round(run.seconds, 3),
+        "stopped": run.stopped,
+        "observed_step": run.observed or None,
+        "layers": None if run.stats is None else run.stats.to_dict(),
+        "report": None if run.report is None else [asdict(row) for row in run.report.rows],
+    }
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None  # a source tree that is not installed

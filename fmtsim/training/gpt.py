@@ -1,0 +1,93 @@
+"""A small byte-level GPT: pre-norm blocks with causal attention, tied input and output embeddings."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fmtsim.errors import ArgumentError
+
+VOCABULARY = 256  # bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTConfig:
+    """Give the sizes of a GPT: bytes of context, features, blocks, attention heads."""
+
+    context: int = 128
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("context", "width", "layers", "heads"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"--{name} {getattr(self, name)} is not allowed; choose 1 or more")
+        if self.width % self.heads:
+            raise ArgumentError(f"--heads {self.heads} does not divide --width {self.width}; choose a divisor")
+
+
+class Attention(nn.Module):
+    """Causal self-attention with a packed projection."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[batch, time, width]`` to itself."""
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each behind a norm and around a residual."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[batch, time, width]`` to itself."""
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Predict the next byte. The embedding doubles as output head and stays in high precision when converted."""
+
+    def __init__(self, config: GPTConfig, seed: int) -> None:
+        """Build the model; equal seeds give equal weights, and no generator of the caller's is touched."""
+        super().__init__()
+        self.config = config
+        with torch.random.fork_rng(devices=[]):  # modules draw weights on construction; ours replace them
+            self.embedding = nn.Embedding(VOCABULARY, config.width)
+            self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
+        self.position = nn.Parameter(torch.zeros(config.context, config.width))
+        self.norm = nn.LayerNorm(config.width)
+        self._initialise(torch.Generator().manual_seed(seed))
+
+    def forward(self, bytes_in: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss in nats per byte of int64 inputs and targets, both ``[batch, time]``."""
+        x = self.embedding(bytes_in) + self.position[: bytes_in.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.embedding.weight)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def _initialise(self, generator: torch.Generator) -> None:
+        residual = 0.02 / (2 * self.config.layers) ** 0.5  # keeps the sum of the residual branches near unit scale
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                std = residual if name.endswith(("out.weight", "down.weight")) else 0.02
+                nn.init.normal_(parameter, std=std, generator=generator)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)

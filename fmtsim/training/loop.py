@@ -1,0 +1,173 @@
+"""Train the same model twice, from the same weights and on the same batches: in the baseline and simulated."""
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from fmtsim.analysis.observe import Observation, observe
+from fmtsim.errors import ArgumentError
+from fmtsim.nn.convert import convert
+from fmtsim.nn.report import Report, report
+from fmtsim.training.corpus import Corpus, sample
+from fmtsim.training.gpt import GPT, GPTConfig
+from fmtsim.training.schemes import Scheme
+
+VALIDATION_BATCHES = 8
+BETAS, WEIGHT_DECAY, CLIP, WARMUP_SHARE, FINAL_SHARE = (0.9, 0.95), 0.1, 1.0, 0.1, 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Say everything about a comparison but the text.
+
+    Args:
+        simulated: The scheme under test.
+        baseline: What it is compared with.
+        model: Sizes of the GPT.
+        steps: Optimizer steps of each run.
+        batch_size: Windows a step.
+        lr: Peak learning rate of AdamW; it warms up over a tenth of the steps and decays to a tenth, as a cosine.
+        seed: Of weights, batches and stochastic rounding.
+    """
+
+    simulated: Scheme
+    baseline: Scheme
+    model: GPTConfig
+    steps: int
+    batch_size: int
+    lr: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"--{name.replace('_', '-')} {getattr(self, name)} is not allowed; choose 1 or more")
+        if not (self.lr > 0 and math.isfinite(self.lr)):
+            raise ArgumentError(f"--lr {self.lr} is not allowed; choose a number above 0, such as 2e-3")
+        if not 0 <= self.seed < 1 << 63:
+            raise ArgumentError(f"--seed {self.seed} is not allowed; choose 0 to 2**63 - 1")
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """Record one training run.
+
+    Args:
+        label: The scheme's description.
+        losses: Training loss of each step in nats per byte, the last one not finite where the run stopped for it.
+        validation: Mean loss on held-out text after the last step, NaN where the run stopped.
+        seconds: Wall time of the steps, without validation and statistics.
+        stopped: Why the run ended early, None if it did not.
+        stats: Statistics of every operand in the step ``observed``; None for a run that quantises nothing.
+        observed: The step, counted from 1.
+        report: What was converted.
+    """
+
+    label: str
+    losses: list[float] = field(default_factory=list)
+    validation: float = math.nan
+    seconds: float = 0.0
+    stopped: str | None = None
+    stats: Observation | None = None
+    observed: int = 0
+    report: Report | None = None
+
+    @property
+    def final_loss(self) -> float:
+        """Mean training loss of the last tenth of the steps, NaN where the run stopped."""
+        tail = self.losses[-max(1, len(self.losses) // 10) :]
+        return math.nan if self.stopped or not tail else sum(tail) / len(tail)
+
+
+class Progress(Protocol):
+    """What the loop tells about its progress."""
+
+    def start(self, label: str, steps: int) -> None:
+        """A run begins."""
+
+    def step(self, done: int, loss: float) -> None:
+        """A step of it is done."""
+
+    def finish(self, run: Run) -> None:
+        """It has ended."""
+
+
+def compare_schemes(config: TrainConfig, corpus: Corpus, progress: Progress) -> tuple[Run, Run]:
+    """Train baseline and simulated model and return both runs; equal configs give equal losses, bit for bit."""
+    simulated = config.simulated.linear_config()  # a wrong option should fail before minutes of baseline
+    assert simulated is not None
+    return tuple(train(scheme, config, corpus, progress) for scheme in (config.baseline, config.simulated))  # type: ignore[return-value]
+
+
+def train(scheme: Scheme, config: TrainConfig, corpus: Corpus, progress: Progress) -> Run:
+    """Train one model under a scheme; a loss that is not finite ends the run and is recorded."""
+    run = Run(label=scheme.label)
+    model = GPT(config.model, config.seed)
+    if scheme.simulated:
+        convert(model, config=scheme.linear_config(), generator=config.seed)
+        run.report = report(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
+    batches = torch.Generator().manual_seed(config.seed + 1)
+    looks = observed_steps(config.steps) if scheme.simulated else set()
+    progress.start(run.label, config.steps)
+    for step in range(1, config.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * schedule(step, config.steps)
+        batch = sample(corpus.train, config.batch_size, config.model.context, batches)
+        began = time.perf_counter()
+        if step in looks:
+            with observe(model) as seen:
+                loss = _backward(model, *batch)
+            run.stats, run.observed = seen, step
+        else:
+            loss = _backward(model, *batch)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        run.losses.append(loss)
+        if not math.isfinite(loss):
+            run.stopped = f"the loss became {loss} at step {step}"
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+        if step not in looks:
+            run.seconds += time.perf_counter() - began
+        progress.step(step, loss)
+    if run.stopped is None:
+        run.validation = validate(model, config, corpus)
+        if not math.isfinite(run.validation):
+            run.stopped = f"the loss became {run.validation} after the last step"
+    progress.finish(run)
+    return run
+
+
+def validate(model: GPT, config: TrainConfig, corpus: Corpus) -> float:
+    """Return the mean loss over batches of held-out text that depend on the seed alone."""
+    generator = torch.Generator().manual_seed(config.seed + 2)
+    with torch.no_grad():
+        losses = [
+            float(model(*sample(corpus.validation, config.batch_size, config.model.context, generator)))
+            for _ in range(VALIDATION_BATCHES)
+        ]
+    return sum(losses) / len(losses)
+
+
+def schedule(step: int, steps: int) -> float:
+    """Return the share of the peak learning rate at a step: linear warm-up, then a cosine down to a tenth."""
+    warm = max(1, round(WARMUP_SHARE * steps))
+    if step <= warm:
+        return step / warm
+    done = (step - warm) / max(1, steps - warm)
+    return FINAL_SHARE + (1 - FINAL_SHARE) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def observed_steps(steps: int) -> set[int]:
+    """Return the steps whose operands are counted: the first and each quarter; the last that happened is kept."""
+    return {1} | {max(1, steps * quarter // 4) for quarter in (1, 2, 3, 4)}
+
+
+def _backward(model: GPT, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+    loss = model(inputs, targets)
+    loss.backward()
+    return float(loss.detach())

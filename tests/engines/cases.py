@@ -1,0 +1,69 @@
+"""Inputs that are hard to round, and the roundings that the tests of oracle and engines walk through."""
+
+import math
+from functools import cache
+
+from fmtsim.formats.registry import get_format, list_formats
+from fmtsim.formats.spec import CodebookFormat, ElementFormat, LogFormat
+from fmtsim.rounding.modes import MODES, Rounding
+from fmtsim.rounding.oracle import decode_value
+
+DETERMINISTIC = [Rounding(mode=mode) for mode in MODES if mode != "stochastic"]
+STOCHASTIC = [
+    Rounding(mode="stochastic", random_bits=3, variant="a"),
+    Rounding(mode="stochastic", random_bits=3, variant="b"),
+    Rounding(mode="stochastic", random_bits=3, variant="c"),
+    Rounding(mode="stochastic"),
+]
+ROUNDINGS = DETERMINISTIC + STOCHASTIC
+
+FLT_MAX = (2.0 - 2.0**-23) * 2.0**127
+SPECIALS = [
+    0.0, -0.0, math.inf, -math.inf, math.nan, 1e38, -1e38, 1e-45, -1e-45, 1e-40, 2.0**-126, 2.0**-127, 2.0**-149,
+    FLT_MAX, -FLT_MAX, 1.0, -1.0, 0.1, -0.1, 3.0, 65504.0, 2.0**-14, 2.0**-24, 1e300, -1e300, 1e-300, 5e-324,
+]  # fmt: skip
+
+
+def element_formats(largest_bits: int = 64, smallest_bits: int = 1) -> list[str]:
+    """Return the names of the catalogued element formats within a range of widths."""
+    names = [name for kind in ("float", "int", "codebook", "log") for name in list_formats(kind)]
+    return [name for name in names if smallest_bits <= get_format(name).bits <= largest_bits]
+
+
+def scaled_formats() -> list[str]:
+    """Return the names of the catalogued block formats and tiles."""
+    return [name for kind in ("block", "log_tile") for name in list_formats(kind)]
+
+
+def some_codes(fmt: ElementFormat) -> list[int]:
+    """Return all codes of a format of 8 bits or fewer, and those at the seams of the code space of a wider one."""
+    count = len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits
+    if count <= 256:
+        return list(range(count))
+    seams = {
+        base + delta
+        for k in range(fmt.bits + 1)
+        for base in (1 << k, (1 << fmt.bits) - (1 << k))
+        for delta in (-2, -1, 0, 1, 2)
+    }
+    return sorted(code for code in seams if 0 <= code < count)
+
+
+@cache
+def adversarial(fmt: ElementFormat) -> tuple[float, ...]:
+    """Return values of a format, what lies half-way between them, and the float32 and float64 neighbours of both."""
+    values = sorted({decode_value(code, fmt) for code in some_codes(fmt)} - {math.inf, -math.inf})
+    values = sorted(v for v in values if v == v)
+    points = set(values)
+    for low, high in zip(values, values[1:], strict=False):
+        points.add(low / 2 + high / 2)
+    if isinstance(fmt, LogFormat):
+        points |= set(fmt.thresholds[:300])
+    near = {p * (1 + s * 2.0**-e) for p in points for s in (-1, 1) for e in (23,)}
+    near |= {low + (high - low) * 0.40625 for low, high in zip(values, values[1:], strict=False)}
+    for edge in (values[0], values[-1], min(abs(v) for v in values if v)):
+        near |= {edge * f for f in (-1, 0.25, 0.5, 0.75, 1.015625, 1.03125, 1.0625, 1.125, 1.25, 1.5, 2)}
+        near |= {math.nextafter(edge, side) for side in (-math.inf, math.inf)}
+    near = {v for v in near if math.isfinite(v)}
+    ordered = sorted(points | near | {v for v in SPECIALS if v == v and v != 0.0})
+    return (0.0, -0.0, math.nan, *(p for p in ordered if p != 0.0))

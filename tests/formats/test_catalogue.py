@@ -1,0 +1,261 @@
+"""Every constant of the catalogue against the documents, ml_dtypes, gfloat and torch."""
+
+import dataclasses
+import math
+import struct
+
+import gfloat
+import gfloat.formats as gf
+import ml_dtypes  # noqa: F401  # registers the dtypes' names with numpy
+import numpy as np
+import pytest
+import torch
+from gfloat.types import Domain, Signedness
+
+from fmtsim.formats.block import BlockFormat, LogTileFormat
+from fmtsim.formats.interop import numpy_dtype, torch_dtype
+from fmtsim.formats.registry import get_format, list_formats
+from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat
+
+ML_DTYPES = {
+    "bfloat16": "bf16", "float8_e3m4": "e3m4", "float8_e4m3": "e4m3_ieee", "float8_e4m3b11fnuz": "e4m3b11fnuz",
+    "float8_e4m3fn": "e4m3", "float8_e4m3fnuz": "e4m3fnuz", "float8_e5m2": "e5m2", "float8_e5m2fnuz": "e5m2fnuz",
+    "float8_e8m0fnu": "e8m0", "float6_e2m3fn": "e2m3", "float6_e3m2fn": "e3m2", "float4_e2m1fn": "e2m1",
+    "int2": "int2", "int4": "int4", "uint2": "uint2", "uint4": "uint4", "float16": "fp16",
+    "int8": "int8", "uint8": "uint8", "int16": "int16", "uint16": "uint16",
+}  # fmt: skip
+
+GFLOAT = {
+    "bf16": gf.format_info_bfloat16, "fp16": gf.format_info_binary16, "e4m3": gf.format_info_ocp_e4m3,
+    "e5m2": gf.format_info_ocp_e5m2, "e8m0": gf.format_info_ocp_e8m0, "e2m3": gf.format_info_ocp_e2m3,
+    "e3m2": gf.format_info_ocp_e3m2, "e2m1": gf.format_info_ocp_e2m1, "int8_f6": gf.format_info_ocp_int8,
+}  # fmt: skip
+
+# name: bits, max, smallest normal, smallest subnormal, as the documents print them
+FACTS = {
+    "fp64": (64, 1.7976931348623157e308, 2.2250738585072014e-308, 5e-324),
+    "fp32": (32, (2 - 2**-23) * 2.0**127, 2.0**-126, 2.0**-149),
+    "tf32": (19, (2 - 2**-10) * 2.0**127, 2.0**-126, 2.0**-136),
+    "bf16": (16, (2 - 2**-7) * 2.0**127, 2.0**-126, 2.0**-133),
+    "fp16": (16, 65504.0, 2.0**-14, 2.0**-24),
+    "e4m3": (8, 448.0, 2.0**-6, 2.0**-9),
+    "e4m3_ieee": (8, 240.0, 2.0**-6, 2.0**-9),
+    "e4m3fnuz": (8, 240.0, 2.0**-7, 2.0**-10),
+    "e4m3b11fnuz": (8, 30.0, 2.0**-10, 2.0**-13),
+    "e5m2": (8, 57344.0, 2.0**-14, 2.0**-16),
+    "e5m2fnuz": (8, 57344.0, 2.0**-15, 2.0**-17),
+    "e3m4": (8, 15.5, 0.25, 2.0**-6),
+    "e3m4fn": (8, 30.0, 0.25, 2.0**-6),
+    "e5m6": (12, 65024.0, 2.0**-14, 2.0**-20),
+    "e2m3": (6, 7.5, 1.0, 0.125),
+    "e3m2": (6, 28.0, 0.25, 0.0625),
+    "e2m1": (4, 6.0, 1.0, 0.5),
+    "e8m0": (8, 2.0**127, 2.0**-127, 2.0**-127),
+    "ue4m3": (7, 448.0, 2.0**-6, 2.0**-9),
+    "ue5m3": (8, 114688.0, 2.0**-14, 2.0**-17),
+    "p3109_k8p1se": (8, 2.0**62, 2.0**-63, 2.0**-63),
+    "p3109_k8p3se": (8, 49152.0, 2.0**-15, 2.0**-17),
+    "p3109_k8p3sf": (8, 57344.0, 2.0**-15, 2.0**-17),
+    "p3109_k8p4se": (8, 224.0, 2.0**-7, 2.0**-10),
+    "p3109_k8p4sf": (8, 240.0, 2.0**-7, 2.0**-10),
+    "p3109_k6p3se": (6, 12.0, 2.0**-3, 2.0**-5),
+    "p3109_k6p3sf": (6, 14.0, 2.0**-3, 2.0**-5),
+    "p3109_k6p4sf": (6, 3.75, 0.5, 2.0**-4),
+    "p3109_k4p2sf": (4, 3.0, 0.5, 0.25),
+    "p3109_k3p2sf": (3, 1.5, 1.0, 0.5),
+}
+
+
+def differences(ours, theirs):
+    """Return the codes whose values differ in value, in the sign of zero or in being NaN."""
+    pairs = enumerate(zip(ours, theirs, strict=True))
+    return [
+        code
+        for code, (a, b) in pairs
+        if (math.isnan(a), math.isnan(b)) != (True, True) and (a != b or math.copysign(1, a) != math.copysign(1, b))
+    ]
+
+
+def all_values(fmt):
+    return [fmt.value(code) for code in range(1 << fmt.bits)]
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_constants_of_the_documents(name):
+    fmt = get_format(name)
+    assert (fmt.bits, fmt.max, fmt.min_normal, fmt.min_subnormal) == FACTS[name]
+
+
+@pytest.mark.parametrize("dtype", ML_DTYPES)
+def test_every_code_decodes_as_in_ml_dtypes(dtype):
+    fmt = get_format(ML_DTYPES[dtype])
+    theirs = np.dtype(dtype)
+    codes = np.arange(1 << fmt.bits, dtype=f"u{theirs.itemsize}")
+    with np.errstate(invalid="ignore"):  # converting a signalling NaN is no surprise here
+        values = codes.view(theirs).astype(np.float64)
+    assert differences(all_values(fmt), values.tolist()) == []
+    assert get_format(theirs) == fmt
+    assert numpy_dtype(fmt) == theirs
+
+
+@pytest.mark.parametrize("name", GFLOAT)
+def test_every_code_decodes_as_in_gfloat(name):
+    fmt = get_format(name)
+    theirs = [gfloat.decode_float(GFLOAT[name], code).fval for code in range(1 << fmt.bits)]
+    assert differences(all_values(fmt), theirs) == []
+
+
+@pytest.mark.parametrize("name", [name for name in list_formats("float") if name.startswith("p3109")])
+def test_every_p3109_code_decodes_as_in_gfloat(name):
+    fmt = get_format(name)
+    width, precision, signed, extended = int(name[7]), int(name[9]), name[10] == "s", name[11] == "e"
+    info = gf.format_info_p3109(
+        width,
+        precision,
+        Signedness.Signed if signed else Signedness.Unsigned,
+        Domain.Extended if extended else Domain.Finite,
+    )
+    assert info.name == name
+    assert (fmt.bits, fmt.exponent_bias, fmt.max, fmt.min) == (width, info.bias, info.max, info.min)
+    theirs = [gfloat.decode_float(info, code).fval for code in range(1 << width)]
+    assert differences(all_values(fmt), theirs) == []
+    assert get_format(f"binary{name[7:].replace('p', 'p', 1)}".replace("binaryk", "binary")) is fmt
+
+
+def test_p3109_has_every_precision_with_an_exponent():
+    names = [name for name in list_formats("float") if name.startswith("p3109")]
+    assert len(names) == 2 * sum(width - 1 + width for width in range(3, 9))
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "e4m3", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0"])
+def test_every_code_decodes_as_in_torch(name):
+    fmt = get_format(name)
+    integers = torch.arange(1 << fmt.bits).to(torch.uint8 if fmt.bits == 8 else torch.int16)
+    theirs = integers.view(torch_dtype(fmt)).to(torch.float64).tolist()
+    assert differences(all_values(fmt), theirs) == []
+
+
+@pytest.mark.parametrize(("name", "layout"), [("fp32", "<If"), ("fp64", "<Qd")])
+def test_wide_codes_decode_as_the_machine_does(name, layout):
+    fmt = get_format(name)
+    generator = np.random.default_rng(0)
+    codes = [0, 1, fmt.sign_mask, fmt.max_code, fmt.inf_code, fmt.nan_code, fmt.sign_mask | fmt.inf_code]
+    codes += [int.from_bytes(generator.bytes(fmt.bits // 8), "little") for _ in range(2000)]
+    theirs = [struct.unpack("<" + layout[2], struct.pack("<" + layout[1], code))[0] for code in codes]
+    assert differences([fmt.value(code) for code in codes], theirs) == []
+
+
+def test_a_wrong_constant_is_seen():
+    fmt = get_format("e4m3")
+    right = all_values(fmt)
+    assert len(differences(all_values(dataclasses.replace(fmt, bias=8)), right)) == 252
+    assert differences(all_values(dataclasses.replace(fmt, nan="none")), right) == [0x7F, 0xFF]
+    assert differences([0.0], [-0.0]) == [0]
+
+
+def test_unsigned_scales_have_the_codes_of_e4m3():
+    signed, unsigned = get_format("e4m3"), get_format("ue4m3")
+    assert differences(all_values(unsigned), all_values(signed)[:128]) == []
+    assert math.isnan(get_format("ue5m3").value(0xFF)) and get_format("ue5m3").max_code == 0xFE
+
+
+@pytest.mark.parametrize("bits", range(2, 17))
+def test_integer_grids(bits):
+    half = 1 << (bits - 1)
+    plain, full, middle = (get_format(f"int{bits}{grid}") for grid in ("", "_full", "_half"))
+    assert (plain.min, plain.max) == (1 - half, half - 1)
+    assert (full.min, full.max) == (-half, half - 1)
+    assert (middle.min, middle.max) == (0.5 - half, half - 0.5)
+    assert get_format(f"int{bits}_asymmetric") is full
+    assert plain.value(half) == -half  # the unused code still decodes
+    assert (get_format(f"uint{bits}").min, get_format(f"uint{bits}").max) == (0, 2 * half - 1)
+
+
+def test_the_element_of_mxint8_counts_sixty_fourths():
+    fmt = get_format("mxint8").element
+    assert (fmt.max, fmt.min, fmt.eps) == (1.984375, -1.984375, 2.0**-6)
+
+
+def test_nf4_values():
+    values = get_format("nf4").values
+    assert len(values) == 16 and list(values) == sorted(values)
+    assert (values[0], values[7], values[15]) == (-1.0, 0.0, 1.0)
+    assert all(np.float32(value) == value for value in values)
+
+
+def test_bnb_fp4_is_sign_and_magnitude_in_twelfths():
+    values = get_format("bnb_fp4").values
+    magnitudes = [float(np.float32(x / 12)) for x in (0, 0.0625, 8, 12, 4, 6, 2, 3)]
+    assert values == (*magnitudes, *(-value if value else 0.0 for value in magnitudes))
+    assert values[1] == float(np.float32(0.005208333333))
+
+
+@pytest.mark.parametrize(("name", "signed"), [("bnb_dynamic8", True), ("bnb_dynamic8_unsigned", False)])
+def test_bnb_dynamic8_against_its_construction_in_torch(name, signed):
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1)
+        centres = (10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
+        values += centres + [-centre for centre in centres] * signed
+    # torch.linspace fuses or does not fuse its multiply-add, as the machine has it: one float32 step apart
+    np.testing.assert_array_max_ulp(np.float32(get_format(name).values), np.float32(sorted(values)), maxulp=2)
+
+
+def test_bnb_dynamic8_facts():
+    signed = get_format("bnb_dynamic8").values
+    unsigned = get_format("bnb_dynamic8_unsigned").values
+    assert len(signed) == len(set(signed)) == len(unsigned) == len(set(unsigned)) == 256
+    assert sum(value < 0 for value in signed) == 127 and sum(value > 0 for value in signed) == 128
+    assert signed[0] == np.float32(-0.99296874) and signed[-1] == 1.0
+    assert min(value for value in signed if value > 0) == np.float32(5.5e-7)
+    assert unsigned[0] == 0.0 and unsigned[1] == np.float32(3.25e-7)
+    assert unsigned[-2:] == (np.float32(0.99648434), 1.0)
+
+
+def test_logarithmic_formats():
+    fmt = get_format("lns8_g8")
+    assert fmt.value(0) == 1.0 and fmt.value(8) == 2.0 and fmt.value(0x80 | 16) == -4.0
+    assert fmt.max == np.float32(2.0 ** (127 / 8))
+    assert get_format("lns16_g2048").max == np.float32(2.0 ** (32767 / 2048))
+
+
+# name: element, block, scale, rule, arithmetic, tensor scale, zero point, bits an element
+BLOCKS = {
+    "mxfp8_e4m3": ("e4m3", (1, 32), "e8m0", "floor", None, False, False, 8.25),
+    "mxfp8_e5m2": ("e5m2", (1, 32), "e8m0", "floor", None, False, False, 8.25),
+    "mxfp6_e2m3": ("e2m3", (1, 32), "e8m0", "floor", None, False, False, 6.25),
+    "mxfp6_e3m2": ("e3m2", (1, 32), "e8m0", "floor", None, False, False, 6.25),
+    "mxfp4": ("e2m1", (1, 32), "e8m0", "floor", None, False, False, 4.25),
+    "mxint8": ("int8_f6", (1, 32), "e8m0", "floor", None, False, False, 8.25),
+    "mxfp8_e4m3_rceil": ("e4m3", (1, 32), "e8m0", "rceil", None, False, False, 8.25),
+    "nvfp4": ("e2m1", (1, 16), "e4m3", "amax", "encode", True, False, 4.5),
+    "e4m3_1x128": ("e4m3", (1, 128), "fp32", "amax", "reciprocal", False, False, 8.25),
+    "e4m3_128x128": ("e4m3", (128, 128), "fp32", "amax", "reciprocal", False, False, 8 + 32 / 16384),
+    "e4m3_128x128_pow2": ("e4m3", (128, 128), "e8m0", "rceil", None, False, False, 8 + 8 / 16384),
+    "e4m3_tensor": ("e4m3", (None, None), "fp32", "amax", "encode", False, False, 8.0),
+    "e4m3_channel": ("e4m3", (1, None), "fp32", "amax", "reciprocal", False, False, 8.0),
+    "int8_channel": ("int8", (1, None), "fp32", "amax", "reciprocal", False, False, 8.0),
+    "int4_g32": ("int4", (1, 32), "fp32", "amax", "reciprocal", False, False, 5.0),
+    "uint4_g128_zp": ("uint4", (1, 128), "fp32", "amax", "reciprocal", False, True, 4.5),
+    "nf4_g64": ("nf4", (1, 64), "fp32", "amax", "reciprocal", False, False, 4.5),
+    "bnb_dynamic8_g256": ("bnb_dynamic8", (1, 256), "fp32", "amax", "reciprocal", False, False, 8.125),
+    "lns8_channel": ("lns8_g8", (1, None), "fp32", "amax", "reciprocal", False, False, 8.0),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_formats(name):
+    fmt = get_format(name)
+    element, block, scale, rule, arithmetic, tensor_scale, zero_point, bits = BLOCKS[name]
+    assert (fmt.element, fmt.block, fmt.scale) == (get_format(element), block, get_format(scale))
+    assert (fmt.scale_rule, fmt.tensor_scale, fmt.zero_point) == (rule, tensor_scale, zero_point)
+    assert arithmetic in (None, fmt.arithmetic)
+    assert fmt.bits_per_element == bits
+
+
+def test_every_row_has_a_source_and_a_lower_case_name():
+    for name in list_formats():
+        fmt = get_format(name)
+        assert fmt.name == name == name.lower()
+        assert len(fmt.source) > 15, name
+        assert isinstance(fmt, FloatFormat | IntFormat | CodebookFormat | BlockFormat | LogTileFormat) or "lns" in name
