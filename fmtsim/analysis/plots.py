@@ -76,7 +76,7 @@ def plot_exponents(stats: Mapping[str, OperandStats], path: str | Path | None = 
         _histogram(panel, label, s)
     for panel in axes[len(stats) :]:
         panel.set_axis_off()
-    figure.suptitle(title, fontsize=12)
+    figure.suptitle(f"{title}\nshaded: exponents of the format's own values" if title else title, fontsize=12)
     return _saved(figure, path)
 
 
@@ -113,9 +113,8 @@ def _histogram(panel: "Axes", label: str, s: OperandStats) -> None:
     panel.bar(range(low, high + 1), (100.0 * counts / max(1, s.elements)).tolist(), width=0.9, color=COLOURS[0])
     if s.window is not None:
         bottom, top = (math.floor(math.log2(edge)) for edge in s.window)
-        panel.axvspan(bottom - 0.5, top + 0.5, color=COLOURS[4], alpha=0.25, label="the format's values", zorder=0)
+        panel.axvspan(bottom - 0.5, top + 0.5, color=COLOURS[4], alpha=0.25, zorder=0)
         panel.set_xlim(max(min(low, bottom), bottom - 40) - 2, max(high, top) + 2)
-        panel.legend(frameon=False, fontsize=8, loc="upper left")
     lost = f"{s.underflow_percent:.2f} % underflow, {s.saturation_percent:.2f} % saturation"
     panel.set_title(f"{label}  {s.format}\n{lost}", fontsize=9)
     _finish(panel, "% of elements", "exponent of x / scale")

@@ -6,7 +6,7 @@ from typing import Any
 
 from fmtsim.cli.output import add_json_argument, format_number, format_table, parse_int, print_json
 from fmtsim.errors import CodeError, FormatError
-from fmtsim.explain import bit_fields, code_text
+from fmtsim.explain.element import bit_fields, code_text
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.display import format_facts, text_table
 from fmtsim.formats.registry import get_format

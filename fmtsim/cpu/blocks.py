@@ -1,14 +1,14 @@
 """Fast kernels for block formats on float32: rounding to nearest even of grids that saturate.
 
 A group of blocks goes through three phases while it is in the first-level cache: largest magnitudes, scales, elements.
-Loops over constant 16 lanes become single vector instructions. Blocks with NaN, Inf or scales at float32's limits are
+Loops of constant 16 lanes, and long flat ones, are what the compiler vectorises. Blocks with NaN, Inf or scales at float32's limits are
 left to the general kernel: the fast one stops in front of their group and says where.
 """
 
 from typing import NamedTuple
 
 import numpy as np
-from numpy import float32, float64, int32, int64
+from numpy import float32, float64, int32, int64, uint64
 
 from fmtsim.cpu.jit import bits32, device, float32_of, kernel
 from fmtsim.cpu.scalar import nearest_bits, nearest_magic
@@ -42,34 +42,29 @@ class Layout(NamedTuple):
 
 
 @device
-def _row_amax(row):
-    """Return the largest magnitude of a row as float32 bits (NaN and Inf are the largest)."""
-    size = row.size
-    amax = int32(0)
-    if size == 16:
-        for j in range(16):
-            amax = max(amax, bits32(row[j]) & _MAGNITUDE)
-    elif size == 32:
-        for j in range(32):
-            amax = max(amax, bits32(row[j]) & _MAGNITUDE)
+def _raise_amaxes(x, inner, amaxes):
+    """Raise ``amaxes`` to the largest magnitudes of a row's blocks, as float32 bits (NaN and Inf are the largest)."""
+    if inner == 16:
+        for b in range(x.size // 16):
+            base = uint64(16 * b)
+            amax = int32(0)
+            for j in range(16):
+                amax = max(amax, bits32(x[base + uint64(j)]) & _MAGNITUDE)
+            amaxes[b] = max(amaxes[b], amax)
     else:
-        for j in range(size):
-            amax = max(amax, bits32(row[j]) & _MAGNITUDE)
-    return amax
+        for b in range(x.size // inner):
+            block = x[b * inner : b * inner + inner]
+            amax = int32(0)
+            for j in range(inner):
+                amax = max(amax, bits32(block[j]) & _MAGNITUDE)
+            amaxes[b] = max(amaxes[b], amax)
+    for i in range(x.size - x.size % inner, x.size):  # the last block may be short
+        amaxes[x.size // inner] = max(amaxes[x.size // inner], bits32(x[i]) & _MAGNITUDE)
 
 
 @device
-def _amax_phase(x, r0, r1, k0, k1, inner, amaxes):
-    for r in range(r0, r1):
-        b = 0
-        for k in range(k0, k1, inner):
-            amaxes[b] = max(amaxes[b], _row_amax(x[r, k : min(k + inner, k1)]))
-            b += 1
-
-
-@device
-def _binary_scales(amaxes, exponents, count, g, p, layout):
-    """Turn amax bits into exponents; return how many blocks the fast kernel cannot take."""
+def _binary_scales(amaxes, shifts, count, g, p, layout):
+    """Turn amax bits into scale exponents, as exponent bits; return how many blocks the fast kernel cannot take."""
     refused = int32(0)
     for b in range(count):
         bits = amaxes[b]
@@ -85,7 +80,7 @@ def _binary_scales(amaxes, exponents, count, g, p, layout):
         exponent = int32(0) if amaxes[b] == int32(0) else exponent  # zeros are zeros under any scale
         strange = amaxes[b] >= _INF or (bits < _NORMAL and amaxes[b] != int32(0))
         refused += int32(strange or exponent < layout.lowest or exponent > layout.highest)
-        exponents[b] = exponent
+        shifts[b] = int32(exponent << int32(23))
     return refused
 
 
@@ -96,109 +91,123 @@ def _real_scales(amaxes, scales, factors, count, p, sg):
     step = float32(p.encode_scale * p.reciprocal_max)
     for b in range(count):
         refused += int32(amaxes[b] >= _INF)
-        a = float32_of(min(amaxes[b], int32(_INF - int32(1))))
+        amax = float32_of(min(amaxes[b], int32(_INF - int32(1))))
+        factors[b] = amax
         if p.arithmetic == TWO_LEVEL:
-            scale = min(float32(a * step), FLT_MAX)
+            scale = min(float32(amax * step), FLT_MAX)
         elif p.arithmetic == ENCODE:
-            scale = float32(_ONE / min(float32(p.max / a), FLT_MAX))
+            scale = float32(_ONE / min(float32(p.max / amax), FLT_MAX))
         else:
-            scale = min(max(float32(a / p.max), _FLT_MIN), FLT_MAX)
-        if p.arithmetic != TWO_LEVEL and a == float32(0):
-            scale = _ONE
-        if not p.plain:
-            scale = nearest_bits(scale, sg) if sg.by_bits else nearest_magic(scale, sg)
-        scales[b] = scale
-        factor = float32(scale * p.decode_scale)
-        factor = FLT_MAX if factor == float32(0) else min(float32(_ONE / factor), FLT_MAX)
+            scale = min(max(float32(amax / p.max), _FLT_MIN), FLT_MAX)
+        scales[b] = _ONE if p.arithmetic != TWO_LEVEL and amax == float32(0) else scale
+    if not p.plain:
+        if sg.by_bits:
+            for b in range(count):
+                scales[b] = nearest_bits(scales[b], sg)
+        else:
+            for b in range(count):
+                scales[b] = nearest_magic(scales[b], sg)
+    for b in range(count):
+        product = float32(scales[b] * p.decode_scale)
+        factor = FLT_MAX if product == float32(0) else min(float32(_ONE / product), FLT_MAX)
         if p.arithmetic == DIVIDE:
-            factor = scale if scale > float32(0) else _FLT_MIN
+            factor = scales[b] if scales[b] > float32(0) else _FLT_MIN
         elif p.arithmetic == ENCODE and p.plain:
-            factor = _ONE if a == float32(0) else min(float32(p.max / a), FLT_MAX)
+            factor = _ONE if factors[b] == float32(0) else min(float32(p.max / factors[b]), FLT_MAX)
         factors[b] = factor
     return refused
 
 
 @device
-def _saturated(value, min_binade, limit_positive, limit_negative, g):
-    """Round a finite float32 to nearest even on a grid whose binades start at ``min_binade``, saturating."""
+def _saturated(value, min_binade, highest, lowest, g):
+    """Round a finite float32 to nearest even on the grid whose smallest binade is given, saturating."""
     bits = bits32(value)
     magnitude = bits & _MAGNITUDE
-    sign = bits ^ magnitude
     binade = min(max(magnitude & _EXPONENT, min_binade), g.top_binade)
     magic = float32_of(int32(binade + g.magic_shift))
     rounded = float32(float32(float32_of(magnitude) + magic) - magic)
-    rounded = min(rounded, limit_positive if sign == int32(0) else limit_negative)
-    if rounded == float32(0):
-        sign = sign & g.zero_sign
-    return float32_of(bits32(rounded) | sign)
+    signed = float32(float32_of(bits32(rounded) | (bits ^ magnitude)) + g.zero)
+    return max(min(signed, highest), lowest)
 
 
 @device
-def _binary_row(x, y, exponent, g):
-    shift = int32(exponent << int32(23))
+def _times_power(limit, shift):
+    """Multiply a limit by a power of two given as exponent bits; the product is a normal number, or zero."""
+    return limit if limit == float32(0) else float32_of(int32(bits32(limit) + shift))
+
+
+@device
+def _binary_block(x, y, first, last, shift, g):
+    """Quantise elements ``first ... last - 1`` of a row under a power-of-two scale."""
     min_binade = int32(g.min_binade + shift)
-    positive = float32_of(int32(bits32(g.max) + shift))
-    negative = float32_of(int32(bits32(g.max_negative) + shift)) if g.max_negative > float32(0) else float32(0)
-    size = x.size
-    for i in range(0, size - 15, 16):
-        xs, ys = x[i : i + 16], y[i : i + 16]
+    highest, lowest = _times_power(g.highest, shift), _times_power(g.lowest, shift)
+    lanes = (last - first) // 16
+    for lane in range(lanes):
+        base = uint64(first + 16 * lane)
         for j in range(16):
-            ys[j] = _saturated(xs[j], min_binade, positive, negative, g)
-    for i in range(size - size % 16, size):
-        y[i] = _saturated(x[i], min_binade, positive, negative, g)
+            k = base + uint64(j)
+            y[k] = _saturated(x[k], min_binade, highest, lowest, g)
+    for i in range(first + 16 * lanes, last):
+        y[i] = _saturated(x[i], min_binade, highest, lowest, g)
 
 
 @device
-def _real_row(x, y, scale, factor, p, g):
-    size = x.size
-    for i in range(0, size - 15, 16):
-        xs, ys = x[i : i + 16], y[i : i + 16]
+def _real_block(x, y, first, last, scale, factor, p, g):
+    """Quantise elements ``first ... last - 1`` of a row under a real scale."""
+    lanes = (last - first) // 16
+    for lane in range(lanes):
+        base = uint64(first + 16 * lane)
         for j in range(16):
-            ys[j] = _real_value(xs[j], scale, factor, p, g)
-    for i in range(size - size % 16, size):
-        y[i] = _real_value(x[i], scale, factor, p, g)
+            k = base + uint64(j)
+            value = _saturated(float32(x[k] * factor), g.min_binade, g.highest, g.lowest, g)
+            y[k] = float32(float32(value * scale) * p.decode_scale)
+    for i in range(first + 16 * lanes, last):
+        value = _saturated(float32(x[i] * factor), g.min_binade, g.highest, g.lowest, g)
+        y[i] = float32(float32(value * scale) * p.decode_scale)
 
 
 @device
-def _real_value(value, scale, factor, p, g):
-    scaled = float32(value / factor) if p.arithmetic == DIVIDE else float32(value * factor)
-    code_value = _saturated(scaled, g.min_binade, g.max, g.max_negative, g)
-    return float32(float32(code_value * scale) * p.decode_scale)
+def _divided_block(x, y, first, last, scale, divisor, g):
+    for i in range(first, last):
+        value = _saturated(float32(x[i] / divisor), g.min_binade, g.highest, g.lowest, g)
+        y[i] = float32(value * scale)
 
 
 @kernel
 def quantize_groups(x, y, g, p, sg, layout, start, stop):
     """Quantise the groups ``start ... stop - 1`` of matrix x into y; return the first group not done, or stop."""
     rows, columns = x.shape
-    width = layout.inner * layout.group
+    inner = layout.inner
+    width = inner * layout.group
     across = (columns + width - 1) // width
-    amaxes = np.empty(layout.group, np.int32)
-    exponents = np.empty(layout.group, np.int32)
-    scales = np.empty(layout.group, np.float32)
-    factors = np.empty(layout.group, np.float32)
+    amaxes, shifts = np.empty(layout.group, np.int32), np.empty(layout.group, np.int32)
+    scales, factors = np.empty(layout.group, np.float32), np.empty(layout.group, np.float32)
     for group in range(start, stop):
         r0, k0 = (group // across) * layout.outer, (group % across) * width
         r1, k1 = min(r0 + layout.outer, rows), min(k0 + width, columns)
-        count = (k1 - k0 + layout.inner - 1) // layout.inner
+        count = (k1 - k0 + inner - 1) // inner
         amaxes[:] = max(layout.preset, int32(0))
         if layout.preset < int32(0):
-            _amax_phase(x, r0, r1, k0, k1, layout.inner, amaxes)
+            for r in range(r0, r1):
+                _raise_amaxes(x[r, k0:k1], inner, amaxes)
         if p.rule == AMAX:
             if _real_scales(amaxes, scales, factors, count, p, sg):
                 return int64(group)
             for r in range(r0, r1):
+                xs, ys = x[r, k0:k1], y[r, k0:k1]
                 for b in range(count):
-                    k = k0 + b * layout.inner
-                    k2 = min(k + layout.inner, k1)
-                    _real_row(x[r, k:k2], y[r, k:k2], scales[b], factors[b], p, g)
+                    last = min((b + 1) * inner, k1 - k0)
+                    if p.arithmetic == DIVIDE:
+                        _divided_block(xs, ys, b * inner, last, scales[b], factors[b], g)
+                    else:
+                        _real_block(xs, ys, b * inner, last, scales[b], factors[b], p, g)
         else:
-            if _binary_scales(amaxes, exponents, count, g, p, layout):
+            if _binary_scales(amaxes, shifts, count, g, p, layout):
                 return int64(group)
             for r in range(r0, r1):
+                xs, ys = x[r, k0:k1], y[r, k0:k1]
                 for b in range(count):
-                    k = k0 + b * layout.inner
-                    k2 = min(k + layout.inner, k1)
-                    _binary_row(x[r, k:k2], y[r, k:k2], exponents[b], g)
+                    _binary_block(xs, ys, b * inner, min((b + 1) * inner, k1 - k0), shifts[b], g)
     return int64(stop)
 
 

@@ -15,11 +15,11 @@ class Grid(NamedTuple):
     """Parameters of a grid for float32 kernels, each of the type that the kernels compute with.
 
     Attributes:
-        max, max_negative: Largest magnitudes of either sign.
-        saturate: Whether overflow gives those.
-        inf_value, over_value: What Inf and finite overflow give otherwise.
+        highest, lowest: The range of a format that saturates; infinite where overflow is special.
+        over_above, inf_value, over_value: The magnitude above which overflow is special, and what Inf and finite
+            numbers become then.
         nan_value: What NaN gives.
-        zero_sign: The sign bit where the format has -0, else 0.
+        zero: What is added at the end: +0 turns -0 into +0 for formats without it, -0 changes nothing.
         by_bits: Whether rounding goes by bit addition instead of magic addition.
         min_binade, top_binade: Range of exponent fields, in place, between which the last place follows the exponent.
         magic_shift: Exponent distance of the magic number, in place.
@@ -30,13 +30,13 @@ class Grid(NamedTuple):
         flush_below, flush_half: Bits of the smallest normal and of its half where there are no subnormals, else 0.
     """
 
-    max: np.float32
-    max_negative: np.float32
-    saturate: np.bool_
+    highest: np.float32
+    lowest: np.float32
+    over_above: np.float32
     inf_value: np.float32
     over_value: np.float32
     nan_value: np.float32
-    zero_sign: np.int32
+    zero: np.float32
     by_bits: np.bool_
     min_binade: np.int32
     top_binade: np.int32
@@ -94,7 +94,7 @@ def grid_of(fmt: ElementFormat, overflow: Overflow, stochastic: bool) -> Grid | 
 
 
 def _build(fmt: FloatFormat | IntFormat, overflow: Overflow, shape: Shape, by_bits: bool, flush: bool) -> Grid:
-    is_float = isinstance(fmt, FloatFormat)
+    saturate = overflow == "saturate" or isinstance(fmt, IntFormat)
     inf_value, over_value = overflow_values(fmt, overflow) if isinstance(fmt, FloatFormat) else (fmt.max, fmt.max)
     drop = 23 - shape.mantissa_bits
     shift = drop << 23
@@ -103,13 +103,13 @@ def _build(fmt: FloatFormat | IntFormat, overflow: Overflow, shape: Shape, by_bi
     parity = (1 - _F32_BIAS - shape.min_exponent) & 1 if shape.mantissa_bits == 0 else 0
     smallest = (shape.min_exponent + _F32_BIAS) << 23
     return Grid(
-        max=np.float32(fmt.max),
-        max_negative=np.float32(abs(fmt.min)),
-        saturate=np.bool_(overflow == "saturate" or not is_float),
+        highest=np.float32(fmt.max if saturate else math.inf),
+        lowest=np.float32(fmt.min if saturate else -math.inf),
+        over_above=np.float32(math.inf if saturate else fmt.max),
         inf_value=np.float32(inf_value),
         over_value=np.float32(over_value),
         nan_value=np.float32(math.nan if fmt.has_nan else fmt.max),
-        zero_sign=np.int32(-(1 << 31) if negative_zero else 0),
+        zero=np.float32(-0.0 if negative_zero else 0.0),
         by_bits=np.bool_(by_bits),
         min_binade=np.int32(smallest),
         top_binade=np.int32(0x7F000000 - shift),

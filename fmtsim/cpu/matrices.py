@@ -1,5 +1,6 @@
 """Casts of block formats on the CPU: the operand matrix, its groups of blocks, and the kernels that run on them."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ from fmtsim.formats.block import FP32, BlockFormat
 from fmtsim.formats.spec import IntFormat
 from fmtsim.ops import CastSpec, EncodedParts, Random, block_counts, code_dtype
 
-_GROUP = 4096  # elements that go through the phases of the fast kernel together
+_GROUP = 2048  # columns that go through the phases of the fast kernel together
 _SPAN = 4096  # columns a task when one scale covers the tensor
 _WIDE = IntFormat(name="wide", bits=24)  # what elements round to before a zero point is added
 
@@ -149,7 +150,7 @@ def _fast_grids(spec: CastSpec, dtype: torch.dtype) -> tuple[Grid, Grid] | None:
     if isinstance(fmt.element, IntFormat) and fmt.element.bits > 20:
         return None
     grid = grid_of(fmt.element, spec.overflow, False)
-    if grid is None or grid.by_bits or not grid.saturate or fmt.element.max_exponent < 0:
+    if grid is None or grid.by_bits or not math.isfinite(grid.highest) or fmt.element.max_exponent < 0:
         return None
     scale_grid = grid if fmt.power_of_two or fmt.scale == FP32 else grid_of(fmt.scale, "saturate", False)
     return None if scale_grid is None else (grid, scale_grid)
@@ -161,7 +162,7 @@ def _fast(matrix: torch.Tensor, target: torch.Tensor, job: _Job, grid: Grid, sca
         matrix, target = matrix.view(1, -1), target.view(1, -1)
         view = view._replace(columns=matrix.shape[1])
     rows, columns = matrix.shape
-    group = max(min(_GROUP // (view.outer * view.inner), -(-columns // view.inner)), 1)
+    group = max(min(_GROUP // view.inner, -(-columns // view.inner)), 1)
     across_blocks = -(-columns // view.inner)
     across = -(-across_blocks // group)
     total = -(-rows // view.outer) * across

@@ -24,13 +24,10 @@ _INF = int32(0x7F800000)
 @device
 def finish(rounded, bits, magnitude, g):
     """Apply overflow, the sign, the rule for zeros and NaN to a rounded magnitude (float32), and return the value."""
-    sign = bits ^ magnitude
-    limit = g.max if sign == int32(0) else g.max_negative
-    if rounded > limit:
-        rounded = limit if g.saturate else (g.inf_value if magnitude == _INF else g.over_value)
-    if rounded == float32(0):
-        sign = sign & g.zero_sign
-    value = float32_of(bits32(rounded) | sign)
+    if rounded > g.over_above:
+        rounded = g.inf_value if magnitude == _INF else g.over_value
+    value = float32(float32_of(bits32(rounded) | (bits ^ magnitude)) + g.zero)
+    value = max(min(value, g.highest), g.lowest)
     return g.nan_value if rounded != rounded else value
 
 

@@ -88,7 +88,8 @@ def neighbours(x: Number, fmt: ElementFormat) -> tuple[float | None, float | Non
         return (values[low - 1] if low else None), (values[high] if high < len(values) else None)
     below = round_value(exact - _NUDGE, fmt, "down", "saturate")
     above = round_value(exact + _NUDGE, fmt, "up", "saturate")
-    return (below if below < exact else None), (above if above > exact else None)
+    # + 0.0 drops the sign of zero, which says nothing about a place on the line.
+    return (below + 0.0 if below < exact else None), (above + 0.0 if above > exact else None)
 
 
 def bit_fields(code: int, fmt: ElementFormat | LogTileFormat) -> str:
@@ -171,8 +172,8 @@ def _widened(fmt: ElementFormat) -> ElementFormat:
 
 def _beyond(value: float, start: str, fmt: ElementFormat) -> tuple[str, str]:
     if math.isfinite(value):
-        return "saturated", f"{start} beyond the outermost value and stays at {value:g}"
-    return "overflow", f"{start} beyond the largest value {fmt.max:g} and becomes {'NaN' if value != value else 'infinity'}"
+        return "saturated", f"{start} beyond the outermost value, and stays at {value:g}"
+    return "overflow", f"{start} beyond the largest value {fmt.max:g}, and becomes {'NaN' if value != value else 'infinity'}"
 
 
 def _between(
@@ -181,7 +182,7 @@ def _between(
     """Explain a number strictly between two values of the grid."""
     low, high = neighbours(x, wide)
     if low is None or high is None:
-        return "saturated", f"the number lies beyond the outermost value and stays at {value:g}"
+        return "saturated", f"the number lies beyond the outermost value, and stays at {value:g}"
     middle = _middle(x, Fraction(low), Fraction(high), fmt)
     rule, reason = between(x, value, (low, high), middle, rounding, word)
     return rule, reason + (" in the logarithm" if rule == "nearest" and isinstance(fmt, LogFormat) else "")

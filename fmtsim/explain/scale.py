@@ -6,16 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from fmtsim.explain.element import Decision, between, code_text, decide
+from fmtsim.explain.element import Decision, code_text, decide
+from fmtsim.explain.log_tile import decide_in_tile, tile_values
 from fmtsim.explain.records import Scale
 from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat
 from fmtsim.formats.spec import FloatFormat, IntFormat, Overflow
-from fmtsim.rounding.elementary import exp
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import FP64, encode_value, floor_log2, round_value
 from fmtsim.scaling.oracle import FLT_MAX, FLT_MIN, Quantized
 
-Decider = Callable[[float, Rounding, Overflow, int | None], Decision]
+Decider = Callable[[float, int, Rounding, Overflow, int | None], Decision]
+"""Explains a number by its stored code, the rounding, the overflow rule and the random integer."""
 
 _INTEGERS = IntFormat(name="the integers", bits=24)
 
@@ -65,18 +66,19 @@ def _decider(fmt: BlockFormat, factor: Fraction | None, working: FloatFormat, ze
         product = Fraction(x) * factor
         return product if fmt.power_of_two else round_value(product, working, "nearest_even", "ieee")
 
-    def plain(x: float, how: Rounding, overflow: Overflow, word: int | None) -> Decision:
+    def plain(x: float, _: int, how: Rounding, overflow: Overflow, word: int | None) -> Decision:
         return decide(scaled(x), fmt.element, how, overflow, word)
 
-    def shifted(x: float, how: Rounding, overflow: Overflow, word: int | None) -> Decision:
+    def shifted(x: float, _: int, how: Rounding, overflow: Overflow, word: int | None) -> Decision:
         decision = decide(scaled(x), _INTEGERS, how, overflow, word)
-        code = min(max(int(decision.value) + int(zero or 0), 0), int(fmt.element.max))
-        decision = dataclasses.replace(decision, code=code)
-        if code == decision.value + (zero or 0):
-            return decision
-        value = float(code - int(zero or 0))
-        reason = f"the number rounds to {decision.value:g}, beyond the block's range, and stays at {value:g}"
-        return dataclasses.replace(decision, value=value, rule="saturated", reason=reason)
+        z, top = int(zero or 0), int(fmt.element.max)
+        code = min(max(int(decision.value) + z, 0), top)
+        below = None if decision.below is None or decision.below < -z else min(decision.below, float(top - z))
+        above = None if decision.above is None or decision.above > top - z else max(decision.above, float(-z))
+        if code != decision.value + z:
+            reason = f"the number rounds to {decision.value:g}, beyond the block's range, and stays at {code - z}"
+            decision = dataclasses.replace(decision, value=float(code - z), rule="saturated", reason=reason)
+        return dataclasses.replace(decision, code=code, below=below, above=above)
 
     return plain if zero is None else shifted
 
@@ -113,7 +115,7 @@ def _steps(
         low, high = min([0.0, *_finite(block)]), max([0.0, *_finite(block)])
         return (
             f"the range with zero is {low:g} to {high:g}; over {fmt.element.max:g} steps the scale is {scale:g}",
-            f"the zero point is {zero:g}, where -{low:g} / scale rounds to" if low else f"the zero point is {zero:g}",
+            f"the zero point is {zero:g}: {-low:g} / scale, rounded" if low else f"the zero point is {zero:g}",
         )
     if amax == 0:
         return (f"the block holds no finite number but zero: the scale is {scale:g}",)
@@ -141,34 +143,30 @@ def _power_of_two_steps(amax: Fraction, scale: float, fmt: BlockFormat) -> tuple
         wanted, rule = ceiling - top, f"ceil: {ceiling} - {top} = {ceiling - top}"
     elif fmt.scale_rule == "even":
         bits = fmt.element.mantissa_bits  # type: ignore[union-attr]  # the record forbids formats without
-        wanted, rule = s, f"even: amax rounded half up to {bits} mantissa bits has exponent {s + top}; {s + top} - {top} = {s}"
+        rounded = floor_log2(amax + Fraction(2) ** (exponent - bits - 1))
+        wanted = rounded - top
+        rule = f"even: amax rounded to {bits} mantissa bits has exponent {rounded}; {rounded} - {top} = {wanted}"
     else:
-        quotient = float(amax) / fmt.element.max
-        wanted, rule = s, f"rceil: amax / {fmt.element.max:g} = {quotient:g}, rounded up to a power of two: 2^{s}"
+        wanted, quotient = s, float(amax) / fmt.element.max
+        rule = f"rceil: amax / {fmt.element.max:g} = {quotient:g}, rounded up to a power of two from 2^-127 to 2^127"
     clamp = "" if wanted == s else f", limited to {s}"
     return first, f"{rule}{clamp}, so the scale is 2^{s} = {scale:g}"
 
 
 def _log_tile(block: list[float], step: float, low: float, fmt: LogTileFormat) -> Tile:
     """Explain a LogFMT tile: its range of logarithms, and numbers between two of its values."""
-    empty = not any(_finite(block))
-    values = [0.0] if empty else [0.0, *(_log_value(low, step, k) for k in range(fmt.max_code))]
-    steps = (f"{fmt.max_code} magnitudes from exp({low:g}) in steps of {step:g} in the natural logarithm",)
-    scale = Scale(amax=float(_amax(block)), value=step, code=None, tensor_scale=None, offset=low, steps=steps)
+    values = tile_values(low, step, fmt) if any(_finite(block)) and not math.isnan(low) else [0.0]
+    what = f"{len(values) - 1} magnitudes from exp({low:g}) in steps of {step:g} of the natural logarithm"
+    if math.isnan(low):
+        what = "a NaN in the tile, and no NaN in the format: the whole tile becomes NaN"
+    elif len(values) == 1:
+        what = "the tile holds no finite number but zero"
+    scale = Scale(amax=float(_amax(block)), value=step, code=None, tensor_scale=None, offset=low, steps=(what,))
 
-    def decider(x: float, how: Rounding, overflow: Overflow, word: int | None) -> Decision:
-        return _decide_log(x, values, fmt, how, word)
+    def decider(x: float, code: int, how: Rounding, overflow: Overflow, word: int | None) -> Decision:
+        return decide_in_tile(x, code, values, fmt, how, word)
 
     return Tile(scale=scale, decide=decider)
-
-
-def _decide_log(x: float, values: list[float], fmt: LogTileFormat, how: Rounding, word: int | None) -> Decision:
-    raise NotImplementedError
-
-
-def _log_value(low: float, step: float, k: int) -> float:
-    """Return ``RN32(exp(low + step k))`` (docs/semantics.md, section 8)."""
-    return round_value(exp(low + step * k), FP32, "nearest_even", "ieee")
 
 
 def _finite(block: list[float]) -> list[float]:

@@ -14,7 +14,7 @@ from fmtsim.explain.scale import tell_scales
 from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
-from fmtsim.formats.spec import OVERFLOWS, CodebookFormat, ElementFormat, Overflow, ScaleRule
+from fmtsim.formats.spec import OVERFLOWS, ElementFormat, Overflow, ScaleRule
 from fmtsim.ops import RandomKey
 from fmtsim.quantize import encode, quantize
 from fmtsim.rounding.modes import Rounding, get_rounding
@@ -120,10 +120,10 @@ def _blocks(
     elements = []
     for index, (number, code, value) in enumerate(zip(numbers, result.codes[0], result.values[0], strict=True)):
         block = index // width
-        decision = tiles[block].decide(number, how, overflow, words[index])
+        decision = tiles[block].decide(number, code, how, overflow, words[index])
         if math.isnan(value) and not math.isnan(decision.value):
             reason = f"{stored.name} has no NaN, so one NaN makes its whole block NaN"
-            decision = dataclasses.replace(decision, rule="nan", reason=reason)
+            decision = dataclasses.replace(decision, below=None, above=None, rule="nan", reason=reason)
         elements.append(
             Element(input=number, block=block, decision=decision, code=code, value=value, format=stored)
         )
@@ -143,9 +143,7 @@ def _engine_agrees(
     """Compare the bits of the verbs with those of the oracle."""
     mask = (1 << fmt.bits) - 1
     codes = [code & mask for code in encode(tensor, fmt, pad=True, **options).unpacked().tolist()]
-    got = quantize(tensor, fmt, pad=True, **options)
-    wanted = torch.tensor([element.value for element in elements], dtype=torch.float64).to(got.dtype)
-    same_values = torch.equal(got.isnan(), wanted.isnan()) and torch.equal(
-        got.nan_to_num(nan=0.0).signbit(), wanted.nan_to_num(nan=0.0).signbit()
-    ) and torch.equal(got.nan_to_num(nan=0.0), wanted.nan_to_num(nan=0.0))  # fmt: skip
-    return same_values and (isinstance(fmt, CodebookFormat) or codes == [element.code for element in elements])
+    values = quantize(tensor, fmt, pad=True, **options).to(torch.float64)
+    wanted = torch.tensor([element.value for element in elements], dtype=torch.float64)
+    same_values = torch.equal(values.view(torch.int64), wanted.view(torch.int64))
+    return same_values and codes == [element.code for element in elements]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fmtsim.nn.attention import EmulatedMultiheadAttention
 from fmtsim.nn.convert import REASONS, why_not
 from fmtsim.nn.modules import EmulatedModule, emulated_types
 
@@ -50,11 +51,17 @@ def report(model: nn.Module) -> Report:
     """
     known = model.__dict__.get(REASONS, {})
     first: dict[nn.Module, str] = {}
+    inside = {  # an attention module multiplies with this layer's weights itself
+        module.out_proj: name for name, module in model.named_modules() if isinstance(module, EmulatedMultiheadAttention)
+    }
     rows = []
     for name, module in model.named_modules(remove_duplicate=False):
         if next(module.parameters(recurse=False), None) is None and not isinstance(module, emulated_types()):
             continue
         row = _row(name or "(model)", module, known.get(name))
+        if module in inside:
+            detail = f"as a part of {inside[module] or '(model)'}"
+            row = ReportRow(name=row.name, type=row.type, converted=True, detail=detail)
         if module in first:
             row = ReportRow(name=row.name, type=row.type, converted=row.converted, detail=f"same module as {first[module]}")  # fmt: skip
         first.setdefault(module, row.name)

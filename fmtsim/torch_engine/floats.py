@@ -53,8 +53,8 @@ def convert(
         exponent: int tensor s, broadcastable: the values are divided by ``2**s`` before rounding, exactly.
 
     Returns:
-        Codes of ``target`` in int32 or int64, non-negative unless the format has 64 bits. NaN gives ``nan_code``, or the
-        code of the largest value in a format without NaN.
+        Codes of ``target`` in int32 or int64, non-negative unless the format has 64 bits. NaN gives ``nan_code``, or
+        the code of the largest value in a format without NaN.
     """
     dtype = _working_dtype(source, target, rounding)
     flushed_early = not target.has_subnormals and target.min_exponent <= source.min_exponent
@@ -78,7 +78,9 @@ def _round(parts: Parts, target: FloatFormat, rounding: Rounding, words: torch.T
     """Return the magnitude's code as if the exponent field had no end, steps 2 to 4."""
     mantissa_bits, emin = target.mantissa_bits, target.min_exponent
     precision = max(parts.precision, mantissa_bits)
-    significand = parts.significand << (precision - parts.precision) if precision > parts.precision else parts.significand
+    significand = (
+        parts.significand << (precision - parts.precision) if precision > parts.precision else parts.significand
+    )
     exponent = parts.exponent.clamp(max=target.max_exponent + 1)  # further up nothing changes: it is beyond the largest
     deficit = (emin - exponent).clamp(min=0)
     shift = deficit + (precision - mantissa_bits)

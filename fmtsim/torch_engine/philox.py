@@ -16,7 +16,7 @@ _MASK = 0xFFFFFFFF
 def random_integers(
     key: RandomKey, rounding: Rounding, start: int, count: int, device: torch.device | str
 ) -> torch.Tensor:
-    """Return w of elements ``start`` to ``start + count - 1`` as int64 in ``[0, 2**r)``; start is a multiple of GROUP."""
+    """Return w in ``[0, 2**r)`` of ``count`` elements from ``start``, a multiple of GROUP, as int64."""
     if rounding.layout == "word":
         return words(key, start, count, device) >> (32 - rounding.bits)
     index = torch.arange(count, dtype=torch.int64, device=device)

@@ -90,8 +90,9 @@ def product(value: torch.Tensor, scale: torch.Tensor, significant_bits: int, dty
     if significant_bits <= 29 or dtype == torch.float64:
         return narrow(value * scale, dtype)
     high = (bits_of(value) & -(1 << 26)).view(torch.float64)
-    a, b = high * scale, (value - high) * scale  # 27 + 24 and 26 + 24 bits: exact
-    total = a + b
+    low = torch.where(high == value, 0.0, value - high)  # Inf has no low part
+    a, b = high * scale, low * scale  # 27 + 24 and 26 + 24 bits: exact
+    total = torch.where(b == 0, a, a + b)  # keeps -0
     part = total - a
     error = (a - (total - part)) + (b - part)
     toward = torch.where((error > 0) == (total > 0), 1, -1)  # the neighbour on the side of the exact product

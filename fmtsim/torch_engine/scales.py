@@ -9,7 +9,6 @@ from fmtsim.formats.spec import FloatFormat, IntFormat, ScaleRule
 from fmtsim.torch_engine import elements, floats
 from fmtsim.torch_engine.carry import NEAREST
 from fmtsim.torch_engine.reals import (
-    FLT_MAX,
     FLT_MIN,
     clamped32,
     divide,
@@ -66,20 +65,17 @@ def scale_ranges(low: torch.Tensor, high: torch.Tensor, element: IntFormat) -> S
 def _scale_exponents(amax: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
     """Return the exponents of the power-of-two rules, int64 between -127 and 127."""
     if fmt.scale_rule == "rceil":
-        inverse = round32_scalar(float(divide(torch.ones((), dtype=torch.float64, device="cpu"), fmt.element.max)))
-        ratio = round32(clamped32(widen(amax)) * inverse)
+        ratio = round32(clamped32(widen(amax)) * round32_scalar(1.0 / fmt.element.max))
         s = _log2(ratio, "ceil", 0)
-        empty = (ratio == 0) | (amax == 0)
+        empty = (ratio == 0) | _is_zero(amax)
     else:
-        mantissa_bits = 0 if fmt.scale_rule != "even" else elements.significant_bits(fmt.element) - 1
-        if isinstance(fmt.element, IntFormat):
-            mantissa_bits = fmt.element.mantissa_bits
+        mantissa_bits = fmt.element.mantissa_bits if isinstance(fmt.element, FloatFormat | IntFormat) else 0
         s = _log2(amax, fmt.scale_rule, mantissa_bits) - fmt.element.max_exponent
-        empty = magnitude_is_zero(amax)
+        empty = _is_zero(amax)
     return torch.where(empty, -127, s.clamp(-127, 127))
 
 
-def magnitude_is_zero(x: torch.Tensor) -> torch.Tensor:
+def _is_zero(x: torch.Tensor) -> torch.Tensor:
     """Say where non-negative elements are zero, by their bits: a subnormal is not."""
     return bits_of(x) == 0
 

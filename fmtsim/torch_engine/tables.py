@@ -9,7 +9,9 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.torch_engine.storage import bits_of
 
 
-def encode_codebook(y: torch.Tensor, fmt: CodebookFormat, rounding: Rounding, words: torch.Tensor | None) -> torch.Tensor:
+def encode_codebook(
+    y: torch.Tensor, fmt: CodebookFormat, rounding: Rounding, words: torch.Tensor | None
+) -> torch.Tensor:
     """Round float64 elements to the codes of a codebook, int64; Inf saturates, NaN is the largest value."""
     values, codes = _codebook(fmt, y.device)
     nan = torch.isnan(y)

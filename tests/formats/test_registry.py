@@ -102,7 +102,9 @@ def test_spelled_integers(name, expected):
 
 
 def test_spelled_logarithms():
-    assert get_format("lns12_g128") == LogFormat(name="lns12_g128", bits=12, gamma=128, source=get_format("lns8_g8").source)
+    assert get_format("lns12_g128") == LogFormat(
+        name="lns12_g128", bits=12, gamma=128, source=get_format("lns8_g8").source
+    )
     assert (get_format("logfmt6").bits, get_format("logfmt6").block) == (6, (1, 128))
 
 
@@ -119,7 +121,7 @@ ERRORS = {
     "logfmt2": "format 'logfmt2': bits=2 is not allowed; choose 3 to 16",
     "nvfp": "unknown format 'nvfp'; did you mean 'nvfp4'? (fmtsim.list_formats() has all names; others are spelled out: "
     "'e3m4', 'int6', 'int6_full', 'int6_half', 'uint6', 'lns8_g8', 'logfmt8')",
-    "posit16": "unknown format 'posit16' (fmtsim.list_formats() has all names; others are spelled out: "
+    "takum": "unknown format 'takum' (fmtsim.list_formats() has all names; others are spelled out: "
     "'e3m4', 'int6', 'int6_full', 'int6_half', 'uint6', 'lns8_g8', 'logfmt8')",
     torch.complex64: "dtype torch.complex64 has no format; pass a name from fmtsim.list_formats()",
     torch.bool: "dtype torch.bool has no format; pass a name from fmtsim.list_formats()",
@@ -140,7 +142,9 @@ def test_list_formats_by_kind():
     assert sorted(sum((list_formats(kind) for kind in kinds), [])) == sorted(list_formats())
     assert "nvfp4" in list_formats("block") and "nvfp4" not in list_formats("float")
     assert list_formats("log_tile") == ["logfmt8", "logfmt10"]
-    with pytest.raises(FormatError, match="^kind='posit' is not a kind of format; choose one of float, int, codebook, log, "):
+    with pytest.raises(
+        FormatError, match="^kind='posit' is not a kind of format; choose one of float, int, codebook, log, "
+    ):
         list_formats("posit")
 
 
@@ -177,7 +181,9 @@ def test_taken_names(scratch):
 
 
 def test_names_that_cannot_be_looked_up(scratch):
-    with pytest.raises(FormatError, match="^format name 'my format' is not allowed; choose letters, digits and _ . [+] -$"):
+    with pytest.raises(
+        FormatError, match="^format name 'my format' is not allowed; choose letters, digits and _ . [+] -$"
+    ):
         register_format(FloatFormat(name="my format", exponent_bits=3, mantissa_bits=3))
     with pytest.raises(FormatError, match="^format name '' is not allowed"):
         register_format(FloatFormat(name="", exponent_bits=3, mantissa_bits=3))

@@ -1,0 +1,5 @@
+"""Casts with torch operations alone: the same bits on every device that torch knows."""
+
+from fmtsim.torch_engine.verbs import decode, encode, quantize
+
+__all__ = ["decode", "encode", "quantize"]

@@ -1,0 +1,115 @@
+"""LogFMT tiles: codes that count equal steps of the logarithm (docs/semantics.md, section 8)."""
+
+import torch
+
+from fmtsim.formats.block import LogTileFormat
+from fmtsim.ops import CastSpec, EncodedParts, code_dtype
+from fmtsim.rounding.modes import Rounding
+from fmtsim.torch_engine.blockcast import finite_magnitudes, is_nan
+from fmtsim.torch_engine.blocks import CHUNK, Geometry, geometry, windows
+from fmtsim.torch_engine.elementary import exp, ln
+from fmtsim.torch_engine.reals import clamped32, divide, narrow, round32, widen
+from fmtsim.torch_engine.storage import LAYOUTS, bits_of, from_bits
+from fmtsim.torch_engine.tables import moves_up
+
+_OCTAVES = 32 * 0.6931471805599453  # the double nearest to 32 ln 2: a tile spans at most 2**32
+
+
+def encode(x: torch.Tensor, spec: CastSpec, words: torch.Tensor | None) -> EncodedParts:
+    """Return codes, steps (as scales) and lowest logarithms (as offsets) of LogFMT tiles.
+
+    Args:
+        x: Any shape; dim ``spec.dim`` is the inner axis.
+        spec: The cast, to a LogTileFormat.
+        words: Random integers of x's shape, int64, for stochastic rounding.
+    """
+    fmt = spec.format
+    assert isinstance(fmt, LogTileFormat)
+    blocks = geometry(tuple(x.shape), spec.dim, fmt.block)
+    folded = blocks.fold(x)
+    folded_words = None if words is None else blocks.fold(words)
+    low, step, empty = _ranges(blocks, folded, fmt)
+    lows, steps, empties = blocks.spread(low), blocks.spread(step), blocks.spread(empty)
+    codes = torch.empty(folded.shape, dtype=code_dtype(fmt.bits), device=x.device)
+    limit = max(1, CHUNK * folded.shape[1] // max(folded.shape[1], fmt.max_code + 1))  # a row brings its table along
+    for rows, columns in windows(folded.shape[0], folded.shape[1], limit):
+        table = tile_values(lows[rows], steps[rows], torch.arange(fmt.max_code + 1, device=x.device))
+        piece_words = None if folded_words is None else folded_words[rows, columns]
+        piece = _encode_piece(folded[rows, columns], table, empties[rows], fmt, spec.rounding, piece_words)
+        codes[rows, columns] = piece.to(codes.dtype)
+    low = torch.where(blocks.largest(folded, is_nan) > 0, float("nan"), low)
+    scales, offsets = narrow(step, torch.float32), narrow(low, torch.float32)
+    return EncodedParts(blocks.unfold(codes), scales, None, offsets)
+
+
+def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
+    """Write the values of LogFMT codes into ``out``, each rounded once to its dtype."""
+    fmt = spec.format
+    assert isinstance(fmt, LogTileFormat) and parts.scales is not None and parts.offsets is not None
+    blocks = geometry(tuple(out.shape), spec.dim, fmt.block)
+    codes = blocks.fold(parts.codes)
+    lows, steps = blocks.spread(widen(parts.offsets)), blocks.spread(widen(parts.scales))
+    result = torch.empty(codes.shape, dtype=out.dtype, device=out.device)
+    for rows, columns in windows(*codes.shape):
+        piece = codes[rows, columns].to(torch.int64)
+        value = tile_values(lows[rows], steps[rows], piece & fmt.max_code)
+        value = torch.where((piece >> (fmt.bits - 1)) & 1 == 1, -value, value)
+        result[rows, columns] = narrow(value, out.dtype)
+    out.copy_(blocks.unfold(result))
+
+
+def tile_values(low: torch.Tensor, step: torch.Tensor, rank: torch.Tensor) -> torch.Tensor:
+    """Return the magnitudes of ranks in float64: 0 for rank 0, else ``RN32(exp(low + step (rank - 1)))``."""
+    value = round32(exp(low + step * (rank - 1).to(torch.float64)))
+    return torch.where((rank == 0) & ~torch.isnan(low), 0.0, value)
+
+
+def _ranges(
+    blocks: Geometry, folded: torch.Tensor, fmt: LogTileFormat
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return low and step of each tile, float32 values in float64, and where a tile has nothing to measure."""
+    dtype = folded.dtype
+    top = LAYOUTS[dtype].max_code + 1
+    zero = 0  # magnitudes of float64 up to 2**-150 are zero in float32
+    if dtype == torch.float64:
+        zero = (1023 - 150) << 52
+
+    def closeness(x: torch.Tensor) -> torch.Tensor:
+        magnitude = finite_magnitudes(x)
+        return torch.where(magnitude > zero, top - magnitude, 0)
+
+    near = blocks.largest(folded, closeness)
+    empty = near == 0
+    high = ln(_measured(blocks.largest(folded, finite_magnitudes), empty, dtype))
+    smallest = ln(_measured(top - near, empty, dtype))
+    low = round32(torch.maximum(smallest, high - _OCTAVES))
+    step = round32(divide((high - low).clamp(min=0), float(fmt.max_code - 1)))
+    return torch.where(empty, 0.0, low), torch.where(empty, 0.0, step), empty
+
+
+def _measured(bits: torch.Tensor, empty: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return magnitudes as float32 values in float64, 1 where there is none."""
+    return torch.where(empty, 1.0, clamped32(widen(from_bits(torch.where(empty, 0, bits), dtype))))
+
+
+def _encode_piece(
+    x: torch.Tensor,
+    table: torch.Tensor,
+    empty: torch.Tensor,
+    fmt: LogTileFormat,
+    rounding: Rounding,
+    words: torch.Tensor | None,
+) -> torch.Tensor:
+    """Round elements to the ranks of their row's table and add the sign."""
+    y = widen(x)
+    nan = torch.isnan(y)
+    negative = (bits_of(x) < 0) & ~nan
+    magnitude = torch.where(nan, float("inf"), y.abs())
+    magnitude = torch.minimum(magnitude, table[:, -1:]).contiguous()
+    rank = torch.searchsorted(table, magnitude, right=True) - 1
+    lower = table.gather(1, rank)
+    upper = table.gather(1, (rank + 1).clamp(max=fmt.max_code))
+    up = moves_up(magnitude, lower, upper, rank, (lower + upper) * 0.5, negative, rounding, words, flipped=negative)
+    rank = torch.searchsorted(table, table.gather(1, (rank + up).clamp(max=fmt.max_code)))  # first of equal values
+    code = torch.where(empty, 0, rank)
+    return torch.where(negative, code | (1 << (fmt.bits - 1)), code)

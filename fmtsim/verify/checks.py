@@ -1,0 +1,161 @@
+"""The checks: each compares one format's results bit for bit and returns an outcome."""
+
+from collections.abc import Iterator
+
+import torch
+
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import OVERFLOWS, CodebookFormat, ElementFormat, FloatFormat
+from fmtsim.ops import CastSpec, EncodedParts, Random, RandomKey, code_dtype
+from fmtsim.rounding.modes import MODES, Rounding
+from fmtsim.rounding.oracle import encode_value
+from fmtsim.scaling.oracle import quantize_matrix
+from fmtsim.verify.inputs import boundaries, rough_matrix, words_for
+from fmtsim.verify.outcome import Engine, Outcome, Tally, covers
+
+RANDOM_BITS = 8
+
+
+def against_oracle(fmt: ElementFormat, engines: dict[str, Engine]) -> Outcome:
+    """Compare quantize and encode with the oracle on every value, tie and boundary, in float32 and float64."""
+    tally = Tally("oracle", fmt.name)
+    for dtype in (torch.float32, torch.float64):
+        x = boundaries(fmt, dtype)
+        numbers = x.tolist()
+        words = words_for(len(numbers), RANDOM_BITS)
+        for spec in casts(fmt):
+            stochastic = spec.rounding.mode == "stochastic"
+            drawn = words.tolist() if stochastic else [None] * len(numbers)
+            pairs = zip(numbers, drawn, strict=True)
+            codes = [encode_value(number, fmt, spec.rounding, spec.overflow, word) for number, word in pairs]
+            _compare_with(tally, engines, x, spec, codes, words if stochastic else None)
+    return tally.outcome()
+
+
+def _compare_with(
+    tally: Tally, engines: dict[str, Engine], x: torch.Tensor, spec: CastSpec, codes: list[int], random: Random
+) -> None:
+    fmt = spec.format
+    assert not isinstance(fmt, BlockFormat | LogTileFormat)
+    dtype = result_dtype(fmt, x.dtype)
+    values = torch.tensor([fmt.value(code) + 0.0 * fmt.value(code) for code in codes], dtype=dtype)
+    wanted_codes = torch.tensor(codes, dtype=code_dtype(fmt.bits))
+    for name, engine in engines.items():
+        if covers(engine, "quantize", spec, x.dtype, dtype):
+            out = torch.empty(x.shape, dtype=dtype)
+            engine.quantize(x, spec, random, out)
+            tally.compare(out, values, x, f"{name}.quantize, {describe(spec)}")
+        if covers(engine, "encode", spec, x.dtype):
+            tally.compare(engine.encode(x, spec, random).codes, wanted_codes, x, f"{name}.encode, {describe(spec)}")
+
+
+def all_codes(fmt: ElementFormat, engines: dict[str, Engine]) -> Outcome:
+    """Decode every code, compare it with the record's value, and encode the value back."""
+    tally = Tally("codes", fmt.name)
+    count = len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits
+    dtype = result_dtype(fmt, torch.float32)
+    codes = torch.arange(count).to(code_dtype(fmt.bits))
+    values = torch.tensor([fmt.value(code) for code in range(count)], dtype=dtype)
+    back = torch.tensor(
+        [encode_value(value, fmt, "nearest_even", _round_trip_overflow(fmt)) for value in values.tolist()]
+    ).to(codes.dtype)
+    spec = CastSpec(format=fmt, rounding=Rounding(), overflow=_round_trip_overflow(fmt))
+    for name, engine in engines.items():
+        if covers(engine, "decode", spec, dtype):
+            out = torch.empty(count, dtype=dtype)
+            engine.decode(EncodedParts(codes), spec, out)
+            tally.compare(out, values, codes, f"{name}.decode")
+        if covers(engine, "encode", spec, dtype):
+            tally.compare(engine.encode(values, spec, None).codes, back, codes, f"{name}.encode of its values")
+    return tally.outcome()
+
+
+def _round_trip_overflow(fmt: ElementFormat) -> str:
+    """Return the rule under which infinities come back as themselves."""
+    return "ieee" if isinstance(fmt, FloatFormat) and fmt.infinities else fmt.default_overflow
+
+
+def between_engines(fmt: Format, engines: dict[str, Engine]) -> Outcome:
+    """Compare the engines with each other on rough data, in every dtype, with ragged blocks and a strided view."""
+    tally = Tally("engines", fmt.name)
+    reference = engines["torch_engine"]
+    for index, dtype in enumerate(FLOAT_DTYPES):
+        x = rough_matrix(dtype)
+        view = x.t().contiguous().t() if index % 2 else x
+        for spec in casts(fmt):
+            random = RandomKey(7, index) if spec.rounding.mode == "stochastic" else None
+            out_dtype = result_dtype(fmt, dtype)
+            wanted = torch.empty(x.shape, dtype=out_dtype)
+            reference.quantize(x, spec, random, wanted)
+            parts = reference.encode(x, spec, random)
+            for name, engine in engines.items():
+                if engine is reference:
+                    continue
+                if covers(engine, "quantize", spec, dtype, out_dtype):
+                    out = torch.empty(x.shape, dtype=out_dtype)
+                    engine.quantize(view, spec, random, out)
+                    tally.compare(out, wanted, x, f"{name}.quantize of {dtype}, {describe(spec)}")
+                if covers(engine, "encode", spec, dtype):
+                    _compare_parts(tally, engine.encode(view, spec, random), parts, x, f"{name}.encode of {dtype}, {describe(spec)}")  # fmt: skip
+    return tally.outcome()
+
+
+def _compare_parts(tally: Tally, got: EncodedParts, wanted: EncodedParts, x: torch.Tensor, what: str) -> None:
+    for field, found, expected in zip(EncodedParts._fields, got, wanted, strict=True):
+        if expected is None or found is None:
+            present = torch.tensor([found is not None]), torch.tensor([expected is not None])
+            tally.compare(*present, present[1], f"{what}, presence of {field}")
+        else:
+            tally.compare(found, expected, x, f"{what}, {field}")
+
+
+def blocks_against_oracle(fmt: BlockFormat | LogTileFormat, engines: dict[str, Engine]) -> Outcome:
+    """Compare codes, scales and values with the scaling oracle on rough data, in float32 and float64."""
+    tally = Tally("block oracle", fmt.name)
+    for dtype in (torch.float32, torch.float64):
+        x = rough_matrix(dtype, columns=36)
+        words = words_for(x.numel(), RANDOM_BITS).reshape(x.shape)
+        out_dtype = result_dtype(fmt, dtype)
+        for spec in casts(fmt, all_overflows=False):
+            random = words if spec.rounding.mode == "stochastic" else None
+            truth = quantize_matrix(
+                x.tolist(), fmt, spec.rounding, spec.overflow, str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
+                get_format(out_dtype), None if random is None else words.tolist(),  # type: ignore[arg-type]
+            )  # fmt: skip
+            wanted = EncodedParts(
+                torch.tensor(truth.codes).to(code_dtype(fmt.bits)),
+                torch.tensor(truth.scales, dtype=torch.float32),
+                None if truth.tensor_scale is None else torch.tensor(truth.tensor_scale, dtype=torch.float32),
+                None if truth.offsets is None else torch.tensor(truth.offsets, dtype=_offset_dtype(fmt)),
+            )
+            values = torch.tensor(truth.values, dtype=out_dtype)
+            for name, engine in engines.items():
+                what = f"{name} of {dtype}, {describe(spec)}"
+                if covers(engine, "quantize", spec, dtype, out_dtype):
+                    out = torch.empty(x.shape, dtype=out_dtype)
+                    engine.quantize(x, spec, random, out)
+                    tally.compare(out, values, x, f"{what}, values")
+                if covers(engine, "encode", spec, dtype):
+                    _compare_parts(tally, engine.encode(x, spec, random), wanted, x, what)
+    return tally.outcome()
+
+
+def _offset_dtype(fmt: BlockFormat | LogTileFormat) -> torch.dtype:
+    return torch.int32 if isinstance(fmt, BlockFormat) else torch.float32
+
+
+def casts(fmt: Format, *, all_overflows: bool = True) -> Iterator[CastSpec]:
+    """Yield a cast for every rounding and every overflow rule that makes a difference."""
+    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    both = all_overflows and isinstance(element, FloatFormat)
+    for mode in MODES:
+        rounding = Rounding(mode=mode, random_bits=RANDOM_BITS if mode == "stochastic" else None)
+        for overflow in OVERFLOWS if both else (fmt.default_overflow,):
+            yield CastSpec(format=fmt, rounding=rounding, overflow=overflow)
+
+
+def describe(spec: CastSpec) -> str:
+    """Return the rounding and the overflow rule in a few words."""
+    return f"{spec.rounding.mode}, {spec.overflow}"

@@ -1,0 +1,112 @@
+"""observe: every layer and operand of a step, exactly once, and nothing outside the with."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fmtsim.analysis.observe import observe
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.registry import get_format
+from fmtsim.nn import convert, revert
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4, bias=False))
+    return convert(net, format="e2m1", grad_format="e5m2")
+
+
+def test_a_step_is_counted_by_layer_and_operand(model):
+    x = torch.randn(5, 6)
+    with observe(model) as stats:
+        model(x).sum().backward()
+    assert set(stats.layers) == {"0", "2"}
+    # The input needs no gradient, so the first layer computes no dgrad.
+    assert list(stats["0"]) == ["x_f", "w_f", "g_w", "x_w"]
+    assert list(stats["2"]) == ["x_f", "w_f", "g_d", "w_d", "g_w", "x_w"]
+    assert stats["0"]["x_f"].elements == 30 and stats["0"]["x_f"].amax == float(x.abs().max())
+    small = (model[0].weight != 0) & (model[0].weight.abs() <= 0.25)
+    assert stats["0"]["w_f"].underflow_percent == pytest.approx(100 * float(small.float().mean()))
+    assert stats["2"]["g_w"].format == "e5m2"
+
+
+def test_steps_add_up_and_nothing_is_counted_outside(model):
+    x = torch.randn(5, 6)
+    with observe(model) as stats:
+        model(x)
+        late = model(x)
+    model(x)
+    late.sum().backward()
+    assert stats["0"]["x_f"].elements == 60
+    assert "g_w" not in stats["0"]
+    assert all(m.emulation.observer is None for m in (model[0], model[2]))
+
+
+def test_observing_changes_no_result(model):
+    x = torch.randn(5, 6)
+    plain = model(x)
+    with observe(model):
+        assert torch.equal(model(x), plain)
+
+
+def test_the_table_and_the_record(model):
+    with torch.no_grad():
+        model[2].weight.fill_(1e-4)
+    with observe(model) as stats:
+        model(torch.randn(5, 6)).sum().backward()
+    lines = [line.split() for line in str(stats).splitlines()]
+    assert lines[0] == ["layer", "operand", "format", "underflow", "%", "saturation", "%", "SQNR", "dB", "amax"]
+    assert ["2", "w_f", "e2m1", "100.00", "0.000", "0.0", "0.0001"] in lines
+    assert ["2", "g_w", "e5m2", "0.00", "0.000", "lossless", "1"] in lines
+    record = json.loads(json.dumps(stats.to_dict(), allow_nan=False))
+    assert record["2"]["w_f"]["underflow_percent"] == 100.0
+    assert record["2"]["w_f"]["exponents"] == {str(math.floor(math.log2(1e-4))): 32}
+    assert record["2"]["g_w"]["sqnr_db"] is None
+
+
+def test_parts_of_attention_are_layers():
+    attention = convert(nn.MultiheadAttention(8, 2), config=None, format="e4m3")
+    with observe(attention) as stats:
+        x = torch.randn(3, 8)
+        attention(x, x, x)
+    assert list(stats.layers) == ["in_proj", "out_proj"]
+
+
+def test_high_precision_layers_are_lossless():
+    from fmtsim.gemm.config import LinearConfig
+
+    layer = convert(nn.Linear(4, 4), config=LinearConfig())
+    with observe(layer) as stats:
+        layer(torch.randn(2, 4))
+    assert stats[""]["x_f"].sqnr_db == math.inf and "(model)" in str(stats)
+
+
+def test_nested_and_empty_observations_are_errors(model):
+    with observe(model):
+        with pytest.raises(ArgumentError, match=r"layer '0' is observed already"), observe(model):
+            pass
+        assert model[0].emulation.observer is not None
+    with pytest.raises(ArgumentError, match=r"no converted layer in Sequential; call fmtsim.convert first"):
+        observe(revert(model))
+
+
+def test_compiled_code_refuses_to_be_observed(model):
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with observe(model), pytest.raises(Exception, match=r"does not see into compiled code"):
+        compiled(torch.randn(5, 6))
+
+
+def test_an_error_inside_removes_the_observers(model):
+    with pytest.raises(ZeroDivisionError), observe(model):
+        1 / 0  # noqa: B018
+    assert model[0].emulation.observer is None
+
+
+def test_format_names_are_those_of_the_records(model):
+    with observe(model) as stats:
+        model(torch.randn(5, 6))
+    assert stats["0"]["x_f"].format == get_format("e2m1").name

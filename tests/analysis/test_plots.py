@@ -1,0 +1,74 @@
+"""Plots: files that are pictures, axes that are labelled, and no window system."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fmtsim.analysis.plots import plot_exponents, plot_loss, smoothed
+from fmtsim.analysis.stats import OperandStats
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.registry import get_format
+from fmtsim.quantize import quantize
+
+CURVES = {"fp32": [3.0, 2.5, 2.2, 2.0], "e2m1": [3.0, 2.9, 2.8]}
+
+
+def stats(name="e2m1"):
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 0.3
+    return OperandStats().add(x, quantize(x, name), get_format(name))
+
+
+def test_loss_picture_has_labels_and_a_gap(tmp_path):
+    figure = plot_loss(CURVES, tmp_path / "loss.png", title="a title")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    top, bottom = figure.axes
+    assert top.get_ylabel() == "training loss (nats per byte)" and bottom.get_xlabel() == "step"
+    assert [t.get_text() for t in top.get_legend().get_texts()] == ["fp32 (last 2.000)", "e2m1 (last 2.800)"]
+    assert bottom.lines[0].get_ydata().tolist() == pytest.approx([0.0, 0.4, 0.6])
+
+
+def test_one_curve_needs_no_gap_and_nan_ends_a_curve():
+    assert len(plot_loss({"only": [1.0]}).axes) == 1
+    figure = plot_loss({"a": [1.0, 2.0, 3.0], "b": [1.0, math.nan, 5.0]})
+    assert figure.axes[0].get_legend().get_texts()[1].get_text() == "b (last 1.000)"
+
+
+def test_smoothing_keeps_constants_and_ends_at_nan():
+    assert smoothed([2.0] * 50) == pytest.approx([2.0] * 50)
+    assert smoothed([1.0, 3.0], weight=0.5) == pytest.approx([1.0, (0.25 * 1 + 0.5 * 3) / 0.75])
+    assert [math.isnan(v) for v in smoothed([1.0, math.inf, 1.0])] == [False, True, True]
+
+
+def test_exponent_picture_shades_the_format(tmp_path):
+    s = stats()
+    figure = plot_exponents({"w_f": s, "none": OperandStats()}, tmp_path / "e.png", title="t")
+    assert (tmp_path / "e.png").stat().st_size > 5000
+    panel = figure.axes[0]
+    assert panel.get_xlabel() == "exponent of x / scale"
+    assert f"{s.underflow_percent:.2f} % underflow" in panel.get_title()
+    shade = panel.patches[-1]
+    assert (shade.get_x(), shade.get_width()) == (-1.5, 4.0)  # exponents -1 to 2: 0.5 to 6
+    assert sum(bar.get_height() for bar in panel.patches[:-1]) == pytest.approx(100.0)
+
+
+def test_nothing_to_draw_is_an_error():
+    with pytest.raises(ArgumentError, match=r"0 curves"):
+        plot_loss({})
+    with pytest.raises(ArgumentError, match=r"lengths \[0\]; pass at least one step"):
+        plot_loss({"a": []})
+    with pytest.raises(ArgumentError, match=r"observe at least one step"):
+        plot_exponents({})
+
+
+def test_importing_plots_does_not_import_matplotlib():
+    code = "import sys, fmtsim.analysis.plots; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_missing_matplotlib_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(Exception, match=r"pip install 'fmtsim\[viz\]'"):
+        plot_loss(CURVES)

@@ -1,0 +1,100 @@
+"""OperandStats: counts worked out by hand, and scales that are those of encode."""
+
+import math
+
+import pytest
+import torch
+
+from fmtsim.analysis.stats import LOWEST_EXPONENT, OperandStats, element_scales
+from fmtsim.formats.block import scaled
+from fmtsim.formats.registry import get_format
+from fmtsim.quantize import encode, quantize
+
+
+def stats_of(values, name, dim=-1):
+    x = torch.as_tensor(values, dtype=torch.float32)
+    fmt = get_format(name) if isinstance(name, str) else name
+    return OperandStats().add(x, quantize(x, fmt, dim=dim, pad=True, out_dtype=torch.float64), fmt, dim)
+
+
+def test_counts_by_hand():
+    # e2m1: 0.25 ties to zero, 7 is the first value whose nearest neighbour would be 8, inf and nan count apart.
+    s = stats_of([0.0, 0.2, 0.25, 0.3, 1.0, 6.9, 7.1, -100.0, math.inf, math.nan], "e2m1")
+    assert (s.elements, s.nonzero, s.underflowed, s.saturated, s.nonfinite) == (10, 7, 2, 2, 2)
+    assert s.underflow_percent == 100 * 2 / 7 and s.saturation_percent == 100 * 2 / 8
+    assert s.amax == 100.0 and s.format == "e2m1" and s.window == (0.5, 6.0)
+    assert {i + LOWEST_EXPONENT: n for i, n in enumerate(s.exponents.tolist()) if n} == {-3: 1, -2: 2, 0: 1, 2: 2, 6: 1}
+
+
+def test_noise_ratio_by_hand():
+    s = stats_of([1.0, 2.5], "e2m1")  # 2.5 ties to 2
+    assert s.signal == 7.25 and s.noise == 0.25
+    assert s.sqnr_db == pytest.approx(10 * math.log10(29))
+    assert stats_of([1.0, 2.0], "e2m1").sqnr_db == math.inf
+    assert math.isnan(stats_of([0.0], "e2m1").sqnr_db)
+    assert stats_of([1e9, 1.0], "fp16").sqnr_db == -math.inf  # overflows to Inf there
+    assert stats_of([1e9, 1.0], "fp16").saturation_percent == 50.0
+
+
+def test_ratio_of_a_known_format():
+    x = torch.rand(1 << 16, generator=torch.Generator().manual_seed(0)) + 1  # one binade: uniform error of a step of 1/8
+    s = OperandStats().add(x, quantize(x, "e4m3"), get_format("e4m3"))
+    assert s.sqnr_db == pytest.approx(10 * math.log10(float(x.double().square().mean()) * 12 * 64), abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "nvfp4", "int4", "e4m3"])
+@pytest.mark.parametrize("dim", [0, -1])
+def test_scales_are_those_of_encode(name, dim):
+    x = torch.randn(20, 70, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 70)
+    fmt = get_format(name)
+    fmt = scaled(fmt, (8, 16)) if not hasattr(fmt, "block") else fmt
+    scale = element_scales(x, fmt, dim)
+    encoded = encode(x, fmt, dim=dim, pad=True)
+    codes = torch.tensor([fmt.element.value(int(code)) for code in encoded.parts().codes.flatten()]).view(x.shape)
+    assert torch.equal((codes.double() * scale).float(), encoded.decode(out_dtype=torch.float32))
+
+
+def test_saturation_is_counted_under_the_scale_of_the_block():
+    # floor scales by 2^(2 - 2): 7.5 lies beyond 7, where e2m1 would need its next value; 6.5 only rounds to 6.
+    assert stats_of([7.5, 1.0, 1.0, 1.0], "mxfp4").saturated == 1
+    assert stats_of([6.5, 1.0, 1.0, 1.0], "mxfp4").saturated == 0
+    assert stats_of([7.5, 1.0, 1.0, 1.0], scaled(get_format("e2m1"), (1, None))).saturated == 0
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "int8", "nf4"])
+def test_real_scales_saturate_nothing(name):
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    assert stats_of(x, scaled(get_format(name), (1, 16))).saturated == 0
+
+
+def test_asymmetric_integers_saturate_on_both_sides():
+    assert stats_of([-128.4, -128.6, 127.4, 127.6, 0.5], "int8").saturated == (3 if get_format("int8").min == -127 else 2)
+
+
+def test_high_precision_loses_nothing():
+    x = torch.randn(8)
+    s = OperandStats().add(x, x, None)
+    assert s.format == "high precision" and s.sqnr_db == math.inf and s.underflow_percent == 0.0 and s.window is None
+
+
+def test_adding_and_merging_are_the_same():
+    x, y = torch.randn(5, generator=torch.Generator().manual_seed(0)), torch.tensor([1e-9, 1e9])
+    both = stats_of(x, "e4m3").merge(stats_of(y, "e4m3")).to_dict()
+    fmt = get_format("e4m3")
+    assert both == OperandStats().add(x, quantize(x, fmt), fmt).add(y, quantize(y, fmt), fmt).to_dict()
+    assert both["underflow_percent"] == 100 / 7 and both["saturation_percent"] == 100 / 7
+
+
+def test_a_planted_error_lowers_the_ratio():
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    q = quantize(x, "e4m3")
+    good = OperandStats().add(x, q, get_format("e4m3"))
+    q[7] = 0.0
+    bad = OperandStats().add(x, q, get_format("e4m3"))
+    assert bad.sqnr_db < good.sqnr_db and bad.underflowed == good.underflowed + 1
+
+
+def test_empty_and_all_zero_tensors():
+    assert stats_of(torch.empty(0, 4), "mxfp4").elements == 0
+    s = stats_of(torch.zeros(2, 40), "nvfp4")
+    assert (s.elements, s.nonzero, s.underflowed, s.saturated) == (80, 0, 0, 0)

@@ -1,0 +1,134 @@
+"""What a format looks like as a table, as text and as HTML."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.formats.display import code_table, format_facts, format_html, text_table
+from fmtsim.formats.registry import get_format, list_formats
+from fmtsim.formats.spec import CodebookFormat
+
+
+class Balance(HTMLParser):
+    """Check that every tag is closed in order, and collect the text of the cells."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.cells = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.cells.append(data)
+
+
+def test_rows_of_a_float():
+    rows = code_table(get_format("e2m1"))
+    assert [row.code for row in rows] == list(range(16))
+    assert rows[5] == (5, "0 10 1", 3.0)
+    assert rows[15] == (15, "1 11 1", -6.0)
+    assert [row.value for row in rows[:8]] == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "bits"),
+    [
+        ("e8m0", 127, "01111111"),
+        ("ue5m3", 0b10101110, "10101 110"),
+        ("int4", 9, "1001"),
+        ("nf4", 3, "0011"),
+        ("lns8_g8", 0x81, "1 0000001"),
+    ],
+)
+def test_fields(name, code, bits):
+    fmt = get_format(name)
+    assert code_table(fmt)[code] == (code, bits, fmt.value(code))
+
+
+def test_a_block_shows_its_element():
+    assert code_table(get_format("nvfp4")) == code_table(get_format("e2m1"))
+
+
+def test_a_short_codebook_has_as_many_rows_as_values():
+    fmt = CodebookFormat(name="three", values=(-1.0, 0.0, 1.0))
+    assert [row.bits for row in code_table(fmt)] == ["00", "01", "10"]
+
+
+def test_no_table():
+    with pytest.raises(FormatError, match=r"^tf32 has 2\*\*19 codes; tables stop at 16 bits$"):
+        code_table(get_format("tf32"))
+    with pytest.raises(
+        FormatError, match="^logfmt8 has no table of codes: its values depend on the range of each tile$"
+    ):
+        code_table(get_format("logfmt8"))
+
+
+def test_text_of_e2m1():
+    assert text_table(get_format("e2m1")) == "\n".join(
+        (
+            "name           e2m1",
+            "aliases        float4_e2m1fn, float4_e2m1fn_x2, fp4",
+            "bits           4 (1 sign, 2 exponent, 1 mantissa)",
+            "bias           1",
+            "max            6",
+            "min normal     1",
+            "min subnormal  0.5",
+            "specials       no Inf, no NaN",
+            "overflow       saturate",
+            f"source         {get_format('e2m1').source}",
+            "",
+            "    0  0 00 0             0  |      4  0 10 0             2  |      8  1 00 0            -0  |     12  1 10 0            -2",
+            "    1  0 00 1           0.5  |      5  0 10 1             3  |      9  1 00 1          -0.5  |     13  1 10 1            -3",
+            "    2  0 01 0             1  |      6  0 11 0             4  |     10  1 01 0            -1  |     14  1 11 0            -4",
+            "    3  0 01 1           1.5  |      7  0 11 1             6  |     11  1 01 1          -1.5  |     15  1 11 1            -6",
+        )
+    )  # fmt: skip
+
+
+def test_columns():
+    lines = text_table(get_format("e2m1"), columns=1).splitlines()
+    assert lines[-1] == "   15  1 11 1            -6"
+    assert len(text_table(get_format("e2m1"), columns=5).splitlines()) == 11 + 4
+    with pytest.raises(ArgumentError, match="^columns=0 is not allowed; choose 1 or more$"):
+        text_table(get_format("e2m1"), columns=0)
+
+
+def test_text_without_codes():
+    text = text_table(get_format("logfmt8"))
+    assert "tile              1 x 128\nsteps             126\nbits per element  8.5\n" in text
+    assert "  |  " not in text_table(get_format("fp32"))
+
+
+def test_facts_of_a_block():
+    facts = dict(format_facts(get_format("nvfp4")))
+    assert facts["block"] == "1 x 16" and facts["scale"] == "e4m3 by amax" and facts["tensor scale"] == "fp32"
+    assert facts["arithmetic"] == "encode" and facts["bits per element"] == "4.5"
+    assert dict(format_facts(get_format("uint4_g32_zp")))["zero point"] == "one integer a block"
+    assert dict(format_facts(get_format("int8_channel")))["block"] == "1 x all"
+
+
+@pytest.mark.parametrize("name", [name for name in list_formats() if "p3109" not in name])
+def test_html_is_well_formed(name):
+    fmt = get_format(name)
+    page = Balance()
+    page.feed(format_html(fmt))
+    assert page.open == [] and page.cells[:2] == ["name", name]
+    assert ("codes" in page.cells) == (name != "logfmt8" and fmt.bits <= 8)
+
+
+def test_html_escapes_what_users_write():
+    fmt = CodebookFormat(name="two", values=(0.0, 1.0), source="<script>alert('&')</script>")
+    assert "<script>" not in format_html(fmt)
+    assert "&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;" in format_html(fmt)
+
+
+def test_html_rows():
+    html = format_html(get_format("e4m3"))
+    assert "<tr><td>0x7F</td><td><code>0 1111 111</code></td><td>nan</td></tr>" in html
+    assert len(re.findall("<td>0x..</td>", html)) == 256

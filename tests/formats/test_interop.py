@@ -1,0 +1,130 @@
+"""Formats as torch, numpy, ml_dtypes and safetensors know them."""
+
+import dataclasses
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from fmtsim.errors import CodeError, DtypeError, FormatError
+from fmtsim.formats.interop import (
+    codes_from_numpy,
+    codes_from_tensor,
+    codes_to_numpy,
+    codes_to_tensor,
+    numpy_dtype,
+    safetensors_tag,
+    torch_dtype,
+)
+from fmtsim.formats.packing import code_dtype
+from fmtsim.formats.registry import get_format
+
+VIEWS = {
+    "fp64": (torch.float64, np.float64, "F64"),
+    "fp32": (torch.float32, np.float32, "F32"),
+    "fp16": (torch.float16, np.float16, "F16"),
+    "bf16": (torch.bfloat16, ml_dtypes.bfloat16, "BF16"),
+    "e4m3": (torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn, "F8_E4M3"),
+    "e5m2": (torch.float8_e5m2, ml_dtypes.float8_e5m2, "F8_E5M2"),
+    "e4m3fnuz": (torch.float8_e4m3fnuz, ml_dtypes.float8_e4m3fnuz, "F8_E4M3FNUZ"),
+    "e5m2fnuz": (torch.float8_e5m2fnuz, ml_dtypes.float8_e5m2fnuz, "F8_E5M2FNUZ"),
+    "e8m0": (torch.float8_e8m0fnu, ml_dtypes.float8_e8m0fnu, "F8_E8M0"),
+    "e4m3_ieee": (None, ml_dtypes.float8_e4m3, None),
+    "e4m3b11fnuz": (None, ml_dtypes.float8_e4m3b11fnuz, None),
+    "e3m4": (None, ml_dtypes.float8_e3m4, None),
+    "e2m3": (None, ml_dtypes.float6_e2m3fn, "F6_E2M3"),
+    "e3m2": (None, ml_dtypes.float6_e3m2fn, "F6_E3M2"),
+    "e2m1": (torch.float4_e2m1fn_x2, ml_dtypes.float4_e2m1fn, "F4"),
+    "int16": (torch.int16, np.int16, "I16"),
+    "int8": (torch.int8, np.int8, "I8"),
+    "int8_full": (torch.int8, np.int8, "I8"),
+    "int4": (None, ml_dtypes.int4, None),
+    "uint8": (torch.uint8, np.uint8, "U8"),
+    "tf32": (None, None, None),
+    "e3m4fn": (None, None, None),
+    "int8_half": (None, None, None),
+    "int8_f6": (None, None, None),
+    "nf4": (None, None, None),
+    "lns8_g8": (None, None, None),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_dtypes_and_tags(name):
+    fmt = get_format(name)
+    ours = (torch_dtype(fmt), numpy_dtype(fmt), safetensors_tag(fmt))
+    dtype, array_dtype, tag = VIEWS[name]
+    assert ours == (dtype, None if array_dtype is None else np.dtype(array_dtype), tag)
+
+
+def test_what_counts_is_the_code_not_the_name():
+    fmt = dataclasses.replace(get_format("e4m3"), name="mine", aliases=(), bias=7, overflow="ieee", source="")
+    assert torch_dtype(fmt) == torch.float8_e4m3fn
+    assert torch_dtype(dataclasses.replace(fmt, bias=8)) is None
+    assert torch_dtype(dataclasses.replace(fmt, has_subnormals=False)) is None
+
+
+@pytest.mark.parametrize("name", [name for name, (dtype, _, _) in VIEWS.items() if dtype is not None])
+def test_tensors_round_trip_every_bit(name):
+    fmt = get_format(name)
+    generator = torch.Generator().manual_seed(0)
+    raw = torch.randint(0, 256, (4, 16 * max(fmt.bits, 8) // 8), generator=generator).to(torch.uint8)
+    tensor = raw.view(torch_dtype(fmt))
+    codes, found = codes_from_tensor(tensor)
+    assert torch_dtype(found) == tensor.dtype and codes.dtype == code_dtype(fmt.bits)
+    assert codes.shape == (4, 32 if fmt.bits == 4 else 16)
+    little = np.frombuffer(raw.numpy().tobytes(), dtype="<u4").tolist() if fmt.bits == 32 else None
+    assert little is None or codes.flatten().tolist() == little
+    back = codes_to_tensor(codes, found)
+    assert back.dtype == tensor.dtype and torch.equal(back.view(torch.uint8), raw)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, dtype, _) in VIEWS.items() if dtype is not None])
+def test_arrays_round_trip_every_code(name):
+    fmt = get_format(name)
+    count = 1 << min(fmt.bits, 8)
+    codes = torch.arange(count).to(code_dtype(fmt.bits)).reshape(2, -1)
+    array = codes_to_numpy(codes, fmt)
+    assert array.dtype == numpy_dtype(fmt) and array.shape == codes.shape
+    back, found = codes_from_numpy(array[:, ::2])
+    assert numpy_dtype(found) == array.dtype and torch.equal(back, codes[:, ::2])
+    assert back.dtype == code_dtype(fmt.bits)
+
+
+def test_scalars():
+    codes, fmt = codes_from_tensor(torch.tensor(-1.0, dtype=torch.bfloat16))
+    assert (codes.item(), codes.shape, fmt.name) == (0xBF80, (), "bf16")
+    assert codes_to_tensor(codes, fmt).item() == -1.0
+    codes, fmt = codes_from_numpy(np.array(-1, dtype=np.int8))
+    assert (codes.item(), codes.shape, fmt.name) == (0xFF, (), "int8")
+
+
+def test_negative_small_integers():
+    codes, fmt = codes_from_numpy(np.array([-8, -1, 7], dtype=ml_dtypes.int4))
+    assert codes.tolist() == [8, 15, 7] and [fmt.value(code) for code in codes.tolist()] == [-8, -1, 7]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: codes_from_tensor(torch.zeros(2, dtype=torch.complex64)), FormatError,
+         "dtype torch.complex64 has no format; pass a name from fmtsim.list_formats()"),
+        (lambda: codes_to_tensor(torch.zeros(2, dtype=torch.uint8), get_format("nf4")), DtypeError,
+         f"torch {torch.__version__} has no dtype for nf4; keep the codes, or decode them"),
+        (lambda: codes_to_tensor(torch.zeros(3, dtype=torch.uint8), get_format("e2m1")), DtypeError,
+         "an odd number of e2m1 codes ((3,)) does not fill torch.float4_e2m1fn_x2; pad the last dim"),
+        (lambda: codes_to_tensor(torch.tensor([70000]), get_format("bf16")), CodeError,
+         "code 70000 does not fit 16 bits; expected 0 to 65535"),
+        (lambda: codes_to_numpy(torch.zeros(2), get_format("lns8_g8")), DtypeError,
+         "numpy and ml_dtypes have no dtype for lns8_g8; keep the codes, or decode them"),
+        (lambda: codes_from_numpy(np.zeros(2, dtype=bool)), FormatError,
+         "dtype bool has no format; pass a name from fmtsim.list_formats()"),
+        (lambda: torch_dtype(get_format("nvfp4")), FormatError, "BlockFormat('nvfp4': e2m1 in blocks of 1x16, scale "
+         "e4m3 by amax + fp32 tensor scale) is not an element format; pass its element"),
+    ],
+)  # fmt: skip
+def test_errors(call, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        call()

@@ -1,0 +1,251 @@
+"""EmulatedGEMM: the bits of F.linear without quantisers, of explicit quantisation with them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fmtsim.errors import ArgumentError, DtypeError, FmtsimError
+from fmtsim.formats.block import scaled
+from fmtsim.formats.registry import get_format
+from fmtsim.gemm.config import Gemm, LinearConfig, Quantizer, linear_config
+from fmtsim.gemm.emulated import EmulatedGEMM
+from fmtsim.quantize import quantize
+from fmtsim.rounding.modes import Rounding
+
+T, K, N = 21, 40, 34  # ragged for every block size
+
+
+def tensors(bias=True, shape=(3, 7), dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x, w = (torch.randn(*s, generator=g, dtype=dtype).requires_grad_() for s in ((*shape, K), (N, K)))
+    b = torch.randn(N, generator=g, dtype=dtype).requires_grad_() if bias else None
+    return x, w, b, torch.randn(*shape, N, generator=g, dtype=dtype)
+
+
+def run(x, w, b, grad, *rest):
+    y = EmulatedGEMM.apply(x, w, b, *rest)
+    return y, *torch.autograd.grad(y, [t for t in (x, w, b) if t is not None], grad)
+
+
+def equal(left, right):
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def distinct():
+    """Give six operands six different quantisers, scaled in rows and blocks so that a wrong axis shows."""
+    names = ("e4m3", "e3m4", "e5m2", "e2m3", "e3m2", "e2m1")
+    blocks = ((1, None), (1, 16), (1, 8), (1, None), (1, 4), (2, 8))
+    q = [Quantizer(format=scaled(get_format(n), b)) for n, b in zip(names, blocks, strict=True)]
+    return LinearConfig(fprop=Gemm(a=q[0], b=q[1]), dgrad=Gemm(a=q[2], b=q[3]), wgrad=Gemm(a=q[4], b=q[5]))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(3, 7), (21,), ()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_without_quantisers_it_is_linear(bias, shape, dtype):
+    x, w, b, grad = tensors(bias, shape, dtype)
+    y = F.linear(x, w, b)
+    expected = (y, *torch.autograd.grad(y, [t for t in (x, w, b) if t is not None], grad))
+    actual = run(x, w, b, grad, LinearConfig())
+    if shape == ():  # torch takes a matrix-vector kernel there, which sums in another order
+        torch.testing.assert_close(actual, expected)
+    else:
+        assert equal(actual, expected)
+
+
+def test_each_operand_has_its_own_quantiser_and_contraction_axis():
+    x, w, b, grad = tensors()
+    c = distinct()
+    x2, g2 = x.detach().flatten(0, 1), grad.flatten(0, 1)
+
+    def q(t, quantizer, dim):
+        return quantize(t.detach(), quantizer.format, dim=dim, pad=True, out_dtype=torch.float32)
+
+    y = F.linear(q(x2, c.fprop.a, 1), q(w, c.fprop.b, 1), b)
+    dx = q(g2, c.dgrad.a, 1) @ q(w, c.dgrad.b, 0)
+    dw = q(g2, c.wgrad.a, 0).t() @ q(x2, c.wgrad.b, 0)
+    expected = (y.view(3, 7, N), dx.view_as(x), dw, g2.sum(0))
+    assert equal(run(x, w, b, grad, c), expected)
+
+
+@pytest.mark.parametrize("operand", ["x_f", "w_f", "g_d", "w_d", "g_w", "x_w"])
+def test_one_quantiser_changes_one_result(operand):
+    crude = Quantizer(format=get_format("e2m1"))
+    gemm = {"f": "fprop", "d": "dgrad", "w": "wgrad"}[operand[2]]
+    first = operand in ("x_f", "g_d", "g_w")
+    config = LinearConfig(**{gemm: Gemm(a=crude) if first else Gemm(b=crude)})
+    assert config.operands[operand] is crude
+    plain, changed = (run(*tensors(), c) for c in (LinearConfig(), config))
+    differs = [not torch.equal(a, b) for a, b in zip(plain, changed, strict=True)]
+    assert differs == [gemm == "fprop", gemm == "dgrad", gemm == "wgrad", False]
+
+
+def test_the_observer_sees_every_operand_once():
+    seen = {}
+
+    def observer(operand, original, quantised, quantizer, dim):
+        assert operand not in seen
+        seen[operand] = (tuple(original.shape), dim, quantizer)
+        assert torch.equal(quantised, quantize(original, quantizer.format, dim=dim, pad=True, out_dtype=torch.float32))
+
+    c = distinct()
+    run(*tensors(), c, None, observer)
+    xs, ws, gs = (T, K), (N, K), (T, N)
+    axes = {"x_f": (xs, -1), "w_f": (ws, -1), "g_d": (gs, -1), "w_d": (ws, 0), "g_w": (gs, 0), "x_w": (xs, 0)}
+    assert seen == {name: (*axes[name], q) for name, q in c.operands.items()}
+
+
+def test_only_the_gradients_that_are_needed():
+    seen = []
+    x, w, b, grad = tensors()
+    observer = lambda operand, *_: seen.append(operand)  # noqa: E731
+    y = EmulatedGEMM.apply(x.detach(), w, b, distinct(), None, observer)
+    torch.autograd.grad(y, [w, b], grad)
+    assert seen == ["x_f", "w_f", "g_w", "x_w"]
+    seen.clear()
+    y = EmulatedGEMM.apply(x, w.detach(), None, distinct(), None, observer)
+    torch.autograd.grad(y, [x], grad)
+    assert seen == ["x_f", "w_f", "g_d", "w_d"]
+
+
+SR = Rounding(mode="stochastic")
+STOCHASTIC = LinearConfig(
+    fprop=Gemm(a=Quantizer(format=get_format("e4m3"), rounding=SR)),
+    dgrad=Gemm(a=Quantizer(format=get_format("e5m2"), rounding=SR)),
+    wgrad=Gemm(a=Quantizer(format=get_format("e5m2"), rounding=SR)),
+)
+
+
+@pytest.mark.parametrize("make", [lambda: 7, lambda: torch.Generator().manual_seed(7)])
+def test_stochastic_rounding_repeats_from_a_seed(make):
+    state = torch.get_rng_state()
+    assert equal(run(*tensors(), STOCHASTIC, make()), run(*tensors(), STOCHASTIC, make()))
+    assert not torch.equal(run(*tensors(), STOCHASTIC, 7)[0], run(*tensors(), STOCHASTIC, 8)[0])
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_default_generator_is_drawn_from_and_never_reseeded():
+    torch.manual_seed(3)
+    first = run(*tensors(), STOCHASTIC)
+    assert not torch.equal(first[0], run(*tensors(), STOCHASTIC)[0])
+    torch.manual_seed(3)
+    assert equal(first, run(*tensors(), STOCHASTIC))
+
+
+@pytest.mark.parametrize("generator", [None, 5, "generator"])
+def test_both_uses_of_the_gradient_draw_independently(generator):
+    if generator == "generator":
+        generator = torch.Generator().manual_seed(1)
+    drawn = {}
+    run(*tensors(), STOCHASTIC, generator, lambda operand, x, q, *_: drawn.update({operand: q}))
+    assert not torch.equal(drawn["g_d"], drawn["g_w"])
+
+
+# torch 2.13's own tracer instantiates autograd.Function, which torch deprecates.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("config", [distinct(), STOCHASTIC], ids=["distinct", "stochastic"])
+def test_compiles_into_one_graph(config):
+    x, w, b, grad = tensors()
+    torch.manual_seed(5)
+    expected = run(x, w, b, grad, config)
+    compiled = torch.compile(lambda x, w, b: EmulatedGEMM.apply(x, w, b, config), fullgraph=True, backend="aot_eager")
+    torch.manual_seed(5)
+    y = compiled(x, w, b)
+    actual = (y, *torch.autograd.grad(y, [x, w, b], grad))
+    if config is STOCHASTIC:  # functionalised random calls draw other numbers; the values must still lie on the grid
+        assert torch.equal(actual[3], expected[3])
+        assert (actual[0] - expected[0]).abs().max() < 2.0
+    else:
+        assert equal(actual, expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_repeats_its_draws(reentrant):
+    config = LinearConfig(fprop=STOCHASTIC.fprop)
+    x, w, b, grad = tensors()
+
+    def layers(x):
+        return EmulatedGEMM.apply(EmulatedGEMM.apply(x, w, b, config).tanh(), w.t().contiguous(), None, config)
+
+    grad = torch.randn(3, 7, K, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(11)
+    expected = torch.autograd.grad(layers(x), x, grad)
+    torch.manual_seed(11)
+    y = checkpoint(layers, x, use_reentrant=reentrant)
+    y.backward(grad)
+    assert torch.equal(x.grad, expected[0])
+
+
+def test_autocast_casts_first_as_linear_does():
+    x, w, b, grad = tensors()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, *grads = run(x, w, b, grad.bfloat16(), distinct())
+    low = [t.detach().bfloat16().requires_grad_() for t in (x, w, b)]
+    expected = run(*low, grad.bfloat16(), distinct())
+    assert y.dtype == torch.bfloat16 and torch.equal(y, expected[0])
+    assert [g.dtype for g in grads] == [torch.float32] * 3
+    # Gradients of float32 tensors are rounded once, to float32; those of bfloat16 tensors once, to bfloat16.
+    assert equal([g.bfloat16() for g in grads], expected[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_inputs_are_multiplied_in_float32(dtype):
+    x, w, b, grad = tensors(dtype=dtype)
+    exact = run(*(t.detach().float().requires_grad_() for t in (x, w, b)), grad.float(), distinct())
+    assert equal(run(x, w, b, grad, distinct()), [t.to(dtype) for t in exact])
+
+
+def test_an_empty_batch_gives_zero_gradients():
+    x, w, b, grad = tensors(shape=(0,))
+    y, dx, dw, db = run(x, w, b, grad, distinct())
+    assert y.shape == (0, N) and dx.shape == (0, K)
+    assert not dw.any() and not db.any()
+
+
+def test_expanded_gradients_are_taken():
+    x, w, b, _ = tensors()
+    y = EmulatedGEMM.apply(x, w, b, distinct())
+    expected = run(*tensors()[:3], torch.ones(3, 7, N), distinct())[1:]
+    assert equal(torch.autograd.grad(y.sum(), [x, w, b]), expected)
+
+
+def test_gradcheck_without_quantisers():
+    x, w, b, _ = tensors(dtype=torch.float64, shape=(3,))
+    assert torch.autograd.gradcheck(lambda *t: EmulatedGEMM.apply(*t, LinearConfig()), (x, w, b))
+
+
+@pytest.mark.parametrize("leaf", [0, 1])
+def test_differentiating_twice_says_why_not(leaf):
+    x, w, b, _ = tensors()
+    y = EmulatedGEMM.apply(x, w, b, linear_config(x="e4m3", w="e4m3", g="e5m2"))
+    grads = torch.autograd.grad(y.sum(), (x, w), create_graph=True)
+    with pytest.raises(FmtsimError, match=r"cannot be differentiated twice.*fmtsim\.revert"):
+        grads[leaf].square().sum().backward()
+
+
+def test_create_graph_alone_is_no_error():
+    x, w, b, grad = tensors()
+    y = EmulatedGEMM.apply(x, w, b, LinearConfig())
+    plain = torch.autograd.grad(y, x, grad, retain_graph=True)
+    assert equal(torch.autograd.grad(y, x, grad, create_graph=True), plain)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.ones(2, 3), torch.ones(4, 5), None), ArgumentError, r"x of shape \(2, 3\) does not fit w of shape \(4, 5\)"),
+        ((torch.ones(2, 3), torch.ones(3), None), ArgumentError, r"w is \[N, K\]"),
+        ((torch.ones(2, 3), torch.ones(4, 3), torch.ones(3)), ArgumentError, r"bias of shape \(3,\).*bias is \[N\]"),
+        ((torch.ones(2, 3), torch.ones(4, 3).double(), None), DtypeError, r"x has dtype torch.float32, w or bias torch.float64"),
+        ((torch.ones(2, 3).long(), torch.ones(4, 3), None), DtypeError, r"x has dtype torch.int64; pass float16"),
+    ],
+)
+def test_operands_that_do_not_fit_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        EmulatedGEMM.apply(*arguments, LinearConfig())
+
+
+def test_a_config_that_is_none_is_named():
+    with pytest.raises(ArgumentError, match=r"takes a LinearConfig, not 'e4m3'"):
+        EmulatedGEMM.apply(torch.ones(2, 3), torch.ones(4, 3), None, "e4m3")

@@ -1,0 +1,244 @@
+"""convert, revert and report: what changes, what must not, and what wrong use is told."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.gemm.config import LinearConfig, linear_config
+from fmtsim.gemm.emulated import EmulatedGEMM
+from fmtsim.nn import EmulatedLinear, convert, report, revert
+
+CONFIG = linear_config(x="e4m3", w="e4m3", g="e5m2")
+
+
+class Tower(nn.Module):
+    """Hold one of each kind: tied, shared, converted, and left alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.first = nn.Linear(8, 8)
+        self.again = self.first
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(self.norm(self.again(self.first(x)))).mean() + self.conv(x[:, None]).mean()
+
+
+class OwnLinear(nn.Linear):
+    """Keep the forward; convert takes it."""
+
+    def shout(self):
+        return "still here"
+
+
+class OddLinear(nn.Linear):
+    """Replace the forward; convert must not."""
+
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+@pytest.fixture
+def tower():
+    torch.manual_seed(0)
+    return Tower()
+
+
+TOKENS = torch.arange(10).view(2, 5)
+
+
+def snapshot(model):
+    return {name: dict(vars(module)) for name, module in model.named_modules()}
+
+
+def test_convert_keeps_objects_and_revert_restores_everything(tower):
+    tower.first.register_forward_hook(lambda *_: None)
+    tower.head.requires_grad_(False)
+    tower.attention.eval()
+    before, classes = snapshot(tower), {name: type(m) for name, m in tower.named_modules()}
+    modules, parameters = dict(tower.named_modules()), dict(tower.named_parameters())
+    keys, expected = list(tower.state_dict()), tower(TOKENS)
+
+    assert convert(tower, config=CONFIG) is tower
+    assert isinstance(tower.first, EmulatedLinear) and isinstance(tower.first, nn.Linear)
+    assert tower.first is tower.again and tower.head.weight is tower.embedding.weight
+    assert all(m is modules[name] for name, m in tower.named_modules())
+    assert all(p is parameters[name] for name, p in tower.named_parameters())
+    assert list(tower.state_dict()) == keys
+    assert not torch.equal(tower(TOKENS), expected)
+
+    assert revert(tower) is tower
+    assert {name: type(m) for name, m in tower.named_modules()} == classes
+    assert snapshot(tower) == before
+    assert torch.equal(tower(TOKENS), expected)
+
+
+def test_a_converted_layer_is_emulated_gemm(tower):
+    convert(tower, config=CONFIG)
+    x = torch.randn(3, 8)
+    assert torch.equal(tower.first(x), EmulatedGEMM.apply(x, tower.first.weight, tower.first.bias, CONFIG))
+
+
+def test_the_root_itself_may_be_a_layer():
+    layer = convert(nn.Linear(4, 4), format="e4m3")
+    assert type(layer) is EmulatedLinear and type(revert(layer)) is nn.Linear
+
+
+def test_format_arguments_build_the_config(tower):
+    convert(tower, format="e4m3", grad_format="e5m2", rounding="toward_zero", grad_rounding="stochastic")
+    expected = linear_config(x="e4m3", w="e4m3", g="e5m2", rounding="toward_zero", grad_rounding="stochastic")
+    assert tower.first.emulation.config == expected
+    revert(tower)
+    convert(tower, format="e4m3")
+    assert tower.first.emulation.config == linear_config(x="e4m3", w="e4m3", g="e4m3")
+    revert(tower)
+    convert(tower, CONFIG)
+    assert tower.first.emulation.config is CONFIG
+
+
+def test_config_and_filter_choose_layers(tower):
+    convert(tower, config=lambda name: None if name == "head" else CONFIG, filter_fn=lambda m, name: name != "conv")
+    reasons = {row.name: row.detail for row in report(tower).left_alone}
+    assert reasons["head"] == "config returned None" and reasons["conv"] == "filter_fn said no"
+    assert type(tower.head) is nn.Linear and type(tower.conv) is nn.Conv2d
+
+
+def test_an_int_generator_reproduces_a_model(tower):
+    def losses(seed):
+        model = convert(copy.deepcopy(tower), format="e4m3", rounding="stochastic", generator=seed)
+        return [float(model(TOKENS).detach()) for _ in range(2)]
+
+    state = torch.get_rng_state()
+    first = losses(1)
+    assert first == losses(1) != losses(2)
+    assert first[0] != first[1]
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_subclasses_that_keep_the_forward_are_converted():
+    model = convert(nn.Sequential(OwnLinear(4, 4), OddLinear(4, 4)), config=CONFIG)
+    assert model[0].shout() == "still here" and isinstance(model[0], EmulatedLinear)
+    assert repr(model[0]).startswith("EmulatedOwnLinear(in_features=4, out_features=4, bias=True, x e4m3")
+    assert report(model).left_alone[0].detail == "overrides Linear.forward; call fmtsim.EmulatedGEMM in it"
+    assert type(revert(model)[0]) is OwnLinear
+
+
+def test_copies_and_pickles_stay_converted():
+    model = convert(nn.Sequential(nn.Linear(4, 4), OwnLinear(4, 4)), config=CONFIG)
+    x = torch.randn(2, 4)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(x), model(x))
+        assert [type(m) for m in revert(copied)] == [nn.Linear, OwnLinear]
+    assert isinstance(model[0], EmulatedLinear)
+
+
+def test_what_cannot_be_converted_says_why():
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.LazyLinear(4), parametrizations.weight_norm(nn.Linear(4, 4)), nn.Conv1d(1, 1, 1), nn.ReLU()
+    )
+    convert(model, config=CONFIG)
+    rows = {row.name: row for row in report(model).rows}
+    assert rows["0"].converted and rows["0"].detail == "x e4m3, w e4m3, g e5m2"
+    assert "run one batch" in rows["1"].detail
+    assert rows["2"].detail == "parametrized; convert first, or remove the parametrization"
+    assert rows["3"].detail == "no emulated form of Conv1d"
+    assert "4" not in rows
+
+
+def test_report_prints_a_table(tower):
+    before = report(tower)
+    assert not before.converted and {row.detail for row in before.rows if row.name == "first"} == {"not converted"}
+    convert(tower, config=CONFIG)
+    text = str(report(tower))
+    lines = [line.split(maxsplit=3) for line in text.splitlines()]
+    assert lines[0] == ["layer", "type", "converted", "quantisers, or why not"]
+    assert ["conv", "Conv2d", "yes", "x e4m3, w e4m3, g e5m2"] in lines
+    assert ["again", "Linear", "yes", "same module as first"] in lines
+    assert ["embedding", "Embedding", "no", "no emulated form of Embedding"] in lines
+    assert ["attention.out_proj", "NonDynamicallyQuantizableLinear", "yes", "as a part of attention"] in lines
+    assert text.endswith("6 of 8 converted; products called as functions are not seen")
+
+
+def test_fused_inference_kernels_are_off_while_converted():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x, padding = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    before = snapshot(model)
+    convert(model, format="e2m1", filter_fn=lambda m, name: "linear" in name)
+    seen = []
+    for module in (model.layers[0].linear1, model.layers[1].linear2):
+        module.emulation.observer = lambda part: lambda operand, *_: seen.append(operand)
+    with torch.no_grad():
+        model(x, src_key_padding_mask=padding)
+    assert seen == ["x_f", "w_f"] * 2
+    revert(model)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, ArgumentError, r"no format; pass exactly one of format="),
+        ({"format": "e4m3", "config": CONFIG}, ArgumentError, r"got format and config; pass exactly one"),
+        ({"config": CONFIG, "grad_format": "e5m2"}, ArgumentError, r"go with format=; set them inside config="),
+        ({"recipe": "te_nvfp4"}, ArgumentError, r"recipe='te_nvfp4': recipes have no names yet; pass format="),
+        ({"config": "e4m3"}, ArgumentError, r"config='e4m3' is not a LinearConfig"),
+        ({"config": lambda name: "e4m3"}, ArgumentError, r"config\('embedding'\)|config\('conv'\) returned 'e4m3'"),
+        ({"format": "e4m33"}, FormatError, r"e4m33"),
+        ({"config": CONFIG, "filter_fn": lambda m, n: False}, ArgumentError, r"nothing to convert in Tower \(embedding: no emulated form of Embedding; conv: filter_fn said no"),
+    ],
+)  # fmt: skip
+def test_wrong_use_is_named_and_changes_nothing(tower, arguments, error, message):
+    before, classes = snapshot(tower), [type(m) for m in tower.modules()]
+    with pytest.raises(error, match=message):
+        convert(tower, **arguments)
+    assert snapshot(tower) == before and [type(m) for m in tower.modules()] == classes
+
+
+def test_converting_twice_and_reverting_nothing_are_errors(tower):
+    with pytest.raises(ArgumentError, match=r"revert found no converted module in Tower"):
+        revert(tower)
+    convert(tower, config=CONFIG, filter_fn=lambda m, name: name == "head")
+    with pytest.raises(ArgumentError, match=r"'head' is converted already; call fmtsim.revert"):
+        convert(tower, config=CONFIG)
+    with pytest.raises(ArgumentError, match=r"takes a torch.nn.Module, not list"):
+        convert([tower], config=CONFIG)
+
+
+def test_a_class_that_changed_after_convert_is_not_overwritten():
+    model = convert(nn.Sequential(nn.Linear(4, 4)), config=CONFIG)
+    parametrizations.weight_norm(model[0])
+    with pytest.raises(ArgumentError, match=r"'0' became a ParametrizedEmulatedLinear after convert"):
+        revert(model)
+
+
+def test_an_emulated_layer_without_config_says_how_to_make_one():
+    with pytest.raises(ArgumentError, match=r"EmulatedLinear has no LinearConfig; make it from Linear with fmtsim.convert"):
+        EmulatedLinear(4, 4)(torch.ones(1, 4))
+
+
+# torch 2.13's own tracer instantiates autograd.Function, which torch deprecates.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_converted_models_compile_and_train(tower):
+    convert(tower, config=LinearConfig(fprop=CONFIG.fprop))
+    loss = tower(TOKENS)
+    loss.backward()
+    expected = {name: p.grad.clone() for name, p in tower.named_parameters()}
+    tower.zero_grad()
+    compiled = torch.compile(tower, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(TOKENS), loss)
+    compiled(TOKENS).backward()
+    assert all(torch.allclose(p.grad, expected[name], atol=1e-6) for name, p in tower.named_parameters())

@@ -1,0 +1,177 @@
+"""Emulated Conv2d and MultiheadAttention: torch's results without quantisers, one product each with them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fmtsim.errors import ArgumentError
+from fmtsim.gemm.config import LinearConfig, linear_config
+from fmtsim.nn import convert, revert
+
+PLAIN = LinearConfig()
+
+
+def both(module, *inputs, **options):
+    """Return results and gradients of the module as torch has it, and emulated without quantisers."""
+    results = []
+    for change in (lambda m: m, lambda m: convert(m, config=PLAIN)):
+        change(module)
+        leaves = [t.detach().clone().requires_grad_() for t in dict.fromkeys(inputs)]
+        unique = dict(zip(dict.fromkeys(inputs), leaves, strict=True))
+        y = module(*(unique[t] for t in inputs), **options)
+        outputs = [t for t in (y if isinstance(y, tuple) else (y,)) if t is not None]
+        weights = [torch.linspace(-1, 1, t.numel()).view_as(t) for t in outputs]
+        loss = sum((t * w).sum() for t, w in zip(outputs, weights, strict=True))
+        gradients = torch.autograd.grad(loss, [*leaves, *module.parameters()])
+        results.append([*outputs, *gradients])
+    revert(module)
+    return results
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"groups": 2, "bias": False},
+        {"stride": (2, 3), "padding": (1, 0), "dilation": (1, 2)},
+        {"padding": "same", "kernel_size": (2, 3)},
+        {"padding": 2, "padding_mode": "circular"},
+        {"padding": 1, "padding_mode": "reflect", "groups": 4},
+    ],
+)
+@pytest.mark.parametrize("batch", [(2,), ()])
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")  # torch's own, once
+def test_convolution_is_torchs(options, batch):
+    torch.manual_seed(0)
+    module = nn.Conv2d(4, 8, **{"kernel_size": 3, **options})
+    torch.testing.assert_close(*both(module, torch.randn(*batch, 4, 9, 10)), rtol=1e-5, atol=1e-5)
+
+
+def test_convolution_quantises_the_unfolded_input_along_channels_and_kernel():
+    torch.manual_seed(0)
+    config = linear_config(x="mxfp8_e4m3", w="mxfp8_e4m3", g="mxfp8_e5m2")
+    module = convert(nn.Conv2d(4, 8, 3, padding=1), config=config)
+    seen = {}
+    module.emulation.observer = lambda part: lambda operand, x, q, quantizer, dim: seen.update({operand: (x.shape, dim)})
+    y = module(torch.randn(2, 4, 5, 6))
+    y.sum().backward()
+    rows, inner = 2 * 5 * 6, 4 * 9
+    assert seen["x_f"] == ((rows, inner), -1) and seen["w_f"] == ((8, inner), -1)
+    assert seen["g_w"] == ((rows, 8), 0) and seen["x_w"] == ((rows, inner), 0)
+
+
+def test_convolution_rejects_other_shapes():
+    module = convert(nn.Conv2d(4, 8, 3), config=PLAIN)
+    with pytest.raises(ArgumentError, match=r"shape \(2, 3, 5, 5\) does not fit; pass \[N, 4, H, W\]"):
+        module(torch.ones(2, 3, 5, 5))
+
+
+def make_inputs(kind, batch_first, kdim=8, vdim=8):
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, length, size, generator=g) for length, size in ((5, 8), (6, kdim), (6, vdim)))
+    inputs = {"self": (q, q, q), "memory": (q, k, k), "three": (q, k, v)}[kind]
+    if batch_first:
+        return inputs
+    turned = {t: t.transpose(0, 1).contiguous() for t in dict.fromkeys(inputs)}
+    return tuple(turned[t] for t in inputs)
+
+
+@pytest.mark.parametrize("kind", ["self", "memory", "three"])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"add_bias_kv": True, "add_zero_attn": True}])
+def test_attention_is_torchs(kind, batch_first, need_weights, options):
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 2, batch_first=batch_first, **options)
+    results = both(module, *make_inputs(kind, batch_first), need_weights=need_weights)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_attention_with_other_key_and_value_sizes_is_torchs():
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 4, kdim=6, vdim=10, batch_first=True)
+    results = both(module, *make_inputs("three", True, kdim=6, vdim=10), average_attn_weights=False)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+PADDING = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+CAUSAL = torch.triu(torch.ones(5, 5, dtype=torch.bool), 1)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {"key_padding_mask": PADDING},
+        {"attn_mask": CAUSAL, "is_causal": True},
+        {"attn_mask": CAUSAL, "key_padding_mask": PADDING, "is_causal": True},
+        {"attn_mask": torch.randn(4, 5, 5, generator=torch.Generator().manual_seed(2))},
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_attention_masks_are_torchs(need_weights, masks, training):
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 2, batch_first=True).train(training)
+    results = both(module, *make_inputs("self", True), need_weights=need_weights, **masks)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_attention_without_a_batch_and_with_dropout():
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 2, dropout=0.5)
+    x = torch.randn(5, 8)
+    module.eval()
+    torch.testing.assert_close(*both(module, x, x, x, average_attn_weights=False), rtol=1e-5, atol=1e-6)
+    convert(module.train(), config=PLAIN)
+    weights = module(x, x, x)[1]
+    assert (weights == 0).any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("self", ["in_proj", "out_proj"]),
+        ("memory", ["q_proj", "kv_proj", "out_proj"]),
+        ("three", ["q_proj", "k_proj", "v_proj", "out_proj"]),
+    ],
+)
+def test_attention_projects_in_as_few_products_as_torch(kind, parts):
+    module = convert(nn.MultiheadAttention(8, 2, batch_first=True), format="e4m3")
+    seen = []
+    module.emulation.observer = lambda part: lambda operand, *_: seen.append((part, operand))
+    module(*make_inputs(kind, True))
+    assert seen == [(part, operand) for part in parts for operand in ("x_f", "w_f")]
+
+
+def test_attention_projections_are_quantised():
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 2, batch_first=True, bias=False)
+    x = torch.randn(2, 5, 8)
+    weights = [module.in_proj_weight.detach().clone(), module.out_proj.weight.detach().clone()]
+    convert(module, format="e2m1")
+    assert max(w.abs().max() for w in weights) < 1
+    with torch.no_grad():
+        module.in_proj_weight.mul_(1e-3)  # e2m1 without a scale turns these to zero: no query, key or value is left
+    assert not F.threshold(module(x, x, x)[0].abs(), 0.0, 0.0).any()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "message"),
+    [
+        ((torch.ones(2, 3, 7),) * 3, {}, r"have \(7, 7, 7\) features; expected \(8, 8, 8\)"),
+        ((torch.ones(2, 3, 8), torch.ones(3, 8), torch.ones(3, 8)), {}, r"have 3, 2 and 2 dimensions; all need 3"),
+        ((torch.ones(2, 3, 8),) * 3, {"is_causal": True}, r"is a hint about attn_mask; pass attn_mask too"),
+    ],
+)
+def test_attention_rejects_what_does_not_fit(inputs, options, message):
+    module = convert(nn.MultiheadAttention(8, 2, batch_first=True), config=PLAIN)
+    with pytest.raises(ArgumentError, match=message):
+        module(*inputs, **options)
+
+
+def test_attention_rejects_nested_tensors():
+    module = convert(nn.MultiheadAttention(8, 2, batch_first=True), config=PLAIN)
+    nested = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
+    with pytest.raises(ArgumentError, match=r"takes no nested tensors; pass padded tensors with key_padding_mask"):
+        module(nested, nested, nested)

@@ -1,0 +1,441 @@
+"""The rounding oracle against ml_dtypes, gfloat, published constants and its own algebra."""
+
+import math
+import warnings
+from fractions import Fraction
+
+import gfloat
+import gfloat.formats
+import ml_dtypes
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fmtsim.errors import ArgumentError, CodeError
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat, LogFormat
+from fmtsim.rounding import oracle
+from fmtsim.rounding.modes import Rounding
+from fmtsim.rounding.oracle import decode_value, encode_value, floor_log2, round_value
+from tests.engines.cases import DETERMINISTIC, adversarial, element_formats, some_codes
+
+ML_DTYPES = {  # format: dtype, and the overflow rule that ml_dtypes follows
+    "bf16": (ml_dtypes.bfloat16, "ieee"),
+    "e4m3": (ml_dtypes.float8_e4m3fn, "ieee"),
+    "e4m3_ieee": (ml_dtypes.float8_e4m3, "ieee"),
+    "e5m2": (ml_dtypes.float8_e5m2, "ieee"),
+    "e4m3fnuz": (ml_dtypes.float8_e4m3fnuz, "ieee"),
+    "e5m2fnuz": (ml_dtypes.float8_e5m2fnuz, "ieee"),
+    "e4m3b11fnuz": (ml_dtypes.float8_e4m3b11fnuz, "ieee"),
+    "e3m4": (ml_dtypes.float8_e3m4, "ieee"),
+    "e2m3": (ml_dtypes.float6_e2m3fn, "saturate"),
+    "e3m2": (ml_dtypes.float6_e3m2fn, "saturate"),
+    "e2m1": (ml_dtypes.float4_e2m1fn, "saturate"),
+    "fp16": (numpy.float16, "ieee"),
+    "fp32": (numpy.float32, "ieee"),
+}
+
+GFLOAT_MODES = {
+    "nearest_even": gfloat.RoundMode.TiesToEven,
+    "nearest_away": gfloat.RoundMode.TiesToAway,
+    "toward_zero": gfloat.RoundMode.TowardZero,
+    "up": gfloat.RoundMode.TowardPositive,
+    "down": gfloat.RoundMode.TowardNegative,
+}
+GFLOAT_VARIANTS = {
+    "a": gfloat.RoundMode.StochasticFastest,
+    "b": gfloat.RoundMode.StochasticFast,
+    "c": gfloat.RoundMode.Stochastic,
+}
+GFLOAT_FORMATS = {
+    "e4m3": gfloat.formats.format_info_ocp_e4m3,
+    "e5m2": gfloat.formats.format_info_ocp_e5m2,
+    "e2m3": gfloat.formats.format_info_ocp_e2m3,
+    "e3m2": gfloat.formats.format_info_ocp_e3m2,
+    "e2m1": gfloat.formats.format_info_ocp_e2m1,
+    "fp16": gfloat.formats.format_info_binary16,
+    "bf16": gfloat.formats.format_info_bfloat16,
+}
+
+
+def identical(x: float, y: float) -> bool:
+    """Return whether two floats are the same number, zeros of different sign told apart, NaN equal to NaN."""
+    return (x != x and y != y) or (x == y and math.copysign(1.0, x) == math.copysign(1.0, y))
+
+
+def native(values: list[float], dtype: type) -> list[float]:
+    """Cast float64 to a dtype of numpy or ml_dtypes and back."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns of overflow, which is what we look for
+        return numpy.array(values, dtype=numpy.float64).astype(dtype).astype(numpy.float64).tolist()
+
+
+def differences(values: list[float], name: str, dtype: type, overflow: str) -> list[tuple[float, float, float]]:
+    """Return input, oracle and ml_dtypes where the last two differ."""
+    fmt = get_format(name)
+    ours = [round_value(x, fmt, "nearest_even", overflow) for x in values]
+    rows = zip(values, ours, native(values, dtype), strict=True)
+    return [row for row in rows if not identical(row[1], row[2])]
+
+
+def float16_values(stride: int) -> list[float]:
+    patterns = numpy.arange(0, 1 << 16, stride, dtype=numpy.uint16)
+    return patterns.view(numpy.float16).astype(numpy.float64).tolist()
+
+
+def float32_values(stride: int) -> list[float]:
+    patterns = numpy.arange(12345, 1 << 32, stride, dtype=numpy.uint64).astype(numpy.uint32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # signalling NaN patterns
+        return patterns.view(numpy.float32).astype(numpy.float64).tolist()
+
+
+# Against ml_dtypes.
+
+
+@pytest.mark.parametrize("name", ML_DTYPES)
+def test_ml_dtypes_agrees(name):
+    dtype, overflow = ML_DTYPES[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        # Finite formats of ml_dtypes turn NaN into -0 and the like: there semantics.md decides. Inputs go through
+        # float32, because ml_dtypes rounds float64 twice.
+        points = numpy.array(adversarial(get_format(name)), dtype=numpy.float32).astype(numpy.float64).tolist()
+    values = [*points, *float16_values(13), *float32_values(600011)]
+    if not get_format(name).has_nan:
+        values = [x for x in values if x == x]
+    assert differences(values, name, dtype, overflow) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ML_DTYPES)
+def test_ml_dtypes_agrees_on_all_of_float16(name):
+    dtype, overflow = ML_DTYPES[name]
+    values = [x for x in float16_values(1) + float32_values(4001) if x == x or get_format(name).has_nan]
+    assert differences(values, name, dtype, overflow) == []
+
+
+def test_ml_dtypes_agrees_on_e8m0_with_halves_up():
+    """ml_dtypes sends the point half-way between powers of two up: nearest_away on this grid."""
+    fmt = get_format("e8m0")
+    values = [math.ldexp(m, e) for e in range(-126, 127) for m in (1.0, 1.25, 1.5, 1.75, 1 + 2.0**-23, 1.5 - 2.0**-23)]
+    ours = [round_value(x, fmt, "nearest_away", "ieee") for x in values]
+    assert ours == native(values, ml_dtypes.float8_e8m0fnu)
+
+
+@pytest.mark.parametrize("name", [name for name in ML_DTYPES if name not in ("fp32", "fp16", "bf16")])
+def test_decoding_agrees_with_ml_dtypes(name):
+    fmt, dtype = get_format(name), ML_DTYPES[name][0]
+    codes = numpy.arange(1 << fmt.bits, dtype=numpy.uint8)
+    theirs = codes.view(dtype).astype(numpy.float64).tolist()
+    assert all(identical(decode_value(int(code), fmt), value) for code, value in zip(codes, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_decoding_of_16_bits(name):
+    fmt, dtype = get_format(name), ML_DTYPES[name][0]
+    codes = numpy.arange(0, 1 << 16, 3, dtype=numpy.uint16)
+    theirs = codes.view(dtype).astype(numpy.float64).tolist()
+    assert all(identical(decode_value(int(code), fmt), value) for code, value in zip(codes, theirs, strict=True))
+
+
+def test_a_wrong_tie_rule_is_noticed(monkeypatch):
+    def away_at_ties(rest, whole, odd, negative, how, word):
+        return rest > 0 and 2 * rest >= whole
+
+    monkeypatch.setattr(oracle, "rounds_away", away_at_ties)
+    assert differences(list(adversarial(get_format("e4m3"))), "e4m3", *ML_DTYPES["e4m3"]) != []
+
+
+# Against gfloat.
+
+
+def gfloat_info(name: str):
+    """Return gfloat's record of a format, P3109 formats by their parameters."""
+    if name in GFLOAT_FORMATS:
+        return GFLOAT_FORMATS[name]
+    fmt = get_format(name)
+    domain = gfloat.Domain.Extended if fmt.infinities else gfloat.Domain.Finite
+    return gfloat.formats.format_info_p3109(fmt.bits, fmt.mantissa_bits + 1, domain, fmt.signed)
+
+
+def gfloat_value(name: str, x: float, mode, overflow: str, *word: int) -> float:
+    """Round with gfloat; what it refuses (no Inf and no NaN to overflow to) is the largest value here."""
+    info, fmt = gfloat_info(name), get_format(name)
+    try:
+        return float(gfloat.round_float(info, x, mode, overflow == "saturate", *word))
+    except ValueError:
+        return fmt.max if x != x else math.copysign(fmt.max, x)
+
+
+P3109 = [name for name in element_formats(8) if name.startswith("p3109")]
+SOME_P3109 = [name for name in P3109 if "k8p3" in name or "k8p1" in name or "k6p4" in name or "k4p2" in name]
+
+
+def comparable(name: str) -> list[float]:
+    """Return adversarial inputs that gfloat and semantics.md treat alike: not below the zero of an unsigned format."""
+    fmt = get_format(name)
+    return [x for x in adversarial(fmt) if fmt.signed or x != x or x >= 0]
+
+
+@pytest.mark.parametrize("name", [*GFLOAT_FORMATS, *SOME_P3109])
+@pytest.mark.parametrize("mode", GFLOAT_MODES)
+def test_gfloat_agrees(name, mode):
+    fmt = get_format(name)
+    for overflow in ("saturate", "ieee"):
+        for x in comparable(name)[::2]:
+            theirs = gfloat_value(name, x, GFLOAT_MODES[mode], overflow)
+            assert identical(round_value(x, fmt, mode, overflow), theirs), (x, overflow, theirs)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e2m1", "e3m2", "p3109_k8p3se", "p3109_k8p1uf"])
+@pytest.mark.parametrize("variant", GFLOAT_VARIANTS)
+def test_gfloat_agrees_on_stochastic_rounding(name, variant):
+    fmt, bits = get_format(name), 3
+    rounding = Rounding(mode="stochastic", random_bits=bits, variant=variant)
+    for x in [x for x in comparable(name)[::3] if abs(x) <= fmt.max]:
+        for word in range(1 << bits):
+            theirs = gfloat_value(name, x, GFLOAT_VARIANTS[variant], "saturate", word, bits)
+            assert identical(round_value(x, fmt, rounding, "saturate", word), theirs), (x, word, theirs)
+
+
+@pytest.mark.parametrize("name", P3109)
+def test_codes_of_p3109(name):
+    info, fmt = gfloat_info(name), get_format(name)
+    for code in range(1 << fmt.bits):
+        assert identical(decode_value(code, fmt), float(gfloat.decode_float(info, code).fval)), code
+
+
+# Facts computed by hand.
+
+
+@pytest.mark.parametrize(
+    ("x", "name", "rounding", "overflow", "expected"),
+    [
+        (464.0, "e4m3", "nearest_even", "ieee", 448.0),  # 448 is even (code 0x7E), the tie stays below
+        (464.0, "e4m3", "nearest_away", "ieee", math.nan),
+        (464.00003, "e4m3", "nearest_even", "ieee", math.nan),
+        (464.00003, "e4m3", "nearest_even", "saturate", 448.0),
+        (1e9, "e4m3", "toward_zero", "ieee", 448.0),
+        (1e9, "e4m3", "to_odd", "ieee", 448.0),
+        (1e9, "e5m2", "up", "ieee", math.inf),
+        (-1e9, "e5m2", "up", "ieee", -57344.0),
+        (1e9, "e5m2", "down", "ieee", 57344.0),
+        (math.inf, "e5m2", "toward_zero", "ieee", math.inf),
+        (math.inf, "e5m2", "toward_zero", "saturate", 57344.0),
+        (math.inf, "e4m3", "down", "ieee", math.nan),
+        (-math.inf, "e2m1", "nearest_even", "ieee", -6.0),
+        (math.nan, "e2m1", "nearest_even", "ieee", 6.0),
+        (2.0**-10, "e4m3", "nearest_even", "saturate", 0.0),
+        (-(2.0**-10), "e4m3", "nearest_even", "saturate", -0.0),
+        (-(2.0**-10), "e4m3fnuz", "nearest_even", "saturate", 0.0),
+        (-0.0, "e4m3fnuz", "nearest_even", "saturate", 0.0),
+        (-0.0, "e4m3", "nearest_even", "saturate", -0.0),
+        (3 * 2.0**-10, "e4m3", "nearest_even", "saturate", 2.0**-8),
+        (2.5, "e2m1", "nearest_even", "saturate", 2.0),
+        (3.5, "e2m1", "nearest_even", "saturate", 4.0),
+        (5.0, "e2m1", "nearest_even", "saturate", 4.0),
+        (5.0, "e2m1", "nearest_away", "saturate", 6.0),
+        (3.0, "e8m0", "nearest_even", "saturate", 4.0),  # 2 has code 128, 4 has code 129: ties go to even codes
+        (6.0, "e8m0", "nearest_even", "saturate", 4.0),
+        (0.0, "e8m0", "nearest_even", "saturate", 2.0**-127),
+        (1e-45, "e8m0", "down", "saturate", 2.0**-127),
+        (-1.0, "e8m0", "nearest_even", "saturate", 2.0**-127),
+        (-1.0, "e8m0", "nearest_even", "ieee", math.nan),
+        (-math.inf, "ue4m3", "nearest_even", "saturate", 0.0),
+        (-0.0, "ue4m3", "nearest_even", "ieee", 0.0),
+        (2.5, "int8", "nearest_even", "saturate", 2.0),
+        (-2.5, "int8", "nearest_away", "saturate", -3.0),
+        (-2.5, "int8", "up", "saturate", -2.0),
+        (-0.4, "int8", "nearest_even", "saturate", 0.0),
+        (-200.0, "int8", "nearest_even", "ieee", -127.0),
+        (-200.0, "int8_full", "nearest_even", "ieee", -128.0),
+        (math.nan, "int8", "nearest_even", "saturate", 127.0),
+        (-3.0, "uint8", "nearest_even", "saturate", 0.0),
+        (1.0, "int8_f6", "nearest_even", "saturate", 1.0),
+        (0.0, "int4_half", "nearest_even", "saturate", 0.5),  # candidate -1/2 has code -1, odd
+        (-0.0, "int4_half", "nearest_even", "saturate", 0.5),  # candidate +1/2 has code 0, even
+        (1.0, "int4_half", "nearest_even", "saturate", 0.5),
+        (2.0, "int4_half", "nearest_even", "saturate", 2.5),
+        (0.25, "int4_half", "toward_zero", "saturate", 0.5),
+        (-0.25, "int4_half", "toward_zero", "saturate", -0.5),
+        (0.0, "int4_half", "nearest_toward_zero", "saturate", 0.5),
+        (-0.0, "int4_half", "nearest_away", "saturate", -0.5),
+        (-0.0, "int4_half", "down", "saturate", -0.5),
+        (0.25, "int4_half", "down", "saturate", -0.5),
+        (0.3, "lns8_g8", "up", "saturate", 1.0),
+        (-0.0, "lns8_g8", "nearest_even", "saturate", -1.0),
+        (-1.9, "lns8_g8", "up", "saturate", -float(numpy.float32(2 ** (7 / 8)))),
+    ],
+)
+def test_facts(x, name, rounding, overflow, expected):
+    assert identical(round_value(x, get_format(name), rounding, overflow), expected)
+
+
+def test_flushing_format():
+    fmt = FloatFormat(name="flush", exponent_bits=4, mantissa_bits=3, has_subnormals=False)
+    tiny = fmt.min_normal
+    assert [round_value(tiny * f, fmt) for f in (0.5, 0.50001, 0.99, 1.0)] == [0.0, tiny, tiny, tiny]
+    assert [round_value(tiny * f, fmt, "to_odd") for f in (0.01, 0.5)] == [tiny, tiny]
+    assert [round_value(tiny * 0.3, fmt, mode) for mode in ("up", "down", "toward_zero")] == [tiny, 0.0, 0.0]
+    assert identical(round_value(-tiny / 2, fmt), -0.0)
+    assert decode_value(3, fmt) == 0.0
+
+
+def test_codebook_rules():
+    fmt = CodebookFormat(name="book", values=(1.0, -1.0, 3.0, 1.0, -0.0, 4.0))  # sorted: -1, 0, 1, 3, 4
+    assert [encode_value(x, fmt) for x in (1.0, -9.0, 9.0, 0.0, math.nan, math.inf, -math.inf)] == [0, 1, 5, 4, 5, 5, 1]
+    assert [round_value(2.0, fmt, mode) for mode in ("nearest_even", "nearest_away", "nearest_toward_zero")] == [
+        1,
+        3,
+        1,
+    ]
+    assert [round_value(3.5, fmt, mode) for mode in ("nearest_even", "to_odd", "up", "down")] == [4, 3, 4, 3]
+    assert [round_value(-0.5, fmt, mode) for mode in ("toward_zero", "to_odd", "nearest_even")] == [0.0, 0.0, -1.0]
+    assert identical(round_value(-0.0, fmt), 0.0)
+
+
+def test_codebook_without_zero_follows_the_sign():
+    fmt = CodebookFormat(name="book", values=(-1.0, 1.0))
+    for mode in ("nearest_away", "nearest_toward_zero", "toward_zero"):
+        assert [round_value(x, fmt, mode) for x in (0.0, -0.0)] == [1.0, -1.0]
+    assert [round_value(x, fmt, "toward_zero") for x in (0.5, -0.5)] == [1.0, -1.0]
+
+
+def test_logarithmic_values_are_the_nearest():
+    for name in ("lns8_g8", "lns6_g4"):
+        fmt = get_format(name)
+        for k in range(fmt.max_code + 1):
+            value, q = Fraction(decode_value(k, fmt)), fmt.gamma
+            place = (
+                Fraction(1, 1 << (23 - floor_log2(value)))
+                if floor_log2(value) <= 23
+                else Fraction(1 << (floor_log2(value) - 23))
+            )
+            assert (value - place / 2) ** q < 2**k < (value + place / 2) ** q
+    for fmt in (get_format("lns8_g8"), get_format("lns16_g2048")):
+        assert oracle._log_magnitudes(fmt) == [Fraction(v) for v in fmt.magnitudes]
+        assert oracle._log_thresholds(fmt) == [Fraction(v) for v in fmt.thresholds]
+
+
+def test_float64_is_rounded_once():
+    """Through float32 this number would become the tie 1 + 2**-4 and then 1."""
+    assert round_value(1 + 2.0**-4 + 2.0**-40, get_format("e4m3")) == 1.125
+    assert round_value(Fraction(1) + Fraction(1, 16) + Fraction(1, 1 << 200), get_format("e4m3")) == 1.125
+
+
+# Algebra.
+
+FORMATS = [
+    get_format(name)
+    for name in element_formats(16)
+    if get_format(name).bits in (3, 4, 6, 8, 12, 16) and name != "lns16_g2048"
+]
+numbers = st.one_of(
+    st.floats(allow_nan=False),
+    st.floats(allow_nan=False, width=32),
+    st.floats(min_value=-600, max_value=600, allow_nan=False),
+    st.floats(min_value=-1, max_value=1, allow_nan=False, width=16),
+)
+roundings = st.sampled_from(DETERMINISTIC)
+overflows = st.sampled_from(["saturate", "ieee"])
+formats = st.sampled_from(FORMATS)
+
+
+def is_symmetric(fmt) -> bool:
+    return getattr(fmt, "signed", True) and fmt.min == -fmt.max and not isinstance(fmt, CodebookFormat)
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(numbers, formats, roundings, overflows)
+def test_idempotent(x, fmt, rounding, overflow):
+    once = round_value(x, fmt, rounding, overflow)
+    assert identical(round_value(once, fmt, rounding, overflow), once)
+    assert identical(decode_value(encode_value(once, fmt, rounding, overflow), fmt), once)
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(numbers, numbers, formats, roundings)
+def test_monotone(x, y, fmt, rounding):
+    low, high = sorted((x, y))
+    assert round_value(low, fmt, rounding, "saturate") <= round_value(high, fmt, rounding, "saturate")
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(numbers, formats, roundings, st.integers(0, 2**32 - 1))
+def test_result_is_a_neighbour(x, fmt, rounding, word):
+    stochastic = Rounding(mode="stochastic")
+    below, above = (round_value(x, fmt, mode, "saturate") for mode in ("down", "up"))
+    assert (
+        below == above or not math.isfinite(x) or fmt.max < abs(x) or isinstance(fmt, LogFormat) or below <= x <= above
+    )
+    assert round_value(x, fmt, rounding, "saturate") in (below, above)
+    assert round_value(x, fmt, stochastic, "saturate", word) in (below, above)
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(numbers, formats.filter(is_symmetric), roundings, overflows)
+def test_sign_symmetric(x, fmt, rounding, overflow):
+    if isinstance(fmt, IntFormat) and fmt.half_offset and rounding.mode in ("nearest_even", "to_odd"):
+        return  # the even code of +1/2 is 0, that of -1/2 is -1
+    mirror = Rounding(mode={"up": "down", "down": "up"}.get(rounding.mode, rounding.mode))
+    ours, theirs = round_value(x, fmt, rounding, overflow), round_value(-x, fmt, mirror, overflow)
+    assert ours == -theirs or (ours != ours and theirs != theirs)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(numbers, st.sampled_from([f for f in FORMATS if isinstance(f, FloatFormat)]))
+def test_nearest_is_nearest(x, fmt):
+    """No code's value is nearer than the result (formats of 8 bits and fewer: all codes looked at)."""
+    if fmt.bits > 8 or abs(x) > fmt.max or (x < 0 and not fmt.signed):
+        return
+    result = abs(Fraction(round_value(x, fmt, "nearest_even", "saturate")) - Fraction(x))
+    values = (decode_value(code, fmt) for code in some_codes(fmt))
+    assert result == min(abs(Fraction(v) - Fraction(x)) for v in values if math.isfinite(v))
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e2m1", "e5m2", "int4", "p3109_k6p1se"])
+@pytest.mark.parametrize("bits", [1, 2, 5])
+def test_expectation_over_all_words(name, bits):
+    """Variant a moves away for floor(d 2**r) words of 2**r, variants b and c for that number rounded to nearest."""
+    fmt = get_format(name)
+    for x in [x for x in adversarial(fmt)[3::7] if 0 < x < fmt.max]:
+        low, high = (Fraction(round_value(x, fmt, mode)) for mode in ("toward_zero", "up"))
+        d = (Fraction(x) - low) / (high - low) if high > low else Fraction(0)
+        for variant, expected in (
+            ("a", d * 2**bits // 1),
+            ("b", (d * 2**bits + Fraction(1, 2)) // 1),
+            ("c", round(d * 2**bits)),
+        ):
+            rounding = Rounding(mode="stochastic", random_bits=bits, variant=variant)
+            results = [round_value(x, fmt, rounding, word=word) for word in range(1 << bits)]
+            assert results.count(float(high)) == expected or high == low
+            assert set(results) <= {float(low), float(high)}
+            assert results == sorted(results)  # larger words move away
+
+
+def test_exact_expectation_when_all_discarded_bits_take_part():
+    fmt = get_format("e4m3")
+    rounding = Rounding(mode="stochastic", random_bits=6)
+    for n in range(64):  # 16 + 2 n / 64 lies between 16 and 18, six bits below the last place
+        x = 16 + 2 * n / 64
+        assert sum(round_value(x, fmt, rounding, word=word) for word in range(64)) == 64 * x
+
+
+# Errors.
+
+
+def test_errors():
+    e4m3, e2m1 = get_format("e4m3"), get_format("e2m1")
+    with pytest.raises(ArgumentError, match=r"word=None does not fit stochastic rounding with 32 bits"):
+        round_value(1.0, e4m3, "stochastic")
+    with pytest.raises(ArgumentError, match=r"word=8 .* pass 0 to 2\*\*3 - 1"):
+        round_value(1.0, e4m3, Rounding(mode="stochastic", random_bits=3), word=8)
+    with pytest.raises(CodeError, match="code 16 is outside e2m1"):
+        decode_value(16, e2m1)
+    strict = FloatFormat(
+        name="strict", exponent_bits=2, mantissa_bits=1, nan="none", infinities=False, nan_policy="error"
+    )
+    with pytest.raises(ArgumentError, match="NaN has no code in strict"):
+        round_value(math.nan, strict)

@@ -1,0 +1,467 @@
+"""Encoded tensors in memory and in files, and every way in which a file can be wrong."""
+
+import dataclasses
+import json
+import math
+import os
+import pickle
+import re
+import stat
+import zlib
+
+import pytest
+import safetensors
+import torch
+
+from fmtsim import ops
+from fmtsim.encoded import Encoded
+from fmtsim.errors import ArgumentError, CodeError, DataError, DtypeError, FmtsimError, FormatError
+from fmtsim.formats import tensor_file
+from fmtsim.formats.block import BlockFormat, LogTileFormat
+from fmtsim.formats.exact import codes_of_scales, scales_of_codes
+from fmtsim.formats.registry import get_format, list_formats
+from fmtsim.formats.spec import CodebookFormat, FloatFormat
+
+ONE_OF_EACH = [name for name in list_formats() if "p3109" not in name and name not in list_formats("int")]
+ONE_OF_EACH += ["p3109_k5p2se", "int3", "int8", "uint5", "int16_half", "e5m6", "lns12_g128"]
+SHAPES = [((4, 32), -1), ((3, 21), -1), ((5, 3, 8), 1), ((7,), 0), ((), -1), ((0, 4), -1), ((4, 0), -1)]
+
+
+def make_parts(fmt, shape, dim=-1, seed=0):
+    """Return random parts of a format, as an engine would."""
+    generator = torch.Generator().manual_seed(seed)
+    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    limit = len(element.values) if isinstance(element, CodebookFormat) else 1 << min(fmt.bits, 62)
+    codes = torch.randint(0, limit, shape, generator=generator).to(ops.code_dtype(fmt.bits))
+    if not isinstance(fmt, BlockFormat | LogTileFormat):
+        return ops.EncodedParts(codes)
+    grid = ops.block_counts(fmt, torch.Size(shape), dim - len(shape) if dim >= 0 else dim)
+    if isinstance(fmt, LogTileFormat):
+        return ops.EncodedParts(
+            codes, torch.rand(grid, generator=generator), None, -torch.rand(grid, generator=generator)
+        )
+    scales = torch.rand(grid, generator=generator)
+    if fmt.scale.bits <= 8:
+        rows = torch.randint(0, fmt.scale.max_code + 1, grid, generator=generator)
+        scales = scales_of_codes(rows.to(torch.uint8), fmt.scale)
+    offsets = torch.randint(0, 16, grid, generator=generator, dtype=torch.int32) if fmt.zero_point else None
+    return ops.EncodedParts(codes, scales, torch.tensor(0.75) if fmt.tensor_scale else None, offsets)
+
+
+def make(name, shape=(4, 32), dim=-1):
+    fmt = get_format(name)
+    return Encoded.from_parts(make_parts(fmt, shape, dim), fmt, shape, dim)
+
+
+def assert_same_parts(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(-7), b.nan_to_num(-7))
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_parts_and_files_round_trip(name, tmp_path):
+    fmt = get_format(name)
+    for number, (shape, dim) in enumerate(SHAPES):
+        parts = make_parts(fmt, shape, dim, seed=number)
+        encoded = Encoded.from_parts(parts, fmt, shape, dim)
+        assert_same_parts(encoded.parts(), parts)
+        assert torch.equal(encoded.unpacked(), parts.codes)
+        path = tmp_path / f"{number}.safetensors"
+        encoded.save(path)
+        loaded = Encoded.load(str(path))
+        assert (loaded.format, loaded.shape, loaded.dim) == (fmt, torch.Size(shape), encoded.dim)
+        assert loaded.dim < 0
+        assert_same_parts(loaded.parts(), parts)
+        with open(path, "rb") as file:
+            assert {tensor for tensor, _ in safetensors.deserialize(file.read())} >= {"codes"}
+    assert sorted(os.listdir(tmp_path)) == [f"{number}.safetensors" for number in range(len(SHAPES))]
+
+
+@pytest.mark.parametrize(
+    ("name", "tags"),
+    [
+        ("bf16", {"codes": ("BF16", [4, 32])}),
+        ("tf32", {"codes": ("U8", [4, 76])}),
+        ("e4m3", {"codes": ("F8_E4M3", [4, 32])}),
+        ("e4m3_ieee", {"codes": ("U8", [4, 32])}),
+        ("int8", {"codes": ("I8", [4, 32])}),
+        ("mxfp8_e5m2", {"codes": ("F8_E5M2", [4, 32]), "scales": ("F8_E8M0", [4, 1])}),
+        ("mxfp6_e2m3", {"codes": ("F6_E2M3", [4, 32]), "scales": ("F8_E8M0", [4, 1])}),
+        ("mxfp6_e3m2", {"codes": ("F6_E3M2", [4, 32]), "scales": ("F8_E8M0", [4, 1])}),
+        ("mxfp4", {"codes": ("F4", [4, 32]), "scales": ("F8_E8M0", [4, 1])}),
+        ("nvfp4", {"codes": ("F4", [4, 32]), "scales": ("F8_E4M3", [4, 2]), "tensor_scale": ("F32", [])}),
+        ("uint4_g32_zp", {"codes": ("U8", [4, 16]), "scales": ("F32", [4, 1]), "offsets": ("I32", [4, 1])}),
+        ("logfmt10", {"codes": ("U8", [4, 40]), "scales": ("F32", [4, 1]), "offsets": ("F32", [4, 1])}),
+        ("lns16_g2048", {"codes": ("U16", [4, 32])}),
+    ],
+)
+def test_tags_that_other_readers_see(name, tags, tmp_path):
+    make(name).save(tmp_path / "x.safetensors")
+    with open(tmp_path / "x.safetensors", "rb") as file:
+        found = {tensor: (entry["dtype"], entry["shape"]) for tensor, entry in safetensors.deserialize(file.read())}
+    assert found == tags
+
+
+def test_rows_that_end_inside_a_byte_are_stored_as_bytes(tmp_path):
+    make("mxfp4", (4, 31)).save(tmp_path / "x.safetensors")
+    with open(tmp_path / "x.safetensors", "rb") as file:
+        found = dict(safetensors.deserialize(file.read()))
+    assert (found["codes"]["dtype"], found["codes"]["shape"]) == ("U8", [4, 16])
+
+
+def test_torch_reads_float8_files(tmp_path):
+    from safetensors.torch import load_file
+
+    encoded = make("e4m3_tensor")
+    encoded.save(tmp_path / "x.safetensors")
+    tensors = load_file(tmp_path / "x.safetensors")
+    assert tensors["codes"].dtype == torch.float8_e4m3fn
+    assert torch.equal(tensors["codes"].view(torch.uint8), encoded.codes)
+
+
+@pytest.mark.parametrize(
+    ("name", "nbytes"),
+    [("nvfp4", 64 + 8 + 4), ("mxfp4", 64 + 4), ("e4m3_1x128", 128 + 16), ("tf32", 304), ("int4", 64)],
+)
+def test_sizes(name, nbytes):
+    encoded = make(name)
+    assert encoded.nbytes == nbytes and encoded.bits_per_element == 8 * nbytes / 128
+    assert make("e4m3", (0, 4)).bits_per_element == 0.0
+
+
+def test_repr():
+    assert repr(make("nvfp4")) == "Encoded(nvfp4, shape (4, 32), dim -1, 76 bytes, 4.75 bits an element, cpu)"
+
+
+def test_packing_runs_along_dim():
+    fmt = get_format("int4")
+    codes = torch.arange(8, dtype=torch.uint8).reshape(4, 2)
+    encoded = Encoded.from_parts(ops.EncodedParts(codes), fmt, (4, 2), dim=0)
+    assert encoded.codes.tolist() == [[0x20, 0x64], [0x31, 0x75]] and encoded.dim == -2
+    assert torch.equal(encoded.unpacked(), codes)
+
+
+def test_frozen_and_moved():
+    encoded = make("nvfp4")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        encoded.dim = 0
+    moved = encoded.to("meta")
+    assert moved.device.type == "meta" and moved.scales.device.type == "meta" and moved.nbytes == encoded.nbytes
+    assert_same_parts(pickle.loads(pickle.dumps(encoded)).parts(), encoded.parts())
+
+
+def test_nan_scales_survive(tmp_path):
+    for name in ("mxfp4", "e4m3_1x128", "nvfp4"):
+        fmt = get_format(name)
+        parts = make_parts(fmt, (4, 32))
+        parts.scales[1, 0] = math.nan
+        Encoded.from_parts(parts, fmt, (4, 32)).save(tmp_path / "x")
+        assert_same_parts(Encoded.load(tmp_path / "x").parts(), parts)
+
+
+@pytest.mark.parametrize("scale", ["e8m0", "e4m3", "ue4m3", "ue5m3", "e5m2", "e2m1", "e3m3"])
+def test_scales_and_their_codes(scale):
+    fmt = get_format(scale)
+    codes = torch.arange(fmt.max_code + 1).to(torch.uint8)
+    scales = scales_of_codes(codes, fmt)
+    assert scales.tolist() == [fmt.value(code) for code in range(fmt.max_code + 1)]
+    assert torch.equal(codes_of_scales(scales, fmt), codes)
+    with pytest.raises(CodeError, match=f"^scale 1.01 is not a value of {scale}; pass scales of that format$"):
+        codes_of_scales(torch.tensor([1.0, 1.01]), fmt)
+    with pytest.raises(CodeError, match=f"^scale -1 is not a value of {scale}"):
+        codes_of_scales(torch.tensor([-1.0]), fmt)
+    with pytest.raises(CodeError, match=f"^scale inf is not a value of {scale}"):
+        codes_of_scales(torch.tensor([math.inf]), fmt)
+    if fmt.has_nan:
+        nan = torch.tensor([math.nan])
+        assert codes_of_scales(nan, fmt).tolist() == [fmt.nan_code]
+        assert scales_of_codes(codes_of_scales(nan, fmt), fmt).isnan().all()
+    else:
+        with pytest.raises(CodeError, match=f"^scale nan is not a value of {scale}"):
+            codes_of_scales(torch.tensor([math.nan]), fmt)
+    if scale == "e4m3":
+        with pytest.raises(CodeError, match="^code 129 is not that of a scale in e4m3; expected 0 to 126$"):
+            scales_of_codes(torch.tensor([1, 129], dtype=torch.uint8), fmt)
+
+
+def test_sixteen_bit_scales(tmp_path):
+    fmt = BlockFormat(name="b", element=get_format("int8"), block=(1, 16), scale=get_format("bf16"))
+    parts = ops.EncodedParts(torch.zeros(2, 16, dtype=torch.uint8), torch.tensor([[0.5], [3.0]]))
+    encoded = Encoded.from_parts(parts, fmt, (2, 16))
+    assert encoded.scales.dtype == torch.bfloat16
+    encoded.save(tmp_path / "x")
+    assert_same_parts(Encoded.load(tmp_path / "x").parts(), parts)
+    with pytest.raises(CodeError, match="^scale 1.001 is not a value of bf16; pass scales of that format$"):
+        Encoded.from_parts(parts._replace(scales=torch.tensor([[0.5], [1.001]])), fmt, (2, 16))
+
+
+THREE = CodebookFormat(name="three", values=(-1.0, 0.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("e4m3", dict(codes=torch.zeros(4, 31, dtype=torch.uint8)), "codes of e4m3 have shape (4, 31); expected (4, 32)"),
+        ("e2m1", dict(codes=torch.full((4, 32), 16)), "code 16 does not fit 4 bits; expected 0 to 15"),
+        ("mxfp4", dict(scales=None), "mxfp4: scales expected some, found none"),
+        ("mxfp4", dict(scales=torch.ones(4, 2)), "mxfp4: scales is torch.uint8 [4, 2]; expected torch.uint8 [4, 1]"),
+        ("mxfp4", dict(scales=torch.full((4, 1), 3.0)), "scale 3 is not a value of e8m0; pass scales of that format"),
+        ("e4m3", dict(scales=torch.ones(4, 1)), "e4m3: scales expected none, found some"),
+        ("nvfp4", dict(tensor_scale=None), "nvfp4: tensor_scale expected some, found none"),
+        ("nvfp4", dict(tensor_scale=torch.ones(1)), "nvfp4: tensor_scale is torch.float32 [1]; expected torch.float32 []"),
+        ("logfmt8", dict(offsets=torch.ones(4, 1, dtype=torch.int32)),
+         "logfmt8: offsets is torch.int32 [4, 1]; expected torch.float32 [4, 1]"),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_fit(name, change, message):
+    fmt = get_format(name)
+    with pytest.raises(CodeError, match=f"^{re.escape(message)}$"):
+        Encoded.from_parts(make_parts(fmt, (4, 32))._replace(**change), fmt, (4, 32))
+
+
+def test_codes_beyond_a_codebook():
+    codes = torch.tensor([0, 3], dtype=torch.uint8)
+    with pytest.raises(CodeError, match=r"^code 3 is outside three \(0 to 2\)$"):
+        Encoded.from_parts(ops.EncodedParts(codes), THREE, (2,))
+
+
+def test_dim_out_of_range():
+    with pytest.raises(ArgumentError, match="^dim=2 is out of range for 2 dimensions; choose -2 to 1$"):
+        Encoded.from_parts(make_parts(get_format("e4m3"), (4, 32)), get_format("e4m3"), (4, 32), dim=2)
+
+
+@pytest.mark.parametrize("name", [name for name in ONE_OF_EACH if name in list_formats("block")])
+def test_decode_of_blocks(name):
+    encoded = make(name, (4, 32))
+    fmt, parts = encoded.format, encoded.parts()
+    rows = [32 if size is None else size for size in fmt.block]
+    for i in range(4):
+        for j in range(0, 32, 5):
+            block = (0 if fmt.block[0] is None else i // rows[0], j // rows[1])
+            code = int(parts.codes[i, j])
+            zero = int(parts.offsets[block]) if fmt.zero_point else 0
+            exact = (fmt.element.value(code) - zero) * float(parts.scales[block])
+            exact *= float(parts.tensor_scale) if fmt.tensor_scale else 1.0
+            expected = torch.tensor(exact, dtype=torch.float64).to(torch.float32)
+            assert torch.equal(encoded.decode()[i, j].nan_to_num(-7), expected.nan_to_num(-7)), (i, j)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "bf16", "int4", "nf4", "lns8_g8", "e8m0", "fp64", "p3109_k5p2se"])
+def test_decode_of_elements(name):
+    encoded = make(name, (3, 7), 0)
+    dtype = torch.float64 if name == "fp64" else torch.float32
+    values = [encoded.format.value(int(code) % (1 << 64)) for code in encoded.unpacked().flatten()]
+    decoded = encoded.decode()
+    assert decoded.dtype == dtype and decoded.shape == (3, 7)
+    assert torch.equal(decoded.nan_to_num(-7), torch.tensor(values, dtype=dtype).reshape(3, 7).nan_to_num(-7))
+    assert encoded.decode(torch.float64).dtype == torch.float64
+    out = torch.empty(7, 3, dtype=dtype).mT
+    assert encoded.decode(out=out) is out and torch.equal(out.nan_to_num(-7), decoded.nan_to_num(-7))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (dict(out_dtype=torch.int8), DtypeError, "out_dtype=torch.int8 is not allowed; choose float16, bfloat16, float32 or float64"),
+        (dict(out=torch.zeros(4, 32, dtype=torch.int32)), DtypeError,
+         "out_dtype=torch.int32 is not allowed; choose float16, bfloat16, float32 or float64"),
+        (dict(out=torch.zeros(4)), ArgumentError, "out is (4,) on cpu; pass a tensor of shape (4, 32) on cpu"),
+        (dict(out=torch.zeros(4, 32, device="meta")), ArgumentError,
+         "out is (4, 32) on meta; pass a tensor of shape (4, 32) on cpu"),
+        (dict(out=torch.zeros(4, 32), out_dtype=torch.float16), DtypeError,
+         "out has dtype torch.float32 but out_dtype=torch.float16; leave out_dtype out"),
+    ],
+)  # fmt: skip
+def test_errors_of_decode(arguments, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        make("e4m3").decode(**arguments)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Return the path of a small file."""
+    path = tmp_path / "x.safetensors"
+    make("nvfp4", (2, 16)).save(path)
+    return path
+
+
+def assert_flips_are_noticed(path, positions):
+    good = path.read_bytes()
+    for position in positions(len(good)):
+        bad = bytearray(good)
+        bad[position // 8] ^= 1 << position % 8
+        path.write_bytes(bad)
+        with pytest.raises((DataError, CodeError), match="x.safetensors: "):
+            Encoded.load(path)
+
+
+def test_a_flipped_bit_in_any_byte_is_noticed(saved):
+    assert_flips_are_noticed(saved, lambda size: [8 * byte + byte * 5 % 8 for byte in range(size)])
+
+
+@pytest.mark.slow
+def test_every_flipped_bit_is_noticed(saved):
+    assert_flips_are_noticed(saved, lambda size: range(8 * size))
+
+
+def test_truncations_are_noticed(saved):
+    good = saved.read_bytes()
+    for length in [*range(12), *range(12, len(good), 7), len(good) - 1]:
+        saved.write_bytes(good[:length])
+        with pytest.raises(DataError, match="truncated or corrupt|empty or truncated"):
+            Encoded.load(saved)
+    saved.write_bytes(good + b"\0")
+    with pytest.raises(DataError, match="bytes of tensors, the header says"):
+        Encoded.load(saved)
+
+
+def rewrite(path, edit, seal=True):
+    """Change the header and the bytes of a file, its checksum made right again."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, payload = json.loads(content[8 : 8 + length]), content[8 + length :]
+    payload = edit(header, payload) or payload
+    if seal:
+        metadata = header["__metadata__"]
+        metadata.pop("crc32", None)
+        table = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        start = zlib.crc32(json.dumps([table, metadata], sort_keys=True).encode())
+        metadata["crc32"] = f"{zlib.crc32(payload, start):08x}"
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + payload)
+
+
+def set_metadata(key, value):
+    return lambda header, payload: header["__metadata__"].__setitem__(key, value)
+
+
+def set_entry(name, key, value):
+    return lambda header, payload: header[name].__setitem__(key, value)
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "message"),
+    [
+        (set_metadata("fmtsim", "2"), DataError, "layout '2'; this version of fmtsim reads layout '1'"),
+        (lambda header, _: header["__metadata__"].pop("fmtsim") and None, DataError,
+         "layout None; this version of fmtsim reads layout '1'"),
+        (set_metadata("format", "nvfp4"), DataError,
+         "the metadata is not that of an encoded tensor: not the JSON of a format: "),
+        (set_metadata("format", '{"kind": "posit"}'), DataError,
+         "the metadata is not that of an encoded tensor: kind='posit' is not a kind of format; "),
+        (lambda header, _: header["__metadata__"].pop("shape") and None, DataError,
+         "the metadata is not that of an encoded tensor: 'shape'"),
+        (set_metadata("shape", "[2, -16]"), DataError, "shape '[2, -16]' in the metadata; expected a list of sizes"),
+        (set_metadata("dim", "0"), DataError, "dim 0 in the metadata; expected -2 to -1"),
+        (set_metadata("dim", "x"), DataError, "the metadata is not that of an encoded tensor: invalid literal"),
+        (set_metadata("shape", "[2, 32]"), CodeError,
+         "tensor 'codes' is F4 [2, 16]; nvfp4 of shape (2, 32), dim -1 expects F4 [2, 32]"),
+        (set_metadata("dim", "-2"), CodeError, "tensor 'codes' is F4 [2, 16]; nvfp4 of shape (2, 16), dim -2 expects "
+         "F4 [16, 2]"),
+        (set_entry("codes", "dtype", "F8_E5M2"), DataError, "tensor 'codes' has 16 bytes; F8_E5M2 [2, 16] takes 32"),
+        (set_entry("codes", "dtype", "F3"), DataError, "tensor 'codes' has dtype 'F3'; expected one of F64, "),
+        (set_entry("scales", "dtype", "U8"), CodeError,
+         "tensor 'scales' is U8 [2, 1]; nvfp4 of shape (2, 16), dim -1 expects F8_E4M3 [2, 1]"),
+        (set_entry("scales", "shape", "[2]"), DataError, "the header's entry for 'scales' is malformed; it is corrupt"),
+        (lambda header, _: header.__setitem__("more", dict(header["codes"])), CodeError,
+         "nvfp4 has tensors codes, scales, tensor_scale; found codes, more, scales, tensor_scale"),
+        (lambda header, _: header.pop("scales") and None, CodeError,
+         "nvfp4 has tensors codes, scales, tensor_scale; found codes, tensor_scale"),
+    ],
+)  # fmt: skip
+def test_files_whose_words_are_wrong(saved, edit, error, message):
+    rewrite(saved, edit)
+    with pytest.raises(error, match=f"^{re.escape(f'{saved}: {message}')}"):
+        Encoded.load(saved)
+
+
+def test_scale_codes_that_no_scale_has(saved):
+    def negative(header, payload):
+        start = header["scales"]["data_offsets"][0]
+        return payload[:start] + b"\x81" + payload[start + 1 :]
+
+    rewrite(saved, negative)
+    with pytest.raises(
+        CodeError, match=f"^{re.escape(str(saved))}: code 129 is not that of a scale in e4m3; expected 0 to 126$"
+    ):
+        Encoded.load(saved)
+
+
+def test_codes_in_a_file_beyond_a_codebook(tmp_path):
+    path = tmp_path / "x"
+    Encoded.from_parts(ops.EncodedParts(torch.tensor([0, 2], dtype=torch.uint8)), THREE, (2,)).save(path)
+    rewrite(path, lambda header, payload: b"\x0c")
+    with pytest.raises(CodeError, match=f"^{re.escape(str(path))}: code 3 is outside three .0 to 2.$"):
+        Encoded.load(path)
+
+
+def test_files_of_others(tmp_path, saved):
+    from safetensors.torch import save_file
+
+    path = tmp_path / "other"
+    save_file({"codes": torch.zeros(2)}, path)
+    with pytest.raises(DataError, match="other: the header has no metadata; expected a file that Encoded.save wrote$"):
+        Encoded.load(path)
+    save_file({"codes": torch.zeros(2)}, path, metadata={"format": "pt"})
+    with pytest.raises(DataError, match="other: the metadata has no 'crc32'; expected a file that Encoded.save wrote$"):
+        Encoded.load(path)
+    path.write_bytes(b"PK\x03\x04 a zip file, not safetensors")
+    with pytest.raises(
+        DataError, match="other: a header of [0-9]+ bytes is announced, 24 follow; it is truncated or corrupt$"
+    ):
+        Encoded.load(path)
+    path.write_bytes((2).to_bytes(8, "little") + b"[]")
+    with pytest.raises(DataError, match="other: the header is a list, expected a JSON object; it is corrupt$"):
+        Encoded.load(path)
+    path.write_bytes((2).to_bytes(8, "little") + b"{,")
+    with pytest.raises(DataError, match="other: the header is not JSON .*; it is corrupt$"):
+        Encoded.load(path)
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match="other: 0 bytes are too few for a safetensors file; it is empty or truncated$"):
+        Encoded.load(path)
+    with pytest.raises(DataError, match="^cannot read .*missing: No such file or directory$"):
+        Encoded.load(tmp_path / "missing")
+    rewrite(saved, set_metadata("dim", "-2"), seal=False)
+    with pytest.raises(
+        DataError, match="the checksum is [0-9a-f]{8}, the file says [0-9a-f]{8}; it is corrupt, write it again$"
+    ):
+        Encoded.load(saved)
+
+
+def test_saving_leaves_the_old_file_or_the_new_one(saved, monkeypatch):
+    good = saved.read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensor_file.os, "fsync", full)
+    with pytest.raises(DataError, match="^cannot write .*x.safetensors: No space left on device; choose a folder that exists and has room$"):  # fmt: skip
+        make("mxfp4").save(saved)
+    assert saved.read_bytes() == good and os.listdir(saved.parent) == [saved.name]
+
+
+def test_saving_to_a_folder_that_does_not_exist(tmp_path):
+    with pytest.raises(
+        DataError, match="^cannot write .*nowhere/x: No such file or directory; choose a folder that exists"
+    ):
+        make("mxfp4").save(tmp_path / "nowhere" / "x")
+
+
+def test_saved_files_have_ordinary_permissions(saved):
+    mask = os.umask(0o022)
+    os.umask(mask)
+    assert stat.S_IMODE(os.stat(saved).st_mode) == 0o666 & ~mask
+
+
+def test_a_format_that_is_not_registered_travels_with_its_file(tmp_path):
+    fmt = FloatFormat(name="e3m1b9", exponent_bits=3, mantissa_bits=1, bias=9, nan="none", infinities=False)
+    Encoded.from_parts(make_parts(fmt, (2, 5)), fmt, (2, 5)).save(tmp_path / "x")
+    assert Encoded.load(tmp_path / "x").format == fmt
+    with pytest.raises(FormatError):
+        get_format("e3m1b9")
+
+
+def test_errors_share_a_base():
+    assert all(issubclass(error, FmtsimError) for error in (CodeError, DataError, DtypeError, ArgumentError))
