@@ -110,9 +110,8 @@ class Encoded:
             ArgumentError: ``out`` has another shape or device.
         """
         if out is not None and (out.shape != self.shape or out.device != self.device):
-            raise ArgumentError(
-                f"out is {tuple(out.shape)} on {out.device}; pass a tensor of shape {tuple(self.shape)} on {self.device}"
-            )
+            wanted = f"shape {tuple(self.shape)} on {self.device}"
+            raise ArgumentError(f"out is {tuple(out.shape)} on {out.device}; pass a tensor of {wanted}")
         if out is not None and out_dtype not in (None, out.dtype):
             raise DtypeError(f"out has dtype {out.dtype} but out_dtype={out_dtype}; leave out_dtype out")
         dtype = out.dtype if out is not None else out_dtype or result_dtype(self.format, torch.float32)

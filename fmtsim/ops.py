@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.serialization import format_from_dict, format_to_dict
 from fmtsim.formats.spec import Overflow
 from fmtsim.rounding.modes import Rounding
@@ -59,14 +60,6 @@ class EncodedParts(NamedTuple):
 
 
 Random = RandomKey | torch.Tensor | None
-
-
-def code_dtype(bits: int) -> torch.dtype:
-    """Return the integer dtype that holds unpacked codes of that width as non-negative numbers."""
-    for limit, dtype in ((8, torch.uint8), (15, torch.int16), (31, torch.int32)):
-        if bits <= limit:
-            return dtype
-    return torch.int64  # fp64's codes fill all 64 bits and are the one case that may be negative
 
 
 @lru_cache(maxsize=4096)

@@ -219,9 +219,12 @@ def _prepare(
     return text, dtype, block, random
 
 
-@torch.compiler.assume_constant_result
 def _resolve(*arguments: Any) -> tuple[str, torch.dtype, tuple[str, int | None, int | None] | None, int, bool]:
     return _resolve_cached(*arguments)
+
+
+# What torch.compiler.assume_constant_result sets; calling that would import all of torch._dynamo with fmtsim.
+_resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=4096)

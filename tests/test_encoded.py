@@ -1,13 +1,10 @@
 """Encoded tensors in memory and in files, and every way in which a file can be wrong."""
 
 import dataclasses
-import json
 import math
 import os
 import pickle
 import re
-import stat
-import zlib
 
 import pytest
 import safetensors
@@ -15,12 +12,11 @@ import torch
 
 from fmtsim import ops
 from fmtsim.encoded import Encoded
-from fmtsim.errors import ArgumentError, CodeError, DataError, DtypeError, FmtsimError, FormatError
-from fmtsim.formats import tensor_file
+from fmtsim.errors import ArgumentError, CodeError, DataError, DtypeError, FmtsimError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.exact import codes_of_scales, scales_of_codes
 from fmtsim.formats.registry import get_format, list_formats
-from fmtsim.formats.spec import CodebookFormat, FloatFormat
+from fmtsim.formats.spec import CodebookFormat
 
 ONE_OF_EACH = [name for name in list_formats() if "p3109" not in name and name not in list_formats("int")]
 ONE_OF_EACH += ["p3109_k5p2se", "int3", "int8", "uint5", "int16_half", "e5m6", "lns12_g128"]
@@ -203,14 +199,16 @@ THREE = CodebookFormat(name="three", values=(-1.0, 0.0, 1.0))
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("e4m3", dict(codes=torch.zeros(4, 31, dtype=torch.uint8)), "codes of e4m3 have shape (4, 31); expected (4, 32)"),
+        ("e4m3", dict(codes=torch.zeros(4, 31, dtype=torch.uint8)),
+         "codes of e4m3 have shape (4, 31); expected (4, 32)"),
         ("e2m1", dict(codes=torch.full((4, 32), 16)), "code 16 does not fit 4 bits; expected 0 to 15"),
         ("mxfp4", dict(scales=None), "mxfp4: scales expected some, found none"),
         ("mxfp4", dict(scales=torch.ones(4, 2)), "mxfp4: scales is torch.uint8 [4, 2]; expected torch.uint8 [4, 1]"),
         ("mxfp4", dict(scales=torch.full((4, 1), 3.0)), "scale 3 is not a value of e8m0; pass scales of that format"),
         ("e4m3", dict(scales=torch.ones(4, 1)), "e4m3: scales expected none, found some"),
         ("nvfp4", dict(tensor_scale=None), "nvfp4: tensor_scale expected some, found none"),
-        ("nvfp4", dict(tensor_scale=torch.ones(1)), "nvfp4: tensor_scale is torch.float32 [1]; expected torch.float32 []"),
+        ("nvfp4", dict(tensor_scale=torch.ones(1)),
+         "nvfp4: tensor_scale is torch.float32 [1]; expected torch.float32 []"),
         ("logfmt8", dict(offsets=torch.ones(4, 1, dtype=torch.int32)),
          "logfmt8: offsets is torch.int32 [4, 1]; expected torch.float32 [4, 1]"),
     ],
@@ -264,7 +262,8 @@ def test_decode_of_elements(name):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (dict(out_dtype=torch.int8), DtypeError, "out_dtype=torch.int8 is not allowed; choose float16, bfloat16, float32 or float64"),
+        (dict(out_dtype=torch.int8), DtypeError,
+         "out_dtype=torch.int8 is not allowed; choose float16, bfloat16, float32 or float64"),
         (dict(out=torch.zeros(4, 32, dtype=torch.int32)), DtypeError,
          "out_dtype=torch.int32 is not allowed; choose float16, bfloat16, float32 or float64"),
         (dict(out=torch.zeros(4)), ArgumentError, "out is (4,) on cpu; pass a tensor of shape (4, 32) on cpu"),
@@ -277,190 +276,6 @@ def test_decode_of_elements(name):
 def test_errors_of_decode(arguments, error, message):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         make("e4m3").decode(**arguments)
-
-
-@pytest.fixture
-def saved(tmp_path):
-    """Return the path of a small file."""
-    path = tmp_path / "x.safetensors"
-    make("nvfp4", (2, 16)).save(path)
-    return path
-
-
-def assert_flips_are_noticed(path, positions):
-    good = path.read_bytes()
-    for position in positions(len(good)):
-        bad = bytearray(good)
-        bad[position // 8] ^= 1 << position % 8
-        path.write_bytes(bad)
-        with pytest.raises((DataError, CodeError), match="x.safetensors: "):
-            Encoded.load(path)
-
-
-def test_a_flipped_bit_in_any_byte_is_noticed(saved):
-    assert_flips_are_noticed(saved, lambda size: [8 * byte + byte * 5 % 8 for byte in range(size)])
-
-
-@pytest.mark.slow
-def test_every_flipped_bit_is_noticed(saved):
-    assert_flips_are_noticed(saved, lambda size: range(8 * size))
-
-
-def test_truncations_are_noticed(saved):
-    good = saved.read_bytes()
-    for length in [*range(12), *range(12, len(good), 7), len(good) - 1]:
-        saved.write_bytes(good[:length])
-        with pytest.raises(DataError, match="truncated or corrupt|empty or truncated"):
-            Encoded.load(saved)
-    saved.write_bytes(good + b"\0")
-    with pytest.raises(DataError, match="bytes of tensors, the header says"):
-        Encoded.load(saved)
-
-
-def rewrite(path, edit, seal=True):
-    """Change the header and the bytes of a file, its checksum made right again."""
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header, payload = json.loads(content[8 : 8 + length]), content[8 + length :]
-    payload = edit(header, payload) or payload
-    if seal:
-        metadata = header["__metadata__"]
-        metadata.pop("crc32", None)
-        table = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        start = zlib.crc32(json.dumps([table, metadata], sort_keys=True).encode())
-        metadata["crc32"] = f"{zlib.crc32(payload, start):08x}"
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + payload)
-
-
-def set_metadata(key, value):
-    return lambda header, payload: header["__metadata__"].__setitem__(key, value)
-
-
-def set_entry(name, key, value):
-    return lambda header, payload: header[name].__setitem__(key, value)
-
-
-@pytest.mark.parametrize(
-    ("edit", "error", "message"),
-    [
-        (set_metadata("fmtsim", "2"), DataError, "layout '2'; this version of fmtsim reads layout '1'"),
-        (lambda header, _: header["__metadata__"].pop("fmtsim") and None, DataError,
-         "layout None; this version of fmtsim reads layout '1'"),
-        (set_metadata("format", "nvfp4"), DataError,
-         "the metadata is not that of an encoded tensor: not the JSON of a format: "),
-        (set_metadata("format", '{"kind": "posit"}'), DataError,
-         "the metadata is not that of an encoded tensor: kind='posit' is not a kind of format; "),
-        (lambda header, _: header["__metadata__"].pop("shape") and None, DataError,
-         "the metadata is not that of an encoded tensor: 'shape'"),
-        (set_metadata("shape", "[2, -16]"), DataError, "shape '[2, -16]' in the metadata; expected a list of sizes"),
-        (set_metadata("dim", "0"), DataError, "dim 0 in the metadata; expected -2 to -1"),
-        (set_metadata("dim", "x"), DataError, "the metadata is not that of an encoded tensor: invalid literal"),
-        (set_metadata("shape", "[2, 32]"), CodeError,
-         "tensor 'codes' is F4 [2, 16]; nvfp4 of shape (2, 32), dim -1 expects F4 [2, 32]"),
-        (set_metadata("dim", "-2"), CodeError, "tensor 'codes' is F4 [2, 16]; nvfp4 of shape (2, 16), dim -2 expects "
-         "F4 [16, 2]"),
-        (set_entry("codes", "dtype", "F8_E5M2"), DataError, "tensor 'codes' has 16 bytes; F8_E5M2 [2, 16] takes 32"),
-        (set_entry("codes", "dtype", "F3"), DataError, "tensor 'codes' has dtype 'F3'; expected one of F64, "),
-        (set_entry("scales", "dtype", "U8"), CodeError,
-         "tensor 'scales' is U8 [2, 1]; nvfp4 of shape (2, 16), dim -1 expects F8_E4M3 [2, 1]"),
-        (set_entry("scales", "shape", "[2]"), DataError, "the header's entry for 'scales' is malformed; it is corrupt"),
-        (lambda header, _: header.__setitem__("more", dict(header["codes"])), CodeError,
-         "nvfp4 has tensors codes, scales, tensor_scale; found codes, more, scales, tensor_scale"),
-        (lambda header, _: header.pop("scales") and None, CodeError,
-         "nvfp4 has tensors codes, scales, tensor_scale; found codes, tensor_scale"),
-    ],
-)  # fmt: skip
-def test_files_whose_words_are_wrong(saved, edit, error, message):
-    rewrite(saved, edit)
-    with pytest.raises(error, match=f"^{re.escape(f'{saved}: {message}')}"):
-        Encoded.load(saved)
-
-
-def test_scale_codes_that_no_scale_has(saved):
-    def negative(header, payload):
-        start = header["scales"]["data_offsets"][0]
-        return payload[:start] + b"\x81" + payload[start + 1 :]
-
-    rewrite(saved, negative)
-    with pytest.raises(
-        CodeError, match=f"^{re.escape(str(saved))}: code 129 is not that of a scale in e4m3; expected 0 to 126$"
-    ):
-        Encoded.load(saved)
-
-
-def test_codes_in_a_file_beyond_a_codebook(tmp_path):
-    path = tmp_path / "x"
-    Encoded.from_parts(ops.EncodedParts(torch.tensor([0, 2], dtype=torch.uint8)), THREE, (2,)).save(path)
-    rewrite(path, lambda header, payload: b"\x0c")
-    with pytest.raises(CodeError, match=f"^{re.escape(str(path))}: code 3 is outside three .0 to 2.$"):
-        Encoded.load(path)
-
-
-def test_files_of_others(tmp_path, saved):
-    from safetensors.torch import save_file
-
-    path = tmp_path / "other"
-    save_file({"codes": torch.zeros(2)}, path)
-    with pytest.raises(DataError, match="other: the header has no metadata; expected a file that Encoded.save wrote$"):
-        Encoded.load(path)
-    save_file({"codes": torch.zeros(2)}, path, metadata={"format": "pt"})
-    with pytest.raises(DataError, match="other: the metadata has no 'crc32'; expected a file that Encoded.save wrote$"):
-        Encoded.load(path)
-    path.write_bytes(b"PK\x03\x04 a zip file, not safetensors")
-    with pytest.raises(
-        DataError, match="other: a header of [0-9]+ bytes is announced, 24 follow; it is truncated or corrupt$"
-    ):
-        Encoded.load(path)
-    path.write_bytes((2).to_bytes(8, "little") + b"[]")
-    with pytest.raises(DataError, match="other: the header is a list, expected a JSON object; it is corrupt$"):
-        Encoded.load(path)
-    path.write_bytes((2).to_bytes(8, "little") + b"{,")
-    with pytest.raises(DataError, match="other: the header is not JSON .*; it is corrupt$"):
-        Encoded.load(path)
-    path.write_bytes(b"")
-    with pytest.raises(DataError, match="other: 0 bytes are too few for a safetensors file; it is empty or truncated$"):
-        Encoded.load(path)
-    with pytest.raises(DataError, match="^cannot read .*missing: No such file or directory$"):
-        Encoded.load(tmp_path / "missing")
-    rewrite(saved, set_metadata("dim", "-2"), seal=False)
-    with pytest.raises(
-        DataError, match="the checksum is [0-9a-f]{8}, the file says [0-9a-f]{8}; it is corrupt, write it again$"
-    ):
-        Encoded.load(saved)
-
-
-def test_saving_leaves_the_old_file_or_the_new_one(saved, monkeypatch):
-    good = saved.read_bytes()
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tensor_file.os, "fsync", full)
-    with pytest.raises(DataError, match="^cannot write .*x.safetensors: No space left on device; choose a folder that exists and has room$"):  # fmt: skip
-        make("mxfp4").save(saved)
-    assert saved.read_bytes() == good and os.listdir(saved.parent) == [saved.name]
-
-
-def test_saving_to_a_folder_that_does_not_exist(tmp_path):
-    with pytest.raises(
-        DataError, match="^cannot write .*nowhere/x: No such file or directory; choose a folder that exists"
-    ):
-        make("mxfp4").save(tmp_path / "nowhere" / "x")
-
-
-def test_saved_files_have_ordinary_permissions(saved):
-    mask = os.umask(0o022)
-    os.umask(mask)
-    assert stat.S_IMODE(os.stat(saved).st_mode) == 0o666 & ~mask
-
-
-def test_a_format_that_is_not_registered_travels_with_its_file(tmp_path):
-    fmt = FloatFormat(name="e3m1b9", exponent_bits=3, mantissa_bits=1, bias=9, nan="none", infinities=False)
-    Encoded.from_parts(make_parts(fmt, (2, 5)), fmt, (2, 5)).save(tmp_path / "x")
-    assert Encoded.load(tmp_path / "x").format == fmt
-    with pytest.raises(FormatError):
-        get_format("e3m1b9")
 
 
 def test_errors_share_a_base():

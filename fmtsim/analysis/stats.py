@@ -1,10 +1,12 @@
 """How much of a tensor a format lost: underflow, saturation, signal-to-noise ratio and where its exponents lie."""
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
@@ -43,8 +45,8 @@ class OperandStats:
     amax: float = 0.0
     signal: float = 0.0
     noise: float = 0.0
-    exponents: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.int64))
-    scaled_exponents: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.int64))
+    exponents: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.int64), repr=False)
+    scaled_exponents: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.int64), repr=False)
     window: tuple[float, float] | None = None
 
     @property
@@ -68,28 +70,32 @@ class OperandStats:
         return -math.inf if math.isinf(self.noise) else 10.0 * math.log10(self.signal / self.noise)
 
     def add(self, x: Tensor, q: Tensor, fmt: Format | None, dim: int = -1) -> "OperandStats":
-        """Count a tensor, its quantised values and the format they are in; return self."""
-        x, q = x.detach().double(), q.detach().double()
-        finite = x.isfinite()
-        kept = x[finite]
-        errors = kept - q[finite]
+        """Count a tensor, its quantised values and the format they are in (None for high precision); return self."""
+        x, q = _plain(x), _plain(q)
         self.format = "high precision" if fmt is None else fmt.name
         self.elements += x.numel()
-        self.nonfinite += x.numel() - kept.numel()
-        self.nonzero += int((kept != 0).sum())
-        self.underflowed += int(((kept != 0) & (q[finite] == 0)).sum())
-        self.amax = max(self.amax, float(kept.abs().max()) if kept.numel() else 0.0)
-        self.signal += float(kept.square().sum())
-        self.noise += float(errors.square().sum()) if bool(errors.isfinite().all()) else math.inf
-        self.exponents += _exponents(kept)
+        if x.numel() == 0:
+            return self
+        x, q, strange = _finite(x, q)
+        nonzero = int(torch.count_nonzero(x))
+        self.nonfinite += strange
+        self.nonzero += nonzero
+        # Zero stays zero wherever a format has one, and where it has none no result is zero.
+        self.underflowed += max(0, nonzero - int(torch.count_nonzero(q)))
+        self.amax = max(self.amax, float(x.abs().amax()))
+        self.signal += _squares(x)
+        noise = _squares(x - q)
+        self.noise += noise if math.isfinite(noise) else math.inf
+        counts = _exponents(x)
+        self.exponents += counts
         if fmt is None or isinstance(fmt, LogTileFormat) or (isinstance(fmt, BlockFormat) and fmt.zero_point):
-            self.scaled_exponents += _exponents(kept)  # such a grid is laid over its block's range: nothing lies beyond
+            self.scaled_exponents += counts  # such a grid is laid over its block's range: nothing lies beyond
             return self
         element = fmt.element if isinstance(fmt, BlockFormat) else fmt
-        scaled = kept / element_scales(x, fmt, dim)[finite] if isinstance(fmt, BlockFormat) else kept
+        scaled = _divided(x, fmt, dim) if isinstance(fmt, BlockFormat) else x
         low, high = _limits(element)
-        self.saturated += int(((scaled > high) | (scaled < low)).sum())
-        self.scaled_exponents += _exponents(scaled)
+        self.saturated += int(torch.count_nonzero(scaled > high)) + int(torch.count_nonzero(scaled < low))
+        self.scaled_exponents += counts if scaled is x else _exponents(scaled)
         self.window = (_smallest(element), element.max)
         return self
 
@@ -119,20 +125,47 @@ class OperandStats:
         }
 
 
-def element_scales(x: Tensor, fmt: BlockFormat, dim: int = -1) -> Tensor:
-    """Return the scale that each element of x gets under a block format, float64, in x's shape."""
-    parts = encode(x, fmt, dim=dim, pad=True).parts()
-    if parts.scales is None or x.numel() == 0:
-        return torch.ones(x.shape, dtype=torch.float64, device=x.device)
+def block_scales(x: Tensor, fmt: BlockFormat, dim: int = -1) -> Tensor:
+    """Return the scale of each block of x, float64 ``[outer_blocks, inner_blocks]``, zero points left aside.
+
+    Scales follow from the largest magnitudes alone, so those are encoded in the place of whole blocks.
+    """
+    largest = _blocks(x.abs(), fmt, dim).amax((1, 3))
+    parts = encode(largest, dataclasses.replace(fmt, block=(1, 1)), dim=-1).parts()
+    scales = torch.ones_like(largest) if parts.scales is None else parts.scales
+    scales = scales.double()
+    return scales if parts.tensor_scale is None else scales * parts.tensor_scale.double()
+
+
+def _divided(x: Tensor, fmt: BlockFormat, dim: int) -> Tensor:
+    scales = block_scales(x, fmt, dim)
+    return _blocks(x, fmt, dim) / scales.to(x.dtype)[:, None, :, None]
+
+
+def _blocks(x: Tensor, fmt: BlockFormat, dim: int) -> Tensor:
+    """Return the operand matrix of docs/semantics.md, section 4, padded with zeros, as [blocks, rows, blocks, columns]."""
     moved = x.movedim(dim, -1) if x.dim() else x.reshape(1)
-    inner = moved.shape[-1]
-    outer = x.numel() // inner
-    scales = parts.scales.double()
-    if parts.tensor_scale is not None:
-        scales = scales * parts.tensor_scale.double()
-    for axis, (size, extent) in enumerate(zip(fmt.block, (outer, inner), strict=True)):
-        scales = scales.repeat_interleave(extent if size is None else size, dim=axis).narrow(axis, 0, extent)
-    return scales.reshape(moved.shape).movedim(-1, dim) if x.dim() else scales.reshape(())
+    matrix = moved.reshape(-1, moved.shape[-1])
+    rows, columns = (size or extent for size, extent in zip(fmt.block, matrix.shape, strict=True))
+    matrix = F.pad(matrix, (0, -matrix.shape[1] % columns, 0, -matrix.shape[0] % rows))
+    return matrix.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.detach() if x.dtype == torch.float64 else x.detach().float()
+
+
+def _finite(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return both tensors with zeros where x is not finite, and the number of those places."""
+    if bool(x.abs().amax().isfinite()):
+        return x, q.to(x.dtype), 0
+    kept = x.isfinite()
+    zero = x.new_zeros(())
+    return torch.where(kept, x, zero), torch.where(kept, q.to(x.dtype), zero), int((~kept).sum())
+
+
+def _squares(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
 
 
 def _limits(element: ElementFormat) -> tuple[float, float]:
@@ -156,6 +189,16 @@ def _smallest(element: ElementFormat) -> float:
 
 
 def _exponents(x: Tensor) -> Tensor:
-    powers = torch.frexp(x[(x != 0) & x.isfinite()]).exponent.long() - 1  # a scale of 0 or NaN leaves no exponent
+    """Count the exponents of a float32 or float64 tensor without NaN; zeros and infinities have none."""
+    counts = torch.zeros(_BINS, dtype=torch.int64)
+    if x.dtype == torch.float32:
+        # bits: s eeeeeeee mmm...; field e stands for exponent e - 127, field 0 for zero and subnormals.
+        fields = torch.bincount((x.contiguous().view(torch.int32).flatten() >> 23) & 0xFF, minlength=256).cpu()
+        first = -126 - LOWEST_EXPONENT
+        counts[first : first + 254] += fields[1:255]
+        if int(fields[0]) == x.numel() - int(torch.count_nonzero(x)):
+            return counts
+        x = x[x.abs() < torch.finfo(torch.float32).smallest_normal]
+    powers = torch.frexp(x[(x != 0) & x.isfinite()].double()).exponent.long() - 1
     bins = powers.clamp(LOWEST_EXPONENT, HIGHEST_EXPONENT) - LOWEST_EXPONENT
-    return torch.bincount(bins, minlength=_BINS).cpu()
+    return counts + torch.bincount(bins, minlength=_BINS).cpu()

@@ -12,7 +12,7 @@ from numpy import float32, float64, int32, int64, uint64
 
 from fmtsim.cpu.jit import bits32, device, float32_of, kernel
 from fmtsim.cpu.scalar import nearest_bits, nearest_magic
-from fmtsim.cpu.scales import AMAX, CEIL, DIVIDE, ENCODE, EVEN, FLT_MAX, RCEIL, TWO_LEVEL
+from fmtsim.cpu.scales import CEIL, DIVIDE, ENCODE, EVEN, FLT_MAX, RCEIL, TWO_LEVEL
 
 _MAGNITUDE = int32(0x7FFFFFFF)
 _EXPONENT = int32(0x7F800000)
@@ -173,41 +173,61 @@ def _divided_block(x, y, first, last, scale, divisor, g):
         y[i] = float32(value * scale)
 
 
+@device
+def _bounds(group, shape, layout):
+    """Return the rows and columns of a group of blocks."""
+    width = layout.inner * layout.group
+    across = (shape[1] + width - 1) // width
+    r0, k0 = (group // across) * layout.outer, (group % across) * width
+    return r0, min(r0 + layout.outer, shape[0]), k0, min(k0 + width, shape[1])
+
+
+@device
+def _amaxes(x, r0, r1, k0, k1, layout, amaxes):
+    amaxes[:] = max(layout.preset, int32(0))
+    if layout.preset < int32(0):
+        for r in range(r0, r1):
+            _raise_amaxes(x[r, k0:k1], layout.inner, amaxes)
+
+
 @kernel
-def quantize_groups(x, y, g, p, sg, layout, start, stop):
-    """Quantise the groups ``start ... stop - 1`` of matrix x into y; return the first group not done, or stop."""
-    rows, columns = x.shape
+def quantize_binary(x, y, g, p, layout, start, stop):
+    """Quantise groups ``start ... stop - 1`` under power-of-two scales; return the first one not done, or stop."""
     inner = layout.inner
-    width = inner * layout.group
-    across = (columns + width - 1) // width
     amaxes, shifts = np.empty(layout.group, np.int32), np.empty(layout.group, np.int32)
+    for group in range(start, stop):
+        r0, r1, k0, k1 = _bounds(group, x.shape, layout)
+        count = (k1 - k0 + inner - 1) // inner
+        _amaxes(x, r0, r1, k0, k1, layout, amaxes)
+        if _binary_scales(amaxes, shifts, count, g, p, layout):
+            return int64(group)
+        for r in range(r0, r1):
+            xs, ys = x[r, k0:k1], y[r, k0:k1]
+            for b in range(count):
+                _binary_block(xs, ys, b * inner, min((b + 1) * inner, k1 - k0), shifts[b], g)
+    return int64(stop)
+
+
+@kernel
+def quantize_real(x, y, g, p, sg, layout, start, stop):
+    """Quantise groups ``start ... stop - 1`` under real scales; return the first one not done, or stop."""
+    inner = layout.inner
+    amaxes = np.empty(layout.group, np.int32)
     scales, factors = np.empty(layout.group, np.float32), np.empty(layout.group, np.float32)
     for group in range(start, stop):
-        r0, k0 = (group // across) * layout.outer, (group % across) * width
-        r1, k1 = min(r0 + layout.outer, rows), min(k0 + width, columns)
+        r0, r1, k0, k1 = _bounds(group, x.shape, layout)
         count = (k1 - k0 + inner - 1) // inner
-        amaxes[:] = max(layout.preset, int32(0))
-        if layout.preset < int32(0):
-            for r in range(r0, r1):
-                _raise_amaxes(x[r, k0:k1], inner, amaxes)
-        if p.rule == AMAX:
-            if _real_scales(amaxes, scales, factors, count, p, sg):
-                return int64(group)
-            for r in range(r0, r1):
-                xs, ys = x[r, k0:k1], y[r, k0:k1]
-                for b in range(count):
-                    last = min((b + 1) * inner, k1 - k0)
-                    if p.arithmetic == DIVIDE:
-                        _divided_block(xs, ys, b * inner, last, scales[b], factors[b], g)
-                    else:
-                        _real_block(xs, ys, b * inner, last, scales[b], factors[b], p, g)
-        else:
-            if _binary_scales(amaxes, shifts, count, g, p, layout):
-                return int64(group)
-            for r in range(r0, r1):
-                xs, ys = x[r, k0:k1], y[r, k0:k1]
-                for b in range(count):
-                    _binary_block(xs, ys, b * inner, min((b + 1) * inner, k1 - k0), shifts[b], g)
+        _amaxes(x, r0, r1, k0, k1, layout, amaxes)
+        if _real_scales(amaxes, scales, factors, count, p, sg):
+            return int64(group)
+        for r in range(r0, r1):
+            xs, ys = x[r, k0:k1], y[r, k0:k1]
+            for b in range(count):
+                last = min((b + 1) * inner, k1 - k0)
+                if p.arithmetic == DIVIDE:
+                    _divided_block(xs, ys, b * inner, last, scales[b], factors[b], g)
+                else:
+                    _real_block(xs, ys, b * inner, last, scales[b], factors[b], p, g)
     return int64(stop)
 
 

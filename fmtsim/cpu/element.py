@@ -8,7 +8,7 @@ import numpy as np
 from numpy import float64, int64
 
 from fmtsim.cpu.grid import overflow_values, shape_of
-from fmtsim.cpu.jit import bits64, device, float64_of
+from fmtsim.cpu.jit import bits64, device, float64_of, subroutine
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.rounding.modes import MODES, Rounding
 
@@ -306,7 +306,7 @@ def _table_rank(value, word, negative, e, tables):
     return rank + 1 if upper else rank
 
 
-@device
+@subroutine
 def cast_value(value, word, e, tables):
     """Return the value of the format to which a float64 rounds, and the rank in the table where there is one."""
     if value != value:
@@ -325,7 +325,7 @@ def cast_value(value, word, e, tables):
     return (-tables.values[rank] if negative else tables.values[rank]), int64(rank)
 
 
-@device
+@subroutine
 def code_of(value, rank, e, tables):
     """Return the code of a value that ``cast_value`` gave."""
     negative = bits64(value) < 0

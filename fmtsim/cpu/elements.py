@@ -44,7 +44,7 @@ def encode_elements(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedP
 
     def part(start: int, stop: int) -> None:
         piece = source[start:stop].numpy()
-        general.cast_flat(piece, piece[:0], codes[start:stop].numpy(), True, element, tables, draw, words, start)
+        general.encode_flat(piece, codes[start:stop].numpy(), element, tables, draw, words, start)
 
     pool.run(part, source.numel(), align=64)
     return EncodedParts(codes.view(x.shape))
@@ -94,9 +94,8 @@ def _fast(spec: CastSpec, random: Random, source: torch.Tensor, target: torch.Te
 def _general(spec: CastSpec, random: Random):  # type: ignore[no-untyped-def]
     element, tables = element_of(spec.format, spec.rounding, spec.overflow), tables_of(spec.format)  # type: ignore[arg-type]
     draw, words = draw_of(spec.rounding, random), flat_words(random)
-    no_codes = torch.empty(0, dtype=torch.uint8).numpy()
 
     def cast(piece: torch.Tensor, result: torch.Tensor, start: int) -> None:
-        general.cast_flat(piece.numpy(), result.numpy(), no_codes, False, element, tables, draw, words, start)
+        general.quantize_flat(piece.numpy(), result.numpy(), element, tables, draw, words, start)
 
     return cast

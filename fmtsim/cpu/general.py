@@ -8,7 +8,7 @@ from numpy import float32, float64, int64
 from fmtsim.cpu.element import cast_value, code_of, power_of_two, scale_by
 from fmtsim.cpu.jit import device, kernel
 from fmtsim.cpu.philox import integer_at
-from fmtsim.cpu.scales import AMAX, DIVIDE, FLT_MAX, TWO_LEVEL, real_scale, scale_exponent
+from fmtsim.cpu.scales import AMAX, DIVIDE, FLT_MAX, real_scale, scale_exponent
 
 
 class Draw(NamedTuple):
@@ -57,14 +57,18 @@ def _word(index, e, draw, words):
 
 
 @kernel
-def cast_flat(x, y, codes, encode, e, tables, draw, words, start):
-    """Cast x, elements ``start ...`` of a tensor, into values y or codes."""
+def quantize_flat(x, y, e, tables, draw, words, start):
+    """Round x, elements ``start ...`` of a tensor, into y."""
+    for i in range(x.size):
+        y[i] = cast_value(float64(x[i]), _word(start + i, e, draw, words), e, tables)[0]
+
+
+@kernel
+def encode_flat(x, codes, e, tables, draw, words, start):
+    """Round x, elements ``start ...`` of a tensor, into codes."""
     for i in range(x.size):
         value, rank = cast_value(float64(x[i]), _word(start + i, e, draw, words), e, tables)
-        if encode:
-            codes[i] = code_of(value, rank, e, tables)
-        else:
-            y[i] = value
+        codes[i] = code_of(value, rank, e, tables)
 
 
 @device
@@ -92,7 +96,7 @@ def _statistics(x, r0, r1, k0, k1):
 
 @kernel
 def cast_blocks(x, y, codes, scales, offsets, encode, e, tables, p, se, st, view, draw, words, start, stop):
-    """Cast the blocks ``start ... stop - 1`` (row-major over the grid of blocks) of a matrix."""
+    """Cast the blocks ``start ... stop - 1`` (row-major over the grid of blocks) of a matrix into values or codes."""
     rows, columns = x.shape
     across = (columns + view.inner - 1) // view.inner
     for block in range(start, stop):
@@ -102,74 +106,46 @@ def cast_blocks(x, y, codes, scales, offsets, encode, e, tables, p, se, st, view
         if view.preset >= 0.0:
             amax, has_nan = view.preset, view.preset_nan
         spoiled = has_nan and not p.element_has_nan
+        exponent, zero, factor = int64(0), float64(0), float32(1)
         if view.zero_point:
-            scale, offset = _affine(x, y, codes, r0, r1, k0, k1, low, high, spoiled, encode, e, tables, view, draw, words)
-            offsets[r0 // view.outer, k0 // view.inner] = offset
+            scale, zero, factor = _affine(low, high, view)
         elif p.rule == AMAX:
-            scale = _real_block(x, y, codes, r0, r1, k0, k1, amax, spoiled, encode, e, tables, p, se, st, view, draw, words)
+            scale, factor = real_scale(amax, p, se, st)
         else:
-            scale = _binary_block(x, y, codes, r0, r1, k0, k1, amax, spoiled, encode, e, tables, p, view, draw, words)
+            exponent = scale_exponent(amax, p)
+            scale = float32(power_of_two(exponent))
         if encode:
-            scales[r0 // view.outer, k0 // view.inner] = scale
+            scales[r0 // view.outer, k0 // view.inner] = np.nan if spoiled else scale
+            offsets[r0 // view.outer, k0 // view.inner] = int64(zero)
+        for r in range(r0, r1):
+            for k in range(k0, k1):
+                word = _word(_index(view.first + r, k, view), e, draw, words)
+                value, rank = cast_value(_scaled(x, r, k, exponent, factor, p), word, e, tables)
+                if view.zero_point:
+                    value = view.levels - zero if x[r, k] != x[r, k] else min(max(value, -zero), view.levels - zero)
+                if encode:
+                    codes[r, k] = int64(value + zero) if view.zero_point else code_of(value, rank, e, tables)
+                else:
+                    result = value * float64(scale) * float64(p.decode_scale)
+                    y[r, k] = np.nan if spoiled or result != result else result
 
 
 @device
-def _real_block(x, y, codes, r0, r1, k0, k1, amax, spoiled, encode, e, tables, p, se, st, view, draw, words):
-    scale, factor = real_scale(amax, p, se, st)
-    factor = x.dtype.type(factor)  # the product below is taken in the precision of x
-    decode_scale = float64(scale)
-    for r in range(r0, r1):
-        for k in range(k0, k1):
-            scaled = x[r, k] / factor if p.arithmetic == DIVIDE else x[r, k] * factor
-            word = _word(_index(view.first + r, k, view), e, draw, words)
-            value, rank = cast_value(float64(scaled), word, e, tables)
-            if encode:
-                codes[r, k] = code_of(value, rank, e, tables)
-            elif spoiled:
-                y[r, k] = np.nan
-            else:
-                result = value * decode_scale
-                if p.arithmetic == TWO_LEVEL:
-                    result *= float64(p.decode_scale)
-                y[r, k] = result if result == result else np.nan  # Inf times a scale of 0 has no sign to keep
-    return float32(np.nan) if spoiled else scale
+def _scaled(x, r, k, exponent, factor, p):
+    """Return an element over its scale: exactly for powers of two, else as float arithmetic in x's precision has it."""
+    if p.rule != AMAX:
+        return scale_by(float64(x[r, k]), -exponent)
+    factor = x.dtype.type(factor)
+    return float64(x[r, k] / factor if p.arithmetic == DIVIDE else x[r, k] * factor)
 
 
 @device
-def _binary_block(x, y, codes, r0, r1, k0, k1, amax, spoiled, encode, e, tables, p, view, draw, words):
-    exponent = scale_exponent(amax, p)
-    for r in range(r0, r1):
-        for k in range(k0, k1):
-            word = _word(_index(view.first + r, k, view), e, draw, words)
-            value, rank = cast_value(scale_by(float64(x[r, k]), -exponent), word, e, tables)
-            if encode:
-                codes[r, k] = code_of(value, rank, e, tables)
-            elif spoiled:
-                y[r, k] = np.nan
-            else:
-                y[r, k] = value * power_of_two(exponent)
-    return float32(np.nan) if spoiled else float32(power_of_two(exponent))
-
-
-@device
-def _affine(x, y, codes, r0, r1, k0, k1, low, high, spoiled, encode, e, tables, view, draw, words):
-    """Cast a block with a zero point: ``e`` rounds to signed integers, ``view.levels`` is the largest code."""
+def _affine(low, high, view):
+    """Return scale, zero point and factor of a block with a zero point; ``view.levels`` is the largest code."""
     lowest, highest = max(float32(low), -FLT_MAX), min(float32(high), FLT_MAX)
     extent = min(float32(highest - lowest), FLT_MAX)
     scale = float32(1)
     if extent > float32(0):
         scale = max(float32(extent / float32(view.levels)), float32(1.1754943508222875e-38))
     zero = min(max(np.rint(float64(float32(-lowest / scale))), 0.0), float64(view.levels))
-    factor = x.dtype.type(min(float32(float32(1) / scale), FLT_MAX))
-    for r in range(r0, r1):
-        for k in range(k0, k1):
-            word = _word(_index(view.first + r, k, view), e, draw, words)
-            value, _ = cast_value(float64(x[r, k] * factor), word, e, tables)
-            code = float64(view.levels) if x[r, k] != x[r, k] else min(max(value + zero, 0.0), float64(view.levels))
-            if encode:
-                codes[r, k] = int64(code)
-            elif spoiled:
-                y[r, k] = np.nan
-            else:
-                y[r, k] = (code - zero) * float64(scale)
-    return float32(np.nan) if spoiled else scale, int64(zero)
+    return scale, zero, min(float32(float32(1) / scale), FLT_MAX)

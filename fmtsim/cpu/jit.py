@@ -87,6 +87,11 @@ def device(function: Callable) -> Callable:
     return numba.njit(nogil=True, error_model="numpy", forceinline=True)(function)
 
 
+def subroutine(function: Callable) -> Callable:
+    """Compile a helper that kernels call: long branching code, whose copies would cost more to compile than to call."""
+    return numba.njit(nogil=True, error_model="numpy")(function)
+
+
 def _bitcast(source: types.Type, target: types.Type, llvm: ir.Type) -> Callable:
     @intrinsic
     def cast(typing_context, value):  # type: ignore[no-untyped-def]

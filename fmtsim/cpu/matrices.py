@@ -10,7 +10,7 @@ from fmtsim.cpu import blocks, general, pool
 from fmtsim.cpu.element import Element, Tables, element_of, tables_of
 from fmtsim.cpu.general import Draw, View
 from fmtsim.cpu.grid import Grid, grid_of
-from fmtsim.cpu.scales import Scaling, scale_rounding, scaling_of
+from fmtsim.cpu.scales import AMAX, Scaling, scale_rounding, scaling_of
 from fmtsim.cpu.words import draw_of, flat_words
 from fmtsim.formats.block import FP32, BlockFormat
 from fmtsim.formats.spec import IntFormat
@@ -170,8 +170,13 @@ def _fast(matrix: torch.Tensor, target: torch.Tensor, job: _Job, grid: Grid, sca
     x, y = matrix.numpy(), target.numpy()
     no_codes, no_scales, no_offsets = np.empty((0, 0), np.uint8), np.empty((0, 0), np.float32), np.empty((0, 0), np.int32)
 
+    def quantize(start: int, stop: int) -> int:
+        if job.scaling.rule == AMAX:
+            return blocks.quantize_real(x, y, grid, job.scaling, scale_grid, layout, start, stop)
+        return blocks.quantize_binary(x, y, grid, job.scaling, layout, start, stop)
+
     def part(start: int, stop: int) -> None:
-        while (start := blocks.quantize_groups(x, y, grid, job.scaling, scale_grid, layout, start, stop)) < stop:
+        while (start := quantize(start, stop)) < stop:
             first = (start // across) * across_blocks + (start % across) * group
             last = (start // across) * across_blocks + min((start % across + 1) * group, across_blocks)
             general.cast_blocks(

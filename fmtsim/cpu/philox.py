@@ -5,7 +5,7 @@ The rounds are written out: as a loop the compiler keeps the state in memory and
 
 from numpy import int64, uint32, uint64
 
-from fmtsim.cpu.jit import device
+from fmtsim.cpu.jit import device, subroutine
 
 _M0, _M1 = uint64(0xD2511F53), uint64(0xCD9E8D57)
 _W0, _W1 = uint32(0x9E3779B9), uint32(0xBB67AE85)
@@ -58,34 +58,25 @@ def fill64(words, block, o0, o1, k0, k1):
 
 
 @device
-def word_at(index, o0, o1, k0, k1):
-    """Return the word of one element."""
-    i = uint64(index)
-    w0, w1, w2, w3 = philox((i >> uint64(6)) * uint64(16) + (i & uint64(15)), o0, o1, k0, k1)
-    lane = (i >> uint64(4)) & uint64(3)
-    if lane == uint64(0):
-        return w0
-    if lane == uint64(1):
-        return w1
-    return w2 if lane == uint64(2) else w3
-
-
-@device
 def _reverse_byte(byte):
     byte = ((byte & 0x0F) << 4) | (byte >> 4)
     byte = ((byte & 0x33) << 2) | ((byte >> 2) & 0x33)
     return ((byte & 0x55) << 1) | ((byte >> 1) & 0x55)
 
 
-@device
+@subroutine
 def integer_at(index, random_bits, shared, o0, o1, k0, k1):
     """Return the random integer of one element: ``random_bits`` wide, in ``cvt.rs`` order where ``shared``."""
+    place = uint64(index)
+    if shared:
+        place = place >> uint64(2 if random_bits == 8 else 1)
+    w0, w1, w2, w3 = philox((place >> uint64(6)) * uint64(16) + (place & uint64(15)), o0, o1, k0, k1)
+    lane = int64((place >> uint64(4)) & uint64(3))
+    word = int64(w0 if lane == 0 else w1 if lane == 1 else w2 if lane == 2 else w3)
     if not shared:
-        return int64(word_at(index, o0, o1, k0, k1)) >> (32 - random_bits)
+        return word >> (32 - random_bits)
     if random_bits == 8:
-        word = int64(word_at(index >> 2, o0, o1, k0, k1))
         lane = index & 3
         byte = (word >> (8 if lane == 0 else 0 if lane == 1 else 24 if lane == 2 else 16)) & 0xFF
         return _reverse_byte(byte) if lane & 1 else byte
-    word = int64(word_at(index >> 1, o0, o1, k0, k1))
     return (word >> (16 * (index & 1))) & ((1 << random_bits) - 1)

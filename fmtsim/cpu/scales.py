@@ -6,7 +6,7 @@ import numpy as np
 from numpy import float32, float64, int64
 
 from fmtsim.cpu.element import cast_value, element_of, floor_log2, power_of_two, tables_of
-from fmtsim.cpu.jit import bits64, device, float64_of
+from fmtsim.cpu.jit import bits64, device, float64_of, subroutine
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.rounding.modes import Rounding
@@ -69,7 +69,7 @@ def scale_rounding(fmt: BlockFormat):  # type: ignore[no-untyped-def]
     return element_of(fmt.scale, Rounding(), "saturate"), tables_of(fmt.scale)
 
 
-@device
+@subroutine
 def scale_exponent(amax, p):
     """Return the exponent of a power-of-two scale from a finite float64 amax."""
     if amax == 0.0:
@@ -110,7 +110,7 @@ def _to_scale_format(scale, p, scale_element, scale_tables):
     return float32(cast_value(float64(scale), int64(0), scale_element, scale_tables)[0])
 
 
-@device
+@subroutine
 def real_scale(amax, p, scale_element, scale_tables):
     """Return the scale, and what elements are multiplied with (divided by, under DIVIDE), both float32."""
     a = min(float32(amax), FLT_MAX)

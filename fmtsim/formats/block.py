@@ -76,6 +76,8 @@ class BlockFormat:
             raise FormatError(f"format {self.name!r}: scale format {self.scale.name} is not supported; choose fp32, bf16, fp16 or one of 8 bits or fewer")  # fmt: skip
         if self.tensor_scale and (self.scale_rule != "amax" or self.arithmetic != "encode"):
             raise FormatError(f"format {self.name!r}: tensor_scale=True needs scale_rule='amax' and arithmetic='encode'")
+        if not self.scale.has_nan:
+            raise FormatError(f"format {self.name!r}: scale format {self.scale.name} has no NaN, which marks spoiled blocks; choose one that has")  # fmt: skip
         if self.zero_point and (not isinstance(self.element, IntFormat) or self.element.signed or self.tensor_scale
                                 or self.scale_rule != "amax" or self.element.fraction_bits or self.scale.name != "fp32"):  # fmt: skip
             raise FormatError(f"format {self.name!r}: zero_point=True needs an unsigned integer element without fraction bits, scale fp32 and scale_rule='amax'")  # fmt: skip
@@ -111,6 +113,11 @@ class BlockFormat:
             f"BlockFormat({self.name!r}: {self.element.name} in blocks of {shape}, "
             f"scale {self.scale.name} by {self.scale_rule}{extra})"
         )
+
+    def _repr_html_(self) -> str:
+        from fmtsim.formats.display import format_html
+
+        return format_html(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +167,11 @@ class LogTileFormat:
     def __repr__(self) -> str:
         shape = "x".join("all" if size is None else str(size) for size in self.block)
         return f"LogTileFormat({self.name!r}: {self.bits} bits, {self.max_code} logarithmic steps a tile of {shape})"
+
+    def _repr_html_(self) -> str:
+        from fmtsim.formats.display import format_html
+
+        return format_html(self)
 
 
 ScaledFormat = BlockFormat | LogTileFormat

@@ -186,6 +186,11 @@ class FloatFormat:
             f"{'Inf' if self.infinities else 'no Inf'}, {specials}, overflow {self.default_overflow})"
         )
 
+    def _repr_html_(self) -> str:
+        from fmtsim.formats.display import format_html
+
+        return format_html(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntFormat:
@@ -279,6 +284,11 @@ class IntFormat:
         grid = " half-offset" if self.half_offset else ""
         return f"IntFormat({self.name!r}: {self.bits} bits,{grid} range {self.min:g} to {self.max:g}, step {self.eps:g})"
 
+    def _repr_html_(self) -> str:
+        from fmtsim.formats.display import format_html
+
+        return format_html(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodebookFormat:
@@ -345,6 +355,11 @@ class CodebookFormat:
             f"CodebookFormat({self.name!r}: {self.bits} bits, {len(set(self.values))} values "
             f"from {self.min:g} to {max(self.values):g})"
         )
+
+    def _repr_html_(self) -> str:
+        from fmtsim.formats.display import format_html
+
+        return format_html(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,6 +443,11 @@ class LogFormat:
     def __repr__(self) -> str:
         return f"LogFormat({self.name!r}: {self.bits} bits, {self.gamma} steps an octave, magnitudes 1 to {self.max:g})"
 
+    def _repr_html_(self) -> str:
+        from fmtsim.formats.display import format_html
+
+        return format_html(self)
+
 
 ElementFormat = FloatFormat | IntFormat | CodebookFormat | LogFormat
 
@@ -435,17 +455,22 @@ ElementFormat = FloatFormat | IntFormat | CodebookFormat | LogFormat
 @cache
 def _log_values(gamma: int, count: int, step: int, precision: int) -> tuple[float, ...]:
     """Round ``2**(i * step / (2 * gamma))`` to ``precision`` bits for i below count, by exact integer roots."""
-    fractions = [_root_of_two(rest, 2 * gamma, precision) for rest in range(2 * gamma)]
+    fractions = _roots_of_two(2 * gamma, precision)
     return tuple(math.ldexp(fractions[i * step % (2 * gamma)], i * step // (2 * gamma)) for i in range(count))
 
 
-def _root_of_two(numerator: int, denominator: int, precision: int) -> float:
-    """Round ``2**(numerator / denominator)`` to ``precision`` bits; the denominator is a power of two."""
-    guard = 64  # bits kept below the last place before the one rounding
-    root = 1 << ((precision - 1 + guard) * denominator + numerator)
-    for _ in range(denominator.bit_length() - 1):
-        root = math.isqrt(root)  # floors of square roots nest: the result is the floor of the exact root
-    return math.ldexp(float((root + (1 << (guard - 1))) >> guard), 1 - precision)
+def _roots_of_two(count: int, precision: int) -> list[float]:
+    """Round ``2**(i / count)`` to ``precision`` bits for i below count, a power of two."""
+    guard = 192  # bits below the last place; the floors below lose less than 2 * count units of the last of them
+    point = precision - 1 + guard
+    root = 2 << point
+    for _ in range(count.bit_length() - 1):
+        root = math.isqrt(root << point)
+    value, roots = 1 << point, []
+    for _ in range(count):
+        roots.append(math.ldexp(float((value + (1 << (guard - 1))) >> guard), 1 - precision))
+        value = value * root >> point
+    return roots
 
 
 def _magnitude(fmt: FloatFormat, magnitude: int) -> float:

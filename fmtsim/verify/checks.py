@@ -40,7 +40,7 @@ def _compare_with(
     fmt = spec.format
     assert not isinstance(fmt, BlockFormat | LogTileFormat)
     dtype = result_dtype(fmt, x.dtype)
-    values = torch.tensor([fmt.value(code) + 0.0 * fmt.value(code) for code in codes], dtype=dtype)
+    values = torch.tensor([fmt.value(code) for code in codes], dtype=dtype)
     wanted_codes = torch.tensor(codes, dtype=code_dtype(fmt.bits))
     for name, engine in engines.items():
         if covers(engine, "quantize", spec, x.dtype, dtype):

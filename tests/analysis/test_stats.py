@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from fmtsim.analysis.stats import LOWEST_EXPONENT, OperandStats, element_scales
+from fmtsim.analysis.stats import LOWEST_EXPONENT, OperandStats, block_scales
 from fmtsim.formats.block import scaled
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import IntFormat, LogFormat
 from fmtsim.quantize import encode, quantize
 
 
@@ -28,7 +29,7 @@ def test_counts_by_hand():
 
 def test_noise_ratio_by_hand():
     s = stats_of([1.0, 2.5], "e2m1")  # 2.5 ties to 2
-    assert s.signal == 7.25 and s.noise == 0.25
+    assert (s.signal, s.noise) == (pytest.approx(7.25), pytest.approx(0.25))
     assert s.sqnr_db == pytest.approx(10 * math.log10(29))
     assert stats_of([1.0, 2.0], "e2m1").sqnr_db == math.inf
     assert math.isnan(stats_of([0.0], "e2m1").sqnr_db)
@@ -42,16 +43,15 @@ def test_ratio_of_a_known_format():
     assert s.sqnr_db == pytest.approx(10 * math.log10(float(x.double().square().mean()) * 12 * 64), abs=0.05)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "nvfp4", "int4", "e4m3"])
-@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "nvfp4", "mxint8", "e4m3", "nf4"])
+@pytest.mark.parametrize("dim", [0, 1, -1])
 def test_scales_are_those_of_encode(name, dim):
-    x = torch.randn(20, 70, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 70)
+    x = torch.randn(3, 20, 70, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 70)
     fmt = get_format(name)
-    fmt = scaled(fmt, (8, 16)) if not hasattr(fmt, "block") else fmt
-    scale = element_scales(x, fmt, dim)
-    encoded = encode(x, fmt, dim=dim, pad=True)
-    codes = torch.tensor([fmt.element.value(int(code)) for code in encoded.parts().codes.flatten()]).view(x.shape)
-    assert torch.equal((codes.double() * scale).float(), encoded.decode(out_dtype=torch.float32))
+    fmt = fmt if hasattr(fmt, "block") else scaled(fmt, (8, 16))
+    parts = encode(x, fmt, dim=dim, pad=True).parts()
+    expected = parts.scales.double() * (1.0 if parts.tensor_scale is None else parts.tensor_scale.double())
+    assert torch.equal(block_scales(x, fmt, dim), expected)
 
 
 def test_saturation_is_counted_under_the_scale_of_the_block():
@@ -67,8 +67,25 @@ def test_real_scales_saturate_nothing(name):
     assert stats_of(x, scaled(get_format(name), (1, 16))).saturated == 0
 
 
+@pytest.mark.parametrize("name", ["lns8_g8", "int4_half"])
+def test_formats_without_zero_never_underflow(name):
+    names = {"lns8_g8": LogFormat(name="l", bits=8, gamma=8), "int4_half": IntFormat(name="h", bits=4, symmetric=False, half_offset=True)}  # fmt: skip
+    assert stats_of([0.0, 1e-3, -1e-3, 2.0], names[name]).underflowed == 0
+
+
+def test_exponents_reach_from_subnormals_to_float64():
+    s = stats_of([2.0**-149, 2.0**-127, 2.0**-126, 0.0, -3.0, 2.0**127], "fp32")
+    assert {i + LOWEST_EXPONENT: n for i, n in enumerate(s.exponents.tolist()) if n} == {
+        -149: 1, -127: 1, -126: 1, 1: 1, 127: 1,
+    }  # fmt: skip
+    x = torch.tensor([2.0**-300, 1.0, 2.0**300], dtype=torch.float64)
+    s = OperandStats().add(x, x, None)
+    assert [s.exponents[0], s.exponents[-LOWEST_EXPONENT], s.exponents[-1]] == [1, 1, 1]
+
+
 def test_asymmetric_integers_saturate_on_both_sides():
-    assert stats_of([-128.4, -128.6, 127.4, 127.6, 0.5], "int8").saturated == (3 if get_format("int8").min == -127 else 2)
+    fmt = IntFormat(name="i", bits=8, symmetric=False)
+    assert stats_of([-128.4, -128.6, 127.4, 127.6, 0.5], fmt).saturated == 2
 
 
 def test_high_precision_loses_nothing():

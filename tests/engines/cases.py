@@ -1,12 +1,13 @@
 """Inputs that are hard to round, and the roundings that the tests of oracle and engines walk through."""
 
 import math
+import random
 from functools import cache
 
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, LogFormat
 from fmtsim.rounding.modes import MODES, Rounding
-from fmtsim.rounding.oracle import decode_value
+from fmtsim.rounding.oracle import _log_thresholds, decode_value
 
 DETERMINISTIC = [Rounding(mode=mode) for mode in MODES if mode != "stochastic"]
 STOCHASTIC = [
@@ -58,7 +59,7 @@ def adversarial(fmt: ElementFormat) -> tuple[float, ...]:
     for low, high in zip(values, values[1:], strict=False):
         points.add(low / 2 + high / 2)
     if isinstance(fmt, LogFormat):
-        points |= set(fmt.thresholds[:300])
+        points |= {float(v) for v in _log_thresholds(fmt)[:300]}
     near = {p * (1 + s * 2.0**-e) for p in points for s in (-1, 1) for e in (23,)}
     near |= {low + (high - low) * 0.40625 for low, high in zip(values, values[1:], strict=False)}
     for edge in (values[0], values[-1], min(abs(v) for v in values if v)):
@@ -67,3 +68,38 @@ def adversarial(fmt: ElementFormat) -> tuple[float, ...]:
     near = {v for v in near if math.isfinite(v)}
     ordered = sorted(points | near | {v for v in SPECIALS if v == v and v != 0.0})
     return (0.0, -0.0, math.nan, *(p for p in ordered if p != 0.0))
+
+
+WIDTH = 21
+"""Columns of the matrices below: two full blocks of 8 and a short one of 5."""
+
+
+@cache
+def matrices() -> dict[str, tuple[tuple[float, ...], ...]]:
+    """Return small matrices for block formats, each with one kind of trouble."""
+    generator = random.Random(7)
+    normal = [[generator.gauss(0.0, 1.0) for _ in range(WIDTH)] for _ in range(4)]
+    # Largest magnitudes at and next to powers of two and the largest values of elements, with ties below them.
+    tops = [4.0, 3.9999998, 448.0, 448.00003, 6.0, 7.0, 7.5, 127.0, 1.9999999, 1.75, 57344.0, 61440.0]
+    ties = [[top * (i * 0.0625 - 0.625) if i else top for i in range(WIDTH)] for top in tops[:4]]
+    mixed = [
+        [tops[(i // 8 + 3 * j) % len(tops)] * (1.0 - (i % 8) * 0.03125 * j) for i in range(WIDTH)] for j in range(4)
+    ]
+    tiny = [0.0, -0.0, 1e-45, -1e-45, 2e-39, 2.0**-127, -(2.0**-127), 2.0**-126, 1e-40, -3e-38]
+    small = [[tiny[(i * (j + 1)) % len(tiny)] * (i < 16 or j > 1) for i in range(WIDTH)] for j in range(4)]
+    small[0][:8] = [0.0, -0.0] * 4
+    huge = [[generator.uniform(-1, 1) * (FLT_MAX if i % 3 else 1e30) for i in range(WIDTH)] for _ in range(4)]
+    huge[1][3], huge[2][:8], huge[3][9] = FLT_MAX, [1e38] * 8, -FLT_MAX
+    spread = [[(-1) ** i * 10.0 ** (8 - i % 8 * 6 + j) for i in range(WIDTH)] for j in range(4)]
+    with_nan = [list(row) for row in normal]
+    with_nan[0][2], with_nan[1][8:16], with_nan[2][20] = math.nan, [math.nan] * 8, -math.nan
+    with_inf = [list(row) for row in normal]
+    with_inf[0][1], with_inf[1][8:16], with_inf[2][20], with_inf[3][3] = math.inf, [-math.inf] * 8, -math.inf, math.inf
+    with_inf[3][:3] = [0.0] * 3
+    deep = [[generator.gauss(0.0, 1.0) * 10.0 ** (75 * (j - 2)) for _ in range(WIDTH)] for j in range(4)]
+    deep[0][:3], deep[3][:3] = [5e-324, -1e-300, 0.0], [1e300, -1e308, 1.0]
+    named = {
+        "normal": normal, "ties": ties, "mixed": mixed, "small": small, "huge": huge, "spread": spread,
+        "with_nan": with_nan, "with_inf": with_inf, "deep": deep, "zeros": [[0.0, -0.0, 0.0] * 7] * 2,
+    }  # fmt: skip
+    return {name: tuple(tuple(row) for row in rows) for name, rows in named.items()}

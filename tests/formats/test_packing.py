@@ -79,6 +79,7 @@ def test_code_dtypes():
 
 
 ONE = torch.tensor([1], dtype=torch.uint8)
+INTEGERS = "expected an integer dtype such as torch.uint8"
 
 
 @pytest.mark.parametrize(
@@ -86,12 +87,13 @@ ONE = torch.tensor([1], dtype=torch.uint8)
     [
         (lambda: pack(ONE, 0), ArgumentError, "bits=0 is not allowed; choose 1 to 64"),
         (lambda: unpack(ONE, 65, 1), ArgumentError, "bits=65 is not allowed; choose 1 to 64"),
-        (lambda: pack(torch.tensor(1), 4), ArgumentError, "codes have no dimension to pack along; reshape them to (1,)"),
-        (lambda: pack(ONE.float(), 4), DtypeError, "codes have dtype torch.float32; expected an integer dtype such as torch.uint8"),
-        (lambda: pack(ONE.bool(), 4), DtypeError, "codes have dtype torch.bool; expected an integer dtype such as torch.uint8"),
+        (lambda: pack(ONE[0], 4), ArgumentError, "codes have no dimension to pack along; reshape them to (1,)"),
+        (lambda: pack(ONE.float(), 4), DtypeError, f"codes have dtype torch.float32; {INTEGERS}"),
+        (lambda: pack(ONE.bool(), 4), DtypeError, f"codes have dtype torch.bool; {INTEGERS}"),
         (lambda: pack(torch.tensor([3, 16]), 4), CodeError, "code 16 does not fit 4 bits; expected 0 to 15"),
         (lambda: pack(torch.tensor([-1, 3]), 8), CodeError, "code -1 does not fit 8 bits; expected 0 to 255"),
-        (lambda: pack(torch.tensor([-1]).view(torch.uint64), 63), CodeError, "codes of 2**63 and more do not fit 63 bits"),
+        (lambda: pack(torch.tensor([-1]).view(torch.uint64), 63), CodeError,
+         "codes of 2**63 and more do not fit 63 bits"),
         (lambda: unpack(ONE.int(), 4, 1), DtypeError, "packed codes have dtype torch.int32; expected torch.uint8"),
         (lambda: unpack(ONE, 4, -1), ArgumentError, "count=-1, packed shape (1,); expected count >= 0 and a last dim"),
         (lambda: unpack(ONE[0], 4, 1), ArgumentError, "count=1, packed shape (); expected count >= 0 and a last dim"),

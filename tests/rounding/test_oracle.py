@@ -136,7 +136,9 @@ def test_decoding_agrees_with_ml_dtypes(name):
 def test_decoding_of_16_bits(name):
     fmt, dtype = get_format(name), ML_DTYPES[name][0]
     codes = numpy.arange(0, 1 << 16, 3, dtype=numpy.uint16)
-    theirs = codes.view(dtype).astype(numpy.float64).tolist()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # signalling NaN patterns
+        theirs = codes.view(dtype).astype(numpy.float64).tolist()
     assert all(identical(decode_value(int(code), fmt), value) for code, value in zip(codes, theirs, strict=True))
 
 
@@ -157,7 +159,9 @@ def gfloat_info(name: str):
         return GFLOAT_FORMATS[name]
     fmt = get_format(name)
     domain = gfloat.Domain.Extended if fmt.infinities else gfloat.Domain.Finite
-    return gfloat.formats.format_info_p3109(fmt.bits, fmt.mantissa_bits + 1, domain, fmt.signed)
+    signedness = gfloat.Signedness.Signed if fmt.signed else gfloat.Signedness.Unsigned
+    precision = fmt.bits - fmt.exponent_bits - fmt.signed + 1
+    return gfloat.formats.format_info_p3109(fmt.bits, precision, signedness, domain)
 
 
 def gfloat_value(name: str, x: float, mode, overflow: str, *word: int) -> float:
@@ -229,7 +233,7 @@ def test_codes_of_p3109(name):
         (math.nan, "e2m1", "nearest_even", "ieee", 6.0),
         (2.0**-10, "e4m3", "nearest_even", "saturate", 0.0),
         (-(2.0**-10), "e4m3", "nearest_even", "saturate", -0.0),
-        (-(2.0**-10), "e4m3fnuz", "nearest_even", "saturate", 0.0),
+        (-(2.0**-11), "e4m3fnuz", "nearest_even", "saturate", 0.0),
         (-0.0, "e4m3fnuz", "nearest_even", "saturate", 0.0),
         (-0.0, "e4m3", "nearest_even", "saturate", -0.0),
         (3 * 2.0**-10, "e4m3", "nearest_even", "saturate", 2.0**-8),
@@ -237,8 +241,8 @@ def test_codes_of_p3109(name):
         (3.5, "e2m1", "nearest_even", "saturate", 4.0),
         (5.0, "e2m1", "nearest_even", "saturate", 4.0),
         (5.0, "e2m1", "nearest_away", "saturate", 6.0),
-        (3.0, "e8m0", "nearest_even", "saturate", 4.0),  # 2 has code 128, 4 has code 129: ties go to even codes
-        (6.0, "e8m0", "nearest_even", "saturate", 4.0),
+        (3.0, "e8m0", "nearest_even", "saturate", 2.0),  # 2 has code 128, 4 has code 129: ties go to even codes
+        (6.0, "e8m0", "nearest_even", "saturate", 8.0),
         (0.0, "e8m0", "nearest_even", "saturate", 2.0**-127),
         (1e-45, "e8m0", "down", "saturate", 2.0**-127),
         (-1.0, "e8m0", "nearest_even", "saturate", 2.0**-127),
@@ -285,12 +289,9 @@ def test_flushing_format():
 
 def test_codebook_rules():
     fmt = CodebookFormat(name="book", values=(1.0, -1.0, 3.0, 1.0, -0.0, 4.0))  # sorted: -1, 0, 1, 3, 4
+    nearest = ("nearest_even", "nearest_away", "nearest_toward_zero")
     assert [encode_value(x, fmt) for x in (1.0, -9.0, 9.0, 0.0, math.nan, math.inf, -math.inf)] == [0, 1, 5, 4, 5, 5, 1]
-    assert [round_value(2.0, fmt, mode) for mode in ("nearest_even", "nearest_away", "nearest_toward_zero")] == [
-        1,
-        3,
-        1,
-    ]
+    assert [round_value(2.0, fmt, mode) for mode in nearest] == [1, 3, 1]
     assert [round_value(3.5, fmt, mode) for mode in ("nearest_even", "to_odd", "up", "down")] == [4, 3, 4, 3]
     assert [round_value(-0.5, fmt, mode) for mode in ("toward_zero", "to_odd", "nearest_even")] == [0.0, 0.0, -1.0]
     assert identical(round_value(-0.0, fmt), 0.0)
@@ -314,7 +315,6 @@ def test_logarithmic_values_are_the_nearest():
                 else Fraction(1 << (floor_log2(value) - 23))
             )
             assert (value - place / 2) ** q < 2**k < (value + place / 2) ** q
-    for fmt in (get_format("lns8_g8"), get_format("lns16_g2048")):
         assert oracle._log_magnitudes(fmt) == [Fraction(v) for v in fmt.magnitudes]
         assert oracle._log_thresholds(fmt) == [Fraction(v) for v in fmt.thresholds]
 
