@@ -25,7 +25,9 @@ class Observation:
         self._active = False
         self.layers: dict[str, dict[str, OperandStats]] = {}
         if not self._modules:
-            raise ArgumentError(f"observe found no converted layer in {type(model).__name__}; call fmtsim.convert first")
+            raise ArgumentError(
+                f"observe found no converted layer in {type(model).__name__}; call fmtsim.convert first"
+            )
 
     def __enter__(self) -> "Observation":
         emulations = [module.emulation for module in self._modules if module.emulation is not None]

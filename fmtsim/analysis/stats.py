@@ -175,7 +175,9 @@ def _limits(element: ElementFormat) -> tuple[float, float]:
         return (-element.max - margin if element.signed else element.min - _smallest(element) / 2, element.max + margin)
     if isinstance(element, IntFormat):
         return element.min - element.eps / 2, element.max + element.eps / 2
-    margin = element.max * 2.0**-20  # of a table nothing lies halfway to the next value; leave room for the scale's rounding
+    margin = (
+        element.max * 2.0**-20
+    )  # of a table nothing lies halfway to the next value; leave room for the scale's rounding
     return element.min - margin, max(getattr(element, "values", (element.max,))) + margin
 
 

@@ -23,13 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from fmtsim.training.schemes import SCALINGS
 
     what = parser.add_argument_group("what is simulated")
-    what.add_argument("--format", default="e4m3", metavar="NAME", help="format of activations and weights (default e4m3)")
+    what.add_argument(
+        "--format", default="e4m3", metavar="NAME", help="format of activations and weights (default e4m3)"
+    )
     what.add_argument("--grad-format", metavar="NAME",
                       help="format of gradients; by default e5m2 for element formats of 8 bits and fewer, else as --format")  # fmt: skip
     what.add_argument("--scaling", choices=SCALINGS,
                       help="how elements are scaled into range; by default tensor for element formats of 8 bits and fewer, none for wider ones, and a block format's own blocks")  # fmt: skip
     what.add_argument("--rounding", default="nearest_even", metavar="MODE", help=f"of activations and weights: one of {', '.join(MODES)}")  # fmt: skip
-    what.add_argument("--grad-rounding", default="nearest_even", metavar="MODE", help="of gradients, such as stochastic")
+    what.add_argument(
+        "--grad-rounding", default="nearest_even", metavar="MODE", help="of gradients, such as stochastic"
+    )
     what.add_argument("--baseline", default="fp32", metavar="NAME", help="fp32 (default, nothing quantised), bf16, fp16 or any format")  # fmt: skip
     how = parser.add_argument_group("model and training")
     for name, text in (("steps", "optimizer steps of each run"), ("batch-size", "windows of text a step"),
@@ -38,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default = DEFAULTS[name.replace("-", "_")]
         how.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default {default})")
     how.add_argument("--lr", type=float, default=DEFAULTS["lr"], help=f"peak learning rate (default {DEFAULTS['lr']})")
-    how.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, batches and stochastic rounding (default 0)")
+    how.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of weights, batches and stochastic rounding (default 0)"
+    )
     how.add_argument("--data", metavar="PATH", help="a text file or a folder of them; by default Python's own sources")
     how.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
     output = parser.add_argument_group("output")
@@ -107,7 +113,9 @@ def _lost_bits(run: "Run") -> str:
     rows = []
     for operand, s in by_operand(run.stats).items():  # type: ignore[arg-type]  # summary checked it
         what = f"{names[operand[0]]}, {names_of_products[operand[2]]}"
-        rows.append((operand, what, s.format, f"{s.underflow_percent:.2f}", f"{s.saturation_percent:.3f}", f"{s.sqnr_db:.1f}"))
+        rows.append(
+            (operand, what, s.format, f"{s.underflow_percent:.2f}", f"{s.saturation_percent:.3f}", f"{s.sqnr_db:.1f}")
+        )
     header = ("operand", "of", "format", "underflow %", "saturation %", "SQNR dB")
     assert run.stats is not None
     layer, operand, worst = max(

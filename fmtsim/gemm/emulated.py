@@ -133,7 +133,13 @@ class _OnceOnly(torch.autograd.Function):
 
 
 def _operand(
-    index: int, t: Tensor, quantizer: Quantizer, dim: int, dtype: torch.dtype, generator: Generator, see: Observer | None
+    index: int,
+    t: Tensor,
+    quantizer: Quantizer,
+    dim: int,
+    dtype: torch.dtype,
+    generator: Generator,
+    see: Observer | None,
 ) -> Tensor:
     if quantizer.format is None:
         q = t.to(dtype)

@@ -23,7 +23,10 @@ SAVED = "_fmtsim_saved"  # attributes that convert changed on modules it did not
 REASONS = "_fmtsim_left_alone"  # on the root: why each other module was left alone
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Inference kernels of torch that read the weights of their children and so never call them; off while converted.
-_FUSED = ((nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0), (nn.TransformerEncoder, "use_nested_tensor", False))
+_FUSED = (
+    (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
+    (nn.TransformerEncoder, "use_nested_tensor", False),
+)
 
 
 def convert(
@@ -175,7 +178,10 @@ def _projections(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the name of each linear layer that an attention module uses without calling it, with that reason."""
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
-            yield f"{name}.out_proj" if name else "out_proj", f"belongs to the attention {name!r}, which uses its weights"
+            yield (
+                f"{name}.out_proj" if name else "out_proj",
+                f"belongs to the attention {name!r}, which uses its weights",
+            )
 
 
 def _pause_fused(model: nn.Module) -> None:

@@ -52,7 +52,9 @@ def report(model: nn.Module) -> Report:
     known = model.__dict__.get(REASONS, {})
     first: dict[nn.Module, str] = {}
     inside = {  # an attention module multiplies with this layer's weights itself
-        module.out_proj: name for name, module in model.named_modules() if isinstance(module, EmulatedMultiheadAttention)
+        module.out_proj: name
+        for name, module in model.named_modules()
+        if isinstance(module, EmulatedMultiheadAttention)
     }
     rows = []
     for name, module in model.named_modules(remove_duplicate=False):

@@ -114,7 +114,9 @@ def _folder(folder: Path, name: str, *, recursive: bool, hint: str) -> tuple[byt
 def _files(folder: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(place, name) for name in sorted(names) if not name.startswith(".") and Path(place, name).is_file())
+        yield from (
+            Path(place, name) for name in sorted(names) if not name.startswith(".") and Path(place, name).is_file()
+        )
 
 
 def _read(path: Path, limit: int) -> tuple[bytes, bool]:
@@ -123,5 +125,7 @@ def _read(path: Path, limit: int) -> tuple[bytes, bool]:
         with path.open("rb") as file:
             text = file.read(limit + 1)
     except OSError as error:
-        raise DataError(f"--data {path}: {error.strerror or error}; check its permissions, or pass another path") from None
+        raise DataError(
+            f"--data {path}: {error.strerror or error}; check its permissions, or pass another path"
+        ) from None
     return text[:limit], len(text) <= limit

@@ -44,7 +44,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size"):
             if getattr(self, name) < 1:
-                raise ArgumentError(f"--{name.replace('_', '-')} {getattr(self, name)} is not allowed; choose 1 or more")
+                raise ArgumentError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)} is not allowed; choose 1 or more"
+                )
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise ArgumentError(f"--lr {self.lr} is not allowed; choose a number above 0, such as 2e-3")
         if not 0 <= self.seed < 1 << 63:
@@ -121,7 +123,8 @@ def train(scheme: Scheme, config: TrainConfig, corpus: Corpus, progress: Progres
         if step in looks:
             with observe(model) as seen:
                 loss = _backward(model, *batch)
-            run.stats, run.observed = seen, step
+            if math.isfinite(loss) or run.stats is None:  # of a run that blows up, the last look before it did
+                run.stats, run.observed = seen, step
         else:
             loss = _backward(model, *batch)
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)

@@ -37,7 +37,9 @@ class Lines:
         if done * LINES // self._steps == (done - 1) * LINES // self._steps:
             return
         seconds = time.perf_counter() - self._began
-        print(f"{self._label}: step {done}/{self._steps}  loss {loss:.4f}  {seconds:.1f} s", file=self._stream, flush=True)
+        print(
+            f"{self._label}: step {done}/{self._steps}  loss {loss:.4f}  {seconds:.1f} s", file=self._stream, flush=True
+        )
 
     def finish(self, run: Run) -> None:
         """Print why a run ended early."""
@@ -80,8 +82,9 @@ class Bars:
             self._display.console.print(f"{run.label}: stopped, {run.stopped}")
 
 
-def make_progress(quiet: bool, stream: TextIO = sys.stderr) -> Progress:
-    """Return bars on a terminal where rich is installed, else lines, or nothing if quiet."""
+def make_progress(quiet: bool, stream: TextIO | None = None) -> Progress:
+    """Return bars on a terminal where rich is installed, else lines, or nothing if quiet; the stream is stderr."""
+    stream = sys.stderr if stream is None else stream
     if quiet:
         return Quiet()
     if stream.isatty():

@@ -59,7 +59,9 @@ class Scheme:
         modes = {"nearest_even": "", "stochastic": "SR"}
         forward, backward = (modes.get(m, m) for m in (self.rounding, self.grad_rounding))
         rounding = forward if forward == backward else ", ".join(f"{n} {m}" for n, m in (("x w", forward), ("g", backward)) if m)  # fmt: skip
-        return ", ".join(filter(None, (formats, "unscaled" if scaling == "none" else scaling and f"scaled by {scaling}", rounding)))
+        return ", ".join(
+            filter(None, (formats, "unscaled" if scaling == "none" else scaling and f"scaled by {scaling}", rounding))
+        )
 
     def linear_config(self) -> LinearConfig:
         """Return the quantisers; raise FormatError or ArgumentError where the options do not fit together."""

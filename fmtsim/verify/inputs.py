@@ -73,7 +73,7 @@ def rough_matrix(dtype: torch.dtype, columns: int = 150) -> torch.Tensor:
     x[3] *= 1e38
     x[4] = 0.0
     x[5, 3] = math.nan
-    x[6, 5], x[6, 40] = math.inf, -math.inf
+    x[6, 5], x[6, columns - 3] = math.inf, -math.inf
     x[7] = torch.round(x[7] * 4) / 2  # ties
     x[8, ::2] = -0.0
     return x.to(dtype)

@@ -38,7 +38,9 @@ def test_noise_ratio_by_hand():
 
 
 def test_ratio_of_a_known_format():
-    x = torch.rand(1 << 16, generator=torch.Generator().manual_seed(0)) + 1  # one binade: uniform error of a step of 1/8
+    x = (
+        torch.rand(1 << 16, generator=torch.Generator().manual_seed(0)) + 1
+    )  # one binade: uniform error of a step of 1/8
     s = OperandStats().add(x, quantize(x, "e4m3"), get_format("e4m3"))
     assert s.sqnr_db == pytest.approx(10 * math.log10(float(x.double().square().mean()) * 12 * 64), abs=0.05)
 

@@ -234,10 +234,18 @@ def test_create_graph_alone_is_no_error():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((torch.ones(2, 3), torch.ones(4, 5), None), ArgumentError, r"x of shape \(2, 3\) does not fit w of shape \(4, 5\)"),
+        (
+            (torch.ones(2, 3), torch.ones(4, 5), None),
+            ArgumentError,
+            r"x of shape \(2, 3\) does not fit w of shape \(4, 5\)",
+        ),
         ((torch.ones(2, 3), torch.ones(3), None), ArgumentError, r"w is \[N, K\]"),
         ((torch.ones(2, 3), torch.ones(4, 3), torch.ones(3)), ArgumentError, r"bias of shape \(3,\).*bias is \[N\]"),
-        ((torch.ones(2, 3), torch.ones(4, 3).double(), None), DtypeError, r"x has dtype torch.float32, w or bias torch.float64"),
+        (
+            (torch.ones(2, 3), torch.ones(4, 3).double(), None),
+            DtypeError,
+            r"x has dtype torch.float32, w or bias torch.float64",
+        ),
         ((torch.ones(2, 3).long(), torch.ones(4, 3), None), DtypeError, r"x has dtype torch.int64; pass float16"),
     ],
 )

@@ -42,7 +42,11 @@ def test_configs_are_hashable_and_compare_by_value():
         (lambda: Gemm(a="e4m3"), ArgumentError, r"a='e4m3' is not a Quantizer"),
         (lambda: LinearConfig(wgrad=Quantizer()), ArgumentError, r"wgrad=.* is not a Gemm"),
         (lambda: linear_config(x="e4m33", w=None, g=None), FormatError, r"e4m3"),
-        (lambda: linear_config(x=None, w=None, g=None, grad_rounding="stochasti"), FormatError, r"did you mean 'stochastic'"),
+        (
+            lambda: linear_config(x=None, w=None, g=None, grad_rounding="stochasti"),
+            FormatError,
+            r"did you mean 'stochastic'",
+        ),
     ],
 )
 def test_wrong_fields_are_named(build, error, message):

@@ -226,7 +226,9 @@ def test_a_class_that_changed_after_convert_is_not_overwritten():
 
 
 def test_an_emulated_layer_without_config_says_how_to_make_one():
-    with pytest.raises(ArgumentError, match=r"EmulatedLinear has no LinearConfig; make it from Linear with fmtsim.convert"):
+    with pytest.raises(
+        ArgumentError, match=r"EmulatedLinear has no LinearConfig; make it from Linear with fmtsim.convert"
+    ):
         EmulatedLinear(4, 4)(torch.ones(1, 4))
 
 

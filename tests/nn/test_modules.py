@@ -53,7 +53,9 @@ def test_convolution_quantises_the_unfolded_input_along_channels_and_kernel():
     config = linear_config(x="mxfp8_e4m3", w="mxfp8_e4m3", g="mxfp8_e5m2")
     module = convert(nn.Conv2d(4, 8, 3, padding=1), config=config)
     seen = {}
-    module.emulation.observer = lambda part: lambda operand, x, q, quantizer, dim: seen.update({operand: (x.shape, dim)})
+    module.emulation.observer = lambda part: (
+        lambda operand, x, q, quantizer, dim: seen.update({operand: (x.shape, dim)})
+    )
     y = module(torch.randn(2, 4, 5, 6))
     y.sum().backward()
     rows, inner = 2 * 5 * 6, 4 * 9

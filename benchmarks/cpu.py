@@ -1,0 +1,8 @@
+"""Measure the CPU engine: the same as ``fmtsim bench``, for those who look for benchmarks here."""
+
+import sys
+
+from fmtsim.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["bench", *sys.argv[1:]]))

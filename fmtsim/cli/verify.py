@@ -1,0 +1,108 @@
+"""``fmtsim verify``: the engines against the oracle, against each other, and over all float32 inputs."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from fmtsim.cli.output import add_json_argument, format_table, print_json
+
+if TYPE_CHECKING:
+    from fmtsim.verify import Outcome, Task
+
+MISMATCH = 1
+SHOWN = 20
+
+Show = Callable[[str, float], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("--format", action="append", metavar="NAME", dest="formats",
+                        help="check this format alone; may be repeated (default: all listed formats)")  # fmt: skip
+    parser.add_argument("--exhaustive", action="store_true",
+                        help="all 2**32 float32 inputs of e4m3, e5m2, bf16, fp16 and e2m1, minutes for each")  # fmt: skip
+    parser.add_argument("--plant-error", action="store_true", help=argparse.SUPPRESS)
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the checks; 0 where all bits agree, 1 where one does not."""
+    from fmtsim import verify
+    from fmtsim.verify.outcome import PlantedError, engines
+
+    present = engines()
+    if arguments.plant_error:  # to see the checks fail
+        last = list(present)[-1]
+        present[last] = PlantedError(present[last])
+    plan = verify.exhaustive_tasks if arguments.exhaustive else verify.default_tasks
+    tasks = plan(present, arguments.formats)
+    start = time.perf_counter()
+    with _progress(len(tasks)) as show:
+        outcomes = [_run_task(task, index, show) for index, task in enumerate(tasks)]
+    seconds = time.perf_counter() - start
+    failed = [outcome for outcome in outcomes if outcome.mismatches]
+    if arguments.json:
+        print_json({
+            "engines": list(present), "seconds": seconds, "cases": sum(outcome.cases for outcome in outcomes),
+            "mismatches": sum(outcome.mismatches for outcome in outcomes),
+            "outcomes": [outcome.to_dict() for outcome in outcomes],
+        })  # fmt: skip
+    else:
+        print(_summary(outcomes, arguments.exhaustive))
+        _print_failures(failed)
+        print(f"\nengines: {', '.join(present)}; {seconds:.0f} s; {'MISMATCHES' if failed else 'all bits agree'}")
+    return MISMATCH if failed else 0
+
+
+def _run_task(task: "Task", index: int, show: Show) -> "Outcome":
+    name = f"{task.check} {task.format}"
+    show(name, index)
+    return task.run(lambda share: show(name, index + share))
+
+
+def _summary(outcomes: "list[Outcome]", each: bool) -> str:
+    """Return a table with a line for each check, or for each check and format."""
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for outcome in outcomes:
+        key = (outcome.check, outcome.format) if each else (outcome.check,)
+        row = rows.setdefault(key, [0, 0, 0])
+        for place, number in enumerate((1, outcome.cases, outcome.mismatches)):
+            row[place] += number
+    header = ("check", "format", "cases", "mismatches") if each else ("check", "formats", "cases", "mismatches")
+    lines = [
+        (*key, *(() if each else (str(count),)), f"{cases:,}", f"{mismatches:,}")
+        for key, (count, cases, mismatches) in rows.items()
+    ]
+    return format_table(header, lines, left=(0, 1) if each else (0,))
+
+
+def _print_failures(failed: "list[Outcome]") -> None:
+    for outcome in failed[:SHOWN]:
+        print(f"\n{outcome.check} {outcome.format}: {outcome.mismatches:,} of {outcome.cases:,} differ; {outcome.first}")
+    if len(failed) > SHOWN:
+        print(f"\n... and {len(failed) - SHOWN} more formats; --json has all of them")
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Show]:
+    """Show a progress bar on a terminal: by rich where it is installed, else a plain line."""
+    if not sys.stderr.isatty():
+        yield lambda name, done: None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    except ImportError:
+        yield lambda name, done: print(f"\r\033[K{done / total:4.0%} {name}", end="", file=sys.stderr, flush=True)
+        print("\r\033[K", end="", file=sys.stderr)
+        return
+    columns: tuple[Any, ...] = (
+        TextColumn("{task.description:<28}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=total)
+        yield lambda name, done: progress.update(bar, completed=done, description=name)

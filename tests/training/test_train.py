@@ -1,0 +1,242 @@
+"""``fmtsim train``: files, determinism, and nothing half-written whatever happens."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fmtsim.cli.main import main
+from fmtsim.errors import ArgumentError
+from fmtsim.nn.convert import convert
+from fmtsim.training import artifacts, loop
+from fmtsim.training.artifacts import check_output, make_record, write_artifacts
+from fmtsim.training.corpus import load_corpus
+from fmtsim.training.gpt import GPT, GPTConfig
+from fmtsim.training.loop import Run, TrainConfig, compare_schemes, observed_steps, schedule, train
+from fmtsim.training.progress import Lines, Quiet
+from fmtsim.training.schemes import Scheme
+
+SMALL = ["--steps", "3", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "1", "--heads", "2"]
+FILES = ["exponents.png", "layers.txt", "loss.png", "record.json"]
+MODEL = GPTConfig(context=16, width=16, layers=1, heads=2)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus(text):
+    return load_corpus(text, 16)
+
+
+def config(scheme=None, **changes):
+    options = {"steps": 3, "batch_size": 2, "lr": 1e-2, "seed": 0, **changes}
+    return TrainConfig(
+        simulated=scheme or Scheme(format="e4m3"), baseline=Scheme(format="fp32"), model=MODEL, **options
+    )
+
+
+def test_a_run_leaves_all_files_and_a_summary(tmp_path, text, capsys):
+    out = tmp_path / "deep" / "run"
+    assert main(["train", *SMALL, "--data", str(text), "--out", str(out), "--quiet"]) == 0
+    assert sorted(p.name for p in out.iterdir()) == FILES
+    assert [p.name for p in out.parent.iterdir()] == ["run"]
+    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in FILES if name.endswith("png"))
+    record = json.loads((out / "record.json").read_text())
+    assert len(record["simulated"]["losses"]) == len(record["baseline"]["losses"]) == 3
+    assert record["simulated"]["observed_step"] == 3 and record["baseline"]["layers"] is None
+    assert set(record["simulated"]["layers"]["blocks.0.up"]) == {"x_f", "w_f", "g_d", "w_d", "g_w", "x_w"}
+    assert record["config"]["simulated"]["format"] == "e4m3" and record["corpus"]["bytes"] == text.stat().st_size
+    table = (out / "layers.txt").read_text()
+    assert "blocks.0.attention.qkv  g_w" in table and "4 of 9 converted" in table
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    for words in ("baseline", "e4m3/e5m2, scaled by tensor", "gap", "hardest hit", "w_f", str(out / "loss.png")):
+        assert words in printed.out
+
+
+def test_json_and_lines(tmp_path, text, capsys):
+    out = tmp_path / "run"
+    assert main(["train", *SMALL, "--data", str(text), "--out", str(out), "--json", "--format", "mxfp4"]) == 0
+    printed = capsys.readouterr()
+    record = json.loads(printed.out)
+    assert record["simulated"]["label"] == "mxfp4" and len(record["files"]) == 4
+    assert printed.err.count("fp32: step") == 3 and "mxfp4: step 3/3  loss" in printed.err
+
+
+def test_runs_from_one_seed_are_equal_bit_for_bit(corpus):
+    state = torch.get_rng_state()
+    scheme = Scheme(format="e4m3", rounding="stochastic", grad_rounding="stochastic")
+    first, second = (compare_schemes(config(scheme), corpus, Quiet()) for _ in range(2))
+    other = compare_schemes(config(scheme, seed=1), corpus, Quiet())
+    for a, b, c in zip(first, second, other, strict=True):
+        assert a.losses == b.losses != c.losses
+        assert a.validation == b.validation
+    assert first[0].losses[0] != first[1].losses[0]
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_both_runs_see_the_same_weights_and_batches(corpus):
+    scheme = Scheme(format="fp32", grad_format="fp32")
+    base, same = compare_schemes(config(scheme), corpus, Quiet())
+    assert base.losses == same.losses
+
+
+def test_too_small_a_format_is_visible_and_explained(corpus):
+    # Weights start with a standard deviation of 0.02; e2m1 without a scale has nothing between 0 and 0.25.
+    run = train(Scheme(format="e2m1", scaling="none"), config(), corpus, Quiet())
+    assert run.stats["blocks.0.up"]["w_f"].underflow_percent == 100.0
+    scaled = train(Scheme(format="e4m3"), config(), corpus, Quiet())
+    assert scaled.stats["blocks.0.up"]["w_f"].underflow_percent < 1.0
+    assert scaled.stats["blocks.0.up"]["w_f"].sqnr_db > 25.0
+
+
+def test_the_model_learns(corpus):
+    base, simulated = compare_schemes(config(steps=40), corpus, Quiet())
+    assert base.losses[0] == pytest.approx(math.log(256), rel=0.05)
+    assert base.final_loss < 3.2 and simulated.final_loss == pytest.approx(base.final_loss, abs=0.1)
+
+
+def test_the_model_is_causal_and_leaves_generators_alone():
+    state = torch.get_rng_state()
+    model = GPT(MODEL, 0)
+    assert torch.equal(state, torch.get_rng_state())
+    captured = []
+    model.norm.register_forward_hook(lambda m, i, o: captured.append(o))
+    tokens = torch.randint(256, (1, 16), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[0, 10] ^= 1
+    for t in (tokens, changed):
+        model(t, t)
+    same = (captured[0] == captured[1]).all(-1)[0].tolist()
+    assert same[:10] == [True] * 10 and not same[10]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_still_drawn(tmp_path, corpus, monkeypatch):
+    original = loop._backward
+    losses = iter([None, math.nan])
+    monkeypatch.setattr(loop, "_backward", lambda *a: next(losses, None) or original(*a))
+    run = train(Scheme(format="e4m3"), config(), corpus, Quiet())
+    assert run.stopped == "the loss became nan at step 2" and len(run.losses) == 2
+    assert math.isnan(run.final_loss) and math.isnan(run.validation) and run.observed == 1
+    base = Run(label="fp32", losses=[3.0, 2.0, 1.0], validation=1.0)
+    record = make_record(config(), corpus, base, run)
+    assert record["simulated"]["losses"][1] is None and record["gap"]["final_loss"] is None
+    assert [p.name for p in write_artifacts(tmp_path / "o", record, base, run)] == FILES
+
+
+def test_a_failure_while_writing_leaves_nothing(tmp_path, corpus, monkeypatch):
+    base, simulated = compare_schemes(config(), corpus, Quiet())
+    record = make_record(config(), corpus, base, simulated)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(artifacts, "plot_exponents", full)
+    with pytest.raises(OSError, match="No space"):
+        write_artifacts(tmp_path / "new", record, base, simulated)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_earlier_run_is_replaced_and_other_files_are_kept(tmp_path, corpus):
+    out = tmp_path / "run"
+    base, simulated = compare_schemes(config(), corpus, Quiet())
+    record = make_record(config(), corpus, base, simulated)
+    write_artifacts(out, record, base, simulated)
+    (out / "notes.txt").write_text("mine")
+    (out / "loss.png").write_text("old")
+    plain = Run(label="fp32", losses=[1.0])
+    write_artifacts(out, record, base, plain)
+    assert sorted(p.name for p in out.iterdir()) == ["layers.txt", "loss.png", "notes.txt", "record.json"]
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (out.stat().st_mode & 0o777) == 0o755 and [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--format", "e4m33"], "e4m3"),
+        (["--baseline", "nope"], "nope"),
+        (["--rounding", "nearest"], "nearest_even"),
+        (["--format", "mxfp4", "--scaling", "tensor"], "--scaling tensor does not go with mxfp4"),
+        (["--data", "/does/not/exist"], "--data /does/not/exist: no such file or folder"),
+        (["--steps", "0"], "--steps 0 is not allowed; choose 1 or more"),
+        (["--batch-size", "-1"], "--batch-size -1 is not allowed"),
+        (["--heads", "3"], "--heads 3 does not divide --width 16; choose a divisor"),
+        (["--lr", "0"], "--lr 0.0 is not allowed"),
+        (["--seed", "-1"], "--seed -1 is not allowed"),
+        (["--threads", "0"], "--threads 0 is not allowed"),
+    ],
+)
+def test_bad_options_fail_at_once_with_one_line(tmp_path, text, capsys, arguments, message):
+    out = tmp_path / "out"
+    assert main(["train", "--data", str(text), "--out", str(out), *SMALL, *arguments]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and len(printed.err.splitlines()) == 1 and printed.out == ""
+    assert not out.exists()
+
+
+def test_an_output_that_cannot_be_written_fails_before_training(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ArgumentError, match=r"file is a file; choose a folder"):
+        check_output(file)
+    with pytest.raises(ArgumentError, match=r"file is not a folder one can write to"):
+        check_output(file / "inside")
+
+
+def test_interrupting_writes_nothing_and_says_so(tmp_path, text):
+    out = tmp_path / "out"
+    command = [
+        sys.executable,
+        "-m",
+        "fmtsim",
+        "train",
+        *SMALL,
+        "--steps",
+        "2000",
+        "--data",
+        str(text),
+        "--out",
+        str(out),
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr.readline().startswith("fp32: step 200/2000")
+    finally:
+        process.send_signal(signal.SIGINT)
+        error = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert error.strip().endswith(f"fmtsim: interrupted; nothing was written to {out}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_schedule_and_observed_steps():
+    rates = [schedule(step, 100) for step in range(1, 101)]
+    assert rates[0] == 0.1 and max(rates) == rates[9] == 1.0 and rates[-1] == pytest.approx(0.1)
+    assert observed_steps(100) == {1, 25, 50, 75, 100} and observed_steps(1) == {1}
+
+
+def test_lines_report_tenths_and_why_a_run_stopped(capsys):
+    lines = Lines(sys.stdout)
+    lines.start("a", 25)
+    for step in range(1, 26):
+        lines.step(step, 1.0)
+    lines.finish(Run(label="a", stopped="the loss became inf at step 9"))
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 11 and printed[0].startswith("a: step 3/25  loss 1.0000")
+    assert printed[-1] == "a: stopped, the loss became inf at step 9"
+
+
+def test_converted_gpt_leaves_embedding_and_head_alone():
+    model = convert(GPT(MODEL, 0), format="e4m3")
+    assert {type(m).__name__ for m in model.modules() if "Emulated" in type(m).__name__} == {"EmulatedLinear"}
+    assert type(model.embedding) is torch.nn.Embedding
