@@ -30,10 +30,14 @@ def plot_loss(curves: Mapping[str, Sequence[float]], path: str | Path | None = N
         ArgumentError: there is no curve, or one is empty.
     """
     if not curves or not all(len(values) for values in curves.values()):
-        raise ArgumentError(f"plot_loss got {len(curves)} curves, of lengths {[len(v) for v in curves.values()]}; pass at least one step each")  # fmt: skip
+        raise ArgumentError(
+            f"plot_loss got {len(curves)} curves, of lengths {[len(v) for v in curves.values()]}; "
+            "pass at least one step each"
+        )
     several = len(curves) > 1
     figure = new_figure(8.0, 6.4 if several else 4.6)
-    panels = figure.subplots(2 if several else 1, 1, sharex=True, squeeze=False, height_ratios=(2.6, 1) if several else None)[:, 0]  # fmt: skip
+    heights = (2.6, 1) if several else (1,)
+    panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     smooth = {label: smoothed(values) for label, values in curves.items()}
     for i, (label, values) in enumerate(curves.items()):
         steps = range(1, len(values) + 1)

@@ -143,7 +143,7 @@ def _divided(x: Tensor, fmt: BlockFormat, dim: int) -> Tensor:
 
 
 def _blocks(x: Tensor, fmt: BlockFormat, dim: int) -> Tensor:
-    """Return the operand matrix of docs/semantics.md, section 4, padded with zeros, as [blocks, rows, blocks, columns]."""
+    """Return the operand matrix (docs/semantics.md, section 4), padded with zeros: [blocks, rows, blocks, columns]."""
     moved = x.movedim(dim, -1) if x.dim() else x.reshape(1)
     matrix = moved.reshape(-1, moved.shape[-1])
     rows, columns = (size or extent for size, extent in zip(fmt.block, matrix.shape, strict=True))

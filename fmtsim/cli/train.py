@@ -14,43 +14,52 @@ if TYPE_CHECKING:
     from fmtsim.training.loop import Run, TrainConfig
 
 INTERRUPTED = 130
+SIZES = {
+    "steps": "optimizer steps of each run",
+    "batch-size": "windows of text a step",
+    "context": "bytes the model sees at once",
+    "width": "features",
+    "layers": "transformer blocks",
+    "heads": "attention heads a block",
+}
 DEFAULTS = {"steps": 300, "batch_size": 16, "context": 128, "width": 128, "layers": 3, "heads": 4, "lr": 2e-3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    from fmtsim.rounding.modes import MODES
-    from fmtsim.training.schemes import SCALINGS
-
-    what = parser.add_argument_group("what is simulated")
-    what.add_argument(
-        "--format", default="e4m3", metavar="NAME", help="format of activations and weights (default e4m3)"
-    )
-    what.add_argument("--grad-format", metavar="NAME",
-                      help="format of gradients; by default e5m2 for element formats of 8 bits and fewer, else as --format")  # fmt: skip
-    what.add_argument("--scaling", choices=SCALINGS,
-                      help="how elements are scaled into range; by default tensor for element formats of 8 bits and fewer, none for wider ones, and a block format's own blocks")  # fmt: skip
-    what.add_argument("--rounding", default="nearest_even", metavar="MODE", help=f"of activations and weights: one of {', '.join(MODES)}")  # fmt: skip
-    what.add_argument(
-        "--grad-rounding", default="nearest_even", metavar="MODE", help="of gradients, such as stochastic"
-    )
-    what.add_argument("--baseline", default="fp32", metavar="NAME", help="fp32 (default, nothing quantised), bf16, fp16 or any format")  # fmt: skip
+    _add_scheme(parser.add_argument_group("what is simulated"))
     how = parser.add_argument_group("model and training")
-    for name, text in (("steps", "optimizer steps of each run"), ("batch-size", "windows of text a step"),
-                       ("context", "bytes the model sees at once"), ("width", "features"),
-                       ("layers", "transformer blocks"), ("heads", "attention heads a block")):  # fmt: skip
+    for name, text in SIZES.items():
         default = DEFAULTS[name.replace("-", "_")]
         how.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default {default})")
     how.add_argument("--lr", type=float, default=DEFAULTS["lr"], help=f"peak learning rate (default {DEFAULTS['lr']})")
-    how.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of weights, batches and stochastic rounding (default 0)"
-    )
+    how.add_argument("--seed", type=int, default=0, metavar="N",
+                     help="of weights, batches and stochastic rounding (default 0)")  # fmt: skip
     how.add_argument("--data", metavar="PATH", help="a text file or a folder of them; by default Python's own sources")
     how.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
     output = parser.add_argument_group("output")
-    output.add_argument("--out", default="fmtsim-train", metavar="DIR", help="folder for pictures and records (default fmtsim-train)")  # fmt: skip
+    output.add_argument("--out", default="fmtsim-train", metavar="DIR",
+                        help="folder for pictures and records (default fmtsim-train)")  # fmt: skip
     output.add_argument("--quiet", action="store_true", help="show no progress")
     add_json_argument(parser)
+
+
+def _add_scheme(group: "argparse._ArgumentGroup") -> None:
+    from fmtsim.training.schemes import SCALINGS
+
+    options = {
+        "format": ("e4m3", "NAME", "format of activations and weights (default e4m3)"),
+        "grad-format": (None, "NAME", "of gradients; by default e5m2 beside element formats of 8 bits and fewer, "
+                                      "else as --format"),
+        "rounding": ("nearest_even", "MODE", "of activations and weights (default nearest_even)"),
+        "grad-rounding": ("nearest_even", "MODE", "of gradients, such as stochastic (default nearest_even)"),
+        "baseline": ("fp32", "NAME", "fp32 (default, nothing quantised), bf16, fp16 or any format"),
+    }  # fmt: skip
+    for name, (default, metavar, text) in options.items():
+        group.add_argument(f"--{name}", default=default, metavar=metavar, help=text)
+    group.add_argument("--scaling", choices=SCALINGS,
+                       help="what shares a scale; by default tensor for element formats of 8 bits and fewer, none for "
+                            "wider ones; block formats have blocks of their own")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -87,18 +96,16 @@ def summary(record: dict[str, Any], baseline: "Run", simulated: "Run") -> str:
     """Return what a reader wants to know first: both losses, their gap, and where bits were lost."""
     corpus = record["corpus"]
     cut = ", cut at the limit" if corpus["truncated"] else ""
-    rows = [
-        (name, run.label, f"{run.final_loss:.4f}", f"{run.validation:.4f}", f"{run.seconds:.1f}")
-        for name, run in (("baseline", baseline), ("simulated", simulated))
-    ]
+    runs = (("baseline", baseline), ("simulated", simulated))
+    rows = [(name, r.label, f"{r.final_loss:.4f}", f"{r.validation:.4f}", f"{r.seconds:.1f}") for name, r in runs]
     gap = (simulated.final_loss - baseline.final_loss, simulated.validation - baseline.validation)
-    rows.append(("gap", "", *(f"{difference:+.4f}" for difference in gap), ""))
+    rows.append(("gap", "", f"{gap[0]:+.4f}", f"{gap[1]:+.4f}", ""))
     header = ("run", "precision", "train loss", "held-out loss", "seconds")
     parts = [
         f"text: {corpus['name']}, {corpus['bytes'] / 1e6:.1f} MB in {corpus['files']} files{cut}",
         format_table(header, rows, left=(0, 1)),
         *(f"{run.label}: stopped, {run.stopped}" for run in (baseline, simulated) if run.stopped),
-        *(["(losses in nats per byte; train loss is the mean of the last tenth of the steps)"]),
+        "(losses in nats per byte; train loss is the mean of the last tenth of the steps)",
     ]
     if simulated.stats is not None and simulated.stats.layers:
         parts += ["", _lost_bits(simulated)]
@@ -108,11 +115,11 @@ def summary(record: dict[str, Any], baseline: "Run", simulated: "Run") -> str:
 def _lost_bits(run: "Run") -> str:
     from fmtsim.training.artifacts import by_operand
 
-    names = {"x": "activations", "w": "weights", "g": "gradients", "f": "forward", "d": "input gradient"}
-    names_of_products = {"f": "forward", "d": "input gradient", "w": "weight gradient"}
+    tensors = {"x": "activations", "w": "weights", "g": "gradients"}
+    products = {"f": "forward", "d": "input gradient", "w": "weight gradient"}
     rows = []
     for operand, s in by_operand(run.stats).items():  # type: ignore[arg-type]  # summary checked it
-        what = f"{names[operand[0]]}, {names_of_products[operand[2]]}"
+        what = f"{tensors[operand[0]]}, {products[operand[2]]}"
         rows.append(
             (operand, what, s.format, f"{s.underflow_percent:.2f}", f"{s.saturation_percent:.3f}", f"{s.sqnr_db:.1f}")
         )

@@ -1,4 +1,4 @@
-"""Fast kernels for block formats on float32: rounding to nearest even of grids that saturate.
+"""Fast kernels for block formats on float32: grids that saturate, rounded to nearest even or stochastically.
 
 A group of blocks goes through three phases while it is in the first-level cache: largest magnitudes, scales, elements.
 Loops of constant 16 lanes, and long flat ones, are what the compiler vectorises. Blocks with NaN, Inf or scales at float32's limits are
@@ -11,8 +11,9 @@ import numpy as np
 from numpy import float32, float64, int32, int64, uint64
 
 from fmtsim.cpu.jit import bits32, device, float32_of, kernel
-from fmtsim.cpu.scalar import nearest_bits, nearest_magic
-from fmtsim.cpu.scales import CEIL, DIVIDE, ENCODE, EVEN, FLT_MAX, RCEIL, TWO_LEVEL
+from fmtsim.cpu.philox import fill64
+from fmtsim.cpu.scalar import nearest_bits, nearest_magic, stochastic_deep
+from fmtsim.cpu.scales import AMAX, CEIL, DIVIDE, ENCODE, EVEN, FLT_MAX, RCEIL, TWO_LEVEL
 
 _MAGNITUDE = int32(0x7FFFFFFF)
 _EXPONENT = int32(0x7F800000)
@@ -20,6 +21,7 @@ _MANTISSA = int32(0x007FFFFF)
 _NORMAL = int32(0x00800000)
 _INF = int32(0x7F800000)
 _ONE = float32(1)
+_ONE_BITS = int32(0x3F800000)
 _FLT_MIN = np.float32(1.1754943508222875e-38)
 
 
@@ -228,6 +230,58 @@ def quantize_real(x, y, g, p, sg, layout, start, stop):
                     _divided_block(xs, ys, b * inner, last, scales[b], factors[b], g)
                 else:
                     _real_block(xs, ys, b * inner, last, scales[b], factors[b], p, g)
+    return int64(stop)
+
+
+@device
+def _powers(shifts, scales, factors, count):
+    """Turn exponent bits of power-of-two scales into the scales and their reciprocals."""
+    for b in range(count):
+        scales[b] = float32_of(int32(shifts[b] + _ONE_BITS))
+        factors[b] = float32_of(int32(_ONE_BITS - shifts[b]))
+
+
+@device
+def _stochastic_block(x, y, first, last, words, scale, factor, p, g):
+    """Quantise elements ``first ... last - 1`` of a row; ``words`` holds the random words of the whole row.
+
+    A product with a power of two that underflows has no bit within 2**-32 of the last place: it rounds to zero.
+    """
+    xs, ys, ws = x[first:last], y[first:last], words[first:last]
+    for i in range(xs.size):
+        scaled = float32(xs[i] / factor) if p.rule == AMAX and p.arithmetic == DIVIDE else float32(xs[i] * factor)
+        value = stochastic_deep(scaled, ws[i], g)
+        ys[i] = float32(float32(value * scale) * p.decode_scale)
+
+
+@kernel
+def quantize_stochastic(x, y, g, p, sg, layout, o0, o1, k0, k1, start, stop):
+    """Quantise groups stochastically under scales of either kind; return the first group not done, or stop."""
+    inner, columns = layout.inner, x.shape[1]
+    amaxes, shifts = np.empty(layout.group, np.int32), np.empty(layout.group, np.int32)
+    scales, factors = np.empty(layout.group, np.float32), np.empty(layout.group, np.float32)
+    words = np.empty(inner * layout.group + 128, np.uint32)
+    for group in range(start, stop):
+        r0, r1, c0, c1 = _bounds(group, x.shape, layout)
+        count = (c1 - c0 + inner - 1) // inner
+        _amaxes(x, r0, r1, c0, c1, layout, amaxes)
+        if p.rule == AMAX:
+            if _real_scales(amaxes, scales, factors, count, p, sg):
+                return int64(group)
+        else:
+            if _binary_scales(amaxes, shifts, count, g, p, layout):
+                return int64(group)
+            _powers(shifts, scales, factors, count)
+        for r in range(r0, r1):
+            first = r * columns + c0
+            for block in range(first >> 6, (first + c1 - c0 + 63) >> 6):
+                place = 64 * (block - (first >> 6))
+                fill64(words[place : place + 64], block, o0, o1, k0, k1)
+            row_words = words[first & 63 :]
+            xs, ys = x[r, c0:c1], y[r, c0:c1]
+            for b in range(count):
+                last = min((b + 1) * inner, c1 - c0)
+                _stochastic_block(xs, ys, b * inner, last, row_words, scales[b], factors[b], p, g)
     return int64(stop)
 
 

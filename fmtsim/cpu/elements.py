@@ -5,7 +5,7 @@ import torch
 from fmtsim.cpu import general, pool, scalar
 from fmtsim.cpu.element import element_of, tables_of
 from fmtsim.cpu.grid import grid_of
-from fmtsim.cpu.words import draw_of, flat_words, key_words
+from fmtsim.cpu.words import draw_of, flat_words, key_words, plain_key
 from fmtsim.formats.spec import IntFormat
 from fmtsim.ops import CastSpec, EncodedParts, Random, RandomKey, code_dtype
 
@@ -75,17 +75,15 @@ def _fast(spec: CastSpec, random: Random, source: torch.Tensor, target: torch.Te
     """Return the fast kernel's call, or None where it does not serve."""
     if source.dtype == torch.float64 or target.dtype == torch.float64:
         return None
-    rounding = spec.rounding
-    plain_stochastic = rounding.mode == "stochastic" and rounding.bits == 32 and rounding.variant == "a"
-    key = isinstance(random, RandomKey) and plain_stochastic
-    if rounding.mode != "nearest_even" and not key:
+    drawn = plain_key(spec.rounding, random)
+    if spec.rounding.mode != "nearest_even" and not drawn:
         return None
     if isinstance(spec.format, IntFormat) and spec.format.bits > 20:
         return None
-    grid = grid_of(spec.format, spec.overflow, key)  # type: ignore[arg-type]
+    grid = grid_of(spec.format, spec.overflow, drawn)  # type: ignore[arg-type]
     if grid is None:
         return None
-    if not key:
+    if not isinstance(random, RandomKey):
         return lambda piece, result, start: scalar.nearest_flat(piece.numpy(), result.numpy(), grid)
     words = key_words(random)
     return lambda piece, result, start: scalar.stochastic_flat(piece.numpy(), result.numpy(), grid, start, *words)

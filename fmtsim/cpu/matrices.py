@@ -11,10 +11,10 @@ from fmtsim.cpu.element import Element, Tables, element_of, tables_of
 from fmtsim.cpu.general import Draw, View
 from fmtsim.cpu.grid import Grid, grid_of
 from fmtsim.cpu.scales import AMAX, Scaling, scale_rounding, scaling_of
-from fmtsim.cpu.words import draw_of, flat_words
+from fmtsim.cpu.words import draw_of, flat_words, key_words, plain_key
 from fmtsim.formats.block import FP32, BlockFormat
 from fmtsim.formats.spec import IntFormat
-from fmtsim.ops import CastSpec, EncodedParts, Random, block_counts, code_dtype
+from fmtsim.ops import CastSpec, EncodedParts, Random, RandomKey, block_counts, code_dtype
 
 _GROUP = 2048  # columns that go through the phases of the fast kernel together
 _SPAN = 4096  # columns a task when one scale covers the tensor
@@ -43,11 +43,11 @@ def quantize_blocks(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.
     target = torch.empty_like(matrix, dtype=_wide(out.dtype)) if not direct else out.view(matrix.shape)
     if matrix.numel():
         job, strange = _job(matrix, spec, random, x)
-        grids = None if strange or target.dtype != torch.float32 else _fast_grids(spec, matrix.dtype)
+        grids = None if strange or target.dtype != torch.float32 else _fast_grids(spec, random, matrix.dtype, x.dim())
         if grids is None:
             _general(matrix, target, job)
         else:
-            _fast(matrix, target, job, *grids)
+            _fast(matrix, target, job, random, *grids)
     if not direct:
         out.copy_(_unfold(target, x.shape, spec.dim))
 
@@ -141,22 +141,25 @@ def _job(
     return job, strange and whole
 
 
-def _fast_grids(spec: CastSpec, dtype: torch.dtype) -> tuple[Grid, Grid] | None:
+def _fast_grids(spec: CastSpec, random: Random, dtype: torch.dtype, rank: int) -> tuple[Grid, Grid] | None:
     """Return the grids of element and scale for the fast kernel, None where it does not serve."""
     fmt = spec.format
     assert isinstance(fmt, BlockFormat)
-    if dtype != torch.float32 or spec.rounding.mode != "nearest_even" or fmt.zero_point:
+    drawn = plain_key(spec.rounding, random) and (spec.dim == -1 or rank < 2)
+    if dtype != torch.float32 or fmt.zero_point or not (drawn or spec.rounding.mode == "nearest_even"):
         return None
     if isinstance(fmt.element, IntFormat) and fmt.element.bits > 20:
         return None
-    grid = grid_of(fmt.element, spec.overflow, False)
+    grid = grid_of(fmt.element, spec.overflow, drawn)
     if grid is None or grid.by_bits or not math.isfinite(grid.highest) or fmt.element.max_exponent < 0:
         return None
     scale_grid = grid if fmt.power_of_two or fmt.scale == FP32 else grid_of(fmt.scale, "saturate", False)
     return None if scale_grid is None else (grid, scale_grid)
 
 
-def _fast(matrix: torch.Tensor, target: torch.Tensor, job: _Job, grid: Grid, scale_grid: Grid) -> None:
+def _fast(
+    matrix: torch.Tensor, target: torch.Tensor, job: _Job, random: Random, grid: Grid, scale_grid: Grid
+) -> None:
     view = job.view
     if view.outer == 1 and matrix.shape[1] % view.inner == 0:  # rows of whole blocks are one long row
         matrix, target = matrix.view(1, -1), target.view(1, -1)
@@ -171,6 +174,9 @@ def _fast(matrix: torch.Tensor, target: torch.Tensor, job: _Job, grid: Grid, sca
     no_codes, no_scales, no_offsets = np.empty((0, 0), np.uint8), np.empty((0, 0), np.float32), np.empty((0, 0), np.int32)
 
     def quantize(start: int, stop: int) -> int:
+        if isinstance(random, RandomKey):
+            words = key_words(random)
+            return blocks.quantize_stochastic(x, y, grid, job.scaling, scale_grid, layout, *words, start, stop)
         if job.scaling.rule == AMAX:
             return blocks.quantize_real(x, y, grid, job.scaling, scale_grid, layout, start, stop)
         return blocks.quantize_binary(x, y, grid, job.scaling, layout, start, stop)

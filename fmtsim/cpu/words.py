@@ -14,6 +14,12 @@ def key_words(key: RandomKey) -> tuple[np.uint32, np.uint32, np.uint32, np.uint3
     return _low(key.offset), _high(key.offset), _low(key.seed), _high(key.seed)
 
 
+def plain_key(rounding: Rounding, random: Random) -> bool:
+    """Say whether a cast draws whole words from a key, which is what the fast kernels do."""
+    plain = rounding.mode == "stochastic" and rounding.bits == 32 and rounding.variant == "a"
+    return plain and isinstance(random, RandomKey)
+
+
 def draw_of(rounding: Rounding, random: Random) -> Draw:
     """Return where the general kernels take their random integers from."""
     needed = rounding.mode == "stochastic"

@@ -29,7 +29,9 @@ class Quantizer:
 
     def __post_init__(self) -> None:
         if self.format is not None and not isinstance(self.format, _FORMATS):
-            raise FormatError(f"Quantizer format={self.format!r} is not a format record or None; pass fmtsim.get_format(name)")  # fmt: skip
+            raise FormatError(
+                f"Quantizer format={self.format!r} is not a format record or None; pass fmtsim.get_format(name)"
+            )
         if not isinstance(self.rounding, Rounding):
             raise FormatError(f"Quantizer rounding={self.rounding!r} is not a Rounding; pass Rounding(mode=...)")
         if self.overflow not in (None, *OVERFLOWS):
@@ -52,7 +54,9 @@ class Gemm:
     def __post_init__(self) -> None:
         for name in ("a", "b"):
             if not isinstance(getattr(self, name), Quantizer):
-                raise ArgumentError(f"Gemm {name}={getattr(self, name)!r} is not a Quantizer; pass Quantizer(format=...)")  # fmt: skip
+                raise ArgumentError(
+                    f"Gemm {name}={getattr(self, name)!r} is not a Quantizer; pass Quantizer(format=...)"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +78,9 @@ class LinearConfig:
     def __post_init__(self) -> None:
         for name in ("fprop", "dgrad", "wgrad"):
             if not isinstance(getattr(self, name), Gemm):
-                raise ArgumentError(f"LinearConfig {name}={getattr(self, name)!r} is not a Gemm; pass Gemm(a=..., b=...)")  # fmt: skip
+                raise ArgumentError(
+                    f"LinearConfig {name}={getattr(self, name)!r} is not a Gemm; pass Gemm(a=..., b=...)"
+                )
 
     @property
     def operands(self) -> dict[str, Quantizer]:

@@ -141,6 +141,7 @@ def _operand(
     generator: Generator,
     see: Observer | None,
 ) -> Tensor:
+    t = t.detach()  # an engine's worker threads do not share this thread's no_grad
     if quantizer.format is None:
         q = t.to(dtype)
     else:
@@ -179,14 +180,24 @@ def _autocast(t: Tensor, like: Tensor) -> Tensor:
 
 def _check(x: Tensor, w: Tensor, bias: Tensor | None, config: LinearConfig) -> None:
     if not isinstance(config, LinearConfig):
-        raise ArgumentError(f"EmulatedGEMM takes a LinearConfig, not {config!r}; build one with linear_config(x=, w=, g=)")  # fmt: skip
+        raise ArgumentError(
+            f"EmulatedGEMM takes a LinearConfig, not {config!r}; build one with linear_config(x=, w=, g=)"
+        )
     for name, t in (("x", x), ("w", w), ("bias", bias)):
         if t is not None and t.dtype not in _FLOATS:
             raise DtypeError(f"EmulatedGEMM: {name} has dtype {t.dtype}; pass float16, bfloat16, float32 or float64")
     others = [t for t in (w, bias) if t is not None and t.dtype != x.dtype]
     if others:
-        raise DtypeError(f"EmulatedGEMM: x has dtype {x.dtype}, w or bias {others[0].dtype}; cast them to one dtype, or use torch.autocast")  # fmt: skip
+        raise DtypeError(
+            f"EmulatedGEMM: x has dtype {x.dtype}, w or bias {others[0].dtype}; "
+            "cast them to one dtype, or use torch.autocast"
+        )
     if x.dim() < 1 or w.dim() != 2 or x.shape[-1] != w.shape[1]:
-        raise ArgumentError(f"EmulatedGEMM: x of shape {tuple(x.shape)} does not fit w of shape {tuple(w.shape)}; x is [..., K], w is [N, K]")  # fmt: skip
+        raise ArgumentError(
+            f"EmulatedGEMM: x of shape {tuple(x.shape)} does not fit w of shape {tuple(w.shape)}; "
+            "x is [..., K], w is [N, K]"
+        )
     if bias is not None and bias.shape != w.shape[:1]:
-        raise ArgumentError(f"EmulatedGEMM: bias of shape {tuple(bias.shape)} does not fit w of shape {tuple(w.shape)}; bias is [N]")  # fmt: skip
+        raise ArgumentError(
+            f"EmulatedGEMM: bias of shape {tuple(bias.shape)} does not fit w of shape {tuple(w.shape)}; bias is [N]"
+        )

@@ -57,7 +57,7 @@ class EmulatedMultiheadAttention(EmulatedModule, nn.MultiheadAttention):
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v, each ``[length, batch, embed_dim]``."""
         size, bias = self.embed_dim, self.in_proj_bias
-        if self.in_proj_weight is None:
+        if not self.kdim == self.vdim == size:  # three weights instead of a packed one
             biases = (None,) * 3 if bias is None else bias.chunk(3)
             inputs = ((query, self.q_proj_weight), (key, self.k_proj_weight), (value, self.v_proj_weight))
             q, k, v = (self.gemm(x, w, b, f"{n}_proj") for n, (x, w), b in zip("qkv", inputs, biases, strict=True))
@@ -93,7 +93,7 @@ class EmulatedMultiheadAttention(EmulatedModule, nn.MultiheadAttention):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the heads' outputs side by side ``[length, batch, embed_dim]``, and weights ``[batch, heads, L, S]``."""
+        """Return the heads side by side ``[L, batch, embed_dim]``, and the weights ``[batch, heads, L, S]``."""
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0, 3) for t in (q, k, v))
         dropout = self.dropout if self.training else 0.0
         if mask is not None and mask.dim() == 3:  # one mask a batch entry and head
@@ -140,11 +140,19 @@ def _check(
     module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
 ) -> None:
     if query.is_nested or key.is_nested or value.is_nested:
-        raise ArgumentError("an emulated MultiheadAttention takes no nested tensors; pass padded tensors with key_padding_mask")  # fmt: skip
+        raise ArgumentError(
+            "an emulated MultiheadAttention takes no nested tensors; pass padded tensors with key_padding_mask"
+        )
     if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
-        raise ArgumentError(f"MultiheadAttention: query, key and value have {query.dim()}, {key.dim()} and {value.dim()} dimensions; all need 3, or 2 without a batch")  # fmt: skip
+        raise ArgumentError(
+            f"MultiheadAttention: query, key and value have {query.dim()}, {key.dim()} and {value.dim()} dimensions; "
+            "all need 3, or 2 without a batch"
+        )
     sizes = (query.shape[-1], key.shape[-1], value.shape[-1])
     if sizes != (module.embed_dim, module.kdim, module.vdim):
-        raise ArgumentError(f"MultiheadAttention: query, key and value have {sizes} features; expected {(module.embed_dim, module.kdim, module.vdim)}")  # fmt: skip
+        raise ArgumentError(
+            f"MultiheadAttention: query, key and value have {sizes} features; "
+            f"expected {(module.embed_dim, module.kdim, module.vdim)}"
+        )
     if is_causal and attn_mask is None:
         raise ArgumentError("MultiheadAttention: is_causal=True is a hint about attn_mask; pass attn_mask too")

@@ -78,7 +78,7 @@ def convert(
     for module, name, layer_config in plan:
         changed = emulated_class(type(module))
         assert changed is not None  # _plan only lists modules that have one
-        module.__class__ = changed
+        module.__class__ = changed  # type: ignore[assignment]
         module.emulation = Emulation(name=name, config=layer_config, generator=keys)  # type: ignore[assignment]
     _pause_fused(model)
     model.__dict__[REASONS] = reasons
@@ -96,13 +96,16 @@ def revert(model: Model) -> Model:
         raise ArgumentError(f"revert found no converted module in {type(model).__name__}; convert it first")
     for name, module in converted:
         if type(module) is not emulated_class(module.original_class):
-            raise ArgumentError(f"layer {name!r} became a {type(module).__name__} after convert; undo that change (for example its parametrization) first")  # fmt: skip
+            raise ArgumentError(
+                f"layer {name!r} became a {type(module).__name__} after convert; "
+                "undo that change (for example its parametrization) first"
+            )
     for _, module in converted:
         module.__dict__.pop("emulation", None)
         module.__class__ = module.original_class  # type: ignore[assignment]
-    for module in model.modules():
-        module.__dict__.update(module.__dict__.pop(SAVED, {}))
-        module.__dict__.pop(REASONS, None)
+    for part in model.modules():
+        part.__dict__.update(part.__dict__.pop(SAVED, {}))
+        part.__dict__.pop(REASONS, None)
     return model
 
 
@@ -117,7 +120,9 @@ def _configure(
     given = [name for name, value in (("recipe", recipe), ("format", format), ("config", config)) if value is not None]
     if len(given) != 1:
         what = " and ".join(given) if given else "no format"
-        raise ArgumentError(f"convert got {what}; pass exactly one of format='e4m3', config=linear_config(...) or recipe=")  # fmt: skip
+        raise ArgumentError(
+            f"convert got {what}; pass exactly one of format='e4m3', config=linear_config(...) or recipe="
+        )
     if format is not None:
         grads = format if grad_format is None else grad_format
         config = linear_config(x=format, w=format, g=grads, rounding=rounding, grad_rounding=grad_rounding)
@@ -142,7 +147,9 @@ def _plan(
     inside = dict(_projections(model))
     for name, module in model.named_modules():
         if isinstance(module, EmulatedModule):
-            raise ArgumentError(f"layer {name!r} is converted already; call fmtsim.revert(model) before converting again")  # fmt: skip
+            raise ArgumentError(
+                f"layer {name!r} is converted already; call fmtsim.revert(model) before converting again"
+            )
         reason = why_not(module) or inside.get(name)
         if reason is None and filter_fn is not None and not filter_fn(module, name):
             reason = "filter_fn said no"

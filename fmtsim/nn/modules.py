@@ -49,9 +49,14 @@ class EmulatedModule(nn.Module):
         """
         how = self.emulation
         if how is None:
-            raise ArgumentError(f"{type(self).__name__} has no LinearConfig; make it from {self.original_class.__name__} with fmtsim.convert")  # fmt: skip
+            raise ArgumentError(
+                f"{type(self).__name__} has no LinearConfig; "
+                f"make it from {self.original_class.__name__} with fmtsim.convert"
+            )
         if how.observer is not None and torch.compiler.is_compiling():
-            raise ArgumentError("fmtsim.observe does not see into compiled code; observe the model that was given to torch.compile")  # fmt: skip
+            raise ArgumentError(
+                "fmtsim.observe does not see into compiled code; observe the model that was given to torch.compile"
+            )
         observer = None if how.observer is None else how.observer(part)
         return EmulatedGEMM.apply(x, w, bias, how.config, how.generator, observer)
 
@@ -89,7 +94,10 @@ class EmulatedConv2d(EmulatedModule, nn.Conv2d):
         """Return ``[N, out_channels, H, W]`` from ``[N, in_channels, H, W]``, or both without N."""
         x = input if input.dim() == 4 else input.unsqueeze(0)
         if x.dim() != 4 or x.shape[1] != self.in_channels:
-            raise ArgumentError(f"Conv2d input of shape {tuple(input.shape)} does not fit; pass [N, {self.in_channels}, H, W] or [{self.in_channels}, H, W]")  # fmt: skip
+            raise ArgumentError(
+                f"Conv2d input of shape {tuple(input.shape)} does not fit; "
+                f"pass [N, {self.in_channels}, H, W] or [{self.in_channels}, H, W]"
+            )
         x = self._padded(x)
         rows = F.unfold(x, self.kernel_size, dilation=self.dilation, stride=self.stride).transpose(1, 2)
         outputs = [
@@ -129,9 +137,13 @@ def emulated_types() -> tuple[type[nn.Module], ...]:
     return tuple(_EMULATED)
 
 
-@lru_cache(maxsize=256)
 def emulated_class(original: type[nn.Module]) -> type[EmulatedModule] | None:
     """Return the class that emulates another, None where there is none or the forward is the user's own."""
+    return _emulated_class(original)  # type: ignore[arg-type]  # mypy takes nn.Module's __hash__ for its metaclass's
+
+
+@lru_cache(maxsize=256)
+def _emulated_class(original: type[nn.Module]) -> type[EmulatedModule] | None:
     for base, emulated in _EMULATED.items():
         if original is base:
             return emulated
@@ -148,5 +160,7 @@ def _same_forward(original: type[nn.Module], base: type[nn.Module]) -> bool:
 def _rebuild(original: type[nn.Module]) -> nn.Module:
     cls = emulated_class(original)
     if cls is None:
-        raise ArgumentError(f"{original.__name__} has no emulated counterpart any more; revert the model before saving it whole")  # fmt: skip
+        raise ArgumentError(
+            f"{original.__name__} has no emulated counterpart any more; revert the model before saving it whole"
+        )
     return cls.__new__(cls)

@@ -1,5 +1,6 @@
 """report: which layers of a model are converted, to what, and why the others are not."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from torch import nn
@@ -63,9 +64,9 @@ def report(model: nn.Module) -> Report:
         row = _row(name or "(model)", module, known.get(name))
         if module in inside:
             detail = f"as a part of {inside[module] or '(model)'}"
-            row = ReportRow(name=row.name, type=row.type, converted=True, detail=detail)
+            row = dataclasses.replace(row, converted=True, detail=detail)
         if module in first:
-            row = ReportRow(name=row.name, type=row.type, converted=row.converted, detail=f"same module as {first[module]}")  # fmt: skip
+            row = dataclasses.replace(row, detail=f"same module as {first[module]}")
         first.setdefault(module, row.name)
         rows.append(row)
     return Report(rows=tuple(rows))

@@ -3,7 +3,8 @@
 import torch
 
 from fmtsim.formats.block import LogTileFormat
-from fmtsim.ops import CastSpec, EncodedParts, code_dtype
+from fmtsim.formats.packing import code_dtype
+from fmtsim.ops import CastSpec, EncodedParts
 from fmtsim.rounding.modes import Rounding
 from fmtsim.torch_engine.blockcast import finite_magnitudes, is_nan
 from fmtsim.torch_engine.blocks import CHUNK, Geometry, geometry, windows

@@ -64,7 +64,10 @@ def load_corpus(path: str | Path | None, context: int) -> Corpus:
         raise DataError(f"--data {name}: neither a file nor a folder; {hint}")
     needed = VALIDATION_SHARE * (context + 2)
     if len(text) < needed:
-        raise DataError(f"--data {name}: {len(text)} bytes of text, at least {needed} are needed for context {context}; pass more text or a smaller --context")  # fmt: skip
+        raise DataError(
+            f"--data {name}: {len(text)} bytes of text, at least {needed} are needed for context {context}; "
+            "pass more text or a smaller --context"
+        )
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     split = len(text) - len(text) // VALIDATION_SHARE
     return Corpus(name=name, train=data[:split], validation=data[split:], files=files, truncated=truncated)

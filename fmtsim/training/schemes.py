@@ -56,12 +56,14 @@ class Scheme:
             return HIGH_PRECISION
         formats = self.format if self.gradient == self.format else f"{self.format}/{self.gradient}"
         scaling = self.scaling or _default_scaling(get_format(self.format))
-        modes = {"nearest_even": "", "stochastic": "SR"}
-        forward, backward = (modes.get(m, m) for m in (self.rounding, self.grad_rounding))
-        rounding = forward if forward == backward else ", ".join(f"{n} {m}" for n, m in (("x w", forward), ("g", backward)) if m)  # fmt: skip
-        return ", ".join(
-            filter(None, (formats, "unscaled" if scaling == "none" else scaling and f"scaled by {scaling}", rounding))
-        )
+        names = {"nearest_even": "", "stochastic": "SR"}
+        forward, backward = (names.get(mode, mode) for mode in (self.rounding, self.grad_rounding))
+        parts = [formats, "unscaled" if scaling == "none" else scaling and f"scaled by {scaling}"]
+        if forward == backward:
+            parts.append(forward)
+        else:
+            parts += [f"{tensors} {mode}" for tensors, mode in (("x w", forward), ("g", backward)) if mode]
+        return ", ".join(filter(None, parts))
 
     def linear_config(self) -> LinearConfig:
         """Return the quantisers; raise FormatError or ArgumentError where the options do not fit together."""
@@ -82,7 +84,10 @@ def _scale(name: str, scaling: str | None, weight: bool) -> Format:
         raise ArgumentError(f"--scaling {scaling} is unknown; choose one of {', '.join(SCALINGS)}")
     if isinstance(fmt, BlockFormat | LogTileFormat):
         if scaling is not None:
-            raise FormatError(f"--scaling {scaling} does not go with {fmt.name}, which has blocks of its own; leave it out, or name an element format")  # fmt: skip
+            raise FormatError(
+                f"--scaling {scaling} does not go with {fmt.name}, which has blocks of its own; "
+                "leave it out, or name an element format"
+            )
         return fmt
     blocks = SCALINGS[scaling or _default_scaling(fmt)]
     return fmt if blocks is None else scaled(fmt, blocks[1] if weight else blocks[0], blocks[2])

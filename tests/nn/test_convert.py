@@ -198,7 +198,8 @@ def test_fused_inference_kernels_are_off_while_converted():
         ({"config": "e4m3"}, ArgumentError, r"config='e4m3' is not a LinearConfig"),
         ({"config": lambda name: "e4m3"}, ArgumentError, r"config\('embedding'\)|config\('conv'\) returned 'e4m3'"),
         ({"format": "e4m33"}, FormatError, r"e4m33"),
-        ({"config": CONFIG, "filter_fn": lambda m, n: False}, ArgumentError, r"nothing to convert in Tower \(embedding: no emulated form of Embedding; conv: filter_fn said no"),
+        ({"config": CONFIG, "filter_fn": lambda m, n: False}, ArgumentError,
+         r"nothing to convert in Tower \(embedding: no emulated form of Embedding; conv: filter_fn said no"),
     ],
 )  # fmt: skip
 def test_wrong_use_is_named_and_changes_nothing(tower, arguments, error, message):

@@ -1,0 +1,178 @@
+"""``fmtsim.explain``: the story agrees with the bits, for every kind of format and rounding."""
+
+import json
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fmtsim.cli.output import jsonable
+from fmtsim.errors import ArgumentError, DtypeError, FormatError
+from fmtsim.explain import explain
+from fmtsim.explain.element import bit_fields, decide, neighbours
+from fmtsim.formats.registry import get_format, list_formats
+from fmtsim.quantize import encode, quantize
+from fmtsim.rounding.modes import MODES, Rounding
+
+ROW = [0.1, -3.3, 957.0, 0.0, -0.0, 1e-41, 2.5, -448.0, 1e38, 7.0, -0.26, 0.25]
+ELEMENTS = [name for kind in ("float", "int", "codebook", "log") for name in list_formats(kind)]
+SCALED = [*list_formats("block"), *list_formats("log_tile")]
+
+
+@pytest.mark.parametrize(
+    ("x", "format", "options", "rule", "value"),
+    [
+        (0.1, "e4m3", {}, "nearest", 0.1015625),
+        (1.0, "e4m3", {}, "exact", 1.0),
+        (-0.0, "e4m3", {}, "exact", -0.0),
+        (0.25, "e2m1", {}, "tie_even", 0.0),
+        (0.25, "e2m1", {"rounding": "nearest_away"}, "tie_away", 0.5),
+        (0.25, "e2m1", {"rounding": "nearest_toward_zero"}, "tie_toward_zero", 0.0),
+        (0.3, "e2m1", {"rounding": "down"}, "down", 0.0),
+        (-0.3, "e2m1", {"rounding": "up"}, "up", -0.0),
+        (0.3, "e2m1", {"rounding": "to_odd"}, "to_odd", 0.5),
+        (464.0, "e4m3", {"overflow": "ieee"}, "tie_even", 448.0),
+        (465.0, "e4m3", {}, "saturated", 448.0),
+        (465.0, "e4m3", {"overflow": "ieee"}, "overflow", math.nan),
+        (1e9, "e5m2", {"overflow": "ieee"}, "overflow", math.inf),
+        (1e9, "e5m2", {"overflow": "ieee", "rounding": "toward_zero"}, "saturated", 57344.0),
+        (math.inf, "e4m3", {}, "saturated", 448.0),
+        (math.inf, "e5m2", {"overflow": "ieee"}, "infinity", math.inf),
+        (math.inf, "e4m3", {"overflow": "ieee"}, "nan", math.nan),
+        (math.nan, "e4m3", {}, "nan", math.nan),
+        (math.nan, "e2m1", {}, "nan", 6.0),
+        (-1.0, "ue4m3", {}, "unsigned", 0.0),
+        (0.0, "e8m0", {}, "smallest", 2.0**-127),
+        (0.5, "lns8_g8", {}, "smallest", 1.0),
+        (7.4, "int4", {}, "nearest", 7.0),
+        (7.6, "int4", {}, "saturated", 7.0),
+        (2.5, "int4", {}, "tie_even", 2.0),
+        (3.0, "nf4", {}, "saturated", 1.0),
+    ],
+)
+def test_the_rule_is_named(x, format, options, rule, value):
+    element = explain(x, format, **options).elements[0]
+    assert element.decision.rule == rule
+    assert repr(element.value) == repr(value)  # NaN and the sign of zero count
+
+
+def test_the_numbers_of_an_mx_block():
+    story = explain([957.0, 1.0], "mxfp8_e4m3")
+    (scale,) = story.scales
+    assert (scale.amax, scale.value, scale.code) == (957.0, 2.0, "0x80")
+    first, second = story.elements
+    assert (first.bits, first.value, first.error) == ("0 1111 110", 896.0, Fraction(-61))
+    assert (first.decision.x, first.decision.below, first.decision.above) == (Fraction(957, 2), 448.0, None)
+    assert first.decision.below_distance == Fraction(61, 2)
+    assert (second.decision.rule, second.value, second.decision.above_distance) == ("exact", 1.0, Fraction(1, 16))
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int8_channel", "uint4_g32_zp", "logfmt8", "e4m3"])
+def test_the_text_says_it_all(name):
+    one, several = str(explain(2.7, name)), str(explain([2.7, -1.0, 0.0], name))
+    for text in (one, several):
+        assert text.startswith(f"{name}, rounding nearest_even, overflow saturate")
+        assert text.endswith("the engine gives the same bits")
+    assert "below" in one
+    assert "rule" in several
+    if name == "mxfp4":
+        assert "floor: 1 - 2 = -1, so the scale is 2^-1 = 0.5" in one
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_result_is_x_or_a_neighbour(name, mode):
+    fmt = get_format(name)
+    rounding = Rounding(mode=mode)
+    word = 1 << 31 if mode == "stochastic" else None
+    for x in ROW:
+        decision = decide(x, fmt, rounding, "saturate", word)
+        assert decision.value in (x, decision.below, decision.above) or decision.rule in ("saturated", "smallest", "unsigned")
+        assert bit_fields(decision.code, fmt).replace(" ", "") == f"{decision.code:0{fmt.bits}b}"
+        if decision.below is not None:
+            assert decision.below < x
+        if decision.above is not None:
+            assert decision.above > x
+
+
+@pytest.mark.parametrize("name", ELEMENTS + SCALED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_engine_agrees(name, dtype):
+    story = explain(torch.tensor(ROW, dtype=dtype), name)
+    assert story.engine_agrees
+    json.dumps(jsonable(story.to_dict()), allow_nan=False)
+    assert story.elements[0].code == encode(torch.tensor(ROW, dtype=dtype), name, pad=True).unpacked()[0].item() & (
+        (1 << get_format(name).bits) - 1
+    )
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_scaled_number_leads_to_its_code(name, mode):
+    story = explain(torch.tensor(ROW), name, rounding=mode, random_bits=8 if mode == "stochastic" else None, generator=3)
+    assert story.engine_agrees
+    for element in story.elements:
+        assert element.decision.code == element.code
+
+
+def test_a_nan_takes_its_block():
+    story = explain([1.0, math.nan, 2.0, 3.0], "mxfp4", block_size=2)
+    assert [element.decision.rule for element in story.elements] == ["nan", "nan", "exact", "exact"]
+    assert math.isnan(story.scales[0].value)
+    assert "the scale becomes NaN" in story.scales[0].steps[0]
+
+
+def test_stochastic_words_are_those_of_quantize():
+    x = torch.full((32,), 1.03)
+    story = explain(x, "e4m3", rounding="stochastic", generator=5)
+    values = [element.value for element in story.elements]
+    assert values == quantize(x, "e4m3", rounding="stochastic", generator=5).tolist()
+    assert set(values) == {1.0, 1.125}
+    assert "0.24 of the way up" in story.elements[0].decision.reason
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(width=32), st.sampled_from(ELEMENTS))
+def test_neighbours_are_adjacent(x, name):
+    fmt = get_format(name)
+    below, above = neighbours(x, fmt)
+    if math.isfinite(x) and below is not None and above is not None:
+        assert below < x < above
+        # Nothing of the format lies between a neighbour and x but x itself.
+        assert neighbours(below, fmt)[1] in (x, above)
+        assert neighbours(above, fmt)[0] in (x, below)
+
+
+def test_an_engine_that_errs_is_caught(monkeypatch):
+    def wrong(*arguments, **options):
+        return quantize(*arguments, **options) + 1
+
+    monkeypatch.setattr("fmtsim.explain.verb.quantize", wrong)
+    story = explain(1.0, "e4m3")
+    assert not story.engine_agrees
+    assert "THE ENGINE GIVES OTHER BITS" in str(story)
+
+
+def test_empty_input_explains_nothing():
+    assert explain([], "mxfp4").elements == ()
+    assert explain(torch.empty(0), "e4m3").engine_agrees
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "error", "message"),
+    [
+        ("text", {}, DtypeError, "x='text' is not a number or a sequence of numbers; pass floats or a tensor"),
+        (torch.ones(3, dtype=torch.int32), {}, DtypeError, "x has dtype torch.int32; choose float16"),
+        (torch.ones(2, 2), {}, ArgumentError, r"x has shape \(2, 2\); pass a number or one row"),
+        (torch.ones(65537), {}, ArgumentError, "x has 65537 numbers; pass at most 65536"),
+        (1.0, {"overflow": "wrap"}, FormatError, "unknown overflow 'wrap'; choose 'saturate', 'ieee'"),
+        (1.0, {"rounding": "even"}, FormatError, "unknown rounding 'even'; did you mean"),
+        (1.0, {"scale_rule": "floor"}, FormatError, "needs a block; pass block_size="),
+    ],
+)
+def test_bad_input(x, options, error, message):
+    with pytest.raises(error, match=message):
+        explain(x, "e4m3", **options)

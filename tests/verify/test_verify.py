@@ -1,0 +1,119 @@
+"""The checks of ``fmtsim verify``: clean engines pass, planted errors are seen."""
+
+import math
+
+import pytest
+import torch
+
+from fmtsim.errors import FormatError
+from fmtsim.formats.registry import get_format
+from fmtsim.ops import CastSpec, EncodedParts
+from fmtsim.rounding.modes import Rounding
+from fmtsim.verify import default_tasks, exhaustive_tasks
+from fmtsim.verify.exhaustive import FORMATS, all_inputs, foreign_codes, saturated
+from fmtsim.verify.inputs import boundaries, rough_matrix
+from fmtsim.verify.outcome import PlantedError, Tally, engines
+
+SAMPLE = ["e4m3", "e2m1", "int4", "nf4", "e8m0", "mxfp4", "nvfp4", "int4_g32"]
+NOTHING = lambda share: None  # noqa: E731
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_the_engines_pass(name):
+    outcomes = [task.run(NOTHING) for task in default_tasks(engines(), [name])]
+    assert [(outcome.check, outcome.first) for outcome in outcomes if outcome.mismatches] == []
+    assert all(outcome.cases for outcome in outcomes)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "int4", "mxfp4", "logfmt8"])
+@pytest.mark.parametrize("engine", ["torch_engine", "cpu"])
+def test_a_planted_error_is_seen_by_every_check(name, engine):
+    broken = engines()
+    broken[engine] = PlantedError(broken[engine])
+    for task in default_tasks(broken, [name]):
+        outcome = task.run(NOTHING)
+        if engine == "cpu" and name == "logfmt8":
+            assert outcome.mismatches == 0  # no kernel: torch ops serve these tiles
+        else:
+            assert outcome.mismatches, task.check
+            assert "expected" in outcome.first
+
+
+def test_every_format_has_a_check():
+    tasks = default_tasks(engines())
+    assert {"fp64", "e4m3", "nvfp4", "logfmt8", "lns16_g2048"} <= {task.format for task in tasks}
+    assert {task.check for task in tasks} == {"oracle", "block oracle", "codes", "engines"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_stride_of_all_inputs_passes(name):
+    shares = []
+    outcome = all_inputs(get_format(name), engines(), shares.append, stride=256)
+    assert (outcome.mismatches, outcome.first) == (0, "")
+    assert outcome.cases > 4 * (1 << 22)
+    assert shares[-1] == 1.0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FORMATS)
+def test_all_inputs_pass(name):
+    outcome = all_inputs(get_format(name), engines(), NOTHING)
+    assert (outcome.mismatches, outcome.first) == (0, "")
+
+
+def test_a_planted_error_is_seen_among_all_inputs():
+    broken = {"cpu": PlantedError(engines()["cpu"])}
+    assert all_inputs(get_format("e4m3"), broken, NOTHING, stride=1024).mismatches == 4  # a value and a code, two rules
+
+
+def test_the_other_libraries_saturate_by_our_rule():
+    x = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 1e9, -1e9, 465.0, 448.0])
+    e4m3, e2m1 = get_format("e4m3"), get_format("e2m1")
+    ieee = foreign_codes(x, e4m3)
+    assert ieee.tolist() == [0x7F, 0x7F, 0x7F, 0xFF, 0x7F, 0xFF, 0x7F, 0x7E]
+    assert saturated(ieee, x, e4m3).tolist() == [0x7F, 0x7F, 0x7E, 0xFE, 0x7E, 0xFE, 0x7E, 0x7E]
+    assert foreign_codes(x, e2m1).tolist() == [7, 7, 7, 15, 7, 15, 7, 7]
+
+
+def test_boundaries_hold_ties_and_their_neighbours():
+    x = boundaries(get_format("e2m1"), torch.float32)
+    for point in (0.25, 5.0, 7.0, -3.5):
+        for number in (point, math.nextafter(point, math.inf), math.nextafter(point, -math.inf)):
+            assert torch.tensor(number, dtype=torch.float32) in x
+    tie = torch.tensor(0.25)
+    assert torch.nextafter(tie, torch.tensor(1.0)) in x
+    assert int(x.isnan().sum()) == 1
+    assert {repr(v) for v in x.tolist()} >= {"0.0", "-0.0", "inf", "-inf"}
+
+
+def test_the_rough_matrix_is_rough():
+    x = rough_matrix(torch.float32)
+    assert bool(x.isnan().any()) and bool(x.isinf().any()) and bool((x == 0).all(dim=1).any())
+    assert x.shape[1] % 16
+
+
+def test_a_tally_counts_and_remembers_the_first():
+    tally = Tally("check", "e4m3")
+    x = torch.tensor([1.0, 2.0, 3.0])
+    tally.compare(x, x.clone(), x, "same")
+    tally.compare(torch.tensor([1.0, -0.0, 3.5]), torch.tensor([1.0, 0.0, 3.0]), x, "other")
+    tally.compare(x[:2], x, x, "short")
+    outcome = tally.outcome()
+    assert (outcome.cases, outcome.mismatches) == (9, 5)
+    assert outcome.first == "other: element 1 of 2.0 is -0.0 (0x80000000), expected 0.0 (0x00000000)"
+
+
+def test_formats_without_another_library_are_refused():
+    with pytest.raises(FormatError, match="e3m2 has no exhaustive check; choose e4m3, e5m2, bf16, fp16, e2m1"):
+        exhaustive_tasks(engines(), ["e3m2"])
+
+
+def test_the_planted_error_spares_what_it_wraps():
+    engine = engines()["torch_engine"]
+    spec = CastSpec(format=get_format("e4m3"), rounding=Rounding(), overflow="saturate")
+    codes = torch.tensor([1, 2], dtype=torch.uint8)
+    out = torch.empty(2)
+    PlantedError(engine).decode(EncodedParts(codes), spec, out)
+    assert codes.tolist() == [1, 2]
+    assert out[0] == get_format("e4m3").value(1)
+    assert out[1] != get_format("e4m3").value(2)
