@@ -1,3 +1,5 @@
 """The CPU engine: numba kernels on the threads of a pool of our own, the same bits as every other engine."""
 
 from fmtsim.cpu.engine import decode, encode, quantize, supports
+
+__all__ = ["decode", "encode", "quantize", "supports"]

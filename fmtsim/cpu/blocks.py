@@ -1,8 +1,8 @@
 """Fast kernels for block formats on float32: grids that saturate, rounded to nearest even or stochastically.
 
 A group of blocks goes through three phases while it is in the first-level cache: largest magnitudes, scales, elements.
-Loops of constant 16 lanes, and long flat ones, are what the compiler vectorises. Blocks with NaN, Inf or scales at float32's limits are
-left to the general kernel: the fast one stops in front of their group and says where.
+Loops of constant 16 lanes, and long flat ones, are what the compiler vectorises. Blocks with NaN, Inf or scales at
+float32's limits are left to the general kernel: the fast one stops in front of their group and says where.
 """
 
 from typing import NamedTuple

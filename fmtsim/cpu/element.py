@@ -294,7 +294,9 @@ def _table_rank(value, word, negative, e, tables):
         middle = tables.middles[rank]
         upper = value > middle
         if value == middle:
-            upper = rank & 1 == 1 if e.mode == NEAREST_EVEN else _prefers_upper(low, high, value, e.mode == NEAREST_AWAY)
+            upper = (
+                rank & 1 == 1 if e.mode == NEAREST_EVEN else _prefers_upper(low, high, value, e.mode == NEAREST_AWAY)
+            )
     elif e.mode == TOWARD_ZERO:
         upper = bits64(value) >= 0 if low < 0.0 < high else abs(high) < abs(low)
     elif e.mode == UP or e.mode == DOWN:

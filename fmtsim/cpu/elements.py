@@ -6,8 +6,9 @@ from fmtsim.cpu import general, pool, scalar
 from fmtsim.cpu.element import element_of, tables_of
 from fmtsim.cpu.grid import grid_of
 from fmtsim.cpu.words import draw_of, flat_words, key_words, plain_key
+from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.spec import IntFormat
-from fmtsim.ops import CastSpec, EncodedParts, Random, RandomKey, code_dtype
+from fmtsim.ops import CastSpec, EncodedParts, Random, RandomKey
 
 _CHUNK = 1 << 16  # elements that pass through a float32 scratch at once
 

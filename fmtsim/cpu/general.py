@@ -122,7 +122,9 @@ def cast_blocks(x, y, codes, scales, offsets, encode, e, tables, p, se, st, view
                 word = _word(_index(view.first + r, k, view), e, draw, words)
                 value, rank = cast_value(_scaled(x, r, k, exponent, factor, p), word, e, tables)
                 if view.zero_point:
-                    value = view.levels - zero if x[r, k] != x[r, k] else min(max(value, -zero), view.levels - zero) + 0.0  # no -0
+                    value = (
+                        view.levels - zero if x[r, k] != x[r, k] else min(max(value, -zero), view.levels - zero) + 0.0
+                    )  # no -0
                 if encode:
                     codes[r, k] = int64(value + zero) if view.zero_point else code_of(value, rank, e, tables)
                 else:

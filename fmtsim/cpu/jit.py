@@ -78,7 +78,7 @@ def kernel(function: Callable) -> Callable:
     """Compile a function at its first call for each signature, without the GIL, and keep the machine code on disk."""
     dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
     if cache_folder() is not None:
-        dispatcher._cache = _KernelCache(function)
+        dispatcher._cache = _KernelCache(function)  # type: ignore[attr-defined]
     return dispatcher
 
 
@@ -107,4 +107,3 @@ bits32 = _bitcast(types.float32, types.int32, ir.IntType(32))
 float32_of = _bitcast(types.int32, types.float32, ir.FloatType())
 bits64 = _bitcast(types.float64, types.int64, ir.IntType(64))
 float64_of = _bitcast(types.int64, types.float64, ir.DoubleType())
-

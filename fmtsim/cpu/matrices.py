@@ -10,18 +10,20 @@ from fmtsim.cpu import blocks, general, pool
 from fmtsim.cpu.element import Element, Tables, element_of, tables_of
 from fmtsim.cpu.general import Draw, View
 from fmtsim.cpu.grid import Grid, grid_of
-from fmtsim.cpu.scales import AMAX, Scaling, scale_rounding, scaling_of
+from fmtsim.cpu.scales import AMAX, Scaling, scaling_of
 from fmtsim.cpu.words import draw_of, flat_words, key_words, plain_key
 from fmtsim.formats.block import FP32, BlockFormat
+from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.spec import IntFormat
-from fmtsim.ops import CastSpec, EncodedParts, Random, RandomKey, block_counts, code_dtype
+from fmtsim.ops import CastSpec, EncodedParts, Random, RandomKey, block_counts
+from fmtsim.rounding.modes import Rounding
 
 _GROUP = 2048  # columns that go through the phases of the fast kernel together
 _SPAN = 4096  # columns a task when one scale covers the tensor
 _WIDE = IntFormat(name="wide", bits=24)  # what elements round to before a zero point is added
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     """A cast of one matrix: everything that its kernels take but the range of blocks."""
 
@@ -130,13 +132,14 @@ def _job(
     )
     element = element_of(_WIDE if fmt.zero_point else fmt.element, spec.rounding, spec.overflow)
     job = _Job(
-        element,
-        tables_of(fmt.element),
-        scaling_of(fmt, amax if fmt.tensor_scale else None),
-        *scale_rounding(fmt),
-        view,
-        draw_of(spec.rounding, random),
-        flat_words(random),
+        element=element,
+        tables=tables_of(fmt.element),
+        scaling=scaling_of(fmt, amax if fmt.tensor_scale else None),
+        scale_element=element_of(fmt.scale, Rounding(), "saturate"),
+        scale_tables=tables_of(fmt.scale),
+        view=view,
+        draw=draw_of(spec.rounding, random),
+        words=flat_words(random),
     )
     return job, strange and whole
 
@@ -157,9 +160,7 @@ def _fast_grids(spec: CastSpec, random: Random, dtype: torch.dtype, rank: int) -
     return None if scale_grid is None else (grid, scale_grid)
 
 
-def _fast(
-    matrix: torch.Tensor, target: torch.Tensor, job: _Job, random: Random, grid: Grid, scale_grid: Grid
-) -> None:
+def _fast(matrix: torch.Tensor, target: torch.Tensor, job: _Job, random: Random, grid: Grid, scale_grid: Grid) -> None:
     view = job.view
     if view.outer == 1 and matrix.shape[1] % view.inner == 0:  # rows of whole blocks are one long row
         matrix, target = matrix.view(1, -1), target.view(1, -1)
@@ -171,7 +172,11 @@ def _fast(
     total = -(-rows // view.outer) * across
     layout = _layout(view, group, grid, job.scaling)
     x, y = matrix.numpy(), target.numpy()
-    no_codes, no_scales, no_offsets = np.empty((0, 0), np.uint8), np.empty((0, 0), np.float32), np.empty((0, 0), np.int32)
+    no_codes, no_scales, no_offsets = (
+        np.empty((0, 0), np.uint8),
+        np.empty((0, 0), np.float32),
+        np.empty((0, 0), np.int32),
+    )
 
     def quantize(start: int, stop: int) -> int:
         if isinstance(random, RandomKey):

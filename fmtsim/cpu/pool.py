@@ -1,5 +1,6 @@
 """Threads of the CPU engine: a pool of our own, rebuilt after fork, that runs kernels without the GIL."""
 
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +40,7 @@ def run(function: Callable[[int, int], None], count: int, align: int, weight: in
     ``weight`` is the work of one item in elements. Errors of any part are raised after all parts have ended.
     """
     parts = min(get_num_threads(), max(count * weight // _GRAIN, 1))
-    step = -(-(-(-count // parts)) // align) * align if count else 1
+    step = math.ceil(math.ceil(count / parts) / align) * align if count else 1
     if step >= count:
         if count:
             function(0, count)

@@ -5,11 +5,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy import float32, float64, int64
 
-from fmtsim.cpu.element import cast_value, element_of, floor_log2, power_of_two, tables_of
+from fmtsim.cpu.element import cast_value, floor_log2, power_of_two
 from fmtsim.cpu.jit import bits64, device, float64_of, subroutine
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.spec import FloatFormat, IntFormat
-from fmtsim.rounding.modes import Rounding
 
 FLOOR, CEIL, RCEIL, EVEN, AMAX = range(5)
 DIVIDE, RECIPROCAL, ENCODE, TWO_LEVEL = range(4)
@@ -62,11 +61,6 @@ def scaling_of(fmt: BlockFormat, tensor_amax: float | None) -> Scaling:
         encode_scale=encode_scale,
         decode_scale=decode_scale,
     )
-
-
-def scale_rounding(fmt: BlockFormat):  # type: ignore[no-untyped-def]
-    """Return the Element and Tables that round a real scale to the scale format."""
-    return element_of(fmt.scale, Rounding(), "saturate"), tables_of(fmt.scale)
 
 
 @subroutine

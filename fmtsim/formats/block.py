@@ -1,12 +1,23 @@
 """What a scaled format is: an element format, the block that shares a scale, and how the scale is made."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
+from functools import partial
 
 from fmtsim.errors import FormatError
-from fmtsim.formats.spec import SCALE_RULES, CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat
-from fmtsim.formats.spec import Overflow, ScaleArithmetic, ScaleRule
+from fmtsim.formats.spec import (
+    SCALE_RULES,
+    CodebookFormat,
+    ElementFormat,
+    FloatFormat,
+    IntFormat,
+    LogFormat,
+    Overflow,
+    ScaleArithmetic,
+    ScaleRule,
+)
+
+ARITHMETICS: tuple[ScaleArithmetic, ...] = ("divide", "reciprocal", "encode")
 
 Block = tuple[int | None, int | None]
 
@@ -60,27 +71,26 @@ class BlockFormat:
     source: str = ""
 
     def __post_init__(self) -> None:
-        if any(size is not None and size < 1 for size in self.block) or len(self.block) != 2:
-            raise FormatError(f"format {self.name!r}: block={self.block} is not allowed; choose (outer, inner) sizes of 1 or more, or None")  # fmt: skip
-        if self.scale_rule not in SCALE_RULES:
-            raise FormatError(f"format {self.name!r}: scale_rule={self.scale_rule!r} is unknown; choose one of {', '.join(SCALE_RULES)}")  # fmt: skip
-        if self.arithmetic not in ("divide", "reciprocal", "encode"):
-            raise FormatError(f"format {self.name!r}: arithmetic={self.arithmetic!r} is unknown; choose divide, reciprocal or encode")  # fmt: skip
-        if self.scale_rule == "even" and isinstance(self.element, CodebookFormat | LogFormat):
-            raise FormatError(f"format {self.name!r}: scale_rule='even' needs an element with mantissa bits; choose floor or amax")  # fmt: skip
-        if self.scale_rule != "amax" and self.scale.exponent_bits < 8:
-            raise FormatError(f"format {self.name!r}: scale_rule={self.scale_rule!r} needs a scale with 8 exponent bits, not {self.scale.name}; choose scale_rule='amax'")  # fmt: skip
-        if self.scale_rule == "amax" and not self.scale.mantissa_bits:
-            raise FormatError(f"format {self.name!r}: scale_rule='amax' needs a scale with mantissa bits, not {self.scale.name}; choose floor, ceil, rceil or even")  # fmt: skip
-        if self.scale.bits > 8 and self.scale.name not in ("fp32", "bf16", "fp16"):
-            raise FormatError(f"format {self.name!r}: scale format {self.scale.name} is not supported; choose fp32, bf16, fp16 or one of 8 bits or fewer")  # fmt: skip
-        if self.tensor_scale and (self.scale_rule != "amax" or self.arithmetic != "encode"):
-            raise FormatError(f"format {self.name!r}: tensor_scale=True needs scale_rule='amax' and arithmetic='encode'")
-        if not self.scale.has_nan:
-            raise FormatError(f"format {self.name!r}: scale format {self.scale.name} has no NaN, which marks spoiled blocks; choose one that has")  # fmt: skip
-        if self.zero_point and (not isinstance(self.element, IntFormat) or self.element.signed or self.tensor_scale
-                                or self.scale_rule != "amax" or self.element.fraction_bits or self.scale.name != "fp32"):  # fmt: skip
-            raise FormatError(f"format {self.name!r}: zero_point=True needs an unsigned integer element without fraction bits, scale fp32 and scale_rule='amax'")  # fmt: skip
+        _require_block(self.name, self.block)
+        check = partial(_require, self.name)
+        check(self.scale_rule in SCALE_RULES, f"scale_rule={self.scale_rule!r} is unknown", ", ".join(SCALE_RULES))
+        check(self.arithmetic in ARITHMETICS, f"arithmetic={self.arithmetic!r} is unknown", ", ".join(ARITHMETICS))
+        smooth = isinstance(self.element, CodebookFormat | LogFormat)
+        check(not (self.scale_rule == "even" and smooth), "scale_rule='even' needs mantissa bits", "floor or amax")
+        real, scale = self.scale_rule == "amax", self.scale
+        wide = f"scale_rule={self.scale_rule!r} needs a scale with 8 exponent bits, not {scale.name}"
+        check(real or scale.exponent_bits >= 8, wide, "scale_rule='amax'")
+        narrow = f"scale_rule='amax' needs a scale with mantissa bits, not {scale.name}"
+        check(bool(scale.mantissa_bits) or not real, narrow, "floor, ceil, rceil or even")
+        stored = scale.bits <= 8 or scale.name in ("fp32", "bf16", "fp16")
+        check(stored, f"scale format {scale.name} is not supported", "fp32, bf16, fp16 or one of 8 bits or fewer")
+        check(scale.has_nan, f"scale format {scale.name} has no NaN, which marks spoiled blocks", "one that has")
+        encoded = real and self.arithmetic == "encode"
+        check(encoded or not self.tensor_scale, "tensor_scale=True stands alone", "'amax' and 'encode' with it")
+        counted = isinstance(self.element, IntFormat) and not (self.element.signed or self.element.fraction_bits)
+        shifted = counted and real and scale.name == "fp32" and not self.tensor_scale
+        only = "an unsigned integer element without fraction bits, scale fp32 and scale_rule='amax'"
+        check(shifted or not self.zero_point, "zero_point=True does not fit", only)
 
     @property
     def bits(self) -> int:
@@ -145,8 +155,7 @@ class LogTileFormat:
     def __post_init__(self) -> None:
         if not 3 <= self.bits <= 16:
             raise FormatError(f"format {self.name!r}: bits={self.bits} is not allowed; choose 3 to 16")
-        if any(size is not None and size < 1 for size in self.block) or len(self.block) != 2:
-            raise FormatError(f"format {self.name!r}: block={self.block} is not allowed; choose (outer, inner) sizes of 1 or more, or None")  # fmt: skip
+        _require_block(self.name, self.block)
 
     @property
     def max_code(self) -> int:
@@ -202,10 +211,19 @@ def with_block(fmt: Format, block_size: int | Block | None, scale_rule: ScaleRul
             scale = FP32 if rule == "amax" else E8M0
         return dataclasses.replace(fmt, block=block or fmt.block, scale=scale, scale_rule=rule)
     if block is None:
-        raise FormatError(f"scale_rule={scale_rule!r} needs a block; pass block_size= or a block format such as 'mxfp8_e4m3'")  # fmt: skip
+        hint = "pass block_size= or a block format such as 'mxfp8_e4m3'"
+        raise FormatError(f"scale_rule={scale_rule!r} needs a block; {hint}")
     return scaled(fmt, block, scale_rule or "amax")
 
 
-def log2_floor(value: float) -> int:
-    """Return ``floor(log2(value))`` of a positive finite float, exactly."""
-    return math.frexp(value)[1] - 1
+def _require(name: str, condition: bool, given: str, allowed: str) -> None:
+    """Raise FormatError unless the condition holds."""
+    if not condition:
+        raise FormatError(f"format {name!r}: {given}; choose {allowed}")
+
+
+def _require_block(name: str, block: Block) -> None:
+    sizes = isinstance(block, tuple) and len(block) == 2
+    if not sizes or not all(size is None or (type(size) is int and size >= 1) for size in block):
+        allowed = "(outer, inner) sizes of 1 or more, or None"
+        raise FormatError(f"format {name!r}: block={block} is not allowed; choose {allowed}")

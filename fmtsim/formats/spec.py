@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 from fmtsim.errors import FormatError
@@ -13,6 +13,7 @@ ScaleRule = Literal["floor", "ceil", "rceil", "even", "amax"]
 ScaleArithmetic = Literal["divide", "reciprocal", "encode"]
 
 OVERFLOWS: tuple[Overflow, ...] = ("saturate", "ieee")
+NAN_POLICIES: tuple[NanPolicy, ...] = ("max", "error")
 SCALE_RULES: tuple[ScaleRule, ...] = ("floor", "ceil", "rceil", "even", "amax")
 
 
@@ -59,24 +60,25 @@ class FloatFormat:
     source: str = ""
 
     def __post_init__(self) -> None:
-        _require(1 <= self.exponent_bits <= 11, self.name, f"exponent_bits={self.exponent_bits}", "1 to 11")
-        _require(0 <= self.mantissa_bits <= 52, self.name, f"mantissa_bits={self.mantissa_bits}", "0 to 52")
-        _require(self.nan in ("ieee", "top", "negative_zero", "none"), self.name, f"nan={self.nan!r}",
-                 "'ieee', 'top', 'negative_zero' or 'none'")  # fmt: skip
-        _require(self.nan != "ieee" or self.infinities, self.name, "nan='ieee' with infinities=False",
-                 "infinities=True, or nan='top' for a format with NaN alone")  # fmt: skip
-        _require(self.nan != "ieee" or self.mantissa_bits > 0, self.name, "nan='ieee' with mantissa_bits=0",
-                 "nan='top' or 'none': without a mantissa IEEE NaN has no code")  # fmt: skip
-        _require(self.nan != "negative_zero" or self.signed, self.name, "nan='negative_zero' with signed=False",
-                 "nan='top' or 'none' for an unsigned format")  # fmt: skip
-        _require(self.has_zero or not (self.signed or self.has_subnormals or self.mantissa_bits), self.name,
-                 "has_zero=False", "only together with signed=False, has_subnormals=False and mantissa_bits=0")  # fmt: skip
-        _require(self.overflow in (None, *OVERFLOWS), self.name, f"overflow={self.overflow!r}", "'saturate' or 'ieee'")
-        _require(self.nan_policy in ("max", "error"), self.name, f"nan_policy={self.nan_policy!r}", "'max' or 'error'")
-        _require(self.max_code >= 1, self.name, "no finite value above zero", "more exponent or mantissa bits")
-        _require(-1074 <= self.min_exponent - self.mantissa_bits and self.max_exponent <= 1023, self.name,
-                 f"exponents {self.min_exponent - self.mantissa_bits} to {self.max_exponent}",
-                 "values within float64")  # fmt: skip
+        check = partial(_require, self.name)
+        check(1 <= self.exponent_bits <= 11, f"exponent_bits={self.exponent_bits}", "1 to 11")
+        check(0 <= self.mantissa_bits <= 52, f"mantissa_bits={self.mantissa_bits}", "0 to 52")
+        nans = ("ieee", "top", "negative_zero", "none")
+        check(self.nan in nans, f"nan={self.nan!r}", "'ieee', 'top', 'negative_zero' or 'none'")
+        ieee = self.nan == "ieee"
+        check(self.infinities or not ieee, "nan='ieee' with infinities=False", "infinities=True, or nan='top'")
+        check(self.mantissa_bits > 0 or not ieee, "nan='ieee' with mantissa_bits=0", "nan='top' or 'none'")
+        unsigned_nan = self.nan == "negative_zero" and not self.signed
+        check(not unsigned_nan, "nan='negative_zero' with signed=False", "nan='top' or 'none' for an unsigned format")
+        bare = not (self.signed or self.has_subnormals or self.mantissa_bits)
+        only = "has_zero=True, or signed=False, has_subnormals=False and mantissa_bits=0 with it"
+        check(self.has_zero or bare, "has_zero=False", only)
+        check(self.overflow in (None, *OVERFLOWS), f"overflow={self.overflow!r}", "'saturate' or 'ieee'")
+        check(self.nan_policy in NAN_POLICIES, f"nan_policy={self.nan_policy!r}", "'max' or 'error'")
+        check(self.max_code >= 1, "no finite value above zero", "more exponent or mantissa bits")
+        lowest = self.min_exponent - self.mantissa_bits
+        within = lowest >= -1074 and self.max_exponent <= 1023
+        check(within, f"exponents {lowest} to {self.max_exponent}", "values within float64")
 
     @property
     def bits(self) -> int:
@@ -222,12 +224,14 @@ class IntFormat:
     source: str = ""
 
     def __post_init__(self) -> None:
-        _require(1 + self.signed <= self.bits <= 24, self.name, f"bits={self.bits}", f"{1 + self.signed} to 24")
-        _require(0 <= self.fraction_bits <= 32, self.name, f"fraction_bits={self.fraction_bits}", "0 to 32")
-        _require(not (self.symmetric and (self.half_offset or not self.signed)), self.name, "symmetric=True",
-                 "symmetric=False for an unsigned or a half-offset grid")  # fmt: skip
-        _require(not self.half_offset or self.signed, self.name, "half_offset=True with signed=False", "signed=True")
-        _require(self.nan_policy in ("max", "error"), self.name, f"nan_policy={self.nan_policy!r}", "'max' or 'error'")
+        check = partial(_require, self.name)
+        check(1 + self.signed <= self.bits <= 24, f"bits={self.bits}", f"{1 + self.signed} to 24")
+        check(0 <= self.fraction_bits <= 32, f"fraction_bits={self.fraction_bits}", "0 to 32")
+        lopsided = self.half_offset or not self.signed
+        only = "symmetric=False for an unsigned or a half-offset grid"
+        check(not (self.symmetric and lopsided), "symmetric=True", only)
+        check(self.signed or not self.half_offset, "half_offset=True with signed=False", "signed=True")
+        check(self.nan_policy in NAN_POLICIES, f"nan_policy={self.nan_policy!r}", "'max' or 'error'")
 
     @property
     def default_overflow(self) -> Overflow:
@@ -282,7 +286,8 @@ class IntFormat:
 
     def __repr__(self) -> str:
         grid = " half-offset" if self.half_offset else ""
-        return f"IntFormat({self.name!r}: {self.bits} bits,{grid} range {self.min:g} to {self.max:g}, step {self.eps:g})"
+        extent = f"range {self.min:g} to {self.max:g}, step {self.eps:g}"
+        return f"IntFormat({self.name!r}: {self.bits} bits,{grid} {extent})"
 
     def _repr_html_(self) -> str:
         from fmtsim.formats.display import format_html
@@ -309,10 +314,11 @@ class CodebookFormat:
     source: str = ""
 
     def __post_init__(self) -> None:
-        _require(2 <= len(self.values) <= 1 << 16, self.name, f"{len(self.values)} values", "2 to 65536 values")
-        _require(all(math.isfinite(v) for v in self.values), self.name, "values with NaN or Inf", "finite values")
-        _require(len(set(self.values)) >= 2, self.name, "a single distinct value", "at least two")
-        _require(self.nan_policy in ("max", "error"), self.name, f"nan_policy={self.nan_policy!r}", "'max' or 'error'")
+        check = partial(_require, self.name)
+        check(2 <= len(self.values) <= 1 << 16, f"{len(self.values)} values", "2 to 65536 values")
+        check(all(math.isfinite(v) for v in self.values), "values with NaN or Inf", "finite values")
+        check(len(set(self.values)) >= 2, "a single distinct value", "at least two")
+        check(self.nan_policy in NAN_POLICIES, f"nan_policy={self.nan_policy!r}", "'max' or 'error'")
 
     @property
     def bits(self) -> int:
@@ -386,13 +392,12 @@ class LogFormat:
     source: str = ""
 
     def __post_init__(self) -> None:
-        _require(2 <= self.bits <= 16, self.name, f"bits={self.bits}", "2 to 16")
-        _require(self.gamma >= 1 and self.gamma & (self.gamma - 1) == 0, self.name, f"gamma={self.gamma}",
-                 "a power of two")  # fmt: skip
-        _require(((1 << (self.bits - 1)) - 1) / self.gamma < 128, self.name,
-                 f"a largest value of 2**{((1 << (self.bits - 1)) - 1) / self.gamma:g}",
-                 "values within float32: raise gamma or lower bits")  # fmt: skip
-        _require(self.nan_policy in ("max", "error"), self.name, f"nan_policy={self.nan_policy!r}", "'max' or 'error'")
+        check = partial(_require, self.name)
+        check(2 <= self.bits <= 16, f"bits={self.bits}", "2 to 16")
+        check(self.gamma >= 1 and self.gamma & (self.gamma - 1) == 0, f"gamma={self.gamma}", "a power of two")
+        octaves = self.max_code / self.gamma
+        check(octaves < 128, f"a largest value of 2**{octaves:g}", "values within float32: raise gamma or lower bits")
+        check(self.nan_policy in NAN_POLICIES, f"nan_policy={self.nan_policy!r}", "'max' or 'error'")
 
     @property
     def default_overflow(self) -> Overflow:
@@ -441,7 +446,8 @@ class LogFormat:
         return -magnitude if code > self.max_code else magnitude
 
     def __repr__(self) -> str:
-        return f"LogFormat({self.name!r}: {self.bits} bits, {self.gamma} steps an octave, magnitudes 1 to {self.max:g})"
+        steps = f"{self.gamma} steps an octave"
+        return f"LogFormat({self.name!r}: {self.bits} bits, {steps}, magnitudes 1 to {self.max:g})"
 
     def _repr_html_(self) -> str:
         from fmtsim.formats.display import format_html
@@ -483,7 +489,8 @@ def _magnitude(fmt: FloatFormat, magnitude: int) -> float:
     return math.ldexp(float(significand), exponent - fmt.exponent_bias - fmt.mantissa_bits)
 
 
-def _require(condition: bool, name: str, given: str, allowed: str) -> None:
+def _require(name: str, condition: bool, given: str, allowed: str) -> None:
+    """Raise FormatError unless the condition holds."""
     if not condition:
         raise FormatError(f"format {name!r}: {given} is not allowed; choose {allowed}")
 

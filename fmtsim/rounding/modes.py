@@ -51,7 +51,9 @@ class Rounding:
                 "choose random_bits 8, 13 or 16 and variant 'a'"
             )
         if self.mode != "stochastic" and (self.random_bits is not None or self.layout != "word"):
-            raise FormatError(f"random_bits and layout belong to rounding='stochastic', not {self.mode!r}; leave them out")
+            raise FormatError(
+                f"random_bits and layout belong to rounding='stochastic', not {self.mode!r}; leave them out"
+            )
 
     @property
     def bits(self) -> int:

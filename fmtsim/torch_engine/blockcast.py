@@ -7,7 +7,7 @@ from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.spec import IntFormat
 from fmtsim.ops import CastSpec, EncodedParts
 from fmtsim.torch_engine import elements, integers
-from fmtsim.torch_engine.blocks import Geometry, geometry, windows
+from fmtsim.torch_engine.blocks import Geometry, geometry
 from fmtsim.torch_engine.reals import narrow, product, widen
 from fmtsim.torch_engine.scales import Scaling, scale_blocks, scale_ranges
 from fmtsim.torch_engine.storage import LAYOUTS, bits_of, from_bits, magnitudes
@@ -33,7 +33,7 @@ def encode(x: torch.Tensor, spec: CastSpec, words: torch.Tensor | None) -> Encod
     )
     offsets = None if scaling.offsets is None else blocks.spread(scaling.offsets)
     codes = torch.empty(folded.shape, dtype=code_dtype(fmt.bits), device=x.device)
-    for rows, columns in windows(*folded.shape):
+    for rows, columns in blocks.windows(folded):
         piece = folded[rows, columns]
         piece_words = None if folded_words is None else folded_words[rows, columns]
         if multiplier is not None:
@@ -62,7 +62,7 @@ def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
     tensor_scale = None if parts.tensor_scale is None else widen(parts.tensor_scale)
     result = torch.empty(codes.shape, dtype=out.dtype, device=out.device)
     bits = elements.significant_bits(fmt.element)
-    for rows, columns in windows(*codes.shape):
+    for rows, columns in blocks.windows(codes):
         if offsets is None:
             value = elements.decode(codes[rows, columns], fmt.element, torch.float64)
         else:
@@ -82,7 +82,7 @@ def finite_magnitudes(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_nan(x: torch.Tensor) -> torch.Tensor:
-    """Return 1 for NaN, else 0, in the integer dtype of x's bits."""
+    """Return 1 for NaN, else 0, as uint8."""
     layout = LAYOUTS[x.dtype]
     return (magnitudes(bits_of(x), layout) > layout.max_code + 1).to(torch.uint8)
 

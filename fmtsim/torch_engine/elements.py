@@ -4,7 +4,6 @@ from functools import lru_cache
 
 import torch
 
-from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, Overflow
 from fmtsim.rounding.modes import Rounding
 from fmtsim.torch_engine import floats, integers, tables
@@ -48,14 +47,6 @@ def decode(codes: torch.Tensor, fmt: ElementFormat, dtype: torch.dtype) -> torch
     if fmt.bits <= _TABLE_BITS:
         return _value_table(fmt, dtype, codes.device)[codes.to(torch.int64) & ((1 << fmt.bits) - 1)]
     return _decode_directly(codes, fmt, dtype)
-
-
-def check_nan(x: torch.Tensor, fmt: ElementFormat) -> None:
-    """Raise ArgumentError where x holds NaN and the format has neither NaN nor leave to replace it."""
-    if fmt.nan_policy == "error" and not fmt.has_nan and bool(torch.isnan(x).any()):
-        raise ArgumentError(
-            f"x contains NaN and {fmt.name} has none (nan_policy='error'); remove the NaN or use nan_policy='max'"
-        )
 
 
 def significant_bits(fmt: ElementFormat) -> int:

@@ -7,7 +7,7 @@ from fmtsim.formats.packing import code_dtype
 from fmtsim.ops import CastSpec, EncodedParts
 from fmtsim.rounding.modes import Rounding
 from fmtsim.torch_engine.blockcast import finite_magnitudes, is_nan
-from fmtsim.torch_engine.blocks import CHUNK, Geometry, geometry, windows
+from fmtsim.torch_engine.blocks import Geometry, chunk_size, geometry, windows
 from fmtsim.torch_engine.elementary import exp, ln
 from fmtsim.torch_engine.reals import clamped32, divide, narrow, round32, widen
 from fmtsim.torch_engine.storage import LAYOUTS, bits_of, from_bits
@@ -32,8 +32,9 @@ def encode(x: torch.Tensor, spec: CastSpec, words: torch.Tensor | None) -> Encod
     low, step, empty = _ranges(blocks, folded, fmt)
     lows, steps, empties = blocks.spread(low), blocks.spread(step), blocks.spread(empty)
     codes = torch.empty(folded.shape, dtype=code_dtype(fmt.bits), device=x.device)
-    limit = max(1, CHUNK * folded.shape[1] // max(folded.shape[1], fmt.max_code + 1))  # a row brings its table along
-    for rows, columns in windows(folded.shape[0], folded.shape[1], limit):
+    height, width = folded.shape
+    limit = max(1, chunk_size(x.device) * width // max(width, fmt.max_code + 1))  # a row brings its table along
+    for rows, columns in windows(height, width, limit):
         table = tile_values(lows[rows], steps[rows], torch.arange(fmt.max_code + 1, device=x.device))
         piece_words = None if folded_words is None else folded_words[rows, columns]
         piece = _encode_piece(folded[rows, columns], table, empties[rows], fmt, spec.rounding, piece_words)
@@ -51,7 +52,7 @@ def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
     codes = blocks.fold(parts.codes)
     lows, steps = blocks.spread(widen(parts.offsets)), blocks.spread(widen(parts.scales))
     result = torch.empty(codes.shape, dtype=out.dtype, device=out.device)
-    for rows, columns in windows(*codes.shape):
+    for rows, columns in blocks.windows(codes):
         piece = codes[rows, columns].to(torch.int64)
         value = tile_values(lows[rows], steps[rows], piece & fmt.max_code)
         value = torch.where((piece >> (fmt.bits - 1)) & 1 == 1, -value, value)

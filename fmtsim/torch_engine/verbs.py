@@ -7,7 +7,7 @@ from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.ops import CastSpec, EncodedParts, Random, RandomKey
 from fmtsim.torch_engine import blockcast, elements, logfmt
-from fmtsim.torch_engine.blocks import CHUNK
+from fmtsim.torch_engine.blocks import chunk_size
 from fmtsim.torch_engine.philox import random_integers
 
 
@@ -22,7 +22,7 @@ def quantize(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor)
         out: x's shape, any of the four dtypes; may be x itself. A value beyond its range becomes Inf.
 
     Raises:
-        ArgumentError: Stochastic rounding without ``random``, or NaN in a format whose policy is to refuse it.
+        ArgumentError: Stochastic rounding without ``random``.
     """
     if not x.numel():
         return
@@ -30,10 +30,9 @@ def quantize(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor)
         decode(encode(x, spec, random), spec, out)
         return
     source, fmt = x.detach().reshape(-1), spec.format
-    elements.check_nan(source, fmt)
     direct = out.is_contiguous()
     target = out.detach().view(-1) if direct else torch.empty(source.shape, dtype=out.dtype, device=out.device)
-    for piece in _pieces(source.numel()):
+    for piece in _pieces(source):
         words = _words(random, spec, piece, x.device)
         codes = elements.encode(source[piece], fmt, spec.rounding, spec.overflow, words)
         target[piece] = elements.decode(codes, fmt, out.dtype)
@@ -51,9 +50,8 @@ def encode(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
         words = _all_words(random, spec, x)
         return (blockcast if isinstance(fmt, BlockFormat) else logfmt).encode(x, spec, words)
     source = x.reshape(-1)
-    elements.check_nan(source, fmt)
     codes = torch.empty(source.shape, dtype=code_dtype(fmt.bits), device=x.device)
-    for piece in _pieces(source.numel()):
+    for piece in _pieces(source):
         words_piece = _words(random, spec, piece, x.device)
         codes[piece] = elements.encode(source[piece], fmt, spec.rounding, spec.overflow, words_piece).to(codes.dtype)
     return EncodedParts(codes.view(x.shape))
@@ -70,13 +68,14 @@ def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
         return
     codes = parts.codes.reshape(-1)
     values = torch.empty(codes.shape, dtype=out.dtype, device=out.device)
-    for piece in _pieces(codes.numel()):
+    for piece in _pieces(codes):
         values[piece] = elements.decode(codes[piece], fmt, out.dtype)
     out.copy_(values.view(out.shape))
 
 
-def _pieces(count: int) -> list[slice]:
-    return [slice(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK)]
+def _pieces(flat: torch.Tensor) -> list[slice]:
+    count, size = flat.numel(), chunk_size(flat.device)
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def _words(random: Random, spec: CastSpec, piece: slice, device: torch.device) -> torch.Tensor | None:
@@ -95,7 +94,7 @@ def _all_words(random: Random, spec: CastSpec, x: torch.Tensor) -> torch.Tensor 
     if spec.rounding.mode != "stochastic":
         return None
     words = torch.empty(x.numel(), dtype=torch.int64, device=x.device)
-    for piece in _pieces(x.numel()):
+    for piece in _pieces(words):
         words_piece = _words(random, spec, piece, x.device)
         assert words_piece is not None
         words[piece] = words_piece
