@@ -12,8 +12,8 @@ from numpy import float32, float64, int32, int64, uint64
 
 from fmtsim.cpu.jit import bits32, device, float32_of, kernel
 from fmtsim.cpu.philox import fill64
-from fmtsim.cpu.scalar import nearest_bits, nearest_magic, stochastic_deep
-from fmtsim.cpu.scales import AMAX, CEIL, DIVIDE, ENCODE, EVEN, FLT_MAX, RCEIL, TWO_LEVEL
+from fmtsim.cpu.scalar import nearest_magic, stochastic_deep
+from fmtsim.cpu.scales import AMAX, CEIL, ENCODE, EVEN, FLT_MAX, RCEIL, TWO_LEVEL
 
 _MAGNITUDE = int32(0x7FFFFFFF)
 _EXPONENT = int32(0x7F800000)
@@ -88,7 +88,7 @@ def _binary_scales(amaxes, shifts, count, g, p, layout):
 
 @device
 def _real_scales(amaxes, scales, factors, count, p, sg):
-    """Turn amax bits into scales and factors (divisors under DIVIDE); return how many blocks hold NaN or Inf."""
+    """Turn amax bits into scales and factors; return how many blocks hold NaN or Inf."""
     refused = int32(0)
     step = float32(p.encode_scale * p.reciprocal_max)
     for b in range(count):
@@ -103,18 +103,12 @@ def _real_scales(amaxes, scales, factors, count, p, sg):
             scale = min(max(float32(amax / p.max), _FLT_MIN), FLT_MAX)
         scales[b] = _ONE if p.arithmetic != TWO_LEVEL and amax == float32(0) else scale
     if not p.plain:
-        if sg.by_bits:
-            for b in range(count):
-                scales[b] = nearest_bits(scales[b], sg)
-        else:
-            for b in range(count):
-                scales[b] = nearest_magic(scales[b], sg)
+        for b in range(count):
+            scales[b] = nearest_magic(scales[b], sg)
     for b in range(count):
         product = float32(scales[b] * p.decode_scale)
         factor = FLT_MAX if product == float32(0) else min(float32(_ONE / product), FLT_MAX)
-        if p.arithmetic == DIVIDE:
-            factor = scales[b] if scales[b] > float32(0) else _FLT_MIN
-        elif p.arithmetic == ENCODE and p.plain:
+        if p.arithmetic == ENCODE and p.plain:
             factor = _ONE if factors[b] == float32(0) else min(float32(p.max / factors[b]), FLT_MAX)
         factors[b] = factor
     return refused
@@ -169,13 +163,6 @@ def _real_block(x, y, first, last, scale, factor, p, g):
 
 
 @device
-def _divided_block(x, y, first, last, scale, divisor, g):
-    for i in range(first, last):
-        value = _saturated(float32(x[i] / divisor), g.min_binade, g.highest, g.lowest, g)
-        y[i] = float32(value * scale)
-
-
-@device
 def _bounds(group, shape, layout):
     """Return the rows and columns of a group of blocks."""
     width = layout.inner * layout.group
@@ -226,10 +213,7 @@ def quantize_real(x, y, g, p, sg, layout, start, stop):
             xs, ys = x[r, k0:k1], y[r, k0:k1]
             for b in range(count):
                 last = min((b + 1) * inner, k1 - k0)
-                if p.arithmetic == DIVIDE:
-                    _divided_block(xs, ys, b * inner, last, scales[b], factors[b], g)
-                else:
-                    _real_block(xs, ys, b * inner, last, scales[b], factors[b], p, g)
+                _real_block(xs, ys, b * inner, last, scales[b], factors[b], p, g)
     return int64(stop)
 
 
@@ -249,8 +233,7 @@ def _stochastic_block(x, y, first, last, words, scale, factor, p, g):
     """
     xs, ys, ws = x[first:last], y[first:last], words[first:last]
     for i in range(xs.size):
-        scaled = float32(xs[i] / factor) if p.rule == AMAX and p.arithmetic == DIVIDE else float32(xs[i] * factor)
-        value = stochastic_deep(scaled, ws[i], g)
+        value = stochastic_deep(float32(xs[i] * factor), ws[i], g)
         ys[i] = float32(float32(value * scale) * p.decode_scale)
 
 

@@ -156,8 +156,12 @@ def _fast_grids(spec: CastSpec, random: Random, dtype: torch.dtype, rank: int) -
     grid = grid_of(fmt.element, spec.overflow, drawn)
     if grid is None or grid.by_bits or not math.isfinite(grid.highest) or fmt.element.max_exponent < 0:
         return None
-    scale_grid = grid if fmt.power_of_two or fmt.scale == FP32 else grid_of(fmt.scale, "saturate", False)
-    return None if scale_grid is None else (grid, scale_grid)
+    if fmt.power_of_two or (fmt.scale == FP32 and fmt.arithmetic != "divide"):
+        return grid, grid
+    scale_grid = grid_of(fmt.scale, "saturate", False)
+    if scale_grid is None or scale_grid.by_bits or fmt.arithmetic == "divide":
+        return None
+    return grid, scale_grid
 
 
 def _fast(matrix: torch.Tensor, target: torch.Tensor, job: _Job, random: Random, grid: Grid, scale_grid: Grid) -> None:
