@@ -8,6 +8,7 @@ from numpy import float64
 
 from fmtsim.cpu import pool
 from fmtsim.cpu.jit import kernel
+from fmtsim.cpu.narrow import store, wider
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.spec import CodebookFormat, ElementFormat
 from fmtsim.ops import CastSpec, EncodedParts
@@ -42,7 +43,7 @@ def decode_rows(codes, values, scales, offsets, shifted, decode_scale, y, outer,
 def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
     """Write the values of codes into out (any dtype that holds them, or float32 and float64)."""
     fmt = spec.format
-    target = torch.empty(out.shape, dtype=torch.float64 if out.dtype == torch.float64 else torch.float32)
+    target = torch.empty(out.shape, dtype=wider(out.dtype))
     if out.is_contiguous() and out.dtype == target.dtype:
         target = out
     if isinstance(fmt, BlockFormat):
@@ -56,7 +57,7 @@ def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
             align=64,
         )
     if target is not out:
-        out.copy_(target)
+        store(target, out)
 
 
 def _decode_blocks(parts: EncodedParts, fmt: BlockFormat, dim: int, target: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ import torch
 from fmtsim.cpu import general, pool, scalar
 from fmtsim.cpu.element import element_of, tables_of
 from fmtsim.cpu.grid import grid_of
+from fmtsim.cpu.narrow import store, wider
 from fmtsim.cpu.words import draw_of, flat_words, key_words, plain_key
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.spec import IntFormat
@@ -26,9 +27,9 @@ def quantize_elements(x: torch.Tensor, spec: CastSpec, random: Random, out: torc
         for first in range(start, stop, _CHUNK):
             piece = source[first : min(first + _CHUNK, stop)]
             piece = piece if piece.dtype == torch.float64 else piece.float()
-            result = torch.empty(piece.shape, dtype=torch.float32)
+            result = torch.empty(piece.shape, dtype=wider(target.dtype))
             cast(piece, result, first)
-            target[first : first + piece.numel()] = result
+            store(result, target[first : first + piece.numel()])
 
     pool.run(part, source.numel(), align=64)
     if target.data_ptr() != out.data_ptr():

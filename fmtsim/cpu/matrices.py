@@ -10,6 +10,7 @@ from fmtsim.cpu import blocks, general, pool
 from fmtsim.cpu.element import Element, Tables, element_of, tables_of
 from fmtsim.cpu.general import Draw, View
 from fmtsim.cpu.grid import Grid, grid_of
+from fmtsim.cpu.narrow import store, wider
 from fmtsim.cpu.scales import AMAX, Scaling, scaling_of
 from fmtsim.cpu.words import draw_of, flat_words, key_words, plain_key
 from fmtsim.formats.block import FP32, BlockFormat
@@ -42,7 +43,7 @@ def quantize_blocks(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.
     matrix = _matrix(x, spec.dim)
     last = spec.dim == -1 or x.dim() < 2
     direct = last and out.is_contiguous() and out.dtype in (torch.float32, torch.float64)
-    target = torch.empty_like(matrix, dtype=_wide(out.dtype)) if not direct else out.view(matrix.shape)
+    target = torch.empty_like(matrix, dtype=wider(out.dtype)) if not direct else out.view(matrix.shape)
     if matrix.numel():
         job, strange = _job(matrix, spec, random, x)
         grids = None if strange or target.dtype != torch.float32 else _fast_grids(spec, random, matrix.dtype, x.dim())
@@ -51,7 +52,7 @@ def quantize_blocks(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.
         else:
             _fast(matrix, target, job, random, *grids)
     if not direct:
-        out.copy_(_unfold(target, x.shape, spec.dim))
+        store(_unfold(target, x.shape, spec.dim), out)
 
 
 def encode_blocks(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
@@ -91,10 +92,6 @@ def _unfold(matrix: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
         return matrix.view(shape)
     moved = [size for axis, size in enumerate(shape) if axis != len(shape) + dim] + [shape[dim]]
     return matrix.view(moved).movedim(-1, dim)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype == torch.float64 else torch.float32
 
 
 def _amax(matrix: torch.Tensor) -> tuple[float, bool, bool]:

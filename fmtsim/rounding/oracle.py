@@ -284,12 +284,10 @@ def _encode_codebook(x: Real, fmt: CodebookFormat, how: Rounding, word: int | No
     values, middles, codes = _codebook(fmt)
     if x != x or x == math.inf:
         return codes[-1]
-    if x == -math.inf or Fraction(x) < values[0]:
-        return codes[0]
-    rank = bisect_right(values, Fraction(x)) - 1
-    if rank == len(values) - 1:
-        return codes[-1]
-    neighbours = (values[rank], values[rank + 1], middles[rank])
+    rank = bisect_right(values, x) - 1
+    if rank < 0 or rank == len(values) - 1 or x == values[rank]:
+        return codes[max(rank, 0)]
+    neighbours = (Fraction(values[rank]), Fraction(values[rank + 1]), middles[rank])
     return codes[rank + takes_upper(Fraction(x), *neighbours, rank % 2 == 1, is_negative(x), how, word)]
 
 
@@ -315,11 +313,11 @@ def of_magnitude(how: Rounding, negative: bool) -> Rounding:
 
 
 @cache
-def _codebook(fmt: CodebookFormat) -> tuple[list[Fraction], list[Fraction], list[int]]:
+def _codebook(fmt: CodebookFormat) -> tuple[list[float], list[Fraction], list[int]]:
     """Return the distinct values in order, the points between them, and the first code of each value."""
-    values = sorted({Fraction(v) for v in fmt.values})
-    middles = [_rn64((low + high) / 2) for low, high in zip(values, values[1:], strict=False)]
-    return values, middles, [fmt.values.index(float(v)) for v in values]
+    values = sorted(set(fmt.values))
+    middles = [_rn64((Fraction(low) + Fraction(high)) / 2) for low, high in zip(values, values[1:], strict=False)]
+    return values, middles, [fmt.values.index(v) for v in values]
 
 
 @cache

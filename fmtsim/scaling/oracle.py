@@ -8,6 +8,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat, ScaledFormat
@@ -275,7 +276,7 @@ def _zero_point_block(block: _Block, fmt: BlockFormat, cast: _Cast) -> _Result:
 def _log_tile(block: _Block, fmt: LogTileFormat, cast: _Cast) -> _Result:
     magnitudes = [m for m in (_clamped32(abs(Fraction(x))) for x in block.finite) if m]
     low, step = _log_range(magnitudes, fmt) if magnitudes else (0.0, 0.0)
-    values = [0.0, *(_log_value(low, step, k) for k in range(1, fmt.max_code + 1))] if magnitudes else [0.0]
+    values = _log_values(low, step, fmt.max_code if magnitudes else 0)
     sign_bit = 1 << (fmt.bits - 1)
     codes = []
     for place, x in zip(block.places, block.elements, strict=True):
@@ -297,9 +298,15 @@ def _log_range(magnitudes: list[Fraction], fmt: LogTileFormat) -> tuple[float, f
     return low, _rounded(step, FP32)
 
 
-def _log_value(low: float, step: float, k: int) -> float:
-    place = round_value(Fraction(step) * (k - 1), FP64, "nearest_even", "ieee")
-    return _rounded(exp(round_value(Fraction(low) + Fraction(place), FP64, "nearest_even", "ieee")), FP32)
+@lru_cache(maxsize=4096)
+def _log_values(low: float, step: float, count: int) -> list[float]:
+    """Return the value of every K from 0 to ``count``."""
+    values = [0.0]
+    for k in range(1, count + 1):
+        place = round_value(Fraction(step) * (k - 1), FP64, "nearest_even", "ieee")
+        logarithm = round_value(Fraction(low) + Fraction(place), FP64, "nearest_even", "ieee")
+        values.append(_rounded(exp(logarithm), FP32))
+    return values
 
 
 def _log_code(x: float, negative: bool, values: list[float], how: Rounding, word: int | None) -> int:

@@ -1,0 +1,352 @@
+"""The scaling oracle against numbers computed by hand, formulas of the sources, and its own algebra."""
+
+import math
+import struct
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.block import E8M0, BlockFormat
+from fmtsim.formats.registry import get_format
+from fmtsim.rounding.modes import Rounding
+from fmtsim.rounding.oracle import encode_value, floor_log2, round_value
+from fmtsim.scaling import oracle
+from fmtsim.scaling.oracle import Quantized, quantize_matrix
+
+F32 = numpy.float32
+FLT_MAX = (2.0 - 2.0**-23) * 2.0**127
+
+
+def f32(x: float) -> float:
+    """Round to binary32 by the machine: the second opinion on RN32."""
+    return struct.unpack("<f", struct.pack("<f", x))[0]
+
+
+def row(values: list[float], name: str, **options: object) -> Quantized:
+    """Quantise one row."""
+    return quantize_matrix([values], get_format(name), **options)  # type: ignore[arg-type]
+
+
+def noise(height: int, width: int, seed: int) -> list[list[float]]:
+    generator = numpy.random.default_rng(seed)
+    rows = generator.standard_normal((height, width)) * 2.0 ** generator.integers(-6, 6, (height, width))
+    return rows.astype(F32).astype(float).tolist()
+
+
+# Power-of-two rules.
+
+
+def scale_exponent(amax: float, element: str, rule: str) -> float:
+    fmt = BlockFormat(name="probe", element=get_format(element), block=(1, 8), scale=E8M0, scale_rule=rule)
+    return math.log2(quantize_matrix([[amax, 0.0]], fmt).scales[0][0])
+
+
+@pytest.mark.parametrize(
+    ("amax", "element", "floor", "ceil", "even", "rceil"),
+    [  # the element's largest exponents: e4m3 8 (448), e2m1 2 (6), int8_f6 0 (127/64)
+        (448.0, "e4m3", 0, 1, 0, 0),
+        (449.0, "e4m3", 0, 1, 0, 1),
+        (480.0, "e4m3", 0, 1, 0, 1),  # even: half a place of e4m3 at 256 is 16, and 480 + 16 stays below 512
+        (496.0, "e4m3", 0, 1, 1, 1),
+        (256.0, "e4m3", 0, 0, 0, 0),
+        (255.99998, "e4m3", -1, 0, 0, 0),
+        (6.0, "e2m1", 0, 1, 0, 0),
+        (6.0000005, "e2m1", 0, 1, 0, 1),
+        (7.0, "e2m1", 0, 1, 1, 1),
+        (4.0, "e2m1", 0, 0, 0, 0),
+        (1.9921875, "int8_f6", 0, 1, 1, 1),
+        (1.0, "int8_f6", 0, 0, 0, 0),
+        (2.0**-149, "e4m3", -127, -127, -127, -127),
+        (FLT_MAX, "e2m1", 125, 126, 126, 126),
+    ],
+)
+def test_power_of_two_rules(amax, element, floor, ceil, even, rceil):
+    expected = {"floor": floor, "ceil": ceil, "even": even, "rceil": rceil}
+    assert {rule: scale_exponent(amax, element, rule) for rule in expected} == expected
+
+
+def test_rceil_rounds_its_product():
+    """The reciprocal of 6 is above 1/6 in float32: 6 * 2**k needs the rounding of the product back to 2**k."""
+    assert all(scale_exponent(math.ldexp(6.0, k), "e2m1", "rceil") == k for k in range(-100, 100))
+
+
+def test_elements_of_power_of_two_blocks_by_hand():
+    result = row([957.0, -1.0, 0.3, -0.0], "mxfp8_e4m3")  # floor(log2 957) - 8 = 1: scale 2
+    assert result.scales == [[2.0]]
+    assert result.values == [[896.0, -1.0, 0.3125, -0.0]]  # 478.5 saturates at 448; 0.15 -> 0.15625
+    assert result.codes == [[0x7E, 0xB0, 0x22, 0x80]]
+    assert result.tensor_scale is None and result.offsets is None
+
+
+def test_a_block_of_zeros():
+    result = row([0.0, -0.0], "mxfp4")
+    assert result.scales == [[2.0**-127]] and result.codes == [[0, 8]]
+    assert math.copysign(1.0, result.values[0][1]) == -1.0
+
+
+def test_scale_clamped_at_both_ends():
+    assert row([2.0**-140], "mxfp4").scales == [[2.0**-127]]
+    assert row([2.0**-140], "mxfp4").values == [[0.0]]
+    assert row([1e300], "mxfp4", input_dtype="float64").scales == [[2.0**127]]
+
+
+def test_values_beyond_the_output_become_infinite():
+    result = row([FLT_MAX, 1.0], "mxfp4", out_format=get_format("fp16"))
+    assert result.values[0][0] == math.inf
+    big = row([1e300], "mxfp4", input_dtype="float64")
+    assert big.values == [[math.inf]]  # 6 * 2**127
+    assert row([1e300], "mxfp4", input_dtype="float64", out_format=get_format("fp64")).values == [[6 * 2.0**127]]
+
+
+# NaN and Inf.
+
+
+def test_nan_where_the_element_has_it():
+    result = row([1.0, math.nan, 448.0], "mxfp8_e4m3")
+    assert result.scales == [[1.0]] and result.codes == [[0x38, 0x7F, 0x7E]]
+    assert math.isnan(result.values[0][1]) and result.values[0][2] == 448.0
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int8_channel", "nf4_g64", "uint4_g32_zp"])
+def test_nan_where_the_element_has_none(name):
+    fmt = get_format(name)
+    values = [1.0, -2.0, 0.5, 3.0]
+    clean, dirty = row([*values, 3.0], name), row([*values, math.nan], name)
+    assert math.isnan(dirty.scales[0][0]) and all(math.isnan(v) for v in dirty.values[0])
+    assert dirty.codes[0][:4] == clean.codes[0][:4]
+    assert dirty.codes[0][4] == encode_value(math.nan, fmt.element)
+    assert dirty.offsets == clean.offsets
+
+
+def test_infinities_take_the_scale_of_the_finite():
+    result = row([1.0, math.inf, -math.inf, 6.0], "mxfp4")
+    assert result.scales == [[1.0]] and result.values == [[1.0, 6.0, -6.0, 6.0]]
+    ieee = row([1.0, math.inf, -math.inf], "mxfp8_e5m2", overflow="ieee")
+    assert ieee.values == [[1.0, math.inf, -math.inf]]
+    assert row([math.inf, 0.0], "mxfp4").scales == [[2.0**-127]]
+
+
+# Real scales.
+
+
+@pytest.mark.parametrize("name", ["e4m3_1x128", "int8_channel", "e4m3_tensor", "int4_g32", "nf4_g64"])
+def test_real_scales_by_machine_arithmetic(name):
+    """The same formulas in numpy's float32: two ways to the same bits."""
+    fmt = get_format(name)
+    for x in noise(6, 16, 3):
+        a, m = F32(max(abs(v) for v in x)), F32(fmt.element.max)
+        if fmt.arithmetic == "encode":
+            r = m / a
+            scale = F32(1) / r
+        else:
+            scale = max(a / m, F32(2.0**-126))
+            r = F32(1) / scale
+        elements = [round_value(float(F32(v) * r), fmt.element) for v in x]
+        result = quantize_matrix([x], fmt)
+        assert result.scales[0][0] == float(scale)
+        assert result.values[0] == [float(F32(float(q) * float(scale))) for q in elements]
+
+
+def test_divide_divides():
+    fmt = BlockFormat(name="probe", element=get_format("e4m3"), block=(1, 8), arithmetic="divide")
+    for x in noise(20, 8, 4):
+        scale = max(F32(max(abs(v) for v in x)) / F32(448), F32(2.0**-126))
+        elements = [round_value(float(F32(v) / scale), fmt.element) for v in x]
+        assert quantize_matrix([x], fmt).values[0] == [f32(q * float(scale)) for q in elements]
+
+
+def test_zero_and_tiny_blocks_of_real_scales():
+    for name in ("e4m3_1x128", "e4m3_tensor", "int8_channel"):
+        zero = row([0.0, -0.0], name)
+        assert zero.scales == [[1.0]] and zero.values == [[0.0, 0.0]]
+    tiny = row([1e-45, 0.0], "e4m3_1x128")
+    assert tiny.scales == [[2.0**-126]]
+    subnormal_scale = BlockFormat(name="probe", element=get_format("e4m3"), block=(1, 8), scale=get_format("e4m3"),
+                                  arithmetic="divide")  # fmt: skip
+    result = quantize_matrix([[1e-6, 0.0]], subnormal_scale)  # 1e-6 / 448 is far below e4m3: scale 0, values 0
+    assert result.scales == [[0.0]] and result.values == [[0.0, 0.0]] and result.codes == [[0x7E, 0]]
+
+
+def test_float64_is_multiplied_in_float64():
+    x = [1.0, 1 / 3 + 1e-12]
+    narrow, wide = (row([f32(v) for v in x], "int8_channel"), row(x, "int8_channel", input_dtype="float64"))
+    assert narrow.scales == wide.scales == [[float(F32(1) / F32(127))]]
+
+
+# NVFP4, by the formulas of Transformer Engine in numpy's float32.
+
+
+def transformer_engine_nvfp4(rows: list[list[float]]) -> tuple[list[list[float]], float, list[list[float]]]:
+    """Return block scales, tensor scale and values of 1 x 16 blocks."""
+    tensor_amax = F32(max(abs(v) for x in rows for v in x))
+    encode = F32(448 * 6) / tensor_amax
+    decode = F32(1) / encode
+    scales: list[list[float]] = []
+    values: list[list[float]] = []
+    for x in rows:
+        blocks = [x[i : i + 16] for i in range(0, len(x), 16)]
+        amaxes = [F32(max(abs(v) for v in block)) for block in blocks]
+        scales.append([round_value(float(a * (encode * (F32(1) / F32(6)))), get_format("e4m3")) for a in amaxes])
+        values.append([])
+        for block, scale in zip(blocks, scales[-1], strict=True):
+            factor = F32(1) / (F32(scale) * decode)
+            elements = [round_value(float(F32(v) * factor), get_format("e2m1")) for v in block]
+            values[-1] += [f32(q * scale * float(decode)) for q in elements]
+    return scales, float(decode), values
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nvfp4_is_transformer_engines(seed):
+    rows = noise(5, 40, seed)
+    scales, tensor_scale, values = transformer_engine_nvfp4(rows)
+    result = quantize_matrix(rows, get_format("nvfp4"))
+    assert (result.scales, result.tensor_scale, result.values) == (scales, tensor_scale, values)
+
+
+def test_nvfp4_by_hand():
+    """amax 2688 makes S_enc = 1; a block with amax 6 has scale 1, one with amax 2688 has scale 448."""
+    result = row([2688.0, 448.0] + [0.0] * 14 + [6.0, -5.0, 2.5, 0.25] + [0.0] * 12, "nvfp4")
+    assert result.tensor_scale == 1.0 and result.scales == [[448.0, 1.0]]
+    assert result.values[0][:2] == [2688.0, 448.0] and result.values[0][16:20] == [6.0, -4.0, 2.0, 0.0]
+    assert result.codes[0][16:20] == [7, 14, 4, 0]
+
+
+def test_nvfp4_of_zeros_and_of_vanishing_blocks():
+    zero = row([0.0, -0.0], "nvfp4")
+    assert zero.tensor_scale == 1.0 and zero.scales == [[0.0]] and zero.codes == [[0, 8]]
+    result = row([1e30] * 16 + [1.0, -1.0], "nvfp4")  # the second block's scale underflows: largest codes, zero values
+    assert result.scales[0][1] == 0.0 and result.codes[0][16:] == [7, 15]
+    assert [math.copysign(1.0, v) * (v == 0.0) for v in result.values[0][16:]] == [1.0, -1.0]
+
+
+# Zero points.
+
+
+def test_zero_points_by_hand():
+    result = row([-1.0, 0.0, 0.5, 2.0], "uint4_g32_zp")  # range 3, step 0.2, zero point 5
+    assert result.scales == [[f32(3 / 15)]] and result.offsets == [[5]]
+    assert result.codes == [[0, 5, 7, 15]]  # 0.5 / 0.2 = 2.5 rounds to 2
+    assert result.values[0] == [f32(n * f32(0.2)) for n in (-5, 0, 2, 10)]
+
+
+def test_zero_points_of_one_sign():
+    assert row([3.0, 15.0], "uint4_g32_zp")._replace(values=[]) == ([[3, 15]], [[1.0]], None, [[0]], [])
+    assert row([-3.0, -15.0], "uint4_g32_zp")._replace(values=[]) == ([[12, 0]], [[1.0]], None, [[15]], [])
+    zero = row([0.0, -0.0], "uint4_g32_zp")
+    assert zero.scales == [[1.0]] and zero.codes == [[0, 0]] and math.copysign(1.0, zero.values[0][1]) == 1.0
+    edge = row([-FLT_MAX, FLT_MAX, math.inf, -math.inf], "uint4_g32_zp")
+    assert edge.codes[0][1:] == [15, 15, 0] and edge.scales == [[float(F32(FLT_MAX) / F32(15))]]
+
+
+# LogFMT.
+
+
+def test_logfmt_by_library_logarithms():
+    """Steps and values agree with the machine's log and exp to float32's accuracy, codes up to one step at ties."""
+    x = noise(1, 32, 8)[0]
+    result = row(x, "logfmt8")
+    magnitudes = [abs(v) for v in x]
+    low, high = math.log(min(magnitudes)), math.log(max(magnitudes))
+    assert result.offsets[0][0] == f32(low)
+    assert result.scales[0][0] == pytest.approx((high - low) / 126, rel=1e-6)  # the last bit may differ: libm's log
+    steps = [(math.log(abs(v)) - low) / ((high - low) / 126) + 1 for v in x]
+    assert all(abs((code & 127) - exact) <= 0.5 + 0.05 for code, exact in zip(result.codes[0], steps, strict=True))
+    assert [code >> 7 for code in result.codes[0]] == [int(v < 0) for v in x]
+
+
+def test_logfmt_spans_32_octaves():
+    result = row([1.0, 2.0**-40, -0.4 * 2.0**-32, -0.6 * 2.0**-32, -0.0], "logfmt8")
+    assert result.offsets[0][0] == f32(-32 * math.log(2))
+    assert result.codes[0] == [127, 0, 128, 129, 128]  # the smallest value is 2**-32, zero is below it
+    assert result.values[0][0] == pytest.approx(1.0, rel=2e-6)  # low and step are float32
+
+
+def test_logfmt_of_one_magnitude_and_of_none():
+    one = row([3.0, -3.0, 0.0], "logfmt8")
+    assert one.codes == [[1, 129, 0]] and one.values[0][0] == -one.values[0][1] == pytest.approx(3.0, rel=1e-6)
+    none = row([0.0, -0.0, math.inf], "logfmt8")
+    assert none.codes == [[0, 128, 0]] and none.scales == [[0.0]] == none.offsets
+
+
+def test_logfmt_with_nan_and_infinity():
+    result = row([1.0, -math.inf, 4.0], "logfmt8")
+    assert result.codes == [[1, 255, 127]]
+    dirty = row([1.0, math.nan, 4.0], "logfmt8")
+    assert math.isnan(dirty.offsets[0][0]) and all(math.isnan(v) for v in dirty.values[0])
+    assert dirty.codes == [[1, 127, 127]] and dirty.scales == result.scales
+
+
+# Blocks.
+
+
+def test_blocks_are_short_at_the_edges():
+    fmt = BlockFormat(name="probe", element=get_format("e2m1"), block=(2, 4), scale=E8M0, scale_rule="floor")
+    rows = [[float(1 << (j // 4 + 3 * (i // 2))) for j in range(9)] for i in range(3)]
+    result = quantize_matrix(rows, fmt)
+    assert result.scales == [[0.25, 0.5, 1.0], [2.0, 4.0, 8.0]]
+    assert result.values == rows
+    assert quantize_matrix([[]], fmt).scales == [[]] and quantize_matrix([], fmt).codes == []
+
+
+@pytest.mark.parametrize(("block", "count"), [((1, None), (3, 1)), ((None, None), (1, 1)), ((None, 4), (1, 2))])
+def test_none_is_the_whole_extent(block, count):
+    fmt = BlockFormat(name="probe", element=get_format("int8"), block=block)
+    scales = quantize_matrix(noise(3, 8, 1), fmt).scales
+    assert (len(scales), len(scales[0])) == count
+
+
+# Algebra.
+
+
+POWERS = ["mxfp8_e4m3", "mxfp6_e3m2", "mxfp4", "mxint8", "e4m3_1x128_pow2"]
+rows_of_8 = st.lists(st.floats(-1e6, 1e6, width=32), min_size=8, max_size=8)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(rows_of_8, st.sampled_from(POWERS), st.integers(-20, 20))
+def test_powers_of_two_pass_through(x, name, k):
+    """A block scaled by a power of two gets the same codes (away from the ends of the range)."""
+    x = [v if abs(v) > 1e-6 else 0.0 for v in x]
+    plain, scaled = row(x, name), row([math.ldexp(v, k) for v in x], name)
+    assert scaled.codes == plain.codes
+    assert scaled.values == [[math.ldexp(v, k) for v in plain.values[0]]]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(rows_of_8, st.sampled_from(["mxfp8_e4m3", "mxfp4", "nvfp4", "int8_channel", "nf4_g64", "logfmt8"]))
+def test_signs_pass_through(x, name):
+    if name == "nf4_g64":  # its values are not symmetric
+        x = [abs(v) for v in x]
+    plain, mirrored = row(x, name), row([-v for v in x], name)
+    assert plain.scales == mirrored.scales
+    assert name == "nf4_g64" or mirrored.values == [[-v for v in plain.values[0]]]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(rows_of_8, st.integers(0, 7))
+def test_every_word_gives_a_neighbour(x, word):
+    rounding = Rounding(mode="stochastic", random_bits=3)
+    low, high = (row(x, "mxfp4", rounding=mode).values[0] for mode in ("down", "up"))
+    drawn = row(x, "mxfp4", rounding=rounding, words=[[word] * 8]).values[0]
+    assert all(value in pair for value, pair in zip(drawn, zip(low, high, strict=True), strict=True))
+
+
+def test_missing_words_are_an_error():
+    with pytest.raises(ArgumentError, match="word=None does not fit"):
+        row([1.0], "mxfp4", rounding="stochastic")
+
+
+def test_a_product_left_unrounded_is_noticed(monkeypatch):
+    monkeypatch.setattr(oracle, "_clamped32", lambda x: x)
+    with pytest.raises(AssertionError):
+        for seed in range(4):
+            test_nvfp4_is_transformer_engines(seed)
+
+
+def test_a_wrong_scale_rule_is_noticed(monkeypatch):
+    monkeypatch.setattr(oracle, "_ceil_log2", lambda x: floor_log2(x) + 1)  # wrong at powers of two
+    with pytest.raises(AssertionError):
+        test_rceil_rounds_its_product()
