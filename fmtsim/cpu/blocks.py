@@ -10,13 +10,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy import float32, float64, int32, int64, uint64
 
-from fmtsim.cpu.jit import bits32, device, float32_of, kernel
+from fmtsim.cpu.jit import bits32, device, float32_of, kernel, prefetch
 from fmtsim.cpu.philox import fill64
-from fmtsim.cpu.scalar import nearest_magic, stochastic_deep
+from fmtsim.cpu.scalar import limited, magic_addition, nearest_magic, stochastic_deep
 from fmtsim.cpu.scales import AMAX, CEIL, ENCODE, EVEN, FLT_MAX, RCEIL, TWO_LEVEL
 
 _MAGNITUDE = int32(0x7FFFFFFF)
-_EXPONENT = int32(0x7F800000)
 _MANTISSA = int32(0x007FFFFF)
 _NORMAL = int32(0x00800000)
 _INF = int32(0x7F800000)
@@ -104,7 +103,7 @@ def _real_scales(amaxes, scales, factors, count, p, sg):
         scales[b] = _ONE if p.arithmetic != TWO_LEVEL and amax == float32(0) else scale
     if not p.plain:
         for b in range(count):
-            scales[b] = nearest_magic(scales[b], sg)
+            scales[b] = nearest_magic(scales[b], sg, False)
     for b in range(count):
         product = float32(scales[b] * p.decode_scale)
         factor = FLT_MAX if product == float32(0) else min(float32(_ONE / product), FLT_MAX)
@@ -115,51 +114,72 @@ def _real_scales(amaxes, scales, factors, count, p, sg):
 
 
 @device
-def _saturated(value, min_binade, highest, lowest, g):
-    """Round a finite float32 to nearest even on the grid whose smallest binade is given, saturating."""
+def _saturated(value, min_binade, limit, limit_negative, g):
+    """Round a finite float32 to nearest even on the grid whose smallest binade is given, saturating at the limits."""
     bits = bits32(value)
-    magnitude = bits & _MAGNITUDE
-    binade = min(max(magnitude & _EXPONENT, min_binade), g.top_binade)
-    magic = float32_of(int32(binade + g.magic_shift))
-    rounded = float32(float32(float32_of(magnitude) + magic) - magic)
-    signed = float32(float32_of(bits32(rounded) | (bits ^ magnitude)) + g.zero)
-    return max(min(signed, highest), lowest)
+    rounded = magic_addition(limited(bits, limit, limit_negative), min_binade, g.magic_shift)
+    return float32(float32_of(bits32(rounded) | (bits & ~_MAGNITUDE)) + g.zero)
 
 
 @device
 def _times_power(limit, shift):
-    """Multiply a limit by a power of two given as exponent bits; the product is a normal number, or zero."""
-    return limit if limit == float32(0) else float32_of(int32(bits32(limit) + shift))
+    """Multiply the bits of a limit by a power of two given as exponent bits; the product is normal, or zero."""
+    return limit if limit == int32(0) else int32(limit + shift)
 
 
 @device
-def _binary_block(x, y, first, last, shift, g):
-    """Quantise elements ``first ... last - 1`` of a row under a power-of-two scale."""
-    min_binade = int32(g.min_binade + shift)
-    highest, lowest = _times_power(g.highest, shift), _times_power(g.lowest, shift)
-    lanes = (last - first) // 16
-    for lane in range(lanes):
-        base = uint64(first + 16 * lane)
-        for j in range(16):
-            k = base + uint64(j)
-            y[k] = _saturated(x[k], min_binade, highest, lowest, g)
-    for i in range(first + 16 * lanes, last):
-        y[i] = _saturated(x[i], min_binade, highest, lowest, g)
+def _binary_value(value, shift, g):
+    """Quantise one element under the scale whose exponent bits are given."""
+    limit, negative = _times_power(g.limit, shift), _times_power(g.limit_negative, shift)
+    return _saturated(value, int32(g.min_binade + shift), limit, negative, g)
 
 
 @device
-def _real_block(x, y, first, last, scale, factor, p, g):
-    """Quantise elements ``first ... last - 1`` of a row under a real scale."""
-    lanes = (last - first) // 16
-    for lane in range(lanes):
-        base = uint64(first + 16 * lane)
+def _real_value(value, scale, factor, p, g):
+    """Quantise one element under a real scale."""
+    code_value = _saturated(float32(value * factor), g.min_binade, g.limit, g.limit_negative, g)
+    return float32(float32(code_value * scale) * p.decode_scale)
+
+
+@device
+def _per_lane(values, inner, size):
+    """Repeat, in place, a value a block to one a strip, the last first: strips are 16 lanes, or a whole odd block."""
+    strips = inner // 16
+    if inner % 16 == 0 and strips > 1:
+        for strip in range((size + 15) // 16 - 1, -1, -1):
+            values[strip] = values[strip // strips]
+
+
+@device
+def _binary_row(x, y, inner, ahead, shifts, g):
+    """Quantise a row under power-of-two scales; ``ahead`` elements on, the next group is asked for."""
+    strips = x.size // 16 if inner % 16 == 0 else 0
+    for strip in range(strips):
+        prefetch(x, 16 * strip + ahead)
+        base = uint64(16 * strip)
+        shift = shifts[strip]
         for j in range(16):
             k = base + uint64(j)
-            value = _saturated(float32(x[k] * factor), g.min_binade, g.highest, g.lowest, g)
-            y[k] = float32(float32(value * scale) * p.decode_scale)
-    for i in range(first + 16 * lanes, last):
-        value = _saturated(float32(x[i] * factor), g.min_binade, g.highest, g.lowest, g)
-        y[i] = float32(float32(value * scale) * p.decode_scale)
+            y[k] = _binary_value(x[k], shift, g)
+    width = 16 if inner % 16 == 0 else inner
+    for i in range(16 * strips, x.size):
+        y[i] = _binary_value(x[i], shifts[i // width], g)
+
+
+@device
+def _real_row(x, y, inner, ahead, scales, factors, p, g):
+    """Quantise a row under real scales, like ``_binary_row``."""
+    strips = x.size // 16 if inner % 16 == 0 else 0
+    for strip in range(strips):
+        prefetch(x, 16 * strip + ahead)
+        base = uint64(16 * strip)
+        scale, factor = scales[strip], factors[strip]
+        for j in range(16):
+            k = base + uint64(j)
+            y[k] = _real_value(x[k], scale, factor, p, g)
+    width = 16 if inner % 16 == 0 else inner
+    for i in range(16 * strips, x.size):
+        y[i] = _real_value(x[i], scales[i // width], factors[i // width], p, g)
 
 
 @device
@@ -183,17 +203,19 @@ def _amaxes(x, r0, r1, k0, k1, layout, amaxes):
 def quantize_binary(x, y, g, p, layout, start, stop):
     """Quantise groups ``start ... stop - 1`` under power-of-two scales; return the first one not done, or stop."""
     inner = layout.inner
-    amaxes, shifts = np.empty(layout.group, np.int32), np.empty(layout.group, np.int32)
+    ahead = inner * layout.group  # elements to the next group, asked for while this one is rounded
+    strips = max(ahead // 16 + 1, layout.group)
+    amaxes, shifts = np.empty(layout.group, np.int32), np.empty(strips, np.int32)
     for group in range(start, stop):
         r0, r1, k0, k1 = _bounds(group, x.shape, layout)
         count = (k1 - k0 + inner - 1) // inner
         _amaxes(x, r0, r1, k0, k1, layout, amaxes)
         if _binary_scales(amaxes, shifts, count, g, p, layout):
             return int64(group)
+        _per_lane(shifts, inner, k1 - k0)
         for r in range(r0, r1):
             xs, ys = x[r, k0:k1], y[r, k0:k1]
-            for b in range(count):
-                _binary_block(xs, ys, b * inner, min((b + 1) * inner, k1 - k0), shifts[b], g)
+            _binary_row(xs, ys, inner, ahead, shifts, g)
     return int64(stop)
 
 
@@ -201,19 +223,21 @@ def quantize_binary(x, y, g, p, layout, start, stop):
 def quantize_real(x, y, g, p, sg, layout, start, stop):
     """Quantise groups ``start ... stop - 1`` under real scales; return the first one not done, or stop."""
     inner = layout.inner
+    ahead = inner * layout.group  # elements to the next group, asked for while this one is rounded
+    strips = max(ahead // 16 + 1, layout.group)
     amaxes = np.empty(layout.group, np.int32)
-    scales, factors = np.empty(layout.group, np.float32), np.empty(layout.group, np.float32)
+    scales, factors = np.empty(strips, np.float32), np.empty(strips, np.float32)
     for group in range(start, stop):
         r0, r1, k0, k1 = _bounds(group, x.shape, layout)
         count = (k1 - k0 + inner - 1) // inner
         _amaxes(x, r0, r1, k0, k1, layout, amaxes)
         if _real_scales(amaxes, scales, factors, count, p, sg):
             return int64(group)
+        _per_lane(scales, inner, k1 - k0)
+        _per_lane(factors, inner, k1 - k0)
         for r in range(r0, r1):
             xs, ys = x[r, k0:k1], y[r, k0:k1]
-            for b in range(count):
-                last = min((b + 1) * inner, k1 - k0)
-                _real_block(xs, ys, b * inner, last, scales[b], factors[b], p, g)
+            _real_row(xs, ys, inner, ahead, scales, factors, p, g)
     return int64(stop)
 
 
@@ -270,13 +294,16 @@ def quantize_stochastic(x, y, g, p, sg, layout, o0, o1, k0, k1, start, stop):
 
 @kernel
 def finite_amax(x):
-    """Return the largest finite magnitude of float32 x, and whether it holds NaN and Inf."""
-    amax = int32(0)
+    """Return the largest finite magnitude of float32 x, and whether it holds NaN, and NaN or Inf."""
     top = int32(0)
     for i in range(x.size):
-        magnitude = bits32(x[i]) & _MAGNITUDE
-        top = max(top, magnitude)
-        amax = max(amax, magnitude if magnitude < _INF else int32(0))
+        top = max(top, bits32(x[i]) & _MAGNITUDE)
+    amax = top
+    if top >= _INF:  # seldom: look again, at finite elements alone
+        amax = int32(0)
+        for i in range(x.size):
+            magnitude = bits32(x[i]) & _MAGNITUDE
+            amax = max(amax, magnitude if magnitude < _INF else int32(0))
     return float64(float32_of(amax)), top > _INF, top >= _INF
 
 

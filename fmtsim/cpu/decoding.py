@@ -8,7 +8,7 @@ from numpy import float64
 
 from fmtsim.cpu import pool
 from fmtsim.cpu.jit import kernel
-from fmtsim.cpu.narrow import store, wider
+from fmtsim.cpu.output import store, wider
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.spec import CodebookFormat, ElementFormat
 from fmtsim.ops import CastSpec, EncodedParts

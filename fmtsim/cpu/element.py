@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy import float64, int64
 
-from fmtsim.cpu.grid import overflow_values, shape_of
+from fmtsim.cpu.grid import shape_of, special_value
 from fmtsim.cpu.jit import bits64, device, float64_of, subroutine
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.rounding.modes import MODES, Rounding
@@ -38,7 +38,6 @@ class Element(NamedTuple):
     saturate: bool
     max: float
     max_negative: float
-    inf_value: float
     over_value: float
     nan_value: float
     negative_value: float
@@ -60,12 +59,12 @@ class Tables(NamedTuple):
 def element_of(fmt: ElementFormat, rounding: Rounding, overflow: Overflow) -> Element:
     """Return the numbers that describe a format under a rounding and an overflow rule."""
     kind, mantissa_bits, min_exponent, flushed = GRID, 0, 0, False
-    inf_value = over_value = fmt.max
+    over_value = fmt.max
     negative_value, sign_code, inf_code, nan_code = 0.0, 0, 0, 0
     if isinstance(fmt, FloatFormat | IntFormat):
         mantissa_bits, min_exponent, flushed = shape_of(fmt)
     if isinstance(fmt, FloatFormat):
-        inf_value, over_value = overflow_values(fmt, overflow)
+        over_value = special_value(fmt, overflow)
         negative_value = math.nan if overflow == "ieee" and fmt.has_nan else fmt.min
         sign_code, inf_code, nan_code = fmt.sign_mask, fmt.inf_code or 0, fmt.nan_code or 0
     elif isinstance(fmt, IntFormat) and fmt.half_offset:
@@ -89,7 +88,6 @@ def element_of(fmt: ElementFormat, rounding: Rounding, overflow: Overflow) -> El
         saturate=overflow == "saturate" or not is_float,
         max=max(fmt.values) if isinstance(fmt, CodebookFormat) else fmt.max,
         max_negative=abs(fmt.min),
-        inf_value=inf_value,
         over_value=over_value,
         nan_value=math.nan if fmt.has_nan else max(fmt.values) if isinstance(fmt, CodebookFormat) else fmt.max,
         negative_value=negative_value,
@@ -219,7 +217,7 @@ def _cast_grid(value, word, e):
     if magnitude == 0.0:
         rounded = 0.0 if e.has_zero else power_of_two(e.min_exponent)
     elif math.isinf(magnitude):
-        rounded = limit if e.saturate else e.inf_value
+        rounded = limit if e.saturate else e.over_value
     else:
         rounded = _round_grid(magnitude, negative, word, e)
         if rounded > limit:

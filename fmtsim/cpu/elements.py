@@ -5,7 +5,7 @@ import torch
 from fmtsim.cpu import general, pool, scalar
 from fmtsim.cpu.element import element_of, tables_of
 from fmtsim.cpu.grid import grid_of
-from fmtsim.cpu.narrow import store, wider
+from fmtsim.cpu.output import store, wider
 from fmtsim.cpu.words import draw_of, flat_words, key_words, plain_key
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.spec import IntFormat

@@ -15,13 +15,13 @@ class Grid(NamedTuple):
     """Parameters of a grid for float32 kernels, each of the type that the kernels compute with.
 
     Attributes:
-        highest, lowest: The range of a format that saturates; infinite where overflow is special.
-        over_above, inf_value, over_value: The magnitude above which overflow is special, and what Inf and finite
-            numbers become then.
+        limit, limit_negative: Bits of the magnitudes at which either sign saturates; Inf where overflow is special.
+        special: Whether finite numbers above ``over_above``, and Inf, become ``over_value``.
         nan_value: What NaN gives.
         zero: What is added at the end: +0 turns -0 into +0 for formats without it, -0 changes nothing.
         by_bits: Whether rounding goes by bit addition instead of magic addition.
-        min_binade, top_binade: Range of exponent fields, in place, between which the last place follows the exponent.
+        min_binade: Exponent field of the smallest normal value, in place.
+        top: Bits of a magnitude that stands in for all above it under special overflow, so that magic stays finite.
         magic_shift: Exponent distance of the magic number, in place.
         min_biased: Exponent field of the smallest normal value.
         deep_below: Bits of the magnitude below which 32 mantissa bits and more are dropped.
@@ -30,16 +30,16 @@ class Grid(NamedTuple):
         flush_below, flush_half: Bits of the smallest normal and of its half where there are no subnormals, else 0.
     """
 
-    highest: np.float32
-    lowest: np.float32
+    limit: np.int32
+    limit_negative: np.int32
+    special: np.bool_
     over_above: np.float32
-    inf_value: np.float32
     over_value: np.float32
     nan_value: np.float32
     zero: np.float32
     by_bits: np.bool_
     min_binade: np.int32
-    top_binade: np.int32
+    top: np.int32
     magic_shift: np.int32
     min_biased: np.int32
     deep_below: np.int32
@@ -67,12 +67,11 @@ def shape_of(fmt: FloatFormat | IntFormat) -> Shape:
     return Shape(fmt.mantissa_bits, fmt.min_exponent, not fmt.has_subnormals)
 
 
-def overflow_values(fmt: FloatFormat, overflow: Overflow) -> tuple[float, float]:
-    """Return what Inf and finite overflow become (magnitudes) under nearest rounding."""
+def special_value(fmt: FloatFormat, overflow: Overflow) -> float:
+    """Return the magnitude that Inf, and finite numbers under nearest rounding, become above the largest value."""
     if overflow == "saturate":
-        return fmt.max, fmt.max
-    special = math.inf if fmt.infinities else math.nan if fmt.has_nan else fmt.max
-    return special, special
+        return fmt.max
+    return math.inf if fmt.infinities else math.nan if fmt.has_nan else fmt.max
 
 
 @lru_cache(maxsize=1024)
@@ -95,7 +94,6 @@ def grid_of(fmt: ElementFormat, overflow: Overflow, stochastic: bool) -> Grid | 
 
 def _build(fmt: FloatFormat | IntFormat, overflow: Overflow, shape: Shape, by_bits: bool, flush: bool) -> Grid:
     saturate = overflow == "saturate" or isinstance(fmt, IntFormat)
-    inf_value, over_value = overflow_values(fmt, overflow) if isinstance(fmt, FloatFormat) else (fmt.max, fmt.max)
     drop = 23 - shape.mantissa_bits
     shift = drop << 23
     place = 1 << drop
@@ -103,16 +101,16 @@ def _build(fmt: FloatFormat | IntFormat, overflow: Overflow, shape: Shape, by_bi
     parity = (1 - _F32_BIAS - shape.min_exponent) & 1 if shape.mantissa_bits == 0 else 0
     smallest = (shape.min_exponent + _F32_BIAS) << 23
     return Grid(
-        highest=np.float32(fmt.max if saturate else math.inf),
-        lowest=np.float32(fmt.min if saturate else -math.inf),
+        limit=_bits(fmt.max if saturate else math.inf),
+        limit_negative=_bits(abs(fmt.min) if saturate else math.inf),
+        special=np.bool_(not saturate),
         over_above=np.float32(math.inf if saturate else fmt.max),
-        inf_value=np.float32(inf_value),
-        over_value=np.float32(over_value),
+        over_value=np.float32(fmt.max if isinstance(fmt, IntFormat) else special_value(fmt, overflow)),
         nan_value=np.float32(math.nan if fmt.has_nan else fmt.max),
         zero=np.float32(-0.0 if negative_zero else 0.0),
         by_bits=np.bool_(by_bits),
         min_binade=np.int32(smallest),
-        top_binade=np.int32(0x7F000000 - shift),
+        top=np.int32((0x7F000000 - shift) | 0x7FFFFF),
         magic_shift=np.int32(shift),
         min_biased=np.int32(shape.min_exponent + _F32_BIAS),
         deep_below=np.int32(max(shape.min_exponent + _F32_BIAS + drop - 31, 1) << 23),
@@ -121,5 +119,9 @@ def _build(fmt: FloatFormat | IntFormat, overflow: Overflow, shape: Shape, by_bi
         keep_mask=np.int32(-place),
         parity=np.int32(parity),
         flush_below=np.int32(smallest if flush else 0),
-        flush_half=np.int32(np.float32(math.ldexp(1.0, shape.min_exponent - 1)).view(np.int32) if flush else 0),
+        flush_half=_bits(math.ldexp(1.0, shape.min_exponent - 1) if flush else 0.0),
     )
+
+
+def _bits(value: float) -> np.int32:
+    return np.float32(value).view(np.int32)

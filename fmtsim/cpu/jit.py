@@ -17,6 +17,7 @@ import numba
 from numba import types
 from numba.core import caching
 from numba.extending import intrinsic
+from numba.np import arrayobj
 
 
 @cache
@@ -107,3 +108,19 @@ bits32 = _bitcast(types.float32, types.int32, ir.IntType(32))
 float32_of = _bitcast(types.int32, types.float32, ir.FloatType())
 bits64 = _bitcast(types.float64, types.int64, ir.IntType(64))
 float64_of = _bitcast(types.int64, types.float64, ir.DoubleType())
+
+
+@intrinsic
+def prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
+    """Ask for the cache line of array[index], which may lie behind the array's end."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        data = arrayobj.make_array(signature.args[0])(context, builder, args[0]).data
+        address = builder.bitcast(builder.gep(data, [args[1]]), byte)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        builder.call(function, [address, word(0), word(3), word(1)])  # a read, into all levels, of data
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate

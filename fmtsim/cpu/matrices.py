@@ -1,6 +1,5 @@
 """Casts of block formats on the CPU: the operand matrix, its groups of blocks, and the kernels that run on them."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +9,7 @@ from fmtsim.cpu import blocks, general, pool
 from fmtsim.cpu.element import Element, Tables, element_of, tables_of
 from fmtsim.cpu.general import Draw, View
 from fmtsim.cpu.grid import Grid, grid_of
-from fmtsim.cpu.narrow import store, wider
+from fmtsim.cpu.output import store, wider
 from fmtsim.cpu.scales import AMAX, Scaling, scaling_of
 from fmtsim.cpu.words import draw_of, flat_words, key_words, plain_key
 from fmtsim.formats.block import FP32, BlockFormat
@@ -151,7 +150,7 @@ def _fast_grids(spec: CastSpec, random: Random, dtype: torch.dtype, rank: int) -
     if isinstance(fmt.element, IntFormat) and fmt.element.bits > 20:
         return None
     grid = grid_of(fmt.element, spec.overflow, drawn)
-    if grid is None or grid.by_bits or not math.isfinite(grid.highest) or fmt.element.max_exponent < 0:
+    if grid is None or grid.by_bits or grid.special or fmt.element.max_exponent < 0:
         return None
     if fmt.power_of_two or (fmt.scale == FP32 and fmt.arithmetic != "divide"):
         return grid, grid

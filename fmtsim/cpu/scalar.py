@@ -22,37 +22,63 @@ _INF = int32(0x7F800000)
 
 
 @device
-def finish(rounded, bits, magnitude, g):
-    """Apply overflow, the sign, the rule for zeros and NaN to a rounded magnitude (float32), and return the value."""
-    if rounded > g.over_above:
-        rounded = g.inf_value if magnitude == _INF else g.over_value
-    value = float32(float32_of(bits32(rounded) | (bits ^ magnitude)) + g.zero)
-    value = max(min(value, g.highest), g.lowest)
-    return g.nan_value if rounded != rounded else value
+def limited(bits, limit, limit_negative):
+    """Return the bits of a magnitude, at most the limit of its sign; saturating before rounding loses nothing.
+
+    The largest value is on the grid: what lies above it rounds to it or beyond, whatever the random word.
+    """
+    return min(bits & _MAGNITUDE, limit if bits >= int32(0) else limit_negative)
 
 
 @device
-def nearest_magic(x, g):
-    """Round float32 x to nearest even by magic addition."""
+def finish(rounded, bits, g, special):
+    """Apply special overflow, the sign, the rule for zeros and NaN to a rounded magnitude; return the value."""
+    if special and rounded > g.over_above:
+        rounded = g.over_value
+    value = float32(float32_of(bits32(rounded) | (bits & ~_MAGNITUDE)) + g.zero)
+    spoiled = (bits & _MAGNITUDE) > _INF or (special and rounded != rounded)
+    return g.nan_value if spoiled else value
+
+
+@device
+def magic_addition(magnitude, min_binade, magic_shift):
+    """Round the bits of a magnitude to nearest even by magic addition; its binade plus the shift stays finite."""
+    magic = float32_of(int32(max(magnitude & _EXPONENT, min_binade) + magic_shift))
+    return float32(float32(float32_of(magnitude) + magic) - magic)
+
+
+@device
+def nearest_magic(x, g, special):
+    """Round float32 x to nearest even by magic addition; ``special`` says whether overflow is not saturation."""
     bits = bits32(x)
-    magnitude = bits & _MAGNITUDE
-    binade = min(max(magnitude & _EXPONENT, g.min_binade), g.top_binade)
-    magic = float32_of(int32(binade + g.magic_shift))
-    rounded = float32(float32(float32_of(magnitude) + magic) - magic)
-    return finish(rounded, bits, magnitude, g)
+    magnitude = limited(bits, g.limit, g.limit_negative)
+    rounded = (
+        magic_addition(min(magnitude, g.top), g.min_binade, g.magic_shift)
+        if special
+        else magic_addition(magnitude, g.min_binade, g.magic_shift)
+    )
+    return finish(rounded, bits, g, special)
 
 
 @device
-def nearest_bits(x, g):
+def nearest_bits(x, g, special):
     """Round float32 x to nearest even by bit addition."""
     bits = bits32(x)
-    magnitude = bits & _MAGNITUDE
+    magnitude = limited(bits, g.limit, g.limit_negative)
     odd = ((magnitude >> g.drop) + g.parity) & int32(1)
     rounded = int32(magnitude + g.half_place + odd) & g.keep_mask
     if magnitude < g.flush_below:
         rounded = g.flush_below if magnitude > g.flush_half else int32(0)
-    value = float32_of(rounded)
-    return finish(float32_of(magnitude) if magnitude >= _INF else value, bits, magnitude, g)
+    return finish(float32_of(rounded), bits, g, special)
+
+
+@device
+def stochastic_bits(x, word, g):
+    """Round float32 x stochastically with 32 random bits, on its bit pattern."""
+    bits = bits32(x)
+    magnitude = limited(bits, g.limit, g.limit_negative)
+    rounded = int32(magnitude + int32(word >> uint32(int32(32) - g.drop))) & g.keep_mask
+    return finish(float32_of(rounded), bits, g, True)
 
 
 @device
@@ -62,25 +88,23 @@ def stochastic_shift(x, word, g):
     A zero passes too: it has no bits to drop.
     """
     bits = bits32(x)
-    magnitude = bits & _MAGNITUDE
-    exponent, significand, drop = _unpack(magnitude, g)
+    exponent, significand, drop = _unpack(limited(bits, g.limit, g.limit_negative), g)
     near = min(drop, int32(31))
     steps = int32(uint32(uint32(significand) + uint32(word >> uint32(int32(32) - near))) >> uint32(near))
-    return _place(steps, exponent, drop, bits, magnitude, g)
+    return finish(_place(steps, exponent, drop), bits, g, True)
 
 
 @device
 def stochastic_deep(x, word, g):
     """Round like ``stochastic_shift`` where 32 bits and more may be dropped: there only a carry out of them counts."""
     bits = bits32(x)
-    magnitude = bits & _MAGNITUDE
-    exponent, significand, drop = _unpack(magnitude, g)
+    exponent, significand, drop = _unpack(limited(bits, g.limit, g.limit_negative), g)
     near = min(drop, int32(31))
     steps = int32(uint32(uint32(significand) + uint32(word >> uint32(int32(32) - near))) >> uint32(near))
     far = min(max(int32(drop - int32(32)), int32(0)), int32(31))
     room = int32(~int32(word))  # significand + word reaches 2**32 when the significand exceeds ~word, unsigned
     carry = int32(int32(significand >> far) > (room if room >= int32(0) else _MAGNITUDE))
-    return _place(steps if drop < int32(32) else carry, exponent, drop, bits, magnitude, g)
+    return finish(_place(steps if drop < int32(32) else carry, exponent, drop), bits, g, True)
 
 
 @device
@@ -93,19 +117,9 @@ def _unpack(magnitude, g):
 
 
 @device
-def _place(steps, exponent, drop, bits, magnitude, g):
-    place = float32_of(int32(int32(exponent + drop - int32(23)) << int32(23)))
-    rounded = float32(float32(steps) * place)
-    return finish(float32_of(magnitude) if magnitude >= _INF else rounded, bits, magnitude, g)
-
-
-@device
-def stochastic_bits(x, word, g):
-    """Round float32 x stochastically with 32 random bits, on its bit pattern."""
-    bits = bits32(x)
-    magnitude = bits & _MAGNITUDE
-    rounded = int32(magnitude + int32(word >> uint32(int32(32) - g.drop))) & g.keep_mask
-    return finish(float32_of(magnitude if magnitude >= _INF else rounded), bits, magnitude, g)
+def _place(steps, exponent, drop):
+    """Return a number of steps of the last place as float32 (Inf where they pass its range)."""
+    return float32(float32(steps) * float32_of(int32(int32(exponent + drop - int32(23)) << int32(23))))
 
 
 @kernel
@@ -113,10 +127,13 @@ def nearest_flat(x, y, g):
     """Quantise float32 x into float32 y, to nearest even."""
     if g.by_bits:
         for i in range(x.size):
-            y[i] = nearest_bits(x[i], g)
+            y[i] = nearest_bits(x[i], g, True)
+    elif g.special:
+        for i in range(x.size):
+            y[i] = nearest_magic(x[i], g, True)
     else:
         for i in range(x.size):
-            y[i] = nearest_magic(x[i], g)
+            y[i] = nearest_magic(x[i], g, False)
 
 
 @kernel

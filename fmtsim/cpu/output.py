@@ -1,4 +1,4 @@
-"""Half-precision tensors, which kernels see as float32."""
+"""How results reach their tensor: through float32 for half precision."""
 
 import torch
 
