@@ -1,5 +1,8 @@
 """A numerics laboratory for PyTorch: number formats, tensor-core arithmetic and low-precision training, bit for bit."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fmtsim.encoded import Encoded
 from fmtsim.errors import ArgumentError, CodeError, DataError, DtypeError, FmtsimError, FormatError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
@@ -9,4 +12,43 @@ from fmtsim.ops import RandomKey
 from fmtsim.quantize import decode, encode, quantize, quantize_
 from fmtsim.rounding.modes import Rounding
 
+if TYPE_CHECKING:
+    from fmtsim.cpu.pool import get_num_threads, set_num_threads
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "BlockFormat",
+    "CodeError",
+    "CodebookFormat",
+    "DataError",
+    "DtypeError",
+    "Encoded",
+    "FloatFormat",
+    "FmtsimError",
+    "FormatError",
+    "IntFormat",
+    "LogFormat",
+    "LogTileFormat",
+    "RandomKey",
+    "Rounding",
+    "decode",
+    "encode",
+    "get_format",
+    "get_num_threads",
+    "list_formats",
+    "quantize",
+    "quantize_",
+    "register_format",
+    "set_num_threads",
+]
+
+# What would load a compiler waits until it is asked for.
+_LAZY = {"get_num_threads": "fmtsim.cpu.pool", "set_num_threads": "fmtsim.cpu.pool"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'fmtsim' has no attribute {name!r}")

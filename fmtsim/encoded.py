@@ -13,7 +13,7 @@ from fmtsim.errors import ArgumentError, CodeError, DataError, DtypeError, Forma
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.exact import codes_of_scales, scales_of_codes
 from fmtsim.formats.interop import safetensors_tag, torch_dtype
-from fmtsim.formats.packing import pack, packed_size, unpack
+from fmtsim.formats.packing import code_dtype, pack, packed_size, unpack
 from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
 from fmtsim.formats.serialization import format_from_json, format_to_json
 from fmtsim.formats.spec import CodebookFormat, ElementFormat
@@ -88,10 +88,10 @@ class Encoded:
         return ops.EncodedParts(self.unpacked(), scales, self.tensor_scale, self.offsets)
 
     def unpacked(self) -> torch.Tensor:
-        """Return the codes of the tensor's shape, as non-negative integers in ``ops.code_dtype(bits)``."""
+        """Return the codes of the tensor's shape, as non-negative integers in ``code_dtype(bits)``."""
         bits = self.format.bits
         if bits in _PLAIN:
-            codes = self.codes.to(ops.code_dtype(bits))
+            codes = self.codes.to(code_dtype(bits))
             return codes & ((1 << bits) - 1) if bits in (16, 32) else codes
         rows = _rows(self.shape, self.dim)
         codes = unpack(self.codes, bits, rows[-1])

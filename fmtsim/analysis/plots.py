@@ -1,5 +1,6 @@
 """Pictures of training runs and of lost bits; matplotlib is imported only when one is drawn."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, distinguishable with any colour vision; lines also differ in dash.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LEAST_GAP = 0.1  # the gap panel reaches at least this far, so that noise does not look like a difference
 _DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), "-.")
 
 
@@ -52,6 +54,8 @@ def plot_loss(curves: Mapping[str, Sequence[float]], path: str | Path | None = N
     panels[0].legend(frameon=False)
     if several:
         panels[1].axhline(0.0, color=COLOURS[0], linewidth=1.0)
+        low, high = panels[1].get_ylim()
+        panels[1].set_ylim(min(low, -LEAST_GAP), max(high, LEAST_GAP))
         _finish(panels[1], "gap to\nbaseline", "step")
     figure.suptitle(title, fontsize=12)
     return _saved(figure, path)
@@ -84,18 +88,18 @@ def plot_exponents(stats: Mapping[str, OperandStats], path: str | Path | None = 
     return _saved(figure, path)
 
 
-def smoothed(values: Sequence[float], weight: float | None = None) -> list[float]:
-    """Return the exponential moving average, corrected for its start; NaN from the first value that is not finite.
+def smoothed(values: Sequence[float], reach: int | None = None) -> list[float]:
+    """Return the centred moving average over ``reach`` values on either side, NaN from the first that is not finite.
 
-    ``weight`` is the share of the past, by default what averages over about a thirtieth of the curve.
+    At the start, where losses fall fast, fewer values are averaged, as many on one side as on the other; at the end
+    those that there are. ``reach`` is a fortieth of the curve unless it is given.
     """
-    keep = 1.0 - 1.0 / max(1.0, len(values) / 30.0) if weight is None else weight
-    total = norm = 0.0
-    result = []
-    for value in values:
-        total, norm = keep * total + (1 - keep) * value, keep * norm + (1 - keep)
-        result.append(total / norm if math.isfinite(total) else math.nan)
-    return result
+    reach = len(values) // 40 if reach is None else reach
+    end = next((i for i, value in enumerate(values) if not math.isfinite(value)), len(values))
+    sums = [0.0, *itertools.accumulate(values[:end])]
+    windows = [(i - min(reach, i), min(i + min(reach, i) + 1, end)) for i in range(end)]
+    means = [(sums[stop] - sums[start]) / (stop - start) for start, stop in windows]
+    return means + [math.nan] * (len(values) - end)
 
 
 def new_figure(width: float, height: float) -> "Figure":

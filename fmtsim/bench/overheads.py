@@ -26,7 +26,13 @@ MEMORY_CALLS = {
 }
 
 _IMPORT = "import time, torch; t = time.perf_counter(); import fmtsim; print(time.perf_counter() - t)"
-_FIRST = "import time, torch, fmtsim; x = torch.ones(256, 256); t = time.perf_counter(); {call}; print(time.perf_counter() - t)"
+_FIRST = """
+import time, torch, fmtsim
+x = torch.ones(256, 256)
+start = time.perf_counter()
+{call}
+print(time.perf_counter() - start)
+"""
 # Linux counts the peak of resident memory in VmHWM, and writing 5 to clear_refs starts it anew.
 _MEMORY = """
 import torch, fmtsim

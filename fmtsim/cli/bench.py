@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="*", metavar="PATTERN", help="measure the cases that match, such as 'e4m3*'")
     parser.add_argument("--side", type=int, default=4096, metavar="N",
                         help="tensors are float32 [N, N] (default 4096: 16M elements)")  # fmt: skip
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], metavar="N", help="thread counts (default 1 2)")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[1, 2], metavar="N", help="thread counts (default 1 2)"
+    )
     parser.add_argument("--repeats", type=int, default=9, metavar="N", help="timed runs of each case (default 9)")
     parser.add_argument("--kernels-only", action="store_true", help="leave out import time, first calls and memory")
     add_json_argument(parser)

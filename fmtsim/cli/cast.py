@@ -60,10 +60,10 @@ def cast(
     """Round numbers by the engine and return a record for each."""
     import torch
 
-    import fmtsim
+    from fmtsim.quantize import encode
 
     stochastic = rounding == "stochastic"
-    encoded = fmtsim.encode(
+    encoded = encode(
         torch.tensor(numbers, dtype=torch.float64), fmt, rounding=rounding, overflow=overflow,
         random_bits=random_bits if stochastic else None, generator=seed if stochastic else None,
     )  # fmt: skip
@@ -112,7 +112,8 @@ def _element(name: str) -> ElementFormat:
     fmt = get_format(name)
     if isinstance(fmt, BlockFormat | LogTileFormat):
         raise FormatError(
-            f"{fmt.name} scales whole blocks, so a number alone has no cast; try fmtsim explain NUMBER --format {fmt.name}"
+            f"{fmt.name} scales whole blocks, so a number alone has no cast; "
+            f"try fmtsim explain NUMBER --format {fmt.name}"
             + (f", or the element: --to {fmt.element.name}" if isinstance(fmt, BlockFormat) else "")
         )
     return fmt

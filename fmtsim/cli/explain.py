@@ -11,7 +11,9 @@ DEFECT = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("numbers", nargs="+", metavar="NUMBER", help="one number, or the consecutive numbers of a block")
+    parser.add_argument(
+        "numbers", nargs="+", metavar="NUMBER", help="one number, or the consecutive numbers of a block"
+    )
     parser.add_argument("--format", required=True, help="any format; blocks of a block format are cut from the numbers")
     parser.add_argument("--dtype", choices=DTYPES, default="float64",
                         help="what the numbers are stored in before the cast (default float64)")  # fmt: skip

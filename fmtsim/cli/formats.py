@@ -16,7 +16,9 @@ KINDS = ("float", "int", "codebook", "log", "block", "log_tile")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("pattern", nargs="?", default="*", help="names or aliases to list, such as 'mx*' (default: all)")
+    parser.add_argument(
+        "pattern", nargs="?", default="*", help="names or aliases to list, such as 'mx*' (default: all)"
+    )
     parser.add_argument("--kind", choices=KINDS, help="list one kind of format")
     add_json_argument(parser)
 

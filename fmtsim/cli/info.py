@@ -92,7 +92,11 @@ def _cpu_engine() -> dict[str, Any]:
 
 def _cuda_engine() -> dict[str, Any]:
     if importlib.util.find_spec("fmtsim.cuda") is None:
-        return {"name": "cuda", "available": False, "reason": "not part of this version; torch_engine serves CUDA tensors"}
+        return {
+            "name": "cuda",
+            "available": False,
+            "reason": "not part of this version; torch_engine serves CUDA tensors",
+        }
     if version_of("cuda-core") == ABSENT:
         return {"name": "cuda", "available": False, "reason": "cuda-core is missing: pip install 'fmtsim[cuda]'"}
     import torch

@@ -93,7 +93,7 @@ def print_json(record: Any) -> None:
 
 
 def jsonable(value: Any) -> Any:
-    """Return a value of plain JSON types: fractions as ``"n/d"``, NaN and infinities as ``"nan"``, ``"inf"``, ``"-inf"``."""
+    """Return a value of plain JSON types: fractions as ``"n/d"``, NaN and infinities as strings."""
     if isinstance(value, dict):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -6,11 +6,11 @@ from typing import Any
 
 from fmtsim.cli.output import add_json_argument, format_number, format_table, parse_int, print_json
 from fmtsim.errors import CodeError, FormatError
-from fmtsim.explain.element import bit_fields, code_text
+from fmtsim.explain.element import bit_fields, code_text, count_of
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.display import format_facts, text_table
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat
+from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, LogFormat
 
 SHORT_BITS = 8  # up to here every code is printed
 ALL_BITS = 16  # with --all
@@ -43,7 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     if every and not arguments.json:
         print(text_table(fmt, arguments.columns))
         return 0
-    shown = {code: name_of(code, element) for code in (range(count_of(element)) if every else codes)} or landmarks(element)
+    shown = {code: name_of(code, element) for code in (range(count_of(element)) if every else codes)} or landmarks(
+        element
+    )
     if arguments.json:
         print_json({"facts": dict(format_facts(fmt)), "codes": [_record(c, n, element) for c, n in shown.items()]})
         return 0
@@ -58,11 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
     if not codes and element.bits <= ALL_BITS:
         print(f"\n{count_of(element)} codes in all; --all prints each of them.")
     return 0
-
-
-def count_of(fmt: ElementFormat) -> int:
-    """Return how many codes a format has."""
-    return len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits
 
 
 def landmarks(fmt: ElementFormat) -> dict[int, str]:
@@ -114,4 +111,10 @@ def _check(code: int, fmt: ElementFormat) -> int:
 
 
 def _record(code: int, name: str, fmt: ElementFormat) -> dict[str, Any]:
-    return {"code": code, "hex": code_text(code, fmt), "bits": bit_fields(code, fmt), "value": fmt.value(code), "is": name}
+    return {
+        "code": code,
+        "hex": code_text(code, fmt),
+        "bits": bit_fields(code, fmt),
+        "value": fmt.value(code),
+        "is": name,
+    }

@@ -22,7 +22,7 @@ SIZES = {
     "layers": "transformer blocks",
     "heads": "attention heads a block",
 }
-DEFAULTS = {"steps": 300, "batch_size": 16, "context": 128, "width": 128, "layers": 3, "heads": 4, "lr": 2e-3}
+DEFAULTS = {"steps": 600, "batch_size": 16, "context": 64, "width": 128, "layers": 2, "heads": 4, "lr": 4e-3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,21 +23,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", action="append", metavar="NAME", dest="formats",
                         help="check this format alone; may be repeated (default: all listed formats)")  # fmt: skip
     parser.add_argument("--exhaustive", action="store_true",
-                        help="all 2**32 float32 inputs of e4m3, e5m2, bf16, fp16 and e2m1, minutes for each")  # fmt: skip
+                        help="all 2**32 float32 inputs of e4m3, e5m2, bf16, fp16, e2m1: minutes for each")  # fmt: skip
     parser.add_argument("--plant-error", action="store_true", help=argparse.SUPPRESS)
     add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks; 0 where all bits agree, 1 where one does not."""
-    from fmtsim import verify
+    from fmtsim.verify import default_tasks, exhaustive_tasks
     from fmtsim.verify.outcome import PlantedError, engines
 
     present = engines()
     if arguments.plant_error:  # to see the checks fail
         last = list(present)[-1]
         present[last] = PlantedError(present[last])
-    plan = verify.exhaustive_tasks if arguments.exhaustive else verify.default_tasks
+    plan = exhaustive_tasks if arguments.exhaustive else default_tasks
     tasks = plan(present, arguments.formats)
     start = time.perf_counter()
     with _progress(len(tasks)) as show:
@@ -81,7 +81,9 @@ def _summary(outcomes: "list[Outcome]", each: bool) -> str:
 
 def _print_failures(failed: "list[Outcome]") -> None:
     for outcome in failed[:SHOWN]:
-        print(f"\n{outcome.check} {outcome.format}: {outcome.mismatches:,} of {outcome.cases:,} differ; {outcome.first}")
+        print(
+            f"\n{outcome.check} {outcome.format}: {outcome.mismatches:,} of {outcome.cases:,} differ; {outcome.first}"
+        )
     if len(failed) > SHOWN:
         print(f"\n... and {len(failed) - SHOWN} more formats; --json has all of them")
 

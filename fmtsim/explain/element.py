@@ -100,6 +100,7 @@ def bit_fields(code: int, fmt: ElementFormat | LogTileFormat) -> str:
 def fields_of(code: int, fmt: ElementFormat | LogTileFormat) -> tuple[tuple[str, str], ...]:
     """Return the fields of a code as pairs of name and binary digits."""
     digits = f"{code:0{fmt.bits}b}"
+    widths: tuple[tuple[str, int], ...]
     if isinstance(fmt, FloatFormat):
         widths = (("sign", int(fmt.signed)), ("exponent", fmt.exponent_bits), ("mantissa", fmt.mantissa_bits))
     elif isinstance(fmt, LogFormat | LogTileFormat):
@@ -119,11 +120,15 @@ def code_text(code: int, fmt: ElementFormat | LogTileFormat) -> str:
     return f"0x{code:0{-(-fmt.bits // 4)}X}"
 
 
+def count_of(fmt: ElementFormat) -> int:
+    """Return how many codes a format has."""
+    return len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits
+
+
 @cache
 def _values(fmt: CodebookFormat | LogFormat) -> tuple[float, ...]:
     """Return the distinct values of a format that is a list, in order."""
-    count = len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits
-    return tuple(sorted({fmt.value(code) for code in range(count)}))
+    return tuple(sorted({fmt.value(code) for code in range(count_of(fmt))}))
 
 
 def _special(x: float, value: float, fmt: ElementFormat) -> tuple[str, str]:
@@ -173,7 +178,10 @@ def _widened(fmt: ElementFormat) -> ElementFormat:
 def _beyond(value: float, start: str, fmt: ElementFormat) -> tuple[str, str]:
     if math.isfinite(value):
         return "saturated", f"{start} beyond the outermost value, and stays at {value:g}"
-    return "overflow", f"{start} beyond the largest value {fmt.max:g}, and becomes {'NaN' if value != value else 'infinity'}"
+    return (
+        "overflow",
+        f"{start} beyond the largest value {fmt.max:g}, and becomes {'NaN' if value != value else 'infinity'}",
+    )
 
 
 def _between(

@@ -50,7 +50,12 @@ def tell_scales(numbers: list[float], result: Quantized, fmt: BlockFormat | LogT
         steps = _steps(block, whole, scale, result.tensor_scale, fmt, offset)
         code = code_text(encode_value(scale, fmt.scale), fmt.scale) if fmt.scale.bits <= 8 else None
         record = Scale(
-            amax=float(_amax(block)), value=scale, code=code, tensor_scale=result.tensor_scale, offset=offset, steps=steps
+            amax=float(_amax(block)),
+            value=scale,
+            code=code,
+            tensor_scale=result.tensor_scale,
+            offset=offset,
+            steps=steps,
         )
         factor = _factor(block, whole, scale, result.tensor_scale, fmt)
         tiles.append(Tile(scale=record, decide=_decider(fmt, factor, FP64 if wide else FP32, offset)))
@@ -126,7 +131,7 @@ def _steps(
         return (
             f"tensor scale = largest magnitude {float(whole):g} / ({fmt.scale.max:g} * {fmt.element.max:g}) = "
             f"{float(whole):g} / {top:g} = {tensor_scale:g}, kept in fp32",
-            f"block scale = amax {float(amax):g} / {fmt.element.max:g} / tensor scale, rounded to {fmt.scale.name}: {scale:g}",
+            f"block scale = amax {float(amax):g} / {fmt.element.max:g} / tensor scale = {scale:g}, in {fmt.scale.name}",
         )
     kept = "fp32" if fmt.scale.bits == 32 else fmt.scale.name
     return (f"{fmt.scale_rule}: {float(amax):g} / {fmt.element.max:g} = {scale:g}, kept in {kept} ({fmt.arithmetic})",)
@@ -134,7 +139,7 @@ def _steps(
 
 def _power_of_two_steps(amax: Fraction, scale: float, fmt: BlockFormat) -> tuple[str, ...]:
     top, exponent = fmt.element.max_exponent, floor_log2(amax)
-    first = f"amax = {float(amax):g} lies in [2^{exponent}, 2^{exponent + 1}); the largest exponent of {fmt.element.name} is {top}"
+    first = f"amax = {float(amax):g} lies in [2^{exponent}, 2^{exponent + 1}); {fmt.element.name} reaches 2^{top}"
     s = math.frexp(scale)[1] - 1
     ceiling = exponent if amax == Fraction(2) ** exponent else exponent + 1
     if fmt.scale_rule == "floor":

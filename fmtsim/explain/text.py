@@ -17,7 +17,9 @@ def explanation_text(explanation: Explanation) -> str:
     lines = [title, repr(fmt), ""]
     single = len(explanation.elements) == 1
     for number, scale in enumerate(explanation.scales):
-        lines += _scale_lines(scale, "" if len(explanation.scales) == 1 else f" {number}", isinstance(fmt, LogTileFormat))
+        lines += _scale_lines(
+            scale, "" if len(explanation.scales) == 1 else f" {number}", isinstance(fmt, LogTileFormat)
+        )
     if single:
         lines += _paragraph(explanation.elements[0], explanation)
     else:
@@ -63,7 +65,7 @@ def _scaled_text(element: Element, explanation: Explanation) -> str:
 
 def _table(explanation: Explanation) -> list[str]:
     header = ("number", "scaled", "below", "above", "code", "bits", "value", "error", "rule")
-    rows = [header]
+    rows: list[tuple[str, ...]] = [header]
     for element in explanation.elements:
         decision = element.decision
         rows.append((

@@ -79,9 +79,7 @@ def explain(
         )  # fmt: skip
     options = {"rounding": how, "overflow": rule, "generator": key if stochastic else None}
     agrees = _engine_agrees(tensor, fmt, elements, options)
-    return Explanation(
-        format=fmt, rounding=how, overflow=rule, scales=scales, elements=elements, engine_agrees=agrees
-    )
+    return Explanation(format=fmt, rounding=how, overflow=rule, scales=scales, elements=elements, engine_agrees=agrees)
 
 
 def _as_tensor(x: Any) -> torch.Tensor:
@@ -124,22 +122,16 @@ def _blocks(
         if math.isnan(value) and not math.isnan(decision.value):
             reason = f"{stored.name} has no NaN, so one NaN makes its whole block NaN"
             decision = dataclasses.replace(decision, below=None, above=None, rule="nan", reason=reason)
-        elements.append(
-            Element(input=number, block=block, decision=decision, code=code, value=value, format=stored)
-        )
+        elements.append(Element(input=number, block=block, decision=decision, code=code, value=value, format=stored))
     return tuple(tile.scale for tile in tiles), tuple(elements)
 
 
 def _alone(number: float, fmt: ElementFormat, how: Rounding, overflow: Overflow, word: int | None) -> Element:
     decision = decide(number, fmt, how, overflow, word)
-    return Element(
-        input=number, block=0, decision=decision, code=decision.code, value=decision.value, format=fmt
-    )
+    return Element(input=number, block=0, decision=decision, code=decision.code, value=decision.value, format=fmt)
 
 
-def _engine_agrees(
-    tensor: torch.Tensor, fmt: Format, elements: tuple[Element, ...], options: dict[str, Any]
-) -> bool:
+def _engine_agrees(tensor: torch.Tensor, fmt: Format, elements: tuple[Element, ...], options: dict[str, Any]) -> bool:
     """Compare the bits of the verbs with those of the oracle."""
     mask = (1 << fmt.bits) - 1
     codes = [code & mask for code in encode(tensor, fmt, pad=True, **options).unpacked().tolist()]

@@ -27,7 +27,7 @@ def format_to_dict(fmt: Format) -> dict[str, Any]:
     for field in dataclasses.fields(fmt):
         value = getattr(fmt, field.name)
         if field.name in ("name", "block") or value != field.default:
-            record[field.name] = format_to_dict(value) if isinstance(value, tuple(_NAMES)) else value
+            record[field.name] = format_to_dict(value) if isinstance(value, Format) else value
     return record
 
 

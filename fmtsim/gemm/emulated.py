@@ -141,7 +141,6 @@ def _operand(
     generator: Generator,
     see: Observer | None,
 ) -> Tensor:
-    t = t.detach()  # an engine's worker threads do not share this thread's no_grad
     if quantizer.format is None:
         q = t.to(dtype)
     else:

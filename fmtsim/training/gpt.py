@@ -15,9 +15,9 @@ VOCABULARY = 256  # bytes
 class GPTConfig:
     """Give the sizes of a GPT: bytes of context, features, blocks, attention heads."""
 
-    context: int = 128
+    context: int = 64
     width: int = 128
-    layers: int = 4
+    layers: int = 2
     heads: int = 4
 
     def __post_init__(self) -> None:

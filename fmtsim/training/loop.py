@@ -98,7 +98,7 @@ class Progress(Protocol):
 
 
 def compare_schemes(config: TrainConfig, corpus: Corpus, progress: Progress) -> tuple[Run, Run]:
-    """Train baseline and simulated model and return both runs; equal configs give equal losses, bit for bit."""
+    """Train both models; equal configs give equal losses, bit for bit, on one machine with one number of threads."""
     simulated = config.simulated.linear_config()  # a wrong option should fail before minutes of baseline
     assert simulated is not None
     return tuple(train(scheme, config, corpus, progress) for scheme in (config.baseline, config.simulated))  # type: ignore[return-value]

@@ -1,5 +1,6 @@
 """From the options of ``fmtsim train`` to quantisers: a format, a way of scaling it, and rounding."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from fmtsim.errors import ArgumentError, FormatError
@@ -89,5 +90,9 @@ def _scale(name: str, scaling: str | None, weight: bool) -> Format:
                 "leave it out, or name an element format"
             )
         return fmt
-    blocks = SCALINGS[scaling or _default_scaling(fmt)]
-    return fmt if blocks is None else scaled(fmt, blocks[1] if weight else blocks[0], blocks[2])
+    scaling = scaling or _default_scaling(fmt)
+    blocks = SCALINGS[scaling]
+    if blocks is None:
+        return fmt
+    wrapped = scaled(fmt, blocks[1] if weight else blocks[0], blocks[2])
+    return dataclasses.replace(wrapped, name=f"{fmt.name}_{scaling}")

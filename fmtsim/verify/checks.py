@@ -4,14 +4,16 @@ from collections.abc import Iterator
 
 import torch
 
+from fmtsim.explain.element import count_of
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
-from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
+from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import OVERFLOWS, CodebookFormat, ElementFormat, FloatFormat
-from fmtsim.ops import CastSpec, EncodedParts, Random, RandomKey, code_dtype
+from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
+from fmtsim.formats.spec import OVERFLOWS, ElementFormat, FloatFormat, Overflow
+from fmtsim.ops import CastSpec, EncodedParts, Random, RandomKey
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.rounding.oracle import encode_value
-from fmtsim.scaling.oracle import quantize_matrix
+from fmtsim.scaling.oracle import Quantized, quantize_matrix
 from fmtsim.verify.inputs import boundaries, rough_matrix, words_for
 from fmtsim.verify.outcome import Engine, Outcome, Tally, covers
 
@@ -21,40 +23,33 @@ RANDOM_BITS = 8
 def against_oracle(fmt: ElementFormat, engines: dict[str, Engine]) -> Outcome:
     """Compare quantize and encode with the oracle on every value, tie and boundary, in float32 and float64."""
     tally = Tally("oracle", fmt.name)
+    value_of_code = torch.tensor([fmt.value(code) for code in range(count_of(fmt))], dtype=torch.float64)
     for dtype in (torch.float32, torch.float64):
         x = boundaries(fmt, dtype)
         numbers = x.tolist()
         words = words_for(len(numbers), RANDOM_BITS)
+        inner = [fmt.min <= number <= fmt.max for number in numbers]
+        known: dict[Rounding, list[int]] = {}  # within the range the overflow rule changes nothing
         for spec in casts(fmt):
             stochastic = spec.rounding.mode == "stochastic"
             drawn = words.tolist() if stochastic else [None] * len(numbers)
-            pairs = zip(numbers, drawn, strict=True)
-            codes = [encode_value(number, fmt, spec.rounding, spec.overflow, word) for number, word in pairs]
-            _compare_with(tally, engines, x, spec, codes, words if stochastic else None)
+            before = known.get(spec.rounding)
+            codes = [
+                before[i] if before and inner[i] else encode_value(number, fmt, spec.rounding, spec.overflow, drawn[i])
+                for i, number in enumerate(numbers)
+            ]
+            known[spec.rounding] = codes
+            patterns = torch.tensor(codes)
+            parts = EncodedParts(patterns.to(code_dtype(fmt.bits)))
+            values = value_of_code[patterns].to(result_dtype(fmt, dtype))
+            _compare(tally, engines, x, spec, words if stochastic else None, values, parts)
     return tally.outcome()
-
-
-def _compare_with(
-    tally: Tally, engines: dict[str, Engine], x: torch.Tensor, spec: CastSpec, codes: list[int], random: Random
-) -> None:
-    fmt = spec.format
-    assert not isinstance(fmt, BlockFormat | LogTileFormat)
-    dtype = result_dtype(fmt, x.dtype)
-    values = torch.tensor([fmt.value(code) for code in codes], dtype=dtype)
-    wanted_codes = torch.tensor(codes, dtype=code_dtype(fmt.bits))
-    for name, engine in engines.items():
-        if covers(engine, "quantize", spec, x.dtype, dtype):
-            out = torch.empty(x.shape, dtype=dtype)
-            engine.quantize(x, spec, random, out)
-            tally.compare(out, values, x, f"{name}.quantize, {describe(spec)}")
-        if covers(engine, "encode", spec, x.dtype):
-            tally.compare(engine.encode(x, spec, random).codes, wanted_codes, x, f"{name}.encode, {describe(spec)}")
 
 
 def all_codes(fmt: ElementFormat, engines: dict[str, Engine]) -> Outcome:
     """Decode every code, compare it with the record's value, and encode the value back."""
     tally = Tally("codes", fmt.name)
-    count = len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits
+    count = count_of(fmt)
     dtype = result_dtype(fmt, torch.float32)
     codes = torch.arange(count).to(code_dtype(fmt.bits))
     values = torch.tensor([fmt.value(code) for code in range(count)], dtype=dtype)
@@ -72,7 +67,7 @@ def all_codes(fmt: ElementFormat, engines: dict[str, Engine]) -> Outcome:
     return tally.outcome()
 
 
-def _round_trip_overflow(fmt: ElementFormat) -> str:
+def _round_trip_overflow(fmt: ElementFormat) -> Overflow:
     """Return the rule under which infinities come back as themselves."""
     return "ieee" if isinstance(fmt, FloatFormat) and fmt.infinities else fmt.default_overflow
 
@@ -81,34 +76,16 @@ def between_engines(fmt: Format, engines: dict[str, Engine]) -> Outcome:
     """Compare the engines with each other on rough data, in every dtype, with ragged blocks and a strided view."""
     tally = Tally("engines", fmt.name)
     reference = engines["torch_engine"]
+    others = {name: engine for name, engine in engines.items() if engine is not reference}
     for index, dtype in enumerate(FLOAT_DTYPES):
         x = rough_matrix(dtype)
         view = x.t().contiguous().t() if index % 2 else x
-        for spec in casts(fmt):
+        for spec in casts(fmt, all_overflows=dtype == torch.float32):
             random = RandomKey(7, index) if spec.rounding.mode == "stochastic" else None
-            out_dtype = result_dtype(fmt, dtype)
-            wanted = torch.empty(x.shape, dtype=out_dtype)
-            reference.quantize(x, spec, random, wanted)
-            parts = reference.encode(x, spec, random)
-            for name, engine in engines.items():
-                if engine is reference:
-                    continue
-                if covers(engine, "quantize", spec, dtype, out_dtype):
-                    out = torch.empty(x.shape, dtype=out_dtype)
-                    engine.quantize(view, spec, random, out)
-                    tally.compare(out, wanted, x, f"{name}.quantize of {dtype}, {describe(spec)}")
-                if covers(engine, "encode", spec, dtype):
-                    _compare_parts(tally, engine.encode(view, spec, random), parts, x, f"{name}.encode of {dtype}, {describe(spec)}")  # fmt: skip
+            values = torch.empty(x.shape, dtype=result_dtype(fmt, dtype))
+            reference.quantize(x, spec, random, values)
+            _compare(tally, others, view, spec, random, values, reference.encode(x, spec, random))
     return tally.outcome()
-
-
-def _compare_parts(tally: Tally, got: EncodedParts, wanted: EncodedParts, x: torch.Tensor, what: str) -> None:
-    for field, found, expected in zip(EncodedParts._fields, got, wanted, strict=True):
-        if expected is None or found is None:
-            present = torch.tensor([found is not None]), torch.tensor([expected is not None])
-            tally.compare(*present, present[1], f"{what}, presence of {field}")
-        else:
-            tally.compare(found, expected, x, f"{what}, {field}")
 
 
 def blocks_against_oracle(fmt: BlockFormat | LogTileFormat, engines: dict[str, Engine]) -> Outcome:
@@ -124,26 +101,44 @@ def blocks_against_oracle(fmt: BlockFormat | LogTileFormat, engines: dict[str, E
                 x.tolist(), fmt, spec.rounding, spec.overflow, str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
                 get_format(out_dtype), None if random is None else words.tolist(),  # type: ignore[arg-type]
             )  # fmt: skip
-            wanted = EncodedParts(
-                torch.tensor(truth.codes).to(code_dtype(fmt.bits)),
-                torch.tensor(truth.scales, dtype=torch.float32),
-                None if truth.tensor_scale is None else torch.tensor(truth.tensor_scale, dtype=torch.float32),
-                None if truth.offsets is None else torch.tensor(truth.offsets, dtype=_offset_dtype(fmt)),
-            )
             values = torch.tensor(truth.values, dtype=out_dtype)
-            for name, engine in engines.items():
-                what = f"{name} of {dtype}, {describe(spec)}"
-                if covers(engine, "quantize", spec, dtype, out_dtype):
-                    out = torch.empty(x.shape, dtype=out_dtype)
-                    engine.quantize(x, spec, random, out)
-                    tally.compare(out, values, x, f"{what}, values")
-                if covers(engine, "encode", spec, dtype):
-                    _compare_parts(tally, engine.encode(x, spec, random), wanted, x, what)
+            _compare(tally, engines, x, spec, random, values, _parts_of(truth, fmt))
     return tally.outcome()
 
 
-def _offset_dtype(fmt: BlockFormat | LogTileFormat) -> torch.dtype:
-    return torch.int32 if isinstance(fmt, BlockFormat) else torch.float32
+def _parts_of(truth: Quantized, fmt: BlockFormat | LogTileFormat) -> EncodedParts:
+    """Return what the scaling oracle found, as engines return it."""
+    offset_dtype = torch.int32 if isinstance(fmt, BlockFormat) else torch.float32
+    return EncodedParts(
+        torch.tensor(truth.codes).to(code_dtype(fmt.bits)),
+        torch.tensor(truth.scales, dtype=torch.float32),
+        None if truth.tensor_scale is None else torch.tensor(truth.tensor_scale, dtype=torch.float32),
+        None if truth.offsets is None else torch.tensor(truth.offsets, dtype=offset_dtype),
+    )
+
+
+def _compare(
+    tally: Tally, engines: dict[str, Engine], x: torch.Tensor, spec: CastSpec, random: Random, values: torch.Tensor,
+    parts: EncodedParts,
+) -> None:  # fmt: skip
+    """Hold quantize and encode of every engine that takes the cast to the values and parts that are right."""
+    for name, engine in engines.items():
+        what = f"of {x.dtype}, {spec.rounding.mode}, {spec.overflow}"
+        if covers(engine, "quantize", spec, x.dtype, values.dtype):
+            out = torch.empty(x.shape, dtype=values.dtype)
+            engine.quantize(x, spec, random, out)
+            tally.compare(out, values, x, f"{name}.quantize {what}")
+        if covers(engine, "encode", spec, x.dtype):
+            _compare_parts(tally, engine.encode(x, spec, random), parts, x, f"{name}.encode {what}")
+
+
+def _compare_parts(tally: Tally, got: EncodedParts, wanted: EncodedParts, x: torch.Tensor, what: str) -> None:
+    for field, found, expected in zip(EncodedParts._fields, got, wanted, strict=True):
+        if expected is None or found is None:
+            present = torch.tensor([found is not None]), torch.tensor([expected is not None])
+            tally.compare(*present, present[1], f"{what}, presence of {field}")
+        else:
+            tally.compare(found, expected, x, f"{what}, {field}")
 
 
 def casts(fmt: Format, *, all_overflows: bool = True) -> Iterator[CastSpec]:
@@ -154,8 +149,3 @@ def casts(fmt: Format, *, all_overflows: bool = True) -> Iterator[CastSpec]:
         rounding = Rounding(mode=mode, random_bits=RANDOM_BITS if mode == "stochastic" else None)
         for overflow in OVERFLOWS if both else (fmt.default_overflow,):
             yield CastSpec(format=fmt, rounding=rounding, overflow=overflow)
-
-
-def describe(spec: CastSpec) -> str:
-    """Return the rounding and the overflow rule in a few words."""
-    return f"{spec.rounding.mode}, {spec.overflow}"

@@ -6,7 +6,8 @@ from functools import lru_cache
 
 import torch
 
-from fmtsim.formats.spec import CodebookFormat, ElementFormat, IntFormat, LogFormat
+from fmtsim.explain.element import count_of
+from fmtsim.formats.spec import ElementFormat, IntFormat, LogFormat
 
 SPECIALS = (math.nan, math.inf, -math.inf, 0.0, -0.0)
 
@@ -14,8 +15,8 @@ SPECIALS = (math.nan, math.inf, -math.inf, 0.0, -0.0)
 @lru_cache(maxsize=64)
 def finite_values(fmt: ElementFormat) -> tuple[float, ...]:
     """Return the distinct finite values of a format of at most 16 bits, in order."""
-    count = len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits
-    return tuple(sorted({fmt.value(code) + 0.0 for code in range(count) if math.isfinite(fmt.value(code))}))
+    values = (fmt.value(code) + 0.0 for code in range(count_of(fmt)))  # + 0.0 makes one zero of the two
+    return tuple(sorted({value for value in values if math.isfinite(value)}))
 
 
 def boundaries(fmt: ElementFormat, dtype: torch.dtype) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """What a check found, and the engines it looked at."""
 
+import contextlib
 import importlib
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -92,10 +93,8 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 def engines() -> dict[str, Engine]:
     """Return the engines that run on this machine's CPU; the numba engine only where numba loads."""
     found: dict[str, Engine] = {"torch_engine": importlib.import_module("fmtsim.torch_engine")}
-    try:
+    with contextlib.suppress(ImportError):
         found["cpu"] = importlib.import_module("fmtsim.cpu")
-    except ImportError:
-        pass
     return found
 
 
@@ -135,4 +134,8 @@ def _flip(tensor: torch.Tensor) -> None:
     if tensor.numel():
         bits = bits_of(tensor).reshape(-1)
         bits[-1] ^= 1
-        tensor.copy_(bits.view(tensor.dtype).reshape(tensor.shape) if tensor.dtype.is_floating_point else bits.reshape(tensor.shape))
+        tensor.copy_(
+            bits.view(tensor.dtype).reshape(tensor.shape)
+            if tensor.dtype.is_floating_point
+            else bits.reshape(tensor.shape)
+        )

@@ -52,14 +52,20 @@ def exhaustive_tasks(engines: dict[str, Engine], names: list[str] | None = None)
     chosen = [get_format(name) for name in names] if names else list(known.values())
     for fmt in chosen:
         if fmt not in known.values():
-            raise FormatError(f"{fmt.name} has no exhaustive check; choose {', '.join(known)}, or leave --exhaustive out")
+            raise FormatError(
+                f"{fmt.name} has no exhaustive check; choose {', '.join(known)}, or leave --exhaustive out"
+            )
     return [Task("exhaustive", fmt.name, partial(all_inputs, fmt, engines)) for fmt in chosen]  # type: ignore[arg-type]
 
 
 def _task(check: str, fmt: Format, function: Callable[..., Outcome], engines: dict[str, Engine]) -> Task:
     def run(advance: Advance) -> Outcome:
-        outcome = function(fmt, engines)
-        advance(1.0)
-        return outcome
+        try:
+            return function(fmt, engines)
+        except Exception as error:  # a check that cannot finish has failed, and the others are still worth running
+            first = f"the check raised {type(error).__name__}: {error}"
+            return Outcome(check=check, format=fmt.name, cases=1, mismatches=1, first=first)
+        finally:
+            advance(1.0)
 
     return Task(check, fmt.name, run)

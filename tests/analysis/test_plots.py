@@ -38,7 +38,9 @@ def test_one_curve_needs_no_gap_and_nan_ends_a_curve():
 
 def test_smoothing_keeps_constants_and_ends_at_nan():
     assert smoothed([2.0] * 50) == pytest.approx([2.0] * 50)
-    assert smoothed([1.0, 3.0], weight=0.5) == pytest.approx([1.0, (0.25 * 1 + 0.5 * 3) / 0.75])
+    assert smoothed([1.0, 3.0, 8.0, 1.0], reach=1) == pytest.approx([1.0, 4.0, 4.0, 4.5])
+    line = list(range(400))
+    assert smoothed(line)[:390] == pytest.approx(line[:390])  # a straight line does not lag
     assert [math.isnan(v) for v in smoothed([1.0, math.inf, 1.0])] == [False, True, True]
 
 

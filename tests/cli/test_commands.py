@@ -1,0 +1,202 @@
+"""What each subcommand prints, as text and as JSON."""
+
+import importlib
+import json
+import math
+import sys
+
+import pytest
+
+from fmtsim.cli.main import main
+from fmtsim.formats.registry import get_format, list_formats
+
+
+@pytest.fixture
+def run(capsys):
+    """Run a command line and return its exit code and standard output; nothing may go to standard error."""
+
+    def command(*words: str) -> tuple[int, str]:
+        status = main(words)
+        captured = capsys.readouterr()
+        assert captured.err == ""
+        return status, captured.out
+
+    return command
+
+
+@pytest.fixture
+def records(run):
+    """Run a command line with --json and return what it printed."""
+
+    def command(*words: str):
+        status, text = run(*words, "--json")
+        assert status == 0
+        return json.loads(text)
+
+    return command
+
+
+def test_info(run, records):
+    status, text = run("info")
+    assert status == 0
+    for word in ("torch_engine", "numba", "threads of the cpu engine", "folder of compiled kernels"):
+        assert word in text
+    record = records("info")
+    assert {engine["name"] for engine in record["engines"]} == {"torch_engine", "cpu", "cuda"}
+    assert record["threads"] >= 1
+    assert record["devices"][0]["name"] == "cpu"
+
+
+def test_info_says_why_an_engine_is_missing(monkeypatch, records):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    engine = records("info")["engines"][1]
+    assert engine["name"] == "cpu"
+    assert not engine["available"]
+    assert engine["reason"].startswith("numba cannot be imported: ")
+
+
+def test_formats_lists_all(run, records):
+    assert [record["name"] for record in records("formats")] == list_formats()
+    _, text = run("formats")
+    assert len(text.splitlines()) == len(list_formats()) + 2
+
+
+def test_formats_filters(run, records):
+    assert {record["name"] for record in records("formats", "mxfp*")} >= {"mxfp4", "mxfp8_e4m3"}
+    assert [record["name"] for record in records("formats", "--kind", "codebook")] == list_formats("codebook")
+    (e4m3,) = records("formats", "float8_e4m3fn")
+    assert (e4m3["name"], e4m3["max"], e4m3["bits"]) == ("e4m3", 448.0, 8)
+    (spelled,) = records("formats", "e3m3")
+    assert spelled["max"] == get_format("e3m3").max
+    _, text = run("formats", "nvfp4")
+    assert "e2m1 in 1x16, scale e4m3 by amax x fp32 tensor scale" in text
+
+
+def test_table_of_every_code(run, records):
+    status, text = run("table", "e2m1")
+    assert status == 0
+    assert "max            6" in text
+    codes = records("table", "e2m1")["codes"]
+    assert [code["value"] for code in codes][:8] == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    assert (codes[9]["hex"], codes[9]["bits"], codes[9]["is"]) == ("0x9", "1 00 1", "subnormal")
+    assert len(records("table", "e4m3")["codes"]) == 256
+
+
+def test_table_of_landmarks(run, records):
+    shown = {code["is"]: code for code in records("table", "fp16")["codes"]}
+    assert shown["largest"]["value"] == 65504.0
+    assert shown["smallest subnormal"]["value"] == 2.0**-24
+    assert shown["largest subnormal"]["value"] == 2.0**-14 - 2.0**-24
+    assert shown["next after one"]["bits"] == "0 01111 0000000001"
+    assert shown["infinity"]["value"] == "inf"
+    assert "65536 codes in all; --all prints each of them." in run("table", "fp16")[1]
+    assert len(records("table", "fp16", "--all")["codes"]) == 65536
+    assert "codes in all" not in run("table", "fp32")[1]
+
+
+@pytest.mark.parametrize("name", [*list_formats("float"), *list_formats("int"), *list_formats("codebook"), "lns8_g8"])
+def test_every_table_prints(name, run):
+    status, text = run("table", name)
+    assert status == 0
+    assert len(text.splitlines()) > 5
+
+
+def test_table_of_named_codes(records):
+    codes = records("table", "fp32", "--code", "0x3f800000", "--code", "0b1")["codes"]
+    assert [code["value"] for code in codes] == [1.0, 2.0**-149]
+
+
+def test_cast(run, records):
+    (record,) = records("cast", "0.1", "--to", "e4m3")
+    assert (record["value"], record["hex"], record["bits"]) == (0.1015625, "0x1D", "0 0011 101")
+    assert (record["below"], record["above"]) == (0.09375, 0.1015625)
+    assert record["relative_error"] == pytest.approx(0.015625, rel=1e-12)  # a quotient of exact numbers, printed
+    _, text = run("cast", "0.1", "--to", "e4m3")
+    assert text.splitlines()[-1].split() == [
+        "0.1", "e4m3", "nearest_even", "0.1015625", "0x1D", "0", "0011", "101", "+0.001562", "+1.562%",
+        "0.09375", "0.1015625",
+    ]  # fmt: skip
+
+
+def test_cast_of_special_numbers(records):
+    found = records("cast", "nan", "-inf", "-0.0", "0x1.8p-3", "--to", "e5m2", "--overflow", "ieee")
+    assert [record["value"] for record in found] == ["nan", "-inf", -0.0, 0.1875]
+    assert math.copysign(1, found[2]["value"]) == -1
+    assert [record["error"] for record in found] == [None, None, "0", "0"]
+
+
+def test_cast_by_every_rounding(records):
+    found = {
+        record["rounding"]: record["value"] for record in records("cast", "0.3", "--to", "e4m3", "--rounding", "all")
+    }
+    assert len(found) == 8
+    assert (found["down"], found["up"], found["to_odd"]) == (0.28125, 0.3125, 0.28125)
+    assert found["stochastic"] in (0.28125, 0.3125)
+
+
+def test_cast_to_several_formats_puts_one_number_together(run):
+    _, text = run("cast", "1", "2", "--to", "e4m3", "--to", "bf16")
+    assert [line.split()[0] for line in text.splitlines()[2:]] == ["1", "1", "2", "2"]
+
+
+def test_cast_is_seeded(records):
+    words = ("cast", *(["1.03"] * 20), "--to", "e4m3", "--rounding", "stochastic", "--seed")
+    assert records(*words, "1") == records(*words, "1")
+    assert records(*words, "1") != records(*words, "2")
+
+
+def test_cast_of_64_bit_codes(records):
+    (record,) = records("cast", "-0.1", "--to", "fp64")
+    assert record["hex"] == "0xBFB999999999999A"
+
+
+def test_explain(run, records):
+    status, text = run("explain", "957", "--format", "mxfp8_e4m3")
+    assert status == 0
+    assert "code    0x7E = 0 1111 110 (sign 0, exponent 1111, mantissa 110)" in text
+    record = records("explain", "957", "--format", "mxfp8_e4m3")
+    assert record["engine_agrees"] is True
+    assert record["elements"][0]["rounded_number"] == "957/2"
+    assert record["elements"][0]["below_distance"] == "61/2"
+
+
+def test_explain_options(records):
+    record = records("explain", "1", "2", "3", "--format", "e2m1", "--block-size", "2", "--scale-rule", "ceil")
+    assert [element["block"] for element in record["elements"]] == [0, 0, 1]
+    assert len(record["scales"]) == 2
+    narrow = records("explain", "0.1", "--format", "e4m3", "--dtype", "bfloat16", "--rounding", "up")
+    assert narrow["elements"][0]["input"] == 0.10009765625
+
+
+def test_explain_reports_a_defect(run, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("fmtsim.explain.verb"), "_engine_agrees", lambda *arguments: False)
+    status, text = run("explain", "1", "--format", "e4m3")
+    assert status == 1
+    assert "THE ENGINE GIVES OTHER BITS" in text
+
+
+def test_verify(run, records):
+    status, text = run("verify", "--format", "int4")
+    assert status == 0
+    assert "all bits agree" in text
+    record = records("verify", "--format", "int4")
+    assert record["mismatches"] == 0
+    assert record["cases"] > 10_000
+    assert {outcome["check"] for outcome in record["outcomes"]} == {"oracle", "codes", "engines"}
+
+
+def test_verify_sees_a_planted_error(run):
+    status, text = run("verify", "--format", "int4", "--plant-error")
+    assert status == 1
+    assert "MISMATCHES" in text
+    assert "expected" in text
+
+
+def test_bench(run, records):
+    words = ("bench", "--only", "e4m3 *", "--side", "64", "--repeats", "1", "--kernels-only")
+    record = records(*words)
+    assert {kernel["case"] for kernel in record["kernels"]} == {"e4m3 nearest", "e4m3 toward zero", "e4m3 stochastic"}
+    assert record["overheads"] == []
+    status, text = run(*words, "--threads", "1")
+    assert status == 0
+    assert "of copy" in text

@@ -1,0 +1,89 @@
+"""The front door of the command line: help, errors, pipes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fmtsim.cli import main as front
+from fmtsim.cli.main import BAD_INPUT, COMMANDS, INTERRUPTED, build_parser, main
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"    {command} " in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_and_json(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("fmtsim ")
+
+
+@pytest.mark.parametrize("words", [[], ["nonsense"], ["cast", "1"], ["table", "e4m3", "--nonsense"]])
+def test_wrong_usage_exits_with_2(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == BAD_INPUT
+    assert "usage: fmtsim" in capsys.readouterr().err
+
+
+def test_the_parser_loads_one_command_alone():
+    code = (
+        "import sys; import fmtsim.cli.main as m; m.build_parser('formats'); "
+        "print(*[n for n in m.COMMANDS if f'fmtsim.cli.{n}' in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["formats"]
+    assert build_parser().prog == "fmtsim"
+
+
+def test_a_closed_pipe_is_quiet():
+    command = f"{sys.executable} -m fmtsim table fp16 --all | head -n 1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("name")
+    assert done.stderr == ""
+    assert done.returncode == front.BROKEN_PIPE
+
+
+def test_an_interrupt_is_one_line(monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fmtsim.cli.info.run", interrupted)
+    assert main(["info"]) == INTERRUPTED
+    assert capsys.readouterr().err == "\nfmtsim: interrupted\n"
+
+
+def test_a_file_that_cannot_be_read_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("fmtsim.cli.info.run", lambda arguments: Path("/nonexistent/file").read_text())
+    assert main(["info"]) == BAD_INPUT
+    assert capsys.readouterr().err == "fmtsim: error: /nonexistent/file: No such file or directory\n"
+
+
+def test_module_and_script_are_the_same():
+    done = subprocess.run(
+        [sys.executable, "-m", "fmtsim", "formats", "e4m3", "--json"], capture_output=True, check=True
+    )
+    assert json.loads(done.stdout)[0]["name"] == "e4m3"
+
+
+@pytest.mark.parametrize("number", ["-1e-5", "-.5", "-inf", "-0x1p-3", "-2"])
+def test_negative_numbers_are_not_options(number, capsys):
+    assert main(["cast", number, "--to", "e4m3", "--json"]) == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    assert record["bits"].startswith("1 ")

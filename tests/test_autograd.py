@@ -1,0 +1,408 @@
+"""quantize under torch's transformations: autograd, torch.func, torch.compile, torch.export, and the operators alone."""
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import fmtsim
+from fmtsim import quantize, quantize_
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.ops import CastSpec, EncodedParts
+from fmtsim.ops import encode as encode_parts
+from tests.engines.compare import check, differing
+
+# torch itself still meets its deprecated scripting when forward-mode derivatives are first used.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+
+NAMES = ["e4m3", "nf4", "mxfp4", "nvfp4", "logfmt8"]
+STOCHASTIC = {"rounding": "stochastic", "generator": 5}
+TO_ODD, E5M2 = fmtsim.Rounding(mode="to_odd"), fmtsim.get_format("e5m2")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# Straight-through gradients.
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_gradient_passes_straight_through(name, dtype):
+    """Everywhere: also at saturated, flushed and special elements, and back into x's own dtype."""
+    x = normal(4, 128, dtype=dtype)
+    x[0, :4] = torch.tensor([1e30, 1e-30, torch.inf, torch.nan])
+    x.requires_grad_()
+    y = quantize(x, name, **STOCHASTIC)
+    upstream = normal(4, 128, seed=1).to(y.dtype)
+    y.backward(upstream)
+    assert y.requires_grad and x.grad is not None and x.grad.dtype == dtype
+    check(name, x.grad, upstream.to(dtype))
+
+
+def test_gradients_through_strides_and_out_dtype():
+    x = normal(8, 6).requires_grad_()
+    y = quantize(x.T[::2], "e4m3", out_dtype=torch.float64)
+    y.backward(torch.full_like(y, 3.0))
+    expected = torch.zeros(8, 6)
+    expected[:, ::2] = 3.0
+    check("x.grad", x.grad, expected)
+
+
+def test_second_derivatives_are_those_of_the_identity():
+    x = normal(4, 32).requires_grad_()
+    (first,) = torch.autograd.grad((quantize(x, "e4m3") ** 2).sum(), x, create_graph=True)
+    check("first", first.detach(), 2 * quantize(x.detach(), "e4m3"))
+    (second,) = torch.autograd.grad(first.sum(), x)
+    check("second", second, torch.full((4, 32), 2.0))
+    (first,) = torch.autograd.grad(quantize(x, "mxfp4").sum(), x, create_graph=True)
+    assert not first.requires_grad  # the identity has no curvature
+
+
+def test_gradcheck_of_a_format_that_loses_nothing():
+    x = normal(6, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: quantize(v, "fp64"), (x,))
+    with pytest.raises(RuntimeError, match="Jacobian mismatch"):  # the planted error: steps are not the identity
+        torch.autograd.gradcheck(lambda v: quantize(v, "e4m3", out_dtype=torch.float64), (x,))
+
+
+def test_no_graph_where_none_is_wanted():
+    x = normal(4, 32).requires_grad_()
+    with torch.no_grad():
+        assert not quantize(x, "e4m3").requires_grad
+        version = x._version
+        assert quantize_(x, "e4m3") is x and x.requires_grad and x._version == version + 1
+    assert not quantize(x.detach(), "e4m3").requires_grad
+    assert quantize(x, "e4m3").is_leaf is False
+
+
+@pytest.mark.parametrize("name", ["e4m3", "mxfp4", "logfmt8"])
+def test_autograd_notices_what_out_overwrote(name):
+    """A tensor saved for a backward and then written by out= must not give a gradient of the new values."""
+    kept, w = normal(4, 128), normal(4, 128, seed=1).requires_grad_()
+    loss = (kept * w).sum()
+    quantize_(kept, name)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inference_mode(name):
+    x = normal(4, 128)
+    expected = quantize(x, name)
+    with torch.inference_mode():
+        y, out = quantize(x, name), torch.empty(4, 128)
+        quantize(x, name, out=out)
+        assert y.is_inference() and quantize_(out.clone(), name).is_inference()
+        check(name, y, expected)
+        check(name, out, expected)
+        check(name, fmtsim.encode(x, name).decode(), expected)
+    check("an inference tensor outside", quantize(y, "fp32"), expected)
+
+
+def test_autocast_changes_nothing():
+    x = normal(4, 64).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for name in NAMES:
+            y = quantize(x, name, pad=True)
+            assert y.dtype == torch.float32
+            check(name, y.detach(), quantize(x.detach(), name, pad=True))
+
+
+def test_checkpoints_repeat_their_random_words():
+    from torch.utils.checkpoint import checkpoint
+
+    def layer(v):
+        noisy = quantize(v, "e2m1", rounding="stochastic")
+        return (noisy * noisy.detach()).sum()
+
+    grads = []
+    for wrapped in (layer, lambda v: checkpoint(layer, v, use_reentrant=False)):
+        x = normal(4, 64).requires_grad_()
+        torch.manual_seed(3)
+        wrapped(x).backward()
+        grads.append(x.grad)
+    check("checkpoint", grads[1], grads[0])
+
+
+# torch.func.
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_vmap_quantises_each_tensor_by_itself(name):
+    x = normal(3, 4, 128)
+    rows = torch.stack([quantize(row, name) for row in x])
+    check("rows", vmap(lambda v: quantize(v, name))(x), rows)
+    check("columns", vmap(lambda v: quantize(v, name), in_dims=1, out_dims=1)(x.transpose(0, 1)), rows.transpose(0, 1))
+    check("nested", vmap(vmap(lambda v: quantize(v, name)))(x),
+          torch.stack([torch.stack([quantize(v, name) for v in row]) for row in x]))  # fmt: skip
+    empty = vmap(lambda v: quantize(v, name))(x[:0].bfloat16())
+    assert empty.shape == (0, 4, 128) and empty.dtype == quantize(x[0].bfloat16(), name).dtype
+    half = vmap(lambda v: quantize(v, name, dim=0, pad=True))(x.half())
+    check("dim 0", half, torch.stack([quantize(row, name, dim=0, pad=True) for row in x.half()]))
+
+
+def test_a_vmap_over_whole_batches_would_be_noticed():
+    x = normal(3, 128)
+    x[1] *= 100
+    assert differing(quantize(x, "nvfp4"), vmap(lambda v: quantize(v, "nvfp4"))(x))
+
+
+def test_random_words_under_vmap():
+    x = torch.full((3, 64), 0.3)
+
+    def noisy(v, **options):
+        return quantize(v, "e4m3", rounding="stochastic", **options)
+
+    fixed = vmap(lambda v: noisy(v, generator=7))(x)
+    check("an int seed gives each tensor its words", fixed, torch.stack([noisy(row, generator=7) for row in x]))
+    same = vmap(noisy, randomness="same")(x)
+    assert not differing(same[0], same[1])
+    different = vmap(noisy, randomness="different")(x)
+    assert differing(different[0], different[1])
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(noisy)(x)
+    words = torch.randint(0, 8, (3, 64))
+    given = vmap(lambda v, w: noisy(v, random_words=w, random_bits=3))(x, words)
+    check("words", given, noisy(x, random_words=words, random_bits=3))
+    one = vmap(lambda w: noisy(x[0], random_words=w, random_bits=3))(words)
+    check("words alone", one, given)
+    with pytest.raises(fmtsim.ArgumentError, match="random_words reach from 0 to 7"):
+        vmap(lambda v, w: noisy(v, random_words=w, random_bits=2))(x, words.clamp(min=0).where(words > 0, 7 * (words < 0)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_derivatives_of_torch_func(name):
+    x, tangent = normal(128), normal(128, seed=1)
+
+    def loss(v):
+        return (quantize(v, name) ** 2).sum()
+
+    y = quantize(x, name)
+    check("grad", grad(loss)(x), 2 * y)
+    value, derivative = jvp(lambda v: quantize(v, name), (x,), (tangent,))
+    check("jvp", value, y)
+    check("jvp", derivative, tangent)
+    _, pull = vjp(lambda v: quantize(v, name), x)
+    check("vjp", pull(tangent)[0], tangent)
+    check("vmap of grad", vmap(grad(loss))(x.repeat(2, 1)), (2 * y).repeat(2, 1))
+
+
+def test_jacobians_and_hessians_of_torch_func():
+    x = normal(8)
+
+    def step(v):
+        return quantize(v, "e4m3")
+
+    def loss(v):
+        return (step(v) ** 2).sum()
+
+    check("jacrev", jacrev(step)(x), torch.eye(8))
+    check("jacfwd", jacfwd(step)(x), torch.eye(8))
+    check("hessian", hessian(loss)(x), 2 * torch.eye(8))
+    check("jacrev of grad", jacrev(grad(loss))(x), 2 * torch.eye(8))
+    with forward_ad.dual_level():
+        y = quantize(forward_ad.make_dual(x, torch.ones(8)), "e4m3", out_dtype=torch.float64)
+        check("dual", forward_ad.unpack_dual(y).tangent, torch.ones(8, dtype=torch.float64))
+
+
+def test_functional_call():
+    layer = Quantised()
+    weights = {name: value.detach() for name, value in layer.named_parameters()}
+    x = normal(3, 32)
+    gradients = grad(lambda w: functional_call(layer, w, (x,)).sum())(weights)
+    layer(x).sum().backward()
+    check("weight", gradients["weight"], layer.weight.grad)
+
+
+# torch.compile and torch.export.
+
+
+class Quantised(torch.nn.Module):
+    """A linear layer with quantised operands."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(normal(8, 32, seed=9))
+
+    def forward(self, x):
+        return quantize(x, "mxfp4") @ quantize(self.weight, "e4m3").T
+
+
+def compiled(function, backend="aot_eager", **options):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend=backend, **options)
+
+
+TRACED = {
+    "scalar": lambda x: quantize(x, "e4m3") * 2,
+    "record": lambda x: quantize(x, E5M2, rounding=TO_ODD),
+    "block": lambda x: quantize(x, "nvfp4"),
+    "own block": lambda x: quantize(x, "e4m3", block_size=(2, 16), scale_rule="floor", dim=0, pad=True),
+    "transposed": lambda x: quantize(x.T, "mxfp4", pad=True),
+    "stochastic": lambda x: quantize(x, "e4m3", **STOCHASTIC),
+    "key": lambda x: quantize(x, "mxfp4", rounding="stochastic", random_bits=8, generator=fmtsim.RandomKey(1, 2)),
+    "words": lambda x: quantize(x, "e4m3", rounding="stochastic", random_bits=1, random_words=(x > 0).long()),
+    "out": lambda x: quantize(x, "e4m3", out=torch.empty_like(x, dtype=torch.bfloat16)),
+    "in place": lambda x: quantize_(x + 1, "mxfp4"),
+    "torch dtype": lambda x: quantize(x, torch.float8_e4m3fn, out_dtype=torch.float16),
+    "vmap": lambda x: vmap(lambda v: quantize(v, "mxfp4"))(x),
+}
+
+
+@pytest.mark.parametrize("case", TRACED)
+def test_compiled_results_have_the_bits_of_eager_ones(case):
+    x = normal(4, 64)
+    check(case, compiled(TRACED[case])(x), TRACED[case](x))
+
+
+def test_inductor():
+    x = normal(4, 64)
+    for case in ("block", "stochastic"):
+        check(case, compiled(TRACED[case], backend="inductor")(x), TRACED[case](x))
+
+
+def test_compiled_gradients():
+    def loss(v):
+        return (quantize(v, "e4m3") ** 2 + quantize(v, "nvfp4", **STOCHASTIC)).sum()
+
+    x, traced = normal(4, 64).requires_grad_(), normal(4, 64).requires_grad_()
+    loss(x).backward()
+    compiled(loss)(traced).backward()
+    check("grad", traced.grad, x.grad)
+
+
+def test_compiled_once_for_many_shapes():
+    count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    traced = compiled(lambda x: quantize(x, "mxfp4"), backend=count, dynamic=True)
+    for shape in ((3, 64), (5, 64), (2, 96), (9, 32)):
+        x = normal(*shape)
+        check(str(shape), traced(x), quantize(x, "mxfp4"))
+    assert count.frame_count == 1
+
+
+def test_writing_into_arguments_of_a_compiled_function():
+    x, out = normal(4, 64), torch.zeros(4, 64)
+    expected = quantize(x, "e4m3")
+    compiled(lambda x, out: quantize(x, "e4m3", out=out))(x, out)
+    check("out", out, expected)
+    compiled(lambda x: quantize_(x, "e4m3"))(x)
+    check("in place", x, expected)
+
+
+def test_default_randomness_of_a_compiled_function():
+    x = torch.full((1000,), 0.3)
+    traced = compiled(lambda x: quantize(x, "e4m3", rounding="stochastic"))
+    first, second = traced(x), traced(x)
+    assert differing(first, second)
+    assert first.unique().tolist() == quantize(x, "e4m3", rounding="stochastic").unique().tolist()
+
+
+def test_errors_of_a_compiled_function_name_their_reason():
+    x = normal(4, 63)
+    with pytest.raises(Exception, match="block_size=32 does not divide 63"):
+        compiled(lambda x: quantize(x, "mxfp4"))(x)
+    with pytest.raises(Exception, match="unknown format 'e4m4x'; did you mean"):
+        compiled(lambda x: quantize(x, "e4m4x"))(x)
+    words = torch.full((4, 63), 2)
+    with pytest.raises(fmtsim.ArgumentError, match="random_words reach from 2 to 2"):
+        compiled(lambda x, w: quantize(x, "e4m3", rounding="stochastic", random_bits=1, random_words=w))(x, words)
+
+
+def test_exported_modules_compute_and_train():
+    layer, x = Quantised(), normal(3, 32)
+    program = torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    exported = program.module()
+    for batch in (3, 7):
+        check("export", exported(normal(batch, 32)).detach(), layer(normal(batch, 32)).detach())
+    layer(x).sum().backward()
+    exported(x).sum().backward()
+    check("weight", dict(exported.named_parameters())["weight"].grad, layer.weight.grad)
+
+
+# The operators themselves.
+
+KEY = torch.tensor([3, 0])
+
+
+def spec(name, mode="nearest_even", **options):
+    fmt = fmtsim.get_format(name)
+    rounding = fmtsim.Rounding(mode=mode, **options)
+    return CastSpec(format=fmt, rounding=rounding, overflow=fmt.default_overflow)
+
+
+OPCHECKS = {
+    "nearest": ("quantize", lambda x: (x, spec("e4m3").to_json(), torch.bfloat16)),
+    "stochastic": ("quantize", lambda x: (x, spec("nvfp4", "stochastic").to_json(), torch.float32, KEY)),
+    "words": ("quantize", lambda x: (x, spec("e4m3", "stochastic", random_bits=1).to_json(), torch.float32, None,
+                                     torch.ones(x.shape, dtype=torch.int64))),
+    "grad": ("quantize", lambda x: (x.clone().requires_grad_(), spec("mxfp4").to_json(), torch.float32)),
+    "transposed": ("quantize", lambda x: (x.T.contiguous().T, spec("mxfp4").to_json(), torch.float32)),
+    "out": ("quantize_out", lambda x: (x, torch.empty(x.shape, dtype=torch.float64), spec("nvfp4").to_json())),
+    "encode": ("encode", lambda x: (x, spec("e4m3", "stochastic").to_json(), KEY)),
+    "encode blocks": ("encode", lambda x: (x, spec("nvfp4").to_json())),
+    "encode zero points": ("encode", lambda x: (x, spec("uint4_g32_zp").to_json())),
+    "encode tiles": ("encode", lambda x: (x, spec("logfmt8").to_json())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OPCHECKS)
+def test_operators_keep_torchs_rules(case):
+    name, arguments = OPCHECKS[case]
+    torch.library.opcheck(getattr(torch.ops.fmtsim, name).default, arguments(normal(4, 128)))
+
+
+@pytest.mark.parametrize("name", ["e4m3", "nvfp4", "uint4_g32_zp"])
+def test_decode_keeps_torchs_rules(name):
+    parts = encode_parts(normal(4, 64), spec(name))
+    present = [torch.empty(0) if part is None else part for part in parts]
+    torch.library.opcheck(torch.ops.fmtsim.decode.default, (*present, spec(name).to_json(), torch.bfloat16))
+
+
+def test_an_operator_that_breaks_the_rules_is_noticed():
+    library = torch.library.Library("fmtsim_planted", "DEF")
+    library.define("half(Tensor x) -> Tensor")
+    library.impl("half", lambda x: x.half(), "CompositeExplicitAutograd")
+    torch.library.register_fake("fmtsim_planted::half", lambda x: torch.empty_like(x), lib=library)
+    with pytest.raises(Exception, match="test_faketensor"):
+        torch.library.opcheck(torch.ops.fmtsim_planted.half.default, (normal(4),), test_utils="test_faketensor")
+
+
+def test_formats_that_refuse_nan_do_so_everywhere():
+    strict = FloatFormat(
+        name="strict_e2m1", exponent_bits=2, mantissa_bits=1, nan="none", infinities=False, nan_policy="error"
+    )
+    good, bad = normal(4, 32), torch.full((4, 32), torch.nan)
+    message = "x holds NaN, which strict_e2m1.* lacks and its record forbids; remove NaN or set nan_policy='max'"
+    for options in ({}, {"block_size": 32}):
+        check("good", quantize(good, strict, **options), quantize(good, "e2m1", **options))
+        with pytest.raises(fmtsim.ArgumentError, match=message):
+            quantize(bad, strict, **options)
+        with pytest.raises(fmtsim.ArgumentError, match=message):
+            quantize_(bad, strict, **options)
+        with pytest.raises(fmtsim.ArgumentError, match=message):
+            fmtsim.encode(bad, strict, **options)
+        with pytest.raises(fmtsim.ArgumentError, match=message):
+            vmap(lambda v, options=options: quantize(v, strict, **options))(bad)
+    traced = compiled(lambda x: quantize(x, strict))
+    check("traced", traced(good), quantize(good, "e2m1"))
+    with pytest.raises(fmtsim.ArgumentError, match=message):
+        traced(bad)
+
+
+def test_engines_see_no_history():
+    """An operator called outside of the verbs, with tensors that require gradients."""
+    x = normal(4, 64).requires_grad_()
+    y = torch.ops.fmtsim.quantize(x, spec("e4m3").to_json(), torch.float32)
+    y.sum().backward()
+    check("grad", x.grad, torch.ones(4, 64))
+    assert isinstance(encode_parts(x, spec("nvfp4")), EncodedParts)

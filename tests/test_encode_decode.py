@@ -1,0 +1,244 @@
+"""encode and decode as verbs: what they take, and that decoding gives what quantize gives."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import fmtsim
+from fmtsim import Encoded, decode, encode, get_format, list_formats, quantize
+from fmtsim.formats.spec import CodebookFormat, IntFormat
+from tests.engines.compare import DTYPES, check, differing
+
+NAMES = ["e4m3", "e2m1", "e3m2", "fp16", "fp64", "int8", "int4_half", "uint5", "nf4", "lns8_g8", "mxfp4", "mxfp6_e2m3",
+         "mxint8", "nvfp4", "e4m3_128x128", "int8_channel", "uint4_g32_zp", "nf4_g64", "logfmt8"]  # fmt: skip
+STOCHASTIC = {"rounding": "stochastic", "generator": 3}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-6, 6, shape, generator=generator))
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_gives_what_quantize_gives(name):
+    for dtype, out_dtype in zip(DTYPES.values(), reversed(DTYPES.values()), strict=True):
+        x = normal(5, 70, dtype=dtype)
+        x[0, 0], x[1, 1], x[2, 2], x[3, 3] = 0.0, -0.0, torch.inf, torch.nan
+        for options in ({}, {"rounding": "toward_zero", "overflow": "ieee"}, STOCHASTIC):
+            q = encode(x, name, pad=True, **options)
+            expected = quantize(x, name, pad=True, out_dtype=out_dtype, **options)
+            check(f"{name} {dtype} {options}", q.decode(out_dtype=out_dtype), expected, x)
+            check(f"{name} {dtype} {options}", decode(q, out_dtype=out_dtype), expected, x)
+            assert decode(q).dtype == (torch.float64 if name == "fp64" else torch.float32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dims_and_strides(name):
+    base = normal(6, 64, 10)
+    for view in (base, base.transpose(0, 1), base[::2, ::2], base[:1].expand(3, 64, 10), base[0], base[0, 0]):
+        for dim in range(-view.dim(), view.dim()):
+            q = encode(view, name, dim=dim, pad=True, **STOCHASTIC)
+            assert q.shape == view.shape and q.dim == (dim if dim < 0 else dim - view.dim())
+            check(name, q.decode(), quantize(view, name, dim=dim, pad=True, out_dtype=decode(q).dtype, **STOCHASTIC))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_empty_and_zero_dimensional(name):
+    for shape in ((), (0,), (0, 128), (128, 0), (2, 0, 3)):
+        x = torch.full(shape, 1.3)
+        q = encode(x, name, pad=True)
+        assert q.shape == torch.Size(shape) and q.decode().shape == shape
+        check(name, q.decode(), quantize(x, name, pad=True, out_dtype=q.decode().dtype))
+        assert (q.nbytes == 0) == (x.numel() == 0) or "nvfp4" in name
+
+
+def test_encode_leaves_x_and_autograd_alone():
+    x = normal(4, 64).requires_grad_()
+    before = x.detach().clone()
+    q = encode(x, "nvfp4")
+    check("x", x.detach(), before)
+    assert not q.decode().requires_grad
+    assert all(not part.requires_grad for part in q.parts() if part is not None)
+
+
+def test_sizes():
+    x = normal(128, 256)
+    sizes = {"e4m3": 32768, "e2m1": 16384, "e3m2": 24576, "mxfp4": 16384 + 1024, "nvfp4": 16384 + 2048 + 4}
+    assert {name: encode(x, name).nbytes for name in sizes} == sizes
+
+
+# Plain codes.
+
+
+@pytest.mark.parametrize("name", [n for n in list_formats() if n in list_formats("float") + list_formats("int")])
+def test_plain_codes(name):
+    fmt = get_format(name)
+    if fmt.bits > 16:
+        return
+    codes = torch.arange(1 << fmt.bits)
+    values = decode(codes, name)
+    assert values.dtype == torch.float32 and values.shape == codes.shape
+    expected = torch.tensor([fmt.value(code) for code in codes.tolist()])
+    same = (values == expected) | (values.isnan() & expected.isnan())
+    assert bool(same.all())
+    finite = values[values.abs() <= fmt.max]  # symmetric integers leave one code unused
+    check(name, quantize(finite, name), finite)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16,
+                                   torch.uint32, torch.uint64])  # fmt: skip
+def test_codes_of_any_integer_dtype(dtype):
+    codes = torch.tensor([0, 1, 8, 15], dtype=dtype)
+    check(str(dtype), decode(codes, "e2m1"), torch.tensor([0.0, 0.5, -0.0, -6.0]))
+    turned = torch.arange(6, dtype=torch.int64).view(2, 3).T.to(dtype)
+    check(str(dtype), decode(turned, "e2m1"), torch.tensor([[0.0, 1.5], [0.5, 2.0], [1.0, 3.0]]))
+    assert decode(torch.tensor(7, dtype=dtype), "e2m1").tolist() == 6.0
+    assert decode(torch.empty(0, 3, dtype=dtype), "e2m1").shape == (0, 3)
+
+
+def test_signed_integers_may_be_negative():
+    assert decode(torch.tensor([-128, -1, 0, 127, 128, 255]), "int8").tolist() == [-128, -1, 0, 127, -128, -1]
+    assert decode(torch.tensor([-8, -1, 7], dtype=torch.int8), "int4").tolist() == [-8, -1, 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+                                   torch.float8_e8m0fnu])  # fmt: skip
+def test_torch_float8_tensors(dtype):
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = decode(codes.view(dtype))
+    theirs = codes.view(dtype).float()
+    check(str(dtype), values[~values.isnan()], theirs[~values.isnan()])
+    assert bool(theirs[values.isnan()].isnan().all())
+    check(str(dtype), decode(codes.view(dtype), dtype), values)
+
+
+def test_decode_of_an_encoded_tensor_checks_the_format():
+    q = encode(normal(2, 32), "mxfp4")
+    check("named", decode(q, "mxfp4"), q.decode())
+    with pytest.raises(fmtsim.FormatError, match=r"^these codes are mxfp4, not nvfp4; leave format out$"):
+        decode(q, "nvfp4")
+
+
+WRONG_CODES = [
+    ([256], torch.int64, "e4m3", "code 256 is outside e4m3; its codes are 0 to 255"),
+    ([-1], torch.int64, "e4m3", "code -1 is outside e4m3; its codes are 0 to 255"),
+    ([3, 16], torch.uint8, "e2m1", "code 16 is outside e2m1; its codes are 0 to 15"),
+    ([-9], torch.int8, "int4", "code -9 is outside int4; its codes are -8 to 15"),
+    ([16], torch.int8, "int4", "code 16 is outside int4; its codes are -8 to 15"),
+    ([-1], torch.int8, "uint4", "code -1 is outside uint4; its codes are 0 to 15"),
+    ([1 << 16], torch.int32, "bf16", "code 65536 is outside bf16; its codes are 0 to 65535"),
+    ([1 << 32], torch.int64, "fp32", "code 4294967296 is outside fp32; its codes are 0 to 4294967295"),
+]
+
+
+@pytest.mark.parametrize(("codes", "dtype", "name", "message"), WRONG_CODES)
+def test_codes_outside_the_format(codes, dtype, name, message):
+    with pytest.raises(fmtsim.CodeError) as caught:
+        decode(torch.tensor(codes, dtype=dtype), name)
+    assert str(caught.value) == message
+
+
+def test_codes_beyond_a_codebook():
+    fmt = CodebookFormat(name="three", values=(-1.0, 0.0, 2.0))
+    assert decode(torch.tensor([2, 0, 1]), fmt).tolist() == [2.0, -1.0, 0.0]
+    with pytest.raises(fmtsim.CodeError, match=r"^code 3 is outside three; its codes are 0 to 2$"):
+        decode(torch.tensor([3]), fmt)
+
+
+def test_wide_codes():
+    x = torch.tensor([1.5, -0.0, -torch.inf, 5e-324, -1e308], dtype=torch.float64)
+    check("fp64", decode(x.view(torch.int64), "fp64"), x)
+    single = torch.tensor([1.5, -0.0, -torch.inf, 1e-45, -3e38])
+    check("fp64", decode(x.view(torch.uint64), "fp64"), x)
+    check("fp32", decode(single.view(torch.uint32), "fp32"), single)
+    check("fp32", decode(single.view(torch.int32).to(torch.int64) & 0xFFFFFFFF, "fp32"), single)
+
+
+NOT_CODES = [
+    ([1, 2], "e4m3", fmtsim.DtypeError, "codes are list, not a tensor; pass torch.tensor(codes)"),
+    (3, "e4m3", fmtsim.DtypeError, "codes are int, not a tensor; pass torch.tensor(codes)"),
+    (torch.ones(2), "e4m3", fmtsim.DtypeError,
+     "codes have dtype torch.float32; pass integers, or what fmtsim.encode returned"),
+    (torch.ones(2), None, fmtsim.DtypeError,
+     "codes have dtype torch.float32; pass integers, or what fmtsim.encode returned"),
+    (torch.ones(2, dtype=torch.bool), "e4m3", fmtsim.DtypeError,
+     "codes have dtype torch.bool; pass integers, or what fmtsim.encode returned"),
+    (torch.ones(2, dtype=torch.complex64), "e4m3", fmtsim.DtypeError,
+     "codes have dtype torch.complex64; pass integers, or what fmtsim.encode returned"),
+    (torch.ones(2).to(torch.float8_e5m2), "e4m3", fmtsim.FormatError,
+     "codes have dtype torch.float8_e5m2, which is e5m2, not e4m3; leave format out or pass codes.view(torch.uint8)"),
+    (torch.ones(2).to(torch.float8_e5m2), "e2m1", fmtsim.FormatError,
+     "codes have dtype torch.float8_e5m2, which is e5m2, not e2m1; leave format out or pass codes.view(torch.uint8)"),
+    (torch.ones(2, dtype=torch.uint8), None, fmtsim.FormatError,
+     "a plain tensor of codes does not say its format; pass format=, for example 'e4m3'"),
+    (torch.ones(2, dtype=torch.uint8), "mxfp4", fmtsim.FormatError,
+     "mxfp4 needs scales; decode what encode returned, or name an element format"),
+    (torch.ones(2, dtype=torch.uint8), "logfmt8", fmtsim.FormatError,
+     "logfmt8 needs scales; decode what encode returned, or name an element format"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("codes", "format", "error", "message"), NOT_CODES, ids=range(len(NOT_CODES)))
+def test_what_decode_refuses(codes, format, error, message):
+    with pytest.raises(error) as caught:
+        decode(codes, format)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("out_dtype", [torch.int8, torch.float8_e4m3fn, "float32"])
+def test_out_dtypes_that_decode_refuses(out_dtype):
+    with pytest.raises(fmtsim.DtypeError) as caught:
+        decode(torch.tensor([1]), "e4m3", out_dtype=out_dtype)
+    assert str(caught.value) == (
+        f"out_dtype={out_dtype!r} is not allowed; choose torch.float16, bfloat16, float32 or float64"
+    )
+    with pytest.raises(fmtsim.DtypeError, match="out_dtype=.* is not allowed; choose float16"):
+        decode(encode(normal(2), "e4m3"), out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_encode_refuses_what_quantize_refuses(dtype):
+    with pytest.raises(fmtsim.DtypeError) as ours:
+        encode(torch.ones(2).to(dtype), "e4m3")
+    with pytest.raises(fmtsim.DtypeError) as theirs:
+        quantize(torch.ones(2).to(dtype), "e4m3")
+    assert str(ours.value) == str(theirs.value)
+
+
+# Encoded tensors as objects.
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e3m2", "nvfp4", "uint4_g32_zp", "logfmt8"])
+def test_copies_and_pickles(name, tmp_path):
+    q = encode(normal(5, 70), name, pad=True)
+    torch.save(q, tmp_path / "q.pt")
+    saved = torch.load(tmp_path / "q.pt", weights_only=False)
+    for other in (pickle.loads(pickle.dumps(q)), copy.copy(q), copy.deepcopy(q), saved):
+        assert isinstance(other, Encoded)
+        assert (other.format, other.shape, other.dim, other.nbytes) == (q.format, q.shape, q.dim, q.nbytes)
+        check(name, other.decode(), q.decode())
+
+
+def test_a_flipped_code_is_noticed():
+    q = encode(normal(4, 64), "mxfp4")
+    expected = q.decode()
+    q.codes[0, 0] ^= 1
+    assert differing(q.decode(), expected) == [0]
+
+
+def test_encoded_integers_keep_their_sign():
+    fmt = get_format("int8")
+    assert isinstance(fmt, IntFormat)
+    q = encode(torch.tensor([-127.0, -1.0, 0.0, 127.0]), fmt)
+    assert q.decode().tolist() == [-127.0, -1.0, 0.0, 127.0]

@@ -1,0 +1,413 @@
+"""quantize and quantize_ on every kind of tensor: shapes, strides, dims, dtypes, out=, overlapping memory."""
+
+import itertools
+
+import pytest
+import torch
+
+import fmtsim
+from fmtsim import quantize, quantize_
+from tests.engines.compare import DTYPES, check, differing
+
+ELEMENTS = ["e4m3", "int8", "nf4", "lns8_g8"]
+SCALED = ["mxfp4", "nvfp4", "e4m3_128x128", "int8_channel", "uint4_g32_zp", "logfmt8"]
+STOCHASTIC = {"rounding": "stochastic", "generator": 11}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return normal numbers over a few binades."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-6, 6, shape, generator=generator))
+    return x.to(dtype)
+
+
+def views(base: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return views of a tensor of shape [6, 64, 10] that are not contiguous."""
+    return {
+        "transposed": base.transpose(0, 1),
+        "permuted": base.permute(2, 0, 1),
+        "stepped": base[::2, ::2, ::3],
+        "shifted": base[1:, 1:33, 2:],
+        "one column": base[:, :, 3],
+        "expanded": base[:1].expand(4, 64, 10),
+        "scalar expanded": base[0, 0, 0].expand(5, 32),
+        "diagonal": base.diagonal(0, 0, 2),
+    }
+
+
+# Results.
+
+
+def test_a_few_known_values():
+    x = torch.tensor([0.1, 500.0, -0.0, float("nan"), float("inf"), 464.0, 2.0**-10])
+    expected = torch.tensor([0.1015625, 448.0, -0.0, float("nan"), 448.0, 448.0, 0.0])
+    check("e4m3", quantize(x, "e4m3"), expected, x)
+    ieee = quantize(x, "e5m2", overflow="ieee")
+    assert ieee.tolist()[4] == float("inf")
+    assert quantize(torch.tensor([7.0, 3.5, -3.5]), torch.float8_e5m2).tolist() == [7.0, 3.5, -3.5]
+
+
+@pytest.mark.parametrize("name", [*ELEMENTS, *SCALED])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+def test_the_input_keeps_its_bits_and_its_history(name, dtype):
+    x = normal(4, 128, dtype=dtype)
+    before, version = x.clone(), x._version
+    y = quantize(x, name, pad=True)
+    check(name, x, before)
+    assert x._version == version and not y.requires_grad and y.data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize("name", [*ELEMENTS, *SCALED])
+def test_quantising_twice_changes_nothing_in_element_formats(name):
+    x = normal(4, 128)
+    once = quantize(x, name, pad=True)
+    twice = quantize(once, name, pad=True)
+    if name in ELEMENTS or name == "mxfp4":
+        check(name, twice, once, x)
+    else:
+        assert (twice - once).abs().max() <= (once - x).abs().max()
+
+
+# Result dtype (docs/semantics.md, section 10).
+
+RESULT = [
+    ("e4m3", "float32", "float32"),
+    ("e4m3", "bfloat16", "bfloat16"),
+    ("e4m3", "float16", "float16"),
+    ("e4m3", "float64", "float64"),
+    ("e5m2", "float16", "float16"),
+    ("e5m6", "bfloat16", "bfloat16"),
+    ("e4m7", "bfloat16", "bfloat16"),
+    ("e4m8", "bfloat16", "float32"),
+    ("bf16", "float16", "float32"),
+    ("fp16", "bfloat16", "float32"),
+    ("tf32", "bfloat16", "float32"),
+    ("fp32", "float16", "float32"),
+    ("fp64", "bfloat16", "float64"),
+    ("fp64", "float32", "float64"),
+    ("int8", "bfloat16", "bfloat16"),
+    ("int16", "float16", "float32"),
+    ("nf4", "float16", "float32"),
+    ("lns8_g8", "bfloat16", "float32"),
+    ("e8m0", "bfloat16", "bfloat16"),
+    ("e8m0", "float16", "float32"),
+    ("mxfp4", "bfloat16", "bfloat16"),
+    ("mxfp4", "float16", "float32"),
+    ("mxfp8_e4m3", "bfloat16", "bfloat16"),
+    ("mxint8", "bfloat16", "bfloat16"),
+    ("mxfp4", "float64", "float64"),
+    ("nvfp4", "bfloat16", "float32"),
+    ("nvfp4", "float64", "float64"),
+    ("int8_channel", "float16", "float32"),
+    ("logfmt8", "bfloat16", "float32"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "expected"), RESULT)
+def test_result_dtype(name, given, expected):
+    x = normal(2, 128, dtype=DTYPES[given])
+    y = quantize(x, name)
+    assert (y.dtype, y.shape, y.device) == (DTYPES[expected], x.shape, x.device)
+    exact = quantize(x, name, out_dtype=torch.float64)
+    check(name, y, exact.to(y.dtype), x)
+    fmt = fmtsim.get_format(name)
+    if not isinstance(fmt, fmtsim.LogTileFormat) and getattr(fmt, "power_of_two", True) and name != "lns8_g8":
+        check(f"{name} loses nothing in {expected}", y.double(), exact, x)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "fp16", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("out_dtype", DTYPES.values(), ids=list(DTYPES))
+def test_out_dtype_rounds_once(name, out_dtype):
+    """Out dtypes are met from the exact value: not from what x's own dtype would make of it."""
+    x = torch.cat([normal(2, 64, seed=3), torch.full((1, 64), 3e38), torch.full((1, 64), 1e-6)])
+    y = quantize(x, name, out_dtype=out_dtype, overflow="ieee")
+    assert y.dtype == out_dtype
+    check(name, y, quantize(x, name, out_dtype=torch.float64, overflow="ieee").to(out_dtype), x)
+    out = torch.empty(x.shape, dtype=out_dtype)
+    check(name, quantize(x, name, out=out, overflow="ieee"), y, x)
+
+
+def test_float64_is_rounded_once():
+    """1 + 2^-4 + 2^-40 is above the tie of e4m3; rounded to float32 first it would be the tie, which goes to 1."""
+    x = torch.tensor([1 + 2.0**-4 + 2.0**-40], dtype=torch.float64)
+    assert quantize(x, "e4m3").tolist() == [1.125]
+    assert quantize(x.float(), "e4m3").tolist() == [1.0]
+    assert quantize(x.repeat(32), "mxfp8_e4m3").tolist() == [1.125] * 32
+
+
+def test_default_dtype_is_not_looked_at():
+    before = torch.get_default_dtype()
+    x = normal(2, 64)
+    expected = quantize(x, "nvfp4"), fmtsim.encode(x, "nvfp4").decode(), fmtsim.encode(x, "e4m3").decode()
+    try:
+        torch.set_default_dtype(torch.float64)
+        got = quantize(x, "nvfp4"), fmtsim.encode(x, "nvfp4").decode(), fmtsim.encode(x, "e4m3").decode()
+        for mine, theirs in zip(got, expected, strict=True):
+            check("float64 by default", mine, theirs)
+    finally:
+        torch.set_default_dtype(before)
+
+
+# Strides and out=.
+
+
+@pytest.mark.parametrize("name", [*ELEMENTS, *SCALED])
+@pytest.mark.parametrize("options", [{}, STOCHASTIC], ids=["nearest", "stochastic"])
+def test_strides_do_not_matter(name, options):
+    for what, view in views(normal(6, 64, 10)).items():
+        solid = view.contiguous()
+        expected = quantize(solid, name, pad=True, **options)
+        check(what, quantize(view, name, pad=True, **options), expected, solid)
+        half = view.to(torch.bfloat16)
+        check(what, quantize(half, name, pad=True, **options), quantize(half.contiguous(), name, pad=True, **options))
+
+
+@pytest.mark.parametrize("name", [*ELEMENTS, *SCALED])
+def test_out_of_any_strides(name):
+    for (what, x), dtype in zip(views(normal(6, 64, 10)).items(), itertools.cycle(DTYPES.values()), strict=False):
+        expected = quantize(x, name, pad=True, out_dtype=dtype)
+        for place in (x.contiguous(), x.transpose(0, -1).contiguous().transpose(0, -1), torch.zeros(*x.shape, 2)[..., 1]):
+            out = torch.full_like(place, 7.0, dtype=dtype)
+            if place.is_contiguous() is False:
+                out = torch.empty_strided(place.shape, place.stride(), dtype=dtype).fill_(7.0)
+            assert quantize(x, name, pad=True, out=out) is out
+            check(f"{what} into strides {out.stride()}", out, expected, x.contiguous())
+
+
+def test_what_lies_around_out_is_left_alone():
+    x = normal(8, 32)
+    for name in ("e4m3", "mxfp4", "nvfp4"):
+        frame = torch.full((10, 40), 7.0)
+        quantize(x, name, out=frame[1:9, 4:36])
+        check(name, frame[1:9, 4:36], quantize(x, name), x)
+        frame[1:9, 4:36] = 7.0
+        assert bool((frame == 7.0).all())
+
+
+@pytest.mark.parametrize("name", [*ELEMENTS, *SCALED])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+def test_in_place(name, dtype):
+    for x in (normal(6, 64, dtype=dtype), normal(64, 6, dtype=dtype).T, normal(6, 2, 64, dtype=dtype)[:, 0]):
+        expected = quantize(x, name, pad=True, out_dtype=dtype)
+        assert quantize_(x, name, pad=True) is x
+        check(name, x, expected)
+
+
+def test_in_place_takes_the_options_of_quantize():
+    x = normal(4, 66)
+    expected = quantize(x, "e2m1", block_size=16, scale_rule="floor", pad=True, dim=0, **STOCHASTIC)
+    check("quantize_", quantize_(x, "e2m1", block_size=16, scale_rule="floor", pad=True, dim=0, **STOCHASTIC), expected)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "nf4", "mxfp4", "nvfp4", "logfmt8"])
+def test_overlapping_input_and_output(name):
+    """x and out that share memory without being the same tensor: as if x had been copied first."""
+
+    def cases():
+        yield "later", lambda m: (m[:-1], m[1:])
+        yield "earlier", lambda m: (m[1:], m[:-1])
+        yield "turned", lambda m: (m[:32], m[:32].T)
+        yield "interleaved", lambda m: (m[:32:2], m[1:32:2])
+        yield "narrower", lambda m: (m[:4], m.view(torch.bfloat16)[2:6, ::2])
+        yield "wider", lambda m: (m.view(torch.float16)[:8, :32], m[:8])
+        yield "one row for all", lambda m: (m[3:4].expand(8, 32), m[:8])
+
+    for what, cut in cases():
+        memory = torch.rand(33, 32, generator=torch.Generator().manual_seed(5)) * 4 + 1
+        x, out = cut(memory)
+        expected = quantize(x.clone(), name, pad=True, out_dtype=out.dtype)
+        quantize(x, name, pad=True, out=out)
+        check(what, out.contiguous(), expected)
+
+
+def test_an_engine_that_met_overlapping_memory_would_be_noticed():
+    """The planted error: the engine itself, called on the overlapping views that the test above is about."""
+    from fmtsim.ops import engine_for, spec_from_json
+    from fmtsim.quantize import _resolve
+
+    spec = spec_from_json(_resolve("e4m3", "nearest_even", None, -1, None, None, None, torch.float32, None)[0])
+    memory = normal(1 << 12)
+    x, out = memory[:-1], memory[1:]
+    expected = quantize(x.clone(), "e4m3")
+    engine_for("quantize", spec, x, out).quantize(x, spec, None, out)
+    assert differing(out, expected)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "mxfp4", "int8_channel"])
+def test_channels_last_stays_channels_last(name):
+    x = normal(2, 32, 5, 4).to(memory_format=torch.channels_last)
+    y = quantize(x, name, dim=1)
+    check(name, y, quantize(x.contiguous(), name, dim=1))
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    noisy = quantize(x, name, dim=1, **STOCHASTIC)
+    check(name, noisy, quantize(x.contiguous(), name, dim=1, **STOCHASTIC))
+    volume = normal(2, 32, 3, 2, 2).to(memory_format=torch.channels_last_3d)
+    check(name, quantize(volume, name, dim=1), quantize(volume.contiguous(), name, dim=1))
+
+
+def test_results_lie_in_memory_as_their_input_does():
+    for x in (normal(4, 8).T, normal(4, 8, 2).permute(1, 2, 0)):
+        assert quantize(x, "e4m3").stride() == x.stride()
+    for x in (normal(4, 8)[:, ::2], normal(1, 8).expand(4, 8)):
+        assert quantize(x, "e4m3").is_contiguous()
+
+
+# Empty and small.
+
+
+@pytest.mark.parametrize("name", [*ELEMENTS, *SCALED, "e4m3_tensor", "int8_tensor"])
+@pytest.mark.parametrize("options", [{}, STOCHASTIC], ids=["nearest", "stochastic"])
+def test_tensors_without_elements(name, options):
+    for shape in ((0,), (0, 32), (32, 0), (2, 0, 128), (0, 0)):
+        for dim in range(-len(shape), len(shape)):
+            x = torch.empty(shape, dtype=torch.bfloat16)
+            y = quantize(x, name, pad=True, dim=dim, **options)
+            assert y.shape == shape and y.dtype == quantize(normal(1, 1, dtype=x.dtype), name, pad=True).dtype
+            out = torch.empty(shape)
+            assert quantize(x, name, pad=True, dim=dim, out=out, **options) is out
+            assert quantize_(x, name, pad=True, dim=dim, **options) is x
+
+
+@pytest.mark.parametrize("name", [*ELEMENTS, *SCALED])
+def test_tensors_without_dimensions(name):
+    """A 0-d tensor is a row of one element, its block cut short; dims -1 and 0 both name that row."""
+    x = torch.tensor(1.3)
+    row = quantize(x.view(1), name, pad=True)
+    for dim in (-1, 0):
+        y = quantize(x, name, dim=dim)
+        assert y.shape == ()
+        check(name, y.view(1), row)
+    out = torch.empty(())
+    quantize(x, name, out=out)
+    check(name, out.view(1), row)
+    check(name, quantize_(x.clone(), name).view(1), row)
+
+
+# Blocks along dims.
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_blocks_along_any_dim(name):
+    """As if dim were moved last, the rest flattened, and everything moved back."""
+    for shape in ((128,), (128, 128), (2, 128, 128), (2, 2, 128, 64), (128, 2, 1, 128)):
+        x = normal(*shape, seed=len(shape))
+        for dim in range(-len(shape), len(shape)):
+            if shape[dim] < 64:
+                continue
+            moved = x.movedim(dim, -1)
+            if moved.numel() // moved.shape[-1] % 128 and name == "e4m3_128x128":
+                continue
+            if moved.shape[-1] % 128 and name in ("logfmt8", "e4m3_128x128"):
+                continue
+            matrix = quantize(moved.reshape(-1, moved.shape[-1]), name)
+            check(f"{name} {shape} dim={dim}", quantize(x, name, dim=dim), matrix.view(moved.shape).movedim(-1, dim))
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int8_channel", "logfmt8"])
+def test_stochastic_blocks_along_any_dim(name):
+    """The word of an element belongs to its place in x, not in the matrix of blocks."""
+    x = normal(128, 3, 128)
+    generator = torch.Generator().manual_seed(4)
+    words = torch.randint(0, 1 << 32, x.shape, generator=generator)
+    for dim in (0, 2):
+        moved = quantize(x.movedim(dim, -1), name, rounding="stochastic", random_words=words.movedim(dim, -1))
+        whole = quantize(x, name, rounding="stochastic", random_words=words, dim=dim)
+        check(name, whole, moved.movedim(-1, dim))
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("extent", [1, 5, 31, 33, 130])
+def test_a_short_last_block_is_padded_with_zeros_and_cropped(name, extent):
+    x = normal(3, extent, seed=extent)
+    rows = 128 if name == "e4m3_128x128" else 3
+    padded = torch.zeros(rows, -(-extent // 128) * 128)
+    padded[:3, :extent] = x
+    check(name, quantize(x, name, pad=True), quantize(padded, name)[:3, :extent], x)
+    turned = quantize(x.T, name, pad=True, dim=0)
+    check(name, turned, quantize(padded, name)[:3, :extent].T)
+
+
+def test_padding_never_raises_a_zero_point():
+    """Padded zeros lie in every range, so an asymmetric block of positive numbers may widen; that is the definition."""
+    x = torch.linspace(5.0, 6.0, 20).view(1, 20)
+    padded = torch.cat([x, torch.zeros(1, 12)], dim=1)
+    check("uint4", quantize(x, "uint4_g32_zp", pad=True), quantize(padded, "uint4_g32_zp")[:, :20], x)
+
+
+def test_pad_changes_nothing_where_blocks_fit():
+    x = normal(128, 256)
+    for name in SCALED:
+        check(name, quantize(x, name, pad=True), quantize(x, name), x)
+
+
+# Blocks of one's own.
+
+
+def test_block_size_turns_an_element_format_into_a_scaled_one():
+    x = normal(4, 64)
+    by_hand = torch.cat([quantize(part, "int8_channel") for part in x.split(16, dim=1)], dim=1)
+    check("int", quantize(x, "int8", block_size=16), by_hand)
+    check("tuple", quantize(x, "int8", block_size=(1, 16)), by_hand)
+    check("list", quantize(x, "int8", block_size=[1, 16]), by_hand)
+    check("whole rows", quantize(x, "int8", block_size=(1, None)), quantize(x, "int8_channel"))
+    check("whole tensor", quantize(x, "int8", block_size=(None, None)), quantize(x, "int8_tensor"))
+    assert differing(quantize(x, "int8", block_size=16), quantize(x, "int8", block_size=32))
+
+
+def test_block_size_changes_the_block_of_a_block_format():
+    x = normal(4, 64)
+    by_hand = torch.cat([quantize(part, "mxfp4", block_size=(1, None)) for part in x.split(8, dim=1)], dim=1)
+    check("mxfp4 in blocks of 8", quantize(x, "mxfp4", block_size=8), by_hand)
+    assert differing(quantize(x, "mxfp4", block_size=8), quantize(x, "mxfp4"))
+
+
+def test_scale_rules():
+    x = normal(8, 64, seed=2)
+    results = {rule: quantize(x, "mxfp4", scale_rule=rule) for rule in ("floor", "ceil", "rceil", "even", "amax")}
+    check("floor is the rule of mxfp4", results["floor"], quantize(x, "mxfp4"))
+    for first, second in itertools.combinations(results, 2):
+        assert differing(results[first], results[second]) or {first, second} == {"ceil", "rceil"}
+
+
+def test_names_records_and_dtypes_are_the_same_format():
+    x = normal(4, 64)
+    expected = quantize(x, "e4m3")
+    for format in (fmtsim.get_format("e4m3"), torch.float8_e4m3fn, "float8_e4m3fn", "E4M3"):
+        check("e4m3", quantize(x, format), expected)
+    rounding = fmtsim.Rounding(mode="to_odd")
+    check("to_odd", quantize(x, "e4m3", rounding=rounding), quantize(x, "e4m3", rounding="to_odd"))
+
+
+@pytest.mark.parametrize("name", ["e4m3", "mxfp4"])
+def test_views_that_torch_resolves_late(name):
+    """Negated and conjugated views keep a flag instead of data."""
+    z = torch.complex(normal(4, 64), normal(4, 64, seed=1))
+    check("imag", quantize(z.conj().imag, name), quantize(-z.imag.contiguous(), name))
+    out = torch.empty(4, 64, dtype=torch.complex64)
+    quantize(z.real, name, out=out.imag)
+    check("into imag", out.imag.contiguous(), quantize(z.real.contiguous(), name))
+
+
+def test_parameters_buffers_and_subclasses():
+    class Tagged(torch.Tensor):
+        pass
+
+    x = normal(4, 64)
+    for given in (torch.nn.Parameter(x), x.as_subclass(Tagged), torch.nn.Buffer(x)):
+        check("e4m3", quantize(given, "e4m3").detach().as_subclass(torch.Tensor), quantize(x, "e4m3"))
+
+
+def test_meta_tensors_have_shapes_only():
+    x = torch.empty(4, 64, device="meta", dtype=torch.bfloat16)
+    for name, dtype in (("e4m3", torch.bfloat16), ("nvfp4", torch.float32)):
+        y = quantize(x, name)
+        assert (y.device.type, y.shape, y.dtype) == ("meta", x.shape, dtype)
+    assert quantize_(x, "mxfp4") is x

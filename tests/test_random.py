@@ -1,0 +1,323 @@
+"""Stochastic rounding through the verbs: reproducible, unbiased, and gentle with everybody's generators."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fmtsim
+from fmtsim import ArgumentError, RandomKey, Rounding, encode, get_format, quantize, quantize_
+from fmtsim.cpu import pool
+from fmtsim.ops import CastSpec, engine_for
+from tests.engines.compare import check, differing
+
+NAMES = ["e4m3", "e2m1", "bf16", "int8", "nf4", "mxfp4", "nvfp4", "int8_channel", "logfmt8"]
+MASK64 = (1 << 64) - 1
+
+
+@pytest.fixture(autouse=True)
+def own_settings():
+    """Give torch's threads, the engine's threads and the default generator back as they were."""
+    before, state = torch.get_num_threads(), torch.get_rng_state()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    pool.set_num_threads(None)
+    torch.set_rng_state(state)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def noisy(x: torch.Tensor, name: str = "e4m3", **options) -> torch.Tensor:
+    return quantize(x, name, rounding="stochastic", **options)
+
+
+# The same seed, the same bits.
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_threads_do_not_matter(name):
+    """200 000 elements, more than one thread takes; the odd row length makes parts end inside of random words."""
+    x = normal(1000, 201)
+    results = []
+    for threads in (1, 2, 3):
+        pool.set_num_threads(threads)
+        results.append(noisy(x, name, pad=True, generator=9))
+    check(name, results[1], results[0])
+    check(name, results[2], results[0])
+    assert differing(noisy(x, name, pad=True, generator=10), results[0])
+
+
+@pytest.mark.parametrize("name", ["e4m3", "nf4", "mxfp4", "nvfp4", "logfmt8"])
+def test_layout_does_not_matter(name):
+    x = normal(37, 128)
+    expected = noisy(x, name, generator=9)
+    turned = x.T.contiguous().T
+    check("transposed", noisy(turned, name, generator=9), expected)
+    wide = torch.zeros(37, 256)
+    wide[:, ::2] = x
+    check("stepped", noisy(wide[:, ::2], name, generator=9), expected)
+    out = torch.empty(128, 37).T
+    check("out", noisy(x, name, generator=9, out=out), expected)
+    check("in place", quantize_(turned.clone(), name, rounding="stochastic", generator=9), expected)
+    check("encode", encode(turned, name, rounding="stochastic", generator=9).decode(), expected)
+    check("float64", noisy(x.double(), "e4m3", generator=9).float(), noisy(x, "e4m3", generator=9))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_engines_do_not_matter(name):
+    """The verb's result, which the CPU engine computed, is that of torch operations."""
+    import fmtsim.torch_engine as torch_engine
+
+    x, seed = normal(40, 128), 0x123456789ABCDEF
+    fmt = get_format(name)
+    for rounding in (Rounding(mode="stochastic"), Rounding(mode="stochastic", random_bits=8, layout="cvt_rs")):
+        spec = CastSpec(format=fmt, rounding=rounding, overflow=fmt.default_overflow)
+        out = torch.empty(x.shape)
+        torch_engine.quantize(x, spec, RandomKey(seed, 0), out)
+        check(name, quantize(x, name, rounding=rounding, generator=seed), out)
+        if name != "logfmt8":
+            assert engine_for("quantize", spec, x).__name__ == "fmtsim.cpu"
+
+
+def test_seeds_are_64_bits_of_either_sign():
+    x = torch.full((500,), 0.3)
+    first = noisy(x, generator=1)
+    check("an int is a key without offset", noisy(x, generator=RandomKey(1)), first)
+    check("-1", noisy(x, generator=-1), noisy(x, generator=MASK64))
+    check("offset", noisy(x, generator=RandomKey(1, -1)), noisy(x, generator=RandomKey(1, MASK64)))
+    others = [2, 1 + (1 << 32), 1 + (1 << 63), RandomKey(1, 1), RandomKey(1, 1 << 32), -(1 << 63), 0]
+    for one, other in itertools.combinations([first, *(noisy(x, generator=key) for key in others)], 2):
+        assert differing(one, other)
+
+
+def test_a_tensor_is_not_rounded_by_its_values_alone():
+    """Equal values at different places get different words."""
+    assert noisy(torch.full((64,), 0.3), generator=0).unique().numel() == 2
+
+
+# Generators.
+
+
+def test_a_generator_advances_and_is_never_reseeded():
+    x = torch.full((500,), 0.3)
+    generator = torch.Generator().manual_seed(5)
+    first, second = noisy(x, generator=generator), noisy(x, generator=generator)
+    assert differing(first, second)
+    assert generator.initial_seed() == 5
+    again = torch.Generator().manual_seed(5)
+    check("first", noisy(x, generator=again), first)
+    check("second", noisy(x, generator=again), second)
+    assert torch.equal(generator.get_state(), again.get_state())
+    # One draw a call, whatever the size: 2000 elements leave the generator where 1 element leaves it.
+    small, large = torch.Generator().manual_seed(7), torch.Generator().manual_seed(7)
+    noisy(x[:1], generator=small)
+    encode(x.repeat(4), "e4m3", rounding="stochastic", generator=large)
+    assert torch.equal(small.get_state(), large.get_state())
+
+
+def test_the_default_generator_is_drawn_from_and_never_reseeded():
+    x = torch.full((500,), 0.3)
+    torch.manual_seed(3)
+    first, second, state = noisy(x), noisy(x), torch.get_rng_state()
+    assert differing(first, second) and torch.initial_seed() == 3
+    torch.manual_seed(3)
+    check("first", noisy(x), first)
+    check("second", noisy(x), second)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_nothing_is_drawn_where_nothing_is_random():
+    generator = torch.Generator().manual_seed(5)
+    states = torch.get_rng_state(), generator.get_state()
+    x = normal(4, 64)
+    quantize(x, "e4m3")
+    check("unused", quantize(x, "nvfp4", generator=generator), quantize(x, "nvfp4"))
+    noisy(x, generator=4)
+    noisy(x, random_words=torch.zeros(4, 64, dtype=torch.int64))
+    fmtsim.decode(encode(x, "mxfp4"))
+    with pytest.raises(fmtsim.FormatError):
+        noisy(x, "e4m4x", generator=generator)
+    with pytest.raises(ArgumentError):
+        noisy(x, "mxfp4", dim=0, generator=generator)
+    assert torch.equal(torch.get_rng_state(), states[0]) and torch.equal(generator.get_state(), states[1])
+
+
+def test_generators_on_another_device():
+    x = torch.full((4,), 0.3)
+    with pytest.raises(ArgumentError) as caught:
+        noisy(x.to("meta"), generator=torch.Generator())
+    assert str(caught.value) == "generator is on cpu, x on meta; pass a generator on meta or an int seed"
+    assert noisy(x.to("meta"), generator=3).device.type == "meta"
+    assert noisy(x.to("meta")).device.type == "meta"
+
+
+WRONG_GENERATORS = [
+    "seed", 1.5, True, (1, 2), [1], 1 << 64, -(1 << 63) - 1,
+    RandomKey(1, 1 << 64), RandomKey(1 << 64, 0), RandomKey("a", 0), RandomKey(0, None), torch.tensor(3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("generator", WRONG_GENERATORS, ids=repr)
+def test_what_is_not_a_generator(generator):
+    for verb in (quantize, encode):
+        with pytest.raises(ArgumentError) as caught:
+            verb(torch.ones(3), "e4m3", rounding="stochastic", generator=generator)
+        assert str(caught.value) == (
+            f"generator={generator!r} is not a seed; pass an int of 64 bits or a torch.Generator"
+        )
+
+
+# Words of one's own.
+
+WORDS = torch.zeros(2, 3, dtype=torch.int64)
+WRONG_WORDS = [
+    ({"random_words": WORDS.float()},
+     "random_words are torch.float32 (2, 3) on cpu; pass int64 (2, 3) on cpu"),
+    ({"random_words": WORDS.int()},
+     "random_words are torch.int32 (2, 3) on cpu; pass int64 (2, 3) on cpu"),
+    ({"random_words": WORDS.T},
+     "random_words are torch.int64 (3, 2) on cpu; pass int64 (2, 3) on cpu"),
+    ({"random_words": WORDS.to("meta")},
+     "random_words are torch.int64 (2, 3) on meta; pass int64 (2, 3) on cpu"),
+    ({"random_words": [0, 1]},
+     "random_words are list, not a tensor; pass int64 (2, 3) on cpu"),
+    ({"random_words": WORDS + 8, "random_bits": 3},
+     "random_words reach from 8 to 8; choose 0 to 2**3 - 1"),
+    ({"random_words": WORDS - 1},
+     "random_words reach from -1 to -1; choose 0 to 2**32 - 1"),
+    ({"random_words": WORDS + (1 << 32)},
+     "random_words reach from 4294967296 to 4294967296; choose 0 to 2**32 - 1"),
+    ({"random_words": WORDS, "generator": 3},
+     "random_words and generator exclude each other; pass one of them"),
+    ({"random_words": WORDS, "rounding": "nearest_even"},
+     "random_words belong to rounding='stochastic'; leave them out or choose that rounding"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_WORDS, ids=range(len(WRONG_WORDS)))
+def test_what_are_not_random_words(options, message):
+    x = torch.ones(2, 3)
+    for verb in (quantize, quantize_, encode):
+        with pytest.raises(ArgumentError) as caught:
+            verb(x, "e4m3", **{"rounding": "stochastic", **options})
+        assert str(caught.value) == message
+    check("x is left alone", x, torch.ones(2, 3))
+
+
+def test_words_of_any_strides():
+    x, words = normal(40, 64), torch.randint(0, 256, (64, 40))
+    options = {"rounding": "stochastic", "random_bits": 8}
+    for name in ("e4m3", "nf4", "mxfp4", "nvfp4", "logfmt8"):
+        turned = quantize(x, name, pad=True, random_words=words.T, **options)
+        check(name, turned, quantize(x, name, pad=True, random_words=words.T.contiguous(), **options))
+
+
+# Expectation.
+
+
+def expectation(x: float, name: str, bits: int, **options) -> float:
+    """Return the mean over all random words of r bits, in float64, where such sums are exact."""
+    words = torch.arange(1 << bits)
+    values = torch.full(words.shape, x, dtype=torch.float64)
+    rounding = Rounding(mode="stochastic", random_bits=bits, **options)
+    return quantize(values, name, rounding=rounding, random_words=words).mean().item()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(["e4m3", "e5m2", "e2m1", "e3m2", "int4", "e4m3fnuz", "int8_f6"]),
+    bits=st.integers(1, 9),
+    place=st.floats(0, 1, exclude_max=True, width=32),
+    data=st.data(),
+)
+def test_the_mean_over_all_words_is_exact(name, bits, place, data):
+    """Between neighbours a < b the mean is a + floor(d 2^r) / 2^r (b - a), d being x's place, for x above zero."""
+    fmt = get_format(name)
+    codes = range(1 << (fmt.bits - 1))
+    values = sorted({v for v in (fmt.value(code) for code in codes) if 0 <= v <= fmt.max})
+    low = data.draw(st.integers(0, len(values) - 2))
+    step = values[low + 1] - values[low]
+    d = math.floor(place * 2**12) / 2**12
+    x = values[low] + d * step
+    for sign in (1, -1):
+        mean = expectation(sign * x, name, bits)
+        assert mean == sign * (values[low] + math.floor(d * 2**bits) / 2**bits * step)
+
+
+def test_variants_differ_by_their_bias():
+    """Of 1/8 of a step, one random bit: a sees none of it, b and c at most half a bit; two bits of a see none either."""
+    x = 1.0 + 1 / 64
+    assert expectation(x, "e4m3", 1) == expectation(x, "e4m3", 2) == 1.0
+    assert expectation(x, "e4m3", 3) == x
+    assert expectation(1.0 + 3 / 64, "e4m3", 1, variant="c") == 1.0625
+    assert expectation(1.0 + 3 / 64, "e4m3", 1, variant="b") == 1.0625
+    assert expectation(1.0 + 3 / 64, "e4m3", 1) == 1.0
+
+
+@pytest.mark.parametrize(("name", "low", "step"), [("e4m3", 0.28125, 0.03125), ("bf16", 1.0, 2.0**-7), ("int8", 3.0, 1.0),
+                                                   ("e4m3", 2.0**-9, 2.0**-9), ("e2m1", 0.0, 0.5)])  # fmt: skip
+@pytest.mark.parametrize("place", [0.003, 0.25, 0.9])
+def test_streams_are_unbiased(name, low, step, place):
+    """65 536 draws: the share of upper neighbours lies within five standard deviations, for two fixed seeds."""
+    count = 1 << 16
+    for seed in (1, 2):
+        y = noisy(torch.full((count,), low + place * step), name, generator=seed)
+        share = ((y - low) / step).mean().item()
+        assert set(((y - low) / step).unique().tolist()) == {0.0, 1.0}
+        assert abs(share - place) < 5 * math.sqrt(place * (1 - place) / count)
+
+
+def test_a_biased_stream_would_be_noticed():
+    """The planted error: nearest rounding moves the mean by far more than five standard deviations."""
+    y = quantize(torch.full((1 << 16,), 1.0 + 0.4 / 8), "e4m3")
+    share = ((y - 1) * 8).mean().item()
+    assert abs(share - 0.4) > 5 * math.sqrt(0.4 * 0.6 / (1 << 16))
+
+
+def test_neighbouring_words_are_not_correlated():
+    y = noisy(torch.full((1 << 16,), 1.0625), "e4m3", generator=3) - 1.0625
+    for lag in (1, 2, 4, 15, 16, 63, 64, 256):
+        correlation = (y[:-lag] * y[lag:]).mean() / (y * y).mean()
+        assert abs(correlation.item()) < 5 / math.sqrt(1 << 16)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e2m1", "bf16", "fp16", "int8", "nf4", "lns8_g8"])
+def test_exact_values_never_move(name):
+    values = quantize(normal(4096) * 3, name)
+    for seed in range(3):
+        check(name, noisy(values, name, generator=seed), values)
+
+
+def test_exact_values_never_move_in_blocks():
+    x = quantize(normal(64, 64), "mxfp4")
+    for seed in range(3):
+        check("mxfp4", noisy(x, "mxfp4", generator=seed), x)
+
+
+@pytest.mark.parametrize(("name", "x", "expected"), [
+    ("e4m3", 2.0**-10, {0.0, 2.0**-9}),
+    ("e4m3", -1.5 * 2.0**-9, {-(2.0**-9), -(2.0**-8)}),
+    ("e4m3", 2.0**-30, {0.0, 2.0**-9}),
+    ("e5m2", 2.0**-17, {0.0, 2.0**-16}),
+    ("bf16", 2.0**-133 * 1.5, {2.0**-133, 2.0**-132}),
+    ("fp16", 2.0**-25, {0.0, 2.0**-24}),
+])  # fmt: skip
+def test_subnormals_are_stochastic(name, x, expected):
+    count = 1 << 22 if abs(x) == 2.0**-30 else 4096
+    assert set(noisy(torch.full((count,), x), name, generator=1).unique().tolist()) == expected
+
+
+def test_specials_do_not_look_at_words():
+    x = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e30]).repeat(100)
+    for name in ("e4m3", "e5m2", "e2m1", "fp16"):
+        for overflow in ("saturate", "ieee"):
+            up = noisy(x, name, overflow=overflow, random_words=torch.full(x.shape, (1 << 32) - 1))
+            down = noisy(x, name, overflow=overflow, random_words=torch.zeros(x.shape, dtype=torch.int64))
+            check(name, up, down)
+            check(name, up, quantize(x, name, overflow=overflow))
