@@ -201,7 +201,7 @@ def _check_input(x: torch.Tensor) -> None:
         hint = "take the real and imaginary parts apart" if x.dtype.is_complex else "convert it with .float()"
         hint = "decode it with fmtsim.decode(x)" if x.dtype.is_floating_point else hint
         raise DtypeError(f"{_dtype_message('x', x.dtype)} ({hint})")
-    if x.layout != torch.strided:
+    if not torch.compiler.is_compiling() and x.layout != torch.strided:  # dynamo cannot see layouts
         raise ArgumentError(f"x has layout {x.layout}; pass a dense tensor, for example x.to_dense()")
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,9 +98,9 @@ def summary(record: dict[str, Any], baseline: "Run", simulated: "Run") -> str:
     corpus = record["corpus"]
     cut = ", cut at the limit" if corpus["truncated"] else ""
     runs = (("baseline", baseline), ("simulated", simulated))
-    rows = [(name, r.label, f"{r.final_loss:.4f}", f"{r.validation:.4f}", f"{r.seconds:.1f}") for name, r in runs]
+    rows = [(name, r.label, _loss(r.final_loss), _loss(r.validation), f"{r.seconds:.1f}") for name, r in runs]
     gap = (simulated.final_loss - baseline.final_loss, simulated.validation - baseline.validation)
-    rows.append(("gap", "", f"{gap[0]:+.4f}", f"{gap[1]:+.4f}", ""))
+    rows.append(("gap", "", _loss(gap[0], "+"), _loss(gap[1], "+"), ""))
     header = ("run", "precision", "train loss", "held-out loss", "seconds")
     parts = [
         f"text: {corpus['name']}, {corpus['bytes'] / 1e6:.1f} MB in {corpus['files']} files{cut}",
@@ -110,6 +111,10 @@ def summary(record: dict[str, Any], baseline: "Run", simulated: "Run") -> str:
     if simulated.stats is not None and simulated.stats.layers:
         parts += ["", _lost_bits(simulated)]
     return "\n".join(parts)
+
+
+def _loss(value: float, sign: str = "") -> str:
+    return f"{value:{sign}.4f}" if math.isfinite(value) else "-"
 
 
 def _lost_bits(run: "Run") -> str:

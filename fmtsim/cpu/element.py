@@ -66,7 +66,8 @@ def element_of(fmt: ElementFormat, rounding: Rounding, overflow: Overflow) -> El
     if isinstance(fmt, FloatFormat):
         over_value = special_value(fmt, overflow)
         negative_value = math.nan if overflow == "ieee" and fmt.has_nan else fmt.min
-        sign_code, inf_code, nan_code = fmt.sign_mask, fmt.inf_code or 0, fmt.nan_code or 0
+        sign_code = fmt.sign_mask - (1 << 64 if fmt.bits == 64 else 0)  # the sign bit of an int64 is its own
+        inf_code, nan_code = fmt.inf_code or 0, fmt.nan_code or 0
     elif isinstance(fmt, IntFormat) and fmt.half_offset:
         kind = HALF_OFFSET
     elif isinstance(fmt, CodebookFormat):

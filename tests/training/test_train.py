@@ -1,5 +1,6 @@
 """``fmtsim train``: files, determinism, and nothing half-written whatever happens."""
 
+import io
 import json
 import math
 import signal
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from fmtsim.cli.main import main
+from fmtsim.cli.train import summary
 from fmtsim.errors import ArgumentError
 from fmtsim.nn.convert import convert
 from fmtsim.training import artifacts, loop
@@ -17,7 +19,7 @@ from fmtsim.training.artifacts import check_output, make_record, write_artifacts
 from fmtsim.training.corpus import load_corpus
 from fmtsim.training.gpt import GPT, GPTConfig
 from fmtsim.training.loop import Run, TrainConfig, compare_schemes, observed_steps, schedule, train
-from fmtsim.training.progress import Lines, Quiet
+from fmtsim.training.progress import Lines, Quiet, make_progress
 from fmtsim.training.schemes import Scheme
 
 SMALL = ["--steps", "3", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "1", "--heads", "2"]
@@ -129,6 +131,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_still_drawn(tmp_path, cor
     assert math.isnan(run.final_loss) and math.isnan(run.validation) and run.observed == 1
     base = Run(label="fp32", losses=[3.0, 2.0, 1.0], validation=1.0)
     record = make_record(config(), corpus, base, run)
+    assert "e4m3/e5m2, scaled by tensor: stopped, the loss became nan at step 2" in summary(record, base, run)
     assert record["simulated"]["losses"][1] is None and record["gap"]["final_loss"] is None
     assert [p.name for p in write_artifacts(tmp_path / "o", record, base, run)] == FILES
 
@@ -234,6 +237,26 @@ def test_lines_report_tenths_and_why_a_run_stopped(capsys):
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 11 and printed[0].startswith("a: step 3/25  loss 1.0000")
     assert printed[-1] == "a: stopped, the loss became inf at step 9"
+
+
+class Terminal(io.StringIO):
+    """Claim to be one."""
+
+    def isatty(self):
+        return True
+
+
+def test_bars_on_a_terminal_lines_without_rich_nothing_if_quiet(monkeypatch):
+    stream = Terminal()
+    bars = make_progress(False, stream)
+    with bars:
+        bars.start("e4m3", 2)
+        bars.step(1, 2.5)
+        bars.finish(Run(label="e4m3", losses=[2.5, math.inf], stopped="the loss became inf at step 2"))
+    assert "1/2" in stream.getvalue() and "e4m3: stopped, the loss became inf at step 2" in stream.getvalue()
+    assert isinstance(make_progress(True, stream), Quiet) and isinstance(make_progress(False, io.StringIO()), Lines)
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    assert isinstance(make_progress(False, stream), Lines)
 
 
 def test_converted_gpt_leaves_embedding_and_head_alone():
