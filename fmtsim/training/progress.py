@@ -86,7 +86,7 @@ class Bars:
         """Say why a run ended early."""
         if run.stopped:
             self._display.update(self._task, loss=f"[bold]{run.losses[-1]}[/bold]")
-            self._display.console.print(f"{run.label}: stopped, {run.stopped}")
+            self._display.console.print(f"{run.label}: stopped, {run.stopped}", highlight=False, markup=False)
 
 
 def make_progress(quiet: bool, stream: TextIO | None = None) -> Progress:

@@ -1,0 +1,205 @@
+"""The cache of compiled kernels, and what a call costs in memory: each in processes of its own."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+
+import pytest
+
+from fmtsim.cpu import jit
+
+CALL = """
+x = torch.tensor([0.1, 500.0, -3.3])
+print(fmtsim.quantize(x, "e4m3").tolist(), fmtsim.quantize(x.repeat(11), "mxfp4", pad=True).tolist()[:3])
+"""
+PRINTED = "[0.1015625, 448.0, -3.25] [0.0, 384.0, -0.0]"
+
+
+def run_script(source: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a new process with every warning shown, and return what it printed."""
+    script = "import torch, fmtsim, sys\n" + textwrap.dedent(source)
+    environment = {"FMTSIM_CACHE_DIR": "", **environment}
+    command = [sys.executable, "-W", "always::UserWarning", "-c", script]
+    result = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def files(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return the files below a folder with their time of change and size."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.stat().st_size) for path in found}
+
+
+def test_kernels_are_compiled_once_for_all_processes(tmp_path):
+    """The second process loads what the first one compiled: it writes nothing and compiles nothing."""
+    compiled = """
+    from numba.core import event
+    recorder = event.RecordingListener()
+    event.register("numba:compile", recorder)
+    """
+    count = """
+    print(sum(entry.is_start for _, entry in recorder.buffer))
+    """
+    script = textwrap.dedent(compiled) + CALL + textwrap.dedent(count)
+    first = run_script(script, FMTSIM_CACHE_DIR=str(tmp_path))
+    kept = files(tmp_path)
+    second = run_script(script, FMTSIM_CACHE_DIR=str(tmp_path))
+    assert kept and all(re.match(r"cpu-[0-9a-f]{16}/", name) for name in kept)
+    assert files(tmp_path) == kept
+    printed, compilations = zip(*(result.stdout.split("\n")[:2] for result in (first, second)), strict=True)
+    assert printed == (PRINTED, PRINTED)
+    assert int(compilations[0]) > 0  # a listener that sees nothing would prove nothing
+    assert int(compilations[1]) == 0
+    assert (first.stderr, second.stderr) == ("", "")
+
+
+def test_the_cache_lies_where_the_environment_says(tmp_path):
+    """``FMTSIM_CACHE_DIR``, else ``XDG_CACHE_HOME``, else the home folder; asked of the folder alone."""
+    script = """
+    from fmtsim.cpu import jit
+    print(jit.cache_folder().parent)
+    """
+    chosen, xdg, home = str(tmp_path / "chosen"), str(tmp_path / "xdg"), str(tmp_path / "home")
+    environment = {"FMTSIM_CACHE_DIR": chosen, "XDG_CACHE_HOME": xdg, "HOME": home}
+    expected = {"FMTSIM_CACHE_DIR": chosen, "XDG_CACHE_HOME": f"{xdg}/fmtsim", "HOME": f"{home}/.cache/fmtsim"}
+    for name, folder in expected.items():
+        assert run_script(script, **environment).stdout.strip() == folder
+        environment[name] = ""
+
+
+@pytest.mark.parametrize("blocked", ["file", "read-only"])
+def test_a_cache_that_cannot_be_written(tmp_path, blocked):
+    """One warning that says what to do, and right results."""
+    place = tmp_path / "place"
+    if blocked == "file":
+        place.write_text("a regular file, below which nothing can be made, even by root")
+        place = place / "below"
+    else:
+        place.mkdir()
+        place.chmod(0o500)
+        if os.access(place, os.W_OK):
+            pytest.skip("permissions do not bind this user")
+    result = run_script(CALL, FMTSIM_CACHE_DIR=str(place))
+    assert result.stdout.strip() == PRINTED
+    assert result.stderr.count("UserWarning") == 1
+    assert re.search(
+        rf"fmtsim cannot write its kernel cache {re.escape(str(place))}/cpu-[0-9a-f]+ \(.+\); kernels are compiled anew "
+        r"in every process\. Set FMTSIM_CACHE_DIR to a folder that can be written\.",
+        result.stderr,
+    )
+
+
+def test_edited_kernels_get_another_folder(tmp_path, monkeypatch):
+    """The folder's name follows the text of every kernel file."""
+    for name in ("jit.py", "scalar.py"):
+        (tmp_path / name).write_text((Path(jit.__file__).parent / name).read_text(encoding="utf-8"))
+    monkeypatch.setattr(jit, "__file__", str(tmp_path / "jit.py"))
+    monkeypatch.setenv("FMTSIM_CACHE_DIR", str(tmp_path / "cache"))
+    folder = jit.cache_folder.__wrapped__
+    first = folder()
+    assert folder() == first and first.is_dir()
+    with (tmp_path / "scalar.py").open("a", encoding="utf-8") as kernels:
+        kernels.write("# edited\n")
+    assert folder() != first
+    assert folder().parent == first.parent
+
+
+def test_two_processes_may_fill_the_cache_at_once(tmp_path):
+    script = "import torch, fmtsim, sys\n" + CALL
+    environment = os.environ | {"FMTSIM_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "error::UserWarning", "-c", script]
+    running = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for process in running:
+        printed, complaints = process.communicate(timeout=200)
+        assert (process.returncode, printed.strip(), complaints) == (0, PRINTED, "")
+    assert not [name for name in files(tmp_path) if "tmp" in name]
+
+
+def test_a_damaged_cache_is_not_trusted_blindly(tmp_path):
+    """Kernels whose file is empty or gone are compiled again."""
+    run_script(CALL, FMTSIM_CACHE_DIR=str(tmp_path))
+    objects = sorted(tmp_path.rglob("*.nbc"))
+    assert len(objects) >= 2
+    objects[0].unlink()
+    assert run_script(CALL, FMTSIM_CACHE_DIR=str(tmp_path)).stdout.strip() == PRINTED
+
+
+def test_importing_the_package_compiles_nothing(tmp_path):
+    result = run_script('print("numba" in sys.modules)', FMTSIM_CACHE_DIR=str(tmp_path))
+    assert (result.stdout.strip(), result.stderr) == ("False", "")
+    assert not files(tmp_path)
+
+
+def test_the_cache_of_this_process_is_quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert jit.cache_folder() is not None
+
+
+# Memory.
+
+MEASURE = """
+def peak(call):
+    call()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = status("VmRSS")
+    call()
+    return status("VmHWM") - before
+
+def status(name):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(name))
+
+torch.set_num_threads(THREADS)
+x = torch.randn(SIZE, generator=torch.Generator().manual_seed(1)).view(-1, 4096)
+out = torch.empty_like(x)
+noisy = {"rounding": "stochastic", "generator": 3}
+calls = {
+    "e4m3": lambda: fmtsim.quantize(x, "e4m3", out=out),
+    "stochastic": lambda: fmtsim.quantize(x, "e4m3", out=out, **noisy),
+    "mxfp4": lambda: fmtsim.quantize(x, "mxfp4", out=out),
+    "nvfp4": lambda: fmtsim.quantize(x, "nvfp4", out=out),
+    "mxfp4 stochastic": lambda: fmtsim.quantize(x, "mxfp4", out=out, **noisy),
+    "int8_channel": lambda: fmtsim.quantize(x, "int8_channel", out=out),
+    "e4m3 in place": lambda: fmtsim.quantize_(out, "e4m3"),
+    "planted": lambda: out.copy_(x + 1),
+}
+for name, call in calls.items():
+    print(name, peak(call), sep=":")
+"""
+
+
+def peaks(elements: int, threads: int) -> dict[str, int]:
+    """Return how many kB the second call of each kind adds at its peak to what the process held."""
+    source = MEASURE.replace("SIZE", str(elements)).replace("THREADS", str(threads))
+    lines = run_script(source, FMTSIM_CACHE_DIR=os.environ.get("FMTSIM_CACHE_DIR", "")).stdout.split("\n")
+    return {name: int(size) for name, size in (line.rsplit(":", 1) for line in lines if line)}
+
+
+def check_peaks(elements: int, threads: int) -> None:
+    found = peaks(elements, threads)
+    assert found.pop("planted") >= elements * 4 // 1024 * 9 // 10  # a temporary of x's size is seen
+    assert {name: size for name, size in found.items() if size >= 1000} == {}
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be reset here")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_out_needs_less_than_a_megabyte(threads):
+    check_peaks(1 << 22, threads)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be reset here")
+def test_out_of_16_million_elements_needs_less_than_a_megabyte():
+    check_peaks(1 << 24, 2)

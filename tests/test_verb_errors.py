@@ -1,0 +1,196 @@
+"""Bad input of the verbs: each error names the value, what is allowed and the next step, and nothing is written."""
+
+import re
+
+import pytest
+import torch
+
+import fmtsim
+from fmtsim import ArgumentError, DtypeError, FormatError, encode, quantize, quantize_
+
+DTYPES = "choose float16, bfloat16, float32 or float64"
+BLOCK = "is not a block; choose an int of 1 or more, or (outer, inner), in which None means the whole extent"
+ROUNDINGS = "nearest_even, nearest_away, nearest_toward_zero, toward_zero, up, down, to_odd, stochastic"
+
+# x is [6, 64] of float32.
+ARGUMENTS = [
+    (FormatError, {"format": "e4m3x"}, "unknown format 'e4m3x'; did you mean 'e4m3'"),
+    (FormatError, {"format": "e4m33"}, "e4m33: mantissa_bits=33 is not allowed; choose 0 to 10"),
+    (FormatError, {"format": "nvfp5"}, "unknown format 'nvfp5'; did you mean 'nvfp4'"),
+    (FormatError, {"format": "zzzz"}, "unknown format 'zzzz' (fmtsim.list_formats() has all names; others are spelled"),
+    (FormatError, {"format": "e9m3"}, "e9m3: exponent_bits=9 is not allowed; choose 1 to 8"),
+    (FormatError, {"format": 3}, "format=3 is not a name, a format record or a dtype; pass a name such as 'e4m3'"),
+    (FormatError, {"format": None}, "format=None is not a name, a format record or a dtype; pass a name"),
+    (FormatError, {"format": ["e4m3"]}, "format=['e4m3'] is not a name, a format record or a dtype; pass a name"),
+    (FormatError, {"format": torch.bool}, "dtype torch.bool has no format; pass a name from fmtsim.list_formats()"),
+    (FormatError, {"rounding": "nearest_evn"}, "unknown rounding 'nearest_evn'; did you mean 'nearest_even' or "),
+    (FormatError, {"rounding": "xyz"}, f"unknown rounding 'xyz' (choose one of {ROUNDINGS})"),
+    (FormatError, {"rounding": 3}, f"rounding=3 is not a name or a Rounding; choose one of {ROUNDINGS}"),
+    (FormatError, {"rounding": ["up"]}, f"rounding=['up'] is not a name or a Rounding; choose one of {ROUNDINGS}"),
+    (FormatError, {"random_bits": 8}, "random_bits and layout belong to rounding='stochastic', not 'nearest_even'"),
+    (FormatError, {"rounding": "stochastic", "random_bits": 33}, "random_bits=33 is not allowed; choose 1 to 32"),
+    (FormatError, {"rounding": "stochastic", "random_bits": 0}, "random_bits=0 is not allowed; choose 1 to 32"),
+    (FormatError, {"rounding": fmtsim.Rounding(mode="stochastic"), "random_bits": 8},
+     "random_bits is given twice: in the Rounding record and as an argument; pass one of them"),
+    (FormatError, {"overflow": "wrap"}, "unknown overflow 'wrap'; choose 'saturate', 'ieee' or None for the format's"),
+    (FormatError, {"overflow": ["ieee"]}, "unknown overflow ['ieee']; choose 'saturate', 'ieee' or None"),
+    (FormatError, {"format": "mxfp4", "scale_rule": "flor"}, "scale_rule='flor' is unknown; choose floor, ceil, rceil,"),
+    (FormatError, {"format": "mxfp4", "scale_rule": ["up"]}, "scale_rule=['up'] is unknown; choose floor, ceil, rceil,"),
+    (FormatError, {"scale_rule": "floor"}, "scale_rule='floor' needs a block; pass block_size= or a block format"),
+    (FormatError, {"format": "logfmt8", "block_size": 64, "scale_rule": "floor"},
+     "logfmt8 has no scale, so scale_rule='floor' does not apply; leave it out"),
+    (FormatError, {"format": "nf4", "block_size": 64, "scale_rule": "even"}, "scale_rule='even' needs mantissa bits"),
+    (ArgumentError, {"dim": 2}, "dim=2 is not a dimension of x of shape (6, 64); choose -2 to 1"),
+    (ArgumentError, {"dim": -3}, "dim=-3 is not a dimension of x of shape (6, 64); choose -2 to 1"),
+    (ArgumentError, {"dim": 1.0}, "dim=1.0 is not a dimension of x of shape (6, 64); choose -2 to 1"),
+    (ArgumentError, {"dim": None}, "dim=None is not a dimension of x of shape (6, 64); choose -2 to 1"),
+    (ArgumentError, {"dim": (0, 1)}, "dim=(0, 1) is not a dimension of x of shape (6, 64); choose -2 to 1"),
+    *[
+        (ArgumentError, {"block_size": block}, f"block_size={block!r} {BLOCK}")
+        for block in (0, -4, 32.0, True, "32", (), (1, 2, 3), (1, 0), (1.0, 32), [None, -1], (1, "32"))
+    ],
+    (ArgumentError, {"format": "mxfp4", "block_size": 0}, f"block_size=0 {BLOCK}"),
+    (ArgumentError, {"block_size": 24},
+     "e4m3_1x24_amax: block_size=24 does not divide 64 (dim=-1); choose 16 or 32, or pass pad=True"),
+    (ArgumentError, {"block_size": 128}, "block_size=128 does not divide 64 (dim=-1); choose 64, or pass pad=True"),
+    (ArgumentError, {"format": "mxfp4", "dim": 0},
+     "mxfp4: block_size=32 does not divide 6 (dim=0); choose 6, or pass pad=True"),
+    (ArgumentError, {"format": "nvfp4", "dim": -2},
+     "nvfp4: block_size=16 does not divide 6 (dim=-2); choose 6, or pass pad=True"),
+    (ArgumentError, {"block_size": (4, 32)},
+     "e4m3_4x32_amax: block rows=4 do not divide the 6 rows across dim=-1; choose 3 or 6, or pass pad=True"),
+    (ArgumentError, {"format": "e4m3_128x128", "dim": 0, "block_size": (128, 6)},
+     "block rows=128 do not divide the 64 rows across dim=0; choose 64, or pass pad=True"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "options", "message"), ARGUMENTS, ids=[repr(options) for _, options, _ in ARGUMENTS])
+def test_bad_arguments(error, options, message):
+    x = torch.randn(6, 64)
+    before = x.clone()
+    for verb in (quantize, quantize_, encode):
+        arguments = {"format": "e4m3", **options}
+        with pytest.raises(error, match=re.escape(message)):
+            verb(x, **arguments)
+        assert torch.equal(x, before)
+        with pytest.raises(error, match=re.escape(message)):  # the second time as well: nothing wrong was cached
+            verb(x, **arguments)
+
+
+def test_equal_arguments_of_other_types_are_still_wrong():
+    """32 and 32.0 are one key of a dict; what the first may do, the second may not."""
+    x = torch.randn(6, 64)
+    quantize(x, "e4m3", block_size=32)
+    with pytest.raises(ArgumentError, match=re.escape("block_size=32.0")):
+        quantize(x, "e4m3", block_size=32.0)
+
+
+def test_the_suggested_blocks_fit():
+    for extent in (6, 35, 64, 97, 120, 4100):
+        x = torch.ones(2, extent)
+        with pytest.raises(ArgumentError) as caught:
+            quantize(x, "e4m3", block_size=32 if extent % 32 else 24)
+        suggestion = re.search(r"choose (\d+)(?: or (\d+))?, or pass pad=True", str(caught.value))
+        assert suggestion is not None
+        for size in filter(None, suggestion.groups()):
+            assert quantize(x, "e4m3", block_size=int(size)).shape == x.shape
+    with pytest.raises(ArgumentError, match=r"does not divide 1 \(dim=-1\); pass pad=True$"):
+        quantize(torch.ones(3, 1), "mxfp4")
+
+
+def test_any_short_block_is_an_error_in_any_rank():
+    for shape, dim in (((33,), 0), ((33, 2), -2), ((2, 33, 2), 1), ((0, 33), 1)):
+        with pytest.raises(ArgumentError, match=rf"mxfp4: block_size=32 does not divide 33 \(dim={dim}\); choose 11 or 33"):
+            quantize(torch.ones(shape), "mxfp4", dim=dim)
+
+
+TENSORS = [
+    (DtypeError, torch.ones(3, dtype=torch.int32), f"x has dtype torch.int32; {DTYPES} (convert it with .float())"),
+    (DtypeError, torch.ones(3, dtype=torch.uint8), f"x has dtype torch.uint8; {DTYPES} (convert it with .float())"),
+    (DtypeError, torch.ones(3, dtype=torch.bool), f"x has dtype torch.bool; {DTYPES} (convert it with .float())"),
+    (DtypeError, torch.ones(3, dtype=torch.complex64),
+     f"x has dtype torch.complex64; {DTYPES} (take the real and imaginary parts apart)"),
+    (DtypeError, torch.ones(3).to(torch.float8_e4m3fn),
+     f"x has dtype torch.float8_e4m3fn; {DTYPES} (decode it with fmtsim.decode(x))"),
+    (DtypeError, [1.0, 2.0], "x is list, not a tensor; pass torch.tensor(x)"),
+    (DtypeError, 1.5, "x is float, not a tensor; pass torch.tensor(x)"),
+    (DtypeError, None, "x is NoneType, not a tensor; pass torch.tensor(x)"),
+    (DtypeError, torch.ones(3).numpy(), "x is ndarray, not a tensor; pass torch.tensor(x)"),
+    (ArgumentError, torch.ones(3, 3).to_sparse(),
+     "x has layout torch.sparse_coo; pass a dense tensor, for example x.to_dense()"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "x", "message"), TENSORS, ids=[str(message)[:25] for _, _, message in TENSORS])
+def test_bad_tensors(error, x, message):
+    for verb in (quantize, quantize_, encode):
+        with pytest.raises(error) as caught:
+            verb(x, "e4m3")
+        assert str(caught.value) == message
+
+
+OUTS = [
+    (DtypeError, [0.0], {}, "out is list, not a tensor; pass torch.empty_like(x)"),
+    (DtypeError, torch.empty(6, 64, dtype=torch.int8), {}, f"out has dtype torch.int8; {DTYPES}"),
+    (DtypeError, torch.empty(6, 64, dtype=torch.float8_e5m2), {}, f"out has dtype torch.float8_e5m2; {DTYPES}"),
+    (DtypeError, torch.empty(6, 64), {"out_dtype": torch.float16},
+     "out has dtype torch.float32 but out_dtype=torch.float16; leave out_dtype out"),
+    (ArgumentError, torch.empty(64, 6), {},
+     "out is torch.strided (64, 6) on cpu; x is torch.strided (6, 64) on cpu, and out must agree"),
+    (ArgumentError, torch.empty(1, 6, 64), {},
+     "out is torch.strided (1, 6, 64) on cpu; x is torch.strided (6, 64) on cpu, and out must agree"),
+    (ArgumentError, torch.empty(0), {},
+     "out is torch.strided (0,) on cpu; x is torch.strided (6, 64) on cpu, and out must agree"),
+    (ArgumentError, torch.empty(6, 64, device="meta"), {},
+     "out is torch.strided (6, 64) on meta; x is torch.strided (6, 64) on cpu, and out must agree"),
+    (ArgumentError, torch.empty(1, 64).expand(6, 64), {},
+     "out of shape (6, 64) and strides (0, 1) holds several elements in one place; "
+     "pass out.contiguous(), or a tensor that was not expanded"),
+    (ArgumentError, torch.zeros(6, 64, requires_grad=True), {},
+     "out= does not support autograd; call quantize without out=, or under torch.no_grad()"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "out", "options", "message"), OUTS, ids=[message[:40] for *_, message in OUTS])
+def test_bad_outs(error, out, options, message):
+    with pytest.raises(error) as caught:
+        quantize(torch.ones(6, 64), "e4m3", out=out, **options)
+    assert str(caught.value) == message
+
+
+def test_out_of_a_tensor_that_requires_grad():
+    x, out = torch.ones(3, requires_grad=True), torch.zeros(3)
+    message = "^out= does not support autograd; call quantize without out=, or under torch.no_grad\\(\\)$"
+    with pytest.raises(ArgumentError, match=message):
+        quantize(x, "e4m3", out=out)
+    with pytest.raises(ArgumentError, match=message):
+        quantize_(x, "e4m3")
+    assert out.tolist() == [0.0] * 3
+    with torch.no_grad():
+        assert quantize(x, "e4m3", out=out).tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("out_dtype", [torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn, "float32", float])
+def test_bad_out_dtypes(out_dtype):
+    with pytest.raises(DtypeError) as caught:
+        quantize(torch.ones(3), "e4m3", out_dtype=out_dtype)
+    expected = f"out_dtype={out_dtype!r} is not allowed; choose torch.float16, bfloat16, float32 or float64"
+    assert str(caught.value) == expected
+
+
+def test_arguments_that_do_not_exist():
+    with pytest.raises(TypeError, match="axis"):
+        quantize(torch.ones(3), "e4m3", axis=0)
+    with pytest.raises(TypeError, match="out"):
+        quantize_(torch.ones(3), "e4m3", out=torch.ones(3))
+
+
+def test_nothing_is_half_written():
+    """A refused call leaves out as it was, also where the data themselves are refused."""
+    out = torch.full((6, 64), 7.0)
+    words = torch.zeros(6, 64, dtype=torch.int64)
+    words[-1, -1] = 1 << 40
+    for options in ({"rounding": "stochastic", "random_words": words}, {"block_size": 24}, {"format": "e4m33"}):
+        with pytest.raises(fmtsim.FmtsimError):
+            quantize(torch.ones(6, 64), **{"format": "e4m3", "out": out, **options})
+    assert bool((out == 7.0).all())
