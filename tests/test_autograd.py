@@ -1,4 +1,4 @@
-"""quantize under torch's transformations: autograd, torch.func, torch.compile, torch.export, and the operators alone."""
+"""quantize under torch's transformations: autograd, torch.func, torch.compile, torch.export; the operators alone."""
 
 import pytest
 import torch
@@ -177,7 +177,9 @@ def test_random_words_under_vmap():
     one = vmap(lambda w: noisy(x[0], random_words=w, random_bits=3))(words)
     check("words alone", one, given)
     with pytest.raises(fmtsim.ArgumentError, match="random_words reach from 0 to 7"):
-        vmap(lambda v, w: noisy(v, random_words=w, random_bits=2))(x, words.clamp(min=0).where(words > 0, 7 * (words < 0)))
+        vmap(lambda v, w: noisy(v, random_words=w, random_bits=2))(
+            x, words.clamp(min=0).where(words > 0, 7 * (words < 0))
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -251,7 +251,7 @@ def test_the_mean_over_all_words_is_exact(name, bits, place, data):
 
 
 def test_variants_differ_by_their_bias():
-    """Of 1/8 of a step, one random bit: a sees none of it, b and c at most half a bit; two bits of a see none either."""
+    """What r random bits do not resolve: variant a drops it, b and c round it, half a bit at most."""
     x = 1.0 + 1 / 64
     assert expectation(x, "e4m3", 1) == expectation(x, "e4m3", 2) == 1.0
     assert expectation(x, "e4m3", 3) == x
@@ -260,8 +260,16 @@ def test_variants_differ_by_their_bias():
     assert expectation(1.0 + 3 / 64, "e4m3", 1) == 1.0
 
 
-@pytest.mark.parametrize(("name", "low", "step"), [("e4m3", 0.28125, 0.03125), ("bf16", 1.0, 2.0**-7), ("int8", 3.0, 1.0),
-                                                   ("e4m3", 2.0**-9, 2.0**-9), ("e2m1", 0.0, 0.5)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "low", "step"),
+    [
+        ("e4m3", 0.28125, 0.03125),
+        ("bf16", 1.0, 2.0**-7),
+        ("int8", 3.0, 1.0),
+        ("e4m3", 2.0**-9, 2.0**-9),
+        ("e2m1", 0.0, 0.5),
+    ],
+)
 @pytest.mark.parametrize("place", [0.003, 0.25, 0.9])
 def test_streams_are_unbiased(name, low, step, place):
     """65 536 draws: the share of upper neighbours lies within five standard deviations, for two fixed seeds."""

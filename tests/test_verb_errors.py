@@ -34,8 +34,8 @@ ARGUMENTS = [
      "random_bits is given twice: in the Rounding record and as an argument; pass one of them"),
     (FormatError, {"overflow": "wrap"}, "unknown overflow 'wrap'; choose 'saturate', 'ieee' or None for the format's"),
     (FormatError, {"overflow": ["ieee"]}, "unknown overflow ['ieee']; choose 'saturate', 'ieee' or None"),
-    (FormatError, {"format": "mxfp4", "scale_rule": "flor"}, "scale_rule='flor' is unknown; choose floor, ceil, rceil,"),
-    (FormatError, {"format": "mxfp4", "scale_rule": ["up"]}, "scale_rule=['up'] is unknown; choose floor, ceil, rceil,"),
+    (FormatError, {"format": "mxfp4", "scale_rule": "flor"}, "scale_rule='flor' is unknown; choose floor, ceil,"),
+    (FormatError, {"format": "mxfp4", "scale_rule": ["up"]}, "scale_rule=['up'] is unknown; choose floor, ceil,"),
     (FormatError, {"scale_rule": "floor"}, "scale_rule='floor' needs a block; pass block_size= or a block format"),
     (FormatError, {"format": "logfmt8", "block_size": 64, "scale_rule": "floor"},
      "logfmt8 has no scale, so scale_rule='floor' does not apply; leave it out"),
@@ -100,7 +100,9 @@ def test_the_suggested_blocks_fit():
 
 def test_any_short_block_is_an_error_in_any_rank():
     for shape, dim in (((33,), 0), ((33, 2), -2), ((2, 33, 2), 1), ((0, 33), 1)):
-        with pytest.raises(ArgumentError, match=rf"mxfp4: block_size=32 does not divide 33 \(dim={dim}\); choose 11 or 33"):
+        with pytest.raises(
+            ArgumentError, match=rf"mxfp4: block_size=32 does not divide 33 \(dim={dim}\); choose 11 or 33"
+        ):
             quantize(torch.ones(shape), "mxfp4", dim=dim)
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from fmtsim.cpu import general, pool, scalar
+from fmtsim.cpu import directed, general, pool, scalar
 from fmtsim.cpu.element import element_of, tables_of
 from fmtsim.cpu.grid import grid_of
 from fmtsim.cpu.output import store, wider
@@ -77,18 +77,22 @@ def _fast(spec: CastSpec, random: Random, source: torch.Tensor, target: torch.Te
     """Return the fast kernel's call, or None where it does not serve."""
     if source.dtype == torch.float64 or target.dtype == torch.float64:
         return None
-    drawn = plain_key(spec.rounding, random)
-    if spec.rounding.mode != "nearest_even" and not drawn:
+    mode = spec.rounding.mode
+    if mode == "stochastic" and not plain_key(spec.rounding, random):
         return None
     if isinstance(spec.format, IntFormat) and spec.format.bits > 20:
         return None
-    grid = grid_of(spec.format, spec.overflow, drawn)  # type: ignore[arg-type]
+    grid = grid_of(spec.format, spec.overflow, mode)  # type: ignore[arg-type]
     if grid is None:
         return None
-    if not isinstance(random, RandomKey):
-        return lambda piece, result, start: scalar.nearest_flat(piece.numpy(), result.numpy(), grid)
-    words = key_words(random)
-    return lambda piece, result, start: scalar.stochastic_flat(piece.numpy(), result.numpy(), grid, start, *words)
+    if isinstance(random, RandomKey):
+        words = key_words(random)
+        return lambda piece, result, start: scalar.stochastic_flat(piece.numpy(), result.numpy(), grid, start, *words)
+    if mode == "nearest_even":
+        kernel = scalar.nearest_kernel(grid)
+        return lambda piece, result, start: kernel(piece.numpy(), result.numpy(), grid)
+    direction = directed.direction_of(mode)
+    return lambda piece, result, start: directed.directed_flat(piece.numpy(), result.numpy(), grid, direction)
 
 
 def _general(spec: CastSpec, random: Random):  # type: ignore[no-untyped-def]

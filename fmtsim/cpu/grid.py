@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, Overflow
+from fmtsim.rounding.modes import Mode
 
 _F32_BIAS = 127
 
@@ -15,23 +16,27 @@ class Grid(NamedTuple):
     """Parameters of a grid for float32 kernels, each of the type that the kernels compute with.
 
     Attributes:
-        limit, limit_negative: Bits of the magnitudes at which either sign saturates; Inf where overflow is special.
-        special: Whether finite numbers above ``over_above``, and Inf, become ``over_value``.
+        limit, limit_negative: Bits of the magnitudes at which either sign saturates, before rounding; where overflow
+            is special a magnitude that rounds to something above ``over_above``.
+        sign: The sign bit, 0 for an unsigned format.
+        special: Whether what rounds above ``over_above`` must be turned into ``over_value``.
         nan_value: What NaN gives.
         zero: What is added at the end: +0 turns -0 into +0 for formats without it, -0 changes nothing.
         by_bits: Whether rounding goes by bit addition instead of magic addition.
         min_binade: Exponent field of the smallest normal value, in place.
-        top: Bits of a magnitude that stands in for all above it under special overflow, so that magic stays finite.
         magic_shift: Exponent distance of the magic number, in place.
         min_biased: Exponent field of the smallest normal value.
         deep_below: Bits of the magnitude below which 32 mantissa bits and more are dropped.
         drop: float32 mantissa bits that the format lacks.
         half_place, keep_mask, parity: Half a last place less one, the kept bits, and what to add for even codes.
-        flush_below, flush_half: Bits of the smallest normal and of its half where there are no subnormals, else 0.
+        flush_below, flush_half, flush_to: Magnitudes (bits) below the first become the first, or the third where they
+            do not exceed the second: a zero and the smallest normal without subnormals, the two smallest values without
+            a zero; else 0.
     """
 
     limit: np.int32
     limit_negative: np.int32
+    sign: np.int32
     special: np.bool_
     over_above: np.float32
     over_value: np.float32
@@ -39,7 +44,6 @@ class Grid(NamedTuple):
     zero: np.float32
     by_bits: np.bool_
     min_binade: np.int32
-    top: np.int32
     magic_shift: np.int32
     min_biased: np.int32
     deep_below: np.int32
@@ -49,6 +53,7 @@ class Grid(NamedTuple):
     parity: np.int32
     flush_below: np.int32
     flush_half: np.int32
+    flush_to: np.int32
 
 
 class Shape(NamedTuple):
@@ -75,42 +80,61 @@ def special_value(fmt: FloatFormat, overflow: Overflow) -> float:
 
 
 @lru_cache(maxsize=1024)
-def grid_of(fmt: ElementFormat, overflow: Overflow, stochastic: bool) -> Grid | None:
-    """Return the parameters of the fast kernels, or None where a format needs the general one."""
+def grid_of(fmt: ElementFormat, overflow: Overflow, mode: Mode) -> Grid | None:
+    """Return the parameters of the fast kernels, or None where a cast needs the general one."""
     if not isinstance(fmt, FloatFormat | IntFormat) or (isinstance(fmt, IntFormat) and fmt.half_offset):
         return None
-    mantissa_bits, min_exponent, flushed = shape_of(fmt)
-    unsigned_specials = not fmt.signed and isinstance(fmt, FloatFormat) and (overflow == "ieee" or not fmt.has_zero)
-    if mantissa_bits > 22 or min_exponent < -126 or unsigned_specials:
+    shape = shape_of(fmt)
+    mantissa_bits, min_exponent, flushed = shape
+    nearest, is_float = mode == "nearest_even", isinstance(fmt, FloatFormat)
+    saturate = overflow == "saturate" or not is_float
+    bare = isinstance(fmt, FloatFormat) and not fmt.has_zero
+    if mantissa_bits > 22 or min_exponent < -126 - bare or (not fmt.signed and not saturate):
         return None
-    linear = isinstance(fmt, FloatFormat) and min_exponent == -126 and not flushed and mantissa_bits > 0
-    by_bits = linear or (not stochastic and (flushed or mantissa_bits == 0))
-    if stochastic and not linear and (flushed or min_exponent < mantissa_bits - 126):
+    linear = is_float and min_exponent == -126 and not flushed and mantissa_bits > 0
+    flush = flushed or (mantissa_bits == 0 and nearest)
+    natural = saturate or (linear and nearest and fmt.infinities)  # type: ignore[union-attr]
+    if flush and not (nearest and saturate) or (linear and nearest and not natural):
         return None
-    if not by_bits and fmt.max_exponent + 1 + 23 - mantissa_bits > 127:
+    if not nearest and not linear and min_exponent < mantissa_bits - 126:
         return None
-    return _build(fmt, overflow, Shape(mantissa_bits, min_exponent, flushed), by_bits, flush=by_bits and not linear)
+    if mode == "to_odd" and mantissa_bits == 0:
+        return None
+    if nearest and not (linear or flush) and fmt.max_exponent + 1 + 23 - mantissa_bits > 127:
+        return None
+    return _build(fmt, overflow, shape, linear or flush, flush, natural, mode)
 
 
-def _build(fmt: FloatFormat | IntFormat, overflow: Overflow, shape: Shape, by_bits: bool, flush: bool) -> Grid:
+def _build(
+    fmt: FloatFormat | IntFormat,
+    overflow: Overflow,
+    shape: Shape,
+    by_bits: bool,
+    flush: bool,
+    natural: bool,
+    mode: Mode,
+) -> Grid:
     saturate = overflow == "saturate" or isinstance(fmt, IntFormat)
     drop = 23 - shape.mantissa_bits
     shift = drop << 23
     place = 1 << drop
     negative_zero = isinstance(fmt, FloatFormat) and fmt.has_negative_zero
-    parity = (1 - _F32_BIAS - shape.min_exponent) & 1 if shape.mantissa_bits == 0 else 0
-    smallest = (shape.min_exponent + _F32_BIAS) << 23
+    has_zero = not isinstance(fmt, FloatFormat) or fmt.has_zero
+    parity = (has_zero - _F32_BIAS - shape.min_exponent) & 1 if shape.mantissa_bits == 0 else 0
+    beyond = _bits(math.inf) if by_bits or mode != "nearest_even" else np.int32((0x7F000000 - shift) | 0x7FFFFF)
+    inward = ("toward_zero", "to_odd")  # roundings that never leave the range, for either sign or for one
+    smallest, tie, low = _flush_points(shape.min_exponent, has_zero) if flush else (0.0, 0.0, 0.0)
     return Grid(
-        limit=_bits(fmt.max if saturate else math.inf),
-        limit_negative=_bits(abs(fmt.min) if saturate else math.inf),
-        special=np.bool_(not saturate),
+        limit=_bits(fmt.max) if saturate or mode in (*inward, "down") else beyond,
+        limit_negative=_bits(abs(fmt.min) if has_zero else 0.0) if saturate or mode in (*inward, "up") else beyond,
+        sign=np.int32(-(1 << 31) if fmt.signed else 0),
+        special=np.bool_(not natural),
         over_above=np.float32(math.inf if saturate else fmt.max),
         over_value=np.float32(fmt.max if isinstance(fmt, IntFormat) else special_value(fmt, overflow)),
         nan_value=np.float32(math.nan if fmt.has_nan else fmt.max),
         zero=np.float32(-0.0 if negative_zero else 0.0),
         by_bits=np.bool_(by_bits),
-        min_binade=np.int32(smallest),
-        top=np.int32((0x7F000000 - shift) | 0x7FFFFF),
+        min_binade=np.int32(max(shape.min_exponent + _F32_BIAS, 0) << 23),
         magic_shift=np.int32(shift),
         min_biased=np.int32(shape.min_exponent + _F32_BIAS),
         deep_below=np.int32(max(shape.min_exponent + _F32_BIAS + drop - 31, 1) << 23),
@@ -118,9 +142,16 @@ def _build(fmt: FloatFormat | IntFormat, overflow: Overflow, shape: Shape, by_bi
         half_place=np.int32((place >> 1) - 1),
         keep_mask=np.int32(-place),
         parity=np.int32(parity),
-        flush_below=np.int32(smallest if flush else 0),
-        flush_half=_bits(math.ldexp(1.0, shape.min_exponent - 1) if flush else 0.0),
+        flush_below=_bits(smallest),
+        flush_half=_bits(tie),
+        flush_to=_bits(low),
     )
+
+
+def _flush_points(min_exponent: int, has_zero: bool) -> tuple[float, float, float]:
+    """Return the values between which the lowest numbers are rounded, and their midpoint: upper, midpoint, lower."""
+    smallest = math.ldexp(1.0, min_exponent)
+    return (smallest, smallest / 2, 0.0) if has_zero else (2 * smallest, 1.5 * smallest, smallest)
 
 
 def _bits(value: float) -> np.int32:

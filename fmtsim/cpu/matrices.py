@@ -149,12 +149,12 @@ def _fast_grids(spec: CastSpec, random: Random, dtype: torch.dtype, rank: int) -
         return None
     if isinstance(fmt.element, IntFormat) and fmt.element.bits > 20:
         return None
-    grid = grid_of(fmt.element, spec.overflow, drawn)
+    grid = grid_of(fmt.element, spec.overflow, spec.rounding.mode)
     if grid is None or grid.by_bits or grid.special or fmt.element.max_exponent < 0:
         return None
     if fmt.power_of_two or (fmt.scale == FP32 and fmt.arithmetic != "divide"):
         return grid, grid
-    scale_grid = grid_of(fmt.scale, "saturate", False)
+    scale_grid = grid_of(fmt.scale, "saturate", "nearest_even")
     if scale_grid is None or scale_grid.by_bits or fmt.arithmetic == "divide":
         return None
     return grid, scale_grid

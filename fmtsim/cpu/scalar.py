@@ -35,7 +35,7 @@ def finish(rounded, bits, g, special):
     """Apply special overflow, the sign, the rule for zeros and NaN to a rounded magnitude; return the value."""
     if special and rounded > g.over_above:
         rounded = g.over_value
-    value = float32(float32_of(bits32(rounded) | (bits & ~_MAGNITUDE)) + g.zero)
+    value = float32(float32_of(bits32(rounded) | (bits & g.sign)) + g.zero)
     spoiled = (bits & _MAGNITUDE) > _INF or (special and rounded != rounded)
     return g.nan_value if spoiled else value
 
@@ -52,24 +52,19 @@ def nearest_magic(x, g, special):
     """Round float32 x to nearest even by magic addition; ``special`` says whether overflow is not saturation."""
     bits = bits32(x)
     magnitude = limited(bits, g.limit, g.limit_negative)
-    rounded = (
-        magic_addition(min(magnitude, g.top), g.min_binade, g.magic_shift)
-        if special
-        else magic_addition(magnitude, g.min_binade, g.magic_shift)
-    )
-    return finish(rounded, bits, g, special)
+    return finish(magic_addition(magnitude, g.min_binade, g.magic_shift), bits, g, special)
 
 
 @device
-def nearest_bits(x, g, special):
-    """Round float32 x to nearest even by bit addition."""
+def nearest_bits(x, g, flush):
+    """Round float32 x to nearest even by bit addition; ``flush`` says whether the lowest numbers need a comparison."""
     bits = bits32(x)
     magnitude = limited(bits, g.limit, g.limit_negative)
     odd = ((magnitude >> g.drop) + g.parity) & int32(1)
     rounded = int32(magnitude + g.half_place + odd) & g.keep_mask
-    if magnitude < g.flush_below:
-        rounded = g.flush_below if magnitude > g.flush_half else int32(0)
-    return finish(float32_of(rounded), bits, g, special)
+    if flush and magnitude < g.flush_below:
+        rounded = g.flush_below if magnitude > g.flush_half else g.flush_to
+    return finish(float32_of(rounded), bits, g, False)
 
 
 @device
@@ -88,27 +83,27 @@ def stochastic_shift(x, word, g):
     A zero passes too: it has no bits to drop.
     """
     bits = bits32(x)
-    exponent, significand, drop = _unpack(limited(bits, g.limit, g.limit_negative), g)
+    exponent, significand, drop = unpack(limited(bits, g.limit, g.limit_negative), g)
     near = min(drop, int32(31))
     steps = int32(uint32(uint32(significand) + uint32(word >> uint32(int32(32) - near))) >> uint32(near))
-    return finish(_place(steps, exponent, drop), bits, g, True)
+    return finish(place_steps(steps, exponent, drop), bits, g, True)
 
 
 @device
 def stochastic_deep(x, word, g):
     """Round like ``stochastic_shift`` where 32 bits and more may be dropped: there only a carry out of them counts."""
     bits = bits32(x)
-    exponent, significand, drop = _unpack(limited(bits, g.limit, g.limit_negative), g)
+    exponent, significand, drop = unpack(limited(bits, g.limit, g.limit_negative), g)
     near = min(drop, int32(31))
     steps = int32(uint32(uint32(significand) + uint32(word >> uint32(int32(32) - near))) >> uint32(near))
     far = min(max(int32(drop - int32(32)), int32(0)), int32(31))
     room = int32(~int32(word))  # significand + word reaches 2**32 when the significand exceeds ~word, unsigned
     carry = int32(int32(significand >> far) > (room if room >= int32(0) else _MAGNITUDE))
-    return finish(_place(steps if drop < int32(32) else carry, exponent, drop), bits, g, True)
+    return finish(place_steps(steps if drop < int32(32) else carry, exponent, drop), bits, g, True)
 
 
 @device
-def _unpack(magnitude, g):
+def unpack(magnitude, g):
     """Split a float32 magnitude into exponent field, significand and the number of bits to drop."""
     exponent = max(int32(magnitude >> int32(23)), int32(1))
     significand = (magnitude & int32(0x7FFFFF)) | (int32(0x800000) if magnitude >= int32(0x800000) else int32(0))
@@ -117,23 +112,41 @@ def _unpack(magnitude, g):
 
 
 @device
-def _place(steps, exponent, drop):
+def place_steps(steps, exponent, drop):
     """Return a number of steps of the last place as float32 (Inf where they pass its range)."""
     return float32(float32(steps) * float32_of(int32(int32(exponent + drop - int32(23)) << int32(23))))
 
 
 @kernel
-def nearest_flat(x, y, g):
-    """Quantise float32 x into float32 y, to nearest even."""
-    if g.by_bits:
+def nearest_saturating(x, y, g):
+    """Quantise float32 x into float32 y, to nearest even; one of three kernels, so that each compiles fast."""
+    for i in range(x.size):
+        y[i] = nearest_magic(x[i], g, False)
+
+
+@kernel
+def nearest_special(x, y, g):
+    """Quantise float32 x into float32 y where overflow gives Inf or NaN."""
+    for i in range(x.size):
+        y[i] = nearest_magic(x[i], g, True)
+
+
+@kernel
+def nearest_by_bits(x, y, g):
+    """Quantise float32 x into float32 y by bit addition."""
+    if g.flush_below:
         for i in range(x.size):
             y[i] = nearest_bits(x[i], g, True)
-    elif g.special:
-        for i in range(x.size):
-            y[i] = nearest_magic(x[i], g, True)
     else:
         for i in range(x.size):
-            y[i] = nearest_magic(x[i], g, False)
+            y[i] = nearest_bits(x[i], g, False)
+
+
+def nearest_kernel(g):  # type: ignore[no-untyped-def]
+    """Return the kernel that rounds to nearest even on a grid."""
+    if g.by_bits:
+        return nearest_by_bits
+    return nearest_special if g.special else nearest_saturating
 
 
 @kernel

@@ -120,13 +120,7 @@ def train(scheme: Scheme, config: TrainConfig, corpus: Corpus, progress: Progres
             group["lr"] = config.lr * schedule(step, config.steps)
         batch = sample(corpus.train, config.batch_size, config.model.context, batches)
         began = time.perf_counter()
-        if step in looks:
-            with observe(model) as seen:
-                loss = _backward(model, *batch)
-            if math.isfinite(loss) or run.stats is None:  # of a run that blows up, the last look before it did
-                run.stats, run.observed = seen, step
-        else:
-            loss = _backward(model, *batch)
+        loss = _observed(run, step, model, *batch) if step in looks else _backward(model, *batch)
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         run.losses.append(loss)
         if not math.isfinite(loss):
@@ -168,6 +162,14 @@ def schedule(step: int, steps: int) -> float:
 def observed_steps(steps: int) -> set[int]:
     """Return the steps whose operands are counted: the first and each quarter; the last that happened is kept."""
     return {1} | {max(1, steps * quarter // 4) for quarter in (1, 2, 3, 4)}
+
+
+def _observed(run: Run, step: int, model: GPT, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+    with observe(model) as seen:
+        loss = _backward(model, inputs, targets)
+    if math.isfinite(loss) or run.stats is None:  # of a run that blows up, the last look before it did
+        run.stats, run.observed = seen, step
+    return loss
 
 
 def _backward(model: GPT, inputs: torch.Tensor, targets: torch.Tensor) -> float:
