@@ -3,11 +3,16 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fmtsim.analysis.observe import observe
 from fmtsim.encoded import Encoded
 from fmtsim.errors import ArgumentError, CodeError, DataError, DtypeError, FmtsimError, FormatError
+from fmtsim.explain import explain
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.registry import get_format, list_formats, register_format
 from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat, LogFormat
+from fmtsim.gemm.config import Gemm, LinearConfig, Quantizer, linear_config
+from fmtsim.gemm.emulated import EmulatedGEMM
+from fmtsim.nn import convert, report, revert
 from fmtsim.ops import RandomKey
 from fmtsim.quantize import decode, encode, quantize, quantize_
 from fmtsim.rounding.modes import Rounding
@@ -24,23 +29,33 @@ __all__ = [
     "CodebookFormat",
     "DataError",
     "DtypeError",
+    "EmulatedGEMM",
     "Encoded",
     "FloatFormat",
     "FmtsimError",
     "FormatError",
+    "Gemm",
     "IntFormat",
+    "LinearConfig",
     "LogFormat",
     "LogTileFormat",
+    "Quantizer",
     "RandomKey",
     "Rounding",
+    "convert",
     "decode",
     "encode",
+    "explain",
     "get_format",
     "get_num_threads",
+    "linear_config",
     "list_formats",
+    "observe",
     "quantize",
     "quantize_",
     "register_format",
+    "report",
+    "revert",
     "set_num_threads",
 ]
 

@@ -259,7 +259,7 @@ def _encode_int(x: Real, fmt: IntFormat, how: Rounding, word: int | None) -> int
     if x == -math.inf:
         number = fmt.min_code
     elif x == x and x != math.inf:
-        number = round_to_integer(x * power_of_two(fmt.fraction_bits) if x else x, how, word, fmt.half_offset)
+        number = round_to_integer(Fraction(x) * power_of_two(fmt.fraction_bits) if x else x, how, word, fmt.half_offset)
         number = min(max(number, fmt.min_code), fmt.max_code)
     return number % (1 << fmt.bits)
 
