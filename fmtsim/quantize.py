@@ -54,10 +54,11 @@ def quantize(
         pad: Let blocks at the end of ``dim`` be short, as if padded with zeros and cropped.
         out_dtype: dtype of the result: float16, bfloat16, float32 or float64. None takes x's where every value of
             the format fits, else float32, else float64. Values are rounded to it once, to nearest even.
-        out: Tensor of x's shape that receives the result (its dtype stands for ``out_dtype``); may be x itself.
+        out: Tensor of x's shape that receives the result (its dtype stands for ``out_dtype``); may be x itself. Where
+            it overlaps x in any other way, x is copied first.
 
     Returns:
-        Tensor of x's shape and device.
+        Tensor of x's shape and device, with x's strides where these leave no gaps; or ``out``.
 
     NaN stays NaN (canonical, positive) where the format has one, else it becomes the largest value, or makes the
     block NaN; Inf saturates or stays as ``overflow`` says; -0 stays -0 where the format has it. The gradient passes
@@ -69,8 +70,8 @@ def quantize(
         DtypeError: x, out_dtype or out has another dtype.
         ArgumentError: A dim, block, generator, ``out`` or ``random_words`` that does not fit.
 
-    >>> quantize(torch.tensor([0.1, 500.0, -0.0, float("nan")]), "e4m3")
-    tensor([  0.1016, 448.0000,  -0.0000,      nan])
+    >>> quantize(torch.tensor([0.1, 500.0, -0.0, float("nan")]), "e4m3").tolist()
+    [0.1015625, 448.0, -0.0, nan]
     """
     _check_input(x)
     result = out_dtype if out is None else _check_out(x, out, out_dtype)

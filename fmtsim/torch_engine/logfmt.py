@@ -111,7 +111,8 @@ def _encode_piece(
     rank = torch.searchsorted(table, magnitude, right=True) - 1
     lower = table.gather(1, rank)
     upper = table.gather(1, (rank + 1).clamp(max=fmt.max_code))
-    up = moves_up(magnitude, lower, upper, rank, (lower + upper) * 0.5, negative, rounding, words, flipped=negative)
+    first = torch.searchsorted(table, lower)  # of equal values: its parity is theirs
+    up = moves_up(magnitude, lower, upper, first, (lower + upper) * 0.5, negative, rounding, words, flipped=negative)
     rank = torch.searchsorted(table, table.gather(1, (rank + up).clamp(max=fmt.max_code)))  # first of equal values
     code = torch.where(empty, 0, rank)
     return torch.where(negative, code | (1 << (fmt.bits - 1)), code)

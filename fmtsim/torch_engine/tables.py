@@ -33,7 +33,8 @@ def encode_log(y: torch.Tensor, fmt: LogFormat, rounding: Rounding, words: torch
     rank = torch.searchsorted(values, magnitude.contiguous(), right=True) - 1
     last = values.numel() - 1
     upper = values[(rank + 1).clamp(max=last)]
-    up = moves_up(magnitude, values[rank], upper, rank, thresholds[rank], negative, rounding, words, flipped=negative)
+    parity = first[rank]
+    up = moves_up(magnitude, values[rank], upper, parity, thresholds[rank], negative, rounding, words, flipped=negative)
     magnitude_code = first[(rank + up).clamp(max=last)]
     return torch.where(negative, magnitude_code | (1 << (fmt.bits - 1)), magnitude_code)
 

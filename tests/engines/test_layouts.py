@@ -162,7 +162,9 @@ def test_empty_tensors_and_scalars(engine, name):
 # Engine against engine.
 
 
-LARGE = [name for name in (*element_formats(16, 4), *scaled_formats()) if "p3109" not in name and "lns16" not in name]
+# LogFMT tiles have torch ops alone: the kernels leave them to that engine.
+LEFT_OUT = ("p3109", "lns16", "logfmt")
+LARGE = [name for name in (*element_formats(16, 4), *scaled_formats()) if not any(part in name for part in LEFT_OUT)]
 
 
 @pytest.mark.parametrize("name", LARGE)
