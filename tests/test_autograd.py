@@ -7,9 +7,6 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 
 import fmtsim
 from fmtsim import quantize, quantize_
-from fmtsim.formats.spec import FloatFormat
-from fmtsim.ops import CastSpec, EncodedParts
-from fmtsim.ops import encode as encode_parts
 from tests.engines.compare import check, differing
 
 # torch itself still meets its deprecated scripting when forward-mode derivatives are first used.
@@ -329,82 +326,3 @@ def test_exported_modules_compute_and_train():
     layer(x).sum().backward()
     exported(x).sum().backward()
     check("weight", dict(exported.named_parameters())["weight"].grad, layer.weight.grad)
-
-
-# The operators themselves.
-
-KEY = torch.tensor([3, 0])
-
-
-def spec(name, mode="nearest_even", **options):
-    fmt = fmtsim.get_format(name)
-    rounding = fmtsim.Rounding(mode=mode, **options)
-    return CastSpec(format=fmt, rounding=rounding, overflow=fmt.default_overflow)
-
-
-OPCHECKS = {
-    "nearest": ("quantize", lambda x: (x, spec("e4m3").to_json(), torch.bfloat16)),
-    "stochastic": ("quantize", lambda x: (x, spec("nvfp4", "stochastic").to_json(), torch.float32, KEY)),
-    "words": ("quantize", lambda x: (x, spec("e4m3", "stochastic", random_bits=1).to_json(), torch.float32, None,
-                                     torch.ones(x.shape, dtype=torch.int64))),
-    "grad": ("quantize", lambda x: (x.clone().requires_grad_(), spec("mxfp4").to_json(), torch.float32)),
-    "transposed": ("quantize", lambda x: (x.T.contiguous().T, spec("mxfp4").to_json(), torch.float32)),
-    "out": ("quantize_out", lambda x: (x, torch.empty(x.shape, dtype=torch.float64), spec("nvfp4").to_json())),
-    "encode": ("encode", lambda x: (x, spec("e4m3", "stochastic").to_json(), KEY)),
-    "encode blocks": ("encode", lambda x: (x, spec("nvfp4").to_json())),
-    "encode zero points": ("encode", lambda x: (x, spec("uint4_g32_zp").to_json())),
-    "encode tiles": ("encode", lambda x: (x, spec("logfmt8").to_json())),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", OPCHECKS)
-def test_operators_keep_torchs_rules(case):
-    name, arguments = OPCHECKS[case]
-    torch.library.opcheck(getattr(torch.ops.fmtsim, name).default, arguments(normal(4, 128)))
-
-
-@pytest.mark.parametrize("name", ["e4m3", "nvfp4", "uint4_g32_zp"])
-def test_decode_keeps_torchs_rules(name):
-    parts = encode_parts(normal(4, 64), spec(name))
-    present = [torch.empty(0) if part is None else part for part in parts]
-    torch.library.opcheck(torch.ops.fmtsim.decode.default, (*present, spec(name).to_json(), torch.bfloat16))
-
-
-def test_an_operator_that_breaks_the_rules_is_noticed():
-    library = torch.library.Library("fmtsim_planted", "DEF")
-    library.define("half(Tensor x) -> Tensor")
-    library.impl("half", lambda x: x.half(), "CompositeExplicitAutograd")
-    torch.library.register_fake("fmtsim_planted::half", lambda x: torch.empty_like(x), lib=library)
-    with pytest.raises(Exception, match="test_faketensor"):
-        torch.library.opcheck(torch.ops.fmtsim_planted.half.default, (normal(4),), test_utils="test_faketensor")
-
-
-def test_formats_that_refuse_nan_do_so_everywhere():
-    strict = FloatFormat(
-        name="strict_e2m1", exponent_bits=2, mantissa_bits=1, nan="none", infinities=False, nan_policy="error"
-    )
-    good, bad = normal(4, 32), torch.full((4, 32), torch.nan)
-    message = "x holds NaN, which strict_e2m1.* lacks and its record forbids; remove NaN or set nan_policy='max'"
-    for options in ({}, {"block_size": 32}):
-        check("good", quantize(good, strict, **options), quantize(good, "e2m1", **options))
-        with pytest.raises(fmtsim.ArgumentError, match=message):
-            quantize(bad, strict, **options)
-        with pytest.raises(fmtsim.ArgumentError, match=message):
-            quantize_(bad, strict, **options)
-        with pytest.raises(fmtsim.ArgumentError, match=message):
-            fmtsim.encode(bad, strict, **options)
-        with pytest.raises(fmtsim.ArgumentError, match=message):
-            vmap(lambda v, options=options: quantize(v, strict, **options))(bad)
-    traced = compiled(lambda x: quantize(x, strict))
-    check("traced", traced(good), quantize(good, "e2m1"))
-    with pytest.raises(fmtsim.ArgumentError, match=message):
-        traced(bad)
-
-
-def test_engines_see_no_history():
-    """An operator called outside of the verbs, with tensors that require gradients."""
-    x = normal(4, 64).requires_grad_()
-    y = torch.ops.fmtsim.quantize(x, spec("e4m3").to_json(), torch.float32)
-    y.sum().backward()
-    check("grad", x.grad, torch.ones(4, 64))
-    assert isinstance(encode_parts(x, spec("nvfp4")), EncodedParts)

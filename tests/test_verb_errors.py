@@ -30,6 +30,8 @@ ARGUMENTS = [
     (FormatError, {"random_bits": 8}, "random_bits and layout belong to rounding='stochastic', not 'nearest_even'"),
     (FormatError, {"rounding": "stochastic", "random_bits": 33}, "random_bits=33 is not allowed; choose 1 to 32"),
     (FormatError, {"rounding": "stochastic", "random_bits": 0}, "random_bits=0 is not allowed; choose 1 to 32"),
+    (FormatError, {"rounding": "stochastic", "random_bits": 2.5}, "random_bits=2.5 is not allowed; choose 1 to 32"),
+    (FormatError, {"rounding": "stochastic", "random_bits": "3"}, "random_bits='3' is not allowed; choose 1 to 32"),
     (FormatError, {"rounding": fmtsim.Rounding(mode="stochastic"), "random_bits": 8},
      "random_bits is given twice: in the Rounding record and as an argument; pass one of them"),
     (FormatError, {"overflow": "wrap"}, "unknown overflow 'wrap'; choose 'saturate', 'ieee' or None for the format's"),

@@ -4,6 +4,7 @@ numba's own cache looks at the file of the compiled function alone, so an edited
 stale machine code behind. The folder used here is named after a hash of all kernel sources instead.
 """
 
+import errno
 import hashlib
 import os
 import tempfile
@@ -29,9 +30,11 @@ def cache_folder() -> Path | None:
     sources = sorted(Path(__file__).parent.glob("*.py"))
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
     chosen = os.environ.get("FMTSIM_CACHE_DIR")
-    parent = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fmtsim"
-    folder = parent / f"cpu-{digest}"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # an unknown home leaves its "~"
+    folder = Path(chosen or f"{base}/fmtsim") / f"cpu-{digest}"
     try:
+        if not chosen and base.startswith("~"):
+            raise OSError(errno.ENOENT, "no home folder")
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:

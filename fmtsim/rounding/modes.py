@@ -39,8 +39,8 @@ class Rounding:
             close = difflib.get_close_matches(str(self.mode), MODES, n=2, cutoff=0.4)
             hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
             raise FormatError(f"unknown rounding {self.mode!r}{hint} (choose one of {', '.join(MODES)})")
-        if self.random_bits is not None and not 1 <= self.random_bits <= 32:
-            raise FormatError(f"random_bits={self.random_bits} is not allowed; choose 1 to 32, or None for all")
+        if self.random_bits is not None and (type(self.random_bits) is not int or not 1 <= self.random_bits <= 32):
+            raise FormatError(f"random_bits={self.random_bits!r} is not allowed; choose 1 to 32, or None for all")
         if self.variant not in ("a", "b", "c"):
             raise FormatError(f"stochastic variant {self.variant!r} is unknown; choose 'a', 'b' or 'c'")
         if self.layout not in ("word", "cvt_rs"):
