@@ -119,14 +119,10 @@ def _in_turns(actions: Sequence[Callable[[], Any]], repeats: int) -> tuple[float
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Bound torch's threads and the engine's for a while."""
-    from fmtsim.cpu import pool
-
-    before, engine_before = torch.get_num_threads(), pool.get_num_threads()
+    """Bound torch's threads, which the engine follows, for a while."""
+    before = torch.get_num_threads()
     torch.set_num_threads(count)
-    pool.set_num_threads(count)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-        pool.set_num_threads(engine_before)
