@@ -34,7 +34,7 @@ _STOCHASTIC = ("e4m3", "e5m2", "e2m1", "bf16", "fp16")
 
 CASES: tuple[Case, ...] = (
     *(Case(name=f"{name} nearest", format=name, target=0.80) for name in _NEAREST),
-    Case(name="e4m3 toward zero", format="e4m3", target=0.80, rounding="toward_zero"),
+    Case(name="e4m3 toward zero", format="e4m3", target=0.25, rounding="toward_zero"),
     *(Case(name=f"{name} stochastic", format=name, target=0.25, rounding="stochastic") for name in _STOCHASTIC),
     Case(name="mxfp4", format="mxfp4", target=0.60),
     Case(name="mxfp6", format="mxfp6_e3m2", target=0.60),
@@ -101,15 +101,21 @@ def measure(case: Case, *, side: int = SIDE, threads: Sequence[int] = (1, 2), re
     seconds, copies = {}, {}
     for count in threads:
         with _threads(count):
-            copies[count], seconds[count] = _in_turns((lambda: out.copy_(x), lambda: case.run(x, out)), repeats)
+            copies[count], seconds[count] = _in_turns((lambda: out.copy_(x), lambda: case.run(x, out)), repeats, count)
     return Result(case=case, elements=x.numel(), seconds=seconds, copy_seconds=copies)
 
 
-def _in_turns(actions: Sequence[Callable[[], Any]], repeats: int) -> tuple[float, ...]:
-    """Run the actions one after the other, again and again, so that a busy machine slows all of them alike."""
+def _in_turns(actions: Sequence[Callable[[], Any]], repeats: int, threads: int) -> tuple[float, ...]:
+    """Run the actions one after the other, again and again, so that a busy machine slows all of them alike.
+
+    With several threads each timed run follows an untimed one of its own: torch's OpenMP threads spin for some
+    milliseconds after their work, and would be measured with the next action.
+    """
     times: list[list[float]] = [[] for _ in actions]
     for repeat in range(repeats + 1):
         for action, taken in zip(actions, times, strict=True):
+            if threads > 1:
+                action()
             start = time.perf_counter()
             action()
             if repeat:

@@ -13,12 +13,13 @@ reach float32's own limits, where the magic number would overflow, and formats w
 import numpy as np
 from numpy import float32, int32, uint32
 
-from fmtsim.cpu.jit import bits32, device, float32_of, kernel
+from fmtsim.cpu.jit import bits32, device, float32_of, kernel, prefetch
 from fmtsim.cpu.philox import fill64
 
 _MAGNITUDE = int32(0x7FFFFFFF)
 _EXPONENT = int32(0x7F800000)
 _INF = int32(0x7F800000)
+_CHUNK = 256  # elements
 
 
 @device
@@ -117,35 +118,57 @@ def place_steps(steps, exponent, drop):
     return float32(float32(steps) * float32_of(int32(int32(exponent + drop - int32(23)) << int32(23))))
 
 
+@device
+def _ask(x, base):
+    """Ask for the lines of a chunk some chunks on: the memory answers while this one is rounded."""
+    for i in range(base, base + _CHUNK, 16):
+        prefetch(x, i + 4 * _CHUNK)
+
+
 @kernel
 def nearest_saturating(x, y, g):
-    """Quantise float32 x into float32 y, to nearest even; one of three kernels, so that each compiles fast."""
-    for i in range(x.size):
-        y[i] = nearest_magic(x[i], g, False)
+    """Quantise float32 x into float32 y, to nearest even; one of four kernels, so that each compiles fast."""
+    for base in range(0, x.size, _CHUNK):
+        _ask(x, base)
+        part, result = x[base : base + _CHUNK], y[base : base + _CHUNK]
+        for i in range(part.size):
+            result[i] = nearest_magic(part[i], g, False)
 
 
 @kernel
 def nearest_special(x, y, g):
     """Quantise float32 x into float32 y where overflow gives Inf or NaN."""
-    for i in range(x.size):
-        y[i] = nearest_magic(x[i], g, True)
+    for base in range(0, x.size, _CHUNK):
+        _ask(x, base)
+        part, result = x[base : base + _CHUNK], y[base : base + _CHUNK]
+        for i in range(part.size):
+            result[i] = nearest_magic(part[i], g, True)
 
 
 @kernel
-def nearest_by_bits(x, y, g):
+def nearest_linear(x, y, g):
     """Quantise float32 x into float32 y by bit addition."""
-    if g.flush_below:
-        for i in range(x.size):
-            y[i] = nearest_bits(x[i], g, True)
-    else:
-        for i in range(x.size):
-            y[i] = nearest_bits(x[i], g, False)
+    for base in range(0, x.size, _CHUNK):
+        _ask(x, base)
+        part, result = x[base : base + _CHUNK], y[base : base + _CHUNK]
+        for i in range(part.size):
+            result[i] = nearest_bits(part[i], g, False)
+
+
+@kernel
+def nearest_flushed(x, y, g):
+    """Quantise float32 x into float32 y by bit addition, where the lowest numbers need a comparison."""
+    for base in range(0, x.size, _CHUNK):
+        _ask(x, base)
+        part, result = x[base : base + _CHUNK], y[base : base + _CHUNK]
+        for i in range(part.size):
+            result[i] = nearest_bits(part[i], g, True)
 
 
 def nearest_kernel(g):  # type: ignore[no-untyped-def]
     """Return the kernel that rounds to nearest even on a grid."""
     if g.by_bits:
-        return nearest_by_bits
+        return nearest_flushed if g.flush_below else nearest_linear
     return nearest_special if g.special else nearest_saturating
 
 
