@@ -293,23 +293,25 @@ def quantize_stochastic(x, y, g, p, sg, layout, o0, o1, k0, k1, start, stop):
 
 
 @kernel
-def finite_amax(x):
-    """Return the largest finite magnitude of float32 x, and whether it holds NaN, and NaN or Inf."""
+def largest_bits(x):
+    """Return the bits of the largest magnitude of float32 x; NaN is larger than Inf."""
     top = int32(0)
     for i in range(x.size):
         top = max(top, bits32(x[i]) & _MAGNITUDE)
-    amax = top
-    if top >= _INF:  # seldom: look again, at finite elements alone
-        amax = int32(0)
-        for i in range(x.size):
-            magnitude = bits32(x[i]) & _MAGNITUDE
-            amax = max(amax, magnitude if magnitude < _INF else int32(0))
-    return float64(float32_of(amax)), top > _INF, top >= _INF
+    return top
+
+
+def finite_amax(x: np.ndarray) -> tuple[float, bool, bool]:
+    """Return the largest finite magnitude of float32 x, and whether it holds NaN, and NaN or Inf."""
+    top = int32(largest_bits(x))
+    if top < _INF:
+        return float(top.view(np.float32)), False, False
+    return finite_amax_double(x)  # seldom: look again, at finite elements alone
 
 
 @kernel
 def finite_amax_double(x):
-    """Return the largest finite magnitude of float64 x, and whether it holds NaN and Inf."""
+    """Return the largest finite magnitude of x, and whether it holds NaN, and NaN or Inf."""
     amax = float64(0)
     has_nan = has_inf = False
     for i in range(x.size):
