@@ -30,7 +30,6 @@ class View(NamedTuple):
         outer, inner: Rows and columns of a block.
         columns: Columns of the matrix, the extent of the inner axis.
         trailing: Extent of the tensor's dimensions behind the inner axis.
-        first: The matrix's first row in the whole operand.
         zero_point, levels: Whether blocks have zero points, and the largest code then.
         preset, preset_nan: amax of every block and whether there is NaN, where known beforehand; else below zero.
     """
@@ -39,7 +38,6 @@ class View(NamedTuple):
     inner: int
     columns: int
     trailing: int
-    first: int
     zero_point: bool
     levels: int
     preset: float
@@ -119,7 +117,7 @@ def cast_blocks(x, y, codes, scales, offsets, encode, e, tables, p, se, st, view
             offsets[r0 // view.outer, k0 // view.inner] = int64(zero)
         for r in range(r0, r1):
             for k in range(k0, k1):
-                word = _word(_index(view.first + r, k, view), e, draw, words)
+                word = _word(_index(r, k, view), e, draw, words)
                 value, rank = cast_value(_scaled(x, r, k, exponent, factor, p), word, e, tables)
                 if view.zero_point:
                     value = (

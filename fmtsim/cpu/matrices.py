@@ -120,7 +120,6 @@ def _job(
         inner=min(_SPAN, columns) if whole and spans else inner or columns,
         columns=columns,
         trailing=trailing,
-        first=0,
         zero_point=fmt.zero_point,
         levels=fmt.element.max_code if isinstance(fmt.element, IntFormat) else 0,
         preset=amax if whole else -1.0,
