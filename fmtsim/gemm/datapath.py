@@ -1,0 +1,167 @@
+"""How a matrix unit adds products: block length, alignment, rounding and accumulator, as plain records."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.rounding.modes import Rounding, get_rounding
+
+TermRounding = Literal["toward_zero", "nearest_even", "nearest_away", "down"]
+TERM_ROUNDINGS: tuple[TermRounding, ...] = get_args(TermRounding)
+FP32 = FloatFormat(name="fp32", exponent_bits=8, mantissa_bits=23)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Datapath:
+    """Describe a fused unit: products are aligned to the largest exponent, cut, added exactly and rounded once.
+
+    docs/matmul.md, section 2, has the steps. The default is a Hopper tensor core with 16-bit inputs.
+
+    Args:
+        block: Products that are aligned and added at once; None takes all of K.
+        fraction_bits: Bits kept below the largest exponent of a block; None keeps all (an exact sum).
+        term_rounding: How each term is cut to those bits.
+        rounding: How the sum of a block is rounded to the accumulator, a name or a Rounding; ``"stochastic"`` draws
+            from ``generator=`` of the verb.
+        accumulator: Format of the running sum, a name or a record; at most float64.
+        min_exponent: Lower bound of the alignment exponent; None has none.
+        group: Products that are added exactly before the alignment; the group is aligned by the exponents of its
+            scales alone (the 4-bit unit of Blackwell). 1 aligns every product by itself.
+        promote_every: Products after which the running sum is added to an outer sum and restarts at zero; None never
+            does. With ``promote_every=block`` this is a late addend.
+        promotion: Format of the outer sum, added to with round-to-nearest-even; None is the accumulator.
+        paired: Take a window of ``2 * block`` products as its even and then its odd pairs, as ptxas splits an FP8
+            instruction for a unit of 16-bit inputs.
+        operand: Format that operands are converted to first, which decides the exponents of subnormals.
+        scale: Format of scales inside the unit, one for every ``scale_block`` products of a row; None has no scales.
+        scale_block: Products that share a scale.
+        signed_zero: Keep the sign of a zero result as IEEE 754 does, instead of +0.
+    """
+
+    block: int | None = 16
+    fraction_bits: int | None = 25
+    term_rounding: TermRounding = "toward_zero"
+    rounding: Rounding = Rounding(mode="toward_zero")
+    accumulator: FloatFormat = FP32
+    min_exponent: int | None = None
+    group: int = 1
+    promote_every: int | None = None
+    promotion: FloatFormat | None = None
+    paired: bool = False
+    operand: FloatFormat | None = None
+    scale: FloatFormat | None = None
+    scale_block: int = 0
+    signed_zero: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rounding", get_rounding(self.rounding))
+        for name in ("accumulator", "promotion", "operand", "scale"):
+            object.__setattr__(self, name, _float_format(name, getattr(self, name)))
+        for name, lowest in (("block", 1), ("fraction_bits", 0), ("promote_every", 1)):
+            _check_count(name, getattr(self, name), lowest, optional=True)
+        _check_count("group", self.group, 1)
+        if self.term_rounding not in TERM_ROUNDINGS:
+            raise ArgumentError(
+                f"term_rounding={self.term_rounding!r} is not possible; choose one of {', '.join(TERM_ROUNDINGS)}"
+            )
+        if self.accumulator.mantissa_bits > 52 or self.accumulator.exponent_bits > 11:
+            raise ArgumentError(
+                f"accumulator {self.accumulator.name} is wider than float64; choose at most 52 mantissa bits "
+                "and 11 exponent bits"
+            )
+        if self.block is None and (self.group > 1 or self.paired):
+            raise ArgumentError("group and paired need a block; pass block=")
+        if self.block is not None and self.block % self.group:
+            raise ArgumentError(f"group={self.group} does not divide block={self.block}; choose a divisor")
+        if (self.scale is None) != (self.scale_block == 0):
+            raise ArgumentError(f"scale={self.scale!r} and scale_block={self.scale_block} belong together; pass both")
+        if self.group > 1 and self.scale_block % self.group:
+            raise ArgumentError(
+                f"scale_block={self.scale_block} is not a multiple of group={self.group}: a group has one scale"
+            )
+        if self.promote_every is not None and self.paired and self.promote_every % (2 * (self.block or 1)):
+            raise ArgumentError(
+                f"promote_every={self.promote_every} does not hold whole windows of 2 * block = {2 * (self.block or 1)}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoStageDatapath:
+    """Describe the unit of CDNA3: products are aligned among themselves first, their sum then with the addend.
+
+    docs/matmul.md, section 3. Sum of products: toward zero at ``fraction_bits``; then floored at ``sum_bits``, the
+    addend floored at ``fraction_bits``; float32 with round-to-nearest-even.
+
+    Args:
+        block: Products added at once.
+        fraction_bits: Bits kept of products and addend.
+        sum_bits: Bits kept of the sum of products when the addend has the larger exponent.
+        parity: Align even and odd products apart and add the two sums floored (the FP8 form); the addend is then
+            dropped where it lies below ``2^(E - fraction_bits - 1)``.
+    """
+
+    block: int
+    fraction_bits: int = 24
+    sum_bits: int = 31
+    parity: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("block", "fraction_bits", "sum_bits"):
+            _check_count(name, getattr(self, name), 1)
+        if self.parity and self.block % 2:
+            raise ArgumentError(f"block={self.block} has no even and odd halves; choose an even block")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairwiseDatapath:
+    """Describe the unit of CDNA2: products rounded to float32, added in pairs, each sum rounded and flushed.
+
+    docs/matmul.md, section 3. Subnormal inputs, addends and results become zero.
+
+    Args:
+        block: Products added before the addend, a power of two.
+    """
+
+    block: int
+
+    def __post_init__(self) -> None:
+        _check_count("block", self.block, 1)
+        if self.block & (self.block - 1):
+            raise ArgumentError(f"block={self.block} cannot be added in pairs; choose a power of two")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntegerDatapath:
+    """Describe an integer unit: exact products, an int32 sum that wraps or saturates.
+
+    Args:
+        saturate: Clamp to the range of int32 after every ``block`` products, instead of wrapping.
+        block: Products of one instruction; it matters for saturation only.
+    """
+
+    saturate: bool = False
+    block: int = 32
+
+    def __post_init__(self) -> None:
+        _check_count("block", self.block, 1)
+
+
+Arithmetic = Datapath | TwoStageDatapath | PairwiseDatapath | IntegerDatapath
+
+
+def _float_format(name: str, given: object) -> FloatFormat | None:
+    fmt = get_format(given) if isinstance(given, str) else given
+    if fmt is None and name != "accumulator":
+        return None
+    if not isinstance(fmt, FloatFormat):
+        raise FormatError(f"{name}={given!r} is not a floating-point format; pass its name or a FloatFormat")
+    return fmt
+
+
+def _check_count(name: str, value: object, lowest: int, *, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if type(value) is not int or value < lowest:
+        raise ArgumentError(f"{name}={value!r} is not possible; choose {lowest} or more{', or None' * optional}")

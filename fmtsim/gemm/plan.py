@@ -1,0 +1,78 @@
+"""In which order a library adds the products of a GEMM, and what it does with the sum: a plan, as plain data."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import FloatFormat
+
+Epilogue = Literal["scale", "row_column", "column_row"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmPlan:
+    """Describe how one library call orders its sums; docs/matmul.md, section 4, has the rules.
+
+    The default is the plain chain: all of K in order, blocks of the unit's own length, from +0.
+
+    Args:
+        k_tile: Width of a tile of K, the unit in which K is split; None where nothing is split.
+        split: Parts into which the tiles are dealt; every part is a sum of its own, later reduced.
+        owner: ``"contiguous"``: part s owns ``ceil(tiles / split)`` tiles from ``s`` times that number on;
+            ``"interleaved"``: part s owns the tiles t with ``t % split == s``.
+        residue_first: The incomplete tile comes first instead of last.
+        instruction_k: Products of one instruction where that is less than the unit's block.
+        promote_every: Products of a part after which its chain is added to a float32 sum and restarts at +0
+            (use_fast_accum=False); None never does.
+        scaled_promotion: Multiply each promoted chain by its block scales as it is added, in one fused
+            multiply-add (1x128 and 128x128 scales).
+        partial: Format to which each part's sum is rounded before the reduction; None keeps float32.
+        reduce: ``"serial"``: part after part; ``"pairwise"``: the halves onto each other first.
+        round_trip: Round the reduction to ``partial`` after every addition.
+        epilogue: What multiplies the sum: ``"scale"``: the product of both scales, rounded once;
+            ``"row_column"``: first the scale of the row, then that of the column; ``"column_row"``: the reverse.
+        source: Where the plan comes from: a recording, a rule, or a guess.
+        verified: Recorded bits of this very machine, library and shape stand behind it.
+    """
+
+    k_tile: int | None = None
+    split: int = 1
+    owner: Literal["contiguous", "interleaved"] = "contiguous"
+    residue_first: bool = False
+    instruction_k: int | None = None
+    promote_every: int | None = None
+    scaled_promotion: bool = False
+    partial: FloatFormat | None = None
+    reduce: Literal["serial", "pairwise"] = "serial"
+    round_trip: bool = False
+    epilogue: Epilogue = "scale"
+    source: str = ""
+    verified: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.partial, str):
+            object.__setattr__(self, "partial", get_format(self.partial))
+        if self.partial is not None and not isinstance(self.partial, FloatFormat):
+            raise FormatError(f"partial={self.partial!r} is not a floating-point format; pass its name or a FloatFormat")
+        for name in ("k_tile", "instruction_k", "promote_every"):
+            _check(name, getattr(self, name) is None or _count(getattr(self, name)), getattr(self, name), "1 or more")
+        _check("split", _count(self.split), self.split, "1 or more")
+        _check("owner", self.owner in ("contiguous", "interleaved"), self.owner, "'contiguous' or 'interleaved'")
+        _check("reduce", self.reduce in ("serial", "pairwise"), self.reduce, "'serial' or 'pairwise'")
+        _check("epilogue", self.epilogue in ("scale", "row_column", "column_row"), self.epilogue, "a rule listed")
+        if self.k_tile is None and (self.split > 1 or self.residue_first):
+            raise ArgumentError("a plan that splits K or begins with its residue needs the width of a tile; pass k_tile=")
+        if self.scaled_promotion and self.promote_every is None:
+            raise ArgumentError("scaled_promotion=True needs promote_every=, the products that share a scale")
+        if self.round_trip and self.partial is None:
+            raise ArgumentError("round_trip=True needs partial=, the format to round to")
+
+
+def _count(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _check(name: str, fine: bool, value: object, allowed: str) -> None:
+    if not fine:
+        raise ArgumentError(f"GemmPlan {name}={value!r} is not possible; choose {allowed}")
