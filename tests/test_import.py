@@ -29,6 +29,8 @@ LAYERS = (
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 ENGINES = {"torch_engine", "cpu", "cuda"}
 ENGINE_MAY_IMPORT = {"errors", "formats", "rounding", "ops"}
+# The vocabulary of matrix products, which engines share with the verbs: records, nothing that computes.
+ENGINE_VOCABULARY = tuple(f"fmtsim.gemm.{name}" for name in ("datapath", "plan", "schedule", "serialization"))
 HEAVY = ("numba", "llvmlite", "cuda", "matplotlib", "rich", "safetensors")
 
 

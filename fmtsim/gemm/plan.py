@@ -54,7 +54,9 @@ class GemmPlan:
         if isinstance(self.partial, str):
             object.__setattr__(self, "partial", get_format(self.partial))
         if self.partial is not None and not isinstance(self.partial, FloatFormat):
-            raise FormatError(f"partial={self.partial!r} is not a floating-point format; pass its name or a FloatFormat")
+            raise FormatError(
+                f"partial={self.partial!r} is not a floating-point format; pass its name or a FloatFormat"
+            )
         for name in ("k_tile", "instruction_k", "promote_every"):
             _check(name, getattr(self, name) is None or _count(getattr(self, name)), getattr(self, name), "1 or more")
         _check("split", _count(self.split), self.split, "1 or more")
@@ -62,7 +64,9 @@ class GemmPlan:
         _check("reduce", self.reduce in ("serial", "pairwise"), self.reduce, "'serial' or 'pairwise'")
         _check("epilogue", self.epilogue in ("scale", "row_column", "column_row"), self.epilogue, "a rule listed")
         if self.k_tile is None and (self.split > 1 or self.residue_first):
-            raise ArgumentError("a plan that splits K or begins with its residue needs the width of a tile; pass k_tile=")
+            raise ArgumentError(
+                "a plan that splits K or begins with its residue needs the width of a tile; pass k_tile="
+            )
         if self.scaled_promotion and self.promote_every is None:
             raise ArgumentError("scaled_promotion=True needs promote_every=, the products that share a scale")
         if self.round_trip and self.partial is None:
