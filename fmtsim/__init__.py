@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fmtsim.analysis.compare import Comparison, compare
 from fmtsim.analysis.observe import observe
 from fmtsim.encoded import Encoded
 from fmtsim.errors import ArgumentError, CodeError, DataError, DtypeError, FmtsimError, FormatError
@@ -11,7 +12,14 @@ from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.registry import get_format, list_formats, register_format
 from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat, LogFormat
 from fmtsim.gemm.config import Gemm, LinearConfig, Quantizer, linear_config
+from fmtsim.gemm.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.gemm.emulated import EmulatedGEMM
+from fmtsim.gemm.explain import explain_mm
+from fmtsim.gemm.instruction import mma
+from fmtsim.gemm.matmul import bmm, int_mm, linear, mm
+from fmtsim.gemm.plan import GemmPlan
+from fmtsim.gemm.scaled import scaled_mm
+from fmtsim.gemm.unit import get_unit, list_units, register_unit
 from fmtsim.nn import convert, report, revert
 from fmtsim.ops import RandomKey
 from fmtsim.quantize import decode, encode, quantize, quantize_
@@ -27,7 +35,9 @@ __all__ = [
     "BlockFormat",
     "CodeError",
     "CodebookFormat",
+    "Comparison",
     "DataError",
+    "Datapath",
     "DtypeError",
     "EmulatedGEMM",
     "Encoded",
@@ -35,27 +45,42 @@ __all__ = [
     "FmtsimError",
     "FormatError",
     "Gemm",
+    "GemmPlan",
     "IntFormat",
+    "IntegerDatapath",
     "LinearConfig",
     "LogFormat",
     "LogTileFormat",
+    "PairwiseDatapath",
     "Quantizer",
     "RandomKey",
     "Rounding",
+    "TwoStageDatapath",
+    "bmm",
+    "compare",
     "convert",
     "decode",
     "encode",
     "explain",
+    "explain_mm",
     "get_format",
     "get_num_threads",
+    "get_unit",
+    "int_mm",
+    "linear",
     "linear_config",
     "list_formats",
+    "list_units",
+    "mm",
+    "mma",
     "observe",
     "quantize",
     "quantize_",
     "register_format",
+    "register_unit",
     "report",
     "revert",
+    "scaled_mm",
     "set_num_threads",
 ]
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from fmtsim.analysis.compare import Comparison
+
 # Okabe and Ito's palette, distinguishable with any colour vision; lines also differ in dash.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LEAST_GAP = 0.1  # the gap panel reaches at least this far, so that noise does not look like a difference
@@ -85,6 +87,41 @@ def plot_exponents(stats: Mapping[str, OperandStats], path: str | Path | None = 
     for panel in axes[len(stats) :]:
         panel.set_axis_off()
     figure.suptitle(f"{title}\nshaded: exponents of the format's own values" if title else title, fontsize=12)
+    return _saved(figure, path)
+
+
+def plot_ulps(comparisons: "Mapping[str, Comparison]", path: str | Path | None = None, *, title: str = "") -> "Figure":
+    """Draw how many pairs lie how many units of the last place apart, as bars side by side, on a logarithmic scale.
+
+    Args:
+        comparisons: What ``fmtsim.compare`` found, by label.
+        path: Where to save a PNG; None only returns the figure.
+        title: Heading.
+
+    Raises:
+        ArgumentError: there is nothing to draw.
+    """
+    if not any(comparison.ulp_histogram for comparison in comparisons.values()):
+        raise ArgumentError("plot_ulps got no pair of numbers; compare tensors that hold some")
+    from fmtsim.analysis.compare import bucket_name
+
+    buckets = max((c.ulp_histogram for c in comparisons.values()), key=len)
+    figure = new_figure(max(5.0, 1.6 + 0.62 * len(buckets)), 3.6)
+    panel = figure.subplots()
+    width = 0.85 / len(comparisons)
+    for i, (label, c) in enumerate(comparisons.items()):
+        centres = [place + (i - (len(comparisons) - 1) / 2) * width for place in range(len(c.ulp_histogram))]
+        shares = [100.0 * pairs / c.count for _, _, pairs in c.ulp_histogram]
+        panel.bar(centres, shares, width=width, color=COLOURS[i % 7], label=label)
+    smallest = min(100.0 * pairs / c.count for c in comparisons.values() for _, _, pairs in c.ulp_histogram if pairs)
+    panel.set_yscale("log")
+    panel.set_ylim(smallest / 3, 150.0)
+    panel.set_axisbelow(True)
+    panel.set_xticks(range(len(buckets)), [bucket_name(low, high) for low, high, _ in buckets], rotation=35)
+    _finish(panel, "% of elements", "distance in units of the last place")
+    if len(comparisons) > 1:
+        panel.legend(frameon=False)
+    figure.suptitle(title, fontsize=12)
     return _saved(figure, path)
 
 

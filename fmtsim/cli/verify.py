@@ -1,4 +1,4 @@
-"""``fmtsim verify``: the engines against the oracle, against each other, and over all float32 inputs."""
+"""``fmtsim verify``: engines against the oracle, each other and all float32 inputs; products against recordings."""
 
 import argparse
 import sys
@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fmtsim.cli.output import add_json_argument, format_table, print_json
+from fmtsim.errors import ArgumentError
 
 if TYPE_CHECKING:
     from fmtsim.verify import Outcome, Task
+    from fmtsim.verify.gemm import Replay
 
 MISMATCH = 1
 SHOWN = 20
@@ -20,6 +22,11 @@ Show = Callable[[str, float], None]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
+    parser.add_argument("what", nargs="?", choices=("casts", "gemm"), default="casts",
+                        help="casts (default), or matrix products against recorded hardware bits")  # fmt: skip
+    parser.add_argument("--vectors", action="append", metavar="DIR", default=[],
+                        help="gemm: a folder of recordings (mtc_*.npz, probe_*.npz, recorded calls); may be repeated")  # fmt: skip
+    parser.add_argument("--limit", type=int, metavar="N", help="gemm: compare about N outputs of each set")
     parser.add_argument("--format", action="append", metavar="NAME", dest="formats",
                         help="check this format alone; may be repeated (default: all listed formats)")  # fmt: skip
     parser.add_argument("--exhaustive", action="store_true",
@@ -30,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks; 0 where all bits agree, 1 where one does not."""
+    _check(arguments)
+    if arguments.what == "gemm":
+        return _run_gemm(arguments)
     from fmtsim.verify import default_tasks, exhaustive_tasks
     from fmtsim.verify.outcome import PlantedError, engines
 
@@ -55,6 +65,58 @@ def run(arguments: argparse.Namespace) -> int:
         _print_failures(failed)
         print(f"\nengines: {', '.join(present)}; {seconds:.0f} s; {'MISMATCHES' if failed else 'all bits agree'}")
     return MISMATCH if failed else 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse arguments of the other half of the command, and gemm without a folder."""
+    gemm = arguments.what == "gemm"
+    names = ("formats", "exhaustive") if gemm else ("vectors", "limit")
+    for name in names:
+        if getattr(arguments, name):
+            option = "--format" if name == "formats" else f"--{name}"
+            raise ArgumentError(f"{option} has no meaning for fmtsim verify {arguments.what}; leave it out")
+    if gemm and not arguments.vectors:
+        raise ArgumentError("fmtsim verify gemm needs recordings; pass --vectors DIR")
+
+
+def _run_gemm(arguments: argparse.Namespace) -> int:
+    from fmtsim.verify.gemm import gemm_tasks
+
+    tasks = gemm_tasks(arguments.vectors, arguments.limit)
+    start = time.perf_counter()
+    found: list[Replay] = []
+    with _progress(len(tasks)) as show:
+        for index, task in enumerate(tasks):
+            show(task.set, index)
+            found.append(task.run(lambda share, task=task, index=index: show(task.set, index + share)))  # type: ignore[misc]
+    seconds = time.perf_counter() - start
+    failed = [replay for replay in found if replay.mismatches]
+    if arguments.json:
+        print_json({
+            "seconds": seconds, "outputs": sum(replay.outputs for replay in found),
+            "mismatches": sum(replay.mismatches for replay in found), "sets": [replay.to_dict() for replay in found],
+        })  # fmt: skip
+        return MISMATCH if failed else 0
+    print(_gemm_table(found))
+    for replay in failed[:SHOWN]:
+        print(f"\n{replay.set}: {replay.mismatches:,} of {replay.outputs:,} differ; {replay.first}")
+    outputs = sum(replay.outputs for replay in found)
+    verdict = "MISMATCHES" if failed else "all bits agree"
+    print(f"\n{len(found)} sets, {outputs:,} outputs; {seconds:.0f} s; {verdict}")
+    return MISMATCH if failed else 0
+
+
+def _gemm_table(found: "list[Replay]") -> str:
+    rows = []
+    for replay in found:
+        cases = f"{replay.cases:,}" + (f" of {replay.cases + replay.skipped:,}" if replay.skipped else "")
+        counts = ((replay.known, "known"), (replay.guessed, "guess"))
+        plan = ", ".join(f"{count} {kind}" for count, kind in counts if count) or "-"
+        rows.append(
+            (replay.set, replay.machine, cases, f"{replay.outputs:,}", f"{replay.mismatches:,}", plan,
+             f"{replay.seconds:.1f}")
+        )  # fmt: skip
+    return format_table(("set", "machine", "cases", "outputs", "mismatches", "plan", "seconds"), rows, left=(0, 1))
 
 
 def _run_task(task: "Task", index: int, show: Show) -> "Outcome":

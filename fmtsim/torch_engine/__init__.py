@@ -1,5 +1,6 @@
-"""Casts with torch operations alone: the same bits on every device that torch knows."""
+"""Casts and matrix products with torch operations alone: the same bits on every device that torch knows."""
 
+from fmtsim.torch_engine.gemm import gemm
 from fmtsim.torch_engine.verbs import decode, encode, quantize
 
-__all__ = ["decode", "encode", "quantize"]
+__all__ = ["decode", "encode", "gemm", "quantize"]

@@ -1,0 +1,289 @@
+"""Packing of operands, slab by slab: values, exponents and signs, as floor.py and wide.py want them.
+
+Zeros become ``TINY`` with their sign: a product with one is cut to nothing, and its sign is then the product of two
+signs, as everywhere else. NaN and Inf become zeros, and their rows and columns are marked.
+"""
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from fmtsim.cpu.jit import device, kernel
+from fmtsim.cpu.operands import EMPTY, TOP_BYTE, number, pitch_of
+from fmtsim.cpu.simd import (
+    LANES,
+    and_,
+    as_f32,
+    as_f64,
+    as_i32,
+    as_i64,
+    fmul,
+    iadd,
+    isub,
+    load,
+    lshr,
+    or_,
+    sext64,
+    shl,
+    sign_bits,
+    smax,
+    smin,
+    splat,
+    store,
+    to_f64,
+    trunc8,
+    trunc16,
+    where_below,
+    where_same,
+    xor,
+)
+
+TINY64, TINY32 = 2.0**-900, 2.0**-100
+HAS_NAN, HAS_INF = 1, 2
+_TILE = 32
+
+
+@device
+def _exponents(numbers, emin):  # type: ignore[no-untyped-def]
+    bits = as_i32(numbers)
+    field = and_(lshr(bits, splat(np.int32(23))), splat(np.int32(255)))
+    e = smax(isub(field, splat(np.int32(127))), splat(np.int32(emin)))
+    nothing = splat(np.int32(EMPTY))
+    e = where_same(and_(bits, splat(np.int32(0x7FFFFFFF))), splat(np.int32(0)), nothing, e)
+    return where_same(field, splat(np.int32(255)), nothing, e)
+
+
+@device
+def _panel_range(raw, slots, emin, top, low, marks):  # type: ignore[no-untyped-def]
+    """Write largest and smallest exponent of each of the 64 columns of raw, and add to their marks (int32)."""
+    tops, lows, seen = splat(np.int32(EMPTY)), splat(np.int32(-EMPTY)), load(marks, 0)
+    infinity, nothing = splat(np.int32(0x7F800000)), splat(np.int32(0))
+    for slot in range(slots):
+        numbers = load(raw, slot * LANES)
+        e = _exponents(numbers, emin)
+        tops = smax(tops, e)
+        lows = smin(lows, where_same(e, splat(np.int32(EMPTY)), splat(np.int32(-EMPTY)), e))
+        magnitude = and_(as_i32(numbers), splat(np.int32(0x7FFFFFFF)))
+        seen = or_(seen, where_same(magnitude, infinity, splat(np.int32(HAS_INF)), nothing))
+        seen = or_(seen, where_below(infinity, magnitude, splat(np.int32(HAS_NAN)), nothing))
+    store(top, 0, tops)
+    store(low, 0, lows)
+    store(marks, 0, seen)
+
+
+def _put_values(values, at, numbers, e, factor):  # type: ignore[no-untyped-def]
+    """Store numbers times a factor as the array's float32 or float64, with TINY for all that has no exponent."""
+    raise NotImplementedError
+
+
+@overload(_put_values)
+def _put_values_as(values, at, numbers, e, factor):  # type: ignore[no-untyped-def]
+    sign = -(1 << 31)
+    tiny32, tiny64 = int(np.float32(TINY32).view(np.int32)), int(np.float64(TINY64).view(np.int64))
+    if values.dtype == types.float32:
+
+        def put(values, at, numbers, e, factor):  # type: ignore[no-untyped-def]
+            bits = as_i32(fmul(numbers, splat(np.float32(factor))))
+            zero = or_(splat(np.int32(tiny32)), and_(bits, splat(np.int32(sign))))
+            store(values, at, as_f32(where_same(e, splat(np.int32(EMPTY)), zero, bits)))
+
+        return put
+
+    def put_wide(values, at, numbers, e, factor):  # type: ignore[no-untyped-def]
+        bits = as_i32(numbers)
+        empty = where_same(e, splat(np.int32(EMPTY)), splat(np.int32(-1)), splat(np.int32(0)))
+        clean = as_f32(or_(and_(bits, splat(np.int32(sign))), and_(bits, xor(empty, splat(np.int32(-1))))))
+        tiny = and_(sext64(empty), splat(np.int64(tiny64)))
+        clean64 = fmul(to_f64(clean), splat(np.float64(factor)))
+        store(values, at, as_f64(or_(as_i64(clean64), tiny)))
+
+    return put_wide
+
+
+def _put_exponents(exponents, at, e, top):  # type: ignore[no-untyped-def]
+    """Store exponents as bytes below TOP_BYTE where the array holds int8, else as they are in int16."""
+    raise NotImplementedError
+
+
+@overload(_put_exponents)
+def _put_exponents_as(exponents, at, e, top):  # type: ignore[no-untyped-def]
+    if exponents.dtype == types.int8:
+
+        def put(exponents, at, e, top):  # type: ignore[no-untyped-def]
+            store(exponents, at, trunc8(_codes(e, top)))
+
+        return put
+
+    def put_halves(exponents, at, e, top):  # type: ignore[no-untyped-def]
+        store(exponents, at, trunc16(e))
+
+    return put_halves
+
+
+@device
+def _row_words(row, size, emin, marks):  # type: ignore[no-untyped-def]
+    """Return largest and smallest exponent of a float32 row, padded to whole vectors, and its marks."""
+    tops, lows = np.empty(LANES, np.int32), np.empty(LANES, np.int32)
+    marks[:] = 0
+    _panel_range(row, (size + LANES - 1) // LANES, emin, tops, lows, marks)
+    top, low, mark = np.int32(EMPTY), np.int32(-EMPTY), np.int32(0)
+    for lane in range(LANES):
+        top, low, mark = max(top, tops[lane]), min(low, lows[lane]), mark | marks[lane]
+    return top, low, mark
+
+
+@device
+def _bits_at(bits, place, count):  # type: ignore[no-untyped-def]
+    """Return ``count`` bits, at most 32, from a place in an array of int64, as int32."""
+    word = np.uint64(bits[place >> 6]) >> np.uint64(place & 63)
+    if (place & 63) + count > 64:
+        word |= np.uint64(bits[(place >> 6) + 1]) << np.uint64(64 - (place & 63))
+    return np.int32(word & np.uint64((1 << count) - 1))
+
+
+@device
+def _spread_row(row, index, block, emin, factor, narrow, signs, rows):  # type: ignore[no-untyped-def]
+    """Write a float32 row, padded to whole vectors, to the layout of the first operand; ``signs`` is a buffer."""
+    words, count, top = (block + 31) // 32, rows.top.size, rows.top[index]
+    pitch = pitch_of(block)
+    group = max(pitch, LANES)
+    for at in range(0, row.size, LANES):
+        numbers = load(row, at)
+        e = _exponents(numbers, emin)
+        place = (at // group * count + index) * group + at % group
+        _put_values(rows.values, place, numbers, e, factor)
+        store(rows.exponents, place, _byte_copies(e, top) if narrow else _half_copies(e))
+        signs[at >> 6] = sign_bits(as_i32(numbers))
+    for b in range(rows.signs.size // (words * count)):
+        for w in range(words):
+            taken = min(32, block - w * 32)
+            rows.signs[(b * words + w) * count + index] = _bits_at(signs, b * pitch + w * 32, taken)
+
+
+@device
+def _codes(e, top):  # type: ignore[no-untyped-def]
+    """Return exponents as bytes below TOP_BYTE, 0 for zeros."""
+    code = iadd(e, splat(np.int32(TOP_BYTE - top)))
+    return where_same(e, splat(np.int32(EMPTY)), splat(np.int32(0)), code)
+
+
+@device
+def _byte_copies(e, top):  # type: ignore[no-untyped-def]
+    code = _codes(e, top)
+    code = or_(code, shl(code, splat(np.int32(8))))
+    return or_(code, shl(code, splat(np.int32(16))))
+
+
+@device
+def _half_copies(e):  # type: ignore[no-untyped-def]
+    return or_(and_(e, splat(np.int32(0xFFFF))), shl(e, splat(np.int32(16))))
+
+
+@kernel
+def pack_rows(source, table, first, order, block, emin, given, factor, narrow, rows, low, marks):  # type: ignore[no-untyped-def]
+    """Pack rows first, first + 1, ... of source [M, K] in slot order, as many as ``rows.top`` holds.
+
+    Rows behind the last of source are zeros. ``low`` and ``marks`` (int32 [rows]) take the smallest exponents and
+    further marks. ``factor`` is 1 + eps (floor.py). With ``narrow`` exponents become bytes below the largest of each
+    row, or below ``given`` where that is not EMPTY; False is returned, and the rest not packed, where those of a row
+    lie too far apart for that.
+    """
+    slots = order.size
+    padded = (slots + LANES - 1) // LANES * LANES
+    buffer = np.zeros(padded, np.float32)
+    signs, seen = np.zeros(padded // LANES + 1, np.int64), np.empty(LANES, np.int32)
+    run = contiguous(order)
+    for index in range(rows.top.size):
+        row = first + index
+        if row >= source.shape[0]:
+            buffer[:] = 0
+        elif run:
+            k = order[0]
+            for slot in range(slots):
+                buffer[slot] = number(source[row, k + slot], table)
+        else:
+            for slot in range(slots):
+                k = order[slot]
+                buffer[slot] = number(source[row, k], table) if k >= 0 else np.float32(0)
+        top, low[index], mark = _row_words(buffer, slots, emin, seen)
+        rows.top[index] = max(top, emin) if given == EMPTY else given
+        marks[index] |= mark
+        if narrow and rows.top[index] - low[index] > TOP_BYTE // 2:
+            return False
+        _spread_row(buffer, index, block, emin, factor, narrow, signs, rows)
+    return True
+
+
+@device
+def contiguous(order):  # type: ignore[no-untyped-def]
+    """Say whether slots are plain neighbours along K."""
+    plain = True
+    for slot in range(order.size):
+        plain &= order[slot] == order[0] + slot and order[slot] >= 0
+    return plain
+
+
+@device
+def _gather_panel(source, table, first, rows, order, across, out):  # type: ignore[no-untyped-def]
+    """Write rows first ... first + rows - 1 of source [N, K] into out, float32 [slots][64], transposed.
+
+    ``across`` says that neighbours along N are nearer in memory than along K.
+    """
+    if rows < LANES:
+        out[: order.size * LANES] = np.float32(0)
+    if across:
+        for slot in range(order.size):
+            k = order[slot]
+            for row in range(rows):
+                out[slot * LANES + row] = number(source[first + row, k], table) if k >= 0 else np.float32(0)
+        return
+    run = contiguous(order)
+    for start in range(0, order.size, _TILE):
+        stop = min(start + _TILE, order.size)
+        for row in range(rows):
+            if run:
+                k = order[start]
+                for slot in range(start, stop):
+                    out[slot * LANES + row] = number(source[first + row, k + slot - start], table)
+                continue
+            for slot in range(start, stop):
+                k = order[slot]
+                out[slot * LANES + row] = number(source[first + row, k], table) if k >= 0 else np.float32(0)
+
+
+@device
+def _spread_panel(raw, slots, block, emin, top, values, exponents, signs):  # type: ignore[no-untyped-def]
+    words, pitch = (block + 31) // 32, pitch_of(block)
+    for b in range(slots // pitch):
+        for w in range(words):
+            word = splat(np.int32(0))
+            for j in range(w * 32, min(block, w * 32 + 32)):
+                at = (b * pitch + j) * LANES
+                numbers = load(raw, at)
+                e = _exponents(numbers, emin)
+                _put_values(values, at, numbers, e, 1.0)
+                _put_exponents(exponents, at, e, top)
+                word = or_(word, shl(lshr(as_i32(numbers), splat(np.int32(31))), splat(np.int32(j & 31))))
+            store(signs, (b * words + w) * LANES, word)
+
+
+@kernel
+def pack_panel(source, table, first, order, block, emin, given, raw, values, exponents, signs, marks):  # type: ignore[no-untyped-def]
+    """Pack columns first ... first + 63 of the product, rows of source [N, K], in slot order.
+
+    Return their largest exponent (or ``given``, unless it is EMPTY) and the smallest. Rows behind the last of source
+    are zeros. ``raw`` is a float32 buffer [slots][64]. ``values`` is float32 or float64; ``exponents`` int16, or int8,
+    which is left unfilled where the two lie too far apart for bytes. ``marks`` (int32 [64]) are added to.
+    """
+    tops, lows = np.empty(LANES, np.int32), np.empty(LANES, np.int32)
+    across = source.strides[0] < source.strides[1]
+    _gather_panel(source, table, first, min(LANES, source.shape[0] - first), order, across, raw)
+    _panel_range(raw, order.size, emin, tops, lows, marks)
+    top, low = np.int32(emin), np.int32(-EMPTY)
+    for lane in range(LANES):
+        top, low = max(top, tops[lane]), min(low, lows[lane])
+    if given != EMPTY:
+        top = np.int32(given)
+    if exponents.itemsize == 2 or top - low <= TOP_BYTE // 2:
+        _spread_panel(raw, order.size, block, emin, top, values, exponents, signs)
+    return top, low

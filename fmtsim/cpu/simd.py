@@ -1,0 +1,274 @@
+"""Vectors as values inside numba kernels: 64 lanes that LLVM keeps in registers of whatever width the machine has.
+
+numba's own loops over small arrays keep sums in memory. A value of type ``Vector`` is an LLVM vector instead, so a row
+of 64 running sums stays in registers from the first product to the last, and every operation below is one LLVM
+instruction, which the compiler splits into as many machine instructions as the registers ask for.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.ir as ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+from numba.np import arrayobj
+
+LANES = 64
+TOWARD_ZERO, NEAREST_EVEN = 0, 1  # what set_rounding takes
+
+_LLVM = {
+    types.int8: ir.IntType(8),
+    types.int16: ir.IntType(16),
+    types.int32: ir.IntType(32),
+    types.int64: ir.IntType(64),
+    types.float32: ir.FloatType(),
+    types.float64: ir.DoubleType(),
+}
+
+
+class Vector(types.Type):
+    """The numba type of a vector of numbers."""
+
+    def __init__(self, dtype: types.Type, lanes: int) -> None:
+        self.dtype, self.lanes = dtype, lanes
+        super().__init__(name=f"Vector({dtype}, {lanes})")
+
+    @property
+    def llvm(self) -> ir.VectorType:
+        """The LLVM type."""
+        return ir.VectorType(_LLVM[self.dtype], self.lanes)
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, vector: Vector) -> None:
+        super().__init__(manager, vector, vector.llvm)
+
+
+def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    return builder.gep(arrayobj.make_array(array_type)(context, builder, array).data, [index])
+
+
+@intrinsic
+def load(typing_context, array, index):  # type: ignore[no-untyped-def]
+    """Return the 64 numbers from array[index] on, of a contiguous one-dimensional array; nothing is checked."""
+    vector = Vector(array.dtype, LANES)
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        address = _address(context, builder, signature.args[0], *args)
+        return builder.load(builder.bitcast(address, vector.llvm.as_pointer()), align=1)
+
+    return vector(array, types.int64), generate
+
+
+@intrinsic
+def store(typing_context, array, index, vector):  # type: ignore[no-untyped-def]
+    """Write a vector to array[index] and on."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        address = _address(context, builder, signature.args[0], args[0], args[1])
+        builder.store(args[2], builder.bitcast(address, signature.args[2].llvm.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, vector), generate
+
+
+def _splat(builder: Any, scalar: Any, vector: ir.VectorType) -> Any:
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(ir.IntType(32), 0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), [0] * vector.count)
+    return builder.shuffle_vector(first, undefined, zeros)
+
+
+@intrinsic
+def splat(typing_context, number):  # type: ignore[no-untyped-def]
+    """Return a number in all 64 lanes."""
+    vector = Vector(number, LANES)
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return _splat(builder, args[0], vector.llvm)
+
+    return vector(number), generate
+
+
+@intrinsic
+def broadcast(typing_context, array, index):  # type: ignore[no-untyped-def]
+    """Return array[index] in all 64 lanes; unlike ``splat(array[index])`` it does not look for negative indices."""
+    vector = Vector(array.dtype, LANES)
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        address = _address(context, builder, signature.args[0], *args)
+        return _splat(builder, builder.load(address), vector.llvm)
+
+    return vector(array, types.int64), generate
+
+
+def _broadcast_word(dtype: types.Type, words: int) -> Callable:
+    @intrinsic
+    def broadcast_word(typing_context, array, index):  # type: ignore[no-untyped-def]
+        vector = Vector(dtype, LANES)
+
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            address = _address(context, builder, signature.args[0], *args)
+            wide = _splat(builder, builder.load(address), ir.VectorType(ir.IntType(32), words))
+            return builder.bitcast(wide, vector.llvm)
+
+        return vector(array, types.int64), generate
+
+    return broadcast_word
+
+
+# A 32-bit word in all lanes is a plain load on x86, a byte or a half is not: arrays hold 4 or 2 copies in a word.
+broadcast_bytes = _broadcast_word(types.int8, LANES // 4)
+broadcast_halves = _broadcast_word(types.int16, LANES // 2)
+
+
+def _instruction(name: str) -> Callable:
+    @intrinsic
+    def operation(typing_context, a, b):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            return getattr(builder, name)(*args)
+
+        return a(a, b), generate
+
+    return operation
+
+
+iadd, isub = _instruction("add"), _instruction("sub")
+fadd, fsub, fmul, fdiv = (_instruction(name) for name in ("fadd", "fsub", "fmul", "fdiv"))
+and_, or_, xor = _instruction("and_"), _instruction("or_"), _instruction("xor")
+shl, lshr, ashr = _instruction("shl"), _instruction("lshr"), _instruction("ashr")
+
+
+def _function(name: str, count: int) -> Callable:
+    """Return an LLVM intrinsic of ``count`` vectors of one type."""
+
+    def emit(builder: Any, args: Any) -> Any:
+        vector = args[0].type
+        letter, width = ("f", 32) if isinstance(vector.element, ir.FloatType) else ("f", 64)
+        if isinstance(vector.element, ir.IntType):
+            letter, width = "i", vector.element.width
+        kind = ir.FunctionType(vector, [vector] * count)
+        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.v{vector.count}{letter}{width}")
+        return builder.call(function, args)
+
+    if count == 1:
+
+        @intrinsic
+        def unary(typing_context, a):  # type: ignore[no-untyped-def]
+            return a(a), lambda context, builder, signature, args: emit(builder, args)
+
+        return unary
+    if count == 2:
+
+        @intrinsic
+        def binary(typing_context, a, b):  # type: ignore[no-untyped-def]
+            return a(a, b), lambda context, builder, signature, args: emit(builder, args)
+
+        return binary
+
+    @intrinsic
+    def ternary(typing_context, a, b, c):  # type: ignore[no-untyped-def]
+        return a(a, b, c), lambda context, builder, signature, args: emit(builder, args)
+
+    return ternary
+
+
+fma = _function("fma", 3)
+popcount = _function("ctpop", 1)
+smax, umax, smin = _function("smax", 2), _function("umax", 2), _function("smin", 2)
+fabs = _function("fabs", 1)
+floor = _function("floor", 1)
+
+
+def _conversion(name: str, dtype: types.Type) -> Callable:
+    @intrinsic
+    def convert(typing_context, a):  # type: ignore[no-untyped-def]
+        vector = Vector(dtype, a.lanes)
+
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            return getattr(builder, name)(args[0], vector.llvm)
+
+        return vector(a), generate
+
+    return convert
+
+
+zext32, sext32 = _conversion("zext", types.int32), _conversion("sext", types.int32)
+sext64, zext64 = _conversion("sext", types.int64), _conversion("zext", types.int64)
+trunc8, trunc16 = _conversion("trunc", types.int8), _conversion("trunc", types.int16)
+to_f64, to_f32 = _conversion("fpext", types.float64), _conversion("fptrunc", types.float32)
+int_to_f64 = _conversion("sitofp", types.float64)
+as_i32, as_f32 = _conversion("bitcast", types.int32), _conversion("bitcast", types.float32)
+as_i64, as_f64 = _conversion("bitcast", types.int64), _conversion("bitcast", types.float64)
+
+
+def _selection(kind: str, sign: str) -> Callable:
+    @intrinsic
+    def choose(typing_context, a, b, then, otherwise):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            return builder.select(getattr(builder, kind)(sign, args[0], args[1]), args[2], args[3])
+
+        return then(a, b, then, otherwise), generate
+
+    return choose
+
+
+# where_x(a, b, then, otherwise): lane by lane; comparisons with NaN are false
+where_less, where_equal = _selection("fcmp_ordered", "<"), _selection("fcmp_ordered", "==")
+where_same, where_below = _selection("icmp_signed", "=="), _selection("icmp_signed", "<")
+
+
+@intrinsic
+def sign_bits(typing_context, a):  # type: ignore[no-untyped-def]
+    """Return the signs of 64 integer lanes as the bits of one int64, the first lane lowest."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        zeros = ir.Constant(args[0].type, [0] * LANES)
+        return builder.bitcast(builder.icmp_signed("<", args[0], zeros), ir.IntType(64))
+
+    return types.int64(a), generate
+
+
+@intrinsic
+def high_words(typing_context, a):  # type: ignore[no-untyped-def]
+    """Return the upper halves of 64-bit lanes: sign, exponent and the top of the significand of a float64."""
+    vector = Vector(types.int32, a.lanes)
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        words = builder.bitcast(args[0], ir.VectorType(ir.IntType(32), 2 * vector.lanes))
+        odd = ir.Constant(vector.llvm, [2 * lane + 1 for lane in range(vector.lanes)])
+        return builder.shuffle_vector(words, ir.Constant(words.type, ir.Undefined), odd)
+
+    return vector(a), generate
+
+
+@intrinsic
+def join_words(typing_context, low, high):  # type: ignore[no-untyped-def]
+    """Return the float64 lanes with these lower and upper halves."""
+    vector = Vector(types.float64, low.lanes)
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        lanes = vector.lanes
+        order = [lane // 2 + lane % 2 * lanes for lane in range(2 * lanes)]
+        words = builder.shuffle_vector(*args, ir.Constant(ir.VectorType(ir.IntType(32), 2 * lanes), order))
+        return builder.bitcast(words, vector.llvm)
+
+    return vector(low, high), generate
+
+
+@intrinsic
+def set_rounding(typing_context, mode):  # type: ignore[no-untyped-def]
+    """Set the rounding of this thread's floating-point operations: TOWARD_ZERO or NEAREST_EVEN.
+
+    Kernels that set TOWARD_ZERO set NEAREST_EVEN again before they return or call anything.
+    """
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(32)])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.set.rounding")
+        builder.call(function, [builder.trunc(args[0], ir.IntType(32))])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate

@@ -1,0 +1,63 @@
+"""The order of products as arrays: slots, blocks and what follows them, cut into slabs that fit a cache."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from fmtsim.cpu.operands import pitch_of
+from fmtsim.cpu.sums import CHAIN_END, PART_END, Order
+from fmtsim.gemm.datapath import Arithmetic
+from fmtsim.gemm.plan import GemmPlan
+from fmtsim.gemm.schedule import schedule
+
+_SLOTS = 2048  # of a slab, unless one block is longer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slab:
+    """Some of the blocks of a product, in order.
+
+    ``slots`` (int32) holds the index along K of every slot, -1 where a block is filled up; ``first`` is the number of
+    the slab's first block.
+    """
+
+    slots: np.ndarray
+    order: Order
+    first: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slabs:
+    """A whole product: its slabs, the slots of a block, the number of parts, and where each chain begins along K."""
+
+    slabs: tuple[Slab, ...]
+    block: int
+    parts: int
+    starts: np.ndarray
+
+
+@lru_cache(maxsize=64)
+def slabs_of(k: int, unit: Arithmetic, plan: GemmPlan) -> Slabs:
+    """Return the slabs of a product of K terms."""
+    parts = schedule(k, unit, plan)
+    blocks = [(block, p, c) for p, part in enumerate(parts) for c, chain in enumerate(part) for block in chain.blocks]
+    length = max((len(block) for block, _, _ in blocks), default=1)
+    pitch = pitch_of(length)
+    slots = np.full((len(blocks), pitch), -1, np.int32)
+    ends, owners, chains = (np.zeros(len(blocks), kind) for kind in (np.int8, np.int32, np.int32))
+    starts = np.array([chain.start for part in parts for chain in part], np.int64)
+    number, before = 0, (0, 0)
+    for index, (block, p, c) in enumerate(blocks):
+        slots[index, : len(block)] = block
+        if index and (p, c) != before:
+            number += 1
+            ends[index - 1] = CHAIN_END if p == before[0] else PART_END
+        owners[index], chains[index], before = p, number, (p, c)
+    ends[-1:] = PART_END
+    step = max(_SLOTS // pitch, 1)
+    cut = [
+        Slab(slots[i : i + step].reshape(-1), Order(ends[i : i + step], owners[i : i + step], chains[i : i + step]), i)
+        for i in range(0, len(blocks), step)
+    ]
+    return Slabs(tuple(cut), length, len(parts), starts)

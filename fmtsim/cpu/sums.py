@@ -1,0 +1,226 @@
+"""What happens between blocks: rounding to an accumulator, promotion of chains, reduction of parts. Float64 lanes."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from fmtsim.cpu.jit import device, kernel
+from fmtsim.cpu.simd import (
+    LANES,
+    and_,
+    as_f64,
+    as_i64,
+    fabs,
+    fadd,
+    fdiv,
+    floor,
+    fma,
+    fmul,
+    fsub,
+    iadd,
+    int_to_f64,
+    load,
+    or_,
+    smax,
+    splat,
+    store,
+    to_f32,
+    to_f64,
+    where_equal,
+    where_less,
+)
+from fmtsim.formats.spec import FloatFormat
+
+SIGN, FIELD = -(1 << 63), 0x7FF << 52
+
+# How a magnitude is rounded to the grid of an accumulator.
+EVEN, AWAY, HALF_TO_ZERO, ZERO, UP, DOWN, ODD, STOCHASTIC = range(8)
+MODES = {
+    "nearest_even": EVEN,
+    "nearest_away": AWAY,
+    "nearest_toward_zero": HALF_TO_ZERO,
+    "toward_zero": ZERO,
+    "up": UP,
+    "down": DOWN,
+    "to_odd": ODD,
+    "stochastic": STOCHASTIC,
+}
+
+
+CHAIN_END, PART_END = 1, 2
+
+
+class Grid(NamedTuple):
+    """An accumulator as numbers: lowest exponent field, shift from a number to its rounding constant, largest value."""
+
+    lowest: np.int64
+    shift: np.int64
+    largest: np.float64
+    kind: np.int64  # 32, 64 or 0 for anything else
+
+
+class Order(NamedTuple):
+    """What follows each block of a slab: nothing, the end of its chain, or that of its part as well."""
+
+    ends: np.ndarray  # int8 [blocks]: 0, CHAIN_END or PART_END
+    parts: np.ndarray  # int32 [blocks]: the part
+    chains: np.ndarray  # int32 [blocks]: the place of the chain's scales
+
+
+class Sums(NamedTuple):
+    """The sums of a task beyond the running chain, and how chains join them."""
+
+    total: np.ndarray  # float64 [rows][64]: outer sum of the running part
+    parts: np.ndarray  # float64 [parts][rows][64]
+    promote: bool
+    row_scales: np.ndarray  # float32 [chains][rows] of scaled promotion, else empty
+    column_scales: np.ndarray  # float32 [chains][64]
+    grid: Grid  # of the outer sum
+
+
+def grid_of(fmt: FloatFormat) -> Grid:
+    """Return the numbers of an accumulator format."""
+    kind = {(8, 23): 32, (11, 52): 64}.get((fmt.exponent_bits, fmt.mantissa_bits), 0)
+    lowest = (max(fmt.min_exponent, -1000) + 1023) << 52
+    return Grid(np.int64(lowest), np.int64((52 - fmt.mantissa_bits) << 52), np.float64(fmt.max), np.int64(kind))
+
+
+@device
+def nearest(x, grid):  # type: ignore[no-untyped-def]
+    """Round float64 lanes to a format, to nearest even, with Inf above its largest value; NaN and Inf stay."""
+    if grid.kind == 32:
+        return to_f64(to_f32(x))
+    if grid.kind == 64:
+        return x
+    return _finish(x, _even(fabs(x), _constant(x, grid)), grid)
+
+
+@device
+def _constant(x, grid):  # type: ignore[no-untyped-def]
+    """Return 2^52 last places of x, which rounds whatever is added to it and taken away again."""
+    field = smax(and_(as_i64(x), splat(np.int64(FIELD))), splat(grid.lowest))
+    return as_f64(iadd(field, splat(grid.shift)))
+
+
+@device
+def _even(magnitude, constant):  # type: ignore[no-untyped-def]
+    return fsub(fadd(magnitude, constant), constant)
+
+
+@device
+def _finish(x, rounded, grid):  # type: ignore[no-untyped-def]
+    """Give a rounded magnitude x's sign, Inf where it is too large; a zero is +0, and NaN and Inf of x stay."""
+    infinity, zero = splat(np.float64(np.inf)), splat(np.float64(0))
+    rounded = where_less(splat(grid.largest), rounded, infinity, rounded)
+    signed = as_f64(or_(as_i64(rounded), and_(as_i64(x), splat(np.int64(SIGN)))))
+    signed = where_equal(rounded, zero, zero, signed)
+    return where_less(fabs(x), infinity, signed, x)
+
+
+@device
+def round_lanes(x, mode, grid, words, random_bits):  # type: ignore[no-untyped-def]
+    """Round float64 lanes to a format in any mode; ``words`` are the random integers of STOCHASTIC, variant a."""
+    if mode == EVEN:
+        return nearest(x, grid)
+    magnitude, constant = fabs(x), _constant(x, grid)
+    one, zero = splat(np.float64(1)), splat(np.float64(0))
+    place = fmul(constant, splat(np.float64(2.0**-52)))
+    low = _even(magnitude, constant)
+    low = where_less(magnitude, low, fsub(low, place), low)
+    rest = fsub(magnitude, low)
+    half = fmul(place, splat(np.float64(0.5)))
+    up = zero
+    if mode == AWAY:
+        up = where_less(rest, half, zero, one)
+    elif mode == HALF_TO_ZERO:
+        up = where_less(half, rest, one, zero)
+    elif mode == UP:
+        up = where_less(zero, rest, where_less(zero, x, one, zero), zero)
+    elif mode == DOWN:
+        up = where_less(zero, rest, where_less(x, zero, one, zero), zero)
+    elif mode == ODD:
+        double = fadd(constant, constant)
+        up = where_less(zero, rest, where_equal(_even(low, double), low, one, zero), zero)
+    elif mode == STOCHASTIC:
+        scale = splat(np.float64(2.0**random_bits))
+        taken = floor(fmul(fdiv(rest, place), scale))
+        up = where_less(fadd(taken, int_to_f64(words)), scale, zero, one)
+    return _finish(x, fma(up, place, low), grid)
+
+
+@device
+def _add(total, chain, scaled, row_scale, column_scales, grid):  # type: ignore[no-untyped-def]
+    """Return total + chain, or chain * scales + total with one rounding; float64 sums of float32 are innocuous.
+
+    (Two numbers of at most 25 bits, added in float64 and rounded again to 25 bits or fewer, give the right result.)
+    """
+    if scaled:
+        scale = fmul(splat(row_scale), column_scales)
+        return to_f64(fma(to_f32(chain), scale, to_f32(total)))
+    return nearest(fadd(total, chain), grid)
+
+
+def _wide(vector):  # type: ignore[no-untyped-def]
+    """Return lanes as float64."""
+    raise NotImplementedError
+
+
+@overload(_wide)
+def _wide_of(vector):  # type: ignore[no-untyped-def]
+    if vector.dtype == types.float32:
+        return lambda vector: to_f64(vector)
+    return lambda vector: vector
+
+
+@device
+def end_block(acc, order, index, rows, sums):  # type: ignore[no-untyped-def]
+    """Do what a plan asks for after block ``index`` of a slab, to the running chains acc [rows][64] of all rows.
+
+    A chain that ends is added to the part's outer sum and restarts at +0, where something promotes; a part that ends
+    is kept, and both sums restart.
+    """
+    part, chain = order.parts[index], order.chains[index]
+    scaled = sums.row_scales.size > 0
+    columns = load(sums.column_scales, chain * LANES) if scaled else splat(np.float32(0))
+    for row in range(rows):
+        at = row * LANES
+        total = _wide(load(acc, at))
+        if sums.promote:
+            scale = sums.row_scales[chain * rows + row] if scaled else np.float32(0)
+            total = _add(load(sums.total, at), total, scaled, scale, columns, sums.grid)
+            store(sums.total, at, total)
+        acc[at : at + LANES] = 0
+        if order.ends[index] == PART_END:
+            store(sums.parts, part * rows * LANES + at, total)
+            sums.total[at : at + LANES] = 0
+
+
+@kernel
+def reduce_parts(parts, count, rows, wide, pairwise, partial, round_trip, grid, out):  # type: ignore[no-untyped-def]
+    """Add the parts [count][rows][64] as a plan says; ``wide`` sums in float64, else each sum is a float32.
+
+    ``grid`` is that of the partial format, used where ``partial``.
+    """
+    size = rows * LANES
+    single = Grid(np.int64(0), np.int64(0), np.float64(0), np.int64(64 if wide else 32))
+    half = (count + 1) // 2
+    for at in range(0, size, LANES):
+        result = _part(parts, count - 1 if pairwise else 0, size, at, partial, grid)
+        for i in range(0 if pairwise else 1, half if pairwise else count):
+            if pairwise and count == 1:
+                break
+            term = _part(parts, i, size, at, partial, grid)
+            if pairwise and i + half < count - 1:
+                term = nearest(fadd(term, _part(parts, i + half, size, at, partial, grid)), single)
+            result = nearest(fadd(result, term), single)
+            if round_trip:
+                result = nearest(result, grid)
+        store(out, at, result)
+
+
+@device
+def _part(parts, index, size, at, partial, grid):  # type: ignore[no-untyped-def]
+    number = load(parts, index * size + at)
+    return nearest(number, grid) if partial else number

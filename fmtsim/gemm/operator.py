@@ -1,0 +1,164 @@
+"""The torch operator of matrix products: one definition as JSON, the data, and the choice of engine."""
+
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from fmtsim import ops
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.interop import torch_dtype
+from fmtsim.formats.representable import is_representable
+from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.gemm.datapath import Arithmetic, Datapath, IntegerDatapath
+from fmtsim.gemm.epilogue import finish
+from fmtsim.gemm.serialization import GemmSpec, gemm_spec_from_json
+from fmtsim.ops import CastSpec, RandomKey
+from fmtsim.rounding.modes import Rounding
+
+# Sums that are kept at once where they are rounded to a narrower output afterwards: 24 MB of float32.
+_SUMS = 6 << 20
+_VALUES = 1 << 20
+
+_library = torch.library.Library("fmtsim", "FRAGMENT")
+_library.define(
+    "gemm(Tensor a, Tensor b, str spec, ScalarType? dtype=None, Tensor? c=None, Tensor? scale_a=None, "
+    "Tensor? scale_b=None, Tensor? row=None, Tensor? column=None, Tensor? bias=None, Tensor? result_scale=None, "
+    "Tensor? key=None) -> Tensor"
+)
+
+
+def run_gemm(
+    a: Tensor,
+    b: Tensor,
+    spec: GemmSpec,
+    *,
+    c: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    random: RandomKey | Tensor | None = None,
+) -> Tensor:
+    """Return the reduced sums of ``a b^T``, before the epilogue.
+
+    Args:
+        a: [M, K] or [B, M, K] of any strides: float8, 16-bit, float32 or float64 values of ``spec.a``, int8 for an
+            IntegerDatapath.
+        b: [N, K] or [B, N, K], likewise.
+        spec: Unit, order of sums and formats.
+        c: [M, N] or [B, M, N] in the result's dtype, the addend.
+        scale_a: float32 [M, ceil(K / g)] or [B, ...]: scales inside the unit, or those of a scaled promotion.
+        scale_b: float32 [N, ceil(K / g)] or [B, ...].
+        random: A key, or int64 [2] or [B, 2] with seed and offset, where the unit rounds stochastically.
+
+    Returns:
+        [M, N] or [B, M, N]: float32, float64 where the accumulator needs it, int32 for an IntegerDatapath. NaN is
+        0x7FFFFFFF (float64 0x7FFFFFFFFFFFFFFF).
+
+    Raises:
+        ArgumentError: An operand holds a number that its format lacks.
+    """
+    key = torch.tensor(_signed(random)) if isinstance(random, RandomKey) else random
+    return torch.ops.fmtsim.gemm(a, b, spec.to_json(), None, c, scale_a, scale_b, None, None, None, None, key)
+
+
+def sum_dtype(arithmetic: Arithmetic) -> torch.dtype:
+    """Return the dtype of a unit's sums: float32, float64 where the accumulator needs it, or int32."""
+    if isinstance(arithmetic, IntegerDatapath):
+        return torch.int32
+    if not isinstance(arithmetic, Datapath):
+        return torch.float32
+    formats = (arithmetic.accumulator, arithmetic.promotion or arithmetic.accumulator)
+    return torch.float32 if all(is_representable(fmt, torch.float32) for fmt in formats) else torch.float64
+
+
+def is_stochastic(spec: GemmSpec) -> bool:
+    """Say whether a product draws random words."""
+    return isinstance(spec.datapath, Datapath) and spec.datapath.rounding.mode == "stochastic"
+
+
+def gemm_engine(spec: GemmSpec, a: Tensor, b: Tensor) -> ModuleType:
+    """Return the engine of a product: numba kernels on the CPU where they cover it, else torch operations."""
+    if a.device.type == "cpu":
+        cpu = importlib.import_module("fmtsim.cpu")
+        supports = getattr(cpu, "supports_gemm", None)
+        if supports is not None and supports(spec, a, b):
+            return cpu
+    return importlib.import_module("fmtsim.torch_engine")
+
+
+def _gemm(  # type: ignore[no-untyped-def]
+    a, b, spec, dtype=None, c=None, scale_a=None, scale_b=None, row=None, column=None, bias=None, result_scale=None,
+    key=None,
+):  # fmt: skip
+    definition = gemm_spec_from_json(spec)
+    a, b = a.detach(), b.detach()
+    _require_values("a", a, definition.a)
+    _require_values("b", b, definition.b)
+    shared = {"row": row, "column": column, "bias": bias, "result_scale": result_scale}
+    dtype = dtype or sum_dtype(definition.datapath)
+    if a.dim() == 2:
+        out = torch.empty(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
+        _product(a, b, definition, c, scale_a, scale_b, shared, key, out)
+        return out
+    out = torch.empty(a.shape[0], a.shape[1], b.shape[1], dtype=dtype, device=a.device)
+    for i in range(a.shape[0]):
+        own_c, own_scale_a, own_scale_b, own_key = (None if t is None else t[i] for t in (c, scale_a, scale_b, key))
+        _product(a[i], b[i], definition, own_c, own_scale_a, own_scale_b, shared, own_key, out[i])
+    return out
+
+
+def _product(a, b, spec, c, scale_a, scale_b, shared, key, out):  # type: ignore[no-untyped-def]
+    """Write one product into out, a group of rows at a time where its sums take another dtype than out."""
+    m, n = out.shape
+    if not out.numel():
+        return
+    random = None if key is None else RandomKey(*key.tolist())
+    engine, wide = gemm_engine(spec, a, b), sum_dtype(spec.datapath)
+    step = m if out.dtype == wide or random is not None else min(m, max(64, _SUMS // n))
+    for start in range(0, m, step):
+        rows = slice(start, min(start + step, m))
+        part = out[rows]
+        sums = part if out.dtype == wide else torch.empty(part.shape, dtype=wide, device=out.device)
+        own_c, own_scale = (None if t is None else t[rows] for t in (c, scale_a))
+        engine.gemm(a[rows], b, own_c, own_scale, scale_b, spec, random, sums)
+        if wide != torch.int32:
+            row = shared["row"]
+            row = row if row is None or row.numel() == 1 else row.reshape(-1)[rows]
+            finish(sums, out.dtype, rule=spec.plan.epilogue, **{**shared, "row": row}, out=part)
+
+
+def _require_values(name: str, x: Tensor, fmt: FloatFormat | IntFormat) -> None:
+    """Refuse numbers that the operand's format lacks; a tensor in the format's own dtype cannot hold any."""
+    if not x.dtype.is_floating_point or torch_dtype(fmt) == x.dtype or not x.numel():
+        return
+    spec = CastSpec(format=fmt, rounding=Rounding(), overflow="ieee")
+    rows = x.reshape(-1, x.shape[-1])
+    step = max(1, _VALUES // rows.shape[1])
+    for start in range(0, rows.shape[0], step):
+        piece = rows[start : start + step]
+        kept = torch.empty(piece.shape, dtype=x.dtype, device=x.device)
+        ops.engine_for("quantize", spec, piece, kept).quantize(piece, spec, None, kept)
+        lost = (kept != piece) & ~(kept.isnan() & piece.isnan())
+        if bool(lost.any()):
+            value = piece[lost][0].item()
+            raise ArgumentError(
+                f"{name} holds {value:g}, which is not a value of {fmt.name}; round it first with "
+                f"fmtsim.quantize({name}, {fmt.name!r}), or leave {name}_format out"
+            )
+
+
+def _signed(key: RandomKey) -> list[int]:
+    return [number - (1 << 64) if number >= 1 << 63 else number for number in key]
+
+
+def _gemm_shape(  # type: ignore[no-untyped-def]
+    a, b, spec, dtype=None, c=None, scale_a=None, scale_b=None, row=None, column=None, bias=None, result_scale=None,
+    key=None,
+):  # fmt: skip
+    dtype = dtype or sum_dtype(gemm_spec_from_json(spec).datapath)
+    return torch.empty((*a.shape[:-1], b.shape[-2]), dtype=dtype, device=a.device)
+
+
+_library.impl("gemm", _gemm, "CompositeExplicitAutograd")
+torch.library.register_fake("fmtsim::gemm", _gemm_shape, lib=_library)

@@ -1,0 +1,51 @@
+"""Units for the eye: their modes as a table, as text and as HTML."""
+
+from html import escape
+
+from fmtsim.gemm.unit import STRENGTHS, Unit, describe, get_unit, list_units
+
+HEADINGS = ("inputs", "sum", "arithmetic", "scales", "evidence")
+
+
+def unit_rows(unit: Unit) -> list[tuple[str, ...]]:
+    """Return one row a mode, its cells in the order of ``HEADINGS``."""
+    rows: list[tuple[str, ...]] = []
+    for mode in unit.modes:
+        inputs = "any float format" if mode.inputs is None else " ".join(mode.inputs)
+        every = getattr(mode.datapath, "scale_block", 0)
+        scales = f"{mode.scale} every {every}" if mode.scale else ""
+        evidence = f"{STRENGTHS[mode.strength]}: {mode.evidence}"
+        rows.append((inputs, mode.accumulate, describe(mode.datapath), scales, evidence))
+    return rows
+
+
+def unit_text(unit: str | Unit) -> str:
+    """Return a unit's name, description and modes as plain text."""
+    unit = get_unit(unit)
+    return "\n".join(
+        [unit.name, *([unit.description] if unit.description else []), *_aligned(HEADINGS, unit_rows(unit))]
+    )
+
+
+def units_text() -> str:
+    """Return all units as plain text: a line for each mode."""
+    rows = [(name, *row[:4]) for name in list_units() for row in unit_rows(get_unit(name))]
+    return "\n".join(_aligned(("unit", *HEADINGS[:4]), rows))
+
+
+def unit_html(unit: str | Unit) -> str:
+    """Return a unit as an HTML table of its modes."""
+    unit = get_unit(unit)
+    head = "".join(f"<th style='text-align:left'>{escape(heading)}</th>" for heading in HEADINGS)
+    body = "".join(
+        "<tr>" + "".join(f"<td style='text-align:left'>{escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in unit_rows(unit)
+    )
+    caption = f"<b>{escape(unit.name)}</b> {escape(unit.description)}"
+    return f"{caption}<table><tr>{head}</tr>{body}</table>"
+
+
+def _aligned(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in (headings, *rows)) for i in range(len(headings))]
+    shown = [i for i in range(len(headings)) if any(row[i] for row in rows)]
+    return ["  ".join(f"{row[i]:<{widths[i]}}" for i in shown).rstrip() for row in (headings, *rows)]

@@ -1,0 +1,168 @@
+"""Fused units in float64 (docs/matmul.md, section 2): where every product and every sum of a block fits in 53 bits.
+
+A term is an exact float64 product. It is scaled so that the last bit kept is 1, made an integer, and added to integers:
+all of it exact, in any order, and Inf and NaN take part as IEEE arithmetic has it. What does not fit goes to
+``gemm_limbs``.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.gemm.datapath import Datapath
+from fmtsim.torch_engine.gemm_operands import Factor, Rows, cleaned, exact, exponents, specials, zero_signs
+from fmtsim.torch_engine.gemm_round import ODD_BITS, SAFE, add_to_odd, exponent_of, integral, limit, round_value
+from fmtsim.torch_engine.reals import power_of_two
+
+SPAN = 64  # products taken at once where a block is longer
+
+
+class AlignedUnit:
+    """A fused unit whose blocks fit in float64; ``fits`` says which do."""
+
+    def __init__(self, datapath: Datapath, a: FloatFormat, b: FloatFormat) -> None:
+        self.datapath = datapath
+        self.span = -(-SPAN // datapath.group) * datapath.group
+        self.weight = 2 * min(datapath.block or self.span, self.span)
+        self._lowest = tuple((datapath.operand or fmt).min_exponent for fmt in (a, b))
+
+    @staticmethod
+    def fits(datapath: Datapath, a: FloatFormat, b: FloatFormat, longest: int) -> bool:
+        """Say whether blocks of up to ``longest`` products stay exact and within the range of float64."""
+        if datapath.fraction_bits is None:
+            return False
+        scale_bits = 2 * (datapath.scale.mantissa_bits + 1) if datapath.scale else 0
+        product_bits = a.mantissa_bits + b.mantissa_bits + 2 + scale_bits
+        headroom = 4 if datapath.scale else 2
+        if datapath.group > 1:
+            top, bottom = product_range(a, b)
+            headroom = 2 + max(0, top + datapath.group.bit_length())
+            product_bits = top - bottom + datapath.group.bit_length() + scale_bits
+        sum_bits = datapath.fraction_bits + headroom + longest.bit_length() + 1
+        return max(product_bits, sum_bits) <= 53 and within_range(datapath, a, b)
+
+    def step(self, pieces: Sequence[Rows], state: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
+        """Return the running sum after one block, float64."""
+        path, load = self.datapath, self._load if self.datapath.group == 1 else self._load_groups
+        loaded = [load(piece) for piece in pieces] if len(pieces) == 1 else None
+        top = exponents(state, path.accumulator.min_exponent)
+        for a, b in loaded or map(load, pieces):
+            top = torch.maximum(top, (a.exponent + b.exponent).amax(0))
+        top = top.to(torch.int64).clamp(max(-SAFE, path.min_exponent or -SAFE), SAFE)
+        assert path.fraction_bits is not None
+        unit = power_of_two(path.fraction_bits - top)  # its inverse is the weight of the last bit kept
+        total = integral(state * unit, path.term_rounding)
+        for a, b in loaded or map(load, pieces):
+            total = total + integral(self._terms(a, b).mul_(unit), path.term_rounding).sum(0)
+        result = total * power_of_two(top - path.fraction_bits)
+        return finish(path, result, pieces, state, words)
+
+    def _load(self, rows: Rows) -> tuple[Factor, Factor]:
+        """Return values, times their scales, with exponents."""
+        sides = []
+        for x, scale, lowest in ((rows.a, rows.scale_a, self._lowest[0]), (rows.b, rows.scale_b, self._lowest[1])):
+            value = cleaned(exact(x), rows.finite)
+            exponent = exponents(value, lowest)
+            if scale is not None and self.datapath.scale is not None:
+                size = cleaned(exact(scale).abs(), rows.finite)
+                value, exponent = value * size, exponent + exponents(size, self.datapath.scale.min_exponent)
+            sides.append(Factor(value, exponent))
+        return sides[0], sides[1]
+
+    def _load_groups(self, rows: Rows) -> tuple[Factor, Factor]:
+        """Return values, times the scales of their groups, with the exponents of these alone, one a group."""
+        sides = []
+        for x, scale in ((rows.a, rows.scale_a), (rows.b, rows.scale_b)):
+            value = cleaned(exact(x), rows.finite)
+            if scale is None or self.datapath.scale is None:
+                groups = -(-value.shape[0] // self.datapath.group)
+                exponent = torch.zeros(groups, *value.shape[1:], dtype=torch.int32, device=value.device)
+            else:
+                size = cleaned(exact(scale).abs(), rows.finite)
+                exponent = group_exponents(size[:: self.datapath.group], self.datapath.scale)
+                value = value * size
+            sides.append(Factor(value, exponent))
+        return sides[0], sides[1]
+
+    def _terms(self, a: Factor, b: Factor) -> torch.Tensor:
+        products = a.value * b.value
+        return products if self.datapath.group == 1 else grouped(products, self.datapath.group).sum(1)
+
+
+class FusedAddUnit:
+    """A unit that adds one exact product to the running sum and rounds: a chain of fused multiply-adds."""
+
+    span = 1
+    weight = 4
+
+    def __init__(self, datapath: Datapath) -> None:
+        self.datapath = datapath
+
+    @staticmethod
+    def fits(datapath: Datapath, a: FloatFormat, b: FloatFormat, longest: int) -> bool:
+        """Say whether the product is exact in float64, and a sum rounded to odd there can be rounded again."""
+        fused = longest == 1 and datapath.fraction_bits is None and datapath.scale is None
+        narrow = a.mantissa_bits + b.mantissa_bits + 2 <= 53 and datapath.accumulator.mantissa_bits <= ODD_BITS
+        return fused and narrow and datapath.rounding.mode != "stochastic" and within_range(datapath, a, b)
+
+    def step(self, pieces: Sequence[Rows], state: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
+        """Return the running sum after one product, float64."""
+        rows = pieces[0]
+        product = cleaned(exact(rows.a[0]), rows.finite) * cleaned(exact(rows.b[0]), rows.finite)
+        return finish(self.datapath, add_to_odd(product, state), pieces, state, words)
+
+
+def finish(
+    path: Datapath, total: torch.Tensor, pieces: Sequence[Rows], state: torch.Tensor, words: torch.Tensor | None
+) -> torch.Tensor:
+    """Round the sum of a block to the accumulator and settle NaN, Inf and the sign of zero (steps 1, 6 and 7)."""
+    rounded = round_value(total, path.accumulator, path.rounding, words, bounded=True)
+    return settle(path, rounded, total == 0, pieces, state)
+
+
+def settle(
+    path: Datapath, rounded: torch.Tensor, cancelled: torch.Tensor, pieces: Sequence[Rows], state: torch.Tensor
+) -> torch.Tensor:
+    """Put NaN, Inf and signs of zeros into a rounded sum; ``cancelled`` says where it was zero before rounding."""
+    if path.signed_zero:
+        negative, positive = zero_signs(pieces, state)
+        minus = ~positive if path.rounding.mode == "down" else negative
+        rounded = torch.where(cancelled, torch.where(minus, -0.0, 0.0), rounded)
+    else:
+        rounded = rounded + 0.0  # -0 + 0 is +0
+    special = specials(pieces, state)
+    special = torch.where(torch.isfinite(special), rounded, special)
+    return special if path.accumulator.infinities else limit(special, path.accumulator, path.rounding, bounded=True)
+
+
+def product_range(a: FloatFormat, b: FloatFormat) -> tuple[int, int]:
+    """Return exponents T and B: products are below ``2**T`` and multiples of ``2**B``."""
+    top = a.max_exponent + b.max_exponent + 2
+    return top, a.min_exponent - a.mantissa_bits + b.min_exponent - b.mantissa_bits
+
+
+def within_range(path: Datapath, a: FloatFormat, b: FloatFormat) -> bool:
+    """Say whether no exponent of products, running sum and alignment leaves +-SAFE."""
+    top, bottom = product_range(a, b)
+    if path.scale is not None:
+        more, less = product_range(path.scale, path.scale)
+        top, bottom = top + max(more, 0), bottom + min(less, 0)
+    highest = [top, path.accumulator.max_exponent, path.min_exponent or 0]
+    lowest = [bottom, path.accumulator.min_exponent - path.accumulator.mantissa_bits, path.min_exponent or 0]
+    if path.operand is not None:
+        highest.append(2 * path.operand.min_exponent + top)
+    return max(highest) <= SAFE and min(lowest) >= -SAFE
+
+
+def grouped(products: torch.Tensor, group: int) -> torch.Tensor:
+    """Cut the leading axis into groups ``[groups, group, ...]``, the last one padded with zeros."""
+    short = -products.shape[0] % group
+    if short:
+        products = torch.cat([products, products.new_zeros(short, *products.shape[1:])])
+    return products.view(-1, group, *products.shape[1:])
+
+
+def group_exponents(scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """Return the exponents of scales, one a group, int32; a zero scale has the lowest."""
+    return exponent_of(scale).clamp(min=fmt.min_exponent).to(torch.int32)

@@ -1,0 +1,150 @@
+"""Operands of matrix products: pieces of K, their exact values in float64, their exponents, and NaN and Inf apart.
+
+Everywhere K is the leading axis and the rest broadcasts: ``[L, m, 1]`` against ``[L, 1, n]`` for a matrix product,
+``[L, rows]`` against ``[L, rows]`` for dot products of paired rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from fmtsim.torch_engine.gemm_round import exponent_of
+from fmtsim.torch_engine.reals import widen
+
+ZERO_EXPONENT = -8192
+"""Stands for the exponent of zero: any sum of it with others stays below every exponent that is real."""
+
+
+class Rows(NamedTuple):
+    """Hold raw operands with K leading; ``scale_a`` and ``scale_b`` have one entry for ``scale_block`` products.
+
+    ``finite`` says that no operand and no scale is NaN or Inf, which saves the search for them in every block.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale_a: torch.Tensor | None = None
+    scale_b: torch.Tensor | None = None
+    scale_block: int = 1
+    finite: bool = True
+
+    def take(self, places: Sequence[int]) -> "Rows":
+        """Return the products at those places of K, in their order, each with scales of its own."""
+        scale_a, scale_b = self.scale_a, self.scale_b
+        if scale_a is not None and scale_b is not None:
+            blocks = [k // self.scale_block for k in places]
+            scale_a, scale_b = _at(scale_a, blocks), _at(scale_b, blocks)
+        return Rows(_at(self.a, places), _at(self.b, places), scale_a, scale_b, 1, self.finite)
+
+
+class Pieces(Sequence[Rows]):
+    """Cut the products of one block into pieces of ``span``, so that a block may be as long as K."""
+
+    def __init__(self, rows: Rows, places: Sequence[int], span: int) -> None:
+        self._rows, self._places, self._span = rows, places, span
+
+    def __len__(self) -> int:
+        return -(-len(self._places) // self._span)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return self._rows.take(self._places[index * self._span : (index + 1) * self._span])
+
+    def __iter__(self) -> Iterator[Rows]:
+        return (self[i] for i in range(len(self)))
+
+
+class Unit(Protocol):
+    """What the order of sums needs of a unit.
+
+    span: Most products that it takes at once.
+    weight: Float64 numbers that a step keeps for each output at a time, about.
+    """
+
+    span: int
+    weight: int
+
+    def step(self, pieces: Sequence[Rows], state: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
+        """Return the running sum, float64, after one block."""
+
+
+class Factor(NamedTuple):
+    """One side's factors of products: float64 values without NaN and Inf, and their exponents, int32."""
+
+    value: torch.Tensor
+    exponent: torch.Tensor
+
+
+def exact(x: torch.Tensor) -> torch.Tensor:
+    """Return elements of any dtype of the protocol as float64."""
+    return widen(x)
+
+
+def exponents(value: torch.Tensor, lowest: int) -> torch.Tensor:
+    """Return ``max(floor(log2|value|), lowest)`` of finite float64 elements, int32; zero has ZERO_EXPONENT.
+
+    Float64 subnormals count as -1023, which is below the lowest exponent of every format.
+    """
+    found = exponent_of(value).clamp(min=lowest)
+    return torch.where(value == 0, ZERO_EXPONENT, found).to(torch.int32)
+
+
+def cleaned(value: torch.Tensor, finite: bool) -> torch.Tensor:
+    """Return the elements with zeros for NaN and Inf."""
+    return value if finite else torch.where(torch.isfinite(value), value, 0.0)
+
+
+def specials(pieces: Sequence[Rows], state: torch.Tensor) -> torch.Tensor:
+    """Return what NaN and Inf among operands, scales and the running sum make of a block: NaN, Inf, or a finite number.
+
+    Operands stand for their class: zero, a sign, Inf or NaN. IEEE arithmetic on those does the rest; zero scales
+    are left out, since an Inf operand is Inf whatever the scales.
+    """
+    total = torch.where(torch.isfinite(state), 0.0, state)
+    for rows in pieces:
+        if not rows.finite:
+            total = total + (_classes(rows.a, rows.scale_a) * _classes(rows.b, rows.scale_b)).sum(0)
+    return total
+
+
+def zero_signs(pieces: Sequence[Rows], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Say where every product of a block and the running sum are -0, and where they all are +0."""
+    negative = (state == 0) & torch.signbit(state)
+    positive = (state == 0) & ~torch.signbit(state)
+    for rows in pieces:
+        a, b = exact(rows.a), exact(rows.b)
+        zero = _zeros(a, rows.scale_a) | _zeros(b, rows.scale_b)
+        minus = torch.signbit(a) ^ torch.signbit(b)
+        negative, positive = negative & (zero & minus).all(0), positive & (zero & ~minus).all(0)
+    return negative, positive
+
+
+def all_finite(*tensors: torch.Tensor | None) -> bool:
+    """Say whether no element is NaN or Inf."""
+    return all(bool(torch.isfinite(exact(t)).all()) for t in tensors if t is not None)
+
+
+def _classes(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    value = exact(x)
+    kind = torch.where(torch.isfinite(value), torch.sign(value), value)
+    if scale is None:
+        return kind
+    size = exact(scale).abs()
+    return kind * torch.where(torch.isfinite(size), 1.0, size)
+
+
+def _zeros(value: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    zero = value == 0
+    return zero if scale is None else zero | (scale == 0)
+
+
+def _at(x: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+    """Select along the leading axis: a view where the places follow each other, or are all one."""
+    first, count = places[0], len(places)
+    if list(places) == list(range(first, first + count)):
+        return x[first : first + count]
+    if places[-1] == first and min(places) == max(places):
+        return x[first : first + 1].expand(count, *x.shape[1:])
+    if x.element_size() == 1:  # not every device gathers float8
+        return x.view(torch.uint8).index_select(0, torch.tensor(places, device=x.device)).view(x.dtype)
+    return x.index_select(0, torch.tensor(places, device=x.device))

@@ -1,0 +1,146 @@
+"""Rounding float64 numbers to the values of a format, and sums of two with one rounding (docs/matmul.md).
+
+A running sum is kept as a float64 tensor of values of its format, so every step below takes and returns float64. The
+number is scaled until the last place of the format is 1, made an integer, and scaled back: both scalings are exact
+while exponents stay within +-1000. Formats that reach further, or lack something, are rounded on bit patterns.
+"""
+
+from functools import lru_cache
+
+import torch
+
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.rounding.modes import Rounding
+from fmtsim.torch_engine import floats
+from fmtsim.torch_engine.carry import NEAREST
+from fmtsim.torch_engine.reals import power_of_two
+from fmtsim.torch_engine.storage import FP64, bits_of
+
+SAFE = 900
+"""Exponents within plus and minus this can be scaled by each other in float64 without leaving its normal range."""
+
+ODD_BITS = 50
+"""Formats of at most this many mantissa bits are rounded right from a float64 number that was rounded to odd."""
+
+
+@lru_cache(maxsize=256)
+def is_plain(fmt: FloatFormat) -> bool:
+    """Say whether values of a format can be made by scaling: signed, with subnormals, exponents within SAFE."""
+    usual = fmt.signed and fmt.has_zero and fmt.has_subnormals and fmt.mantissa_bits >= 1
+    return usual and fmt.min_exponent - fmt.mantissa_bits >= -SAFE and fmt.max_exponent <= SAFE
+
+
+def exponent_of(x: torch.Tensor) -> torch.Tensor:
+    """Return the exponent field of float64 elements without bias, int64: ``floor(log2|x|)`` of normal numbers."""
+    return ((bits_of(x) >> 52) & 0x7FF) - 1023
+
+
+def integral(y: torch.Tensor, mode: str) -> torch.Tensor:
+    """Round float64 elements to integers by a deterministic mode; Inf and NaN stay, a zero may lose its sign."""
+    if mode == "toward_zero":
+        return torch.trunc(y)
+    if mode == "nearest_even":
+        return torch.round(y)
+    if mode == "down":
+        return torch.floor(y)
+    if mode == "up":
+        return torch.ceil(y)
+    whole = torch.trunc(y)
+    rest = (y - whole).abs()
+    if mode == "nearest_away":
+        moves = rest >= 0.5
+    elif mode == "nearest_toward_zero":
+        moves = rest > 0.5
+    else:  # to odd
+        half = whole * 0.5
+        moves = (rest > 0) & (half == torch.trunc(half))
+    return torch.where(moves, whole + torch.copysign(torch.ones_like(y), y), whole)
+
+
+def round_value(
+    x: torch.Tensor,
+    fmt: FloatFormat,
+    rounding: Rounding = NEAREST,
+    words: torch.Tensor | None = None,
+    bounded: bool = False,
+) -> torch.Tensor:
+    """Round float64 elements to values of a format, once.
+
+    Args:
+        x: float64: exact numbers, or, for formats of at most ODD_BITS and without words, numbers rounded to odd.
+        fmt: The format.
+        rounding: The mode.
+        words: The random integers of stochastic rounding, int64, of x's shape.
+        bounded: Follow the format's own overflow rule where it has no Inf; else a magnitude above the largest is Inf.
+
+    Returns:
+        float64; a number that rounds to zero keeps its sign, NaN is some NaN.
+    """
+    if not is_plain(fmt):
+        return _convert(x, fmt, rounding, words, bounded)
+    place = exponent_of(x).clamp(min=fmt.min_exponent) - fmt.mantissa_bits
+    y = x * power_of_two(-place)
+    whole = integral(y, rounding.mode) if words is None else _stochastic(y, rounding, words)
+    return limit(torch.copysign(whole * power_of_two(place), x), fmt, rounding, bounded)
+
+
+def limit(y: torch.Tensor, fmt: FloatFormat, rounding: Rounding, bounded: bool) -> torch.Tensor:
+    """Apply the overflow rule to numbers that were rounded as if exponents had no end."""
+    beyond = y.abs() > fmt.max
+    if fmt.infinities or not bounded:
+        return torch.where(beyond, torch.copysign(torch.full_like(y, torch.inf), y), y)
+    largest = torch.copysign(torch.full_like(y, fmt.max), y)
+    if not fmt.has_nan:
+        return torch.where(beyond, largest, torch.where(torch.isnan(y), fmt.max, y))
+    if fmt.default_overflow == "saturate":
+        return torch.where(beyond, largest, y)
+    stays = torch.zeros_like(beyond)  # a finite number that the mode pulls back to the largest
+    if rounding.mode in ("toward_zero", "to_odd"):
+        stays = torch.isfinite(y)
+    elif rounding.mode in ("up", "down"):
+        stays = torch.isfinite(y) & ((y < 0) == (rounding.mode == "up"))
+    return torch.where(beyond, torch.where(stays, largest, torch.nan), y)
+
+
+def add(x: torch.Tensor, y: torch.Tensor, fmt: FloatFormat, rounding: Rounding = NEAREST) -> torch.Tensor:
+    """Return ``x + y`` rounded once to a format of at most ODD_BITS; x and y lie within SAFE. Inf as IEEE 754 does."""
+    return round_value(add_to_odd(x, y), fmt, rounding)
+
+
+def add_to_odd(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return ``x + y`` in float64, rounded to odd: an inexact sum has its lowest bit set."""
+    total = x + y
+    part = total - x
+    error = (x - (total - part)) + (y - part)
+    bits = bits_of(total)
+    toward = torch.where((error > 0) == (total > 0), 1, -1)  # the neighbour on the side of the exact sum
+    inexact = torch.isfinite(error) & (error != 0) & ((bits & 1) == 0)
+    return torch.where(inexact, bits + toward, bits).view(torch.float64)
+
+
+def _stochastic(y: torch.Tensor, rounding: Rounding, words: torch.Tensor) -> torch.Tensor:
+    """Round to integers by random integers; every step is exact, as y has 53 bits."""
+    whole = torch.trunc(y)
+    rest, r = (y - whole).abs(), rounding.bits
+    if rounding.variant == "a":
+        moves = torch.floor(rest * 2.0**r) + words >= 2.0**r
+    elif rounding.variant == "b":
+        moves = torch.floor(rest * 2.0 ** (r + 1)) + (2 * words + 1) >= 2.0 ** (r + 1)
+    else:
+        moves = torch.round(rest * 2.0**r) + words >= 2.0**r
+    return torch.where(moves, whole + torch.copysign(torch.ones_like(y), y), whole)
+
+
+def _convert(
+    x: torch.Tensor, fmt: FloatFormat, rounding: Rounding, words: torch.Tensor | None, bounded: bool
+) -> torch.Tensor:
+    """Round on bit patterns; slower, but any format will do."""
+    overflow = fmt.default_overflow if bounded and not fmt.infinities else "ieee"
+    codes = floats.convert(bits_of(x), FP64, fmt, rounding, overflow, words)
+    y = floats.convert(codes, fmt, FP64, NEAREST, "ieee").to(torch.int64).view(torch.float64)
+    if bounded and not fmt.infinities:
+        return y
+    place = exponent_of(x).clamp(min=fmt.max_exponent) - fmt.mantissa_bits  # only numbers above the largest matter
+    unbounded = y if words is not None else integral(x * power_of_two(-place), rounding.mode) * power_of_two(place)
+    further = (x.abs() > fmt.max) & (unbounded.abs() > fmt.max)
+    return torch.where(further, torch.copysign(torch.full_like(x, torch.inf), x), y)

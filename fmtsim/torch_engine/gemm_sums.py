@@ -1,0 +1,164 @@
+"""The order of sums in a product (docs/matmul.md, section 4): chains, promotions, parts and their reduction."""
+
+from collections.abc import Callable
+
+import torch
+
+from fmtsim.formats.representable import is_representable
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.gemm.datapath import FP32, Arithmetic, Datapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.gemm.plan import GemmPlan
+from fmtsim.gemm.schedule import Chain, Part, schedule
+from fmtsim.gemm.serialization import GemmSpec
+from fmtsim.rounding.modes import Rounding
+from fmtsim.torch_engine.gemm_blocks import AlignedUnit, FusedAddUnit
+from fmtsim.torch_engine.gemm_operands import Pieces, Rows, Unit
+from fmtsim.torch_engine.gemm_round import ODD_BITS, add_to_odd, is_plain, round_value
+from fmtsim.torch_engine.gemm_units import PairwiseUnit, TwoStageUnit
+from fmtsim.torch_engine.gemm_wide import WideUnit
+from fmtsim.torch_engine.storage import FP64
+
+Draw = Callable[[int], torch.Tensor | None]
+"""Returns the random integers of block number t for the outputs at hand, None without stochastic rounding."""
+
+
+def unit_of(spec: GemmSpec, k: int) -> Unit:
+    """Return what computes the blocks of a product of K terms."""
+    path, a, b = spec.datapath, spec.a, spec.b
+    assert isinstance(a, FloatFormat) and isinstance(b, FloatFormat)
+    if isinstance(path, TwoStageDatapath):
+        return TwoStageUnit(path, a, b)
+    if isinstance(path, PairwiseDatapath):
+        return PairwiseUnit(path, a, b)
+    assert isinstance(path, Datapath)
+    parts = schedule(k, path, spec.plan)
+    longest = max((len(block) for part in parts for chain in part for block in chain.blocks), default=1)
+    if AlignedUnit.fits(path, a, b, longest):
+        return AlignedUnit(path, a, b)
+    return FusedAddUnit(path) if FusedAddUnit.fits(path, a, b, longest) else WideUnit(path, a, b, longest)
+
+
+def accumulator_of(path: Arithmetic) -> FloatFormat:
+    """Return the format of a unit's running sum."""
+    return path.accumulator if isinstance(path, Datapath) else FP32
+
+
+class Summation:
+    """Sums the blocks of a product in the order of its plan.
+
+    Args:
+        spec: The product.
+        unit: What computes a block.
+        k: Products of an output.
+    """
+
+    def __init__(self, spec: GemmSpec, unit: Unit, k: int) -> None:
+        path, plan = spec.datapath, spec.plan
+        self._unit, self._plan = unit, plan
+        self._parts = schedule(k, path, plan)
+        accumulator = accumulator_of(path)
+        self._promotion: FloatFormat | None = None
+        if plan.promote_every is not None:
+            self._promotion = FP32
+        elif isinstance(path, Datapath) and path.promote_every is not None:
+            self._promotion = path.promotion or accumulator
+        wide = FP32 if is_representable(accumulator, torch.float32) else accumulator
+        formats = [f for f in (accumulator, self._promotion, plan.partial) if f is not None]
+        self._add = Adder(wide, formats)
+        self._promote = Adder(self._promotion, [accumulator, self._promotion]) if self._promotion else None
+
+    def __call__(
+        self,
+        rows: Rows,
+        c: torch.Tensor | None,
+        draw: Draw,
+        scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Return the reduced sums, float64, of the shape that ``rows.a[0]`` and ``rows.b[0]`` broadcast to.
+
+        Args:
+            rows: Operands with K leading.
+            c: float64 values of the accumulator, or None.
+            draw: Random integers by block.
+            scales: Those of a scaled promotion, with the chain's place leading, float32, or None.
+        """
+        shape = torch.broadcast_shapes(rows.a.shape[1:], rows.b.shape[1:])
+        zero = torch.zeros(shape, dtype=torch.float64, device=rows.a.device)
+        if not self._parts:
+            return zero if c is None else c
+        sums, block = [], 0
+        for i, part in enumerate(self._parts):
+            start = c if c is not None and i == 0 else zero
+            sums.append(self._part(part, rows, start, zero, draw, scales, block))
+            block += sum(len(chain.blocks) for chain in part)
+        return self._reduce(sums)
+
+    def _part(
+        self,
+        part: Part,
+        rows: Rows,
+        start: torch.Tensor,
+        zero: torch.Tensor,
+        draw: Draw,
+        scales: tuple[torch.Tensor, torch.Tensor] | None,
+        block: int,
+    ) -> torch.Tensor:
+        if self._promote is None:
+            (chain,) = part  # only promotions cut a part into chains
+            return self._chain(chain, rows, start, draw, block)
+        total = start
+        for chain in part:
+            result = self._chain(chain, rows, zero, draw, block)
+            block += len(chain.blocks)
+            total = self._promote(result, total, self._scale(chain, scales))
+        return total
+
+    def _chain(self, chain: Chain, rows: Rows, state: torch.Tensor, draw: Draw, block: int) -> torch.Tensor:
+        for i, places in enumerate(chain.blocks):
+            pieces = Pieces(rows, places, self._unit.span)
+            state = self._unit.step([pieces[0]] if len(pieces) == 1 else pieces, state, draw(block + i))
+        return state
+
+    def _scale(self, chain: Chain, scales: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor | None:
+        if scales is None or not self._plan.scaled_promotion or self._plan.promote_every is None:
+            return None
+        place = chain.start // self._plan.promote_every
+        return round_value(scales[0][place] * scales[1][place], FP32)
+
+    def _reduce(self, sums: list[torch.Tensor]) -> torch.Tensor:
+        plan = self._plan
+        if plan.partial is not None:
+            sums = [round_value(s, plan.partial) for s in sums]
+        if plan.reduce == "pairwise":
+            half = -(-len(sums) // 2)
+            pairs = [
+                self._sum(sums[i], sums[i + half], plan) if i + half < len(sums) - 1 else sums[i] for i in range(half)
+            ]
+            total, rest = sums[-1], pairs if len(sums) > 1 else []
+        else:
+            total, rest = sums[0], sums[1:]
+        for term in rest:
+            total = self._sum(total, term, plan)
+        return total
+
+    def _sum(self, x: torch.Tensor, y: torch.Tensor, plan: GemmPlan) -> torch.Tensor:
+        total = self._add(x, y)
+        return round_value(total, plan.partial) if plan.round_trip and plan.partial is not None else total
+
+
+class Adder:
+    """Adds values of several formats with one rounding to nearest even, zeros and Inf as IEEE 754 has them."""
+
+    def __init__(self, fmt: FloatFormat, terms: list[FloatFormat]) -> None:
+        self._fmt = fmt
+        self._narrow = all(is_plain(f) and f.mantissa_bits <= ODD_BITS for f in (fmt, *terms))
+        self._short = all(f.mantissa_bits <= 28 for f in terms)  # times a float32 number they fit in float64
+        path = Datapath(block=1, fraction_bits=None, rounding=Rounding(), accumulator=fmt, signed_zero=True)
+        self._wide = WideUnit(path, FP64, FP32, 1, addend=FP64)
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``x + y``, or ``x * scale + y`` with a float32 scale; all float64."""
+        if self._narrow and (scale is None or self._short):
+            return round_value(add_to_odd(x if scale is None else x * scale, y), self._fmt)
+        one = torch.ones_like(x) if scale is None else scale.expand_as(x)
+        return self._wide.step([Rows(x[None], one[None], finite=False)], y, None)

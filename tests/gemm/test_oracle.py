@@ -1,0 +1,325 @@
+"""Whole products of the oracle against hand-computed values: chains, promotions, parts, reduction and epilogue."""
+
+import math
+import random
+import re
+from dataclasses import replace
+
+import pytest
+
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.gemm.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.gemm.oracle import epilogue_oracle, gemm_oracle
+from fmtsim.gemm.plan import GemmPlan
+from fmtsim.gemm.serialization import GemmSpec
+from fmtsim.rounding.modes import Rounding
+from fmtsim.rounding.philox import random_integer
+from tests.engines.compare import identical
+
+INF, NAN = math.inf, math.nan
+BF16, FP16, FP32, FP64 = (get_format(name) for name in ("bf16", "fp16", "fp32", "fp64"))
+E4M3, E5M2, INT8 = get_format("e4m3"), get_format("e5m2"), get_format("int8")
+UE4M3 = FloatFormat(name="ue4m3", exponent_bits=4, mantissa_bits=3, signed=False, nan="top", infinities=False)
+PLAIN = GemmPlan()
+TWO = Datapath(block=2, fraction_bits=None, rounding="nearest_even")
+ONE = replace(TWO, block=1)
+TINY = 2.0**-24  # half of float32's last place at 1: 1 + TINY is 1, TINY + TINY + 1 is not
+NEXT = 1 + 2.0**-23
+
+
+def dot(row, unit=ONE, plan=PLAIN, c=None, fmt=FP32, **scales):
+    """Return one output whose products are the numbers of a row (b is one everywhere)."""
+    spec = GemmSpec(datapath=unit, plan=plan, a=fmt, b=fmt)
+    ones = [[1 if isinstance(x, int) else 1.0 for x in row]]
+    scales = {name: [scale] for name, scale in scales.items()}
+    return gemm_oracle([row], ones, spec, c=None if c is None else [[c]], **scales)[0][0]
+
+
+def same(got, expected):
+    assert identical(got, expected), (got, expected)
+
+
+# Rules 1 to 3: a chain.
+
+
+def test_blocks_follow_each_other_through_the_accumulator():
+    same(dot([1.0, TINY, TINY]), 1.0)  # 1 + TINY is a tie to 1, twice
+    same(dot([TINY, TINY, 1.0]), NEXT)
+    same(dot([1.0, TINY, TINY], replace(ONE, block=3)), NEXT)
+    same(dot([1.0, TINY, TINY, TINY], TWO), NEXT)  # (1 + TINY) -> 1, then 1 + 2 TINY
+
+
+def test_a_chain_starts_at_c():
+    same(dot([TINY, TINY], c=1.0), 1.0)
+    same(dot([TINY, TINY], TWO, c=1.0), NEXT)  # c joins the block
+    same(dot([1.0], c=NAN), NAN)
+    # Of three parts only the first starts at c: (1 + TINY) + (0 + TINY) + (0 + 2).
+    same(dot([TINY, TINY, 2.0], plan=GemmPlan(k_tile=1, split=3), c=1.0), 3.0)
+    same(dot([-1.0, TINY, TINY], plan=GemmPlan(k_tile=1, split=2), c=1.0), 2 * TINY)
+
+
+def test_without_products():
+    for unit in (ONE, TwoStageDatapath(block=4), PairwiseDatapath(block=4)):
+        same(dot([], unit), 0.0)
+        same(dot([], unit, c=-3.0), -3.0)
+    assert dot([], IntegerDatapath(), fmt=INT8) == 0
+    assert gemm_oracle([], [], GemmSpec(datapath=ONE, plan=PLAIN, a=FP32, b=FP32)) == []
+
+
+def test_rows_and_columns():
+    spec = GemmSpec(datapath=ONE, plan=PLAIN, a=BF16, b=BF16)
+    a, b = [[1.0, 2.0], [3.0, 4.0], [0.0, -1.0]], [[5.0, 6.0], [7.0, 8.0]]
+    assert gemm_oracle(a, b, spec) == [[17.0, 23.0], [39.0, 53.0], [-6.0, -8.0]]
+    assert gemm_oracle(a, b, spec, c=[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]) == [[18.0, 25.0], [42.0, 57.0], [-1.0, -2.0]]
+
+
+def test_each_unit_has_its_rule():
+    row = [1.0, TINY, TINY]
+    same(dot(row, TwoStageDatapath(block=4)), NEXT)  # the exact sum of a block, rounded once
+    same(dot(row, TwoStageDatapath(block=2)), 1.0)
+    same(dot(row, PairwiseDatapath(block=4)), 1.0)  # (1 + TINY) + (TINY + 0): two ties
+    same(dot([TINY, 0.0, TINY, 1.0], PairwiseDatapath(block=2)), 1.0)  # (TINY + 0), then TINY + (TINY + 1)
+    assert dot([2, -3, 5], IntegerDatapath(), fmt=INT8, c=10) == 14
+
+
+def test_scales_inside_the_unit():
+    unit = replace(TWO, scale=UE4M3, scale_block=2)
+    # (1 + 1) 2 x 4 + (1 + 1) 8 x 0.5 + 1 x 1 x 2.
+    same(dot([1.0] * 5, unit, fmt=E4M3, scale_a=[2.0, 8.0, 1.0], scale_b=[4.0, 0.5, 2.0]), 26.0)
+    same(dot([1.0] * 5, unit, fmt=E4M3, scale_a=[2.0, 8.0, 1.0]), 21.0)
+    same(dot([1.0] * 5, unit, fmt=E4M3), 5.0)
+    same(dot([0.0] * 5, unit, fmt=E4M3, scale_a=[2.0, NAN, 1.0]), NAN)
+    # The scale belongs to k, wherever tiles put it: the residue k = 0 comes first and shares the scale of k = 1.
+    plan = GemmPlan(k_tile=2, residue_first=True)
+    same(dot([1.0] * 5, unit, plan, fmt=E4M3, scale_a=[2.0, 8.0, 1.0]), 21.0)
+
+
+# Rule 4: promotion.
+
+
+def test_promotion():
+    row = [1.0, TINY, TINY, TINY, TINY]
+    same(dot(row, plan=GemmPlan(promote_every=1)), 1.0)
+    # (1 + TINY) + (TINY + TINY) + TINY: 1, NEXT, then a tie between NEXT and 1 + 2^-22, which is even.
+    same(dot(row, plan=GemmPlan(promote_every=2)), 1 + 2.0**-22)
+    same(dot(row, plan=GemmPlan(promote_every=3)), NEXT)  # (1 + TINY + TINY) = 1, then 1 + (TINY + TINY)
+    # c is the outer sum: 1 + (TINY + TINY); without promotion it starts the chain.
+    same(dot([TINY, TINY], plan=GemmPlan(promote_every=2), c=1.0), NEXT)
+    same(dot([TINY, TINY], replace(ONE, promote_every=2), c=1.0), NEXT)
+    same(dot([TINY, TINY], c=1.0), 1.0)
+
+
+def test_the_format_of_the_outer_sum():
+    # Chains of 1 and 2^-11: in binary16 a tie to 1, in float32 exact.
+    half = replace(ONE, accumulator=FP16)
+    same(dot([1.0, 2.0**-11], replace(half, promote_every=1)), 1.0)
+    same(dot([1.0, 2.0**-11], replace(half, promote_every=1, promotion=FP32)), 1 + 2.0**-11)
+    same(dot([1.0, 2.0**-11], half, GemmPlan(promote_every=1)), 1 + 2.0**-11)
+    # The outer sum rounds to nearest even also where the unit truncates.
+    same(dot([1.0, 3 * TINY], replace(ONE, rounding="toward_zero", promote_every=1)), 1 + 2.0**-22)
+    # Other units promote to float32.
+    same(dot([1.0, TINY, TINY], TwoStageDatapath(block=4), GemmPlan(promote_every=2)), 1.0)
+    assert dot([3, 4, 5], IntegerDatapath(), GemmPlan(promote_every=2), fmt=INT8) == 12
+
+
+def test_scaled_promotion_is_one_multiply_add():
+    plan = GemmPlan(promote_every=1, scaled_promotion=True)
+    # 1.5 x RN(2 x 3) + 1.
+    same(dot([1.5], ONE, plan, c=1.0, scale_a=[2.0], scale_b=[3.0]), 10.0)
+    # s = RN(NEXT x NEXT) = 1 + 2^-22 (2^-46 is lost). NEXT s - (1 + 3 x 2^-23) = 2^-45: nothing rounds before the sum.
+    row = [-(1 + 3 * 2.0**-23), NEXT]
+    same(dot(row, ONE, plan, scale_a=[1.0, NEXT], scale_b=[1.0, NEXT]), 2.0**-45)
+    # Chains of 2 of 5 products and their three scales.
+    two = GemmPlan(promote_every=2, scaled_promotion=True)
+    same(dot([1.0] * 5, ONE, two, scale_a=[1.0, 2.0, 4.0], scale_b=[1.0, 1.0, 0.5]), 8.0)
+    same(dot([1.0] * 5, ONE, two, scale_a=[1.0, INF, 4.0], scale_b=[1.0, 0.0, 0.5]), NAN)
+
+
+# Rule 5: reduction.
+
+
+@pytest.mark.parametrize(
+    ("parts", "serial", "pairwise"),
+    [
+        ([5.0], 5.0, 5.0),
+        ([TINY, 1.0], 1.0, 1.0),
+        # h = 2: q = p0, p1; then p2 + p0 + p1.
+        ([1.0, TINY, TINY], 1.0, 1.0),
+        ([TINY, TINY, 1.0], NEXT, 1.0),
+        # h = 2: q0 = p0 + p2, q1 = p1 (p3 is the last); then p3 + q0 + q1.
+        ([TINY, 1.0, TINY, 0.0], 1.0, NEXT),
+        # h = 3: q0 = p0 + p3, q1 = p1, q2 = p2; p4 + q0 + q1 + q2 = TINY + (1 + TINY) + ...: 1, and 1 again.
+        ([1.0, 0.0, 0.0, TINY, TINY], 1.0, 1.0),
+        # q0 = 2 TINY before it meets 1; serially 1 + TINY twice.
+        ([TINY, 1.0, 0.0, TINY, 0.0], 1.0, NEXT),
+        # h = 3, six parts: q0 = p0 + p3, q1 = p1 + p4, q2 = p2.
+        ([1.0, TINY, 0.0, 0.0, TINY, 0.0], 1.0, NEXT),
+        ([INF, 1.0, -INF], NAN, NAN),
+        ([-1.0, 1.0], 0.0, 0.0),
+    ],
+)
+def test_reduction(parts, serial, pairwise):
+    plan = GemmPlan(k_tile=1, split=len(parts))
+    same(dot(parts, plan=plan), serial)
+    same(dot(parts, plan=replace(plan, reduce="pairwise")), pairwise)
+
+
+def test_partial_sums_may_be_rounded():
+    # 1 + 2^-8 is a tie of bfloat16 that goes to 1; the sum is float32: 1 + 2^-8 + 2^-8 with p0 = 1, p1 = p2 = 2^-8.
+    plan = GemmPlan(k_tile=2, split=2, partial=BF16)
+    same(dot([1.0, 2.0**-8, 2.0**-8, 0.0], plan=plan), 1 + 2.0**-8)
+    same(dot([1.0, 2.0**-8, 2.0**-8, 0.0], plan=replace(plan, round_trip=True)), 1.0)
+    same(dot([1.0, 2.0**-8, 2.0**-8, 0.0], plan=replace(plan, partial=None)), 1 + 2.0**-7)
+    # The largest float32 is Inf as bfloat16.
+    same(dot([FP32.max, 0.0, 1.0], plan=plan), INF)
+    same(dot([1.0, 2.0**-8], plan=GemmPlan(k_tile=2, partial=BF16)), 1.0)  # one part is rounded as well
+    pairs = GemmPlan(k_tile=1, split=3, partial=BF16, round_trip=True, reduce="pairwise")
+    same(dot([2.0**-8, 2.0**-8, 1.0], plan=pairs), 1.0)  # 1 + 2^-8 -> 1, twice
+
+
+def test_parts_of_a_wide_accumulator_are_added_widely():
+    row = [1.0, 2.0**-40]
+    plan = GemmPlan(k_tile=1, split=2)
+    same(dot(row, plan=plan), 1.0)
+    same(dot(row, replace(ONE, accumulator=FP64), plan, fmt=FP64), 1 + 2.0**-40)
+
+
+def test_integer_sums():
+    top = 2**31 - 1
+    row = [1 << 30, 1 << 30, -1, -1]
+    assert dot(row, IntegerDatapath(), fmt=INT8) == top - 1
+    assert dot(row[:2], IntegerDatapath(), fmt=INT8) == -(2**31)
+    # Clamped after two products: 2^31 - 1, less 2.
+    assert dot(row, IntegerDatapath(saturate=True, block=2), fmt=INT8) == top - 2
+    assert dot(row, IntegerDatapath(saturate=True, block=4), fmt=INT8) == top - 1
+    assert dot(row, IntegerDatapath(), GemmPlan(k_tile=1, split=4), fmt=INT8) == top - 1
+
+
+# Random words.
+
+
+@pytest.mark.parametrize("plan", [PLAIN, GemmPlan(promote_every=2), GemmPlan(k_tile=1, split=3, owner="interleaved")])
+def test_each_block_and_output_draws_its_own_word(plan):
+    """Block t of output (m, n) draws for element (t M + m) N + n, counted through parts and chains."""
+    how, key, rows, columns = Rounding(mode="stochastic"), (11, 5), 2, 3
+    spec = GemmSpec(datapath=replace(ONE, rounding=how), plan=plan, a=FP64, b=FP64)
+    # Parts of the last plan own k = 0, 3; 1; 2: its blocks come in the order 0, 3, 1, 2.
+    order = [0, 3, 1, 2] if plan.split == 3 else [0, 1, 2, 3]
+    seen = set()
+    for t, k in enumerate(order):
+        row = [0.0] * 4
+        row[k] = 1 + TINY  # half a place above 1: up where the word is 2^31 or more; everything else is exact
+        got = gemm_oracle([row] * rows, [[1.0] * 4] * columns, spec, random=key)
+        for m in range(rows):
+            for n in range(columns):
+                word = random_integer(how, key, (t * rows + m) * columns + n)
+                same(got[m][n], NEXT if word >= 2**31 else 1.0)
+                seen.add(got[m][n])
+    assert seen == {1.0, NEXT}
+
+
+# Rule 7: the epilogue.
+
+
+def test_the_three_rules_of_scales():
+    # RN(NEXT x NEXT) = 1 + 2^-22; 3 (1 + 2^-22) = 3 + 3 x 2^-22 exactly on a grid of 2^-22.
+    # 3 NEXT = 3 + 3 x 2^-23 is a tie between 3 + 2^-22 and 3 + 2 x 2^-22 (even); times NEXT: 3 + 3.5 x 2^-22 + ...
+    # = nearest 3 + 4 x 2^-22 as 2^-45 tips the tie.
+    same(epilogue_oracle(3.0, FP32, rule="scale", scales=(NEXT, NEXT)), 3 + 3 * 2.0**-22)
+    same(epilogue_oracle(3.0, FP32, rule="row_column", scales=(NEXT, NEXT)), 3 + 4 * 2.0**-22)
+    # 2^100 x 2^100 overflows, unless 2^-120 comes between.
+    wide = (2.0**100, 2.0**-120)
+    same(epilogue_oracle(2.0**100, FP32, rule="row_column", scales=wide), INF)
+    same(epilogue_oracle(2.0**100, FP32, rule="column_row", scales=wide), 2.0**80)
+    same(epilogue_oracle(2.0**100, FP32, rule="scale", scales=wide), 2.0**80)
+
+
+def test_zero_products_are_positive():
+    for rule in ("scale", "row_column", "column_row"):
+        same(epilogue_oracle(0.0, FP32, rule=rule, scales=(-1.0, 1.0)), 0.0)
+        same(epilogue_oracle(-(2.0**-149), FP32, rule=rule, scales=(0.25, 1.0)), 0.0)
+        same(epilogue_oracle(0.0, FP32, rule=rule, scales=(INF, 1.0)), NAN)
+    same(epilogue_oracle(-0.0, FP32), -0.0)  # no scales, no product
+    same(epilogue_oracle(-0.0, FP32, bias=0.0), 0.0)
+
+
+def test_bias_and_output():
+    # 1 + 2^-8 in bfloat16 is a tie to 1; with a bias of 2^-24 the float32 sum is 1 + 2^-8 again: two roundings.
+    same(epilogue_oracle(1 + 2.0**-8, BF16), 1.0)
+    same(epilogue_oracle(1 + 2.0**-8, BF16, bias=2.0**-25), 1.0)
+    same(epilogue_oracle(1 + 2.0**-8, BF16, bias=2.0**-23), 1 + 2.0**-7)
+    # The product is rounded before the bias is added: 3 NEXT -> 3 + 2^-21, less 3.
+    same(epilogue_oracle(3.0, FP32, scales=(NEXT, 1.0), bias=-3.0), 2.0**-21)
+    same(epilogue_oracle(NAN, FP16, scales=(1.0, 1.0), bias=1.0), NAN)
+    same(epilogue_oracle(70000.0, FP16), INF)
+    same(epilogue_oracle(-INF, BF16), -INF)
+    same(epilogue_oracle(FP32.max, BF16), INF)
+    same(epilogue_oracle(-(2.0**-140), BF16), -0.0)
+
+
+def test_narrow_outputs_saturate():
+    same(epilogue_oracle(1000.0, E4M3), 448.0)
+    same(epilogue_oracle(-INF, E4M3), -448.0)
+    same(epilogue_oracle(INF, E5M2), 57344.0)
+    same(epilogue_oracle(NAN, E4M3), NAN)
+    same(epilogue_oracle(1000.0, E4M3, result_scale=0.25), 256.0)  # 250 -> 256, spacing 16 below 256
+    same(epilogue_oracle(1.0, E4M3, scales=(3.0, 1.0), bias=1.0, result_scale=0.5), 2.0)
+    same(epilogue_oracle(1.0, BF16, result_scale=0.5), 1.0)  # only FP8 has a result scale
+
+
+def test_a_wide_epilogue():
+    same(epilogue_oracle(1 + 2.0**-40, FP64, scales=(2.0, 1.0), bias=1.0), 3.0)
+    same(epilogue_oracle(1 + 2.0**-40, FP64, scales=(2.0, 1.0), bias=1.0, arithmetic=FP64), 3 + 2.0**-39)
+
+
+# What a call must not ask.
+
+
+@pytest.mark.parametrize(
+    ("unit", "plan", "arguments", "message"),
+    [
+        (ONE, PLAIN, {"scale_a": [1.0]}, "neither unit nor plan has scales; leave scale_a and scale_b to the epilogue"),
+        (replace(ONE, rounding="stochastic"), PLAIN, {}, "rounds stochastically and random=None; pass seed and offset"),
+        (
+            ONE,
+            GemmPlan(k_tile=1, split=2, owner="interleaved", promote_every=2, scaled_promotion=True),
+            {"scale_a": [1.0, 2.0]},
+            "a chain of promote_every=2 products has two scales; choose a k_tile that holds whole chains",
+        ),
+        (IntegerDatapath(), GemmPlan(partial=FP16), {}, "integer sums have neither scaled_promotion nor partial"),
+    ],
+)
+def test_errors(unit, plan, arguments, message):
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        dot([1.0, 1.0, 1.0, 1.0], unit, plan, **arguments)
+
+
+def test_a_unit_of_floats_takes_float_formats():
+    with pytest.raises(ArgumentError, match="a unit of floats does not multiply int8 by int8"):
+        dot([1.0], ONE, fmt=INT8)
+
+
+# Planted errors: a product of random numbers tells a wrong unit and a wrong order.
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"fraction_bits": 24},
+        {"fraction_bits": 26},
+        {"block": 8},
+        {"rounding": "nearest_even"},
+        {"term_rounding": "nearest_even"},
+        {"accumulator": FP16},
+        {"min_exponent": 3},
+        {"promote_every": 16},
+        {"paired": True},
+    ],
+)
+def test_a_wrong_unit_is_seen(wrong):
+    draw = random.Random(3)
+    a, b = ([[draw.uniform(-1, 1) for _ in range(96)] for _ in range(4)] for _ in range(2))
+    spec = GemmSpec(datapath=Datapath(), plan=PLAIN, a=FP32, b=FP32)
+    assert gemm_oracle(a, b, spec) != gemm_oracle(a, b, replace(spec, datapath=replace(Datapath(), **wrong)))
