@@ -23,3 +23,7 @@ class CodeError(FmtsimError, ValueError):
 
 class DataError(FmtsimError, ValueError):
     """Report data on disk that is missing, empty, truncated or corrupt."""
+
+
+class PlanUnknownWarning(UserWarning):
+    """Say that the order of sums of a call is a guess: nothing recorded or tested stands behind it."""

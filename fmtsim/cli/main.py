@@ -17,6 +17,7 @@ COMMANDS = {
     "table": "show every code of a format",
     "cast": "round numbers to a format, with codes, errors and neighbours",
     "explain": "say how a number, or a block of them, got its bits",
+    "mm": "run one matrix product on a machine or unit and explain its bits",
     "compare": "compare two files of tensors bit for bit, with distances in units of the last place",
     "verify": "check the engines against the oracle and against each other",
     "bench": "measure kernels against a plain copy on this machine",

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", nargs="?", choices=("casts", "gemm"), default="casts",
                         help="casts (default), or matrix products against recorded hardware bits")  # fmt: skip
     parser.add_argument("--vectors", action="append", metavar="DIR", default=[],
-                        help="gemm: a folder of recordings (mtc_*.npz, probe_*.npz, recorded calls); may be repeated")  # fmt: skip
+                        help="gemm: a folder of mtc_*.npz, probe_*.npz or recorded calls; may be repeated")  # fmt: skip
     parser.add_argument("--limit", type=int, metavar="N", help="gemm: compare about N outputs of each set")
     parser.add_argument("--format", action="append", metavar="NAME", dest="formats",
                         help="check this format alone; may be repeated (default: all listed formats)")  # fmt: skip
@@ -99,7 +99,8 @@ def _run_gemm(arguments: argparse.Namespace) -> int:
         return MISMATCH if failed else 0
     print(_gemm_table(found))
     for replay in failed[:SHOWN]:
-        print(f"\n{replay.set}: {replay.mismatches:,} of {replay.outputs:,} differ; {replay.first}")
+        count = f"{replay.mismatches:,} of {replay.outputs:,} differ; " if replay.outputs else ""
+        print(f"\n{replay.set}: {count}{replay.first}")
     outputs = sum(replay.outputs for replay in found)
     verdict = "MISMATCHES" if failed else "all bits agree"
     print(f"\n{len(found)} sets, {outputs:,} outputs; {seconds:.0f} s; {verdict}")
@@ -110,8 +111,7 @@ def _gemm_table(found: "list[Replay]") -> str:
     rows = []
     for replay in found:
         cases = f"{replay.cases:,}" + (f" of {replay.cases + replay.skipped:,}" if replay.skipped else "")
-        counts = ((replay.known, "known"), (replay.guessed, "guess"))
-        plan = ", ".join(f"{count} {kind}" for count, kind in counts if count) or "-"
+        plan = ", ".join(f"{count} {basis}" for basis, count in replay.plans) or "-"
         rows.append(
             (replay.set, replay.machine, cases, f"{replay.outputs:,}", f"{replay.mismatches:,}", plan,
              f"{replay.seconds:.1f}")

@@ -1,7 +1,8 @@
 """Packing of operands, slab by slab: values, exponents and signs, as floor.py and wide.py want them.
 
-Zeros become ``TINY`` with their sign: a product with one is cut to nothing, and its sign is then the product of two
-signs, as everywhere else. NaN and Inf become zeros, and their rows and columns are marked.
+Where terms are cut toward zero, zeros become ``TINY`` with their sign: a product with one is cut to
+nothing, and its sign is then the product of two signs, as everywhere else. NaN and Inf become zeros, and their rows and
+columns are marked.
 """
 
 import numpy as np
@@ -71,31 +72,31 @@ def _panel_range(raw, slots, emin, top, low, marks):  # type: ignore[no-untyped-
     store(marks, 0, seen)
 
 
-def _put_values(values, at, numbers, e, factor):  # type: ignore[no-untyped-def]
-    """Store numbers times a factor as the array's float32 or float64, with TINY for all that has no exponent."""
+def _put_values(values, at, numbers, e, factor, tiny):  # type: ignore[no-untyped-def]
+    """Store numbers times a factor as the array's float32 or float64, and TINY or zero for what has no exponent."""
     raise NotImplementedError
 
 
 @overload(_put_values)
-def _put_values_as(values, at, numbers, e, factor):  # type: ignore[no-untyped-def]
+def _put_values_as(values, at, numbers, e, factor, tiny):  # type: ignore[no-untyped-def]
     sign = -(1 << 31)
     tiny32, tiny64 = int(np.float32(TINY32).view(np.int32)), int(np.float64(TINY64).view(np.int64))
     if values.dtype == types.float32:
 
-        def put(values, at, numbers, e, factor):  # type: ignore[no-untyped-def]
+        def put(values, at, numbers, e, factor, tiny):  # type: ignore[no-untyped-def]
             bits = as_i32(fmul(numbers, splat(np.float32(factor))))
-            zero = or_(splat(np.int32(tiny32)), and_(bits, splat(np.int32(sign))))
+            zero = or_(splat(np.int32(tiny32 if tiny else 0)), and_(bits, splat(np.int32(sign))))
             store(values, at, as_f32(where_same(e, splat(np.int32(EMPTY)), zero, bits)))
 
         return put
 
-    def put_wide(values, at, numbers, e, factor):  # type: ignore[no-untyped-def]
+    def put_wide(values, at, numbers, e, factor, tiny):  # type: ignore[no-untyped-def]
         bits = as_i32(numbers)
         empty = where_same(e, splat(np.int32(EMPTY)), splat(np.int32(-1)), splat(np.int32(0)))
         clean = as_f32(or_(and_(bits, splat(np.int32(sign))), and_(bits, xor(empty, splat(np.int32(-1))))))
-        tiny = and_(sext64(empty), splat(np.int64(tiny64)))
+        zero = and_(sext64(empty), splat(np.int64(tiny64 if tiny else 0)))
         clean64 = fmul(to_f64(clean), splat(np.float64(factor)))
-        store(values, at, as_f64(or_(as_i64(clean64), tiny)))
+        store(values, at, as_f64(or_(as_i64(clean64), zero)))
 
     return put_wide
 
@@ -151,7 +152,7 @@ def _spread_row(row, index, block, emin, factor, narrow, signs, rows):  # type: 
         numbers = load(row, at)
         e = _exponents(numbers, emin)
         place = (at // group * count + index) * group + at % group
-        _put_values(rows.values, place, numbers, e, factor)
+        _put_values(rows.values, place, numbers, e, factor, factor > 1)
         store(rows.exponents, place, _byte_copies(e, top) if narrow else _half_copies(e))
         signs[at >> 6] = sign_bits(as_i32(numbers))
     for b in range(rows.signs.size // (words * count)):
@@ -198,9 +199,9 @@ def pack_rows(source, table, first, order, block, emin, given, factor, narrow, r
         if row >= source.shape[0]:
             buffer[:] = 0
         elif run:
-            k = order[0]
+            line = source[row, order[0] : order[0] + slots]
             for slot in range(slots):
-                buffer[slot] = number(source[row, k + slot], table)
+                buffer[slot] = number(line[slot], table)
         else:
             for slot in range(slots):
                 k = order[slot]
@@ -241,10 +242,11 @@ def _gather_panel(source, table, first, rows, order, across, out):  # type: igno
     for start in range(0, order.size, _TILE):
         stop = min(start + _TILE, order.size)
         for row in range(rows):
+            column = out[start * LANES + row :]
             if run:
-                k = order[start]
-                for slot in range(start, stop):
-                    out[slot * LANES + row] = number(source[first + row, k + slot - start], table)
+                line = source[first + row, order[start] : order[start] + stop - start]
+                for slot in range(stop - start):
+                    column[slot * LANES] = number(line[slot], table)
                 continue
             for slot in range(start, stop):
                 k = order[slot]
@@ -252,7 +254,7 @@ def _gather_panel(source, table, first, rows, order, across, out):  # type: igno
 
 
 @device
-def _spread_panel(raw, slots, block, emin, top, values, exponents, signs):  # type: ignore[no-untyped-def]
+def _spread_panel(raw, slots, block, emin, top, tiny, values, exponents, signs):  # type: ignore[no-untyped-def]
     words, pitch = (block + 31) // 32, pitch_of(block)
     for b in range(slots // pitch):
         for w in range(words):
@@ -261,19 +263,20 @@ def _spread_panel(raw, slots, block, emin, top, values, exponents, signs):  # ty
                 at = (b * pitch + j) * LANES
                 numbers = load(raw, at)
                 e = _exponents(numbers, emin)
-                _put_values(values, at, numbers, e, 1.0)
+                _put_values(values, at, numbers, e, 1.0, tiny)
                 _put_exponents(exponents, at, e, top)
                 word = or_(word, shl(lshr(as_i32(numbers), splat(np.int32(31))), splat(np.int32(j & 31))))
             store(signs, (b * words + w) * LANES, word)
 
 
 @kernel
-def pack_panel(source, table, first, order, block, emin, given, raw, values, exponents, signs, marks):  # type: ignore[no-untyped-def]
+def pack_panel(source, table, first, order, block, emin, given, tiny, raw, values, exponents, signs, marks):  # type: ignore[no-untyped-def]
     """Pack columns first ... first + 63 of the product, rows of source [N, K], in slot order.
 
     Return their largest exponent (or ``given``, unless it is EMPTY) and the smallest. Rows behind the last of source
     are zeros. ``raw`` is a float32 buffer [slots][64]. ``values`` is float32 or float64; ``exponents`` int16, or int8,
-    which is left unfilled where the two lie too far apart for bytes. ``marks`` (int32 [64]) are added to.
+    which is left unfilled where the two lie too far apart for bytes. ``marks`` (int32 [64]) are added to. ``tiny``
+    says that zeros become TINY.
     """
     tops, lows = np.empty(LANES, np.int32), np.empty(LANES, np.int32)
     across = source.strides[0] < source.strides[1]
@@ -285,5 +288,5 @@ def pack_panel(source, table, first, order, block, emin, given, raw, values, exp
     if given != EMPTY:
         top = np.int32(given)
     if exponents.itemsize == 2 or top - low <= TOP_BYTE // 2:
-        _spread_panel(raw, order.size, block, emin, top, values, exponents, signs)
+        _spread_panel(raw, order.size, block, emin, top, tiny, values, exponents, signs)
     return top, low

@@ -29,9 +29,10 @@ class Slab:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slabs:
-    """A whole product: its slabs, the slots of a block, the number of parts, and where each chain begins along K."""
+    """A product: its slabs, all of it in one, the slots of a block, how many parts, and where chains begin along K."""
 
     slabs: tuple[Slab, ...]
+    whole: Slab
     block: int
     parts: int
     starts: np.ndarray
@@ -56,8 +57,10 @@ def slabs_of(k: int, unit: Arithmetic, plan: GemmPlan) -> Slabs:
         owners[index], chains[index], before = p, number, (p, c)
     ends[-1:] = PART_END
     step = max(_SLOTS // pitch, 1)
-    cut = [
-        Slab(slots[i : i + step].reshape(-1), Order(ends[i : i + step], owners[i : i + step], chains[i : i + step]), i)
-        for i in range(0, len(blocks), step)
-    ]
-    return Slabs(tuple(cut), length, len(parts), starts)
+
+    def cut(start: int, stop: int) -> Slab:
+        order = Order(ends[start:stop], owners[start:stop], chains[start:stop])
+        return Slab(slots[start:stop].reshape(-1), order, start)
+
+    cuts = tuple(cut(i, i + step) for i in range(0, len(blocks), step))
+    return Slabs(cuts, cut(0, len(blocks)), length, len(parts), starts)

@@ -80,6 +80,16 @@ class Sums(NamedTuple):
     grid: Grid  # of the outer sum
 
 
+class Reduction(NamedTuple):
+    """How the parts of a product are added (docs/matmul.md, section 4, step 5)."""
+
+    wide: bool  # in float64, instead of a float32 after every addition
+    pairwise: bool
+    partial: bool  # parts are first rounded to the grid
+    round_trip: bool  # and so is every sum
+    grid: Grid
+
+
 def grid_of(fmt: FloatFormat) -> Grid:
     """Return the numbers of an accumulator format."""
     kind = {(8, 23): 32, (11, 52): 64}.get((fmt.exponent_bits, fmt.mantissa_bits), 0)
@@ -198,29 +208,25 @@ def end_block(acc, order, index, rows, sums):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def reduce_parts(parts, count, rows, wide, pairwise, partial, round_trip, grid, out):  # type: ignore[no-untyped-def]
-    """Add the parts [count][rows][64] as a plan says; ``wide`` sums in float64, else each sum is a float32.
-
-    ``grid`` is that of the partial format, used where ``partial``.
-    """
+def reduce_parts(parts, count, rows, how, out):  # type: ignore[no-untyped-def]
+    """Add the parts [count][rows][64] as a Reduction says."""
     size = rows * LANES
-    single = Grid(np.int64(0), np.int64(0), np.float64(0), np.int64(64 if wide else 32))
+    single = Grid(np.int64(0), np.int64(0), np.float64(0), np.int64(64 if how.wide else 32))
     half = (count + 1) // 2
+    terms = half if how.pairwise and count > 1 else 0 if how.pairwise else count
     for at in range(0, size, LANES):
-        result = _part(parts, count - 1 if pairwise else 0, size, at, partial, grid)
-        for i in range(0 if pairwise else 1, half if pairwise else count):
-            if pairwise and count == 1:
-                break
-            term = _part(parts, i, size, at, partial, grid)
-            if pairwise and i + half < count - 1:
-                term = nearest(fadd(term, _part(parts, i + half, size, at, partial, grid)), single)
+        result = _part(parts, count - 1 if how.pairwise else 0, size, at, how)
+        for i in range(0 if how.pairwise else 1, terms):
+            term = _part(parts, i, size, at, how)
+            if how.pairwise and i + half < count - 1:
+                term = nearest(fadd(term, _part(parts, i + half, size, at, how)), single)
             result = nearest(fadd(result, term), single)
-            if round_trip:
-                result = nearest(result, grid)
+            if how.round_trip:
+                result = nearest(result, how.grid)
         store(out, at, result)
 
 
 @device
-def _part(parts, index, size, at, partial, grid):  # type: ignore[no-untyped-def]
+def _part(parts, index, size, at, how):  # type: ignore[no-untyped-def]
     number = load(parts, index * size + at)
-    return nearest(number, grid) if partial else number
+    return nearest(number, how.grid) if how.partial else number

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.call import GemmCall
+from fmtsim.gemm.call import GemmCall, Operation
 from fmtsim.gemm.datapath import Arithmetic, Datapath, IntegerDatapath
 from fmtsim.gemm.operands import OperandFormat
 from fmtsim.gemm.operator import is_stochastic, sum_dtype
@@ -174,19 +174,18 @@ def definition(
     sizes = [0 if chain else index(size) for size in (*sizes, call[-1])]
     call = (operation, *sizes[:3], *call[4:-1], sizes[3])
     machine = (choice.target, choice.unit, choice.plan, choice.accumulate, choice.strict)
-    return _definition(call, machine, a, b, scale)
+    return _definition(a, b, scale, *machine, *call)
 
 
 def _definition(
-    fields: tuple[Any, ...], machine: tuple[Any, ...], a: OperandFormat, b: OperandFormat, scale: str | None
-) -> tuple[str, bool, str]:
-    """Take plain tuples: what torch.compile builds while it traces has no fields yet when this runs."""
-    operation, m, n, k, *rest = fields
+    a: OperandFormat, b: OperandFormat, scale: str | None, target: Any, unit: Any, plan: GemmPlan | None,
+    accumulate: str | None, strict: bool, operation: Operation, m: int, n: int, k: int, *rest: Any,
+) -> tuple[str, bool, str]:  # fmt: skip
+    """Take every record by itself: torch.compile finds those in a tuple or in another record only while it traces."""
     names = ("out", "accumulate", "fast_accum", "scaling", "bias", "a_layout", "b_layout", "batch")
     call = GemmCall(
         operation=operation, m=m, n=n, k=k, a=call_name(a), b=call_name(b), **dict(zip(names, rest, strict=True))
     )
-    target, unit, plan, accumulate, strict = machine
     choice = Choice(target=target, unit=unit, plan=plan, accumulate=accumulate, strict=strict)
     found = resolve(call, choice, a, b, scale)
     return found.spec.to_json(), is_stochastic(found.spec), found.accumulate
@@ -223,23 +222,20 @@ def draw_keys(stochastic: bool, generator: Any, batch: int | None, device: torch
         where = torch.device("cpu") if generator is None else generator.device
         if generator is not None and where.type != device.type:
             raise ArgumentError(f"generator is on {where}, a on {device}; pass a generator on {device} or an int seed")
-        draws = [
-            torch.randint(-(1 << 63), (1 << 63) - 1, (1,), generator=generator, device=where) for _ in range(count)
-        ]
-        seeds = torch.cat(draws).cpu() if draws else torch.empty(0, dtype=torch.int64)
-        keys = torch.stack([seeds, torch.zeros_like(seeds)], dim=-1)
+        low, high = -(1 << 63), (1 << 63) - 1
+        draws = [torch.randint(low, high, (1,), generator=generator, device=where).cpu() for _ in range(count)]
+        keys = torch.stack([torch.cat([draw, draw.new_zeros(1)]) for draw in draws]) if draws else _no_keys()
     else:
         seed, offset = generator if isinstance(generator, RandomKey) else (generator, 0)
-        if (
-            type(seed) is not int
-            or type(offset) is not int
-            or not all(-(1 << 63) <= x < 1 << 64 for x in (seed, offset))
-        ):
+        numbers = type(seed) is int and type(offset) is int
+        if not numbers or not all(-(1 << 63) <= x < 1 << 64 for x in (seed, offset)):
             raise ArgumentError(f"generator={generator!r} is not a seed; pass an int of 64 bits or a torch.Generator")
-        keys = torch.tensor([[_signed(seed), _signed(offset + i)] for i in range(count)], dtype=torch.int64).reshape(
-            -1, 2
-        )
+        keys = torch.tensor([[_signed(seed), _signed(offset + i)] for i in range(count)]) if count else _no_keys()
     return keys[0] if batch is None else keys
+
+
+def _no_keys() -> Tensor:
+    return torch.empty(0, 2, dtype=torch.int64)
 
 
 def _signed(number: int) -> int:

@@ -70,7 +70,7 @@ def finish(
         if bias is not None:
             piece.add_(bias.reshape(1, -1).to(sums.dtype))
         if result_scale is not None and dtype.itemsize == 1:
-            piece.mul_(result_scale.reshape(()).to(sums.dtype))
+            piece.mul_(result_scale.reshape(()).to(sums.dtype)).add_(0.0)
         if touched or target is not sums:
             _store(piece, target[start : start + step])
     return target

@@ -61,8 +61,10 @@ def forward(a: Tensor, b: Tensor, bias: Tensor | None, request: Request) -> Tens
     choice = replace(request.choice, accumulate=sums) if request.allow_fp16_accumulation else request.choice
     text, stochastic, summed = definition(fields, choice, *formats)
     dtype = dtype or accumulate_dtype(summed)
-    if dtype != torch.int32:
+    if summed != "int32":
         output_format(dtype)
+    elif dtype != torch.int32:
+        raise DtypeError(f"out_dtype={dtype} is not what integers sum to; choose torch.int32")
     key = draw_keys(stochastic, request.generator, batch if a.dim() == 3 else None, a.device)
     values = [read_operand(x, fmt, tf32=tf32) for x, fmt in zip((a, columns), formats, strict=True)]
     if bias is not None:

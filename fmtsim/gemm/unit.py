@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.datapath import Arithmetic, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
@@ -62,11 +63,12 @@ class Mode:
         fmt = self.datapath.scale if isinstance(self.datapath, Datapath) else None
         return None if fmt is None else fmt.name
 
-    def takes(self, *names: str) -> bool:
-        """Say whether operands of these formats can be multiplied here."""
+    def takes(self, *formats: str | Format) -> bool:
+        """Say whether operands of these formats, by name or record, can be multiplied here."""
+        records = [get_format(fmt) for fmt in formats]
         if self.inputs is None:
-            return all(isinstance(get_format(name), FloatFormat) for name in names)
-        return all(name in self.inputs for name in names)
+            return all(isinstance(record, FloatFormat) for record in records)
+        return all(record.name in self.inputs for record in records)
 
     def __str__(self) -> str:
         inputs = "any float format" if self.inputs is None else " ".join(self.inputs)
@@ -96,9 +98,11 @@ class Unit:
         if not self.modes or not all(isinstance(mode, Mode) for mode in self.modes):
             raise ArgumentError(f"unit {self.name}: modes={self.modes!r} is not possible; pass one Mode or more")
 
-    def find(self, a_format: str, b_format: str, accumulate: str | None = None, scale: str | None = None) -> Mode:
+    def find(
+        self, a_format: str | Format, b_format: str | Format, accumulate: str | None = None, scale: str | None = None
+    ) -> Mode:
         """Return the mode for two operand formats; arguments and errors are those of ``mode``."""
-        a, b = get_format(a_format).name, get_format(b_format).name
+        a, b = get_format(a_format), get_format(b_format)
         wanted = None if scale is None else get_format(scale).name
         taking = [mode for mode in self.modes if mode.takes(a, b) and (wanted is None or mode.scale == wanted)]
         if accumulate is None:
@@ -108,11 +112,13 @@ class Unit:
             self._refuse(a, b, accumulate, wanted)
         return found[0]
 
-    def mode(self, a_format: str, b_format: str, accumulate: str | None = None, scale: str | None = None) -> Arithmetic:
+    def mode(
+        self, a_format: str | Format, b_format: str | Format, accumulate: str | None = None, scale: str | None = None
+    ) -> Arithmetic:
         """Return how the unit adds products of two formats.
 
         Args:
-            a_format: Format of the first operand, by name.
+            a_format: Format of the first operand, by name or record.
             b_format: Format of the second.
             accumulate: ``"fp32"``, ``"fp16"``, ``"fp64"`` or ``"int32"``; None takes fp32 where the unit has it for
                 these operands, else the first it has.
@@ -124,8 +130,10 @@ class Unit:
         """
         return self.find(a_format, b_format, accumulate, scale).datapath
 
-    def _refuse(self, a: str, b: str, accumulate: str | None, scale: str | None) -> None:
-        asked = f"{a} x {b}{f' with {scale} scales' if scale else ''}{f' -> {accumulate}' if accumulate else ''}"
+    def _refuse(self, a: Format, b: Format, accumulate: str | None, scale: str | None) -> None:
+        asked = (
+            f"{a.name} x {b.name}{f' with {scale} scales' if scale else ''}{f' -> {accumulate}' if accumulate else ''}"
+        )
         others = [u.name for u in _known().values() if u != self and _has(u, a, b, accumulate, scale)]
         elsewhere = f"; units that do: {', '.join(others)}" if others else ""
         taken = "; ".join(map(str, self.modes))
@@ -145,7 +153,7 @@ class Unit:
         return unit_html(self)
 
 
-def _has(unit: Unit, a: str, b: str, accumulate: str | None, scale: str | None) -> bool:
+def _has(unit: Unit, a: Format, b: Format, accumulate: str | None, scale: str | None) -> bool:
     return any(
         mode.takes(a, b) and accumulate in (None, mode.accumulate) and scale in (None, mode.scale)
         for mode in unit.modes
@@ -203,8 +211,8 @@ def register_unit(unit: Unit, overwrite: bool = False) -> Unit:
 
 def get_datapath(
     unit: str | Unit | Arithmetic,
-    a_format: str,
-    b_format: str,
+    a_format: str | Format,
+    b_format: str | Format,
     accumulate: str | None = None,
     scale: str | None = None,
 ) -> Arithmetic:
@@ -219,10 +227,11 @@ def get_datapath(
     """
     if not isinstance(unit, Arithmetic):
         return get_unit(unit).mode(a_format, b_format, accumulate, scale)
-    integers = [name for name in (a_format, b_format) if not isinstance(get_format(name), FloatFormat)]
+    a, b = get_format(a_format), get_format(b_format)
+    integers = [fmt for fmt in (a, b) if not isinstance(fmt, FloatFormat)]
     if isinstance(unit, IntegerDatapath) != bool(integers):
         raise FormatError(
-            f"{type(unit).__name__} does not multiply {a_format} x {b_format}; choose "
+            f"{type(unit).__name__} does not multiply {a.name} x {b.name}; choose "
             f"{'integer' if isinstance(unit, IntegerDatapath) else 'floating-point'} formats, or another datapath"
         )
     return unit

@@ -56,7 +56,7 @@ def gemm(
     cannot compute.
 
     Raises:
-        ArgumentError: A CDNA unit with operands or widths that float64 does not hold.
+        ArgumentError: A two-stage unit with operands or widths that float64 does not hold.
     """
     if isinstance(spec.datapath, IntegerDatapath):
         _integers(a, b, c, spec, out)

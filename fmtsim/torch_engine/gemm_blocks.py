@@ -11,8 +11,8 @@ import torch
 
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.datapath import Datapath
-from fmtsim.torch_engine.gemm_operands import Factor, Rows, cleaned, exact, exponents, specials, zero_signs
-from fmtsim.torch_engine.gemm_round import ODD_BITS, SAFE, add_to_odd, exponent_of, integral, limit, round_value
+from fmtsim.torch_engine.gemm_operands import Factor, Rows, Signs, cleaned, exact, exponents, specials
+from fmtsim.torch_engine.gemm_round import ODD_BITS, SAFE, add_to_odd, exponent_of, integral, round_value
 from fmtsim.torch_engine.reals import power_of_two
 
 SPAN = 64  # products taken at once where a block is longer
@@ -53,10 +53,12 @@ class AlignedUnit:
         assert path.fraction_bits is not None
         unit = power_of_two(path.fraction_bits - top)  # its inverse is the weight of the last bit kept
         total = integral(state * unit, path.term_rounding)
+        signs = Signs(state) if path.signed_zero else None
         for a, b in loaded or map(load, pieces):
-            total = total + integral(self._terms(a, b).mul_(unit), path.term_rounding).sum(0)
+            total = total + integral(self._terms(a, b, signs).mul_(unit), path.term_rounding).sum(0)
         result = total * power_of_two(top - path.fraction_bits)
-        return finish(path, result, pieces, state, words)
+        rounded = round_value(result, path.accumulator, path.rounding, words)
+        return settle(path, rounded, result == 0, signs, pieces, state)
 
     def _load(self, rows: Rows) -> tuple[Factor, Factor]:
         """Return values, times their scales, with exponents."""
@@ -85,9 +87,18 @@ class AlignedUnit:
             sides.append(Factor(value, exponent))
         return sides[0], sides[1]
 
-    def _terms(self, a: Factor, b: Factor) -> torch.Tensor:
-        products = a.value * b.value
-        return products if self.datapath.group == 1 else grouped(products, self.datapath.group).sum(1)
+    def _terms(self, a: Factor, b: Factor, signs: Signs | None) -> torch.Tensor:
+        terms = products = a.value * b.value
+        if self.datapath.group > 1:
+            terms = grouped(products, self.datapath.group, 0.0).sum(1)
+        if signs is not None:
+            minus = torch.signbit(products)
+            if self.datapath.group > 1:  # a group of -0 alone is -0
+                minus = (terms < 0) | (
+                    (terms == 0) & grouped(minus & (products == 0), self.datapath.group, True).all(1)
+                )
+            signs.see(minus)
+        return terms
 
 
 class FusedAddUnit:
@@ -110,30 +121,38 @@ class FusedAddUnit:
         """Return the running sum after one product, float64."""
         rows = pieces[0]
         product = cleaned(exact(rows.a[0]), rows.finite) * cleaned(exact(rows.b[0]), rows.finite)
-        return finish(self.datapath, add_to_odd(product, state), pieces, state, words)
-
-
-def finish(
-    path: Datapath, total: torch.Tensor, pieces: Sequence[Rows], state: torch.Tensor, words: torch.Tensor | None
-) -> torch.Tensor:
-    """Round the sum of a block to the accumulator and settle NaN, Inf and the sign of zero (steps 1, 6 and 7)."""
-    rounded = round_value(total, path.accumulator, path.rounding, words, bounded=True)
-    return settle(path, rounded, total == 0, pieces, state)
+        total = add_to_odd(product, state)
+        signs = Signs(state)
+        signs.see(torch.signbit(product)[None])
+        rounded = round_value(total, self.datapath.accumulator, self.datapath.rounding)
+        return settle(self.datapath, rounded, total == 0, signs, pieces, state)
 
 
 def settle(
-    path: Datapath, rounded: torch.Tensor, cancelled: torch.Tensor, pieces: Sequence[Rows], state: torch.Tensor
+    path: Datapath,
+    rounded: torch.Tensor,
+    cancelled: torch.Tensor,
+    signs: Signs | None,
+    pieces: Sequence[Rows],
+    state: torch.Tensor,
 ) -> torch.Tensor:
-    """Put NaN, Inf and signs of zeros into a rounded sum; ``cancelled`` says where it was zero before rounding."""
-    if path.signed_zero:
-        negative, positive = zero_signs(pieces, state)
-        minus = ~positive if path.rounding.mode == "down" else negative
+    """Put NaN, Inf and signs of zeros into a rounded sum (steps 1 and 7).
+
+    Args:
+        path: The unit.
+        rounded: The sum rounded to the accumulator; signs of zeros are those of the sums.
+        cancelled: Where the sum was zero before rounding.
+        signs: The signs of all terms; they count with ``signed_zero``.
+        pieces: The products.
+        state: The running sum before.
+    """
+    if path.signed_zero and signs is not None:
+        minus = signs.some_minus if path.rounding.mode == "down" else signs.all_minus
         rounded = torch.where(cancelled, torch.where(minus, -0.0, 0.0), rounded)
     else:
         rounded = rounded + 0.0  # -0 + 0 is +0
     special = specials(pieces, state)
-    special = torch.where(torch.isfinite(special), rounded, special)
-    return special if path.accumulator.infinities else limit(special, path.accumulator, path.rounding, bounded=True)
+    return torch.where(torch.isfinite(special), rounded, special)
 
 
 def product_range(a: FloatFormat, b: FloatFormat) -> tuple[int, int]:
@@ -155,12 +174,12 @@ def within_range(path: Datapath, a: FloatFormat, b: FloatFormat) -> bool:
     return max(highest) <= SAFE and min(lowest) >= -SAFE
 
 
-def grouped(products: torch.Tensor, group: int) -> torch.Tensor:
-    """Cut the leading axis into groups ``[groups, group, ...]``, the last one padded with zeros."""
-    short = -products.shape[0] % group
+def grouped(x: torch.Tensor, group: int, padding: float) -> torch.Tensor:
+    """Cut the leading axis into groups ``[groups, group, ...]``, the last one padded."""
+    short = -x.shape[0] % group
     if short:
-        products = torch.cat([products, products.new_zeros(short, *products.shape[1:])])
-    return products.view(-1, group, *products.shape[1:])
+        x = torch.cat([x, x.new_full((short, *x.shape[1:]), padding)])
+    return x.view(-1, group, *x.shape[1:])
 
 
 def group_exponents(scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:

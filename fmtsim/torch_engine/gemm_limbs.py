@@ -11,7 +11,7 @@ import torch
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.torch_engine import floats
-from fmtsim.torch_engine.carry import NEAREST, round_off
+from fmtsim.torch_engine.carry import NEAREST, jam, round_off
 from fmtsim.torch_engine.gemm_round import is_plain, limit, round_value
 from fmtsim.torch_engine.reals import power_of_two
 from fmtsim.torch_engine.storage import FP64, bits_of, floor_log2, unpack
@@ -21,6 +21,8 @@ ROOM = 1 << 14
 """Terms after which ``Limbs.relieve`` is due."""
 
 _MASK = (1 << WIDTH) - 1
+_INFINITE = 0x7FF0000000000000  # a float64 pattern
+_NOWHERE = -10000  # where the leading bit of zero is
 _FRACTION = 61  # bits read below the last place, more than stochastic rounding looks at
 
 
@@ -164,22 +166,21 @@ def round_limbs(
     fmt: FloatFormat,
     rounding: Rounding = NEAREST,
     words: torch.Tensor | None = None,
-    bounded: bool = False,
 ) -> torch.Tensor:
     """Round sums to a format, once; arguments and result as in ``gemm_round.round_value``.
 
     Args:
         negative, digits: What ``Limbs.resolve`` returns.
         base: Exponent of the lowest bit of the lowest limb.
-        fmt, rounding, words, bounded: The rounding.
+        fmt, rounding, words: The rounding.
     """
     order = torch.arange(digits.shape[0], device=digits.device).view(-1, *[1] * negative.dim())
     highest = torch.where(digits != 0, order, 0).amax(0)
     lowest = torch.where(digits != 0, order, digits.shape[0]).amin(0)
     leading = digits.gather(0, highest[None])[0]
-    first = WIDTH * highest + floor_log2(leading.clamp(min=1))
+    first = torch.where(leading == 0, _NOWHERE, WIDTH * highest + floor_log2(leading.clamp(min=1)))
     if not (fmt.signed and fmt.has_zero and fmt.has_subnormals and fmt.mantissa_bits):
-        return _round_odd(negative, digits, base, first, lowest, fmt, rounding, words, bounded)
+        return _round_odd(negative, digits, base, first, lowest, fmt, rounding, words)
     exponent = (first + base).clamp(min=fmt.min_exponent)
     place = torch.minimum(exponent - fmt.mantissa_bits - base, torch.full_like(first, WIDTH * digits.shape[0] + 62))
     fraction = _read(digits, place - _FRACTION, _FRACTION) | _below(digits, lowest, place - _FRACTION)
@@ -187,13 +188,12 @@ def round_limbs(
     shift = torch.full_like(fraction, _FRACTION)
     whole = whole + round_off(fraction, shift, negative, rounding, words, whole)
     exponent = exponent.clamp(max=fmt.max_exponent + 1)
+    code = ((exponent - fmt.min_exponent) << fmt.mantissa_bits) + whole
     if is_plain(fmt):
         y = whole.to(torch.float64) * power_of_two(exponent - fmt.mantissa_bits)
     else:
-        code = ((exponent - fmt.min_exponent) << fmt.mantissa_bits) + whole
         y = floats.convert(code.clamp(max=fmt.max_code), fmt, FP64, NEAREST, "ieee").to(torch.int64).view(torch.float64)
-        y = torch.where(code > fmt.max_code, torch.inf, y)
-    return limit(torch.where(negative, -y, y), fmt, rounding, bounded)
+    return limit(torch.where(negative, -y, y), code > fmt.max_code, fmt, rounding)
 
 
 def _round_odd(
@@ -205,12 +205,13 @@ def _round_odd(
     fmt: FloatFormat,
     rounding: Rounding,
     words: torch.Tensor | None,
-    bounded: bool,
 ) -> torch.Tensor:
     """Round by way of float64 numbers rounded to odd: formats that lack something, and have few bits."""
     significand = _read(digits, first - 52, 53) | _below(digits, lowest, first - 52)
-    y = significand.to(torch.float64) * power_of_two((first + base - 52).clamp(-1000, 960))
-    return round_value(torch.where(negative, -y, y), fmt, rounding, words, bounded)
+    exponent = first + base
+    code = ((exponent.clamp(min=-1022) + 1022) << 52) + jam(significand, -1022 - exponent)
+    y = torch.where(exponent > 1023, _INFINITE, code).view(torch.float64)
+    return round_value(torch.where(negative, -y, y), fmt, rounding, words)
 
 
 def _read(digits: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tensor:

@@ -68,6 +68,18 @@ class Unit(Protocol):
         """Return the running sum, float64, after one block."""
 
 
+class Signs:
+    """Remembers whether all terms of a block, or some, carry a minus sign; zeros have signs too."""
+
+    def __init__(self, state: torch.Tensor) -> None:
+        self.all_minus = self.some_minus = torch.signbit(state)
+
+    def see(self, minus: torch.Tensor) -> None:
+        """Take note of the signs of terms, ``[L, ...]``."""
+        self.all_minus = self.all_minus & minus.all(0)
+        self.some_minus = self.some_minus | minus.any(0)
+
+
 class Factor(NamedTuple):
     """One side's factors of products: float64 values without NaN and Inf, and their exponents, int32."""
 
@@ -107,18 +119,6 @@ def specials(pieces: Sequence[Rows], state: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def zero_signs(pieces: Sequence[Rows], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Say where every product of a block and the running sum are -0, and where they all are +0."""
-    negative = (state == 0) & torch.signbit(state)
-    positive = (state == 0) & ~torch.signbit(state)
-    for rows in pieces:
-        a, b = exact(rows.a), exact(rows.b)
-        zero = _zeros(a, rows.scale_a) | _zeros(b, rows.scale_b)
-        minus = torch.signbit(a) ^ torch.signbit(b)
-        negative, positive = negative & (zero & minus).all(0), positive & (zero & ~minus).all(0)
-    return negative, positive
-
-
 def all_finite(*tensors: torch.Tensor | None) -> bool:
     """Say whether no element is NaN or Inf."""
     return all(bool(torch.isfinite(exact(t)).all()) for t in tensors if t is not None)
@@ -131,11 +131,6 @@ def _classes(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         return kind
     size = exact(scale).abs()
     return kind * torch.where(torch.isfinite(size), 1.0, size)
-
-
-def _zeros(value: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    zero = value == 0
-    return zero if scale is None else zero | (scale == 0)
 
 
 def _at(x: torch.Tensor, places: Sequence[int]) -> torch.Tensor:

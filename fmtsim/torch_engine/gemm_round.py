@@ -62,7 +62,6 @@ def round_value(
     fmt: FloatFormat,
     rounding: Rounding = NEAREST,
     words: torch.Tensor | None = None,
-    bounded: bool = False,
 ) -> torch.Tensor:
     """Round float64 elements to values of a format, once.
 
@@ -71,40 +70,33 @@ def round_value(
         fmt: The format.
         rounding: The mode.
         words: The random integers of stochastic rounding, int64, of x's shape.
-        bounded: Follow the format's own overflow rule where it has no Inf; else a magnitude above the largest is Inf.
 
     Returns:
-        float64; a number that rounds to zero keeps its sign, NaN is some NaN.
+        float64; a number that rounds to zero keeps its sign; Inf and NaN stay, whatever the format has.
     """
     if not is_plain(fmt):
-        return _convert(x, fmt, rounding, words, bounded)
-    place = exponent_of(x).clamp(min=fmt.min_exponent) - fmt.mantissa_bits
+        return _convert(x, fmt, rounding, words)
+    place = exponent_of(x).clamp(fmt.min_exponent, SAFE + 1) - fmt.mantissa_bits  # Inf and NaN would go further
     y = x * power_of_two(-place)
     whole = integral(y, rounding.mode) if words is None else _stochastic(y, rounding, words)
-    return limit(torch.copysign(whole * power_of_two(place), x), fmt, rounding, bounded)
+    y = torch.copysign(whole * power_of_two(place), x)
+    return limit(y, (y.abs() > fmt.max) & torch.isfinite(y), fmt, rounding)
 
 
-def limit(y: torch.Tensor, fmt: FloatFormat, rounding: Rounding, bounded: bool) -> torch.Tensor:
-    """Apply the overflow rule to numbers that were rounded as if exponents had no end."""
-    beyond = y.abs() > fmt.max
-    if fmt.infinities or not bounded:
+def limit(y: torch.Tensor, beyond: torch.Tensor, fmt: FloatFormat, rounding: Rounding) -> torch.Tensor:
+    """Apply the overflow rule where ``beyond`` says that a finite number was rounded above the largest value.
+
+    That is Inf in a format that has it, however the unit rounds; other formats follow docs/semantics.md, section 2.
+    """
+    if fmt.infinities:
         return torch.where(beyond, torch.copysign(torch.full_like(y, torch.inf), y), y)
     largest = torch.copysign(torch.full_like(y, fmt.max), y)
-    if not fmt.has_nan:
-        return torch.where(beyond, largest, torch.where(torch.isnan(y), fmt.max, y))
-    if fmt.default_overflow == "saturate":
-        return torch.where(beyond, largest, y)
-    stays = torch.zeros_like(beyond)  # a finite number that the mode pulls back to the largest
-    if rounding.mode in ("toward_zero", "to_odd"):
-        stays = torch.isfinite(y)
-    elif rounding.mode in ("up", "down"):
-        stays = torch.isfinite(y) & ((y < 0) == (rounding.mode == "up"))
+    stays = torch.ones_like(beyond)  # what the mode pulls back to the largest value
+    if fmt.has_nan and fmt.default_overflow == "ieee" and rounding.mode not in ("toward_zero", "to_odd"):
+        stays = torch.zeros_like(beyond)
+        if rounding.mode in ("up", "down"):
+            stays = (y < 0) == (rounding.mode == "up")
     return torch.where(beyond, torch.where(stays, largest, torch.nan), y)
-
-
-def add(x: torch.Tensor, y: torch.Tensor, fmt: FloatFormat, rounding: Rounding = NEAREST) -> torch.Tensor:
-    """Return ``x + y`` rounded once to a format of at most ODD_BITS; x and y lie within SAFE. Inf as IEEE 754 does."""
-    return round_value(add_to_odd(x, y), fmt, rounding)
 
 
 def add_to_odd(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -131,16 +123,17 @@ def _stochastic(y: torch.Tensor, rounding: Rounding, words: torch.Tensor) -> tor
     return torch.where(moves, whole + torch.copysign(torch.ones_like(y), y), whole)
 
 
-def _convert(
-    x: torch.Tensor, fmt: FloatFormat, rounding: Rounding, words: torch.Tensor | None, bounded: bool
-) -> torch.Tensor:
+def _convert(x: torch.Tensor, fmt: FloatFormat, rounding: Rounding, words: torch.Tensor | None) -> torch.Tensor:
     """Round on bit patterns; slower, but any format will do."""
-    overflow = fmt.default_overflow if bounded and not fmt.infinities else "ieee"
-    codes = floats.convert(bits_of(x), FP64, fmt, rounding, overflow, words)
+    codes = floats.convert(bits_of(x), FP64, fmt, rounding, "ieee" if fmt.infinities else fmt.default_overflow, words)
     y = floats.convert(codes, fmt, FP64, NEAREST, "ieee").to(torch.int64).view(torch.float64)
-    if bounded and not fmt.infinities:
-        return y
-    place = exponent_of(x).clamp(min=fmt.max_exponent) - fmt.mantissa_bits  # only numbers above the largest matter
-    unbounded = y if words is not None else integral(x * power_of_two(-place), rounding.mode) * power_of_two(place)
-    further = (x.abs() > fmt.max) & (unbounded.abs() > fmt.max)
-    return torch.where(further, torch.copysign(torch.full_like(x, torch.inf), x), y)
+    if fmt.infinities and words is None:  # Inf also where the mode would stop at the largest value
+        place = exponent_of(x).clamp(fmt.max_exponent, 1022) - fmt.mantissa_bits  # only numbers above the largest matter
+        unbounded = integral(x * power_of_two(-place), rounding.mode) * power_of_two(place)
+        y = limit(
+            torch.where(torch.isfinite(x), torch.copysign(y, x), y),
+            (x.abs() > fmt.max) & (unbounded.abs() > fmt.max),
+            fmt,
+            rounding,
+        )
+    return torch.where(torch.isfinite(x), y, x)

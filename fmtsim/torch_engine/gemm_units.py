@@ -6,9 +6,11 @@ import torch
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.datapath import FP32, PairwiseDatapath, TwoStageDatapath
+from fmtsim.gemm.datapath import FP32, Datapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.rounding.modes import Rounding
 from fmtsim.torch_engine.gemm_operands import Rows, cleaned, exact, exponents, specials
 from fmtsim.torch_engine.gemm_round import round_value
+from fmtsim.torch_engine.gemm_wide import WideUnit
 from fmtsim.torch_engine.reals import FLT_MIN, power_of_two
 
 _ZERO = -126  # the exponent that zeros count with
@@ -74,20 +76,23 @@ class PairwiseUnit:
     """CDNA2: float32 products and sums in pairs, subnormal numbers flushed at every step."""
 
     def __init__(self, datapath: PairwiseDatapath, a: FloatFormat, b: FloatFormat) -> None:
-        if a.mantissa_bits + b.mantissa_bits > 51:
-            raise ArgumentError(
-                f"products of {a.name} and {b.name} are not exact in float64, which a pairwise unit needs; "
-                "choose operands of at most 25 mantissa bits each"
-            )
         self.datapath, self.span = datapath, datapath.block
         self.weight = 2 * datapath.block
         self._smallest = a.min_normal, b.min_normal
+        self._wide = None
+        if a.mantissa_bits + b.mantissa_bits > 51:  # float64 does not hold the product
+            path = Datapath(block=1, fraction_bits=None, rounding=Rounding(), signed_zero=True)
+            self._wide = WideUnit(path, a, b, 1)
 
     def step(self, pieces: Sequence[Rows], state: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
         """Return the running sum after one block, float64."""
         rows = pieces[0]
         a, b = (_without(exact(x), small) for x, small in zip((rows.a, rows.b), self._smallest, strict=True))
-        terms = _flushed(a * b)
+        if self._wide is None:
+            terms = _flushed(a * b)
+        else:
+            minus_zero = torch.full(torch.broadcast_shapes(a.shape, b.shape), -0.0, dtype=a.dtype, device=a.device)
+            terms = _flushed(self._wide.step([Rows(a[None], b[None], finite=rows.finite)], minus_zero, None))
         if len(terms) < self.datapath.block:
             terms = torch.cat([terms, terms.new_zeros(self.datapath.block - len(terms), *terms.shape[1:])])
         while len(terms) > 1:

@@ -14,9 +14,9 @@ import torch
 
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.datapath import Datapath
-from fmtsim.torch_engine.gemm_blocks import SPAN, group_exponents, product_range, settle
+from fmtsim.torch_engine.gemm_blocks import SPAN, group_exponents, grouped, product_range, settle
 from fmtsim.torch_engine.gemm_limbs import ROOM, WIDTH, Limbs, Number, cut, multiply, number, round_limbs
-from fmtsim.torch_engine.gemm_operands import ZERO_EXPONENT, Rows, cleaned, exact
+from fmtsim.torch_engine.gemm_operands import ZERO_EXPONENT, Rows, Signs, cleaned, exact
 
 _APART = 160  # more than twice the bits of a float64 significand and the random bits below it
 
@@ -41,7 +41,7 @@ class WideUnit:
         self._base = min(bottom, accumulator.min_exponent - 2 * accumulator.mantissa_bits)
         self._group_base, self._group_limbs = bottom, 0
         if datapath.group > 1:
-            self._group_limbs = (top - bottom + datapath.group.bit_length()) // WIDTH + 4
+            self._group_limbs = (top - bottom + datapath.group.bit_length()) // WIDTH + self._product_digits() + 3
         self._digits = max(self._product_digits(), accumulator.mantissa_bits // WIDTH + 1, self._group_limbs)
         self._floor = self._digits + 2  # limbs below the place where the sum begins
         if datapath.fraction_bits is not None:
@@ -75,9 +75,10 @@ class WideUnit:
         base, mode = self._begin(pieces, addend)
         sums = Limbs(self._count, state.shape, state.device)
         self._add(sums, addend, base, mode)
-        since = 1
+        signs, since = Signs(state), 1
         for piece in pieces:
             terms = self._terms(piece)
+            signs.see(terms.negative)
             since += terms.lowest.shape[0]
             if since > ROOM:
                 sums.relieve()
@@ -85,8 +86,8 @@ class WideUnit:
             self._add(sums, terms, base, mode)
         negative, digits = sums.resolve()
         first = base - WIDTH * self._floor
-        rounded = round_limbs(negative, digits, first, path.accumulator, path.rounding, words, bounded=True)
-        return settle(path, rounded, (digits == 0).all(0), pieces, state)
+        rounded = round_limbs(negative, digits, first, path.accumulator, path.rounding, words)
+        return settle(path, rounded, (digits == 0).all(0), signs, pieces, state)
 
     def _begin(self, pieces: Sequence[Rows], addend: Number) -> tuple[torch.Tensor | int, str | None]:
         """Return the exponent at which the sum begins, and how terms are rounded there (None: they need not be)."""
@@ -133,17 +134,17 @@ class WideUnit:
         """Add the products of each group exactly."""
         group = self.datapath.group
         shape = products.lowest.shape
-        groups = -(-shape[0] // group)
-        sums = Limbs(self._group_limbs, torch.Size((groups, *shape[1:])), products.lowest.device)
 
-        def folded(x: torch.Tensor) -> torch.Tensor:
-            full = torch.cat([x, x.new_zeros(groups * group - shape[0], *shape[1:])])
-            return full.view(groups, group, *shape[1:]).transpose(0, 1)
+        def folded(x: torch.Tensor, padding: int) -> torch.Tensor:
+            return grouped(x.broadcast_to(shape), group, padding).transpose(0, 1)
 
-        digits = [folded(digit.broadcast_to(shape)) for digit in products.digits]
-        places = folded(products.lowest - self._group_base + WIDTH)
-        sums.add(Number(folded(products.negative), digits, places, places), places)
+        digits = [folded(digit, 0) for digit in products.digits]
+        minus, places = folded(products.negative, 1), folded(products.lowest - self._group_base + WIDTH, 0)
+        sums = Limbs(self._group_limbs, minus.shape[1:], minus.device)
+        sums.add(Number(minus, digits, places, places), places)
         negative, limbs = sums.resolve()
+        nothing = torch.stack(digits).amax(0) == 0
+        negative = negative | (nothing & minus).all(0)  # a group of -0 alone is -0
         lowest = torch.full_like(limbs[0], self._group_base - WIDTH)
         return Number(negative, list(limbs), lowest, lowest)
 

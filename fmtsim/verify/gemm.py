@@ -2,6 +2,8 @@
 
 import dataclasses
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,15 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import fmtsim
 from fmtsim.analysis.compare import compare
-from fmtsim.errors import ArgumentError, DataError
+from fmtsim.errors import ArgumentError, DataError, PlanUnknownWarning
+from fmtsim.gemm.call import GemmCall, Scaling
+from fmtsim.gemm.instruction import mma
+from fmtsim.gemm.matmul import int_mm, linear, mm
+from fmtsim.gemm.operands import matrix_layout
+from fmtsim.gemm.scaled import scaled_mm
 from fmtsim.verify.recordings import Call, Dots, Recording, find_recordings, read_calls, read_dots
 
 Advance = Callable[[float], None]
 """Called with the share of a set that is done, 0 to 1."""
 
-ROWS = 1000  # dot products in one call of the verb
+ROWS = 1024  # dot products between two looks at the progress bar
+SQUARE = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +39,8 @@ class Replay:
         cases: Instructions' rows or library calls that were replayed; ``skipped`` were left out by a limit.
         outputs: Results compared.
         mismatches: Results whose bits differ; at least 1 where replaying raised an error.
-        known, guessed: Calls whose order of sums is recorded for this very shape, and those where it is inferred.
+        plans: What stands behind the orders of sums, with the number of calls of each: ``recorded`` for this very
+            shape, ``logged``, ``rule``, or ``guess``.
         first: The first difference in hex, or the error.
     """
 
@@ -42,14 +50,13 @@ class Replay:
     outputs: int
     mismatches: int
     skipped: int = 0
-    known: int = 0
-    guessed: int = 0
+    plans: tuple[tuple[str, int], ...] = ()
     seconds: float = 0.0
     first: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return dataclasses.asdict(self) | {"plans": dict(self.plans)}
 
 
 class GemmTask(NamedTuple):
@@ -108,37 +115,46 @@ def _replay_dots(recording: Recording, limit: int | None, advance: Advance) -> R
     rows = count if limit is None else min(limit, count)
     results = []
     for start in range(0, rows, ROWS):
-        results.append(_dot_products(dots, slice(start, min(start + ROWS, rows))))
-        advance((start + ROWS) / rows)
+        results.append(_dot_products(dots, start, min(start + ROWS, rows)))
+        advance(min(start + ROWS, rows) / rows)
     found = compare(torch.cat(results), dots.d[:rows])
     machine = f"{dots.machine}, {dots.unit}"
     return Replay(set=recording.name, machine=machine, cases=rows, outputs=rows, mismatches=found.mismatches,
                   skipped=count - rows, first="" if found.equal else str(found.first))  # fmt: skip
 
 
-def _dot_products(dots: Dots, rows: slice) -> Tensor:
-    a, b = (x[rows].unsqueeze(1) for x in (dots.a, dots.b))
-    c = None if dots.c is None else dots.c[rows].reshape(-1, 1, 1)
-    d = fmtsim.mma(
-        a, b, c, unit=dots.unit, a_format=dots.format, b_format=dots.format, accumulate=dots.accumulate
-    )
-    return d.reshape(-1).to(dots.d.dtype)
+def _dot_products(dots: Dots, start: int, stop: int) -> Tensor:
+    """Return the dot product of each row of a with the same row of b.
+
+    Rows are multiplied in squares, of which the diagonal is kept: more products, but far fewer calls of an engine.
+    """
+    whole = start + (stop - start) // SQUARE * SQUARE
+    results = []
+    for first, last, side in ((start, whole, SQUARE), (whole, stop, stop - whole)):
+        if last == first:
+            continue
+        a, b = (x[first:last].unflatten(0, (-1, side)) for x in (dots.a, dots.b))
+        c = None if dots.c is None else dots.c[first:last].reshape(-1, side, 1).expand(-1, side, side)
+        d = mma(a, b, c, unit=dots.unit, a_format=dots.format, b_format=dots.format, accumulate=dots.accumulate)
+        results.append(d.diagonal(dim1=-2, dim2=-1).reshape(-1))
+    return torch.cat(results)
 
 
 def _replay_calls(recording: Recording, name: str, calls: list[Call], limit: int | None, advance: Advance) -> Replay:
     target = recording.name.rpartition("_")[0].lower()
     chosen = _cheapest(calls, limit)
-    outputs = mismatches = known = 0
+    outputs = mismatches = 0
+    plans: Counter[str] = Counter()
     first = ""
     for done, call in enumerate(chosen):
         found = compare(replay_call(call, target), call.out)
         outputs += found.count
         mismatches += found.mismatches
-        known += plan_is_known(call, target)
+        plans[plan_basis(call, target)] += 1
         first = first or ("" if found.equal else f"{call.label}, {found.first}")
         advance((done + 1) / len(chosen))
     return Replay(set=name, machine=target, cases=len(chosen), outputs=outputs, mismatches=mismatches,
-                  skipped=len(calls) - len(chosen), known=known, guessed=len(chosen) - known, first=first)  # fmt: skip
+                  skipped=len(calls) - len(chosen), plans=tuple(plans.most_common()), first=first)  # fmt: skip
 
 
 def _cheapest(calls: list[Call], limit: int | None) -> list[Call]:
@@ -152,3 +168,55 @@ def _cheapest(calls: list[Call], limit: int | None) -> list[Call]:
         chosen.add(id(call))
         room -= call.out.numel()
     return [call for call in calls if id(call) in chosen]
+
+
+def replay_call(call: Call, target: str) -> Tensor:
+    """Return what a public verb gives for a recorded call; a plan that is a guess is no reason for a warning here."""
+    a, b = call.a, call.b.t()
+    flags = call.options
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanUnknownWarning)
+        match call.function:
+            case "mm":
+                return mm(
+                    a, b, out_dtype=call.out.dtype, target=target, allow_tf32=flags.get("tf32", False),
+                    allow_fp16_accumulation=flags.get("fp16_accumulation", False),
+                )  # fmt: skip
+            case "linear":
+                return linear(a, call.b, call.bias, target=target)
+            case "scaled_mm" if call.scale_a is not None and call.scale_b is not None:
+                return scaled_mm(
+                    a, b, call.scale_a, call.scale_b, bias=call.bias, out_dtype=call.out.dtype,
+                    use_fast_accum=flags.get("use_fast_accum", False), target=target,
+                )  # fmt: skip
+            case "int_mm":
+                return int_mm(a, b, target=target)
+    raise DataError(f"{call.label}: no verb replays {call.function!r}; known are mm, linear, scaled_mm, int_mm")
+
+
+def plan_basis(call: Call, target: str) -> str:
+    """Return what stands behind the target's order of sums for a call: recorded, logged, rule or guess."""
+    from fmtsim.gemm.target import get_target
+
+    half, tf32 = call.options.get("fp16_accumulation", False), call.options.get("tf32", False)
+    scaling: Scaling = "none"
+    if call.scale_a is not None:
+        scaling = "tensor" if call.scale_a.numel() == 1 else "row"
+    names = ["tf32" if tf32 else _NAMES[x.dtype] for x in (call.a, call.b)]
+    integer = call.function == "int_mm"
+    asked = GemmCall(
+        operation=call.function,  # type: ignore[arg-type]  # replay_call knows it
+        m=call.a.shape[0], n=call.b.shape[0], k=call.a.shape[1], a=names[0], b=names[1],
+        out=call.out.dtype, accumulate="int32" if integer else "fp16" if half else "fp32", scaling=scaling,
+        fast_accum=call.options.get("use_fast_accum", True), bias=call.bias is not None,
+        a_layout=matrix_layout(call.a, transposed=False), b_layout=matrix_layout(call.b.t(), transposed=True),
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanUnknownWarning)
+        return get_target(target).resolve(asked).basis
+
+
+_NAMES = {
+    torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.float32: "fp32", torch.int8: "int8",
+}  # fmt: skip

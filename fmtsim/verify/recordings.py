@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import DataError
+from fmtsim.quantize import quantize
 
 RecordingKind = Literal["dots", "probe", "calls"]
 
@@ -37,6 +38,7 @@ _OPERANDS = {
     "tf32": torch.float32,
 }  # fmt: skip
 _RESULTS = {"fp32": torch.float32, "fp16": torch.float16}
+OPTIONS: tuple[str, ...] = ("use_fast_accum", "fp16_accumulation", "tf32")
 _DOTS = re.compile(r"mtc_([A-Za-z0-9]+)_(e4m3|e5m2|fp16|bf16|tf32)_(fp16|fp32)", re.IGNORECASE)
 
 # The hypothesis that an H200 confirmed for each probe; docs/evidence.md.
@@ -107,7 +109,9 @@ class Call:
     @property
     def group(self) -> str:
         """Name what a table puts in one line: the function, the operands and the kind of scales."""
-        a, b = (str(x.dtype).removeprefix("torch.").removeprefix("float8_").removesuffix("fn") for x in (self.a, self.b))
+        a, b = (
+            str(x.dtype).removeprefix("torch.").removeprefix("float8_").removesuffix("fn") for x in (self.a, self.b)
+        )
         rows = " by row" if self.scale_a is not None and self.scale_a.numel() > 1 else ""
         how = "tf32" if self.options.get("tf32") else f"{a} x {b}"
         half = ", fp16 sums" if self.options.get("fp16_accumulation") else ""
@@ -155,12 +159,16 @@ def read_dots(recording: Recording) -> Dots:
         a, b = (_tensor(path, file[key], _OPERANDS[name]) for key in ("a", "b"))
         d = _tensor(path, results, _RESULTS[accumulate])
         c = file["c"]
-        addends = _tensor(path, c, torch.float32).to(d.dtype) if c.dtype.itemsize == 4 else _tensor(path, c, d.dtype)
+        addends = _tensor(path, c, torch.float32 if c.dtype.itemsize == 4 else d.dtype)
+        if addends.dtype != d.dtype:  # the GPU was given binary16
+            addends = quantize(addends, d.dtype, overflow="ieee", out_dtype=d.dtype)
     if not (a.shape == b.shape and a.dim() == 2 and d.shape == addends.shape == a.shape[:1]):
         shapes = [list(x.shape) for x in (a, b, addends, d)]
         raise DataError(f"{path}: a, b, c, d have shapes {shapes}; expected [rows, K] twice and [rows] twice")
     # FP8 with float32 sums was recorded through wgmma there, which began at zero whatever c says.
-    by_wgmma = recording.kind == "dots" and gpu in ("H100", "H200") and name in ("e4m3", "e5m2") and accumulate == "fp32"
+    by_wgmma = (
+        recording.kind == "dots" and gpu in ("H100", "H200") and name in ("e4m3", "e5m2") and accumulate == "fp32"
+    )
     unit = "hopper.wgmma" if by_wgmma else _UNITS[gpu]
     return Dots(
         machine=gpu, unit=unit, format=name, accumulate=accumulate, a=a, b=b, c=None if by_wgmma else addends, d=d
@@ -189,10 +197,8 @@ def _call(path: Path, file: Any, index: str, meta: dict[str, Any]) -> Call:
     if a is None or b is None or out is None or out.shape != (a.shape[0], b.shape[0]):
         raise DataError(f"{path}: call {index} lacks a, b or out, or their shapes do not fit")
     # "col": K was not contiguous.
-    a, b = (
-        x.t().contiguous().t() if meta.get(key) == "col" else x for x, key in ((a, "a_layout"), (b, "b_layout"))
-    )
-    options = {name: bool(meta[name]) for name in ("use_fast_accum", "fp16_accumulation", "tf32") if name in meta}
+    a, b = (x.t().contiguous().t() if meta.get(key) == "col" else x for x, key in ((a, "a_layout"), (b, "b_layout")))
+    options = {name: bool(meta[name]) for name in OPTIONS if name in meta}
     said = "".join(f", {name}={value}" for name, value in options.items())
     what = f"call {index}, {meta['call']} {list(a.shape)} x {list(b.shape)}, {meta.get('kind', 'no')} data{said}"
     return Call(function=meta["call"], a=a, b=b, out=out, options=options, label=what, **extra)

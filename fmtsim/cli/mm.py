@@ -1,0 +1,310 @@
+"""``fmtsim mm``: one product on a machine or a unit: who multiplied, in which order, and how far from the exact sum."""
+
+import argparse
+import time
+import warnings
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fmtsim.cli.operands import DATA, Operands, make_operands
+from fmtsim.cli.output import add_json_argument, print_json
+from fmtsim.errors import ArgumentError, PlanUnknownWarning
+
+if TYPE_CHECKING:
+    import torch
+
+    from fmtsim.analysis.compare import Comparison
+    from fmtsim.gemm.explain import MmExplanation
+
+OUT_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2")
+MAC_LIMIT = 1 << 25  # products of the exact sum that a reader waits for
+AGAIN = 2.0  # a product that took fewer seconds is timed a second time, without what the first call compiles
+SHOWN = 4
+SLOW_EVERY = 128
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    for name in ("m", "n", "k"):
+        parser.add_argument(name, type=int, metavar=name.upper(), help=f"{name.upper()} of [M, K] x [K, N]")
+    how = parser.add_argument_group("who multiplies (one of these)")
+    how.add_argument("--target", metavar="NAME", help="a machine with its library, such as h200, or a plan file")
+    how.add_argument("--unit", metavar="NAME", help="a matrix unit alone, such as hopper.wgmma or exact")
+    how.add_argument("--datapath", metavar="FIELD=VALUE,...",
+                     help="a unit of your own, such as block=32,fraction_bits=10")  # fmt: skip
+    how.add_argument("--plan", metavar="FIELD=VALUE,...", help="an order of sums, such as promote_every=128")
+    how.add_argument("--accumulate", metavar="FORMAT", help="fp32, fp16 or fp64, where the machine has several")
+    how.add_argument("--slow", action="store_true",
+                     help=f"use_fast_accum=False; for a unit: a new chain every {SLOW_EVERY} products")  # fmt: skip
+    what = parser.add_argument_group("what is multiplied")
+    what.add_argument("--dtype", default="e4m3", metavar="FORMAT", help="format of both operands (default e4m3)")
+    what.add_argument("--b-dtype", metavar="FORMAT", help="format of b (default: as --dtype)")
+    what.add_argument("--data", choices=DATA, default="normal",
+                      help="N(0, 1), uniform in [0, 1), over 16 binades, or pairs that nearly cancel")  # fmt: skip
+    what.add_argument("--seed", type=int, default=0, metavar="N", help="of the data, and of stochastic rounding")
+    result = parser.add_argument_group("result")
+    result.add_argument("--out-dtype", choices=OUT_DTYPES, help="dtype of the result (default float32)")
+    result.add_argument("--out", metavar="FILE", help="save the result as .npy or .safetensors")
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Multiply, compare with the exact sum, and print."""
+    import torch
+
+    _check(arguments)
+    names = (arguments.dtype, arguments.b_dtype or arguments.dtype)
+    operands = make_operands((arguments.m, arguments.n, arguments.k), names, arguments.data, arguments.seed)
+    options = machine(arguments)
+    explanation = explained(operands, options, arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanUnknownWarning)  # that a plan is a guess is said below
+        y, first = timed(operands, options, arguments)
+        seconds = timed(operands, options, arguments)[1] if first < AGAIN else first
+    exact = exact_sums(operands)
+    with torch.no_grad():
+        comparison, relative = errors(y[: exact.shape[0]], exact)
+    record = _record(arguments, explanation, comparison, relative, y, (first, seconds))
+    if arguments.out:
+        save(y, Path(arguments.out))
+    if arguments.json:
+        print_json(record)
+    else:
+        print(_text(record, explanation, comparison, y, exact))
+    return 0
+
+
+def machine(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return target, unit or datapath, plan and accumulator as the verbs take them."""
+    from fmtsim.gemm.datapath import Datapath
+    from fmtsim.gemm.plan import GemmPlan
+
+    options: dict[str, Any] = {"target": arguments.target, "unit": arguments.unit}
+    if arguments.datapath is not None:
+        options["datapath"] = parse_record(arguments.datapath, Datapath, "--datapath")
+    if arguments.plan is not None:
+        options["plan"] = parse_record(arguments.plan, GemmPlan, "--plan")
+    elif arguments.slow and arguments.target is None:
+        source = f"--slow: a new chain every {SLOW_EVERY} products"
+        options["plan"] = GemmPlan(promote_every=SLOW_EVERY, source=source)
+    if arguments.accumulate is not None:
+        options["accumulate"] = arguments.accumulate
+    return options
+
+
+def parse_record(text: str, record: type, option: str) -> Any:
+    """Build a record from ``field=value,...``: integers, none, true, false, and names.
+
+    Raises:
+        ArgumentError: a field is unknown, lacks a value, or has one that is not possible.
+    """
+    known = [field.name for field in fields(record)]
+    words = {"none": None, "true": True, "false": False}
+    values: dict[str, Any] = {}
+    for item in filter(None, text.split(",")):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or name not in known:
+            raise ArgumentError(f"{option} {item.strip()!r} is not FIELD=VALUE; fields are {', '.join(known)}")
+        number = value.removeprefix("-").isdecimal()
+        values[name] = int(value) if number else words.get(value.lower(), value)
+    return record(**values)
+
+
+def explained(operands: Operands, options: dict[str, Any], arguments: argparse.Namespace) -> "MmExplanation":
+    """Return what fmtsim.explain_mm says about the product."""
+    from fmtsim.gemm.explain import explain_mm
+
+    return explain_mm(
+        operands.a, operands.b, out_dtype=_out_dtype(operands, arguments), allow_tf32=operands.tf32,
+        use_fast_accum=not arguments.slow, a_format=operands.a_format, b_format=operands.b_format,
+        **_for_mm(options),
+    )  # fmt: skip
+
+
+def timed(operands: Operands, options: dict[str, Any], arguments: argparse.Namespace) -> "tuple[torch.Tensor, float]":
+    """Return the product and the seconds it took."""
+    import torch
+
+    from fmtsim.gemm.matmul import int_mm, mm
+    from fmtsim.gemm.scaled import scaled_mm
+
+    dtype = _out_dtype(operands, arguments)
+    path = options.get("datapath")
+    stochastic = path is not None and path.rounding.mode == "stochastic"
+    shared = {"generator": arguments.seed} if stochastic else {}
+    start = time.perf_counter()
+    if operands.a.dtype == operands.b.dtype == torch.int8:
+        machines = {name: options.get(name) for name in ("target", "unit", "datapath")}
+        y = int_mm(operands.a, operands.b, **machines)
+    elif _is_scaled(operands, options):
+        one = torch.ones(())
+        y = scaled_mm(
+            operands.a, operands.b, one, one, out_dtype=dtype, use_fast_accum=not arguments.slow, **options
+        )  # fmt: skip
+    else:
+        y = mm(
+            operands.a, operands.b, out_dtype=dtype, allow_tf32=operands.tf32, a_format=operands.a_format,
+            b_format=operands.b_format, **_for_mm(options), **shared,
+        )  # fmt: skip
+    return y, time.perf_counter() - start
+
+
+def exact_sums(operands: Operands) -> "torch.Tensor":
+    """Return the exact sums, rounded once to float64 (int64 for integers), of as many rows as take a few seconds."""
+    import torch
+
+    from fmtsim.gemm.matmul import mm
+
+    k, n = operands.b.shape
+    rows = operands.a[: max(1, MAC_LIMIT // max(1, n * k))]
+    if rows.dtype == torch.int8:
+        return rows.long() @ operands.b.long()
+    return mm(rows, operands.b, unit="exact", accumulate="fp64", out_dtype=torch.float64,
+              a_format=operands.a_format, b_format=operands.b_format)  # fmt: skip
+
+
+def errors(y: "torch.Tensor", exact: "torch.Tensor") -> "tuple[Comparison, torch.Tensor]":
+    """Return the comparison with the exact sums in y's dtype, and all relative errors of sums that are not zero."""
+    import torch
+
+    from fmtsim.analysis.compare import compare
+    from fmtsim.quantize import quantize
+
+    if y.dtype == torch.int32:
+        nearest = exact.to(torch.int32)
+    else:
+        nearest = quantize(exact, y.dtype, overflow="ieee", out_dtype=torch.float64).to(y.dtype)
+    wide, truth = y.double(), exact.double()
+    counted = (truth != 0) & truth.isfinite() & wide.isfinite()
+    return compare(y, nearest), ((wide - truth) / truth).abs()[counted]
+
+
+def save(y: "torch.Tensor", path: Path) -> None:
+    """Write the product to a .npy or .safetensors file.
+
+    Raises:
+        ArgumentError: the suffix is another, or .npy has no such dtype.
+    """
+    import numpy
+
+    if path.suffix == ".safetensors":
+        try:
+            from safetensors.torch import save_file
+        except ImportError:
+            raise ArgumentError(
+                f"--out {path} needs safetensors; pip install 'fmtsim[train]', or choose .npy"
+            ) from None
+        save_file({"y": y}, path)
+        return
+    name = str(y.dtype).removeprefix("torch.")
+    if path.suffix != ".npy" or not hasattr(numpy, name):
+        raise ArgumentError(f"--out {path} cannot hold {name}; choose a name that ends in .safetensors"
+                            + (" or .npy" if hasattr(numpy, name) else ""))  # fmt: skip
+    numpy.save(path, y.numpy())
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    given = [name for name in ("target", "unit", "datapath") if getattr(arguments, name) is not None]
+    if len(given) != 1:
+        what = "several of them are given" if given else "none is given"
+        raise ArgumentError(f"fmtsim mm takes one of --target, --unit and --datapath, but {what}; try --target h200")
+    for name in ("m", "n", "k"):
+        if getattr(arguments, name) < 1:
+            raise ArgumentError(f"{name.upper()} = {getattr(arguments, name)} is not possible; choose 1 or more")
+    if arguments.slow and arguments.plan is not None:
+        raise ArgumentError(
+            f"--slow and --plan both give an order of sums; write --plan promote_every={SLOW_EVERY},..."
+        )
+
+
+def _out_dtype(operands: Operands, arguments: argparse.Namespace) -> "torch.dtype":
+    import torch
+
+    if operands.a.dtype == torch.int8:
+        return torch.int32
+    half = arguments.accumulate == "fp16" and arguments.target is not None
+    usual = "float64" if operands.a.dtype == torch.float64 else "float16" if half else "float32"
+    return getattr(torch, arguments.out_dtype or usual)  # type: ignore[no-any-return]
+
+
+def _is_scaled(operands: Operands, options: dict[str, Any]) -> bool:
+    narrow = all(x.dtype.is_floating_point and x.dtype.itemsize == 1 for x in (operands.a, operands.b))
+    return options["target"] is not None and narrow
+
+
+def _for_mm(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with a target's accumulator as torch's switch has it."""
+    if options["target"] is None or options.get("accumulate") != "fp16":
+        return options
+    rest = {name: value for name, value in options.items() if name != "accumulate"}
+    return {**rest, "allow_fp16_accumulation": True}
+
+
+def _record(
+    arguments: argparse.Namespace, explanation: "MmExplanation", comparison: "Comparison", relative: "torch.Tensor",
+    y: "torch.Tensor", seconds: tuple[float, float],
+) -> dict[str, Any]:  # fmt: skip
+    import torch
+
+    products = arguments.m * arguments.n * arguments.k
+    count = relative.numel()
+    return {
+        "explanation": dict(explanation.rows),
+        "verified": explanation.verified,
+        "data": "uniform" if y.dtype == torch.int32 else arguments.data,
+        "seed": arguments.seed,
+        "rows_checked": comparison.shape[0],
+        "relative_error": {
+            "max": relative.max().item() if count else 0.0,
+            "median": relative.median().item() if count else 0.0,
+            "rms": relative.square().mean().sqrt().item() if count else 0.0,
+        },
+        "against_exact": comparison.to_dict(),
+        "first_outputs": _hex(y[0, :SHOWN]),
+        "seconds": seconds[1],
+        "seconds_of_first_call": seconds[0],
+        "products_per_second": products / seconds[1],
+    }
+
+
+def _hex(values: "torch.Tensor") -> list[str]:
+    from fmtsim.analysis.ulp import read_codes
+
+    raw, kind = read_codes(values, "y")
+    mask, digits = (1 << kind.bits) - 1, kind.bits // 4
+    return [f"0x{code & mask:0{digits}X}" for code in raw.tolist()]
+
+
+def _text(
+    record: dict[str, Any], explanation: "MmExplanation", comparison: "Comparison", y: "torch.Tensor",
+    exact: "torch.Tensor",
+) -> str:  # fmt: skip
+    error = record["relative_error"]
+    rows = "all outputs" if exact.shape[0] == y.shape[0] else f"the first {exact.shape[0]} of {y.shape[0]} rows"
+    shown = [
+        f"  {code} = {value!r}  (exact {sum_!r})"
+        for code, value, sum_ in zip(
+            record["first_outputs"], y[0, :SHOWN].double().tolist(), exact[0, :SHOWN].tolist(), strict=True
+        )
+    ]
+    width = max(len(heading) for heading, _ in explanation.rows)
+    speed = f"{record['seconds']:.3g} s, {record['products_per_second']:.3g} products/s"
+    first = record["seconds_of_first_call"]
+    return "\n".join(
+        [
+            str(explanation),
+            f"{'data':<{width}}  {record['data']}, seed {record['seed']}",
+            "",
+            f"relative error of {rows} against the exact sums:",
+            f"  largest {error['max']:.3g}, median {error['median']:.3g}, root mean square {error['rms']:.3g}",
+            "",
+            f"bits against the exact sums rounded to {comparison.dtype}:",
+            *(f"  {line}".rstrip() for line in str(comparison).splitlines()),
+            "",
+            "first outputs:",
+            *shown,
+            "",
+            f"{speed} (first call {first:.3g} s)",
+        ]
+    )

@@ -1,0 +1,22 @@
+"""Memory that kernels work in: kept by each thread from call to call, since fresh pages cost more than a product."""
+
+import threading
+
+import numpy as np
+
+_KEPT = 32 << 20  # bytes of a buffer that is kept
+_LINE = 64
+_local = threading.local()
+
+
+def scratch(name: str, count: int, dtype: type) -> np.ndarray:
+    """Return an uninitialised array of this thread that begins at a cache line; the next call by its name reuses it."""
+    size = count * np.dtype(dtype).itemsize
+    buffers = _local.__dict__.setdefault("buffers", {})
+    buffer = buffers.get(name)
+    if buffer is None or buffer.size < size + _LINE:
+        buffer = np.empty(size + _LINE, np.uint8)
+        if size <= _KEPT:
+            buffers[name] = buffer
+    start = -buffer.ctypes.data % _LINE
+    return buffer[start : start + size].view(dtype)

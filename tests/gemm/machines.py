@@ -1,0 +1,42 @@
+"""A target that writes down what it is asked, in place of the recorded ones."""
+
+import sys
+import types
+from dataclasses import dataclass, field
+from typing import Any
+
+from fmtsim import GemmPlan, get_unit
+
+
+@dataclass
+class Resolution:
+    arithmetic: Any
+    plan: GemmPlan
+    unit: str
+    accumulate: str
+
+
+@dataclass
+class Notebook:
+    """Resolve every call to the Hopper unit and one plan, and keep the calls."""
+
+    plan: GemmPlan = GemmPlan(source="a test")
+    calls: list = field(default_factory=list)
+    name: str = "notebook"
+    strict: bool | None = None
+
+    def resolve(self, call, *, strict=False):
+        self.calls.append(call)
+        self.strict = strict
+        unit = "fp32_fma" if call.a == "fp32" else "hopper.mma" if call.a == "fp64" else "hopper.wgmma"
+        arithmetic = get_unit(unit).mode(call.a, call.b, call.accumulate)
+        return Resolution(arithmetic, self.plan, unit, call.accumulate)
+
+
+def install(monkeypatch) -> Notebook:
+    """Make every target= of the verbs a fresh notebook."""
+    notebook = Notebook()
+    module = types.ModuleType("fmtsim.gemm.target")
+    module.get_target = lambda name: notebook
+    monkeypatch.setitem(sys.modules, "fmtsim.gemm.target", module)
+    return notebook

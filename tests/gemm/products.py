@@ -1,0 +1,79 @@
+"""What the oracles say of whole products, as tensors."""
+
+import math
+
+import torch
+
+from fmtsim.gemm.epilogue import output_format
+from fmtsim.gemm.oracle import epilogue_oracle, gemm_oracle
+from fmtsim.gemm.serialization import GemmSpec
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+NAN = {1: 0x7F, 2: 0x7FFF, 4: 0x7FFFFFFF, 8: 0x7FFFFFFFFFFFFFFF}
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def wide(*shape: int, seed: int = 0, low: int = -12, high: int = 12) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(low, high, shape, generator=generator)
+    return torch.randn(shape, generator=generator) * torch.exp2(exponents.float())
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bits as integers."""
+    return t.contiguous().view(INTEGERS[t.element_size()]) if t.dtype.is_floating_point else t
+
+
+def same(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Fail unless two tensors agree in shape, dtype and every bit."""
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    wrong = torch.nonzero(bits(got) != bits(expected))
+    shown = [(tuple(i), got[tuple(i)].item(), expected[tuple(i)].item()) for i in wrong[:4].tolist()]
+    assert not len(wrong), f"{len(wrong)} of {got.numel()} differ (place, got, expected): {shown}"
+
+
+def numbers(t: torch.Tensor) -> list:
+    """Return a matrix as Python floats, or integers."""
+    return t.to(torch.float64).tolist() if t.dtype.is_floating_point else t.tolist()
+
+
+def tensor(values: list, dtype: torch.dtype, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
+    """Put numbers that lie on a dtype's format into it, NaN in the bits of the units."""
+    exact = torch.tensor(values, dtype=torch.float64 if dtype.is_floating_point else dtype).reshape(shape)
+    if not dtype.is_floating_point:
+        return exact
+    integers = INTEGERS[dtype.itemsize]
+    return exact.to(dtype).view(integers).masked_fill(exact.isnan(), NAN[dtype.itemsize]).view(dtype)
+
+
+def sums(a: torch.Tensor, b: torch.Tensor, spec: GemmSpec, dtype=torch.float32, **rest) -> torch.Tensor:
+    """Return the reduced sums of ``a b^T``, b being [N, K]."""
+    rest = {name: numbers(x) if isinstance(x, torch.Tensor) else x for name, x in rest.items()}
+    shape = (a.shape[0], b.shape[0])
+    return tensor(gemm_oracle(numbers(a), numbers(b), spec, **rest), dtype, shape)
+
+
+def finished(
+    reduced: torch.Tensor, dtype: torch.dtype, rule="scale", row=None, column=None, bias=None, result_scale=None
+) -> torch.Tensor:
+    """Return the outputs that the oracle makes of reduced sums."""
+    m, n = reduced.shape
+    rows = None if row is None else row.reshape(-1).expand(m).tolist()
+    columns = None if column is None else column.reshape(-1).expand(n).tolist()
+    added = None if bias is None else bias.to(torch.float64).tolist()
+    result_scale = None if result_scale is None else result_scale.item()
+    given = reduced.tolist()
+    arithmetic = output_format(reduced.dtype)
+    values = [
+        epilogue_oracle(
+            given[i][j], output_format(dtype), rule=rule,
+            scales=None if rows is None else (rows[i], columns[j]),
+            bias=None if added is None else added[j], result_scale=result_scale, arithmetic=arithmetic,
+        )
+        for i in range(m) for j in range(n)
+    ]  # fmt: skip
+    assert all(isinstance(value, float) or math.isnan(value) for value in values)
+    return tensor(values, dtype, (m, n))

@@ -1,0 +1,177 @@
+"""The operator fmtsim::gemm: torch's rules, the choice of engine, batches, and what it refuses."""
+
+import importlib
+
+import pytest
+import torch
+
+import fmtsim
+from fmtsim import ArgumentError, Datapath, GemmPlan, IntegerDatapath, RandomKey, get_format
+from fmtsim.gemm import operator
+from fmtsim.gemm.datapath import TwoStageDatapath
+from fmtsim.gemm.operator import gemm_engine, run_gemm, sum_dtype
+from fmtsim.gemm.serialization import GemmSpec
+from tests.gemm.products import finished, normal, same, sums, wide
+
+WIDE = Datapath(block=None, fraction_bits=None, rounding="nearest_even", accumulator="fp64")
+STOCHASTIC = Datapath(accumulator="bf16", rounding="stochastic")
+SCALED = Datapath(block=32, scale="e8m0", scale_block=32)
+
+
+def spec(datapath=None, plan=None, a="bf16", b="bf16"):
+    return GemmSpec(
+        datapath=Datapath() if datapath is None else datapath, plan=plan or GemmPlan(), a=get_format(a), b=get_format(b)
+    )
+
+
+def operands(m=5, n=6, k=40, dtype=torch.bfloat16):
+    return wide(m, k, seed=1).to(dtype), wide(n, k, seed=2).to(dtype)
+
+
+KEY = torch.tensor([3, 4])
+CASES = {
+    "plain": lambda a, b: (a, b, spec().to_json()),
+    "finished": lambda a, b: (
+        a, b, spec(plan=GemmPlan(epilogue="row_column")).to_json(), torch.bfloat16, None, None, None,
+        torch.rand(5, 1), torch.rand(1, 6), normal(6).bfloat16(),
+    ),
+    "fp8 out": lambda a, b: (
+        a, b, spec().to_json(), torch.float8_e4m3fn, None, None, None, torch.tensor(0.5), torch.tensor(2.0), None,
+        torch.tensor(3.0),
+    ),
+    "addend": lambda a, b: (a, b, spec().to_json(), None, normal(5, 6)),
+    "float64": lambda a, b: (a, b, spec(WIDE).to_json()),
+    "scales": lambda a, b: (a, b, spec(SCALED).to_json(), None, None, torch.ones(5, 2), torch.ones(6, 2)),
+    "stochastic": lambda a, b: (a, b, spec(STOCHASTIC).to_json(), None, *[None] * 7, KEY),
+    "transposed": lambda a, b: (a.mT.contiguous().mT, b[:, ::2].repeat_interleave(2, 1), spec().to_json()),
+    "batch": lambda a, b: (a.expand(3, 5, 40), b.expand(3, 6, 40), spec().to_json(), torch.bfloat16),
+    "empty": lambda a, b: (a[:0], b, spec().to_json()),
+    "no products": lambda a, b: (a[:, :0], b[:, :0], spec().to_json()),
+    "integers": lambda a, b: (a.to(torch.int8), b.to(torch.int8), spec(IntegerDatapath(), a="int8", b="int8").to_json()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_operator_keeps_torchs_rules(case):
+    torch.library.opcheck(torch.ops.fmtsim.gemm.default, CASES[case](*operands()))
+
+
+@pytest.mark.parametrize(
+    ("datapath", "plan"),
+    [
+        (Datapath(), GemmPlan()),
+        (Datapath(), GemmPlan(k_tile=16, split=2)),
+        (Datapath(block=8, promote_every=16), GemmPlan()),
+        (WIDE, GemmPlan()),
+        (TwoStageDatapath(block=8), GemmPlan(promote_every=16)),
+    ],
+)
+def test_sums_have_the_bits_of_the_oracle(datapath, plan):
+    a, b = operands()
+    a[0, 3], b[1, 3], a[2, 2] = torch.inf, torch.nan, torch.inf
+    definition = spec(datapath, plan)
+    same(run_gemm(a, b, definition), sums(a, b, definition, sum_dtype(datapath)))
+
+
+def test_addends_scales_and_integers_reach_the_engine():
+    a, b = operands()
+    c = normal(5, 6)
+    same(run_gemm(a, b, spec(), c=c), sums(a, b, spec(), c=c))
+    scale_a, scale_b = torch.exp2(normal(5, 2).round()), torch.exp2(normal(6, 2).round())
+    got = run_gemm(a, b, spec(SCALED), scale_a=scale_a, scale_b=scale_b)
+    same(got, sums(a, b, spec(SCALED), scale_a=scale_a, scale_b=scale_b))
+    promoted = spec(plan=GemmPlan(promote_every=32, scaled_promotion=True))
+    got = run_gemm(a, b, promoted, scale_a=scale_a * 0.7, scale_b=scale_b)
+    same(got, sums(a, b, promoted, scale_a=scale_a * 0.7, scale_b=scale_b))
+    integers = spec(IntegerDatapath(), a="int8", b="int8")
+    x, y = (
+        torch.randint(-128, 128, (4, 33), generator=torch.Generator().manual_seed(i)).to(torch.int8) for i in (1, 2)
+    )
+    same(run_gemm(x, y, integers), sums(x, y, integers, torch.int32))
+
+
+def test_random_words():
+    a, b = operands()
+    got = run_gemm(a, b, spec(STOCHASTIC), random=RandomKey(3, 4))
+    same(got, sums(a, b, spec(STOCHASTIC), random=RandomKey(3, 4)))
+    same(got, run_gemm(a, b, spec(STOCHASTIC), random=KEY))
+    same(run_gemm(a, b, spec(STOCHASTIC), random=RandomKey((1 << 64) - 1, 1 << 63)),
+         run_gemm(a, b, spec(STOCHASTIC), random=torch.tensor([-1, -(1 << 63)])))  # fmt: skip
+
+
+def test_batches_are_products_of_their_own():
+    a, b = normal(3, 5, 40).bfloat16(), normal(3, 6, 40, seed=1).bfloat16()
+    keys = torch.tensor([[1, 0], [1, 1], [2, 0]])
+    c = normal(3, 5, 6, seed=2)
+    together = run_gemm(a, b, spec(), c=c)
+    drawn = run_gemm(a, b, spec(STOCHASTIC), random=keys)
+    for i in range(3):
+        same(together[i], run_gemm(a[i], b[i], spec(), c=c[i]))
+        same(drawn[i], run_gemm(a[i], b[i], spec(STOCHASTIC), random=keys[i]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e5m2], ids=str)
+def test_groups_of_rows_change_nothing(monkeypatch, dtype):
+    """Large products are summed and rounded in groups of at least 64 rows."""
+    a, b = wide(130, 24, seed=1).bfloat16(), wide(6, 24, seed=2).bfloat16()
+    rows, columns, c = torch.rand(130, 1), torch.rand(1, 6), normal(130, 6)
+    arguments = (a, b, spec().to_json(), dtype, c, None, None, rows, columns, normal(6).bfloat16())
+    whole = torch.ops.fmtsim.gemm(*arguments)
+    same(whole, finished(run_gemm(a, b, spec(), c=c), dtype, "scale", rows, columns, arguments[-1]))
+    monkeypatch.setattr(operator, "_SUMS", 1)
+    same(torch.ops.fmtsim.gemm(*arguments), whole)
+
+
+def test_engine_is_numba_where_it_says_so(monkeypatch):
+    a, b = operands()
+    cpu, slow = importlib.import_module("fmtsim.cpu"), importlib.import_module("fmtsim.torch_engine")
+    asked = []
+
+    def supports(*arguments):
+        asked.append(arguments)
+        return answer
+
+    monkeypatch.setattr(cpu, "supports_gemm", supports, raising=False)
+    answer = True
+    assert gemm_engine(spec(), a, b) is cpu
+    answer = False
+    assert gemm_engine(spec(), a, b) is slow
+    assert asked == [(spec(), a, b)] * 2
+    monkeypatch.delattr(cpu, "supports_gemm")
+    assert gemm_engine(spec(), a, b) is slow
+    assert gemm_engine(spec(), a.to("meta"), b.to("meta")) is slow
+
+
+@pytest.mark.parametrize(
+    ("fmt", "value"),
+    [("e4m3", 0.3), ("e4m3", 480.0), ("e2m1", torch.inf), ("e2m1", torch.nan), ("e4m3fnuz", torch.inf)],
+)
+def test_values_that_a_format_lacks_are_refused(fmt, value):
+    a, b = torch.ones(3, 8), torch.ones(2, 8)
+    definition = spec(a=fmt, b="fp32")
+    assert run_gemm(a, b, definition)[0, 0] == 8
+    a[1, 5] = value
+    with pytest.raises(ArgumentError, match=rf"a holds {value:g}, which is not a value of {fmt}; round it first with"):
+        run_gemm(a, b, definition)
+    with pytest.raises(ArgumentError, match=r"b holds .* or leave b_format out"):
+        run_gemm(b, a, spec(a="fp32", b=fmt))
+
+
+def test_values_that_a_format_has_are_not():
+    a = torch.tensor([[0.0, -0.0, torch.inf, torch.nan, 57344.0, 2.0**-16, -1.25, 1.0]])
+    assert run_gemm(a, a, spec(a="e5m2", b="e5m2")).isnan().all()
+    tiny = torch.tensor([[2.0**-9, 448.0, torch.nan, 0.0]], dtype=torch.bfloat16)
+    assert run_gemm(tiny, tiny, spec(a="e4m3", b="e4m3")).isnan().all()
+
+
+def test_sum_dtypes():
+    assert sum_dtype(Datapath()) == torch.float32
+    assert sum_dtype(Datapath(accumulator="fp16", rounding="nearest_even")) == torch.float32
+    assert sum_dtype(WIDE) == torch.float64
+    assert sum_dtype(IntegerDatapath()) == torch.int32
+
+
+def test_operator_sees_no_history():
+    a, b = (t.requires_grad_() for t in operands())
+    assert not run_gemm(a, b, spec()).detach().isnan().any()
+    assert fmtsim.__all__ == sorted(fmtsim.__all__, key=lambda name: (not name[0].isupper(), name))
