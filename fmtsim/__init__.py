@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from fmtsim.analysis.compare import Comparison, compare
 from fmtsim.analysis.observe import observe
 from fmtsim.encoded import Encoded
-from fmtsim.errors import ArgumentError, CodeError, DataError, DtypeError, FmtsimError, FormatError
+from fmtsim.errors import ArgumentError, CodeError, DataError, DtypeError, FmtsimError, FormatError, PlanUnknownWarning
 from fmtsim.explain import explain
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.registry import get_format, list_formats, register_format
@@ -19,6 +19,7 @@ from fmtsim.gemm.instruction import mma
 from fmtsim.gemm.matmul import bmm, int_mm, linear, mm
 from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.scaled import scaled_mm
+from fmtsim.gemm.target import get_target, list_targets
 from fmtsim.gemm.unit import get_unit, list_units, register_unit
 from fmtsim.nn import convert, report, revert
 from fmtsim.ops import RandomKey
@@ -52,6 +53,7 @@ __all__ = [
     "LogFormat",
     "LogTileFormat",
     "PairwiseDatapath",
+    "PlanUnknownWarning",
     "Quantizer",
     "RandomKey",
     "Rounding",
@@ -65,11 +67,13 @@ __all__ = [
     "explain_mm",
     "get_format",
     "get_num_threads",
+    "get_target",
     "get_unit",
     "int_mm",
     "linear",
     "linear_config",
     "list_formats",
+    "list_targets",
     "list_units",
     "mm",
     "mma",

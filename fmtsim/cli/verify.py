@@ -100,7 +100,8 @@ def _run_gemm(arguments: argparse.Namespace) -> int:
     print(_gemm_table(found))
     for replay in failed[:SHOWN]:
         count = f"{replay.mismatches:,} of {replay.outputs:,} differ; " if replay.outputs else ""
-        print(f"\n{replay.set}: {count}{replay.first}")
+        guesses = f" ({replay.in_guesses:,} of these where the order of sums is a guess)" if replay.in_guesses else ""
+        print(f"\n{replay.set}: {count}{replay.first}{guesses}")
     outputs = sum(replay.outputs for replay in found)
     verdict = "MISMATCHES" if failed else "all bits agree"
     print(f"\n{len(found)} sets, {outputs:,} outputs; {seconds:.0f} s; {verdict}")
@@ -116,7 +117,7 @@ def _gemm_table(found: "list[Replay]") -> str:
             (replay.set, replay.machine, cases, f"{replay.outputs:,}", f"{replay.mismatches:,}", plan,
              f"{replay.seconds:.1f}")
         )  # fmt: skip
-    return format_table(("set", "machine", "cases", "outputs", "mismatches", "plan", "seconds"), rows, left=(0, 1))
+    return format_table(("set", "machine", "cases", "outputs", "mismatches", "plan", "seconds"), rows, left=(0, 1, 5))
 
 
 def _run_task(task: "Task", index: int, show: Show) -> "Outcome":

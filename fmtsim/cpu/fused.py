@@ -12,7 +12,19 @@ from torch import Tensor
 
 from fmtsim.cpu import pool
 from fmtsim.cpu.floor import floor32, floor64
-from fmtsim.cpu.operands import EMPTY, TOP_BYTE, Panel, Rows, Source, pitch_of, source_of
+from fmtsim.cpu.groups import Groups, group_scales, grouped, groups_of
+from fmtsim.cpu.operands import (
+    EMPTY,
+    TOP_BYTE,
+    Grouped,
+    Panel,
+    Rows,
+    Source,
+    is_fixed,
+    pitch_of,
+    source_of,
+    without_scales,
+)
 from fmtsim.cpu.packing import HAS_INF, HAS_NAN, pack_panel, pack_rows
 from fmtsim.cpu.remaining import Remaining
 from fmtsim.cpu.scratch import scratch
@@ -49,9 +61,9 @@ def fast_path(unit: Datapath, a: Source, b: Source, limits: tuple[int, int]) -> 
     if unit.term_rounding != "toward_zero" or unit.rounding.mode != "toward_zero" or f is None or block is None:
         return None
     eps = max(a.bits + b.bits, f + 2, kept + 1) + 1
-    room = f + 2 + math.ceil(math.log2(block + 1))
+    room = f + _head(unit) + math.ceil(math.log2(block + 1))
     span = a.top + b.top - a.emin - b.emin
-    inside = a.fixed and b.fixed and a.emin + b.emin >= limits[0] and a.top + b.top <= limits[1]
+    inside = is_fixed(a) and is_fixed(b) and a.emin + b.emin >= limits[0] and a.top + b.top <= limits[1]
     if room <= 22 and a.bits + eps <= 24 and kept <= 20 and inside and span < 80 - f:
         return Fast(floor32, np.float32, np.float32(1 + 2.0**-eps), np.int32(-1 << (23 - kept)), np.int8(-2 - span))
     if room <= 51 and a.bits + eps <= 53:
@@ -59,19 +71,29 @@ def fast_path(unit: Datapath, a: Source, b: Source, limits: tuple[int, int]) -> 
     return None
 
 
+def _head(unit: Datapath) -> int:
+    """Return the bits of a term above its exponent: significands of two factors, or of four, each below 2."""
+    return 2 if unit.scale is None else 4
+
+
 def wide_unit(unit: Datapath, a: Source, b: Source) -> Unit | None:
     """Return a datapath as the wide kernel takes it; None where float64 lanes cannot hold it."""
     f, kept = unit.fraction_bits, unit.accumulator.mantissa_bits
-    if f is None or unit.block is None or unit.group > 1 or unit.scale is not None or unit.signed_zero:
+    if f is None or unit.block is None or unit.group > 1 or unit.signed_zero:
         return None
     terms = {"toward_zero": CUT, "down": FLOOR}.get(unit.term_rounding, NEAREST)
     enlarged = unit.term_rounding in ("toward_zero", "nearest_away")
     eps = max(a.bits + b.bits, f + 3, kept + 2) + 1 if enlarged else 0
-    if f + 2 + math.ceil(math.log2(unit.block + 1)) > 51 or a.bits + eps > 53 or a.bits + b.bits > 53:
+    if f + _head(unit) + math.ceil(math.log2(unit.block + 1)) > 51 or a.bits + eps > 53 or a.bits + b.bits > 53:
         return None
+    return _numbers(unit, terms, np.float64(1 + 2.0**-eps if enlarged else 1))
+
+
+def _numbers(unit: Datapath, terms: int, factor: np.floating) -> Unit:
+    assert unit.fraction_bits is not None
     lowest = -360 if unit.min_exponent is None else max(unit.min_exponent, -360)
-    factor = np.float64(1 + 2.0**-eps if enlarged else 1)
-    return Unit(terms, f, np.int32(lowest), MODES[unit.rounding.mode], grid_of(unit.accumulator), factor)
+    mode, grid = MODES[unit.rounding.mode], grid_of(unit.accumulator)
+    return Unit(terms, unit.fraction_bits, np.int32(lowest), mode, grid, np.float64(factor))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +106,7 @@ class Job:
     slabs: Slabs
     fast: Fast | None
     unit: Unit
+    groups: Groups | None
     promote: bool
     promotion: Grid
     scales: tuple[np.ndarray, np.ndarray]  # float32 [chains, M] and [chains, N], or empty
@@ -123,6 +146,9 @@ class Chunk:
         job, count, block = self.job, self.padded, self.job.slabs.block
         words = slab.order.ends.size * ((block + 31) // 32)
         dtype, factor = (job.fast.dtype, job.fast.factor) if narrow and job.fast else (np.float64, job.unit.factor)
+        source = job.a.part(self.first, self.count)
+        if job.groups is not None:
+            dtype, factor, source = np.float32, np.float64(1), without_scales(source)
         size = (slab.slots.size + LANES) * count  # whole vectors
         top, low = np.empty(count, np.int32), np.empty(count, np.int32)
         name = f"rows {number} {narrow}"
@@ -132,12 +158,8 @@ class Chunk:
             scratch(f"{name} signs", words * count, np.int32),
             top,
         )
-        source = job.a
-        array = np.ascontiguousarray(source.array[self.first : self.first + self.count])
-        fits = pack_rows(
-            array, source.table, 0, slab.slots, block, source.emin, job.given(narrow, source), factor, narrow, rows,
-            low, self.marks,
-        )  # fmt: skip
+        given = job.given(narrow, job.a)
+        fits = pack_rows(source, slab.slots, block, given, factor, narrow, rows, low, self.marks)
         return (rows, int(top.max()), int(low.min())) if fits else None
 
 
@@ -150,6 +172,9 @@ class Worker:
         words = slots // pitch_of(job.slabs.block) * ((job.slabs.block + 31) // 32)
         size = chunk.padded * LANES
         self.raw = scratch("panel numbers", slots * LANES, np.float32)
+        self.scales = scratch(
+            "panel scales", slots * LANES if job.b.scales.size and job.groups is None else 0, np.float32
+        )
         self.values = scratch("panel values", slots * LANES, np.float64)
         self.bytes = scratch("panel bytes", slots * LANES, np.int8)
         self.halves = scratch("panel halves", slots * LANES, np.int16)
@@ -168,7 +193,9 @@ class Worker:
             self._tile(self.total if job.promote else acc, panel)[:] = job.c[self._rows(), self._columns(panel)]
         sums, self.lowest = self._sums(panel), -EMPTY
         for number, slab in enumerate(job.slabs.slabs):
-            if job.fast is None or not self._run_fast(panel, number, slab, acc, sums, marks):
+            if job.groups is not None:
+                self._run_groups(panel, number, slab, acc, sums, marks, job.groups)
+            elif job.fast is None or not self._run_fast(panel, number, slab, acc, sums, marks):
                 self._run_wide(panel, number, slab, acc, sums, marks)
         reduce_parts(self.parts, job.slabs.parts, self.chunk.padded, job.reduction, self.total)
         job.out[self._rows(), self._columns(panel)] = self._tile(self.total, panel)
@@ -204,16 +231,42 @@ class Worker:
         _, low_b = self._pack(panel, slab, self.values, self.halves, marks, narrow=False)
         self.lowest = min(self.lowest, packed[2] + low_b)
         b = Panel(self.values, self.halves, self.signs, np.int32(0))
-        draw = self.job.draw._replace(block=slab.first, row=self.chunk.first, column=panel * LANES)
+        draw = self._draw(panel, slab)
         wide(packed[0], b, slab.order, sums, acc, self.job.slabs.block, self.job.unit, draw)
+
+    def _run_groups(
+        self, panel: int, number: int, slab: Slab, acc: np.ndarray, sums: Sums, marks: np.ndarray, groups: Groups
+    ) -> None:
+        job, chunk, rows = self.job, self.chunk, self._rows()
+        packed = chunk.rows(number, narrow=False)
+        assert packed is not None
+        own, other = job.a.part(rows.start, chunk.count), job.b.part(panel * LANES, LANES)
+        scales, exponents, seen = group_scales(own, slab.slots, groups.size, groups.factor, chunk.padded)
+        chunk.marks |= seen
+        a = Grouped(packed[0].values, scales.reshape(-1), exponents.reshape(-1), chunk.padded)
+        values = self.values.view(np.float32)[: slab.slots.size * LANES]
+        pack_panel(
+            without_scales(other), 0, slab.slots, job.slabs.block, EMPTY, False, self.raw, self.scales, values,
+            self.halves, self.signs, marks,
+        )  # fmt: skip
+        scales, exponents, seen = group_scales(other, slab.slots, groups.size, np.float64(1), LANES)
+        marks |= seen
+        b = Grouped(values, scales.reshape(-1), exponents.reshape(-1), LANES)
+        grouped(
+            a, b, slab.order, sums, acc, job.slabs.block, groups.size, groups.factor, job.unit, self._draw(panel, slab)
+        )
+
+    def _draw(self, panel: int, slab: Slab) -> Draw:
+        return self.job.draw._replace(block=slab.first, row=self.chunk.first, column=panel * LANES)
 
     def _pack(
         self, panel: int, slab: Slab, values: np.ndarray, exponents: np.ndarray, marks: np.ndarray, *, narrow: bool
     ) -> tuple[int, int]:
-        source, block = self.job.b, self.job.slabs.block
+        job = self.job
+        given, tiny = job.given(narrow, job.b), job.unit.terms == CUT
         return pack_panel(
-            source.array, source.table, panel * LANES, slab.slots, block, source.emin, self.job.given(narrow, source),
-            self.job.unit.terms == CUT, self.raw, values, exponents, self.signs, marks,
+            job.b, panel * LANES, slab.slots, job.slabs.block, given, tiny, self.raw, self.scales, values, exponents,
+            self.signs, marks,
         )  # fmt: skip
 
     def _sums(self, panel: int) -> Sums:
@@ -269,10 +322,11 @@ def fused(a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec
     """Write the product of a fused unit to out, as docs/matmul.md says; the arguments are those of ``gemm``."""
     unit, plan = spec.datapath, spec.plan
     assert isinstance(unit, Datapath) and isinstance(spec.a, FloatFormat) and isinstance(spec.b, FloatFormat)
-    x, y = source_of(a, spec.a, unit.operand), source_of(b, spec.b, unit.operand)
+    x, y = source_of(a, spec.a, unit, scales[0]), source_of(b, spec.b, unit, scales[1])
     k = a.shape[1]
     slabs = slabs_of(k, unit, plan)
-    lanes = wide_unit(unit, x, y)
+    groups = groups_of(unit, x, y)
+    lanes = wide_unit(unit, x, y) if groups is None else _numbers(unit, CUT, groups.factor)
     chains = _promotion_scales(scales, slabs, plan)
     draw = Draw(key_words(key), unit.rounding.bits, 0, 0, 0, *out.shape)
     promote = plan.promote_every is not None or unit.promote_every is not None
@@ -286,8 +340,9 @@ def fused(a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec
         b=y,
         k=k,
         slabs=slabs,
-        fast=fast_path(unit, x, y, _limits(unit, k)) if c is None else None,
+        fast=fast_path(unit, x, y, _limits(unit, k)) if c is None and groups is None else None,
         unit=lanes,
+        groups=groups,
         promote=promote,
         promotion=promotion,
         scales=chains,
@@ -320,7 +375,7 @@ def _limits(unit: Datapath, k: int) -> tuple[int, int]:
     fmt = unit.accumulator
     lowest = fmt.min_exponent - fmt.mantissa_bits + (unit.fraction_bits or 0)
     lowest = lowest if unit.min_exponent is None else max(lowest, unit.min_exponent)
-    return lowest, fmt.max_exponent - 3 - k.bit_length()
+    return lowest, fmt.max_exponent - 1 - _head(unit) - k.bit_length()
 
 
 def _reduction(plan: GemmPlan, out: Tensor) -> Reduction:

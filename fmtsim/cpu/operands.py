@@ -6,7 +6,6 @@ with groups of 64 slots, or of a block where that is longer; the second operand 
 ``[slot][column]``.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,19 +15,18 @@ from numba.extending import overload, register_jitable
 
 from fmtsim.cpu.jit import bits32, float32_of
 from fmtsim.formats.spec import FloatFormat
+from fmtsim.gemm.datapath import Datapath
 
 EMPTY = -16384  # exponent of a zero
 TOP_BYTE = 127  # byte of the largest exponent of a row or panel; zeros have 0, other numbers at least 64
-_NO_TABLE = np.zeros(1, np.float32)
-_CODES = {torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class Source(NamedTuple):
     """An operand as the packing kernels read it.
 
-    ``array`` [rows, K] is float32, uint8 codes of ``table``, bfloat16 as int16 or binary16 as uint16; ``emin`` and
-    ``top`` bound the exponents of the format, ``bits`` counts those of a significand.
+    ``array`` [rows, K] is float32, uint8 codes of ``table``, bfloat16 as int16 or binary16 as uint16; ``scales``
+    [rows, ceil(K / every)] is float32, or empty. ``emin`` and ``top`` bound the exponents of a number, ``bits`` counts
+    those of a significand, scale included.
     """
 
     array: np.ndarray
@@ -36,16 +34,34 @@ class Source:
     emin: int
     top: int
     bits: int
+    scales: np.ndarray
+    every: int
+    scale_emin: int
 
-    @property
-    def fixed(self) -> bool:
-        """Whether bytes can hold the exponents of whatever the format has."""
-        return self.top - self.emin <= TOP_BYTE // 2
+    def part(self, first: int, count: int) -> "Source":
+        """Return some rows, contiguous along K."""
+        rows = slice(first, first + count)
+        return self._replace(array=np.ascontiguousarray(self.array[rows]), scales=self.scales[rows])
 
 
-def source_of(tensor: torch.Tensor, fmt: FloatFormat, operand: FloatFormat | None) -> Source:
-    """Return a tensor of a format's values as Source; ``operand`` is the format whose exponents count."""
-    lowest = fmt if operand is None else operand
+def is_fixed(source: Source) -> bool:
+    """Say whether bytes can hold the exponents of whatever an operand's format has."""
+    return source.top - source.emin <= TOP_BYTE // 2 and source.scales.size == 0
+
+
+def without_scales(source: Source) -> Source:
+    """Return an operand that the unit does not scale number by number."""
+    return source._replace(scales=_NO_SCALES)
+
+
+_NO_TABLE = np.zeros(1, np.float32)
+_NO_SCALES = np.zeros((0, 0), np.float32)
+_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def source_of(tensor: torch.Tensor, fmt: FloatFormat, unit: Datapath, scales: torch.Tensor | None) -> Source:
+    """Return a tensor of a format's values as Source, with the scales that the unit applies."""
+    lowest = fmt if unit.operand is None else unit.operand
     table, array = _NO_TABLE, tensor.detach()
     if array.dtype in _CODES:
         table = torch.arange(256, dtype=torch.uint8).view(array.dtype).float().numpy()
@@ -56,7 +72,12 @@ def source_of(tensor: torch.Tensor, fmt: FloatFormat, operand: FloatFormat | Non
         array = array.view(torch.uint16)
     elif array.dtype != torch.float32:
         array = array.float()  # values of a format that float32 holds
-    return Source(array.numpy(), table, max(lowest.min_exponent, -126), fmt.max_exponent, fmt.mantissa_bits + 1)
+    emin, bits = max(lowest.min_exponent, -126), fmt.mantissa_bits + 1
+    if unit.scale is None or scales is None:
+        return Source(array.numpy(), table, emin, fmt.max_exponent, bits, _NO_SCALES, 1, 0)
+    top, bits = fmt.max_exponent + unit.scale.max_exponent, bits + unit.scale.mantissa_bits + 1
+    inside = np.abs(scales.numpy())
+    return Source(array.numpy(), table, emin, top, bits, inside, unit.scale_block, max(unit.scale.min_exponent, -127))
 
 
 @register_jitable
@@ -106,3 +127,15 @@ def _binary16(code):  # type: ignore[no-untyped-def]
     if magnitude >= 0x7C00:
         number = float32_of(np.int32(0x7F800000 | (magnitude & 0x3FF) << 13))
     return float32_of(bits32(number) | np.int32((code & 0x8000) << 16))
+
+
+class Grouped(NamedTuple):
+    """An operand of a unit with groups: float32 values, and for each group a scale and its exponent.
+
+    ``values`` as in Rows or Panel; ``scales`` float64 and ``exponents`` int32 [group][row], or [group][64].
+    """
+
+    values: np.ndarray
+    scales: np.ndarray
+    exponents: np.ndarray
+    rows: int

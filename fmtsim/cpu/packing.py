@@ -55,47 +55,68 @@ def _exponents(numbers, emin):  # type: ignore[no-untyped-def]
 
 
 @device
-def _panel_range(raw, slots, emin, top, low, marks):  # type: ignore[no-untyped-def]
+def _scaled_exponents(numbers, raw_scales, at, emin, scale_emin):  # type: ignore[no-untyped-def]
+    """Return the exponents of numbers, plus those of the scales from ``at`` on, where there are scales."""
+    e = _exponents(numbers, emin)
+    if raw_scales.size == 0:
+        return e
+    nothing = splat(np.int32(EMPTY))
+    own = _exponents(load(raw_scales, at), scale_emin)
+    both = where_same(own, nothing, nothing, iadd(e, own))
+    return where_same(e, nothing, nothing, both)
+
+
+@device
+def _scale_at(scales, at):  # type: ignore[no-untyped-def]
+    return load(scales, at) if scales.size else splat(np.float32(1))
+
+
+@device
+def _range(raw, raw_scales, slots, emin, scale_emin, top, low, marks):  # type: ignore[no-untyped-def]
     """Write largest and smallest exponent of each of the 64 columns of raw, and add to their marks (int32)."""
     tops, lows, seen = splat(np.int32(EMPTY)), splat(np.int32(-EMPTY)), load(marks, 0)
     infinity, nothing = splat(np.int32(0x7F800000)), splat(np.int32(0))
     for slot in range(slots):
         numbers = load(raw, slot * LANES)
-        e = _exponents(numbers, emin)
+        e = _scaled_exponents(numbers, raw_scales, slot * LANES, emin, scale_emin)
         tops = smax(tops, e)
         lows = smin(lows, where_same(e, splat(np.int32(EMPTY)), splat(np.int32(-EMPTY)), e))
         magnitude = and_(as_i32(numbers), splat(np.int32(0x7FFFFFFF)))
         seen = or_(seen, where_same(magnitude, infinity, splat(np.int32(HAS_INF)), nothing))
         seen = or_(seen, where_below(infinity, magnitude, splat(np.int32(HAS_NAN)), nothing))
+        if raw_scales.size:
+            scale = as_i32(load(raw_scales, slot * LANES))
+            seen = or_(seen, where_same(scale, infinity, splat(np.int32(HAS_INF)), nothing))
+            seen = or_(seen, where_below(infinity, scale, splat(np.int32(HAS_NAN)), nothing))
     store(top, 0, tops)
     store(low, 0, lows)
     store(marks, 0, seen)
 
 
-def _put_values(values, at, numbers, e, factor, tiny):  # type: ignore[no-untyped-def]
-    """Store numbers times a factor as the array's float32 or float64, and TINY or zero for what has no exponent."""
+def _put_values(values, at, numbers, scale, e, factor, tiny):  # type: ignore[no-untyped-def]
+    """Store numbers times a factor as float32, or times scales as float64; TINY or zero for what has no exponent."""
     raise NotImplementedError
 
 
 @overload(_put_values)
-def _put_values_as(values, at, numbers, e, factor, tiny):  # type: ignore[no-untyped-def]
+def _put_values_as(values, at, numbers, scale, e, factor, tiny):  # type: ignore[no-untyped-def]
     sign = -(1 << 31)
     tiny32, tiny64 = int(np.float32(TINY32).view(np.int32)), int(np.float64(TINY64).view(np.int64))
     if values.dtype == types.float32:
 
-        def put(values, at, numbers, e, factor, tiny):  # type: ignore[no-untyped-def]
+        def put(values, at, numbers, scale, e, factor, tiny):  # type: ignore[no-untyped-def]
             bits = as_i32(fmul(numbers, splat(np.float32(factor))))
             zero = or_(splat(np.int32(tiny32 if tiny else 0)), and_(bits, splat(np.int32(sign))))
             store(values, at, as_f32(where_same(e, splat(np.int32(EMPTY)), zero, bits)))
 
         return put
 
-    def put_wide(values, at, numbers, e, factor, tiny):  # type: ignore[no-untyped-def]
+    def put_wide(values, at, numbers, scale, e, factor, tiny):  # type: ignore[no-untyped-def]
         bits = as_i32(numbers)
         empty = where_same(e, splat(np.int32(EMPTY)), splat(np.int32(-1)), splat(np.int32(0)))
         clean = as_f32(or_(and_(bits, splat(np.int32(sign))), and_(bits, xor(empty, splat(np.int32(-1))))))
         zero = and_(sext64(empty), splat(np.int64(tiny64 if tiny else 0)))
-        clean64 = fmul(to_f64(clean), splat(np.float64(factor)))
+        clean64 = fmul(fmul(to_f64(clean), to_f64(scale)), splat(np.float64(factor)))
         store(values, at, as_f64(or_(as_i64(clean64), zero)))
 
     return put_wide
@@ -122,11 +143,11 @@ def _put_exponents_as(exponents, at, e, top):  # type: ignore[no-untyped-def]
 
 
 @device
-def _row_words(row, size, emin, marks):  # type: ignore[no-untyped-def]
+def _row_range(row, scales, emin, scale_emin, marks):  # type: ignore[no-untyped-def]
     """Return largest and smallest exponent of a float32 row, padded to whole vectors, and its marks."""
     tops, lows = np.empty(LANES, np.int32), np.empty(LANES, np.int32)
     marks[:] = 0
-    _panel_range(row, (size + LANES - 1) // LANES, emin, tops, lows, marks)
+    _range(row, scales, row.size // LANES, emin, scale_emin, tops, lows, marks)
     top, low, mark = np.int32(EMPTY), np.int32(-EMPTY), np.int32(0)
     for lane in range(LANES):
         top, low, mark = max(top, tops[lane]), min(low, lows[lane]), mark | marks[lane]
@@ -143,16 +164,16 @@ def _bits_at(bits, place, count):  # type: ignore[no-untyped-def]
 
 
 @device
-def _spread_row(row, index, block, emin, factor, narrow, signs, rows):  # type: ignore[no-untyped-def]
+def _spread_row(row, scales, index, block, source, factor, narrow, signs, rows):  # type: ignore[no-untyped-def]
     """Write a float32 row, padded to whole vectors, to the layout of the first operand; ``signs`` is a buffer."""
     words, count, top = (block + 31) // 32, rows.top.size, rows.top[index]
     pitch = pitch_of(block)
     group = max(pitch, LANES)
     for at in range(0, row.size, LANES):
         numbers = load(row, at)
-        e = _exponents(numbers, emin)
+        e = _scaled_exponents(numbers, scales, at, source.emin, source.scale_emin)
         place = (at // group * count + index) * group + at % group
-        _put_values(rows.values, place, numbers, e, factor, factor > 1)
+        _put_values(rows.values, place, numbers, _scale_at(scales, at), e, factor, factor > 1)
         store(rows.exponents, place, _byte_copies(e, top) if narrow else _half_copies(e))
         signs[at >> 6] = sign_bits(as_i32(numbers))
     for b in range(rows.signs.size // (words * count)):
@@ -180,38 +201,44 @@ def _half_copies(e):  # type: ignore[no-untyped-def]
     return or_(and_(e, splat(np.int32(0xFFFF))), shl(e, splat(np.int32(16))))
 
 
-@kernel
-def pack_rows(source, table, first, order, block, emin, given, factor, narrow, rows, low, marks):  # type: ignore[no-untyped-def]
-    """Pack rows first, first + 1, ... of source [M, K] in slot order, as many as ``rows.top`` holds.
+@device
+def _gather_row(array, table, row, order, run, every, out):  # type: ignore[no-untyped-def]
+    """Write a row in slot order to out; ``every`` slots share an element, ``run`` says that slots are neighbours."""
+    if row >= array.shape[0]:
+        out[:] = 0
+    elif run and every == 1:
+        line = array[row, order[0] : order[0] + order.size]
+        for slot in range(order.size):
+            out[slot] = number(line[slot], table)
+    else:
+        for slot in range(order.size):
+            k = order[slot]
+            out[slot] = number(array[row, k // every], table) if k >= 0 else np.float32(0)
 
-    Rows behind the last of source are zeros. ``low`` and ``marks`` (int32 [rows]) take the smallest exponents and
-    further marks. ``factor`` is 1 + eps (floor.py). With ``narrow`` exponents become bytes below the largest of each
-    row, or below ``given`` where that is not EMPTY; False is returned, and the rest not packed, where those of a row
-    lie too far apart for that.
+
+@kernel
+def pack_rows(source, order, block, given, factor, narrow, rows, low, marks):  # type: ignore[no-untyped-def]
+    """Pack the rows of a Source in slot order, and zeros for as many more as ``rows.top`` holds.
+
+    ``low`` and ``marks`` (int32 [rows]) take the smallest exponents and further marks. ``factor`` is 1 + eps of
+    floor.py. With ``narrow`` exponents become bytes below the largest of each row, or below ``given`` where that is not
+    EMPTY; False is returned, and the rest not packed, where those of a row lie too far apart for that.
     """
     slots = order.size
     padded = (slots + LANES - 1) // LANES * LANES
-    buffer = np.zeros(padded, np.float32)
+    buffer, scales = np.zeros(padded, np.float32), np.zeros(padded if source.scales.size else 0, np.float32)
     signs, seen = np.zeros(padded // LANES + 1, np.int64), np.empty(LANES, np.int32)
     run = contiguous(order)
-    for index in range(rows.top.size):
-        row = first + index
-        if row >= source.shape[0]:
-            buffer[:] = 0
-        elif run:
-            line = source[row, order[0] : order[0] + slots]
-            for slot in range(slots):
-                buffer[slot] = number(line[slot], table)
-        else:
-            for slot in range(slots):
-                k = order[slot]
-                buffer[slot] = number(source[row, k], table) if k >= 0 else np.float32(0)
-        top, low[index], mark = _row_words(buffer, slots, emin, seen)
-        rows.top[index] = max(top, emin) if given == EMPTY else given
-        marks[index] |= mark
-        if narrow and rows.top[index] - low[index] > TOP_BYTE // 2:
+    for row in range(rows.top.size):
+        _gather_row(source.array, source.table, row, order, run, 1, buffer)
+        if source.scales.size:
+            _gather_row(source.scales, source.table, row, order, run, source.every, scales)
+        top, low[row], mark = _row_range(buffer, scales, source.emin, source.scale_emin, seen)
+        rows.top[row] = max(top, source.emin) if given == EMPTY else given
+        marks[row] |= mark
+        if narrow and rows.top[row] - low[row] > TOP_BYTE // 2:
             return False
-        _spread_row(buffer, index, block, emin, factor, narrow, signs, rows)
+        _spread_row(buffer, scales, row, block, source, factor, narrow, signs, rows)
     return True
 
 
@@ -225,36 +252,35 @@ def contiguous(order):  # type: ignore[no-untyped-def]
 
 
 @device
-def _gather_panel(source, table, first, rows, order, across, out):  # type: ignore[no-untyped-def]
-    """Write rows first ... first + rows - 1 of source [N, K] into out, float32 [slots][64], transposed.
-
-    ``across`` says that neighbours along N are nearer in memory than along K.
-    """
+def _gather_panel(array, table, first, order, every, out):  # type: ignore[no-untyped-def]
+    """Write 64 rows of an array [N, K] from first on to out, float32 [slots][64]; ``every`` slots share an element."""
+    rows = min(LANES, array.shape[0] - first)
+    across = array.strides[0] < array.strides[1]  # neighbours along N are nearer in memory
     if rows < LANES:
         out[: order.size * LANES] = np.float32(0)
     if across:
         for slot in range(order.size):
             k = order[slot]
             for row in range(rows):
-                out[slot * LANES + row] = number(source[first + row, k], table) if k >= 0 else np.float32(0)
+                out[slot * LANES + row] = number(array[first + row, k // every], table) if k >= 0 else np.float32(0)
         return
-    run = contiguous(order)
+    run = every == 1 and contiguous(order)
     for start in range(0, order.size, _TILE):
         stop = min(start + _TILE, order.size)
         for row in range(rows):
             column = out[start * LANES + row :]
             if run:
-                line = source[first + row, order[start] : order[start] + stop - start]
+                line = array[first + row, order[start] : order[start] + stop - start]
                 for slot in range(stop - start):
                     column[slot * LANES] = number(line[slot], table)
                 continue
             for slot in range(start, stop):
                 k = order[slot]
-                out[slot * LANES + row] = number(source[first + row, k], table) if k >= 0 else np.float32(0)
+                out[slot * LANES + row] = number(array[first + row, k // every], table) if k >= 0 else np.float32(0)
 
 
 @device
-def _spread_panel(raw, slots, block, emin, top, tiny, values, exponents, signs):  # type: ignore[no-untyped-def]
+def _spread_panel(raw, scales, slots, block, source, top, tiny, values, exponents, signs):  # type: ignore[no-untyped-def]
     words, pitch = (block + 31) // 32, pitch_of(block)
     for b in range(slots // pitch):
         for w in range(words):
@@ -262,31 +288,32 @@ def _spread_panel(raw, slots, block, emin, top, tiny, values, exponents, signs):
             for j in range(w * 32, min(block, w * 32 + 32)):
                 at = (b * pitch + j) * LANES
                 numbers = load(raw, at)
-                e = _exponents(numbers, emin)
-                _put_values(values, at, numbers, e, 1.0, tiny)
+                e = _scaled_exponents(numbers, scales, at, source.emin, source.scale_emin)
+                _put_values(values, at, numbers, _scale_at(scales, at), e, 1.0, tiny)
                 _put_exponents(exponents, at, e, top)
                 word = or_(word, shl(lshr(as_i32(numbers), splat(np.int32(31))), splat(np.int32(j & 31))))
             store(signs, (b * words + w) * LANES, word)
 
 
 @kernel
-def pack_panel(source, table, first, order, block, emin, given, tiny, raw, values, exponents, signs, marks):  # type: ignore[no-untyped-def]
-    """Pack columns first ... first + 63 of the product, rows of source [N, K], in slot order.
+def pack_panel(source, first, order, block, given, tiny, raw, scales, values, exponents, signs, marks):  # type: ignore[no-untyped-def]
+    """Pack columns first ... first + 63 of the product, rows of a Source, in slot order.
 
-    Return their largest exponent (or ``given``, unless it is EMPTY) and the smallest. Rows behind the last of source
-    are zeros. ``raw`` is a float32 buffer [slots][64]. ``values`` is float32 or float64; ``exponents`` int16, or int8,
-    which is left unfilled where the two lie too far apart for bytes. ``marks`` (int32 [64]) are added to. ``tiny``
-    says that zeros become TINY.
+    Return their largest exponent (or ``given``, unless it is EMPTY) and the smallest. Rows behind the last are zeros.
+    ``raw`` and ``scales`` are float32 buffers [slots][64], the latter empty without scales. ``values`` is float32 or
+    float64; ``exponents`` int16, or int8, which is left unfilled where the two lie too far apart for bytes. ``marks``
+    (int32 [64]) are added to. ``tiny`` says that zeros become TINY.
     """
     tops, lows = np.empty(LANES, np.int32), np.empty(LANES, np.int32)
-    across = source.strides[0] < source.strides[1]
-    _gather_panel(source, table, first, min(LANES, source.shape[0] - first), order, across, raw)
-    _panel_range(raw, order.size, emin, tops, lows, marks)
-    top, low = np.int32(emin), np.int32(-EMPTY)
+    _gather_panel(source.array, source.table, first, order, 1, raw)
+    if scales.size:
+        _gather_panel(source.scales, source.table, first, order, source.every, scales)
+    _range(raw, scales, order.size, source.emin, source.scale_emin, tops, lows, marks)
+    top, low = np.int32(source.emin), np.int32(-EMPTY)
     for lane in range(LANES):
         top, low = max(top, tops[lane]), min(low, lows[lane])
     if given != EMPTY:
         top = np.int32(given)
     if exponents.itemsize == 2 or top - low <= TOP_BYTE // 2:
-        _spread_panel(raw, order.size, block, emin, top, tiny, values, exponents, signs)
+        _spread_panel(raw, scales, order.size, block, source, top, tiny, values, exponents, signs)
     return top, low

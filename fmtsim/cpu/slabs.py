@@ -7,7 +7,7 @@ import numpy as np
 
 from fmtsim.cpu.operands import pitch_of
 from fmtsim.cpu.sums import CHAIN_END, PART_END, Order
-from fmtsim.gemm.datapath import Arithmetic
+from fmtsim.gemm.datapath import Arithmetic, Datapath
 from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.schedule import schedule
 
@@ -44,6 +44,8 @@ def slabs_of(k: int, unit: Arithmetic, plan: GemmPlan) -> Slabs:
     parts = schedule(k, unit, plan)
     blocks = [(block, p, c) for p, part in enumerate(parts) for c, chain in enumerate(part) for block in chain.blocks]
     length = max((len(block) for block, _, _ in blocks), default=1)
+    if isinstance(unit, Datapath):
+        length = -(-length // unit.group) * unit.group  # whole groups
     pitch = pitch_of(length)
     slots = np.full((len(blocks), pitch), -1, np.int32)
     ends, owners, chains = (np.zeros(len(blocks), kind) for kind in (np.int8, np.int32, np.int32))

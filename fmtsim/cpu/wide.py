@@ -71,12 +71,12 @@ class Draw(NamedTuple):
 
 
 @device
-def _constant(c, e16, unit):  # type: ignore[no-untyped-def]
-    """Return M = 1.5 * 2^(E - F + 52) of a row: E from the products' exponents, the addend's, and the lower bound."""
+def constant_of(c, e, unit):  # type: ignore[no-untyped-def]
+    """Return the upper words of M = 1.5 * 2^(E - F + 52); E is the largest of e, the addend's and the lower bound."""
     zero = splat(np.float64(0))
     own = smax(and_(as_i64(c), splat(np.int64(FIELD))), splat(unit.grid.lowest))
     own = high_words(where_equal(c, zero, zero, as_f64(own)))
-    e = smax(sext32(e16), splat(unit.lowest))
+    e = smax(e, splat(unit.lowest))
     field = smax(shl(iadd(e, splat(np.int32(1023))), splat(np.int32(20))), own)
     return iadd(field, splat(np.int32(((52 - unit.fraction_bits) << 20) | (1 << 19))))
 
@@ -100,7 +100,7 @@ def _floors(a, b, index, acc, block, unit, out):  # type: ignore[no-untyped-def]
     for m in range(rows):
         p = place + m * step
         c = load(acc, m * LANES)
-        high = _constant(c, _exponents(a, b, p, first, block), unit)
+        high = constant_of(c, sext32(_exponents(a, b, p, first, block)), unit)
         if unit.terms == CUT:
             signs = lshr(high_words(c), splat(np.int32(31)))
             count = iadd(negatives_of(a.signs, b.signs, index * words * rows + m, y, rows, words), signs)
@@ -119,7 +119,7 @@ def _nearests(a, b, index, acc, block, unit, out):  # type: ignore[no-untyped-de
     for m in range(rows):
         p = place + m * step
         c = load(acc, m * LANES)
-        constant = join_words(splat(np.int32(0)), _constant(c, _exponents(a, b, p, first, block), unit))
+        constant = join_words(splat(np.int32(0)), constant_of(c, sext32(_exponents(a, b, p, first, block)), unit))
         s = fsub(fma(c, eps, constant), constant)
         for j in range(block):
             v = load(b.values, first + j * LANES)
@@ -132,13 +132,14 @@ def _words_at(place, draw, buffer):  # type: ignore[no-untyped-def]
     """Return the random integers of the 64 elements from ``place`` on."""
     o0, o1, k0, k1 = draw.key
     fill64(buffer[:LANES], place >> 6, o0, o1, k0, k1)
-    fill64(buffer[LANES:], (place >> 6) + 1, o0, o1, k0, k1)
+    if place & 63:
+        fill64(buffer[LANES:], (place >> 6) + 1, o0, o1, k0, k1)
     words = zext64(load(buffer.view(np.int32), place & 63))
     return lshr(words, splat(np.int64(32 - draw.bits)))
 
 
 @device
-def _round_rows(sums, index, acc, unit, draw, buffer):  # type: ignore[no-untyped-def]
+def round_rows(sums, index, acc, unit, draw, buffer):  # type: ignore[no-untyped-def]
     """Round the sums of all rows to the accumulator; Inf stays what it is."""
     words, infinity = splat(np.int64(0)), splat(np.float64(np.inf))
     for m in range(sums.size // LANES):
@@ -165,6 +166,6 @@ def wide(a, b, order, sums, acc, block, unit, draw):  # type: ignore[no-untyped-
             set_rounding(TOWARD_ZERO)
             _floors(a, b, index, acc, block, unit, raw)
             set_rounding(NEAREST_EVEN)
-        _round_rows(raw, index, acc, unit, draw, buffer)
+        round_rows(raw, index, acc, unit, draw, buffer)
         if order.ends[index]:
             end_block(acc, order, index, rows, sums)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.formats.registry import get_format
+from fmtsim.gemm import target as targets
 from fmtsim.gemm.call import GemmCall, Operation
 from fmtsim.gemm.datapath import Arithmetic, Datapath, IntegerDatapath
 from fmtsim.gemm.operands import OperandFormat
@@ -43,11 +44,12 @@ class Choice:
 
 
 class Resolved(NamedTuple):
-    """What a call comes to: its definition, the unit's name where it has one, and the format it sums in."""
+    """What a call comes to: its definition, the unit's name if any, the format it sums in, the basis of its plan."""
 
     spec: GemmSpec
     unit: str | None
     accumulate: str
+    basis: str
 
 
 def choose(
@@ -90,23 +92,24 @@ def resolve(call: GemmCall, choice: Choice, a: OperandFormat, b: OperandFormat, 
         ArgumentError: The machine does not take the call, or its plan makes no sense for it.
     """
     if choice.target is not None:
-        from fmtsim.gemm.target import get_target
-
-        found = get_target(choice.target).resolve(call, strict=choice.strict)
-        path, plan, unit, accumulate = found.arithmetic, found.plan, found.unit, found.accumulate
+        path, plan, unit, accumulate, basis = targets.get_target(choice.target).resolve(call, strict=choice.strict)
+        plan = choice.plan or plan
     else:
         # The records themselves, so that a format that was never registered is judged too.
         path = get_datapath(choice.unit, a, b, choice.accumulate, scale)  # type: ignore[arg-type]
-        unit = None if isinstance(choice.unit, Arithmetic) else get_unit(choice.unit).name
+        unit = "" if isinstance(choice.unit, Arithmetic) else get_unit(choice.unit).name
         accumulate = choice.accumulate or _accumulates(choice.unit, path, a, b, scale)
         if isinstance(choice.unit, Arithmetic) and accumulate != _accumulates(path, path, a, b, scale):
             raise ArgumentError(f"accumulate={accumulate!r} is not what the datapath sums in; leave it out")
-        plan = GemmPlan(source="one chain, k in order: a unit alone names no library")
-        if call.scaling == "block_128":
-            plan = GemmPlan(promote_every=128, scaled_promotion=True, source="a chain for every 128 products")
-    plan = choice.plan or plan
+        plan, basis = choice.plan or _chain(call), "rule"
     check_plan(path, plan, call)
-    return Resolved(GemmSpec(datapath=path, plan=plan, a=a, b=b), unit, accumulate)
+    return Resolved(GemmSpec(datapath=path, plan=plan, a=a, b=b), unit or None, accumulate, basis)
+
+
+def _chain(call: GemmCall) -> GemmPlan:
+    if call.scaling == "block_128":
+        return GemmPlan(promote_every=128, scaled_promotion=True, source="a chain for every 128 products")
+    return GemmPlan(source="one chain, k in order: a unit alone names no library")
 
 
 def _accumulates(unit: Any, path: Arithmetic, a: OperandFormat, b: OperandFormat, scale: str | None) -> str:

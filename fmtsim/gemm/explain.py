@@ -17,6 +17,12 @@ from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.product import Request, accumulation, operand_formats, output_dtype, request_formats
 from fmtsim.gemm.unit import STRENGTHS, describe, get_unit
 
+_BASES = {
+    "recorded": "recorded bits of this call",
+    "logged": "the library's own choice for this call",
+    "rule": "a rule",
+    "guess": "a guess",
+}
 _STEPS = {
     "scale": "times the product of both scales",
     "row_column": "times the scale of the row, then of the column",
@@ -35,7 +41,8 @@ class MmExplanation:
         machine: The target, unit or datapath that was asked.
         unit: Name of the unit, None for a datapath without one.
         plan: Order of sums and epilogue.
-        verified: Recorded bits of this very call stand behind the plan.
+        basis: What stands behind the plan: ``"recorded"`` bits of this very call, the library's ``"logged"`` choice, a
+            ``"rule"``, or a ``"guess"``.
         rows: What is shown: a heading and a text each.
     """
 
@@ -43,7 +50,7 @@ class MmExplanation:
     machine: str
     unit: str | None
     plan: GemmPlan
-    verified: bool
+    basis: str
     rows: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
@@ -54,8 +61,9 @@ class MmExplanation:
         return str(self)
 
     def _repr_html_(self) -> str:
+        left = "text-align:left"
         cells = "".join(
-            f"<tr><th style='text-align:left'>{escape(heading)}</th><td style='text-align:left'>{escape(text)}</td></tr>"
+            f"<tr><th style='{left}'>{escape(heading)}</th><td style='{left}'>{escape(text)}</td></tr>"
             for heading, text in self.rows
         )
         return f"<table>{cells}</table>"
@@ -174,10 +182,8 @@ def _explanation(call: GemmCall, found: Resolved, choice: Choice, tf32: str) -> 
         rows += [("evidence", f"{STRENGTHS[mode.strength]}: {mode.evidence}")] if mode is not None else []
     rows.append(("order", _order(call.k, found)))
     rows.append(("epilogue", _epilogue(call, plan, out)))
-    rows.append(("source", _source(plan, choice)))
-    return MmExplanation(
-        call=call, machine=machine, unit=found.unit, plan=plan, verified=plan.verified, rows=tuple(rows)
-    )
+    rows.append(("source", _source(found, choice)))
+    return MmExplanation(call=call, machine=machine, unit=found.unit, plan=plan, basis=found.basis, rows=tuple(rows))
 
 
 def _mode(found: Resolved, path: Any) -> Any:
@@ -225,8 +231,8 @@ def _epilogue(call: GemmCall, plan: GemmPlan, out: str) -> str:
     return ", ".join([*steps, f"rounded to {out}, to nearest even{saturating}"])
 
 
-def _source(plan: GemmPlan, choice: Choice) -> str:
-    given = "the caller's plan" if choice.plan is not None else plan.source or "unknown"
-    if choice.target is None or choice.plan is not None:
-        return given
-    return f"{'verified' if plan.verified else 'not verified on this call'}: {given}"
+def _source(found: Resolved, choice: Choice) -> str:
+    if choice.plan is not None:
+        return "the caller's plan"
+    source = found.spec.plan.source or "not said"
+    return source if choice.target is None else f"{_BASES.get(found.basis, found.basis)}: {source}"

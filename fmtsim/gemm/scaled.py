@@ -10,7 +10,7 @@ from fmtsim.gemm.choice import Choice, choose, definition, draw_keys
 from fmtsim.gemm.epilogue import output_format
 from fmtsim.gemm.operands import OperandFormat, check_devices, check_tensor, matrix_layout, operand_format, read_operand
 from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.scales import Scales, read_scales, recipe_names, swizzle_names, unit_scales
+from fmtsim.gemm.scales import Scales, check_scales, read_scales, recipe_names, swizzle_names, unit_scales
 from fmtsim.gemm.serialization import gemm_spec_from_json
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -77,12 +77,14 @@ def scaled_mm(
     64.0
     """
     choice = choose("scaled_mm", target, unit, datapath, plan, accumulate, strict)
+    check_scales(scale_a=scale_a, scale_b=scale_b)  # first: torch's other function has recipes in their place
     _check_tensors(a, b, bias, scale_result)
     columns = b.mT
     formats = operand_format("a", a, a_format), operand_format("b", columns, b_format)
     m, k, n = a.shape[0], _length(a), b.shape[1]
     if k != _length(columns):
         raise ArgumentError(f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} do not fit; b is [K, N]")
+    _check_scale_devices(a, scale_a=scale_a, scale_b=scale_b)
     recipes = recipe_names("scale_recipe_a", scale_recipe_a), recipe_names("scale_recipe_b", scale_recipe_b)
     swizzles = swizzle_names("swizzle_a", swizzle_a), swizzle_names("swizzle_b", swizzle_b)
     scales = read_scales(scale_a, scale_b, (m, n, k), recipes, swizzles)
@@ -117,6 +119,12 @@ def _check_tensors(a: Any, b: Any, bias: Any, scale_result: Any) -> None:
     for name, t in (("a", a), ("b", b), ("bias", bias)):
         if t is not None and t.requires_grad and torch.is_grad_enabled():
             raise ArgumentError(f"scaled_mm has no gradient, but {name} requires one; pass {name}.detach()")
+
+
+def _check_scale_devices(a: Tensor, **scales: Any) -> None:
+    for name, given in scales.items():
+        for member in given if isinstance(given, list | tuple) else [given]:
+            check_devices(a=a, **{name: member})
 
 
 def _length(x: Tensor) -> int:

@@ -127,6 +127,17 @@ def unswizzled(scale: Tensor, rows: int, blocks: int) -> Tensor:
     return tiles.reshape(tall * 128, wide * 4)[:rows, :blocks]
 
 
+def check_scales(**scales: Any) -> None:
+    """Refuse scales that are neither tensors nor lists of tensors."""
+    for name, given in scales.items():
+        for member in given if isinstance(given, list | tuple) else [given]:
+            if not isinstance(member, Tensor):
+                raise DtypeError(
+                    f"{name} is {type(member).__name__}, not a tensor; pass scales, and recipes as scale_recipe_a= and "
+                    "scale_recipe_b="
+                )
+
+
 def read_scales(
     scale_a: Any, scale_b: Any, sizes: tuple[int, int, int],
     recipes: tuple[tuple[str, ...] | None, tuple[str, ...] | None],
@@ -146,13 +157,6 @@ def read_scales(
     """
     m, n, k = sizes
     lists = [list(s) if isinstance(s, list | tuple) else [s] for s in (scale_a, scale_b)]
-    for name, members in zip(("scale_a", "scale_b"), lists, strict=True):
-        for member in members:
-            if not isinstance(member, Tensor):
-                raise DtypeError(
-                    f"{name} is {type(member).__name__}, not a tensor; pass scales, and recipes as scale_recipe_a= and "
-                    "scale_recipe_b="
-                )
     if (recipes[0] is None) != (recipes[1] is None):
         raise ArgumentError("scale_recipe_a and scale_recipe_b belong together; pass both or none")
     kinds = recipes if recipes[0] is not None else _inferred(lists[0][0], lists[1][0], sizes)
@@ -165,8 +169,10 @@ def read_scales(
     if firsts[0] == firsts[1] and firsts[0] in ("BlockWise1x16", "BlockWise1x32"):
         return _small_blocks(lists, sizes, firsts[0], kinds, swizzles)
     if "BlockWise1x128" in firsts and set(firsts) <= {"BlockWise1x128", "BlockWise128x128"}:
-        a = _large_blocks("scale_a", lists[0][0], m, k, firsts[0])
-        return Scales("block_128", a=a, b=_large_blocks("scale_b", lists[1][0], n, k, firsts[1]))
+        named = recipes[0] is not None
+        a_first, b_first = (kind == "BlockWise128x128" for kind in firsts) if named else (False, True)
+        a = _large_blocks("scale_a", lists[0][0], m, k, firsts[0], a_first)
+        return Scales("block_128", a=a, b=_large_blocks("scale_b", lists[1][0], n, k, firsts[1], b_first))
     raise ArgumentError(
         f"scaling {firsts[0]} x {firsts[1]} does not exist; torch has TensorWise, RowWise, BlockWise1x16 and 1x32 for "
         "both operands, and 1x128 with 1x128 or 128x128"
@@ -221,22 +227,21 @@ def _vector(name: str, scale: Tensor, shape: tuple[int, int]) -> Tensor:
     return _finite(name, scale)
 
 
-def _large_blocks(name: str, scale: Tensor, rows: int, k: int, recipe: str) -> Tensor:
+def _large_blocks(name: str, scale: Tensor, rows: int, k: int, recipe: str, k_first: bool) -> Tensor:
     """Return float32 [rows, ceil(K / 128)] from scales of 1x128 or 128x128 blocks.
 
-    ``torch._scaled_mm`` takes b's scales with K first. ``torch.nn.functional.scaled_mm`` takes K last for 1x128, and
-    for 128x128 K first, padded to a multiple of 4.
+    Args:
+        k_first: Which order is meant where shapes leave both open. ``torch._scaled_mm`` takes b's scales with K first;
+            ``torch.nn.functional.scaled_mm`` takes 128x128 scales so, K padded to a multiple of 4.
     """
     kb = -(-k // _BLOCK)
     groups = rows if recipe == "BlockWise1x128" else -(-rows // _BLOCK)
-    padded = -(-kb // 4) * 4
-    if scale.dim() == 2 and recipe == "BlockWise1x128" and tuple(scale.shape) == (groups, kb):
-        blocks = scale
-    elif scale.dim() == 2 and scale.shape[1] == groups and scale.shape[0] in (kb, padded):
-        blocks = scale[:kb].mT
-    elif tuple(scale.shape) == (groups, kb):
-        blocks = scale
-    else:
+    orders: dict[tuple[int, ...], Tensor] = {(groups, kb): scale}
+    if scale.dim() == 2:
+        first: dict[tuple[int, ...], Tensor] = {(-(-kb // 4) * 4, groups): scale[:kb].mT, (kb, groups): scale.mT}
+        orders = {**orders, **first} if k_first else {**first, **orders}
+    blocks = orders.get(tuple(scale.shape))
+    if blocks is None:
         raise ArgumentError(
             f"{name} has shape {tuple(scale.shape)}; {recipe} scales have shape {(groups, kb)} or {(kb, groups)}"
         )

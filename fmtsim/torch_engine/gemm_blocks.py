@@ -58,7 +58,7 @@ class AlignedUnit:
             total = total + integral(self._terms(a, b, signs).mul_(unit), path.term_rounding).sum(0)
         result = total * power_of_two(top - path.fraction_bits)
         rounded = round_value(result, path.accumulator, path.rounding, words)
-        return settle(path, rounded, result == 0, signs, pieces, state)
+        return settle(path, rounded, result == 0, signs, pieces, state, natural=True)
 
     def _load(self, rows: Rows) -> tuple[Factor, Factor]:
         """Return values, times their scales, with exponents."""
@@ -125,7 +125,7 @@ class FusedAddUnit:
         signs = Signs(state)
         signs.see(torch.signbit(product)[None])
         rounded = round_value(total, self.datapath.accumulator, self.datapath.rounding)
-        return settle(self.datapath, rounded, total == 0, signs, pieces, state)
+        return settle(self.datapath, rounded, total == 0, signs, pieces, state, natural=True)
 
 
 def settle(
@@ -135,6 +135,7 @@ def settle(
     signs: Signs | None,
     pieces: Sequence[Rows],
     state: torch.Tensor,
+    natural: bool,
 ) -> torch.Tensor:
     """Put NaN, Inf and signs of zeros into a rounded sum (steps 1 and 7).
 
@@ -145,12 +146,15 @@ def settle(
         signs: The signs of all terms; they count with ``signed_zero``.
         pieces: The products.
         state: The running sum before.
+        natural: Inf and NaN of the running sum are in ``rounded`` already.
     """
     if path.signed_zero and signs is not None:
         minus = signs.some_minus if path.rounding.mode == "down" else signs.all_minus
         rounded = torch.where(cancelled, torch.where(minus, -0.0, 0.0), rounded)
     else:
         rounded = rounded + 0.0  # -0 + 0 is +0
+    if natural and pieces[0].finite:
+        return rounded
     special = specials(pieces, state)
     return torch.where(torch.isfinite(special), rounded, special)
 

@@ -10,11 +10,9 @@ import torch
 
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
-from fmtsim.torch_engine import floats
-from fmtsim.torch_engine.carry import NEAREST, jam, round_off
-from fmtsim.torch_engine.gemm_round import is_plain, limit, round_value
-from fmtsim.torch_engine.reals import power_of_two
-from fmtsim.torch_engine.storage import FP64, bits_of, floor_log2, unpack
+from fmtsim.torch_engine.carry import jam, round_off
+from fmtsim.torch_engine.gemm_round import assembled, round_value
+from fmtsim.torch_engine.storage import FP64, Parts, bits_of, floor_log2, unpack
 
 WIDTH = 24
 ROOM = 1 << 14
@@ -27,39 +25,56 @@ _FRACTION = 61  # bits read below the last place, more than stochastic rounding 
 
 
 class Number(NamedTuple):
-    """Exact numbers: sign, 24-bit digits (the lowest first), exponent of the lowest bit, ``floor(log2|x|)``.
+    """Exact numbers: signs, 24-bit digits (the lowest first), the exponent of the lowest bit, significant bits.
 
-    Zero has digits of zero and exponents far below all others. The exponent of a product is the sum of its factors'.
+    Without ``negative`` the digits have signs: the highest digit its own, the others count up from below. Zero has
+    digits of zero and an exponent far below all others.
     """
 
-    negative: torch.Tensor
+    negative: torch.Tensor | None
     digits: list[torch.Tensor]
     lowest: torch.Tensor
-    exponent: torch.Tensor
+    bits: int
 
 
-def number(x: torch.Tensor, mantissa_bits: int) -> Number:
-    """Take apart finite float64 elements that have at most ``mantissa_bits + 1`` significant bits."""
-    parts = unpack(bits_of(x), FP64, torch.int64, normalise=True)
+def parts_of(x: torch.Tensor) -> Parts:
+    """Take apart finite float64 elements; significands have 53 bits, zero has an exponent far below all others."""
+    return unpack(bits_of(x), FP64, torch.int64, normalise=True)
+
+
+def number(parts: Parts, mantissa_bits: int) -> Number:
+    """Return as exact numbers what ``parts_of`` took apart, of at most ``mantissa_bits + 1`` significant bits."""
     significand = parts.significand >> (52 - mantissa_bits)
     digits = [(significand >> place) & _MASK for place in range(0, mantissa_bits + 1, WIDTH)]
-    return Number(parts.negative, digits, parts.exponent - mantissa_bits, parts.exponent)
+    return Number(parts.negative, digits, parts.exponent - mantissa_bits, mantissa_bits + 1)
+
+
+def with_signs(x: Number) -> Number:
+    """Move the signs into the digits, for numbers that are only added."""
+    assert x.negative is not None
+    return x._replace(negative=None, digits=[torch.where(x.negative, -digit, digit) for digit in x.digits])
 
 
 def multiply(x: Number, y: Number) -> Number:
-    """Return exact products; shapes broadcast."""
-    count = len(x.digits) + len(y.digits)
-    columns: list[torch.Tensor | None] = [None] * count
+    """Return exact products; shapes broadcast. One factor with signs in its digits gives such a product."""
+    bits = x.bits + y.bits
+    columns: list[torch.Tensor | None] = [None] * (len(x.digits) + len(y.digits))
     for i, left in enumerate(x.digits):
         for j, right in enumerate(y.digits):
             column, piece = columns[i + j], left * right
             columns[i + j] = piece if column is None else column + piece
-    digits, carry = [], torch.zeros((), dtype=torch.int64, device=x.lowest.device)
-    for column in columns:
-        total = carry if column is None else column + carry
-        digits.append(total & _MASK)
-        carry = total >> WIDTH
-    return Number(x.negative ^ y.negative, digits, x.lowest + y.lowest, x.exponent + y.exponent)
+    digits: list[torch.Tensor] = []
+    carry: torch.Tensor | None = None
+    for place in range(0, bits, WIDTH):
+        column = columns[place // WIDTH]
+        total = column if carry is None else carry if column is None else column + carry
+        assert total is not None  # the lowest column always is a product
+        if place + WIDTH < bits:
+            total, carry = total & _MASK, total >> WIDTH
+        digits.append(total)
+    if x.negative is None or y.negative is None:
+        return Number(None, digits, x.lowest + y.lowest, bits)
+    return Number(x.negative ^ y.negative, digits, x.lowest + y.lowest, bits)
 
 
 def cut(x: Number, bits: torch.Tensor, mode: str) -> tuple[Number, torch.Tensor | None]:
@@ -82,6 +97,7 @@ def cut(x: Number, bits: torch.Tensor, mode: str) -> tuple[Number, torch.Tensor 
         return short, None
     if mode in ("down", "to_odd"):
         moves = _any_below(x, bits)
+        assert x.negative is not None
         moves = moves & (x.negative if mode == "down" else _bit(x, bits) == 0)
     else:
         moves = _bit(x, bits - 1) == 1
@@ -121,14 +137,14 @@ class Limbs:
     def add(self, x: Number, place: torch.Tensor) -> None:
         """Add numbers ``[L, *shape]`` with their lowest bit at a place, at least 24; broadcast over the shape."""
         places = place.clamp(WIDTH, WIDTH * (self.count - len(x.digits)) - 1)  # only zeros are moved by this
-        limb = torch.div(places, WIDTH, rounding_mode="floor")
+        limb = (places * 43691) >> 20  # divided by 24: right below 2**17
         shift = places - limb * WIDTH
         index = limb * self.shape.numel() + self._columns
         for i, digit in enumerate(x.digits):
             moved = digit << shift
-            signed = torch.where(x.negative, -moved, moved).broadcast_to(index.shape)
+            signed = moved if x.negative is None else torch.where(x.negative, -moved, moved)
             target = index if i == 0 else index + i * self.shape.numel()
-            self._sums.view(-1).scatter_add_(0, target.reshape(-1), signed.reshape(-1))
+            self._sums.view(-1).scatter_add_(0, target.reshape(-1), signed.broadcast_to(index.shape).reshape(-1))
 
     def add_units(self, units: torch.Tensor, limb: int) -> None:
         """Add integers of the outputs' shape to one limb."""
@@ -140,78 +156,68 @@ class Limbs:
         self._sums[:-1] &= _MASK
         self._sums[1:] += carries
 
-    def resolve(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the signs (negative) and the digits of the magnitudes, ``[count, *shape]``."""
+    def resolve(self) -> "Magnitude":
+        """Return the sums with all carries moved, as signs and magnitudes."""
         digits = torch.empty_like(self._sums)
         carry = torch.zeros_like(self._sums[0])
         for i in range(self.count):
             total = self._sums[i] + carry
-            digits[i] = total & _MASK
+            torch.bitwise_and(total, _MASK, out=digits[i])
             carry = total >> WIDTH
+        order = torch.arange(self.count, device=digits.device)[:, None]
+        lowest = self.count - torch.where(digits != 0, self.count - order, 0).amax(0)
         negative = carry < 0
-        some = (
-            digits != 0
-        )  # the complement: zeros stay, the lowest other digit is subtracted from 2**24, the rest from 2**24 - 1
-        first = some & (torch.cumsum(some, 0) == 1)
-        above = (torch.cumsum(some, 0) > 0) & ~first
-        flipped = torch.where(first, (1 << WIDTH) - digits, torch.where(above, _MASK - digits, 0))
+        # the complement: the lowest digit that is not zero is taken from 2**24, those above it from 2**24 - 1
+        flipped = torch.where(order < lowest, 0, _MASK - digits + (order == lowest))
         digits = torch.where(negative, flipped, digits)
-        return negative.view(self.shape), digits.view(self.count, *self.shape)
+        shape = self.shape
+        return Magnitude(negative.view(shape), digits.view(self.count, *shape), lowest.view(shape))
+
+
+class Magnitude(NamedTuple):
+    """Signs, digits ``[count, *shape]`` and the first limb that is not zero (``count`` where all are)."""
+
+    negative: torch.Tensor
+    digits: torch.Tensor
+    lowest: torch.Tensor
+
+    def is_zero(self) -> torch.Tensor:
+        """Say which sums are zero."""
+        return self.lowest == self.digits.shape[0]
 
 
 def round_limbs(
-    negative: torch.Tensor,
-    digits: torch.Tensor,
-    base: torch.Tensor | int,
-    fmt: FloatFormat,
-    rounding: Rounding = NEAREST,
-    words: torch.Tensor | None = None,
+    x: Magnitude, base: torch.Tensor | int, fmt: FloatFormat, rounding: Rounding, words: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Round sums to a format, once; arguments and result as in ``gemm_round.round_value``.
+    """Round sums to a format, once; result as in ``gemm_round.round_value``.
 
     Args:
-        negative, digits: What ``Limbs.resolve`` returns.
+        x: The sums.
         base: Exponent of the lowest bit of the lowest limb.
         fmt, rounding, words: The rounding.
     """
-    order = torch.arange(digits.shape[0], device=digits.device).view(-1, *[1] * negative.dim())
+    digits = x.digits
+    order = torch.arange(digits.shape[0], device=digits.device).view(-1, *[1] * x.negative.dim())
     highest = torch.where(digits != 0, order, 0).amax(0)
-    lowest = torch.where(digits != 0, order, digits.shape[0]).amin(0)
     leading = digits.gather(0, highest[None])[0]
     first = torch.where(leading == 0, _NOWHERE, WIDTH * highest + floor_log2(leading.clamp(min=1)))
     if not (fmt.signed and fmt.has_zero and fmt.has_subnormals and fmt.mantissa_bits):
-        return _round_odd(negative, digits, base, first, lowest, fmt, rounding, words)
+        return round_value(_to_odd(x, first, base), fmt, rounding, words)
     exponent = (first + base).clamp(min=fmt.min_exponent)
-    place = torch.minimum(exponent - fmt.mantissa_bits - base, torch.full_like(first, WIDTH * digits.shape[0] + 62))
-    fraction = _read(digits, place - _FRACTION, _FRACTION) | _below(digits, lowest, place - _FRACTION)
+    place = (exponent - fmt.mantissa_bits - base).clamp(max=WIDTH * digits.shape[0] + 62)
+    fraction = _read(digits, place - _FRACTION, _FRACTION) | _below(x, place - _FRACTION)
     whole = _read(digits, place, fmt.mantissa_bits + 1)
-    shift = torch.full_like(fraction, _FRACTION)
-    whole = whole + round_off(fraction, shift, negative, rounding, words, whole)
-    exponent = exponent.clamp(max=fmt.max_exponent + 1)
-    code = ((exponent - fmt.min_exponent) << fmt.mantissa_bits) + whole
-    if is_plain(fmt):
-        y = whole.to(torch.float64) * power_of_two(exponent - fmt.mantissa_bits)
-    else:
-        y = floats.convert(code.clamp(max=fmt.max_code), fmt, FP64, NEAREST, "ieee").to(torch.int64).view(torch.float64)
-    return limit(torch.where(negative, -y, y), code > fmt.max_code, fmt, rounding)
+    whole = whole + round_off(fraction, torch.full_like(fraction, _FRACTION), x.negative, rounding, words, whole)
+    return assembled(whole, exponent, x.negative, fmt, rounding)
 
 
-def _round_odd(
-    negative: torch.Tensor,
-    digits: torch.Tensor,
-    base: torch.Tensor | int,
-    first: torch.Tensor,
-    lowest: torch.Tensor,
-    fmt: FloatFormat,
-    rounding: Rounding,
-    words: torch.Tensor | None,
-) -> torch.Tensor:
-    """Round by way of float64 numbers rounded to odd: formats that lack something, and have few bits."""
-    significand = _read(digits, first - 52, 53) | _below(digits, lowest, first - 52)
+def _to_odd(x: Magnitude, first: torch.Tensor, base: torch.Tensor | int) -> torch.Tensor:
+    """Return the sums in float64, rounded to odd, for formats that lack something and have few bits."""
+    significand = _read(x.digits, first - 52, 53) | _below(x, first - 52)
     exponent = first + base
     code = ((exponent.clamp(min=-1022) + 1022) << 52) + jam(significand, -1022 - exponent)
     y = torch.where(exponent > 1023, _INFINITE, code).view(torch.float64)
-    return round_value(torch.where(negative, -y, y), fmt, rounding, words)
+    return torch.where(x.negative, -y, y)
 
 
 def _read(digits: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tensor:
@@ -225,9 +231,9 @@ def _read(digits: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tensor
     return found & ((1 << count) - 1)
 
 
-def _below(digits: torch.Tensor, lowest: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Return 1 where a bit below a place is set, else 0; ``lowest`` is the first limb that is not zero."""
+def _below(x: Magnitude, place: torch.Tensor) -> torch.Tensor:
+    """Return 1 where a bit below a place is set, else 0."""
     limb = torch.div(place, WIDTH, rounding_mode="floor")
-    same = digits.gather(0, limb.clamp(0, digits.shape[0] - 1)[None])[0]
+    same = x.digits.gather(0, limb.clamp(0, x.digits.shape[0] - 1)[None])[0]
     inside = same & ((1 << (place - limb * WIDTH)) - 1)
-    return ((lowest < limb) | ((lowest == limb) & (inside != 0))).to(torch.int64)
+    return ((x.lowest < limb) | ((x.lowest == limb) & (inside != 0))).to(torch.int64)

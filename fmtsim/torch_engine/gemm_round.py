@@ -80,7 +80,32 @@ def round_value(
     y = x * power_of_two(-place)
     whole = integral(y, rounding.mode) if words is None else _stochastic(y, rounding, words)
     y = torch.copysign(whole * power_of_two(place), x)
-    return limit(y, (y.abs() > fmt.max) & torch.isfinite(y), fmt, rounding)
+    beyond = y.abs() > fmt.max
+    return limit(y, beyond if fmt.infinities else beyond & torch.isfinite(y), fmt, rounding)
+
+
+def assembled(
+    whole: torch.Tensor, exponent: torch.Tensor, negative: torch.Tensor, fmt: FloatFormat, rounding: Rounding
+) -> torch.Tensor:
+    """Return rounded significands as values, after the overflow rule.
+
+    Args:
+        whole: Significands in last places, int64, up to ``2**(mantissa_bits + 1)``.
+        exponent: The exponents they have, not below the lowest of the format, int64.
+        negative: The signs.
+        fmt: A format with a sign, subnormals and mantissa bits.
+        rounding: How they were rounded.
+    """
+    beyond = exponent > fmt.max_exponent
+    exponent = exponent.clamp(max=fmt.max_exponent)  # a code beyond Inf of float64 would not fit
+    code = ((exponent - fmt.min_exponent) << fmt.mantissa_bits) + whole
+    if is_plain(fmt):
+        y = whole.to(torch.float64) * power_of_two(exponent - fmt.mantissa_bits)
+    elif fmt.exponent_bits == 11 and fmt.mantissa_bits == 52 and fmt.exponent_bias == 1023:
+        y = code.view(torch.float64)  # Inf included; what lies above is dealt with below
+    else:
+        y = floats.convert(code.clamp(max=fmt.max_code), fmt, FP64, NEAREST, "ieee").to(torch.int64).view(torch.float64)
+    return limit(torch.where(negative, -y, y), beyond | (code > fmt.max_code), fmt, rounding)
 
 
 def limit(y: torch.Tensor, beyond: torch.Tensor, fmt: FloatFormat, rounding: Rounding) -> torch.Tensor:
@@ -106,7 +131,7 @@ def add_to_odd(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     error = (x - (total - part)) + (y - part)
     bits = bits_of(total)
     toward = torch.where((error > 0) == (total > 0), 1, -1)  # the neighbour on the side of the exact sum
-    inexact = torch.isfinite(error) & (error != 0) & ((bits & 1) == 0)
+    inexact = (error.abs() > 0) & ((bits & 1) == 0)  # the error of Inf is NaN
     return torch.where(inexact, bits + toward, bits).view(torch.float64)
 
 
@@ -128,7 +153,9 @@ def _convert(x: torch.Tensor, fmt: FloatFormat, rounding: Rounding, words: torch
     codes = floats.convert(bits_of(x), FP64, fmt, rounding, "ieee" if fmt.infinities else fmt.default_overflow, words)
     y = floats.convert(codes, fmt, FP64, NEAREST, "ieee").to(torch.int64).view(torch.float64)
     if fmt.infinities and words is None:  # Inf also where the mode would stop at the largest value
-        place = exponent_of(x).clamp(fmt.max_exponent, 1022) - fmt.mantissa_bits  # only numbers above the largest matter
+        place = (
+            exponent_of(x).clamp(fmt.max_exponent, 1022) - fmt.mantissa_bits
+        )  # only numbers above the largest matter
         unbounded = integral(x * power_of_two(-place), rounding.mode) * power_of_two(place)
         y = limit(
             torch.where(torch.isfinite(x), torch.copysign(y, x), y),

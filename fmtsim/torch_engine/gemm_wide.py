@@ -15,9 +15,21 @@ import torch
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.datapath import Datapath
 from fmtsim.torch_engine.gemm_blocks import SPAN, group_exponents, grouped, product_range, settle
-from fmtsim.torch_engine.gemm_limbs import ROOM, WIDTH, Limbs, Number, cut, multiply, number, round_limbs
+from fmtsim.torch_engine.gemm_limbs import (
+    ROOM,
+    WIDTH,
+    Limbs,
+    Number,
+    cut,
+    multiply,
+    number,
+    parts_of,
+    round_limbs,
+    with_signs,
+)
 from fmtsim.torch_engine.gemm_operands import ZERO_EXPONENT, Rows, Signs, cleaned, exact
 
+_ZERO = -3000  # exponents below this are those of zeros, see parts_of
 _APART = 160  # more than twice the bits of a float64 significand and the random bits below it
 
 
@@ -71,37 +83,35 @@ class WideUnit:
     def step(self, pieces: Sequence[Rows], state: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
         """Return the running sum after one block, float64."""
         path = self.datapath
-        addend = number(cleaned(state, False)[None], self._addend_bits)
-        base, mode = self._begin(pieces, addend)
+        parts = parts_of(cleaned(state, False)[None])
+        base, mode = self._begin(pieces, parts.exponent)
+        addend = number(parts, self._addend_bits)
         sums = Limbs(self._count, state.shape, state.device)
         self._add(sums, addend, base, mode)
-        signs, since = Signs(state), 1
+        signs, since = Signs(state) if path.signed_zero else None, 1
         for piece in pieces:
-            terms = self._terms(piece)
-            signs.see(terms.negative)
+            terms = self._terms(piece, signed=mode is None and signs is None)
+            if signs is not None and terms.negative is not None:
+                signs.see(terms.negative)
             since += terms.lowest.shape[0]
             if since > ROOM:
                 sums.relieve()
                 since = terms.lowest.shape[0]
             self._add(sums, terms, base, mode)
-        negative, digits = sums.resolve()
-        first = base - WIDTH * self._floor
-        rounded = round_limbs(negative, digits, first, path.accumulator, path.rounding, words)
-        return settle(path, rounded, (digits == 0).all(0), signs, pieces, state)
+        total = sums.resolve()
+        rounded = round_limbs(total, base - WIDTH * self._floor, path.accumulator, path.rounding, words)
+        return settle(path, rounded, total.is_zero(), signs, pieces, state, natural=False)
 
-    def _begin(self, pieces: Sequence[Rows], addend: Number) -> tuple[torch.Tensor | int, str | None]:
+    def _begin(self, pieces: Sequence[Rows], addend: torch.Tensor) -> tuple[torch.Tensor | int, str | None]:
         """Return the exponent at which the sum begins, and how terms are rounded there (None: they need not be)."""
         path = self.datapath
         if path.fraction_bits is None and not self._pair:
             return self._base, None
         if self._pair:
-            top = torch.maximum(addend.exponent, self._terms(pieces[0]).exponent).amax(0)
-            return top - _APART, "to_odd"
-        lowest = path.accumulator.min_exponent
-        top = torch.where(addend.exponent < ZERO_EXPONENT // 4, ZERO_EXPONENT, addend.exponent.clamp(min=lowest))[0]
+            return torch.maximum(addend[0], self._largest(pieces[0], bounded=False)) - _APART, "to_odd"
+        top = _bounded(addend[0], path.accumulator.min_exponent)
         for piece in pieces:
-            sides = [self._alignment(piece, side) for side in (0, 1)]
-            top = torch.maximum(top, (sides[0] + sides[1]).amax(0))
+            top = torch.maximum(top, self._largest(piece, bounded=True))
         if path.min_exponent is not None:
             top = top.clamp(min=path.min_exponent)
         assert path.fraction_bits is not None
@@ -113,21 +123,24 @@ class WideUnit:
             gone = (-place).clamp(0, WIDTH * len(terms.digits) + 1)
             terms, units = cut(terms, gone, mode)
             place = torch.maximum(place, -gone)
-            if units is not None:
+            if units is not None and terms.negative is not None:
                 sums.add_units(torch.where(terms.negative, -units, units).sum(0), self._floor)
         sums.add(terms, place + WIDTH * self._floor)
 
     def _number(self, rows: Rows, side: int) -> Number:
         """Return one side's factors as exact numbers, times their scales."""
         x, scale = (rows.a, rows.scale_a) if side == 0 else (rows.b, rows.scale_b)
-        factor = number(cleaned(exact(x), rows.finite), self._formats[side].mantissa_bits)
+        factor = number(parts_of(cleaned(exact(x), rows.finite)), self._formats[side].mantissa_bits)
         if scale is None or self.datapath.scale is None:
             return factor
         size = cleaned(exact(scale).abs(), rows.finite)
-        return multiply(factor, number(size, self.datapath.scale.mantissa_bits))
+        return multiply(factor, number(parts_of(size), self.datapath.scale.mantissa_bits))
 
-    def _terms(self, rows: Rows) -> Number:
-        products = multiply(self._number(rows, 0), self._number(rows, 1))
+    def _terms(self, rows: Rows, signed: bool) -> Number:
+        left, right = self._number(rows, 0), self._number(rows, 1)
+        if signed and self.datapath.group == 1:
+            left, right = with_signs(left), right._replace(negative=None)
+        products = multiply(left, right)
         return products if self.datapath.group == 1 else self._grouped(products)
 
     def _grouped(self, products: Number) -> Number:
@@ -138,32 +151,42 @@ class WideUnit:
         def folded(x: torch.Tensor, padding: int) -> torch.Tensor:
             return grouped(x.broadcast_to(shape), group, padding).transpose(0, 1)
 
+        assert products.negative is not None
         digits = [folded(digit, 0) for digit in products.digits]
         minus, places = folded(products.negative, 1), folded(products.lowest - self._group_base + WIDTH, 0)
         sums = Limbs(self._group_limbs, minus.shape[1:], minus.device)
-        sums.add(Number(minus, digits, places, places), places)
-        negative, limbs = sums.resolve()
+        sums.add(Number(minus, digits, places, products.bits), places)
+        total = sums.resolve()
         nothing = torch.stack(digits).amax(0) == 0
-        negative = negative | (nothing & minus).all(0)  # a group of -0 alone is -0
-        lowest = torch.full_like(limbs[0], self._group_base - WIDTH)
-        return Number(negative, list(limbs), lowest, lowest)
+        negative = total.negative | (nothing & minus).all(0)  # a group of -0 alone is -0
+        lowest = torch.full_like(total.lowest, self._group_base - WIDTH)
+        return Number(negative, list(total.digits), lowest, WIDTH * self._group_limbs)
 
-    def _alignment(self, rows: Rows, side: int) -> torch.Tensor:
+    def _largest(self, rows: Rows, bounded: bool) -> torch.Tensor:
+        """Return the largest exponent of the terms; not ``bounded``, subnormals count with their own."""
+        left, right = self._alignment(rows, 0, bounded), self._alignment(rows, 1, bounded)
+        return (left + right).amax(0)
+
+    def _alignment(self, rows: Rows, side: int, bounded: bool) -> torch.Tensor:
         """Return one side's share of the exponents of terms, int64."""
-        path, fmt = self.datapath, self._formats[side]
+        path = self.datapath
         x, scale = (rows.a, rows.scale_a) if side == 0 else (rows.b, rows.scale_b)
-        value = cleaned(exact(x), rows.finite)
-        share = torch.zeros((), dtype=torch.int64, device=value.device)
-        if scale is not None and path.scale is not None:
-            size = cleaned(exact(scale).abs(), rows.finite)
-            if path.group > 1:
-                return group_exponents(size[:: path.group], path.scale).to(torch.int64)
-            share = _exponents(size, path.scale.mantissa_bits, path.scale.min_exponent)
+        scaled = scale is not None and path.scale is not None
         if path.group > 1:
-            return torch.zeros_like(value[:: path.group], dtype=torch.int64)
-        return share + _exponents(value, fmt.mantissa_bits, (path.operand or fmt).min_exponent)
+            if not scaled:
+                return torch.zeros(x[:: path.group].shape, dtype=torch.int64, device=x.device)
+            assert scale is not None and path.scale is not None
+            sizes = cleaned(exact(scale[:: path.group]).abs(), rows.finite)
+            return group_exponents(sizes, path.scale).to(torch.int64)
+        share = _exponents(x, path.operand or self._formats[side], rows.finite, bounded)
+        return share + _exponents(scale, path.scale, rows.finite, bounded) if scaled else share
 
 
-def _exponents(value: torch.Tensor, mantissa_bits: int, lowest: int) -> torch.Tensor:
-    found = number(value, mantissa_bits)
-    return torch.where(value == 0, ZERO_EXPONENT, found.exponent.clamp(min=lowest))
+def _exponents(x: torch.Tensor | None, fmt: FloatFormat | None, finite: bool, bounded: bool) -> torch.Tensor:
+    assert x is not None and fmt is not None
+    return _bounded(parts_of(cleaned(exact(x), finite)).exponent, fmt.min_exponent if bounded else ZERO_EXPONENT)
+
+
+def _bounded(exponent: torch.Tensor, lowest: int) -> torch.Tensor:
+    """Return exponents of at least ``lowest``, zeros excepted."""
+    return torch.where(exponent < _ZERO, ZERO_EXPONENT, exponent.clamp(min=lowest))

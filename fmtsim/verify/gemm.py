@@ -39,6 +39,7 @@ class Replay:
         cases: Instructions' rows or library calls that were replayed; ``skipped`` were left out by a limit.
         outputs: Results compared.
         mismatches: Results whose bits differ; at least 1 where replaying raised an error.
+        in_guesses: Those of the mismatches that are in calls whose order of sums is a guess.
         plans: What stands behind the orders of sums, with the number of calls of each: ``recorded`` for this very
             shape, ``logged``, ``rule``, or ``guess``.
         first: The first difference in hex, or the error.
@@ -49,6 +50,7 @@ class Replay:
     cases: int
     outputs: int
     mismatches: int
+    in_guesses: int = 0
     skipped: int = 0
     plans: tuple[tuple[str, int], ...] = ()
     seconds: float = 0.0
@@ -143,18 +145,21 @@ def _dot_products(dots: Dots, start: int, stop: int) -> Tensor:
 def _replay_calls(recording: Recording, name: str, calls: list[Call], limit: int | None, advance: Advance) -> Replay:
     target = recording.name.rpartition("_")[0].lower()
     chosen = _cheapest(calls, limit)
-    outputs = mismatches = 0
+    outputs = mismatches = in_guesses = 0
     plans: Counter[str] = Counter()
     first = ""
     for done, call in enumerate(chosen):
         found = compare(replay_call(call, target), call.out)
         outputs += found.count
         mismatches += found.mismatches
-        plans[plan_basis(call, target)] += 1
+        basis = plan_basis(call, target)
+        plans[basis] += 1
+        in_guesses += found.mismatches if basis == "guess" else 0
         first = first or ("" if found.equal else f"{call.label}, {found.first}")
         advance((done + 1) / len(chosen))
     return Replay(set=name, machine=target, cases=len(chosen), outputs=outputs, mismatches=mismatches,
-                  skipped=len(calls) - len(chosen), plans=tuple(plans.most_common()), first=first)  # fmt: skip
+                  in_guesses=in_guesses, skipped=len(calls) - len(chosen), plans=tuple(plans.most_common()),
+                  first=first)  # fmt: skip
 
 
 def _cheapest(calls: list[Call], limit: int | None) -> list[Call]:

@@ -1,19 +1,18 @@
 """A target that writes down what it is asked, in place of the recorded ones."""
 
-import sys
-import types
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from fmtsim import GemmPlan, get_unit
+from fmtsim.gemm import target
 
 
-@dataclass
-class Resolution:
+class Resolution(NamedTuple):
     arithmetic: Any
     plan: GemmPlan
     unit: str
     accumulate: str
+    basis: str
 
 
 @dataclass
@@ -24,19 +23,18 @@ class Notebook:
     calls: list = field(default_factory=list)
     name: str = "notebook"
     strict: bool | None = None
+    basis: str = "rule"
 
     def resolve(self, call, *, strict=False):
         self.calls.append(call)
         self.strict = strict
         unit = "fp32_fma" if call.a == "fp32" else "hopper.mma" if call.a == "fp64" else "hopper.wgmma"
         arithmetic = get_unit(unit).mode(call.a, call.b, call.accumulate)
-        return Resolution(arithmetic, self.plan, unit, call.accumulate)
+        return Resolution(arithmetic, self.plan, unit, call.accumulate, self.basis)
 
 
 def install(monkeypatch) -> Notebook:
     """Make every target= of the verbs a fresh notebook."""
     notebook = Notebook()
-    module = types.ModuleType("fmtsim.gemm.target")
-    module.get_target = lambda name: notebook
-    monkeypatch.setitem(sys.modules, "fmtsim.gemm.target", module)
+    monkeypatch.setattr(target, "get_target", lambda name: notebook)
     return notebook

@@ -16,7 +16,8 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, *FP8)
 RULES = ("scale", "row_column", "column_row")
 SPECIAL = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 2.0**-149, -(2.0**-149), 3.4e38, -3.4e38, 65520.0,
-           -65519.0, 464.0, 465.0, 2.0**-10, 2.0**-9 * 1.5, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 2.0**-17, 2.0**-133, 1e-40]  # fmt: skip
+           -65519.0, 464.0, 465.0, 2.0**-10, 2.0**-9 * 1.5, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 2.0**-17,
+           2.0**-133, 1e-40]  # fmt: skip
 
 
 def reduced(m=7, n=20, seed=0):

@@ -406,6 +406,7 @@ def test_compiled_targets_and_gradients(notebook):
         same(traced, eager)
 
 
+@pytest.mark.slow
 def test_inductor():
     a, b = pair()
     same(
@@ -510,7 +511,8 @@ REFUSED = {
     "contradiction": (lambda: fmtsim.mm(A, B, unit=WGMMA, accumulate="fp32", allow_fp16_accumulation=True),
         ArgumentError,
                       "accumulate='fp32' contradicts allow_fp16_accumulation=True"),
-    "wide half": (lambda: fmtsim.mm(A.half(), B.half(), unit=WGMMA, out_dtype=torch.float32, allow_fp16_accumulation=True),
+    "wide half": (lambda: fmtsim.mm(A.half(), B.half(), unit=WGMMA, out_dtype=torch.float32,
+                                    allow_fp16_accumulation=True),
                   ArgumentError,
                   "allow_fp16_accumulation with out_dtype=torch.float32 is not a product that cuBLAS has"),
     "out": (lambda: fmtsim.mm(A, B, unit=WGMMA, out_dtype=torch.int8), DtypeError,
@@ -547,10 +549,12 @@ REFUSED = {
                          ArgumentError, "a plan with scaled_promotion=True does not fit scaling 'none'"),
     "integer plan": (lambda: fmtsim.mm(INT, INT.mT, unit="int8", plan=GemmPlan(partial="bf16")), ArgumentError,
                      "integer sums have neither scaled_promotion nor partial"),
-    "scale blocks": (lambda: fmtsim.mm(torch.ones(4, 64), torch.ones(64, 4), unit="blackwell.tcgen05.nvf4", a_format="e2m1",
+    "scale blocks": (lambda: fmtsim.mm(torch.ones(4, 64), torch.ones(64, 4), unit="blackwell.tcgen05.nvf4",
+        a_format="e2m1",
                                        b_format="e2m1", plan=GemmPlan(k_tile=24)), ArgumentError,
                      "k_tile=24 cuts the unit's scale blocks of 16 products; choose a multiple"),
-    "residue": (lambda: fmtsim.mm(torch.ones(4, 40), torch.ones(40, 4), unit="blackwell.tcgen05.nvf4", a_format="e2m1",
+    "residue": (lambda: fmtsim.mm(torch.ones(4, 40), torch.ones(40, 4), unit="blackwell.tcgen05.nvf4",
+        a_format="e2m1",
                                   b_format="e2m1", plan=GemmPlan(k_tile=32, residue_first=True)), ArgumentError,
                 "residue_first with K=40 cuts the unit's scale blocks of 16; pad K"),
     "int_mm dtype": (lambda: fmtsim.int_mm(A, B), DtypeError, "int_mm: a has dtype torch.bfloat16; pass torch.int8"),
@@ -579,7 +583,8 @@ REFUSED = {
     "mma scale shape": (lambda: fmtsim.mma(FP8, FP8, unit="blackwell.tcgen05.mxf8f6f4", scale_a=torch.ones(4, 2)),
                         ArgumentError,
                         r"scale_a has shape \(4, 2\); pass \[..., 4, 1\], a scale for every 32 products"),
-    "mma scale value": (lambda: fmtsim.mma(FP8, FP8, unit="blackwell.tcgen05.mxf8f6f4", scale_a=torch.full((4, 1), 3.0)),
+    "mma scale value": (lambda: fmtsim.mma(FP8, FP8, unit="blackwell.tcgen05.mxf8f6f4",
+        scale_a=torch.full((4, 1), 3.0)),
                         ArgumentError, "scale_a holds 3, which is not a value of e8m0; round it first"),
     "mma scale dtype": (lambda: fmtsim.mma(FP8, FP8, unit="blackwell.tcgen05.mxf8f6f4", scale_a=INT[:, :1]), DtypeError,
                         "scale_a has dtype torch.int8; pass e8m0 codes as torch.uint8, or floats"),

@@ -47,7 +47,9 @@ CASES = {
     "batch": lambda a, b: (a.expand(3, 5, 40), b.expand(3, 6, 40), spec().to_json(), torch.bfloat16),
     "empty": lambda a, b: (a[:0], b, spec().to_json()),
     "no products": lambda a, b: (a[:, :0], b[:, :0], spec().to_json()),
-    "integers": lambda a, b: (a.to(torch.int8), b.to(torch.int8), spec(IntegerDatapath(), a="int8", b="int8").to_json()),
+    "integers": lambda a, b: (
+        a.to(torch.int8), b.to(torch.int8), spec(IntegerDatapath(), a="int8", b="int8").to_json()
+    ),
 }  # fmt: skip
 
 

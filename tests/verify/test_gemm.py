@@ -226,7 +226,8 @@ def test_folders_and_limits(tmp_path):
 def test_the_command(dots, capsys):
     assert main(["verify", "gemm", "--vectors", str(dots), "--limit", "9"]) == 0
     text = capsys.readouterr().out
-    assert "mtc_A2_bf16_fp32    A2, ampere.mma      9 of 37        9           0  -" in text
+    (line,) = (line for line in text.splitlines() if line.startswith("mtc_A2"))
+    assert line.split()[:9] == ["mtc_A2_bf16_fp32", "A2,", "ampere.mma", "9", "of", "37", "9", "0", "-"]
     assert text.splitlines()[-1].startswith("5 sets, 45 outputs; ") and text.endswith("all bits agree\n")
     flip(dots / "mtc_A2_bf16_fp32.npz", "d")
     assert main(["verify", "gemm", "--vectors", str(dots)]) == 1
@@ -280,7 +281,7 @@ def test_a_corrupted_copy_of_a_recording_is_caught(tmp_path):
 @needs_golden
 def test_some_recorded_calls():
     found = replay(GOLDEN, limit=3000)
-    assert {name: r.first for name, r in found.items() if r.mismatches} == {}
+    assert {name: r.first for name, r in found.items() if r.mismatches > r.in_guesses} == {}
     assert sum(r.outputs for r in found.values()) > 20_000
 
 
@@ -288,5 +289,6 @@ def test_some_recorded_calls():
 @pytest.mark.slow
 def test_all_recorded_calls():
     found = replay(GOLDEN)
-    assert {name: r.first for name, r in found.items() if r.mismatches} == {}
+    assert {name: r.first for name, r in found.items() if r.mismatches > r.in_guesses} == {}
     assert sum(r.cases for name, r in found.items() if name.startswith("h200")) == 117
+    assert sum(dict(r.plans).get("guess", 0) for r in found.values()) <= 1

@@ -1,0 +1,157 @@
+"""``fmtsim mm``: one product, explained, on every kind of machine."""
+
+import json
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fmtsim
+from fmtsim.cli.main import BAD_INPUT, main
+from fmtsim.cli.mm import parse_record
+from fmtsim.cli.operands import DATA, make_operands
+from fmtsim.errors import ArgumentError
+from fmtsim.gemm.datapath import Datapath
+
+
+@pytest.fixture
+def record(capsys):
+    def command(*words):
+        assert main(["mm", *words, "--json"]) == 0
+        captured = capsys.readouterr()
+        assert captured.err == ""
+        return json.loads(captured.out)
+
+    return command
+
+
+def test_the_text(capsys):
+    assert main(["mm", "8", "12", "256", "--unit", "hopper.wgmma"]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "call      mm: [8, 256] e4m3 x [256, 12] e4m3 -> float32", "unit      hopper.wgmma: blocks of 32, F=13",
+        "data      normal, seed 0", "relative error of all outputs against the exact sums:", "largest ",
+        "bits against the exact sums rounded to float32:", "first outputs:\n  0x", "products/s (first call ",
+    ):  # fmt: skip
+        assert words in text
+
+
+def test_the_bits_are_those_of_the_verb(tmp_path, record):
+    operands = make_operands((16, 32, 320), ("e4m3", "e5m2"), "wide", 3)
+    out = tmp_path / "y.npy"
+    words = ("16", "32", "320", "--b-dtype", "e5m2", "--data", "wide", "--seed", "3", "--out", str(out))
+    one = torch.ones(())
+    for option, fast in ((), True), (("--slow",), False):
+        found = record(*words, "--target", "h200", *option)
+        y = fmtsim.scaled_mm(
+            operands.a, operands.b, one, one, out_dtype=torch.float32, use_fast_accum=fast, target="h200"
+        )
+        assert fmtsim.compare(numpy.load(out), y).equal
+        bits = y[0, :4].view(torch.int32).tolist()
+        assert found["first_outputs"] == [f"0x{code & 0xFFFFFFFF:08X}" for code in bits]
+        assert ("promot" in str(found["explanation"]) or "fresh chain" in str(found["explanation"])) != fast
+    alone = record(*words, "--unit", "hopper.wgmma", "--slow")
+    y = fmtsim.mm(operands.a, operands.b, unit="hopper.wgmma", out_dtype=torch.float32,
+                  plan=fmtsim.GemmPlan(promote_every=128))  # fmt: skip
+    assert fmtsim.compare(numpy.load(out), y).equal
+    assert alone["against_exact"]["dtype"] == "float32"
+
+
+def test_an_exact_unit_has_no_error(record):
+    found = record("6", "5", "64", "--unit", "exact", "--dtype", "bf16")
+    assert found["against_exact"]["equal"] and found["relative_error"]["max"] < 2.0**-24
+    integers = record("6", "5", "64", "--unit", "int8", "--dtype", "int8")
+    assert integers["against_exact"]["equal"] and integers["data"] == "uniform"
+
+
+def test_a_worse_unit_has_a_larger_error(record):
+    words = ("8", "8", "1024", "--data", "uniform", "--datapath")
+    errors = [record(*words, f"block=32,fraction_bits={bits}")["relative_error"]["median"] for bits in (8, 11, 14)]
+    assert errors[0] > 2 * errors[1] > 4 * errors[2] > 0
+    promoted = record(*words, "block=32,fraction_bits=8", "--plan", "promote_every=64")["relative_error"]["median"]
+    assert promoted < errors[0] / 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--unit", "ampere.mma", "--dtype", "tf32"), ("--target", "h200", "--dtype", "bf16", "--out-dtype", "bfloat16"),
+        ("--unit", "blackwell.tcgen05", "--dtype", "e2m3", "--b-dtype", "e5m2"),
+        ("--unit", "fp64_fma", "--dtype", "fp64"),
+        ("--target", "h200", "--dtype", "fp16", "--accumulate", "fp16"), ("--target", "h200", "--dtype", "tf32"),
+        ("--datapath", "rounding=stochastic,accumulator=bf16", "--dtype", "bf16"),
+        ("--unit", "hopper.wgmma", "--dtype", "fp16", "--accumulate", "fp16", "--out-dtype", "float32"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_every_kind_of_machine_runs(words, record):
+    found = record("16", "16", "32", *words)
+    assert found["products_per_second"] > 0 and found["rows_checked"] == 16
+    assert found["relative_error"]["median"] < 0.1
+
+
+def test_the_same_seed_gives_the_same_bits(record):
+    words = ("4", "4", "64", "--datapath", "rounding=stochastic,fraction_bits=12,accumulator=bf16", "--seed")
+    assert record(*words, "1")["first_outputs"] == record(*words, "1")["first_outputs"]
+    assert record(*words, "1")["first_outputs"] != record(*words, "2")["first_outputs"]
+
+
+def test_only_as_many_rows_are_checked_as_take_seconds(record, monkeypatch):
+    monkeypatch.setattr("fmtsim.cli.mm.MAC_LIMIT", 3 * 64 * 16)
+    assert record("8", "16", "64", "--unit", "hopper.wgmma")["rows_checked"] == 3
+
+
+def test_results_that_npy_cannot_hold(tmp_path, record):
+    out = tmp_path / "y.safetensors"
+    record("4", "4", "32", "--unit", "hopper.wgmma", "--out-dtype", "bfloat16", "--out", str(out))
+    assert load_file(out)["y"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_data(kind):
+    a, b, *_ = make_operands((6, 7, 40), ("fp64", "e3m4"), kind, 0)
+    assert a.shape == (6, 40) and b.shape == (40, 7) and bool(a.isfinite().all())
+    again = make_operands((6, 7, 40), ("fp64", "e3m4"), kind, 0).a
+    assert torch.equal(a, again) and not torch.equal(a, make_operands((6, 7, 40), ("fp64", "e3m4"), kind, 1).a)
+    if kind == "uniform":
+        assert bool(((a >= 0) & (a < 1)).all())
+    if kind == "cancel":
+        assert float((a[:, 0::2] + a[:, 1::2]).abs().max()) < 0.07 * float(a.abs().max())
+
+
+def test_records_on_the_command_line():
+    path = parse_record("block=none, fraction_bits=10,accumulator=bf16,signed_zero=true,rounding=down", Datapath, "-")
+    assert path == Datapath(block=None, fraction_bits=10, accumulator="bf16", signed_zero=True, rounding="down")
+    with pytest.raises(ArgumentError, match="--datapath 'bits=3' is not FIELD=VALUE; fields are block, fraction_bits"):
+        parse_record("bits=3", Datapath, "--datapath")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "fmtsim mm takes one of --target, --unit and --datapath, but none is given; try --target h200"),
+        (
+            ("--target", "h200", "--unit", "exact"),
+            "fmtsim mm takes one of --target, --unit and --datapath, but several",
+        ),
+        (("--unit", "hoper.wgmma"), "unknown unit 'hoper.wgmma'; did you mean 'hopper.wgmma'"),
+        (("--unit", "exact", "--dtype", "mxfp4"), "mxfp4 is neither a floating-point format nor int8"),
+        (("--unit", "volta.mma"), "unit volta.mma does not take e4m3 x e4m3"),
+        (("--unit", "exact", "--slow", "--plan", "split=1"), "--slow and --plan both give an order of sums"),
+        (("--unit", "exact", "--plan", "split=0"), "GemmPlan split=0 is not possible"),
+        (
+            ("--unit", "exact", "--out", "y.npy", "--out-dtype", "bfloat16"),
+            "--out y.npy cannot hold bfloat16; choose a",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(words, message, capsys):
+    assert main(["mm", "4", "4", "32", *words]) == BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.startswith(f"fmtsim: error: {message}") and error.count("\n") == 1
+
+
+def test_sizes_are_checked(capsys):
+    assert main(["mm", "0", "4", "32", "--unit", "exact"]) == BAD_INPUT
+    assert "M = 0 is not possible; choose 1 or more" in capsys.readouterr().err

@@ -1,0 +1,395 @@
+"""scaled_mm and explain_mm: kinds of scales, what torch refuses, and the recorded calls of an H200."""
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch.nn.functional import ScalingType, SwizzleType
+
+import fmtsim
+from fmtsim import ArgumentError, DtypeError, GemmPlan, get_format, get_unit
+from fmtsim.gemm.scales import unswizzled
+from fmtsim.gemm.serialization import GemmSpec
+from tests.gemm.machines import install
+from tests.gemm.products import bits, finished, normal, same, sums, wide
+
+WGMMA = "hopper.wgmma"
+GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ONE = torch.tensor(1.0)
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    return install(monkeypatch)
+
+
+def operands(m=6, n=10, k=160):
+    return wide(m, k, seed=1, low=-3, high=3).to(E4M3), wide(n, k, seed=2, low=-3, high=3).to(E4M3)
+
+
+def spec(unit=WGMMA, plan=None, a="e4m3", b="e4m3", scale=None):
+    path = get_unit(unit).mode(a, b, scale=scale)
+    return GemmSpec(datapath=path, plan=plan or GemmPlan(), a=get_format(a), b=get_format(b))
+
+
+def positive(*shape, seed=1):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.3
+
+
+# Kinds of scales.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, E4M3], ids=str)
+@pytest.mark.parametrize("rule", ["scale", "row_column", "column_row"])
+def test_tensor_and_row_scales(dtype, rule):
+    a, b = operands()
+    plan = GemmPlan(epilogue=rule, promote_every=128)
+    bias = None if dtype == torch.float32 else normal(10, seed=3).to(torch.float16 if dtype == E4M3 else dtype)
+    reduced = sums(a, b, spec(plan=plan))
+    for scales in ((torch.tensor(0.7), torch.tensor([[1.3]])), (positive(6, 1), positive(1, 10, seed=2))):
+        got = fmtsim.scaled_mm(a, b.t(), *scales, bias, torch.tensor(2.0), dtype, True, unit=WGMMA, plan=plan)
+        same(got, finished(reduced, dtype, rule, *scales, bias, torch.tensor(2.0)))
+        recipe = "TensorWise" if scales[0].numel() == 1 else "RowWise"
+        named = fmtsim.scaled_mm(
+            a, b.t(), *scales, bias, torch.tensor(2.0), dtype, unit=WGMMA, plan=plan,
+            scale_recipe_a=recipe, scale_recipe_b=[getattr(ScalingType, recipe)],
+        )  # fmt: skip
+        same(named, got)
+
+
+def test_default_outputs_are_those_of_torchs_two_functions():
+    a, b = operands()
+    assert fmtsim.scaled_mm(a, b.t(), ONE, ONE, unit=WGMMA).dtype == E4M3
+    recipes = {"scale_recipe_a": ScalingType.TensorWise, "scale_recipe_b": ScalingType.TensorWise}
+    assert fmtsim.scaled_mm(a, b.t(), ONE, ONE, unit=WGMMA, **recipes).dtype == torch.bfloat16
+
+
+def blocks(rows, k, recipe, seed):
+    return positive(rows if recipe == "BlockWise1x128" else -(-rows // 128), -(-k // 128), seed=seed)
+
+
+@pytest.mark.parametrize("recipes", [(1, 128), (1, 1), (128, 1)])
+@pytest.mark.parametrize("k", [384, 336])
+def test_blocks_of_128(recipes, k):
+    a, b = operands(144, 160, k)
+    a, b = a[:, :k], b[:, :k]
+    names = tuple("BlockWise1x128" if recipe == 1 else "BlockWise128x128" for recipe in recipes)
+    scale_a, scale_b = blocks(144, k, names[0], 1), blocks(160, k, names[1], 2)
+    full = [
+        s if name == "BlockWise1x128" else s.repeat_interleave(128, 0)[:rows]
+        for s, name, rows in ((scale_a, names[0], 144), (scale_b, names[1], 160))
+    ]
+    few, some = slice(120, 144, 9), slice(100, 160, 18)
+    plan = GemmPlan(promote_every=128, scaled_promotion=True)
+    reduced = sums(a[few], b[some], spec(plan=plan), scale_a=full[0][few], scale_b=full[1][some])
+    expected = finished(reduced, torch.bfloat16)
+    options = {"out_dtype": torch.bfloat16, "unit": WGMMA}
+    got = fmtsim.scaled_mm(a, b.t(), scale_a, scale_b.t(), **options)  # as torch._scaled_mm takes them
+    same(got[few, some], expected)
+    options |= {"scale_recipe_a": names[0], "scale_recipe_b": getattr(ScalingType, names[1])}
+    same(fmtsim.scaled_mm(a, b.t(), scale_a, scale_b, **options), got)
+    same(fmtsim.scaled_mm(a, b.t(), scale_a, scale_b.t(), **options), got)
+    padded = [s if name == "BlockWise1x128" else torch.nn.functional.pad(s.t(), (0, 0, 0, 4 - s.shape[1]), value=9.0)
+              for s, name in ((scale_a, names[0]), (scale_b, names[1]))]  # fmt: skip
+    same(fmtsim.scaled_mm(a, b.t(), *padded, **options), got)
+
+
+def test_square_scales_have_the_order_of_the_function_that_is_meant():
+    a, b = operands(256, 256, 256)
+    one, two = positive(2, 2), positive(256, 2, seed=2)
+    options = {"out_dtype": torch.bfloat16, "unit": WGMMA}
+    expected = fmtsim.scaled_mm(a, b.t(), two, one.repeat_interleave(128, 0).t(), **options)
+    same(fmtsim.scaled_mm(a, b.t(), two, one.t(), **options), expected)
+    recipes = {"scale_recipe_a": "BlockWise1x128", "scale_recipe_b": "BlockWise128x128"}
+    same(fmtsim.scaled_mm(a, b.t(), two, one.t(), **options, **recipes), expected)
+    expected = fmtsim.scaled_mm(b, a.t(), one.repeat_interleave(128, 0), two.t(), **options)
+    same(fmtsim.scaled_mm(b, a.t(), one, two.t(), **options), expected)
+    recipes = {"scale_recipe_a": "BlockWise128x128", "scale_recipe_b": "BlockWise1x128"}
+    same(fmtsim.scaled_mm(b, a.t(), one.t(), two, **options, **recipes), expected)
+
+
+def swizzled(codes):
+    """Put codes [rows, blocks] into cuBLAS's order, one element at a time."""
+    rows, count = codes.shape
+    tall, broad = -(-rows // 128), -(-count // 4)
+    flat = torch.full((tall * broad * 512,), 77, dtype=torch.uint8)
+    for r in range(rows):
+        for c in range(count):
+            tile = (r // 128) * broad + c // 4
+            flat[tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4] = codes[r, c]
+    return flat
+
+
+@pytest.mark.parametrize(("rows", "count"), [(3, 2), (128, 4), (130, 5), (300, 9)])
+def test_swizzled_scales(rows, count):
+    codes = torch.randint(0, 256, (rows, count), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    assert torch.equal(unswizzled(swizzled(codes), rows, count), codes)
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "mxfp4", "nvfp4"])
+def test_scales_inside_a_unit(kind):
+    generator = torch.Generator().manual_seed(1)
+    group, scale, dtype = (16, "ue4m3", E4M3) if kind == "nvfp4" else (32, "e8m0", torch.float8_e8m0fnu)
+    unit = {"mxfp8": "mxf8f6f4", "mxfp4": "mxf4", "nvfp4": "nvf4"}[kind]
+    k, name = 96, "e4m3" if kind == "mxfp8" else "e2m1"
+    if kind == "mxfp8":
+        a, b = (normal(n, k, seed=n).to(E4M3) for n in (5, 9))
+        left, right = a, b.t()
+    else:
+        a, b = (torch.randint(0, 16, (n, k), generator=generator).to(torch.uint8) for n in (5, 9))
+        packed = [(x[:, ::2] | x[:, 1::2] << 4).contiguous().view(torch.float4_e2m1fn_x2) for x in (a, b)]
+        a, b = fmtsim.decode(a, "e2m1"), fmtsim.decode(b, "e2m1")
+        left, right = packed[0], packed[1].t()
+    span = (0, 127) if kind == "nvfp4" else (110, 140)
+    marks = [torch.randint(*span, (n, k // group), generator=generator).to(torch.uint8) for n in (5, 9)]
+    values = [fmtsim.decode(x, scale) for x in marks]
+    definition = spec(f"blackwell.tcgen05.{unit}", a=name, b=name, scale=scale)
+    reduced = sums(a, b, definition, scale_a=values[0], scale_b=values[1])
+    options = {"unit": f"blackwell.tcgen05.{unit}", "out_dtype": torch.bfloat16}
+    ordered = [swizzled(x).view(dtype) for x in marks]
+    got = fmtsim.scaled_mm(left, right, *ordered, **options)
+    same(got, finished(reduced, torch.bfloat16))
+    plain = {"swizzle_a": "NO_SWIZZLE", "swizzle_b": SwizzleType.NO_SWIZZLE}
+    same(fmtsim.scaled_mm(left, right, *(x.view(dtype) for x in marks), **options, **plain), got)
+    recipe = "BlockWise1x16" if kind == "nvfp4" else "BlockWise1x32"
+    swizzle = SwizzleType.SWIZZLE_32_4_4
+    named = {"scale_recipe_a": recipe, "scale_recipe_b": recipe, "swizzle_a": swizzle, "swizzle_b": [swizzle]}
+    same(fmtsim.scaled_mm(left, right, *ordered, **options, **named), got)
+    if kind == "nvfp4":
+        both = [recipe, "TensorWise"]
+        named |= {"scale_recipe_a": both, "scale_recipe_b": both}
+        whole = torch.tensor(0.37), torch.tensor([1.9])
+        got = fmtsim.scaled_mm(left, right, [ordered[0], whole[0]], [ordered[1], whole[1]], **options, **named)
+        same(got, finished(reduced, torch.bfloat16, "scale", *whole))
+
+
+def test_empty_products(notebook):
+    a, b = operands(16, 32, 32)
+    for options in ({"unit": WGMMA}, {"target": "x"}):
+        options |= {"out_dtype": torch.bfloat16}
+        same(fmtsim.scaled_mm(a[:, :0], b[:, :0].t(), ONE, ONE, **options), torch.zeros(16, 32).bfloat16())
+        assert fmtsim.scaled_mm(a[:0], b.t(), ONE, ONE, **options).shape == (0, 32)
+        assert fmtsim.scaled_mm(a, b[:0].t(), ONE, ONE, **options).shape == (16, 0)
+
+
+def test_calls_say_what_a_library_sees(notebook):
+    a, b = operands(128, 128, 256)
+    fmtsim.scaled_mm(a, b.t(), ONE, ONE, out_dtype=torch.float32, target="x", strict=True)
+    call = notebook.calls[-1]
+    assert (call.operation, call.m, call.n, call.k, call.a, call.b) == ("scaled_mm", 128, 128, 256, "e4m3", "e4m3")
+    assert (call.out, call.fast_accum, call.scaling, call.bias) == (torch.float32, False, "tensor", False)
+    assert (call.a_layout, call.b_layout, notebook.strict) == ("row", "row", True)
+    fmtsim.scaled_mm(a.t().contiguous().t(), b.t().contiguous(), positive(128, 1), positive(1, 128),
+                     normal(128).bfloat16(), None, torch.bfloat16, True, target="x")  # fmt: skip
+    call = notebook.calls[-1]
+    assert (call.out, call.fast_accum, call.scaling, call.bias) == (torch.bfloat16, True, "row", True)
+    assert (call.a_layout, call.b_layout) == ("column", "column")
+    notebook.plan = GemmPlan(promote_every=128, scaled_promotion=True)
+    fmtsim.scaled_mm(a, b.t(), positive(128, 2), positive(2, 1), out_dtype=torch.bfloat16, target="x")
+    assert notebook.calls[-1].scaling == "block_128"
+
+
+# Refusals.
+
+A, B = operands(16, 16, 32)
+BT = B.t()
+HALF, BRAIN = torch.ones(16).half(), torch.ones(16).bfloat16()
+MX = torch.full((16, 1), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+OUT = {"unit": WGMMA, "out_dtype": torch.bfloat16}
+
+
+def run(*arguments, **options):
+    return lambda: fmtsim.scaled_mm(*arguments, **(options if "target" in options else OUT | options))
+
+
+REFUSED = {
+    "no machine": (lambda: fmtsim.scaled_mm(A, BT, ONE, ONE), ArgumentError, "scaled_mm needs a machine; pass one of"),
+    "no tensor": (run([1], BT, ONE, ONE), DtypeError, "a is list, not a tensor"),
+    "dimensions": (run(A[0], BT, ONE, ONE), ArgumentError, r"a has shape \(32,\); pass a tensor of 2 dimensions"),
+    "K": (run(A, A, ONE, ONE), ArgumentError, r"a of shape \(16, 32\) and b of shape \(16, 32\) do not fit"),
+    "device": (run(A, BT.to("meta"), ONE, ONE), ArgumentError, "a is on cpu, b on meta"),
+    "scale device": (run(A, BT, ONE.to("meta"), ONE), ArgumentError, "a is on cpu, scale_a on meta"),
+    "pair": (run(A, BT.to(torch.bfloat16), ONE, ONE), ArgumentError, "unit hopper.wgmma does not take e4m3 x bf16"),
+    "scale": (run(A, BT, 1.0, ONE), DtypeError, "scale_a is float, not a tensor; pass scales, and recipes as"),
+    "torch's other order": (run(A, BT, ONE, ScalingType.TensorWise, ONE, ScalingType.TensorWise), DtypeError,
+        "recipes as scale_recipe_a="),
+    "scale dtype": (run(A, BT, ONE.double(), ONE), DtypeError, "scale_a has dtype torch.float64; pass torch.float32"),
+    "scale shapes": (run(A, BT, torch.ones(16), torch.ones(16)), ArgumentError,
+                     r"scale_a of shape \(16,\) and scale_b of shape \(16,\) fit no kind of scaling; pass one element"),
+    "NaN": (run(A, BT, ONE * torch.nan, ONE), ArgumentError, "scale_a holds nan; scales are finite and not negative"),
+    "Inf": (run(A, BT, ONE, ONE * torch.inf), ArgumentError, "scale_b holds inf; scales are finite"),
+    "negative": (run(A, BT, torch.ones(16, 1), -torch.ones(1, 16)), ArgumentError,
+        "scale_b holds -1; scales are finite"),
+    "one recipe": (run(A, BT, ONE, ONE, scale_recipe_a="RowWise"), ArgumentError,
+        "scale_recipe_a and scale_recipe_b belong"),
+    "unknown recipe": (run(A, BT, ONE, ONE, scale_recipe_a="Row", scale_recipe_b="Row"), ArgumentError,
+                       "scale_recipe_a='Row' is not a ScalingType; choose one of TensorWise, RowWise"),
+    "unknown swizzle": (run(A, BT, MX, MX, swizzle_a="32"), ArgumentError, "swizzle_a='32' is not a SwizzleType"),
+    "mixed recipes": (run(A, BT, ONE, torch.ones(1, 16), scale_recipe_a="TensorWise", scale_recipe_b="RowWise"),
+        ArgumentError,
+                      "scaling TensorWise x RowWise does not exist"),
+    "large blocks": (run(A, BT, ONE[None, None], ONE[None, None], scale_recipe_a="BlockWise128x128",
+                         scale_recipe_b="BlockWise128x128"), ArgumentError,
+                         "scaling BlockWise128x128 x BlockWise128x128"),
+    "tensor recipe": (run(A, BT, torch.ones(2), ONE, scale_recipe_a="TensorWise", scale_recipe_b="TensorWise"),
+        ArgumentError,
+                      r"scale_a has shape \(2,\); a tensor-wise scale has one element"),
+    "row recipe": (run(A, BT, torch.ones(16, 1), torch.ones(16, 1), scale_recipe_a="RowWise", scale_recipe_b="RowWise"),
+                   ArgumentError, r"scale_b has shape \(16, 1\); row-wise scales have shape \(1, 16\)"),
+    "block recipe": (run(A, BT, torch.ones(15, 1), ONE[None, None], scale_recipe_a="BlockWise1x128",
+                         scale_recipe_b="BlockWise128x128"), ArgumentError,
+                     r"scale_a has shape \(15, 1\); BlockWise1x128 scales have shape \(16, 1\) or \(1, 16\)"),
+    "MX dtype": (run(A, BT, ONE, ONE, scale_recipe_a="BlockWise1x32", scale_recipe_b="BlockWise1x32"), DtypeError,
+                 "scale_a has dtype torch.float32; BlockWise1x32 scales are torch.float8_e8m0fnu"),
+    "MX size": (run(A, BT, MX, MX), ArgumentError, r"scale_a has 16 elements; 512 are wanted: \[16, 1\] padded to"),
+    "MX plain size": (run(A, BT, MX[:5], MX, swizzle_a="NO_SWIZZLE"), ArgumentError, r"without swizzle pass \(16, 1\)"),
+    "MX unit": (run(A, BT, MX, MX, swizzle_a="NO_SWIZZLE", swizzle_b="NO_SWIZZLE"), ArgumentError,
+                "unit hopper.wgmma does not take e4m3 x e4m3 with e8m0 scales"),
+    "MX and NVFP4": (run(A, BT, MX, A[:, :1]), DtypeError, "scale_a and scale_b have different dtypes"),
+    "MX twice": (run(A, BT, [MX, ONE], [MX, ONE], swizzle_a="NO_SWIZZLE", swizzle_b="NO_SWIZZLE"), ArgumentError,
+                 "scale_a is a list of 2; BlockWise1x32 takes fewer scales"),
+    "bias shape": (run(A, BT, ONE, ONE, BRAIN[:5]), ArgumentError, r"bias has shape \(5,\); pass \[16\]"),
+    "bias dtype": (run(A, BT, ONE, ONE, HALF), DtypeError,
+                   "bias has dtype torch.float16; a torch.bfloat16 output takes torch.bfloat16"),
+    "bias of FP8": (run(A, BT, ONE, ONE, HALF.float(), out_dtype=E4M3), DtypeError,
+        "takes torch.bfloat16 or torch.float16"),
+    "result scale": (run(A, BT, ONE, ONE, None, torch.ones(2)), ArgumentError, "pass one float32 element"),
+    "out": (run(A, BT, ONE, ONE, out_dtype=torch.float4_e2m1fn_x2), DtypeError, "is not the dtype of a product"),
+    "gradient": (run(A, BT, ONE, ONE, BRAIN.clone().requires_grad_()), ArgumentError,
+                 "scaled_mm has no gradient, but bias requires one; pass bias.detach()"),
+    "plan": (run(A, BT, ONE, ONE, plan=GemmPlan(promote_every=128, scaled_promotion=True)), ArgumentError,
+             "a plan with scaled_promotion=True does not fit scaling 'tensor'"),
+    "promotion": (run(A, BT, torch.ones(16, 1), ONE[None, None], plan=GemmPlan(promote_every=64, scaled_promotion=True),
+                      scale_recipe_a="BlockWise1x128", scale_recipe_b="BlockWise128x128"), ArgumentError,
+                  "promote_every=64 does not fit scales of 128 products; choose 128"),
+    "tiles": (run(A, BT, torch.ones(16, 1), ONE[None, None], scale_recipe_a="BlockWise1x128",
+                  scale_recipe_b="BlockWise128x128",
+                  plan=GemmPlan(promote_every=128, scaled_promotion=True, k_tile=64)), ArgumentError,
+              "k_tile=64 does not hold whole chains of 128 products"),
+}  # fmt: skip
+WIDE_A, E5 = torch.ones(16, 24).to(E4M3), torch.ones(16, 32).to(E5M2)
+PACKED = torch.zeros(16, 16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+LIBRARY = {
+    "e5m2": (run(E5, E5.t(), ONE, ONE, target="x", out_dtype=torch.float32), DtypeError,
+        "cuBLAS does not multiply e5m2 by e5m2"),
+    "e5m2 out": (run(A, BT, ONE, ONE, target="x", out_dtype=E5M2), DtypeError,
+        "cuBLAS has no e5m2 output for e4m3 by e4m3"),
+    "bf16": (run(A.bfloat16(), BT.bfloat16(), ONE, ONE, target="x", out_dtype=torch.float32), DtypeError,
+             "torch._scaled_mm takes 8-bit and 4-bit operands, not bf16 x bf16; call mm"),
+    "K": (run(WIDE_A, WIDE_A.t(), ONE, ONE, target="x"), ArgumentError,
+        "multiples of 16, not K=24, N=16; pad, or pass unit="),
+    "N": (run(A, BT[:, :5], ONE, ONE, target="x"), ArgumentError, "not K=32, N=5"),
+    "bias": (run(A, BT, ONE, ONE, BRAIN, out_dtype=torch.float32, target="x"), DtypeError,
+             "torch._scaled_mm adds no bias to a float32 output"),
+    "fast": (run(PACKED, PACKED.t(), *[torch.zeros(512, dtype=torch.uint8).view(E4M3)] * 2, out_dtype=torch.bfloat16,
+                 use_fast_accum=True, target="x"), ArgumentError,
+                 "no use_fast_accum for 4-bit operands; leave it False"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*REFUSED, *(f"library: {name}" for name in LIBRARY)])
+def test_refusals(notebook, case):
+    call, error, message = LIBRARY[case[9:]] if case.startswith("library: ") else REFUSED[case]
+    with pytest.raises(error, match=message):
+        call()
+
+
+# Explanations.
+
+
+def test_explanations(notebook):
+    notebook.plan = GemmPlan(k_tile=64, split=3, source="<here>")
+    notebook.basis = "recorded"
+    a = torch.zeros(64, 1000, dtype=torch.bfloat16)
+    told = fmtsim.explain_mm(a, a.mT, target="notebook", out_dtype=torch.float32)
+    assert (told.machine, told.unit, told.basis, told.call.k) == ("notebook", WGMMA, "recorded", 1000)
+    assert "call      mm: [64, 1000] bf16 x [1000, 64] bf16 -> float32" in str(told)
+    assert "16 tiles of 64 in 3 parts (runs of 6 tiles), each one chain from +0, k in order; " in str(told)
+    assert "recorded bits of this call: <here>" in repr(told) and "call: &lt;here&gt;" in told._repr_html_()
+    x = a.to(E4M3)
+    notebook.plan, notebook.basis = GemmPlan(promote_every=128, source="a test"), "guess"
+    told = fmtsim.explain_mm(x, x.mT, target="notebook")
+    assert told.call.operation == "scaled_mm" and told.basis == "guess"
+    for text in ("a fresh chain every 128 products", "times the product of both scales, rounded to float8_e4m3fn",
+                 "saturating", "a guess: a test"):  # fmt: skip
+        assert text in str(told)
+    told = fmtsim.explain_mm(a.float(), a.mT.float(), unit=WGMMA, allow_tf32=True)
+    assert "float32 rounded to TF32, to nearest even" in str(told)
+    told = fmtsim.explain_mm(a.to(torch.int8), a.mT.to(torch.int8), unit="int8")
+    assert "of no consequence" in str(told) and told.call.out == torch.int32
+    told = fmtsim.explain_mm(a[None], a.mT[None], datapath=fmtsim.Datapath(block=4), plan=GemmPlan(instruction_k=2))
+    assert told.unit is None and told.call.operation == "bmm"
+    assert "own datapath: blocks of 4" in str(told) and "blocks of at most 2" in str(told)
+    assert "the caller's plan" in str(told)
+    with pytest.raises(ArgumentError, match="explain_mm needs a machine"):
+        fmtsim.explain_mm(a, a.mT)
+    with pytest.raises(ArgumentError, match="a has 2 dimensions, b 3; pass two matrices"):
+        fmtsim.explain_mm(a, a.mT[None], unit=WGMMA)
+
+
+# Recorded calls.
+
+
+def recorded():
+    """Yield the place of every recorded call, the large ones marked slow."""
+    for name in ("fp8", "f16", "tf32"):
+        path = GOLDEN / f"h200_{name}.npz"
+        if not path.exists():
+            yield pytest.param(name, None, marks=pytest.mark.skip(reason=f"no recordings in {GOLDEN}"))
+            continue
+        with numpy.load(path) as file:
+            for i, call in enumerate(json.loads(str(file["meta"]))):
+                large = call["M"] * call["N"] * call["K"] > 2 << 20
+                yield pytest.param(name, i, marks=[pytest.mark.slow] * large, id=f"{name}-{i}-{call['call']}")
+
+
+FILES: dict = {}
+
+
+def read(name, i):
+    """Return a recorded call and its tensors by name."""
+    file = FILES.setdefault(name, numpy.load(GOLDEN / f"h200_{name}.npz"))
+    call = json.loads(str(file["meta"]))[i]
+    tensors = {}
+    for key in ("a", "b", "out", "scale_a", "scale_b", "bias"):
+        if f"{i:03d}.{key}" in file:
+            raw = file[f"{i:03d}.{key}"]
+            dtype = getattr(torch, call.get(f"{key}_dtype") or call[key])
+            signed = raw if dtype == torch.int8 else raw.view(f"i{raw.itemsize}" if raw.itemsize > 1 else "u1")
+            tensors[key] = torch.from_numpy(signed).view(dtype)
+    return call, tensors
+
+
+def replay(call, a, b, out, scale_a=None, scale_b=None, bias=None, target="h200"):
+    """Return what the verb of a recorded call gives."""
+    if call["call"] == "scaled_mm":
+        fast = call["use_fast_accum"]
+        return fmtsim.scaled_mm(a, b.t(), scale_a, scale_b, bias, None, out.dtype, fast, target=target)
+    if call["call"] == "int_mm":
+        return fmtsim.int_mm(a, b.t(), target=target)
+    if call["call"] == "linear":
+        return fmtsim.linear(a, b, bias, target=target)
+    left = a if call["a_layout"] == "row" else a.t().contiguous().t()
+    right = b.t() if call["b_layout"] == "row" else b.t().contiguous()
+    switches = {"allow_tf32": call.get("tf32", False), "allow_fp16_accumulation": call.get("fp16_accumulation", False)}
+    return fmtsim.mm(left, right, out_dtype=out.dtype, target=target, **switches)
+
+
+@pytest.mark.parametrize(("name", "i"), [*recorded()])
+def test_recorded_calls(name, i):
+    call, tensors = read(name, i)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fmtsim.PlanUnknownWarning)
+        same(replay(call, **tensors), tensors["out"])
+
+
+@pytest.mark.skipif(not GOLDEN.exists(), reason=f"no recordings in {GOLDEN}")
+def test_recorded_calls_notice_a_planted_error():
+    call, tensors = read("fp8", 0)
+    bits(tensors["out"])[3, 5] ^= 1
+    with pytest.raises(AssertionError, match="1 of 256 differ"):
+        same(replay(call, **tensors), tensors["out"])

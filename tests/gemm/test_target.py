@@ -1,0 +1,416 @@
+"""Machines with their libraries: which plan a call gets, and what stands behind it."""
+
+import json
+import warnings
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from fmtsim.errors import ArgumentError, PlanUnknownWarning
+from fmtsim.gemm import target as targets
+from fmtsim.gemm.call import GemmCall
+from fmtsim.gemm.kernel import Kernel, Splits, matches
+from fmtsim.gemm.matmul import linear as linear_verb
+from fmtsim.gemm.matmul import mm as mm_verb
+from fmtsim.gemm.plan import GemmPlan
+from fmtsim.gemm.scaled import scaled_mm
+from fmtsim.gemm.target import PLANS, get_target, list_targets, target_from_dict, target_to_dict
+from fmtsim.gemm.unit import get_unit
+
+SHARED = Path(__file__).parents[2].parent / "shared"
+NAMES = {
+    "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32",
+    "int8": "int8",
+}  # fmt: skip
+HAS_SLICES = "part_k" in GemmPlan.__dataclass_fields__
+
+
+def mm(m, n, k, fmt="bf16", out=torch.float32, **facts):
+    return GemmCall(operation="mm", m=m, n=n, k=k, a=fmt, b=fmt, out=out, **facts)
+
+
+def fp8(m, n, k, fast=True, scaling="tensor", out=torch.float32):
+    return GemmCall(
+        operation="scaled_mm", m=m, n=n, k=k, a="e4m3", b="e4m3", out=out, fast_accum=fast, scaling=scaling
+    )  # fmt: skip
+
+
+def linear(m, n, k, fmt="bf16", bias=True):
+    out = {"bf16": torch.bfloat16, "fp16": torch.float16}[fmt]
+    return GemmCall(operation="linear", m=m, n=n, k=k, a=fmt, b=fmt, out=out, bias=bias)
+
+
+def resolve(call, name="h200", **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanUnknownWarning)
+        return get_target(name).resolve(call, **options)
+
+
+# Measured on an H200 before this table existed (splits read off the kernels' grids).
+SPLITS = [
+    (fp8(64, 64, 16384), 6), (fp8(256, 256, 16384), 3), (fp8(16, 1024, 8192), 3), (fp8(512, 512, 32768), 1),
+    (fp8(1024, 1024, 16384), 1), (fp8(64, 64, 65536), 25), (fp8(64, 64, 8192, fast=False), 3),
+    (mm(512, 512, 16384), 4), (mm(256, 256, 16384), 6), (mm(64, 64, 16384), 12), (mm(64, 64, 4096), 3),
+    (mm(1, 4096, 4096), 2), (mm(1, 4096, 4096, "fp16"), 3), (mm(8, 4096, 4096, "fp16"), 3),
+    (mm(1024, 1024, 16384), 2), (mm(128, 128, 8192), 6), (mm(48, 48, 8192, "fp16"), 6), (mm(4096, 4096, 4096), 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "split"), SPLITS, ids=lambda value: str(value) if isinstance(value, int) else "")
+def test_measured_splits(call, split):
+    found = resolve(call)
+    assert found.plan.split == split
+    assert found.basis != "guess"
+    assert found.plan.k_tile == (None if split == 1 else 128 if call.a == "e4m3" else 64)
+    assert (found.plan.partial, found.plan.owner, found.plan.reduce) == (None, "contiguous", "serial")
+
+
+@pytest.mark.parametrize("tiles", range(1, 70))
+@pytest.mark.parametrize(("width", "make"), [(64, mm), (128, fp8)])
+def test_small_results_get_a_part_for_every_twenty_tiles(tiles, width, make):
+    found = resolve(make(16, 16, width * tiles))
+    assert found.plan.split == (1 if tiles <= 40 else 2 if tiles <= 60 else 3)
+    assert found.basis in ("rule", "recorded")
+
+
+def test_promotion_and_scales():
+    assert resolve(fp8(64, 96, 512)).plan.promote_every is None
+    assert resolve(fp8(64, 96, 512, fast=False)).plan.promote_every == 128
+    assert resolve(fp8(64, 96, 512, scaling="row")).plan.epilogue == "column_row"
+    assert resolve(fp8(64, 96, 512, scaling="tensor")).plan.epilogue == "scale"
+    blocks = resolve(fp8(128, 256, 512, scaling="block_128"))
+    assert (blocks.plan.promote_every, blocks.plan.scaled_promotion, blocks.plan.split) == (128, True, 1)
+    assert blocks.basis == "rule"
+
+
+def test_half_accumulators():
+    call = mm(64, 64, 256, "fp16", torch.float16, accumulate="fp16")
+    found = resolve(call)
+    assert (found.plan.k_tile, found.plan.split, found.plan.round_trip) == (64, 4, True)
+    assert (found.plan.partial.name, found.accumulate, found.basis) == ("fp16", "fp16", "recorded")
+    assert found.arithmetic == get_unit("hopper.mma").mode("fp16", "fp16", "fp16")
+    tiny = resolve(replace(call, k=16)).plan
+    assert tiny.split == 2 and 8 in (tiny.k_tile, getattr(tiny, "part_k", None))
+
+
+def test_unaligned_rows():
+    plan = resolve(mm(100, 60, 300)).plan
+    assert (plan.k_tile, plan.residue_first, plan.split, plan.verified) == (128, True, 1, True)
+    plan = resolve(mm(33, 65, 129, "fp16")).plan
+    assert (plan.k_tile, plan.residue_first, plan.split) == (64, True, 1)
+    plan = resolve(mm(33, 65, 129)).plan
+    assert (plan.split, plan.instruction_k) == (9, 8)
+    assert resolve(mm(33, 65, 129, out=torch.bfloat16)).plan.split == 9
+    assert resolve(mm(100, 60, 2050, out=torch.bfloat16)).plan.partial.name == "bf16"  # rounded before they are added
+
+
+def test_tf32():
+    assert resolve(mm(256, 256, 256, "tf32")).plan.split == 1
+    half = resolve(mm(64, 64, 64, "tf32"))
+    assert half.plan.split == 2 and half.basis == "recorded"
+    parts = {360: 5, 416: 5, 512: 8, 672: 7, 796: 12}
+    for k, count in parts.items():
+        assert resolve(mm(160, 128, k, "tf32")).plan.split == count
+
+
+@pytest.mark.skipif(not HAS_SLICES, reason="GemmPlan has no part_k yet")
+def test_slices_with_residues_of_their_own():
+    plan = resolve(mm(160, 128, 680, "tf32")).plan
+    assert (plan.k_tile, plan.part_k, plan.split, plan.residue_first, plan.verified) == (16, 68, 10, True, True)
+
+
+def scripted():
+    """Yield the calls that the recording script can make, whatever its seed."""
+    for m, n, k in [(16, 16, 32), (64, 128, 4096), (144, 272, 1536), *((32, 64, 16 * i) for i in range(9, 30)),
+                    *((48, 80, 16 * i) for i in range(40, 90)), *((64, 64, 128 * i) for i in range(2, 9))]:  # fmt: skip
+        for fast in (True, False):
+            for out in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+                yield fp8(m, n, k, fast, out=out)
+    for m, n, k, fast in [(64, 64, 16384, True), (16, 256, 8192, True), (128, 128, 8192, True), (64, 64, 8192, False)]:
+        yield fp8(m, n, k, fast)
+    for m, n, k in [(64, 96, 512), (128, 64, 1024)]:
+        for fast in (True, False):
+            yield fp8(m, n, k, fast, "row", torch.bfloat16)
+    sizes = range(24, 72, 8)
+    wide = [(m, n, k) for m in sizes for n in sizes for k in range(320, 792, 8)]
+    shapes = [(16, 16, 16), (96, 80, 512), (160, 144, 256), *((64, 64, 16 * i) for i in range(3, 30)), *wide[::7]]
+    for fmt, half in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        for i, (m, n, k) in enumerate(shapes):
+            layouts = {"a_layout": "row" if i & 1 else "column", "b_layout": "row" if i & 2 else "column"}
+            yield mm(m, n, k, fmt, torch.float32, **layouts)
+            yield mm(m, n, k, fmt, half, **layouts)
+        for m, n, k in [(64, 64, 4096), (48, 48, 8192), (100, 60, 300), (33, 65, 129)]:
+            yield mm(m, n, k, fmt)
+        yield linear(64, 128, 256, fmt)
+        yield linear(512, 384, 128, fmt)
+    for m, n, k in [(64, 64, 16), (64, 64, 256), (128, 96, 1024)]:
+        yield mm(m, n, k, "fp16", torch.float16, accumulate="fp16")
+    for m, n, k in [(64, 64, 64), (128, 96, 512), (256, 256, 256), (384, 256, 128)]:
+        yield mm(m, n, k, "tf32")
+    if HAS_SLICES:
+        yield from (mm(160, 128, 4 * i, "tf32") for i in range(90, 200))
+    for m, n, k in [(32, 64, 128), (64, 96, 1024)]:
+        yield GemmCall(operation="int_mm", m=m, n=n, k=k, a="int8", b="int8", out=torch.int32, accumulate="int32")
+
+
+def test_whatever_the_recording_script_asks_is_known():
+    calls = list(scripted())
+    assert len(calls) > 1800
+    unknown = [call for call in calls if resolve(call).basis not in ("recorded", "rule")]
+    assert unknown == []
+    floats = [call for call in calls if call.a != "int8"]
+    assert [call for call in floats if not resolve(call).plan.verified] == []
+
+
+def golden_calls():
+    for path in sorted((SHARED / "golden").glob("h200_*.npz")):
+        for meta in json.loads(str(numpy.load(path)["meta"])):
+            half, integer = meta.get("fp16_accumulation"), meta["call"] == "int_mm"
+            fmt = "tf32" if meta.get("tf32") else NAMES[meta["a"]]
+            scaling = "none" if meta["call"] != "scaled_mm" else "row" if meta["kind"] == "rowwise" else "tensor"
+            layouts = {f"{x}_layout": "column" if meta.get(f"{x}_layout") == "col" else "row" for x in "ab"}
+            yield GemmCall(
+                operation=meta["call"], m=meta["M"], n=meta["N"], k=meta["K"], a=fmt,
+                b="tf32" if meta.get("tf32") else NAMES[meta["b"]], out=getattr(torch, meta["out"]),
+                accumulate="int32" if integer else "fp16" if half else "fp32", scaling=scaling,
+                fast_accum=meta.get("use_fast_accum", True), bias="bias_dtype" in meta, **layouts,
+            )  # fmt: skip
+
+
+@pytest.mark.skipif(not (SHARED / "golden").exists(), reason="no recorded calls beside this checkout")
+def test_no_golden_call_is_a_guess():
+    calls = list(golden_calls())
+    assert len(calls) >= 117
+    guesses = {(call.m, call.n, call.k) for call in calls if resolve(call).basis == "guess"}
+    assert guesses == (set() if HAS_SLICES else {(160, 128, 680)})
+
+
+@cache
+def answers():
+    path = SHARED / "vectors" / "heur_h100pcie_lt12.8.3.14.npz"
+    if not path.exists():
+        pytest.skip("no table of cuBLASLt answers beside this checkout")
+    stored = numpy.load(path)
+    one_mib = stored["ws"] == 1
+    return {name: stored[name][one_mib].astype(numpy.int64) for name in ("M", "N", "K", "fast", "splitK")}
+
+
+def test_the_fp8_split_rule_on_an_h100():
+    """0.99356 of 784,504 answers, and every one of the 769,216 that the rule calls certain."""
+    table = answers()
+    keys, places = numpy.unique(numpy.stack([table["M"], table["N"], table["K"]]), axis=1, return_inverse=True)
+    rule = get_target("h100").splits["fp8"]
+    predicted = numpy.array([rule.count(fp8(*map(int, key)), 128) for key in keys.T])[places.reshape(-1)]
+    right = predicted[:, 0] == table["splitK"]
+    certain = predicted[:, 1].astype(bool)
+    assert (len(right), certain.sum()) == (784504, 769216)
+    assert right[certain].all()
+    assert right.mean() > 0.9935
+
+
+def test_a_planted_split_is_seen_on_the_h100():
+    rule = replace(get_target("h100").splits["fp8"], whole=41)
+    table = answers()
+    chosen = numpy.flatnonzero((table["M"] == 16) & (table["N"] <= 2048) & (table["K"] >= 5760))[:200]
+    wrong = replace(rule, tiles_per_part=25)
+
+    def misses(r):
+        return sum(r.count(fp8(*(int(table[x][i]) for x in "MNK")), 128) != (table["splitK"][i], True) for i in chosen)
+
+    assert misses(wrong) > misses(rule)
+
+
+def test_guesses_warn_once_and_strict_refuses(monkeypatch):
+    monkeypatch.setattr(targets, "_warned", set())
+    call = mm(777, 8, 30000, "fp16")
+    target = get_target("h200")
+    with pytest.warns(PlanUnknownWarning, match=r"no recorded order of sums for mm M=777 N=8 K=30000 fp16 x fp16"):
+        found = target.resolve(call)
+    assert (found.basis, found.plan.verified) == ("guess", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert target.resolve(call) == found
+    with pytest.raises(ArgumentError, match=r"pass plan=GemmPlan\(...\), or record the call"):
+        target.resolve(call, strict=True)
+    with pytest.warns(PlanUnknownWarning):
+        target.resolve(replace(call, k=30008))
+
+
+def test_rules_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert get_target("h200").resolve(mm(4096, 4096, 2048), strict=True).basis == "rule"
+        assert get_target("h200").resolve(fp8(4096, 4096, 28672), strict=True).basis == "rule"
+
+
+@pytest.mark.parametrize("name", ["a100", "b200"])
+def test_machines_without_recordings_guess(name):
+    for fmt in ("bf16", "fp16", "tf32"):
+        found = resolve(mm(256, 256, 256, fmt), name)
+        assert (found.basis, found.plan.split, found.plan.verified) == ("guess", 1, False)
+
+
+def test_chain_never_splits():
+    calls = [mm(64, 64, 65536), fp8(64, 64, 65536), fp8(64, 64, 65536, scaling="block_128"), mm(8, 8, 99, "tf32"),
+             mm(8, 8, 64, "e2m1", scaling="nvfp4"), mm(8, 8, 64, "e2m1", scaling="mx"), mm(8, 8, 8, "e4m3fnuz"),
+             mm(8, 8, 64, "e4m3", scaling="mx"), mm(8, 8, 64, "fp64", torch.float64, accumulate="fp64")]  # fmt: skip
+    for call in calls:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = get_target("chain").resolve(call, strict=True)
+        assert (found.plan.split, found.plan.k_tile, found.basis) == (1, None, "rule")
+    assert get_target("chain").resolve(calls[4]).unit == "blackwell.tcgen05.nvf4"
+    assert get_target("chain").resolve(calls[5]).unit == "blackwell.tcgen05.mxf4"
+    assert get_target("chain").resolve(calls[7]).unit == "blackwell.tcgen05.mxf8f6f4"
+
+
+def test_a_unit_that_the_machine_lacks():
+    with pytest.raises(
+        ArgumentError, match="target a100 has no unit for e4m3 x e4m3 -> fp32 with scaling 'tensor'; it"
+    ):
+        get_target("a100").resolve(fp8(16, 16, 32))
+    with pytest.raises(ArgumentError, match="target h200 has no unit for bf16 x fp16"):
+        get_target("h200").resolve(replace(mm(16, 16, 32), b="fp16"))
+    with pytest.raises(ArgumentError, match="no unit for e2m1 x e2m1 -> fp32 with scaling 'nvfp4'"):
+        get_target("h200").resolve(mm(16, 16, 64, "e2m1", scaling="nvfp4"))
+
+
+def test_names_and_files(tmp_path):
+    assert list_targets() == ["a100", "b200", "chain", "h100", "h200"]
+    assert get_target("H200") is get_target("h200") is get_target(get_target("h200"))
+    assert repr(get_target("h200")).startswith("Target('h200': NVIDIA H200")
+    own = tmp_path / "mine.json"
+    own.write_text((PLANS / "chain.json").read_text().replace('"name": "chain"', '"name": "mine"'))
+    assert get_target(own).name == get_target(str(own)).name == "mine"
+    with pytest.raises(ArgumentError, match="unknown target 'h20'; did you mean 'h200'"):
+        get_target("h20")
+    with pytest.raises(ArgumentError, match="cannot be read: No such file"):
+        get_target(tmp_path / "none.json")
+    own.write_text("[]")
+    with pytest.raises(ArgumentError, match="is not a plan file"):
+        get_target(own)
+
+
+@pytest.mark.parametrize("path", sorted(PLANS.glob("*.json")), ids=lambda path: path.stem)
+def test_plan_files_round_trip(path):
+    record = json.loads(path.read_text())
+    target = get_target(path.stem)
+    assert record["name"] == path.stem
+    assert target_to_dict(target) == record
+    assert target_to_dict(target_from_dict(record)) == record
+    for rule in target.rules:
+        assert rule.reason
+        tables = rule.split.values() if isinstance(rule.split, dict) else []
+        assert all(count >= 1 and int(k) >= 1 for table in tables for k, count in table.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rules": [{"when": {"k_": 1}, "kernel": "any", "split": 1, "basis": "rule", "reason": "r"}]}, "'k_' is not"),
+        ({"rules": [{"when": {"k": {"least": 1}}, "kernel": "any", "split": 1, "basis": "rule", "reason": "r"}]},
+         "a dict has min, max and multiple_of"),
+        ({"rules": [{"when": {}, "kernel": "x", "split": 1, "basis": "rule", "reason": "r"}]}, "kernel='x' is not"),
+        ({"rules": [{"when": {}, "kernel": "any", "split": "x", "basis": "rule", "reason": "r"}]}, "split='x' is not"),
+        ({"rules": [{"when": {}, "kernel": "any", "split": 1, "basis": "hope", "reason": "r"}]}, "basis='hope' is not"),
+        ({"units": [[["e4m3"], "fp32", "ampere.mma"]]}, "unit ampere.mma does not take e4m3 x e4m3"),
+        ({"kernels": {"any": {"tile": 3}}}, "unexpected keyword argument 'tile'"),
+    ],
+)  # fmt: skip
+def test_bad_plan_files(change, message, tmp_path):
+    record = target_to_dict(get_target("chain")) | change
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(record))
+    with pytest.raises(ArgumentError, match=message):
+        get_target(path)
+
+
+def test_conditions():
+    call = mm(64, 48, 4096, a_layout="column")
+    for when in ({}, {"m": 64}, {"k": {"min": 4096, "max": 4096, "multiple_of": 64}}, {"out": ["fp32", "bf16"]},
+                 {"aligned": True}, {"a_layout": "column"}):  # fmt: skip
+        assert matches(when, call)
+    for when in ({"m": 65}, {"k": {"max": 4095}}, {"k": {"multiple_of": 60}}, {"out": "bf16"}, {"aligned": False}):
+        assert not matches(when, call)
+    assert not matches({"aligned": True}, replace(call, m=63))
+    assert matches({"aligned": True}, replace(call, m=63, a_layout="row"))
+    assert matches({"aligned": True}, mm(8, 1, 64)) and not matches({"aligned": True}, mm(7, 1, 64))
+    assert matches({"aligned": True}, mm(1, 8, 64)) and not matches({"aligned": True}, mm(1, 1, 64))
+
+
+def test_split_rules_say_when_they_are_certain():
+    rule = Splits(
+        whole=40, tiles_per_part=20, certain=((2, 64000), (None, 4000)), workspace=1 << 20, largest=None, room=213000
+    )
+    assert rule.count(mm(4096, 4096, 2560), 64) == (1, True)
+    assert rule.count(mm(512, 512, 1 << 16), 64) == (1, True)
+    assert rule.count(mm(8, 8, 64 * 60), 64) == (2, True)
+    assert rule.count(mm(256, 256, 64 * 60), 64) == (2, False)
+    assert rule.count(mm(256, 256, 64 * 200), 64) == (3, False)
+    assert replace(rule, workspace=None, largest=1000).count(mm(64, 64, 1 << 16), 64) == (1, True)
+
+
+def test_ragged_tiles_with_an_empty_part_are_a_guess():
+    kernel = Kernel(k_tile=64)
+    assert kernel.fields(mm(88, 16, 44832), 35)[1] is False
+    assert kernel.fields(mm(88, 16, 44800), 34)[1] is True
+
+
+SETTLED = Path(__file__).parent / "data" / "h200_settled.npz"
+STORED = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def settled():
+    """Yield small calls recorded on an H200: their facts and tensors, b as [N, K]."""
+    stored = numpy.load(SETTLED)
+    for i, meta in enumerate(json.loads(str(stored["meta"]))):
+        names = [name for name in stored.files if name.startswith(f"{i:03d}.")]
+        tensors = {}
+        for name in names:
+            part = name[4:]
+            dtype = meta.get(part, "float32" if part.startswith("scale") else meta["a"])
+            bits = torch.from_numpy(stored[name].view(f"i{stored[name].itemsize}")).view(STORED[stored[name].itemsize])
+            tensors[part] = bits.view(getattr(torch, dtype))
+        yield meta, tensors
+
+
+def replayed(meta, tensors):
+    a, b, out = tensors["a"], tensors["b"].t(), tensors["out"].dtype
+    if meta["call"] == "linear":
+        return linear_verb(a, tensors["b"], tensors["bias"], target="h200")
+    if meta["call"] == "mm":
+        return mm_verb(a, b, out_dtype=out, allow_tf32=meta.get("tf32", False), target="h200")
+    scale_b = tensors["scale_b"].t() if "scaling" in meta else tensors["scale_b"]
+    return scaled_mm(
+        a, b, tensors["scale_a"], scale_b, out_dtype=out, use_fast_accum=meta["use_fast_accum"], target="h200"
+    )
+
+
+def test_settled_calls_give_their_bits():
+    """What earlier recordings lack: slices of TF32, partial sums in 16 bits, small splits, scales of 128 products."""
+    seen = 0
+    for meta, tensors in settled():
+        beyond = meta["call"] == "linear" or meta.get("scaling") == "block_1x128_1x128"
+        if beyond or (meta["K"] == 364 and not HAS_SLICES):
+            continue
+        bits = STORED[tensors["out"].element_size()]
+        assert torch.equal(replayed(meta, tensors).view(bits), tensors["out"].contiguous().view(bits)), meta
+        seen += 1
+    assert seen == 6 + HAS_SLICES
+
+
+def test_what_a_plan_cannot_say_yet(monkeypatch):
+    """One column with a bias: the product is rounded to 16 bits before the bias is added. It is called a guess."""
+    monkeypatch.setattr(targets, "_warned", set())
+    meta, tensors = next((m, t) for m, t in settled() if m["call"] == "linear")
+    with pytest.warns(PlanUnknownWarning, match="A bias with one column"):
+        got = replayed(meta, tensors)
+    assert not torch.equal(got, tensors["out"])
+    exact = tensors["a"].double() @ tensors["b"].double().t()
+    twice = (exact.bfloat16() + tensors["bias"]).sub(tensors["out"]).abs().max()
+    once = (exact + tensors["bias"].double()).bfloat16().sub(tensors["out"]).abs().max()
+    assert twice < once

@@ -1,0 +1,213 @@
+"""The catalogue of matrix units: facts, look-up, errors, and how a unit looks."""
+
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.gemm import unit as units_module
+from fmtsim.gemm.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.gemm.unit import Mode, Unit, describe, get_datapath, get_unit, list_units, register_unit
+from fmtsim.gemm.unit_table import unit_html, unit_text, units_text
+
+NAMES = {
+    "volta.mma", "turing.mma", "ampere.mma", "ada.mma", "hopper.mma", "hopper.wgmma", "blackwell.mma",
+    "blackwell.tcgen05", "blackwell.tcgen05.mxf8f6f4", "blackwell.tcgen05.mxf4", "blackwell.tcgen05.nvf4",
+    "rtx_blackwell.mma", "cdna1.mfma", "cdna2.mfma", "cdna2.mfma.bf16", "cdna3.mfma", "exact", "fp32_fma", "fp64_fma",
+    "int8", "int8.satfinite",
+}  # fmt: skip
+
+# unit, format, sum: block, fraction bits, accumulator, lower bound of E. Typed from the published tables.
+FUSED = [
+    ("volta.mma", "fp16", "fp32", 4, 23, "fp32", None),
+    ("volta.mma", "fp16", "fp16", 4, 23, "fp16", -19),
+    ("turing.mma", "fp16", "fp32", 8, 24, "fp32", None),
+    ("turing.mma", "fp16", "fp16", 8, 24, "fp16", -20),
+    ("ampere.mma", "fp16", "fp32", 8, 24, "fp32", -132),
+    ("ampere.mma", "bf16", "fp32", 8, 24, "fp32", -132),
+    ("ampere.mma", "tf32", "fp32", 4, 24, "fp32", -132),
+    ("ampere.mma", "fp16", "fp16", 8, 24, "fp16", -20),
+    ("ada.mma", "bf16", "fp32", 8, 24, "fp32", -132),
+    ("ada.mma", "e4m3", "fp32", 16, 13, "e8m13", None),
+    ("ada.mma", "e5m2", "fp16", 16, 13, "fp16", None),
+    ("hopper.mma", "bf16", "fp32", 16, 25, "fp32", -133),
+    ("hopper.mma", "e4m3", "fp32", 16, 25, "fp32", -133),
+    ("hopper.mma", "e5m2", "fp16", 16, 25, "fp16", -21),
+    ("hopper.wgmma", "fp16", "fp32", 16, 25, "fp32", -133),
+    ("hopper.wgmma", "tf32", "fp32", 8, 25, "fp32", -133),
+    ("hopper.wgmma", "fp16", "fp16", 16, 25, "fp16", -21),
+    ("hopper.wgmma", "e4m3", "fp32", 32, 13, "e8m13", None),
+    ("hopper.wgmma", "e5m2", "fp16", 32, 13, "fp16", None),
+    ("blackwell.mma", "e4m3", "fp32", 16, 25, "fp32", -133),
+    ("blackwell.tcgen05", "bf16", "fp32", 16, 25, "fp32", -133),
+    ("blackwell.tcgen05", "tf32", "fp32", 8, 25, "fp32", -133),
+    ("blackwell.tcgen05", "e2m1", "fp32", 32, 25, "fp32", None),
+    ("blackwell.tcgen05", "e3m2", "fp16", 32, 25, "fp16", None),
+    ("blackwell.tcgen05.mxf8f6f4", "e2m3", "fp32", 32, 25, "fp32", -133),
+    ("blackwell.tcgen05.mxf4", "e2m1", "fp32", 64, 35, "fp32", None),
+    ("blackwell.tcgen05.nvf4", "e2m1", "fp32", 64, 35, "fp32", None),
+    ("rtx_blackwell.mma", "e4m3", "fp32", 32, 25, "fp32", None),
+    ("cdna1.mfma", "fp16", "fp32", 4, None, "fp32", None),
+    ("cdna1.mfma", "bf16", "fp32", 2, None, "fp32", None),
+    ("exact", "e4m3", "fp32", None, None, "fp32", None),
+    ("exact", "bf16", "fp64", None, None, "fp64", None),
+    ("fp32_fma", "fp32", "fp32", 1, None, "fp32", None),
+    ("fp64_fma", "fp64", "fp64", 1, None, "fp64", None),
+]
+
+
+@pytest.mark.parametrize("row", FUSED, ids=lambda row: "-".join(map(str, row[:3])))
+def test_fused_units_have_the_published_constants(row):
+    name, fmt, sums, block, bits, accumulator, bound = row
+    path = get_unit(name).mode(fmt, fmt, sums)
+    assert isinstance(path, Datapath)
+    assert (path.block, path.fraction_bits, path.min_exponent) == (block, bits, bound)
+    assert path.accumulator.name == accumulator
+    nearest = sums == "fp16" or bits is None
+    assert path.rounding.mode == ("nearest_even" if nearest else "toward_zero")
+
+
+def test_every_name_exists_once():
+    assert set(list_units()) >= NAMES
+    assert len(list_units()) == len(set(list_units()))
+    for name in list_units():
+        assert get_unit(name).name == name
+        assert get_unit(get_unit(name)) is get_unit(name)
+
+
+def test_other_arithmetic():
+    assert get_unit("cdna2.mfma").mode("bf16", "bf16") == PairwiseDatapath(block=4)
+    assert get_unit("cdna2.mfma.bf16").mode("bf16", "bf16") == PairwiseDatapath(block=2)
+    assert get_unit("cdna3.mfma").mode("fp16", "fp16") == TwoStageDatapath(block=8)
+    assert get_unit("cdna3.mfma").mode("tf32", "tf32") == TwoStageDatapath(block=4)
+    assert get_unit("cdna3.mfma").mode("e4m3fnuz", "e5m2fnuz") == TwoStageDatapath(block=16, parity=True)
+    assert get_unit("int8").mode("int8", "int8") == IntegerDatapath()
+    assert get_unit("int8.satfinite").mode("int8_full", "int8_full") == IntegerDatapath(saturate=True)
+
+
+def test_fp8_through_a_16_bit_unit():
+    for name in ("hopper.mma", "blackwell.mma"):
+        path = get_unit(name).mode("e4m3", "e5m2")
+        assert (path.paired, path.promote_every, path.promotion) == (True, 32, None)
+        assert path.operand == get_format("fp16")
+
+
+def test_scales_inside_the_unit():
+    mx = get_unit("blackwell.tcgen05.mxf8f6f4").mode("e4m3", "e2m1")
+    assert (mx.scale, mx.scale_block, mx.group) == (get_format("e8m0"), 32, 1)
+    four = get_unit("blackwell.tcgen05.mxf4").mode("e2m1", "e2m1")
+    assert (four.scale, four.scale_block, four.group) == (get_format("e8m0"), 32, 16)
+    nv = get_unit("blackwell.tcgen05.nvf4")
+    assert (nv.mode("e2m1", "e2m1").scale, nv.mode("e2m1", "e2m1").scale_block) == (get_format("ue4m3"), 16)
+    assert nv.mode("e2m1", "e2m1", scale="e8m0").scale == get_format("e8m0")
+
+
+def test_mixing():
+    wgmma = get_unit("hopper.wgmma")
+    assert wgmma.mode("e4m3", "e5m2") == wgmma.mode("e5m2", "e4m3") == wgmma.mode("float8_e4m3fn", "e4m3")
+    with pytest.raises(ArgumentError, match="unit hopper.wgmma does not take fp16 x bf16; it takes fp16 -> fp32; bf16"):
+        wgmma.mode("fp16", "bf16")
+
+
+def test_the_sum_is_fp32_unless_the_unit_has_none():
+    assert get_unit("hopper.wgmma").find("fp16", "fp16").accumulate == "fp32"
+    assert get_unit("int8").find("int8", "int8").accumulate == "int32"
+    assert get_unit("hopper.mma").find("fp64", "fp64").accumulate == "fp64"
+
+
+def test_any_float_format_is_taken_by_what_is_defined():
+    mine = FloatFormat(name="mine_e3m5", exponent_bits=3, mantissa_bits=5)
+    assert get_unit("exact").mode(mine, "e4m3") == get_unit("exact").mode("bf16", "bf16")
+    with pytest.raises(ArgumentError, match="unit exact does not take int8 x int8"):
+        get_unit("exact").mode("int8", "int8")
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "message"),
+    [
+        (lambda: get_unit("hoper.wgmma"), ArgumentError, "unknown unit 'hoper.wgmma'; did you mean 'hopper.wgmma'"),
+        (lambda: get_unit(7), ArgumentError, "unknown unit 7"),
+        (lambda: get_unit("ampere.mma").mode("e4m3", "e4m3"), ArgumentError, "units that do: ada.mma, hopper.mma"),
+        (lambda: get_unit("ada.mma").mode("bf16", "bf16", "fp16"), ArgumentError, "does not take bf16 x bf16 -> fp16"),
+        (lambda: get_unit("hopper.wgmma").mode("e4m3", "e4m3", scale="e8m0"), ArgumentError,
+         "does not take e4m3 x e4m3 with e8m0 scales; .*; units that do: blackwell.tcgen05.mxf8f6f4"),
+        (lambda: get_unit("exact").mode("nonsense", "e4m3"), FormatError, "unknown format 'nonsense'"),
+        (lambda: get_datapath(Datapath(), "int8", "int8"), FormatError, "Datapath does not multiply int8 x int8"),
+        (lambda: get_datapath(IntegerDatapath(), "e4m3", "e4m3"), FormatError, "choose integer formats"),
+        (lambda: register_unit("x"), ArgumentError, "unit='x' is not a unit; build a Unit"),
+        (lambda: register_unit(replace(get_unit("exact"), description="other")), ArgumentError, "'exact' is taken"),
+        (lambda: Unit(name="Upper", modes=get_unit("exact").modes), ArgumentError, "unit name 'Upper' is not allowed"),
+        (lambda: Unit(name="none", modes=()), ArgumentError, "pass one Mode or more"),
+        (lambda: replace(get_unit("exact").modes[0], accumulate="fp8"), ArgumentError, "accumulate='fp8' is not poss"),
+        (lambda: replace(get_unit("exact").modes[0], strength="sure"), ArgumentError, "strength='sure' is not possib"),
+        (lambda: replace(get_unit("exact").modes[0], inputs=()), ArgumentError, "takes nothing"),
+        (lambda: replace(get_unit("exact").modes[0], datapath="x"), ArgumentError, "datapath='x' is not a unit's"),
+    ],
+)  # fmt: skip
+def test_errors(act, error, message):
+    with pytest.raises(error, match=message):
+        act()
+
+
+def test_get_datapath_takes_names_units_and_records():
+    path = Datapath(block=64, fraction_bits=10)
+    assert get_datapath(path, "e4m3", "bf16") is path
+    wanted = get_unit("hopper.wgmma").mode("bf16", "bf16")
+    assert (
+        get_datapath("hopper.wgmma", "bf16", "bf16") == get_datapath(get_unit("hopper.wgmma"), "bf16", "bf16") == wanted
+    )
+
+
+def test_a_unit_of_ones_own(monkeypatch):
+    monkeypatch.setattr(units_module, "_units", dict(units_module._known()))
+    mode = Mode(
+        inputs=("bf16", "float16"),
+        accumulate="fp32",
+        datapath=Datapath(block=64),
+        evidence="a wish",
+        strength="defined",
+    )
+    mine = Unit(name="mine.v1", modes=(mode,))
+    assert register_unit(mine) is mine
+    assert register_unit(Unit(name="mine.v1", modes=(mode,))) == mine
+    assert mode.inputs == ("bf16", "fp16")
+    assert get_unit("mine.v1").mode("fp16", "bf16").block == 64
+    other = replace(mine, description="second")
+    assert register_unit(other, overwrite=True) is get_unit("mine.v1")
+
+
+def test_every_mode_says_what_stands_behind_it():
+    for name in list_units():
+        for mode in get_unit(name).modes:
+            assert mode.evidence
+            assert describe(mode.datapath)
+
+
+class Cells(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.open = 0, []
+
+    def handle_starttag(self, tag, attrs):
+        self.rows += tag == "tr"
+        self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_how_a_unit_looks():
+    unit = get_unit("hopper.wgmma")
+    assert repr(unit).startswith("Unit('hopper.wgmma': fp16 -> fp32; bf16 -> fp32; tf32 -> fp32;")
+    assert str(unit) == unit_text("hopper.wgmma")
+    assert "blocks of 32, F=13, toward_zero to e8m13" in unit_text(unit)
+    assert "equal to recorded hardware bits: H200: torch._scaled_mm" in unit_text(unit)
+    assert "ue4m3 every 16" in unit_text("blackwell.tcgen05.nvf4")
+    assert len(units_text().splitlines()) == 1 + sum(len(get_unit(name).modes) for name in list_units())
+    cells = Cells()
+    cells.feed(unit._repr_html_())
+    assert cells.open == [] and cells.rows == 1 + len(unit.modes)
+    assert "E&gt;=-133" in unit_html(unit)
