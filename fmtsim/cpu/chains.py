@@ -10,7 +10,7 @@ from numba.extending import overload
 from torch import Tensor
 
 from fmtsim.cpu import pool
-from fmtsim.cpu.jit import device, kernel
+from fmtsim.cpu.jit import kernel
 from fmtsim.cpu.operands import number
 from fmtsim.cpu.scratch import scratch
 from fmtsim.cpu.simd import LANES, broadcast, fma, load, store
@@ -22,7 +22,7 @@ from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.serialization import GemmSpec
 from fmtsim.ops import RandomKey
 
-RUN = 128  # products between two visits of a running sum: so many rows of a panel stay in the first-level cache
+RUN_BYTES = 32 << 10  # of a panel, between two visits of a running sum: they stay in the first-level cache
 _ROW_BYTES = 8 << 20  # converted rows that are kept at a time
 _ROWS = 512
 _GATHERED = 32
@@ -44,7 +44,9 @@ class Tile(NamedTuple):
 
     def part_of(self, sums: np.ndarray) -> np.ndarray:
         """Return what the result has of a tile's sums [height][64]."""
-        return sums.reshape(self.height, LANES)[: self.row.stop - self.row.start, : self.column.stop - self.column.start]
+        return sums.reshape(self.height, LANES)[
+            : self.row.stop - self.row.start, : self.column.stop - self.column.start
+        ]
 
 
 def each_tile(a: Tensor, b: Tensor, dtype: type, compute: Callable[[Tile], None]) -> None:
@@ -220,18 +222,21 @@ def gemm(a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec,
 
     NaN and Inf go through the multiply-adds as IEEE 754 says; NaN has any payload.
     """
+    assert isinstance(spec.datapath, Datapath)
+
+    dtype = np.float64 if grid_of(spec.datapath.accumulator).kind == 64 else np.float32
 
     def step(slabs: Slabs) -> Step:
-        runs = _runs(slabs.whole.slots, slabs.whole.order.ends)
+        runs = _runs(slabs.whole.slots, slabs.whole.order.ends, RUN_BYTES // (LANES * np.dtype(dtype).itemsize))
         return lambda tile, acc, order, sums: multiply_add(tile.rows, tile.panel, runs, order, sums, acc)
 
-    run_chains(a, b, c, scales, spec, out, np.float64 if out.dtype == torch.float64 else np.float32, step)
+    run_chains(a, b, c, scales, spec, out, dtype, step)
 
 
-def _runs(slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def _runs(slots: np.ndarray, ends: np.ndarray, length: int) -> np.ndarray:
     """Return runs of neighbours along K in which no chain ends: first, behind the last, and the last one's block."""
     breaks = np.flatnonzero((np.diff(slots) != 1) | (ends[:-1] != 0)) + 1
-    first = np.union1d(breaks, np.arange(0, slots.size, RUN))
+    first = np.union1d(breaks, np.arange(0, slots.size, length))
     last = np.append(first[1:], slots.size) - 1
     return np.stack([slots[first], slots[last] + 1, last], 1).astype(np.int64)
 

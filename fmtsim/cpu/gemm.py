@@ -1,11 +1,15 @@
 """Matrix products of emulated units: the verb ``gemm`` of the engine (docs/matmul.md)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from fmtsim.cpu import chains, integers, stages
 from fmtsim.cpu.fused import fused
 from fmtsim.cpu.remaining import covers
-from fmtsim.gemm.datapath import Datapath
+from fmtsim.formats.representable import is_representable
+from fmtsim.gemm.datapath import Datapath, IntegerDatapath
 from fmtsim.gemm.serialization import GemmSpec
 from fmtsim.ops import RandomKey
 
@@ -14,15 +18,20 @@ NAN32, NAN64 = 0x7FFFFFFF, 0x7FFFFFFFFFFFFFFF
 
 def supports_gemm(spec: GemmSpec, a: Tensor, b: Tensor) -> bool:
     """Say whether the kernels cover a product; the torch engine takes the rest."""
-    unit = spec.datapath
+    unit, k = spec.datapath, max(a.shape[1], 1)
+    if isinstance(unit, IntegerDatapath):
+        return integers.covers(spec, k)
+    fused_sums = (unit.accumulator, unit.promotion) if isinstance(unit, Datapath) else ()
+    sums = (*fused_sums, spec.plan.partial)
+    if not all(fmt is None or (fmt.infinities and fmt.has_subnormals and fmt.nan == "ieee") for fmt in sums):
+        return False
     if not isinstance(unit, Datapath):
-        return False
+        return stages.covers(spec)
     rounding = unit.rounding
-    sums = (unit.accumulator, unit.promotion, spec.plan.partial)
-    plain = all(fmt is None or (fmt.infinities and fmt.has_subnormals and fmt.nan == "ieee") for fmt in sums)
-    if not plain or (rounding.mode == "stochastic" and (rounding.variant != "a" or rounding.layout != "word")):
+    if rounding.mode == "stochastic" and (rounding.variant != "a" or rounding.layout != "word"):
         return False
-    return covers(spec, unit.block or max(a.shape[1], 1))
+    narrow = is_representable(spec.a, torch.float32) and is_representable(spec.b, torch.float32)
+    return chains.covers(spec) or (narrow and covers(spec, unit.block or k))
 
 
 def gemm(
@@ -45,9 +54,17 @@ def gemm(
     if a.shape[1] == 0:
         out.copy_(torch.zeros_like(out) if c is None else c)
     else:
-        fused(a, b, c, (scale_a, scale_b), spec, random or RandomKey(0), out)
+        _engine(spec)(a, b, c, (scale_a, scale_b), spec, random or RandomKey(0), out)
     if out.is_floating_point():
         nan = out.isnan()
         if nan.any():
             bits = out.view(torch.int32 if out.dtype == torch.float32 else torch.int64)
             bits.masked_fill_(nan, NAN32 if out.dtype == torch.float32 else NAN64)
+
+
+def _engine(spec: GemmSpec) -> Callable[..., None]:
+    if isinstance(spec.datapath, IntegerDatapath):
+        return integers.gemm
+    if not isinstance(spec.datapath, Datapath):
+        return stages.gemm
+    return chains.gemm if chains.covers(spec) else fused

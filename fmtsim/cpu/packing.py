@@ -155,31 +155,25 @@ def _row_range(row, scales, emin, scale_emin, marks):  # type: ignore[no-untyped
 
 
 @device
-def _bits_at(bits, place, count):  # type: ignore[no-untyped-def]
-    """Return ``count`` bits, at most 32, from a place in an array of int64, as int32."""
-    word = np.uint64(bits[place >> 6]) >> np.uint64(place & 63)
-    if (place & 63) + count > 64:
-        word |= np.uint64(bits[(place >> 6) + 1]) << np.uint64(64 - (place & 63))
-    return np.int32(word & np.uint64((1 << count) - 1))
-
-
-@device
-def _spread_row(row, scales, index, block, source, factor, narrow, signs, rows):  # type: ignore[no-untyped-def]
-    """Write a float32 row, padded to whole vectors, to the layout of the first operand; ``signs`` is a buffer."""
-    words, count, top = (block + 31) // 32, rows.top.size, rows.top[index]
-    pitch = pitch_of(block)
+def _spread_row(numbers, scales, row, at, block, source, factor, narrow, rows):  # type: ignore[no-untyped-def]
+    """Write 64 numbers of a row, those of slots ``at`` ... ``at + 63``, to the layout of the first operand."""
+    count, pitch = rows.top.size, pitch_of(block)
     group = max(pitch, LANES)
-    for at in range(0, row.size, LANES):
-        numbers = load(row, at)
-        e = _scaled_exponents(numbers, scales, at, source.emin, source.scale_emin)
-        place = (at // group * count + index) * group + at % group
-        _put_values(rows.values, place, numbers, _scale_at(scales, at), e, factor, factor > 1)
-        store(rows.exponents, place, _byte_copies(e, top) if narrow else _half_copies(e))
-        signs[at >> 6] = sign_bits(as_i32(numbers))
-    for b in range(rows.signs.size // (words * count)):
+    place = (at // group * count + row) * group + at % group
+    e = _scaled_exponents(numbers, scales, 0, source.emin, source.scale_emin)
+    _put_values(rows.values, place, numbers, _scale_at(scales, 0), e, factor, factor > 1)
+    store(rows.exponents, place, _byte_copies(e, rows.top[row]) if narrow else _half_copies(e))
+    signs, words = np.uint64(sign_bits(as_i32(numbers))), (block + 31) // 32
+    if pitch > LANES:  # two words of one block
+        first = at // pitch * words + at % pitch // 32
+        for w in range(min(2, words - at % pitch // 32)):
+            rows.signs[(first + w) * count + row] = np.int32(signs >> np.uint64(32 * w))
+        return
+    for b in range(at // pitch, min((at + LANES) // pitch, rows.signs.size // (words * count))):
         for w in range(words):
-            taken = min(32, block - w * 32)
-            rows.signs[(b * words + w) * count + index] = _bits_at(signs, b * pitch + w * 32, taken)
+            taken = np.uint64((1 << min(32, block - w * 32)) - 1)
+            word = (signs >> np.uint64(b * pitch - at + w * 32)) & taken
+            rows.signs[(b * words + w) * count + row] = np.int32(word)
 
 
 @device
@@ -222,12 +216,11 @@ def pack_rows(source, order, block, given, factor, narrow, rows, low, marks):  #
 
     ``low`` and ``marks`` (int32 [rows]) take the smallest exponents and further marks. ``factor`` is 1 + eps of
     floor.py. With ``narrow`` exponents become bytes below the largest of each row, or below ``given`` where that is not
-    EMPTY; False is returned, and the rest not packed, where those of a row lie too far apart for that.
+    EMPTY; False is returned, and nothing packed, where those of a row lie too far apart for that.
     """
-    slots = order.size
-    padded = (slots + LANES - 1) // LANES * LANES
+    padded = (order.size + LANES - 1) // LANES * LANES
     buffer, scales = np.zeros(padded, np.float32), np.zeros(padded if source.scales.size else 0, np.float32)
-    signs, seen = np.zeros(padded // LANES + 1, np.int64), np.empty(LANES, np.int32)
+    seen = np.empty(LANES, np.int32)
     run = contiguous(order)
     for row in range(rows.top.size):
         _gather_row(source.array, source.table, row, order, run, 1, buffer)
@@ -238,7 +231,16 @@ def pack_rows(source, order, block, given, factor, narrow, rows, low, marks):  #
         marks[row] |= mark
         if narrow and rows.top[row] - low[row] > TOP_BYTE // 2:
             return False
-        _spread_row(buffer, scales, row, block, source, factor, narrow, signs, rows)
+    buffer[:] = 0  # slot by slot from here on, which writes memory in order
+    for at in range(0, padded, LANES):
+        slots = order[at : at + LANES]
+        if slots.size < LANES:
+            buffer[:] = 0
+        for row in range(rows.top.size):
+            _gather_row(source.array, source.table, row, slots, run, 1, buffer)
+            if source.scales.size:
+                _gather_row(source.scales, source.table, row, slots, run, source.every, scales)
+            _spread_row(load(buffer, 0), scales, row, at, block, source, factor, narrow, rows)
     return True
 
 

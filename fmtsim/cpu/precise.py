@@ -295,7 +295,7 @@ def _nearest(x, grid):  # type: ignore[no-untyped-def]
     y = (abs(x) + constant) - constant
     if y > grid.largest:
         y = np.inf
-    return 0.0 if y == 0 else -y if x < 0 else y
+    return -y if x < 0 else y
 
 
 @kernel

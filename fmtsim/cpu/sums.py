@@ -121,21 +121,25 @@ def _even(magnitude, constant):  # type: ignore[no-untyped-def]
 
 @device
 def _finish(x, rounded, grid):  # type: ignore[no-untyped-def]
-    """Give a rounded magnitude x's sign, Inf where it is too large; a zero is +0, and NaN and Inf of x stay."""
-    infinity, zero = splat(np.float64(np.inf)), splat(np.float64(0))
+    """Give a rounded magnitude x's sign, and Inf where it is too large; NaN and Inf of x stay."""
+    infinity = splat(np.float64(np.inf))
     rounded = where_less(splat(grid.largest), rounded, infinity, rounded)
     signed = as_f64(or_(as_i64(rounded), and_(as_i64(x), splat(np.int64(SIGN)))))
-    signed = where_equal(rounded, zero, zero, signed)
     return where_less(fabs(x), infinity, signed, x)
 
 
 @device
 def round_lanes(x, mode, grid, words, random_bits):  # type: ignore[no-untyped-def]
-    """Round float64 lanes to a format in any mode; ``words`` are the random integers of STOCHASTIC, variant a."""
-    if mode == EVEN:
-        return nearest(x, grid)
+    """Round float64 lanes to a unit's accumulator in any mode, zeros to +0.
+
+    ``words`` are the random integers of STOCHASTIC, variant a.
+    """
+    zero = splat(np.float64(0))
+    if mode == EVEN or grid.kind == 64:
+        rounded = nearest(x, grid)
+        return where_equal(rounded, zero, zero, rounded)
     magnitude, constant = fabs(x), _constant(x, grid)
-    one, zero = splat(np.float64(1)), splat(np.float64(0))
+    one = splat(np.float64(1))
     place = fmul(constant, splat(np.float64(2.0**-52)))
     low = _even(magnitude, constant)
     low = where_less(magnitude, low, fsub(low, place), low)
@@ -157,7 +161,8 @@ def round_lanes(x, mode, grid, words, random_bits):  # type: ignore[no-untyped-d
         scale = splat(np.float64(2.0**random_bits))
         taken = floor(fmul(fdiv(rest, place), scale))
         up = where_less(fadd(taken, int_to_f64(words)), scale, zero, one)
-    return _finish(x, fma(up, place, low), grid)
+    rounded = _finish(x, fma(up, place, low), grid)
+    return where_equal(rounded, zero, zero, rounded)
 
 
 @device

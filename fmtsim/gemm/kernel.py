@@ -25,7 +25,6 @@ class Kernel:
             (CUTLASS 2.x). Otherwise whole tiles are dealt to the parts.
         align: See ``slices``.
         line: See ``slices``; 0 never applies.
-        block: Products of the unit's block, to see which slices the residue changes.
         instruction_k: As in GemmPlan.
         promote_every: As in GemmPlan.
         scaled_promotion: As in GemmPlan.
@@ -38,7 +37,6 @@ class Kernel:
     slices: bool = False
     align: int = 1
     line: int = 0
-    block: int = 16
     instruction_k: int | None = None
     promote_every: int | None = None
     scaled_promotion: bool = False
@@ -51,19 +49,14 @@ class Kernel:
         return _differing(self)
 
     def fields(self, call: GemmCall, split: int) -> tuple[dict[str, Any], bool]:
-        """Return the fields of the GemmPlan of a call, and whether they say exactly what the kernel does.
-
-        Slices whose length leaves a residue that is no multiple of the block begin with a short block, which a
-        GemmPlan says for the first part alone.
-        """
+        """Return the fields of the GemmPlan of a call, and whether they say exactly what the kernel does."""
         plan: dict[str, Any] = {"epilogue": self.epilogue, "instruction_k": self.instruction_k}
         plan |= {"promote_every": self.promote_every, "scaled_promotion": self.scaled_promotion}
         exact = True
         if self.slices and self.k_tile is not None and split > 1:
             width = self._slice(call, split)
             split = _ceil(call.k, width)
-            plan["k_tile"] = width
-            exact = all(self._plain(length) for length in (width, call.k - (split - 1) * width))
+            plan |= {"k_tile": self.k_tile, "part_k": width, "residue_first": True}
         elif self.k_tile is not None and (split > 1 or self.slices):
             plan["k_tile"] = self.k_tile
             plan["residue_first"] = self.slices
@@ -79,11 +72,6 @@ class Kernel:
         by_rows = "row" in (call.a_layout, call.b_layout)
         step = self.line if self.line and call.k % self.line == 0 and by_rows else self.align
         return _ceil(_ceil(call.k, split), step) * step
-
-    def _plain(self, length: int) -> bool:
-        assert self.k_tile is not None
-        block = min(self.block, self.instruction_k or self.block)
-        return length <= self.k_tile or length % self.k_tile % block == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

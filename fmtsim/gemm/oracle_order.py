@@ -34,7 +34,7 @@ def order_of_products(k: int, datapath: Arithmetic, plan: GemmPlan) -> list[Part
     labels: dict[tuple[int, ...], Block] = defaultdict(list)
     for i in range(k):
         tile = _tile(i, k, plan)
-        part = _owner(tile, k, plan)
+        part = _owner(tile, k, plan) if plan.part_k is None else i // plan.part_k
         chain = seen[part,] // promote if promote else 0
         window, inside = divmod(seen[part, chain, tile], 2 * length if paired else length)
         half = inside // 2 % 2 if paired else 0
@@ -62,6 +62,9 @@ def _tile(i: int, k: int, plan: GemmPlan) -> int:
     """Return the number of the tile in which product i lies."""
     if plan.k_tile is None:
         return 0
+    if plan.part_k is not None:  # tiles are counted within the part
+        start = i // plan.part_k * plan.part_k
+        i, k = i - start, min(plan.part_k, k - start)
     residue = k % plan.k_tile
     if plan.residue_first and residue:
         return 0 if i < residue else 1 + (i - residue) // plan.k_tile

@@ -22,6 +22,8 @@ class GemmPlan:
         owner: ``"contiguous"``: part s owns ``ceil(tiles / split)`` tiles from ``s`` times that number on;
             ``"interleaved"``: part s owns the tiles t with ``t % split == s``.
         residue_first: The incomplete tile comes first instead of last.
+        part_k: Products of a part, where K is cut into parts first and each part into tiles of its own (CUTLASS 2.x);
+            ``split`` is then ``ceil(K / part_k)``. None deals whole tiles.
         instruction_k: Products of one instruction where that is less than the unit's block.
         promote_every: Products of a part after which its chain is added to a float32 sum and restarts at +0
             (use_fast_accum=False); None never does.
@@ -40,6 +42,7 @@ class GemmPlan:
     split: int = 1
     owner: Literal["contiguous", "interleaved"] = "contiguous"
     residue_first: bool = False
+    part_k: int | None = None
     instruction_k: int | None = None
     promote_every: int | None = None
     scaled_promotion: bool = False
@@ -57,7 +60,7 @@ class GemmPlan:
             raise FormatError(
                 f"partial={self.partial!r} is not a floating-point format; pass its name or a FloatFormat"
             )
-        for name in ("k_tile", "instruction_k", "promote_every"):
+        for name in ("k_tile", "part_k", "instruction_k", "promote_every"):
             _check(name, getattr(self, name) is None or _count(getattr(self, name)), getattr(self, name), "1 or more")
         _check("split", _count(self.split), self.split, "1 or more")
         _check("owner", self.owner in ("contiguous", "interleaved"), self.owner, "'contiguous' or 'interleaved'")
@@ -66,6 +69,10 @@ class GemmPlan:
         if self.k_tile is None and (self.split > 1 or self.residue_first):
             raise ArgumentError(
                 "a plan that splits K or begins with its residue needs the width of a tile; pass k_tile="
+            )
+        if self.part_k is not None and (self.k_tile is None or self.owner != "contiguous"):
+            raise ArgumentError(
+                f"part_k={self.part_k} cuts parts that lie side by side into tiles; pass k_tile=, and no owner"
             )
         if self.scaled_promotion and self.promote_every is None:
             raise ArgumentError("scaled_promotion=True needs promote_every=, the products that share a scale")

@@ -53,13 +53,21 @@ def _parts(k: int, plan: GemmPlan) -> list[list[tuple[int, int]]]:
     """Return for each part the tiles it owns as ranges of K, in order, neighbours joined."""
     if plan.k_tile is None:
         return [[(0, k)]] if k else []
-    first = (k % plan.k_tile or plan.k_tile) if plan.residue_first else plan.k_tile
-    edges = [0, *range(min(first, k), k, plan.k_tile), k]
-    tiles = [(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+    if plan.part_k is not None:
+        starts = range(0, k, plan.part_k)
+        return [_tiles(start, min(k, start + plan.part_k), plan.k_tile, plan.residue_first) for start in starts]
+    tiles = _tiles(0, k, plan.k_tile, plan.residue_first)
     if plan.owner == "interleaved":
         return [tiles[s :: plan.split] for s in range(plan.split)]
     share = -(-len(tiles) // plan.split) or 1
     return [tiles[i : i + share] for i in range(0, len(tiles), share)]
+
+
+def _tiles(start: int, stop: int, width: int, residue_first: bool) -> list[tuple[int, int]]:
+    """Cut a range of K into tiles."""
+    first = ((stop - start) % width or width) if residue_first else width
+    edges = [start, *range(min(start + first, stop), stop, width), stop]
+    return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a]
 
 
 def _chains(tiles: list[tuple[int, int]], promote: int | None) -> list[list[tuple[int, int]]]:

@@ -56,7 +56,7 @@ def with_signs(x: Number) -> Number:
 
 
 def multiply(x: Number, y: Number) -> Number:
-    """Return exact products; shapes broadcast. One factor with signs in its digits gives such a product."""
+    """Return exact products; shapes broadcast. Both factors have their signs apart, or both in their digits."""
     bits = x.bits + y.bits
     columns: list[torch.Tensor | None] = [None] * (len(x.digits) + len(y.digits))
     for i, left in enumerate(x.digits):

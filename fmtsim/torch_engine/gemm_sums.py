@@ -12,6 +12,7 @@ from fmtsim.gemm.schedule import Chain, Part, schedule
 from fmtsim.gemm.serialization import GemmSpec
 from fmtsim.rounding.modes import Rounding
 from fmtsim.torch_engine.gemm_blocks import AlignedUnit, FusedAddUnit
+from fmtsim.torch_engine.gemm_double import DoubleAddUnit
 from fmtsim.torch_engine.gemm_operands import Pieces, Rows, Unit
 from fmtsim.torch_engine.gemm_round import ODD_BITS, add_to_odd, is_plain, round_value
 from fmtsim.torch_engine.gemm_units import PairwiseUnit, TwoStageUnit
@@ -35,7 +36,9 @@ def unit_of(spec: GemmSpec, k: int) -> Unit:
     longest = max((len(block) for part in parts for chain in part for block in chain.blocks), default=1)
     if AlignedUnit.fits(path, a, b, longest):
         return AlignedUnit(path, a, b)
-    return FusedAddUnit(path) if FusedAddUnit.fits(path, a, b, longest) else WideUnit(path, a, b, longest)
+    if FusedAddUnit.fits(path, a, b, longest):
+        return FusedAddUnit(path)
+    return DoubleAddUnit(path) if DoubleAddUnit.fits(path, longest) else WideUnit(path, a, b, longest)
 
 
 def accumulator_of(path: Arithmetic) -> FloatFormat:

@@ -139,7 +139,7 @@ class WideUnit:
     def _terms(self, rows: Rows, signed: bool) -> Number:
         left, right = self._number(rows, 0), self._number(rows, 1)
         if signed and self.datapath.group == 1:
-            left, right = with_signs(left), right._replace(negative=None)
+            left, right = with_signs(left), with_signs(right)
         products = multiply(left, right)
         return products if self.datapath.group == 1 else self._grouped(products)
 
