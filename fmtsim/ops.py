@@ -103,10 +103,11 @@ def quantize(
 
 
 def encode(
-    x: torch.Tensor, spec: CastSpec, key: torch.Tensor | None = None, words: torch.Tensor | None = None
+    x: torch.Tensor, spec: CastSpec | str, key: torch.Tensor | None = None, words: torch.Tensor | None = None
 ) -> EncodedParts:
-    """Return the codes of x and what they need to be decoded."""
-    codes, scales, tensor_scale, offsets = torch.ops.fmtsim.encode(x, spec.to_json(), key, words)
+    """Return the codes of x and what they need to be decoded; ``spec`` may be the JSON of one."""
+    text = spec if isinstance(spec, str) else spec.to_json()
+    codes, scales, tensor_scale, offsets = torch.ops.fmtsim.encode(x, text, key, words)
     return EncodedParts(codes, *_absent(scales, tensor_scale, offsets))
 
 

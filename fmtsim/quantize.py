@@ -119,14 +119,31 @@ def encode(
     >>> q.nbytes, q.decode().tolist()
     (4, [0.0, 1.0, 2.0, 3.0, 4.0, 4.0, 6.0, 6.0])
     """
+    options = (rounding, overflow, dim, generator, random_bits, random_words, block_size, scale_rule, pad)
+    parts, text = _encode(x, format, *options)
+    spec = ops.spec_from_json(text)
+    return Encoded.from_parts(parts, spec.format, x.shape, spec.dim)
+
+
+def encode_parts(
+    x: torch.Tensor, format: Format, *, rounding: Rounding, overflow: str | None, dim: int, generator: Generator,
+    pad: bool,
+) -> ops.EncodedParts:  # fmt: skip
+    """Return codes in x's shape, not packed, and float32 scales [outer, inner]: what products are made of."""
+    return _encode(x, format, rounding, overflow, dim, generator, None, None, None, None, pad)[0]
+
+
+def _encode(
+    x: torch.Tensor, format: Any, rounding: Any, overflow: Any, dim: int, generator: Generator, random_bits: Any,
+    random_words: Any, block_size: Any, scale_rule: Any, pad: bool,
+) -> tuple[ops.EncodedParts, str]:  # fmt: skip
+    """Return the parts of an encoded tensor and the cast as text."""
     _check_input(x)
     spec_arguments = (format, rounding, overflow, dim, random_bits, block_size, scale_rule, None)
     text, _, block, random = _prepare(x, *spec_arguments)
     _check_blocks(x, block, dim, pad)
     key, words = _randomness(x, random, generator, random_words)
-    spec = ops.spec_from_json(text)
-    parts = ops.encode(x.detach(), spec, key, words)
-    return Encoded.from_parts(parts, spec.format, x.shape, spec.dim)
+    return ops.encode(x.detach(), text, key, words), text
 
 
 def decode(

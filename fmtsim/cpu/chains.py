@@ -187,11 +187,11 @@ def _padded(scales: np.ndarray, place: slice, width: int) -> np.ndarray:
 
 
 def _chain_scales(scales: Scales, slabs: Slabs, plan: GemmPlan) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scales of every chain where a plan multiplies chains by scales: ones where the call has none."""
-    if not plan.scaled_promotion or plan.promote_every is None or None in scales:
-        return _NO_FLOATS, _NO_FLOATS
+    """Return the scales of every chain where a plan multiplies chains by scales."""
+    if not plan.scaled_promotion or plan.promote_every is None or scales[0] is None or scales[1] is None:
+        return _NO_FLOATS, _NO_FLOATS  # without scales they are ones
     place = slabs.starts // plan.promote_every
-    return tuple(s.detach().numpy().T[place] for s in scales if s is not None)  # type: ignore[return-value]
+    return scales[0].detach().numpy().T[place], scales[1].detach().numpy().T[place]
 
 
 def _reduction(chains: Chains) -> Reduction:

@@ -8,8 +8,10 @@ from torch import Tensor
 from fmtsim.cpu import chains, integers, stages
 from fmtsim.cpu.fused import fused
 from fmtsim.cpu.remaining import covers
+from fmtsim.cpu.sums import grid_of
 from fmtsim.formats.representable import is_representable
-from fmtsim.gemm.datapath import Datapath, IntegerDatapath
+from fmtsim.gemm.datapath import FP32, Datapath, IntegerDatapath
+from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.serialization import GemmSpec
 from fmtsim.ops import RandomKey
 
@@ -30,8 +32,27 @@ def supports_gemm(spec: GemmSpec, a: Tensor, b: Tensor) -> bool:
     rounding = unit.rounding
     if rounding.mode == "stochastic" and (rounding.variant != "a" or rounding.layout != "word"):
         return False
+    if not _sums_fit(unit, spec.plan):
+        return False
     narrow = is_representable(spec.a, torch.float32) and is_representable(spec.b, torch.float32)
     return chains.covers(spec) or (narrow and covers(spec, unit.block or k))
+
+
+def _sums_fit(unit: Datapath, plan: GemmPlan) -> bool:
+    """Say whether the sums of chains and parts, taken in float64 and rounded to their format, are rounded as if once.
+
+    Numbers of 24 bits each are, where a sum keeps as many bits as the chains that join it; so are those of float64.
+    """
+    chain = outer = unit.accumulator
+    promotes = plan.promote_every is not None or unit.promote_every is not None
+    if promotes:
+        outer = FP32 if plan.promote_every is not None else unit.promotion or chain
+    if plan.scaled_promotion and unit.scale is not None:
+        return False  # the scales are the unit's
+    if all(is_representable(fmt, torch.float32) for fmt in (chain, outer)):
+        return outer.mantissa_bits >= chain.mantissa_bits
+    one_sum = not promotes and plan.split == 1 and plan.part_k is None
+    return chain == outer and not plan.scaled_promotion and (one_sum or grid_of(chain).kind == 64)
 
 
 def gemm(

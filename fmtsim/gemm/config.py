@@ -1,11 +1,16 @@
 """What a quantised linear layer is: a quantiser for each operand of each of its three matrix products."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import OVERFLOWS, CodebookFormat, FloatFormat, IntFormat, LogFormat, Overflow
+from fmtsim.gemm.choice import choose
+from fmtsim.gemm.plan import GemmPlan
+from fmtsim.gemm.target import get_target
+from fmtsim.gemm.unit import get_unit
 from fmtsim.rounding.modes import Rounding, get_rounding
 
 _FORMATS = (FloatFormat, IntFormat, CodebookFormat, LogFormat, BlockFormat, LogTileFormat)
@@ -46,17 +51,48 @@ class Quantizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemm:
-    """Describe one matrix product by the quantisers of its two operands, in the order of the product."""
+    """Describe one matrix product: the quantisers of its two operands, in order, and the machine that multiplies.
+
+    Args:
+        a: Quantiser of the first operand.
+        b: Quantiser of the second operand.
+        out: Rounding of the product, bias included; without a format the dtype of the tensor it becomes.
+        target: A machine with its library (``"h200"``, a plan file), whose call this product is.
+        unit: A matrix unit alone, by name or as a Datapath. Without target and unit the product of the quantised
+            values is float32 (float64 for float64 tensors), scales multiplied in, in no particular order.
+        plan: Order of sums instead of the target's, or of the unit's single chain.
+        accumulate: Format in which the unit sums, where it has several.
+        fast_accum: use_fast_accum of a target's FP8 products.
+    """
 
     a: Quantizer = Quantizer()
     b: Quantizer = Quantizer()
+    out: Quantizer = Quantizer()
+    target: Any = None
+    unit: Any = None
+    plan: GemmPlan | None = None
+    accumulate: str | None = None
+    fast_accum: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("a", "b"):
+        if self.emulated:  # names fail here, not in the middle of a step
+            choose("Gemm", self.target, self.unit, None, self.plan, self.accumulate)
+            if self.target is not None:
+                get_target(self.target)
+            elif isinstance(self.unit, str):
+                get_unit(self.unit)
+        elif self.plan is not None or self.accumulate is not None:
+            raise ArgumentError("Gemm plan= and accumulate= belong to a machine; pass target= or unit= as well")
+        for name in ("a", "b", "out"):
             if not isinstance(getattr(self, name), Quantizer):
                 raise ArgumentError(
                     f"Gemm {name}={getattr(self, name)!r} is not a Quantizer; pass Quantizer(format=...)"
                 )
+
+    @property
+    def emulated(self) -> bool:
+        """Whether a machine multiplies, instead of float32 in no particular order."""
+        return self.target is not None or self.unit is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +135,13 @@ class LinearConfig:
         for tensor in "xwg":  # the two uses of a tensor under one name where they agree
             uses = {name: str(q) for name, q in self.operands.items() if name[0] == tensor}
             shown |= uses if len(set(uses.values())) > 1 else {tensor: next(iter(uses.values()))}
-        return ", ".join(f"{name} {text}" for name, text in shown.items())
+        machines = {_machine(gemm) for gemm in (self.fprop, self.dgrad, self.wgrad)} - {""}
+        return ", ".join([*(f"{name} {text}" for name, text in shown.items()), *sorted(machines)])
+
+
+def _machine(gemm: Gemm) -> str:
+    chosen = gemm.unit if gemm.target is None else gemm.target
+    return "" if chosen is None else f"on {getattr(chosen, 'name', None) or chosen}"
 
 
 def linear_config(
@@ -110,6 +152,9 @@ def linear_config(
     rounding: str | Rounding = "nearest_even",
     grad_rounding: str | Rounding = "nearest_even",
     overflow: Overflow | None = None,
+    target: Any = None,
+    unit: Any = None,
+    fast_accum: bool = False,
 ) -> LinearConfig:
     """Build the common case: one format each for activations, weights and gradients, in every product they enter.
 
@@ -120,9 +165,13 @@ def linear_config(
         rounding: Rounding of activations and weights.
         grad_rounding: Rounding of gradients, often ``"stochastic"``.
         overflow: Overflow rule of all operands; None means each format's own.
+        target: A machine with its library that multiplies, as in ``Gemm``.
+        unit: A matrix unit alone, as in ``Gemm``.
+        fast_accum: use_fast_accum of the forward product on a target; gradients promote their sums, as trainers do.
 
     Raises:
         FormatError: a format, rounding or overflow rule is unknown.
+        ArgumentError: the machine is unknown.
 
     >>> print(linear_config(x="e4m3", w="e4m3", g="e5m2", grad_rounding="stochastic").wgrad.a)
     e5m2 stochastic
@@ -131,7 +180,8 @@ def linear_config(
     xs = Quantizer(format=_format(x), rounding=forward, overflow=overflow)
     ws = Quantizer(format=_format(w), rounding=forward, overflow=overflow)
     gs = Quantizer(format=_format(g), rounding=backward, overflow=overflow)
-    return LinearConfig(fprop=Gemm(a=xs, b=ws), dgrad=Gemm(a=gs, b=ws), wgrad=Gemm(a=gs, b=xs))
+    fprop, dgrad, wgrad = (Gemm(a=a, b=b, target=target, unit=unit) for a, b in ((xs, ws), (gs, ws), (gs, xs)))
+    return LinearConfig(fprop=replace(fprop, fast_accum=fast_accum), dgrad=dgrad, wgrad=wgrad)
 
 
 def _format(name: str | Format | None) -> Format | None:

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError, DtypeError, FmtsimError
-from fmtsim.gemm.config import LinearConfig, Quantizer
+from fmtsim.gemm.config import Gemm, LinearConfig, Quantizer
+from fmtsim.gemm.machine import Coded, code, multiply_coded, round_output
 from fmtsim.quantize import quantize
 
 Generator = int | torch.Generator | None
@@ -32,9 +32,10 @@ class EmulatedGEMM(torch.autograd.Function):
     wgrad  ``dw = g^T x`` along T   ``config.wgrad.a``, ``.b``
     ====== ============== ========= =========================
 
-    Products and sums are float32 (float64 for float64 inputs); results are rounded once to the dtype of their
-    tensor. The bias and its gradient, the sum of g over T, are never quantised. Under autocast x, w and bias are
-    first cast to the autocast dtype, as ``torch.nn.functional.linear`` does.
+    A product whose ``Gemm`` names a target or a unit has the bits of that machine: operands reach it as codes, scales
+    as it takes them. Otherwise products and sums are float32 (float64 for float64 inputs). Results are rounded once
+    to ``Gemm.out``, or to the dtype of their tensor. The bias gradient, the sum of g over T, is never quantised. Under
+    autocast x, w and bias are first cast to the autocast dtype, as ``torch.nn.functional.linear`` does.
 
     Args:
         x: ``[..., K]``, float16, bfloat16, float32 or float64; the leading dimensions together are T.
@@ -67,12 +68,10 @@ class EmulatedGEMM(torch.autograd.Function):
         """Return ``[..., N]`` in x's dtype, or in the autocast dtype."""
         x, w, bias = _autocast(x, x), _autocast(w, x), None if bias is None else _autocast(bias, x)
         _check(x, w, bias, config)
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         with torch.autocast(x.device.type, enabled=False):
-            a = _operand(0, x.reshape(-1, x.shape[-1]), config.fprop.a, -1, dtype, generator, observer)
-            b = _operand(1, w, config.fprop.b, -1, dtype, generator, observer)
-            y = F.linear(a, b, None if bias is None else bias.to(dtype))
-            return y.to(x.dtype).reshape(*x.shape[:-1], w.shape[0])
+            rows = x.reshape(-1, x.shape[-1])
+            y = _product(0, rows, w, -1, -1, bias, config.fprop, x.dtype, generator, observer)
+            return y.reshape(*x.shape[:-1], w.shape[0])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -101,13 +100,11 @@ def _gradients(ctx: Any, g: Tensor, x: Tensor | None, w: Tensor | None) -> list[
     rows = g.reshape(-1, g.shape[-1])
     dx = dw = dbias = None
     if w is not None:
-        a = _operand(2, rows, config.dgrad.a, -1, dtype, stream, see)
-        b = _operand(3, w.to(g.dtype), config.dgrad.b, 0, dtype, stream, see)
-        dx = torch.mm(a, b).to(x_dtype).reshape(ctx.x_shape)
+        other = w.to(g.dtype)
+        dx = _product(1, rows, other, -1, 0, None, config.dgrad, x_dtype, stream, see).reshape(ctx.x_shape)
     if x is not None:
-        a = _operand(4, rows, config.wgrad.a, 0, dtype, stream, see)
-        b = _operand(5, x.reshape(-1, x.shape[-1]).to(g.dtype), config.wgrad.b, 0, dtype, stream, see)
-        dw = torch.mm(a.t(), b).to(w_dtype)
+        other = x.reshape(-1, x.shape[-1]).to(g.dtype)
+        dw = _product(2, rows, other, 0, 0, None, config.wgrad, w_dtype, stream, see)
     if bias_dtype is not None and ctx.needs_input_grad[2]:
         dbias = rows.sum(0, dtype=dtype).to(bias_dtype)
     return [dx, dw, dbias]
@@ -132,6 +129,47 @@ class _OnceOnly(torch.autograd.Function):
         )
 
 
+def _product(
+    index: int,
+    a: Tensor,
+    b: Tensor,
+    dim_a: int,
+    dim_b: int,
+    bias: Tensor | None,
+    gemm: Gemm,
+    dtype: torch.dtype,
+    generator: Generator,
+    see: Observer | None,
+) -> Tensor:
+    """Return product ``index`` (0 fprop, 1 dgrad, 2 wgrad) of two matrices that contract over dim_a and dim_b."""
+    random = _stream(generator, 6 + index)
+    if gemm.emulated:
+        pair = [
+            _coded(2 * index + i, t, quantizer, dim, generator, see)
+            for i, (t, quantizer, dim) in enumerate(((a, gemm.a, dim_a), (b, gemm.b, dim_b)))
+        ]
+        layouts = ("row" if dim_a == -1 else "column", "row" if dim_b == -1 else "column")
+        return multiply_coded(pair[0], pair[1], bias, gemm, dtype, layouts, random)
+    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    left = _operand(2 * index, a, gemm.a, dim_a, wide, generator, see)
+    right = _operand(2 * index + 1, b, gemm.b, dim_b, wide, generator, see)
+    left, right = left if dim_a == -1 else left.t(), right.t() if dim_b == -1 else right
+    y = torch.mm(left, right) if bias is None else torch.addmm(bias.to(wide), left, right)
+    return round_output(y, gemm.out, dtype, random) if gemm.out.format is not None else y.to(dtype)
+
+
+def _coded(index: int, t: Tensor, quantizer: Quantizer, dim: int, generator: Generator, see: Observer | None) -> Coded:
+    coded = code(t, quantizer, dim, _own_stream(quantizer, generator, index))
+    if see is not None:  # statistics look at values
+        wide = torch.float64 if t.dtype == torch.float64 else torch.float32
+        _operand(index, t, quantizer, dim, wide, generator, see)
+    return coded
+
+
+def _own_stream(quantizer: Quantizer, generator: Generator, index: int) -> Generator:
+    return _stream(generator, index) if quantizer.rounding.mode == "stochastic" else None
+
+
 def _operand(
     index: int,
     t: Tensor,
@@ -144,14 +182,13 @@ def _operand(
     if quantizer.format is None:
         q = t.to(dtype)
     else:
-        stochastic = quantizer.rounding.mode == "stochastic"
         q = quantize(
             t,
             quantizer.format,
             rounding=quantizer.rounding,
             overflow=quantizer.overflow,
             dim=dim,
-            generator=_stream(generator, index) if stochastic else None,
+            generator=_own_stream(quantizer, generator, index),
             pad=True,
             out_dtype=dtype,
         )

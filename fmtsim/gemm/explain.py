@@ -53,6 +53,11 @@ class MmExplanation:
     basis: str
     rows: tuple[tuple[str, str], ...]
 
+    @property
+    def verified(self) -> bool:
+        """Whether recorded bits of this very call stand behind the plan."""
+        return self.basis == "recorded"
+
     def __str__(self) -> str:
         width = max(len(heading) for heading, _ in self.rows)
         return "\n".join(f"{heading:<{width}}  {text}" for heading, text in self.rows)

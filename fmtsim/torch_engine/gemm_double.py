@@ -106,9 +106,9 @@ def _rounded(
     significand = significand + whole.to(torch.int64) - down.to(torch.int64)
     short = significand < 1 << 61  # just below a power of two
     significand = torch.where(short, significand << 1, significand) | left.to(torch.int64)
-    exponent = exponent + base - short.to(torch.int64)
     significand = torch.where(first == 0, 0, significand)
-    bounded = torch.where(first == 0, fmt.min_exponent, exponent.clamp(min=fmt.min_exponent))
+    exponent = torch.where(first == 0, fmt.min_exponent, exponent + base - short.to(torch.int64))
+    bounded = exponent.clamp(min=fmt.min_exponent)
     drop = 61 - fmt.mantissa_bits + (bounded - exponent)
     kept = jam(significand, drop - DEEPEST)
     quotient = round_off(kept, drop.clamp(max=DEEPEST), negative, path.rounding, None)

@@ -12,6 +12,8 @@ import torch
 from fmtsim.torch_engine.gemm_round import exponent_of
 from fmtsim.torch_engine.reals import widen
 
+_CHUNK = 1 << 20  # elements looked at once
+
 ZERO_EXPONENT = -8192
 """Stands for the exponent of zero: any sum of it with others stays below every exponent that is real."""
 
@@ -120,8 +122,14 @@ def specials(pieces: Sequence[Rows], state: torch.Tensor) -> torch.Tensor:
 
 
 def all_finite(*tensors: torch.Tensor | None) -> bool:
-    """Say whether no element is NaN or Inf."""
-    return all(bool(torch.isfinite(exact(t)).all()) for t in tensors if t is not None)
+    """Say whether no element of matrices is NaN or Inf."""
+    for matrix in tensors:
+        if matrix is None or not matrix.numel():
+            continue
+        for rows in matrix.split(max(1, _CHUNK // matrix.shape[1])):
+            if not bool(torch.isfinite(exact(rows)).all()):
+                return False
+    return True
 
 
 def _classes(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

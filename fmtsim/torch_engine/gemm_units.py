@@ -8,8 +8,9 @@ from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.datapath import FP32, Datapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.rounding.modes import Rounding
+from fmtsim.torch_engine.gemm_blocks import product_range
 from fmtsim.torch_engine.gemm_operands import Rows, cleaned, exact, exponents, specials
-from fmtsim.torch_engine.gemm_round import round_value
+from fmtsim.torch_engine.gemm_round import SAFE, round_value
 from fmtsim.torch_engine.gemm_wide import WideUnit
 from fmtsim.torch_engine.reals import FLT_MIN, power_of_two
 
@@ -21,10 +22,11 @@ class TwoStageUnit:
 
     def __init__(self, datapath: TwoStageDatapath, a: FloatFormat, b: FloatFormat) -> None:
         widest = max(datapath.fraction_bits, datapath.sum_bits) + 3 + datapath.block.bit_length()
-        if widest > 52 or a.mantissa_bits + b.mantissa_bits > 50:
+        top, bottom = product_range(a, b)
+        if widest > 52 or a.mantissa_bits + b.mantissa_bits > 50 or max(top, -bottom) > SAFE:
             raise ArgumentError(
                 f"a two-stage unit of {datapath.fraction_bits} and {datapath.sum_bits} bits with {a.name} x {b.name} "
-                "does not fit in 53 bits; choose fewer bits, or operands of at most 25 mantissa bits each"
+                "does not fit in float64; choose fewer bits, or operands of 25 mantissa bits in float32's range"
             )
         self.datapath, self.span = datapath, datapath.block
         self.weight = 2 * datapath.block

@@ -45,7 +45,7 @@ class WideUnit:
         self.datapath = datapath
         self.span = -(-SPAN // datapath.group) * datapath.group
         self._formats, self._scaled = (a, b), datapath.scale is not None
-        self._pair = datapath.fraction_bits is None and longest == 1
+        self._pair = datapath.fraction_bits is None and longest == 1 and datapath.group == 1
         top, bottom = self._range()
         more = longest.bit_length() + 2
         accumulator = addend or datapath.accumulator
@@ -62,8 +62,8 @@ class WideUnit:
             bits = _APART + WIDTH * self._digits
         else:
             bits = max(top, accumulator.max_exponent + 1) - self._base + more
-        self.weight = self._floor + bits // WIDTH + self._digits + 3
-        self._count = self.weight
+        self._count = self._floor + bits // WIDTH + self._digits + 3
+        self.weight = max(self._count, 2 * min(longest, self.span))
 
     def _range(self) -> tuple[int, int]:
         """Return exponents between which all bits of products lie, scales included."""

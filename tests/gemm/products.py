@@ -4,12 +4,20 @@ import math
 
 import torch
 
+from fmtsim import Datapath, GemmPlan, get_format, get_unit
 from fmtsim.gemm.epilogue import output_format
 from fmtsim.gemm.oracle import epilogue_oracle, gemm_oracle
 from fmtsim.gemm.serialization import GemmSpec
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NAN = {1: 0x7F, 2: 0x7FFF, 4: 0x7FFFFFFF, 8: 0x7FFFFFFFFFFFFFFF}
+
+
+def definition(a, b=None, unit="hopper.wgmma", plan=None, accumulate=None, scale=None) -> GemmSpec:
+    """Return what a unit by name, or a datapath, does with operands of two formats."""
+    a, b = get_format(a), get_format(b or a)
+    path = unit if isinstance(unit, Datapath) else get_unit(unit).mode(a, b, accumulate, scale)
+    return GemmSpec(datapath=path, plan=plan or GemmPlan(), a=a, b=b)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """mm, bmm, linear, int_mm and mma: bits, layouts, formats, gradients, compilation and every refusal."""
 
-import numpy
 import pytest
 import torch
 
@@ -8,17 +7,15 @@ import fmtsim
 from fmtsim import (
     ArgumentError,
     Datapath,
-    DtypeError,
     FmtsimError,
-    FormatError,
     GemmPlan,
     RandomKey,
     get_format,
     get_unit,
 )
-from fmtsim.gemm.serialization import GemmSpec
 from tests.gemm.machines import install
-from tests.gemm.products import bits, finished, normal, same, sums, tensor, wide
+from tests.gemm.products import definition as spec
+from tests.gemm.products import finished, normal, same, sums, tensor, wide
 
 WGMMA = "hopper.wgmma"
 STOCHASTIC = Datapath(accumulator="bf16", rounding="stochastic")
@@ -32,12 +29,6 @@ pytestmark = [
 @pytest.fixture
 def notebook(monkeypatch):
     return install(monkeypatch)
-
-
-def spec(a, b=None, unit=WGMMA, plan=None, accumulate=None):
-    a, b = get_format(a), get_format(b or a)
-    path = unit if isinstance(unit, Datapath) else get_unit(unit).mode(a, b, accumulate)
-    return GemmSpec(datapath=path, plan=plan or GemmPlan(), a=a, b=b)
 
 
 def product(a, b, dtype, *arguments, bias=None, **options):
@@ -197,84 +188,6 @@ def test_int_mm_agrees_with_torch():
     a, b = (torch.randint(-128, 128, s, generator=generator).to(torch.int8) for s in ((17, 24), (24, 8)))
     for unit in (None, "int8", "hopper.wgmma"):
         assert torch.equal(fmtsim.int_mm(a, b, unit=unit), torch._int_mm(a, b))
-
-
-# mma.
-
-
-def test_mma_is_one_instruction():
-    a, b = wide(4, 32, seed=1).to(torch.float8_e4m3fn), wide(8, 32, seed=2).to(torch.float8_e5m2)
-    c = wide(4, 8, seed=3)
-    same(fmtsim.mma(a, b, unit=WGMMA), sums(a, b, spec("e4m3", "e5m2")))
-    cut = fmtsim.quantize(
-        c, fmtsim.FloatFormat(name="e8m13", exponent_bits=8, mantissa_bits=13), rounding="toward_zero"
-    )
-    same(fmtsim.mma(a, b, c, unit=WGMMA), sums(a, b, spec("e4m3", "e5m2"), c=cut))
-    same(fmtsim.mma(a, b, c, unit="hopper.mma"), sums(a, b, spec("e4m3", "e5m2", unit="hopper.mma"), c=c))
-    half = c.half()
-    definition = spec("e4m3", "e5m2", unit="hopper.mma", accumulate="fp16")
-    got = fmtsim.mma(a, b, half, unit="hopper.mma")
-    same(got, finished(sums(a, b, definition, c=half.float()), torch.float16))
-    same(fmtsim.mma(a, b, unit="hopper.mma", accumulate="fp16"), finished(sums(a, b, definition), torch.float16))
-
-
-def test_mma_batches():
-    a, b = normal(2, 3, 4, 16, seed=1).bfloat16(), normal(2, 3, 5, 16, seed=2).bfloat16()
-    c = normal(2, 3, 4, 5, seed=3)
-    options = {"unit": "blackwell.tcgen05"}
-    expected = torch.stack([
-        torch.stack([fmtsim.mma(a[i, j], b[i, j], c[i, j], **options) for j in range(3)]) for i in range(2)
-    ])  # fmt: skip
-    same(fmtsim.mma(a, b, c, **options), expected)
-    shared = torch.stack([fmtsim.mma(a[i], b[1, 1], c[0, 0], **options) for i in range(2)])
-    same(fmtsim.mma(a, b[1, 1], c[0, 0], **options), shared)
-    same(shared[1, 2], fmtsim.mma(a[1, 2], b[1, 1], c[0, 0], **options))
-    same(fmtsim.mma(a[1, 2], b, c[0, 0], **options)[0, 1], fmtsim.mma(a[1, 2], b[0, 1], c[0, 0], **options))
-    assert fmtsim.mma(a[:0], b[:0], **options).shape == (0, 3, 4, 5)
-    drawn = fmtsim.mma(a[0], b[0, 0], unit=STOCHASTIC, generator=3)
-    for i in range(3):
-        same(drawn[i], fmtsim.mma(a[0, i], b[0, 0], unit=STOCHASTIC, generator=RandomKey(3, i)))
-
-
-def test_mma_ignores_the_low_bits_of_tf32():
-    a, b = wide(4, 8, seed=1), wide(4, 8, seed=2)
-    cut = [(x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (a, b)]
-    expected = sums(*cut, spec("tf32"))
-    same(fmtsim.mma(a, b, unit=WGMMA), expected)
-    same(fmtsim.mma(a, b, unit=WGMMA, a_format="tf32", b_format="tf32"), expected)
-    same(fmtsim.mma(a, b, unit="fp32_fma"), sums(a, b, spec("fp32", unit="fp32_fma")))
-
-
-@pytest.mark.parametrize(
-    ("unit", "scale", "group"), [("mxf8f6f4", "e8m0", 32), ("nvf4", "ue4m3", 16), ("nvf4", "e8m0", 16)]
-)
-def test_mma_scales(unit, scale, group):
-    unit = f"blackwell.tcgen05.{unit}"
-    generator = torch.Generator().manual_seed(1)
-    codes = [torch.randint(0, 16, (n, 64), generator=generator).to(torch.uint8) for n in (3, 5)]
-    span = (110, 140) if scale == "e8m0" else (0, 127)
-    marks = [torch.randint(*span, (n, 64 // group), generator=generator).to(torch.uint8) for n in (3, 5)]
-    values, scales = [fmtsim.decode(x, "e2m1") for x in codes], [fmtsim.decode(x, scale) for x in marks]
-    path = get_unit(unit).mode("e2m1", "e2m1", scale=scale)
-    fmt = get_format("e2m1")
-    definition = GemmSpec(datapath=path, plan=GemmPlan(), a=fmt, b=fmt)
-    expected = sums(*values, definition, scale_a=scales[0], scale_b=scales[1])
-    formats = {"a_format": "e2m1", "b_format": "e2m1", "unit": unit}
-    dtype = torch.float8_e8m0fnu if scale == "e8m0" else torch.float8_e4m3fn
-    typed = [x.view(dtype) for x in marks]
-    same(fmtsim.mma(*codes, scale_a=typed[0], scale_b=typed[1], **formats), expected)
-    one = torch.full_like(marks[1], 127 if scale == "e8m0" else 0x38).view(dtype)
-    plain = fmtsim.mma(*codes, scale_a=typed[0], **formats)
-    same(plain, fmtsim.mma(*codes, scale_a=typed[0], scale_b=one, **formats))
-    if (unit, scale) != ("blackwell.tcgen05.nvf4", "e8m0"):
-        same(fmtsim.mma(*codes, scale_a=scales[0], scale_b=marks[1], **formats), expected)
-    if scale == "ue4m3":
-        signed = (marks[0] | 128).view(dtype)  # the unit ignores the sign
-        same(fmtsim.mma(*codes, scale_a=signed, scale_b=typed[1], **formats), expected)
-    broken = marks[0].clone()
-    broken[1, 0] = 255 if scale == "e8m0" else 127
-    got = fmtsim.mma(*codes, scale_a=broken.view(dtype), scale_b=typed[1], **formats)
-    assert bits(got)[1].tolist() == [0x7FFFFFFF] * 5 and not got[0].isnan().any()
 
 
 # Gradients: the bits of the products that torch would call.
@@ -463,163 +376,6 @@ def test_a_plan_takes_the_place_of_the_targets(notebook):
     a, b = pair(k=64)
     plan = GemmPlan(k_tile=16, split=2)
     same(fmtsim.mm(a, b, target="h200", plan=plan), fmtsim.mm(a, b, unit=WGMMA, plan=plan))
-
-
-# Refusals.
-
-A, B = torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(8, 4, dtype=torch.bfloat16)
-FP8 = torch.ones(4, 8).to(torch.float8_e4m3fn)
-INT = torch.ones(4, 8, dtype=torch.int8)
-REFUSED = {
-    "no machine": (lambda: fmtsim.mm(A, B), ArgumentError,
-        r"mm needs a machine; pass one of target= .*'h200'.*datapath="),
-    "two machines": (lambda: fmtsim.mm(A, B, unit=WGMMA, datapath=Datapath()), ArgumentError,
-                     "mm got unit= and datapath=; pass one of"),
-    "no tensor": (lambda: fmtsim.mm([[1.0]], B, unit=WGMMA), DtypeError,
-        r"a is list, not a tensor; pass torch.tensor\(a\)"),
-    "array": (lambda: fmtsim.mm(A, numpy.ones((8, 4)), unit=WGMMA), DtypeError, "b is ndarray, not a tensor"),
-    "sparse": (lambda: fmtsim.mm(A.float().to_sparse(), B, unit=WGMMA), ArgumentError,
-               "a has layout torch.sparse_coo; pass a dense tensor"),
-    "vector": (lambda: fmtsim.mm(A[0], B, unit=WGMMA), ArgumentError,
-        r"a has shape \(8,\); pass a tensor of 2 dimensions"),
-    "stack": (lambda: fmtsim.mm(A[None], B, unit=WGMMA), ArgumentError, r"a has shape \(1, 4, 8\); pass a tensor of 2"),
-    "matrices": (lambda: fmtsim.bmm(A, B, unit=WGMMA), ArgumentError, r"a has shape \(4, 8\); pass a tensor of 3"),
-    "scalar": (lambda: fmtsim.linear(A[0, 0], A, unit=WGMMA), ArgumentError, "pass a tensor of 1 dimensions or more"),
-    "K": (lambda: fmtsim.mm(A, A, unit=WGMMA), ArgumentError, r"mm: a of shape \(4, 8\) and b .* but K is 8 and 4"),
-    "batch": (lambda: fmtsim.bmm(A.expand(2, 4, 8), B.expand(3, 8, 4), unit=WGMMA), ArgumentError,
-        "differ in their batch"),
-    "linear K": (lambda: fmtsim.linear(A, B, unit=WGMMA), ArgumentError,
-        r"x of shape \(4, 8\) does not fit w of shape"),
-    "devices": (lambda: fmtsim.mm(A, B.to("meta"), unit=WGMMA), ArgumentError,
-        "a is on cpu, b on meta; move them to one"),
-    "integers": (lambda: fmtsim.mm(A.int(), B.int(), unit=WGMMA), DtypeError,
-        "a has dtype torch.int32; pass one of float16"),
-    "complex": (lambda: fmtsim.mm(A.to(torch.complex64), B, unit=WGMMA), DtypeError, "a has dtype torch.complex64"),
-    "unit": (lambda: fmtsim.mm(A, B, unit="hoper.wgmma"), ArgumentError, "unknown unit 'hoper.wgmma'; did you mean"),
-    "pair": (lambda: fmtsim.mm(A, B.half(), unit=WGMMA), ArgumentError, "unit hopper.wgmma does not take bf16 x fp16"),
-    "fp32": (lambda: fmtsim.mm(A.float(), B.float(), unit=WGMMA), ArgumentError,
-             "unit hopper.wgmma multiplies TF32, not float32; pass allow_tf32=True"),
-    "integers on floats": (lambda: fmtsim.mm(INT, INT.mT, datapath=Datapath()), FormatError,
-        "Datapath does not multiply"),
-    "datapath": (lambda: fmtsim.mm(A, B, datapath=WGMMA), ArgumentError,
-        "datapath='hopper.wgmma' is not an arithmetic"),
-    "plan": (lambda: fmtsim.mm(A, B, unit=WGMMA, plan="chain"), ArgumentError, "plan='chain' is not an order of sums"),
-    "accumulate": (lambda: fmtsim.mm(A, B, unit=WGMMA, accumulate="bf16"), ArgumentError,
-                   "accumulate='bf16' is not possible; choose one of fp32, fp16, fp64, int32"),
-    "own accumulate": (lambda: fmtsim.mm(A, B, datapath=Datapath(), accumulate="fp16"), ArgumentError,
-                       "accumulate='fp16' is not what the datapath sums in; leave it out"),
-    "contradiction": (lambda: fmtsim.mm(A, B, unit=WGMMA, accumulate="fp32", allow_fp16_accumulation=True),
-        ArgumentError,
-                      "accumulate='fp32' contradicts allow_fp16_accumulation=True"),
-    "wide half": (lambda: fmtsim.mm(A.half(), B.half(), unit=WGMMA, out_dtype=torch.float32,
-                                    allow_fp16_accumulation=True),
-                  ArgumentError,
-                  "allow_fp16_accumulation with out_dtype=torch.float32 is not a product that cuBLAS has"),
-    "out": (lambda: fmtsim.mm(A, B, unit=WGMMA, out_dtype=torch.int8), DtypeError,
-        "out_dtype=torch.int8 is not the dtype"),
-    "out text": (lambda: fmtsim.mm(A, B, unit=WGMMA, out_dtype="float32"), DtypeError,
-        "out_dtype='float32' is not a dtype"),
-    "integer sums": (lambda: fmtsim.mm(INT, INT.mT, unit="int8", out_dtype=torch.float32), DtypeError,
-                     "out_dtype=torch.float32 is not what integers sum to; choose torch.int32"),
-    "float sums": (lambda: fmtsim.mm(A, B, unit=WGMMA, out_dtype=torch.int32), DtypeError,
-                   "out_dtype=torch.int32 is not the dtype of a product"),
-    "generator": (lambda: fmtsim.mm(A, B, unit=WGMMA, generator=1), ArgumentError,
-        "generator= is for units that round"),
-    "seed": (lambda: fmtsim.mm(A, B, datapath=STOCHASTIC, generator="x"), ArgumentError, "generator='x' is not a seed"),
-    "keyword": (lambda: fmtsim.linear(A, A, unit=WGMMA, target_="x"), ArgumentError,
-        "linear has no argument 'target_'; it"),
-    "bias shape": (lambda: fmtsim.linear(A, A, A[0], unit=WGMMA), ArgumentError,
-        r"bias of shape \(8,\) does not fit w .*\[4\]"),
-    "bias dtype": (lambda: fmtsim.linear(A, A, INT[:, 0], unit=WGMMA), DtypeError,
-        "bias has dtype torch.int8; pass float16"),
-    "format": (lambda: fmtsim.mm(A, B, unit=WGMMA, a_format="e9m9x"), FormatError, "e9m9x"),
-    "block format": (lambda: fmtsim.mm(A, B, unit="exact", a_format="mxfp4"), FormatError,
-                     "a_format='mxfp4' is not a plain number format"),
-    "other format": (lambda: fmtsim.mm(FP8, FP8.mT, unit=WGMMA, a_format="e5m2"), DtypeError,
-                     "a has dtype torch.float8_e4m3fn, which is not e5m2; leave a_format out"),
-    "signed codes": (lambda: fmtsim.mm(INT, INT.mT, unit=WGMMA, a_format="e4m3"), DtypeError,
-                     r"pass codes of e4m3 as a.view\(torch.uint8\)"),
-    "float integers": (lambda: fmtsim.mm(A, B, unit="int8", a_format="int8", b_format="int8"), DtypeError,
-                       "a has dtype torch.bfloat16; pass int8 as a torch.int8 tensor"),
-    "off the format": (lambda: fmtsim.mm(A * 0.3, B, unit=WGMMA, a_format="e4m3", b_format="e4m3"), ArgumentError,
-                       "a holds 0.300781, which is not a value of e4m3; round it first"),
-    "promotions": (lambda: fmtsim.mm(A, B, datapath=Datapath(promote_every=16), plan=GemmPlan(promote_every=32)),
-                   ArgumentError, "the unit promotes every 16 products, the plan every 32"),
-    "scaled promotion": (lambda: fmtsim.mm(A, B, unit=WGMMA, plan=GemmPlan(promote_every=128, scaled_promotion=True)),
-                         ArgumentError, "a plan with scaled_promotion=True does not fit scaling 'none'"),
-    "integer plan": (lambda: fmtsim.mm(INT, INT.mT, unit="int8", plan=GemmPlan(partial="bf16")), ArgumentError,
-                     "integer sums have neither scaled_promotion nor partial"),
-    "scale blocks": (lambda: fmtsim.mm(torch.ones(4, 64), torch.ones(64, 4), unit="blackwell.tcgen05.nvf4",
-        a_format="e2m1",
-                                       b_format="e2m1", plan=GemmPlan(k_tile=24)), ArgumentError,
-                     "k_tile=24 cuts the unit's scale blocks of 16 products; choose a multiple"),
-    "residue": (lambda: fmtsim.mm(torch.ones(4, 40), torch.ones(40, 4), unit="blackwell.tcgen05.nvf4",
-        a_format="e2m1",
-                                  b_format="e2m1", plan=GemmPlan(k_tile=32, residue_first=True)), ArgumentError,
-                "residue_first with K=40 cuts the unit's scale blocks of 16; pad K"),
-    "int_mm dtype": (lambda: fmtsim.int_mm(A, B), DtypeError, "int_mm: a has dtype torch.bfloat16; pass torch.int8"),
-    "int_mm K": (lambda: fmtsim.int_mm(INT, INT), ArgumentError, "int_mm: a of shape .* but K is 8 and 4"),
-    "int_mm shape": (lambda: fmtsim.int_mm(INT, INT.mT, target="h200"), ArgumentError,
-                     "torch._int_mm on CUDA takes M above 16 .* not M=4, K=8, N=4; pad the operands"),
-    "mma K": (lambda: fmtsim.mma(A, B, unit=WGMMA), ArgumentError, r"mma: a of shape \(4, 8\) and b .* differ in K"),
-    "mma c": (lambda: fmtsim.mma(A, A, torch.ones(4, 5), unit=WGMMA), ArgumentError,
-        r"c has shape \(4, 5\); pass \[..., 4, 4\]"),
-    "mma c dtype": (lambda: fmtsim.mma(A, A, A[:, :4], unit=WGMMA), DtypeError,
-        "c has dtype torch.bfloat16; pass one of float32"),
-    "mma c half": (lambda: fmtsim.mma(A, A, torch.ones(4, 4).half(), unit=WGMMA), ArgumentError,
-        "does not take bf16 x bf16 -> fp16"),
-    "mma c and accumulate": (lambda: fmtsim.mma(A, A, torch.ones(4, 4).half(), unit=WGMMA, accumulate="fp32"),
-        DtypeError,
-                             "c has dtype torch.float16, but accumulate='fp32'; leave one of them out"),
-    "mma c of a datapath": (lambda: fmtsim.mma(A, A, torch.ones(4, 4).half(), unit=Datapath()), DtypeError,
-                            "c has dtype torch.float16, but the unit sums in torch.float32"),
-    "mma c off the accumulator": (
-        lambda: fmtsim.mma(A, A, torch.full((4, 4), 1.001), unit=Datapath(accumulator="bf16")), ArgumentError,
-        "c holds numbers that the accumulator bf16 lacks; round it first"),
-    "mma batch": (lambda: fmtsim.mma(A.expand(2, 4, 8), A.expand(3, 4, 8), unit=WGMMA), ArgumentError,
-                  r"mma: leading dimensions \(2,\), \(3,\) do not broadcast"),
-    "mma scales": (lambda: fmtsim.mma(A, A, unit=WGMMA, scale_a=torch.ones(4, 1)), ArgumentError,
-                   "the unit has no scales of its own; leave scale_a and scale_b out, or call scaled_mm"),
-    "mma scale shape": (lambda: fmtsim.mma(FP8, FP8, unit="blackwell.tcgen05.mxf8f6f4", scale_a=torch.ones(4, 2)),
-                        ArgumentError,
-                        r"scale_a has shape \(4, 2\); pass \[..., 4, 1\], a scale for every 32 products"),
-    "mma scale value": (lambda: fmtsim.mma(FP8, FP8, unit="blackwell.tcgen05.mxf8f6f4",
-        scale_a=torch.full((4, 1), 3.0)),
-                        ArgumentError, "scale_a holds 3, which is not a value of e8m0; round it first"),
-    "mma scale dtype": (lambda: fmtsim.mma(FP8, FP8, unit="blackwell.tcgen05.mxf8f6f4", scale_a=INT[:, :1]), DtypeError,
-                        "scale_a has dtype torch.int8; pass e8m0 codes as torch.uint8, or floats"),
-    "mma scale format": (lambda: fmtsim.mma(FP8, FP8, unit="blackwell.tcgen05.mxf8f6f4", scale_a=FP8[:, :1]),
-        ArgumentError,
-                         "blackwell.tcgen05.mxf8f6f4 does not take e4m3 x e4m3 with ue4m3 scales"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refusals(case):
-    call, error, message = REFUSED[case]
-    with pytest.raises(error, match=message):
-        call()
-
-
-LIBRARY = {
-    "dtypes": (lambda: fmtsim.mm(A, B.half(), target="x"), DtypeError,
-        "a has dtype torch.bfloat16, b torch.float16; torch"),
-    "fp8": (lambda: fmtsim.mm(FP8, FP8.mT, target="x"), DtypeError,
-        "torch.mm does not take torch.float8_e4m3fn; call fmtsim.scaled_mm"),
-    "out": (lambda: fmtsim.mm(A, B, target="x", out_dtype=torch.float16), DtypeError,
-            "torch.mm does not turn torch.bfloat16 into torch.float16; choose torch.bfloat16 or torch.float32"),
-    "wide out": (lambda: fmtsim.mm(A.float(), B.float(), target="x", out_dtype=torch.float64), DtypeError,
-                 "torch.mm does not turn torch.float32 into torch.float64; choose torch.float32, or pass unit="),
-    "bias": (lambda: fmtsim.linear(A, A, A[0, :4].float(), target="x"), DtypeError,
-        "bias has dtype torch.float32; pass torch.bfloat16"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", LIBRARY)
-def test_what_torch_refuses_a_target_refuses(notebook, case):
-    call, error, message = LIBRARY[case]
-    with pytest.raises(error, match=message):
-        call()
 
 
 def test_the_comparison_notices_a_planted_error():

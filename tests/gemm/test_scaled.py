@@ -307,13 +307,14 @@ def test_explanations(notebook):
     a = torch.zeros(64, 1000, dtype=torch.bfloat16)
     told = fmtsim.explain_mm(a, a.mT, target="notebook", out_dtype=torch.float32)
     assert (told.machine, told.unit, told.basis, told.call.k) == ("notebook", WGMMA, "recorded", 1000)
+    assert told.verified
     assert "call      mm: [64, 1000] bf16 x [1000, 64] bf16 -> float32" in str(told)
     assert "16 tiles of 64 in 3 parts (runs of 6 tiles), each one chain from +0, k in order; " in str(told)
     assert "recorded bits of this call: <here>" in repr(told) and "call: &lt;here&gt;" in told._repr_html_()
     x = a.to(E4M3)
     notebook.plan, notebook.basis = GemmPlan(promote_every=128, source="a test"), "guess"
     told = fmtsim.explain_mm(x, x.mT, target="notebook")
-    assert told.call.operation == "scaled_mm" and told.basis == "guess"
+    assert told.call.operation == "scaled_mm" and told.basis == "guess" and not told.verified
     for text in ("a fresh chain every 128 products", "times the product of both scales, rounded to float8_e4m3fn",
                  "saturating", "a guess: a test"):  # fmt: skip
         assert text in str(told)
