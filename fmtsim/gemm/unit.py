@@ -5,9 +5,12 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
+
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.datapath import Arithmetic, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 
@@ -106,7 +109,9 @@ class Unit:
         wanted = None if scale is None else get_format(scale).name
         taking = [mode for mode in self.modes if mode.takes(a, b) and (wanted is None or mode.scale == wanted)]
         if accumulate is None:
-            accumulate = next((mode.accumulate for mode in taking if mode.accumulate == "fp32"), None)
+            wide = not all(is_representable(fmt, torch.float32) for fmt in (a, b))
+            usual = "fp64" if wide else "fp32"
+            accumulate = next((mode.accumulate for mode in taking if mode.accumulate == usual), None)
         found = [mode for mode in taking if accumulate is None or mode.accumulate == accumulate]
         if not found:
             self._refuse(a, b, accumulate, wanted)
@@ -120,8 +125,8 @@ class Unit:
         Args:
             a_format: Format of the first operand, by name or record.
             b_format: Format of the second.
-            accumulate: ``"fp32"``, ``"fp16"``, ``"fp64"`` or ``"int32"``; None takes fp32 where the unit has it for
-                these operands, else the first it has.
+            accumulate: ``"fp32"``, ``"fp16"``, ``"fp64"`` or ``"int32"``; None takes fp32 (fp64 for operands
+                beyond float32) where the unit has it for these operands, else the first it has.
             scale: Format of scales inside the unit (``"e8m0"``, ``"ue4m3"``), by name; None takes the first mode.
 
         Raises:
