@@ -1,14 +1,12 @@
 """The CPU kernels against ``torch.Tensor.copy_`` of the same tensor in the same run."""
 
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fmtsim.bench.timing import bounded_threads, in_turns
 from fmtsim.quantize import quantize
 
 SIDE = 4096  # 4096 x 4096 = 16M float32 elements, 64 MB: far beyond any cache
@@ -100,35 +98,6 @@ def measure(case: Case, *, side: int = SIDE, threads: Sequence[int] = (1, 2), re
     out = torch.empty_like(x)
     seconds, copies = {}, {}
     for count in threads:
-        with _threads(count):
-            copies[count], seconds[count] = _in_turns((lambda: out.copy_(x), lambda: case.run(x, out)), repeats, count)
+        with bounded_threads(count):
+            copies[count], seconds[count] = in_turns((lambda: out.copy_(x), lambda: case.run(x, out)), repeats, count)
     return Result(case=case, elements=x.numel(), seconds=seconds, copy_seconds=copies)
-
-
-def _in_turns(actions: Sequence[Callable[[], Any]], repeats: int, threads: int) -> tuple[float, ...]:
-    """Run the actions one after the other, again and again, so that a busy machine slows all of them alike.
-
-    With several threads each timed run follows an untimed one of its own: torch's OpenMP threads spin for some
-    milliseconds after their work, and would be measured with the next action.
-    """
-    times: list[list[float]] = [[] for _ in actions]
-    for repeat in range(repeats + 1):
-        for action, taken in zip(actions, times, strict=True):
-            if threads > 1:
-                action()
-            start = time.perf_counter()
-            action()
-            if repeat:
-                taken.append(time.perf_counter() - start)
-    return tuple(statistics.median(taken) for taken in times)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Bound torch's threads, which the engine follows, for a while."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

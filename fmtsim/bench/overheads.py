@@ -69,7 +69,7 @@ class Overhead:
 
 def import_time(repeats: int = 5) -> Overhead:
     """Measure what ``import fmtsim`` adds to ``import torch``, in seconds."""
-    value = statistics.median(_in_new_process(_IMPORT) for _ in range(repeats))
+    value = statistics.median(in_new_process(_IMPORT) for _ in range(repeats))
     return Overhead(name="import fmtsim after torch", value=value, limit=0.15, unit="s")
 
 
@@ -79,8 +79,8 @@ def first_calls(repeats: int = 3) -> list[Overhead]:
     for name, call in FIRST_CALLS.items():
         with tempfile.TemporaryDirectory(prefix="fmtsim-bench-") as folder:
             code = _FIRST.format(call=call)
-            cold = _in_new_process(code, FMTSIM_CACHE_DIR=folder)
-            warm = statistics.median(_in_new_process(code, FMTSIM_CACHE_DIR=folder) for _ in range(repeats))
+            cold = in_new_process(code, FMTSIM_CACHE_DIR=folder)
+            warm = statistics.median(in_new_process(code, FMTSIM_CACHE_DIR=folder) for _ in range(repeats))
         found.append(Overhead(name=f"first call, new machine: {name}", value=cold, limit=3.0, unit="s"))
         found.append(Overhead(name=f"first call, new process: {name}", value=warm, limit=0.6, unit="s"))
     return found
@@ -90,19 +90,20 @@ def extra_memory(side: int = 4096) -> list[Overhead]:
     """Measure the peak of resident memory that ``quantize`` with ``out=`` adds to its input and output (Linux)."""
     found = []
     for name, call in MEMORY_CALLS.items():
-        value = _or_none(lambda call=call: _in_new_process(_MEMORY.format(side=side, call=call)))  # type: ignore[misc]
+        value = or_none(lambda call=call: in_new_process(_MEMORY.format(side=side, call=call)))  # type: ignore[misc]
         found.append(Overhead(name=f"extra memory with out=: {name}", value=value, limit=1.0, unit="MB"))
     return found
 
 
-def _in_new_process(code: str, **environment: str) -> float:
+def in_new_process(code: str, **environment: str) -> float:
+    """Run a program in a new Python process and return the number that it prints."""
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, **environment}
     )
     return float(run.stdout)
 
 
-def _or_none(measurement: Callable[[], float]) -> float | None:
+def or_none(measurement: Callable[[], float]) -> float | None:
     """Return None where the system lacks /proc, or forbids to reset the peak."""
     try:
         return measurement()

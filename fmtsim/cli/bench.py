@@ -1,8 +1,12 @@
-"""``fmtsim bench``: kernels against a plain copy, start-up times and extra memory, with their targets."""
+"""``fmtsim bench``: casts against a plain copy, start-up times and extra memory, with their targets.
+
+``fmtsim bench gemm`` is in bench_gemm.py.
+"""
 
 import argparse
 import fnmatch
 import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fmtsim.cli.info import processor_name
@@ -16,9 +20,14 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
+    parser.add_argument("what", nargs="?", choices=("casts", "gemm"), default="casts",
+                        help="casts against a copy, or matrix products against torch's float32 one")  # fmt: skip
     parser.add_argument("--only", default="*", metavar="PATTERN", help="measure the cases that match, such as 'e4m3*'")
     parser.add_argument("--side", type=int, default=4096, metavar="N",
-                        help="tensors are float32 [N, N] (default 4096: 16M elements)")  # fmt: skip
+                        help="casts take float32 [N, N], the memory of a product is measured for this side "
+                             "(default 4096)")  # fmt: skip
+    parser.add_argument("--shape", type=int, nargs=3, default=[512, 512, 2048], metavar=("M", "N", "K"),
+                        help="of products: [M, K] times [K, N] (default 512 512 2048)")  # fmt: skip
     parser.add_argument(
         "--threads", type=int, nargs="+", default=[1, 2], metavar="N", help="thread counts (default 1 2)"
     )
@@ -29,44 +38,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; a missed target is shown, and is no error."""
+    for name in ("side", "shape", "threads", "repeats"):
+        given = getattr(arguments, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value < 1:
+                raise ArgumentError(f"--{name} {value} is not possible; choose 1 or more")
+    if arguments.what == "gemm":
+        from fmtsim.cli import bench_gemm
+
+        return bench_gemm.run(arguments)
+    return _run_casts(arguments)
+
+
+def _run_casts(arguments: argparse.Namespace) -> int:
     from fmtsim.bench import cpu, overheads
 
-    for name in ("side", "repeats", *(f"threads {index}" for index in range(len(arguments.threads)))):
-        value = arguments.threads[int(name[8:])] if name.startswith("threads") else getattr(arguments, name)
-        if value < 1:
-            raise ArgumentError(f"--{name.split()[0]} {value} is not possible; choose 1 or more")
-    cases = [case for case in cpu.CASES if fnmatch.fnmatchcase(case.name, arguments.only)]
-    if not cases:
-        names = ", ".join(case.name for case in cpu.CASES)
-        raise ArgumentError(f"--only {arguments.only!r} matches no case; the cases are {names}")
+    cases = chosen(cpu.CASES, arguments.only)
     results = []
     for index, case in enumerate(cases):
-        _progress(f"{case.name} ({index + 1} of {len(cases)})")
+        progress(f"{case.name} ({index + 1} of {len(cases)})")
         options = {"side": arguments.side, "threads": arguments.threads, "repeats": arguments.repeats}
         results.append(cpu.measure(case, **options))
     others: list[Overhead] = []
     if not arguments.kernels_only:
-        _progress("import time")
+        progress("import time")
         others.append(overheads.import_time())
-        _progress("first calls")
+        progress("first calls")
         others += overheads.first_calls()
-        _progress("extra memory")
+        progress("extra memory")
         others += overheads.extra_memory(arguments.side)
-    _progress("")
-    machine = {"processor": processor_name(), "torch": version_of("torch"), "numba": version_of("numba")}
-    if arguments.json:
-        print_json({
-            "machine": machine, "kernels": [r.to_dict() for r in results], "overheads": [o.to_dict() for o in others]
-        })  # fmt: skip
-        return 0
-    print(f"{machine['processor']}, torch {machine['torch']}, numba {machine['numba']}\n")
-    print(_kernel_table(results))
-    if others:
-        print("\n" + _overhead_table(others))
+    progress("")
+    show(arguments, "kernels", results, others, _kernel_table)
     return 0
 
 
-def _progress(text: str) -> None:
+def chosen(cases: Sequence[Any], pattern: str) -> list[Any]:
+    """Return the cases whose names match a pattern.
+
+    Raises:
+        ArgumentError: None does; the message lists them.
+    """
+    found = [case for case in cases if fnmatch.fnmatchcase(case.name, pattern)]
+    if not found:
+        names = ", ".join(case.name for case in cases)
+        raise ArgumentError(f"--only {pattern!r} matches no case; the cases are {names}")
+    return found
+
+
+def show(
+    arguments: argparse.Namespace, key: str, results: Sequence[Any], others: "list[Overhead]",
+    table: Callable[[Any], str],
+) -> None:  # fmt: skip
+    """Print results and overheads: tables below a line that names the machine, or one JSON document."""
+    machine = {"processor": processor_name(), "torch": version_of("torch"), "numba": version_of("numba")}
+    if arguments.json:
+        records = {key: [r.to_dict() for r in results], "overheads": [o.to_dict() for o in others]}
+        print_json({"machine": machine, **records})
+        return
+    print(f"{machine['processor']}, torch {machine['torch']}, numba {machine['numba']}\n")
+    print(table(results))
+    if others:
+        print("\n" + _overhead_table(others))
+
+
+def progress(text: str) -> None:
     """Show what is being measured on one line of a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

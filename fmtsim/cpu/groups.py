@@ -98,11 +98,12 @@ def _add_groups(a, b, p, m, first, group, size, count, s, c):  # type: ignore[no
 
 
 @kernel
-def grouped(a, b, order, sums, acc, block, size, factor, unit, draw):  # type: ignore[no-untyped-def]
+def grouped(a, b, order, sums, acc, block, size, factor, unit, draw, column):  # type: ignore[no-untyped-def]
     """Run the blocks of a slab for all rows of a and the 64 columns of b.
 
     a, b: Grouped, float32 values in the layouts of operands.py, scales and exponents [group][row or column].
-    acc: float64 [rows][64], the running chains. ``size`` products make a group, ``factor`` is 1 + eps.
+    acc: float64 [rows][64], the running chains. ``size`` products make a group, ``factor`` is 1 + eps,
+    ``column`` the product's column of lane 0.
     """
     rows, pitch, count = a.rows, pitch_of(block), block // size
     raw, buffer = np.empty(rows * LANES, np.float64), np.empty(2 * LANES, np.uint32)
@@ -119,6 +120,6 @@ def grouped(a, b, order, sums, acc, block, size, factor, unit, draw):  # type: i
             s = _add_groups(a, b, place + m * step, m, first, group, size, count, fma(c, eps, constant), c)
             store(raw, m * LANES, fsub(s, constant))
         set_rounding(NEAREST_EVEN)
-        round_rows(raw, index, acc, unit, draw, buffer)
+        round_rows(raw, index, acc, unit, draw, column, buffer)
         if order.ends[index]:
             end_block(acc, order, index, rows, sums)

@@ -59,13 +59,12 @@ class Unit(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Where stochastic rounding takes its words: key, first block, and the product's rows and columns in elements."""
+    """Where stochastic rounding takes its words: key, first block and row of a tile, and the product's size."""
 
     key: tuple[np.uint32, np.uint32, np.uint32, np.uint32]
     bits: int
     block: int
     row: int
-    column: int
     rows: int
     columns: int
 
@@ -139,12 +138,12 @@ def _words_at(place, draw, buffer):  # type: ignore[no-untyped-def]
 
 
 @device
-def round_rows(sums, index, acc, unit, draw, buffer):  # type: ignore[no-untyped-def]
+def round_rows(sums, index, acc, unit, draw, column, buffer):  # type: ignore[no-untyped-def]
     """Round the sums of all rows to the accumulator; Inf stays what it is."""
     words, infinity = splat(np.int64(0)), splat(np.float64(np.inf))
     for m in range(sums.size // LANES):
         if unit.mode == STOCHASTIC:
-            place = ((draw.block + index) * draw.rows + draw.row + m) * draw.columns + draw.column
+            place = ((draw.block + index) * draw.rows + draw.row + m) * draw.columns + column
             words = _words_at(place, draw, buffer)
         c = load(acc, m * LANES)
         rounded = round_lanes(load(sums, m * LANES), unit.mode, unit.grid, words, draw.bits)
@@ -152,10 +151,11 @@ def round_rows(sums, index, acc, unit, draw, buffer):  # type: ignore[no-untyped
 
 
 @kernel
-def wide(a, b, order, sums, acc, block, unit, draw):  # type: ignore[no-untyped-def]
+def wide(a, b, order, sums, acc, block, unit, draw, column):  # type: ignore[no-untyped-def]
     """Run the blocks of a slab for all rows of a and the 64 columns of b.
 
     a, b: Rows and Panel with float64 values and exponents in 16 bits. acc: float64 [rows][64], the running chains.
+    ``column`` is the product's column of lane 0.
     """
     rows = a.top.size
     raw, buffer = np.empty(rows * LANES, np.float64), np.empty(2 * LANES, np.uint32)
@@ -166,6 +166,6 @@ def wide(a, b, order, sums, acc, block, unit, draw):  # type: ignore[no-untyped-
             set_rounding(TOWARD_ZERO)
             _floors(a, b, index, acc, block, unit, raw)
             set_rounding(NEAREST_EVEN)
-        round_rows(raw, index, acc, unit, draw, buffer)
+        round_rows(raw, index, acc, unit, draw, column, buffer)
         if order.ends[index]:
             end_block(acc, order, index, rows, sums)

@@ -37,9 +37,11 @@ class AlignedUnit:
         headroom = 4 if datapath.scale else 2
         if datapath.group > 1:
             top, bottom = product_range(a, b)
-            headroom = 2 + max(0, top + datapath.group.bit_length())
-            product_bits = top - bottom + datapath.group.bit_length() + scale_bits
-        sum_bits = datapath.fraction_bits + headroom + longest.bit_length() + 1
+            more = (datapath.group - 1).bit_length()
+            headroom = 2 + max(0, top + more)
+            product_bits = top - bottom + more + scale_bits
+        terms = -(-longest // datapath.group)
+        sum_bits = datapath.fraction_bits + headroom + terms.bit_length()  # the running sum is one term more
         return max(product_bits, sum_bits) <= 53 and within_range(datapath, a, b)
 
     def step(self, pieces: Sequence[Rows], state: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
@@ -49,7 +51,8 @@ class AlignedUnit:
         top = exponents(state, path.accumulator.min_exponent)
         for a, b in loaded or map(load, pieces):
             top = torch.maximum(top, (a.exponent + b.exponent).amax(0))
-        top = top.to(torch.int64).clamp(max(-SAFE, path.min_exponent or -SAFE), SAFE)
+        lowest = -SAFE if path.min_exponent is None else path.min_exponent
+        top = top.to(torch.int64).clamp(lowest, SAFE)
         assert path.fraction_bits is not None
         unit = power_of_two(path.fraction_bits - top)  # its inverse is the weight of the last bit kept
         total = integral(state * unit, path.term_rounding)

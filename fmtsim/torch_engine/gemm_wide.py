@@ -30,6 +30,7 @@ from fmtsim.torch_engine.gemm_limbs import (
 from fmtsim.torch_engine.gemm_operands import ZERO_EXPONENT, Rows, Signs, cleaned, exact
 
 _ZERO = -3000  # exponents below this are those of zeros, see parts_of
+_WIDEST = 6000  # more bits than lie between the largest and the smallest products of float64 numbers, times scales
 _APART = 160  # more than twice the bits of a float64 significand and the random bits below it
 
 
@@ -44,8 +45,11 @@ class WideUnit:
     ) -> None:
         self.datapath = datapath
         self.span = -(-SPAN // datapath.group) * datapath.group
-        self._formats, self._scaled = (a, b), datapath.scale is not None
-        self._pair = datapath.fraction_bits is None and longest == 1 and datapath.group == 1
+        self._formats = a, b
+        bits = datapath.fraction_bits
+        keeps_all = bits is None or bits - max(datapath.min_exponent or 0, 0) > _WIDEST
+        self._fraction_bits = None if keeps_all else bits
+        self._pair = keeps_all and longest == 1 and datapath.group == 1
         top, bottom = self._range()
         more = longest.bit_length() + 2
         accumulator = addend or datapath.accumulator
@@ -56,8 +60,8 @@ class WideUnit:
             self._group_limbs = (top - bottom + datapath.group.bit_length()) // WIDTH + self._product_digits() + 3
         self._digits = max(self._product_digits(), accumulator.mantissa_bits // WIDTH + 1, self._group_limbs)
         self._floor = self._digits + 2  # limbs below the place where the sum begins
-        if datapath.fraction_bits is not None:
-            bits = datapath.fraction_bits + 4 + more + (max(0, top) + datapath.group if datapath.group > 1 else 0)
+        if self._fraction_bits is not None:
+            bits = self._fraction_bits + 4 + more + (max(0, top) + datapath.group if datapath.group > 1 else 0)
         elif self._pair:
             bits = _APART + WIDTH * self._digits
         else:
@@ -105,17 +109,16 @@ class WideUnit:
     def _begin(self, pieces: Sequence[Rows], addend: torch.Tensor) -> tuple[torch.Tensor | int, str | None]:
         """Return the exponent at which the sum begins, and how terms are rounded there (None: they need not be)."""
         path = self.datapath
-        if path.fraction_bits is None and not self._pair:
-            return self._base, None
         if self._pair:
             return torch.maximum(addend[0], self._largest(pieces[0], bounded=False)) - _APART, "to_odd"
+        if self._fraction_bits is None:
+            return self._base, None
         top = _bounded(addend[0], path.accumulator.min_exponent)
         for piece in pieces:
             top = torch.maximum(top, self._largest(piece, bounded=True))
         if path.min_exponent is not None:
             top = top.clamp(min=path.min_exponent)
-        assert path.fraction_bits is not None
-        return top - path.fraction_bits, path.term_rounding
+        return top - self._fraction_bits, path.term_rounding
 
     def _add(self, sums: Limbs, terms: Number, base: torch.Tensor | int, mode: str | None) -> None:
         place = terms.lowest - base

@@ -182,7 +182,7 @@ def plans(draw, every: int | None, floats: bool = True) -> GemmPlan:
     if k_tile is None:
         promote = pick(None, every or 24)
         return GemmPlan(promote_every=promote, scaled_promotion=floats and promote is not None and pick(False, True))
-    owner = pick("contiguous", "interleaved")
+    owner, reduce = pick("contiguous", "interleaved"), pick("serial", "pairwise")
     return GemmPlan(
         k_tile=k_tile,
         split=pick(1, 2, 3, 5),
@@ -191,9 +191,9 @@ def plans(draw, every: int | None, floats: bool = True) -> GemmPlan:
         residue_first=pick(False, False, True),
         instruction_k=pick(None, None, 8),
         promote_every=pick(None, None, every or 24),
-        reduce=pick("serial", "pairwise"),
+        reduce=reduce,
         partial=partial,
-        round_trip=partial is not None and pick(False, True),
+        round_trip=partial is not None and reduce == "serial" and pick(False, True),
     )
 
 
@@ -236,6 +236,14 @@ def test_many_products(case):
     check_drawn(case)
 
 
+@pytest.mark.xfail(strict=True, reason="sums.reduce_parts and precise._reduce do not round the sums of pairs")
+def test_pairs_of_parts_make_a_round_trip_too():
+    plan = GemmPlan(k_tile=1, split=4, partial="bf16", reduce="pairwise", round_trip=True)
+    # RN(1 + 1.5 x 2^-8) = 1 + 2^-7, and with -2^-9 that is again 1 + 2^-7; without the first rounding it is 1
+    a = torch.tensor([[1.0, 0.0, 1.5 * 2.0**-8, -(2.0**-9)]])
+    check(a, torch.ones(1, 4), spec_of(Datapath(), "fp32", plan=plan))
+
+
 # Shapes, layouts, slabs, threads.
 
 
@@ -244,7 +252,7 @@ EIGHT = Datapath(block=32, fraction_bits=13, accumulator=E8M13)
 UNITS = {  # for each kernel: unit, format, kind
     "floor32": (EIGHT, "e4m3", "normal"),
     "floor64": (HALF, "bf16", "normal"),
-    "wide": (replace(HALF, rounding="nearest_even"), "bf16", "wide"),
+    "wide": (replace(HALF, rounding="nearest_even"), "bf16", "narrow"),
     "grouped": (get_unit("blackwell.tcgen05.nvf4").mode("e2m1", "e2m1"), "e2m1", "normal"),
     "precise": (replace(HALF, fraction_bits=None, block=4), "bf16", "normal"),
     "chains": (get_unit("fp32_fma").mode("bf16", "bf16"), "bf16", "normal"),

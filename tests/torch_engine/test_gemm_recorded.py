@@ -115,26 +115,21 @@ def test_a_wrong_unit_is_seen():
 
 
 @needs_golden
-@pytest.mark.parametrize("name, clamp", [("bf16_fp32", -133), ("tf32_fp32", -133), ("fp16_fp16", -21)])
-def test_the_lower_bound_of_the_alignment(name, clamp):
-    """The probes were recorded as text: expect_Hopper_clamp* is what each bound predicts, and these bounds were seen."""
-    data = numpy.load(SHARED / "golden" / f"probe_minexp_{name}.npz")
-    operand, out = name.split("_")
-    block = data["a"].shape[1] if operand == "tf32" else 16
-    for bound in (clamp, -126 if operand != "fp16" else None):
-        unit = Datapath(block=block, min_exponent=bound)
-        if out == "fp16":
-            unit = replace(unit, accumulator=FP16, rounding=NEAREST_EVEN)
-        key = f"expect_Hopper_clamp{bound}"
-        if key not in data.files:
-            continue
-        a, b = (tensor(data[side], DTYPES[operand]).t() for side in "ab")
-        c = exact(tensor(data["c"], torch.float32))
-        spec = GemmSpec(datapath=unit, plan=GemmPlan(), a=get_format(operand), b=get_format(operand))
-        sums = Summation(spec, unit_of(spec, len(a)), len(a))(Rows(a, b, finite=False), c, lambda t: None)
-        got = narrow(sums, torch.float16 if out == "fp16" else torch.float32)
-        expected = tensor(data[key], got.dtype)
-        assert torch.equal(got.double(), expected.double())
+@pytest.mark.parametrize("operand, out, bound", [("bf16", "fp32", -133), ("tf32", "fp32", -133), ("fp16", "fp16", -21)])
+def test_the_lower_bound_of_the_alignment(operand, out, bound):
+    """The probes hold what each bound predicts; the H200 gave the results of these bounds, but for one of tf32."""
+    data = numpy.load(SHARED / "golden" / f"probe_minexp_{operand}_{out}.npz")
+    dtype = torch.float16 if out == "fp16" else torch.float32
+    unit = Datapath(block=data["a"].shape[1], min_exponent=bound)
+    if out == "fp16":
+        unit = replace(unit, accumulator=FP16, rounding=NEAREST_EVEN)
+    a, b = (tensor(data[side], DTYPES[operand]).t() for side in "ab")
+    spec = GemmSpec(datapath=unit, plan=GemmPlan(), a=get_format(operand), b=get_format(operand))
+    summation = Summation(spec, unit_of(spec, len(a)), len(a))
+    got = narrow(summation(Rows(a, b, finite=False), exact(tensor(data["c"], dtype)), lambda block: None), dtype)
+    keys = [key for key in data.files if key.startswith("expect_Hopper")]
+    equal = {key: torch.equal(exact(got), exact(tensor(data[key], dtype))) for key in keys}
+    assert [key for key in keys if equal[key]] == [f"expect_Hopper_clamp{bound}"], equal
 
 
 def golden_calls(name: str) -> list[tuple[dict, dict[str, numpy.ndarray]]]:

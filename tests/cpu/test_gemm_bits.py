@@ -1,0 +1,414 @@
+"""Hard numbers for fused units on the CPU engine: every code, cancellation, wide exponents, and which kernel ran."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import fmtsim.cpu.chains
+import fmtsim.cpu.fused
+import fmtsim.cpu.integers
+import fmtsim.cpu.remaining
+import fmtsim.cpu.stages
+import fmtsim.cpu.tiles
+import fmtsim.torch_engine
+from fmtsim import GemmPlan, get_format, get_unit
+from fmtsim.cpu.gemm import supports_gemm
+from fmtsim.cpu.panels import Constants, State
+from fmtsim.cpu.sums import Sums
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.gemm.datapath import TERM_ROUNDINGS, Datapath
+from fmtsim.gemm.operator import sum_dtype
+from fmtsim.rounding.modes import MODES
+from tests.cpu.test_gemm import (
+    DTYPES,
+    E8M13,
+    EIGHT,
+    HALF,
+    UNITS,
+    check,
+    one_thread,
+    operand,
+    paths,
+    product,
+    setting,
+    spec_of,
+)
+from tests.gemm.products import same
+
+__all__ = ["one_thread"]  # a fixture
+
+FUSED, TILES, CHAINS, STAGES = fmtsim.cpu.fused, fmtsim.cpu.tiles, fmtsim.cpu.chains, fmtsim.cpu.stages
+KERNELS = {  # for each path, the kernel by which it is entered
+    "floor32": (TILES, "floor_panels"),
+    "floor64": (TILES, "floor_panels"),
+    "wide": (TILES, "wide_panels"),
+    "grouped": (TILES, "group_panels"),
+    "precise": (fmtsim.cpu.remaining, "precise"),
+    "chains": (CHAINS, "multiply_add"),
+    "two_stage": (STAGES, "two_stage"),
+    "pairwise": (STAGES, "pairwise"),
+    "integers": (fmtsim.cpu.integers, "add_integers"),
+}
+E8M30 = FloatFormat(name="e8m30", exponent_bits=8, mantissa_bits=30)
+EXACT = get_unit("exact").mode("fp32", "fp32")
+INF, NAN = torch.inf, torch.nan
+
+
+@pytest.fixture
+def taken(monkeypatch) -> Counter:
+    """Count how many panels each kernel of fused products computes, slab by slab, and how often the others run."""
+    counts: Counter = Counter()
+
+    def counted(name, kernel):
+        def run(*args):
+            kernel(*args)
+            if name == "floor_panels":
+                single = next(x for x in args if isinstance(x, Constants)).mask.itemsize == 4
+                counts["floor32" if single else "floor64"] += int(args[-1][args[4] : args[5]].sum())
+            elif name == "wide":
+                counts[name] += int((~args[-1][args[4] : args[5]]).sum())
+            else:
+                counts[name] += 1
+
+        return run
+
+    named = {attribute: (module, path) for path, (module, attribute) in KERNELS.items()}
+    for attribute, (module, path) in named.items():
+        name = attribute if attribute == "floor_panels" else path
+        monkeypatch.setattr(module, attribute, counted(name, getattr(module, attribute)))
+    return counts
+
+
+def f32(*rows) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float32)
+
+
+def against_torch(a, b, spec, **rest) -> None:
+    """Compare with the other engine, where the oracle would take too long."""
+    expected = torch.empty(a.shape[0], b.shape[0], dtype=sum_dtype(spec.datapath))
+    arguments = [rest.get(name) for name in ("c", "scale_a", "scale_b")]
+    fmtsim.torch_engine.gemm(a, b, *arguments, spec, rest.get("random"), expected)
+    same(product(a, b, spec, **rest), expected)
+
+
+# Which kernel runs, and errors planted in each.
+
+
+@paths
+def test_each_kernel_runs_where_it_should(path, taken):
+    a, b, spec, scale_a, scale_b = setting(path, 3, 5, 40)
+    check(a, b, spec, scale_a=scale_a, scale_b=scale_b)
+    assert set(+taken) == {path}
+
+
+@paths
+def test_a_bit_planted_in_a_kernel_is_seen(path, monkeypatch):
+    module, attribute = KERNELS[path]
+    kernel = getattr(module, attribute)
+
+    def planted(*args):
+        kernel(*args)
+        sums = next((x for x in args if isinstance(x, Sums | State)), None)
+        kept = args[-1].reshape(-1) if sums is None else sums.parts.reshape(-1)
+        kept[0] = kept[0] + 1 if kept.dtype == np.int32 else np.nextafter(np.float32(kept[0]), np.float32(np.inf))
+
+    monkeypatch.setattr(module, attribute, planted)
+    a, b, spec, scale_a, scale_b = setting(path, 1, 1, 16)
+    with pytest.raises(AssertionError, match="1 of 1 differ"):
+        check(a, b, spec, scale_a=scale_a, scale_b=scale_b)
+
+
+@pytest.mark.parametrize("path", ["floor32", "floor64"])
+@pytest.mark.parametrize("fault", ["factor", "mask", "exponent"])
+def test_faults_of_the_floor_kernels_are_seen(path, fault, monkeypatch):
+    real = FUSED.fast_path
+
+    def faulty(*args):
+        fast = real(*args)
+        if fault == "factor":  # without 1 + eps whole negative products are cut twice
+            return fast._replace(factor=type(fast.factor)(1))
+        if fault == "mask":  # one bit less of the accumulator
+            return fast._replace(mask=type(fast.mask)(fast.mask << 1))
+        return fast._replace(floor_byte=np.int8(-1))  # every block seems to have a large product
+
+    monkeypatch.setattr(FUSED, "fast_path", faulty)
+    a, b, spec, _, _ = setting(path, 4, 64, 64)
+    with pytest.raises(AssertionError, match="differ"):
+        check(a, b, spec)
+
+
+@pytest.mark.parametrize("fault", ["factor", "fraction_bits", "lowest", "terms"])
+def test_faults_of_the_wide_kernel_are_seen(fault, monkeypatch):
+    real = FUSED.wide_unit
+
+    def faulty(*args):
+        unit = real(*args)
+        wrong = {"factor": np.float64(1), "fraction_bits": 24, "lowest": np.int32(40), "terms": FUSED.FLOOR}[fault]
+        return unit._replace(**{fault: wrong})
+
+    unit = replace(HALF, rounding="nearest_even", min_exponent=None)
+    a, b = operand("bf16", 4, 64, "narrow", 1), operand("bf16", 20, 64, "narrow", 2)
+    check(a, b, spec_of(unit, "bf16"))
+    monkeypatch.setattr(FUSED, "wide_unit", faulty)
+    with pytest.raises(AssertionError, match="differ"):
+        check(a, b, spec_of(unit, "bf16"))
+
+
+def test_without_its_limits_the_floor_kernel_would_be_wrong(monkeypatch):
+    tiny = operand("bf16", 4, 64, "normal", 1) * 2.0**-70
+    huge = f32([3e38, 3e38, -3e38, -3e38]).bfloat16(), f32([1.0, 1.0, 1.0, 1.0]).bfloat16()  # Inf half way
+    cases = [(tiny, tiny, spec_of(HALF, "bf16")), (*huge, spec_of(replace(HALF, block=2), "bf16"))]
+    for case in cases:
+        check(*case)
+    real = FUSED.fast_path
+    monkeypatch.setattr(FUSED, "fast_path", lambda *args: real(*args)._replace(smallest=-(1 << 20), largest=1 << 20))
+    for case in cases:
+        with pytest.raises(AssertionError, match="differ"):
+            check(*case)
+
+
+@pytest.mark.parametrize(
+    ("unit", "fmt", "kind", "kernels"),
+    [
+        (HALF, "fp16", "wide", {"floor64"}),
+        (HALF, "bf16", "special", {"floor64", "precise"}),  # what has an Inf goes one by one
+        (HALF, "tf32", "narrow", {"floor64"}),
+        (replace(HALF, accumulator="fp16", rounding="nearest_even"), "fp16", "normal", {"wide"}),
+        (EIGHT, "e5m2", "normal", {"floor32"}),
+        (replace(EIGHT, fraction_bits=25), "e4m3", "normal", {"floor64"}),
+        (replace(EIGHT, term_rounding="nearest_even"), "e4m3", "normal", {"wide"}),
+        (replace(HALF, signed_zero=True), "bf16", "normal", {"precise"}),
+        (replace(HALF, fraction_bits=48), "bf16", "normal", {"precise"}),
+        (replace(HALF, block=None, fraction_bits=20), "bf16", "normal", {"precise"}),
+        (EXACT, "bf16", "normal", {"precise"}),
+    ],
+)
+def test_kernels_of_fused_units(unit, fmt, kind, kernels, taken):
+    check(operand(fmt, 3, 70, kind, 1), operand(fmt, 5, 70, kind, 2), spec_of(unit, fmt))
+    assert set(+taken) == kernels
+
+
+# Every code, and patterns of sign, exponent and significand.
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("unit", ["hopper.wgmma", "hopper.mma", "blackwell.tcgen05"])
+def test_all_codes_against_all(fmt, unit):
+    codes = torch.arange(256, dtype=torch.uint8)
+    a, b = codes[:, None].repeat(1, 3), codes[:, None].repeat(1, 3)
+    a[:, 1], b[:, 1] = 0x38, codes.roll(77)
+    a[:, 2], b[:, 2] = codes.roll(1), 0xA1
+    a, b = a.view(DTYPES[fmt]), b.view(DTYPES[fmt])
+    for accumulate in ("fp32", "fp16"):
+        spec = spec_of(get_unit(unit).mode(fmt, fmt, accumulate), fmt)
+        check(a[::17, :1], b[::3, :1], spec)
+        check(a[5::31], b[1::7], spec)
+        against_torch(a, b, spec)
+
+
+def patterns(name: str) -> torch.Tensor:
+    """Return values at both ends of a format's range and around 1, with significands of few and of many bits."""
+    fmt = get_format(name)
+    exponents = {fmt.min_exponent, fmt.min_exponent + 1, -13, -1, 0, 1, 12, fmt.max_exponent - 1, fmt.max_exponent}
+    ulp = 2.0**-fmt.mantissa_bits
+    significands = (1.0, 1 + ulp, 2 - ulp, 1.5, 1 + ulp * int(0.67 / ulp))
+    values = [s * m * 2.0**e for e in sorted(exponents) for m in significands for s in (1, -1)]
+    values = [v for v in values if abs(v) <= fmt.max]
+    low = [s * fmt.min_subnormal * n for n in (0, 1, 2, 3) for s in (1.0, -1.0)]
+    return torch.tensor(values + low, dtype=torch.float64).to(DTYPES.get(name, torch.float32))
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp16", "tf32", "e4m3", "e5m2"])
+@pytest.mark.parametrize("unit", ["half", "nearest", "short", "exact"])
+def test_patterns_against_patterns(fmt, unit):
+    path = {"half": HALF, "short": replace(HALF, fraction_bits=13, accumulator=E8M13), "exact": EXACT}.get(
+        unit, replace(HALF, rounding="nearest_even", term_rounding="nearest_even", accumulator="fp16")
+    )
+    table, generator = patterns(fmt), torch.Generator().manual_seed(3)
+    a, b = (table[torch.randint(0, len(table), (rows, 37), generator=generator)] for rows in (5, 7))
+    check(a, b, spec_of(path, fmt))
+    b[:, 1::2] = b[:, ::2][:, :18]  # pairs that cancel but for a few
+    a[:, 1::2] = (-a[:, ::2][:, :18].float()).to(a.dtype)
+    a[:, 5] = table[7]
+    check(a, b, spec_of(path, fmt))
+    check(a[:2], b[:2], spec_of(path, fmt), c=f32([1.0, -(2.0**-24)], [2.0**-14, 0.0]))
+
+
+def short_units(terms: str, mode: str) -> list[Datapath]:
+    """Return units whose fractions and sums are so short that halfway cases are common."""
+    two_bits = FloatFormat(name="e8m2", exponent_bits=8, mantissa_bits=2)
+    return [
+        Datapath(block=4, fraction_bits=bits, term_rounding=terms, rounding=mode, accumulator=fmt)
+        for bits, fmt in ((2, E8M13), (3, two_bits))
+    ]
+
+
+def small_integers(factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randint(-15, 16, (rows, 12), generator=generator) * 2.0**-3 for rows in (4, 9))
+    return (a * factor).bfloat16(), b.bfloat16()
+
+
+@pytest.mark.parametrize("mode", MODES[:-1])
+@pytest.mark.parametrize("terms", TERM_ROUNDINGS)
+def test_ties_of_terms_and_sums(mode, terms):
+    for unit in short_units(terms, mode):
+        check(*small_integers(1.0), spec_of(unit, "bf16"))
+        check(*small_integers(1.0), spec_of(replace(unit, signed_zero=True), "bf16"))
+
+
+LIMIT = pytest.mark.xfail(strict=True, reason="fused._limits lets sums below the normal range decide the alignment")
+
+
+@pytest.mark.parametrize(
+    ("mode", "terms"),
+    [
+        pytest.param(mode, terms, marks=LIMIT if mode == terms == "toward_zero" else ())
+        for mode in MODES[:-1]
+        for terms in TERM_ROUNDINGS
+    ],
+)
+def test_ties_below_the_normal_range(mode, terms):
+    for unit in short_units(terms, mode):
+        check(*small_integers(2.0**-126), spec_of(unit, "bf16"))
+        check(*small_integers(2.0**-126), spec_of(replace(unit, signed_zero=True), "bf16"))
+
+
+@LIMIT
+def test_a_subnormal_sum_has_the_exponent_of_the_smallest_normal():
+    unit = Datapath(block=1, fraction_bits=2, accumulator=E8M13)
+    a, b = torch.full((1, 2), 2.0**-126), f32([0.5, 1.75 * 2.0**-3])  # 2^-127, with exponent -126, cuts 1.75 x 2^-129
+    check(a, b, spec_of(unit, "fp32"))
+
+
+# Exponents too far apart for bytes, and sums at the ends of the accumulator.
+
+
+def spread(k: int, *places: tuple[slice, float], rows: int = 2, seed: int = 1) -> torch.Tensor:
+    x = operand("bf16", rows, k, "normal", seed)
+    for where, factor in places:
+        x[:, where] *= factor
+    return x
+
+
+@pytest.mark.parametrize("apart", [50, 62, 63, 64, 65, 120])
+def test_spans_of_a_row(apart, taken):
+    a, b = spread(32, (slice(0, 8), 2.0**apart)), spread(32, rows=3, seed=2)
+    check(a, b, spec_of(HALF, "bf16"))
+    check(b, a, spec_of(HALF, "bf16"))
+    assert (taken["floor64"] > 0) == (apart < 60) and (taken["wide"] > 0) == (apart > 60)
+
+
+def test_spans_in_one_slab_only(taken):
+    k, wide = 2048 + 64, slice(2060, 2070)
+    a, b = spread(k, (wide, 2.0**80), rows=1), spread(k, rows=1, seed=2)
+    check(a, b, spec_of(HALF, "bf16"))
+    assert taken == {"floor64": 1, "wide": 1}
+    a = spread(k, (wide, 2.0**-80), rows=1)  # small ones, which the sum of the first slab cuts away
+    check(b, a, spec_of(HALF, "bf16"))
+    first = spread(k, (slice(0, 16), 2.0**80), rows=1)
+    check(first, b, spec_of(HALF, "bf16"))
+    assert taken == {"floor64": 3, "wide": 3}
+
+
+@pytest.mark.parametrize(("before", "after"), [(-60, 55), (55, -60), (-60, -60), (55, 55)])
+def test_slabs_far_from_each_other(before, after):
+    k, half = 2048 + 48, slice(0, 2048)
+    for signed in (1.0, -1.0):  # sums that grow, or mixed ones
+        a = spread(k, (half, 2.0**before), (slice(2048, k), 2.0**after), rows=1)
+        b = spread(k, (half, 2.0**before), (slice(2048, k), 2.0**after), rows=1, seed=2)
+        if signed > 0:
+            a, b = a.abs(), b.abs()
+        check(a, b, spec_of(HALF, "bf16"))
+
+
+@pytest.mark.parametrize("unit", [HALF, replace(HALF, rounding="nearest_even"), EXACT])
+@pytest.mark.parametrize("exponent", [-149, -140, -126, -120, -101, 120, 126, 127])
+def test_sums_at_the_ends_of_float32(unit, exponent):
+    a, b = operand("bf16", 3, 40, "normal", exponent + 200), operand("bf16", 5, 40, "narrow", 2)
+    down = exponent // 2
+    for x, y in ((a * 2.0**down, b * 2.0 ** (exponent - down)), (a.abs() * 2.0**down, b.abs() * 2.0**-down)):
+        check(x, y, spec_of(unit, "bf16"))
+        check(x.abs(), y.abs(), spec_of(unit, "bf16"))  # the chain overflows on the way
+    check(a * 2.0**down, b * 2.0 ** (exponent - down), spec_of(unit, "bf16", plan=GemmPlan(promote_every=8)))
+
+
+def test_inf_on_the_way_stays():
+    a, b = f32([3e38, 3e38, -3e38, -3e38]), f32([1.0, 1.0, 1.0, 1.0])
+    for unit in (HALF, replace(HALF, block=1), replace(HALF, block=2), replace(HALF, block=2, rounding="down"), EXACT):
+        check(a, b, spec_of(unit, "fp32"))
+        check(a.fill_(2.0**127), b, spec_of(unit, "fp32"), c=f32([-INF]))
+
+
+# NaN, Inf and zeros.
+
+
+@pytest.mark.parametrize("path", [name for name in UNITS if name not in ("integers", "grouped")])
+def test_rows_and_columns_of_nan_and_inf(path):
+    a, b, spec, _, _ = setting(path, 6, 67, 33)
+    if spec.a.infinities:
+        a[1, 3], a[2, 30], b[4, 3], b[5, 30] = INF, -INF, -INF, INF
+        a[2, 3], b[66, 0], b[6, 3] = 0, INF, 0
+    clean = product(a, b, spec)
+    a[4, 7], b[65, 32] = NAN, NAN
+    check(a, b, spec)
+    got = product(a, b, spec)
+    assert (
+        (got.view(torch.int32)[got.isnan()] == 0x7FFFFFFF).all() and got[4].isnan().all() and got[:, 65].isnan().all()
+    )
+    others = [row for row in range(6) if row != 4]
+    same(got[others][:, :65], clean[others][:, :65])
+
+
+@pytest.mark.parametrize("c", [0.0, -0.0, 1.0, -1.0, INF, -INF, NAN])
+@pytest.mark.parametrize("signed_zero", [False, True])
+@pytest.mark.parametrize("unit", [HALF, replace(HALF, rounding="down"), replace(HALF, promote_every=4)])
+def test_zeros_and_special_addends(unit, signed_zero, c):
+    unit = replace(unit, signed_zero=signed_zero)
+    rows = [[0.0, -0.0], [-0.0, -0.0], [1.0, -1.0], [-1.0, 1.0], [2.0**-100, 0.0], [INF, 0.0], [NAN, 1.0]]
+    a, b = f32(*rows), f32([1.0, 1.0], [-1.0, -1.0], [0.0, 0.0], [-0.0, 0.0], [2.0**-100, 2.0**-60])
+    given = torch.full((len(a), len(b)), c)
+    check(a, b, spec_of(unit, "fp32"), c=given)
+    given[0, 0] = 0.5
+    check(a, b, spec_of(unit, "fp32", plan=GemmPlan(k_tile=1, split=2, partial="fp16")), c=given)
+
+
+# What the engine leaves to others.
+
+
+@pytest.mark.parametrize(
+    ("unit", "plan"),
+    [
+        (replace(HALF, promote_every=4, promotion="bf16"), GemmPlan()),
+        (replace(HALF, promote_every=4, promotion="fp64"), GemmPlan(k_tile=4, split=2)),
+        (replace(HALF, accumulator="fp64"), GemmPlan(promote_every=4)),
+        (replace(HALF, accumulator="fp64"), GemmPlan(promote_every=4, scaled_promotion=True)),
+        (replace(HALF, accumulator=E8M30), GemmPlan(k_tile=4, split=2)),
+        (replace(HALF, scale="e8m0", scale_block=16), GemmPlan(promote_every=16, scaled_promotion=True)),
+        (replace(HALF, accumulator="e4m3"), GemmPlan()),
+        (HALF, GemmPlan(partial="e4m3")),
+        (replace(HALF, fraction_bits=55), GemmPlan()),
+    ],
+)
+def test_sums_that_would_be_rounded_twice_go_elsewhere(unit, plan):
+    x = operand("bf16", 1, 8, "normal", 1)
+    assert not supports_gemm(spec_of(unit, "bf16", plan=plan), x, x)
+    assert supports_gemm(spec_of(HALF, "bf16", plan=GemmPlan(promote_every=4, scaled_promotion=True)), x, x)
+
+
+def test_doubles_go_elsewhere_unless_their_format_fits_float32():
+    x = operand("bf16", 2, 20, "normal", 1)
+    assert not supports_gemm(spec_of(HALF, "fp64"), x.double(), x.double())
+    assert not supports_gemm(spec_of(EXACT, "fp64"), x.double(), x.double())
+    for unit in (HALF, EXACT, replace(HALF, accumulator="fp64")):
+        check(x.double(), x.double(), spec_of(unit, "bf16"))
+
+
+@pytest.mark.xfail(strict=True, reason="precise._special multiplies the scales of a product in float32")
+def test_scales_whose_product_is_beyond_float32():
+    unit = replace(HALF, scale="e8m0", scale_block=16, signed_zero=True)
+    check(f32([2.0**-9, 0.0]), f32([2.0**-9, -1.0]), spec_of(unit, "e4m3"), scale_a=f32([2.0**70]),
+          scale_b=f32([2.0**64]))  # fmt: skip
