@@ -18,6 +18,7 @@ from fmtsim.gemm.scaled import scaled_mm
 from fmtsim.quantize import encode, quantize
 
 SHAPE = (512, 512, 2048)
+_BURST = 32  # float32 products at most between two runs of a case
 Shape = tuple[int, int, int]
 Scaling = Literal["none", "mx", "nvfp4", "block_128"]
 
@@ -228,6 +229,9 @@ class Result:
 def measure(case: Case, *, shape: Shape = SHAPE, threads: Sequence[int] = (1, 2), repeats: int = 9) -> Result:
     """Time a case, torch's float32 product and the plain case, if it has one, in turns, and take the medians.
 
+    The float32 product is repeated until it takes about as long as the case: what else runs on the machine interrupts
+    both equally often.
+
     Args:
         case: What to run.
         shape: M, N and K.
@@ -235,14 +239,23 @@ def measure(case: Case, *, shape: Shape = SHAPE, threads: Sequence[int] = (1, 2)
         repeats: Timed runs of each, after one that compiles the kernel and touches the pages.
     """
     shape = case.shape(shape)
-    actions = [sgemm_of(shape), product_of(case, shape)]
-    if case.plain is not None:
-        actions += [actions[0], product_of(case_named(case.plain), shape)]
-    seconds, sgemm, plain = {}, {}, {}
+    sgemm, product = sgemm_of(shape), product_of(case, shape)
+    others = [] if case.plain is None else [product_of(case_named(case.plain), shape)]
+    seconds, sgemm_seconds, plain_seconds = {}, {}, {}
     for count in threads:
         with bounded_threads(count):
-            taken = in_turns(actions, repeats, count)
-        sgemm[count], seconds[count] = taken[:2]
-        if case.plain is not None:
-            plain[count] = taken[3]
-    return Result(case=case, shape=shape, seconds=seconds, sgemm_seconds=sgemm, plain_seconds=plain)
+            once = in_turns((sgemm, product), 1, count)
+            burst = min(max(round(once[1] / once[0]), 1), _BURST)
+            taken = in_turns((_times(sgemm, burst), product, *others), repeats, count)
+        sgemm_seconds[count], seconds[count] = taken[0] / burst, taken[1]
+        if others:
+            plain_seconds[count] = taken[2]
+    return Result(case=case, shape=shape, seconds=seconds, sgemm_seconds=sgemm_seconds, plain_seconds=plain_seconds)
+
+
+def _times(action: Callable[[], Any], count: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(count):
+            action()
+
+    return run

@@ -10,6 +10,7 @@ from fmtsim.errors import FormatError
 from fmtsim.formats.block import FP32, BlockFormat, Format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.call import Scaling
+from fmtsim.gemm.datapath import Arithmetic, Datapath
 from fmtsim.gemm.operands import OperandFormat, operand_format, own_dtype
 from fmtsim.ops import CastSpec, EncodedParts
 from fmtsim.quantize import encode_parts, quantize
@@ -76,6 +77,21 @@ def product_kind(a: Scaling, b: Scaling) -> Scaling:
         return a if a == b else "row" if "row" in (a, b) else "tensor"
     names = ("no scales" if kind == "none" else f"{kind} scales" for kind in (a, b))
     raise FormatError(f"no unit multiplies an operand with {' by one with '.join(names)}; give both the same")
+
+
+def check_unit_scales(path: Arithmetic, kind: Scaling) -> None:
+    """Raise FormatError where operands have block scales that the unit does not multiply with."""
+    if kind not in INNER_SCALES:
+        return
+    name, every = INNER_SCALES[kind]
+    scale, block = (path.scale, path.scale_block) if isinstance(path, Datapath) else (None, 0)
+    if scale is not None and (scale.name, block) == (name, every):
+        return
+    own = "has no scales of its own" if scale is None else f"has {scale.name} scales every {block}"
+    raise FormatError(
+        f"the operands have {name} scales every {every} products, the unit {own}; choose another unit "
+        "(fmtsim.list_units()), or Datapath(scale=, scale_block=)"
+    )
 
 
 def code(t: Tensor, quantizer: "Quantizer", dim: int, generator: Any) -> Coded:
@@ -147,7 +163,8 @@ def _fast_parts(
     if not bool(amax.isfinite().all()):
         return None
     parts = _scales_of(amax if dim == -1 else amax.mT, fmt)
-    scales = parts.scales if dim == -1 else parts.scales.mT  # type: ignore[union-attr]  # a block format
+    assert parts.scales is not None  # a block format
+    scales = parts.scales if dim == -1 else parts.scales.mT
     y = x * _spread(_multiplier(fmt, amax, scales, parts.tensor_scale))
     if fmt.power_of_two and not torch.equal(y * _spread(scales), x):
         return None
@@ -161,7 +178,7 @@ def _scales_of(amax: Tensor, fmt: BlockFormat) -> EncodedParts:
     return encode_parts(amax, alone, rounding=Rounding(), overflow=None, dim=-1, generator=None, pad=True)
 
 
-def _multiplier(fmt: BlockFormat, amax: Tensor, scales: Any, whole: Tensor | None) -> Tensor:
+def _multiplier(fmt: BlockFormat, amax: Tensor, scales: Tensor, whole: Tensor | None) -> Tensor:
     """Return r of docs/semantics.md, sections 5 and 6: what a block's elements are multiplied by before rounding."""
     if fmt.power_of_two:
         return torch.div(torch.ones_like(amax), scales)

@@ -8,9 +8,11 @@ from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import OVERFLOWS, CodebookFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.gemm.choice import choose
+from fmtsim.gemm.coding import INNER_SCALES, check_unit_scales, kind_of, product_kind
+from fmtsim.gemm.datapath import Arithmetic
 from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.target import get_target
-from fmtsim.gemm.unit import get_unit
+from fmtsim.gemm.unit import describe, get_datapath, get_unit
 from fmtsim.rounding.modes import Rounding, get_rounding
 
 _FORMATS = (FloatFormat, IntFormat, CodebookFormat, LogFormat, BlockFormat, LogTileFormat)
@@ -62,7 +64,11 @@ class Gemm:
             values is float32 (float64 for float64 tensors), scales multiplied in, in no particular order.
         plan: Order of sums instead of the target's, or of the unit's single chain.
         accumulate: Format in which the unit sums, where it has several.
-        fast_accum: use_fast_accum of a target's FP8 products.
+        fast_accum: use_fast_accum of a target's FP8 products; a unit alone does not look at it.
+
+    Raises:
+        ArgumentError: No machine, or one that does not take the operands; a plan without a machine.
+        FormatError: Formats that no unit multiplies (together).
     """
 
     a: Quantizer = Quantizer()
@@ -75,24 +81,49 @@ class Gemm:
     fast_accum: bool = False
 
     def __post_init__(self) -> None:
-        if self.emulated:  # names fail here, not in the middle of a step
-            choose("Gemm", self.target, self.unit, None, self.plan, self.accumulate)
-            if self.target is not None:
-                get_target(self.target)
-            elif isinstance(self.unit, str):
-                get_unit(self.unit)
-        elif self.plan is not None or self.accumulate is not None:
-            raise ArgumentError("Gemm plan= and accumulate= belong to a machine; pass target= or unit= as well")
         for name in ("a", "b", "out"):
             if not isinstance(getattr(self, name), Quantizer):
                 raise ArgumentError(
                     f"Gemm {name}={getattr(self, name)!r} is not a Quantizer; pass Quantizer(format=...)"
                 )
+        if self.emulated:
+            self._check_machine()
+        elif self.plan is not None or self.accumulate is not None or self.fast_accum:
+            raise ArgumentError(
+                "Gemm plan=, accumulate= and fast_accum= belong to a machine; pass target= or unit= as well"
+            )
+
+    def _check_machine(self) -> None:
+        """Refuse here, not in the middle of a step, what needs no shapes to be refused."""
+        choose("Gemm", self.target, self.unit, None, self.plan, self.accumulate)
+        formats = [q.format for q in (self.a, self.b) if q.format is not None]
+        kinds = [kind_of(fmt) for fmt in formats]
+        kind = product_kind(*kinds) if len(kinds) == 2 else "none"
+        if self.target is not None:
+            get_target(self.target)
+        elif len(kinds) == 2:
+            a, b = (fmt.element if isinstance(fmt, BlockFormat) else fmt for fmt in formats)
+            scale = INNER_SCALES[kind][0] if kind in INNER_SCALES else None
+            check_unit_scales(get_datapath(self.unit, a, b, self.accumulate, scale), kind)
+        elif not isinstance(self.unit, Arithmetic):
+            get_unit(self.unit)
 
     @property
     def emulated(self) -> bool:
         """Whether a machine multiplies, instead of float32 in no particular order."""
         return self.target is not None or self.unit is not None
+
+    @property
+    def machine(self) -> str:
+        """What multiplies and rounds, in a few words; empty where that is float32 in no particular order."""
+        out = "" if self.out.format is None else f"rounded to {self.out}"
+        if not self.emulated:
+            return out
+        chosen = self.unit if self.target is None else self.target
+        name = describe(chosen) if isinstance(chosen, Arithmetic) else getattr(chosen, "name", None) or str(chosen)
+        sums = f"sums in {self.accumulate}" if self.accumulate else ""
+        fast = "fast accumulation" if self.fast_accum and self.target is not None else ""
+        return ", ".join(filter(None, (f"on {name}", sums, fast, "own plan" if self.plan else "", out)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,13 +166,11 @@ class LinearConfig:
         for tensor in "xwg":  # the two uses of a tensor under one name where they agree
             uses = {name: str(q) for name, q in self.operands.items() if name[0] == tensor}
             shown |= uses if len(set(uses.values())) > 1 else {tensor: next(iter(uses.values()))}
-        machines = {_machine(gemm) for gemm in (self.fprop, self.dgrad, self.wgrad)} - {""}
-        return ", ".join([*(f"{name} {text}" for name, text in shown.items()), *sorted(machines)])
-
-
-def _machine(gemm: Gemm) -> str:
-    chosen = gemm.unit if gemm.target is None else gemm.target
-    return "" if chosen is None else f"on {getattr(chosen, 'name', None) or chosen}"
+        machines = {name: getattr(self, name).machine for name in ("fprop", "dgrad", "wgrad")}
+        texts = {name: f"{name} {text}" for name, text in machines.items() if text}
+        if len(set(machines.values())) == 1:
+            texts = {name: text for name, text in machines.items() if text and name == "fprop"}
+        return ", ".join([*(f"{name} {text}" for name, text in shown.items()), *texts.values()])
 
 
 def linear_config(

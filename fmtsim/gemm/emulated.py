@@ -7,11 +7,16 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError, DtypeError, FmtsimError
+from fmtsim.gemm.call import Operation
+from fmtsim.gemm.choice import draw_keys
+from fmtsim.gemm.coding import Coded, code
 from fmtsim.gemm.config import Gemm, LinearConfig, Quantizer
-from fmtsim.gemm.machine import Coded, code, multiply_coded, round_output
+from fmtsim.gemm.machine import multiply_coded, round_output
+from fmtsim.ops import RandomKey
 from fmtsim.quantize import quantize
 
 Generator = int | torch.Generator | None
+Stream = Generator | RandomKey
 Observer = Callable[[str, Tensor, Tensor, Quantizer, int], None]
 
 OPERANDS = tuple(LinearConfig().operands)
@@ -142,28 +147,30 @@ def _product(
     see: Observer | None,
 ) -> Tensor:
     """Return product ``index`` (0 fprop, 1 dgrad, 2 wgrad) of two matrices that contract over dim_a and dim_b."""
-    random = _stream(generator, 6 + index)
+    words = _stream(generator, 9 + index)
     if gemm.emulated:
-        pair = [
-            _coded(2 * index + i, t, quantizer, dim, generator, see)
-            for i, (t, quantizer, dim) in enumerate(((a, gemm.a, dim_a), (b, gemm.b, dim_b)))
-        ]
-        layouts = ("row" if dim_a == -1 else "column", "row" if dim_b == -1 else "column")
-        return multiply_coded(pair[0], pair[1], bias, gemm, dtype, layouts, random)
+        left = _coded(2 * index, a, gemm.a, dim_a, generator, see)
+        right = _coded(2 * index + 1, b, gemm.b, dim_b, generator, see)
+        operation: Operation = "mm" if index else "linear"
+        y = multiply_coded(operation, left, right, bias, gemm, dtype, _stream(generator, 6 + index))
+        return round_output(y, gemm.out, dtype, words)
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-    left = _operand(2 * index, a, gemm.a, dim_a, wide, generator, see)
-    right = _operand(2 * index + 1, b, gemm.b, dim_b, wide, generator, see)
-    left, right = left if dim_a == -1 else left.t(), right.t() if dim_b == -1 else right
-    y = torch.mm(left, right) if bias is None else torch.addmm(bias.to(wide), left, right)
-    return round_output(y, gemm.out, dtype, random) if gemm.out.format is not None else y.to(dtype)
+    first = _operand(2 * index, a, gemm.a, dim_a, wide, generator, see)
+    second = _operand(2 * index + 1, b, gemm.b, dim_b, wide, generator, see)
+    first, second = first if dim_a == -1 else first.t(), second.t() if dim_b == -1 else second
+    y = torch.mm(first, second) if bias is None else torch.addmm(bias.to(wide), first, second)
+    return round_output(y, gemm.out, dtype, words) if gemm.out.format is not None else y.to(dtype)
 
 
 def _coded(index: int, t: Tensor, quantizer: Quantizer, dim: int, generator: Generator, see: Observer | None) -> Coded:
-    coded = code(t, quantizer, dim, _own_stream(quantizer, generator, index))
-    if see is not None:  # statistics look at values
+    stream: Stream = _own_stream(quantizer, generator, index)
+    if see is not None:  # statistics look at the values, which have to be rounded by the same draws
+        if quantizer.rounding.mode == "stochastic":
+            keys = draw_keys(True, stream, None, t.device)
+            stream = None if keys is None else RandomKey(*keys.tolist())
         wide = torch.float64 if t.dtype == torch.float64 else torch.float32
-        _operand(index, t, quantizer, dim, wide, generator, see)
-    return coded
+        see(OPERANDS[index], t, _values(t, quantizer, dim, wide, stream), quantizer, dim)
+    return code(t, quantizer, dim, stream)
 
 
 def _own_stream(quantizer: Quantizer, generator: Generator, index: int) -> Generator:
@@ -179,22 +186,25 @@ def _operand(
     generator: Generator,
     see: Observer | None,
 ) -> Tensor:
-    if quantizer.format is None:
-        q = t.to(dtype)
-    else:
-        q = quantize(
-            t,
-            quantizer.format,
-            rounding=quantizer.rounding,
-            overflow=quantizer.overflow,
-            dim=dim,
-            generator=_own_stream(quantizer, generator, index),
-            pad=True,
-            out_dtype=dtype,
-        )
+    q = _values(t, quantizer, dim, dtype, _own_stream(quantizer, generator, index))
     if see is not None:
         see(OPERANDS[index], t, q, quantizer, dim)
     return q
+
+
+def _values(t: Tensor, quantizer: Quantizer, dim: int, dtype: torch.dtype, stream: Stream) -> Tensor:
+    if quantizer.format is None:
+        return t.to(dtype)
+    return quantize(
+        t,
+        quantizer.format,
+        rounding=quantizer.rounding,
+        overflow=quantizer.overflow,
+        dim=dim,
+        generator=stream,
+        pad=True,
+        out_dtype=dtype,
+    )
 
 
 def _stream(generator: Generator, index: int) -> Generator:

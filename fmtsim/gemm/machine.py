@@ -9,10 +9,10 @@ from fmtsim.errors import FormatError
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.call import Operation, Scaling
 from fmtsim.gemm.choice import Choice, definition, draw_keys
-from fmtsim.gemm.coding import INNER_SCALES, LARGE, Coded, product_kind
+from fmtsim.gemm.coding import INNER_SCALES, LARGE, Coded, check_unit_scales, product_kind
 from fmtsim.gemm.config import Gemm, Quantizer
 from fmtsim.gemm.operands import matrix_layout, own_dtype
-from fmtsim.gemm.scaled import check_library
+from fmtsim.gemm.scaled import _check_library as check_library
 from fmtsim.gemm.serialization import gemm_spec_from_json
 from fmtsim.quantize import quantize
 
@@ -55,7 +55,7 @@ def multiply_coded(
     )  # fmt: skip
     choice = Choice(target=gemm.target, unit=gemm.unit, plan=gemm.plan, accumulate=gemm.accumulate)
     text, stochastic, _ = definition(fields, choice, a.format, b.format, INNER_SCALES.get(kind, (None,))[0])
-    _check_unit_scales(text, kind)
+    _check_inner(text, kind)
     key = draw_keys(stochastic, generator if stochastic else None, None, a.values.device)
     row, column, *inner = _scales(a, b, kind)
     return torch.ops.fmtsim.gemm(  # type: ignore[no-any-return]
@@ -121,36 +121,26 @@ def _tall(x: Coded) -> bool:
     return x.scales is not None and x.scales.shape[0] != x.values.shape[0]
 
 
-def _check_unit_scales(text: str, kind: Scaling) -> None:
-    """Refuse block scales that the unit does not multiply with."""
-    path = gemm_spec_from_json(text).datapath
-    held = getattr(path, "scale", None)
-    if kind not in INNER_SCALES or (held is not None and (held.name, path.scale_block) == INNER_SCALES[kind]):  # type: ignore[union-attr]
-        return
-    name, every = INNER_SCALES[kind]
-    own = "has no scales of its own" if held is None else f"has {held.name} scales every {path.scale_block}"  # type: ignore[union-attr]
-    raise FormatError(
-        f"the operands have {name} scales every {every} products, the unit {own}; choose another unit "
-        "(fmtsim.list_units()), or Datapath(scale=, scale_block=)"
-    )
+def _check_inner(text: str, kind: Scaling) -> None:
+    check_unit_scales(gemm_spec_from_json(text).datapath, kind)
 
 
 # Constants to torch.compile, which cannot see through the caches in there.
 _machine_dtype._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_check_unit_scales._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_check_inner._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _scales(a: Coded, b: Coded, kind: Scaling) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the scales along K of both operands, and those of rows and columns: inner a, inner b, row, column."""
+    """Return the scales of rows and of columns, and those along K of both operands."""
     if kind == "none":
         return None, None, None, None
     if kind not in ("tensor", "row"):
-        return _along_k(a), _along_k(b), a.whole, b.whole
+        return a.whole, b.whole, _along_k(a), _along_k(b)
     one = torch.ones((), device=a.values.device)
     rows = [one if x.scales is None else x.scales for x in (a, b)]
     if kind == "row":
         rows = [s.reshape(-1).expand(x.values.shape[0]) for s, x in zip(rows, (a, b), strict=True)]
-    return None, None, rows[0], rows[1]
+    return rows[0], rows[1], None, None
 
 
 def _along_k(x: Coded) -> Tensor:

@@ -17,6 +17,7 @@ import fmtsim.torch_engine
 from fmtsim import GemmPlan, get_format, get_unit
 from fmtsim.cpu.gemm import supports_gemm
 from fmtsim.cpu.panels import Constants, State
+from fmtsim.cpu.slabs import slabs_of
 from fmtsim.cpu.sums import Sums
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.datapath import TERM_ROUNDINGS, Datapath
@@ -273,15 +274,15 @@ LIMIT = pytest.mark.xfail(strict=True, reason="fused._limits lets sums below the
 )
 def test_ties_below_the_normal_range(mode, terms):
     for unit in short_units(terms, mode):
-        check(*small_integers(2.0**-126), spec_of(unit, "bf16"))
-        check(*small_integers(2.0**-126), spec_of(replace(unit, signed_zero=True), "bf16"))
+        check(*small_integers(2.0**-130), spec_of(unit, "bf16"))
+        check(*small_integers(2.0**-130), spec_of(replace(unit, signed_zero=True), "bf16"))
 
 
 @LIMIT
 def test_a_subnormal_sum_has_the_exponent_of_the_smallest_normal():
     unit = Datapath(block=1, fraction_bits=2, accumulator=E8M13)
-    a, b = torch.full((1, 2), 2.0**-126), f32([0.5, 1.75 * 2.0**-3])  # 2^-127, with exponent -126, cuts 1.75 x 2^-129
-    check(a, b, spec_of(unit, "fp32"))
+    a, b = torch.full((1, 2), 2.0**-126), f32([2.0**-2, 1.75 * 2.0**-4])  # 2^-128 has exponent -126: the grid is 2^-128
+    check(a.bfloat16(), b.bfloat16(), spec_of(unit, "bf16"))
 
 
 # Exponents too far apart for bytes, and sums at the ends of the accumulator.
@@ -303,15 +304,15 @@ def test_spans_of_a_row(apart, taken):
 
 
 def test_spans_in_one_slab_only(taken):
-    k, wide = 2048 + 64, slice(2060, 2070)
-    a, b = spread(k, (wide, 2.0**80), rows=1), spread(k, rows=1, seed=2)
-    check(a, b, spec_of(HALF, "bf16"))
-    assert taken == {"floor64": 1, "wide": 1}
-    a = spread(k, (wide, 2.0**-80), rows=1)  # small ones, which the sum of the first slab cuts away
-    check(b, a, spec_of(HALF, "bf16"))
-    first = spread(k, (slice(0, 16), 2.0**80), rows=1)
-    check(first, b, spec_of(HALF, "bf16"))
-    assert taken == {"floor64": 3, "wide": 3}
+    k, end = 2048 + 64, slice(2060, 2070)
+    slabs = len(slabs_of(k, HALF, GemmPlan()).slabs)
+    b = spread(k, rows=1, seed=2)
+    # large ones in the last slab; small ones, which the sum of the others cuts away; large ones in the first slab
+    a = [spread(k, (where, factor), rows=1) for where, factor in ((end, 2.0**80), (end, 2.0**-80), (slice(9), 2.0**80))]
+    for x, y in ((a[0], b), (b, a[1]), (a[2], b)):
+        taken.clear()
+        check(x, y, spec_of(HALF, "bf16"))
+        assert taken == {"floor64": slabs - 1, "wide": 1} and slabs > 1
 
 
 @pytest.mark.parametrize(("before", "after"), [(-60, 55), (55, -60), (-60, -60), (55, 55)])

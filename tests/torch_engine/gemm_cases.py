@@ -175,7 +175,10 @@ def plan(r: Random, path: Arithmetic) -> GemmPlan:
     fields = {"reduce": r.choice(["serial", "pairwise"])}
     if r.random() < 0.5:
         fields |= {"k_tile": r.choice([4, 5, 8, 16]), "split": r.randint(1, 5), "residue_first": r.random() < 0.3}
-        fields["owner"] = r.choice(["contiguous", "interleaved"])
+        if r.random() < 0.2:
+            fields["part_k"] = r.choice([3, 6, 8, 13])
+        else:
+            fields["owner"] = r.choice(["contiguous", "interleaved"])
     if r.random() < 0.2:
         fields["instruction_k"] = r.choice([1, 2, 4, 8])
     if r.random() < 0.3 and getattr(path, "promote_every", None) is None:
