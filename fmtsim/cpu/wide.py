@@ -86,27 +86,38 @@ def _exponents(a, b, p, first, block):  # type: ignore[no-untyped-def]
     for j in range(block):
         e = iadd(load(b.exponents, first + j * LANES), broadcast_halves(a.exponents, p + j))
         largest = smax(largest, e)
-    return largest
+    return sext32(largest)
+
+
+@device
+def _negatives(a, b, c, x, y, words, unit):  # type: ignore[no-untyped-def]
+    """Count the negative terms where they are cut toward zero; floors need no count."""
+    if unit.terms != CUT:
+        return splat(np.int32(0))
+    count = negatives_of(a.signs, b.signs, x, y, a.top.size, words)
+    return iadd(count, lshr(high_words(c), splat(np.int32(31))))
 
 
 @device
 def _floors(a, b, index, acc, block, unit, out):  # type: ignore[no-untyped-def]
     """Write the sums of block ``index``, terms cut toward zero or floored, to out [rows][64]."""
-    words, rows, eps = (block + 31) // 32, a.top.size, splat(unit.factor)
+    words, rows, eps, none = (block + 31) // 32, a.top.size, splat(unit.factor), splat(np.int32(0))
     first, y = index * pitch_of(block) * LANES, index * words * LANES
     place, step = place_of(index, pitch_of(block), rows)
-    count = splat(np.int32(0))
-    for m in range(rows):
-        p = place + m * step
-        c = load(acc, m * LANES)
-        high = constant_of(c, sext32(_exponents(a, b, p, first, block)), unit)
-        if unit.terms == CUT:
-            signs = lshr(high_words(c), splat(np.int32(31)))
-            count = iadd(negatives_of(a.signs, b.signs, index * words * rows + m, y, rows, words), signs)
-        s = fma(c, eps, join_words(count, high))
+    for m in range(0, rows, 2):
+        p, x = place + m * step, index * words * rows + m
+        q = p + step
+        c0, c1 = load(acc, m * LANES), load(acc, (m + 1) * LANES)
+        h0 = constant_of(c0, _exponents(a, b, p, first, block), unit)
+        h1 = constant_of(c1, _exponents(a, b, q, first, block), unit)
+        s0 = fma(c0, eps, join_words(_negatives(a, b, c0, x, y, words, unit), h0))
+        s1 = fma(c1, eps, join_words(_negatives(a, b, c1, x + 1, y, words, unit), h1))
         for j in range(block):
-            s = fma(broadcast(a.values, p + j), load(b.values, first + j * LANES), s)
-        store(out, m * LANES, fsub(s, join_words(splat(np.int32(0)), high)))
+            v = load(b.values, first + j * LANES)
+            s0 = fma(broadcast(a.values, p + j), v, s0)
+            s1 = fma(broadcast(a.values, q + j), v, s1)
+        store(out, m * LANES, fsub(s0, join_words(none, h0)))
+        store(out, (m + 1) * LANES, fsub(s1, join_words(none, h1)))
 
 
 @device
@@ -118,7 +129,7 @@ def _nearests(a, b, index, acc, block, unit, out):  # type: ignore[no-untyped-de
     for m in range(rows):
         p = place + m * step
         c = load(acc, m * LANES)
-        constant = join_words(splat(np.int32(0)), constant_of(c, sext32(_exponents(a, b, p, first, block)), unit))
+        constant = join_words(splat(np.int32(0)), constant_of(c, _exponents(a, b, p, first, block), unit))
         s = fsub(fma(c, eps, constant), constant)
         for j in range(block):
             v = load(b.values, first + j * LANES)

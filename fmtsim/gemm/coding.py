@@ -19,7 +19,6 @@ from fmtsim.rounding.modes import Rounding
 if TYPE_CHECKING:
     from fmtsim.gemm.config import Quantizer
 
-LARGE = 128  # products that share a float32 scale
 # Kinds of scales that a unit itself multiplies with: their format, and products that share one.
 INNER_SCALES: dict[str, tuple[str, int]] = {"mx": ("e8m0", 32), "nvfp4": ("ue4m3", 16)}
 _HALVES = (torch.bfloat16, torch.float16)
@@ -35,6 +34,7 @@ class Coded(NamedTuple):
     kind: What shares a scale, as in GemmCall.
     scales: float32, one for the tensor or [row blocks, blocks along K]; None where ``kind`` is ``"none"``.
     whole: The second scale, of the tensor, of a two-level format.
+    tall: Rows that share the scales of a block.
     """
 
     values: Tensor
@@ -42,6 +42,7 @@ class Coded(NamedTuple):
     kind: Scaling
     scales: Tensor | None = None
     whole: Tensor | None = None
+    tall: int = 1
 
 
 def kind_of(fmt: Format) -> Scaling:
@@ -61,13 +62,14 @@ def kind_of(fmt: Format) -> Scaling:
         return "tensor" if outer is None else "row"
     if (outer, inner, fmt.scale.name) == (1, 32, "e8m0"):
         return "mx"
-    if (outer, inner) == (1, 16) and fmt.scale.name in ("e4m3", "ue4m3"):
+    if outer in (1, 16) and inner == 16 and fmt.scale.name in ("e4m3", "ue4m3"):
         return "nvfp4"
-    if outer in (1, LARGE) and inner == LARGE and fmt.scale == FP32:
+    if outer in (1, 128) and inner == 128 and fmt.scale.name in ("fp32", "e8m0"):  # powers of two are float32 as well
         return "block_128"
     raise FormatError(
         f"no unit multiplies {fmt.name}, whose blocks of {fmt.block} have {fmt.scale.name} scales; units and libraries "
-        "take one scale a tensor or row, E8M0 for 32 (MX), E4M3 for 16 (NVFP4) and float32 for 1x128 or 128x128"
+        "take one scale a tensor or row, E8M0 for 1x32 (MX), E4M3 for 1x16 or 16x16 (NVFP4) and float32 for 1x128 or "
+        "128x128"
     )
 
 
@@ -113,7 +115,7 @@ def code(t: Tensor, quantizer: "Quantizer", dim: int, generator: Any) -> Coded:
     assert isinstance(fmt, BlockFormat) and isinstance(fmt.element, FloatFormat)  # kind_of refused the rest
     found = None if torch.compiler.is_compiling() else _fast_parts(t, fmt, dim, options)
     values, scales, whole = found or _encoded_parts(t, fmt, dim, options)
-    return Coded(values if dim == -1 else values.mT, fmt.element, kind, scales, whole)
+    return Coded(values if dim == -1 else values.mT, fmt.element, kind, scales, whole, fmt.block[0] or 1)
 
 
 def _element_values(t: Tensor, fmt: FloatFormat, options: Any) -> Tensor:

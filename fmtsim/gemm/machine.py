@@ -9,7 +9,7 @@ from fmtsim.errors import FormatError
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.call import Operation, Scaling
 from fmtsim.gemm.choice import Choice, definition, draw_keys
-from fmtsim.gemm.coding import INNER_SCALES, LARGE, Coded, check_unit_scales, product_kind
+from fmtsim.gemm.coding import INNER_SCALES, Coded, check_unit_scales, product_kind
 from fmtsim.gemm.config import Gemm, Quantizer
 from fmtsim.gemm.operands import matrix_layout, own_dtype
 from fmtsim.gemm.scaled import _check_library as check_library
@@ -112,13 +112,8 @@ def _asked(
 def _check_scaled(a: Coded, b: Coded, asked: torch.dtype, sizes: tuple[int, int, int], fast: bool) -> None:
     """Refuse what torch._scaled_mm refuses."""
     check_library((a.format, b.format), asked, sizes, fast)
-    if a.kind == "block_128" and all(_tall(x) for x in (a, b)):
+    if a.kind == "block_128" and a.tall == b.tall == 128:
         raise FormatError("torch._scaled_mm has no 128x128 by 128x128 scales; give one operand 1x128, or pass unit=")
-
-
-def _tall(x: Coded) -> bool:
-    """Say whether blocks of 128 along K hold several rows."""
-    return x.scales is not None and x.scales.shape[0] != x.values.shape[0]
 
 
 def _check_inner(text: str, kind: Scaling) -> None:
@@ -146,4 +141,4 @@ def _scales(a: Coded, b: Coded, kind: Scaling) -> tuple[Tensor | None, Tensor | 
 def _along_k(x: Coded) -> Tensor:
     """Return one scale for every row, where blocks hold several rows."""
     assert x.scales is not None
-    return x.scales if not _tall(x) else x.scales.repeat_interleave(LARGE, dim=0)[: x.values.shape[0]]
+    return x.scales if x.tall == 1 else x.scales.repeat_interleave(x.tall, dim=0)[: x.values.shape[0]]

@@ -1,0 +1,155 @@
+"""Coded operands: the fast way to values and scales has every bit of encode, and says when it cannot."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from fmtsim.errors import FormatError
+from fmtsim.formats.block import scaled
+from fmtsim.formats.registry import get_format
+from fmtsim.gemm import coding
+from fmtsim.gemm.coding import code, kind_of, product_kind
+from fmtsim.gemm.config import Quantizer
+from fmtsim.quantize import encode, encode_parts
+from fmtsim.rounding.modes import MODES, Rounding
+from tests.gemm.products import normal, same, wide
+
+ROWS, K = 128, 256
+
+
+def real(name, block, arithmetic="reciprocal"):
+    return dataclasses.replace(scaled(get_format(name), block), arithmetic=arithmetic)
+
+
+FORMATS = {
+    "e4m3 tensor": real("e4m3", (None, None)),
+    "e5m2 tensor encode": real("e5m2", (None, None), "encode"),
+    "e4m3 row": real("e4m3", (1, None)),
+    "e2m1 row encode": real("e2m1", (1, None), "encode"),
+    "e5m2 row divide": real("e5m2", (1, None), "divide"),
+    "e4m3 tiles": real("e4m3", (1, 128)),
+    "e4m3 squares": real("e4m3", (128, 128)),
+    "e3m2 row floor": scaled(get_format("e3m2"), (1, None), "floor"),
+    "mxfp8": get_format("mxfp8_e4m3"),
+    "mxfp6": get_format("mxfp6_e2m3"),
+    "mxfp4 even": dataclasses.replace(get_format("mxfp4"), scale_rule="even"),
+    "mxfp8 e5m2 rceil": dataclasses.replace(get_format("mxfp8_e5m2"), scale_rule="rceil"),
+    "mxfp4 ceil": dataclasses.replace(get_format("mxfp4"), scale_rule="ceil"),
+    "nvfp4": get_format("nvfp4"),
+    "nvfp4 squares": get_format("nvfp4_16x16"),
+}
+
+
+def data(kind, dtype=torch.float32):
+    """Return [ROWS, K]: normal, over many binades, at the top or at the bottom of float32, or with special numbers."""
+    x = normal(ROWS, K, seed=1)
+    if kind == "wide":
+        x = wide(ROWS, K, seed=2, low=-140, high=120)
+    elif kind == "huge":
+        x = (x.double() * 2.0**127).clamp(-torch.finfo(torch.float32).max, torch.finfo(torch.float32).max).float()
+    elif kind == "tiny":
+        x = (x.double() * 2.0**-140).float()
+    elif kind in ("special", "zeros"):
+        x[3], x[:, 5], x[64:], x[7, 9] = 0.0, -0.0, 0.0, -0.0
+    if kind == "special":
+        x[1, 2], x[2, 100], x[10, 30] = torch.inf, -torch.inf, torch.nan
+    return x.to(dtype)
+
+
+def check(x, fmt, dim=-1, rounding="nearest_even", overflow=None, seed=None):
+    """Fail unless code has the codes and scales of encode."""
+    mode = Rounding(mode=rounding)
+    found = code(x, Quantizer(format=fmt, rounding=mode, overflow=overflow), dim, seed)
+    wanted = encode_parts(x, fmt, rounding=mode, overflow=overflow, dim=dim, generator=seed, pad=True)
+    held = found.values if dim == -1 else found.values.mT
+    again = {"rounding": Rounding(), "overflow": "ieee", "dim": -1, "generator": None, "pad": True}
+    same(encode_parts(held.float(), fmt.element, **again).codes, wanted.codes)
+    same(found.scales, wanted.scales)
+    if fmt.tensor_scale:
+        same(found.whole, wanted.tensor_scale)
+    assert found.format == fmt.element and held.shape == x.shape
+
+
+@pytest.mark.parametrize("kind", ["normal", "wide", "huge", "tiny", "zeros", "special"])
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_and_scales_are_those_of_encode(name, dim, kind):
+    check(data(kind), FORMATS[name], dim)
+
+
+@pytest.mark.parametrize("rounding", MODES)
+@pytest.mark.parametrize("name", ["e4m3 tensor", "e2m1 row encode", "mxfp8", "nvfp4"])
+def test_every_rounding(name, rounding):
+    seed = 5 if rounding == "stochastic" else None
+    for dim, kind in ((0, "normal"), (-1, "wide")):
+        check(data(kind), FORMATS[name], dim, rounding, seed=seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("overflow", ["ieee", "saturate"])
+def test_every_dtype_and_overflow(dtype, overflow):
+    for name in ("e4m3 tensor", "e5m2 tensor encode", "mxfp8", "nvfp4"):
+        check(data("normal", dtype), FORMATS[name], 0, overflow=overflow)
+
+
+@pytest.mark.parametrize("shape", [(5, 40), (128, 100), (0, 32), (1, 16)])
+def test_short_blocks(shape):
+    for name in FORMATS:
+        check(normal(*shape), FORMATS[name])
+
+
+def test_layouts_do_not_matter():
+    x = data("normal")
+    for t in (x.mT.contiguous().mT, x[:, :1].expand(ROWS, K), x[::2]):
+        for seed, rounding in ((None, "nearest_even"), (4, "stochastic")):
+            check(t, FORMATS["e4m3 row"], 0, rounding, seed=seed)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_fast_way_serves_ordinary_tensors(name):
+    options = {"rounding": Rounding(), "overflow": None, "generator": None}
+    served = coding._fast_parts(data("normal"), FORMATS[name], -1, options) is not None
+    assert served == (FORMATS[name].arithmetic != "divide" or FORMATS[name].power_of_two)
+
+
+def test_a_wrong_multiplier_is_seen(monkeypatch):
+    original = coding._multiplier
+    monkeypatch.setattr(coding, "_multiplier", lambda *given: original(*given) * 1.01)
+    for name in ("e4m3 tensor", "nvfp4"):
+        with pytest.raises(AssertionError, match="differ"):
+            check(data("normal"), FORMATS[name])
+    check(data("normal"), FORMATS["mxfp8"])  # x is not y times the scale any more, so that encode is asked
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "tf32", "e4m3", "e5m2", "e2m1", "fp64"])
+def test_plain_formats_are_values_in_a_dtype_of_engines(name):
+    x = data("special") if name != "e2m1" else data("normal")
+    found = code(x, Quantizer(format=get_format(name)), 0, None)
+    wanted = encode(x, name).decode(out_dtype=torch.float64)
+    same(found.values.double(), wanted.mT.contiguous())
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+    dtypes |= {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+    assert found.values.dtype == dtypes.get(name, torch.float32) and found.kind == "none"
+
+
+def test_kinds():
+    kinds = {name: kind_of(fmt) for name, fmt in FORMATS.items()}
+    assert kinds["e4m3 tensor"] == "tensor" and kinds["e4m3 row"] == kinds["e3m2 row floor"] == "row"
+    assert kinds["mxfp8"] == "mx" and kinds["nvfp4"] == kinds["nvfp4 squares"] == "nvfp4"
+    assert kinds["e4m3 tiles"] == kinds["e4m3 squares"] == kind_of(get_format("e4m3_1x128_pow2")) == "block_128"
+    pairs = [("none", "none"), ("none", "tensor"), ("row", "tensor"), ("row", "none"), ("mx", "mx")]
+    assert [product_kind(*pair) for pair in pairs] == ["none", "tensor", "row", "row", "mx"]
+
+
+@pytest.mark.parametrize("name", ["int8", "nf4", "lns8_g8", "logfmt8", "int8_row"])
+def test_formats_that_no_unit_multiplies(name):
+    with pytest.raises(FormatError, match=r"no unit multiplies .*; choose a floating-point format"):
+        kind_of(get_format(name) if name != "int8_row" else scaled(get_format("int8"), (1, None)))
+
+
+def test_blocks_that_no_unit_multiplies():
+    with pytest.raises(FormatError, match=r"no unit multiplies e4m3_1x32_amax, whose blocks of \(1, 32\) have fp32"):
+        kind_of(scaled(get_format("e4m3"), (1, 32)))
+    with pytest.raises(FormatError, match=r"no unit multiplies an operand with mx scales by one with no scales; give"):
+        product_kind("mx", "none")
