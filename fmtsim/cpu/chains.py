@@ -15,7 +15,7 @@ from fmtsim.cpu.operands import number
 from fmtsim.cpu.scratch import scratch
 from fmtsim.cpu.simd import LANES, broadcast, fma, load, store
 from fmtsim.cpu.slabs import Slabs, slabs_of
-from fmtsim.cpu.sums import Grid, Order, Reduction, Sums, end_block, grid_of, reduce_parts
+from fmtsim.cpu.sums import Order, Reduction, Sums, end_block, grid_of, promotion_of, reduce_parts
 from fmtsim.formats.representable import is_representable
 from fmtsim.gemm.datapath import FP32, Datapath
 from fmtsim.gemm.plan import GemmPlan
@@ -158,23 +158,16 @@ def _tile(chains: Chains, tile: Tile, add: Step) -> None:
     acc = scratch("chains", size, tile.rows.dtype.type)
     total, parts = scratch("totals", size, np.float64), scratch("parts", count * size, np.float64)
     acc[:], total[:] = 0, 0
-    promote, grid = _promotion(chains.spec)
+    promotion = promotion_of(chains.spec)
     if chains.c is not None:
-        tile.part_of(total if promote else acc)[:] = chains.c[tile.row, tile.column]
+        tile.part_of(total if promotion.active else acc)[:] = chains.c[tile.row, tile.column]
     row_scales, column_scales = (
         _padded(scales, place, width)
         for scales, place, width in zip(chains.scales, (tile.row, tile.column), (tile.height, LANES), strict=True)
     )
-    add(tile, acc, order, Sums(total, parts, promote, row_scales, column_scales, grid))
+    add(tile, acc, order, Sums(total, parts, promotion, row_scales, column_scales))
     reduce_parts(parts, count, tile.height, _reduction(chains), total)
     chains.out[tile.row, tile.column] = tile.part_of(total)
-
-
-def _promotion(spec: GemmSpec) -> tuple[bool, Grid]:
-    unit = spec.datapath
-    if spec.plan.promote_every is not None or not isinstance(unit, Datapath):
-        return spec.plan.promote_every is not None, grid_of(FP32)
-    return unit.promote_every is not None, grid_of(unit.promotion or unit.accumulator)
 
 
 def _padded(scales: np.ndarray, place: slice, width: int) -> np.ndarray:

@@ -13,10 +13,11 @@ from fmtsim.cpu.panels import Constants
 from fmtsim.cpu.remaining import Remaining
 from fmtsim.cpu.simd import LANES
 from fmtsim.cpu.slabs import Slabs, slabs_of
-from fmtsim.cpu.sums import MODES, Reduction, grid_of
+from fmtsim.cpu.sums import MODES, Reduction, grid_of, promotion_of
 from fmtsim.cpu.tiles import Job, run_tiles
 from fmtsim.cpu.wide import CUT, FLOOR, NEAREST, Draw, Unit
 from fmtsim.cpu.words import key_words
+from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.datapath import FP32, Datapath
 from fmtsim.gemm.plan import GemmPlan
@@ -81,9 +82,8 @@ def fused(a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec
     lanes = wide_unit(unit, x, y) if groups is None else _numbers(unit, CUT, groups.factor)
     chains = _promotion_scales(scales, slabs, plan)
     draw = Draw(key_words(key), unit.rounding.bits, 0, 0, *out.shape)
-    promote = plan.promote_every is not None or unit.promote_every is not None
-    promotion = grid_of(FP32 if plan.promote_every is not None else unit.promotion or unit.accumulator)
-    remaining = Remaining(a, b, c, scales, chains, spec, slabs, (promote, promotion), _reduction(plan, out), draw, out)
+    promotion = promotion_of(spec)
+    remaining = Remaining(a, b, c, scales, chains, spec, slabs, promotion, _reduction(plan, out), draw, out)
     if lanes is None:
         remaining.run(np.arange(out.shape[0]), np.arange(out.shape[1]))
         return
@@ -96,7 +96,6 @@ def fused(a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec
         fast=None if fast is None else fast._replace(block=slabs.block),
         unit=lanes,
         groups=groups,
-        promote=promote,
         promotion=promotion,
         scales=chains,
         reduction=_reduction(plan, out),
@@ -126,6 +125,7 @@ def _limits(unit: Datapath, k: int) -> tuple[int, int]:
     """Return the smallest and largest product exponent for which no sum leaves the accumulator's normal range."""
     fmt = unit.accumulator
     lowest = fmt.min_exponent - fmt.mantissa_bits + (unit.fraction_bits or 0)
+    lowest = max(lowest, fmt.min_exponent)  # a subnormal sum has no exponent of its own
     lowest = lowest if unit.min_exponent is None else max(lowest, unit.min_exponent)
     return lowest, fmt.max_exponent - 1 - _head(unit) - k.bit_length()
 
@@ -145,6 +145,8 @@ def _promotion_scales(scales: Scales, slabs: Slabs, plan: GemmPlan) -> tuple[np.
     """Return the scales of every chain, [chains, M] and [chains, N], where a plan multiplies chains by scales."""
     if not plan.scaled_promotion:
         return _NO_FLOATS, _NO_FLOATS
-    assert scales[0] is not None and scales[1] is not None and plan.promote_every is not None
+    if scales[0] is None or scales[1] is None:
+        raise ArgumentError("a plan with scaled_promotion needs scales; call scaled_mm, or pass another plan")
+    assert plan.promote_every is not None
     place = slabs.starts // plan.promote_every
     return scales[0].numpy().T[place], scales[1].numpy().T[place]

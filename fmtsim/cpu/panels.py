@@ -12,7 +12,7 @@ from fmtsim.cpu.jit import kernel
 from fmtsim.cpu.operands import EMPTY, TOP_BYTE, Grouped, Panel
 from fmtsim.cpu.packing import pack_panel
 from fmtsim.cpu.simd import LANES
-from fmtsim.cpu.sums import Grid, Sums
+from fmtsim.cpu.sums import Promotion, Sums
 from fmtsim.cpu.wide import wide
 
 
@@ -26,8 +26,7 @@ class State(NamedTuple):
     lowest: np.ndarray  # int64 [panels]: the smallest product exponent so far
     row_scales: np.ndarray  # float32 [chains * rows] of scaled promotion, else empty
     column_scales: np.ndarray  # float32 [panels][chains * 64]
-    promote: bool
-    grid: Grid  # of the outer sums
+    promotion: Promotion
 
 
 class Buffers(NamedTuple):
@@ -92,9 +91,7 @@ def floor_panels(a, low, source, base, start, stop, slots, order, how, state, bu
         if done[p]:
             state.lowest[p] = min(state.lowest[p], smallest)
             b = Panel(buffers.values, buffers.exponents, buffers.signs, np.int32(top))
-            sums = Sums(
-                state.total[p], state.parts[p], state.promote, state.row_scales, state.column_scales[p], state.grid
-            )
+            sums = Sums(state.total[p], state.parts[p], state.promotion, state.row_scales, state.column_scales[p])
             _floor(state.acc[p], a, b, order, sums, how)
 
 
@@ -111,7 +108,7 @@ def wide_panels(a, low, source, base, start, stop, slots, order, tiny, block, un
         )  # fmt: skip
         state.lowest[p] = min(state.lowest[p], low + least)
         b = Panel(buffers.values, buffers.exponents, buffers.signs, np.int32(0))
-        sums = Sums(state.total[p], state.parts[p], state.promote, state.row_scales, state.column_scales[p], state.grid)
+        sums = Sums(state.total[p], state.parts[p], state.promotion, state.row_scales, state.column_scales[p])
         wide(a, b, order, sums, state.acc[p], block, unit, draw, first)
 
 
@@ -131,5 +128,5 @@ def group_panels(
             buffers.signs, marks,
         )  # fmt: skip
         b = Grouped(buffers.values, scales[p], exponents[p], LANES)
-        sums = Sums(state.total[p], state.parts[p], state.promote, state.row_scales, state.column_scales[p], state.grid)
+        sums = Sums(state.total[p], state.parts[p], state.promotion, state.row_scales, state.column_scales[p])
         grouped(a, b, order, sums, state.acc[p], block, groups[0], groups[1], unit, draw, first)

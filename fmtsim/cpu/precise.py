@@ -190,7 +190,7 @@ def _special(a, b, scale_a, scale_b, c, m, n, slots, t):  # type: ignore[no-unty
         x, y = a[m, k], b[n, k]
         p = x * y if np.isinf(x) or np.isinf(y) or np.isnan(x) or np.isnan(y) else 0.0
         if t.scale_block:
-            s = abs(scale_a[m, k // t.scale_block]) * abs(scale_b[n, k // t.scale_block])
+            s = np.float64(abs(scale_a[m, k // t.scale_block])) * abs(scale_b[n, k // t.scale_block])
             if not np.isfinite(s):
                 sign = 1.0 if (x < 0) == (y < 0) else -1.0
                 p = s * (sign if x != 0 and y != 0 else 0.0) if not np.isnan(p) else p
@@ -298,15 +298,21 @@ def _nearest(x, grid):  # type: ignore[no-untyped-def]
     return -y if x < 0 else y
 
 
+@device
+def _add_scaled(total, chain, first, second, successive):  # type: ignore[no-untyped-def]
+    """Add a float32 chain with its two scales to an outer sum; see sums._add."""
+    p, scale = (chain * first, second) if successive else (chain, first * second)
+    return np.float64(fma32(p, scale, np.float32(total)))
+
+
 @kernel
 def precise(a, b, scales, c, slots, order, t, promotion, reduction, count, draw, place, out):  # type: ignore[no-untyped-def]
     """Write the reduced sums of rows a [R, K] and b [C, K], float64, to out [R, C].
 
     scales: float32, inside the unit [R, .] and [C, .], and of the chains [chains, R] and [chains, C], empty where there
-    are none. c: [R, C] or empty. promotion: whether chains are promoted, and the Grid. count: of parts. place: the row
-    and column of the whole product for each of out's, for random words.
+    are none. c: [R, C] or empty. count: of parts. place: the row and column of the whole product for each of out's, for
+    random words.
     """
-    promote, grid = promotion
     single = Grid(np.int64(0), np.int64(0), np.float64(0), np.int64(64 if reduction.wide else 32))
     pitch = pitch_of(t.block)
     work, limbs = np.zeros((t.block + 1, 5), np.int64), np.zeros(_LIMBS, np.int64)
@@ -315,7 +321,7 @@ def precise(a, b, scales, c, slots, order, t, promotion, reduction, count, draw,
     for m in range(a.shape[0]):
         for n in range(b.shape[0]):
             given = c[m, n] if c.size else 0.0
-            acc, total = (0.0, given) if promote else (given, 0.0)
+            acc, total = (0.0, given) if promotion.active else (given, 0.0)
             for index in range(order.ends.size):
                 w = np.int64(0)
                 if t.rounding == STOCHASTIC:
@@ -324,14 +330,14 @@ def precise(a, b, scales, c, slots, order, t, promotion, reduction, count, draw,
                 here = slots[index * pitch : index * pitch + t.block]
                 acc = _block(a, b, scales[0], scales[1], acc, m, n, here, t, w, work, limbs)
                 if order.ends[index]:
-                    if promote and scaled:
+                    if promotion.active and scaled:
                         chain = order.chains[index]
-                        scale = scales[2][chain, m] * scales[3][chain, n]
-                        total = np.float64(fma32(np.float32(acc), scale, np.float32(total)))
-                    elif promote:
-                        total = _nearest(total + acc, grid)
+                        first, second = scales[2][chain, m], scales[3][chain, n]
+                        total = _add_scaled(total, np.float32(acc), first, second, promotion.successive)
+                    elif promotion.active:
+                        total = _nearest(total + acc, promotion.grid)
                     if order.ends[index] == PART_END:
-                        parts[order.parts[index]] = total if promote else acc
+                        parts[order.parts[index]] = total if promotion.active else acc
                         total = 0.0
                     acc = 0.0
             out[m, n] = _reduce(parts, count, reduction, single)
@@ -349,6 +355,7 @@ def _reduce(parts, count, how, single):  # type: ignore[no-untyped-def]
         term = parts[i]
         if how.pairwise and i + half < count - 1:
             term = _nearest(term + parts[i + half], single)
+            term = _nearest(term, how.grid) if how.round_trip else term
         result = _nearest(result + term, single)
         if how.round_trip:
             result = _nearest(result, how.grid)

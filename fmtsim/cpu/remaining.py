@@ -8,7 +8,7 @@ from torch import Tensor
 from fmtsim.cpu import pool
 from fmtsim.cpu.precise import NO_FRACTION, Terms, precise
 from fmtsim.cpu.slabs import Slabs
-from fmtsim.cpu.sums import MODES, Grid, Reduction
+from fmtsim.cpu.sums import MODES, Promotion, Reduction
 from fmtsim.cpu.wide import Draw
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.datapath import Datapath
@@ -29,7 +29,7 @@ class Remaining:
     chains: tuple[np.ndarray, np.ndarray]
     spec: GemmSpec
     slabs: Slabs
-    promotion: tuple[bool, Grid]
+    promotion: Promotion
     reduction: Reduction
     draw: Draw
     out: Tensor

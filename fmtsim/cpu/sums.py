@@ -32,6 +32,8 @@ from fmtsim.cpu.simd import (
     where_less,
 )
 from fmtsim.formats.spec import FloatFormat
+from fmtsim.gemm.datapath import FP32, Datapath
+from fmtsim.gemm.serialization import GemmSpec
 
 SIGN, FIELD = -(1 << 63), 0x7FF << 52
 
@@ -69,15 +71,22 @@ class Order(NamedTuple):
     chains: np.ndarray  # int32 [blocks]: the place of the chain's scales
 
 
+class Promotion(NamedTuple):
+    """How chains join the outer sum of their part, where there is one."""
+
+    active: bool
+    successive: bool  # a chain is multiplied by its row's scale and rounded, before it is added with its column's
+    grid: Grid  # of the outer sum
+
+
 class Sums(NamedTuple):
     """The sums of a task beyond the running chain, and how chains join them."""
 
     total: np.ndarray  # float64 [rows][64]: outer sum of the running part
     parts: np.ndarray  # float64 [parts][rows][64]
-    promote: bool
+    promotion: Promotion
     row_scales: np.ndarray  # float32 [chains][rows] of scaled promotion, else empty
     column_scales: np.ndarray  # float32 [chains][64]
-    grid: Grid  # of the outer sum
 
 
 class Reduction(NamedTuple):
@@ -95,6 +104,14 @@ def grid_of(fmt: FloatFormat) -> Grid:
     kind = {(8, 23): 32, (11, 52): 64}.get((fmt.exponent_bits, fmt.mantissa_bits), 0)
     lowest = (max(fmt.min_exponent, -1000) + 1023) << 52
     return Grid(np.int64(lowest), np.int64((52 - fmt.mantissa_bits) << 52), np.float64(fmt.max), np.int64(kind))
+
+
+def promotion_of(spec: GemmSpec) -> Promotion:
+    """Return how chains join the outer sum of a product."""
+    unit, plan = spec.datapath, spec.plan
+    if plan.promote_every is not None or not isinstance(unit, Datapath):
+        return Promotion(plan.promote_every is not None, plan.successive_scales, grid_of(FP32))
+    return Promotion(unit.promote_every is not None, False, grid_of(unit.promotion or unit.accumulator))
 
 
 @device
@@ -166,15 +183,17 @@ def round_lanes(x, mode, grid, words, random_bits):  # type: ignore[no-untyped-d
 
 
 @device
-def _add(total, chain, scaled, row_scale, column_scales, grid):  # type: ignore[no-untyped-def]
+def _add(total, chain, scaled, row_scale, column_scales, promotion):  # type: ignore[no-untyped-def]
     """Return total + chain, or chain * scales + total with one rounding; float64 sums of float32 are innocuous.
 
     (Two numbers of at most 25 bits, added in float64 and rounded again to 25 bits or fewer, give the right result.)
     """
     if scaled:
-        scale = fmul(splat(row_scale), column_scales)
-        return to_f64(fma(to_f32(chain), scale, to_f32(total)))
-    return nearest(fadd(total, chain), grid)
+        p, scale = to_f32(chain), splat(row_scale)
+        if promotion.successive:
+            return to_f64(fma(fmul(p, scale), column_scales, to_f32(total)))
+        return to_f64(fma(p, fmul(scale, column_scales), to_f32(total)))
+    return nearest(fadd(total, chain), promotion.grid)
 
 
 def _wide(vector):  # type: ignore[no-untyped-def]
@@ -202,9 +221,9 @@ def end_block(acc, order, index, rows, sums):  # type: ignore[no-untyped-def]
     for row in range(rows):
         at = row * LANES
         total = _wide(load(acc, at))
-        if sums.promote:
+        if sums.promotion.active:
             scale = sums.row_scales[chain * rows + row] if scaled else np.float32(0)
-            total = _add(load(sums.total, at), total, scaled, scale, columns, sums.grid)
+            total = _add(load(sums.total, at), total, scaled, scale, columns, sums.promotion)
             store(sums.total, at, total)
         acc[at : at + LANES] = 0
         if order.ends[index] == PART_END:
@@ -225,6 +244,8 @@ def reduce_parts(parts, count, rows, how, out):  # type: ignore[no-untyped-def]
             term = _part(parts, i, size, at, how)
             if how.pairwise and i + half < count - 1:
                 term = nearest(fadd(term, _part(parts, i + half, size, at, how)), single)
+                if how.round_trip:
+                    term = nearest(term, how.grid)
             result = nearest(fadd(result, term), single)
             if how.round_trip:
                 result = nearest(result, how.grid)

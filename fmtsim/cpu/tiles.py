@@ -13,7 +13,7 @@ from fmtsim.cpu.panels import Buffers, Constants, State, floor_panels, group_pan
 from fmtsim.cpu.scratch import scratch
 from fmtsim.cpu.simd import LANES
 from fmtsim.cpu.slabs import Slab, Slabs
-from fmtsim.cpu.sums import Grid, Reduction, reduce_parts
+from fmtsim.cpu.sums import Promotion, Reduction, reduce_parts
 from fmtsim.cpu.wide import CUT, Draw, Unit
 
 _STATE = 20 << 20  # bytes of sums that are kept from slab to slab
@@ -31,8 +31,7 @@ class Job:
     fast: Constants | None
     unit: Unit
     groups: Groups | None
-    promote: bool
-    promotion: Grid
+    promotion: Promotion
     scales: tuple[np.ndarray, np.ndarray]  # float32 [chains, M] and [chains, N], or empty
     reduction: Reduction
     draw: Draw
@@ -110,7 +109,7 @@ class Tile:
         acc[:], total[:] = 0, 0
         if job.c is not None:
             for p in range(panels):
-                self._tile((total if job.promote else acc)[p], p)[:] = job.c[self._place(p)]
+                self._tile((total if job.promotion.active else acc)[p], p)[:] = job.c[self._place(p)]
         row_scales, column_scales = job.scales
         rows = np.zeros((len(row_scales), self.padded), np.float32)
         columns = np.zeros((panels, len(row_scales), LANES), np.float32)
@@ -121,7 +120,7 @@ class Tile:
                 columns[p, :, : own.shape[1]] = own
         return State(
             acc, total, parts, np.zeros((panels, LANES), np.int32), np.full(panels, -EMPTY, np.int64),
-            rows.reshape(-1), columns.reshape(panels, -1), job.promote, job.promotion,
+            rows.reshape(-1), columns.reshape(panels, -1), job.promotion,
         )  # fmt: skip
 
     def _pack(

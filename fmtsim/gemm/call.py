@@ -6,7 +6,8 @@ from typing import Literal
 import torch
 
 Operation = Literal["mm", "bmm", "linear", "scaled_mm", "int_mm"]
-Scaling = Literal["none", "tensor", "row", "block_128", "mx", "nvfp4"]
+Scaling = Literal["none", "tensor", "row", "block_128", "row_block_128", "mx", "nvfp4"]
+LARGE_BLOCKS: tuple[Scaling, ...] = ("block_128", "row_block_128")  # scales that a plan's promotion multiplies by
 Layout = Literal["row", "column"]
 
 
@@ -21,7 +22,8 @@ class GemmCall:
         out: Dtype of the result.
         accumulate: Format in which the unit sums.
         fast_accum: use_fast_accum of scaled_mm.
-        scaling: Kind of scales.
+        scaling: Kind of scales: ``"row_block_128"`` where both operands have a scale for 1x128 elements,
+            ``"block_128"`` where one of them has 128x128 blocks.
         bias: A bias is added.
         a_layout: ``"row"`` where a [m, k] has k contiguous, else ``"column"``.
         b_layout: ``"row"`` where b, taken as [n, k], has k contiguous, else ``"column"``.

@@ -10,7 +10,7 @@ from torch import Tensor
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm import target as targets
-from fmtsim.gemm.call import GemmCall, Operation
+from fmtsim.gemm.call import LARGE_BLOCKS, GemmCall, Operation
 from fmtsim.gemm.datapath import Arithmetic, Datapath, IntegerDatapath
 from fmtsim.gemm.operands import OperandFormat
 from fmtsim.gemm.operator import is_stochastic, sum_dtype
@@ -107,8 +107,13 @@ def resolve(call: GemmCall, choice: Choice, a: OperandFormat, b: OperandFormat, 
 
 
 def _chain(call: GemmCall) -> GemmPlan:
-    if call.scaling == "block_128":
-        return GemmPlan(promote_every=128, scaled_promotion=True, source="a chain for every 128 products")
+    if call.scaling in LARGE_BLOCKS:
+        return GemmPlan(
+            promote_every=128,
+            scaled_promotion=True,
+            successive_scales=call.scaling == "row_block_128",
+            source="a chain for every 128 products",
+        )
     return GemmPlan(source="one chain, k in order: a unit alone names no library")
 
 
@@ -127,7 +132,7 @@ def check_plan(path: Arithmetic, plan: GemmPlan, call: GemmCall) -> None:
     schedule(1, path, plan)  # promotions of unit and plan that disagree
     if isinstance(path, IntegerDatapath) and (plan.scaled_promotion or plan.partial is not None):
         raise ArgumentError("integer sums have neither scaled_promotion nor partial; leave them out of the plan")
-    if plan.scaled_promotion != (call.scaling == "block_128"):
+    if plan.scaled_promotion != (call.scaling in LARGE_BLOCKS):
         raise ArgumentError(
             f"a plan with scaled_promotion={plan.scaled_promotion} does not fit scaling {call.scaling!r}; "
             "scaled_promotion belongs to 1x128 and 128x128 scales"

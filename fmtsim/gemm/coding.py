@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fmtsim.errors import FormatError
 from fmtsim.formats.block import FP32, BlockFormat, Format
+from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.call import Scaling
 from fmtsim.gemm.datapath import Arithmetic, Datapath
@@ -120,29 +121,42 @@ def code(t: Tensor, quantizer: "Quantizer", dim: int, generator: Any) -> Coded:
 
 def _element_values(t: Tensor, fmt: FloatFormat, options: Any) -> Tensor:
     """Return a tensor rounded to a plain format, in the dtype that engines take it in."""
-    dtype = own_dtype(fmt)
-    wide = torch.float64 if own_dtype(fmt) == torch.float64 else torch.float32
-    values = quantize(t, fmt, out_dtype=dtype if dtype in _HALVES else wide, **options)
-    return values.to(dtype) if dtype in _FP8 else values  # on the format's grid: nothing is rounded
+    dtype = _holder(fmt)
+    values = quantize(t, fmt, out_dtype=torch.float32 if dtype in _FP8 else dtype, **options)
+    return values.to(dtype)  # on the dtype's grid: nothing is rounded
+
+
+def _holder(fmt: FloatFormat) -> torch.dtype:
+    """Return the smallest dtype of engines that holds a format's values."""
+    own = own_dtype(fmt)
+    if own in (*_HALVES, *_FP8, torch.float64):
+        return own
+    wide = get_format("e4m3")
+    assert isinstance(wide, FloatFormat)
+    small = fmt.mantissa_bits <= wide.mantissa_bits and fmt.max <= wide.max and fmt.min_subnormal >= wide.min_subnormal
+    return torch.float8_e4m3fn if small and not fmt.infinities else torch.float32
+
+
+# What torch.compiler.assume_constant_result sets; calling that would import all of torch._dynamo with fmtsim.
+_holder._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _encoded_parts(t: Tensor, fmt: BlockFormat, dim: int, options: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return values, scales and tensor scale by the engine's encode."""
     parts = encode_parts(t, fmt, dim=dim, pad=True, **options)
-    dtype = own_dtype(fmt.element)  # type: ignore[arg-type]  # a FloatFormat
-    if dtype in _FP8:
-        return parts.codes.view(dtype), parts.scales, parts.tensor_scale
-    nothing = [torch.empty(0, device=t.device) for _ in range(3)]
-    values = torch.ops.fmtsim.decode(parts.codes, *nothing, _element_text(fmt), torch.float32)
-    return values, parts.scales, parts.tensor_scale
-
-
-def _element_text(fmt: BlockFormat) -> str:
     element = fmt.element
+    assert isinstance(element, FloatFormat)
+    if own_dtype(element) in _FP8:
+        return parts.codes.view(own_dtype(element)), parts.scales, parts.tensor_scale  # type: ignore[arg-type]
+    nothing = [torch.empty(0, device=t.device) for _ in range(3)]
+    values = torch.ops.fmtsim.decode(parts.codes, *nothing, _element_text(element), torch.float32)
+    return values.to(_holder(element)), parts.scales, parts.tensor_scale
+
+
+def _element_text(element: FloatFormat) -> str:
     return CastSpec(format=element, rounding=Rounding(), overflow=element.default_overflow).to_json()
 
 
-# What torch.compiler.assume_constant_result sets; calling that would import all of torch._dynamo with fmtsim.
 _element_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -36,6 +36,7 @@ def finish(
     row: Tensor | None = None,
     column: Tensor | None = None,
     bias: Tensor | None = None,
+    bias_after_rounding: bool = False,
     result_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -48,6 +49,7 @@ def finish(
         row: Scale of a: one element, or M of them. None together with ``column`` multiplies nothing.
         column: Scale of b: one element, or N of them.
         bias: [N].
+        bias_after_rounding: Round to a ``dtype`` of 16 bits before the bias is added, too.
         result_scale: One element that multiplies FP8 outputs; other dtypes ignore it.
         out: [M, N] of ``dtype`` to write to.
 
@@ -68,6 +70,8 @@ def finish(
         if row is not None and column is not None:
             _multiply(piece, rule, row if row.numel() == 1 else row.reshape(-1, 1)[start : start + step], column)
         if bias is not None:
+            if bias_after_rounding and dtype.itemsize == 2:
+                piece = _rounded(piece, output_format(dtype))
             piece.add_(bias.reshape(1, -1).to(sums.dtype))
         if result_scale is not None and dtype.itemsize == 1:
             piece.mul_(result_scale.reshape(()).to(sums.dtype)).add_(0.0)
@@ -90,24 +94,26 @@ def _multiply(y: Tensor, rule: Epilogue, row: Tensor, column: Tensor) -> None:
 def _store(y: Tensor, out: Tensor) -> None:
     """Write values rounded to out's dtype, NaN in the bits that units and libraries write."""
     fmt = output_format(out.dtype)
-    nan = y.isnan()
-    if out.dtype == torch.float64:
-        out.copy_(y)  # widening is exact
-    elif out.dtype != y.dtype:
-        _round(y, fmt, out)
-    elif out.data_ptr() != y.data_ptr():
-        out.copy_(y)
-    code = fmt.sign_mask if fmt.nan == "negative_zero" else fmt.magnitude_mask
-    out.view(_CODES[out.element_size()]).masked_fill_(nan, code)
+    nan = _nan_of(y)
+    if out.data_ptr() != y.data_ptr():
+        narrow = out.dtype not in (y.dtype, torch.float64)
+        out.copy_(_rounded(y, fmt) if narrow else y)  # exact
+    if nan is not None:
+        code = fmt.sign_mask if fmt.nan == "negative_zero" else fmt.magnitude_mask
+        out.view(_CODES[out.element_size()]).masked_fill_(nan, code)
 
 
-def _round(y: Tensor, fmt: FloatFormat, out: Tensor) -> None:
-    """Round to nearest even; torch's own casts differ between versions and devices."""
+def _nan_of(y: Tensor) -> Tensor | None:
+    """Return where NaN is, None where a sum shows that there is none: asking a GPU for it would stop the stream."""
+    return None if y.device.type == "cpu" and not y.sum().isnan() else y.isnan()
+
+
+def _rounded(y: Tensor, fmt: FloatFormat) -> Tensor:
+    """Round to nearest even, in y's dtype; torch's own casts differ between versions and devices."""
     spec = CastSpec(format=fmt, rounding=Rounding(), overflow="saturate" if fmt.bits == 8 else "ieee")
-    if fmt.bits > 8:
-        ops.engine_for("quantize", spec, y, out).quantize(y, spec, None, out)
-    else:
-        out.view(torch.uint8).copy_(ops.engine_for("encode", spec, y).encode(y, spec, None).codes)
+    rounded = torch.empty_like(y)  # in place kernels would not run on vectors
+    ops.engine_for("quantize", spec, y, rounded).quantize(y, spec, None, rounded)
+    return rounded
 
 
 def output_format(dtype: torch.dtype) -> FloatFormat:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.call import GemmCall, Operation, Scaling
+from fmtsim.gemm.call import LARGE_BLOCKS, GemmCall, Operation, Scaling
 from fmtsim.gemm.choice import Choice, Resolved, call_name, choose, resolve
 from fmtsim.gemm.datapath import Datapath, IntegerDatapath
 from fmtsim.gemm.operands import OperandFormat, check_devices, check_tensor, matrix_layout
@@ -206,8 +206,7 @@ def _order(k: int, found: Resolved) -> str:
     promote = plan.promote_every or (path.promote_every if isinstance(path, Datapath) else None)
     chain = "one chain from +0, k in order"
     if promote is not None and promote < k:
-        how = "with its scales, in one fused multiply-add" if plan.scaled_promotion else "rounded to nearest"
-        chain = f"a fresh chain every {promote} products, each added to an outer sum {how}"
+        chain = f"a fresh chain every {promote} products, each added to an outer sum {_promotion(plan)}"
     if plan.instruction_k is not None:
         chain += f", blocks of at most {plan.instruction_k}"
     if plan.k_tile is None or k == 0:
@@ -227,8 +226,17 @@ def _order(k: int, found: Resolved) -> str:
     ).replace("serially", "one after another")
 
 
+def _promotion(plan: GemmPlan) -> str:
+    if not plan.scaled_promotion:
+        return "rounded to nearest"
+    if plan.successive_scales:
+        return "by a's scale, rounded, and by b's in one fused multiply-add"
+    return "with its scales, in one fused multiply-add"
+
+
 def _epilogue(call: GemmCall, plan: GemmPlan, out: str) -> str:
-    steps = [] if call.scaling in ("none", "block_128") else [_STEPS[plan.epilogue]]
+    steps = [] if call.scaling in ("none", *LARGE_BLOCKS) else [_STEPS[plan.epilogue]]
+    steps += [f"rounded to {out}"] if call.bias and plan.bias_after_rounding and call.out.itemsize == 2 else []
     steps += ["plus the bias"] if call.bias else []
     if call.out in (torch.float32, torch.float64, torch.int32):
         return ", ".join([*steps, f"{out}"])

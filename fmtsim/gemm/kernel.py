@@ -28,9 +28,12 @@ class Kernel:
         instruction_k: As in GemmPlan.
         promote_every: As in GemmPlan.
         scaled_promotion: As in GemmPlan.
+        successive_scales: As in GemmPlan.
         partial: Format of the parts' sums, ``"out"`` for the dtype of the result.
         round_trip: As in GemmPlan.
         epilogue: As in GemmPlan.
+        bias_after_rounding: As in GemmPlan, where the kernel makes one part of K: whatever adds several parts adds the
+            bias with them.
     """
 
     k_tile: int | None = None
@@ -40,9 +43,11 @@ class Kernel:
     instruction_k: int | None = None
     promote_every: int | None = None
     scaled_promotion: bool = False
+    successive_scales: bool = False
     partial: str | None = None
     round_trip: bool = False
     epilogue: str = "scale"
+    bias_after_rounding: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are not the default."""
@@ -52,6 +57,7 @@ class Kernel:
         """Return the fields of the GemmPlan of a call, and whether they say exactly what the kernel does."""
         plan: dict[str, Any] = {"epilogue": self.epilogue, "instruction_k": self.instruction_k}
         plan |= {"promote_every": self.promote_every, "scaled_promotion": self.scaled_promotion}
+        plan |= {"successive_scales": self.successive_scales, "bias_after_rounding": self.bias_after_rounding}
         exact = True
         if self.slices and self.k_tile is not None and split > 1:
             width = self._slice(call, split)
@@ -64,6 +70,7 @@ class Kernel:
             tiles = _ceil(call.k, self.k_tile)
             exact = not (call.k % self.k_tile and (split - 1) * _ceil(tiles, split) >= tiles)
         if split > 1:
+            plan["bias_after_rounding"] = False
             partial = _dtype_format(call.out) if self.partial == "out" else self.partial
             plan |= {"split": split, "partial": partial if partial != "fp32" else None, "round_trip": self.round_trip}
         return plan, exact

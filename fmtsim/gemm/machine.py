@@ -42,6 +42,7 @@ def multiply_coded(
         ArgumentError, DtypeError, FormatError: The machine does not take these operands together.
     """
     kind = product_kind(a.kind, b.kind)
+    kind = "row_block_128" if kind == "block_128" and a.tall == b.tall == 1 else kind
     scaled = kind != "none" or min(a.format.bits, b.format.bits) <= 8
     operation, asked, adds = _asked("scaled_mm" if scaled else operation, a, bias, gemm, dtype)
     m, n, k = a.values.shape[0], b.values.shape[0], a.values.shape[1]

@@ -135,7 +135,8 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Unpack[O
     Args:
         x: [..., K]; the leading dimensions together are the rows of one product.
         w: [N, K] of x's dtype.
-        bias: [N] of x's dtype, added in float32 before the one rounding to the output; or None.
+        bias: [N] of x's dtype, added in float32 before the one rounding to the output (an H200 rounds twice where N is
+            1 and K is not split); or None.
         options: The keywords of ``mm``; ``a_format`` is x's, ``b_format`` is w's.
 
     Returns:

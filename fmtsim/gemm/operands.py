@@ -1,5 +1,6 @@
 """What a verb is given, made into what an engine takes: values, their format, and how they lie in memory."""
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ _PLAIN = {
     torch.float4_e2m1fn_x2: "e2m1",
 }
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_PIECE = 1 << 18  # bytes of FP4 numbers that are unpacked at a time
 _DIRECT = (*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)  # what engines take
 
 
@@ -125,14 +127,37 @@ def read_operand(x: Tensor, fmt: OperandFormat, *, tf32: str = "") -> Tensor:
     if x.dtype == torch.uint8 and dtype in _DIRECT:
         return x.view(dtype)  # codes of 8 bits
     if x.dtype == torch.float4_e2m1fn_x2:
-        x = _unpacked(x)
+        return _fp8_of_fp4(x)
     return decode(x, fmt, out_dtype=result_dtype(fmt, torch.bfloat16))
 
 
-def _unpacked(x: Tensor) -> Tensor:
-    """Return the codes of a tensor with two in each byte, the even one in the low nibble."""
+def _fp8_of_fp4(x: Tensor) -> Tensor:
+    """Return the numbers of a tensor with two in each byte, the even one in the low nibble, as float8_e4m3fn."""
     packed = x.view(torch.uint8)
-    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    rows = packed.reshape(-1, packed.shape[-1])
+    table = torch.tensor(_fp8_pairs(), dtype=torch.int16, device=x.device)
+    pairs = torch.empty(rows.shape, dtype=torch.int16, device=x.device)
+    # A piece at a time for the memory of its indices; torch.compile, which would unroll that, does it at once.
+    step = rows.shape[0] if torch.compiler.is_compiling() else max(1, _PIECE // max(1, rows.shape[1]))
+    for start in range(0, rows.shape[0], step) if rows.numel() else ():
+        piece = rows[start : start + step]
+        pairs[start : start + step] = table.index_select(0, piece.reshape(-1).int()).view(piece.shape)
+    return pairs.view(torch.float8_e4m3fn).view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+@lru_cache(maxsize=1)
+def _fp8_pairs() -> tuple[int, ...]:
+    """Return, for every byte of two E2M1 codes, the two E4M3 codes of their values as a signed integer of 16 bits."""
+    narrow, wide = get_format("e2m1"), get_format("e4m3")
+    assert isinstance(narrow, FloatFormat) and isinstance(wide, FloatFormat)
+    code_of = {wide.value(code): code for code in range(1 << (wide.bits - 1))}
+    codes = [code_of[narrow.value(code & 7)] | (code & 8) << 4 for code in range(16)]
+    pairs = (codes[byte & 15] | codes[byte >> 4] << 8 for byte in range(256))
+    return tuple(pair - (1 << 16) if pair >> 15 else pair for pair in pairs)
+
+
+# A constant to torch.compile, which cannot see through the caches in there.
+_fp8_pairs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def matrix_layout(x: Tensor, *, transposed: bool) -> Layout:

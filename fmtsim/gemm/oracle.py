@@ -92,6 +92,7 @@ def epilogue_oracle(
     rule: Epilogue = "scale",
     scales: tuple[float, float] | None = None,
     bias: float | None = None,
+    bias_after_rounding: bool = False,
     result_scale: float | None = None,
     arithmetic: FloatFormat = FP32,
 ) -> float:
@@ -103,6 +104,7 @@ def epilogue_oracle(
         rule: How the scales multiply.
         scales: Scale of the row (or of a), scale of the column (or of b); None where the call has none.
         bias: Value added after the scales.
+        bias_after_rounding: Round to an output of 16 bits before adding the bias, too.
         result_scale: Multiplies an FP8 output; None is 1.
         arithmetic: Format of each step.
     """
@@ -113,7 +115,7 @@ def epilogue_oracle(
         for factor in factors.get(rule, [column, row]):
             y = multiply(arithmetic, y, factor) or 0.0  # a product that is zero is +0
     if bias is not None:
-        y = add(arithmetic, y, bias)
+        y = add(arithmetic, add(out, y, -0.0) if bias_after_rounding and out.bits == 16 else y, bias)
     if out.bits > 8:
         return add(out, y, -0.0)  # adding -0 changes nothing, so this rounds
     if result_scale is not None:
@@ -203,6 +205,8 @@ def _promoted(outer: Any, p: Any, chain: Chain, rows: _Output) -> Any:
     # Scales belong to the unit where that takes some; the promotion then has none.
     has_scales = not isinstance(unit, Datapath) or unit.scale is None
     scale_a, scale_b = _scales(groups.pop(), rows) if has_scales else (1.0, 1.0)
+    if plan.successive_scales:
+        return fma(FP32, multiply(FP32, p, scale_a), scale_b, outer)
     return fma(FP32, p, multiply(FP32, scale_a, scale_b), outer)
 
 

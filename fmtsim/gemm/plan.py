@@ -29,11 +29,15 @@ class GemmPlan:
             (use_fast_accum=False); None never does.
         scaled_promotion: Multiply each promoted chain by its block scales as it is added, in one fused
             multiply-add (1x128 and 128x128 scales).
+        successive_scales: Of the two scales of ``scaled_promotion``, multiply by a's first and round, then add with b's
+            (1x128 by 1x128 scales); else by their rounded product.
         partial: Format to which each part's sum is rounded before the reduction; None keeps float32.
         reduce: ``"serial"``: part after part; ``"pairwise"``: the halves onto each other first.
         round_trip: Round the reduction to ``partial`` after every addition.
         epilogue: What multiplies the sum: ``"scale"``: the product of both scales, rounded once;
             ``"row_column"``: first the scale of the row, then that of the column; ``"column_row"``: the reverse.
+        bias_after_rounding: Where an output of 16 bits has a bias, round to the output's dtype before the bias is added
+            as well as after.
         source: Where the plan comes from: a recording, a rule, or a guess.
         verified: Recorded bits of this very machine, library and shape stand behind it.
     """
@@ -46,10 +50,12 @@ class GemmPlan:
     instruction_k: int | None = None
     promote_every: int | None = None
     scaled_promotion: bool = False
+    successive_scales: bool = False
     partial: FloatFormat | None = None
     reduce: Literal["serial", "pairwise"] = "serial"
     round_trip: bool = False
     epilogue: Epilogue = "scale"
+    bias_after_rounding: bool = False
     source: str = ""
     verified: bool = False
 
@@ -76,6 +82,8 @@ class GemmPlan:
             )
         if self.scaled_promotion and self.promote_every is None:
             raise ArgumentError("scaled_promotion=True needs promote_every=, the products that share a scale")
+        if self.successive_scales and not self.scaled_promotion:
+            raise ArgumentError("successive_scales=True needs scaled_promotion=True, which multiplies by scales")
         if self.round_trip and self.partial is None:
             raise ArgumentError("round_trip=True needs partial=, the format to round to")
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.gemm.call import LARGE_BLOCKS
 from fmtsim.gemm.choice import Choice, choose, definition, draw_keys
 from fmtsim.gemm.epilogue import output_format
 from fmtsim.gemm.operands import OperandFormat, check_devices, check_tensor, matrix_layout, operand_format, read_operand
@@ -176,6 +177,6 @@ def _check_library(
 def _block_scales(scales: Scales, a: Tensor, b: Tensor, text: str) -> tuple[Tensor | None, Tensor | None]:
     """Return scales inside the unit, or those of the promotion."""
     path = gemm_spec_from_json(text).datapath
-    if scales.kind == "block_128":
+    if scales.kind in LARGE_BLOCKS:
         return scales.a, scales.b
     return unit_scales(scales.a, scales.b, a, b, path)

@@ -172,7 +172,8 @@ def read_scales(
         named = recipes[0] is not None
         a_first, b_first = (kind == "BlockWise128x128" for kind in firsts) if named else (False, True)
         a = _large_blocks("scale_a", lists[0][0], m, k, firsts[0], a_first)
-        return Scales("block_128", a=a, b=_large_blocks("scale_b", lists[1][0], n, k, firsts[1], b_first))
+        large: Scaling = "row_block_128" if firsts[0] == firsts[1] else "block_128"
+        return Scales(large, a=a, b=_large_blocks("scale_b", lists[1][0], n, k, firsts[1], b_first))
     raise ArgumentError(
         f"scaling {firsts[0]} x {firsts[1]} does not exist; torch has TensorWise, RowWise, BlockWise1x16 and 1x32 for "
         "both operands, and 1x128 with 1x128 or 128x128"

@@ -2,12 +2,16 @@
 
 import difflib
 import json
+import os
+import sys
 import threading
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
+
+import torch
 
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
 from fmtsim.gemm.call import GemmCall
@@ -146,12 +150,22 @@ class Target:
             known = (self.name, call) in _warned
             _warned.add((self.name, call))
         if not known:
-            warnings.warn(f"{text}guessing ({plan.source}); {step}", PlanUnknownWarning, stacklevel=4)
+            warnings.warn(f"{text}guessing ({plan.source}); {step}", PlanUnknownWarning, stacklevel=_caller_level())
 
 
 _SCALES = {"mx": "e8m0", "nvfp4": "ue4m3"}  # scales that the unit itself multiplies with, by kind of scaling
 _warned: set[tuple[str, GemmCall]] = set()
 _lock = threading.Lock()
+# Files that lie between a user's line and a warning: modules, autograd and torch.compile call fmtsim out of torch.
+_INNER = tuple(f"{folder}{os.sep}" for folder in (PLANS.parents[1], Path(torch.__file__).parent))
+
+
+def _caller_level() -> int:
+    """Return the stacklevel at which a warning of the calling function names the line of the user's that led to it."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INNER):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def list_targets() -> list[str]:

@@ -6,11 +6,12 @@ all its sums before the next one begins, which keeps memory independent of the s
 
 import math
 from collections.abc import Iterator
+from functools import reduce
 
 import torch
 
 from fmtsim.gemm.datapath import Datapath, IntegerDatapath
-from fmtsim.gemm.schedule import schedule
+from fmtsim.gemm.schedule import Part, schedule
 from fmtsim.gemm.serialization import GemmSpec
 from fmtsim.ops import RandomKey
 from fmtsim.rounding.modes import Rounding
@@ -159,9 +160,37 @@ def _integers(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, spec: Ge
         if not path.saturate:
             out[m, n] = wrapped(total + integer_sums(a[m], b[n])).to(torch.int32)
             continue
+        sums = []
         for part in schedule(k, path, spec.plan):
-            for chain in part:
-                for places in chain.blocks:
-                    block = slice(places[0], places[-1] + 1)  # blocks of integers are runs of K
-                    total = (total + integer_sums(a[m, block], b[n, block])).clamp(-(1 << 31), (1 << 31) - 1)
+            start, total = total, torch.zeros_like(total)
+            sums.append(_clamped_part(a[m], b[n], part, start, spec.plan.promote_every is not None))
+        total = _reduced(sums, spec.plan.reduce == "pairwise") if sums else total
         out[m, n] = total.to(torch.int32)
+
+
+def _clamp(sums: torch.Tensor) -> torch.Tensor:
+    return sums.clamp(-(1 << 31), (1 << 31) - 1)
+
+
+def _clamped_part(a: torch.Tensor, b: torch.Tensor, part: Part, start: torch.Tensor, promote: bool) -> torch.Tensor:
+    """Return the sum of a part, clamped after every block and every promotion."""
+    outer = start
+    for chain in part:
+        total = torch.zeros_like(start) if promote else outer
+        for places in chain.blocks:
+            block = slice(places[0], places[-1] + 1)  # blocks of integers are runs of K
+            total = _clamp(total + integer_sums(a[:, block], b[:, block]))
+        outer = _clamp(outer + total) if promote else total
+    return outer
+
+
+def _reduced(parts: list[torch.Tensor], pairwise: bool) -> torch.Tensor:
+    """Add the sums of parts in the order of a plan, clamped after every addition."""
+    if not pairwise or len(parts) == 1:
+        return reduce(lambda x, y: _clamp(x + y), parts)
+    half = -(-len(parts) // 2)
+    result = parts[-1]
+    for i in range(half):
+        pair = _clamp(parts[i] + parts[i + half]) if i + half < len(parts) - 1 else parts[i]
+        result = _clamp(result + pair)
+    return result

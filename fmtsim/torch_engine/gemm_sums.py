@@ -113,7 +113,7 @@ class Summation:
         for chain in part:
             result = self._chain(chain, rows, zero, draw, block)
             block += len(chain.blocks)
-            total = self._promote(result, total, self._scale(chain, scales))
+            total = self._promoted(self._promote, result, total, self._scales(chain, scales))
         return total
 
     def _chain(self, chain: Chain, rows: Rows, state: torch.Tensor, draw: Draw, block: int) -> torch.Tensor:
@@ -122,11 +122,23 @@ class Summation:
             state = self._unit.step([pieces[0]] if len(pieces) == 1 else pieces, state, draw(block + i))
         return state
 
-    def _scale(self, chain: Chain, scales: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor | None:
+    def _promoted(
+        self, add: "Adder", result: torch.Tensor, total: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """Add a chain to the outer sum."""
+        if self._plan.successive_scales:
+            nothing = torch.full_like(result, -0.0)  # adding it changes nothing, so that the product is rounded alone
+            row, column = scales or (None, None)
+            return add(add(result, nothing, row), total, column)
+        return add(result, total, None if scales is None else round_value(scales[0] * scales[1], FP32))
+
+    def _scales(
+        self, chain: Chain, scales: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         if scales is None or not self._plan.scaled_promotion or self._plan.promote_every is None:
             return None
         place = chain.start // self._plan.promote_every
-        return round_value(scales[0][place] * scales[1][place], FP32)
+        return scales[0][place], scales[1][place]
 
     def _reduce(self, sums: list[torch.Tensor]) -> torch.Tensor:
         plan = self._plan

@@ -159,12 +159,14 @@ def test_what_chains_cover():
     assert supports_gemm(spec_of(replace(FMA64, promote_every=2, promotion=fp64), "fp64"), a, a)
 
 
+@pytest.mark.parametrize("successive", [False, True])
 @pytest.mark.parametrize("unit", [FMA32, PairwiseDatapath(block=4), TwoStageDatapath(block=8)])
-def test_scaled_promotion_without_scales_multiplies_by_nothing(unit):
-    spec = spec_of(unit, "bf16", plan=GemmPlan(promote_every=8, scaled_promotion=True))
+def test_scaled_promotion_with_scales_and_without(unit, successive):
+    plan = GemmPlan(promote_every=8, scaled_promotion=True, successive_scales=successive)
+    spec = spec_of(unit, "bf16", plan=plan)
     a, b = operand("bf16", 2, 24, "normal", 1), operand("bf16", 3, 24, "normal", 2)
     check(a, b, spec)
-    check(a, b, spec, scale_a=torch.full((2, 3), 0.3), scale_b=torch.full((3, 3), -7.0))
+    check(a, b, spec, scale_a=torch.linspace(0.3, 4, 6).reshape(2, 3), scale_b=torch.linspace(-7, 0.1, 9).reshape(3, 3))
 
 
 # Integers.

@@ -65,8 +65,9 @@ def sums(a: torch.Tensor, b: torch.Tensor, spec: GemmSpec, dtype=torch.float32, 
 
 
 def finished(
-    reduced: torch.Tensor, dtype: torch.dtype, rule="scale", row=None, column=None, bias=None, result_scale=None
-) -> torch.Tensor:
+    reduced: torch.Tensor, dtype: torch.dtype, rule="scale", row=None, column=None, bias=None, result_scale=None,
+    bias_after_rounding=False,
+) -> torch.Tensor:  # fmt: skip
     """Return the outputs that the oracle makes of reduced sums."""
     m, n = reduced.shape
     rows = None if row is None else row.reshape(-1).expand(m).tolist()
@@ -79,7 +80,8 @@ def finished(
         epilogue_oracle(
             given[i][j], output_format(dtype), rule=rule,
             scales=None if rows is None else (rows[i], columns[j]),
-            bias=None if added is None else added[j], result_scale=result_scale, arithmetic=arithmetic,
+            bias=None if added is None else added[j], bias_after_rounding=bias_after_rounding,
+            result_scale=result_scale, arithmetic=arithmetic,
         )
         for i in range(m) for j in range(n)
     ]  # fmt: skip

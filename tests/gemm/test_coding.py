@@ -9,9 +9,9 @@ from fmtsim.errors import FormatError
 from fmtsim.formats.block import scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm import coding
-from fmtsim.gemm.coding import code, kind_of, product_kind
+from fmtsim.gemm.coding import _holder, code, kind_of, product_kind
 from fmtsim.gemm.config import Quantizer
-from fmtsim.quantize import encode, encode_parts
+from fmtsim.quantize import decode, encode, encode_parts
 from fmtsim.rounding.modes import MODES, Rounding
 from tests.gemm.products import normal, same, wide
 
@@ -127,10 +127,21 @@ def test_plain_formats_are_values_in_a_dtype_of_engines(name):
     x = data("special") if name != "e2m1" else data("normal")
     found = code(x, Quantizer(format=get_format(name)), 0, None)
     wanted = encode(x, name).decode(out_dtype=torch.float64)
-    same(found.values.double(), wanted.mT.contiguous())
+    values = found.values.double().mT
+    assert torch.equal(values.isnan(), wanted.isnan())
+    same(values.masked_fill(values.isnan(), 0.0), wanted.masked_fill(wanted.isnan(), 0.0))
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-    dtypes |= {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+    dtypes |= {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.float8_e4m3fn}
     assert found.values.dtype == dtypes.get(name, torch.float32) and found.kind == "none"
+
+
+def test_float8_holds_every_value_of_narrower_formats():
+    for name in ("e2m1", "e2m3", "e3m2", "e4m3", "e5m2"):
+        fmt = get_format(name)
+        values = decode(torch.arange(1 << fmt.bits, dtype=torch.int16), fmt)
+        same(values.to(_holder(fmt)).float().nan_to_num(7.0), values.nan_to_num(7.0))
+        assert _holder(fmt).itemsize == 1
+    assert [_holder(get_format(name)) for name in ("e4m3_ieee", "e3m4", "tf32")] == [torch.float32] * 3
 
 
 def test_kinds():

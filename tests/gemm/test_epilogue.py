@@ -45,6 +45,20 @@ def test_every_step_has_the_bits_of_the_oracle(dtype, kind, rule):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wider", [torch.float32, torch.float64], ids=str)
+def test_a_bias_after_rounding(dtype, wider):
+    x = reduced(40, 20).to(wider)
+    row, column = scales("row", *x.shape)
+    for bias in (None, wide(20, seed=3).bfloat16(), torch.full((20,), -torch.inf)):
+        options = {"bias": bias, "row": row, "column": column}
+        got = finish(x.clone(), dtype, bias_after_rounding=True, **options)
+        same(got, finished(x, dtype, bias_after_rounding=True, **options))
+        same(finish(x.clone(), dtype, bias_after_rounding=True), finish(x.clone(), dtype))
+        if dtype.itemsize == 2 and bias is not None:
+            assert not torch.equal(bits(got[1:]), bits(finish(x.clone(), dtype, **options)[1:])) or bias.isinf().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_in_float64(dtype):
     x = reduced().double() * (1 + 2.0**-40)
     x = torch.where(x.isnan(), torch.tensor(0x7FFFFFFFFFFFFFFF).view(torch.float64), x)

@@ -137,6 +137,24 @@ def test_scaled_promotion_is_one_multiply_add():
     same(dot([1.0] * 5, ONE, two, scale_a=[1.0, INF, 4.0], scale_b=[1.0, 0.0, 0.5]), NAN)
 
 
+def test_successive_scales_round_once_more():
+    plan = GemmPlan(promote_every=1, scaled_promotion=True, successive_scales=True)
+    same(dot([1.5], ONE, plan, c=1.0, scale_a=[2.0], scale_b=[3.0]), 10.0)
+    # RN(NEXT x NEXT) = 1 + 2^-22, and that times NEXT less 1 + 3 x 2^-23 is 2^-45: only the first product is rounded.
+    row = [-(1 + 3 * 2.0**-23), NEXT]
+    same(dot(row, ONE, plan, scale_a=[1.0, NEXT], scale_b=[1.0, NEXT]), 2.0**-45)
+    # 2^-80 2^-80 2^100: the product of both scales keeps it, that with a's alone is zero; and Inf the other way round.
+    once = replace(plan, successive_scales=False)
+    tiny, large = {"scale_a": [2.0**-80], "scale_b": [2.0**100]}, {"scale_a": [2.0**80], "scale_b": [2.0**-100]}
+    for order, expected in ((plan, 0.0), (once, 2.0**-60)):
+        same(dot([2.0**-80], ONE, order, **tiny), expected)
+    for order, expected in ((plan, INF), (once, 2.0**60)):
+        same(dot([2.0**80], ONE, order, **large), expected)
+    # A sum wider than float32 is rounded also where it has no scales.
+    for order, expected in ((plan, 1.0), (once, NEXT)):
+        same(dot([TINY, 0.0, 1.0, TINY], replace(ONE, accumulator=FP64), replace(order, promote_every=2)), expected)
+
+
 # Rule 5: reduction.
 
 
@@ -267,6 +285,20 @@ def test_narrow_outputs_saturate():
     same(epilogue_oracle(1000.0, E4M3, result_scale=0.25), 256.0)  # 250 -> 256, spacing 16 below 256
     same(epilogue_oracle(1.0, E4M3, scales=(3.0, 1.0), bias=1.0, result_scale=0.5), 2.0)
     same(epilogue_oracle(1.0, BF16, result_scale=0.5), 1.0)  # only FP8 has a result scale
+
+
+def test_a_bias_after_rounding():
+    # 1 + 2^-8 is a tie that goes to 1; with 2^-7 + 2^-8 that is a tie again, which goes to 1 + 2^-6.
+    x, bias = 1 + 2.0**-8, 2.0**-7
+    same(epilogue_oracle(x, BF16, bias=bias), 1 + 2.0**-6)
+    same(epilogue_oracle(x, BF16, bias=bias, bias_after_rounding=True), 1 + 2.0**-7)
+    same(epilogue_oracle(x, BF16, bias_after_rounding=True), 1.0)
+    same(epilogue_oracle(x, FP16, bias=bias, bias_after_rounding=True), 1 + 3 * 2.0**-8)
+    for out in (FP32, E4M3):  # outputs of 16 bits alone are rounded
+        same(epilogue_oracle(x, out, bias=bias, bias_after_rounding=True), epilogue_oracle(x, out, bias=bias))
+    same(epilogue_oracle(FP32.max, BF16, bias=-FP32.max, bias_after_rounding=True), INF)
+    same(epilogue_oracle(-(2.0**-140), BF16, bias=-0.0, bias_after_rounding=True), -0.0)
+    same(epilogue_oracle(x, BF16, scales=(3.0, 1.0), bias=bias, bias_after_rounding=True), 3 + 2.0**-5)
 
 
 def test_a_wide_epilogue():

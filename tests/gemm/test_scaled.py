@@ -84,10 +84,9 @@ def test_blocks_of_128(recipes, k):
         for s, name, rows in ((scale_a, names[0], 144), (scale_b, names[1], 160))
     ]
     few, some = slice(120, 144, 9), slice(100, 160, 18)
-    plan = GemmPlan(promote_every=128, scaled_promotion=True)
-    reduced = sums(a[few], b[some], spec(plan=plan), scale_a=full[0][few], scale_b=full[1][some])
-    expected = finished(reduced, torch.bfloat16)
-    options = {"out_dtype": torch.bfloat16, "unit": WGMMA}
+    plan = GemmPlan(promote_every=128, scaled_promotion=True, successive_scales=recipes == (1, 1))
+    expected = sums(a[few], b[some], spec(plan=plan), scale_a=full[0][few], scale_b=full[1][some])
+    options = {"out_dtype": torch.float32, "unit": WGMMA}
     got = fmtsim.scaled_mm(a, b.t(), scale_a, scale_b.t(), **options)  # as torch._scaled_mm takes them
     same(got[few, some], expected)
     options |= {"scale_recipe_a": names[0], "scale_recipe_b": getattr(ScalingType, names[1])}
@@ -98,10 +97,22 @@ def test_blocks_of_128(recipes, k):
     same(fmtsim.scaled_mm(a, b.t(), *padded, **options), got)
 
 
+@pytest.mark.parametrize("chosen", [{"unit": WGMMA}, {"target": "h200", "strict": True}, {"target": "chain"}], ids=str)
+def test_the_kind_of_the_other_operands_blocks_decides_how_scales_are_multiplied(chosen):
+    a, b = operands(128, 256, 512)
+    scale_a, scale_b = positive(128, 4), positive(2, 4, seed=2)
+    options = {"out_dtype": torch.float32, **chosen}
+    one, both = (
+        fmtsim.scaled_mm(a, b.t(), scale_a, s.t(), **options) for s in (scale_b, scale_b.repeat_interleave(128, 0))
+    )
+    assert not torch.equal(one, both)
+    torch.testing.assert_close(one, both, rtol=1e-5, atol=1e-3)  # the same sums, rounded at other places
+
+
 def test_square_scales_have_the_order_of_the_function_that_is_meant():
     a, b = operands(256, 256, 256)
     one, two = positive(2, 2), positive(256, 2, seed=2)
-    options = {"out_dtype": torch.bfloat16, "unit": WGMMA}
+    options = {"out_dtype": torch.bfloat16, "unit": WGMMA, "plan": GemmPlan(promote_every=128, scaled_promotion=True)}
     expected = fmtsim.scaled_mm(a, b.t(), two, one.repeat_interleave(128, 0).t(), **options)
     same(fmtsim.scaled_mm(a, b.t(), two, one.t(), **options), expected)
     recipes = {"scale_recipe_a": "BlockWise1x128", "scale_recipe_b": "BlockWise128x128"}
@@ -191,6 +202,8 @@ def test_calls_say_what_a_library_sees(notebook):
     notebook.plan = GemmPlan(promote_every=128, scaled_promotion=True)
     fmtsim.scaled_mm(a, b.t(), positive(128, 2), positive(2, 1), out_dtype=torch.bfloat16, target="x")
     assert notebook.calls[-1].scaling == "block_128"
+    fmtsim.scaled_mm(a, b.t(), positive(128, 2), positive(2, 128), out_dtype=torch.bfloat16, target="x")
+    assert notebook.calls[-1].scaling == "row_block_128"
 
 
 # Refusals.

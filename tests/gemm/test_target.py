@@ -10,11 +10,13 @@ import numpy
 import pytest
 import torch
 
+import fmtsim
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
 from fmtsim.gemm import target as targets
 from fmtsim.gemm.call import GemmCall
 from fmtsim.gemm.kernel import Kernel, Splits, matches
 from fmtsim.gemm.plan import GemmPlan
+from fmtsim.gemm.serialization import record_from_dict, record_to_dict
 from fmtsim.gemm.target import PLANS, get_target, list_targets, target_from_dict, target_to_dict
 from fmtsim.gemm.unit import get_unit
 
@@ -81,7 +83,39 @@ def test_promotion_and_scales():
     assert resolve(fp8(64, 96, 512, scaling="tensor")).plan.epilogue == "scale"
     blocks = resolve(fp8(128, 256, 512, scaling="block_128"))
     assert (blocks.plan.promote_every, blocks.plan.scaled_promotion, blocks.plan.split) == (128, True, 1)
-    assert blocks.basis == "rule"
+    assert (blocks.plan.successive_scales, blocks.basis) == (False, "rule")
+
+
+def test_scales_of_rows_of_128():
+    for name in ("h100", "h200", "b200", "chain"):
+        plan = resolve(fp8(128, 256, 512, scaling="row_block_128"), name).plan
+        assert (plan.promote_every, plan.scaled_promotion, plan.successive_scales) == (128, True, True)
+    recorded = resolve(fp8(64, 128, 8192, scaling="row_block_128"))
+    assert (recorded.plan.k_tile, recorded.plan.split, recorded.basis) == (128, 3, "recorded")
+    tiles = {kind: resolve(fp8(64, 128, 7168, scaling=kind)) for kind in ("block_128", "row_block_128")}
+    assert {kind: (found.plan.k_tile, found.plan.split, found.basis) for kind, found in tiles.items()} == {
+        "block_128": (512, 2, "guess"), "row_block_128": (128, 2, "guess")
+    }  # fmt: skip
+    assert resolve(fp8(64, 128, 5120, scaling="row_block_128")).basis == "rule"
+
+
+def test_a_bias_with_one_column():
+    """The sum of one part is rounded before its bias is added, that of several parts is not."""
+    expected = [
+        (64, 256, 1, "recorded"), (64, 4096, 3, "recorded"), (128, 12288, 9, "logged"), (8192, 3072, 1, "logged"),
+        (72, 2560, 1, "rule"), (72, 8192, 6, "guess"),
+    ]  # fmt: skip
+    for m, k, split, basis in expected:
+        found = resolve(linear(m, 1, k))
+        assert (found.plan.split, found.plan.bias_after_rounding, found.basis) == (split, split == 1, basis)
+        assert not resolve(linear(m, 1, k, bias=False)).plan.bias_after_rounding
+        assert not resolve(linear(m, 8, k)).plan.bias_after_rounding
+    assert resolve(linear(72, 1, 100)).basis == resolve(linear(1, 1, 256)).basis == "guess"  # rows are not aligned
+    target = get_target("h200")
+    for rule in target.rules:  # none of the other kernels is taken for such a call
+        columns = [name.partition("x")[2] for name in rule.split] if isinstance(rule.split, dict) else []
+        if "linear" in rule.when.get("operation", ()) and rule.when.get("bias") and "1" in columns:
+            assert rule.kernel == "nvjet16.column" and rule.when["n"] == 1
 
 
 def test_half_accumulators():
@@ -237,6 +271,19 @@ def test_guesses_warn_once_and_strict_refuses(monkeypatch):
         target.resolve(replace(call, k=30008))
 
 
+def test_a_warning_names_the_line_that_led_to_it(monkeypatch):
+    monkeypatch.setattr(targets, "_warned", set())
+    here, first = __file__, test_a_warning_names_the_line_that_led_to_it.__code__.co_firstlineno
+    a = torch.zeros(4, 10, dtype=torch.bfloat16, requires_grad=True)
+    config = fmtsim.linear_config(x="bf16", w="bf16", g="bf16", target="h200")
+    layer = fmtsim.convert(torch.nn.Sequential(torch.nn.Linear(10, 4, dtype=torch.bfloat16)), config)
+    with pytest.warns(PlanUnknownWarning) as seen:
+        y = fmtsim.mm(a, a.detach().t(), target="h200")
+        y.sum().backward()
+        layer(torch.zeros(7, 10, dtype=torch.bfloat16))
+    assert [(w.filename, w.lineno - first) for w in seen] == [(here, 7), (here, 8), (here, 9)]
+
+
 def test_rules_do_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -355,3 +402,16 @@ def test_ragged_tiles_with_an_empty_part_are_a_guess():
     kernel = Kernel(k_tile=64)
     assert kernel.fields(mm(88, 16, 44832), 35)[1] is False
     assert kernel.fields(mm(88, 16, 44800), 34)[1] is True
+
+
+def test_plans_of_promotions_and_a_bias():
+    with pytest.raises(ArgumentError, match="successive_scales=True needs scaled_promotion=True, which multiplies"):
+        GemmPlan(promote_every=128, successive_scales=True)
+    kernel = Kernel(
+        k_tile=64, promote_every=128, scaled_promotion=True, successive_scales=True, bias_after_rounding=True
+    )
+    assert kernel.to_dict() == kernel.to_dict() | {"successive_scales": True, "bias_after_rounding": True}
+    for split in (1, 2):
+        plan = GemmPlan(**kernel.fields(mm(64, 64, 512), split)[0])
+        assert (plan.successive_scales, plan.bias_after_rounding) == (True, split == 1)
+        assert record_from_dict(json.loads(json.dumps(record_to_dict(plan)))) == plan

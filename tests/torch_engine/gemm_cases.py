@@ -184,6 +184,7 @@ def plan(r: Random, path: Arithmetic) -> GemmPlan:
     if r.random() < 0.3 and getattr(path, "promote_every", None) is None:
         fields["promote_every"] = r.choice([4, 8, 16])
         fields["scaled_promotion"] = r.random() < 0.5 and getattr(path, "scale", None) is None
+        fields["successive_scales"] = fields["scaled_promotion"] and r.random() < 0.5
     if r.random() < 0.3:
         fields["partial"] = get_format(r.choice(["bf16", "fp16", "fp32", "fp64", "e4m3", "e2m1"]))
         fields["round_trip"] = r.random() < 0.5

@@ -1,0 +1,65 @@
+"""Operands as verbs read them: FP4 numbers in FP8, and values that a format lacks."""
+
+import pytest
+import torch
+
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.registry import get_format
+from fmtsim.gemm import operands, operator
+from fmtsim.gemm.datapath import Datapath
+from fmtsim.gemm.operands import read_operand
+from fmtsim.gemm.operator import run_gemm
+from fmtsim.gemm.plan import GemmPlan
+from fmtsim.gemm.serialization import GemmSpec
+from fmtsim.quantize import decode
+
+BYTES = torch.arange(256, dtype=torch.uint8)
+E2M1, TF32, E3M4 = get_format("e2m1"), get_format("tf32"), get_format("e3m4")
+
+
+def fp4_values(packed):
+    """Return the numbers of bytes [..., n] in order, by the catalogue: the even one in the low nibble."""
+    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    return decode(codes, "e2m1", out_dtype=torch.float32)
+
+
+def same(x, y):
+    assert x.dtype == y.dtype and x.shape == y.shape
+    assert torch.equal(x.view(torch.int32), y.view(torch.int32))  # -0 is not +0
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1 << 18])
+@pytest.mark.parametrize("shape", [(1, 256), (256, 1), (2, 8, 16)])
+def test_every_byte_of_fp4_keeps_its_two_numbers(shape, piece, monkeypatch):
+    monkeypatch.setattr(operands, "_PIECE", piece)
+    packed = BYTES.reshape(shape)
+    found = read_operand(packed.view(torch.float4_e2m1fn_x2), E2M1)
+    assert found.dtype == torch.float8_e4m3fn
+    same(found.float(), fp4_values(packed))
+
+
+def test_fp4_with_strides_and_without_elements():
+    packed = BYTES.reshape(16, 16)
+    found = read_operand(packed[::3, 2:9].view(torch.float4_e2m1fn_x2), E2M1)
+    same(found.float(), fp4_values(packed[::3, 2:9]))
+    assert read_operand(packed[:0].view(torch.float4_e2m1fn_x2), E2M1).shape == (0, 32)
+    assert read_operand(packed[:, :0].view(torch.float4_e2m1fn_x2), E2M1).shape == (16, 0)
+
+
+def product(a, fmt):
+    spec = GemmSpec(datapath=Datapath(), plan=GemmPlan(), a=fmt, b=fmt)
+    return run_gemm(a, torch.ones(1, a.shape[1], dtype=a.dtype), spec)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (3, 70), (6, 99)])
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "wrong"), [(TF32, torch.float32, 1 + 2.0**-11), (E3M4, torch.bfloat16, 1024.0)]
+)
+def test_a_value_that_the_format_lacks_is_found_in_every_piece(fmt, dtype, wrong, place, monkeypatch):
+    monkeypatch.setattr(operator, "_VALUES", 150)  # rows of 100: one in a piece
+    a = torch.full((7, 100), -0.0, dtype=dtype)
+    a[2, 5] = torch.nan
+    assert product(a, fmt).shape == (7, 1)
+    a[place] = wrong
+    with pytest.raises(ArgumentError, match=f"a holds {wrong:g}, which is not a value of {fmt.name}"):
+        product(a, fmt)
