@@ -29,6 +29,7 @@ DEFAULTS = {"steps": 600, "batch_size": 16, "context": 64, "width": 128, "layers
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     _add_scheme(parser.add_argument_group("what is simulated"))
+    _add_machine(parser.add_argument_group("who multiplies (float32 sums in no particular order, or one of these)"))
     how = parser.add_argument_group("model and training")
     for name, text in SIZES.items():
         default = DEFAULTS[name.replace("-", "_")]
@@ -61,6 +62,16 @@ def _add_scheme(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--scaling", choices=SCALINGS,
                        help="what shares a scale; by default tensor for element formats of 8 bits and fewer, none for "
                             "wider ones; block formats have blocks of their own")  # fmt: skip
+
+
+def _add_machine(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--target", metavar="NAME", help="a machine with its library, such as h200, or a plan file")
+    group.add_argument("--unit", metavar="NAME", help="a matrix unit alone, such as hopper.wgmma or exact")
+    group.add_argument("--datapath", metavar="FIELD=VALUE,...",
+                       help="a unit of your own, such as block=32,fraction_bits=10")  # fmt: skip
+    group.add_argument("--plan", metavar="FIELD=VALUE,...", help="an order of sums, such as promote_every=128")
+    group.add_argument("--fast-accum", action="store_true",
+                       help="use_fast_accum=True of a target's forward products; gradients promote their sums")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -110,7 +121,20 @@ def summary(record: dict[str, Any], baseline: "Run", simulated: "Run") -> str:
     ]
     if simulated.stats is not None and simulated.stats.layers:
         parts += ["", _lost_bits(simulated)]
+    if simulated.guesses:
+        parts += ["", _guessed(simulated.guesses)]
     return "\n".join(parts)
+
+
+def _guessed(guesses: list[str]) -> str:
+    """Return what a reader should know about plans that are guesses: how many, one of them, and what to do."""
+    first = guesses[0].partition(";")[0]
+    others = f" (and {len(guesses) - 1} other products, in record.json)" if len(guesses) > 1 else ""
+    return (
+        f"{first}{others}: their order of sums was guessed.\n"
+        "Record them on the machine and name the plan file as --target, give an order as --plan, or take --unit for "
+        "the arithmetic alone."
+    )
 
 
 def _loss(value: float, sign: str = "") -> str:
@@ -157,6 +181,7 @@ def _config(arguments: argparse.Namespace) -> "TrainConfig":
         scaling=arguments.scaling,
         rounding=arguments.rounding,
         grad_rounding=arguments.grad_rounding,
+        **_machine(arguments),
     )
     return TrainConfig(
         simulated=simulated,
@@ -167,6 +192,30 @@ def _config(arguments: argparse.Namespace) -> "TrainConfig":
         lr=arguments.lr,
         seed=arguments.seed,
     )
+
+
+def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the machine's options as a Scheme takes them."""
+    from fmtsim.cli.mm import parse_record
+    from fmtsim.gemm.datapath import Datapath
+    from fmtsim.gemm.plan import GemmPlan
+
+    given = [name for name in ("target", "unit", "datapath") if getattr(arguments, name) is not None]
+    if len(given) > 1:
+        raise ArgumentError(
+            f"fmtsim train takes one of --target, --unit and --datapath, not {' and '.join(f'--{n}' for n in given)}"
+        )
+    if arguments.plan is not None and not given:
+        raise ArgumentError("--plan is an order of sums on a machine; pass --target, --unit or --datapath as well")
+    if arguments.fast_accum and arguments.target is None:
+        raise ArgumentError("--fast-accum chooses between a library's kernels; pass --target as well")
+    own = None if arguments.datapath is None else parse_record(arguments.datapath, Datapath, "--datapath")
+    return {
+        "target": arguments.target,
+        "unit": arguments.unit if own is None else own,
+        "plan": None if arguments.plan is None else parse_record(arguments.plan, GemmPlan, "--plan"),
+        "fast_accum": arguments.fast_accum,
+    }
 
 
 @contextlib.contextmanager

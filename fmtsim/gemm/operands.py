@@ -134,14 +134,14 @@ def read_operand(x: Tensor, fmt: OperandFormat, *, tf32: str = "") -> Tensor:
 def _fp8_of_fp4(x: Tensor) -> Tensor:
     """Return the numbers of a tensor with two in each byte, the even one in the low nibble, as float8_e4m3fn."""
     packed = x.view(torch.uint8)
-    rows = packed.reshape(-1, packed.shape[-1])
+    flat = packed.reshape(-1)
     table = torch.tensor(_fp8_pairs(), dtype=torch.int16, device=x.device)
-    pairs = torch.empty(rows.shape, dtype=torch.int16, device=x.device)
+    pairs = torch.empty(flat.shape, dtype=torch.int16, device=x.device)
     # A piece at a time for the memory of its indices; torch.compile, which would unroll that, does it at once.
-    step = rows.shape[0] if torch.compiler.is_compiling() else max(1, _PIECE // max(1, rows.shape[1]))
-    for start in range(0, rows.shape[0], step) if rows.numel() else ():
-        piece = rows[start : start + step]
-        pairs[start : start + step] = table.index_select(0, piece.reshape(-1).int()).view(piece.shape)
+    step = max(1, flat.numel()) if torch.compiler.is_compiling() else _PIECE
+    for start in range(0, flat.numel(), step):
+        piece = flat[start : start + step]
+        pairs[start : start + step] = table.index_select(0, piece.int())
     return pairs.view(torch.float8_e4m3fn).view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 

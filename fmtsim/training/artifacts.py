@@ -64,7 +64,7 @@ def make_record(config: TrainConfig, corpus: Corpus, baseline: Run, simulated: R
         "fmtsim": _version("fmtsim"),
         "torch": torch.__version__,
         "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
-        "config": asdict(config),
+        "config": {**asdict(config), **{name: getattr(config, name).to_dict() for name in ("simulated", "baseline")}},
         "corpus": {"name": corpus.name, "bytes": corpus.bytes, "files": corpus.files, "truncated": corpus.truncated},
         "baseline": _run_record(baseline),
         "simulated": _run_record(simulated),
@@ -112,6 +112,7 @@ def _run_record(run: Run) -> dict[str, Any]:
         "stopped": run.stopped,
         "observed_step": run.observed or None,
         "layers": None if run.stats is None else run.stats.to_dict(),
+        "guesses": run.guesses,
         "report": None if run.report is None else [asdict(row) for row in run.report.rows],
     }
 

@@ -1,13 +1,17 @@
-"""From the options of ``fmtsim train`` to quantisers: a format, a way of scaling it, and rounding."""
+"""From the options of ``fmtsim train`` to a linear config: a format, a way of scaling it, rounding, and a machine."""
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat, scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import ScaleRule
-from fmtsim.gemm.config import LinearConfig, linear_config
+from fmtsim.gemm.config import Gemm, LinearConfig, linear_config
+from fmtsim.gemm.datapath import Datapath
+from fmtsim.gemm.plan import GemmPlan
+from fmtsim.gemm.serialization import record_to_dict
 
 # Scaling by name: block (outer, inner along the contraction axis) of x and g, block of w, scale rule.
 SCALINGS: dict[str, tuple[Block, Block, ScaleRule] | None] = {
@@ -19,19 +23,24 @@ SCALINGS: dict[str, tuple[Block, Block, ScaleRule] | None] = {
     "mx": ((1, 32), (1, 32), "floor"),
 }
 HIGH_PRECISION = "fp32"
+PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """Name a way of training: formats, scaling and rounding as on the command line.
+    """Name a way of training: formats, scaling, rounding and machine as on the command line.
 
     Args:
-        format: Format of activations and weights; ``"fp32"`` converts nothing.
+        format: Format of activations and weights; ``"fp32"`` without a machine converts nothing.
         grad_format: Format of gradients; None means e5m2 for element formats of 8 bits and fewer, else ``format``.
         scaling: One of SCALINGS; None means the format's own blocks, ``"tensor"`` for element formats of 8 bits and
             fewer, ``"none"`` for wider ones.
         rounding: Rounding of activations and weights.
         grad_rounding: Rounding of gradients.
+        target: A machine with its library that multiplies, by name or path; None multiplies in float32.
+        unit: A matrix unit alone instead, by name or as a Datapath.
+        plan: Order of sums instead of the machine's own.
+        fast_accum: use_fast_accum of the target's forward products.
     """
 
     format: str
@@ -39,11 +48,20 @@ class Scheme:
     scaling: str | None = None
     rounding: str = "nearest_even"
     grad_rounding: str = "nearest_even"
+    target: str | None = None
+    unit: str | Datapath | None = None
+    plan: GemmPlan | None = None
+    fast_accum: bool = False
 
     @property
     def simulated(self) -> bool:
-        """Whether anything is quantised."""
-        return get_format(self.format).name != HIGH_PRECISION
+        """Whether anything is quantised or multiplied on a machine."""
+        return get_format(self.format).name != HIGH_PRECISION or self.machine
+
+    @property
+    def machine(self) -> bool:
+        """Whether a machine multiplies."""
+        return self.target is not None or self.unit is not None
 
     @property
     def gradient(self) -> str:
@@ -64,13 +82,30 @@ class Scheme:
             parts.append(forward)
         else:
             parts += [f"{tensors} {mode}" for tensors, mode in (("x w", forward), ("g", backward)) if mode]
+        if self.machine:
+            parts.append(Gemm(target=self.target, unit=self.unit, plan=self.plan, fast_accum=self.fast_accum).machine)
         return ", ".join(filter(None, parts))
 
     def linear_config(self) -> LinearConfig:
-        """Return the quantisers; raise FormatError or ArgumentError where the options do not fit together."""
+        """Return the config; raise FormatError or ArgumentError where the options do not fit together."""
         x, w = (_scale(self.format, self.scaling, weight) for weight in (False, True))
         g = _scale(self.gradient, self.scaling, False)
-        return linear_config(x=x, w=w, g=g, rounding=self.rounding, grad_rounding=self.grad_rounding)
+        config = linear_config(
+            x=x, w=w, g=g, rounding=self.rounding, grad_rounding=self.grad_rounding, target=self.target,
+            unit=self.unit, fast_accum=self.fast_accum,
+        )  # fmt: skip
+        if self.plan is None:
+            return config
+        gemms = {name: dataclasses.replace(getattr(config, name), plan=self.plan) for name in PRODUCTS}
+        return LinearConfig(**gemms)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON types, records of units and plans as in plan files."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {
+            name: record_to_dict(value) if isinstance(value, Datapath | GemmPlan) else value
+            for name, value in fields.items()
+        }
 
 
 def _default_scaling(fmt: Format) -> str:

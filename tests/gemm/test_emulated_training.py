@@ -155,6 +155,7 @@ def _worker(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_average_the_gradients_of_one(tmp_path):
     mp.spawn(_worker, args=(str(tmp_path),), nprocs=2)
     single = []
