@@ -71,7 +71,7 @@ def _add_machine(group: "argparse._ArgumentGroup") -> None:
                        help="a unit of your own, such as block=32,fraction_bits=10")  # fmt: skip
     group.add_argument("--plan", metavar="FIELD=VALUE,...", help="an order of sums, such as promote_every=128")
     group.add_argument("--fast-accum", action="store_true",
-                       help="use_fast_accum=True of a target's forward products; gradients promote their sums")  # fmt: skip
+                       help="use_fast_accum=True of a target's forward products; gradients promote sums")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -129,11 +129,12 @@ def summary(record: dict[str, Any], baseline: "Run", simulated: "Run") -> str:
 def _guessed(guesses: list[str]) -> str:
     """Return what a reader should know about plans that are guesses: how many, one of them, and what to do."""
     first = guesses[0].partition(";")[0]
-    others = f" (and {len(guesses) - 1} other products, in record.json)" if len(guesses) > 1 else ""
+    many = len(guesses) > 1
+    others = f" (and {len(guesses) - 1} other products, in record.json)" if many else ""
     return (
-        f"{first}{others}: their order of sums was guessed.\n"
-        "Record them on the machine and name the plan file as --target, give an order as --plan, or take --unit for "
-        "the arithmetic alone."
+        f"{first}{others}: {'their' if many else 'its'} order of sums was guessed.\n"
+        "Record such calls on the machine and name the plan file as --target, give an order as --plan, or take "
+        "--unit for the arithmetic alone."
     )
 
 

@@ -38,11 +38,11 @@ def fast_path(unit: Datapath, a: Source, b: Source, limits: tuple[int, int]) -> 
     span = a.top + b.top - a.emin - b.emin
     inside = is_fixed(a) and is_fixed(b) and a.emin + b.emin >= limits[0] and a.top + b.top <= limits[1]
     if room <= 22 and a.bits + eps <= 24 and kept <= 20 and inside and span < 80 - f:
-        factor, mask = np.float32(1 + 2.0**-eps), np.int32(-1 << (23 - kept))
-        return Constants(block, factor, f, mask, np.int8(-2 - span), (a.top, b.top), *limits)
+        single = np.float32(1 + 2.0**-eps), f, np.int32(-1 << (23 - kept))
+        return Constants(block, *single, np.int8(-2 - span), (a.top, b.top), *limits)
     if room <= 51 and a.bits + eps <= 53:
-        factor, mask = np.float64(1 + 2.0**-eps), np.int64(-1 << (52 - kept))
-        return Constants(block, factor, f, mask, np.int8(0), (EMPTY, EMPTY), *limits)
+        double = np.float64(1 + 2.0**-eps), f, np.int64(-1 << (52 - kept))
+        return Constants(block, *double, np.int8(0), (EMPTY, EMPTY), *limits)
     return None
 
 
@@ -106,7 +106,7 @@ def fused(a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec
         column_marks=np.zeros(-(-out.shape[1] // LANES) * LANES, np.int32),
     )
     run_tiles(job)
-    if c is not None:
+    if job.c is not None:
         job.row_marks[~np.isfinite(job.c).all(1)] |= HAS_INF
     _mend(job, remaining)
 

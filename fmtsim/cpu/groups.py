@@ -66,7 +66,7 @@ def groups_of(unit: Datapath, a: Source, b: Source) -> Groups | None:
 
 def group_scales(
     source: Source, slots: np.ndarray, size: int, factor: np.float64, padded: int
-) -> tuple[np.ndarray, ...]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the scales of each group times a factor, float64 [groups, rows], their exponents, int32, and marks [rows].
 
     Zero scales are TINY; groups without products have exponent EMPTY. Rows are padded with zeros.
@@ -74,12 +74,12 @@ def group_scales(
     first = slots.reshape(-1, size)[:, 0]
     scales = np.zeros((first.size, padded), np.float64)
     scales[:, : source.scales.shape[0]] = source.scales[:, np.maximum(first, 0) // source.every].T
-    marks = np.isnan(scales).any(0) * HAS_NAN | np.isinf(scales).any(0) * HAS_INF
+    marks = np.where(np.isnan(scales).any(0), HAS_NAN, np.where(np.isinf(scales).any(0), HAS_INF, 0)).astype(np.int32)
     finite = np.where(np.isfinite(scales), scales, 0.0)
     exponents = np.maximum(np.frexp(finite)[1] - 1, source.scale_emin).astype(np.int32)
     exponents[finite == 0] = source.scale_emin
     exponents[first < 0] = EMPTY
-    return np.where(finite == 0, TINY64, finite * factor), exponents, marks.astype(np.int32)
+    return np.where(finite == 0, TINY64, finite * factor), exponents, marks
 
 
 @device

@@ -145,8 +145,16 @@ def _fp8_of_fp4(x: Tensor) -> Tensor:
     return pairs.view(torch.float8_e4m3fn).view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
-@lru_cache(maxsize=1)
 def _fp8_pairs() -> tuple[int, ...]:
+    return _cached_pairs()
+
+
+# A constant to torch.compile, which looks through caches and then through all that is behind them.
+_fp8_pairs._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=1)
+def _cached_pairs() -> tuple[int, ...]:
     """Return, for every byte of two E2M1 codes, the two E4M3 codes of their values as a signed integer of 16 bits."""
     narrow, wide = get_format("e2m1"), get_format("e4m3")
     assert isinstance(narrow, FloatFormat) and isinstance(wide, FloatFormat)
@@ -154,10 +162,6 @@ def _fp8_pairs() -> tuple[int, ...]:
     codes = [code_of[narrow.value(code & 7)] | (code & 8) << 4 for code in range(16)]
     pairs = (codes[byte & 15] | codes[byte >> 4] << 8 for byte in range(256))
     return tuple(pair - (1 << 16) if pair >> 15 else pair for pair in pairs)
-
-
-# A constant to torch.compile, which cannot see through the caches in there.
-_fp8_pairs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def matrix_layout(x: Tensor, *, transposed: bool) -> Layout:

@@ -60,8 +60,9 @@ class GemmPlan:
     verified: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.partial, str):
-            object.__setattr__(self, "partial", get_format(self.partial))
+        given: object = self.partial
+        if isinstance(given, str):
+            object.__setattr__(self, "partial", get_format(given))
         if self.partial is not None and not isinstance(self.partial, FloatFormat):
             raise FormatError(
                 f"partial={self.partial!r} is not a floating-point format; pass its name or a FloatFormat"

@@ -7,6 +7,7 @@ from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm import operands, operator
 from fmtsim.gemm.datapath import Datapath
+from fmtsim.gemm.matmul import mm
 from fmtsim.gemm.operands import read_operand
 from fmtsim.gemm.operator import run_gemm
 from fmtsim.gemm.plan import GemmPlan
@@ -63,3 +64,13 @@ def test_a_value_that_the_format_lacks_is_found_in_every_piece(fmt, dtype, wrong
     a[place] = wrong
     with pytest.raises(ArgumentError, match=f"a holds {wrong:g}, which is not a value of {fmt.name}"):
         product(a, fmt)
+
+
+def test_a_compiled_product_of_fp4_has_the_bits_of_a_plain_one():
+    a, b = (BYTES[:128].reshape(4, 32) ^ mask for mask in (0, 170))
+
+    def multiply(a, b):
+        return mm(a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2).t(), unit="blackwell.tcgen05")
+
+    torch._dynamo.reset()
+    same(torch.compile(multiply, backend="eager", fullgraph=True)(a, b), multiply(a, b))

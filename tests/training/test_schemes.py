@@ -1,8 +1,13 @@
 """Schemes: which quantisers the options of ``fmtsim train`` stand for."""
 
+import json
+
 import pytest
 
 from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.gemm.datapath import Datapath
+from fmtsim.gemm.plan import GemmPlan
+from fmtsim.gemm.serialization import record_from_dict
 from fmtsim.training.schemes import SCALINGS, Scheme
 
 
@@ -43,10 +48,36 @@ def test_every_scaling_builds(scaling):
         ({"format": "bf16"}, "bf16, unscaled"),
         ({"format": "mxfp4", "grad_rounding": "stochastic"}, "mxfp4, g SR"),
         ({"format": "e2m1", "scaling": "none", "rounding": "up", "grad_rounding": "up"}, "e2m1/e5m2, unscaled, up"),
+        ({"format": "e4m3", "unit": "hopper.wgmma"}, "e4m3/e5m2, scaled by tensor, on hopper.wgmma"),
+        ({"format": "fp32", "target": "h200"}, "fp32, unscaled, on h200"),
+        (
+            {"format": "e4m3", "target": "h200", "fast_accum": True},
+            "e4m3/e5m2, scaled by tensor, on h200, fast accumulation",
+        ),
+        (
+            {"format": "bf16", "unit": Datapath(block=32, fraction_bits=10), "plan": GemmPlan(promote_every=64)},
+            "bf16, unscaled, on blocks of 32, F=10, toward_zero to fp32, own plan",
+        ),
     ],
 )
 def test_labels(options, label):
     assert Scheme(**options).label == label
+
+
+def test_the_machine_reaches_every_product():
+    unit, plan = Datapath(block=8), GemmPlan(promote_every=64)
+    config = Scheme(format="e4m3", unit=unit, plan=plan).linear_config()
+    assert all(gemm.unit == unit and gemm.plan == plan for gemm in (config.fprop, config.dgrad, config.wgrad))
+    config = Scheme(format="e4m3", target="h200", fast_accum=True).linear_config()
+    assert [gemm.fast_accum for gemm in (config.fprop, config.dgrad, config.wgrad)] == [True, False, False]
+    assert Scheme(format="fp32", target="h200").simulated and not Scheme(format="fp32").simulated
+
+
+def test_records_hold_plain_types():
+    scheme = Scheme(format="e4m3", unit=Datapath(block=8, accumulator="bf16"), plan=GemmPlan(promote_every=64))
+    fields = json.loads(json.dumps(scheme.to_dict()))
+    assert record_from_dict(fields["unit"]) == scheme.unit and record_from_dict(fields["plan"]) == scheme.plan
+    assert Scheme(**{**fields, "unit": scheme.unit, "plan": scheme.plan}) == scheme
 
 
 def test_contradictions_are_named():
@@ -54,3 +85,5 @@ def test_contradictions_are_named():
         Scheme(format="mxfp4", scaling="tensor").linear_config()
     with pytest.raises(ArgumentError, match=r"--scaling block64 is unknown; choose one of none, tensor"):
         Scheme(format="e4m3", scaling="block64").linear_config()
+    with pytest.raises(FormatError, match=r"no unit multiplies e4m3_block32, whose blocks of \(1, 32\) have fp32"):
+        Scheme(format="e4m3", scaling="block32", unit="hopper.wgmma").linear_config()

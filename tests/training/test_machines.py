@@ -1,0 +1,136 @@
+"""``fmtsim train`` on a machine: it reaches the model, the summary and the record; guesses are told once."""
+
+import json
+import warnings
+
+import pytest
+
+from fmtsim.cli.main import main
+from fmtsim.cli.train import summary
+from fmtsim.errors import PlanUnknownWarning
+from fmtsim.gemm import target
+from fmtsim.training.artifacts import make_record
+from fmtsim.training.corpus import load_corpus
+from fmtsim.training.gpt import GPTConfig
+from fmtsim.training.loop import Run, TrainConfig, collected_guesses, compare_schemes
+from fmtsim.training.progress import Quiet
+from fmtsim.training.schemes import Scheme
+
+SMALL = ["--steps", "2", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "1", "--heads", "2"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    return path
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Let every guess warn, whatever ran before in this process."""
+    monkeypatch.setattr(target, "_warned", set())
+
+
+def command(text, tmp_path, *words):
+    return main(["train", *SMALL, "--data", str(text), "--out", str(tmp_path / "run"), "--quiet", *words])
+
+
+def compared(text, scheme, steps=3):
+    model = GPTConfig(context=16, width=16, layers=1, heads=2)
+    baseline = Scheme(format="fp32")
+    config = TrainConfig(simulated=scheme, baseline=baseline, model=model, steps=steps, batch_size=2, lr=1e-2, seed=0)
+    corpus = load_corpus(text, 16)
+    return config, corpus, *compare_schemes(config, corpus, Quiet())
+
+
+@pytest.mark.parametrize(
+    ("words", "label", "unit"),
+    [
+        (["--unit", "hopper.wgmma"], "on hopper.wgmma", "hopper.wgmma"),
+        (["--target", "h200", "--fast-accum"], "on h200, fast accumulation", None),
+        (["--datapath", "block=32,fraction_bits=4", "--plan", "promote_every=32"],
+         "on blocks of 32, F=4, toward_zero to fp32, own plan", {"kind": "fused", "block": 32, "fraction_bits": 4}),
+    ],
+)  # fmt: skip
+def test_the_machine_is_named_and_recorded(text, tmp_path, capsys, words, label, unit):
+    assert command(text, tmp_path, *words, "--json") == 0
+    printed = capsys.readouterr()
+    record = json.loads(printed.out)
+    assert printed.err == "" and record["simulated"]["label"] == f"e4m3/e5m2, scaled by tensor, {label}"
+    scheme = record["config"]["simulated"]
+    assert scheme["unit"] == unit and scheme["target"] == ("h200" if "--target" in words else None)
+    assert scheme["fast_accum"] == ("--fast-accum" in words) and record["simulated"]["guesses"] == []
+    assert label in (tmp_path / "run" / "layers.txt").read_text()
+    assert record["simulated"]["losses"][1] != record["baseline"]["losses"][1]
+
+
+def test_fewer_bits_are_seen_in_the_losses(text):
+    runs = {}
+    for unit in (None, "hopper.wgmma", "exact"):
+        runs[unit] = compared(text, Scheme(format="e4m3", unit=unit))[3]
+    losses = {unit: run.losses for unit, run in runs.items()}
+    assert losses["hopper.wgmma"] != losses["exact"] != losses[None]
+    assert losses["exact"] == pytest.approx(losses[None], abs=1e-4)
+    again = compared(text, Scheme(format="e4m3", unit="hopper.wgmma"))[3]
+    assert again.losses == losses["hopper.wgmma"]
+
+
+def test_guesses_are_summed_up_at_the_end(text, fresh, capsys):
+    config, corpus, base, simulated = compared(text, Scheme(format="bf16", target="a100"), steps=1)
+    assert len(simulated.guesses) == 12 and base.guesses == []  # four layers, three products each
+    assert all("a100 has no recorded order of sums" in guess for guess in simulated.guesses)
+    record = make_record(config, corpus, base, simulated)
+    assert record["simulated"]["guesses"] == simulated.guesses
+    said = summary(record, base, simulated)
+    assert said.count("no recorded order of sums") == 1 and "(and 11 other products, in record.json)" in said
+    assert "--plan" in said and "take --unit" in said
+    assert capsys.readouterr().err == ""
+
+
+def test_an_order_that_was_given_is_no_guess(text, fresh, tmp_path, capsys):
+    assert command(text, tmp_path, "--format", "bf16", "--target", "a100", "--plan", "promote_every=8") == 0
+    printed = capsys.readouterr()
+    assert "no recorded order" not in printed.out and printed.err == ""
+
+
+def test_other_warnings_are_shown_as_ever():
+    with pytest.warns(UserWarning, match="other"), collected_guesses() as guesses:  # noqa: SIM117
+        warnings.warn("a guess", PlanUnknownWarning, stacklevel=1)
+        warnings.warn("a guess", PlanUnknownWarning, stacklevel=1)
+        warnings.warn("other", UserWarning, stacklevel=1)
+    assert guesses == ["a guess", "a guess"]
+    with pytest.raises(PlanUnknownWarning):  # an error again, as everywhere in these tests
+        warnings.warn("a guess", PlanUnknownWarning, stacklevel=1)
+
+
+def test_one_guess_is_no_list():
+    simulated = Run(label="x", losses=[1.0], guesses=["target t has no recorded order of sums for mm M=1; guessing"])
+    record = {"corpus": {"name": "n", "bytes": 1, "files": 1, "truncated": False}}
+    said = summary(record, Run(label="fp32", losses=[1.0]), simulated)
+    assert "for mm M=1: their order" not in said and "for mm M=1: its order of sums was guessed." in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--target", "h200", "--unit", "exact"], "takes one of --target, --unit and --datapath, not --target and --u"),
+        (["--plan", "split=2"], "--plan is an order of sums on a machine; pass --target, --unit or --datapath"),
+        (["--fast-accum"], "--fast-accum chooses between a library's kernels; pass --target as well"),
+        (["--unit", "exact", "--fast-accum"], "--fast-accum chooses between a library's kernels"),
+        (["--unit", "hoper"], "unknown unit 'hoper'; did you mean"),
+        (["--target", "h300"], "unknown target 'h300'; did you mean"),
+        (["--datapath", "blocks=3"], "--datapath 'blocks=3' is not FIELD=VALUE; fields are block,"),
+        (["--datapath", "block=0"], "block=0 is not possible; choose 1 or more"),
+        (["--unit", "hopper.wgmma", "--format", "int8"], "no unit multiplies int8_tensor"),
+        (["--unit", "hopper.wgmma", "--format", "mxfp4"], "does not take e2m1 x e2m1 with e8m0 scales"),
+        (["--target", "h200", "--format", "mxfp4"], "target h200 has no unit for e2m1 x e2m1"),
+        (["--target", "h200", "--width", "24"], "multiples of 16, not K=24"),
+        (["--target", "h200", "--context", "12"], "multiples of 16, not K=24"),
+    ],
+)
+def test_bad_machines_fail_before_the_baseline(text, tmp_path, capsys, words, message):
+    assert command(text, tmp_path, *words) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and len(printed.err.splitlines()) == 1 and printed.out == ""
+    assert not (tmp_path / "run").exists()
