@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from fmtsim.bench.timing import bounded_threads, in_turns
-from fmtsim.formats.interop import codes_to_tensor
+from fmtsim.formats.interop import torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.datapath import Arithmetic, Datapath
 from fmtsim.gemm.matmul import int_mm, mm
 from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.scaled import scaled_mm
-from fmtsim.quantize import encode, quantize
 
 SHAPE = (512, 512, 2048)
 _BURST = 32  # float32 products at most between two runs of a case
@@ -144,15 +143,18 @@ def sgemm_of(shape: Shape) -> Callable[[], Tensor]:
 
 
 def _matrix(rows: int, columns: int, name: str, generator: torch.Generator) -> Tensor:
-    """Return numbers of a format in the dtype that verbs take."""
+    """Return numbers of a format in the dtype that verbs take; made without fmtsim, whose first call is timed too."""
     if name == "int8":
         return torch.randint(-128, 128, (rows, columns), generator=generator, dtype=torch.int8)
+    if name == "e2m1":  # two in a byte
+        packed = torch.randint(0, 256, (rows, columns // 2), generator=generator, dtype=torch.uint8)
+        return packed.view(torch.float4_e2m1fn_x2)
     x = torch.randn(rows, columns, generator=generator)
     if name == "tf32":
-        return quantize(x, "tf32")
+        return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
     fmt = get_format(name)
     assert isinstance(fmt, FloatFormat)
-    return codes_to_tensor(encode(x, fmt).unpacked(), fmt)  # e2m1: two in a byte
+    return x.to(torch_dtype(fmt))
 
 
 def _scales(rows: int, k: int, scaling: Scaling, generator: torch.Generator) -> Tensor:

@@ -34,10 +34,7 @@ print(max(status("VmHWM:") - before, 0) / 1024 - out.nbytes / 2**20)
 
 
 def first_calls(repeats: int = 3) -> list[Overhead]:
-    """Measure the first call of some products: with an empty folder of compiled kernels, and in the next process.
-
-    Preparing the operands loads the kernels of casts beforehand, as a program that quantises does.
-    """
+    """Measure the first call of some products: with an empty folder of compiled kernels, and in the next process."""
     found = []
     for name in FIRST_CALLS:
         with tempfile.TemporaryDirectory(prefix="fmtsim-bench-") as folder:
