@@ -76,11 +76,9 @@ def gemm(
         out.copy_(torch.zeros_like(out) if c is None else c)
     else:
         _engine(spec)(a, b, c, (scale_a, scale_b), spec, random or RandomKey(0), out)
-    if out.is_floating_point():
-        nan = out.isnan()
-        if nan.any():
-            bits = out.view(torch.int32 if out.dtype == torch.float32 else torch.int64)
-            bits.masked_fill_(nan, NAN32 if out.dtype == torch.float32 else NAN64)
+    if out.is_floating_point() and out.sum().isnan():  # Inf of both signs looks the same, and is not touched
+        bits = out.view(torch.int32 if out.dtype == torch.float32 else torch.int64)
+        bits.masked_fill_(out.isnan(), NAN32 if out.dtype == torch.float32 else NAN64)
 
 
 def _engine(spec: GemmSpec) -> Callable[..., None]:

@@ -72,20 +72,20 @@ def _scale_at(scales, at):  # type: ignore[no-untyped-def]
 
 
 @device
-def _range(raw, raw_scales, slots, emin, scale_emin, top, low, marks):  # type: ignore[no-untyped-def]
-    """Write largest and smallest exponent of each of the 64 columns of raw, and add to their marks (int32)."""
+def _range(raw, raw_scales, start, count, emin, scale_emin, top, low, marks):  # type: ignore[no-untyped-def]
+    """Write largest and smallest exponent in each of 64 lanes of raw[start : start + count], and add to their marks."""
     tops, lows, seen = splat(np.int32(EMPTY)), splat(np.int32(-EMPTY)), load(marks, 0)
     infinity, nothing = splat(np.int32(0x7F800000)), splat(np.int32(0))
-    for slot in range(slots):
-        numbers = load(raw, slot * LANES)
-        e = _scaled_exponents(numbers, raw_scales, slot * LANES, emin, scale_emin)
+    for at in range(start, start + count, LANES):
+        numbers = load(raw, at)
+        e = _scaled_exponents(numbers, raw_scales, at, emin, scale_emin)
         tops = smax(tops, e)
         lows = smin(lows, where_same(e, splat(np.int32(EMPTY)), splat(np.int32(-EMPTY)), e))
         magnitude = and_(as_i32(numbers), splat(np.int32(0x7FFFFFFF)))
         seen = or_(seen, where_same(magnitude, infinity, splat(np.int32(HAS_INF)), nothing))
         seen = or_(seen, where_below(infinity, magnitude, splat(np.int32(HAS_NAN)), nothing))
         if raw_scales.size:
-            scale = as_i32(load(raw_scales, slot * LANES))
+            scale = as_i32(load(raw_scales, at))
             seen = or_(seen, where_same(scale, infinity, splat(np.int32(HAS_INF)), nothing))
             seen = or_(seen, where_below(infinity, scale, splat(np.int32(HAS_NAN)), nothing))
     store(top, 0, tops)
@@ -143,11 +143,11 @@ def _put_exponents_as(exponents, at, e, top):  # type: ignore[no-untyped-def]
 
 
 @device
-def _row_range(row, scales, emin, scale_emin, marks):  # type: ignore[no-untyped-def]
+def _row_range(raw, scales, start, count, emin, scale_emin, marks):  # type: ignore[no-untyped-def]
     """Return largest and smallest exponent of a float32 row, padded to whole vectors, and its marks."""
     tops, lows = np.empty(LANES, np.int32), np.empty(LANES, np.int32)
     marks[:] = 0
-    _range(row, scales, row.size // LANES, emin, scale_emin, tops, lows, marks)
+    _range(raw, scales, start, count, emin, scale_emin, tops, lows, marks)
     top, low, mark = np.int32(EMPTY), np.int32(-EMPTY), np.int32(0)
     for lane in range(LANES):
         top, low, mark = max(top, tops[lane]), min(low, lows[lane]), mark | marks[lane]
@@ -155,13 +155,14 @@ def _row_range(row, scales, emin, scale_emin, marks):  # type: ignore[no-untyped
 
 
 @device
-def _spread_row(numbers, scales, row, at, block, source, factor, narrow, rows):  # type: ignore[no-untyped-def]
-    """Write 64 numbers of a row, those of slots ``at`` ... ``at + 63``, to the layout of the first operand."""
+def _spread_row(raw, scales, start, row, at, block, source, factor, narrow, rows):  # type: ignore[no-untyped-def]
+    """Write 64 numbers of a row, raw[start:] of slots ``at`` ... ``at + 63``, to the layout of the first operand."""
+    numbers = load(raw, start)
     count, pitch = rows.top.size, pitch_of(block)
     group = max(pitch, LANES)
     place = (at // group * count + row) * group + at % group
-    e = _scaled_exponents(numbers, scales, 0, source.emin, source.scale_emin)
-    _put_values(rows.values, place, numbers, _scale_at(scales, 0), e, factor, factor > 1)
+    e = _scaled_exponents(numbers, scales, start, source.emin, source.scale_emin)
+    _put_values(rows.values, place, numbers, _scale_at(scales, start), e, factor, factor > 1)
     store(rows.exponents, place, _byte_copies(e, rows.top[row]) if narrow else _half_copies(e))
     signs, words = np.uint64(sign_bits(as_i32(numbers))), (block + 31) // 32
     if pitch > LANES:  # two words of one block
@@ -196,51 +197,51 @@ def _half_copies(e):  # type: ignore[no-untyped-def]
 
 
 @device
-def _gather_row(array, table, row, order, run, every, out):  # type: ignore[no-untyped-def]
-    """Write a row in slot order to out; ``every`` slots share an element, ``run`` says that slots are neighbours."""
+def _gather_row(array, table, row, order, run, every, out, at):  # type: ignore[no-untyped-def]
+    """Write a row in slot order to out[at:]; ``every`` slots share an element, ``run``: they are neighbours."""
+    place, line = np.uint64(at), np.uint64(row)  # unsigned: numba then does not look for negative indices
     if row >= array.shape[0]:
-        out[:] = 0
-    elif run and every == 1:
-        line = array[row, order[0] : order[0] + order.size]
         for slot in range(order.size):
-            out[slot] = number(line[slot], table)
+            out[place + np.uint64(slot)] = np.float32(0)
+    elif run and every == 1:
+        first = np.uint64(order[0])
+        for slot in range(order.size):
+            out[place + np.uint64(slot)] = number(array[line, first + np.uint64(slot)], table)
     else:
         for slot in range(order.size):
             k = order[slot]
-            out[slot] = number(array[row, k // every], table) if k >= 0 else np.float32(0)
+            out[at + slot] = number(array[row, k // every], table) if k >= 0 else np.float32(0)
 
 
 @kernel
-def pack_rows(source, order, block, given, factor, narrow, rows, low, marks):  # type: ignore[no-untyped-def]
+def pack_rows(source, order, block, given, factor, narrow, raw, scales, rows, low, marks):  # type: ignore[no-untyped-def]
     """Pack the rows of a Source in slot order, and zeros for as many more as ``rows.top`` holds.
 
-    ``low`` and ``marks`` (int32 [rows]) take the smallest exponents and further marks. ``factor`` is 1 + eps of
-    floor.py. With ``narrow`` exponents become bytes below the largest of each row, or below ``given`` where that is not
-    EMPTY; False is returned, and nothing packed, where those of a row lie too far apart for that.
+    ``raw`` and ``scales`` are float32 buffers [rows][slots, in whole vectors], the latter empty without scales. ``low``
+    and ``marks`` (int32 [rows]) take the smallest exponents and further marks. ``factor`` is 1 + eps of floor.py. With
+    ``narrow`` exponents become bytes below the largest of each row, or below ``given`` where that is not EMPTY; False
+    is returned, and nothing packed, where those of a row lie too far apart for that.
     """
-    padded = (order.size + LANES - 1) // LANES * LANES
-    buffer, scales = np.zeros(padded, np.float32), np.zeros(padded if source.scales.size else 0, np.float32)
-    seen = np.empty(LANES, np.int32)
-    run = contiguous(order)
+    slots = order.size
+    padded = (slots + LANES - 1) // LANES * LANES
+    seen, run, scaled = np.empty(LANES, np.int32), contiguous(order), source.scales.size > 0
     for row in range(rows.top.size):
-        _gather_row(source.array, source.table, row, order, run, 1, buffer)
-        if source.scales.size:
-            _gather_row(source.scales, source.table, row, order, run, source.every, scales)
-        top, low[row], mark = _row_range(buffer, scales, source.emin, source.scale_emin, seen)
+        start = row * padded
+        _gather_row(source.array, source.table, row, order, run, 1, raw, start)
+        if scaled:
+            _gather_row(source.scales, source.table, row, order, run, source.every, scales, start)
+        for slot in range(start + slots, start + padded):
+            raw[slot] = np.float32(0)
+            if scaled:
+                scales[slot] = np.float32(0)
+        top, low[row], mark = _row_range(raw, scales, start, padded, source.emin, source.scale_emin, seen)
         rows.top[row] = max(top, source.emin) if given == EMPTY else given
         marks[row] |= mark
         if narrow and rows.top[row] - low[row] > TOP_BYTE // 2:
             return False
-    buffer[:] = 0  # slot by slot from here on, which writes memory in order
-    for at in range(0, padded, LANES):
-        slots = order[at : at + LANES]
-        if slots.size < LANES:
-            buffer[:] = 0
+    for at in range(0, padded, LANES):  # 64 slots of all rows, then the next: memory is written in order
         for row in range(rows.top.size):
-            _gather_row(source.array, source.table, row, slots, run, 1, buffer)
-            if source.scales.size:
-                _gather_row(source.scales, source.table, row, slots, run, source.every, scales)
-            _spread_row(load(buffer, 0), scales, row, at, block, source, factor, narrow, rows)
+            _spread_row(raw, scales, row * padded + at, row, at, block, source, factor, narrow, rows)
     return True
 
 
@@ -310,7 +311,7 @@ def pack_panel(source, first, order, block, given, tiny, raw, scales, values, ex
     _gather_panel(source.array, source.table, first, order, 1, raw)
     if scales.size:
         _gather_panel(source.scales, source.table, first, order, source.every, scales)
-    _range(raw, scales, order.size, source.emin, source.scale_emin, tops, lows, marks)
+    _range(raw, scales, 0, order.size * LANES, source.emin, source.scale_emin, tops, lows, marks)
     top, low = np.int32(source.emin), np.int32(-EMPTY)
     for lane in range(LANES):
         top, low = max(top, tops[lane]), min(low, lows[lane])

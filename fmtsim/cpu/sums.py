@@ -208,6 +208,18 @@ def _wide_of(vector):  # type: ignore[no-untyped-def]
     return lambda vector: vector
 
 
+def _clear(sums, at):  # type: ignore[no-untyped-def]
+    """Write 64 zeros of the array's dtype."""
+    raise NotImplementedError
+
+
+@overload(_clear)
+def _clear_of(sums, at):  # type: ignore[no-untyped-def]
+    if sums.dtype == types.float32:
+        return lambda sums, at: store(sums, at, splat(np.float32(0)))
+    return lambda sums, at: store(sums, at, splat(np.float64(0)))
+
+
 @device
 def end_block(acc, order, index, rows, sums):  # type: ignore[no-untyped-def]
     """Do what a plan asks for after block ``index`` of a slab, to the running chains acc [rows][64] of all rows.
@@ -225,10 +237,10 @@ def end_block(acc, order, index, rows, sums):  # type: ignore[no-untyped-def]
             scale = sums.row_scales[chain * rows + row] if scaled else np.float32(0)
             total = _add(load(sums.total, at), total, scaled, scale, columns, sums.promotion)
             store(sums.total, at, total)
-        acc[at : at + LANES] = 0
+        _clear(acc, at)
         if order.ends[index] == PART_END:
             store(sums.parts, part * rows * LANES + at, total)
-            sums.total[at : at + LANES] = 0
+            _clear(sums.total, at)
 
 
 @kernel

@@ -138,7 +138,9 @@ class Tile:
         )
         low = np.empty(count, np.int32)
         source = self.source if self.job.groups is None else without_scales(self.source)
-        fits = pack_rows(source, slab.slots, block, given, factor, narrow, rows, low, self.marks)
+        raw = scratch("rows raw", size, np.float32)
+        scales = scratch("rows scales", size if source.scales.size else 0, np.float32)
+        fits = pack_rows(source, slab.slots, block, given, factor, narrow, raw, scales, rows, low, self.marks)
         return (rows, int(low.min())) if fits else None
 
     def _floor(self, slab: Slab, how: Constants, done: np.ndarray) -> Callable[[int, int], None] | None:

@@ -175,17 +175,26 @@ def _fast_parts(
     if ragged or t.dtype == torch.float64 or (fmt.arithmetic == "divide" and not fmt.power_of_two):
         return None
     x = t.detach().float().reshape(t.shape[0] // block[0], block[0], t.shape[1] // block[1], block[1])
-    amax = x.abs().amax((1, 3))
+    amax = _amax(x)
     if not bool(amax.isfinite().all()):
         return None
     parts = _scales_of(amax if dim == -1 else amax.mT, fmt)
     assert parts.scales is not None  # a block format
     scales = parts.scales if dim == -1 else parts.scales.mT
     y = x * _spread(_multiplier(fmt, amax, scales, parts.tensor_scale))
-    if fmt.power_of_two and not torch.equal(y * _spread(scales), x):
-        return None
+    if fmt.power_of_two and bool((scales > 1).any()) and not torch.equal(y * _spread(scales), x):
+        return None  # a quotient fell below float32's smallest; products with 1 / s >= 1 are exact
     values = _element_values(y.view(t.shape), fmt.element, options)  # type: ignore[arg-type]
     return values, parts.scales, parts.tensor_scale
+
+
+def _amax(x: Tensor) -> Tensor:
+    """Return the largest magnitudes [n, m] of blocks [n, ., m, .], NaN and Inf included."""
+    if x.shape[0] == x.shape[2] == 1:
+        low, high = (extreme.reshape(1, 1) for extreme in torch.aminmax(x))
+    else:
+        low, high = x.amin((1, 3)), x.amax((1, 3))
+    return torch.maximum(low.abs(), high.abs())
 
 
 def _scales_of(amax: Tensor, fmt: BlockFormat) -> EncodedParts:

@@ -37,28 +37,30 @@ class EmulatedGEMM(torch.autograd.Function):
     wgrad  ``dw = g^T x`` along T   ``config.wgrad.a``, ``.b``
     ====== ============== ========= =========================
 
-    A product whose ``Gemm`` names a target or a unit has the bits of that machine: operands reach it as codes, scales
-    as it takes them. Otherwise products and sums are float32 (float64 for float64 inputs). Results are rounded once
-    to ``Gemm.out``, or to the dtype of their tensor. The bias gradient, the sum of g over T, is never quantised. Under
-    autocast x, w and bias are first cast to the autocast dtype, as ``torch.nn.functional.linear`` does.
+    A product whose ``Gemm`` names a target or a unit has the bits of ``fmtsim.linear``, ``mm`` or ``scaled_mm`` there,
+    on the values and scales of ``fmtsim.encode``. Otherwise products and sums are float32 (float64 for float64
+    inputs). Results are rounded to ``Gemm.out``, or to the dtype of their tensor; what a target's library does not
+    write (a bias, or another dtype) is added to and rounded from its float32 result. The bias gradient, the sum of g
+    over T, is never quantised. Under autocast x, w and bias are first cast to the autocast dtype, as
+    ``torch.nn.functional.linear`` does.
 
     Args:
         x: ``[..., K]``, float16, bfloat16, float32 or float64; the leading dimensions together are T.
         w: ``[N, K]`` of x's dtype.
         bias: ``[N]`` of x's dtype, or None.
-        config: The six quantisers.
+        config: The six quantisers, and who multiplies.
         generator: Where stochastic rounding gets its words: None draws a key for each operand from torch's default
             generator (so ``torch.manual_seed`` reproduces a run, and activation checkpointing repeats its draws), a
             torch.Generator is drawn from in the same way, an int fixes the draws of this call. The two uses of
-            g always draw independently. Nothing is ever reseeded.
+            g, units that round stochastically and outputs all draw independently. Nothing is ever reseeded.
         observer: Called as ``observer(operand, original, quantised, quantizer, dim)`` for each operand.
 
     NaN and infinities follow the formats (docs/semantics.md); an operand left in high precision passes them on.
     Differentiating twice raises FmtsimError: the gradient of a rounded gradient is not defined here.
 
     Raises:
-        ArgumentError: shapes that do not fit, or a config that is none.
-        DtypeError: dtypes that are not floating point or that differ.
+        ArgumentError: shapes that do not fit each other or the machine's library, or a config that is none.
+        DtypeError: dtypes that are not floating point, that differ, or that the library does not take.
     """
 
     @staticmethod

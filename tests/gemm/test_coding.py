@@ -113,13 +113,22 @@ def test_the_fast_way_serves_ordinary_tensors(name):
     assert served == (FORMATS[name].arithmetic != "divide" or FORMATS[name].power_of_two)
 
 
+def test_quotients_below_float32s_smallest_are_left_to_encode():
+    x = data("normal") * 2.0**60
+    x[:, ::2] = 2.0**-149
+    for rounding in ("up", "nearest_even"):
+        check(x, FORMATS["mxfp8"], rounding=rounding)
+    options = {"rounding": Rounding(), "overflow": None, "generator": None}
+    assert coding._fast_parts(x, FORMATS["mxfp8"], -1, options) is None
+
+
 def test_a_wrong_multiplier_is_seen(monkeypatch):
     original = coding._multiplier
     monkeypatch.setattr(coding, "_multiplier", lambda *given: original(*given) * 1.01)
     for name in ("e4m3 tensor", "nvfp4"):
         with pytest.raises(AssertionError, match="differ"):
             check(data("normal"), FORMATS[name])
-    check(data("normal"), FORMATS["mxfp8"])  # x is not y times the scale any more, so that encode is asked
+    check(data("normal") * 4096, FORMATS["mxfp8"])  # x is not y times the scale any more, so that encode is asked
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "tf32", "e4m3", "e5m2", "e2m1", "fp64"])

@@ -5,6 +5,9 @@ import pytest
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.config import Gemm, LinearConfig, Quantizer, linear_config
+from fmtsim.gemm.datapath import Datapath
+from fmtsim.gemm.plan import GemmPlan
+from fmtsim.gemm.unit import get_unit
 from fmtsim.rounding.modes import Rounding
 
 
@@ -26,6 +29,19 @@ def test_text_joins_the_uses_that_agree():
     assert str(config) == "x e4m3, w e4m3, g e5m2 stochastic"
     mixed = LinearConfig(fprop=config.fprop, dgrad=config.dgrad)
     assert str(mixed) == "x_f e4m3, x_w high precision, w e4m3, g_d e5m2 stochastic, g_w high precision"
+
+
+def test_text_names_the_machine_once_where_all_products_have_it():
+    config = linear_config(x="e4m3", w="e4m3", g="e5m2", unit="hopper.wgmma")
+    assert str(config) == "x e4m3, w e4m3, g e5m2, on hopper.wgmma"
+    own = Datapath(block=8, fraction_bits=9)
+    assert str(linear_config(x=None, w=None, g=None, unit=own)).endswith("on blocks of 8, F=9, toward_zero to fp32")
+    fast = linear_config(x="e4m3", w="e4m3", g="e5m2", target="h200", fast_accum=True)
+    assert str(fast).endswith("fprop on h200, fast accumulation, dgrad on h200, wgrad on h200")
+    out = Quantizer(format=get_format("e5m2"), rounding=Rounding(mode="stochastic"))
+    gemm = Gemm(unit=get_unit("hopper.wgmma"), accumulate="fp16", plan=GemmPlan(), out=out)
+    assert gemm.machine == "on hopper.wgmma, sums in fp16, own plan, rounded to e5m2 stochastic"
+    assert (Gemm(out=out).machine, Gemm().machine) == ("rounded to e5m2 stochastic", "")
 
 
 def test_configs_are_hashable_and_compare_by_value():
