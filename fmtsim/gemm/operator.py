@@ -113,6 +113,10 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out):  # type: ignore
     m, n = out.shape
     if not out.numel():
         return
+    path = spec.datapath
+    if isinstance(path, Datapath) and path.scale is not None and scale_a is None and scale_b is None:
+        groups = -(-a.shape[-1] // path.scale_block)  # a unit with scales of its own, and a call without: ones
+        scale_a, scale_b = (torch.ones(rows, groups, device=a.device) for rows in (m, n))
     random = None if key is None else RandomKey(*key.tolist())
     engine, wide = gemm_engine(spec, a, b), sum_dtype(spec.datapath)
     step = m if out.dtype == wide or random is not None else min(m, max(64, _SUMS // n))
