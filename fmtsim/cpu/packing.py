@@ -14,6 +14,7 @@ from fmtsim.cpu.operands import EMPTY, TOP_BYTE, number, pitch_of
 from fmtsim.cpu.simd import (
     LANES,
     and_,
+    any_bits,
     as_f32,
     as_f64,
     as_i32,
@@ -21,12 +22,15 @@ from fmtsim.cpu.simd import (
     fmul,
     iadd,
     isub,
+    largest,
     load,
     lshr,
     or_,
+    sext32,
     sext64,
     shl,
     sign_bits,
+    smallest,
     smax,
     smin,
     splat,
@@ -72,9 +76,12 @@ def _scale_at(scales, at):  # type: ignore[no-untyped-def]
 
 
 @device
-def _range(raw, raw_scales, start, count, emin, scale_emin, top, low, marks):  # type: ignore[no-untyped-def]
-    """Write largest and smallest exponent in each of 64 lanes of raw[start : start + count], and add to their marks."""
-    tops, lows, seen = splat(np.int32(EMPTY)), splat(np.int32(-EMPTY)), load(marks, 0)
+def _range(raw, raw_scales, start, count, emin, scale_emin, seen):  # type: ignore[no-untyped-def]
+    """Return largest and smallest exponent of raw[start : start + count], and the marks of each of the 64 lanes.
+
+    ``count`` is a multiple of 64; marks are added to the lanes of ``seen``.
+    """
+    tops, lows = splat(np.int32(EMPTY)), splat(np.int32(-EMPTY))
     infinity, nothing = splat(np.int32(0x7F800000)), splat(np.int32(0))
     for at in range(start, start + count, LANES):
         numbers = load(raw, at)
@@ -88,9 +95,7 @@ def _range(raw, raw_scales, start, count, emin, scale_emin, top, low, marks):  #
             scale = as_i32(load(raw_scales, at))
             seen = or_(seen, where_same(scale, infinity, splat(np.int32(HAS_INF)), nothing))
             seen = or_(seen, where_below(infinity, scale, splat(np.int32(HAS_NAN)), nothing))
-    store(top, 0, tops)
-    store(low, 0, lows)
-    store(marks, 0, seen)
+    return largest(tops), smallest(lows), seen
 
 
 def _put_values(values, at, numbers, scale, e, factor, tiny):  # type: ignore[no-untyped-def]
@@ -143,18 +148,6 @@ def _put_exponents_as(exponents, at, e, top):  # type: ignore[no-untyped-def]
 
 
 @device
-def _row_range(raw, scales, start, count, emin, scale_emin, marks):  # type: ignore[no-untyped-def]
-    """Return largest and smallest exponent of a float32 row, padded to whole vectors, and its marks."""
-    tops, lows = np.empty(LANES, np.int32), np.empty(LANES, np.int32)
-    marks[:] = 0
-    _range(raw, scales, start, count, emin, scale_emin, tops, lows, marks)
-    top, low, mark = np.int32(EMPTY), np.int32(-EMPTY), np.int32(0)
-    for lane in range(LANES):
-        top, low, mark = max(top, tops[lane]), min(low, lows[lane]), mark | marks[lane]
-    return top, low, mark
-
-
-@device
 def _spread_row(raw, scales, start, row, at, block, source, factor, narrow, rows):  # type: ignore[no-untyped-def]
     """Write 64 numbers of a row, raw[start:] of slots ``at`` ... ``at + 63``, to the layout of the first operand."""
     numbers = load(raw, start)
@@ -196,17 +189,40 @@ def _half_copies(e):  # type: ignore[no-untyped-def]
     return or_(and_(e, splat(np.int32(0xFFFF))), shl(e, splat(np.int32(16))))
 
 
+def _copy_run(line, first, table, out, at, count):  # type: ignore[no-untyped-def]
+    """Write ``count`` neighbours of a line as float32 to out[at:]."""
+    raise NotImplementedError
+
+
+@overload(_copy_run)
+def _copy_run_of(line, first, table, out, at, count):  # type: ignore[no-untyped-def]
+    if line.dtype == types.int16:  # bfloat16: the upper half of a float32
+
+        def copy(line, first, table, out, at, count):  # type: ignore[no-untyped-def]
+            whole = count // LANES * LANES
+            for slot in range(0, whole, LANES):
+                store(out, at + slot, as_f32(shl(sext32(load(line, first + slot)), splat(np.int32(16)))))
+            for slot in range(whole, count):
+                out[at + slot] = number(line[first + slot], table)
+
+        return copy
+
+    def copy_any(line, first, table, out, at, count):  # type: ignore[no-untyped-def]
+        source, place = np.uint64(first), np.uint64(at)  # unsigned: numba then does not look for negative indices
+        for slot in range(count):
+            out[place + np.uint64(slot)] = number(line[source + np.uint64(slot)], table)
+
+    return copy_any
+
+
 @device
 def _gather_row(array, table, row, order, run, every, out, at):  # type: ignore[no-untyped-def]
     """Write a row in slot order to out[at:]; ``every`` slots share an element, ``run``: they are neighbours."""
-    place, line = np.uint64(at), np.uint64(row)  # unsigned: numba then does not look for negative indices
     if row >= array.shape[0]:
         for slot in range(order.size):
-            out[place + np.uint64(slot)] = np.float32(0)
+            out[at + slot] = np.float32(0)
     elif run and every == 1:
-        first = np.uint64(order[0])
-        for slot in range(order.size):
-            out[place + np.uint64(slot)] = number(array[line, first + np.uint64(slot)], table)
+        _copy_run(array[row], order[0], table, out, at, order.size)
     else:
         for slot in range(order.size):
             k = order[slot]
@@ -224,7 +240,7 @@ def pack_rows(source, order, block, given, factor, narrow, raw, scales, rows, lo
     """
     slots = order.size
     padded = (slots + LANES - 1) // LANES * LANES
-    seen, run, scaled = np.empty(LANES, np.int32), contiguous(order), source.scales.size > 0
+    run, scaled = contiguous(order), source.scales.size > 0
     for row in range(rows.top.size):
         start = row * padded
         _gather_row(source.array, source.table, row, order, run, 1, raw, start)
@@ -234,9 +250,9 @@ def pack_rows(source, order, block, given, factor, narrow, raw, scales, rows, lo
             raw[slot] = np.float32(0)
             if scaled:
                 scales[slot] = np.float32(0)
-        top, low[row], mark = _row_range(raw, scales, start, padded, source.emin, source.scale_emin, seen)
+        top, low[row], mark = _range(raw, scales, start, padded, source.emin, source.scale_emin, splat(np.int32(0)))
         rows.top[row] = max(top, source.emin) if given == EMPTY else given
-        marks[row] |= mark
+        marks[row] |= any_bits(mark)
         if narrow and rows.top[row] - low[row] > TOP_BYTE // 2:
             return False
     for at in range(0, padded, LANES):  # 64 slots of all rows, then the next: memory is written in order
@@ -307,14 +323,13 @@ def pack_panel(source, first, order, block, given, tiny, raw, scales, values, ex
     float64; ``exponents`` int16, or int8, which is left unfilled where the two lie too far apart for bytes. ``marks``
     (int32 [64]) are added to. ``tiny`` says that zeros become TINY.
     """
-    tops, lows = np.empty(LANES, np.int32), np.empty(LANES, np.int32)
     _gather_panel(source.array, source.table, first, order, 1, raw)
     if scales.size:
         _gather_panel(source.scales, source.table, first, order, source.every, scales)
-    _range(raw, scales, 0, order.size * LANES, source.emin, source.scale_emin, tops, lows, marks)
-    top, low = np.int32(source.emin), np.int32(-EMPTY)
-    for lane in range(LANES):
-        top, low = max(top, tops[lane]), min(low, lows[lane])
+    size = order.size * LANES
+    top, low, seen = _range(raw, scales, 0, size, source.emin, source.scale_emin, load(marks, 0))
+    store(marks, 0, seen)
+    top = max(top, np.int32(source.emin))
     if given != EMPTY:
         top = np.int32(given)
     if exponents.itemsize == 2 or top - low <= TOP_BYTE // 2:

@@ -220,6 +220,25 @@ where_less, where_equal = _selection("fcmp_ordered", "<"), _selection("fcmp_orde
 where_same, where_below = _selection("icmp_signed", "=="), _selection("icmp_signed", "<")
 
 
+def _reduction(name: str) -> Callable:
+    """Return an LLVM intrinsic that makes one number of the lanes of an integer vector."""
+
+    @intrinsic
+    def reduce(typing_context, a):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            vector = args[0].type
+            kind = ir.FunctionType(vector.element, [vector])
+            full = f"llvm.vector.reduce.{name}.v{vector.count}i{vector.element.width}"
+            return builder.call(cgutils.get_or_insert_function(builder.module, kind, full), args)
+
+        return a.dtype(a), generate
+
+    return reduce
+
+
+largest, smallest, any_bits = _reduction("smax"), _reduction("smin"), _reduction("or")
+
+
 @intrinsic
 def sign_bits(typing_context, a):  # type: ignore[no-untyped-def]
     """Return the signs of 64 integer lanes as the bits of one int64, the first lane lowest."""

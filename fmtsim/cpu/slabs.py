@@ -11,7 +11,7 @@ from fmtsim.gemm.datapath import Arithmetic, Datapath
 from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.schedule import schedule
 
-_SLOTS = 256  # of a slab, unless one block is longer: rows and a panel then stay in a second-level cache
+_SLOTS = 512  # of a slab, unless one block is longer: rows and a panel then stay in a second-level cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)

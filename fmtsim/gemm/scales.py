@@ -189,17 +189,17 @@ def _inferred(a: Tensor, b: Tensor, sizes: tuple[int, int, int]) -> tuple[tuple[
         kind = "BlockWise1x32" if named == "e8m0" else "BlockWise1x16"
         return (kind,), (kind,)
     shapes = tuple(a.shape), tuple(b.shape)
-    fitting = {
-        ((m, 1), (1, n)): ("RowWise", "RowWise"),
-        ((m, kb), (kb, nb)): ("BlockWise1x128", "BlockWise128x128"),
-        ((m, kb), (kb, n)): ("BlockWise1x128", "BlockWise1x128"),
-        ((mb, kb), (kb, n)): ("BlockWise128x128", "BlockWise1x128"),
-    }
     # torch tries the simpler kinds first, which decides where shapes coincide.
+    fitting = [
+        (((m, 1), (1, n)), ("RowWise", "RowWise")),
+        (((m, kb), (kb, nb)), ("BlockWise1x128", "BlockWise128x128")),
+        (((m, kb), (kb, n)), ("BlockWise1x128", "BlockWise1x128")),
+        (((mb, kb), (kb, n)), ("BlockWise128x128", "BlockWise1x128")),
+    ]
     found = ("TensorWise", "TensorWise") if a.numel() == b.numel() == 1 else None
-    found = found or next((kinds for wanted, kinds in fitting.items() if wanted == shapes), None)
+    found = found or next((kinds for wanted, kinds in fitting if wanted == shapes), None)
     if found is None:
-        allowed = ", ".join(f"{x} and {y}" for x, y in fitting)
+        allowed = ", ".join(f"{x} and {y}" for (x, y), _ in fitting)
         raise ArgumentError(
             f"scale_a of shape {shapes[0]} and scale_b of shape {shapes[1]} fit no kind of scaling; pass one element "
             f"each, {allowed}, or scale_recipe_a= and scale_recipe_b="

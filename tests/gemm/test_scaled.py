@@ -407,3 +407,15 @@ def test_recorded_calls_notice_a_planted_error():
     bits(tensors["out"])[3, 5] ^= 1
     with pytest.raises(AssertionError, match="1 of 256 differ"):
         same(replay(call, **tensors), tensors["out"])
+
+
+def test_scales_of_rows_are_no_blocks_where_shapes_coincide():
+    """One block of 128 along K has the shapes of row-wise scales, which torch tries first."""
+    g = torch.Generator().manual_seed(5)
+    a, b = (torch.randn(32, 64, generator=g).to(torch.float8_e4m3fn) for _ in range(2))
+    sa, sb = torch.rand(32, 1, generator=g) + 0.5, torch.rand(1, 32, generator=g) + 0.5
+    by_shape, by_name = (
+        fmtsim.scaled_mm(a, b.t(), sa, sb, out_dtype=torch.float32, unit="hopper.wgmma", **names)
+        for names in ({}, {"scale_recipe_a": "RowWise", "scale_recipe_b": "RowWise"})
+    )
+    assert torch.equal(by_shape, by_name)
