@@ -20,7 +20,7 @@ COMMANDS = {
     "mm": "run one matrix product on a machine or unit and explain its bits",
     "compare": "compare two files of tensors bit for bit, with distances in units of the last place",
     "verify": "check the engines against the oracle and against each other",
-    "bench": "measure kernels against a plain copy on this machine",
+    "bench": "measure casts against a plain copy, and matrix products (bench gemm) against sgemm",
     "train": "train a small GPT in full precision and under simulated precision, side by side",
 }
 BAD_INPUT = 2
