@@ -230,8 +230,8 @@ def _gather_row(array, table, row, order, run, every, out, at):  # type: ignore[
 
 
 @kernel
-def pack_rows(source, order, block, given, factor, narrow, raw, scales, rows, low, marks):  # type: ignore[no-untyped-def]
-    """Pack the rows of a Source in slot order, and zeros for as many more as ``rows.top`` holds.
+def pack_rows(source, start, stop, order, block, given, factor, narrow, raw, scales, rows, low, marks):  # type: ignore[no-untyped-def]
+    """Pack rows start ... stop - 1 of a Source in slot order; rows behind its last are zeros.
 
     ``raw`` and ``scales`` are float32 buffers [rows][slots, in whole vectors], the latter empty without scales. ``low``
     and ``marks`` (int32 [rows]) take the smallest exponents and further marks. ``factor`` is 1 + eps of floor.py. With
@@ -241,22 +241,22 @@ def pack_rows(source, order, block, given, factor, narrow, raw, scales, rows, lo
     slots = order.size
     padded = (slots + LANES - 1) // LANES * LANES
     run, scaled = contiguous(order), source.scales.size > 0
-    for row in range(rows.top.size):
-        start = row * padded
-        _gather_row(source.array, source.table, row, order, run, 1, raw, start)
+    for row in range(start, stop):
+        first = row * padded
+        _gather_row(source.array, source.table, row, order, run, 1, raw, first)
         if scaled:
-            _gather_row(source.scales, source.table, row, order, run, source.every, scales, start)
-        for slot in range(start + slots, start + padded):
+            _gather_row(source.scales, source.table, row, order, run, source.every, scales, first)
+        for slot in range(first + slots, first + padded):
             raw[slot] = np.float32(0)
             if scaled:
                 scales[slot] = np.float32(0)
-        top, low[row], mark = _range(raw, scales, start, padded, source.emin, source.scale_emin, splat(np.int32(0)))
+        top, low[row], mark = _range(raw, scales, first, padded, source.emin, source.scale_emin, splat(np.int32(0)))
         rows.top[row] = max(top, source.emin) if given == EMPTY else given
         marks[row] |= any_bits(mark)
         if narrow and rows.top[row] - low[row] > TOP_BYTE // 2:
             return False
     for at in range(0, padded, LANES):  # 64 slots of all rows, then the next: memory is written in order
-        for row in range(rows.top.size):
+        for row in range(start, stop):
             _spread_row(raw, scales, row * padded + at, row, at, block, source, factor, narrow, rows)
     return True
 

@@ -18,6 +18,8 @@ from fmtsim.cpu.wide import CUT, Draw, Unit
 
 _STATE = 20 << 20  # bytes of sums that are kept from slab to slab
 _ROWS = 512
+Task = Callable[[int, int], None]
+Share = Callable[[Task, int, int], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,47 +60,56 @@ def run_tiles(job: Job) -> None:
 
         def share(start: int, stop: int) -> None:
             for first in range(start * rows, min(stop * rows, m), rows):
-                Tile(job, first, min(rows, m - first), 0, panels).run(_alone)
+                Tile(job, first, min(rows, m - first), 0, panels, _alone).run()
 
         pool.run(share, -(-m // rows), 1, rows * n * job.k >> 4)
         return
     for first in range(0, m, rows):
         for panel in range(0, panels, group):
-            tile = Tile(job, first, min(rows, m - first), panel, min(group, panels - panel))
-            tile.run(lambda task, count, tile=tile: pool.run(task, count, 1, tile.weight))  # type: ignore[misc]
+            Tile(job, first, min(rows, m - first), panel, min(group, panels - panel), _together).run()
 
 
-def _alone(task: Callable[[int, int], None], count: int) -> None:
+def _alone(task: Task, count: int, weight: int) -> None:
     task(0, count)
 
 
-class Tile:
-    """Some rows by a group of panels, slab after slab."""
+def _together(task: Task, count: int, weight: int) -> None:
+    pool.run(task, count, 1, weight)
 
-    def __init__(self, job: Job, first: int, count: int, base: int, panels: int) -> None:
-        self.job, self.first, self.count, self.base, self.panels = job, first, count, base, panels
+
+class Tile:
+    """Some rows by a group of panels, slab after slab.
+
+    ``share(task, count, weight)`` runs ``task(start, stop)`` over ``range(count)``, alone or on several threads.
+    """
+
+    def __init__(self, job: Job, first: int, count: int, base: int, panels: int, share: Share) -> None:
+        self.job, self.first, self.count, self.base, self.panels, self.share = job, first, count, base, panels, share
         self.padded = -(-count // 4) * 4
         self.weight = count * LANES * min(job.k, 256) >> 4
         self.marks = np.zeros(self.padded, np.int32)
         self.source = job.a.part(first, count)
         self.state = self._state()
 
-    def run(self, share: Callable[[Callable[[int, int], None], int], None]) -> None:
-        """Compute the tile and write it; ``share(task, panels)`` runs ``task(start, stop)`` over all of them."""
+    def run(self) -> None:
+        """Compute the tile and write it."""
         job = self.job
         for slab in job.slabs.slabs:
             done = np.zeros(self.panels, np.bool_)
             if job.groups is not None:
-                share(self._grouped(slab, job.groups), self.panels)
+                self._over_panels(self._grouped(slab, job.groups))
                 continue
             fast = None if job.fast is None else self._floor(slab, job.fast, done)
             if fast is not None:
-                share(fast, self.panels)
+                self._over_panels(fast)
             if not done.all():
-                share(self._wide(slab, done), self.panels)
-        share(self._write, self.panels)
+                self._over_panels(self._wide(slab, done))
+        self._over_panels(self._write)
         rows = slice(self.first, self.first + self.count)
         job.row_marks[rows] |= self.marks[: self.count]
+
+    def _over_panels(self, task: Task) -> None:
+        self.share(task, self.panels, self.weight)
 
     def _state(self) -> State:
         job, panels, size = self.job, self.panels, self.padded * LANES
@@ -140,10 +151,18 @@ class Tile:
         source = self.source if self.job.groups is None else without_scales(self.source)
         raw = scratch("rows raw", size, np.float32)
         scales = scratch("rows scales", size if source.scales.size else 0, np.float32)
-        fits = pack_rows(source, slab.slots, block, given, factor, narrow, raw, scales, rows, low, self.marks)
-        return (rows, int(low.min())) if fits else None
+        fits: list[bool] = []
 
-    def _floor(self, slab: Slab, how: Constants, done: np.ndarray) -> Callable[[int, int], None] | None:
+        def part(start: int, stop: int) -> None:
+            packed = pack_rows(
+                source, start, stop, slab.slots, block, given, factor, narrow, raw, scales, rows, low, self.marks
+            )
+            fits.append(packed)
+
+        self.share(part, count, slab.slots.size)
+        return (rows, int(low.min())) if all(fits) else None
+
+    def _floor(self, slab: Slab, how: Constants, done: np.ndarray) -> Task | None:
         dtype = np.float32 if self.job.single else np.float64
         packed = self._pack(slab, "narrow", dtype, how.factor, how.given[0], narrow=True)
         if packed is None:
@@ -159,7 +178,7 @@ class Tile:
 
         return task
 
-    def _wide(self, slab: Slab, done: np.ndarray) -> Callable[[int, int], None]:
+    def _wide(self, slab: Slab, done: np.ndarray) -> Task:
         packed = self._pack(slab, "wide", np.float64, self.job.unit.factor, EMPTY, narrow=False)
         assert packed is not None  # 16 bits hold every exponent
         rows, low = packed
@@ -173,7 +192,7 @@ class Tile:
 
         return task
 
-    def _grouped(self, slab: Slab, groups: Groups) -> Callable[[int, int], None]:
+    def _grouped(self, slab: Slab, groups: Groups) -> Task:
         job, panels = self.job, self.panels
         packed = self._pack(slab, "wide", np.float32, np.float64(1), EMPTY, narrow=False)
         assert packed is not None
