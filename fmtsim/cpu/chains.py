@@ -14,11 +14,10 @@ from fmtsim.cpu.jit import kernel
 from fmtsim.cpu.operands import number
 from fmtsim.cpu.scratch import scratch
 from fmtsim.cpu.simd import LANES, broadcast, fma, load, store
-from fmtsim.cpu.slabs import Slabs, slabs_of
-from fmtsim.cpu.sums import Order, Reduction, Sums, end_block, grid_of, promotion_of, reduce_parts
+from fmtsim.cpu.slabs import Slabs, chain_scales, slabs_of
+from fmtsim.cpu.sums import Order, Sums, end_block, grid_of, promotion_of, reduce_parts, reduction_of
 from fmtsim.formats.representable import is_representable
 from fmtsim.gemm.datapath import FP32, Datapath
-from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.serialization import GemmSpec
 from fmtsim.ops import RandomKey
 
@@ -148,7 +147,7 @@ def run_chains(
     """Write a product to out: ``step(slabs)`` returns what adds the blocks of a tile to its running sums of dtype."""
     slabs = slabs_of(a.shape[1], spec.datapath, spec.plan)
     given = None if c is None else c.detach().numpy()
-    chains = Chains(spec, slabs, given, _chain_scales(scales, slabs, spec.plan), out.numpy())
+    chains = Chains(spec, slabs, given, chain_scales(scales, slabs, spec.plan), out.numpy())
     add = step(slabs)
     each_tile(a, b, dtype, lambda tile: _tile(chains, tile, add))
 
@@ -166,7 +165,7 @@ def _tile(chains: Chains, tile: Tile, add: Step) -> None:
         for scales, place, width in zip(chains.scales, (tile.row, tile.column), (tile.height, LANES), strict=True)
     )
     add(tile, acc, order, Sums(total, parts, promotion, row_scales, column_scales))
-    reduce_parts(parts, count, tile.height, _reduction(chains), total)
+    reduce_parts(parts, count, tile.height, reduction_of(chains.spec.plan, chains.out.dtype == np.float64), total)
     chains.out[tile.row, tile.column] = tile.part_of(total)
 
 
@@ -177,21 +176,6 @@ def _padded(scales: np.ndarray, place: slice, width: int) -> np.ndarray:
     padded = np.zeros((len(scales), width), np.float32)
     padded[:, : place.stop - place.start] = scales[:, place]
     return padded.reshape(-1)
-
-
-def _chain_scales(scales: Scales, slabs: Slabs, plan: GemmPlan) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scales of every chain where a plan multiplies chains by scales."""
-    if not plan.scaled_promotion or plan.promote_every is None or scales[0] is None or scales[1] is None:
-        return _NO_FLOATS, _NO_FLOATS  # without scales they are ones
-    place = slabs.starts // plan.promote_every
-    return scales[0].detach().numpy().T[place], scales[1].detach().numpy().T[place]
-
-
-def _reduction(chains: Chains) -> Reduction:
-    plan = chains.spec.plan
-    partial = plan.partial or FP32
-    wide = chains.out.dtype == np.float64
-    return Reduction(wide, plan.reduce == "pairwise", plan.partial is not None, plan.round_trip, grid_of(partial))
 
 
 # IEEE 754 chains.

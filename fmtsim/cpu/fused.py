@@ -12,14 +12,14 @@ from fmtsim.cpu.packing import HAS_INF, HAS_NAN
 from fmtsim.cpu.panels import Constants
 from fmtsim.cpu.remaining import Remaining
 from fmtsim.cpu.simd import LANES
-from fmtsim.cpu.slabs import Slabs, slabs_of
-from fmtsim.cpu.sums import MODES, Reduction, grid_of, promotion_of
+from fmtsim.cpu.slabs import Slabs, chain_scales, slabs_of
+from fmtsim.cpu.sums import MODES, grid_of, promotion_of, reduction_of
 from fmtsim.cpu.tiles import Job, run_tiles
 from fmtsim.cpu.wide import CUT, FLOOR, NEAREST, Draw, Unit
 from fmtsim.cpu.words import key_words
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.datapath import FP32, Datapath
+from fmtsim.gemm.datapath import Datapath
 from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.serialization import GemmSpec
 from fmtsim.ops import RandomKey
@@ -83,7 +83,8 @@ def fused(a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec
     chains = _promotion_scales(scales, slabs, plan)
     draw = Draw(key_words(key), unit.rounding.bits, 0, 0, *out.shape)
     promotion = promotion_of(spec)
-    remaining = Remaining(a, b, c, scales, chains, spec, slabs, promotion, _reduction(plan, out), draw, out)
+    reduction = reduction_of(plan, out.dtype == torch.float64)
+    remaining = Remaining(a, b, c, scales, chains, spec, slabs, promotion, reduction, draw, out)
     if lanes is None:
         remaining.run(np.arange(out.shape[0]), np.arange(out.shape[1]))
         return
@@ -98,7 +99,7 @@ def fused(a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec
         groups=groups,
         promotion=promotion,
         scales=chains,
-        reduction=_reduction(plan, out),
+        reduction=reduction,
         draw=draw,
         out=out.numpy(),
         c=None if c is None else c.numpy(),
@@ -130,23 +131,10 @@ def _limits(unit: Datapath, k: int) -> tuple[int, int]:
     return lowest, fmt.max_exponent - 1 - _head(unit) - k.bit_length()
 
 
-def _reduction(plan: GemmPlan, out: Tensor) -> Reduction:
-    partial = plan.partial or FP32
-    return Reduction(
-        out.dtype == torch.float64,
-        plan.reduce == "pairwise",
-        plan.partial is not None,
-        plan.round_trip,
-        grid_of(partial),
-    )
-
-
 def _promotion_scales(scales: Scales, slabs: Slabs, plan: GemmPlan) -> tuple[np.ndarray, np.ndarray]:
     """Return the scales of every chain, [chains, M] and [chains, N], where a plan multiplies chains by scales."""
     if not plan.scaled_promotion:
         return _NO_FLOATS, _NO_FLOATS
     if scales[0] is None or scales[1] is None:
         raise ArgumentError("a plan with scaled_promotion needs scales; call scaled_mm, or pass another plan")
-    assert plan.promote_every is not None
-    place = slabs.starts // plan.promote_every
-    return scales[0].numpy().T[place], scales[1].numpy().T[place]
+    return chain_scales(scales, slabs, plan)

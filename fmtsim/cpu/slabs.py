@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from torch import Tensor
 
 from fmtsim.cpu.operands import pitch_of
 from fmtsim.cpu.sums import CHAIN_END, PART_END, Order
@@ -11,6 +12,7 @@ from fmtsim.gemm.datapath import Arithmetic, Datapath
 from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.schedule import schedule
 
+_NONE = np.zeros(0, np.float32)
 _SLOTS = 512  # of a slab, unless one block is longer: rows and a panel then stay in a second-level cache
 
 
@@ -66,3 +68,16 @@ def slabs_of(k: int, unit: Arithmetic, plan: GemmPlan) -> Slabs:
 
     cuts = tuple(cut(i, i + step) for i in range(0, len(blocks), step))
     return Slabs(cuts, cut(0, len(blocks)), length, len(parts), starts)
+
+
+def chain_scales(
+    scales: tuple[Tensor | None, Tensor | None], slabs: Slabs, plan: GemmPlan
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the scales of every chain, [chains, M] and [chains, N], where a plan multiplies chains by scales.
+
+    They are empty where it does not; scales that are absent are ones, and empty as well.
+    """
+    if not plan.scaled_promotion or plan.promote_every is None or scales[0] is None or scales[1] is None:
+        return _NONE, _NONE
+    place = slabs.starts // plan.promote_every
+    return scales[0].detach().numpy().T[place], scales[1].detach().numpy().T[place]

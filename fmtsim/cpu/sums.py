@@ -33,6 +33,7 @@ from fmtsim.cpu.simd import (
 )
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.datapath import FP32, Datapath
+from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.serialization import GemmSpec
 
 SIGN, FIELD = -(1 << 63), 0x7FF << 52
@@ -112,6 +113,12 @@ def promotion_of(spec: GemmSpec) -> Promotion:
     if plan.promote_every is not None or not isinstance(unit, Datapath):
         return Promotion(plan.promote_every is not None, plan.successive_scales, grid_of(FP32))
     return Promotion(unit.promote_every is not None, False, grid_of(unit.promotion or unit.accumulator))
+
+
+def reduction_of(plan: GemmPlan, wide: bool) -> Reduction:
+    """Return how a plan adds its parts; ``wide`` says that sums are float64."""
+    grid = grid_of(plan.partial or FP32)
+    return Reduction(wide, plan.reduce == "pairwise", plan.partial is not None, plan.round_trip, grid)
 
 
 @device

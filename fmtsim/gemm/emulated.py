@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError, DtypeError, FmtsimError
+from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.gemm.call import Operation
 from fmtsim.gemm.choice import draw_keys
 from fmtsim.gemm.coding import Coded, code
 from fmtsim.gemm.config import Gemm, LinearConfig, Quantizer
 from fmtsim.gemm.machine import multiply_coded, round_output
+from fmtsim.gemm.once import OnceOnly
 from fmtsim.ops import RandomKey
 from fmtsim.quantize import quantize
 
@@ -22,6 +23,10 @@ Observer = Callable[[str, Tensor, Tensor, Quantizer, int], None]
 OPERANDS = tuple(LinearConfig().operands)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MASK64 = (1 << 64) - 1
+_ONCE = (
+    "EmulatedGEMM cannot be differentiated twice: the gradient of a quantised gradient is not defined; "
+    "compute second derivatives on the unconverted model (fmtsim.revert)"
+)
 
 
 class EmulatedGEMM(torch.autograd.Function):
@@ -96,7 +101,7 @@ class EmulatedGEMM(torch.autograd.Function):
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
             grads = _gradients(ctx, g, x, w)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: only then on
-            grads = [None if d is None else _OnceOnly.apply(d, g, x, w) for d in grads]
+            grads = [None if d is None else OnceOnly.apply(d, _ONCE, g, x, w) for d in grads]
         return (*grads, *(None,) * (ctx.given - 3))
 
 
@@ -115,25 +120,6 @@ def _gradients(ctx: Any, g: Tensor, x: Tensor | None, w: Tensor | None) -> list[
     if bias_dtype is not None and ctx.needs_input_grad[2]:
         dbias = rows.sum(0, dtype=dtype).to(bias_dtype)
     return [dx, dw, dbias]
-
-
-class _OnceOnly(torch.autograd.Function):
-    """Pass a gradient through, and say so clearly when someone differentiates it again."""
-
-    @staticmethod
-    def forward(grad: Tensor, *sources: Tensor | None) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        raise FmtsimError(
-            "EmulatedGEMM cannot be differentiated twice: the gradient of a quantised gradient is not defined; "
-            "compute second derivatives on the unconverted model (fmtsim.revert)"
-        )
 
 
 def _product(

@@ -12,7 +12,7 @@ from fmtsim.gemm.choice import Choice, definition, draw_keys
 from fmtsim.gemm.coding import INNER_SCALES, Coded, check_unit_scales, product_kind
 from fmtsim.gemm.config import Gemm, Quantizer
 from fmtsim.gemm.operands import matrix_layout, own_dtype
-from fmtsim.gemm.scaled import _check_library as check_library
+from fmtsim.gemm.scaled import check_library
 from fmtsim.gemm.serialization import gemm_spec_from_json
 from fmtsim.quantize import quantize
 

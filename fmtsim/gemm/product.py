@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError, DtypeError, FmtsimError
+from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.gemm.call import Operation
 from fmtsim.gemm.choice import Choice, accumulate_dtype, definition, draw_keys, unit_takes
 from fmtsim.gemm.epilogue import output_format
+from fmtsim.gemm.once import OnceOnly
 from fmtsim.gemm.operands import OperandFormat, matrix_layout, operand_format, read_operand
 from fmtsim.ops import RandomKey
 from fmtsim.quantize import quantize
@@ -17,6 +18,10 @@ from fmtsim.quantize import quantize
 _LIBRARY = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # what torch.mm takes on a GPU
 # Streams of the two backward products under one seed: offsets that no batch reaches.
 _STREAMS = (1 << 40, 1 << 41)
+_ONCE = (
+    "fmtsim's products cannot be differentiated twice: the gradient of a rounded gradient is not defined; "
+    "compute second derivatives with torch's own products"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +177,7 @@ class _Product(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 grads[2] = _cast(g.sum(0, dtype=_wide(g.dtype)), ctx.bias)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: only then on
-            grads = [None if d is None else _OnceOnly.apply(d, g, a, b) for d in grads]
+            grads = [None if d is None else OnceOnly.apply(d, _ONCE, g, a, b) for d in grads]
         return (*grads, None)
 
 
@@ -202,22 +207,3 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to another dtype, to nearest even; never torch's cast."""
     return x if x.dtype == dtype else quantize(x, dtype, overflow="ieee", out_dtype=dtype)
-
-
-class _OnceOnly(torch.autograd.Function):
-    """Pass a gradient through, and say so clearly when someone differentiates it again."""
-
-    @staticmethod
-    def forward(grad: Tensor, *sources: Tensor) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        raise FmtsimError(
-            "fmtsim's products cannot be differentiated twice: the gradient of a rounded gradient is not defined; "
-            "compute second derivatives with torch's own products"
-        )

@@ -92,7 +92,7 @@ def scaled_mm(
     dtype = _output(a, recipes[0] is not None, out_dtype)
     _check_bias(bias, n, dtype, choice)
     if target is not None:
-        _check_library(formats, dtype, (m, n, k), use_fast_accum)
+        check_library(formats, dtype, (m, n, k), use_fast_accum)
     layouts = matrix_layout(a, transposed=False), matrix_layout(b, transposed=True)
     sums = accumulate or "fp32"
     fields = ("scaled_mm", m, n, k, dtype, sums, use_fast_accum, scales.kind, bias is not None, *layouts, 1)
@@ -154,7 +154,7 @@ def _check_bias(bias: Tensor | None, n: int, dtype: torch.dtype, choice: Choice)
         raise DtypeError(f"bias has dtype {bias.dtype}; a {dtype} output takes {' or '.join(map(str, wanted))}")
 
 
-def _check_library(
+def check_library(
     formats: tuple[OperandFormat, OperandFormat], dtype: torch.dtype, sizes: tuple[int, int, int], fast: bool
 ) -> None:
     """Refuse what torch._scaled_mm and cuBLAS refuse on an NVIDIA GPU."""
