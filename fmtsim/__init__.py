@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Any
 from fmtsim.analysis.compare import Comparison, compare
 from fmtsim.analysis.observe import observe
 from fmtsim.encoded import Encoded
-from fmtsim.errors import ArgumentError, CodeError, DataError, DtypeError, FmtsimError, FormatError, PlanUnknownWarning
+from fmtsim.errors import (
+    ArgumentError,
+    CodeError,
+    DataError,
+    DeviceError,
+    DtypeError,
+    FmtsimError,
+    FormatError,
+    PlanUnknownWarning,
+)
 from fmtsim.explain import explain
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.registry import get_format, list_formats, register_format
@@ -39,6 +48,7 @@ __all__ = [
     "Comparison",
     "DataError",
     "Datapath",
+    "DeviceError",
     "DtypeError",
     "EmulatedGEMM",
     "Encoded",
@@ -93,6 +103,8 @@ _LAZY = {"get_num_threads": "fmtsim.cpu.pool", "set_num_threads": "fmtsim.cpu.po
 
 
 def __getattr__(name: str) -> Any:
+    if name == "cuda":
+        return importlib.import_module("fmtsim.cuda")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'fmtsim' has no attribute {name!r}")

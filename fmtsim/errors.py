@@ -25,5 +25,9 @@ class DataError(FmtsimError, ValueError):
     """Report data on disk that is missing, empty, truncated or corrupt."""
 
 
+class DeviceError(FmtsimError, RuntimeError):
+    """Report a GPU that cannot run a kernel, or a kernel that cannot be compiled for it."""
+
+
 class PlanUnknownWarning(UserWarning):
     """Say that the order of sums of a call is a guess: nothing recorded or tested stands behind it."""

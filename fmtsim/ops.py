@@ -118,11 +118,12 @@ def decode(parts: EncodedParts, spec: CastSpec, dtype: torch.dtype) -> torch.Ten
 
 
 def engine_for(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> ModuleType:
-    """Return the engine for a verb on these tensors: numba kernels on the CPU where they cover it, else torch."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        cpu = importlib.import_module("fmtsim.cpu")
-        if cpu.supports(verb, spec, *(tensor.dtype for tensor in tensors)):
-            return cpu
+    """Return the engine for a verb on these tensors: kernels for their device where they cover it, else torch."""
+    device = tensors[0].device.type
+    if device in ("cpu", "cuda"):
+        engine = importlib.import_module(f"fmtsim.{device}")
+        if engine.supports(verb, spec, *tensors):
+            return engine
     return importlib.import_module("fmtsim.torch_engine")
 
 

@@ -10,13 +10,13 @@ from fmtsim.formats.representable import FLOAT_DTYPES, is_representable
 from fmtsim.ops import CastSpec, EncodedParts, Random
 
 
-def supports(verb: str, spec: CastSpec, *dtypes: torch.dtype) -> bool:
-    """Say whether the kernels cover a verb: its input dtype (quantize, encode) and its output dtype (quantize, decode).
+def supports(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> bool:
+    """Say whether the kernels cover a verb on these tensors: input and output of quantize, else the one it has.
 
     LogFMT tiles and tables of more than 16 bits are left to torch ops, and so are results that must be rounded once
     more to a narrow output dtype.
     """
-    fmt = spec.format
+    fmt, dtypes = spec.format, [tensor.dtype for tensor in tensors]
     if isinstance(fmt, LogTileFormat) or not all(dtype in FLOAT_DTYPES for dtype in dtypes):
         return False
     if verb == "decode" and (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits > 16:

@@ -78,12 +78,11 @@ def is_stochastic(spec: GemmSpec) -> bool:
 
 
 def gemm_engine(spec: GemmSpec, a: Tensor, b: Tensor) -> ModuleType:
-    """Return the engine of a product: numba kernels on the CPU where they cover it, else torch operations."""
-    if a.device.type == "cpu":
-        cpu = importlib.import_module("fmtsim.cpu")
-        supports = getattr(cpu, "supports_gemm", None)
-        if supports is not None and supports(spec, a, b):
-            return cpu
+    """Return the engine of a product: kernels for the device where they cover it, else torch operations."""
+    if a.device.type in ("cpu", "cuda"):
+        engine = importlib.import_module(f"fmtsim.{a.device.type}")
+        if engine.supports_gemm(spec, a, b):
+            return engine
     return importlib.import_module("fmtsim.torch_engine")
 
 

@@ -53,11 +53,11 @@ def all_codes(fmt: ElementFormat, engines: dict[str, Engine]) -> Outcome:
     ).to(codes.dtype)
     spec = CastSpec(format=fmt, rounding=Rounding(), overflow=_round_trip_overflow(fmt))
     for name, engine in engines.items():
-        if covers(engine, "decode", spec, dtype):
+        if covers(engine, "decode", spec, values):
             out = torch.empty(count, dtype=dtype)
             engine.decode(EncodedParts(codes), spec, out)
             tally.compare(out, values, codes, f"{name}.decode")
-        if covers(engine, "encode", spec, dtype):
+        if covers(engine, "encode", spec, values):
             tally.compare(engine.encode(values, spec, None).codes, back, codes, f"{name}.encode of its values")
     return tally.outcome()
 
@@ -119,11 +119,11 @@ def _compare(
     """Hold quantize and encode of every engine that takes the cast to the values and parts that are right."""
     for name, engine in engines.items():
         what = f"of {x.dtype}, {spec.rounding.mode}, {spec.overflow}"
-        if covers(engine, "quantize", spec, x.dtype, values.dtype):
+        if covers(engine, "quantize", spec, x, values):
             out = torch.empty(x.shape, dtype=values.dtype)
             engine.quantize(x, spec, random, out)
             tally.compare(out, values, x, f"{name}.quantize {what}")
-        if covers(engine, "encode", spec, x.dtype):
+        if covers(engine, "encode", spec, x):
             _compare_parts(tally, engine.encode(x, spec, random), parts, x, f"{name}.encode {what}")
 
 

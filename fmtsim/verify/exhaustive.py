@@ -85,11 +85,11 @@ def _compare(
     assert isinstance(fmt, FloatFormat)
     values = torch.from_numpy(_values(fmt)[codes])
     for name, engine in engines.items():
-        if covers(engine, "quantize", spec, x.dtype, x.dtype):
+        if covers(engine, "quantize", spec, x, x):
             out = torch.empty_like(x)
             engine.quantize(x, spec, None, out)
             tally.compare(out, values, x, f"{name}.quantize, {spec.overflow}")
-        if encode and covers(engine, "encode", spec, x.dtype):
+        if encode and covers(engine, "encode", spec, x):
             wanted = torch.from_numpy(codes.astype(numpy.int64)).to(code_dtype(fmt.bits))
             tally.compare(engine.encode(x, spec, None).codes, wanted, x, f"{name}.encode, {spec.overflow}")
 

@@ -98,10 +98,10 @@ def engines() -> dict[str, Engine]:
     return found
 
 
-def covers(engine: Engine, verb: str, spec: CastSpec, *dtypes: torch.dtype) -> bool:
+def covers(engine: Engine, verb: str, spec: CastSpec, *tensors: torch.Tensor) -> bool:
     """Say whether an engine takes a cast; engines without ``supports`` take all."""
     supports = getattr(engine, "supports", None)
-    return supports is None or bool(supports(verb, spec, *dtypes))
+    return supports is None or bool(supports(verb, spec, *tensors))
 
 
 class PlantedError:

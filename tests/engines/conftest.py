@@ -21,7 +21,7 @@ def served(cpu: ModuleType) -> SimpleNamespace:
     fallback = importlib.import_module("fmtsim.torch_engine")
 
     def chosen(verb, spec, *tensors):
-        return cpu if cpu.supports(verb, spec, *(tensor.dtype for tensor in tensors)) else fallback
+        return cpu if cpu.supports(verb, spec, *tensors) else fallback
 
     return SimpleNamespace(
         quantize=lambda x, spec, random, out: chosen("quantize", spec, x, out).quantize(x, spec, random, out),

@@ -1,0 +1,87 @@
+// What every kernel shares: integer types, bit views, and the few instructions that CUDA C++ has no intrinsic for.
+// No CUDA header is included (NVRTC needs none). A host compiler can stand in for NVRTC by defining FMTSIM_HOST and
+// supplying the instructions of this file itself.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef signed char i8;
+typedef short i16;
+typedef int i32;
+typedef long long i64;
+
+#define DEVICE __device__ __forceinline__
+#define KERNEL extern "C" __global__ void
+
+struct alignas(16) Words4 { u32 x, y, z, w; };
+struct alignas(8) Words2 { u32 x, y; };
+
+#ifndef FMTSIM_HOST
+
+// Shared memory whose size the launch decides, as bytes aligned to 128.
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+
+#if __CUDA_ARCH__ >= 900
+// d += a b on the fp64 tensor core, 16 x 8 x 16 (compute capability 9.0 and later): per output a chain of sixteen
+// fused multiply-adds in the order of k, each rounded toward zero. Fragments are those of the PTX manual.
+DEVICE void dmma_rz_16x8x16(double (&d)[4], const double (&a)[8], const double (&b)[4]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64.rz {%0,%1,%2,%3},{%4,%5,%6,%7,%8,%9,%10,%11},"
+      "{%12,%13,%14,%15},{%0,%1,%2,%3};"
+      : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]), "d"(a[7]), "d"(b[0]), "d"(b[1]),
+        "d"(b[2]), "d"(b[3]));
+}
+
+// The same, 16 x 8 x 8.
+DEVICE void dmma_rz_16x8x8(double (&d)[4], const double (&a)[4], const double (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64.rz {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
+}
+
+#endif
+
+// The same, 8 x 8 x 4 (compute capability 8.0 and later).
+DEVICE void dmma_rz_8x8x4(double (&d)[2], double a, double b) {
+  asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64.rz {%0,%1},{%2},{%3},{%0,%1};"
+               : "+d"(d[0]), "+d"(d[1])
+               : "d"(a), "d"(b));
+}
+
+// d += a b with bfloat16 operands on the tensor core, 16 x 8 x 16; exact wherever nothing needs more than 24 bits.
+DEVICE void hmma_bf16_16x8x16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// d += a b with int8 operands, 16 x 8 x 32: exact.
+DEVICE void imma_s8_16x8x32(i32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// The same, 16 x 8 x 16.
+DEVICE void imma_s8_16x8x16(i32 (&d)[4], const u32 (&a)[2], u32 b) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+               : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
+// Copy 16 bytes from global to shared memory without waiting; wait_copies<N> leaves the last N groups under way.
+DEVICE void copy16_async(void* shared, const void* global) {
+  u32 place = (u32)__cvta_generic_to_shared(shared);
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(global) : "memory");
+}
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+
+#endif

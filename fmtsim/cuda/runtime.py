@@ -1,0 +1,198 @@
+"""How kernels are compiled, kept and launched: CUDA C++ through NVRTC, with cuda-core, on torch's current stream.
+
+This is the one module that imports cuda-core, and it does so at the first call. A kernel is a file of ``kernels/``
+specialised by macros; ``#include "x.cuh"`` lines are replaced by the file before compiling, because the disk cache
+takes self-contained sources alone.
+"""
+
+import errno
+import importlib.util
+import os
+import re
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fmtsim.errors import DeviceError
+
+KERNELS = Path(__file__).with_name("kernels")
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_100a", "sm_103", "sm_120", "sm_120a")
+OLDEST = (8, 0)
+
+Defines = tuple[tuple[str, str], ...]
+_INCLUDE = re.compile(r'^#include "([a-z0-9_]+\.cuh)"$', re.MULTILINE)
+
+
+def why_unavailable(device: torch.device | int | None = None) -> str | None:
+    """Return why the CUDA engine cannot run on a device (None: any), with the next step; None where it can."""
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        return "cuda-core is missing: pip install 'fmtsim[cuda]'"
+    if not torch.cuda.is_available():
+        build = "was built without CUDA" if torch.version.cuda is None else "sees no CUDA device; look at nvidia-smi"
+        return f"torch {torch.__version__} {build}"
+    indices = range(torch.cuda.device_count()) if device is None else [_index(device)]
+    reasons = [_why_not(index) for index in indices]
+    return None if None in reasons else reasons[0]
+
+
+def available(device: torch.device | int | None = None) -> bool:
+    """Say whether the CUDA engine runs on a device, or on any device where none is named."""
+    return why_unavailable(device) is None
+
+
+@cache
+def _why_not(index: int) -> str | None:
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) < OLDEST:
+        name = torch.cuda.get_device_name(index)
+        return f"{name} has compute capability {major}.{minor}; kernels need {OLDEST[0]}.{OLDEST[1]} or later"
+    return None
+
+
+def _index(device: torch.device | int) -> int:
+    if isinstance(device, int):
+        return device
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def device_index(tensor: torch.Tensor) -> int:
+    """Return the number of the CUDA device that a tensor is on."""
+    return tensor.get_device()
+
+
+@cache
+def capability(index: int) -> tuple[int, int]:
+    """Return the compute capability of a device, ``(9, 0)``."""
+    return torch.cuda.get_device_capability(index)
+
+
+@cache
+def multiprocessors(index: int) -> int:
+    """Return how many multiprocessors a device has: grids of a whole number of waves need it."""
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+@cache
+def shared_limit(index: int) -> int:
+    """Return the most bytes of shared memory that one block may take on a device."""
+    return int(torch.cuda.get_device_properties(index).shared_memory_per_block_optin)
+
+
+@cache
+def architecture(index: int) -> str:
+    """Return the architecture that kernels are compiled for on a device, ``"sm_90"``."""
+    major, minor = capability(index)
+    return f"sm_{major}{minor}"
+
+
+@cache
+def source_of(file: str) -> str:
+    """Return the text of ``kernels/<file>`` with its includes in place, each once."""
+    seen: set[str] = set()
+
+    def expand(text: str) -> str:
+        def replace(match: re.Match[str]) -> str:
+            name = match.group(1)
+            if name in seen:
+                return ""
+            seen.add(name)
+            return expand((KERNELS / name).read_text(encoding="utf-8").replace("#pragma once\n", ""))
+
+        return _INCLUDE.sub(replace, text)
+
+    return expand((KERNELS / file).read_text(encoding="utf-8"))
+
+
+@cache
+def compiled(file: str, arch: str, defines: Defines = ()) -> Any:
+    """Return the machine code of a kernel file for an architecture; needs no GPU.
+
+    Raises:
+        DeviceError: NVRTC refuses the source or does not know the architecture.
+    """
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(
+        name=file,
+        arch=arch,
+        std="c++17",
+        fma=False,  # a contracted multiply-add rounds once where the definition rounds twice
+        ftz=False,
+        prec_div=True,
+        prec_sqrt=True,
+        define_macro=list(defines) or None,
+    )
+    try:
+        return Program(source_of(file), "c++", options).compile("cubin", cache=_program_cache())
+    except Exception as error:  # cuda-core raises several types, NVRTC's log in their text
+        macros = " ".join(f"-D{name}={value}" for name, value in defines)
+        raise DeviceError(f"NVRTC cannot compile {file} for {arch} ({macros}): {error}") from error
+
+
+@cache
+def _program_cache() -> Any:
+    """Return the disk cache of machine code, or one in memory (with one warning) where no folder can be written."""
+    from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache
+
+    chosen = os.environ.get("FMTSIM_CACHE_DIR")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(chosen or f"{base}/fmtsim") / "cuda"
+    try:
+        if not chosen and base.startswith("~"):
+            raise OSError(errno.ENOENT, "no home folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        warnings.warn(
+            f"fmtsim cannot write its kernel cache {folder} ({error.strerror}); kernels are compiled anew in every "
+            "process. Set FMTSIM_CACHE_DIR to a folder that can be written.",
+            stacklevel=2,
+        )
+        return InMemoryProgramCache()
+    return FileStreamProgramCache(folder)
+
+
+@cache
+def kernel(file: str, name: str, index: int, defines: Defines = ()) -> "Kernel":
+    """Return kernel ``name`` of ``kernels/<file>`` on device ``index``, compiled at the first call.
+
+    ``defines`` are macros as pairs of strings. The first call loads a module, which a CUDA graph cannot capture.
+    """
+    return Kernel(compiled(file, architecture(index), defines).get_kernel(name), index)
+
+
+class Kernel:
+    """A kernel on one device; calling it launches it on torch's current stream of that device."""
+
+    __slots__ = ("_handle", "_index")
+
+    def __init__(self, handle: Any, index: int) -> None:
+        self._handle = handle
+        self._index = index
+
+    def __call__(self, grid: int | tuple[int, ...], block: int, *arguments: Any, shared: int = 0) -> None:
+        """Launch: tensors are passed by address, None as a null pointer, numpy scalars by value of their own width.
+
+        Raises:
+            DeviceError: The driver refuses the launch.
+        """
+        from cuda.core import LaunchConfig, Stream, launch
+
+        values = [_argument(value) for value in arguments]
+        with torch.cuda.device(self._index):
+            stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+            launch(stream, LaunchConfig(grid=grid, block=block, shmem_size=shared), self._handle, *values)
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if value is None:
+        return 0
+    if isinstance(value, float | int):
+        raise TypeError(f"{value!r} has no width in C; wrap it in a numpy scalar")
+    return value
