@@ -114,11 +114,11 @@ def case_named(name: str) -> Case:
     return next(case for case in CASES if case.name == name)
 
 
-def product_of(case: Case, shape: Shape) -> Callable[[], Tensor]:
+def product_of(case: Case, shape: Shape, *, device: str = "cpu") -> Callable[[], Tensor]:
     """Return the call of a case, with normally distributed operands of ``shape`` that lie ready in their dtypes."""
     m, n, k = shape
     generator = torch.Generator().manual_seed(0)
-    a, w = (_matrix(rows, k, case.operands, generator) for rows in (m, n))
+    a, w = (_matrix(rows, k, case.operands, generator).to(device) for rows in (m, n))
     b = w.t().contiguous() if case.columns_apart else w.t()
     if case.operands == "int8":
         return lambda: int_mm(a, b, unit=case.unit)
@@ -127,7 +127,7 @@ def product_of(case: Case, shape: Shape) -> Callable[[], Tensor]:
     if case.scaling == "none":
         tf32 = case.operands == "tf32"
         return lambda: mm(a, b, out_dtype=case.out_dtype, allow_tf32=tf32, **options)
-    scale_a, scale_b = (_scales(rows, k, case.scaling, generator) for rows in (m, n))
+    scale_a, scale_b = (_scales(rows, k, case.scaling, generator).to(device) for rows in (m, n))
     recipe = {"mx": "BlockWise1x32", "nvfp4": "BlockWise1x16", "block_128": "BlockWise1x128"}[case.scaling]
     swizzle = None if case.scaling == "block_128" else "NO_SWIZZLE"
     options |= {"scale_recipe_a": recipe, "scale_recipe_b": recipe, "swizzle_a": swizzle, "swizzle_b": swizzle}

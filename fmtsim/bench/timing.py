@@ -28,6 +28,26 @@ def in_turns(actions: Sequence[Callable[[], Any]], repeats: int, threads: int) -
     return tuple(statistics.median(taken) for taken in times)
 
 
+def in_turns_on_device(actions: Sequence[Callable[[], Any]], repeats: int) -> tuple[float, ...]:
+    """Return the median seconds that each action keeps the current CUDA device busy, by events, taken in turns.
+
+    The first round, which compiles kernels and fills the allocator's pool, is not counted.
+    """
+    times: list[list[float]] = [[] for _ in actions]
+    for repeat in range(repeats + 1):
+        for action, taken in zip(actions, times, strict=True):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            torch.cuda._sleep(1_000_000)  # the device waits while the host queues: launches are not timed
+            start.record()
+            action()
+            stop.record()
+            stop.synchronize()
+            if repeat:
+                taken.append(start.elapsed_time(stop) / 1e3)
+    return tuple(statistics.median(taken) for taken in times)
+
+
 @contextmanager
 def bounded_threads(count: int) -> Iterator[None]:
     """Bound torch's threads, which the engine follows, for a while."""

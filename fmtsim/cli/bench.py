@@ -1,6 +1,6 @@
 """``fmtsim bench``: casts against a plain copy, start-up times and extra memory, with their targets.
 
-``fmtsim bench gemm`` is in bench_gemm.py.
+``fmtsim bench gemm`` is in bench_gemm.py, ``fmtsim bench gpu`` in bench_gpu.py.
 """
 
 import argparse
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("what", nargs="?", choices=("casts", "gemm"), default="casts",
-                        help="casts against a copy, or matrix products against torch's float32 one")  # fmt: skip
+    choices = "casts against a copy, matrix products against torch's float32 one, or the CUDA engine"
+    parser.add_argument("what", nargs="?", choices=("casts", "gemm", "gpu"), default="casts", help=choices)
     parser.add_argument("--only", default="*", metavar="PATTERN", help="measure the cases that match, such as 'e4m3*'")
     parser.add_argument("--side", type=int, default=4096, metavar="N",
                         help="casts take float32 [N, N], the memory of a product is measured for this side "
@@ -47,6 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
         from fmtsim.cli import bench_gemm
 
         return bench_gemm.run(arguments)
+    if arguments.what == "gpu":
+        from fmtsim.cli import bench_gpu
+
+        return bench_gpu.run(arguments)
     return _run_casts(arguments)
 
 
