@@ -14,8 +14,7 @@ from fmtsim.cpu import pool
 from fmtsim.cpu.gemm import gemm, supports_gemm
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat, IntFormat
-from fmtsim.gemm.datapath import TERM_ROUNDINGS, Datapath, IntegerDatapath
-from fmtsim.gemm.operator import sum_dtype
+from fmtsim.gemm.datapath import TERM_ROUNDINGS, Datapath, IntegerDatapath, sum_dtype
 from fmtsim.gemm.serialization import GemmSpec
 from fmtsim.ops import RandomKey
 from fmtsim.rounding.modes import MODES, Rounding

@@ -20,8 +20,7 @@ from fmtsim.cpu.panels import Constants, State
 from fmtsim.cpu.slabs import slabs_of
 from fmtsim.cpu.sums import Sums
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.datapath import TERM_ROUNDINGS, Datapath
-from fmtsim.gemm.operator import sum_dtype
+from fmtsim.gemm.datapath import TERM_ROUNDINGS, Datapath, sum_dtype
 from fmtsim.rounding.modes import MODES
 from tests.cpu.test_gemm import (
     DTYPES,
@@ -36,6 +35,7 @@ from tests.cpu.test_gemm import (
     product,
     setting,
     spec_of,
+    unit_scales,
 )
 from tests.gemm.products import same
 
@@ -358,6 +358,20 @@ def test_zeros_and_special_addends(unit, signed_zero, c):
     check(a, b, spec_of(unit, "fp32"), c=given)
     given[0, 0] = 0.5
     check(a, b, spec_of(unit, "fp32", plan=GemmPlan(k_tile=1, split=2, partial="fp16")), c=given)
+
+
+NVF4 = replace(get_unit("blackwell.tcgen05.nvf4").mode("e2m1", "e2m1"), fraction_bits=4)
+
+
+@pytest.mark.parametrize(
+    ("unit", "name"), [(get_unit("ampere.mma").mode("tf32", "tf32"), "tf32"), (HALF, "bf16"), (NVF4, "e2m1")]
+)
+def test_an_addend_of_minus_zero_is_no_negative_term(unit, name):
+    """A count of negative terms that took it for one would be off by a last place wherever terms are cut."""
+    spec = spec_of(unit, name)
+    a, b = (operand(name, rows, 64, "normal", rows) for rows in (5, 70))
+    scales = [unit_scales(spec, rows, 64, "normal", rows) for rows in (5, 70)]
+    check(a, b, spec, c=torch.full((5, 70), -0.0), scale_a=scales[0], scale_b=scales[1])
 
 
 # What the engine leaves to others.
