@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fmtsim.analysis.compare import Comparison, compare
+from fmtsim.analysis.native import compare_native
 from fmtsim.analysis.observe import observe
 from fmtsim.encoded import Encoded
 from fmtsim.errors import (
@@ -14,6 +15,7 @@ from fmtsim.errors import (
     DtypeError,
     FmtsimError,
     FormatError,
+    NativeWarning,
     PlanUnknownWarning,
 )
 from fmtsim.explain import explain
@@ -62,6 +64,7 @@ __all__ = [
     "LinearConfig",
     "LogFormat",
     "LogTileFormat",
+    "NativeWarning",
     "PairwiseDatapath",
     "PlanUnknownWarning",
     "Quantizer",
@@ -70,6 +73,7 @@ __all__ = [
     "TwoStageDatapath",
     "bmm",
     "compare",
+    "compare_native",
     "convert",
     "decode",
     "encode",

@@ -31,3 +31,7 @@ class DeviceError(FmtsimError, RuntimeError):
 
 class PlanUnknownWarning(UserWarning):
     """Say that the order of sums of a call is a guess: nothing recorded or tested stands behind it."""
+
+
+class NativeWarning(UserWarning):
+    """Say that a card's own product is not what its target was recorded with, or that it was emulated instead."""

@@ -3,12 +3,13 @@
 import importlib
 import json
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
+from fmtsim.dispatch import is_plain
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.packing import code_dtype
@@ -96,10 +97,35 @@ _library.define(
 
 
 def quantize(
-    x: torch.Tensor, spec: CastSpec, dtype: torch.dtype, key: torch.Tensor | None, words: torch.Tensor | None
+    x: torch.Tensor, text: str, dtype: torch.dtype, key: torch.Tensor | None, words: torch.Tensor | None
 ) -> torch.Tensor:
-    """Round x to the values of a format; the result has x's shape and device and the given dtype."""
-    return torch.ops.fmtsim.quantize(x, spec.to_json(), dtype, key, words)
+    """Round x to the values of a format, a cast as JSON; the result has x's shape and device and the given dtype."""
+    operator = quantize_plain if _is_direct(words, x) else torch.ops.fmtsim.quantize
+    return operator(x, text, dtype, key, words)
+
+
+def quantize_out(
+    x: torch.Tensor, out: torch.Tensor, text: str, key: torch.Tensor | None, words: torch.Tensor | None
+) -> None:
+    """Do what ``quantize`` does into out."""
+    operator = _quantize_out if _is_direct(words, x, out) else torch.ops.fmtsim.quantize_out
+    operator(x, out, text, key, words)
+
+
+def quantize_plain(
+    x: torch.Tensor, text: str, dtype: torch.dtype, key: torch.Tensor | None, words: torch.Tensor | None
+) -> torch.Tensor:
+    """Do what the operator does, without the dispatcher, for an x that ``is_plain``."""
+    cast = spec_from_json(text)
+    _check_data(x, cast, words)
+    out = torch.empty_like(x, dtype=dtype, requires_grad=False)
+    engine_for("quantize", cast, x, out).quantize(x, cast, _random(key, words), out)
+    return out
+
+
+def _is_direct(words: torch.Tensor | None, *tensors: torch.Tensor) -> bool:
+    """Say whether a call may go around the dispatcher; words of users may be tensors of any kind."""
+    return words is None and not torch.compiler.is_compiling() and all(map(is_plain, tensors))
 
 
 def encode(
@@ -107,8 +133,21 @@ def encode(
 ) -> EncodedParts:
     """Return the codes of x and what they need to be decoded; ``spec`` may be the JSON of one."""
     text = spec if isinstance(spec, str) else spec.to_json()
-    codes, scales, tensor_scale, offsets = torch.ops.fmtsim.encode(x, text, key, words)
+    operator = _encode if _is_direct(words, x) else torch.ops.fmtsim.encode
+    codes, scales, tensor_scale, offsets = operator(x, text, key, words)
     return EncodedParts(codes, *_absent(scales, tensor_scale, offsets))
+
+
+def encode_packed(x: torch.Tensor, text: str, key: torch.Tensor | None) -> EncodedParts | None:
+    """Return codes and scales as an encoded tensor keeps them, written in one pass; None where no kernel does that."""
+    if not x.is_cuda or torch.compiler.is_compiling() or not is_plain(x):
+        return None
+    cast, engine = spec_from_json(text), _engine("cuda")
+    if not engine.supports("encode_packed", cast, x):
+        return None
+    _check_data(x, cast, None)
+    parts: EncodedParts = engine.encode_packed(x, cast, _random(key, None))
+    return parts
 
 
 def decode(parts: EncodedParts, spec: CastSpec, dtype: torch.dtype) -> torch.Tensor:
@@ -119,12 +158,17 @@ def decode(parts: EncodedParts, spec: CastSpec, dtype: torch.dtype) -> torch.Ten
 
 def engine_for(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> ModuleType:
     """Return the engine for a verb on these tensors: kernels for their device where they cover it, else torch."""
-    device = tensors[0].device.type
-    if device in ("cpu", "cuda"):
-        engine = importlib.import_module(f"fmtsim.{device}")
-        if engine.supports(verb, spec, *tensors):
+    first = tensors[0]
+    if first.is_cpu or first.is_cuda:
+        engine = _engine("cpu" if first.is_cpu else "cuda")
+        if (first.is_cpu or engine.serves(first.get_device())) and engine.supports(verb, spec, *tensors):
             return engine
-    return importlib.import_module("fmtsim.torch_engine")
+    return _engine("torch_engine")
+
+
+@cache
+def _engine(name: str) -> ModuleType:
+    return importlib.import_module(f"fmtsim.{name}")
 
 
 def block_counts(fmt: Format, shape: torch.Size, dim: int) -> tuple[int, int]:

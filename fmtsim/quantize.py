@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from fmtsim import ops
+from fmtsim.dispatch import is_plain
 from fmtsim.encoded import Encoded
 from fmtsim.errors import ArgumentError, CodeError, DtypeError, FormatError
 from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat, with_block
@@ -81,11 +82,12 @@ def quantize(
     _check_blocks(x, block, dim, pad)
     key, words = _randomness(x, random, generator, random_words)
     if out is not None:
-        torch.ops.fmtsim.quantize_out(x.detach(), out, text, key, words)
+        ops.quantize_out(x.detach(), out, text, key, words)
         return out
     if torch.compiler.is_compiling():  # it cannot trace forward-mode derivatives, and the operator has the others
         return torch.ops.fmtsim.quantize(x, text, dtype, key, words)
-    return _StraightThrough.apply(x, text, dtype, key, words)
+    verb = ops.quantize_plain if words is None and is_plain(x) else _StraightThrough.apply
+    return verb(x, text, dtype, key, words)
 
 
 def quantize_(x: torch.Tensor, format: str | Format | torch.dtype, **options: Any) -> torch.Tensor:
@@ -120,9 +122,12 @@ def encode(
     (4, [0.0, 1.0, 2.0, 3.0, 4.0, 4.0, 6.0, 6.0])
     """
     options = (rounding, overflow, dim, generator, random_bits, random_words, block_size, scale_rule, pad)
-    parts, text = _encode(x, format, *options)
+    text, key, words = _encoding(x, format, *options)
     spec = ops.spec_from_json(text)
-    return Encoded.from_parts(parts, spec.format, x.shape, spec.dim)
+    packed = ops.encode_packed(x.detach(), text, key) if words is None else None
+    if packed is not None:
+        return Encoded(format=spec.format, shape=x.shape, dim=spec.dim, **packed._asdict())
+    return Encoded.from_parts(ops.encode(x.detach(), text, key, words), spec.format, x.shape, spec.dim)
 
 
 def encode_parts(
@@ -130,20 +135,20 @@ def encode_parts(
     pad: bool,
 ) -> ops.EncodedParts:  # fmt: skip
     """Return codes in x's shape, not packed, and float32 scales [outer, inner]: what products are made of."""
-    return _encode(x, format, rounding, overflow, dim, generator, None, None, None, None, pad)[0]
+    text, key, words = _encoding(x, format, rounding, overflow, dim, generator, None, None, None, None, pad)
+    return ops.encode(x.detach(), text, key, words)
 
 
-def _encode(
+def _encoding(
     x: torch.Tensor, format: Any, rounding: Any, overflow: Any, dim: int, generator: Generator, random_bits: Any,
     random_words: Any, block_size: Any, scale_rule: Any, pad: bool,
-) -> tuple[ops.EncodedParts, str]:  # fmt: skip
-    """Return the parts of an encoded tensor and the cast as text."""
+) -> tuple[str, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """Check the arguments and return the cast as text, the key and the words that the operator takes."""
     _check_input(x)
     spec_arguments = (format, rounding, overflow, dim, random_bits, block_size, scale_rule, None)
     text, _, block, random = _prepare(x, *spec_arguments)
     _check_blocks(x, block, dim, pad)
-    key, words = _randomness(x, random, generator, random_words)
-    return ops.encode(x.detach(), text, key, words), text
+    return text, *_randomness(x, random, generator, random_words)
 
 
 def decode(
@@ -197,7 +202,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(x, spec, dtype, key, words):  # type: ignore[no-untyped-def]
-        return torch.ops.fmtsim.quantize(x, spec, dtype, key, words)
+        return ops.quantize(x, spec, dtype, key, words)
 
     @staticmethod
     def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
@@ -343,14 +348,9 @@ def _randomness(
         draw = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), device="cpu")
         return torch.cat([draw, draw.new_zeros(1)]), None
     seed, offset = generator if isinstance(generator, RandomKey) else (generator, 0)
-    numbers = type(seed) is int and type(offset) is int
-    if not numbers or not -(1 << 63) <= seed < 1 << 64 or not -(1 << 63) <= offset < 1 << 64:
+    if not type(seed) is type(offset) is int or not -(1 << 63) <= seed < 1 << 64 or not -(1 << 63) <= offset < 1 << 64:
         raise ArgumentError(f"generator={generator!r} is not a seed; pass an int of 64 bits or a torch.Generator")
-    return torch.tensor([_signed(seed), _signed(offset)]), None
-
-
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >= 1 << 63 else number
+    return torch.tensor([number - (1 << 64) if number >= 1 << 63 else number for number in (seed, offset)]), None
 
 
 def _check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:

@@ -17,13 +17,14 @@ LAYERS = (
     {"formats"},
     {"rounding"},
     {"scaling"},
+    {"dispatch"},
     {"ops"},
     {"quantize", "encoded", "autograd"},
     {"gemm"},
     {"recipes"},
     {"nn", "optim", "distributed"},
     {"analysis"},
-    {"training", "explain", "verify", "bench"},
+    {"training", "explain", "verify", "bench", "calibration"},
     {"cli"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

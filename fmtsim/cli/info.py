@@ -1,13 +1,12 @@
 """``fmtsim info``: what this installation is made of and what it can run."""
 
 import argparse
-import importlib.util
 import os
 import platform
 from pathlib import Path
 from typing import Any
 
-from fmtsim.cli.output import ABSENT, add_json_argument, format_table, print_json, version_of
+from fmtsim.cli.output import add_json_argument, format_table, print_json, version_of
 
 CORE = ("torch", "numpy", "ml-dtypes", "numba", "llvmlite")
 EXTRAS = ("safetensors", "rich", "matplotlib", "cuda-core")
@@ -91,19 +90,10 @@ def _cpu_engine() -> dict[str, Any]:
 
 
 def _cuda_engine() -> dict[str, Any]:
-    if importlib.util.find_spec("fmtsim.cuda") is None:
-        return {
-            "name": "cuda",
-            "available": False,
-            "reason": "not part of this version; torch_engine serves CUDA tensors",
-        }
-    if version_of("cuda-core") == ABSENT:
-        return {"name": "cuda", "available": False, "reason": "cuda-core is missing: pip install 'fmtsim[cuda]'"}
-    import torch
+    from fmtsim import cuda
 
-    available = torch.cuda.is_available()
-    reason = "tensors on CUDA devices" if available else "torch sees no CUDA device: its build or the driver lacks it"
-    return {"name": "cuda", "available": available, "reason": reason}
+    reason = cuda.why_unavailable()
+    return {"name": "cuda", "available": reason is None, "reason": reason or "tensors on CUDA devices, by CUDA kernels"}
 
 
 def _threads() -> int:

@@ -1,7 +1,20 @@
 """The CUDA engine: kernels in CUDA C++, compiled when they are needed, the same bits as every other engine."""
 
-from fmtsim.cuda.casts import decode, encode, quantize, supports
+from fmtsim.cuda.casts import decode, encode, encode_packed, quantize, supports
 from fmtsim.cuda.gemm import gemm, supports_gemm
-from fmtsim.cuda.runtime import available, why_unavailable
+from fmtsim.cuda.runtime import available, serves, why_unavailable
+from fmtsim.cuda.warm import warmup
 
-__all__ = ["available", "decode", "encode", "gemm", "quantize", "supports", "supports_gemm", "why_unavailable"]
+__all__ = [
+    "available",
+    "decode",
+    "encode",
+    "encode_packed",
+    "gemm",
+    "quantize",
+    "serves",
+    "supports",
+    "supports_gemm",
+    "warmup",
+    "why_unavailable",
+]

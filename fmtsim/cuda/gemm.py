@@ -1,14 +1,30 @@
-"""Matrix products of emulated units: the verb ``gemm`` of the engine (docs/matmul.md)."""
+"""Matrix products of emulated units: the verb ``gemm`` of the engine (docs/matmul.md).
 
+A product becomes a ``Job``; a fast path, where one takes it, writes what it can and marks the tiles that it cannot,
+the general path does those or everything, and parts are reduced. Nothing waits for the device.
+"""
+
+from types import ModuleType
+
+import torch
 from torch import Tensor
 
+from fmtsim.cuda import gemm_floor, gemm_general, gemm_groups, gemm_reduce, gemm_single, runtime
+from fmtsim.cuda.gemm_job import TILE, Job
+from fmtsim.cuda.gemm_order import order_of
+from fmtsim.cuda.gemm_unit import TYPES
 from fmtsim.gemm.serialization import GemmSpec
 from fmtsim.ops import RandomKey
+
+_FAST = (gemm_groups, gemm_floor, gemm_single)
+_DOUBLES = ((8, 0), (9, 0), (10, 0))  # compute capabilities with fp64 tensor cores worth the name
 
 
 def supports_gemm(spec: GemmSpec, a: Tensor, b: Tensor) -> bool:
     """Say whether the kernels cover a product on this device; the torch engine takes the rest."""
-    return False
+    if a.dtype not in TYPES or b.dtype not in TYPES or not runtime.serves(runtime.device_index(a)):
+        return False
+    return gemm_general.covers(spec, a.dtype, b.dtype, max(a.shape[1], 1))
 
 
 def gemm(
@@ -21,5 +37,39 @@ def gemm(
     random: RandomKey | None,
     out: Tensor,
 ) -> None:
-    """Write the reduced sums of ``a b^T`` to out [M, N], before the epilogue."""
-    raise NotImplementedError
+    """Write the reduced sums of ``a b^T`` to out [M, N], before the epilogue.
+
+    Shapes and dtypes are those of the engine protocol (docs/architecture.md). NaN has all bits set but the sign. The
+    workspace holds the parts of a split product, [parts, M, N], and is freed with torch's allocator.
+
+    Raises:
+        DeviceError: A CUDA graph is being captured before this unit, plan and K have run once.
+    """
+    if out.numel() == 0:
+        return
+    k = a.shape[1]
+    if k == 0:
+        gemm_reduce.fill(c, out)
+        return
+    job = Job(
+        a=a, b=b, c=c, scale_a=scale_a, scale_b=scale_b, spec=spec, random=random, out=out,
+        order=order_of(k, spec, a.device),
+    )  # fmt: skip
+    parts = 1 if gemm_general.ignores_order(spec) else len(job.order.parts)
+    direct = parts == 1 and spec.plan.partial is None and out.is_contiguous()
+    sums = out.unsqueeze(0) if direct else torch.empty(parts, *out.shape, dtype=out.dtype, device=out.device)
+    fast = _fast_path(job)
+    marks = None
+    if fast is not None:
+        marks = torch.zeros(-(-out.shape[0] // TILE), -(-out.shape[1] // TILE), dtype=torch.uint8, device=out.device)
+        fast.run(job, sums, marks)
+    gemm_general.run(job, sums, marks)
+    if not direct:
+        gemm_reduce.reduce(job, sums)
+
+
+def _fast_path(job: Job) -> ModuleType | None:
+    """Return the first module that takes a product, or None."""
+    doubles = runtime.capability(runtime.device_index(job.a)) in _DOUBLES
+    modules = (module for module in _FAST if doubles or module is not gemm_floor)
+    return next((module for module in modules if module.supports(job)), None)

@@ -1,8 +1,8 @@
 """How kernels are compiled, kept and launched: CUDA C++ through NVRTC, with cuda-core, on torch's current stream.
 
-This is the one module that imports cuda-core, and it does so at the first call. A kernel is a file of ``kernels/``
-specialised by macros; ``#include "x.cuh"`` lines are replaced by the file before compiling, because the disk cache
-takes self-contained sources alone.
+This module imports cuda-core, and launch.py the driver's bindings, at the first call. A kernel is a file of
+``kernels/`` specialised by macros; ``#include "x.cuh"`` lines are replaced by the file before compiling, because the
+disk cache takes self-contained sources alone.
 """
 
 import errno
@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 import tempfile
+import threading
 import warnings
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fmtsim.cuda.launch import Kernel, checked
 from fmtsim.errors import DeviceError
 
 KERNELS = Path(__file__).with_name("kernels")
@@ -25,18 +27,32 @@ OLDEST = (8, 0)
 
 Defines = tuple[tuple[str, str], ...]
 _INCLUDE = re.compile(r'^#include "([a-z0-9_]+\.cuh)"$', re.MULTILINE)
+_loading = threading.Lock()
 
 
 def why_unavailable(device: torch.device | int | None = None) -> str | None:
     """Return why the CUDA engine cannot run on a device (None: any), with the next step; None where it can."""
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
-        return "cuda-core is missing: pip install 'fmtsim[cuda]'"
+    for package, how in (("core", "'fmtsim[cuda]'"), ("bindings", "cuda-bindings")):
+        if importlib.util.find_spec("cuda") is None or importlib.util.find_spec(f"cuda.{package}") is None:
+            return f"cuda-{package} is missing: pip install {how}"
     if not torch.cuda.is_available():
         build = "was built without CUDA" if torch.version.cuda is None else "sees no CUDA device; look at nvidia-smi"
         return f"torch {torch.__version__} {build}"
-    indices = range(torch.cuda.device_count()) if device is None else [_index(device)]
+    indices = range(torch.cuda.device_count()) if device is None else [index_of(device)]
     reasons = [_why_not(index) for index in indices]
     return None if None in reasons else reasons[0]
+
+
+def why_not_compiling() -> str | None:
+    """Return why kernels cannot be compiled here, GPU or not; None where they can."""
+    try:
+        from cuda.bindings import nvrtc
+        from cuda.core import Program  # noqa: F401
+
+        nvrtc.nvrtcVersion()
+    except Exception as error:  # what is missing decides the type
+        return f"kernels cannot be compiled: {error}; pip install cuda-core cuda-bindings nvidia-cuda-nvrtc"
+    return None
 
 
 def available(device: torch.device | int | None = None) -> bool:
@@ -45,18 +61,28 @@ def available(device: torch.device | int | None = None) -> bool:
 
 
 @cache
+def serves(index: int) -> bool:
+    """Say whether the engine runs on a device; where it does not, one warning says why, and torch ops take over."""
+    reason = why_unavailable(index)
+    if reason is not None:
+        warnings.warn(f"tensors on cuda:{index} are served by torch operations, not by kernels: {reason}", stacklevel=2)
+    return reason is None
+
+
+@cache
 def _why_not(index: int) -> str | None:
-    major, minor = torch.cuda.get_device_capability(index)
+    major, minor = capability(index)
     if (major, minor) < OLDEST:
         name = torch.cuda.get_device_name(index)
         return f"{name} has compute capability {major}.{minor}; kernels need {OLDEST[0]}.{OLDEST[1]} or later"
     return None
 
 
-def _index(device: torch.device | int) -> int:
+def index_of(device: torch.device | int | None) -> int:
+    """Return the number of a CUDA device; the current one where none is named."""
     if isinstance(device, int):
         return device
-    return torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.current_device() if device is None or device.index is None else device.index
 
 
 def device_index(tensor: torch.Tensor) -> int:
@@ -79,7 +105,11 @@ def multiprocessors(index: int) -> int:
 @cache
 def shared_limit(index: int) -> int:
     """Return the most bytes of shared memory that one block may take on a device."""
-    return int(torch.cuda.get_device_properties(index).shared_memory_per_block_optin)
+    from cuda.bindings import driver
+
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    torch.cuda.init()
+    return int(checked(driver.cuDeviceGetAttribute(attribute, index), "shared_limit"))
 
 
 @cache
@@ -114,8 +144,10 @@ def compiled(file: str, arch: str, defines: Defines = ()) -> Any:
     Raises:
         DeviceError: NVRTC refuses the source or does not know the architecture.
     """
-    from cuda.core import Program, ProgramOptions
+    with _loading:  # threads that import cuda.core for the first time trip over each other
+        from cuda.core import Program, ProgramOptions
 
+        kept = program_cache()
     options = ProgramOptions(
         name=file,
         arch=arch,
@@ -127,14 +159,15 @@ def compiled(file: str, arch: str, defines: Defines = ()) -> Any:
         define_macro=list(defines) or None,
     )
     try:
-        return Program(source_of(file), "c++", options).compile("cubin", cache=_program_cache())
+        return Program(source_of(file), "c++", options).compile("cubin", cache=kept)
     except Exception as error:  # cuda-core raises several types, NVRTC's log in their text
         macros = " ".join(f"-D{name}={value}" for name, value in defines)
-        raise DeviceError(f"NVRTC cannot compile {file} for {arch} ({macros}): {error}") from error
+        log = str(error).replace("\0", "").rstrip()
+        raise DeviceError(f"NVRTC cannot compile {file} for {arch} ({macros}): {log}") from error
 
 
 @cache
-def _program_cache() -> Any:
+def program_cache() -> Any:
     """Return the disk cache of machine code, or one in memory (with one warning) where no folder can be written."""
     from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache
 
@@ -157,42 +190,24 @@ def _program_cache() -> Any:
 
 
 @cache
-def kernel(file: str, name: str, index: int, defines: Defines = ()) -> "Kernel":
-    """Return kernel ``name`` of ``kernels/<file>`` on device ``index``, compiled at the first call.
+def kernel(file: str, name: str, index: int, defines: Defines = ()) -> Kernel:
+    """Return kernel ``name`` of ``kernels/<file>`` on device ``index``, compiled and loaded at the first call.
 
-    ``defines`` are macros as pairs of strings. The first call loads a module, which a CUDA graph cannot capture.
+    ``defines`` are macros as pairs of strings.
+
+    Raises:
+        DeviceError: The kernel cannot be compiled for the device, or is not loaded yet while a CUDA graph is captured.
     """
-    return Kernel(compiled(file, architecture(index), defines).get_kernel(name), index)
-
-
-class Kernel:
-    """A kernel on one device; calling it launches it on torch's current stream of that device."""
-
-    __slots__ = ("_handle", "_index")
-
-    def __init__(self, handle: Any, index: int) -> None:
-        self._handle = handle
-        self._index = index
-
-    def __call__(self, grid: int | tuple[int, ...], block: int, *arguments: Any, shared: int = 0) -> None:
-        """Launch: tensors are passed by address, None as a null pointer, numpy scalars by value of their own width.
-
-        Raises:
-            DeviceError: The driver refuses the launch.
-        """
-        from cuda.core import LaunchConfig, Stream, launch
-
-        values = [_argument(value) for value in arguments]
-        with torch.cuda.device(self._index):
-            stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
-            launch(stream, LaunchConfig(grid=grid, block=block, shmem_size=shared), self._handle, *values)
-
-
-def _argument(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr()
-    if value is None:
-        return 0
-    if isinstance(value, float | int):
-        raise TypeError(f"{value!r} has no width in C; wrap it in a numpy scalar")
-    return value
+    if torch.cuda.is_current_stream_capturing():
+        raise DeviceError(
+            f"{name} ({file}) is not loaded on cuda:{index} yet, and a CUDA graph being captured cannot load it; run "
+            "the call once, or fmtsim.cuda.warmup(), before the capture"
+        )
+    code = compiled(file, architecture(index), defines)
+    with _loading:
+        try:
+            handle = code.get_kernel(name)
+        except Exception as error:  # cuda-core's own types
+            where = f"cuda:{index} ({architecture(index)})"
+            raise DeviceError(f"{name} ({file}) cannot be loaded on {where}: {error}") from error
+        return Kernel(handle, name, index)

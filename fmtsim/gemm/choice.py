@@ -11,9 +11,9 @@ from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm import target as targets
 from fmtsim.gemm.call import LARGE_BLOCKS, GemmCall, Operation
-from fmtsim.gemm.datapath import Arithmetic, Datapath, IntegerDatapath
+from fmtsim.gemm.datapath import Arithmetic, Datapath, IntegerDatapath, sum_dtype
 from fmtsim.gemm.operands import OperandFormat
-from fmtsim.gemm.operator import is_stochastic, sum_dtype
+from fmtsim.gemm.operator import is_stochastic
 from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.schedule import schedule
 from fmtsim.gemm.serialization import GemmSpec

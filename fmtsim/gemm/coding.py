@@ -13,7 +13,7 @@ from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.call import Scaling
 from fmtsim.gemm.datapath import Arithmetic, Datapath
 from fmtsim.gemm.operands import OperandFormat, operand_format, own_dtype
-from fmtsim.ops import CastSpec, EncodedParts
+from fmtsim.ops import CastSpec, EncodedParts, engine_for
 from fmtsim.quantize import encode_parts, quantize
 from fmtsim.rounding.modes import Rounding
 
@@ -114,9 +114,18 @@ def code(t: Tensor, quantizer: "Quantizer", dim: int, generator: Any) -> Coded:
         values, element = _element_values(t, fmt, options), fmt
         return Coded(values if dim == -1 else values.mT, element, kind)
     assert isinstance(fmt, BlockFormat) and isinstance(fmt.element, FloatFormat)  # kind_of refused the rest
-    found = None if torch.compiler.is_compiling() else _fast_parts(t, fmt, dim, options)
+    # A GPU's kernels encode blocks in two launches and wait for nothing.
+    found = None if torch.compiler.is_compiling() or _by_kernels(t, fmt) else _fast_parts(t, fmt, dim, options)
     values, scales, whole = found or _encoded_parts(t, fmt, dim, options)
     return Coded(values if dim == -1 else values.mT, fmt.element, kind, scales, whole, fmt.block[0] or 1)
+
+
+def _by_kernels(t: Tensor, fmt: BlockFormat) -> bool:
+    """Say whether a GPU's own kernels encode a tensor."""
+    if not t.is_cuda:
+        return False
+    spec = CastSpec(format=fmt, rounding=Rounding(), overflow=fmt.default_overflow)
+    return engine_for("encode", spec, t).__name__ == "fmtsim.cuda"
 
 
 def _element_values(t: Tensor, fmt: FloatFormat, options: Any) -> Tensor:

@@ -10,6 +10,7 @@ from fmtsim.formats.spec import OVERFLOWS, CodebookFormat, FloatFormat, IntForma
 from fmtsim.gemm.choice import choose
 from fmtsim.gemm.coding import INNER_SCALES, check_unit_scales, kind_of, product_kind
 from fmtsim.gemm.datapath import Arithmetic
+from fmtsim.gemm.native import check_native
 from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.target import get_target
 from fmtsim.gemm.unit import describe, get_datapath, get_unit
@@ -61,10 +62,13 @@ class Gemm:
         out: Rounding of the product, bias included; without a format the dtype of the tensor it becomes.
         target: A machine with its library (``"h200"``, a plan file), whose call this product is.
         unit: A matrix unit alone, by name or as a Datapath. Without target and unit the product of the quantised
-            values is float32 (float64 for float64 tensors), scales multiplied in, in no particular order.
+            values is float32 (float64 for float64 tensors), scales multiplied in, in no particular order; on a GPU its
+            bfloat16 units multiply where bfloat16 holds both operands.
         plan: Order of sums instead of the target's, or of the unit's single chain.
         accumulate: Format in which the unit sums, where it has several.
         fast_accum: use_fast_accum of a target's FP8 products; a unit alone does not look at it.
+        native: Who multiplies where a target is given: None lets the card do it itself where the tensors are on the
+            card that the target describes, True insists on that, False emulates.
 
     Raises:
         ArgumentError: No machine, or one that does not take the operands; a plan without a machine.
@@ -79,6 +83,7 @@ class Gemm:
     plan: GemmPlan | None = None
     accumulate: str | None = None
     fast_accum: bool = False
+    native: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("a", "b", "out"):
@@ -86,6 +91,9 @@ class Gemm:
                 raise ArgumentError(
                     f"Gemm {name}={getattr(self, name)!r} is not a Quantizer; pass Quantizer(format=...)"
                 )
+        check_native(self.native)
+        if self.native and self.target is None:
+            raise ArgumentError("Gemm native=True runs products on the card that target= names; pass target= as well")
         if self.emulated:
             self._check_machine()
         elif self.plan is not None or self.accumulate is not None or self.fast_accum:
@@ -184,6 +192,7 @@ def linear_config(
     target: Any = None,
     unit: Any = None,
     fast_accum: bool = False,
+    native: bool | None = None,
 ) -> LinearConfig:
     """Build the common case: one format each for activations, weights and gradients, in every product they enter.
 
@@ -197,6 +206,7 @@ def linear_config(
         target: A machine with its library that multiplies, as in ``Gemm``.
         unit: A matrix unit alone, as in ``Gemm``.
         fast_accum: use_fast_accum of the forward product on a target; gradients promote their sums, as trainers do.
+        native: Who multiplies on a target, as in ``Gemm``.
 
     Raises:
         FormatError: a format, rounding or overflow rule is unknown.
@@ -209,7 +219,8 @@ def linear_config(
     xs = Quantizer(format=_format(x), rounding=forward, overflow=overflow)
     ws = Quantizer(format=_format(w), rounding=forward, overflow=overflow)
     gs = Quantizer(format=_format(g), rounding=backward, overflow=overflow)
-    fprop, dgrad, wgrad = (Gemm(a=a, b=b, target=target, unit=unit) for a, b in ((xs, ws), (gs, ws), (gs, xs)))
+    machine: dict[str, Any] = {"target": target, "unit": unit, "native": native}
+    fprop, dgrad, wgrad = (Gemm(a=a, b=b, **machine) for a, b in ((xs, ws), (gs, ws), (gs, xs)))
     return LinearConfig(fprop=replace(fprop, fast_accum=fast_accum), dgrad=dgrad, wgrad=wgrad)
 
 

@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
+
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding, get_rounding
 
@@ -149,6 +152,16 @@ class IntegerDatapath:
 
 
 Arithmetic = Datapath | TwoStageDatapath | PairwiseDatapath | IntegerDatapath
+
+
+def sum_dtype(arithmetic: Arithmetic) -> torch.dtype:
+    """Return the dtype of a unit's sums: float32, float64 where its accumulator or outer sum needs it, or int32."""
+    if isinstance(arithmetic, IntegerDatapath):
+        return torch.int32
+    if not isinstance(arithmetic, Datapath):
+        return torch.float32
+    formats = (arithmetic.accumulator, arithmetic.promotion or arithmetic.accumulator)
+    return torch.float32 if all(is_representable(fmt, torch.float32) for fmt in formats) else torch.float64
 
 
 def _float_format(name: str, given: object) -> FloatFormat | None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.gemm.bfloat16 import Held, hold, hold_both, holds, multiply
 from fmtsim.gemm.call import Operation
 from fmtsim.gemm.choice import draw_keys
 from fmtsim.gemm.coding import Coded, code
@@ -44,10 +45,12 @@ class EmulatedGEMM(torch.autograd.Function):
 
     A product whose ``Gemm`` names a target or a unit has the bits of ``fmtsim.linear``, ``mm`` or ``scaled_mm`` there,
     on the values and scales of ``fmtsim.encode``. Otherwise products and sums are float32 (float64 for float64
-    inputs). Results are rounded to ``Gemm.out``, or to the dtype of their tensor; what a target's library does not
-    write (a bias, or another dtype) is added to and rounded from its float32 result. The bias gradient, the sum of g
-    over T, is never quantised. Under autocast x, w and bias are first cast to the autocast dtype, as
-    ``torch.nn.functional.linear`` does.
+    inputs); on a GPU the card's bfloat16 units run them where bfloat16 holds both operands, as it does those of most
+    block formats (values below 2**-133 round to its grid): products are exact, sums are the unit's float32, and the
+    scale of a tensor multiplies the sum. Results are rounded to ``Gemm.out``, or to the dtype of their tensor; what a
+    target's library does not write (a bias, or another dtype) is added to and rounded from its float32 result. The
+    bias gradient, the sum of g over T, is never quantised. Under autocast x, w and bias are first cast to the
+    autocast dtype, as ``torch.nn.functional.linear`` does.
 
     Args:
         x: ``[..., K]``, float16, bfloat16, float32 or float64; the leading dimensions together are T.
@@ -111,15 +114,28 @@ def _gradients(ctx: Any, g: Tensor, x: Tensor | None, w: Tensor | None) -> list[
     dtype = torch.float64 if g.dtype == torch.float64 else torch.float32
     rows = g.reshape(-1, g.shape[-1])
     dx = dw = dbias = None
+    w = None if w is None else w.to(g.dtype)
+    x = None if x is None else x.reshape(-1, x.shape[-1]).to(g.dtype)
+    across, down = _held_gradients(config, rows, w, x, stream)
     if w is not None:
-        other = w.to(g.dtype)
-        dx = _product(1, rows, other, -1, 0, None, config.dgrad, x_dtype, stream, see).reshape(ctx.x_shape)
+        dx = _product(1, rows, w, -1, 0, None, config.dgrad, x_dtype, stream, see, across).reshape(ctx.x_shape)
     if x is not None:
-        other = x.reshape(-1, x.shape[-1]).to(g.dtype)
-        dw = _product(2, rows, other, 0, 0, None, config.wgrad, w_dtype, stream, see)
+        dw = _product(2, rows, x, 0, 0, None, config.wgrad, w_dtype, stream, see, down)
     if bias_dtype is not None and ctx.needs_input_grad[2]:
         dbias = rows.sum(0, dtype=dtype).to(bias_dtype)
     return [dx, dw, dbias]
+
+
+def _held_gradients(
+    config: LinearConfig, g: Tensor, w: Tensor | None, x: Tensor | None, stream: Generator
+) -> tuple[Held | None, Held | None]:
+    """Return the gradient quantised for both its products from one read, where they take the same of it."""
+    dgrad, wgrad = config.dgrad, config.wgrad
+    if w is None or x is None or dgrad.a != wgrad.a or dgrad.emulated or wgrad.emulated or not holds(g, dgrad.a):
+        return None, None
+    if not holds(w, dgrad.b) or not holds(x, wgrad.b) or "stochastic" in (dgrad.b.rounding.mode, wgrad.b.rounding.mode):
+        return None, None  # the operands draw in their order
+    return hold_both(g, dgrad.a, (_own_stream(dgrad.a, stream, 2), _own_stream(wgrad.a, stream, 4))) or (None, None)
 
 
 def _product(
@@ -133,8 +149,12 @@ def _product(
     dtype: torch.dtype,
     generator: Generator,
     see: Observer | None,
+    held: Held | None = None,
 ) -> Tensor:
-    """Return product ``index`` (0 fprop, 1 dgrad, 2 wgrad) of two matrices that contract over dim_a and dim_b."""
+    """Return product ``index`` (0 fprop, 1 dgrad, 2 wgrad) of two matrices that contract over dim_a and dim_b.
+
+    ``held`` is a, quantised already.
+    """
     words = _stream(generator, 9 + index)
     if gemm.emulated:
         left = _coded(2 * index, a, gemm.a, dim_a, generator, see)
@@ -143,6 +163,12 @@ def _product(
         y = multiply_coded(operation, left, right, bias, gemm, dtype, _stream(generator, 6 + index))
         return round_output(y, gemm.out, dtype, words)
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    if holds(a, gemm.a) and holds(b, gemm.b):
+        left_held = _held(2 * index, a, gemm.a, dim_a, generator, see, held)
+        right_held = _held(2 * index + 1, b, gemm.b, dim_b, generator, see)
+        plain = gemm.out.format is None
+        y = multiply(left_held, right_held, (dim_a, dim_b), bias, dtype if plain else wide)
+        return y if plain else round_output(y, gemm.out, dtype, words)
     first = _operand(2 * index, a, gemm.a, dim_a, wide, generator, see)
     second = _operand(2 * index + 1, b, gemm.b, dim_b, wide, generator, see)
     first, second = first if dim_a == -1 else first.t(), second.t() if dim_b == -1 else second
@@ -159,6 +185,21 @@ def _coded(index: int, t: Tensor, quantizer: Quantizer, dim: int, generator: Gen
         wide = torch.float64 if t.dtype == torch.float64 else torch.float32
         see(OPERANDS[index], t, _values(t, quantizer, dim, wide, stream), quantizer, dim)
     return code(t, quantizer, dim, stream)
+
+
+def _held(
+    index: int,
+    t: Tensor,
+    quantizer: Quantizer,
+    dim: int,
+    generator: Generator,
+    see: Observer | None,
+    held: Held | None = None,
+) -> Held:
+    held = hold(t, quantizer, dim, _own_stream(quantizer, generator, index)) if held is None else held
+    if see is not None:
+        see(OPERANDS[index], t, held.quantised, quantizer, dim)
+    return held
 
 
 def _own_stream(quantizer: Quantizer, generator: Generator, index: int) -> Generator:

@@ -1,7 +1,7 @@
 """Why a product has the bits it has: the unit, the order of its sums, and what stands behind both."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
@@ -12,9 +12,11 @@ from fmtsim.errors import ArgumentError
 from fmtsim.gemm.call import LARGE_BLOCKS, GemmCall, Operation, Scaling
 from fmtsim.gemm.choice import Choice, Resolved, call_name, choose, resolve
 from fmtsim.gemm.datapath import Datapath, IntegerDatapath
+from fmtsim.gemm.native import check_native, plain_obstacle, scaled_obstacle, why_not
 from fmtsim.gemm.operands import OperandFormat, check_devices, check_tensor, matrix_layout
 from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.product import Request, accumulation, operand_formats, output_dtype, request_formats
+from fmtsim.gemm.scales import Scales
 from fmtsim.gemm.unit import STRENGTHS, describe, get_unit
 
 _BASES = {
@@ -89,6 +91,7 @@ def explain_mm(
     use_fast_accum: bool = False,
     a_format: Any = None,
     b_format: Any = None,
+    native: bool | None = None,
 ) -> MmExplanation:
     """Explain what ``mm`` would compute; nothing is multiplied.
 
@@ -97,8 +100,9 @@ def explain_mm(
             tensor, and int8 operands for ``int_mm``.
         b: [K, N], or [B, K, N].
         use_fast_accum: As in ``scaled_mm``.
-        out_dtype, target, unit, datapath, plan, accumulate, allow_tf32, allow_fp16_accumulation, a_format, b_format:
-            As in ``mm``.
+        out_dtype, target, unit, datapath, plan, accumulate, allow_tf32, allow_fp16_accumulation, a_format, b_format,
+            native: As in ``mm``. Where the operands are on a GPU, or native is given, a row ``runs`` says whether the
+            card multiplies or is emulated, and why.
 
     Raises:
         ArgumentError, DtypeError, FormatError: As the verb.
@@ -136,7 +140,12 @@ def explain_mm(
     with warnings.catch_warnings():  # a guess is said in words here
         warnings.simplefilter("ignore")
         found = resolve(call, choice, *formats)
-    return _explanation(call, found, choice, tf32)
+    shown = _explanation(call, found, choice, tf32)
+    check_native(native)
+    if choice.target is None or (native is None and a.device.type != "cuda"):
+        return shown
+    obstacle = _obstacle(a, b, call, formats, request)
+    return replace(shown, rows=(*shown.rows, ("runs", _runs(call, choice, a.device, native, obstacle))))
 
 
 def _operation(a: Tensor, b: Tensor, choice: Choice) -> tuple[Operation, Scaling]:
@@ -165,6 +174,23 @@ def _call(
         a_layout=matrix_layout(a, transposed=False), b_layout=matrix_layout(b, transposed=True),
         batch=a.shape[0] if a.dim() == 3 else 1,
     )  # fmt: skip
+
+
+def _obstacle(
+    a: Tensor, b: Tensor, call: GemmCall, formats: tuple[OperandFormat, OperandFormat], request: Request
+) -> str | None:
+    if call.operation == "scaled_mm":
+        return scaled_obstacle((a, b), formats, Scales("tensor"), call.out, accumulate=request.choice.accumulate)
+    given = request.a_format, request.b_format
+    return plain_obstacle((a, b), formats, given, call.out, call.accumulate, None)
+
+
+def _runs(call: GemmCall, choice: Choice, device: torch.device, native: bool | None, obstacle: str | None) -> str:
+    reason = "native=False" if native is False else why_not(choice, device, obstacle)
+    if reason is None:
+        function = {"scaled_mm": "_scaled_mm", "int_mm": "_int_mm"}.get(call.operation, call.operation)
+        return f"natively, by torch.{function} on this card"
+    return f"{'not at all (native=True)' if native else 'emulated'}: {reason}"
 
 
 def _explanation(call: GemmCall, found: Resolved, choice: Choice, tf32: str) -> MmExplanation:

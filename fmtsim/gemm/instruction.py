@@ -19,9 +19,9 @@ from fmtsim.gemm.choice import (
     resolve,
     unit_takes,
 )
-from fmtsim.gemm.datapath import Arithmetic, Datapath, IntegerDatapath
+from fmtsim.gemm.datapath import Arithmetic, Datapath, IntegerDatapath, sum_dtype
 from fmtsim.gemm.operands import OperandFormat, check_devices, check_tensor, operand_format, read_operand
-from fmtsim.gemm.operator import is_stochastic, sum_dtype
+from fmtsim.gemm.operator import is_stochastic
 from fmtsim.gemm.scales import unit_scale_format, unit_scales
 from fmtsim.gemm.serialization import GemmSpec
 from fmtsim.ops import CastSpec, quantize
@@ -192,7 +192,7 @@ def _addend(c: Tensor, path: Arithmetic, dtype: torch.dtype) -> Tensor:
     cut = path.fraction_bits is not None and path.fraction_bits <= path.accumulator.mantissa_bits
     rounding = Rounding(mode="toward_zero") if cut and path.term_rounding == "toward_zero" else Rounding()
     spec = CastSpec(format=path.accumulator, rounding=rounding, overflow="ieee")
-    kept = quantize(wide, spec, wide.dtype, None, None)
+    kept = quantize(wide, spec.to_json(), wide.dtype, None, None)
     if rounding.mode != "toward_zero" and bool(((kept != wide) & ~(kept.isnan() & wide.isnan())).any()):
         raise ArgumentError(
             f"c holds numbers that the accumulator {path.accumulator.name} lacks; round it first with fmtsim.quantize"

@@ -1,5 +1,6 @@
 """One product of a quantised layer on a machine: coded operands go in, a rounded output comes out."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from fmtsim.gemm.call import Operation, Scaling
 from fmtsim.gemm.choice import Choice, definition, draw_keys
 from fmtsim.gemm.coding import INNER_SCALES, Coded, check_unit_scales, product_kind
 from fmtsim.gemm.config import Gemm, Quantizer
+from fmtsim.gemm.native import coded_obstacle, run_coded, wanted
 from fmtsim.gemm.operands import matrix_layout, own_dtype
 from fmtsim.gemm.scaled import check_library
 from fmtsim.gemm.serialization import gemm_spec_from_json
@@ -55,6 +57,10 @@ def multiply_coded(
         *(("row", "row") if scaled else layouts), 1,
     )  # fmt: skip
     choice = Choice(target=gemm.target, unit=gemm.unit, plan=gemm.plan, accumulate=gemm.accumulate)
+    obstacle = partial(coded_obstacle, a, b, kind, asked, fields[5], gemm.fast_accum)
+    if wanted(gemm.native, choice, a.values.device, obstacle):
+        rules: dict[str, Any] = {"adds": adds, "sums": fields[5], "fast_accum": gemm.fast_accum}
+        return run_coded(operation, a, b, bias, kind, asked, **rules)
     text, stochastic, _ = definition(fields, choice, a.format, b.format, INNER_SCALES.get(kind, (None,))[0])
     _check_inner(text, kind)
     key = draw_keys(stochastic, generator if stochastic else None, None, a.values.device)

@@ -28,6 +28,7 @@ class Options(TypedDict, total=False):
     generator: Any
     a_format: Any
     b_format: Any
+    native: bool | None
 
 
 _NAMES = tuple(Options.__annotations__)
@@ -49,6 +50,7 @@ def mm(
     generator: Any = None,
     a_format: Any = None,
     b_format: Any = None,
+    native: bool | None = None,
 ) -> Tensor:
     """Multiply two matrices with the bits of a machine's torch.mm, or of a unit.
 
@@ -73,6 +75,8 @@ def mm(
         a_format: Format of a, where its dtype does not say it: float tensors must hold its values, integer tensors
             hold its codes.
         b_format: Format of b, likewise.
+        native: Who multiplies where a target is given. None lets the card do it itself where the operands are on the
+            card that the target describes (``explain_mm`` says so), True insists on that, False emulates.
 
     Returns:
         [M, N], contiguous, on the operands' device.
@@ -86,6 +90,7 @@ def mm(
         ArgumentError: Shapes, devices, plan or machine that do not fit; a value that its format lacks.
         DtypeError: A dtype that the machine's library does not take or give.
         FormatError: An unknown format.
+        DeviceError: The card's library refuses a native call.
         FmtsimError: A second derivative.
 
     >>> a, b = torch.eye(2, dtype=torch.bfloat16), torch.tensor([[1.5, 2.0], [0.25, -1.0]], dtype=torch.bfloat16)
@@ -100,7 +105,7 @@ def mm(
     options: Options = {
         "out_dtype": out_dtype, "target": target, "unit": unit, "datapath": datapath, "plan": plan,
         "accumulate": accumulate, "allow_tf32": allow_tf32, "allow_fp16_accumulation": allow_fp16_accumulation,
-        "strict": strict, "generator": generator, "a_format": a_format, "b_format": b_format,
+        "strict": strict, "generator": generator, "a_format": a_format, "b_format": b_format, "native": native,
     }  # fmt: skip
     return multiply(a, b, None, _request("mm", options))
 
@@ -161,7 +166,9 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Unpack[O
     return multiply(rows, w.mT, bias, request).reshape(*x.shape[:-1], w.shape[0])
 
 
-def int_mm(a: Tensor, b: Tensor, *, target: Any = None, unit: Any = None, datapath: Any = None) -> Tensor:
+def int_mm(
+    a: Tensor, b: Tensor, *, target: Any = None, unit: Any = None, datapath: Any = None, native: bool | None = None
+) -> Tensor:
     """Multiply two int8 matrices as torch._int_mm does.
 
     Args:
@@ -170,6 +177,7 @@ def int_mm(a: Tensor, b: Tensor, *, target: Any = None, unit: Any = None, datapa
         target: A machine, whose limits on shapes then hold too.
         unit: A unit with an int8 mode. Without any of the three the unit is ``"int8"``, whose sums wrap.
         datapath: An IntegerDatapath.
+        native: As in ``mm``.
 
     Returns:
         [M, N], int32, sums modulo 2^32 (clamped by a saturating unit). It has no gradient.
@@ -192,7 +200,7 @@ def int_mm(a: Tensor, b: Tensor, *, target: Any = None, unit: Any = None, datapa
         _check_cublas_int8(a, b)
     alone = target is None and unit is None and datapath is None
     choice = choose("int_mm", target, "int8" if alone else unit, datapath, accumulate="int32")
-    return forward(a, b, None, Request(operation="int_mm", choice=choice, out_dtype=torch.int32))
+    return forward(a, b, None, Request(operation="int_mm", choice=choice, out_dtype=torch.int32, native=native))
 
 
 def _request(operation: Operation, options: Options) -> Request:
@@ -211,6 +219,7 @@ def _request(operation: Operation, options: Options) -> Request:
         a_format=options.get("a_format"),
         b_format=options.get("b_format"),
         generator=options.get("generator"),
+        native=options.get("native"),
     )
 
 

@@ -145,6 +145,16 @@ def _fp8_of_fp4(x: Tensor) -> Tensor:
     return pairs.view(torch.float8_e4m3fn).view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
+def fp4_of_fp8(x: Tensor) -> Tensor:
+    """Return E2M1 numbers that float8_e4m3fn holds as a tensor with two in each byte, the even in the low nibble."""
+    codes = x.view(torch.uint8)
+    table = torch.zeros(256, dtype=torch.uint8)
+    for code in range(16):
+        table[_fp8_pairs()[code] & 0xFF] = code
+    nibbles = table.to(x.device)[codes.int()]
+    return (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).view(torch.float4_e2m1fn_x2)
+
+
 def _fp8_pairs() -> tuple[int, ...]:
     return _cached_pairs()
 

@@ -9,9 +9,8 @@ from torch import Tensor
 from fmtsim import ops
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.interop import torch_dtype
-from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, IntFormat
-from fmtsim.gemm.datapath import Arithmetic, Datapath, IntegerDatapath
+from fmtsim.gemm.datapath import Datapath, sum_dtype
 from fmtsim.gemm.epilogue import finish
 from fmtsim.gemm.serialization import GemmSpec, gemm_spec_from_json
 from fmtsim.ops import CastSpec, RandomKey
@@ -62,16 +61,6 @@ def run_gemm(
     return torch.ops.fmtsim.gemm(a, b, spec.to_json(), None, c, scale_a, scale_b, None, None, None, None, key)
 
 
-def sum_dtype(arithmetic: Arithmetic) -> torch.dtype:
-    """Return the dtype of a unit's sums: float32, float64 where the accumulator needs it, or int32."""
-    if isinstance(arithmetic, IntegerDatapath):
-        return torch.int32
-    if not isinstance(arithmetic, Datapath):
-        return torch.float32
-    formats = (arithmetic.accumulator, arithmetic.promotion or arithmetic.accumulator)
-    return torch.float32 if all(is_representable(fmt, torch.float32) for fmt in formats) else torch.float64
-
-
 def is_stochastic(spec: GemmSpec) -> bool:
     """Say whether a product draws random words."""
     return isinstance(spec.datapath, Datapath) and spec.datapath.rounding.mode == "stochastic"
@@ -79,9 +68,9 @@ def is_stochastic(spec: GemmSpec) -> bool:
 
 def gemm_engine(spec: GemmSpec, a: Tensor, b: Tensor) -> ModuleType:
     """Return the engine of a product: kernels for the device where they cover it, else torch operations."""
-    if a.device.type in ("cpu", "cuda"):
-        engine = importlib.import_module(f"fmtsim.{a.device.type}")
-        if engine.supports_gemm(spec, a, b):
+    if a.is_cpu or a.is_cuda:
+        engine = importlib.import_module("fmtsim.cpu" if a.is_cpu else "fmtsim.cuda")
+        if (a.is_cpu or engine.serves(a.get_device())) and engine.supports_gemm(spec, a, b):
             return engine
     return importlib.import_module("fmtsim.torch_engine")
 

@@ -10,6 +10,7 @@ from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.gemm.call import Operation
 from fmtsim.gemm.choice import Choice, accumulate_dtype, definition, draw_keys, unit_takes
 from fmtsim.gemm.epilogue import output_format
+from fmtsim.gemm.native import plain_obstacle, run_plain, wanted
 from fmtsim.gemm.once import OnceOnly
 from fmtsim.gemm.operands import OperandFormat, matrix_layout, operand_format, read_operand
 from fmtsim.ops import RandomKey
@@ -36,6 +37,7 @@ class Request:
     a_format: Any = None
     b_format: Any = None
     generator: Any = None
+    native: bool | None = None
 
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None, request: Request) -> Tensor:
@@ -61,6 +63,14 @@ def forward(a: Tensor, b: Tensor, bias: Tensor | None, request: Request) -> Tens
     m, n, k = a.shape[-2], columns.shape[-2], a.shape[-1] * (2 if a.dtype == torch.float4_e2m1fn_x2 else 1)
     layouts = matrix_layout(a, transposed=False), matrix_layout(b, transposed=True)
     batch = a.shape[0] if a.dim() == 3 else 1
+    if bias is not None:
+        bias = bias.detach()
+    given = request.a_format, request.b_format
+    if wanted(
+        request.native, request.choice, a.device,
+        lambda: plain_obstacle((a, b), formats, given, dtype, sums, bias),
+    ):  # fmt: skip
+        return run_plain(request.operation, a, b, bias, dtype or a.dtype, tf32=bool(tf32), sums=sums)
     asked = dtype or a.dtype
     fields = (request.operation, m, n, k, asked, sums, True, "none", bias is not None, *layouts, batch)
     choice = replace(request.choice, accumulate=sums) if request.allow_fp16_accumulation else request.choice
@@ -72,8 +82,6 @@ def forward(a: Tensor, b: Tensor, bias: Tensor | None, request: Request) -> Tens
         raise DtypeError(f"out_dtype={dtype} is not what integers sum to; choose torch.int32")
     key = draw_keys(stochastic, request.generator, batch if a.dim() == 3 else None, a.device)
     values = [read_operand(x, fmt, tf32=tf32) for x, fmt in zip((a, columns), formats, strict=True)]
-    if bias is not None:
-        bias = bias.detach()
     return torch.ops.fmtsim.gemm(  # type: ignore[no-any-return]
         *values, text, dtype, None, None, None, None, None, bias, None, key
     )

@@ -9,6 +9,7 @@ from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.gemm.call import LARGE_BLOCKS
 from fmtsim.gemm.choice import Choice, choose, definition, draw_keys
 from fmtsim.gemm.epilogue import output_format
+from fmtsim.gemm.native import run_scaled, scaled_obstacle, wanted
 from fmtsim.gemm.operands import OperandFormat, check_devices, check_tensor, matrix_layout, operand_format, read_operand
 from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.scales import Scales, check_scales, read_scales, recipe_names, swizzle_names, unit_scales
@@ -40,6 +41,7 @@ def scaled_mm(
     generator: Any = None,
     a_format: Any = None,
     b_format: Any = None,
+    native: bool | None = None,
 ) -> Tensor:
     """Multiply scaled matrices with the bits of a machine's torch._scaled_mm, or of a unit.
 
@@ -55,10 +57,11 @@ def scaled_mm(
             list with the float32 scale of the tensor.
         scale_b: Scales of b.
         bias: [N], bfloat16 or float16, of the output's dtype where that has 16 bits; not for float32 outputs.
-        scale_result: float32, one element, multiplies FP8 outputs; other dtypes ignore it, as in torch.
+        scale_result: float32, one element, multiplies FP8 outputs of a unit. On a target it changes nothing: torch
+            takes it, but an H200's results with and without it are equal (torch 2.11).
         out_dtype: None takes a's dtype, or bfloat16 where recipes are given, as the two functions of torch do.
         use_fast_accum: Which kernel of a target: False promotes sums to float32 on the way. A unit does not look at it.
-        target, unit, datapath, plan, accumulate, strict, generator, a_format, b_format: As in ``mm``.
+        target, unit, datapath, plan, accumulate, strict, generator, a_format, b_format, native: As in ``mm``.
         scale_recipe_a: ``torch.nn.functional.ScalingType`` or its name, or a list of those, instead of the shapes.
         scale_recipe_b: Likewise.
         swizzle_a: ``torch.nn.functional.SwizzleType`` or its name: order of block scales. None is the one that cuBLAS
@@ -71,6 +74,7 @@ def scaled_mm(
     Raises:
         ArgumentError: Shapes, scales or a plan that do not fit; scales that are negative, NaN or Inf.
         DtypeError: Dtypes that do not go together: a target takes what cuBLAS takes (not E5M2 x E5M2).
+        DeviceError: The card's library refuses a native call.
 
     >>> a = torch.full((16, 32), 2.0).to(torch.float8_e4m3fn)
     >>> y = scaled_mm(a, a.t(), torch.tensor(0.5), torch.tensor(1.0), out_dtype=torch.bfloat16, unit="hopper.wgmma")
@@ -93,6 +97,10 @@ def scaled_mm(
     _check_bias(bias, n, dtype, choice)
     if target is not None:
         check_library(formats, dtype, (m, n, k), use_fast_accum)
+    asked: dict[str, Any] = {"accumulate": accumulate, "fast": use_fast_accum, "result": scale_result}
+    if wanted(native, choice, a.device, lambda: scaled_obstacle((a, b), formats, scales, dtype, **asked)):
+        return run_scaled(a, b, scales, dtype, fast_accum=use_fast_accum, bias=bias, scale_result=scale_result)
+    result = scale_result if target is None else None
     layouts = matrix_layout(a, transposed=False), matrix_layout(b, transposed=True)
     sums = accumulate or "fp32"
     fields = ("scaled_mm", m, n, k, dtype, sums, use_fast_accum, scales.kind, bias is not None, *layouts, 1)
@@ -101,7 +109,7 @@ def scaled_mm(
     left, right = read_operand(a, formats[0]), read_operand(columns, formats[1])
     inner = _block_scales(scales, left, right, text)
     return torch.ops.fmtsim.gemm(  # type: ignore[no-any-return]
-        left, right, text, dtype, None, *inner, scales.row, scales.column, bias, scale_result, key
+        left, right, text, dtype, None, *inner, scales.row, scales.column, bias, result, key
     )
 
 

@@ -29,7 +29,10 @@ _SWIZZLES = ("NO_SWIZZLE", "SWIZZLE_32_4_4")
 
 
 class Scales(NamedTuple):
-    """Scales of a call: those of the epilogue (row, column), those of blocks (a, b), and the format inside a unit."""
+    """Scales of a call: those of the epilogue (row, column), those of blocks (a, b), and the format inside a unit.
+
+    ``tall`` says how many rows of a, and of b, share a scale of a large block; ``a`` and ``b`` repeat it for each row.
+    """
 
     kind: Scaling
     row: Tensor | None = None
@@ -37,6 +40,7 @@ class Scales(NamedTuple):
     a: Tensor | None = None
     b: Tensor | None = None
     unit_format: str | None = None
+    tall: tuple[int, int] = (1, 1)
 
 
 def unit_scale_format(*scales: Tensor | None) -> str | None:
@@ -86,7 +90,8 @@ def _unit_values(name: str, scale: Tensor, fmt: FloatFormat) -> Tensor:
     if scale.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         raise DtypeError(f"{name} has dtype {scale.dtype}; pass {fmt.name} codes as torch.uint8, or floats")
     wide = scale.abs().to(torch.float32)
-    kept = cast(wide, CastSpec(format=fmt, rounding=Rounding(), overflow="saturate"), torch.float32, None, None)
+    spec = CastSpec(format=fmt, rounding=Rounding(), overflow="saturate")
+    kept = cast(wide, spec.to_json(), torch.float32, None, None)
     lost = (kept != wide) & ~wide.isnan()
     if bool(lost.any()):
         raise ArgumentError(
@@ -173,7 +178,9 @@ def read_scales(
         a_first, b_first = (kind == "BlockWise128x128" for kind in firsts) if named else (False, True)
         a = _large_blocks("scale_a", lists[0][0], m, k, firsts[0], a_first)
         large: Scaling = "row_block_128" if firsts[0] == firsts[1] else "block_128"
-        return Scales(large, a=a, b=_large_blocks("scale_b", lists[1][0], n, k, firsts[1], b_first))
+        b = _large_blocks("scale_b", lists[1][0], n, k, firsts[1], b_first)
+        talls = [_BLOCK if kind == "BlockWise128x128" else 1 for kind in firsts]
+        return Scales(large, a=a, b=b, tall=(talls[0], talls[1]))
     raise ArgumentError(
         f"scaling {firsts[0]} x {firsts[1]} does not exist; torch has TensorWise, RowWise, BlockWise1x16 and 1x32 for "
         "both operands, and 1x128 with 1x128 or 128x128"
@@ -210,6 +217,8 @@ def _inferred(a: Tensor, b: Tensor, sizes: tuple[int, int, int]) -> tuple[tuple[
 def _finite(name: str, scale: Tensor) -> Tensor:
     if scale.dtype != torch.float32:
         raise DtypeError(f"{name} has dtype {scale.dtype}; pass torch.float32")
+    if scale.is_cuda and torch.cuda.is_current_stream_capturing():
+        return scale.detach()  # a graph cannot wait for an answer
     wrong = ~scale.isfinite() | (scale < 0)
     if bool(wrong.any()):
         raise ArgumentError(f"{name} holds {scale[wrong][0].item():g}; scales are finite and not negative")

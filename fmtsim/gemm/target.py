@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -100,12 +100,10 @@ class Target:
         Raises:
             ArgumentError: The machine has no unit for these operands, or the plan is a guess and ``strict`` is set.
         """
-        unit = self._unit(call)
-        arithmetic = get_unit(unit).mode(call.a, call.b, call.accumulate, _SCALES.get(call.scaling))
-        plan, basis = self._plan(call)
-        if basis == "guess":
-            self._doubt(call, plan, strict)
-        return Resolution(arithmetic, plan, unit, call.accumulate, basis)
+        found = _resolution(self, call)
+        if found.basis == "guess":
+            self._doubt(call, found.plan, strict)
+        return found
 
     def _unit(self, call: GemmCall) -> str:
         scale = _SCALES.get(call.scaling)
@@ -150,7 +148,7 @@ class Target:
             known = (self.name, call) in _warned
             _warned.add((self.name, call))
         if not known:
-            warnings.warn(f"{text}guessing ({plan.source}); {step}", PlanUnknownWarning, stacklevel=_caller_level())
+            warnings.warn(f"{text}guessing ({plan.source}); {step}", PlanUnknownWarning, stacklevel=caller_level())
 
 
 _SCALES = {"mx": "e8m0", "nvfp4": "ue4m3"}  # scales that the unit itself multiplies with, by kind of scaling
@@ -160,7 +158,7 @@ _lock = threading.Lock()
 _INNER = tuple(f"{folder}{os.sep}" for folder in (PLANS.parents[1], Path(torch.__file__).parent))
 
 
-def _caller_level() -> int:
+def caller_level() -> int:
     """Return the stacklevel at which a warning of the calling function names the line of the user's that led to it."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INNER):
@@ -185,7 +183,7 @@ def get_target(name: str | Path | Target) -> Target:
     if isinstance(name, Target):
         return name
     text = str(name)
-    if text.lower() in list_targets():
+    if text.lower() in _shipped() or text.lower() in list_targets():
         return _load(str(PLANS / f"{text.lower()}.json"), 0)
     path = Path(text)
     if path.suffix == ".json":
@@ -198,6 +196,21 @@ def get_target(name: str | Path | Target) -> Target:
     raise ArgumentError(
         f"unknown target {text!r}{hint} (choose one of {', '.join(list_targets())}, or a plan file, *.json)"
     )
+
+
+@lru_cache(maxsize=4096)
+def _resolution(target: Target, call: GemmCall) -> Resolution:
+    """Look a call up among the rules, which a training asks for the same products in every step."""
+    unit = target._unit(call)
+    arithmetic = get_unit(unit).mode(call.a, call.b, call.accumulate, _SCALES.get(call.scaling))
+    plan, basis = target._plan(call)
+    return Resolution(arithmetic, plan, unit, call.accumulate, basis)
+
+
+@cache
+def _shipped() -> tuple[str, ...]:
+    """Return the names of the first look: every product with a target asks, and a folder is slow to read."""
+    return tuple(list_targets())
 
 
 @lru_cache(maxsize=16)

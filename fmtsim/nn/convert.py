@@ -1,7 +1,7 @@
 """convert and revert: give a model's layers emulated matrix products, and take them away again."""
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ Filter = Callable[[nn.Module, str], bool]
 
 SAVED = "_fmtsim_saved"  # attributes that convert changed on modules it did not convert
 REASONS = "_fmtsim_left_alone"  # on the root: why each other module was left alone
+_NO_MACHINE = {"target": None, "unit": None, "fast_accum": False, "native": None}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Inference kernels of torch that read the weights of their children and so never call them; off while converted.
 _FUSED = (
@@ -37,6 +38,10 @@ def convert(
     grad_format: str | Format | None = None,
     rounding: str | Rounding = "nearest_even",
     grad_rounding: str | Rounding = "nearest_even",
+    target: Any = None,
+    unit: Any = None,
+    fast_accum: bool = False,
+    native: bool | None = None,
     config: LinearConfig | Configure | None = None,
     generator: Generator = None,
     filter_fn: Filter | None = None,
@@ -55,6 +60,11 @@ def convert(
         grad_format: Format of gradients; None means ``format``.
         rounding: Rounding of activations and weights, with ``format``.
         grad_rounding: Rounding of gradients, with ``format``.
+        target: A machine with its library that multiplies (``"h200"``), with ``format``.
+        unit: A matrix unit alone, with ``format``.
+        fast_accum: use_fast_accum of the target's forward products, with ``format``.
+        native: Who multiplies on a target, with ``format``: None lets the card do it itself where the model is on the
+            card that the target describes, True insists on that, False emulates.
         config: A LinearConfig for all layers, or a function from a layer's name to its own (None leaves it alone).
         generator: Keys of stochastic rounding: None draws from torch's default generator, an int makes one
             torch.Generator for the whole model, a torch.Generator is used as it is.
@@ -70,7 +80,9 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
-    configure = _configure(recipe, format, grad_format, rounding, grad_rounding, config)
+    machine = {"target": target, "unit": unit, "fast_accum": fast_accum, "native": native}
+    roundings = {"rounding": rounding, "grad_rounding": grad_rounding}
+    configure = _configure(recipe, format, grad_format, roundings, machine, config)
     plan, reasons = _plan(model, configure, filter_fn)
     if not plan:
         raise ArgumentError(_nothing(model, reasons))
@@ -113,8 +125,8 @@ def _configure(
     recipe: LinearConfig | None,
     format: str | Format | None,
     grad_format: str | Format | None,
-    rounding: str | Rounding,
-    grad_rounding: str | Rounding,
+    roundings: dict[str, Any],
+    machine: dict[str, Any],
     config: LinearConfig | Configure | None,
 ) -> Configure:
     given = [name for name, value in (("recipe", recipe), ("format", format), ("config", config)) if value is not None]
@@ -125,9 +137,11 @@ def _configure(
         )
     if format is not None:
         grads = format if grad_format is None else grad_format
-        config = linear_config(x=format, w=format, g=grads, rounding=rounding, grad_rounding=grad_rounding)
-    elif grad_format is not None or rounding != "nearest_even" or grad_rounding != "nearest_even":
+        config = linear_config(x=format, w=format, g=grads, **roundings, **machine)
+    elif grad_format is not None or any(mode != "nearest_even" for mode in roundings.values()):
         raise ArgumentError(f"grad_format, rounding and grad_rounding go with format=; set them inside {given[0]}=")
+    elif machine != _NO_MACHINE:
+        raise ArgumentError(f"target, unit, fast_accum and native go with format=; set them inside {given[0]}=")
     if isinstance(recipe, str):
         raise ArgumentError(f"recipe={recipe!r}: recipes have no names yet; pass format=, or a LinearConfig as config=")
     chosen = config if recipe is None else recipe

@@ -1,6 +1,6 @@
 """Library calls recorded on an H200, replayed through the public verbs.
 
-The calls of tests/gemm/data/h200 were recorded with torch 2.11.0+cu130 and cuBLASLt 13.1.1; the layout of the files is
+The calls of tests/gemm/data/h200 were recorded with torch 2.11.0+cu130 and cuBLASLt 13.1.0; the layout of the files is
 that of fmtsim/verify/recordings.py. They are the smaller ones of a larger recording, which `fmtsim verify gemm` replays
 where it is at hand.
 """

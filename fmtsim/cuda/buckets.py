@@ -1,0 +1,117 @@
+"""Tables for formats that are no grid (kernels/table.cu): which result a range of magnitudes has, and where it changes.
+
+The tables are made on the device by the general kernel, which alone knows how to round; the host decides from the
+format's values whether ranges exist in which the result changes at most once.
+"""
+
+import math
+import struct
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from fmtsim.cuda.parameters import nan_code
+from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, LogFormat
+from fmtsim.ops import CastSpec
+
+_BUCKETS = struct.Struct("<2Q3iI")
+_WIDEST = 8  # bits of a code
+_MOST = 3000  # buckets of a sign: 8 bytes each, for both signs, in shared memory of any GPU
+_INFINITY = 0x7F800000
+
+Encode = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Layout(NamedTuple):
+    """Ranges of magnitudes: ``bits >> shift`` from ``low`` on; the first and the last of them reach to the ends."""
+
+    shift: int
+    low: int
+    size: int
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that the tables take."""
+        return 16 * self.size + 1024
+
+
+class Table(NamedTuple):
+    """The bytes of ``struct Buckets`` with the tensors to which they point, and the ranges."""
+
+    parameters: bytes
+    layout: Layout
+    tensors: tuple[torch.Tensor, ...]
+
+
+@lru_cache(maxsize=256)
+def layout_of(spec: CastSpec) -> Layout | None:
+    """Return the ranges for a cast, None where there are none."""
+    fmt = spec.format
+    mode = spec.rounding.mode
+    if not isinstance(fmt, CodebookFormat | LogFormat | FloatFormat) or fmt.bits > _WIDEST:
+        return None
+    if mode in ("stochastic", "to_odd") or (isinstance(fmt, FloatFormat) and spec.overflow != "saturate"):
+        return None
+    turns = _turns(fmt, mode)
+    of_signs = [{_bits(turn) for turn in turns if turn > 0}, {_bits(-turn) for turn in turns if turn < 0}]
+    both = of_signs[0] | of_signs[1]
+    for shift in range(23, 12, -1):
+        if 0.0 in turns and min(both) >> shift == 0:  # zero shares the first bucket with no other turn
+            continue
+        low = max((min(both) >> shift) - 1, 0)
+        count = (max(both) >> shift) + 2 - low
+        if count <= _MOST and all(len({bits >> shift for bits in part}) == len(part) for part in of_signs):
+            return Layout(shift, low, count)
+    return None
+
+
+def _turns(fmt: ElementFormat, mode: str) -> list[float]:
+    """Return the points next to which the result changes: between values for nearest modes, at values for others."""
+    count = len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits
+    values = sorted({value for value in map(fmt.value, range(count)) if math.isfinite(value)})
+    if not mode.startswith("nearest"):
+        return values
+    if isinstance(fmt, LogFormat):
+        return [sign * turn for turn in fmt.thresholds for sign in (1.0, -1.0)]
+    return [(a + b) / 2 for a, b in zip(values, values[1:], strict=False)]
+
+
+def _bits(magnitude: float) -> int:
+    """Return the bits of the float32 below or at a magnitude."""
+    nearest = struct.unpack("<f", struct.pack("<f", magnitude))[0]
+    bits: int = struct.unpack("<I", struct.pack("<f", nearest))[0]
+    return bits - (nearest > magnitude)
+
+
+def build(spec: CastSpec, layout: Layout, values: torch.Tensor, encode: Encode) -> Table:
+    """Make the tables of a cast on the device of ``values``, without waiting for it.
+
+    Args:
+        spec: The cast.
+        layout: Its ranges.
+        values: float32 by code.
+        encode: The general kernel: the codes of a float32 tensor.
+    """
+    device = values.device
+    bounds = torch.arange(layout.low, layout.low + layout.size + 1, device=device) << layout.shift
+    starts, ends = bounds[:-1].clone(), bounds[1:] - 1
+    starts[0], ends[-1] = 0, _INFINITY
+    signs = torch.arange(2, device=device)[:, None] << 31
+
+    def codes_at(magnitudes: torch.Tensor) -> torch.Tensor:
+        return encode((magnitudes | signs).to(torch.int32).view(torch.float32)).to(torch.int64)
+
+    first, last = codes_at(starts), codes_at(ends)
+    below, above = starts, ends
+    for _ in range(31):
+        middle = (below + above) >> 1
+        same = codes_at(middle) == first
+        below, above = torch.where(same, middle, below), torch.where(same, above, middle)
+    turn = torch.where(first == last, 0, above)
+    buckets = torch.stack([turn, first | last << 16], dim=-1).to(torch.int32).contiguous()
+    held = torch.zeros(256, dtype=torch.float32, device=device)
+    held[: values.numel()] = values
+    nan = nan_code(spec.format, spec.overflow)  # type: ignore[arg-type]
+    return Table(_BUCKETS.pack(buckets.data_ptr(), held.data_ptr(), *layout, nan), layout, (buckets, held))

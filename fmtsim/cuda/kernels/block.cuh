@@ -1,0 +1,238 @@
+// What the fast kernels of block formats share: a block's scale and its elements in float32 arithmetic that is exact.
+// The format is given by macros (cuda/block_defines.py): the specialised code is a dozen instructions an element.
+//
+//   x = 1.mmm|rrrr 2^e     magic = 2^(max(e, lowest) + 23 - M)     x + magic = 2^(...) + n, rounded to nearest even
+//
+// The float32 addition drops the bits that the element lacks. Under a scale 2^s the same grid lies s binades higher,
+// so that x itself is rounded: nothing is divided. `n` is read off the sum's bits: it gives the code.
+#pragma once
+#include "block_vectors.cuh"
+#include "scale.cuh"
+
+// A block as its elements see it: the grid of magnitudes under its scale, and what turns a rounded x into a value.
+struct FastBlock {
+  u32 limit, limit_negative, lowest;  // largest magnitudes and the smallest binade, as float bits
+  float factor, scale;                // real rules: x * factor is rounded, and multiplied by scale
+  float stored;                       // the scale as encode returns it
+  bool refused;                       // not for this arithmetic: NaN, Inf, or a scale at float32's limits
+};
+
+#if RULE == 4
+// S(.) for scale formats whose magic numbers are finite.
+DEVICE float fast_scale_rounded(float value) {
+#if SCALE_PLAIN
+  return value;
+#else
+  value = fminf(value, as_float(SCALE_LIMIT));
+  float magic = as_float(max(as_bits(value) & FLOAT_EXPONENT, SCALE_LOWEST) + ((23u - SCALE_MANTISSA) << 23));
+  return __fsub_rn(__fadd_rn(value, magic), magic);
+#endif
+}
+
+DEVICE FastBlock fast_block(u32 amax, TensorScale tensor) {
+  float a = as_float(min(amax, 0x7F7FFFFFu));
+  float scale, factor;
+#if TWO_LEVEL
+  scale = fast_scale_rounded(at_most_float_max(__fmul_rn(a, tensor.encode)));  // encode holds S_enc / m here
+  factor = reciprocal_of(__fmul_rn(scale, tensor.decode));
+#else
+  if (a == 0.0f) {
+    scale = fast_scale_rounded(1.0f), factor = 1.0f;
+  } else {
+#if ARITHMETIC == 2
+    factor = at_most_float_max(__fdiv_rn(as_float(ELEMENT_MAX), a));
+    scale = fast_scale_rounded(reciprocal_of(factor));
+    if (!SCALE_PLAIN) factor = reciprocal_of(scale);
+#else
+    scale = fast_scale_rounded(at_most_float_max(fmaxf(__fdiv_rn(a, as_float(ELEMENT_MAX)), FLOAT_MIN)));
+    factor = ARITHMETIC == 0 ? (scale > 0.0f ? scale : FLOAT_MIN) : reciprocal_of(scale);
+#endif
+  }
+#endif
+  return {ELEMENT_LIMIT, ELEMENT_LIMIT_NEGATIVE, ELEMENT_LOWEST, factor, scale, scale, amax >= FLOAT_EXPONENT};
+}
+#else
+DEVICE FastBlock fast_block(u32 amax, TensorScale tensor) {
+  u32 seen = amax;
+#if RULE == 2
+  seen = as_bits(__fmul_rn(as_float(amax), as_float(ELEMENT_RECIPROCAL)));
+#elif RULE == 3
+  seen += 1u << (22 - EVEN_MANTISSA);
+#endif
+  i32 exponent = (i32)(seen >> 23) - 127;
+#if RULE == 1 || RULE == 2
+  exponent += (seen & 0x7FFFFF) != 0;
+#endif
+#if RULE != 2
+  exponent -= ELEMENT_TOP;
+#endif
+  // Subnormal amaxes, NaN and Inf land outside the range, too; zeros are zeros under any scale.
+  bool refused = (u32)(exponent - SCALE_FIRST) > (u32)(SCALE_LAST - SCALE_FIRST) && amax != 0;
+  u32 shift = amax == 0 ? 0u : (u32)exponent << 23;
+  float stored = as_float(amax == 0 ? 0x00400000u : 0x3F800000u + shift);  // 2^-127 is subnormal
+  return {ELEMENT_LIMIT + shift, ELEMENT_LIMIT_NEGATIVE + shift, ELEMENT_LOWEST + shift, 1.0f, 1.0f, stored, refused};
+}
+#endif
+
+// The code of a scale that lies in its format, as Encoded stores it: SCALE_STORED is 0 for float32, 1 for the exponent
+// byte of powers of two, 2 for small float formats.
+DEVICE void store_scale(void* scales, u64 block, float scale) {
+#if OUTPUT == 2 || (OUTPUT == 3 && SCALE_STORED == 0)
+  ((float*)scales)[block] = scale;
+#elif OUTPUT == 3 && SCALE_STORED == 1
+  ((u8*)scales)[block] = (u8)(as_bits(scale) >> 23);
+#elif OUTPUT == 3
+  u32 binade = max(as_bits(scale) & FLOAT_EXPONENT, SCALE_LOWEST);
+  float magic = as_float(binade + ((23u - SCALE_MANTISSA) << 23));
+  u32 code = as_bits(__fadd_rn(scale, magic)) - as_bits(magic) + ((binade - SCALE_LOWEST) >> (23 - SCALE_MANTISSA));
+  ((u8*)scales)[block] = (u8)(scale == scale ? code : SCALE_NAN);
+#endif
+}
+
+// A number on its way: what is rounded, with its sign apart and its magnitude clamped.
+struct FastElement {
+  u32 sign, binade;
+  float magnitude;
+};
+
+DEVICE FastElement fast_element(float x, const FastBlock& block) {
+#if RULE == 4
+  x = ARITHMETIC == 0 ? __fdiv_rn(x, block.factor) : __fmul_rn(x, block.factor);
+#endif
+  u32 sign = as_bits(x) & ~MAGNITUDE;
+  u32 limit = ELEMENT_LIMIT == ELEMENT_LIMIT_NEGATIVE || !sign ? block.limit : block.limit_negative;
+  float magnitude = fminf(fabsf(x), as_float(limit));
+  u32 binade = ELEMENT_INTEGER ? block.lowest : max(as_bits(magnitude) & FLOAT_EXPONENT, block.lowest);
+  return {sign, binade, magnitude};
+}
+
+// Stochastic rounding of a magnitude as a count of steps of its last place: 2^32 d and the word carry into the next one
+// (section 1, variant a with 32 bits).
+DEVICE float stochastic_steps(const FastElement& e, u32 word) {
+  float steps = __fmul_rn(e.magnitude, as_float(((254u + ELEMENT_MANTISSA) << 23) - e.binade));
+  float whole = __fsub_rn(__fadd_rd(steps, 8388608.0f), 8388608.0f);
+  u32 fraction = __float2uint_rz(__fmul_rn(__fsub_rn(steps, whole), 4294967296.0f));
+  return fraction + word < fraction ? __fadd_rn(whole, 1.0f) : whole;
+}
+
+DEVICE float magic_of(u32 binade) { return as_float(binade + ((23u - ELEMENT_MANTISSA) << 23)); }
+
+DEVICE float fast_value(float x, u32 word, const FastBlock& block, float decode) {
+  FastElement e = fast_element(x, block);
+#if STOCHASTIC
+  float rounded = __fmul_rn(stochastic_steps(e, word), as_float(e.binade - (ELEMENT_MANTISSA << 23)));
+#else
+  float magic = magic_of(e.binade);
+  float rounded = __fsub_rn(__fadd_rn(e.magnitude, magic), magic);
+#endif
+  float value = as_float(as_bits(rounded) | e.sign);
+  if (!ELEMENT_NEGATIVE_ZERO) value = __fadd_rn(value, 0.0f);
+#if RULE == 4
+  value = __fmul_rn(value, block.scale);
+#if TWO_LEVEL && !WITHOUT_TENSOR_SCALE
+  value = __fmul_rn(value, decode);
+#endif
+#endif
+  return value;
+}
+
+// The code of a magnitude: the steps counted by the sum's low bits, and the binades before them. Only the low byte of
+// the result is the code; above it lie bits of the sum.
+DEVICE u32 magnitude_code(const FastElement& e, u32 word, const FastBlock& block) {
+#if STOCHASTIC
+  u32 sum = as_bits(__fadd_rn(stochastic_steps(e, word), 8388608.0f));
+#else
+  u32 sum = as_bits(__fadd_rn(e.magnitude, magic_of(e.binade)));
+#endif
+  if (ELEMENT_INTEGER) return sum;
+  return sum + (e.binade >> (23 - ELEMENT_MANTISSA)) - (block.lowest >> (23 - ELEMENT_MANTISSA));
+}
+
+DEVICE u32 fast_code(float x, u32 word, const FastBlock& block) {
+  FastElement e = fast_element(x, block);
+  u32 code = magnitude_code(e, word, block);
+#if ELEMENT_INTEGER
+  return (e.sign ? 0u - code : code) & ((1u << CODE_BITS) - 1u);
+#else
+  code &= (1u << (CODE_BITS - 1)) - 1u;
+  return ELEMENT_NEGATIVE_ZERO || code ? code | e.sign >> (32 - CODE_BITS) : code;
+#endif
+}
+
+#if OUTPUT >= 2
+#define ALL_BYTES(byte) ((byte) * 0x01010101u)
+
+// Four codes, one a byte, from the signs of x (bit 7 of each byte of `signs`) and magnitude codes with loose high bits.
+DEVICE u32 signed_codes(u32 magnitudes, u32 signs) {
+  return (magnitudes & ALL_BYTES((1u << (CODE_BITS - 1)) - 1u)) | (signs & ALL_BYTES(0x80u)) >> (8 - CODE_BITS);
+}
+
+// The magnitude codes of two bfloat16 numbers side by side, and their signs in place, under a power-of-two scale: what
+// has one exponent a number is done for both at once.
+DEVICE u32 code_pair(u32 raw, const FastBlock& block) {
+  u32 limits = block.limit >> 16 | block.limit, lowest = block.lowest >> 16 | block.lowest;  // bfloat16 holds both
+  u32 magnitudes = __vminu2(raw & 0x7FFF7FFFu, limits);
+  u32 binades = __vmaxu2(magnitudes & 0x7F807F80u, lowest);
+  u32 magic = binades + ((23u - ELEMENT_MANTISSA) << 7) * 0x00010001u;
+  u32 low = as_bits(__fadd_rn(as_float(magnitudes << 16), as_float(magic << 16)));
+  u32 high = as_bits(__fadd_rn(as_float(magnitudes & 0xFFFF0000u), as_float(magic & 0xFFFF0000u)));
+  u32 steps = __byte_perm(low, high, 0x5410);
+  u32 codes = steps + (binades >> (7 - ELEMENT_MANTISSA)) - (lowest >> (7 - ELEMENT_MANTISSA));
+  return codes | (raw >> (16 - CODE_BITS) & (1u << (CODE_BITS - 1)) * 0x00010001u);
+}
+
+// Put four codes of CODE_BITS bits, one a byte, side by side.
+DEVICE u32 squeezed(u32 codes) {
+#if CODE_BITS == 4
+  codes = (codes | codes >> 4) & 0x00FF00FFu;
+  return (codes | codes >> 8) & 0xFFFFu;
+#else
+  u32 mask = (1u << CODE_BITS) - 1u, all = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) all |= (codes >> (8 * i) & mask) << (i * CODE_BITS);
+  return all;
+#endif
+}
+
+#define CODES_IN_PAIRS (INPUT == 1 && RULE != 4 && !STOCHASTIC && !ELEMENT_INTEGER && ELEMENT_NEGATIVE_ZERO && ELEMENT_MANTISSA <= 7)
+
+// The codes of a vector, COUNT a multiple of four.
+template <int COUNT>
+DEVICE Packed<COUNT, OUTPUT_BITS> fast_codes(
+    const Packed<COUNT, INPUT_BITS>& in, const u32 (&words)[COUNT], const FastBlock& block) {
+  Packed<COUNT, OUTPUT_BITS> out;
+  out.clear();
+#pragma unroll
+  for (int first = 0; first < COUNT; first += 4) {
+    u32 codes;
+#if CODES_IN_PAIRS
+    codes = __byte_perm(code_pair(in.words[first / 2], block), code_pair(in.words[first / 2 + 1], block), 0x6420);
+#elif ELEMENT_INTEGER || !ELEMENT_NEGATIVE_ZERO
+    codes = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) codes |= fast_code(input_value(in.get(first + i)), words[first + i], block) << (8 * i);
+#else
+    u32 code[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      code[i] = magnitude_code(fast_element(input_value(in.get(first + i)), block), words[first + i], block);
+    u32 low = __byte_perm(code[0], code[1], 0x0040), high = __byte_perm(code[2], code[3], 0x0040), signs;
+#if INPUT == 0
+    signs = __byte_perm(__byte_perm(in.words[first], in.words[first + 1], 0x0073),
+                        __byte_perm(in.words[first + 2], in.words[first + 3], 0x0073), 0x5410);
+#else
+    signs = __byte_perm(in.words[first / 2], in.words[first / 2 + 1], 0x7531);
+#endif
+    codes = signed_codes(__byte_perm(low, high, 0x5410), signs);
+#endif
+    if (OUTPUT_BITS == 8) {
+      out.words[first / 4] = codes;
+    } else {
+      u32 bits = squeezed(codes), at = first * OUTPUT_BITS;
+      out.words[at / 32] |= bits << (at % 32);
+      if (at % 32 + 4 * OUTPUT_BITS > 32) out.words[at / 32 + 1] |= bits >> (32 - at % 32);
+    }
+  }
+  return out;
+}
+#endif

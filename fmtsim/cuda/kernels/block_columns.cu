@@ -1,0 +1,275 @@
+// Blocks down the columns of [leading, inner, trailing], without a transposed copy; with BOTH also blocks along the
+// rows, from the same read. A thread holds 8 rows of VECTOR columns, a warp 32 rows: 8 lanes stand side by side,
+//
+//   lanes 0 ... 7     rows 0 ... 7      of 8 VECTOR columns
+//   lanes 8 ... 15    rows 8 ... 15     and so on
+//
+// so that a scale serves 8 elements of a thread either way. RUN is the elements of a block down a column: 16, 32, or 64,
+// 128 and 256, which DOWN = RUN / 32 warps share. ROW_RUN is that along a row, 16 or 32. TRANSPOSED writes the
+// column-wise result as [leading, trailing, inner].
+#include "block.cuh"
+#include "block_exact.cuh"
+
+#define ROWS 8
+#define DOWN (RUN > 32 ? RUN / 32 : 1)
+#define ACROSS (8 / DOWN)
+
+typedef Packed<VECTOR, INPUT_BITS> Input;
+typedef Packed<VECTOR, OUTPUT_BITS> Output;
+
+struct alignas(16) ColumnJob {
+  const void* x;
+  void* out;          // column-wise: like x, or [leading, trailing, inner]
+  void* scales;       // [leading * trailing, inner / RUN]
+  void* row_out;      // row-wise: like x
+  void* row_scales;   // [leading * inner, trailing / ROW_RUN]
+  const u32* tensor;  // amax of the tensor
+  float* tensor_scale;
+  i64 inner, trailing;
+  Draw row_draw;
+};
+
+// Where elements lie that are cast one by one: offsets and distances in x and in the result.
+struct Path {
+  u64 x, out, x_stride, out_stride;
+  u32 count;
+};
+
+// Cast part of a block the exact way, from memory; return the block's scale. A call, and one that takes no vectors, so
+// that the common way keeps its registers. All lanes of a warp make it together, those that have nothing to do with a
+// count of 0: a call of some lanes alone was seen to lose uniform registers of the others.
+__device__ __noinline__ float cast_exactly(
+    const void* x, void* out, Path path, u32 amax, bool has_nan, TensorScale tensor, const Draw& draw, const Cast& c) {
+  BlockScale s = scale_of({0.0, (double)as_float(amax), has_nan}, c.scale, tensor);
+  bool spoiled = has_nan && !c.scale.element_has_nan;
+  u32 kept = 0;
+#pragma unroll 1
+  for (u32 i = 0; i < path.count; ++i) {
+    u64 place = path.x + i * path.x_stride, to = path.out + i * path.out_stride;
+    float decode = WITHOUT_TENSOR_SCALE ? 1.0f : tensor.decode;
+    ExactElement e = exact_element(load_element(x, place, INPUT), false, place, s, spoiled, decode, c, draw);
+#if OUTPUT == 0
+    ((u32*)out)[to] = narrowed(e.value, OUTPUT);
+#elif OUTPUT == 1
+    ((u16*)out)[to] = (u16)narrowed(e.value, OUTPUT);
+#elif OUTPUT_BITS == 8
+    ((u8*)out)[to] = (u8)e.code;
+#else  // two codes of 4 bits a byte, which lie side by side
+    kept |= (u32)e.code << (4 * (i % 2));
+    if (i % 2) ((u8*)out)[to / 2] = (u8)kept, kept = 0;
+#endif
+  }
+  return spoiled ? as_float(0x7FC00000) : s.scale;
+}
+
+DEVICE u32 cast_fast(float x, u64 index, const FastBlock& block, float decode, const Draw& draw) {
+  u32 word = 0;
+#if STOCHASTIC
+  word = random_integer(index, draw, nullptr);
+#endif
+  if (OUTPUT >= 2) return fast_code(x, word, block);
+  return as_bits(fast_value(x, word, block, decode)) >> (32 - OUTPUT_BITS);
+}
+
+// What was found of a block's magnitudes: amax over finite elements, and whether there are others.
+struct Seen {
+  u32 amax;
+  bool strange, has_nan;
+};
+
+// Look at column j of a thread's part once more, at finite elements alone. All threads have to come here together.
+DEVICE Seen seen_finite(const Input (&in)[ROWS], int j) {
+  Seen seen = {0, true, false};
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    u32 magnitude = widened(in[i].get(j) & (INPUT == 0 ? MAGNITUDE : 0x7FFFu));
+    if (magnitude < FLOAT_EXPONENT) seen.amax = max(seen.amax, magnitude);
+    seen.has_nan |= magnitude > FLOAT_EXPONENT;
+  }
+#pragma unroll
+  for (int flip = 8; flip < (RUN == 16 ? 16 : 32); flip *= 2) {
+    seen.amax = max(seen.amax, __shfl_xor_sync(~0u, seen.amax, flip));
+    seen.has_nan |= (bool)__shfl_xor_sync(~0u, (i32)seen.has_nan, flip);
+  }
+#if DOWN > 1
+  __shared__ u32 amaxes[8][8], nans[8][8];
+  u32 lane = threadIdx.x % 8, warp = threadIdx.x / 32;
+  __syncthreads();
+  amaxes[warp][lane] = seen.amax, nans[warp][lane] = seen.has_nan;
+  __syncthreads();
+  for (int w = 0; w < DOWN; ++w) {
+    seen.amax = max(seen.amax, amaxes[w * ACROSS + warp % ACROSS][lane]);
+    seen.has_nan |= nans[w * ACROSS + warp % ACROSS][lane] != 0;
+  }
+#endif
+  return seen;
+}
+
+// Find the magnitudes of the blocks to which a thread's columns belong.
+DEVICE void see_columns(const Input (&in)[ROWS], Seen (&seen)[VECTOR]) {
+  u32 top[Input::WORDS];
+#pragma unroll
+  for (int w = 0; w < Input::WORDS; ++w) {
+    top[w] = 0;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) top[w] = raw_larger(top[w], in[i].words[w] & (INPUT == 0 ? MAGNITUDE : 0x7FFF7FFFu));
+#pragma unroll
+    for (int flip = 8; flip < (RUN == 16 ? 16 : 32); flip *= 2)
+      top[w] = raw_larger(top[w], __shfl_xor_sync(~0u, top[w], flip));
+  }
+#if DOWN > 1
+  __shared__ u32 tops[Input::WORDS][8][8];
+  u32 lane = threadIdx.x % 8, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int w = 0; w < Input::WORDS; ++w) tops[w][warp][lane] = top[w];
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < Input::WORDS; ++w)
+#pragma unroll
+    for (int d = 0; d < DOWN; ++d) top[w] = raw_larger(top[w], tops[w][d * ACROSS + warp % ACROSS][lane]);
+#endif
+  bool strange = false;
+#pragma unroll
+  for (int j = 0; j < VECTOR; ++j) {
+    u32 amax = widened(INPUT == 0 ? top[j % Input::WORDS] : top[j / 2] >> (16 * (j % 2)) & 0xFFFF);
+    seen[j] = {amax, amax >= FLOAT_EXPONENT, false};
+    strange |= seen[j].strange;
+  }
+  strange = DOWN > 1 ? __syncthreads_or(strange) : __any_sync(~0u, strange);
+  if (strange) {
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) {
+      Seen again = seen_finite(in, j);
+      if (seen[j].strange) seen[j] = again;
+    }
+  }
+}
+
+// Where a thread's part lies: offsets of its first element in x and in a transposed result, and whether it is there.
+struct Part {
+  u64 place, across;
+  bool there;
+};
+
+DEVICE void store_columns(
+    const ColumnJob& job, const Input (&in)[ROWS], const Part& part, const FastBlock (&block)[VECTOR], float decode,
+    const Draw& draw) {
+#if TRANSPOSED
+#pragma unroll
+  for (int j = 0; j < VECTOR; ++j) {
+    Packed<ROWS, OUTPUT_BITS> down;
+    down.clear();
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+      down.put(i, cast_fast(input_value(in[i].get(j)), part.place + i * job.trailing + j, block[j], decode, draw));
+    store_vector<ROWS, OUTPUT_BITS>(job.out, part.across + j * job.inner, down);
+  }
+#else
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    u64 at = part.place + i * job.trailing;
+    Output y;
+    y.clear();
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) y.put(j, cast_fast(input_value(in[i].get(j)), at + j, block[j], decode, draw));
+    store_vector<VECTOR, OUTPUT_BITS>(job.out, at, y);
+  }
+#endif
+}
+
+// Cast along the columns.
+DEVICE void cast_down(
+    const ColumnJob& job, const Input (&in)[ROWS], const Part& part, i64 column, i64 top, TensorScale scale,
+    TensorScale step, const Cast& c) {
+  Seen seen[VECTOR];
+  see_columns(in, seen);
+  FastBlock block[VECTOR];
+  bool exactly = false;
+#pragma unroll
+  for (int j = 0; j < VECTOR; ++j) {
+    block[j] = fast_block(seen[j].amax, step);
+    exactly |= part.there && (block[j].refused || seen[j].strange);
+  }
+  if (part.there && !exactly) store_columns(job, in, part, block, scale.decode, c.draw);
+  if (__any_sync(~0u, exactly)) {
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) {
+      Path path = {part.place + j, part.place + j, (u64)job.trailing, (u64)job.trailing, exactly ? ROWS : 0u};
+      if (TRANSPOSED) path.out = part.across + j * job.inner, path.out_stride = 1;
+      float stored = cast_exactly(job.x, job.out, path, seen[j].amax, seen[j].has_nan, scale, c.draw, c);
+      if (exactly) block[j].stored = stored;
+    }
+  }
+#if OUTPUT >= 2
+  if (part.there && top % RUN == 0) {
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) {
+      u64 line = (u64)blockIdx.z * job.trailing + column + j;
+      store_scale(job.scales, line * (job.inner / RUN) + top / RUN, block[j].stored);
+    }
+  }
+#endif
+}
+
+// Cast row i of a thread's part along the rows.
+DEVICE void cast_across(
+    const ColumnJob& job, const Input& in, u64 place, bool there, TensorScale scale, TensorScale step, const Cast& c) {
+  u32 raw = raw_amax<VECTOR>(in);
+#pragma unroll
+  for (int flip = 1; flip < ROW_RUN / VECTOR; flip *= 2) raw = raw_larger(raw, __shfl_xor_sync(~0u, raw, flip));
+  Seen seen = {amax_of_raw(raw), false, false};
+  if (__any_sync(~0u, seen.amax >= FLOAT_EXPONENT)) {
+    Seen again = {0, true, false};
+    again.amax = finite_amax<VECTOR>(in, again.has_nan);
+#pragma unroll 1
+    for (int flip = 1; flip < ROW_RUN / VECTOR; flip *= 2) {
+      again.amax = max(again.amax, __shfl_xor_sync(~0u, again.amax, flip));
+      again.has_nan |= (bool)__shfl_xor_sync(~0u, (i32)again.has_nan, flip);
+    }
+    if (seen.amax >= FLOAT_EXPONENT) seen = again;
+  }
+  FastBlock block = fast_block(seen.amax, step);
+  bool exactly = there && (block.refused || seen.strange);
+  if (there && !exactly) {
+    Output y;
+    y.clear();
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j)
+      y.put(j, cast_fast(input_value(in.get(j)), place + j, block, scale.decode, job.row_draw));
+    store_vector<VECTOR, OUTPUT_BITS>(job.row_out, place, y);
+  }
+  if (__any_sync(~0u, exactly)) {
+    Path path = {place, place, 1, 1, exactly ? (u32)VECTOR : 0u};
+    float stored = cast_exactly(job.x, job.row_out, path, seen.amax, seen.has_nan, scale, job.row_draw, c);
+    if (exactly) block.stored = stored;
+  }
+#if OUTPUT >= 2
+  if (there && threadIdx.x % (ROW_RUN / VECTOR) == 0) store_scale(job.row_scales, place / ROW_RUN, block.stored);
+#endif
+}
+
+KERNEL __launch_bounds__(256) cast_columns(const __grid_constant__ ColumnJob job, const __grid_constant__ Cast c) {
+  u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  i64 column = (((i64)blockIdx.x * ACROSS + warp % ACROSS) * 8 + lane % 8) * VECTOR;
+  i64 top = (((i64)blockIdx.y * DOWN + warp / ACROSS) * 4 + lane / 8) * ROWS;
+  u64 slab = (u64)blockIdx.z * job.inner * job.trailing;
+  Part part = {slab + top * job.trailing + column, slab + column * job.inner + top, column < job.trailing && top < job.inner};
+  Input in[ROWS];
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    in[i].clear();
+    if (part.there) in[i] = load_vector<VECTOR, INPUT_BITS>(job.x, part.place + i * job.trailing);
+  }
+  TensorScale scale = {1.0f, 1.0f}, step = {1.0f, 1.0f};
+#if TWO_LEVEL
+  scale = tensor_scale_of(as_float(job.tensor[0]), c.scale);
+  step = {at_most_float_max(__fmul_rn(scale.encode, c.scale.reciprocal_max)), scale.decode};
+  if (job.tensor_scale != nullptr && threadIdx.x + blockIdx.x + blockIdx.y + blockIdx.z == 0)
+    *job.tensor_scale = scale.decode;
+#endif
+  cast_down(job, in, part, column, top, scale, step, c);
+#if BOTH
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) cast_across(job, in[i], part.place + i * job.trailing, part.there, scale, step, c);
+#endif
+}

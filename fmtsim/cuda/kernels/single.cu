@@ -1,0 +1,221 @@
+// Products of fused units whose sums fit float32, one fused multiply-add toward zero each: for FP8 and short
+// fractions.
+//
+// With u = 2^(E - FRACTION) and a small eps > 0, trunc(p / u) = floor(p (1 + eps) / u) + (p < 0) for every product p.
+// An fma toward zero onto M = 1.5 * 2^23 u takes the floor; a' = a (1 + eps) comes from single_prepare.cu; how many
+// products are negative follows from the signs, and M already has that number added. The addend goes the same way. E
+// comes from the tensor core: products of 2^(STEP e(a)) and 2^(STEP e(b)) add up to less than 2^STEP times the
+// largest of them, so the exponent of the sum, divided by STEP, is the largest e(a) + e(b).
+//
+// Macros: BLOCK, FRACTION, STEP, CHAIN (steps of 16 that one such sum takes, 0: half a step), OFFSET (exponent field
+// of a float32 for quotient 0), KEPT (mantissa bits of the accumulator), EPS (of the addend), PROMOTE, STAGES, UNROLL
+// (places of a loop), RESIDENT (blocks of threads on a multiprocessor).
+#include "single.cuh"
+
+#define THREADS 256
+
+struct Stage {
+  float a[FLOATS], b[FLOATS];
+  Words4 powers_a[POWERS], powers_b[POWERS];
+  u32 signs_a[MASKS * PANEL], signs_b[MASKS * PANEL], counts_b[PANEL];
+};
+
+struct Operand {
+  const float* values;
+  const Words4* powers;
+  const u32* signs;
+  i64 place;  // of its panel's first block
+};
+
+// Copies `count` times 16 bytes with all threads.
+template <int Count>
+DEVICE void copy_words(void* to, const void* from) {
+#pragma unroll
+  for (int i = 0; i < (Count + THREADS - 1) / THREADS; ++i) {
+    i32 word = i * THREADS + threadIdx.x;
+    if (Count % THREADS == 0 || word < Count) copy16_async((Words4*)to + word, (const Words4*)from + word);
+  }
+}
+
+DEVICE void fetch(Stage* to, const Operand& a, const Operand& b, i32 block) {
+  copy_words<FLOATS / 4>(to->a, a.values + (a.place + block) * FLOATS);
+  copy_words<FLOATS / 4>(to->b, b.values + (b.place + block) * FLOATS);
+  copy_words<POWERS>(to->powers_a, a.powers + (a.place + block) * POWERS);
+  copy_words<POWERS>(to->powers_b, b.powers + (b.place + block) * POWERS);
+  copy_words<MASKS * PANEL / 4>(to->signs_a, a.signs + (a.place + block) * MASKS * PANEL);
+  copy_words<(MASKS + 1) * PANEL / 4>(to->signs_b, b.signs + (b.place + block) * (MASKS + 1) * PANEL);
+}
+
+// A sum with the bits that the accumulator keeps.
+DEVICE float cut(float sum) { return __uint_as_float(__float_as_uint(sum) & ~((1u << (23 - KEPT)) - 1)); }
+
+DEVICE void load8(float (&to)[8], const float* from, i32 half) {
+  const float4& x = *(const float4*)from;
+  const float4& y = *(const float4*)(from + half);
+  to[0] = x.x; to[1] = x.y; to[2] = x.z; to[3] = x.w;
+  to[4] = y.x; to[5] = y.y; to[6] = y.z; to[7] = y.w;
+}
+
+// The largest sums of powers of each output of a 16 x 8 tile, as bits of a float32.
+DEVICE void sum_powers(u32 (&largest)[4], const Words4* a, const Words4* b, bool odd) {
+  float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    Words4 x = a[step * 32], y = b[step * 32];
+    u32 right[2] = {odd ? y.z : y.x, odd ? y.w : y.y};
+#pragma unroll
+    for (int half = 0; half < (CHAIN ? 1 : 2); ++half) {
+      u32 left[4] = {half ? 0 : x.x, half ? 0 : x.y, CHAIN || half ? x.z : 0, CHAIN || half ? x.w : 0};
+      hmma_bf16_16x8x16(sums, left, right);
+      if (CHAIN && step % max(CHAIN, 1) != CHAIN - 1 && step != STEPS - 1) continue;
+      bool first = CHAIN ? step < CHAIN : step + half == 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        largest[i] = first ? __float_as_uint(sums[i]) : max(largest[i], __float_as_uint(sums[i]));
+        sums[i] = 0.0f;
+      }
+    }
+  }
+}
+
+// A float32 whose exponent field is that of a float32 `power`, divided by STEP, plus OFFSET.
+DEVICE float quotient_of(u32 power) {
+  u32 quotient = (STEP & (STEP - 1)) == 0 ? power / STEP : (power >> 23) * ((1u << 23) / STEP + 1);
+  return __uint_as_float(quotient + ((u32)OFFSET << 23));
+}
+
+// Replaces the addends by M with the number of negative terms, plus the addend's own floor. A product is negative
+// where s_a (1 - 2 s_b) + s_b is 1, s being the signs: an int8 product, and a count for each column.
+DEVICE void start_block(float (&c)[8][8], const Stage& stage, i32 warp_row, i32 warp_column, i32 lane) {
+  const Words4* a = stage.powers_a + warp_row * 4 * STEPS * 32 + lane;
+  const Words4* b = stage.powers_b + warp_column * 2 * STEPS * 32 + lane;
+  const Words2* signs_a = (const Words2*)stage.signs_a + warp_row * 32 + lane;
+  const u32* signs_b = stage.signs_b + warp_column * 32 + lane;
+  const Words2* counts_b = (const Words2*)stage.counts_b + warp_column * 16 + lane % 4;
+  const float factor = 1.0f + __uint_as_float((127 - EPS) << 23);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      u32 powers[4];
+      sum_powers(powers, a + i * STEPS * 32, b + j / 2 * STEPS * 32, j % 2);
+      Words2 count = counts_b[4 * j];
+      i32 even = (i32)count.x + ((23 - FRACTION) * (1 << 23) + (1 << 22));
+      i32 odd = (i32)count.y + ((23 - FRACTION) * (1 << 23) + (1 << 22));
+      i32 magics[4] = {even, odd, even, odd};
+#pragma unroll
+      for (int mask = 0; mask < MASKS; ++mask) {
+        u32 left[4], right[2];
+        u32 rows = i / 2 ? signs_a[mask * PANEL / 2].y : signs_a[mask * PANEL / 2].x, columns = signs_b[mask * PANEL];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) left[r] = rows >> (i % 2 * 4 + r) & 0x01010101u;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) right[r] = (columns >> (j * 2 + r) & 0x01010101u) * 0xFE | 0x01010101u;
+        imma_s8_16x8x32(magics, left, right);
+      }
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        float& own = c[2 * i + r / 2][2 * j + r % 2];
+        u32 field = __float_as_uint(fmaxf(quotient_of(powers[r]), fabsf(own))) & 0x7F800000u;
+        u32 magic = field + ((u32)magics[r] + (__float_as_uint(own) >> 31));
+        own = __fmaf_rz(own, factor, __uint_as_float(magic));
+      }
+    }
+    __syncwarp();  // a barrier for the compiler, which would keep words in registers that it has not
+  }
+}
+
+DEVICE void add_products(float (&c)[8][8], const Stage& stage, i32 warp_row, i32 warp_column, i32 lane) {
+  const float* a = stage.a + warp_row * 64 + lane / 4 * 4;
+  const float* b = stage.b + warp_column * 32 + lane % 4 * 4;
+#pragma unroll UNROLL
+  for (int place = 0; place < BLOCK; ++place) {
+    float x[8], y[8];
+    load8(x, a + place * PANEL, 32);
+    load8(y, b + place * PANEL, 16);
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+#pragma unroll
+      for (int j = 0; j < 8; ++j) c[i][j] = __fmaf_rz(x[i], y[j], c[i][j]);
+  }
+}
+
+// Takes M away, one and a half times the power of two of the sum's binade. What the accumulator does not keep of it
+// the next block's alignment cuts as well, whose grid is not finer; only the last block of a chain needs `cut`.
+DEVICE void finish_block(float (&c)[8][8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      float power = __uint_as_float(__float_as_uint(c[i][j]) & 0x7F800000u);
+      c[i][j] = __fmaf_rn(power, -1.5f, c[i][j]);
+      if (KEPT < FRACTION) c[i][j] = cut(c[i][j]);
+    }
+}
+
+struct Output {
+  float* sums;  // [rows, columns]
+  i32 rows, columns, row, column;  // row and column: of the lane's first output
+};
+
+// Writes a chain's results, or adds them to those of earlier chains, and starts anew at zero.
+DEVICE void end_chain(float (&c)[8][8], const Output& to, bool first) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      i32 row = to.row + i * 8, column = to.column + j / 2 * 8 + j % 2;
+      if (row < to.rows && column < to.columns) {
+        float* place = to.sums + (i64)row * to.columns + column;
+        *place = first ? cut(c[i][j]) : *place + cut(c[i][j]);
+      }
+      c[i][j] = 0.0f;
+    }
+}
+
+KERNEL __launch_bounds__(THREADS, RESIDENT)
+single(const float* values_a, const Words4* powers_a, const u32* signs_a, const float* values_b, const Words4* powers_b,
+       const u32* signs_b, const u32* flags, const u8* ends, const i32* part_blocks, i32 blocks, float* sums, u8* marks,
+       i32 rows, i32 columns) {
+  DYNAMIC_SHARED(memory);
+  Stage* stages = (Stage*)memory;
+  i32 panels_a = (rows + PANEL - 1) / PANEL, panels_b = (columns + PANEL - 1) / PANEL;
+  // panels of a in groups of 8, so that blocks that run together share operands in the second-level cache
+  i32 group = blockIdx.x / (8 * panels_b), height = min(8, panels_a - 8 * group), rest = blockIdx.x % (8 * panels_b);
+  i32 panel_a = 8 * group + rest % height, panel_b = rest / height;
+  if (flags[panel_a] | flags[panels_a + panel_b]) {
+    if (threadIdx.x == 0) marks[(i64)panel_a * panels_b + panel_b] = 1;
+    return;
+  }
+  i32 begin = part_blocks[2 * blockIdx.z], end = part_blocks[2 * blockIdx.z + 1];
+  Operand a = {values_a, powers_a, signs_a, (i64)panel_a * blocks};
+  Operand b = {values_b, powers_b, signs_b, (i64)panel_b * blocks};
+  i32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_row = warp % 2, warp_column = warp / 2;
+  Output to = {sums + (i64)blockIdx.z * rows * columns, rows, columns, panel_a * PANEL + warp_row * 64 + lane / 4,
+               panel_b * PANEL + warp_column * 32 + lane % 4 * 2};
+  float c[8][8] = {};
+  bool first = true;
+
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; ++i) {
+    if (begin + i < end) fetch(stages + i, a, b, begin + i);
+    commit_copies();
+  }
+  i32 slot = 0;
+  for (i32 block = begin; block < end; ++block) {
+    wait_copies<STAGES - 2>();
+    __syncthreads();
+    i32 next = block + STAGES - 1;
+    if (next < end) fetch(stages + (slot == 0 ? STAGES - 1 : slot - 1), a, b, next);
+    commit_copies();
+    start_block(c, stages[slot], warp_row, warp_column, lane);
+    add_products(c, stages[slot], warp_row, warp_column, lane);
+    finish_block(c);
+    slot = slot + 1 == STAGES ? 0 : slot + 1;
+    if (PROMOTE && ends[block]) {
+      end_chain(c, to, first);
+      first = false;
+    }
+  }
+  if (!PROMOTE) end_chain(c, to, true);
+}

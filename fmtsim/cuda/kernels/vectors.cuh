@@ -1,0 +1,108 @@
+// Elements of the four floating-point dtypes: as float32 or float64, alone and in vectors of 16 bytes.
+#pragma once
+#include "common.cuh"
+
+#define FLOAT32 0
+#define BFLOAT16 1
+#define FLOAT16 2
+#define FLOAT64 3
+
+#define BYTES_OF(type) ((type) == FLOAT64 ? 8 : (type) == FLOAT32 ? 4 : 2)
+
+#ifdef FMTSIM_HOST
+// float16 as the upper bits of a float32 whose exponent is 112 too small; a product corrects that exactly.
+DEVICE float float_of_half(u16 x) {
+  u32 magnitude = (u32)(x & 0x7FFF) << 13, sign = (u32)(x & 0x8000) << 16;
+  u32 bits = __float_as_uint(__uint_as_float(magnitude) * __uint_as_float(0x77800000u));
+  return __uint_as_float(sign | (magnitude >= 0x0F800000u ? magnitude | 0x7F800000u : bits));
+}
+DEVICE u16 half_of_float(float x) {  // of a value that float16 holds
+  u32 bits = __float_as_uint(x), magnitude = bits & 0x7FFFFFFFu, sign = (bits >> 16) & 0x8000;
+  if (magnitude > 0x7F800000u) return 0x7FFF;
+  if (magnitude == 0x7F800000u) return (u16)(sign | 0x7C00);
+  return (u16)(sign | __float_as_uint(__uint_as_float(magnitude) * __uint_as_float(0x07800000u)) >> 13);
+}
+#endif
+
+template <int Type> struct Stored;
+template <> struct Stored<FLOAT32> { typedef float type; };
+template <> struct Stored<BFLOAT16> { typedef u16 type; };
+template <> struct Stored<FLOAT16> { typedef u16 type; };
+template <> struct Stored<FLOAT64> { typedef double type; };
+
+// One element as float32 (16 and 32 bits wide) or as it is.
+template <int Type>
+DEVICE auto loaded(typename Stored<Type>::type x) {
+  if constexpr (Type == BFLOAT16) return __uint_as_float((u32)x << 16);
+  else if constexpr (Type == FLOAT16) return float_of_half(x);
+  else return x;
+}
+
+// A float32 that the dtype holds exactly; NaN is canonical already.
+template <int Type>
+DEVICE typename Stored<Type>::type stored(float x) {
+  if constexpr (Type == BFLOAT16) return (u16)(__float_as_uint(x) >> 16);
+  else if constexpr (Type == FLOAT16) return x == x ? half_of_float(x) : (u16)0x7E00;
+  else if constexpr (Type == FLOAT64) return x == x ? (double)x : __longlong_as_double(0x7FF8000000000000ll);
+  else return x;
+}
+
+// Two neighbours as one word; Numbers: neither is NaN.
+template <int Type, bool Numbers>
+DEVICE u32 stored_pair(float low, float high) {
+  if constexpr (Type == BFLOAT16) return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+  else if constexpr (Numbers) return (u32)half_of_float(low) | (u32)half_of_float(high) << 16;
+  else return (u32)stored<Type>(low) | (u32)stored<Type>(high) << 16;
+}
+
+// 16 bytes of memory; the compiler moves its own vector types whole, structures of ours sometimes in parts. Streams: the
+// line is used up at once; a line of which more is asked for later must not be the first to leave the cache.
+template <bool Streams>
+DEVICE Words4 load_words(const void* from) {
+  uint4 w = Streams ? __ldcs((const uint4*)from) : *(const uint4*)from;
+  Words4 words = {w.x, w.y, w.z, w.w};
+  return words;
+}
+template <bool Streams>
+DEVICE void store_words(void* to, u32 x, u32 y, u32 z, u32 w) {
+  uint4 words = {x, y, z, w};
+  if (Streams) __stcs((uint4*)to, words);
+  else *(uint4*)to = words;
+}
+
+// Neighbouring elements of 16 or 32 bits: Count of them in Count * bytes / 16 vectors.
+template <int Type, int Count>
+struct Vectors {
+  static const int words = Count * BYTES_OF(Type) / 4;
+  u32 word[words];
+
+  DEVICE void load(const typename Stored<Type>::type* from) {
+#pragma unroll
+    for (int i = 0; i < words; i += 4) {
+      Words4 w = load_words<words == 4>((const u32*)from + i);
+      word[i] = w.x, word[i + 1] = w.y, word[i + 2] = w.z, word[i + 3] = w.w;
+    }
+  }
+
+  DEVICE void store(typename Stored<Type>::type* to) const {
+#pragma unroll
+    for (int i = 0; i < words; i += 4) {
+      store_words<words == 4>((u32*)to + i, word[i], word[i + 1], word[i + 2], word[i + 3]);
+    }
+  }
+
+  DEVICE float get(int i) const {
+    if constexpr (Type == FLOAT32) return __uint_as_float(word[i]);
+    else if constexpr (Type == FLOAT16) return float_of_half((u16)(word[i / 2] >> (16 * (i % 2))));
+    else return __uint_as_float(i % 2 ? word[i / 2] & 0xFFFF0000u : word[i / 2] << 16);
+  }
+
+  template <bool Numbers>
+  DEVICE void set(const float (&x)[Count]) {
+#pragma unroll
+    for (int i = 0; i < words; i++) {
+      if constexpr (Type == FLOAT32) word[i] = __float_as_uint(x[i]);
+      else word[i] = stored_pair<Type, Numbers>(x[2 * i], x[2 * i + 1]);
+    }
+  }
+};

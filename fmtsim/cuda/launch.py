@@ -1,0 +1,193 @@
+"""How a kernel is started: the driver's own call on torch's current stream, with as little Python around it as can be.
+
+How the arguments of a call lie in memory is worked out once per kernel and kinds of arguments, and held to what the
+kernel takes; after that a launch fills one buffer and calls ``cuLaunchKernel``.
+"""
+
+import ctypes
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from fmtsim.errors import DeviceError
+
+SLOT = 16  # every argument begins at a multiple of as many bytes, which suits structures of 16-byte words too
+ANNOUNCED = 48 * 1024  # more bytes of dynamic shared memory than this must be announced to the driver
+NO_CONTEXT = (201, 400)  # errors of a thread that has not used CUDA: it has no context, and its stream 0 no device
+REFUSALS = {
+    1: "the grid, the block or the shared memory is larger than the device allows",
+    2: "the device is out of memory; free tensors or call torch.cuda.empty_cache()",
+    209: "the kernel was compiled for another architecture",
+    701: "a block needs more registers or shared memory than a multiprocessor has",
+}
+
+_raw_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+class Kernel:
+    """A kernel on one device; calling it launches it on torch's current stream of that device.
+
+    Args:
+        handle: What cuda-core's ``ObjectCode.get_kernel`` returned.
+        name: The kernel's name, for messages.
+        index: Number of the device.
+    """
+
+    __slots__ = ("_context", "_function", "_handle", "_index", "_launch", "_layouts", "_name", "_shared", "_sizes")
+
+    def __init__(self, handle: Any, name: str, index: int) -> None:
+        from cuda.bindings import driver
+
+        self._handle, self._name, self._index = handle, name, index  # the handle keeps the module loaded
+        self._launch = driver.cuLaunchKernel
+        self._layouts: dict[tuple[type, ...], _Layout] = {}
+        self._shared = ANNOUNCED
+        with torch.cuda.device(index):
+            torch.cuda.current_stream().query()  # makes the device's context the thread's
+            self._context = checked(driver.cuCtxGetCurrent(), name)
+            self._function = checked(driver.cuKernelGetFunction(driver.CUkernel(int(handle.handle))), name)
+            checked(driver.cuFuncLoad(self._function), name)  # a graph could not capture that
+        self._sizes = [parameter.size for parameter in handle.arguments_info]
+
+    def __call__(
+        self, grid: int | tuple[int, ...], block: int | tuple[int, ...], *arguments: Any, shared: int = 0
+    ) -> None:
+        """Launch: tensors pass their address, None a null pointer, numpy scalars their value, bytes a structure.
+
+        ``grid`` and ``block`` are ints or tuples of up to three; ``shared`` is the dynamic shared memory in bytes.
+
+        Raises:
+            DeviceError: The driver refuses the launch.
+            TypeError: The arguments are not what the kernel takes.
+        """
+        layout = self._layouts.get(tuple(map(type, arguments))) or self._lay_out(arguments)
+        if shared > self._shared:
+            self._announce(shared)
+        blocks = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+        threads = (block, 1, 1) if isinstance(block, int) else (*block, 1, 1)[:3]
+        memory = layout.fill(arguments)
+        if _current_device() == self._index:
+            stream = _raw_stream(self._index)
+            (error,) = self._launch(self._function, *blocks, *threads, shared, stream, memory.address, 0)
+            if error and int(error) in NO_CONTEXT:
+                error = self._launch_in_context(blocks, threads, shared, memory.address)
+        else:
+            with torch.cuda.device(self._index):
+                error = self._launch_in_context(blocks, threads, shared, memory.address)
+        layout.free.append(memory)
+        if error:
+            raise self._refused(int(error), f"grid={grid}, block={block}, shared={shared}")
+
+    def _launch_in_context(self, blocks: tuple[int, ...], threads: tuple[int, ...], shared: int, address: int) -> Any:
+        """Make the device's context the thread's and launch."""
+        from cuda.bindings import driver
+
+        checked(driver.cuCtxSetCurrent(self._context), self._name)
+        stream = _raw_stream(self._index)
+        return self._launch(self._function, *blocks, *threads, shared, stream, address, 0)[0]
+
+    def _refused(self, error: int, how: str) -> DeviceError:
+        hint = f"; {REFUSALS[error]}" if error in REFUSALS else ""
+        return DeviceError(
+            f"{self._name} cannot be launched on cuda:{self._index} with {how}: {_words_of(error)}{hint}"
+        )
+
+    def _announce(self, shared: int) -> None:
+        """Allow launches with this much dynamic shared memory."""
+        from cuda.bindings import driver
+
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (error,) = driver.cuFuncSetAttribute(self._function, attribute, shared)
+        if int(error):
+            raise self._refused(int(error), f"shared={shared}")
+        self._shared = shared
+
+    def _lay_out(self, arguments: tuple[Any, ...]) -> "_Layout":
+        layout = _Layout(arguments)
+        if layout.sizes != self._sizes:
+            raise TypeError(f"{self._name} takes arguments of {self._sizes} bytes, not of {layout.sizes}")
+        self._layouts[tuple(map(type, arguments))] = layout
+        return layout
+
+
+class _Memory:
+    """Bytes that hold the arguments of one launch, and the pointers to them that the driver wants."""
+
+    __slots__ = ("address", "bytes", "pointers")
+
+    def __init__(self, offsets: list[int], size: int) -> None:
+        self.bytes = ctypes.create_string_buffer(size + SLOT)
+        start = -ctypes.addressof(self.bytes) % SLOT
+        self.bytes = (ctypes.c_char * size).from_buffer(self.bytes, start)
+        base = ctypes.addressof(self.bytes)
+        self.pointers = (ctypes.c_void_p * max(len(offsets), 1))(*(base + offset for offset in offsets))
+        self.address = ctypes.addressof(self.pointers)
+
+
+class _Layout:
+    """Where arguments of certain types lie; ``free`` holds memory that no launch is using, whatever the thread."""
+
+    __slots__ = ("_offsets", "_pack", "_pointers", "_size", "_structures", "free", "sizes")
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        codes = [_code(value) for value in arguments]
+        self.sizes = [struct.calcsize(f"={code}") for code in codes]
+        self._offsets, self._size = [], 0
+        text = "="
+        for code, size in zip(codes, self.sizes, strict=True):
+            self._offsets.append(self._size)
+            text += f"{code}{-size % SLOT}x"
+            self._size += size + -size % SLOT
+        self._structures = [(i, size) for i, size in enumerate(self.sizes) if isinstance(arguments[i], bytes)]
+        self._pointers = [i for i, value in enumerate(arguments) if value is None or isinstance(value, torch.Tensor)]
+        self._pack = struct.Struct(text).pack_into
+        self.free: list[_Memory] = []
+
+    def fill(self, arguments: tuple[Any, ...]) -> _Memory:
+        """Return memory that holds the arguments; put it back into ``free`` after the launch, which copies it."""
+        for place, size in self._structures:
+            if len(arguments[place]) != size:
+                raise TypeError(f"a structure of {size} bytes was given {len(arguments[place])}")
+        try:
+            memory = self.free.pop()
+        except IndexError:
+            memory = _Memory(self._offsets, self._size)
+        values = list(arguments)
+        for place in self._pointers:
+            value = values[place]
+            values[place] = 0 if value is None else value.data_ptr()
+        self._pack(memory.bytes, 0, *values)
+        return memory
+
+
+def _code(value: Any) -> str:
+    """Return the code of ``struct`` for an argument."""
+    if value is None or isinstance(value, torch.Tensor):
+        return "Q"
+    if isinstance(value, bytes):
+        return f"{len(value)}s"
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
+        kind = {"b": "?", "i": " bh i   q", "u": " BH I   Q", "f": "  e f   d"}[value.dtype.kind]
+        return kind[value.dtype.itemsize if len(kind) > 1 else 0]
+    raise TypeError(f"{value!r} has no width in C; wrap it in a numpy scalar")
+
+
+def checked(answer: tuple[Any, ...], what: str) -> Any:
+    """Return the first result of a call of the driver, or raise its error as a DeviceError."""
+    error, *results = answer
+    if int(error):
+        raise DeviceError(f"{what}: {_words_of(int(error))}")
+    return results[0] if results else None
+
+
+def _words_of(error: int) -> str:
+    from cuda.bindings import driver
+
+    status, text = driver.cuGetErrorString(driver.CUresult(error))
+    return f"{driver.CUresult(error).name} ({text.decode() if not int(status) else error})"

@@ -1,0 +1,51 @@
+"""Whether a call needs torch's dispatcher at all: without it a verb costs a small fraction of the host's time.
+
+The dispatcher, and the operators behind it, serve autograd, ``torch.compile``, vmap, fake and functional tensors and
+modes of users. A plain tensor under none of them goes to its engine directly. What is asked here is semi-public: where
+torch lacks any of it, every call takes the dispatcher.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.autograd import forward_ad
+
+
+def _states() -> tuple[frozenset[int], frozenset[int]]:
+    """Return the dispatch keys of plain tensors and those of a thread without modes; with and without inference."""
+    keys = torch._C.DispatchKey
+    none = torch._C.DispatchKeySet.from_raw_repr(0)
+    tensors = set()
+    for device in ("CPU", "CUDA"):
+        bare = none.add(getattr(keys, device)).add(getattr(keys, f"Autocast{device}"))
+        tensors |= {bare.raw_repr(), bare.add(keys.ADInplaceOrView).add(getattr(keys, f"Autograd{device}")).raw_repr()}
+    bare = none.add(keys.BackendSelect)
+    return frozenset(tensors), frozenset({bare.raw_repr(), bare.add(keys.ADInplaceOrView).raw_repr()})
+
+
+try:
+    _tensors, _threads = _states()
+    _keys_of: Callable[[torch.Tensor], torch._C.DispatchKeySet] = torch._C._dispatch_keys
+    _keys_of_thread: Callable[[], torch._C.DispatchKeySet] = torch._C._dispatch_tls_local_include_set
+    _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+    _level = forward_ad._current_level
+except AttributeError:
+    _tensors = frozenset()
+
+_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Say whether nothing but the engine has to see an operation on x: no gradient, subclass, transform or mode.
+
+    Not for code that torch.compile traces: ask ``torch.compiler.is_compiling()`` first.
+    """
+    return (
+        type(x) in _TYPES
+        and not (x.requires_grad and torch.is_grad_enabled())
+        and len(_tensors) > 0
+        and _keys_of(x).raw_repr() in _tensors
+        and _keys_of_thread().raw_repr() in _threads
+        and _function_modes() == 0
+        and forward_ad._current_level < 0
+    )

@@ -1,0 +1,64 @@
+"""A pretended device: what ``fmtsim.cuda.runtime`` says while kernels run on the host."""
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from fmtsim.cuda import runtime
+from tests.cuda.emulator.kernels import HostKernel
+
+FIRST = 1000  # numbers of pretended devices: what engines cache for them never meets a real device
+SHARED = {(8, 0): 166912, (8, 6): 101376, (8, 9): 101376, (12, 0): 101376}
+
+
+@contextmanager
+def emulated(
+    capability: tuple[int, int] = (9, 0), *, multiprocessors: int = 4, reversed_order: bool = False
+) -> Iterator[None]:
+    """Let the engine run on CPU tensors as if they were on a device of a compute capability.
+
+    ``multiprocessors`` is small, so that persistent kernels run several waves; ``reversed_order`` runs threads and
+    blocks backwards.
+    """
+    major, minor = capability
+    device = FIRST + 2 * (10 * major + minor) + reversed_order
+    kernels: dict[Any, HostKernel] = {}
+
+    def kernel(file: str, name: str, index: int, defines: runtime.Defines = ()) -> HostKernel:
+        key = (file, name, tuple(defines))
+        if key not in kernels:
+            kernels[key] = HostKernel(file, name, defines, capability, reversed_order=reversed_order)
+        return kernels[key]
+
+    pretended = {
+        "kernel": kernel,
+        "device_index": lambda tensor: device,
+        "capability": lambda index: capability,
+        "architecture": lambda index: f"sm_{major}{minor}",
+        "multiprocessors": lambda index: multiprocessors,
+        "shared_limit": lambda index: SHARED.get(capability, 232448),
+        "available": lambda device=None: True,
+        "why_unavailable": lambda device=None: None,
+    }
+    with replaced(pretended):
+        yield
+
+
+@contextmanager
+def replaced(stand_ins: dict[str, Any]) -> Iterator[None]:
+    """Replace functions of ``fmtsim.cuda.runtime`` there and in every module of the engine that holds them by name."""
+    folder = Path(runtime.__file__).parent
+    for module in pkgutil.iter_modules([str(folder)]):  # one imported later would keep a stand-in for good
+        importlib.import_module(f"fmtsim.cuda.{module.name}")
+    with ExitStack() as stack:
+        originals = {name: getattr(runtime, name) for name in stand_ins}
+        for module in [module for name, module in sys.modules.items() if name.startswith("fmtsim.cuda")]:
+            for name, stand_in in stand_ins.items():
+                if getattr(module, name, None) is originals[name]:
+                    stack.enter_context(mock.patch.object(module, name, stand_in))
+        yield

@@ -1,0 +1,260 @@
+"""Small calls of every kernel, to be run from the repository's root under NVIDIA's compute-sanitizer, on a GPU::
+
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1   # every tensor has memory of its own, or overruns go unseen
+    compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 3 python -m tests.cuda.sanitize
+    compute-sanitizer --tool racecheck --report-api-errors no --error-exitcode 3 python -m tests.cuda.sanitize --few
+
+The driver is asked for functions that it may lack when its bindings are loaded; that is no error of a kernel.
+Nothing is compared here: that is what the tests do. Calls run in an order that does not change; sizes are such that
+rows, vectors, tiles and warps are cut off in their middle, and operands begin where no vector does. At the end the
+script names the kernels that no call has reached and exits with status 1 where there are any. ``--few`` leaves out
+repetitions (racecheck is slow), ``--host`` runs on the emulator, ``--only casts,blocks,products`` some parts.
+"""
+
+import argparse
+import contextlib
+import importlib
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from unittest import mock
+
+import torch
+
+import fmtsim
+from fmtsim.cuda import runtime, warm
+from fmtsim.formats.packing import code_dtype
+from fmtsim.ops import CastSpec, RandomKey
+from fmtsim.rounding.modes import Rounding
+from tests.cpu.test_gemm import addend, operand, spec_of, unit_scales
+from tests.cuda.emulator import emulated
+from tests.cuda.emulator.patching import replaced
+
+CASTS = importlib.import_module("fmtsim.cuda.casts")
+DOOR = importlib.import_module("fmtsim.cuda.gemm")
+
+ELEMENTS = (
+    "e4m3",
+    "e2m1",
+    "bf16",
+    "e5m2fnuz",
+    "int8",
+    "int5",
+    "uint3",
+    "nf4",
+    "lns8_g8",
+    "e8m0",
+    "p3109_k8p3se",
+    "fp32",
+)
+BLOCKS = (
+    "mxfp8_e4m3", "mxfp6_e3m2", "mxfp4", "mxint8", "nvfp4", "nvfp4_16x16", "e4m3_1x128", "e4m3_128x128_pow2",
+    "e4m3_tensor", "e4m3_channel", "int4_g32", "uint4_g32_zp", "nf4_g64", "lns8_channel",
+)  # fmt: skip
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ROUNDINGS = ("nearest_even", "toward_zero", "nearest_away", "up", "stochastic")
+PLANS = (
+    {},
+    {"k_tile": 32, "split": 3, "reduce": "pairwise"},
+    {"k_tile": 16, "split": 2, "partial": "bf16"},
+    {"promote_every": 32},
+)
+
+
+def specs(name: str, dim: int = -1, few: bool = False) -> Iterator[CastSpec]:
+    """Yield casts to a format with several roundings and both overflows."""
+    fmt = fmtsim.get_format(name)
+    for place, mode in enumerate(ROUNDINGS[:: 4 if few else 1]):
+        overflow = ("saturate", "ieee")[place % 2]
+        yield CastSpec(format=fmt, rounding=Rounding(mode=mode), overflow=overflow, dim=dim)
+
+
+def layouts(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield tensors of a shape: whole, beginning behind a vector's first element, and transposed."""
+    generator = torch.Generator().manual_seed(shape[-1])
+    x = torch.randn(shape, generator=generator, dtype=torch.float64) * 8
+    x.view(-1)[::17] = torch.tensor([0.0, -0.0, float("inf"), float("nan")]).repeat(x.numel())[: len(x.view(-1)[::17])]
+    x = x.to(dtype).to(device)
+    yield x
+    late = torch.empty(x.numel() + 1, dtype=dtype, device=device)[1:].view(shape)
+    yield late.copy_(x)
+    if x.dim() == 2:
+        yield x.T.contiguous().T
+
+
+def cast(x: torch.Tensor, spec: CastSpec) -> None:
+    """Call every verb of casts on one tensor."""
+    random = RandomKey(3, 5) if spec.rounding.mode == "stochastic" else None
+    for dtype in {x.dtype, torch.float32, torch.float64}:
+        out = torch.empty(x.shape, dtype=dtype, device=x.device)
+        if CASTS.supports("quantize", spec, x, out):
+            CASTS.quantize(x, spec, random, out)
+    if CASTS.supports("encode", spec, x):
+        parts = CASTS.encode(x, spec, random)
+        assert parts.codes.dtype == code_dtype(spec.format.bits)
+        for dtype in {torch.float32, x.dtype}:
+            out = torch.empty(x.shape, dtype=dtype, device=x.device)
+            if CASTS.supports("decode", spec, out):
+                CASTS.decode(parts, spec, out)
+    if CASTS.supports("encode_packed", spec, x):
+        CASTS.encode_packed(x, spec, random)
+
+
+def casts(device: torch.device, few: bool) -> None:
+    """Cast to formats of single elements."""
+    shapes = ((37, 129),) if few else ((1,), (1031,), (37, 129))
+    for name, dtype, shape in itertools.product(ELEMENTS, DTYPES, shapes):
+        if few and name != "e4m3" and dtype in (torch.float16, torch.float64):
+            continue
+        for x, spec in itertools.product(layouts(shape, dtype, device), specs(name, few=few or len(shape) == 1)):
+            cast(x, spec)
+    x = next(layouts((37, 129), torch.float32, device))
+    for name in ("nf4", "lns8_g8"):  # enough elements for a table
+        cast(next(layouts(((1 << 16) + 5,), torch.float32, device)), next(specs(name)))
+    words = torch.randint(0, 1 << 8, x.shape, generator=torch.Generator().manual_seed(0)).to(device)
+    spec = CastSpec(
+        format=fmtsim.get_format("e4m3"), rounding=Rounding(mode="stochastic", random_bits=8), overflow="saturate"
+    )
+    CASTS.quantize(x, spec, words, torch.empty_like(x))
+    CASTS.encode(x, spec, words)
+
+
+def blocks(device: torch.device, few: bool) -> None:
+    """Cast to block formats along both dimensions."""
+    shapes = ((33, 257), (64, 128)) if few else ((1, 1), (7, 96), (33, 257), (128, 256))
+    for name, dtype, shape, dim in itertools.product(BLOCKS, DTYPES, shapes, (-1, -2)):
+        if few and name != "nvfp4" and dtype in (torch.float16, torch.float64):
+            continue
+        for x, spec in itertools.product(layouts(shape, dtype, device), specs(name, dim, few=True)):
+            cast(x, spec)
+    transforms(device)
+    both = importlib.import_module("fmtsim.cuda.orientations")
+    for name, shape in itertools.product(("mxfp8_e4m3", "nvfp4", "e4m3_1x128"), ((64, 256), (33, 257))):
+        spec = next(specs(name))
+        for x, turned in itertools.product(layouts(shape, torch.bfloat16, device), (False, True)):
+            both.quantize_both(x, spec, torch.bfloat16, transposed=turned)
+            if both.holds_bare(spec):
+                both.quantize_both(x, spec, torch.bfloat16, transposed=turned, bare=True)
+            both.encode_both(x, spec, packed=turned)
+
+
+def transforms(device: torch.device) -> None:
+    """Call what casts of blocks have beside them: Hadamard transforms, counts of what was lost, scaled results."""
+    hadamard = importlib.import_module("fmtsim.cuda.hadamard")
+    statistics = importlib.import_module("fmtsim.cuda.statistics")
+    outputs = importlib.import_module("fmtsim.cuda.outputs")
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(1000, dtype=dtype, device=device)
+        statistics.quantize_counted(x, next(specs("e4m3")), None, torch.empty_like(x))
+    for name, dtype in itertools.product(("nvfp4", "mxfp8_e4m3", "e4m3_1x128"), (torch.bfloat16, torch.float32)):
+        spec = next(specs(name))
+        for x in layouts((33, 384), dtype, device):
+            statistics.quantize_counted(x, spec, None, torch.empty_like(x))
+            signs = torch.ones(128, device=device)
+            for size, mask in ((16, None), (128, 0xF0F0), (128, signs)):
+                hadamard.hadamard(x, size, mask)
+                hadamard.quantize_hadamard(x, size, mask, spec, None, torch.empty(x.shape, dtype=dtype, device=device))
+                hadamard.encode_hadamard(x, size, mask, spec, None, packed=name == "nvfp4")
+    y, scale = torch.ones(5, 36, device=device), torch.ones((), device=device)
+    for dtype, bias in itertools.product((torch.float32, torch.bfloat16, torch.float16), (None, y[0])):
+        outputs.scale_output(y, (scale, None), bias, dtype)
+        outputs.scale_output(y, (scale, scale), bias, dtype)
+
+
+def products(device: torch.device, few: bool) -> None:
+    """Multiply on every unit, by every path that takes the product and by the general one."""
+    shapes = ((5, 3, 40), (130, 70, 96)) if few else ((1, 1, 1), (5, 3, 40), (130, 70, 96), (64, 129, 67))
+    paths = (DOOR._FAST, (DOOR.gemm_single,), ())
+    for unit in fmtsim.list_units():
+        for mode in fmtsim.get_unit(unit).modes[:: 2 if few else 1]:
+            names = mode.inputs or ("bf16", "fp32")
+            for (m, n, k), plan in itertools.product(shapes, PLANS[: 2 if few else None]):
+                spec = spec_of(mode.datapath, names[0], names[-1], fmtsim.GemmPlan(**plan))
+                for place, path in enumerate(paths):
+                    multiply(spec, (m, n, k), device, path, kind=("normal", "special", "wide")[place])
+
+
+def multiply(spec, shape: tuple[int, int, int], device: torch.device, path: tuple[ModuleType, ...], kind: str) -> None:
+    """Multiply once, with an addend and scales wherever there are some."""
+    m, n, k = shape
+    kind = "normal" if "fp64" in (spec.a.name, spec.b.name) else kind
+    a, b = (operand(fmt.name, rows, k, kind, rows).to(device) for fmt, rows in ((spec.a, m), (spec.b, n)))
+    if not DOOR.supports_gemm(spec, a, b):
+        return
+    scales = [unit_scales(spec, rows, k, kind, 1) for rows in (m, n)]
+    scales = [None if scale is None else scale.to(device) for scale in scales]
+    for c in (None, addend(spec, m, n, "normal", 2).to(device)):
+        out = torch.empty(m, n, dtype=addend(spec, 1, 1, "normal", 0).dtype, device=device)
+        kept, DOOR._FAST = DOOR._FAST, path
+        try:
+            DOOR.gemm(a, b, c, *scales, spec, RandomKey(1, 2), out)
+        finally:
+            DOOR._FAST = kept
+
+
+def compile_all() -> None:
+    """Compile what the calls need at once, so that the disk has it: one by one takes minutes."""
+    arch, chosen = runtime.architecture(0), warm.variants(runtime.capability(0))
+    with ThreadPoolExecutor() as pool:
+        for _ in pool.map(lambda variant: runtime.compiled(variant[0], arch, variant[2]), chosen):
+            pass
+
+
+PARTS = {"casts": casts, "blocks": blocks, "products": products}
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[set[tuple[str, str]]]:
+    """Collect the files and names of the kernels that are fetched."""
+    fetched: set[tuple[str, str]] = set()
+    fetch = runtime.kernel
+
+    def kernel(file, name, index, defines=()):
+        fetched.add((file, name))
+        return fetch(file, name, index, defines)
+
+    with replaced({"kernel": kernel}):
+        yield fetched
+
+
+def run(device: torch.device, parts: tuple[str, ...], few: bool) -> set[tuple[str, str]]:
+    """Make the calls and return the kernels that they reached."""
+    cpu = importlib.import_module("fmtsim.cpu")
+    with (
+        recorded() as fetched,
+        mock.patch.object(cpu, "supports", lambda *_: False),
+    ):  # no kernels to compile for operands
+        for part in parts:
+            start = time.perf_counter()
+            PARTS[part](device, few)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            print(f"{part}: {time.perf_counter() - start:.1f} s, {len(fetched)} kernels", flush=True)
+    return fetched
+
+
+def main() -> int:
+    """Run the script."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--few", action="store_true")
+    parser.add_argument("--host", action="store_true")
+    parser.add_argument("--only", default=",".join(PARTS))
+    arguments = parser.parse_args()
+    parts = tuple(arguments.only.split(","))
+    if arguments.host:
+        with emulated():
+            capability, fetched = runtime.capability(0), run(torch.device("cpu"), parts, arguments.few)
+    else:
+        compile_all()
+        capability, fetched = runtime.capability(0), run(torch.device("cuda"), parts, arguments.few)
+    missed = sorted({(file, name) for file, name, _ in warm.variants(capability)} - fetched)
+    for file, name in missed:
+        print(f"not reached: {name} of {file}")
+    return 1 if missed and len(parts) == len(PARTS) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

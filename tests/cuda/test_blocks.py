@@ -1,0 +1,297 @@
+"""Block formats on the device: the bits of the CPU engine, for every format, rule, rounding, layout and dtype."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import fmtsim
+from fmtsim import cpu
+from fmtsim.cuda import blocks
+from fmtsim.cuda.block_fast import CODES, PACKED, fast_defines, is_drawn, output_of
+from fmtsim.cuda.block_jobs import BlockJob
+from fmtsim.cuda.block_parameters import CODE_DTYPES, DTYPES
+from fmtsim.encoded import Encoded
+from fmtsim.formats.block import BlockFormat, scaled
+from fmtsim.formats.representable import result_dtype
+from fmtsim.ops import CastSpec, RandomKey
+from fmtsim.rounding.modes import MODES, Rounding
+
+SPECIAL = (float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-40, -1e-40, 3e38, 6e-8, -1e-30)
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+KEY = RandomKey(0x1234567890ABCDEF, 5)
+NAMES = sorted(name for name in fmtsim.list_formats() if isinstance(fmtsim.get_format(name), BlockFormat))
+SLOW = pytest.mark.slow
+
+
+def numbers(shape, dtype, seed=0, special=True):
+    """Return normal numbers over many binades, with whole blocks of zeros, tiny, huge and special ones."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    x = x * torch.exp2(torch.randint(-6, 6, shape, generator=generator).double())
+    if special and x.dim():
+        flat = x.view(-1)
+        for i, value in enumerate(SPECIAL):
+            flat[(i * 997 + 13) % flat.numel()] = value
+        rows = x.view(x.shape[0], -1)
+        for row, factor in ((2, 0.0), (3, 1e-38), (4, 1e30), (5, 1e-43)):
+            if row < rows.shape[0]:
+                rows[row] *= factor
+    return x.to(dtype)
+
+
+def spec_of(fmt, mode="nearest_even", dim=-1, overflow=None, **options):
+    fmt = fmtsim.get_format(fmt) if isinstance(fmt, str) else fmt
+    rounding = mode if isinstance(mode, Rounding) else Rounding(mode=mode, **options)
+    return CastSpec(format=fmt, rounding=rounding, overflow=overflow or fmt.default_overflow, dim=dim)
+
+
+def same(a, b):
+    """Say whether two tensors have the same bits; None equals None."""
+    if a is None or b is None:
+        return a is b
+    if a.dtype.is_floating_point and a.dtype == b.dtype:
+        a, b = a.contiguous().view(INTEGERS[a.element_size()]), b.contiguous().view(INTEGERS[b.element_size()])
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.cpu(), b.cpu())
+
+
+def check(x, spec, device, random=None, out_dtype=None):
+    """Hold quantize, encode and decode of the device to the CPU engine's bits."""
+    dtype = out_dtype or result_dtype(spec.format, x.dtype)
+    given = random.to(device) if isinstance(random, torch.Tensor) else random
+    wanted, found = torch.empty(x.shape, dtype=dtype), torch.empty(x.shape, dtype=dtype, device=device)
+    cpu.quantize(x, spec, random, wanted)
+    blocks.quantize_blocks(x.to(device), spec, given, found)
+    assert same(found, wanted), f"values of {spec.format.name} from {x.dtype}"
+    parts = cpu.encode(x, spec, random)
+    coded = blocks.encode_blocks(x.to(device), spec, given)
+    for name, mine, theirs in zip(parts._fields, coded, parts, strict=True):
+        assert same(mine, theirs), f"{name} of {spec.format.name} from {x.dtype}"
+    decoded = torch.empty(x.shape, dtype=dtype, device=device)
+    blocks.decode_blocks(coded, spec, decoded)
+    assert same(decoded, wanted), f"decoded {spec.format.name}"
+
+
+def check_general(x, spec, device, random=None):
+    """Hold the general kernels to the CPU engine's bits, also where faster ones would run."""
+    dtype = result_dtype(spec.format, x.dtype)
+    wanted, found = torch.empty(x.shape, dtype=dtype), torch.empty(x.shape, dtype=dtype, device=device)
+    cpu.quantize(x, spec, random, wanted)
+    BlockJob(x.to(device), found, spec, random).general(DTYPES[dtype], False)
+    assert same(found, wanted), f"values of {spec.format.name} from {x.dtype}, {spec.rounding.mode}"
+    parts = cpu.encode(x, spec, random)
+    job = BlockJob(x.to(device), torch.empty(x.shape, dtype=parts.codes.dtype, device=device), spec, random)
+    job.add_scales(torch.float32)
+    job.general(CODE_DTYPES[parts.codes.dtype], True)
+    for name, mine, theirs in zip(parts._fields, job.parts(), parts, strict=True):
+        assert same(mine, theirs), f"{name} of {spec.format.name} from {x.dtype}, {spec.rounding.mode}"
+
+
+def is_fast(x, spec, random=None):
+    output = output_of(result_dtype(spec.format, x.dtype))
+    return output is not None and is_drawn(spec, random) and fast_defines(spec, x.dtype, output) is not None
+
+
+# Runs and columns: the kernels that are specialised by macros.
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "dim", "mode"),
+    [
+        ("mxfp4", torch.bfloat16, -1, "nearest_even"),
+        ("mxfp8_e4m3", torch.float32, -2, "nearest_even"),
+        pytest.param("mxfp4", torch.bfloat16, -1, "stochastic", marks=SLOW),
+        pytest.param("mxfp4", torch.bfloat16, -2, "stochastic", marks=SLOW),
+        pytest.param("mxfp4", torch.float32, -1, "nearest_even", marks=SLOW),
+        pytest.param("mxfp8_e5m2", torch.float16, -1, "nearest_even", marks=SLOW),
+        pytest.param("mxfp8_e5m2", torch.float16, -2, "nearest_even", marks=SLOW),
+        pytest.param("mxfp8_e4m3_rceil", torch.bfloat16, -1, "nearest_even", marks=SLOW),
+        pytest.param("mxfp6_e2m3", torch.bfloat16, -2, "nearest_even", marks=SLOW),
+        pytest.param("mxfp6_e3m2", torch.float32, -1, "nearest_even", marks=SLOW),
+        pytest.param("mxint8", torch.bfloat16, -1, "nearest_even", marks=SLOW),
+        pytest.param("mxint8", torch.float32, -2, "stochastic", marks=SLOW),
+        ("nvfp4", torch.float32, -1, "nearest_even"),
+        pytest.param("nvfp4", torch.bfloat16, -1, "stochastic", marks=SLOW),
+        pytest.param("nvfp4", torch.bfloat16, -2, "nearest_even", marks=SLOW),
+        pytest.param("e4m3_1x128", torch.bfloat16, -1, "nearest_even", marks=SLOW),
+        pytest.param("e4m3_1x128", torch.float32, -2, "nearest_even", marks=SLOW),
+        pytest.param("e4m3_1x128_pow2", torch.bfloat16, -2, "nearest_even", marks=SLOW),
+        pytest.param("int4_g32", torch.float32, -1, "nearest_even", marks=SLOW),
+        ("e4m3_channel", torch.bfloat16, -1, "nearest_even"),
+        pytest.param("e4m3_tensor", torch.float32, -2, "nearest_even", marks=SLOW),
+        pytest.param("e5m2_tensor", torch.float16, -1, "stochastic", marks=SLOW),
+        pytest.param("int8_tensor", torch.bfloat16, -1, "nearest_even", marks=SLOW),
+        pytest.param("int8_channel", torch.float32, -1, "stochastic", marks=SLOW),
+    ],
+)
+def test_fast_kernels_have_the_bits_of_the_cpu_engine(name, dtype, dim, mode, device):
+    spec, random = spec_of(name, mode, dim), KEY if mode == "stochastic" else None
+    shape = (18, 384) if dim == -1 else (256, 70)
+    x = numbers(shape, dtype)
+    assert is_fast(x, spec, random)
+    check(x, spec, device, random)
+    check(numbers(shape, dtype, 1, special=False), spec, device, random)
+
+
+@SLOW
+@pytest.mark.parametrize("rule", ["floor", "ceil", "even", "rceil"])
+@pytest.mark.parametrize("element", ["e2m1", "e5m2", "e4m3fnuz", "int4_full", "int8_f6"])
+def test_power_of_two_rules(element, rule, device):
+    fmt = scaled(fmtsim.get_format(element), (1, 64), rule)
+    check(numbers((16, 256), torch.bfloat16), spec_of(fmt), device)
+
+
+@SLOW
+@pytest.mark.parametrize("arithmetic", ["divide", "reciprocal", "encode"])
+@pytest.mark.parametrize("scale", ["fp32", "e4m3", "bf16", "fp16", "ue5m3"])
+def test_real_rules(arithmetic, scale, device):
+    fmt = scaled(fmtsim.get_format("e2m3"), (1, 16))
+    fmt = dataclasses.replace(fmt, arithmetic=arithmetic, scale=fmtsim.get_format(scale))
+    check(numbers((16, 64), torch.float32), spec_of(fmt), device)
+    check(numbers((64, 16), torch.bfloat16), spec_of(fmt, dim=-2), device)
+
+
+@SLOW
+@pytest.mark.parametrize("run", [16, 32, 64, 96, 128, 256, 512, 1024, 2048])
+def test_lengths_of_blocks(run, device):
+    fmt = scaled(fmtsim.get_format("e4m3"), (1, run), "floor")
+    for dtype in (torch.float32, torch.bfloat16):
+        check(numbers((6, 2 * run), dtype), spec_of(fmt), device)
+    check(numbers((2 * run, 6), torch.bfloat16), spec_of(fmt, dim=-2), device)
+
+
+# The general kernels: one code for everything.
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_general_kernels_have_the_bits_of_the_cpu_engine(name, device):
+    for dtype, dim in ((torch.float32, -1), (torch.float64, -2), (torch.bfloat16, -2), (torch.float16, -1)):
+        check_general(numbers((9, 150), dtype), spec_of(name, dim=dim), device)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "mxint8", "uint4_g32_zp", "nf4_g64", "lns8_channel", "e4m3_1x128"])
+def test_general_kernels_in_every_rounding(name, mode, device):
+    random = KEY if mode == "stochastic" else None
+    for overflow in ("saturate", "ieee"):
+        check_general(numbers((7, 100), torch.float32), spec_of(name, mode, overflow=overflow), device, random)
+
+
+@pytest.mark.parametrize(
+    "rounding",
+    [
+        Rounding(mode="stochastic", random_bits=8, layout="cvt_rs"),
+        Rounding(mode="stochastic", random_bits=13, layout="cvt_rs"),
+        Rounding(mode="stochastic", random_bits=5, variant="b"),
+        Rounding(mode="stochastic", random_bits=11, variant="c"),
+    ],
+)
+def test_random_bits_and_given_words(rounding, device):
+    x = numbers((5, 96), torch.bfloat16)
+    words = torch.randint(0, 1 << rounding.bits, x.shape, generator=torch.Generator().manual_seed(3))
+    for name in ("mxfp4", "nvfp4", "uint4_g32_zp"):
+        for dim in (-1, -2):
+            check(x, spec_of(name, rounding, dim), device, KEY, torch.float32)
+            if rounding.layout == "word":
+                check(x, spec_of(name, rounding, dim), device, words, torch.float32)
+
+
+@pytest.mark.parametrize("block", [(1, 24), (3, 5), (None, 7), (4, None), (128, 128), (None, None), (1, 1)])
+def test_blocks_of_any_size_and_short_ones(block, device):
+    for rule in ("floor", "amax"):
+        fmt = scaled(fmtsim.get_format("e3m2"), block, rule)
+        for shape, dim in (((13, 37), -1), ((5, 6, 7), -2), ((5, 6, 7), -3), ((41,), -1), ((1, 3), -2)):
+            check(numbers(shape, torch.float32), spec_of(fmt, dim=dim), device)
+    zero_points = dataclasses.replace(fmtsim.get_format("uint4_g32_zp"), block=block)
+    check(numbers((13, 37), torch.float32), spec_of(zero_points), device)
+
+
+def test_strides_views_and_results_in_place(device):
+    spec = spec_of("mxfp4")
+    x = numbers((64, 96), torch.bfloat16)
+    held = numbers((130, 200), torch.bfloat16)
+    views = [x.t(), held[1:65, 3:99], held[::2, 8:104], numbers((4, 6, 64), torch.bfloat16).transpose(0, 1)]
+    for view in views:
+        for dim in (-1, -2):
+            wanted = torch.empty(view.shape, dtype=view.dtype)
+            cpu.quantize(view, dataclasses.replace(spec, dim=dim), None, wanted)
+            moved = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=device).copy_(view)
+            found = torch.empty_like(moved)
+            blocks.quantize_blocks(moved, dataclasses.replace(spec, dim=dim), None, found)
+            assert same(found, wanted)
+            blocks.quantize_blocks(moved, dataclasses.replace(spec, dim=dim), None, moved)
+            assert same(moved, wanted)
+
+
+def test_dtypes_of_results(device):
+    x = numbers((6, 64), torch.float32)
+    for name in ("mxfp8", "nvfp4", "int4_g32"):
+        spec = spec_of(name)
+        wide = torch.empty(x.shape, dtype=torch.float64)
+        cpu.quantize(x, spec, None, wide)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            found = torch.empty(x.shape, dtype=dtype, device=device)
+            blocks.quantize_blocks(x.to(device), spec, None, found)
+            wanted = fmtsim.quantize(wide, dtype, overflow="ieee", out_dtype=dtype)
+            assert same(found, wanted), (name, dtype)
+
+
+def test_empty_and_single_elements(device):
+    for name in ("mxfp4", "nvfp4", "e4m3_tensor", "uint8_channel_zp"):
+        spec = spec_of(name)
+        for shape in ((), (1,), (0,), (0, 32), (3, 0), (1, 1)):
+            x = torch.full(shape, 1.3)
+            check(x, spec, device)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "dim"),
+    [
+        ("mxfp4", torch.bfloat16, -1),
+        ("int4_g32", torch.float32, -2),
+        pytest.param("mxfp4", torch.float32, -1, marks=SLOW),
+        pytest.param("nvfp4", torch.bfloat16, -1, marks=SLOW),
+        pytest.param("nvfp4", torch.float32, -2, marks=SLOW),
+        pytest.param("mxfp6_e2m3", torch.bfloat16, -1, marks=SLOW),
+        pytest.param("mxfp6_e3m2", torch.float32, -1, marks=SLOW),
+        pytest.param("mxfp8_e4m3", torch.bfloat16, -1, marks=SLOW),
+        pytest.param("mxfp8_e4m3", torch.bfloat16, -2, marks=SLOW),
+        pytest.param("e4m3_1x128", torch.bfloat16, -1, marks=SLOW),
+        pytest.param("uint4_g32_zp", torch.float32, -1, marks=SLOW),
+        pytest.param("nf4_g64", torch.float32, -2, marks=SLOW),
+    ],
+)
+def test_packed_codes_are_those_of_encoded(name, dtype, dim, device):
+    spec = spec_of(name, dim=dim)
+    x = numbers((128, 256) if dim == -1 else (256, 64), dtype)
+    wanted = Encoded.from_parts(cpu.encode(x, spec, None), spec.format, x.shape, dim)
+    found = blocks.encode_blocks(x.to(device), spec, None, packed=True)
+    for name in ("codes", "scales", "tensor_scale", "offsets"):
+        assert same(getattr(found, name), getattr(wanted, name)), name
+
+
+def test_what_is_covered(device):
+    assert blocks.covers_blocks("quantize", spec_of("mxfp4"), torch.float32, torch.bfloat16)
+    assert not blocks.covers_blocks("quantize", spec_of("mxfp4"), torch.int32)
+    assert not blocks.covers_blocks("quantize", spec_of("e4m3"), torch.float32)
+    wide = dataclasses.replace(fmtsim.get_format("uint8_tensor_zp"), element=fmtsim.get_format("uint16"))
+    assert blocks.covers_blocks("encode", spec_of(wide), torch.float32)
+    assert fast_defines(spec_of("mxfp4", overflow="ieee"), torch.float32, 0) is None
+    assert fast_defines(spec_of("nf4_g64"), torch.float32, CODES) is None
+    assert fast_defines(spec_of("int8_channel"), torch.float32, PACKED) is not None
+
+
+@pytest.mark.parametrize("planted", ["scale", "element", "block"])
+def test_planted_errors_are_caught(planted, emulated, monkeypatch):
+    spec = spec_of("mxfp4")
+    x = numbers((4, 64), torch.bfloat16, special=False)
+    wrong = {
+        "scale": dataclasses.replace(spec, format=dataclasses.replace(spec.format, scale_rule="ceil")),
+        "element": dataclasses.replace(spec, rounding=Rounding(mode="nearest_away")),
+        "block": dataclasses.replace(spec, format=dataclasses.replace(spec.format, block=(1, 64))),
+    }[planted]
+    real = blocks.quantize_blocks
+    monkeypatch.setattr(blocks, "quantize_blocks", lambda x, _, random, out: real(x, wrong, random, out))
+    x[0, 0] = 1.25 * x[0, :32].abs().max().log2().floor().exp2() / 4  # a tie under every scale
+    with pytest.raises(AssertionError, match="values of mxfp4"):
+        check(x, spec, torch.device("cpu"))

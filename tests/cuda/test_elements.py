@@ -1,0 +1,320 @@
+"""Casts of element formats by the CUDA kernels: every bit is that of the CPU engine, on the host and on a GPU."""
+
+import importlib
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fmtsim
+from fmtsim.analysis.stats import OperandStats
+from fmtsim.cuda import casts, elements, grid
+from fmtsim.cuda.buckets import layout_of
+from fmtsim.cuda.statistics import quantize_counted
+from fmtsim.encoded import Encoded
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.representable import result_dtype
+from fmtsim.ops import CastSpec, RandomKey
+from fmtsim.rounding.modes import Rounding
+from fmtsim.rounding.philox import random_integer
+from tests.engines.cases import ROUNDINGS, adversarial, element_formats
+from tests.engines.compare import DTYPES, bits, check, differing, words_for
+
+cpu = importlib.import_module("fmtsim.cpu")
+
+NEAREST = Rounding()
+STOCHASTIC = Rounding(mode="stochastic")
+LAYOUTS = [
+    STOCHASTIC,
+    Rounding(mode="stochastic", random_bits=5, variant="b"),
+    Rounding(mode="stochastic", random_bits=32, variant="b"),
+    Rounding(mode="stochastic", random_bits=8, layout="cvt_rs"),
+    Rounding(mode="stochastic", random_bits=13, layout="cvt_rs"),
+]
+KEY = RandomKey(0x0123456789ABCDEF, 0xFEDCBA9876543210)
+# One of each kind: how it rounds, where it ends, what it lacks. Kernels are compiled on the host too: a few by default.
+SAMPLE = ["e4m3", "e8m0", "fp64", "int8", "int4_half", "nf4", "lns8_g8"]
+MORE = ["e5m2", "e4m3fnuz", "e2m1", "bf16", "fp32", "p3109_k4p1ue", "ue5m3", "int4_full", "uint4"]
+EVERY = [name for name in element_formats() if name != "lns16_g2048"]
+
+
+def spec_of(name: str, rounding: Rounding = NEAREST, overflow: str | None = None, dim: int = -1) -> CastSpec:
+    fmt = get_format(name)
+    return CastSpec(format=fmt, rounding=rounding, overflow=overflow or fmt.default_overflow, dim=dim)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return normal numbers over many binades, with specials where there is room."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-12, 8, shape, generator=generator))
+    if x.numel() > 100:
+        specials = torch.tensor([0.0, -0.0, 1e-42, 3e38, torch.nan, torch.inf, -torch.inf])
+        x.view(-1)[3 : 3 + 9 * len(specials) : 9] = specials
+    return x.to(dtype)
+
+
+def quantized(engine, x, spec, random=None, dtype=None) -> torch.Tensor:
+    out = torch.full(x.shape, 123.0, dtype=dtype or x.dtype, device=x.device)
+    engine.quantize(x, spec, random, out)
+    return out
+
+
+def check_cast(what: str, x: torch.Tensor, spec: CastSpec, random, device, out_dtypes) -> None:
+    """Hold quantize, encode and decode on a device to the CPU engine."""
+    there = x.to(device)
+    sent = random.to(device) if isinstance(random, torch.Tensor) else random
+    for dtype in out_dtypes:
+        if casts.supports("quantize", spec, there, torch.empty(0, dtype=dtype, device=device)):
+            got = quantized(casts, there, spec, sent, dtype).cpu()
+            check(f"{what} to {dtype}", got, quantized(cpu, x, spec, random, dtype), x)
+    expected = cpu.encode(x, spec, random)
+    check(f"encode {what}", casts.encode(there, spec, sent).codes.cpu(), expected.codes, x)
+
+
+def check_format(name: str, device, dtypes, roundings) -> None:
+    points = torch.tensor(adversarial(get_format(name)), dtype=torch.float64)
+    for dtype, (i, rounding), overflow in itertools.product(dtypes, enumerate(roundings), ("saturate", "ieee")):
+        x = points.to(dtype)
+        words = words_for(rounding, x.numel())
+        spec = spec_of(name, rounding, overflow)
+        for random in (None,) if words is None else (words, KEY):
+            outs = (dtype,) if i % 3 else (dtype, torch.float32, torch.float64)
+            check_cast(f"{name} {dtype} {rounding} {overflow}", x, spec, random, device, outs)
+
+
+@pytest.mark.parametrize("name", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+def test_casts_equal_the_cpu_engine(device, name):
+    """Dtypes and a third of the roundings take their turn; the slow test below walks through all."""
+    turn = [*SAMPLE, *MORE].index(name)
+    dtypes = [torch.float32] if name in SAMPLE[1:] else [torch.float32, list(DTYPES.values())[1 + turn % 3]]
+    roundings = [NEAREST, STOCHASTIC, *ROUNDINGS[1 + turn % 3 : -1 : 3]]
+    check_format(name, device, dtypes, roundings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY)
+def test_every_cast_equals_the_cpu_engine(device, name):
+    check_format(name, device, DTYPES.values(), [*ROUNDINGS, *LAYOUTS[1:]])
+
+
+@pytest.mark.parametrize("rounding", LAYOUTS, ids=str)
+def test_a_key_gives_the_words_of_the_definition(device, rounding):
+    x = normal(3, 167, seed=3)
+    for name in ("e4m3", "int8"):
+        check_cast(f"{name} {rounding}", x, spec_of(name, rounding), KEY, device, (torch.float32,))
+
+
+def test_huge_offsets_and_negative_seeds_are_64_bits(device):
+    x = normal(200, seed=4)
+    for key in (RandomKey(-1, -1), RandomKey((1 << 64) - 1, 0), RandomKey(1 << 32, 1 << 63)):
+        check_cast(str(key), x, spec_of("e2m1", STOCHASTIC), key, device, (torch.float32,))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 8, 63, 64, 65, 127, 1000, 4099])
+def test_every_size(device, count):
+    for dtype, random in itertools.product((torch.float32, torch.bfloat16), (None, KEY)):
+        x = normal(count, seed=count, dtype=dtype)
+        spec = spec_of("e4m3", NEAREST if random is None else STOCHASTIC)
+        check_cast(f"{count} {dtype}", x, spec, random, device, (dtype,))
+
+
+@pytest.mark.parametrize("start", range(1, 9))
+def test_misaligned_views(device, start):
+    """Addresses that are not those of whole vectors, the output's like the input's or another; in place too."""
+    for dtype, random in itertools.product((torch.bfloat16,) if start % 4 else (torch.float32,), (None, KEY)):
+        base = normal(400, seed=start, dtype=dtype)
+        spec = spec_of("e4m3", NEAREST if random is None else STOCHASTIC)
+        expected = quantized(cpu, base[start:], spec, random)
+        view = base.to(device)[start:]
+        for shift in (start, 0):
+            out = torch.zeros(400, dtype=dtype, device=device)
+            casts.quantize(view, spec, random, out[shift : shift + view.numel()])
+            check(f"{start} {shift}", out[shift : shift + view.numel()].cpu(), expected, base[start:])
+            untouched = torch.cat([out[:shift], out[shift + view.numel() :]])
+            assert not untouched.any(), "elements beside the view were written"
+        check("encode", casts.encode(view, spec, random).codes.cpu(), cpu.encode(base[start:], spec, random).codes)
+        casts.quantize(view, spec, random, view)
+        check("in place", view.cpu(), expected, base[start:])
+
+
+def test_strides(device):
+    base = normal(24, 35, 4, seed=2)
+    views = {"transposed": lambda t: t.transpose(0, 1), "every other": lambda t: t[::2, ::3],
+             "permuted": lambda t: t.permute(2, 0, 1), "expanded": lambda t: t[:1].expand(3, 35, 4)}  # fmt: skip
+    for (what, view), random in itertools.product(views.items(), (None, KEY)):
+        spec = spec_of("e4m3", NEAREST if random is None else STOCHASTIC)
+        x = view(base.to(device))
+        expected = quantized(cpu, view(base).contiguous(), spec, random)
+        check(what, quantized(casts, x, spec, random).cpu(), expected)
+        like = torch.empty_like(x)
+        casts.quantize(x, spec, random, like)
+        check(f"{what}, like x", like.cpu().contiguous(), expected)
+        check(f"encode {what}", casts.encode(x, spec, random).codes.cpu(), cpu.encode(view(base), spec, random).codes)
+
+
+# Packed codes.
+
+WIDTHS = ["e2m1", "e2m3", "int5", "fp16", "nf4"]
+MORE_WIDTHS = ["e4m3", "int13", "tf32", "fp32", "int7_half", "uint1"]
+
+
+@pytest.mark.parametrize("name", [*WIDTHS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_WIDTHS)])
+def test_packed_codes_are_those_of_encoded_tensors(device, name):
+    for shape, random in itertools.product(((3, 67), (1,), (5, 64), (), (2, 3, 70), (4, 0)), (None, KEY)):
+        rounding = NEAREST if random is None else STOCHASTIC
+        for dim in (-1, -2) if len(shape) > 1 else (-1,):
+            x = normal(*shape, seed=5)
+            spec = spec_of(name, rounding, dim=dim)
+            if not casts.supports("encode_packed", spec, x.to(device)):
+                assert random is not None and dim != -1, "only random words along another axis are left to others"
+                continue
+            expected = Encoded.from_parts(cpu.encode(x, spec, random), spec.format, x.shape, dim)
+            check(f"{name} {shape} {dim}", casts.encode_packed(x.to(device), spec, random).codes.cpu(), expected.codes)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e2m1", "fp16", "int8_full", "nf4", "lns8_g8", "e8m0", "fp64", "int13"])
+def test_decode_equals_the_cpu_engine(device, name):
+    fmt = get_format(name)
+    count = len(fmt.values) if hasattr(fmt, "values") else 1 << min(fmt.bits, 12)
+    codes = (torch.arange(3 * count) * 7919 % count).to(elements.code_dtype(fmt.bits))
+    codes = codes if fmt.bits < 13 else codes * ((1 << (fmt.bits - 12)) + 3) % (1 << min(fmt.bits, 62))
+    spec = spec_of(name)
+    fallback = importlib.import_module("fmtsim.torch_engine") if fmt.bits > 16 else cpu
+    for dtype in DTYPES.values():
+        there = torch.empty(codes.shape, dtype=dtype, device=device)
+        if not casts.supports("decode", spec, there):
+            continue
+        here = torch.empty(codes.shape, dtype=dtype)
+        casts.decode(fmtsim.ops.EncodedParts(codes.to(device)), spec, there)
+        fallback.decode(fmtsim.ops.EncodedParts(codes), spec, here)
+        check(f"{name} {dtype}", there.cpu(), here, codes)
+
+
+# Tables.
+
+NO_GRIDS = ["nf4", "bnb_fp4", "bnb_dynamic8", "lns8_g8", "p3109_k8p1ue"]
+
+
+@pytest.mark.parametrize("name", NO_GRIDS)
+def test_tables_equal_the_general_kernel(device, monkeypatch, name):
+    """Values and codes by table, at and next to every point where the result changes, and a stride through the rest."""
+    monkeypatch.setattr(elements, "_WORTH_A_TABLE", 1)
+    patterns = torch.arange(1 << 13).mul((1 << 19) + 331).to(torch.int32)
+    near = torch.tensor(adversarial(get_format(name)), dtype=torch.float64).float().view(torch.int32)
+    x = torch.cat([near - 1, near, near + 1, patterns]).view(torch.float32)
+    for mode in ("nearest_even", "nearest_away", "up") if name != "bnb_dynamic8" else ("nearest_even",):
+        spec = spec_of(name, Rounding(mode=mode), "saturate")
+        assert layout_of(spec) is not None
+        check_cast(f"{name} {mode}", x, spec, None, device, (torch.float32,))
+        check(f"{name} half", quantized(casts, x.half().to(device), spec, None, torch.float32).cpu(),
+              quantized(cpu, x.half(), spec, None, torch.float32), x)  # fmt: skip
+        packed = casts.encode_packed(x.to(device), spec, None).codes.cpu()
+        check(f"packed {name}", packed, Encoded.from_parts(cpu.encode(x, spec, None), spec.format, x.shape).codes)
+
+
+def test_formats_without_a_table():
+    for name, mode in (("e4m3", "stochastic"), ("nf4", "to_odd"), ("lns16_g2048", "nearest_even"), ("int8", "up")):
+        assert layout_of(spec_of(name, Rounding(mode=mode), "saturate")) is None
+
+
+# Statistics.
+
+
+@pytest.mark.parametrize("name", ["e4m3", "int4", "e2m1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_statistics_are_those_of_the_analysis(device, name, dtype):
+    x = normal(1003, seed=6, dtype=dtype)
+    for overflow, random in (("saturate", None), ("ieee", None), ("saturate", KEY)):
+        spec = spec_of(name, NEAREST if random is None else STOCHASTIC, overflow)
+        out = torch.empty(x.shape, dtype=result_dtype(spec.format, dtype), device=device)
+        got = quantize_counted(x.to(device), spec, random, out)
+        values = quantized(cpu, x, spec, random, out.dtype)
+        check(name, out.cpu(), values, x)
+        expected = OperandStats().add(x, values, spec.format)
+        counts = [int(number) for number in got[:4]]
+        assert counts == [expected.nonzero, expected.underflowed, expected.saturated, expected.nonfinite]
+        assert float(got.amax) == expected.amax
+
+
+def test_what_is_not_counted(device):
+    for name, dtype in (("nf4", torch.float32), ("e4m3", torch.float64)):
+        x = normal(64, seed=1, dtype=dtype).to(device)
+        assert quantize_counted(x, spec_of(name), None, torch.empty_like(x)) is None
+    x = normal(64, seed=1).to(device)
+    assert quantize_counted(x, spec_of("e4m3"), None, x) is None
+    assert quantize_counted(x.view(8, 8).t(), spec_of("e4m3"), None, torch.empty(8, 8, device=device)) is None
+
+
+def test_a_wrong_count_is_noticed(device):
+    """A limit one binade too low counts other elements as saturated."""
+    x = torch.linspace(-500, 500, 2048)
+    right, wrong = spec_of("e4m3"), spec_of("e4m3fnuz")
+    out = torch.empty_like(x).to(device)
+    first = quantize_counted(x.to(device), right, None, out)
+    second = quantize_counted(x.to(device), wrong, None, out)
+    assert int(first.saturated) != int(second.saturated)
+
+
+# Errors planted on purpose, on the way that asks for its parameters at every call.
+
+LONG_WAY = SimpleNamespace(quantize=elements.quantize_elements)
+
+
+@pytest.mark.parametrize("place", ["highest", "shift", "least_magic", "nan_value"])
+def test_a_wrong_parameter_is_noticed(device, monkeypatch, place):
+    """A kernel with one bit of one parameter flipped gives other bits than the CPU engine."""
+    order = ["highest", "lowest", "over_above", "over_value", "nan_value", "zero", "shift", "least_magic"]
+    right = grid.grid_of(get_format("e4m3"), NEAREST, "saturate")
+    wrong = bytearray(right.parameters)
+    wrong[4 * order.index(place) + 2] ^= 0x80  # the lowest bit of the exponent
+    x = torch.tensor(adversarial(get_format("e4m3")))
+    expected = quantized(cpu, x, spec_of("e4m3"))
+    assert not differing(quantized(LONG_WAY, x.to(device), spec_of("e4m3")).cpu(), expected)
+    monkeypatch.setattr(elements, "fast_grid", lambda spec, random: right._replace(parameters=bytes(wrong)))
+    assert differing(quantized(LONG_WAY, x.to(device), spec_of("e4m3")).cpu(), expected)
+
+
+def test_fast_and_general_kernels_give_the_same_bits(device, monkeypatch):
+    x = normal(3000, seed=9).to(device)
+    names = ("e4m3", "tf32", "e8m0", "int8", "int8_half")
+    fast = {name: (quantized(casts, x, spec_of(name)), casts.encode(x, spec_of(name), None).codes) for name in names}
+    monkeypatch.setattr(elements, "fast_grid", lambda spec, random: None)
+    for name, (values, codes) in fast.items():
+        check(name, quantized(LONG_WAY, x, spec_of(name)).cpu(), values.cpu())
+        check(name, casts.encode(x, spec_of(name), None).codes.cpu(), codes.cpu())
+
+
+# On a GPU alone: sizes that a host does not reach.
+
+
+@pytest.mark.skipif(not fmtsim.cuda.available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e2m1", "int8", "bf16", "tf32", "e8m0"])
+def test_a_stride_through_all_float32_patterns(name):
+    patterns = (torch.arange(1 << 24, dtype=torch.int64) * 256 + 77).to(torch.int32).view(torch.float32)
+    for overflow in ("saturate", "ieee"):
+        spec = spec_of(name, overflow=overflow)
+        got = quantized(casts, patterns.cuda(), spec).cpu()
+        assert torch.equal(bits(got), bits(quantized(cpu, patterns, spec)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not fmtsim.cuda.available(), reason="needs a GPU")
+def test_more_than_two_to_the_31_elements():
+    """The last elements of a long tensor are cast as if they were alone, with the words of their places."""
+    count = (1 << 31) + 4099
+    x = torch.arange(count, device="cuda", dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    start = (count - 5000) // 64 * 64
+    tail = x[start:].cpu()
+    places = [random_integer(STOCHASTIC, KEY, start + i) for i in range(tail.numel())]
+    for rounding, random, words in ((NEAREST, None, None), (STOCHASTIC, KEY, torch.tensor(places))):
+        spec = spec_of("e4m3", rounding)
+        check("values", quantized(casts, x, spec, random)[start:].cpu(), quantized(cpu, tail, spec, words), tail)
+        codes = casts.encode(x, spec, random).codes
+        check("codes", codes[start:].cpu(), cpu.encode(tail, spec, words).codes, tail)
+        del codes
+        packed = casts.encode_packed(x, spec_of("e2m1", rounding), random).codes
+        expected = Encoded.from_parts(
+            cpu.encode(tail, spec_of("e2m1", rounding), words), get_format("e2m1"), tail.shape
+        )
+        check("packed", packed[start // 2 :].cpu(), expected.codes)

@@ -1,0 +1,322 @@
+"""Units that cut terms, on the fp64 tensor core: the kernels against the CPU engine and the oracle, bit for bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fmtsim.cuda
+from fmtsim import Datapath, GemmPlan
+from fmtsim.cpu.gemm import gemm as cpu_gemm
+from fmtsim.cuda import gemm_floor
+from fmtsim.cuda.gemm_job import TILE, Job
+from fmtsim.cuda.gemm_order import order_of
+from fmtsim.gemm.catalogue import E8M13
+from fmtsim.gemm.datapath import sum_dtype
+from fmtsim.quantize import quantize
+from fmtsim.rounding.modes import Rounding
+from tests.cuda.emulator import emulated as pretend
+from tests.cuda.gemms import moved
+from tests.gemm.products import bits, definition, normal, same, sums, wide
+
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "bf16": torch.bfloat16, "fp16": torch.float16}
+SLOW = GemmPlan(promote_every=64)
+M, N, K = 70, 140, 100
+
+
+def values(x, fmt):
+    return quantize(x, fmt).to(DTYPES.get(fmt, torch.float32))
+
+
+def normals(fmt, other=None, k=K):
+    return values(normal(M, k, seed=1), fmt), values(normal(N, k, seed=2), other or fmt)
+
+
+def sparse(fmt):
+    a, b = normals(fmt)
+    a, b = a * (wide(M, K, seed=3) > 0).to(a.dtype) if a.itemsize > 1 else a, b
+    a[3], b[7], a[5, :60], a[6, 7] = 0, 0, 0, -0.0
+    return a, b
+
+
+def cancelling(fmt):
+    a, b = normal(M, K, seed=1), normal(N, K, seed=2)
+    a[:, 1::2], b[:, 1::2] = -a[:, ::2], b[:, ::2] * (1 + 2.0**-7)
+    return values(a, fmt), values(b, fmt)
+
+
+def codes(fmt):
+    """Return numbers of any bits but NaN and Inf."""
+    dtype = DTYPES[fmt]
+    integers = torch.uint8 if dtype.itemsize == 1 else torch.int16
+    found = []
+    for rows, seed in ((M, 1), (N, 2)):
+        raw = torch.randint(0, 256**dtype.itemsize, (rows, K), generator=torch.Generator().manual_seed(seed))
+        x = raw.to(integers).view(dtype).float()
+        found.append(torch.where(x.isfinite(), x, 0.0).to(dtype))
+    return found
+
+
+def product(a, b, spec, device="cpu", c=None, scale_a=None, scale_b=None):
+    """Return the sums of the kernels alone, 7 where they leave a tile, and the marks."""
+    a, b, c, scale_a, scale_b = (
+        None if x is None else moved(x, torch.device(device)) for x in (a, b, c, scale_a, scale_b)
+    )
+    out = torch.full((a.shape[0], b.shape[0]), 7.0, device=device, dtype=sum_dtype(spec.datapath))
+    order = order_of(a.shape[1], spec, a.device)
+    job = Job(a=a, b=b, c=c, scale_a=scale_a, scale_b=scale_b, spec=spec, random=None, out=out, order=order)
+    assert gemm_floor.supports(job)
+    parts = torch.full((len(order.parts), *out.shape), 7.0, device=device)
+    marks = torch.zeros(-(-out.shape[0] // TILE), -(-out.shape[1] // TILE), dtype=torch.uint8, device=device)
+    gemm_floor.run(job, parts, marks)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total.cpu(), marks.cpu()
+
+
+def expected(a, b, spec, c=None, scale_a=None, scale_b=None):
+    out = torch.empty(a.shape[0], b.shape[0])
+    cpu_gemm(a, b, c, scale_a, scale_b, spec, None, out)
+    return out
+
+
+def spread(marks, shape):
+    return marks.bool().repeat_interleave(TILE, 0)[: shape[0]].repeat_interleave(TILE, 1)[:, : shape[1]]
+
+
+def check(a, b, spec, device="cpu", marked=0, **rest):
+    """Fail unless every tile but ``marked`` ones (None: any number) is computed, with the bits of the CPU engine."""
+    got, marks = product(a, b, spec, device, **rest)
+    wanted = expected(a, b, spec, **rest)
+    same(torch.where(spread(marks, got.shape), wanted, got), wanted)
+    assert marked is None or marks.sum() == marked
+
+
+# Units and formats.
+
+CATALOGUE = [
+    ("hopper.wgmma", "e4m3"), ("hopper.wgmma", "e5m2"), ("hopper.wgmma", "bf16"), ("hopper.wgmma", "fp16"),
+    ("hopper.wgmma", "tf32"), ("hopper.mma", "e4m3"), ("blackwell.tcgen05", "e4m3"), ("blackwell.tcgen05", "e2m1"),
+    ("ampere.mma", "fp16"), ("ampere.mma", "tf32"), ("ada.mma", "e5m2"), ("volta.mma", "fp16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("unit", "fmt"), CATALOGUE[:4])
+def test_hopper(unit, fmt, device):
+    check(*normals(fmt), definition(fmt, unit=unit), device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("unit", "fmt"), CATALOGUE)
+def test_catalogue(unit, fmt, device):
+    spec = definition(fmt, unit=unit)
+    for operands in (normals, sparse, cancelling):
+        check(*operands(fmt), spec, device)
+    check(*normals(fmt, k=7), spec, device)
+
+
+@pytest.mark.slow
+def test_sums_of_the_oracle(device):
+    for fmt in ("e4m3", "bf16"):
+        a, b = values(normal(5, K, seed=1), fmt), values(wide(9, K, seed=2), fmt)
+        got, marks = product(a, b, definition(fmt), device)
+        assert not marks.any()
+        same(got, sums(a, b, definition(fmt)))
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "fp16", "bf16"])
+def test_any_codes(fmt, device):
+    check(*codes(fmt), definition(fmt), device, marked=None if fmt == "bf16" else 0)
+
+
+@pytest.mark.parametrize("low", [-12, -30, -60])
+@pytest.mark.parametrize("fmt", ["bf16", "e5m2"])
+def test_exponents_of_any_width(fmt, low, device):
+    """What lies too far below its row is left to another path, never wrong."""
+    a, b = wide(M, K, seed=1, low=low, high=12), wide(N, K, seed=2, low=low, high=12)
+    check(values(a, fmt), values(b, fmt), definition(fmt), device, marked=0 if low == -12 else None)
+
+
+@pytest.mark.parametrize(("scale", "marked"), [(1e-17, 0), (1e-20, 2), (1e18, 2), (1e19, 2)])
+def test_ends_of_the_range_are_left(scale, marked, device):
+    a, b = normal(M, K, seed=1) * scale, normal(N, K, seed=2) * scale
+    check(values(a, "bf16"), values(b, "bf16"), definition("bf16"), device, marked=marked)
+
+
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_tiles_with_specials_are_left(number, device):
+    a, b = normals("bf16")
+    b[130, 3] = float(number)
+    check(a, b, definition("bf16"), device, marked=1)
+
+
+def test_nan_among_eight_bits_is_left(device):
+    a, b = normals("e4m3")
+    a.view(torch.uint8)[2, 2] = 0xFF
+    check(a, b, definition("e4m3"), device, marked=2)
+
+
+# Units that users make.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [1, 2, 4, 5, 8, 12, 16, 20, 24, 32, 40, 48, 64])
+@pytest.mark.parametrize("fraction_bits", [9, 25, 33])
+@pytest.mark.parametrize("term_rounding", ["toward_zero", "down"])
+def test_blocks_of_any_length(block, fraction_bits, term_rounding, device):
+    unit = Datapath(block=block, fraction_bits=fraction_bits, term_rounding=term_rounding)
+    a, b = normals("bf16", "e4m3")
+    a[4], a[5, ::2] = 0, -0.0
+    check(a, b, definition("bf16", "e4m3", unit=unit), device)
+
+
+def test_floors_and_short_sums(device):
+    unit = Datapath(block=12, fraction_bits=9, term_rounding="down", accumulator=E8M13)
+    a, b = sparse("bf16")
+    check(a, b, definition("bf16", unit=unit), device)
+
+
+def test_scales_inside_the_unit(device):
+    def powers(rows, seed):
+        return torch.exp2(torch.randint(-8, 8, (rows, 4), generator=torch.Generator().manual_seed(seed)).float())
+
+    spec = definition("e4m3", unit="blackwell.tcgen05.mxf8f6f4")
+    a, b = normals("e4m3")
+    check(a, b, spec, device, scale_a=powers(M, 1), scale_b=powers(N, 2))
+    check(a, b, spec, device, scale_a=powers(M, 1))
+
+
+@pytest.mark.slow
+def test_scales_with_fractions(device):
+    unit = Datapath(block=16, fraction_bits=20, scale="ue4m3", scale_block=16)
+    a, b = normals("e2m1")
+    scales = [values(torch.rand((rows, 7)), "ue4m3") for rows in (M, N)]
+    check(a, b, definition("e2m1", unit=unit), device, scale_a=scales[0], scale_b=scales[1])
+
+
+# Orders, addends, layouts.
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        SLOW,
+        GemmPlan(k_tile=32, split=2),
+        GemmPlan(k_tile=32, residue_first=True),
+        GemmPlan(k_tile=32, promote_every=48),
+    ],
+    ids=str,
+)
+def test_orders(plan, device):
+    check(*normals("e4m3"), definition("e4m3", plan=plan), device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [SLOW, GemmPlan(k_tile=32, split=3), GemmPlan(k_tile=32, part_k=40)], ids=str)
+def test_orders_of_wide_formats(plan, device):
+    check(*normals("bf16"), definition("bf16", plan=plan), device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("successive", [False, True])
+def test_scaled_promotion(successive, device):
+    plan = replace(SLOW, scaled_promotion=True, successive_scales=successive)
+    a, b = normals("e4m3")
+    scales = [torch.rand((rows, 2), generator=torch.Generator().manual_seed(rows)) for rows in (M, N)]
+    check(a, b, definition("e4m3", plan=plan), device, scale_a=scales[0], scale_b=scales[1])
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "bf16"])
+@pytest.mark.parametrize(("power", "marked"), [(0, 0), (50, 0), (-140, None)])
+def test_addends(fmt, power, marked, device):
+    c = values(normal(M, N, seed=3), "bf16").float() * 2.0**power
+    c[0, :9], c[1, 5] = 0, -0.0
+    check(*normals(fmt), definition(fmt), device, marked=marked, c=c)
+
+
+@pytest.mark.slow
+def test_addends_before_promotion(device):
+    check(*normals("e4m3"), definition("e4m3", plan=SLOW), device, c=normal(M, N, seed=3))
+
+
+def test_strides(device):
+    a, b = normals("bf16")
+    turned = [x.t().contiguous().t() for x in (a, b)]
+    check(*turned, definition("bf16"), device)
+    check(turned[0], torch.cat([b, b], 1)[:, :K], definition("bf16"), device)
+
+
+@pytest.mark.slow
+def test_wider_dtypes(device):
+    a, b = normals("bf16")
+    check(a.double(), b, definition("bf16"), device)
+
+
+# What is left to other paths, and whether these tests would notice mistakes.
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        Datapath(term_rounding="nearest_even"),
+        Datapath(rounding=Rounding(mode="nearest_even")),
+        Datapath(fraction_bits=None),
+        Datapath(block=128),
+        Datapath(accumulator="fp16"),
+        Datapath(signed_zero=True),
+        Datapath(promote_every=32, promotion="bf16"),
+        Datapath(block=32, group=16, scale="e8m0", scale_block=16),
+    ],
+)
+def test_units_for_other_paths(unit):
+    assert gemm_floor.plan_of(definition("bf16", unit=unit), unit.block or 16, K) is None
+
+
+def test_operands_for_other_paths():
+    fp32 = definition("fp32", unit=Datapath())
+    assert gemm_floor.plan_of(fp32, 16, K) is None
+
+
+def test_devices_for_other_paths(emulated, monkeypatch):
+    a, b = normals("bf16")
+    job = Job(a=a, b=b, c=None, scale_a=None, scale_b=None, spec=definition("bf16"), random=None,
+              out=torch.empty(M, N), order=order_of(K, definition("bf16"), a.device))  # fmt: skip
+    assert gemm_floor.supports(job)
+    monkeypatch.setattr(gemm_floor.runtime, "capability", lambda index: (8, 9))
+    assert not gemm_floor.supports(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt", ["e4m3", "fp16"])
+def test_ampere(fmt):
+    """The smaller fp64 tensor core of compute capability 8.0."""
+    with pretend((8, 0)):
+        check(*normals(fmt), definition(fmt))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt", ["e4m3", "bf16"])
+def test_threads_in_any_order(fmt):
+    with pretend(reversed_order=True):
+        check(*normals(fmt), definition(fmt, plan=SLOW))
+
+
+@pytest.mark.parametrize("field", ["enlarged", "base", "powers"])
+def test_a_wrong_constant_is_noticed(field, emulated, monkeypatch):
+    a, b = normals("e4m3")
+    spec = definition("e4m3")
+    plan = gemm_floor.plan_of(spec, 32, K)
+    change = {"enlarged": {"eps": 60}, "base": {"base": plan.base + (1 << 23)}, "powers": {"spacing": 4.0}}[field]
+    gemm_floor._table.cache_clear()
+    monkeypatch.setattr(gemm_floor, "plan_of", lambda *rest: plan._replace(**change))
+    got, _ = product(a, b, spec)
+    assert (bits(got) != bits(expected(a, b, spec))).any()
+
+
+@pytest.mark.skipif(not fmtsim.cuda.available(), reason="needs a GPU")
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "bf16", "fp16", "tf32"])
+@pytest.mark.parametrize("plan", [GemmPlan(), GemmPlan(promote_every=128)], ids=["fast", "slow"])
+def test_large_products(fmt, plan):
+    a, b = values(normal(517, 1000, seed=1), fmt), values(wide(901, 1000, seed=2), fmt)
+    check(a, b, definition(fmt, plan=plan), "cuda", marked=None)

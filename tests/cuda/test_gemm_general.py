@@ -1,0 +1,217 @@
+"""The general path of matrix products against the oracle: every unit, number, plan and layout."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from fmtsim import GemmPlan, get_unit
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.gemm.datapath import TERM_ROUNDINGS, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.ops import RandomKey
+from fmtsim.rounding.modes import MODES, Rounding
+from tests.cpu import test_gemm, test_gemm_units
+from tests.cpu.test_gemm import KINDS, addend, check, check_kinds, modes, operand, spec_of
+from tests.cuda import gemms
+from tests.cuda.gemms import GENERAL
+
+HALF = Datapath(block=16, fraction_bits=25, min_exponent=-133)
+EXACT = Datapath(block=None, fraction_bits=None, rounding="nearest_even")
+MX = get_unit("blackwell.tcgen05.mxf8f6f4").mode("e4m3", "e4m3")
+NVF4 = get_unit("blackwell.tcgen05.nvf4").mode("e2m1", "e2m1")
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch, device):
+    return gemms.install(monkeypatch, device, fast=False)
+
+
+def kinds_of(spec, shape=(3, 5, 40), kinds=KINDS) -> None:
+    for i, kind in enumerate(kinds):
+        check_kinds(spec, shape, (kind, "normal"), seed=i, with_c=i % 2 == 1)
+
+
+# One unit of each kernel.
+
+KERNELS = {
+    "tile": (replace(HALF, term_rounding="nearest_even"), "bf16", ["general_tile.cu", "general.cu"]),
+    "tile of exact sums": (EXACT, "e4m3", ["general_tile.cu", "general.cu"]),
+    "integers": (replace(HALF, signed_zero=True), "bf16", ["general.cu"]),
+    "limbs": (replace(EXACT, block=4), "bf16", ["general.cu"]),
+    "groups": (NVF4, "e2m1", ["general.cu"]),
+    "chain": (get_unit("fp32_fma").mode("fp32", "fp32"), "fp32", ["general_chain.cu"]),
+    "chain of doubles": (get_unit("fp64_fma").mode("fp64", "fp64"), "fp64", ["general_chain.cu"]),
+    "two stages": (TwoStageDatapath(block=8), "bf16", ["general_stages.cu"]),
+    "pairs": (PairwiseDatapath(block=4), "bf16", ["general_stages.cu"]),
+    "saturation": (IntegerDatapath(saturate=True), "int8", ["general_stages.cu"]),
+    "modulo": (IntegerDatapath(), "int8", []),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_kernel(name, engine):
+    unit, fmt, files = KERNELS[name]
+    spec = spec_of(unit, fmt)
+    kinds_of(spec, kinds=("normal", "huge") if fmt == "int8" else ("normal", "narrow") if fmt == "fp64" else KINDS)
+    assert engine.launched[: len(files)] == files and set(engine.launched) == set(files)
+
+
+@pytest.mark.parametrize("name", ["tile", "limbs", "chain", "two stages", "modulo"])
+def test_plans(name):
+    unit, fmt, _ = KERNELS[name]
+    plans = [
+        GemmPlan(k_tile=20, split=3, reduce="pairwise"),
+        GemmPlan(k_tile=16, split=2, owner="interleaved", residue_first=True),
+    ]
+    if fmt != "int8":
+        plans += [GemmPlan(k_tile=10, split=4, partial="bf16", round_trip=True), GemmPlan(promote_every=24),
+                  GemmPlan(promote_every=24, scaled_promotion=True, successive_scales=True),
+                  GemmPlan(k_tile=40, part_k=30, partial="fp16", instruction_k=8)]  # fmt: skip
+    for plan in plans:
+        check_kinds(spec_of(unit, fmt, plan=plan), (2, 3, 85), ("normal", "normal"), seed=4, with_c=fmt != "int8")
+
+
+@pytest.mark.parametrize("term", TERM_ROUNDINGS)
+@pytest.mark.parametrize("block", [16, 40])
+def test_term_roundings_of_the_tile(term, block, engine):
+    for bits in (0, 5, 25, 38):
+        unit = replace(HALF, block=block, term_rounding=term, fraction_bits=bits, rounding="to_odd")
+        kinds_of(spec_of(unit, "bf16", "fp16"), kinds=("normal", "wide", "codes"))
+    assert "general_tile.cu" in engine.launched
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_accumulators_and_their_roundings(mode):
+    for bits, variant in ((None, "a"), (8, "b"), (13, "c")) if mode == "stochastic" else ((None, "a"),):
+        rounding = Rounding(mode=mode, random_bits=bits, variant=variant)
+        for accumulator, exact in (("fp16", False), ("bf16", True), ("fp32", False)):
+            unit = replace(HALF, accumulator=accumulator, rounding=rounding, fraction_bits=None if exact else 25)
+            kinds_of(spec_of(unit, "e4m3"), kinds=("normal", "tiny"))
+            kinds_of(spec_of(replace(unit, signed_zero=True), "e4m3"), kinds=("sparse",))
+
+
+@pytest.mark.parametrize("bits", [8, 13])
+def test_random_words_shared_as_by_blackwell(bits):
+    rounding = Rounding(mode="stochastic", random_bits=bits, layout="cvt_rs")
+    spec = spec_of(replace(HALF, accumulator="bf16", rounding=rounding), "bf16")
+    a, b = operand("bf16", 5, 40, "normal", 1), operand("bf16", 7, 40, "normal", 2)
+    check(a, b, spec, random=RandomKey(1 << 63, (1 << 40) + 3))
+
+
+# What the CPU engine leaves to torch operations.
+
+
+def test_doubles_of_any_unit():
+    for unit in (HALF, EXACT, replace(HALF, block=4, fraction_bits=60), replace(HALF, accumulator="fp64")):
+        kinds_of(spec_of(unit, "fp64"), (2, 2, 20), kinds=("normal", "narrow", "special"))
+        kinds_of(spec_of(unit, "fp64", "bf16"), (2, 2, 20), kinds=("normal",))
+
+
+def test_outer_sums_narrower_than_chains():
+    for outer in ("bf16", "fp16", FloatFormat(name="e11m40", exponent_bits=11, mantissa_bits=40)):
+        unit = replace(HALF, promote_every=16, promotion=outer)
+        kinds_of(spec_of(unit, "bf16"), kinds=("normal", "tiny", "huge"))
+
+
+def test_wide_fractions_and_groups():
+    wide = replace(HALF, fraction_bits=100)
+    kinds_of(spec_of(wide, "bf16"), kinds=("wide", "normal"))
+    kinds_of(spec_of(replace(NVF4, fraction_bits=60), "e5m2"), kinds=("wide", "normal", "special"))
+    kinds_of(spec_of(replace(MX, fraction_bits=None), "e5m2"), kinds=("wide", "special"))
+    low = replace(HALF, min_exponent=300, fraction_bits=3, term_rounding="down")
+    kinds_of(spec_of(low, "bf16"), kinds=("normal",))
+
+
+def test_a_record_that_no_kernel_takes():
+    x = torch.zeros(1, 4)
+    odd = FloatFormat(name="e8m51", exponent_bits=8, mantissa_bits=51)
+    top = FloatFormat(name="e4m9", exponent_bits=4, mantissa_bits=9, nan="top", infinities=False)
+    for unit in (replace(HALF, accumulator=odd), replace(HALF, accumulator=top),
+                 TwoStageDatapath(block=8, sum_bits=60)):  # fmt: skip
+        assert not GENERAL.covers(spec_of(unit, "bf16"), x.dtype, x.dtype, 4)
+    assert not GENERAL.covers(spec_of(HALF, "bf16", plan=GemmPlan(partial=top)), x.dtype, x.dtype, 4)
+
+
+# Tiles.
+
+
+def test_marks_choose_tiles(device):
+    spec = spec_of(replace(HALF, term_rounding="nearest_even"), "bf16")
+    a, b = (operand("bf16", 140, 8, "normal", seed).to(device) for seed in (1, 2))
+    job = job_of(a, b, spec, device)
+    sums = torch.full((1, 140, 140), 7.0, device=device)
+    marks = torch.tensor([[0, 1], [1, 0]], dtype=torch.uint8, device=device)
+    GENERAL.run(job, sums, marks)
+    whole = torch.empty_like(sums)
+    GENERAL.run(job, whole, None)
+    expected = whole.clone()
+    expected[0, :128, :128] = 7.0
+    expected[0, 128:, 128:] = 7.0
+    assert torch.equal(sums, expected) and not (whole == 7.0).any()
+
+
+def test_tiles_with_infinities_are_done_again():
+    a, b = operand("bf16", 70, 40, "normal", 1), operand("bf16", 66, 40, "normal", 2)
+    a[65, 3], b[1, 20] = torch.inf, torch.nan
+    check(a, b, spec_of(replace(HALF, term_rounding="nearest_away"), "bf16"))
+
+
+def job_of(a, b, spec, device):
+    from fmtsim.cuda.gemm_job import Job
+    from fmtsim.cuda.gemm_order import order_of
+
+    out = torch.empty(a.shape[0], b.shape[0], device=device)
+    order = order_of(a.shape[1], spec, device)
+    return Job(a=a, b=b, c=None, scale_a=None, scale_b=None, spec=spec, random=None, out=out, order=order)
+
+
+def test_a_planted_error_is_found(monkeypatch):
+    bits = GENERAL.problem_of
+    unit = replace(HALF, signed_zero=True)
+    a, b = operand("bf16", 3, 40, "normal", 1), operand("bf16", 5, 40, "normal", 2)
+    check(a, b, spec_of(unit, "bf16"))
+
+    def planted(job, tile, grid=0):
+        spec = replace(job.spec, datapath=replace(job.spec.datapath, fraction_bits=23))
+        return bits(replace(job, spec=spec), tile, grid)
+
+    monkeypatch.setattr(GENERAL, "problem_of", planted)
+    with pytest.raises(AssertionError, match="differ"):
+        check(a, b, spec_of(unit, "bf16"))
+
+
+# The tests of the CPU engine, on this one.
+
+test_random_words = test_gemm.test_random_words_are_the_oracles
+test_no_products_rows_or_columns = test_gemm.test_no_products_rows_or_columns
+test_strides = test_gemm.test_strides
+test_pairs_flush_and_round_at_every_step = test_gemm_units.test_pairs_flush_and_round_at_every_step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", modes())
+def test_units_of_the_catalogue(mode):
+    test_gemm.test_units_of_the_catalogue(mode)
+
+
+@pytest.mark.slow
+@settings(max_examples=600, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(test_gemm.products())
+def test_any_product(case):
+    test_gemm.check_drawn(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", test_gemm_units.NAMES)
+def test_any_other_unit(kind):
+    test_gemm_units.test_any_product(kind)
+
+
+def test_addends_of_every_kind():
+    for unit in (replace(HALF, term_rounding="down"), replace(EXACT, block=4)):
+        spec = spec_of(unit, "fp16")
+        a, b = operand("fp16", 3, 20, "normal", 1), operand("fp16", 4, 20, "sparse", 2)
+        for kind in KINDS:
+            check(a, b, spec, c=addend(spec, 3, 4, kind, 3))
+        check(a, b * 0, spec, c=torch.full((3, 4), -0.0))

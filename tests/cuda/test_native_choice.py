@@ -1,0 +1,337 @@
+"""When a product with a target runs on the card's own unit, and what is said where it does not.
+
+The card is made up: a device that says it is an H200, and native calls that are kept and return zeros.
+"""
+
+import warnings
+
+import pytest
+import torch
+
+import fmtsim
+from fmtsim.cuda import card
+from fmtsim.cuda import native as unit
+from fmtsim.cuda.native import swizzled
+from fmtsim.errors import ArgumentError, NativeWarning
+from fmtsim.gemm import native
+
+F8, F5, F4 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+H200 = "NVIDIA H200 (132 multiprocessors), torch 2.11.0+cu130, cuBLASLt 13.1.0"
+
+
+def matrix(rows, columns, dtype=F8, seed=0):
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    return x.to(dtype)
+
+
+def ones(*shape):
+    return torch.ones(shape)
+
+
+# --- On which card ---------------------------------------------------------------------------------------------------
+
+
+class Properties:
+    multi_processor_count = 132
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Pretend that device 0 is an H200 with the recorded library."""
+    for variable in card._VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
+    monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: False)
+    monkeypatch.setattr(native, "_card_of", lambda device: 0)
+    monkeypatch.setattr(native, "_warn_of_versions", lambda name, library: None)
+    native._other_card.cache_clear()
+    native._warn_of_setting.cache_clear()
+    yield monkeypatch
+    native._other_card.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("library", "families", "reason"),
+    [
+        (H200, {"hopper"}, None),
+        ("NVIDIA H200, cuBLASLt 13", {"hopper", "fp32_fma"}, None),
+        ("NVIDIA H200 (114 or 132 multiprocessors), cuBLASLt 13", set(), None),
+        ("NVIDIA H20 (132 multiprocessors), cuBLASLt 13", {"hopper"}, "is a NVIDIA H200, the target a NVIDIA H20"),
+        ("NVIDIA B200, cuBLAS", {"blackwell"}, "the device is a NVIDIA H200, the target a NVIDIA B200"),
+        ("NVIDIA H200 (78 multiprocessors)", {"hopper"}, "the device has 132 multiprocessors, the target 78"),
+        (H200, {"blackwell"}, "compute capability 9.0, the target 10.x"),
+        ("no library: every sum is one chain", set(), "which is no NVIDIA card"),
+    ],
+)  # fmt: skip
+def test_cards_are_told_apart(hopper, library, families, reason):
+    found = card.other_card(library, frozenset(families), 0)
+    assert found is None if reason is None else reason in found
+
+
+def test_the_plans_that_come_with_fmtsim(hopper):
+    assert {name for name in fmtsim.list_targets() if native.is_native(name)} == {"h200"}
+    assert "the target a NVIDIA A100" in native.why_not_native("a100", "cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fine"),
+    [
+        ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", True),  # what torch takes on Hopper without it
+        ("CUBLAS_WORKSPACE_CONFIG", ":16:8", False),
+        ("NVIDIA_TF32_OVERRIDE", "0", False),
+        ("CUBLASLT_WORKSPACE_SIZE", "4096", False),
+    ],
+)
+def test_settings_that_change_the_librarys_choices(hopper, name, value, fine):
+    assert card.other_settings(0) is None
+    hopper.setenv(name, value)
+    found = card.other_settings(0)
+    assert found is None if fine else found.startswith(f"{name}={value} is set")
+
+
+def test_other_settings_of_torch(hopper):
+    hopper.setattr(torch.cuda.tunable, "is_enabled", lambda: True)
+    assert "torch.cuda.tunable chooses kernels of its own" in card.other_settings(0)
+    hopper.setattr(torch.cuda.tunable, "is_enabled", lambda: False)
+    hopper.setattr(torch._C, "_get_sm_carveout_experimental", lambda: 16, raising=False)
+    assert "16 multiprocessors are kept from FP8 products" in card.other_settings(0)
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "blas", "said"),
+    [
+        ("2.11.0+cu130", "13.1.0", []),
+        ("2.12.1+cu130", "13.1.0", ["torch 2.12.1+cu130 instead of 2.11.0+cu130"]),
+        ("2.11.0+cu130", "13.2.4", ["cuBLASLt 13.2.4 instead of 13.1.0"]),
+        ("2.11.0+cu130", None, []),
+    ],
+)
+def test_versions_are_compared(monkeypatch, torch_version, blas, said):
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(card, "cublaslt_version", lambda: blas)
+    assert card.other_versions(H200) == said
+    assert card.other_versions("NVIDIA H100, cuBLASLt 13") == []
+
+
+def test_other_versions_warn_once(monkeypatch):
+    monkeypatch.setattr(card, "other_versions", lambda library: ["torch 3 instead of 2"])
+    native._warn_of_versions.cache_clear()
+    with pytest.warns(NativeWarning, match="target h200 was recorded with other versions than are here: torch 3 inst"):
+        native._warn_of_versions("h200", H200)
+    native._warn_of_versions("h200", H200)
+    native._warn_of_versions.cache_clear()
+
+
+# --- When it is taken ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ran(hopper):
+    """Let native calls return zeros and be kept."""
+    calls = []
+
+    def run(call, a, b, bias=None, scales=None):
+        calls.append((call, a, b, bias, scales))
+        return torch.zeros(*a.shape[:-1], b.shape[-1], dtype=call.out_dtype)
+
+    hopper.setattr(unit, "run", run)
+    return calls
+
+
+A16, B16 = matrix(16, 32, BF16), matrix(32, 16, BF16, 1)
+
+
+@pytest.mark.parametrize(("chosen", "taken"), [(None, True), (True, True), (False, False)])
+def test_who_multiplies(ran, chosen, taken):
+    y = fmtsim.mm(A16, B16, target="h200", native=chosen)
+    assert bool(ran) == taken == (y.abs().max().item() == 0.0)
+    fmtsim.mm(A16, B16, unit="hopper.wgmma", native=False)
+    assert len(ran) == taken
+
+
+def test_every_verb(ran):
+    one, bias = ones(), matrix(1, 16, BF16)[0]
+    fmtsim.mm(A16, B16, target="h200", out_dtype=FP32)
+    fmtsim.bmm(A16[None], B16[None], target="h200")
+    fmtsim.linear(A16.view(4, 4, 32), B16.mT, bias, target="h200")
+    fmtsim.mm(A16.float(), B16.float(), target="h200", allow_tf32=True)
+    fmtsim.mm(A16.half(), B16.half(), target="h200", allow_fp16_accumulation=True)
+    fmtsim.int_mm(torch.ones(32, 16, dtype=torch.int8), torch.ones(16, 8, dtype=torch.int8), target="h200")
+    fmtsim.scaled_mm(A16.to(F8), B16.to(F8), one, one, bias, out_dtype=BF16, target="h200", use_fast_accum=True)
+    names = ["mm", "bmm", "linear", "mm", "mm", "int_mm", "scaled_mm"]
+    assert [call.function for call, *_ in ran] == names
+    assert [call.out_dtype for call, *_ in ran] == [FP32, BF16, BF16, FP32, FP16, torch.int32, BF16]
+    assert [call.tf32 for call, *_ in ran] == [name == 3 for name in range(7)]
+    assert [call.fp16_accumulation for call, *_ in ran] == [name == 4 for name in range(7)]
+    assert ran[2][3] is not None and ran[6][0].scaling == "tensor" and ran[6][0].fast_accum
+
+
+def test_gradients_are_native_too(ran):
+    a, b = A16.clone().requires_grad_(), B16.clone().requires_grad_()
+    fmtsim.mm(a, b, target="h200").sum().backward()
+    assert [call.function for call, *_ in ran] == ["mm"] * 3
+    assert a.grad.abs().max() == b.grad.abs().max() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "scales", "tall"),
+    [("block_128", (ones(16, 2), ones(2, 1)), (1, 128)), ("row_block_128", (ones(16, 2), ones(2, 16)), (1, 1)),
+     ("block_128", (ones(1, 2), ones(2, 16)), (128, 1))],
+)  # fmt: skip
+def test_blocks_reach_the_call_once_each(ran, kind, scales, tall):
+    a, b = matrix(16, 256), matrix(16, 256).t()
+    recipes = {"scale_recipe_a": f"BlockWise{tall[0]}x128", "scale_recipe_b": f"BlockWise{tall[1]}x128"}
+    fmtsim.scaled_mm(a, b, *scales, target="h200", **recipes)
+    call, *_, found = ran[0]
+    assert (call.scaling, (call.tall_a, call.tall_b)) == (kind, tall)
+    assert found.a.shape == (16 // min(16, tall[0]), 2) and found.b.shape == (16 // min(16, tall[1]), 2)
+
+
+def test_small_blocks_reach_the_call_as_codes(ran, monkeypatch):
+    monkeypatch.setattr(native, "why_not_native", lambda target, device: None)
+    monkeypatch.setattr(native, "_card_reason", lambda target, index: (None, False))
+    codes = torch.randint(100, 140, (16, 8), dtype=torch.uint8)
+    flat = swizzled(codes).view(torch.float8_e8m0fnu)
+    fmtsim.scaled_mm(matrix(16, 256), matrix(16, 256).t(), flat, flat, out_dtype=BF16, target="b200")
+    call, *_, found = ran[0]
+    assert call.scaling == "mx" and torch.equal(found.a, codes) and torch.equal(found.b, codes)
+
+
+REFUSED = [
+    (lambda: fmtsim.mm(A16, B16, unit="hopper.wgmma", native=True), "a unit or datapath alone is no card"),
+    (lambda: fmtsim.mm(A16, B16, target="h200", plan=fmtsim.GemmPlan(), native=True), "plan= replaces the library's"),
+    (lambda: fmtsim.mm(A16, B16, target="b200", native=True), "the device is a NVIDIA H200, the target a NVIDIA B200"),
+    (lambda: fmtsim.mm(A16.float(), B16.float(), a_format="bf16", b_format="bf16", target="h200", native=True),
+     "torch does not multiply torch.float32 tensors as a_format='bf16'"),
+    (lambda: fmtsim.linear(A16, B16.mT, matrix(1, 16, BF16)[0], target="h200", out_dtype=FP32, native=True),
+     "torch.nn.functional.linear gives torch.bfloat16, not torch.float32"),
+    (lambda: fmtsim.mm(A16.half(), B16.half(), target="h200", accumulate="fp16", out_dtype=FP32, native=True),
+     "torch does not sum torch.float16 products in fp16 for torch.float32 results"),
+    (lambda: fmtsim.scaled_mm(matrix(16, 128), matrix(16, 128).t(), ones(16, 1), ones(1, 1), target="h200",
+                              scale_recipe_a="BlockWise1x128", scale_recipe_b="BlockWise128x128", use_fast_accum=True,
+                              native=True), "torch has no use_fast_accum with 1x128 and 128x128 scales"),
+    (lambda: fmtsim.scaled_mm(matrix(16, 32), matrix(16, 32).t(), ones(16, 1), ones(1, 16), target="h200", native=True),
+     "cuBLASLt gives no torch.float8_e4m3fn results with row scales"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("product", "reason"), REFUSED)
+def test_true_says_why_not(ran, product, reason):
+    with pytest.raises(ArgumentError) as error:
+        product()
+    assert str(error.value).startswith("native=True is not possible: ") and reason in str(error.value)
+    assert str(error.value).endswith("; pass native=False to emulate the product") and ran == []
+
+
+def test_without_a_card():
+    with pytest.raises(ArgumentError, match="the tensors are on cpu, not on a CUDA card; move them there with .cuda()"):
+        fmtsim.mm(A16, B16, target="h200", native=True)
+    assert not native.is_native("h200", "cpu")
+    if not torch.cuda.is_available():
+        assert native.why_not_native("h200") == native.why_not_native("h200", 1) == "torch sees no CUDA card"
+    with pytest.raises(ArgumentError, match="native='yes' is not possible; choose None"):
+        fmtsim.mm(A16, B16, target="h200", native="yes")
+
+
+def test_what_torch_lacks_is_emulated_without_a_word(ran):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = fmtsim.mm(A16.float(), B16.float(), a_format="bf16", b_format="bf16", target="h200", out_dtype=FP32)
+    assert ran == [] and torch.equal(y, fmtsim.mm(A16, B16, target="h200", out_dtype=FP32, native=False))
+
+
+def test_a_setting_in_the_way_is_said_once(ran, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with pytest.warns(NativeWarning, match="the card is the target, but the product is emulated: CUBLAS_WORKSPACE_C"):
+        fmtsim.mm(A16, B16, target="h200")
+    fmtsim.mm(A16, B16, target="h200")  # a second warning would be an error
+    assert ran == []
+
+
+def test_explain_mm_says_who_would_multiply(ran):
+    def runs(a=A16, b=B16, **options):
+        rows = dict(fmtsim.explain_mm(a, b, **{"target": "h200", **options}).rows)
+        return rows.get("runs")
+
+    assert runs() is None and runs(unit="exact", target=None, native=True) is None  # on the CPU nobody asks
+    assert runs(native=True) == "natively, by torch.mm on this card"
+    assert runs(A16.to(F8), B16.to(F8), native=True) == "natively, by torch._scaled_mm on this card"
+    assert runs(native=False) == "emulated: native=False"
+    assert runs(target="b200", native=True).startswith("not at all (native=True): the device is a NVIDIA H200")
+    assert ran == []
+
+
+def test_the_operator_keeps_torchs_rules():
+    operator = torch.ops.fmtsim.native_gemm.default
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(operator, (A16, B16, "mm", BF16), test_utils=checks)
+    torch.library.opcheck(operator, (A16[None], B16[None], "bmm", BF16), test_utils=checks)
+
+
+def test_compiled_code_runs_natively(ran):
+    torch._dynamo.reset()
+    product = torch.compile(lambda a, b: fmtsim.mm(a + 1, b, target="h200") * 2, backend="eager", fullgraph=True)
+    assert not product(A16, B16).any() and [call.function for call, *_ in ran] == ["mm"]
+    torch._dynamo.reset()
+
+
+# --- Quantised layers ------------------------------------------------------------------------------------------------
+
+
+def layer(ran, **options):
+    config = fmtsim.linear_config(**{"x": "e4m3", "w": "e4m3", "g": "e5m2", "target": "h200", **options})
+    x, w = (torch.randn(32, 64, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in (1, 2))
+    y = fmtsim.EmulatedGEMM.apply(x, w, torch.ones(32), config)
+    y.sum().backward()
+    return y, x.grad, w.grad
+
+
+def test_layers_run_natively(ran):
+    y, dx, dw = layer(ran, native=True, fast_accum=True)
+    assert [(call.function, call.out_dtype, call.fast_accum) for call, *_ in ran] == [
+        ("scaled_mm", FP32, True), ("scaled_mm", FP32, False), ("scaled_mm", FP32, False),
+    ]  # fmt: skip
+    assert [(a.dtype, b.dtype) for _, a, b, *_ in ran] == [(F8, F8), (F5, F8), (F5, F8)]
+    assert torch.equal(y, torch.ones(32, 32)) and not dx.any() and not dw.any()  # the bias is added in float32
+    layer(ran, native=False)
+    assert len(ran) == 3
+
+
+@pytest.mark.parametrize(
+    ("fmt", "function", "dtype", "tf32"),
+    [("bf16", "mm", BF16, False), ("fp16", "mm", FP16, False), ("tf32", "linear", FP32, True),
+     (None, "linear", FP32, False)],
+)  # fmt: skip
+def test_layers_of_wide_formats(ran, fmt, function, dtype, tf32):
+    layer(ran, x=fmt, w=fmt, g=fmt)
+    assert [call.function for call, *_ in ran] == [function, "mm", "mm"]
+    assert all(a.dtype == b.dtype == dtype and call.tf32 == tf32 for call, a, b, *_ in ran)
+
+
+def test_block_scales_of_layers_become_codes(ran, monkeypatch):
+    monkeypatch.setattr(native, "why_not_native", lambda target, device: None)
+    monkeypatch.setattr(native, "_card_reason", lambda target, index: (None, False))
+    for fmt, dtype in (("mxfp8_e4m3", F8), ("nvfp4", F4)):
+        del ran[:]
+        layer(ran, x=fmt, w=fmt, g=fmt, target="b200")
+        call, a, b, _, scales = ran[0]
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+        q = fmtsim.encode(x, fmt)
+        assert a.dtype == b.dtype == dtype and scales.a.dtype == torch.uint8
+        assert torch.equal(a.view(torch.uint8), (q.codes if dtype == F4 else q.unpacked()).view(torch.uint8))
+        assert torch.equal(scales.a, q.scales.view(torch.uint8).reshape(scales.a.shape))
+        assert (scales.whole_a is not None) == (fmt == "nvfp4") and call.scaling == ("mx" if dtype == F8 else "nvfp4")
+
+
+def test_configs_check_native():
+    with pytest.raises(ArgumentError, match="native=True runs products on the card that target= names"):
+        fmtsim.Gemm(unit="hopper.wgmma", native=True)
+    with pytest.raises(ArgumentError, match="native=1 is not possible"):
+        fmtsim.Gemm(target="h200", native=1)
+    model = fmtsim.convert(torch.nn.Linear(16, 16), format="e4m3", target="h200", native=False, fast_accum=True)
+    assert model.emulation.config.fprop.native is False and model.emulation.config.fprop.fast_accum
+    with pytest.raises(ArgumentError, match="target, unit, fast_accum and native go with format=; set them inside con"):
+        fmtsim.convert(torch.nn.Linear(16, 16), config=model.emulation.config, native=False)
