@@ -20,7 +20,8 @@ COMMANDS = {
     "mm": "run one matrix product on a machine or unit and explain its bits",
     "compare": "compare two files of tensors bit for bit, with distances in units of the last place",
     "verify": "check the engines against the oracle and against each other",
-    "bench": "measure casts against a plain copy, and matrix products (bench gemm) against sgemm",
+    "calibrate": "ask the GPU here for its arithmetic and its library's orders of sums, and write a plan file",
+    "bench": "measure casts against a copy, products (bench gemm) against sgemm, the CUDA engine (bench gpu)",
     "train": "train a small GPT in full precision and under simulated precision, side by side",
 }
 BAD_INPUT = 2
@@ -65,7 +66,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         description="Bit-exact number formats, rounding and low-precision training for PyTorch.",
         epilog="fmtsim COMMAND --help shows the arguments of a command.",
     )
-    parser.add_argument("--version", action="version", version=f"fmtsim {version_of('fmtsim')}")
+    parser.add_argument("-V", "--version", action="version", version=f"fmtsim {version_of('fmtsim')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         subparser = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")

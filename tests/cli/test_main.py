@@ -17,7 +17,7 @@ def test_help_names_every_command(capsys):
     assert stop.value.code == 0
     text = capsys.readouterr().out
     for command in COMMANDS:
-        assert f"    {command} " in text
+        assert f"\n    {command}" in text
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,0 +1,221 @@
+"""A GPU that is asked: full-size library calls, of which a few rows and columns are chosen and looked at."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fmtsim.errors import DeviceError
+from fmtsim.gemm.call import GemmCall
+
+STORED = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2, "int8": torch.int8,
+}  # fmt: skip
+
+
+class Extras(NamedTuple):
+    """What a call takes besides its operands: a bias [C], and scales of rows [R] and of columns [C], or [1] both."""
+
+    bias: Tensor | None = None
+    row: Tensor | None = None
+    column: Tensor | None = None
+
+
+NO_EXTRAS = Extras()
+
+
+class Card(Protocol):
+    """Something that multiplies: a GPU with its library, or a model of one."""
+
+    name: str
+    library: str
+    device: torch.device
+
+    def ask(self, call: GemmCall, a: Tensor, b: Tensor, extras: Extras = NO_EXTRAS) -> Tensor:
+        """Return some results of a call of full size.
+
+        Args:
+            call: The call.
+            a: [R, K], R of the call's M rows, stored as the call's format is; where they lie is the card's choice.
+            b: [C, K], C of its N columns.
+            extras: Bias and scales of those rows and columns.
+
+        Returns:
+            [R, C] on the CPU, in the call's output dtype.
+        """
+        ...
+
+    def differing(self, call: GemmCall, a: Tensor, b: Tensor, extras: Extras = NO_EXTRAS) -> int:
+        """Return how many results of a call differ from the first where all rows are equal, and all columns.
+
+        Args:
+            call: The call.
+            a: [1, K], every row of the first operand.
+            b: [1, K], every column of the second.
+            extras: One bias, and one scale of each operand, for all.
+        """
+        ...
+
+
+class TorchCard:
+    """Ask an NVIDIA GPU through torch's own functions.
+
+    The other rows of an operand hold leftovers, which no chosen result depends on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        facts = torch.cuda.get_device_properties(device)
+        self.device = device
+        self.name = facts.name
+        self.library = (
+            f"{facts.name} ({facts.multi_processor_count} multiprocessors), torch {torch.__version__}, "
+            f"cuBLASLt of CUDA {torch.version.cuda}"
+        )
+        self._room: dict[str, Tensor] = {}
+
+    def ask(self, call: GemmCall, a: Tensor, b: Tensor, extras: Extras = NO_EXTRAS) -> Tensor:
+        """Return some results of a call, as ``Card.ask`` says.
+
+        Raises:
+            DeviceError: The GPU has too little memory for the call.
+        """
+        with self._refusals(call):
+            rows, columns = self._places(call.m, a.shape[0]), self._places(call.n, b.shape[0])
+            return self._call(call, a, b, extras, rows, columns)[rows[:, None], columns].cpu()
+
+    def differing(self, call: GemmCall, a: Tensor, b: Tensor, extras: Extras = NO_EXTRAS) -> int:
+        """Count results that differ where all should be equal, as ``Card.differing`` says."""
+        with self._refusals(call):
+            rows, columns = (torch.arange(size, device=self.device) for size in (call.m, call.n))
+            out = self._call(call, a, b, extras, rows, columns)
+            bits = out.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[out.element_size()])
+            return int((bits != bits[0, 0]).sum())
+
+    def _call(self, call: GemmCall, a: Tensor, b: Tensor, extras: Extras, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return all results of a call with the given rows at their places; one row stands for all."""
+        left = self._matrix("a", a, rows, call.m, call.a_layout)
+        right = self._matrix("b", b, columns, call.n, call.b_layout)
+        bias = self._spread(extras.bias, columns, call.n)
+        row, column = self._spread(extras.row, rows, call.m), self._spread(extras.column, columns, call.n)
+        if call.scaling == "tensor":
+            row, column = (None if x is None else x[:1] for x in (row, column))
+        with _switches(call):
+            return NATIVE[call.operation](call, left, right, Extras(bias, row, column))
+
+    @contextlib.contextmanager
+    def _refusals(self, call: GemmCall) -> Iterator[None]:
+        """Say which call the GPU has no memory for, or refuses."""
+        try:
+            yield
+        except torch.cuda.OutOfMemoryError:
+            self._room.clear()
+            torch.cuda.empty_cache()
+            raise DeviceError(
+                f"{self.name} has no memory left for M={call.m} N={call.n} K={call.k} in {call.a}; choose fewer "
+                "--tokens or a smaller model"
+            ) from None
+        except (RuntimeError, ValueError) as error:
+            raise DeviceError(
+                f"torch.{call.operation} on {self.name} refuses M={call.m} N={call.n} K={call.k} in {call.a}: "
+                f"{_first_line(error)}"
+            ) from None
+
+    def _places(self, size: int, count: int) -> Tensor:
+        return torch.linspace(0, size - 1, count, dtype=torch.float64, device=self.device).round().long()
+
+    def _matrix(self, which: str, values: Tensor, places: Tensor, size: int, layout: str) -> Tensor:
+        """Return [size, K] with the given rows in it."""
+        k, dtype = values.shape[1], values.dtype
+        flat = self._buffer(which, size * k * dtype.itemsize).view(dtype)
+        whole = flat.view(size, k) if layout == "row" else flat.view(k, size).t()
+        raw = torch.uint8 if dtype.itemsize == 1 else dtype
+        values = values.to(self.device).view(raw)
+        if len(values) == 1 and len(places) == size:
+            whole.view(raw).copy_(values.expand(size, k))
+        else:
+            whole.view(raw)[places] = values
+        return whole
+
+    def _buffer(self, which: str, size: int) -> Tensor:
+        held = self._room.get(which)
+        if held is None or held.numel() < size:
+            self._room.pop(which, None)
+            del held
+            self._room[which] = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        return self._room[which][:size]
+
+    def _spread(self, values: Tensor | None, places: Tensor, size: int) -> Tensor | None:
+        if values is None:
+            return None
+        whole = torch.zeros(size, dtype=values.dtype, device=self.device)
+        whole[places] = values.to(self.device)
+        return whole
+
+
+def _mm(call: GemmCall, a: Tensor, b: Tensor, extras: Extras) -> Tensor:
+    return torch.mm(a, b.t(), out_dtype=call.out) if call.out != a.dtype else torch.mm(a, b.t())
+
+
+def _linear(call: GemmCall, a: Tensor, b: Tensor, extras: Extras) -> Tensor:
+    return torch.nn.functional.linear(a, b, extras.bias)
+
+
+def _scaled_mm(call: GemmCall, a: Tensor, b: Tensor, extras: Extras) -> Tensor:
+    many = call.scaling == "row"
+    row, column = (
+        torch.ones(size if many else 1, device=a.device) if given is None else given
+        for size, given in ((call.m, extras.row), (call.n, extras.column))
+    )
+    row, column = (row[:, None], column[None, :]) if many else (row.reshape(()), column.reshape(()))
+    return torch._scaled_mm(a, b.t(), row, column, bias=extras.bias, out_dtype=call.out, use_fast_accum=call.fast_accum)
+
+
+def _int_mm(call: GemmCall, a: Tensor, b: Tensor, extras: Extras) -> Tensor:
+    return torch._int_mm(a, b.t())
+
+
+NATIVE: dict[str, Callable[[GemmCall, Tensor, Tensor, Extras], Tensor]] = {
+    "mm": _mm, "linear": _linear, "scaled_mm": _scaled_mm, "int_mm": _int_mm,
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def _switches(call: GemmCall) -> Iterator[None]:
+    """Set torch's global switches as the call says, and put them back."""
+    flags: Any = torch.backends.cuda.matmul
+    held = flags.allow_tf32, flags.allow_fp16_accumulation
+    flags.allow_tf32, flags.allow_fp16_accumulation = call.a == "tf32", call.accumulate == "fp16"
+    try:
+        yield
+    finally:
+        flags.allow_tf32, flags.allow_fp16_accumulation = held
+
+
+def open_card(device: str | torch.device = "cuda") -> TorchCard:
+    """Return the GPU, after one small product has shown that it works.
+
+    Raises:
+        DeviceError: torch sees no GPU, or the GPU cannot be used now; the message says why and what to do.
+    """
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "calibrate asks an NVIDIA GPU, and torch sees none here; run it on the machine that has the GPU (the plan "
+            "file it writes can be used anywhere)"
+        )
+    try:
+        card = TorchCard(torch.device(device))
+        one = torch.ones(16, 16, device=card.device, dtype=torch.bfloat16)
+        float(torch.mm(one, one)[0, 0])
+        return card
+    except (RuntimeError, AssertionError) as error:
+        raise DeviceError(
+            f"{device} cannot be used: {_first_line(error)}; see with nvidia-smi who else uses it, or choose another "
+            "--device"
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,131 @@
+"""Which kernel records of a plan file give an order of sums, and few kernels that give the orders of many calls."""
+
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from fmtsim.calibration.campaign import Finding, Units
+from fmtsim.formats.registry import get_format
+from fmtsim.gemm.call import GemmCall
+from fmtsim.gemm.datapath import Arithmetic
+from fmtsim.gemm.kernel import Kernel
+from fmtsim.gemm.plan import GemmPlan
+from fmtsim.gemm.schedule import schedule
+
+TILES = (64, 128, 32, 16, 256, 512, 8)
+SLICES = ((8, 64), (4, 32), (8, 0), (4, 0))  # align and line of Kernel
+SPARE = 8  # numbers of parts beyond those that exist, of which some own nothing
+
+
+class Entry(NamedTuple):
+    """A verified call, and every (kernel, parts) that gives its order."""
+
+    call: GemmCall
+    choices: tuple[tuple[Kernel, int], ...]
+
+
+def kernels_of(call: GemmCall, plan: GemmPlan, units: Units) -> Iterator[tuple[Kernel, int]]:
+    """Yield kernels of a plan file that give a plan's order for a call, each with the number of parts."""
+    common = _common(call, plan)
+    if plan.k_tile is None:
+        for tile in TILES:
+            yield Kernel(k_tile=tile, **common), 1
+        return
+    arithmetic = units(call)
+    for kernel in _shapes(common, plan):
+        for parts in range(plan.split, plan.split + (SPARE if plan.split > 1 else 1)):
+            fields, exact = kernel.fields(call, parts)
+            made = GemmPlan(**fields)
+            kept = (made.partial, made.bias_after_rounding) == (plan.partial, plan.bias_after_rounding)
+            if exact and kept and same_order(call.k, arithmetic, made, plan):
+                yield kernel, parts
+                break
+
+
+def same_order(k: int, arithmetic: Arithmetic, first: GemmPlan, second: GemmPlan) -> bool:
+    """Say whether two plans add K products in the same order: tiles of different widths may be dealt alike."""
+    if first.reduce != second.reduce and max(first.split, second.split) > 2:
+        return False
+    plain = first.promote_every is None and second.promote_every is None
+    if plain and _edge(k, first) != _edge(k, second):  # a quick look, because a schedule lists all products
+        return False
+    return _chains(k, arithmetic, first) == _chains(k, arithmetic, second)
+
+
+def _chains(k: int, arithmetic: Arithmetic, plan: GemmPlan) -> Any:
+    """Return the blocks of a plan's chains; parts of one chain each are added as promoted chains of one part are."""
+    parts = schedule(k, arithmetic, plan)
+    chains = [[chain.blocks for chain in part] for part in parts]
+    if plan.reduce == "serial" and plan.partial is None and all(len(part) == 1 for part in chains):
+        return [[blocks for part in chains for blocks in part]]
+    return chains
+
+
+def _edge(k: int, plan: GemmPlan) -> int:
+    """Return where the first part ends, or with interleaved tiles the first tile."""
+    if plan.k_tile is None:
+        return k
+    if plan.part_k is not None:
+        return min(plan.part_k, k)
+    tiles = -(-k // plan.k_tile)
+    share = 1 if plan.owner == "interleaved" and plan.split > 1 else -(-tiles // plan.split)
+    missing = -k % plan.k_tile if plan.residue_first else 0
+    return min(share * plan.k_tile - missing, k)
+
+
+def _common(call: GemmCall, plan: GemmPlan) -> dict[str, Any]:
+    """Return the fields of a kernel that do not depend on how it cuts K."""
+    names = ("instruction_k", "promote_every", "scaled_promotion", "successive_scales", "round_trip", "epilogue",
+             "bias_after_rounding")  # fmt: skip
+    fields = {name: getattr(plan, name) for name in names}
+    if plan.partial is not None:
+        fields["partial"] = "out" if plan.partial == get_format(call.out) else plan.partial.name
+    for name in ("owner", "reduce"):
+        if name in Kernel.__dataclass_fields__:
+            fields[name] = getattr(plan, name)
+    return fields
+
+
+def _shapes(fields: dict[str, Any], plan: GemmPlan) -> Iterator[Kernel]:
+    sayable = {"owner", "reduce"} <= set(Kernel.__dataclass_fields__)
+    if not sayable and (plan.owner != "contiguous" or plan.reduce != "serial"):
+        return
+    for tile in TILES:
+        if not plan.residue_first or plan.part_k is not None:
+            yield Kernel(k_tile=tile, **fields)
+        if plan.owner == "contiguous":
+            for align, line in SLICES:
+                yield Kernel(k_tile=tile, slices=True, align=align, line=line, **fields)
+
+
+def entries_of(found: Iterable[Finding], units: Units) -> tuple[list[Entry], list[GemmCall]]:
+    """Return the verified calls that a plan file can say, and those that it cannot."""
+    entries, beyond = [], []
+    for finding in found:
+        if finding.status != "verified":
+            continue
+        choices = dict.fromkeys(choice for plan in finding.plans for choice in kernels_of(finding.call, plan, units))
+        if choices:
+            entries.append(Entry(finding.call, tuple(choices)))
+        else:
+            beyond.append(finding.call)
+    return entries, beyond
+
+
+def cover(
+    entries: Sequence[Entry], preferred: Container[Kernel] = ()
+) -> list[tuple[Kernel, list[tuple[GemmCall, int]]]]:
+    """Return few kernels that together give all entries' orders, the one with most entries first.
+
+    A sum of one part says little about its kernel's tile: among equals a preferred kernel is taken.
+    """
+    left, chosen = list(entries), []
+    while left:
+        votes: Counter[Kernel] = Counter()
+        for entry in left:
+            votes.update(dict.fromkeys((kernel for kernel, _ in entry.choices), 1))
+        best = max(votes, key=lambda kernel: (votes[kernel], kernel in preferred))
+        mine = [(entry.call, dict(entry.choices)[best]) for entry in left if best in dict(entry.choices)]
+        chosen.append((best, mine))
+        left = [entry for entry in left if best not in dict(entry.choices)]
+    return chosen

@@ -1,0 +1,164 @@
+"""Orders of sums: a card with a hidden plan is asked, and the plan, or one with the same order, comes back."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fmtsim.calibration.campaign import calibrate, find_plan
+from fmtsim.calibration.check import make_data, question, verify
+from fmtsim.calibration.kernels import same_order as order_of
+from fmtsim.calibration.order import look
+from fmtsim.gemm.call import GemmCall
+from fmtsim.gemm.plan import GemmPlan
+from fmtsim.gemm.unit import get_unit
+from tests.calibration.fake import FakeCard, fp8, mm
+
+HOPPER, AMPERE = get_unit("hopper.wgmma"), get_unit("ampere.mma")
+BF16, TF32, FP8 = (HOPPER.mode(name, name, "fp32") for name in ("bf16", "tf32", "e4m3"))
+SUMS16 = HOPPER.mode("fp16", "fp16", "fp16")
+
+
+def same_order(call, arithmetic, first, second):
+    """Two plans may say one order in different words: tiles that are dealt alike, residues that do not exist."""
+    kept = [(p.partial if p.split > 1 else None, p.round_trip, p.bias_after_rounding) for p in (first, second)]
+    return kept[0] == kept[1] and order_of(call.k, arithmetic, first, second)
+
+
+def recovered(call, arithmetic, plan):
+    found = find_plan(FakeCard(arithmetic, plan), call, arithmetic)
+    assert found.status == "verified", found.note
+    assert found.outputs >= 128
+    return any(same_order(call, arithmetic, plan, other) for other in found.plans)
+
+
+HIDDEN = {
+    "chain": (mm(64, 512, 4096), BF16, GemmPlan()),
+    "chain of small blocks": (mm(64, 512, 512), AMPERE.mode("bf16", "bf16", "fp32"), GemmPlan()),
+    "parts of tiles": (mm(64, 512, 4096), BF16, GemmPlan(k_tile=64, split=3)),
+    "parts rounded to the output": (mm(64, 512, 4096), BF16, GemmPlan(k_tile=64, split=3, partial="bf16")),
+    "parts rounded on the way": (
+        mm(64, 512, 4096), BF16, GemmPlan(k_tile=64, split=3, partial="bf16", round_trip=True)),
+    "every fifth tile": (mm(64, 512, 4096), BF16, GemmPlan(k_tile=64, split=5, owner="interleaved")),
+    "halves onto each other": (mm(512, 64, 4096), BF16, GemmPlan(k_tile=64, split=5, reduce="pairwise")),
+    "residue first": (mm(100, 60, 300, out=torch.float32), BF16, GemmPlan(k_tile=128, residue_first=True)),
+    "slices and short instructions": (
+        mm(33, 65, 129), BF16, GemmPlan(k_tile=32, part_k=16, split=9, residue_first=True, instruction_k=8)),
+    "slices of TF32": (mm(160, 128, 680, "tf32"), TF32, GemmPlan(k_tile=16, part_k=68, split=10, residue_first=True)),
+    "fp16 sums": (
+        mm(128, 96, 1024, "fp16", accumulate="fp16"), SUMS16,
+        GemmPlan(k_tile=64, part_k=64, split=16, residue_first=True, partial="fp16", round_trip=True)),
+    "promotion": (fp8(64, 512, 4096, fast=False), FP8, GemmPlan(promote_every=128)),
+    "promotion in parts": (fp8(64, 512, 8192, fast=False), FP8, GemmPlan(promote_every=128, k_tile=128, split=3)),
+    "fast FP8 in parts": (fp8(64, 512, 8192), FP8, GemmPlan(k_tile=128, split=3)),
+    "one row": (mm(1, 768, 3072), BF16, GemmPlan(k_tile=64, split=2)),
+    "one column": (mm(768, 1, 3072), BF16, GemmPlan(k_tile=64, split=2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_hidden_order_is_found(name):
+    assert recovered(*HIDDEN[name])
+
+
+def test_a_bias_that_is_added_after_rounding():
+    call = GemmCall(operation="linear", m=64, n=1, k=512, a="bf16", b="bf16", out=torch.bfloat16, bias=True)
+    assert recovered(call, BF16, GemmPlan(bias_after_rounding=True))
+    assert recovered(call, BF16, GemmPlan())
+
+
+def test_the_order_of_row_and_column_scales():
+    for rule in ("row_column", "column_row"):
+        found = find_plan(
+            FakeCard(FP8, GemmPlan(epilogue=rule)), fp8(64, 96, 512, out=torch.float32, scaling="row"), FP8
+        )
+        assert [plan.epilogue for plan in found.plans] == [rule]
+
+
+def random_plan(draw, k):
+    tile = draw.choice([16, 32, 64, 128])
+    width = draw.choice([None, None, 8])
+    kind = draw.choice(["chain", "residue", "tiles", "slices", "promoted", "interleaved", "pairs"])
+    parts = draw.randint(2, max(2, min(9, k // tile // 2)))
+    match kind:
+        case "chain":
+            return GemmPlan(instruction_k=width)
+        case "residue":
+            return GemmPlan(k_tile=tile, residue_first=True, instruction_k=width)
+        case "tiles":
+            return GemmPlan(k_tile=tile, split=parts, instruction_k=width)
+        case "slices":
+            length = -(-k // parts // 8) * 8
+            return GemmPlan(k_tile=tile, part_k=length, split=-(-k // length), residue_first=True, instruction_k=width)
+        case "promoted":
+            return GemmPlan(promote_every=draw.choice([64, 128, 256]), instruction_k=width)
+        case "interleaved":
+            return GemmPlan(k_tile=tile, split=parts, owner="interleaved", instruction_k=width)
+    return GemmPlan(k_tile=tile, split=max(3, parts), reduce="pairwise", instruction_k=width)
+
+
+@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 80))])
+def test_random_orders_are_found(seed):
+    draw = random.Random(seed)
+    k = draw.choice([264, 300, 513, 768, 1024, 1600, 2304])
+    call = mm(draw.choice([8, 64]), draw.choice([96, 512]), k, out=draw.choice([torch.bfloat16, torch.float32]))
+    plan = random_plan(draw, k)
+    assert recovered(call, BF16, plan), plan
+
+
+@pytest.mark.parametrize("name", ["chain", "parts of tiles", "promotion", "slices of TF32"])
+def test_a_planted_wrong_plan_is_refused(name):
+    """Wrong plans that a person might believe: one part more, none, another tile, no promotion, residue last."""
+    call, arithmetic, plan = HIDDEN[name]
+    answer = FakeCard(arithmetic, plan).ask(call, *make_data(question(call), 1))
+    assert not verify(call, answer, 1, arithmetic, plan).mismatches
+    wrong = [GemmPlan(), GemmPlan(k_tile=64, split=2), GemmPlan(k_tile=64, split=5), GemmPlan(promote_every=256),
+             GemmPlan(k_tile=64, split=3, owner="interleaved"), GemmPlan(instruction_k=4)]  # fmt: skip
+    for other in wrong:
+        if not same_order(call, arithmetic, plan, other):
+            checked = verify(call, answer, 1, arithmetic, other)
+            assert checked.mismatches > 4, other
+            assert "expected" in checked.first
+
+
+def test_a_wrong_guess_is_not_believed():
+    call, arithmetic, plan = HIDDEN["parts of tiles"]
+    card = FakeCard(arithmetic, plan)
+    found = find_plan(card, call, arithmetic, guess=lambda call: GemmPlan())
+    assert found.status == "verified" and all(other.split == 3 for other in found.plans)
+    right = find_plan(card, call, arithmetic, guess=lambda call: replace(plan, source="a rule", verified=True))
+    assert right.plans == (plan,)
+
+
+def test_an_order_that_changes_from_tile_to_tile_is_refused():
+    found = find_plan(FakeCard(BF16, GemmPlan(), tiles=128), mm(64, 512, 512), BF16)
+    assert found.status == "not found"
+    assert found.note == "128 of 32768 results are summed in another order than the first"
+
+
+def test_an_order_that_no_plan_can_say():
+    """A machine whose unit is another than believed: the sighting is told, so that a person can read it."""
+    found = find_plan(FakeCard(AMPERE.mode("bf16", "bf16", "fp32"), GemmPlan(instruction_k=2)), mm(8, 512, 4096), BF16)
+    assert found.status == "not found"
+    assert found.note.startswith("no plan explains what was seen: 4:")
+
+
+def test_a_card_without_memory_skips_the_call():
+    calls = [mm(8, 32, 64), mm(512, 512, 64)]
+    told = []
+    found = calibrate(FakeCard(BF16, memory=1000), calls, lambda call: BF16, advance=lambda *news: told.append(news))
+    assert [finding.status for finding in found] == ["verified", "skipped"]
+    assert found[1].note == "fake has no memory left for M=512"
+    assert told == [(0, "bf16 M=8 N=32 K=64"), (1, "bf16 M=512 N=512 K=64")]
+
+
+def test_a_handful_of_calls_is_enough():
+    card = FakeCard(BF16, GemmPlan(k_tile=64, split=6))
+    find_plan(card, mm(16, 1024, 16384), BF16)
+    assert card.asked <= 4
+
+
+def test_very_short_sums_are_compared_alone():
+    assert look(FakeCard(BF16), mm(16, 64, 3)) is None
+    assert find_plan(FakeCard(BF16), mm(16, 64, 3), BF16).plans == (GemmPlan(),)
