@@ -22,6 +22,7 @@ MAC_LIMIT = 1 << 25  # products of the exact sum that a reader waits for
 AGAIN = 2.0  # a product that took fewer seconds is timed a second time, without what the first call compiles
 SHOWN = 4
 SLOW_EVERY = 128
+MISMATCH = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--accumulate", metavar="FORMAT", help="fp32, fp16 or fp64, where the machine has several")
     how.add_argument("--slow", action="store_true",
                      help=f"use_fast_accum=False; for a unit: a new chain every {SLOW_EVERY} products")  # fmt: skip
+    where = parser.add_argument_group("where")
+    where.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu (default), cuda or cuda:1")
+    where.add_argument("--emulate", action="store_true",
+                       help="emulate also where the device is the target and could multiply itself")  # fmt: skip
+    where.add_argument("--check", choices=("native",),
+                       help="native: run the device's own unit and its emulation, and compare the bits; 1 is returned "
+                            "where they differ")  # fmt: skip
     what = parser.add_argument_group("what is multiplied")
     what.add_argument("--dtype", default="e4m3", metavar="FORMAT", help="format of both operands (default e4m3)")
     what.add_argument("--b-dtype", metavar="FORMAT", help="format of b (default: as --dtype)")
@@ -50,29 +58,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Multiply, compare with the exact sum, and print."""
+    """Multiply, compare with the exact sum (and the device's own unit with its emulation), and print."""
     import torch
+
+    from fmtsim.analysis.compare import compare
 
     _check(arguments)
     names = (arguments.dtype, arguments.b_dtype or arguments.dtype)
     operands = make_operands((arguments.m, arguments.n, arguments.k), names, arguments.data, arguments.seed)
+    moved = on_device(operands, arguments.device)
     options = machine(arguments)
-    explanation = explained(operands, options, arguments)
+    native = True if arguments.check else False if arguments.emulate else None
+    explanation = explained(moved, {**options, "native": native}, arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PlanUnknownWarning)  # that a plan is a guess is said below
-        y, first = timed(operands, options, arguments)
-        seconds = timed(operands, options, arguments)[1] if first < AGAIN else first
+        y, first = timed(moved, {**options, "native": native}, arguments)
+        seconds = timed(moved, {**options, "native": native}, arguments)[1] if first < AGAIN else first
+        check = compare(y, timed(moved, {**options, "native": False}, arguments)[0]) if arguments.check else None
+    y = y.cpu()
     exact = exact_sums(operands)
     with torch.no_grad():
         comparison, relative = errors(y[: exact.shape[0]], exact)
     record = _record(arguments, explanation, comparison, relative, y, (first, seconds))
+    if check is not None:
+        record["native_against_emulated"] = check.to_dict()
     if arguments.out:
         save(y, Path(arguments.out))
     if arguments.json:
         print_json(record)
     else:
         print(_text(record, explanation, comparison, y, exact))
-    return 0
+        if check is not None:
+            print(_check_text(check))
+    return 0 if check is None or check.equal else MISMATCH
+
+
+def on_device(operands: Operands, name: str) -> Operands:
+    """Return the operands on a device; raise ArgumentError where there is none of that name."""
+    import torch
+
+    try:
+        device = torch.device(name)
+        return operands._replace(a=operands.a.to(device), b=operands.b.to(device))
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        said = str(error).splitlines()[0]
+        raise ArgumentError(f"--device {name} is not there: {said}; choose cpu, or look at fmtsim info") from None
 
 
 def machine(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -135,10 +165,10 @@ def timed(operands: Operands, options: dict[str, Any], arguments: argparse.Names
     shared = {"generator": arguments.seed} if stochastic else {}
     start = time.perf_counter()
     if operands.a.dtype == operands.b.dtype == torch.int8:
-        machines = {name: options.get(name) for name in ("target", "unit", "datapath")}
+        machines = {name: options.get(name) for name in ("target", "unit", "datapath", "native")}
         y = int_mm(operands.a, operands.b, **machines)
     elif _is_scaled(operands, options):
-        one = torch.ones(())
+        one = torch.ones((), device=operands.a.device)
         y = scaled_mm(
             operands.a, operands.b, one, one, out_dtype=dtype, use_fast_accum=not arguments.slow, **options
         )  # fmt: skip
@@ -147,6 +177,8 @@ def timed(operands: Operands, options: dict[str, Any], arguments: argparse.Names
             operands.a, operands.b, out_dtype=dtype, allow_tf32=operands.tf32, a_format=operands.a_format,
             b_format=operands.b_format, **_for_mm(options), **shared,
         )  # fmt: skip
+    if y.is_cuda:
+        torch.cuda.synchronize(y.device)
     return y, time.perf_counter() - start
 
 
@@ -212,6 +244,9 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("m", "n", "k"):
         if getattr(arguments, name) < 1:
             raise ArgumentError(f"{name.upper()} = {getattr(arguments, name)} is not possible; choose 1 or more")
+    if arguments.check and (arguments.target is None or arguments.emulate):
+        what = "--emulate forbids it" if arguments.emulate else "a unit or datapath alone is no card"
+        raise ArgumentError(f"--check native runs the card that --target names, but {what}; pass --target h200")
     if arguments.slow and arguments.plan is not None:
         raise ArgumentError(
             f"--slow and --plan both give an order of sums; write --plan promote_every={SLOW_EVERY},..."
@@ -231,6 +266,11 @@ def _out_dtype(operands: Operands, arguments: argparse.Namespace) -> "torch.dtyp
 def _is_scaled(operands: Operands, options: dict[str, Any]) -> bool:
     narrow = all(x.dtype.is_floating_point and x.dtype.itemsize == 1 for x in (operands.a, operands.b))
     return options["target"] is not None and narrow
+
+
+def _check_text(check: "Comparison") -> str:
+    said = "native and emulated: all bits agree" if check.equal else "native against emulated (expected):"
+    return f"\n{said}" if check.equal else "\n".join(["", said, *(f"  {line}" for line in str(check).splitlines())])
 
 
 def _for_mm(options: dict[str, Any]) -> dict[str, Any]:

@@ -2,19 +2,21 @@
 
 import argparse
 import contextlib
+import json
 import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fmtsim.cli.output import add_json_argument, format_table, print_json
+from fmtsim.cli.output import add_json_argument, format_table, jsonable, print_json
 from fmtsim.errors import ArgumentError
 
 if TYPE_CHECKING:
     from fmtsim.training.loop import Run, TrainConfig
 
 INTERRUPTED = 130
+MISMATCH = 1
 SIZES = {
     "steps": "optimizer steps of each run",
     "batch-size": "windows of text a step",
@@ -38,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--seed", type=int, default=0, metavar="N",
                      help="of weights, batches and stochastic rounding (default 0)")  # fmt: skip
     how.add_argument("--data", metavar="PATH", help="a text file or a folder of them; by default Python's own sources")
+    how.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu (default), cuda or cuda:1")
     how.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
     output = parser.add_argument_group("output")
     output.add_argument("--out", default="fmtsim-train", metavar="DIR",
@@ -72,18 +75,33 @@ def _add_machine(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--plan", metavar="FIELD=VALUE,...", help="an order of sums, such as promote_every=128")
     group.add_argument("--fast-accum", action="store_true",
                        help="use_fast_accum=True of a target's forward products; gradients promote sums")  # fmt: skip
+    group.add_argument("--fast-backward", action="store_true", help="use_fast_accum=True for gradients as well")
+    group.add_argument("--check", choices=("native",),
+                       help="native: instead of the comparison with a baseline, train with the device's own products "
+                            "and with emulated ones in lockstep, and stop at the first bit of a loss, gradient or "
+                            "weight that differs; 1 is returned then")  # fmt: skip
+    group.add_argument("--minutes", type=float, metavar="N",
+                       help="with --check: begin no step after so many minutes, and write what was found")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train both models, write the artifacts and print a summary; 130 after Ctrl-C, with nothing written."""
+    """Train both models, write the artifacts and print a summary; 130 after Ctrl-C, with nothing written.
+
+    With ``--check native`` both models are the same, and 1 says that a bit differs.
+    """
     from fmtsim.training.artifacts import check_output, make_record, write_artifacts
     from fmtsim.training.corpus import load_corpus
     from fmtsim.training.loop import compare_schemes
     from fmtsim.training.progress import make_progress
 
     config = _config(arguments)
+    check_device(arguments.device)
     out = Path(arguments.out).expanduser()
     check_output(out)
+    if arguments.minutes is not None and not (arguments.check and arguments.minutes > 0):
+        raise ArgumentError(f"--minutes {arguments.minutes:g} limits --check native; pass both, and a number above 0")
+    if arguments.check:
+        return _check(arguments, config, out)
     corpus = load_corpus(arguments.data, config.model.context)
     try:
         with _threads(arguments.threads), contextlib.ExitStack() as stack:
@@ -102,6 +120,44 @@ def run(arguments: argparse.Namespace) -> int:
         print(summary(record, baseline, simulated))
         print("\nwritten: " + ", ".join(str(path) for path in paths))
     return 0
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that is not there."""
+    import torch
+
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        said = str(error).splitlines()[0]
+        raise ArgumentError(f"--device {name} is not there: {said}; choose cpu, or look at fmtsim info") from None
+
+
+def _check(arguments: argparse.Namespace, config: "TrainConfig", out: Path) -> int:
+    """Train natively and emulated in lockstep; 0 where all bits agree after all steps, else 1."""
+    from fmtsim.training.corpus import load_corpus
+    from fmtsim.training.evidence import check_text, make_check_record, write_check
+    from fmtsim.training.lockstep import check_native
+    from fmtsim.training.progress import make_progress
+
+    corpus = load_corpus(arguments.data, config.model.context)
+    try:
+        with _threads(arguments.threads), contextlib.ExitStack() as stack:
+            progress = make_progress(arguments.quiet)
+            if isinstance(progress, contextlib.AbstractContextManager):
+                stack.enter_context(progress)
+            result = check_native(config, corpus, progress, arguments.minutes)
+    except KeyboardInterrupt:
+        print(f"\nfmtsim: interrupted; nothing was written to {out}", file=sys.stderr)
+        return INTERRUPTED
+    record = make_check_record(config, corpus, result)
+    text = check_text(record)
+    paths = write_check(out, record, text, lambda found: json.dumps(jsonable(found), indent=1, allow_nan=False))
+    if arguments.json:
+        print_json({**record, "files": [str(path) for path in paths]})
+    else:
+        print(f"{text}\n\nwritten: {', '.join(str(path) for path in paths)}")
+    return 0 if result.equal else MISMATCH
 
 
 def summary(record: dict[str, Any], baseline: "Run", simulated: "Run") -> str:
@@ -192,6 +248,7 @@ def _config(arguments: argparse.Namespace) -> "TrainConfig":
         batch_size=arguments.batch_size,
         lr=arguments.lr,
         seed=arguments.seed,
+        device=arguments.device,
     )
 
 
@@ -216,6 +273,7 @@ def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
         "unit": arguments.unit if own is None else own,
         "plan": None if arguments.plan is None else parse_record(arguments.plan, GemmPlan, "--plan"),
         "fast_accum": arguments.fast_accum,
+        "fast_backward": arguments.fast_backward,
     }
 
 

@@ -1,4 +1,4 @@
-"""``fmtsim verify``: engines against the oracle, each other and all float32 inputs; products against recordings."""
+"""``fmtsim verify``: engines against the oracle and each other, products against recordings, a device against both."""
 
 import argparse
 import sys
@@ -11,6 +11,8 @@ from fmtsim.cli.output import add_json_argument, format_table, print_json
 from fmtsim.errors import ArgumentError
 
 if TYPE_CHECKING:
+    import torch
+
     from fmtsim.verify import Outcome, Task
     from fmtsim.verify.gemm import Replay
 
@@ -22,8 +24,10 @@ Show = Callable[[str, float], None]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("what", nargs="?", choices=("casts", "gemm"), default="casts",
-                        help="casts (default), or matrix products against recorded hardware bits")  # fmt: skip
+    parser.add_argument("what", nargs="?", choices=("casts", "gemm"),
+                        help="casts (default), or matrix products; both where --device is given")  # fmt: skip
+    parser.add_argument("--device", metavar="NAME", help="check this device, cuda or cuda:1: its casts against the "
+                        "oracle and the CPU's engines, its products of every unit against the CPU's")  # fmt: skip
     parser.add_argument("--vectors", action="append", metavar="DIR", default=[],
                         help="gemm: a folder of mtc_*.npz, probe_*.npz or recorded calls; may be repeated")  # fmt: skip
     parser.add_argument("--limit", type=int, metavar="N", help="gemm: compare about N outputs of each set")
@@ -37,13 +41,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks; 0 where all bits agree, 1 where one does not."""
-    _check(arguments)
-    if arguments.what == "gemm":
-        return _run_gemm(arguments)
+    parts = _parts(arguments)
+    _check(arguments, parts)
+    device = None
+    if arguments.device:
+        from fmtsim.verify.device import described, device_of
+
+        device = device_of(arguments.device)
+        if not arguments.json:
+            print(f"{described(device)}\n")
+    halves = {"casts": _run_casts, "gemm": _run_gemm}
+    reports = {part: halves[part](arguments, device) for part in parts}
+    if arguments.json:
+        both = {"device": described(device), **reports} if device is not None else reports[parts[0]]
+        print_json(both)
+    return MISMATCH if any(report["mismatches"] for report in reports.values()) else 0
+
+
+def _parts(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return which halves of the command run."""
+    if arguments.what is not None:
+        return (arguments.what,)
+    if not arguments.device or arguments.formats or arguments.exhaustive:
+        return ("casts",)
+    return ("casts", "gemm")
+
+
+def _check(arguments: argparse.Namespace, parts: tuple[str, ...]) -> None:
+    """Refuse arguments of a half that does not run, and gemm with nothing to compare."""
+    names = {"gemm": ("formats", "exhaustive"), "casts": ("vectors", "limit")}
+    for name in (name for part in parts if len(parts) == 1 for name in names[part]):
+        if getattr(arguments, name):
+            option = "--format" if name == "formats" else f"--{name}"
+            raise ArgumentError(f"{option} has no meaning for fmtsim verify {parts[0]}; leave it out")
+    if "gemm" in parts and not arguments.vectors and not arguments.device:
+        raise ArgumentError("fmtsim verify gemm needs recordings or a device; pass --vectors DIR, or --device cuda")
+
+
+def _run_casts(arguments: argparse.Namespace, device: "torch.device | None") -> dict[str, Any]:
+    """Hold every engine to the oracle and to each other, print what was found, and return it."""
     from fmtsim.verify import default_tasks, exhaustive_tasks
     from fmtsim.verify.outcome import PlantedError, engines
 
-    present = engines()
+    present = engines(device)
     if arguments.plant_error:  # to see the checks fail
         last = list(present)[-1]
         present[last] = PlantedError(present[last])
@@ -54,35 +94,25 @@ def run(arguments: argparse.Namespace) -> int:
         outcomes = [_run_task(task, index, show) for index, task in enumerate(tasks)]
     seconds = time.perf_counter() - start
     failed = [outcome for outcome in outcomes if outcome.mismatches]
-    if arguments.json:
-        print_json({
-            "engines": list(present), "seconds": seconds, "cases": sum(outcome.cases for outcome in outcomes),
-            "mismatches": sum(outcome.mismatches for outcome in outcomes),
-            "outcomes": [outcome.to_dict() for outcome in outcomes],
-        })  # fmt: skip
-    else:
+    if not arguments.json:
         print(_summary(outcomes, arguments.exhaustive))
         _print_failures(failed)
         print(f"\nengines: {', '.join(present)}; {seconds:.0f} s; {'MISMATCHES' if failed else 'all bits agree'}")
-    return MISMATCH if failed else 0
+    return {
+        "engines": list(present), "seconds": seconds, "cases": sum(outcome.cases for outcome in outcomes),
+        "mismatches": sum(outcome.mismatches for outcome in outcomes),
+        "outcomes": [outcome.to_dict() for outcome in outcomes],
+    }  # fmt: skip
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Refuse arguments of the other half of the command, and gemm without a folder."""
-    gemm = arguments.what == "gemm"
-    names = ("formats", "exhaustive") if gemm else ("vectors", "limit")
-    for name in names:
-        if getattr(arguments, name):
-            option = "--format" if name == "formats" else f"--{name}"
-            raise ArgumentError(f"{option} has no meaning for fmtsim verify {arguments.what}; leave it out")
-    if gemm and not arguments.vectors:
-        raise ArgumentError("fmtsim verify gemm needs recordings; pass --vectors DIR")
-
-
-def _run_gemm(arguments: argparse.Namespace) -> int:
+def _run_gemm(arguments: argparse.Namespace, device: "torch.device | None") -> dict[str, Any]:
+    """Run every unit on a device, and replay recordings; print what was found, and return it."""
     from fmtsim.verify.gemm import gemm_tasks
+    from fmtsim.verify.units import planted, unit_tasks
 
-    tasks = gemm_tasks(arguments.vectors, arguments.limit)
+    tasks = gemm_tasks(arguments.vectors, arguments.limit, device) if arguments.vectors else []
+    if device is not None:
+        tasks = [*(unit_tasks(device, planted) if arguments.plant_error else unit_tasks(device)), *tasks]
     start = time.perf_counter()
     found: list[Replay] = []
     with _progress(len(tasks)) as show:
@@ -90,13 +120,16 @@ def _run_gemm(arguments: argparse.Namespace) -> int:
             show(task.set, index)
             found.append(task.run(lambda share, task=task, index=index: show(task.set, index + share)))  # type: ignore[misc]
     seconds = time.perf_counter() - start
+    if not arguments.json:
+        _print_gemm(found, seconds)
+    return {
+        "seconds": seconds, "outputs": sum(replay.outputs for replay in found),
+        "mismatches": sum(replay.mismatches for replay in found), "sets": [replay.to_dict() for replay in found],
+    }  # fmt: skip
+
+
+def _print_gemm(found: "list[Replay]", seconds: float) -> None:
     failed = [replay for replay in found if replay.mismatches]
-    if arguments.json:
-        print_json({
-            "seconds": seconds, "outputs": sum(replay.outputs for replay in found),
-            "mismatches": sum(replay.mismatches for replay in found), "sets": [replay.to_dict() for replay in found],
-        })  # fmt: skip
-        return MISMATCH if failed else 0
     print(_gemm_table(found))
     for replay in failed[:SHOWN]:
         count = f"{replay.mismatches:,} of {replay.outputs:,} differ; " if replay.outputs else ""
@@ -105,7 +138,6 @@ def _run_gemm(arguments: argparse.Namespace) -> int:
     outputs = sum(replay.outputs for replay in found)
     verdict = "MISMATCHES" if failed else "all bits agree"
     print(f"\n{len(found)} sets, {outputs:,} outputs; {seconds:.0f} s; {verdict}")
-    return MISMATCH if failed else 0
 
 
 def _gemm_table(found: "list[Replay]") -> str:

@@ -61,7 +61,7 @@ def write_artifacts(out: Path, record: Mapping[str, Any], baseline: Run, simulat
 def make_record(config: TrainConfig, corpus: Corpus, baseline: Run, simulated: Run) -> dict[str, Any]:
     """Return everything about a comparison as JSON types; numbers that are not finite are None."""
     return {
-        "fmtsim": _version("fmtsim"),
+        "fmtsim": version_of("fmtsim"),
         "torch": torch.__version__,
         "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
         "config": {**asdict(config), **{name: getattr(config, name).to_dict() for name in ("simulated", "baseline")}},
@@ -121,7 +121,8 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, None of one that is not."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -73,10 +73,12 @@ def load_corpus(path: str | Path | None, context: int) -> Corpus:
     return Corpus(name=name, train=data[:split], validation=data[split:], files=files, truncated=truncated)
 
 
-def sample(data: Tensor, batch: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw windows of a text: inputs and the bytes that follow them, int64 [batch, context] both."""
+def sample(
+    data: Tensor, batch: int, context: int, generator: torch.Generator, device: str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Draw windows of a text: inputs and the bytes that follow them, int64 [batch, context] both, on a device."""
     starts = torch.randint(data.numel() - context, (batch, 1), generator=generator)
-    windows = data[starts + torch.arange(context + 1)].long()
+    windows = data[starts + torch.arange(context + 1)].long().to(device)
     return windows[:, :-1], windows[:, 1:]
 
 

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.errors import ArgumentError
+from fmtsim.gemm.config import LinearConfig
+from fmtsim.gemm.emulated import EmulatedGEMM
 
 VOCABULARY = 256  # bytes
 
@@ -62,7 +64,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predict the next byte. The embedding doubles as output head and stays in high precision when converted."""
+    """Predict the next byte. The embedding doubles as output head, a product that ``convert`` leaves alone.
+
+    ``head`` is that product's own config: None multiplies in high precision.
+    """
+
+    head: LinearConfig | None = None
 
     def __init__(self, config: GPTConfig, seed: int) -> None:
         """Build the model; equal seeds give equal weights, and no generator of the caller's is touched."""
@@ -80,7 +87,8 @@ class GPT(nn.Module):
         x = self.embedding(bytes_in) + self.position[: bytes_in.shape[1]]
         for block in self.blocks:
             x = block(x)
-        logits = F.linear(self.norm(x), self.embedding.weight)
+        x, w = self.norm(x), self.embedding.weight
+        logits = F.linear(x, w) if self.head is None else EmulatedGEMM.apply(x, w, None, self.head)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def _initialise(self, generator: torch.Generator) -> None:

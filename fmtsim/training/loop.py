@@ -15,6 +15,7 @@ from fmtsim.errors import ArgumentError, PlanUnknownWarning
 from fmtsim.nn.convert import convert
 from fmtsim.nn.report import Report, report
 from fmtsim.training.corpus import Corpus, sample
+from fmtsim.training.deterministic import deterministic
 from fmtsim.training.gpt import GPT, GPTConfig
 from fmtsim.training.schemes import Scheme
 
@@ -34,6 +35,7 @@ class TrainConfig:
         batch_size: Windows a step.
         lr: Peak learning rate of AdamW; it warms up over a tenth of the steps and decays to a tenth, as a cosine.
         seed: Of weights, batches and stochastic rounding.
+        device: Where models and batches are.
     """
 
     simulated: Scheme
@@ -43,6 +45,7 @@ class TrainConfig:
     batch_size: int
     lr: float
     seed: int
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size"):
@@ -104,7 +107,7 @@ class Progress(Protocol):
 
 def compare_schemes(config: TrainConfig, corpus: Corpus, progress: Progress) -> tuple[Run, Run]:
     """Train both models; equal configs give equal losses, bit for bit, on one machine with one number of threads."""
-    with collected_guesses() as guesses:
+    with collected_guesses() as guesses, deterministic(config.device):
         rehearse(config)
         runs = [train(scheme, config, corpus, progress) for scheme in (config.baseline, config.simulated)]
     runs[1].guesses = guesses if config.simulated.plan is None else []  # an order that was given is no guess
@@ -119,8 +122,9 @@ def rehearse(config: TrainConfig) -> None:
     linear = config.simulated.linear_config()
     if not config.simulated.machine:
         return
-    model = convert(GPT(replace(config.model, layers=1), config.seed), config=linear, generator=config.seed)
-    inputs = torch.zeros(config.batch_size, config.model.context, dtype=torch.int64)
+    model = GPT(replace(config.model, layers=1), config.seed).to(config.device)
+    convert(model, config=linear, generator=keys(config))
+    inputs = torch.zeros(config.batch_size, config.model.context, dtype=torch.int64, device=config.device)
     _backward(model, inputs, inputs)
 
 
@@ -145,9 +149,9 @@ def collected_guesses() -> Iterator[list[str]]:
 def train(scheme: Scheme, config: TrainConfig, corpus: Corpus, progress: Progress) -> Run:
     """Train one model under a scheme; a loss that is not finite ends the run and is recorded."""
     run = Run(label=scheme.label)
-    model = GPT(config.model, config.seed)
+    model = GPT(config.model, config.seed).to(config.device)
     if scheme.simulated:
-        convert(model, config=scheme.linear_config(), generator=config.seed)
+        convert(model, config=scheme.linear_config(), generator=keys(config))
         run.report = report(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
     batches = torch.Generator().manual_seed(config.seed + 1)
@@ -156,7 +160,7 @@ def train(scheme: Scheme, config: TrainConfig, corpus: Corpus, progress: Progres
     for step in range(1, config.steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = config.lr * schedule(step, config.steps)
-        batch = sample(corpus.train, config.batch_size, config.model.context, batches)
+        batch = sample(corpus.train, config.batch_size, config.model.context, batches, config.device)
         began = time.perf_counter()
         loss = _observed(run, step, model, *batch) if step in looks else _backward(model, *batch)
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -182,10 +186,15 @@ def validate(model: GPT, config: TrainConfig, corpus: Corpus) -> float:
     generator = torch.Generator().manual_seed(config.seed + 2)
     with torch.no_grad():
         losses = [
-            float(model(*sample(corpus.validation, config.batch_size, config.model.context, generator)))
+            float(model(*sample(corpus.validation, config.batch_size, config.model.context, generator, config.device)))
             for _ in range(VALIDATION_BATCHES)
         ]
     return sum(losses) / len(losses)
+
+
+def keys(config: TrainConfig) -> torch.Generator:
+    """Return the source of stochastic rounding's keys, on the device of the model."""
+    return torch.Generator(config.device).manual_seed(config.seed)
 
 
 def schedule(step: int, steps: int) -> float:

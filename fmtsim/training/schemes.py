@@ -41,6 +41,7 @@ class Scheme:
         unit: A matrix unit alone instead, by name or as a Datapath.
         plan: Order of sums instead of the machine's own.
         fast_accum: use_fast_accum of the target's forward products.
+        fast_backward: use_fast_accum of the products of gradients as well.
     """
 
     format: str
@@ -52,6 +53,11 @@ class Scheme:
     unit: str | Datapath | None = None
     plan: GemmPlan | None = None
     fast_accum: bool = False
+    fast_backward: bool = False
+
+    def __post_init__(self) -> None:
+        if self.fast_backward and not self.fast_accum:
+            raise ArgumentError("--fast-backward extends --fast-accum to gradients; pass --fast-accum as well")
 
     @property
     def simulated(self) -> bool:
@@ -84,6 +90,7 @@ class Scheme:
             parts += [f"{tensors} {mode}" for tensors, mode in (("x w", forward), ("g", backward)) if mode]
         if self.machine:
             parts.append(Gemm(target=self.target, unit=self.unit, plan=self.plan, fast_accum=self.fast_accum).machine)
+            parts += ["also of gradients"] if self.fast_backward else []
         return ", ".join(filter(None, parts))
 
     def linear_config(self) -> LinearConfig:
@@ -94,9 +101,10 @@ class Scheme:
             x=x, w=w, g=g, rounding=self.rounding, grad_rounding=self.grad_rounding, target=self.target,
             unit=self.unit, fast_accum=self.fast_accum,
         )  # fmt: skip
-        if self.plan is None:
-            return config
-        gemms = {name: dataclasses.replace(getattr(config, name), plan=self.plan) for name in PRODUCTS}
+        fast = {"fprop": self.fast_accum, "dgrad": self.fast_backward, "wgrad": self.fast_backward}
+        gemms = {
+            name: dataclasses.replace(getattr(config, name), plan=self.plan, fast_accum=fast[name]) for name in PRODUCTS
+        }
         return LinearConfig(**gemms)
 
     def to_dict(self) -> dict[str, Any]:

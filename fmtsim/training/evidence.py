@@ -1,0 +1,135 @@
+"""What ``fmtsim train --check native`` leaves behind: a JSON record and a text that says the same."""
+
+import os
+import platform
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fmtsim.gemm.call import GemmCall
+from fmtsim.gemm.native import card_description
+from fmtsim.gemm.serialization import record_to_dict
+from fmtsim.gemm.target import Resolution, get_target
+from fmtsim.training.artifacts import version_of
+from fmtsim.training.corpus import Corpus
+from fmtsim.training.lockstep import HEAD_FORMAT, Lockstep, Mismatch
+from fmtsim.training.loop import TrainConfig
+
+RECORD, TEXT = "check.json", "check.txt"
+
+
+def make_check_record(config: TrainConfig, corpus: Corpus, result: Lockstep) -> dict[str, Any]:
+    """Return everything about a run in lockstep as JSON types."""
+    target = None if config.simulated.target is None else get_target(config.simulated.target)
+    return {
+        "fmtsim": version_of("fmtsim"),
+        "torch": torch.__version__,
+        "machine": {"processor": platform.processor() or platform.machine(), **card_description(config.device)},
+        "target": None if target is None else {"name": target.name, "library": target.library},
+        "config": {
+            **asdict(config),
+            **{name: getattr(config, name).to_dict() for name in ("simulated", "baseline")},
+            "head": HEAD_FORMAT,
+        },
+        "corpus": {"name": corpus.name, "bytes": corpus.bytes, "files": corpus.files},
+        "sides": list(result.labels),
+        "parameters": result.parameters,
+        "steps": result.steps,
+        "equal": result.equal,
+        "numbers_compared": result.compared,
+        "mismatch": None if result.mismatch is None else _mismatch(result.mismatch),
+        "stopped": result.stopped,
+        "losses": result.losses,
+        "seconds": dict(zip((*result.labels, "optimizer and comparison"), map(_short, result.seconds), strict=True)),
+        "weights_sha256": list(result.digest),
+        "products": [_product(call, found) for call, found in result.products],
+        "guesses": result.guesses,
+    }
+
+
+def check_text(record: dict[str, Any]) -> str:
+    """Return a record as a text for people."""
+    config = record["config"]
+    scheme, model = config["simulated"], config["model"]
+    machine = ", ".join(str(value) for value in record["machine"].values() if value)
+    target = (record["target"] or {"name": "none"})["name"]
+    fast = {(False, False): "slow", (True, False): "fast forward, slow backward", (True, True): "fast"}
+    rows = {
+        "result": _verdict(record),
+        "sides": f"{' against '.join(record['sides'])}; target {target}",
+        "machine": f"{machine}, torch {record['torch']}",
+        "model": f"{record['parameters']:,} parameters: " + ", ".join(f"{name} {size}" for name, size in model.items()),
+        "batch": f"{config['batch_size']} windows, lr {config['lr']}, seed {config['seed']}",
+        "formats": f"{scheme['format']}, gradients {scheme['grad_format'] or 'as usual beside it'}",
+        "sums": fast[scheme["fast_accum"], scheme["fast_backward"]],
+        "head": f"{config['head']}; attention scores and values in float32, the same code on both sides",
+        "compared": f"{record['numbers_compared']:,} numbers: every loss, gradient and weight of every step",
+        "losses": f"{record['losses'][0]:.4f} to {record['losses'][-1]:.4f}" if record["losses"] else "none",
+        "weights": ", ".join(f"SHA-256 {code[:16]}" for code in record["weights_sha256"]),
+        "plans": _bases(record),
+        "time": ", ".join(f"{name} {seconds:.1f} s" for name, seconds in record["seconds"].items()),
+    }
+    lines = [f"{name:<9} {text}" for name, text in rows.items()]
+    lines += ["", "products:", *(f"  {product['text']}" for product in record["products"])]
+    return "\n".join(lines + [f"guess: {guess}" for guess in record["guesses"]])
+
+
+def _verdict(record: dict[str, Any]) -> str:
+    if record["mismatch"] is not None:
+        return f"DIFFERENT at {record['mismatch']['text']}"
+    agree = f"no bit differs after {record['steps']:,} steps"
+    if record["stopped"] is None:
+        return agree
+    return f"{agree}, then {record['stopped']}" if record["equal"] else f"stopped: {record['stopped']}"
+
+
+def _bases(record: dict[str, Any]) -> str:
+    """Count what stands behind the plans of the products."""
+    bases: dict[str, int] = {}
+    for product in record["products"]:
+        bases[product["basis"]] = bases.get(product["basis"], 0) + 1
+    return ", ".join(f"{count} {basis}" for basis, count in sorted(bases.items())) or "none asked"
+
+
+def write_check(out: Path, record: dict[str, Any], text: str, dump: Any) -> list[Path]:
+    """Write both files to a folder, each whole or not at all; ``dump`` makes text of a record."""
+    out.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, content in ((RECORD, dump(record)), (TEXT, text)):
+        handle, temporary = tempfile.mkstemp(dir=out, prefix=f".{name}-")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(content + "\n")
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, out / name)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+        paths.append(out / name)
+    return paths
+
+
+def _mismatch(mismatch: Mismatch) -> dict[str, Any]:
+    return {
+        "step": mismatch.step, "kind": mismatch.kind, "tensor": mismatch.tensor, "product": mismatch.product,
+        "text": str(mismatch), **mismatch.comparison.to_dict(),
+    }  # fmt: skip
+
+
+def _product(call: GemmCall, found: Resolution) -> dict[str, Any]:
+    out = str(call.out).removeprefix("torch.")
+    fast = f", fast_accum={call.fast_accum}" if call.operation == "scaled_mm" else ""
+    layouts = f"{call.a_layout} x {call.b_layout}"
+    return {
+        "text": f"{call.operation} [{call.m}, {call.k}] {call.a} x [{call.k}, {call.n}] {call.b} -> {out}{fast}, "
+        f"{layouts}, split {found.plan.split}: {found.basis}",
+        "basis": found.basis,
+        "unit": found.unit,
+        "plan": record_to_dict(found.plan),
+    }
+
+
+def _short(seconds: float) -> float:
+    return round(seconds, 3)
