@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from fmtsim.gemm.instruction import mma
 from fmtsim.gemm.matmul import int_mm, linear, mm
 from fmtsim.gemm.operands import matrix_layout
 from fmtsim.gemm.scaled import scaled_mm
+from fmtsim.verify.device import moved
 from fmtsim.verify.recordings import Call, Dots, Recording, find_recordings, read_calls, read_dots
 
+Record = TypeVar("Record", Call, Dots)
 Advance = Callable[[float], None]
 """Called with the share of a set that is done, 0 to 1."""
 
@@ -68,12 +70,15 @@ class GemmTask(NamedTuple):
     run: Callable[[Advance], Replay]
 
 
-def gemm_tasks(folders: Sequence[str | Path], limit: int | None = None) -> list[GemmTask]:
+def gemm_tasks(
+    folders: Sequence[str | Path], limit: int | None = None, device: torch.device | None = None
+) -> list[GemmTask]:
     """Return a task for each set of recordings in some folders.
 
     Args:
         folders: Folders with files that ``fmtsim.verify.recordings`` describes.
         limit: Compare about so many results of each set: the first dot products, the cheapest calls (at least one).
+        device: Where the products are computed; None is the CPU.
 
     Raises:
         ArgumentError: the limit is not positive.
@@ -84,18 +89,20 @@ def gemm_tasks(folders: Sequence[str | Path], limit: int | None = None) -> list[
     tasks = []
     for recording in (found for folder in folders for found in find_recordings(folder)):
         if recording.kind != "calls":
-            tasks.append(_task(recording.name, partial(_replay_dots, recording, limit)))
+            tasks.append(task_of(recording.name, partial(_replay_dots, recording, limit, device)))
             continue
         groups: dict[str, list[Call]] = {}
         for call in read_calls(recording):
             groups.setdefault(call.group, []).append(call)
         for group, calls in groups.items():
             name = f"{recording.name}: {group}"
-            tasks.append(_task(name, partial(_replay_calls, recording, name, calls, limit)))
+            tasks.append(task_of(name, partial(_replay_calls, recording, name, calls, limit, device)))
     return tasks
 
 
-def _task(name: str, replay: Callable[[Advance], Replay]) -> GemmTask:
+def task_of(name: str, replay: Callable[[Advance], Replay]) -> GemmTask:
+    """Return a task that takes its own time, and for which an error of its own is a mismatch."""
+
     def run(advance: Advance) -> Replay:
         start = time.perf_counter()
         try:
@@ -111,18 +118,27 @@ def _task(name: str, replay: Callable[[Advance], Replay]) -> GemmTask:
     return GemmTask(name, run)
 
 
-def _replay_dots(recording: Recording, limit: int | None, advance: Advance) -> Replay:
-    dots = read_dots(recording)
+def _replay_dots(recording: Recording, limit: int | None, device: torch.device | None, advance: Advance) -> Replay:
+    dots = _moved(read_dots(recording), device)
     count = dots.a.shape[0]
     rows = count if limit is None else min(limit, count)
     results = []
     for start in range(0, rows, ROWS):
         results.append(_dot_products(dots, start, min(start + ROWS, rows)))
         advance(min(start + ROWS, rows) / rows)
-    found = compare(torch.cat(results), dots.d[:rows])
+    found = compare(torch.cat(results).cpu(), dots.d[:rows].cpu())
     machine = f"{dots.machine}, {dots.unit}"
     return Replay(set=recording.name, machine=machine, cases=rows, outputs=rows, mismatches=found.mismatches,
                   skipped=count - rows, first="" if found.equal else str(found.first))  # fmt: skip
+
+
+def _moved(record: Record, device: torch.device | None) -> Record:
+    """Return a recording with its tensors on a device, with the strides that they have."""
+    if device is None:
+        return record
+    fields: dict[str, Any] = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    there: dict[str, Any] = {name: moved(x, device) for name, x in fields.items() if isinstance(x, Tensor)}
+    return dataclasses.replace(record, **there)
 
 
 def _dot_products(dots: Dots, start: int, stop: int) -> Tensor:
@@ -142,14 +158,16 @@ def _dot_products(dots: Dots, start: int, stop: int) -> Tensor:
     return torch.cat(results)
 
 
-def _replay_calls(recording: Recording, name: str, calls: list[Call], limit: int | None, advance: Advance) -> Replay:
+def _replay_calls(
+    recording: Recording, name: str, calls: list[Call], limit: int | None, device: torch.device | None, advance: Advance
+) -> Replay:
     target = recording.name.rpartition("_")[0].lower()
     chosen = _cheapest(calls, limit)
     outputs = mismatches = in_guesses = 0
     plans: Counter[str] = Counter()
     first = ""
     for done, call in enumerate(chosen):
-        found = compare(replay_call(call, target), call.out)
+        found = compare(replay_call(_moved(call, device), target).cpu(), call.out)
         outputs += found.count
         mismatches += found.mismatches
         basis = plan_basis(call, target)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from fmtsim.ops import CastSpec, EncodedParts, Random
+from fmtsim.verify.device import OnDevice
 
 
 class Engine(Protocol):
@@ -90,11 +91,13 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(integers[tensor.element_size()]) if tensor.dtype.is_floating_point else tensor
 
 
-def engines() -> dict[str, Engine]:
-    """Return the engines that run on this machine's CPU; the numba engine only where numba loads."""
+def engines(device: torch.device | None = None) -> dict[str, Engine]:
+    """Return the engines that run on this machine's CPU (the numba engine only where numba loads), and a device's."""
     found: dict[str, Engine] = {"torch_engine": importlib.import_module("fmtsim.torch_engine")}
     with contextlib.suppress(ImportError):
         found["cpu"] = importlib.import_module("fmtsim.cpu")
+    if device is not None:
+        found[str(device)] = OnDevice(device)
     return found
 
 

@@ -241,7 +241,7 @@ def test_the_command(dots, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("gemm",), "fmtsim verify gemm needs recordings; pass --vectors DIR"),
+        (("gemm",), "fmtsim verify gemm needs recordings or a device; pass --vectors DIR, or --device cuda"),
         (("gemm", "--vectors", ".", "--format", "e4m3"), "--format has no meaning for fmtsim verify gemm; leave it"),
         (("gemm", "--vectors", ".", "--exhaustive"), "--exhaustive has no meaning for fmtsim verify gemm"),
         (("--vectors", "."), "--vectors has no meaning for fmtsim verify casts; leave it out"),
