@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm_job import TILE, Job
-from fmtsim.cuda.gemm_unit import TYPES, outer_format
+from fmtsim.cuda.gemm_unit import SINGLES, TYPES, outer_format
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
@@ -26,10 +26,6 @@ from fmtsim.gemm.serialization import GemmSpec
 _THREADS = 256
 _RESIDENT = 2  # blocks of threads on a multiprocessor
 _LONGEST = 1 << 19  # products: scales reach 2^50, so longer sums might overflow
-_VALUES = (
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.bfloat16,
-    torch.float16, torch.float32,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +51,7 @@ class _Shape:
 
 def supports(job: Job) -> bool:
     """Say whether the kernels take a product, from facts of the host alone."""
-    places = job.a.dtype in _VALUES and job.b.dtype in _VALUES and job.order.contiguous
+    places = job.a.dtype in SINGLES and job.b.dtype in SINGLES and job.order.contiguous
     if job.c is not None or not places or job.shape[2] > _LONGEST:
         return False
     if not job.out.numel() or not _takes(job.spec):
@@ -187,7 +183,7 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
             assert shape is not None
             for flag in (0, 1):
                 yield "groups.cu", "groups", _product_defines(shape, unit, bool(flag), 2 if halves else 3)
-                for dtype in _VALUES:
+                for dtype in SINGLES:
                     yield "groups_prepare.cu", "groups_prepare", _operand_defines(shape, spec, block, flag, dtype)
 
 

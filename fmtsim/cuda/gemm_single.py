@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fmtsim.cuda import gemm_single_pairs, runtime
 from fmtsim.cuda.gemm_job import TILE, Job
-from fmtsim.cuda.gemm_unit import TYPES, outer_format
+from fmtsim.cuda.gemm_unit import SINGLES, TYPES, outer_format
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
@@ -27,10 +27,6 @@ _THREADS = 256
 _RESIDENT = 2  # blocks of threads on a multiprocessor
 _UNROLL = 8  # places of a loop
 _TINY = -100  # exponent of what stands for zero
-_VALUES = (
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.bfloat16,
-    torch.float16, torch.float32,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +56,7 @@ class _Shape:
 
 def supports(job: Job) -> bool:
     """Say whether the kernels take a product, from facts of the host alone."""
-    if job.c is not None or job.a.dtype not in _VALUES or job.b.dtype not in _VALUES or not job.out.numel():
+    if job.c is not None or job.a.dtype not in SINGLES or job.b.dtype not in SINGLES or not job.out.numel():
         return False
     shape = _shape(job.spec, job.order.block, job.shape[2])
     index = runtime.device_index(job.a)
@@ -219,6 +215,6 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
             assert shape is not None
             for promotes in (False, True):
                 yield "single.cu", "single", _product_defines(shape, promotes)
-            for dtype in _VALUES if block == 32 else _VALUES[:2]:
+            for dtype in SINGLES if block == 32 else SINGLES[:2]:
                 for side in (0, 1):
                     yield "single_prepare.cu", "single_prepare", _operand_defines(shape, side, dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm_job import TILE, Job
-from fmtsim.cuda.gemm_unit import TYPES, outer_format
+from fmtsim.cuda.gemm_unit import SINGLES, TYPES, outer_format
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
@@ -26,10 +26,6 @@ _THREADS = 512
 # Exponents of operands beyond these leave a panel to the general path: u and the constants stay normal numbers.
 _LOWEST, _HIGHEST = -50, 40
 _LONGEST = 1 << 20  # products
-_VALUES = (
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.bfloat16,
-    torch.float16, torch.float32,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +49,7 @@ class _Shape:
 
 def supports(job: Job) -> bool:
     """Say whether the kernels take a product, from facts of the host alone."""
-    if job.c is not None or job.a.dtype not in _VALUES or job.b.dtype not in _VALUES or not job.out.numel():
+    if job.c is not None or job.a.dtype not in SINGLES or job.b.dtype not in SINGLES or not job.out.numel():
         return False
     shape = _shape(job.spec, job.order.block)
     if shape is None or job.shape[2] > _LONGEST:

@@ -29,6 +29,9 @@ TYPES = (
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8,
 )  # fmt: skip
+SINGLES = tuple(  # whose values float32 holds: operands of the fast paths that do not compute in float64
+    dtype for dtype in TYPES if dtype.is_floating_point and dtype not in (torch.float64, torch.float8_e8m0fnu)
+)
 KINDS = {torch.float32: 0, torch.float64: 1, torch.int32: 2}  # of sums
 NO_FRACTION = -1
 NO_BOUND = -(1 << 24)  # of the alignment exponent

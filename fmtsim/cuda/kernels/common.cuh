@@ -97,3 +97,13 @@ DEVICE u16 half_of_float(float x) {
 }
 
 #endif
+
+// Copies Count times 16 bytes from global to shared memory with all Threads of a block, without waiting.
+template <int Count, int Threads>
+DEVICE void copy_words(void* shared, const void* global) {
+#pragma unroll
+  for (int i = 0; i < (Count + Threads - 1) / Threads; ++i) {
+    i32 word = i * Threads + threadIdx.x;
+    if (Count % Threads == 0 || word < Count) copy16_async((Words4*)shared + word, (const Words4*)global + word);
+  }
+}

@@ -10,20 +10,18 @@
 //     E:      a sum of powers 2^(spacing e) on the bf16 tensor core has the largest e in its exponent; a multiplication
 //             of its upper bits by 1 / spacing moves that into the exponent field of M, whose fraction may be
 //             anything that leaves room for the sum; then the maximum with the exponent of c.
-//     start:  M + trunc(c), one fused multiply-add.
+//     start:  M + trunc(c), one fused multiply-add, and the number of negative terms, added to the low word.
 //     chain:  DMMA, rounding toward zero.
-//     finish: take M - (negative terms) u away, cut to the accumulator's bits.
-// The low word of M counts down by the negative terms and is never reset: a start takes the word as it is, the finish
-// takes the lowered one.
+//     finish: take M away, cut to the accumulator's bits.
+// floor_double.cuh has start and finish; floor_single.cuh those of short sums, without arithmetic in float64.
 //
 // With WIDE every row is divided by the power of two of its base, so that exponents are at most 0; powers too small for
 // bf16 are zero. Blocks whose E is then unknown, or so low that a sum could be subnormal, mark the tile for another
 // path, as NaN and Inf do.
 //
 // Macros: SPAN, BLOCK (places of a block in use), COLUMNS warps along the columns, HALVES (1, 2) of 16 x 32 outputs a
-// warp, STAGES, RESIDENT blocks of a multiprocessor, WHOLE, WIDE, PROMOTE (0 no,
-// 1 plain, 2 scaled, 3 scaled successively), DOWN, SINGLE (floor_single.cuh), FRACTION: F; KEPT: bits of the
-// accumulator.
+// warp, STAGES, RESIDENT blocks of a multiprocessor, WHOLE, WIDE, PROMOTE (0 no, 1 plain, 2 scaled, 3 scaled
+// successively), DOWN, SINGLE (floor_single.cuh), FRACTION: F; KEPT: bits of the accumulator.
 #include "common.cuh"
 #include "floor_layout.cuh"
 
@@ -39,7 +37,6 @@
 #ifndef AHEAD
 #define AHEAD 2  // tiles that begin before the tensor core needs them
 #endif
-
 
 #define LONG (FRACTION > 28)  // the low word of M carries
 
@@ -137,7 +134,8 @@ DEVICE void load_left(Left& left, const u8* a, int group, int lane) {
 }
 
 template <int QUADS>
-DEVICE void chain(double (&sum)[4], const double (&left)[8], int skip, const u8* b, int group, int half, int first, int lane) {
+DEVICE void chain(double (&sum)[4], const double (&left)[8], int skip, const u8* b, int group, int half, int first,
+                  int lane) {
   double part[2 * QUADS], right[QUADS];
 #pragma unroll
   for (int i = 0; i < 2 * QUADS; ++i) part[i] = left[2 * skip + i];
@@ -208,9 +206,9 @@ DEVICE void refill(Ring& ring, int ahead) {
   ring.a += BYTES_A, ring.b += BYTES_B, --ring.left;
 }
 
-// Work on a block: what chains hold before it is finished here, and its own sums are left to the next.
-// While the tensor core works on one tile of 16 x 8, another is finished and started, AHEAD tiles ahead; powers are added
-// four tiles ahead of that, or they would queue behind the chains.
+// Work on a block: the sums of the one before are finished here, its own are left to the next. While the tensor core
+// works on one tile of 16 x 8, another is finished and started, AHEAD tiles ahead; powers are added four tiles ahead of
+// that, or they would queue behind the chains.
 DEVICE bool run_block(State& s, const Constants& k, float (&powers)[TILES][4], const Stage& stage, const Stage& next,
                       int a_group, int b_group, i32 least, int lane) {
   i32 smallest = 0x7FFFFFFF;

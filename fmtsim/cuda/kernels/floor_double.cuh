@@ -6,7 +6,7 @@
 
 struct State {
   double sum[HALVES][4][4];       // M + sum while a block runs, then the chain
-  double constant[HALVES][4][4];  // M; its low word is always Constants::low, so that the sum's low word carries nothing
+  double constant[HALVES][4][4];  // M; its low word is Constants::low, so that adding to the sum's carries nothing
 };
 
 // As if a block had ended with the sum c: M, which is taken away first, is a number so tiny that only a sum of zero

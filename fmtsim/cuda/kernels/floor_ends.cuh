@@ -107,7 +107,8 @@ DEVICE void promote_tile(State& s, const Constants& k, const Sums& sums, const P
     if (PROMOTE == 1) {
       *t = __fadd_rn(*t, chain);
     } else {
-      const i64 row = min(p.row + 16 * h + 8 * (i >> 1), sums.m - 1), column = min(p.column + 8 * j + (i & 1), sums.n - 1);
+      const i64 row = min(p.row + 16 * h + 8 * (i >> 1), sums.m - 1);
+      const i64 column = min(p.column + 8 * j + (i & 1), sums.n - 1);
       const i32 place = sums.scale_places[block];
       const float a = sums.scale_a[row * sums.scale_a_row + place * sums.scale_a_group];
       const float b = sums.scale_b[column * sums.scale_b_row + place * sums.scale_b_group];

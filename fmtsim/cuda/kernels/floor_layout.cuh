@@ -4,14 +4,14 @@
 // other in the order of sums. A record holds, for SPAN places (the block's length rounded up to 8):
 //   values   every number as a double, in fragments of 16 rows and 4 places for the fp64 tensor core: lane (g, t) holds
 //            rows g and g + 8 at place t. WHOLE: both words, [16 rows][4 places][lane][row]; else the high words alone
-//            (the low ones are zero), [16 rows][8 places][lane][4 places][row].
-//   powers   2^(spacing e) of its exponent e in bfloat16, zero for a zero, in fragments of 16 rows and 16 places for the
-//            bf16 tensor core, [16 rows][16 places][lane][8 places][row] or, for the second operand,
+//            (the low ones are zero), [16 rows][8 places][lane][4 places][row] or, second, [lane][row][4 places].
+//   powers   2^(spacing e) of its exponent e in bfloat16, zero for a zero, in fragments of 16 rows and 16 places for
+//            the bf16 tensor core, [16 rows][16 places][lane][8 places][row] or, for the second operand,
 //            [16 rows][16 places][lane][row][8 places], a pair of places in a word.
 //   signs    a bit per place: [32 places][32 rows][place of row], see sign_place.
 //   numbers  if WIDE: likewise a bit per place that is not zero.
-// Where terms are cut toward zero, a zero is a tiny value with its sign: its products are floored to 0 or -1 as any other
-// tiny product's are, so that the count of negative signs is right for it as well.
+// Where terms are cut toward zero, a zero is a tiny value with its sign: its products are floored to 0 or -1 as any
+// other tiny product's are, so that the count of negative signs is right for it as well.
 #pragma once
 
 #define GROUPS8 (SPAN / 8)

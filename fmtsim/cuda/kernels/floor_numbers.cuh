@@ -50,7 +50,8 @@ DEVICE i32 exponent_of(double value) { return ((__double2hiint(value) >> 20) & 0
 
 DEVICE Element element(const Operand& x, i64 row, i64 k) {
   const float given = number(x.data, row * x.row_stride + k * x.k_stride);
-  Element e = {(double)given, 0, __float_as_uint(given) & 0x80000000u, (__float_as_uint(given) & 0x7F800000u) == 0x7F800000u};
+  const u32 bits = __float_as_uint(given);
+  Element e = {(double)given, 0, bits & 0x80000000u, (bits & 0x7F800000u) == 0x7F800000u};
   e.exponent = max(exponent_of(e.value), x.emin);
 #if SCALED
   const float factor = fabsf(x.scales[row * x.scale_row_stride + k / x.scale_every * x.scale_group_stride]);

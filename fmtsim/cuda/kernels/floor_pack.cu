@@ -81,8 +81,8 @@ DEVICE void write_bits(const u32* highs, u8* record, i32 first_row, u32 zero) {
 
 // Grid: x counts runs of PLACES / SPAN blocks, y groups of 32 rows. `order` maps places to k or -1; a panel has `pitch`
 // records, whole runs. `bases`: without WIDE they are zero before and mark rows with NaN or Inf after.
-KERNEL __launch_bounds__(THREADS) floor_pack(const Operand x, const u16* powers, const i32* order, i32 blocks, i32 pitch,
-                                             i32* bases, u8* records) {
+KERNEL __launch_bounds__(THREADS)
+floor_pack(const Operand x, const u16* powers, const i32* order, i32 blocks, i32 pitch, i32* bases, u8* records) {
   __shared__ u32 highs[32 * PITCH];
   __shared__ u16 exponents[32 * PITCH];
   const i32 first_block = blockIdx.x * (PLACES / SPAN), first_row = blockIdx.y * 32;

@@ -23,7 +23,8 @@ DEVICE void begin_chain(State& s, const Constants& k, int h, int j, int i, doubl
 
 DEVICE void finish(State& s, int h, int j, int i) {
   const float units = __fadd_rn(__int_as_float(__double2loint(s.sum[h][j][i])), -12582912.0f);
-  s.chain[h][j][i] = __uint_as_float(__float_as_uint(__fmul_rn(units, s.chain[h][j][i])) & (0xFFFFFFFFu << (23 - KEPT)));
+  const u32 bits = __float_as_uint(__fmul_rn(units, s.chain[h][j][i]));
+  s.chain[h][j][i] = __uint_as_float(bits & (0xFFFFFFFFu << (23 - KEPT)));
 }
 
 DEVICE double chain_of(const State& s, int h, int j, int i) {

@@ -27,23 +27,13 @@ struct Operand {
   i64 place;  // of its panel's first block
 };
 
-// Copies `count` times 16 bytes with all threads.
-template <int Count>
-DEVICE void copy_words(void* to, const void* from) {
-#pragma unroll
-  for (int i = 0; i < (Count + THREADS - 1) / THREADS; ++i) {
-    i32 word = i * THREADS + threadIdx.x;
-    if (Count % THREADS == 0 || word < Count) copy16_async((Words4*)to + word, (const Words4*)from + word);
-  }
-}
-
 DEVICE void fetch(Stage* to, const Operand& a, const Operand& b, i32 block) {
-  copy_words<FLOATS / 4>(to->a, a.values + (a.place + block) * FLOATS);
-  copy_words<FLOATS / 4>(to->b, b.values + (b.place + block) * FLOATS);
-  copy_words<POWERS>(to->powers_a, a.powers + (a.place + block) * POWERS);
-  copy_words<POWERS>(to->powers_b, b.powers + (b.place + block) * POWERS);
-  copy_words<MASKS * PANEL / 4>(to->signs_a, a.signs + (a.place + block) * MASKS * PANEL);
-  copy_words<(MASKS + 1) * PANEL / 4>(to->signs_b, b.signs + (b.place + block) * (MASKS + 1) * PANEL);
+  copy_words<FLOATS / 4, THREADS>(to->a, a.values + (a.place + block) * FLOATS);
+  copy_words<FLOATS / 4, THREADS>(to->b, b.values + (b.place + block) * FLOATS);
+  copy_words<POWERS, THREADS>(to->powers_a, a.powers + (a.place + block) * POWERS);
+  copy_words<POWERS, THREADS>(to->powers_b, b.powers + (b.place + block) * POWERS);
+  copy_words<MASKS * PANEL / 4, THREADS>(to->signs_a, a.signs + (a.place + block) * MASKS * PANEL);
+  copy_words<(MASKS + 1) * PANEL / 4, THREADS>(to->signs_b, b.signs + (b.place + block) * (MASKS + 1) * PANEL);
 }
 
 // A sum with the bits that the accumulator keeps.

@@ -29,22 +29,13 @@ struct Operand {
   i64 place;  // of its panel's first block
 };
 
-template <int Count>
-DEVICE void copy_words(void* to, const void* from) {
-#pragma unroll
-  for (int i = 0; i < (Count + THREADS - 1) / THREADS; ++i) {
-    i32 word = i * THREADS + threadIdx.x;
-    if (Count % THREADS == 0 || word < Count) copy16_async((Words4*)to + word, (const Words4*)from + word);
-  }
-}
-
 DEVICE void fetch(Stage* to, const Operand& a, const Operand& b, i32 block) {
-  copy_words<FLOATS / 4>(to->a, a.values + (a.place + block) * FLOATS);
-  copy_words<FLOATS / 4>(to->b, b.values + (b.place + block) * FLOATS);
-  copy_words<FLOATS / 4>(to->exponents_a, a.exponents + (a.place + block) * FLOATS);
-  copy_words<FLOATS / 4>(to->exponents_b, b.exponents + (b.place + block) * FLOATS);
-  copy_words<PANEL / 2>(to->signs_a, a.signs + (a.place + block) * 2 * PANEL);
-  copy_words<PANEL / 2>(to->signs_b, b.signs + (b.place + block) * 2 * PANEL);
+  copy_words<FLOATS / 4, THREADS>(to->a, a.values + (a.place + block) * FLOATS);
+  copy_words<FLOATS / 4, THREADS>(to->b, b.values + (b.place + block) * FLOATS);
+  copy_words<FLOATS / 4, THREADS>(to->exponents_a, a.exponents + (a.place + block) * FLOATS);
+  copy_words<FLOATS / 4, THREADS>(to->exponents_b, b.exponents + (b.place + block) * FLOATS);
+  copy_words<PANEL / 2, THREADS>(to->signs_a, a.signs + (a.place + block) * 2 * PANEL);
+  copy_words<PANEL / 2, THREADS>(to->signs_b, b.signs + (b.place + block) * 2 * PANEL);
 }
 
 template <typename T>
