@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm_job import TILE, Job
-from fmtsim.cuda.gemm_unit import SINGLES, TYPES, outer_format
+from fmtsim.cuda.gemm_unit import SINGLES, TYPES, macros, outer_format
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
@@ -154,7 +154,7 @@ def _stage_bytes(shape: _Shape) -> int:
 def _operand_defines(shape: _Shape, spec: GemmSpec, block: int, side: int, dtype: torch.dtype) -> Defines:
     unit = spec.datapath
     assert isinstance(unit, Datapath) and unit.scale is not None
-    return _defines(
+    return macros(
         STEPS=shape.steps, GROUPS=shape.groups, GROUP=unit.group, BLOCK=block, TYPE=TYPES.index(dtype),
         SCALE_BLOCK=unit.scale_block, SCALE_EMIN=unit.scale.min_exponent, COLUMNS=side,
     )  # fmt: skip
@@ -162,14 +162,10 @@ def _operand_defines(shape: _Shape, spec: GemmSpec, block: int, side: int, dtype
 
 def _product_defines(shape: _Shape, unit: Datapath, promotes: bool, stages: int) -> Defines:
     assert unit.fraction_bits is not None
-    return _defines(
+    return macros(
         STEPS=shape.steps, GROUPS=shape.groups, GROUP=unit.group, FRACTION=unit.fraction_bits, LSB=shape.lsb,
         SPREAD=shape.spread, ROOM=shape.room, EPS=shape.eps, PROMOTE=int(promotes), STAGES=stages, RESIDENT=_RESIDENT,
     )  # fmt: skip
-
-
-def _defines(**numbers: int) -> Defines:
-    return tuple((name, f"({value})") for name, value in numbers.items())
 
 
 def variants() -> Iterator[tuple[str, str, Defines]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fmtsim.cuda import gemm_single_pairs, runtime
 from fmtsim.cuda.gemm_job import TILE, Job
-from fmtsim.cuda.gemm_unit import SINGLES, TYPES, outer_format
+from fmtsim.cuda.gemm_unit import SINGLES, TYPES, macros, outer_format
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
@@ -183,7 +183,7 @@ def _stage_bytes(block: int) -> int:
 
 
 def _operand_defines(shape: _Shape, side: int, dtype: torch.dtype) -> Defines:
-    return _defines(
+    return macros(
         BLOCK=shape.block, TYPE=TYPES.index(dtype), EMIN=shape.emins[side], ENLARGED=0 if side else shape.enlarged,
         COLUMNS=side, STEP=shape.step, POWER=shape.powers[side],
     )  # fmt: skip
@@ -191,15 +191,11 @@ def _operand_defines(shape: _Shape, side: int, dtype: torch.dtype) -> Defines:
 
 def _product_defines(shape: _Shape, promotes: bool) -> Defines:
     offset = sum(shape.emins) - 1 + 127
-    return _defines(
+    return macros(
         BLOCK=shape.block, FRACTION=shape.fraction, STEP=shape.step, CHAIN=shape.chain, OFFSET=offset,
         KEPT=shape.kept, EPS=23, PROMOTE=int(promotes), STAGES=2, RESIDENT=_RESIDENT,
         UNROLL=_UNROLL,
     )  # fmt: skip
-
-
-def _defines(**numbers: int) -> Defines:
-    return tuple((name, f"({value})") for name, value in numbers.items())
 
 
 def variants() -> Iterator[tuple[str, str, Defines]]:

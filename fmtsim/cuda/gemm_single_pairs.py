@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm_job import TILE, Job
-from fmtsim.cuda.gemm_unit import SINGLES, TYPES, outer_format
+from fmtsim.cuda.gemm_unit import SINGLES, TYPES, macros, outer_format
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
@@ -134,21 +134,17 @@ def _stage_bytes(block: int) -> int:
 
 
 def _operand_defines(shape: _Shape, side: int, dtype: torch.dtype) -> Defines:
-    return _defines(
+    return macros(
         BLOCK=shape.block, TYPE=TYPES.index(dtype), EMIN=shape.emins[side], LOWEST=_LOWEST, HIGHEST=_HIGHEST,
         COLUMNS=side,
     )  # fmt: skip
 
 
 def _product_defines(shape: _Shape, promotes: bool) -> Defines:
-    return _defines(
+    return macros(
         BLOCK=shape.block, FRACTION=shape.fraction, HEAD=shape.head, KEPT=shape.kept, LOWEST=_LOWEST,
         PROMOTE=int(promotes),
     )  # fmt: skip
-
-
-def _defines(**numbers: int) -> Defines:
-    return tuple((name, f"({value})") for name, value in numbers.items())
 
 
 def variants() -> Iterator[tuple[str, str, Defines]]:

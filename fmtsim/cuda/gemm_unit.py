@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from fmtsim.cuda.gemm_job import Job
+from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.gemm.datapath import (
@@ -180,3 +181,8 @@ def format_bytes(fmt: FloatFormat) -> bytes:
 
 def _rounding(how: Rounding) -> bytes:
     return struct.pack("<4i", MODES.index(how.mode), how.bits, "abc".index(how.variant), how.layout == "cvt_rs")
+
+
+def macros(**numbers: int) -> Defines:
+    """Return numbers as macros of a kernel, in parentheses, which negative ones need."""
+    return tuple((name, f"({value})") for name, value in numbers.items())
