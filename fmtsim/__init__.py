@@ -22,7 +22,7 @@ from fmtsim.explain import explain
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.registry import get_format, list_formats, register_format
 from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat, LogFormat
-from fmtsim.gemm.config import Gemm, LinearConfig, Quantizer, linear_config
+from fmtsim.gemm.config import Gemm, LinearConfig, linear_config
 from fmtsim.gemm.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.gemm.emulated import EmulatedGEMM
 from fmtsim.gemm.explain import explain_mm
@@ -36,6 +36,7 @@ from fmtsim.nn import convert, report, revert
 from fmtsim.ops import RandomKey
 from fmtsim.quantize import decode, encode, quantize, quantize_
 from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.quantizer import Quantizer
 
 if TYPE_CHECKING:
     from fmtsim.cpu.pool import get_num_threads, set_num_threads

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from fmtsim.analysis.stats import OperandStats
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.config import Quantizer
 from fmtsim.gemm.emulated import Observer
 from fmtsim.nn.modules import EmulatedModule
+from fmtsim.scaling.quantizer import Quantizer
 
 
 class Observation:

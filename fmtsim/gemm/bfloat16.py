@@ -15,9 +15,9 @@ from fmtsim.dispatch import is_plain
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.gemm.choice import draw_keys
-from fmtsim.gemm.config import Quantizer
 from fmtsim.ops import CastSpec, RandomKey
 from fmtsim.quantize import quantize
+from fmtsim.scaling.quantizer import Quantizer
 
 
 class Held(NamedTuple):

@@ -1,7 +1,7 @@
 """One operand of a quantised layer as machines take it: values of a plain format, and the scales beside them."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from fmtsim.gemm.operands import OperandFormat, operand_format, own_dtype
 from fmtsim.ops import CastSpec, EncodedParts, engine_for
 from fmtsim.quantize import encode_parts, quantize
 from fmtsim.rounding.modes import Rounding
-
-if TYPE_CHECKING:
-    from fmtsim.gemm.config import Quantizer
+from fmtsim.scaling.quantizer import Quantizer
 
 # Kinds of scales that a unit itself multiplies with: their format, and products that share one.
 INNER_SCALES: dict[str, tuple[str, int]] = {"mx": ("e8m0", 32), "nvfp4": ("ue4m3", 16)}
@@ -97,10 +95,11 @@ def check_unit_scales(path: Arithmetic, kind: Scaling) -> None:
     )
 
 
-def code(t: Tensor, quantizer: "Quantizer", dim: int, generator: Any) -> Coded:
+def code(t: Tensor, quantizer: Quantizer, dim: int, generator: Any, *, check: bool = True) -> Coded:
     """Quantise a matrix along its contraction axis ``dim``, 0 or -1, keeping values and scales apart.
 
     Values and scales are those of ``fmtsim.encode``; with a seed, or a generator in the same state, so are the draws.
+    Without ``check`` the scales may be of a kind that no unit takes; they are then said to be of ``"none"``.
 
     Raises:
         FormatError: A format that no unit multiplies.
@@ -108,7 +107,7 @@ def code(t: Tensor, quantizer: "Quantizer", dim: int, generator: Any) -> Coded:
     fmt = quantizer.format
     if fmt is None:
         return Coded(t if dim == -1 else t.mT, operand_format("operand", t), "none")
-    kind = kind_of(fmt)
+    kind = kind_of(fmt) if check else "none"
     options: Any = {"rounding": quantizer.rounding, "overflow": quantizer.overflow, "generator": generator}
     if isinstance(fmt, FloatFormat):
         values, element = _element_values(t, fmt, options), fmt
@@ -130,12 +129,12 @@ def _by_kernels(t: Tensor, fmt: BlockFormat) -> bool:
 
 def _element_values(t: Tensor, fmt: FloatFormat, options: Any) -> Tensor:
     """Return a tensor rounded to a plain format, in the dtype that engines take it in."""
-    dtype = _holder(fmt)
+    dtype = holder(fmt)
     values = quantize(t, fmt, out_dtype=torch.float32 if dtype in _FP8 else dtype, **options)
     return values.to(dtype)  # on the dtype's grid: nothing is rounded
 
 
-def _holder(fmt: FloatFormat) -> torch.dtype:
+def holder(fmt: FloatFormat) -> torch.dtype:
     """Return the smallest dtype of engines that holds a format's values."""
     own = own_dtype(fmt)
     if own in (*_HALVES, *_FP8, torch.float64):
@@ -147,7 +146,7 @@ def _holder(fmt: FloatFormat) -> torch.dtype:
 
 
 # What torch.compiler.assume_constant_result sets; calling that would import all of torch._dynamo with fmtsim.
-_holder._dynamo_marked_constant = True  # type: ignore[attr-defined]
+holder._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _encoded_parts(t: Tensor, fmt: BlockFormat, dim: int, options: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -159,7 +158,7 @@ def _encoded_parts(t: Tensor, fmt: BlockFormat, dim: int, options: Any) -> tuple
         return parts.codes.view(own_dtype(element)), parts.scales, parts.tensor_scale  # type: ignore[arg-type]
     nothing = [torch.empty(0, device=t.device) for _ in range(3)]
     values = torch.ops.fmtsim.decode(parts.codes, *nothing, _element_text(element), torch.float32)
-    return values.to(_holder(element)), parts.scales, parts.tensor_scale
+    return values.to(holder(element)), parts.scales, parts.tensor_scale
 
 
 def _element_text(element: FloatFormat) -> str:

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fmtsim.errors import ArgumentError, FormatError
-from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.block import BlockFormat, Format
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import OVERFLOWS, CodebookFormat, FloatFormat, IntFormat, LogFormat, Overflow
+from fmtsim.formats.spec import Overflow
 from fmtsim.gemm.choice import choose
 from fmtsim.gemm.coding import INNER_SCALES, check_unit_scales, kind_of, product_kind
 from fmtsim.gemm.datapath import Arithmetic
@@ -15,41 +15,7 @@ from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.target import get_target
 from fmtsim.gemm.unit import describe, get_datapath, get_unit
 from fmtsim.rounding.modes import Rounding, get_rounding
-
-_FORMATS = (FloatFormat, IntFormat, CodebookFormat, LogFormat, BlockFormat, LogTileFormat)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quantizer:
-    """Describe how one operand of one matrix product is quantised.
-
-    Blocks always run along the contraction axis of the product in question.
-
-    Args:
-        format: The target format; None leaves the operand in high precision.
-        rounding: How values are rounded.
-        overflow: What happens beyond the largest value; None means the format's own rule.
-    """
-
-    format: Format | None = None
-    rounding: Rounding = Rounding()
-    overflow: Overflow | None = None
-
-    def __post_init__(self) -> None:
-        if self.format is not None and not isinstance(self.format, _FORMATS):
-            raise FormatError(
-                f"Quantizer format={self.format!r} is not a format record or None; pass fmtsim.get_format(name)"
-            )
-        if not isinstance(self.rounding, Rounding):
-            raise FormatError(f"Quantizer rounding={self.rounding!r} is not a Rounding; pass Rounding(mode=...)")
-        if self.overflow not in (None, *OVERFLOWS):
-            raise FormatError(f"Quantizer overflow={self.overflow!r} is unknown; choose 'saturate', 'ieee' or None")
-
-    def __str__(self) -> str:
-        if self.format is None:
-            return "high precision"
-        mode = "" if self.rounding.mode == "nearest_even" else f" {self.rounding.mode}"
-        return self.format.name + mode + (f" {self.overflow}" if self.overflow else "")
+from fmtsim.scaling.quantizer import Quantizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +122,11 @@ class LinearConfig:
                 raise ArgumentError(
                     f"LinearConfig {name}={getattr(self, name)!r} is not a Gemm; pass Gemm(a=..., b=...)"
                 )
+
+    @property
+    def plain(self) -> bool:
+        """Whether every operand is a cast of the original."""
+        return all(quantizer.plain for quantizer in self.operands.values())
 
     @property
     def operands(self) -> dict[str, Quantizer]:

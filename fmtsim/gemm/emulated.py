@@ -1,6 +1,5 @@
 """EmulatedGEMM: a linear layer whose three matrix products see quantised operands."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,31 +10,29 @@ from fmtsim.gemm.bfloat16 import Held, hold, hold_both, holds, multiply
 from fmtsim.gemm.call import Operation
 from fmtsim.gemm.choice import draw_keys
 from fmtsim.gemm.coding import Coded, code
-from fmtsim.gemm.config import Gemm, LinearConfig, Quantizer
+from fmtsim.gemm.config import Gemm, LinearConfig
 from fmtsim.gemm.machine import multiply_coded, round_output
 from fmtsim.gemm.once import OnceOnly
+from fmtsim.gemm.passes import OPERANDS, Kept, Observer, Pass, State, kept_of
+from fmtsim.gemm.streams import Generator, Stream, stream_of
 from fmtsim.ops import RandomKey
 from fmtsim.quantize import quantize
+from fmtsim.scaling.quantizer import Quantizer
 
-Generator = int | torch.Generator | None
-Stream = Generator | RandomKey
-Observer = Callable[[str, Tensor, Tensor, Quantizer, int], None]
-
-OPERANDS = tuple(LinearConfig().operands)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_MASK64 = (1 << 64) - 1
 _ONCE = (
     "EmulatedGEMM cannot be differentiated twice: the gradient of a quantised gradient is not defined; "
     "compute second derivatives on the unconverted model (fmtsim.revert)"
 )
 
 
-class EmulatedGEMM(torch.autograd.Function):
+class EmulatedGEMM:
     """Compute ``y = x w^T + bias`` with each operand of forward and backward in its own format.
 
-    ``EmulatedGEMM.apply(x, w, bias, config, generator=None, observer=None)``, with positional arguments.
+    ``EmulatedGEMM.apply(x, w, bias, config, generator=None, observer=None, state=None)``.
 
-    The three products, each operand quantised from the high-precision original along the contraction axis:
+    The three products, each operand quantised along the contraction axis, from the high-precision original unless its
+    quantiser says otherwise:
 
     ====== ============== ========= =========================
     fprop  ``y = x w^T``  along K   ``config.fprop.a``, ``.b``
@@ -62,6 +59,7 @@ class EmulatedGEMM(torch.autograd.Function):
             torch.Generator is drawn from in the same way, an int fixes the draws of this call. The two uses of
             g, units that round stochastically and outputs all draw independently. Nothing is ever reseeded.
         observer: Called as ``observer(operand, original, quantised, quantizer, dim)`` for each operand.
+        state: What delayed scaling remembers, by operand (``"x_f"``, ...); needed where a scale has a history.
 
     NaN and infinities follow the formats (docs/semantics.md); an operand left in high precision passes them on.
     Differentiating twice raises FmtsimError: the gradient of a rounded gradient is not defined here.
@@ -72,40 +70,103 @@ class EmulatedGEMM(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def apply(
         x: Tensor,
         w: Tensor,
         bias: Tensor | None,
         config: LinearConfig,
         generator: Generator = None,
         observer: Observer | None = None,
+        state: State | None = None,
     ) -> Tensor:
         """Return ``[..., N]`` in x's dtype, or in the autocast dtype."""
+        return _Products.apply(x, w, bias, config, generator, observer, state)[0]  # type: ignore[no-any-return]
+
+
+class _Products(torch.autograd.Function):
+    """The three products; what the backward pass keeps of the forward one are outputs beside the result."""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        config: LinearConfig,
+        generator: Generator,
+        observer: Observer | None,
+        state: State | None,
+    ) -> tuple[Tensor | None, ...]:
+        """Return y, and what is kept of x and of w."""
         x, w, bias = _autocast(x, x), _autocast(w, x), None if bias is None else _autocast(bias, x)
         _check(x, w, bias, config)
         with torch.autocast(x.device.type, enabled=False):
             rows = x.reshape(-1, x.shape[-1])
-            y = _product(0, rows, w, -1, -1, bias, config.fprop, x.dtype, generator, observer)
-            return y.reshape(*x.shape[:-1], w.shape[0])
+            if config.plain:
+                y = _product(0, rows, w, -1, -1, bias, config.fprop, x.dtype, generator, observer)
+                return (y.reshape(*x.shape[:-1], w.shape[0]),)
+            run = Pass(config, generator, observer, state or {}, backward=False)
+            left, right = run.operand("x_f", rows, -1), run.operand("w_f", w, -1)
+            y = run.product("fprop", left, right, bias, x.dtype)
+            kept = (*kept_of(left, config.wgrad.b), *kept_of(right, config.dgrad.b))
+            return (y.reshape(*x.shape[:-1], w.shape[0]), *kept)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep the originals that the two backward products need."""
-        x, w, bias, ctx.config, ctx.generator, ctx.observer = (*inputs, None, None)[:6]
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        """Keep the originals, or what became of them, that the two backward products need."""
+        x, w, bias, ctx.config, ctx.generator, ctx.observer, ctx.state = inputs
         needs_x, needs_w, _ = ctx.needs_input_grad[:3]
-        ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
+        whole = ctx.config.plain
+        originals = [
+            x if needs_w and (whole or ctx.config.wgrad.b.source == "original") else None,
+            w if needs_x and (whole or ctx.config.dgrad.b.source == "original") else None,
+        ]
+        kept = output[1:]
+        ctx.mark_non_differentiable(*(t for t in kept if t is not None))
+        ctx.save_for_backward(*originals, *kept)
         ctx.dtypes = (x.dtype, w.dtype, None if bias is None else bias.dtype)
-        ctx.x_shape, ctx.given = x.shape, len(inputs)
+        ctx.x_shape, ctx.w_shape = x.shape, w.shape
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of x, w and bias, each in its tensor's dtype."""
-        x, w = ctx.saved_tensors
+        x, w, *kept = ctx.saved_tensors
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
-            grads = _gradients(ctx, g, x, w)
+            grads = _gradients(ctx, g, x, w) if ctx.config.plain else _kept_gradients(ctx, g, x, w, kept)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: only then on
             grads = [None if d is None else OnceOnly.apply(d, _ONCE, g, x, w) for d in grads]
-        return (*grads, *(None,) * (ctx.given - 3))
+        return (*grads, None, None, None, None)
+
+
+def _kept_gradients(
+    ctx: Any, g: Tensor, x: Tensor | None, w: Tensor | None, kept: list[Tensor | None]
+) -> list[Tensor | None]:
+    """Return the gradients where operands are more than casts of the originals."""
+    config: LinearConfig = ctx.config
+    x_dtype, w_dtype, bias_dtype = ctx.dtypes
+    needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+    run = Pass(config, ctx.generator, ctx.observer, ctx.state or {}, backward=True)
+    rows = g.reshape(-1, g.shape[-1])
+    of_x, of_w = Kept(*kept[: len(kept) // 2]), Kept(*kept[len(kept) // 2 :])
+    wide = torch.float64 if g.dtype == torch.float64 else torch.float32
+    first = None
+    dx = dw = dbias = None
+    if needs_x:
+        first = run.operand("g_d", rows, -1)
+        right = run.second("w_d", None if w is None else w.to(g.dtype), of_w, config.fprop.b)
+        dx = run.finish(run.product("dgrad", first, right, None, wide), config.dgrad.a, config.fprop.a, of_x, x_dtype)
+        dx = dx.reshape(ctx.x_shape)
+    if needs_w:
+        if config.wgrad.a.source == "forward":
+            first = run.operand("g_d", rows, -1) if first is None else first
+            left = first.turned()
+        else:
+            left = run.operand("g_w", rows, 0)
+        source = None if x is None else x.reshape(-1, x.shape[-1]).to(g.dtype)
+        right = run.second("x_w", source, of_x, config.fprop.a)
+        dw = run.finish(run.product("wgrad", left, right, None, wide), config.wgrad.a, config.fprop.b, of_w, w_dtype)
+    if bias_dtype is not None and needs_bias:
+        dbias = rows.sum(0, dtype=wide).to(bias_dtype)
+    return [dx, dw, dbias]
 
 
 def _gradients(ctx: Any, g: Tensor, x: Tensor | None, w: Tensor | None) -> list[Tensor | None]:
@@ -155,12 +216,12 @@ def _product(
 
     ``held`` is a, quantised already.
     """
-    words = _stream(generator, 9 + index)
+    words = stream_of(generator, 9 + index)
     if gemm.emulated:
         left = _coded(2 * index, a, gemm.a, dim_a, generator, see)
         right = _coded(2 * index + 1, b, gemm.b, dim_b, generator, see)
         operation: Operation = "mm" if index else "linear"
-        y = multiply_coded(operation, left, right, bias, gemm, dtype, _stream(generator, 6 + index))
+        y = multiply_coded(operation, left, right, bias, gemm, dtype, stream_of(generator, 6 + index))
         return round_output(y, gemm.out, dtype, words)
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
     if holds(a, gemm.a) and holds(b, gemm.b):
@@ -203,7 +264,7 @@ def _held(
 
 
 def _own_stream(quantizer: Quantizer, generator: Generator, index: int) -> Generator:
-    return _stream(generator, index) if quantizer.rounding.mode == "stochastic" else None
+    return stream_of(generator, index) if quantizer.rounding.mode == "stochastic" else None
 
 
 def _operand(
@@ -234,16 +295,6 @@ def _values(t: Tensor, quantizer: Quantizer, dim: int, dtype: torch.dtype, strea
         pad=True,
         out_dtype=dtype,
     )
-
-
-def _stream(generator: Generator, index: int) -> Generator:
-    """Return the generator itself, or a seed of its own for each operand of a call with an int seed."""
-    if not isinstance(generator, int):
-        return generator
-    z = (generator + (index + 1) * 0x9E3779B97F4A7C15) & _MASK64  # splitmix64: near seeds give unrelated keys
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return (z ^ (z >> 31)) >> 1
 
 
 def _autocast(t: Tensor, like: Tensor) -> Tensor:

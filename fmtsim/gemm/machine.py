@@ -11,12 +11,13 @@ from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.call import Operation, Scaling
 from fmtsim.gemm.choice import Choice, definition, draw_keys
 from fmtsim.gemm.coding import INNER_SCALES, Coded, check_unit_scales, product_kind
-from fmtsim.gemm.config import Gemm, Quantizer
+from fmtsim.gemm.config import Gemm
 from fmtsim.gemm.native import coded_obstacle, run_coded, wanted
 from fmtsim.gemm.operands import matrix_layout, own_dtype
 from fmtsim.gemm.scaled import check_library
 from fmtsim.gemm.serialization import gemm_spec_from_json
 from fmtsim.quantize import quantize
+from fmtsim.scaling.quantizer import Quantizer
 
 _HALVES = (torch.bfloat16, torch.float16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

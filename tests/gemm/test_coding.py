@@ -9,10 +9,10 @@ from fmtsim.errors import FormatError
 from fmtsim.formats.block import scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm import coding
-from fmtsim.gemm.coding import _holder, code, kind_of, product_kind
-from fmtsim.gemm.config import Quantizer
+from fmtsim.gemm.coding import holder, code, kind_of, product_kind
 from fmtsim.quantize import decode, encode, encode_parts
 from fmtsim.rounding.modes import MODES, Rounding
+from fmtsim.scaling.quantizer import Quantizer
 from tests.gemm.products import normal, same, wide
 
 ROWS, K = 128, 256
@@ -148,9 +148,9 @@ def test_float8_holds_every_value_of_narrower_formats():
     for name in ("e2m1", "e2m3", "e3m2", "e4m3", "e5m2"):
         fmt = get_format(name)
         values = decode(torch.arange(1 << fmt.bits, dtype=torch.int16), fmt)
-        same(values.to(_holder(fmt)).float().nan_to_num(7.0), values.nan_to_num(7.0))
-        assert _holder(fmt).itemsize == 1
-    assert [_holder(get_format(name)) for name in ("e4m3_ieee", "e3m4", "tf32")] == [torch.float32] * 3
+        same(values.to(holder(fmt)).float().nan_to_num(7.0), values.nan_to_num(7.0))
+        assert holder(fmt).itemsize == 1
+    assert [holder(get_format(name)) for name in ("e4m3_ieee", "e3m4", "tf32")] == [torch.float32] * 3
 
 
 def test_kinds():

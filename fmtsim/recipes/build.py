@@ -1,0 +1,39 @@
+"""Short forms that the catalogue is written in."""
+
+from typing import Any
+
+from fmtsim.formats.registry import get_format
+from fmtsim.gemm.config import Gemm, LinearConfig
+from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.scaling.scale import Scaling
+
+FORWARD = Quantizer(source="forward")  # the codes of the forward pass, or of the gradient's first use
+HIGH = Quantizer()
+STOCHASTIC = Rounding(mode="stochastic")
+
+
+def cast(
+    name: str | None, scaling: Scaling | None = None, rounding: str | Rounding = "nearest_even", **fields: Any
+) -> Quantizer:
+    """Return the quantiser of a format by its name."""
+    mode = Rounding(mode=rounding) if isinstance(rounding, str) else rounding  # type: ignore[arg-type]
+    return Quantizer(format=None if name is None else get_format(name), scaling=scaling, rounding=mode, **fields)
+
+
+def layer(
+    x: Quantizer,
+    w: Quantizer,
+    g: Quantizer,
+    *,
+    w_back: Quantizer | None = None,
+    g_back: Quantizer | None = None,
+    x_back: Quantizer | None = None,
+    **machine: Any,
+) -> LinearConfig:
+    """Return a layer with operands x and w forward, g and w_back for dx, g_back and x_back for dw (None: as before)."""
+    return LinearConfig(
+        fprop=Gemm(a=x, b=w, **machine),
+        dgrad=Gemm(a=g, b=w if w_back is None else w_back, **machine),
+        wgrad=Gemm(a=g if g_back is None else g_back, b=x if x_back is None else x_back, **machine),
+    )

@@ -1,0 +1,158 @@
+"""Recipes of four bits in floating point."""
+
+import dataclasses
+from typing import Any
+
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.gemm.config import LinearConfig
+from fmtsim.recipes.build import FORWARD, STOCHASTIC, cast, layer
+from fmtsim.recipes.spec import Recipe, Rule, Steps
+from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.gradient import ClipMask, Differentiable
+from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.scaling.scale import Scaling, TensorScale
+from fmtsim.scaling.transform import Clamp, Hadamard
+
+_TE = "Transformer Engine d0067d0, NVFP4BlockScaling"
+_NVIDIA = "NVIDIA, arXiv:2509.25149"
+_QUARTET = "Castro et al., Quartet, arXiv:2505.14669; IST-DASLab/Quartet 00ccd38"
+_QUARTET2 = "arXiv:2601.22813; IST-DASLab/Quartet-II 8776a90"
+_FP4 = "Wang et al., arXiv:2501.17116"
+_TE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+_MASK = sum(1 << place for place, sign in enumerate(_TE_SIGNS) if sign < 0)
+_QUEST_FACTOR = 2.92247856 / 6  # the clip of least error of a normal distribution, in standard deviations
+_EDEN_RANGE = 17 / 16 * 0.93
+_NVFP4_STOCHASTIC = Rounding(mode="stochastic", random_bits=8)
+
+
+def _float(name: str) -> FloatFormat:
+    fmt = get_format(name)
+    assert isinstance(fmt, FloatFormat)
+    return fmt
+
+
+E4M3, E8M0, BF16 = (_float(name) for name in ("e4m3", "e8m0", "bf16"))
+
+
+def _nvfp4(*, rotate: bool = True, tiles: bool = True, stochastic: bool = True) -> LinearConfig:
+    rounding = _NVFP4_STOCHASTIC if stochastic else Rounding()
+    turn = (Hadamard(size=16, signs=_MASK, rounded=BF16),) if rotate else ()
+    x, g = cast("nvfp4"), cast("nvfp4", rounding=rounding)
+    w = cast("nvfp4_16x16" if tiles else "nvfp4")
+    return layer(
+        x, w, g,
+        w_back=FORWARD if tiles else w,
+        g_back=cast("nvfp4", rounding=rounding, transforms=turn),
+        x_back=cast("nvfp4", transforms=turn),
+    )  # fmt: skip
+
+
+def _mxfp4(rule: str, *, rotate: bool) -> LinearConfig:
+    fmt = get_format("mxfp4")
+    named = fmt if rule == "floor" else dataclasses.replace(fmt, scale_rule=rule, name=f"mxfp4_{rule}", aliases=())  # type: ignore[call-arg]
+    turn = (Hadamard(size=32, signs="random"),) if rotate else ()
+    gradient: dict[str, Any] = {"format": named, "rounding": STOCHASTIC if rotate else Rounding()}
+    x = Quantizer(format=named)
+    return layer(
+        x, x, Quantizer(**gradient),
+        g_back=Quantizer(**gradient, transforms=turn), x_back=Quantizer(format=named, transforms=turn),
+    )  # fmt: skip
+
+
+def _quartet() -> LinearConfig:
+    quest = Scaling(
+        block=(1, 32), statistic="std", factor=_QUEST_FACTOR, offset=1e-8, arithmetic="divide", power_of_two="floor",
+        scale=E8M0,
+    )  # fmt: skip
+    forward = cast("e2m1", quest, "nearest_toward_zero", transforms=(Hadamard(size=32),), gradient=ClipMask())
+    # 2^(floor(log2 amax) - 2) * 4/3: the largest element becomes at most 6, so that stochastic rounding never clips.
+    unbiased = Scaling(block=(1, 32), top=4.0, arithmetic="divide", power_of_two="floor", multiplier=4 / 3)
+    turn = (Hadamard(size=32, signs="random"),)
+    g = cast("e2m1", unbiased, "stochastic", transforms=turn)
+    again = cast("e2m1", unbiased, "stochastic", transforms=turn, source="requantised")
+    return layer(forward, forward, g, w_back=again, x_back=again)
+
+
+def _quartet2(candidates: tuple[float, ...] = (1.0,)) -> LinearConfig:
+    top = 448.0 if len(candidates) == 1 else 256.0
+    tensor = TensorScale(top=top, order="quartet2")
+    x = cast("e2m1", Scaling(block=(1, 16), scale=E4M3, tensor=tensor, candidates=candidates))
+    eden = Scaling(
+        block=(1, 16), top=6 / _EDEN_RANGE, scale=E4M3, scale_rounding="stochastic", eden=128,
+        tensor=TensorScale(top=255.99, order="quartet2"),
+    )  # fmt: skip
+    turn = (Hadamard(size=128, signs="random"),)
+    g = cast("e2m1", eden, "nearest_away", transforms=turn)
+    again = cast("e2m1", eden, "nearest_away", transforms=turn, source="requantised")
+    return layer(x, x, g, w_back=again, x_back=again)
+
+
+def _fp4_ms(*, paper: bool) -> LinearConfig:
+    power = None if paper else "ceil"
+    eight = cast("e4m3", Scaling(power_of_two="ceil"))
+    rounding = "nearest_even" if paper else "nearest_away"
+    rows = Scaling(block=(1, None), power_of_two=power)
+    columns = rows if paper else Scaling(block=(None, 1), power_of_two=power)
+    clamp = Clamp(level=0.99, per="tensor" if paper else "row", compensate=paper)
+    x = cast("e2m1", rows, rounding, transforms=(clamp,), then=eight)
+    w = cast("e2m1", columns, rounding, gradient=Differentiable(k=5.0, cap=3.0), then=eight)
+    g = cast("e5m2", Scaling(power_of_two="ceil"))
+    return layer(x, w, g, w_back=FORWARD, g_back=FORWARD, x_back=FORWARD)
+
+
+_RULES = (Rule(head=True), Rule(last_blocks=0.15))
+
+RECIPES = (
+    Recipe(
+        name="te_nvfp4",
+        linear=_nvfp4(),
+        rules=_RULES,
+        aliases=("nvfp4_pretrain",),
+        source=f"{_TE}; {_NVIDIA}: the last 15 % of the blocks and the head in bfloat16",
+    ),
+    Recipe(name="te_nvfp4_all", linear=_nvfp4(), source=f"{_TE}: every layer"),
+    Recipe(
+        name="nvfp4_switch",
+        linear=_nvfp4(),
+        rules=(Rule(steps=Steps(first=0.82)), *_RULES),
+        source=f"{_NVIDIA}: te_nvfp4, and bfloat16 in the last 18 % of the steps",
+    ),
+    Recipe(
+        name="mxfp4",
+        linear=_mxfp4("ceil", rotate=True),
+        rules=_RULES,
+        source=f"{_NVIDIA}, section 5: MXFP4 with scales rounded up, rotations of 32 and stochastic gradients",
+        notes="the source's vector of signs is not published: they are random here",
+    ),
+    Recipe(name="mxfp4_rne", linear=_mxfp4("floor", rotate=False), source="OCP MX v1.0: every operand cast as it says"),
+    Recipe(
+        name="quartet",
+        linear=_quartet(),
+        rules=(Rule(head=True),),
+        source=_QUARTET,
+        notes="the code's rounding of ties (toward zero); the sign of a zero is kept here, the code gives -0",
+    ),
+    Recipe(name="quartet2", linear=_quartet2(), rules=(Rule(head=True),), source=_QUARTET2),
+    Recipe(
+        name="quartet2_4over6",
+        linear=_quartet2((1.0, 1.5)),
+        rules=(Rule(head=True),),
+        source=f"{_QUARTET2}: forward scales that map a block to 6 or to 4, whichever errs less",
+    ),
+    Recipe(
+        name="fp4_ms",
+        linear=_fp4_ms(paper=True),
+        rules=(Rule(head=True),),
+        variant="paper",
+        source=f"{_FP4}: rows and output channels, exact scales, compensated clamping",
+    ),
+    Recipe(
+        name="fp4_ms_code",
+        linear=_fp4_ms(paper=False),
+        rules=(Rule(head=True),),
+        variant="code",
+        source=f"{_FP4}; MS-AMP 9746ea8: power-of-two scales, one an input channel of w, clamping without compensation",
+        notes="the code's table rounds ties toward +Inf; here they go away from zero, which differs for negative ties",
+    ),
+)

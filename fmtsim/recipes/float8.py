@@ -1,0 +1,170 @@
+"""Recipes of eight bits in floating point."""
+
+import dataclasses
+
+from fmtsim.formats.registry import get_format
+from fmtsim.gemm.config import LinearConfig
+from fmtsim.recipes.build import FORWARD, STOCHASTIC, cast, layer
+from fmtsim.recipes.spec import Recipe, Rule
+from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.scaling.scale import History, Scaling
+
+_TE = "Transformer Engine d0067d0"
+_AO = "torchao 36027d8"
+_FP8LM = "Peng et al., FP8-LM, arXiv:2310.18313"
+_MSAMP = "MS-AMP 9746ea8"
+_DEEPSEEK = "DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3"
+
+_DELAYED = Scaling(history=History(length=1024), empty="previous")
+_TENSOR = Scaling()
+_POWER = Scaling(power_of_two="ceil", empty="one")
+
+
+def _codes_kept(x: Quantizer, w: Quantizer, g: Quantizer) -> LinearConfig:
+    """Return a layer that casts each tensor once; the backward products take the transposed codes."""
+    return layer(x, w, g, w_back=FORWARD, g_back=FORWARD, x_back=FORWARD)
+
+
+def _hybrid(scaling: Scaling) -> LinearConfig:
+    """Return the hybrid of E4M3 forward and E5M2 gradients, each tensor cast once."""
+    return _codes_kept(cast("e4m3", scaling), cast("e4m3", scaling), cast("e5m2", scaling))
+
+
+def _te_block() -> LinearConfig:
+    row = Scaling(block=(1, 128), power_of_two="ceil")
+    tile = Scaling(block=(128, 128), power_of_two="ceil")
+    x, w = cast("e4m3", row), cast("e4m3", tile)
+    return layer(x, w, x, w_back=FORWARD)
+
+
+def _fp8lm() -> LinearConfig:
+    history = History(length=16, immediate=16)
+    delayed = Scaling(power_of_two="ceil", history=history, empty="previous")
+    return layer(
+        cast("e4m3", delayed), cast("e4m3", _POWER), cast("e5m2", delayed),
+        w_back=FORWARD, g_back=FORWARD, x_back=FORWARD,
+    )  # fmt: skip
+
+
+def _intel() -> LinearConfig:
+    history = History(length=1024, refresh_every=1024)
+
+    def window(top: float) -> Scaling:
+        return Scaling(top=top, power_of_two="ceil", history=history)
+
+    forward, backward = cast("e4m3_ieee", window(240.0)), cast("e5m2", window(57344.0))
+    gradient = cast("e5m2", window(57344.0), STOCHASTIC)
+    return layer(forward, forward, gradient, w_back=backward, g_back=FORWARD, x_back=backward)
+
+
+def _deepseek(power: bool = False, cache: bool = False) -> LinearConfig:
+    rule = "ceil" if power else None
+    row = Scaling(block=(1, 128), eps=1e-4, arithmetic="reciprocal", power_of_two=rule)
+    tile = Scaling(block=(128, 128), eps=1e-4, arithmetic="reciprocal", power_of_two=rule)
+    x, w, g = cast("e4m3", row), cast("e4m3", tile), cast("e4m3", row)
+    again = cast("e4m3", row, source="requantised")
+    if cache:  # 1x128 along the features, which is the outer axis of the product over tokens
+        kept = Scaling(block=(128, 1), eps=1e-4, arithmetic="reciprocal", power_of_two="ceil")
+        again = cast("e5m6", kept, then=cast("e4m3", row))
+    return layer(x, w, g, w_back=FORWARD, x_back=again)
+
+
+def _coat() -> LinearConfig:
+    scaling = Scaling(arithmetic="divide", eps=1e-10, eps_rule="sum")
+    return _codes_kept(cast("e4m3", scaling), cast("e4m3", scaling), cast("e5m2", scaling))
+
+
+def _gaudi() -> LinearConfig:
+    biases = tuple(2.0**power for power in (-8, -4, 0, 4))
+
+    def tensor(backoff: float) -> Scaling:
+        return Scaling(top=240.0 * backoff, arithmetic="divide", power_of_two="ceil", allowed=biases)
+
+    return layer(cast("e4m3_ieee", tensor(0.25)), cast("e4m3_ieee", tensor(0.5)), cast("e5m2", Scaling(top=57344.0)))
+
+
+def _rows(name: str = "e4m3") -> Quantizer:
+    return cast(name, Scaling(block=(1, None), arithmetic="double", power_of_two="ceil", eps=1e-12))
+
+
+def _ao_tensor(name: str) -> Quantizer:
+    return cast(name, Scaling(arithmetic="double", eps=1e-12))
+
+
+def _ao_rows_hp() -> LinearConfig:
+    tensor = cast("e4m3", Scaling(arithmetic="double", power_of_two="ceil", eps=1e-12))
+    return layer(_rows(), _rows(), _rows(), w_back=tensor, g_back=cast(None), x_back=cast(None))
+
+
+def _mx(name: str, rule: str) -> LinearConfig:
+    fmt = dataclasses.replace(get_format(name), scale_rule=rule, name=f"{name}_{rule}", aliases=())
+    operand = Quantizer(format=fmt)
+    return layer(operand, operand, operand)
+
+
+RECIPES = (
+    Recipe(
+        name="te_delayed",
+        linear=_hybrid(_DELAYED),
+        source=f"{_TE}, DelayedScaling: hybrid, history of 1024, max",
+        notes="the history rolls at every call; the source rolls once a forward context and once a backward pass",
+    ),
+    Recipe(name="te_current", linear=_hybrid(_TENSOR), source=f"{_TE}, Float8CurrentScaling: hybrid"),
+    Recipe(name="te_block", linear=_te_block(), source=f"{_TE}, Float8BlockScaling: E4M3, power-of-two scales"),
+    Recipe(
+        name="te_mxfp8",
+        linear=layer(*(cast("mxfp8_e4m3_rceil"),) * 3),
+        aliases=("mxfp8",),
+        source=f"{_TE}, MXFP8BlockScaling: E4M3, both directions from the original",
+    ),
+    Recipe(
+        name="fp8lm",
+        linear=_fp8lm(),
+        aliases=("msamp",),
+        source=f"{_FP8LM}, section 2; {_MSAMP}: power-of-two scales, windows of 16 for x and g",
+        notes="paper and code agree in the products; they differ in the collectives",
+    ),
+    Recipe(
+        name="intel_2t",
+        linear=_intel(),
+        replace=(("swiglu", "SmoothSwiGLU"),),
+        source="Fishman et al., arXiv:2409.12517; Megatron-DeepSpeed 20029cf: window of 1024, refreshed once a window",
+    ),
+    Recipe(name="coat", linear=_coat(), source="Xi et al., COAT, arXiv:2410.19313; NVlabs/COAT 80ec99f"),
+    Recipe(
+        name="deepseek_v3",
+        linear=_deepseek(),
+        rules=(Rule(name=r"(o_proj|out_proj|c_proj|wo)$", use=_deepseek(power=True, cache=True)),),
+        source=f"{_DEEPSEEK}; arithmetic of DeepGEMM 54e2261",
+        notes="the rule is for the layers behind attention, whose inputs are kept in E5M6 with power-of-two scales",
+    ),
+    Recipe(name="gaudi", linear=_gaudi(), source="Intel Neural Compressor 9b47d09: Gaudi 2, scales of the hardware"),
+    Recipe(
+        name="ao_tensorwise",
+        linear=layer(_ao_tensor("e4m3"), _ao_tensor("e4m3"), _ao_tensor("e5m2")),
+        source=f"{_AO}, float8 tensorwise",
+    ),
+    Recipe(name="ao_rowwise", linear=layer(*(_rows(),) * 3), source=f"{_AO}, float8 rowwise, powers of two"),
+    Recipe(
+        name="ao_rowwise_gw_hp",
+        linear=_ao_rows_hp(),
+        source=f"{_AO}, float8 rowwise_with_gw_hp: weight gradients in high precision",
+    ),
+    *(
+        Recipe(name=f"ao_mxfp8_{rule}", linear=_mx("mxfp8_e4m3", rule), source=f"{_AO}, to_mx {rule.upper()}")
+        for rule in ("floor", "ceil", "even", "rceil")
+    ),
+    Recipe(
+        name="unit_scaling",
+        linear=layer(cast("e4m3fnuz"), cast("e4m3fnuz"), cast("e5m2")),
+        source="Blake et al., arXiv:2303.11257; graphcore-research/unit-scaling a7b5b3c: casts without scales",
+        notes="the library's FPFormat(4, 3) has the grid of e4m3fnuz; needs a model of unit-scaled modules",
+    ),
+    Recipe(
+        name="mu_s",
+        linear=layer(cast("e4m3"), cast("e4m3"), cast("e5m2", overflow="saturate")),
+        rules=(Rule(head=True),),
+        source="Narayan et al., arXiv:2502.05967: static scale 1; embedding, head and norms in bfloat16",
+        notes="needs a model of mu-scaled modules",
+    ),
+)

@@ -1,0 +1,133 @@
+"""Recipes as JSON: records as objects without their defaults, formats by name where they are catalogued."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.formats.block import Format
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.serialization import format_from_dict, format_to_dict
+from fmtsim.gemm.config import Gemm, LinearConfig
+from fmtsim.gemm.datapath import Arithmetic
+from fmtsim.gemm.plan import GemmPlan
+from fmtsim.gemm.serialization import record_from_dict, record_to_dict
+from fmtsim.recipes.spec import AttentionConfig, LossScale, Recipe, Rule, Steps
+from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.gradient import ClipMask, Differentiable, StraightThrough, TrustMask
+from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.scaling.scale import History, Scaling, TensorScale
+from fmtsim.scaling.transform import Clamp, Hadamard
+
+# The record of a field, by the field's name; several where the object says which under "kind".
+_RECORDS: dict[str, tuple[type, ...]] = {
+    "linear": (LinearConfig,),
+    "use": (LinearConfig,),
+    "rules": (Rule,),
+    "steps": (Steps,),
+    "attention": (AttentionConfig,),
+    "loss_scale": (LossScale,),
+    "scaling": (Scaling,),
+    "history": (History,),
+    "tensor": (TensorScale,),
+    "rounding": (Rounding,),
+    "transforms": (Hadamard, Clamp),
+    "gradient": (StraightThrough, ClipMask, TrustMask, Differentiable),
+} | {
+    **dict.fromkeys(("fprop", "dgrad", "wgrad"), (Gemm,)),
+    **dict.fromkeys(("a", "b", "out", "then", "q", "k", "v", "p"), (Quantizer,)),
+}
+_FORMATS = ("format", "scale", "rounded")
+_MACHINES = ("unit", "plan", "target")
+
+
+def recipe_to_dict(record: Any) -> dict[str, Any]:
+    """Return a recipe, or a part of one, as plain JSON types, defaults left out."""
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if value != field.default:
+            fields[field.name] = _plain(field.name, value)
+    return fields
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, Format):
+        return _format_text(value)
+    if isinstance(value, Arithmetic | GemmPlan):
+        return record_to_dict(value)
+    if isinstance(value, tuple):
+        return [_plain(name, item) for item in value]
+    if dataclasses.is_dataclass(value):
+        kinds = _RECORDS[name]
+        own = recipe_to_dict(value)
+        return {"kind": type(value).__name__} | own if len(kinds) > 1 else own
+    return value
+
+
+def _format_text(fmt: Format) -> Any:
+    try:
+        known = get_format(fmt.name)
+    except FormatError:
+        known = None
+    return fmt.name if known == fmt else format_to_dict(fmt)
+
+
+def recipe_from_dict(record: dict[str, Any]) -> Recipe:
+    """Build a recipe from ``recipe_to_dict``'s record.
+
+    Raises:
+        ArgumentError: A field that no record has, or one of another type; it names the way to the field.
+        FormatError: A format, rounding or scale rule that does not exist.
+    """
+    return _record(Recipe, record, "recipe")  # type: ignore[no-any-return]
+
+
+def _record(cls: type, record: Any, path: str) -> Any:
+    if not isinstance(record, dict):
+        raise ArgumentError(f"{path}: {record!r} is not an object; write the fields of a {cls.__name__}")
+    known = {field.name for field in dataclasses.fields(cls)}
+    unknown = [name for name in record if name not in known]
+    if unknown:
+        raise ArgumentError(f"{path}: a {cls.__name__} has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    values = {name: _value(name, value, f"{path}.{name}") for name, value in record.items()}
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise ArgumentError(f"{path}: {error}") from None
+
+
+def _value(name: str, value: Any, path: str) -> Any:
+    if value is None:
+        return None
+    if name in _FORMATS:
+        return get_format(value) if isinstance(value, str) else format_from_dict(value)
+    if name in _MACHINES:
+        return record_from_dict(value) if isinstance(value, dict) else value
+    if isinstance(value, list):
+        return tuple(_value(name, item, f"{path}[{i}]") for i, item in enumerate(value))
+    if name not in _RECORDS or not isinstance(value, dict):
+        return value
+    kinds = {cls.__name__: cls for cls in _RECORDS[name]}
+    if len(kinds) == 1:
+        return _record(next(iter(kinds.values())), value, path)
+    fields = dict(value)
+    kind = fields.pop("kind", None)
+    if kind not in kinds:
+        raise ArgumentError(f"{path}: kind={kind!r} is unknown; choose one of {', '.join(kinds)}")
+    return _record(kinds[kind], fields, path)
+
+
+def save_recipe(recipe: Recipe, path: str | Path) -> None:
+    """Write a recipe to a JSON file, which is accepted wherever a recipe's name is."""
+    Path(path).write_text(json.dumps(recipe_to_dict(recipe), indent=2) + "\n", encoding="utf-8")
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """Read a recipe from a JSON file; raise ArgumentError where it is none."""
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ArgumentError(f"{path} is no recipe file: {error}") from None
+    return recipe_from_dict(record)

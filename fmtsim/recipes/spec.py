@@ -1,0 +1,177 @@
+"""What a recipe is: how each layer's products run, which layers are excepted, and when."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from fmtsim.errors import ArgumentError
+from fmtsim.gemm.config import LinearConfig
+from fmtsim.scaling.quantizer import Quantizer
+
+Tensors = Literal["q", "k", "v", "p", "do", "ds"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """Name a stretch of training.
+
+    Args:
+        first: First step, or the fraction of the run where it begins (a float below 1).
+        last: Step behind the last, or such a fraction; None is the end.
+    """
+
+    first: int | float = 0
+    last: int | float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("first", self.first), ("last", self.last)):
+            fraction = isinstance(value, float) and 0 <= value <= 1
+            if value is not None and not fraction and not (type(value) is int and value >= 0):
+                raise ArgumentError(
+                    f"Steps {name}={value!r} is not allowed; pass a step from 0, or a fraction of the run such as 0.82"
+                )
+
+    def holds(self, step: int, total: int | None) -> bool:
+        """Say whether a step, counted from 0, lies in the stretch; fractions need the number of all steps.
+
+        Raises:
+            ArgumentError: A bound is a fraction and ``total`` is None.
+        """
+        return self._bound(self.first, total) <= step and (self.last is None or step < self._bound(self.last, total))
+
+    @staticmethod
+    def _bound(value: int | float, total: int | None) -> int:
+        if isinstance(value, int):
+            return value
+        if total is None:
+            raise ArgumentError(f"the schedule says {value:g} of the run; pass total_steps= so that it has a length")
+        return round(value * total)
+
+    def __str__(self) -> str:
+        names = [
+            f"{value:.0%}" if isinstance(value, float) else str(value) for value in (self.first, self.last or "end")
+        ]
+        return f"steps {names[0]} to {names[1]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Say which layers, or which steps, run otherwise than the recipe's ``linear``.
+
+    A layer has to fulfil everything that is given. The first rule of a recipe that fits a layer and step counts.
+
+    Args:
+        use: How those run; None leaves them in high precision.
+        name: A regular expression that is searched for in the module's name.
+        kind: The name of the module's class or of one of its bases, such as ``"Conv2d"``.
+        first_blocks: The layers of the first so many blocks, or of a fraction of them (a float below 1, rounded up). A
+            block is an element of the model's longest ``nn.ModuleList`` or ``nn.Sequential`` whose elements all hold
+            convertible layers.
+        last_blocks: The layers of the last so many blocks.
+        head: The last linear layer of the model, and any layer that shares its weight.
+        steps: When; None is always.
+    """
+
+    use: LinearConfig | None = None
+    name: str | None = None
+    kind: str | None = None
+    first_blocks: int | float = 0
+    last_blocks: int | float = 0
+    head: bool = False
+    steps: Steps | None = None
+
+    def __post_init__(self) -> None:
+        if self.use is not None and not isinstance(self.use, LinearConfig):
+            raise ArgumentError(f"Rule use={self.use!r} is not a LinearConfig or None; build one with linear_config()")
+        if self.name is not None:
+            try:
+                re.compile(self.name)
+            except re.error as error:
+                raise ArgumentError(f"Rule name={self.name!r} is no regular expression: {error}") from None
+        for name in ("first_blocks", "last_blocks"):
+            value = getattr(self, name)
+            if not (type(value) is int and value >= 0) and not (isinstance(value, float) and 0 < value < 1):
+                raise ArgumentError(f"Rule {name}={value!r} is not allowed; pass a whole number from 0, or a fraction")
+        everything = not (self.name or self.kind or self.first_blocks or self.last_blocks or self.head or self.steps)
+        if everything:
+            raise ArgumentError("a Rule that fits every layer and step belongs into the recipe's linear=; narrow it")
+
+    def __str__(self) -> str:
+        parts = [f"name ~ {self.name}"] if self.name else []
+        parts += [self.kind] if self.kind else []
+        parts += [f"first {self.first_blocks} blocks"] if self.first_blocks else []
+        parts += [f"last {self.last_blocks} blocks"] if self.last_blocks else []
+        parts += ["head"] if self.head else []
+        parts += [str(self.steps)] if self.steps else []
+        return f"{', '.join(parts)}: {'high precision' if self.use is None else self.use}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """Describe quantised attention: operands of ``q k^T`` and ``p v``, as FlashAttention-3 runs them in FP8.
+
+    Args:
+        q, k, v, p: Quantisers; p is the matrix of softmax weights before normalisation.
+        offset: Weights are ``2^offset`` times larger before they are quantised (8 in FlashAttention-3).
+        rows, columns: Queries and keys of a block.
+        unit: The matrix unit of both products, None for float32.
+    """
+
+    q: Quantizer = Quantizer()
+    k: Quantizer = Quantizer()
+    v: Quantizer = Quantizer()
+    p: Quantizer = Quantizer()
+    offset: int = 0
+    rows: int = 128
+    columns: int = 128
+    unit: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScale:
+    """Describe the factor that keeps small gradients above a format's smallest number.
+
+    Args:
+        initial: The first factor.
+        growth: What it is multiplied with after ``interval`` steps without overflow.
+        backoff: What it is multiplied with after an overflow.
+        interval: Steps; None keeps the factor for good (static scaling).
+        hysteresis: Overflows that are let pass before the factor backs off.
+    """
+
+    initial: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int | None = 2000
+    hysteresis: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Name a way of training.
+
+    Args:
+        name: The name it is listed under.
+        linear: How linear layers and convolutions run; None leaves them in high precision.
+        rules: Exceptions, the first that fits counts.
+        attention: How attention runs; None leaves it in high precision.
+        autocast: Dtype that everything else runs in under ``torch.autocast``, None for the model's own.
+        loss_scale: Scaling of the loss, or None.
+        replace: Modules that a recipe exchanges, ``(class name, replacement)`` from ``fmtsim.nn.REPLACEMENTS``.
+        variant: What sets it apart from its namesakes: ``"paper"`` or ``"code"``, or empty.
+        aliases: Other names.
+        source: Where it is defined, with the version that was read.
+        notes: What the source does that a record cannot say.
+    """
+
+    name: str
+    linear: LinearConfig | None = None
+    rules: tuple[Rule, ...] = ()
+    attention: AttentionConfig | None = None
+    autocast: Literal["bfloat16", "float16"] | None = None
+    loss_scale: LossScale | None = None
+    replace: tuple[tuple[str, str], ...] = ()
+    variant: Literal["", "paper", "code"] = ""
+    aliases: tuple[str, ...] = ()
+    source: str = ""
+    notes: str = ""

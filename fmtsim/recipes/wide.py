@@ -1,0 +1,52 @@
+"""Recipes of 16 bits and more, and of bfloat16 with fewer mantissa bits."""
+
+from fmtsim.gemm.config import Gemm, LinearConfig
+from fmtsim.recipes.build import cast
+from fmtsim.recipes.spec import LossScale, Recipe
+
+_AMP = "PyTorch 0202916b, torch/amp/grad_scaler.py and the CPU and CUDA kernels behind it"
+_BACK = "Lee et al., To FP8 and Back Again, arXiv:2405.18710 (abstract and secondary sources; details unverified)"
+_TF32 = "NVIDIA Ampere whitepaper; truncation of raw float32 operands as recorded on an H200 (docs/evidence.md)"
+
+
+def _whole(name: str, rounding: str = "nearest_even", out: str | None = None) -> LinearConfig:
+    """Return a layer whose operands, and results, are all of one format."""
+    gemm = Gemm(a=cast(name, rounding=rounding), b=cast(name, rounding=rounding), out=cast(out))
+    return LinearConfig(fprop=gemm, dgrad=gemm, wgrad=gemm)
+
+
+def _masked(bits: int) -> Recipe:
+    return Recipe(
+        name=f"e8m{bits}",
+        linear=_whole(f"e8m{bits}", "toward_zero"),
+        source=_BACK,
+        notes="operands of a bfloat16 model with their low mantissa bits masked off",
+    )
+
+
+RECIPES = (
+    Recipe(name="fp32", linear=LinearConfig(), source="IEEE 754-2019", notes="float32 products, sums in no order"),
+    Recipe(name="tf32", linear=_whole("tf32", "toward_zero"), source=_TF32),
+    Recipe(
+        name="tf32_rna",
+        linear=_whole("tf32", "nearest_away"),
+        source="PTX ISA, cvt.rna.tf32.f32: operands rounded in software, ties away from zero",
+    ),
+    Recipe(name="amp_bf16", linear=_whole("bf16", out="bf16"), autocast="bfloat16", aliases=("bf16",), source=_AMP),
+    Recipe(
+        name="amp_fp16",
+        linear=_whole("fp16", out="fp16"),
+        autocast="float16",
+        loss_scale=LossScale(),
+        aliases=("fp16",),
+        source=_AMP,
+    ),
+    Recipe(
+        name="amp_fp16_static",
+        linear=_whole("fp16", out="fp16"),
+        autocast="float16",
+        loss_scale=LossScale(initial=1024.0, interval=None),
+        source="Micikevicius et al., arXiv:1710.03740, section 3.2: a constant loss scale",
+    ),
+    *(_masked(bits) for bits in (3, 4, 5)),
+)

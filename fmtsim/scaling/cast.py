@@ -1,0 +1,135 @@
+"""A matrix in an element format under the scales that a rule makes of it."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fmtsim.formats.spec import ElementFormat, Overflow
+from fmtsim.ops import RandomKey
+from fmtsim.quantize import quantize
+from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.levels import two_levels
+from fmtsim.scaling.scale import Scaling
+from fmtsim.scaling.scales import Scales, in_format, scales
+from fmtsim.scaling.statistics import block_sizes, blocked, folded_sum, statistic
+
+Keys = tuple[RandomKey | None, RandomKey | None]
+
+
+class Scaled(NamedTuple):
+    """A matrix as elements and scales.
+
+    Attributes:
+        elements: float32 [M, N], values of the element format.
+        scales: What they are multiplied with, block by block.
+        scaled: float32 [M, N]: what was rounded, ``x / scale``.
+    """
+
+    elements: Tensor
+    scales: Scales
+    scaled: Tensor
+
+    def values(self, block: tuple[int, int], *, bare: bool = False) -> Tensor:
+        """Return element times scale, float32, rounded once; ``bare`` leaves the scale of the tensor out."""
+        s = spread(self.scales.scale, block, self.elements.shape)
+        if bare or self.scales.tensor is None:
+            return self.elements * s
+        return (self.elements.double() * s * self.scales.tensor).float()  # element times scale is exact in float64
+
+
+def cast(
+    x: Tensor,
+    element: ElementFormat,
+    scaling: Scaling,
+    rounding: Rounding,
+    overflow: Overflow,
+    keys: Keys = (None, None),
+    given: Scales | None = None,
+) -> Scaled:
+    """Round a matrix to an element format under the scales that a rule gives it.
+
+    Args:
+        x: [M, N], blocks along N: float16, bfloat16, float32 or float64 (which is rounded to float32 first).
+        element: The format of the elements.
+        scaling: The rule.
+        rounding: Rounding of the elements.
+        overflow: What happens beyond the format's largest value.
+        keys: Random words of the elements and of the scales.
+        given: Scales that are known already (delayed scaling); None makes them from x.
+    """
+    x = x.float()
+    sizes = block_sizes(scaling.block, x.shape)
+    if given is not None:
+        return _rounded(x, given, sizes, element, rounding, overflow, keys[0])
+    a = statistic(x, scaling.block, scaling.statistic)
+    top = float(element.max)
+    best: Scaled | None = None
+    for times in scaling.candidates:
+        found = _scales(a, scaling, top, times, keys[1])
+        tried = _rounded(x, found, sizes, element, rounding, overflow, keys[0])
+        best = tried if best is None else _better(x, best, tried, scaling.metric, sizes)
+    assert best is not None  # a rule has a candidate
+    return best if scaling.eden is None else _corrected(best, scaling, sizes, keys[1])
+
+
+def spread(s: Tensor, sizes: tuple[int, int], shape: torch.Size) -> Tensor:
+    """Give every element of a matrix its block's number."""
+    if s.numel() == 1:
+        return s.expand(shape)
+    s = s if sizes[0] == 1 else s.repeat_interleave(sizes[0], 0)[: shape[0]]
+    return s if sizes[1] == 1 else s.repeat_interleave(sizes[1], 1)[:, : shape[1]]
+
+
+def _scales(a: Tensor, scaling: Scaling, top: float, times: float, key: RandomKey | None) -> Scales:
+    if scaling.tensor is not None:
+        return two_levels(a, scaling, top, times, key)
+    if times == 1:
+        return scales(a, scaling, top, key)
+    base = scales(a, scaling, top, key).scale * times
+    stored = in_format(base, scaling.scale, scaling.scale_rounding, key)
+    return Scales(stored, stored, divides=True)
+
+
+def _rounded(
+    x: Tensor,
+    found: Scales,
+    sizes: tuple[int, int],
+    element: ElementFormat,
+    rounding: Rounding,
+    overflow: Overflow,
+    key: RandomKey | None,
+) -> Scaled:
+    factor = spread(found.factor, sizes, x.shape)
+    y = torch.div(x, factor) if found.divides else x * factor
+    q = quantize(y, element, rounding=rounding, overflow=overflow, generator=key, out_dtype=torch.float32)
+    return Scaled(q, found, y)
+
+
+def _better(x: Tensor, old: Scaled, new: Scaled, metric: str, sizes: tuple[int, int]) -> Scaled:
+    """Take, block by block, the cast with the smaller error, the old one in a tie."""
+    errors = []
+    for tried in (old, new):
+        off = blocked((tried.values(sizes).double() - x.double()), sizes)
+        errors.append(folded_sum(off.abs() if metric == "mae" else off * off))
+    takes = errors[1] < errors[0]
+    mixed = Scales(
+        torch.where(takes, new.scales.scale, old.scales.scale),
+        torch.where(takes, new.scales.factor, old.scales.factor),
+        old.scales.divides,
+        old.scales.tensor,
+    )
+    place = spread(takes, sizes, x.shape)
+    return Scaled(torch.where(place, new.elements, old.elements), mixed, torch.where(place, new.scaled, old.scaled))
+
+
+def _corrected(found: Scaled, scaling: Scaling, sizes: tuple[int, int], key: RandomKey | None) -> Scaled:
+    """Multiply each group's scales by ``<y, y> / <y, q>``, y being what was rounded to q, and round them again."""
+    assert scaling.eden is not None
+    group = (1, scaling.eden)
+    y, q = blocked(found.scaled.double(), group), blocked(found.elements.double(), group)
+    over = folded_sum(y * q)
+    c = torch.where(over == 0, 1.0, folded_sum(y * y) / over).float()
+    each = spread(c, (1, scaling.eden // sizes[1]), found.scales.scale.shape)
+    stored = in_format(found.scales.scale * each, scaling.scale, scaling.scale_rounding, key)
+    return found._replace(scales=found.scales._replace(scale=stored))

@@ -1,0 +1,80 @@
+"""What a scale is made of: one number a block, the same on every device.
+
+Largest magnitudes do not depend on an order. Sums do: they are float64 sums of neighbours at a distance that is halved
+until one number is left, zeros filling up to a power of two.
+"""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fmtsim.formats.block import Block
+from fmtsim.scaling.scale import Statistic
+
+FLT_MAX: Final = torch.finfo(torch.float32).max
+
+
+def block_sizes(block: Block, shape: torch.Size) -> tuple[int, int]:
+    """Return the elements of a block along the outer and inner axis of a matrix, at least 1 each."""
+    outer, inner = (max(extent if size is None else size, 1) for size, extent in zip(block, shape, strict=True))
+    return outer, inner
+
+
+def blocked(x: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """Return a matrix as ``[outer blocks, inner blocks, elements of a block]``, short blocks filled up with zeros."""
+    rows, columns = (-extent % size for extent, size in zip(x.shape, sizes, strict=True))
+    if rows or columns:
+        x = torch.nn.functional.pad(x, (0, columns, 0, rows))
+    split = x.reshape(x.shape[0] // sizes[0], sizes[0], x.shape[1] // sizes[1], sizes[1])
+    return split.transpose(1, 2).flatten(2)
+
+
+def statistic(x: Tensor, block: Block, kind: Statistic) -> Tensor:
+    """Return a statistic of every block of a matrix.
+
+    Args:
+        x: [M, N]; float16, bfloat16, float32 or float64.
+        block: Elements of a block.
+        kind: ``"amax"``, ``"std"``, ``"rms"``, ``"mean_abs"`` or ``"one"``.
+
+    Returns:
+        float32 [outer blocks, inner blocks]: at most the largest float32, 0 for blocks without a finite element. NaN
+        and Inf elements take no part, nor do the zeros that fill up a short block. Means are float64 quotients of
+        float64 sums, the standard deviation is the root of the mean squared distance from the mean; each is rounded to
+        float32 once.
+    """
+    sizes = block_sizes(block, x.shape)
+    if kind == "one":
+        counts = [-(-extent // size) for extent, size in zip(x.shape, sizes, strict=True)]
+        return torch.ones(counts, device=x.device)
+    finite = x.isfinite()
+    whole = bool(finite.all()) if x.device.type == "cpu" else False
+    x = x if whole else torch.where(finite, x, 0)
+    if kind == "amax":
+        found = blocked(x.abs(), sizes).amax(-1)
+    else:
+        parts = blocked(x.double(), sizes)
+        there = blocked(finite.double(), sizes)
+        found = _moment(parts, there, kind)
+    return found.float().clamp(max=FLT_MAX)
+
+
+def _moment(x: Tensor, there: Tensor, kind: Statistic) -> Tensor:
+    count = there.sum(-1).clamp(min=1)  # whole numbers: exact in any order
+    if kind == "mean_abs":
+        return folded_sum(x.abs()) / count
+    if kind == "std":
+        x = torch.where(there > 0, x - (folded_sum(x) / count).unsqueeze(-1), 0)
+    return (folded_sum(x * x) / count).sqrt()
+
+
+def folded_sum(x: Tensor) -> Tensor:
+    """Sum the last axis: element i and i + n / 2 are added until one number is left, n being a power of two."""
+    n = x.shape[-1]
+    if n & (n - 1):
+        x = torch.nn.functional.pad(x, (0, (1 << n.bit_length()) - n))
+    while x.shape[-1] > 1:
+        first, second = x.chunk(2, -1)
+        x = first + second
+    return x.squeeze(-1)

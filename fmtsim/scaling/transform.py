@@ -1,0 +1,66 @@
+"""What happens to an operand before its scale is taken: records of the transforms that recipes name."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fmtsim.errors import FormatError
+from fmtsim.formats.spec import FloatFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hadamard:
+    """Rotate groups of neighbours by a Hadamard matrix.
+
+    Args:
+        size: Elements of a group; None rotates the whole axis.
+        axis: ``"inner"``, the axis of the product's sums, where two rotations cancel; or ``"outer"``.
+        signs: What each element of a group is multiplied with first: nothing, a bit mask (bit j set: element j changes
+            its sign), or ``"random"`` signs, new in every forward and in every backward pass and the same for all
+            operands in it. (Schemes that multiply the signs of the last pass by random ones draw from the same
+            distribution.)
+        rounded: Format in which the result is kept, None for float32.
+        undo: Rotate the product back along the outer axis; along the inner one the rotations of two operands cancel.
+    """
+
+    size: int | None = 16
+    axis: Literal["inner", "outer"] = "inner"
+    signs: int | Literal["random"] | None = None
+    rounded: FloatFormat | None = None
+    undo: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size is not None and (type(self.size) is not int or self.size < 2):
+            raise FormatError(
+                f"Hadamard size={self.size!r} is not allowed; choose 2 or more, or None for the whole axis"
+            )
+        if self.axis not in ("inner", "outer"):
+            raise FormatError(f"Hadamard axis={self.axis!r} is unknown; choose 'inner' or 'outer'")
+        mask = type(self.signs) is int and self.size is not None and 0 <= self.signs < 1 << self.size
+        if not mask and self.signs not in (None, "random"):
+            raise FormatError(
+                f"Hadamard signs={self.signs!r} is not allowed; choose None, 'random' or a mask of size bits"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clamp:
+    """Clamp a tensor to its own quantiles.
+
+    Args:
+        level: The upper quantile, 0.5 to 1; the lower one is ``1 - level``.
+        per: ``"tensor"``, or ``"row"`` for a quantile of each row.
+        compensate: Add the product of what was cut off, in high precision, to the result (outlier compensation).
+    """
+
+    level: float
+    per: Literal["tensor", "row"] = "tensor"
+    compensate: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0.5 < self.level <= 1:
+            raise FormatError(f"Clamp level={self.level!r} is not allowed; choose a quantile above 0.5, such as 0.99")
+        if self.per not in ("tensor", "row"):
+            raise FormatError(f"Clamp per={self.per!r} is unknown; choose 'tensor' or 'row'")
+
+
+Transform = Hadamard | Clamp
