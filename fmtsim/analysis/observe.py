@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fmtsim.analysis.stats import OperandStats
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.emulated import Observer
+from fmtsim.gemm.passes import Observer
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.scaling.quantizer import Quantizer
 

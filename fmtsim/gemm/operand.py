@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.block import Block, BlockFormat, LogTileFormat
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.gemm.call import Scaling as Kind
 from fmtsim.gemm.choice import draw_keys
 from fmtsim.gemm.coding import Coded, code, holder
@@ -61,6 +61,18 @@ class Operand(NamedTuple):
         """Return the transposed matrix, with the same elements and scales."""
         scale = None if self.scale is None else self.scale.mT
         return self._replace(elements=self.elements.mT, scale=scale, sizes=self.sizes[::-1], slope=None, rest=None)
+
+    @property
+    def outer(self) -> bool:
+        """Whether each row has one scale at most, so that sums along it may be scaled instead of elements."""
+        return self.tensor is None and (self.scale is None or self.scale.shape[1] == 1)
+
+    def row_scales(self) -> Tensor | None:
+        """Return the scale of every row, [rows, 1] or [1, 1], of an operand that is ``outer``."""
+        rows = self.elements.shape[0]
+        if self.scale is None or self.scale.shape[0] in (1, rows):
+            return self.scale
+        return self.scale.repeat_interleave(self.sizes[0], 0)[:rows]
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """Return what the elements stand for, rounded once to float32 or float64."""
@@ -212,6 +224,22 @@ def _key(draws: Any, device: torch.device) -> RandomKey | None:
 
 def _element(fmt: Any) -> Any:
     return fmt.element if isinstance(fmt, BlockFormat) else fmt
+
+
+def multiply_operands(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+    """Return ``a b^T`` in float32 or float64, sums in no particular order.
+
+    Where no scale lies between products, the elements are multiplied and the sums scaled: by the scales of b's rows
+    first, then by those of a's. Sums of integers are exact and rounded once.
+    """
+    if not (a.outer and b.outer):
+        return torch.mm(a.values(dtype), b.values(dtype).mT)
+    whole = isinstance(a.quantizer.format, IntFormat) and isinstance(b.quantizer.format, IntFormat)
+    wide = torch.float64 if whole else dtype
+    y = torch.mm(a.elements.to(wide), b.elements.to(wide).mT).to(dtype)
+    columns, rows = b.row_scales(), a.row_scales()
+    y = y if columns is None else y * columns.mT
+    return y if rows is None else y * rows
 
 
 def block_of(quantizer: Quantizer) -> Block:

@@ -10,7 +10,7 @@ from fmtsim.gemm.call import Operation
 from fmtsim.gemm.choice import draw_keys
 from fmtsim.gemm.config import LinearConfig
 from fmtsim.gemm.machine import multiply_coded, round_output
-from fmtsim.gemm.operand import Draws, Operand, block_of, prepare, rotated
+from fmtsim.gemm.operand import Draws, Operand, block_of, multiply_operands, prepare, rotated
 from fmtsim.gemm.streams import Generator, stream_of
 from fmtsim.ops import RandomKey
 from fmtsim.scaling.history import DelayedScale
@@ -106,7 +106,7 @@ class Pass:
                 y = y.float() + rest if bias is None else y.float() + rest + bias.float()
             return round_output(y, gemm.out, dtype, words)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        y = torch.mm(a.values(wide), b.values(wide).mT)
+        y = multiply_operands(a, b, wide)
         rest = _rest(a, b)
         y = y if rest is None else y + rest
         y = y if bias is None else y + bias.to(wide)

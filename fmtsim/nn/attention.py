@@ -19,6 +19,7 @@ class EmulatedMultiheadAttention(EmulatedModule, nn.MultiheadAttention):
     """
 
     original_class = nn.MultiheadAttention
+    parts = ("in_proj", "q_proj", "k_proj", "v_proj", "kv_proj", "out_proj")
 
     def forward(
         self,

@@ -1,6 +1,7 @@
 """convert and revert: give a model's layers emulated matrix products, and take them away again."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -11,15 +12,21 @@ from torch.nn.utils import parametrize
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import Format
 from fmtsim.gemm.config import LinearConfig, linear_config
-from fmtsim.gemm.emulated import Generator
-from fmtsim.nn.modules import EmulatedModule, Emulation, emulated_class, emulated_types
+from fmtsim.gemm.streams import Generator
+from fmtsim.nn.modules import STATE, EmulatedModule, Emulation, emulated_class, emulated_types
+from fmtsim.nn.rules import Selector
+from fmtsim.recipes.plan import LayerPlan
+from fmtsim.recipes.registry import get_recipe
+from fmtsim.recipes.spec import Recipe
 from fmtsim.rounding.modes import Rounding
 
 Model = TypeVar("Model", bound=nn.Module)
 Configure = Callable[[str], LinearConfig | None]
+Planner = Callable[[str], LayerPlan | None]
 Filter = Callable[[nn.Module, str], bool]
 
 SAVED = "_fmtsim_saved"  # attributes that convert changed on modules it did not convert
+TOTAL = "_fmtsim_total_steps"  # on the root: optimizer steps of the run, where a recipe needs them
 REASONS = "_fmtsim_left_alone"  # on the root: why each other module was left alone
 _NO_MACHINE = {"target": None, "unit": None, "fast_accum": False, "native": None}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -32,7 +39,7 @@ _FUSED = (
 
 def convert(
     model: Model,
-    recipe: LinearConfig | None = None,
+    recipe: str | Path | Recipe | LinearConfig | None = None,
     *,
     format: str | Format | None = None,
     grad_format: str | Format | None = None,
@@ -45,6 +52,7 @@ def convert(
     config: LinearConfig | Configure | None = None,
     generator: Generator = None,
     filter_fn: Filter | None = None,
+    total_steps: int | None = None,
 ) -> Model:
     """Give every nn.Linear, nn.Conv2d and nn.MultiheadAttention emulated matrix products, in place.
 
@@ -55,7 +63,7 @@ def convert(
 
     Args:
         model: Any module; it may itself be a layer.
-        recipe: A LinearConfig; names of recipes are not known yet.
+        recipe: A recipe: its name (``fmtsim.list_recipes()``), its JSON file, its record, or a LinearConfig.
         format: Format of activations and weights, a name or a record.
         grad_format: Format of gradients; None means ``format``.
         rounding: Rounding of activations and weights, with ``format``.
@@ -69,6 +77,8 @@ def convert(
         generator: Keys of stochastic rounding: None draws from torch's default generator, an int makes one
             torch.Generator for the whole model, a torch.Generator is used as it is.
         filter_fn: ``filter_fn(module, name)`` says whether to convert a layer.
+        total_steps: Optimizer steps of the run, for recipes whose schedules are fractions of it. A model under a
+            schedule has to be told the step (``fmtsim.set_step``).
 
     Returns:
         The same model. ``fmtsim.report`` says what was converted and why the rest was not.
@@ -82,16 +92,26 @@ def convert(
         raise ArgumentError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
     machine = {"target": target, "unit": unit, "fast_accum": fast_accum, "native": native}
     roundings = {"rounding": rounding, "grad_rounding": grad_rounding}
-    configure = _configure(recipe, format, grad_format, roundings, machine, config)
-    plan, reasons = _plan(model, configure, filter_fn)
+    if isinstance(recipe, str | Path | Recipe):
+        if format is not None or config is not None or grad_format is not None or machine != _NO_MACHINE:
+            raise ArgumentError("recipe= says everything about formats and machines; pass it alone")
+        planner = _planner(get_recipe(recipe), model)
+    else:
+        planner = _constant(_configure(recipe, format, grad_format, roundings, machine, config))
+    plan, reasons = _plan(model, planner, filter_fn, total_steps)
     if not plan:
         raise ArgumentError(_nothing(model, reasons))
     keys = torch.Generator().manual_seed(generator) if isinstance(generator, int) else generator
-    for module, name, layer_config in plan:
+    for module, name, layer_plan in plan:
         changed = emulated_class(type(module))
         assert changed is not None  # _plan only lists modules that have one
         module.__class__ = changed  # type: ignore[assignment]
-        module.emulation = Emulation(name=name, config=layer_config, generator=keys)  # type: ignore[assignment]
+        first = layer_plan.at(0, total_steps) or LinearConfig()
+        scheduled = layer_plan if layer_plan.scheduled else None
+        module.emulation = Emulation(name=name, config=first, generator=keys, plan=scheduled)  # type: ignore[assignment]
+        assert isinstance(module, EmulatedModule)
+        module.remember()
+    model.__dict__[TOTAL] = total_steps
     _pause_fused(model)
     model.__dict__[REASONS] = reasons
     return model
@@ -114,10 +134,12 @@ def revert(model: Model) -> Model:
             )
     for _, module in converted:
         module.__dict__.pop("emulation", None)
+        module._modules.pop(STATE, None)
         module.__class__ = module.original_class  # type: ignore[assignment]
     for part in model.modules():
         part.__dict__.update(part.__dict__.pop(SAVED, {}))
         part.__dict__.pop(REASONS, None)
+        part.__dict__.pop(TOTAL, None)
     return model
 
 
@@ -142,8 +164,6 @@ def _configure(
         raise ArgumentError(f"grad_format, rounding and grad_rounding go with format=; set them inside {given[0]}=")
     elif machine != _NO_MACHINE:
         raise ArgumentError(f"target, unit, fast_accum and native go with format=; set them inside {given[0]}=")
-    if isinstance(recipe, str):
-        raise ArgumentError(f"recipe={recipe!r}: recipes have no names yet; pass format=, or a LinearConfig as config=")
     chosen = config if recipe is None else recipe
     if isinstance(chosen, LinearConfig):
         return lambda name: chosen
@@ -152,11 +172,47 @@ def _configure(
     return chosen
 
 
+def _planner(recipe: Recipe, model: nn.Module) -> Planner:
+    selector = Selector(model)
+    return lambda name: selector.plan(name, recipe)
+
+
+def _constant(configure: Configure) -> Planner:
+    def plan(name: str) -> LayerPlan | None:
+        config = configure(name)
+        if config is not None and not isinstance(config, LinearConfig):
+            raise ArgumentError(f"config({name!r}) returned {config!r}; it must return a LinearConfig or None")
+        return None if config is None else LayerPlan(rules=(), default=config)
+
+    return plan
+
+
+def set_step(model: nn.Module, step: int) -> None:
+    """Tell a converted model which optimizer step comes next, for recipes with a schedule.
+
+    Args:
+        model: A model that ``convert`` was given.
+        step: The step, counted from 0.
+
+    Raises:
+        ArgumentError: The step is negative, or the model is not converted.
+    """
+    if type(step) is not int or step < 0:
+        raise ArgumentError(f"step={step!r} is not a step; pass a whole number from 0")
+    converted = [module for module in model.modules() if isinstance(module, EmulatedModule)]
+    if not converted:
+        raise ArgumentError(f"set_step found no converted module in {type(model).__name__}; convert it first")
+    for module in converted:
+        how = module.emulation
+        if how is not None and how.plan is not None:
+            how.config = how.plan.at(step, model.__dict__.get(TOTAL)) or LinearConfig()
+
+
 def _plan(
-    model: nn.Module, configure: Configure, filter_fn: Filter | None
-) -> tuple[list[tuple[nn.Module, str, LinearConfig]], dict[str, str]]:
+    model: nn.Module, planner: Planner, filter_fn: Filter | None, total_steps: int | None
+) -> tuple[list[tuple[nn.Module, str, LayerPlan]], dict[str, str]]:
     """Decide for every module without touching any: what to convert, and why not the others."""
-    plan: list[tuple[nn.Module, str, LinearConfig]] = []
+    plan: list[tuple[nn.Module, str, LayerPlan]] = []
     reasons: dict[str, str] = {}
     inside = dict(_projections(model))
     for name, module in model.named_modules():
@@ -167,15 +223,16 @@ def _plan(
         reason = why_not(module) or inside.get(name)
         if reason is None and filter_fn is not None and not filter_fn(module, name):
             reason = "filter_fn said no"
-        layer_config = configure(name) if reason is None else None
-        if reason is None and layer_config is None:
+        layer_plan = planner(name) if reason is None else None
+        if reason is None and layer_plan is None:
             reason = "config returned None"
-        if layer_config is None:
+        elif layer_plan is not None and not layer_plan.configs:
+            reason = "the recipe leaves it in high precision"
+        if reason is not None or layer_plan is None:
             reasons[name] = reason or ""
-        elif not isinstance(layer_config, LinearConfig):
-            raise ArgumentError(f"config({name!r}) returned {layer_config!r}; it must return a LinearConfig or None")
-        else:
-            plan.append((module, name, layer_config))
+            continue
+        layer_plan.at(0, total_steps)  # a schedule that needs total_steps says so before anything changes
+        plan.append((module, name, layer_plan))
     return plan, reasons
 
 

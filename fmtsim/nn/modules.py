@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.config import LinearConfig
-from fmtsim.gemm.emulated import EmulatedGEMM, Generator, Observer
+from fmtsim.gemm.emulated import EmulatedGEMM
+from fmtsim.gemm.passes import OPERANDS, Observer
+from fmtsim.gemm.streams import Generator
+from fmtsim.recipes.plan import LayerPlan
+from fmtsim.scaling.history import DelayedScale
+
+STATE = "fmtsim_state"  # the submodule in which delayed scaling remembers
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -24,12 +30,14 @@ class Emulation:
         generator: Source of stochastic rounding's keys; None means torch's default generator.
         observer: Set by ``fmtsim.observe`` while it is active, else None: given the name of a part of the module
             (empty for the module itself), it returns the observer of that part.
+        plan: What the module runs at which step of training; None is ``config`` always.
     """
 
     name: str
     config: LinearConfig
     generator: Generator = None
     observer: Callable[[str], Observer] | None = None
+    plan: LayerPlan | None = None
 
 
 class EmulatedModule(nn.Module):
@@ -40,6 +48,7 @@ class EmulatedModule(nn.Module):
     """
 
     original_class: ClassVar[type[nn.Module]] = nn.Module
+    parts: ClassVar[tuple[str, ...]] = ("",)  # names of its products
     emulation: Emulation | None = None
 
     def gemm(self, x: Tensor, w: Tensor, bias: Tensor | None, part: str = "") -> Tensor:
@@ -58,7 +67,30 @@ class EmulatedModule(nn.Module):
                 "fmtsim.observe does not see into compiled code; observe the model that was given to torch.compile"
             )
         observer = None if how.observer is None else how.observer(part)
-        return EmulatedGEMM.apply(x, w, bias, how.config, how.generator, observer)
+        return EmulatedGEMM.apply(x, w, bias, how.config, how.generator, observer, self._state(part))
+
+    def remember(self) -> None:
+        """Make what delayed scaling remembers of this module, where one of its configs has such scales."""
+        how = self.emulation
+        assert how is not None
+        configs = (how.config,) if how.plan is None else (how.config, *how.plan.configs)
+        memory = nn.ModuleDict()
+        for part in self.parts:
+            for config in configs:
+                for name, quantizer in config.operands.items():
+                    if quantizer.scaling is not None and quantizer.scaling.history is not None:
+                        memory[_state_key(part, name)] = DelayedScale(quantizer)
+        if len(memory):
+            parameter = next(self.parameters())
+            self.add_module(STATE, memory.to(parameter.device))
+
+    def _state(self, part: str) -> dict[str, DelayedScale]:
+        """Return what delayed scaling remembers of a part of this module, by operand."""
+        memory = self._modules.get(STATE)
+        if memory is None:
+            return {}
+        keys = {name: _state_key(part, name) for name in OPERANDS}
+        return {name: memory[key] for name, key in keys.items() if key in memory}  # type: ignore[index, operator, misc]
 
     def extra_repr(self) -> str:
         """Show the formats after the layer's own description."""
@@ -68,6 +100,10 @@ class EmulatedModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle by the original class, because classes made for user subclasses have no importable name."""
         return _rebuild, (self.original_class,), self.__getstate__()  # type: ignore[attr-defined]  # object's, Python 3.11
+
+
+def _state_key(part: str, operand: str) -> str:
+    return f"{part}_{operand}" if part else operand
 
 
 class EmulatedLinear(EmulatedModule, nn.Linear):

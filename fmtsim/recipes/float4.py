@@ -1,17 +1,17 @@
 """Recipes of four bits in floating point."""
 
-import dataclasses
 from typing import Any
 
+from fmtsim.formats.block import with_block
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.spec import FloatFormat, ScaleRule
 from fmtsim.gemm.config import LinearConfig
 from fmtsim.recipes.build import FORWARD, STOCHASTIC, cast, layer
 from fmtsim.recipes.spec import Recipe, Rule, Steps
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.gradient import ClipMask, Differentiable
 from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import Scaling, TensorScale
+from fmtsim.scaling.scale import PowerOfTwo, Scaling, TensorScale
 from fmtsim.scaling.transform import Clamp, Hadamard
 
 _TE = "Transformer Engine d0067d0, NVFP4BlockScaling"
@@ -48,15 +48,14 @@ def _nvfp4(*, rotate: bool = True, tiles: bool = True, stochastic: bool = True) 
     )  # fmt: skip
 
 
-def _mxfp4(rule: str, *, rotate: bool) -> LinearConfig:
-    fmt = get_format("mxfp4")
-    named = fmt if rule == "floor" else dataclasses.replace(fmt, scale_rule=rule, name=f"mxfp4_{rule}", aliases=())  # type: ignore[call-arg]
+def _mxfp4(rule: ScaleRule, *, rotate: bool) -> LinearConfig:
+    fmt = with_block(get_format("mxfp4"), None, rule)
     turn = (Hadamard(size=32, signs="random"),) if rotate else ()
-    gradient: dict[str, Any] = {"format": named, "rounding": STOCHASTIC if rotate else Rounding()}
-    x = Quantizer(format=named)
+    gradient: dict[str, Any] = {"format": fmt, "rounding": STOCHASTIC if rotate else Rounding()}
+    x = Quantizer(format=fmt)
     return layer(
         x, x, Quantizer(**gradient),
-        g_back=Quantizer(**gradient, transforms=turn), x_back=Quantizer(format=named, transforms=turn),
+        g_back=Quantizer(**gradient, transforms=turn), x_back=Quantizer(format=fmt, transforms=turn),
     )  # fmt: skip
 
 
@@ -89,7 +88,7 @@ def _quartet2(candidates: tuple[float, ...] = (1.0,)) -> LinearConfig:
 
 
 def _fp4_ms(*, paper: bool) -> LinearConfig:
-    power = None if paper else "ceil"
+    power: PowerOfTwo | None = None if paper else "ceil"
     eight = cast("e4m3", Scaling(power_of_two="ceil"))
     rounding = "nearest_even" if paper else "nearest_away"
     rows = Scaling(block=(1, None), power_of_two=power)

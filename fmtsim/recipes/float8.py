@@ -1,13 +1,13 @@
 """Recipes of eight bits in floating point."""
 
-import dataclasses
-
+from fmtsim.formats.block import with_block
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import SCALE_RULES, ScaleRule
 from fmtsim.gemm.config import LinearConfig
 from fmtsim.recipes.build import FORWARD, STOCHASTIC, cast, layer
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import History, Scaling
+from fmtsim.scaling.scale import History, PowerOfTwo, Scaling
 
 _TE = "Transformer Engine d0067d0"
 _AO = "torchao 36027d8"
@@ -58,7 +58,7 @@ def _intel() -> LinearConfig:
 
 
 def _deepseek(power: bool = False, cache: bool = False) -> LinearConfig:
-    rule = "ceil" if power else None
+    rule: PowerOfTwo | None = "ceil" if power else None
     row = Scaling(block=(1, 128), eps=1e-4, arithmetic="reciprocal", power_of_two=rule)
     tile = Scaling(block=(128, 128), eps=1e-4, arithmetic="reciprocal", power_of_two=rule)
     x, w, g = cast("e4m3", row), cast("e4m3", tile), cast("e4m3", row)
@@ -96,9 +96,8 @@ def _ao_rows_hp() -> LinearConfig:
     return layer(_rows(), _rows(), _rows(), w_back=tensor, g_back=cast(None), x_back=cast(None))
 
 
-def _mx(name: str, rule: str) -> LinearConfig:
-    fmt = dataclasses.replace(get_format(name), scale_rule=rule, name=f"{name}_{rule}", aliases=())
-    operand = Quantizer(format=fmt)
+def _mx(rule: ScaleRule) -> LinearConfig:
+    operand = Quantizer(format=with_block(get_format("mxfp8_e4m3"), None, rule))
     return layer(operand, operand, operand)
 
 
@@ -151,8 +150,9 @@ RECIPES = (
         source=f"{_AO}, float8 rowwise_with_gw_hp: weight gradients in high precision",
     ),
     *(
-        Recipe(name=f"ao_mxfp8_{rule}", linear=_mx("mxfp8_e4m3", rule), source=f"{_AO}, to_mx {rule.upper()}")
-        for rule in ("floor", "ceil", "even", "rceil")
+        Recipe(name=f"ao_mxfp8_{rule}", linear=_mx(rule), source=f"{_AO}, to_mx {rule.upper()}")
+        for rule in SCALE_RULES
+        if rule != "amax"
     ),
     Recipe(
         name="unit_scaling",

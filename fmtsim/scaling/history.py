@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
-from fmtsim.scaling.scale import Scaling
+from fmtsim.formats.block import BlockFormat, LogTileFormat
+from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.scales import Scales, _float32, power_of_two, reciprocal
 from fmtsim.scaling.statistics import FLT_MAX
 
@@ -17,8 +18,7 @@ class DelayedScale(nn.Module):
     state_dict (``fmtsim.recipe_state`` has them).
 
     Args:
-        scaling: A rule with a history.
-        top: The element format's largest value, for a rule that names none.
+        quantizer: A quantiser whose scaling has a history.
 
     Attributes:
         amaxes: float32 [length], the latest first; zeros where nothing was recorded.
@@ -30,10 +30,12 @@ class DelayedScale(nn.Module):
     factor: Tensor
     calls: Tensor
 
-    def __init__(self, scaling: Scaling, top: float) -> None:
+    def __init__(self, quantizer: Quantizer) -> None:
         super().__init__()
-        assert scaling.history is not None
-        self.scaling, self.top = scaling, _float32(_float32(top if scaling.top is None else scaling.top))
+        scaling, element = quantizer.scaling, quantizer.format
+        assert scaling is not None and scaling.history is not None
+        assert element is not None and not isinstance(element, BlockFormat | LogTileFormat)  # the record refuses it
+        self.scaling, self.top = scaling, _float32(float(element.max) if scaling.top is None else scaling.top)
         self.register_buffer("amaxes", torch.zeros(scaling.history.length), persistent=False)
         self.register_buffer("factor", torch.ones(()), persistent=False)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
@@ -52,7 +54,7 @@ class DelayedScale(nn.Module):
             group: Ranks that share the scale; None is this one alone.
 
         With a history of length L the scale follows from the last L magnitudes, this one included, or from this one
-        alone. It stays what it was where that is zero.
+        alone. Where that is zero the rule's ``empty`` counts.
         """
         history = self.scaling.history
         assert history is not None
@@ -67,7 +69,8 @@ class DelayedScale(nn.Module):
         if history.immediate:
             found = torch.where(self.calls <= history.immediate, self.amaxes[0], found)
         due = (self.calls % history.refresh_every == 0) | (self.calls <= history.immediate)
-        self.factor.copy_(torch.where(due & (found > 0), self._factor(found), self.factor))
+        kept = self.factor if self.scaling.empty == "previous" else torch.ones_like(self.factor)
+        self.factor.copy_(torch.where(due, torch.where(found > 0, self._factor(found), kept), self.factor))
 
     def _factor(self, amax: Tensor) -> Tensor:
         top = torch.full_like(amax, _float32(self.top * 2.0**-self.scaling.margin))

@@ -9,7 +9,7 @@ from fmtsim.errors import FormatError
 from fmtsim.formats.block import scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm import coding
-from fmtsim.gemm.coding import holder, code, kind_of, product_kind
+from fmtsim.gemm.coding import code, holder, kind_of, product_kind
 from fmtsim.quantize import decode, encode, encode_parts
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.scaling.quantizer import Quantizer

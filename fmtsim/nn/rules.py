@@ -1,0 +1,90 @@
+"""Which rule of a recipe a layer falls under, and what it runs at a step of training."""
+
+import math
+import re
+
+from torch import nn
+
+from fmtsim.errors import ArgumentError
+from fmtsim.nn.modules import emulated_class
+from fmtsim.recipes.plan import LayerPlan
+from fmtsim.recipes.spec import Recipe, Rule
+
+
+class Selector:
+    """Tell the layers of a model apart as rules do.
+
+    Args:
+        model: Any module.
+
+    Raises:
+        ArgumentError: A rule names blocks and the model has none.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = {name: module for name, module in model.named_modules() if emulated_class(type(module))}
+        self._blocks = self._find_blocks(model)
+        self._heads = self._find_heads(model)
+
+    def plan(self, name: str, recipe: Recipe) -> LayerPlan:
+        """Return what a layer of the model runs under a recipe."""
+        fitting: list[Rule] = []
+        for rule in recipe.rules:
+            if self.fits(name, rule):
+                fitting.append(rule)
+                if rule.steps is None:
+                    break
+        return LayerPlan(rules=tuple(fitting), default=recipe.linear)
+
+    def fits(self, name: str, rule: Rule) -> bool:
+        """Say whether a rule is about a layer."""
+        if rule.name is not None and re.search(rule.name, name) is None:
+            return False
+        if rule.kind is not None and rule.kind not in (cls.__name__ for cls in type(self._layers[name]).__mro__):
+            return False
+        if rule.head and name not in self._heads:
+            return False
+        if not (rule.first_blocks or rule.last_blocks):
+            return True
+        place, count = self._place(name)
+        if place is None:
+            return False
+        return place < _number(rule.first_blocks, count) or place >= count - _number(rule.last_blocks, count)
+
+    def _place(self, name: str) -> tuple[int | None, int]:
+        prefix, count = self._blocks
+        if not count:
+            raise ArgumentError(
+                "a rule names the first or last blocks, but the model has no ModuleList or Sequential of blocks; "
+                "name the layers with Rule(name=...) instead"
+            )
+        start = f"{prefix}." if prefix else ""
+        head = name[len(start) :].split(".")[0]
+        return (int(head), count) if name.startswith(start) and head.isdigit() else (None, count)
+
+    def _find_blocks(self, model: nn.Module) -> tuple[str, int]:
+        """Return the name and length of the longest list whose elements all hold layers."""
+        best = ("", 0)
+        for name, module in model.named_modules():
+            if not isinstance(module, nn.ModuleList | nn.Sequential):
+                continue
+            inside = [any(emulated_class(type(part)) for part in block.modules()) for block in module]
+            if inside and all(inside) and len(inside) > best[1]:
+                best = (name, len(inside))
+        return best
+
+    def _find_heads(self, model: nn.Module) -> set[str]:
+        """Return the names of the last linear layer and of those that share its weight, unless it is in a block."""
+        linear = [name for name, module in self._layers.items() if isinstance(module, nn.Linear)]
+        if not linear:
+            return set()
+        prefix, count = self._blocks
+        last = linear[-1]
+        if count and last.startswith(f"{prefix}." if prefix else ""):
+            return set()
+        weight = self._layers[last].weight
+        return {name for name in linear if self._layers[name].weight is weight}
+
+
+def _number(blocks: int | float, count: int) -> int:
+    return math.ceil(blocks * count) if isinstance(blocks, float) else blocks

@@ -1,0 +1,38 @@
+"""What one layer runs under a recipe, and when."""
+
+from dataclasses import dataclass
+
+from fmtsim.gemm.config import LinearConfig
+from fmtsim.recipes.spec import Rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPlan:
+    """Say what a layer runs, and when.
+
+    Args:
+        rules: The rules that fit the layer, in order; the first whose steps fit counts.
+        default: What it runs where none does.
+    """
+
+    rules: tuple[Rule, ...]
+    default: LinearConfig | None
+
+    def at(self, step: int, total: int | None) -> LinearConfig | None:
+        """Return the config of a step, counted from 0; None is high precision."""
+        for rule in self.rules:
+            if rule.steps is None or rule.steps.holds(step, total):
+                return rule.use
+        return self.default
+
+    @property
+    def configs(self) -> tuple[LinearConfig, ...]:
+        """All configs that the layer may run."""
+        found = [rule.use for rule in self.rules if rule.use is not None]
+        always = any(rule.steps is None for rule in self.rules)
+        return tuple(found if always or self.default is None else [*found, self.default])
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether the config depends on the step."""
+        return any(rule.steps is not None for rule in self.rules)
