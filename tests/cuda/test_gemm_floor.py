@@ -235,6 +235,14 @@ def test_addends(fmt, power, marked, device):
     check(*normals(fmt), definition(fmt), device, marked=marked, c=c)
 
 
+def test_addends_of_rows_of_zeros(device):
+    a, b = normals("bf16")
+    a[3], b[7] = 0, 0
+    c = normal(M, N, seed=3)
+    check(a, b, definition("bf16", unit="ampere.mma"), device, marked=None, c=c)
+    check(a[:1], b, definition("bf16", unit="ampere.mma"), device, marked=1, c=c[:1])
+
+
 @pytest.mark.slow
 def test_addends_before_promotion(device):
     check(*normals("e4m3"), definition("e4m3", plan=SLOW), device, c=normal(M, N, seed=3))

@@ -88,6 +88,10 @@ DEVICE bool begin(State& s, const Constants& k, const Floor& f, const Sums& sums
         // Without WIDE, a block without products has the grid of the smallest sum of powers, which c must lie on.
         bad |= c != 0.0f && (exponent == 0 || exponent >= 127 + 126);
         if (PROMOTE) c = 0.0f;
+        if (WIDE) {  // zeros of an empty row have no exponents here, those of the unit may cut the addend
+          const i32 a = p.a_bases[p.row + 16 * h + 8 * (i >> 1)], b = p.b_bases[p.column + 8 * j + (i & 1)];
+          bad |= c != 0.0f && (a == ROW_OF_ZEROS || b == ROW_OF_ZEROS);
+        }
         const double scaled = (double)c / unit_of(p, h, j, i);
         bad |= c != 0.0f && (WIDE ? fabs(scaled) > 1e30 || fabs(scaled) < 1e-30 : (i32)exponent < f.found + 127);
         begin_chain(s, k, h, j, i, scaled);
