@@ -44,6 +44,7 @@ def trials(monkeypatch):
     monkeypatch.setattr(gemm_sample, "SHAPES", SMALL)
     with pretend((12, 0), trials=True):
         yield
+        monkeypatch.undo()  # or what a test replaced in here would outlive it
 
 
 @pytest.fixture
