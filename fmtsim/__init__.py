@@ -15,6 +15,7 @@ from fmtsim.errors import (
     DtypeError,
     FmtsimError,
     FormatError,
+    KernelWarning,
     NativeWarning,
     PlanUnknownWarning,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "GemmPlan",
     "IntFormat",
     "IntegerDatapath",
+    "KernelWarning",
     "LinearConfig",
     "LogFormat",
     "LogTileFormat",

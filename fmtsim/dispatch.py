@@ -40,9 +40,13 @@ def is_plain(x: torch.Tensor) -> bool:
 
     Not for code that torch.compile traces: ask ``torch.compiler.is_compiling()`` first.
     """
+    return is_bare(x) and not (x.requires_grad and torch.is_grad_enabled())
+
+
+def is_bare(x: torch.Tensor) -> bool:
+    """Say whether x is plain but for a gradient that it may want."""
     return (
         type(x) in _TYPES
-        and not (x.requires_grad and torch.is_grad_enabled())
         and len(_tensors) > 0
         and _keys_of(x).raw_repr() in _tensors
         and _keys_of_thread().raw_repr() in _threads

@@ -35,3 +35,7 @@ class PlanUnknownWarning(UserWarning):
 
 class NativeWarning(UserWarning):
     """Say that a card's own product is not what its target was recorded with, or that it was emulated instead."""
+
+
+class KernelWarning(UserWarning):
+    """Say that a kernel gave other bits than the general one when it was tried, and is not used."""

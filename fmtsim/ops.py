@@ -62,6 +62,8 @@ class EncodedParts(NamedTuple):
 
 
 Random = RandomKey | torch.Tensor | None
+Key = RandomKey | torch.Tensor | None
+"""Where random words come from, as verbs have it: numbers below 2**63, or int64 [seed, offset]; None draws none."""
 
 
 @lru_cache(maxsize=4096)
@@ -96,31 +98,44 @@ _library.define(
 )
 
 
-def quantize(
-    x: torch.Tensor, text: str, dtype: torch.dtype, key: torch.Tensor | None, words: torch.Tensor | None
-) -> torch.Tensor:
+def quantize(x: torch.Tensor, text: str, dtype: torch.dtype, key: Key, words: torch.Tensor | None) -> torch.Tensor:
     """Round x to the values of a format, a cast as JSON; the result has x's shape and device and the given dtype."""
-    operator = quantize_plain if _is_direct(words, x) else torch.ops.fmtsim.quantize
-    return operator(x, text, dtype, key, words)
+    if _is_direct(words, x):
+        return quantize_plain(x, text, dtype, key)
+    result: torch.Tensor = torch.ops.fmtsim.quantize(x, text, dtype, key_tensor(key), words)
+    return result
 
 
-def quantize_out(
-    x: torch.Tensor, out: torch.Tensor, text: str, key: torch.Tensor | None, words: torch.Tensor | None
-) -> None:
+def quantize_out(x: torch.Tensor, out: torch.Tensor, text: str, key: Key, words: torch.Tensor | None) -> None:
     """Do what ``quantize`` does into out."""
-    operator = _quantize_out if _is_direct(words, x, out) else torch.ops.fmtsim.quantize_out
-    operator(x, out, text, key, words)
+    if not _is_direct(words, x, out):
+        torch.ops.fmtsim.quantize_out(x, out, text, key_tensor(key), words)
+        return
+    _quantize_into(x.detach().clone() if _overlap(x, out) else x, out, text, key)
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)  # autograd must notice where out was saved for a backward
 
 
-def quantize_plain(
-    x: torch.Tensor, text: str, dtype: torch.dtype, key: torch.Tensor | None, words: torch.Tensor | None
-) -> torch.Tensor:
+def quantize_plain(x: torch.Tensor, text: str, dtype: torch.dtype, key: Key) -> torch.Tensor:
     """Do what the operator does, without the dispatcher, for an x that ``is_plain``."""
-    cast = spec_from_json(text)
-    _check_data(x, cast, words)
-    out = torch.empty_like(x, dtype=dtype, requires_grad=False)
-    engine_for("quantize", cast, x, out).quantize(x, cast, _random(key, words), out)
+    out = torch.empty_like(x) if dtype is x.dtype else torch.empty_like(x, dtype=dtype)
+    _quantize_into(x, out, text, key)
     return out
+
+
+def _quantize_into(x: torch.Tensor, out: torch.Tensor, text: str, key: Key) -> None:
+    """Quantise plain x into plain out, which lies in one place with it or does not overlap it."""
+    random = _random(key, None)
+    if x.is_cuda and _engine("cuda.short").quantize_short(x, text, out, random):
+        return
+    cast = spec_from_json(text)
+    _check_data(x, cast, None)
+    engine_for("quantize", cast, x, out).quantize(x, cast, random, out)
+
+
+def key_tensor(key: Key) -> torch.Tensor | None:
+    """Return a key as the operators take it: int64 [seed, offset] on the CPU."""
+    return torch.tensor(key) if isinstance(key, RandomKey) else key
 
 
 def _is_direct(words: torch.Tensor | None, *tensors: torch.Tensor) -> bool:
@@ -128,17 +143,16 @@ def _is_direct(words: torch.Tensor | None, *tensors: torch.Tensor) -> bool:
     return words is None and not torch.compiler.is_compiling() and all(map(is_plain, tensors))
 
 
-def encode(
-    x: torch.Tensor, spec: CastSpec | str, key: torch.Tensor | None = None, words: torch.Tensor | None = None
-) -> EncodedParts:
+def encode(x: torch.Tensor, spec: CastSpec | str, key: Key = None, words: torch.Tensor | None = None) -> EncodedParts:
     """Return the codes of x and what they need to be decoded; ``spec`` may be the JSON of one."""
     text = spec if isinstance(spec, str) else spec.to_json()
-    operator = _encode if _is_direct(words, x) else torch.ops.fmtsim.encode
-    codes, scales, tensor_scale, offsets = operator(x, text, key, words)
+    direct = _is_direct(words, x)
+    operator = _encode if direct else torch.ops.fmtsim.encode
+    codes, scales, tensor_scale, offsets = operator(x, text, key if direct else key_tensor(key), words)
     return EncodedParts(codes, *_absent(scales, tensor_scale, offsets))
 
 
-def encode_packed(x: torch.Tensor, text: str, key: torch.Tensor | None) -> EncodedParts | None:
+def encode_packed(x: torch.Tensor, text: str, key: Key) -> EncodedParts | None:
     """Return codes and scales as an encoded tensor keeps them, written in one pass; None where no kernel does that."""
     if not x.is_cuda or torch.compiler.is_compiling() or not is_plain(x):
         return None
@@ -187,11 +201,10 @@ def _absent(*tensors: torch.Tensor) -> list[torch.Tensor | None]:
     return [None if tensor.dim() == 1 else tensor for tensor in tensors]
 
 
-def _random(key: torch.Tensor | None, words: torch.Tensor | None) -> Random:
+def _random(key: Key, words: torch.Tensor | None) -> Random:
     if words is not None or key is None:
         return words
-    seed, offset = key.tolist()
-    return RandomKey(seed, offset)
+    return RandomKey(*key.tolist()) if isinstance(key, torch.Tensor) else key
 
 
 def _check_data(x: torch.Tensor, cast: CastSpec, words: torch.Tensor | None) -> None:
@@ -211,6 +224,8 @@ def _check_data(x: torch.Tensor, cast: CastSpec, words: torch.Tensor | None) -> 
 
 def _overlap(x: torch.Tensor, out: torch.Tensor) -> bool:
     """Say whether writing out could change elements of x that are still to be read: one memory, but not one place."""
+    if x is out:
+        return False
     if (x.data_ptr(), x.stride(), x.dtype) == (out.data_ptr(), out.stride(), out.dtype):
         return False
     (first, last), (first_out, last_out) = _span(x), _span(out)
@@ -219,6 +234,8 @@ def _overlap(x: torch.Tensor, out: torch.Tensor) -> bool:
 
 def _span(x: torch.Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte and of the byte behind its last."""
+    if x.is_contiguous():
+        return x.data_ptr(), x.data_ptr() + x.nbytes
     reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size() * (x.numel() > 0)
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from fmtsim import ops
-from fmtsim.dispatch import is_plain
+from fmtsim import autograd, ops
 from fmtsim.encoded import Encoded
 from fmtsim.errors import ArgumentError, CodeError, DtypeError, FormatError
 from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat, with_block
@@ -14,7 +13,7 @@ from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
 from fmtsim.formats.spec import OVERFLOWS, CodebookFormat, FloatFormat, IntFormat, ScaleRule
-from fmtsim.ops import CastSpec, RandomKey
+from fmtsim.ops import CastSpec, Key, RandomKey
 from fmtsim.rounding.modes import Rounding, get_rounding
 
 Generator = int | torch.Generator | RandomKey | None
@@ -79,15 +78,15 @@ def quantize(
     text, dtype, block, random = _prepare(
         x, format, rounding, overflow, dim, random_bits, block_size, scale_rule, result
     )
-    _check_blocks(x, block, dim, pad)
-    key, words = _randomness(x, random, generator, random_words)
+    if block is not None:
+        _check_blocks(x, block, dim, pad)
+    key, words = _randomness(x, random, generator, random_words) if random or random_words is not None else (None, None)
     if out is not None:
-        ops.quantize_out(x.detach(), out, text, key, words)
+        ops.quantize_out(x.detach() if x.requires_grad else x, out, text, key, words)
         return out
     if torch.compiler.is_compiling():  # it cannot trace forward-mode derivatives, and the operator has the others
-        return torch.ops.fmtsim.quantize(x, text, dtype, key, words)
-    verb = ops.quantize_plain if words is None and is_plain(x) else _StraightThrough.apply
-    return verb(x, text, dtype, key, words)
+        return torch.ops.fmtsim.quantize(x, text, dtype, ops.key_tensor(key), words)
+    return autograd.quantize(x, text, dtype, key, words)
 
 
 def quantize_(x: torch.Tensor, format: str | Format | torch.dtype, **options: Any) -> torch.Tensor:
@@ -142,8 +141,8 @@ def encode_parts(
 def _encoding(
     x: torch.Tensor, format: Any, rounding: Any, overflow: Any, dim: int, generator: Generator, random_bits: Any,
     random_words: Any, block_size: Any, scale_rule: Any, pad: bool,
-) -> tuple[str, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """Check the arguments and return the cast as text, the key and the words that the operator takes."""
+) -> tuple[str, Key, torch.Tensor | None]:  # fmt: skip
+    """Check the arguments and return the cast as text, the key and the words."""
     _check_input(x)
     spec_arguments = (format, rounding, overflow, dim, random_bits, block_size, scale_rule, None)
     text, _, block, random = _prepare(x, *spec_arguments)
@@ -195,28 +194,6 @@ def decode(
     return ops.decode(ops.EncodedParts(patterns), spec, dtype)
 
 
-class _StraightThrough(torch.autograd.Function):
-    """Quantise forwards, pass derivatives through: the operator's own rule, and the forward-mode one it cannot have."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x, spec, dtype, key, words):  # type: ignore[no-untyped-def]
-        return ops.quantize(x, spec, dtype, key, words)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-        ctx.dtypes = inputs[0].dtype, output.dtype
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return grad.to(ctx.dtypes[0]), None, None, None, None
-
-    @staticmethod
-    def jvp(ctx, tangent, *_):  # type: ignore[no-untyped-def]
-        return tangent.to(ctx.dtypes[1])
-
-
 def _check_input(x: torch.Tensor) -> None:
     if not isinstance(x, torch.Tensor):
         raise DtypeError(f"x is {type(x).__name__}, not a tensor; pass torch.tensor(x)")
@@ -244,10 +221,19 @@ def _prepare(
 
 def _resolve(*arguments: Any) -> tuple[str, torch.dtype, tuple[str, int | None, int | None] | None, int]:
     try:
+        return _resolve_cached(*arguments)
+    except TypeError:
+        if _is_hashable(arguments):
+            raise
+        return _resolve_cached.__wrapped__(*arguments)  # of a list, say, which the checks will name
+
+
+def _is_hashable(arguments: tuple[Any, ...]) -> bool:
+    try:
         hash(arguments)
-    except TypeError:  # a list, say: the checks will name it
-        return _resolve_cached.__wrapped__(*arguments)
-    return _resolve_cached(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 # What torch.compiler.assume_constant_result sets; calling that would import all of torch._dynamo with fmtsim.
@@ -322,8 +308,8 @@ def _divisors(extent: int, wanted: int) -> str:
 
 def _randomness(
     x: torch.Tensor, random: int, generator: Generator, words: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the key and the words that the operator takes."""
+) -> tuple[Key, torch.Tensor | None]:
+    """Return the key and the words."""
     if not random:
         if words is not None:
             raise ArgumentError("random_words belong to rounding='stochastic'; leave them out or choose that rounding")
@@ -350,7 +336,7 @@ def _randomness(
     seed, offset = generator if isinstance(generator, RandomKey) else (generator, 0)
     if not type(seed) is type(offset) is int or not -(1 << 63) <= seed < 1 << 64 or not -(1 << 63) <= offset < 1 << 64:
         raise ArgumentError(f"generator={generator!r} is not a seed; pass an int of 64 bits or a torch.Generator")
-    return torch.tensor([number - (1 << 64) if number >= 1 << 63 else number for number in (seed, offset)]), None
+    return RandomKey(*(number - (1 << 64) if number >= 1 << 63 else number for number in (seed, offset))), None
 
 
 def _check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
@@ -366,7 +352,9 @@ def _check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None
         raise ArgumentError(
             f"out is {out.layout} {tuple(out.shape)} on {out.device}; x is {wanted}, and out must agree"
         )
-    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+    if not out.is_contiguous() and any(
+        stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)
+    ):
         raise ArgumentError(
             f"out of shape {tuple(out.shape)} and strides {out.stride()} holds several elements in one place; "
             "pass out.contiguous(), or a tensor that was not expanded"

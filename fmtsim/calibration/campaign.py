@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from fmtsim.calibration.card import Card, Extras
-from fmtsim.calibration.check import Checked, make_data, question, verify
+from fmtsim.calibration.check import Checked, is_scalar, make_data, question, verify
 from fmtsim.calibration.fit import fits
 from fmtsim.calibration.order import Sighting, explains, look
 from fmtsim.errors import DeviceError
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.call import GemmCall
-from fmtsim.gemm.datapath import Arithmetic
+from fmtsim.gemm.datapath import Arithmetic, Datapath
 from fmtsim.gemm.plan import GemmPlan
+from fmtsim.gemm.unit import get_unit
 
 Status = Literal["verified", "not found", "skipped"]
 Units = Callable[[GemmCall], Arithmetic]
@@ -24,7 +25,8 @@ Guess = Callable[[GemmCall], GemmPlan | None]
 Advance = Callable[[int, str], None]
 
 SEEDS = (20261121, 7)
-TRIED = 24  # plans that explain a call and whose bits are compared, at each stage
+TRIED = 32  # plans that explain a call and whose bits are compared, at each stage
+SCALAR = "fp32_fma"  # what runs where a library has no use for its matrix unit: one row, one column, few products
 PAIRS = 2  # rows and columns that are repeated over a whole result
 ENOUGH = 4  # plans with the card's bits
 _HALVES = (torch.bfloat16, torch.float16)
@@ -41,6 +43,7 @@ class Finding:
         plans: Plans with the card's bits, any of which will do; likely ones first.
         outputs: Results compared bit for bit.
         note: What the best plan misses, or why the call was skipped.
+        unit: Name of the unit, where it is not the one that multiplies such operands elsewhere: ``SCALAR``.
     """
 
     call: GemmCall
@@ -48,6 +51,7 @@ class Finding:
     plans: tuple[GemmPlan, ...] = ()
     outputs: int = 0
     note: str = ""
+    unit: str | None = None
 
 
 def calibrate(
@@ -84,10 +88,28 @@ def calibrate(
 def find_plan(
     card: Card, call: GemmCall, arithmetic: Arithmetic, *, guess: Guess | None = None, seeds: Sequence[int] = SEEDS
 ) -> Finding:
-    """Find the order of sums of one call; arguments are those of ``calibrate``."""
+    """Find the order of sums of one call; arguments are those of ``calibrate``.
+
+    Where no order on the call's unit has the card's bits, chains of float32 multiply-adds are tried, whose operands are
+    not rounded to TF32.
+    """
     seen = look(card, call)
     asked = question(call)
     answers = [(seed, card.ask(call, *make_data(asked, seed))) for seed in seeds]
+    found = _explained(card, call, arithmetic, seen, answers, guess)
+    if found.status == "verified" or not isinstance(arithmetic, Datapath) or call.accumulate != "fp32":
+        return found
+    if call.operation == "scaled_mm" or is_scalar(arithmetic):
+        return found
+    scalar = _explained(card, call, get_unit(SCALAR).mode("fp32", "fp32"), seen, answers, None)
+    return replace(scalar, unit=SCALAR) if scalar.status == "verified" else found
+
+
+def _explained(
+    card: Card, call: GemmCall, arithmetic: Arithmetic, seen: Sighting | None, answers: list[tuple[int, Tensor]],
+    guess: Guess | None,
+) -> Finding:  # fmt: skip
+    """Look for plans that explain what was seen, and have the bits of the answers."""
     outputs = sum(answer.numel() for _, answer in answers)
     right: list[GemmPlan] = []
     best: Checked | None = None
@@ -103,7 +125,8 @@ def find_plan(
         if right:
             break
     if right:
-        return _everywhere(card, Finding(call=call, status="verified", plans=tuple(right), outputs=outputs), seeds[0])
+        found = Finding(call=call, status="verified", plans=tuple(right), outputs=outputs)
+        return _everywhere(card, found, answers[0][0])
     if best is not None:
         note = f"of {outputs} results {best.mismatches} differ from the nearest plan; {best.first}"
     else:
@@ -140,11 +163,15 @@ def _variants(call: GemmCall, plan: GemmPlan) -> Iterable[GemmPlan]:
     """Return a plan with every way to round partial sums, add a bias and apply scales that a library may have."""
     plans = [plan]
     half: Any = get_format(call.out) if call.out in _HALVES else None
+    # A plan in place says where the bias goes, and without one it is like any other where results are float32.
+    in_place = plan.split > 1 and plan.reduce == "serial" and (half is not None or call.bias)
     if plan.split > 1 and half is not None:
         partial = [replace(plan, partial=half, round_trip=True), replace(plan, partial=half)]
         plans = [*partial, plan] if call.accumulate == "fp16" else [plan, *reversed(partial)]
     if call.bias and half is not None:
         plans += [replace(x, bias_after_rounding=True) for x in plans]
+    if in_place and call.scaling == "none":
+        plans.append(replace(plan, reduce="in_place", partial=half))
     if call.scaling == "row":
         plans = [replace(x, epilogue=rule) for x in plans for rule in ("column_row", "row_column")]
     return plans

@@ -9,7 +9,7 @@ from torch import Tensor
 from fmtsim.analysis.compare import compare
 from fmtsim.calibration.card import STORED, Extras
 from fmtsim.gemm.call import GemmCall
-from fmtsim.gemm.datapath import Arithmetic, IntegerDatapath
+from fmtsim.gemm.datapath import Arithmetic, Datapath, IntegerDatapath
 from fmtsim.gemm.matmul import int_mm, linear, mm
 from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.scaled import scaled_mm
@@ -119,6 +119,11 @@ def emulate(question: Question, seed: int, arithmetic: Arithmetic, plan: GemmPla
     return multiply(question, make_data(question, seed), arithmetic, plan)
 
 
+def is_scalar(arithmetic: Arithmetic) -> bool:
+    """Say whether a unit is one fused multiply-add after another, which takes float32 as it is."""
+    return isinstance(arithmetic, Datapath) and arithmetic.block == 1 and arithmetic.fraction_bits is None
+
+
 def multiply(call: Question | GemmCall, data: Data, arithmetic: Arithmetic, plan: GemmPlan) -> Tensor:
     """Return some rows and columns of a call, as a unit and a plan give them."""
     a, b, extras = data
@@ -130,7 +135,8 @@ def multiply(call: Question | GemmCall, data: Data, arithmetic: Arithmetic, plan
         return scaled_mm(a, b.t(), row, column, bias=extras.bias, out_dtype=call.out, datapath=arithmetic, plan=plan)
     if isinstance(arithmetic, IntegerDatapath):
         return int_mm(a, b.t(), datapath=arithmetic)
-    options = {"datapath": arithmetic, "plan": plan, "out_dtype": call.out, "allow_tf32": call.a == "tf32"}
+    tf32 = call.a == "tf32" and not is_scalar(arithmetic)
+    options = {"datapath": arithmetic, "plan": plan, "out_dtype": call.out, "allow_tf32": tf32}
     return linear(a, b, extras.bias, **options) if call.bias else mm(a, b.t(), **options)  # type: ignore[arg-type]
 
 

@@ -11,6 +11,7 @@ from fmtsim.gemm.datapath import Arithmetic, Datapath
 from fmtsim.gemm.plan import GemmPlan
 
 TILES = (128, 64, 32, 256, 512, 16, 8)  # widths of K tiles that libraries use, likely ones first
+STRIDES = (1, 2, 4)  # consecutive products of a thread's sum, where threads share a sum
 SLICE = 4  # slices of K are multiples of this many products
 PARTS = 128
 SHORT = 2048  # up to this K all parts are tried where the first one has no visible end
@@ -63,7 +64,7 @@ def _unsplit(k: int, arithmetic: Datapath) -> Iterator[GemmPlan]:
     for width in _widths(k, arithmetic):
         yield GemmPlan(instruction_k=width)
         for tile in sorted(TILES):
-            if k % tile:
+            if k % tile and arithmetic.block != 1:  # blocks of one product are the same in all tiles
                 yield GemmPlan(k_tile=tile, residue_first=True, instruction_k=width)
 
 
@@ -75,9 +76,11 @@ def _split(call: GemmCall, arithmetic: Datapath, seen: Sighting, first: tuple[in
         if slow:
             yield from _promoted(k, first, last, width)
         yield from _dealt(k, first, last, width)
-        yield from _slices(k, first, last, width)
+        yield from _slices(k, first, last, width, TILES if arithmetic.block != 1 else TILES[-1:])
         if not slow:
             yield from _promoted(k, first, last, width)
+        if arithmetic.block == 1:
+            yield from _strided(k, seen)
         yield from _in_pairs(k, first, width)
         yield from _interleaved(k, first, width)
 
@@ -150,7 +153,9 @@ def _deals(k: int, tile: int) -> Iterator[tuple[int, int, int]]:
                 yield parts, share, k % tile
 
 
-def _slices(k: int, first: tuple[int, int], last: _Last, width: int | None) -> Iterator[GemmPlan]:
+def _slices(
+    k: int, first: tuple[int, int], last: _Last, width: int | None, tiles: tuple[int, ...]
+) -> Iterator[GemmPlan]:
     """Yield slices of K, each with a residue of its own."""
     low, high = first
     for length in range(low // SLICE * SLICE + SLICE, min(high, k - 1) + 1, SLICE):
@@ -158,11 +163,21 @@ def _slices(k: int, first: tuple[int, int], last: _Last, width: int | None) -> I
         if not last.has((parts - 1) * length):
             continue
         residues = set()
-        for tile in sorted(TILES):
+        for tile in sorted(tiles):
             key = (length % tile, (k % length) % tile)
             if key not in residues:
                 residues.add(key)
                 yield GemmPlan(k_tile=tile, part_k=length, split=parts, residue_first=True, instruction_k=width)
+
+
+def _strided(k: int, seen: Sighting) -> Iterator[GemmPlan]:
+    """Yield sums of every so-manyth product, added one after another, that agree with places in other sums than X."""
+    for tile in STRIDES:
+        for parts in range(2, min(PARTS, -(-k // tile)) + 1):
+            home, homes = (places % (tile * parts) // tile for places in (seen.ends, seen.units))
+            lost = (homes[None, :] <= home[:, None]).sum(1)
+            if (lost[home > 0] == seen.lost[home > 0]).all():
+                yield GemmPlan(k_tile=tile, split=parts, owner="interleaved")
 
 
 def _interleaved(k: int, first: tuple[int, int], width: int | None) -> Iterator[GemmPlan]:

@@ -4,13 +4,14 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fmtsim.calibration.campaign import Finding, Units
+from fmtsim.calibration.campaign import SCALAR, Finding, Units
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.call import GemmCall
 from fmtsim.gemm.datapath import Arithmetic
 from fmtsim.gemm.kernel import Kernel
 from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.schedule import schedule
+from fmtsim.gemm.unit import get_unit
 
 TILES = (64, 128, 32, 16, 256, 512, 8)
 SLICES = ((8, 64), (4, 32), (8, 0), (4, 0))  # align and line of Kernel
@@ -18,10 +19,11 @@ SPARE = 8  # numbers of parts beyond those that exist, of which some own nothing
 
 
 class Entry(NamedTuple):
-    """A verified call, and every (kernel, parts) that gives its order."""
+    """A verified call, every (kernel, parts) that gives its order, and its unit where that is not the usual one."""
 
     call: GemmCall
     choices: tuple[tuple[Kernel, int], ...]
+    unit: str | None = None
 
 
 def kernels_of(call: GemmCall, plan: GemmPlan, units: Units) -> Iterator[tuple[Kernel, int]]:
@@ -44,7 +46,8 @@ def kernels_of(call: GemmCall, plan: GemmPlan, units: Units) -> Iterator[tuple[K
 
 def same_order(k: int, arithmetic: Arithmetic, first: GemmPlan, second: GemmPlan) -> bool:
     """Say whether two plans add K products in the same order: tiles of different widths may be dealt alike."""
-    if first.reduce != second.reduce and max(first.split, second.split) > 2:
+    ways = {first.reduce, second.reduce}
+    if len(ways) == 2 and (max(first.split, second.split) > 2 or "in_place" in ways):
         return False
     plain = first.promote_every is None and second.promote_every is None
     if plain and _edge(k, first) != _edge(k, second):  # a quick look, because a schedule lists all products
@@ -76,26 +79,25 @@ def _edge(k: int, plan: GemmPlan) -> int:
 def _common(call: GemmCall, plan: GemmPlan) -> dict[str, Any]:
     """Return the fields of a kernel that do not depend on how it cuts K."""
     names = ("instruction_k", "promote_every", "scaled_promotion", "successive_scales", "round_trip", "epilogue",
-             "bias_after_rounding")  # fmt: skip
+             "owner", "reduce", "bias_after_rounding")  # fmt: skip
     fields = {name: getattr(plan, name) for name in names}
     if plan.partial is not None:
         fields["partial"] = "out" if plan.partial == get_format(call.out) else plan.partial.name
-    for name in ("owner", "reduce"):
-        if name in Kernel.__dataclass_fields__:
-            fields[name] = getattr(plan, name)
     return fields
 
 
 def _shapes(fields: dict[str, Any], plan: GemmPlan) -> Iterator[Kernel]:
-    sayable = {"owner", "reduce"} <= set(Kernel.__dataclass_fields__)
-    if not sayable and (plan.owner != "contiguous" or plan.reduce != "serial"):
-        return
-    for tile in TILES:
+    for tile in dict.fromkeys((*TILES, plan.k_tile)):
         if not plan.residue_first or plan.part_k is not None:
             yield Kernel(k_tile=tile, **fields)
         if plan.owner == "contiguous":
             for align, line in SLICES:
                 yield Kernel(k_tile=tile, slices=True, align=align, line=line, **fields)
+
+
+def scalar_units(call: GemmCall) -> Arithmetic:
+    """Return the arithmetic of calls for which a library has no use for its matrix unit."""
+    return get_unit(SCALAR).mode("fp32", "fp32")
 
 
 def entries_of(found: Iterable[Finding], units: Units) -> tuple[list[Entry], list[GemmCall]]:
@@ -104,9 +106,10 @@ def entries_of(found: Iterable[Finding], units: Units) -> tuple[list[Entry], lis
     for finding in found:
         if finding.status != "verified":
             continue
-        choices = dict.fromkeys(choice for plan in finding.plans for choice in kernels_of(finding.call, plan, units))
+        own = units if finding.unit is None else scalar_units
+        choices = dict.fromkeys(choice for plan in finding.plans for choice in kernels_of(finding.call, plan, own))
         if choices:
-            entries.append(Entry(finding.call, tuple(choices)))
+            entries.append(Entry(finding.call, tuple(choices), finding.unit))
         else:
             beyond.append(finding.call)
     return entries, beyond

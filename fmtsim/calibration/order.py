@@ -150,7 +150,7 @@ def meetings(parts: tuple[Part, ...], k: int, reduce: str) -> NDArray[numpy.int6
 
 def _ranks(others: list[Part], reduce: str) -> list[tuple[int, Part]]:
     """Return in which step of the reduction each later part meets the first."""
-    if reduce == "serial":
+    if reduce != "pairwise":
         return list(enumerate(others))
     count = len(others) + 1
     half = -(-count // 2)

@@ -96,7 +96,8 @@ def _knows(base: Target | None, finding: Finding) -> bool:
         warnings.simplefilter("ignore")
         resolution = base.resolve(finding.call)
     plan = dataclasses.replace(resolution.plan, source="", verified=False)
-    return resolution.basis != "guess" and plan in finding.plans
+    unit = finding.unit or base.unit(finding.call)
+    return resolution.basis != "guess" and plan in finding.plans and resolution.unit == unit
 
 
 def _units(measured: Sequence[Measured]) -> list[list[Any]]:
@@ -124,19 +125,25 @@ def _unknown_rules(calls: Iterable[GemmCall], kernels: dict[str, Any]) -> Iterat
 def _tables(
     entries: Sequence[Entry], record: dict[str, Any], evidence: str, *, learn: bool
 ) -> Iterator[dict[str, Any]]:
-    groups: dict[Facts, list[Entry]] = defaultdict(list)
+    groups: dict[tuple[Facts, str | None], list[Entry]] = defaultdict(list)
     for entry in entries:
-        groups[facts_of(entry.call)].append(entry)
-    for facts, group in groups.items():
+        groups[facts_of(entry.call), entry.unit].append(entry)
+    for (facts, unit), group in groups.items():
         chosen = cover(group, _used(record, dict(facts)))
-        general = _general(dict(facts), chosen, record) if learn else None
+        general = _general(dict(facts), chosen, record) if learn and unit is None else None
         for kernel, calls in chosen:
             rest = [(call, parts) for call, parts in calls if general is None or call.k > general["when"]["k"]["max"]]
             if rest:
-                yield _rule(dict(facts), _name(record["kernels"], kernel), _table(rest), "recorded",
-                            "The bits of this call were recorded and equal to the plan.")  # fmt: skip
+                rule = _rule(dict(facts), _name(record["kernels"], kernel), _table(rest), "recorded",
+                             "The bits of this call were recorded and equal to the plan.")  # fmt: skip
+                yield rule | ({} if unit is None else _on(unit, rest[0][0]))
         if general is not None:
             yield general
+
+
+def _on(unit: str, call: GemmCall) -> dict[str, str]:
+    """Return what a rule says of a unit that is not the usual one, which takes float32 as it is."""
+    return {"unit": unit, **({"operands": "fp32"} if call.a == "tf32" else {})}
 
 
 def _used(record: dict[str, Any], facts: dict[str, Any]) -> list[Kernel]:
@@ -233,7 +240,8 @@ def plan_text(target: Target) -> str:
 
 
 def _rule_text(rule: dict[str, Any]) -> str:
-    head = ", ".join(f"{json.dumps(key)}: {json.dumps(rule[key])}" for key in ("when", "kernel", "basis", "reason"))
+    keys = (key for key in ("when", "kernel", "unit", "operands", "basis", "reason") if key in rule)
+    head = ", ".join(f"{json.dumps(key)}: {json.dumps(rule[key])}" for key in keys)
     split = rule["split"]
     if not isinstance(split, dict):
         return f'  {{{head}, "split": {json.dumps(split)}}}'

@@ -7,6 +7,7 @@ import argparse
 import fnmatch
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fmtsim.cli.info import processor_name
@@ -32,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads", type=int, nargs="+", default=[1, 2], metavar="N", help="thread counts (default 1 2)"
     )
     parser.add_argument("--repeats", type=int, default=9, metavar="N", help="timed runs of each case (default 9)")
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="gpu: write what was measured to a JSON file as well"
+    )
     parser.add_argument("--kernels-only", action="store_true", help="leave out import time, first calls and memory")
     add_json_argument(parser)
 
@@ -43,6 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
         for value in given if isinstance(given, list) else [given]:
             if value < 1:
                 raise ArgumentError(f"--{name} {value} is not possible; choose 1 or more")
+    if arguments.record is not None and arguments.what != "gpu":
+        raise ArgumentError(
+            f"--record has no meaning for fmtsim bench {arguments.what}; pass --json and keep its output"
+        )
     if arguments.what == "gemm":
         from fmtsim.cli import bench_gemm
 

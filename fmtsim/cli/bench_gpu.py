@@ -1,59 +1,160 @@
 """``fmtsim bench gpu``: the CUDA engine against copies and native products of the same run, with its targets."""
 
 import argparse
-from typing import TYPE_CHECKING
+import json
+import platform
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fmtsim.cli.bench import chosen, progress
-from fmtsim.cli.output import format_table, print_json, version_of
+from fmtsim.cli.output import format_table, jsonable, print_json, version_of
 from fmtsim.errors import DeviceError
 
 if TYPE_CHECKING:
     from fmtsim.bench.gpu import Result
+    from fmtsim.bench.gpu_others import Other
 
-_UNITS = {"quantize": "of copy", "encode": "of copy", "product": "Tmac/s", "layer": "of plain", "call": "us"}
+PACKAGES = ("fmtsim", "torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "triton")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; a missed target is shown, and is no error."""
-    import torch
-
     import fmtsim.cuda
-    from fmtsim.bench import gpu
 
     reason = fmtsim.cuda.why_unavailable()
     if reason is not None:
         raise DeviceError(f"the CUDA engine cannot run: {reason}")
+    from fmtsim.bench import gpu, gpu_others
+
+    repeats, start = max(arguments.repeats, 3), time.perf_counter()
+    record: dict[str, Any] = {"machine": machine()}
     cases = chosen(gpu.CASES, arguments.only)
-    results, failed = [], {}
+    progress("compiling kernels")
+    gpu.compile_ahead(cases)
+    record["compiling_seconds"] = time.perf_counter() - start
+    results: list[Result] = []
+    failed: dict[str, str] = {}
     for index, case in enumerate(cases):
         progress(f"{case.name} ({index + 1} of {len(cases)})")
-        try:
-            results.append(gpu.measure(case, repeats=max(arguments.repeats, 3)))
-        except torch.OutOfMemoryError as error:
-            failed[case.name] = str(error).splitlines()[0]
-        torch.cuda.empty_cache()
+        _measured(case, repeats, results, failed)
+        record |= {"results": [result.to_dict() for result in results], "failed": failed}
+        _write(arguments.record, record)  # after every case: a run that is cut short leaves what it has
+    progress("other software")
+    others = list(gpu_others.measured(repeats, gpu.ELEMENTS, gpu.SIDE)) if arguments.only == "*" else []
     progress("")
-    machine = {"device": torch.cuda.get_device_name(), "torch": version_of("torch"), "cuda": torch.version.cuda}
-    machine["cuda-core"] = version_of("cuda-core")
+    record["others"] = [other if isinstance(other, str) else other.to_dict() for other in others]
+    record["rows"] = [row for row, *_ in rows_of(results)]
+    record["seconds"] = time.perf_counter() - start
+    _write(arguments.record, record)
     if arguments.json:
-        print_json({"machine": machine, "results": [result.to_dict() for result in results], "failed": failed})
-        return 0
-    print(", ".join(f"{name} {version}" for name, version in machine.items()) + "\n")
+        print_json(record)
+    else:
+        _print(record, results, failed, others)
+    return 0
+
+
+def _measured(case: Any, repeats: int, results: "list[Result]", failed: dict[str, str]) -> None:
+    """Measure a case, or say why it could not be measured: the others are still worth it."""
+    import torch
+
+    from fmtsim.bench import gpu
+
+    try:
+        results.append(gpu.measure(case, repeats=repeats))
+    except Exception as error:  # whatever it is
+        failed[case.name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    torch.cuda.empty_cache()
+
+
+def machine() -> dict[str, Any]:
+    """Return what a measurement depends on, and how to make it again."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "device": properties.name, "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory, "cuda": torch.version.cuda, "python": platform.python_version(),
+        "platform": platform.platform(), **{name: version_of(name) for name in PACKAGES},
+        "date": datetime.now(UTC).isoformat(timespec="seconds"), "command": " ".join(["fmtsim", *sys.argv[1:]]),
+    }  # fmt: skip
+
+
+def _write(path: Path | None, record: dict[str, Any]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(jsonable(record), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _print(
+    record: dict[str, Any], results: "list[Result]", failed: dict[str, str], others: "list[Other | str]"
+) -> None:
+    about = record["machine"]
+    shown = ("device", "torch", "cuda", "cuda-core", "nvidia-cuda-nvrtc", "date")
+    print(", ".join(f"{about[name]}" if name == "device" else f"{name} {about[name]}" for name in shown) + "\n")
     print(table(results))
     for name, reason in failed.items():
         print(f"{name}: not measured, {reason}")
-    return 0
+    if others:
+        print("\n" + others_table(others))
+    print("\n" + summary(results))
+    print(f"\n{record['seconds']:.0f} s, of which {record['compiling_seconds']:.0f} s compiled kernels")
 
 
 def table(results: "list[Result]") -> str:
     """Return a line for each case: what it reached, and whether that was the target."""
     header = ("work", "reached", "unit", "target", "stretch", "met", "ms")
-    return format_table(header, (_row(result) for result in results), left=(0, 2))
+    return format_table(header, (_line(result) for result in results), left=(0, 2))
 
 
-def _row(result: "Result") -> list[str]:
-    least, stretch = result.case.goal
-    met = "stretch" if result.reaches(stretch) else {True: "pass", False: "MISS", None: "-"}[result.reaches(least)]
-    goals = ["-" if goal is None else f"{goal:g}" for goal in (least, stretch)]
-    value = f"{result.value:.1f}" if result.value >= 10 else f"{result.value:.3f}"
-    return [result.case.name, value, _UNITS[result.case.kind], *goals, met, f"{1e3 * result.seconds:.3f}"]
+def summary(results: "list[Result]") -> str:
+    """Return a line for each row of goals: what its worst case reached, the goal, and what is known of others."""
+    header = ("row", "cases", "worst case", "reached", "unit", "target", "stretch", "met", "elsewhere")
+    lines = []
+    for record, result, count in rows_of(results):
+        name, *rest = _line(result)
+        lines.append((record["row"], str(count), name, *rest[:-1], result.case.row.elsewhere))
+    return format_table(header, lines, left=(0, 2, 4, 8))
+
+
+def rows_of(results: "list[Result]") -> "list[tuple[dict[str, Any], Result, int]]":
+    """Return each row's record, its worst result and the number of its cases."""
+    from fmtsim.bench import gpu
+
+    found = []
+    for row, result in gpu.worst(results).items():
+        count = sum(each.case.row == row for each in results)
+        found.append((result.to_dict() | {"cases": count, "elsewhere": row.elsewhere}, result, count))
+    return found
+
+
+def others_table(others: "list[Other | str]") -> str:
+    """Return a line for each other software, and one for each that did not run."""
+    header = ("row", "software", "reached", "fmtsim", "unit", "differing results")
+    lines = [
+        (each.row.name, each.software, _shown(each.value), _shown(each.ours), _unit(each.row.kind),
+         f"{each.differing:,}")
+        for each in others if not isinstance(each, str)
+    ]  # fmt: skip
+    said = [each for each in others if isinstance(each, str)]
+    return "\n".join([format_table(header, lines, left=(0, 1, 4)), *said] if lines else said)
+
+
+def _line(result: "Result") -> list[str]:
+    row, value = result.case.row, result.value
+    met = {True: "pass", False: "MISS", None: "-"}[row.reaches(value, row.least)]
+    met = "stretch" if row.reaches(value, row.stretch) else met
+    goals = ["-" if goal is None else f"{goal:g}" for goal in (row.least, row.stretch)]
+    return [result.case.name, _shown(value), _unit(row.kind), *goals, met, f"{1e3 * result.seconds:.3f}"]
+
+
+def _shown(value: float) -> str:
+    return f"{value:.1f}" if value >= 10 else f"{value:.3f}"
+
+
+def _unit(kind: Any) -> str:
+    from fmtsim.bench.gpu_cases import UNITS
+
+    return UNITS[kind]

@@ -15,6 +15,7 @@ from fmtsim.errors import ArgumentError
 if TYPE_CHECKING:
     from fmtsim.calibration.arithmetic import Measured
     from fmtsim.calibration.campaign import Finding
+    from fmtsim.calibration.recheck import RuleCheck
     from fmtsim.gemm.call import GemmCall
 
 MISMATCH = 1
@@ -42,12 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="keep the rules of this target behind the new ones, and try its plans first")  # fmt: skip
     parser.add_argument("--out", default="fmtsim-plan.json", metavar="FILE",
                         help="plan file to write (default fmtsim-plan.json)")  # fmt: skip
+    check = parser.add_argument_group("holding a card to a plan file, instead of asking it")
+    check.add_argument("--check", metavar="TARGET",
+                       help="run calls of every rule of this target on the card and emulated; compare")  # fmt: skip
+    check.add_argument("--calls", type=int, default=3, metavar="N", help="calls of every rule (default 3)")
     parser.add_argument("--device", default="cuda", metavar="DEVICE", help="cuda (default) or cuda:1")
     add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask, verify and write; 0 where a plan file was written, 1 where a measured unit's bits are not explained."""
+    """Ask, verify and write; 0 where a plan file was written, 1 where a measured unit's bits are not explained.
+
+    With ``--check``: 0 where no bit differs and every rule was run.
+    """
+    if arguments.check is not None:
+        return run_check(arguments)
     calls = chosen_calls(arguments)
     out = Path(arguments.out).expanduser()
     check_output(out)
@@ -84,6 +94,58 @@ def chosen_calls(arguments: argparse.Namespace) -> "list[GemmCall]":
             f"--dtypes {arguments.dtypes!r} leaves no call: FP8 takes K and N that are multiples of 16; add a dtype"
         )
     return calls[:: -(-len(calls) // QUICK)] if arguments.quick else calls
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    """Hold the card to a target, and print a line for every rule."""
+    import torch
+
+    from fmtsim.calibration.card import open_card
+    from fmtsim.calibration.recheck import recheck
+    from fmtsim.gemm.target import get_target
+
+    if arguments.calls < 1:
+        raise ArgumentError(f"--calls {arguments.calls} is not possible; choose 1 or more")
+    target = get_target(arguments.check)
+    open_card(arguments.device)
+    with progress_bar(len(target.rules)) as show:
+        advance = lambda number, kernel: show(f"rule {number}, {kernel}", number)  # noqa: E731
+        found = list(recheck(target, torch.device(arguments.device), calls=arguments.calls, advance=advance))
+    if arguments.json:
+        print_json([
+            {"rule": x.number, "when": x.rule.when, "kernel": x.rule.kernel, "basis": x.rule.basis, "calls": x.calls,
+             "outputs": x.outputs, "mismatches": x.mismatches, "note": x.note}
+            for x in found
+        ])  # fmt: skip
+    else:
+        print(check_table(found))
+    return 0 if all(x.calls and not x.mismatches for x in found) else MISMATCH
+
+
+def check_table(found: "Sequence[RuleCheck]") -> str:
+    """Return a line for every rule: what it is about, what ran, and what differs."""
+    rows = [
+        (str(x.number), x.rule.basis, x.rule.kernel, _conditions(x.rule.when), f"{x.calls:,}", f"{x.outputs:,}",
+         f"{x.mismatches:,}")
+        for x in found
+    ]  # fmt: skip
+    lines = [format_table(("rule", "basis", "kernel", "when", "calls", "numbers", "differ"), rows, left=(1, 2, 3))]
+    lines += [f"rule {x.number}: {x.note}" for x in found if x.note]
+    calls, outputs, wrong = (sum(getattr(x, name) for x in found) for name in ("calls", "outputs", "mismatches"))
+    idle = sum(not x.calls for x in found)
+    lines.append(f"\n{len(found)} rules, {calls:,} calls, {outputs:,} numbers compared, {wrong:,} differ"
+                 f"{f'; {idle} rules were not run' if idle else ''}")  # fmt: skip
+    return "\n".join(lines)
+
+
+def _conditions(when: dict[str, Any]) -> str:
+    """Return the conditions of a rule in a few words, without those that nearly all rules have."""
+    usual = {"operation": ["mm", "linear"], "accumulate": "fp32", "bias": False}
+    return " ".join(
+        f"{name}={'|'.join(map(str, value)) if isinstance(value, list) else value}"
+        for name, value in when.items()
+        if usual.get(name) != value
+    )
 
 
 def check_output(out: Path) -> None:

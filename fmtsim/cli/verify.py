@@ -1,22 +1,27 @@
 """``fmtsim verify``: engines against the oracle and each other, products against recordings, a device against both."""
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fmtsim.cli.output import add_json_argument, format_table, print_json
+from fmtsim.cli.output import add_json_argument, format_table, jsonable, print_json, version_of
 from fmtsim.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
 
-    from fmtsim.verify import Outcome, Task
+    from fmtsim.verify import Outcome
     from fmtsim.verify.gemm import Replay
+    from fmtsim.verify.workers import Done
 
 MISMATCH = 1
+PACKAGES = ("fmtsim", "torch", "numpy", "numba", "cuda-core", "cuda-bindings")
 SHOWN = 20
 
 Show = Callable[[str, float], None]
@@ -35,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="check this format alone; may be repeated (default: all listed formats)")  # fmt: skip
     parser.add_argument("--exhaustive", action="store_true",
                         help="all 2**32 float32 inputs of e4m3, e5m2, bf16, fp16, e2m1: minutes for each")  # fmt: skip
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that share the checks (default 1; with "
+                        "--device as many as cores and the device's memory allow, 16 at most)")  # fmt: skip
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write what was found to a JSON file as well")
     parser.add_argument("--plant-error", action="store_true", help=argparse.SUPPRESS)
     add_json_argument(parser)
 
@@ -43,19 +51,69 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the checks; 0 where all bits agree, 1 where one does not."""
     parts = _parts(arguments)
     _check(arguments, parts)
-    device = None
-    if arguments.device:
-        from fmtsim.verify.device import described, device_of
+    from fmtsim.verify import workers
+    from fmtsim.verify.device import described, device_of
 
-        device = device_of(arguments.device)
-        if not arguments.json:
-            print(f"{described(device)}\n")
-    halves = {"casts": _run_casts, "gemm": _run_gemm}
-    reports = {part: halves[part](arguments, device) for part in parts}
+    device = device_of(arguments.device) if arguments.device else None
+    count = workers.default_workers(device) if arguments.workers is None else arguments.workers
+    if device is not None and not arguments.json:
+        print(f"{described(device)}\n")
+    names = tuple(arguments.formats) if arguments.formats else None
+    job = workers.Job(
+        parts, device, names, arguments.exhaustive, tuple(arguments.vectors), arguments.limit, arguments.plant_error
+    )
+    start = time.perf_counter()
+    tasks = job.tasks()
+    with _progress(sum(map(len, tasks.values()))) as show:
+        found = workers.run(job, tasks, count, show)
+    seconds = time.perf_counter() - start
+    reports = {part: _REPORTS[part](found[part], device) for part in parts}
+    record = {"device": described(device), **reports} if device is not None else reports[parts[0]]
     if arguments.json:
-        both = {"device": described(device), **reports} if device is not None else reports[parts[0]]
-        print_json(both)
+        print_json(record)
+    else:
+        _print_all(arguments, found, reports, count, seconds)
+    if arguments.record is not None:
+        _write(arguments.record, record, count, seconds)
     return MISMATCH if any(report["mismatches"] for report in reports.values()) else 0
+
+
+def _print_all(
+    arguments: argparse.Namespace, found: "dict[str, list[Done]]", reports: dict[str, Any], workers: int, seconds: float
+) -> None:
+    """Print the table of each part, and one of all parts where there are several."""
+    if "casts" in found:
+        _print_casts([done.found for done in found["casts"]], reports["casts"], arguments.exhaustive)
+    if "casts" in found and "gemm" in found:
+        print()
+    if "gemm" in found:
+        _print_gemm(_replays(found["gemm"]), reports["gemm"]["seconds"])
+    if len(reports) > 1:
+        print("\n" + _total(reports))
+        verdict = "MISMATCHES" if any(report["mismatches"] for report in reports.values()) else "all bits agree"
+        print(f"\n{seconds:.0f} s with {workers} process{'es' if workers > 1 else ''}; {verdict}")
+
+
+def _total(reports: dict[str, Any]) -> str:
+    """Return a table with a line for each part and one for all."""
+    names = {"casts": ("outcomes", "cases"), "gemm": ("sets", "outputs")}
+    rows = []
+    for part, report in reports.items():
+        checks, results = (report[name] for name in names[part])
+        rows.append((part, len(checks), results, report["mismatches"], report["seconds"]))
+    rows.append(("all", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True))))  # type: ignore[arg-type]
+    lines = [(name, *(f"{number:,.0f}" for number in numbers)) for name, *numbers in rows]
+    return format_table(("part", "checks", "results compared", "mismatches", "seconds of work"), lines)
+
+
+def _write(path: Path, record: dict[str, Any], workers: int, seconds: float) -> None:
+    """Write a record with what it takes to make it again."""
+    about = {
+        "command": " ".join(["fmtsim", *sys.argv[1:]]), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {name: version_of(name) for name in PACKAGES}, "workers": workers, "wall_seconds": seconds,
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(jsonable(about | record), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _parts(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -69,6 +127,8 @@ def _parts(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 def _check(arguments: argparse.Namespace, parts: tuple[str, ...]) -> None:
     """Refuse arguments of a half that does not run, and gemm with nothing to compare."""
+    if arguments.workers is not None and arguments.workers < 1:
+        raise ArgumentError(f"--workers {arguments.workers} is not possible; choose 1 or more")
     names = {"gemm": ("formats", "exhaustive"), "casts": ("vectors", "limit")}
     for name in (name for part in parts if len(parts) == 1 for name in names[part]):
         if getattr(arguments, name):
@@ -78,54 +138,41 @@ def _check(arguments: argparse.Namespace, parts: tuple[str, ...]) -> None:
         raise ArgumentError("fmtsim verify gemm needs recordings or a device; pass --vectors DIR, or --device cuda")
 
 
-def _run_casts(arguments: argparse.Namespace, device: "torch.device | None") -> dict[str, Any]:
-    """Hold every engine to the oracle and to each other, print what was found, and return it."""
-    from fmtsim.verify import default_tasks, exhaustive_tasks
-    from fmtsim.verify.outcome import PlantedError, engines
+def _report_casts(found: "list[Done]", device: "torch.device | None") -> dict[str, Any]:
+    from fmtsim.verify.outcome import engines
 
-    present = engines(device)
-    if arguments.plant_error:  # to see the checks fail
-        last = list(present)[-1]
-        present[last] = PlantedError(present[last])
-    plan = exhaustive_tasks if arguments.exhaustive else default_tasks
-    tasks = plan(present, arguments.formats)
-    start = time.perf_counter()
-    with _progress(len(tasks)) as show:
-        outcomes = [_run_task(task, index, show) for index, task in enumerate(tasks)]
-    seconds = time.perf_counter() - start
-    failed = [outcome for outcome in outcomes if outcome.mismatches]
-    if not arguments.json:
-        print(_summary(outcomes, arguments.exhaustive))
-        _print_failures(failed)
-        print(f"\nengines: {', '.join(present)}; {seconds:.0f} s; {'MISMATCHES' if failed else 'all bits agree'}")
+    outcomes = [done.found for done in found]
     return {
-        "engines": list(present), "seconds": seconds, "cases": sum(outcome.cases for outcome in outcomes),
+        "engines": list(engines(device)), "seconds": sum(done.seconds for done in found),
+        "cases": sum(outcome.cases for outcome in outcomes),
         "mismatches": sum(outcome.mismatches for outcome in outcomes),
         "outcomes": [outcome.to_dict() for outcome in outcomes],
     }  # fmt: skip
 
 
-def _run_gemm(arguments: argparse.Namespace, device: "torch.device | None") -> dict[str, Any]:
-    """Run every unit on a device, and replay recordings; print what was found, and return it."""
-    from fmtsim.verify.gemm import gemm_tasks
-    from fmtsim.verify.units import planted, unit_tasks
+def _replays(found: "list[Done]") -> "list[Replay]":
+    from fmtsim.verify.gemm import merged
 
-    tasks = gemm_tasks(arguments.vectors, arguments.limit, device) if arguments.vectors else []
-    if device is not None:
-        tasks = [*(unit_tasks(device, planted) if arguments.plant_error else unit_tasks(device)), *tasks]
-    start = time.perf_counter()
-    found: list[Replay] = []
-    with _progress(len(tasks)) as show:
-        for index, task in enumerate(tasks):
-            show(task.set, index)
-            found.append(task.run(lambda share, task=task, index=index: show(task.set, index + share)))  # type: ignore[misc]
-    seconds = time.perf_counter() - start
-    if not arguments.json:
-        _print_gemm(found, seconds)
+    return merged(done.found for done in found)
+
+
+def _report_gemm(found: "list[Done]", device: "torch.device | None") -> dict[str, Any]:
+    replays = _replays(found)
     return {
-        "seconds": seconds, "outputs": sum(replay.outputs for replay in found),
-        "mismatches": sum(replay.mismatches for replay in found), "sets": [replay.to_dict() for replay in found],
+        "seconds": sum(done.seconds for done in found), "outputs": sum(replay.outputs for replay in replays),
+        "mismatches": sum(replay.mismatches for replay in replays), "sets": [replay.to_dict() for replay in replays],
     }  # fmt: skip
+
+
+_REPORTS = {"casts": _report_casts, "gemm": _report_gemm}
+
+
+def _print_casts(outcomes: "list[Outcome]", report: dict[str, Any], exhaustive: bool) -> None:
+    failed = [outcome for outcome in outcomes if outcome.mismatches]
+    print(_summary(outcomes, exhaustive))
+    _print_failures(failed)
+    verdict = "MISMATCHES" if failed else "all bits agree"
+    print(f"\nengines: {', '.join(report['engines'])}; {report['seconds']:.0f} s; {verdict}")
 
 
 def _print_gemm(found: "list[Replay]", seconds: float) -> None:
@@ -150,12 +197,6 @@ def _gemm_table(found: "list[Replay]") -> str:
              f"{replay.seconds:.1f}")
         )  # fmt: skip
     return format_table(("set", "machine", "cases", "outputs", "mismatches", "plan", "seconds"), rows, left=(0, 1, 5))
-
-
-def _run_task(task: "Task", index: int, show: Show) -> "Outcome":
-    name = f"{task.check} {task.format}"
-    show(name, index)
-    return task.run(lambda share: show(name, index + share))
 
 
 def _summary(outcomes: "list[Outcome]", each: bool) -> str:

@@ -15,7 +15,7 @@ from fmtsim.cpu.operands import number
 from fmtsim.cpu.scratch import scratch
 from fmtsim.cpu.simd import LANES, broadcast, fma, load, store
 from fmtsim.cpu.slabs import Slabs, chain_scales, slabs_of
-from fmtsim.cpu.sums import Order, Sums, end_block, grid_of, promotion_of, reduce_parts, reduction_of
+from fmtsim.cpu.sums import Order, Sums, begin_output, end_block, grid_of, promotion_of, reduce_parts, reduction_of
 from fmtsim.formats.representable import is_representable
 from fmtsim.gemm.datapath import FP32, Datapath
 from fmtsim.gemm.serialization import GemmSpec
@@ -158,14 +158,18 @@ def _tile(chains: Chains, tile: Tile, add: Step) -> None:
     total, parts = scratch("totals", size, np.float64), scratch("parts", count * size, np.float64)
     acc[:], total[:] = 0, 0
     promotion = promotion_of(chains.spec)
-    if chains.c is not None:
-        tile.part_of(total if promotion.active else acc)[:] = chains.c[tile.row, tile.column]
+    reduction = reduction_of(chains.spec.plan, chains.out.dtype == np.float64)
+    given = None if chains.c is None else chains.c[tile.row, tile.column]
+    if given is not None and not reduction.in_place:
+        tile.part_of(total if promotion.active else acc)[:] = given
     row_scales, column_scales = (
         _padded(scales, place, width)
         for scales, place, width in zip(chains.scales, (tile.row, tile.column), (tile.height, LANES), strict=True)
     )
     add(tile, acc, order, Sums(total, parts, promotion, row_scales, column_scales))
-    reduce_parts(parts, count, tile.height, reduction_of(chains.spec.plan, chains.out.dtype == np.float64), total)
+    if reduction.in_place:
+        begin_output(total, tile.part_of(total), given)
+    reduce_parts(parts, count, tile.height, reduction, total)
     chains.out[tile.row, tile.column] = tile.part_of(total)
 
 

@@ -88,7 +88,8 @@ def fused(a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec
     if lanes is None:
         remaining.run(np.arange(out.shape[0]), np.arange(out.shape[1]))
         return
-    fast = fast_path(unit, x, y, _limits(unit, k)) if c is None and groups is None else None
+    begins_at_c = c is not None and not reduction.in_place
+    fast = fast_path(unit, x, y, _limits(unit, k)) if not begins_at_c and groups is None else None
     job = Job(
         a=x,
         b=y,

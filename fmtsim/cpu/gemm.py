@@ -51,7 +51,7 @@ def _sums_fit(unit: Datapath, plan: GemmPlan) -> bool:
         return False  # the scales are the unit's
     if all(is_representable(fmt, torch.float32) for fmt in (chain, outer)):
         return outer.mantissa_bits >= chain.mantissa_bits
-    one_sum = not promotes and plan.split == 1 and plan.part_k is None
+    one_sum = not promotes and plan.split == 1 and plan.part_k is None and plan.reduce != "in_place"
     return chain == outer and not plan.scaled_promotion and (one_sum or grid_of(chain).kind == 64)
 
 

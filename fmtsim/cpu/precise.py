@@ -321,7 +321,8 @@ def precise(a, b, scales, c, slots, order, t, promotion, reduction, count, draw,
     for m in range(a.shape[0]):
         for n in range(b.shape[0]):
             given = c[m, n] if c.size else 0.0
-            acc, total = (0.0, given) if promotion.active else (given, 0.0)
+            begins = 0.0 if reduction.in_place else given
+            acc, total = (0.0, begins) if promotion.active else (begins, 0.0)
             for index in range(order.ends.size):
                 w = np.int64(0)
                 if t.rounding == STOCHASTIC:
@@ -340,18 +341,18 @@ def precise(a, b, scales, c, slots, order, t, promotion, reduction, count, draw,
                         parts[order.parts[index]] = total if promotion.active else acc
                         total = 0.0
                     acc = 0.0
-            out[m, n] = _reduce(parts, count, reduction, single)
+            out[m, n] = _reduce(parts, count, reduction, single, given if c.size else -0.0)
 
 
 @device
-def _reduce(parts, count, how, single):  # type: ignore[no-untyped-def]
-    """Add the parts of one output, as sums.reduce_parts does for many."""
+def _reduce(parts, count, how, single, held):  # type: ignore[no-untyped-def]
+    """Add the parts of one output, as sums.reduce_parts does for many; in place, to what the output holds."""
     for i in range(count if how.partial else 0):
         parts[i] = _nearest(parts[i], how.grid)
     half = (count + 1) // 2
-    result = parts[count - 1 if how.pairwise else 0]
+    result = held if how.in_place else parts[count - 1 if how.pairwise else 0]
     terms = half if how.pairwise and count > 1 else 0 if how.pairwise else count
-    for i in range(0 if how.pairwise else 1, terms):
+    for i in range(0 if how.pairwise or how.in_place else 1, terms):
         term = parts[i]
         if how.pairwise and i + half < count - 1:
             term = _nearest(term + parts[i + half], single)

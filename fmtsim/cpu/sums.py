@@ -97,6 +97,7 @@ class Reduction(NamedTuple):
     pairwise: bool
     partial: bool  # parts are first rounded to the grid
     round_trip: bool  # and so is every sum
+    in_place: bool  # parts, not rounded, are added to what the output holds, and only the sums are rounded to the grid
     grid: Grid
 
 
@@ -118,7 +119,19 @@ def promotion_of(spec: GemmSpec) -> Promotion:
 def reduction_of(plan: GemmPlan, wide: bool) -> Reduction:
     """Return how a plan adds its parts; ``wide`` says that sums are float64."""
     grid = grid_of(plan.partial or FP32)
-    return Reduction(wide, plan.reduce == "pairwise", plan.partial is not None, plan.round_trip, grid)
+    in_place, kept = plan.reduce == "in_place", plan.partial is not None
+    trip = kept and (plan.round_trip or in_place)
+    return Reduction(wide, plan.reduce == "pairwise", kept and not in_place, trip, in_place, grid)
+
+
+def begin_output(total: np.ndarray, tile: np.ndarray, given: np.ndarray | None) -> None:
+    """Write what parts are added to in place: ``tile`` of ``total`` holds what is given, the rest -0.
+
+    Adding to -0 changes nothing.
+    """
+    total[:] = -0.0
+    if given is not None:
+        tile[:] = given
 
 
 @device
@@ -252,14 +265,14 @@ def end_block(acc, order, index, rows, sums):  # type: ignore[no-untyped-def]
 
 @kernel
 def reduce_parts(parts, count, rows, how, out):  # type: ignore[no-untyped-def]
-    """Add the parts [count][rows][64] as a Reduction says."""
+    """Add the parts [count][rows][64] as a Reduction says; in place, to what ``out`` holds."""
     size = rows * LANES
     single = Grid(np.int64(0), np.int64(0), np.float64(0), np.int64(64 if how.wide else 32))
     half = (count + 1) // 2
     terms = half if how.pairwise and count > 1 else 0 if how.pairwise else count
     for at in range(0, size, LANES):
-        result = _part(parts, count - 1 if how.pairwise else 0, size, at, how)
-        for i in range(0 if how.pairwise else 1, terms):
+        result = load(out, at) if how.in_place else _part(parts, count - 1 if how.pairwise else 0, size, at, how)
+        for i in range(0 if how.pairwise or how.in_place else 1, terms):
             term = _part(parts, i, size, at, how)
             if how.pairwise and i + half < count - 1:
                 term = nearest(fadd(term, _part(parts, i + half, size, at, how)), single)

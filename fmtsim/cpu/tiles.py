@@ -13,7 +13,7 @@ from fmtsim.cpu.panels import Buffers, Constants, State, floor_panels, group_pan
 from fmtsim.cpu.scratch import scratch
 from fmtsim.cpu.simd import LANES
 from fmtsim.cpu.slabs import Slab, Slabs
-from fmtsim.cpu.sums import Promotion, Reduction, reduce_parts
+from fmtsim.cpu.sums import Promotion, Reduction, begin_output, reduce_parts
 from fmtsim.cpu.wide import CUT, Draw, Unit
 
 _STATE = 20 << 20  # bytes of sums that are kept from slab to slab
@@ -118,7 +118,7 @@ class Tile:
         total = scratch("totals", panels * size, np.float64).reshape(panels, size)
         parts = scratch("parts", panels * size * job.slabs.parts, np.float64).reshape(panels, -1)
         acc[:], total[:] = 0, 0
-        if job.c is not None:
+        if job.c is not None and not job.reduction.in_place:
             for p in range(panels):
                 self._tile((total if job.promotion.active else acc)[p], p)[:] = job.c[self._place(p)]
         row_scales, column_scales = job.scales
@@ -232,8 +232,11 @@ class Tile:
     def _write(self, start: int, stop: int) -> None:
         job = self.job
         for p in range(start, stop):
-            reduce_parts(self.state.parts[p], job.slabs.parts, self.padded, job.reduction, self.state.total[p])
-            job.out[self._place(p)] = self._tile(self.state.total[p], p)
+            total = self.state.total[p]
+            if job.reduction.in_place:
+                begin_output(total, self._tile(total, p), None if job.c is None else job.c[self._place(p)])
+            reduce_parts(self.state.parts[p], job.slabs.parts, self.padded, job.reduction, total)
+            job.out[self._place(p)] = self._tile(total, p)
             columns = slice((self.base + p) * LANES, (self.base + p + 1) * LANES)
             job.column_marks[columns] |= self.state.marks[p]
 

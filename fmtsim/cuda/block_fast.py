@@ -138,6 +138,8 @@ def _power_of_two_scale(fmt: BlockFormat, grid: _Grid, stochastic: bool) -> dict
     if fmt.scale_rule == "even" and grid.mantissa > 22:
         return None
     first = max(-126 - grid.lowest, -125 - top, -125)
+    if not grid.integer and top == grid.lowest + 2:  # kernels/block_codes.cuh: the inverse of the smallest value
+        first = max(first, grid.mantissa - grid.lowest - 127)
     if stochastic:
         first = max(first, grid.mantissa - 126 - grid.lowest)
     last = min(127 - max(top, grid.lowest) - (23 - grid.mantissa), 126 - top, 126)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.cuda.block_fast import INPUTS, PACKED, count_macros, fast_defines, is_drawn, vector_of
+from fmtsim.cuda.block_fast import CODES, INPUTS, PACKED, count_macros, fast_defines, is_drawn, vector_of
 from fmtsim.cuda.block_parameters import DTYPES, NO_DRAW, cast_bytes, column_bytes, layout_bytes
 from fmtsim.cuda.block_view import aligned, extent, turned, view_of
 from fmtsim.cuda.runtime import Defines, device_index, kernel, multiprocessors
@@ -21,6 +21,7 @@ from fmtsim.formats.block import BlockFormat
 from fmtsim.ops import CastSpec, EncodedParts, Random, block_counts
 
 THREADS = 256
+HELD = 32  # elements of a thread of the row kernel whose lanes hold whole blocks
 _COLUMN_RUNS = (16, 32, 64, 128, 256)
 _GRID_LIMIT = 65535  # of a launch's second and third dimension
 
@@ -99,7 +100,7 @@ class BlockJob:
         if run % 16 or total // 16 >= 1 << 32:
             return False
         across = 1 if run == total else self.view.sizes[1] // run
-        macros = run_macros(defines, self.x.dtype, vector, run if outer == 1 else 0)
+        macros = run_macros(defines, self.x.dtype, vector, run if outer == 1 else 0, total)
         if self.slots is not None:
             macros = (*macros, *count_macros(self.format))
         given = self._amax(run, across, outer) if ("RUN", "0") in macros else None
@@ -199,12 +200,16 @@ class BlockJob:
 
 
 @lru_cache(maxsize=1024)
-def run_macros(defines: Defines, dtype: torch.dtype, vector: int, run: int) -> Defines:
+def run_macros(defines: Defines, dtype: torch.dtype, vector: int, run: int, total: int = HELD) -> Defines:
     """Return the macros of the row kernel; RUN is 0 where a block is no power of two or more than a warp holds."""
-    strided = vector == 4 and dtype == torch.float32 or ("STOCHASTIC", "1") in defines
+    stochastic = ("STOCHASTIC", "1") in defines
+    codes = ("OUTPUT", str(CODES)) in defines or ("OUTPUT", str(PACKED)) in defines
+    if codes and dtype == torch.bfloat16 and vector == 8 and run in (16, 32) and not (stochastic or total % HELD):
+        return (*defines, ("RUN", str(run)), ("VECTOR", str(run)), ("LAYOUT", "2"))
+    strided = vector == 4 and dtype == torch.float32 or stochastic
     longest = 512 * vector // 4 if strided else 32 * vector
     held = run if run & (run - 1) == 0 and run <= longest else 0
-    return (*defines, ("RUN", str(held)), ("VECTOR", str(vector)), ("STRIDED", str(int(strided))))
+    return (*defines, ("RUN", str(held)), ("VECTOR", str(vector)), ("LAYOUT", str(int(strided))))
 
 
 def _flat(random: Random) -> Random:

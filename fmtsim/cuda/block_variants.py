@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from fmtsim.cuda import hadamard
+from fmtsim.cuda.block_decode import decode_macros
 from fmtsim.cuda.block_fast import BFLOAT16, CODES, FLOAT32, INPUTS, PACKED, fast_defines, vector_of
 from fmtsim.cuda.block_jobs import amax_macros, column_macros, run_macros
 from fmtsim.cuda.runtime import Defines
@@ -22,7 +23,8 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
     for name in ("block_extremes", "cast_blocks", "decode_blocks"):
         yield "block_general.cu", name, ()
     for output in (FLOAT32, BFLOAT16):
-        yield "block_decode.cu", "decode_runs", (("INPUT", "0"), ("OUTPUT", str(output)))
+        for table in (False, True):
+            yield "block_decode.cu", "decode_runs", decode_macros(output, table)
     for dtype in INPUTS:
         for name in ("amax_of_tensor", "amax_of_runs"):
             yield "block_amax.cu", name, amax_macros(dtype)

@@ -1,22 +1,19 @@
 """Casts of block formats on the device: the verbs."""
 
-import math
-from functools import lru_cache
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.cuda.block_fast import CODES, PACKED, fast_defines, output_of
+from fmtsim.cuda.block_decode import CODES_OF_VECTOR, decode_macros, decoder_of
+from fmtsim.cuda.block_fast import BFLOAT16, CODES, PACKED, fast_defines, output_of
 from fmtsim.cuda.block_jobs import THREADS, BlockJob
 from fmtsim.cuda.block_parameters import CODE_DTYPES, DTYPES, decode_bytes, layout_bytes
 from fmtsim.cuda.block_view import aligned, extent, view_of, viewed
-from fmtsim.cuda.runtime import device_index, kernel, multiprocessors
+from fmtsim.cuda.runtime import device_index, kernel
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.exact import codes_of_scales
 from fmtsim.formats.packing import code_dtype, pack, packed_size
 from fmtsim.formats.representable import FLOAT_DTYPES
-from fmtsim.formats.spec import CodebookFormat
 from fmtsim.ops import CastSpec, EncodedParts, Random
 
 _PLAIN = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}  # codes that are not packed
@@ -100,32 +97,26 @@ def _decode_runs(parts: EncodedParts, spec: CastSpec, out: Tensor) -> bool:
         return False
     outer, run = extent(fmt, view.sizes)
     output = output_of(out.dtype)
-    rounds_once = output == 0 or (output == 1 and fmt.power_of_two)
-    if outer != 1 or run % 16 or view.sizes[1] % run or not rounds_once or not out.is_contiguous():
+    if output is None or (output == BFLOAT16 and not fmt.power_of_two):  # more than one rounding
+        return False
+    if outer != 1 or run % 16 or view.sizes[1] % run or not out.is_contiguous():
         return False
     if parts.tensor_scale is not None and fast_defines(spec, torch.float32, 0) is None:
         return False  # elements times block scales may have to be exact in more than float32
     scales = parts.scales.contiguous()
     offsets = None if parts.offsets is None else parts.offsets.contiguous()
-    sixteens = codes.numel() // 16
-    if sixteens >= 1 << 32:
+    total = codes.numel()
+    if total // 16 >= 1 << 32:
         return False
-    grid = min(-(-sixteens // THREADS), 16 * multiprocessors(device_index(out)))
-    kernel("block_decode.cu", "decode_runs", device_index(out), (("INPUT", "0"), ("OUTPUT", str(output))))(
-        grid, THREADS, codes, _values(fmt, out.device), scales, offsets, parts.tensor_scale, out, np.uint64(sixteens),
-        np.uint32(run // 16),
+    values, decoder = decoder_of(fmt, out.device)
+    sixteens = run // 16
+    shift = sixteens.bit_length() - 1 if sixteens & (sixteens - 1) == 0 else -1
+    macros = decode_macros(output, decoder is None or offsets is not None)
+    kernel("block_decode.cu", "decode_runs", device_index(out), macros)(
+        -(-total // (4 * CODES_OF_VECTOR[output] * THREADS)), THREADS, codes, values, scales, offsets,
+        parts.tensor_scale, out, np.uint64(total), np.uint32(sixteens), np.int32(shift), decoder or bytes(32),
     )  # fmt: skip
     return True
-
-
-@lru_cache(maxsize=256)
-def _values(fmt: BlockFormat, device: torch.device) -> Tensor:
-    """Return the values of all byte codes of the elements, float32 [256]; codes that do not exist are NaN."""
-    count = len(fmt.element.values) if isinstance(fmt.element, CodebookFormat) else 1 << fmt.bits
-    values = [fmt.element.value(code) for code in range(count)] + [math.nan] * (256 - count)
-    return torch.tensor([value + 0.0 if isinstance(fmt.element, CodebookFormat) else value for value in values]).to(
-        device
-    )
 
 
 def _packed(x: Tensor, spec: CastSpec, random: Random) -> EncodedParts | None:

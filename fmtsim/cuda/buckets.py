@@ -20,21 +20,26 @@ _BUCKETS = struct.Struct("<2Q3iI")
 _WIDEST = 8  # bits of a code
 _MOST = 3000  # buckets of a sign: 8 bytes each, for both signs, in shared memory of any GPU
 _INFINITY = 0x7F800000
+_WORD = 32  # bits of a narrow bucket
 
 Encode = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Layout(NamedTuple):
-    """Ranges of magnitudes: ``bits >> shift`` from ``low`` on; the first and the last of them reach to the ends."""
+    """Ranges of magnitudes: ``bits >> shift`` from ``low`` on; the first and the last of them reach to the ends.
+
+    narrow: Bits of a code where a bucket is one word (kernels/table.cu), else 0.
+    """
 
     shift: int
     low: int
     size: int
+    narrow: int
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory that the tables take."""
-        return 16 * self.size + 1024
+        return (8 if self.narrow else 16) * self.size + 1024
 
 
 class Table(NamedTuple):
@@ -56,14 +61,28 @@ def layout_of(spec: CastSpec) -> Layout | None:
         return None
     turns = _turns(fmt, mode)
     of_signs = [{_bits(turn) for turn in turns if turn > 0}, {_bits(-turn) for turn in turns if turn < 0}]
+    narrow = 4 if fmt.bits <= 4 else 8
+    if 0.0 not in turns:  # zero is a change in the first range, which narrow buckets cannot say
+        layout = _ranges(of_signs, min(_WORD - 2 * narrow, 23), narrow)
+        if layout is not None:
+            return layout
+    at_least = 1 if 0.0 in turns else 0  # zero shares the first range with no other turn
+    return _ranges(of_signs, 23, 0, at_least)
+
+
+def _ranges(of_signs: list[set[int]], most: int, narrow: int, at_least: int = 0) -> Layout | None:
+    """Return the widest ranges, 2**most at most, in which the result changes at most once, None where there are none.
+
+    ``at_least`` is the lowest number of the range with the smallest of the turns.
+    """
     both = of_signs[0] | of_signs[1]
-    for shift in range(23, 12, -1):
-        if 0.0 in turns and min(both) >> shift == 0:  # zero shares the first bucket with no other turn
+    for shift in range(most, 12, -1):
+        if min(both) >> shift < at_least:
             continue
         low = max((min(both) >> shift) - 1, 0)
         count = (max(both) >> shift) + 2 - low
         if count <= _MOST and all(len({bits >> shift for bits in part}) == len(part) for part in of_signs):
-            return Layout(shift, low, count)
+            return Layout(shift, low, count, narrow)
     return None
 
 
@@ -109,9 +128,15 @@ def build(spec: CastSpec, layout: Layout, values: torch.Tensor, encode: Encode) 
         middle = (below + above) >> 1
         same = codes_at(middle) == first
         below, above = torch.where(same, middle, below), torch.where(same, above, middle)
-    turn = torch.where(first == last, 0, above)
-    buckets = torch.stack([turn, first | last << 16], dim=-1).to(torch.int32).contiguous()
+    if layout.narrow:
+        offset = torch.where(first == last, (1 << layout.shift) - 1, below - starts) << 32 - layout.shift
+        codes = first | last << layout.narrow
+        buckets = (offset | codes).to(torch.int32).contiguous()
+    else:
+        turn = torch.where(first == last, 0, above)
+        buckets = torch.stack([turn, first | last << 16], dim=-1).to(torch.int32).contiguous()
     held = torch.zeros(256, dtype=torch.float32, device=device)
     held[: values.numel()] = values
     nan = nan_code(spec.format, spec.overflow)  # type: ignore[arg-type]
-    return Table(_BUCKETS.pack(buckets.data_ptr(), held.data_ptr(), *layout, nan), layout, (buckets, held))
+    parameters = _BUCKETS.pack(buckets.data_ptr(), held.data_ptr(), *layout[:3], nan)
+    return Table(parameters, layout, (buckets, held))

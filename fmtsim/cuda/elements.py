@@ -10,8 +10,10 @@ import torch
 
 from fmtsim.cuda import runtime
 from fmtsim.cuda.buckets import Table, build, layout_of
-from fmtsim.cuda.grid import BITS, FLUSHING, HALVES, MAGIC, Grid, grid_of
+from fmtsim.cuda.grid import BITS, FIXED, FLUSHING, HALVES, MAGIC, Grid, grid_of
 from fmtsim.cuda.parameters import draw_of, element_of, tables_of, values_of
+from fmtsim.cuda.patterns import convert_patterns
+from fmtsim.cuda.patterns import variants as pattern_variants
 from fmtsim.formats.packing import code_dtype, packed_size
 from fmtsim.ops import CastSpec, EncodedParts, Random
 
@@ -23,6 +25,7 @@ UNROLL = 2  # vectors a thread of kernels/scalar.cu takes
 _TILE = 1024  # elements of a warp that share Philox counters; a block of THREADS has four
 _VECTOR = 16  # bytes
 _TABLE_THREADS = 256
+_TABLE_BLOCKS = 4  # of a multiprocessor: what the registers allow
 _WORTH_A_TABLE = 1 << 16  # elements
 _tables: dict[tuple[CastSpec, int], Table] = {}
 
@@ -38,6 +41,8 @@ def quantize_elements(x: torch.Tensor, spec: CastSpec, random: Random, out: torc
     grid = fast_grid(spec, random) if narrow else None
     if grid is not None:
         _quantize_fast(source, spec, random, target, grid)
+    elif narrow and random is None and _by_patterns(source, spec, target, 0):
+        pass
     elif narrow and (table := _table(spec, source)) is not None:
         _look_up(source, "quantize", target, table, 8)
     else:
@@ -105,10 +110,10 @@ def decode_elements(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> N
 def variants(capability: tuple[int, int] = (9, 0)) -> Iterator[tuple[str, str, Defines]]:
     """Yield file, kernel and macros of every kind of kernel: the commonest grid in all dtypes, the others in one."""
     grids = [(method, special, False, True, 0) for method in (MAGIC, BITS, FLUSHING) for special in (False, True)]
-    grids += [(HALVES, False, True, False, 0), (MAGIC, False, True, False, 0)]
+    grids += [(HALVES, False, True, False, 0), (FIXED, False, True, False, 0), (FIXED, False, False, False, 1)]
     grids += [(MAGIC, special, special, not special, random) for special in (False, True) for random in (1, 2)]
     for method, special, asymmetric, keeps, random in grids:
-        grid = Grid(b"", method, special, asymmetric, method == HALVES, True, keeps, random)
+        grid = Grid(bytes(112), method, special, asymmetric, method in (HALVES, FIXED), True, keeps, random, 3)
         common = method == MAGIC and not asymmetric and not special and random < 2
         dtypes = _NARROW if common else _NARROW[1:2]
         for dtype, out in ((kept, out) for kept in dtypes for out in {kept, torch.float32}):
@@ -123,8 +128,9 @@ def variants(capability: tuple[int, int] = (9, 0)) -> Iterator[tuple[str, str, D
             yield "element.cu", kernel, _general_defines(dtype, dtype, 1)
     for dtype in _NARROW:
         yield "decode.cu", "decode", _decode_defines(dtype, True)
-        yield "table.cu", "quantize", _table_defines(dtype, torch.float32, True, 8)
-        yield "table.cu", "encode", _table_defines(dtype, torch.uint8, True, 4)
+        yield "table.cu", "quantize", _table_defines(dtype, torch.float32, True, 8, 0)
+        yield "table.cu", "encode", _table_defines(dtype, torch.uint8, True, 4, 4)
+    yield from pattern_variants()
 
 
 def fast_grid(spec: CastSpec, random: Random) -> Grid | None:
@@ -175,6 +181,8 @@ def _encode(
             _blocks(rows[0] * -(-rows[1] // 8)), THREADS, x, codes, *map(np.int64, rows), *parameters
         )
         return
+    if random is None and rows[0] == 1 and slot in (4, 8) and _by_patterns(x, spec, codes, slot):
+        return
     if x.dtype != torch.float64 and slot in (4, 8) and rows[0] == 1 and (table := _table(spec, x)) is not None:
         _look_up(x, "encode", codes, table, slot)
         return
@@ -223,11 +231,27 @@ def _table(spec: CastSpec, x: torch.Tensor) -> Table | None:
     return _tables.setdefault(key, build(spec, layout, values, encode))
 
 
+def _by_patterns(x: torch.Tensor, spec: CastSpec, to: torch.Tensor, slot: int) -> bool:
+    """Cast by a table of all patterns of a 16-bit dtype, where that serves, and say so."""
+
+    def cast(points: torch.Tensor, entries: torch.Tensor) -> None:
+        if entries.dtype == torch.uint8:
+            _encode_any(points, spec, None, entries, (1, points.numel()), 8)
+        else:
+            _quantize_any(points, spec, None, entries)
+
+    return convert_patterns(x, to, spec, slot, cast)
+
+
 def _look_up(x: torch.Tensor, verb: str, to: torch.Tensor, table: Table, slot: int) -> None:
     index = runtime.device_index(x)
-    kernel = runtime.kernel("table.cu", verb, index, _table_defines(x.dtype, to.dtype, whole_vectors(x, to), slot))
+    kernel = runtime.kernel(
+        "table.cu", verb, index, _table_defines(x.dtype, to.dtype, whole_vectors(x, to), slot, table.layout.narrow)
+    )
     shared = table.layout.shared
-    resident = max(min(8, runtime.shared_limit(index) // (shared + 1024)), 1) * runtime.multiprocessors(index)
+    resident = max(min(_TABLE_BLOCKS, runtime.shared_limit(index) // (shared + 1024)), 1) * runtime.multiprocessors(
+        index
+    )
     blocks = min(resident, -(-x.numel() // (_TABLE_THREADS * 8)))
     kernel(blocks, _TABLE_THREADS, x, to, np.int64(x.numel()), table.parameters, shared=shared)
 
@@ -285,20 +309,20 @@ def _first_whole(source: torch.Tensor, target: torch.Tensor, width: int) -> int 
 @lru_cache(maxsize=1024)
 def fast_defines(grid: Grid, dtype: torch.dtype, out: torch.dtype, vectors: bool) -> Defines:
     """Return the macros of kernels/scalar.cu."""
-    rest = {"INPUT": _DTYPES[dtype], "OUTPUT": _DTYPES[out], "VECTORS": int(vectors)}
+    rest = {"INPUT": _DTYPES[dtype], "OUTPUT": _DTYPES[out], "VECTORS": int(vectors), "PAIRS": grid.pairs(dtype)}
     return (*grid.defines, *_pairs(rest | {"UNROLL": UNROLL}))
 
 
 @lru_cache(maxsize=1024)
 def _code_defines(grid: Grid, dtype: torch.dtype, vectors: bool, code: int, slot: int) -> Defines:
-    rest = {"INPUT": _DTYPES[dtype], "VECTORS": int(vectors), "CODE": code, "SLOT": slot}
-    return (*grid.defines, *_pairs(rest | {"INTEGER": int(grid.integer)}))
+    rest = {"INPUT": _DTYPES[dtype], "VECTORS": int(vectors), "PAIRS": grid.pairs(dtype), "CODE": code, "SLOT": slot}
+    return (*grid.defines, *_pairs(rest | {"INTEGER": int(grid.integer), "MANTISSA": grid.mantissa}))
 
 
 @lru_cache(maxsize=64)
-def _table_defines(dtype: torch.dtype, out: torch.dtype, vectors: bool, slot: int) -> Defines:
+def _table_defines(dtype: torch.dtype, out: torch.dtype, vectors: bool, slot: int, narrow: int) -> Defines:
     numbers = {"INPUT": _DTYPES[dtype], "OUTPUT": _DTYPES.get(out, 0), "VECTORS": int(vectors), "SLOT": slot}
-    return _pairs(numbers)
+    return _pairs(numbers | {"NARROW": narrow, "RESIDENT": _TABLE_BLOCKS})
 
 
 @lru_cache(maxsize=64)

@@ -1,7 +1,8 @@
 """Matrix products of emulated units: the verb ``gemm`` of the engine (docs/matmul.md).
 
 A product becomes a ``Job``; a fast path, where one takes it, writes what it can and marks the tiles that it cannot,
-the general path does those or everything, and parts are reduced. Nothing waits for the device.
+the general path does those or everything, and parts are reduced. Nothing waits for the device, but a fast path that is
+tried at its first use (gemm_trial.py).
 """
 
 from types import ModuleType
@@ -9,15 +10,24 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from fmtsim.cuda import gemm_floor, gemm_general, gemm_groups, gemm_reduce, gemm_single, runtime
+from fmtsim.cuda import (
+    gemm_chain,
+    gemm_cut,
+    gemm_floor,
+    gemm_general,
+    gemm_groups,
+    gemm_reduce,
+    gemm_single,
+    gemm_trial,
+    runtime,
+)
 from fmtsim.cuda.gemm_job import TILE, Job
 from fmtsim.cuda.gemm_order import order_of
 from fmtsim.cuda.gemm_unit import TYPES
 from fmtsim.gemm.serialization import GemmSpec
 from fmtsim.ops import RandomKey
 
-_FAST = (gemm_groups, gemm_floor, gemm_single)
-_DOUBLES = ((8, 0), (9, 0), (10, 0))  # compute capabilities with fp64 tensor cores worth the name
+_FAST = (gemm_groups, gemm_floor, gemm_chain, gemm_single, gemm_cut)  # the faster first, where several take a product
 
 
 def supports_gemm(spec: GemmSpec, a: Tensor, b: Tensor) -> bool:
@@ -44,6 +54,8 @@ def gemm(
 
     Raises:
         DeviceError: A CUDA graph is being captured before this unit, plan and K have run once.
+
+    A KernelWarning says that a fast path failed its trial.
     """
     if out.numel() == 0:
         return
@@ -51,12 +63,13 @@ def gemm(
     if k == 0:
         gemm_reduce.fill(c, out)
         return
+    in_place = spec.plan.reduce == "in_place"  # the output begins with c, not the first chain
     job = Job(
-        a=a, b=b, c=c, scale_a=scale_a, scale_b=scale_b, spec=spec, random=random, out=out,
+        a=a, b=b, c=None if in_place else c, scale_a=scale_a, scale_b=scale_b, spec=spec, random=random, out=out,
         order=order_of(k, spec, a.device),
     )  # fmt: skip
     parts = 1 if gemm_general.ignores_order(spec) else len(job.order.parts)
-    direct = parts == 1 and spec.plan.partial is None and out.is_contiguous()
+    direct = parts == 1 and spec.plan.partial is None and out.is_contiguous() and not (in_place and c is not None)
     sums = out.unsqueeze(0) if direct else torch.empty(parts, *out.shape, dtype=out.dtype, device=out.device)
     fast = _fast_path(job)
     marks = None
@@ -65,11 +78,9 @@ def gemm(
         fast.run(job, sums, marks)
     gemm_general.run(job, sums, marks)
     if not direct:
-        gemm_reduce.reduce(job, sums)
+        gemm_reduce.reduce(job, sums, c if in_place else None)
 
 
 def _fast_path(job: Job) -> ModuleType | None:
-    """Return the first module that takes a product, or None."""
-    doubles = runtime.capability(runtime.device_index(job.a)) in _DOUBLES
-    modules = (module for module in _FAST if doubles or module is not gemm_floor)
-    return next((module for module in modules if module.supports(job)), None)
+    """Return the first module that takes a product and has shown that its kernels compute it, or None."""
+    return gemm_trial.chosen(_FAST, job)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm_job import Job, promotes
-from fmtsim.cuda.runtime import Defines
+from fmtsim.cuda.runtime import Defines, Programs
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.datapath import FP32, Datapath
 from fmtsim.gemm.serialization import GemmSpec
@@ -28,8 +28,14 @@ ROWS_A = 64
 _ELEMENTS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 _HIGH_WORD = 21  # bits of a significand that the high word of a double holds
 _LOWEST_POWER, _HIGHEST_POWER = -126, 127  # exponents of normal bfloat16
-# Warps along the columns, halves of a warp, stages, blocks at once.
-_CHOICES = ((2, 1, 4, 2), (2, 1, 3, 2), (2, 1, 4, 1), (2, 1, 3, 1), (1, 1, 3, 1))
+_PLACES = 32  # of a stage, where blocks are shorter
+# Warps along the columns, halves of a warp, stages, blocks at once, fastest first (docs/performance.md): of sums in
+# float32, and of those in float64.
+_CHOICES = {
+    True: ((1, 1, 3, 4), (1, 1, 3, 3), (2, 1, 3, 2), (2, 1, 3, 1), (1, 1, 3, 1)),
+    False: ((2, 2, 3, 2), (2, 1, 3, 2), (2, 2, 3, 1), (1, 1, 3, 1)),
+}
+_USUAL_LIMIT = 227 << 10  # shared memory of a block of threads where the capability is 9.0 or 10.0
 _TINY = (1023 - 300) << 20  # high word of what stands for a zero (floor_layout.cuh)
 _SLACK = 0.25  # of the spacing above log2(block): M's fraction must leave room for the sum
 
@@ -111,9 +117,9 @@ def plan_of(spec: GemmSpec, block: int, k: int, scaled_a: bool = False, scaled_b
     eps = max(eps, 28) if whole else eps
     head = 2 if unit.scale is None else 4
     room = f + head + math.ceil(math.log2(block + 1)) + 1
-    single = room <= 22 and kept <= 20
+    single = room <= 22 and kept <= 20 and block >= 8  # or fields of a float32 would not do
     place, zero_field = (23, 127) if single else (20, 1075 - f)
-    depth = math.log2(block)
+    depth = math.log2(max(block, 2))  # or the grid of a block of zeros would lie below what stands for a zero
     factor = math.floor(2 ** (place - 7) / (depth + _SLACK))
     spacing, offset = 2 ** (place - 7) / factor, math.floor(_HIGHEST_POWER - depth - 1.1)
     margin = 0.5 - (depth + 0.14) / (2 * spacing)
@@ -123,7 +129,6 @@ def plan_of(spec: GemmSpec, block: int, k: int, scaled_a: bool = False, scaled_b
     wide = not _fits(a, b, spacing, offset) or a.emin + b.emin < lowest or a.top + b.top > highest
     top = 0 if wide else a.top + b.top
     field = zero_field + top - (127 + offset) / spacing + 0.5 - (depth - 0.1) / (2 * spacing)
-    empty = math.floor(field) - zero_field + max(0, kept - f)
     return FloorPlan(
         a=a,
         b=b,
@@ -135,7 +140,7 @@ def plan_of(spec: GemmSpec, block: int, k: int, scaled_a: bool = False, scaled_b
         base=round(field * 2**place),
         factor=factor,
         fraction_bits=f,
-        found=-math.floor((offset / 2 - _LOWEST_POWER) / spacing) if wide else empty,
+        found=-math.floor((offset / 2 - _LOWEST_POWER) / spacing),
         lowest=lowest,
         highest=highest,
         kept=kept,
@@ -189,22 +194,32 @@ def run(job: Job, sums: Tensor, marks: Tensor) -> None:
 
     ``marks`` uint8 [ceil(M / 128), ceil(N / 128)] becomes 1 where a tile is left to another path.
     """
-    (m, n, k), order = job.shape, job.order
-    scaled = _scaled(job)
-    plan = plan_of(job.spec, order.block, k, *scaled)
-    assert plan is not None
+    (m, n, _), order, scaled = job.shape, job.order, _scaled(job)
     index = runtime.device_index(job.a)
-    shape = _shape(plan, order.block, _promotion(job), index)
-    scales = (job.scale_a if scaled[0] else None, job.scale_b if scaled[1] else None)
+    plan, shape = _specialised(job, index)
     pitch = -(-order.blocks // shape.run) * shape.run
-    a, a_bases = _packed(job, plan, shape, pitch, job.a, scales[0], True, index)
-    b, b_bases = _packed(job, plan, shape, pitch, job.b, scales[1], False, index)
+    a, a_bases = _packed(job, plan, shape, pitch, True, scaled[0], index)
+    b, b_bases = _packed(job, plan, shape, pitch, False, scaled[1], index)
     sums = sums if sums.dim() == 3 else sums.unsqueeze(0)
     tiles = -(-m // ROWS_A) * -(-n // shape.rows_b)
     kernel = runtime.kernel("floor.cu", "floor_product", index, shape.defines)
     arguments = a, b, a_bases, b_bases, np.int32(pitch), order.part_blocks, order.ends, plan.numbers()
     outputs = _sums(job, sums, marks, shape.promote)
     kernel((tiles, 1, len(order.parts)), shape.threads, *arguments, outputs, shared=shape.shared)
+
+
+def programs(job: Job) -> Programs:
+    """Return the files of kernels that ``run`` launches, with their macros."""
+    plan, shape = _specialised(job, runtime.device_index(job.a))
+    sides = zip((True, False), (job.a, job.b), _scaled(job), strict=True)
+    packs = (_pack_defines(shape, _readable(x.dtype), first, scaled) for first, x, scaled in sides)
+    return ("floor.cu", shape.defines), *(("floor_pack.cu", defines) for defines in packs)
+
+
+def _specialised(job: Job, index: int) -> tuple[FloorPlan, "_Shape"]:
+    plan = plan_of(job.spec, job.order.block, job.shape[2], *_scaled(job))
+    assert plan is not None
+    return plan, _shape(plan, job.order.block, _promotion(job), index)
 
 
 class _Shape(NamedTuple):
@@ -216,6 +231,7 @@ class _Shape(NamedTuple):
     halves: int
     stages: int
     resident: int
+    records: int
     promote: int
     whole: bool
     wide: bool
@@ -243,13 +259,13 @@ class _Shape(NamedTuple):
 
     @property
     def shared(self) -> int:
-        stage = self.record(ROWS_A, True) + self.record(self.rows_b, False)
+        stage = self.records * (self.record(ROWS_A, True) + self.record(self.rows_b, False))
         return self.stages * stage + (self.rows_b * ROWS_A * 4 if self.promote else 0)
 
     @property
     def defines(self) -> Defines:
         names = (
-            "SPAN", "BLOCK", "COLUMNS", "HALVES", "STAGES", "RESIDENT", "PROMOTE",
+            "SPAN", "BLOCK", "COLUMNS", "HALVES", "STAGES", "RESIDENT", "RECORDS", "PROMOTE",
             "WHOLE", "WIDE", "DOWN", "SINGLE", "FRACTION", "KEPT",
         )  # fmt: skip
         return tuple((name, str(int(value))) for name, value in zip(names, self, strict=True))
@@ -257,13 +273,20 @@ class _Shape(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _shape(plan: FloorPlan, block: int, promote: int, index: int) -> _Shape:
-    """Choose the largest tile and ring of buffers that shared memory holds."""
     used, span = -(-block // 4) * 4, -(-block // 8) * 8
-    rest = plan.whole and not plan.down, plan.wide, plan.down, plan.single, plan.fraction_bits, plan.kept
-    limit = runtime.shared_limit(index) - 1024
-    for columns, halves, stages, resident in _CHOICES:
-        shape = _Shape(span, used, columns, halves, stages, resident, promote, *rest)
-        if shape.shared <= limit // resident:
+    flags = plan.whole and not plan.down, plan.wide, plan.down, plan.single
+    return _fitting(span, used, promote, *flags, plan.fraction_bits, plan.kept, limit=runtime.shared_limit(index))
+
+
+def _fitting(
+    span: int, block: int, promote: int, whole: bool, wide: bool, down: bool, single: bool, fraction: int, kept: int, *,
+    limit: int,
+) -> _Shape:  # fmt: skip
+    """Choose the fastest specialisation that shared memory holds, with the kilobyte that each block takes besides."""
+    for choice in _CHOICES[single]:
+        records = max(1, _PLACES // span)
+        shape = _Shape(span, block, *choice, records, promote, whole, wide, down, single, fraction, kept)
+        if (shape.shared + 1024) * shape.resident <= limit + 1024:
             break
     return shape
 
@@ -274,22 +297,30 @@ def _promotion(job: Job) -> int:
     return 1 + job.spec.plan.scaled_promotion + job.spec.plan.successive_scales
 
 
+def _readable(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in _ELEMENTS else torch.float32
+
+
+def _pack_defines(shape: _Shape, dtype: torch.dtype, first: bool, scaled: bool) -> Defines:
+    """Return the macros of floor_pack.cu for an operand."""
+    named = {"ELEMENT": _ELEMENTS.index(dtype), "SPAN": shape.span, "ROWS": ROWS_A if first else shape.rows_b}
+    named |= {"FIRST": first, "WHOLE": first and shape.whole, "WIDE": shape.wide, "SCALED": scaled}
+    return tuple((name, str(int(value))) for name, value in named.items())
+
+
 def _packed(
-    job: Job, plan: FloorPlan, shape: _Shape, pitch: int, x: Tensor, scales: Tensor | None, first: bool, index: int
+    job: Job, plan: FloorPlan, shape: _Shape, pitch: int, first: bool, scaled: bool, index: int
 ) -> tuple[Tensor, Tensor]:
     """Return an operand's records and the bases of its rows (floor_layout.cuh)."""
-    side, rows = (plan.a, ROWS_A) if first else (plan.b, shape.rows_b)
-    x = x if x.dtype in _ELEMENTS else x.float()
+    side, x, scales = (plan.a, job.a, job.scale_a) if first else (plan.b, job.b, job.scale_b)
+    x, scales = x.to(_readable(x.dtype)), scales if scaled else None
+    defines = _pack_defines(shape, x.dtype, first, scaled)
+    rows = ROWS_A if first else shape.rows_b
     padded = -(-x.shape[0] // rows) * rows
-    whole = first and shape.whole
-    record = shape.record(rows, first)
-    records = torch.empty(padded // rows * pitch * record, dtype=torch.uint8, device=x.device)
+    records = torch.empty(padded // rows * pitch * shape.record(rows, first), dtype=torch.uint8, device=x.device)
     bases = torch.zeros(padded, dtype=torch.int32, device=x.device)
     powers = _table(plan, side, x.device)
     operand = _operand(job, plan, side, x, scales, powers.numel())
-    named = {"ELEMENT": _ELEMENTS.index(x.dtype), "SPAN": shape.span, "ROWS": rows, "FIRST": first, "WHOLE": whole}
-    named |= {"WIDE": plan.wide, "SCALED": scales is not None}
-    defines = tuple((name, str(int(value))) for name, value in named.items())
     if plan.wide:
         each = 8 if x.stride(1) == 1 else 32
         rows_kernel = runtime.kernel("floor_pack.cu", "floor_rows", index, defines)
@@ -314,8 +345,8 @@ def _operand(job: Job, plan: FloorPlan, side: Side, x: Tensor, scales: Tensor | 
     strides = (0, 0) if scales is None else scales.stride()
     pointers = x.data_ptr(), 0 if scales is None else scales.data_ptr()
     counts = x.shape[0], job.order.block, side.emin, side.top, unit.scale_block or 1, side.scale_emin, powers, plan.eps
-    zero = 0 if plan.down else _TINY
-    return struct.pack("<QQqqqqd8iII", *pointers, *x.stride(), *strides, plan.enlarged, *counts, zero, 0)
+    zero, addend = 0 if plan.down else _TINY, job.c is not None and not job.promotes
+    return struct.pack("<QQqqqqd8iII", *pointers, *x.stride(), *strides, plan.enlarged, *counts, zero, addend)
 
 
 def _sums(job: Job, sums: Tensor, marks: Tensor, promote: int) -> bytes:
@@ -342,16 +373,14 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
         (8, 8, 0, 1, 1, 0, 0), (8, 4, 0, 1, 0, 0, 0), (64, 64, 1, 1, 1, 0, 0), (24, 20, 0, 0, 1, 1, 0),
         (16, 12, 0, 1, 1, 0, 0),
     ):  # fmt: skip
-        choice = (1, 1, 3, 1) if span > 32 else (2, 1, 3, 2)
         bits = (13, 13) if single else (25, 23)
         flags = bool(whole), bool(wide), bool(down), bool(single)
-        shape = _Shape(span, block, *choice, promote, *flags, *bits)
-        yield "floor.cu", "floor_product", shape.defines
-    for element in range(len(_ELEMENTS)):
+        yield "floor.cu", "floor_product", _fitting(span, block, promote, *flags, *bits, limit=_USUAL_LIMIT).defines
+    for element in _ELEMENTS:
         for first, whole, wide, scaled in ((1, 1, 1, 0), (1, 0, 0, 0), (0, 0, 1, 1), (0, 0, 0, 0)):
-            named = {"ELEMENT": element, "SPAN": 16, "ROWS": 64 if first else 128, "FIRST": first, "WHOLE": whole}
-            named |= {"WIDE": wide, "SCALED": scaled}
-            defines = tuple((name, str(value)) for name, value in named.items())
+            flags = bool(whole), bool(wide), False, False
+            shape = _fitting(16, 16, 0, *flags, 25, 23, limit=_USUAL_LIMIT)
+            defines = _pack_defines(shape, element, bool(first), bool(scaled))
             yield "floor_pack.cu", "floor_pack", defines
             if wide:
                 yield "floor_pack.cu", "floor_rows", defines

@@ -16,7 +16,7 @@ from torch import Tensor
 from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm_job import TILE, Job
 from fmtsim.cuda.gemm_unit import SINGLES, TYPES, macros, outer_format
-from fmtsim.cuda.runtime import Defines
+from fmtsim.cuda.runtime import Defines, Programs
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.datapath import FP32, Datapath
@@ -109,22 +109,36 @@ def _shape(spec: GemmSpec, block: int, halves: bool) -> _Shape | None:
 
 def run(job: Job, sums: Tensor, marks: Tensor) -> None:
     """Write the sums [parts, M, N]; tiles with a scale that is NaN, Inf or far from 1 are marked instead."""
-    index = runtime.device_index(job.a)
-    halves = runtime.capability(index)[0] not in (9, 10)  # recorded for these to take 16 products at once
-    unit, (m, n, _) = job.spec.datapath, job.shape
-    shape = _shape(job.spec, job.order.block, halves)
-    assert shape is not None and isinstance(unit, Datapath)
+    index, (m, n, _) = runtime.device_index(job.a), job.shape
+    shape, stages = _specialised(job)
     panels = -(-m // TILE), -(-n // TILE)
     flags = torch.zeros(sum(panels), dtype=torch.int32, device=job.a.device)
     left = _prepared(job.a, job.scale_a, 0, job, shape, flags[: panels[0]])
     right = _prepared(job.b, job.scale_b, 1, job, shape, flags[panels[0] :])
-    stages = 3 if runtime.shared_limit(index) >= 3 * _stage_bytes(shape) else 2
-    defines = _product_defines(shape, unit, job.promotes, stages)
+    defines = _product_defines(shape, job.spec, job.promotes, stages)
     runtime.kernel("groups.cu", "groups", index, defines)(
         (panels[0] * panels[1], 1, len(job.order.parts)), _THREADS, *left, *right, flags, job.order.ends,
         job.order.part_blocks, np.int32(job.order.blocks), sums, marks, np.int32(m), np.int32(n),
         shared=stages * _stage_bytes(shape),
     )  # fmt: skip
+
+
+def programs(job: Job) -> Programs:
+    """Return the files of kernels that ``run`` launches, with their macros."""
+    shape, stages = _specialised(job)
+    product = "groups.cu", _product_defines(shape, job.spec, job.promotes, stages)
+    sides = enumerate((job.a, job.b))
+    defines = (_operand_defines(shape, job.spec, job.order.block, side, x.dtype) for side, x in sides)
+    return product, *(("groups_prepare.cu", each) for each in defines)
+
+
+def _specialised(job: Job) -> tuple[_Shape, int]:
+    """Return how kernels run a product, and how many blocks of operands shared memory holds."""
+    index = runtime.device_index(job.a)
+    halves = runtime.capability(index)[0] not in (9, 10)  # recorded for these to take 16 products at once
+    shape = _shape(job.spec, job.order.block, halves)
+    assert shape is not None
+    return shape, 3 if runtime.shared_limit(index) >= 3 * _stage_bytes(shape) else 2
 
 
 def _prepared(
@@ -160,8 +174,9 @@ def _operand_defines(shape: _Shape, spec: GemmSpec, block: int, side: int, dtype
     )  # fmt: skip
 
 
-def _product_defines(shape: _Shape, unit: Datapath, promotes: bool, stages: int) -> Defines:
-    assert unit.fraction_bits is not None
+def _product_defines(shape: _Shape, spec: GemmSpec, promotes: bool, stages: int) -> Defines:
+    unit = spec.datapath
+    assert isinstance(unit, Datapath) and unit.fraction_bits is not None
     return macros(
         STEPS=shape.steps, GROUPS=shape.groups, GROUP=unit.group, FRACTION=unit.fraction_bits, LSB=shape.lsb,
         SPREAD=shape.spread, ROOM=shape.room, EPS=shape.eps, PROMOTE=int(promotes), STAGES=stages, RESIDENT=_RESIDENT,
@@ -178,7 +193,7 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
             shape = _shape(spec, block, halves)
             assert shape is not None
             for flag in (0, 1):
-                yield "groups.cu", "groups", _product_defines(shape, unit, bool(flag), 2 if halves else 3)
+                yield "groups.cu", "groups", _product_defines(shape, spec, bool(flag), 2 if halves else 3)
                 for dtype in SINGLES:
                     yield "groups_prepare.cu", "groups_prepare", _operand_defines(shape, spec, block, flag, dtype)
 

@@ -16,8 +16,17 @@ from fmtsim.gemm.datapath import FP32, Datapath, IntegerDatapath
 _THREADS = 256
 
 
-def reduce(job: Job, sums: Tensor) -> None:
-    """Add the parts [parts, M, N] to ``job.out``, each rounded to the plan's ``partial`` first."""
+_WAYS = {"serial": 0, "pairwise": 1, "in_place": 2}
+
+
+def reduce(job: Job, sums: Tensor, held: Tensor | None) -> None:
+    """Write the sum of the parts [parts, M, N] to ``job.out``, in the way of the plan.
+
+    Args:
+        job: The product.
+        sums: The parts, in the dtype of the sums.
+        held: [M, N] of any strides, what the output begins with where parts are added in place, or None.
+    """
     unit, plan, out = job.spec.datapath, job.spec.plan, job.out
     saturates = isinstance(unit, IntegerDatapath) and unit.saturate
     wide = isinstance(unit, Datapath) and not is_representable(unit.accumulator, torch.float32)
@@ -26,8 +35,8 @@ def reduce(job: Job, sums: Tensor) -> None:
     kernel(
         -(-out.numel() // _THREADS), _THREADS, sums, out, np.int64(out.numel()), np.int64(out.shape[1]),
         np.int64(out.stride(0)), np.int64(out.stride(1)), np.int32(sums.shape[0]), np.int32(KINDS[out.dtype]),
-        np.int32(plan.reduce == "pairwise"), np.int32(plan.partial is not None), np.int32(plan.round_trip),
-        np.int32(saturates), formats,
+        np.int32(_WAYS[plan.reduce]), np.int32(plan.partial is not None), np.int32(plan.round_trip),
+        np.int32(saturates), held, *(np.int64(0 if held is None else held.stride(i)) for i in (0, 1)), formats,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fmtsim.cuda import gemm_single_pairs, runtime
 from fmtsim.cuda.gemm_job import TILE, Job
 from fmtsim.cuda.gemm_unit import SINGLES, TYPES, macros, outer_format
-from fmtsim.cuda.runtime import Defines
+from fmtsim.cuda.runtime import Defines, Programs
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.datapath import FP32, Datapath
@@ -58,11 +58,23 @@ def supports(job: Job) -> bool:
     """Say whether the kernels take a product, from facts of the host alone."""
     if job.c is not None or job.a.dtype not in SINGLES or job.b.dtype not in SINGLES or not job.out.numel():
         return False
+    return _specialised(job) is not None or gemm_single_pairs.supports(job)
+
+
+def programs(job: Job) -> Programs:
+    """Return the files of kernels that ``run`` launches, with their macros."""
+    shape = _specialised(job)
+    if shape is None:
+        return gemm_single_pairs.programs(job)
+    sides = (_operand_defines(shape, side, x.dtype) for side, x in enumerate((job.a, job.b)))
+    return ("single.cu", _product_defines(shape, job.promotes)), *(("single_prepare.cu", each) for each in sides)
+
+
+def _specialised(job: Job) -> _Shape | None:
+    """Return how the kernels with one sum an output run a product, None where they do not take it."""
     shape = _shape(job.spec, job.order.block, job.shape[2])
-    index = runtime.device_index(job.a)
-    if shape is not None and 2 * _stage_bytes(shape.block) <= runtime.shared_limit(index):
-        return True
-    return gemm_single_pairs.supports(job)
+    limit = runtime.shared_limit(runtime.device_index(job.a))
+    return None if shape is None or 2 * _stage_bytes(shape.block) > limit else shape
 
 
 @lru_cache(maxsize=1024)
@@ -140,9 +152,9 @@ def _powers(
 def run(job: Job, sums: Tensor, marks: Tensor) -> None:
     """Write the sums [parts, M, N] of all tiles but those with NaN or Inf among their operands, which it marks."""
     index = runtime.device_index(job.a)
-    m, n, k = job.shape
-    shape = _shape(job.spec, job.order.block, k)
-    if shape is None or 2 * _stage_bytes(shape.block) > runtime.shared_limit(index):
+    m, n, _ = job.shape
+    shape = _specialised(job)
+    if shape is None:
         gemm_single_pairs.run(job, sums, marks)
         return
     panels = -(-m // TILE), -(-n // TILE)

@@ -15,7 +15,7 @@ from torch import Tensor
 from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm_job import TILE, Job
 from fmtsim.cuda.gemm_unit import SINGLES, TYPES, macros, outer_format
-from fmtsim.cuda.runtime import Defines
+from fmtsim.cuda.runtime import Defines, Programs
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.datapath import FP32, Datapath
@@ -111,6 +111,15 @@ def run(job: Job, sums: Tensor, marks: Tensor) -> None:
         job.order.part_blocks, np.int32(job.order.blocks), sums, marks, np.int32(m), np.int32(n),
         shared=2 * _stage_bytes(shape.block),
     )  # fmt: skip
+
+
+def programs(job: Job) -> Programs:
+    """Return the files of kernels that ``run`` launches, with their macros."""
+    shape = _shape(job.spec, job.order.block)
+    assert shape is not None
+    product = "single_pairs.cu", _product_defines(shape, job.promotes)
+    sides = (_operand_defines(shape, side, x.dtype) for side, x in enumerate((job.a, job.b)))
+    return product, *(("single_pairs_prepare.cu", each) for each in sides)
 
 
 def _prepared(x: Tensor, side: int, job: Job, shape: _Shape, flags: Tensor) -> tuple[Tensor, Tensor, Tensor]:

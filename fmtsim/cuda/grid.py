@@ -5,13 +5,17 @@ import struct
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
+
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, Overflow
 from fmtsim.rounding.modes import Rounding
 
-MAGIC, BITS, FLUSHING, HALVES = range(4)
-_STRUCTURE = struct.Struct("<8f 6I 3I f I 2I f 2I")
+MAGIC, BITS, FLUSHING, HALVES, FIXED = range(5)
+_STRUCTURE = struct.Struct("<8f 6I 3I f I 2I f 2I 4f")
 _SIGN = 1 << 31
 _WIDEST_INTEGER = 22  # bits of codes that the sum with 1.5 * 2**23 holds
+_SHORT = 16  # bits of float codes that it holds with a number of places
+_FINEST = 21  # mantissa bits that leave room for it beside a number of places
 
 
 class Grid(NamedTuple):
@@ -21,11 +25,13 @@ class Grid(NamedTuple):
         parameters: The bytes of ``struct Grid``.
         method: How magnitudes are rounded, a macro of kernels/grid_cast.cuh.
         special: Whether overflow gives Inf or NaN.
+        carries: Whether it gives Inf, whose code follows that of the largest number.
         asymmetric: Whether the range is not that of both signs.
         integer: Whether codes are two's complement numbers.
         encodes: Whether the kernels give codes too.
         keeps: Whether the format has -0.
         random: How random words are used, a macro of kernels/grid_cast.cuh.
+        mantissa: Mantissa bits of a float format that is rounded stochastically, else 0.
     """
 
     parameters: bytes
@@ -36,12 +42,21 @@ class Grid(NamedTuple):
     encodes: bool
     keeps: bool
     random: int
+    mantissa: int
+    carries: bool = False
 
     @property
     def defines(self) -> tuple[tuple[str, str], ...]:
         """Macros of kernels/grid_cast.cuh."""
         values = {"METHOD": self.method, "SPECIAL": self.special, "ASYMMETRIC": self.asymmetric, "KEEPS": self.keeps}
-        return tuple((name, str(int(value))) for name, value in (*values.items(), ("RANDOM", self.random)))
+        values |= {"CARRIES": self.carries, "RANDOM": self.random}
+        return tuple((name, str(int(value))) for name, value in values.items())
+
+    def pairs(self, dtype: torch.dtype) -> int:
+        """Return the macro PAIRS for inputs of a dtype: it has 16 bits and holds the largest magnitude."""
+        highest, lowest = struct.unpack_from("<2f", self.parameters)
+        fits = dtype.itemsize == 2 and float(torch.tensor(highest).to(dtype)) == highest
+        return int(fits and (lowest == 0 or not self.asymmetric))
 
 
 @lru_cache(maxsize=1024)
@@ -67,11 +82,22 @@ def _words(rounding: Rounding) -> tuple[int, int]:
     return (1 << 32) - (1 << (32 - bits)), 1 << (31 - bits) if rounding.variant == "b" and bits < 32 else 0
 
 
-def _random(rounding: Rounding, largest_place: int) -> int:
-    """Return the macro RANDOM for the exponent of the largest last place: whole words and 2**10 at most, or not."""
+def _random(rounding: Rounding) -> int:
+    """Return the macro RANDOM: whole words or not."""
     if rounding.mode != "stochastic":
         return 0
-    return 1 if rounding.bits == 32 and rounding.variant == "a" and largest_place <= 10 else 2
+    return 1 if rounding.bits == 32 and rounding.variant == "a" else 2
+
+
+def _stochastic(fmt: FloatFormat) -> tuple[float, float, float, float]:
+    """Return the last fields of ``struct Grid``; zeros where none is asked for."""
+    mantissa_bits, low = fmt.mantissa_bits, fmt.min_exponent
+    if mantissa_bits > _FINEST or not -126 <= low <= 127:
+        return 0.0, 0.0, 0.0, 0.0
+    base = 3 << 22
+    offset = -(low + 127 << mantissa_bits) % (1 << fmt.bits) if fmt.bits <= _SHORT else 0
+    places = (math.ldexp(number, -mantissa_bits) for number in (2.0**-32, base, base + offset))
+    return (math.ldexp(1.0, low), *places)  # type: ignore[return-value]
 
 
 def _integer_grid(fmt: IntFormat, rounding: Rounding) -> Grid | None:
@@ -79,12 +105,13 @@ def _integer_grid(fmt: IntFormat, rounding: Rounding) -> Grid | None:
         return None
     asymmetric = fmt.half_offset or fmt.min != -fmt.max
     parameters = _STRUCTURE.pack(
-        fmt.max, fmt.min, math.inf, fmt.max, fmt.max, 0.0, 0.0, math.ldexp(1.0, 23 - fmt.fraction_bits),
+        fmt.max, fmt.min, math.inf, fmt.max, fmt.max, 0.0, 0.0, 0.0,
         _SIGN if fmt.signed else 0, 0, 0, 0, 0, 0, 0, 0, 0,
         1 / fmt.eps, 1 << (32 - fmt.bits), fmt.max_code << (32 - fmt.bits), 0, fmt.eps, *_words(rounding),
+        0.0, math.ldexp(fmt.eps, -32), math.ldexp(fmt.eps, 23) * 1.5, 0.0,
     )  # fmt: skip
-    method = HALVES if fmt.half_offset else MAGIC
-    return Grid(parameters, method, False, asymmetric, True, True, False, _random(rounding, -fmt.fraction_bits))
+    method = HALVES if fmt.half_offset else FIXED
+    return Grid(parameters, method, False, asymmetric, True, True, False, _random(rounding), 0)
 
 
 def _float_grid(fmt: FloatFormat, rounding: Rounding, overflow: Overflow) -> Grid | None:
@@ -113,10 +140,13 @@ def _float_grid(fmt: FloatFormat, rounding: Rounding, overflow: Overflow) -> Gri
         math.nan if fmt.has_nan else fmt.max, -0.0 if fmt.has_negative_zero else 0.0,
         math.ldexp(1.0, drop), math.ldexp(1.0, low + drop),
         _SIGN if fmt.signed else 0, drop, max((1 << drop >> 1) - 1, 0), (1 << 32) - (1 << drop), parity, int(drop > 0),
-        *_flush_points(fmt), *codes, 0.0, *_words(rounding),
+        *_flush_points(fmt), *codes, 0.0, *_words(rounding), *_stochastic(fmt),
     )  # fmt: skip
-    random = _random(rounding, high + 1 - mantissa_bits)
-    return Grid(parameters, method, special, not fmt.signed, False, encodes, fmt.has_negative_zero, random)
+    random = _random(rounding)
+    mantissa = mantissa_bits if random else 0
+    keeps = fmt.has_negative_zero
+    carries = special and method == MAGIC and keeps and fmt.infinities and fmt.inf_code == fmt.max_code + 1
+    return Grid(parameters, method, special, not fmt.signed, False, encodes, keeps, random, mantissa, carries)
 
 
 def _method(fmt: FloatFormat, rounding: Rounding) -> int | None:
@@ -125,8 +155,8 @@ def _method(fmt: FloatFormat, rounding: Rounding) -> int | None:
     finite = fmt.max_exponent + 24 - mantissa_bits <= 127  # the magic number of the binade above the largest value
     gradual = fmt.has_subnormals and fmt.has_zero
     if rounding.mode == "stochastic":
-        within = low - mantissa_bits >= -117 and fmt.max_exponent - mantissa_bits <= 23  # kernels/grid.cuh
-        return MAGIC if finite and gradual and mantissa_bits <= 22 and within else None
+        within = low - mantissa_bits >= -117 and mantissa_bits <= _FINEST  # kernels/grid.cuh
+        return MAGIC if finite and gradual and within else None
     if mantissa_bits and gradual:
         if finite and mantissa_bits <= 22 and low >= -127:
             return MAGIC

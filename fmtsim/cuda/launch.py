@@ -23,6 +23,10 @@ REFUSALS = {
     209: "the kernel was compiled for another architecture",
     701: "a block needs more registers or shared memory than a multiprocessor has",
 }
+_WORD = np.uint64(0)
+
+Layers = int | tuple[int, ...]  # of a grid, or of a block of threads: up to three
+Bound = Callable[..., None]
 
 _raw_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
@@ -55,9 +59,7 @@ class Kernel:
             checked(driver.cuFuncLoad(self._function), name)  # a graph could not capture that
         self._sizes = [parameter.size for parameter in handle.arguments_info]
 
-    def __call__(
-        self, grid: int | tuple[int, ...], block: int | tuple[int, ...], *arguments: Any, shared: int = 0
-    ) -> None:
+    def __call__(self, grid: Layers, block: Layers, *arguments: Any, shared: int = 0) -> None:
         """Launch: tensors pass their address, None a null pointer, numpy scalars their value, bytes a structure.
 
         ``grid`` and ``block`` are ints or tuples of up to three; ``shared`` is the dynamic shared memory in bytes.
@@ -69,20 +71,50 @@ class Kernel:
         layout = self._layouts.get(tuple(map(type, arguments))) or self._lay_out(arguments)
         if shared > self._shared:
             self._announce(shared)
-        blocks = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
-        threads = (block, 1, 1) if isinstance(block, int) else (*block, 1, 1)[:3]
         memory = layout.fill(arguments)
+        self._start(_three(grid), _three(block), shared, memory.address)
+        layout.free.append(memory)
+
+    def bound(self, block: Layers, leading: int, *rest: Any) -> Bound:
+        """Return a launch of which only the grid and the first arguments are still to be said, for calls that repeat.
+
+        Args:
+            block: As in a call.
+            leading: How many arguments come with each launch: addresses or integers of 64 bits, as Python ints.
+            rest: The arguments behind them, as in a call.
+
+        Returns:
+            A function of the grid (an int) and of the leading arguments.
+
+        Raises:
+            TypeError: The arguments are not what the kernel takes.
+        """
+        layout = self._held(_Layout((*[_WORD] * leading, *rest)))
+        threads, pack = _three(block), struct.Struct("=" + leading * "Q8x").pack_into
+
+        def launch(grid: int, *words: int) -> None:
+            try:
+                memory = layout.free.pop()
+            except IndexError:  # the first launch, or as many at once as never before
+                memory = layout.fill((*[_WORD] * leading, *rest))
+            pack(memory.bytes, 0, *words)
+            self._start((grid, 1, 1), threads, 0, memory.address)
+            layout.free.append(memory)
+
+        return launch
+
+    def _start(self, blocks: tuple[int, ...], threads: tuple[int, ...], shared: int, address: int) -> None:
+        """Ask the driver for a launch with arguments at an address."""
         if _current_device() == self._index:
             stream = _raw_stream(self._index)
-            (error,) = self._launch(self._function, *blocks, *threads, shared, stream, memory.address, 0)
+            (error,) = self._launch(self._function, *blocks, *threads, shared, stream, address, 0)
             if error and int(error) in NO_CONTEXT:
-                error = self._launch_in_context(blocks, threads, shared, memory.address)
+                error = self._launch_in_context(blocks, threads, shared, address)
         else:
             with torch.cuda.device(self._index):
-                error = self._launch_in_context(blocks, threads, shared, memory.address)
-        layout.free.append(memory)
+                error = self._launch_in_context(blocks, threads, shared, address)
         if error:
-            raise self._refused(int(error), f"grid={grid}, block={block}, shared={shared}")
+            raise self._refused(int(error), f"grid={_said(blocks)}, block={_said(threads)}, shared={shared}")
 
     def _launch_in_context(self, blocks: tuple[int, ...], threads: tuple[int, ...], shared: int, address: int) -> Any:
         """Make the device's context the thread's and launch."""
@@ -109,11 +141,22 @@ class Kernel:
         self._shared = shared
 
     def _lay_out(self, arguments: tuple[Any, ...]) -> "_Layout":
-        layout = _Layout(arguments)
+        layout = self._layouts[tuple(map(type, arguments))] = self._held(_Layout(arguments))
+        return layout
+
+    def _held(self, layout: "_Layout") -> "_Layout":
+        """Return a layout that is the kernel's, or say what it is not."""
         if layout.sizes != self._sizes:
             raise TypeError(f"{self._name} takes arguments of {self._sizes} bytes, not of {layout.sizes}")
-        self._layouts[tuple(map(type, arguments))] = layout
         return layout
+
+
+def _three(size: Layers) -> tuple[int, ...]:
+    return (size, 1, 1) if isinstance(size, int) else (*size, 1, 1)[:3]
+
+
+def _said(sizes: tuple[int, ...]) -> str:
+    return str(sizes[0] if sizes[1:] == (1, 1) else sizes)
 
 
 class _Memory:

@@ -26,6 +26,7 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_100a", "sm_10
 OLDEST = (8, 0)
 
 Defines = tuple[tuple[str, str], ...]
+Programs = tuple[tuple[str, Defines], ...]  # files of kernels with their macros
 _INCLUDE = re.compile(r'^#include "([a-z0-9_]+\.cuh)"$', re.MULTILINE)
 _loading = threading.Lock()
 
@@ -167,10 +168,8 @@ def compiled(file: str, arch: str, defines: Defines = ()) -> Any:
 
 
 @cache
-def program_cache() -> Any:
-    """Return the disk cache of machine code, or one in memory (with one warning) where no folder can be written."""
-    from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache
-
+def cache_folder() -> Path | None:
+    """Return the folder in which the engine keeps things, None (with one warning) where no folder can be written."""
     chosen = os.environ.get("FMTSIM_CACHE_DIR")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(chosen or f"{base}/fmtsim") / "cuda"
@@ -185,8 +184,17 @@ def program_cache() -> Any:
             "process. Set FMTSIM_CACHE_DIR to a folder that can be written.",
             stacklevel=2,
         )
-        return InMemoryProgramCache()
-    return FileStreamProgramCache(folder)
+        return None
+    return folder
+
+
+@cache
+def program_cache() -> Any:
+    """Return the cache of machine code on disk, one in memory where no folder can be written."""
+    from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache
+
+    folder = cache_folder()
+    return InMemoryProgramCache() if folder is None else FileStreamProgramCache(folder)
 
 
 @cache

@@ -15,7 +15,7 @@ from fmtsim.formats.block import BlockFormat, Format
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.ops import CastSpec, Random
 
-_SLOTS, _FIELDS = 64, 6  # struct Slot of kernels/block_rows.cu, padded to whole 16 bytes
+_SLOTS, _FIELDS = 256, 6  # struct Slot of kernels/block_counts.cuh, padded to whole 16 bytes
 
 
 class Counts(NamedTuple):

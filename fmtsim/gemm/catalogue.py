@@ -61,6 +61,9 @@ def _double(strength: Strength = "reported", why: str = "PTX ISA, mma.f64: one r
     return _mode(("fp64",), "fp64", FMA64, strength, why)
 
 
+_CLAMPS = "PTX ISA, mma .satfinite; H200: torch._int_mm gives 2^31 - 1 for 2^18 products of 127^2"
+
+
 def _integer(strength: Strength = "reported", why: str = "PTX ISA, mma: wraps unless .satfinite is given") -> Mode:
     return _mode(INT8, "int32", IntegerDatapath(), strength, why)
 
@@ -160,7 +163,10 @@ def _hopper() -> Iterator[Unit]:
                    f"H200: torch.mm with fp16 accumulation (mma.sync); {probes}"),
             _mode(FP8, "fp32", fp8, "recorded", "H200: torch._scaled_mm; vectors of H100 and H200"),
             _mode(FP8, "fp16", _half(fp8), "compared", "MMA-Sim"),
-            _integer("recorded", "H200: torch._int_mm"),
+            _integer(
+                why="PTX ISA, wgmma: wraps unless .satfinite is given. cuBLASLt's torch._int_mm clamps on an H200: "
+                "target h200 has int8.satfinite"
+            ),
         ),
     )  # fmt: skip
 
@@ -288,10 +294,10 @@ def _plain() -> Iterator[Unit]:
     yield Unit(
         name="int8",
         description="Exact products of 8-bit integers, an int32 sum modulo 2^32.",
-        modes=(_integer("recorded", "H200: torch._int_mm"),),
+        modes=(_integer("recorded", "H200: torch._int_mm within int32, where nothing wraps; beyond it by definition"),),
     )
     yield Unit(
         name="int8.satfinite",
         description="Exact products of 8-bit integers, an int32 sum clamped after each instruction of 32 products.",
-        modes=(_mode(INT8, "int32", IntegerDatapath(saturate=True), "reported", "PTX ISA, mma .satfinite"),),
+        modes=(_mode(INT8, "int32", IntegerDatapath(saturate=True), "reported", _CLAMPS),),
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm import target as targets
 from fmtsim.gemm.call import LARGE_BLOCKS, GemmCall, Operation
 from fmtsim.gemm.datapath import Arithmetic, Datapath, IntegerDatapath, sum_dtype
@@ -92,8 +93,13 @@ def resolve(call: GemmCall, choice: Choice, a: OperandFormat, b: OperandFormat, 
         ArgumentError: The machine does not take the call, or its plan makes no sense for it.
     """
     if choice.target is not None:
-        path, plan, unit, accumulate, basis = targets.get_target(choice.target).resolve(call, strict=choice.strict)
-        plan = choice.plan or plan
+        found = targets.get_target(choice.target).resolve(call, strict=choice.strict)
+        path, unit, accumulate, basis = found.arithmetic, found.unit, found.accumulate, found.basis
+        plan = choice.plan or found.plan
+        if found.operands is not None:
+            fmt = get_format(found.operands)
+            assert isinstance(fmt, FloatFormat)  # as reading the plan file made sure
+            a = b = fmt
     else:
         # The records themselves, so that a format that was never registered is judged too.
         path = get_datapath(choice.unit, a, b, choice.accumulate, scale)  # type: ignore[arg-type]
@@ -130,8 +136,15 @@ def _accumulates(unit: Any, path: Arithmetic, a: OperandFormat, b: OperandFormat
 def check_plan(path: Arithmetic, plan: GemmPlan, call: GemmCall) -> None:
     """Refuse an order of sums that the unit or the call cannot follow."""
     schedule(1, path, plan)  # promotions of unit and plan that disagree
-    if isinstance(path, IntegerDatapath) and (plan.scaled_promotion or plan.partial is not None):
-        raise ArgumentError("integer sums have neither scaled_promotion nor partial; leave them out of the plan")
+    if isinstance(path, IntegerDatapath) and (plan.scaled_promotion or plan.partial or plan.reduce == "in_place"):
+        raise ArgumentError(
+            "integer sums have neither scaled_promotion nor partial nor reduce='in_place'; leave them out of the plan"
+        )
+    if plan.reduce == "in_place" and call.scaling != "none":
+        raise ArgumentError(
+            f"reduce='in_place' adds parts to outputs that have no scales, and the scaling is {call.scaling!r}; choose "
+            "'serial' or 'pairwise'"
+        )
     if plan.scaled_promotion != (call.scaling in LARGE_BLOCKS):
         raise ArgumentError(
             f"a plan with scaled_promotion={plan.scaled_promotion} does not fit scaling {call.scaling!r}; "
@@ -169,8 +182,9 @@ def accumulate_name(dtype: torch.dtype) -> str:
 
 def definition(
     call: tuple[Any, ...], choice: Choice, a: OperandFormat, b: OperandFormat, scale: str | None = None
-) -> tuple[str, bool, str]:
-    """Return a call's definition as JSON, whether it draws random words, and the format it sums in.
+) -> tuple[str, bool, str, bool]:
+    """Return a call's definition as JSON, whether it draws random words, the format it sums in, and whether the unit
+    takes the formats that were asked for, instead of another.
 
     Args:
         call: The fields of the GemmCall in order, without a and b.
@@ -188,7 +202,7 @@ def definition(
 def _definition(
     a: OperandFormat, b: OperandFormat, scale: str | None, target: Any, unit: Any, plan: GemmPlan | None,
     accumulate: str | None, strict: bool, operation: Operation, m: int, n: int, k: int, *rest: Any,
-) -> tuple[str, bool, str]:  # fmt: skip
+) -> tuple[str, bool, str, bool]:  # fmt: skip
     """Take every record by itself: torch.compile finds those in a tuple or in another record only while it traces."""
     names = ("out", "accumulate", "fast_accum", "scaling", "bias", "a_layout", "b_layout", "batch")
     call = GemmCall(
@@ -196,7 +210,7 @@ def _definition(
     )
     choice = Choice(target=target, unit=unit, plan=plan, accumulate=accumulate, strict=strict)
     found = resolve(call, choice, a, b, scale)
-    return found.spec.to_json(), is_stochastic(found.spec), found.accumulate
+    return found.spec.to_json(), is_stochastic(found.spec), found.accumulate, (found.spec.a, found.spec.b) == (a, b)
 
 
 # What torch.compiler.assume_constant_result sets; calling that would import all of torch._dynamo with fmtsim.

@@ -206,7 +206,8 @@ def _explanation(call: GemmCall, found: Resolved, choice: Choice, tf32: str) -> 
         layouts = f"a {call.a_layout}-major, b {call.b_layout}-major along K"
         rows.append(("target", f"{machine}, {layouts}"))
     if tf32:
-        rows.append(("operands", "float32 rounded to TF32, to nearest even"))
+        rounded = "rounded to TF32, to nearest even" if found.spec.a.name == "tf32" else "not rounded to TF32"
+        rows.append(("operands", f"float32 {rounded}"))
     rows.append(("unit", f"{found.unit or 'own datapath'}: {describe(path)}"))
     if found.unit is not None:
         mode = _mode(found, path)
@@ -245,6 +246,9 @@ def _order(k: int, found: Resolved) -> str:
     share = -(-tiles // plan.split)
     parts = -(-tiles // share) if plan.owner == "contiguous" else min(plan.split, tiles)
     dealt = f"runs of {share} tiles" if plan.owner == "contiguous" else f"every {plan.split}th tile"
+    if plan.reduce == "in_place":
+        rounded = "" if plan.partial is None else f", rounded to {plan.partial.name} after every addition"
+        return f"{text} in {parts} parts ({dealt}), each {chain}; parts are added to the output in place{rounded}"
     kept = "" if plan.partial is None else f" rounded to {plan.partial.name} and"
     trip = " with a round trip" if plan.round_trip else ""
     return f"{text} in {parts} parts ({dealt}), each {chain}; parts are{kept} added {plan.reduce}ly{trip}".replace(
@@ -263,7 +267,8 @@ def _promotion(plan: GemmPlan) -> str:
 def _epilogue(call: GemmCall, plan: GemmPlan, out: str) -> str:
     steps = [] if call.scaling in ("none", *LARGE_BLOCKS) else [_STEPS[plan.epilogue]]
     steps += [f"rounded to {out}"] if call.bias and plan.bias_after_rounding and call.out.itemsize == 2 else []
-    steps += ["plus the bias"] if call.bias else []
+    begins = call.bias and plan.reduce == "in_place"
+    steps += ["the bias is what parts are added to" if begins else "plus the bias"] if call.bias else []
     if call.out in (torch.float32, torch.float64, torch.int32):
         return ", ".join([*steps, f"{out}"])
     saturating = ", saturating" if call.out.itemsize == 1 else ""

@@ -2,13 +2,14 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.call import GemmCall
+from fmtsim.gemm.plan import Reduce
 
 _LINE = 16  # bytes a row must be a multiple of, for kernels that load by tensor maps
 _BITS = {"fp16": 16, "bf16": 16, "tf32": 32, "fp32": 32, "fp64": 64}
@@ -32,8 +33,10 @@ class Kernel:
         partial: Format of the parts' sums, ``"out"`` for the dtype of the result.
         round_trip: As in GemmPlan.
         epilogue: As in GemmPlan.
-        bias_after_rounding: As in GemmPlan, where the kernel makes one part of K: whatever adds several parts adds the
-            bias with them.
+        owner: As in GemmPlan.
+        reduce: As in GemmPlan.
+        bias_after_rounding: As in GemmPlan; ``"unsplit"`` only where the kernel makes one part of K, because whatever
+            adds several parts adds the bias with them.
     """
 
     k_tile: int | None = None
@@ -47,7 +50,15 @@ class Kernel:
     partial: str | None = None
     round_trip: bool = False
     epilogue: str = "scale"
-    bias_after_rounding: bool = False
+    owner: Literal["contiguous", "interleaved"] = "contiguous"
+    reduce: Reduce = "serial"
+    bias_after_rounding: bool | Literal["unsplit"] = False
+
+    def __post_init__(self) -> None:
+        if self.bias_after_rounding not in (False, True, "unsplit"):
+            raise ArgumentError(
+                f"bias_after_rounding={self.bias_after_rounding!r} is not possible; choose false, true or 'unsplit'"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are not the default."""
@@ -57,7 +68,8 @@ class Kernel:
         """Return the fields of the GemmPlan of a call, and whether they say exactly what the kernel does."""
         plan: dict[str, Any] = {"epilogue": self.epilogue, "instruction_k": self.instruction_k}
         plan |= {"promote_every": self.promote_every, "scaled_promotion": self.scaled_promotion}
-        plan |= {"successive_scales": self.successive_scales, "bias_after_rounding": self.bias_after_rounding}
+        after = split == 1 if self.bias_after_rounding == "unsplit" else self.bias_after_rounding
+        plan |= {"successive_scales": self.successive_scales, "bias_after_rounding": after}
         exact = True
         if self.slices and self.k_tile is not None and split > 1:
             width = self._slice(call, split)
@@ -70,9 +82,9 @@ class Kernel:
             tiles = _ceil(call.k, self.k_tile)
             exact = not (call.k % self.k_tile and (split - 1) * _ceil(tiles, split) >= tiles)
         if split > 1:
-            plan["bias_after_rounding"] = False
             partial = _dtype_format(call.out) if self.partial == "out" else self.partial
             plan |= {"split": split, "partial": partial if partial != "fp32" else None, "round_trip": self.round_trip}
+            plan |= {"owner": self.owner, "reduce": self.reduce}
         return plan, exact
 
     def _slice(self, call: GemmCall, split: int) -> int:

@@ -62,7 +62,7 @@ def multiply_coded(
     if wanted(gemm.native, choice, a.values.device, obstacle):
         rules: dict[str, Any] = {"adds": adds, "sums": fields[5], "fast_accum": gemm.fast_accum}
         return run_coded(operation, a, b, bias, kind, asked, **rules)
-    text, stochastic, _ = definition(fields, choice, a.format, b.format, INNER_SCALES.get(kind, (None,))[0])
+    text, stochastic, *_ = definition(fields, choice, a.format, b.format, INNER_SCALES.get(kind, (None,))[0])
     _check_inner(text, kind)
     key = draw_keys(stochastic, generator if stochastic else None, None, a.values.device)
     row, column, *inner = _scales(a, b, kind)

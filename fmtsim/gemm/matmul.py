@@ -180,7 +180,8 @@ def int_mm(
         native: As in ``mm``.
 
     Returns:
-        [M, N], int32, sums modulo 2^32 (clamped by a saturating unit). It has no gradient.
+        [M, N], int32. Sums that leave int32 wrap in unit ``"int8"`` and are clamped in ``"int8.satfinite"``, which is
+        what cuBLASLt runs on an H200 (``target="h200"``). It has no gradient.
 
     Raises:
         ArgumentError: Shapes that do not fit each other or the machine.

@@ -113,12 +113,23 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out):  # type: ignore
         part = out[rows]
         sums = part if out.dtype == wide else torch.empty(part.shape, dtype=wide, device=out.device)
         own_c, own_scale = (None if t is None else t[rows] for t in (c, scale_a))
-        engine.gemm(a[rows], b, own_c, own_scale, scale_b, spec, random, sums)
+        begins = _bias_in_place(spec, own_c, shared["bias"], sums)
+        engine.gemm(a[rows], b, begins, own_scale, scale_b, spec, random, sums)
         if wide != torch.int32:
             row = shared["row"]
             row = row if row is None or row.numel() == 1 else row.reshape(-1)[rows]
             rules = {"rule": spec.plan.epilogue, "bias_after_rounding": spec.plan.bias_after_rounding}
-            finish(sums, out.dtype, **rules, **{**shared, "row": row}, out=part)
+            bias = None if begins is not own_c else shared["bias"]
+            finish(sums, out.dtype, **rules, **{**shared, "row": row, "bias": bias}, out=part)
+
+
+def _bias_in_place(spec: GemmSpec, c: Tensor | None, bias: Tensor | None, sums: Tensor) -> Tensor | None:
+    """Return the addend of a product: c, or the bias where the output begins with it (``GemmPlan.reduce``)."""
+    if spec.plan.reduce != "in_place" or bias is None:
+        return c
+    if c is not None:
+        raise ArgumentError("parts that are added in place begin with c or with a bias, and both are given; pass one")
+    return bias.reshape(1, -1).to(sums.dtype).expand_as(sums)
 
 
 def _require_values(name: str, x: Tensor, fmt: FloatFormat | IntFormat) -> None:

@@ -57,7 +57,8 @@ def gemm_oracle(
         a: [M][K] floats that lie on ``spec.a``, or integers for an IntegerDatapath.
         b: [N][K], likewise.
         spec: The unit, the order of sums, the operands' formats.
-        c: [M][N] values of the accumulator, the addend of the first part.
+        c: [M][N] values of the accumulator, the addend of the first part; what the output begins with, such as a bias,
+            where parts are reduced in place.
         scale_a: [M][ceil(K / g)] scales inside the unit where it has some (g = ``scale_block``), else those of
             ``scaled_promotion`` (g = ``promote_every``).
         scale_b: [N][ceil(K / g)], likewise.
@@ -78,9 +79,13 @@ def gemm_oracle(
         words = _words(spec.datapath, random, m * len(b) + n, len(a) * len(b))
         scales = None if scale_a is None else scale_a[m], None if scale_b is None else scale_b[n]
         rows = _Output(a[m], b[n], *scales, words, spec)
-        starts = [zero if c is None else c[m][n], *[zero] * len(parts)]
+        given = None if c is None else c[m][n]
+        begins = zero if given is None or spec.plan.reduce == "in_place" else given
+        starts = [begins, *[zero] * len(parts)]
         sums = [_part_sum(part, start, rows) for part, start in zip(parts, starts, strict=False)]
-        return _reduced(sums, spec) if sums else starts[0]  # rule 6
+        if not sums:  # rule 6
+            return zero if given is None else given
+        return _in_place(sums, given, spec) if spec.plan.reduce == "in_place" else _reduced(sums, spec)
 
     return [[output(m, n) for n in range(len(b))] for m in range(len(a))]
 
@@ -129,8 +134,10 @@ def _check(spec: GemmSpec, scaled: bool, random: Sequence[int] | None) -> None:
         raise ArgumentError("neither unit nor plan has scales; leave scale_a and scale_b to the epilogue")
     if isinstance(unit, Datapath) and unit.rounding.mode == "stochastic" and random is None:
         raise ArgumentError("the unit rounds stochastically and random=None; pass seed and offset")
-    if isinstance(unit, IntegerDatapath) and (plan.scaled_promotion or plan.partial is not None):
-        raise ArgumentError("integer sums have neither scaled_promotion nor partial; leave them out of the plan")
+    if isinstance(unit, IntegerDatapath) and (plan.scaled_promotion or plan.partial or plan.reduce == "in_place"):
+        raise ArgumentError(
+            "integer sums have neither scaled_promotion nor partial nor reduce='in_place'; leave them out of the plan"
+        )
 
 
 def _words(unit: Arithmetic, random: Sequence[int] | None, place: int, outputs: int) -> Iterator[int | None]:
@@ -224,6 +231,16 @@ def _reduced(sums: list[Any], spec: GemmSpec) -> Any:
         rest = rest if last else []
     for p in rest:
         result = _plus(result, p, spec)
+    return result
+
+
+def _in_place(sums: list[Any], given: Any, spec: GemmSpec) -> Any:
+    """Return the output after every part was added to it, and rounded to its format (rule 5)."""
+    kept = spec.plan.partial
+    result = given
+    for p in sums:
+        result = p if result is None else _plus(result, p, spec)
+        result = result if kept is None else add(kept, result, -0.0)  # adding -0 changes nothing, so this rounds
     return result
 
 

@@ -1,13 +1,14 @@
 """In which order a library adds the products of a GEMM, and what it does with the sum: a plan, as plain data."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 
 Epilogue = Literal["scale", "row_column", "column_row"]
+Reduce = Literal["serial", "pairwise", "in_place"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,9 @@ class GemmPlan:
         successive_scales: Of the two scales of ``scaled_promotion``, multiply by a's first and round, then add with b's
             (1x128 by 1x128 scales); else by their rounded product.
         partial: Format to which each part's sum is rounded before the reduction; None keeps float32.
-        reduce: ``"serial"``: part after part; ``"pairwise"``: the halves onto each other first.
+        reduce: ``"serial"``: part after part; ``"pairwise"``: the halves onto each other first; ``"in_place"``: parts
+            are added to the output as they arrive, which begins with the bias: a part itself is not rounded, the output
+            is rounded to ``partial`` after every addition.
         round_trip: Round the reduction to ``partial`` after every addition.
         epilogue: What multiplies the sum: ``"scale"``: the product of both scales, rounded once;
             ``"row_column"``: first the scale of the row, then that of the column; ``"column_row"``: the reverse.
@@ -52,7 +55,7 @@ class GemmPlan:
     scaled_promotion: bool = False
     successive_scales: bool = False
     partial: FloatFormat | None = None
-    reduce: Literal["serial", "pairwise"] = "serial"
+    reduce: Reduce = "serial"
     round_trip: bool = False
     epilogue: Epilogue = "scale"
     bias_after_rounding: bool = False
@@ -71,7 +74,7 @@ class GemmPlan:
             _check(name, getattr(self, name) is None or _count(getattr(self, name)), getattr(self, name), "1 or more")
         _check("split", _count(self.split), self.split, "1 or more")
         _check("owner", self.owner in ("contiguous", "interleaved"), self.owner, "'contiguous' or 'interleaved'")
-        _check("reduce", self.reduce in ("serial", "pairwise"), self.reduce, "'serial' or 'pairwise'")
+        _check("reduce", self.reduce in get_args(Reduce), self.reduce, "'serial', 'pairwise' or 'in_place'")
         _check("epilogue", self.epilogue in ("scale", "row_column", "column_row"), self.epilogue, "a rule listed")
         if self.k_tile is None and (self.split > 1 or self.residue_first):
             raise ArgumentError(
@@ -87,6 +90,11 @@ class GemmPlan:
             raise ArgumentError("successive_scales=True needs scaled_promotion=True, which multiplies by scales")
         if self.round_trip and self.partial is None:
             raise ArgumentError("round_trip=True needs partial=, the format to round to")
+        if self.reduce == "in_place" and (self.round_trip or self.bias_after_rounding):
+            raise ArgumentError(
+                "reduce='in_place' rounds the output after every addition and begins with the bias; leave round_trip "
+                "and bias_after_rounding out"
+            )
 
 
 def _count(value: object) -> bool:

@@ -74,7 +74,8 @@ def forward(a: Tensor, b: Tensor, bias: Tensor | None, request: Request) -> Tens
     asked = dtype or a.dtype
     fields = (request.operation, m, n, k, asked, sums, True, "none", bias is not None, *layouts, batch)
     choice = replace(request.choice, accumulate=sums) if request.allow_fp16_accumulation else request.choice
-    text, stochastic, summed = definition(fields, choice, *formats)
+    text, stochastic, summed, as_asked = definition(fields, choice, *formats)
+    tf32 = tf32 if as_asked else ""
     dtype = dtype or accumulate_dtype(summed)
     if summed != "int32":
         output_format(dtype)

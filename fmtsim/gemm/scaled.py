@@ -104,7 +104,7 @@ def scaled_mm(
     layouts = matrix_layout(a, transposed=False), matrix_layout(b, transposed=True)
     sums = accumulate or "fp32"
     fields = ("scaled_mm", m, n, k, dtype, sums, use_fast_accum, scales.kind, bias is not None, *layouts, 1)
-    text, stochastic, _ = definition(fields, choice, *formats, scales.unit_format)
+    text, stochastic, *_ = definition(fields, choice, *formats, scales.unit_format)
     key = draw_keys(stochastic, generator, None, a.device)
     left, right = read_operand(a, formats[0]), read_operand(columns, formats[1])
     inner = _block_scales(scales, left, right, text)

@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.call import GemmCall
 from fmtsim.gemm.datapath import Arithmetic
 from fmtsim.gemm.kernel import Kernel, Splits, check_conditions, matches
@@ -29,6 +31,7 @@ class Resolution(NamedTuple):
 
     ``basis`` says what stands behind the plan: ``"recorded"`` (output bits of this call), ``"logged"`` (the library
     named its choice for this call), ``"rule"`` (a rule that was tested, or true by definition) or ``"guess"``.
+    ``operands`` is the format in which the unit takes operands that the call names otherwise, else None.
     """
 
     arithmetic: Arithmetic
@@ -36,6 +39,7 @@ class Resolution(NamedTuple):
     unit: str
     accumulate: str
     basis: Basis
+    operands: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,8 @@ class Rule:
             that a table lacks go on to the next rule.
         basis: What stands behind it.
         reason: One sentence that says what.
+        unit: Name of the unit that runs, where it is not the target's for such operands.
+        operands: Format in which that unit takes them: ``"fp32"`` where float32 is not rounded to TF32.
     """
 
     when: dict[str, Any]
@@ -56,10 +62,14 @@ class Rule:
     split: int | str | dict[str, dict[str, int]]
     basis: Basis
     reason: str
+    unit: str | None = None
+    operands: str | None = None
 
     def __post_init__(self) -> None:
         if self.basis not in get_args(Basis):
             raise ArgumentError(f"basis={self.basis!r} is not possible; choose one of {', '.join(get_args(Basis))}")
+        if self.operands is not None and self.unit is None:
+            raise ArgumentError(f"operands={self.operands!r} are those of a unit; name it with unit=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,7 +115,12 @@ class Target:
             self._doubt(call, found.plan, strict)
         return found
 
-    def _unit(self, call: GemmCall) -> str:
+    def unit(self, call: GemmCall) -> str:
+        """Return the name of the unit for a call's operands; a rule may name another.
+
+        Raises:
+            ArgumentError: There is none.
+        """
         scale = _SCALES.get(call.scaling)
         for inputs, accumulate, unit in self.units:
             scales = {mode.scale for mode in get_unit(unit).modes}
@@ -117,8 +132,9 @@ class Target:
             f"{call.scaling!r}; it has {taken}"
         )
 
-    def _plan(self, call: GemmCall) -> tuple[GemmPlan, Basis]:
-        for rule in self.rules:
+    def find(self, call: GemmCall) -> tuple[int | None, GemmPlan, Basis]:
+        """Return the number of the rule that a call falls under, None where there is none, its plan and its basis."""
+        for number, rule in enumerate(self.rules):
             if not matches(rule.when, call):
                 continue
             kernel, basis = self.kernels[rule.kernel], rule.basis
@@ -133,8 +149,8 @@ class Target:
                 split = rule.split
             fields, exact = kernel.fields(call, split)
             basis = basis if exact else "guess"
-            return GemmPlan(source=rule.reason, verified=basis == "recorded", **fields), basis
-        return GemmPlan(source="one chain, k in order: no rule covers this call"), "guess"
+            return number, GemmPlan(source=rule.reason, verified=basis == "recorded", **fields), basis
+        return None, GemmPlan(source="one chain, k in order: no rule covers this call"), "guess"
 
     def _doubt(self, call: GemmCall, plan: GemmPlan, strict: bool) -> None:
         text = (
@@ -201,9 +217,14 @@ def get_target(name: str | Path | Target) -> Target:
 @lru_cache(maxsize=4096)
 def _resolution(target: Target, call: GemmCall) -> Resolution:
     """Look a call up among the rules, which a training asks for the same products in every step."""
-    unit = target._unit(call)
+    unit = target.unit(call)
+    number, plan, basis = target.find(call)
+    rule = None if number is None else target.rules[number]
+    if rule is not None and rule.unit is not None:
+        names = (rule.operands or call.a, rule.operands or call.b)
+        arithmetic = get_unit(rule.unit).mode(*names, call.accumulate)
+        return Resolution(arithmetic, plan, rule.unit, call.accumulate, basis, rule.operands)
     arithmetic = get_unit(unit).mode(call.a, call.b, call.accumulate, _SCALES.get(call.scaling))
-    plan, basis = target._plan(call)
     return Resolution(arithmetic, plan, unit, call.accumulate, basis)
 
 
@@ -241,6 +262,10 @@ def target_from_dict(record: dict[str, Any]) -> Target:
             raise ArgumentError(f"kernel={rule.kernel!r} is not listed; kernels are {', '.join(target.kernels)}")
         if isinstance(rule.split, str) and rule.split not in target.splits:
             raise ArgumentError(f"split={rule.split!r} is not listed; splits are {', '.join(target.splits)}")
+        if rule.unit is not None:
+            get_unit(rule.unit)
+        if rule.operands is not None and not isinstance(get_format(rule.operands), FloatFormat):
+            raise ArgumentError(f"operands={rule.operands!r} is not a floating-point format; choose 'fp32' or another")
         check_conditions(rule.when)
     return target
 
@@ -254,5 +279,9 @@ def target_to_dict(target: Target) -> dict[str, Any]:
         "units": [[list(inputs), accumulate, unit] for inputs, accumulate, unit in target.units],
         "kernels": {name: kernel.to_dict() for name, kernel in target.kernels.items()},
         "splits": {name: split.to_dict() for name, split in target.splits.items()},
-        "rules": [{name: getattr(rule, name) for name in Rule.__dataclass_fields__} for rule in target.rules],
+        "rules": [_said(rule) for rule in target.rules],
     }
+
+
+def _said(rule: Rule) -> dict[str, Any]:
+    return {name: getattr(rule, name) for name in Rule.__dataclass_fields__ if getattr(rule, name) is not None}

@@ -1,77 +1,201 @@
 """The Hadamard transform that spreads outliers over a group before it is quantised, defined to the last bit."""
 
-import math
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.scaling.butterflies import checked_base, root, transform
+from fmtsim.scaling.hadamard_matrix import base_matrix, base_of
+from fmtsim.scaling.signs import Signs, check_signs, mask_bits, sign_bits
+
+__all__ = ["SIZES", "check_hadamard", "hadamard", "root", "sign_bits"]
 
 SIZES = (16, 32, 64, 128)
+"""The sizes whose transform the CUDA engine fuses with a cast."""
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def hadamard(x: Tensor, size: int, signs: int | Tensor | None = None) -> Tensor:
-    """Return ``(s x) H / sqrt(size)`` of every group of ``size`` neighbours along the last dimension, in float32.
+def hadamard(
+    x: Tensor,
+    size: int | Literal["full"] | None,
+    signs: Signs = None,
+    *,
+    dim: int = -1,
+    inverse: bool = False,
+    matrix: Tensor | None = None,
+    round_to: torch.dtype | None = None,
+) -> Tensor:
+    """Return ``(s x) H / sqrt(size)`` of every group of ``size`` neighbours along a dimension, in float32.
 
-    H is the Sylvester matrix, ``H[i][j] = (-1)^popcount(i & j)``. The order of operations defines every bit, and the
-    CUDA engine's fused kernels follow it:
+    H is ``hadamard_matrix(size)``, Sylvester's matrix where size is a power of two, and s the diagonal of the signs.
+    The order of operations (docs/transforms.md) defines every bit, and kernels follow it; ``size = b * 2**k``:
 
     1. x becomes float32 (float64 is rounded to nearest even), and elements whose sign is turned are negated.
-    2. For the distances h = 1, 2, 4, ..., size / 2: each pair of places i and i + h (bit h of i is 0) takes
-       ``RN32(a + b)`` and ``RN32(a - b)``.
-    3. Each number is multiplied by ``RN32(1 / sqrt(size))``.
+    2. For the distances h = 1, 2, 4, ..., 2**(k - 1): each pair of places i and i + h (bit h of ``i mod 2**k`` is 0)
+       takes ``RN32(a + b)`` and ``RN32(a - b)``.
+    3. Where b > 1: of the terms ``t_u = B[u][v] z_u``, u = 0 ... b - 1, each four make
+       ``RN32(RN32(t_0 + t_1) + RN32(t_2 + t_3))``, and these are added in order, the first one to +0.
+    4. Each number is multiplied by ``RN32(1 / sqrt(size))``.
+
+    The inverse takes ``B[v][u]`` in step 3 and turns signs after step 4: ``x H^T / sqrt(size) s``. It is also the
+    derivative: the gradient of a transform is the inverse transform of the gradient, rounded to x's dtype, and vice
+    versa. For powers of two, where H is symmetric, it is the transform by ``H diag(s)``.
+
+    **Transformer Engine** multiplies groups of 16 bfloat16 numbers by ``diag(s) H / 4`` (+-1/4 in bfloat16) on the
+    tensor core, sums in float32 and rounds to bfloat16: ``size=16, round_to=torch.bfloat16``. The bits are equal where
+    the exponents of a group's elements that are not zero lie at most 12 apart (and below 2**124; a subnormal counts as
+    2**-126): every sum of either order is then exact. Otherwise a result may differ in its last place; so may the sign
+    of a result where all elements of the group are zeros, of which tensor cores make +0.
 
     Args:
-        x: ``[..., K]``, float16, bfloat16, float32 or float64; size divides K.
-        size: 16, 32, 64 or 128.
+        x: ``[..., K, ...]``, float16, bfloat16, float32 or float64; size divides K.
+        size: A power of two or a base of ``CONSTRUCTIONS`` times one (with ``matrix``: its order times one); None or
+            "full" is K.
         signs: What the elements of each group are multiplied with first: a bit mask (bit j set: element j is
-            negated), or a tensor [size] whose negative elements negate. None negates nothing.
+            negated), or a tensor [size] whose negative elements negate. None negates nothing. It has no gradient.
+        dim: The dimension that groups run along.
+        inverse: Undo the transform, but for rounding.
+        matrix: Another base B instead of the published one: ``[b, b]`` of +1 and -1, b a multiple of 4, orthogonal
+            rows; H is ``B x Sylvester(size / b)`` (Kronecker product).
+        round_to: torch.bfloat16 or torch.float16: round the result to nearest even as ``quantize`` does (overflow
+            gives Inf), and return that dtype.
 
     Returns:
-        float32 of x's shape. NaN and Inf spread over their group as IEEE arithmetic says; NaN is canonical. The same
-        on every device.
+        float32, or ``round_to``, of x's shape, contiguous. NaN and Inf spread over their group as IEEE arithmetic
+        says; NaN is canonical. A sum of zero is +0, but without step 3 it is -0 where all its terms are. The same on
+        every device.
 
     Raises:
-        ArgumentError: The size is another, does not divide K, or the signs do not fit it.
+        ArgumentError: There is no matrix of that size, it does not divide K, or signs, matrix, dim or round_to do not
+            fit.
         DtypeError: x is no floating-point tensor of those.
+
+    >>> hadamard(torch.tensor([4.0, 0.0, 0.0, 0.0]), 4), hadamard(torch.ones(12), "full").count_nonzero()
+    (tensor([2., 2., 2., 2.]), tensor(1))
     """
-    check_hadamard(x, size, signs)
-    y = x.float().reshape(*x.shape[:-1], x.shape[-1] // size, size)
-    if signs is not None:
-        y = torch.where(sign_bits(signs, size).to(x.device), -y, y)
-    distance = 1
-    while distance < size:
-        a, b = y.unflatten(-1, (-1, 2, distance)).unbind(-2)
-        y = torch.stack((a + b, a - b), dim=-2).flatten(-3)
-        distance *= 2
-    y = (y * root(size)).reshape(x.shape)
-    return torch.where(y.isnan(), torch.nan, y)
+    dim = _inner(x, dim)
+    length = x.shape[dim] if size in (None, "full") and x.dim() else size
+    check_hadamard(x, length, signs, dim, matrix)
+    if round_to not in (None, torch.bfloat16, torch.float16, torch.float32):
+        raise ArgumentError(f"round_to={round_to!r} is not allowed; choose torch.bfloat16, torch.float16 or None")
+    mask = "" if signs is None or isinstance(signs, Tensor) else str(signs)
+    given = signs.detach() if isinstance(signs, Tensor) else None
+    run = torch.ops.fmtsim.hadamard if torch.compiler.is_compiling() else _Hadamard.apply
+    y = run(x, length, dim, inverse, mask, given, None if matrix is None else matrix.detach())
+    return _rounded(y, round_to or torch.float32)
 
 
-def root(size: int) -> float:
-    """Return ``RN32(1 / sqrt(size))``."""
-    return float(torch.tensor(1 / math.sqrt(size), dtype=torch.float64).float())
-
-
-def sign_bits(signs: int | Tensor, size: int) -> Tensor:
-    """Return which elements of a group change their sign, bool [size]."""
-    if isinstance(signs, Tensor):
-        return signs.signbit()
-    return torch.tensor([bool(signs >> place & 1) for place in range(size)])
-
-
-def check_hadamard(x: Tensor, size: int, signs: int | Tensor | None) -> None:
+def check_hadamard(
+    x: Tensor, size: Any, signs: int | Tensor | None, dim: int = -1, matrix: Tensor | None = None
+) -> None:
     """Raise for a transform that is not defined."""
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    if x.dtype not in _FLOATS:
         raise DtypeError(f"x has dtype {x.dtype}; pass float16, bfloat16, float32 or float64")
-    if size not in SIZES:
-        raise ArgumentError(f"size={size!r} is not one of a Hadamard transform here; choose 16, 32, 64 or 128")
-    if x.dim() == 0 or x.shape[-1] % size:
-        raise ArgumentError(
-            f"size={size} does not divide the last dimension of x {tuple(x.shape)}; pad x or choose less"
-        )
-    if isinstance(signs, Tensor):
-        if signs.shape != (size,):
-            raise ArgumentError(f"signs have shape {tuple(signs.shape)}; pass one for each of {size} elements")
-    elif signs is not None and (type(signs) is not int or not 0 <= signs < 1 << size):
-        raise ArgumentError(f"signs={signs!r} is not a mask of {size} bits; pass an int from 0 to 2**{size} - 1")
+    if x.dim() == 0:
+        raise ArgumentError("x has no dimensions; pass a tensor [..., K]")
+    if matrix is None:
+        base_of(size)
+    else:
+        _check_matrix(matrix, size)
+    if x.shape[dim] % size:
+        where = "the last dimension" if dim == -1 else f"dimension {dim}"
+        raise ArgumentError(f"size={size} does not divide {where} of x {tuple(x.shape)}; pad x or choose less")
+    check_signs(signs, size)
+
+
+def _check_matrix(matrix: Tensor, size: Any) -> None:
+    if not isinstance(matrix, Tensor) or matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or len(matrix) % 4:
+        given = tuple(matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__
+        raise ArgumentError(f"matrix is {given}; pass a tensor [b, b] of +1 and -1, b a multiple of 4")
+    doublings, rest = divmod(size, len(matrix)) if type(size) is int and len(matrix) else (0, 1)
+    if rest or doublings < 1 or doublings & (doublings - 1):
+        raise ArgumentError(f"size={size!r} is not the order of matrix {tuple(matrix.shape)} times a power of two")
+
+
+def _inner(x: Tensor, dim: int) -> int:
+    """Return a dimension as a negative number."""
+    if not isinstance(x, Tensor):
+        raise DtypeError(f"x is {type(x).__name__}, not a tensor; pass torch.tensor(x)")
+    rank = max(x.dim(), 1)
+    if type(dim) is not int or not -rank <= dim < rank:
+        shape = tuple(x.shape)
+        raise ArgumentError(f"dim={dim!r} is not a dimension of x of shape {shape}; choose {-rank} to {rank - 1}")
+    return dim - rank if dim >= 0 else dim
+
+
+def _rounded(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round float32 to another dtype by the project's own cast."""
+    if y.dtype == dtype:
+        return y
+    from fmtsim.quantize import quantize  # the verbs lie above this module
+
+    return quantize(y, dtype, overflow="ieee", out_dtype=dtype)
+
+
+def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, *ctx.how, signs, matrix = inputs
+    ctx.dtype = x.dtype
+    ctx.save_for_backward(signs, matrix)
+
+
+def _gradient(ctx, grad):  # type: ignore[no-untyped-def]
+    """Return the inverse transform of a gradient, and nothing for the other arguments."""
+    size, dim, inverse, mask = ctx.how
+    run = torch.ops.fmtsim.hadamard if torch.compiler.is_compiling() else _Hadamard.apply
+    given = run(grad, size, dim, not inverse, mask, *ctx.saved_tensors)
+    return _rounded(given, ctx.dtype), *(None,) * 6
+
+
+class _Hadamard(torch.autograd.Function):
+    """Transform forwards; a derivative is a transform again. The operator has this rule but for forward mode."""
+
+    generate_vmap_rule = True
+    backward = staticmethod(_gradient)
+
+    @staticmethod
+    def forward(x, size, dim, inverse, mask, signs, matrix):  # type: ignore[no-untyped-def]
+        return torch.ops.fmtsim.hadamard(x, size, dim, inverse, mask, signs, matrix)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        _keep(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[-2:])
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):  # type: ignore[no-untyped-def]
+        return torch.ops.fmtsim.hadamard(tangent, *ctx.how, *ctx.saved_tensors)
+
+
+def _hadamard(x, size, dim, inverse, mask, signs=None, matrix=None):  # type: ignore[no-untyped-def]
+    base = base_matrix(base_of(size)) if matrix is None else checked_base(matrix)
+    flips = mask_bits(int(mask), size, x.device) if mask else None if signs is None else signs.signbit().to(x.device)
+    return transform(x.detach(), size, dim, base, flips, inverse)
+
+
+def _hadamard_rows(info, in_dims, x, *rest):  # type: ignore[no-untyped-def]
+    """Transform a batch at once, as groups do not cross it; signs or matrices of a batch take one call each."""
+    batched, others = in_dims[0], [at for at in in_dims[1:] if at is not None]
+    if not others:
+        return torch.ops.fmtsim.hadamard(x.movedim(batched, 0), *rest), 0
+    columns = [
+        [value] * info.batch_size if at is None else value.unbind(at)
+        for value, at in zip((x, *rest), (*in_dims, *(None,) * (1 + len(rest) - len(in_dims))), strict=True)
+    ]
+    return torch.stack([torch.ops.fmtsim.hadamard(*row) for row in zip(*columns, strict=True)]), 0
+
+
+_library = torch.library.Library("fmtsim", "FRAGMENT")
+_library.define(
+    "hadamard(Tensor x, int size, int dim, bool inverse, str mask, Tensor? signs=None, Tensor? matrix=None) -> Tensor"
+)
+_library.impl("hadamard", _hadamard, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "fmtsim::hadamard",
+    lambda x, size, dim, inverse, mask, signs=None, matrix=None: x.new_empty(x.shape, dtype=torch.float32),
+    lib=_library,
+)
+torch.library.register_vmap("fmtsim::hadamard", _hadamard_rows, lib=_library)
+torch.library.register_autograd("fmtsim::hadamard", _gradient, setup_context=_keep, lib=_library)

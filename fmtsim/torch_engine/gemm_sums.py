@@ -81,7 +81,7 @@ class Summation:
 
         Args:
             rows: Operands with K leading.
-            c: float64 values of the accumulator, or None.
+            c: float64 values of the accumulator, or None. Where parts are added in place the output begins with it.
             draw: Random integers by block.
             scales: Those of a scaled promotion, with the chain's place leading, float32, or None.
         """
@@ -90,11 +90,12 @@ class Summation:
         if not self._parts:
             return zero if c is None else c
         sums, block = [], 0
+        in_place = self._plan.reduce == "in_place"
         for i, part in enumerate(self._parts):
-            start = c if c is not None and i == 0 else zero
+            start = c if c is not None and i == 0 and not in_place else zero
             sums.append(self._part(part, rows, start, zero, draw, scales, block))
             block += sum(len(chain.blocks) for chain in part)
-        return self._reduce(sums)
+        return self._in_place(sums, c) if in_place else self._reduce(sums)
 
     def _part(
         self,
@@ -154,6 +155,15 @@ class Summation:
             total, rest = sums[0], sums[1:]
         for term in rest:
             total = self._sum(total, term, plan)
+        return total
+
+    def _in_place(self, sums: list[torch.Tensor], total: torch.Tensor | None) -> torch.Tensor:
+        """Add the parts to what an output holds, which is rounded to its format after each."""
+        kept = self._plan.partial
+        for term in sums:
+            total = term if total is None else self._add(total, term)
+            total = total if kept is None else round_value(total, kept)
+        assert total is not None  # there are parts
         return total
 
     def _sum(self, x: torch.Tensor, y: torch.Tensor, plan: GemmPlan) -> torch.Tensor:

@@ -4,7 +4,7 @@ import dataclasses
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,11 +63,34 @@ class Replay:
         return dataclasses.asdict(self) | {"plans": dict(self.plans)}
 
 
+def merged(replays: Iterable[Replay]) -> list[Replay]:
+    """Return replays with those of one set, which follow each other, as one."""
+    results: list[Replay] = []
+    for replay in replays:
+        before = results[-1] if results and results[-1].set == replay.set else None
+        if before is None:
+            results.append(replay)
+            continue
+        summed = ("cases", "outputs", "mismatches", "in_guesses", "skipped", "seconds")
+        numbers: dict[str, Any] = {name: getattr(before, name) + getattr(replay, name) for name in summed}
+        plans = Counter(dict(before.plans)) + Counter(dict(replay.plans))
+        results[-1] = dataclasses.replace(
+            before, machine=before.machine or replay.machine, plans=tuple(plans.most_common()),
+            first=before.first or replay.first, **numbers,
+        )  # fmt: skip
+    return results
+
+
 class GemmTask(NamedTuple):
     """One set of recordings, ready to be replayed."""
 
     set: str
     run: Callable[[Advance], Replay]
+
+    @property
+    def name(self) -> str:
+        """What a progress bar shows."""
+        return self.set
 
 
 def gemm_tasks(

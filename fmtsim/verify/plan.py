@@ -25,6 +25,11 @@ class Task(NamedTuple):
     format: str
     run: Callable[[Advance], Outcome]
 
+    @property
+    def name(self) -> str:
+        """What a progress bar shows."""
+        return f"{self.check} {self.format}"
+
 
 def default_tasks(engines: dict[str, Engine], names: list[str] | None = None) -> list[Task]:
     """Return the checks of all listed formats, or of the named ones, that together take less than a minute."""

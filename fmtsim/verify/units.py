@@ -1,7 +1,7 @@
 """Every unit of the catalogue on a device, against the engine of the CPU: operands, plans and numbers of each kind."""
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from fmtsim.verify.device import moved
 from fmtsim.verify.gemm import Advance, GemmTask, Replay, task_of
 
 Product = Callable[..., Tensor]
+Arguments = tuple[Mode, str, str, GemmPlan, str, int]
 
 SHAPE = (130, 200)  # more than a tile either way
 DEPTH = 5  # blocks of a sum, and a short one
@@ -41,18 +42,24 @@ class Case(NamedTuple):
     label: str
 
 
-def unit_tasks(device: torch.device, product: Product = run_gemm) -> list[GemmTask]:
+def unit_tasks(device: torch.device, product: Product = run_gemm, most: int | None = None) -> list[GemmTask]:
     """Return a task for each unit of the catalogue: its products on a device are compared with those of the CPU.
 
     Args:
         device: The device under test.
         product: What computes there; it takes the arguments of ``run_gemm``.
+        most: Products of one task; a unit with more of them has several tasks, all of its name. None sets no limit.
     """
 
-    def task(name: str) -> GemmTask:
-        return task_of(name, lambda advance: _check_unit(name, device, product, advance))
+    def task(name: str, chosen: Sequence[Arguments]) -> GemmTask:
+        return task_of(name, lambda advance: _check_unit(name, chosen, device, product, advance))
 
-    return [task(name) for name in list_units()]
+    tasks = []
+    for name in list_units():
+        every = list(_arguments(name))
+        size = most or len(every)
+        tasks += [task(name, every[first : first + size]) for first in range(0, len(every), size)]
+    return tasks
 
 
 def planted(*arguments: Any, **rest: Any) -> Tensor:
@@ -62,11 +69,13 @@ def planted(*arguments: Any, **rest: Any) -> Tensor:
     return result
 
 
-def _check_unit(name: str, device: torch.device, product: Product, advance: Advance) -> Replay:
-    chosen = list(_cases(name))
+def _check_unit(
+    name: str, chosen: Sequence[Arguments], device: torch.device, product: Product, advance: Advance
+) -> Replay:
     outputs = mismatches = 0
     first = ""
-    for done, case in enumerate(chosen):
+    for done, arguments in enumerate(chosen):
+        case = _case(*arguments)
         rest = {key: moved(x, device) if isinstance(x, Tensor) else x for key, x in case.rest.items()}
         got = product(moved(case.a, device), moved(case.b, device), case.spec, **rest).cpu()
         found = compare(got, run_gemm(case.a, case.b, case.spec, **case.rest))  # type: ignore[arg-type]
@@ -78,15 +87,19 @@ def _check_unit(name: str, device: torch.device, product: Product, advance: Adva
 
 
 def _cases(name: str) -> Iterator[Case]:
-    """Yield the products of a unit: each format in turn as either operand, with numbers of every kind."""
+    return (_case(*arguments) for arguments in _arguments(name))
+
+
+def _arguments(name: str) -> Iterator[Arguments]:
+    """Yield what the products of a unit are: each format in turn as either operand, with numbers of every kind."""
     for mode in get_unit(name).modes:
         formats = mode.inputs or ("fp32", "bf16", "fp16", "e4m3")
         for i, a in enumerate(formats):
             b = formats[(i + 1) % len(formats)] if i % 2 else a
             for kind in KINDS:
-                yield _case(mode, a, b, PLANS[0], kind, seed=i)
+                yield mode, a, b, PLANS[0], kind, i
         for plan in _plans(mode):
-            yield _case(mode, formats[0], formats[-1], plan, "normal", seed=7)
+            yield mode, formats[0], formats[-1], plan, "normal", 7
 
 
 def _plans(mode: Mode) -> tuple[GemmPlan, ...]:

@@ -22,7 +22,10 @@ SUMS16 = HOPPER.mode("fp16", "fp16", "fp16")
 
 def same_order(call, arithmetic, first, second):
     """Two plans may say one order in different words: tiles that are dealt alike, residues that do not exist."""
-    kept = [(p.partial if p.split > 1 else None, p.round_trip, p.bias_after_rounding) for p in (first, second)]
+    kept = [
+        (p.partial if p.split > 1 else None, p.round_trip, p.bias_after_rounding, p.reduce == "in_place")
+        for p in (first, second)
+    ]
     return kept[0] == kept[1] and order_of(call.k, arithmetic, first, second)
 
 
@@ -40,6 +43,11 @@ HIDDEN = {
     "parts rounded to the output": (mm(64, 512, 4096), BF16, GemmPlan(k_tile=64, split=3, partial="bf16")),
     "parts rounded on the way": (
         mm(64, 512, 4096), BF16, GemmPlan(k_tile=64, split=3, partial="bf16", round_trip=True)),
+    "parts added to the output in place": (
+        mm(64, 512, 4096), BF16, GemmPlan(k_tile=64, split=3, partial="bf16", reduce="in_place")),
+    "slices added in place": (
+        mm(64, 501, 2057, "fp16"), HOPPER.mode("fp16", "fp16", "fp32"),
+        GemmPlan(k_tile=64, part_k=688, split=3, residue_first=True, partial="fp16", reduce="in_place")),
     "every fifth tile": (mm(64, 512, 4096), BF16, GemmPlan(k_tile=64, split=5, owner="interleaved")),
     "halves onto each other": (mm(512, 64, 4096), BF16, GemmPlan(k_tile=64, split=5, reduce="pairwise")),
     "residue first": (mm(100, 60, 300, out=torch.float32), BF16, GemmPlan(k_tile=128, residue_first=True)),
@@ -66,6 +74,16 @@ def test_a_bias_that_is_added_after_rounding():
     call = GemmCall(operation="linear", m=64, n=1, k=512, a="bf16", b="bf16", out=torch.bfloat16, bias=True)
     assert recovered(call, BF16, GemmPlan(bias_after_rounding=True))
     assert recovered(call, BF16, GemmPlan())
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "tf32"])
+def test_a_bias_with_which_the_output_begins(fmt):
+    out, unit = (torch.bfloat16, BF16) if fmt == "bf16" else (torch.float32, TF32)
+    call = GemmCall(operation="linear", m=64, n=96, k=1024, a=fmt, b=fmt, out=out, bias=True)
+    plan = GemmPlan(k_tile=32, split=4, reduce="in_place", partial="bf16" if fmt == "bf16" else None)
+    assert recovered(call, unit, plan)
+    assert recovered(call, unit, replace(plan, reduce="serial"))
+    assert recovered(call, unit, replace(plan, reduce="serial", bias_after_rounding=fmt == "bf16"))
 
 
 def test_the_order_of_row_and_column_scales():

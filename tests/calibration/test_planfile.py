@@ -10,19 +10,18 @@ import torch
 import fmtsim
 from fmtsim.calibration.arithmetic import Measured, measure
 from fmtsim.calibration.campaign import Finding, calibrate
-from fmtsim.calibration.kernels import cover, entries_of, same_order
+from fmtsim.calibration.kernels import cover, entries_of, same_order, scalar_units
 from fmtsim.calibration.planfile import merged, plan_file, plan_text, write_plan
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
 from fmtsim.gemm.call import GemmCall
 from fmtsim.gemm.kernel import Kernel
 from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.target import get_target
+from fmtsim.gemm.target import get_target, target_from_dict
 from fmtsim.gemm.unit import get_unit
 from tests.calibration.fake import FakeCard, fp8, mm
 
 HOPPER = get_unit("hopper.wgmma")
 BF16 = HOPPER.mode("bf16", "bf16", "fp32")
-SAYABLE = {"owner", "reduce"} <= set(Kernel.__dataclass_fields__)
 
 
 def units(call):
@@ -140,28 +139,57 @@ def test_few_kernels_cover_all_calls():
     assert kernel == Kernel(k_tile=64) and [parts for _, parts in calls] == [4, 3, 1]
 
 
-@pytest.mark.skipif(SAYABLE, reason="plan files can say these orders")
 def test_orders_that_a_plan_file_cannot_say_stay_guesses():
-    plan = GemmPlan(k_tile=64, split=5, owner="interleaved")
-    found = [Finding(call=mm(8, 64, 640), status="verified", plans=(plan,), outputs=1)]
+    plan = GemmPlan(k_tile=24, residue_first=True, split=2)  # a residue first belongs to slices
+    found = [Finding(call=mm(8, 64, 650), status="verified", plans=(plan,), outputs=1)]
     entries, beyond = entries_of(found, units)
     assert not entries and beyond == [found[0].call]
 
 
-@pytest.mark.skipif(not SAYABLE, reason="plan files cannot say these orders yet")
 @pytest.mark.parametrize("plan", [GemmPlan(k_tile=64, split=5, owner="interleaved"),
-                                  GemmPlan(k_tile=64, split=5, reduce="pairwise")])  # fmt: skip
-def test_interleaved_and_pairwise_orders(plan):
+                                  GemmPlan(k_tile=64, split=5, reduce="pairwise"),
+                                  GemmPlan(k_tile=64, split=5, reduce="in_place", partial="bf16")])  # fmt: skip
+def test_interleaved_and_pairwise_orders_and_sums_in_place(plan):
     found = [Finding(call=mm(8, 64, 640), status="verified", plans=(plan,), outputs=1)]
     target = plan_file("t", "a test", found, units, measured=[known_unit()])
-    assert same_order(640, BF16, target.resolve(found[0].call).plan, plan)
+    got = target.resolve(found[0].call).plan
+    assert same_order(640, BF16, got, plan) and (got.reduce, got.partial) == (plan.reduce, plan.partial)
 
 
-def test_a_bias_added_after_a_rounded_split_cannot_be_said():
+def test_a_bias_added_after_a_rounded_split():
     call = GemmCall(operation="linear", m=64, n=65, k=640, a="bf16", b="bf16", out=torch.bfloat16, bias=True)
     plan = GemmPlan(k_tile=64, split=2, partial="bf16", bias_after_rounding=True)
-    entries, beyond = entries_of([Finding(call=call, status="verified", plans=(plan,), outputs=1)], units)
-    assert not entries and beyond == [call]
+    found = [Finding(call=call, status="verified", plans=(plan,), outputs=1)]
+    got = plan_file("t", "a test", found, units, measured=[known_unit()]).resolve(call).plan
+    assert same_order(640, BF16, got, plan) and got.bias_after_rounding and got.partial == plan.partial
+
+
+def test_calls_that_run_without_the_matrix_unit():
+    strided = GemmPlan(k_tile=1, split=16, owner="interleaved")
+    calls = [mm(1, 768, 1280, "tf32"), mm(1, 768, 1280), mm(64, 64, 512)]
+    card = FakeCard(lambda call: scalar_units(call) if call.m == 1 else units(call),
+                    lambda call: strided if call.m == 1 else GemmPlan())  # fmt: skip
+    found = calibrate(card, calls, units)
+    assert [x.unit for x in found] == ["fp32_fma", "fp32_fma", None]
+    modes = [
+        Measured(mode=mode, arithmetic=BF16, unit="hopper.wgmma", facts=(), outputs=1) for mode in ("bf16", "tf32")
+    ]
+    target = target_from_dict(json.loads(plan_text(plan_file("t", "a test", found, units, measured=modes))))
+    resolved = [target.resolve(call, strict=True) for call in calls]
+    assert [(x.unit, x.operands) for x in resolved] == [
+        ("fp32_fma", "fp32"),
+        ("fp32_fma", None),
+        ("hopper.wgmma", None),
+    ]
+    assert [x.plan.owner for x in resolved] == ["interleaved", "interleaved", "contiguous"]
+    generator = torch.Generator().manual_seed(5)
+    a, b = torch.randn(1, 1280, generator=generator), torch.randn(768, 1280, generator=generator)
+    y = fmtsim.mm(a, b.t(), target=target, allow_tf32=True)
+    assert torch.equal(y, card.ask(calls[0], a, b))  # float32, though TF32 is allowed
+    rounded = fmtsim.mm(a, b.t(), datapath=scalar_units(calls[0]), plan=resolved[0].plan, allow_tf32=True)
+    assert not torch.equal(y, rounded)
+    rows = dict(fmtsim.explain_mm(a, b.t(), target=target, allow_tf32=True).rows)
+    assert rows["operands"] == "float32 not rounded to TF32" and rows["unit"].startswith("fp32_fma")
 
 
 def test_same_order():

@@ -184,7 +184,7 @@ def plans(draw, every: int | None, floats: bool = True) -> GemmPlan:
         promote = pick(None, every or 24)
         scaled = floats and promote is not None and pick(False, True)
         return GemmPlan(promote_every=promote, scaled_promotion=scaled, successive_scales=scaled and pick(False, True))
-    owner, reduce = pick("contiguous", "interleaved"), pick("serial", "pairwise")
+    owner, reduce = pick("contiguous", "interleaved"), pick("serial", "pairwise", *(["in_place"] if floats else []))
     return GemmPlan(
         k_tile=k_tile,
         split=pick(1, 2, 3, 5),
@@ -195,7 +195,7 @@ def plans(draw, every: int | None, floats: bool = True) -> GemmPlan:
         promote_every=pick(None, None, every or 24),
         reduce=reduce,
         partial=partial,
-        round_trip=partial is not None and pick(False, True),
+        round_trip=partial is not None and reduce != "in_place" and pick(False, True),
     )
 
 

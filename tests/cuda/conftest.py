@@ -8,12 +8,13 @@ from tests.cuda import emulator
 
 
 @pytest.fixture
-def emulated():
+def emulated(monkeypatch):
     """Run the engine's kernels on the host, on CPU tensors, as a device of compute capability 9.0."""
     if emulator.COMPILER is None:
         pytest.skip("kernels run on the host only where there is a C++ compiler (g++)")
     with emulator.emulated():
         yield
+        monkeypatch.undo()  # or what a test replaced in here would outlive it
 
 
 @pytest.fixture(params=["host", "gpu"])

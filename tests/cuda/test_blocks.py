@@ -72,6 +72,14 @@ def check(x, spec, device, random=None, out_dtype=None):
     assert same(decoded, wanted), f"decoded {spec.format.name}"
 
 
+def check_packed(x, spec, device):
+    """Hold codes and scales as ``Encoded`` keeps them to the CPU engine's."""
+    wanted = Encoded.from_parts(cpu.encode(x, spec, None), spec.format, x.shape, spec.dim)
+    found = blocks.encode_blocks(x.to(device), spec, None, packed=True)
+    for name in ("codes", "scales", "tensor_scale", "offsets"):
+        assert same(getattr(found, name), getattr(wanted, name)), f"{name} of {spec.format.name}, packed"
+
+
 def check_general(x, spec, device, random=None):
     """Hold the general kernels to the CPU engine's bits, also where faster ones would run."""
     dtype = result_dtype(spec.format, x.dtype)
@@ -131,6 +139,32 @@ def test_fast_kernels_have_the_bits_of_the_cpu_engine(name, dtype, dim, mode, de
     assert is_fast(x, spec, random)
     check(x, spec, device, random)
     check(numbers(shape, dtype, 1, special=False), spec, device, random)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mxfp4",
+        "nvfp4",
+        pytest.param("mxfp6_e2m3", marks=SLOW),
+        pytest.param("mxfp6_e3m2", marks=SLOW),
+        pytest.param("mxfp8_e4m3", marks=SLOW),
+        pytest.param("mxfp8_e5m2", marks=SLOW),
+        pytest.param("e4m3_1x128", marks=SLOW),
+    ],
+)
+def test_every_bfloat16_below_a_largest_one(name, device):
+    spec = spec_of(name)
+    run = spec.format.block[1]
+    for power, top in ((0, 1.9921875), (0, 1.3671875), (-110, 1.0), (90, 1.6328125), (-124, 1.1171875)):
+        largest = torch.tensor(top * 2.0**power).to(torch.bfloat16).view(torch.int16).item()
+        below = torch.arange(largest + 1, dtype=torch.int32)
+        both = torch.cat([below, below - 32768])
+        both = torch.cat([both, both.new_zeros(-both.numel() % (32 * (run - 1)))]).view(-1, run - 1)
+        x = torch.cat([torch.full((both.shape[0], 1), largest), both], 1).to(torch.int16).view(torch.bfloat16)
+        check_packed(x, spec, device)
+        if result_dtype(spec.format, x.dtype) == torch.bfloat16:
+            check(x, spec, device)
 
 
 @SLOW
@@ -264,10 +298,26 @@ def test_empty_and_single_elements(device):
 def test_packed_codes_are_those_of_encoded(name, dtype, dim, device):
     spec = spec_of(name, dim=dim)
     x = numbers((128, 256) if dim == -1 else (256, 64), dtype)
-    wanted = Encoded.from_parts(cpu.encode(x, spec, None), spec.format, x.shape, dim)
-    found = blocks.encode_blocks(x.to(device), spec, None, packed=True)
-    for name in ("codes", "scales", "tensor_scale", "offsets"):
-        assert same(getattr(found, name), getattr(wanted, name)), name
+    check_packed(x, spec, device)
+    check_packed(numbers((3, 48) if dim == -1 else (96, 6), dtype, 1), spec, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "nvfp4", "mxint8", "uint4_g32_zp"])
+def test_every_code_under_strange_scales(name, dtype, device):
+    spec = spec_of(name)
+    generator = torch.Generator().manual_seed(3)
+    parts = cpu.encode(numbers((24, 384), torch.float32), spec, None)
+    scales = parts.scales.clone()
+    scales.view(-1)[::7] = float("nan")
+    if not spec.format.zero_point:
+        scales.view(-1)[3::11] = float("inf")
+    codes = torch.randint(0, 1 << spec.format.bits, parts.codes.shape, generator=generator).to(torch.uint8)
+    parts = parts._replace(codes=codes, scales=scales)
+    wanted, found = torch.empty(codes.shape, dtype=dtype), torch.empty(codes.shape, dtype=dtype, device=device)
+    cpu.decode(parts, spec, wanted)
+    blocks.decode_blocks(parts._make(None if part is None else part.to(device) for part in parts), spec, found)
+    assert same(found, wanted)
 
 
 def test_what_is_covered(device):
@@ -295,3 +345,12 @@ def test_planted_errors_are_caught(planted, emulated, monkeypatch):
     x[0, 0] = 1.25 * x[0, :32].abs().max().log2().floor().exp2() / 4  # a tie under every scale
     with pytest.raises(AssertionError, match="values of mxfp4"):
         check(x, spec, torch.device("cpu"))
+
+
+def test_a_planted_error_in_packed_codes_is_caught(emulated, monkeypatch):
+    spec = spec_of("mxfp4")
+    wrong = dataclasses.replace(spec, format=dataclasses.replace(spec.format, scale_rule="ceil"))
+    real = blocks.encode_blocks
+    monkeypatch.setattr(blocks, "encode_blocks", lambda x, _, random, packed: real(x, wrong, random, packed))
+    with pytest.raises(AssertionError, match="codes of mxfp4, packed"):
+        check_packed(numbers((4, 64), torch.bfloat16, special=False), spec, torch.device("cpu"))

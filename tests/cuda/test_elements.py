@@ -9,7 +9,7 @@ import torch
 
 import fmtsim
 from fmtsim.analysis.stats import OperandStats
-from fmtsim.cuda import casts, elements, grid
+from fmtsim.cuda import casts, elements, grid, patterns
 from fmtsim.cuda.buckets import layout_of
 from fmtsim.cuda.statistics import quantize_counted
 from fmtsim.encoded import Encoded
@@ -101,7 +101,7 @@ def test_every_cast_equals_the_cpu_engine(device, name):
 @pytest.mark.parametrize("rounding", LAYOUTS, ids=str)
 def test_a_key_gives_the_words_of_the_definition(device, rounding):
     x = normal(3, 167, seed=3)
-    for name in ("e4m3", "int8"):
+    for name in ("e4m3", "int8", "e5m6"):  # e5m6: codes of 12 bits in slots of 16
         check_cast(f"{name} {rounding}", x, spec_of(name, rounding), KEY, device, (torch.float32,))
 
 
@@ -151,6 +151,16 @@ def test_strides(device):
         casts.quantize(x, spec, random, like)
         check(f"{what}, like x", like.cpu().contiguous(), expected)
         check(f"encode {what}", casts.encode(x, spec, random).codes.cpu(), cpu.encode(view(base), spec, random).codes)
+
+
+@pytest.mark.parametrize("name", ["e8m0", "ue5m3", "uint4", "e4m3"])
+def test_pairs_of_16_bits(device, name):
+    """Every pattern beside another one: two are clamped at a time, with and without signs."""
+    for dtype, random in itertools.product((torch.bfloat16, torch.float16), (None, KEY)):
+        x = torch.arange(1 << 16, dtype=torch.int32).mul(40503).to(torch.int16).view(dtype)
+        spec = spec_of(name, NEAREST if random is None else STOCHASTIC, "saturate")
+        for values in (x, torch.where(x == x, x, torch.ones_like(x))):
+            check_cast(f"{name} {dtype}", values, spec, random, device, (dtype,))
 
 
 # Packed codes.
@@ -211,6 +221,26 @@ def test_tables_equal_the_general_kernel(device, monkeypatch, name):
               quantized(cpu, x.half(), spec, None, torch.float32), x)  # fmt: skip
         packed = casts.encode_packed(x.to(device), spec, None).codes.cpu()
         check(f"packed {name}", packed, Encoded.from_parts(cpu.encode(x, spec, None), spec.format, x.shape).codes)
+
+
+@pytest.mark.parametrize("name", ["nf4", "lns8_g8", "p3109_k8p1ue"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_all_patterns_equal_the_cpu_engine(device, monkeypatch, name, dtype):
+    """Values and codes of every pattern of a 16-bit dtype, the last element beyond the last whole vector."""
+    monkeypatch.setattr(patterns, "WORTH", 1)
+    served = []
+    monkeypatch.setattr(elements, "_look_up", lambda *_: served.append("buckets"))
+    x = torch.cat([torch.arange(1 << 16, dtype=torch.int32).to(torch.int16), torch.tensor([17], dtype=torch.int16)])
+    x = x.view(dtype)
+    for mode in ("nearest_even", "to_odd") if name == "nf4" else ("nearest_even",):
+        spec = spec_of(name, Rounding(mode=mode), "saturate")
+        for out in (result_dtype(spec.format, dtype), torch.float32):
+            got = quantized(casts, x.to(device), spec, None, out).cpu()
+            check(f"{name} {mode}", got, quantized(cpu, x, spec, None, out), x)
+        check(f"encode {name}", casts.encode(x.to(device), spec, None).codes.cpu(), cpu.encode(x, spec, None).codes, x)
+        packed = casts.encode_packed(x.to(device), spec, None).codes.cpu()
+        check(f"packed {name}", packed, Encoded.from_parts(cpu.encode(x, spec, None), spec.format, x.shape).codes)
+    assert not served, "other tables were asked"
 
 
 def test_formats_without_a_table():

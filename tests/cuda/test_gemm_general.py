@@ -66,6 +66,8 @@ def test_plans(name):
     ]
     if fmt != "int8":
         plans += [GemmPlan(k_tile=10, split=4, partial="bf16", round_trip=True), GemmPlan(promote_every=24),
+                  GemmPlan(k_tile=10, split=4, partial="bf16", reduce="in_place"), GemmPlan(reduce="in_place"),
+                  GemmPlan(k_tile=20, split=2, reduce="in_place", promote_every=24),
                   GemmPlan(promote_every=24, scaled_promotion=True, successive_scales=True),
                   GemmPlan(k_tile=40, part_k=30, partial="fp16", instruction_k=8)]  # fmt: skip
     for plan in plans:

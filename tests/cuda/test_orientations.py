@@ -139,7 +139,7 @@ def test_the_definition_is_the_matrix():
 
 def test_errors_of_transforms():
     x = torch.zeros(4, 64)
-    with pytest.raises(ArgumentError, match="size=24 is not one"):
+    with pytest.raises(ArgumentError, match="size=24 does not divide"):
         reference(x, 24)
     with pytest.raises(ArgumentError, match="size=128 does not divide"):
         reference(x, 128)

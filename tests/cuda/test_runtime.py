@@ -1,5 +1,6 @@
 """Compiling, keeping and launching kernels: what needs no GPU here first, then launches on a real one."""
 
+import ctypes
 import subprocess
 import sys
 import threading
@@ -92,7 +93,7 @@ def test_errors_of_the_compiler_name_the_kernel_and_its_macros(tmp_path):
 def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FMTSIM_CACHE_DIR", str(tmp_path / "file"))
-    runtime.program_cache.cache_clear()
+    runtime.cache_folder.cache_clear(), runtime.program_cache.cache_clear()
     with pytest.warns(
         UserWarning, match="cannot write its kernel cache .*; kernels are compiled anew in every process"
     ):
@@ -100,7 +101,7 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path, monkeypatch
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         runtime.compiled("trial.cu", "sm_90")
-    runtime.program_cache.cache_clear()
+    runtime.cache_folder.cache_clear(), runtime.program_cache.cache_clear()
 
 
 def test_why_unavailable_names_the_next_step(monkeypatch):
@@ -157,6 +158,41 @@ def test_memory_of_a_launch_is_not_shared_until_it_is_put_back():
     assert first is not second and bytes(first.bytes)[0] == 1
     layout.free.append(first)
     assert layout.fill((np.int32(3),)) is first
+
+
+def bare_kernel(sizes, launches):
+    """Return a kernel of these parameters on a device that nobody has, whose launches are kept."""
+    kernel = launch.Kernel.__new__(launch.Kernel)
+    kernel._name, kernel._index, kernel._function, kernel._sizes = "trial", 0, "function", sizes
+    kernel._layouts, kernel._shared = {}, launch.ANNOUNCED
+
+    def start(function, *rest):
+        words = (ctypes.c_uint64 * 2).from_address(rest[8])
+        launches.append((rest[:8], [ctypes.string_at(word, size) for word, size in zip(words, sizes, strict=True)]))
+        return (0,)
+
+    kernel._launch = start
+    return kernel
+
+
+def test_bound_launches_are_whole_ones(monkeypatch):
+    monkeypatch.setattr(launch, "_current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_raw_stream", lambda index: 99)
+    launches = []
+    kernel = bare_kernel([8, 4], launches)
+    kernel((3, 2), 64, np.uint64(5), np.int32(-7), shared=8)
+    bound = kernel.bound((64, 2), 1, np.int32(-7))
+    for grid, word in ((3, 5), (1, 2**64 - 1), (3, 6)):
+        bound(grid, word)
+    number = np.int32(-7).tobytes()
+    assert launches == [
+        ((3, 2, 1, 64, 1, 1, 8, 99), [np.uint64(5).tobytes(), number]),
+        ((3, 1, 1, 64, 2, 1, 0, 99), [np.uint64(5).tobytes(), number]),
+        ((1, 1, 1, 64, 2, 1, 0, 99), [bytes([255]) * 8, number]),
+        ((3, 1, 1, 64, 2, 1, 0, 99), [np.uint64(6).tobytes(), number]),
+    ]
+    with pytest.raises(TypeError, match=r"trial takes arguments of \[8, 4\] bytes, not of \[8, 8\]"):
+        kernel.bound(64, 2)
 
 
 def on(device=0):

@@ -1,9 +1,13 @@
 """The short way to a cast has the bits of the long one, and steps aside where it must."""
 
+import dataclasses
+import math
+
 import pytest
 import torch
 
 import fmtsim
+from fmtsim import ops
 from fmtsim.cuda import casts, short
 from fmtsim.ops import CastSpec, RandomKey
 from fmtsim.rounding.modes import Rounding
@@ -24,19 +28,51 @@ def numbers(count, dtype, device):
     return x.to(dtype).to(device)
 
 
+def both_ways(x, spec, random, out_dtype, monkeypatch):
+    """Return the bits of the short and of the long way."""
+    results = [torch.full(x.shape, 7, dtype=out_dtype, device=x.device) for _ in range(2)]
+    assert short.quantize_short(x, spec, results[0], random)
+    with monkeypatch.context() as patch:
+        patch.setattr(casts, "quantize_short", lambda *arguments: False)
+        casts.quantize(x, spec, random, results[1])
+    return [result.view(torch.int16 if out_dtype.itemsize == 2 else torch.int32) for result in results]
+
+
 @pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "float32"), ("float16", "float16")])
-@pytest.mark.parametrize(("name", "overflow"), [("e4m3", "saturate"), ("int8", "saturate"), ("e5m2", "ieee")])
-def test_bits_are_those_of_the_long_way(dtypes, name, overflow, device, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "overflow", "mode"),
+    [
+        ("e4m3", "saturate", "nearest_even"), ("int8", "saturate", "nearest_even"), ("e5m2", "ieee", "nearest_even"),
+        ("e4m3", "saturate", "stochastic"),
+    ],
+)  # fmt: skip
+def test_bits_are_those_of_the_long_way(dtypes, name, overflow, mode, device, monkeypatch):
     dtype, out_dtype = (getattr(torch, text) for text in dtypes)
+    random = RandomKey(1, 2) if mode == "stochastic" else None
     for count in (1, 3, 64, 2049):
-        x, spec = numbers(count, dtype, device), spec_of(name, overflow=overflow)
-        results = [torch.full((count,), 7, dtype=out_dtype, device=device) for _ in range(2)]
-        assert short.quantize_short(x, spec, results[0])
-        with monkeypatch.context() as patch:
-            patch.setattr(casts, "quantize_short", lambda *arguments: False)
-            casts.quantize(x, spec, None, results[1])
-        words = torch.int16 if out_dtype.itemsize == 2 else torch.int32
-        assert torch.equal(results[0].view(words), results[1].view(words))
+        x, spec = numbers(count, dtype, device), spec_of(name, mode, overflow)
+        assert torch.equal(*both_ways(x, spec, random, out_dtype, monkeypatch))
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(
+    ("name", "mode"), [("mxfp8_e4m3", "nearest_even"), ("nvfp4", "nearest_even"), ("mxfp4", "stochastic")]
+)
+def test_bits_of_blocks_are_those_of_the_long_way(dtypes, name, mode, device, monkeypatch):
+    dtype, out_dtype = (getattr(torch, text) for text in dtypes)
+    if name == "nvfp4":
+        out_dtype = torch.float32
+    random = RandomKey(1, 2) if mode == "stochastic" else None
+    for shape in ((32,), (3, 64), (2, 5, 96)):
+        x = numbers(math.prod(shape), dtype, device).view(shape)
+        assert torch.equal(*both_ways(x, spec_of(name, mode), random, out_dtype, monkeypatch))
+
+
+def test_a_cast_as_text_is_the_same_cast(device):
+    x, spec = numbers(64, torch.float32, device), spec_of("e4m3")
+    out, other = torch.empty_like(x), torch.empty_like(x)
+    assert short.quantize_short(x, spec, out) and short.quantize_short(x, spec.to_json(), other)
+    assert torch.equal(out.view(torch.int32), other.view(torch.int32))
 
 
 def test_it_steps_aside(device):
@@ -47,9 +83,18 @@ def test_it_steps_aside(device):
     assert not short.quantize_short(x[1:], spec_of("e4m3"), out[1:])  # no vector begins there
     assert not short.quantize_short(x[::2], spec_of("e4m3"), out[:32])
     assert not short.quantize_short(x.double(), spec_of("e4m3"), out.double())
-    assert not short.quantize_short(x, spec_of("e4m3", "stochastic"), out)
-    for name in ("mxfp8_e4m3", "logfmt8", "nf4"):
-        assert not short.quantize_short(x, spec_of(name), out)
+    assert not short.quantize_short(x, spec_of("e4m3", "stochastic"), out)  # words of users, not of a key
+    assert not short.quantize_short(x, spec_of("fp16"), out.bfloat16())  # would be rounded twice
+    for name in ("e4m3_tensor", "logfmt8", "nf4", "e4m3_128x128"):
+        assert not short.quantize_short(x, spec_of(name), out), name
+    assert not short.quantize_short(x[:16], spec_of("mxfp4"), out[:16])  # a block that is not whole
+    assert not short.quantize_short(x, dataclasses.replace(spec_of("mxfp4"), dim=-2), out)
+
+
+def test_formats_that_forbid_nan_take_the_way_that_looks_for_it(device):
+    fmt = dataclasses.replace(fmtsim.get_format("int8"), name="strict8", nan_policy="error")
+    x = torch.randn(64, device=device)
+    assert not short.quantize_short(x, CastSpec(format=fmt, rounding=Rounding(), overflow="saturate"), x)
 
 
 def test_the_engine_takes_it_without_random_words_alone(device, monkeypatch):
@@ -59,3 +104,15 @@ def test_the_engine_takes_it_without_random_words_alone(device, monkeypatch):
     casts.quantize(x, spec_of("e4m3"), None, torch.empty_like(x))
     casts.quantize(x, spec_of("e4m3", "stochastic"), RandomKey(1, 2), torch.empty_like(x))
     assert len(taken) == 1
+
+
+@pytest.mark.skipif(not fmtsim.cuda.available(), reason="needs a GPU")
+def test_the_verb_takes_it(monkeypatch):
+    x = numbers(64, torch.float32, "cuda")
+    wanted = fmtsim.quantize(x.cpu(), "e4m3").view(torch.int32)
+    monkeypatch.setattr(ops, "engine_for", None)  # the long way
+    assert torch.equal(fmtsim.quantize(x, "e4m3").cpu().view(torch.int32), wanted)
+    assert torch.equal(fmtsim.quantize(x, "e4m3", out=torch.empty_like(x)).cpu().view(torch.int32), wanted)
+    gradient = x.clone().requires_grad_()
+    fmtsim.quantize(gradient, "mxfp4").backward(torch.ones_like(x))
+    assert torch.equal(gradient.grad, torch.ones_like(x))

@@ -1,18 +1,9 @@
 """A target that writes down what it is asked, in place of the recorded ones."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 from fmtsim import GemmPlan, get_unit
 from fmtsim.gemm import target
-
-
-class Resolution(NamedTuple):
-    arithmetic: Any
-    plan: GemmPlan
-    unit: str
-    accumulate: str
-    basis: str
 
 
 @dataclass
@@ -30,7 +21,7 @@ class Notebook:
         self.strict = strict
         unit = "fp32_fma" if call.a == "fp32" else "hopper.mma" if call.a == "fp64" else "hopper.wgmma"
         arithmetic = get_unit(unit).mode(call.a, call.b, call.accumulate)
-        return Resolution(arithmetic, self.plan, unit, call.accumulate, self.basis)
+        return target.Resolution(arithmetic, self.plan, unit, call.accumulate, self.basis)
 
 
 def install(monkeypatch) -> Notebook:

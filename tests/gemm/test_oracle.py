@@ -197,6 +197,40 @@ def test_partial_sums_may_be_rounded():
     same(dot([2.0**-8, 2.0**-8, 1.0], plan=pairs), 1.0)  # 1 + 2^-8 -> 1, twice
 
 
+def test_parts_may_be_added_to_the_output_in_place():
+    # Parts 1 and 2^-8 + 2^-9: neither is rounded to bfloat16 before they meet; 1 + 1.5 x 2^-8 is next to 1 + 2^-7.
+    plan = GemmPlan(k_tile=1, split=2, partial=BF16, reduce="in_place")
+    same(dot([1.0, 1.5 * 2.0**-8], plan=plan), 1 + 2.0**-7)
+    # The output is rounded after every part: 1 + 2^-8 is a tie that goes to 1, twice; serially 1 + 2^-7.
+    thrice = replace(plan, split=3)
+    same(dot([1.0, 2.0**-8, 2.0**-8], plan=thrice), 1.0)
+    same(dot([1.0, 2.0**-8, 2.0**-8], plan=replace(thrice, reduce="serial")), 1 + 2.0**-7)
+    # A part is not rounded: 2^-8 (1 + 2^-10) is more than half a place of 1, but not as a bfloat16.
+    part = 2.0**-8 * (1 + 2.0**-10)
+    same(dot([1.0, part], plan=plan), 1 + 2.0**-7)
+    same(dot([1.0, part], plan=replace(plan, reduce="serial", round_trip=True)), 1.0)
+    # Two roundings: 1 + 2^-8 + 2^-25 is 1 + 2^-8 in float32, and that goes to 1.
+    same(dot([1.0, 2.0**-8 + 2.0**-25], plan=plan, fmt=FP32), 1.0)
+    # The first part is rounded, too, and float32 outputs are like a serial sum.
+    same(dot([1 + 2.0**-8, 2.0**-8], plan=plan, fmt=FP32), 1.0)
+    same(dot([1 + 2.0**-8, 2.0**-8], plan=replace(plan, partial=None), fmt=FP32), 1 + 2.0**-7)
+    same(dot([FP32.max, 0.0], plan=plan, fmt=FP32), INF)
+
+
+def test_an_output_in_place_begins_with_its_addend():
+    plan = GemmPlan(k_tile=1, split=2, partial=BF16, reduce="in_place")
+    same(dot([2.0**-8, 2.0**-8], plan=plan, c=1.0), 1.0)  # added to c one after the other
+    same(dot([2.0**-8, 2.0**-8], plan=replace(plan, partial=None), c=1.0), 1 + 2.0**-7)
+    same(dot([2.0**-9, 2.0**-9], plan=replace(plan, split=1, k_tile=2), c=1 + 2.0**-7), 1 + 2.0**-6)  # a tie
+    # A chain that began at c would lose TINY; the output keeps what the part sums up first.
+    once = GemmPlan(reduce="in_place")
+    same(dot([TINY, TINY], plan=once, c=1.0), NEXT)
+    same(dot([TINY, TINY], c=1.0), 1.0)
+    same(dot([TINY, TINY], plan=GemmPlan(promote_every=1, reduce="in_place"), c=1.0), NEXT)
+    same(dot([-0.0], plan=once, c=-0.0), 0.0)  # the unit's zeros are +0
+    same(dot([], plan=once, c=-3.0), -3.0)
+
+
 def test_parts_of_a_wide_accumulator_are_added_widely():
     row = [1.0, 2.0**-40]
     plan = GemmPlan(k_tile=1, split=2)

@@ -411,7 +411,9 @@ def test_plans_of_promotions_and_a_bias():
         k_tile=64, promote_every=128, scaled_promotion=True, successive_scales=True, bias_after_rounding=True
     )
     assert kernel.to_dict() == kernel.to_dict() | {"successive_scales": True, "bias_after_rounding": True}
-    for split in (1, 2):
-        plan = GemmPlan(**kernel.fields(mm(64, 64, 512), split)[0])
-        assert (plan.successive_scales, plan.bias_after_rounding) == (True, split == 1)
+    for split, after in ((1, True), (2, True), (1, "unsplit"), (2, "unsplit")):
+        plan = GemmPlan(**replace(kernel, bias_after_rounding=after).fields(mm(64, 64, 512), split)[0])
+        assert (plan.successive_scales, plan.bias_after_rounding) == (True, split == 1 or after is True)
         assert record_from_dict(json.loads(json.dumps(record_to_dict(plan)))) == plan
+    with pytest.raises(ArgumentError, match="bias_after_rounding='split' is not possible; choose false, true or"):
+        Kernel(bias_after_rounding="split")

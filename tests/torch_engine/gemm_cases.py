@@ -172,7 +172,7 @@ def unit(r: Random, kind: str, accumulators: list[FloatFormat]) -> Arithmetic:
 
 
 def plan(r: Random, path: Arithmetic) -> GemmPlan:
-    fields = {"reduce": r.choice(["serial", "pairwise"])}
+    fields = {"reduce": r.choice(["serial", "pairwise", "in_place"])}
     if r.random() < 0.5:
         fields |= {"k_tile": r.choice([4, 5, 8, 16]), "split": r.randint(1, 5), "residue_first": r.random() < 0.3}
         if r.random() < 0.2:
@@ -187,7 +187,7 @@ def plan(r: Random, path: Arithmetic) -> GemmPlan:
         fields["successive_scales"] = fields["scaled_promotion"] and r.random() < 0.5
     if r.random() < 0.3:
         fields["partial"] = get_format(r.choice(["bf16", "fp16", "fp32", "fp64", "e4m3", "e2m1"]))
-        fields["round_trip"] = r.random() < 0.5
+        fields["round_trip"] = fields["reduce"] != "in_place" and r.random() < 0.5
     return GemmPlan(**fields)
 
 

@@ -74,18 +74,28 @@ DEVICE FastBlock fast_block(u32 amax, TensorScale tensor) {
 }
 #endif
 
-// The code of a scale that lies in its format, as Encoded stores it: SCALE_STORED is 0 for float32, 1 for the exponent
-// byte of powers of two, 2 for small float formats.
-DEVICE void store_scale(void* scales, u64 block, float scale) {
-#if OUTPUT == 2 || (OUTPUT == 3 && SCALE_STORED == 0)
-  ((float*)scales)[block] = scale;
-#elif OUTPUT == 3 && SCALE_STORED == 1
-  ((u8*)scales)[block] = (u8)(as_bits(scale) >> 23);
-#elif OUTPUT == 3
+#define SCALES_IN_BYTES (OUTPUT == 3 && SCALE_STORED != 0)
+
+// Scales of encode are stored as float32, packed ones as Encoded has them: SCALE_STORED is 0 for float32, 1 for the
+// exponent byte of powers of two, 2 for small float formats.
+#if SCALES_IN_BYTES
+DEVICE u32 scale_code(float scale) {
+#if SCALE_STORED == 1
+  return as_bits(scale) >> 23;
+#else
   u32 binade = max(as_bits(scale) & FLOAT_EXPONENT, SCALE_LOWEST);
   float magic = as_float(binade + ((23u - SCALE_MANTISSA) << 23));
   u32 code = as_bits(__fadd_rn(scale, magic)) - as_bits(magic) + ((binade - SCALE_LOWEST) >> (23 - SCALE_MANTISSA));
-  ((u8*)scales)[block] = (u8)(scale == scale ? code : SCALE_NAN);
+  return scale == scale ? code : SCALE_NAN;
+#endif
+}
+#endif
+
+DEVICE void store_scale(void* scales, u64 block, float scale) {
+#if SCALES_IN_BYTES
+  ((u8*)scales)[block] = (u8)scale_code(scale);
+#elif OUTPUT >= 2
+  ((float*)scales)[block] = scale;
 #endif
 }
 
@@ -158,81 +168,3 @@ DEVICE u32 fast_code(float x, u32 word, const FastBlock& block) {
   return ELEMENT_NEGATIVE_ZERO || code ? code | e.sign >> (32 - CODE_BITS) : code;
 #endif
 }
-
-#if OUTPUT >= 2
-#define ALL_BYTES(byte) ((byte) * 0x01010101u)
-
-// Four codes, one a byte, from the signs of x (bit 7 of each byte of `signs`) and magnitude codes with loose high bits.
-DEVICE u32 signed_codes(u32 magnitudes, u32 signs) {
-  return (magnitudes & ALL_BYTES((1u << (CODE_BITS - 1)) - 1u)) | (signs & ALL_BYTES(0x80u)) >> (8 - CODE_BITS);
-}
-
-// The magnitude codes of two bfloat16 numbers side by side, and their signs in place, under a power-of-two scale: what
-// has one exponent a number is done for both at once.
-DEVICE u32 code_pair(u32 raw, const FastBlock& block) {
-  u32 limits = block.limit >> 16 | block.limit, lowest = block.lowest >> 16 | block.lowest;  // bfloat16 holds both
-  u32 magnitudes = __vminu2(raw & 0x7FFF7FFFu, limits);
-  u32 binades = __vmaxu2(magnitudes & 0x7F807F80u, lowest);
-  u32 magic = binades + ((23u - ELEMENT_MANTISSA) << 7) * 0x00010001u;
-  u32 low = as_bits(__fadd_rn(as_float(magnitudes << 16), as_float(magic << 16)));
-  u32 high = as_bits(__fadd_rn(as_float(magnitudes & 0xFFFF0000u), as_float(magic & 0xFFFF0000u)));
-  u32 steps = __byte_perm(low, high, 0x5410);
-  u32 codes = steps + (binades >> (7 - ELEMENT_MANTISSA)) - (lowest >> (7 - ELEMENT_MANTISSA));
-  return codes | (raw >> (16 - CODE_BITS) & (1u << (CODE_BITS - 1)) * 0x00010001u);
-}
-
-// Put four codes of CODE_BITS bits, one a byte, side by side.
-DEVICE u32 squeezed(u32 codes) {
-#if CODE_BITS == 4
-  codes = (codes | codes >> 4) & 0x00FF00FFu;
-  return (codes | codes >> 8) & 0xFFFFu;
-#else
-  u32 mask = (1u << CODE_BITS) - 1u, all = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) all |= (codes >> (8 * i) & mask) << (i * CODE_BITS);
-  return all;
-#endif
-}
-
-#define CODES_IN_PAIRS (INPUT == 1 && RULE != 4 && !STOCHASTIC && !ELEMENT_INTEGER && ELEMENT_NEGATIVE_ZERO && ELEMENT_MANTISSA <= 7)
-
-// The codes of a vector, COUNT a multiple of four.
-template <int COUNT>
-DEVICE Packed<COUNT, OUTPUT_BITS> fast_codes(
-    const Packed<COUNT, INPUT_BITS>& in, const u32 (&words)[COUNT], const FastBlock& block) {
-  Packed<COUNT, OUTPUT_BITS> out;
-  out.clear();
-#pragma unroll
-  for (int first = 0; first < COUNT; first += 4) {
-    u32 codes;
-#if CODES_IN_PAIRS
-    codes = __byte_perm(code_pair(in.words[first / 2], block), code_pair(in.words[first / 2 + 1], block), 0x6420);
-#elif ELEMENT_INTEGER || !ELEMENT_NEGATIVE_ZERO
-    codes = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) codes |= fast_code(input_value(in.get(first + i)), words[first + i], block) << (8 * i);
-#else
-    u32 code[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      code[i] = magnitude_code(fast_element(input_value(in.get(first + i)), block), words[first + i], block);
-    u32 low = __byte_perm(code[0], code[1], 0x0040), high = __byte_perm(code[2], code[3], 0x0040), signs;
-#if INPUT == 0
-    signs = __byte_perm(__byte_perm(in.words[first], in.words[first + 1], 0x0073),
-                        __byte_perm(in.words[first + 2], in.words[first + 3], 0x0073), 0x5410);
-#else
-    signs = __byte_perm(in.words[first / 2], in.words[first / 2 + 1], 0x7531);
-#endif
-    codes = signed_codes(__byte_perm(low, high, 0x5410), signs);
-#endif
-    if (OUTPUT_BITS == 8) {
-      out.words[first / 4] = codes;
-    } else {
-      u32 bits = squeezed(codes), at = first * OUTPUT_BITS;
-      out.words[at / 32] |= bits << (at % 32);
-      if (at % 32 + 4 * OUTPUT_BITS > 32) out.words[at / 32 + 1] |= bits >> (32 - at % 32);
-    }
-  }
-  return out;
-}
-#endif

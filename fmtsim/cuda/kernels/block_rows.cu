@@ -1,26 +1,28 @@
 // Blocks whose rows are runs of memory: blocks along the last dimension in one pass, and blocks of any shape whose
-// amaxes block_amax.cu found before. A thread holds four vectors of VECTOR elements, in one of two layouts:
+// amaxes block_amax.cu found before. A thread holds VECTORS vectors of VECTOR elements, in one of three layouts:
 //
-//   STRIDED 0   neighbouring lanes hold neighbouring vectors, and the next vector of a lane lies a warp further.
-//   STRIDED 1   64 elements belong to 16 / VECTOR lanes, and a lane holds elements at distance 16 (here VECTOR = 8):
-//                 lane 0:  0 ... 7   16 ... 23   32 ... 39   48 ... 55
-//                 lane 1:  8 ... 15  24 ... 31   40 ... 47   56 ... 63
-//               so that blocks need fewer shuffles, a lane fewer scales, and one Philox call gives the words of four
-//               elements of a lane (docs/semantics.md, section 9).
-#include "block.cuh"
-#include "block_exact.cuh"
+//   LAYOUT 0   neighbouring lanes hold neighbouring vectors, and the next vector of a lane lies a warp further.
+//   LAYOUT 1   64 elements belong to 16 / VECTOR lanes, and a lane holds elements at distance 16 (here VECTOR = 8):
+//                lane 0:  0 ... 7   16 ... 23   32 ... 39   48 ... 55
+//                lane 1:  8 ... 15  24 ... 31   40 ... 47   56 ... 63
+//              so that blocks need fewer shuffles, a lane fewer scales, and one Philox call gives the words of four
+//              elements of a lane (docs/semantics.md, section 9).
+//   LAYOUT 2   a vector is a block, and those of a lane follow each other: no shuffles, and results in one piece. For
+//              codes alone: a block that is cast the exact way is written twice.
+#include "block_counts.cuh"
 
-#define VECTORS 4
-#ifndef COUNTS
-#define COUNTS 0
-#endif
+#define VECTORS (LAYOUT == 2 ? 32 / VECTOR : 4)
+#define HELD (VECTORS * VECTOR)
 #define LANES (16 / VECTOR)
 
-// RUN is the elements of a block, a power of two from 16 on that fits a warp, or 0 where `given` holds amaxes and flags.
+// RUN is the elements of a block, a power of two from 16 on that fits a warp, or 0 where `given` holds amaxes, flags.
 #if RUN == 0
 #define BLOCKS 4
 #define SPAN 1
-#elif STRIDED
+#elif LAYOUT == 2
+#define BLOCKS (32 / VECTOR)
+#define SPAN 1
+#elif LAYOUT == 1
 #define BLOCKS (RUN >= 64 ? 1 : 64 / RUN)
 #define SPAN (RUN >= 64 ? LANES * (RUN / 64) : LANES)
 #else
@@ -28,10 +30,7 @@
 #define SPAN (RUN / VECTOR)
 #endif
 #define VECTORS_PER_BLOCK (VECTORS / BLOCKS)
-#define DISTANCE (STRIDED ? 16 : 32 * VECTOR)  // between the vectors of a lane
-
-typedef Packed<VECTOR, INPUT_BITS> Input;
-typedef Packed<VECTOR, OUTPUT_BITS> Output;
+#define DISTANCE (LAYOUT == 2 ? VECTOR : LAYOUT == 1 ? 16 : 32 * VECTOR)  // between the vectors of a lane
 
 // How pieces of rows, each the columns of one block, find their blocks: piece q of rows of `across` pieces belongs to
 // block (q / (across * outer)) * across + q % across. Sixteens are 16 elements.
@@ -46,55 +45,6 @@ DEVICE u32 block_of(u64 element, const Pieces& p, bool& opens) {
   u32 row = piece / p.across, column = piece - row * p.across, down = row / p.outer;
   opens &= row == down * p.outer;
   return down * p.across + column;
-}
-
-// What statistics count (fmtsim/analysis/stats.py): finite elements that are not zero, finite elements whose value is
-// not zero, finite elements beyond the largest value under their scale, and elements that are not finite. With COUNTS
-// the cast of values counts them as it goes, into one of many slots: few atomics meet at one address.
-struct Counts {
-  u32 nonzero, kept, saturated, strange, amax;
-};
-#define SLOTS 64
-
-struct alignas(16) Slot {
-  u64 nonzero, kept, saturated, strange, amax;
-};
-
-DEVICE void count(Counts& counts, float x, u32 value, u32 over, u32 over_negative, float scale) {
-  u32 magnitude = as_bits(x) & MAGNITUDE;
-#if RULE == 4
-  float scaled = __fdiv_rn(x, scale);
-  u32 seen = as_bits(scaled) & MAGNITUDE;
-#else
-  u32 seen = magnitude;
-#endif
-  counts.amax = max(counts.amax, magnitude);
-  counts.nonzero += magnitude != 0;
-  counts.kept += (value & (OUTPUT == 0 ? MAGNITUDE : 0x7FFFu)) != 0;
-  counts.saturated += as_float(seen) > as_float(as_bits(x) & ~MAGNITUDE ? over_negative : over);  // 0 / 0 is not
-}
-
-DEVICE void add_counts(Slot* slot, const Counts& counts) {
-  if (counts.nonzero) atomicAdd(&slot->nonzero, (u64)counts.nonzero);
-  if (counts.kept) atomicAdd(&slot->kept, (u64)counts.kept);
-  if (counts.saturated) atomicAdd(&slot->saturated, (u64)counts.saturated);
-  if (counts.strange) atomicAdd(&slot->strange, (u64)counts.strange);
-  if (counts.amax) atomicMax(&slot->amax, (u64)counts.amax);
-}
-
-// Add up a block of threads' counts. All of its threads have to come here.
-DEVICE void add_all_counts(Slot* slots, Counts counts) {
-  __shared__ Counts warps[8];
-  counts = {__reduce_add_sync(~0u, counts.nonzero), __reduce_add_sync(~0u, counts.kept),
-            __reduce_add_sync(~0u, counts.saturated), __reduce_add_sync(~0u, counts.strange),
-            __reduce_max_sync(~0u, counts.amax)};
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = counts;
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  for (u32 w = 1; w < blockDim.x / 32; ++w)
-    counts = {counts.nonzero + warps[w].nonzero, counts.kept + warps[w].kept,
-              counts.saturated + warps[w].saturated, counts.strange + warps[w].strange, max(counts.amax, warps[w].amax)};
-  add_counts(slots + blockIdx.x % SLOTS, counts);
 }
 
 // Cast a lane's part of a block the exact way, from memory; return the block's scale. A call, and one that takes no
@@ -118,13 +68,14 @@ __device__ __noinline__ float cast_exactly(
       ExactElement e = exact_element(number, false, place + i, s, spoiled, decode, c, c.draw);
       y.put(i, OUTPUT <= 1 ? narrowed(e.value, OUTPUT) : (u32)e.code);
 #if COUNTS
-      Counts one = {0, 0, 0, 0, 0};
+      Counts one = {};
       if (number - number != 0.0) {
         one.strange = 1;
       } else {
         // the limits are compared with x / scale, as the definition has it
         float scaled = __fdiv_rn((float)number, RULE == 4 ? __fmul_rn(s.scale, tensor.decode) : s.scale);
         count(one, (float)number, y.get(i), ~0u, ~0u, 1.0f);
+        one.amax = as_bits((float)number) & MAGNITUDE;
         one.saturated = fabsf(scaled) > as_float(scaled < 0.0f ? ELEMENT_OVER_NEGATIVE : ELEMENT_OVER);
       }
       add_counts(slot, one);
@@ -153,7 +104,8 @@ DEVICE Seen look(const Input (&in)[VECTORS], int first) {
   if (__any_sync(~0u, seen.strange)) {  // look again, at finite elements alone
     Seen again = {0, true, false};
 #pragma unroll
-    for (int v = 0; v < VECTORS_PER_BLOCK; ++v) again.amax = max(again.amax, finite_amax<VECTOR>(in[first + v], again.has_nan));
+    for (int v = 0; v < VECTORS_PER_BLOCK; ++v)
+      again.amax = max(again.amax, finite_amax<VECTOR>(in[first + v], again.has_nan));
 #pragma unroll 1
     for (int flip = 1; flip < SPAN; flip *= 2) {
       again.amax = max(again.amax, __shfl_xor_sync(~0u, again.amax, flip));
@@ -189,18 +141,36 @@ DEVICE void find_scales(const Seen (&seen)[BLOCKS], FastBlock (&block)[BLOCKS], 
 #endif
 }
 
-KERNEL __launch_bounds__(256) cast_runs(
+#if LAYOUT == 2
+// Vectors of whole words, one after the other.
+DEVICE Packed<HELD, OUTPUT_BITS> joined(const Output (&parts)[VECTORS]) {
+  Packed<HELD, OUTPUT_BITS> all;
+#pragma unroll
+  for (int i = 0; i < all.WORDS; ++i) all.words[i] = parts[i / Output::WORDS].words[i % Output::WORDS];
+  return all;
+}
+#endif
+
+// Four blocks of threads a multiprocessor: 64 registers. Left to itself, the assembler takes 48 for some formats, and
+// keeps in memory what it then has no room for.
+KERNEL __launch_bounds__(256, 4) cast_runs(
     const void* x, void* out, void* scales, const u32* given, const u32* tensor, float* tensor_scale, u64 total,
     const __grid_constant__ Pieces pieces, u32 reversed, const __grid_constant__ Cast c,
     Slot* slots) {
   u64 thread = (u64)(reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * blockDim.x + threadIdx.x;
-  u64 base = STRIDED ? thread / LANES * 64 + thread % LANES * VECTOR
-                     : thread / 32 * (32 * VECTOR * VECTORS) + thread % 32 * VECTOR;
+#if LAYOUT == 2
+  u64 base = thread * HELD;
+#elif LAYOUT == 1
+  u64 base = thread / LANES * 64 + thread % LANES * VECTOR;
+#else
+  u64 base = thread / 32 * (32 * HELD) + thread % 32 * VECTOR;
+#endif
   Input in[VECTORS];
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v) {
     in[v].clear();
-    if (base + DISTANCE * v < total) in[v] = load_vector<VECTOR, INPUT_BITS>(x, base + DISTANCE * v);
+    u64 first = base + DISTANCE * v;
+    if ((LAYOUT == 2 ? base : first) < total) in[v] = load_vector<VECTOR, INPUT_BITS>(x, first);
   }
   TensorScale scale = {1.0f, 1.0f}, step = {1.0f, 1.0f};
 #if TWO_LEVEL
@@ -251,7 +221,7 @@ KERNEL __launch_bounds__(256) cast_runs(
   }
 #endif
 #if COUNTS
-  Counts counts = {0, 0, 0, 0, 0};
+  Counts counts = {};
 #endif
   Output y[VECTORS];
 #pragma unroll
@@ -259,6 +229,9 @@ KERNEL __launch_bounds__(256) cast_runs(
     const FastBlock& own = block[v / VECTORS_PER_BLOCK];
 #if OUTPUT >= 2
     y[v] = fast_codes<VECTOR>(in[v], words[v], own);
+#elif IN_BFLOAT16 && OUTPUT == 1
+#pragma unroll
+    for (int i = 0; i < Output::WORDS; ++i) y[v].words[i] = value_pair(in[v].words[i], own);
 #else
     y[v].clear();
 #pragma unroll
@@ -266,30 +239,32 @@ KERNEL __launch_bounds__(256) cast_runs(
       y[v].put(i, as_bits(fast_value(input_value(in[v].get(i)), words[v][i], own, scale.decode)) >> (32 - OUTPUT_BITS));
 #endif
 #if COUNTS
-    if (!exactly[v / VECTORS_PER_BLOCK] && base + DISTANCE * v < total) {
-      u32 shift = own.limit - ELEMENT_LIMIT;
-#pragma unroll
-      for (int i = 0; i < VECTOR; ++i)
-        count(counts, input_value(in[v].get(i)), y[v].get(i), ELEMENT_OVER + shift, ELEMENT_OVER_NEGATIVE + shift,
-              __fmul_rn(own.scale, scale.decode));
-    }
+    if (!exactly[v / VECTORS_PER_BLOCK] && base + DISTANCE * v < total)
+      count_vector(counts, in[v], y[v], seen[v / VECTORS_PER_BLOCK].amax, own, scale.decode);
 #endif
   }
+#if LAYOUT == 2
+  if (base < total) store_vector<HELD, OUTPUT_BITS>(out, base, joined(y));
+#else
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v)
     if (base + DISTANCE * v < total && !exactly[v / VECTORS_PER_BLOCK])
       store_vector<VECTOR, OUTPUT_BITS>(out, base + DISTANCE * v, y[v]);
+#endif
 
   if (__any_sync(~0u, any)) {
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
       u64 first = base + DISTANCE * (b * VECTORS_PER_BLOCK);
       u64 last = exactly[b] ? min(first + DISTANCE * VECTORS_PER_BLOCK, total) : first;
-      float stored = cast_exactly(x, out, first, last, seen[b].amax, seen[b].has_nan, scale, c, slots + blockIdx.x % SLOTS);
+      Slot* slot = slots + blockIdx.x % SLOTS;
+      float stored = cast_exactly(x, out, first, last, seen[b].amax, seen[b].has_nan, scale, c, slot);
       if (exactly[b]) block[b].stored = stored;
     }
   }
-#if OUTPUT >= 2
+#if LAYOUT == 2 && SCALES_IN_BYTES && BLOCKS == 2
+  if (base < total) ((u16*)scales)[thread] = (u16)(scale_code(block[0].stored) | scale_code(block[1].stored) << 8);
+#elif OUTPUT >= 2
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) {
     u64 first = base + DISTANCE * (b * VECTORS_PER_BLOCK);
@@ -301,6 +276,6 @@ KERNEL __launch_bounds__(256) cast_runs(
   }
 #endif
 #if COUNTS
-  add_all_counts(slots, counts);
+  add_warp_counts(slots, counts);
 #endif
 }

@@ -96,6 +96,18 @@ DEVICE u16 half_of_float(float x) {
   return y;
 }
 
+// Fused multiply-adds of two float16 or bfloat16 side by side, each rounded once, subnormals kept.
+DEVICE u32 fma_half2(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+DEVICE u32 fma_bfloat2(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
 #endif
 
 // Copies Count times 16 bytes from global to shared memory with all Threads of a block, without waiting.

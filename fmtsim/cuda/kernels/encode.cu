@@ -1,8 +1,9 @@
 // Element formats, codes: float16, bfloat16 or float32 to codes, in slots of whole bytes or packed (docs/semantics.md,
 // section 11).
 //
-// Macros: INPUT (dtype of vectors.cuh); those of grid_cast.cuh; CODE: bits of a code, at most 32; SLOT: bits from one code
-// to the next, CODE where they are packed; INTEGER: two's complement codes; VECTORS: addresses of whole vectors.
+// Macros: INPUT (dtype of vectors.cuh); those of grid_cast.cuh; CODE: bits of a code, at most 32; SLOT: bits from one
+// code to the next, CODE where they are packed; INTEGER: two's complement codes; MANTISSA: bits of it, where RANDOM and
+// not INTEGER; VECTORS: addresses of whole vectors.
 #include "common.cuh"
 #include "grid_cast.cuh"
 #include "philox.cuh"
@@ -17,20 +18,51 @@ typedef Stored<INPUT>::type Input;
 #define RUN (EVEN > LEAST ? EVEN : LEAST)  // elements of a thread
 #define WORDS (RUN * SLOT / 32)
 
-// A code in the top bits of a word, unless x is NaN.
-DEVICE u32 top_of(float x, u32 word, const Grid& g) {
-  if (SIGNS_LAST && !INTEGER) {
-    u32 bits = __float_as_uint(rounded_magnitude(x, word, g) * g.code_scale) * g.code_factor;
-    return bits | (__float_as_uint(x) & g.sign);
-  }
-  float y = rounded_number(x, word, g);
+// Codes of stochastic rounding are the low bits of the sum with the magic number and the binade's number.
+#define SUMS (RANDOM && SIGNS_LAST && !INTEGER && CODE <= 16 && SLOT == CODE)
+
+// y + (x >> Shift), one step where the compiler does not take it apart.
+template <int Shift>
+DEVICE u32 add_shifted(u32 x, u32 y) {
+#ifdef FMTSIM_HOST
+  return y + (x >> Shift);
+#else
+  u32 out;
+  asm("{.reg .b32 s; shr.u32 s, %1, %3; add.u32 %0, s, %2;}" : "=r"(out) : "r"(x), "r"(y), "n"(Shift));
+  return out;
+#endif
+}
+
+// The code of a clamped magnitude in the low bits of a word, others above them (SUMS).
+DEVICE u32 low_code(float a, u32 rest, const Grid& g) {
+  float binade = binade_of<false>(a, g);
+  u32 sum = __float_as_uint(stochastic_sum<false, RANDOM == 1>(a, binade, g.code_base, rest, g));
+#if SUMS
+  sum = add_shifted<23 - MANTISSA>(__float_as_uint(binade), sum);
+#endif
+  return sum;
+}
+
+// The code of x with a clamped magnitude a in the top bits of a word, unless x is NaN.
+DEVICE u32 code_of(float a, float x, u32 rest, const Grid& g) {
+  u32 sign = __float_as_uint(x) & g.sign;
+  if constexpr (SUMS) return low_code(a, rest, g) << (32 - CODE) | sign;
+  float rounded = rounded_magnitude(a, rest, g);
+  if (SIGNS_LAST && !INTEGER) return __float_as_uint(rounded * g.code_scale) * g.code_factor | sign;
+  return top_code<INTEGER, SPECIAL>(finished<SPECIAL, KEEPS>(rounded, x, g), g);
+}
+
+// The code of x in the top bits of a word, unless x is NaN.
+DEVICE u32 top_of(float x, u32 rest, const Grid& g) {
+  if constexpr (SPLIT) return code_of(clamped<ASYMMETRIC>(x, g), x, rest, g);
+  float y = rounded_number(x, rest, g);
   u32 code = top_code<INTEGER, SPECIAL>(y, g);
   return SPECIAL && is_spoiled<SPECIAL>(y, x) ? g.nan_code : code;
 }
 
 DEVICE u32 code_at(const Input* x, i64 i, const Grid& g, const Draw& d) {
   float value = loaded<INPUT>(x[i]);
-  u32 code = top_of(value, RANDOM ? random_word((u64)i, d) : 0, g);
+  u32 code = top_of(value, RANDOM ? ~random_word((u64)i, d) : 0, g);
   return (value != value ? g.nan_code : code) >> (32 - CODE);
 }
 
@@ -46,19 +78,57 @@ DEVICE void encode_slowly(const Input* x, u8* to, i64 first, i64 last, const Gri
   if (bits) *to = (u8)held;
 }
 
-// Codes side by side: first those that fit a word, from the last to the first, then these parts.
-DEVICE void pack(u32 (&out)[WORDS], const u32 (&tops)[RUN]) {
+// Codes side by side: first those that fit a word, then these parts. Low: codes are low bits with others above them,
+// else top bits with zeros below.
+template <bool Low>
+DEVICE void pack(u32 (&out)[WORDS], const u32 (&codes)[RUN]) {
 #pragma unroll
   for (int i = 0; i < RUN; i += PART) {
     u32 part = 0;
+    if constexpr (Low && SLOT == 8) {
+      u32 low = __byte_perm(codes[i], codes[i + 1], 0x0040), high = __byte_perm(codes[i + 2], codes[i + 3], 0x0040);
+      part = __byte_perm(low, high, 0x5410);
+    } else if constexpr (Low) {
 #pragma unroll
-    for (int k = i + PART - 1; k >= i; k--) {
-      u32 top = SLOT < 32 && SLOT > CODE ? tops[k] >> (SLOT - CODE) : tops[k];
-      part = SLOT == 32 ? top >> (32 - CODE) : __funnelshift_l(top, part, SLOT);
+      for (int k = i; k < i + PART; k++) part = __funnelshift_r(part, codes[k], SLOT);
+      part >>= 32 - PART * SLOT;
+    } else {
+#pragma unroll
+      for (int k = i + PART - 1; k >= i; k--) {
+        u32 top = SLOT < 32 && SLOT > CODE ? codes[k] >> (SLOT - CODE) : codes[k];
+        part = SLOT == 32 ? top >> (32 - CODE) : __funnelshift_l(top, part, SLOT);
+      }
     }
     int bit = i * SLOT, end = bit % 32 + PART * SLOT;
     out[bit / 32] = bit % 32 ? out[bit / 32] | part << (bit % 32) : part;
     if (end > 32) out[bit / 32 + 1] = part >> (32 - bit % 32);
+  }
+}
+
+// The codes of elements from their clamped magnitudes (SUMS); four signs at a time where codes are bytes.
+DEVICE void pack_sums(
+    u32 (&out)[WORDS], const Vectors<INPUT, RUN>& from, const float (&a)[RUN], const u32 (&rests)[RUN], const Grid& g) {
+  const bool wide = BYTES_OF(INPUT) == 4;
+  u32 codes[RUN];
+#pragma unroll
+  for (int k = 0; k < RUN; k++) {
+    codes[k] = low_code(a[k], rests[k], g);
+#if SUMS
+    if (SLOT == 8) continue;
+    u32 sign = from.word[wide ? k : k / 2] & (wide ? g.sign : g.sign | g.sign >> 16);
+    codes[k] = wide || k % 2 ? add_shifted<32 - CODE>(sign, codes[k]) : add_shifted<16 - CODE>(sign, codes[k]);
+#endif
+  }
+  pack<true>(out, codes);
+  if constexpr (SLOT == 8) {
+    u32 signs = g.sign | g.sign >> 8, four = signs | signs >> 16;
+#pragma unroll
+    for (int k = 0; k < RUN; k += 4) {
+      const u32* word = from.word + (wide ? k : k / 2);
+      u32 low = wide ? __byte_perm(word[0], word[1], 0x0073) : __byte_perm(word[0], word[1], 0x7531);
+      u32 tops = wide ? __byte_perm(low, __byte_perm(word[2], word[3], 0x0073), 0x5410) : low;
+      out[k / 4] |= tops & four;
+    }
   }
 }
 
@@ -76,52 +146,68 @@ DEVICE void store_run(u8* to, const u32 (&out)[WORDS]) {
   }
 }
 
-// A run of elements that were loaded from place base on.
-DEVICE void encode_run(
-    const Vectors<INPUT, RUN>& from, const u32 (&words)[RUN], const Input* x, u8* to, i64 base, const Grid& g,
-    const Draw& d) {
-  float values[RUN];
-  u32 tops[RUN], out[WORDS];
+// The codes of a run of elements, and whether none was NaN.
+DEVICE bool encode_run(u32 (&out)[WORDS], const Vectors<INPUT, RUN>& from, const u32 (&rests)[RUN], const Grid& g) {
+  u32 codes[RUN];
+  if constexpr (SPLIT) {
+    Magnitudes<INPUT> magnitudes;
+    float a[RUN];
+    magnitudes.take(a, from, g);
+    if constexpr (SUMS) {
+      pack_sums(out, from, a, rests, g);
+    } else {
 #pragma unroll
-  for (int k = 0; k < RUN; k++) {
-    values[k] = from.get(k);
-    tops[k] = top_of(values[k], words[k], g);
+      for (int k = 0; k < RUN; k++) codes[k] = code_of(a[k], from.get(k), rests[k], g);
+      pack<false>(out, codes);
+    }
+    return !magnitudes.hold_nan();
+  } else {
+    float values[RUN];
+#pragma unroll
+    for (int k = 0; k < RUN; k++) {
+      values[k] = from.get(k);
+      codes[k] = top_of(values[k], rests[k], g);
+    }
+    pack<false>(out, codes);
+    return !holds_nan(values);
   }
-  pack(out, tops);
-  if (holds_nan(values)) encode_slowly(x, to, base, base + RUN, g, d);
-  else store_run(to, out);
 }
 
 // A warp takes SPAN elements: with random words a tile of them, else a run a lane. What does not fill one is encoded
 // slowly.
 #define SPAN (RANDOM ? TILE : 32 * RUN)
+#define RUNS (SPAN / (32 * RUN))
 
 KERNEL encode(const Input* x, u8* codes, i64 count, const Grid g, const Draw d) {
 #if RANDOM
   __shared__ Words4 memory[4][TILE_WORDS / 4];
   u32* held = (u32*)memory[threadIdx.x / 32];
 #endif
-  i64 start = ((i64)blockIdx.x * 4 + threadIdx.x / 32) * SPAN;
-  bool whole = VECTORS && start + SPAN <= count;
+  i64 start = ((i64)blockIdx.x * 4 + threadIdx.x / 32) * SPAN, base = start + threadIdx.x % 32 * RUN;
+  codes += base / RUN * WORDS * 4;
+  bool slow = true;
+  if (VECTORS && start + SPAN <= count) {
+    Vectors<INPUT, RUN> from[RUNS];
+    slow = false;
+#pragma unroll
+    for (int v = 0; v < RUNS; v++) from[v].load(x + base + v * 32 * RUN);
+    __syncwarp();  // or the compiler would load late, one vector after the other
 #if RANDOM
-  if (whole) make_words(held, (u64)start, upper_counter(), d);
+    make_words(held, (u64)start, upper_counter(), d);
 #endif
-#pragma unroll 1
-  for (i32 place = 0; place < SPAN; place += 32 * RUN) {
-    i64 base = start + place + threadIdx.x % 32 * RUN;
-    u8* to = codes + base / RUN * WORDS * 4;
-    if (whole) {
-      Vectors<INPUT, RUN> from;
-      from.load(x + base);
-      __syncwarp();  // or the compiler would load late, one vector after the other
-      u32 words[RUN] = {};
+#pragma unroll
+    for (int v = 0; v < RUNS; v++) {
+      u32 rests[RUN] = {}, out[WORDS];
 #if RANDOM
-      take_words(words, held, (i32)(base - start));
+      take_words(rests, held + word_place(threadIdx.x % 32 * RUN) + word_place(v * 32 * RUN));
 #endif
-      encode_run(from, words, x, to, base, g, d);
-    } else if (base < count) {
-      encode_slowly(x, to, base, base + RUN < count ? base + RUN : count, g, d);
+      slow |= !encode_run(out, from[v], rests, g);
+      store_run(codes + v * 32 * WORDS * 4, out);
     }
+  }
+#pragma unroll 1
+  for (i32 v = 0; slow && v < RUNS && base < count; v++, base += 32 * RUN, codes += 32 * WORDS * 4) {
+    encode_slowly(x, codes, base, base + RUN < count ? base + RUN : count, g, d);
   }
 }
 

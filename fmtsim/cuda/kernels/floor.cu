@@ -31,7 +31,10 @@
 #define TILES (4 * HALVES)  // of 16 x 8 outputs, of a warp
 #define BYTES_A record_bytes(ROWS_A, WHOLE, WIDE)
 #define BYTES_B record_bytes(ROWS_B, false, WIDE)
-#define STAGE_BYTES (BYTES_A + BYTES_B)
+#ifndef RECORDS
+#define RECORDS 1  // blocks of a stage: short ones share a barrier
+#endif
+#define STAGE_BYTES (RECORDS * (BYTES_A + BYTES_B))
 #include "floor_mma.cuh"
 
 #ifndef AHEAD
@@ -45,7 +48,7 @@ struct alignas(8) Floor {
   i32 base;             // field of an empty sum of powers
   u32 factor;           // 2^(FIELD_PLACE - 7) / spacing, a whole number
   i32 zero_field;       // exponent of the field of E = 0
-  i32 found;            // the smallest E that is always found (WIDE), or that a block without products has
+  i32 found;            // the smallest E that is always found (WIDE)
   i32 lowest, highest;  // products with exponents in this range give sums in the accumulator's normal range
 };
 
@@ -102,9 +105,9 @@ DEVICE bool unknown(const State& s, i32 least, const u32* a, const u32* b) {
 }
 
 // End the last block of a tile of 16 x 8 outputs; begin the next, for which `powers` are known.
-DEVICE void finish_tile(State& s, int h, int j) {
+DEVICE void finish_tile(State& s, const Constants& k, int h, int j) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) finish(s, h, j, i);
+  for (int i = 0; i < 4; ++i) finish(s, k, h, j, i);
 }
 
 DEVICE void start_tile(State& s, const Constants& k, const float (&powers)[4], int h, int j, i32& smallest,
@@ -160,27 +163,25 @@ DEVICE void chain_tile(double (&sum)[4], const Left& left, const u8* b, int grou
 
 #include "floor_ends.cuh"
 
-DEVICE void copy_stage(u8* stage, const u8* a, const u8* b) {
+// Copy `most` bytes or, where there are fewer, `count`.
+template <int most>
+DEVICE void copy_bytes(u8* to, const u8* from, i32 count) {
 #pragma unroll
-  for (int i = 0; i < (BYTES_A / 16 + THREADS - 1) / THREADS; ++i) {
-    const int at = i * THREADS + threadIdx.x;
-    if ((i + 1) * THREADS * 16 <= BYTES_A || at * 16 < BYTES_A) copy16_async(stage + at * 16, a + at * 16);
-  }
-#pragma unroll
-  for (int i = 0; i < (BYTES_B / 16 + THREADS - 1) / THREADS; ++i) {
-    const int at = i * THREADS + threadIdx.x;
-    if ((i + 1) * THREADS * 16 <= BYTES_B || at * 16 < BYTES_B) copy16_async(stage + BYTES_A + at * 16, b + at * 16);
+  for (int i = 0; i < (most / 16 + THREADS - 1) / THREADS; ++i) {
+    const int at = (i * THREADS + threadIdx.x) * 16;
+    if ((RECORDS == 1 && (i + 1) * THREADS * 16 <= most) || at < (RECORDS == 1 ? most : count))
+      copy16_async(to + at, from + at);
   }
 }
 
-// A stage of the ring, from the place of a warp's lane.
+// A block in a stage of the ring, from the place of a warp's lane.
 struct Stage {
   const u8 *a, *b, *a_powers, *b_powers;
   const u32 *a_bits, *b_bits;
 };
 
-DEVICE Stage stage_at(const u8* a, int lane, int a_group, int b_group) {
-  const u8* b = a + BYTES_A;
+DEVICE Stage stage_at(const u8* slot, int record, int lane, int a_group, int b_group) {
+  const u8 *a = slot + record * BYTES_A, *b = slot + RECORDS * BYTES_A + record * BYTES_B;
   const u8 *a_powers = a + value_bytes(ROWS_A, WHOLE), *b_powers = b + value_bytes(ROWS_B, false);
   const u32* a_bits = (const u32*)(a_powers + power_bytes(ROWS_A)) + a_group / 2 * 32 + lane / 4 * 4 + a_group % 2 * 2;
   return {a, b, a_powers, b_powers, a_bits, (const u32*)(b_powers + power_bytes(ROWS_B)) + b_group * 16 + lane % 4 * 8};
@@ -199,24 +200,32 @@ DEVICE u8* slot_of(const Ring& ring, int ahead) {
   return ring.shared + (slot < STAGES ? slot : slot - STAGES) * STAGE_BYTES;
 }
 
-// Copy the next record into the slot `ahead` of the one that is worked on, which everyone has left.
+// Copy the next records into the slot `ahead` of the one that is worked on, which everyone has left.
 DEVICE void refill(Ring& ring, int ahead) {
-  if (ring.left > 0) copy_stage(slot_of(ring, ahead), ring.a, ring.b);
+  u8* slot = slot_of(ring, ahead);
+  if (ring.left > 0) {
+    const i32 count = min(ring.left, RECORDS);
+    copy_bytes<RECORDS * BYTES_A>(slot, ring.a, count * BYTES_A);
+    copy_bytes<RECORDS * BYTES_B>(slot + RECORDS * BYTES_A, ring.b, count * BYTES_B);
+  }
   commit_copies();
-  ring.a += BYTES_A, ring.b += BYTES_B, --ring.left;
+  ring.a += RECORDS * BYTES_A, ring.b += RECORDS * BYTES_B, ring.left -= RECORDS;
 }
 
 // Work on a block: the sums of the one before are finished here, its own are left to the next. While the tensor core
 // works on one tile of 16 x 8, another is finished and started, AHEAD tiles ahead; powers are added four tiles ahead of
-// that, or they would queue behind the chains.
+// that, or they would queue behind the chains. ENDED: the block before was the last of its chains.
+template <bool ENDED>
 DEVICE bool run_block(State& s, const Constants& k, float (&powers)[TILES][4], const Stage& stage, const Stage& next,
-                      int a_group, int b_group, i32 least, int lane) {
+                      int a_group, int b_group, i32 least, int lane, const Sums& sums, const Place& place,
+                      float* outer, i32 block) {
   i32 smallest = 0x7FFFFFFF;
   Left left;
 #pragma unroll
   for (int t = 0; t < TILES + AHEAD; ++t) {
     if (t < TILES) {
-      finish_tile(s, t / 4, t % 4);
+      finish_tile(s, k, t / 4, t % 4);
+      if (ENDED) promote_tile(s, sums, place, outer, t / 4, t % 4, block - 1);
       start_tile(s, k, powers[t], t / 4, t % 4, smallest, stage.a_bits, stage.b_bits);
     }
     if (t < AHEAD) continue;
@@ -231,14 +240,13 @@ DEVICE bool run_block(State& s, const Constants& k, float (&powers)[TILES][4], c
   return unknown(s, least, stage.a_bits + WORDS * ROWS_A, stage.b_bits + WORDS * ROWS_B);
 }
 
-// Finish the chains of a warp, add them to the outer sums where there are some, and write the results at the end.
-DEVICE void end_chains(State& s, const Constants& k, const Sums& sums, const Place& place, float* outer, i32 block,
-                       bool last) {
+// Finish the chains of a warp, add them to the outer sums where there are some, and write the results.
+DEVICE void write_results(State& s, const Constants& k, const Sums& sums, const Place& place, float* outer, i32 last) {
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
-    finish_tile(s, t / 4, t % 4);
-    if (PROMOTE) promote_tile(s, k, sums, place, outer, t / 4, t % 4, block);
-    if (last) write_tile(s, sums, place, outer, t / 4, t % 4);
+    finish_tile(s, k, t / 4, t % 4);
+    if (PROMOTE) promote_tile(s, sums, place, outer, t / 4, t % 4, last);
+    write_tile(s, sums, place, outer, t / 4, t % 4);
   }
 }
 
@@ -262,28 +270,40 @@ floor_product(const u8* a_records, const u8* b_records, const i32* a_bases, cons
   Ring ring = {shared, a, b, last - first, 0};
   for (int s = 0; s < STAGES - 1; ++s) refill(ring, s);
   const Place place = {tile.row + a_group * 16 + lane / 4, tile.column + b_group * 16 + lane % 4 * 2, a_bases, b_bases};
-  float* outer = (float*)(shared + STAGES * STAGE_BYTES) + threadIdx.x;
+  float* outer = (float*)(shared + STAGES * STAGE_BYTES) + 4 * threadIdx.x;
   const Constants constants = constants_of(f);
   State state;
   bool bad = begin(state, constants, f, sums, place, outer);
   wait_copies<STAGES - 2>();
   __syncthreads();
-  Stage stage = stage_at(shared, lane, a_group, b_group);
+  Stage stage = stage_at(shared, 0, lane, a_group, b_group);
   float powers[TILES][4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) add_powers(powers[j], stage.a_powers, stage.b_powers, a_group, b_group, j, lane);
+  bool ended = false;
+  int record = 0;  // of the stage
   for (i32 block = first; block < last; ++block) {
-    wait_copies<STAGES - 3>();
-    __syncthreads();
-    refill(ring, STAGES - 1);
-    const Stage next = stage_at(slot_of(ring, 1), lane, a_group, b_group);
-    ring.slot = ring.slot + 1 == STAGES ? 0 : ring.slot + 1;
-    if (PROMOTE && block > first && ends[block - 1] != 0)
-      end_chains(state, constants, sums, place, outer, block - 1, false);
-    bad |= run_block(state, constants, powers, stage, next, a_group, b_group, least, lane);
+    const bool ends_here = PROMOTE && ends[block] != 0;  // asked for long before it is needed
+    if (record == 0) {
+      wait_copies<STAGES - 3>();
+      __syncthreads();
+      refill(ring, STAGES - 1);
+      ring.slot = ring.slot + 1 == STAGES ? 0 : ring.slot + 1;
+    }
+    record = record + 1 == RECORDS ? 0 : record + 1;
+    const int ahead = record == 0 ? 0 : STAGES - 1;  // of the slot after the one that is worked on
+    const Stage next = stage_at(slot_of(ring, ahead), record, lane, a_group, b_group);
+    if (PROMOTE && ended) {
+      bad |= run_block<PROMOTE != 0>(state, constants, powers, stage, next, a_group, b_group, least, lane, sums, place,
+                                     outer, block);
+    } else {
+      bad |= run_block<false>(state, constants, powers, stage, next, a_group, b_group, least, lane, sums, place, outer,
+                              block);
+    }
     stage = next;
+    ended = ends_here;
   }
-  end_chains(state, constants, sums, place, outer, last - 1, true);
+  write_results(state, constants, sums, place, outer, last - 1);
   wait_copies<0>();
   if (__syncthreads_or(bad) && threadIdx.x == 0) mark(sums, tile);
 }

@@ -57,7 +57,7 @@ DEVICE double unit_of(const Place& p, int h, int j, int i) {
 // What a chain holds, in float32: exact.
 DEVICE float chain_value(const State& s, const Place& p, int h, int j, int i) {
 #if SINGLE && !WIDE
-  return __fmul_rn(s.chain[h][j][i], power_of_two(-FRACTION));
+  return s.chain[h][j][i];
 #else
   return __double2float_rn(chain_of(s, h, j, i) * unit_of(p, h, j, i));
 #endif
@@ -67,10 +67,15 @@ DEVICE bool inside(const Sums& s, const Place& p, int h, int j, int i) {
   return p.row + 16 * h + 8 * (i >> 1) < s.m && p.column + 8 * j + (i & 1) < s.n;
 }
 
-DEVICE float* outer_of(float* outer, int h, int j, int i) { return outer + (h * 16 + j * 4 + i) * THREADS; }
+struct alignas(16) Outer { float sum[4]; };
+
+// The outer sums of a lane's tile of 16 x 8.
+DEVICE Outer* outer_of(float* outer, int h, int j) { return (Outer*)(outer + (h * 4 + j) * 4 * THREADS); }
 
 // Set the chains to the addend, or to +0; say whether an addend is out of range.
 DEVICE bool begin(State& s, const Constants& k, const Floor& f, const Sums& sums, const Place& p, float* outer) {
+  // A block without products has the grid of an empty sum of powers, which c must lie on.
+  const i32 least = (f.base >> FIELD_PLACE) - f.zero_field + (KEPT > FRACTION ? KEPT - FRACTION : 0);
   bool bad = false;
 #pragma unroll
   for (int h = 0; h < HALVES; ++h) {
@@ -83,13 +88,13 @@ DEVICE bool begin(State& s, const Constants& k, const Floor& f, const Sums& sums
           const i64 row = p.row + 16 * h + 8 * (i >> 1), column = p.column + 8 * j + (i & 1);
           c = sums.c[row * sums.c_row + column * sums.c_column];
         }
-        if (PROMOTE) *outer_of(outer, h, j, i) = c;
+        if (PROMOTE) outer_of(outer, h, j)->sum[i] = c;
         const u32 exponent = __float_as_uint(c) >> 23 & 0xFFu;
-        // Without WIDE, a block without products has the grid of the smallest sum of powers, which c must lie on.
         bad |= c != 0.0f && (exponent == 0 || exponent >= 127 + 126);
         if (PROMOTE) c = 0.0f;
         const double scaled = (double)c / unit_of(p, h, j, i);
-        bad |= c != 0.0f && (WIDE ? fabs(scaled) > 1e30 || fabs(scaled) < 1e-30 : (i32)exponent < f.found + 127);
+        const i32 scaled_exponent = ((__double2hiint(scaled) >> 20) & 0x7FF) - 1023;
+        bad |= c != 0.0f && (scaled_exponent < least || (WIDE && (fabs(scaled) > 1e30 || fabs(scaled) < 1e-30)));
         begin_chain(s, k, h, j, i, scaled);
       }
     }
@@ -97,25 +102,25 @@ DEVICE bool begin(State& s, const Constants& k, const Floor& f, const Sums& sums
   return bad;
 }
 
-// Add the chains of a tile to the outer sums, in float32 to nearest even, and restart them at +0.
-DEVICE void promote_tile(State& s, const Constants& k, const Sums& sums, const Place& p, float* outer, int h, int j,
-                         i32 block) {
+// Add the chains of a tile to the outer sums, in float32 to nearest even, and set them to +0.
+DEVICE void promote_tile(State& s, const Sums& sums, const Place& p, float* outer, int h, int j, i32 block) {
+  Outer t = *outer_of(outer, h, j);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float chain = chain_value(s, p, h, j, i);
-    float* t = outer_of(outer, h, j, i);
     if (PROMOTE == 1) {
-      *t = __fadd_rn(*t, chain);
+      t.sum[i] = __fadd_rn(t.sum[i], chain);
     } else {
       const i64 row = min(p.row + 16 * h + 8 * (i >> 1), sums.m - 1);
       const i64 column = min(p.column + 8 * j + (i & 1), sums.n - 1);
       const i32 place = sums.scale_places[block];
       const float a = sums.scale_a[row * sums.scale_a_row + place * sums.scale_a_group];
       const float b = sums.scale_b[column * sums.scale_b_row + place * sums.scale_b_group];
-      *t = PROMOTE == 2 ? __fmaf_rn(chain, __fmul_rn(a, b), *t) : __fmaf_rn(__fmul_rn(chain, a), b, *t);
+      t.sum[i] = PROMOTE == 2 ? __fmaf_rn(chain, __fmul_rn(a, b), t.sum[i]) : __fmaf_rn(__fmul_rn(chain, a), b, t.sum[i]);
     }
-    begin_chain(s, k, h, j, i, 0.0);
+    clear_chain(s, h, j, i);
   }
+  *outer_of(outer, h, j) = t;
 }
 
 DEVICE void write_tile(const State& s, const Sums& sums, const Place& p, float* outer, int h, int j) {
@@ -123,7 +128,7 @@ DEVICE void write_tile(const State& s, const Sums& sums, const Place& p, float* 
   for (int i = 0; i < 4; ++i) {
     if (!inside(sums, p, h, j, i)) continue;
     const i64 row = p.row + 16 * h + 8 * (i >> 1), column = p.column + 8 * j + (i & 1);
-    const float value = PROMOTE ? *outer_of(outer, h, j, i) : chain_value(s, p, h, j, i);
+    const float value = PROMOTE ? outer_of(outer, h, j)->sum[i] : chain_value(s, p, h, j, i);
     sums.out[blockIdx.z * sums.part + row * sums.row + column * sums.column] = value;
   }
 }

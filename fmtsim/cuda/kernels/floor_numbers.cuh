@@ -16,7 +16,8 @@ struct alignas(8) Operand {
   i32 emin, top;        // smallest exponent of a number; largest, scales included (if not WIDE)
   i32 scale_every, scale_emin;
   i32 power_count, eps;
-  u32 zero, unused;     // high word of a zero, without sign
+  u32 zero;             // high word of a zero, without sign
+  u32 addend;           // whether sums begin with a number, which exponents of zeros would cut
 };
 
 // sign: bit 31. A NaN or Inf, of number or scale, is `special` and a zero.
@@ -48,17 +49,22 @@ DEVICE float number(const void* data, i64 place) {
 
 DEVICE i32 exponent_of(double value) { return ((__double2hiint(value) >> 20) & 0x7FF) - 1023; }
 
-DEVICE Element element(const Operand& x, i64 row, i64 k) {
-  const float given = number(x.data, row * x.row_stride + k * x.k_stride);
+// A number without its scale.
+DEVICE Element plain_element(const Operand& x, float given) {
   const u32 bits = __float_as_uint(given);
   Element e = {(double)given, 0, bits & 0x80000000u, (bits & 0x7F800000u) == 0x7F800000u};
   e.exponent = max(exponent_of(e.value), x.emin);
+  if (e.special) e.value = 0.0;
+  return e;
+}
+
+DEVICE Element element(const Operand& x, i64 row, i64 k) {
+  Element e = plain_element(x, number(x.data, row * x.row_stride + k * x.k_stride));
 #if SCALED
   const float factor = fabsf(x.scales[row * x.scale_row_stride + k / x.scale_every * x.scale_group_stride]);
   e.special |= (__float_as_uint(factor) & 0x7F800000u) == 0x7F800000u;
   e.exponent += max(exponent_of((double)factor), x.scale_emin);
-  e.value *= (double)factor;
+  e.value = e.special ? 0.0 : e.value * (double)factor;
 #endif
-  if (e.special) e.value = 0.0;
   return e;
 }

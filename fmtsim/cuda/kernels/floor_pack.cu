@@ -8,12 +8,14 @@
 #define THREADS 256
 #define PLACES (SPAN > 64 ? SPAN : 64 / SPAN * SPAN)  // places that a thread block packs, of 32 rows
 #define PITCH (PLACES + 1)
+#define BY_CODE (ELEMENT >= FLOAT8_E4M3 && !WIDE && !SCALED)  // 256 codes: a thread turns one into what is packed
+#define SPECIAL 0x10000u                                      // beside a power in 16 bits
 
 struct Packed { u32 high; u32 power; };
 
 // Turn a number into the high word of its double (times 1 + eps where the low word stays zero) and its power.
 DEVICE Packed packed(const Operand& x, const Element e, i32 base, const u16* powers) {
-  const bool empty = WIDE && base == ROW_OF_ZEROS;  // its exponents do not matter, but must be found
+  const bool empty = WIDE && base == ROW_OF_ZEROS && x.addend == 0;  // nothing is cut: its exponents should be found
   if (e.value == 0.0) return {x.zero == 0 ? 0u : e.sign | x.zero, empty ? powers[0] : 0u};
   const i32 below = (WIDE ? base : x.top) - e.exponent;
   const double value = FIRST && !WHOLE ? e.value * x.enlarged : e.value;
@@ -61,16 +63,22 @@ DEVICE void write_powers(const u16* powers, u8* record, i32 first_group) {
   }
 }
 
+// Four threads make a word, of 8 places each.
 DEVICE void write_bits(const u32* highs, u8* record, i32 first_row, u32 zero) {
-  for (i32 unit = threadIdx.x; unit < 32 * (PLACES / SPAN) * WORDS; unit += THREADS) {
-    const i32 row = unit & 31, word = unit / 32 % WORDS, block = unit / 32 / WORDS;
-    const i32 count = SPAN - word * 32 < 32 ? SPAN - word * 32 : 32;
+  for (i32 unit = threadIdx.x; unit < 4 * 32 * (PLACES / SPAN) * WORDS; unit += THREADS) {
+    const i32 part = unit & 3, row = unit / 4 % 32, word = unit / 128 % WORDS, block = unit / 128 / WORDS;
+    const i32 first = word * 32 + part * 8;
     u32 signs = 0, numbers = 0;
-    for (i32 i = 0; i < count; ++i) {
-      const u32 high = highs[row * PITCH + block * SPAN + word * 32 + i];
-      signs |= (high >> 31) << i;
-      numbers |= (u32)((high & 0x7FFFFFFFu) != zero) << i;
+    for (i32 i = 0; i < (first < SPAN ? 8 : 0); ++i) {
+      const u32 high = highs[row * PITCH + block * SPAN + first + i];
+      signs |= (high >> 31) << (part * 8 + i);
+      numbers |= (u32)((high & 0x7FFFFFFFu) != zero) << (part * 8 + i);
     }
+    for (i32 other = 1; other < 4; other *= 2) {
+      signs |= __shfl_xor_sync(0xFFFFFFFFu, signs, other);
+      if (WIDE) numbers |= __shfl_xor_sync(0xFFFFFFFFu, numbers, other);
+    }
+    if (part != 0) continue;
     u32* to = (u32*)(record + (i64)block * record_bytes(ROWS, WHOLE, WIDE) + value_bytes(ROWS, WHOLE) +
                      power_bytes(ROWS));
     const i32 place = word * ROWS + first_row + sign_place(row, FIRST);
@@ -79,22 +87,52 @@ DEVICE void write_bits(const u32* highs, u8* record, i32 first_row, u32 zero) {
   }
 }
 
+#if BY_CODE
+// Say for every code what is packed for it, in `of_code`.
+DEVICE void turn_codes(Words2* of_code, const Operand& x, const u16* powers) {
+  const u8 code = (u8)threadIdx.x;
+  const Element e = plain_element(x, number(&code, 0));
+  const Packed p = packed(x, e, 0, powers);
+  of_code[threadIdx.x] = Words2{p.high, p.power | (e.special ? SPECIAL : 0u)};
+}
+#endif
+
+// Turn the number at place k of a row, or what stands for none (k < 0), into what is packed; mark rows with specials.
+DEVICE Packed packed_at(const Operand& x, i32 row, i32 k, i32* bases, const u16* powers, const Words2* of_code) {
+  const bool given = k >= 0 && row < x.rows;
+#if BY_CODE
+  const Words2 p = of_code[given ? ((const u8*)x.data)[row * x.row_stride + k * x.k_stride] : 0];
+  if (p.y & SPECIAL) bases[row] = ROW_OF_SPECIALS;
+  return {p.x, p.y & 0xFFFFu};
+#else
+  Element e = {0.0, 0, 0, false};
+  if (given) e = element(x, row, k);
+  if (!WIDE && e.special) bases[row] = ROW_OF_SPECIALS;
+  return packed(x, e, WIDE ? bases[row] : 0, powers);
+#endif
+}
+
 // Grid: x counts runs of PLACES / SPAN blocks, y groups of 32 rows. `order` maps places to k or -1; a panel has `pitch`
 // records, whole runs. `bases`: without WIDE they are zero before and mark rows with NaN or Inf after.
 KERNEL __launch_bounds__(THREADS)
 floor_pack(const Operand x, const u16* powers, const i32* order, i32 blocks, i32 pitch, i32* bases, u8* records) {
   __shared__ u32 highs[32 * PITCH];
   __shared__ u16 exponents[32 * PITCH];
+  __shared__ i32 source[PLACES];
+  __shared__ Words2 of_code[BY_CODE ? 256 : 1];
   const i32 first_block = blockIdx.x * (PLACES / SPAN), first_row = blockIdx.y * 32;
+  for (i32 place = threadIdx.x; place < PLACES; place += THREADS) {
+    const i32 block = first_block + place / SPAN, inside = place % SPAN;
+    source[place] = block < blocks && inside < x.block ? order[block * x.block + inside] : -1;
+  }
+#if BY_CODE
+  turn_codes(of_code, x, powers);
+#endif
+  __syncthreads();
   for (i32 unit = threadIdx.x; unit < 32 * PLACES; unit += THREADS) {
     const bool along = x.k_stride == 1;  // neighbouring threads read neighbouring addresses
     const i32 row = along ? unit / PLACES : unit % 32, place = along ? unit % PLACES : unit / 32;
-    const i32 block = first_block + place / SPAN, inside = place % SPAN;
-    const i32 k = block < blocks && inside < x.block ? order[block * x.block + inside] : -1;
-    Element e = {0.0, 0, 0, false};
-    if (k >= 0 && first_row + row < x.rows) e = element(x, first_row + row, k);
-    if (!WIDE && e.special) bases[first_row + row] = ROW_OF_SPECIALS;
-    const Packed p = packed(x, e, WIDE ? bases[first_row + row] : 0, powers);
+    const Packed p = packed_at(x, first_row + row, source[place], bases, powers, of_code);
     highs[row * PITCH + place] = p.high;
     exponents[row * PITCH + place] = (u16)p.power;
   }

@@ -1,14 +1,15 @@
 // The fast path of element formats: float32 numbers onto a grid in a dozen float32 operations, exactly.
 //
 // A grid is what floats and integers share: magnitudes n * 2^q, q constant below some exponent. Where the last place of
-// |x| = a is P = 2^q, adding and subtracting the magic number 2^23 P leaves the multiple of P next to a, because float32
-// has no finer bits there; ties go to even n, because 2^23 is even. For float formats P follows the binade of a:
+// |x| = a is P = 2^q, adding and subtracting the magic number 2^23 P leaves the multiple of P next to a, because
+// float32 has no finer bits there; ties go to even n, because 2^23 is even. Float formats have a P for each binade:
 //
 //   a = 1.mmm|rrrr * 2^e     P = 2^(e - M)     a + 2^23 P = 1.000...mmm * 2^(e - M + 23), rrrr rounded away
 //
-// Stochastic rounding adds u P to a first, u = w / 2^32, and lets the sums round toward zero: a + u P is cut at bits
-// below P's, and so the cut never changes which multiple of P lies below. u has 32 bits, float32 24: its last nine go
-// first. They matter only where a has bits below 2^-23 P, thus a < 2 P, and there that first sum is cut below 2^-32 P.
+// Stochastic rounding with a random word w goes up where a's part above the grid, d P, and w / 2^32 reach P together.
+// With n = 2^32 - 1 - w that is d > n / 2^32: the result is the least multiple of P that is not below a - n P / 2^32.
+// All steps round up, which multiples of P survive. n has 32 bits, float32 24: what n's first 24 leave out never
+// matters, for d, which has 24 as well, or 23 places where a is P or more, is no number between.
 //
 // Formats that share float32's smallest exponent reach its largest one too, where 2^23 P is infinite: they add half a
 // place to the bits of a instead, as do formats without mantissa, whose ties look at the exponent.
@@ -22,7 +23,7 @@ struct alignas(16) Grid {
   float over_value;
   float nan_value;
   float zero;               // -0 to keep the sign of zero, +0 to drop it
-  float shift;              // from a binade to its magic number; 0 where one magic number serves all
+  float shift;              // from a binade to its magic number
   float least_magic;        // that of the smallest normal binade
   u32 sign;                 // the sign bit, 0 for an unsigned format
   u32 drop, half, keep, parity, one;  // bit addition: dropped bits, half a place less one, kept bits, parity of codes
@@ -33,6 +34,10 @@ struct alignas(16) Grid {
   u32 nan_code, over_code;  // in the top bits
   float step;               // integers: the place value
   u32 word_keep, word_set;  // random bits in use, and what stands below them
+  float least_binade;       // of magnitudes that are rounded stochastically; of these, too:
+  float fine;               // from a binade to 2^-32 of its last place; that itself where one magic number serves all
+  float base;               // from a binade to 1.5 * 2^23 of its last places; that itself, as above
+  float code_base;          // the same and some places more, so that the sum's low bits are the code's
 };
 
 #define INTEGER_BASE 12582912.0f  // 1.5 * 2^23: the low bits of its sum with an integer are that integer's
@@ -62,21 +67,28 @@ DEVICE float nearest_bits(float a, const Grid& g) {
   return __uint_as_float(rounded);
 }
 
-// A clamped magnitude rounded stochastically (variants a and b) by a random word. Fewer bits are the word's top ones: for
-// an integer w, floor(d 2^r) + w >= 2^r says the same as d + w / 2^r >= 1. Whole: all 32 bits are in use, and no
-// last place exceeds 2^10.
-template <bool Whole>
-DEVICE float stochastic_magic(float a, u32 word, const Grid& g) {
-  float magic = magic_of(a, g), place = magic * 1.1920928955078125e-07f, fine;  // 2^-23
-  if (Whole) {  // the last bits as a subnormal number: 2^-149 * 2^94 = 2^-55 = 2^-32 * 2^-23
-    fine = __fmaf_rz(__uint_as_float(word & 0x1FF), magic * 1.9807040628566084e28f, a);
-  } else {  // the same fourteen places higher, for formats whose last places are large
-    word = (word & g.word_keep) | g.word_set;
-    fine = __fmaf_rz(__uint_as_float((word * 16384u) & 0x7FC000u), magic * 1.2089258196146292e24f, a);  // 2^80
-  }
-  float coarse = __uint_as_float(__funnelshift_r(word, 0x7F, 9)) - 1.0f;
-  float sum = __fmaf_rz(coarse, place, fine);
-  return __fadd_rz(sum, magic) - magic;
+// The same where one magic number serves all.
+DEVICE float nearest_fixed(float a, const Grid& g) { return (a + g.base) - g.base; }
+
+template <bool Fixed>
+DEVICE float binade_of(float a, const Grid& g) {
+  return Fixed ? 1.0f : fmaxf(__uint_as_float(__float_as_uint(a) & 0x7F800000u), g.least_binade);
+}
+
+// A clamped magnitude rounded stochastically (variants a and b), as its sum with the magic number. rest: what the
+// random word lacks of 2^32 - 1. Fewer bits (not Whole) are the word's top ones: for an integer w, floor(d 2^r) + w >=
+// 2^r says the same as d + w / 2^r >= 1.
+template <bool Fixed, bool Whole>
+DEVICE float stochastic_sum(float a, float binade, float base, u32 rest, const Grid& g) {
+  if (!Whole) rest = (rest | ~g.word_keep) & ~g.word_set;
+  float n = __uint2float_rz(rest), low = __fmaf_ru(-n, Fixed ? g.fine : binade * g.fine, a);
+  return Fixed ? __fadd_ru(low, base) : __fmaf_ru(binade, base, low);
+}
+
+template <bool Fixed, bool Whole>
+DEVICE float stochastic_magnitude(float a, u32 rest, const Grid& g) {
+  float binade = binade_of<Fixed>(a, g), sum = stochastic_sum<Fixed, Whole>(a, binade, g.base, rest, g);
+  return Fixed ? sum - g.base : __fmaf_rn(-binade, g.base, sum);
 }
 
 // The number on the grid: overflow (Special), sign, and the sign of zero, which formats with -0 keep. NaN comes last:

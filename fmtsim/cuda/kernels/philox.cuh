@@ -18,15 +18,32 @@ struct alignas(16) Draw {
 #define PHILOX_M1 0xCD9E8D57u
 // Multiples of 0x9E3779B9 and 0xBB67AE85 are added to the keys on the host.
 
-// The four words at a 64-bit counter.
+// ~(x ^ y ^ z), which the compiler would do in two steps.
+DEVICE u32 exclusive_nor(u32 x, u32 y, u32 z) {
+#ifdef FMTSIM_HOST
+  return ~(x ^ y ^ z);
+#else
+  u32 out;
+  asm("lop3.b32 %0, %1, %2, %3, 0x69;" : "=r"(out) : "r"(x), "r"(y), "r"(z));
+  return out;
+#endif
+}
+
+// The four words at a 64-bit counter, or what they lack of 2^32 - 1: the last products are those of complements, and
+// -1 - m x = m (2^32 - 1 - x) + P0 for m = M0, + Q0 for M1.
+#define PHILOX_P0 (~0ull - PHILOX_M0 * 0xFFFFFFFFull)
+#define PHILOX_Q0 (~0ull - PHILOX_M1 * 0xFFFFFFFFull)
+template <bool Complements = false>
 DEVICE Words4 philox(u64 counter, const Draw& d) {
   u32 a = (u32)counter, b = (u32)(counter >> 32), c = d.offset0, e = d.offset1;
 #pragma unroll
   for (u32 i = 0; i < 10; i++) {
     u64 p = (u64)PHILOX_M0 * a, q = (u64)PHILOX_M1 * c;
-    a = (u32)(q >> 32) ^ b ^ d.keys[2 * i];
+    if (Complements && i == 9) p += PHILOX_P0, q += PHILOX_Q0;
+    u32 high = (u32)(q >> 32), other = (u32)(p >> 32), key = d.keys[2 * i], next = d.keys[2 * i + 1];
+    a = Complements && i == 8 ? exclusive_nor(high, b, key) : high ^ b ^ key;
+    c = Complements && i == 8 ? exclusive_nor(other, e, next) : other ^ e ^ next;
     b = (u32)q;
-    c = (u32)(p >> 32) ^ e ^ d.keys[2 * i + 1];
     e = (u32)p;
   }
   Words4 words = {a, b, c, e};
@@ -61,9 +78,10 @@ DEVICE u32 random_integer(u64 index, const Draw& d, const i64* given) {
   return random_word(index, d) >> (32 - d.bits);
 }
 
-// Words of 1024 neighbouring elements, which a warp makes together in shared memory: lane 2 g + q makes those of counters
-// 8 q ... 8 q + 7 of group g, and so uses all four words of each. The first element's index is a multiple of 1024; high is
-// the upper half of the counters, the same for a block, so that products of it are the same for all its threads.
+// Complements of the words of 1024 neighbours, which a warp makes together in shared memory: lane 2 g + q makes those
+// of counters 8 q ... 8 q + 7 of group g, and so uses all four words of each. The first element's index is a multiple
+// of 1024; high is the upper half of the counters, the same for a block, so that products of it are the same for all
+// its threads.
 #define TILE 1024
 #define TILE_WORDS (32 * 36)  // a lane's 32 words and a gap, which spreads lanes over the banks
 
@@ -80,8 +98,8 @@ DEVICE void make_words(u32* words, u64 first, u32 high, const Draw& d) {
   Words4* to = (Words4*)(words + lane * 36);
 #pragma unroll
   for (int k = 0; k < 8; k += 4) {
-    Words4 a = philox(upper | (low + k), d), b = philox(upper | (low + k + 1), d);
-    Words4 c = philox(upper | (low + k + 2), d), e = philox(upper | (low + k + 3), d);
+    Words4 a = philox<true>(upper | (low + k), d), b = philox<true>(upper | (low + k + 1), d);
+    Words4 c = philox<true>(upper | (low + k + 2), d), e = philox<true>(upper | (low + k + 3), d);
     to[k / 4] = Words4{a.x, b.x, c.x, e.x};
     to[k / 4 + 2] = Words4{a.y, b.y, c.y, e.y};
     to[k / 4 + 4] = Words4{a.z, b.z, c.z, e.z};
@@ -90,12 +108,12 @@ DEVICE void make_words(u32* words, u64 first, u32 high, const Draw& d) {
   __syncwarp();
 }
 
-// The words of Count neighbours from a multiple of Count on, 4 or a multiple of 8 of them.
+// The words of Count neighbours, a power of two from 4 to 64; words: where that of the first lies, a multiple of Count.
 template <int Count>
-DEVICE void take_words(u32 (&to)[Count], const u32* words, i32 first) {
+DEVICE void take_words(u32 (&to)[Count], const u32* words) {
 #pragma unroll
   for (int k = 0; k < Count; k += 4) {
-    Words4 w = *(const Words4*)(words + word_place(first + k));
+    Words4 w = *(const Words4*)(words + word_place(k));
     to[k] = w.x, to[k + 1] = w.y, to[k + 2] = w.z, to[k + 3] = w.w;
   }
 }

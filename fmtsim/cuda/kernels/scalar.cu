@@ -1,7 +1,7 @@
 // Element formats, values: float16, bfloat16 or float32 onto a grid, at the speed of memory.
 //
-// Macros: INPUT, OUTPUT (dtypes of vectors.cuh), those of grid_cast.cuh, VECTORS: addresses of whole vectors, and UNROLL:
-// vectors of a thread.
+// Macros: INPUT, OUTPUT (dtypes of vectors.cuh), those of grid_cast.cuh, VECTORS: addresses of whole vectors, and
+// UNROLL: vectors of a thread.
 #include "common.cuh"
 #include "grid_cast.cuh"
 #include "philox.cuh"
@@ -47,30 +47,54 @@ KERNEL quantize(const Input* x, Output* y, i64 first, i64 last, i64 count, const
 typedef Vectors<INPUT, WIDTH> Source;
 typedef Vectors<OUTPUT, WIDTH> Target;
 
-// Values without NaN, and whether that was so.
-DEVICE bool cast_vector(Target& to, const Source& from, const u32 (&words)[WIDTH], const Grid& g) {
-  float values[WIDTH], results[WIDTH];
-#pragma unroll
-  for (int k = 0; k < WIDTH; k++) values[k] = from.get(k);
+// Values of clamped magnitudes, all numbers.
+DEVICE void round_vector(
+    Target& to, const Source& from, const float (&a)[WIDTH], const u32 (&rests)[WIDTH], const Grid& g) {
+  float results[WIDTH];
 #pragma unroll
   for (int k = 0; k < WIDTH; k++) {
-    results[k] = SPECIAL ? cast_value(values[k], words[k], g)
-                 : SIGNS_LAST ? rounded_magnitude(values[k], words[k], g) : rounded_number(values[k], words[k], g);
+    results[k] = rounded_magnitude(a[k], rests[k], g);
+    if (SPECIAL) results[k] = results[k] > g.over_above ? g.over_value : results[k];
+    if (PAIRS && ASYMMETRIC) continue;
+    if (!SIGNS_LAST || INPUT != OUTPUT) results[k] = finished<false, KEEPS>(results[k], from.get(k), g);
   }
-  to.set<!SPECIAL>(results);
+  to.set<true>(results);
   if (SIGNS_LAST && INPUT == OUTPUT) {
     u32 signs = INPUT == FLOAT32 ? g.sign : g.sign | g.sign >> 16;
 #pragma unroll
     for (int k = 0; k < Target::words; k++) to.word[k] |= from.word[k] & signs;
-  } else if (SIGNS_LAST) {
-#pragma unroll
-    for (int k = 0; k < WIDTH; k++) {
-      results[k] = __uint_as_float(__float_as_uint(results[k]) | (__float_as_uint(values[k]) & g.sign));
-    }
-    to.set<!SPECIAL>(results);
   }
+}
+
+// Values of formats that are not split, and whether there was no NaN.
+DEVICE bool cast_vector(Target& to, const Source& from, const u32 (&rests)[WIDTH], const Grid& g) {
+  float values[WIDTH], results[WIDTH];
+#pragma unroll
+  for (int k = 0; k < WIDTH; k++) {
+    values[k] = from.get(k);
+    results[k] = SPECIAL ? cast_with_rest(values[k], rests[k], g) : rounded_number(values[k], rests[k], g);
+  }
+  to.set<!SPECIAL>(results);
   return !holds_nan(values);
 }
+
+// Casts vectors; what it wrote is of use only if none of them held NaN (succeeded).
+struct Caster {
+  Magnitudes<INPUT> magnitudes;
+  bool clean = true;
+
+  DEVICE void cast(Target& to, const Source& from, const u32 (&rests)[WIDTH], const Grid& g) {
+    if (SPLIT) {
+      float a[WIDTH];
+      magnitudes.take(a, from, g);
+      round_vector(to, from, a, rests, g);
+    } else {
+      clean &= cast_vector(to, from, rests, g);
+    }
+  }
+
+  DEVICE bool succeeded() const { return SPLIT ? !magnitudes.hold_nan() : clean; }
+};
 
 #if !RANDOM
 
@@ -86,9 +110,11 @@ KERNEL quantize(const Input* x, Output* y, i64 first, i64 last, i64 count, const
 #pragma unroll
   for (int u = 0; u < UNROLL; u++) {
     Target to;
+    Caster caster;
     i64 place = base + u * stride;
     if (place >= last) continue;
-    if (cast_vector(to, from[u], none, g)) to.store(y + place);
+    caster.cast(to, from[u], none, g);
+    if (caster.succeeded()) to.store(y + place);
     else cast_slowly(x, y, place, g, d);
   }
   cast_ends(x, y, first, last, count, g, d);
@@ -96,34 +122,60 @@ KERNEL quantize(const Input* x, Output* y, i64 first, i64 last, i64 count, const
 
 #else
 
-// Elements below last are whole tiles, each of one warp.
-KERNEL quantize(const Input* x, Output* y, i64 first, i64 last, i64 count, const Grid g, const Draw d) {
+// How many elements lie between the vectors of a thread, and where a tile's first is. DIRECT: a thread takes the
+// elements whose words its own counters give, 16 from one vector to the next; else words go through shared memory,
+// which costs more instructions and reads whole lines at a time: faster for all but bfloat16 (docs/performance.md).
+#define DIRECT (INPUT == BFLOAT16 && OUTPUT == BFLOAT16)
+#define STEP (DIRECT ? 16 : 32 * WIDTH)
+#define FIRST (DIRECT ? lane / 2 * 64 + lane % 2 * WIDTH : lane * WIDTH)
+#define VECTORS_OF_TILE (TILE / 32 / WIDTH)
+// Blocks of a multiprocessor: the registers of a thread are enough without spilling.
+#define RESIDENT (BYTES_OF(INPUT) != BYTES_OF(OUTPUT) ? 4 : DIRECT ? 7 : BYTES_OF(INPUT) == 2 ? 8 : 6)
+
+// What random words lack of 2^32 - 1, for the elements of a thread.
+DEVICE void draw(u32 (&rests)[VECTORS_OF_TILE][WIDTH], i64 tile, const Draw& d) {
+  i32 lane = threadIdx.x % 32;
+#if DIRECT
+  u64 upper = (u64)upper_counter() << 32;
+#pragma unroll
+  for (int k = 0; k < WIDTH; k++) {
+    Words4 w = philox<true>(upper | ((u32)(tile >> 2) + lane * WIDTH + k), d);
+    rests[0][k] = w.x, rests[1][k] = w.y, rests[2][k] = w.z, rests[3][k] = w.w;
+  }
+#else
   __shared__ Words4 memory[4][TILE_WORDS / 4];
-  const int vectors = TILE / 32 / WIDTH;
   u32* held = (u32*)memory[threadIdx.x / 32];
+  make_words(held, (u64)tile, upper_counter(), d);
+#pragma unroll
+  for (int v = 0; v < VECTORS_OF_TILE; v++) {
+    take_words(rests[v], held + word_place(lane * WIDTH) + word_place(v * STEP));
+  }
+#endif
+}
+
+// Elements below last are whole tiles, each of one warp.
+KERNEL __launch_bounds__(128, RESIDENT) quantize(
+    const Input* x, Output* y, i64 first, i64 last, i64 count, const Grid g, const Draw d) {
   i32 lane = threadIdx.x % 32;
   i64 tile = ((i64)blockIdx.x * 4 + threadIdx.x / 32) * TILE;
   if (tile < last) {
-    Source from[vectors];
+    i64 place = tile + FIRST;
+    Source from[VECTORS_OF_TILE];
+    Target to[VECTORS_OF_TILE];
+    Caster caster;
+    u32 rests[VECTORS_OF_TILE][WIDTH];
 #pragma unroll
-    for (int v = 0; v < vectors; v++) from[v].load(x + tile + (v * 32 + lane) * WIDTH);
+    for (int v = 0; v < VECTORS_OF_TILE; v++) from[v].load(x + place + v * STEP);
     __syncwarp();  // or the compiler would load after the words are made
-    make_words(held, (u64)tile, upper_counter(), d);
-    Target to[vectors];
-    bool clean = true;
+    draw(rests, tile, d);
 #pragma unroll
-    for (int v = 0; v < vectors; v++) {
-      u32 words[WIDTH];
-      take_words(words, held, (v * 32 + lane) * WIDTH);
-      clean &= cast_vector(to[v], from[v], words, g);
-    }
-    i64 place = tile + lane * WIDTH;
-    if (clean) {
+    for (int v = 0; v < VECTORS_OF_TILE; v++) caster.cast(to[v], from[v], rests[v], g);
+    if (caster.succeeded()) {
 #pragma unroll
-      for (int v = 0; v < vectors; v++) to[v].store(y + place + v * 32 * WIDTH);
+      for (int v = 0; v < VECTORS_OF_TILE; v++) to[v].store(y + place + v * STEP);
     } else {
 #pragma unroll 1
-      for (int v = 0; v < vectors; v++) cast_slowly(x, y, place + v * 32 * WIDTH, g, d);
+      for (int v = 0; v < VECTORS_OF_TILE; v++) cast_slowly(x, y, place + v * STEP, g, d);
     }
   }
   for (i64 i = last + (i64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (i64)gridDim.x * blockDim.x) {

@@ -24,6 +24,67 @@ DEVICE u16 half_of_float(float x) {  // of a value that float16 holds
 }
 #endif
 
+// Two neighbours of 16 bits in a word. clamp_pair: |x| or, Positive, x from 0 to the limit, NaN kept; add_pairs: a sum
+// which becomes NaN with an addend; rounded_pair: from float32 numbers that the dtype holds, NaN aside.
+#ifdef FMTSIM_HOST
+template <int Type>
+DEVICE float half_of_pair(u32 pair, u32 place) {
+  u32 x = pair >> (16 * place) & 0xFFFFu;
+  return Type == FLOAT16 ? float_of_half((u16)x) : __uint_as_float(x << 16);
+}
+template <int Type, bool Positive>
+DEVICE u32 clamp_pair(u32 pair, u32 limit) {
+  u32 out = 0;
+  for (u32 place = 0; place < 32; place += 16) {
+    float x = half_of_pair<Type>(pair, place / 16), a = fabsf(x);
+    u32 kept = Positive && x < 0.0f ? 0 : (pair & 0x7FFF7FFFu) >> place & 0xFFFFu;
+    if (!Positive || x > 0.0f) kept = a > half_of_pair<Type>(limit, place / 16) ? limit >> place & 0xFFFFu : kept;
+    out |= (x != x ? 0x7FFFu : kept) << place;
+  }
+  return out;
+}
+template <int Type>
+DEVICE u32 add_pairs(u32 sum, u32 pair) {
+  u32 spoiled = 0;
+  for (u32 place = 0; place < 2; place++) {
+    float a = half_of_pair<Type>(sum, place), b = half_of_pair<Type>(pair, place);
+    spoiled |= (a != a || b != b ? 0x7FFFu : 0u) << (16 * place);
+  }
+  return spoiled;
+}
+template <int Type>
+DEVICE u32 rounded_pair(float low, float high) {
+  if (Type == FLOAT16) return (u32)half_of_float(low) | (u32)half_of_float(high) << 16;
+  return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+}
+#else
+template <int Type, bool Positive>
+DEVICE u32 clamp_pair(u32 pair, u32 limit) {
+  u32 out;
+  if (Type == FLOAT16 && Positive) asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(out) : "r"(pair), "r"(0));
+  else if (Type == FLOAT16) asm("abs.f16x2 %0, %1;" : "=r"(out) : "r"(pair));
+  else if (Positive) asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(pair), "r"(0));
+  else asm("abs.bf16x2 %0, %1;" : "=r"(out) : "r"(pair));
+  if (Type == FLOAT16) asm("min.NaN.f16x2 %0, %0, %1;" : "+r"(out) : "r"(limit));
+  else asm("min.NaN.bf16x2 %0, %0, %1;" : "+r"(out) : "r"(limit));
+  return out;
+}
+template <int Type>
+DEVICE u32 add_pairs(u32 sum, u32 pair) {
+  u32 out;
+  if (Type == FLOAT16) asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(pair), "r"(0x3C003C00u), "r"(sum));
+  else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(pair), "r"(0x3F803F80u), "r"(sum));
+  return out;
+}
+template <int Type>
+DEVICE u32 rounded_pair(float low, float high) {
+  u32 out;
+  if (Type == FLOAT16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+#endif
+
 template <int Type> struct Stored;
 template <> struct Stored<FLOAT32> { typedef float type; };
 template <> struct Stored<BFLOAT16> { typedef u16 type; };
@@ -51,12 +112,12 @@ DEVICE typename Stored<Type>::type stored(float x) {
 template <int Type, bool Numbers>
 DEVICE u32 stored_pair(float low, float high) {
   if constexpr (Type == BFLOAT16) return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
-  else if constexpr (Numbers) return (u32)half_of_float(low) | (u32)half_of_float(high) << 16;
+  else if constexpr (Numbers) return rounded_pair<FLOAT16>(low, high);
   else return (u32)stored<Type>(low) | (u32)stored<Type>(high) << 16;
 }
 
-// 16 bytes of memory; the compiler moves its own vector types whole, structures of ours sometimes in parts. Streams: the
-// line is used up at once; a line of which more is asked for later must not be the first to leave the cache.
+// 16 bytes of memory; the compiler moves its own vector types whole, structures of ours sometimes in parts. Streams:
+// the line is used up at once; a line of which more is asked for later must not be the first to leave the cache.
 template <bool Streams>
 DEVICE Words4 load_words(const void* from) {
   uint4 w = Streams ? __ldcs((const uint4*)from) : *(const uint4*)from;

@@ -54,4 +54,5 @@ struct dim3 {
 #include "warps.h"
 #include "arithmetic.h"
 #include "integers.h"
+#include "halves.h"
 #include "tensor_cores.h"

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,10 @@ class HostKernel:
             error = self._library.fmtsim_launch(grids, blocks, pointers, shared, self._reversed)
         if error is not None:
             raise EmulatorError(f"{self._name}: {error.decode()}")
+
+    def bound(self, block: int | tuple[int, ...], leading: int, *rest: Any) -> Callable[..., None]:
+        """Return what ``Kernel.bound`` of the engine returns."""
+        return lambda grid, *words: self(grid, block, *map(np.uint64, words), *rest)
 
     def _buffer(self, place: int, value: Any, width: int, kind: int) -> Any:
         """Return an argument as bytes in memory, held to the parameter's width and kind."""

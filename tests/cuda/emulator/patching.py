@@ -18,12 +18,17 @@ SHARED = {(8, 0): 166912, (8, 6): 101376, (8, 9): 101376, (12, 0): 101376}
 
 @contextmanager
 def emulated(
-    capability: tuple[int, int] = (9, 0), *, multiprocessors: int = 4, reversed_order: bool = False
+    capability: tuple[int, int] = (9, 0),
+    *,
+    multiprocessors: int = 4,
+    reversed_order: bool = False,
+    trials: bool = False,
 ) -> Iterator[None]:
     """Let the engine run on CPU tensors as if they were on a device of a compute capability.
 
     ``multiprocessors`` is small, so that persistent kernels run several waves; ``reversed_order`` runs threads and
-    blocks backwards.
+    blocks backwards. With ``trials`` fast paths of products are tried before they serve, as on a device; nothing is
+    remembered on disk.
     """
     major, minor = capability
     device = FIRST + 2 * (10 * major + minor) + reversed_order
@@ -45,7 +50,18 @@ def emulated(
         "available": lambda device=None: True,
         "why_unavailable": lambda device=None: None,
     }
-    with replaced(pretended):
+    with replaced(pretended), _trials(trials):
+        yield
+
+
+@contextmanager
+def _trials(wanted: bool) -> Iterator[None]:
+    """Forget which fast paths were chosen, and trust them all unless trials are wanted."""
+    trial = importlib.import_module("fmtsim.cuda.gemm_trial")
+    stand_ins: dict[str, Any] = {"_chosen": {}, "_verdicts": {}, "_passed": lambda index: None}
+    stand_ins |= {"_versions": lambda: "NVRTC none"} if wanted else {"is_proven": lambda path, job: True}
+    capturing = mock.patch("torch.cuda.is_current_stream_capturing", lambda: False)
+    with mock.patch.multiple(trial, **stand_ins), capturing:
         yield
 
 

@@ -1,0 +1,229 @@
+"""Hold a card to the plan file that describes it: native bits against emulated ones, for calls of every rule."""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmtsim.analysis.compare import Comparison
+from fmtsim.analysis.native import compare_native
+from fmtsim.calibration.card import STORED
+from fmtsim.errors import FmtsimError
+from fmtsim.formats.interop import torch_dtype
+from fmtsim.formats.registry import get_format
+from fmtsim.gemm.call import GemmCall
+from fmtsim.gemm.matmul import bmm, int_mm, linear, mm
+from fmtsim.gemm.scaled import scaled_mm
+from fmtsim.gemm.target import Rule, Target
+
+KINDS = ("wide", "special")
+WORK = 1 << 35  # products of one call that are emulated
+# Sizes that are tried for rules without a table of their own.
+SIZES = ((64, 96, 512), (128, 64, 1024), (100, 60, 304), (33, 65, 129), (16, 64, 8192), (1, 768, 1024), (768, 1, 1024),
+         (17, 24, 40), (48, 48, 640), (256, 512, 2048))  # fmt: skip
+SPECIALS = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, -(2.0**-133), 3e38, 2.0**-16)
+_RECIPES = {"block_128": ("BlockWise1x128", "BlockWise128x128"), "row_block_128": ("BlockWise1x128", "BlockWise1x128")}
+_RESULTS = {"bf16": ("bf16", "fp32"), "fp16": ("fp16", "fp32"), "int8": ("int32",)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleCheck:
+    """What came of a rule's calls.
+
+    Args:
+        number: Place of the rule in the plan file.
+        rule: The rule.
+        calls: Calls that ran both ways.
+        outputs: Numbers compared.
+        mismatches: Of these, how many differ.
+        note: The first difference, or why nothing could be compared.
+    """
+
+    number: int
+    rule: Rule
+    calls: int
+    outputs: int
+    mismatches: int
+    note: str = ""
+
+
+def recheck(
+    target: Target, device: torch.device, *, calls: int = 3, work: int = WORK, seed: int = 0,
+    compare: Callable[..., Comparison] = compare_native, advance: Callable[[int, str], None] | None = None,
+) -> Iterator[RuleCheck]:  # fmt: skip
+    """Run calls of every rule natively and emulated, on data that shows rounding and on NaN, Inf and subnormals.
+
+    Args:
+        target: The machine; guesses are left out, because they claim nothing.
+        device: Its card.
+        calls: Of every rule; sizes are spread over those that it knows.
+        work: Largest M N K of a call.
+        seed: Of the data.
+        compare: ``fmtsim.compare_native``, or what stands in for it.
+        advance: Told the number of the rule.
+    """
+    for number, rule in enumerate(target.rules):
+        if advance is not None:
+            advance(number, rule.kernel)
+        if rule.basis != "guess":
+            yield _check(target, number, list(chosen_calls(target, number, calls, work)), device, seed, compare)
+
+
+def chosen_calls(target: Target, number: int, count: int, work: int) -> list[GemmCall]:
+    """Return calls that fall under a rule, are no guesses and have at most ``work`` products, spread by size."""
+    rule = target.rules[number]
+    forms = list(_forms(rule))
+    chosen: list[GemmCall] = []
+    sizes = sorted(dict.fromkeys(_sizes(rule)), key=math.prod)
+    found = [(place, size) for place, size in enumerate(sizes) if math.prod(size) <= work]
+    for form, (_, size) in product(forms, _spread(found, max(4 * count, len(SIZES)))):
+        call = dataclasses.replace(form, m=size[0], n=size[1], k=size[2])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            where, _, basis = target.find(call)
+        if where == number and basis != "guess" and _possible(call):
+            chosen.append(call)
+    return _spread(sorted(chosen, key=lambda call: (call.m * call.n * call.k, call.k)), count)
+
+
+def _possible(call: GemmCall) -> bool:
+    """Say whether torch takes the sizes."""
+    if call.operation == "scaled_mm":
+        return call.k % 16 == call.n % 16 == 0
+    return call.operation != "int_mm" or (call.m > 16 and call.k % 8 == call.n % 8 == 0)
+
+
+def _spread(members: list[Any], count: int) -> list[Any]:
+    """Return some members at equal distances, the first and the last among them."""
+    if len(members) <= count:
+        return members
+    return [members[round(i * (len(members) - 1) / max(count - 1, 1))] for i in range(count)]
+
+
+def _sizes(rule: Rule) -> Iterable[tuple[int, int, int]]:
+    if isinstance(rule.split, dict):
+        for outer, row in rule.split.items():
+            m, n = map(int, outer.split("x"))
+            for k in row:
+                yield m, n, int(k)
+        return
+    fixed = {name: rule.when[name] for name in "mnk" if isinstance(rule.when.get(name), int)}
+    for size in SIZES:
+        m, n, k = (fixed.get(name, value) for name, value in zip("mnk", size, strict=True))
+        yield m, n, k
+
+
+def _forms(rule: Rule) -> Iterator[GemmCall]:
+    """Yield a call, without its sizes, for every operation, operand format, result and layout that a rule names."""
+    when = rule.when
+    several = lambda name, default: value if isinstance(value := when.get(name, default), list) else [value]  # noqa: E731
+    operations = several("operation", "int_mm" if when.get("a") == "int8" else "mm")
+    names = several("a", ["bf16", "fp16", "tf32", "e4m3"])
+    for operation, a, fast in product(operations, names, several("fast_accum", True)):
+        scaled = operation == "scaled_mm"
+        pairs = [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")] if scaled else [(a, a)]
+        bias = bool(when.get("bias", False)) and operation != "mm"
+        usual = _RESULTS.get(a, ("bf16", "fp32") if scaled else ("fp32",))
+        results = several("out", list(usual[:1] if bias else usual))
+        layouts = product(several("a_layout", "row"), several("b_layout", "row"))
+        for (x, y), out, (left, right) in product(pairs, results, layouts):
+            if x != a or (scaled and y not in several("b", y)):
+                continue
+            yield GemmCall(
+                operation=operation, m=1, n=1, k=1, a=x, b=y, out=_dtype(out), fast_accum=fast, bias=bias,
+                accumulate=when.get("accumulate", "int32" if a == "int8" else "fp32"),
+                scaling=when.get("scaling", "tensor" if scaled else "none"), a_layout=left, b_layout=right,
+                batch=2 if operation == "bmm" else 1,
+            )  # fmt: skip
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = torch.int32 if name == "int32" else torch_dtype(get_format(name))  # type: ignore[arg-type]
+    assert dtype is not None  # results of a library are torch's
+    return dtype
+
+
+def _check(
+    target: Target, number: int, calls: list[GemmCall], device: torch.device, seed: int,
+    compare: Callable[..., Comparison],
+) -> RuleCheck:  # fmt: skip
+    ran = outputs = mismatches = 0
+    note, refused = "", "" if calls else "no call of this rule is small enough"
+    for call in calls:
+        try:
+            for kind in KINDS if call.a != "int8" else KINDS[:1]:
+                found = _compared(compare, target, call, kind, device, seed + number)
+                outputs, mismatches = outputs + found.count, mismatches + found.mismatches
+                if not found.equal and not mismatches - found.mismatches:
+                    note = f"{shown(call)}, {kind} data: {found.first}"
+            ran += 1
+        except (FmtsimError, RuntimeError) as error:
+            refused = f"{shown(call)}: {str(error).splitlines()[0]}"
+    return RuleCheck(number=number, rule=target.rules[number], calls=ran, outputs=outputs, mismatches=mismatches,
+                     note=note or ("" if ran else refused))  # fmt: skip
+
+
+def shown(call: GemmCall) -> str:
+    """Return a call in a few words."""
+    out = str(call.out).removeprefix("torch.")
+    return f"{call.operation} {call.m}x{call.n}x{call.k} {call.a} {call.b} {out} {call.a_layout} {call.b_layout}"
+
+
+def _compared(
+    compare: Callable[..., Comparison], target: Target, call: GemmCall, kind: str, device: torch.device, seed: int
+) -> Comparison:
+    generator = torch.Generator(device).manual_seed(seed)
+    a = _operand(call, call.m, call.a, call.a_layout, kind, generator)
+    b = _operand(call, call.n, call.b, call.b_layout, kind, generator)
+    draw = lambda *shape: torch.rand(*shape, generator=generator, device=device) + 0.3  # noqa: E731
+    options: dict[str, Any] = {"target": target}
+    if call.operation == "int_mm":
+        return compare(int_mm, a, b.mT, **options)
+    options["out_dtype"] = call.out
+    bias = (draw(call.n) - 0.8).to(call.out) if call.bias else None
+    if call.operation == "scaled_mm":
+        scales = _scales(call, draw)
+        recipes = _RECIPES.get(call.scaling, ())
+        options |= {f"scale_recipe_{name}": recipe for name, recipe in zip("ab", recipes, strict=False)}
+        return compare(scaled_mm, a, b.mT, *scales, bias=bias, use_fast_accum=call.fast_accum, **options)
+    options |= {"allow_tf32": call.a == "tf32", "allow_fp16_accumulation": call.accumulate == "fp16"}
+    if call.operation == "linear":
+        return compare(linear, a, b, bias, **options)
+    return compare(bmm if call.operation == "bmm" else mm, a, b.mT, **options)
+
+
+def _scales(call: GemmCall, draw: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    if call.scaling == "row":
+        return draw(call.m, 1), draw(1, call.n)
+    if call.scaling == "tensor":
+        return draw(1), draw(1)
+    tall = 1 if call.scaling == "row_block_128" else 128
+    groups = -(-call.k // 128)
+    return draw(call.m, groups), draw(groups, -(-call.n // tall))
+
+
+def _operand(call: GemmCall, rows: int, fmt: str, layout: str, kind: str, generator: torch.Generator) -> Tensor:
+    """Return [rows, K], or [batch, rows, K]: numbers far apart, of which every other row cancels in pairs."""
+    shape = (rows, call.k) if call.batch == 1 else (call.batch, rows, call.k)
+    device = generator.device
+    if fmt == "int8":
+        return torch.randint(-128, 128, shape, generator=generator, device=device, dtype=torch.int8)
+    x = torch.randn(shape, generator=generator, device=device)
+    x *= torch.exp2(torch.randint(-3, 4, shape, generator=generator, device=device).float())
+    half = call.k // 2
+    x[..., 1::2, half : 2 * half] = -x[..., 1::2, :half] * (1 + 2.0**-6)
+    if kind == "special":
+        x[..., ::3, :] *= 2.0**-14
+        places = torch.arange(len(SPECIALS), device=device) * 7
+        values = torch.tensor(SPECIALS, device=device)
+        x[..., places % rows, places % call.k] = values
+    x = x.to(STORED[fmt])
+    if layout == "row":
+        return x
+    return x.mT.contiguous().mT

@@ -1,0 +1,161 @@
+"""Checks spread over processes: the same checks, with the same results, in the same order."""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from fmtsim.errors import DeviceError
+from fmtsim.gemm.operator import run_gemm
+from fmtsim.verify.gemm import gemm_tasks
+from fmtsim.verify.outcome import PlantedError, engines
+from fmtsim.verify.plan import default_tasks, exhaustive_tasks
+from fmtsim.verify.units import planted, unit_tasks
+
+MOST = 16
+PRODUCTS = 8  # of a task: units have up to 65, and the last task should not keep all others waiting
+CONTEXT_BYTES = 2 << 30  # of a device's memory, for each process
+
+
+class Check(Protocol):
+    """A task of either part."""
+
+    @property
+    def name(self) -> str:
+        """What a progress bar shows."""
+
+    @property
+    def run(self) -> Callable[[Callable[[float], None]], Any]:
+        """Do it; the argument is called with the share that is done."""
+
+
+class Job(NamedTuple):
+    """What a process has to know to make the tasks of a command again.
+
+    Attributes:
+        parts: ``"casts"``, ``"gemm"`` or both.
+        device: Under test, None for the CPU.
+        formats: To check, None for all.
+        exhaustive: Whether casts are checked over all float32 inputs.
+        vectors, limit: Folders of recorded products, and how many results of each set to compare.
+        plant_error: Whether the last engine, and the products of a device, get a bit wrong: checks must see it.
+    """
+
+    parts: tuple[str, ...]
+    device: torch.device | None = None
+    formats: tuple[str, ...] | None = None
+    exhaustive: bool = False
+    vectors: tuple[str, ...] = ()
+    limit: int | None = None
+    plant_error: bool = False
+
+    def tasks(self) -> dict[str, Sequence[Check]]:
+        """Return the tasks of each part, always in the same order."""
+        makers = {"casts": self._casts, "gemm": self._products}
+        return {part: makers[part]() for part in self.parts}
+
+    def _casts(self) -> Sequence[Check]:
+        present = engines(self.device)
+        if self.plant_error:
+            last = list(present)[-1]
+            present[last] = PlantedError(present[last])
+        plan = exhaustive_tasks if self.exhaustive else default_tasks
+        return plan(present, list(self.formats) if self.formats else None)
+
+    def _products(self) -> Sequence[Check]:
+        recorded = gemm_tasks(self.vectors, self.limit, self.device) if self.vectors else []
+        if self.device is None:
+            return recorded
+        return [*unit_tasks(self.device, planted if self.plant_error else run_gemm, PRODUCTS), *recorded]
+
+
+class Done(NamedTuple):
+    """What a task found, and the seconds it took."""
+
+    found: Any
+    seconds: float
+
+
+def default_workers(device: torch.device | None) -> int:
+    """Return how many processes share the checks of a device: its memory and the machine's cores allow so many."""
+    if device is None:
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else MOST * CONTEXT_BYTES
+    return max(min(cores, MOST, memory // CONTEXT_BYTES), 1)
+
+
+def run(
+    job: Job, made: Mapping[str, Sequence[Check]], workers: int, show: Callable[[str, float], None]
+) -> dict[str, list[Done]]:
+    """Run the tasks of a job, in this process or in others.
+
+    Args:
+        job: Which tasks.
+        made: These tasks, as ``job.tasks()`` returned them.
+        workers: Processes; 1 runs everything in this one.
+        show: Called with a name and the number of tasks that are done, a whole one where there are several processes.
+
+    Returns:
+        What each task found, by parts, in the tasks' order.
+
+    Raises:
+        DataError: A recording cannot be read.
+        DeviceError: A process died.
+    """
+    tasks = [task for part in made.values() for task in part]
+    found = iter(_alone(tasks, show) if workers == 1 else _shared(job, tasks, workers, show))
+    return {part: [next(found) for _ in members] for part, members in made.items()}
+
+
+def _alone(tasks: Sequence[Check], show: Callable[[str, float], None]) -> list[Done]:
+    return [_timed(task, partial(_advance, show, task.name, index)) for index, task in enumerate(tasks)]
+
+
+def _advance(show: Callable[[str, float], None], name: str, index: int, share: float) -> None:
+    show(name, index + share)
+
+
+def _timed(task: Check, advance: Callable[[float], None]) -> Done:
+    advance(0.0)
+    start = time.perf_counter()
+    found = task.run(advance)
+    return Done(found, time.perf_counter() - start)
+
+
+def _shared(job: Job, tasks: Sequence[Check], workers: int, show: Callable[[str, float], None]) -> list[Done]:
+    """Run the tasks in new processes, the last ones first: products take longest, and small tasks fill the end."""
+    spawn = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
+    pool = ProcessPoolExecutor(min(workers, len(tasks)), spawn, _begin, (job, workers))
+    try:
+        waiting = {pool.submit(_run, index): index for index in reversed(range(len(tasks)))}
+        results: dict[int, Done] = {}
+        for future in as_completed(waiting):
+            index = waiting[future]
+            results[index] = future.result()
+            show(tasks[index].name, len(results))
+    except BrokenProcessPool as error:
+        raise DeviceError(
+            "a process of the checks died, from lack of memory perhaps; --workers 1 shows at which check"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return [results[index] for index in range(len(tasks))]
+
+
+_tasks: list[Check] = []  # of this process, where it is one of several
+
+
+def _begin(job: Job, workers: int) -> None:
+    torch.set_num_threads(max((os.cpu_count() or 1) // workers, 1))
+    _tasks[:] = [task for part in job.tasks().values() for task in part]
+
+
+def _run(index: int) -> Done:
+    return _timed(_tasks[index], lambda share: None)

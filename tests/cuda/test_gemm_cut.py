@@ -1,0 +1,107 @@
+"""Units that cut terms and round sums to nearest, stochastically or to few exponents, against the oracle."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fmtsim import GemmPlan
+from fmtsim.cuda import gemm_cut
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.gemm.datapath import Datapath
+from fmtsim.rounding.modes import Rounding
+from tests.cpu import test_gemm
+from tests.cpu.test_gemm import KINDS, addend, operand, spec_of
+from tests.cuda import gemms, paths
+
+HALF = Datapath(block=16, fraction_bits=25, min_exponent=-133, rounding="nearest_even")
+E5M9 = FloatFormat(name="e5m9", exponent_bits=5, mantissa_bits=9)
+E8M13 = FloatFormat(name="e8m13", exponent_bits=8, mantissa_bits=13)
+SHAPE = (5, 9, 45)
+
+UNITS = {
+    "bfloat16 sums": (replace(HALF, accumulator="bf16"), "bf16"),
+    "float16 sums": (replace(HALF, accumulator="fp16"), "fp16"),
+    "float16 sums, cut": (replace(HALF, accumulator="fp16", fraction_bits=13, rounding="toward_zero"), "bf16"),
+    "stochastic": (replace(HALF, accumulator="bf16", rounding="stochastic"), "bf16"),
+    "down": (replace(HALF, term_rounding="down", block=32, fraction_bits=13, accumulator=E8M13), "e4m3"),
+}
+RARER = {
+    "float32 sums": (HALF, "tf32"),
+    "any alignment": (replace(HALF, min_exponent=None, block=5), "fp16"),
+    "high alignment": (replace(HALF, min_exponent=10, fraction_bits=13), "bf16"),
+    "few exponents": (replace(HALF, block=4, accumulator=E5M9, rounding="toward_zero"), "e5m2"),
+    "operands of another format": (replace(HALF, operand="fp16"), "bf16"),
+    "13 bits": (replace(HALF, rounding=Rounding(mode="stochastic", random_bits=13)), "bf16"),
+    "8 bits, variant b": (
+        replace(HALF, accumulator="fp16", rounding=Rounding(mode="stochastic", random_bits=8, variant="b")), "fp16",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_units(name, device):
+    unit, fmt = UNITS[name]
+    left = paths.check_kinds(gemm_cut, spec_of(unit, fmt), SHAPE, ("normal", "sparse", "special"), device)
+    assert left == [0, 0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_c", [False, True])
+@pytest.mark.parametrize("name", [*UNITS, *RARER])
+def test_units_on_every_kind(name, with_c, device):
+    unit, fmt = (UNITS | RARER)[name]
+    for shape in (SHAPE, (3, 64, 40)) if unit.rounding.mode == "stochastic" else (SHAPE,):
+        assert paths.check_kinds(gemm_cut, spec_of(unit, fmt), shape, KINDS, device, with_c)[0] == 0
+
+
+def test_random_words_of_four_columns(device):
+    """Columns in multiples of 64 share counters; several panels, of which both operands change places."""
+    unit, fmt = UNITS["stochastic"]
+    assert paths.check_kinds(gemm_cut, spec_of(unit, fmt), (3, 192, 20), ("normal",), device) == [0]
+    assert paths.check_kinds(gemm_cut, spec_of(unit, fmt), (130, 64, 5), ("normal",), device) == [0]
+
+
+def test_blocks_without_products(device):
+    unit, fmt = UNITS["bfloat16 sums"]
+    a, b = operand(fmt, 3, 40, "normal", 1), operand(fmt, 4, 40, "normal", 2)
+    a[:, 8:30] = 0.0
+    b[1] = -0.0
+    for c in (None, addend(spec_of(unit, fmt), 3, 4, "normal", 3), torch.full((3, 4), -0.0)):
+        assert paths.check(gemm_cut, a, b, spec_of(unit, fmt), c, device) == 0
+
+
+def test_tiles_are_left(device):
+    a, b = operand("bf16", 130, 20, "normal", 1), operand("bf16", 131, 20, "normal", 2)
+    a[129, 4] = torch.nan
+    assert paths.check(gemm_cut, a, b, spec_of(UNITS["bfloat16 sums"][0], "bf16"), None, device) == 2
+    ones = torch.full((1, 16), 100.0).bfloat16()
+    assert paths.check(gemm_cut, ones, ones, spec_of(UNITS["float16 sums"][0], "bf16"), None, device) == 1
+    small = torch.full((1, 16), 2.0**-66).bfloat16()  # sums are subnormal
+    assert paths.check(gemm_cut, small, small, spec_of(UNITS["bfloat16 sums"][0], "bf16"), None, device) == 1
+
+
+def test_plans(monkeypatch, device):
+    gemms.install(monkeypatch, device, fast=True)
+    monkeypatch.setattr(gemms.DOOR, "_FAST", (gemm_cut,))
+    unit, fmt = UNITS["bfloat16 sums"]
+    for plan in (GemmPlan(k_tile=20, split=3), GemmPlan(promote_every=32)):
+        test_gemm.check_kinds(spec_of(unit, fmt, plan=plan), (2, 3, 85), ("normal", "normal"), seed=4, with_c=True)
+
+
+def test_units_that_it_does_not_take():
+    takes = lambda unit: gemm_cut.shape_of(spec_of(unit, "bf16"), min(unit.block, 45)) is not None  # noqa: E731
+    assert takes(HALF)
+    third = Rounding(mode="stochastic", random_bits=8, variant="c")
+    changes = [dict(rounding="up"), dict(rounding=third), dict(accumulator="fp64"), dict(block=2), dict(block=64)]
+    changes += [dict(fraction_bits=None), dict(term_rounding="nearest_even"), dict(signed_zero=True)]
+    for change in changes:
+        assert not takes(replace(HALF, **change))
+
+
+def test_a_planted_error_is_found(monkeypatch, device):
+    unit, fmt = UNITS["bfloat16 sums"]
+    real = gemm_cut.shape_of
+    monkeypatch.setattr(gemm_cut, "shape_of", lambda *given: real(*given)._replace(fraction=12))
+    with pytest.raises(AssertionError, match="differ"):
+        paths.check_kinds(gemm_cut, spec_of(unit, fmt), SHAPE, ("normal",), device)

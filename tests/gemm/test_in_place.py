@@ -1,0 +1,213 @@
+"""Parts that are added to the output as they arrive: what a plan may say, engines against the oracle, and verbs."""
+
+import json
+
+import pytest
+import torch
+
+import fmtsim
+from fmtsim import cpu, torch_engine
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.registry import get_format
+from fmtsim.gemm.kernel import Kernel
+from fmtsim.gemm.operator import run_gemm
+from fmtsim.gemm.plan import GemmPlan
+from fmtsim.gemm.serialization import GemmSpec, gemm_spec_from_json, record_from_dict, record_to_dict
+from fmtsim.gemm.target import Rule, target_from_dict, target_to_dict
+from fmtsim.gemm.unit import get_unit
+from tests.gemm.products import finished, same, sums
+from tests.gemm.test_target import linear, mm, resolve
+
+BF16 = get_format("bf16")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn}
+PLANS = (
+    GemmPlan(k_tile=16, split=4, partial="bf16", reduce="in_place"),
+    GemmPlan(k_tile=16, part_k=24, split=4, residue_first=True, partial="fp16", reduce="in_place"),
+    GemmPlan(k_tile=8, split=3, owner="interleaved", promote_every=16, reduce="in_place"),
+    GemmPlan(partial="bf16", reduce="in_place"),
+)
+UNITS = {"hopper.wgmma": ("bf16", "e4m3"), "fp32_fma": ("fp32",), "cdna3.mfma": ("bf16",), "cdna2.mfma": ("fp16",)}
+
+
+def operands(fmt, m=3, n=66, k=45, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(rows, k, generator=generator).to(DTYPES[fmt]) for rows in (m, n))
+    return a, b, torch.randn(n, generator=generator)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=["tiles", "slices", "promoted", "one part"])
+@pytest.mark.parametrize("unit", UNITS)
+def test_engines_have_the_bits_of_the_oracle(unit, plan):
+    for fmt in UNITS[unit]:
+        a, b, bias = operands(fmt, m=2)
+        spec = GemmSpec(datapath=get_unit(unit).mode(fmt, fmt), plan=plan, a=get_format(fmt), b=get_format(fmt))
+        assert cpu.supports_gemm(spec, a, b)
+        bias[::7], bias[::9] = float("nan"), -(2.0**100)
+        for c in (None, bias.expand(2, 66)):
+            expected = sums(a, b, spec, c=c)
+            for engine in (cpu, torch_engine):
+                out = torch.empty(2, 66)
+                engine.gemm(a, b, c, None, None, spec, None, out)
+                same(out, expected)
+
+
+def test_special_operands_and_a_wide_accumulator():
+    a, b, bias = operands("bf16", n=5)
+    a[0, 3], a[1, 4], b[2, 5] = float("nan"), float("inf"), float("-inf")
+    unit = get_unit("hopper.wgmma").mode("bf16", "bf16")
+    x, y, _ = (t.double() for t in operands("fp32", n=5))
+    for left, right, path, fmt in ((a, b, unit, "bf16"), (x, y, get_unit("fp64_fma").mode("fp64", "fp64"), "fp64")):
+        spec = GemmSpec(datapath=path, plan=PLANS[0], a=get_format(fmt), b=get_format(fmt))
+        dtype = torch.float64 if fmt == "fp64" else torch.float32
+        c = bias.to(dtype).expand(3, 5)
+        expected = sums(left, right, spec, dtype, c=c)
+        for engine in (cpu, torch_engine):
+            out = torch.empty(3, 5, dtype=dtype)
+            engine.gemm(left, right, c, None, None, spec, None, out)
+            same(out, expected)
+
+
+def test_a_difference_is_seen():
+    a, b, bias = operands("bf16")
+    spec = GemmSpec(datapath=get_unit("hopper.wgmma").mode("bf16", "bf16"), plan=PLANS[0], a=BF16, b=BF16)
+    serial = GemmSpec(datapath=spec.datapath, plan=GemmPlan(k_tile=16, split=4), a=BF16, b=BF16)
+    expected = sums(a, b, spec)
+    with pytest.raises(AssertionError, match="differ"):
+        same(run_gemm(a, b, serial), expected)
+    with pytest.raises(AssertionError, match="differ"):
+        same(run_gemm(a, b, spec, c=bias.expand(3, 66)), expected)
+    same(run_gemm(a, b, gemm_spec_from_json(spec.to_json())), expected)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp32"])
+def test_a_linear_layer_begins_with_its_bias(fmt):
+    x, w, bias = operands(fmt)
+    bias = bias.to(x.dtype)
+    plan = GemmPlan(k_tile=32, split=3, reduce="in_place", partial=None if fmt == "fp32" else fmt)
+    unit, name = get_unit("hopper.wgmma" if fmt == "bf16" else "fp32_fma"), get_format(fmt)
+    spec = GemmSpec(datapath=unit.mode(fmt, fmt), plan=plan, a=name, b=name)
+    y = fmtsim.linear(x, w, bias, unit=unit, plan=plan)
+    same(y, finished(sums(x, w, spec, c=bias.float().expand(3, 66)), x.dtype))
+    serial = GemmPlan(k_tile=32, split=3)
+    assert not torch.equal(y, fmtsim.linear(x, w, bias, unit=unit, plan=serial))  # the bias comes last
+    same(fmtsim.linear(x, w, None, unit=unit, plan=plan), finished(sums(x, w, spec), x.dtype))
+    empty = fmtsim.linear(x[:, :0], w[:, :0], bias, unit=unit, plan=plan)
+    same(empty, bias.expand(3, 66).contiguous())
+
+
+def test_a_large_layer_is_done_in_pieces():
+    x, w, bias = operands("bf16", m=300, n=40, k=64)
+    plan, unit = GemmPlan(k_tile=32, split=2, reduce="in_place", partial="bf16"), "hopper.wgmma"
+    whole = fmtsim.linear(x, w, bias.bfloat16(), unit=unit, plan=plan)
+    some = fmtsim.linear(x[200:203], w, bias.bfloat16(), unit=unit, plan=plan)
+    same(whole[200:203], some)
+
+
+def test_the_gradient_of_the_bias_is_that_of_any_layer():
+    x, w, bias = operands("bf16", n=8)
+    bias = bias.bfloat16().requires_grad_()
+    plan = GemmPlan(k_tile=32, split=3, reduce="in_place", partial="bf16")
+    fmtsim.linear(x, w, bias, unit="hopper.wgmma", plan=plan).float().sum().backward()
+    assert torch.equal(bias.grad, torch.full((8,), 3, dtype=torch.bfloat16))
+
+
+EIGHTS = torch.ones(16, 16).to(DTYPES["e4m3"])
+REFUSED = {
+    "way": (lambda: GemmPlan(reduce="inplace"), "reduce='inplace' is not possible; choose 'serial', 'pairwise' or"),
+    "round trip": (lambda: GemmPlan(partial="bf16", round_trip=True, reduce="in_place"),
+                   "reduce='in_place' rounds the output after every addition and begins with the bias"),
+    "bias": (lambda: GemmPlan(bias_after_rounding=True, reduce="in_place"),
+             "leave round_trip and bias_after_rounding out"),
+    "integers": (lambda: fmtsim.mm(torch.ones(4, 8, dtype=torch.int8), torch.ones(8, 4, dtype=torch.int8), unit="int8",
+                                   plan=GemmPlan(reduce="in_place")),
+                 "integer sums have neither scaled_promotion nor partial nor reduce='in_place'"),
+    "integers of the oracle": (
+        lambda: sums(torch.ones(1, 8, dtype=torch.int8), torch.ones(1, 8, dtype=torch.int8),
+                     GemmSpec(datapath=get_unit("int8").mode("int8", "int8"), plan=GemmPlan(reduce="in_place"),
+                              a=get_format("int8"), b=get_format("int8"))),
+        "nor reduce='in_place'; leave them out of the plan"),
+    "scales": (lambda: fmtsim.scaled_mm(EIGHTS, EIGHTS.t(),
+                                        torch.ones(1), torch.ones(1), out_dtype=torch.bfloat16, unit="hopper.wgmma",
+                                        plan=GemmPlan(reduce="in_place")),
+               "reduce='in_place' adds parts to outputs that have no scales, and the scaling is 'tensor'"),
+    "two addends": (lambda: torch.ops.fmtsim.gemm(
+        torch.ones(1, 4), torch.ones(1, 4), GemmSpec(datapath=get_unit("fp32_fma").mode("fp32", "fp32"),
+            plan=GemmPlan(reduce="in_place"), a=get_format("fp32"), b=get_format("fp32")).to_json(), None,
+        torch.ones(1, 1), None, None, None, None, torch.ones(1)),
+        "parts that are added in place begin with c or with a bias, and both are given; pass one"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name):
+    call, message = REFUSED[name]
+    with pytest.raises(ArgumentError) as error:
+        call()
+    assert message in str(error.value)
+
+
+def test_the_record_comes_back():
+    for plan in PLANS:
+        assert record_from_dict(json.loads(json.dumps(record_to_dict(plan)))) == plan
+        assert record_to_dict(plan)["reduce"] == "in_place"
+
+
+def test_explanation():
+    x, w, _ = operands("bf16")
+    rows = dict(fmtsim.explain_mm(x, w.t(), unit="hopper.wgmma", plan=PLANS[0]).rows)
+    assert rows["order"].endswith("parts are added to the output in place, rounded to bf16 after every addition")
+    rows = dict(fmtsim.explain_mm(x, w.t(), unit="hopper.wgmma", plan=PLANS[2]).rows)
+    assert rows["order"].endswith("parts are added to the output in place")
+
+
+# What a plan file says of it, and of units of its own.
+
+
+def test_kernels_in_place():
+    kernel = Kernel(k_tile=64, slices=True, align=8, partial="out", reduce="in_place")
+    fields, exact = kernel.fields(linear(64, 65, 640), 3)
+    plan = GemmPlan(**fields)
+    assert exact and (plan.split, plan.partial, plan.reduce) == (3, BF16, "in_place")
+    whole = GemmPlan(**kernel.fields(linear(64, 65, 640), 1)[0])
+    assert (whole.split, whole.partial, whole.reduce) == (1, None, "serial")
+    assert GemmPlan(**kernel.fields(mm(64, 65, 640), 3)[0]).partial is None  # float32 results
+    assert Kernel(**kernel.to_dict()) == kernel
+    strided = Kernel(k_tile=4, owner="interleaved", reduce="pairwise")
+    plan = GemmPlan(**strided.fields(mm(1, 64, 640), 8)[0])
+    assert (plan.k_tile, plan.split, plan.owner, plan.reduce) == (4, 8, "interleaved", "pairwise")
+
+
+def with_rule(**fields):
+    record = target_to_dict(fmtsim.get_target("h200"))
+    rule = {"when": {"a": "tf32", "n": 1}, "kernel": "any", "basis": "rule", "reason": "a test", "split": 1}
+    return target_from_dict({**record, "rules": [rule | fields, *record["rules"]]})
+
+
+def test_a_rule_may_name_a_unit_of_its_own():
+    target = with_rule(unit="fp32_fma", operands="fp32")
+    found = target.resolve(mm(64, 1, 128, "tf32"))
+    assert (found.unit, found.operands, found.arithmetic) == (
+        "fp32_fma",
+        "fp32",
+        get_unit("fp32_fma").mode("fp32", "fp32"),
+    )
+    assert resolve(mm(64, 1, 128, "tf32")).operands is None
+    assert target_to_dict(target)["rules"][0]["operands"] == "fp32" and "unit" not in target_to_dict(target)["rules"][1]
+    a, b, _ = operands("fp32", m=64, n=1)
+    y = fmtsim.mm(a, b.t(), target=target, allow_tf32=True)
+    same(y, fmtsim.mm(a, b.t(), unit="fp32_fma"))
+    with pytest.raises(AssertionError, match="differ"):
+        same(y, fmtsim.mm(a, b.t(), unit="hopper.wgmma", allow_tf32=True))
+    compiled = torch.compile(lambda x: fmtsim.mm(x, b.t(), target=target, allow_tf32=True), backend="eager")
+    same(compiled(a), y)
+
+
+def test_rules_with_units_that_make_no_sense():
+    for fields, message in (
+        ({"operands": "fp32"}, "operands='fp32' are those of a unit; name it with unit="),
+        ({"unit": "fp32_fmx"}, "fp32_fmx"),
+        ({"unit": "fp32_fma", "operands": "int8"}, "operands='int8' is not a floating-point format"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            with_rule(**fields)
+    assert Rule(when={}, kernel="any", split=1, basis="rule", reason="").unit is None

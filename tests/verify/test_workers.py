@@ -1,0 +1,111 @@
+"""Checks in several processes: the results of one process, in its order."""
+
+import itertools
+import json
+import os
+from functools import partial
+
+import pytest
+import torch
+
+from fmtsim.cli.main import BAD_INPUT, main
+from fmtsim.errors import DeviceError
+from fmtsim.verify import units, workers
+from fmtsim.verify.gemm import Replay, merged
+from fmtsim.verify.workers import Job, default_workers
+
+NAMES = ("int4", "e2m1", "mxfp4")
+
+
+class Dies:
+    """A job of one check that ends its process."""
+
+    name = "dies"
+
+    def tasks(self):
+        return {"casts": [self]}
+
+    def run(self, advance):
+        os._exit(3)
+
+
+def found(job, count):
+    shown = []
+    tasks = job.tasks()
+    results = workers.run(job, tasks, count, lambda name, done: shown.append((name, done)))
+    assert {name for name, _ in shown} == {task.name for part in tasks.values() for task in part}
+    assert shown[-1][1] == sum(map(len, tasks.values()))
+    return {part: [done.found for done in each] for part, each in results.items()}
+
+
+def test_processes_find_what_one_finds():
+    clean, planted = (Job(("casts",), formats=NAMES, plant_error=error) for error in (False, True))
+    alone, shared = found(clean, 1), found(clean, 2)
+    assert alone == shared and not any(outcome.mismatches for outcome in shared["casts"])
+    assert [outcome.format for outcome in shared["casts"]] == [task.format for task in clean.tasks()["casts"]]
+    assert all(outcome.mismatches for outcome in found(planted, 2)["casts"])
+
+
+def test_a_process_that_dies_is_an_error():
+    with pytest.raises(DeviceError, match="a process of the checks died.*--workers 1 shows at which check"):
+        workers.run(Dies(), Dies().tasks(), 2, lambda name, done: None)
+
+
+def test_as_many_processes_as_cores_and_memory_allow(monkeypatch):
+    assert default_workers(None) == 1
+    monkeypatch.setattr(workers.os, "sched_getaffinity", lambda process: range(64), raising=False)
+    assert default_workers(torch.device("cpu")) == workers.MOST
+    memory = type("Properties", (), {"total_memory": 5 << 30})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    assert default_workers(torch.device("cuda", 0)) == 2
+
+
+def test_a_record_says_how_to_make_it_again(tmp_path, capsys):
+    path = tmp_path / "new" / "record.json"
+    assert main(["verify", "--format", "int4", "--record", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert record["mismatches"] == 0 and record["workers"] == 1 and len(record["outcomes"]) == 3
+    assert {"command", "date", "versions", "wall_seconds"} < set(record)
+    assert main(["verify", "--workers", "0"]) == BAD_INPUT
+    assert "--workers 0 is not possible; choose 1 or more" in capsys.readouterr().err
+
+
+def test_all_parts_end_in_one_table(monkeypatch, capsys):
+    from fmtsim.cli import verify
+    from fmtsim.verify import device
+
+    class Few(Job):
+        def tasks(self):
+            return {"casts": Job(("casts",), formats=("int4",)).tasks()["casts"], "gemm": few}
+
+    monkeypatch.setattr(units, "SHAPE", (5, 7))
+    few = [task for task in units.unit_tasks(torch.device("cpu")) if task.set in ("int8", "turing.mma")]
+    monkeypatch.setattr(workers, "Job", Few)
+    monkeypatch.setattr(device, "device_of", torch.device)
+    monkeypatch.setattr(verify, "_parts", lambda arguments: ("casts", "gemm"))
+    assert main(["verify", "--device", "cpu", "--workers", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = {line.split()[0]: line.split()[1:] for line in lines[-5:] if line}
+    assert table["casts"][0] == "3" and table["gemm"][0] == "2" and table["all"][0] == "5"
+    cases = [int(table[part][1].replace(",", "")) for part in ("casts", "gemm", "all")]
+    assert cases[0] + cases[1] == cases[2] and lines[-1].endswith("s with 1 process; all bits agree")
+
+
+def test_tasks_of_a_unit_are_one_set_again():
+    cpu = torch.device("cpu")
+    whole, parts = units.unit_tasks(cpu), units.unit_tasks(cpu, most=4)
+    assert [task.set for task in merged_names(parts)] == [task.set for task in whole] and len(parts) > 2 * len(whole)
+    replay = partial(Replay, set="x", machine="m", seconds=1.0)
+    found = merged([
+        replay(cases=2, outputs=10, mismatches=0, plans=(("rule", 2),)),
+        replay(cases=1, outputs=5, mismatches=2, first="[0]", plans=(("rule", 1), ("guess", 1)), in_guesses=1),
+        replay(cases=1, outputs=5, mismatches=1, first="[1]"),
+        Replay(set="y", machine="m", cases=1, outputs=1, mismatches=0),
+    ])  # fmt: skip
+    assert found[0] == Replay(set="x", machine="m", cases=4, outputs=20, mismatches=3, in_guesses=1, first="[0]",
+                              plans=(("rule", 3), ("guess", 1)), seconds=3.0)  # fmt: skip
+    assert [each.set for each in found] == ["x", "y"]
+
+
+def merged_names(tasks):
+    return [next(group) for _, group in itertools.groupby(tasks, key=lambda task: task.set)]
