@@ -33,9 +33,10 @@ from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.scaled import scaled_mm
 from fmtsim.gemm.target import get_target, list_targets
 from fmtsim.gemm.unit import get_unit, list_units, register_unit
-from fmtsim.nn import convert, report, revert
+from fmtsim.nn import convert, report, revert, set_step
 from fmtsim.ops import RandomKey
 from fmtsim.quantize import decode, encode, quantize, quantize_
+from fmtsim.recipes import Recipe, get_recipe, list_recipes, register_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.quantizer import Quantizer
 
@@ -72,6 +73,7 @@ __all__ = [
     "PlanUnknownWarning",
     "Quantizer",
     "RandomKey",
+    "Recipe",
     "Rounding",
     "TwoStageDatapath",
     "bmm",
@@ -84,12 +86,14 @@ __all__ = [
     "explain_mm",
     "get_format",
     "get_num_threads",
+    "get_recipe",
     "get_target",
     "get_unit",
     "int_mm",
     "linear",
     "linear_config",
     "list_formats",
+    "list_recipes",
     "list_targets",
     "list_units",
     "mm",
@@ -98,11 +102,13 @@ __all__ = [
     "quantize",
     "quantize_",
     "register_format",
+    "register_recipe",
     "register_unit",
     "report",
     "revert",
     "scaled_mm",
     "set_num_threads",
+    "set_step",
 ]
 
 # What would load a compiler waits until it is asked for.

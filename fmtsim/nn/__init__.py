@@ -3,8 +3,9 @@
 from fmtsim.nn.attention import EmulatedMultiheadAttention as EmulatedMultiheadAttention
 from fmtsim.nn.convert import convert as convert
 from fmtsim.nn.convert import revert as revert
+from fmtsim.nn.convert import set_step as set_step
 from fmtsim.nn.modules import EmulatedConv2d as EmulatedConv2d
 from fmtsim.nn.modules import EmulatedLinear as EmulatedLinear
 from fmtsim.nn.report import report as report
 
-__all__ = ["EmulatedConv2d", "EmulatedLinear", "EmulatedMultiheadAttention", "convert", "report", "revert"]
+__all__ = ["EmulatedConv2d", "EmulatedLinear", "EmulatedMultiheadAttention", "convert", "report", "revert", "set_step"]

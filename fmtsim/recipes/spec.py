@@ -96,14 +96,23 @@ class Rule:
         if everything:
             raise ArgumentError("a Rule that fits every layer and step belongs into the recipe's linear=; narrow it")
 
-    def __str__(self) -> str:
+    @property
+    def where(self) -> str:
+        """Which layers and steps it is about, in a few words."""
         parts = [f"name ~ {self.name}"] if self.name else []
         parts += [self.kind] if self.kind else []
-        parts += [f"first {self.first_blocks} blocks"] if self.first_blocks else []
-        parts += [f"last {self.last_blocks} blocks"] if self.last_blocks else []
+        parts += [f"first {_share(self.first_blocks)} blocks"] if self.first_blocks else []
+        parts += [f"last {_share(self.last_blocks)} blocks"] if self.last_blocks else []
         parts += ["head"] if self.head else []
         parts += [str(self.steps)] if self.steps else []
-        return f"{', '.join(parts)}: {'high precision' if self.use is None else self.use}"
+        return ", ".join(parts)
+
+    def __str__(self) -> str:
+        return f"{self.where}: {'high precision' if self.use is None else self.use}"
+
+
+def _share(blocks: int | float) -> str:
+    return f"{blocks:.0%} of the" if isinstance(blocks, float) else str(blocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +154,22 @@ class LossScale:
     interval: int | None = 2000
     hysteresis: int = 1
 
+    def __post_init__(self) -> None:
+        for name in ("initial", "growth", "backoff"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and 0 < value < float("inf")):
+                raise ArgumentError(f"LossScale {name}={value!r} is not allowed; pass a finite number above 0")
+        for name in ("interval", "hysteresis"):
+            value = getattr(self, name)
+            if not (type(value) is int and value >= 1) and not (name == "interval" and value is None):
+                raise ArgumentError(f"LossScale {name}={value!r} is not allowed; pass a whole number from 1")
+
+    def __str__(self) -> str:
+        if self.interval is None:
+            return f"times {self.initial:g}"
+        kept = f" after {self.hysteresis} overflows" if self.hysteresis > 1 else " after an overflow"
+        return f"times {self.initial:g}, x{self.growth:g} after {self.interval} clean steps, x{self.backoff:g}{kept}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
@@ -175,3 +200,31 @@ class Recipe:
     aliases: tuple[str, ...] = ()
     source: str = ""
     notes: str = ""
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.name, str) and self.name):
+            raise ArgumentError(f"Recipe name={self.name!r} is not a name; pass a word such as 'my_fp8'")
+        if self.linear is not None and not isinstance(self.linear, LinearConfig):
+            raise ArgumentError(
+                f"Recipe linear={self.linear!r} is not a LinearConfig or None; build one with linear_config()"
+            )
+        wrong = [rule for rule in self.rules if not isinstance(rule, Rule)] if isinstance(self.rules, tuple) else [0]
+        if wrong:
+            raise ArgumentError(f"Recipe rules={self.rules!r} is not a tuple of Rule; write rules=(Rule(...),)")
+        for name, allowed in (("autocast", (None, "bfloat16", "float16")), ("variant", ("", "paper", "code"))):
+            if getattr(self, name) not in allowed:
+                raise ArgumentError(
+                    f"Recipe {name}={getattr(self, name)!r} is unknown; choose one of {', '.join(map(repr, allowed))}"
+                )
+        if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
+            raise ArgumentError(f"Recipe loss_scale={self.loss_scale!r} is not a LossScale or None; pass LossScale()")
+
+    def __str__(self) -> str:
+        from fmtsim.recipes.table import recipe_text
+
+        return recipe_text(self)
+
+    def _repr_html_(self) -> str:
+        from fmtsim.recipes.table import recipe_html
+
+        return recipe_html(self)

@@ -9,10 +9,16 @@ from fmtsim.errors import FormatError
 class StraightThrough:
     """Pass the gradient as if nothing had been rounded."""
 
+    def __str__(self) -> str:
+        return "straight through"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipMask:
     """Pass the gradient where ``|x / scale|`` is below the format's largest value, zero elsewhere."""
+
+    def __str__(self) -> str:
+        return "clip mask"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +34,9 @@ class TrustMask:
     def __post_init__(self) -> None:
         if not self.limit > 0:
             raise FormatError(f"TrustMask limit={self.limit!r} is not allowed; choose a number above 0")
+
+    def __str__(self) -> str:
+        return f"trust mask of {self.limit:g} scales"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +57,9 @@ class Differentiable:
     def __post_init__(self) -> None:
         if not (self.k > 1 and self.cap > 0):
             raise FormatError(f"Differentiable k={self.k!r}, cap={self.cap!r} is not allowed; choose k > 1 and cap > 0")
+
+    def __str__(self) -> str:
+        return f"DGE k={self.k:g} cap={self.cap:g}"
 
 
 GradientRule = StraightThrough | ClipMask | TrustMask | Differentiable

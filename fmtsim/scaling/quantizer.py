@@ -80,7 +80,7 @@ class Quantizer:
         words += [str(transform) for transform in self.transforms]
         words.append(self._cast())
         words += [f"[{self.scaling}]"] if self.scaling else []
-        words += [] if self.gradient == StraightThrough() else [type(self.gradient).__name__]
+        words += [] if self.gradient == StraightThrough() else [str(self.gradient)]
         words += [f"then {self.then}"] if self.then else []
         return ", ".join(words)
 

@@ -41,6 +41,13 @@ class Hadamard:
                 f"Hadamard signs={self.signs!r} is not allowed; choose None, 'random' or a mask of size bits"
             )
 
+    def __str__(self) -> str:
+        words = [f"Hadamard {self.size or 'all'}"]
+        words += ["of the outer axis"] if self.axis == "outer" else []
+        words += ["random signs" if self.signs == "random" else f"signs {self.signs:#x}"] if self.signs else []
+        words += [f"in {self.rounded.name}"] if self.rounded else []
+        return ", ".join([*words, *(["undone"] if self.undo else [])])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clamp:
@@ -61,6 +68,9 @@ class Clamp:
             raise FormatError(f"Clamp level={self.level!r} is not allowed; choose a quantile above 0.5, such as 0.99")
         if self.per not in ("tensor", "row"):
             raise FormatError(f"Clamp per={self.per!r} is unknown; choose 'tensor' or 'row'")
+
+    def __str__(self) -> str:
+        return f"clamp to {self.level:g} of each {self.per}{', compensated' if self.compensate else ''}"
 
 
 Transform = Hadamard | Clamp

@@ -1,0 +1,164 @@
+"""Recipes for the eye: one as a table of its operands, as text and as HTML, and the catalogue as a table."""
+
+from collections.abc import Iterable
+from html import escape
+from typing import Final
+
+from fmtsim.formats.block import BlockFormat, Format
+from fmtsim.gemm.config import LinearConfig
+from fmtsim.recipes.spec import Recipe
+from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.scaling.scale import Scaling
+
+MARKS: Final = ("<!-- recipes -->", "<!-- end -->")
+HEADINGS = ("product", "operand", "of", "transforms", "format", "scale", "rounding", "gradient")
+_PRODUCTS = {"f": "y = x w^T", "d": "dx = g w", "w": "dw = g^T x"}
+_KEPT = "the forward codes"
+_SOURCES = {"original": "the tensor", "forward": "codes of before", "requantised": "codes of before, again"}
+
+
+def operand_rows(config: LinearConfig) -> list[tuple[str, ...]]:
+    """Return one row for each of the six operands, its cells in the order of ``HEADINGS``."""
+    rows: list[tuple[str, ...]] = []
+    for name, quantizer in config.operands.items():
+        product = _PRODUCTS[name[2]]
+        shown = product if not rows or rows[-1][0] != product and all(row[0] != product for row in rows) else ""
+        rows.append((shown, name[0], *_cells(quantizer)))
+    return rows
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """Return a recipe as a table of operands, its rules, and what else it says."""
+    head = recipe.name + (f" ({', '.join(recipe.aliases)})" if recipe.aliases else "")
+    lines = [head]
+    if recipe.linear is None:
+        lines.append("linear layers stay in high precision")
+    else:
+        lines += _aligned(HEADINGS, operand_rows(recipe.linear))
+    return "\n".join([*lines, *(f"{name}: {text}" for name, text in _facts(recipe))])
+
+
+def recipe_html(recipe: Recipe) -> str:
+    """Return a recipe as HTML."""
+    parts = [f"<b>{escape(recipe.name)}</b>"]
+    if recipe.linear is not None:
+        body = "".join(_html_row("td", row) for row in operand_rows(recipe.linear))
+        parts.append(f"<table>{_html_row('th', HEADINGS)}{body}</table>")
+    parts += [f"<div>{escape(name)}: {escape(text)}</div>" for name, text in _facts(recipe)]
+    return "".join(parts)
+
+
+def catalogue_markdown(recipes: Iterable[Recipe]) -> str:
+    """Return the recipes as a Markdown table, one line each: name, what it runs, source."""
+    lines = ["| Name | Operands forward | Operands backward (dx; dw) | Beside it | Source |", "|---|---|---|---|---|"]
+    for recipe in recipes:
+        names = "`, `".join((recipe.name, *recipe.aliases))
+        forward, backward = ("high precision",) * 2 if recipe.linear is None else _briefly(recipe.linear)
+        beside = [f"{rule.where}: {_briefly(rule.use)[0] if rule.use else 'high precision'}" for rule in recipe.rules]
+        beside += [text for name, text in _facts(recipe) if name not in ("rule", "source", "notes")]
+        cells = [f"`{names}`", forward, backward, "; ".join(beside), recipe.source]
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def with_catalogue(page: str, recipes: Iterable[Recipe]) -> str:
+    """Return a page of Markdown with the table of recipes written anew between its two ``MARKS``."""
+    before, _, rest = page.partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    return f"{before}{MARKS[0]}\n{catalogue_markdown(recipes)}\n{MARKS[1]}{after}"
+
+
+def _cells(quantizer: Quantizer) -> tuple[str, ...]:
+    if quantizer.source == "forward":
+        return (_SOURCES["forward"], *("",) * 5)
+    formats, scales, roundings = [], [], []
+    step: Quantizer | None = quantizer
+    while step is not None:
+        formats.append("high precision" if step.format is None else step.format.name)
+        scales.append(_scale(step))
+        roundings.append("" if step.format is None else str(step.rounding.mode) + _bits(step))
+        step = step.then
+    transforms = "; ".join(map(str, quantizer.transforms))
+    gradient = str(quantizer.gradient)
+    return (
+        _SOURCES[quantizer.source], transforms, " > ".join(formats), " > ".join(scales), " > ".join(roundings),
+        "" if gradient == "straight through" else gradient,
+    )  # fmt: skip
+
+
+def _bits(quantizer: Quantizer) -> str:
+    bits = quantizer.rounding.random_bits
+    return f" ({bits} bits)" if bits is not None else ""
+
+
+def _scale(quantizer: Quantizer) -> str:
+    if quantizer.scaling is not None:
+        return str(quantizer.scaling)
+    fmt: Format | None = quantizer.format
+    if not isinstance(fmt, BlockFormat):
+        return "" if fmt is None else "none"
+    return f"{_block(fmt.block)}, {fmt.scale.name} by {fmt.scale_rule}{', tensor scale' if fmt.tensor_scale else ''}"
+
+
+def _block(block: tuple[int | None, int | None]) -> str:
+    return "x".join("all" if size is None else str(size) for size in block)
+
+
+def _facts(recipe: Recipe) -> list[tuple[str, str]]:
+    facts = [("rule", str(rule)) for rule in recipe.rules]
+    facts += [("attention", str(recipe.attention))] if recipe.attention is not None else []
+    facts += [("autocast", f"the rest in {recipe.autocast}")] if recipe.autocast is not None else []
+    facts += [("loss", str(recipe.loss_scale))] if recipe.loss_scale is not None else []
+    facts += [("modules", f"{old} becomes {new}") for old, new in recipe.replace]
+    facts += [("variant", f"as in the {recipe.variant}")] if recipe.variant else []
+    facts += [("source", recipe.source)] if recipe.source else []
+    return facts + ([("notes", recipe.notes)] if recipe.notes else [])
+
+
+def _briefly(config: LinearConfig) -> tuple[str, str]:
+    """Return the operands of the forward and of the two backward products in a few words each."""
+    brief = {name: _brief(quantizer) for name, quantizer in config.operands.items()}
+    x, w = brief["x_f"], brief["w_f"]
+    forward = x if x == w else f"x {x}; w {w}"
+    first, second = brief["g_w"], brief["g_d"]
+    pairs = [(second, brief["w_d"]), (second if first == _KEPT else first, brief["x_w"])]
+    texts = [a if a == b else f"{a} with {b}" for a, b in pairs]
+    return forward, texts[0] if texts[0] == texts[1] else "; ".join(texts)
+
+
+def _brief(quantizer: Quantizer) -> str:
+    if quantizer.source == "forward":
+        return _KEPT
+    words = ["again"] if quantizer.source == "requantised" else []
+    words += [str(transform) for transform in quantizer.transforms]
+    step: Quantizer | None = quantizer
+    casts = []
+    while step is not None:
+        casts.append(_brief_cast(step))
+        step = step.then
+    return " ".join([*words, " then ".join(casts)])
+
+
+def _brief_cast(quantizer: Quantizer) -> str:
+    fmt = quantizer.format
+    if fmt is None:
+        return "high precision"
+    block = quantizer.scaling.block if isinstance(quantizer.scaling, Scaling) else None
+    if isinstance(fmt, BlockFormat) and fmt.scale_rule != "amax":
+        return f"{fmt.name} by {fmt.scale_rule}" + _mode(quantizer)
+    block_text = "" if block in (None, (None, None)) else f" {_block(block)}"
+    return fmt.name + block_text + _mode(quantizer)
+
+
+def _mode(quantizer: Quantizer) -> str:
+    return {"nearest_even": "", "stochastic": " SR"}.get(quantizer.rounding.mode, f" {quantizer.rounding.mode}")
+
+
+def _html_row(tag: str, cells: Iterable[str]) -> str:
+    return f"<tr>{''.join(f'<{tag} style=text-align:left>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+def _aligned(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    shown = [i for i in range(len(headings)) if any(row[i] for row in rows)]
+    widths = {i: max(len(row[i]) for row in (headings, *rows)) for i in shown}
+    return ["  ".join(f"{row[i]:<{widths[i]}}" for i in shown).rstrip() for row in (headings, *rows)]

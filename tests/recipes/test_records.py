@@ -1,0 +1,176 @@
+"""Recipes as records: names, files, tables, differences, and what wrong ones are told."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+import fmtsim
+from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.gemm.config import Gemm, LinearConfig
+from fmtsim.recipes import LossScale, Recipe, Rule, Steps, diff, get_recipe, list_recipes
+from fmtsim.recipes.catalogue import RECIPES
+from fmtsim.recipes.registry import _registered, register_recipe
+from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe
+from fmtsim.recipes.table import HEADINGS, MARKS, catalogue_markdown, with_catalogue
+
+NAMES = [recipe.name for recipe in RECIPES]
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+
+
+@pytest.fixture
+def own():
+    """A recipe that is forgotten again."""
+    recipe = Recipe(name="own", linear=get_recipe("te_block").linear, aliases=("mine",), source="a test")
+    yield recipe
+    for name in ("own", "mine"):
+        _registered.pop(name, None)
+
+
+def test_names_and_aliases_are_unique():
+    names = [name for recipe in RECIPES for name in (recipe.name, *recipe.aliases)]
+    assert len(set(names)) == len(names)
+    assert list_recipes() == sorted(NAMES)
+    assert fmtsim.get_recipe("nvfp4_pretrain") is fmtsim.get_recipe("te_nvfp4")
+    assert all(recipe.source for recipe in RECIPES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_gives_the_same_recipe(name, tmp_path):
+    recipe = get_recipe(name)
+    path = tmp_path / "recipe.json"
+    save_recipe(recipe, path)
+    assert load_recipe(path) == recipe == get_recipe(path) == get_recipe(str(path))
+    assert hash(get_recipe(path)) == hash(recipe)
+    again = recipe_from_dict(json.loads(json.dumps(recipe_to_dict(recipe))))
+    assert again == recipe
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_prints_as_a_table(name):
+    recipe = get_recipe(name)
+    text, html = str(recipe), recipe._repr_html_()
+    assert text.splitlines()[0].startswith(name)
+    assert text.splitlines()[1].split()[:2] == list(HEADINGS[:2])
+    assert sum(line.startswith(("y = x w^T", "dx = g w", "dw = g^T x")) for line in text.splitlines()) == 3
+    assert html.startswith(f"<b>{name}</b><table>") and html.count("<tr>") == 7
+    assert f"source: {recipe.source}" in text
+
+
+def test_the_table_says_what_the_record_says():
+    lines = str(get_recipe("te_nvfp4")).splitlines()
+    assert "Hadamard 16, signs 0xd7e8, in bf16" in lines[6] and "stochastic (8 bits)" in lines[6]
+    assert lines[5].split("  ")[-1] == "codes of before"
+    assert "rule: last 15% of the blocks: high precision" in lines
+    assert "loss: times 65536, x2 after 2000 clean steps, x0.5 after an overflow" in str(get_recipe("amp_fp16"))
+    assert "linear layers stay in high precision" in str(Recipe(name="nothing"))
+
+
+def test_diff_shows_each_field_once():
+    assert diff("te_current", "te_current") == "te_current and te_current are the same"
+    lines = diff("te_current", "te_delayed").splitlines()
+    assert lines[0].split() == ["field", "te_current", "te_delayed"]
+    fields = [line.split()[0] for line in lines[1:]]
+    assert len(fields) == len(set(fields))
+    assert "linear.fprop.a.scaling.history" in fields and "linear.dgrad.a.scaling.empty" in fields
+    assert not any(field.startswith(("source", "name")) for field in fields)
+    assert "rules" in diff("te_nvfp4", "te_nvfp4_all")
+    assert "linear.fprop.a.rounding" in diff("fp4_ms", "fp4_ms_code")
+
+
+def test_a_recipe_of_ones_own_is_listed(own):
+    register_recipe(own)
+    register_recipe(own)  # the same again is no conflict
+    assert get_recipe("mine") is own and "own" in list_recipes() and "mine" not in list_recipes()
+    with pytest.raises(ArgumentError, match="a recipe named 'own' exists already"):
+        register_recipe(dataclasses.replace(own, source="another"))
+    with pytest.raises(ArgumentError, match="a recipe named 'coat' exists already; choose another name"):
+        register_recipe(dataclasses.replace(own, name="coat", aliases=()))
+    with pytest.raises(ArgumentError, match="takes a Recipe, not 'coat'"):
+        register_recipe("coat")
+
+
+def test_the_page_of_recipes_is_written_from_the_records():
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == with_catalogue(page, RECIPES), "docs/recipes.md is behind the records; run python -m fmtsim.recipes"
+    planted = page.replace("| `coat` | e4m3 |", "| `coat` | e5m2 |")
+    assert planted != page and with_catalogue(planted, RECIPES) == page
+    table = catalogue_markdown(RECIPES).splitlines()
+    assert len(table) == len(RECIPES) + 2 and all(mark in page for mark in MARKS)
+    assert {line.count("|") - line.count("\\|") for line in table} == {6}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("quartett", "recipe='quartett' is unknown; did you mean quartet"),
+        ("no such thing", r"is unknown.*fmtsim.list_recipes\(\) has the names; a file ends in .json"),
+        (7, "recipe=7 is unknown"),
+    ],
+)
+def test_an_unknown_name_lists_its_neighbours(name, said):
+    with pytest.raises(ArgumentError, match=said):
+        get_recipe(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "said"),
+    [
+        ("not json", ArgumentError, "is no recipe file"),
+        ('{"name": "a", "lines": 1}', ArgumentError, "recipe: a Recipe has no field 'lines'; it has aliases"),
+        ('{"aliases": []}', ArgumentError, "recipe: .*missing 1 required keyword-only argument: 'name'"),
+        ("[1]", ArgumentError, r"recipe: \[1\] is not an object; write the fields of a Recipe"),
+        ('{"name": "a", "linear": {"fprop": {"a": {"format": "e4m9x"}}}}', FormatError, "e4m9x"),
+        ('{"name": "a", "linear": {"fprop": {"a": {"scalling": 1}}}}', ArgumentError,
+         "recipe.linear.fprop.a: a Quantizer has no field 'scalling'"),
+        ('{"name": "a", "linear": {"fprop": {"a": {"transforms": [{"kind": "Fourier"}]}}}}', ArgumentError,
+         r"recipe.linear.fprop.a.transforms\[0\]: kind='Fourier' is unknown; choose one of Hadamard, Clamp"),
+        ('{"name": "a", "linear": 3}', ArgumentError, "Recipe linear=3 is not a LinearConfig or None"),
+        ('{"name": "a", "rules": {"name": "x"}}', ArgumentError, "is not a tuple of Rule"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_is_told_where(text, error, said, tmp_path):
+    path = tmp_path / "wrong.json"
+    path.write_text(text)
+    with pytest.raises(error, match=said):
+        get_recipe(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ArgumentError, match="absent.json is no recipe file: .*No such file"):
+        get_recipe(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Recipe(name=""), "Recipe name='' is not a name"),
+        (lambda: Recipe(name="a", linear=Gemm()), "is not a LinearConfig or None; build one with linear_config"),
+        (lambda: Recipe(name="a", rules=[Rule(head=True)]), r"is not a tuple of Rule; write rules=\(Rule"),
+        (lambda: Recipe(name="a", rules=("head",)), "is not a tuple of Rule"),
+        (lambda: Recipe(name="a", autocast="bf16"), "autocast='bf16' is unknown; choose one of None, 'bfloat16'"),
+        (lambda: Recipe(name="a", variant="talk"), "variant='talk' is unknown"),
+        (lambda: Recipe(name="a", loss_scale=1024), "loss_scale=1024 is not a LossScale or None; pass LossScale()"),
+        (lambda: LossScale(initial=0), "LossScale initial=0 is not allowed; pass a finite number above 0"),
+        (lambda: LossScale(interval=0), "LossScale interval=0 is not allowed; pass a whole number from 1"),
+        (lambda: LossScale(hysteresis=None), "LossScale hysteresis=None is not allowed"),
+        (lambda: Rule(), "a Rule that fits every layer and step belongs into the recipe's linear=; narrow it"),
+        (lambda: Rule(name="("), r"Rule name='\(' is no regular expression"),
+        (lambda: Rule(last_blocks=1.5), "last_blocks=1.5 is not allowed; pass a whole number from 0, or a fraction"),
+        (lambda: Rule(head=True, use="e4m3"), "Rule use='e4m3' is not a LinearConfig or None"),
+        (lambda: Steps(first=-1), "Steps first=-1 is not allowed; pass a step from 0, or a fraction of the run"),
+    ],
+)
+def test_wrong_records_are_refused(make, said):
+    with pytest.raises(ArgumentError, match=said):
+        make()
+
+
+def test_steps_are_numbers_or_fractions_of_a_run():
+    steps = Steps(first=0.82)
+    assert [steps.holds(step, 100) for step in (0, 81, 82, 99)] == [False, False, True, True]
+    assert [Steps(first=2, last=4).holds(step, None) for step in range(5)] == [False, False, True, True, False]
+    with pytest.raises(ArgumentError, match="the schedule says 0.82 of the run; pass total_steps="):
+        steps.holds(0, None)
+    assert LinearConfig() == get_recipe("fp32").linear
