@@ -156,9 +156,9 @@ RECIPES = (
     ),
     Recipe(
         name="unit_scaling",
-        linear=layer(cast("e4m3fnuz"), cast("e4m3fnuz"), cast("e5m2")),
+        linear=layer(cast("e4m3fnuz"), cast("e4m3fnuz"), cast("e5m2fnuz")),
         source="Blake et al., arXiv:2303.11257; graphcore-research/unit-scaling a7b5b3c: casts without scales",
-        notes="the library's FPFormat(4, 3) has the grid of e4m3fnuz; needs a model of unit-scaled modules",
+        notes="the library's E4M3 and E5M2 have the grids of e4m3fnuz and e5m2fnuz; needs unit-scaled modules",
     ),
     Recipe(
         name="mu_s",

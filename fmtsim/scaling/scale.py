@@ -78,7 +78,7 @@ class Scaling:
         power_of_two: Round the scale to a power of two, down or up ("encode" rounds r the other way).
         multiplier: What a scale is multiplied by after it became a power of two.
         scale: The format that stores the scale.
-        scale_rounding: Rounding into that format.
+        scale_rounding: Rounding into that format; under ``eden`` that of the corrected scales.
         allowed: Scales to choose from, ascending: the least that is not below the scale, or the largest.
         tensor: The second level, or None.
         candidates: Numbers that a block's scale is multiplied with; the one of least error counts, the first in a tie.

@@ -1,0 +1,206 @@
+"""Layers under a recipe: which tensors each product multiplies, and what is undone afterwards.
+
+Products are sums in no particular order, so results are held to float64 products of the oracle's operands by 2e-6 of
+the largest result; a wrong operand is off by 1e-3 and more.
+"""
+
+import pytest
+import torch
+
+from fmtsim.gemm.choice import draw_keys
+from fmtsim.gemm.emulated import EmulatedGEMM
+from fmtsim.gemm.passes import OPERANDS
+from fmtsim.gemm.streams import stream_of
+from fmtsim.ops import RandomKey
+from fmtsim.recipes import get_recipe
+from fmtsim.scaling.signs import random_signs, sign_bits
+from tests.recipes import oracle
+
+SEED = 5
+T, N, K = 64, 96, 128
+
+
+def tensors(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x, w, grad = (torch.randn(*shape, generator=g) for shape in ((T, K), (N, K), (T, N)))
+    x[:, 3] *= 20
+    return [t.bfloat16().float() for t in (x, w * 0.1, grad * 1e-3)]
+
+
+def run(name, x, w, grad, rule=None):
+    recipe = get_recipe(name)
+    config = recipe.linear if rule is None else recipe.rules[rule].use
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    y = EmulatedGEMM.apply(x, w, None, config, SEED)
+    y.backward(grad)
+    return y.detach(), x.grad, w.grad
+
+
+def key(use):
+    """The key of a use of random numbers, as docs of ``stream_of`` number them."""
+    return RandomKey(*draw_keys(True, stream_of(SEED, use), None, torch.device("cpu")).tolist())
+
+
+def element_key(operand):
+    return key(OPERANDS.index(operand))
+
+
+def signs(size):
+    """The signs of the backward pass."""
+    return torch.where(sign_bits(random_signs(size, key(19)), size), -1.0, 1.0)
+
+
+def product(a, b):
+    """``a b^T`` in float64."""
+    return a.double() @ b.double().mT
+
+
+def close(found, expected):
+    assert float((found.double() - expected).abs().max()) <= 2e-6 * float(expected.abs().max())
+
+
+def values(result):
+    return result[2]
+
+
+def e4(t, *how, **named):
+    return values(oracle.te_current(t, "e4m3", 448.0, *how, **named))
+
+
+def test_te_current_casts_each_tensor_once():
+    x, w, g = tensors()
+    y, dx, dw = run("te_current", x, w, g)
+    xq, wq, gq = e4(x), e4(w), values(oracle.te_current(g, "e5m2", 57344.0))
+    close(y, product(xq, wq))
+    close(dx, product(gq, wq.mT))
+    close(dw, product(gq.mT, xq.mT))
+
+
+def test_te_block_takes_the_originals_along_tokens():
+    x, w, g = tensors()
+    y, dx, dw = run("te_block", x, w, g)
+    wq = e4(w, (128, 128), True)
+    close(y, product(e4(x, (1, 128), True), wq))
+    close(dx, product(e4(g, (1, 128), True), wq.mT))
+    close(dw, product(e4(g.mT.contiguous(), (1, 128), True), e4(x.mT.contiguous(), (1, 128), True)))
+
+
+def test_te_nvfp4_rotates_only_along_tokens_and_keeps_the_codes_of_weights():
+    x, w, g = tensors()
+    y, dx, dw = run("te_nvfp4_all", x, w, g)
+    eight = get_recipe("te_nvfp4").linear.dgrad.a.rounding
+    wq = values(oracle.te_nvfp4(w, (16, 16)))
+    close(y, product(values(oracle.te_nvfp4(x, (1, 16))), wq))
+    close(dx, product(values(oracle.te_nvfp4(g, (1, 16), eight, element_key("g_d"))), wq.mT))
+    gt, xt = (oracle.te_rht(t.mT.contiguous()) for t in (g, x))
+    close(dw, product(values(oracle.te_nvfp4(gt, (1, 16), eight, element_key("g_w"))),
+                      values(oracle.te_nvfp4(xt, (1, 16)))))  # fmt: skip
+
+
+def test_deepseek_casts_the_forward_codes_again():
+    x, w, g = tensors()
+    y, dx, dw = run("deepseek_v3", x, w, g)
+    xq, wq = values(oracle.deepseek(x, (1, 128))), values(oracle.deepseek(w, (128, 128)))
+    close(y, product(xq, wq))
+    close(dx, product(values(oracle.deepseek(g, (1, 128))), wq.mT))
+    again = values(oracle.deepseek(xq.mT.contiguous(), (1, 128)))
+    close(dw, product(values(oracle.deepseek(g.mT.contiguous(), (1, 128))), again))
+    original = values(oracle.deepseek(x.mT.contiguous(), (1, 128)))
+    assert not torch.equal(again, original)
+
+
+def test_quartet_multiplies_rotated_tensors_and_turns_gradients_back():
+    x, w, g = tensors()
+    y, dx, dw = run("quartet", x, w, g)
+    (xq, mx), (wq, mw) = (oracle.quest(oracle.rotate(t, 32))[2:] for t in (x, w))
+    close(y, product(xq, wq))
+
+    def again(t, name):
+        return values(oracle.quartet_backward(oracle.rotate(t.mT.contiguous() if name != "g_d" else t, 32, signs(32)),
+                                              element_key(name)))  # fmt: skip
+
+    dxh = product(again(g, "g_d"), again(wq, "w_d")).float()
+    dwh = product(again(g, "g_w"), again(xq, "x_w")).float()
+    close(dx, oracle.rotate(dxh * mx, 32, inverse=True).double())
+    close(dw, oracle.rotate(dwh * mw, 32, inverse=True).double())
+
+
+def test_quartet2_casts_the_forward_tensors_again_under_eden():
+    x, w = (t[:, :K] for t in tensors()[:2])
+    g = torch.randn(128, 128, generator=torch.Generator().manual_seed(3)).bfloat16().float() * 2**-9
+    x, w = torch.cat([x, x.flip(0)]), torch.cat([w, w[:32] * 2])
+    y, dx, dw = run("quartet2", x, w, g)
+    xq, wq = (values(oracle.quartet2_forward(t)) for t in (x, w))
+    close(y, product(xq, wq))
+
+    def again(t, name):
+        use = key(12 + OPERANDS.index(name))
+        return values(oracle.eden(oracle.rotate(t.contiguous(), 128, signs(128)), use))
+
+    close(dx, product(again(g, "g_d"), again(wq.mT, "w_d")))
+    close(dw, product(again(g.mT, "g_w"), again(xq.mT, "x_w")))
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_halo_rotates_features_and_then_tokens(level):
+    x, w, g = tensors()
+    y, dx, dw = run(f"halo{level}", x, w, g)
+
+    def turned(t):
+        return oracle.rotate(t, K) if level else t
+
+    def back(t):
+        return oracle.rotate(t.float(), K, inverse=True).double() if level else t
+
+    def int8(t):
+        return values(oracle.halo(t, "int8", 127.0))
+
+    xq, wq, gq = int8(turned(x)), int8(turned(w)), int8(g)
+    close(y, product(xq, wq))
+    close(dw, back(product(gq.mT, xq.mT)))
+    if level == 2:
+        over_tokens = int8(oracle.rotate(g.mT.contiguous(), T).mT.contiguous())
+        inner = product(over_tokens, wq.mT).float()
+        close(dx, back(oracle.rotate(inner.mT.contiguous(), T, inverse=True).mT.contiguous()))
+    else:
+        close(dx, back(product(gq, wq.mT)))
+
+
+def test_fp4_ms_compensates_and_scales_the_gradient_of_weights():
+    x, w, g = tensors()
+    y, dx, dw = run("fp4_ms", x, w, g)
+    clamped = oracle.occ(x, 0.99, False)
+    xq = values(oracle.fp4_ms(clamped, (1, None), False, "nearest_even"))
+    wq = values(oracle.fp4_ms(w, (1, None), False, "nearest_even"))
+    gq = values(oracle.fp8lm(g, "e5m2", 57344.0))
+    close(y, product(xq, wq) + product(x - clamped, wq))
+    close(dx, product(gq, wq.mT))
+    slope = oracle.dge(w * torch.div(torch.tensor(6.0), w.abs().amax(1, keepdim=True)))
+    assert torch.allclose(dw.double(), product(gq.mT, xq.mT) * slope, rtol=1e-3, atol=1e-9)  # torch.pow, as in slope
+
+
+def test_weight_gradients_in_high_precision():
+    x, w, g = tensors()
+    for name in ("ao_rowwise_gw_hp", "switchback"):
+        close(run(name, x, w, g)[2], product(g.mT, x.mT))
+    rows = values(oracle.ao(w.mT.contiguous(), "e4m3", 448.0, (None, None), True))
+    close(run("ao_rowwise_gw_hp", x, w, g)[1], product(values(oracle.ao(g, "e4m3", 448.0, (1, None), True)), rows))
+
+
+def test_int8_mixed_quantises_along_every_contraction():
+    x, w, g = tensors()
+    y, dx, dw = run("int8_mixed", x, w, g)
+
+    def int8(t):
+        return values(oracle.int8_rows(t.contiguous()))
+
+    close(y, product(int8(x), int8(w)))
+    close(dx, product(int8(g), int8(w.mT)))
+    close(dw, product(int8(g.mT), int8(x.mT)))
+
+
+def test_a_planted_wrong_operand_is_seen():
+    x, w, g = tensors()
+    y = run("te_current", x, w, g)[0]
+    with pytest.raises(AssertionError):
+        close(y, product(values(oracle.coat(x, "e4m3", 448.0)), e4(w, (1, 128))))
