@@ -33,7 +33,7 @@ from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.scaled import scaled_mm
 from fmtsim.gemm.target import get_target, list_targets
 from fmtsim.gemm.unit import get_unit, list_units, register_unit
-from fmtsim.nn import convert, report, revert, set_step
+from fmtsim.nn import convert, load_recipe_state, recipe_state, report, revert, set_step
 from fmtsim.ops import RandomKey
 from fmtsim.quantize import decode, encode, quantize, quantize_
 from fmtsim.recipes import Recipe, get_recipe, list_recipes, register_recipe
@@ -96,11 +96,13 @@ __all__ = [
     "list_recipes",
     "list_targets",
     "list_units",
+    "load_recipe_state",
     "mm",
     "mma",
     "observe",
     "quantize",
     "quantize_",
+    "recipe_state",
     "register_format",
     "register_recipe",
     "register_unit",

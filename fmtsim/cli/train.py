@@ -14,6 +14,7 @@ from fmtsim.errors import ArgumentError
 
 if TYPE_CHECKING:
     from fmtsim.training.loop import Run, TrainConfig
+    from fmtsim.training.schemes import Scheme
 
 INTERRUPTED = 130
 MISMATCH = 1
@@ -52,12 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_scheme(group: "argparse._ArgumentGroup") -> None:
     from fmtsim.training.schemes import SCALINGS
 
+    group.add_argument("--recipe", metavar="NAME",
+                       help="a published scheme, such as te_nvfp4, or a JSON file, instead of the options below; "
+                            "'list' prints all names")  # fmt: skip
     options = {
-        "format": ("e4m3", "NAME", "format of activations and weights (default e4m3)"),
+        "format": (None, "NAME", "format of activations and weights (default e4m3)"),
         "grad-format": (None, "NAME", "of gradients; by default e5m2 beside element formats of 8 bits and fewer, "
                                       "else as --format"),
-        "rounding": ("nearest_even", "MODE", "of activations and weights (default nearest_even)"),
-        "grad-rounding": ("nearest_even", "MODE", "of gradients, such as stochastic (default nearest_even)"),
+        "rounding": (None, "MODE", "of activations and weights (default nearest_even)"),
+        "grad-rounding": (None, "MODE", "of gradients, such as stochastic (default nearest_even)"),
         "baseline": ("fp32", "NAME", "fp32 (default, nothing quantised), bf16, fp16 or any format"),
     }  # fmt: skip
     for name, (default, metavar, text) in options.items():
@@ -94,6 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
     from fmtsim.training.loop import compare_schemes
     from fmtsim.training.progress import make_progress
 
+    if arguments.recipe == "list":
+        return _list_recipes()
     config = _config(arguments)
     check_device(arguments.device)
     out = Path(arguments.out).expanduser()
@@ -119,6 +125,14 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(summary(record, baseline, simulated))
         print("\nwritten: " + ", ".join(str(path) for path in paths))
+    return 0
+
+
+def _list_recipes() -> int:
+    from fmtsim.recipes import get_recipe, list_recipes
+
+    rows = [(name, get_recipe(name).source) for name in list_recipes()]
+    print(format_table(("recipe", "source"), rows, left=(0, 1)))
     return 0
 
 
@@ -175,6 +189,10 @@ def summary(record: dict[str, Any], baseline: "Run", simulated: "Run") -> str:
         *(f"{run.label}: stopped, {run.stopped}" for run in (baseline, simulated) if run.stopped),
         "(losses in nats per byte; train loss is the mean of the last tenth of the steps)",
     ]
+    if simulated.nonfinite:
+        skipped = f", {simulated.skipped} of them skipped; the loss ended at a scale of {simulated.loss_scale:g}"
+        parts.append(f"steps with gradients that were not finite: {simulated.nonfinite}" + (
+            skipped if simulated.skipped else ", all of them taken"))  # fmt: skip
     if simulated.stats is not None and simulated.stats.layers:
         parts += ["", _lost_bits(simulated)]
     if simulated.guesses:
@@ -232,13 +250,17 @@ def _config(arguments: argparse.Namespace) -> "TrainConfig":
     for name in filter(None, (arguments.format, arguments.grad_format, arguments.baseline)):
         get_format(name)  # an unknown name fails here, with close matches
     sizes = {name: getattr(arguments, name) for name in ("context", "width", "layers", "heads")}
-    simulated = Scheme(
-        format=arguments.format,
-        grad_format=arguments.grad_format,
-        scaling=arguments.scaling,
-        rounding=arguments.rounding,
-        grad_rounding=arguments.grad_rounding,
-        **_machine(arguments),
+    simulated = (
+        _recipe(arguments)
+        if arguments.recipe is not None
+        else Scheme(
+            format=arguments.format or "e4m3",
+            grad_format=arguments.grad_format,
+            scaling=arguments.scaling,
+            rounding=arguments.rounding or "nearest_even",
+            grad_rounding=arguments.grad_rounding or "nearest_even",
+            **_machine(arguments),
+        )
     )
     return TrainConfig(
         simulated=simulated,
@@ -250,6 +272,22 @@ def _config(arguments: argparse.Namespace) -> "TrainConfig":
         seed=arguments.seed,
         device=arguments.device,
     )
+
+
+def _recipe(arguments: argparse.Namespace) -> "Scheme":
+    """Return the scheme of a recipe, which nothing else may describe."""
+    from fmtsim.recipes import get_recipe
+    from fmtsim.training.schemes import HIGH_PRECISION, Scheme
+
+    others = ("format", "grad_format", "scaling", "rounding", "grad_rounding", "target", "unit", "datapath", "plan",
+              "fast_accum", "fast_backward", "check")  # fmt: skip
+    given = [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name)]
+    if given:
+        raise ArgumentError(
+            f"--recipe says everything about formats and machines; leave {' and '.join(given)} out, or put it into a "
+            "recipe file of your own"
+        )
+    return Scheme(format=HIGH_PRECISION, recipe=get_recipe(arguments.recipe))
 
 
 def _machine(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.block import BlockFormat, Format
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import Overflow
@@ -11,6 +11,7 @@ from fmtsim.gemm.choice import choose
 from fmtsim.gemm.coding import INNER_SCALES, check_unit_scales, kind_of, product_kind
 from fmtsim.gemm.datapath import Arithmetic
 from fmtsim.gemm.native import check_native
+from fmtsim.gemm.operand import check_coded
 from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.target import get_target
 from fmtsim.gemm.unit import describe, get_datapath, get_unit
@@ -70,6 +71,12 @@ class Gemm:
     def _check_machine(self) -> None:
         """Refuse here, not in the middle of a step, what needs no shapes to be refused."""
         choose("Gemm", self.target, self.unit, None, self.plan, self.accumulate)
+        for name, quantizer in (("a", self.a), ("b", self.b)):
+            if quantizer.scaling is not None or quantizer.then is not None:
+                try:
+                    check_coded(quantizer)
+                except FormatError as error:
+                    raise FormatError(f"Gemm {name}: {error}") from None
         formats = [q.format for q in (self.a, self.b) if q.format is not None]
         kinds = [kind_of(fmt) for fmt in formats]
         kind = product_kind(*kinds) if len(kinds) == 2 else "none"

@@ -92,8 +92,7 @@ class Operand(NamedTuple):
             FormatError: No unit multiplies elements or blocks of that kind.
         """
         fmt = self.quantizer.format
-        if self.quantizer.then is not None or not isinstance(_element(fmt), FloatFormat | None):
-            raise FormatError(f"no unit multiplies operands quantised as {self.quantizer}; leave unit= and target= out")
+        check_coded(self.quantizer)
         if fmt is None:
             return Coded(self.elements, operand_format("operand", self.elements), "none")
         element = _element(fmt)
@@ -102,6 +101,20 @@ class Operand(NamedTuple):
             return Coded(self.elements, element, "none")
         kind = _kind(self)
         return Coded(self.elements, element, kind, self.scale, self.tensor, self.sizes[0] if kind != "tensor" else 1)
+
+
+def check_coded(quantizer: Quantizer) -> None:
+    """Refuse a quantiser whose elements and scales no unit multiplies.
+
+    Raises:
+        FormatError: It is one.
+    """
+    fmt, scaling = quantizer.format, quantizer.scaling
+    if quantizer.then is not None or not isinstance(_element(fmt), FloatFormat | None):
+        raise FormatError(f"no unit multiplies operands quantised as {quantizer}; leave unit= and target= out")
+    if scaling is not None and (*scaling.block, scaling.scale.name) not in _KINDS:
+        blocks = f"blocks of {scaling.block} with {scaling.scale.name} scales"
+        raise FormatError(f"no unit multiplies {blocks}; leave unit= and target= out")
 
 
 class Draws(NamedTuple):

@@ -10,7 +10,7 @@ from fmtsim.gemm.call import Operation
 from fmtsim.gemm.choice import draw_keys
 from fmtsim.gemm.config import LinearConfig
 from fmtsim.gemm.machine import multiply_coded, round_output
-from fmtsim.gemm.operand import Draws, Operand, block_of, multiply_operands, prepare, rotated
+from fmtsim.gemm.operand import Draws, Operand, block_of, multiply_operands, prepare, rotated, transformed
 from fmtsim.gemm.streams import Generator, stream_of
 from fmtsim.ops import RandomKey
 from fmtsim.scaling.history import DelayedScale
@@ -141,8 +141,9 @@ class Pass:
         made = prepare(t, quantizer, draws, self._state.get(name))
         if self._observer is not None:
             wide = torch.float64 if t.dtype == torch.float64 else torch.float32
-            seen, original = made.values(wide), t
-            self._observer(name, original, seen, quantizer, -1)
+            for transform in quantizer.transforms:  # what was rounded
+                t, _ = transformed(t, transform, draws.signs)
+            self._observer(name, t, made.values(wide), quantizer, -1)
         return made
 
     def _signs_for(self, quantizer: Quantizer, t: Tensor) -> Any:

@@ -7,5 +7,17 @@ from fmtsim.nn.convert import set_step as set_step
 from fmtsim.nn.modules import EmulatedConv2d as EmulatedConv2d
 from fmtsim.nn.modules import EmulatedLinear as EmulatedLinear
 from fmtsim.nn.report import report as report
+from fmtsim.nn.state import load_recipe_state as load_recipe_state
+from fmtsim.nn.state import recipe_state as recipe_state
 
-__all__ = ["EmulatedConv2d", "EmulatedLinear", "EmulatedMultiheadAttention", "convert", "report", "revert", "set_step"]
+__all__ = [
+    "EmulatedConv2d",
+    "EmulatedLinear",
+    "EmulatedMultiheadAttention",
+    "convert",
+    "load_recipe_state",
+    "recipe_state",
+    "report",
+    "revert",
+    "set_step",
+]

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import Format
 from fmtsim.gemm.config import LinearConfig, linear_config
+from fmtsim.gemm.sizes import size_fault
 from fmtsim.gemm.streams import Generator
 from fmtsim.nn.modules import STATE, EmulatedModule, Emulation, emulated_class, emulated_types
 from fmtsim.nn.rules import Selector
@@ -27,6 +28,7 @@ Filter = Callable[[nn.Module, str], bool]
 
 SAVED = "_fmtsim_saved"  # attributes that convert changed on modules it did not convert
 TOTAL = "_fmtsim_total_steps"  # on the root: optimizer steps of the run, where a recipe needs them
+RECIPE = "_fmtsim_recipe"  # on the root: the recipe's name, None for a config
 REASONS = "_fmtsim_left_alone"  # on the root: why each other module was left alone
 _NO_MACHINE = {"target": None, "unit": None, "fast_accum": False, "native": None}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -112,6 +114,7 @@ def convert(
         assert isinstance(module, EmulatedModule)
         module.remember()
     model.__dict__[TOTAL] = total_steps
+    model.__dict__[RECIPE] = get_recipe(recipe).name if isinstance(recipe, str | Path | Recipe) else None
     _pause_fused(model)
     model.__dict__[REASONS] = reasons
     return model
@@ -140,6 +143,7 @@ def revert(model: Model) -> Model:
         part.__dict__.update(part.__dict__.pop(SAVED, {}))
         part.__dict__.pop(REASONS, None)
         part.__dict__.pop(TOTAL, None)
+        part.__dict__.pop(RECIPE, None)
     return model
 
 
@@ -174,6 +178,7 @@ def _configure(
 
 def _planner(recipe: Recipe, model: nn.Module) -> Planner:
     selector = Selector(model)
+    selector.check(recipe)
     return lambda name: selector.plan(name, recipe)
 
 
@@ -231,9 +236,37 @@ def _plan(
         if reason is not None or layer_plan is None:
             reasons[name] = reason or ""
             continue
-        layer_plan.at(0, total_steps)  # a schedule that needs total_steps says so before anything changes
+        _check_layer(name, module, layer_plan, total_steps)  # before anything changes
         plan.append((module, name, layer_plan))
     return plan, reasons
+
+
+def _check_layer(name: str, module: nn.Module, layer_plan: LayerPlan, total_steps: int | None) -> None:
+    """Refuse a schedule that contradicts itself or has no length, and sizes that do not fit."""
+    try:
+        layer_plan.at(0, total_steps)
+        layer_plan.check(total_steps)
+    except ArgumentError as error:
+        raise ArgumentError(f"layer {name!r}: {error}") from None
+    for outputs, inputs in _sizes(module):
+        for config in layer_plan.configs:
+            fault = None if config.plain else size_fault(config, None, outputs, inputs)
+            if fault is not None:
+                raise ArgumentError(
+                    f"layer {name!r} (w is {outputs} x {inputs}): {fault}; leave the layer out with filter_fn= or a "
+                    f"Rule(name=...), or choose another recipe"
+                )
+
+
+def _sizes(module: nn.Module) -> Iterator[tuple[int, int]]:
+    """Yield rows and columns of each matrix that a layer multiplies with."""
+    if isinstance(module, nn.Linear):
+        yield module.out_features, module.in_features
+    elif isinstance(module, nn.Conv2d):
+        yield module.out_channels // module.groups, module.weight[0].numel()
+    elif isinstance(module, nn.MultiheadAttention):
+        for inputs in {module.embed_dim, module.kdim, module.vdim}:
+            yield module.embed_dim, inputs
 
 
 def why_not(module: nn.Module) -> str | None:

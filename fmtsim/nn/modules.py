@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.gemm.config import LinearConfig
 from fmtsim.gemm.emulated import EmulatedGEMM
 from fmtsim.gemm.passes import OPERANDS, Observer
+from fmtsim.gemm.sizes import size_fault
 from fmtsim.gemm.streams import Generator
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.scaling.history import DelayedScale
@@ -67,7 +68,17 @@ class EmulatedModule(nn.Module):
                 "fmtsim.observe does not see into compiled code; observe the model that was given to torch.compile"
             )
         observer = None if how.observer is None else how.observer(part)
-        return EmulatedGEMM.apply(x, w, bias, how.config, how.generator, observer, self._state(part))
+        if not how.config.plain and torch.is_grad_enabled() and w.requires_grad:  # before half a step is done
+            fault = size_fault(how.config, x.numel() // max(x.shape[-1], 1), *w.shape)
+            if fault is not None:
+                raise ArgumentError(
+                    f"layer {how.name!r}: {fault} (x is {tuple(x.shape)}, w {tuple(w.shape)}); choose another batch "
+                    "size or context, or leave the layer out with filter_fn= or a Rule(name=...)"
+                )
+        try:
+            return EmulatedGEMM.apply(x, w, bias, how.config, how.generator, observer, self._state(part))
+        except FmtsimError as error:
+            raise type(error)(f"layer {how.name!r}: {error}") from error
 
     def remember(self) -> None:
         """Make what delayed scaling remembers of this module, where one of its configs has such scales."""

@@ -26,6 +26,21 @@ class Selector:
         self._blocks = self._find_blocks(model)
         self._heads = self._find_heads(model)
 
+    def check(self, recipe: Recipe) -> None:
+        """Refuse a rule whose name or kind fits no layer, unless it is optional.
+
+        Raises:
+            ArgumentError: There is such a rule.
+        """
+        for i, rule in enumerate(recipe.rules):
+            named = rule.name is not None or rule.kind is not None
+            if named and not rule.optional and not any(self.fits(name, rule) for name in self._layers):
+                some = ", ".join(list(self._layers)[:4])
+                raise ArgumentError(
+                    f"rules[{i}] of recipe {recipe.name!r} ({rule.where}) fits no layer of the model, which has {some}"
+                    f"{' ...' if len(self._layers) > 4 else ''}; correct it, or pass Rule(optional=True)"
+                )
+
     def plan(self, name: str, recipe: Recipe) -> LayerPlan:
         """Return what a layer of the model runs under a recipe."""
         fitting: list[Rule] = []

@@ -15,6 +15,9 @@ _FP8LM = "Peng et al., FP8-LM, arXiv:2310.18313"
 _MSAMP = "MS-AMP 9746ea8"
 _DEEPSEEK = "DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3"
 
+# Output projections of attention: Llama, torch, GPT-2, BERT, this package's GPT, DeepSeek.
+_BEHIND_ATTENTION = r"(o_proj|out_proj|attn\.c_proj|attention\.(out|output\.dense)|wo)$"
+
 _DELAYED = Scaling(history=History(length=1024), empty="previous")
 _TENSOR = Scaling()
 _POWER = Scaling(power_of_two="ceil", empty="one")
@@ -133,7 +136,7 @@ RECIPES = (
     Recipe(
         name="deepseek_v3",
         linear=_deepseek(),
-        rules=(Rule(name=r"(o_proj|out_proj|c_proj|wo)$", use=_deepseek(power=True, cache=True)),),
+        rules=(Rule(name=_BEHIND_ATTENTION, use=_deepseek(power=True, cache=True), optional=True),),
         source=f"{_DEEPSEEK}; arithmetic of DeepGEMM 54e2261",
         notes="the rule is for the layers behind attention, whose inputs are kept in E5M6 with power-of-two scales",
     ),

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from fmtsim.errors import ArgumentError
 from fmtsim.gemm.config import LinearConfig
 from fmtsim.recipes.spec import Rule
 
@@ -31,6 +32,22 @@ class LayerPlan:
         found = [rule.use for rule in self.rules if rule.use is not None]
         always = any(rule.steps is None for rule in self.rules)
         return tuple(found if always or self.default is None else [*found, self.default])
+
+    def check(self, total: int | None) -> None:
+        """Refuse rules that say different things about one step.
+
+        Raises:
+            ArgumentError: Two rules overlap, or one is a fraction of the run and ``total`` is None.
+        """
+        timed = [rule for rule in self.rules if rule.steps is not None]
+        for i, first in enumerate(timed):
+            for second in timed[i + 1 :]:
+                assert first.steps is not None and second.steps is not None
+                if first.use != second.use and first.steps.overlaps(second.steps, total):
+                    raise ArgumentError(
+                        f"the schedules of two rules overlap ({first.where}; {second.where}); "
+                        "give Steps(first=, last=) that do not, last being the step behind the last one"
+                    )
 
     @property
     def scheduled(self) -> bool:

@@ -39,6 +39,12 @@ class Steps:
         """
         return self._bound(self.first, total) <= step and (self.last is None or step < self._bound(self.last, total))
 
+    def overlaps(self, other: "Steps", total: int | None) -> bool:
+        """Say whether some step lies in both stretches; fractions need the number of all steps."""
+        first = max(self._bound(self.first, total), self._bound(other.first, total))
+        lasts = [self._bound(s.last, total) for s in (self, other) if s.last is not None]
+        return first < min(lasts, default=first + 1)
+
     @staticmethod
     def _bound(value: int | float, total: int | None) -> int:
         if isinstance(value, int):
@@ -70,6 +76,7 @@ class Rule:
         last_blocks: The layers of the last so many blocks.
         head: The last linear layer of the model, and any layer that shares its weight.
         steps: When; None is always.
+        optional: A name or kind that fits no layer of a model is an error unless this is set.
     """
 
     use: LinearConfig | None = None
@@ -79,6 +86,7 @@ class Rule:
     last_blocks: int | float = 0
     head: bool = False
     steps: Steps | None = None
+    optional: bool = False
 
     def __post_init__(self) -> None:
         if self.use is not None and not isinstance(self.use, LinearConfig):

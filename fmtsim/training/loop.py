@@ -12,11 +12,12 @@ import torch
 
 from fmtsim.analysis.observe import Observation, observe
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
-from fmtsim.nn.convert import convert
+from fmtsim.nn.convert import convert, set_step
 from fmtsim.nn.report import Report, report
 from fmtsim.training.corpus import Corpus, sample
 from fmtsim.training.deterministic import deterministic
 from fmtsim.training.gpt import GPT, GPTConfig
+from fmtsim.training.loss_scale import LossScaler
 from fmtsim.training.schemes import Scheme
 
 VALIDATION_BATCHES = 8
@@ -72,6 +73,9 @@ class Run:
         stats: Statistics of every operand in the step ``observed``; None for a run that quantises nothing.
         observed: The step, counted from 1.
         report: What was converted.
+        skipped: Steps that loss scaling did not take, because a gradient was not finite.
+        nonfinite: Steps with gradients that were not finite, taken or not.
+        loss_scale: What the loss was multiplied with in the end.
         guesses: Products whose order of sums on the target is a guess, as its warnings say.
     """
 
@@ -83,6 +87,9 @@ class Run:
     stats: Observation | None = None
     observed: int = 0
     report: Report | None = None
+    skipped: int = 0
+    nonfinite: int = 0
+    loss_scale: float = 1.0
     guesses: list[str] = field(default_factory=list)
 
     @property
@@ -119,13 +126,32 @@ def rehearse(config: TrainConfig) -> None:
 
     Formats and sizes that the machine does not take show there, and kernels are compiled outside the measured time.
     """
-    linear = config.simulated.linear_config()
-    if not config.simulated.machine:
+    scheme = config.simulated
+    scheme.linear_config()
+    if not scheme.machine and scheme.recipe is None:
         return
-    model = GPT(replace(config.model, layers=1), config.seed).to(config.device)
-    convert(model, config=linear, generator=keys(config))
+    # Rules of a recipe are about all layers; a machine does the same in each of them.
+    sizes = config.model if scheme.recipe is not None else replace(config.model, layers=1)
+    model = GPT(sizes, config.seed).to(config.device)
+    simulate(model, scheme, config)
     inputs = torch.zeros(config.batch_size, config.model.context, dtype=torch.int64, device=config.device)
-    _backward(model, inputs, inputs)
+    _backward(model, inputs, inputs, scheme, LossScaler(scheme.loss_scale))
+
+
+def simulate(model: GPT, scheme: Scheme, config: TrainConfig) -> None:
+    """Convert a model as a scheme says."""
+    if scheme.recipe is None:
+        convert(model, config=scheme.linear_config(), generator=keys(config))
+    else:
+        convert(model, recipe=scheme.recipe, generator=keys(config), total_steps=config.steps)
+
+
+def autocast(scheme: Scheme, device: str) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which everything but products runs in the dtype that a recipe names."""
+    name = None if scheme.recipe is None else scheme.recipe.autocast
+    if name is None:
+        return contextlib.nullcontext()
+    return torch.autocast(torch.device(device).type, dtype=getattr(torch, name))
 
 
 @contextlib.contextmanager
@@ -151,8 +177,9 @@ def train(scheme: Scheme, config: TrainConfig, corpus: Corpus, progress: Progres
     run = Run(label=scheme.label)
     model = GPT(config.model, config.seed).to(config.device)
     if scheme.simulated:
-        convert(model, config=scheme.linear_config(), generator=keys(config))
+        simulate(model, scheme, config)
         run.report = report(model)
+    scaler = LossScaler(scheme.loss_scale)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
     batches = torch.Generator().manual_seed(config.seed + 1)
     looks = observed_steps(config.steps) if scheme.simulated else set()
@@ -160,21 +187,28 @@ def train(scheme: Scheme, config: TrainConfig, corpus: Corpus, progress: Progres
     for step in range(1, config.steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = config.lr * schedule(step, config.steps)
+        if scheme.recipe is not None:
+            set_step(model, step - 1)
         batch = sample(corpus.train, config.batch_size, config.model.context, batches, config.device)
         began = time.perf_counter()
-        loss = _observed(run, step, model, *batch) if step in looks else _backward(model, *batch)
+        look = _observed if step in looks else _unobserved
+        loss = look(run, step, model, *batch, scheme, scaler)
+        taken = scaler.unscale(model.parameters())
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         run.losses.append(loss)
         if not math.isfinite(loss):
             run.stopped = f"the loss became {loss} at step {step}"
             break
-        optimizer.step()
+        if taken:
+            optimizer.step()
         optimizer.zero_grad()
         if step not in looks:
             run.seconds += time.perf_counter() - began
         progress.step(step, loss)
+    run.skipped, run.nonfinite, run.loss_scale = scaler.skipped, scaler.nonfinite, scaler.scale
     if run.stopped is None:
-        run.validation = validate(model, config, corpus)
+        with autocast(scheme, config.device):
+            run.validation = validate(model, config, corpus)
         if not math.isfinite(run.validation):
             run.stopped = f"the loss became {run.validation} after the last step"
     progress.finish(run)
@@ -211,15 +245,20 @@ def observed_steps(steps: int) -> set[int]:
     return {1} | {max(1, steps * quarter // 4) for quarter in (1, 2, 3, 4)}
 
 
-def _observed(run: Run, step: int, model: GPT, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+def _observed(run: Run, step: int, model: GPT, *rest: Any) -> float:
     with observe(model) as seen:
-        loss = _backward(model, inputs, targets)
+        loss = _backward(model, *rest)
     if math.isfinite(loss) or run.stats is None:  # of a run that blows up, the last look before it did
         run.stats, run.observed = seen, step
     return loss
 
 
-def _backward(model: GPT, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-    loss = model(inputs, targets)
-    loss.backward()
+def _unobserved(run: Run, step: int, model: GPT, *rest: Any) -> float:
+    return _backward(model, *rest)
+
+
+def _backward(model: GPT, inputs: torch.Tensor, targets: torch.Tensor, scheme: Scheme, scaler: LossScaler) -> float:
+    with autocast(scheme, str(inputs.device)):
+        loss = model(inputs, targets)
+    scaler.scaled(loss).backward()  # type: ignore[no-untyped-call]  # torch's own
     return float(loss.detach())

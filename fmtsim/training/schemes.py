@@ -12,6 +12,8 @@ from fmtsim.gemm.config import Gemm, LinearConfig, linear_config
 from fmtsim.gemm.datapath import Datapath
 from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.serialization import record_to_dict
+from fmtsim.recipes.serialization import recipe_to_dict
+from fmtsim.recipes.spec import LossScale, Recipe
 
 # Scaling by name: block (outer, inner along the contraction axis) of x and g, block of w, scale rule.
 SCALINGS: dict[str, tuple[Block, Block, ScaleRule] | None] = {
@@ -42,6 +44,7 @@ class Scheme:
         plan: Order of sums instead of the machine's own.
         fast_accum: use_fast_accum of the target's forward products.
         fast_backward: use_fast_accum of the products of gradients as well.
+        recipe: A recipe instead of all this; ``format`` is ``"fp32"`` then.
     """
 
     format: str
@@ -54,6 +57,7 @@ class Scheme:
     plan: GemmPlan | None = None
     fast_accum: bool = False
     fast_backward: bool = False
+    recipe: Recipe | None = None
 
     def __post_init__(self) -> None:
         if self.fast_backward and not self.fast_accum:
@@ -62,7 +66,7 @@ class Scheme:
     @property
     def simulated(self) -> bool:
         """Whether anything is quantised or multiplied on a machine."""
-        return get_format(self.format).name != HIGH_PRECISION or self.machine
+        return self.recipe is not None or get_format(self.format).name != HIGH_PRECISION or self.machine
 
     @property
     def machine(self) -> bool:
@@ -77,6 +81,8 @@ class Scheme:
     @property
     def label(self) -> str:
         """A short description for legends and tables."""
+        if self.recipe is not None:
+            return self.recipe.name
         if not self.simulated:
             return HIGH_PRECISION
         formats = self.format if self.gradient == self.format else f"{self.format}/{self.gradient}"
@@ -94,7 +100,13 @@ class Scheme:
         return ", ".join(filter(None, parts))
 
     def linear_config(self) -> LinearConfig:
-        """Return the config; raise FormatError or ArgumentError where the options do not fit together."""
+        """Return the config of a layer that no rule excepts.
+
+        Raises:
+            FormatError, ArgumentError: The options do not fit together.
+        """
+        if self.recipe is not None:
+            return self.recipe.linear or LinearConfig()
         x, w = (_scale(self.format, self.scaling, weight) for weight in (False, True))
         g = _scale(self.gradient, self.scaling, False)
         config = linear_config(
@@ -107,9 +119,16 @@ class Scheme:
         }
         return LinearConfig(**gemms)
 
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """How the loss is scaled."""
+        return None if self.recipe is None else self.recipe.loss_scale
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON types, records of units and plans as in plan files."""
+        """Return the fields as JSON types, records of units, plans and recipes as in their files."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.recipe is not None:
+            fields["recipe"] = recipe_to_dict(self.recipe)
         return {
             name: record_to_dict(value) if isinstance(value, Datapath | GemmPlan) else value
             for name, value in fields.items()

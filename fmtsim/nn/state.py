@@ -1,0 +1,74 @@
+"""What a recipe remembers of a model's training, to be saved beside its weights and loaded again."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fmtsim.errors import ArgumentError
+from fmtsim.nn.convert import RECIPE
+from fmtsim.nn.modules import STATE, EmulatedModule
+
+
+def recipe_state(model: nn.Module) -> dict[str, Any]:
+    """Return the recipe's name and what delayed scaling remembers, by layer and operand, as tensors on the CPU.
+
+    ``torch.save`` it beside the model's state_dict, which does not hold it: that file loads into the plain model.
+
+    Raises:
+        ArgumentError: The model is not converted.
+    """
+    layers = {
+        name: {
+            operand: {field: tensor.detach().cpu().clone() for field, tensor in memory.named_buffers()}
+            for operand, memory in module._modules[STATE].named_children()  # type: ignore[union-attr]
+        }
+        for name, module in _converted(model, "recipe_state")
+        if STATE in module._modules
+    }
+    return {"recipe": model.__dict__.get(RECIPE), "layers": layers}
+
+
+@torch.no_grad()
+def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
+    """Put what ``recipe_state`` returned into a model converted with the same recipe; all of it or nothing.
+
+    Raises:
+        ArgumentError: The state is of another recipe, or of other layers, operands or lengths of history.
+    """
+    own = model.__dict__.get(RECIPE)
+    modules = dict(_converted(model, "load_recipe_state"))
+    if not isinstance(state, dict) or set(state) != {"recipe", "layers"}:
+        raise ArgumentError(f"load_recipe_state takes what fmtsim.recipe_state returned, not {type(state).__name__}")
+    if state["recipe"] != own:
+        raise ArgumentError(
+            f"the state is of recipe {state['recipe']!r}, the model runs {own!r}; "
+            f"convert the plain model with recipe={state['recipe']!r} first"
+        )
+    having = {name for name, module in modules.items() if STATE in module._modules}
+    for name in sorted(having ^ set(state["layers"])):
+        where = "state" if name in having else "model"
+        raise ArgumentError(f"layer {name!r} has delayed scales, but the {where} has none of it; convert alike")
+    pairs = []
+    for name, operands in state["layers"].items():
+        memory = dict(modules[name]._modules[STATE].named_buffers())  # type: ignore[union-attr]
+        given = {
+            f"{operand}.{field}": tensor for operand, fields in operands.items() for field, tensor in fields.items()
+        }
+        for key in sorted(set(memory) | set(given)):
+            shapes = [tuple(tensors[key].shape) if key in tensors else None for tensors in (memory, given)]
+            if shapes[0] != shapes[1]:
+                raise ArgumentError(
+                    f"layer {name!r}: {key} is {shapes[1]} in the state and {shapes[0]} in the model; "
+                    "the recipe was another one when the state was saved"
+                )
+        pairs += [(memory[key], given[key]) for key in memory]
+    for tensor, value in pairs:
+        tensor.copy_(value)
+
+
+def _converted(model: nn.Module, verb: str) -> list[tuple[str, EmulatedModule]]:
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, EmulatedModule)]
+    if not found:
+        raise ArgumentError(f"{verb} found no converted module in {type(model).__name__}; convert it first")
+    return found

@@ -1,0 +1,274 @@
+"""Models under recipes: what changes and what must not, state, schedules, rules, and what wrong use is told."""
+
+import copy
+import dataclasses
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import fmtsim
+from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.gemm.config import Gemm, LinearConfig, linear_config
+from fmtsim.nn import EmulatedLinear, convert, load_recipe_state, recipe_state, report, revert, set_step
+from fmtsim.recipes import Recipe, Rule, Steps, get_recipe, list_recipes
+from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.scaling.scale import Scaling
+
+E4M3 = fmtsim.get_format("e4m3")
+FP8, BF16 = (linear_config(x=name, w=name, g=name) for name in ("e4m3", "bf16"))
+
+
+class Net(nn.Module):
+    """Six blocks of two layers, and a head; 128 features, so that every recipe fits."""
+
+    def __init__(self, width=128, blocks=6):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)) for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def net(seed=0, **sizes):
+    torch.manual_seed(seed)
+    return Net(**sizes)
+
+
+def batch(seed=1, rows=128, width=128):
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+def converted(model):
+    return [row.name for row in report(model).converted]
+
+
+def test_every_recipe_changes_no_weight_and_goes_away_again():
+    for name in list_recipes():
+        model = net(blocks=2)
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        parameters, text = list(model.parameters()), repr(model)
+        convert(model, recipe=name, total_steps=10)
+        assert list(model.state_dict()) == list(before), name
+        assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+        model(batch()).sum()
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()), name
+        net(seed=7, blocks=2).load_state_dict(model.state_dict(), strict=True)
+        revert(model)
+        assert repr(model) == text and not any("fmtsim" in key for m in model.modules() for key in vars(m))
+        assert list(model.state_dict()) == list(before) and not any(
+            isinstance(m, EmulatedLinear) for m in model.modules()
+        )
+
+
+def test_state_dicts_travel_between_plain_and_converted_models():
+    plain, model = net(seed=1), convert(net(seed=2), recipe="te_delayed")
+    model.load_state_dict(plain.state_dict(), strict=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    file = io.BytesIO()
+    torch.save(convert(net(seed=3), recipe="fp8lm").state_dict(), file)
+    file.seek(0)
+    plain.load_state_dict(torch.load(file), strict=True)
+
+
+def step(model, seed, **how):
+    for p in model.parameters():
+        p.grad = None
+    y = model(batch(seed, **how))
+    (y**2).mean().backward()
+    return y.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+def test_delayed_scales_are_saved_and_loaded():
+    model = convert(net(blocks=1), recipe="te_delayed")
+    for seed in range(3):
+        step(model, seed)
+    state = recipe_state(model)
+    assert state["recipe"] == "te_delayed" and set(state["layers"]) == {"blocks.0.0", "blocks.0.2", "head"}
+    assert set(state["layers"]["head"]) == {"x_f", "w_f", "g_d"}
+    assert int(state["layers"]["head"]["x_f"]["calls"]) == 3
+    other = convert(net(blocks=1), recipe="te_delayed")
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    load_recipe_state(other, torch.load(file))
+    (y, grads), (z, others), (fresh, _) = (
+        step(m, 9) for m in (model, other, convert(net(blocks=1), recipe="te_delayed"))
+    )
+    assert torch.equal(y, z) and all(map(torch.equal, grads, others)) and not torch.equal(y, fresh)
+
+
+def test_state_of_another_recipe_or_model_is_refused():
+    model = convert(net(blocks=1), recipe="te_delayed")
+    state = recipe_state(model)
+    other = convert(net(blocks=1), recipe="fp8lm")
+    with pytest.raises(
+        ArgumentError, match="state is of recipe 'te_delayed', the model runs 'fp8lm'; convert the plain"
+    ):
+        load_recipe_state(other, state)
+    with pytest.raises(ArgumentError, match="layer 'blocks.1.0' has delayed scales, but the model has none of it"):
+        load_recipe_state(model, recipe_state(convert(net(blocks=2), recipe="te_delayed")))
+    with pytest.raises(ArgumentError, match="layer 'blocks.0.0' has delayed scales, but the state has none of it"):
+        load_recipe_state(model, {"recipe": "te_delayed", "layers": {}})
+    short = copy.deepcopy(state)
+    short["layers"]["head"]["x_f"]["amaxes"] = torch.zeros(16)
+    before = recipe_state(model)
+    with pytest.raises(
+        ArgumentError, match=r"layer 'head': x_f.amaxes is \(16,\) in the state and \(1024,\) in the model"
+    ):
+        load_recipe_state(model, short)
+    assert str(before) == str(recipe_state(model))
+    with pytest.raises(ArgumentError, match="takes what fmtsim.recipe_state returned, not list"):
+        load_recipe_state(model, [])
+    for verb in (lambda m: recipe_state(m), lambda m: load_recipe_state(m, state), lambda m: set_step(m, 0)):
+        with pytest.raises(ArgumentError, match="found no converted module in Net; convert it first"):
+            verb(net(blocks=1))
+
+
+def test_rules_name_layers_by_place():
+    everything = {f"blocks.{i}.{j}" for i in range(6) for j in (0, 2)} | {"head"}
+
+    def left(*rules):
+        return everything - set(converted(convert(net(), recipe=Recipe(name="r", linear=FP8, rules=rules))))
+
+    assert left(Rule(head=True)) == {"head"}
+    assert left(Rule(first_blocks=1, last_blocks=2)) == {f"blocks.{i}.{j}" for i in (0, 4, 5) for j in (0, 2)}
+    assert left(Rule(last_blocks=0.15)) == {"blocks.5.0", "blocks.5.2"}  # rounded up
+    assert left(Rule(name=r"\.2$")) == {f"blocks.{i}.2" for i in range(6)}
+    with pytest.raises(ArgumentError, match="convert found nothing to convert"):
+        left(Rule(kind="Linear"))
+    assert left(Rule(name=r"\.0$", last_blocks=1)) == {"blocks.5.0"}
+    model = convert(net(), recipe=Recipe(name="r", linear=FP8, rules=(Rule(head=True, use=BF16), Rule(name="head"))))
+    assert model.head.emulation.config == BF16
+
+
+def test_the_first_rule_that_fits_counts():
+    rules = (Rule(name="blocks.0", use=BF16), Rule(first_blocks=2))
+    model = convert(net(), recipe=Recipe(name="r", linear=FP8, rules=rules))
+    assert model.blocks[0][0].emulation.config == BF16 and not isinstance(model.blocks[1][0], EmulatedLinear)
+    assert model.blocks[2][0].emulation.config == FP8
+
+
+def test_a_rule_of_steps_switches_and_switches_back():
+    rules = (Rule(steps=Steps(first=2, last=4), use=BF16), Rule(steps=Steps(first=0.5)))
+    model = convert(net(), recipe=Recipe(name="r", linear=FP8, rules=rules), total_steps=10)
+    seen = []
+    for i in range(8):
+        set_step(model, i)
+        seen.append(model.head.emulation.config)
+    assert seen == [FP8, FP8, BF16, BF16, FP8, LinearConfig(), LinearConfig(), LinearConfig()]
+    assert torch.equal(model(batch()), revert(model)(batch()))
+    with pytest.raises(ArgumentError, match="step=-1 is not a step; pass a whole number from 0"):
+        set_step(convert(net(), recipe="te_current"), -1)
+
+
+def own(*rules):
+    return Recipe(name="own", linear=FP8, rules=rules)
+
+
+def coded(**scaling):
+    return Quantizer(format=E4M3, scaling=Scaling(**scaling))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"recipe": "nvfp4_switch"}, "layer 'blocks.0.0': the schedule says 0.82 of the run; pass total_steps="),
+        ({"recipe": own(Rule(steps=Steps(first=2, last=5)), Rule(steps=Steps(first=4), use=BF16))},
+         "layer 'blocks.0.0': the schedules of two rules overlap .steps 2 to 5; steps 4 to end.; give Steps"),
+        ({"recipe": own(Rule(steps=Steps(first=9)), Rule(steps=Steps(first=0.5, last=1.0), use=BF16)),
+          "total_steps": 10},
+         "overlap .steps 9 to end; steps 50% to 100%."),
+        ({"recipe": own(Rule(name="attention"))},
+         r"rules\[0\] of recipe 'own' \(name ~ attention\) fits no layer of the model, which has blocks.0.0, .* "
+         r"\.\.\.; correct it, or pass Rule\(optional=True\)"),
+        ({"recipe": own(Rule(kind="Conv3d"))}, r"rules\[0\] of recipe 'own' \(Conv3d\) fits no layer"),
+        ({"recipe": "coat", "filter_fn": lambda m, n: False},
+         r"convert found nothing to convert in Net \(blocks.0.0: filter_fn said no"),
+        ({"recipe": "coat", "format": "e4m3"}, "recipe= says everything about formats and machines; pass it alone"),
+        ({"recipe": "coatt"}, "recipe='coatt' is unknown; did you mean coat"),
+    ],
+)  # fmt: skip
+def test_wrong_use_names_layer_and_remedy_and_changes_nothing(how, said):
+    model = net()
+    with pytest.raises(ArgumentError, match=said):
+        convert(model, **how)
+    assert not any(isinstance(m, EmulatedLinear) for m in model.modules())
+    assert not any("fmtsim" in key for m in model.modules() for key in vars(m))
+
+
+def test_rules_that_agree_or_are_optional_pass():
+    convert(net(), recipe=own(Rule(steps=Steps(first=2, last=5)), Rule(steps=Steps(first=4))))
+    convert(net(), recipe=own(Rule(steps=Steps(first=2, last=5)), Rule(steps=Steps(first=5), use=BF16)))
+    convert(net(), recipe=own(Rule(name="attention", optional=True)))
+    assert "blocks.0.0" in converted(convert(net(), recipe="deepseek_v3"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "width", "said"),
+    [
+        (
+            "quartet2",
+            96,
+            r"layer 'blocks.0.0' \(w is 96 x 96\): dgrad g_d: Hadamard size=128 does not divide 96; leave",
+        ),
+        ("quartet", 48, "fprop x_f: Hadamard size=32 does not divide 48"),
+        ("halo1", 22, "fprop x_f: a Hadamard matrix of the whole axis does not fit: "),
+    ],
+)
+def test_a_block_that_does_not_divide_a_layer_is_refused_by_convert(recipe, width, said):
+    with pytest.raises(ArgumentError, match=said):
+        convert(net(width=width, blocks=1), recipe=recipe)
+
+
+def test_tokens_that_do_not_fill_a_rotation_are_refused_before_the_step():
+    model = convert(net(blocks=1), recipe="te_nvfp4_all")
+    said = r"'blocks.0.0': wgrad g_w: Hadamard size=16 does not divide 24 \(x is \(24, 128\), w \(128, 128\)\); choose"
+    with pytest.raises(ArgumentError, match=said):
+        model(batch(rows=24))
+    with torch.no_grad():
+        assert model(batch(rows=24)).isfinite().all()  # no gradient, no product over tokens
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "said"),
+    [
+        (coded(block=(1, 48)), r"Gemm a: no unit multiplies blocks of \(1, 48\) with fp32 scales; leave unit="),
+        (coded(block=(None, 1)), r"Gemm a: no unit multiplies blocks of \(None, 1\) with fp32"),
+        (dataclasses.replace(coded(), then=coded()), "Gemm a: no unit multiplies operands quantised as e4m3, "),
+        (
+            Quantizer(format=fmtsim.get_format("int8"), scaling=Scaling()),
+            "Gemm a: no unit multiplies operands quantised",
+        ),
+    ],
+)
+def test_a_field_that_no_engine_supports_is_named(quantizer, said):
+    with pytest.raises(FormatError, match=said):
+        Gemm(a=quantizer, b=coded(), unit="hopper.wgmma")
+
+
+def test_a_layer_on_a_unit_and_an_error_inside_it_are_named():
+    tensor = coded()
+    linear = LinearConfig(
+        **{name: Gemm(a=tensor, b=tensor, unit="hopper.wgmma") for name in ("fprop", "dgrad", "wgrad")}
+    )
+    model = convert(net(blocks=1), recipe=Recipe(name="u", linear=linear))
+    assert model(batch(rows=16)).isfinite().all()
+    with pytest.raises(ArgumentError, match="layer 'blocks.0.0': EmulatedGEMM: x of shape"):
+        model(batch(rows=16, width=64))
+
+
+def test_a_recipe_from_a_file_runs_the_same_bits(tmp_path):
+    path = tmp_path / "mine.json"
+    fmtsim.recipes.save_recipe(get_recipe("quartet"), path)
+    results = []
+    for recipe in ("quartet", path, str(path), get_recipe(path)):
+        results.append(step(convert(net(blocks=1), recipe=recipe, generator=4), 0))
+    for y, grads in results[1:]:
+        assert torch.equal(y, results[0][0]) and all(map(torch.equal, grads, results[0][1]))
