@@ -83,6 +83,29 @@ class EmulatedGEMM:
         return _Products.apply(x, w, bias, config, generator, observer, state)[0]  # type: ignore[no-any-return]
 
 
+def layer_forward(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    config: LinearConfig,
+    generator: Generator,
+    observer: Observer | None,
+    state: State | None,
+) -> tuple[Tensor | None, ...]:
+    """Return y, and what the backward pass keeps of x and of w where operands are more than casts."""
+    _check(x, w, bias, config)
+    with torch.autocast(x.device.type, enabled=False):
+        rows = x.reshape(-1, x.shape[-1])
+        if config.plain:
+            y = _product(0, rows, w, -1, -1, bias, config.fprop, x.dtype, generator, observer)
+            return (y.reshape(*x.shape[:-1], w.shape[0]),)
+        run = Pass(config, generator, observer, state or {}, backward=False)
+        left, right = run.operand("x_f", rows, -1), run.operand("w_f", w, -1)
+        y = run.product("fprop", left, right, bias, x.dtype)
+        kept = (*kept_of(left, config.wgrad.b), *kept_of(right, config.dgrad.b))
+        return (y.reshape(*x.shape[:-1], w.shape[0]), *kept)
+
+
 class _Products(torch.autograd.Function):
     """The three products; what the backward pass keeps of the forward one are outputs beside the result."""
 
@@ -97,18 +120,8 @@ class _Products(torch.autograd.Function):
         state: State | None,
     ) -> tuple[Tensor | None, ...]:
         """Return y, and what is kept of x and of w."""
-        x, w, bias = _autocast(x, x), _autocast(w, x), None if bias is None else _autocast(bias, x)
-        _check(x, w, bias, config)
-        with torch.autocast(x.device.type, enabled=False):
-            rows = x.reshape(-1, x.shape[-1])
-            if config.plain:
-                y = _product(0, rows, w, -1, -1, bias, config.fprop, x.dtype, generator, observer)
-                return (y.reshape(*x.shape[:-1], w.shape[0]),)
-            run = Pass(config, generator, observer, state or {}, backward=False)
-            left, right = run.operand("x_f", rows, -1), run.operand("w_f", w, -1)
-            y = run.product("fprop", left, right, bias, x.dtype)
-            kept = (*kept_of(left, config.wgrad.b), *kept_of(right, config.dgrad.b))
-            return (y.reshape(*x.shape[:-1], w.shape[0]), *kept)
+        x, w, bias = autocast_to(x, x), autocast_to(w, x), None if bias is None else autocast_to(bias, x)
+        return layer_forward(x, w, bias, config, generator, observer, state)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -131,13 +144,13 @@ class _Products(torch.autograd.Function):
         """Return the gradients of x, w and bias, each in its tensor's dtype."""
         x, w, *kept = ctx.saved_tensors
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
-            grads = _gradients(ctx, g, x, w) if ctx.config.plain else _kept_gradients(ctx, g, x, w, kept)
+            grads = _gradients(ctx, g, x, w) if ctx.config.plain else layer_gradients(ctx, g, x, w, kept)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: only then on
             grads = [None if d is None else OnceOnly.apply(d, _ONCE, g, x, w) for d in grads]
         return (*grads, None, None, None, None)
 
 
-def _kept_gradients(
+def layer_gradients(
     ctx: Any, g: Tensor, x: Tensor | None, w: Tensor | None, kept: list[Tensor | None]
 ) -> list[Tensor | None]:
     """Return the gradients where operands are more than casts of the originals."""
@@ -297,7 +310,8 @@ def _values(t: Tensor, quantizer: Quantizer, dim: int, dtype: torch.dtype, strea
     )
 
 
-def _autocast(t: Tensor, like: Tensor) -> Tensor:
+def autocast_to(t: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor in the dtype that autocast gives products of ``like``."""
     device = like.device.type
     if t.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return t

@@ -1,6 +1,7 @@
 """MultiheadAttention whose projections are emulated; scores, softmax and weighted sums stay in high precision."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,12 @@ class EmulatedMultiheadAttention(EmulatedModule, nn.MultiheadAttention):
 
     original_class = nn.MultiheadAttention
     parts = ("in_proj", "q_proj", "k_proj", "v_proj", "kv_proj", "out_proj")
+
+    @staticmethod
+    def matrices(module: nn.MultiheadAttention) -> Iterator[tuple[int, int]]:
+        """Yield the size of one projection from each width of input."""
+        for inputs in sorted({module.embed_dim, module.kdim, module.vdim}):
+            yield module.embed_dim, inputs
 
     def forward(
         self,

@@ -210,7 +210,7 @@ def set_step(model: nn.Module, step: int) -> None:
     for module in converted:
         how = module.emulation
         if how is not None and how.plan is not None:
-            how.config = how.plan.at(step, model.__dict__.get(TOTAL)) or LinearConfig()
+            how.run(how.plan.at(step, model.__dict__.get(TOTAL)) or LinearConfig())
 
 
 def _plan(
@@ -248,7 +248,9 @@ def _check_layer(name: str, module: nn.Module, layer_plan: LayerPlan, total_step
         layer_plan.check(total_steps)
     except ArgumentError as error:
         raise ArgumentError(f"layer {name!r}: {error}") from None
-    for outputs, inputs in _sizes(module):
+    emulated = emulated_class(type(module))
+    assert emulated is not None  # why_not would have had a reason
+    for outputs, inputs in emulated.matrices(module):
         for config in layer_plan.configs:
             fault = None if config.plain else size_fault(config, None, outputs, inputs)
             if fault is not None:
@@ -256,17 +258,6 @@ def _check_layer(name: str, module: nn.Module, layer_plan: LayerPlan, total_step
                     f"layer {name!r} (w is {outputs} x {inputs}): {fault}; leave the layer out with filter_fn= or a "
                     f"Rule(name=...), or choose another recipe"
                 )
-
-
-def _sizes(module: nn.Module) -> Iterator[tuple[int, int]]:
-    """Yield rows and columns of each matrix that a layer multiplies with."""
-    if isinstance(module, nn.Linear):
-        yield module.out_features, module.in_features
-    elif isinstance(module, nn.Conv2d):
-        yield module.out_channels // module.groups, module.weight[0].numel()
-    elif isinstance(module, nn.MultiheadAttention):
-        for inputs in {module.embed_dim, module.kdim, module.vdim}:
-            yield module.embed_dim, inputs
 
 
 def why_not(module: nn.Module) -> str | None:

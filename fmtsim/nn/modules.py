@@ -1,7 +1,7 @@
 """Linear and Conv2d whose matrix products are emulated: the same Parameters, the same state_dict, another forward."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.gemm.config import LinearConfig
 from fmtsim.gemm.emulated import EmulatedGEMM
+from fmtsim.gemm.opaque import Layer, run_layer
 from fmtsim.gemm.passes import OPERANDS, Observer
 from fmtsim.gemm.sizes import size_fault
 from fmtsim.gemm.streams import Generator
@@ -32,6 +33,8 @@ class Emulation:
         observer: Set by ``fmtsim.observe`` while it is active, else None: given the name of a part of the module
             (empty for the module itself), it returns the observer of that part.
         plan: What the module runs at which step of training; None is ``config`` always.
+        layers: For each config that is more than casts, its products under ``torch.compile``, by part.
+        compiled: Those of the config in force, None for one of casts alone.
     """
 
     name: str
@@ -39,6 +42,12 @@ class Emulation:
     generator: Generator = None
     observer: Callable[[str], Observer] | None = None
     plan: LayerPlan | None = None
+    layers: dict[LinearConfig, dict[str, Layer]] = dataclasses.field(default_factory=dict)
+    compiled: dict[str, Layer] | None = None
+
+    def run(self, config: LinearConfig) -> None:
+        """Take a config into force."""
+        self.config, self.compiled = config, self.layers.get(config)
 
 
 class EmulatedModule(nn.Module):
@@ -51,6 +60,11 @@ class EmulatedModule(nn.Module):
     original_class: ClassVar[type[nn.Module]] = nn.Module
     parts: ClassVar[tuple[str, ...]] = ("",)  # names of its products
     emulation: Emulation | None = None
+
+    @staticmethod
+    def matrices(module: Any) -> Iterator[tuple[int, int]]:
+        """Yield rows and columns of each matrix that a layer of the original class multiplies with."""
+        yield from ()
 
     def gemm(self, x: Tensor, w: Tensor, bias: Tensor | None, part: str = "") -> Tensor:
         """Return ``x w^T + bias`` under this module's quantisers; raise ArgumentError where it has none.
@@ -75,6 +89,8 @@ class EmulatedModule(nn.Module):
                     f"layer {how.name!r}: {fault} (x is {tuple(x.shape)}, w {tuple(w.shape)}); choose another batch "
                     "size or context, or leave the layer out with filter_fn= or a Rule(name=...)"
                 )
+        if how.compiled is not None and torch.compiler.is_compiling():
+            return run_layer(x, w, bias, how.compiled[part])
         try:
             return EmulatedGEMM.apply(x, w, bias, how.config, how.generator, observer, self._state(part))
         except FmtsimError as error:
@@ -94,6 +110,10 @@ class EmulatedModule(nn.Module):
         if len(memory):
             parameter = next(self.parameters())
             self.add_module(STATE, memory.to(parameter.device))
+        for config in configs:
+            if not config.plain:
+                how.layers[config] = {part: Layer(config, how.generator, self._state(part)) for part in self.parts}
+        how.run(how.config)
 
     def _state(self, part: str) -> dict[str, DelayedScale]:
         """Return what delayed scaling remembers of a part of this module, by operand."""
@@ -122,6 +142,11 @@ class EmulatedLinear(EmulatedModule, nn.Linear):
 
     original_class = nn.Linear
 
+    @staticmethod
+    def matrices(module: nn.Linear) -> Iterator[tuple[int, int]]:
+        """Yield the size of the weight."""
+        yield module.out_features, module.in_features
+
     def forward(self, input: Tensor) -> Tensor:
         """Return ``[..., out_features]`` from ``[..., in_features]``."""
         return self.gemm(input, self.weight, self.bias)
@@ -136,6 +161,11 @@ class EmulatedConv2d(EmulatedModule, nn.Conv2d):
     """
 
     original_class = nn.Conv2d
+
+    @staticmethod
+    def matrices(module: nn.Conv2d) -> Iterator[tuple[int, int]]:
+        """Yield the size of a group's weight."""
+        yield module.out_channels // module.groups, module.weight[0].numel()
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``[N, out_channels, H, W]`` from ``[N, in_channels, H, W]``, or both without N."""
@@ -171,7 +201,25 @@ class EmulatedConv2d(EmulatedModule, nn.Conv2d):
         return height, width
 
 
+class EmulatedTransposed(EmulatedModule):
+    """Apply ``y = x w + bias``, w being stored as ``[inputs, outputs]``: GPT-2's Conv1D in transformers."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    @staticmethod
+    def matrices(module: Any) -> Iterator[tuple[int, int]]:
+        """Yield the size of the weight's transpose."""
+        yield module.weight.shape[1], module.weight.shape[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[..., outputs]`` from ``[..., inputs]``."""
+        return self.gemm(x, self.weight.t(), self.bias)
+
+
 _EMULATED: dict[type[nn.Module], type[EmulatedModule]] = {nn.Linear: EmulatedLinear, nn.Conv2d: EmulatedConv2d}
+# Classes of packages that may be absent, by module and name, and how to emulate them.
+_FOREIGN: dict[tuple[str, str], type[EmulatedModule]] = {("transformers.pytorch_utils", "Conv1D"): EmulatedTransposed}
 
 
 def register_emulated(cls: type[EmulatedModule]) -> None:
@@ -196,6 +244,10 @@ def _emulated_class(original: type[nn.Module]) -> type[EmulatedModule] | None:
             return emulated
         if issubclass(original, base) and _same_forward(original, base):
             return type(f"Emulated{original.__name__}", (emulated, original), {"original_class": original})
+    for base in original.__mro__:
+        foreign = _FOREIGN.get((base.__module__, base.__qualname__))
+        if foreign is not None and _same_forward(original, base):
+            return type(f"Emulated{original.__name__}", (foreign, original), {"original_class": original})
     return None
 
 

@@ -1,5 +1,7 @@
 """Delayed scaling: the state of a tensor whose scale follows from its largest magnitudes in earlier calls."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
@@ -39,6 +41,16 @@ class DelayedScale(nn.Module):
         self.register_buffer("amaxes", torch.zeros(scaling.history.length), persistent=False)
         self.register_buffer("factor", torch.ones(()), persistent=False)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "DelayedScale":
+        """Move to another device; ``model.half()`` and the like change no dtype here."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            now = self._buffers[name]
+            if old is not None and now is not None and now.dtype != old.dtype:
+                self._buffers[name] = old.to(now.device)
+        return self
 
     def scales(self) -> Scales:
         """Return the scale in force, as ``[1, 1]``."""

@@ -1,0 +1,212 @@
+"""Recipes on whole models: Hugging Face's Llama, GPT-2 and BERT, a CNN; under autocast, checkpointing and compile."""
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fmtsim.nn import EmulatedConv2d, EmulatedLinear, convert, report, revert, set_step
+from fmtsim.recipes import Recipe, Rule, Steps, get_recipe, list_recipes
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer
+
+TOKENS = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
+SMALL = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+
+
+def hugging_face(kind):
+    """A tiny model of random weights from a config, without a download."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the packages that it imports
+        pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
+        import transformers as hf
+
+        torch.manual_seed(0)
+        if kind == "llama":
+            return hf.LlamaForCausalLM(hf.LlamaConfig(
+                hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2,
+                num_key_value_heads=1, max_position_embeddings=64, **SMALL))  # fmt: skip
+        if kind == "gpt2":
+            return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=64, n_layer=4, n_head=2, n_positions=64, **SMALL))
+        return hf.BertForMaskedLM(hf.BertConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2,
+            max_position_embeddings=64, **SMALL))  # fmt: skip
+
+
+HEADS = {"llama": {"lm_head"}, "gpt2": {"lm_head"}, "bert": {"cls.predictions.decoder"}}
+LAYERS = {"llama": 7, "gpt2": 4, "bert": 6}  # a block
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_hugging_face_models_train_and_come_back(kind):
+    model = hugging_face(kind).eval()
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    plain = model(input_ids=TOKENS, labels=TOKENS)
+    convert(model, recipe="te_nvfp4")
+    names = {row.name for row in report(model).converted}
+    blocks = {name for name in names if any(f".{i}." in name for i in range(3))}
+    assert len(blocks) == 3 * LAYERS[kind] and not any(".3." in name for name in names)  # the last block of four
+    assert not names & HEADS[kind]
+    assert list(model.state_dict()) == list(weights)
+    out = model(input_ids=TOKENS, labels=TOKENS)
+    out.loss.backward()
+    assert not torch.equal(out.logits, plain.logits) and abs(float((out.loss - plain.loss).detach())) < 0.2
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters() if p.requires_grad)
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    revert(model)
+    assert torch.equal(model(input_ids=TOKENS, labels=TOKENS).logits, plain.logits)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_a_wide_format_changes_hugging_face_models_little(kind):
+    """The same products in bfloat16: every layer is emulated, transposed weights included, and agrees to 1 %."""
+    model = hugging_face(kind).eval()
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    plain = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    convert(model, recipe="e8m5")
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    for name, p in model.named_parameters():
+        if name in plain and p.dim() == 2:
+            assert float((p.grad - plain[name]).norm() / plain[name].norm().clamp(min=1e-6)) < 0.15, name
+
+
+def cnn():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(4, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, stride=2, groups=2), nn.ReLU(),
+        nn.Flatten(), nn.Linear(32 * 9, 32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["te_current", "te_delayed", "te_mxfp8", "int8_mixed", "fp4_ms", "deepseek_v3", "lns"])
+def test_a_cnn_learns_under_a_recipe(name):
+    model = convert(cnn(), recipe=name, generator=1)
+    assert sum(isinstance(m, EmulatedConv2d) for m in model) == 2 and isinstance(model[5], EmulatedLinear) == (
+        name != "fp4_ms"  # the head
+    )
+    x, y = torch.randn(16, 4, 8, 8, generator=torch.Generator().manual_seed(2)), torch.arange(16) % 8
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(12):
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] - 0.5
+
+
+def mlp(width=128):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.Linear(width, width))
+
+
+def step(model, x, call=None):
+    model.zero_grad()
+    y = (call or model)(x)
+    y.float().square().mean().backward()
+    return y.detach(), *(p.grad.clone() for p in model.parameters())
+
+
+def same(a, b):
+    return len(a) == len(b) and all(s.dtype == t.dtype and torch.equal(s, t) for s, t in zip(a, b, strict=True))
+
+
+X = torch.randn(128, 128, generator=torch.Generator().manual_seed(3))
+EVERYWHERE = [name for name in list_recipes() if not any(rule.last_blocks for rule in get_recipe(name).rules)]
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_compiles_into_one_graph_with_the_bits_of_eager(name):
+    """One opaque operator a product; two steps, so that what delayed scaling remembers is seen to move."""
+    torch._dynamo.reset()
+    eager, model = (convert(mlp(), recipe=name, generator=7) for _ in range(2))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for x in (X, X * 3):
+        assert same(step(eager, x), step(model, x, compiled))
+
+
+def test_a_compiled_model_follows_a_schedule_and_another_batch():
+    torch._dynamo.reset()
+    base = get_recipe("te_current")
+    rules = (Rule(steps=Steps(first=1, last=2), use=get_recipe("coat").linear), Rule(steps=Steps(first=3)))
+    recipe = Recipe(name="r", linear=base.linear, rules=rules)
+    eager, model = (convert(mlp(), recipe=recipe) for _ in range(2))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    seen = []
+    for i in range(4):
+        for m in (eager, model):
+            set_step(m, i)
+        x = X[: 128 - 8 * i]
+        seen.append(step(eager, x))
+        assert same(seen[-1], step(model, x, compiled))
+    with torch.no_grad():
+        assert torch.equal(eager(X[:5]), compiled(X[:5]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["te_delayed", "quartet", "fp4_ms"])
+def test_inductor_keeps_the_bits_of_products(name):
+    torch._dynamo.reset()
+    eager, model = (convert(nn.Sequential(*list(mlp())[2:]), recipe=name, generator=7) for _ in range(2))
+    compiled = torch.compile(model, fullgraph=True)
+    assert same(step(eager, X), step(model, X, compiled))
+
+
+@pytest.mark.parametrize("name", ["te_current", "te_nvfp4_all", "quartet", "deepseek_v3", "te_delayed"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast(name, compiled):
+    """Products see bfloat16 operands and return bfloat16, weights and gradients stay float32."""
+    torch._dynamo.reset()
+    model, half = (convert(mlp(), recipe=name, generator=7) for _ in range(2))
+    half.bfloat16()
+    call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+
+    def cast(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return call(x)
+
+    y, *grads = step(model, X, cast)
+    z, *halves = step(half, X.bfloat16())
+    assert y.dtype == torch.bfloat16 and torch.equal(y, z)
+    assert all(
+        g.dtype == torch.float32 and torch.allclose(g, h.float(), rtol=1e-2) for g, h in zip(grads, halves, strict=True)
+    )
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["te_current", "te_block", "fp4_ms", "halo2"])
+def test_activation_checkpointing(name, reentrant):
+    plain, model = (convert(mlp(), recipe=name) for _ in range(2))
+    x = X.clone().requires_grad_()
+    assert same(step(plain, x), step(model, x, lambda x: checkpoint(model, x, use_reentrant=reentrant)))
+
+
+@pytest.mark.parametrize("name", ["te_nvfp4_all", "quartet"])
+def test_checkpointing_repeats_draws_from_torchs_generator(name):
+    results = []
+    for wrap in (lambda m: m, lambda m: lambda x: checkpoint(m, x, use_reentrant=False)):
+        model = convert(mlp(), recipe=name)
+        torch.manual_seed(5)
+        results.append(step(model, X, wrap(model))[0])
+    assert torch.equal(*results)
+
+
+def test_a_copied_model_compiles_with_a_memory_of_its_own():
+    torch._dynamo.reset()
+    model = convert(mlp(), recipe="te_delayed")
+    other = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    third = torch.load(file, weights_only=False)
+    step(model, X * 100)  # the others remember nothing of this
+    results = [step(m, X, torch.compile(m, fullgraph=True, backend="aot_eager")) for m in (other, third)]
+    fresh = step(convert(mlp(), recipe="te_delayed"), X)
+    assert same(results[0], fresh) and same(results[1], fresh)
