@@ -3,6 +3,7 @@
 Every operation is one of float32, rounded to nearest even, in the order written here (docs/scaling.md has the table).
 """
 
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
@@ -126,5 +127,6 @@ def _decoding(a: Tensor, scaling: Scaling, top: float, empty: Tensor) -> Tensor:
     return s if always else torch.where(empty, 1.0, s)
 
 
+@lru_cache(maxsize=256)
 def _float32(x: float) -> float:
     return float(torch.tensor(x, dtype=torch.float64).float())

@@ -10,10 +10,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fmtsim.errors import ArgumentError
+from fmtsim.gemm.opaque import Layer
 from fmtsim.nn import EmulatedConv2d, EmulatedLinear, convert, report, revert, set_step
 from fmtsim.recipes import Recipe, Rule, Steps, get_recipe, list_recipes
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer
+pytestmark = [  # torch's own tracer and backend
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning"),
+]
 
 TOKENS = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
 SMALL = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -148,6 +153,27 @@ def test_a_compiled_model_follows_a_schedule_and_another_batch():
         assert same(seen[-1], step(model, x, compiled))
     with torch.no_grad():
         assert torch.equal(eager(X[:5]), compiled(X[:5]))
+
+
+@pytest.mark.parametrize("name", ["te_current", "quartet", "fp4_ms", "ao_rowwise_gw_hp", "bitnet"])
+def test_the_operators_pass_torchs_own_check(name):
+    """Fake results have the shapes, strides and dtypes of real ones, and nothing aliases an input."""
+    layer = Layer(get_recipe(name).linear, 5, {})
+    x, w, bias = (torch.randn(*shape, requires_grad=True) for shape in ((4, 32, 128), (128, 128), (128,)))
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    kept = torch.ops.fmtsim.recipe_forward(x, w, bias, layer.name)
+    if any(t.dtype.itemsize == 1 for t in kept):  # the first multiplies and the last sums what cannot be, float8
+        utils = utils[1:3]
+    torch.library.opcheck(torch.ops.fmtsim.recipe_forward, (x, w, bias, layer.name), test_utils=utils)
+    whole = (x.detach(), w.detach(), None, layer.name)
+    torch.library.opcheck(torch.ops.fmtsim.recipe_forward, whole, test_utils=utils)
+
+
+def test_a_graph_outlives_no_model():
+    with pytest.raises(
+        ArgumentError, match="layer-1 was compiled for a model that is gone; compile the converted model"
+    ):
+        torch.ops.fmtsim.recipe_forward(X, X, None, "layer-1")
 
 
 @pytest.mark.slow
