@@ -33,7 +33,7 @@ from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.scaled import scaled_mm
 from fmtsim.gemm.target import get_target, list_targets
 from fmtsim.gemm.unit import get_unit, list_units, register_unit
-from fmtsim.nn import convert, load_recipe_state, recipe_state, report, revert, set_step
+from fmtsim.nn import convert, load_recipe_state, recipe_state, report, revert, set_step, share_scales
 from fmtsim.ops import RandomKey
 from fmtsim.quantize import decode, encode, quantize, quantize_
 from fmtsim.recipes import Recipe, get_recipe, list_recipes, register_recipe
@@ -111,6 +111,7 @@ __all__ = [
     "scaled_mm",
     "set_num_threads",
     "set_step",
+    "share_scales",
 ]
 
 # What would load a compiler waits until it is asked for.

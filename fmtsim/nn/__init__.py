@@ -9,6 +9,7 @@ from fmtsim.nn.modules import EmulatedLinear as EmulatedLinear
 from fmtsim.nn.report import report as report
 from fmtsim.nn.state import load_recipe_state as load_recipe_state
 from fmtsim.nn.state import recipe_state as recipe_state
+from fmtsim.nn.state import share_scales as share_scales
 
 __all__ = [
     "EmulatedConv2d",
@@ -20,4 +21,5 @@ __all__ = [
     "report",
     "revert",
     "set_step",
+    "share_scales",
 ]

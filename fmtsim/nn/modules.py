@@ -42,12 +42,13 @@ class Emulation:
     generator: Generator = None
     observer: Callable[[str], Observer] | None = None
     plan: LayerPlan | None = None
-    layers: dict[LinearConfig, dict[str, Layer]] = dataclasses.field(default_factory=dict)
+    layers: list[tuple[LinearConfig, dict[str, Layer]]] = dataclasses.field(default_factory=list)
     compiled: dict[str, Layer] | None = None
 
     def run(self, config: LinearConfig) -> None:
         """Take a config into force."""
-        self.config, self.compiled = config, self.layers.get(config)
+        found = [layers for known, layers in self.layers if known is config or known == config]
+        self.config, self.compiled = config, found[0] if found else None
 
 
 class EmulatedModule(nn.Module):
@@ -112,7 +113,8 @@ class EmulatedModule(nn.Module):
             self.add_module(STATE, memory.to(parameter.device))
         for config in configs:
             if not config.plain:
-                how.layers[config] = {part: Layer(config, how.generator, self._state(part)) for part in self.parts}
+                products = {part: Layer(config, how.generator, self._state(part)) for part in self.parts}
+                how.layers.append((config, products))
         how.run(how.config)
 
     def _state(self, part: str) -> dict[str, DelayedScale]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fmtsim.errors import ArgumentError
@@ -65,6 +66,46 @@ def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
         pairs += [(memory[key], given[key]) for key in memory]
     for tensor, value in pairs:
         tensor.copy_(value)
+
+
+def share_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Let delayed scales follow the largest magnitudes of all ranks, and make sure that the ranks agree on the recipe.
+
+    Call it on every rank of the group, after convert. From then on each product of a layer with delayed scales reduces
+    one number an operand over the group, so all ranks have to run the same layers in the same order.
+
+    Args:
+        model: A converted model.
+        group: The ranks; None is the default group of torch.distributed.
+
+    Raises:
+        ArgumentError: The model is not converted, there is no group, or ranks run different recipes.
+    """
+    if not dist.is_initialized():
+        raise ArgumentError("share_scales needs ranks; call torch.distributed.init_process_group first")
+    modules = _converted(model, "share_scales")
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    own = (model.__dict__.get(RECIPE), {name: _runs(module) for name, module in modules})
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, own, group=group)
+    for rank, (recipe, layers) in enumerate(ranks):
+        names = [name for name in {**ranks[0][1], **layers} if ranks[0][1].get(name) != layers.get(name)]
+        if names or recipe != ranks[0][0]:
+            where = f"layer {names[0]!r}" if names else "the model"
+            raise ArgumentError(
+                f"ranks disagree: {where} runs recipe {ranks[0][0]!r} on rank 0 and {recipe!r} on rank {rank}"
+                f"{' as another config' if recipe == ranks[0][0] else ''}; convert with one recipe on all ranks"
+            )
+    for _, module in modules:
+        for memory in module._modules[STATE].children() if STATE in module._modules else ():  # type: ignore[union-attr]
+            memory.group = group  # type: ignore[assignment]
+
+
+def _runs(module: EmulatedModule) -> str:
+    how = module.emulation
+    assert how is not None
+    return repr((how.config, how.plan))
 
 
 def _converted(model: nn.Module, verb: str) -> list[tuple[str, EmulatedModule]]:

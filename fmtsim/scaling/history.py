@@ -26,11 +26,13 @@ class DelayedScale(nn.Module):
         amaxes: float32 [length], the latest first; zeros where nothing was recorded.
         factor: float32, 0-d: what elements are multiplied with before they are rounded; 1 at first.
         calls: int64, 0-d: calls recorded.
+        group: Ranks that share the scale; None is this one alone. It is not copied or pickled.
     """
 
     amaxes: Tensor
     factor: Tensor
     calls: Tensor
+    group: ProcessGroup | None = None
 
     def __init__(self, quantizer: Quantizer) -> None:
         super().__init__()
@@ -41,6 +43,10 @@ class DelayedScale(nn.Module):
         self.register_buffer("amaxes", torch.zeros(scaling.history.length), persistent=False)
         self.register_buffer("factor", torch.ones(()), persistent=False)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the process group behind."""
+        return {name: value for name, value in self.__dict__.items() if name != "group"}
 
     def _apply(self, fn: Any, recurse: bool = True) -> "DelayedScale":
         """Move to another device; ``model.half()`` and the like change no dtype here."""
@@ -58,12 +64,11 @@ class DelayedScale(nn.Module):
         return Scales(reciprocal(factor), factor)
 
     @torch.no_grad()
-    def record(self, amax: Tensor, group: ProcessGroup | None = None) -> None:
+    def record(self, amax: Tensor) -> None:
         """Remember the largest magnitude of a call and update the scale where that is due.
 
         Args:
-            amax: float32, one number; of all ranks the largest counts.
-            group: Ranks that share the scale; None is this one alone.
+            amax: float32, one number; of all ranks in ``group`` the largest counts.
 
         With a history of length L the scale follows from the last L magnitudes, this one included, or from this one
         alone. Where that is zero the rule's ``empty`` counts.
@@ -71,9 +76,9 @@ class DelayedScale(nn.Module):
         history = self.scaling.history
         assert history is not None
         amax = amax.reshape(()).float()
-        if group is not None:
+        if self.group is not None:
             amax = amax.clone()
-            all_reduce(amax, ReduceOp.MAX, group=group)
+            all_reduce(amax, ReduceOp.MAX, group=self.group)
         self.amaxes.copy_(torch.roll(self.amaxes, 1))
         self.amaxes[0] = amax
         self.calls += 1
