@@ -209,13 +209,7 @@ def _scaled(x: Tensor, quantizer: Quantizer, scaling: Scaling, draws: Draws, del
             raise ArgumentError(
                 "delayed scaling needs a state to remember in; run the layer inside a model that fmtsim.convert made"
             )
-        amax = statistic(x, (None, None), "amax")
-        if bool(scaling.history.immediate):
-            delayed.record(amax)
-            given = delayed.scales()
-        else:
-            given = delayed.scales()
-            delayed.record(amax)
+        given = delayed.advance(statistic(x, (None, None), "amax"))
     overflow = quantizer.overflow or element.default_overflow
     made: Scaled = cast(x, element, scaling, quantizer.rounding, overflow, keys, given)
     dtype = holder(element) if isinstance(element, FloatFormat) else torch.float32

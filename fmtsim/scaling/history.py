@@ -15,9 +15,9 @@ from fmtsim.scaling.statistics import FLT_MAX
 class DelayedScale(nn.Module):
     """Hold the history of one tensor of a layer, in buffers.
 
-    A call takes ``scales()`` for its elements and ``record()`` s the largest magnitude of the tensor, which then counts
-    for later calls. Buffers move with the module and are broadcast by DistributedDataParallel; they are not part of its
-    state_dict (``fmtsim.recipe_state`` has them).
+    A call takes ``advance()``: the scale in force, while the largest magnitude of the tensor is recorded, which then
+    counts for later calls. Buffers move with the module and are broadcast by DistributedDataParallel; they are not part
+    of its state_dict (``fmtsim.recipe_state`` has them).
 
     Args:
         quantizer: A quantiser whose scaling has a history.
@@ -63,6 +63,21 @@ class DelayedScale(nn.Module):
         factor = self.factor.clone().reshape(1, 1)
         return Scales(reciprocal(factor), factor)
 
+    def advance(self, amax: Tensor) -> Scales:
+        """Record a call's largest magnitude, and return the scale of that call.
+
+        The scale follows from earlier calls, but in the rule's first ``immediate`` ones from this call itself.
+        """
+        history = self.scaling.history
+        assert history is not None
+        before, fresh = self.scales(), self.calls < history.immediate
+        self.record(amax)
+        if not history.immediate:
+            return before
+        own = self.amaxes[0]  # of all ranks
+        factor = torch.where(fresh & (own > 0), self._factor(own), before.factor)
+        return Scales(reciprocal(factor), factor)
+
     @torch.no_grad()
     def record(self, amax: Tensor) -> None:
         """Remember the largest magnitude of a call and update the scale where that is due.
@@ -83,9 +98,7 @@ class DelayedScale(nn.Module):
         self.amaxes[0] = amax
         self.calls += 1
         found = self.amaxes.amax() if history.algorithm == "max" else self.amaxes[0]
-        if history.immediate:
-            found = torch.where(self.calls <= history.immediate, self.amaxes[0], found)
-        due = (self.calls % history.refresh_every == 0) | (self.calls <= history.immediate)
+        due = self.calls % history.refresh_every == 0
         kept = self.factor if self.scaling.empty == "previous" else torch.ones_like(self.factor)
         self.factor.copy_(torch.where(due, torch.where(found > 0, self._factor(found), kept), self.factor))
 

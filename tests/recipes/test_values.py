@@ -150,6 +150,22 @@ def test_delayed_scaling_follows_a_sequence():
     assert largest[2] == 1.0  # saturates in the step of the jump
 
 
+def test_fp8lms_first_calls_scale_by_themselves():
+    """A window of 16: the first 16 uses take their own largest magnitude, later ones the largest of the 16 before."""
+    quantizer = get_recipe("fp8lm").linear.fprop.a
+    delayed = DelayedScale(quantizer)
+    amaxes = [7.0] + [1.0] * 14 + [2.0] + [1.0] + [64.0] + [1.0] * 17
+    factors = []
+    for amax in amaxes:
+        made = prepare(torch.full((2, 2), amax), quantizer, Draws(), delayed)
+        factors.append(float(1 / made.scale.item()))
+    warm = [2.0 ** ((448 / amax).__trunc__().bit_length() - 1) for amax in amaxes[:16]]
+    assert factors[:16] == warm == [64.0] + [256.0] * 14 + [128.0]
+    assert factors[16] == 64.0  # 7 is among the 16 before
+    assert factors[17] == 128.0  # 7 is not any more, 2 is; 64 saturates
+    assert factors[18:34] == [4.0] * 16 and factors[34] == 256.0
+
+
 def test_the_scale_of_a_window_is_refreshed_once_a_window():
     quantizer = get_recipe("intel_2t").linear.fprop.a
     short = dataclasses.replace(quantizer.scaling, history=History(length=4, refresh_every=4))
