@@ -21,7 +21,7 @@ from fmtsim.gemm.emulated import autocast_to, layer_forward, layer_gradients
 from fmtsim.gemm.operand import block_of
 from fmtsim.gemm.passes import Kept, Pass, State, kept_of
 from fmtsim.gemm.streams import Generator
-from fmtsim.scaling.history import DelayedScale
+from fmtsim.scaling.history import DelayedScale, FrozenScale
 from fmtsim.scaling.transform import Hadamard
 
 _FIELDS = len(Kept._fields)
@@ -94,7 +94,7 @@ def _layout(config: LinearConfig, dtype: torch.dtype) -> tuple[torch.dtype | Non
     side = math.lcm(128, *sizes, *groups)
     with _disable_current_modes(), torch.no_grad():  # the compiler asks, and its tensors hold no numbers
         x = torch.ones(side, side, dtype=dtype, device="cpu")
-        memory = {
+        memory: dict[str, DelayedScale | FrozenScale] = {
             name: DelayedScale(quantizer)
             for name, quantizer in config.operands.items()
             if quantizer.scaling is not None and quantizer.scaling.history is not None

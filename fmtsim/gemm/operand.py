@@ -16,7 +16,7 @@ from fmtsim.ops import RandomKey
 from fmtsim.quantize import quantize
 from fmtsim.scaling.cast import Scaled, cast, spread
 from fmtsim.scaling.hadamard import hadamard
-from fmtsim.scaling.history import DelayedScale
+from fmtsim.scaling.history import DelayedScale, FrozenScale
 from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.scale import Scaling
 from fmtsim.scaling.signs import random_signs
@@ -125,7 +125,9 @@ class Draws(NamedTuple):
     signs: Any = None
 
 
-def prepare(x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedScale | None = None) -> Operand:
+def prepare(
+    x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedScale | FrozenScale | None = None
+) -> Operand:
     """Quantise a matrix ``[rows, inner]``; blocks run along the inner axis.
 
     Args:
@@ -179,7 +181,7 @@ def _clamped(x: Tensor, transform: Clamp) -> tuple[Tensor, Tensor | None]:
     return y, x - y if transform.compensate else None
 
 
-def _cast(x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedScale | None) -> Operand:
+def _cast(x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedScale | FrozenScale | None) -> Operand:
     fmt = quantizer.format
     if fmt is None:
         return Operand(x, quantizer)
@@ -196,7 +198,9 @@ def _cast(x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedScale |
     return Operand(values, quantizer)
 
 
-def _scaled(x: Tensor, quantizer: Quantizer, scaling: Scaling, draws: Draws, delayed: DelayedScale | None) -> Operand:
+def _scaled(
+    x: Tensor, quantizer: Quantizer, scaling: Scaling, draws: Draws, delayed: DelayedScale | FrozenScale | None
+) -> Operand:
     element = quantizer.format
     assert element is not None and not isinstance(element, BlockFormat | LogTileFormat)
     keys = (

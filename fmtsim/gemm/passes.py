@@ -13,13 +13,13 @@ from fmtsim.gemm.machine import multiply_coded, round_output
 from fmtsim.gemm.operand import Draws, Operand, block_of, multiply_operands, prepare, rotated, transformed
 from fmtsim.gemm.streams import Generator, stream_of
 from fmtsim.ops import RandomKey
-from fmtsim.scaling.history import DelayedScale
+from fmtsim.scaling.history import DelayedScale, FrozenScale
 from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.statistics import block_sizes
 from fmtsim.scaling.transform import Hadamard
 
 Observer = Callable[[str, Tensor, Tensor, Quantizer, int], None]
-State = Mapping[str, DelayedScale]
+State = Mapping[str, DelayedScale | FrozenScale]
 
 OPERANDS = tuple(LinearConfig().operands)
 PRODUCTS = ("fprop", "dgrad", "wgrad")

@@ -13,7 +13,7 @@ from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.gemm.config import LinearConfig
 from fmtsim.gemm.emulated import EmulatedGEMM
 from fmtsim.gemm.opaque import Layer, run_layer
-from fmtsim.gemm.passes import OPERANDS, Observer
+from fmtsim.gemm.passes import OPERANDS, Observer, State
 from fmtsim.gemm.sizes import size_fault
 from fmtsim.gemm.streams import Generator
 from fmtsim.recipes.plan import LayerPlan
@@ -33,7 +33,8 @@ class Emulation:
         observer: Set by ``fmtsim.observe`` while it is active, else None: given the name of a part of the module
             (empty for the module itself), it returns the observer of that part.
         plan: What the module runs at which step of training; None is ``config`` always.
-        layers: For each config that is more than casts, its products under ``torch.compile``, by part.
+        layers: For each config that is more than casts, its products under ``torch.compile``, by part, and again by
+            ``"part frozen"`` for calls without gradients.
         compiled: Those of the config in force, None for one of casts alone.
     """
 
@@ -91,9 +92,11 @@ class EmulatedModule(nn.Module):
                     "size or context, or leave the layer out with filter_fn= or a Rule(name=...)"
                 )
         if how.compiled is not None and torch.compiler.is_compiling():
-            return run_layer(x, w, bias, how.compiled[part])
+            return run_layer(x, w, bias, how.compiled[part if torch.is_grad_enabled() else f"{part} frozen"])
         try:
-            return EmulatedGEMM.apply(x, w, bias, how.config, how.generator, observer, self._state(part))
+            return EmulatedGEMM.apply(
+                x, w, bias, how.config, how.generator, observer, self._state(part, torch.is_grad_enabled())
+            )
         except FmtsimError as error:
             raise type(error)(f"layer {how.name!r}: {error}") from error
 
@@ -113,17 +116,25 @@ class EmulatedModule(nn.Module):
             self.add_module(STATE, memory.to(parameter.device))
         for config in configs:
             if not config.plain:
-                products = {part: Layer(config, how.generator, self._state(part)) for part in self.parts}
+                products = {
+                    part if learns else f"{part} frozen": Layer(config, how.generator, self._state(part, learns))
+                    for part in self.parts
+                    for learns in (True, False)
+                }
                 how.layers.append((config, products))
         how.run(how.config)
 
-    def _state(self, part: str) -> dict[str, DelayedScale]:
-        """Return what delayed scaling remembers of a part of this module, by operand."""
+    def _state(self, part: str, learns: bool) -> State:
+        """Return what delayed scaling remembers of a part of this module, by operand.
+
+        Without gradients (``learns`` is False) it is looked at and not changed, as in Transformer Engine.
+        """
         memory = self._modules.get(STATE)
         if memory is None:
             return {}
         keys = {name: _state_key(part, name) for name in OPERANDS}
-        return {name: memory[key] for name, key in keys.items() if key in memory}  # type: ignore[index, operator, misc]
+        found = {name: memory[key] for name, key in keys.items() if key in memory}  # type: ignore[index, operator]
+        return found if learns else {name: scale.frozen() for name, scale in found.items()}  # type: ignore[operator, misc, return-value]
 
     def extra_repr(self) -> str:
         """Show the formats after the layer's own description."""

@@ -63,7 +63,11 @@ class DelayedScale(nn.Module):
         factor = self.factor.clone().reshape(1, 1)
         return Scales(reciprocal(factor), factor)
 
-    def advance(self, amax: Tensor) -> Scales:
+    def frozen(self) -> "FrozenScale":
+        """Return what gives the same scales and remembers nothing."""
+        return FrozenScale(self)
+
+    def advance(self, amax: Tensor, *, remember: bool = True) -> Scales:
         """Record a call's largest magnitude, and return the scale of that call.
 
         The scale follows from earlier calls, but in the rule's first ``immediate`` ones from this call itself.
@@ -71,10 +75,11 @@ class DelayedScale(nn.Module):
         history = self.scaling.history
         assert history is not None
         before, fresh = self.scales(), self.calls < history.immediate
-        self.record(amax)
+        if remember:
+            self.record(amax)
         if not history.immediate:
             return before
-        own = self.amaxes[0]  # of all ranks
+        own = self.amaxes[0] if remember else amax.reshape(())  # of all ranks, or of this call
         factor = torch.where(fresh & (own > 0), self._factor(own), before.factor)
         return Scales(reciprocal(factor), factor)
 
@@ -107,3 +112,14 @@ class DelayedScale(nn.Module):
         factor = torch.div(top, amax).clamp(max=FLT_MAX)
         rule = self.scaling.power_of_two
         return factor if rule is None else power_of_two(factor, up=rule == "floor")
+
+
+class FrozenScale:
+    """Give the scales of a DelayedScale and record nothing, for calls that are no part of training."""
+
+    def __init__(self, memory: DelayedScale) -> None:
+        self.memory = memory
+
+    def advance(self, amax: Tensor) -> Scales:
+        """Return the scale of a call."""
+        return self.memory.advance(amax, remember=False)

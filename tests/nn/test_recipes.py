@@ -104,6 +104,22 @@ def test_delayed_scales_are_saved_and_loaded():
     assert torch.equal(y, z) and all(map(torch.equal, grads, others)) and not torch.equal(y, fresh)
 
 
+@pytest.mark.parametrize("name", ["te_delayed", "fp8lm"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer
+def test_calls_without_gradients_are_not_remembered(name, compiled):
+    torch._dynamo.reset()
+    model = convert(net(blocks=1), recipe=name)
+    call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    step(call, 0)
+    before = str(recipe_state(model))
+    with torch.no_grad():
+        y, z = call(batch(1) * 50), call(batch(1) * 50)
+    assert torch.equal(y, z) and str(recipe_state(model)) == before
+    step(call, 1)
+    assert str(recipe_state(model)) != before
+
+
 def test_state_of_another_recipe_or_model_is_refused():
     model = convert(net(blocks=1), recipe="te_delayed")
     state = recipe_state(model)
