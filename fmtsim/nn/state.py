@@ -1,5 +1,6 @@
 """What a recipe remembers of a model's training, to be saved beside its weights and loaded again."""
 
+import hashlib
 from typing import Any
 
 import torch
@@ -103,9 +104,10 @@ def share_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
 
 
 def _runs(module: EmulatedModule) -> str:
+    """Return a digest of what a layer runs, and when."""
     how = module.emulation
     assert how is not None
-    return repr((how.config, how.plan))
+    return hashlib.sha256(repr((how.config, how.plan)).encode()).hexdigest()
 
 
 def _converted(model: nn.Module, verb: str) -> list[tuple[str, EmulatedModule]]:
