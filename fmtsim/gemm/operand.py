@@ -19,6 +19,7 @@ from fmtsim.scaling.hadamard import hadamard
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.scale import Scaling
+from fmtsim.scaling.signs import random_signs
 from fmtsim.scaling.slope import slope
 from fmtsim.scaling.statistics import block_sizes, statistic
 from fmtsim.scaling.transform import Clamp, Hadamard, Transform
@@ -148,12 +149,10 @@ def rotated(x: Tensor, transform: Hadamard, signs: Any, *, inverse: bool = False
     return hadamard(x, size, _signs(transform, size, signs, x.device), dim=dim, inverse=inverse)
 
 
-def _signs(transform: Hadamard, size: int, draws: Any, device: torch.device) -> Any:
+def _signs(transform: Hadamard, size: int, draws: Any, device: torch.device) -> int | None:
     if transform.signs != "random":
         return transform.signs
-    from fmtsim.scaling.signs import random_signs
-
-    return random_signs(size, _key(draws, device)).to(device)
+    return random_signs(size, _key(draws, device))
 
 
 def _clamped(x: Tensor, transform: Clamp) -> tuple[Tensor, Tensor | None]:
@@ -217,9 +216,10 @@ def _scaled(x: Tensor, quantizer: Quantizer, scaling: Scaling, draws: Draws, del
     )
 
 
-def _key(draws: Any, device: torch.device) -> RandomKey | None:
+def _key(draws: Any, device: torch.device) -> RandomKey:
     keys = draw_keys(True, draws, None, device)
-    return None if keys is None else RandomKey(*keys.tolist())
+    assert keys is not None  # random words were asked for
+    return RandomKey(*keys.tolist())
 
 
 def _element(fmt: Any) -> Any:
