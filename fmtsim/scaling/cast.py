@@ -1,5 +1,6 @@
 """A matrix in an element format under the scales that a rule makes of it."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -64,9 +65,11 @@ def cast(
         return _rounded(x, given, sizes, element, rounding, overflow, keys[0])
     a = statistic(x, scaling.block, scaling.statistic)
     top = float(element.max)
+    # EDEN's first scales are rounded to nearest; the corrected ones are stored by the rule.
+    first = scaling if scaling.eden is None else replace(scaling, scale_rounding="nearest_even")
     best: Scaled | None = None
     for times in scaling.candidates:
-        found = _scales(a, scaling, top, times, keys[1])
+        found = _scales(a, first, top, times, keys[1])
         tried = _rounded(x, found, sizes, element, rounding, overflow, keys[0])
         best = tried if best is None else _better(x, best, tried, scaling.metric, sizes)
     assert best is not None  # a rule has a candidate
