@@ -1,10 +1,31 @@
 """Models under simulated precision: modules with quantised matrix products, convert, revert and report."""
 
 from fmtsim.nn.attention import EmulatedMultiheadAttention as EmulatedMultiheadAttention
+from fmtsim.nn.attention_mode import QuantisedAttention as QuantisedAttention
+from fmtsim.nn.attention_mode import convert_attention as convert_attention
+from fmtsim.nn.attention_mode import revert_attention as revert_attention
 from fmtsim.nn.convert import convert as convert
 from fmtsim.nn.convert import revert as revert
 from fmtsim.nn.modules import EmulatedConv2d as EmulatedConv2d
 from fmtsim.nn.modules import EmulatedLinear as EmulatedLinear
 from fmtsim.nn.report import report as report
+from fmtsim.nn.sdpa import flash_attention_3 as flash_attention_3
+from fmtsim.nn.sdpa import quantised_attention as quantised_attention
+from fmtsim.nn.smooth import SmoothSwiGLU as SmoothSwiGLU
+from fmtsim.nn.smooth import smooth_swiglu as smooth_swiglu
 
-__all__ = ["EmulatedConv2d", "EmulatedLinear", "EmulatedMultiheadAttention", "convert", "report", "revert"]
+__all__ = [
+    "EmulatedConv2d",
+    "EmulatedLinear",
+    "EmulatedMultiheadAttention",
+    "QuantisedAttention",
+    "SmoothSwiGLU",
+    "convert",
+    "convert_attention",
+    "flash_attention_3",
+    "quantised_attention",
+    "report",
+    "revert",
+    "revert_attention",
+    "smooth_swiglu",
+]

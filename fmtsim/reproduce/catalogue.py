@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Sequence
 
 from fmtsim.errors import ArgumentError
-from fmtsim.reproduce import blocks, estimators, machines, outliers, ratios, training
+from fmtsim.reproduce import attention, blocks, estimators, machines, outliers, ratios, training
 from fmtsim.reproduce.claim import Claim
 
 CLAIMS: tuple[Claim, ...] = (
@@ -12,6 +12,7 @@ CLAIMS: tuple[Claim, ...] = (
     *ratios.CLAIMS,
     *estimators.CLAIMS,
     *outliers.CLAIMS,
+    *attention.CLAIMS,
     *machines.CLAIMS,
     *training.CLAIMS,
 )

@@ -26,6 +26,7 @@ PLANTED = (  # claim, setting, a value that is wrong, a number that has to fail
     ("occ", "recipe", "te_current", "not clamped, dB"),
     ("halo", "times", 5.0, "channel, level 0"),
     ("smooth_swiglu", "times", 2.0, "delayed, plain: the spike"),
+    ("flash_attention_3", "times", 0.0, "baseline / FlashAttention-3"),
     ("accumulation", "unit", "blackwell.tcgen05", "uniform, never promoted"),
     ("underflow", "format", "bf16", "progress without scaling"),
     ("underflow", "scale", 1.0, "progress with scaling"),
