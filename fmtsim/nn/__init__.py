@@ -12,6 +12,8 @@ from fmtsim.nn.report import report as report
 from fmtsim.nn.sdpa import flash_attention_3 as flash_attention_3
 from fmtsim.nn.sdpa import quantised_attention as quantised_attention
 from fmtsim.nn.smooth import SmoothSwiGLU as SmoothSwiGLU
+from fmtsim.nn.smooth import convert_swiglu as convert_swiglu
+from fmtsim.nn.smooth import revert_swiglu as revert_swiglu
 from fmtsim.nn.smooth import smooth_swiglu as smooth_swiglu
 
 __all__ = [
@@ -22,10 +24,12 @@ __all__ = [
     "SmoothSwiGLU",
     "convert",
     "convert_attention",
+    "convert_swiglu",
     "flash_attention_3",
     "quantised_attention",
     "report",
     "revert",
     "revert_attention",
+    "revert_swiglu",
     "smooth_swiglu",
 ]

@@ -4,7 +4,8 @@ Source: Fishman et al., Scaling FP8 training to trillion-token LLMs, arXiv:2409.
 20029cf, class ScaledSwiglu). The paper's scale is one a channel, the code's one a token.
 """
 
-from typing import Literal, get_args
+from functools import lru_cache
+from typing import Any, Final, Literal, TypeVar, get_args
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,10 @@ from fmtsim.nn.modules import EmulatedModule
 from fmtsim.scaling.scales import power_of_two as to_power_of_two
 
 Per = Literal["token", "channel"]
+Model = TypeVar("Model", bound=nn.Module)
+
+_PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")
+_RULE: Final = "_fmtsim_smooth"  # on each converted module: per, power_of_two
 
 
 def smooth_scale(v: Tensor, per: Per = "token", *, power_of_two: bool = False) -> Tensor:
@@ -127,3 +132,61 @@ def scaled_down(down: nn.Linear, z: Tensor, s: Tensor, per: Per) -> Tensor:
     y = down.gemm(z, weight, None) if isinstance(down, EmulatedModule) else F.linear(z, weight)
     y = y * s.to(y.dtype) if per == "token" else y
     return y if down.bias is None else y + down.bias.to(y.dtype)
+
+
+def convert_swiglu(model: Model, *, per: Per = "token", power_of_two: bool = False) -> Model:
+    """Smooth the gated layers of a model, in place: same objects, Parameters and state_dict, another forward.
+
+    A gated layer has linear ``gate_proj``, ``up_proj`` and ``down_proj`` and SiLU as ``act_fn``, as in Hugging Face's
+    Llama. It goes with ``fmtsim.convert``, in any order.
+
+    Args:
+        model: Any module.
+        per: See ``smooth_scale``.
+        power_of_two: See there.
+
+    Raises:
+        ArgumentError: There is no such layer, or an unknown rule. The model is then unchanged.
+    """
+    smooth_scale(torch.zeros(1, 1), per)  # refuses an unknown rule
+    found = [module for module in model.modules() if _is_gated(module)]
+    if not found:
+        raise ArgumentError(
+            f"convert_swiglu found no gated layer in {type(model).__name__}; "
+            f"it looks for linear {', '.join(_PROJECTIONS)} and act_fn=SiLU, or build the model with SmoothSwiGLU"
+        )
+    for module in found:
+        module.__dict__[_RULE] = (per, power_of_two)
+        module.__class__ = _smoothed(type(module))  # type: ignore[assignment, arg-type]
+    return model
+
+
+def revert_swiglu(model: Model) -> Model:
+    """Give gated layers their own forward back, in place; raise ArgumentError where none is converted."""
+    found = [module for module in model.modules() if _RULE in module.__dict__]
+    if not found:
+        raise ArgumentError(f"{type(model).__name__} has no converted gated layer; call convert_swiglu first")
+    for module in found:
+        del module.__dict__[_RULE]
+        module.__class__ = type(module).__mro__[1]  # type: ignore[assignment]
+    return model
+
+
+@lru_cache(maxsize=64)
+def _smoothed(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Smooth{cls.__name__}", (cls,), {"forward": _smooth_forward, "__doc__": cls.__doc__})
+
+
+def _smooth_forward(self: Any, x: Tensor) -> Tensor:
+    per, power_of_two = self.__dict__[_RULE]
+    z, s = smooth_swiglu(self.gate_proj(x), self.up_proj(x), per=per, power_of_two=power_of_two)
+    return scaled_down(self.down_proj, z, s, per)
+
+
+def _is_gated(module: nn.Module) -> bool:
+    linear = all(isinstance(getattr(module, name, None), nn.Linear) for name in _PROJECTIONS)
+    return (
+        linear
+        and _RULE not in module.__dict__
+        and type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+    )
