@@ -9,6 +9,13 @@ from fmtsim.nn.convert import revert as revert
 from fmtsim.nn.modules import EmulatedConv2d as EmulatedConv2d
 from fmtsim.nn.modules import EmulatedLinear as EmulatedLinear
 from fmtsim.nn.report import report as report
+from fmtsim.nn.scaled_linear import MuLinear as MuLinear
+from fmtsim.nn.scaled_linear import MuReadout as MuReadout
+from fmtsim.nn.scaled_linear import MuResidual as MuResidual
+from fmtsim.nn.scaled_linear import ScaledLinear as ScaledLinear
+from fmtsim.nn.scaled_linear import UnitLinear as UnitLinear
+from fmtsim.nn.scaled_linear import UnitReadout as UnitReadout
+from fmtsim.nn.scaled_linear import mu_parameter_groups as mu_parameter_groups
 from fmtsim.nn.sdpa import flash_attention_3 as flash_attention_3
 from fmtsim.nn.sdpa import quantised_attention as quantised_attention
 from fmtsim.nn.smooth import SmoothSwiGLU as SmoothSwiGLU
@@ -20,12 +27,19 @@ __all__ = [
     "EmulatedConv2d",
     "EmulatedLinear",
     "EmulatedMultiheadAttention",
+    "MuLinear",
+    "MuReadout",
+    "MuResidual",
     "QuantisedAttention",
+    "ScaledLinear",
     "SmoothSwiGLU",
+    "UnitLinear",
+    "UnitReadout",
     "convert",
     "convert_attention",
     "convert_swiglu",
     "flash_attention_3",
+    "mu_parameter_groups",
     "quantised_attention",
     "report",
     "revert",
