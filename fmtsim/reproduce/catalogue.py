@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Sequence
 
 from fmtsim.errors import ArgumentError
-from fmtsim.reproduce import attention, blocks, estimators, machines, outliers, ratios, training
+from fmtsim.reproduce import attention, blocks, estimators, machines, outliers, ratios, training, widths
 from fmtsim.reproduce.claim import Claim
 
 CLAIMS: tuple[Claim, ...] = (
@@ -15,6 +15,7 @@ CLAIMS: tuple[Claim, ...] = (
     *attention.CLAIMS,
     *machines.CLAIMS,
     *training.CLAIMS,
+    *widths.CLAIMS,
 )
 
 

@@ -28,6 +28,7 @@ PLANTED = (  # claim, setting, a value that is wrong, a number that has to fail
     ("smooth_swiglu", "times", 2.0, "delayed, plain: the spike"),
     ("flash_attention_3", "times", 0.0, "baseline / FlashAttention-3"),
     ("accumulation", "unit", "blackwell.tcgen05", "uniform, never promoted"),
+    ("unit_scaling", "format", "e2m1", "unit, largest part of a gradient lost"),
     ("underflow", "format", "bf16", "progress without scaling"),
     ("underflow", "scale", 1.0, "progress with scaling"),
 )  # fmt: skip
