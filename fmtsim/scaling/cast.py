@@ -63,13 +63,12 @@ def cast(
     sizes = block_sizes(scaling.block, x.shape)
     if given is not None:
         return _rounded(x, given, sizes, element, rounding, overflow, keys[0])
+    rule = scaling if scaling.eden is None else replace(scaling, scale_rounding="nearest_even")  # before correction
     a = statistic(x, scaling.block, scaling.statistic)
     top = float(element.max)
-    # EDEN's first scales are rounded to nearest; the corrected ones are stored by the rule.
-    first = scaling if scaling.eden is None else replace(scaling, scale_rounding="nearest_even")
     best: Scaled | None = None
     for times in scaling.candidates:
-        found = _scales(a, first, top, times, keys[1])
+        found = _scales(a, rule, top, times, keys[1])
         tried = _rounded(x, found, sizes, element, rounding, overflow, keys[0])
         best = tried if best is None else _better(x, best, tried, scaling.metric, sizes)
     assert best is not None  # a rule has a candidate
@@ -127,7 +126,10 @@ def _better(x: Tensor, old: Scaled, new: Scaled, metric: str, sizes: tuple[int, 
 
 
 def _corrected(found: Scaled, scaling: Scaling, sizes: tuple[int, int], key: RandomKey | None) -> Scaled:
-    """Multiply each group's scales by ``<y, y> / <y, q>``, y being what was rounded to q, and round them again."""
+    """Multiply each group's scales by ``<y, y> / <y, q>``, y being what was rounded to q, and round them again.
+
+    Scales were rounded to nearest before; the rule's own rounding, often stochastic, is that of the corrected ones.
+    """
     assert scaling.eden is not None
     group = (1, scaling.eden)
     y, q = blocked(found.scaled.double(), group), blocked(found.elements.double(), group)
