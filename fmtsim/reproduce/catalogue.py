@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Sequence
 
 from fmtsim.errors import ArgumentError
-from fmtsim.reproduce import attention, blocks, estimators, machines, outliers, ratios, training, widths
+from fmtsim.reproduce import attention, blocks, estimators, machines, outliers, ratios, sequences, training, widths
 from fmtsim.reproduce.claim import Claim
 
 CLAIMS: tuple[Claim, ...] = (
@@ -14,6 +14,7 @@ CLAIMS: tuple[Claim, ...] = (
     *outliers.CLAIMS,
     *attention.CLAIMS,
     *machines.CLAIMS,
+    *sequences.CLAIMS,
     *training.CLAIMS,
     *widths.CLAIMS,
 )

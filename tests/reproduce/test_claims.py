@@ -28,6 +28,8 @@ PLANTED = (  # claim, setting, a value that is wrong, a number that has to fail
     ("smooth_swiglu", "times", 2.0, "delayed, plain: the spike"),
     ("flash_attention_3", "times", 0.0, "baseline / FlashAttention-3"),
     ("accumulation", "unit", "blackwell.tcgen05", "uniform, never promoted"),
+    ("delayed_scaling", "length", 8, "steps under it"),
+    ("stochastic_sums", "steps", 50, "int8, 10 + 100 x 0.2, stochastic"),
     ("unit_scaling", "format", "e2m1", "unit, largest part of a gradient lost"),
     ("underflow", "format", "bf16", "progress without scaling"),
     ("underflow", "scale", 1.0, "progress with scaling"),
@@ -137,7 +139,9 @@ def test_every_claim_says_who_claims_what():
         assert claim.says and claim.source
         assert hash(claim) is not None
         seeded = any(name == "seed" for name, _ in claim.settings)
-        assert seeded or claim.name in ("dge", "loss_scaling"), f"{claim.name} draws numbers without a seed"
+        assert seeded or claim.name in ("dge", "loss_scaling", "delayed_scaling"), (
+            f"{claim.name} draws numbers without a seed"
+        )
 
 
 def test_distributions_have_the_moments_they_should():
