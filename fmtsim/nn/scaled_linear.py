@@ -60,7 +60,7 @@ class UnitReadout(ScaledLinear):
 class MuLinear(ScaledLinear):
     """Apply a hidden layer of muS: ``x w^T / sqrt(fan_in)``, the same factor on the products of the gradients.
 
-    Source: Narayan et al., muS, arXiv:2502.05967, table 1.
+    Source: Narayan et al., muS, arXiv:2502.05967.
     """
 
     def factors(self, x: Tensor) -> tuple[float, float, float]:

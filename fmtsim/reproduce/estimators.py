@@ -202,7 +202,7 @@ CLAIMS = (
     Claim(
         name="dge",
         says="the capped differentiable estimator passes 0.59 of the gradient on average, without cap all of it",
-        source="Wang et al., arXiv:2501.17116, section 3.1 (k = 5, cap 3)",
+        source="Wang et al., arXiv:2501.17116 (k = 5, cap 3)",
         measure=differentiable,
         settings=(("k", 5.0), ("cap", 3.0), ("points", 1 << 20)),
         expected=(

@@ -145,7 +145,7 @@ CLAIMS = (
     Claim(
         name="smooth_swiglu",
         says="a token a hundred times as large saturates under delayed scaling, behind Smooth-SwiGLU it does not",
-        source="Fishman et al., arXiv:2409.12517, section 4.4; Megatron-DeepSpeed 20029cf, class ScaledSwiglu",
+        source="Fishman et al., arXiv:2409.12517; Megatron-DeepSpeed 20029cf, class ScaledSwiglu",
         measure=spike,
         settings=(("recipe", "te_delayed"), ("times", 100.0), ("calls", 8), ("shape", (256, 1024)), ("seed", 0)),
         expected=(

@@ -155,7 +155,7 @@ CLAIMS = (
     Claim(
         name="logarithmic",
         says="LogFMT of 8 bits beats E4M3 and E5M2, of 10 bits it comes near bfloat16; LNS8 is as good as E4M3",
-        source="DeepSeek, Insights into DeepSeek-V3, arXiv:2505.09343, section 4; Zhao et al., arXiv:2106.13914",
+        source="DeepSeek, Insights into DeepSeek-V3, arXiv:2505.09343; Zhao et al., arXiv:2106.13914",
         measure=logarithmic,
         settings=(("rows", 4096), ("block", 128), ("gammas", (1, 2, 4, 8, 16, 32)), ("seed", 0)),
         expected=(

@@ -26,7 +26,7 @@ PLANTED = (  # claim, setting, a value that is wrong, a number that has to fail
     ("occ", "recipe", "te_current", "not clamped, dB"),
     ("halo", "times", 5.0, "channel, level 0"),
     ("smooth_swiglu", "times", 2.0, "delayed, plain: the spike"),
-    ("flash_attention_3", "times", 0.0, "baseline / FlashAttention-3"),
+    ("flash_attention_3", "keys", 256, "baseline / FlashAttention-3"),
     ("accumulation", "unit", "blackwell.tcgen05", "uniform, never promoted"),
     ("delayed_scaling", "length", 8, "steps under it"),
     ("stochastic_sums", "steps", 50, "int8, 10 + 100 x 0.2, stochastic"),
