@@ -13,10 +13,10 @@ from fmtsim.recipes.spec import Recipe, Rule
 class Tower(nn.Module):
     def __init__(self, tied=False, head=True):
         super().__init__()
-        self.embedding = nn.Embedding(32, 32)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))
+        self.embedding = nn.Embedding(32, 128)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4))
         if head:
-            self.head = nn.Linear(32, 32, bias=False)
+            self.head = nn.Linear(128, 32, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
 
