@@ -62,12 +62,14 @@ class Measured:
         curves: Points to draw, by label; empty where a table says it all.
         axes: What the curves' x and y are.
         logarithmic: Which axes are, of ``"x"`` and ``"y"``.
+        ticks: Names of the places 0, 1, 2, ... on the x axis, where they are no numbers.
     """
 
     numbers: Mapping[str, float]
     curves: Mapping[str, Curve] = field(default_factory=dict)
     axes: tuple[str, str] = ("", "")
     logarithmic: str = ""
+    ticks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,7 +57,7 @@ def table(tell: Tell, *, count: int, clips: int, distributions: tuple[str, ...],
         name: [(float(i), numbers[f"{distribution} {name}, dB"]) for i, distribution in enumerate(distributions)]
         for name in formats
     }
-    return Measured(numbers=numbers, curves=curves, axes=(" - ".join(distributions), "signal to noise, dB"))
+    return Measured(numbers=numbers, curves=curves, axes=("distribution", "signal to noise, dB"), ticks=distributions)
 
 
 def logarithmic(tell: Tell, *, rows: int, block: int, gammas: tuple[int, ...], seed: int) -> Measured:

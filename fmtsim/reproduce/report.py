@@ -74,6 +74,8 @@ def plot_result(result: Result, path: str | Path | None = None) -> "Figure | Non
         axes.set_xscale("log", base=2)
     if "y" in measured.logarithmic:
         axes.set_yscale("log")
+    if measured.ticks:
+        axes.set_xticks(range(len(measured.ticks)), measured.ticks)
     axes.set_xlabel(measured.axes[0])
     axes.set_ylabel(measured.axes[1])
     axes.set_title(result.claim.says, fontsize=10, wrap=True)
