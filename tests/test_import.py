@@ -24,7 +24,7 @@ LAYERS = (
     {"recipes"},
     {"nn", "optim", "distributed"},
     {"analysis"},
-    {"training", "explain", "verify", "bench", "calibration"},
+    {"training", "explain", "verify", "bench", "calibration", "reproduce"},
     {"cli"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

@@ -23,6 +23,7 @@ COMMANDS = {
     "calibrate": "ask the GPU here for its arithmetic and its library's orders of sums, and write a plan file",
     "bench": "measure casts against a copy, products (bench gemm) against sgemm, the CUDA engine (bench gpu)",
     "train": "train a small GPT in full precision and under simulated precision, side by side",
+    "reproduce": "run miniatures of what published schemes claim, and say which come out the same",
 }
 BAD_INPUT = 2
 INTERRUPTED = 130

@@ -1,0 +1,159 @@
+"""Unit scaling: operations whose outputs and gradients have unit variance at initialisation, by fixed factors.
+
+Each operation multiplies its output by one number, and the gradients of its inputs by others; none is measured. By
+default the gradient of an activation is multiplied by the factor of the output, so that gradients are those of the
+function that runs; weights get a factor of their own, which an optimizer that divides by the gradient's size ignores.
+
+Source: Blake et al., Unit Scaling, arXiv:2303.11257, and u-muP, arXiv:2407.17465; unit-scaling a7b5b3c, functional.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class _Scaled(torch.autograd.Function):
+    """Multiply by one number forwards and by another backwards."""
+
+    @staticmethod
+    def forward(x: Tensor, forward: float, backward: float) -> Tensor:
+        """Return ``x * forward``, x itself where that is 1."""
+        return x.view_as(x) if forward == 1 else x * forward
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the other number."""
+        ctx.factor = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return ``g * backward``."""
+        return (g if ctx.factor == 1 else g * ctx.factor), None, None
+
+
+def scale_forward(x: Tensor, factor: float) -> Tensor:
+    """Return ``x * factor`` with the gradient of x itself: the gradient is not multiplied."""
+    return _Scaled.apply(x, float(factor), 1.0)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scale_backward(x: Tensor, factor: float) -> Tensor:
+    """Return x, whose gradient is multiplied by ``factor``."""
+    return _Scaled.apply(x, 1.0, float(factor))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def interpolated(weight: float, low: float, high: float) -> float:
+    """Return ``low ** (1 - weight) * high ** weight``, the empirical model of a nonlinearity's size."""
+    return math.exp(weight * math.log(high) + (1 - weight) * math.log(low))
+
+
+def linear_factors(x: Tensor, w: Tensor, *, constrained: bool = True, power: float = 0.5) -> tuple[float, float, float]:
+    """Return the factors of ``x w^T``: of the output, of x's gradient, of w's (and a bias's) gradient.
+
+    They are ``K ** -power``, ``N ** -0.5`` and ``T ** -0.5`` with w [N, K] and T rows of x; ``constrained`` makes the
+    second one the first. Readouts take ``power=1`` and no constraint.
+    """
+    n, k = w.shape
+    out, back = k**-power, n**-0.5
+    return out, out if constrained else back, (x.numel() // k) ** -0.5
+
+
+def matmul(a: Tensor, b: Tensor, *, constrained: bool = True) -> Tensor:
+    """Return ``a b`` times ``K ** -0.5``; unconstrained gradients have ``N ** -0.5`` (of a) and ``M ** -0.5``."""
+    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    out = k**-0.5
+    of_a, of_b = (out, out) if constrained else (n**-0.5, m**-0.5)
+    return scale_forward(scale_backward(a, of_a) @ scale_backward(b, of_b), out)
+
+
+def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
+    """Look up rows of a weight ``[V, features]`` whose gradient is multiplied by ``sqrt(V / tokens)``."""
+    return F.embedding(tokens, scale_backward(weight, (weight.shape[0] / tokens.numel()) ** 0.5))
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Normalise the last dimension; gradients of weight and bias are multiplied by ``sqrt(features / elements)``."""
+    factor = (x.shape[-1] / x.numel()) ** 0.5
+    weight, bias = (None if p is None else scale_backward(p, factor) for p in (weight, bias))
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Divide by the root mean square of the last dimension; the weight's gradient is scaled as in ``layer_norm``."""
+    factor = (x.shape[-1] / x.numel()) ** 0.5
+    return F.rms_norm(x, x.shape[-1:], None if weight is None else scale_backward(weight, factor), eps)
+
+
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``(a + b) / sqrt(2)`` of tensors of one shape."""
+    return scale_forward(scale_backward(a, 0.5**0.5) + scale_backward(b, 0.5**0.5), 0.5**0.5)
+
+
+def residual_split(x: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return x for a residual branch and for its skip connection; ``residual_add`` has the other half of the factors.
+
+    Gradients are multiplied by ``tau / sqrt(1 + tau^2)`` and ``1 / sqrt(1 + tau^2)`` here, values there.
+    """
+    whole = (1 + tau**2) ** 0.5
+    return scale_backward(x, tau / whole), scale_backward(x, 1 / whole)
+
+
+def residual_add(branch: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
+    """Return ``(tau branch + skip) / sqrt(1 + tau^2)``, whose gradients are not multiplied."""
+    whole = (1 + tau**2) ** 0.5
+    return scale_forward(branch, tau / whole) + scale_forward(skip, 1 / whole)
+
+
+def gelu(x: Tensor, mult: float = 1.0, *, constrained: bool = True) -> Tensor:
+    """Return ``gelu(mult x) / mult``, scaled."""
+    weight = 1 / (1 + 0.25 / mult**2)
+    out = interpolated(weight, 2.0, (2 / (1 - 1 / math.pi)) ** 0.5)
+    back = out if constrained else interpolated(weight, 2.0, 2**0.5)
+    return scale_forward(F.gelu(scale_backward(x, back) * mult) / mult, out)
+
+
+def silu(x: Tensor, mult: float = 1.0, *, constrained: bool = True) -> Tensor:
+    """Return ``x sigmoid(mult x)``, scaled."""
+    out = interpolated(1 / (1 + 0.25 / mult**2), 2.0, (2 / (1 - 1 / math.pi)) ** 0.5)
+    back = out if constrained else interpolated(1 / (1 + 1 / mult**2), 2.0, 2**0.5)
+    x = scale_backward(x, back)
+    return scale_forward(x * torch.sigmoid(x * mult), out)
+
+
+def silu_glu(x: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
+    """Return ``x gate sigmoid(mult gate)``, scaled; both gradients have the output's factor."""
+    factor = interpolated(1 / (1 + 1 / mult**2), 2.0, 2**0.5)
+    x, gate = scale_backward(x, factor), scale_backward(gate, factor)
+    return scale_forward(x * gate * torch.sigmoid(gate * mult), factor)
+
+
+def softmax(x: Tensor, mult: float = 1.0, *, constrained: bool = True) -> Tensor:
+    """Return the softmax of ``mult x`` over the last dimension of n, scaled between ``n`` (flat) and ``sqrt(n)``."""
+    n, weight = x.shape[-1], 1 / (1 + 4 / mult**2)
+    out = interpolated(weight, n, n**0.5)
+    back = out if constrained else interpolated(weight, n / mult, (n / mult) ** 0.5)
+    return scale_forward(F.softmax(scale_backward(x, back) * mult, -1), out)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, mult: float = 1.0) -> Tensor:
+    """Return scaled dot product attention with logits ``mult q k^T / d``, scaled."""
+    length, d = v.shape[-2], q.shape[-1]
+    flat = (math.log(length) / length) ** 0.5 if is_causal else length**-0.5
+    factor = 1 / interpolated(1 / (1 + 4 * d / mult**2), flat, 1.0)
+    q, k, v = (scale_backward(t, factor) for t in (q, k, v))
+    return scale_forward(F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=mult / d), factor)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy; the gradient of the logits is that of the sum times ``V / sqrt(V - 1)``."""
+    rows, classes = logits.shape
+    loss = F.cross_entropy(scale_backward(logits, classes / (classes - 1) ** 0.5), targets, reduction="sum")
+    return scale_forward(loss, 1 / rows)
+
+
+def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    """Return dropout times ``sqrt(1 - p)``, values and gradients, in training and in evaluation alike."""
+    factor = (1 - p) ** 0.5
+    return scale_forward(F.dropout(scale_backward(x, factor), p, training), factor)

@@ -1,0 +1,35 @@
+"""The list of claims."""
+
+import difflib
+from collections.abc import Sequence
+
+from fmtsim.errors import ArgumentError
+from fmtsim.reproduce import attention, blocks, estimators, machines, outliers, ratios, sequences, training, widths
+from fmtsim.reproduce.claim import Claim
+
+CLAIMS: tuple[Claim, ...] = (
+    *blocks.CLAIMS,
+    *ratios.CLAIMS,
+    *estimators.CLAIMS,
+    *outliers.CLAIMS,
+    *attention.CLAIMS,
+    *machines.CLAIMS,
+    *sequences.CLAIMS,
+    *training.CLAIMS,
+    *widths.CLAIMS,
+)
+
+
+def get_claims(names: Sequence[str] = ()) -> tuple[Claim, ...]:
+    """Return the claims of these names, in the order of the list; all of them where none is given.
+
+    Raises:
+        ArgumentError: There is no claim of a name.
+    """
+    known = {claim.name: claim for claim in CLAIMS}
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=2, cutoff=0.4)
+            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            raise ArgumentError(f"claim {name!r} is unknown{hint} (fmtsim reproduce --list shows all)")
+    return tuple(claim for claim in CLAIMS if not names or claim.name in names)

@@ -1,0 +1,159 @@
+"""Claims about tensors with outliers: clamping with compensation, rotations, and scales of their own."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from fmtsim.gemm.operand import Draws, prepare, rotated
+from fmtsim.nn.smooth import smooth_swiglu
+from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near
+from fmtsim.reproduce.estimators import operand
+from fmtsim.reproduce.samples import decibels, draw, generator, normal, relative_error, through
+from fmtsim.scaling.history import DelayedScale
+from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.scaling.transform import Clamp, Hadamard
+
+_HALO = "Ashkboos et al., HALO, arXiv:2501.02625; IST-DASLab/HALO d8c1dc9"
+_FP4 = "Wang et al., arXiv:2501.17116, table 1"
+
+
+def clamping(tell: Tell, *, recipe: str, levels: tuple[float, ...], shape: tuple[int, int], seed: int) -> Measured:
+    """Measure the signal-to-noise ratio of heavy-tailed numbers (t3) in four bits, as they are and clamped."""
+    x = draw("t3", shape[0] * shape[1], seed).reshape(shape)
+    base = dataclasses.replace(operand(recipe, "x_f"), then=None)
+    numbers = {"not clamped, dB": _ratio(x, base, ())}
+    numbers["clamped, rest lost, dB"] = _ratio(x, base, (Clamp(level=levels[0]),))
+    for level in levels:
+        numbers[f"clamped at {level}, rest kept, dB"] = _ratio(x, base, (Clamp(level=level, compensate=True),))
+    return Measured(numbers=numbers | {"in the paper's order": float(_ascending(numbers))})
+
+
+def _ratio(x: Tensor, base: Quantizer, transforms: tuple[Clamp, ...]) -> float:
+    made = prepare(x, dataclasses.replace(base, transforms=transforms), Draws())
+    q = made.values(torch.float32)
+    return decibels(relative_error(x, q if made.rest is None else q + made.rest))
+
+
+def _ascending(numbers: dict[str, float]) -> bool:
+    kept = [value for name, value in numbers.items() if "lost" not in name]
+    return kept == sorted(kept)
+
+
+def rotation(tell: Tell, *, times: float, shape: tuple[int, int], seed: int) -> Measured:
+    """Measure INT8 with one scale a tensor where one channel, or one token, is ``times`` as large as the others."""
+    channel, token = normal(*shape, seed), normal(*shape, seed)
+    channel[:, shape[1] // 3] *= times
+    token[shape[0] // 3] *= times
+    plain, turned = operand("halo0", "x_f"), operand("halo1", "x_f")
+    tokens = operand("halo2", "g_d")  # along the tokens
+    others = torch.arange(shape[1]) != shape[1] // 3
+    numbers = {
+        "channel, level 0": _error(channel, plain),
+        "channel, level 1": _error(channel, turned),
+        "other channels, level 0": _error(channel, plain, others),
+        "other channels, level 1": _error(channel, turned, others),
+    }
+    rows = torch.arange(shape[0]) != shape[0] // 3
+    numbers |= {
+        "other tokens, level 1": _error(token, turned, rows=rows),
+        "other tokens, level 2": _error(token, tokens, rows=rows),
+    }
+    return Measured(numbers=numbers)
+
+
+def _error(x: Tensor, quantizer: Quantizer, columns: Tensor | None = None, *, rows: Tensor | None = None) -> float:
+    """Return the relative error (not squared) of a quantised matrix that is rotated back."""
+    _, q = through(x, quantizer)
+    for transform in reversed(quantizer.transforms):
+        assert isinstance(transform, Hadamard)  # these recipes only rotate
+        q = rotated(q, transform, None, inverse=True)
+    pick = (slice(None) if rows is None else rows, slice(None) if columns is None else columns)
+    return relative_error(x[pick], q[pick]) ** 0.5
+
+
+def spike(tell: Tell, *, recipe: str, times: float, calls: int, shape: tuple[int, int], seed: int) -> Measured:
+    """Send a spike through SwiGLU's output under delayed and current scales, plain and divided by a scale a token.
+
+    ``calls`` ordinary batches fill the history; then one token's values are ``times`` as large.
+    """
+    delayed, current = operand(recipe, "x_f"), operand("te_current", "x_f")
+    batches = [_gated(shape, seed + i) for i in range(calls + 1)]
+    u, v = batches[-1]
+    v = v.clone()
+    v[shape[0] // 2] *= times
+    numbers: dict[str, float] = {}
+    for smooth in (False, True):
+        state = DelayedScale(delayed)
+        for first, second in batches[:-1]:
+            state.record(_product(first, second, smooth)[0].abs().amax())
+        z, scale = _product(u, v, smooth)
+        kind = "smooth" if smooth else "plain"
+        for rule, quantizer in (("delayed", delayed), ("current", current)):
+            made = prepare(z, quantizer, Draws(), state)
+            q, exact = made.values(torch.float32) * scale, z * scale
+            each = (q - exact).double().norm(dim=1) / exact.double().norm(dim=1)
+            numbers[f"{rule}, {kind}: the spike"] = float(each[shape[0] // 2])
+            numbers[f"{rule}, {kind}: other tokens"] = float(each[torch.arange(shape[0]) != shape[0] // 2].mean())
+    return Measured(numbers=numbers)
+
+
+def _gated(shape: tuple[int, int], seed: int) -> tuple[Tensor, Tensor]:
+    source = generator(seed)
+    return torch.randn(shape, generator=source), torch.randn(shape, generator=source)
+
+
+def _product(u: Tensor, v: Tensor, smooth: bool) -> tuple[Tensor, Tensor]:
+    if smooth:
+        return smooth_swiglu(u, v)
+    return torch.nn.functional.silu(u) * v, torch.ones(())
+
+
+CLAIMS = (
+    Claim(
+        name="occ",
+        says="keeping what a clamp cuts off in high precision raises the signal to noise of FP4, the more the lower",
+        source=_FP4,
+        measure=clamping,
+        settings=(("recipe", "fp4_ms"), ("levels", (0.999, 0.99, 0.97)), ("shape", (1024, 1024)), ("seed", 0)),
+        expected=(
+            exactly("in the paper's order", 1.0, "paper"),
+            near("not clamped, dB", 11.70, 0.03),
+            near("clamped, rest lost, dB", 10.50, 0.07),
+            near("clamped at 0.999, rest kept, dB", 16.37, 0.03),
+            near("clamped at 0.99, rest kept, dB", 20.98, 0.03),
+            near("clamped at 0.97, rest kept, dB", 23.09, 0.03),
+        ),
+        notes="with Student's t of 3 degrees a clamp alone loses; with the paper's activations it wins",
+    ),
+    Claim(
+        name="halo",
+        says="a rotation takes an outlier channel out of INT8's way, one along the tokens an outlier token",
+        source=_HALO,
+        measure=rotation,
+        settings=(("times", 50.0), ("shape", (1024, 1024)), ("seed", 0)),
+        expected=(
+            near("channel, level 0", 0.210, 0.1),
+            near("channel, level 1", 0.0107, 0.1),
+            near("other channels, level 0", 0.392, 0.1),
+            near("other channels, level 1", 0.020, 0.1),
+            Expected(name="other tokens, level 1", low=0.3),
+            Expected(name="other tokens, level 2", high=0.022),
+        ),
+        notes="the largest element of the outlier channel decides the scale: the numbers move by 10 % with the sample",
+    ),
+    Claim(
+        name="smooth_swiglu",
+        says="a token a hundred times as large saturates under delayed scaling, behind Smooth-SwiGLU it does not",
+        source="Fishman et al., arXiv:2409.12517; Megatron-DeepSpeed 20029cf, class ScaledSwiglu",
+        measure=spike,
+        settings=(("recipe", "te_delayed"), ("times", 100.0), ("calls", 8), ("shape", (256, 1024)), ("seed", 0)),
+        expected=(
+            near("delayed, plain: the spike", 0.906, 0.03),
+            Expected(name="delayed, smooth: the spike", high=0.03),
+            near("current, plain: other tokens", 0.0266, 0.03),
+            near("current, smooth: other tokens", 0.0264, 0.03),
+        ),
+        notes="under current scaling E4M3 does not mind the spike: the scheme is one for delayed scales",
+    ),
+)

@@ -1,0 +1,191 @@
+"""Claims about formats of eight bits: signal-to-noise ratios by distribution, and orders of multiplications."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmtsim.formats.block import BlockFormat
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
+from fmtsim.quantize import quantize
+from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near
+from fmtsim.reproduce.samples import decibels, draw, generator, normal, relative_error
+from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.cast import cast
+from fmtsim.scaling.scale import Scaling
+
+_QUALCOMM = "van Baalen et al., FP8 versus INT8, arXiv:2303.17951; Qualcomm FP8-quantization ede19a9"
+_FLOATS = ("e2m5", "e3m4", "e4m3", "e5m2")
+
+
+def _all_finite(name: str) -> FloatFormat:
+    """Return a format of these bits whose every code is finite, as the source's quantiser has it."""
+    exponent, mantissa = int(name[1]), int(name[3])
+    return FloatFormat(
+        name=f"{name}_finite", exponent_bits=exponent, mantissa_bits=mantissa, nan="none", infinities=False
+    )
+
+
+def clipped(x: Tensor, fmt: FloatFormat | IntFormat, clip: float) -> float:
+    """Return the relative squared error of numbers that are scaled so that the format's largest value is ``clip``."""
+    factor = float(fmt.max) / clip
+    return relative_error(x, quantize(x * factor, fmt).double() / factor)
+
+
+def best_clip(x: Tensor, fmt: FloatFormat | IntFormat, clips: int) -> float:
+    """Return the least error over clips that lie evenly in logarithm up to the largest magnitude."""
+    amax = float(x.abs().max())
+    least = min(amax, float(x.abs().mean()) * 1.5)
+    steps = [least * (amax / least) ** (i / (clips - 1)) for i in range(clips)]
+    return min(clipped(x, fmt, clip) for clip in steps)
+
+
+def table(tell: Tell, *, count: int, clips: int, distributions: tuple[str, ...], seed: int) -> Measured:
+    """Measure INT8 and four FP8 formats on distributions, at the clip of least error each."""
+    formats: dict[str, Any] = {"int8": get_format("int8")} | {name: _all_finite(name) for name in _FLOATS}
+    numbers: dict[str, float] = {}
+    for i, distribution in enumerate(distributions):
+        x = draw(distribution, count, seed)
+        found = {name: decibels(best_clip(x, fmt, clips)) for name, fmt in formats.items()}
+        numbers |= {f"{distribution} {name}, dB": ratio for name, ratio in found.items()}
+        numbers[f"{distribution}: int8 is best"] = float(found["int8"] == max(found.values()))
+        numbers[f"{distribution}: e2m5 is best"] = float(found["e2m5"] == max(found.values()))
+        numbers[f"{distribution}: e3m4 is best"] = float(found["e3m4"] == max(found.values()))
+        tell((i + 1) / len(distributions))
+    curves = {
+        name: [(float(i), numbers[f"{distribution} {name}, dB"]) for i, distribution in enumerate(distributions)]
+        for name in formats
+    }
+    return Measured(numbers=numbers, curves=curves, axes=("distribution", "signal to noise, dB"), ticks=distributions)
+
+
+def logarithmic(tell: Tell, *, rows: int, block: int, gammas: tuple[int, ...], seed: int) -> Measured:
+    """Measure logarithmic formats beside FP8 on rows of normal numbers."""
+    x = normal(rows, block, seed)
+    numbers = {f"{name}, dB": decibels(relative_error(x, quantize(x, name))) for name in ("logfmt8", "logfmt10")}
+    for name in ("e4m3", "e5m2"):
+        rows_of = BlockFormat(name=f"{name}_rows", element=get_format(name), block=(1, block))  # type: ignore[arg-type]
+        numbers[f"{name}, dB"] = decibels(relative_error(x, quantize(x, rows_of)))
+    curve = []
+    for gamma in gammas:
+        element = LogFormat(name=f"lns8_g{gamma}", bits=8, gamma=gamma)
+        rows_of = BlockFormat(name=f"lns8_g{gamma}_rows", element=element, block=(1, block))
+        ratio = decibels(relative_error(x, quantize(x, rows_of)))
+        numbers[f"lns8, gamma {gamma}, dB"] = ratio
+        curve.append((float(gamma), ratio))
+    return Measured(numbers=numbers, curves={"lns8": curve}, axes=("steps an octave", "SQNR, dB"), logarithmic="x")
+
+
+def phases(tell: Tell, *, shape: tuple[int, int], decades: float, seed: int) -> Measured:
+    """Measure E4M3 under scales that are exact, powers of two, and powers of 16, on rows of very different size."""
+    size = torch.rand(shape[0], 1, generator=generator(seed)) * 2 * decades - decades
+    x = normal(*shape, seed + 1) * 10.0**size
+    steps = tuple(16.0**power for power in range(-8, 9))
+    rules: dict[str, dict[str, Any]] = {
+        "exact": {},
+        "power of two": {"power_of_two": "ceil"},
+        "16^k": {"allowed": steps},
+    }
+    numbers = {}
+    for name, rule in rules.items():
+        scaling = Scaling(block=(1, None), top=120.0, arithmetic="divide", **rule)
+        made = cast(x, _element("e4m3_ieee"), scaling, Rounding(), "saturate")
+        q = made.values((1, shape[1]))
+        each = (q.double() - x.double()).square().sum(1) / x.double().square().sum(1)
+        numbers[f"{name}, dB"] = decibels(float(each.mean()))
+    return Measured(numbers=numbers)
+
+
+def orders(tell: Tell, *, shape: tuple[int, int], seed: int) -> Measured:
+    """Count the codes of E4M3 that depend on how a block's scale meets its elements, for bfloat16 inputs."""
+    x = normal(*shape, seed).bfloat16().float()
+    codes = {}
+    for arithmetic in ("encode", "reciprocal", "divide"):
+        scaling = Scaling(block=(1, 128), arithmetic=arithmetic)  # type: ignore[arg-type]
+        codes[arithmetic] = cast(x, _element("e4m3"), scaling, Rounding(), "saturate").elements
+
+    def differing(one: str, other: str) -> float:
+        return float((codes[one] != codes[other]).double().mean())
+
+    return Measured(
+        numbers={
+            "x (448/a) or x (1/(a/448))": differing("encode", "reciprocal"),
+            "x (1/(a/448)) or x / (a/448)": differing("reciprocal", "divide"),
+        }
+    )
+
+
+def _element(name: str) -> Any:
+    return get_format(name)
+
+
+_PUBLISHED = {  # signal to noise in dB at the best clip: int8, e2m5, e3m4, e4m3, e5m2
+    "uniform": (48.1, 44.4, 38.2, 31.9, 26.3),
+    "gauss": (40.7, 42.7, 37.6, 31.6, 25.6),
+    "laplace": (35.3, 39.6, 37.5, 31.6, 25.6),
+    "t5": (31.0, 35.7, 37.5, 31.5, 25.6),
+}
+_WINNERS = (("uniform", "int8"), ("gauss", "e2m5"), ("laplace", "e2m5"), ("t5", "e3m4"), ("t3", "e3m4"))
+
+
+def _within(name: str, published: float, decibel: float) -> Expected:
+    return Expected(
+        name=name, low=published - decibel, high=published + decibel, published=published, origin="emulation"
+    )
+
+
+CLAIMS = (
+    Claim(
+        name="int8_fp8",
+        says="INT8 is best for uniform numbers, E2M5 for normal ones, more exponent bits only pay with outliers",
+        source=_QUALCOMM,
+        measure=table,
+        settings=(("count", 200_000), ("clips", 24), ("distributions", (*_PUBLISHED, "t3")), ("seed", 0)),
+        expected=(
+            *(exactly(f"{distribution}: {name} is best", 1.0, "paper") for distribution, name in _WINNERS),
+            *(
+                _within(f"{distribution} {name}, dB", published, 1.0)
+                for distribution, row in _PUBLISHED.items()
+                for name, published in zip(("int8", *_FLOATS), row, strict=True)
+            ),
+        ),
+        notes="the tails of t5 and t3 depend on the sample: a few numbers decide INT8's clip",
+    ),
+    Claim(
+        name="logarithmic",
+        says="LogFMT of 8 bits beats E4M3 and E5M2, of 10 bits it comes near bfloat16; LNS8 is as good as E4M3",
+        source="DeepSeek, Insights into DeepSeek-V3, arXiv:2505.09343; Zhao et al., arXiv:2106.13914",
+        measure=logarithmic,
+        settings=(("rows", 4096), ("block", 128), ("gammas", (1, 2, 4, 8, 16, 32)), ("seed", 0)),
+        expected=(
+            _within("logfmt8, dB", 37.0, 0.2),
+            _within("logfmt10, dB", 49.1, 0.2),
+            _within("e4m3, dB", 31.8, 0.2),
+            _within("e5m2, dB", 25.8, 0.2),
+            *(
+                _within(f"lns8, gamma {gamma}, dB", ratio, 0.2)
+                for gamma, ratio in zip((1, 2, 4, 8, 16, 32), (13.9, 20.2, 26.3, 32.3, 38.3, 27.7), strict=True)
+            ),
+        ),
+    ),
+    Claim(
+        name="gaudi",
+        says="scales of powers of two, or of 16, cost FP8 nothing: its error does not depend on where a scale lies",
+        source="Intel Neural Compressor 9b47d09, FP8 on Gaudi",
+        measure=phases,
+        settings=(("shape", (1024, 1024)), ("decades", 3.0), ("seed", 0)),
+        expected=tuple(_within(f"{name}, dB", 31.5, 0.2) for name in ("exact", "power of two", "16^k")),
+    ),
+    Claim(
+        name="orders",
+        says="how a scale meets its elements decides some E4M3 codes: in ten thousand bfloat16 inputs, 2 to 5",
+        source="Transformer Engine d0067d0 (448/a), DeepGEMM 54e2261 (1/(a/448)), DeepSeek-V3 9b4e978 (x / (a/448))",
+        measure=orders,
+        settings=(("shape", (8192, 1024)), ("seed", 0)),
+        expected=(
+            near("x (448/a) or x (1/(a/448))", 1.9e-4, 0.15),
+            near("x (1/(a/448)) or x / (a/448)", 5.1e-4, 0.15),
+        ),
+    ),
+)

@@ -1,0 +1,85 @@
+"""Tables of results: aligned text, Markdown, and plots of curves."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fmtsim.reproduce.claim import Claim, Expected
+from fmtsim.reproduce.run import Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HEADER = ("claim", "number", "published", "ours", "pass", "seconds")
+
+
+def rows_of(results: Iterable[Result]) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of a table: a row for each number, name and seconds of a claim in its first one."""
+    for result in results:
+        for i, row in enumerate(result.rows):
+            verdict = "yes" if row.passed and not result.error else "NO"
+            first = (result.claim.name, f"{result.seconds:.1f}") if i == 0 else ("", "")
+            ours = "-" if math.isnan(row.ours) else short(row.ours)
+            yield first[0], row.expected.name, published(row.expected), ours, verdict, first[1]
+
+
+def published(expected: Expected) -> str:
+    """Return what the source says, with a letter for who that is: p(aper), c(ode), e(mulation), f(ormula)."""
+    if expected.published is not None:
+        return f"{short(expected.published)} {expected.origin[0]}"
+    low, high = expected.low, expected.high
+    return f"> {short(low)}" if high == math.inf else f"< {short(high)}" if low == -math.inf else "-"
+
+
+def short(value: float) -> str:
+    """Return four digits of a number."""
+    return f"{value:.0f}" if value == round(value) and abs(value) < 1e7 else f"{value:.4g}"
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """Return the table in Markdown, and a line on each claim below it."""
+    lines = ["| " + " | ".join(HEADER) + " |", "|---" * 2 + "|--:" * 2 + "|---|--:|"]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows_of(results)]
+    lines += [
+        "",
+        "Published numbers come from a **p**aper, its **c**ode, an independent **e**mulation, or a **f**ormula.",
+    ]
+    return "\n".join([*lines, "", *(f"- {about(result.claim)}" for result in results)]) + "\n"
+
+
+def about(claim: Claim) -> str:
+    """Return a claim in a line: what it says, who, and what is different here."""
+    notes = f" Here: {claim.notes}." if claim.notes else ""
+    return f"**{claim.name}**: {claim.says} ({claim.source}).{notes}"
+
+
+def plot_result(result: Result, path: str | Path | None = None) -> "Figure | None":
+    """Draw the curves of a claim and save them as PNG where a path is given; None where it has none.
+
+    Needs matplotlib, which belongs to the extra ``viz``.
+    """
+    measured = result.measured
+    if measured is None or not measured.curves:
+        return None
+    from fmtsim.analysis.plots import COLOURS, new_figure
+
+    figure = new_figure(7.0, 4.4)
+    axes = figure.subplots()
+    for i, (label, points) in enumerate(measured.curves.items()):
+        marker = "o" if len(points) < 40 else ""
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, label=label, color=COLOURS[i % len(COLOURS)], marker=marker, linewidth=1.8)
+    if "x" in measured.logarithmic:
+        axes.set_xscale("log", base=2)
+    if "y" in measured.logarithmic:
+        axes.set_yscale("log")
+    if measured.ticks:
+        axes.set_xticks(range(len(measured.ticks)), measured.ticks)
+    axes.set_xlabel(measured.axes[0])
+    axes.set_ylabel(measured.axes[1])
+    axes.set_title(result.claim.says, fontsize=10, wrap=True)
+    axes.legend(frameon=False)
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure

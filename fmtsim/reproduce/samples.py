@@ -1,0 +1,66 @@
+"""Numbers to quantise, and what became of them: shared by the experiments."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fmtsim.errors import ArgumentError
+from fmtsim.gemm.operand import Draws, prepare, transformed
+from fmtsim.ops import RandomKey
+from fmtsim.scaling.quantizer import Quantizer
+
+DISTRIBUTIONS = ("uniform", "gauss", "laplace", "t5", "t3")
+
+
+def generator(seed: int) -> torch.Generator:
+    """Return a generator of its own."""
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(rows: int, columns: int, seed: int) -> Tensor:
+    """Return standard normal numbers, float32."""
+    return torch.randn(rows, columns, generator=generator(seed))
+
+
+def draw(distribution: str, count: int, seed: int) -> Tensor:
+    """Return independent numbers of a distribution, float32; ``t3`` and ``t5`` are Student's of so many degrees."""
+    source = generator(seed)
+    if distribution == "uniform":
+        return torch.rand(count, generator=source) * 2 - 1
+    if distribution == "gauss":
+        return torch.randn(count, generator=source)
+    if distribution == "laplace":
+        u = torch.rand(count, generator=source, dtype=torch.float64) - 0.5
+        return (-u.sign() * torch.log1p(-2 * u.abs())).float()
+    if distribution in ("t3", "t5"):
+        degrees = int(distribution[1:])
+        z = torch.randn(degrees + 1, count, generator=source, dtype=torch.float64)
+        return (z[0] / (z[1:].square().sum(0) / degrees).sqrt()).float()
+    raise ArgumentError(f"distribution {distribution!r} is unknown; choose one of {', '.join(DISTRIBUTIONS)}")
+
+
+def through(x: Tensor, quantizer: Quantizer, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return a matrix after a quantiser's transforms, and after all of it; blocks run along the last axis."""
+    draws = Draws(RandomKey(seed, 0), RandomKey(seed, 1), RandomKey(seed, 2))
+    q = prepare(x, quantizer, draws).values(torch.float32)
+    for transform in quantizer.transforms:
+        x, _ = transformed(x, transform, draws.signs)
+    return x, q
+
+
+def relative_error(x: Tensor, q: Tensor) -> float:
+    """Return ``|q - x|^2 / |x|^2``, summed in float64."""
+    x, q = x.double(), q.double()
+    return float((q - x).square().sum() / x.square().sum())
+
+
+def decibels(error: float) -> float:
+    """Return a relative error as a ratio of signal to noise in dB."""
+    return math.inf if error == 0 else -10 * math.log10(error)
+
+
+def slope_of(x: Tensor, q: Tensor) -> float:
+    """Return ``<x, q> / <x, x>``, 1 for a rounding that is unbiased."""
+    x, q = x.double(), q.double()
+    return float((x * q).sum() / x.square().sum())

@@ -1,0 +1,102 @@
+"""What ``fmtsim reproduce`` prints, writes and returns."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+
+from fmtsim.cli.main import main
+from fmtsim.reproduce import catalogue
+from fmtsim.reproduce.catalogue import CLAIMS
+
+
+@pytest.fixture
+def run(capsys):
+    """Run ``fmtsim reproduce`` and return its exit code, standard output and standard error."""
+
+    def command(*words: str) -> tuple[int, str, str]:
+        status = main(["reproduce", *words])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return command
+
+
+@pytest.fixture
+def wrong(monkeypatch):
+    """Make the claim ``gaudi`` fail, by a format that is another."""
+
+    def change(claim):
+        if claim.name != "gaudi":
+            return claim
+        return dataclasses.replace(claim, settings=tuple((dict(claim.settings) | {"decades": 12.0}).items()))
+
+    monkeypatch.setattr(catalogue, "CLAIMS", tuple(map(change, CLAIMS)))
+
+
+def test_list(run):
+    status, text, err = run("--list")
+    assert (status, err) == (0, "")
+    assert all(claim.name in text for claim in CLAIMS)
+    records = json.loads(run("--list", "--json")[1])
+    assert [record["name"] for record in records] == [claim.name for claim in CLAIMS]
+
+
+def test_one_claim(run):
+    status, text, err = run("--only", "gaudi")
+    assert status == 0
+    assert err.startswith("gaudi: passes, ")
+    header, _, *rows = text.splitlines()
+    assert header.split() == ["claim", "number", "published", "ours", "pass", "seconds"]
+    assert [row.split()[0] for row in rows[:3]] == ["gaudi", "power", "16^k,"]
+    assert "all claims pass" in text
+
+
+def test_json_and_markdown(run):
+    record = json.loads(run("--only", "gaudi", "--json", "--quiet")[1])
+    assert record["pass"] is True
+    (claim,) = record["claims"]
+    assert (claim["claim"], claim["pass"], claim["error"]) == ("gaudi", True, "")
+    assert claim["numbers"][0]["published"] == 31.5
+    _, text, err = run("--only", "gaudi", "--markdown", "--quiet")
+    assert err == ""
+    assert text.startswith(
+        "| claim | number | published | ours | pass | seconds |\n|---|---|--:|--:|---|--:|\n| gaudi |"
+    )
+    assert "- **gaudi**: scales of powers of two" in text
+
+
+def test_a_claim_that_fails_is_1(run, wrong):
+    status, text, err = run("--only", "gaudi")
+    assert status == 1
+    assert "gaudi: FAILS" in err
+    assert "1 of 1 claims FAIL: gaudi" in text
+    assert "NO" in text
+
+
+def test_folder(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert run("--only", "gaudi", "--only", "dge", "--out", str(tmp_path / "claims"), "--quiet")[0] == 0
+    assert sorted(path.name for path in (tmp_path / "claims").iterdir()) == ["claims.json", "claims.md", "dge.png"]
+    assert (tmp_path / "claims" / "dge.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_folder_without_matplotlib(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, _, err = run("--only", "dge", "--out", str(tmp_path), "--quiet")
+    assert (status, err) == (0, "no plots: matplotlib is not installed (pip install 'fmtsim[viz]')\n")
+
+
+def test_bad_arguments(run, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    status, _, err = run("--only", "dge", "--out", str(tmp_path / "file"))
+    assert status == 2
+    assert "is a file; name a folder" in err
+    status, _, err = run("--only", "gaudy")
+    assert status == 2
+    assert "claim 'gaudy' is unknown; did you mean gaudi?" in err
+    monkeypatch.setattr(catalogue, "CLAIMS", (dataclasses.replace(CLAIMS[0], slow=True),))
+    status, _, err = run("--quick")
+    assert status == 2
+    assert "every claim named with --only is slow; leave --quick out" in err

@@ -1,0 +1,141 @@
+"""Quantised attention in models that call torch's function."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fmtsim
+from fmtsim.errors import ArgumentError
+from fmtsim.nn.attention_mode import QuantisedAttention, convert_attention, revert_attention
+from fmtsim.nn.sdpa import flash_attention_3, quantised_attention
+from fmtsim.training.gpt import GPT, GPTConfig
+
+CONFIG = flash_attention_3(unit=None)
+
+
+def batch():
+    tokens = torch.randint(0, 256, (2, 33), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def gpt():
+    return GPT(GPTConfig(context=32, width=64, layers=2, heads=2), 0)
+
+
+def test_the_mode_replaces_one_function():
+    q, k, v = (torch.randn(1, 2, 16, 32, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    with QuantisedAttention(CONFIG, generator=5):
+        y = F.scaled_dot_product_attention(q, k, value=v, is_causal=True)
+        z = F.softmax(q, -1)
+    assert torch.equal(y, quantised_attention(q, k, v, is_causal=True, config=CONFIG, generator=5))
+    assert torch.equal(z, F.softmax(q, -1))
+    assert not torch.equal(y, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def test_a_model_and_back():
+    model = gpt()
+    plain, keys = model(*batch()).item(), list(model.state_dict())
+    assert convert_attention(model, CONFIG, generator=1) is model
+    changed = model(*batch())
+    assert changed.item() != plain
+    assert changed.item() == pytest.approx(plain, abs=0.02)
+    changed.backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+    assert list(model.state_dict()) == keys
+    assert revert_attention(model)(*batch()).item() == plain
+    assert not model.blocks[0].attention._forward_hooks and not model.blocks[0].attention._forward_pre_hooks
+
+
+def test_beside_convert():
+    model = fmtsim.convert(convert_attention(gpt(), CONFIG, generator=1), format="e4m3")
+    both = model(*batch()).item()
+    linear = revert_attention(model)(*batch()).item()
+    assert both != linear
+    assert linear == fmtsim.convert(gpt(), format="e4m3")(*batch()).item()
+
+
+def test_checkpointing_runs_the_same_attention_again():
+    """The recomputed forward has the same signs, so gradients are those without checkpointing."""
+    inputs, targets = batch()
+
+    class Checkpointed(nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.block = block
+
+        def forward(self, x):
+            return checkpoint(self.block, x, use_reentrant=False)
+
+    plain = convert_attention(gpt(), CONFIG)
+    other = copy.deepcopy(gpt())
+    other.blocks = nn.ModuleList(Checkpointed(block) for block in other.blocks)
+    convert_attention(other, CONFIG)
+    for model in (plain, other):
+        torch.manual_seed(3)
+        model(inputs, targets).backward()
+    for a, b in zip(plain.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_an_error_inside_leaves_no_mode_behind():
+    class Broken(nn.Module):
+        def forward(self, x):
+            F.scaled_dot_product_attention(x, x, x)
+            raise RuntimeError("broken")
+
+    model = convert_attention(Broken(), CONFIG, filter_fn=lambda module, name: True, generator=0)
+    x = torch.randn(1, 8, 16, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="broken"):
+            model(x)
+    q = quantised_attention(x, x, x, config=CONFIG, generator=0)
+    assert not torch.equal(F.scaled_dot_product_attention(x, x, x), q)
+
+
+def test_multihead_attention():
+    module = nn.MultiheadAttention(64, 2, batch_first=True).eval()
+    x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        plain = module(x, x, x, need_weights=False)[0]
+        convert_attention(module, CONFIG, generator=0)
+        changed = module(x, x, x, need_weights=False)[0]
+    assert changed.shape == plain.shape
+    assert not torch.equal(changed, plain)
+    torch.testing.assert_close(changed, plain, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_hugging_face(kind):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 128}
+    if kind == "llama":
+        config = transformers.LlamaConfig(**sizes, intermediate_size=128, num_key_value_heads=1)
+        model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+    elif kind == "gpt2":
+        config = transformers.GPT2Config(n_embd=64, n_head=2, n_layer=2, vocab_size=128)
+        model = transformers.GPT2LMHeadModel._from_config(config, attn_implementation="sdpa")
+    else:
+        model = transformers.BertModel._from_config(
+            transformers.BertConfig(**sizes, intermediate_size=128), attn_implementation="sdpa"
+        )
+    model.eval()
+    tokens = torch.randint(0, 128, (2, 24), generator=torch.Generator().manual_seed(0))
+    plain = model(tokens)[0]
+    changed = convert_attention(model, CONFIG, generator=0)(tokens)[0]
+    assert not torch.equal(plain, changed)
+    torch.testing.assert_close(changed, plain, atol=0.1, rtol=0)
+    assert torch.equal(revert_attention(model)(tokens)[0], plain)
+
+
+def test_errors():
+    with pytest.raises(ArgumentError, match=r"found no attention in Linear; pass filter_fn= to name the modules"):
+        convert_attention(nn.Linear(4, 4), CONFIG)
+    model = convert_attention(gpt(), CONFIG)
+    with pytest.raises(ArgumentError, match=r"attention of 'blocks.0.attention' is converted already; call revert"):
+        convert_attention(model, CONFIG)
+    with pytest.raises(ArgumentError, match=r"GPT has no converted attention; call convert_attention first"):
+        revert_attention(gpt())

@@ -1,0 +1,61 @@
+"""Embedding and head under recipes: what the rule of the head finds, and that embeddings are never converted."""
+
+import pytest
+import torch
+from torch import nn
+
+import fmtsim
+from fmtsim.nn.modules import EmulatedModule
+from fmtsim.recipes import get_recipe, list_recipes
+from fmtsim.recipes.spec import Recipe, Rule
+
+
+class Tower(nn.Module):
+    def __init__(self, tied=False, head=True):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 128)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4))
+        if head:
+            self.head = nn.Linear(128, 32, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+def converted(model):
+    return [name for name, module in model.named_modules() if isinstance(module, EmulatedModule)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_stays_in_high_precision(tied):
+    model = fmtsim.convert(Tower(tied), "mu_s")
+    assert converted(model) == [f"blocks.{i}.0" for i in range(4)]
+    assert "the recipe leaves it in high precision" in str(fmtsim.report(model))
+    assert not tied or model.head.weight is model.embedding.weight
+
+
+def test_a_model_without_head_keeps_its_last_block():
+    """The last linear layer is no head where it belongs to a block."""
+    assert converted(fmtsim.convert(Tower(head=False), "mu_s")) == [f"blocks.{i}.0" for i in range(4)]
+
+
+def test_without_the_rule_the_head_is_a_layer():
+    recipe = Recipe(name="all", linear=get_recipe("te_current").linear)
+    assert "head" in converted(fmtsim.convert(Tower(), recipe))
+
+
+def test_a_head_of_its_own():
+    """A rule may give the head other formats instead of none."""
+    use = get_recipe("amp_bf16").linear
+    recipe = Recipe(name="mine", linear=get_recipe("te_current").linear, rules=(Rule(head=True, use=use),))
+    model = fmtsim.convert(Tower(), recipe)
+    assert model.head.emulation.config == use
+    assert model.blocks[0][0].emulation.config == recipe.linear
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_no_recipe_touches_an_embedding(name):
+    model = Tower()
+    before = model.embedding.weight.detach().clone()
+    fmtsim.convert(model, name, generator=0, total_steps=10)
+    assert type(model.embedding) is nn.Embedding
+    assert torch.equal(model.embedding.weight, before)

@@ -1,0 +1,239 @@
+"""Quantised attention against a slow one written out head by head and block by block, and against torch's."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fmtsim
+from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.formats.registry import get_format
+from fmtsim.nn.sdpa import flash_attention_3, quantised_attention
+from fmtsim.ops import RandomKey
+from fmtsim.recipes.spec import AttentionConfig
+from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.scaling.scale import Scaling
+from fmtsim.scaling.signs import random_signs
+
+EXACT = AttentionConfig(rows=64, columns=64)
+
+
+def tensors(*shapes, seed=0, dtype=torch.float32):
+    source = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=source).to(dtype) for shape in shapes]
+
+
+def sylvester(n):
+    h = torch.ones(1, 1)
+    while len(h) < n:
+        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
+    return h
+
+
+def to_codes(x, scale):
+    """Return E4M3 values of ``x * (448 / amax)``: torch's own cast, clamped."""
+    return (x * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+
+
+def slow_attention(q, k, v, *, seed, unit, causal=False, block=128, offset=8):
+    """Run one head of FlashAttention-3 in FP8, in the order its paper gives, with loops over blocks."""
+    d = q.shape[-1]
+    mask = random_signs(d, RandomKey(seed, 0))
+    signs = torch.tensor([-1.0 if mask >> j & 1 else 1.0 for j in range(d)])
+    turn = sylvester(d)
+    q, k = (fmtsim_order(t * signs, turn) for t in (q, k))
+    codes, scales = {}, {}
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        parts = list(t.split(block))
+        factors = [torch.tensor(448.0) / part.abs().amax() for part in parts]
+        codes[name] = [to_codes(part, factor) for part, factor in zip(parts, factors, strict=True)]
+        scales[name] = [1 / factor for factor in factors]
+    out = []
+    for i, (qi, qs) in enumerate(zip(codes["q"], scales["q"], strict=True)):
+        m, total, acc = torch.full((len(qi), 1), -math.inf), torch.zeros(len(qi), 1), torch.zeros(len(qi), v.shape[-1])
+        for j in reversed(range(len(codes["k"]))):
+            s = product(qi, codes["k"][j], unit) * scales["k"][j] * qs
+            t = s * (d**-0.5 * 1.4426950408889634)
+            if causal:
+                rows = torch.arange(len(qi))[:, None] + i * block
+                t = torch.where(rows >= torch.arange(t.shape[1]) + j * block, t, -math.inf)
+            new = torch.maximum(m, t.amax(1, keepdim=True))
+            base = torch.where(new.isinf(), 0.0, new)
+            p = torch.exp2(t - (base - offset))
+            total = total * torch.exp2(m - base) + p.sum(1, keepdim=True)
+            pv = product(p.clamp(max=448).to(torch.float8_e4m3fn).float(), codes["v"][j].T.contiguous(), unit)
+            acc = acc * torch.exp2(m - base) + pv * scales["v"][j]
+            m = new
+        out.append(acc / total)
+    return torch.cat(out)
+
+
+def fmtsim_order(x, turn):
+    """Multiply by a Hadamard matrix by butterflies of neighbours first, and by 1/sqrt(n) last."""
+    n, h = x.shape[-1], 1
+    while h < n:
+        pairs = x.reshape(-1, n // (2 * h), 2, h)
+        x = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2).reshape(-1, n)
+        h *= 2
+    return x * torch.tensor(n, dtype=torch.float64).rsqrt().float()
+
+
+def product(a, b, unit):
+    if unit is None:
+        return a @ b.T
+    a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+    return fmtsim.mm(a, b.T, unit=unit, out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("unit", [None, "hopper.wgmma"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_against_the_slow_one(unit, causal):
+    q, k, v = tensors((2, 256, 32), (2, 256, 32), (2, 256, 32), seed=1)
+    q[0, 3, 5], k[1, 200, 7], v[1, 100] = 40.0, -50.0, 9.0
+    y = quantised_attention(q, k, v, is_causal=causal, config=flash_attention_3(unit=unit), generator=7)
+    key = RandomKey(*fmtsim_key(7))
+    for head in range(2):
+        expected = slow_attention(q[head], k[head], v[head], seed=key.seed, unit=unit, causal=causal)
+        if unit is not None:  # every product has the unit's bits, whatever the shape
+            torch.testing.assert_close(y[head], expected, rtol=2e-6, atol=2e-6)
+            continue
+        near = torch.isclose(y[head], expected, rtol=2e-6, atol=2e-6).float().mean()
+        assert near > 0.98  # float32 sums of another shape may move a weight to the code beside it
+        torch.testing.assert_close(y[head], expected, rtol=0, atol=2e-3)
+
+
+def fmtsim_key(seed):
+    from fmtsim.gemm.choice import draw_keys
+
+    return draw_keys(True, seed, None, torch.device("cpu")).tolist()
+
+
+def test_a_planted_error_is_seen():
+    """The comparison above fails where one block's scale is another's."""
+    q, k, v = tensors((1, 256, 32), (1, 256, 32), (1, 256, 32), seed=1)
+    v[0, 200] = 30.0
+    tensor_scales = flash_attention_3(unit=None, blocks=False)
+    y = quantised_attention(q, k, v, config=tensor_scales, generator=7)
+    expected = slow_attention(q[0], k[0], v[0], seed=fmtsim_key(7)[0], unit=None)
+    assert not torch.allclose(y[0], expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [((2, 3, 100, 16), (2, 3, 77, 16), (2, 3, 77, 24)), ((1, 16), (5, 16), (5, 8))])
+def test_in_high_precision_it_is_torchs(shape):
+    q, k, v = tensors(*shape)
+    y = quantised_attention(q, k, v, config=EXACT)
+    torch.testing.assert_close(y, F.scaled_dot_product_attention(q, k, v), rtol=1e-5, atol=1e-6)
+    y = quantised_attention(q, k, v, scale=0.7, config=EXACT)
+    torch.testing.assert_close(y, F.scaled_dot_product_attention(q, k, v, scale=0.7), rtol=1e-5, atol=1e-5)
+
+
+def test_masks_and_groups():
+    q, k, v = tensors((2, 4, 96, 16), (2, 2, 96, 16), (2, 2, 96, 16))
+    options = [{"is_causal": True}, {}]
+    source = torch.Generator().manual_seed(3)
+    keep = torch.rand(2, 1, 96, 96, generator=source) < 0.5
+    keep[..., 0] = True
+    options += [{"attn_mask": keep}, {"attn_mask": torch.randn(96, 96, generator=source)}]
+    options += [{"attn_mask": torch.where(keep, 0.3, -math.inf)}, {"attn_mask": keep[0, 0, :1]}]
+    for chosen in options:
+        y = quantised_attention(q, k, v, enable_gqa=True, config=EXACT, **chosen)
+        expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **chosen)
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_row_that_sees_nothing_is_zero_and_nan_stays_in_its_row():
+    q, k, v = tensors((1, 4, 16), (1, 130, 16), (1, 130, 8))
+    keep = torch.ones(4, 130, dtype=torch.bool)
+    keep[1] = False
+    keep[2, 64:] = False
+    y = quantised_attention(q, k, v, attn_mask=keep, config=EXACT)
+    assert y[0, 1].count_nonzero() == 0
+    assert bool(y.isfinite().all())
+    q[0, 3, 0] = math.nan
+    y = quantised_attention(q, k, v, attn_mask=keep, config=EXACT)
+    assert bool(y[0, 3].isnan().all()) and bool(y[0, :3].isfinite().all())
+
+
+def test_rotations_alone_change_nothing():
+    """The same signs turn q and k: their products are those of the tensors themselves."""
+    q, k, v = tensors((3, 64, 32), (3, 64, 32), (3, 64, 32))
+    turned = flash_attention_3(unit=None)
+    config = dataclasses.replace(
+        turned,
+        q=dataclasses.replace(turned.q, format=None, scaling=None),
+        k=dataclasses.replace(turned.k, format=None, scaling=None),
+        v=Quantizer(),
+        p=Quantizer(),
+    )
+    y = quantised_attention(q, k, v, config=config, generator=1)
+    torch.testing.assert_close(y, F.scaled_dot_product_attention(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+def test_the_offset_saves_small_weights():
+    """Weights of 2^-12 are zeros in E4M3; 2^8 times as large they are not."""
+    q, k = torch.zeros(1, 1, 16), torch.zeros(1, 128, 16)
+    q[0, 0, 0], k[0, 0, 0] = 4.0, 12 * math.log(2)  # key 0 weighs 2^12 times as much as the others
+    v = torch.ones(1, 128, 8)
+    v[0, 0] = 0.0
+    exact = F.scaled_dot_product_attention(q, k, v)
+    base = AttentionConfig(p=Quantizer(format=get_format("e4m3")))
+    lost = quantised_attention(q, k, v, config=base)
+    kept = quantised_attention(q, k, v, config=dataclasses.replace(base, offset=8))
+    assert lost.abs().max() == 0
+    torch.testing.assert_close(kept, exact, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_those_of_exact_attention(dtype):
+    for chosen in ({}, {"is_causal": True}):
+        mine = [t.requires_grad_() for t in tensors((2, 40, 16), (2, 40, 16), (2, 40, 8), dtype=dtype)]
+        plain = [t.detach().float().requires_grad_() for t in mine]
+        g = tensors((2, 40, 8), seed=9, dtype=dtype)[0]
+        y = quantised_attention(*mine, config=flash_attention_3(unit=None), generator=1, **chosen)
+        assert y.dtype == dtype
+        y.backward(g)
+        F.scaled_dot_product_attention(*plain, **chosen).backward(g.float())
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+        for a, b in zip(mine, plain, strict=True):
+            assert a.grad.dtype == dtype
+            torch.testing.assert_close(a.grad.float(), b.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_random_numbers():
+    q, k, v = tensors((2, 64, 32), (2, 64, 32), (2, 64, 32))
+    config = flash_attention_3(unit=None)
+    first = quantised_attention(q, k, v, config=config, generator=3)
+    assert torch.equal(first, quantised_attention(q, k, v, config=config, generator=3))
+    assert not torch.equal(first, quantised_attention(q, k, v, config=config, generator=4))
+    torch.manual_seed(0)
+    drawn = quantised_attention(q, k, v, config=config)
+    torch.manual_seed(0)
+    assert torch.equal(drawn, quantised_attention(q, k, v, config=config))
+    before = torch.random.get_rng_state()
+    quantised_attention(q, k, v, config=flash_attention_3(unit=None, rotate=False))
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_errors():
+    q, k, v = tensors((2, 8, 16), (2, 8, 16), (2, 8, 16))
+    config = flash_attention_3(unit=None)
+    with pytest.raises(ArgumentError, match=r"config='fa3' is not an AttentionConfig; pass flash_attention_3\(\)"):
+        quantised_attention(q, k, v, config="fa3")
+    with pytest.raises(ArgumentError, match=r"quantised attention has no dropout, but dropout_p=0.1; pass 0"):
+        quantised_attention(q, k, v, dropout_p=0.1, config=config)
+    with pytest.raises(DtypeError, match=r"dtypes torch.float32, torch.float16 and torch.float32; pass one"):
+        quantised_attention(q, k.half(), v, config=config)
+    with pytest.raises(ArgumentError, match=r"shapes \(2, 8, 16\), \(2, 8, 15\), \(2, 8, 16\) do not fit; pass"):
+        quantised_attention(q, k[..., :15], v, config=config)
+    with pytest.raises(ArgumentError, match=r"is_causal=True with attn_mask= says it twice"):
+        quantised_attention(q, k, v, attn_mask=torch.zeros(8, 8), is_causal=True, config=config)
+    with pytest.raises(ArgumentError, match=r"gives attn_mask no gradient; pass attn_mask.detach\(\)"):
+        quantised_attention(q, k, v, attn_mask=torch.zeros(8, 8, requires_grad=True), config=config)
+    with pytest.raises(ArgumentError, match=r"unit='hopper.wgmma' multiplies elements of floating-point formats"):
+        quantised_attention(q, k, v, config=AttentionConfig(unit="hopper.wgmma"))
+    narrow = Quantizer(format=get_format("e4m3"), scaling=Scaling(block=(1, 8)))
+    full = flash_attention_3(rotate=False)
+    with pytest.raises(ArgumentError, match=r"a scale changes inside the sums of one product; choose blocks of whole"):
+        quantised_attention(q, k, v, config=dataclasses.replace(full, q=narrow))

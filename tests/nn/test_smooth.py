@@ -1,0 +1,135 @@
+"""Smooth-SwiGLU: the same function as the plain layer, with scales that quantisation does not see."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fmtsim
+from fmtsim.errors import ArgumentError
+from fmtsim.nn.smooth import SmoothSwiGLU, convert_swiglu, revert_swiglu, smooth_scale, smooth_swiglu
+
+
+def halves(*shape, seed=0, dtype=torch.float32):
+    source = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=source).to(dtype) for _ in range(2)]
+
+
+def test_the_formula():
+    u, v = halves(3, 5, 8)
+    z, s = smooth_swiglu(u, v)
+    assert torch.equal(s, v.abs().amax(-1, keepdim=True))
+    assert torch.equal(z, F.silu(u) * (v / s))
+    z, s = smooth_swiglu(u, v, per="channel")
+    assert torch.equal(s, v.abs().reshape(15, 8).amax(0))
+    assert torch.equal(z, F.silu(u) * (v / s))
+
+
+def test_powers_of_two_divide_exactly():
+    u, v = halves(64, 32, dtype=torch.bfloat16)
+    for per in ("token", "channel"):
+        z, s = smooth_swiglu(u, v, per=per, power_of_two=True)
+        assert torch.equal(torch.frexp(s).mantissa, torch.full_like(s, 0.5))
+        assert bool((s >= v.abs().float()).all()) or per == "channel"
+        assert torch.equal((v.float() / s) * s, v.float())
+        assert bool(((v.float() / s).abs() <= 1).all())
+    assert smooth_scale(torch.tensor([[4.0, 1.0]]), power_of_two=True).item() == 4.0
+
+
+def test_zeros_and_nan():
+    v = torch.tensor([[0.0, -0.0], [1.0, float("nan")], [float("inf"), 1.0]])
+    s = smooth_scale(v)
+    assert s[0].item() == 1.0 and s[1].isnan() and s[2].item() == float("inf")
+    assert smooth_scale(v, power_of_two=True)[0].item() == 1.0
+    assert smooth_scale(v, power_of_two=True)[1].isnan()
+    z, _ = smooth_swiglu(torch.ones(3, 2), v)
+    assert z[0].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("per", ["token", "channel"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_the_layer_is_the_plain_one(per, bias, power_of_two):
+    torch.manual_seed(0)
+    layer = SmoothSwiGLU(16, 48, bias=bias, per=per, power_of_two=power_of_two)
+    x = torch.randn(4, 7, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    g = torch.randn(4, 7, 16, generator=torch.Generator().manual_seed(2))
+    y = layer(x)
+    plain = layer.down_proj(F.silu(layer.gate_proj(x)) * layer.up_proj(x))
+    torch.testing.assert_close(y, plain, rtol=1e-5, atol=1e-6)
+    ours = torch.autograd.grad(y, [x, *layer.parameters()], g)
+    theirs = torch.autograd.grad(plain, [x, *layer.parameters()], g)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_converted_layer_quantises_what_is_smoothed():
+    """The down projection's operand is z, whose tokens all have the same size; the plain one's is not."""
+    torch.manual_seed(0)
+    layer = SmoothSwiGLU(16, 32)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    x[3] *= 100
+    config = fmtsim.linear_config(x="e4m3", w=None, g=None)
+    fmtsim.convert(layer, config)
+    u, v = layer.gate_proj(x), layer.up_proj(x)
+    z, s = smooth_swiglu(u, v)
+    expected = (fmtsim.quantize(z, "e4m3") @ layer.down_proj.weight.T) * s
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+    saturated = fmtsim.quantize(F.silu(u) * v, "e4m3")
+    assert saturated.abs().max() == 448.0 > 448.0 * 0.9 > z.abs().max()
+
+
+def test_a_scale_of_the_call_before():
+    torch.manual_seed(0)
+    layer = SmoothSwiGLU(16, 32, per="channel", delayed=True)
+    first, second = halves(8, 16)
+    plain = [layer.down_proj(F.silu(layer.gate_proj(x)) * layer.up_proj(x)) for x in (first, second)]
+    torch.testing.assert_close(layer(first), plain[0], rtol=1e-5, atol=1e-6)
+    kept = layer.up_proj(first).abs().amax(0)
+    assert torch.equal(layer.previous, kept)
+    torch.testing.assert_close(layer(second), plain[1], rtol=1e-5, atol=1e-6)
+    assert torch.equal(layer.previous, layer.up_proj(second).abs().amax(0))
+    assert "previous" not in layer.state_dict()
+
+
+class GatedMLP(nn.Module):
+    """What Hugging Face's Llama, Qwen and Mistral have."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(8, 16, bias=False), nn.Linear(8, 16, bias=False)
+        self.down_proj, self.act_fn = nn.Linear(16, 8, bias=False), nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def test_a_models_layers_and_back():
+    torch.manual_seed(0)
+    model = nn.Sequential(GatedMLP(), nn.LayerNorm(8), GatedMLP())
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    plain, keys = model(x), list(model.state_dict())
+    assert convert_swiglu(model) is model
+    assert [type(module).__name__ for module in model] == ["SmoothGatedMLP", "LayerNorm", "SmoothGatedMLP"]
+    assert isinstance(model[0], GatedMLP) and list(model.state_dict()) == keys
+    torch.testing.assert_close(model(x), plain, rtol=1e-5, atol=1e-6)
+    both = fmtsim.convert(model, format="e4m3")
+    assert not torch.equal(both(x), plain)
+    fmtsim.revert(both)
+    assert torch.equal(revert_swiglu(model)(x), plain)
+    assert type(model[0]) is GatedMLP
+    with pytest.raises(ArgumentError, match=r"Sequential has no converted gated layer; call convert_swiglu first"):
+        revert_swiglu(model)
+    model[0].act_fn = model[2].act_fn = nn.GELU()
+    with pytest.raises(ArgumentError, match=r"convert_swiglu found no gated layer in Sequential; .* act_fn=SiLU"):
+        convert_swiglu(model)
+
+
+def test_errors():
+    u, v = halves(2, 4)
+    with pytest.raises(ArgumentError, match=r"per='row' is unknown; choose 'token' or 'channel'"):
+        smooth_swiglu(u, v, per="row")
+    with pytest.raises(ArgumentError, match=r"u has shape \(2, 4\) and v \(2, 3\); pass two halves of one shape"):
+        smooth_swiglu(u, v[:, :3])
+    with pytest.raises(ArgumentError, match=r"delayed=True with per='token' has no scale to keep; pass per='channel'"):
+        SmoothSwiGLU(4, 8, delayed=True)

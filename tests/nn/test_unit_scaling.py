@@ -1,0 +1,229 @@
+"""Unit-scaled and mu-scaled operations against their formulas: factors forwards and backwards, and unit variance."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fmtsim
+from fmtsim.nn import unit_scaling as unit
+from fmtsim.nn.scaled_linear import (
+    MuLinear,
+    MuReadout,
+    MuResidual,
+    UnitLinear,
+    UnitReadout,
+    mu_parameter_groups,
+)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def logarithmic(weight, low, high):
+    return math.exp(weight * math.log(high) + (1 - weight) * math.log(low))
+
+
+def pulled(function, inputs, g):
+    """Return the value and the gradients of a function."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, g.expand_as(y) if y.dim() else torch.ones_like(y))]
+
+
+GELU = (2 / (1 - 1 / math.pi)) ** 0.5
+N = 32  # the last dimension of the inputs
+
+
+def gated(x, gate):
+    return x * gate * torch.sigmoid(gate)
+
+
+ELEMENTWISE = {  # operation, the plain one, factor of the output, factors of the gradients
+    "gelu": (unit.gelu, F.gelu, (0.8, GELU), None),
+    "gelu, free": (lambda x: unit.gelu(x, constrained=False), F.gelu, (0.8, GELU), (0.8, 2**0.5)),
+    "gelu of 2": (lambda x: unit.gelu(x, 2.0), lambda x: F.gelu(2 * x) / 2, (1 / (1 + 0.25 / 4), GELU), None),
+    "silu": (unit.silu, F.silu, (0.8, GELU), None),
+    "silu, free": (lambda x: unit.silu(x, constrained=False), F.silu, (0.8, GELU), (0.5, 2**0.5)),
+    "silu of 3": (lambda x: unit.silu(x, 3.0), lambda x: x * torch.sigmoid(3 * x), (1 / (1 + 0.25 / 9), GELU), None),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_nonlinearities(name):
+    ours, plain, (weight, high), back = ELEMENTWISE[name]
+    out = logarithmic(weight, 2.0, high)
+    back = out if back is None else logarithmic(back[0], 2.0, back[1])
+    x, g = normal(16, N), normal(16, N, seed=1)
+    y, dx = pulled(ours, [x], g)
+    z, dz = pulled(plain, [x], g)
+    torch.testing.assert_close(y, z * out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(dx, dz * back, rtol=1e-12, atol=1e-12)
+
+
+def test_softmax_and_gated_product():
+    x, gate, g = normal(16, N), normal(16, N, seed=2), normal(16, N, seed=1)
+    for mult in (1.0, 4.0):
+        out = logarithmic(1 / (1 + 4 / mult**2), N, N**0.5)
+        back = logarithmic(1 / (1 + 4 / mult**2), N / mult, (N / mult) ** 0.5)
+        z, dz = pulled(lambda x, m=mult: F.softmax(m * x, -1), [x], g)
+        y, dx = pulled(lambda x, m=mult: unit.softmax(x, m), [x], g)
+        torch.testing.assert_close([y, dx], [z * out, dz * out], rtol=1e-12, atol=1e-12)
+        _, dx = pulled(lambda x, m=mult: unit.softmax(x, m, constrained=False), [x], g)
+        torch.testing.assert_close(dx, dz * back, rtol=1e-12, atol=1e-12)
+    factor = logarithmic(0.5, 2.0, 2**0.5)
+    ours, plain = pulled(unit.silu_glu, [x, gate], g), pulled(gated, [x, gate], g)
+    torch.testing.assert_close(ours, [t * factor for t in plain], rtol=1e-12, atol=1e-12)
+
+
+def test_products():
+    a, b, g = normal(2, 16, 8), normal(8, 24), normal(2, 16, 24, seed=1)
+    y, da, db = pulled(torch.matmul, [a, b], g)
+    f = 8**-0.5
+    torch.testing.assert_close(pulled(unit.matmul, [a, b], g), [y * f, da * f, db * f], rtol=1e-12, atol=1e-12)
+    free = pulled(lambda a, b: unit.matmul(a, b, constrained=False), [a, b], g)
+    torch.testing.assert_close(free, [y * f, da * 24**-0.5, db * 16**-0.5], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention(causal):
+    q, k, v, g = (normal(2, 64, 16, seed=i) for i in range(4))
+    flat = math.sqrt(math.log(64) / 64) if causal else 1 / 8
+    factor = 1 / logarithmic(1 / (1 + 4 * 16), flat, 1.0)
+    plain = pulled(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=1 / 16), [q, k, v], g
+    )
+    ours = pulled(lambda q, k, v: unit.attention(q, k, v, is_causal=causal), [q, k, v], g)
+    torch.testing.assert_close(ours, [t * factor for t in plain], rtol=1e-10, atol=1e-10)
+
+
+def test_sums_losses_and_norms():
+    x, y, g = normal(16, N), normal(16, N, seed=2), normal(16, N, seed=1)
+    half = 0.5**0.5
+    torch.testing.assert_close(pulled(unit.add, [x, y], g), [(x + y) * half, g * half, g * half])
+    targets = torch.arange(16)
+    plain = pulled(lambda z: F.cross_entropy(z, targets, reduction="sum"), [x], torch.ones(()))
+    ours = pulled(lambda z: unit.cross_entropy(z, targets), [x], torch.ones(()))
+    torch.testing.assert_close(ours, [plain[0] / 16, plain[1] * N / (N - 1) ** 0.5])
+    w, b = normal(N, seed=3), normal(N, seed=4)
+    plain = pulled(lambda x, w, b: F.layer_norm(x, (N,), w, b), [x, w, b], g)
+    ours = pulled(unit.layer_norm, [x, w, b], g)
+    torch.testing.assert_close(ours, [*plain[:2], plain[2] / 4, plain[3] / 4])
+    plain = pulled(lambda x, w: F.rms_norm(x, (N,), w, 1e-5), [x, w], g)
+    torch.testing.assert_close(pulled(unit.rms_norm, [x, w], g), [*plain[:2], plain[2] / 4])
+    tokens = torch.arange(16) % 5
+    table = normal(64, N)
+    plain = pulled(lambda w: F.embedding(tokens, w), [table], g)
+    torch.testing.assert_close(pulled(lambda w: unit.embedding(tokens, w), [table], g), [plain[0], plain[1] * 2])
+    torch.testing.assert_close(unit.dropout(x, 0.25, training=False), x * 0.75**0.5)
+
+
+@pytest.mark.parametrize("tau", [1.0, 0.3])
+def test_residuals_have_the_gradient_of_the_function(tau):
+    """The factors of the branch act in one place forwards and in another backwards; the gradient is the same."""
+    x, w, g = normal(16, N), normal(N, N, seed=2), normal(16, N, seed=1)
+
+    def ours(x):
+        branch, skip = unit.residual_split(x, tau)
+        return unit.residual_add(torch.tanh(branch @ w), skip, tau)
+
+    whole = math.sqrt(1 + tau**2)
+    plain = pulled(lambda x: (tau * torch.tanh(x @ w) + x) / whole, [x], g)
+    torch.testing.assert_close(pulled(ours, [x], g), plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("cls", "factors"),
+    [
+        (UnitLinear, (64**-0.5, 64**-0.5, 40**-0.5)),
+        (UnitReadout, (1 / 64, 32**-0.5, 40**-0.5)),
+        (MuLinear, (1 / 8, 1 / 8, 1 / 8)),
+        (MuReadout, (1 / 64, 1 / 64, 1 / 64)),
+    ],
+)
+def test_layers(cls, factors):
+    torch.manual_seed(0)
+    layer = cls(64, 32, dtype=torch.float64)
+    assert float(layer.weight.detach().std()) == pytest.approx(1.0, abs=0.05)
+    assert layer.bias.count_nonzero() == 0
+    x, g = normal(4, 10, 64), normal(4, 10, 32, seed=1)
+    w, b = layer.weight.detach(), normal(32, seed=5)
+    layer.bias.data.copy_(b)
+    x = x.requires_grad_()
+    y = layer(x)
+    y.backward(g)
+    out, of_x, of_w = factors
+    torch.testing.assert_close(y, (x @ w.T + b) * out)
+    torch.testing.assert_close(x.grad, g @ w * of_x)
+    torch.testing.assert_close(layer.weight.grad, (g.flatten(0, 1).T @ x.detach().flatten(0, 1)) * of_w)
+    torch.testing.assert_close(layer.bias.grad, g.sum((0, 1)) * of_w)
+
+
+@pytest.mark.parametrize(("cls", "recipe"), [(UnitLinear, "unit_scaling"), (MuLinear, "mu_s")])
+def test_converted_layers_quantise_before_the_factors(cls, recipe):
+    """Operands and gradient are cast as they are, without scales; the factors multiply the products."""
+    torch.manual_seed(0)
+    model = nn.Sequential(cls(64, 32, bias=False), nn.ReLU(), cls(32, 16, bias=False), nn.Linear(16, 2))
+    before = copy.deepcopy(model.state_dict())
+    fmtsim.convert(model, recipe)
+    layer = model[0]
+    x, g = normal(8, 64).float().requires_grad_(), normal(8, 32, seed=1).float()
+    names = {"x": "e4m3fnuz", "g": "e5m2"} if recipe == "unit_scaling" else {"x": "e4m3", "g": "e5m2"}
+    xq, wq = (fmtsim.quantize(t.detach(), names["x"]) for t in (x, layer.weight))
+    gq = fmtsim.quantize(g, names["g"], overflow="saturate")
+    out, of_x, of_w = layer.factors(x)
+    y = layer(x)
+    y.backward(g)
+    torch.testing.assert_close(y, xq @ wq.T * out)
+    torch.testing.assert_close(x.grad, gq @ wq * of_x)
+    torch.testing.assert_close(layer.weight.grad, gq.T @ xq * of_w)
+    fmtsim.revert(model)
+    assert type(layer) is cls
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_unit_scaled_model_is_unit_scaled():
+    """Every activation and every gradient has a standard deviation between 0.5 and 2 at the start."""
+    torch.manual_seed(0)
+    up, down, head = (
+        UnitLinear(256, 512, bias=False),
+        UnitLinear(512, 256, bias=False),
+        UnitReadout(256, 64, bias=False),
+    )
+    tokens = torch.randint(64, (32, 16))
+    table = nn.Parameter(torch.randn(64, 256))
+    seen = {}
+
+    def keep(name, t):
+        t.retain_grad()
+        seen[name] = t
+        return t
+
+    x = keep("embedded", unit.embedding(tokens, table))
+    branch, skip = unit.residual_split(x)
+    h = keep("hidden", unit.gelu(keep("up", up(unit.layer_norm(branch)))))
+    x = keep("sum", unit.residual_add(keep("down", down(h)), skip))
+    logits = head(unit.layer_norm(x))
+    unit.cross_entropy(logits.flatten(0, 1), tokens.flatten().roll(1)).backward()
+    for name, t in seen.items():
+        assert 0.5 < float(t.detach().std()) < 2, name
+        assert 0.3 < float(t.grad.std()) < 2.5, name
+    for name, p in (("up", up.weight), ("down", down.weight), ("table", table), ("head", head.weight)):
+        assert 0.3 < float(p.grad.std()) < 2.5, name
+
+
+def test_mu_residual_and_learning_rates():
+    torch.manual_seed(0)
+    block = MuResidual(MuLinear(64, 64, bias=False), 64, tau=0.3)
+    x = torch.randn(8, 64)
+    expected = math.sqrt(0.7) * x + math.sqrt(0.3) * F.layer_norm(x @ block.branch.weight.T / 8, (64,))
+    torch.testing.assert_close(block(x), expected)
+    model = nn.Sequential(nn.Embedding(4, 64), block, MuLinear(64, 1024), MuReadout(64, 4))
+    rates = {id(group["params"][0]): group["lr"] for group in mu_parameter_groups(model, 0.1)}
+    assert rates[id(block.branch.weight)] == pytest.approx(0.1 * 2)
+    assert rates[id(model[0].weight)] == rates[id(model[3].weight)] == rates[id(block.norm.weight)] == 0.1
+    assert len(rates) == len(list(model.parameters()))

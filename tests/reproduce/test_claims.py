@@ -1,0 +1,156 @@
+"""Every claim comes out as published, and does not where something is wrong."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.reproduce import Claim, Expected, Measured, get_claims, run_claim
+from fmtsim.reproduce.catalogue import CLAIMS
+from fmtsim.reproduce.claim import exactly, near
+from fmtsim.reproduce.samples import DISTRIBUTIONS, decibels, draw
+
+BY_NAME = {claim.name: claim for claim in CLAIMS}
+
+PLANTED = (  # claim, setting, a value that is wrong, a number that has to fail
+    ("nvfp4", "formats", (("1x16, %", "mxfp4", None), ("16x16, %", "nvfp4_16x16", None)), "1x16, %"),
+    ("mxfp4", "formats", tuple((f"{rule}, %", "mxfp4", "floor") for rule in ("rceil", "even", "ceil")), "ceil, %"),
+    ("mxfp8", "formats", (("rceil, %", "mxfp8_e4m3", "floor"), ("floor, %", "mxfp8_e4m3", "floor")), "rceil, %"),
+    ("eden", "operand_name", "x_f", "error, EDEN"),
+    ("eden", "headroom", 2.0, "error, stochastic"),
+    ("stochastic_bits", "random_bits", 16, "mean error, steps"),
+    ("clip", "format", "e3m2", "best clip, sigma"),
+    ("dge", "cap", 30.0, "mean slope"),
+    ("occ", "recipe", "te_current", "not clamped, dB"),
+    ("halo", "times", 5.0, "channel, level 0"),
+    ("smooth_swiglu", "times", 2.0, "delayed, plain: the spike"),
+    ("flash_attention_3", "keys", 256, "baseline / FlashAttention-3"),
+    ("accumulation", "unit", "blackwell.tcgen05", "uniform, never promoted"),
+    ("delayed_scaling", "length", 8, "steps under it"),
+    ("stochastic_sums", "steps", 50, "int8, 10 + 100 x 0.2, stochastic"),
+    ("unit_scaling", "format", "e2m1", "unit, largest part of a gradient lost"),
+    ("underflow", "format", "bf16", "progress without scaling"),
+    ("underflow", "scale", 1.0, "progress with scaling"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [claim.name for claim in CLAIMS if not claim.slow])
+def test_claim(name):
+    result = run_claim(BY_NAME[name])
+    failed = [(row.expected.name, row.expected.published, row.ours) for row in result.rows if not row.passed]
+    assert (result.error, failed) == ("", [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [claim.name for claim in CLAIMS if claim.slow])
+def test_slow_claim(name):
+    result = run_claim(BY_NAME[name])
+    failed = [(row.expected.name, row.expected.published, row.ours) for row in result.rows if not row.passed]
+    assert (result.error, failed) == ("", [])
+
+
+@pytest.mark.parametrize(("name", "setting", "value", "number"), PLANTED)
+def test_a_planted_error_makes_a_claim_fail(name, setting, value, number):
+    claim = BY_NAME[name]
+    assert setting in dict(claim.settings)
+    changed = dataclasses.replace(claim, settings=tuple((dict(claim.settings) | {setting: value}).items()))
+    result = run_claim(changed)
+    assert not result.passed
+    assert number in [row.expected.name for row in result.rows if not row.passed]
+
+
+def test_a_wrong_quantiser_makes_a_claim_fail(monkeypatch):
+    """The error of one operation inside the experiment shows, not only that of a setting."""
+    import fmtsim.reproduce.blocks as blocks
+
+    right = blocks.quantize
+    monkeypatch.setattr(blocks, "quantize", lambda x, fmt: right(x, fmt, rounding="toward_zero"))
+    assert not run_claim(BY_NAME["nvfp4"]).passed
+
+
+@pytest.mark.parametrize("name", ["eden", "occ", "stochastic_bits"])
+def test_equal_settings_give_equal_numbers(name):
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    first = run_claim(BY_NAME[name])
+    torch.manual_seed(6)
+    second = run_claim(BY_NAME[name])
+    assert first.measured.numbers == second.measured.numbers
+    torch.manual_seed(5)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_the_caller_keeps_its_random_numbers():
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    run_claim(BY_NAME["smooth_swiglu"])
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_an_error_inside_is_a_claim_that_fails():
+    def broken(tell):
+        raise FormatError("a format that does not exist")
+
+    claim = Claim(name="broken", says="", source="", measure=broken, expected=(exactly("n", 1.0),))
+    result = run_claim(claim)
+    assert (result.passed, result.error) == (False, "a format that does not exist")
+    assert math.isnan(result.rows[0].ours)
+
+
+def test_a_number_that_is_missing_or_nan_fails():
+    def measure(tell, value):
+        return Measured(numbers={"n": value})
+
+    claim = Claim(
+        name="c", says="", source="", measure=measure, expected=(Expected(name="n"),), settings=(("value", 1.0),)
+    )
+    assert run_claim(claim).passed
+    assert not run_claim(dataclasses.replace(claim, settings=(("value", math.nan),))).passed
+    assert not run_claim(dataclasses.replace(claim, expected=(Expected(name="m"),))).passed
+
+
+def test_bounds():
+    assert near("n", -2.0, 0.5) == Expected(name="n", low=-3.0, high=-1.0, published=-2.0, origin="emulation")
+    assert exactly("n", 2.0).holds(2.0) and not exactly("n", 2.0).holds(2.0 + 1e-12)
+    with pytest.raises(ArgumentError, match=r"n: nothing lies between low=2 and high=1; exchange them"):
+        Expected(name="n", low=2, high=1)
+    with pytest.raises(ArgumentError, match=r"n: origin='hearsay' is unknown; choose paper, code, emulation, formula"):
+        Expected(name="n", origin="hearsay")
+    with pytest.raises(ArgumentError, match=r"claim 'c' expects \['n', 'n'\]; name at least one number, and each once"):
+        Claim(
+            name="c", says="", source="", measure=lambda tell: None, expected=(Expected(name="n"), Expected(name="n"))
+        )
+
+
+def test_names():
+    assert get_claims() == CLAIMS
+    assert [claim.name for claim in get_claims(["halo", "eden"])] == ["eden", "halo"]
+    with pytest.raises(
+        ArgumentError, match=r"claim 'edem' is unknown; did you mean eden or dge\? \(fmtsim reproduce --list"
+    ):
+        get_claims(["edem"])
+    assert len(BY_NAME) == len(CLAIMS)
+
+
+def test_every_claim_says_who_claims_what():
+    for claim in CLAIMS:
+        assert claim.says and claim.source
+        assert hash(claim) is not None
+        seeded = any(name == "seed" for name, _ in claim.settings)
+        assert seeded or claim.name in ("dge", "loss_scaling", "delayed_scaling"), (
+            f"{claim.name} draws numbers without a seed"
+        )
+
+
+def test_distributions_have_the_moments_they_should():
+    variances = {"uniform": 1 / 3, "gauss": 1.0, "laplace": 2.0, "t5": 5 / 3}
+    for name, variance in variances.items():
+        x = draw(name, 200_000, 1).double()
+        assert abs(float(x.mean())) < 0.02
+        assert float(x.var()) == pytest.approx(variance, rel=0.05)
+    assert set(DISTRIBUTIONS) - set(variances) == {"t3"}
+    with pytest.raises(ArgumentError, match=r"distribution 'cauchy' is unknown; choose one of uniform, gauss"):
+        draw("cauchy", 10, 0)
+    assert decibels(0.0) == math.inf and decibels(0.01) == pytest.approx(20.0)

@@ -1,0 +1,52 @@
+"""How results are told: four digits, whose number it is, Markdown, and plots."""
+
+import pytest
+
+from fmtsim.reproduce import Claim, Expected, Measured, run_claim
+from fmtsim.reproduce.report import about, markdown, plot_result, published, rows_of, short
+
+
+def claim(**more):
+    def measure(tell):
+        tell(0.5)
+        return Measured(numbers={"a | b": 2.0, "n": 0.12345}, curves={"c": [(1.0, 2.0), (2.0, 4.0)]}, ticks=("u", "v"))
+
+    expected = (Expected(name="a | b", low=1.0, published=2.0), Expected(name="n", high=0.1))
+    return Claim(name="mine", says="it is so", source="me", measure=measure, expected=expected, **more)
+
+
+def test_numbers():
+    assert [short(x) for x in (65536.0, 0.5, 0.00123456, 123456.7, -0.0)] == [
+        "65536",
+        "0.5",
+        "0.001235",
+        "1.235e+05",
+        "-0",
+    ]
+    assert published(Expected(name="n", published=0.5, origin="code")) == "0.5 c"
+    assert [published(Expected(name="n", **bound)) for bound in ({"low": 2}, {"high": 0.1}, {"low": 1, "high": 2})] == [
+        "> 2",
+        "< 0.1",
+        "-",
+    ]
+
+
+def test_rows_and_markdown():
+    result = run_claim(claim(notes="smaller"))
+    assert not result.passed
+    rows = list(rows_of([result]))
+    assert rows[0][:5] == ("mine", "a | b", "2 p", "2", "yes")
+    assert rows[1] == ("", "n", "< 0.1", "0.1235", "NO", "")
+    text = markdown([result])
+    assert "| mine | a \\| b | 2 p | 2 | yes |" in text
+    assert text.endswith("- **mine**: it is so (me). Here: smaller.\n")
+    assert about(claim()) == "**mine**: it is so (me)."
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    figure = plot_result(run_claim(claim()), tmp_path / "c.png")
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["u", "v"]
+    assert axes.lines[0].get_xydata().tolist() == [[1.0, 2.0], [2.0, 4.0]]
