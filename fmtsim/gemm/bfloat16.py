@@ -90,7 +90,7 @@ def multiply(a: Held, b: Held, dims: tuple[int, int], bias: Tensor | None, dtype
 
 def _has_kernels(t: Tensor) -> bool:
     """Say whether the CUDA engine may be called on a tensor without the dispatcher."""
-    return is_plain(t) and bool(_engine("runtime").available(t.device))
+    return is_plain(t) and bool(_engine("runtime").serves(t.device.index))
 
 
 @lru_cache(maxsize=256)
