@@ -1,0 +1,81 @@
+"""Operands of layers on a card: bfloat16 values and outer scales, on the host and on a GPU, compiled too."""
+
+import pytest
+import torch
+
+import fmtsim.cuda
+from fmtsim import EmulatedGEMM, get_format, quantize
+from fmtsim.gemm import bfloat16
+from fmtsim.gemm.config import Quantizer, linear_config
+from fmtsim.rounding.modes import Rounding
+
+gpu = pytest.mark.skipif(not fmtsim.cuda.available(), reason="needs a GPU")
+SHAPE = (96, 64)
+
+
+@pytest.fixture
+def on_card(device, monkeypatch):
+    """Take the emulated device for a card."""
+    if device.type == "cpu":
+        monkeypatch.setattr(bfloat16, "_on_card", lambda t: True)
+        monkeypatch.setattr(bfloat16, "_served", lambda index: True)
+    return device
+
+
+def normal(*shape, seed=0, device="cpu"):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).bfloat16().to(device)
+
+
+def same(found, expected):
+    assert found.dtype == expected.dtype
+    bits = {2: torch.int16, 4: torch.int32}[found.element_size()]
+    assert torch.equal(found.cpu().view(bits), expected.cpu().view(bits))
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "nvfp4", "e4m3"])
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+def test_operands_are_those_of_quantize(name, rounding, on_card):
+    x, fmt = normal(*SHAPE, device=on_card), get_format(name)
+    quantizer = Quantizer(format=fmt, rounding=Rounding(mode=rounding))
+    assert bfloat16.holds(x, quantizer)
+    for dim in (-1, 0):
+        seed = 5 if rounding == "stochastic" else None
+        held = bfloat16.hold(x, quantizer, dim, seed)
+        expected = quantize(x, fmt, rounding=rounding, dim=dim, generator=seed, out_dtype=torch.float32)
+        assert (held.scale is None) == (name != "nvfp4")
+        same(held.quantised, expected)
+    both = bfloat16.hold_both(x, quantizer, (5, 5) if rounding == "stochastic" else (None, None))
+    if name == "e4m3":
+        assert both is None
+        return
+    for found, dim in zip(both, (-1, 0), strict=True):
+        same(found.values, bfloat16.hold(x, quantizer, dim, 5 if rounding == "stochastic" else None).values)
+
+
+def test_what_bfloat16_does_not_hold(on_card):
+    x = normal(*SHAPE, device=on_card)
+    assert not bfloat16.holds(x.double(), Quantizer(format=get_format("e4m3")))
+    assert not bfloat16.holds(x.float(), Quantizer())
+    assert not bfloat16.holds(x, Quantizer(format=get_format("fp16")))
+
+
+def layer(config, seed, device, bias=True):
+    x, w, g = (normal(*size, seed=i, device=device) for i, size in enumerate(((96, 64), (128, 64), (96, 128))))
+    b = normal(128, seed=4, device=device) if bias else None
+    leaves = [t.requires_grad_() for t in (x, w, b) if t is not None]
+    return leaves, g, lambda: EmulatedGEMM.apply(x, w, b, config, seed)
+
+
+@gpu
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "e4m3"])
+@pytest.mark.filterwarnings("ignore:.*(TensorFloat32|cuda initialization|context):UserWarning")
+def test_compiled_layers_have_the_bits_of_eager_ones(name, rounding):
+    config = linear_config(x=name, w=name, g=Quantizer(format=get_format(name), rounding=Rounding(mode=rounding)))
+    leaves, g, run = layer(config, 7, "cuda")
+    expected = [run(), *torch.autograd.grad(run(), leaves, g)]
+    compiled = torch.compile(run, fullgraph=True)
+    found = [compiled(), *torch.autograd.grad(compiled(), leaves, g)]
+    for one, other in zip(found, expected, strict=True):
+        same(one, other)
