@@ -150,10 +150,11 @@ def _layer_of(case: Case) -> tuple[Callable[[], Any], Callable[[], Any]]:
     grad = torch.randn(TOKENS, WIDTH, device=DEVICE).bfloat16()
     config = linear_config(x=case.format, w=case.format, g=case.format)
 
-    def run(layer: Callable[[], Tensor]) -> Callable[[], Any]:
-        return lambda: torch.autograd.grad(layer(), (x, w), grad)
+    def run(layer: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Any]:
+        layer = torch.compile(layer) if case.compiled else layer
+        return lambda: torch.autograd.grad(layer(x, w), (x, w), grad)
 
-    return run(lambda: torch.nn.functional.linear(x, w)), run(lambda: EmulatedGEMM.apply(x, w, None, config))
+    return run(torch.nn.functional.linear), run(lambda x, w: EmulatedGEMM.apply(x, w, None, config))
 
 
 def _measure_layer(case: Case, repeats: int) -> Result:

@@ -53,8 +53,8 @@ def holds(t: Tensor, quantizer: Quantizer) -> bool:
     if fmt is None:
         return t.dtype == torch.bfloat16
     if isinstance(fmt, BlockFormat) and fmt.tensor_scale:
-        return _has_kernels(t) and _held_bare(_spec(quantizer, -1).to_json())
-    return is_representable(fmt, torch.bfloat16)
+        return _has_kernels(t) and _held_bare(quantizer)
+    return _held_values(quantizer)
 
 
 def hold(t: Tensor, quantizer: Quantizer, dim: int, generator: Any) -> Held:
@@ -63,11 +63,10 @@ def hold(t: Tensor, quantizer: Quantizer, dim: int, generator: Any) -> Held:
     if fmt is None:
         return Held(t)
     if isinstance(fmt, BlockFormat) and fmt.tensor_scale:
-        spec = _spec(quantizer, dim - t.dim() if dim >= 0 else dim)
-        key = _key(quantizer, generator, t)
+        axis, key = dim - t.dim() if dim >= 0 else dim, _key(quantizer, generator, t)
         if torch.compiler.is_compiling():
-            return Held(*torch.ops.fmtsim.quantize_bare(t.detach(), spec.to_json(), key))
-        return Held(*_engine("orientations").quantize_bare(t.detach(), spec, _random(key)))
+            return Held(*torch.ops.fmtsim.quantize_bare(t.detach(), _text(quantizer, axis), key))
+        return Held(*_engine("orientations").quantize_bare(t.detach(), _spec(quantizer, axis), _random(key)))
     options: Any = {"rounding": quantizer.rounding, "overflow": quantizer.overflow, "generator": generator}
     return Held(quantize(t, fmt, dim=dim, pad=True, out_dtype=torch.bfloat16, **options))
 
@@ -78,12 +77,12 @@ def hold_both(t: Tensor, quantizer: Quantizer, generators: tuple[Any, Any]) -> t
     if not isinstance(fmt, BlockFormat) or not _has_kernels(t):
         return None
     keys = tuple(_key(quantizer, generator, t) for generator in generators)
-    spec, bare = _spec(quantizer, -1), fmt.tensor_scale
+    bare = fmt.tensor_scale
     if torch.compiler.is_compiling():
-        rows, columns, scale = torch.ops.fmtsim.quantize_both(t.detach(), spec.to_json(), bare, *keys)
+        rows, columns, scale = torch.ops.fmtsim.quantize_both(t.detach(), _text(quantizer, -1), bare, *keys)
         return Held(rows, scale if bare else None), Held(columns, scale if bare else None)
     words = tuple(map(_random, keys))
-    both = _engine("orientations").quantize_both(t.detach(), spec, torch.bfloat16, words, bare=bare)
+    both = _engine("orientations").quantize_both(t.detach(), _spec(quantizer, -1), torch.bfloat16, words, bare=bare)
     return Held(both.rows, both.tensor_scale), Held(both.columns, both.tensor_scale)
 
 
@@ -116,14 +115,28 @@ def _on_card(t: Tensor) -> bool:
     return t.is_cuda
 
 
-@torch.compiler.assume_constant_result
 def _served(index: int) -> bool:
     return bool(_engine("runtime").serves(index))
 
 
-@torch.compiler.assume_constant_result
-def _held_bare(spec: str) -> bool:
-    return bool(_engine("orientations").holds_bare(spec_from_json(spec)))
+def _held_values(quantizer: Quantizer) -> bool:
+    assert quantizer.format is not None
+    return is_representable(quantizer.format, torch.bfloat16)
+
+
+def _held_bare(quantizer: Quantizer) -> bool:
+    return bool(_engine("orientations").holds_bare(_spec(quantizer, -1)))
+
+
+def _text(quantizer: Quantizer, dim: int) -> str:
+    return _spec(quantizer, dim).to_json()
+
+
+# What torch.compiler.assume_constant_result sets; calling that would import all of torch._dynamo with fmtsim.
+_served._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_held_values._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_held_bare._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=256)
