@@ -112,6 +112,7 @@ def variants(capability: tuple[int, int] = (9, 0)) -> Iterator[tuple[str, str, D
     grids = [(method, special, False, True, 0) for method in (MAGIC, BITS, FLUSHING) for special in (False, True)]
     grids += [(HALVES, False, True, False, 0), (FIXED, False, True, False, 0), (FIXED, False, False, False, 1)]
     grids += [(MAGIC, special, special, not special, random) for special in (False, True) for random in (1, 2)]
+    grids += [(BITS, False, False, True, random) for random in (1, 2)]
     for method, special, asymmetric, keeps, random in grids:
         grid = Grid(bytes(112), method, special, asymmetric, method in (HALVES, FIXED), True, keeps, random, 3)
         common = method == MAGIC and not asymmetric and not special and random < 2

@@ -126,6 +126,8 @@ def _float_grid(fmt: FloatFormat, rounding: Rounding, overflow: Overflow) -> Gri
     special = not saturate and not natural
     unbounded = math.ldexp(1.0, high + 1) if method == MAGIC else math.inf
     drop = 23 - mantissa_bits
+    place = 1 << drop
+    most = place - 1 if rounding.mode == "stochastic" else (place >> 1) - 1
     parity = (fmt.has_zero - 127 - low) & 1 if mantissa_bits == 0 else 0
     over = fmt.max if saturate else math.inf if fmt.infinities else math.nan
     shift = 32 - fmt.bits
@@ -139,7 +141,7 @@ def _float_grid(fmt: FloatFormat, rounding: Rounding, overflow: Overflow) -> Gri
         fmt.max if saturate else unbounded, -fmt.max if fmt.signed else 0.0, math.inf if saturate else fmt.max, over,
         math.nan if fmt.has_nan else fmt.max, -0.0 if fmt.has_negative_zero else 0.0,
         math.ldexp(1.0, drop), math.ldexp(1.0, low + drop),
-        _SIGN if fmt.signed else 0, drop, max((1 << drop >> 1) - 1, 0), (1 << 32) - (1 << drop), parity, int(drop > 0),
+        _SIGN if fmt.signed else 0, drop, max(most, 0), (1 << 32) - place, parity, int(drop > 0),
         *_flush_points(fmt), *codes, 0.0, *_words(rounding), *_stochastic(fmt),
     )  # fmt: skip
     random = _random(rounding)
@@ -156,6 +158,8 @@ def _method(fmt: FloatFormat, rounding: Rounding) -> int | None:
     gradual = fmt.has_subnormals and fmt.has_zero
     if rounding.mode == "stochastic":
         within = low - mantissa_bits >= -117 and mantissa_bits <= _FINEST  # kernels/grid.cuh
+        if low == -126 and gradual:
+            return BITS
         return MAGIC if finite and gradual and within else None
     if mantissa_bits and gradual:
         if finite and mantissa_bits <= 22 and low >= -127:

@@ -105,6 +105,27 @@ def test_a_key_gives_the_words_of_the_definition(device, rounding):
         check_cast(f"{name} {rounding}", x, spec_of(name, rounding), KEY, device, (torch.float32,))
 
 
+@pytest.mark.parametrize(
+    ("bits_used", "variant"),
+    [(32, "a"), (5, "b"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((20, "a"), (20, "b"), (32, "b")))],
+)
+def test_stochastic_rounding_by_bit_addition(device, bits_used, variant):
+    """Formats with the exponents of float32, from its subnormals to beyond their largest numbers."""
+    points = torch.arange(4600, dtype=torch.int64).mul(0x9E3779B1).to(torch.int32)
+    points[:64] = torch.arange(64, dtype=torch.int32).mul(0x1FFF7)
+    points[64:128] = 0x7F800000 - torch.arange(64, dtype=torch.int32).mul(0x1003)
+    x = points.view(torch.float32)
+    rounding = Rounding(mode="stochastic", random_bits=bits_used, variant=variant)
+    served = bits_used < 32 or variant == "a"
+    for name, overflow in itertools.product(("bf16", "e8m1"), ("saturate", "ieee")):
+        spec = spec_of(name, rounding, overflow)
+        fast = elements.fast_grid(spec, KEY)
+        assert (fast is not None and fast.method == grid.BITS) == served
+        outs = (torch.float32, torch.bfloat16) if name == "bf16" and variant == "a" else (torch.float32,)
+        check_cast(f"{name} {rounding} {overflow}", x, spec, KEY, device, outs)
+        check_cast(f"{name} {rounding} {overflow}, part", x[2:1100], spec, KEY, device, outs[:1])
+
+
 def test_huge_offsets_and_negative_seeds_are_64_bits(device):
     x = normal(200, seed=4)
     for key in (RandomKey(-1, -1), RandomKey((1 << 64) - 1, 0), RandomKey(1 << 32, 1 << 63)):
@@ -289,6 +310,19 @@ def test_a_wrong_count_is_noticed(device):
 # Errors planted on purpose, on the way that asks for its parameters at every call.
 
 LONG_WAY = SimpleNamespace(quantize=elements.quantize_elements)
+
+
+@pytest.mark.parametrize("place", ["drop", "half", "keep"])
+def test_a_wrong_place_of_bit_addition_is_noticed(device, monkeypatch, place):
+    spec = spec_of("bf16", STOCHASTIC)
+    right = grid.grid_of(spec.format, spec.rounding, spec.overflow)
+    wrong = bytearray(right.parameters)
+    wrong[32 + 4 * ["sign", "drop", "half", "keep"].index(place) + (place == "half")] ^= 1
+    x = normal(5000, seed=11)
+    expected = quantized(cpu, x, spec, KEY)
+    assert not differing(quantized(LONG_WAY, x.to(device), spec, KEY).cpu(), expected)
+    monkeypatch.setattr(elements, "fast_grid", lambda spec, random: right._replace(parameters=bytes(wrong)))
+    assert differing(quantized(LONG_WAY, x.to(device), spec, KEY).cpu(), expected)
 
 
 @pytest.mark.parametrize("place", ["highest", "shift", "least_magic", "nan_value"])

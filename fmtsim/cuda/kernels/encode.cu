@@ -19,7 +19,7 @@ typedef Stored<INPUT>::type Input;
 #define WORDS (RUN * SLOT / 32)
 
 // Codes of stochastic rounding are the low bits of the sum with the magic number and the binade's number.
-#define SUMS (RANDOM && SIGNS_LAST && !INTEGER && CODE <= 16 && SLOT == CODE)
+#define SUMS (RANDOM && METHOD == MAGIC && SIGNS_LAST && !INTEGER && CODE <= 16 && SLOT == CODE)
 
 // y + (x >> Shift), one step where the compiler does not take it apart.
 template <int Shift>
