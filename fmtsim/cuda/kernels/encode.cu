@@ -21,18 +21,6 @@ typedef Stored<INPUT>::type Input;
 // Codes of stochastic rounding are the low bits of the sum with the magic number and the binade's number.
 #define SUMS (RANDOM && METHOD == MAGIC && SIGNS_LAST && !INTEGER && CODE <= 16 && SLOT == CODE)
 
-// y + (x >> Shift), one step where the compiler does not take it apart.
-template <int Shift>
-DEVICE u32 add_shifted(u32 x, u32 y) {
-#ifdef FMTSIM_HOST
-  return y + (x >> Shift);
-#else
-  u32 out;
-  asm("{.reg .b32 s; shr.u32 s, %1, %3; add.u32 %0, s, %2;}" : "=r"(out) : "r"(x), "r"(y), "n"(Shift));
-  return out;
-#endif
-}
-
 // The code of a clamped magnitude in the low bits of a word, others above them (SUMS).
 DEVICE u32 low_code(float a, u32 rest, const Grid& g) {
   float binade = binade_of<false>(a, g);
