@@ -21,7 +21,6 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64:
 _PLAIN = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}  # packed codes of whole words
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 THREADS = 128
-UNROLL = 2  # vectors a thread of kernels/scalar.cu takes
 _TILE = 1024  # elements of a warp that share Philox counters; a block of THREADS has four
 _VECTOR = 16  # bytes
 _TABLE_THREADS = 256
@@ -143,14 +142,14 @@ def fast_grid(spec: CastSpec, random: Random) -> Grid | None:
 
 def _quantize_fast(source: torch.Tensor, spec: CastSpec, random: Random, target: torch.Tensor, grid: Grid) -> None:
     count, stochastic = source.numel(), spec.rounding.mode == "stochastic"
-    width = 8 if 2 in (source.element_size(), target.element_size()) else 4
+    width, unroll = vectors_of(grid, source.dtype, target.dtype)
     first = _first_whole(source, target, width)
     vectors = first is not None and not (stochastic and first)
-    first, last, blocks = first or 0, 0, _blocks(count, UNROLL)
+    first, last, blocks = first or 0, 0, _blocks(count, unroll)
     if vectors:
         group = _TILE if stochastic else width  # elements that are cast together
         last = first + max(count - first, 0) // group * group
-        blocks = max(-(-count // (4 * _TILE)), 1) if stochastic else _blocks((last - first) // width, UNROLL)
+        blocks = max(-(-count // (4 * _TILE)), 1) if stochastic else _blocks((last - first) // width, unroll)
     defines = fast_defines(grid, source.dtype, target.dtype, vectors)
     kernel = _kernel("scalar.cu", "quantize", source, defines)
     bounds = np.int64(min(first, count)), np.int64(last), np.int64(count)
@@ -301,17 +300,28 @@ def whole_vectors(x: torch.Tensor, out: torch.Tensor) -> bool:
 def _first_whole(source: torch.Tensor, target: torch.Tensor, width: int) -> int | None:
     """Return the first element at which both addresses are those of whole vectors, None where there is none."""
     for first in range(width):
-        places = (tensor.data_ptr() + first * tensor.element_size() for tensor in (source, target))
-        if not any(place % _VECTOR for place in places):
+        sizes = ((tensor.data_ptr(), tensor.element_size()) for tensor in (source, target))
+        if not any((start + first * size) % min(_VECTOR, width * size) for start, size in sizes):
             return first
     return None
+
+
+def vectors_of(grid: Grid, dtype: torch.dtype, out: torch.dtype) -> tuple[int, int]:
+    """Return how many elements a vector of kernels/scalar.cu has, and how many of them a thread takes.
+
+    Neighbouring threads write neighbouring 16 bytes; with random words, which keep them busier, both sides have vectors.
+    """
+    if dtype.itemsize == 2 and out.itemsize == 4 and not grid.random:
+        return 4, 4
+    return (8 if 2 in (dtype.itemsize, out.itemsize) else 4), 2
 
 
 @lru_cache(maxsize=1024)
 def fast_defines(grid: Grid, dtype: torch.dtype, out: torch.dtype, vectors: bool) -> Defines:
     """Return the macros of kernels/scalar.cu."""
     rest = {"INPUT": _DTYPES[dtype], "OUTPUT": _DTYPES[out], "VECTORS": int(vectors), "PAIRS": grid.pairs(dtype)}
-    return (*grid.defines, *_pairs(rest | {"UNROLL": UNROLL}))
+    width, unroll = vectors_of(grid, dtype, out)
+    return (*grid.defines, *_pairs(rest | {"WIDTH": width, "UNROLL": unroll}))
 
 
 @lru_cache(maxsize=1024)

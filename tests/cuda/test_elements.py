@@ -137,7 +137,19 @@ def test_every_size(device, count):
     for dtype, random in itertools.product((torch.float32, torch.bfloat16), (None, KEY)):
         x = normal(count, seed=count, dtype=dtype)
         spec = spec_of("e4m3", NEAREST if random is None else STOCHASTIC)
-        check_cast(f"{count} {dtype}", x, spec, random, device, (dtype,))
+        check_cast(f"{count} {dtype}", x, spec, random, device, (dtype, torch.float32))
+
+
+@pytest.mark.parametrize("shift", range(5))
+def test_misaligned_views_from_16_to_32_bits(device, shift):
+    base = normal(900, seed=shift, dtype=torch.bfloat16)
+    out = torch.zeros(910, dtype=torch.float32, device=device)
+    for start in range(9):
+        x, spec = base[start:], spec_of("fp16")
+        out.zero_()
+        casts.quantize(base.to(device)[start:], spec, None, out[shift : shift + x.numel()])
+        check(f"{start} {shift}", out[shift : shift + x.numel()].cpu(), quantized(cpu, x, spec, dtype=out.dtype), x)
+        assert not out[:shift].any() and not out[shift + x.numel() :].any(), "elements beside the view were written"
 
 
 @pytest.mark.parametrize("start", range(1, 9))
