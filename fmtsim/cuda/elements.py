@@ -173,7 +173,7 @@ def _encode(
         defines = _code_defines(grid, x.dtype, vectors, bits, slot)
         parameters = grid.parameters, draw_of(spec.rounding, random)
         if rows[0] == 1:
-            span = _TILE if spec.rounding.mode == "stochastic" else 32 * _run(slot, x)
+            span = _TILE if spec.rounding.mode == "stochastic" else 32 * _run(slot, x.dtype, grid.random)
             blocks = -(-count // (4 * span))
             _kernel("encode.cu", "encode", x, defines)(blocks, THREADS, x, codes, np.int64(count), *parameters)
             return
@@ -189,9 +189,11 @@ def _encode(
     _encode_any(x, spec, random, codes, rows, slot)
 
 
-def _run(slot: int, x: torch.Tensor) -> int:
-    """Return how many elements a thread of kernels/encode.cu takes."""
-    least = 4 if x.element_size() == 4 else 16 if slot <= 8 else 8
+def _run(slot: int, dtype: torch.dtype, random: int) -> int:
+    """Return how many elements a thread of kernels/encode.cu takes; their codes fill words."""
+    least = 4 if dtype.itemsize == 4 else 16 if slot <= 8 else 8
+    if slot == 6 and dtype.itemsize == 2 and not random:
+        least = 32
     return max(32 // math.gcd(slot, 32), least)
 
 
@@ -309,7 +311,7 @@ def _first_whole(source: torch.Tensor, target: torch.Tensor, width: int) -> int 
 def vectors_of(grid: Grid, dtype: torch.dtype, out: torch.dtype) -> tuple[int, int]:
     """Return how many elements a vector of kernels/scalar.cu has, and how many of them a thread takes.
 
-    Neighbouring threads write neighbouring 16 bytes; with random words, which keep them busier, both sides have vectors.
+    With random words, which keep threads busier, both sides have whole vectors; else neighbours write side by side.
     """
     if dtype.itemsize == 2 and out.itemsize == 4 and not grid.random:
         return 4, 4
@@ -327,7 +329,8 @@ def fast_defines(grid: Grid, dtype: torch.dtype, out: torch.dtype, vectors: bool
 @lru_cache(maxsize=1024)
 def _code_defines(grid: Grid, dtype: torch.dtype, vectors: bool, code: int, slot: int) -> Defines:
     rest = {"INPUT": _DTYPES[dtype], "VECTORS": int(vectors), "PAIRS": grid.pairs(dtype), "CODE": code, "SLOT": slot}
-    return (*grid.defines, *_pairs(rest | {"INTEGER": int(grid.integer), "MANTISSA": grid.mantissa}))
+    rest |= {"INTEGER": int(grid.integer), "MANTISSA": grid.mantissa, "RUN": _run(slot, dtype, grid.random)}
+    return (*grid.defines, *_pairs(rest))
 
 
 @lru_cache(maxsize=64)

@@ -196,24 +196,7 @@ def test_pairs_of_16_bits(device, name):
             check_cast(f"{name} {dtype}", values, spec, random, device, (dtype,))
 
 
-# Packed codes.
-
-WIDTHS = ["e2m1", "e2m3", "int5", "fp16", "nf4"]
-MORE_WIDTHS = ["e4m3", "int13", "tf32", "fp32", "int7_half", "uint1"]
-
-
-@pytest.mark.parametrize("name", [*WIDTHS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_WIDTHS)])
-def test_packed_codes_are_those_of_encoded_tensors(device, name):
-    for shape, random in itertools.product(((3, 67), (1,), (5, 64), (), (2, 3, 70), (4, 0)), (None, KEY)):
-        rounding = NEAREST if random is None else STOCHASTIC
-        for dim in (-1, -2) if len(shape) > 1 else (-1,):
-            x = normal(*shape, seed=5)
-            spec = spec_of(name, rounding, dim=dim)
-            if not casts.supports("encode_packed", spec, x.to(device)):
-                assert random is not None and dim != -1, "only random words along another axis are left to others"
-                continue
-            expected = Encoded.from_parts(cpu.encode(x, spec, random), spec.format, x.shape, dim)
-            check(f"{name} {shape} {dim}", casts.encode_packed(x.to(device), spec, random).codes.cpu(), expected.codes)
+# Codes.
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e2m1", "fp16", "int8_full", "nf4", "lns8_g8", "e8m0", "fp64", "int13"])
