@@ -336,7 +336,8 @@ def _code_defines(grid: Grid, dtype: torch.dtype, vectors: bool, code: int, slot
 @lru_cache(maxsize=64)
 def _table_defines(dtype: torch.dtype, out: torch.dtype, vectors: bool, slot: int, narrow: int) -> Defines:
     numbers = {"INPUT": _DTYPES[dtype], "OUTPUT": _DTYPES.get(out, 0), "VECTORS": int(vectors), "SLOT": slot}
-    return _pairs(numbers | {"NARROW": narrow, "RESIDENT": _TABLE_BLOCKS})
+    rest = {"NARROW": narrow, "RESIDENT": _TABLE_BLOCKS, "UNROLL": 2 if dtype.itemsize == 4 else 1, "AHEAD": 1}
+    return _pairs(numbers | rest)
 
 
 @lru_cache(maxsize=64)

@@ -9,7 +9,7 @@ import torch
 
 import fmtsim
 from fmtsim.analysis.stats import OperandStats
-from fmtsim.cuda import casts, elements, grid, patterns
+from fmtsim.cuda import casts, elements, grid, patterns, runtime
 from fmtsim.cuda.buckets import layout_of
 from fmtsim.cuda.statistics import quantize_counted
 from fmtsim.encoded import Encoded
@@ -226,6 +226,7 @@ NO_GRIDS = ["nf4", "bnb_fp4", "bnb_dynamic8", "lns8_g8", "p3109_k8p1ue"]
 def test_tables_equal_the_general_kernel(device, monkeypatch, name):
     """Values and codes by table, at and next to every point where the result changes, and a stride through the rest."""
     monkeypatch.setattr(elements, "_WORTH_A_TABLE", 1)
+    monkeypatch.setattr(runtime, "multiprocessors", lambda index: 1)  # so that threads go on to another run
     patterns = torch.arange(1 << 13).mul((1 << 19) + 331).to(torch.int32)
     near = torch.tensor(adversarial(get_format(name)), dtype=torch.float64).float().view(torch.int32)
     x = torch.cat([near - 1, near, near + 1, patterns]).view(torch.float32)
@@ -244,6 +245,7 @@ def test_tables_equal_the_general_kernel(device, monkeypatch, name):
 def test_all_patterns_equal_the_cpu_engine(device, monkeypatch, name, dtype):
     """Values and codes of every pattern of a 16-bit dtype, the last element beyond the last whole vector."""
     monkeypatch.setattr(patterns, "WORTH", 1)
+    monkeypatch.setattr(runtime, "multiprocessors", lambda index: 1)  # so that threads go on to another run
     served = []
     monkeypatch.setattr(elements, "_look_up", lambda *_: served.append("buckets"))
     x = torch.cat([torch.arange(1 << 16, dtype=torch.int32).to(torch.int16), torch.tensor([17], dtype=torch.int16)])
