@@ -10,7 +10,7 @@ import torch
 
 from fmtsim.cuda import runtime
 from fmtsim.cuda.buckets import Table, build, layout_of
-from fmtsim.cuda.grid import BITS, FIXED, FLUSHING, HALVES, MAGIC, Grid, grid_of
+from fmtsim.cuda.grid import BITS, FIXED, FLUSHING, HALVES, MAGIC, POWERS, Grid, grid_of
 from fmtsim.cuda.parameters import draw_of, element_of, tables_of, values_of
 from fmtsim.cuda.patterns import convert_patterns
 from fmtsim.cuda.patterns import variants as pattern_variants
@@ -111,7 +111,7 @@ def variants(capability: tuple[int, int] = (9, 0)) -> Iterator[tuple[str, str, D
     grids = [(method, special, False, True, 0) for method in (MAGIC, BITS, FLUSHING) for special in (False, True)]
     grids += [(HALVES, False, True, False, 0), (FIXED, False, True, False, 0), (FIXED, False, False, False, 1)]
     grids += [(MAGIC, special, special, not special, random) for special in (False, True) for random in (1, 2)]
-    grids += [(BITS, False, False, True, random) for random in (1, 2)]
+    grids += [(BITS, False, False, True, random) for random in (1, 2)] + [(POWERS, False, True, False, 0)]
     for method, special, asymmetric, keeps, random in grids:
         grid = Grid(bytes(112), method, special, asymmetric, method in (HALVES, FIXED), True, keeps, random, 3)
         common = method == MAGIC and not asymmetric and not special and random < 2

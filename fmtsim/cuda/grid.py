@@ -10,7 +10,7 @@ import torch
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, Overflow
 from fmtsim.rounding.modes import Rounding
 
-MAGIC, BITS, FLUSHING, HALVES, FIXED = range(5)
+MAGIC, BITS, FLUSHING, HALVES, FIXED, POWERS = range(6)
 _STRUCTURE = struct.Struct("<8f 6I 3I f I 2I f 2I 4f")
 _SIGN = 1 << 31
 _WIDEST_INTEGER = 22  # bits of codes that the sum with 1.5 * 2**23 holds
@@ -165,11 +165,15 @@ def _method(fmt: FloatFormat, rounding: Rounding) -> int | None:
         if finite and mantissa_bits <= 22 and low >= -127:
             return MAGIC
         return BITS if low == -126 else None
+    if low == -127 and fmt.has_zero and not mantissa_bits:
+        return POWERS
     return FLUSHING if low >= (-126 if fmt.has_zero else -127) else None
 
 
 def _flush_points(fmt: FloatFormat) -> tuple[int, int, int]:
     """Return the bits of the two values between which the lowest numbers are rounded: upper, midpoint, lower."""
     smallest = math.ldexp(1.0, fmt.min_exponent)
+    if smallest == 2.0**-127 and fmt.has_zero:
+        return 1 << 22, 1 << 21, (3 << 21) - 1  # a tie between the first two goes to the second, whose code is even
     points = (smallest, smallest / 2, 0.0) if fmt.has_zero else (2 * smallest, 1.5 * smallest, smallest)
     return struct.unpack("<3I", struct.pack("<3f", *points))  # type: ignore[return-value]

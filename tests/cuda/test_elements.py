@@ -186,7 +186,7 @@ def test_strides(device):
         check(f"encode {what}", casts.encode(x, spec, random).codes.cpu(), cpu.encode(view(base), spec, random).codes)
 
 
-@pytest.mark.parametrize("name", ["e8m0", "ue5m3", "uint4", "e4m3"])
+@pytest.mark.parametrize("name", ["e8m0", "ue5m3", "uint4", "e4m3", "p3109_k8p1ue"])
 def test_pairs_of_16_bits(device, name):
     """Every pattern beside another one: two are clamped at a time, with and without signs."""
     for dtype, random in itertools.product((torch.bfloat16, torch.float16), (None, KEY)):
@@ -250,7 +250,7 @@ def test_all_patterns_equal_the_cpu_engine(device, monkeypatch, name, dtype):
     monkeypatch.setattr(elements, "_look_up", lambda *_: served.append("buckets"))
     x = torch.cat([torch.arange(1 << 16, dtype=torch.int32).to(torch.int16), torch.tensor([17], dtype=torch.int16)])
     x = x.view(dtype)
-    for mode in ("nearest_even", "to_odd") if name == "nf4" else ("nearest_even",):
+    for mode in {"nf4": ("nearest_even", "to_odd"), "lns8_g8": ("nearest_even",)}.get(name, ("nearest_away",)):
         spec = spec_of(name, Rounding(mode=mode), "saturate")
         for out in (result_dtype(spec.format, dtype), torch.float32):
             got = quantized(casts, x.to(device), spec, None, out).cpu()
@@ -337,8 +337,11 @@ def test_a_wrong_parameter_is_noticed(device, monkeypatch, place):
 
 
 def test_fast_and_general_kernels_give_the_same_bits(device, monkeypatch):
-    x = normal(3000, seed=9).to(device)
-    names = ("e4m3", "tf32", "e8m0", "int8", "int8_half")
+    low = torch.arange(0, 1 << 25, 16411, dtype=torch.int32).view(
+        torch.float32
+    )  # to beyond the smallest normal numbers
+    x = torch.cat([normal(3000, seed=9), low, torch.tensor([2.0**-127, 2.0**-128, 1.5 * 2.0**-127])]).to(device)
+    names = ("e4m3", "tf32", "e8m0", "int8", "int8_half", "p3109_k8p1ue")
     fast = {name: (quantized(casts, x, spec_of(name)), casts.encode(x, spec_of(name), None).codes) for name in names}
     monkeypatch.setattr(elements, "fast_grid", lambda spec, random: None)
     for name, (values, codes) in fast.items():

@@ -30,6 +30,7 @@ struct alignas(16) Grid {
   u32 drop, half, keep, parity, one;  // bit addition: dropped bits, half a place less one (rounded stochastically: a
                                       // place less one), kept bits, parity of codes
   u32 flush_below, flush_tie, flush_low;  // the first is the least result above the second, the third that below it
+                                          // (powers of two from 2^-127 on: the last number that becomes the first)
   float code_scale;         // floats: 2^(bias - 127), which gives the value's bits the format's exponent field;
                             // integers: steps a unit
   u32 code_factor;          // a power of two: moves a code to the top bits of a word
@@ -67,6 +68,13 @@ DEVICE float nearest_bits(float a, const Grid& g) {
   u32 rounded = (bits + g.half + odd) & g.keep;
   if (Flush) rounded = bits > g.flush_tie ? (rounded > g.flush_below ? rounded : g.flush_below) : g.flush_low;
   return __uint_as_float(rounded);
+}
+
+// The same for powers of two from 2^-127 on and zero: float32 has no exponent of its own for the first of them.
+DEVICE float nearest_power(float a, const Grid& g) {
+  u32 bits = __float_as_uint(a), odd = ((bits >> g.drop) ^ g.parity) & g.one;
+  u32 first = bits > g.flush_tie ? g.flush_below : 0;
+  return __uint_as_float(bits > g.flush_low ? (bits + g.half + odd) & g.keep : first);
 }
 
 // The same where one magic number serves all.
