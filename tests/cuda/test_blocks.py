@@ -322,7 +322,7 @@ def test_packed_codes_of_stochastic_rounding(name, dtype, device):
     powers = torch.cat([torch.linspace(-149, -90, 30), torch.linspace(100, 127, 14)]).round().double()
     sized = (x.double() / x.abs().max() * 2.0 ** powers[:, None]).to(dtype)
     assert is_fast(x, spec, key)
-    for part in (sized, numbers((4, 2048), dtype, 6)):
+    for part in (sized, numbers((4, 2048), dtype, 6), numbers((3, 96), dtype, 7)):
         check_packed(part, spec, device, key)
 
 

@@ -173,6 +173,23 @@ DEVICE Packed<HELD, OUTPUT_BITS> joined(const Output (&parts)[VECTORS]) {
 }
 #endif
 
+// Whether two lanes that hold 64 codes of four bits exchange some, so that each writes 16 bytes. A block that is cast the
+// exact way is written twice then, too.
+#ifndef EXCHANGES
+#define EXCHANGES (LAYOUT == 1 && LANES == 2 && OUTPUT == 3 && CODE_BITS == 4)
+#endif
+
+#if EXCHANGES
+DEVICE void store_exchanged(void* out, u64 base, const Output (&y)[VECTORS], bool there) {
+  bool odd = threadIdx.x % 2;
+  u32 first = __shfl_xor_sync(~0u, odd ? y[0].words[0] : y[2].words[0], 1);
+  u32 second = __shfl_xor_sync(~0u, odd ? y[1].words[0] : y[3].words[0], 1);
+  u32 own = odd ? y[2].words[0] : y[0].words[0], next = odd ? y[3].words[0] : y[1].words[0];
+  Packed<32, 4> all = {odd ? first : own, odd ? own : first, odd ? second : next, odd ? next : second};
+  if (there) store_vector<32, 4>(out, base / 64 * 64 + odd * 32, all);
+}
+#endif
+
 // Four blocks of threads a multiprocessor: 64 registers. Left to itself, the assembler takes 48 for some formats, and
 // keeps in memory what it then has no room for. 32 float32 numbers beside random words need more.
 #ifndef RESIDENT
@@ -278,13 +295,19 @@ KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
 #if LAYOUT == 2
   if (base < total) store_vector<HELD, OUTPUT_BITS>(out, base, joined(y));
 #else
+  bool whole = false;
+#if EXCHANGES
+  whole = base / 64 * 64 + 64 <= total;
+  store_exchanged(out, base, y, whole);
+#endif
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v)
-    if (base + DISTANCE * v < total && !exactly[v / VECTORS_PER_BLOCK])
+    if (!whole && base + DISTANCE * v < total && !exactly[v / VECTORS_PER_BLOCK])
       store_vector<VECTOR, OUTPUT_BITS>(out, base + DISTANCE * v, y[v]);
 #endif
 
   if (__any_sync(~0u, any)) {
+    __syncwarp();  // what other lanes wrote of these blocks comes first
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
       u64 first = base + DISTANCE * (b * VECTORS_PER_BLOCK);
