@@ -4,14 +4,13 @@
 //
 // Macros: INPUT, OUTPUT (dtypes of vectors.cuh; OUTPUT also for codes); VECTORS: addresses of whole vectors; SLOT: bits
 // from one code to the next, 4 or 8; NARROW: bits of a code where a bucket is one word, else 0; RESIDENT: blocks of
-// a multiprocessor at most.
+// a multiprocessor at most; UNROLL: vectors of a thread at a time; AHEAD: whether those of the next time are under way.
 #include "common.cuh"
 #include "vectors.cuh"
 
 typedef Stored<INPUT>::type Input;
 typedef Stored<OUTPUT>::type Output;
 #define WIDTH (BYTES_OF(INPUT) == 2 || BYTES_OF(OUTPUT) == 2 ? 8 : 4)  // elements of a vector of values
-#define UNROLL (BYTES_OF(INPUT) == 4 ? 2 : 1)                          // such vectors of a thread at a time
 
 // A bucket: the bits of the magnitude at which the result changes; codes before and after. Narrow: in the top bits how
 // far the last magnitude before the change lies above the bucket's start (all ones: there is none), in the low bits the
@@ -75,70 +74,81 @@ DEVICE Bucket* fetch(const Buckets& b) {
   return buckets;
 }
 
+// Vectors of a thread, `block` elements from one to the next; those that lie within the tensor.
+template <int Count>
+DEVICE void load_run(Vectors<INPUT, Count> (&from)[UNROLL], const Input* x, i64 base, i64 block, i64 count) {
+#pragma unroll
+  for (int u = 0; u < UNROLL; u++) {
+    i64 first = base + u * block;
+    if (VECTORS && first + Count <= count) from[u].load(x + first);
+  }
+}
+
+// What a block does: Work is called with each of its runs. Tables lie at the start of dynamic shared memory.
+template <int Count, typename Work>
+DEVICE void for_runs(const Input* x, i64 count, const Work& work) {
+  i64 block = (i64)blockDim.x * Count, stride = gridDim.x * block * UNROLL;
+  i64 tile = blockIdx.x * block * UNROLL, base = tile + (i32)threadIdx.x * Count;
+  Vectors<INPUT, Count> next[UNROLL] = {};
+  if (AHEAD) load_run(next, x, base, block, count);
+  for (; tile < count; tile += stride, base += stride) {
+    Vectors<INPUT, Count> from[UNROLL];
+    if (AHEAD) {
+#pragma unroll
+      for (int u = 0; u < UNROLL; u++) from[u] = next[u];
+      load_run(next, x, base + stride, block, count);
+    } else {
+      load_run(from, x, base, block, count);
+    }
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) work(from[u], base + u * block);
+  }
+}
+
 KERNEL __launch_bounds__(256, RESIDENT) quantize(const Input* x, Output* y, i64 count, const Buckets b) {
   const Bucket* buckets = fetch(b);
   const float* values = (const float*)(buckets + 2 * b.count);
-  i64 block = (i64)blockDim.x * WIDTH;
-  for (i64 tile = blockIdx.x * block * UNROLL; tile < count; tile += gridDim.x * block * UNROLL) {
-    i64 base = tile + threadIdx.x * WIDTH;
-    Vectors<INPUT, WIDTH> from[UNROLL];
+  for_runs<WIDTH>(x, count, [&](const Vectors<INPUT, WIDTH>& from, i64 place) {
+    if (VECTORS && place + WIDTH <= count && !holds_nan(from)) {
+      Vectors<OUTPUT, WIDTH> to;
+      float results[WIDTH];
 #pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-      if (VECTORS && base + u * block + WIDTH <= count) from[u].load(x + base + u * block);
-    }
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-      i64 place = base + u * block;
-      if (VECTORS && place + WIDTH <= count && !holds_nan(from[u])) {
-        Vectors<OUTPUT, WIDTH> to;
-        float results[WIDTH];
-#pragma unroll
-        for (int k = 0; k < WIDTH; k++) results[k] = values[low_code(from[u].get(k), buckets, b) & CODE_MASK];
-        to.template set<false>(results);
-        to.store(y + place);
-      } else {
-        for (i64 i = place; i < count && i < place + WIDTH; i++) {
-          y[i] = stored<OUTPUT>(values[code_of(loaded<INPUT>(x[i]), buckets, b)]);
-        }
+      for (int k = 0; k < WIDTH; k++) results[k] = values[low_code(from.get(k), buckets, b) & CODE_MASK];
+      to.template set<false>(results);
+      to.store(y + place);
+    } else {
+#pragma unroll 1
+      for (i64 i = place; i < count && i < place + WIDTH; i++) {
+        y[i] = stored<OUTPUT>(values[code_of(loaded<INPUT>(x[i]), buckets, b)]);
       }
     }
-  }
+  });
 }
 
 #define CODES 8  // of a thread at a time; they fill SLOT bytes
 
 KERNEL __launch_bounds__(256, RESIDENT) encode(const Input* x, u8* codes, i64 count, const Buckets b) {
   const Bucket* buckets = fetch(b);
-  i64 block = (i64)blockDim.x * CODES;
-  for (i64 tile = blockIdx.x * block * UNROLL; tile < count; tile += gridDim.x * block * UNROLL) {
-    i64 base = tile + threadIdx.x * CODES;
-    Vectors<INPUT, CODES> from[UNROLL];
+  for_runs<CODES>(x, count, [&](const Vectors<INPUT, CODES>& from, i64 place) {
+    u8* to = codes + place / CODES * SLOT;
+    if (VECTORS && place + CODES <= count && !holds_nan(from)) {
+      u32 out[SLOT / 4] = {};
 #pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-      if (VECTORS && base + u * block + CODES <= count) from[u].load(x + base + u * block);
-    }
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-      i64 place = base + u * block;
-      u8* to = codes + place / CODES * SLOT;
-      if (VECTORS && place + CODES <= count && !holds_nan(from[u])) {
-        u32 out[SLOT / 4] = {};
-#pragma unroll
-        for (int k = 0; k < CODES; k++) {
-          u32 code = low_code(from[u].get(k), buckets, b), &word = out[k * SLOT / 32];
-          if (SLOT > NARROW) code &= CODE_MASK;
-          word = __funnelshift_r(word, code, SLOT);
-        }
-#pragma unroll
-        for (int k = 0; k < SLOT / 4; k++) __stcs((u32*)to + k, out[k]);
-        continue;
+      for (int k = 0; k < CODES; k++) {
+        u32 code = low_code(from.get(k), buckets, b), &word = out[k * SLOT / 32];
+        if (SLOT > NARROW) code &= CODE_MASK;
+        word = __funnelshift_r(word, code, SLOT);
       }
-      u32 held = 0;
-      for (i64 i = place; i < count && i < place + CODES; i++) {
-        u32 code = code_of(loaded<INPUT>(x[i]), buckets, b);
-        held |= SLOT == 8 ? code : code << (4 * (i & 1));
-        if (SLOT == 8 || (i & 1) || i + 1 == count) *to++ = (u8)held, held = 0;
-      }
+#pragma unroll
+      for (int k = 0; k < SLOT / 4; k++) __stcs((u32*)to + k, out[k]);
+      return;
     }
-  }
+    u32 held = 0;
+#pragma unroll 1
+    for (i64 i = place; i < count && i < place + CODES; i++) {
+      u32 code = code_of(loaded<INPUT>(x[i]), buckets, b);
+      held |= SLOT == 8 ? code : code << (4 * (i & 1));
+      if (SLOT == 8 || (i & 1) || i + 1 == count) *to++ = (u8)held, held = 0;
+    }
+  });
 }
