@@ -29,7 +29,7 @@ _PLAIN = {
     torch.float4_e2m1fn_x2: "e2m1",
 }
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_PIECE = 1 << 18  # bytes of FP4 numbers that are unpacked at a time
+_PIECE = 1 << 18  # bytes of FP4 numbers that are unpacked at a time on a CPU, for the memory of their indices
 _DIRECT = (*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)  # what engines take
 
 
@@ -137,8 +137,9 @@ def _fp8_of_fp4(x: Tensor) -> Tensor:
     flat = packed.reshape(-1)
     table = torch.tensor(_fp8_pairs(), dtype=torch.int16, device=x.device)
     pairs = torch.empty(flat.shape, dtype=torch.int16, device=x.device)
-    # A piece at a time for the memory of its indices; torch.compile, which would unroll that, does it at once.
-    step = max(1, flat.numel()) if torch.compiler.is_compiling() else _PIECE
+    # torch.compile would unroll pieces, and a GPU waits for their launches.
+    whole = torch.compiler.is_compiling() or x.is_cuda
+    step = max(1, flat.numel()) if whole else _PIECE
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step]
         pairs[start : start + step] = table.index_select(0, piece.int())
