@@ -135,7 +135,7 @@ def _fp8_of_fp4(x: Tensor) -> Tensor:
     """Return the numbers of a tensor with two in each byte, the even one in the low nibble, as float8_e4m3fn."""
     packed = x.view(torch.uint8)
     flat = packed.reshape(-1)
-    table = torch.tensor(_fp8_pairs(), dtype=torch.int16, device=x.device)
+    table = _fp8_table(x.device) if x.is_cuda else torch.tensor(_fp8_pairs(), dtype=torch.int16)
     pairs = torch.empty(flat.shape, dtype=torch.int16, device=x.device)
     # torch.compile would unroll pieces, and a GPU waits for their launches.
     whole = torch.compiler.is_compiling() or x.is_cuda
@@ -144,6 +144,18 @@ def _fp8_of_fp4(x: Tensor) -> Tensor:
         piece = flat[start : start + step]
         pairs[start : start + step] = table.index_select(0, piece.int())
     return pairs.view(torch.float8_e4m3fn).view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def _fp8_table(device: torch.device) -> Tensor:
+    """Return ``_fp8_pairs`` on a device, where they stay: a copy would wait, and a graph could not capture it."""
+    if torch.compiler.is_compiling():
+        return torch.tensor(_fp8_pairs(), dtype=torch.int16, device=device)
+    return _kept_fp8_table(device)
+
+
+@lru_cache(maxsize=16)
+def _kept_fp8_table(device: torch.device) -> Tensor:
+    return torch.tensor(_fp8_pairs(), dtype=torch.int16, device=device)
 
 
 def fp4_of_fp8(x: Tensor) -> Tensor:
