@@ -128,7 +128,8 @@ def variants(capability: tuple[int, int] = (9, 0)) -> Iterator[tuple[str, str, D
             yield "element.cu", kernel, _general_defines(dtype, dtype, 1)
     for dtype in _NARROW:
         yield "decode.cu", "decode", _decode_defines(dtype, True)
-        yield "table.cu", "quantize", _table_defines(dtype, torch.float32, True, 8, 0)
+        for narrow in (0, 4, 8) if dtype == torch.float32 else (0,):
+            yield "table.cu", "quantize", _table_defines(dtype, torch.float32, True, 8, narrow)
         yield "table.cu", "encode", _table_defines(dtype, torch.uint8, True, 4, 4)
     yield from pattern_variants()
 
