@@ -7,10 +7,12 @@
 // M.
 //
 // To nearest even a tie must not see the parity of other terms, so that the running sum stays out of it: with c' the
-// addend to nearest even, B = M + 2 floor(c' / 2u) u is an even number of u, and so is what is nearest to B + p, ties to
-// even, B plus the nearest to p. |p| < 4 * 2^E, so that B + p keeps the exponent of M, and the low words of B and of that
-// sum differ by the term in units of u, modulo 2^32. The unit's terms, with what c' has above B, stay below 2^31 u
-// (gemm_cut.py asks for that): an integer of 32 bits a result adds low words, which is all that is left to do.
+// addend to nearest even, B = M + 2 floor(c' / 2u) u is an even number of u, and so is what is nearest to B + p,
+// ties to even, B plus the nearest to p. |p| < 4 * 2^E, so that B + p keeps the exponent of M, and the low words of
+// B and of that sum differ by the term in units of u, modulo 2^32. The unit's terms, with what c' has above B, stay
+// below 2^31 u (gemm_cut.py asks for that): an integer of 32 bits a result adds low words, which is all that is left
+// to do. What is nearest to B - p lies as far below B, so that every other place takes it away, and the low words of
+// B cancel.
 //
 // Behind a block M, whose exponent field the sum still has, is taken away: the rest is exact, and is rounded as in
 // chain.cu, where the macros KEPT, CLAMPED and PROMOTES are explained. A tile with NaN, Inf, a sum beyond the
@@ -20,10 +22,10 @@
 // least 2^DRAWN less the integer moves a magnitude up. Four outputs of a row, 16 columns apart, share a counter, so
 // that the operands change places there: a thread then has all four.
 //
-// Macros: BLOCK, FRACTION, KEPT, CLAMPED, PROMOTES, TERMS (how they are rounded: MODE_ZERO, MODE_DOWN, MODE_EVEN), ROUND
-// (sums: MODE_EVEN, MODE_ZERO, MODE_STOCHASTIC), BITS (of a random integer), ODD (its variant b: twice the integer plus one), ALIGNED (the columns
-// are a multiple of 64), STAGES, AHEAD (exponents of a block are compared during the products of the one before: 1 needs
-// three stages and registers, of which terms to nearest leave none).
+// Macros: BLOCK, FRACTION, KEPT, CLAMPED, PROMOTES, TERMS (how they are rounded: MODE_ZERO, MODE_DOWN, MODE_EVEN),
+// ROUND (sums: MODE_EVEN, MODE_ZERO, MODE_STOCHASTIC), BITS (of a random integer), ODD (its variant b: twice the
+// integer plus one), ALIGNED (the columns are a multiple of 64), STAGES, AHEAD (exponents of a block are compared
+// during the products of the one before: 1 needs three stages and registers, of which terms to nearest leave none).
 #include "cut.cuh"
 #include "philox.cuh"
 
@@ -100,7 +102,7 @@ DEVICE void survey(Fields& fields, const Stage& stage, const Lane& at) {
 }
 
 // Turn running sums into M plus the cut addend plus the number of negative terms; or, where terms are rounded, into B,
-// and `terms` into what they begin with: what c' has above B, less what BLOCK low words of B come to.
+// and `terms` into what they begin with: what c' has above B, less the low word of B that has no other to cancel it.
 DEVICE void start(double (&s)[8][8], Terms& terms, const Fields& fields, const Stage& stage, const Lane& at,
                   const Limits& l) {
   u32 rows[8], columns[8];
@@ -122,7 +124,7 @@ DEVICE void start(double (&s)[8][8], Terms& terms, const Fields& fields, const S
       const double sum = __dadd_rn(c, m);
       const u32 low = (u32)__double2loint(sum), even = low & ~1u;
       s[i][j] = __hiloint2double(__double2hiint(sum), (i32)even);
-      terms.sum[i][j] = (low & 1u) - even * BLOCK;
+      terms.sum[i][j] = (low & 1u) - even * (BLOCK % 2);
 #else
       const double sum = __fma_rz(c, l.enlarged, m);
       const u32 negative = TERMS == MODE_DOWN ? 0 : __popc(rows[i] ^ columns[j]) + ((u32)high >> 31);
@@ -151,7 +153,8 @@ DEVICE void add_products(double (&s)[8][8], Terms& terms, Fields& fields, const 
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
 #if TERMS == MODE_EVEN
-        terms.sum[i][j] += (u32)__double2loint(__fma_rn(x[i], y[j], s[i][j]));
+        const u32 low = (u32)__double2loint(__fma_rn(place % 2 ? -x[i] : x[i], y[j], s[i][j]));
+        terms.sum[i][j] += place % 2 ? 0 - low : low;
 #else
         s[i][j] = __fma_rz(x[i], y[j], s[i][j]);
 #endif
@@ -216,8 +219,8 @@ struct Outputs {
 DEVICE u32 integer_of(u32 word) { return ODD ? 2 * (word >> (32 - BITS)) + 1 : word >> (32 - BITS); }
 
 // Take M away and round; t counts blocks.
-DEVICE void finish(double (&s)[8][8], const Terms& terms, Extremes& e, const Outputs& to, i32 t, const Limits& l, const Draw& d,
-                   const Problem& p) {
+DEVICE void finish(double (&s)[8][8], const Terms& terms, Extremes& e, const Outputs& to, i32 t, const Limits& l,
+                   const Draw& d, const Problem& p) {
 #pragma unroll
   for (int j = 0; j < 8; ++j)
 #pragma unroll
