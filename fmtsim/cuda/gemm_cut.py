@@ -29,6 +29,7 @@ _STOCHASTIC: Final = MODES.index("stochastic")
 _EVEN: Final = MODES.index("nearest_even")
 _ZERO: Final = MODES.index("toward_zero")
 _DOWN: Final = MODES.index("down")
+_AHEAD = (_STOCHASTIC,)  # roundings of sums whose kernels have registers left for the macro AHEAD
 _BLOCKS: Final = (4, 32)  # shortest and longest
 _SUMS: Final = ("nearest_even", "toward_zero", "stochastic")
 _FARTHEST: Final = 200  # exponents of accumulators and bounds of the alignment lie within
@@ -73,7 +74,7 @@ class _Shape(NamedTuple):
         return macros(
             BLOCK=self.block, FRACTION=self.fraction, KEPT=self.kept, CLAMPED=int(self.clamped),
             PROMOTES=int(self.promotes), TERMS=self.terms, ROUND=self.mode, BITS=self.bits, ODD=int(self.odd),
-            ALIGNED=int(aligned), STAGES=stages,
+            ALIGNED=int(aligned), STAGES=stages, AHEAD=int(self.mode in _AHEAD and self.terms != _EVEN and stages > 2),
         )  # fmt: skip
 
     def operand(self, side: int, dtype: torch.dtype) -> Defines:
@@ -222,7 +223,8 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
             block, 25 if terms != _EVEN else 24, 10 if clamped else 7, bool(clamped), bool(promotes), terms, mode,
             28 if terms == _ZERO else 0, (-126, -126), -126, 127, None, 16, False,
         )  # fmt: skip
-        yield "cut.cu", "cut_product", shape.defines(2, True)
+        for stages in (2, 4) if mode in _AHEAD else (2,):
+            yield "cut.cu", "cut_product", shape.defines(stages, True)
         for dtype in SINGLES if block == 32 else SINGLES[:1]:
             for side in (0, 1):
                 yield "cut_prepare.cu", "cut_prepare", shape.operand(side, dtype)

@@ -94,6 +94,16 @@ def test_the_longest_sums_of_terms(device):
     assert gemm_cut.shape_of(spec_of(replace(NEAREST, min_exponent=None, fraction_bits=26), "fp16"), 16) is None
 
 
+@pytest.mark.parametrize("name", ["bfloat16 sums", "float16 sums, cut", "down"])
+def test_exponents_compared_ahead(name, device, monkeypatch):
+    """Every rounding could do that; which do is a matter of speed. Blocks of 32 have no stage to spare."""
+    monkeypatch.setattr(gemm_cut, "_AHEAD", range(8))
+    unit, fmt = UNITS[name]
+    assert paths.check_kinds(gemm_cut, spec_of(unit, fmt), (3, 4, 150), ("normal", "special"), device, True) == [0, 1]
+    spec = spec_of(replace(unit, block=16), fmt, plan=GemmPlan(promote_every=64))
+    assert paths.check_kinds(gemm_cut, spec, (3, 4, 150), ("normal",), device) == [0]
+
+
 def test_random_words_of_four_columns(device):
     """Columns in multiples of 64 share counters; several panels, of which both operands change places."""
     unit, fmt = UNITS["stochastic"]
