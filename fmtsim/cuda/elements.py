@@ -24,7 +24,7 @@ THREADS = 128
 _TILE = 1024  # elements of a warp that share Philox counters; a block of THREADS has four
 _VECTOR = 16  # bytes
 _TABLE_THREADS = 256
-_TABLE_BLOCKS = 4  # of a multiprocessor: what the registers allow
+_TABLE_BLOCKS = 6  # of a multiprocessor: what the registers allow
 _WORTH_A_TABLE = 1 << 16  # elements
 _tables: dict[tuple[CastSpec, int], Table] = {}
 
@@ -315,7 +315,7 @@ def vectors_of(grid: Grid, dtype: torch.dtype, out: torch.dtype) -> tuple[int, i
     With random words, which keep threads busier, both sides have whole vectors; else neighbours write side by side.
     """
     if dtype.itemsize == 2 and out.itemsize == 4 and not grid.random:
-        return 4, 4
+        return 4, 2
     return (8 if 2 in (dtype.itemsize, out.itemsize) else 4), 2
 
 
@@ -337,8 +337,7 @@ def _code_defines(grid: Grid, dtype: torch.dtype, vectors: bool, code: int, slot
 @lru_cache(maxsize=64)
 def _table_defines(dtype: torch.dtype, out: torch.dtype, vectors: bool, slot: int, narrow: int) -> Defines:
     numbers = {"INPUT": _DTYPES[dtype], "OUTPUT": _DTYPES.get(out, 0), "VECTORS": int(vectors), "SLOT": slot}
-    rest = {"NARROW": narrow, "RESIDENT": _TABLE_BLOCKS, "UNROLL": 2 if dtype.itemsize == 4 else 1, "AHEAD": 1}
-    return _pairs(numbers | rest)
+    return _pairs(numbers | {"NARROW": narrow, "RESIDENT": _TABLE_BLOCKS})
 
 
 @lru_cache(maxsize=64)

@@ -4,7 +4,7 @@
 //
 // Macros: INPUT, OUTPUT (dtypes of vectors.cuh; OUTPUT also for codes); VECTORS: addresses of whole vectors; SLOT: bits
 // from one code to the next, 4 or 8; NARROW: bits of a code where a bucket is one word, else 0; RESIDENT: blocks of
-// a multiprocessor at most; UNROLL: vectors of a thread at a time; AHEAD: whether those of the next time are under way.
+// a multiprocessor at most.
 #include "common.cuh"
 #include "vectors.cuh"
 
@@ -74,41 +74,30 @@ DEVICE Bucket* fetch(const Buckets& b) {
   return buckets;
 }
 
-// Vectors of a thread, `block` elements from one to the next; those that lie within the tensor.
 template <int Count>
-DEVICE void load_run(Vectors<INPUT, Count> (&from)[UNROLL], const Input* x, i64 base, i64 block, i64 count) {
-#pragma unroll
-  for (int u = 0; u < UNROLL; u++) {
-    i64 first = base + u * block;
-    if (VECTORS && first + Count <= count) from[u].load(x + first);
-  }
+DEVICE void load_within(Vectors<INPUT, Count>& from, const Input* x, i64 first, i64 count) {
+  if (VECTORS && first + Count <= count) from.load(x + first);
 }
 
-// What a block does: Work is called with each of its runs. Tables lie at the start of dynamic shared memory.
+// What a block does: Work is called with each of a thread's vectors, the next of which is under way. Tables lie at the
+// start of dynamic shared memory.
 template <int Count, typename Work>
-DEVICE void for_runs(const Input* x, i64 count, const Work& work) {
-  i64 block = (i64)blockDim.x * Count, stride = gridDim.x * block * UNROLL;
-  i64 tile = blockIdx.x * block * UNROLL, base = tile + (i32)threadIdx.x * Count;
-  Vectors<INPUT, Count> next[UNROLL] = {};
-  if (AHEAD) load_run(next, x, base, block, count);
-  for (; tile < count; tile += stride, base += stride) {
-    Vectors<INPUT, Count> from[UNROLL];
-    if (AHEAD) {
-#pragma unroll
-      for (int u = 0; u < UNROLL; u++) from[u] = next[u];
-      load_run(next, x, base + stride, block, count);
-    } else {
-      load_run(from, x, base, block, count);
-    }
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++) work(from[u], base + u * block);
+DEVICE void for_vectors(const Input* x, i64 count, const Work& work) {
+  i64 stride = (i64)gridDim.x * blockDim.x * Count;
+  i64 tile = (i64)blockIdx.x * blockDim.x * Count, place = tile + (i32)threadIdx.x * Count;
+  Vectors<INPUT, Count> next = {};
+  load_within(next, x, place, count);
+  for (; tile < count; tile += stride, place += stride) {
+    Vectors<INPUT, Count> from = next;
+    load_within(next, x, place + stride, count);
+    work(from, place);
   }
 }
 
 KERNEL __launch_bounds__(256, RESIDENT) quantize(const Input* x, Output* y, i64 count, const Buckets b) {
   const Bucket* buckets = fetch(b);
   const float* values = (const float*)(buckets + 2 * b.count);
-  for_runs<WIDTH>(x, count, [&](const Vectors<INPUT, WIDTH>& from, i64 place) {
+  for_vectors<WIDTH>(x, count, [&](const Vectors<INPUT, WIDTH>& from, i64 place) {
     if (VECTORS && place + WIDTH <= count && !holds_nan(from)) {
       Vectors<OUTPUT, WIDTH> to;
       float results[WIDTH];
@@ -129,7 +118,7 @@ KERNEL __launch_bounds__(256, RESIDENT) quantize(const Input* x, Output* y, i64 
 
 KERNEL __launch_bounds__(256, RESIDENT) encode(const Input* x, u8* codes, i64 count, const Buckets b) {
   const Bucket* buckets = fetch(b);
-  for_runs<CODES>(x, count, [&](const Vectors<INPUT, CODES>& from, i64 place) {
+  for_vectors<CODES>(x, count, [&](const Vectors<INPUT, CODES>& from, i64 place) {
     u8* to = codes + place / CODES * SLOT;
     if (VECTORS && place + CODES <= count && !holds_nan(from)) {
       u32 out[SLOT / 4] = {};
