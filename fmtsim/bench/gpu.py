@@ -152,7 +152,6 @@ def _layer_of(case: Case) -> tuple[Callable[[], Any], Callable[[], Any]]:
     config = linear_config(x=case.format, w=case.format, g=case.format)
 
     def run(layer: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Any]:
-        layer = torch.compile(layer) if case.compiled else layer
         return lambda: torch.autograd.grad(layer(x, w), (x, w), grad)
 
     return run(torch.nn.functional.linear), run(lambda x, w: EmulatedGEMM.apply(x, w, None, config))

@@ -74,7 +74,7 @@ CALL = _row(
 )
 CALLS = _row("host time of other calls, 256 elements", "call")
 LAYER = _row("linear layer, forward and backward, over bf16", "layer", (1.5, 1.25), "microxcaling mxfp4 3.2")
-LAYERS = _row("linear layer, other formats and compiled", "layer")
+LAYERS = _row("linear layer, other formats", "layer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,6 @@ class Case:
         dtype: Of a cast's input.
         rounding: Of a cast.
         call: How the verb is called where its host time is measured: ``"plain"``, ``"out"`` or ``"grad"``.
-        compiled: Whether the layer, and the plain one, go through ``torch.compile``.
     """
 
     name: str
@@ -99,7 +98,6 @@ class Case:
     dtype: torch.dtype = torch.float32
     rounding: str = "nearest_even"
     call: Literal["plain", "out", "grad"] = "plain"
-    compiled: bool = False
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -178,8 +176,4 @@ CASES: tuple[Case, ...] = (
     *_products(),
     *(Case(name=f"linear layer {name}", row=LAYER, format=name) for name in ("nvfp4", "mxfp4")),
     *(Case(name=f"linear layer {name}", row=LAYERS, format=name) for name in ("mxfp8_e4m3", "mxfp6_e2m3")),
-    *(
-        Case(name=f"linear layer {name}, compiled", row=LAYERS, format=name, compiled=True)
-        for name in ("nvfp4", "mxfp4")
-    ),
 )

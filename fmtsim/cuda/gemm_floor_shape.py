@@ -6,7 +6,7 @@ from fmtsim.cuda.runtime import Defines
 
 ROWS_A = 64
 _PLACES = 32  # of a stage, where blocks are shorter
-_SINGLE, _PROMOTED, _LONG, _MIDDLE, _SHORT = range(5)  # what is fast in different shapes: ``_kind``
+_SINGLE, _PROMOTED, _LONG, _MIDDLE, _SHORT, _SHORT_WIDE = range(6)  # what is fast in different shapes: ``_kind``
 
 
 class Choice(NamedTuple):
@@ -21,14 +21,17 @@ class Choice(NamedTuple):
 
 
 _USUAL = Choice(2, 2, 3, 2), Choice(2, 1, 3, 2), Choice(2, 2, 3, 1), Choice(1, 1, 3, 1)
-CHOICES = {  # fastest first (docs/performance.md); HELD where nothing is spilled (tests/cuda/test_gemm_floor.py)
+# Fastest first (docs/performance.md). HELD where nothing is spilled (tests/cuda/test_gemm_floor.py), but not for short
+# blocks of float16: NVRTC 13.0 compiles those wrongly.
+CHOICES = {
     _SINGLE: (
         Choice(1, 1, 3, 4), Choice(1, 1, 3, 3), Choice(2, 1, 3, 2), Choice(2, 1, 3, 1), Choice(1, 1, 3, 1),
     ),
     _PROMOTED: _USUAL,
     _LONG: (Choice(2, 1, 3, 2), *_USUAL),
     _MIDDLE: (Choice(1, 1, 3, 4, 16, held=True), *_USUAL),
-    _SHORT: (Choice(2, 2, 3, 2, held=True), *_USUAL),
+    _SHORT: _USUAL,
+    _SHORT_WIDE: (Choice(2, 2, 3, 2, held=True), *_USUAL),
 }  # fmt: skip
 
 
@@ -95,7 +98,7 @@ def fitting(
 
     ``holds`` allows those with HELD.
     """
-    for choice in CHOICES[_kind(single, promote, span)]:
+    for choice in CHOICES[_kind(single, promote, span, wide)]:
         if choice.held and not holds:
             continue
         records, held = max(1, choice.places // span), choice.held
@@ -107,8 +110,10 @@ def fitting(
     return shape
 
 
-def _kind(single: bool, promote: int, span: int) -> int:
-    """Say which shapes are fast: those of sums in float32, or by promotion and the length of blocks."""
+def _kind(single: bool, promote: int, span: int, wide: bool) -> int:
+    """Say which shapes are fast: those of float32 sums, or by promotion, the length of blocks and exponents."""
     if single or promote:
         return _SINGLE if single else _PROMOTED
-    return _LONG if span > 16 else _MIDDLE if span == 16 else _SHORT
+    if span < 16:
+        return _SHORT_WIDE if wide else _SHORT
+    return _LONG if span > 16 else _MIDDLE

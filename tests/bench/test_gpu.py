@@ -58,7 +58,6 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(gpu, "_CALLS", 2)
     monkeypatch.setattr(gpu, "in_turns_on_device", turns)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch, "compile", lambda function: function)
 
 
 @pytest.mark.parametrize(
