@@ -380,7 +380,8 @@ def _check_codes(codes: torch.Tensor, fmt: FloatFormat | IntFormat | CodebookFor
         codes = codes.to(torch.int64)
     limit = len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits
     lowest = -(limit >> 1) if isinstance(fmt, IntFormat) and fmt.signed else 0
-    if codes.numel() and fmt.bits < 63:
+    whole = codes.dtype == torch.uint8 and lowest == 0 and limit > 255  # a dtype without other codes
+    if codes.numel() and fmt.bits < 63 and not whole:
         low, high = int(codes.min()), int(codes.max())
         if low < lowest or high >= limit:
             wrong = low if low < lowest else high

@@ -32,6 +32,7 @@ FEW = 1 << 20  # as many reach the same kernels
 SIDE = 4096  # of exact products
 TOKENS, WIDTH = 8192, 4096  # of the linear layer
 _SMALL, _CALLS = 256, 2000
+_AHEAD = 10_000_000  # cycles in which the host queues a layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,15 +151,19 @@ def _layer_of(case: Case) -> tuple[Callable[[], Any], Callable[[], Any]]:
     grad = torch.randn(TOKENS, WIDTH, device=DEVICE).bfloat16()
     config = linear_config(x=case.format, w=case.format, g=case.format)
 
-    def run(layer: Callable[[], Tensor]) -> Callable[[], Any]:
-        return lambda: torch.autograd.grad(layer(), (x, w), grad)
+    def run(layer: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(layer(x, w), (x, w), grad)
 
-    return run(lambda: torch.nn.functional.linear(x, w)), run(lambda: EmulatedGEMM.apply(x, w, None, config))
+    return run(torch.nn.functional.linear), run(lambda x, w: EmulatedGEMM.apply(x, w, None, config))
 
 
 def _measure_layer(case: Case, repeats: int) -> Result:
-    base, seconds = in_turns_on_device(_layer_of(case), repeats)
-    return Result(case=case, value=seconds / base, seconds=seconds, details={"plain_seconds": base})
+    """Time the device; how long the host takes to queue both is in the details."""
+    plain, layer = _layer_of(case)
+    base, seconds = in_turns_on_device((plain, layer), repeats, ahead=_AHEAD)
+    host = [statistics.median(_host_times(action, 20)) for action in (plain, layer)]
+    details = {"plain_seconds": base, "plain_host_seconds": host[0], "host_seconds": host[1]}
+    return Result(case=case, value=seconds / base, seconds=seconds, details=details)
 
 
 def _call_of(case: Case) -> Callable[[], Tensor]:
@@ -177,11 +182,11 @@ def _measure_call(case: Case) -> Result:
     return Result(case=case, value=1e6 * seconds, seconds=seconds, details=details)
 
 
-def _host_times(action: Callable[[], Any]) -> Iterator[float]:
+def _host_times(action: Callable[[], Any], calls: int = _CALLS) -> Iterator[float]:
     for round_ in range(7):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(_CALLS):
+        for _ in range(calls):
             action()
         if round_:
-            yield (time.perf_counter() - start) / _CALLS
+            yield (time.perf_counter() - start) / calls

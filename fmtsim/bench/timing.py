@@ -28,8 +28,10 @@ def in_turns(actions: Sequence[Callable[[], Any]], repeats: int, threads: int) -
     return tuple(statistics.median(taken) for taken in times)
 
 
-def in_turns_on_device(actions: Sequence[Callable[[], Any]], repeats: int) -> tuple[float, ...]:
+def in_turns_on_device(actions: Sequence[Callable[[], Any]], repeats: int, ahead: int = 1_000_000) -> tuple[float, ...]:
     """Return the median seconds that each action keeps the current CUDA device busy, by events, taken in turns.
+
+    ``ahead`` is how many cycles the host may use to queue an action before the device begins.
 
     The first round, which compiles kernels and fills the allocator's pool, is not counted.
     """
@@ -38,7 +40,7 @@ def in_turns_on_device(actions: Sequence[Callable[[], Any]], repeats: int) -> tu
         for action, taken in zip(actions, times, strict=True):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
-            torch.cuda._sleep(1_000_000)  # the device waits while the host queues: launches are not timed
+            torch.cuda._sleep(ahead)  # the device waits while the host queues: launches are not timed
             start.record()
             action()
             stop.record()

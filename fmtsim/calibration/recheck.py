@@ -63,7 +63,7 @@ def recheck(
         target: The machine; guesses are left out, because they claim nothing.
         device: Its card.
         calls: Of every rule; sizes are spread over those that it knows.
-        work: Largest M N K of a call.
+        work: Largest M N K of a call; a rule of larger ones alone has its smallest tried.
         seed: Of the data.
         compare: ``fmtsim.compare_native``, or what stands in for it.
         advance: Told the number of the rule.
@@ -76,20 +76,24 @@ def recheck(
 
 
 def chosen_calls(target: Target, number: int, count: int, work: int) -> list[GemmCall]:
-    """Return calls that fall under a rule, are no guesses and have at most ``work`` products, spread by size."""
+    """Return calls that fall under a rule, are no guesses, spread by size up to ``work`` products."""
     rule = target.rules[number]
     forms = list(_forms(rule))
-    chosen: list[GemmCall] = []
     sizes = sorted(dict.fromkeys(_sizes(rule)), key=math.prod)
-    found = [(place, size) for place, size in enumerate(sizes) if math.prod(size) <= work]
-    for form, (_, size) in product(forms, _spread(found, max(4 * count, len(SIZES)))):
-        call = dataclasses.replace(form, m=size[0], n=size[1], k=size[2])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            where, _, basis = target.find(call)
-        if where == number and basis != "guess" and _possible(call):
-            chosen.append(call)
+    sizes = [size for size in sizes if math.prod(size) <= work] or sizes[:count]
+    for some in (_spread(sizes, max(4 * count, len(SIZES))), sizes):  # all, where rules before it take those
+        calls = (dataclasses.replace(form, m=m, n=n, k=k) for form, (m, n, k) in product(forms, some))
+        chosen = [call for call in calls if _possible(call) and _falls_under(target, number, call)]
+        if chosen:
+            break
     return _spread(sorted(chosen, key=lambda call: (call.m * call.n * call.k, call.k)), count)
+
+
+def _falls_under(target: Target, number: int, call: GemmCall) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found, _, basis = target.find(call)
+    return found == number and basis != "guess"
 
 
 def _possible(call: GemmCall) -> bool:
@@ -154,7 +158,7 @@ def _check(
     compare: Callable[..., Comparison],
 ) -> RuleCheck:  # fmt: skip
     ran = outputs = mismatches = 0
-    note, refused = "", "" if calls else "no call of this rule is small enough"
+    note, refused = "", "" if calls else "no call falls under this rule"
     for call in calls:
         try:
             for kind in KINDS if call.a != "int8" else KINDS[:1]:

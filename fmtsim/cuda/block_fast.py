@@ -141,7 +141,7 @@ def _power_of_two_scale(fmt: BlockFormat, grid: _Grid, stochastic: bool) -> dict
     if not grid.integer and top == grid.lowest + 2:  # kernels/block_codes.cuh: the inverse of the smallest value
         first = max(first, grid.mantissa - grid.lowest - 127)
     if stochastic:
-        first = max(first, grid.mantissa - 126 - grid.lowest)
+        first = max(first, grid.mantissa - 117 - grid.lowest)  # kernels/grid.cuh: 2^-32 of a place is a number
     last = min(127 - max(top, grid.lowest) - (23 - grid.mantissa), 126 - top, 126)
     even = fmt.element.mantissa_bits if isinstance(fmt.element, FloatFormat | IntFormat) else 0
     return {

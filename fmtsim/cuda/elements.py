@@ -10,7 +10,7 @@ import torch
 
 from fmtsim.cuda import runtime
 from fmtsim.cuda.buckets import Table, build, layout_of
-from fmtsim.cuda.grid import BITS, FIXED, FLUSHING, HALVES, MAGIC, Grid, grid_of
+from fmtsim.cuda.grid import BITS, FIXED, FLUSHING, HALVES, MAGIC, POWERS, Grid, grid_of
 from fmtsim.cuda.parameters import draw_of, element_of, tables_of, values_of
 from fmtsim.cuda.patterns import convert_patterns
 from fmtsim.cuda.patterns import variants as pattern_variants
@@ -21,11 +21,10 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64:
 _PLAIN = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}  # packed codes of whole words
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 THREADS = 128
-UNROLL = 2  # vectors a thread of kernels/scalar.cu takes
 _TILE = 1024  # elements of a warp that share Philox counters; a block of THREADS has four
 _VECTOR = 16  # bytes
 _TABLE_THREADS = 256
-_TABLE_BLOCKS = 4  # of a multiprocessor: what the registers allow
+_TABLE_BLOCKS = 6  # of a multiprocessor: what the registers allow
 _WORTH_A_TABLE = 1 << 16  # elements
 _tables: dict[tuple[CastSpec, int], Table] = {}
 
@@ -112,6 +111,7 @@ def variants(capability: tuple[int, int] = (9, 0)) -> Iterator[tuple[str, str, D
     grids = [(method, special, False, True, 0) for method in (MAGIC, BITS, FLUSHING) for special in (False, True)]
     grids += [(HALVES, False, True, False, 0), (FIXED, False, True, False, 0), (FIXED, False, False, False, 1)]
     grids += [(MAGIC, special, special, not special, random) for special in (False, True) for random in (1, 2)]
+    grids += [(BITS, False, False, True, random) for random in (1, 2)] + [(POWERS, False, True, False, 0)]
     for method, special, asymmetric, keeps, random in grids:
         grid = Grid(bytes(112), method, special, asymmetric, method in (HALVES, FIXED), True, keeps, random, 3)
         common = method == MAGIC and not asymmetric and not special and random < 2
@@ -128,7 +128,8 @@ def variants(capability: tuple[int, int] = (9, 0)) -> Iterator[tuple[str, str, D
             yield "element.cu", kernel, _general_defines(dtype, dtype, 1)
     for dtype in _NARROW:
         yield "decode.cu", "decode", _decode_defines(dtype, True)
-        yield "table.cu", "quantize", _table_defines(dtype, torch.float32, True, 8, 0)
+        for narrow in (0, 4, 8) if dtype == torch.float32 else (0,):
+            yield "table.cu", "quantize", _table_defines(dtype, torch.float32, True, 8, narrow)
         yield "table.cu", "encode", _table_defines(dtype, torch.uint8, True, 4, 4)
     yield from pattern_variants()
 
@@ -142,14 +143,14 @@ def fast_grid(spec: CastSpec, random: Random) -> Grid | None:
 
 def _quantize_fast(source: torch.Tensor, spec: CastSpec, random: Random, target: torch.Tensor, grid: Grid) -> None:
     count, stochastic = source.numel(), spec.rounding.mode == "stochastic"
-    width = 8 if 2 in (source.element_size(), target.element_size()) else 4
+    width, unroll = vectors_of(grid, source.dtype, target.dtype)
     first = _first_whole(source, target, width)
     vectors = first is not None and not (stochastic and first)
-    first, last, blocks = first or 0, 0, _blocks(count, UNROLL)
+    first, last, blocks = first or 0, 0, _blocks(count, unroll)
     if vectors:
         group = _TILE if stochastic else width  # elements that are cast together
         last = first + max(count - first, 0) // group * group
-        blocks = max(-(-count // (4 * _TILE)), 1) if stochastic else _blocks((last - first) // width, UNROLL)
+        blocks = max(-(-count // (4 * _TILE)), 1) if stochastic else _blocks((last - first) // width, unroll)
     defines = fast_defines(grid, source.dtype, target.dtype, vectors)
     kernel = _kernel("scalar.cu", "quantize", source, defines)
     bounds = np.int64(min(first, count)), np.int64(last), np.int64(count)
@@ -173,7 +174,7 @@ def _encode(
         defines = _code_defines(grid, x.dtype, vectors, bits, slot)
         parameters = grid.parameters, draw_of(spec.rounding, random)
         if rows[0] == 1:
-            span = _TILE if spec.rounding.mode == "stochastic" else 32 * _run(slot, x)
+            span = _TILE if spec.rounding.mode == "stochastic" else 32 * _run(slot, x.dtype, grid.random)
             blocks = -(-count // (4 * span))
             _kernel("encode.cu", "encode", x, defines)(blocks, THREADS, x, codes, np.int64(count), *parameters)
             return
@@ -189,9 +190,11 @@ def _encode(
     _encode_any(x, spec, random, codes, rows, slot)
 
 
-def _run(slot: int, x: torch.Tensor) -> int:
-    """Return how many elements a thread of kernels/encode.cu takes."""
-    least = 4 if x.element_size() == 4 else 16 if slot <= 8 else 8
+def _run(slot: int, dtype: torch.dtype, random: int) -> int:
+    """Return how many elements a thread of kernels/encode.cu takes; their codes fill words."""
+    least = 4 if dtype.itemsize == 4 else 16 if slot <= 8 else 8
+    if slot == 6 and dtype.itemsize == 2 and not random:
+        least = 32
     return max(32 // math.gcd(slot, 32), least)
 
 
@@ -300,23 +303,35 @@ def whole_vectors(x: torch.Tensor, out: torch.Tensor) -> bool:
 def _first_whole(source: torch.Tensor, target: torch.Tensor, width: int) -> int | None:
     """Return the first element at which both addresses are those of whole vectors, None where there is none."""
     for first in range(width):
-        places = (tensor.data_ptr() + first * tensor.element_size() for tensor in (source, target))
-        if not any(place % _VECTOR for place in places):
+        sizes = ((tensor.data_ptr(), tensor.element_size()) for tensor in (source, target))
+        if not any((start + first * size) % min(_VECTOR, width * size) for start, size in sizes):
             return first
     return None
+
+
+def vectors_of(grid: Grid, dtype: torch.dtype, out: torch.dtype) -> tuple[int, int]:
+    """Return how many elements a vector of kernels/scalar.cu has, and how many of them a thread takes.
+
+    With random words, which keep threads busier, both sides have whole vectors; else neighbours write side by side.
+    """
+    if dtype.itemsize == 2 and out.itemsize == 4 and not grid.random:
+        return 4, 2
+    return (8 if 2 in (dtype.itemsize, out.itemsize) else 4), 2
 
 
 @lru_cache(maxsize=1024)
 def fast_defines(grid: Grid, dtype: torch.dtype, out: torch.dtype, vectors: bool) -> Defines:
     """Return the macros of kernels/scalar.cu."""
     rest = {"INPUT": _DTYPES[dtype], "OUTPUT": _DTYPES[out], "VECTORS": int(vectors), "PAIRS": grid.pairs(dtype)}
-    return (*grid.defines, *_pairs(rest | {"UNROLL": UNROLL}))
+    width, unroll = vectors_of(grid, dtype, out)
+    return (*grid.defines, *_pairs(rest | {"WIDTH": width, "UNROLL": unroll}))
 
 
 @lru_cache(maxsize=1024)
 def _code_defines(grid: Grid, dtype: torch.dtype, vectors: bool, code: int, slot: int) -> Defines:
     rest = {"INPUT": _DTYPES[dtype], "VECTORS": int(vectors), "PAIRS": grid.pairs(dtype), "CODE": code, "SLOT": slot}
-    return (*grid.defines, *_pairs(rest | {"INTEGER": int(grid.integer), "MANTISSA": grid.mantissa}))
+    rest |= {"INTEGER": int(grid.integer), "MANTISSA": grid.mantissa, "RUN": _run(slot, dtype, grid.random)}
+    return (*grid.defines, *_pairs(rest))
 
 
 @lru_cache(maxsize=64)

@@ -1,7 +1,7 @@
-"""Products of units that cut terms toward zero or down, and round a block's sum to nearest or to few exponents.
+"""Products of units that cut or round terms, and round a block's sum to nearest or to few exponents.
 
-kernels/cut.cu has the method, one float64 multiply-add a product. Here is which units it takes; those whose sums are
-cut toward zero to many exponents go faster in gemm_floor.py.
+kernels/cut.cu has the method, one float64 multiply-add a product. Here is which units it takes; those that cut both
+terms and sums toward zero, to many exponents, go faster in gemm_floor.py.
 """
 
 import struct
@@ -26,6 +26,10 @@ from fmtsim.gemm.serialization import GemmSpec
 
 _THREADS: Final = 256
 _STOCHASTIC: Final = MODES.index("stochastic")
+_EVEN: Final = MODES.index("nearest_even")
+_ZERO: Final = MODES.index("toward_zero")
+_DOWN: Final = MODES.index("down")
+_AHEAD = (_STOCHASTIC,)  # roundings of sums whose kernels have registers left for the macro AHEAD
 _BLOCKS: Final = (4, 32)  # shortest and longest
 _SUMS: Final = ("nearest_even", "toward_zero", "stochastic")
 _FARTHEST: Final = 200  # exponents of accumulators and bounds of the alignment lie within
@@ -40,7 +44,7 @@ class _Shape(NamedTuple):
     kept: int
     clamped: bool
     promotes: bool
-    down: bool
+    terms: int
     mode: int
     eps: int
     emins: tuple[int, int]
@@ -69,15 +73,15 @@ class _Shape(NamedTuple):
         aligned = aligned or not self.swapped
         return macros(
             BLOCK=self.block, FRACTION=self.fraction, KEPT=self.kept, CLAMPED=int(self.clamped),
-            PROMOTES=int(self.promotes), DOWN=int(self.down), ROUND=self.mode, BITS=self.bits, ODD=int(self.odd),
-            ALIGNED=int(aligned), STAGES=stages,
+            PROMOTES=int(self.promotes), TERMS=self.terms, ROUND=self.mode, BITS=self.bits, ODD=int(self.odd),
+            ALIGNED=int(aligned), STAGES=stages, AHEAD=int(self.mode in _AHEAD and self.terms != _EVEN and stages > 2),
         )  # fmt: skip
 
     def operand(self, side: int, dtype: torch.dtype) -> Defines:
         """Return the macros that prepare an operand."""
         return macros(
             BLOCK=self.block, FRACTION=self.fraction, TYPE=TYPES.index(dtype), SECOND=side, EMIN=self.emins[side],
-            ENLARGED=0 if side else self.eps, DOWN=int(self.down),
+            ENLARGED=0 if side else self.eps, TERMS=self.terms,
         )  # fmt: skip
 
     def limits(self) -> bytes:
@@ -120,8 +124,10 @@ def shape_of(spec: GemmSpec, block: int) -> _Shape | None:
         if how.variant == "c" or how.layout != "word" or how.bits + odd > min(32, 51 - acc.mantissa_bits):
             return None
     first, second = map(range_of, formats)
-    down = unit.term_rounding == "down"
-    eps = 0 if down else max(first.bits + second.bits, fraction + 2, acc.mantissa_bits + 1) + 1
+    terms = MODES.index(unit.term_rounding)
+    eps = max(first.bits + second.bits, fraction + 2, acc.mantissa_bits + 1) + 1 if terms == _ZERO else 0
+    if terms == _EVEN and not _fits(first.bits, second.bits, fraction, block):
+        return None
     if farthest > _FARTHEST or acc.mantissa_bits > 25 or first.bits + eps > 53:
         return None
     return _Shape(
@@ -130,7 +136,7 @@ def shape_of(spec: GemmSpec, block: int) -> _Shape | None:
         kept=acc.mantissa_bits,
         clamped=acc.min_exponent > _NARROW,
         promotes=promotes,
-        down=down,
+        terms=terms,
         mode=MODES.index(how.mode),
         eps=eps,
         emins=((unit.operand or formats[0]).min_exponent, (unit.operand or formats[1]).min_exponent),
@@ -143,8 +149,16 @@ def shape_of(spec: GemmSpec, block: int) -> _Shape | None:
 
 
 def _cuts(unit: Datapath) -> bool:
-    cut = unit.term_rounding in ("toward_zero", "down") and unit.rounding.mode in _SUMS
+    cut = unit.term_rounding in ("toward_zero", "down", "nearest_even") and unit.rounding.mode in _SUMS
     return cut and unit.group == 1 and unit.scale is None and not unit.signed_zero
+
+
+def _fits(a_bits: int, b_bits: int, fraction: int, block: int) -> bool:
+    """Say whether the terms of a block to nearest, and one, are less than 2^31 of the grid's places."""
+    # Two significands of a and b bits multiply to at most (2^a - 1) (2^b - 1) / 2^(a + b - 2), below which the grid has
+    # `fraction` places; half of one is what rounding adds.
+    largest = ((1 << a_bits) - 1) * ((1 << b_bits) - 1) << fraction
+    return block * ((largest >> (a_bits + b_bits - 2)) + 1) + 1 < 1 << 31
 
 
 def run(job: Job, sums: Tensor, marks: Tensor) -> None:
@@ -198,17 +212,19 @@ def programs(job: Job) -> tuple[tuple[str, Defines], ...]:
 
 def variants() -> Iterator[tuple[str, str, Defines]]:
     """Yield a representative of every specialisation of the kernels."""
-    even, zero = MODES.index("nearest_even"), MODES.index("toward_zero")
-    for block, clamped, promotes, down, mode in (
-        (16, 0, 0, 0, even), (16, 1, 0, 0, even), (16, 1, 0, 0, zero), (16, 0, 1, 0, even), (16, 1, 1, 0, even),
-        (32, 0, 0, 0, even), (16, 0, 0, 1, even), (16, 0, 0, 1, zero), (4, 0, 0, 0, even),
-        (16, 0, 0, 0, _STOCHASTIC), (16, 1, 0, 0, _STOCHASTIC),
+    for block, clamped, promotes, terms, mode in (
+        (16, 0, 0, _ZERO, _EVEN), (16, 1, 0, _ZERO, _EVEN), (16, 1, 0, _ZERO, _ZERO), (16, 0, 1, _ZERO, _EVEN),
+        (16, 1, 1, _ZERO, _EVEN), (32, 0, 0, _ZERO, _EVEN), (16, 0, 0, _DOWN, _EVEN), (16, 0, 0, _DOWN, _ZERO),
+        (4, 0, 0, _ZERO, _EVEN), (16, 0, 0, _ZERO, _STOCHASTIC), (16, 1, 0, _ZERO, _STOCHASTIC),
+        (16, 0, 0, _EVEN, _EVEN), (16, 1, 1, _EVEN, _EVEN), (16, 1, 0, _EVEN, _ZERO), (16, 0, 0, _EVEN, _STOCHASTIC),
+        (32, 0, 0, _EVEN, _EVEN), (4, 0, 0, _EVEN, _EVEN),
     ):  # fmt: skip
         shape = _Shape(
-            block, 25, 10 if clamped else 7, bool(clamped), bool(promotes), bool(down), mode, 0 if down else 28,
-            (-126, -126), -126, 127, None, 16, False,
+            block, 25 if terms != _EVEN else 24, 10 if clamped else 7, bool(clamped), bool(promotes), terms, mode,
+            28 if terms == _ZERO else 0, (-126, -126), -126, 127, None, 16, False,
         )  # fmt: skip
-        yield "cut.cu", "cut_product", shape.defines(2, True)
+        for stages in (2, 4) if mode in _AHEAD else (2,):
+            yield "cut.cu", "cut_product", shape.defines(stages, True)
         for dtype in SINGLES if block == 32 else SINGLES[:1]:
             for side in (0, 1):
                 yield "cut_prepare.cu", "cut_prepare", shape.operand(side, dtype)

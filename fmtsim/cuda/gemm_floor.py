@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.cuda import runtime
+from fmtsim.cuda.gemm_floor_shape import ROWS_A, Shape, fitting
 from fmtsim.cuda.gemm_job import Job, promotes
 from fmtsim.cuda.runtime import Defines, Programs
 from fmtsim.formats.spec import FloatFormat
@@ -24,17 +25,9 @@ from fmtsim.gemm.serialization import GemmSpec
 
 DEVICES = ((8, 0), (9, 0), (10, 0))  # with fp64 tensor cores of full width
 LONGEST_BLOCK = 64
-ROWS_A = 64
 _ELEMENTS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 _HIGH_WORD = 21  # bits of a significand that the high word of a double holds
 _LOWEST_POWER, _HIGHEST_POWER = -126, 127  # exponents of normal bfloat16
-_PLACES = 32  # of a stage, where blocks are shorter
-# Warps along the columns, halves of a warp, stages, blocks at once, fastest first (docs/performance.md): of sums in
-# float32, and of those in float64.
-_CHOICES = {
-    True: ((1, 1, 3, 4), (1, 1, 3, 3), (2, 1, 3, 2), (2, 1, 3, 1), (1, 1, 3, 1)),
-    False: ((2, 2, 3, 2), (2, 1, 3, 2), (2, 2, 3, 1), (1, 1, 3, 1)),
-}
 _USUAL_LIMIT = 227 << 10  # shared memory of a block of threads where the capability is 9.0 or 10.0
 _TINY = (1023 - 300) << 20  # high word of what stands for a zero (floor_layout.cuh)
 _SLACK = 0.25  # of the spacing above log2(block): M's fraction must leave room for the sum
@@ -216,79 +209,19 @@ def programs(job: Job) -> Programs:
     return ("floor.cu", shape.defines), *(("floor_pack.cu", defines) for defines in packs)
 
 
-def _specialised(job: Job, index: int) -> tuple[FloorPlan, "_Shape"]:
+def _specialised(job: Job, index: int) -> tuple[FloorPlan, Shape]:
     plan = plan_of(job.spec, job.order.block, job.shape[2], *_scaled(job))
     assert plan is not None
     return plan, _shape(plan, job.order.block, _promotion(job), index)
 
 
-class _Shape(NamedTuple):
-    """The specialisation of floor.cu: macros, and what follows from them."""
-
-    span: int
-    block: int
-    columns: int
-    halves: int
-    stages: int
-    resident: int
-    records: int
-    promote: int
-    whole: bool
-    wide: bool
-    down: bool
-    single: bool
-    fraction: int
-    kept: int
-
-    @property
-    def rows_b(self) -> int:
-        return 32 * self.columns
-
-    @property
-    def threads(self) -> int:
-        return 32 * (4 // self.halves) * self.columns
-
-    @property
-    def run(self) -> int:
-        """Blocks that one thread block of floor_pack packs."""
-        return max(1, 64 // self.span)
-
-    def record(self, rows: int, first: bool) -> int:
-        words = -(-self.span // 32) * (2 if self.wide else 1)
-        return rows * (self.span * (8 if first and self.whole else 4) + self.span * 2 + words * 4)
-
-    @property
-    def shared(self) -> int:
-        stage = self.records * (self.record(ROWS_A, True) + self.record(self.rows_b, False))
-        return self.stages * stage + (self.rows_b * ROWS_A * 4 if self.promote else 0)
-
-    @property
-    def defines(self) -> Defines:
-        names = (
-            "SPAN", "BLOCK", "COLUMNS", "HALVES", "STAGES", "RESIDENT", "RECORDS", "PROMOTE",
-            "WHOLE", "WIDE", "DOWN", "SINGLE", "FRACTION", "KEPT",
-        )  # fmt: skip
-        return tuple((name, str(int(value))) for name, value in zip(names, self, strict=True))
-
-
 @lru_cache(maxsize=1024)
-def _shape(plan: FloorPlan, block: int, promote: int, index: int) -> _Shape:
+def _shape(plan: FloorPlan, block: int, promote: int, index: int) -> Shape:
     used, span = -(-block // 4) * 4, -(-block // 8) * 8
     flags = plan.whole and not plan.down, plan.wide, plan.down, plan.single
-    return _fitting(span, used, promote, *flags, plan.fraction_bits, plan.kept, limit=runtime.shared_limit(index))
-
-
-def _fitting(
-    span: int, block: int, promote: int, whole: bool, wide: bool, down: bool, single: bool, fraction: int, kept: int, *,
-    limit: int,
-) -> _Shape:  # fmt: skip
-    """Choose the fastest specialisation that shared memory holds, with the kilobyte that each block takes besides."""
-    for choice in _CHOICES[single]:
-        records = max(1, _PLACES // span)
-        shape = _Shape(span, block, *choice, records, promote, whole, wide, down, single, fraction, kept)
-        if (shape.shared + 1024) * shape.resident <= limit + 1024:
-            break
-    return shape
+    facts = promote, *flags, plan.fraction_bits, plan.kept
+    holds = runtime.capability(index) == (9, 0)  # for 10.0 ptxas would spill M (floor_double.cuh)
+    return fitting(span, used, *facts, limit=runtime.shared_limit(index), holds=holds)
 
 
 def _promotion(job: Job) -> int:
@@ -301,7 +234,7 @@ def _readable(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in _ELEMENTS else torch.float32
 
 
-def _pack_defines(shape: _Shape, dtype: torch.dtype, first: bool, scaled: bool) -> Defines:
+def _pack_defines(shape: Shape, dtype: torch.dtype, first: bool, scaled: bool) -> Defines:
     """Return the macros of floor_pack.cu for an operand."""
     named = {"ELEMENT": _ELEMENTS.index(dtype), "SPAN": shape.span, "ROWS": ROWS_A if first else shape.rows_b}
     named |= {"FIRST": first, "WHOLE": first and shape.whole, "WIDE": shape.wide, "SCALED": scaled}
@@ -309,7 +242,7 @@ def _pack_defines(shape: _Shape, dtype: torch.dtype, first: bool, scaled: bool) 
 
 
 def _packed(
-    job: Job, plan: FloorPlan, shape: _Shape, pitch: int, first: bool, scaled: bool, index: int
+    job: Job, plan: FloorPlan, shape: Shape, pitch: int, first: bool, scaled: bool, index: int
 ) -> tuple[Tensor, Tensor]:
     """Return an operand's records and the bases of its rows (floor_layout.cuh)."""
     side, x, scales = (plan.a, job.a, job.scale_a) if first else (plan.b, job.b, job.scale_b)
@@ -375,11 +308,11 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
     ):  # fmt: skip
         bits = (13, 13) if single else (25, 23)
         flags = bool(whole), bool(wide), bool(down), bool(single)
-        yield "floor.cu", "floor_product", _fitting(span, block, promote, *flags, *bits, limit=_USUAL_LIMIT).defines
+        yield "floor.cu", "floor_product", fitting(span, block, promote, *flags, *bits, limit=_USUAL_LIMIT).defines
     for element in _ELEMENTS:
         for first, whole, wide, scaled in ((1, 1, 1, 0), (1, 0, 0, 0), (0, 0, 1, 1), (0, 0, 0, 0)):
             flags = bool(whole), bool(wide), False, False
-            shape = _fitting(16, 16, 0, *flags, 25, 23, limit=_USUAL_LIMIT)
+            shape = fitting(16, 16, 0, *flags, 25, 23, limit=_USUAL_LIMIT)
             defines = _pack_defines(shape, element, bool(first), bool(scaled))
             yield "floor_pack.cu", "floor_pack", defines
             if wide:

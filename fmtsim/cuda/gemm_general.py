@@ -17,6 +17,7 @@ from fmtsim.gemm.datapath import Datapath, IntegerDatapath, PairwiseDatapath, Tw
 from fmtsim.gemm.serialization import GemmSpec
 
 _SIDE = 16  # rows and columns of a block of threads with an output each
+_WALKING = 8  # blocks a multiprocessor where a fast path has left a few tiles, as a rule none
 _UNITS = {TwoStageDatapath: 0, PairwiseDatapath: 1, IntegerDatapath: 2}  # the macro UNIT
 
 
@@ -86,19 +87,27 @@ def _fused(job: Job, sums: Tensor, marks: Tensor | None) -> None:
         marks, tile = left, TILE_WIDTH
     how = sums_of(job.spec, k, job.c is not None and not job.promotes)
     assert how is not None
-    _launch(job, (marks, sums), "general.cu", "general_product", how.defines, _SIDE, tile=tile, grid=how.grid)
+    _launch(
+        job, (marks, sums), "general.cu", "general_product", how.defines, _SIDE, tile=tile, grid=how.grid, walks=True
+    )
 
 
 def _launch(
     job: Job, results: tuple[Tensor | None, ...], file: str, name: str, defines: Defines, width: int,
-    *, tile: int = TILE, grid: int = 0, shared: int = 0,
+    *, tile: int = TILE, grid: int = 0, shared: int = 0, walks: bool = False,
 ) -> None:  # fmt: skip
-    """Launch a kernel whose blocks of 256 threads compute squares of ``width`` outputs; a mark stands for ``tile``."""
+    """Launch a kernel whose blocks of 256 threads compute squares of ``width`` outputs; a mark stands for ``tile``.
+
+    ``results`` begin with the marks; ``walks`` says that a block looks for more squares where these are given.
+    """
     m, n, _ = job.shape
-    order = job.order
-    kernel = runtime.kernel(file, name, runtime.device_index(job.a), defines)
+    order, index = job.order, runtime.device_index(job.a)
+    kernel = runtime.kernel(file, name, index, defines)
+    blocks = -(-m // width) * -(-n // width)
+    if walks and results[0] is not None:
+        blocks = min(blocks, _WALKING * runtime.multiprocessors(index))
     kernel(
-        -(-m // width) * -(-n // width), 256, job.a, job.b, job.c, job.scale_a, job.scale_b, order.source, order.ends,
+        blocks, 256, job.a, job.b, job.c, job.scale_a, job.scale_b, order.source, order.ends,
         order.scale_places, order.part_blocks, *results, problem_of(job, tile, grid), shared=shared,
     )  # fmt: skip
 

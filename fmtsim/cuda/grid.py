@@ -10,7 +10,7 @@ import torch
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, Overflow
 from fmtsim.rounding.modes import Rounding
 
-MAGIC, BITS, FLUSHING, HALVES, FIXED = range(5)
+MAGIC, BITS, FLUSHING, HALVES, FIXED, POWERS = range(6)
 _STRUCTURE = struct.Struct("<8f 6I 3I f I 2I f 2I 4f")
 _SIGN = 1 << 31
 _WIDEST_INTEGER = 22  # bits of codes that the sum with 1.5 * 2**23 holds
@@ -126,6 +126,8 @@ def _float_grid(fmt: FloatFormat, rounding: Rounding, overflow: Overflow) -> Gri
     special = not saturate and not natural
     unbounded = math.ldexp(1.0, high + 1) if method == MAGIC else math.inf
     drop = 23 - mantissa_bits
+    place = 1 << drop
+    most = place - 1 if rounding.mode == "stochastic" else (place >> 1) - 1
     parity = (fmt.has_zero - 127 - low) & 1 if mantissa_bits == 0 else 0
     over = fmt.max if saturate else math.inf if fmt.infinities else math.nan
     shift = 32 - fmt.bits
@@ -139,7 +141,7 @@ def _float_grid(fmt: FloatFormat, rounding: Rounding, overflow: Overflow) -> Gri
         fmt.max if saturate else unbounded, -fmt.max if fmt.signed else 0.0, math.inf if saturate else fmt.max, over,
         math.nan if fmt.has_nan else fmt.max, -0.0 if fmt.has_negative_zero else 0.0,
         math.ldexp(1.0, drop), math.ldexp(1.0, low + drop),
-        _SIGN if fmt.signed else 0, drop, max((1 << drop >> 1) - 1, 0), (1 << 32) - (1 << drop), parity, int(drop > 0),
+        _SIGN if fmt.signed else 0, drop, max(most, 0), (1 << 32) - place, parity, int(drop > 0),
         *_flush_points(fmt), *codes, 0.0, *_words(rounding), *_stochastic(fmt),
     )  # fmt: skip
     random = _random(rounding)
@@ -156,16 +158,22 @@ def _method(fmt: FloatFormat, rounding: Rounding) -> int | None:
     gradual = fmt.has_subnormals and fmt.has_zero
     if rounding.mode == "stochastic":
         within = low - mantissa_bits >= -117 and mantissa_bits <= _FINEST  # kernels/grid.cuh
+        if low == -126 and gradual:
+            return BITS
         return MAGIC if finite and gradual and within else None
     if mantissa_bits and gradual:
         if finite and mantissa_bits <= 22 and low >= -127:
             return MAGIC
         return BITS if low == -126 else None
+    if low == -127 and fmt.has_zero and not mantissa_bits:
+        return POWERS
     return FLUSHING if low >= (-126 if fmt.has_zero else -127) else None
 
 
 def _flush_points(fmt: FloatFormat) -> tuple[int, int, int]:
     """Return the bits of the two values between which the lowest numbers are rounded: upper, midpoint, lower."""
     smallest = math.ldexp(1.0, fmt.min_exponent)
+    if smallest == 2.0**-127 and fmt.has_zero:
+        return 1 << 22, 1 << 21, (3 << 21) - 1  # a tie between the first two goes to the second, whose code is even
     points = (smallest, smallest / 2, 0.0) if fmt.has_zero else (2 * smallest, 1.5 * smallest, smallest)
     return struct.unpack("<3I", struct.pack("<3f", *points))  # type: ignore[return-value]

@@ -57,7 +57,7 @@ def quantize_both(
     if output is not None and x.numel() and _same_draws(spec, random):
         job = BlockJob(x, columns, down, random[1], bare=bare, reordered=transposed)
         if bare and fmt.tensor_scale:
-            job.tensor_scale = torch.ones((), device=x.device)
+            job.tensor_scale = torch.empty((), device=x.device)
         if job.both(output, Rows(rows, None, draw_of(spec.rounding, random[0]), transposed)):
             return Both(rows, columns, job.tensor_scale)
     results, scale = [], None
@@ -113,9 +113,11 @@ def quantize_bare(
     """
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     job = BlockJob(x, out, spec, random, bare=True)
-    job.tensor_scale = torch.ones((), device=x.device)
+    job.tensor_scale = torch.empty((), device=x.device)
     output = output_of(dtype)
-    if not x.numel() or (output is not None and job.fast(output)):
+    if not x.numel():
+        return out, job.tensor_scale.fill_(1.0)
+    if output is not None and job.fast(output):
         return out, job.tensor_scale
     parts = blocks.encode_blocks(x, spec, random)
     assert parts.tensor_scale is not None

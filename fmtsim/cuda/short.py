@@ -118,12 +118,12 @@ def _elements_way(spec: CastSpec, dtype: torch.dtype, out_dtype: torch.dtype, in
     grid = elements.fast_grid(spec, None)
     if grid is None or not (out_dtype == torch.float32 or is_representable(spec.format, out_dtype)):
         return None
-    width = 8 if 2 in (dtype.itemsize, out_dtype.itemsize) else 4
     kernel = runtime.kernel("scalar.cu", "quantize", index, elements.fast_defines(grid, dtype, out_dtype, True))
     if spec.rounding.mode == "stochastic":
         return _Elements(None, kernel, grid.parameters, _TILE, 4 * _TILE)
     launch = kernel.bound(elements.THREADS, 5, grid.parameters, draw_of(spec.rounding, None))
-    return _Elements(launch, kernel, grid.parameters, width, elements.THREADS * elements.UNROLL * width)
+    width, unroll = elements.vectors_of(grid, dtype, out_dtype)
+    return _Elements(launch, kernel, grid.parameters, width, elements.THREADS * unroll * width)
 
 
 def _blocks_way(spec: CastSpec, dtype: torch.dtype, out_dtype: torch.dtype, index: int) -> _Blocks | None:

@@ -1,7 +1,8 @@
 """Products that no machine is named for, on a GPU: where bfloat16 holds both operands, its bfloat16 units multiply.
 
 Operands keep their exact values: those of plain formats, elements times block scales of block formats. The scale of a
-whole tensor (NVFP4) stays outside and multiplies the sums. Nothing here waits for the device.
+whole tensor (NVFP4) stays outside and multiplies the sums. Nothing here waits for the device. torch.compile sees what
+is no verb as operators, so that nothing is fused into steps whose roundings count.
 """
 
 import importlib
@@ -15,9 +16,16 @@ from fmtsim.dispatch import is_plain
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.gemm.choice import draw_keys
-from fmtsim.ops import CastSpec, RandomKey
+from fmtsim.ops import CastSpec, RandomKey, spec_from_json
 from fmtsim.quantize import quantize
 from fmtsim.scaling.quantizer import Quantizer
+
+_library = torch.library.Library("fmtsim", "FRAGMENT")
+_library.define("quantize_bare(Tensor x, str spec, Tensor? key=None) -> (Tensor, Tensor)")
+_library.define(
+    "quantize_both(Tensor x, str spec, bool bare, Tensor? across=None, Tensor? down=None) -> (Tensor, Tensor, Tensor)"
+)
+_library.define("scale_output(Tensor y, Tensor? a, Tensor? b, Tensor? bias, ScalarType dtype) -> Tensor")
 
 
 class Held(NamedTuple):
@@ -40,13 +48,13 @@ class Held(NamedTuple):
 def holds(t: Tensor, quantizer: Quantizer) -> bool:
     """Say whether bfloat16 on t's device holds what a quantiser makes of t."""
     fmt = quantizer.format
-    if not t.is_cuda or t.dtype == torch.float64 or torch.compiler.is_compiling():
+    if not _on_card(t) or t.dtype == torch.float64:
         return False
     if fmt is None:
         return t.dtype == torch.bfloat16
     if isinstance(fmt, BlockFormat) and fmt.tensor_scale:
-        return _has_kernels(t) and bool(_engine("orientations").holds_bare(_spec(quantizer, -1)))
-    return is_representable(fmt, torch.bfloat16)
+        return _has_kernels(t) and _held_bare(quantizer)
+    return _held_values(quantizer)
 
 
 def hold(t: Tensor, quantizer: Quantizer, dim: int, generator: Any) -> Held:
@@ -55,8 +63,10 @@ def hold(t: Tensor, quantizer: Quantizer, dim: int, generator: Any) -> Held:
     if fmt is None:
         return Held(t)
     if isinstance(fmt, BlockFormat) and fmt.tensor_scale:
-        spec = _spec(quantizer, dim - t.dim() if dim >= 0 else dim)
-        return Held(*_engine("orientations").quantize_bare(t.detach(), spec, _key(quantizer, generator, t)))
+        axis, key = dim - t.dim() if dim >= 0 else dim, _key(quantizer, generator, t)
+        if torch.compiler.is_compiling():
+            return Held(*torch.ops.fmtsim.quantize_bare(t.detach(), _text(quantizer, axis), key))
+        return Held(*_engine("orientations").quantize_bare(t.detach(), _spec(quantizer, axis), _random(key)))
     options: Any = {"rounding": quantizer.rounding, "overflow": quantizer.overflow, "generator": generator}
     return Held(quantize(t, fmt, dim=dim, pad=True, out_dtype=torch.bfloat16, **options))
 
@@ -66,9 +76,13 @@ def hold_both(t: Tensor, quantizer: Quantizer, generators: tuple[Any, Any]) -> t
     fmt = quantizer.format
     if not isinstance(fmt, BlockFormat) or not _has_kernels(t):
         return None
-    first, second = (_key(quantizer, generator, t) for generator in generators)
-    quantize_both = _engine("orientations").quantize_both
-    both = quantize_both(t.detach(), _spec(quantizer, -1), torch.bfloat16, (first, second), bare=fmt.tensor_scale)
+    keys = tuple(_key(quantizer, generator, t) for generator in generators)
+    bare = fmt.tensor_scale
+    if torch.compiler.is_compiling():
+        rows, columns, scale = torch.ops.fmtsim.quantize_both(t.detach(), _text(quantizer, -1), bare, *keys)
+        return Held(rows, scale if bare else None), Held(columns, scale if bare else None)
+    words = tuple(map(_random, keys))
+    both = _engine("orientations").quantize_both(t.detach(), _spec(quantizer, -1), torch.bfloat16, words, bare=bare)
     return Held(both.rows, both.tensor_scale), Held(both.columns, both.tensor_scale)
 
 
@@ -83,14 +97,46 @@ def multiply(a: Held, b: Held, dims: tuple[int, int], bias: Tensor | None, dtype
     if not scales and dtype == torch.bfloat16:
         return torch.mm(first, second) if bias is None else torch.addmm(bias.to(dtype), first, second)
     y = torch.mm(first, second, out_dtype=torch.float32)
+    if scales and torch.compiler.is_compiling():
+        return torch.ops.fmtsim.scale_output(y, a.scale, b.scale, bias, dtype)  # type: ignore[no-any-return]
     if scales:
         return _engine("outputs").scale_output(y, (a.scale, b.scale), bias, dtype)  # type: ignore[no-any-return]
     return (y if bias is None else y.add_(bias)).to(dtype)
 
 
 def _has_kernels(t: Tensor) -> bool:
-    """Say whether the CUDA engine may be called on a tensor without the dispatcher."""
-    return is_plain(t) and bool(_engine("runtime").available(t.device))
+    """Say whether the CUDA engine may be called on a tensor without the dispatcher, or behind an operator."""
+    if torch.compiler.is_compiling():
+        return _served(t.device.index)
+    return is_plain(t) and _served(t.device.index)
+
+
+def _on_card(t: Tensor) -> bool:
+    return t.is_cuda
+
+
+def _served(index: int) -> bool:
+    return bool(_engine("runtime").serves(index))
+
+
+def _held_values(quantizer: Quantizer) -> bool:
+    assert quantizer.format is not None
+    return is_representable(quantizer.format, torch.bfloat16)
+
+
+def _held_bare(quantizer: Quantizer) -> bool:
+    return bool(_engine("orientations").holds_bare(_spec(quantizer, -1)))
+
+
+def _text(quantizer: Quantizer, dim: int) -> str:
+    return _spec(quantizer, dim).to_json()
+
+
+# What torch.compiler.assume_constant_result sets; calling that would import all of torch._dynamo with fmtsim.
+_served._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_held_values._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_held_bare._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=256)
@@ -101,14 +147,57 @@ def _spec(quantizer: Quantizer, dim: int) -> CastSpec:
     return CastSpec(format=fmt, rounding=quantizer.rounding, overflow=overflow, dim=dim)
 
 
-def _key(quantizer: Quantizer, generator: Any, t: Tensor) -> RandomKey | None:
-    """Return the key that ``quantize`` would draw."""
+def _key(quantizer: Quantizer, generator: Any, t: Tensor) -> Tensor | None:
+    """Return the key that ``quantize`` would draw, int64 [seed, offset]."""
     if quantizer.rounding.mode != "stochastic":
         return None
-    key = draw_keys(True, generator, None, t.device)
+    return draw_keys(True, generator, None, t.device)
+
+
+def _random(key: Tensor | None) -> RandomKey | None:
     return None if key is None else RandomKey(*key.tolist())
 
 
 @lru_cache(maxsize=8)
 def _engine(module: str) -> Any:
     return importlib.import_module(f"fmtsim.cuda.{module}")
+
+
+def _quantize_bare(x, spec, key=None):  # type: ignore[no-untyped-def]
+    return _engine("orientations").quantize_bare(x, spec_from_json(spec), _random(key))
+
+
+def _quantize_both(x, spec, bare, across=None, down=None):  # type: ignore[no-untyped-def]
+    words = _random(across), _random(down)
+    both = _engine("orientations").quantize_both(x, spec_from_json(spec), torch.bfloat16, words, bare=bare)
+    return both.rows, both.columns, both.tensor_scale if bare else x.new_empty((), dtype=torch.float32)
+
+
+def _scale_output(y, a, b, bias, dtype):  # type: ignore[no-untyped-def]
+    return _engine("outputs").scale_output(y, (a, b), bias, dtype)
+
+
+def _bare_shapes(x, spec, key=None):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format), _scalar(x)
+
+
+def _both_shapes(x, spec, bare, across=None, down=None):  # type: ignore[no-untyped-def]
+    return *(x.new_empty(x.shape, dtype=torch.bfloat16) for _ in range(2)), _scalar(x)
+
+
+def _scalar(x: Tensor) -> Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+for _name, _function in {
+    "quantize_bare": _quantize_bare,
+    "quantize_both": _quantize_both,
+    "scale_output": _scale_output,
+}.items():
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+
+torch.library.register_fake("fmtsim::quantize_bare", _bare_shapes, lib=_library)
+torch.library.register_fake("fmtsim::quantize_both", _both_shapes, lib=_library)
+torch.library.register_fake(
+    "fmtsim::scale_output", lambda y, a, b, bias, dtype: y.new_empty(y.shape, dtype=dtype), lib=_library
+)

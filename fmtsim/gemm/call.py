@@ -1,6 +1,7 @@
 """What a library is asked: the facts of one GEMM call on which its choice of kernel depends."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 import torch
@@ -44,3 +45,11 @@ class GemmCall:
     a_layout: Layout = "row"
     b_layout: Layout = "row"
     batch: int = 1
+
+
+def alike(call: GemmCall) -> list[GemmCall]:
+    """Return the calls that a library cannot tell from one: an operand of one row or column has either layout."""
+    both: tuple[Layout, ...] = ("row", "column")
+    a_layouts = both if 1 in (call.m, call.k) else (call.a_layout,)
+    b_layouts = both if 1 in (call.n, call.k) else (call.b_layout,)
+    return [replace(call, a_layout=a, b_layout=b) for a, b in product(a_layouts, b_layouts)]

@@ -23,8 +23,10 @@ OUT_DTYPES = (
     torch.float8_e5m2fnuz,
 )
 
-# A piece of this many sums and its temporaries are some 20 MB, however large the matrix is.
+# A piece of this many sums and its temporaries are some 20 MB, however large the matrix is; a GPU has room for more,
+# and waits for launches.
 _PIECE = 1 << 20
+_PIECE_ON_GPUS = 1 << 26
 _CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -58,12 +60,12 @@ def finish(
 
     A product that is zero is +0. Inf stays Inf in float16 and wider, and saturates in FP8. NaN is 0x7FFFFFFF,
     0x7FFF, 0x7F or 0x7FFFFFFFFFFFFFFF (0x80 in the fnuz formats). Beside its operands and its result this needs
-    less than 64 MB, whatever M and N are.
+    less than 64 MB of a CPU's memory, whatever M and N are.
     """
     target = sums if out is None and dtype == sums.dtype else out
     target = torch.empty_like(sums, dtype=dtype) if target is None else target
     m, n = sums.shape
-    step = max(1, _PIECE // max(n, 1))
+    step = max(1, (_PIECE_ON_GPUS if sums.is_cuda else _PIECE) // max(n, 1))
     touched = row is not None or bias is not None
     for start in range(0, m, step):
         piece = sums[start : start + step]

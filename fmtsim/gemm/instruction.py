@@ -91,12 +91,13 @@ def mma(
     batch = _batch(left, right, c, spec, scale_a, scale_b)
     addend = None if c is None else _addend(c, spec.datapath, dtype)
     scales = unit_scales(scale_a, scale_b, left, right, spec.datapath)
-    return _run(left, right, addend, scales, spec, dtype, batch, generator)
+    held = left is not a and right is not b  # made of codes, or cut
+    return _run(left, right, addend, scales, spec, dtype, batch, generator, held)
 
 
 def _run(
     a: Tensor, b: Tensor, c: Tensor | None, scales: tuple[Tensor | None, Tensor | None], spec: GemmSpec,
-    dtype: torch.dtype, batch: torch.Size, generator: Any,
+    dtype: torch.dtype, batch: torch.Size, generator: Any, held: bool,
 ) -> Tensor:  # fmt: skip
     """Multiply a stack of matrices; one that shares b is one product of all rows."""
     m, n = a.shape[-2], b.shape[-2]
@@ -113,7 +114,7 @@ def _run(
     left, right, addend, scale_a, scale_b = operands
     key = draw_keys(stochastic, generator, math.prod(batch) if batch and not together else None, a.device)
     out = torch.ops.fmtsim.gemm(
-        left, right, spec.to_json(), dtype, addend, scale_a, scale_b, None, None, None, None, key
+        left, right, spec.to_json(), dtype, addend, scale_a, scale_b, None, None, None, None, key, held
     )
     return out.reshape(*batch, m, n)  # type: ignore[no-any-return]
 

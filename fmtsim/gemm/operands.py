@@ -29,7 +29,7 @@ _PLAIN = {
     torch.float4_e2m1fn_x2: "e2m1",
 }
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_PIECE = 1 << 18  # bytes of FP4 numbers that are unpacked at a time
+_PIECE = 1 << 18  # bytes of FP4 numbers that are unpacked at a time on a CPU, for the memory of their indices
 _DIRECT = (*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)  # what engines take
 
 
@@ -135,14 +135,27 @@ def _fp8_of_fp4(x: Tensor) -> Tensor:
     """Return the numbers of a tensor with two in each byte, the even one in the low nibble, as float8_e4m3fn."""
     packed = x.view(torch.uint8)
     flat = packed.reshape(-1)
-    table = torch.tensor(_fp8_pairs(), dtype=torch.int16, device=x.device)
+    table = _fp8_table(x.device) if x.is_cuda else torch.tensor(_fp8_pairs(), dtype=torch.int16)
     pairs = torch.empty(flat.shape, dtype=torch.int16, device=x.device)
-    # A piece at a time for the memory of its indices; torch.compile, which would unroll that, does it at once.
-    step = max(1, flat.numel()) if torch.compiler.is_compiling() else _PIECE
+    # torch.compile would unroll pieces, and a GPU waits for their launches.
+    whole = torch.compiler.is_compiling() or x.is_cuda
+    step = max(1, flat.numel()) if whole else _PIECE
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step]
         pairs[start : start + step] = table.index_select(0, piece.int())
     return pairs.view(torch.float8_e4m3fn).view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def _fp8_table(device: torch.device) -> Tensor:
+    """Return ``_fp8_pairs`` on a device, where they stay: a copy would wait, and a graph could not capture it."""
+    if torch.compiler.is_compiling():
+        return torch.tensor(_fp8_pairs(), dtype=torch.int16, device=device)
+    return _kept_fp8_table(device)
+
+
+@lru_cache(maxsize=16)
+def _kept_fp8_table(device: torch.device) -> Tensor:
+    return torch.tensor(_fp8_pairs(), dtype=torch.int16, device=device)
 
 
 def fp4_of_fp8(x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The torch operator of matrix products: one definition as JSON, the data, and the choice of engine."""
 
 import importlib
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
@@ -16,15 +17,17 @@ from fmtsim.gemm.serialization import GemmSpec, gemm_spec_from_json
 from fmtsim.ops import CastSpec, RandomKey
 from fmtsim.rounding.modes import Rounding
 
-# Sums that are kept at once where they are rounded to a narrower output afterwards: 24 MB of float32.
+# Sums that are kept at once where they are rounded to a narrower output afterwards: 24 MB of float32 on a CPU. A GPU
+# has room for more, would prepare operands once a piece, and waits for launches.
 _SUMS = 6 << 20
 _VALUES = 1 << 17  # numbers that are checked at once: they stay in a cache
+_ON_GPUS = 1 << 26  # of both
 
 _library = torch.library.Library("fmtsim", "FRAGMENT")
 _library.define(
     "gemm(Tensor a, Tensor b, str spec, ScalarType? dtype=None, Tensor? c=None, Tensor? scale_a=None, "
     "Tensor? scale_b=None, Tensor? row=None, Tensor? column=None, Tensor? bias=None, Tensor? result_scale=None, "
-    "Tensor? key=None) -> Tensor"
+    "Tensor? key=None, bool held=False) -> Tensor"
 )
 
 
@@ -77,12 +80,13 @@ def gemm_engine(spec: GemmSpec, a: Tensor, b: Tensor) -> ModuleType:
 
 def _gemm(  # type: ignore[no-untyped-def]
     a, b, spec, dtype=None, c=None, scale_a=None, scale_b=None, row=None, column=None, bias=None, result_scale=None,
-    key=None,
+    key=None, held=False,
 ):  # fmt: skip
+    """Compute a product; ``held`` says that the operands hold numbers of their formats alone, which saves looking."""
     definition = gemm_spec_from_json(spec)
     a, b = a.detach(), b.detach()
-    _require_values("a", a, definition.a)
-    _require_values("b", b, definition.b)
+    if not held:
+        _require_values(("a", a, definition.a), ("b", b, definition.b))
     shared = {"row": row, "column": column, "bias": bias, "result_scale": result_scale}
     dtype = dtype or sum_dtype(definition.datapath)
     if a.dim() == 2:
@@ -107,7 +111,7 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out):  # type: ignore
         scale_a, scale_b = (torch.ones(rows, groups, device=a.device) for rows in (m, n))
     random = None if key is None else RandomKey(*key.tolist())
     engine, wide = gemm_engine(spec, a, b), sum_dtype(spec.datapath)
-    step = m if out.dtype == wide or random is not None else min(m, max(64, _SUMS // n))
+    step = m if out.dtype == wide or random is not None else min(m, max(64, _at_once(out, _SUMS) // n))
     for start in range(0, m, step):
         rows = slice(start, min(start + step, m))
         part = out[rows]
@@ -132,26 +136,59 @@ def _bias_in_place(spec: GemmSpec, c: Tensor | None, bias: Tensor | None, sums: 
     return bias.reshape(1, -1).to(sums.dtype).expand_as(sums)
 
 
-def _require_values(name: str, x: Tensor, fmt: FloatFormat | IntFormat) -> None:
-    """Refuse numbers that the operand's format lacks.
+def _is_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _at_once(x: Tensor, few: int) -> int:
+    """Return how many numbers are worked on at once: ``few``, or many on a GPU."""
+    return _ON_GPUS if _is_on_gpu(x) else few
+
+
+def _require_values(*operands: tuple[str, Tensor, FloatFormat | IntFormat]) -> None:
+    """Refuse numbers that an operand's format lacks.
 
     A tensor in the format's own dtype cannot hold any; neither can one of 8 bits in another dtype, which verbs make of
-    a narrower format's codes and never take.
+    a narrower format's codes and never take. A GPU is asked once for all; nobody asks it while a graph is captured,
+    which cannot wait for an answer.
     """
-    if not x.dtype.is_floating_point or x.dtype.itemsize == 1 or torch_dtype(fmt) == x.dtype or not x.numel():
+    loose = [(name, x, fmt) for name, x, fmt in operands if _may_lack(x, fmt)]
+    if not loose:
         return
+    if _is_on_gpu(loose[0][1]):
+        if torch.cuda.is_current_stream_capturing():
+            return
+        kept = [(rounded == piece).all() for _, x, fmt in loose for piece, rounded in _pieces(x, fmt)]
+        if bool(torch.stack(kept).all()):
+            return
+    for name, x, fmt in loose:
+        _require_each(name, x, fmt)
+
+
+def _may_lack(x: Tensor, fmt: FloatFormat | IntFormat) -> bool:
+    wide = x.dtype.is_floating_point and x.dtype.itemsize > 1
+    return wide and torch_dtype(fmt) != x.dtype and x.numel() > 0
+
+
+def _pieces(x: Tensor, fmt: FloatFormat | IntFormat) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield an operand by groups of rows, each with what it becomes in a format."""
     spec = CastSpec(format=fmt, rounding=Rounding(), overflow="ieee")
     rows = x.reshape(-1, x.shape[-1])
-    step = min(max(1, _VALUES // rows.shape[1]), rows.shape[0])
+    step = min(max(1, _at_once(x, _VALUES) // rows.shape[1]), rows.shape[0])
     wide = torch.promote_types(x.dtype, torch.float32)  # in which kernels are fast
     buffer = torch.empty(step * rows.shape[1], dtype=wide, device=x.device)
     for start in range(0, rows.shape[0], step):
         piece = rows[start : start + step].to(wide)
-        kept = buffer[: piece.numel()].view(piece.shape)
-        ops.engine_for("quantize", spec, piece, kept).quantize(piece, spec, None, kept)
-        if torch.equal(kept, piece):  # five times as fast as what follows; False where there is a NaN
+        rounded = buffer[: piece.numel()].view(piece.shape)
+        ops.engine_for("quantize", spec, piece, rounded).quantize(piece, spec, None, rounded)
+        yield piece, rounded
+
+
+def _require_each(name: str, x: Tensor, fmt: FloatFormat | IntFormat) -> None:
+    for piece, rounded in _pieces(x, fmt):
+        if torch.equal(rounded, piece):  # five times as fast as what follows; False where there is a NaN
             continue
-        lost = (kept != piece) & ~(kept.isnan() & piece.isnan())
+        lost = (rounded != piece) & ~(rounded.isnan() & piece.isnan())
         if bool(lost.any()):
             value = piece[lost][0].item()
             raise ArgumentError(
@@ -166,7 +203,7 @@ def _signed(key: RandomKey) -> list[int]:
 
 def _gemm_shape(  # type: ignore[no-untyped-def]
     a, b, spec, dtype=None, c=None, scale_a=None, scale_b=None, row=None, column=None, bias=None, result_scale=None,
-    key=None,
+    key=None, held=False,
 ):  # fmt: skip
     dtype = dtype or sum_dtype(gemm_spec_from_json(spec).datapath)
     return torch.empty((*a.shape[:-1], b.shape[-2]), dtype=dtype, device=a.device)

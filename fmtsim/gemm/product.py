@@ -83,8 +83,9 @@ def forward(a: Tensor, b: Tensor, bias: Tensor | None, request: Request) -> Tens
         raise DtypeError(f"out_dtype={dtype} is not what integers sum to; choose torch.int32")
     key = draw_keys(stochastic, request.generator, batch if a.dim() == 3 else None, a.device)
     values = [read_operand(x, fmt, tf32=tf32) for x, fmt in zip((a, columns), formats, strict=True)]
+    held = all(value is not x for value, x in zip(values, (a, columns), strict=True))  # made of codes, or rounded
     return torch.ops.fmtsim.gemm(  # type: ignore[no-any-return]
-        *values, text, dtype, None, None, None, None, None, bias, None, key
+        *values, text, dtype, None, None, None, None, None, bias, None, key, held
     )
 
 

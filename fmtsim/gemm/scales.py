@@ -9,9 +9,8 @@ from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.call import Scaling
 from fmtsim.gemm.datapath import Arithmetic, Datapath
-from fmtsim.ops import CastSpec
+from fmtsim.ops import CastSpec, EncodedParts, decode
 from fmtsim.ops import quantize as cast
-from fmtsim.quantize import decode
 from fmtsim.rounding.modes import Rounding
 
 _BLOCK = 128
@@ -86,7 +85,8 @@ def _unit_values(name: str, scale: Tensor, fmt: FloatFormat) -> Tensor:
             raise DtypeError(f"{name} has dtype {scale.dtype}; the unit's scales are {fmt.name}")
         scale = scale.view(torch.uint8)
     if scale.dtype == torch.uint8:
-        return decode(scale & ((1 << fmt.bits) - 1), fmt, out_dtype=torch.float32)
+        parts = EncodedParts(scale & ((1 << fmt.bits) - 1))  # in the format now: nothing to check
+        return decode(parts, CastSpec(format=fmt, rounding=Rounding(), overflow="saturate"), torch.float32)
     if scale.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         raise DtypeError(f"{name} has dtype {scale.dtype}; pass {fmt.name} codes as torch.uint8, or floats")
     wide = scale.abs().to(torch.float32)

@@ -16,7 +16,7 @@ import torch
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.call import GemmCall
+from fmtsim.gemm.call import GemmCall, alike
 from fmtsim.gemm.datapath import Arithmetic
 from fmtsim.gemm.kernel import Kernel, Splits, check_conditions, matches
 from fmtsim.gemm.plan import GemmPlan
@@ -133,7 +133,14 @@ class Target:
         )
 
     def find(self, call: GemmCall) -> tuple[int | None, GemmPlan, Basis]:
-        """Return the number of the rule that a call falls under, None where there is none, its plan and its basis."""
+        """Return the number of the rule that a call falls under, None where there is none, its plan and its basis.
+
+        A single row or column has no layout: what is known of either serves.
+        """
+        found = [self._find(each) for each in alike(call)]
+        return next((each for each in found if each[2] != "guess"), found[0])
+
+    def _find(self, call: GemmCall) -> tuple[int | None, GemmPlan, Basis]:
         for number, rule in enumerate(self.rules):
             if not matches(rule.when, call):
                 continue

@@ -47,7 +47,7 @@ def test_rows_hold_both_dtypes_where_the_cast_is_none():
 def on_cpu(monkeypatch):
     """Let the CPU stand in: actions run once, and take 1, 2, ... seconds."""
 
-    def turns(actions, repeats):
+    def turns(actions, repeats, ahead=0):
         for action in actions:
             action()
         return tuple(float(1 + index) for index in range(len(actions)))

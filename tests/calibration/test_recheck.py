@@ -40,6 +40,10 @@ def alike(verb, *arguments, **options):
     return fmtsim.compare(y, y.clone())
 
 
+def sizes_of(rule):
+    return (math.prod((*map(int, outer.split("x")), int(k))) for outer, row in rule.split.items() for k in row)
+
+
 def test_every_rule_has_calls_that_fall_under_it():
     idle = []
     for number, rule in enumerate(H200.rules):
@@ -49,7 +53,9 @@ def test_every_rule_has_calls_that_fall_under_it():
         assert len(calls) <= 3 and len(set(calls)) == len(calls)
         for call in calls:
             found, _, basis = H200.find(call)
-            assert found == number and basis != "guess" and call.m * call.n * call.k <= 1 << 35
+            assert found == number and basis != "guess"
+        work = [call.m * call.n * call.k for call in calls]
+        assert max(work, default=0) <= 1 << 35 or min(sizes_of(rule)) > 1 << 35
         idle += [] if calls else [(number, rule.when)]
     assert not idle
 
@@ -99,8 +105,9 @@ def test_what_a_card_refuses_is_told_and_guesses_are_left_out():
 
     (found,) = recheck(few(guess, number_of(scaling="row")), CPU, calls=2, work=WORK, compare=refuse)
     assert (found.number, found.calls, found.outputs) == (1, 0, 0) and found.note.endswith("no memory")
-    (found,) = recheck(few(number_of(scaling="row")), CPU, work=10, compare=alike)
-    assert found.note == "no call of this rule is small enough"
+    number = number_of(scaling="row")
+    found, second = recheck(few(number, number), CPU, calls=1, work=WORK, compare=alike)
+    assert found.calls == 1 and second.note == "no call falls under this rule"
 
 
 def test_one_call_in_words():

@@ -72,10 +72,10 @@ def check(x, spec, device, random=None, out_dtype=None):
     assert same(decoded, wanted), f"decoded {spec.format.name}"
 
 
-def check_packed(x, spec, device):
+def check_packed(x, spec, device, random=None):
     """Hold codes and scales as ``Encoded`` keeps them to the CPU engine's."""
-    wanted = Encoded.from_parts(cpu.encode(x, spec, None), spec.format, x.shape, spec.dim)
-    found = blocks.encode_blocks(x.to(device), spec, None, packed=True)
+    wanted = Encoded.from_parts(cpu.encode(x, spec, random), spec.format, x.shape, spec.dim)
+    found = blocks.encode_blocks(x.to(device), spec, random, packed=True)
     for name in ("codes", "scales", "tensor_scale", "offsets"):
         assert same(getattr(found, name), getattr(wanted, name)), f"{name} of {spec.format.name}, packed"
 
@@ -302,6 +302,30 @@ def test_packed_codes_are_those_of_encoded(name, dtype, dim, device):
     check_packed(numbers((3, 48) if dim == -1 else (96, 6), dtype, 1), spec, device)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("mxfp4", torch.float32),
+        ("mxfp8_e4m3", torch.bfloat16),
+        pytest.param("mxfp4", torch.bfloat16, marks=SLOW),
+        pytest.param("mxfp6_e2m3", torch.float32, marks=SLOW),
+        pytest.param("mxfp6_e3m2", torch.bfloat16, marks=SLOW),
+        pytest.param("nvfp4", torch.float32, marks=SLOW),
+        pytest.param("int4_g32", torch.bfloat16, marks=SLOW),
+        pytest.param("mxint8", torch.bfloat16, marks=SLOW),
+    ],
+)
+def test_packed_codes_of_stochastic_rounding(name, dtype, device):
+    """Blocks of all sizes of numbers, next to where float32 ends on both sides, and a whole tile."""
+    spec, key = spec_of(name, "stochastic"), RandomKey(0x123456789ABCDEF, 0xFEDCBA9876543210)
+    x = numbers((44, 256), torch.float32, 5, special=False)
+    powers = torch.cat([torch.linspace(-149, -90, 30), torch.linspace(100, 127, 14)]).round().double()
+    sized = (x.double() / x.abs().max() * 2.0 ** powers[:, None]).to(dtype)
+    assert is_fast(x, spec, key)
+    for part in (sized, numbers((4, 2048), dtype, 6), numbers((3, 96), dtype, 7)):
+        check_packed(part, spec, device, key)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "nvfp4", "mxint8", "uint4_g32_zp"])
 def test_every_code_under_strange_scales(name, dtype, device):
@@ -345,6 +369,15 @@ def test_planted_errors_are_caught(planted, emulated, monkeypatch):
     x[0, 0] = 1.25 * x[0, :32].abs().max().log2().floor().exp2() / 4  # a tie under every scale
     with pytest.raises(AssertionError, match="values of mxfp4"):
         check(x, spec, torch.device("cpu"))
+
+
+def test_a_wrong_random_word_is_caught(emulated, monkeypatch):
+    spec, x = spec_of("mxfp4", "stochastic"), numbers((4, 64), torch.float32, special=False)
+    check_packed(x, spec, torch.device("cpu"), KEY)
+    real = blocks.encode_blocks
+    monkeypatch.setattr(blocks, "encode_blocks", lambda x, spec, _, packed: real(x, spec, RandomKey(8), packed))
+    with pytest.raises(AssertionError, match="codes of mxfp4, packed"):
+        check_packed(x, spec, torch.device("cpu"), KEY)
 
 
 def test_a_planted_error_in_packed_codes_is_caught(emulated, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 
 import fmtsim
 from fmtsim.analysis.stats import OperandStats
-from fmtsim.cuda import casts, elements, grid, patterns
+from fmtsim.cuda import casts, elements, grid, patterns, runtime
 from fmtsim.cuda.buckets import layout_of
 from fmtsim.cuda.statistics import quantize_counted
 from fmtsim.encoded import Encoded
@@ -105,6 +105,27 @@ def test_a_key_gives_the_words_of_the_definition(device, rounding):
         check_cast(f"{name} {rounding}", x, spec_of(name, rounding), KEY, device, (torch.float32,))
 
 
+@pytest.mark.parametrize(
+    ("bits_used", "variant"),
+    [(32, "a"), (5, "b"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((20, "a"), (20, "b"), (32, "b")))],
+)
+def test_stochastic_rounding_by_bit_addition(device, bits_used, variant):
+    """Formats with the exponents of float32, from its subnormals to beyond their largest numbers."""
+    points = torch.arange(4600, dtype=torch.int64).mul(0x9E3779B1).to(torch.int32)
+    points[:64] = torch.arange(64, dtype=torch.int32).mul(0x1FFF7)
+    points[64:128] = 0x7F800000 - torch.arange(64, dtype=torch.int32).mul(0x1003)
+    x = points.view(torch.float32)
+    rounding = Rounding(mode="stochastic", random_bits=bits_used, variant=variant)
+    served = bits_used < 32 or variant == "a"
+    for name, overflow in itertools.product(("bf16", "e8m1"), ("saturate", "ieee")):
+        spec = spec_of(name, rounding, overflow)
+        fast = elements.fast_grid(spec, KEY)
+        assert (fast is not None and fast.method == grid.BITS) == served
+        outs = (torch.float32, torch.bfloat16) if name == "bf16" and variant == "a" else (torch.float32,)
+        check_cast(f"{name} {rounding} {overflow}", x, spec, KEY, device, outs)
+        check_cast(f"{name} {rounding} {overflow}, part", x[2:1100], spec, KEY, device, outs[:1])
+
+
 def test_huge_offsets_and_negative_seeds_are_64_bits(device):
     x = normal(200, seed=4)
     for key in (RandomKey(-1, -1), RandomKey((1 << 64) - 1, 0), RandomKey(1 << 32, 1 << 63)):
@@ -116,7 +137,19 @@ def test_every_size(device, count):
     for dtype, random in itertools.product((torch.float32, torch.bfloat16), (None, KEY)):
         x = normal(count, seed=count, dtype=dtype)
         spec = spec_of("e4m3", NEAREST if random is None else STOCHASTIC)
-        check_cast(f"{count} {dtype}", x, spec, random, device, (dtype,))
+        check_cast(f"{count} {dtype}", x, spec, random, device, (dtype, torch.float32))
+
+
+@pytest.mark.parametrize("shift", range(5))
+def test_misaligned_views_from_16_to_32_bits(device, shift):
+    base = normal(900, seed=shift, dtype=torch.bfloat16)
+    out = torch.zeros(910, dtype=torch.float32, device=device)
+    for start in range(9):
+        x, spec = base[start:], spec_of("fp16")
+        out.zero_()
+        casts.quantize(base.to(device)[start:], spec, None, out[shift : shift + x.numel()])
+        check(f"{start} {shift}", out[shift : shift + x.numel()].cpu(), quantized(cpu, x, spec, dtype=out.dtype), x)
+        assert not out[:shift].any() and not out[shift + x.numel() :].any(), "elements beside the view were written"
 
 
 @pytest.mark.parametrize("start", range(1, 9))
@@ -153,7 +186,7 @@ def test_strides(device):
         check(f"encode {what}", casts.encode(x, spec, random).codes.cpu(), cpu.encode(view(base), spec, random).codes)
 
 
-@pytest.mark.parametrize("name", ["e8m0", "ue5m3", "uint4", "e4m3"])
+@pytest.mark.parametrize("name", ["e8m0", "ue5m3", "uint4", "e4m3", "p3109_k8p1ue"])
 def test_pairs_of_16_bits(device, name):
     """Every pattern beside another one: two are clamped at a time, with and without signs."""
     for dtype, random in itertools.product((torch.bfloat16, torch.float16), (None, KEY)):
@@ -163,24 +196,7 @@ def test_pairs_of_16_bits(device, name):
             check_cast(f"{name} {dtype}", values, spec, random, device, (dtype,))
 
 
-# Packed codes.
-
-WIDTHS = ["e2m1", "e2m3", "int5", "fp16", "nf4"]
-MORE_WIDTHS = ["e4m3", "int13", "tf32", "fp32", "int7_half", "uint1"]
-
-
-@pytest.mark.parametrize("name", [*WIDTHS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_WIDTHS)])
-def test_packed_codes_are_those_of_encoded_tensors(device, name):
-    for shape, random in itertools.product(((3, 67), (1,), (5, 64), (), (2, 3, 70), (4, 0)), (None, KEY)):
-        rounding = NEAREST if random is None else STOCHASTIC
-        for dim in (-1, -2) if len(shape) > 1 else (-1,):
-            x = normal(*shape, seed=5)
-            spec = spec_of(name, rounding, dim=dim)
-            if not casts.supports("encode_packed", spec, x.to(device)):
-                assert random is not None and dim != -1, "only random words along another axis are left to others"
-                continue
-            expected = Encoded.from_parts(cpu.encode(x, spec, random), spec.format, x.shape, dim)
-            check(f"{name} {shape} {dim}", casts.encode_packed(x.to(device), spec, random).codes.cpu(), expected.codes)
+# Codes.
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e2m1", "fp16", "int8_full", "nf4", "lns8_g8", "e8m0", "fp64", "int13"])
@@ -210,6 +226,7 @@ NO_GRIDS = ["nf4", "bnb_fp4", "bnb_dynamic8", "lns8_g8", "p3109_k8p1ue"]
 def test_tables_equal_the_general_kernel(device, monkeypatch, name):
     """Values and codes by table, at and next to every point where the result changes, and a stride through the rest."""
     monkeypatch.setattr(elements, "_WORTH_A_TABLE", 1)
+    monkeypatch.setattr(runtime, "multiprocessors", lambda index: 1)  # so that threads go on to another run
     patterns = torch.arange(1 << 13).mul((1 << 19) + 331).to(torch.int32)
     near = torch.tensor(adversarial(get_format(name)), dtype=torch.float64).float().view(torch.int32)
     x = torch.cat([near - 1, near, near + 1, patterns]).view(torch.float32)
@@ -228,11 +245,12 @@ def test_tables_equal_the_general_kernel(device, monkeypatch, name):
 def test_all_patterns_equal_the_cpu_engine(device, monkeypatch, name, dtype):
     """Values and codes of every pattern of a 16-bit dtype, the last element beyond the last whole vector."""
     monkeypatch.setattr(patterns, "WORTH", 1)
+    monkeypatch.setattr(runtime, "multiprocessors", lambda index: 1)  # so that threads go on to another run
     served = []
     monkeypatch.setattr(elements, "_look_up", lambda *_: served.append("buckets"))
     x = torch.cat([torch.arange(1 << 16, dtype=torch.int32).to(torch.int16), torch.tensor([17], dtype=torch.int16)])
     x = x.view(dtype)
-    for mode in ("nearest_even", "to_odd") if name == "nf4" else ("nearest_even",):
+    for mode in {"nf4": ("nearest_even", "to_odd"), "lns8_g8": ("nearest_even",)}.get(name, ("nearest_away",)):
         spec = spec_of(name, Rounding(mode=mode), "saturate")
         for out in (result_dtype(spec.format, dtype), torch.float32):
             got = quantized(casts, x.to(device), spec, None, out).cpu()
@@ -291,6 +309,19 @@ def test_a_wrong_count_is_noticed(device):
 LONG_WAY = SimpleNamespace(quantize=elements.quantize_elements)
 
 
+@pytest.mark.parametrize("place", ["drop", "half", "keep"])
+def test_a_wrong_place_of_bit_addition_is_noticed(device, monkeypatch, place):
+    spec = spec_of("bf16", STOCHASTIC)
+    right = grid.grid_of(spec.format, spec.rounding, spec.overflow)
+    wrong = bytearray(right.parameters)
+    wrong[32 + 4 * ["sign", "drop", "half", "keep"].index(place) + (place == "half")] ^= 1
+    x = normal(5000, seed=11)
+    expected = quantized(cpu, x, spec, KEY)
+    assert not differing(quantized(LONG_WAY, x.to(device), spec, KEY).cpu(), expected)
+    monkeypatch.setattr(elements, "fast_grid", lambda spec, random: right._replace(parameters=bytes(wrong)))
+    assert differing(quantized(LONG_WAY, x.to(device), spec, KEY).cpu(), expected)
+
+
 @pytest.mark.parametrize("place", ["highest", "shift", "least_magic", "nan_value"])
 def test_a_wrong_parameter_is_noticed(device, monkeypatch, place):
     """A kernel with one bit of one parameter flipped gives other bits than the CPU engine."""
@@ -306,8 +337,11 @@ def test_a_wrong_parameter_is_noticed(device, monkeypatch, place):
 
 
 def test_fast_and_general_kernels_give_the_same_bits(device, monkeypatch):
-    x = normal(3000, seed=9).to(device)
-    names = ("e4m3", "tf32", "e8m0", "int8", "int8_half")
+    low = torch.arange(0, 1 << 25, 16411, dtype=torch.int32).view(
+        torch.float32
+    )  # to beyond the smallest normal numbers
+    x = torch.cat([normal(3000, seed=9), low, torch.tensor([2.0**-127, 2.0**-128, 1.5 * 2.0**-127])]).to(device)
+    names = ("e4m3", "tf32", "e8m0", "int8", "int8_half", "p3109_k8p1ue")
     fast = {name: (quantized(casts, x, spec_of(name)), casts.encode(x, spec_of(name), None).codes) for name in names}
     monkeypatch.setattr(elements, "fast_grid", lambda spec, random: None)
     for name, (values, codes) in fast.items():

@@ -9,7 +9,7 @@ import torch
 import fmtsim.cuda
 from fmtsim import Datapath, GemmPlan
 from fmtsim.cpu.gemm import gemm as cpu_gemm
-from fmtsim.cuda import gemm_floor, runtime
+from fmtsim.cuda import gemm_floor, gemm_floor_shape, runtime
 from fmtsim.cuda.gemm_job import TILE, Job
 from fmtsim.cuda.gemm_order import order_of
 from fmtsim.gemm.catalogue import E8M13
@@ -274,9 +274,14 @@ KINDS = {  # of floor.cu, by unit, format and plan
     "long": ("blackwell.tcgen05", "e4m3", GemmPlan()),
     "wide": ("hopper.wgmma", "bf16", GemmPlan()),
     "wide-promoted": ("hopper.wgmma", "bf16", SLOW),
+    "narrow": ("hopper.wgmma", "fp16", GemmPlan()),
     "blocks-of-8": ("hopper.wgmma", "tf32", GemmPlan()),
 }
-ALL_CHOICES = sorted({choice for choices in gemm_floor._CHOICES.values() for choice in choices} | {(4, 1, 3, 1)})
+MORE = [(4, 1, 3, 1), (2, 2, 3, 2, 8), (2, 2, 3, 2, 32, True), (1, 1, 3, 4, 8, True)]
+ALL_CHOICES = sorted(
+    {choice for choices in gemm_floor_shape.CHOICES.values() for choice in choices}
+    | {gemm_floor_shape.Choice(*more) for more in MORE}
+)
 
 
 @pytest.mark.slow
@@ -285,7 +290,7 @@ ALL_CHOICES = sorted({choice for choices in gemm_floor._CHOICES.values() for cho
 def test_every_choice(choice, kind, device, monkeypatch):
     """What ptxas makes of a specialisation has been wrong where the same source, as another one, was right."""
     unit, fmt, plan = KINDS[kind]
-    monkeypatch.setattr(gemm_floor, "_CHOICES", {True: (choice,), False: (choice,)})
+    monkeypatch.setattr(gemm_floor_shape, "CHOICES", dict.fromkeys(gemm_floor_shape.CHOICES, (choice,)))
     gemm_floor._shape.cache_clear()
     try:
         check(*normals(fmt, k=300), definition(fmt, unit=unit, plan=plan), device)
@@ -315,10 +320,12 @@ def spilled(code):
 def chosen(kind, **change):
     unit, fmt, plan = KINDS[kind]
     spec = definition(fmt, unit=unit, plan=plan)
-    block = {"tf32": 8, "bf16": 16, "e4m3": 32}[fmt]
+    block = {"tf32": 8, "bf16": 16, "fp16": 16, "e4m3": 32}[fmt]
     numbers = gemm_floor.plan_of(spec, block, 4096)
     rest = int(plan != GemmPlan()), numbers.whole, numbers.wide, numbers.down, numbers.single
-    shape = gemm_floor._fitting(block, block, *rest, numbers.fraction_bits, numbers.kept, limit=gemm_floor._USUAL_LIMIT)
+    shape = gemm_floor_shape.fitting(
+        block, block, *rest, numbers.fraction_bits, numbers.kept, limit=gemm_floor._USUAL_LIMIT
+    )
     return shape._replace(**change)
 
 

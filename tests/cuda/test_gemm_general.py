@@ -138,8 +138,9 @@ def test_a_record_that_no_kernel_takes():
 # Tiles.
 
 
-def test_marks_choose_tiles(device):
-    spec = spec_of(replace(HALF, term_rounding="nearest_even"), "bf16")
+@pytest.mark.parametrize("change", [dict(term_rounding="nearest_even"), dict(signed_zero=True)], ids=["tile", "any"])
+def test_marks_choose_tiles(change, device):
+    spec = spec_of(replace(HALF, **change), "bf16")
     a, b = (operand("bf16", 140, 8, "normal", seed).to(device) for seed in (1, 2))
     job = job_of(a, b, spec, device)
     sums = torch.full((1, 140, 140), 7.0, device=device)
@@ -151,6 +152,23 @@ def test_marks_choose_tiles(device):
     expected[0, :128, :128] = 7.0
     expected[0, 128:, 128:] = 7.0
     assert torch.equal(sums, expected) and not (whole == 7.0).any()
+
+
+def test_marks_far_from_each_other(device):
+    """Blocks look at as many squares as they have threads, and go on from there."""
+    spec = spec_of(replace(HALF, signed_zero=True), "bf16")
+    a, b = operand("bf16", 3, 8, "normal", 1).to(device), operand("bf16", 1, 8, "normal", 2).to(device)
+    columns = 16 * (256 * 8 * (4 if device.type == "cpu" else 140) + 20)  # more than the multiprocessors look at once
+    b = b.expand(columns, 8)
+    job = job_of(a, b, spec, device)
+    sums = torch.full((1, 3, columns), 7.0, device=device)
+    marks = torch.zeros(1, -(-columns // 128), dtype=torch.uint8, device=device)
+    marks[0, [1, -1]] = 1
+    GENERAL.run(job, sums, marks)
+    one = torch.empty(1, 3, 1, device=device)
+    GENERAL.run(job_of(a, b[:1], spec, device), one, None)
+    kept = marks.repeat_interleave(128, 1)[:, :columns].bool()
+    assert torch.equal(sums[0], torch.where(kept, one[0].expand(3, columns), 7.0))
 
 
 def test_tiles_with_infinities_are_done_again():

@@ -66,6 +66,40 @@ def test_a_value_that_the_format_lacks_is_found_in_every_piece(fmt, dtype, wrong
         product(a, fmt)
 
 
+@pytest.mark.parametrize("rows", [7, 1 << 20])
+def test_a_gpu_is_asked_once_for_both_operands(rows, monkeypatch):
+    """Here a CPU stands in for it; ``rows``: numbers of a piece."""
+    monkeypatch.setattr(operator, "_is_on_gpu", lambda x: True)
+    monkeypatch.setattr(operator, "_ON_GPUS", 100 * rows)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    a = torch.full((9, 100), 1.0)
+    searched = []
+    real = operator._require_each
+    monkeypatch.setattr(operator, "_require_each", lambda *given: searched.append(given[0]) or real(*given))
+    assert product(a, TF32).shape == (9, 1)
+    assert searched == []
+    a[4, 3] = torch.nan  # which no comparison finds equal
+    assert product(a, TF32)[4].isnan().all() and searched == ["a", "b"]
+    a[8, 99] = 1 + 2.0**-11
+    with pytest.raises(ArgumentError, match="a holds 1.00049, which is not a value of tf32"):
+        product(a, TF32)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    product(a, TF32)  # nobody looks
+
+
+def test_numbers_that_a_verb_rounded_are_not_looked_at(monkeypatch):
+    looked = []
+    monkeypatch.setattr(operator, "_require_values", lambda *operands: looked.append(operands))
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    mm(x, x.mT, unit="hopper.wgmma", allow_tf32=True)
+    mm(torch.zeros(3, 4, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8), unit="exact", a_format="e2m3",
+       b_format="e2m3")  # fmt: skip
+    assert looked == []
+    mm(x.bfloat16(), x.mT.bfloat16(), unit="hopper.wgmma")
+    mm(x, torch.zeros(4, 2, dtype=torch.uint8), unit="exact", b_format="e2m3")
+    assert len(looked) == 2
+
+
 def test_a_compiled_product_of_fp4_has_the_bits_of_a_plain_one():
     a, b = (BYTES[:128].reshape(4, 32) ^ mask for mask in (0, 170))
 

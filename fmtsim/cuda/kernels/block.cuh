@@ -116,21 +116,23 @@ DEVICE FastElement fast_element(float x, const FastBlock& block) {
   return {sign, binade, magnitude};
 }
 
-// Stochastic rounding of a magnitude as a count of steps of its last place: 2^32 d and the word carry into the next one
-// (section 1, variant a with 32 bits).
-DEVICE float stochastic_steps(const FastElement& e, u32 word) {
-  float steps = __fmul_rn(e.magnitude, as_float(((254u + ELEMENT_MANTISSA) << 23) - e.binade));
-  float whole = __fsub_rn(__fadd_rd(steps, 8388608.0f), 8388608.0f);
-  u32 fraction = __float2uint_rz(__fmul_rn(__fsub_rn(steps, whole), 4294967296.0f));
-  return fraction + word < fraction ? __fadd_rn(whole, 1.0f) : whole;
+// Stochastic rounding (section 1, variant a with 32 bits) by what the random word lacks of 2^32 - 1, as grid.cuh has it:
+// the least multiple of the last place that is not below the magnitude less its share of the rest. The sum with
+// 1.5 * 2^23 + `more` last places.
+DEVICE float stochastic_sum(const FastElement& e, u32 rest, float more) {
+  const float place = as_float((127u - ELEMENT_MANTISSA) << 23), fine = as_float((95u - ELEMENT_MANTISSA) << 23);
+  float low = __fmaf_ru(-__uint2float_rz(rest), __fmul_rn(as_float(e.binade), fine), e.magnitude);
+  return __fmaf_ru(as_float(e.binade), __fmul_rn(12582912.0f + more, place), low);
 }
 
 DEVICE float magic_of(u32 binade) { return as_float(binade + ((23u - ELEMENT_MANTISSA) << 23)); }
 
-DEVICE float fast_value(float x, u32 word, const FastBlock& block, float decode) {
+// rest: what the element's random word lacks of 2^32 - 1; as below.
+DEVICE float fast_value(float x, u32 rest, const FastBlock& block, float decode) {
   FastElement e = fast_element(x, block);
 #if STOCHASTIC
-  float rounded = __fmul_rn(stochastic_steps(e, word), as_float(e.binade - (ELEMENT_MANTISSA << 23)));
+  const float base = as_float(0x4B400000u - (ELEMENT_MANTISSA << 23));  // 1.5 * 2^23 last places of a binade
+  float rounded = __fmaf_rn(-as_float(e.binade), base, stochastic_sum(e, rest, 0.0f));
 #else
   float magic = magic_of(e.binade);
   float rounded = __fsub_rn(__fadd_rn(e.magnitude, magic), magic);
@@ -148,19 +150,20 @@ DEVICE float fast_value(float x, u32 word, const FastBlock& block, float decode)
 
 // The code of a magnitude: the steps counted by the sum's low bits, and the binades before them. Only the low byte of
 // the result is the code; above it lie bits of the sum.
-DEVICE u32 magnitude_code(const FastElement& e, u32 word, const FastBlock& block) {
+DEVICE u32 magnitude_code(const FastElement& e, u32 rest, const FastBlock& block) {
 #if STOCHASTIC
-  u32 sum = as_bits(__fadd_rn(stochastic_steps(e, word), 8388608.0f));
-#else
-  u32 sum = as_bits(__fadd_rn(e.magnitude, magic_of(e.binade)));
+  if (ELEMENT_INTEGER) return as_bits(stochastic_sum(e, rest, 0.0f));
+  float before = (float)(0u - (block.lowest >> (23 - ELEMENT_MANTISSA)) & 0xFFu);  // the same for the whole block
+  return add_shifted<23 - ELEMENT_MANTISSA>(e.binade, as_bits(stochastic_sum(e, rest, before)));
 #endif
+  u32 sum = as_bits(__fadd_rn(e.magnitude, magic_of(e.binade)));
   if (ELEMENT_INTEGER) return sum;
   return sum + (e.binade >> (23 - ELEMENT_MANTISSA)) - (block.lowest >> (23 - ELEMENT_MANTISSA));
 }
 
-DEVICE u32 fast_code(float x, u32 word, const FastBlock& block) {
+DEVICE u32 fast_code(float x, u32 rest, const FastBlock& block) {
   FastElement e = fast_element(x, block);
-  u32 code = magnitude_code(e, word, block);
+  u32 code = magnitude_code(e, rest, block);
 #if ELEMENT_INTEGER
   return (e.sign ? 0u - code : code) & ((1u << CODE_BITS) - 1u);
 #else

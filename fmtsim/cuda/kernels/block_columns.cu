@@ -63,12 +63,12 @@ __device__ __noinline__ float cast_exactly(
 }
 
 DEVICE u32 cast_fast(float x, u64 index, const FastBlock& block, float decode, const Draw& draw) {
-  u32 word = 0;
+  u32 rest = 0;
 #if STOCHASTIC
-  word = random_integer(index, draw, nullptr);
+  rest = ~random_integer(index, draw, nullptr);
 #endif
-  if (OUTPUT >= 2) return fast_code(x, word, block);
-  return as_bits(fast_value(x, word, block, decode)) >> (32 - OUTPUT_BITS);
+  if (OUTPUT >= 2) return fast_code(x, rest, block);
+  return as_bits(fast_value(x, rest, block, decode)) >> (32 - OUTPUT_BITS);
 }
 
 // What was found of a block's magnitudes: amax over finite elements, and whether there are others.

@@ -143,9 +143,9 @@ KERNEL __launch_bounds__(256) hadamard(
     z.clear();
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
-      u32 word = STOCHASTIC ? random_integer(first + i, c.draw, nullptr) : 0;
-      if (OUTPUT >= 2) z.put(i, fast_code(y[i], word, block));
-      else z.put(i, as_bits(fast_value(y[i], word, block, scale.decode)) >> (32 - OUTPUT_BITS));
+      u32 rest = STOCHASTIC ? ~random_integer(first + i, c.draw, nullptr) : 0;
+      if (OUTPUT >= 2) z.put(i, fast_code(y[i], rest, block));
+      else z.put(i, as_bits(fast_value(y[i], rest, block, scale.decode)) >> (32 - OUTPUT_BITS));
     }
     store_vector<HELD, OUTPUT_BITS>(out, first, z);
   }

@@ -112,22 +112,22 @@ DEVICE u32 signed_codes(u32 magnitudes, u32 signs) {
 }
 
 // Codes `first` ... first + 3 of a vector, one a byte, in the order 0 1 2 3, or, ZIPPED, 0 2 1 3.
-template <int COUNT, bool ZIPPED>
-DEVICE u32 four_codes(
-    const Packed<COUNT, INPUT_BITS>& in, const u32 (&words)[COUNT], int first, const FastBlock& block) {
+#define ZIPPED (OUTPUT == 3 && CODE_BITS == 4)
+template <int COUNT>
+DEVICE u32 four_codes(const Packed<COUNT, INPUT_BITS>& in, const u32 (&rests)[4], int first, const FastBlock& block) {
 #if IN_PAIRS
   return __byte_perm(
       pair_of<COUNT>(in, first / 2, block), pair_of<COUNT>(in, first / 2 + 1, block), ZIPPED ? 0x6240 : 0x6420);
 #elif ELEMENT_INTEGER || !ELEMENT_NEGATIVE_ZERO
   u32 codes = 0;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) codes |= fast_code(input_value(in.get(first + i)), words[first + i], block) << (8 * i);
+  for (int i = 0; i < 4; ++i) codes |= fast_code(input_value(in.get(first + i)), rests[i], block) << (8 * i);
   return __byte_perm(codes, 0, ZIPPED ? 0x3120 : 0x3210);
 #else
   u32 code[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    code[i] = magnitude_code(fast_element(input_value(in.get(first + i)), block), words[first + i], block);
+    code[i] = magnitude_code(fast_element(input_value(in.get(first + i)), block), rests[i], block);
   u32 low = __byte_perm(code[0], code[1], 0x0040), high = __byte_perm(code[2], code[3], 0x0040), signs;
 #if INPUT == 0
   signs = __byte_perm(__byte_perm(in.words[first], in.words[first + 1], 0x0073),
@@ -154,23 +154,21 @@ DEVICE u32 squeezed(u32 codes) {
 #endif
 }
 
-// The codes of a vector, COUNT a multiple of four, of eight where they are packed closer than bytes.
+// A vector from its codes as four_codes has them; COUNT is a multiple of eight where they are packed closer than bytes.
 template <int COUNT>
-DEVICE Packed<COUNT, OUTPUT_BITS> fast_codes(
-    const Packed<COUNT, INPUT_BITS>& in, const u32 (&words)[COUNT], const FastBlock& block) {
+DEVICE Packed<COUNT, OUTPUT_BITS> packed_codes(const u32 (&fours)[COUNT / 4]) {
   Packed<COUNT, OUTPUT_BITS> out;
   out.clear();
-#if OUTPUT == 3 && CODE_BITS == 4
+#if ZIPPED
 #pragma unroll
   for (int first = 0; first < COUNT; first += 8) {  // codes 0 2 1 3 and 4 6 5 7, then 0 2 4 6 and 1 3 5 7
-    u32 low = four_codes<COUNT, true>(in, words, first, block);
-    u32 high = four_codes<COUNT, true>(in, words, first + 4, block);
+    u32 low = fours[first / 4], high = fours[first / 4 + 1];
     out.words[first / 8] = __byte_perm(low, high, 0x7632) * 16u + __byte_perm(low, high, 0x5410);
   }
 #else
 #pragma unroll
   for (int first = 0; first < COUNT; first += 4) {
-    u32 bits = squeezed(four_codes<COUNT, false>(in, words, first, block)), at = first * OUTPUT_BITS;
+    u32 bits = squeezed(fours[first / 4]), at = first * OUTPUT_BITS;
     out.words[at / 32] += bits * (1u << (at % 32));
     if (at % 32 + 4 * OUTPUT_BITS > 32) out.words[at / 32 + 1] = bits >> (32 - at % 32);
   }

@@ -141,6 +141,28 @@ DEVICE void find_scales(const Seen (&seen)[BLOCKS], FastBlock (&block)[BLOCKS], 
 #endif
 }
 
+// Codes of a vector before they are packed.
+struct Parts { u32 fours[VECTOR / 4]; };
+
+// Cast elements `first` ... first + 3 of a vector: codes into parts, values into y.
+DEVICE void cast_four(
+    Parts& parts, Output& y, const Input& in, int first, const u32 (&rests)[4], const FastBlock& block, float decode) {
+#if OUTPUT >= 2
+  parts.fours[first / 4] = four_codes<VECTOR>(in, rests, first, block);
+#elif IN_BFLOAT16 && OUTPUT == 1
+  y.words[first / 2] = value_pair(in.words[first / 2], block);
+  y.words[first / 2 + 1] = value_pair(in.words[first / 2 + 1], block);
+#else
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    u32 low = as_bits(fast_value(input_value(in.get(first + i)), rests[i], block, decode));
+    u32 high = as_bits(fast_value(input_value(in.get(first + i + 1)), rests[i + 1], block, decode));
+    if (OUTPUT == 1) y.words[(first + i) / 2] = __byte_perm(low, high, 0x7632);
+    else y.words[first + i] = low, y.words[first + i + 1] = high;
+  }
+#endif
+}
+
 #if LAYOUT == 2
 // Vectors of whole words, one after the other.
 DEVICE Packed<HELD, OUTPUT_BITS> joined(const Output (&parts)[VECTORS]) {
@@ -151,13 +173,34 @@ DEVICE Packed<HELD, OUTPUT_BITS> joined(const Output (&parts)[VECTORS]) {
 }
 #endif
 
+// Whether two lanes that hold 64 codes of four bits exchange some, so that each writes 16 bytes. A block that is cast the
+// exact way is written twice then, too.
+#ifndef EXCHANGES
+#define EXCHANGES (LAYOUT == 1 && LANES == 2 && OUTPUT == 3 && CODE_BITS == 4)
+#endif
+
+#if EXCHANGES
+DEVICE void store_exchanged(void* out, u64 base, const Output (&y)[VECTORS], bool there) {
+  bool odd = threadIdx.x % 2;
+  u32 first = __shfl_xor_sync(~0u, odd ? y[0].words[0] : y[2].words[0], 1);
+  u32 second = __shfl_xor_sync(~0u, odd ? y[1].words[0] : y[3].words[0], 1);
+  u32 own = odd ? y[2].words[0] : y[0].words[0], next = odd ? y[3].words[0] : y[1].words[0];
+  Packed<32, 4> all = {odd ? first : own, odd ? own : first, odd ? second : next, odd ? next : second};
+  if (there) store_vector<32, 4>(out, base / 64 * 64 + odd * 32, all);
+}
+#endif
+
 // Four blocks of threads a multiprocessor: 64 registers. Left to itself, the assembler takes 48 for some formats, and
-// keeps in memory what it then has no room for.
-KERNEL __launch_bounds__(256, 4) cast_runs(
+// keeps in memory what it then has no room for. 32 float32 numbers beside random words need more.
+#ifndef RESIDENT
+#define RESIDENT (STOCHASTIC && HELD * INPUT_BITS >= 1024 ? 3 : 4)
+#endif
+KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
     const void* x, void* out, void* scales, const u32* given, const u32* tensor, float* tensor_scale, u64 total,
     const __grid_constant__ Pieces pieces, u32 reversed, const __grid_constant__ Cast c,
     Slot* slots) {
-  u64 thread = (u64)(reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * blockDim.x + threadIdx.x;
+  u32 block_index = reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  u64 thread = (u64)block_index * blockDim.x + threadIdx.x;
 #if LAYOUT == 2
   u64 base = thread * HELD;
 #elif LAYOUT == 1
@@ -212,31 +255,37 @@ KERNEL __launch_bounds__(256, 4) cast_runs(
     any |= exactly[b];
   }
 
-  u32 words[VECTORS][VECTOR];
-#if STOCHASTIC
-#pragma unroll
-  for (int i = 0; i < VECTOR; ++i) {
-    Words4 four = philox(counter_of(base + i), c.draw);
-    words[0][i] = four.x, words[1][i] = four.y, words[2][i] = four.z, words[3][i] = four.w;
-  }
-#endif
 #if COUNTS
   Counts counts = {};
 #endif
   Output y[VECTORS];
+  Parts parts[VECTORS];
+#if STOCHASTIC
+  u64 counter = counter_of((u64)block_index * (256 * HELD)) >> 32 << 32 | (u32)counter_of(base);
+#pragma unroll
+  for (int first = 0; first < VECTOR; first += 4) {  // four at a time: all words together would not fit the registers
+    u32 rests[VECTORS][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      Words4 four = philox<true>(counter | (u32)(first + i), c.draw);
+      rests[0][i] = four.x, rests[1][i] = four.y, rests[2][i] = four.z, rests[3][i] = four.w;
+    }
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+      cast_four(parts[v], y[v], in[v], first, rests[v], block[v / VECTORS_PER_BLOCK], scale.decode);
+    }
+  }
+#endif
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v) {
     const FastBlock& own = block[v / VECTORS_PER_BLOCK];
+#if !STOCHASTIC
+    const u32 none[4] = {};
+#pragma unroll
+    for (int first = 0; first < VECTOR; first += 4) cast_four(parts[v], y[v], in[v], first, none, own, scale.decode);
+#endif
 #if OUTPUT >= 2
-    y[v] = fast_codes<VECTOR>(in[v], words[v], own);
-#elif IN_BFLOAT16 && OUTPUT == 1
-#pragma unroll
-    for (int i = 0; i < Output::WORDS; ++i) y[v].words[i] = value_pair(in[v].words[i], own);
-#else
-    y[v].clear();
-#pragma unroll
-    for (int i = 0; i < VECTOR; ++i)
-      y[v].put(i, as_bits(fast_value(input_value(in[v].get(i)), words[v][i], own, scale.decode)) >> (32 - OUTPUT_BITS));
+    y[v] = packed_codes<VECTOR>(parts[v].fours);
 #endif
 #if COUNTS
     if (!exactly[v / VECTORS_PER_BLOCK] && base + DISTANCE * v < total)
@@ -246,13 +295,19 @@ KERNEL __launch_bounds__(256, 4) cast_runs(
 #if LAYOUT == 2
   if (base < total) store_vector<HELD, OUTPUT_BITS>(out, base, joined(y));
 #else
+  bool whole = false;
+#if EXCHANGES
+  whole = base / 64 * 64 + 64 <= total;
+  store_exchanged(out, base, y, whole);
+#endif
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v)
-    if (base + DISTANCE * v < total && !exactly[v / VECTORS_PER_BLOCK])
+    if (!whole && base + DISTANCE * v < total && !exactly[v / VECTORS_PER_BLOCK])
       store_vector<VECTOR, OUTPUT_BITS>(out, base + DISTANCE * v, y[v]);
 #endif
 
   if (__any_sync(~0u, any)) {
+    __syncwarp();  // what other lanes wrote of these blocks comes first
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
       u64 first = base + DISTANCE * (b * VECTORS_PER_BLOCK);

@@ -110,6 +110,18 @@ DEVICE u32 fma_bfloat2(u32 a, u32 b, u32 c) {
 
 #endif
 
+// y + (x >> Shift), one step where the compiler does not take it apart.
+template <int Shift>
+DEVICE u32 add_shifted(u32 x, u32 y) {
+#ifdef FMTSIM_HOST
+  return y + (x >> Shift);
+#else
+  u32 out;
+  asm("{.reg .b32 s; shr.u32 s, %1, %3; add.u32 %0, s, %2;}" : "=r"(out) : "r"(x), "r"(y), "n"(Shift));
+  return out;
+#endif
+}
+
 // Copies Count times 16 bytes from global to shared memory with all Threads of a block, without waiting.
 template <int Count, int Threads>
 DEVICE void copy_words(void* shared, const void* global) {

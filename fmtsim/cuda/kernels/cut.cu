@@ -1,10 +1,20 @@
-// Products of units that cut their terms toward zero or down and round the sum of a block in another way than toward
-// zero, or to an accumulator of few exponents: one float64 multiply-add a product.
+// Products of units that cut their terms toward zero or down, or round them to nearest even, and whose sums of a block
+// are rounded in another way than toward zero, or to few exponents: one float64 multiply-add a product.
 //
 // As in floor.cu, a running sum that carries M = 1.5 * 2^52 u has the grid u = 2^(E - FRACTION) itself, so that a
 // multiply-add toward zero adds floor(p / u), and trunc(p / u) = floor(p (1 + eps) / u) + [p < 0]. The first operand
 // carries 1 + eps. The exponents of products are added and compared two columns at a time; with the addend's they make
-// M. Behind a block M, whose exponent field the sum still has, is taken away: the rest is exact, and is rounded as in
+// M.
+//
+// To nearest even a tie must not see the parity of other terms, so that the running sum stays out of it: with c' the
+// addend to nearest even, B = M + 2 floor(c' / 2u) u is an even number of u, and so is what is nearest to B + p,
+// ties to even, B plus the nearest to p. |p| < 4 * 2^E, so that B + p keeps the exponent of M, and the low words of
+// B and of that sum differ by the term in units of u, modulo 2^32. The unit's terms, with what c' has above B, stay
+// below 2^31 u (gemm_cut.py asks for that): an integer of 32 bits a result adds low words, which is all that is left
+// to do. What is nearest to B - p lies as far below B, so that every other place takes it away, and the low words of
+// B cancel.
+//
+// Behind a block M, whose exponent field the sum still has, is taken away: the rest is exact, and is rounded as in
 // chain.cu, where the macros KEPT, CLAMPED and PROMOTES are explained. A tile with NaN, Inf, a sum beyond the
 // accumulator's largest number (clamped: half of it), or (not clamped) a sum below its normal numbers is marked.
 //
@@ -12,9 +22,10 @@
 // least 2^DRAWN less the integer moves a magnitude up. Four outputs of a row, 16 columns apart, share a counter, so
 // that the operands change places there: a thread then has all four.
 //
-// Macros: BLOCK, FRACTION, KEPT, CLAMPED, PROMOTES, DOWN (terms are cut down), ROUND (MODE_EVEN, MODE_ZERO,
-// MODE_STOCHASTIC), BITS (of a random integer), ODD (its variant b: twice the integer plus one), ALIGNED (the columns
-// are a multiple of 64), STAGES.
+// Macros: BLOCK, FRACTION, KEPT, CLAMPED, PROMOTES, TERMS (how they are rounded: MODE_ZERO, MODE_DOWN, MODE_EVEN),
+// ROUND (sums: MODE_EVEN, MODE_ZERO, MODE_STOCHASTIC), BITS (of a random integer), ODD (its variant b: twice the
+// integer plus one), ALIGNED (the columns are a multiple of 64), STAGES, AHEAD (exponents of a block are compared
+// during the products of the one before: 1 needs three stages and registers, of which terms to nearest leave none).
 #include "cut.cuh"
 #include "philox.cuh"
 
@@ -36,6 +47,13 @@ struct Stage { u8 a[ROW_BYTES], b[COLUMN_BYTES]; };
 
 struct Lane { i32 warp_row, row, warp_column, column; };  // of a warp in a panel, and of a lane's words in it
 
+// Of a block, of each output in units of u: terms that were rounded to nearest even.
+#if TERMS == MODE_EVEN
+struct Terms { u32 sum[8][8]; };
+#else
+struct Terms {};
+#endif
+
 // Of a thread's sums, as high words: the largest (clamped: of 1.5 * 2^52 last places), and twice the smallest but zero,
 // less one.
 struct Extremes {
@@ -56,27 +74,37 @@ DEVICE void load(T (&to)[Count], const T* from) {
 }
 
 // The largest field of M that a product of the block asks for, two columns a word.
-DEVICE void survey(u32 (&fields)[8][4], const Stage& stage, const Lane& at) {
-  const u32* a = (const u32*)(stage.a + VALUE_BYTES) + at.warp_row + at.row * 4;
-  const u32* b = (const u32*)(stage.b + VALUE_BYTES) + at.warp_column / 2 + at.column * 4;
+struct Fields { u32 word[8][4]; };
+
+DEVICE void clear(Fields& fields) {
 #pragma unroll
   for (int i = 0; i < 8; ++i)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) fields[i][j] = 0;
-#pragma unroll 4
-  for (int place = 0; place < BLOCK; ++place) {
-    u32 x[8], y[4];
-    load<u32, 8, 8>(x, a + place * PANEL);
-    load<u32, 4, 1>(y, b + place * (PANEL / 2));
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) fields[i][j] = __viaddmax_s16x2(x[i], y[j], fields[i][j]);
-  }
+    for (int j = 0; j < 4; ++j) fields.word[i][j] = 0;
 }
 
-// Turn running sums into M plus the cut addend plus the number of negative terms.
-DEVICE void start(double (&s)[8][8], const u32 (&fields)[8][4], const Stage& stage, const Lane& at, const Limits& l) {
+DEVICE void survey(Fields& fields, const Stage& stage, const Lane& at, int place) {
+  const u32* a = (const u32*)(stage.a + VALUE_BYTES) + at.warp_row + at.row * 4;
+  const u32* b = (const u32*)(stage.b + VALUE_BYTES) + at.warp_column / 2 + at.column * 4;
+  u32 x[8], y[4];
+  load<u32, 8, 8>(x, a + place * PANEL);
+  load<u32, 4, 1>(y, b + place * (PANEL / 2));
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) fields.word[i][j] = __viaddmax_s16x2(x[i], y[j], fields.word[i][j]);
+}
+
+DEVICE void survey(Fields& fields, const Stage& stage, const Lane& at) {
+  clear(fields);
+#pragma unroll 4
+  for (int place = 0; place < BLOCK; ++place) survey(fields, stage, at, place);
+}
+
+// Turn running sums into M plus the cut addend plus the number of negative terms; or, where terms are rounded, into B,
+// and `terms` into what they begin with: what c' has above B, less the low word of B that has no other to cancel it.
+DEVICE void start(double (&s)[8][8], Terms& terms, const Fields& fields, const Stage& stage, const Lane& at,
+                  const Limits& l) {
   u32 rows[8], columns[8];
   load<u32, 8, 8>(rows, (const u32*)(stage.a + ROW_BYTES - PANEL * 4) + at.warp_row + at.row * 4);
   load<u32, 8, 4>(columns, (const u32*)(stage.b + COLUMN_BYTES - PANEL * 4) + at.warp_column + at.column * 4);
@@ -88,16 +116,27 @@ DEVICE void start(double (&s)[8][8], const u32 (&fields)[8][4], const Stage& sta
       const i32 high = __double2hiint(c);
       i32 own = high & 0x7FF00000;
       if (CLAMPED) own = high == 0 ? 0 : max(own, l.lowest);  // only a zero has that high word, and is +0
-      const u32 pair = fields[i][j / 2];
+      const u32 pair = fields.word[i][j / 2];
       const i32 products = (i32)((j % 2 ? pair >> 16 << 20 : pair << 20) | 1u << 19);
       const i32 field = max(__viaddmax_s32(own, SHIFT, products), l.least);
-      const double sum = __fma_rz(c, l.enlarged, __hiloint2double(field, 0));
-      const u32 negative = DOWN ? 0 : __popc(rows[i] ^ columns[j]) + ((u32)high >> 31);
+      const double m = __hiloint2double(field, 0);
+#if TERMS == MODE_EVEN
+      const double sum = __dadd_rn(c, m);
+      const u32 low = (u32)__double2loint(sum), even = low & ~1u;
+      s[i][j] = __hiloint2double(__double2hiint(sum), (i32)even);
+      terms.sum[i][j] = (low & 1u) - even * (BLOCK % 2);
+#else
+      const double sum = __fma_rz(c, l.enlarged, m);
+      const u32 negative = TERMS == MODE_DOWN ? 0 : __popc(rows[i] ^ columns[j]) + ((u32)high >> 31);
       s[i][j] = __longlong_as_double(__double_as_longlong(sum) + negative);
+#endif
     }
 }
 
-DEVICE void add_products(double (&s)[8][8], const Stage& stage, const Lane& at) {
+// AHEAD: `fields` become those of the next block, in integers beside these doubles.
+DEVICE void add_products(double (&s)[8][8], Terms& terms, Fields& fields, const Stage& stage, const Stage& next,
+                         const Lane& at) {
+  if (AHEAD) clear(fields);
   const double* a = (const double*)stage.a + at.warp_row + at.row * CHUNK;
   const double* b = (const double*)stage.b + at.warp_column + at.column * CHUNK;
 #pragma unroll 16  // of shorter loops the compiler copies every sum in each turn
@@ -105,11 +144,31 @@ DEVICE void add_products(double (&s)[8][8], const Stage& stage, const Lane& at) 
     double x[8], y[8];
     load<double, 8, 8>(x, a + place * PANEL);
     load<double, 8, 4>(y, b + place * PANEL);
+    if (AHEAD) {
+      __syncwarp();  // a barrier for the compiler, which would compare all exponents behind all products
+      survey(fields, next, at, place);
+    }
 #pragma unroll
     for (int i = 0; i < 8; ++i)
 #pragma unroll
-      for (int j = 0; j < 8; ++j) s[i][j] = __fma_rz(x[i], y[j], s[i][j]);
+      for (int j = 0; j < 8; ++j) {
+#if TERMS == MODE_EVEN
+        const u32 low = (u32)__double2loint(__fma_rn(place % 2 ? -x[i] : x[i], y[j], s[i][j]));
+        terms.sum[i][j] += place % 2 ? 0 - low : low;
+#else
+        s[i][j] = __fma_rz(x[i], y[j], s[i][j]);
+#endif
+      }
   }
+}
+
+// What a block has added to M.
+DEVICE double block_sum(double s, const Terms& terms, int i, int j) {
+  const double m = __hiloint2double((__double2hiint(s) & 0x7FF00000) | 1 << 19, 0);
+#if TERMS == MODE_EVEN
+  s = __longlong_as_double(__double_as_longlong(s) + (i64)(i32)terms.sum[i][j]);
+#endif
+  return __dadd_rn(s, -m);
 }
 
 // `w`: the random integer.
@@ -160,8 +219,8 @@ struct Outputs {
 DEVICE u32 integer_of(u32 word) { return ODD ? 2 * (word >> (32 - BITS)) + 1 : word >> (32 - BITS); }
 
 // Take M away and round; t counts blocks.
-DEVICE void finish(double (&s)[8][8], Extremes& e, const Outputs& to, i32 t, const Limits& l, const Draw& d,
-                   const Problem& p) {
+DEVICE void finish(double (&s)[8][8], const Terms& terms, Extremes& e, const Outputs& to, i32 t, const Limits& l,
+                   const Draw& d, const Problem& p) {
 #pragma unroll
   for (int j = 0; j < 8; ++j)
 #pragma unroll
@@ -177,8 +236,7 @@ DEVICE void finish(double (&s)[8][8], Extremes& e, const Outputs& to, i32 t, con
       }
 #pragma unroll
       for (int i = half; i < 8; i += 2) {
-        const double m = __hiloint2double((__double2hiint(s[i][j]) & 0x7FF00000) | 1 << 19, 0);
-        s[i][j] = rounded(__dadd_rn(s[i][j], -m), integer_of(words[i / 2]), e, l);
+        s[i][j] = rounded(block_sum(s[i][j], terms, i, j), integer_of(words[i / 2]), e, l);
       }
     }
 }
@@ -252,9 +310,15 @@ cut_product(const u8* records_a, const u8* records_b, const u32* flags, const vo
     commit_copies();
   }
   i32 slot = 0;
+  Fields fields;
+  if (AHEAD) {
+    wait_copies<STAGES - 2>();
+    __syncthreads();
+    survey(fields, stages[0], at);
+  }
   bool joined = PROMOTES && c != nullptr && blockIdx.z == 0;
   for (i32 i = 0; i < count; ++i) {
-    wait_copies<STAGES - 2>();
+    wait_copies<STAGES - 2 - AHEAD>();
     __syncthreads();
     i32 next = i + STAGES - 1, free = slot == 0 ? STAGES - 1 : slot - 1;
     if (next < count) {
@@ -264,11 +328,11 @@ cut_product(const u8* records_a, const u8* records_b, const u32* flags, const vo
     commit_copies();
     const Stage& stage = stages[slot];
     slot = slot + 1 == STAGES ? 0 : slot + 1;
-    u32 fields[8][4];
-    survey(fields, stage, at);
-    start(s, fields, stage, at, l);
-    add_products(s, stage, at);
-    finish(s, e, to, first + i, l, d, p);
+    Terms terms;
+    if (!AHEAD) survey(fields, stage, at);
+    start(s, terms, fields, stage, at, l);
+    add_products(s, terms, fields, stage, stages[slot], at);
+    finish(s, terms, e, to, first + i, l, d, p);
     if (PROMOTES && ends[first + i]) {
       end_chains(s, to, p, !joined);
       joined = true;

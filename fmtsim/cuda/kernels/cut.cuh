@@ -2,10 +2,10 @@
 //
 // A record holds, for BLOCK places: the numbers as doubles, place by place, in the order in which lanes take them; their
 // exponents, of rows twice in a word, of columns two in a word; and a word of signs for each row. The sum of two
-// exponents is the exponent field of M (cut.cu). A zero is 2^-500 with its sign: its products are floored to 0 or -1 as
-// any other tiny product's are, unless terms are cut down; its exponent is below that of all products of numbers.
+// exponents is the exponent field of M (cut.cu). Where terms are cut toward zero a zero is 2^-500 with its sign:
+// its products are floored to 0 or -1 as any other tiny product's are. Its exponent is below that of all products of numbers.
 //
-// Macros: BLOCK (4 to 32), FRACTION (at most 40).
+// Macros: BLOCK (4 to 32), FRACTION (at most 40), TERMS (cut.cu).
 #pragma once
 #define NUMBERS 3
 #include "chain.cuh"

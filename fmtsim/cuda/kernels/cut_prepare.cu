@@ -1,7 +1,7 @@
 // An operand in the layout of cut.cuh; a block of 256 threads makes a record.
 //
 // Macros: BLOCK, FRACTION, TYPE (general_operands.cuh), SECOND (1: the second operand), EMIN (lowest exponent of the
-// operand), ENLARGED (numbers are multiplied by 1 + 2^-ENLARGED; 0: not), DOWN (terms are cut down).
+// operand), ENLARGED (numbers are multiplied by 1 + 2^-ENLARGED; 0: not), TERMS (cut.cu).
 #include "groups_values.cuh"
 #include "cut.cuh"
 
@@ -26,7 +26,7 @@ cut_prepare(const void* x, i64 row_stride, i64 stride, i32 rows, const i32* sour
     if (bits << 1) {
       exponent = max((__double2hiint(value) >> 20 & 0x7FF) - 1023, EMIN);
       if (ENLARGED) value = __fma_rn(value, 1.0 / (double)(1ull << ENLARGED), value);
-    } else if (!DOWN) {
+    } else if (TERMS == MODE_ZERO) {
       value = __hiloint2double(TINY | (i32)bits, 0);
     }
     if (bits >> 31) atomicOr(signs + row, 1u << place);

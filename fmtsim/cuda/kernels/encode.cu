@@ -3,7 +3,7 @@
 //
 // Macros: INPUT (dtype of vectors.cuh); those of grid_cast.cuh; CODE: bits of a code, at most 32; SLOT: bits from one
 // code to the next, CODE where they are packed; INTEGER: two's complement codes; MANTISSA: bits of it, where RANDOM and
-// not INTEGER; VECTORS: addresses of whole vectors.
+// not INTEGER; VECTORS: addresses of whole vectors; RUN: elements of a thread, whose codes fill whole words.
 #include "common.cuh"
 #include "grid_cast.cuh"
 #include "philox.cuh"
@@ -11,27 +11,15 @@
 
 typedef Stored<INPUT>::type Input;
 
-// Codes that fill whole words together, and those that fit one word.
-#define EVEN (SLOT % 32 == 0 ? 1 : SLOT % 16 == 0 ? 2 : SLOT % 8 == 0 ? 4 : SLOT % 4 == 0 ? 8 : SLOT % 2 == 0 ? 16 : 32)
+// Codes that fit one word.
 #define PART (SLOT > 16 ? 1 : SLOT > 8 ? 2 : SLOT > 4 ? 4 : SLOT > 2 ? 8 : SLOT > 1 ? 16 : 32)
-#define LEAST (BYTES_OF(INPUT) == 2 ? (SLOT <= 8 ? 16 : 8) : 4)
-#define RUN (EVEN > LEAST ? EVEN : LEAST)  // elements of a thread
 #define WORDS (RUN * SLOT / 32)
 
 // Codes of stochastic rounding are the low bits of the sum with the magic number and the binade's number.
-#define SUMS (RANDOM && SIGNS_LAST && !INTEGER && CODE <= 16 && SLOT == CODE)
-
-// y + (x >> Shift), one step where the compiler does not take it apart.
-template <int Shift>
-DEVICE u32 add_shifted(u32 x, u32 y) {
-#ifdef FMTSIM_HOST
-  return y + (x >> Shift);
-#else
-  u32 out;
-  asm("{.reg .b32 s; shr.u32 s, %1, %3; add.u32 %0, s, %2;}" : "=r"(out) : "r"(x), "r"(y), "n"(Shift));
-  return out;
+#ifndef SIGNS_FIRST
+#define SIGNS_FIRST 1
 #endif
-}
+#define SUMS (RANDOM && METHOD == MAGIC && SIGNS_LAST && !INTEGER && CODE <= 16 && SLOT == CODE)
 
 // The code of a clamped magnitude in the low bits of a word, others above them (SUMS).
 DEVICE u32 low_code(float a, u32 rest, const Grid& g) {
@@ -78,6 +66,13 @@ DEVICE void encode_slowly(const Input* x, u8* to, i64 first, i64 last, const Gri
   if (bits) *to = (u8)held;
 }
 
+// The part of the codes from the i-th on.
+DEVICE void put_part(u32 (&out)[WORDS], u32 part, int i) {
+  int bit = i * SLOT, end = bit % 32 + PART * SLOT;
+  out[bit / 32] = bit % 32 ? out[bit / 32] | part << (bit % 32) : part;
+  if (end > 32) out[bit / 32 + 1] = part >> (32 - bit % 32);
+}
+
 // Codes side by side: first those that fit a word, then these parts. Low: codes are low bits with others above them,
 // else top bits with zeros below.
 template <bool Low>
@@ -99,9 +94,29 @@ DEVICE void pack(u32 (&out)[WORDS], const u32 (&codes)[RUN]) {
         part = SLOT == 32 ? top >> (32 - CODE) : __funnelshift_l(top, part, SLOT);
       }
     }
-    int bit = i * SLOT, end = bit % 32 + PART * SLOT;
-    out[bit / 32] = bit % 32 ? out[bit / 32] | part << (bit % 32) : part;
-    if (end > 32) out[bit / 32 + 1] = part >> (32 - bit % 32);
+    put_part(out, part, i);
+  }
+}
+
+// The same from signs and magnitudes apart: codes of other widths than bytes, of which both are on top of a word. The
+// products keep work off the units for shifts and logic, which philox keeps busy; hence factors that nobody knows.
+DEVICE void pack_signed(
+    u32 (&out)[WORDS], const Vectors<INPUT, RUN>& from, const float (&a)[RUN], const u32 (&rests)[RUN], const Grid& g) {
+  const bool wide = BYTES_OF(INPUT) == 4;
+  u32 of_steps = g.code_factor << (24 - (SUMS ? MANTISSA : 0)), of_binades = g.code_factor << 1;
+#pragma unroll
+  for (int i = 0; i < RUN; i += PART) {
+    u32 part = 0;
+#pragma unroll
+    for (int k = i + PART - 1; k >= i; k--) {
+      u32 word = from.word[wide ? k : k / 2];
+      float binade = binade_of<false>(a[k], g);
+      float sum = stochastic_sum<false, RANDOM == 1>(a[k], binade, g.code_base, rests[k], g);
+      u32 top = __float_as_uint(sum) * of_steps + __float_as_uint(binade) * of_binades;
+      part = __funnelshift_l(wide || k % 2 ? word : word << 16, part, 1);
+      part = __funnelshift_l(top, part, CODE - 1);
+    }
+    put_part(out, part, i);
   }
 }
 
@@ -153,8 +168,10 @@ DEVICE bool encode_run(u32 (&out)[WORDS], const Vectors<INPUT, RUN>& from, const
     Magnitudes<INPUT> magnitudes;
     float a[RUN];
     magnitudes.take(a, from, g);
-    if constexpr (SUMS) {
+    if constexpr (SUMS && (SLOT == 8 || !SIGNS_FIRST)) {
       pack_sums(out, from, a, rests, g);
+    } else if constexpr (SUMS) {
+      pack_signed(out, from, a, rests, g);
     } else {
 #pragma unroll
       for (int k = 0; k < RUN; k++) codes[k] = code_of(a[k], from.get(k), rests[k], g);

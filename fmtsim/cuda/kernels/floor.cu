@@ -21,7 +21,8 @@
 //
 // Macros: SPAN, BLOCK (places of a block in use), COLUMNS warps along the columns, HALVES (1, 2) of 16 x 32 outputs a
 // warp, STAGES, RESIDENT blocks of a multiprocessor, WHOLE, WIDE, PROMOTE (0 no, 1 plain, 2 scaled, 3 scaled
-// successively), DOWN, SINGLE (floor_single.cuh), FRACTION: F; KEPT: bits of the accumulator.
+// successively), DOWN, SINGLE (floor_single.cuh), FRACTION: F; KEPT: bits of the accumulator; HELD
+// (floor_double.cuh).
 #include "common.cuh"
 #include "floor_layout.cuh"
 

@@ -251,17 +251,17 @@ DEVICE double block_sum(Inputs& in, const Problem& p, i64 first, double running,
   return special_of(limits);
 }
 
-extern "C" __global__ void __launch_bounds__(SIDE * SIDE)
-general_product(const void* a, const void* b, const void* c, const float* scale_a, const float* scale_b,
-                const i32* source, const u8* ends, const i32* scale_places, const i32* part_blocks, const u8* marks,
-                void* sums, const Problem p) {
-  int across = (p.columns + SIDE - 1) / SIDE;
-  int first_row = blockIdx.x / across * SIDE, first_column = blockIdx.x % across * SIDE;
-  if (is_idle(marks, p, first_row, first_column)) return;
-  i64 row = first_row + threadIdx.x / SIDE, column = first_column + threadIdx.x % SIDE;
+struct Order {
+  const u8* ends;
+  const i32* scale_places;
+  const i32* part_blocks;
+};
+
+DEVICE void add_up(Inputs in, const void* c, const Order& order, void* sums, const Problem& p) {
+  const u8* ends = order.ends;
+  const i32* part_blocks = order.part_blocks;
+  i64 row = in.first_row + threadIdx.x / SIDE, column = in.first_column + threadIdx.x % SIDE;
   bool inside = row < p.rows && column < p.columns;
-  i64 blocks = part_blocks[2 * p.parts - 1];
-  Inputs in = Inputs{a, b, scale_a, scale_b, source, blocks * p.block, -WINDOW - 1, first_row, first_column};
   Sum sum;
 #if LIMBS
   sum.limbs.clear();
@@ -271,8 +271,20 @@ general_product(const void* a, const void* b, const void* c, const float* scale_
     double running = p.promotes ? 0.0 : start, total = start;
     for (i64 t = part_blocks[2 * part]; t < part_blocks[2 * part + 1]; ++t) {
       running = block_sum(in, p, t * p.block, running, sum, drawn(p, t, row, column));
-      if (p.promotes && ends[t] && inside) end_chain(total, running, p, t, row, column, scale_a, scale_b, scale_places);
+      if (p.promotes && ends[t] && inside)
+        end_chain(total, running, p, t, row, column, in.scale_a, in.scale_b, order.scale_places);
     }
     if (inside) write_sum(sums, p, part, row, column, p.promotes ? total : running);
   }
+}
+
+extern "C" __global__ void __launch_bounds__(SIDE * SIDE)
+general_product(const void* a, const void* b, const void* c, const float* scale_a, const float* scale_b,
+                const i32* source, const u8* ends, const i32* scale_places, const i32* part_blocks, const u8* marks,
+                void* sums, const Problem p) {
+  const Order order = {ends, scale_places, part_blocks};
+  each_square<SIDE * SIDE>(marks, p, SIDE, [&](i64, int row, int column) {
+    i64 places = (i64)part_blocks[2 * p.parts - 1] * p.block;
+    add_up(Inputs{a, b, scale_a, scale_b, source, places, -WINDOW - 1, row, column}, c, order, sums, p);
+  });
 }

@@ -35,6 +35,27 @@ DEVICE bool is_idle(const u8* marks, const Problem& p, int first_row, int first_
   return marks != nullptr && marks[(i64)(first_row / p.tile) * across + first_column / p.tile] == 0;
 }
 
+// Call `work` for the squares of `width` outputs that are left to this block of THREADS threads, with the number, first
+// row and first column of each. A grid has as many blocks as squares, or fewer, which walk: with a fast path before it
+// next to nothing is marked, and thousands of blocks that only look would cost as much as a tenth of a fast product. So
+// every thread looks at a square, and all of them leave together where there is none.
+template <int THREADS, typename Work>
+DEVICE void each_square(const u8* marks, const Problem& p, int width, Work work) {
+  const i64 across = (p.columns + width - 1) / width, count = (p.rows + width - 1) / width * across;
+  const i64 apart = gridDim.x;
+  for (i64 first = blockIdx.x; first < count; first += THREADS * apart) {
+    const i64 own = first + threadIdx.x * apart;
+    const bool busy = own < count && !is_idle(marks, p, own / across * width, own % across * width);
+    if (!__syncthreads_or(busy)) continue;
+    for (i64 square = first, i = 0; i < THREADS && square < count; square += apart, ++i) {
+      const int row = square / across * width, column = square % across * width;
+      if (is_idle(marks, p, row, column)) continue;
+      __syncthreads();  // shared memory is free again
+      work(square, row, column);
+    }
+  }
+}
+
 DEVICE double addend_at(const void* c, const Problem& p, i64 row, i64 column) {
   i64 place = row * p.c_row + column * p.c_stride;
   if (p.kind == KIND_INT32) return ((const i32*)c)[place];

@@ -12,7 +12,8 @@
 // matters, for d, which has 24 as well, or 23 places where a is P or more, is no number between.
 //
 // Formats that share float32's smallest exponent reach its largest one too, where 2^23 P is infinite: they add half a
-// place to the bits of a instead, as do formats without mantissa, whose ties look at the exponent.
+// place to the bits of a instead, as do formats without mantissa, whose ties look at the exponent. Stochastic rounding
+// adds a random number below a place there: the d P of theirs are the dropped bits, so that a word's top bits decide.
 #pragma once
 #include "common.cuh"
 
@@ -26,8 +27,10 @@ struct alignas(16) Grid {
   float shift;              // from a binade to its magic number
   float least_magic;        // that of the smallest normal binade
   u32 sign;                 // the sign bit, 0 for an unsigned format
-  u32 drop, half, keep, parity, one;  // bit addition: dropped bits, half a place less one, kept bits, parity of codes
+  u32 drop, half, keep, parity, one;  // bit addition: dropped bits, half a place less one (rounded stochastically: a
+                                      // place less one), kept bits, parity of codes
   u32 flush_below, flush_tie, flush_low;  // the first is the least result above the second, the third that below it
+                                          // (powers of two from 2^-127 on: the last number that becomes the first)
   float code_scale;         // floats: 2^(bias - 127), which gives the value's bits the format's exponent field;
                             // integers: steps a unit
   u32 code_factor;          // a power of two: moves a code to the top bits of a word
@@ -67,8 +70,29 @@ DEVICE float nearest_bits(float a, const Grid& g) {
   return __uint_as_float(rounded);
 }
 
+// The same for powers of two from 2^-127 on and zero: float32 has no exponent of its own for the first of them.
+DEVICE float nearest_power(float a, const Grid& g) {
+  u32 bits = __float_as_uint(a), odd = ((bits >> g.drop) ^ g.parity) & g.one;
+  u32 first = bits > g.flush_tie ? g.flush_below : 0;
+  return __uint_as_float(bits > g.flush_low ? (bits + g.half + odd) & g.keep : first);
+}
+
 // The same where one magic number serves all.
 DEVICE float nearest_fixed(float a, const Grid& g) { return (a + g.base) - g.base; }
+
+// What a word lacks of 2^32 - 1 where only some bits of it are in use (not Whole).
+template <bool Whole>
+DEVICE u32 used_rest(u32 rest, const Grid& g) {
+  return Whole ? rest : (rest | ~g.word_keep) & ~g.word_set;
+}
+
+// A magnitude rounded stochastically by bit addition, exactly: the dropped bits of a are d of 2^drop, and
+// d 2^(32 - drop) + w >= 2^32 says the same as d + (w >> 32 - drop) >= 2^drop.
+template <bool Whole>
+DEVICE float stochastic_bits(float a, u32 rest, const Grid& g) {
+  u32 lacks = __funnelshift_l(used_rest<Whole>(rest, g), 0, g.drop);
+  return __uint_as_float((__float_as_uint(a) + g.half - lacks) & g.keep);
+}
 
 template <bool Fixed>
 DEVICE float binade_of(float a, const Grid& g) {
@@ -80,8 +104,7 @@ DEVICE float binade_of(float a, const Grid& g) {
 // 2^r says the same as d + w / 2^r >= 1.
 template <bool Fixed, bool Whole>
 DEVICE float stochastic_sum(float a, float binade, float base, u32 rest, const Grid& g) {
-  if (!Whole) rest = (rest | ~g.word_keep) & ~g.word_set;
-  float n = __uint2float_rz(rest), low = __fmaf_ru(-n, Fixed ? g.fine : binade * g.fine, a);
+  float n = __uint2float_rz(used_rest<Whole>(rest, g)), low = __fmaf_ru(-n, Fixed ? g.fine : binade * g.fine, a);
   return Fixed ? __fadd_ru(low, base) : __fmaf_ru(binade, base, low);
 }
 

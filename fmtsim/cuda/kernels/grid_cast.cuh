@@ -10,11 +10,14 @@
 #define FLUSHING 2
 #define HALVES 3
 #define FIXED 4  // one magic number serves all
+#define POWERS 5  // powers of two from 2^-127 on
 
 // The clamped magnitude a, rounded; rest: what its random word lacks of 2^32 - 1.
 DEVICE float rounded_magnitude(float a, u32 rest, const Grid& g) {
+  if (RANDOM && METHOD == BITS) return stochastic_bits<RANDOM == 1>(a, rest, g);
   if (RANDOM) return stochastic_magnitude<METHOD == FIXED, RANDOM == 1>(a, rest, g);
   if (METHOD == FIXED) return nearest_fixed(a, g);
+  if (METHOD == POWERS) return nearest_power(a, g);
   return METHOD == MAGIC ? nearest_magic(a, g) : nearest_bits<METHOD == FLUSHING>(a, g);
 }
 

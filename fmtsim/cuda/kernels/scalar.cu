@@ -1,7 +1,7 @@
 // Element formats, values: float16, bfloat16 or float32 onto a grid, at the speed of memory.
 //
-// Macros: INPUT, OUTPUT (dtypes of vectors.cuh), those of grid_cast.cuh, VECTORS: addresses of whole vectors, and
-// UNROLL: vectors of a thread.
+// Macros: INPUT, OUTPUT (dtypes of vectors.cuh), those of grid_cast.cuh, VECTORS: addresses of whole vectors, WIDTH:
+// elements of a vector, and UNROLL: vectors of a thread.
 #include "common.cuh"
 #include "grid_cast.cuh"
 #include "philox.cuh"
@@ -9,8 +9,6 @@
 
 typedef Stored<INPUT>::type Input;
 typedef Stored<OUTPUT>::type Output;
-
-#define WIDTH (BYTES_OF(INPUT) == 2 || BYTES_OF(OUTPUT) == 2 ? 8 : 4)  // elements of a vector
 
 DEVICE void cast_one(const Input* x, Output* y, i64 i, const Grid& g, const Draw& d) {
   u32 word = RANDOM ? random_word((u64)i, d) : 0;

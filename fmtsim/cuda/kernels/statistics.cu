@@ -10,8 +10,6 @@
 typedef Stored<INPUT>::type Input;
 typedef Stored<OUTPUT>::type Output;
 
-#define WIDTH (BYTES_OF(INPUT) == 2 || BYTES_OF(OUTPUT) == 2 ? 8 : 4)  // elements of a vector
-
 struct Counts {
   u32 nonzero, underflowed, saturated, nonfinite, amax;  // of a thread; amax as bits
 

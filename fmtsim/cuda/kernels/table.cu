@@ -11,7 +11,6 @@
 typedef Stored<INPUT>::type Input;
 typedef Stored<OUTPUT>::type Output;
 #define WIDTH (BYTES_OF(INPUT) == 2 || BYTES_OF(OUTPUT) == 2 ? 8 : 4)  // elements of a vector of values
-#define UNROLL (BYTES_OF(INPUT) == 4 ? 2 : 1)                          // such vectors of a thread at a time
 
 // A bucket: the bits of the magnitude at which the result changes; codes before and after. Narrow: in the top bits how
 // far the last magnitude before the change lies above the bucket's start (all ones: there is none), in the low bits the
@@ -75,70 +74,70 @@ DEVICE Bucket* fetch(const Buckets& b) {
   return buckets;
 }
 
+template <int Count>
+DEVICE void load_within(Vectors<INPUT, Count>& from, const Input* x, i64 first, i64 count) {
+  if (VECTORS && first + Count <= count) from.load(x + first);
+}
+
+// What a block does: Work is called with each of a thread's vectors, the next of which is under way. Tables lie at the
+// start of dynamic shared memory.
+template <int Count, typename Work>
+DEVICE void for_vectors(const Input* x, i64 count, const Work& work) {
+  i64 stride = (i64)gridDim.x * blockDim.x * Count;
+  i64 tile = (i64)blockIdx.x * blockDim.x * Count, place = tile + (i32)threadIdx.x * Count;
+  Vectors<INPUT, Count> next = {};
+  load_within(next, x, place, count);
+  for (; tile < count; tile += stride, place += stride) {
+    Vectors<INPUT, Count> from = next;
+    load_within(next, x, place + stride, count);
+    work(from, place);
+  }
+}
+
 KERNEL __launch_bounds__(256, RESIDENT) quantize(const Input* x, Output* y, i64 count, const Buckets b) {
   const Bucket* buckets = fetch(b);
   const float* values = (const float*)(buckets + 2 * b.count);
-  i64 block = (i64)blockDim.x * WIDTH;
-  for (i64 tile = blockIdx.x * block * UNROLL; tile < count; tile += gridDim.x * block * UNROLL) {
-    i64 base = tile + threadIdx.x * WIDTH;
-    Vectors<INPUT, WIDTH> from[UNROLL];
+  for_vectors<WIDTH>(x, count, [&](const Vectors<INPUT, WIDTH>& from, i64 place) {
+    if (VECTORS && place + WIDTH <= count && !holds_nan(from)) {
+      Vectors<OUTPUT, WIDTH> to;
+      float results[WIDTH];
 #pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-      if (VECTORS && base + u * block + WIDTH <= count) from[u].load(x + base + u * block);
-    }
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-      i64 place = base + u * block;
-      if (VECTORS && place + WIDTH <= count && !holds_nan(from[u])) {
-        Vectors<OUTPUT, WIDTH> to;
-        float results[WIDTH];
-#pragma unroll
-        for (int k = 0; k < WIDTH; k++) results[k] = values[low_code(from[u].get(k), buckets, b) & CODE_MASK];
-        to.template set<false>(results);
-        to.store(y + place);
-      } else {
-        for (i64 i = place; i < count && i < place + WIDTH; i++) {
-          y[i] = stored<OUTPUT>(values[code_of(loaded<INPUT>(x[i]), buckets, b)]);
-        }
+      for (int k = 0; k < WIDTH; k++) results[k] = values[low_code(from.get(k), buckets, b) & CODE_MASK];
+      to.template set<false>(results);
+      to.store(y + place);
+    } else {
+#pragma unroll 1
+      for (i64 i = place; i < count && i < place + WIDTH; i++) {
+        y[i] = stored<OUTPUT>(values[code_of(loaded<INPUT>(x[i]), buckets, b)]);
       }
     }
-  }
+  });
 }
 
 #define CODES 8  // of a thread at a time; they fill SLOT bytes
 
 KERNEL __launch_bounds__(256, RESIDENT) encode(const Input* x, u8* codes, i64 count, const Buckets b) {
   const Bucket* buckets = fetch(b);
-  i64 block = (i64)blockDim.x * CODES;
-  for (i64 tile = blockIdx.x * block * UNROLL; tile < count; tile += gridDim.x * block * UNROLL) {
-    i64 base = tile + threadIdx.x * CODES;
-    Vectors<INPUT, CODES> from[UNROLL];
+  for_vectors<CODES>(x, count, [&](const Vectors<INPUT, CODES>& from, i64 place) {
+    u8* to = codes + place / CODES * SLOT;
+    if (VECTORS && place + CODES <= count && !holds_nan(from)) {
+      u32 out[SLOT / 4] = {};
 #pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-      if (VECTORS && base + u * block + CODES <= count) from[u].load(x + base + u * block);
-    }
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-      i64 place = base + u * block;
-      u8* to = codes + place / CODES * SLOT;
-      if (VECTORS && place + CODES <= count && !holds_nan(from[u])) {
-        u32 out[SLOT / 4] = {};
-#pragma unroll
-        for (int k = 0; k < CODES; k++) {
-          u32 code = low_code(from[u].get(k), buckets, b), &word = out[k * SLOT / 32];
-          if (SLOT > NARROW) code &= CODE_MASK;
-          word = __funnelshift_r(word, code, SLOT);
-        }
-#pragma unroll
-        for (int k = 0; k < SLOT / 4; k++) __stcs((u32*)to + k, out[k]);
-        continue;
+      for (int k = 0; k < CODES; k++) {
+        u32 code = low_code(from.get(k), buckets, b), &word = out[k * SLOT / 32];
+        if (SLOT > NARROW) code &= CODE_MASK;
+        word = __funnelshift_r(word, code, SLOT);
       }
-      u32 held = 0;
-      for (i64 i = place; i < count && i < place + CODES; i++) {
-        u32 code = code_of(loaded<INPUT>(x[i]), buckets, b);
-        held |= SLOT == 8 ? code : code << (4 * (i & 1));
-        if (SLOT == 8 || (i & 1) || i + 1 == count) *to++ = (u8)held, held = 0;
-      }
+#pragma unroll
+      for (int k = 0; k < SLOT / 4; k++) __stcs((u32*)to + k, out[k]);
+      return;
     }
-  }
+    u32 held = 0;
+#pragma unroll 1
+    for (i64 i = place; i < count && i < place + CODES; i++) {
+      u32 code = code_of(loaded<INPUT>(x[i]), buckets, b);
+      held |= SLOT == 8 ? code : code << (4 * (i & 1));
+      if (SLOT == 8 || (i & 1) || i + 1 == count) *to++ = (u8)held, held = 0;
+    }
+  });
 }

@@ -11,29 +11,62 @@ template <> struct Whole<16> { typedef u16 type; };
 typedef Whole<ENTRY>::type Entry;
 
 #define COUNT 65536
-#define RUN 16                     // elements of a thread at a time: two vectors
-#define WORDS (RUN * RESULT / 32)  // of their results
+#define RUN 16  // elements of a thread at a time
+#define VECTOR (RESULT == 32 ? 4 : RESULT == 16 ? 8 : 16)  // neighbours among them, whose results are 16 bytes or less
+#define TIMES (RUN / VECTOR)
+#define WORDS (VECTOR * RESULT / 32)  // of their results
 
-// The results of a run, packed into words.
-DEVICE void look_up(u32 (&out)[WORDS], const u32 (&patterns)[RUN / 2], const Entry* table, const u32* values) {
+typedef Vectors<BFLOAT16, VECTOR> Source;  // patterns of either dtype
+
+// The results of a vector, packed into words.
+DEVICE void look_up(u32 (&out)[WORDS], const Source& from, const Entry* table, const u32* values) {
 #pragma unroll
-  for (int k = 0; k < RUN; k++) {
-    u32 entry = table[k % 2 ? patterns[k / 2] >> 16 : patterns[k / 2] & 0xFFFFu];
+  for (int k = 0; k < VECTOR; k++) {
+    u32 entry = table[k % 2 ? from.word[k / 2] >> 16 : from.word[k / 2] & 0xFFFFu];
     u32 result = RESULT == 32 ? values[entry] : entry, place = k * RESULT % 32, &word = out[k * RESULT / 32];
     word = place ? word | result << place : result;
   }
 }
 
-DEVICE void load_run(u32 (&patterns)[RUN / 2], const u16* from) {
+// Vectors of a thread, one of every other thread's after each; those that lie within the tensor.
+DEVICE void load_run(Source (&from)[TIMES], const u16* x, i64 place, i64 count) {
 #pragma unroll
-  for (int k = 0; k < RUN / 2; k += 4) {
-    Words4 w = load_words<false>(from + 2 * k);
-    patterns[k] = w.x, patterns[k + 1] = w.y, patterns[k + 2] = w.z, patterns[k + 3] = w.w;
+  for (int v = 0; v < TIMES; v++) {
+    i64 first = place + v * THREADS * VECTOR;
+    if (VECTORS && first + VECTOR <= count) from[v].load(x + first);
   }
 }
 
-// values: float32 by code; known: how many there are; count: elements.
-KERNEL __launch_bounds__(THREADS) convert(
+DEVICE void store_results(u8* to, const u32 (&out)[WORDS]) {
+  if constexpr (WORDS == 2) {
+    uint2 pair = {out[0], out[1]};
+    *(uint2*)to = pair;
+  } else {
+    store_words<true>(to, out[0], out[1], out[2], out[3]);
+  }
+}
+
+// Results one by one where a whole vector does not fit.
+DEVICE void convert_rest(const u16* x, u8* to, i64 first, i64 last, const Entry* table, const u32* values) {
+  u32 bits = 0;
+#pragma unroll 1
+  for (i64 i = first; i < last; i++) {
+    u32 entry = table[x[i]], result = RESULT == 32 ? values[entry] : entry;
+    if (RESULT == 4) {
+      bits |= result << (4 * (i & 1));
+      if ((i & 1) || i + 1 == last) *to++ = (u8)bits, bits = 0;
+    } else if (RESULT == 8) {
+      *to++ = (u8)result;
+    } else if (RESULT == 16) {
+      *(u16*)to = (u16)result, to += 2;
+    } else {
+      *(u32*)to = result, to += 4;
+    }
+  }
+}
+
+// values: float32 by code; known: how many there are; count: elements. As many blocks as shared memory has room for.
+KERNEL __launch_bounds__(THREADS, ENTRY == 16 ? 1 : 3) convert(
     const u16* x, u8* y, i64 count, const Words4* entries, const u32* values, i32 known) {
   DYNAMIC_SHARED(memory);
   Entry* table = (Entry*)memory;
@@ -41,40 +74,25 @@ KERNEL __launch_bounds__(THREADS) convert(
   for (i32 k = threadIdx.x; k < COUNT * ENTRY / 128; k += THREADS) ((Words4*)memory)[k] = entries[k];
   if (RESULT == 32 && threadIdx.x < 256) held[threadIdx.x] = (i32)threadIdx.x < known ? values[threadIdx.x] : 0;
   __syncthreads();
-  i64 stride = (i64)gridDim.x * THREADS * RUN, base = ((i64)blockIdx.x * THREADS + threadIdx.x) * RUN;
-  u32 next[RUN / 2] = {};
-  if (VECTORS && base + RUN <= count) load_run(next, x + base);
-  for (; base < count; base += stride) {
-    u8* to = y + base / RUN * (WORDS * 4);
-    if (VECTORS && base + RUN <= count) {
-      u32 patterns[RUN / 2], out[WORDS];
+  i64 tile = (i64)blockIdx.x * (THREADS * RUN), stride = (i64)gridDim.x * (THREADS * RUN);
+  i64 place = tile + (i32)threadIdx.x * VECTOR;
+  Source next[TIMES] = {};
+  load_run(next, x, place, count);
+  for (; tile < count; tile += stride, place += stride) {
+    Source from[TIMES];
 #pragma unroll
-      for (int k = 0; k < RUN / 2; k++) patterns[k] = next[k];
-      if (base + stride + RUN <= count) load_run(next, x + base + stride);
-      look_up(out, patterns, table, held);
-      if constexpr (WORDS == 2) {
-        uint2 pair = {out[0], out[1]};
-        *(uint2*)to = pair;
-      } else {
+    for (int v = 0; v < TIMES; v++) from[v] = next[v];
+    load_run(next, x, place + stride, count);
 #pragma unroll
-        for (int k = 0; k < WORDS; k += 4) {
-          store_words<WORDS == 4>(to + 4 * k, out[k], out[k + 1], out[k + 2], out[k + 3]);
-        }
-      }
-      continue;
-    }
-    u32 bits = 0;
-    for (i64 i = base; i < count && i < base + RUN; i++) {
-      u32 entry = table[x[i]], result = RESULT == 32 ? held[entry] : entry;
-      if (RESULT == 4) {
-        bits |= result << (4 * (i & 1));
-        if ((i & 1) || i + 1 == count) *to++ = (u8)bits, bits = 0;
-      } else if (RESULT == 8) {
-        *to++ = (u8)result;
-      } else if (RESULT == 16) {
-        *(u16*)to = (u16)result, to += 2;
+    for (int v = 0; v < TIMES; v++) {
+      i64 first = place + v * THREADS * VECTOR, last = first + VECTOR < count ? first + VECTOR : count;
+      u8* to = y + first / VECTOR * (WORDS * 4);
+      if (VECTORS && first + VECTOR <= count) {
+        u32 out[WORDS];
+        look_up(out, from[v], table, held);
+        store_results(to, out);
       } else {
-        *(u32*)to = result, to += 4;
+        convert_rest(x, to, first, last, table, held);
       }
     }
   }

@@ -131,17 +131,22 @@ DEVICE void store_words(void* to, u32 x, u32 y, u32 z, u32 w) {
   else *(uint4*)to = words;
 }
 
-// Neighbouring elements of 16 or 32 bits: Count of them in Count * bytes / 16 vectors.
+// Neighbouring elements of 16 or 32 bits: Count of them in Count * bytes / 16 vectors, or in one of eight bytes.
 template <int Type, int Count>
 struct Vectors {
   static const int words = Count * BYTES_OF(Type) / 4;
   u32 word[words];
 
   DEVICE void load(const typename Stored<Type>::type* from) {
+    if constexpr (words == 2) {
+      uint2 pair = __ldcs((const uint2*)from);
+      word[0] = pair.x, word[1] = pair.y;
+    } else {
 #pragma unroll
-    for (int i = 0; i < words; i += 4) {
-      Words4 w = load_words<words == 4>((const u32*)from + i);
-      word[i] = w.x, word[i + 1] = w.y, word[i + 2] = w.z, word[i + 3] = w.w;
+      for (int i = 0; i < words; i += 4) {
+        Words4 w = load_words<words == 4>((const u32*)from + i);
+        word[i] = w.x, word[i + 1] = w.y, word[i + 2] = w.z, word[i + 3] = w.w;
+      }
     }
   }
 
