@@ -30,13 +30,6 @@ STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
-    return path
-
-
-@pytest.fixture(scope="module")
 def corpus(text):
     return load_corpus(text, MODEL.context)
 

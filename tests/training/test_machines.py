@@ -19,13 +19,6 @@ from fmtsim.training.schemes import Scheme
 SMALL = ["--steps", "2", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "1", "--heads", "2"]
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
-    return path
-
-
 @pytest.fixture
 def fresh(monkeypatch):
     """Let every guess warn, whatever ran before in this process."""

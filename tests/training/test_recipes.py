@@ -19,13 +19,6 @@ from fmtsim.training.schemes import Scheme
 SMALL = ["--steps", "3", "--batch-size", "2", "--context", "16", "--width", "32", "--layers", "2", "--heads", "2"]
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
-    return path
-
-
 def config(recipe, width=32, **changes):
     options = {"steps": 3, "batch_size": 2, "lr": 1e-2, "seed": 0, **changes}
     return TrainConfig(

@@ -28,13 +28,6 @@ MODEL = GPTConfig(context=16, width=16, layers=1, heads=2)
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
-    return path
-
-
-@pytest.fixture(scope="module")
 def corpus(text):
     return load_corpus(text, 16)
 

@@ -1,0 +1,11 @@
+"""What the tests of training share."""
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Return a file with a little text to train on."""
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    return path
