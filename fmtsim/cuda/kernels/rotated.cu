@@ -191,12 +191,12 @@ DEVICE float cast_one(float x, u32 rest, const Piece& piece, bool& passes) {
   passes = true;
   return fast_value(x, rest, piece.block, 1.0f);
 #elif CAST == LARGEST
-  // RN32(x / MULTIPLIER): a quotient by the reciprocal, and what it lacks
+  // RN32(x / MULTIPLIER): the product with the reciprocal, and what is over
   float z = __fmul_rn(x, piece.shrink);
 #if DIVIDES
   float near = __fmul_rn(z, as_float(MULTIPLIER_RECIPROCAL));
-  float lacks = __fmaf_rn(-near, as_float(MULTIPLIER), z);
-  z = fabsf(near) < as_float(FLOAT_EXPONENT) ? __fmaf_rn(lacks, as_float(MULTIPLIER_RECIPROCAL), near) : near;
+  float over = __fmaf_rn(near, as_float(MULTIPLIER), -z);  // +0 where nothing is over, which keeps the sign of zero
+  z = fabsf(near) < as_float(FLOAT_EXPONENT) ? __fmaf_rn(-over, as_float(MULTIPLIER_RECIPROCAL), near) : near;
 #endif
   passes = fabsf(z) < as_float(ELEMENT_LIMIT);
   return __fmul_rn(fast_value(z, rest, piece.block, 1.0f), piece.grow);
