@@ -425,30 +425,22 @@ DEVICE void find_scales(TensorScale& scale, TensorScale& step, const u32* amax, 
 }
 
 #if DOWN
-DEVICE void cast_down(const u16* tile, const RotatedJob& job, const Cast& c) {
+// Cast along the columns, in place within the tile.
+DEVICE void cast_down(u16* tile, const RotatedJob& job, const Cast& c) {
   TensorScale scale, step;
   find_scales(scale, step, job.tensor + 1, job.down_scale, c);
   Corner corner = corner_of();
   DownPlace place = down_place();
   i64 row = corner.row + place.row, column = corner.column + place.column;
-  const u16* from = tile + PLACE(place.row) + place.column;
+  u16* at = tile + PLACE(place.row) + place.column;
   float y[HELD];
-  u32 low[HELD / 2];
 #pragma unroll 1
   for (int odd = 0; odd < 2; ++odd) {
-    load_down(y, from, odd);
-    Line line = {from + odd, PITCH, job.down_signs, (u64)((column + odd) * job.rows + row)};
+    load_down(y, at, odd);
+    Line line = {at + odd, PITCH, job.down_signs, (u64)((column + odd) * job.rows + row)};
     cast_line<DOWN_SIZE>(y, line, scale, step, job.down_draw, c);
-    if (odd == 0) {
 #pragma unroll
-      for (int i = 0; i < HELD / 2; ++i) low[i] = __byte_perm(as_bits(y[2 * i]), as_bits(y[2 * i + 1]), 0x7632);
-    }
-  }
-  if (row >= job.rows || column >= job.columns) return;
-#pragma unroll
-  for (int i = 0; i < HELD; ++i) {
-    u32 before = i % 2 ? low[i / 2] >> 16 : low[i / 2] & 0xFFFFu;
-    *(u32*)(job.down + (row + i) * job.columns + column) = before | (as_bits(y[i]) & 0xFFFF0000u);
+    for (int i = 0; i < HELD; ++i) at[i * PITCH + odd] = (u16)(as_bits(y[i]) >> 16);
   }
 }
 #endif
@@ -467,8 +459,8 @@ DEVICE void store_mask(u8* to, u32 passing) {
   }
 }
 
-// Cast along the rows, in place within the tile.
-DEVICE void cast_across(u16* tile, const RotatedJob& job, const Cast& c) {
+// Cast along the rows, from a tile to another one or in place.
+DEVICE void cast_across(u16* to, u16* tile, const RotatedJob& job, const Cast& c) {
   TensorScale scale, step;
   find_scales(scale, step, job.tensor, job.across_scale, c);
   Corner corner = corner_of();
@@ -489,7 +481,7 @@ DEVICE void cast_across(u16* tile, const RotatedJob& job, const Cast& c) {
       Packed<8, 16> out;
 #pragma unroll
       for (int i = 0; i < 8; i += 2) out.words[i / 2] = __byte_perm(as_bits(y[v + i]), as_bits(y[v + i + 1]), 0x7632);
-      store_vector<8, 16>(at, v, out);
+      store_vector<8, 16>(to, PLACE(place.row) + place.column + v, out);
     }
   }
 }
@@ -499,13 +491,19 @@ KERNEL __launch_bounds__(THREADS) cast_rotated(const __grid_constant__ RotatedJo
   __shared__ __align__(16) u16 tile[TILE_ELEMENTS];
   copy_tile<false>((u16*)job.x, tile, job);
   __syncthreads();
+#if ACROSS
+#if DOWN
+  __shared__ __align__(16) u16 across[TILE_ELEMENTS];
+#else
+  u16* across = tile;
+#endif
+  cast_across(across, tile, job, c);
+  __syncthreads();
+  copy_tile<true>(job.across, across, job);
+#endif
 #if DOWN
   cast_down(tile, job, c);
-#endif
-#if ACROSS
   __syncthreads();
-  cast_across(tile, job, c);
-  __syncthreads();
-  copy_tile<true>(job.across, tile, job);
+  copy_tile<true>(job.down, tile, job);
 #endif
 }
