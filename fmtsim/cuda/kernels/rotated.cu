@@ -487,7 +487,7 @@ DEVICE void cast_across(u16* to, u16* tile, const RotatedJob& job, const Cast& c
 }
 #endif
 
-KERNEL __launch_bounds__(THREADS) cast_rotated(const __grid_constant__ RotatedJob job, const __grid_constant__ Cast c) {
+KERNEL __launch_bounds__(THREADS, 4) cast_rotated(const __grid_constant__ RotatedJob job, const __grid_constant__ Cast c) {
   __shared__ __align__(16) u16 tile[TILE_ELEMENTS];
   copy_tile<false>((u16*)job.x, tile, job);
   __syncthreads();
