@@ -195,6 +195,7 @@ def _side(memory: Tensor, plan: Plan, keys: Keys, signs: Signs) -> _Side:
     scale = _constant(plan.outside, memory.device) if plan.outside is not None else None
     if plan.two_level:
         scale = torch.empty((), device=memory.device)
+    assert plan.rounding.mode != "stochastic" or keys[0] is not None
     values = torch.empty_like(memory)
     mask = torch.empty_like(memory, dtype=torch.bool) if plan.masks else None
     return _Side(plan, values, scale, mask, keys[0], _mask_of(plan, signs))

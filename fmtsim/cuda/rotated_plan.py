@@ -7,7 +7,7 @@ whose scales are powers of two: ``floor(statistic="std" * factor + offset)`` wit
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from fmtsim.scaling.scale import Scaling
 from fmtsim.scaling.transform import Hadamard, Transform
 
 SIZES = (16, 32)
-BF16 = get_format("bf16")
+BF16 = cast(FloatFormat, get_format("bf16"))
 _BLOCK_FORMAT, _DEVIATION, _LARGEST = range(3)  # CAST of the kernel
 _PLAIN = Scaling(block=(1, 32), arithmetic="divide", power_of_two="floor")
 _MULTIPLIERS = (1.0, 4 / 3)  # division by their float32 in four steps is exact (tests/cuda/test_rotated.py)
