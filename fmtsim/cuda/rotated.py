@@ -20,8 +20,8 @@ from fmtsim.cuda.parameters import draw_of
 from fmtsim.cuda.rotated_plan import Plan, examples, macros, plan_of, rotation_of, same_cast
 from fmtsim.cuda.runtime import Defines, device_index, kernel
 from fmtsim.ops import RandomKey
+from fmtsim.rounding.philox import random_word
 from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.signs import random_signs
 from fmtsim.scaling.transform import Hadamard, Transform
 
 Keys = tuple[RandomKey | None, RandomKey | None]
@@ -208,7 +208,8 @@ def _mask_of(plan: Plan, signs: Signs) -> int:
 
 @lru_cache(maxsize=64)
 def _drawn(size: int, key: RandomKey) -> int:
-    return random_signs(size, key)
+    """Return the mask of random signs: bit j of word 0 of a key turns element j of a group (docs/transforms.md)."""
+    return random_word(key, 0) & ((1 << size) - 1)
 
 
 @lru_cache(maxsize=64)
