@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fmtsim.cuda.block_parameters import NO_DRAW
 from fmtsim.cuda.block_view import aligned
+from fmtsim.cuda.launch import Kernel
 from fmtsim.cuda.parameters import draw_of
 from fmtsim.cuda.rotated_plan import Plan, examples, macros, plan_of, rotation_of, same_cast
 from fmtsim.cuda.runtime import Defines, device_index, kernel
@@ -73,7 +74,7 @@ def covers(x: Tensor, quantizer: Quantizer) -> bool:
     plan = plan_of(quantizer)
     if plan is None or plan.size == 1 or not _is_matrix(x) or x.shape[1] % (plan.lanes * _HELD):
         return False
-    return x.is_contiguous() or (not plan.masks and x.mT.is_contiguous() and x.shape[0] % 8 == 0)
+    return x.is_contiguous() or (not plan.masks and x.stride() == (1, x.shape[0]) and x.shape[0] % 8 == 0)
 
 
 def covers_both(x: Tensor, first: Quantizer, second: Quantizer) -> bool:
@@ -103,11 +104,12 @@ def cast_rotated(
     """
     plan = plan_of(quantizer)
     assert plan is not None  # covers has said so
-    memory = x if (straight := x.is_contiguous()) else x.mT
-    side = _side(memory, plan, keys, signs)
-    across, down = (side, None) if straight else (None, side)
-    _launch(memory, across, down, factor)
-    return Rotated(side.values if straight else side.values.mT, side.scale, side.mask)
+    side = _side(x, plan, keys, signs)
+    if x.is_contiguous():
+        _launch(x, (x.shape[0], x.shape[1]), side, None, factor)
+    else:
+        _launch(x, (x.shape[1], x.shape[0]), None, side, factor)
+    return Rotated(side.values, side.scale, side.mask)
 
 
 def cast_both(
@@ -132,7 +134,7 @@ def cast_both(
     plans = plan_of(first), plan_of(second)
     assert plans[0] is not None and plans[1] is not None  # covers_both has said so
     across, down = (_side(x, plan, pair, signs) for plan, pair in zip(plans, keys, strict=True))  # type: ignore[arg-type]
-    _launch(x, across, down)
+    _launch(x, (x.shape[0], x.shape[1]), across, down, None)
     return Rotated(across.values, across.scale, across.mask), Rotated(down.values.mT, down.scale, None)
 
 
@@ -197,15 +199,15 @@ def _is_matrix(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and rows > 0 and x.numel() > 0 and max(x.shape) <= _GRID_LIMIT * 2 * _HELD
 
 
-def _side(memory: Tensor, plan: Plan, keys: Keys, signs: Signs) -> _Side:
+def _side(x: Tensor, plan: Plan, keys: Keys, signs: Signs) -> _Side:
     """Make room for the results of one cast."""
-    scale = _constant(plan.outside, memory.device) if plan.outside is not None else None
+    scale = _constant(plan.outside, x.device) if plan.outside is not None else None
     if plan.two_level:
-        scale = torch.empty((), device=memory.device)
+        scale = torch.empty((), device=x.device)
     key = keys[plan.draws_scales]
     assert plan.drawn.mode != "stochastic" or key is not None
-    values = torch.empty_like(memory)
-    mask = torch.empty_like(memory, dtype=torch.bool) if plan.masks else None
+    values = torch.empty_like(x)  # with its strides
+    mask = torch.empty_like(x, dtype=torch.bool) if plan.masks else None
     return _Side(plan, values, scale, mask, draw_of(plan.drawn, key), _mask_of(plan, signs))
 
 
@@ -225,36 +227,51 @@ def _drawn(size: int, key: RandomKey) -> int:
 @lru_cache(maxsize=64)
 def _constant(value: float, device: torch.device) -> Tensor:
     """Return a number on a device, kept so that a CUDA graph can capture a later call."""
-    return torch.tensor(value, device=device)
+    return torch.full((), value, device=device)
 
 
-def _launch(memory: Tensor, across: _Side | None, down: _Side | None, factor: Tensor | None = None) -> None:
-    """Launch the kernels of one read of a contiguous matrix [rows, columns]."""
-    memory = memory if aligned(memory) else memory.clone()
-    rows, columns = memory.shape
-    index = device_index(memory)
+def _launch(x: Tensor, shape: tuple[int, int], across: _Side | None, down: _Side | None, factor: Tensor | None) -> None:
+    """Launch the kernels of one read of a matrix that lies in memory as [rows, columns]."""
+    x = x if aligned(x) else x.clone()
     first, second = (None if side is None else side.plan for side in (across, down))
     plan = first or second
     assert plan is not None
-    defines = macros(first, second, factor is not None)
-    tensor = torch.zeros(2, dtype=torch.int32, device=memory.device) if plan.two_level else None
+    find, cast = _kernels(first, second, factor is not None, device_index(x))
+    tensor = torch.zeros(2, dtype=torch.int32, device=x.device) if find is not None else None
     height = 2 * _HELD if down is None else plan.lanes * _HELD
-    grid = -(-columns * height // _TILE), -(-rows // height)
-    job = _job_bytes(memory, across, down, tensor, factor)
-    if tensor is not None:
-        kernel(_FILE, "rotated_amax", index, defines)(grid, _THREADS, job)
-    draw = across.draw if across is not None else NO_DRAW
-    kernel(_FILE, "cast_rotated", index, defines)(grid, _THREADS, job, plan.head + draw + plan.tail)
+    grid = -(-shape[1] * height // _TILE), -(-shape[0] // height)
+    job = _job_bytes(x, shape, across, down, tensor, factor)
+    if find is not None:
+        find(grid, _THREADS, job)
+    cast(grid, _THREADS, job, plan.head + (NO_DRAW if across is None else across.draw) + plan.tail)
+
+
+def _kernels(first: Plan | None, second: Plan | None, multiplies: bool, index: int) -> tuple[Kernel | None, Kernel]:
+    """Return the kernels that find the amaxes of a tensor, where its scale needs them, and that cast."""
+    key = first.number if first else 0, second.number if second else 0, multiplies, index
+    found = _loaded.get(key)
+    if found is None:  # hashing all macros takes as long as a launch
+        defines = macros(first, second, multiplies)
+        whole = (first or second).two_level  # type: ignore[union-attr]
+        found = _loaded[key] = (
+            kernel(_FILE, "rotated_amax", index, defines) if whole else None,
+            kernel(_FILE, "cast_rotated", index, defines),
+        )
+    return found
+
+
+_loaded: dict[tuple[int, int, bool, int], tuple[Kernel | None, Kernel]] = {}
 
 
 def _job_bytes(
-    memory: Tensor, across: _Side | None, down: _Side | None, tensor: Tensor | None, factor: Tensor | None
-) -> bytes:
+    x: Tensor, shape: tuple[int, int], across: _Side | None, down: _Side | None, tensor: Tensor | None,
+    factor: Tensor | None,
+) -> bytes:  # fmt: skip
     """Return a ``RotatedJob``."""
     first = (None, None, None, 0) if across is None else (across.values, across.mask, across.scale, across.signs)
     second = (None, None, 0) if down is None else (down.values, down.scale, down.signs)
-    tensors = memory, first[0], second[0], first[1], tensor, first[2], second[1]
+    tensors = x, first[0], second[0], first[1], tensor, first[2], second[1]
     pointers = [0 if t is None else t.data_ptr() for t in tensors]
     words = [mask >> 32 * place & 0xFFFFFFFF for mask in (first[3], second[2]) for place in range(4)]
     at = 0 if factor is None else factor.data_ptr()
-    return _JOB.pack(*pointers, *memory.shape, at, *words) + (NO_DRAW if down is None else down.draw)
+    return _JOB.pack(*pointers, *shape, at, *words) + (NO_DRAW if down is None else down.draw)

@@ -8,6 +8,7 @@ over the elements of a transform.
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import count
 from typing import Any, Literal, NamedTuple, TypeGuard, cast
 
 import numpy as np
@@ -43,6 +44,7 @@ class Plan(NamedTuple):
     """How a quantiser is computed.
 
     Attributes:
+        number: Of this plan, from 1.
         size: Elements of the transform, 1 where there is none.
         signs: Its signs, as in ``Hadamard``.
         rounded: Whether its result becomes bfloat16.
@@ -56,6 +58,7 @@ class Plan(NamedTuple):
         head, tail: A ``Cast`` before and behind its ``Draw``.
     """
 
+    number: int
     size: int
     signs: int | Literal["random"] | None
     rounded: bool
@@ -94,13 +97,14 @@ def plan_of(quantizer: Quantizer) -> Plan | None:
     return found[1]
 
 
+_numbered = count(1)
 _plans: dict[int, tuple[Quantizer, Plan | None]] = {}
 
 
 def same_cast(first: Plan, second: Plan) -> bool:
     """Say whether one kernel makes both casts: they differ in rotations alone."""
     free = first.size == 1 or second.size == 1 or first.rounded == second.rounded
-    keys = "defines", "outside", "rounding", "head"
+    keys = "defines", "outside", "rounding", "drawn", "head"
     return free and all(getattr(first, key) == getattr(second, key) for key in keys)
 
 
@@ -136,6 +140,7 @@ def _plan_of(quantizer: Quantizer) -> Plan | None:
     whole = cast_bytes(spec, None, torch.device("cpu"))  # float formats need no tables on a device
     own = (*own, ("RUN", str(spec.format.block[1])))  # type: ignore[union-attr]
     return Plan(
+        number=next(_numbered),
         size=1 if turn is None else turn.size or 1,
         signs=None if turn is None else turn.signs,
         rounded=rounded,
