@@ -8,20 +8,21 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cuda import rotated
+from fmtsim.cuda import rotated, rotated_plan
 from fmtsim.gemm.operand import Draws, prepare
 from fmtsim.gemm.operand import rotated as transform
 from fmtsim.ops import RandomKey
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import spread
 from fmtsim.scaling.gradient import ClipMask
+from fmtsim.scaling.scale import TensorScale
 from fmtsim.scaling.transform import Clamp, Hadamard
 from tests.cuda.test_blocks import INTEGERS, SLOW, numbers, same
 
 KEYS = (RandomKey(0x1234567890ABCDEF, 5), RandomKey(6, 1 << 40))
 SIGNS = RandomKey(9, 1)
 NAN = {4: 0x7FC00000, 2: 0x7FC0}
-LAYERS = {name: fmtsim.get_recipe(name).linear.operands for name in ("te_nvfp4", "mxfp4", "quartet")}
+LAYERS = {name: fmtsim.get_recipe(name).linear.operands for name in ("te_nvfp4", "mxfp4", "quartet", "quartet2")}
 
 
 def canonical(x):
@@ -31,7 +32,7 @@ def canonical(x):
 
 def wanted(x, quantizer, key):
     """Return values without the scale that all blocks share, that scale, and the mask."""
-    made = prepare(x, quantizer, Draws(key, None, SIGNS))
+    made = prepare(x, quantizer, Draws(key, key, SIGNS))
     scale, outside = made.scale, made.tensor
     if quantizer.scaling is not None and quantizer.scaling.multiplier != 1:
         outside = torch.tensor(quantizer.scaling.multiplier)  # scales are its product with powers of two
@@ -66,15 +67,18 @@ def matrices(shape):
         pytest.param("mxfp4", "g_w", False, marks=SLOW),
         pytest.param("quartet", "w_d", True, marks=SLOW),
         pytest.param("quartet", "g_d", False, marks=SLOW),
+        pytest.param("quartet2", "g_d", False, marks=SLOW),
+        pytest.param("quartet2", "g_w", True, marks=SLOW),
     ],
 )
 def test_operands_have_the_bits_of_their_definition(layer, name, turned, device):
     quantizer = LAYERS[layer][name]
-    for shape in ((192, 72), (64, 8)) if turned else ((70, 192), (3, 64)):
+    shapes = ((128, 8), (256, 72)) if turned else ((3, 128), (70, 256))
+    for shape in shapes if layer == "quartet2" else ((192, 72), (64, 8)) if turned else ((70, 192), (3, 64)):
         for matrix in matrices(shape):
             x, moved = (m.mT if turned else m for m in (matrix, matrix.to(device)))
             assert rotated.covers(moved, quantizer)
-            found = rotated.cast_rotated(moved, quantizer, (KEYS[0], None), SIGNS)
+            found = rotated.cast_rotated(moved, quantizer, (KEYS[0], KEYS[0]), SIGNS)
             assert found.values.stride() == moved.stride()
             check(found, x, quantizer, KEYS[0])
 
@@ -87,6 +91,28 @@ def test_both_axes_have_the_bits_of_two_casts(layer, device):
         pair = rotated.cast_both(x.to(device), first, second, ((KEYS[0], None), (KEYS[1], None)), SIGNS)
         check(pair[0], x, first, KEYS[0])
         check(pair[1], x.mT, second, KEYS[1])
+
+
+@pytest.mark.parametrize("layer", ["quartet", pytest.param("quartet2", marks=SLOW)])
+def test_values_that_are_quantised_again(layer, device):
+    quantizer, factor = LAYERS[layer]["w_d"], torch.tensor(0.37)
+    x = numbers((128, 24), torch.bfloat16)
+    moved, scale = (t.to(device) for t in (x, factor))
+    found = rotated.cast_rotated(moved.mT, quantizer, (KEYS[0], KEYS[0]), SIGNS, scale)
+    check(found, (x.float() * factor).mT, quantizer, KEYS[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turned", [False, True])
+def test_corrections_near_a_tie(turned, device, monkeypatch):
+    """Nearly every group takes the path of quotients that the order of sums might round otherwise."""
+    monkeypatch.setattr(rotated_plan, "_TOLERANCE", "1e-3")
+    before = LAYERS["quartet2"]["g_w"]
+    scaling = replace(before.scaling, tensor=replace(before.scaling.tensor, top=200.0 + turned))  # a plan of its own
+    quantizer = replace(before, scaling=scaling)
+    for matrix in matrices((128, 128)):
+        x, moved = (m.mT if turned else m for m in (matrix, matrix.to(device)))
+        check(rotated.cast_rotated(moved, quantizer, (None, KEYS[1]), SIGNS), x, quantizer, KEYS[1])
 
 
 def test_signs_may_be_a_mask(device):
@@ -154,6 +180,11 @@ def test_what_the_kernels_take():
         (largest, {"arithmetic": "encode"}),
     ):
         assert not rotated.covers(x, replace(quantizer, scaling=replace(quantizer.scaling, **changes)))
+    long = LAYERS["quartet2"]["g_w"]
+    assert rotated.covers(x, long) and not rotated.covers(x[:, :64], long) and not rotated.covers_both(x, long, long)
+    for changes in ({"eden": 64}, {"scale_rounding": "nearest_even"}, {"tensor": None}, {"tensor": TensorScale()}):
+        assert not rotated.covers(x, replace(long, scaling=replace(long.scaling, **changes)))
+    assert not rotated.covers(x, replace(long, transforms=(turn,)))
     assert not rotated.covers(x, replace(largest, gradient=ClipMask()))
     assert not rotated.covers(x, replace(quest, rounding=Rounding()))
     assert not rotated.covers_both(x, te, replace(te, rounding=Rounding()))
