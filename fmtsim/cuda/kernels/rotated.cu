@@ -16,6 +16,7 @@
 
 #define HELD 32
 #define THREADS 128
+#define RESIDENT (CAST == DEVIATION || (CAST == BLOCK_FORMAT && STOCHASTIC) ? 3 : 4)  // more would spill registers
 #define TILE_ROWS (DOWN ? HELD * LANES : 64)
 #define TILE_COLUMNS (THREADS * 64 / TILE_ROWS)
 #define PITCH (TILE_COLUMNS + 8)                      // elements from row to row: spreads rows over the banks
@@ -663,7 +664,7 @@ DEVICE void cast_across(u16* to, u16* tile, const RotatedJob& job, const Cast& c
 }
 #endif
 
-KERNEL __launch_bounds__(THREADS, 4) cast_rotated(const __grid_constant__ RotatedJob job, const __grid_constant__ Cast c) {
+KERNEL __launch_bounds__(THREADS, RESIDENT) cast_rotated(const __grid_constant__ RotatedJob job, const __grid_constant__ Cast c) {
   __shared__ __align__(16) u16 tile[TILE_ELEMENTS];
   copy_tile<false>((u16*)job.x, tile, job);
   __syncthreads();
