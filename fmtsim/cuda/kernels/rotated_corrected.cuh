@@ -1,0 +1,107 @@
+// Two levels of scales as in Quartet II, corrected over a group so that <y, q> = <y, y> (EDEN): fmtsim.scaling.cast.
+#pragma once
+#include "rotated.cuh"
+
+// A piece under the scale that its amax asks for, rounded to nearest.
+DEVICE Piece corrected_piece(u32 amax, float tensor) {
+  Piece piece = {};
+  float stored = fast_scale_rounded(__fdiv_rn(__fdiv_rn(as_float(amax), as_float(TOP)), tensor));
+  stored = stored == 0.0f ? 1.0f : stored;
+  piece.block = {ELEMENT_LIMIT, ELEMENT_LIMIT_NEGATIVE, ELEMENT_LOWEST, 1.0f, 1.0f, stored, false};
+  piece.grow = __fmul_rn(piece.block.stored, tensor);
+  piece.shrink = __fdiv_rn(1.0f, piece.grow);
+  return piece;
+}
+
+// RN32(x / piece.grow): the product with the reciprocal, corrected twice. Where quotients are so small that a remainder
+// has no number, no sum over their group sees the difference.
+DEVICE float quotient(float x, const Piece& piece) {
+  float near = __fmul_rn(x, piece.shrink);
+  near = __fmaf_rn(-__fmaf_rn(piece.grow, near, -x), piece.shrink, near);  // what is over: +0 keeps the sign of zero
+  return __fmaf_rn(-__fmaf_rn(piece.grow, near, -x), piece.shrink, near);
+}
+
+// Down to the largest multiple of the last place that is not above the magnitude and half a place.
+DEVICE float nearest_away(float x, const FastBlock& block) {
+  FastElement e = fast_element(x, block);
+  const float half = as_float((126u - ELEMENT_MANTISSA) << 23), base = as_float(0x4B400000u - (ELEMENT_MANTISSA << 23));
+  float binade = as_float(e.binade), sum = __fmaf_rd(binade, base, __fmaf_rd(binade, half, e.magnitude));
+  return as_float(as_bits(__fmaf_rn(-binade, base, sum)) | e.sign);
+}
+
+// A scale rounded stochastically to its format, saturating; rest: what its random word lacks of 2^32 - 1.
+DEVICE float scale_drawn(float value, u32 rest) {
+  value = fminf(value, as_float(SCALE_LIMIT));
+  float binade = as_float(max(as_bits(value) & FLOAT_EXPONENT, SCALE_LOWEST));
+  const float fine = as_float((95u - SCALE_MANTISSA) << 23), base = as_float(0x4B400000u - (SCALE_MANTISSA << 23));
+  float low = __fmaf_ru(-__uint2float_rz(rest), __fmul_rn(binade, fine), value);
+  return __fmaf_rn(-binade, base, __fmaf_ru(binade, base, low));
+}
+
+// Sums of the products of a group, in the order of fmtsim.scaling.statistics.folded_sum: places whose bits are read
+// backwards are added like digits that carry.
+template <int SIZE>
+__device__ __noinline__ float correction_slowly(
+    const Source& source, const u32* signs, const float* factor, float tensor) {
+  float y[GROUP];
+  rotate_slowly<SIZE, GROUP>(y, source, signs, factor);
+  double over[8], square[8];
+#pragma unroll 1
+  for (u32 k = 0; k < GROUP; ++k) {
+    u32 i = __brev(k) >> 25;
+    Piece piece = corrected_piece(finite_amax_of<RUN>(y + i / RUN * RUN), tensor);
+    float z = __fdiv_rn(y[i], piece.grow);
+    double a = __dmul_rn((double)z, (double)nearest_away(z, piece.block)), b = __dmul_rn((double)z, (double)z);
+    u32 level = 0;
+    for (; k >> level & 1; ++level) a = __dadd_rn(over[level], a), b = __dadd_rn(square[level], b);
+    over[level] = a, square[level] = b;
+  }
+  return over[7] == 0.0 ? 1.0f : __double2float_rn(__ddiv_rn(square[7], over[7]));
+}
+
+// Cast a lane's rotated numbers in place.
+template <int SIZE>
+DEVICE void cast_corrected(float (&y)[HELD], const Line& line, float tensor, const Draw& draw) {
+  Piece piece[PIECES];
+  double over = 0.0, square = 0.0;
+  bool strange = false;
+#pragma unroll
+  for (int b = 0; b < PIECES; ++b) {
+    u32 amax = finite_amax_of<RUN>(y + b * RUN);
+    piece[b] = corrected_piece(amax, tensor);
+#pragma unroll
+    for (int i = b * RUN; i < (b + 1) * RUN; ++i) {
+      strange |= (as_bits(y[i]) & MAGNITUDE) >= FLOAT_EXPONENT;
+      float z = quotient(y[i], piece[b]);
+      y[i] = nearest_away(z, piece[b].block);
+      over = __fma_rn((double)z, (double)y[i], over);
+      square = __fma_rn((double)z, (double)z, square);
+    }
+  }
+#pragma unroll
+  for (int flip = 1; flip < GROUP / HELD; flip *= 2) {
+    over = __dadd_rn(over, __shfl_xor_sync(~0u, over, flip));
+    square = __dadd_rn(square, __shfl_xor_sync(~0u, square, flip));
+    strange |= (bool)__shfl_xor_sync(~0u, (i32)strange, flip);
+  }
+  // The order of sums of positive numbers moves a quotient by less than 2^-47 of it; few are as near to a tie as that.
+  double c = __ddiv_rn(square, over);
+  float correction = over == 0.0 ? 1.0f : __double2float_rn(c);
+  bool near = __double2float_rn(c * (1.0 - TOLERANCE)) != __double2float_rn(c * (1.0 + TOLERANCE));
+  near = near && over != 0.0 && !strange;
+  if (__any_sync(~0u, near)) {
+    u32 back = threadIdx.x % (GROUP / HELD);
+    Source source = line.source;
+    source.from -= back * (HELD * source.stride + source.gap);
+    float again = correction_slowly<SIZE>(source, line.signs, line.factor, tensor);
+    if (near) correction = again;
+    __syncwarp();  // the others have read what this lane is about to write
+  }
+#pragma unroll
+  for (int b = 0; b < PIECES; ++b) {
+    u32 rest = ~random_integer(line.first / RUN + b, draw, nullptr);
+    float scale = scale_drawn(__fmul_rn(piece[b].block.stored, correction), rest);
+#pragma unroll
+    for (int i = b * RUN; i < (b + 1) * RUN; ++i) y[i] = strange ? as_float(0x7FC00000) : __fmul_rn(y[i], scale);
+  }
+}
