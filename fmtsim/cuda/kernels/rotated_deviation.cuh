@@ -33,7 +33,7 @@ DEVICE float scale_of_deviation(float deviation) {
   return __fadd_rn(__fmul_rn(deviation, as_float(FACTOR)), as_float(OFFSET));
 }
 
-// The scale before it becomes a power of two, in float32 arithmetic; returns whether the power is certain to be the same.
+// The scale before it becomes a power of two, in float32 arithmetic; returns whether the power is sure to be the same.
 // With std >= 2^-10 amax the mean is known to 2^-11 std, the variance to 2^-20; the scale must lie 2^-15 off a power.
 DEVICE bool quick_scale(const float (&y)[HELD], u32 amax, float& scale) {
   float sums[HELD / 2], squares[4] = {};
