@@ -19,7 +19,7 @@ from fmtsim.cuda.block_view import aligned
 from fmtsim.cuda.launch import Kernel
 from fmtsim.cuda.parameters import draw_of
 from fmtsim.cuda.rotated_plan import Plan, examples, macros, plan_of, rotation_of, same_cast
-from fmtsim.cuda.runtime import Defines, device_index, kernel
+from fmtsim.cuda.runtime import Defines, device_index, kernel, multiprocessors
 from fmtsim.ops import RandomKey
 from fmtsim.rounding.philox import random_word
 from fmtsim.scaling.quantizer import Quantizer
@@ -30,8 +30,9 @@ Signs = RandomKey | int | None
 
 _FILE, _THREADS, _TILE = "rotated.cu", 128, 8192  # a tile has 64 elements a thread
 _HELD = 32  # elements of a lane
+_PARTS = 8  # blocks of threads a multiprocessor that look for the amax of a tensor
 _GRID_LIMIT = 65535
-_JOB = struct.Struct("<10q8I")
+_JOB = struct.Struct("<11q8I8x")
 _OUTPUTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FINISHED = 4 * 4 * 256  # numbers of a block of threads
 
@@ -236,13 +237,17 @@ def _launch(x: Tensor, shape: tuple[int, int], across: _Side | None, down: _Side
     first, second = (None if side is None else side.plan for side in (across, down))
     plan = first or second
     assert plan is not None
-    find, cast = _kernels(first, second, factor is not None, device_index(x))
-    tensor = torch.zeros(2, dtype=torch.int32, device=x.device) if find is not None else None
+    index = device_index(x)
+    find, cast = _kernels(first, second, factor is not None, index)
     height = 2 * _HELD if down is None else plan.lanes * _HELD
     grid = -(-shape[1] * height // _TILE), -(-shape[0] // height)
-    job = _job_bytes(x, shape, across, down, tensor, factor)
-    if find is not None:
-        find(grid, _THREADS, job)
+    if find is None:
+        job = _job_bytes(x, shape, across, down, None, 0, factor)
+    else:
+        count = min(grid[0] * grid[1], _PARTS * multiprocessors(index))
+        parts = torch.empty(2 * count, dtype=torch.int32, device=x.device)
+        job = _job_bytes(x, shape, across, down, parts, count, factor)
+        find(count, _THREADS, job)
     cast(grid, _THREADS, job, plan.head + (NO_DRAW if across is None else across.draw) + plan.tail)
 
 
@@ -264,14 +269,14 @@ _loaded: dict[tuple[int, int, bool, int], tuple[Kernel | None, Kernel]] = {}
 
 
 def _job_bytes(
-    x: Tensor, shape: tuple[int, int], across: _Side | None, down: _Side | None, tensor: Tensor | None,
+    x: Tensor, shape: tuple[int, int], across: _Side | None, down: _Side | None, parts: Tensor | None, count: int,
     factor: Tensor | None,
 ) -> bytes:  # fmt: skip
     """Return a ``RotatedJob``."""
     first = (None, None, None, 0) if across is None else (across.values, across.mask, across.scale, across.signs)
     second = (None, None, 0) if down is None else (down.values, down.scale, down.signs)
-    tensors = x, first[0], second[0], first[1], tensor, first[2], second[1]
+    tensors = x, first[0], second[0], first[1], parts, first[2], second[1]
     pointers = [0 if t is None else t.data_ptr() for t in tensors]
     words = [mask >> 32 * place & 0xFFFFFFFF for mask in (first[3], second[2]) for place in range(4)]
     at = 0 if factor is None else factor.data_ptr()
-    return _JOB.pack(*pointers, *shape, at, *words) + (NO_DRAW if down is None else down.draw)
+    return _JOB.pack(*pointers, *shape, at, count, *words) + (NO_DRAW if down is None else down.draw)

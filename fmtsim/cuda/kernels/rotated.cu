@@ -85,69 +85,75 @@ DEVICE u32 cast_line(
 #endif
 }
 
-DEVICE void raise(u32* to, u32 amax) {
+// The largest of the threads' numbers; all threads of a block come here together.
+DEVICE u32 largest(u32 amax) {
   amax = __reduce_max_sync(~0u, amax);
   __shared__ u32 warps[THREADS / 32];
   __syncthreads();
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = amax;
   __syncthreads();
-  if (threadIdx.x == 0) {
 #pragma unroll
-    for (int w = 1; w < THREADS / 32; ++w) amax = max(amax, warps[w]);
-    if (amax > 0) atomicMax(to, amax);
-  }
+  for (int w = 0; w < THREADS / 32; ++w) amax = max(amax, warps[w]);
+  return amax;
 }
 
-// Find the largest finite magnitudes of what is cast.
+// Find the largest finite magnitudes of what is cast: of the tiles of each block of threads.
 KERNEL __launch_bounds__(THREADS) rotated_amax(const __grid_constant__ RotatedJob job) {
   __shared__ __align__(16) u16 tile[TILE_ELEMENTS];
-  copy_tile<false>((u16*)job.x, tile, job);
-  __syncthreads();
+  i64 wide = (job.columns + TILE_COLUMNS - 1) / TILE_COLUMNS, high = (job.rows + TILE_ROWS - 1) / TILE_ROWS;
+  u32 across = 0, down = 0;
   float y[HELD];
-#if ACROSS
-  u32 across = 0;
 #pragma unroll 1
-  for (int task = 0; task < 2; ++task) {
-    AcrossPlace place = across_place(task);
-    load_across(y, tile + PLACE(place.row) + place.column, job);
-    rotate<ACROSS_SIZE>(y, job.across_signs[threadIdx.x % SLICES(ACROSS_SIZE)]);
-    across = max(across, finite_amax_of<HELD>(y));
-  }
-  raise(job.tensor, across);
+  for (i64 at = blockIdx.x; at < wide * high; at += gridDim.x) {
+    __syncthreads();
+    copy_tile<false>((u16*)job.x, tile, corner_of(at % wide, at / wide), job);
+    __syncthreads();
+#if ACROSS
+#pragma unroll 1
+    for (int task = 0; task < 2; ++task) {
+      AcrossPlace place = across_place(task);
+      load_across(y, tile + PLACE(place.row) + place.column, job);
+      rotate<ACROSS_SIZE>(y, job.across_signs[threadIdx.x % SLICES(ACROSS_SIZE)]);
+      across = max(across, finite_amax_of<HELD>(y));
+    }
 #endif
 #if DOWN
-  u32 down = 0;
-  DownPlace place = down_place();
+    DownPlace place = down_place();
 #pragma unroll 1
-  for (int odd = 0; odd < 2; ++odd) {
-    load_down(y, tile + PLACE(place.row) + place.column, odd, job);
-    rotate<DOWN_SIZE>(y, job.down_signs[threadIdx.x % SLICES(DOWN_SIZE)]);
-    down = max(down, finite_amax_of<HELD>(y));
-  }
-  raise(job.tensor + 1, down);
+    for (int odd = 0; odd < 2; ++odd) {
+      load_down(y, tile + PLACE(place.row) + place.column, odd, job);
+      rotate<DOWN_SIZE>(y, job.down_signs[threadIdx.x % SLICES(DOWN_SIZE)]);
+      down = max(down, finite_amax_of<HELD>(y));
+    }
 #endif
+  }
+  across = largest(across), down = largest(down);
+  if (threadIdx.x == 0) job.parts[blockIdx.x] = across, job.parts[job.part_count + blockIdx.x] = down;
 }
 
-// The scales of a tensor whose amax is known, and the step to those of blocks.
-DEVICE void find_scales(TensorScale& scale, TensorScale& step, const u32* amax, float* to, const Cast& c) {
+// The scales of a tensor from the amaxes of its parts, and the step to those of blocks.
+DEVICE void find_scales(TensorScale& scale, TensorScale& step, const u32* parts, float* to, i64 count, const Cast& c) {
   scale = {1.0f, 1.0f}, step = {1.0f, 1.0f};
+#if TWO_LEVEL
+  u32 amax = 0;
+  for (i64 i = threadIdx.x; i < count; i += THREADS) amax = max(amax, parts[i]);
+  amax = largest(amax);
 #if CAST == CORRECTED
-  float whole = __fdiv_rn(__fdiv_rn(as_float(*amax), as_float(TENSOR_TOP)), as_float(TOP));
+  float whole = __fdiv_rn(__fdiv_rn(as_float(amax), as_float(TENSOR_TOP)), as_float(TOP));
   scale.decode = whole == 0.0f ? 1.0f : whole;
-  if (threadIdx.x + blockIdx.x + blockIdx.y == 0) *to = scale.decode;
-#elif TWO_LEVEL
-  scale = tensor_scale_of(as_float(*amax), c.scale);
+#else
+  scale = tensor_scale_of(as_float(amax), c.scale);
   step = {at_most_float_max(__fmul_rn(scale.encode, c.scale.reciprocal_max)), scale.decode};
+#endif
   if (threadIdx.x + blockIdx.x + blockIdx.y == 0) *to = scale.decode;
 #endif
 }
 
 #if DOWN
 // Cast along the columns, in place within the tile.
-DEVICE void cast_down(u16* tile, const RotatedJob& job, const Cast& c) {
+DEVICE void cast_down(u16* tile, Corner corner, const RotatedJob& job, const Cast& c) {
   TensorScale scale, step;
-  find_scales(scale, step, job.tensor + 1, job.down_scale, c);
-  Corner corner = corner_of();
+  find_scales(scale, step, job.parts + job.part_count, job.down_scale, job.part_count, c);
   DownPlace place = down_place();
   i64 row = corner.row + place.row, column = corner.column + place.column;
   u16* at = tile + PLACE(place.row) + place.column;
@@ -178,10 +184,9 @@ DEVICE void store_mask(u8* to, u32 passing) {
 }
 
 // Cast along the rows, from a tile to another one or in place.
-DEVICE void cast_across(u16* to, u16* tile, const RotatedJob& job, const Cast& c) {
+DEVICE void cast_across(u16* to, u16* tile, Corner corner, const RotatedJob& job, const Cast& c) {
   TensorScale scale, step;
-  find_scales(scale, step, job.tensor, job.across_scale, c);
-  Corner corner = corner_of();
+  find_scales(scale, step, job.parts, job.across_scale, job.part_count, c);
   float y[HELD];
 #pragma unroll 1
   for (int task = 0; task < 2; ++task) {
@@ -208,7 +213,8 @@ DEVICE void cast_across(u16* to, u16* tile, const RotatedJob& job, const Cast& c
 KERNEL __launch_bounds__(THREADS, RESIDENT) cast_rotated(
     const __grid_constant__ RotatedJob job, const __grid_constant__ Cast c) {
   __shared__ __align__(16) u16 tile[TILE_ELEMENTS];
-  copy_tile<false>((u16*)job.x, tile, job);
+  Corner corner = corner_of(blockIdx.x, blockIdx.y);
+  copy_tile<false>((u16*)job.x, tile, corner, job);
   __syncthreads();
 #if ACROSS
 #if DOWN
@@ -216,13 +222,13 @@ KERNEL __launch_bounds__(THREADS, RESIDENT) cast_rotated(
 #else
   u16* across = tile;
 #endif
-  cast_across(across, tile, job, c);
+  cast_across(across, tile, corner, job, c);
   __syncthreads();
-  copy_tile<true>(job.across, across, job);
+  copy_tile<true>(job.across, across, corner, job);
 #endif
 #if DOWN
-  cast_down(tile, job, c);
+  cast_down(tile, corner, job, c);
   __syncthreads();
-  copy_tile<true>(job.down, tile, job);
+  copy_tile<true>(job.down, tile, corner, job);
 #endif
 }

@@ -20,10 +20,11 @@ struct alignas(16) RotatedJob {
   const u16* x;         // [rows, columns]
   u16 *across, *down;   // the results, like x
   u8* mask;             // of the result along the rows, or null
-  u32* tensor;          // amaxes of the whole tensor as it is cast along the rows and along the columns
+  u32* parts;           // [2, part_count]: amaxes of parts of the tensor as it is cast along the rows, the columns
   float *across_scale, *down_scale;  // the scales of the tensor that follow from them
   i64 rows, columns;
-  const float* factor;                 // what x is multiplied with, or null
+  const float* factor;  // what x is multiplied with, or null
+  i64 part_count;
   u32 across_signs[4], down_signs[4];  // bit j: element j of each group changes its sign
   Draw down_draw;
 };

@@ -12,12 +12,11 @@
 
 struct Corner { i64 row, column; };
 
-DEVICE Corner corner_of() { return {(i64)blockIdx.y * TILE_ROWS, (i64)blockIdx.x * TILE_COLUMNS}; }
+DEVICE Corner corner_of(i64 across, i64 down) { return {down * TILE_ROWS, across * TILE_COLUMNS}; }
 
 // Copy between memory and tile; what lies outside of the matrix counts as zeros.
 template <bool STORES>
-DEVICE void copy_tile(u16* memory, u16* tile, const RotatedJob& job) {
-  Corner corner = corner_of();
+DEVICE void copy_tile(u16* memory, u16* tile, Corner corner, const RotatedJob& job) {
 #pragma unroll
   for (int k = 0; k < TILE_ROWS * TILE_COLUMNS / 8 / THREADS; ++k) {
     u32 vector = k * THREADS + threadIdx.x, row = vector / (TILE_COLUMNS / 8), column = vector % (TILE_COLUMNS / 8) * 8;
