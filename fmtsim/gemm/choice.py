@@ -256,6 +256,13 @@ def draw_keys(stochastic: bool, generator: Any, batch: int | None, device: torch
     return keys[0] if batch is None else keys
 
 
+def drawn_key(generator: Any, device: torch.device) -> RandomKey:
+    """Return one key as numbers; arguments as in ``draw_keys``."""
+    keys = draw_keys(True, generator, None, device)
+    assert keys is not None  # random words were asked for
+    return RandomKey(*keys.tolist())
+
+
 def _no_keys() -> Tensor:
     return torch.empty(0, 2, dtype=torch.int64)
 

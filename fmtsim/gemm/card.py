@@ -1,0 +1,120 @@
+"""Operands on a GPU: in bfloat16 where that holds them, by the engine's fused kernels where they cover a quantiser."""
+
+import importlib
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmtsim.dispatch import is_bare
+from fmtsim.formats.block import BlockFormat
+from fmtsim.formats.representable import is_representable
+from fmtsim.gemm.bfloat16 import hold, holds
+from fmtsim.gemm.choice import drawn_key
+from fmtsim.gemm.operand import Draws, Operand, folds
+from fmtsim.scaling.cast import spread
+from fmtsim.scaling.history import DelayedScale, FrozenScale
+from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.scaling.statistics import block_sizes
+from fmtsim.scaling.transform import Hadamard
+
+
+def on_card(x: Tensor) -> bool:
+    """Say whether a GPU's bfloat16 units may multiply what a matrix becomes."""
+    return x.is_cuda and x.dtype != torch.float64
+
+
+def prepare_on_card(
+    x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedScale | FrozenScale | None, folded: bool
+) -> Operand | None:
+    """Quantise a matrix by a fused kernel; None where none covers that. Arguments as in ``prepare``."""
+    if quantizer.then is not None or not is_bare(x) or not _served(x.device.index):
+        return None
+    if quantizer.transforms:
+        return _rotated(x, quantizer, draws) if folded else None
+    if quantizer.scaling is not None:
+        return _scaled(x, quantizer, draws, delayed, folded)
+    if not isinstance(quantizer.format, BlockFormat):
+        return (
+            Operand(hold(x, quantizer, -1, _stream(quantizer, draws)).values, quantizer)
+            if _casts(x, quantizer)
+            else None
+        )
+    if not folded or not holds(x, quantizer):
+        return None
+    held = hold(x, quantizer, -1, _stream(quantizer, draws))
+    return Operand(held.values, quantizer, tensor=held.scale, sizes=block_sizes(quantizer.format.block, x.shape))
+
+
+def settled(made: Operand, folded: bool) -> Operand:
+    """Return an operand as every way of making it leaves it on a GPU.
+
+    Elements are bfloat16 where that holds them; ``folded``, they have the scales of their blocks in them where it holds
+    the products (``folds``), and a rule's multiplier is left to ``tensor``.
+    """
+    quantizer = made.quantizer
+    last = quantizer if quantizer.then is None else quantizer.then
+    fmt = last.format
+    if fmt is None:
+        return made
+    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    if is_representable(element, torch.bfloat16):
+        made = made._replace(elements=made.elements.to(torch.bfloat16))  # on its grid: nothing is rounded
+    if made.scale is None or not folded or not folds(quantizer):
+        return made
+    scale, times = made.scale, 1.0 if last.scaling is None else last.scaling.multiplier
+    if times != 1:
+        constant = _constant(times, scale.device)
+        scale, made = scale / constant, made._replace(tensor=constant)  # a power of two times it: exact
+    elements = made.elements.float() * spread(scale, made.sizes, made.elements.shape)
+    return made._replace(elements=elements.to(torch.bfloat16), scale=None)
+
+
+def _rotated(x: Tensor, quantizer: Quantizer, draws: Draws) -> Operand | None:
+    rotations = importlib.import_module("fmtsim.cuda.rotated")
+    if not rotations.covers(x, quantizer):
+        return None
+    transform = quantizer.transforms[0]
+    assert isinstance(transform, Hadamard)  # of others none is covered
+    signs = drawn_key(draws.signs, x.device) if transform.signs == "random" else None
+    made = rotations.cast_rotated(x, quantizer, _keys(x, quantizer, draws), signs)
+    return Operand(made.values, quantizer, tensor=made.scale, slope=made.mask)
+
+
+def _scaled(
+    x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedScale | FrozenScale | None, folded: bool
+) -> Operand | None:
+    rules = importlib.import_module("fmtsim.cuda.scaled")
+    if not rules.covers(x, quantizer):
+        return None
+    assert quantizer.scaling is not None
+    fold = folded and folds(quantizer)
+    made = rules.cast_scaled(x, quantizer, _keys(x, quantizer, draws), fold, delayed)
+    scale, sizes = None if fold else made.scale, block_sizes(quantizer.scaling.block, x.shape)
+    return Operand(made.values, quantizer, scale, made.tensor, sizes, made.mask)
+
+
+def _keys(x: Tensor, quantizer: Quantizer, draws: Draws) -> tuple[Any, Any]:
+    scales = quantizer.scaling is not None and quantizer.scaling.scale_rounding == "stochastic"
+    return (
+        drawn_key(draws.elements, x.device) if quantizer.rounding.mode == "stochastic" else None,
+        drawn_key(draws.scales, x.device) if scales else None,
+    )
+
+
+def _stream(quantizer: Quantizer, draws: Draws) -> Any:
+    return draws.elements if quantizer.rounding.mode == "stochastic" else None
+
+
+def _casts(x: Tensor, quantizer: Quantizer) -> bool:
+    return quantizer.format is not None and holds(x, quantizer)
+
+
+def _served(index: int) -> bool:
+    return bool(importlib.import_module("fmtsim.cuda.runtime").serves(index))
+
+
+@lru_cache(maxsize=64)
+def _constant(value: float, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device=device)
