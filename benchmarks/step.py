@@ -36,6 +36,7 @@ class Step:
         self.device = arguments.device
 
     def __call__(self, tokens: Tensor) -> Tensor:
+        """Take a step and return the loss, without waiting for it."""
         with torch.autocast(self.device, torch.bfloat16):
             loss: Tensor = self.run(tokens[:, :-1], tokens[:, 1:])
         loss.backward()

@@ -47,13 +47,13 @@ def covers(y: Tensor, dtype: torch.dtype) -> bool:
     """Say whether ``finish_sums`` takes sums and a dtype."""
     m, n = y.shape
     whole = y.is_contiguous() and n % 4 == 0 and y.data_ptr() % 16 == 0
-    return whole and 0 < m and 0 < n <= 4 * _THREADS * 65535 and y.dtype == torch.float32 and dtype in _OUTPUTS
+    return whole and m > 0 and 0 < n <= 4 * _THREADS * 65535 and y.dtype == torch.float32 and dtype in _OUTPUTS
 
 
 def finish_sums(
     y: Tensor, columns: Tensor | None, rows: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return ``(y * columns^T) * rows + bias`` in another dtype: float32 steps, one rounding each, then one to the dtype.
+    """Return ``(y * columns^T) * rows + bias`` in another dtype: float32 steps, one rounding each, then one to that.
 
     Args:
         y: float32 [M, N] that ``covers`` takes.

@@ -227,7 +227,7 @@ def draw_keys(stochastic: bool, generator: Any, batch: int | None, device: torch
 
     Args:
         stochastic: The unit rounds stochastically.
-        generator: An int seed, a RandomKey, a torch.Generator on the device, or None for torch's default one.
+        generator: An int seed, a RandomKey, a torch.Generator on the CPU or the device, or None for torch's default one.
         batch: Products of the call, None for a single one. With a seed, product i has offset i more than the
             first; a torch.Generator is drawn from once for each.
         device: Where the operands are.
@@ -242,8 +242,10 @@ def draw_keys(stochastic: bool, generator: Any, batch: int | None, device: torch
     count = 1 if batch is None else batch
     if generator is None or isinstance(generator, torch.Generator):
         where = torch.device("cpu") if generator is None else generator.device
-        if generator is not None and where.type != device.type:
-            raise ArgumentError(f"generator is on {where}, a on {device}; pass a generator on {device} or an int seed")
+        if where.type not in ("cpu", device.type):
+            raise ArgumentError(
+                f"generator is on {where}, a on {device}; pass one on the CPU or on {device}, or an int seed"
+            )
         low, high = -(1 << 63), (1 << 63) - 1
         draws = [torch.randint(low, high, (1,), generator=generator, device=where).cpu() for _ in range(count)]
         keys = torch.stack([torch.cat([draw, draw.new_zeros(1)]) for draw in draws]) if draws else _no_keys()
