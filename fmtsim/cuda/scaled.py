@@ -4,68 +4,30 @@ The bits are those of ``fmtsim.scaling.cast.cast``: the same float32 operations 
 words. What depends on quantiser, dtype, shape and layout alone is worked out once and kept.
 """
 
-from collections.abc import Callable
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fmtsim.cuda import runtime
-from fmtsim.cuda.parameters import draw_of
-from fmtsim.cuda.scaled_rules import MOMENTS, Way, history_bytes, multiplier_of, way_of
-from fmtsim.cuda.scaled_shape import LONG_COLUMNS, RUNS, TILES, WHOLE, WORDS_NONE, Shape, shape_of
+from fmtsim.cuda.scaled_plan import INPUTS, Frozen, Made, Memory, Plan, amax_variant, variant
+from fmtsim.cuda.scaled_rules import way_of
+from fmtsim.cuda.scaled_shape import shape_of
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.ops import RandomKey
 from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.gradient import ClipMask
 from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import Scaling
+from fmtsim.scaling.scale import History, Scaling
+
+__all__ = ["Made", "cast_scaled", "covers", "folds", "variants"]
 
 Keys = tuple[RandomKey | None, RandomKey | None]
 
-_INPUTS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_NO_DRAW: Final = draw_of(Rounding(), None)
-_FILES: Final = {WHOLE: "runs", RUNS: "runs", TILES: "tiles"}
-_PARTS = 4  # blocks of threads a multiprocessor that find amaxes
-_COLUMN_HEIGHT = 128  # rows of a block of threads that finds those of columns
-_MOST = 512  # plans that are kept
 _ALIGNED = 16
-
-
-class Made(NamedTuple):
-    """A quantised matrix ``[rows, inner]``.
-
-    Attributes:
-        values: bfloat16, with the strides of x: elements; with ``fold`` element times block scale, rounded to nearest
-            even where it needs bits below 2**-133, else exact. A scale that has a multiplier leaves it to ``tensor``.
-        scale: float32 [row blocks, inner blocks]: what an element is multiplied with, all of it, also with ``fold``.
-        tensor: float32, 0-d: what folded values are still multiplied with, or None for one.
-        mask: bool, with the shape and strides of x: where the gradient passes (ClipMask, TrustMask), or None.
-    """
-
-    values: Tensor
-    scale: Tensor
-    tensor: Tensor | None
-    mask: Tensor | None
-
-
-class Memory(Protocol):
-    """What delayed scaling remembers (``fmtsim.scaling.history.DelayedScale``); its buffers are updated in place."""
-
-    amaxes: Tensor
-    factor: Tensor
-    calls: Tensor
-    scaling: Scaling
-    top: float
-    group: Any
-
-    def advance(self, amax: Tensor) -> Any:
-        """Record an amax and return the scales of a call."""
-
-
-class Frozen(Protocol):
-    """The same where nothing is to be remembered (``fmtsim.scaling.history.FrozenScale``)."""
-
-    memory: Memory
+_MOST = 512  # plans that are kept
 
 
 def covers(x: Tensor, quantizer: Quantizer) -> bool:
@@ -74,7 +36,7 @@ def covers(x: Tensor, quantizer: Quantizer) -> bool:
     x is on a CUDA device at a 16-byte address, contiguous or the transpose of a contiguous matrix, whose rows in memory
     have a multiple of eight elements. Transforms and ``then`` of the quantiser are not looked at.
     """
-    return _plan(x, quantizer, False) is not None and x.data_ptr() % _ALIGNED == 0
+    return _plan_of(x, quantizer, False) is not None and x.data_ptr() % _ALIGNED == 0
 
 
 def folds(quantizer: Quantizer) -> bool:
@@ -107,140 +69,16 @@ def cast_scaled(
     Returns:
         Values, scales and masks; nothing waits for the device, and results do not depend on the run.
     """
-    plan = _plan(x, quantizer, fold)
+    plan = _plan_of(x, quantizer, fold)
     assert plan is not None  # the caller asked covers
     return plan.cast(x, keys[0], delayed)
 
 
-class _Plan:
-    """How matrices of one shape and layout are cast under one quantiser.
-
-    Args:
-        quantizer: Kept, so that no other object can take its identity.
-        way: What it is to the kernels.
-        shape: How the matrices lie in memory.
-        dtype: Theirs.
-        index: Of the device.
-        fold: As in ``cast_scaled``.
-    """
-
-    def __init__(
-        self, quantizer: Quantizer, way: Way, shape: Shape, dtype: torch.dtype, index: int, fold: bool
-    ) -> None:
-        assert quantizer.scaling is not None
-        self._quantizer, self._scaling, self._way, self._shape = quantizer, quantizer.scaling, way, shape
-        self._dtype, self._index, self._fold = dtype, index, fold
-        self._counts, self._grid, self._drawn = shape.counts, shape.launch[0], shape.words != WORDS_NONE
-        self._launches: dict[tuple[bool, bool], Callable[..., None]] = {}
-        self._parts = min(max(shape.rows * shape.columns // 8192, 1), _PARTS * runtime.multiprocessors(index))
-        self._amaxes: Callable[..., None] | None = None
-        self._tensor: Tensor | None = None
-        self._outer = multiplier_of(quantizer.scaling) if fold else 1.0
-
-    def cast(self, x: Tensor, key: RandomKey | None, delayed: Memory | Frozen | None) -> Made:
-        """Do what ``cast_scaled`` does."""
-        values = torch.empty_like(x, dtype=torch.bfloat16)
-        scale = torch.empty(self._counts, dtype=torch.float32, device=x.device)
-        mask = torch.empty_like(x, dtype=torch.bool) if self._way.masks else None
-        addresses = x.data_ptr(), values.data_ptr(), scale.data_ptr(), 0 if mask is None else mask.data_ptr()
-        if delayed is not None:
-            self._remembered(x, addresses, key, delayed)
-        elif self._shape.kind in (WHOLE, LONG_COLUMNS):
-            tops = self._amaxes_of(x)
-            self._launch(False, False, key, *addresses, tops.data_ptr())
-        else:
-            self._launch(False, False, key, *addresses)
-        if self._outer != 1.0 and self._tensor is None:
-            self._tensor = torch.full((), self._outer, dtype=torch.float32, device=x.device)
-        return Made(values, scale.mT if self._shape.turned else scale, self._tensor, mask)
-
-    def _remembered(
-        self, x: Tensor, addresses: tuple[int, ...], key: RandomKey | None, delayed: Memory | Frozen
-    ) -> None:
-        """Cast under the scale in force, and record the amax of x."""
-        memory: Memory = getattr(delayed, "memory", delayed)
-        remembers, history = memory is delayed, self._scaling.history
-        assert history is not None
-        if memory.group is not None and (remembers or history.immediate):
-            amax = self._amaxes_of(x).amax().view(torch.float32)
-            factor = delayed.advance(amax).factor  # type: ignore[union-attr]
-            self._launch(True, False, key, *addresses, factor.data_ptr())
-        elif history.immediate:
-            factor = torch.empty((), dtype=torch.float32, device=x.device)
-            self._advance(self._amaxes_of(x), memory, factor, remembers)
-            self._launch(True, False, key, *addresses, factor.data_ptr())
-        elif remembers:
-            tops = torch.empty(self._grid, dtype=torch.int32, device=x.device)
-            self._launch(True, True, key, *addresses, memory.factor.data_ptr(), tops.data_ptr())
-            self._advance(tops, memory, None, True)
-        else:
-            self._launch(True, False, key, *addresses, memory.factor.data_ptr())
-
-    def _advance(self, tops: Tensor, memory: Memory, factor: Tensor | None, remembers: bool) -> None:
-        parameters = history_bytes(self._scaling, memory.top, remembers)
-        runtime.kernel("scaled_history.cu", "advance", self._index)(
-            1, 1024, tops, np.uint32(tops.numel()), memory.amaxes, memory.factor, memory.calls, factor, parameters
-        )
-
-    def _launch(self, given: bool, records: bool, key: RandomKey | None, *addresses: int) -> None:
-        launch = self._launches.get((given, records))
-        if launch is None:
-            launch = self._launches[given, records] = self._prepared(given, records)
-        if self._drawn:
-            launch(self._grid, *addresses, draw=draw_of(self._quantizer.rounding, key))
-        else:
-            launch(self._grid, *addresses)
-
-    def _prepared(self, given: bool, records: bool) -> Callable[..., None]:
-        """Return the launch of the kernel that casts, compiled."""
-        shape, way = self._shape, self._way
-        file, name, defines = _variant(shape, way, _INPUTS[self._dtype], self._fold, self._scaling, given, records)
-        found = runtime.kernel(file, name, self._index, defines)
-        memory = (*map(np.uint64, (shape.rows, shape.columns, *shape.steps)),)
-        rest: tuple[Any, ...] = memory
-        if shape.kind in (WHOLE, RUNS):
-            rest = *memory, np.uint32(shape.groups), np.uint32(self._parts)
-        elif shape.kind == TILES:
-            rest = *memory, np.uint32(shape.height), np.uint32(shape.width)
-        rest = *rest, way.rule, way.grid.parameters, way.scale_grid
-        pointers = {WHOLE: 6, RUNS: 6, TILES: 4}.get(shape.kind, 5)
-        threads = shape.launch[1]
-
-        def padded(addresses: tuple[int, ...]) -> tuple[int, ...]:
-            return addresses + (0,) * (pointers - len(addresses))
-
-        if self._drawn:
-            return lambda grid, *addresses, draw: found(grid, threads, *map(np.uint64, padded(addresses)), *rest, draw)
-        bound = found.bound(threads, pointers, *rest, _NO_DRAW)
-        return lambda grid, *addresses: bound(grid, *padded(addresses))
-
-    def _amaxes_of(self, x: Tensor) -> Tensor:
-        """Return bits of amaxes, int32: of parts of the matrix, or of columns of memory."""
-        shape = self._shape
-        long = shape.kind == LONG_COLUMNS
-        if self._amaxes is None:
-            defines = (("INPUT", str(_INPUTS[self._dtype])),)
-            name = "amaxes_of_columns" if long else "amaxes_of_parts"
-            found = runtime.kernel("scaled_amax.cu", name, self._index, defines)
-            sizes: tuple[Any, ...] = (np.uint64(shape.rows * shape.columns // 8),)
-            if long:
-                sizes = np.uint64(shape.rows), np.uint64(shape.columns), np.uint32(_COLUMN_HEIGHT)
-            self._amaxes = found.bound(256, 2, *sizes)
-        if long:
-            tops = torch.zeros(shape.columns, dtype=torch.int32, device=x.device)
-            grid = -(-shape.columns // 256) * -(-shape.rows // _COLUMN_HEIGHT)
-        else:
-            tops = torch.empty(self._parts, dtype=torch.int32, device=x.device)
-            grid = self._parts
-        self._amaxes(grid, x.data_ptr(), tops.data_ptr())
-        return tops
-
-
-_plans: dict[tuple[Any, ...], _Plan | None] = {}
+_plans: dict[tuple[Any, ...], Plan | None] = {}
 _quantizers: dict[int, Quantizer] = {}
 
 
-def _plan(x: Tensor, quantizer: Quantizer, fold: bool) -> _Plan | None:
+def _plan_of(x: Tensor, quantizer: Quantizer, fold: bool) -> Plan | None:
     index = runtime.device_index(x)
     key = id(quantizer), x.dtype, x.shape, x.stride(), index, fold
     try:
@@ -255,23 +93,50 @@ def _plan(x: Tensor, quantizer: Quantizer, fold: bool) -> _Plan | None:
     return plan
 
 
-def _new_plan(x: Tensor, quantizer: Quantizer, index: int, fold: bool) -> _Plan | None:
-    way = way_of(quantizer) if index >= 0 and x.dtype in _INPUTS else None
+def _new_plan(x: Tensor, quantizer: Quantizer, index: int, fold: bool) -> Plan | None:
+    way = way_of(quantizer) if index >= 0 and x.dtype in INPUTS else None
     if way is None or (fold and not way.folds) or (x.is_cuda and not runtime.serves(index)):
         return None
     assert quantizer.scaling is not None
-    moments, drawn = quantizer.scaling.statistic in MOMENTS, quantizer.rounding.mode == "stochastic"
-    shape = shape_of(x, quantizer.scaling.block, moments=moments, drawn=drawn)
-    return None if shape is None else _Plan(quantizer, way, shape, x.dtype, index, fold)
+    drawn = quantizer.rounding.mode == "stochastic"
+    shape = shape_of(x, quantizer.scaling.block, statistic=quantizer.scaling.statistic, drawn=drawn)
+    return None if shape is None else Plan(quantizer, way, shape, x.dtype, index, fold)
 
 
-def _variant(
-    shape: Shape, way: Way, dtype: int, fold: bool, scaling: Scaling, given: bool, records: bool
-) -> tuple[str, str, runtime.Defines]:
-    """Return file, kernel and macros of the kernel that casts."""
-    defines = way.defines(dtype, shape.words, fold)
-    file = _FILES.get(shape.kind, "columns")
-    options = {} if shape.kind == TILES else {"RUN": shape.run}
-    if file == "runs":
-        options |= {"SOURCE": int(given), "RECORDS": int(records), "MOMENTS": int(scaling.statistic in MOMENTS)}
-    return f"scaled_{file}.cu", f"cast_{file}", (*defines, *((name, str(value)) for name, value in options.items()))
+def variants() -> Iterator[tuple[str, str, runtime.Defines]]:
+    """Yield file, kernel and macros of every kind of kernel: those of common recipes, in two dtypes."""
+    yield "scaled_history.cu", "advance", ()
+    e8m0 = get_format("e8m0")
+    assert isinstance(e8m0, FloatFormat)
+    pairs, power = (1, 32), {"power_of_two": "ceil"}
+    std = Scaling(block=pairs, statistic="std", factor=0.5, arithmetic="divide", power_of_two="floor", scale=e8m0)
+    for dtype in (torch.bfloat16, torch.float32):
+        for columns in (False, True):
+            yield amax_variant(dtype, columns)
+        yield from _of("e4m3", Scaling(), dtype, turns=False)
+        yield from _of("e4m3", Scaling(history=History()), dtype, turns=False)
+        yield from _of("e5m2", Scaling(history=History(), **power), dtype, "stochastic", turns=False)  # type: ignore[arg-type]
+        for block in ((1, None), (1, 128), (128, 128)):
+            yield from _of("e4m3", Scaling(block=block, **power), dtype)  # type: ignore[arg-type]
+        yield from _of("int8", Scaling(block=(1, None)), dtype)
+        yield from _of("e2m1", std, dtype, "nearest_toward_zero", turns=False)
+        yield from _of("e2m1", Scaling(block=pairs, power_of_two="floor"), dtype, "stochastic")
+
+
+def _of(
+    name: str, scaling: Scaling, dtype: torch.dtype, mode: str = "nearest_even", turns: bool = True
+) -> Iterator[tuple[str, str, runtime.Defines]]:
+    """Yield what casts a matrix under a quantiser, and what casts its transpose."""
+    element = get_format(name)
+    assert isinstance(element, FloatFormat | IntFormat)
+    rounding = Rounding(mode=mode)  # type: ignore[arg-type]
+    clipped = {"gradient": ClipMask()} if scaling.statistic == "std" else {}
+    way = way_of(Quantizer(format=element, scaling=scaling, rounding=rounding, **clipped))  # type: ignore[arg-type]
+    assert way is not None
+    x = torch.empty(256, 256, dtype=dtype, device="meta")
+    given = scaling.history is not None
+    for matrix in (x, x.mT) if turns else (x,):
+        shape = shape_of(matrix, scaling.block, statistic=scaling.statistic, drawn=mode == "stochastic")
+        assert shape is not None
+        for fold in {False, way.folds and not given and scaling.block != (1, None)}:
+            yield variant(shape, way, INPUTS[dtype], fold, scaling, given, given)

@@ -2,7 +2,6 @@
 
 import math
 import struct
-from functools import lru_cache
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -80,7 +79,6 @@ def multiplier_of(scaling: Scaling) -> float:
     return float(np.float32(scaling.multiplier))
 
 
-@lru_cache(maxsize=256)
 def history_bytes(scaling: Scaling, top: float, remembers: bool) -> bytes:
     """Return the bytes of ``struct History`` of a rule with a history; top: as in ``DelayedScale``."""
     history = scaling.history

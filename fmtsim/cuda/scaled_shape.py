@@ -66,13 +66,13 @@ class Shape(NamedTuple):
         return -(-self.rows // rows) * -(-self.columns // _TILE_COLUMNS), 512
 
 
-def shape_of(x: Tensor, block: Block, *, moments: bool, drawn: bool) -> Shape | None:
+def shape_of(x: Tensor, block: Block, *, statistic: str, drawn: bool) -> Shape | None:
     """Return how a matrix lies in memory under the blocks of a rule, or None where no kernel takes it.
 
     Args:
         x: [rows, inner].
         block: Elements of a block, of the matrix's own order.
-        moments: Whether the statistic is one of sums.
+        statistic: Of the rule.
         drawn: Whether elements draw random words.
     """
     if x.dim() != 2 or not 0 < x.numel() < _LARGEST:
@@ -83,8 +83,10 @@ def shape_of(x: Tensor, block: Block, *, moments: bool, drawn: bool) -> Shape | 
     rows, columns = x.shape[::-1] if turned else x.shape
     height, width = block[::-1] if turned else block
     height, width = height or rows, width or columns
-    kind = None if columns % 8 else _kind(rows, columns, height, width, moments)
-    if kind is None:
+    kind = None if columns % 8 else _kind(rows, columns, height, width, statistic)
+    if kind is None or (
+        kind == WHOLE and statistic != "amax" and (turned or statistic == "std" or block != (None, None))
+    ):
         return None
     if kind == WHOLE and not (turned and drawn):
         rows, columns, height, width = 1, rows * columns, 1, rows * columns
@@ -92,13 +94,13 @@ def shape_of(x: Tensor, block: Block, *, moments: bool, drawn: bool) -> Shape | 
     return Shape(kind, rows, columns, turned, height, width, words)
 
 
-def _kind(rows: int, columns: int, height: int, width: int, moments: bool) -> int | None:
+def _kind(rows: int, columns: int, height: int, width: int, statistic: str) -> int | None:
     if height == 1 and width in RUN_SIZES:
         return RUNS
-    if moments:
-        return None
     if height >= rows and width >= columns:
         return WHOLE
+    if statistic != "amax":
+        return None
     if width == 1:
         return COLUMNS if height in RUN_SIZES else LONG_COLUMNS if height >= rows else None
     return TILES if width % 8 == 0 or width >= columns else None

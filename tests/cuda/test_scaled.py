@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cuda import scaled, scaled_rules
+from fmtsim.cuda import scaled, scaled_moments, scaled_rules
 from fmtsim.cuda.scaled_shape import COLUMNS, LONG_COLUMNS, RUNS, TILES, WHOLE, shape_of
 from fmtsim.formats.block import BlockFormat
 from fmtsim.ops import RandomKey
@@ -124,9 +124,9 @@ def test_recipes_have_the_bits_of_the_definition(name, turned, device):
     quantizer = at_once(RECIPES[name])
     taken = scaled.covers(torch.zeros(64, 64, device=device), quantizer)
     if not taken:
-        assert scaled_rules.way_of(quantizer) is None or quantizer.scaling.statistic == "mean_abs"
+        assert scaled_rules.way_of(quantizer) is None
         pytest.skip("transforms of the quantiser are others' work, or it has no kernel")
-    if turned and quantizer.scaling.statistic == "std":
+    if turned and quantizer.scaling.statistic != "amax":
         assert not scaled.covers(torch.zeros(64, 64, device=device).mT, quantizer)
         return
     for shape, dtype, special in (((72, 88), torch.bfloat16, True), ((64, 192), torch.bfloat16, False)):
@@ -206,6 +206,24 @@ def test_moments_are_folded_sums(statistic, run, device):
     wide = dataclasses.replace(quantizer, scaling=dataclasses.replace(rule, scale=fmtsim.get_format("fp32"),
                                                                       power_of_two=None))  # fmt: skip
     check(matrix((24, 192), torch.bfloat16), wide, device)  # every bit of the statistic shows in the scale
+
+
+@pytest.mark.parametrize("statistic", ["mean_abs", pytest.param("rms", marks=SLOW)])
+def test_means_of_whole_matrices(statistic, device):
+    rule = Scaling(statistic=statistic, factor=1.0, eps=1e-5, eps_rule="scale", arithmetic="reciprocal")
+    quantizer = Quantizer(format=E4M3, scaling=rule)
+    for shape, dtype in (((8, 8), torch.bfloat16), ((600, 200), torch.bfloat16), ((300, 40), torch.float32)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+        x[0, 0], x[0, 1] = float("nan"), float("-inf")
+        check(x, quantizer, device)
+    assert not scaled.covers(torch.zeros(64, 72, device=device).mT, quantizer)
+    wanted = statistic_of(big := torch.randn((1 << 20) + 8, generator=torch.Generator().manual_seed(4)), statistic)
+    found = scaled_moments.mean_of(big.to(device), statistic, 0).view(torch.float32)
+    assert same(found, wanted)
+
+
+def statistic_of(x, kind):
+    return statistic(x[None], (None, None), kind)[0]
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -302,10 +320,10 @@ def test_what_is_covered():
 )  # fmt: skip
 def test_shapes_find_their_kernels(block, turned, kind):
     x = torch.zeros(72, 96).mT if turned else torch.zeros(72, 96)
-    shape = shape_of(x, block, moments=False, drawn=False)
+    shape = shape_of(x, block, statistic="amax", drawn=False)
     assert (shape and shape.kind) == kind
     for odd in (torch.zeros(64, 12), torch.zeros(0, 16), torch.zeros(4, 4, 8), torch.zeros(64, 96)[:, ::2]):
-        assert shape_of(odd, block, moments=False, drawn=False) is None
+        assert shape_of(odd, block, statistic="amax", drawn=False) is None
 
 
 def test_folding():
