@@ -12,6 +12,7 @@ from fmtsim.cuda.parameters import draw_of
 from fmtsim.cuda.scaled_moments import mean_of
 from fmtsim.cuda.scaled_rules import MOMENTS, Way, history_bytes, multiplier_of
 from fmtsim.cuda.scaled_shape import LONG_COLUMNS, RUNS, TILES, WHOLE, WORDS_NONE, Shape
+from fmtsim.errors import DeviceError
 from fmtsim.ops import RandomKey
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.quantizer import Quantizer
@@ -83,7 +84,7 @@ class Plan:
         self._launches: dict[tuple[bool, bool], Callable[..., None]] = {}
         parts = min(max(shape.rows * shape.columns // 8192, 1), _PARTS * runtime.multiprocessors(index))
         self._parts = 1 if quantizer.scaling.statistic in MOMENTS else parts
-        self._histories: dict[tuple[float, bool], bytes] = {}
+        self._advances: dict[tuple[float, int, bool], Callable[..., None]] = {}
         self._amaxes: Callable[..., None] | None = None
         self._tensor: Tensor | None = None
         self._outer = multiplier_of(quantizer.scaling) if fold else 1.0
@@ -109,31 +110,39 @@ class Plan:
         self, x: Tensor, addresses: tuple[int, ...], key: RandomKey | None, delayed: Memory | Frozen
     ) -> None:
         """Cast under the scale in force, and record the amax of x."""
-        memory: Memory = getattr(delayed, "memory", delayed)  # type: ignore[arg-type]
+        memory: Memory = vars(delayed).get("memory", delayed)
         remembers, history = memory is delayed, self._scaling.history
         assert history is not None
         if memory.group is not None and (remembers or history.immediate):
             amax = self._amaxes_of(x).amax().view(torch.float32)
             factor = delayed.advance(amax).factor  # type: ignore[union-attr]
             self._launch(True, False, key, *addresses, factor.data_ptr())
-        elif history.immediate:
-            factor = torch.empty((), dtype=torch.float32, device=x.device)
-            self._advance(self._amaxes_of(x), memory, factor, remembers)
-            self._launch(True, False, key, *addresses, factor.data_ptr())
+            return
+        factor = memory.factor
+        if factor.device != x.device:
+            raise DeviceError(
+                f"delayed scaling remembers on {factor.device}, but x is on {x.device}; move the model there"
+            )
+        if history.immediate:
+            in_force = torch.empty((), dtype=torch.float32, device=x.device)
+            self._advance(self._amaxes_of(x), memory, factor, in_force.data_ptr(), remembers)
+            self._launch(True, False, key, *addresses, in_force.data_ptr())
         elif remembers:
             tops = torch.empty(self._grid, dtype=torch.int32, device=x.device)
-            self._launch(True, True, key, *addresses, memory.factor.data_ptr(), tops.data_ptr())
-            self._advance(tops, memory, None, True)
+            self._launch(True, True, key, *addresses, factor.data_ptr(), tops.data_ptr())
+            self._advance(tops, memory, factor, 0, True)
         else:
-            self._launch(True, False, key, *addresses, memory.factor.data_ptr())
+            self._launch(True, False, key, *addresses, factor.data_ptr())
 
-    def _advance(self, tops: Tensor, memory: Memory, factor: Tensor | None, remembers: bool) -> None:
-        parameters = self._histories.get((memory.top, remembers))
-        if parameters is None:
-            parameters = self._histories[memory.top, remembers] = history_bytes(self._scaling, memory.top, remembers)
-        runtime.kernel("scaled_history.cu", "advance", self._index)(
-            1, 1024, tops, np.uint32(tops.numel()), memory.amaxes, memory.factor, memory.calls, factor, parameters
-        )
+    def _advance(self, tops: Tensor, memory: Memory, factor: Tensor, in_force: int, remembers: bool) -> None:
+        """Launch the kernel of the memory; in_force: where the factor of this call is wanted, or 0."""
+        known = memory.top, tops.shape[0], remembers
+        launch = self._advances.get(known)
+        if launch is None:
+            found = runtime.kernel("scaled_history.cu", "advance", self._index)
+            rest = np.uint32(tops.shape[0]), history_bytes(self._scaling, memory.top, remembers)
+            launch = self._advances[known] = found.bound(1024, 5, *rest)
+        launch(1, tops.data_ptr(), memory.amaxes.data_ptr(), factor.data_ptr(), memory.calls.data_ptr(), in_force)
 
     def _launch(self, given: bool, records: bool, key: RandomKey | None, *addresses: int) -> None:
         launch = self._launches.get((given, records))

@@ -8,6 +8,7 @@ import torch
 import fmtsim
 from fmtsim.cuda import scaled, scaled_moments, scaled_rules
 from fmtsim.cuda.scaled_shape import COLUMNS, LONG_COLUMNS, RUNS, TILES, WHOLE, shape_of
+from fmtsim.errors import DeviceError
 from fmtsim.formats.block import BlockFormat
 from fmtsim.ops import RandomKey
 from fmtsim.rounding.modes import Rounding
@@ -277,6 +278,12 @@ def test_a_scale_that_ranks_share_is_theirs(device):
         made = scaled.cast_scaled(x.to(device), DELAYED, delayed=shared)
     assert shared.amaxes == [float(x.abs().max())] * 2
     assert same(made.values.float(), reference(x, at_once(DELAYED)).elements)
+
+
+def test_a_memory_elsewhere_is_refused(emulated):
+    x, memory = torch.zeros(8, 16), DelayedScale(DELAYED).to("meta")
+    with pytest.raises(DeviceError, match="remembers on meta, but x is on cpu; move the model"):
+        scaled.cast_scaled(x, DELAYED, delayed=memory)
 
 
 ORACLE = [("encode", (1, 16)), ("divide", (1, None)), ("reciprocal", (None, None))]

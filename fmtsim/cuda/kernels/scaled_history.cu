@@ -18,7 +18,7 @@ DEVICE float factor_of(float amax, const History& h) {
 
 // in_force: the factor of this call, where that is asked for.
 KERNEL __launch_bounds__(1024) advance(
-    const u32* tops, u32 parts, float* amaxes, float* factor, i64* calls, float* in_force, const History h) {
+    const u32* tops, float* amaxes, float* factor, i64* calls, float* in_force, u32 parts, const History h) {
   __shared__ u32 known;
   u32 top = 0;
   for (u32 i = threadIdx.x; i < parts; i += blockDim.x) top = max(top, tops[i]);
