@@ -30,8 +30,12 @@ LAYERS = (
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 ENGINES = {"torch_engine", "cpu", "cuda"}
 ENGINE_MAY_IMPORT = {"errors", "formats", "rounding", "ops"}
-# The vocabulary of matrix products, which engines share with the verbs: records, nothing that computes.
-ENGINE_VOCABULARY = tuple(f"fmtsim.gemm.{name}" for name in ("datapath", "plan", "schedule", "serialization"))
+# The vocabulary of matrix products and of their operands, which engines share with the verbs: records, nothing that
+# computes.
+ENGINE_VOCABULARY = (
+    *(f"fmtsim.gemm.{name}" for name in ("datapath", "plan", "schedule", "serialization")),
+    *(f"fmtsim.scaling.{name}" for name in ("gradient", "quantizer", "scale")),
+)
 HEAVY = ("numba", "llvmlite", "cuda", "matplotlib", "rich", "safetensors")
 
 
