@@ -326,7 +326,8 @@ def _randomness(
     if isinstance(generator, torch.Generator):
         if generator.device.type not in ("cpu", x.device.type):
             raise ArgumentError(
-                f"generator is on {generator.device}, x on {x.device}; pass one on the CPU or on {x.device}, or an int seed"
+                f"generator is on {generator.device}, x on {x.device}; "
+                f"pass one on the CPU or on {x.device}, or an int seed"
             )
         draw = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), generator=generator, device=generator.device).cpu()
         return torch.cat([draw, draw.new_zeros(1)]), None

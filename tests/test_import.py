@@ -34,7 +34,7 @@ ENGINE_MAY_IMPORT = {"errors", "formats", "rounding", "ops"}
 # computes.
 ENGINE_VOCABULARY = (
     *(f"fmtsim.gemm.{name}" for name in ("datapath", "plan", "schedule", "serialization")),
-    *(f"fmtsim.scaling.{name}" for name in ("gradient", "quantizer", "scale")),
+    *(f"fmtsim.scaling.{name}" for name in ("gradient", "quantizer", "scale", "transform")),
 )
 HEAVY = ("numba", "llvmlite", "cuda", "matplotlib", "rich", "safetensors")
 

@@ -89,7 +89,7 @@ def _scaled(
     if not rules.covers(x, quantizer):
         return None
     assert quantizer.scaling is not None
-    fold = folded and folds(quantizer)
+    fold = folded and folds(quantizer) and rules.folds(quantizer)
     made = rules.cast_scaled(x, quantizer, _keys(x, quantizer, draws), fold, delayed)
     scale, sizes = None if fold else made.scale, block_sizes(quantizer.scaling.block, x.shape)
     return Operand(made.values, quantizer, scale, made.tensor, sizes, made.mask)

@@ -227,7 +227,7 @@ def draw_keys(stochastic: bool, generator: Any, batch: int | None, device: torch
 
     Args:
         stochastic: The unit rounds stochastically.
-        generator: An int seed, a RandomKey, a torch.Generator on the CPU or the device, or None for torch's default one.
+        generator: An int seed, a RandomKey, a torch.Generator on the CPU or the device, or None for torch's default.
         batch: Products of the call, None for a single one. With a seed, product i has offset i more than the
             first; a torch.Generator is drawn from once for each.
         device: Where the operands are.

@@ -172,7 +172,7 @@ def _scale_bits(scaling: Scaling) -> int:
     """Return the significant bits of a scale beyond those of a power of two."""
     if scaling.scale != FP32:
         return scaling.scale.mantissa_bits and scaling.scale.mantissa_bits + 1
-    powers = scaling.power_of_two is not None and scaling.candidates == (1.0,) and scaling.history is None
+    powers = scaling.power_of_two is not None and scaling.candidates == (1.0,)
     return 0 if powers and all(math.frexp(s)[0] == 0.5 for s in scaling.allowed) else 24
 
 

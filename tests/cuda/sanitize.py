@@ -29,6 +29,7 @@ from fmtsim.cuda import gemm_trial, runtime, warm
 from fmtsim.formats.packing import code_dtype
 from fmtsim.ops import CastSpec, RandomKey
 from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.transform import Hadamard
 from tests.cpu.test_gemm import addend, operand, spec_of, unit_scales
 from tests.cuda.emulator import emulated
 from tests.cuda.emulator.patching import replaced
@@ -132,6 +133,7 @@ def blocks(device: torch.device, few: bool) -> None:
         for x, spec in itertools.product(layouts(shape, dtype, device), specs(name, dim, few=True)):
             cast(x, spec)
     transforms(device)
+    rotations(device)
     both = importlib.import_module("fmtsim.cuda.orientations")
     for name, shape in itertools.product(("mxfp8_e4m3", "nvfp4", "e4m3_1x128"), ((64, 256), (33, 257))):
         spec = next(specs(name))
@@ -163,6 +165,23 @@ def transforms(device: torch.device) -> None:
     for dtype, bias in itertools.product((torch.float32, torch.bfloat16, torch.float16), (None, y[0])):
         outputs.scale_output(y, (scale, None), bias, dtype)
         outputs.scale_output(y, (scale, scale), bias, dtype)
+
+
+def rotations(device: torch.device) -> None:
+    """Rotate and cast operands of products along either axis and along both, and rotate gradients back."""
+    rotated = importlib.import_module("fmtsim.cuda.rotated")
+    keys = RandomKey(1, 2), None
+    for (across, down), shape in itertools.product(rotated.examples(), ((64, 192), (192, 64))):
+        for x in layouts(shape, torch.bfloat16, device):
+            if across is not None and down is not None and rotated.covers_both(x, across, down):
+                rotated.cast_both(x, across, down, (keys, keys), 5)
+            elif across is not None and rotated.covers(x, across):
+                rotated.cast_rotated(x, across, keys, 5)
+            elif down is not None and rotated.covers(x.mT, down):
+                rotated.cast_rotated(x.mT, down, keys, 5)
+    y, scale = torch.ones(5, 192, device=device), torch.ones((), device=device)
+    for dtype, size in itertools.product((torch.float32, torch.bfloat16, torch.float16), (16, 32)):
+        rotated.finish_rotated(y, y > 0, (Hadamard(size=size),), dtype, (scale, scale))
 
 
 def products(device: torch.device, few: bool) -> None:

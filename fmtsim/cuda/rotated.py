@@ -1,0 +1,250 @@
+"""Operands of products that are rotated before they are cast: bfloat16 in, bfloat16 values out, in one or two passes.
+
+The bits are those of ``fmtsim.gemm.operand.prepare``: the transform of fmtsim/scaling/hadamard.py in float32, rounded
+to bfloat16 where the quantiser says so, then the cast. Values are elements times the scales of their blocks, which
+bfloat16 holds exactly; a scale that all blocks share stays outside.
+"""
+
+import struct
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fmtsim.cuda.block_parameters import NO_DRAW
+from fmtsim.cuda.block_view import aligned
+from fmtsim.cuda.parameters import draw_of
+from fmtsim.cuda.rotated_plan import Plan, examples, macros, plan_of, rotation_of, same_cast
+from fmtsim.cuda.runtime import Defines, device_index, kernel
+from fmtsim.ops import RandomKey
+from fmtsim.rounding.philox import random_word
+from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.scaling.transform import Hadamard, Transform
+
+Keys = tuple[RandomKey | None, RandomKey | None]
+Signs = RandomKey | int | None
+
+_FILE, _THREADS = "rotated.cu", 128
+_ROWS, _COLUMNS = 64, 128  # of a tile
+_GROUP = 64  # neighbours that share random words
+_GRID_LIMIT = 65535
+_JOB = struct.Struct("<9q2I")
+_OUTPUTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_FINISHED = 4 * 4 * 256  # numbers of a block of threads
+
+
+class Rotated(NamedTuple):
+    """A rotated and quantised matrix ``[rows, inner]``.
+
+    Attributes:
+        values: bfloat16, of the operand's shape and strides: element times block scale.
+        scale: float32, 0-d: what all values are to be multiplied with, or None. That of the tensor of two-level
+            formats; the constant ``multiplier`` of a ``Scaling``.
+        mask: bool, like values: where a ``ClipMask`` lets the gradient through, or None.
+    """
+
+    values: Tensor
+    scale: Tensor | None
+    mask: Tensor | None
+
+
+class _Side(NamedTuple):
+    """One of the two casts of a launch."""
+
+    plan: Plan
+    values: Tensor
+    scale: Tensor | None
+    mask: Tensor | None
+    key: RandomKey | None
+    signs: int
+
+
+def covers(x: Tensor, quantizer: Quantizer) -> bool:
+    """Say whether ``cast_rotated`` takes a matrix under a quantiser; the device is not looked at.
+
+    It takes bfloat16 ``[rows, inner]``, contiguous or the transposed view of such a matrix, ``inner`` a multiple of 64
+    (and ``rows`` of 8 in a transposed view), under one Hadamard transform of 16 or 32 elements along the inner axis and
+    one of these casts: a block format of up to 32 elements in a row whose values bfloat16 holds, or e2m1 under the
+    rules of Quartet (``rotated_plan``).
+    """
+    plan = plan_of(quantizer)
+    if plan is None or plan.size == 1 or not _is_matrix(x) or x.shape[1] % _GROUP:
+        return False
+    return x.is_contiguous() or (not plan.masks and x.mT.is_contiguous() and x.shape[0] % 8 == 0)
+
+
+def covers_both(x: Tensor, first: Quantizer, second: Quantizer) -> bool:
+    """Say whether ``cast_both`` takes a matrix under two quantisers; the device is not looked at."""
+    plans = plan_of(first), plan_of(second)
+    if None in plans or not _is_matrix(x) or not x.is_contiguous() or x.shape[0] % _GROUP or x.shape[1] % _GROUP:
+        return False
+    return same_cast(*plans) and not plans[1].masks  # type: ignore[arg-type, union-attr]
+
+
+def cast_rotated(x: Tensor, quantizer: Quantizer, keys: Keys = (None, None), signs: Signs = None) -> Rotated:
+    """Rotate and quantise a matrix that ``covers`` takes.
+
+    Args:
+        x: bfloat16 ``[rows, inner]``, contiguous or a transposed view.
+        quantizer: What to do.
+        keys: Random words of elements and of scales; by an element's place in ``[rows, inner]``, whatever the strides.
+        signs: The key of a rotation with ``signs="random"``, or its mask.
+
+    NaN, Inf and -0 come out as ``prepare`` has them, NaN canonical. Nothing waits for the device.
+    """
+    plan = plan_of(quantizer)
+    assert plan is not None  # covers has said so
+    memory = x if (straight := x.is_contiguous()) else x.mT
+    side = _side(memory, plan, keys, signs)
+    _launch(memory, *((side, None) if straight else (None, side)))
+    return Rotated(side.values if straight else side.values.mT, side.scale, side.mask)
+
+
+def cast_both(
+    x: Tensor,
+    first: Quantizer,
+    second: Quantizer,
+    keys: tuple[Keys, Keys] = ((None, None), (None, None)),
+    signs: Signs = None,
+) -> tuple[Rotated, Rotated]:
+    """Quantise a matrix along its rows and, from the same read, along its columns; either may be rotated.
+
+    Args:
+        x: bfloat16 ``[rows, inner]``, contiguous; both sizes multiples of 64.
+        first: Of x; a rotation is not needed.
+        second: Of ``x.mT``, with the format and the rounding of the first.
+        keys: Those of the first and of the second.
+        signs: The key of random signs, the same for both, or their mask.
+
+    Returns:
+        What ``cast_rotated`` returns for x under the first and for ``x.mT`` under the second.
+    """
+    plans = plan_of(first), plan_of(second)
+    assert plans[0] is not None and plans[1] is not None  # covers_both has said so
+    across, down = (_side(x, plan, pair, signs) for plan, pair in zip(plans, keys, strict=True))  # type: ignore[arg-type]
+    _launch(x, across, down)
+    return Rotated(across.values, across.scale, across.mask), Rotated(down.values.mT, down.scale, None)
+
+
+def covers_finish(y: Tensor, transforms: tuple[Transform, ...]) -> bool:
+    """Say whether ``finish_rotated`` takes a product; the device is not looked at."""
+    turn = rotation_of(transforms)
+    fits = not transforms or (turn is not None and turn.signs != "random")
+    return fits and y.dim() == 2 and y.dtype == torch.float32 and y.is_contiguous() and not y.shape[1] % _GROUP
+
+
+def finish_rotated(
+    y: Tensor,
+    mask: Tensor | None,
+    transforms: tuple[Transform, ...],
+    dtype: torch.dtype,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Tensor:
+    """Return the gradient of a tensor from that of its rotated and rounded values.
+
+    ``y`` is multiplied with ``RN32(a b)`` of the scales that are there, then with the mask as 1 and 0, rotated back
+    along the last axis and rounded once to the dtype; all steps are float32. NaN becomes the canonical one.
+
+    Args:
+        y: float32 ``[rows, columns]``, contiguous; columns a multiple of 64.
+        mask: bool, like y; None is all true.
+        transforms: Those of the forward pass: none, or one of 16 or 32 elements along the inner axis whose signs are
+            not random.
+        dtype: float32, bfloat16 or float16.
+        scales: float32 0-d, scales of the product's operands that were left outside.
+    """
+    out = torch.empty_like(y, dtype=dtype)
+    turn = rotation_of(transforms)
+    signs = turn.signs if turn is not None and isinstance(turn.signs, int) else 0
+    if y.numel():
+        y = y if aligned(y) else y.clone()
+        kernel("rotated_finish.cu", "finish_rotated", device_index(y), _finish_macros(turn, dtype))(
+            -(-y.numel() // _FINISHED), 256, y, mask, *scales, out, np.uint64(y.numel() // 4), np.uint32(signs)
+        )
+    return out
+
+
+@lru_cache(maxsize=64)
+def _finish_macros(turn: Hadamard | None, dtype: torch.dtype) -> Defines:
+    size = 1 if turn is None else turn.size
+    return (("INPUT", "0"), ("OUTPUT", str(_OUTPUTS[dtype])), ("SIZE", str(size)))
+
+
+def variants() -> Iterator[tuple[str, str, Defines]]:
+    """Yield file, kernel and macros of every kind of kernel, each with representative numbers."""
+    turn = Hadamard(size=32)
+    for dtype in _OUTPUTS:
+        yield "rotated_finish.cu", "finish_rotated", _finish_macros(turn, dtype)
+    for across, down in examples():
+        plans = [None if quantizer is None else plan_of(quantizer) for quantizer in (across, down)]
+        if any(plan is not None and plan.two_level for plan in plans):
+            yield _FILE, "rotated_amax", macros(*plans)
+        yield _FILE, "cast_rotated", macros(*plans)
+
+
+def _is_matrix(x: Tensor) -> bool:
+    rows = x.shape[0] if x.dim() == 2 else 0
+    return x.dtype == torch.bfloat16 and rows > 0 and x.numel() > 0 and max(x.shape) <= _GRID_LIMIT * _ROWS
+
+
+def _side(memory: Tensor, plan: Plan, keys: Keys, signs: Signs) -> _Side:
+    """Make room for the results of one cast."""
+    scale = _constant(plan.outside, memory.device) if plan.outside is not None else None
+    if plan.two_level:
+        scale = torch.empty((), device=memory.device)
+    assert plan.rounding.mode != "stochastic" or keys[0] is not None
+    values = torch.empty_like(memory)
+    mask = torch.empty_like(memory, dtype=torch.bool) if plan.masks else None
+    return _Side(plan, values, scale, mask, keys[0], _mask_of(plan, signs))
+
+
+def _mask_of(plan: Plan, signs: Signs) -> int:
+    given = plan.signs if plan.signs != "random" else signs
+    return given if isinstance(given, int) else 0 if given is None else _drawn(plan.size, given)
+
+
+@lru_cache(maxsize=64)
+def _drawn(size: int, key: RandomKey) -> int:
+    """Return the mask of random signs: bit j of word 0 of a key turns element j of a group (docs/transforms.md)."""
+    return random_word(key, 0) & ((1 << size) - 1)
+
+
+@lru_cache(maxsize=64)
+def _constant(value: float, device: torch.device) -> Tensor:
+    """Return a number on a device, kept so that a CUDA graph can capture a later call."""
+    return torch.tensor(value, device=device)
+
+
+def _launch(memory: Tensor, across: _Side | None, down: _Side | None) -> None:
+    """Launch the kernels of one read of a contiguous matrix [rows, columns]."""
+    memory = memory if aligned(memory) else memory.clone()
+    rows, columns = memory.shape
+    index = device_index(memory)
+    plans = [None if side is None else side.plan for side in (across, down)]
+    plan = plans[0] or plans[1]
+    assert plan is not None
+    defines = macros(*plans)
+    tensor = torch.zeros(2, dtype=torch.int32, device=memory.device) if plan.two_level else None
+    grid = -(-columns // _COLUMNS), -(-rows // _ROWS)
+    job = _job_bytes(memory, across, down, tensor)
+    if tensor is not None:
+        kernel(_FILE, "rotated_amax", index, defines)(grid, _THREADS, job)
+    draw = draw_of(plan.rounding, across.key) if across is not None else NO_DRAW
+    kernel(_FILE, "cast_rotated", index, defines)(grid, _THREADS, job, plan.head + draw + plan.tail)
+
+
+def _job_bytes(memory: Tensor, across: _Side | None, down: _Side | None, tensor: Tensor | None) -> bytes:
+    """Return a ``RotatedJob``."""
+    results = [None, None, None, tensor, None, None]
+    signs = [0, 0]
+    draw = NO_DRAW
+    if across is not None:
+        results[0], results[2], results[4], signs[0] = across.values, across.mask, across.scale, across.signs
+    if down is not None:
+        results[1], results[5], signs[1] = down.values, down.scale, down.signs
+        draw = draw_of(down.plan.rounding, down.key)
+    pointers = [0 if t is None else t.data_ptr() for t in (memory, *results)]
+    return _JOB.pack(*pointers, *memory.shape, *signs) + draw

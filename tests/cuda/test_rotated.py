@@ -1,0 +1,191 @@
+"""Rotated operands and inverse rotations on the device: the bits of ``prepare`` and of torch operations."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import fmtsim
+from fmtsim.cuda import rotated
+from fmtsim.gemm.operand import Draws, prepare
+from fmtsim.gemm.operand import rotated as transform
+from fmtsim.ops import RandomKey
+from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.cast import spread
+from fmtsim.scaling.gradient import ClipMask
+from fmtsim.scaling.transform import Clamp, Hadamard
+from tests.cuda.test_blocks import INTEGERS, SLOW, numbers, same
+
+KEYS = (RandomKey(0x1234567890ABCDEF, 5), RandomKey(6, 1 << 40))
+SIGNS = RandomKey(9, 1)
+NAN = {4: 0x7FC00000, 2: 0x7FC0}
+LAYERS = {name: fmtsim.get_recipe(name).linear.operands for name in ("te_nvfp4", "mxfp4", "quartet")}
+
+
+def canonical(x):
+    """Return the bits of a tensor, with one NaN."""
+    return x.contiguous().view(INTEGERS[x.element_size()]).masked_fill(x.isnan(), NAN[x.element_size()])
+
+
+def wanted(x, quantizer, key):
+    """Return values without the scale that all blocks share, that scale, and the mask."""
+    made = prepare(x, quantizer, Draws(key, None, SIGNS))
+    scale, outside = made.scale, made.tensor
+    if quantizer.scaling is not None and quantizer.scaling.multiplier != 1:
+        outside = torch.tensor(quantizer.scaling.multiplier)  # scales are its product with powers of two
+        scale = torch.where(scale == 1, 1.0, torch.exp2(scale.double().log2().floor()).float())
+    values = (made.elements.float() * spread(scale, made.sizes, x.shape)).bfloat16()
+    return values, outside, made.slope
+
+
+def check(found, x, quantizer, key):
+    values, outside, slope = wanted(x, quantizer, key)
+    assert found.values.shape == x.shape and found.values.dtype == torch.bfloat16
+    assert torch.equal(canonical(found.values.cpu()), canonical(values))
+    assert same(found.scale, outside)
+    assert (found.mask is None) == (slope is None)
+    assert slope is None or torch.equal(found.mask.cpu().float(), slope)
+
+
+def matrices(shape):
+    """Yield matrices: of ordinary numbers alone, where the scale of the tensor is one, and of all kinds."""
+    for special in (False, True):
+        yield numbers(shape, torch.bfloat16, special=special)
+
+
+@pytest.mark.parametrize(
+    ("layer", "name", "turned"),
+    [
+        ("quartet", "x_f", False),
+        pytest.param("te_nvfp4", "x_w", True, marks=SLOW),
+        pytest.param("te_nvfp4", "x_w", False, marks=SLOW),
+        pytest.param("te_nvfp4", "g_w", False, marks=SLOW),
+        pytest.param("mxfp4", "x_w", True, marks=SLOW),
+        pytest.param("mxfp4", "g_w", False, marks=SLOW),
+        pytest.param("quartet", "w_d", True, marks=SLOW),
+        pytest.param("quartet", "g_d", False, marks=SLOW),
+    ],
+)
+def test_operands_have_the_bits_of_their_definition(layer, name, turned, device):
+    quantizer = LAYERS[layer][name]
+    for shape in ((192, 72), (64, 8)) if turned else ((70, 192), (3, 64)):
+        for matrix in matrices(shape):
+            x, moved = (m.mT if turned else m for m in (matrix, matrix.to(device)))
+            assert rotated.covers(moved, quantizer)
+            found = rotated.cast_rotated(moved, quantizer, (KEYS[0], None), SIGNS)
+            assert found.values.stride() == moved.stride()
+            check(found, x, quantizer, KEYS[0])
+
+
+@pytest.mark.parametrize("layer", ["te_nvfp4", pytest.param("mxfp4", marks=SLOW), pytest.param("quartet", marks=SLOW)])
+def test_both_axes_have_the_bits_of_two_casts(layer, device):
+    first, second = (LAYERS[layer][name] for name in ("g_d", "g_w"))
+    for x in matrices((128, 192)):
+        assert rotated.covers_both(x, first, second)
+        pair = rotated.cast_both(x.to(device), first, second, ((KEYS[0], None), (KEYS[1], None)), SIGNS)
+        check(pair[0], x, first, KEYS[0])
+        check(pair[1], x.mT, second, KEYS[1])
+
+
+def test_signs_may_be_a_mask(device):
+    turn = Hadamard(size=32, signs=0xDEADBEEF)
+    quantizer = replace(LAYERS["quartet"]["x_f"], transforms=(turn,))
+    given = replace(quantizer, transforms=(replace(turn, signs="random"),))
+    x = numbers((4, 64), torch.bfloat16)
+    check(rotated.cast_rotated(x.to(device), quantizer), x, quantizer, None)
+    check(rotated.cast_rotated(x.to(device), given, signs=turn.signs), x, quantizer, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=SLOW)])
+@pytest.mark.parametrize("turn", [Hadamard(size=32), pytest.param(Hadamard(size=16, signs=0xD7E8), marks=SLOW), None])
+def test_gradients_are_turned_back(turn, dtype, device):
+    generator = torch.Generator().manual_seed(3)
+    y = torch.randn(37, 192, generator=generator) * torch.exp2(torch.arange(37.0) * 6 - 100)[:, None]
+    y[0, 0], y[1, 1], y[2], y[3], y[4, 5] = math.nan, math.inf, 0.0, -0.0, 3e38
+    mask = torch.rand(y.shape, generator=generator) > 0.25
+    scales = torch.tensor(0.37), torch.tensor(1.7)
+    turns = () if turn is None else (turn,)
+    assert rotated.covers_finish(y, turns)
+    for chosen in (mask, None):
+        for pair in (scales, (None, scales[1]), (None, None)):
+            x = y if pair[1] is None else y * (pair[1] if pair[0] is None else pair[0] * pair[1])
+            x = x if chosen is None else x * chosen.float()
+            x = x if turn is None else transform(x, turn, None, inverse=True)
+            moved = [None if t is None else t.to(device) for t in (chosen, *pair)]
+            found = rotated.finish_rotated(y.to(device), moved[0], turns, dtype, (moved[1], moved[2]))
+            assert found.dtype == dtype
+            assert torch.equal(canonical(found.cpu()), canonical(x.to(dtype)))
+
+
+def test_what_the_kernels_take():
+    te, quest, largest = LAYERS["te_nvfp4"]["g_w"], LAYERS["quartet"]["x_f"], LAYERS["quartet"]["g_w"]
+    x = torch.zeros(64, 128, dtype=torch.bfloat16)
+    turn = Hadamard(size=32)
+    assert all(rotated.covers(x, quantizer) for quantizer in (te, quest, largest))
+    assert rotated.covers(x.mT, te) and not rotated.covers(x.mT, quest)
+    for refused in (x.float(), x[:, :80], x[:, ::2], x[:0], x[0], x[:60, :64].mT, x[:, :64].mT):
+        assert not rotated.covers(refused, te)
+    for changes in (
+        {"transforms": ()},
+        {"transforms": (Hadamard(size=64),)},
+        {"transforms": (turn, turn)},
+        {"transforms": (Hadamard(size=32, axis="outer"),)},
+        {"transforms": (Clamp(level=0.99),)},
+        {"transforms": (replace(turn, rounded=fmtsim.get_format("fp16")),)},
+        {"rounding": Rounding(mode="stochastic", random_bits=8, layout="cvt_rs")},
+        {"rounding": Rounding(mode="stochastic", variant="b")},
+        {"rounding": Rounding(mode="up")},
+        {"overflow": "ieee"},
+        {"format": fmtsim.get_format("nvfp4_16x16")},
+        {"format": fmtsim.get_format("mxfp8")},
+        {"then": quest},
+    ):
+        assert not rotated.covers(x, replace(te, **changes)) or changes.get("format") == fmtsim.get_format("mxfp8")
+    for quantizer, changes in (
+        (quest, {"statistic": "rms"}),
+        (quest, {"offset": 0.0}),
+        (quest, {"block": (1, 64)}),
+        (quest, {"power_of_two": "ceil"}),
+        (largest, {"multiplier": 1.5}),
+        (largest, {"top": 1.0}),
+        (largest, {"candidates": (1.0, 1.5)}),
+        (largest, {"arithmetic": "encode"}),
+    ):
+        assert not rotated.covers(x, replace(quantizer, scaling=replace(quantizer.scaling, **changes)))
+    assert not rotated.covers(x, replace(largest, gradient=ClipMask()))
+    assert not rotated.covers(x, replace(quest, rounding=Rounding()))
+    assert not rotated.covers_both(x, te, replace(te, rounding=Rounding()))
+    assert not rotated.covers_both(x[:32], LAYERS["te_nvfp4"]["g_d"], te)
+    assert not rotated.covers_both(x, quest, quest)
+    for y, turns in ((torch.zeros(2, 80), ()), (torch.zeros(2, 64), (replace(turn, signs="random"),)), (x, (turn,))):
+        assert not rotated.covers_finish(y, turns)
+
+
+def test_division_by_four_thirds_is_exact():
+    """The product with the reciprocal, corrected once, is the quotient rounded, for every significand."""
+    c = np.float32(4 / 3)
+    reciprocal = np.float32(1) / c
+    for part in np.split(np.arange(1 << 23, 1 << 24, dtype=np.float32), 16):
+        near = part * reciprocal
+        over = near.astype(np.float64) * np.float64(c) - part  # products of two float32 are exact in float64
+        product = over.astype(np.float32).astype(np.float64) * np.float64(reciprocal)
+        total = near - product
+        lost = near - (total + product)  # of the sum in float64: enough to break a tie, were there one
+        rounded = total.astype(np.float32)
+        ties = np.abs(total - rounded) == np.spacing(rounded) / 2
+        assert not (ties & (lost != 0)).any()
+        assert (rounded == part / c).all()
+
+
+def test_planted_errors_are_caught(emulated, monkeypatch):
+    mask_of = rotated._mask_of
+    monkeypatch.setattr(rotated, "_mask_of", lambda plan, signs: mask_of(plan, signs) ^ 1)
+    with pytest.raises(AssertionError):
+        test_signs_may_be_a_mask(torch.device("cpu"))
+    monkeypatch.undo()
+    finish = rotated.finish_rotated
+    monkeypatch.setattr(rotated, "finish_rotated", lambda y, mask, *rest: finish(y, None, *rest))
+    with pytest.raises(AssertionError):
+        test_gradients_are_turned_back(None, torch.bfloat16, torch.device("cpu"))
