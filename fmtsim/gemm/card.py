@@ -71,6 +71,24 @@ def settled(made: Operand, folded: bool) -> Operand:
     return made._replace(elements=elements.to(torch.bfloat16), scale=None)
 
 
+def unrotate_on_card(y: Tensor, before: Quantizer, slope: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Turn the gradient of a rotated operand back by a fused kernel; None where none covers it.
+
+    Args:
+        y: float32 [rows, columns].
+        before: Quantiser that rotated the operand along its inner axis.
+        slope: What gradients are multiplied with first, or None.
+        dtype: Of the result.
+    """
+    if not y.is_cuda or not is_bare(y) or not _served(y.device.index):
+        return None
+    rotations = importlib.import_module("fmtsim.cuda.rotated")
+    masks = slope is None or slope.dtype == torch.bool
+    if not masks or not rotations.covers_finish(y, before.transforms):
+        return None
+    return rotations.finish_rotated(y, slope, before.transforms, dtype)  # type: ignore[no-any-return]
+
+
 def _rotated(x: Tensor, quantizer: Quantizer, draws: Draws) -> Operand | None:
     rotations = importlib.import_module("fmtsim.cuda.rotated")
     if not rotations.covers(x, quantizer):

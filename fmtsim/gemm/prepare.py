@@ -8,7 +8,7 @@ from torch import Tensor
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.card import on_card, prepare_on_card, settled
+from fmtsim.gemm.card import on_card, prepare_on_card, settled, unrotate_on_card
 from fmtsim.gemm.choice import drawn_key
 from fmtsim.gemm.coding import code, holder
 from fmtsim.gemm.config import OPERANDS
@@ -101,6 +101,10 @@ def unrotated(
     for transform in reversed(first.transforms):
         if isinstance(transform, Hadamard) and transform.axis == "outer" and transform.undo:
             y = rotated(y, transform, signs, inverse=True)
+    if turned and before.transforms:
+        done = unrotate_on_card(y, before, slope, dtype)
+        if done is not None:
+            return done
     if slope is not None:
         y = y * slope
     for transform in reversed(before.transforms if turned else ()):
