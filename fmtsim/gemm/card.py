@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.dispatch import is_bare
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.gemm.bfloat16 import hold, holds
@@ -28,8 +27,8 @@ def on_card(x: Tensor) -> bool:
 def prepare_on_card(
     x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedScale | FrozenScale | None, folded: bool
 ) -> Operand | None:
-    """Quantise a matrix by a fused kernel; None where none covers that. Arguments as in ``prepare``."""
-    if quantizer.then is not None or not is_bare(x) or not _served(x.device.index):
+    """Quantise a matrix by a fused kernel, as ``settled`` leaves it; None where none covers that."""
+    if quantizer.then is not None or not _served(x.get_device()):
         return None
     if quantizer.transforms:
         return _rotated(x, quantizer, draws) if folded else None
@@ -80,9 +79,9 @@ def unrotate_on_card(y: Tensor, before: Quantizer, slope: Tensor | None, dtype: 
         slope: What gradients are multiplied with first, or None.
         dtype: Of the result.
     """
-    if not y.is_cuda or not is_bare(y) or not _served(y.device.index):
+    if not y.is_cuda or not _served(y.get_device()):
         return None
-    rotations = importlib.import_module("fmtsim.cuda.rotated")
+    rotations = _engine("rotated")
     masks = slope is None or slope.dtype == torch.bool
     if not masks or not rotations.covers_finish(y, before.transforms):
         return None
@@ -90,7 +89,7 @@ def unrotate_on_card(y: Tensor, before: Quantizer, slope: Tensor | None, dtype: 
 
 
 def _rotated(x: Tensor, quantizer: Quantizer, draws: Draws) -> Operand | None:
-    rotations = importlib.import_module("fmtsim.cuda.rotated")
+    rotations = _engine("rotated")
     if not rotations.covers(x, quantizer):
         return None
     transform = quantizer.transforms[0]
@@ -103,7 +102,7 @@ def _rotated(x: Tensor, quantizer: Quantizer, draws: Draws) -> Operand | None:
 def _scaled(
     x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedScale | FrozenScale | None, folded: bool
 ) -> Operand | None:
-    rules = importlib.import_module("fmtsim.cuda.scaled")
+    rules = _engine("scaled")
     if not rules.covers(x, quantizer):
         return None
     assert quantizer.scaling is not None
@@ -130,7 +129,12 @@ def _casts(x: Tensor, quantizer: Quantizer) -> bool:
 
 
 def _served(index: int) -> bool:
-    return bool(importlib.import_module("fmtsim.cuda.runtime").serves(index))
+    return bool(_engine("runtime").serves(index))
+
+
+@lru_cache(maxsize=8)
+def _engine(module: str) -> Any:
+    return importlib.import_module(f"fmtsim.cuda.{module}")
 
 
 @lru_cache(maxsize=64)

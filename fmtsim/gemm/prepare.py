@@ -50,8 +50,8 @@ def prepare(
         folded: On a GPU, multiply scales into elements where bfloat16 holds the products (``fold``).
     """
     if on_card(x):
-        made = prepare_on_card(x, quantizer, draws, delayed, folded) or _prepared(x, quantizer, draws, delayed)
-        return settled(made, folded)
+        made = prepare_on_card(x, quantizer, draws, delayed, folded)
+        return settled(_prepared(x, quantizer, draws, delayed), folded) if made is None else made
     return _prepared(x, quantizer, draws, delayed)
 
 

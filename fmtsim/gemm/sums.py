@@ -4,6 +4,8 @@ On a GPU its bfloat16 units multiply elements that bfloat16 holds: products are 
 """
 
 import importlib
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +69,7 @@ def _finish(
 
 def _finish_sums(y, columns, rows, rest, bias, dtype):  # type: ignore[no-untyped-def]
     if y.is_cuda and rest is None and y.dtype == torch.float32:
-        outputs = importlib.import_module("fmtsim.cuda.outputs")
+        outputs = _outputs()
         if outputs.covers(y, dtype):
             return outputs.finish_sums(y, columns, rows, bias, dtype)
     y = y if columns is None else y * columns.mT
@@ -75,6 +77,11 @@ def _finish_sums(y, columns, rows, rest, bias, dtype):  # type: ignore[no-untype
     y = y if rest is None else y + rest
     y = y if bias is None else y + bias.to(y.dtype)
     return y.to(dtype, copy=True)
+
+
+@cache
+def _outputs() -> Any:
+    return importlib.import_module("fmtsim.cuda.outputs")
 
 
 _library.impl("finish_sums", _finish_sums, "CompositeExplicitAutograd")
