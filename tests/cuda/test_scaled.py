@@ -155,6 +155,8 @@ RULES = [
     Scaling(arithmetic="reciprocal", factor=0.01, offset=1e-8, scale=E8M0),
     Scaling(arithmetic="reciprocal", offset=1e-8, scale=BF16),
     Scaling(arithmetic="divide", scale=E4M3),
+    Scaling(arithmetic="divide", power_of_two="floor", scale=E8M0),
+    Scaling(arithmetic="divide", power_of_two="ceil", multiplier=4 / 3),
     Scaling(arithmetic="encode", scale=E8M0),
 ]
 
@@ -352,7 +354,7 @@ def test_planted_errors_are_caught(emulated, monkeypatch):
         test_elements_and_masks(E2M1, TOWARD_ZERO, ClipMask(), device)
     monkeypatch.setattr(scaled, "_plans", {})
     monkeypatch.setattr(
-        scaled_rules, "_rule", lambda q, s, stored: real(q, dataclasses.replace(s, power_of_two=None), stored)
+        scaled_rules, "_rule", lambda q, s, *rest: real(q, dataclasses.replace(s, power_of_two=None), *rest)
     )
     with pytest.raises(AssertionError):
         test_rules_have_the_bits_of_the_definition(RULES[5], device)
