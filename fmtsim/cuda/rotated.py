@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fmtsim.cuda.block_parameters import NO_DRAW
 from fmtsim.cuda.block_view import aligned
+from fmtsim.cuda.launch import Kernel
 from fmtsim.cuda.parameters import draw_of
 from fmtsim.cuda.rotated_plan import Plan, examples, macros, plan_of, rotation_of, same_cast
 from fmtsim.cuda.runtime import Defines, device_index, kernel
@@ -27,11 +28,10 @@ from fmtsim.scaling.transform import Hadamard, Transform
 Keys = tuple[RandomKey | None, RandomKey | None]
 Signs = RandomKey | int | None
 
-_FILE, _THREADS = "rotated.cu", 128
-_ROWS, _COLUMNS = 64, 128  # of a tile
-_GROUP = 64  # neighbours that share random words
+_FILE, _THREADS, _TILE = "rotated.cu", 128, 8192  # a tile has 64 elements a thread
+_HELD = 32  # elements of a lane
 _GRID_LIMIT = 65535
-_JOB = struct.Struct("<9q2I")
+_JOB = struct.Struct("<10q8I")
 _OUTPUTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FINISHED = 4 * 4 * 256  # numbers of a block of threads
 
@@ -58,7 +58,7 @@ class _Side(NamedTuple):
     values: Tensor
     scale: Tensor | None
     mask: Tensor | None
-    key: RandomKey | None
+    draw: bytes
     signs: int
 
 
@@ -68,23 +68,28 @@ def covers(x: Tensor, quantizer: Quantizer) -> bool:
     It takes bfloat16 ``[rows, inner]``, contiguous or the transposed view of such a matrix, ``inner`` a multiple of 64
     (and ``rows`` of 8 in a transposed view), under one Hadamard transform of 16 or 32 elements along the inner axis and
     one of these casts: a block format of up to 32 elements in a row whose values bfloat16 holds, or e2m1 under the
-    rules of Quartet (``rotated_plan``).
+    rules of Quartet (``rotated_plan``); or under one of 128 and the corrected scales of Quartet II, ``inner`` then
+    being a multiple of 128.
     """
     plan = plan_of(quantizer)
-    if plan is None or plan.size == 1 or not _is_matrix(x) or x.shape[1] % _GROUP:
+    if plan is None or plan.size == 1 or not _is_matrix(x) or x.shape[1] % (plan.lanes * _HELD):
         return False
-    return x.is_contiguous() or (not plan.masks and x.mT.is_contiguous() and x.shape[0] % 8 == 0)
+    return x.is_contiguous() or (not plan.masks and x.stride() == (1, x.shape[0]) and x.shape[0] % 8 == 0)
 
 
 def covers_both(x: Tensor, first: Quantizer, second: Quantizer) -> bool:
     """Say whether ``cast_both`` takes a matrix under two quantisers; the device is not looked at."""
     plans = plan_of(first), plan_of(second)
-    if None in plans or not _is_matrix(x) or not x.is_contiguous() or x.shape[0] % _GROUP or x.shape[1] % _GROUP:
+    if None in plans or not _is_matrix(x) or not x.is_contiguous():
+        return False
+    if x.shape[0] % (2 * _HELD) or x.shape[1] % (2 * _HELD) or plans[0].lanes != 2:  # type: ignore[union-attr]
         return False
     return same_cast(*plans) and not plans[1].masks  # type: ignore[arg-type, union-attr]
 
 
-def cast_rotated(x: Tensor, quantizer: Quantizer, keys: Keys = (None, None), signs: Signs = None) -> Rotated:
+def cast_rotated(
+    x: Tensor, quantizer: Quantizer, keys: Keys = (None, None), signs: Signs = None, factor: Tensor | None = None
+) -> Rotated:
     """Rotate and quantise a matrix that ``covers`` takes.
 
     Args:
@@ -92,15 +97,19 @@ def cast_rotated(x: Tensor, quantizer: Quantizer, keys: Keys = (None, None), sig
         quantizer: What to do.
         keys: Random words of elements and of scales; by an element's place in ``[rows, inner]``, whatever the strides.
         signs: The key of a rotation with ``signs="random"``, or its mask.
+        factor: float32, 0-d: what x is multiplied with first, each product rounded to float32: the scale that values
+            which are quantised again were left without. None is 1.
 
     NaN, Inf and -0 come out as ``prepare`` has them, NaN canonical. Nothing waits for the device.
     """
     plan = plan_of(quantizer)
     assert plan is not None  # covers has said so
-    memory = x if (straight := x.is_contiguous()) else x.mT
-    side = _side(memory, plan, keys, signs)
-    _launch(memory, *((side, None) if straight else (None, side)))
-    return Rotated(side.values if straight else side.values.mT, side.scale, side.mask)
+    side = _side(x, plan, keys, signs)
+    if x.is_contiguous():
+        _launch(x, (x.shape[0], x.shape[1]), side, None, factor)
+    else:
+        _launch(x, (x.shape[1], x.shape[0]), None, side, factor)
+    return Rotated(side.values, side.scale, side.mask)
 
 
 def cast_both(
@@ -125,7 +134,7 @@ def cast_both(
     plans = plan_of(first), plan_of(second)
     assert plans[0] is not None and plans[1] is not None  # covers_both has said so
     across, down = (_side(x, plan, pair, signs) for plan, pair in zip(plans, keys, strict=True))  # type: ignore[arg-type]
-    _launch(x, across, down)
+    _launch(x, (x.shape[0], x.shape[1]), across, down, None)
     return Rotated(across.values, across.scale, across.mask), Rotated(down.values.mT, down.scale, None)
 
 
@@ -133,7 +142,7 @@ def covers_finish(y: Tensor, transforms: tuple[Transform, ...]) -> bool:
     """Say whether ``finish_rotated`` takes a product; the device is not looked at."""
     turn = rotation_of(transforms)
     fits = not transforms or (turn is not None and turn.signs != "random")
-    return fits and y.dim() == 2 and y.dtype == torch.float32 and y.is_contiguous() and not y.shape[1] % _GROUP
+    return fits and y.dim() == 2 and y.dtype == torch.float32 and y.is_contiguous() and not y.shape[1] % (2 * _HELD)
 
 
 def finish_rotated(
@@ -179,72 +188,90 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
     for dtype in _OUTPUTS:
         yield "rotated_finish.cu", "finish_rotated", _finish_macros(turn, dtype)
     for across, down in examples():
-        plans = [None if quantizer is None else plan_of(quantizer) for quantizer in (across, down)]
-        if any(plan is not None and plan.two_level for plan in plans):
-            yield _FILE, "rotated_amax", macros(*plans)
-        yield _FILE, "cast_rotated", macros(*plans)
+        first, second = (None if quantizer is None else plan_of(quantizer) for quantizer in (across, down))
+        if any(plan is not None and plan.two_level for plan in (first, second)):
+            yield _FILE, "rotated_amax", macros(first, second)
+        yield _FILE, "cast_rotated", macros(first, second)
 
 
 def _is_matrix(x: Tensor) -> bool:
     rows = x.shape[0] if x.dim() == 2 else 0
-    return x.dtype == torch.bfloat16 and rows > 0 and x.numel() > 0 and max(x.shape) <= _GRID_LIMIT * _ROWS
+    return x.dtype == torch.bfloat16 and rows > 0 and x.numel() > 0 and max(x.shape) <= _GRID_LIMIT * 2 * _HELD
 
 
-def _side(memory: Tensor, plan: Plan, keys: Keys, signs: Signs) -> _Side:
+def _side(x: Tensor, plan: Plan, keys: Keys, signs: Signs) -> _Side:
     """Make room for the results of one cast."""
-    scale = _constant(plan.outside, memory.device) if plan.outside is not None else None
+    scale = _constant(plan.outside, x.device) if plan.outside is not None else None
     if plan.two_level:
-        scale = torch.empty((), device=memory.device)
-    assert plan.rounding.mode != "stochastic" or keys[0] is not None
-    values = torch.empty_like(memory)
-    mask = torch.empty_like(memory, dtype=torch.bool) if plan.masks else None
-    return _Side(plan, values, scale, mask, keys[0], _mask_of(plan, signs))
+        scale = torch.empty((), device=x.device)
+    key = keys[plan.draws_scales]
+    assert plan.drawn.mode != "stochastic" or key is not None
+    values = torch.empty_like(x)  # with its strides
+    mask = torch.empty_like(x, dtype=torch.bool) if plan.masks else None
+    return _Side(plan, values, scale, mask, draw_of(plan.drawn, key), _mask_of(plan, signs))
 
 
 def _mask_of(plan: Plan, signs: Signs) -> int:
+    """Return the signs of a lane's elements or more, groups of fewer repeated."""
     given = plan.signs if plan.signs != "random" else signs
-    return given if isinstance(given, int) else 0 if given is None else _drawn(plan.size, given)
+    mask = given if isinstance(given, int) else 0 if given is None else _drawn(plan.size, given)
+    return mask * 0x10001 if plan.size == 16 else mask
 
 
 @lru_cache(maxsize=64)
 def _drawn(size: int, key: RandomKey) -> int:
-    """Return the mask of random signs: bit j of word 0 of a key turns element j of a group (docs/transforms.md)."""
-    return random_word(key, 0) & ((1 << size) - 1)
+    """Return the mask of random signs: bit j of word w of a key turns element 32 w + j of a group."""
+    return sum(random_word(key, word) << 32 * word for word in range(-(-size // 32))) & ((1 << size) - 1)
 
 
 @lru_cache(maxsize=64)
 def _constant(value: float, device: torch.device) -> Tensor:
     """Return a number on a device, kept so that a CUDA graph can capture a later call."""
-    return torch.tensor(value, device=device)
+    return torch.full((), value, device=device)
 
 
-def _launch(memory: Tensor, across: _Side | None, down: _Side | None) -> None:
-    """Launch the kernels of one read of a contiguous matrix [rows, columns]."""
-    memory = memory if aligned(memory) else memory.clone()
-    rows, columns = memory.shape
-    index = device_index(memory)
-    plans = [None if side is None else side.plan for side in (across, down)]
-    plan = plans[0] or plans[1]
+def _launch(x: Tensor, shape: tuple[int, int], across: _Side | None, down: _Side | None, factor: Tensor | None) -> None:
+    """Launch the kernels of one read of a matrix that lies in memory as [rows, columns]."""
+    x = x if aligned(x) else x.clone()
+    first, second = (None if side is None else side.plan for side in (across, down))
+    plan = first or second
     assert plan is not None
-    defines = macros(*plans)
-    tensor = torch.zeros(2, dtype=torch.int32, device=memory.device) if plan.two_level else None
-    grid = -(-columns // _COLUMNS), -(-rows // _ROWS)
-    job = _job_bytes(memory, across, down, tensor)
-    if tensor is not None:
-        kernel(_FILE, "rotated_amax", index, defines)(grid, _THREADS, job)
-    draw = draw_of(plan.rounding, across.key) if across is not None else NO_DRAW
-    kernel(_FILE, "cast_rotated", index, defines)(grid, _THREADS, job, plan.head + draw + plan.tail)
+    find, cast = _kernels(first, second, factor is not None, device_index(x))
+    tensor = torch.zeros(2, dtype=torch.int32, device=x.device) if find is not None else None
+    height = 2 * _HELD if down is None else plan.lanes * _HELD
+    grid = -(-shape[1] * height // _TILE), -(-shape[0] // height)
+    job = _job_bytes(x, shape, across, down, tensor, factor)
+    if find is not None:
+        find(grid, _THREADS, job)
+    cast(grid, _THREADS, job, plan.head + (NO_DRAW if across is None else across.draw) + plan.tail)
 
 
-def _job_bytes(memory: Tensor, across: _Side | None, down: _Side | None, tensor: Tensor | None) -> bytes:
+def _kernels(first: Plan | None, second: Plan | None, multiplies: bool, index: int) -> tuple[Kernel | None, Kernel]:
+    """Return the kernels that find the amaxes of a tensor, where its scale needs them, and that cast."""
+    key = first.number if first else 0, second.number if second else 0, multiplies, index
+    found = _loaded.get(key)
+    if found is None:  # hashing all macros takes as long as a launch
+        defines = macros(first, second, multiplies)
+        whole = (first or second).two_level  # type: ignore[union-attr]
+        found = _loaded[key] = (
+            kernel(_FILE, "rotated_amax", index, defines) if whole else None,
+            kernel(_FILE, "cast_rotated", index, defines),
+        )
+    return found
+
+
+_loaded: dict[tuple[int, int, bool, int], tuple[Kernel | None, Kernel]] = {}
+
+
+def _job_bytes(
+    x: Tensor, shape: tuple[int, int], across: _Side | None, down: _Side | None, tensor: Tensor | None,
+    factor: Tensor | None,
+) -> bytes:  # fmt: skip
     """Return a ``RotatedJob``."""
-    results = [None, None, None, tensor, None, None]
-    signs = [0, 0]
-    draw = NO_DRAW
-    if across is not None:
-        results[0], results[2], results[4], signs[0] = across.values, across.mask, across.scale, across.signs
-    if down is not None:
-        results[1], results[5], signs[1] = down.values, down.scale, down.signs
-        draw = draw_of(down.plan.rounding, down.key)
-    pointers = [0 if t is None else t.data_ptr() for t in (memory, *results)]
-    return _JOB.pack(*pointers, *memory.shape, *signs) + draw
+    first = (None, None, None, 0) if across is None else (across.values, across.mask, across.scale, across.signs)
+    second = (None, None, 0) if down is None else (down.values, down.scale, down.signs)
+    tensors = x, first[0], second[0], first[1], tensor, first[2], second[1]
+    pointers = [0 if t is None else t.data_ptr() for t in tensors]
+    words = [mask >> 32 * place & 0xFFFFFFFF for mask in (first[3], second[2]) for place in range(4)]
+    at = 0 if factor is None else factor.data_ptr()
+    return _JOB.pack(*pointers, *shape, at, *words) + (NO_DRAW if down is None else down.draw)

@@ -1,12 +1,14 @@
 """Which rotations and casts the kernels of rotated operands take, and the macros that specialise them.
 
-Casts are those of block formats whose values bfloat16 holds, and two rules of ``Scaling`` for blocks of 32 elements
-whose scales are powers of two: ``floor(statistic="std" * factor + offset)`` with ties toward zero, which is QuEST, and
-``floor(amax / top) * multiplier``.
+Casts are those of block formats whose values bfloat16 holds, and three rules of ``Scaling``: for blocks of 32 elements
+whose scales are powers of two ``floor(statistic="std" * factor + offset)`` with ties toward zero, which is QuEST, and
+``floor(amax / top) * multiplier``; and for blocks of 16 the two levels of Quartet II with scales that EDEN corrects
+over the elements of a transform.
 """
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import count
 from typing import Any, Literal, NamedTuple, TypeGuard, cast
 
 import numpy as np
@@ -22,21 +24,27 @@ from fmtsim.ops import CastSpec
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.gradient import ClipMask, StraightThrough
 from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import Scaling
+from fmtsim.scaling.scale import Scaling, TensorScale
 from fmtsim.scaling.transform import Hadamard, Transform
 
 SIZES = (16, 32)
-BF16 = cast(FloatFormat, get_format("bf16"))
-_BLOCK_FORMAT, _DEVIATION, _LARGEST = range(3)  # CAST of the kernel
+_LONG = 128  # elements of the transform and of the group whose scales are corrected together
+BF16, _E4M3 = (cast(FloatFormat, get_format(name)) for name in ("bf16", "e4m3"))
+_TOLERANCE = "7.105427357601002e-15"  # 2^-47: how far the order of 128 sums in float64 moves a quotient, at most
+_BLOCK_FORMAT, _DEVIATION, _LARGEST, _CORRECTED = range(4)  # CAST of the kernel
 _PLAIN = Scaling(block=(1, 32), arithmetic="divide", power_of_two="floor")
 _MULTIPLIERS = (1.0, 4 / 3)  # division by their float32 in four steps is exact (tests/cuda/test_rotated.py)
 _TAIL = 48  # bytes of a Cast behind its Draw
+
+
+_Found = tuple[CastSpec, Defines, float | None]
 
 
 class Plan(NamedTuple):
     """How a quantiser is computed.
 
     Attributes:
+        number: Of this plan, from 1.
         size: Elements of the transform, 1 where there is none.
         signs: Its signs, as in ``Hadamard``.
         rounded: Whether its result becomes bfloat16.
@@ -44,10 +52,13 @@ class Plan(NamedTuple):
         masks: Whether there is a mask.
         outside: A constant that the values are to be multiplied with, or None.
         rounding: Of the elements.
+        drawn: The rounding that takes random words: of the elements, or
+        draws_scales: of the scales.
         defines: Macros of the cast.
         head, tail: A ``Cast`` before and behind its ``Draw``.
     """
 
+    number: int
     size: int
     signs: int | Literal["random"] | None
     rounded: bool
@@ -55,17 +66,25 @@ class Plan(NamedTuple):
     masks: bool
     outside: float | None
     rounding: Rounding
+    drawn: Rounding
+    draws_scales: bool
     defines: Defines
     head: bytes
     tail: bytes
 
+    @property
+    def lanes(self) -> int:
+        """Lanes whose elements belong together: 32 each."""
+        return 4 if self.draws_scales else 2
 
-def macros(across: Plan | None, down: Plan | None) -> Defines:
-    """Return the macros of a kernel that casts along the rows, the columns or both."""
+
+def macros(across: Plan | None, down: Plan | None, multiplies: bool = False) -> Defines:
+    """Return the macros of a kernel that casts along the rows, the columns or both, or products with a number."""
     sides = [plan for plan in (across, down) if plan is not None]
     sizes = (0 if plan is None else plan.size for plan in (across, down))
     masks = across is not None and across.masks
-    return _macros(sides[0].defines, *sizes, any(plan.rounded for plan in sides), masks)
+    flags = any(plan.rounded for plan in sides), masks, multiplies
+    return _macros(sides[0].defines, sides[0].lanes, *sizes, *flags)
 
 
 def plan_of(quantizer: Quantizer) -> Plan | None:
@@ -78,44 +97,50 @@ def plan_of(quantizer: Quantizer) -> Plan | None:
     return found[1]
 
 
+_numbered = count(1)
 _plans: dict[int, tuple[Quantizer, Plan | None]] = {}
 
 
 def same_cast(first: Plan, second: Plan) -> bool:
     """Say whether one kernel makes both casts: they differ in rotations alone."""
     free = first.size == 1 or second.size == 1 or first.rounded == second.rounded
-    keys = "defines", "outside", "rounding", "head"
+    keys = "defines", "outside", "rounding", "drawn", "head"
     return free and all(getattr(first, key) == getattr(second, key) for key in keys)
 
 
-def rotation_of(transforms: tuple[Transform, ...]) -> Hadamard | None:
-    """Return the only rotation among transforms if the kernels make it; None otherwise."""
+def rotation_of(transforms: tuple[Transform, ...], sizes: tuple[int, ...] = SIZES) -> Hadamard | None:
+    """Return the only rotation among transforms if it is along the inner axis and of one of these sizes, else None."""
     if len(transforms) != 1 or not isinstance(transforms[0], Hadamard):
         return None
     turn = transforms[0]
-    return turn if turn.axis == "inner" and turn.size in SIZES else None
+    return turn if turn.axis == "inner" and turn.size in sizes else None
 
 
 @lru_cache(maxsize=256)
 def _plan_of(quantizer: Quantizer) -> Plan | None:
-    turn = rotation_of(quantizer.transforms)
+    corrects = quantizer.scaling is not None and quantizer.scaling.eden is not None
+    turn = rotation_of(quantizer.transforms, (_LONG,) if corrects else SIZES)
     if (turn is None and quantizer.transforms) or quantizer.then is not None or quantizer.source == "forward":
         return None
     rounded = turn is not None and turn.rounded is not None
     if rounded and turn.rounded != BF16:  # type: ignore[union-attr]
         return None
-    fmt, rounding = quantizer.format, quantizer.rounding
-    found = _scaling_macros(quantizer) if quantizer.scaling is not None else _block_macros(quantizer)
-    drawn = rounding.mode == "stochastic" and (rounding.variant, rounding.layout) == ("a", "word")
-    if found is None or not (drawn or rounding.mode in ("nearest_even", "nearest_toward_zero")):
+    rounding = quantizer.rounding
+    if corrects:
+        found = _corrected_macros(quantizer) if turn is not None else None
+    else:
+        found = _scaling_macros(quantizer) if quantizer.scaling is not None else _block_macros(quantizer)
+    whole_words = (rounding.variant, rounding.layout) == ("a", "word")
+    if found is None or rounding.mode not in _ROUNDINGS or not whole_words:
         return None
     spec, own, outside = found
-    defines = fast_defines(spec, torch.float32, BFLOAT16, isinstance(fmt, BlockFormat) and fmt.tensor_scale)
+    defines = fast_defines(spec, torch.float32, BFLOAT16, spec.format.tensor_scale)  # type: ignore[union-attr]
     if defines is None:
         return None
     whole = cast_bytes(spec, None, torch.device("cpu"))  # float formats need no tables on a device
     own = (*own, ("RUN", str(spec.format.block[1])))  # type: ignore[union-attr]
     return Plan(
+        number=next(_numbered),
         size=1 if turn is None else turn.size or 1,
         signs=None if turn is None else turn.signs,
         rounded=rounded,
@@ -123,27 +148,30 @@ def _plan_of(quantizer: Quantizer) -> Plan | None:
         masks=quantizer.gradient == ClipMask(),
         outside=outside,
         rounding=rounding,
+        drawn=Rounding(mode="stochastic") if corrects else rounding,
+        draws_scales=corrects,
         defines=(*defines, *own),
         head=whole[: -_TAIL - len(NO_DRAW)],
         tail=whole[-_TAIL:],
     )  # fmt: skip
 
 
-def _block_macros(quantizer: Quantizer) -> tuple[CastSpec, Defines, None] | None:
+def _block_macros(quantizer: Quantizer) -> _Found | None:
     """Return the cast of a block format and the macros that only these kernels have."""
     fmt, rounding = quantizer.format, quantizer.rounding
     if not isinstance(fmt, BlockFormat) or not isinstance(fmt.element, FloatFormat) or fmt.block not in _BLOCKS:
         return None
-    if rounding.mode == "nearest_toward_zero" or quantizer.gradient != StraightThrough():
+    if rounding.mode not in ("nearest_even", "stochastic") or quantizer.gradient != StraightThrough():
         return None
     spec = CastSpec(format=fmt, rounding=rounding, overflow=quantizer.overflow or fmt.default_overflow)
     return spec, (("CAST", str(_BLOCK_FORMAT)),), None
 
 
 _BLOCKS = ((1, 16), (1, 32))
+_ROUNDINGS = ("nearest_even", "nearest_toward_zero", "nearest_away", "stochastic")
 
 
-def _scaling_macros(quantizer: Quantizer) -> tuple[CastSpec, Defines, float | None] | None:
+def _scaling_macros(quantizer: Quantizer) -> _Found | None:
     """Return the same of a scale rule; the cast of the spec is not the rule's, its elements are."""
     fmt, scaling, rounding = quantizer.format, quantizer.scaling, quantizer.rounding
     if not _small(fmt) or (quantizer.overflow or fmt.default_overflow) != "saturate" or scaling is None:
@@ -158,11 +186,35 @@ def _scaling_macros(quantizer: Quantizer) -> tuple[CastSpec, Defines, float | No
     top = float(fmt.max) if scaling.top is None else scaling.top
     if scaling != largest or scaling.multiplier not in _MULTIPLIERS or not 2 <= top <= 2.0**20:
         return None
-    if rounding.mode == "nearest_toward_zero" or quantizer.gradient != StraightThrough():
+    if rounding.mode not in ("nearest_even", "stochastic") or quantizer.gradient != StraightThrough():
         return None
     multiplier = np.float32(scaling.multiplier)
     own = _numbers(CAST=_LARGEST, TOP=top, MULTIPLIER=multiplier, MULTIPLIER_RECIPROCAL=np.float32(1) / multiplier)
     return spec, (*own, ("DIVIDES", str(int(multiplier != 1)))), float(multiplier) if multiplier != 1 else None
+
+
+def _corrected_macros(quantizer: Quantizer) -> _Found | None:
+    """Return the same of the rule whose scales EDEN corrects."""
+    fmt, scaling = quantizer.format, quantizer.scaling
+    overflow = quantizer.overflow or (fmt.default_overflow if fmt is not None else None)
+    if not _small(fmt) or overflow != "saturate" or scaling is None or scaling.tensor is None:
+        return None
+    rule = Scaling(
+        block=(1, 16), top=scaling.top, scale=_E4M3, scale_rounding="stochastic", eden=_LONG,
+        tensor=TensorScale(top=scaling.tensor.top, order="quartet2"),
+    )  # fmt: skip
+    top = float(fmt.max) if scaling.top is None else scaling.top
+    largest = float(_E4M3.max) if scaling.tensor.top is None else scaling.tensor.top
+    if scaling != rule or quantizer.rounding.mode != "nearest_away" or quantizer.gradient != StraightThrough():
+        return None
+    if not (1 <= top <= 2.0**20 and 1 <= largest <= 2.0**20):
+        return None
+    blocks = BlockFormat(
+        name="corrected", element=fmt, block=(1, 16), scale=_E4M3, arithmetic="encode", tensor_scale=True
+    )
+    spec = CastSpec(format=blocks, rounding=Rounding(), overflow="saturate")
+    own = _numbers(CAST=_CORRECTED, TOP=top, TENSOR_TOP=largest)
+    return spec, (*own, ("GROUP", str(_LONG)), ("TOLERANCE", _TOLERANCE)), None
 
 
 def _small(fmt: Any) -> TypeGuard[FloatFormat]:
@@ -179,8 +231,11 @@ def _numbers(**values: Any) -> Defines:
 
 
 @lru_cache(maxsize=1024)
-def _macros(defines: Defines, across: int, down: int, rounded: bool, masks: bool) -> Defines:
+def _macros(
+    defines: Defines, lanes: int, across: int, down: int, rounded: bool, masks: bool, multiplies: bool
+) -> Defines:
     own = {
+        "LANES": lanes, "SCALED": int(multiplies),
         "ACROSS": int(across > 0), "ACROSS_SIZE": max(across, 1), "DOWN": int(down > 0), "DOWN_SIZE": max(down, 1),
         "NARROWS": int(rounded), "MASKS": int(masks and across > 0),
     }  # fmt: skip
@@ -197,6 +252,11 @@ def examples() -> tuple[tuple[Quantizer | None, Quantizer | None], ...]:
     largest = Quantizer(format=e2m1, scaling=replace(_PLAIN, top=4.0, multiplier=4 / 3), rounding=word, transforms=turn)
     x, g = Quantizer(format=nvfp4, transforms=sixteen), Quantizer(format=nvfp4, rounding=word)
     micro = Quantizer(format=mxfp4, rounding=word)
+    eden = Scaling(
+        block=(1, 16), scale=_E4M3, scale_rounding="stochastic", eden=_LONG, tensor=TensorScale(order="quartet2")
+    )
+    long = (Hadamard(size=_LONG, signs="random"),)
+    corrected = Quantizer(format=e2m1, scaling=eden, rounding=Rounding(mode="nearest_away"), transforms=long)
     toward = Rounding(mode="nearest_toward_zero")
     forward = Quantizer(
         format=e2m1, scaling=quest, rounding=toward, transforms=(Hadamard(size=32),), gradient=ClipMask()
@@ -204,4 +264,5 @@ def examples() -> tuple[tuple[Quantizer | None, Quantizer | None], ...]:
     return (
         (x, None), (None, x), (g, replace(g, transforms=sixteen)), (micro, replace(micro, transforms=turn)),
         (None, Quantizer(format=mxfp4, transforms=turn)), (forward, None), (None, largest), (largest, largest),
+        (corrected, None), (None, corrected),
     )  # fmt: skip

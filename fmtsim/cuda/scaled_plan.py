@@ -102,9 +102,17 @@ class Plan:
             self._launch(False, False, key, *addresses, tops.data_ptr())
         else:
             self._launch(False, False, key, *addresses)
-        if self._outer != 1.0 and self._tensor is None:
-            self._tensor = torch.full((), self._outer, dtype=torch.float32, device=x.device)
-        return Made(values, scale.mT if self._shape.turned else scale, self._tensor, mask)
+        outer = None if self._outer == 1.0 else self._constant(x.device)
+        return Made(values, scale.mT if self._shape.turned else scale, outer, mask)
+
+    def _constant(self, device: torch.device) -> Tensor:
+        """Return the multiplier; what a graph captures is not there before it runs, and is not kept."""
+        if self._tensor is not None:
+            return self._tensor
+        constant = torch.full((), self._outer, dtype=torch.float32, device=device)
+        if not torch.cuda.is_current_stream_capturing():
+            self._tensor = constant
+        return constant
 
     def _remembered(
         self, x: Tensor, addresses: tuple[int, ...], key: RandomKey | None, delayed: Memory | Frozen

@@ -38,6 +38,7 @@ class Way(NamedTuple):
         ties: The macro TIES.
         masks: Whether the gradient has a mask.
         folds: Whether bfloat16 holds element times block scale, the multiplier aside.
+        divides: The macro DIVIDES.
     """
 
     rule: bytes
@@ -46,11 +47,13 @@ class Way(NamedTuple):
     ties: int
     masks: bool
     folds: bool
+    divides: bool
 
     def defines(self, input_type: int, words: int, fold: bool) -> Defines:
         """Return the macros of kernels/scaled.cuh."""
         values = {"INPUT": input_type, "PAIRS": 0, "TIES": self.ties, "FOLDS": int(fold), "MASKS": int(self.masks)}
-        return (*self.grid.defines, *((name, str(value)) for name, value in (values | {"WORDS": words}).items()))
+        values |= {"WORDS": words, "DIVIDES": int(self.divides)}
+        return (*self.grid.defines, *((name, str(value)) for name, value in values.items()))
 
 
 def way_of(quantizer: Quantizer) -> Way | None:
@@ -71,7 +74,9 @@ def way_of(quantizer: Quantizer) -> Way | None:
     if grid is None or stored is None or (ties and grid.method not in (MAGIC, FIXED)):
         return None
     masks = not isinstance(quantizer.gradient, StraightThrough)
-    return Way(_rule(quantizer, scaling, stored[0]), grid, stored[1], ties, masks, _folds(element, scaling))
+    divides = (scaling.arithmetic == "divide" and scaling.history is None) * (2 if _inverts(scaling) else 1)
+    rule = _rule(quantizer, scaling, stored[0], divides)
+    return Way(rule, grid, stored[1], ties, masks, _folds(element, scaling), divides == 1)
 
 
 def multiplier_of(scaling: Scaling) -> float:
@@ -107,11 +112,23 @@ def _stored(scale: FloatFormat) -> tuple[int, bytes] | None:
     return (grid.method, grid.parameters) if grid and grid.method in (MAGIC, BITS, FLUSHING) else None
 
 
+def _powers(scaling: Scaling) -> bool:
+    """Say whether scales are powers of two before they are stored, the multiplier aside."""
+    steps = scaling.allowed
+    return all(math.frexp(step)[0] == 0.5 for step in steps) if steps else scaling.power_of_two is not None
+
+
+def _inverts(scaling: Scaling) -> bool:
+    """Say whether float32 holds 1 / scale exactly, so that dividing by a scale is multiplying with it."""
+    within = all(2.0**-127 <= step <= 2.0**127 for step in scaling.allowed)
+    kept = scaling.scale == FP32 or (scaling.scale.mantissa_bits == 0 and scaling.scale.min_exponent >= -127)
+    return _powers(scaling) and within and kept and scaling.multiplier == 1
+
+
 def _folds(element: FloatFormat | IntFormat, scaling: Scaling) -> bool:
-    scale, steps = scaling.scale, scaling.allowed
-    powers = all(math.frexp(step)[0] == 0.5 for step in steps) if steps else scaling.power_of_two is not None
+    scale, powers = scaling.scale, _powers(scaling)
     if scaling.multiplier != 1:
-        return powers and scale == FP32 and not steps and scaling.multiplier < 2
+        return powers and scale == FP32 and not scaling.allowed and scaling.multiplier < 2
     if scale.mantissa_bits == 0 or (powers and scale == FP32):
         return True
     low = element.min_exponent - element.mantissa_bits if isinstance(element, FloatFormat) else -element.fraction_bits
@@ -119,7 +136,7 @@ def _folds(element: FloatFormat | IntFormat, scaling: Scaling) -> bool:
     return fits and _digits(element) + scale.mantissa_bits + 1 <= _DIGITS
 
 
-def _rule(quantizer: Quantizer, scaling: Scaling, stored: int) -> bytes:
+def _rule(quantizer: Quantizer, scaling: Scaling, stored: int, divides: int) -> bytes:
     element, gradient = quantizer.format, quantizer.gradient
     assert isinstance(element, FloatFormat | IntFormat)
     top = np.float32(np.float32(element.max if scaling.top is None else scaling.top) * 2.0**-scaling.margin)
@@ -136,5 +153,5 @@ def _rule(quantizer: Quantizer, scaling: Scaling, stored: int) -> bytes:
         np.float32(scaling.multiplier), np.float32(limit),
         *(np.float32(steps[min(i, len(steps) - 1)]) for i in range(_STEPS)),
         _STATISTICS.index(scaling.statistic), _EPS_RULES.index(scaling.eps_rule), order,
-        scaling.arithmetic == "divide", _POWERS.index(scaling.power_of_two), stored, bool(scaling.allowed), mask,
+        divides, _POWERS.index(scaling.power_of_two), stored, bool(scaling.allowed), mask,
     )  # fmt: skip

@@ -11,7 +11,7 @@ RUN_SIZES = (16, 32, 64, 128)
 WORDS_NONE, WORDS_SHARED, WORDS_EACH = range(3)
 _LANE = 32  # elements of a thread of kernels/scaled_runs.cu
 _TILE_COLUMNS = 256
-_LARGEST = 1 << 36  # elements
+_LARGEST = 1 << 34  # elements: vectors of a tile and lanes are counted in 32 bits
 
 
 class Shape(NamedTuple):

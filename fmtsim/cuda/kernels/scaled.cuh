@@ -1,7 +1,8 @@
 // Elements under a scale: what all kernels of scaled operands share.
 //
 // Macros: INPUT (a dtype of vectors.cuh), those of grid_cast.cuh for the elements, TIES: ties go to even, toward zero or
-// away from it (0, 1, 2); FOLDS: values are element times block scale; MASKS: where gradients pass is written too; WORDS:
+// away from it (0, 1, 2); DIVIDES: elements are x / factor;
+// FOLDS: values are element times block scale; MASKS: where gradients pass is written too; WORDS:
 // random words are not drawn, drawn by groups of 64 neighbours, or one by one (0, 1, 2).
 #pragma once
 #include "grid_cast.cuh"
@@ -36,7 +37,7 @@ DEVICE u32 bfloat16_of(float x) {
 
 // A value as bfloat16; passes: whether the gradient does.
 DEVICE u32 cast_element(float x, const Scale& s, u32 rest, const Rule& r, const Grid& g, u32& passes) {
-  float y = s.divides ? __fdiv_rn(x, s.factor) : __fmul_rn(x, s.factor), q = element_of(y, rest, g);
+  float y = DIVIDES ? __fdiv_rn(x, s.factor) : __fmul_rn(x, s.factor), q = element_of(y, rest, g);
 #if MASKS
   passes = r.mask == CLIP ? fabsf(y) < r.limit : fabsf(__fsub_rn(y, q)) <= r.limit;
 #endif

@@ -156,7 +156,7 @@ KERNEL __launch_bounds__(128) cast_runs(
   scale[0] = shared;
 #else
   float factor = __uint_as_float(*source), stored = reciprocal(factor);
-  scale[0] = {stored, stored, factor, 0};
+  scale[0] = {stored, stored, factor, 0.0f};
 #endif
   if (thread == 0) *scales = scale[0].stored;
 #endif

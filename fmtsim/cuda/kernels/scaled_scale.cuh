@@ -34,8 +34,9 @@ struct alignas(16) Rule {
 #define EPS_OF_SCALE 2
 #define ENCODES 0  // r = top / a, and the scale is 1 / r
 #define ENCODES_DOUBLE 1
-#define DIVIDES 2
-#define MULTIPLIES 3
+#define QUOTIENT 2  // s = a / top
+#define PRODUCT 3   // s = a * RN32(1 / top)
+#define INVERTS 2  // x / scale is x times a power of two, exactly
 #define FLOOR 1
 #define CEIL 2
 #define STORED_WHOLE -1  // the scale is float32; else a method of fmtsim/cuda/grid.py
@@ -47,8 +48,7 @@ struct alignas(16) Rule {
 // Numbers that belong to a block: its scale, the power of two in it that values are folded with, and what elements are
 // multiplied with or divided by.
 struct alignas(16) Scale {
-  float stored, fold, factor;
-  u32 divides;
+  float stored, fold, factor, unused;
 };
 
 DEVICE float at_most_max(float x) { return fminf(x, __uint_as_float(FLT_MAX_BITS)); }
@@ -96,7 +96,7 @@ DEVICE float encoding(float a, bool empty, const Rule& r, float& factor, float& 
 DEVICE float decoding(float a, bool empty, const Rule& r, float& bare) {
   float s = a;
   if (r.factor != 0.0f) s = __fmul_rn(a, r.factor);
-  else s = r.order == MULTIPLIES ? __fmul_rn(a, r.inverse_top) : __fdiv_rn(a, r.top);
+  else s = r.order == PRODUCT ? __fmul_rn(a, r.inverse_top) : __fdiv_rn(a, r.top);
   if (r.offset != 0.0f) s = __fadd_rn(s, r.offset);
   s = at_most_max(fmaxf(s, r.least));
   if (r.power) s = power_of_two(s, r.power == CEIL);
@@ -104,16 +104,6 @@ DEVICE float decoding(float a, bool empty, const Rule& r, float& bare) {
   bare = one ? 1.0f : s;
   if (r.multiplier != 1.0f) s = at_most_max(__fmul_rn(s, r.multiplier));
   return one ? 1.0f : s;
-}
-
-// The scale under which elements x * f or x / f are rounded. Division by a power of two is a product, exactly.
-DEVICE Scale scale_with(float stored, float fold, float factor, bool divides) {
-  u32 bits = __float_as_uint(factor), field = bits >> 23;
-  if (divides && !(bits & MANTISSA) && field >= 1 && field <= 253) {
-    factor = __uint_as_float((254 - field) << 23);
-    divides = false;
-  }
-  return {stored, fold, factor, divides};
 }
 
 // The scale of a block with a statistic, finite and not below zero.
@@ -125,9 +115,10 @@ DEVICE Scale scale_of(float a, const Rule& r, const Grid& g) {
   bool encodes = r.order <= ENCODES_DOUBLE && r.factor == 0.0f;
   float s = encodes ? encoding(a, empty, r, factor, bare) : decoding(a, empty, r, bare);
   float stored = kept_scale(s, r, g);
-  if (r.divides) factor = stored == 0.0f ? __uint_as_float(FLT_MIN_BITS) : stored;
+  if (r.divides == INVERTS) factor = __fdiv_rn(1.0f, stored);
+  else if (r.divides) factor = stored == 0.0f ? __uint_as_float(FLT_MIN_BITS) : stored;
   else if (!encodes || r.stored != STORED_WHOLE || r.chooses) factor = reciprocal(stored);
-  return scale_with(stored, r.multiplier == 1.0f ? stored : bare, factor, r.divides);
+  return {stored, r.multiplier == 1.0f ? stored : bare, factor, 0.0f};
 }
 
 // Bits of a finite magnitude; 0 for NaN and Inf.
