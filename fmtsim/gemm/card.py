@@ -18,6 +18,8 @@ from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.statistics import block_sizes
 from fmtsim.scaling.transform import Hadamard
 
+_folding: dict[int, tuple[Quantizer, bool]] = {}
+
 
 def on_card(x: Tensor) -> bool:
     """Say whether a GPU's bfloat16 units may multiply what a matrix becomes."""
@@ -28,22 +30,20 @@ def prepare_on_card(
     x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedScale | FrozenScale | None, folded: bool
 ) -> Operand | None:
     """Quantise a matrix by a fused kernel, as ``settled`` leaves it; None where none covers that."""
+    fmt = quantizer.format
     if quantizer.then is not None or not _served(x.get_device()):
         return None
-    if quantizer.transforms:
-        return _rotated(x, quantizer, draws) if folded else None
+    if quantizer.transforms or (isinstance(fmt, BlockFormat) and folded):
+        made = _rotated(x, quantizer, draws) if folded else None
+        if made is not None or quantizer.transforms:
+            return made
     if quantizer.scaling is not None:
         return _scaled(x, quantizer, draws, delayed, folded)
-    if not isinstance(quantizer.format, BlockFormat):
-        return (
-            Operand(hold(x, quantizer, -1, _stream(quantizer, draws)).values, quantizer)
-            if _casts(x, quantizer)
-            else None
-        )
-    if not folded or not holds(x, quantizer):
+    if fmt is None or not holds(x, quantizer) or (isinstance(fmt, BlockFormat) and not folded):
         return None
-    held = hold(x, quantizer, -1, _stream(quantizer, draws))
-    return Operand(held.values, quantizer, tensor=held.scale, sizes=block_sizes(quantizer.format.block, x.shape))
+    held = hold(x, quantizer, -1, draws.elements if quantizer.rounding.mode == "stochastic" else None)
+    sizes = block_sizes(fmt.block, x.shape) if isinstance(fmt, BlockFormat) else (1, 1)
+    return Operand(held.values, quantizer, tensor=held.scale, sizes=sizes)
 
 
 def settled(made: Operand, folded: bool) -> Operand:
@@ -92,9 +92,8 @@ def _rotated(x: Tensor, quantizer: Quantizer, draws: Draws) -> Operand | None:
     rotations = _engine("rotated")
     if not rotations.covers(x, quantizer):
         return None
-    transform = quantizer.transforms[0]
-    assert isinstance(transform, Hadamard)  # of others none is covered
-    signs = drawn_key(draws.signs, x.device) if transform.signs == "random" else None
+    random = any(isinstance(transform, Hadamard) and transform.signs == "random" for transform in quantizer.transforms)
+    signs = drawn_key(draws.signs, x.device) if random else None
     made = rotations.cast_rotated(x, quantizer, _keys(x, quantizer, draws), signs)
     return Operand(made.values, quantizer, tensor=made.scale, slope=made.mask)
 
@@ -106,10 +105,20 @@ def _scaled(
     if not rules.covers(x, quantizer):
         return None
     assert quantizer.scaling is not None
-    fold = folded and folds(quantizer) and rules.folds(quantizer)
+    fold = folded and _folds(quantizer)
     made = rules.cast_scaled(x, quantizer, _keys(x, quantizer, draws), fold, delayed)
     scale, sizes = None if fold else made.scale, block_sizes(quantizer.scaling.block, x.shape)
     return Operand(made.values, quantizer, scale, made.tensor, sizes, made.mask)
+
+
+def _folds(quantizer: Quantizer) -> bool:
+    """Say whether values are to be folded, and the kernels fold them; remembered by identity, which costs no hash."""
+    found = _folding.get(id(quantizer))
+    if found is None or found[0] is not quantizer:
+        if len(_folding) > 4096:
+            _folding.clear()
+        found = _folding[id(quantizer)] = quantizer, folds(quantizer) and _engine("scaled").folds(quantizer)
+    return found[1]
 
 
 def _keys(x: Tensor, quantizer: Quantizer, draws: Draws) -> tuple[Any, Any]:
@@ -118,14 +127,6 @@ def _keys(x: Tensor, quantizer: Quantizer, draws: Draws) -> tuple[Any, Any]:
         drawn_key(draws.elements, x.device) if quantizer.rounding.mode == "stochastic" else None,
         drawn_key(draws.scales, x.device) if scales else None,
     )
-
-
-def _stream(quantizer: Quantizer, draws: Draws) -> Any:
-    return draws.elements if quantizer.rounding.mode == "stochastic" else None
-
-
-def _casts(x: Tensor, quantizer: Quantizer) -> bool:
-    return quantizer.format is not None and holds(x, quantizer)
 
 
 def _served(index: int) -> bool:
