@@ -43,8 +43,8 @@ def quantize(
         rounding: Name of a mode or a ``Rounding``.
         overflow: ``"saturate"`` or ``"ieee"``; None takes the format's default.
         dim: The dimension along which blocks run; element formats do not look at it.
-        generator: Source of random words for ``rounding="stochastic"``: an int seed, a ``torch.Generator`` on x's
-            device, a ``RandomKey``, or None for torch's default CPU generator.
+        generator: Source of random words for ``rounding="stochastic"``: an int seed, a ``torch.Generator`` on the
+            CPU or on x's device, a ``RandomKey``, or None for torch's default CPU generator.
         random_bits: Random bits of stochastic rounding, 1 to 32; None means all.
         random_words: The random integers themselves, int64 of x's shape in ``[0, 2**random_bits)``, instead of a
             generator.
@@ -324,9 +324,10 @@ def _randomness(
             raise ArgumentError(f"random_words are {words.dtype} {tuple(words.shape)} on {words.device}; {wanted}")
         return None, words
     if isinstance(generator, torch.Generator):
-        if generator.device.type != x.device.type:
+        if generator.device.type not in ("cpu", x.device.type):
             raise ArgumentError(
-                f"generator is on {generator.device}, x on {x.device}; pass a generator on {x.device} or an int seed"
+                f"generator is on {generator.device}, x on {x.device}; "
+                f"pass one on the CPU or on {x.device}, or an int seed"
             )
         draw = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), generator=generator, device=generator.device).cpu()
         return torch.cat([draw, draw.new_zeros(1)]), None

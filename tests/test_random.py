@@ -148,11 +148,18 @@ def test_nothing_is_drawn_where_nothing_is_random():
     assert torch.equal(torch.get_rng_state(), states[0]) and torch.equal(generator.get_state(), states[1])
 
 
+class Elsewhere(torch.Generator):
+    """A generator on a device that this machine may lack."""
+
+    device = torch.device("cuda:0")
+
+
 def test_generators_on_another_device():
     x = torch.full((4,), 0.3)
     with pytest.raises(ArgumentError) as caught:
-        noisy(x.to("meta"), generator=torch.Generator())
-    assert str(caught.value) == "generator is on cpu, x on meta; pass a generator on meta or an int seed"
+        noisy(x, generator=Elsewhere())
+    assert str(caught.value) == "generator is on cuda:0, x on cpu; pass one on the CPU or on cpu, or an int seed"
+    assert noisy(x.to("meta"), generator=torch.Generator()).device.type == "meta"
     assert noisy(x.to("meta"), generator=3).device.type == "meta"
     assert noisy(x.to("meta")).device.type == "meta"
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim.dispatch import is_plain
+from fmtsim.dispatch import is_bare
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.gemm.choice import draw_keys
@@ -64,7 +64,7 @@ def hold(t: Tensor, quantizer: Quantizer, dim: int, generator: Any) -> Held:
         return Held(t)
     if isinstance(fmt, BlockFormat) and fmt.tensor_scale:
         axis, key = dim - t.dim() if dim >= 0 else dim, _key(quantizer, generator, t)
-        if torch.compiler.is_compiling():
+        if not is_bare(t):
             return Held(*torch.ops.fmtsim.quantize_bare(t.detach(), _text(quantizer, axis), key))
         return Held(*_engine("orientations").quantize_bare(t.detach(), _spec(quantizer, axis), _random(key)))
     options: Any = {"rounding": quantizer.rounding, "overflow": quantizer.overflow, "generator": generator}
@@ -78,7 +78,7 @@ def hold_both(t: Tensor, quantizer: Quantizer, generators: tuple[Any, Any]) -> t
         return None
     keys = tuple(_key(quantizer, generator, t) for generator in generators)
     bare = fmt.tensor_scale
-    if torch.compiler.is_compiling():
+    if not is_bare(t):
         rows, columns, scale = torch.ops.fmtsim.quantize_both(t.detach(), _text(quantizer, -1), bare, *keys)
         return Held(rows, scale if bare else None), Held(columns, scale if bare else None)
     words = tuple(map(_random, keys))
@@ -97,7 +97,7 @@ def multiply(a: Held, b: Held, dims: tuple[int, int], bias: Tensor | None, dtype
     if not scales and dtype == torch.bfloat16:
         return torch.mm(first, second) if bias is None else torch.addmm(bias.to(dtype), first, second)
     y = torch.mm(first, second, out_dtype=torch.float32)
-    if scales and torch.compiler.is_compiling():
+    if scales and not is_bare(y):
         return torch.ops.fmtsim.scale_output(y, a.scale, b.scale, bias, dtype)  # type: ignore[no-any-return]
     if scales:
         return _engine("outputs").scale_output(y, (a.scale, b.scale), bias, dtype)  # type: ignore[no-any-return]
@@ -106,9 +106,7 @@ def multiply(a: Held, b: Held, dims: tuple[int, int], bias: Tensor | None, dtype
 
 def _has_kernels(t: Tensor) -> bool:
     """Say whether the CUDA engine may be called on a tensor without the dispatcher, or behind an operator."""
-    if torch.compiler.is_compiling():
-        return _served(t.device.index)
-    return is_plain(t) and _served(t.device.index)
+    return _served(t.device.index)
 
 
 def _on_card(t: Tensor) -> bool:
@@ -130,13 +128,6 @@ def _held_bare(quantizer: Quantizer) -> bool:
 
 def _text(quantizer: Quantizer, dim: int) -> str:
     return _spec(quantizer, dim).to_json()
-
-
-# What torch.compiler.assume_constant_result sets; calling that would import all of torch._dynamo with fmtsim.
-_served._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_held_values._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_held_bare._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=256)

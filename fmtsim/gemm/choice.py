@@ -227,7 +227,7 @@ def draw_keys(stochastic: bool, generator: Any, batch: int | None, device: torch
 
     Args:
         stochastic: The unit rounds stochastically.
-        generator: An int seed, a RandomKey, a torch.Generator on the device, or None for torch's default one.
+        generator: An int seed, a RandomKey, a torch.Generator on the CPU or the device, or None for torch's default.
         batch: Products of the call, None for a single one. With a seed, product i has offset i more than the
             first; a torch.Generator is drawn from once for each.
         device: Where the operands are.
@@ -241,19 +241,36 @@ def draw_keys(stochastic: bool, generator: Any, batch: int | None, device: torch
         return None
     count = 1 if batch is None else batch
     if generator is None or isinstance(generator, torch.Generator):
-        where = torch.device("cpu") if generator is None else generator.device
-        if generator is not None and where.type != device.type:
-            raise ArgumentError(f"generator is on {where}, a on {device}; pass a generator on {device} or an int seed")
-        low, high = -(1 << 63), (1 << 63) - 1
-        draws = [torch.randint(low, high, (1,), generator=generator, device=where).cpu() for _ in range(count)]
+        draws = [_draw(generator, device).cpu() for _ in range(count)]
         keys = torch.stack([torch.cat([draw, draw.new_zeros(1)]) for draw in draws]) if draws else _no_keys()
     else:
-        seed, offset = generator if isinstance(generator, RandomKey) else (generator, 0)
-        numbers = type(seed) is int and type(offset) is int
-        if not numbers or not all(-(1 << 63) <= x < 1 << 64 for x in (seed, offset)):
-            raise ArgumentError(f"generator={generator!r} is not a seed; pass an int of 64 bits or a torch.Generator")
+        seed, offset = _numbers(generator)
         keys = torch.tensor([[_signed(seed), _signed(offset + i)] for i in range(count)]) if count else _no_keys()
     return keys[0] if batch is None else keys
+
+
+def drawn_key(generator: Any, device: torch.device) -> RandomKey:
+    """Return one key as numbers; arguments as in ``draw_keys``. Not for code that a compiler traces."""
+    if generator is None or isinstance(generator, torch.Generator):
+        return RandomKey(int(_draw(generator, device)))
+    return RandomKey(*map(_signed, _numbers(generator)))
+
+
+def _draw(generator: torch.Generator | None, device: torch.device) -> Tensor:
+    where = torch.device("cpu") if generator is None else generator.device
+    if where.type not in ("cpu", device.type):
+        raise ArgumentError(
+            f"generator is on {where}, a on {device}; pass one on the CPU or on {device}, or an int seed"
+        )
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), generator=generator, device=where)
+
+
+def _numbers(generator: Any) -> tuple[int, int]:
+    seed, offset = generator if isinstance(generator, RandomKey) else (generator, 0)
+    numbers = type(seed) is int and type(offset) is int
+    if not numbers or not all(-(1 << 63) <= x < 1 << 64 for x in (seed, offset)):
+        raise ArgumentError(f"generator={generator!r} is not a seed; pass an int of 64 bits or a torch.Generator")
+    return seed, offset
 
 
 def _no_keys() -> Tensor:

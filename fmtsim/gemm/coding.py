@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fmtsim.dispatch import is_bare
 from fmtsim.errors import FormatError
 from fmtsim.formats.block import FP32, BlockFormat, Format
 from fmtsim.formats.registry import get_format
@@ -114,7 +115,7 @@ def code(t: Tensor, quantizer: Quantizer, dim: int, generator: Any, *, check: bo
         return Coded(values if dim == -1 else values.mT, element, kind)
     assert isinstance(fmt, BlockFormat) and isinstance(fmt.element, FloatFormat)  # kind_of refused the rest
     # A GPU's kernels encode blocks in two launches and wait for nothing.
-    found = None if torch.compiler.is_compiling() or _by_kernels(t, fmt) else _fast_parts(t, fmt, dim, options)
+    found = None if not is_bare(t) or _by_kernels(t, fmt) else _fast_parts(t, fmt, dim, options)
     values, scales, whole = found or _encoded_parts(t, fmt, dim, options)
     return Coded(values if dim == -1 else values.mT, fmt.element, kind, scales, whole, fmt.block[0] or 1)
 
@@ -145,10 +146,6 @@ def holder(fmt: FloatFormat) -> torch.dtype:
     return torch.float8_e4m3fn if small and not fmt.infinities else torch.float32
 
 
-# What torch.compiler.assume_constant_result sets; calling that would import all of torch._dynamo with fmtsim.
-holder._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _encoded_parts(t: Tensor, fmt: BlockFormat, dim: int, options: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return values, scales and tensor scale by the engine's encode."""
     parts = encode_parts(t, fmt, dim=dim, pad=True, **options)
@@ -163,9 +160,6 @@ def _encoded_parts(t: Tensor, fmt: BlockFormat, dim: int, options: Any) -> tuple
 
 def _element_text(element: FloatFormat) -> str:
     return CastSpec(format=element, rounding=Rounding(), overflow=element.default_overflow).to_json()
-
-
-_element_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _fast_parts(

@@ -159,6 +159,9 @@ class LinearConfig:
         return ", ".join([*(f"{name} {text}" for name, text in shown.items()), *texts.values()])
 
 
+OPERANDS = tuple(LinearConfig().operands)
+
+
 def linear_config(
     *,
     x: str | Format | None,

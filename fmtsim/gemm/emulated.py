@@ -1,23 +1,18 @@
 """EmulatedGEMM: a linear layer whose three matrix products see quantised operands."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError, DtypeError
-from fmtsim.gemm.bfloat16 import Held, hold, hold_both, holds, multiply
-from fmtsim.gemm.call import Operation
-from fmtsim.gemm.choice import draw_keys
-from fmtsim.gemm.coding import Coded, code
-from fmtsim.gemm.config import Gemm, LinearConfig
-from fmtsim.gemm.machine import multiply_coded, round_output
+from fmtsim.gemm.config import LinearConfig
+from fmtsim.gemm.layer import Layer, State, find_layer
 from fmtsim.gemm.once import OnceOnly
-from fmtsim.gemm.passes import OPERANDS, Kept, Observer, Pass, State, kept_of
-from fmtsim.gemm.streams import Generator, Stream, stream_of
-from fmtsim.ops import RandomKey
-from fmtsim.quantize import quantize
-from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.gemm.passes import Kept, Observer, Pass, is_traced, kept_of
+from fmtsim.gemm.plain import plain_forward, plain_gradients
+from fmtsim.gemm.streams import Generator
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ONCE = (
@@ -80,30 +75,32 @@ class EmulatedGEMM:
         state: State | None = None,
     ) -> Tensor:
         """Return ``[..., N]`` in x's dtype, or in the autocast dtype."""
-        return _Products.apply(x, w, bias, config, generator, observer, state)[0]  # type: ignore[no-any-return]
+        if torch.compiler.is_dynamo_compiling():
+            return torch.ops.fmtsim.layer(x, w, bias, _name_of(config, generator))  # type: ignore[no-any-return]
+        return run_layer(x, w, bias, Layer(config, generator, state), observer)
 
 
-def layer_forward(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    config: LinearConfig,
-    generator: Generator,
-    observer: Observer | None,
-    state: State | None,
-) -> tuple[Tensor | None, ...]:
-    """Return y, and what the backward pass keeps of x and of w where operands are more than casts."""
-    _check(x, w, bias, config)
-    with torch.autocast(x.device.type, enabled=False):
-        rows = x.reshape(-1, x.shape[-1])
-        if config.plain:
-            y = _product(0, rows, w, -1, -1, bias, config.fprop, x.dtype, generator, observer)
-            return (y.reshape(*x.shape[:-1], w.shape[0]),)
-        run = Pass(config, generator, observer, state or {}, backward=False)
-        left, right = run.operand("x_f", rows, -1), run.operand("w_f", w, -1)
-        y = run.product("fprop", left, right, bias, x.dtype)
-        kept = (*kept_of(left, config.wgrad.b), *kept_of(right, config.dgrad.b))
-        return (y.reshape(*x.shape[:-1], w.shape[0]), *kept)
+def run_layer(x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer: Observer | None = None) -> Tensor:
+    """Return ``x w^T + bias`` under a layer's definition; torch.compile sees one operator.
+
+    Below its own tracer that operator is what ``EmulatedGEMM`` does: matrix products and opaque operands.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return torch.ops.fmtsim.layer(x, w, bias, layer.name)  # type: ignore[no-any-return]
+    return _Products.apply(x, w, bias, layer, observer)[0]  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=256)
+def _layer(config: LinearConfig, generator: Generator) -> Layer:
+    """Return a layer that lives as long as the code that was compiled for it."""
+    return Layer(config, generator)
+
+
+def _name_of(config: LinearConfig, generator: Generator) -> str:
+    return _layer(config, generator).name
+
+
+_name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what assume_constant_result sets
 
 
 class _Products(torch.autograd.Function):
@@ -111,203 +108,81 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor,
-        w: Tensor,
-        bias: Tensor | None,
-        config: LinearConfig,
-        generator: Generator,
-        observer: Observer | None,
-        state: State | None,
+        x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer: Observer | None
     ) -> tuple[Tensor | None, ...]:
-        """Return y, and what is kept of x and of w."""
+        """Return y, and what is kept of x and of w where operands are more than casts."""
         x, w, bias = autocast_to(x, x), autocast_to(w, x), None if bias is None else autocast_to(bias, x)
-        return layer_forward(x, w, bias, config, generator, observer, state)
+        config = layer.config
+        _check(x, w, bias, config)
+        with torch.autocast(x.device.type, enabled=False):
+            rows, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], w.shape[0])
+            if config.plain:
+                return (plain_forward(rows, w, bias, layer, observer).reshape(shape),)
+            run = Pass(layer, observer, backward=False, traced=is_traced(x) or is_traced(w))
+            left, right = run.operand("x_f", rows, -1), run.operand("w_f", w, -1)
+            y = run.product("fprop", left, right, bias, x.dtype)
+            return (y.reshape(shape), *kept_of(left, config.wgrad.b), *kept_of(right, config.dgrad.b))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Keep the originals, or what became of them, that the two backward products need."""
-        x, w, bias, ctx.config, ctx.generator, ctx.observer, ctx.state = inputs
+        x, w, bias, ctx.layer, ctx.observer = inputs
         needs_x, needs_w, _ = ctx.needs_input_grad[:3]
-        whole = ctx.config.plain
+        config = ctx.layer.config
         originals = [
-            x if needs_w and (whole or ctx.config.wgrad.b.source == "original") else None,
-            w if needs_x and (whole or ctx.config.dgrad.b.source == "original") else None,
+            x if needs_w and (config.plain or config.wgrad.b.source == "original") else None,
+            w if needs_x and (config.plain or config.dgrad.b.source == "original") else None,
         ]
         kept = output[1:]
         ctx.mark_non_differentiable(*(t for t in kept if t is not None))
         ctx.save_for_backward(*originals, *kept)
         ctx.dtypes = (x.dtype, w.dtype, None if bias is None else bias.dtype)
-        ctx.x_shape, ctx.w_shape = x.shape, w.shape
+        ctx.x_shape = x.shape
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of x, w and bias, each in its tensor's dtype."""
         x, w, *kept = ctx.saved_tensors
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
-            grads = _gradients(ctx, g, x, w) if ctx.config.plain else layer_gradients(ctx, g, x, w, kept)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: only then on
+            rows = g.reshape(-1, g.shape[-1])
+            source = None if x is None else x.reshape(-1, x.shape[-1]).to(g.dtype)
+            weight = None if w is None else w.to(g.dtype)
+            run = plain_gradients if ctx.layer.config.plain else _gradients
+            dx, dw = run(ctx, rows, source, weight, kept)
+            dbias = None
+            if ctx.dtypes[2] is not None and ctx.needs_input_grad[2]:
+                dbias = rows.sum(0, dtype=_wide(g)).to(ctx.dtypes[2])
+            grads = [None if dx is None else dx.reshape(ctx.x_shape), dw, dbias]
+        if torch.is_grad_enabled() and not is_traced(g.detach()):  # create_graph=True: only then on
             grads = [None if d is None else OnceOnly.apply(d, _ONCE, g, x, w) for d in grads]
-        return (*grads, None, None, None, None)
+        return (*grads, None, None)
 
 
-def layer_gradients(
+def _gradients(
     ctx: Any, g: Tensor, x: Tensor | None, w: Tensor | None, kept: list[Tensor | None]
-) -> list[Tensor | None]:
-    """Return the gradients where operands are more than casts of the originals."""
-    config: LinearConfig = ctx.config
-    x_dtype, w_dtype, bias_dtype = ctx.dtypes
-    needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-    run = Pass(config, ctx.generator, ctx.observer, ctx.state or {}, backward=True)
-    rows = g.reshape(-1, g.shape[-1])
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of x and w where operands are more than casts of the originals."""
+    config: LinearConfig = ctx.layer.config
+    x_dtype, w_dtype, _ = ctx.dtypes
+    needs_x, needs_w = ctx.needs_input_grad[:2]
+    run = Pass(ctx.layer, ctx.observer, backward=True, traced=is_traced(g))
+    fprop, dgrad, wgrad = config.fprop, config.dgrad, config.wgrad
     of_x, of_w = Kept(*kept[: len(kept) // 2]), Kept(*kept[len(kept) // 2 :])
-    wide = torch.float64 if g.dtype == torch.float64 else torch.float32
-    first = None
-    dx = dw = dbias = None
+    first = run.operand("g_d", g, -1) if needs_x or wgrad.a.source == "forward" else None
+    dx = dw = None
     if needs_x:
-        first = run.operand("g_d", rows, -1)
-        right = run.second("w_d", None if w is None else w.to(g.dtype), of_w, config.fprop.b)
-        dx = run.finish(run.product("dgrad", first, right, None, wide), config.dgrad.a, config.fprop.a, of_x, x_dtype)
-        dx = dx.reshape(ctx.x_shape)
+        assert first is not None
+        right = run.second("w_d", w, of_w, fprop.b)
+        dx = run.gradient("dgrad", first, right, dgrad.a, fprop.a, of_x, x_dtype)
     if needs_w:
-        if config.wgrad.a.source == "forward":
-            first = run.operand("g_d", rows, -1) if first is None else first
-            left = first.turned()
-        else:
-            left = run.operand("g_w", rows, 0)
-        source = None if x is None else x.reshape(-1, x.shape[-1]).to(g.dtype)
-        right = run.second("x_w", source, of_x, config.fprop.a)
-        dw = run.finish(run.product("wgrad", left, right, None, wide), config.wgrad.a, config.fprop.b, of_w, w_dtype)
-    if bias_dtype is not None and needs_bias:
-        dbias = rows.sum(0, dtype=wide).to(bias_dtype)
-    return [dx, dw, dbias]
+        left = first.turned() if first is not None and wgrad.a.source == "forward" else run.operand("g_w", g, 0)
+        right = run.second("x_w", x, of_x, fprop.a)
+        dw = run.gradient("wgrad", left, right, wgrad.a, fprop.b, of_w, w_dtype)
+    return dx, dw
 
 
-def _gradients(ctx: Any, g: Tensor, x: Tensor | None, w: Tensor | None) -> list[Tensor | None]:
-    config, stream, see = ctx.config, ctx.generator, ctx.observer
-    x_dtype, w_dtype, bias_dtype = ctx.dtypes
-    dtype = torch.float64 if g.dtype == torch.float64 else torch.float32
-    rows = g.reshape(-1, g.shape[-1])
-    dx = dw = dbias = None
-    w = None if w is None else w.to(g.dtype)
-    x = None if x is None else x.reshape(-1, x.shape[-1]).to(g.dtype)
-    across, down = _held_gradients(config, rows, w, x, stream)
-    if w is not None:
-        dx = _product(1, rows, w, -1, 0, None, config.dgrad, x_dtype, stream, see, across).reshape(ctx.x_shape)
-    if x is not None:
-        dw = _product(2, rows, x, 0, 0, None, config.wgrad, w_dtype, stream, see, down)
-    if bias_dtype is not None and ctx.needs_input_grad[2]:
-        dbias = rows.sum(0, dtype=dtype).to(bias_dtype)
-    return [dx, dw, dbias]
-
-
-def _held_gradients(
-    config: LinearConfig, g: Tensor, w: Tensor | None, x: Tensor | None, stream: Generator
-) -> tuple[Held | None, Held | None]:
-    """Return the gradient quantised for both its products from one read, where they take the same of it."""
-    dgrad, wgrad = config.dgrad, config.wgrad
-    if w is None or x is None or dgrad.a != wgrad.a or dgrad.emulated or wgrad.emulated or not holds(g, dgrad.a):
-        return None, None
-    if not holds(w, dgrad.b) or not holds(x, wgrad.b) or "stochastic" in (dgrad.b.rounding.mode, wgrad.b.rounding.mode):
-        return None, None  # the operands draw in their order
-    return hold_both(g, dgrad.a, (_own_stream(dgrad.a, stream, 2), _own_stream(wgrad.a, stream, 4))) or (None, None)
-
-
-def _product(
-    index: int,
-    a: Tensor,
-    b: Tensor,
-    dim_a: int,
-    dim_b: int,
-    bias: Tensor | None,
-    gemm: Gemm,
-    dtype: torch.dtype,
-    generator: Generator,
-    see: Observer | None,
-    held: Held | None = None,
-) -> Tensor:
-    """Return product ``index`` (0 fprop, 1 dgrad, 2 wgrad) of two matrices that contract over dim_a and dim_b.
-
-    ``held`` is a, quantised already.
-    """
-    words = stream_of(generator, 9 + index)
-    if gemm.emulated:
-        left = _coded(2 * index, a, gemm.a, dim_a, generator, see)
-        right = _coded(2 * index + 1, b, gemm.b, dim_b, generator, see)
-        operation: Operation = "mm" if index else "linear"
-        y = multiply_coded(operation, left, right, bias, gemm, dtype, stream_of(generator, 6 + index))
-        return round_output(y, gemm.out, dtype, words)
-    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-    if holds(a, gemm.a) and holds(b, gemm.b):
-        left_held = _held(2 * index, a, gemm.a, dim_a, generator, see, held)
-        right_held = _held(2 * index + 1, b, gemm.b, dim_b, generator, see)
-        plain = gemm.out.format is None
-        y = multiply(left_held, right_held, (dim_a, dim_b), bias, dtype if plain else wide)
-        return y if plain else round_output(y, gemm.out, dtype, words)
-    first = _operand(2 * index, a, gemm.a, dim_a, wide, generator, see)
-    second = _operand(2 * index + 1, b, gemm.b, dim_b, wide, generator, see)
-    first, second = first if dim_a == -1 else first.t(), second.t() if dim_b == -1 else second
-    y = torch.mm(first, second) if bias is None else torch.addmm(bias.to(wide), first, second)
-    return round_output(y, gemm.out, dtype, words) if gemm.out.format is not None else y.to(dtype)
-
-
-def _coded(index: int, t: Tensor, quantizer: Quantizer, dim: int, generator: Generator, see: Observer | None) -> Coded:
-    stream: Stream = _own_stream(quantizer, generator, index)
-    if see is not None:  # statistics look at the values, which have to be rounded by the same draws
-        if quantizer.rounding.mode == "stochastic":
-            keys = draw_keys(True, stream, None, t.device)
-            stream = None if keys is None else RandomKey(*keys.tolist())
-        wide = torch.float64 if t.dtype == torch.float64 else torch.float32
-        see(OPERANDS[index], t, _values(t, quantizer, dim, wide, stream), quantizer, dim)
-    return code(t, quantizer, dim, stream)
-
-
-def _held(
-    index: int,
-    t: Tensor,
-    quantizer: Quantizer,
-    dim: int,
-    generator: Generator,
-    see: Observer | None,
-    held: Held | None = None,
-) -> Held:
-    held = hold(t, quantizer, dim, _own_stream(quantizer, generator, index)) if held is None else held
-    if see is not None:
-        see(OPERANDS[index], t, held.quantised, quantizer, dim)
-    return held
-
-
-def _own_stream(quantizer: Quantizer, generator: Generator, index: int) -> Generator:
-    return stream_of(generator, index) if quantizer.rounding.mode == "stochastic" else None
-
-
-def _operand(
-    index: int,
-    t: Tensor,
-    quantizer: Quantizer,
-    dim: int,
-    dtype: torch.dtype,
-    generator: Generator,
-    see: Observer | None,
-) -> Tensor:
-    q = _values(t, quantizer, dim, dtype, _own_stream(quantizer, generator, index))
-    if see is not None:
-        see(OPERANDS[index], t, q, quantizer, dim)
-    return q
-
-
-def _values(t: Tensor, quantizer: Quantizer, dim: int, dtype: torch.dtype, stream: Stream) -> Tensor:
-    if quantizer.format is None:
-        return t.to(dtype)
-    return quantize(
-        t,
-        quantizer.format,
-        rounding=quantizer.rounding,
-        overflow=quantizer.overflow,
-        dim=dim,
-        generator=stream,
-        pad=True,
-        out_dtype=dtype,
-    )
+def _wide(t: Tensor) -> torch.dtype:
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
 def autocast_to(t: Tensor, like: Tensor) -> Tensor:
@@ -341,3 +216,8 @@ def _check(x: Tensor, w: Tensor, bias: Tensor | None, config: LinearConfig) -> N
         raise ArgumentError(
             f"EmulatedGEMM: bias of shape {tuple(bias.shape)} does not fit w of shape {tuple(w.shape)}; bias is [N]"
         )
+
+
+_library = torch.library.Library("fmtsim", "FRAGMENT")
+_library.define("layer(Tensor x, Tensor w, Tensor? bias, str layer) -> Tensor")
+_library.impl("layer", lambda x, w, bias, layer: run_layer(x, w, bias, find_layer(layer)), "CompositeImplicitAutograd")

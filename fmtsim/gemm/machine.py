@@ -128,11 +128,6 @@ def _check_inner(text: str, kind: Scaling) -> None:
     check_unit_scales(gemm_spec_from_json(text).datapath, kind)
 
 
-# Constants to torch.compile, which cannot see through the caches in there.
-_machine_dtype._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_check_inner._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _scales(a: Coded, b: Coded, kind: Scaling) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the scales of rows and of columns, and those along K of both operands."""
     if kind == "none":

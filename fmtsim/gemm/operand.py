@@ -1,28 +1,23 @@
-"""One operand of a product under a quantiser with more to it than a cast: transforms, scale rules, gradient rules."""
+"""What an operand of a product is after it was quantised: elements, and the scales that they lack."""
 
-from typing import Any, NamedTuple
+import math
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError, FormatError
-from fmtsim.formats.block import Block, BlockFormat, LogTileFormat
+from fmtsim.errors import FormatError
+from fmtsim.formats.block import FP32, Block, BlockFormat
+from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.gemm.call import Scaling as Kind
-from fmtsim.gemm.choice import draw_keys
-from fmtsim.gemm.coding import Coded, code, holder
+from fmtsim.gemm.coding import Coded
 from fmtsim.gemm.operands import operand_format
-from fmtsim.ops import RandomKey
-from fmtsim.quantize import quantize
-from fmtsim.scaling.cast import Scaled, cast, spread
-from fmtsim.scaling.hadamard import hadamard
-from fmtsim.scaling.history import DelayedScale, FrozenScale
+from fmtsim.scaling.cast import spread
 from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.scale import Scaling
-from fmtsim.scaling.signs import random_signs
-from fmtsim.scaling.slope import slope
-from fmtsim.scaling.statistics import block_sizes, statistic
-from fmtsim.scaling.transform import Clamp, Hadamard, Transform
+
+_HELD: Final = 8  # significant bits of bfloat16
 
 _KINDS: dict[tuple[int | None, int | None, str], Kind] = {
     (None, None, "fp32"): "tensor",
@@ -41,12 +36,13 @@ class Operand(NamedTuple):
     """A quantised matrix ``[rows, inner]``: elements, and scales of its blocks.
 
     Attributes:
-        elements: Values of the element format, in a dtype that holds them.
+        elements: Values of the element format, in a dtype that holds them; without ``scale`` they may have the scales
+            of blocks in them.
         quantizer: What made them.
         scale: float32 [row blocks, inner blocks], or None.
         tensor: float32, 0-d: the scale of the whole matrix, or None.
         sizes: Rows and columns of a block.
-        slope: float32: what the gradient of an element is multiplied with, or None.
+        slope: float32, or bool for 1 and 0: what the gradient of an element is multiplied with; or None.
         rest: float32: what ``Clamp(compensate=True)`` cut off, or None.
     """
 
@@ -66,12 +62,14 @@ class Operand(NamedTuple):
     @property
     def outer(self) -> bool:
         """Whether each row has one scale at most, so that sums along it may be scaled instead of elements."""
-        return self.tensor is None and (self.scale is None or self.scale.shape[1] == 1)
+        return self.scale is None or (self.tensor is None and self.scale.shape[1] == 1)
 
     def row_scales(self) -> Tensor | None:
         """Return the scale of every row, [rows, 1] or [1, 1], of an operand that is ``outer``."""
         rows = self.elements.shape[0]
-        if self.scale is None or self.scale.shape[0] in (1, rows):
+        if self.scale is None:
+            return None if self.tensor is None else self.tensor.reshape(1, 1)
+        if self.scale.shape[0] in (1, rows):
             return self.scale
         return self.scale.repeat_interleave(self.sizes[0], 0)[:rows]
 
@@ -79,7 +77,7 @@ class Operand(NamedTuple):
         """Return what the elements stand for, rounded once to float32 or float64."""
         x = self.elements.to(torch.float64 if dtype == torch.float64 else torch.float32)
         if self.scale is None:
-            return x
+            return x if self.tensor is None else x * self.tensor
         s = spread(self.scale, self.sizes, x.shape)
         if self.tensor is None:
             return x * s
@@ -125,134 +123,6 @@ class Draws(NamedTuple):
     signs: Any = None
 
 
-def prepare(
-    x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedScale | FrozenScale | None = None
-) -> Operand:
-    """Quantise a matrix ``[rows, inner]``; blocks run along the inner axis.
-
-    Args:
-        x: float16, bfloat16, float32 or float64 (which is rounded to float32 where anything but a cast is asked for).
-        quantizer: What to do.
-        draws: Where random numbers come from.
-        delayed: State of a scale with a history.
-    """
-    rest = None
-    for transform in quantizer.transforms:
-        x, cut = transformed(x, transform, draws.signs)
-        rest = cut if cut is not None else rest
-    made = _cast(x, quantizer, draws, delayed)
-    if quantizer.then is not None:
-        again = prepare(made.values(torch.float32), quantizer.then, draws)
-        made = again._replace(quantizer=quantizer, slope=made.slope)
-    return made._replace(rest=rest)
-
-
-def transformed(x: Tensor, transform: Transform, signs: Any) -> tuple[Tensor, Tensor | None]:
-    """Return a matrix after a transform, and what was cut off it."""
-    if isinstance(transform, Clamp):
-        return _clamped(x.float(), transform)
-    y = rotated(x, transform, signs)
-    if transform.rounded is not None:
-        y = quantize(y, transform.rounded, out_dtype=torch.float32)
-    return y, None
-
-
-def rotated(x: Tensor, transform: Hadamard, signs: Any, *, inverse: bool = False) -> Tensor:
-    """Rotate a matrix along the axis that a transform names, or back."""
-    dim = -1 if transform.axis == "inner" else 0
-    size = transform.size or x.shape[dim]
-    return hadamard(x, size, _signs(transform, size, signs, x.device), dim=dim, inverse=inverse)
-
-
-def _signs(transform: Hadamard, size: int, draws: Any, device: torch.device) -> int | None:
-    if transform.signs != "random":
-        return transform.signs
-    return random_signs(size, _key(draws, device))
-
-
-def _clamped(x: Tensor, transform: Clamp) -> tuple[Tensor, Tensor | None]:
-    """Clamp to quantiles, elements of the sorted magnitudes' places ``int((1 - level) n)`` and ``int(level n)``."""
-    rows = x.reshape(1, -1) if transform.per == "tensor" else x
-    n = rows.shape[1]
-    places = [min(max(int(part * n), 0), n - 1) for part in (1 - transform.level, transform.level)]
-    ordered = rows.sort(dim=1).values
-    low, high = (ordered[:, place : place + 1] for place in places)
-    y = rows.clamp(low, high).reshape(x.shape)
-    return y, x - y if transform.compensate else None
-
-
-def _cast(x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedScale | FrozenScale | None) -> Operand:
-    fmt = quantizer.format
-    if fmt is None:
-        return Operand(x, quantizer)
-    if quantizer.scaling is not None:
-        return _scaled(x, quantizer, quantizer.scaling, draws, delayed)
-    if isinstance(fmt, BlockFormat) and isinstance(fmt.element, FloatFormat):
-        made = code(x, quantizer, -1, draws.elements, check=False)
-        return Operand(made.values, quantizer, made.scales, made.whole, block_sizes(fmt.block, x.shape))
-    stream = draws.elements if quantizer.rounding.mode == "stochastic" else None
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    values = quantize(
-        x, fmt, rounding=quantizer.rounding, overflow=quantizer.overflow, generator=stream, pad=True, out_dtype=wide
-    )
-    return Operand(values, quantizer)
-
-
-def _scaled(
-    x: Tensor, quantizer: Quantizer, scaling: Scaling, draws: Draws, delayed: DelayedScale | FrozenScale | None
-) -> Operand:
-    element = quantizer.format
-    assert element is not None and not isinstance(element, BlockFormat | LogTileFormat)
-    keys = (
-        _key(draws.elements, x.device) if quantizer.rounding.mode == "stochastic" else None,
-        _key(draws.scales, x.device) if scaling.scale_rounding == "stochastic" else None,
-    )
-    given = None
-    if scaling.history is not None:
-        if delayed is None:
-            raise ArgumentError(
-                "delayed scaling needs a state to remember in; run the layer inside a model that fmtsim.convert made"
-            )
-        given = delayed.advance(statistic(x, (None, None), "amax"))
-    overflow = quantizer.overflow or element.default_overflow
-    made: Scaled = cast(x, element, scaling, quantizer.rounding, overflow, keys, given)
-    dtype = holder(element) if isinstance(element, FloatFormat) else torch.float32
-    return Operand(
-        made.elements.to(dtype),  # on the dtype's grid: nothing is rounded
-        quantizer,
-        made.scales.scale,
-        made.scales.tensor,
-        block_sizes(scaling.block, x.shape),
-        slope(quantizer.gradient, made, element),
-    )
-
-
-def _key(draws: Any, device: torch.device) -> RandomKey:
-    keys = draw_keys(True, draws, None, device)
-    assert keys is not None  # random words were asked for
-    return RandomKey(*keys.tolist())
-
-
-def _element(fmt: Any) -> Any:
-    return fmt.element if isinstance(fmt, BlockFormat) else fmt
-
-
-def multiply_operands(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """Return ``a b^T`` in float32 or float64, sums in no particular order.
-
-    Where no scale lies between products, the elements are multiplied and the sums scaled: by the scales of b's rows
-    first, then by those of a's. Sums of integers are exact and rounded once.
-    """
-    if not (a.outer and b.outer):
-        return torch.mm(a.values(dtype), b.values(dtype).mT)
-    whole = isinstance(a.quantizer.format, IntFormat) and isinstance(b.quantizer.format, IntFormat)
-    wide = torch.float64 if whole else dtype
-    y = torch.mm(a.elements.to(wide), b.elements.to(wide).mT).to(dtype)
-    columns, rows = b.row_scales(), a.row_scales()
-    y = y if columns is None else y * columns.mT
-    return y if rows is None else y * rows
-
-
 def block_of(quantizer: Quantizer) -> Block:
     """Return the elements that share a scale, (1, 1) where there are none."""
     while quantizer.then is not None:
@@ -273,3 +143,38 @@ def _kind(operand: Operand) -> Kind:
     if found is None:
         raise FormatError(f"no unit multiplies blocks of {block} with {scale.name} scales; leave unit= and target= out")
     return found
+
+
+def folds(quantizer: Quantizer) -> bool:
+    """Say whether bfloat16 holds elements times the scales of their blocks, a rule's ``multiplier`` left out.
+
+    Products below 2**-133 are rounded to bfloat16's grid.
+    """
+    while quantizer.then is not None:
+        quantizer = quantizer.then
+    fmt, scaling = quantizer.format, quantizer.scaling
+    if isinstance(fmt, BlockFormat):
+        fits = _bits(fmt.element) + (fmt.scale.mantissa_bits + 1 if fmt.scale != FP32 else 24)
+        return is_representable(fmt, torch.bfloat16) or fits <= _HELD
+    if scaling is None or fmt is None or not is_representable(fmt, torch.bfloat16):
+        return False
+    return _bits(fmt) + _scale_bits(scaling) <= _HELD
+
+
+def _bits(element: Any) -> int:
+    """Return the significant bits of a number of a format."""
+    if isinstance(element, FloatFormat):
+        return element.mantissa_bits + 1
+    return element.bits - element.signed if isinstance(element, IntFormat) else 24
+
+
+def _scale_bits(scaling: Scaling) -> int:
+    """Return the significant bits of a scale beyond those of a power of two."""
+    if scaling.scale != FP32:
+        return scaling.scale.mantissa_bits and scaling.scale.mantissa_bits + 1
+    powers = scaling.power_of_two is not None and scaling.candidates == (1.0,)
+    return 0 if powers and all(math.frexp(s)[0] == 0.5 for s in scaling.allowed) else 24
+
+
+def _element(fmt: Any) -> Any:
+    return fmt.element if isinstance(fmt, BlockFormat) else fmt

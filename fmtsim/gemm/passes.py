@@ -1,27 +1,28 @@
 """One pass, forward or backward, of a layer whose operands are more than casts: its operands and its products."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fmtsim.dispatch import is_bare
 from fmtsim.gemm.call import Operation
-from fmtsim.gemm.choice import draw_keys
-from fmtsim.gemm.config import LinearConfig
+from fmtsim.gemm.choice import drawn_key
+from fmtsim.gemm.layer import Layer
 from fmtsim.gemm.machine import multiply_coded, round_output
-from fmtsim.gemm.operand import Draws, Operand, block_of, multiply_operands, prepare, rotated, transformed
-from fmtsim.gemm.streams import Generator, stream_of
+from fmtsim.gemm.operand import Operand, block_of
+from fmtsim.gemm.prepare import draws_of, prepare, transformed, unrotated
+from fmtsim.gemm.streams import stream_of
+from fmtsim.gemm.sums import multiply_operands
+from fmtsim.gemm.traced import traced_key, traced_operand, traced_unrotate
 from fmtsim.ops import RandomKey
-from fmtsim.scaling.history import DelayedScale, FrozenScale
 from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.statistics import block_sizes
-from fmtsim.scaling.transform import Hadamard
+from fmtsim.scaling.transform import Hadamard, Transform
 
 Observer = Callable[[str, Tensor, Tensor, Quantizer, int], None]
-State = Mapping[str, DelayedScale | FrozenScale]
 
-OPERANDS = tuple(LinearConfig().operands)
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 
@@ -31,14 +32,12 @@ class Kept(NamedTuple):
     Attributes:
         elements, scale, tensor: As in Operand; None where the backward pass takes the original.
         slope: As in Operand.
-        signs: int64 [2]: the key of the random signs of its rotations, or None.
     """
 
     elements: Tensor | None = None
     scale: Tensor | None = None
     tensor: Tensor | None = None
     slope: Tensor | None = None
-    signs: Tensor | None = None
 
 
 def kept_of(operand: Operand, later: Quantizer) -> Kept:
@@ -52,23 +51,22 @@ class Pass:
     """Quantise and multiply in one pass of a layer.
 
     Args:
-        config: The layer's definition.
-        generator: Where random numbers come from.
+        layer: Its definition, and what it draws from and remembers in.
         observer: Sees every operand, or None.
-        state: What delayed scaling remembers, by operand.
         backward: Which pass.
+        traced: The tensors have no numbers: a compiler wants to see operators.
     """
 
-    def __init__(
-        self, config: LinearConfig, generator: Generator, observer: Observer | None, state: State, *, backward: bool
-    ) -> None:
-        self._config, self._generator, self._observer, self._state = config, generator, observer, state
-        self._backward = backward
-        self._signs: RandomKey | None = None
+    def __init__(self, layer: Layer, observer: Observer | None, *, backward: bool, traced: bool) -> None:
+        self._layer, self._config, self._observer = layer, layer.config, observer
+        self._backward, self._traced = backward, traced
+        gemms = (getattr(self._config, name) for name in PRODUCTS)
+        self._folded = not any(gemm.emulated for gemm in gemms)  # machines take elements and scales apart
+        self._signs: RandomKey | Tensor | None = None
 
     def operand(self, name: str, t: Tensor, dim: int) -> Operand:
         """Quantise a tensor whose products sum over ``dim``, 0 or -1; the result has that axis last."""
-        return self._made(name, t if dim == -1 else t.mT, self._config.operands[name], dim)
+        return self._made(name, t, self._config.operands[name], dim)
 
     def second(self, name: str, original: Tensor | None, kept: Kept, before: Quantizer) -> Operand:
         """Return the second operand of a backward product, which sums over the rows of the tensor.
@@ -82,87 +80,81 @@ class Pass:
         quantizer = self._config.operands[name]
         if quantizer.source == "original":
             assert original is not None
-            return self._made(name, original.mT, quantizer, 0)
+            return self._made(name, original, quantizer, 0)
         assert kept.elements is not None
         sizes = block_sizes(block_of(before), kept.elements.shape)
-        forward = Operand(kept.elements, before, kept.scale, kept.tensor, sizes).turned()
+        forward = Operand(kept.elements, before, kept.scale, kept.tensor, sizes)
         if quantizer.source == "forward":
-            return forward
-        return self._made(name, forward.values(torch.float32), quantizer, 0)
+            return forward.turned()
+        bare = kept.scale is None and kept.tensor is None and kept.elements.dtype == torch.bfloat16
+        return self._made(name, kept.elements if bare else forward.values(torch.float32), quantizer, 0)
 
     def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return ``a b^T + bias`` of a product of the layer, rounded as it says."""
         index = PRODUCTS.index(name)
-        gemm = getattr(self._config, name)
-        words = stream_of(self._generator, 9 + index)
-        if gemm.emulated:
-            operation: Operation = "mm" if index else "linear"
-            rest = _rest(a, b)
-            first = None if rest is not None else bias
-            y = multiply_coded(
-                operation, a.coded(), b.coded(), first, gemm, dtype, stream_of(self._generator, 6 + index)
-            )
-            if rest is not None:
-                y = y.float() + rest if bias is None else y.float() + rest + bias.float()
-            return round_output(y, gemm.out, dtype, words)
+        gemm, generator = getattr(self._config, name), self._layer.generator
+        words = stream_of(generator, 9 + index)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        y = multiply_operands(a, b, wide)
-        rest = _rest(a, b)
-        y = y if rest is None else y + rest
-        y = y if bias is None else y + bias.to(wide)
-        return round_output(y, gemm.out, dtype, words) if gemm.out.format is not None else y.to(dtype)
+        if not gemm.emulated:
+            y = multiply_operands(a, b, bias, dtype if gemm.out.format is None else wide, wide)
+            return y if gemm.out.format is None else round_output(y, gemm.out, dtype, words)
+        operation: Operation = "mm" if index else "linear"
+        rest = None if a.rest is None else torch.mm(a.rest, b.values(torch.float32).mT)
+        first = None if rest is not None else bias
+        y = multiply_coded(operation, a.coded(), b.coded(), first, gemm, dtype, stream_of(generator, 6 + index))
+        if rest is not None:
+            y = y.float() + rest if bias is None else y.float() + rest + bias.float()
+        return round_output(y, gemm.out, dtype, words)
 
-    def finish(self, y: Tensor, first: Quantizer, before: Quantizer, kept: Kept, dtype: torch.dtype) -> Tensor:
-        """Turn a gradient of a rounded, rotated operand into that of the tensor itself.
+    def gradient(
+        self, name: str, a: Operand, b: Operand, first: Quantizer, before: Quantizer, kept: Kept, dtype: torch.dtype
+    ) -> Tensor:
+        """Return a product that is the gradient of a tensor which was rotated and rounded in the forward pass.
 
         Args:
-            y: [rows, columns]: the product.
-            first: Quantiser of the product's first operand, whose outer rotation is undone.
+            name: Of the product.
+            a, b: Its operands.
+            first: Quantiser of the first, whose outer rotation is undone.
             before: Quantiser of the operand of the forward pass that this is the gradient of.
             kept: What is kept of that operand.
             dtype: Of the result.
         """
-        for transform in reversed(first.transforms):
-            if isinstance(transform, Hadamard) and transform.axis == "outer" and transform.undo:
-                y = rotated(y, transform, self._sign_key(transform, y), inverse=True)
-        if kept.slope is not None:
-            y = y * kept.slope
-        if kept.elements is not None:  # the product was one of the rotated tensors
-            for transform in reversed(before.transforms):
-                if isinstance(transform, Hadamard) and transform.axis == "inner":
-                    y = rotated(y, transform, None, inverse=True)
-        return y.to(dtype)
+        turned = kept.elements is not None
+        outer = [t for t in first.transforms if isinstance(t, Hadamard) and t.axis == "outer" and t.undo]
+        inner = [t for t in before.transforms if turned and isinstance(t, Hadamard) and t.axis == "inner"]
+        if not outer and not inner and kept.slope is None:
+            return self.product(name, a, b, None, dtype)
+        y = self.product(name, a, b, None, torch.float64 if dtype == torch.float64 else torch.float32)
+        signs = self._sign_key(outer, y)
+        run = traced_unrotate if self._traced else unrotated
+        return run(y, first, before, turned, kept.slope, signs, dtype)  # type: ignore[arg-type]
 
     def _made(self, name: str, t: Tensor, quantizer: Quantizer, dim: int) -> Operand:
-        index = OPERANDS.index(name)
-        draws = Draws(
-            stream_of(self._generator, index), stream_of(self._generator, 12 + index), self._signs_for(quantizer, t)
-        )
-        made = prepare(t, quantizer, draws, self._state.get(name))
+        signs = self._sign_key(quantizer.transforms, t)
+        if self._traced:
+            return traced_operand(t, dim, quantizer, self._folded, self._layer.name, name, signs)  # type: ignore[arg-type]
+        draws, x = draws_of(self._layer.generator, name, signs), t if dim == -1 else t.mT
+        made = prepare(x, quantizer, draws, self._layer.state.get(name), folded=self._folded)
         if self._observer is not None:
             wide = torch.float64 if t.dtype == torch.float64 else torch.float32
             for transform in quantizer.transforms:  # what was rounded
-                t, _ = transformed(t, transform, draws.signs)
-            self._observer(name, t, made.values(wide), quantizer, -1)
+                x, _ = transformed(x, transform, signs)
+            self._observer(name, x, made.values(wide), quantizer, -1)
         return made
 
-    def _signs_for(self, quantizer: Quantizer, t: Tensor) -> Any:
-        for transform in quantizer.transforms:
-            if isinstance(transform, Hadamard) and transform.signs == "random":
-                return self._sign_key(transform, t)
-        return None
-
-    def _sign_key(self, transform: Hadamard, t: Tensor) -> RandomKey | None:
-        """Return the key of this pass's random signs, the same for all operands."""
-        if transform.signs != "random":
+    def _sign_key(self, transforms: Iterable[Transform], t: Tensor) -> RandomKey | Tensor | None:
+        """Return the key of this pass's random signs, the same for all operands; None where no transform has any."""
+        if not any(isinstance(transform, Hadamard) and transform.signs == "random" for transform in transforms):
             return None
         if self._signs is None:
-            keys = draw_keys(True, stream_of(self._generator, 18 + self._backward), None, t.device)
-            assert keys is not None
-            self._signs = RandomKey(*keys.tolist())
+            stream = 18 + self._backward
+            if self._traced:
+                self._signs = traced_key(t, self._layer.name, stream)
+            else:
+                self._signs = drawn_key(stream_of(self._layer.generator, stream), t.device)
         return self._signs
 
 
-def _rest(a: Operand, b: Operand) -> Tensor | None:
-    """Return the product of what was cut off the first operand with the second, in float32."""
-    return None if a.rest is None else torch.mm(a.rest, b.values(torch.float32).mT)
+def is_traced(t: Tensor) -> bool:
+    """Say whether a tensor, inside an autograd.Function, is one that a compiler or a transform looks at."""
+    return not is_bare(t)

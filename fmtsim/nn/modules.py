@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.errors import ArgumentError, FmtsimError
-from fmtsim.gemm.config import LinearConfig
-from fmtsim.gemm.emulated import EmulatedGEMM
-from fmtsim.gemm.opaque import Layer, run_layer
-from fmtsim.gemm.passes import OPERANDS, Observer, State
+from fmtsim.gemm.config import OPERANDS, LinearConfig
+from fmtsim.gemm.emulated import run_layer
+from fmtsim.gemm.layer import Layer, State
+from fmtsim.gemm.passes import Observer
 from fmtsim.gemm.sizes import size_fault
 from fmtsim.gemm.streams import Generator
 from fmtsim.recipes.plan import LayerPlan
@@ -33,9 +33,9 @@ class Emulation:
         observer: Set by ``fmtsim.observe`` while it is active, else None: given the name of a part of the module
             (empty for the module itself), it returns the observer of that part.
         plan: What the module runs at which step of training; None is ``config`` always.
-        layers: For each config that is more than casts, its products under ``torch.compile``, by part, and again by
-            ``"part frozen"`` for calls without gradients.
-        compiled: Those of the config in force, None for one of casts alone.
+        layers: For each config what runs its products, by part, and again by ``"part frozen"`` for calls without
+            gradients.
+        products: Those of the config in force.
     """
 
     name: str
@@ -44,12 +44,12 @@ class Emulation:
     observer: Callable[[str], Observer] | None = None
     plan: LayerPlan | None = None
     layers: list[tuple[LinearConfig, dict[str, Layer]]] = dataclasses.field(default_factory=list)
-    compiled: dict[str, Layer] | None = None
+    products: dict[str, Layer] = dataclasses.field(default_factory=dict)
 
     def run(self, config: LinearConfig) -> None:
-        """Take a config into force."""
+        """Take a config into force, one of those that ``layers`` has."""
         found = [layers for known, layers in self.layers if known is config or known == config]
-        self.config, self.compiled = config, found[0] if found else None
+        self.config, self.products = config, found[0]
 
 
 class EmulatedModule(nn.Module):
@@ -91,12 +91,11 @@ class EmulatedModule(nn.Module):
                     f"layer {how.name!r}: {fault} (x is {tuple(x.shape)}, w {tuple(w.shape)}); choose another batch "
                     "size or context, or leave the layer out with filter_fn= or a Rule(name=...)"
                 )
-        if how.compiled is not None and torch.compiler.is_compiling():
-            return run_layer(x, w, bias, how.compiled[part if torch.is_grad_enabled() else f"{part} frozen"])
+        layer = how.products[part if torch.is_grad_enabled() else f"{part} frozen"]
+        if torch.compiler.is_dynamo_compiling():
+            return run_layer(x, w, bias, layer)
         try:
-            return EmulatedGEMM.apply(
-                x, w, bias, how.config, how.generator, observer, self._state(part, torch.is_grad_enabled())
-            )
+            return run_layer(x, w, bias, layer, observer)
         except FmtsimError as error:
             raise type(error)(f"layer {how.name!r}: {error}") from error
 
@@ -104,7 +103,7 @@ class EmulatedModule(nn.Module):
         """Make what delayed scaling remembers of this module, where one of its configs has such scales."""
         how = self.emulation
         assert how is not None
-        configs = (how.config,) if how.plan is None else (how.config, *how.plan.configs)
+        configs = (how.config,) if how.plan is None else (how.config, *how.plan.configs, LinearConfig())
         memory = nn.ModuleDict()
         for part in self.parts:
             for config in configs:
@@ -115,13 +114,12 @@ class EmulatedModule(nn.Module):
             parameter = next(self.parameters())
             self.add_module(STATE, memory.to(parameter.device))
         for config in configs:
-            if not config.plain:
-                products = {
-                    part if learns else f"{part} frozen": Layer(config, how.generator, self._state(part, learns))
-                    for part in self.parts
-                    for learns in (True, False)
-                }
-                how.layers.append((config, products))
+            products = {
+                part if learns else f"{part} frozen": Layer(config, how.generator, self._state(part, learns))
+                for part in self.parts
+                for learns in (True, False)
+            }
+            how.layers.append((config, products))
         how.run(how.config)
 
     def _state(self, part: str, learns: bool) -> State:

@@ -12,7 +12,8 @@ from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.choice import draw_keys
 from fmtsim.gemm.coding import holder
 from fmtsim.gemm.matmul import bmm
-from fmtsim.gemm.operand import Draws, Operand, prepare
+from fmtsim.gemm.operand import Draws, Operand
+from fmtsim.gemm.prepare import prepare
 from fmtsim.gemm.streams import Generator
 from fmtsim.ops import RandomKey
 from fmtsim.recipes.spec import AttentionConfig

@@ -5,7 +5,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from fmtsim.gemm.operand import Draws, prepare, rotated
+from fmtsim.gemm.operand import Draws
+from fmtsim.gemm.prepare import prepare, rotated
 from fmtsim.nn.smooth import smooth_swiglu
 from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near
 from fmtsim.reproduce.estimators import operand

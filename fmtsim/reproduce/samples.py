@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.operand import Draws, prepare, transformed
+from fmtsim.gemm.operand import Draws
+from fmtsim.gemm.prepare import prepare, transformed
 from fmtsim.ops import RandomKey
 from fmtsim.scaling.quantizer import Quantizer
 

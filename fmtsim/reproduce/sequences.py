@@ -4,7 +4,8 @@ import dataclasses
 
 import torch
 
-from fmtsim.gemm.operand import Draws, prepare
+from fmtsim.gemm.operand import Draws
+from fmtsim.gemm.prepare import prepare
 from fmtsim.ops import RandomKey
 from fmtsim.quantize import quantize
 from fmtsim.reproduce.claim import Claim, Measured, Tell, exactly, near

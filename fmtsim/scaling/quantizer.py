@@ -73,6 +73,12 @@ class Quantizer:
         """Whether a cast by ``fmtsim.quantize`` is all there is to it."""
         return self.scaling is None and not self.transforms and self.then is None and self.source == "original"
 
+    @property
+    def draws(self) -> bool:
+        """Whether elements or scales are rounded by random numbers."""
+        scales = self.scaling is not None and self.scaling.scale_rounding == "stochastic"
+        return self.rounding.mode == "stochastic" or scales or (self.then is not None and self.then.draws)
+
     def __str__(self) -> str:
         if self.source == "forward":
             return "as in the forward pass"

@@ -10,7 +10,7 @@ from fmtsim.scaling.gradient import ClipMask, Differentiable, GradientRule, Stra
 
 
 def slope(rule: GradientRule, cast: Scaled, element: ElementFormat) -> Tensor | None:
-    """Return the slope of every element, float32 [M, N]; None where all are 1.
+    """Return the slope of every element, [M, N]: float32, or bool for 1 and 0 under masks; None where all are 1.
 
     Masks are exact; the slopes of ``Differentiable`` are float32 results of torch.pow, whose last bit depends on the
     device. NaN elements have slope 0 under masks.
@@ -19,9 +19,9 @@ def slope(rule: GradientRule, cast: Scaled, element: ElementFormat) -> Tensor | 
     if isinstance(rule, StraightThrough):
         return None
     if isinstance(rule, ClipMask):
-        return (y.abs() < element.max).float()
+        return y.abs() < element.max
     if isinstance(rule, TrustMask):
-        return ((y - cast.elements).abs() <= rule.limit).float()
+        return (y - cast.elements).abs() <= rule.limit
     assert isinstance(rule, Differentiable)
     low, high = (quantize(y, element, rounding=way, overflow="saturate") for way in ("down", "up"))
     width = high - low

@@ -1,4 +1,4 @@
-"""A small byte-level GPT: pre-norm blocks with causal attention, tied input and output embeddings."""
+"""A GPT, of bytes unless told otherwise: pre-norm blocks with causal attention, tied input and output embeddings."""
 
 from dataclasses import dataclass
 
@@ -15,15 +15,16 @@ VOCABULARY = 256  # bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
-    """Give the sizes of a GPT: bytes of context, features, blocks, attention heads."""
+    """Give the sizes of a GPT: tokens of context, features, blocks, attention heads, and how many tokens there are."""
 
     context: int = 64
     width: int = 128
     layers: int = 2
     heads: int = 4
+    vocabulary: int = VOCABULARY
 
     def __post_init__(self) -> None:
-        for name in ("context", "width", "layers", "heads"):
+        for name in ("context", "width", "layers", "heads", "vocabulary"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"--{name} {getattr(self, name)} is not allowed; choose 1 or more")
         if self.width % self.heads:
@@ -64,7 +65,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predict the next byte. The embedding doubles as output head, a product that ``convert`` leaves alone.
+    """Predict the next token. The embedding doubles as output head, a product that ``convert`` leaves alone.
 
     ``head`` is that product's own config: None multiplies in high precision.
     """
@@ -76,15 +77,15 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         with torch.random.fork_rng(devices=[]):  # modules draw weights on construction; ours replace them
-            self.embedding = nn.Embedding(VOCABULARY, config.width)
+            self.embedding = nn.Embedding(config.vocabulary, config.width)
             self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
         self.position = nn.Parameter(torch.zeros(config.context, config.width))
         self.norm = nn.LayerNorm(config.width)
         self._initialise(torch.Generator().manual_seed(seed))
 
-    def forward(self, bytes_in: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss in nats per byte of int64 inputs and targets, both ``[batch, time]``."""
-        x = self.embedding(bytes_in) + self.position[: bytes_in.shape[1]]
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss in nats per token of int64 inputs and targets, both ``[batch, time]``."""
+        x = self.embedding(tokens) + self.position[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
         x, w = self.norm(x), self.embedding.weight

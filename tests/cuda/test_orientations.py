@@ -172,6 +172,30 @@ def test_last_steps_of_products(dtype, device):
                 assert same(found.view(bits.dtype), bits.masked_fill(wanted.isnan(), NANS[dtype]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scales_of_rows_and_columns(dtype, device):
+    """Columns first, then rows, then the bias; NaN becomes the canonical one."""
+    generator = torch.Generator().manual_seed(3)
+    for m, n in ((5, 16), (1, 4), (9, 1028)):
+        y = torch.randn(m, n, generator=generator) * torch.exp2(torch.arange(float(m)) * 9 - 20)[:, None]
+        y[0, 0], y[0, 1], y[0, 2], y[0, 3] = math.nan, math.inf, 1e38, -0.0
+        bias = torch.randn(n, generator=generator)
+        many = [torch.randn(size, 1, generator=generator) for size in (n, m)]
+        ones = [torch.randn(1, 1, generator=generator) for _ in range(2)]
+        for columns, rows, added in (
+            (many[0], many[1], bias), (many[0], ones[1], None), (ones[0], None, bias), (None, many[1], None),
+            (None, None, bias),
+        ):  # fmt: skip
+            wanted = y if columns is None else y * columns.mT
+            wanted = wanted if rows is None else wanted * rows
+            wanted = wanted if added is None else wanted + added
+            assert outputs.covers(y.to(device), dtype)
+            given = (None if t is None else t.to(device) for t in (columns, rows, added))
+            found = outputs.finish_sums(y.to(device), *given, dtype)
+            bits = wanted.to(dtype).view(INTEGERS[dtype.itemsize])
+            assert same(found.view(bits.dtype), bits.masked_fill(wanted.isnan(), NANS[dtype]))
+
+
 def test_planted_errors_are_caught(emulated, monkeypatch):
     real = blocks.quantize_blocks
     monkeypatch.setattr(orientations.blocks, "quantize_blocks", lambda x, s, r, out: real(x, along(s, -1), r, out))

@@ -9,8 +9,9 @@ import torch
 
 import fmtsim
 from fmtsim.cuda import rotated, rotated_plan
-from fmtsim.gemm.operand import Draws, prepare
-from fmtsim.gemm.operand import rotated as transform
+from fmtsim.gemm.operand import Draws
+from fmtsim.gemm.prepare import prepare
+from fmtsim.gemm.prepare import rotated as transform
 from fmtsim.ops import RandomKey
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import spread
@@ -147,6 +148,17 @@ def test_gradients_are_turned_back(turn, dtype, device):
             assert torch.equal(canonical(found.cpu()), canonical(x.to(dtype)))
 
 
+@pytest.mark.parametrize("name", ["g_d", "x_f"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_operands_that_are_not_rotated(name, turned, device):
+    quantizer = LAYERS["te_nvfp4"][name]
+    x = numbers((64, 128), torch.bfloat16)
+    x = x.mT if turned else x
+    moved = x.mT.contiguous().to(device).mT if turned else x.to(device)
+    key = RandomKey(5) if quantizer.rounding.mode == "stochastic" else None
+    check(rotated.cast_rotated(moved, quantizer, (key, None)), x, quantizer, key)
+
+
 def test_what_the_kernels_take():
     te, quest, largest = LAYERS["te_nvfp4"]["g_w"], LAYERS["quartet"]["x_f"], LAYERS["quartet"]["g_w"]
     x = torch.zeros(64, 128, dtype=torch.bfloat16)
@@ -156,7 +168,6 @@ def test_what_the_kernels_take():
     for refused in (x.float(), x[:, :80], x[:, ::2], x[:0], x[0], x[:60, :64].mT, x[:, :64].mT):
         assert not rotated.covers(refused, te)
     for changes in (
-        {"transforms": ()},
         {"transforms": (Hadamard(size=64),)},
         {"transforms": (turn, turn)},
         {"transforms": (Hadamard(size=32, axis="outer"),)},

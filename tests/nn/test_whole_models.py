@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.opaque import Layer
+from fmtsim.gemm.layer import Layer
+from fmtsim.gemm.traced import key_of
 from fmtsim.nn import EmulatedConv2d, EmulatedLinear, convert, report, revert, set_step
 from fmtsim.recipes import Recipe, Rule, Steps, get_recipe, list_recipes
 
@@ -160,25 +161,32 @@ def test_a_compiled_model_follows_a_schedule_and_another_batch():
         assert torch.equal(eager(X[:5]), compiled(X[:5]))
 
 
-@pytest.mark.parametrize("name", ["te_current", "quartet", "fp4_ms", "ao_rowwise_gw_hp", "bitnet"])
+@pytest.mark.parametrize("name", ["te_current", "te_nvfp4", "quartet", "fp4_ms", "deepseek_v3", "bitnet", "halo2"])
 def test_the_operators_pass_torchs_own_check(name):
     """Fake results have the shapes, strides and dtypes of real ones, and nothing aliases an input."""
-    layer = Layer(get_recipe(name).linear, 5, {})
-    x, w, bias = (torch.randn(*shape, requires_grad=True) for shape in ((4, 32, 128), (128, 128), (128,)))
-    utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    kept = torch.ops.fmtsim.recipe_forward(x, w, bias, layer.name)
-    if any(t.dtype.itemsize == 1 for t in kept):  # the first multiplies and the last sums what cannot be, float8
-        utils = utils[1:3]
-    torch.library.opcheck(torch.ops.fmtsim.recipe_forward, (x, w, bias, layer.name), test_utils=utils)
-    whole = (x.detach(), w.detach(), None, layer.name)
-    torch.library.opcheck(torch.ops.fmtsim.recipe_forward, whole, test_utils=utils)
+    config = get_recipe(name).linear
+    layer = Layer(config, 5)
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
+    for operand, quantizer in config.operands.items():
+        if quantizer.source == "forward":
+            continue
+        signs = torch.tensor([3, 0]) if "random" in str(quantizer) else None
+        for turned in (False, True):
+            arguments = (x, turned, key_of(quantizer), False, layer.name, operand, signs)
+            float8 = any(
+                t.dtype.itemsize == 1 and t.dtype.is_floating_point for t in torch.ops.fmtsim.operand(*arguments)
+            )
+            utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")[float8 : 3 - float8]
+            torch.library.opcheck(torch.ops.fmtsim.operand, arguments, test_utils=utils)  # some check cannot sum float8
+    slope = torch.rand(64, 128) < 0.5
+    texts = key_of(config.dgrad.a), key_of(config.fprop.a)
+    for turned in (False, True):
+        torch.library.opcheck(torch.ops.fmtsim.unrotate, (x, *texts, turned, slope, None, torch.bfloat16))
 
 
 def test_a_graph_outlives_no_model():
-    with pytest.raises(
-        ArgumentError, match="layer-1 was compiled for a model that is gone; compile the converted model"
-    ):
-        torch.ops.fmtsim.recipe_forward(X, X, None, "layer-1")
+    with pytest.raises(ArgumentError, match="nobody was compiled for a model that is gone; compile the converted"):
+        torch.ops.fmtsim.layer(X, X, None, "nobody")
 
 
 @pytest.mark.slow

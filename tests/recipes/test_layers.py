@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fmtsim.gemm.choice import draw_keys
+from fmtsim.gemm.config import OPERANDS
 from fmtsim.gemm.emulated import EmulatedGEMM
-from fmtsim.gemm.passes import OPERANDS
 from fmtsim.gemm.streams import stream_of
 from fmtsim.ops import RandomKey
 from fmtsim.recipes import get_recipe

@@ -1,0 +1,69 @@
+// Elements under a scale: what all kernels of scaled operands share.
+//
+// Macros: INPUT (a dtype of vectors.cuh), those of grid_cast.cuh for the elements, TIES: ties go to even, toward zero or
+// away from it (0, 1, 2); DIVIDES: elements are x / factor;
+// FOLDS: values are element times block scale; MASKS: where gradients pass is written too; WORDS:
+// random words are not drawn, drawn by groups of 64 neighbours, or one by one (0, 1, 2).
+#pragma once
+#include "grid_cast.cuh"
+#include "philox.cuh"
+#include "scaled_scale.cuh"
+
+// The element of a number; rest: what its random word lacks of 2^32 - 1.
+DEVICE float element_of(float y, u32 rest, const Grid& g) {
+#if TIES == 0
+  return cast_with_rest(y, rest, g);
+#else
+  float a = clamped<ASYMMETRIC>(y, g), magic = METHOD == FIXED ? g.base : magic_of(a, g);
+  float place = METHOD == FIXED ? g.step : magic * 0x1p-23f, rounded = (a + magic) - magic, off = a - rounded;
+  if (fabsf(off) + fabsf(off) == place) {  // a tie, which went to even
+    if (TIES == 1 && off < 0.0f) rounded = rounded - place;
+    if (TIES == 2 && off > 0.0f) rounded = rounded + place;
+  }
+  float q = finished<SPECIAL, KEEPS>(rounded, y, g);
+  return is_spoiled<SPECIAL>(q, y) ? g.nan_value : q;
+#endif
+}
+
+// Bits of a value as bfloat16, to nearest even.
+DEVICE u32 bfloat16_of(float x) {
+  u32 bits = __float_as_uint(x);
+#if FOLDS
+  return x != x ? 0x7FC0u : (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
+#else
+  return bits >> 16;
+#endif
+}
+
+// A value as bfloat16; passes: whether the gradient does.
+DEVICE u32 cast_element(float x, const Scale& s, u32 rest, const Rule& r, const Grid& g, u32& passes) {
+  float y = DIVIDES ? __fdiv_rn(x, s.factor) : __fmul_rn(x, s.factor), q = element_of(y, rest, g);
+#if MASKS
+  passes = r.mask == CLIP ? fabsf(y) < r.limit : fabsf(__fsub_rn(y, q)) <= r.limit;
+#endif
+  return bfloat16_of(FOLDS ? __fmul_rn(q, s.fold) : q);
+}
+
+// Eight results: values, and a byte of mask each.
+struct Results {
+  u32 word[4];
+  u32 mask[2];
+
+  DEVICE void clear() {
+#pragma unroll
+    for (int i = 0; i < 4; i++) word[i] = 0;
+    mask[0] = mask[1] = 0;
+  }
+  DEVICE void put(int i, u32 value, u32 passes) {
+    word[i / 2] |= value << (16 * (i % 2));
+#if MASKS
+    mask[i / 4] |= passes << (8 * (i % 4));
+#endif
+  }
+  DEVICE void store(u16* y, u8* masks, u64 place) const {
+    store_words<false>(y + place, word[0], word[1], word[2], word[3]);
+#if MASKS
+    *(Words2*)(masks + place) = Words2{mask[0], mask[1]};
+#endif
+  }
+};

@@ -1,0 +1,49 @@
+// Largest finite magnitudes that scales follow from, and the memory of delayed scaling.
+//
+// Macros: INPUT.
+#include "scaled_scale.cuh"
+
+#define VECTORS_EACH 4
+
+// Of parts of a tensor, one a block of threads: whoever needs the largest of all takes it from these.
+KERNEL __launch_bounds__(256) amaxes_of_parts(const Input* x, u32* tops, u64 vectors) {
+  u64 stride = (u64)gridDim.x * blockDim.x;
+  u32 top = 0;
+  for (u64 at = (u64)blockIdx.x * blockDim.x + threadIdx.x; at < vectors; at += VECTORS_EACH * stride) {
+    Eight in[VECTORS_EACH];
+#pragma unroll
+    for (int v = 0; v < VECTORS_EACH; v++) {
+      in[v].clear();
+      if (at + v * stride < vectors) in[v].load(x + (at + v * stride) * 8);
+    }
+#pragma unroll
+    for (int v = 0; v < VECTORS_EACH; v++) top = max(top, in[v].amax());
+  }
+  top = largest_of_block(top);
+  if (threadIdx.x == 0) tops[blockIdx.x] = top;
+}
+
+// Of columns: found [columns] starts at zero. A block of threads takes 256 columns of `height` rows.
+KERNEL __launch_bounds__(256) amaxes_of_columns(const Input* x, u32* found, u64 rows, u64 columns, u32 height) {
+  __shared__ u32 tops[256];
+  u32 lane = threadIdx.x % 32, own[8] = {};
+  u32 across = (u32)((columns + 255) / 256), down = blockIdx.x / across;
+  u64 left = (u64)(blockIdx.x - down * across) * 256, column = left + lane * 8, first = (u64)down * height;
+  u64 last = min(first + height, rows);
+  tops[threadIdx.x] = 0;
+  __syncthreads();
+  if (column < columns) {
+#pragma unroll 4
+    for (u64 row = first + threadIdx.x / 32; row < last; row += 8) {
+      Eight in;
+      in.load(x + row * columns + column);
+#pragma unroll
+      for (int i = 0; i < 8; i++) own[i] = max(own[i], finite_magnitude(in.get(i)));
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) atomicMax(&tops[32 * i + lane], own[i]);
+  }
+  __syncthreads();
+  u64 mine = left + threadIdx.x % 32 * 8 + threadIdx.x / 32;
+  if (mine < columns) atomicMax(found + mine, tops[threadIdx.x]);
+}

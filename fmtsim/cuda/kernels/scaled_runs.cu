@@ -1,0 +1,186 @@
+// Operands whose blocks are runs of memory, in one pass, or the whole matrix, whose scale is known from before.
+//
+// Two lanes hold 64 neighbours of a row, in vectors at distance 16:
+//   lane 0:  0 ... 7   16 ... 23   32 ... 39   48 ... 55
+//   lane 1:  8 ... 15  24 ... 31   40 ... 47   56 ... 63
+// so that one Philox call gives the words of four elements of a lane (docs/semantics.md, section 9).
+//
+// Macros: those of scaled.cuh; RUN: elements of a block, a power of two from 16 to 128, or 0 where one scale serves all;
+// SOURCE (RUN 0): the scale follows from amaxes of parts or from a factor (0, 1); RECORDS (RUN 0): amaxes of parts are
+// written; MOMENTS: the statistic is one of sums.
+#include "scaled.cuh"
+
+#define BLOCKS (RUN == 16 ? 4 : RUN == 32 ? 2 : 1)
+#define EACH (4 / BLOCKS)  // vectors of a block in a lane
+#define SPAN (RUN > 64 ? RUN / 32 : 2)  // lanes that share blocks
+
+// Where a lane's elements are.
+struct Lane {
+  u64 row, column;  // of its first element in memory
+  u64 first, step;  // index of that in the matrix's own order, and from one element of a row to the next
+};
+
+#if RUN && MOMENTS
+// Sums of value(v, i) over blocks: elements at the largest distance first.
+template <class Value>
+DEVICE void folded_sums(double (&sums)[BLOCKS], const Value& value) {
+#pragma unroll
+  for (int b = 0; b < BLOCKS; b++) {
+    double parts[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      double held[EACH];
+#pragma unroll
+      for (int v = 0; v < EACH; v++) {
+        held[v] = value(b * EACH + v, i);
+#pragma unroll
+        for (int flip = SPAN / 2; flip > 1; flip /= 2) {
+          held[v] = __dadd_rn(held[v], __shfl_xor_sync(~0u, held[v], flip));
+        }
+      }
+#pragma unroll
+      for (int half = EACH / 2; half; half /= 2) {
+#pragma unroll
+        for (int v = 0; v < half; v++) held[v] = __dadd_rn(held[v], held[v + half]);
+      }
+      parts[i] = __dadd_rn(held[0], __shfl_xor_sync(~0u, held[0], 1));
+    }
+#pragma unroll
+    for (int half = 4; half; half /= 2) {
+#pragma unroll
+      for (int i = 0; i < half; i++) parts[i] = __dadd_rn(parts[i], parts[i + half]);
+    }
+    sums[b] = parts[0];
+  }
+}
+
+DEVICE double finite_or_zero(float x) { return finite_magnitude(x) ? (double)x : 0.0; }
+DEVICE bool is_finite(float x) { return (__float_as_uint(x) & INFINITE) != INFINITE; }
+
+// inside: whether a lane's vector v lies in the matrix; what fills up a block counts as no element.
+DEVICE void statistics(float (&found)[BLOCKS], const Eight (&in)[4], const bool (&inside)[4], const Rule& r) {
+  double sums[BLOCKS], means[BLOCKS], counts[BLOCKS];
+#pragma unroll
+  for (int b = 0; b < BLOCKS; b++) {
+    u32 count = 0;
+#pragma unroll
+    for (int k = 0; k < 8 * EACH; k++) count += inside[b * EACH + k / 8] && is_finite(in[b * EACH + k / 8].get(k % 8));
+#pragma unroll
+    for (int flip = 1; flip < SPAN; flip *= 2) count += __shfl_xor_sync(~0u, count, flip);
+    counts[b] = (double)max(count, 1u);
+    means[b] = 0.0;
+  }
+  if (r.statistic == MEAN_ABS) {
+    folded_sums(sums, [&](int v, int i) { return finite_or_zero(fabsf(in[v].get(i))); });
+  } else {
+    if (r.statistic == STD) {
+      folded_sums(sums, [&](int v, int i) { return finite_or_zero(in[v].get(i)); });
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++) means[b] = __ddiv_rn(sums[b], counts[b]);
+    }
+    folded_sums(sums, [&](int v, int i) {
+      float x = in[v].get(i);
+      double off = inside[v] && is_finite(x) ? __dsub_rn((double)x, means[v / EACH]) : 0.0;
+      return __dmul_rn(off, off);
+    });
+  }
+#pragma unroll
+  for (int b = 0; b < BLOCKS; b++) {
+    double mean = __ddiv_rn(sums[b], counts[b]);
+    found[b] = at_most_max(__double2float_rn(r.statistic == MEAN_ABS ? mean : __dsqrt_rn(mean)));
+  }
+}
+#elif RUN
+DEVICE void statistics(float (&found)[BLOCKS], const Eight (&in)[4], const bool (&)[4], const Rule&) {
+#pragma unroll
+  for (int b = 0; b < BLOCKS; b++) {
+    u32 top = 0;
+#pragma unroll
+    for (int v = 0; v < EACH; v++) top = max(top, in[b * EACH + v].amax());
+#pragma unroll
+    for (int flip = 1; flip < SPAN; flip *= 2) top = max(top, __shfl_xor_sync(~0u, top, flip));
+    found[b] = __uint_as_float(top);
+  }
+}
+#endif
+
+// What the words of element i of a lane's four vectors lack of 2^32 - 1.
+DEVICE void draw(u32 (&rests)[4], int i, const Lane& at, const Draw& d) {
+#if WORDS == 1
+  Words4 w = philox<true>(counter_of(at.first) + i, d);
+  rests[0] = w.x, rests[1] = w.y, rests[2] = w.z, rests[3] = w.w;
+#else
+#pragma unroll
+  for (int v = 0; v < 4; v++) rests[v] = WORDS ? ~random_word(at.first + (u64)(16 * v + i) * at.step, d) : 0;
+#endif
+}
+
+// source: amaxes of `parts` parts, or a factor. groups: of 64 elements in a row, filled up to whole blocks. steps: from a
+// row of memory to the next and from an element to the next, in the matrix's own order.
+KERNEL __launch_bounds__(128) cast_runs(
+    const Input* x, u16* y, float* scales, u8* masks, const u32* source, u32* tops, u64 rows, u64 columns, u64 row_step,
+    u64 column_step, u32 groups, u32 parts, const __grid_constant__ Rule rule, const __grid_constant__ Grid grid,
+    const __grid_constant__ Grid scale_grid, const __grid_constant__ Draw d) {
+  u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+  u32 pair = (u32)(thread / 2);
+  Lane at = {pair / groups, 0, 0, column_step};
+  at.column = (u64)(pair % groups) * 64 + thread % 2 * 8;
+  at.first = at.row * row_step + at.column * column_step;
+  u64 place = at.row * columns + at.column;
+  Eight in[4];
+  bool inside[4];
+#pragma unroll
+  for (int v = 0; v < 4; v++) {
+    inside[v] = at.row < rows && at.column + 16 * v < columns;
+    in[v].clear();
+    if (inside[v]) in[v].load(x + place + 16 * v);
+  }
+  Scale scale[BLOCKS];
+#if RUN
+  float found[BLOCKS];
+  statistics(found, in, inside, rule);
+#pragma unroll
+  for (int b = 0; b < BLOCKS; b++) {
+    scale[b] = scale_of(found[b], rule, scale_grid);
+    u64 column = at.column + 64 / BLOCKS * b, across = (columns + RUN - 1) / RUN;
+    if (threadIdx.x % SPAN == 0 && inside[b * EACH]) scales[at.row * across + column / RUN] = scale[b].stored;
+  }
+#else
+  __shared__ Scale shared;
+#if SOURCE == 0
+  u32 top = 0;
+  for (u32 i = threadIdx.x; i < parts; i += blockDim.x) top = max(top, source[i]);
+  top = largest_of_block(top);
+  if (threadIdx.x == 0) shared = scale_of(__uint_as_float(top), rule, scale_grid);
+  __syncthreads();
+  scale[0] = shared;
+#else
+  float factor = __uint_as_float(*source), stored = reciprocal(factor);
+  scale[0] = {stored, stored, factor, 0.0f};
+#endif
+  if (thread == 0) *scales = scale[0].stored;
+#endif
+  Results out[4];
+#pragma unroll
+  for (int v = 0; v < 4; v++) out[v].clear();
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    u32 rests[4];
+    draw(rests, i, at, d);
+#pragma unroll
+    for (int v = 0; v < 4; v++) {
+      u32 passes, value = cast_element(in[v].get(i), scale[v / EACH], rests[v], rule, grid, passes);
+      out[v].put(i, value, passes);
+    }
+  }
+#pragma unroll
+  for (int v = 0; v < 4; v++)
+    if (inside[v]) out[v].store(y, masks, place + 16 * v);
+#if RECORDS
+  u32 amax = 0;
+#pragma unroll
+  for (int v = 0; v < 4; v++) amax = max(amax, in[v].amax());
+  amax = largest_of_block(amax);
+  if (threadIdx.x == 0) tops[blockIdx.x] = amax;
+#endif
+}

@@ -1,0 +1,114 @@
+"""Where the blocks of a scale rule lie in memory, and which kernel casts matrices of that kind."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fmtsim.formats.block import Block
+
+WHOLE, RUNS, TILES, COLUMNS, LONG_COLUMNS = range(5)
+RUN_SIZES = (16, 32, 64, 128)
+WORDS_NONE, WORDS_SHARED, WORDS_EACH = range(3)
+_LANE = 32  # elements of a thread of kernels/scaled_runs.cu
+_TILE_COLUMNS = 256
+_LARGEST = 1 << 34  # elements: vectors of a tile and lanes are counted in 32 bits
+
+
+class Shape(NamedTuple):
+    """A matrix as it lies in memory, and its blocks there.
+
+    Attributes:
+        kind: WHOLE, RUNS, TILES, COLUMNS or LONG_COLUMNS.
+        rows, columns: Of memory.
+        turned: Whether the matrix is the transpose of that.
+        height, width: Rows and columns of memory that share a scale.
+        words: How random words are drawn, the macro WORDS.
+    """
+
+    kind: int
+    rows: int
+    columns: int
+    turned: bool
+    height: int
+    width: int
+    words: int
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Blocks down and across memory."""
+        return -(-self.rows // self.height), -(-self.columns // self.width)
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Elements of the matrix's own order from a row of memory to the next and from a column to the next."""
+        return (1, self.rows) if self.turned else (self.columns, 1)
+
+    @property
+    def run(self) -> int:
+        """The macro RUN of the kernels of runs and columns."""
+        return {RUNS: self.width, COLUMNS: self.height}.get(self.kind, 0)
+
+    @property
+    def groups(self) -> int:
+        """Groups of 64 elements in a row, filled up to whole blocks (kernels/scaled_runs.cu)."""
+        whole = max(self.run, 64)
+        return -(-self.columns // whole) * whole // 64
+
+    @property
+    def launch(self) -> tuple[int, int]:
+        """Blocks of threads, and threads of one, of the kernel that casts."""
+        if self.kind in (WHOLE, RUNS):
+            return -(-self.rows * self.groups * 2 // 128), 128
+        if self.kind == TILES:
+            vectors = self.height * self.width // 8
+            return self.counts[0] * self.counts[1], min(-(-vectors // 32) * 32, 128 if vectors < 1024 else 256)
+        rows = 128 if self.run == 128 else 64
+        return -(-self.rows // rows) * -(-self.columns // _TILE_COLUMNS), 512
+
+
+def shape_of(x: Tensor, block: Block, *, statistic: str, drawn: bool) -> Shape | None:
+    """Return how a matrix lies in memory under the blocks of a rule, or None where no kernel takes it.
+
+    Args:
+        x: [rows, inner].
+        block: Elements of a block, of the matrix's own order.
+        statistic: Of the rule.
+        drawn: Whether elements draw random words.
+    """
+    if x.dim() != 2 or not 0 < x.numel() < _LARGEST:
+        return None
+    turned = not x.is_contiguous()
+    if turned and not x.mT.is_contiguous():
+        return None
+    rows, columns = x.shape[::-1] if turned else x.shape
+    height, width = block[::-1] if turned else block
+    height, width = height or rows, width or columns
+    kind = None if columns % 8 else _kind(rows, columns, height, width, statistic)
+    if kind is None or (
+        kind == WHOLE and statistic != "amax" and (turned or statistic == "std" or block != (None, None))
+    ):
+        return None
+    if kind == WHOLE and not (turned and drawn):
+        rows, columns, height, width = 1, rows * columns, 1, rows * columns
+    words = _words(kind, rows, columns, turned) if drawn else WORDS_NONE
+    return Shape(kind, rows, columns, turned, height, width, words)
+
+
+def _kind(rows: int, columns: int, height: int, width: int, statistic: str) -> int | None:
+    if height == 1 and width in RUN_SIZES:
+        return RUNS
+    if height >= rows and width >= columns:
+        return WHOLE
+    if statistic != "amax":
+        return None
+    if width == 1:
+        return COLUMNS if height in RUN_SIZES else LONG_COLUMNS if height >= rows else None
+    return TILES if width % 8 == 0 or width >= columns else None
+
+
+def _words(kind: int, rows: int, columns: int, turned: bool) -> int:
+    """Share words among 64 elements where these lie in one thread: along rows, or down columns."""
+    down = kind in (COLUMNS, LONG_COLUMNS)
+    if kind == TILES or down != turned:
+        return WORDS_EACH
+    return WORDS_SHARED if (rows if down else columns) % 64 == 0 or (rows == 1 and not down) else WORDS_EACH

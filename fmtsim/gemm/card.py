@@ -1,0 +1,143 @@
+"""Operands on a GPU: in bfloat16 where that holds them, by the engine's fused kernels where they cover a quantiser."""
+
+import importlib
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmtsim.formats.block import BlockFormat
+from fmtsim.formats.representable import is_representable
+from fmtsim.gemm.bfloat16 import hold, holds
+from fmtsim.gemm.choice import drawn_key
+from fmtsim.gemm.operand import Draws, Operand, folds
+from fmtsim.scaling.cast import spread
+from fmtsim.scaling.history import DelayedScale, FrozenScale
+from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.scaling.statistics import block_sizes
+from fmtsim.scaling.transform import Hadamard
+
+_folding: dict[int, tuple[Quantizer, bool]] = {}
+
+
+def on_card(x: Tensor) -> bool:
+    """Say whether a GPU's bfloat16 units may multiply what a matrix becomes."""
+    return x.is_cuda and x.dtype != torch.float64
+
+
+def prepare_on_card(
+    x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedScale | FrozenScale | None, folded: bool
+) -> Operand | None:
+    """Quantise a matrix by a fused kernel, as ``settled`` leaves it; None where none covers that."""
+    fmt = quantizer.format
+    if quantizer.then is not None or not _served(x.get_device()):
+        return None
+    if quantizer.transforms or (isinstance(fmt, BlockFormat) and folded):
+        made = _rotated(x, quantizer, draws) if folded else None
+        if made is not None or quantizer.transforms:
+            return made
+    if quantizer.scaling is not None:
+        return _scaled(x, quantizer, draws, delayed, folded)
+    if fmt is None or not holds(x, quantizer) or (isinstance(fmt, BlockFormat) and not folded):
+        return None
+    held = hold(x, quantizer, -1, draws.elements if quantizer.rounding.mode == "stochastic" else None)
+    sizes = block_sizes(fmt.block, x.shape) if isinstance(fmt, BlockFormat) else (1, 1)
+    return Operand(held.values, quantizer, tensor=held.scale, sizes=sizes)
+
+
+def settled(made: Operand, folded: bool) -> Operand:
+    """Return an operand as every way of making it leaves it on a GPU.
+
+    Elements are bfloat16 where that holds them; ``folded``, they have the scales of their blocks in them where it holds
+    the products (``folds``), and a rule's multiplier is left to ``tensor``.
+    """
+    quantizer = made.quantizer
+    last = quantizer if quantizer.then is None else quantizer.then
+    fmt = last.format
+    if fmt is None:
+        return made
+    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    if is_representable(element, torch.bfloat16):
+        made = made._replace(elements=made.elements.to(torch.bfloat16))  # on its grid: nothing is rounded
+    if made.scale is None or not folded or not folds(quantizer):
+        return made
+    scale, times = made.scale, 1.0 if last.scaling is None else last.scaling.multiplier
+    if times != 1:
+        constant = _constant(times, scale.device)
+        scale, made = scale / constant, made._replace(tensor=constant)  # a power of two times it: exact
+    elements = made.elements.float() * spread(scale, made.sizes, made.elements.shape)
+    return made._replace(elements=elements.to(torch.bfloat16), scale=None)
+
+
+def unrotate_on_card(y: Tensor, before: Quantizer, slope: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Turn the gradient of a rotated operand back by a fused kernel; None where none covers it.
+
+    Args:
+        y: float32 [rows, columns].
+        before: Quantiser that rotated the operand along its inner axis.
+        slope: What gradients are multiplied with first, or None.
+        dtype: Of the result.
+    """
+    if not y.is_cuda or not _served(y.get_device()):
+        return None
+    rotations = _engine("rotated")
+    masks = slope is None or slope.dtype == torch.bool
+    if not masks or not rotations.covers_finish(y, before.transforms):
+        return None
+    return rotations.finish_rotated(y, slope, before.transforms, dtype)  # type: ignore[no-any-return]
+
+
+def _rotated(x: Tensor, quantizer: Quantizer, draws: Draws) -> Operand | None:
+    rotations = _engine("rotated")
+    if not rotations.covers(x, quantizer):
+        return None
+    random = any(isinstance(transform, Hadamard) and transform.signs == "random" for transform in quantizer.transforms)
+    signs = drawn_key(draws.signs, x.device) if random else None
+    made = rotations.cast_rotated(x, quantizer, _keys(x, quantizer, draws), signs)
+    return Operand(made.values, quantizer, tensor=made.scale, slope=made.mask)
+
+
+def _scaled(
+    x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedScale | FrozenScale | None, folded: bool
+) -> Operand | None:
+    rules = _engine("scaled")
+    if not rules.covers(x, quantizer):
+        return None
+    assert quantizer.scaling is not None
+    fold = folded and _folds(quantizer)
+    made = rules.cast_scaled(x, quantizer, _keys(x, quantizer, draws), fold, delayed)
+    scale, sizes = None if fold else made.scale, block_sizes(quantizer.scaling.block, x.shape)
+    return Operand(made.values, quantizer, scale, made.tensor, sizes, made.mask)
+
+
+def _folds(quantizer: Quantizer) -> bool:
+    """Say whether values are to be folded, and the kernels fold them; remembered by identity, which costs no hash."""
+    found = _folding.get(id(quantizer))
+    if found is None or found[0] is not quantizer:
+        if len(_folding) > 4096:
+            _folding.clear()
+        found = _folding[id(quantizer)] = quantizer, folds(quantizer) and _engine("scaled").folds(quantizer)
+    return found[1]
+
+
+def _keys(x: Tensor, quantizer: Quantizer, draws: Draws) -> tuple[Any, Any]:
+    scales = quantizer.scaling is not None and quantizer.scaling.scale_rounding == "stochastic"
+    return (
+        drawn_key(draws.elements, x.device) if quantizer.rounding.mode == "stochastic" else None,
+        drawn_key(draws.scales, x.device) if scales else None,
+    )
+
+
+def _served(index: int) -> bool:
+    return bool(_engine("runtime").serves(index))
+
+
+@lru_cache(maxsize=8)
+def _engine(module: str) -> Any:
+    return importlib.import_module(f"fmtsim.cuda.{module}")
+
+
+@lru_cache(maxsize=64)
+def _constant(value: float, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device=device)

@@ -1,0 +1,52 @@
+"""What runs a layer's products beside its tensors, under a name that operators of torch.compile can carry."""
+
+import itertools
+import uuid
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+from fmtsim.errors import ArgumentError
+from fmtsim.gemm.config import LinearConfig
+from fmtsim.gemm.streams import Generator
+from fmtsim.scaling.history import DelayedScale, FrozenScale
+
+State = Mapping[str, DelayedScale | FrozenScale]
+
+_layers: WeakValueDictionary[str, "Layer"] = WeakValueDictionary()
+_numbers = itertools.count()
+# Compiled graphs are kept on disk by what they call: names of one process must mean nothing to the next.
+_PROCESS = uuid.uuid4().hex[:12]
+
+
+class Layer:
+    """Keep a layer's definition, and what it draws from and remembers in.
+
+    An operator takes tensors, numbers and text. It gets the name, and finds this object by it for as long as that
+    lives. What a layer draws and remembers is as invisible to the compiler as a print would be.
+
+    Args:
+        config: The quantisers, and who multiplies.
+        generator: Where random numbers come from.
+        state: What delayed scaling remembers, by operand.
+    """
+
+    def __init__(self, config: LinearConfig, generator: Generator = None, state: State | None = None) -> None:
+        self.config, self.generator, self.state = config, generator, state or {}
+        self.name = f"{_PROCESS}.{next(_numbers)}"
+        _layers[self.name] = self
+
+    def __reduce__(self) -> Any:
+        return Layer, (self.config, self.generator, self.state)  # a copy has a name of its own
+
+
+def find_layer(name: str) -> Layer:
+    """Return the layer of a name.
+
+    Raises:
+        ArgumentError: It is gone.
+    """
+    layer = _layers.get(name)
+    if layer is None:
+        raise ArgumentError(f"{name} was compiled for a model that is gone; compile the converted model again")
+    return layer
