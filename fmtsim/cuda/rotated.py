@@ -21,6 +21,7 @@ from fmtsim.cuda.parameters import draw_of
 from fmtsim.cuda.rotated_plan import Plan, examples, macros, plan_of, rotation_of, same_cast
 from fmtsim.cuda.runtime import Defines, device_index, kernel, multiprocessors
 from fmtsim.ops import RandomKey
+from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import random_word
 from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.transform import Hadamard, Transform
@@ -32,7 +33,9 @@ _FILE, _THREADS, _TILE = "rotated.cu", 128, 8192  # a tile has 64 elements a thr
 _HELD = 32  # elements of a lane
 _PARTS = 8  # blocks of threads a multiprocessor that look for the amax of a tensor
 _GRID_LIMIT = 65535
-_JOB = struct.Struct("<11q8I8x")
+_JOB = struct.Struct("<11q8Iq")
+_WORD = Rounding(mode="stochastic")  # draws whole words
+_RANDOM = struct.Struct("<I12x")
 _OUTPUTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FINISHED = 4 * 4 * 256  # numbers of a block of threads
 
@@ -61,6 +64,7 @@ class _Side(NamedTuple):
     mask: Tensor | None
     draw: bytes
     signs: int
+    sign_key: RandomKey | None
 
 
 def covers(x: Tensor, quantizer: Quantizer) -> bool:
@@ -89,7 +93,12 @@ def covers_both(x: Tensor, first: Quantizer, second: Quantizer) -> bool:
 
 
 def cast_rotated(
-    x: Tensor, quantizer: Quantizer, keys: Keys = (None, None), signs: Signs = None, factor: Tensor | None = None
+    x: Tensor,
+    quantizer: Quantizer,
+    keys: Keys = (None, None),
+    signs: Signs = None,
+    factor: Tensor | None = None,
+    count: Tensor | None = None,
 ) -> Rotated:
     """Rotate and quantise a matrix that ``covers`` takes.
 
@@ -100,6 +109,8 @@ def cast_rotated(
         signs: The key of a rotation with ``signs="random"``, or its mask.
         factor: float32, 0-d: what x is multiplied with first, each product rounded to float32: the scale that values
             which are quantised again were left without. None is 1.
+        count: int64, 0-d, on the device: what the offsets of all keys are larger by, so that a CUDA graph that is
+            replayed draws anew. None is 0.
 
     NaN, Inf and -0 come out as ``prepare`` has them, NaN canonical. Nothing waits for the device.
     """
@@ -107,9 +118,9 @@ def cast_rotated(
     assert plan is not None  # covers has said so
     side = _side(x, plan, keys, signs)
     if x.is_contiguous():
-        _launch(x, (x.shape[0], x.shape[1]), side, None, factor)
+        _launch(x, (x.shape[0], x.shape[1]), side, None, factor, count)
     else:
-        _launch(x, (x.shape[1], x.shape[0]), None, side, factor)
+        _launch(x, (x.shape[1], x.shape[0]), None, side, factor, count)
     return Rotated(side.values, side.scale, side.mask)
 
 
@@ -193,6 +204,9 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
         if any(plan is not None and plan.two_level for plan in (first, second)):
             yield _FILE, "rotated_amax", macros(first, second)
         yield _FILE, "cast_rotated", macros(first, second)
+    g = examples()[2][0]
+    assert g is not None
+    yield _FILE, "cast_rotated", macros(plan_of(g), None, counts=True)
 
 
 def _is_matrix(x: Tensor) -> bool:
@@ -209,7 +223,8 @@ def _side(x: Tensor, plan: Plan, keys: Keys, signs: Signs) -> _Side:
     assert plan.drawn.mode != "stochastic" or key is not None
     values = torch.empty_like(x)  # with its strides
     mask = torch.empty_like(x, dtype=torch.bool) if plan.masks else None
-    return _Side(plan, values, scale, mask, draw_of(plan.drawn, key), _mask_of(plan, signs))
+    sign_key = signs if plan.signs == "random" and isinstance(signs, RandomKey) else None
+    return _Side(plan, values, scale, mask, draw_of(plan.drawn, key), _mask_of(plan, signs), sign_key)
 
 
 def _mask_of(plan: Plan, signs: Signs) -> int:
@@ -231,32 +246,37 @@ def _constant(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, device=device)
 
 
-def _launch(x: Tensor, shape: tuple[int, int], across: _Side | None, down: _Side | None, factor: Tensor | None) -> None:
+def _launch(
+    x: Tensor, shape: tuple[int, int], across: _Side | None, down: _Side | None, factor: Tensor | None = None,
+    count: Tensor | None = None,
+) -> None:  # fmt: skip
     """Launch the kernels of one read of a matrix that lies in memory as [rows, columns]."""
     x = x if aligned(x) else x.clone()
     first, second = (None if side is None else side.plan for side in (across, down))
     plan = first or second
     assert plan is not None
     index = device_index(x)
-    find, cast = _kernels(first, second, factor is not None, index)
+    find, cast = _kernels(first, second, factor is not None, count is not None, index)
     height = 2 * _HELD if down is None else plan.lanes * _HELD
     grid = -(-shape[1] * height // _TILE), -(-shape[0] // height)
     if find is None:
-        job = _job_bytes(x, shape, across, down, None, 0, factor)
+        job = _job_bytes(x, shape, across, down, None, 0, factor, count)
     else:
-        count = min(grid[0] * grid[1], _PARTS * multiprocessors(index))
-        parts = torch.empty(2 * count, dtype=torch.int32, device=x.device)
-        job = _job_bytes(x, shape, across, down, parts, count, factor)
-        find(count, _THREADS, job)
+        part_count = min(grid[0] * grid[1], _PARTS * multiprocessors(index))
+        parts = torch.empty(2 * part_count, dtype=torch.int32, device=x.device)
+        job = _job_bytes(x, shape, across, down, parts, part_count, factor, count)
+        find(part_count, _THREADS, job)
     cast(grid, _THREADS, job, plan.head + (NO_DRAW if across is None else across.draw) + plan.tail)
 
 
-def _kernels(first: Plan | None, second: Plan | None, multiplies: bool, index: int) -> tuple[Kernel | None, Kernel]:
+def _kernels(
+    first: Plan | None, second: Plan | None, multiplies: bool, counts: bool, index: int
+) -> tuple[Kernel | None, Kernel]:
     """Return the kernels that find the amaxes of a tensor, where its scale needs them, and that cast."""
-    key = first.number if first else 0, second.number if second else 0, multiplies, index
+    key = first.number if first else 0, second.number if second else 0, multiplies, counts, index
     found = _loaded.get(key)
     if found is None:  # hashing all macros takes as long as a launch
-        defines = macros(first, second, multiplies)
+        defines = macros(first, second, multiplies, counts)
         whole = (first or second).two_level  # type: ignore[union-attr]
         found = _loaded[key] = (
             kernel(_FILE, "rotated_amax", index, defines) if whole else None,
@@ -265,12 +285,12 @@ def _kernels(first: Plan | None, second: Plan | None, multiplies: bool, index: i
     return found
 
 
-_loaded: dict[tuple[int, int, bool, int], tuple[Kernel | None, Kernel]] = {}
+_loaded: dict[tuple[int, int, bool, bool, int], tuple[Kernel | None, Kernel]] = {}
 
 
 def _job_bytes(
-    x: Tensor, shape: tuple[int, int], across: _Side | None, down: _Side | None, parts: Tensor | None, count: int,
-    factor: Tensor | None,
+    x: Tensor, shape: tuple[int, int], across: _Side | None, down: _Side | None, parts: Tensor | None, part_count: int,
+    factor: Tensor | None, count: Tensor | None,
 ) -> bytes:  # fmt: skip
     """Return a ``RotatedJob``."""
     first = (None, None, None, 0) if across is None else (across.values, across.mask, across.scale, across.signs)
@@ -278,5 +298,9 @@ def _job_bytes(
     tensors = x, first[0], second[0], first[1], parts, first[2], second[1]
     pointers = [0 if t is None else t.data_ptr() for t in tensors]
     words = [mask >> 32 * place & 0xFFFFFFFF for mask in (first[3], second[2]) for place in range(4)]
-    at = 0 if factor is None else factor.data_ptr()
-    return _JOB.pack(*pointers, *shape, at, count, *words) + (NO_DRAW if down is None else down.draw)
+    at, counter = (0 if t is None else t.data_ptr() for t in (factor, count))
+    keys = [None if side is None else side.sign_key for side in (across, down)]
+    key = next((key for key in keys if key is not None), None)
+    draws = (NO_DRAW if down is None else down.draw) + (NO_DRAW if key is None else draw_of(_WORD, key))
+    random = sum(1 << place for place, own in enumerate(keys) if own is not None)
+    return _JOB.pack(*pointers, *shape, at, part_count, *words, counter) + draws + _RANDOM.pack(random)

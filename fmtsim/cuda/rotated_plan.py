@@ -78,12 +78,15 @@ class Plan(NamedTuple):
         return 4 if self.draws_scales else 2
 
 
-def macros(across: Plan | None, down: Plan | None, multiplies: bool = False) -> Defines:
-    """Return the macros of a kernel that casts along the rows, the columns or both, or products with a number."""
+def macros(across: Plan | None, down: Plan | None, multiplies: bool = False, counts: bool = False) -> Defines:
+    """Return the macros of a kernel that casts along the rows, the columns or both.
+
+    ``multiplies``: it casts products with a number; ``counts``: its keys move on by a number on the device.
+    """
     sides = [plan for plan in (across, down) if plan is not None]
     sizes = (0 if plan is None else plan.size for plan in (across, down))
     masks = across is not None and across.masks
-    flags = any(plan.rounded for plan in sides), masks, multiplies
+    flags = any(plan.rounded for plan in sides), masks, multiplies, counts
     return _macros(sides[0].defines, sides[0].lanes, *sizes, *flags)
 
 
@@ -232,10 +235,10 @@ def _numbers(**values: Any) -> Defines:
 
 @lru_cache(maxsize=1024)
 def _macros(
-    defines: Defines, lanes: int, across: int, down: int, rounded: bool, masks: bool, multiplies: bool
+    defines: Defines, lanes: int, across: int, down: int, rounded: bool, masks: bool, multiplies: bool, counts: bool
 ) -> Defines:
     own = {
-        "LANES": lanes, "SCALED": int(multiplies),
+        "LANES": lanes, "SCALED": int(multiplies), "COUNTED": int(counts),
         "ACROSS": int(across > 0), "ACROSS_SIZE": max(across, 1), "DOWN": int(down > 0), "DOWN_SIZE": max(down, 1),
         "NARROWS": int(rounded), "MASKS": int(masks and across > 0),
     }  # fmt: skip

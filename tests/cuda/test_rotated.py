@@ -159,6 +159,27 @@ def test_operands_that_are_not_rotated(name, turned, device):
     check(rotated.cast_rotated(moved, quantizer, (key, None)), x, quantizer, key)
 
 
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [("te_nvfp4", "g_w"), ("quartet", "g_d"), pytest.param("quartet2", "g_d", marks=SLOW),
+     pytest.param("mxfp4", "x_w", marks=SLOW)],
+)  # fmt: skip
+@pytest.mark.parametrize("turned", [False, pytest.param(True, marks=SLOW)])
+def test_keys_move_on_by_a_count_on_the_device(layer, name, turned, device):
+    quantizer = LAYERS[layer][name]
+    x = numbers((128, 128), torch.bfloat16).to(device)
+    x = x.mT if turned else x
+    for count in (0, 3, (1 << 33) + 5):
+        moved = (RandomKey(5, 2 + count), RandomKey(6, 7 + count)), RandomKey(8, 1 + count)
+        wanted = rotated.cast_rotated(x, quantizer, *moved)
+        found = rotated.cast_rotated(
+            x, quantizer, (RandomKey(5, 2), RandomKey(6, 7)), RandomKey(8, 1), count=torch.tensor(count, device=device)
+        )
+        assert torch.equal(found.values.cpu().view(torch.int16), wanted.values.cpu().view(torch.int16))
+    other = rotated.cast_rotated(x, quantizer, (RandomKey(5, 2), RandomKey(6, 7)), RandomKey(8, 1))
+    assert not torch.equal(found.values, other.values)  # the count has done something
+
+
 def test_what_the_kernels_take():
     te, quest, largest = LAYERS["te_nvfp4"]["g_w"], LAYERS["quartet"]["x_f"], LAYERS["quartet"]["g_w"]
     x = torch.zeros(64, 128, dtype=torch.bfloat16)

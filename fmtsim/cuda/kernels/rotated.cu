@@ -102,6 +102,7 @@ KERNEL __launch_bounds__(THREADS) rotated_amax(const __grid_constant__ RotatedJo
   __shared__ __align__(16) u16 tile[TILE_ELEMENTS];
   i64 wide = (job.columns + TILE_COLUMNS - 1) / TILE_COLUMNS, high = (job.rows + TILE_ROWS - 1) / TILE_ROWS;
   u32 across = 0, down = 0;
+  const u32* signs = SIGNS_OF(job);
   float y[HELD];
 #pragma unroll 1
   for (i64 at = blockIdx.x; at < wide * high; at += gridDim.x) {
@@ -113,7 +114,7 @@ KERNEL __launch_bounds__(THREADS) rotated_amax(const __grid_constant__ RotatedJo
     for (int task = 0; task < 2; ++task) {
       AcrossPlace place = across_place(task);
       load_across(y, tile + PLACE(place.row) + place.column, job);
-      rotate<ACROSS_SIZE>(y, job.across_signs[threadIdx.x % SLICES(ACROSS_SIZE)]);
+      rotate<ACROSS_SIZE>(y, signs[threadIdx.x % SLICES(ACROSS_SIZE)]);
       across = max(across, finite_amax_of<HELD>(y));
     }
 #endif
@@ -122,7 +123,7 @@ KERNEL __launch_bounds__(THREADS) rotated_amax(const __grid_constant__ RotatedJo
 #pragma unroll 1
     for (int odd = 0; odd < 2; ++odd) {
       load_down(y, tile + PLACE(place.row) + place.column, odd, job);
-      rotate<DOWN_SIZE>(y, job.down_signs[threadIdx.x % SLICES(DOWN_SIZE)]);
+      rotate<DOWN_SIZE>(y, signs[4 + threadIdx.x % SLICES(DOWN_SIZE)]);
       down = max(down, finite_amax_of<HELD>(y));
     }
 #endif
@@ -151,7 +152,7 @@ DEVICE void find_scales(TensorScale& scale, TensorScale& step, const u32* parts,
 
 #if DOWN
 // Cast along the columns, in place within the tile.
-DEVICE void cast_down(u16* tile, Corner corner, const RotatedJob& job, const Cast& c) {
+DEVICE void cast_down(u16* tile, Corner corner, const u32* signs, const RotatedJob& job, const Cast& c) {
   TensorScale scale, step;
   find_scales(scale, step, job.parts + job.part_count, job.down_scale, job.part_count, c);
   DownPlace place = down_place();
@@ -161,8 +162,8 @@ DEVICE void cast_down(u16* tile, Corner corner, const RotatedJob& job, const Cas
 #pragma unroll 1
   for (int odd = 0; odd < 2; ++odd) {
     load_down(y, at, odd, job);
-    Line line = {{at + odd, PITCH, GAP}, job.down_signs, job.factor, (u64)((column + odd) * job.rows + row)};
-    cast_line<DOWN_SIZE>(y, line, scale, step, job.down_draw, c);
+    Line line = {{at + odd, PITCH, GAP}, signs, job.factor, (u64)((column + odd) * job.rows + row)};
+    cast_line<DOWN_SIZE>(y, line, scale, step, DRAW_OF(job.down_draw), c);
 #pragma unroll
     for (int i = 0; i < HELD; ++i) at[i * PITCH + odd] = (u16)(as_bits(y[i]) >> 16);
   }
@@ -184,7 +185,8 @@ DEVICE void store_mask(u8* to, u32 passing) {
 }
 
 // Cast along the rows, from a tile to another one or in place.
-DEVICE void cast_across(u16* to, u16* tile, Corner corner, const RotatedJob& job, const Cast& c) {
+DEVICE void cast_across(
+    u16* to, u16* tile, Corner corner, const u32* signs, const RotatedJob& job, const Cast& c) {
   TensorScale scale, step;
   find_scales(scale, step, job.parts, job.across_scale, job.part_count, c);
   float y[HELD];
@@ -194,8 +196,8 @@ DEVICE void cast_across(u16* to, u16* tile, Corner corner, const RotatedJob& job
     u16* at = tile + PLACE(place.row) + place.column;
     i64 row = corner.row + place.row, column = corner.column + place.column;
     load_across(y, at, job);
-    Line line = {{at, 1, 0}, job.across_signs, job.factor, (u64)(row * job.columns + column)};
-    u32 passing = cast_line<ACROSS_SIZE>(y, line, scale, step, c.draw, c);
+    Line line = {{at, 1, 0}, signs, job.factor, (u64)(row * job.columns + column)};
+    u32 passing = cast_line<ACROSS_SIZE>(y, line, scale, step, DRAW_OF(c.draw), c);
 #if MASKS
     if (row < job.rows && column < job.columns) store_mask(job.mask + line.first, passing);
 #endif
@@ -214,6 +216,7 @@ KERNEL __launch_bounds__(THREADS, RESIDENT) cast_rotated(
     const __grid_constant__ RotatedJob job, const __grid_constant__ Cast c) {
   __shared__ __align__(16) u16 tile[TILE_ELEMENTS];
   Corner corner = corner_of(blockIdx.x, blockIdx.y);
+  const u32* signs = SIGNS_OF(job);
   copy_tile<false>((u16*)job.x, tile, corner, job);
   __syncthreads();
 #if ACROSS
@@ -222,12 +225,12 @@ KERNEL __launch_bounds__(THREADS, RESIDENT) cast_rotated(
 #else
   u16* across = tile;
 #endif
-  cast_across(across, tile, corner, job, c);
+  cast_across(across, tile, corner, signs, job, c);
   __syncthreads();
   copy_tile<true>(job.across, across, corner, job);
 #endif
 #if DOWN
-  cast_down(tile, corner, job, c);
+  cast_down(tile, corner, signs + 4, job, c);
   __syncthreads();
   copy_tile<true>(job.down, tile, corner, job);
 #endif

@@ -3,7 +3,7 @@
 // A thread takes 32 neighbours of a line, and LANES lanes side by side hold 32 LANES neighbours: 64, which share random
 // words, or the 128 of a long transform. ACROSS and DOWN say along what a matrix is cast, its rows and its columns;
 // ACROSS_SIZE and DOWN_SIZE are the elements of a transform (1: none), NARROWS says that its result becomes bfloat16,
-// SCALED that x is multiplied by a number first, RUN is the elements of a scale's block, 16 or 32. CAST follows:
+// SCALED that x is multiplied by a number first, COUNTED that keys move on by a number on the device, RUN is the elements of a scale's block, 16 or 32. CAST follows:
 #pragma once
 #define BLOCK_FORMAT 0  // the cast of a block format (block.cuh); scales of the tensor stay outside
 #define DEVIATION 1     // scale = power of two below RN32(RN32(deviation * FACTOR) + OFFSET); ties go to zero
@@ -26,8 +26,40 @@ struct alignas(16) RotatedJob {
   const float* factor;  // what x is multiplied with, or null
   i64 part_count;
   u32 across_signs[4], down_signs[4];  // bit j: element j of each group changes its sign
+  const u64* count;                    // COUNTED: what the offsets of all keys are larger by
   Draw down_draw;
+  Draw sign_draw;        // COUNTED: the key of random signs
+  u32 random, unused[3];  // COUNTED: whose signs are random: 1 those along the rows, 2 those along the columns
 };
+
+#if COUNTED
+DEVICE Draw counted(const Draw& d, const RotatedJob& job) {
+  Draw out = d;
+  u64 offset = ((u64)d.offset1 << 32 | d.offset0) + *job.count;
+  out.offset0 = (u32)offset, out.offset1 = (u32)(offset >> 32);
+  return out;
+}
+
+// The signs along the rows and along the columns, made by each block of threads; what follows has to wait for all.
+DEVICE const u32* signs_of(const RotatedJob& job) {
+  __shared__ u32 signs[8];
+  if (threadIdx.x < 8) {
+    u32 side = threadIdx.x / 4, word = threadIdx.x % 4, size = side ? DOWN_SIZE : ACROSS_SIZE;
+    u32 mask = side ? job.down_signs[word] : job.across_signs[word];
+    if (job.random >> side & 1) {
+      mask = word * 32 < size ? random_word(word, counted(job.sign_draw, job)) : 0;
+      if (size == 16) mask = (mask & 0xFFFFu) * 0x10001u;
+    }
+    signs[threadIdx.x] = mask;
+  }
+  return signs;
+}
+#define SIGNS_OF(job) signs_of(job)
+#define DRAW_OF(draw) counted(draw, job)
+#else
+#define SIGNS_OF(job) job.across_signs  // those along the columns follow
+#define DRAW_OF(draw) draw
+#endif
 
 // How a piece of RUN elements is cast.
 struct Piece {
