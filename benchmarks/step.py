@@ -32,7 +32,7 @@ class Step:
             fmtsim.convert(self.model, recipe=recipe, generator=1, total_steps=1000)
         fused = arguments.device == "cuda"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)
-        self.run = self.model if arguments.eager else torch.compile(self.model)
+        self.run = self.model if arguments.mode == "eager" else torch.compile(self.model, mode=arguments.mode)
         self.device = arguments.device
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="of a round")
     parser.add_argument("--layers", type=int, help="fewer than 12 for a quick look")
-    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--mode", default="default", help="of torch.compile, or eager")
     arguments = parser.parse_args()
     torch._dynamo.config.recompile_limit = 1 + 2 * len(arguments.recipes)  # one model's code is compiled for each
     generator = torch.Generator().manual_seed(0)

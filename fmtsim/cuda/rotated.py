@@ -82,6 +82,12 @@ def covers(x: Tensor, quantizer: Quantizer) -> bool:
     return x.is_contiguous() or (not plan.masks and x.stride() == (1, x.shape[0]) and x.shape[0] % 8 == 0)
 
 
+def counts(quantizer: Quantizer) -> bool:
+    """Say whether ``cast_rotated`` takes bfloat16 matrices under a quantiser whose sizes are multiples of 128."""
+    plan = plan_of(quantizer)
+    return plan is not None and not (plan.masks and quantizer.source != "original")
+
+
 def covers_both(x: Tensor, first: Quantizer, second: Quantizer) -> bool:
     """Say whether ``cast_both`` takes a matrix under two quantisers; the device is not looked at."""
     plans = plan_of(first), plan_of(second)

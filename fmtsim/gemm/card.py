@@ -2,7 +2,7 @@
 
 import importlib
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -11,13 +11,14 @@ from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.gemm.bfloat16 import hold, holds
 from fmtsim.gemm.choice import drawn_key
+from fmtsim.gemm.config import LinearConfig
 from fmtsim.gemm.operand import Draws, Operand, folds
 from fmtsim.scaling.cast import spread
 from fmtsim.scaling.history import DelayedScale, FrozenScale
 from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.statistics import block_sizes
-from fmtsim.scaling.transform import Hadamard
 
+_GROUP: Final = 128  # elements of the longest rotation that kernels take
 _folding: dict[int, tuple[Quantizer, bool]] = {}
 
 
@@ -26,17 +27,39 @@ def on_card(x: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64
 
 
+def counts(layer: LinearConfig, x: Tensor, sizes: tuple[int, ...]) -> bool:
+    """Say whether kernels quantise all that a layer rounds or turns at random, its keys counted on the device.
+
+    Args:
+        layer: Its definition.
+        x: One of its tensors.
+        sizes: Those that its products have.
+    """
+    random = [quantizer for quantizer in layer.operands.values() if quantizer.draws or quantizer.turns]
+    if not random or not x.is_cuda or x.dtype != torch.bfloat16 or any(size % _GROUP for size in sizes):
+        return False
+    rotations = _engine("rotated")
+    return _served(x.get_device()) and all(rotations.counts(quantizer) for quantizer in random)
+
+
 def prepare_on_card(
-    x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedScale | FrozenScale | None, folded: bool
+    x: Tensor,
+    quantizer: Quantizer,
+    draws: Draws,
+    delayed: DelayedScale | FrozenScale | None,
+    folded: bool,
+    factor: Tensor | None,
 ) -> Operand | None:
     """Quantise a matrix by a fused kernel, as ``settled`` leaves it; None where none covers that."""
     fmt = quantizer.format
     if quantizer.then is not None or not _served(x.get_device()):
         return None
     if quantizer.transforms or (isinstance(fmt, BlockFormat) and folded):
-        made = _rotated(x, quantizer, draws) if folded else None
+        made = _rotated(x, quantizer, draws, factor) if folded else None
         if made is not None or quantizer.transforms:
             return made
+    if factor is not None:
+        return None
     if quantizer.scaling is not None:
         return _scaled(x, quantizer, draws, delayed, folded)
     if fmt is None or not holds(x, quantizer) or (isinstance(fmt, BlockFormat) and not folded):
@@ -88,13 +111,14 @@ def unrotate_on_card(y: Tensor, before: Quantizer, slope: Tensor | None, dtype: 
     return rotations.finish_rotated(y, slope, before.transforms, dtype)  # type: ignore[no-any-return]
 
 
-def _rotated(x: Tensor, quantizer: Quantizer, draws: Draws) -> Operand | None:
+def _rotated(x: Tensor, quantizer: Quantizer, draws: Draws, factor: Tensor | None) -> Operand | None:
     rotations = _engine("rotated")
     if not rotations.covers(x, quantizer):
-        return None
-    random = any(isinstance(transform, Hadamard) and transform.signs == "random" for transform in quantizer.transforms)
-    signs = drawn_key(draws.signs, x.device) if random else None
-    made = rotations.cast_rotated(x, quantizer, _keys(x, quantizer, draws), signs)
+        if draws.passes is None:
+            return None
+        x = x.contiguous()  # what counts on the device is covered then
+    signs = drawn_key(draws.signs, x.device) if quantizer.turns else None
+    made = rotations.cast_rotated(x, quantizer, _keys(x, quantizer, draws), signs, factor, draws.passes)
     return Operand(made.values, quantizer, tensor=made.scale, slope=made.mask)
 
 

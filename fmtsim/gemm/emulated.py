@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.gemm.card import counts
 from fmtsim.gemm.config import LinearConfig
 from fmtsim.gemm.layer import Layer, State, find_layer
 from fmtsim.gemm.once import OnceOnly
@@ -118,7 +119,9 @@ class _Products(torch.autograd.Function):
             rows, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], w.shape[0])
             if config.plain:
                 return (plain_forward(rows, w, bias, layer, observer).reshape(shape),)
-            run = Pass(layer, observer, backward=False, traced=is_traced(x) or is_traced(w))
+            traced = is_traced(x) or is_traced(w)
+            counted = traced and counts(config, x, (rows.shape[0], *w.shape))
+            run = Pass(layer, observer, backward=False, traced=traced, counted=counted)
             left, right = run.operand("x_f", rows, -1), run.operand("w_f", w, -1)
             y = run.product("fprop", left, right, bias, x.dtype)
             return (y.reshape(shape), *kept_of(left, config.wgrad.b), *kept_of(right, config.dgrad.b))
@@ -165,7 +168,9 @@ def _gradients(
     config: LinearConfig = ctx.layer.config
     x_dtype, w_dtype, _ = ctx.dtypes
     needs_x, needs_w = ctx.needs_input_grad[:2]
-    run = Pass(ctx.layer, ctx.observer, backward=True, traced=is_traced(g))
+    traced = is_traced(g)
+    counted = traced and counts(config, g, (*g.shape, ctx.x_shape[-1]))
+    run = Pass(ctx.layer, ctx.observer, backward=True, traced=traced, counted=counted)
     fprop, dgrad, wgrad = config.fprop, config.dgrad, config.wgrad
     of_x, of_w = Kept(*kept[: len(kept) // 2]), Kept(*kept[len(kept) // 2 :])
     first = run.operand("g_d", g, -1) if needs_x or wgrad.a.source == "forward" else None

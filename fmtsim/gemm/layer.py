@@ -3,10 +3,15 @@
 import itertools
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from functools import cached_property
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
+import torch
+from torch import Tensor
+
 from fmtsim.errors import ArgumentError
+from fmtsim.gemm.choice import drawn_key
 from fmtsim.gemm.config import LinearConfig
 from fmtsim.gemm.streams import Generator
 from fmtsim.scaling.history import DelayedScale, FrozenScale
@@ -16,6 +21,7 @@ State = Mapping[str, DelayedScale | FrozenScale]
 _layers: WeakValueDictionary[str, "Layer"] = WeakValueDictionary()
 _numbers = itertools.count()
 # Compiled graphs are kept on disk by what they call: names of one process must mean nothing to the next.
+_HOST: Final = torch.device("cpu")
 _PROCESS = uuid.uuid4().hex[:12]
 
 
@@ -34,7 +40,21 @@ class Layer:
     def __init__(self, config: LinearConfig, generator: Generator = None, state: State | None = None) -> None:
         self.config, self.generator, self.state = config, generator, state or {}
         self.name = f"{_PROCESS}.{next(_numbers)}"
+        self._counters: dict[torch.device, Tensor] = {}
         _layers[self.name] = self
+
+    @cached_property
+    def seed(self) -> int:
+        """The seed of all keys that are made on a GPU, drawn when it is first asked for; an int is its own."""
+        return self.generator if isinstance(self.generator, int) else drawn_key(self.generator, _HOST).seed
+
+    def count(self, device: torch.device) -> Tensor:
+        """Count a pass over the layer on a device, and return the number, int64, 0-d."""
+        counter = self._counters.get(device)
+        if counter is None:
+            counter = self._counters[device] = torch.zeros((), dtype=torch.int64, device=device)
+        counter += 1
+        return counter.clone()
 
     def __reduce__(self) -> Any:
         return Layer, (self.config, self.generator, self.state)  # a copy has a name of its own

@@ -116,11 +116,15 @@ def check_coded(quantizer: Quantizer) -> None:
 
 
 class Draws(NamedTuple):
-    """Where an operand's random numbers come from: words of elements and scales, and signs of rotations."""
+    """Where an operand's random numbers come from: words of elements and scales, and signs of rotations.
+
+    ``passes``, int64, 0-d, on a GPU, moves the keys of all three on; only that GPU's kernels look at it.
+    """
 
     elements: Any = None
     scales: Any = None
     signs: Any = None
+    passes: Tensor | None = None
 
 
 def block_of(quantizer: Quantizer) -> Block:

@@ -13,9 +13,9 @@ from fmtsim.gemm.layer import Layer
 from fmtsim.gemm.machine import multiply_coded, round_output
 from fmtsim.gemm.operand import Operand, block_of
 from fmtsim.gemm.prepare import draws_of, prepare, transformed, unrotated
-from fmtsim.gemm.streams import stream_of
+from fmtsim.gemm.streams import SIGNS, stream_of
 from fmtsim.gemm.sums import multiply_operands
-from fmtsim.gemm.traced import traced_key, traced_operand, traced_unrotate
+from fmtsim.gemm.traced import traced_count, traced_key, traced_operand, traced_unrotate
 from fmtsim.ops import RandomKey
 from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.statistics import block_sizes
@@ -55,14 +55,19 @@ class Pass:
         observer: Sees every operand, or None.
         backward: Which pass.
         traced: The tensors have no numbers: a compiler wants to see operators.
+        counted: Keys are made on the GPU, from the number of passes over the layer, and not drawn on the host: of a
+            compiled layer that ``fmtsim.gemm.card.counts``.
     """
 
-    def __init__(self, layer: Layer, observer: Observer | None, *, backward: bool, traced: bool) -> None:
+    def __init__(
+        self, layer: Layer, observer: Observer | None, *, backward: bool, traced: bool = False, counted: bool = False
+    ) -> None:
         self._layer, self._config, self._observer = layer, layer.config, observer
-        self._backward, self._traced = backward, traced
+        self._backward, self._traced, self._counted = backward, traced, counted
         gemms = (getattr(self._config, name) for name in PRODUCTS)
         self._folded = not any(gemm.emulated for gemm in gemms)  # machines take elements and scales apart
         self._signs: RandomKey | Tensor | None = None
+        self._count: Tensor | None = None
 
     def operand(self, name: str, t: Tensor, dim: int) -> Operand:
         """Quantise a tensor whose products sum over ``dim``, 0 or -1; the result has that axis last."""
@@ -86,8 +91,9 @@ class Pass:
         forward = Operand(kept.elements, before, kept.scale, kept.tensor, sizes)
         if quantizer.source == "forward":
             return forward.turned()
-        bare = kept.scale is None and kept.tensor is None and kept.elements.dtype == torch.bfloat16
-        return self._made(name, kept.elements if bare else forward.values(torch.float32), quantizer, 0)
+        if kept.scale is None and kept.elements.dtype == torch.bfloat16:
+            return self._made(name, kept.elements, quantizer, 0, kept.tensor)
+        return self._made(name, forward.values(torch.float32), quantizer, 0)
 
     def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return ``a b^T + bias`` of a product of the layer, rounded as it says."""
@@ -129,13 +135,20 @@ class Pass:
         run = traced_unrotate if self._traced else unrotated
         return run(y, first, before, turned, kept.slope, signs, dtype)  # type: ignore[arg-type]
 
-    def _made(self, name: str, t: Tensor, quantizer: Quantizer, dim: int) -> Operand:
+    def _made(self, name: str, t: Tensor, quantizer: Quantizer, dim: int, factor: Tensor | None = None) -> Operand:
+        """Quantise a tensor, times a factor (float32, 0-d) where there is one."""
+        rest = (dim, quantizer, self._folded, self._layer.name, name, factor)
+        if self._counted and (quantizer.draws or quantizer.turns):
+            if self._count is None:
+                self._count = traced_count(t, self._layer.name)
+            return traced_operand(t, *rest, count=self._count)
         signs = self._sign_key(quantizer.transforms, t)
         if self._traced:
-            return traced_operand(t, dim, quantizer, self._folded, self._layer.name, name, signs)  # type: ignore[arg-type]
+            return traced_operand(t, *rest, signs=signs)  # type: ignore[arg-type]
         draws, x = draws_of(self._layer.generator, name, signs), t if dim == -1 else t.mT
-        made = prepare(x, quantizer, draws, self._layer.state.get(name), folded=self._folded)
+        made = prepare(x, quantizer, draws, self._layer.state.get(name), folded=self._folded, factor=factor)
         if self._observer is not None:
+            x = x if factor is None else x.float() * factor
             wide = torch.float64 if t.dtype == torch.float64 else torch.float32
             for transform in quantizer.transforms:  # what was rounded
                 x, _ = transformed(x, transform, signs)
@@ -144,10 +157,10 @@ class Pass:
 
     def _sign_key(self, transforms: Iterable[Transform], t: Tensor) -> RandomKey | Tensor | None:
         """Return the key of this pass's random signs, the same for all operands; None where no transform has any."""
-        if not any(isinstance(transform, Hadamard) and transform.signs == "random" for transform in transforms):
+        if not any(isinstance(turn, Hadamard) and turn.signs == "random" for turn in transforms):
             return None
         if self._signs is None:
-            stream = 18 + self._backward
+            stream = SIGNS + self._backward
             if self._traced:
                 self._signs = traced_key(t, self._layer.name, stream)
             else:

@@ -39,6 +39,7 @@ def prepare(
     delayed: DelayedScale | FrozenScale | None = None,
     *,
     folded: bool = False,
+    factor: Tensor | None = None,
 ) -> Operand:
     """Quantise a matrix ``[rows, inner]``; blocks run along the inner axis.
 
@@ -47,12 +48,14 @@ def prepare(
         quantizer: What to do.
         draws: Where random numbers come from.
         delayed: State of a scale with a history.
-        folded: On a GPU, multiply scales into elements where bfloat16 holds the products (``fold``).
+        folded: On a GPU, multiply scales into elements where bfloat16 holds the products (``folds``).
+        factor: float32, 0-d: what x, bfloat16, is multiplied with first; each product is rounded to float32.
     """
-    if on_card(x):
-        made = prepare_on_card(x, quantizer, draws, delayed, folded)
-        return settled(_prepared(x, quantizer, draws, delayed), folded) if made is None else made
-    return _prepared(x, quantizer, draws, delayed)
+    made = prepare_on_card(x, quantizer, draws, delayed, folded, factor) if on_card(x) else None
+    if made is not None:
+        return made
+    made = _prepared(x if factor is None else x.float() * factor, quantizer, draws, delayed)
+    return settled(made, folded) if on_card(x) else made
 
 
 def _prepared(x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedScale | FrozenScale | None) -> Operand:

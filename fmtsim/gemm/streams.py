@@ -6,6 +6,8 @@ from fmtsim.ops import RandomKey
 
 Generator = int | torch.Generator | None
 Stream = Generator | RandomKey
+FORWARD = ("x_f", "w_f")  # operands of the forward pass
+SIGNS = 18  # the use that signs of rotations are, and one more backwards
 _MASK64 = (1 << 64) - 1
 
 

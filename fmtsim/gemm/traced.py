@@ -7,7 +7,7 @@ by the digest of its text, a layer by its name.
 import hashlib
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from fmtsim.gemm.choice import draw_keys
 from fmtsim.gemm.layer import find_layer
 from fmtsim.gemm.operand import Draws, Operand, block_of
 from fmtsim.gemm.prepare import draws_of, prepare, unrotated
-from fmtsim.gemm.streams import stream_of
+from fmtsim.gemm.streams import FORWARD, SIGNS, stream_of
 from fmtsim.ops import RandomKey
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.scaling.quantizer import Quantizer
@@ -27,25 +27,46 @@ from fmtsim.scaling.transform import Hadamard
 _FIELDS = ("elements", "scale", "tensor", "slope", "rest")
 _quantizers: dict[str, Quantizer] = {}
 
+_DRAWS: Any = (torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe)
 _library = torch.library.Library("fmtsim", "FRAGMENT")
 _library.define(
-    "operand(Tensor x, bool turned, str quantizer, bool folded, str layer, str name, Tensor? signs) -> Tensor[]"
+    "operand(Tensor x, bool turned, str quantizer, bool folded, str layer, str name, Tensor? factor, "
+    "Tensor? count) -> Tensor[]"
+)
+_library.define(
+    "random_operand(Tensor x, bool turned, str quantizer, bool folded, str layer, str name, "
+    "Tensor? factor, Tensor? signs) -> Tensor[]",
+    tags=_DRAWS,
 )
 _library.define(
     "unrotate(Tensor y, str first, str before, bool turned, Tensor? slope, Tensor? signs, ScalarType dtype) -> Tensor"
 )
-_library.define("draw_key(Tensor like, str layer, int stream) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+_library.define("draw_key(Tensor like, str layer, int stream) -> Tensor", tags=_DRAWS)
+_library.define("count_pass(Tensor like, str layer) -> Tensor", tags=_DRAWS[:1])
 
 
 def traced_operand(
-    x: Tensor, dim: int, quantizer: Quantizer, folded: bool, layer: str, name: str, signs: Tensor | None
+    x: Tensor,
+    dim: int,
+    quantizer: Quantizer,
+    folded: bool,
+    layer: str,
+    name: str,
+    factor: Tensor | None,
+    *,
+    signs: Tensor | None = None,
+    count: Tensor | None = None,
 ) -> Operand:
-    """Return ``prepare`` of a matrix whose products sum over ``dim``, 0 or -1, as one node of a graph."""
-    own = quantizer.draws or (quantizer.scaling is not None and quantizer.scaling.history is not None)
-    turned = dim == 0
-    found = torch.ops.fmtsim.operand(
-        x, turned, key_of(quantizer), folded, layer if own else "", name if own else "", signs
-    )
+    """Return ``prepare`` of a matrix whose products sum over ``dim``, 0 or -1, as one node of a graph.
+
+    With ``count`` the node depends on its arguments alone. Without, one that rounds at random draws on the host, and no
+    CUDA graph may hold it.
+    """
+    random = count is None and (quantizer.draws or quantizer.turns)
+    remembers = quantizer.scaling is not None and quantizer.scaling.history is not None
+    own, turned = (layer, name) if random or remembers or count is not None else ("", ""), dim == 0
+    run = torch.ops.fmtsim.random_operand if random else torch.ops.fmtsim.operand
+    found = run(x, turned, key_of(quantizer), folded, *own, factor, signs if random else count)
     parts = dict(zip(_layout(quantizer, x.dtype, x.device.type, turned, folded), found, strict=True))
     shape = torch.Size(x.shape[::-1]) if turned else x.shape
     return Operand(quantizer=quantizer, sizes=block_sizes(block_of(quantizer), shape), **parts)
@@ -69,6 +90,11 @@ def traced_key(like: Tensor, layer: str, stream: int) -> Tensor:
     return torch.ops.fmtsim.draw_key(like, layer, stream)  # type: ignore[no-any-return]
 
 
+def traced_count(like: Tensor, layer: str) -> Tensor:
+    """Return the number of a pass over a layer, int64, 0-d, on the GPU of a tensor of that pass."""
+    return torch.ops.fmtsim.count_pass(like, layer)  # type: ignore[no-any-return]
+
+
 @lru_cache(maxsize=4096)
 def key_of(quantizer: Quantizer) -> str:
     """Return the text by which an operator finds a quantiser: the same in every process."""
@@ -78,16 +104,32 @@ def key_of(quantizer: Quantizer) -> str:
 
 
 def _operand(
-    x: Tensor, turned: bool, quantizer: str, folded: bool, layer: str, name: str, signs: Tensor | None
-) -> list[Tensor]:
-    generator, state = None, None
-    if layer:
-        found = find_layer(layer)
-        generator, state = found.generator, found.state.get(name)
+    x: Tensor, turned: bool, quantizer: str, folded: bool, layer: str, name: str, factor: Tensor | None,
+    count: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    found = find_layer(layer) if layer else None
+    draws = Draws()
+    if found is not None and count is not None:
+        signs = stream_of(found.seed, SIGNS + (name not in FORWARD))
+        draws = draws_of(found.seed, name, signs)._replace(passes=count)
+    return _prepared(x, turned, quantizer, folded, draws, None if found is None else found.state.get(name), factor)
+
+
+def _random_operand(
+    x: Tensor, turned: bool, quantizer: str, folded: bool, layer: str, name: str, factor: Tensor | None,
+    signs: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    found = find_layer(layer)
     key = None if signs is None else RandomKey(*signs.tolist())
-    t = x.mT if turned else x
-    made = prepare(t, _quantizers[quantizer], draws_of(generator, name, key), state, folded=folded)
-    layout = _layout(_quantizers[quantizer], x.dtype, x.device.type, turned, folded)
+    return _prepared(x, turned, quantizer, folded, draws_of(found.generator, name, key), found.state.get(name), factor)
+
+
+def _prepared(
+    x: Tensor, turned: bool, key: str, folded: bool, draws: Draws, state: Any, factor: Tensor | None
+) -> list[Tensor]:
+    quantizer, t = _quantizers[key], x.mT if turned else x
+    made = prepare(t, quantizer, draws, state, folded=folded, factor=factor)
+    layout = _layout(quantizer, x.dtype, x.device.type, turned, folded)
     return [_own(getattr(made, field), laid, t) for field, laid in layout.items()]
 
 
@@ -98,8 +140,9 @@ def _own(part: Tensor, laid: "_Part", x: Tensor) -> Tensor:
 
 
 def _fake_operand(
-    x: Tensor, turned: bool, quantizer: str, folded: bool, layer: str, name: str, signs: Tensor | None
-) -> list[Tensor]:
+    x: Tensor, turned: bool, quantizer: str, folded: bool, layer: str, name: str, factor: Tensor | None,
+    random: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
     q = _quantizers[quantizer]
     rows, columns = x.shape[::-1] if turned else x.shape
     outer, inner = block_of(q)
@@ -149,9 +192,15 @@ def _draw_key(like: Tensor, layer: str, stream: int) -> Tensor:
 
 
 _library.impl("operand", _operand, "CompositeExplicitAutograd")
+_library.impl("random_operand", _random_operand, "CompositeExplicitAutograd")
+_library.impl("count_pass", lambda like, layer: find_layer(layer).count(like.device), "CompositeExplicitAutograd")
 _library.impl("unrotate", _unrotate, "CompositeExplicitAutograd")
 _library.impl("draw_key", _draw_key, "CompositeExplicitAutograd")
 torch.library.register_fake("fmtsim::operand", _fake_operand, lib=_library)
+torch.library.register_fake("fmtsim::random_operand", _fake_operand, lib=_library)
+torch.library.register_fake(
+    "fmtsim::count_pass", lambda like, layer: like.new_empty((), dtype=torch.int64), lib=_library
+)
 torch.library.register_fake(
     "fmtsim::unrotate",
     lambda y, first, before, turned, slope, signs, dtype: y.new_empty(y.shape, dtype=dtype),

@@ -9,7 +9,7 @@ from fmtsim.formats.spec import OVERFLOWS, CodebookFormat, FloatFormat, IntForma
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.gradient import GradientRule, StraightThrough
 from fmtsim.scaling.scale import Scaling
-from fmtsim.scaling.transform import Transform
+from fmtsim.scaling.transform import Hadamard, Transform
 
 Source = Literal["original", "forward", "requantised"]
 
@@ -78,6 +78,11 @@ class Quantizer:
         """Whether elements or scales are rounded by random numbers."""
         scales = self.scaling is not None and self.scaling.scale_rounding == "stochastic"
         return self.rounding.mode == "stochastic" or scales or (self.then is not None and self.then.draws)
+
+    @property
+    def turns(self) -> bool:
+        """Whether a rotation has random signs."""
+        return any(isinstance(transform, Hadamard) and transform.signs == "random" for transform in self.transforms)
 
     def __str__(self) -> str:
         if self.source == "forward":

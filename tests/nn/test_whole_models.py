@@ -170,14 +170,13 @@ def test_the_operators_pass_torchs_own_check(name):
     for operand, quantizer in config.operands.items():
         if quantizer.source == "forward":
             continue
-        signs = torch.tensor([3, 0]) if "random" in str(quantizer) else None
+        signs = torch.tensor([3, 0]) if quantizer.turns else None
         for turned in (False, True):
-            arguments = (x, turned, key_of(quantizer), False, layer.name, operand, signs)
-            float8 = any(
-                t.dtype.itemsize == 1 and t.dtype.is_floating_point for t in torch.ops.fmtsim.operand(*arguments)
-            )
+            run = torch.ops.fmtsim.random_operand if quantizer.draws or quantizer.turns else torch.ops.fmtsim.operand
+            arguments = (x, turned, key_of(quantizer), False, layer.name, operand, None, signs)
+            float8 = any(t.dtype.itemsize == 1 and t.dtype.is_floating_point for t in run(*arguments))
             utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")[float8 : 3 - float8]
-            torch.library.opcheck(torch.ops.fmtsim.operand, arguments, test_utils=utils)  # some check cannot sum float8
+            torch.library.opcheck(run, arguments, test_utils=utils)  # some check cannot sum float8
     slope = torch.rand(64, 128) < 0.5
     texts = key_of(config.dgrad.a), key_of(config.fprop.a)
     for turned in (False, True):
