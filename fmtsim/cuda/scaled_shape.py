@@ -62,8 +62,8 @@ class Shape(NamedTuple):
         if self.kind == TILES:
             vectors = self.height * self.width // 8
             return self.counts[0] * self.counts[1], min(-(-vectors // 32) * 32, 128 if vectors < 1024 else 256)
-        rows = 128 if self.run == 128 else 64
-        return -(-self.rows // rows) * -(-self.columns // _TILE_COLUMNS), 512
+        warps = 32 if self.run == 128 else 16
+        return -(-self.rows // (4 * warps)) * -(-self.columns // _TILE_COLUMNS), 32 * warps
 
 
 def shape_of(x: Tensor, block: Block, *, statistic: str, drawn: bool) -> Shape | None:

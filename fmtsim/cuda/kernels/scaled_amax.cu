@@ -16,10 +16,10 @@ KERNEL __launch_bounds__(256) amaxes_of_parts(const Input* x, u32* tops, u64 vec
       in[v].clear();
       if (at + v * stride < vectors) in[v].load(x + (at + v * stride) * 8);
     }
-#pragma unroll
-    for (int v = 0; v < VECTORS_EACH; v++) top = max(top, in[v].amax());
+    bool clean;
+    top = raw_larger(top, raw_amax_of<VECTORS_EACH>(in, clean));
   }
-  top = largest_of_block(top);
+  top = largest_of_block(amax_of_raw(top));
   if (threadIdx.x == 0) tops[blockIdx.x] = top;
 }
 

@@ -94,12 +94,31 @@ DEVICE void statistics(float (&found)[BLOCKS], const Eight (&in)[4], const bool 
 DEVICE void statistics(float (&found)[BLOCKS], const Eight (&in)[4], const bool (&)[4], const Rule&) {
 #pragma unroll
   for (int b = 0; b < BLOCKS; b++) {
-    u32 top = 0;
+    bool clean;
+    u32 top = raw_amax_of<EACH>(in + b * EACH, clean);
 #pragma unroll
-    for (int v = 0; v < EACH; v++) top = max(top, in[b * EACH + v].amax());
+    for (int flip = 1; flip < SPAN; flip *= 2) top = raw_larger(top, __shfl_xor_sync(~0u, top, flip));
+    found[b] = __uint_as_float(amax_of_raw(top));
+  }
+}
+#endif
+
+#if RUN
+// The scales of blocks; the lanes that share blocks share the work.
+DEVICE void find_scales(Scale (&scale)[BLOCKS], const float (&found)[BLOCKS], const Rule& r, const Grid& g) {
+  constexpr int TURNS = BLOCKS < 2 ? 1 : 2;
+  bool odd = threadIdx.x % 2;
 #pragma unroll
-    for (int flip = 1; flip < SPAN; flip *= 2) top = max(top, __shfl_xor_sync(~0u, top, flip));
-    found[b] = __uint_as_float(top);
+  for (int b = 0; b < BLOCKS; b += TURNS) {
+    Scale mine = scale_of(TURNS == 2 && odd ? found[b + TURNS - 1] : found[b], r, g);
+    scale[b] = mine;
+    if (TURNS == 1) continue;
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      scale[b + k].stored = __shfl_sync(~0u, mine.stored, k, 2);
+      scale[b + k].factor = __shfl_sync(~0u, mine.factor, k, 2);
+      if (FOLDS) scale[b + k].fold = __shfl_sync(~0u, mine.fold, k, 2);
+    }
   }
 }
 #endif
@@ -115,9 +134,31 @@ DEVICE void draw(u32 (&rests)[4], int i, const Lane& at, const Draw& d) {
 #endif
 }
 
+// Casts a lane's vectors; Clean: none holds NaN or Inf.
+template <bool Clean>
+DEVICE void cast_lane(
+    Results (&out)[4], const Eight (&in)[4], const Scale (&scale)[BLOCKS], const Lane& at, const Rule& r, const Grid& g,
+    const Draw& d) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    u32 rests[4];
+    draw(rests, i, at, d);
+#pragma unroll
+    for (int v = 0; v < 4; v++) {
+      u32 passes, value = cast_element<Clean>(in[v].get(i), scale[v / EACH], rests[v], r, g, passes);
+      out[v].put(i, value, passes);
+    }
+  }
+}
+
 // source: amaxes of `parts` parts, or a factor. groups: of 64 elements in a row, filled up to whole blocks. steps: from a
 // row of memory to the next and from an element to the next, in the matrix's own order.
-KERNEL __launch_bounds__(128) cast_runs(
+#if WORDS
+#define BOUNDS __launch_bounds__(128, 4)  // left to itself, the assembler spills
+#else
+#define BOUNDS __launch_bounds__(128)
+#endif
+KERNEL BOUNDS cast_runs(
     const Input* x, u16* y, float* scales, u8* masks, const u32* source, u32* tops, u64 rows, u64 columns, u64 row_step,
     u64 column_step, u32 groups, u32 parts, const __grid_constant__ Rule rule, const __grid_constant__ Grid grid,
     const __grid_constant__ Grid scale_grid, const __grid_constant__ Draw d) {
@@ -139,9 +180,9 @@ KERNEL __launch_bounds__(128) cast_runs(
 #if RUN
   float found[BLOCKS];
   statistics(found, in, inside, rule);
+  find_scales(scale, found, rule, scale_grid);
 #pragma unroll
   for (int b = 0; b < BLOCKS; b++) {
-    scale[b] = scale_of(found[b], rule, scale_grid);
     u64 column = at.column + 64 / BLOCKS * b, across = (columns + RUN - 1) / RUN;
     if (threadIdx.x % SPAN == 0 && inside[b * EACH]) scales[at.row * across + column / RUN] = scale[b].stored;
   }
@@ -163,24 +204,15 @@ KERNEL __launch_bounds__(128) cast_runs(
   Results out[4];
 #pragma unroll
   for (int v = 0; v < 4; v++) out[v].clear();
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    u32 rests[4];
-    draw(rests, i, at, d);
-#pragma unroll
-    for (int v = 0; v < 4; v++) {
-      u32 passes, value = cast_element(in[v].get(i), scale[v / EACH], rests[v], rule, grid, passes);
-      out[v].put(i, value, passes);
-    }
-  }
+  bool clean;
+  u32 own = raw_amax_of<4>(in, clean);
+  if (clean && !WORDS) cast_lane<true>(out, in, scale, at, rule, grid, d);
+  else cast_lane<false>(out, in, scale, at, rule, grid, d);
 #pragma unroll
   for (int v = 0; v < 4; v++)
     if (inside[v]) out[v].store(y, masks, place + 16 * v);
 #if RECORDS
-  u32 amax = 0;
-#pragma unroll
-  for (int v = 0; v < 4; v++) amax = max(amax, in[v].amax());
-  amax = largest_of_block(amax);
-  if (threadIdx.x == 0) tops[blockIdx.x] = amax;
+  own = largest_of_block(amax_of_raw(own));
+  if (threadIdx.x == 0) tops[blockIdx.x] = own;
 #endif
 }

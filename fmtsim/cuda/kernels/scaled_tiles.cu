@@ -14,11 +14,12 @@ KERNEL __launch_bounds__(256) cast_tiles(
   u32 count = high * wide, top = 0;
   for (u32 k = threadIdx.x; k < count; k += blockDim.x) {
     u32 row = high == 1 ? 0 : k / wide;
-    Eight in;
-    in.load(x + corner + row * columns + (k - row * wide) * 8);
-    top = max(top, in.amax());
+    Eight in[1];
+    bool clean;
+    in[0].load(x + corner + row * columns + (k - row * wide) * 8);
+    top = raw_larger(top, raw_amax_of<1>(in, clean));
   }
-  top = largest_of_block(top);
+  top = largest_of_block(amax_of_raw(top));
   __shared__ Scale shared;
   if (threadIdx.x == 0) {
     shared = scale_of(__uint_as_float(top), rule, scale_grid);
@@ -37,7 +38,7 @@ KERNEL __launch_bounds__(256) cast_tiles(
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       u32 passes, rest = WORDS ? ~random_word(first + (u64)i * column_step, d) : 0;
-      u32 value = cast_element(in.get(i), scale, rest, rule, grid, passes);
+      u32 value = cast_element<false>(in.get(i), scale, rest, rule, grid, passes);
       out.put(i, value, passes);
     }
     out.store(y, masks, place);
