@@ -1,18 +1,32 @@
 // Operands whose blocks are runs of memory, in one pass, or the whole matrix, whose scale is known from before.
-//
-// Two lanes hold 64 neighbours of a row, in vectors at distance 16:
-//   lane 0:  0 ... 7   16 ... 23   32 ... 39   48 ... 55
-//   lane 1:  8 ... 15  24 ... 31   40 ... 47   56 ... 63
-// so that one Philox call gives the words of four elements of a lane (docs/semantics.md, section 9).
+// A lane holds four vectors of eight elements:
+//   straight   neighbouring lanes hold neighbouring vectors, and the next vector of a lane lies 256 elements further.
+//   paired     two lanes hold 64 neighbours, in vectors at distance 16:
+//                lane 0:  0 ... 7   16 ... 23   32 ... 39   48 ... 55
+//                lane 1:  8 ... 15  24 ... 31   40 ... 47   56 ... 63
+//              so that one Philox call gives the words of four elements of a lane (docs/semantics.md, section 9), and
+//              folded sums need fewer shuffles.
 //
 // Macros: those of scaled.cuh; RUN: elements of a block, a power of two from 16 to 128, or 0 where one scale serves all;
 // SOURCE (RUN 0): the scale follows from amaxes of parts or from a factor (0, 1); RECORDS (RUN 0): amaxes of parts are
 // written; MOMENTS: the statistic is one of sums.
 #include "scaled.cuh"
 
+#define PAIRED (WORDS == 1 || (RUN && MOMENTS))
+#define UNIT (PAIRED ? 64 : 1024)     // elements that lie together
+#define DISTANCE (PAIRED ? 16 : 256)  // of a lane's vectors
+#if RUN == 0
+#define BLOCKS 1
+#define SPAN 1
+#elif PAIRED
 #define BLOCKS (RUN == 16 ? 4 : RUN == 32 ? 2 : 1)
-#define EACH (4 / BLOCKS)  // vectors of a block in a lane
 #define SPAN (RUN > 64 ? RUN / 32 : 2)  // lanes that share blocks
+#else
+#define BLOCKS 4
+#define SPAN (RUN / 8)
+#endif
+#define EACH (4 / BLOCKS)  // vectors of a block in a lane
+#define LOADS 5            // parts that a thread takes the amaxes of
 
 // Where a lane's elements are.
 struct Lane {
@@ -106,18 +120,19 @@ DEVICE void statistics(float (&found)[BLOCKS], const Eight (&in)[4], const bool 
 #if RUN
 // The scales of blocks; the lanes that share blocks share the work.
 DEVICE void find_scales(Scale (&scale)[BLOCKS], const float (&found)[BLOCKS], const Rule& r, const Grid& g) {
-  constexpr int TURNS = BLOCKS < 2 ? 1 : 2;
-  bool odd = threadIdx.x % 2;
+  constexpr int TURNS = BLOCKS < SPAN ? BLOCKS : SPAN;  // lanes that take one of as many blocks each
+  i32 turn = threadIdx.x % TURNS;
 #pragma unroll
   for (int b = 0; b < BLOCKS; b += TURNS) {
-    Scale mine = scale_of(TURNS == 2 && odd ? found[b + TURNS - 1] : found[b], r, g);
-    scale[b] = mine;
-    if (TURNS == 1) continue;
+    float a = found[b];
 #pragma unroll
-    for (int k = 0; k < 2; k++) {
-      scale[b + k].stored = __shfl_sync(~0u, mine.stored, k, 2);
-      scale[b + k].factor = __shfl_sync(~0u, mine.factor, k, 2);
-      if (FOLDS) scale[b + k].fold = __shfl_sync(~0u, mine.fold, k, 2);
+    for (int k = 1; k < TURNS; k++) a = turn == k ? found[b + k] : a;
+    Scale mine = scale_of(a, r, g);
+#pragma unroll
+    for (int k = 0; k < TURNS; k++) {
+      scale[b + k].stored = TURNS == 1 ? mine.stored : __shfl_sync(~0u, mine.stored, k, TURNS);
+      scale[b + k].factor = TURNS == 1 ? mine.factor : __shfl_sync(~0u, mine.factor, k, TURNS);
+      scale[b + k].fold = TURNS == 1 || !FOLDS ? mine.fold : __shfl_sync(~0u, mine.fold, k, TURNS);
     }
   }
 }
@@ -130,7 +145,7 @@ DEVICE void draw(u32 (&rests)[4], int i, const Lane& at, const Draw& d) {
   rests[0] = w.x, rests[1] = w.y, rests[2] = w.z, rests[3] = w.w;
 #else
 #pragma unroll
-  for (int v = 0; v < 4; v++) rests[v] = WORDS ? ~random_word(at.first + (u64)(16 * v + i) * at.step, d) : 0;
+  for (int v = 0; v < 4; v++) rests[v] = WORDS ? ~random_word(at.first + (u64)(DISTANCE * v + i) * at.step, d) : 0;
 #endif
 }
 
@@ -151,7 +166,7 @@ DEVICE void cast_lane(
   }
 }
 
-// source: amaxes of `parts` parts, or a factor. groups: of 64 elements in a row, filled up to whole blocks. steps: from a
+// source: amaxes of `parts` parts, or a factor. units: of a row, filled up to whole blocks. steps: from a
 // row of memory to the next and from an element to the next, in the matrix's own order.
 #if WORDS
 #define BOUNDS __launch_bounds__(128, 4)  // left to itself, the assembler spills
@@ -160,21 +175,21 @@ DEVICE void cast_lane(
 #endif
 KERNEL BOUNDS cast_runs(
     const Input* x, u16* y, float* scales, u8* masks, const u32* source, u32* tops, u64 rows, u64 columns, u64 row_step,
-    u64 column_step, u32 groups, u32 parts, const __grid_constant__ Rule rule, const __grid_constant__ Grid grid,
+    u64 column_step, u32 units, u32 parts, const __grid_constant__ Rule rule, const __grid_constant__ Grid grid,
     const __grid_constant__ Grid scale_grid, const __grid_constant__ Draw d) {
   u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-  u32 pair = (u32)(thread / 2);
-  Lane at = {pair / groups, 0, 0, column_step};
-  at.column = (u64)(pair % groups) * 64 + thread % 2 * 8;
+  const u32 lanes = UNIT / 32;
+  u32 unit = (u32)(thread / lanes), row = unit / units;
+  Lane at = {row, (u64)(unit - row * units) * UNIT + thread % lanes * 8, 0, column_step};
   at.first = at.row * row_step + at.column * column_step;
   u64 place = at.row * columns + at.column;
   Eight in[4];
   bool inside[4];
 #pragma unroll
   for (int v = 0; v < 4; v++) {
-    inside[v] = at.row < rows && at.column + 16 * v < columns;
+    inside[v] = at.row < rows && at.column + DISTANCE * v < columns;
     in[v].clear();
-    if (inside[v]) in[v].load(x + place + 16 * v);
+    if (inside[v]) in[v].load(x + place + DISTANCE * v);
   }
   Scale scale[BLOCKS];
 #if RUN
@@ -183,14 +198,18 @@ KERNEL BOUNDS cast_runs(
   find_scales(scale, found, rule, scale_grid);
 #pragma unroll
   for (int b = 0; b < BLOCKS; b++) {
-    u64 column = at.column + 64 / BLOCKS * b, across = (columns + RUN - 1) / RUN;
+    u64 column = at.column + DISTANCE * EACH * b, across = (columns + RUN - 1) / RUN;
     if (threadIdx.x % SPAN == 0 && inside[b * EACH]) scales[at.row * across + column / RUN] = scale[b].stored;
   }
 #else
   __shared__ Scale shared;
 #if SOURCE == 0
   u32 top = 0;
-  for (u32 i = threadIdx.x; i < parts; i += blockDim.x) top = max(top, source[i]);
+#pragma unroll
+  for (u32 k = 0; k < LOADS; k++) {
+    u32 part = threadIdx.x + k * blockDim.x;
+    top = max(top, part < parts ? source[part] : 0);
+  }
   top = largest_of_block(top);
   if (threadIdx.x == 0) shared = scale_of(__uint_as_float(top), rule, scale_grid);
   __syncthreads();
@@ -210,7 +229,7 @@ KERNEL BOUNDS cast_runs(
   else cast_lane<false>(out, in, scale, at, rule, grid, d);
 #pragma unroll
   for (int v = 0; v < 4; v++)
-    if (inside[v]) out[v].store(y, masks, place + 16 * v);
+    if (inside[v]) out[v].store(y, masks, place + DISTANCE * v);
 #if RECORDS
   own = largest_of_block(amax_of_raw(own));
   if (threadIdx.x == 0) tops[blockIdx.x] = own;
