@@ -9,7 +9,6 @@ from fmtsim.formats.block import Block
 WHOLE, RUNS, TILES, COLUMNS, LONG_COLUMNS = range(5)
 RUN_SIZES = (16, 32, 64, 128)
 WORDS_NONE, WORDS_SHARED, WORDS_EACH = range(3)
-_LANE = 32  # elements of a thread of kernels/scaled_runs.cu
 _TILE_COLUMNS = 256
 _HELD = 4  # vectors of a thread of kernels/scaled_tiles.cu
 _LARGEST = 1 << 34  # elements: vectors of a tile and lanes are counted in 32 bits
@@ -24,7 +23,8 @@ class Shape(NamedTuple):
         turned: Whether the matrix is the transpose of that.
         height, width: Rows and columns of memory that share a scale.
         words: How random words are drawn, the macro WORDS.
-        paired: Whether lanes of kernels/scaled_runs.cu hold 64 neighbours in pairs.
+        vectors: What a lane of kernels/scaled_runs.cu holds: vectors of eight elements, and how far one lies from the
+            next.
         counts: Blocks down and across memory.
     """
 
@@ -35,7 +35,7 @@ class Shape(NamedTuple):
     height: int
     width: int
     words: int
-    paired: bool
+    vectors: tuple[int, int]
     counts: tuple[int, int]
 
     @property
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
     @property
     def unit(self) -> int:
         """Elements that lie together in kernels/scaled_runs.cu."""
-        return 64 if self.paired else 1024
+        return self.vectors[0] * self.vectors[1]
 
     @property
     def units(self) -> int:
@@ -68,7 +68,7 @@ class Shape(NamedTuple):
     def launch(self) -> tuple[int, int]:
         """Blocks of threads, and threads of one, of the kernel that casts."""
         if self.kind in (WHOLE, RUNS):
-            return -(-self.rows * self.units * self.unit // (128 * _LANE)), 128
+            return -(-self.rows * self.units * self.unit // (128 * 8 * self.vectors[0])), 128
         if self.kind == TILES:
             threads = -(-self.height * self.width // (8 * _HELD * 32)) * 32
             return self.counts[0] * self.counts[1], min(threads, 512)
@@ -103,8 +103,9 @@ def shape_of(x: Tensor, block: Block, *, statistic: str, drawn: bool) -> Shape |
     if words != WORDS_EACH and (kind == WHOLE or (kind == RUNS and columns % width == 0)):
         width = rows * columns if kind == WHOLE else width
         rows, columns, height = 1, rows * columns, 1
-    paired = words == WORDS_SHARED or (kind == RUNS and statistic != "amax")
-    return Shape(kind, rows, columns, turned, height, width, words, paired, counts)
+    sums = kind == RUNS and statistic != "amax"
+    vectors = 2 if sums and words != WORDS_SHARED else 4, 16 if sums or words == WORDS_SHARED else 256
+    return Shape(kind, rows, columns, turned, height, width, words, vectors, counts)
 
 
 def _kind(rows: int, columns: int, height: int, width: int, statistic: str) -> int | None:

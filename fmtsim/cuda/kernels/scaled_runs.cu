@@ -1,7 +1,7 @@
 // Operands whose blocks are runs of memory, in one pass, or the whole matrix, whose scale is known from before.
-// A lane holds four vectors of eight elements:
+// A lane holds four vectors of eight elements (two where sums are taken):
 //   straight   neighbouring lanes hold neighbouring vectors, and the next vector of a lane lies 256 elements further.
-//   paired     two lanes hold 64 neighbours, in vectors at distance 16:
+//   paired     two lanes hold 64 neighbours (32), in vectors at distance 16:
 //                lane 0:  0 ... 7   16 ... 23   32 ... 39   48 ... 55
 //                lane 1:  8 ... 15  24 ... 31   40 ... 47   56 ... 63
 //              so that one Philox call gives the words of four elements of a lane (docs/semantics.md, section 9), and
@@ -13,19 +13,20 @@
 #include "scaled.cuh"
 
 #define PAIRED (WORDS == 1 || (RUN && MOMENTS))
-#define UNIT (PAIRED ? 64 : 1024)     // elements that lie together
-#define DISTANCE (PAIRED ? 16 : 256)  // of a lane's vectors
+#define VECTORS (RUN && MOMENTS && WORDS != 1 ? 2 : 4)    // sums of more would not fit the registers
+#define DISTANCE (PAIRED ? 16 : 256)                      // of a lane's vectors
+#define UNIT (VECTORS * DISTANCE)                         // elements that lie together
 #if RUN == 0
 #define BLOCKS 1
 #define SPAN 1
 #elif PAIRED
-#define BLOCKS (RUN == 16 ? 4 : RUN == 32 ? 2 : 1)
-#define SPAN (RUN > 64 ? RUN / 32 : 2)  // lanes that share blocks
+#define BLOCKS (RUN < UNIT ? UNIT / RUN : 1)
+#define SPAN (RUN > UNIT ? RUN / (8 * VECTORS) : 2)  // lanes that share blocks
 #else
 #define BLOCKS 4
 #define SPAN (RUN / 8)
 #endif
-#define EACH (4 / BLOCKS)  // vectors of a block in a lane
+#define EACH (VECTORS / BLOCKS)  // vectors of a block in a lane
 #define LOADS 5            // parts that a thread takes the amaxes of
 
 // Where a lane's elements are.
@@ -72,7 +73,7 @@ DEVICE double finite_or_zero(float x) { return finite_magnitude(x) ? (double)x :
 DEVICE bool is_finite(float x) { return (__float_as_uint(x) & INFINITE) != INFINITE; }
 
 // inside: whether a lane's vector v lies in the matrix; what fills up a block counts as no element.
-DEVICE void statistics(float (&found)[BLOCKS], const Eight (&in)[4], const bool (&inside)[4], const Rule& r) {
+DEVICE void statistics(float (&found)[BLOCKS], const Eight (&in)[VECTORS], const bool (&inside)[VECTORS], const Rule& r) {
   double sums[BLOCKS], means[BLOCKS], counts[BLOCKS];
 #pragma unroll
   for (int b = 0; b < BLOCKS; b++) {
@@ -105,7 +106,7 @@ DEVICE void statistics(float (&found)[BLOCKS], const Eight (&in)[4], const bool 
   }
 }
 #elif RUN
-DEVICE void statistics(float (&found)[BLOCKS], const Eight (&in)[4], const bool (&)[4], const Rule&) {
+DEVICE void statistics(float (&found)[BLOCKS], const Eight (&in)[VECTORS], const bool (&)[VECTORS], const Rule&) {
 #pragma unroll
   for (int b = 0; b < BLOCKS; b++) {
     bool clean;
@@ -138,28 +139,28 @@ DEVICE void find_scales(Scale (&scale)[BLOCKS], const float (&found)[BLOCKS], co
 }
 #endif
 
-// What the words of element i of a lane's four vectors lack of 2^32 - 1.
-DEVICE void draw(u32 (&rests)[4], int i, const Lane& at, const Draw& d) {
+// What the words of element i of a lane's vectors lack of 2^32 - 1.
+DEVICE void draw(u32 (&rests)[VECTORS], int i, const Lane& at, const Draw& d) {
 #if WORDS == 1
   Words4 w = philox<true>(counter_of(at.first) + i, d);
   rests[0] = w.x, rests[1] = w.y, rests[2] = w.z, rests[3] = w.w;
 #else
 #pragma unroll
-  for (int v = 0; v < 4; v++) rests[v] = WORDS ? ~random_word(at.first + (u64)(DISTANCE * v + i) * at.step, d) : 0;
+  for (int v = 0; v < VECTORS; v++) rests[v] = WORDS ? ~random_word(at.first + (u64)(DISTANCE * v + i) * at.step, d) : 0;
 #endif
 }
 
 // Casts a lane's vectors; Clean: none holds NaN or Inf.
 template <bool Clean>
 DEVICE void cast_lane(
-    Results (&out)[4], const Eight (&in)[4], const Scale (&scale)[BLOCKS], const Lane& at, const Rule& r, const Grid& g,
+    Results (&out)[VECTORS], const Eight (&in)[VECTORS], const Scale (&scale)[BLOCKS], const Lane& at, const Rule& r, const Grid& g,
     const Draw& d) {
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    u32 rests[4];
+    u32 rests[VECTORS];
     draw(rests, i, at, d);
 #pragma unroll
-    for (int v = 0; v < 4; v++) {
+    for (int v = 0; v < VECTORS; v++) {
       u32 passes, value = cast_element<Clean>(in[v].get(i), scale[v / EACH], rests[v], r, g, passes);
       out[v].put(i, value, passes);
     }
@@ -178,15 +179,15 @@ KERNEL BOUNDS cast_runs(
     u64 column_step, u32 units, u32 parts, const __grid_constant__ Rule rule, const __grid_constant__ Grid grid,
     const __grid_constant__ Grid scale_grid, const __grid_constant__ Draw d) {
   u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-  const u32 lanes = UNIT / 32;
+  const u32 lanes = UNIT / (8 * VECTORS);
   u32 unit = (u32)(thread / lanes), row = unit / units;
   Lane at = {row, (u64)(unit - row * units) * UNIT + thread % lanes * 8, 0, column_step};
   at.first = at.row * row_step + at.column * column_step;
   u64 place = at.row * columns + at.column;
-  Eight in[4];
-  bool inside[4];
+  Eight in[VECTORS];
+  bool inside[VECTORS];
 #pragma unroll
-  for (int v = 0; v < 4; v++) {
+  for (int v = 0; v < VECTORS; v++) {
     inside[v] = at.row < rows && at.column + DISTANCE * v < columns;
     in[v].clear();
     if (inside[v]) in[v].load(x + place + DISTANCE * v);
@@ -220,15 +221,15 @@ KERNEL BOUNDS cast_runs(
 #endif
   if (thread == 0) *scales = scale[0].stored;
 #endif
-  Results out[4];
+  Results out[VECTORS];
 #pragma unroll
-  for (int v = 0; v < 4; v++) out[v].clear();
+  for (int v = 0; v < VECTORS; v++) out[v].clear();
   bool clean;
-  u32 own = raw_amax_of<4>(in, clean);
+  u32 own = raw_amax_of<VECTORS>(in, clean);
   if (clean && !WORDS) cast_lane<true>(out, in, scale, at, rule, grid, d);
   else cast_lane<false>(out, in, scale, at, rule, grid, d);
 #pragma unroll
-  for (int v = 0; v < 4; v++)
+  for (int v = 0; v < VECTORS; v++)
     if (inside[v]) out[v].store(y, masks, place + DISTANCE * v);
 #if RECORDS
   own = largest_of_block(amax_of_raw(own));
