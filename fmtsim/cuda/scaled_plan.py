@@ -22,7 +22,7 @@ INPUTS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NO_DRAW: Final = draw_of(Rounding(), None)
 _FILES: Final = {WHOLE: "runs", RUNS: "runs", TILES: "tiles"}
 _PARTS = 4  # blocks of threads a multiprocessor that find amaxes
-_COLUMN_HEIGHT = 128  # rows of a block of threads that finds those of columns
+_MOST_PARTS = 640  # of which kernels/scaled_runs.cu takes the amaxes
 
 
 class Made(NamedTuple):
@@ -82,7 +82,7 @@ class Plan:
         self._dtype, self._index, self._fold = dtype, index, fold
         self._counts, self._grid, self._drawn = shape.counts, shape.launch[0], shape.words != WORDS_NONE
         self._launches: dict[tuple[bool, bool], Callable[..., None]] = {}
-        parts = min(max(shape.rows * shape.columns // 8192, 1), _PARTS * runtime.multiprocessors(index))
+        parts = min(max(shape.rows * shape.columns // 16384, 1), _PARTS * runtime.multiprocessors(index), _MOST_PARTS)
         self._parts = 1 if quantizer.scaling.statistic in MOMENTS else parts
         self._advances: dict[tuple[float, int, bool], Callable[..., None]] = {}
         self._amaxes: Callable[..., None] | None = None
@@ -169,7 +169,7 @@ class Plan:
         memory = (*map(np.uint64, (shape.rows, shape.columns, *shape.steps)),)
         rest: tuple[Any, ...] = memory
         if shape.kind in (WHOLE, RUNS):
-            rest = *memory, np.uint32(shape.groups), np.uint32(self._parts)
+            rest = *memory, np.uint32(shape.units), np.uint32(self._parts)
         elif shape.kind == TILES:
             rest = *memory, np.uint32(shape.height), np.uint32(shape.width)
         rest = *rest, way.rule, way.grid.parameters, way.scale_grid
@@ -195,11 +195,11 @@ class Plan:
             found = runtime.kernel(file, name, self._index, defines)
             sizes: tuple[Any, ...] = (np.uint64(shape.rows * shape.columns // 8),)
             if long:
-                sizes = np.uint64(shape.rows), np.uint64(shape.columns), np.uint32(_COLUMN_HEIGHT)
-            self._amaxes = found.bound(256, 2, *sizes)
+                sizes = np.uint64(shape.rows), np.uint64(shape.columns)
+            self._amaxes = found.bound(512, 2, *sizes)
         if long:
             tops = torch.zeros(shape.columns, dtype=torch.int32, device=x.device)
-            grid = -(-shape.columns // 256) * -(-shape.rows // _COLUMN_HEIGHT)
+            grid = -(-shape.columns // 256) * -(-shape.rows // 64)
         else:
             tops = torch.empty(self._parts, dtype=torch.int32, device=x.device)
             grid = self._parts
@@ -213,7 +213,7 @@ def variant(
     """Return file, name and macros of the kernel that casts."""
     defines = way.defines(dtype, shape.words, fold)
     file = _FILES.get(shape.kind, "columns")
-    options = {} if shape.kind == TILES else {"RUN": shape.run}
+    options = {"HELD": shape.held} if shape.kind == TILES else {"RUN": shape.run}
     if file == "runs":
         options |= {"SOURCE": int(given), "RECORDS": int(records), "MOMENTS": int(scaling.statistic in MOMENTS)}
     return f"scaled_{file}.cu", f"cast_{file}", (*defines, *((name, str(value)) for name, value in options.items()))

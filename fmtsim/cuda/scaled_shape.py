@@ -9,8 +9,8 @@ from fmtsim.formats.block import Block
 WHOLE, RUNS, TILES, COLUMNS, LONG_COLUMNS = range(5)
 RUN_SIZES = (16, 32, 64, 128)
 WORDS_NONE, WORDS_SHARED, WORDS_EACH = range(3)
-_LANE = 32  # elements of a thread of kernels/scaled_runs.cu
 _TILE_COLUMNS = 256
+_HELD = 4  # vectors of a thread of kernels/scaled_tiles.cu
 _LARGEST = 1 << 34  # elements: vectors of a tile and lanes are counted in 32 bits
 
 
@@ -19,10 +19,13 @@ class Shape(NamedTuple):
 
     Attributes:
         kind: WHOLE, RUNS, TILES, COLUMNS or LONG_COLUMNS.
-        rows, columns: Of memory.
+        rows, columns: Of memory; one row where rows follow each other without need to tell them apart.
         turned: Whether the matrix is the transpose of that.
         height, width: Rows and columns of memory that share a scale.
         words: How random words are drawn, the macro WORDS.
+        vectors: What a lane of kernels/scaled_runs.cu holds: vectors of eight elements, and how far one lies from the
+            next.
+        counts: Blocks down and across memory.
     """
 
     kind: int
@@ -32,11 +35,8 @@ class Shape(NamedTuple):
     height: int
     width: int
     words: int
-
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Blocks down and across memory."""
-        return -(-self.rows // self.height), -(-self.columns // self.width)
+    vectors: tuple[int, int]
+    counts: tuple[int, int]
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -49,21 +49,31 @@ class Shape(NamedTuple):
         return {RUNS: self.width, COLUMNS: self.height}.get(self.kind, 0)
 
     @property
-    def groups(self) -> int:
-        """Groups of 64 elements in a row, filled up to whole blocks (kernels/scaled_runs.cu)."""
-        whole = max(self.run, 64)
-        return -(-self.columns // whole) * whole // 64
+    def unit(self) -> int:
+        """Elements that lie together in kernels/scaled_runs.cu."""
+        return self.vectors[0] * self.vectors[1]
+
+    @property
+    def units(self) -> int:
+        """Those of a row, filled up to whole blocks."""
+        whole = max(self.run, self.unit)
+        return -(-self.columns // whole) * whole // self.unit
+
+    @property
+    def held(self) -> int:
+        """The macro HELD of kernels/scaled_tiles.cu."""
+        return 0 if self.height * self.width > 512 * 8 * _HELD else _HELD
 
     @property
     def launch(self) -> tuple[int, int]:
         """Blocks of threads, and threads of one, of the kernel that casts."""
         if self.kind in (WHOLE, RUNS):
-            return -(-self.rows * self.groups * 2 // 128), 128
+            return -(-self.rows * self.units * self.unit // (128 * 8 * self.vectors[0])), 128
         if self.kind == TILES:
-            vectors = self.height * self.width // 8
-            return self.counts[0] * self.counts[1], min(-(-vectors // 32) * 32, 128 if vectors < 1024 else 256)
-        rows = 128 if self.run == 128 else 64
-        return -(-self.rows // rows) * -(-self.columns // _TILE_COLUMNS), 512
+            threads = -(-self.height * self.width // (8 * _HELD * 32)) * 32
+            return self.counts[0] * self.counts[1], min(threads, 512)
+        warps = 32 if self.run == 128 else 16
+        return -(-self.rows // (4 * warps)) * -(-self.columns // _TILE_COLUMNS), 32 * warps
 
 
 def shape_of(x: Tensor, block: Block, *, statistic: str, drawn: bool) -> Shape | None:
@@ -88,10 +98,14 @@ def shape_of(x: Tensor, block: Block, *, statistic: str, drawn: bool) -> Shape |
         kind == WHOLE and statistic != "amax" and (turned or statistic == "std" or block != (None, None))
     ):
         return None
-    if kind == WHOLE and not (turned and drawn):
-        rows, columns, height, width = 1, rows * columns, 1, rows * columns
+    counts = -(-rows // height), -(-columns // width)
     words = _words(kind, rows, columns, turned) if drawn else WORDS_NONE
-    return Shape(kind, rows, columns, turned, height, width, words)
+    if words != WORDS_EACH and (kind == WHOLE or (kind == RUNS and columns % width == 0)):
+        width = rows * columns if kind == WHOLE else width
+        rows, columns, height = 1, rows * columns, 1
+    sums = kind == RUNS and statistic != "amax"
+    vectors = 2 if sums and words != WORDS_SHARED else 4, 16 if sums or words == WORDS_SHARED else 256
+    return Shape(kind, rows, columns, turned, height, width, words, vectors, counts)
 
 
 def _kind(rows: int, columns: int, height: int, width: int, statistic: str) -> int | None:
@@ -111,4 +125,5 @@ def _words(kind: int, rows: int, columns: int, turned: bool) -> int:
     down = kind in (COLUMNS, LONG_COLUMNS)
     if kind == TILES or down != turned:
         return WORDS_EACH
-    return WORDS_SHARED if (rows if down else columns) % 64 == 0 or (rows == 1 and not down) else WORDS_EACH
+    whole = (rows if down else columns) % 64 == 0
+    return WORDS_SHARED if whole or kind == WHOLE or (rows == 1 and not down) else WORDS_EACH

@@ -9,9 +9,11 @@
 #include "philox.cuh"
 #include "scaled_scale.cuh"
 
-// The element of a number; rest: what its random word lacks of 2^32 - 1.
+// The element of a number, which is not NaN where Clean; rest: what its random word lacks of 2^32 - 1.
+template <bool Clean>
 DEVICE float element_of(float y, u32 rest, const Grid& g) {
 #if TIES == 0
+  if (Clean && !SPECIAL) return rounded_number(y, rest, g);
   return cast_with_rest(y, rest, g);
 #else
   float a = clamped<ASYMMETRIC>(y, g), magic = METHOD == FIXED ? g.base : magic_of(a, g);
@@ -21,27 +23,30 @@ DEVICE float element_of(float y, u32 rest, const Grid& g) {
     if (TIES == 2 && off > 0.0f) rounded = rounded + place;
   }
   float q = finished<SPECIAL, KEEPS>(rounded, y, g);
+  if (Clean && !SPECIAL) return q;
   return is_spoiled<SPECIAL>(q, y) ? g.nan_value : q;
 #endif
 }
 
 // Bits of a value as bfloat16, to nearest even.
+template <bool Clean>
 DEVICE u32 bfloat16_of(float x) {
   u32 bits = __float_as_uint(x);
 #if FOLDS
-  return x != x ? 0x7FC0u : (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
+  return (!Clean || SPECIAL) && x != x ? 0x7FC0u : (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
 #else
   return bits >> 16;
 #endif
 }
 
 // A value as bfloat16; passes: whether the gradient does.
+template <bool Clean>
 DEVICE u32 cast_element(float x, const Scale& s, u32 rest, const Rule& r, const Grid& g, u32& passes) {
-  float y = DIVIDES ? __fdiv_rn(x, s.factor) : __fmul_rn(x, s.factor), q = element_of(y, rest, g);
+  float y = DIVIDES ? __fdiv_rn(x, s.factor) : __fmul_rn(x, s.factor), q = element_of<Clean>(y, rest, g);
 #if MASKS
   passes = r.mask == CLIP ? fabsf(y) < r.limit : fabsf(__fsub_rn(y, q)) <= r.limit;
 #endif
-  return bfloat16_of(FOLDS ? __fmul_rn(q, s.fold) : q);
+  return bfloat16_of<Clean>(FOLDS ? __fmul_rn(q, s.fold) : q);
 }
 
 // Eight results: values, and a byte of mask each.

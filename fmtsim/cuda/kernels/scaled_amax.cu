@@ -6,7 +6,7 @@
 #define VECTORS_EACH 4
 
 // Of parts of a tensor, one a block of threads: whoever needs the largest of all takes it from these.
-KERNEL __launch_bounds__(256) amaxes_of_parts(const Input* x, u32* tops, u64 vectors) {
+KERNEL __launch_bounds__(512) amaxes_of_parts(const Input* x, u32* tops, u64 vectors) {
   u64 stride = (u64)gridDim.x * blockDim.x;
   u32 top = 0;
   for (u64 at = (u64)blockIdx.x * blockDim.x + threadIdx.x; at < vectors; at += VECTORS_EACH * stride) {
@@ -16,34 +16,35 @@ KERNEL __launch_bounds__(256) amaxes_of_parts(const Input* x, u32* tops, u64 vec
       in[v].clear();
       if (at + v * stride < vectors) in[v].load(x + (at + v * stride) * 8);
     }
-#pragma unroll
-    for (int v = 0; v < VECTORS_EACH; v++) top = max(top, in[v].amax());
+    bool clean;
+    top = raw_larger(top, raw_amax_of<VECTORS_EACH>(in, clean));
   }
-  top = largest_of_block(top);
+  top = largest_of_block(amax_of_raw(top));
   if (threadIdx.x == 0) tops[blockIdx.x] = top;
 }
 
-// Of columns: found [columns] starts at zero. A block of threads takes 256 columns of `height` rows.
-KERNEL __launch_bounds__(256) amaxes_of_columns(const Input* x, u32* found, u64 rows, u64 columns, u32 height) {
+// Of columns: found [columns] starts at zero. A block of threads takes 256 columns of 64 rows, a warp four rows of them.
+KERNEL __launch_bounds__(512) amaxes_of_columns(const Input* x, u32* found, u64 rows, u64 columns) {
   __shared__ u32 tops[256];
-  u32 lane = threadIdx.x % 32, own[8] = {};
-  u32 across = (u32)((columns + 255) / 256), down = blockIdx.x / across;
-  u64 left = (u64)(blockIdx.x - down * across) * 256, column = left + lane * 8, first = (u64)down * height;
-  u64 last = min(first + height, rows);
-  tops[threadIdx.x] = 0;
+  u32 lane = threadIdx.x % 32, across = (u32)((columns + 255) / 256), down = blockIdx.x / across;
+  u64 left = (u64)(blockIdx.x - down * across) * 256, column = left + lane * 8;
+  u64 row = (u64)down * 64 + threadIdx.x / 32;
+  Eight in[4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    in[j].clear();
+    if (row + 16 * j < rows && column < columns) in[j].load(x + (row + 16 * j) * columns + column);
+  }
+  if (threadIdx.x < 256) tops[threadIdx.x] = 0;
   __syncthreads();
-  if (column < columns) {
-#pragma unroll 4
-    for (u64 row = first + threadIdx.x / 32; row < last; row += 8) {
-      Eight in;
-      in.load(x + row * columns + column);
 #pragma unroll
-      for (int i = 0; i < 8; i++) own[i] = max(own[i], finite_magnitude(in.get(i)));
-    }
+  for (int i = 0; i < 8; i++) {
+    u32 top = 0;
 #pragma unroll
-    for (int i = 0; i < 8; i++) atomicMax(&tops[32 * i + lane], own[i]);
+    for (int j = 0; j < 4; j++) top = max(top, finite_magnitude(in[j].get(i)));
+    atomicMax(&tops[32 * i + lane], top);
   }
   __syncthreads();
   u64 mine = left + threadIdx.x % 32 * 8 + threadIdx.x / 32;
-  if (mine < columns) atomicMax(found + mine, tops[threadIdx.x]);
+  if (threadIdx.x < 256 && mine < columns) atomicMax(found + mine, tops[threadIdx.x]);
 }

@@ -1,13 +1,15 @@
 // Operands whose blocks run down the columns of memory: tiles of 64 rows (128 for blocks of 128) and 256 columns, a row
-// of a tile being the 32 vectors of a warp. Warp w takes rows w, w + 16, w + 32, ..., so that one Philox call gives the
-// words of four elements of a thread where the matrix's own order goes down columns.
+// of a tile being the 32 vectors of a warp. Warp w takes rows w, w + 16, w + 32, w + 48 (the second sixteen warps those of the
+// next 64), so that one Philox call gives the words of four elements of a thread where the matrix's own order goes down
+// columns.
 //
 // Macros: those of scaled.cuh; RUN: rows of a block, a power of two from 16 to 128, or 0 where amaxes of whole columns are
 // given.
 #include "scaled.cuh"
 
-#define ROWS (RUN == 128 ? 8 : 4)  // of a thread
-#define BLOCKS (RUN ? 16 * ROWS / RUN : 1)
+#define ROWS 4  // of a thread
+#define WARPS (RUN == 128 ? 32 : 16)
+#define BLOCKS (RUN ? WARPS * ROWS / RUN : 1)
 #define WIDTH 256
 #define BLOCK_OF(j) (BLOCKS == 1 ? 0 : (j) * BLOCKS / ROWS)
 
@@ -16,11 +18,8 @@ DEVICE u32 column_at(u32 place) { return place % 32 * 8 + place / 32; }
 
 DEVICE void draw(u32 (&rests)[ROWS], u64 first, u64 row_step, const Draw& d) {
 #if WORDS == 1
-#pragma unroll
-  for (int j = 0; j < ROWS; j += 4) {
-    Words4 w = philox<true>(counter_of(first) + 4 * j, d);
-    rests[j] = w.x, rests[j + 1] = w.y, rests[j + 2] = w.z, rests[j + 3] = w.w;
-  }
+  Words4 w = philox<true>(counter_of(first), d);
+  rests[0] = w.x, rests[1] = w.y, rests[2] = w.z, rests[3] = w.w;
 #else
 #pragma unroll
   for (int j = 0; j < ROWS; j++) rests[j] = WORDS ? ~random_word(first + (u64)(16 * j) * row_step, d) : 0;
@@ -28,15 +27,15 @@ DEVICE void draw(u32 (&rests)[ROWS], u64 first, u64 row_step, const Draw& d) {
 }
 
 // given: amaxes of columns. Tiles are numbered along rows.
-KERNEL __launch_bounds__(512) cast_columns(
+KERNEL __launch_bounds__(32 * WARPS, WORDS ? 1 : 32 / WARPS) cast_columns(
     const Input* x, u16* y, float* scales, u8* masks, const u32* given, u64 rows, u64 columns, u64 row_step,
     u64 column_step, const __grid_constant__ Rule rule, const __grid_constant__ Grid grid,
     const __grid_constant__ Grid scale_grid, const __grid_constant__ Draw d) {
-  __shared__ Scale scale[BLOCKS][WIDTH];
+  __shared__ float factors[BLOCKS][WIDTH], folds[FOLDS ? BLOCKS : 1][WIDTH];
   __shared__ u32 tops[BLOCKS][WIDTH];
   u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   u32 across = (u32)((columns + WIDTH - 1) / WIDTH), tile_row = blockIdx.x / across;
-  u64 row = (u64)tile_row * (16 * ROWS) + warp, left = (u64)(blockIdx.x - tile_row * across) * WIDTH;
+  u64 row = (u64)tile_row * (WARPS * ROWS) + warp / 16 * 64 + warp % 16, left = (u64)(blockIdx.x - tile_row * across) * WIDTH;
   u64 column = left + lane * 8;
   u64 place = row * columns + column;
   Eight in[ROWS];
@@ -66,7 +65,8 @@ KERNEL __launch_bounds__(512) cast_columns(
     u64 mine = left + column_at(k % WIDTH), block = (u64)tile_row * BLOCKS + k / WIDTH;
     if (mine >= columns) continue;
     Scale s = scale_of(__uint_as_float(RUN ? tops[0][k] : given[mine]), rule, scale_grid);
-    scale[0][k] = s;
+    factors[0][k] = s.factor;
+    if (FOLDS) folds[0][k] = s.fold;
     if (RUN ? block * RUN < rows : tile_row == 0) scales[(RUN ? block * columns : 0) + mine] = s.stored;
   }
   __syncthreads();
@@ -79,8 +79,9 @@ KERNEL __launch_bounds__(512) cast_columns(
     draw(rests, row * row_step + (column + i) * column_step, row_step, d);
 #pragma unroll
     for (int j = 0; j < ROWS; j++) {
-      u32 passes;
-      u32 value = cast_element(in[j].get(i), scale[BLOCK_OF(j)][32 * i + lane], rests[j], rule, grid, passes);
+      u32 passes, at = 32 * i + lane;
+      Scale s = {0.0f, FOLDS ? folds[BLOCK_OF(j)][at] : 1.0f, factors[BLOCK_OF(j)][at], 0.0f};
+      u32 value = cast_element<false>(in[j].get(i), s, rests[j], rule, grid, passes);
       out[j].put(i, value, passes);
     }
   }

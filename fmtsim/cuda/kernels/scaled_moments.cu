@@ -53,22 +53,24 @@ KERNEL __launch_bounds__(256) fold_sums(const double* from, double* sums, u64 le
 KERNEL __launch_bounds__(1024) fold_last(
     const double* from, float* found, const u32* counts, u32 blocks, u32 numbers, u32 squares) {
   __shared__ double sums[1024];
-  __shared__ u64 count;
+  __shared__ u64 finite[1024];
   double held[FOLDED];
   u64 own = 0;
-  if (threadIdx.x == 0) count = 0;
 #pragma unroll
   for (int k = 0; k < FOLDED; k++) held[k] = k * 1024 < numbers ? from[threadIdx.x + k * 1024] : 0.0;
   sums[threadIdx.x] = folded(held);
-  __syncthreads();
   for (u32 i = threadIdx.x; i < blocks; i += 1024) own += counts[i];
-  if (own) atomicAdd(&count, own);
+  finite[threadIdx.x] = own;
+  __syncthreads();
   for (u32 half = 512; half; half /= 2) {
-    if (threadIdx.x < half) sums[threadIdx.x] = __dadd_rn(sums[threadIdx.x], sums[threadIdx.x + half]);
+    if (threadIdx.x < half) {
+      sums[threadIdx.x] = __dadd_rn(sums[threadIdx.x], sums[threadIdx.x + half]);
+      finite[threadIdx.x] += finite[threadIdx.x + half];
+    }
     __syncthreads();
   }
   if (threadIdx.x == 0) {
-    double mean = __ddiv_rn(sums[0], (double)(count ? count : 1));
+    double mean = __ddiv_rn(sums[0], (double)(finite[0] ? finite[0] : 1));
     *found = at_most_max(__double2float_rn(squares ? __dsqrt_rn(mean) : mean));
   }
 }

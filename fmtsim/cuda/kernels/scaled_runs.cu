@@ -1,18 +1,33 @@
 // Operands whose blocks are runs of memory, in one pass, or the whole matrix, whose scale is known from before.
-//
-// Two lanes hold 64 neighbours of a row, in vectors at distance 16:
-//   lane 0:  0 ... 7   16 ... 23   32 ... 39   48 ... 55
-//   lane 1:  8 ... 15  24 ... 31   40 ... 47   56 ... 63
-// so that one Philox call gives the words of four elements of a lane (docs/semantics.md, section 9).
+// A lane holds four vectors of eight elements (two where sums are taken):
+//   straight   neighbouring lanes hold neighbouring vectors, and the next vector of a lane lies 256 elements further.
+//   paired     two lanes hold 64 neighbours (32), in vectors at distance 16:
+//                lane 0:  0 ... 7   16 ... 23   32 ... 39   48 ... 55
+//                lane 1:  8 ... 15  24 ... 31   40 ... 47   56 ... 63
+//              so that one Philox call gives the words of four elements of a lane (docs/semantics.md, section 9), and
+//              folded sums need fewer shuffles.
 //
 // Macros: those of scaled.cuh; RUN: elements of a block, a power of two from 16 to 128, or 0 where one scale serves all;
 // SOURCE (RUN 0): the scale follows from amaxes of parts or from a factor (0, 1); RECORDS (RUN 0): amaxes of parts are
 // written; MOMENTS: the statistic is one of sums.
 #include "scaled.cuh"
 
-#define BLOCKS (RUN == 16 ? 4 : RUN == 32 ? 2 : 1)
-#define EACH (4 / BLOCKS)  // vectors of a block in a lane
-#define SPAN (RUN > 64 ? RUN / 32 : 2)  // lanes that share blocks
+#define PAIRED (WORDS == 1 || (RUN && MOMENTS))
+#define VECTORS (RUN && MOMENTS && WORDS != 1 ? 2 : 4)    // sums of more would not fit the registers
+#define DISTANCE (PAIRED ? 16 : 256)                      // of a lane's vectors
+#define UNIT (VECTORS * DISTANCE)                         // elements that lie together
+#if RUN == 0
+#define BLOCKS 1
+#define SPAN 1
+#elif PAIRED
+#define BLOCKS (RUN < UNIT ? UNIT / RUN : 1)
+#define SPAN (RUN > UNIT ? RUN / (8 * VECTORS) : 2)  // lanes that share blocks
+#else
+#define BLOCKS 4
+#define SPAN (RUN / 8)
+#endif
+#define EACH (VECTORS / BLOCKS)  // vectors of a block in a lane
+#define LOADS 5            // parts that a thread takes the amaxes of
 
 // Where a lane's elements are.
 struct Lane {
@@ -58,7 +73,7 @@ DEVICE double finite_or_zero(float x) { return finite_magnitude(x) ? (double)x :
 DEVICE bool is_finite(float x) { return (__float_as_uint(x) & INFINITE) != INFINITE; }
 
 // inside: whether a lane's vector v lies in the matrix; what fills up a block counts as no element.
-DEVICE void statistics(float (&found)[BLOCKS], const Eight (&in)[4], const bool (&inside)[4], const Rule& r) {
+DEVICE void statistics(float (&found)[BLOCKS], const Eight (&in)[VECTORS], const bool (&inside)[VECTORS], const Rule& r) {
   double sums[BLOCKS], means[BLOCKS], counts[BLOCKS];
 #pragma unroll
   for (int b = 0; b < BLOCKS; b++) {
@@ -91,65 +106,111 @@ DEVICE void statistics(float (&found)[BLOCKS], const Eight (&in)[4], const bool 
   }
 }
 #elif RUN
-DEVICE void statistics(float (&found)[BLOCKS], const Eight (&in)[4], const bool (&)[4], const Rule&) {
+DEVICE void statistics(float (&found)[BLOCKS], const Eight (&in)[VECTORS], const bool (&)[VECTORS], const Rule&) {
 #pragma unroll
   for (int b = 0; b < BLOCKS; b++) {
-    u32 top = 0;
+    bool clean;
+    u32 top = raw_amax_of<EACH>(in + b * EACH, clean);
 #pragma unroll
-    for (int v = 0; v < EACH; v++) top = max(top, in[b * EACH + v].amax());
-#pragma unroll
-    for (int flip = 1; flip < SPAN; flip *= 2) top = max(top, __shfl_xor_sync(~0u, top, flip));
-    found[b] = __uint_as_float(top);
+    for (int flip = 1; flip < SPAN; flip *= 2) top = raw_larger(top, __shfl_xor_sync(~0u, top, flip));
+    found[b] = __uint_as_float(amax_of_raw(top));
   }
 }
 #endif
 
-// What the words of element i of a lane's four vectors lack of 2^32 - 1.
-DEVICE void draw(u32 (&rests)[4], int i, const Lane& at, const Draw& d) {
+#if RUN
+// The scales of blocks; the lanes that share blocks share the work.
+DEVICE void find_scales(Scale (&scale)[BLOCKS], const float (&found)[BLOCKS], const Rule& r, const Grid& g) {
+  constexpr int TURNS = BLOCKS < SPAN ? BLOCKS : SPAN;  // lanes that take one of as many blocks each
+  i32 turn = threadIdx.x % TURNS;
+#pragma unroll
+  for (int b = 0; b < BLOCKS; b += TURNS) {
+    float a = found[b];
+#pragma unroll
+    for (int k = 1; k < TURNS; k++) a = turn == k ? found[b + k] : a;
+    Scale mine = scale_of(a, r, g);
+#pragma unroll
+    for (int k = 0; k < TURNS; k++) {
+      scale[b + k].stored = TURNS == 1 ? mine.stored : __shfl_sync(~0u, mine.stored, k, TURNS);
+      scale[b + k].factor = TURNS == 1 ? mine.factor : __shfl_sync(~0u, mine.factor, k, TURNS);
+      scale[b + k].fold = TURNS == 1 || !FOLDS ? mine.fold : __shfl_sync(~0u, mine.fold, k, TURNS);
+    }
+  }
+}
+#endif
+
+// What the words of element i of a lane's vectors lack of 2^32 - 1.
+DEVICE void draw(u32 (&rests)[VECTORS], int i, const Lane& at, const Draw& d) {
 #if WORDS == 1
   Words4 w = philox<true>(counter_of(at.first) + i, d);
   rests[0] = w.x, rests[1] = w.y, rests[2] = w.z, rests[3] = w.w;
 #else
 #pragma unroll
-  for (int v = 0; v < 4; v++) rests[v] = WORDS ? ~random_word(at.first + (u64)(16 * v + i) * at.step, d) : 0;
+  for (int v = 0; v < VECTORS; v++) rests[v] = WORDS ? ~random_word(at.first + (u64)(DISTANCE * v + i) * at.step, d) : 0;
 #endif
 }
 
-// source: amaxes of `parts` parts, or a factor. groups: of 64 elements in a row, filled up to whole blocks. steps: from a
+// Casts a lane's vectors; Clean: none holds NaN or Inf.
+template <bool Clean>
+DEVICE void cast_lane(
+    Results (&out)[VECTORS], const Eight (&in)[VECTORS], const Scale (&scale)[BLOCKS], const Lane& at, const Rule& r, const Grid& g,
+    const Draw& d) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    u32 rests[VECTORS];
+    draw(rests, i, at, d);
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+      u32 passes, value = cast_element<Clean>(in[v].get(i), scale[v / EACH], rests[v], r, g, passes);
+      out[v].put(i, value, passes);
+    }
+  }
+}
+
+// source: amaxes of `parts` parts, or a factor. units: of a row, filled up to whole blocks. steps: from a
 // row of memory to the next and from an element to the next, in the matrix's own order.
-KERNEL __launch_bounds__(128) cast_runs(
+#if WORDS
+#define BOUNDS __launch_bounds__(128, 4)  // left to itself, the assembler spills
+#else
+#define BOUNDS __launch_bounds__(128)
+#endif
+KERNEL BOUNDS cast_runs(
     const Input* x, u16* y, float* scales, u8* masks, const u32* source, u32* tops, u64 rows, u64 columns, u64 row_step,
-    u64 column_step, u32 groups, u32 parts, const __grid_constant__ Rule rule, const __grid_constant__ Grid grid,
+    u64 column_step, u32 units, u32 parts, const __grid_constant__ Rule rule, const __grid_constant__ Grid grid,
     const __grid_constant__ Grid scale_grid, const __grid_constant__ Draw d) {
   u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-  u32 pair = (u32)(thread / 2);
-  Lane at = {pair / groups, 0, 0, column_step};
-  at.column = (u64)(pair % groups) * 64 + thread % 2 * 8;
+  const u32 lanes = UNIT / (8 * VECTORS);
+  u32 unit = (u32)(thread / lanes), row = unit / units;
+  Lane at = {row, (u64)(unit - row * units) * UNIT + thread % lanes * 8, 0, column_step};
   at.first = at.row * row_step + at.column * column_step;
   u64 place = at.row * columns + at.column;
-  Eight in[4];
-  bool inside[4];
+  Eight in[VECTORS];
+  bool inside[VECTORS];
 #pragma unroll
-  for (int v = 0; v < 4; v++) {
-    inside[v] = at.row < rows && at.column + 16 * v < columns;
+  for (int v = 0; v < VECTORS; v++) {
+    inside[v] = at.row < rows && at.column + DISTANCE * v < columns;
     in[v].clear();
-    if (inside[v]) in[v].load(x + place + 16 * v);
+    if (inside[v]) in[v].load(x + place + DISTANCE * v);
   }
   Scale scale[BLOCKS];
 #if RUN
   float found[BLOCKS];
   statistics(found, in, inside, rule);
+  find_scales(scale, found, rule, scale_grid);
 #pragma unroll
   for (int b = 0; b < BLOCKS; b++) {
-    scale[b] = scale_of(found[b], rule, scale_grid);
-    u64 column = at.column + 64 / BLOCKS * b, across = (columns + RUN - 1) / RUN;
+    u64 column = at.column + DISTANCE * EACH * b, across = (columns + RUN - 1) / RUN;
     if (threadIdx.x % SPAN == 0 && inside[b * EACH]) scales[at.row * across + column / RUN] = scale[b].stored;
   }
 #else
   __shared__ Scale shared;
 #if SOURCE == 0
   u32 top = 0;
-  for (u32 i = threadIdx.x; i < parts; i += blockDim.x) top = max(top, source[i]);
+#pragma unroll
+  for (u32 k = 0; k < LOADS; k++) {
+    u32 part = threadIdx.x + k * blockDim.x;
+    top = max(top, part < parts ? source[part] : 0);
+  }
   top = largest_of_block(top);
   if (threadIdx.x == 0) shared = scale_of(__uint_as_float(top), rule, scale_grid);
   __syncthreads();
@@ -160,27 +221,18 @@ KERNEL __launch_bounds__(128) cast_runs(
 #endif
   if (thread == 0) *scales = scale[0].stored;
 #endif
-  Results out[4];
+  Results out[VECTORS];
 #pragma unroll
-  for (int v = 0; v < 4; v++) out[v].clear();
+  for (int v = 0; v < VECTORS; v++) out[v].clear();
+  bool clean;
+  u32 own = raw_amax_of<VECTORS>(in, clean);
+  if (clean && !WORDS) cast_lane<true>(out, in, scale, at, rule, grid, d);
+  else cast_lane<false>(out, in, scale, at, rule, grid, d);
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
-    u32 rests[4];
-    draw(rests, i, at, d);
-#pragma unroll
-    for (int v = 0; v < 4; v++) {
-      u32 passes, value = cast_element(in[v].get(i), scale[v / EACH], rests[v], rule, grid, passes);
-      out[v].put(i, value, passes);
-    }
-  }
-#pragma unroll
-  for (int v = 0; v < 4; v++)
-    if (inside[v]) out[v].store(y, masks, place + 16 * v);
+  for (int v = 0; v < VECTORS; v++)
+    if (inside[v]) out[v].store(y, masks, place + DISTANCE * v);
 #if RECORDS
-  u32 amax = 0;
-#pragma unroll
-  for (int v = 0; v < 4; v++) amax = max(amax, in[v].amax());
-  amax = largest_of_block(amax);
-  if (threadIdx.x == 0) tops[blockIdx.x] = amax;
+  own = largest_of_block(amax_of_raw(own));
+  if (threadIdx.x == 0) tops[blockIdx.x] = own;
 #endif
 }

@@ -144,13 +144,53 @@ struct Eight {
     }
   }
   DEVICE float get(int i) const { return at.get(i); }
-  DEVICE u32 amax() const {
+
+  // The largest magnitude, in each half of a word where elements have 16 bits; Finite: NaN and Inf count as zero.
+  template <bool Finite>
+  DEVICE u32 raw_amax() const {
+    const u32 magnitudes = INPUT == FLOAT32 ? 0x7FFFFFFFu : 0x7FFF7FFFu, carry = INPUT == FLOAT16 ? 0x04000400u : 0x00800080u;
     u32 top = 0;
 #pragma unroll
-    for (int i = 0; i < 8; i++) top = max(top, finite_magnitude(get(i)));
+    for (int i = 0; i < words; i++) {
+      u32 m = at.word[i] & magnitudes;
+      if (Finite && INPUT == FLOAT32) m = m < INFINITE ? m : 0;
+      if (Finite && INPUT != FLOAT32) {  // exponents of ones carry into the sign
+        u32 strange = (m + carry) & 0x80008000u;
+        m &= ~(strange | (strange - (strange >> 15)));
+      }
+      top = INPUT == FLOAT32 ? max(top, m) : __vmaxu2(top, m);
+    }
     return top;
   }
 };
+
+// The larger of two raw magnitudes.
+DEVICE u32 raw_larger(u32 a, u32 b) { return INPUT == FLOAT32 ? max(a, b) : __vmaxu2(a, b); }
+
+// Whether a raw magnitude is that of NaN or Inf, and float32 bits of one that is not.
+DEVICE bool is_strange(u32 raw) {
+  if (INPUT == FLOAT32) return raw >= INFINITE;
+  return ((raw + (INPUT == FLOAT16 ? 0x04000400u : 0x00800080u)) & 0x80008000u) != 0;
+}
+DEVICE u32 amax_of_raw(u32 raw) {
+  if (INPUT == FLOAT32) return raw;
+  u32 half = max(raw & 0xFFFFu, raw >> 16);
+  return INPUT == BFLOAT16 ? half << 16 : __float_as_uint(float_of_half((u16)half));
+}
+
+// The largest finite magnitude of vectors, raw; clean: whether there was no other.
+template <int Count>
+DEVICE u32 raw_amax_of(const Eight* in, bool& clean) {
+  u32 top = 0;
+#pragma unroll
+  for (int v = 0; v < Count; v++) top = raw_larger(top, in[v].raw_amax<false>());
+  clean = !is_strange(top);
+  if (clean) return top;
+  top = 0;
+#pragma unroll
+  for (int v = 0; v < Count; v++) top = raw_larger(top, in[v].raw_amax<true>());
+  return top;
+}
 
 // The largest of all threads' numbers, in thread 0; blocks of up to 1024 threads.
 DEVICE u32 largest_of_block(u32 top) {
