@@ -4,6 +4,7 @@ import struct
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
@@ -16,7 +17,8 @@ _GRID, _HALF_OFFSET, _TABLE, _LOGARITHMIC = range(4)
     _NEGATIVE_NAN,
 ) = (1 << place for place in range(10))  # fmt: skip
 _ELEMENT = struct.Struct("<5Qq7iI")
-_DRAW = struct.Struct("<22I2i")
+_DRAW = struct.Struct("<2I2i")  # behind the round keys
+_ROUNDS = np.array([[i * 0x9E3779B9 & 0xFFFFFFFF, i * 0xBB67AE85 & 0xFFFFFFFF] for i in range(10)], dtype=np.uint32)
 _NOTHING, _WORDS, _SHARED, _GIVEN = range(4)
 
 
@@ -127,20 +129,18 @@ def draw_of(rounding: Rounding, random: Random) -> bytes:
         return _no_draw()
     key = random if isinstance(random, RandomKey) else RandomKey(0)
     source = _GIVEN if isinstance(random, torch.Tensor) else _SHARED if rounding.layout == "cvt_rs" else _WORDS
-    return _DRAW.pack(*_round_keys(key.seed), *_halves(key.offset), rounding.bits, source)
+    return _round_keys(key.seed) + _DRAW.pack(*_halves(key.offset), rounding.bits, source)
 
 
 @lru_cache(maxsize=1)
 def _no_draw() -> bytes:
-    return _DRAW.pack(*[0] * 22, 32, _NOTHING)
+    return bytes(_ROUNDS.nbytes) + _DRAW.pack(0, 0, 32, _NOTHING)
 
 
 @lru_cache(maxsize=64)
-def _round_keys(seed: int) -> tuple[int, ...]:
+def _round_keys(seed: int) -> bytes:
     """Return the two keys of each of Philox's ten rounds."""
-    first, second = _halves(seed)
-    keys = ((first + i * 0x9E3779B9, second + i * 0xBB67AE85) for i in range(10))
-    return tuple(key & 0xFFFFFFFF for pair in keys for key in pair)
+    return (_ROUNDS + np.array(_halves(seed), dtype=np.uint32)).tobytes()
 
 
 def _halves(number: int) -> tuple[int, int]:
