@@ -76,6 +76,7 @@ class EmulatedGEMM:
         state: State | None = None,
     ) -> Tensor:
         """Return ``[..., N]`` in x's dtype, or in the autocast dtype."""
+        _check_config(config)
         if torch.compiler.is_dynamo_compiling():
             return torch.ops.fmtsim.layer(x, w, bias, _name_of(config, generator))  # type: ignore[no-any-return]
         return run_layer(x, w, bias, Layer(config, generator, state), observer)
@@ -114,7 +115,7 @@ class _Products(torch.autograd.Function):
         """Return y, and what is kept of x and of w where operands are more than casts."""
         x, w, bias = autocast_to(x, x), autocast_to(w, x), None if bias is None else autocast_to(bias, x)
         config = layer.config
-        _check(x, w, bias, config)
+        _check(x, w, bias)
         with torch.autocast(x.device.type, enabled=False):
             rows, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], w.shape[0])
             if config.plain:
@@ -198,11 +199,14 @@ def autocast_to(t: Tensor, like: Tensor) -> Tensor:
     return t.to(torch.get_autocast_dtype(device))
 
 
-def _check(x: Tensor, w: Tensor, bias: Tensor | None, config: LinearConfig) -> None:
+def _check_config(config: LinearConfig) -> None:
     if not isinstance(config, LinearConfig):
         raise ArgumentError(
             f"EmulatedGEMM takes a LinearConfig, not {config!r}; build one with linear_config(x=, w=, g=)"
         )
+
+
+def _check(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
     for name, t in (("x", x), ("w", w), ("bias", bias)):
         if t is not None and t.dtype not in _FLOATS:
             raise DtypeError(f"EmulatedGEMM: {name} has dtype {t.dtype}; pass float16, bfloat16, float32 or float64")

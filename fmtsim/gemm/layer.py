@@ -35,11 +35,16 @@ class Layer:
         config: The quantisers, and who multiplies.
         generator: Where random numbers come from.
         state: What delayed scaling remembers, by operand.
+
+    Attributes:
+        name: By which ``find_layer`` finds it.
+        sized: Whether its operands are rotated or corrected in groups, which sizes have to fit.
     """
 
     def __init__(self, config: LinearConfig, generator: Generator = None, state: State | None = None) -> None:
         self.config, self.generator, self.state = config, generator, state or {}
         self.name = f"{_PROCESS}.{next(_numbers)}"
+        self.sized = any(q.transforms or (q.scaling and q.scaling.eden) for q in config.operands.values())
         self._counters: dict[torch.device, Tensor] = {}
         _layers[self.name] = self
 
@@ -48,13 +53,11 @@ class Layer:
         """The seed of all keys that are made on a GPU, drawn when it is first asked for; an int is its own."""
         return self.generator if isinstance(self.generator, int) else drawn_key(self.generator, _HOST).seed
 
-    def count(self, device: torch.device) -> Tensor:
-        """Count a pass over the layer on a device, and return the number, int64, 0-d."""
-        counter = self._counters.get(device)
-        if counter is None:
-            counter = self._counters[device] = torch.zeros((), dtype=torch.int64, device=device)
-        counter += 1
-        return counter.clone()
+    def counter(self, device: torch.device) -> Tensor:
+        """Return the number of passes over the layer that keys were counted for on a device: int64, 0-d."""
+        if device not in self._counters:
+            self._counters[device] = torch.zeros((), dtype=torch.int64, device=device)
+        return self._counters[device]
 
     def __reduce__(self) -> Any:
         return Layer, (self.config, self.generator, self.state)  # a copy has a name of its own

@@ -92,6 +92,8 @@ def traced_key(like: Tensor, layer: str, stream: int) -> Tensor:
 
 def traced_count(like: Tensor, layer: str) -> Tensor:
     """Return the number of a pass over a layer, int64, 0-d, on the GPU of a tensor of that pass."""
+    with _disable_current_modes():
+        find_layer(layer).counter(like.device)  # made here, outside of the memory of CUDA graphs
     return torch.ops.fmtsim.count_pass(like, layer)  # type: ignore[no-any-return]
 
 
@@ -185,6 +187,10 @@ def _unrotate(
     return (done.clone() if done is y else done).contiguous()
 
 
+def _count_pass(like: Tensor, layer: str) -> Tensor:
+    return find_layer(layer).counter(like.device).add_(1).clone()
+
+
 def _draw_key(like: Tensor, layer: str, stream: int) -> Tensor:
     key = draw_keys(True, stream_of(find_layer(layer).generator, stream), None, torch.device("cpu"))
     assert key is not None  # random words were asked for
@@ -193,7 +199,7 @@ def _draw_key(like: Tensor, layer: str, stream: int) -> Tensor:
 
 _library.impl("operand", _operand, "CompositeExplicitAutograd")
 _library.impl("random_operand", _random_operand, "CompositeExplicitAutograd")
-_library.impl("count_pass", lambda like, layer: find_layer(layer).count(like.device), "CompositeExplicitAutograd")
+_library.impl("count_pass", _count_pass, "CompositeExplicitAutograd")
 _library.impl("unrotate", _unrotate, "CompositeExplicitAutograd")
 _library.impl("draw_key", _draw_key, "CompositeExplicitAutograd")
 torch.library.register_fake("fmtsim::operand", _fake_operand, lib=_library)

@@ -84,14 +84,14 @@ class EmulatedModule(nn.Module):
                 "fmtsim.observe does not see into compiled code; observe the model that was given to torch.compile"
             )
         observer = None if how.observer is None else how.observer(part)
-        if not how.config.plain and torch.is_grad_enabled() and w.requires_grad:  # before half a step is done
+        layer = how.products[part if torch.is_grad_enabled() else f"{part} frozen"]
+        if layer.sized and torch.is_grad_enabled() and w.requires_grad:  # before half a step is done
             fault = size_fault(how.config, x.numel() // max(x.shape[-1], 1), *w.shape)
             if fault is not None:
                 raise ArgumentError(
                     f"layer {how.name!r}: {fault} (x is {tuple(x.shape)}, w {tuple(w.shape)}); choose another batch "
                     "size or context, or leave the layer out with filter_fn= or a Rule(name=...)"
                 )
-        layer = how.products[part if torch.is_grad_enabled() else f"{part} frozen"]
         if torch.compiler.is_dynamo_compiling():
             return run_layer(x, w, bias, layer)
         try:
