@@ -1,46 +1,52 @@
-"""Attention whose two products have quantised operands, block by block, as FlashAttention-3 runs it in FP8."""
+"""Attention whose products have quantised operands, block by block, as FlashAttention-3 runs it in FP8."""
 
+import itertools
 import math
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError, DtypeError
-from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.choice import draw_keys
-from fmtsim.gemm.coding import holder
-from fmtsim.gemm.matmul import bmm
-from fmtsim.gemm.operand import Draws, Operand, prepare
+from fmtsim.gemm.once import OnceOnly
+from fmtsim.gemm.passes import Observer
 from fmtsim.gemm.streams import Generator
+from fmtsim.nn.flash import Flash, Words, flash, is_random
+from fmtsim.nn.flash_backward import flash_gradients
 from fmtsim.ops import RandomKey
-from fmtsim.recipes.spec import AttentionConfig
-from fmtsim.scaling.cast import spread
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import Scaling
-from fmtsim.scaling.transform import Hadamard
+from fmtsim.recipes.attention import AttentionConfig, flash_attention_3
+
+__all__ = ["AttentionCall", "attend", "flash_attention_3", "quantised_attention"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_LOG2E: Final = 1.4426950408889634
+_ONCE: Final = (
+    "quantised attention cannot be differentiated twice: the gradient of a quantised gradient is not defined; "
+    "compute second derivatives on the unconverted model (fmtsim.revert)"
+)
+_calls: WeakValueDictionary[str, "AttentionCall"] = WeakValueDictionary()
+_numbers = itertools.count()
 
 
-def flash_attention_3(
-    *, unit: str | None = "hopper.wgmma", rotate: bool = True, blocks: bool = True
-) -> AttentionConfig:
-    """Return the FP8 attention of FlashAttention-3 (Shah et al., arXiv:2407.08608, section 3.3).
+class AttentionCall:
+    """Keep what an operator needs to know of quantised attention, under a name of its own while this object lives.
 
     Args:
-        unit: The matrix unit of both products; None multiplies in float32.
-        rotate: Incoherent processing: random signs and a Hadamard matrix over q and k.
-        blocks: A scale for every 128 queries and keys; else one a head, as the released kernels take them.
+        config: The definition.
+        generator: Where random numbers come from.
     """
-    e4m3 = get_format("e4m3")
-    across, along = (Scaling(block=(128, None)), Scaling(block=(None, 128))) if blocks else (Scaling(), Scaling())
-    turn = (Hadamard(size=None, signs="random"),) if rotate else ()
-    qk = Quantizer(format=e4m3, scaling=across, transforms=turn)
-    v = Quantizer(format=e4m3, scaling=along)
-    return AttentionConfig(q=qk, k=qk, v=v, p=Quantizer(format=e4m3), offset=8, unit=unit)
+
+    def __init__(self, config: AttentionConfig, generator: Generator = None) -> None:
+        if not isinstance(config, AttentionConfig):
+            raise ArgumentError(f"config={config!r} is not an AttentionConfig; pass flash_attention_3() or build one")
+        self.config, self.generator = config, generator
+        self.observer: Observer | None = None  # set while fmtsim.observe is active
+        self.name = f"attention{next(_numbers)}"
+        _calls[self.name] = self
+
+    def __reduce__(self) -> Any:
+        return AttentionCall, (self.config, self.generator)  # a copy has a name of its own
 
 
 def quantised_attention(
@@ -88,16 +94,39 @@ def quantised_attention(
 
     Returns:
         ``[..., L, dv]`` in query's dtype. Rows that see no key are 0, as in FlashAttention. NaN spreads to its rows.
-        The gradient is that of exact attention at the unrounded tensors (straight through all roundings), in float32:
-        the source has no backward pass in FP8.
+        Its gradient is that of what was computed, every rounding counting as the identity (or as its quantiser's
+        ``gradient`` says). With P the normalised weights before they were rounded, P' those after, q', k' and v' the
+        rounded operands (q' and k' rotated), O the float32 result before its last rounding and all products in
+        float32: ``dv = P'^T do``, ``dp = do v'^T``, ``ds = P * (dp - sum(do * O))`` by rows, ``dq = scale ds k'`` and
+        ``dk = scale ds^T q'``, these two rotated back. ``config.dv``, ``dp``, ``dq`` and ``dk`` change the operands of
+        the four products; the sum over do * O stays as it is. The forward pass is run again for it, with the same
+        random numbers. FlashAttention-3 has no backward pass in FP8. Differentiating twice raises FmtsimError.
 
     Raises:
         ArgumentError: Shapes that do not fit, dropout, a mask that requires a gradient, or operands that the unit
             does not take: it needs an element format for each, and scales that are the same along a block's sums.
         DtypeError: Dtypes that differ or are not floating point.
     """
-    if not isinstance(config, AttentionConfig):
-        raise ArgumentError(f"config={config!r} is not an AttentionConfig; pass flash_attention_3() or build one")
+    return attend(
+        AttentionCall(config, generator), query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    )
+
+
+def attend(
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return ``quantised_attention`` of a config and generator that are kept in an object.
+
+    ``torch.compile`` sees one operator forward and one backward, with the bits of eager execution.
+    """
     _check(query, key, value, attn_mask, dropout_p, is_causal)
     if enable_gqa:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
@@ -105,178 +134,144 @@ def quantised_attention(
     q, k, v = (t.expand(*lead, *t.shape[-2:]) for t in (query, key, value))
     mask = _additive(attn_mask, is_causal, (q.shape[-2], k.shape[-2]), q.device)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return _Attention.apply(q, k, v, mask, factor, config, generator)  # type: ignore[no-any-return, no-untyped-call]
+    if torch.compiler.is_compiling():
+        if call.observer is not None:
+            raise ArgumentError(
+                "fmtsim.observe does not see into compiled code; observe the model that was given to torch.compile"
+            )
+        y: Tensor = torch.ops.fmtsim.attention_forward(q, k, v, mask, factor, call.name)[0]
+        return y
+    return _Attention.apply(q, k, v, mask, factor, call)[0]  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):
-    """Quantise forwards; backwards, differentiate exact attention."""
+    """Quantise forwards and, where the config says so, backwards."""
 
     @staticmethod
     def forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        factor: float,
-        config: AttentionConfig,
-        generator: Generator,
-    ) -> Tensor:
-        """Return ``[..., L, dv]`` in q's dtype."""
-        lead, heads = q.shape[:-2], math.prod(q.shape[:-2])
-        with torch.autocast(q.device.type, enabled=False):
-            first, second, third = (t.reshape(heads, *t.shape[-2:]).float() for t in (q, k, v))
-            shared = mask is None or mask.dim() == 2
-            whole = mask if shared or mask is None else mask.expand(*lead, *mask.shape[-2:]).flatten(0, -3)
-            y = _flash(first, second, third, whole, factor, config, _Words(config, generator, q.device))
-        return y.reshape(*lead, *y.shape[-2:]).to(q.dtype)
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: float, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``[..., L, dv]`` in q's dtype, and the key of the call's random numbers."""
+        return _forward(q, k, v, mask, factor, call)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         """Keep the unrounded tensors."""
-        *tensors, ctx.factor, _, _ = inputs
-        ctx.save_for_backward(*tensors)
+        *tensors, ctx.factor, ctx.call = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*tensors, output[1])
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradients of exact attention."""
-        *saved, mask = ctx.saved_tensors
-        with torch.autocast(g.device.type, enabled=False):
-            q, k, v = (t.float() for t in saved)
-            scores = q @ k.mT * ctx.factor
-            weights = torch.softmax(scores if mask is None else scores + mask, -1).nan_to_num(0.0)
-            dp = g.float() @ v.mT
-            ds = weights * (dp - (dp * weights).sum(-1, keepdim=True)) * ctx.factor
-            grads = (ds @ k, ds.mT @ q, weights.mT @ g.float())
-        return *(d.to(t.dtype) for d, t in zip(grads, saved, strict=True)), None, None, None, None
+    def backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients of q, k and v."""
+        q, k, v, mask, key = ctx.saved_tensors
+        with torch.no_grad():
+            grads = _gradients(g, q, k, v, mask, key, ctx.factor, ctx.call)
+        if torch.is_grad_enabled():  # create_graph=True: only then on
+            grads = [OnceOnly.apply(d, _ONCE, g, q, k, v) for d in grads]
+        return *grads, None, None, None
 
 
-class _Words:
-    """Give every use of random numbers in a call a key of its own, all signs one; draw none where none are used."""
-
-    def __init__(self, config: AttentionConfig, generator: Generator, device: torch.device) -> None:
-        quantizers = (config.q, config.k, config.v, config.p)
-        used = any(map(_is_random, quantizers))
-        keys = draw_keys(True, generator, None, device) if used else None
-        self._key = None if keys is None else RandomKey(*keys.tolist())
-        self._used = 0
-
-    def draws(self) -> Draws:
-        """Return keys for one operand."""
-        if self._key is None:
-            return Draws()
-        seed, offset = self._key
-        self._used += 2
-        return Draws(RandomKey(seed, offset + self._used), RandomKey(seed, offset + self._used + 1), self._key)
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: float, call: AttentionCall
+) -> tuple[Tensor, Tensor]:
+    random = any(map(is_random, call.config.operands.values()))
+    keys = draw_keys(True, call.generator, None, q.device) if random else None
+    key = torch.zeros(0, dtype=torch.int64) if keys is None else torch.tensor(keys.tolist())
+    y = _run(q, k, v, mask, factor, call.config, _words(key), observer=call.observer).out
+    return y.reshape(*q.shape[:-2], *y.shape[-2:]).to(q.dtype), key
 
 
-class _Heads(NamedTuple):
-    """A quantised operand of all heads: elements, or values where no unit multiplies, and the scales left to apply.
-
-    Attributes:
-        elements: float32 ``[heads, rows, inner]``.
-        scale: float32, broadcasts to that; None where elements are values.
-    """
-
-    elements: Tensor
-    scale: Tensor | None
-
-
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: float, config: AttentionConfig, words: _Words
-) -> Tensor:
-    """Return the attention of float32 heads ``[heads, rows, features]``."""
-    unit = config.unit
-    left, right = _quantised(q, config.q, unit, words), _quantised(k, config.k, unit, words)
-    values = _quantised(v.mT, config.v, unit, words)
-    m = q.new_full((*q.shape[:2], 1), -math.inf)
-    total, out = torch.zeros_like(m), q.new_zeros(*q.shape[:2], v.shape[-1])
-    for first in reversed(range(0, k.shape[1], config.columns)):
-        keys = slice(first, first + config.columns)
-        s = _product(left, _part(right, keys, 1), (config.q, config.k), unit)
-        t = _exponents(s, mask if mask is None else mask[..., keys], factor)
-        new = torch.maximum(m, t.amax(-1, keepdim=True))
-        base = torch.where(new == -math.inf, 0.0, new)  # a row that has seen no key yet
-        shrink, p = torch.exp2(m - base), torch.exp2(t - (base - config.offset))
-        weights = _quantised(p.reshape(1, -1, p.shape[-1]), config.p, unit, words)
-        weights = _Heads(weights.elements.reshape(p.shape), _shaped(weights.scale, p))
-        part = _product(weights, _part(values, keys, 2), (config.p, config.v), unit)
-        m, total, out = new, total * shrink + p.sum(-1, keepdim=True), out * shrink + part
-    return torch.where(total == 0, 0.0, out / total)
+def _gradients(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key: Tensor,
+    factor: float,
+    call: AttentionCall,
+) -> list[Tensor]:
+    words = _words(key)
+    made = _run(q, k, v, mask, factor, call.config, words, keep=True)
+    with torch.autocast(g.device.type, enabled=False):
+        heads = _flat(g), _flat(q), _flat(k), _flat(v)
+        grads = flash_gradients(heads, factor, call.config, words, made, call.observer)
+    return [d.reshape(t.shape).to(t.dtype) for d, t in zip(grads, (q, k, v), strict=True)]
 
 
-def _quantised(x: Tensor, quantizer: Quantizer, unit: Any, words: _Words) -> _Heads:
-    """Quantise each head; all at once where no block reaches from one into the next."""
-    heads, rows, inner = x.shape
-    scaling = quantizer.scaling
-    apart = scaling is None or (scaling.block[0] is not None and rows % scaling.block[0] == 0 and not scaling.tensor)
-    if apart and isinstance(quantizer.format, FloatFormat | None):
-        x, heads = x.reshape(1, heads * rows, inner), 1
-    made = [prepare(x[head], quantizer, words.draws()) for head in range(heads)]
-    shape = (-1, rows, inner)
-    if unit is None:
-        return _Heads(torch.stack([one.values(torch.float32) for one in made]).reshape(shape), None)
-    elements = torch.stack([one.elements for one in made]).reshape(shape)
-    if made[0].scale is None:
-        return _Heads(elements, None)
-    return _Heads(elements, torch.stack([_spread(one) for one in made]).reshape(shape))
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    factor: float,
+    config: AttentionConfig,
+    words: Words,
+    *,
+    keep: bool = False,
+    observer: Observer | None = None,
+) -> Flash:
+    shared = mask is None or mask.dim() == 2
+    whole = mask if shared or mask is None else mask.expand(*q.shape[:-2], *mask.shape[-2:]).flatten(0, -3)
+    with torch.autocast(q.device.type, enabled=False):
+        return flash(_flat(q), _flat(k), _flat(v), whole, factor, config, words, keep=keep, observer=observer)
 
 
-def _spread(operand: Operand) -> Tensor:
-    assert operand.scale is not None
-    if operand.tensor is not None:
-        raise ArgumentError(f"no unit multiplies heads quantised as {operand.quantizer}; leave unit= out of the config")
-    return spread(operand.scale, operand.sizes, operand.elements.shape)
+def _flat(t: Tensor) -> Tensor:
+    return t.reshape(math.prod(t.shape[:-2]), *t.shape[-2:]).float()
 
 
-def _shaped(x: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if x is None else x.reshape(like.shape)
+def _words(key: Tensor) -> Words:
+    return Words(RandomKey(*key.tolist()) if key.numel() else None)
 
 
-def _part(heads: _Heads, keys: slice, dim: int) -> _Heads:
-    """Return the keys of a block, which lie along the rows (1) or the inner axis (2)."""
-    pick = (slice(None), keys) if dim == 1 else (slice(None), slice(None), keys)
-    return _Heads(heads.elements[pick], None if heads.scale is None else heads.scale[pick])
+def _find(name: str) -> AttentionCall:
+    call = _calls.get(name)
+    if call is None:
+        raise ArgumentError(f"{name} was compiled for a model that is gone; compile the converted model again")
+    return call
 
 
-def _product(a: _Heads, b: _Heads, quantizers: tuple[Quantizer, Quantizer], unit: Any) -> Tensor:
-    """Return ``a b^T`` of each head, float32: of the elements, times b's scales, then a's."""
-    if unit is None:
-        return a.elements @ b.elements.mT
-    formats = [quantizer.format for quantizer in quantizers]
-    if not all(isinstance(fmt, FloatFormat) for fmt in formats) or any(q.then is not None for q in quantizers):
-        raise ArgumentError(
-            f"unit={unit!r} multiplies elements of floating-point formats; the config has {quantizers[0]} and "
-            f"{quantizers[1]}; choose others, or leave unit= out"
-        )
-    left, right = (x.elements.to(holder(fmt)) for x, fmt in zip((a, b), formats, strict=True))  # type: ignore[arg-type]
-    y = bmm(left, right.mT, unit=unit, a_format=formats[0], b_format=formats[1], out_dtype=torch.float32)
-    y = y if b.scale is None else y * _outer(b.scale).mT
-    return y if a.scale is None else y * _outer(a.scale)
+def _fake_forward(q, k, v, mask, factor, name):  # type: ignore[no-untyped-def]
+    random = any(map(is_random, _find(name).config.operands.values()))
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), torch.empty(2 if random else 0, dtype=torch.int64)
 
 
-def _outer(scale: Tensor) -> Tensor:
-    """Return the scale of each row; raise where it changes along the sums of a product."""
-    first = scale[..., :1]
-    if not bool((scale == first).all()):
-        raise ArgumentError(
-            "a scale changes inside the sums of one product; choose blocks of whole rows of q, k and p, and of "
-            "config.columns keys, or a multiple, of v"
-        )
-    return first
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.factor, ctx.name = inputs
+    ctx.save_for_backward(*tensors, output[1])
 
 
-def _exponents(s: Tensor, mask: Tensor | None, factor: float) -> Tensor:
-    """Return the logarithms to base 2 of the weights before normalisation."""
-    if mask is None:
-        return s * (factor * _LOG2E)
-    hidden = bool(((mask == 0) | (mask == -math.inf)).all())  # a mask that only hides keys changes no score
-    return s * (factor * _LOG2E) + mask if hidden else (s * factor + mask) * _LOG2E
+def _backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    return *torch.ops.fmtsim.attention_backward(g, *ctx.saved_tensors, ctx.factor, ctx.name), None, None, None
 
 
-def _is_random(quantizer: Quantizer) -> bool:
-    signs = any(isinstance(turn, Hadamard) and turn.signs == "random" for turn in quantizer.transforms)
-    scales = quantizer.scaling is not None and quantizer.scaling.scale_rounding == "stochastic"
-    return signs or scales or quantizer.rounding.mode == "stochastic"
+_library = torch.library.Library("fmtsim", "FRAGMENT")
+_library.define(
+    "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? mask, float factor, str call) -> (Tensor, Tensor)"
+)
+_library.define(
+    "attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor key, float factor, str call) -> "
+    "(Tensor, Tensor, Tensor)"
+)
+_library.impl(
+    "attention_forward",
+    lambda q, k, v, mask, factor, name: _forward(q, k, v, mask, factor, _find(name)),
+    "CompositeExplicitAutograd",
+)
+_library.impl(
+    "attention_backward",
+    lambda g, q, k, v, mask, key, factor, name: tuple(_gradients(g, q, k, v, mask, key, factor, _find(name))),
+    "CompositeExplicitAutograd",
+)
+torch.library.register_fake("fmtsim::attention_forward", _fake_forward, lib=_library)
+torch.library.register_fake(
+    "fmtsim::attention_backward",
+    lambda g, q, k, v, mask, key, factor, name: tuple(t.new_empty(t.shape) for t in (q, k, v)),
+    lib=_library,
+)
+torch.library.register_autograd("fmtsim::attention_forward", _backward, setup_context=_setup, lib=_library)
 
 
 def _additive(mask: Tensor | None, causal: bool, sizes: tuple[int, int], device: torch.device) -> Tensor | None:

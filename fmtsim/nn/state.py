@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fmtsim.errors import ArgumentError
-from fmtsim.nn.convert import RECIPE
+from fmtsim.nn.convert import RECIPE, is_converted
 from fmtsim.nn.modules import STATE, EmulatedModule
 
 
@@ -112,6 +112,6 @@ def _runs(module: EmulatedModule) -> str:
 
 def _converted(model: nn.Module, verb: str) -> list[tuple[str, EmulatedModule]]:
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, EmulatedModule)]
-    if not found:
+    if not found and not is_converted(model):
         raise ArgumentError(f"{verb} found no converted module in {type(model).__name__}; convert it first")
     return found
