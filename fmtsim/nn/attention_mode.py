@@ -71,21 +71,37 @@ class QuantisedAttention(TorchFunctionMode):
             self.used = True
             return attend(self._call, *args, **kwargs)
         if func is F.multi_head_attention_forward:  # torch runs it as a whole, without asking about what it calls
-            return _multi_head(self)(*args, **kwargs)
+            return self._multi_head(args, kwargs)
+        if func is torch.Tensor.unflatten:  # torch.compile cannot trace this method under a mode
+            return torch.unflatten(*args, **kwargs)
         return func(*args, **kwargs)
 
+    def _multi_head(self, args: Any, kwargs: Any) -> Any:
+        self.used = self.used or not kwargs.get("need_weights", True)
+        _running.append(self._call)
+        try:
+            return _MULTI_HEAD(*args, **kwargs)
+        finally:
+            _running.pop()
 
-def _multi_head(mode: QuantisedAttention) -> Any:
+
+_running: list[AttentionCall] = []  # in the order of their calls
+
+
+def _replaced(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return attend(_running[-1], *args, **kwargs)
+
+
+def _multi_head() -> FunctionType:
     """Return torch's multi_head_attention_forward with another function where it names the one."""
     plain = F.multi_head_attention_forward
-
-    def replaced(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return mode.__torch_function__(F.scaled_dot_product_attention, (), args, kwargs)  # type: ignore[no-any-return]
-
-    names = {**plain.__globals__, _FUNCTION: replaced, "has_torch_function": lambda tensors: False}
+    names = {**plain.__globals__, _FUNCTION: _replaced, "has_torch_function": lambda tensors: False}
     function = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
     function.__kwdefaults__ = plain.__kwdefaults__
     return function
+
+
+_MULTI_HEAD: Final = _multi_head()
 
 
 def convert_attention(

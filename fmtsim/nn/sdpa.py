@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import cache
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -107,9 +108,24 @@ def quantised_attention(
             does not take: it needs an element format for each, and scales that are the same along a block's sums.
         DtypeError: Dtypes that differ or are not floating point.
     """
+    if torch.compiler.is_compiling():
+        return _attend(
+            None, _name_of(config, generator), query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
     return attend(
         AttentionCall(config, generator), query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
     )
+
+
+@cache
+def _kept(config: AttentionConfig, generator: Generator) -> AttentionCall:
+    """Keep alive what a compiled program refers to by name."""
+    return AttentionCall(config, generator)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
+def _name_of(config: AttentionConfig, generator: Generator) -> str:
+    return _kept(config, generator).name
 
 
 def attend(
@@ -127,6 +143,25 @@ def attend(
 
     ``torch.compile`` sees one operator forward and one backward, with the bits of eager execution.
     """
+    if torch.compiler.is_compiling() and call.observer is not None:
+        raise ArgumentError(
+            "fmtsim.observe does not see into compiled code; observe the model that was given to torch.compile"
+        )
+    return _attend(call, call.name, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _attend(
+    call: AttentionCall | None,
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
     _check(query, key, value, attn_mask, dropout_p, is_causal)
     if enable_gqa:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
@@ -134,12 +169,8 @@ def attend(
     q, k, v = (t.expand(*lead, *t.shape[-2:]) for t in (query, key, value))
     mask = _additive(attn_mask, is_causal, (q.shape[-2], k.shape[-2]), q.device)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if torch.compiler.is_compiling():
-        if call.observer is not None:
-            raise ArgumentError(
-                "fmtsim.observe does not see into compiled code; observe the model that was given to torch.compile"
-            )
-        y: Tensor = torch.ops.fmtsim.attention_forward(q, k, v, mask, factor, call.name)[0]
+    if call is None or torch.compiler.is_compiling():
+        y: Tensor = torch.ops.fmtsim.attention_forward(q, k, v, mask, factor, name)[0]
         return y
     return _Attention.apply(q, k, v, mask, factor, call)[0]  # type: ignore[no-any-return, no-untyped-call]
 
