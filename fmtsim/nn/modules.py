@@ -20,6 +20,7 @@ from fmtsim.recipes.plan import LayerPlan
 from fmtsim.scaling.history import DelayedScale
 
 STATE = "fmtsim_state"  # the submodule in which delayed scaling remembers
+FORWARD = ("x_f", "w_f")  # operands of the forward product
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -117,24 +118,32 @@ class EmulatedModule(nn.Module):
         for config in configs:
             if not config.plain:
                 products = {
-                    part if learns else f"{part} frozen": Layer(config, how.generator, self._state(part, learns))
+                    part if learns else f"{part} frozen": Layer(
+                        config, how.generator, self._state(part, learns, compiled=True)
+                    )
                     for part in self.parts
                     for learns in (True, False)
                 }
                 how.layers.append((config, products))
         how.run(how.config)
 
-    def _state(self, part: str, learns: bool) -> State:
+    def _state(self, part: str, learns: bool, *, compiled: bool = False) -> State:
         """Return what delayed scaling remembers of a part of this module, by operand.
 
-        Without gradients (``learns`` is False) it is looked at and not changed, as in Transformer Engine.
+        Without gradients (``learns`` is False) it is looked at and not changed, and a forward pass that activation
+        checkpointing runs again gets the scales of its first run, as in Transformer Engine.
         """
         memory = self._modules.get(STATE)
         if memory is None:
             return {}
         keys = {name: _state_key(part, name) for name in OPERANDS}
         found = {name: memory[key] for name, key in keys.items() if key in memory}  # type: ignore[index, operator]
-        return found if learns else {name: scale.frozen() for name, scale in found.items()}  # type: ignore[operator, misc, return-value]
+        if not learns:
+            return {name: scale.frozen() for name, scale in found.items()}  # type: ignore[operator, misc]
+        return {
+            name: scale.learning(compiled=compiled) if name in FORWARD else scale  # type: ignore[operator, misc]
+            for name, scale in found.items()
+        }
 
     def extra_repr(self) -> str:
         """Show the formats after the layer's own description."""

@@ -4,7 +4,7 @@ Source: Fishman et al., Scaling FP8 training to trillion-token LLMs, arXiv:2409.
 20029cf, class ScaledSwiglu). The paper's scale is one a channel, the code's one a token.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, Literal, NamedTuple, TypeVar, get_args
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fmtsim.errors import ArgumentError
 from fmtsim.nn.modules import EmulatedModule
+from fmtsim.scaling.repeats import Calls
 from fmtsim.scaling.scales import power_of_two as to_power_of_two
 
 Per = Literal["token", "channel"]
@@ -95,8 +96,8 @@ class SmoothSwiGLU(nn.Module):
         bias: Whether the projections have biases.
         per: See ``smooth_scale``.
         power_of_two: See there.
-        delayed: Use the scale of the previous call, as the source's code can; the first call uses its own. Per channel
-            alone, because tokens change from call to call.
+        delayed: Use the scale of the previous call with gradients, as the source's code can; the first call uses its
+            own. Per channel alone, because tokens change from call to call.
 
     Raises:
         ArgumentError: ``delayed`` with a scale a token.
@@ -121,6 +122,7 @@ class SmoothSwiGLU(nn.Module):
         self.up_proj = nn.Linear(width, hidden, bias=bias)
         self.down_proj = nn.Linear(hidden, width, bias=bias)
         self.per, self.power_of_two, self.delayed = per, power_of_two, delayed
+        self._calls: Calls[Tensor] = Calls()
         self.register_buffer("previous", torch.zeros(hidden), persistent=False)  # zeros: no call yet
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,10 +130,16 @@ class SmoothSwiGLU(nn.Module):
         u, v = self.gate_proj(x), self.up_proj(x)
         s = smooth_scale(v, self.per, power_of_two=self.power_of_two)
         if self.delayed:
-            s, now = torch.where(self.previous > 0, self.previous, s.float()).to(s.dtype), s
-            self.previous.copy_(now)
+            s = self._delayed(s) if torch.compiler.is_compiling() else self._calls.run(partial(self._delayed, s))
         z, s = smooth_swiglu(u, v, scale=s)
         return scaled_down(self.down_proj, z, s, self.per)
+
+    def _delayed(self, now: Tensor) -> Tensor:
+        """Return the scale of the call before, or this one's, which the next call takes where this one learns."""
+        s = torch.where(self.previous > 0, self.previous, now.float()).to(now.dtype)
+        if torch.is_grad_enabled():
+            self.previous.copy_(now)
+        return s
 
     def extra_repr(self) -> str:
         """Show the rule."""
