@@ -68,13 +68,15 @@ class Rule:
         use: How those run; None leaves them in high precision.
         name: A regular expression that is searched for in the module's name.
         kind: The name of the module's class or of one of its bases, such as ``"Conv2d"``.
-        first_blocks: The layers of the first so many blocks, or of a fraction of them (a float below 1, rounded up). A
-            block is an element of the model's longest ``nn.ModuleList`` or ``nn.Sequential`` whose elements all hold
-            convertible layers.
+        first_blocks: The layers of the first so many blocks, or of a fraction of them (a float below 1, rounded up).
+            Blocks are the elements of each outermost ``nn.ModuleList`` or ``nn.Sequential`` whose elements all hold
+            convertible layers, in the model's order (the stages of a ResNet, an encoder and its decoder); a list of
+            several classes around one of a single class does not count. A model without blocks is an error.
         last_blocks: The layers of the last so many blocks.
         head: The last linear layer of the model, and any layer that shares its weight.
         steps: When; None is always.
-        optional: A name or kind that fits no layer of a model is an error unless this is set.
+        optional: A name or kind that fits no layer of a model, or blocks where it has none, are an error unless this
+            is set.
     """
 
     use: LinearConfig | None = None
