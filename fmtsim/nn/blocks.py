@@ -22,9 +22,11 @@ def find_blocks(model: nn.Module) -> list[str]:
     return [f"{name}.{i}" if name else str(i) for name in stacks if name in outer for i in range(len(stacks[name]))]
 
 
-def block_of(layer: str, blocks: list[str]) -> int | None:
-    """Return the number of the block that a layer belongs to, None for one outside."""
-    return next((i for i, name in enumerate(blocks) if layer == name or layer.startswith(f"{name}.")), None)
+def block_of(layer: str, blocks: dict[str, int]) -> int | None:
+    """Return the number of the block that a layer belongs to, None for one outside; blocks are numbered by name."""
+    parts = layer.split(".")
+    names = (".".join(parts[: i + 1]) for i in range(len(parts)))
+    return next((blocks[name] for name in names if name in blocks), None)
 
 
 def _is_stack(module: nn.Module) -> bool:

@@ -22,7 +22,8 @@ class Selector:
     def __init__(self, model: nn.Module) -> None:
         self._layers = {name: module for name, module in model.named_modules() if emulated_class(type(module))}
         self._blocks = find_blocks(model)
-        self._places = {name: block_of(name, self._blocks) for name in self._layers}
+        numbers = {name: i for i, name in enumerate(self._blocks)}
+        self._places = {name: block_of(name, numbers) for name in self._layers}
         self._heads = self._find_heads()
         self._model = type(model).__name__
 

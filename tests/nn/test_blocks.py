@@ -106,9 +106,9 @@ def test_bert():
 
 
 def test_places():
-    assert block_of("blocks.1.up", ["blocks.1", "blocks.10"]) == 0
-    assert block_of("blocks.10.up", ["blocks.1", "blocks.10"]) == 1
-    assert block_of("head", ["blocks.1"]) is None
+    assert block_of("blocks.1.up", {"blocks.1": 0, "blocks.10": 1}) == 0
+    assert block_of("blocks.10.up", {"blocks.1": 0, "blocks.10": 1}) == 1
+    assert block_of("head", {"blocks.1": 0}) is None
 
 
 @pytest.mark.parametrize(

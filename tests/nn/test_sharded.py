@@ -1,5 +1,7 @@
 """Converted models on two processes, under FSDP2 and DistributedDataParallel, against one process that plays both."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,13 +10,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fmtsim.nn import convert, recipe_state, share_scales
+from fmtsim.nn import convert, flash_attention_3, recipe_state, share_scales
 from fmtsim.nn.modules import STATE
+from fmtsim.recipes import get_recipe
 from fmtsim.training.gpt import GPT, GPTConfig
 
 pytestmark = pytest.mark.slow  # two new processes
 
-RECIPES = ("te_delayed", "te_nvfp4", "quartet")
+RECIPES = {name: get_recipe(name) for name in ("te_delayed", "te_nvfp4", "quartet")}
+RECIPES["attention"] = dataclasses.replace(
+    RECIPES["te_delayed"], name="attention", attention=flash_attention_3(unit=None)
+)
 STEPS, LR = 3, 0.1
 MOVED = 1e-3  # 5e-7 without a code that flips; one of 64 x 64 that does, by 2^-4 of itself, costs about this much
 
@@ -35,7 +41,7 @@ def half(step, rank):
 
 def ours(name, rank):
     """A rank's model: the same weights everywhere, random numbers of its own."""
-    return convert(gpt(), recipe=name, generator=10 + rank)
+    return convert(gpt(), recipe=RECIPES[name], generator=10 + rank)
 
 
 def worker(rank, folder):
