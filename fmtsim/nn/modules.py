@@ -18,6 +18,7 @@ from fmtsim.gemm.sizes import size_fault
 from fmtsim.gemm.streams import Generator
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.scaling.history import DelayedScale
+from fmtsim.scaling.repeats import Calls
 
 STATE = "fmtsim_state"  # the submodule in which delayed scaling remembers
 FORWARD = ("x_f", "w_f")  # operands of the forward product
@@ -37,6 +38,7 @@ class Emulation:
         layers: For each config that is more than casts, its products under ``torch.compile``, by part, and again by
             ``"part frozen"`` for calls without gradients.
         compiled: Those of the config in force, None for one of casts alone.
+        draws: States of the generator that calls under activation checkpointing began with.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Emulation:
     plan: LayerPlan | None = None
     layers: list[tuple[LinearConfig, dict[str, Layer]]] = dataclasses.field(default_factory=list)
     compiled: dict[str, Layer] | None = None
+    draws: Calls[Tensor] = dataclasses.field(default_factory=Calls, compare=False)
 
     def run(self, config: LinearConfig) -> None:
         """Take a config into force."""
@@ -94,9 +97,12 @@ class EmulatedModule(nn.Module):
                 )
         if how.compiled is not None and torch.compiler.is_compiling():
             return run_layer(x, w, bias, how.compiled[part if torch.is_grad_enabled() else f"{part} frozen"])
+        generator = how.generator
+        if isinstance(generator, torch.Generator) and not torch.compiler.is_compiling():
+            generator = how.draws.generator(generator)
         try:
             return EmulatedGEMM.apply(
-                x, w, bias, how.config, how.generator, observer, self._state(part, torch.is_grad_enabled())
+                x, w, bias, how.config, generator, observer, self._state(part, torch.is_grad_enabled())
             )
         except FmtsimError as error:
             raise type(error)(f"layer {how.name!r}: {error}") from error

@@ -18,6 +18,7 @@ from fmtsim.nn.flash import Flash, Words, flash, is_random
 from fmtsim.nn.flash_backward import flash_gradients
 from fmtsim.ops import RandomKey
 from fmtsim.recipes.attention import AttentionConfig, flash_attention_3
+from fmtsim.scaling.repeats import Calls
 
 __all__ = ["AttentionCall", "attend", "flash_attention_3", "quantised_attention"]
 
@@ -42,6 +43,7 @@ class AttentionCall:
         if not isinstance(config, AttentionConfig):
             raise ArgumentError(f"config={config!r} is not an AttentionConfig; pass flash_attention_3() or build one")
         self.config, self.generator = config, generator
+        self.draws: Calls[Tensor] = Calls()  # states of the generator under activation checkpointing
         self.observer: Observer | None = None  # set while fmtsim.observe is active
         self.name = f"attention{next(_numbers)}"
         _calls[self.name] = self
@@ -204,10 +206,19 @@ class _Attention(torch.autograd.Function):
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: float, call: AttentionCall
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    factor: float,
+    call: AttentionCall,
+    *,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    random = any(map(is_random, call.config.operands.values()))
-    keys = draw_keys(True, call.generator, None, q.device) if random else None
+    random, generator = any(map(is_random, call.config.operands.values())), call.generator
+    if random and isinstance(generator, torch.Generator):
+        generator = call.draws.generator(generator, compiled=compiled)
+    keys = draw_keys(True, generator, None, q.device) if random else None
     key = torch.zeros(0, dtype=torch.int64) if keys is None else torch.tensor(keys.tolist())
     y = _run(q, k, v, mask, factor, call.config, _words(key), observer=call.observer).out
     return y.reshape(*q.shape[:-2], *y.shape[-2:]).to(q.dtype), key
@@ -288,7 +299,7 @@ _library.define(
 )
 _library.impl(
     "attention_forward",
-    lambda q, k, v, mask, factor, name: _forward(q, k, v, mask, factor, _find(name)),
+    lambda q, k, v, mask, factor, name: _forward(q, k, v, mask, factor, _find(name), compiled=True),
     "CompositeExplicitAutograd",
 )
 _library.impl(

@@ -6,7 +6,8 @@ lives as long as the graph) from a second one (which names the frame). These are
 checkpoint.py); tests compare what comes of them with runs without checkpointing. A saved-tensor hook of
 one's own inside a stretch hides them: its calls then count twice.
 
-The reentrant checkpoint runs the first time without gradients, when nothing learns, and the second time as usual.
+The reentrant checkpoint runs the first time without gradients, when nothing learns, and the second time as usual; it
+draws twice from a generator of one's own.
 """
 
 import inspect
@@ -15,6 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -54,24 +56,43 @@ class Calls(Generic[T]):
                 a repetition of the last call.
         """
         place = _Place() if compiled else _place()
-        backward = torch._C._current_graph_task_id() != -1
-        if place.run is not None:
-            return self._again(place, make)
-        if backward and self._last is not None and (compiled or (place.frame is not None and len(self._made))):
-            return self._last  # a checkpoint within one that is run again
+        known = self._known(place, compiled)
+        if known is not None:
+            return known
         made = make()
-        if place.frame is not None:
+        if place.frame is not None and place.run is None:
             self._made.setdefault(place.frame, []).append(made)
         if place.frame is not None or compiled:
             self._last = made
         return made
 
-    def _again(self, place: _Place, make: Callable[[], T]) -> T:
+    def generator(self: "Calls[Tensor]", own: torch.Generator, *, compiled: bool = False) -> torch.Generator:
+        """Return the generator of a call, which in a repeated one draws what it drew in the first.
+
+        Args:
+            own: The generator of first calls; a repeated one gets a copy as it was then.
+            compiled: See ``run``.
+        """
+        place = _Place() if compiled else _place()
+        if place.frame is None and not compiled:
+            return own
+        state = self._known(place, compiled)
+        if state is None:
+            self.run(own.get_state, compiled=compiled)
+            return own
+        again = torch.Generator(own.device)
+        again.set_state(state)
+        return again
+
+    def _known(self, place: _Place, compiled: bool) -> T | None:
+        """Return what a repeated call used, None for a first one."""
+        if place.run is None:
+            backward = torch._C._current_graph_task_id() != -1
+            nested = place.frame is not None and len(self._made) > 0  # a checkpoint within one that is run again
+            return self._last if backward and (compiled or nested) else None
         made, number = self._made.get(place.frame, []), self._done.get(place.run, 0)
         self._done[place.run] = number + 1
-        if number < len(made):
-            return made[number]
-        return make() if self._last is None else self._last
+        return made[number] if number < len(made) else self._last
 
 
 def _place() -> _Place:

@@ -9,18 +9,27 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fmtsim.nn import SmoothSwiGLU, convert, recipe_state
+from fmtsim.nn import SmoothSwiGLU, convert, flash_attention_3, recipe_state
+from fmtsim.recipes import Recipe
 from fmtsim.scaling import repeats
 from fmtsim.scaling.repeats import Calls
+
+ATTENTION = Recipe(name="attention", attention=flash_attention_3(unit=None))
+
+
+class SelfAttention(nn.Module):
+    def forward(self, x):
+        return nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0]
 
 
 class Stack(nn.Module):
     """Blocks of two layers, each behind a checkpoint of its own kind: None, reentrant or not, nested, twice, all."""
 
-    def __init__(self, how=None):
+    def __init__(self, how=None, attention=False):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)) for _ in range(3))
+        middle = SelfAttention if attention else nn.GELU
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), middle(), nn.Linear(32, 32)) for _ in range(3))
         self.how = how
 
     def forward(self, x):
@@ -97,6 +106,23 @@ def test_a_shared_layer_within_one_stretch():
             wrap(thrice, x).square().mean().backward()
         results.append((x.grad, layer.weight.grad, *(b.clone() for b in layer.get_submodule("fmtsim_state").buffers())))
     assert same(*results)
+
+
+DRAWING = {"attention": {"recipe": ATTENTION}, "roundings": {"format": "e4m3", "rounding": "stochastic"}}
+
+
+def drawn(name, how):
+    return run(convert(Stack(how, attention=name == "attention"), generator=3, **DRAWING[name]))
+
+
+@pytest.mark.parametrize("how", ["not reentrant", "all", "nested"])
+@pytest.mark.parametrize("name", DRAWING)
+def test_a_generator_of_ones_own_draws_the_same_again(name, how, monkeypatch):
+    """Random signs and stochastic roundings of a repeated forward pass are those of its first run."""
+    expected = drawn(name, None)
+    assert same(expected, drawn(name, how))
+    monkeypatch.setattr(repeats, "_place", lambda: repeats._Place())
+    assert not same(expected, drawn(name, how))
 
 
 def test_the_comparison_sees_a_second_record(monkeypatch):
