@@ -96,7 +96,9 @@ def quantised_attention(
             fixes them.
 
     Returns:
-        ``[..., L, dv]`` in query's dtype. Rows that see no key are 0, as in FlashAttention. NaN spreads to its rows.
+        ``[..., L, dv]`` in query's dtype, or in that of autocast, which query, key and value are cast to first. Rows
+        that see no key are 0, as in FlashAttention. NaN spreads to its rows.
+
         Its gradient is that of what was computed, every rounding counting as the identity (or as its quantiser's
         ``gradient`` says). With P the normalised weights before they were rounded, P' those after, q', k' and v' the
         rounded operands (q' and k' rotated), O the float32 result before its last rounding and all products in
@@ -164,6 +166,7 @@ def _attend(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
+    query, key, value = (_lowered(t) for t in (query, key, value))
     _check(query, key, value, attn_mask, dropout_p, is_causal)
     if enable_gqa:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
@@ -175,6 +178,14 @@ def _attend(
         y: Tensor = torch.ops.fmtsim.attention_forward(q, k, v, mask, factor, name)[0]
         return y
     return _Attention.apply(q, k, v, mask, factor, call)[0]  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _lowered(t: Tensor) -> Tensor:
+    """Return a tensor in the dtype that autocast gives torch's function."""
+    device = t.device.type
+    if t.dtype not in _FLOATS or t.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return t
+    return t.to(torch.get_autocast_dtype(device))
 
 
 class _Attention(torch.autograd.Function):

@@ -39,7 +39,7 @@ def step(model, call=None):
     return loss.detach(), *(p.grad.clone() for p in model.parameters())
 
 
-@pytest.mark.parametrize("generator", [7, None])
+@pytest.mark.parametrize("generator", [7, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_model_is_one_graph_with_the_bits_of_eager(generator):
     torch._dynamo.reset()
     recipe = dataclasses.replace(get_recipe("te_delayed"), name="both", attention=CONFIG)
@@ -56,7 +56,7 @@ def test_a_model_is_one_graph_with_the_bits_of_eager(generator):
         compiled(TOKENS[:, :-1], TOKENS[:, 1:])
 
 
-@pytest.mark.parametrize("linear", [None, get_recipe("te_current").linear])
+@pytest.mark.parametrize("linear", [None, pytest.param(get_recipe("te_current").linear, marks=pytest.mark.slow)])
 def test_multihead_attention(linear):
     torch._dynamo.reset()
     recipe = Recipe(name="r", linear=linear, attention=CONFIG)
@@ -82,7 +82,7 @@ def test_the_function_itself_compiles():
     assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(q), run(q))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_the_operators_pass_torchs_own_check(dtype):
     call = AttentionCall(CONFIG, 5)
     q, k, v = (torch.randn(2, 8, 16).to(dtype).requires_grad_() for _ in range(3))

@@ -185,6 +185,20 @@ def test_the_offset_saves_small_weights():
     torch.testing.assert_close(kept, exact, rtol=1e-4, atol=0)
 
 
+def test_autocast():
+    """Operands are cast to its dtype, as those of torch's function are; gradients have the tensors' dtype."""
+    q, k, v = (t.requires_grad_() for t in tensors((2, 64, 32), (2, 64, 32), (2, 64, 32)))
+    half = [t.detach().bfloat16().requires_grad_() for t in (q, k, v)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = quantised_attention(q, k, v, config=flash_attention_3(unit=None), generator=3)
+        assert y.dtype == F.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
+    z = quantised_attention(*half, config=flash_attention_3(unit=None), generator=3)
+    assert torch.equal(y, z)
+    y.sum().backward()
+    z.sum().backward()
+    assert q.grad.dtype == torch.float32 and torch.equal(q.grad, half[0].grad.float())
+
+
 def test_random_numbers():
     q, k, v = tensors((2, 64, 32), (2, 64, 32), (2, 64, 32))
     config = flash_attention_3(unit=None)

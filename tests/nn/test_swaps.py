@@ -137,6 +137,15 @@ def test_what_was_converted_alone_stays_after_revert():
     assert type(fmtsim.nn.revert_swiglu(gates)[0]) is GatedMLP
 
 
+def test_a_class_that_changed_after_convert_is_not_overwritten():
+    model = convert(gated(), recipe="intel_2t")
+    model[2].__class__ = type("Mine", (type(model[2]),), {})
+    before = snapshot(model)
+    with pytest.raises(ArgumentError, match="layer '2' became a Mine after it was smoothed; undo that change first"):
+        revert(model)
+    assert snapshot(model) == before
+
+
 def test_copies_and_pickles_stay_converted_and_revert():
     for make, x in (
         (lambda: convert(gpt(), recipe=BOTH, generator=3), None),
