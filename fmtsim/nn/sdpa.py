@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import uuid
 from functools import cache
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -29,6 +30,8 @@ _ONCE: Final = (
 )
 _calls: WeakValueDictionary[str, "AttentionCall"] = WeakValueDictionary()
 _numbers = itertools.count()
+# Compiled graphs are kept on disk by what they call: names of one process must mean nothing to the next.
+_PROCESS = f"attention.{uuid.uuid4().hex[:12]}"
 
 
 class AttentionCall:
@@ -45,7 +48,7 @@ class AttentionCall:
         self.config, self.generator = config, generator
         self.draws: Calls[Tensor] = Calls()  # states of the generator under activation checkpointing
         self.observer: Observer | None = None  # set while fmtsim.observe is active
-        self.name = f"attention{next(_numbers)}"
+        self.name = f"{_PROCESS}.{next(_numbers)}"
         _calls[self.name] = self
 
     def __reduce__(self) -> Any:
