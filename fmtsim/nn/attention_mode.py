@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.gemm.streams import Generator
-from fmtsim.nn.sdpa import AttentionCall, attend
+from fmtsim.nn.sdpa import AttentionCall, attend, call_of
 from fmtsim.recipes.attention import AttentionConfig
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -61,7 +61,7 @@ class QuantisedAttention(TorchFunctionMode):
 
     def __init__(self, config: AttentionConfig | AttentionCall, generator: Generator = None) -> None:
         super().__init__()
-        self._call = config if isinstance(config, AttentionCall) else AttentionCall(config, generator)
+        self._call = config if isinstance(config, AttentionCall) else call_of(config, generator)
         self.used = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,7 +85,7 @@ class QuantisedAttention(TorchFunctionMode):
             _running.pop()
 
 
-_running: list[AttentionCall] = []  # in the order of their calls
+_running: list[AttentionCall | str] = []  # in the order of their calls
 
 
 def _replaced(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -115,18 +115,17 @@ def quantised_attention(
             does not take: it needs an element format for each, and scales that are the same along a block's sums.
         DtypeError: Dtypes that differ or are not floating point.
     """
-    if torch.compiler.is_compiling():
-        return _attend(
-            None, _name_of(config, generator), query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        )
-    return attend(
-        AttentionCall(config, generator), query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-    )
+    call = call_of(config, generator)
+    return attend(call, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def call_of(config: AttentionConfig, generator: Generator) -> AttentionCall | str:
+    """Return what ``attend`` takes: in compiled code the name of an object that lives as long as the code."""
+    return _name_of(config, generator) if torch.compiler.is_compiling() else AttentionCall(config, generator)
 
 
 @cache
 def _kept(config: AttentionConfig, generator: Generator) -> AttentionCall:
-    """Keep alive what a compiled program refers to by name."""
     return AttentionCall(config, generator)
 
 
@@ -136,7 +135,7 @@ def _name_of(config: AttentionConfig, generator: Generator) -> str:
 
 
 def attend(
-    call: AttentionCall,
+    call: AttentionCall | str,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -146,29 +145,10 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return ``quantised_attention`` of a config and generator that are kept in an object.
+    """Return ``quantised_attention`` of a config and generator that are kept in an object, or of its name.
 
     ``torch.compile`` sees one operator forward and one backward, with the bits of eager execution.
     """
-    if torch.compiler.is_compiling() and call.observer is not None:
-        raise ArgumentError(
-            "fmtsim.observe does not see into compiled code; observe the model that was given to torch.compile"
-        )
-    return _attend(call, call.name, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-
-
-def _attend(
-    call: AttentionCall | None,
-    name: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
     query, key, value = (_lowered(t) for t in (query, key, value))
     _check(query, key, value, attn_mask, dropout_p, is_causal)
     if enable_gqa:
@@ -177,10 +157,15 @@ def _attend(
     q, k, v = (t.expand(*lead, *t.shape[-2:]) for t in (query, key, value))
     mask = _additive(attn_mask, is_causal, (q.shape[-2], k.shape[-2]), q.device)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if call is None or torch.compiler.is_compiling():
-        y: Tensor = torch.ops.fmtsim.attention_forward(q, k, v, mask, factor, name)[0]
-        return y
-    return _Attention.apply(q, k, v, mask, factor, call)[0]  # type: ignore[no-any-return, no-untyped-call]
+    if not isinstance(call, AttentionCall):
+        return torch.ops.fmtsim.attention_forward(q, k, v, mask, factor, call)[0]  # type: ignore[no-any-return]
+    if not torch.compiler.is_compiling():
+        return _Attention.apply(q, k, v, mask, factor, call)[0]  # type: ignore[no-any-return, no-untyped-call]
+    if call.observer is not None:
+        raise ArgumentError(
+            "fmtsim.observe does not see into compiled code; observe the model that was given to torch.compile"
+        )
+    return torch.ops.fmtsim.attention_forward(q, k, v, mask, factor, call.name)[0]  # type: ignore[no-any-return]
 
 
 def _lowered(t: Tensor) -> Tensor:

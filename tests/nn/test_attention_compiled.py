@@ -9,7 +9,7 @@ from torch import nn
 import fmtsim
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.config import Gemm
-from fmtsim.nn import convert, flash_attention_3, quantised_attention
+from fmtsim.nn import QuantisedAttention, convert, flash_attention_3, quantised_attention
 from fmtsim.nn.sdpa import AttentionCall
 from fmtsim.recipes import Recipe, get_recipe
 from fmtsim.rounding.modes import Rounding
@@ -77,9 +77,11 @@ def test_the_function_itself_compiles():
     mask = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
 
     def run(q):
-        return quantised_attention(q, q, q * 2, attn_mask=mask, config=CONFIG, generator=3)
+        with QuantisedAttention(CONFIG, generator=3):
+            z = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        return quantised_attention(q, q, q * 2, attn_mask=mask, config=CONFIG, generator=3), z
 
-    assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(q), run(q))
+    assert all(map(torch.equal, torch.compile(run, fullgraph=True, backend="aot_eager")(q), run(q)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])

@@ -83,7 +83,12 @@ def close(ours, expected, tolerance=2e-5):
 def test_without_rounding_they_are_torchs():
     shapes = (2, 3, 40, 16), (2, 3, 50, 16), (2, 3, 50, 8)
     torch.manual_seed(0)  # of the masks
-    for chosen in ({}, {"is_causal": True}, {"attn_mask": torch.rand(40, 50) < 0.7}, {"attn_mask": torch.randn(40, 50)}):
+    for chosen in (
+        {},
+        {"is_causal": True},
+        {"attn_mask": torch.rand(40, 50) < 0.7},
+        {"attn_mask": torch.randn(40, 50)},
+    ):
         q, k, v = tensors(*shapes)
         g = torch.randn(2, 3, 40, 8, generator=torch.Generator().manual_seed(9))
         ours = gradients(q, k, v, g, config=AttentionConfig(columns=16), **chosen)
