@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.gemm.streams import Generator
-from fmtsim.nn.sdpa import AttentionCall, attend, call_of
+from fmtsim.nn.attention_call import AttentionCall, call_of
+from fmtsim.nn.sdpa import attend
 from fmtsim.recipes.attention import AttentionConfig
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -55,11 +55,13 @@ class Heads(NamedTuple):
         elements: ``[heads, rows, inner]``, float32 or a dtype that holds them.
         scale: float32, broadcasts to that; None where elements are values.
         slope: float32 ``[heads, rows, inner]``: what gradients are multiplied with, or None.
+        block: Rows and inner elements that share a scale.
     """
 
     elements: Tensor
     scale: Tensor | None
     slope: Tensor | None = None
+    block: tuple[int, int] = (1, 1)
 
     def values(self) -> Tensor:
         """Return what the elements stand for."""
@@ -68,7 +70,7 @@ class Heads(NamedTuple):
 
     def turned(self) -> "Heads":
         """Return the transposed matrices, with the same elements and scales."""
-        return Heads(self.elements.mT, None if self.scale is None else self.scale.mT)
+        return Heads(self.elements.mT, None if self.scale is None else self.scale.mT, block=self.block[::-1])
 
 
 class Flash(NamedTuple):
@@ -98,10 +100,14 @@ def flash(
     config: AttentionConfig,
     words: Words,
     *,
+    hides: bool = False,
     keep: bool = False,
     observer: Observer | None = None,
 ) -> Flash:
-    """Return the attention of float32 heads ``[heads, rows, features]``; ``keep`` asks for its weights."""
+    """Return the attention of float32 heads ``[heads, rows, features]``.
+
+    ``hides`` says that the mask, which is added, holds nothing but 0 and -inf; ``keep`` asks for the weights.
+    """
     unit = config.unit
     left, right, values = (
         quantised(x, quantizer, unit, words.draws, seen(observer, name))
@@ -113,12 +119,12 @@ def flash(
     for first in reversed(range(0, k.shape[1], config.columns)):
         keys = slice(first, first + config.columns)
         s = product(left, _part(right, keys, 1), (config.q, config.k), unit)
-        t = _exponents(s, mask if mask is None else mask[..., keys], factor)
+        t = _exponents(s, mask if mask is None else mask[..., keys], factor, hides)
         new = torch.maximum(m, t.amax(-1, keepdim=True))
         base = torch.where(new == -math.inf, 0.0, new)  # a row that has seen no key yet
         shrink, p = torch.exp2(m - base), torch.exp2(t - (base - config.offset))
         weights = quantised(p.reshape(1, -1, p.shape[-1]), config.p, unit, words.draws, seen(observer, "p"))
-        weights = Heads(weights.elements.reshape(p.shape), _shaped(weights.scale, p))
+        weights = Heads(weights.elements.reshape(p.shape), _shaped(weights.scale, p), block=weights.block)
         part = product(weights, _part(values, keys, 2), (config.p, config.v), unit)
         m, total, out = new, total * shrink + p.sum(-1, keepdim=True), out * shrink + part
         kept += [(p, weights.values(), base)] if keep else []
@@ -153,7 +159,8 @@ def quantised(x: Tensor, quantizer: Quantizer, unit: Any, draws: Callable[[], Dr
     elements = torch.stack([one.elements for one in made]).reshape(shape)
     if made[0].scale is None:
         return Heads(elements, None, slope)
-    return Heads(elements, torch.stack([_spread(one) for one in made]).reshape(shape), slope)
+    scale = torch.stack([_spread(one) for one in made]).reshape(shape)
+    return Heads(elements, scale, slope, made[0].sizes)
 
 
 def _prepared(x: Tensor, quantizer: Quantizer, draws: Draws, see: See | None) -> Operand:
@@ -189,7 +196,10 @@ def _shaped(x: Tensor | None, like: Tensor) -> Tensor | None:
 def _part(heads: Heads, keys: slice, dim: int) -> Heads:
     """Return the keys of a block, which lie along the rows (1) or the inner axis (2)."""
     pick = (slice(None), keys) if dim == 1 else (slice(None), slice(None), keys)
-    return Heads(heads.elements[pick], None if heads.scale is None else heads.scale[pick])
+    inner, length = heads.block[1], heads.elements.shape[-1]
+    apart = dim == 2 and inner < length and inner % (keys.stop - keys.start) != 0  # scales may change inside
+    block = (heads.block[0], 1 if apart else inner)
+    return Heads(heads.elements[pick], None if heads.scale is None else heads.scale[pick], block=block)
 
 
 def product(a: Heads, b: Heads, quantizers: tuple[Quantizer, Quantizer], unit: Any) -> Tensor:
@@ -204,27 +214,26 @@ def product(a: Heads, b: Heads, quantizers: tuple[Quantizer, Quantizer], unit: A
         )
     left, right = (x.elements.to(holder(fmt)) for x, fmt in zip((a, b), formats, strict=True))  # type: ignore[arg-type]
     y = bmm(left, right.mT, unit=unit, a_format=formats[0], b_format=formats[1], out_dtype=torch.float32)
-    y = y if b.scale is None else y * _outer(b.scale).mT
-    return y if a.scale is None else y * _outer(a.scale)
+    y = y if b.scale is None else y * _outer(b, b.scale).mT
+    return y if a.scale is None else y * _outer(a, a.scale)
 
 
-def _outer(scale: Tensor) -> Tensor:
-    """Return the scale of each row; raise where it changes along the sums of a product."""
-    first = scale[..., :1]
-    if not bool((scale == first).all()):
+def _outer(heads: Heads, scale: Tensor) -> Tensor:
+    """Return the scale of each row; raise where it may change along the sums of a product."""
+    if heads.block[1] < heads.elements.shape[-1]:
         raise ArgumentError(
             "a scale changes inside the sums of one product; choose blocks of whole rows of q, k and p, and of "
             "config.columns keys, or a multiple, of v"
         )
-    return first
+    return scale[..., :1]
 
 
-def _exponents(s: Tensor, mask: Tensor | None, factor: float) -> Tensor:
+def _exponents(s: Tensor, mask: Tensor | None, factor: float, hides: bool) -> Tensor:
     """Return the logarithms to base 2 of the weights before normalisation."""
     if mask is None:
         return s * (factor * _LOG2E)
-    hidden = bool(((mask == 0) | (mask == -math.inf)).all())  # a mask that only hides keys changes no score
-    return s * (factor * _LOG2E) + mask if hidden else (s * factor + mask) * _LOG2E
+    hides = hides or bool(((mask == 0) | (mask == -math.inf)).all())  # such a mask changes no score
+    return s * (factor * _LOG2E) + mask if hides else (s * factor + mask) * _LOG2E
 
 
 def is_random(quantizer: Quantizer) -> bool:

@@ -2,9 +2,9 @@
 
 torch's non-reentrant checkpoint runs a stretch of the forward pass again when the backward pass needs it. Meanwhile it
 switches on saved-tensor hooks of its own, of which the topmost tells a first run (it belongs to a frame, an object that
-lives as long as the graph) from a second one (which names the frame). These are internals of torch 2.13 (torch/utils/
-checkpoint.py); tests compare what comes of them with runs without checkpointing. A saved-tensor hook of
-one's own inside a stretch hides them: its calls then count twice.
+lives as long as the graph) from a second one (which names the frame). These are internals (torch/utils/checkpoint.py of
+torch 2.11 and 2.13); tests compare what comes of them with runs without checkpointing. A saved-tensor hook of one's own
+inside a stretch hides them: its calls then count twice.
 
 The reentrant checkpoint runs the first time without gradients, when nothing learns, and the second time as usual; it
 draws twice from a generator of one's own.

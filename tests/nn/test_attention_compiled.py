@@ -10,16 +10,17 @@ import fmtsim
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.config import Gemm
 from fmtsim.nn import QuantisedAttention, convert, flash_attention_3, quantised_attention
-from fmtsim.nn.sdpa import AttentionCall
+from fmtsim.nn.attention_call import AttentionCall
 from fmtsim.recipes import Recipe, get_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.scale import Scaling
 from fmtsim.training.gpt import GPT, GPTConfig
 
-pytestmark = pytest.mark.filterwarnings(  # torch's own tracer
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)
+pytestmark = [  # torch's own tracer
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning"),
+]
 
 TOKENS = torch.randint(0, 128, (2, 17), generator=torch.Generator().manual_seed(0))
 STOCHASTIC = Quantizer(format=fmtsim.get_format("e5m2"), scaling=Scaling(), rounding=Rounding(mode="stochastic"))
@@ -91,11 +92,15 @@ def test_the_operators_pass_torchs_own_check(dtype):
     utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     for mask in (None, torch.zeros(8, 8)):
         torch.library.opcheck(
-            torch.ops.fmtsim.attention_forward, (q, k, v, mask, 0.25, call.name), test_utils=utils, rtol=0, atol=0
+            torch.ops.fmtsim.attention_forward,
+            (q, k, v, mask, False, 0.25, call.name),
+            test_utils=utils,
+            rtol=0,
+            atol=0,
         )
 
 
 def test_a_graph_outlives_no_model():
     q = torch.ones(2, 8, 16)
     with pytest.raises(ArgumentError, match="attention-1 was compiled for a model that is gone; compile the convert"):
-        torch.ops.fmtsim.attention_forward(q, q, q, None, 1.0, "attention-1")
+        torch.ops.fmtsim.attention_forward(q, q, q, None, False, 1.0, "attention-1")

@@ -166,6 +166,7 @@ def test_copies_remember_nothing():
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
 def test_compiled_stretches_are_recorded_once():
     torch._dynamo.reset()
     expected = run(convert(Stack("not reentrant"), recipe="te_delayed"))
