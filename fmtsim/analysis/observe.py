@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fmtsim.analysis.stats import OperandStats
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.passes import Observer
+from fmtsim.nn.attention_mode import ATTENTION
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.scaling.quantizer import Quantizer
 
@@ -16,26 +17,31 @@ from fmtsim.scaling.quantizer import Quantizer
 class Observation:
     """Statistics per layer and operand: ``stats["layers.0.fc"]["g_w"].underflow_percent``; ``print`` shows a table.
 
-    Operands are named by tensor and product: ``x_f w_f`` enter fprop, ``g_d w_d`` dgrad, ``g_w x_w`` wgrad. Several
+    Operands are named by tensor and product: ``x_f w_f`` enter fprop, ``g_d w_d`` dgrad, ``g_w x_w`` wgrad; those of
+    quantised attention are ``q k v p``, and ``dv.a`` ... ``dk.b`` where gradients have quantisers. Several
     calls inside the ``with`` add up. Use ``fmtsim.observe`` to make one.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [module for module in model.modules() if isinstance(module, EmulatedModule)]
+        self._attention = [m.__dict__[ATTENTION] for m in model.modules() if ATTENTION in m.__dict__]
         self._active = False
         self.layers: dict[str, dict[str, OperandStats]] = {}
-        if not self._modules:
+        if not self._modules and not self._attention:
             raise ArgumentError(
                 f"observe found no converted layer in {type(model).__name__}; call fmtsim.convert first"
             )
 
     def __enter__(self) -> "Observation":
         emulations = [module.emulation for module in self._modules if module.emulation is not None]
-        for how in emulations:
-            if how.observer is not None:
-                raise ArgumentError(f"layer {how.name!r} is observed already; leave the outer observe first")
+        watched = [(how.name, how.observer) for how in emulations]
+        for name, observer in watched + [(attended.name, attended.call.observer) for attended in self._attention]:
+            if observer is not None:
+                raise ArgumentError(f"layer {name!r} is observed already; leave the outer observe first")
         for how in emulations:
             how.observer = lambda part, name=how.name: self._observer(".".join(filter(None, (name, part))))  # type: ignore[misc]
+        for attended in self._attention:
+            attended.call.observer = self._observer(attended.name)
         self._active = True
         return self
 
@@ -46,6 +52,8 @@ class Observation:
         for module in self._modules:
             if module.emulation is not None:
                 module.emulation.observer = None
+        for attended in self._attention:
+            attended.call.observer = None
 
     def __getitem__(self, layer: str) -> dict[str, OperandStats]:
         return self.layers[layer]

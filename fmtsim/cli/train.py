@@ -219,13 +219,17 @@ def _loss(value: float, sign: str = "") -> str:
 def _lost_bits(run: "Run") -> str:
     from fmtsim.training.artifacts import by_operand
 
-    tensors = {"x": "activations", "w": "weights", "g": "gradients"}
-    products = {"f": "forward", "d": "input gradient", "w": "weight gradient"}
     rows = []
     for operand, s in by_operand(run.stats).items():  # type: ignore[arg-type]  # summary checked it
-        what = f"{tensors[operand[0]]}, {products[operand[2]]}"
         rows.append(
-            (operand, what, s.format, f"{s.underflow_percent:.2f}", f"{s.saturation_percent:.3f}", f"{s.sqnr_db:.1f}")
+            (
+                operand,
+                _what(operand),
+                s.format,
+                f"{s.underflow_percent:.2f}",
+                f"{s.saturation_percent:.3f}",
+                f"{s.sqnr_db:.1f}",
+            )
         )
     header = ("operand", "of", "format", "underflow %", "saturation %", "SQNR dB")
     assert run.stats is not None
@@ -239,6 +243,16 @@ def _lost_bits(run: "Run") -> str:
         f"hardest hit: {operand} of {layer}, {worst.underflow_percent:.1f} % underflow, "
         f"{worst.saturation_percent:.2g} % saturation, SQNR {worst.sqnr_db:.1f} dB"
     )
+
+
+def _what(operand: str) -> str:
+    """Return an operand's tensor and product in words."""
+    if "_" not in operand:
+        attention = {"q": "queries", "k": "keys", "v": "values", "p": "softmax weights"}
+        return f"{attention[operand]}, attention" if operand in attention else f"attention's {operand[:2]}"
+    tensors = {"x": "activations", "w": "weights", "g": "gradients"}
+    products = {"f": "forward", "d": "input gradient", "w": "weight gradient"}
+    return f"{tensors[operand[0]]}, {products[operand[2]]}"
 
 
 def _config(arguments: argparse.Namespace) -> "TrainConfig":

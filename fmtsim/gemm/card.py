@@ -14,7 +14,7 @@ from fmtsim.gemm.choice import drawn_key
 from fmtsim.gemm.config import LinearConfig
 from fmtsim.gemm.operand import Draws, Operand, folds
 from fmtsim.scaling.cast import spread
-from fmtsim.scaling.history import DelayedScale, FrozenScale
+from fmtsim.scaling.history import DelayedScale, FrozenScale, LearningScale
 from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.statistics import block_sizes
 
@@ -128,6 +128,10 @@ def _scaled(
     rules = _engine("scaled")
     if not rules.covers(x, quantizer):
         return None
+    if isinstance(delayed, LearningScale):
+        delayed = delayed.direct()
+        if delayed is None:
+            return None
     assert quantizer.scaling is not None
     fold = folded and _folds(quantizer)
     made = rules.cast_scaled(x, quantizer, _keys(x, quantizer, draws), fold, delayed)

@@ -2,33 +2,57 @@
 
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.gemm.streams import Generator
-from fmtsim.nn.sdpa import quantised_attention
-from fmtsim.recipes.spec import AttentionConfig
+from fmtsim.nn.attention_call import AttentionCall, call_of
+from fmtsim.nn.sdpa import attend
+from fmtsim.recipes.attention import AttentionConfig
 
 Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
 
-HANDLES = "_fmtsim_attention"  # on each module: the hooks that switch the mode on and off
+ATTENTION: Final = "_fmtsim_attention"  # on each module: its Attended
+_FUNCTION: Final = "scaled_dot_product_attention"
 _NAME = re.compile(r"attention|attn", re.IGNORECASE)
+
+
+@dataclass(slots=True, kw_only=True)
+class Attended:
+    """Say what runs in place of a module's scaled_dot_product_attention.
+
+    Args:
+        name: The module's name in the converted model.
+        call: Quantisers and random numbers.
+        recipe: Whether a recipe put it there, which ``revert`` takes away with the recipe.
+        strict: Whether the module has to call the function.
+        forward: A forward that the instance had of its own, or None.
+    """
+
+    name: str
+    call: AttentionCall
+    recipe: bool
+    strict: bool
+    forward: Any = None
 
 
 class QuantisedAttention(TorchFunctionMode):
     """Run every ``torch.nn.functional.scaled_dot_product_attention`` inside a ``with`` as ``quantised_attention``.
 
     Args:
-        config: Quantisers, blocks, offset and unit.
+        config: Quantisers, blocks, offset and unit; or an AttentionCall, which has its generator.
         generator: As in ``quantised_attention``; an int fixes the draws of every call alike.
 
-    >>> from fmtsim.nn.sdpa import flash_attention_3
+    >>> from fmtsim.recipes import flash_attention_3
     >>> q = torch.eye(32)[None]
     >>> with QuantisedAttention(flash_attention_3(unit=None), generator=0):
     ...     y = F.scaled_dot_product_attention(q, q, q)
@@ -36,16 +60,49 @@ class QuantisedAttention(TorchFunctionMode):
     False
     """
 
-    def __init__(self, config: AttentionConfig, generator: Generator = None) -> None:
+    def __init__(self, config: AttentionConfig | AttentionCall, generator: Generator = None) -> None:
         super().__init__()
-        self._config, self._generator = config, generator
+        self._call = config if isinstance(config, AttentionCall) else call_of(config, generator)
+        self.used = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the one function."""
         kwargs = {} if kwargs is None else kwargs
         if func is F.scaled_dot_product_attention:
-            return quantised_attention(*args, **kwargs, config=self._config, generator=self._generator)
+            self.used = True
+            return attend(self._call, *args, **kwargs)
+        if func is F.multi_head_attention_forward:  # torch runs it as a whole, without asking about what it calls
+            return self._multi_head(args, kwargs)
+        if func is torch.Tensor.unflatten:  # torch.compile cannot trace this method under a mode
+            return torch.unflatten(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _multi_head(self, args: Any, kwargs: Any) -> Any:
+        self.used = self.used or not kwargs.get("need_weights", True)
+        _running.append(self._call)
+        try:
+            return _MULTI_HEAD(*args, **kwargs)
+        finally:
+            _running.pop()
+
+
+_running: list[AttentionCall | str] = []  # in the order of their calls
+
+
+def _replaced(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return attend(_running[-1], *args, **kwargs)
+
+
+def _multi_head() -> FunctionType:
+    """Return torch's multi_head_attention_forward with another function where it names the one."""
+    plain = F.multi_head_attention_forward
+    names = {**plain.__globals__, _FUNCTION: _replaced, "has_torch_function": lambda tensors: False}
+    function = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
+    function.__kwdefaults__ = plain.__kwdefaults__
+    return function
+
+
+_MULTI_HEAD: Final = _multi_head()
 
 
 def convert_attention(
@@ -53,69 +110,131 @@ def convert_attention(
 ) -> Model:
     """Quantise the attention of a model, in place, wherever its modules call torch's scaled_dot_product_attention.
 
-    Modules keep their classes, Parameters and state_dict; two hooks on each switch ``QuantisedAttention`` on while its
-    forward runs, also where activation checkpointing runs it again. It goes with ``fmtsim.convert``, in any order.
-    Models that multiply scores themselves are not changed: Hugging Face's need ``attn_implementation="sdpa"``, and
-    nn.MultiheadAttention ``need_weights=False``.
+    Modules keep their classes, Parameters, hooks and state_dict; only their instance's forward changes, which runs the
+    old one with ``QuantisedAttention`` switched on, also where activation checkpointing runs it again. It goes with
+    ``fmtsim.convert``, in any order; a recipe with ``attention`` does it there.
 
     Args:
         model: Any module.
         config: Quantisers, blocks, offset and unit, such as ``flash_attention_3()``.
         filter_fn: ``filter_fn(module, name)`` says which modules; None takes those whose class has "attention" or
-            "attn" in its name and which hold none of that kind.
+            "attn" in its name, or whose forward names the function, and which hold none of that kind. These have to
+            call it: Hugging Face's need ``attn_implementation="sdpa"``, and nn.MultiheadAttention
+            ``need_weights=False``.
         generator: Keys of random signs: None draws from torch's default generator, an int makes one torch.Generator
             for the whole model, a torch.Generator is used as it is.
 
     Raises:
-        ArgumentError: No module is chosen, or one is converted already. The model is then unchanged.
+        ArgumentError: No module is chosen, or one is converted already. The model is then unchanged. Later, a module
+            that runs without calling the function.
     """
-    chosen = [(name, module) for name, module in model.named_modules() if _wanted(module, name, filter_fn)]
+    AttentionCall(config)  # refuses what is no config
+    if filter_fn is None:
+        chosen = attentions(model)
+    else:
+        chosen = [(name, module) for name, module in model.named_modules() if filter_fn(module, name)]
     if not chosen:
         raise ArgumentError(
             f"convert_attention found no attention in {type(model).__name__}; "
             "pass filter_fn= to name the modules that call scaled_dot_product_attention"
         )
-    for name, module in chosen:
-        if HANDLES in module.__dict__:
-            raise ArgumentError(f"the attention of {name!r} is converted already; call revert_attention(model) first")
+    check_attentions(chosen)
     keys = torch.Generator().manual_seed(generator) if isinstance(generator, int) else generator
-    for _, module in chosen:
-        module.__dict__[HANDLES] = _hooked(module, config, keys)
+    attach(chosen, config, keys, recipe=False, strict=filter_fn is None)
     return model
 
 
 def revert_attention(model: Model) -> Model:
     """Take quantised attention out of a model again, in place; raise ArgumentError where there is none."""
-    converted = [module for module in model.modules() if HANDLES in module.__dict__]
-    if not converted:
+    if not detach(model):
         raise ArgumentError(f"{type(model).__name__} has no converted attention; call convert_attention first")
-    for module in converted:
-        for handle in module.__dict__.pop(HANDLES):
-            handle.remove()
     return model
 
 
-def _hooked(module: nn.Module, config: AttentionConfig, generator: Generator) -> tuple[Any, Any]:
-    active: list[QuantisedAttention] = []  # a stack: a module may call itself
-
-    def enter(*_: Any) -> None:
-        active.append(QuantisedAttention(config, generator))
-        active[-1].__enter__()
-
-    def leave(*_: Any) -> None:
-        if active:
-            active.pop().__exit__(None, None, None)
-
-    first = module.register_forward_pre_hook(enter)
-    return first, module.register_forward_hook(leave, always_call=True)
+def attentions(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules that call torch's function, as their class's name or its forward says."""
+    found = {name: module for name, module in model.named_modules() if _attends(module)}
+    return [
+        (name, module)
+        for name, module in found.items()
+        if not any(part is not module and _attends(part) for part in module.modules())
+    ]
 
 
-def _wanted(module: nn.Module, name: str, filter_fn: Filter | None) -> bool:
-    if filter_fn is not None:
-        return filter_fn(module, name)
-    inner = (part for part in module.modules() if part is not module)
-    return _named(module) and not any(map(_named, inner))
+def check_attentions(chosen: list[tuple[str, nn.Module]]) -> None:
+    """Refuse modules that are converted already, or that run attention of another kind.
+
+    Raises:
+        ArgumentError: There is one.
+    """
+    for name, module in chosen:
+        if ATTENTION in module.__dict__:
+            raise ArgumentError(f"the attention of {name!r} is converted already; call revert_attention(model) first")
+        runs = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
+        if isinstance(runs, str) and runs != "sdpa":
+            raise ArgumentError(
+                f"the attention of {name!r} runs attn_implementation={runs!r}, which does not call "
+                f"{_FUNCTION}; build the model with attn_implementation='sdpa'"
+            )
 
 
-def _named(module: nn.Module) -> bool:
-    return _NAME.search(type(module).__name__) is not None
+def attach(
+    chosen: list[tuple[str, nn.Module]], config: AttentionConfig, generator: Generator, *, recipe: bool, strict: bool
+) -> None:
+    """Give modules quantised attention."""
+    for name, module in chosen:
+        own = module.__dict__.get("forward")
+        module.__dict__[ATTENTION] = Attended(
+            name=name, call=AttentionCall(config, generator), recipe=recipe, strict=strict, forward=own
+        )
+        module.__dict__["forward"] = partial(_attended, module)
+
+
+def detach(model: nn.Module, *, recipe: bool | None = None) -> int:
+    """Take quantised attention out again, of recipes, of others or all (None); return how many modules had it."""
+    found = [module for module in model.modules() if ATTENTION in module.__dict__]
+    found = [module for module in found if recipe in (None, module.__dict__[ATTENTION].recipe)]
+    for module in found:
+        own = module.__dict__.pop(ATTENTION).forward
+        del module.__dict__["forward"]
+        if own is not None:
+            module.__dict__["forward"] = own
+    return len(found)
+
+
+def _attended(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a module's forward with its attention quantised."""
+    how: Attended = module.__dict__[ATTENTION]
+    mode = QuantisedAttention(how.call)
+    with mode:
+        if torch.compiler.is_compiling():  # the compiler names the line itself
+            y = _own(module, how)(*args, **kwargs)
+        else:
+            try:
+                y = _own(module, how)(*args, **kwargs)
+            except FmtsimError as error:
+                raise _named(error, how.name) from error
+    if how.strict and not mode.used:
+        raise ArgumentError(
+            f"layer {how.name!r} ran without calling {_FUNCTION}, so nothing was quantised; call nn.MultiheadAttention "
+            "with need_weights=False, build Hugging Face models with attn_implementation='sdpa' and without "
+            "output_attentions, or take its attention out with fmtsim.nn.revert_attention"
+        )
+    return y
+
+
+def _own(module: nn.Module, how: Attended) -> Any:
+    return partial(type(module).forward, module) if how.forward is None else how.forward
+
+
+def _named(error: FmtsimError, name: str) -> FmtsimError:
+    """Return an error that names a layer, unless it names one."""
+    text = str(error)
+    return error if text.startswith("layer ") else type(error)(f"layer {name!r}: {text}")
+
+
+def _attends(module: nn.Module) -> bool:
+    if _NAME.search(type(module).__name__) is not None:
+        return True
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and _FUNCTION in code.co_names

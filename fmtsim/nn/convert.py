@@ -16,6 +16,7 @@ from fmtsim.gemm.sizes import size_fault
 from fmtsim.gemm.streams import Generator
 from fmtsim.nn.modules import STATE, EmulatedModule, Emulation, emulated_class, emulated_types
 from fmtsim.nn.rules import Selector
+from fmtsim.nn.swaps import FILTERED, Swaps, find_swaps, one_generator, swapped, undo_swaps
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe
@@ -30,6 +31,7 @@ SAVED = "_fmtsim_saved"  # attributes that convert changed on modules it did not
 TOTAL = "_fmtsim_total_steps"  # on the root: optimizer steps of the run, where a recipe needs them
 RECIPE = "_fmtsim_recipe"  # on the root: the recipe's name, None for a config
 REASONS = "_fmtsim_left_alone"  # on the root: why each other module was left alone
+NOTES = "_fmtsim_notes"  # on the root: what a recipe would exchange and the model does not have
 _NO_MACHINE = {"target": None, "unit": None, "fast_accum": False, "native": None}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Inference kernels of torch that read the weights of their children and so never call them; off while converted.
@@ -60,8 +62,10 @@ def convert(
 
     Modules stay the same objects with the same Parameters, hooks, flags and state_dict keys, so optimizers, tied
     weights and checkpoints go on working; only their class changes until ``revert``. Products that a model calls as
-    functions (``torch.matmul``, ``F.linear``, attention scores) stay in high precision. The formats come from exactly
-    one of ``format``, ``config`` and ``recipe``.
+    functions (``torch.matmul``, ``F.linear``, attention scores) stay in high precision, but where a recipe says how
+    attention runs (``Recipe.attention``) modules that call ``scaled_dot_product_attention`` run that. A recipe may
+    also exchange gated layers (``Recipe.replace``). The formats come from exactly one of ``format``, ``config`` and
+    ``recipe``.
 
     Args:
         model: Any module; it may itself be a layer.
@@ -78,7 +82,7 @@ def convert(
         config: A LinearConfig for all layers, or a function from a layer's name to its own (None leaves it alone).
         generator: Keys of stochastic rounding: None draws from torch's default generator, an int makes one
             torch.Generator for the whole model, a torch.Generator is used as it is.
-        filter_fn: ``filter_fn(module, name)`` says whether to convert a layer.
+        filter_fn: ``filter_fn(module, name)`` says whether to convert a layer, or a module that a recipe exchanges.
         total_steps: Optimizer steps of the run, for recipes whose schedules are fractions of it. A model under a
             schedule has to be told the step (``fmtsim.set_step``).
 
@@ -86,48 +90,73 @@ def convert(
         The same model. ``fmtsim.report`` says what was converted and why the rest was not.
 
     Raises:
-        ArgumentError: nothing to convert, a layer converted already, or no unambiguous format. The model is then
-            unchanged.
+        ArgumentError: nothing to convert, a layer converted already, no unambiguous format, or a recipe whose
+            attention or replacement finds nothing. The model is then unchanged.
         FormatError: an unknown format or rounding.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
     machine = {"target": target, "unit": unit, "fast_accum": fast_accum, "native": native}
     roundings = {"rounding": rounding, "grad_rounding": grad_rounding}
-    if isinstance(recipe, str | Path | Recipe):
+    named = get_recipe(recipe) if isinstance(recipe, str | Path | Recipe) else None
+    if named is not None:
         if format is not None or config is not None or grad_format is not None or machine != _NO_MACHINE:
             raise ArgumentError("recipe= says everything about formats and machines; pass it alone")
-        planner = _planner(get_recipe(recipe), model)
+        planner = _planner(named, model)
     else:
+        assert not isinstance(recipe, str | Path | Recipe)  # for mypy
         planner = _constant(_configure(recipe, format, grad_format, roundings, machine, config))
     plan, reasons = _plan(model, planner, filter_fn, total_steps)
-    if not plan:
+    swaps = None if named is None else find_swaps(model, named, filter_fn)
+    if not plan and not swaps:
         raise ArgumentError(_nothing(model, reasons))
-    keys = torch.Generator().manual_seed(generator) if isinstance(generator, int) else generator
+    keys = one_generator(generator)
     for module, name, layer_plan in plan:
-        changed = emulated_class(type(module))
-        assert changed is not None  # _plan only lists modules that have one
-        module.__class__ = changed  # type: ignore[assignment]
-        first = layer_plan.at(0, total_steps) or LinearConfig()
-        scheduled = layer_plan if layer_plan.scheduled else None
-        module.emulation = Emulation(name=name, config=first, generator=keys, plan=scheduled)  # type: ignore[assignment]
-        assert isinstance(module, EmulatedModule)
-        module.remember()
-    model.__dict__[TOTAL] = total_steps
-    model.__dict__[RECIPE] = get_recipe(recipe).name if isinstance(recipe, str | Path | Recipe) else None
+        _emulate(module, name, layer_plan, keys, total_steps)
+    if swaps is not None:
+        swaps.apply(keys)
+    _note(model, named, total_steps, reasons, swaps)
     _pause_fused(model)
-    model.__dict__[REASONS] = reasons
     return model
 
 
+def _emulate(module: nn.Module, name: str, layer_plan: LayerPlan, keys: Generator, total_steps: int | None) -> None:
+    """Give a module its emulated class."""
+    changed = emulated_class(type(module))
+    assert changed is not None  # _plan only lists modules that have one
+    module.__class__ = changed  # type: ignore[assignment]
+    first = layer_plan.at(0, total_steps) or LinearConfig()
+    scheduled = layer_plan if layer_plan.scheduled else None
+    module.emulation = Emulation(name=name, config=first, generator=keys, plan=scheduled)  # type: ignore[assignment]
+    assert isinstance(module, EmulatedModule)
+    module.remember()
+
+
+def _note(
+    model: nn.Module, recipe: Recipe | None, total_steps: int | None, reasons: dict[str, str], swaps: Swaps | None
+) -> None:
+    """Write on the root what was done."""
+    model.__dict__[TOTAL] = total_steps
+    model.__dict__[RECIPE] = None if recipe is None else recipe.name
+    model.__dict__[REASONS] = reasons if swaps is None else reasons | swaps.reasons
+    model.__dict__[NOTES] = () if swaps is None else tuple(swaps.notes)
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Whether ``convert`` changed something in a model."""
+    return any(isinstance(module, EmulatedModule) for module in model.modules()) or swapped(model)
+
+
 def revert(model: Model) -> Model:
-    """Give every converted module its own class back, in place, and return the model.
+    """Give every converted module its own class back and undo what a recipe exchanged, in place; return the model.
+
+    What ``convert_attention`` and ``convert_swiglu`` did on their own stays.
 
     Raises:
         ArgumentError: the model holds no converted module, or one whose class was changed since.
     """
     converted = [(name, module) for name, module in model.named_modules() if isinstance(module, EmulatedModule)]
-    if not converted:
+    if not converted and not swapped(model):
         raise ArgumentError(f"revert found no converted module in {type(model).__name__}; convert it first")
     for name, module in converted:
         if type(module) is not emulated_class(module.original_class):
@@ -135,15 +164,15 @@ def revert(model: Model) -> Model:
                 f"layer {name!r} became a {type(module).__name__} after convert; "
                 "undo that change (for example its parametrization) first"
             )
+    undo_swaps(model)
     for _, module in converted:
         module.__dict__.pop("emulation", None)
         module._modules.pop(STATE, None)
         module.__class__ = module.original_class  # type: ignore[assignment]
     for part in model.modules():
         part.__dict__.update(part.__dict__.pop(SAVED, {}))
-        part.__dict__.pop(REASONS, None)
-        part.__dict__.pop(TOTAL, None)
-        part.__dict__.pop(RECIPE, None)
+        for mark in (REASONS, TOTAL, RECIPE, NOTES):
+            part.__dict__.pop(mark, None)
     return model
 
 
@@ -205,7 +234,7 @@ def set_step(model: nn.Module, step: int) -> None:
     if type(step) is not int or step < 0:
         raise ArgumentError(f"step={step!r} is not a step; pass a whole number from 0")
     converted = [module for module in model.modules() if isinstance(module, EmulatedModule)]
-    if not converted:
+    if not converted and not swapped(model):
         raise ArgumentError(f"set_step found no converted module in {type(model).__name__}; convert it first")
     for module in converted:
         how = module.emulation
@@ -227,7 +256,7 @@ def _plan(
             )
         reason = why_not(module) or inside.get(name)
         if reason is None and filter_fn is not None and not filter_fn(module, name):
-            reason = "filter_fn said no"
+            reason = FILTERED
         layer_plan = planner(name) if reason is None else None
         if reason is None and layer_plan is None:
             reason = "config returned None"
@@ -289,7 +318,7 @@ def _projections(model: nn.Module) -> Iterator[tuple[str, str]]:
 def _pause_fused(model: nn.Module) -> None:
     for module in model.modules():
         for cls, attribute, off in _FUSED:
-            if isinstance(module, cls) and any(isinstance(child, EmulatedModule) for child in module.modules()):
+            if isinstance(module, cls) and is_converted(module):
                 module.__dict__[SAVED] = {attribute: module.__dict__[attribute]}
                 module.__dict__[attribute] = off
 

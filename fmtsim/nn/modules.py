@@ -1,6 +1,7 @@
 """Linear and Conv2d whose matrix products are emulated: the same Parameters, the same state_dict, another forward."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -18,8 +19,10 @@ from fmtsim.gemm.sizes import size_fault
 from fmtsim.gemm.streams import Generator
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.scaling.history import DelayedScale
+from fmtsim.scaling.repeats import Calls
 
 STATE = "fmtsim_state"  # the submodule in which delayed scaling remembers
+FORWARD = ("x_f", "w_f")  # operands of the forward product
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -33,9 +36,9 @@ class Emulation:
         observer: Set by ``fmtsim.observe`` while it is active, else None: given the name of a part of the module
             (empty for the module itself), it returns the observer of that part.
         plan: What the module runs at which step of training; None is ``config`` always.
-        layers: For each config what runs its products, by part, and again by ``"part frozen"`` for calls without
-            gradients.
+        layers: For each config what runs its products, by part and kind of call (``_kind``).
         products: Those of the config in force.
+        draws: States of the generator that calls under activation checkpointing began with.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Emulation:
     plan: LayerPlan | None = None
     layers: list[tuple[LinearConfig, dict[str, Layer]]] = dataclasses.field(default_factory=list)
     products: dict[str, Layer] = dataclasses.field(default_factory=dict)
+    draws: Calls[Tensor] = dataclasses.field(default_factory=Calls, compare=False)
 
     def run(self, config: LinearConfig) -> None:
         """Take a config into force, one of those that ``layers`` has."""
@@ -84,7 +88,8 @@ class EmulatedModule(nn.Module):
                 "fmtsim.observe does not see into compiled code; observe the model that was given to torch.compile"
             )
         observer = None if how.observer is None else how.observer(part)
-        layer = how.products[part if torch.is_grad_enabled() else f"{part} frozen"]
+        compiled = torch.compiler.is_dynamo_compiling()
+        layer = how.products[_kind(part, torch.is_grad_enabled(), compiled)]
         if layer.sized and torch.is_grad_enabled() and w.requires_grad:  # before half a step is done
             fault = size_fault(how.config, x.numel() // max(x.shape[-1], 1), *w.shape)
             if fault is not None:
@@ -92,8 +97,11 @@ class EmulatedModule(nn.Module):
                     f"layer {how.name!r}: {fault} (x is {tuple(x.shape)}, w {tuple(w.shape)}); choose another batch "
                     "size or context, or leave the layer out with filter_fn= or a Rule(name=...)"
                 )
-        if torch.compiler.is_dynamo_compiling():
+        if compiled:
             return run_layer(x, w, bias, layer)
+        if isinstance(layer.generator, torch.Generator):
+            drawn = how.draws.generator(layer.generator)
+            layer = layer if drawn is layer.generator else Layer(layer.config, drawn, layer.state)
         try:
             return run_layer(x, w, bias, layer, observer)
         except FmtsimError as error:
@@ -115,24 +123,30 @@ class EmulatedModule(nn.Module):
             self.add_module(STATE, memory.to(parameter.device))
         for config in configs:
             products = {
-                part if learns else f"{part} frozen": Layer(config, how.generator, self._state(part, learns))
+                _kind(part, learns, compiled): Layer(config, how.generator, self._state(part, learns, compiled))
                 for part in self.parts
-                for learns in (True, False)
+                for learns, compiled in itertools.product((True, False), repeat=2)
             }
             how.layers.append((config, products))
         how.run(how.config)
 
-    def _state(self, part: str, learns: bool) -> State:
+    def _state(self, part: str, learns: bool, compiled: bool) -> State:
         """Return what delayed scaling remembers of a part of this module, by operand.
 
-        Without gradients (``learns`` is False) it is looked at and not changed, as in Transformer Engine.
+        Without gradients (``learns`` is False) it is looked at and not changed, and a forward pass that activation
+        checkpointing runs again gets the scales of its first run, as in Transformer Engine.
         """
         memory = self._modules.get(STATE)
         if memory is None:
             return {}
         keys = {name: _state_key(part, name) for name in OPERANDS}
         found = {name: memory[key] for name, key in keys.items() if key in memory}  # type: ignore[index, operator]
-        return found if learns else {name: scale.frozen() for name, scale in found.items()}  # type: ignore[operator, misc, return-value]
+        if not learns:
+            return {name: scale.frozen() for name, scale in found.items()}  # type: ignore[operator, misc]
+        return {
+            name: scale.learning(compiled=compiled) if name in FORWARD else scale  # type: ignore[operator, misc]
+            for name, scale in found.items()
+        }
 
     def extra_repr(self) -> str:
         """Show the formats after the layer's own description."""
@@ -142,6 +156,11 @@ class EmulatedModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle by the original class, because classes made for user subclasses have no importable name."""
         return _rebuild, (self.original_class,), self.__getstate__()  # type: ignore[attr-defined]  # object's, Python 3.11
+
+
+def _kind(part: str, learns: bool, compiled: bool) -> str:
+    """Return the name of a part's product in calls with or without gradients, in eager or compiled code."""
+    return " ".join([part, *([] if learns else ["frozen"]), *(["compiled"] if compiled else [])])
 
 
 def _state_key(part: str, operand: str) -> str:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from fmtsim.nn.attention import EmulatedMultiheadAttention
-from fmtsim.nn.convert import REASONS, why_not
+from fmtsim.nn.convert import NOTES, REASONS, why_not
 from fmtsim.nn.modules import EmulatedModule, emulated_types
+from fmtsim.nn.swaps import FILTERED, plain_class, swap_details
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +23,15 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """List the modules of a model that hold parameters or could be converted; ``print`` shows a table."""
+    """List the modules of a model that hold parameters or could be converted; ``print`` shows a table.
+
+    Args:
+        rows: The modules.
+        notes: What the recipe would exchange and the model does not have.
+    """
 
     rows: tuple[ReportRow, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def converted(self) -> tuple[ReportRow, ...]:
@@ -42,7 +49,7 @@ class Report:
         widths = [max(len(line[i]) for line in cells) for i in range(3)]
         lines = ["  ".join((*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3])) for line in cells]
         total = f"{len(self.converted)} of {len(self.rows)} converted; products called as functions are not seen"
-        return "\n".join((lines[0], "-" * max(map(len, lines)), *lines[1:], total))
+        return "\n".join((lines[0], "-" * max(map(len, lines)), *lines[1:], *self.notes, total))
 
 
 def report(model: nn.Module) -> Report:
@@ -59,7 +66,8 @@ def report(model: nn.Module) -> Report:
     }
     rows = []
     for name, module in model.named_modules(remove_duplicate=False):
-        if next(module.parameters(recurse=False), None) is None and not isinstance(module, emulated_types()):
+        own = next(module.parameters(recurse=False), None) is not None or isinstance(module, emulated_types())
+        if not own and not swap_details(module) and known.get(name) != FILTERED:
             continue
         row = _row(name or "(model)", module, known.get(name))
         if module in inside:
@@ -69,12 +77,16 @@ def report(model: nn.Module) -> Report:
             row = dataclasses.replace(row, detail=f"same module as {first[module]}")
         first.setdefault(module, row.name)
         rows.append(row)
-    return Report(rows=tuple(rows))
+    return Report(rows=tuple(rows), notes=model.__dict__.get(NOTES, ()))
 
 
 def _row(name: str, module: nn.Module, reason: str | None) -> ReportRow:
+    details = swap_details(module)
+    cls = plain_class(module)
     if isinstance(module, EmulatedModule):
-        detail = "" if module.emulation is None else str(module.emulation.config)
-        return ReportRow(name=name, type=module.original_class.__name__, converted=True, detail=detail)
-    detail = reason or why_not(module) or "not converted"
-    return ReportRow(name=name, type=type(module).__name__, converted=False, detail=detail)
+        details = [*([] if module.emulation is None else [str(module.emulation.config)]), *details]
+    elif not details:
+        return ReportRow(
+            name=name, type=cls.__name__, converted=False, detail=reason or why_not(module) or "not converted"
+        )
+    return ReportRow(name=name, type=cls.__name__, converted=True, detail="; ".join(details))

@@ -6,6 +6,7 @@ import re
 from torch import nn
 
 from fmtsim.errors import ArgumentError
+from fmtsim.nn.blocks import block_of, find_blocks
 from fmtsim.nn.modules import emulated_class
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.recipes.spec import Recipe, Rule
@@ -16,23 +17,33 @@ class Selector:
 
     Args:
         model: Any module.
-
-    Raises:
-        ArgumentError: A rule names blocks and the model has none.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = {name: module for name, module in model.named_modules() if emulated_class(type(module))}
-        self._blocks = self._find_blocks(model)
-        self._heads = self._find_heads(model)
+        self._blocks = find_blocks(model)
+        numbers = {name: i for i, name in enumerate(self._blocks)}
+        self._places = {name: block_of(name, numbers) for name in self._layers}
+        self._heads = self._find_heads()
+        self._model = type(model).__name__
 
     def check(self, recipe: Recipe) -> None:
-        """Refuse a rule whose name or kind fits no layer, unless it is optional.
+        """Refuse a rule whose name or kind fits no layer, or that counts blocks where there are none.
+
+        Rules that are optional pass.
 
         Raises:
             ArgumentError: There is such a rule.
         """
         for i, rule in enumerate(recipe.rules):
+            if not self._blocks and (rule.first_blocks or rule.last_blocks) and not rule.optional:
+                field = "first_blocks" if rule.first_blocks else "last_blocks"
+                raise ArgumentError(
+                    f"rules[{i}] of recipe {recipe.name!r} has {field}={getattr(rule, field)!r}, and {self._model} has "
+                    "no blocks to count: no nn.ModuleList or nn.Sequential whose elements all hold layers; name the "
+                    "layers instead, with Rule(name='fc3|head') in dataclasses.replace(recipe, rules=...), or pass "
+                    "Rule(optional=True)"
+                )
             named = rule.name is not None or rule.kind is not None
             if named and not rule.optional and not any(self.fits(name, rule) for name in self._layers):
                 some = ", ".join(list(self._layers)[:4])
@@ -61,41 +72,18 @@ class Selector:
             return False
         if not (rule.first_blocks or rule.last_blocks):
             return True
-        place, count = self._place(name)
+        place, count = self._places[name], len(self._blocks)
         if place is None:
             return False
         return place < _number(rule.first_blocks, count) or place >= count - _number(rule.last_blocks, count)
 
-    def _place(self, name: str) -> tuple[int | None, int]:
-        prefix, count = self._blocks
-        if not count:
-            raise ArgumentError(
-                "a rule names the first or last blocks, but the model has no ModuleList or Sequential of blocks; "
-                "name the layers with Rule(name=...) instead"
-            )
-        start = f"{prefix}." if prefix else ""
-        head = name[len(start) :].split(".")[0]
-        return (int(head), count) if name.startswith(start) and head.isdigit() else (None, count)
-
-    def _find_blocks(self, model: nn.Module) -> tuple[str, int]:
-        """Return the name and length of the longest list whose elements all hold layers."""
-        best = ("", 0)
-        for name, module in model.named_modules():
-            if not isinstance(module, nn.ModuleList | nn.Sequential):
-                continue
-            inside = [any(emulated_class(type(part)) for part in block.modules()) for block in module]
-            if inside and all(inside) and len(inside) > best[1]:
-                best = (name, len(inside))
-        return best
-
-    def _find_heads(self, model: nn.Module) -> set[str]:
+    def _find_heads(self) -> set[str]:
         """Return the names of the last linear layer and of those that share its weight, unless it is in a block."""
         linear = [name for name, module in self._layers.items() if isinstance(module, nn.Linear)]
         if not linear:
             return set()
-        prefix, count = self._blocks
         last = linear[-1]
-        if count and last.startswith(f"{prefix}." if prefix else ""):
+        if self._places[last] is not None:
             return set()
         weight = self._layers[last].weight
         return {name for name in linear if self._layers[name].weight is weight}

@@ -4,8 +4,8 @@ Source: Fishman et al., Scaling FP8 training to trillion-token LLMs, arXiv:2409.
 20029cf, class ScaledSwiglu). The paper's scale is one a channel, the code's one a token.
 """
 
-from functools import lru_cache
-from typing import Any, Final, Literal, TypeVar, get_args
+from functools import lru_cache, partial
+from typing import Any, Final, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +13,26 @@ from torch import Tensor, nn
 
 from fmtsim.errors import ArgumentError
 from fmtsim.nn.modules import EmulatedModule
+from fmtsim.scaling.repeats import Calls
 from fmtsim.scaling.scales import power_of_two as to_power_of_two
 
 Per = Literal["token", "channel"]
 Model = TypeVar("Model", bound=nn.Module)
 
-_PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")
-_RULE: Final = "_fmtsim_smooth"  # on each converted module: per, power_of_two
+PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")
+ORIGINAL: Final = "smoothed_class"  # on each class made here
+SMOOTH: Final = "_fmtsim_smooth"  # on each converted module: its Smoothing
+
+
+class Smoothing(NamedTuple):
+    """Say how a layer is smoothed, and whether a recipe did it, which ``revert`` takes away with the recipe."""
+
+    per: Per
+    power_of_two: bool
+    recipe: bool = False
+
+    def __str__(self) -> str:
+        return f"Smooth-SwiGLU, a scale a {self.per}{', powers of two' if self.power_of_two else ''}"
 
 
 def smooth_scale(v: Tensor, per: Per = "token", *, power_of_two: bool = False) -> Tensor:
@@ -83,8 +96,8 @@ class SmoothSwiGLU(nn.Module):
         bias: Whether the projections have biases.
         per: See ``smooth_scale``.
         power_of_two: See there.
-        delayed: Use the scale of the previous call, as the source's code can; the first call uses its own. Per channel
-            alone, because tokens change from call to call.
+        delayed: Use the scale of the previous call with gradients, as the source's code can; the first call uses its
+            own. Per channel alone, because tokens change from call to call.
 
     Raises:
         ArgumentError: ``delayed`` with a scale a token.
@@ -109,6 +122,7 @@ class SmoothSwiGLU(nn.Module):
         self.up_proj = nn.Linear(width, hidden, bias=bias)
         self.down_proj = nn.Linear(hidden, width, bias=bias)
         self.per, self.power_of_two, self.delayed = per, power_of_two, delayed
+        self._calls: Calls[Tensor] = Calls()
         self.register_buffer("previous", torch.zeros(hidden), persistent=False)  # zeros: no call yet
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,10 +130,16 @@ class SmoothSwiGLU(nn.Module):
         u, v = self.gate_proj(x), self.up_proj(x)
         s = smooth_scale(v, self.per, power_of_two=self.power_of_two)
         if self.delayed:
-            s, now = torch.where(self.previous > 0, self.previous, s.float()).to(s.dtype), s
-            self.previous.copy_(now)
+            s = self._delayed(s) if torch.compiler.is_compiling() else self._calls.run(partial(self._delayed, s))
         z, s = smooth_swiglu(u, v, scale=s)
         return scaled_down(self.down_proj, z, s, self.per)
+
+    def _delayed(self, now: Tensor) -> Tensor:
+        """Return the scale of the call before, or this one's, which the next call takes where this one learns."""
+        s = torch.where(self.previous > 0, self.previous, now.float()).to(now.dtype)
+        if torch.is_grad_enabled():
+            self.previous.copy_(now)
+        return s
 
     def extra_repr(self) -> str:
         """Show the rule."""
@@ -149,44 +169,82 @@ def convert_swiglu(model: Model, *, per: Per = "token", power_of_two: bool = Fal
         ArgumentError: There is no such layer, or an unknown rule. The model is then unchanged.
     """
     smooth_scale(torch.zeros(1, 1), per)  # refuses an unknown rule
-    found = [module for module in model.modules() if _is_gated(module)]
+    found = [module for _, module in gated_layers(model)]
     if not found:
         raise ArgumentError(
             f"convert_swiglu found no gated layer in {type(model).__name__}; "
-            f"it looks for linear {', '.join(_PROJECTIONS)} and act_fn=SiLU, or build the model with SmoothSwiGLU"
+            f"it looks for linear {', '.join(PROJECTIONS)} and act_fn=SiLU, or build the model with SmoothSwiGLU"
         )
-    for module in found:
-        module.__dict__[_RULE] = (per, power_of_two)
-        module.__class__ = _smoothed(type(module))  # type: ignore[assignment, arg-type]
+    smoothen(found, Smoothing(per, power_of_two))
     return model
 
 
 def revert_swiglu(model: Model) -> Model:
     """Give gated layers their own forward back, in place; raise ArgumentError where none is converted."""
-    found = [module for module in model.modules() if _RULE in module.__dict__]
-    if not found:
+    if not unsmooth(model):
         raise ArgumentError(f"{type(model).__name__} has no converted gated layer; call convert_swiglu first")
-    for module in found:
-        del module.__dict__[_RULE]
-        module.__class__ = type(module).__mro__[1]  # type: ignore[assignment]
     return model
+
+
+def gated_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the gated layers of a model that are not smoothed yet, by name."""
+    return [(name, module) for name, module in model.named_modules() if _is_gated(module)]
+
+
+def smoothen(layers: list[nn.Module], rule: Smoothing) -> None:
+    """Smooth gated layers, in place."""
+    for module in layers:
+        module.__dict__[SMOOTH] = rule
+        module.__class__ = _smoothed(type(module))  # type: ignore[assignment, arg-type]
+
+
+def unsmooth(model: nn.Module, *, recipe: bool | None = None) -> int:
+    """Undo ``smoothen``, of recipes, of others or all (None); return how many layers were smoothed.
+
+    Raises:
+        ArgumentError: A layer's class was changed since. No layer is then touched.
+    """
+    found = [(name, module) for name, module in model.named_modules() if SMOOTH in module.__dict__]
+    found = [(name, module) for name, module in found if recipe in (None, module.__dict__[SMOOTH].recipe)]
+    for name, module in found:
+        if ORIGINAL not in type(module).__dict__:
+            raise ArgumentError(
+                f"layer {name!r} became a {type(module).__name__} after it was smoothed; undo that change first"
+            )
+    for _, module in found:
+        del module.__dict__[SMOOTH]
+        module.__class__ = getattr(type(module), ORIGINAL)  # type: ignore[assignment]
+    return len(found)
 
 
 @lru_cache(maxsize=64)
 def _smoothed(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Smooth{cls.__name__}", (cls,), {"forward": _smooth_forward, "__doc__": cls.__doc__})
+    fields = {
+        "forward": _smooth_forward, "__doc__": cls.__doc__, "__reduce_ex__": _reduced, ORIGINAL: cls
+    }  # fmt: skip
+    return type(f"Smooth{cls.__name__}", (cls,), fields)
+
+
+def _reduced(self: Any, protocol: Any) -> Any:
+    """Copy and pickle by the original class, because the class made here has no importable name."""
+    return _rebuilt, (getattr(type(self), ORIGINAL),), self.__getstate__()
+
+
+def _rebuilt(cls: type[nn.Module]) -> nn.Module:
+    smoothed = _smoothed(cls)  # type: ignore[arg-type]  # mypy takes nn.Module's __hash__ for its metaclass's
+    return smoothed.__new__(smoothed)
 
 
 def _smooth_forward(self: Any, x: Tensor) -> Tensor:
-    per, power_of_two = self.__dict__[_RULE]
-    z, s = smooth_swiglu(self.gate_proj(x), self.up_proj(x), per=per, power_of_two=power_of_two)
-    return scaled_down(self.down_proj, z, s, per)
+    rule: Smoothing = self.__dict__[SMOOTH]
+    z, s = smooth_swiglu(self.gate_proj(x), self.up_proj(x), per=rule.per, power_of_two=rule.power_of_two)
+    return scaled_down(self.down_proj, z, s, rule.per)
 
 
 def _is_gated(module: nn.Module) -> bool:
-    linear = all(isinstance(getattr(module, name, None), nn.Linear) for name in _PROJECTIONS)
+    linear = all(isinstance(getattr(module, name, None), nn.Linear) for name in PROJECTIONS)
     return (
         linear
-        and _RULE not in module.__dict__
+        and SMOOTH not in module.__dict__
         and type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
     )

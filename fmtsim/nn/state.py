@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fmtsim.errors import ArgumentError
-from fmtsim.nn.convert import RECIPE
+from fmtsim.nn.convert import RECIPE, is_converted
 from fmtsim.nn.modules import STATE, EmulatedModule
+from fmtsim.nn.swaps import swap_details
 
 
 def recipe_state(model: nn.Module) -> dict[str, Any]:
@@ -87,11 +88,13 @@ def share_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
     modules = _converted(model, "share_scales")
     group = dist.group.WORLD if group is None else group
     assert group is not None
-    own = (model.__dict__.get(RECIPE), {name: _runs(module) for name, module in modules})
+    swaps = {name: _digest(swap_details(module)) for name, module in model.named_modules() if swap_details(module)}
+    layers = {name: _runs(module) + swaps.pop(name, "") for name, module in modules} | swaps
+    own = (model.__dict__.get(RECIPE), layers)
     ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(ranks, own, group=group)
-    for rank, (recipe, layers) in enumerate(ranks):
-        names = [name for name in {**ranks[0][1], **layers} if ranks[0][1].get(name) != layers.get(name)]
+    for rank, (recipe, theirs) in enumerate(ranks):
+        names = [name for name in {**ranks[0][1], **theirs} if ranks[0][1].get(name) != theirs.get(name)]
         if names or recipe != ranks[0][0]:
             where = f"layer {names[0]!r}" if names else "the model"
             raise ArgumentError(
@@ -107,11 +110,15 @@ def _runs(module: EmulatedModule) -> str:
     """Return a digest of what a layer runs, and when."""
     how = module.emulation
     assert how is not None
-    return hashlib.sha256(repr((how.config, how.plan)).encode()).hexdigest()
+    return _digest((how.config, how.plan))
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def _converted(model: nn.Module, verb: str) -> list[tuple[str, EmulatedModule]]:
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, EmulatedModule)]
-    if not found:
+    if not found and not is_converted(model):
         raise ArgumentError(f"{verb} found no converted module in {type(model).__name__}; convert it first")
     return found

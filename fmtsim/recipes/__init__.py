@@ -1,17 +1,20 @@
 """Recipes: published ways of running a model's matrix products in low precision, by name."""
 
+from fmtsim.recipes.attention import AttentionConfig, flash_attention_3
 from fmtsim.recipes.diff import diff
 from fmtsim.recipes.registry import get_recipe, list_recipes, register_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe
-from fmtsim.recipes.spec import AttentionConfig, LossScale, Recipe, Rule, Steps
+from fmtsim.recipes.spec import LossScale, Recipe, Replacement, Rule, Steps
 
 __all__ = [
     "AttentionConfig",
     "LossScale",
     "Recipe",
+    "Replacement",
     "Rule",
     "Steps",
     "diff",
+    "flash_attention_3",
     "get_recipe",
     "list_recipes",
     "load_recipe",

@@ -4,8 +4,9 @@ from fmtsim.formats.block import with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import SCALE_RULES, ScaleRule
 from fmtsim.gemm.config import LinearConfig
+from fmtsim.recipes.attention import flash_attention_3
 from fmtsim.recipes.build import FORWARD, STOCHASTIC, cast, layer
-from fmtsim.recipes.spec import Recipe, Rule
+from fmtsim.recipes.spec import Recipe, Replacement, Rule
 from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.scale import History, PowerOfTwo, Scaling
 
@@ -13,6 +14,8 @@ _TE = "Transformer Engine d0067d0"
 _AO = "torchao 36027d8"
 _FP8LM = "Peng et al., FP8-LM, arXiv:2310.18313"
 _MSAMP = "MS-AMP 9746ea8"
+_FA3 = "Shah et al., FlashAttention-3, arXiv:2407.08608, section 3.3"
+_FA3_CODE = "Dao-AILab/flash-attention 0251105a"
 _DEEPSEEK = "DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3"
 
 # Output projections of attention: Llama, torch, GPT-2, BERT, this package's GPT, DeepSeek.
@@ -129,7 +132,7 @@ RECIPES = (
     Recipe(
         name="intel_2t",
         linear=_intel(),
-        replace=(("swiglu", "SmoothSwiGLU"),),
+        replace=(Replacement(kind="swiglu", by="SmoothSwiGLU", optional=True),),
         source="Fishman et al., arXiv:2409.12517; Megatron-DeepSpeed 20029cf: window of 1024, refreshed once a window",
     ),
     Recipe(name="coat", linear=_coat(), source="Xi et al., COAT, arXiv:2410.19313; NVlabs/COAT 80ec99f"),
@@ -169,5 +172,19 @@ RECIPES = (
         rules=(Rule(head=True),),
         source="Narayan et al., arXiv:2502.05967: static scale 1; embedding, head and norms in bfloat16",
         notes="needs a model of mu-scaled modules",
+    ),
+    Recipe(
+        name="fa3",
+        attention=flash_attention_3(),
+        variant="paper",
+        source=f"{_FA3}: a scale for each 128 queries or keys, incoherent processing; the offset of {_FA3_CODE}",
+        notes="no backward pass in FP8: gradients are high precision, straight through the roundings",
+    ),
+    Recipe(
+        name="fa3_code",
+        attention=flash_attention_3(rotate=False, blocks=False),
+        variant="code",
+        source=f"{_FA3_CODE}: a scale for each head, rotations left to the caller",
+        notes="where heads of q share one of k and v, the code has one scale for those of q as well; here each has one",
     ),
 )

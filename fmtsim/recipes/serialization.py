@@ -13,7 +13,8 @@ from fmtsim.gemm.config import Gemm, LinearConfig
 from fmtsim.gemm.datapath import Arithmetic
 from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.serialization import record_from_dict, record_to_dict
-from fmtsim.recipes.spec import AttentionConfig, LossScale, Recipe, Rule, Steps
+from fmtsim.recipes.attention import BACKWARD, AttentionConfig
+from fmtsim.recipes.spec import LossScale, Recipe, Replacement, Rule, Steps
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.gradient import ClipMask, Differentiable, StraightThrough, TrustMask
 from fmtsim.scaling.quantizer import Quantizer
@@ -27,6 +28,7 @@ _RECORDS: dict[str, tuple[type, ...]] = {
     "rules": (Rule,),
     "steps": (Steps,),
     "attention": (AttentionConfig,),
+    "replace": (Replacement,),
     "loss_scale": (LossScale,),
     "scaling": (Scaling,),
     "history": (History,),
@@ -35,7 +37,7 @@ _RECORDS: dict[str, tuple[type, ...]] = {
     "transforms": (Hadamard, Clamp),
     "gradient": (StraightThrough, ClipMask, TrustMask, Differentiable),
 } | {
-    **dict.fromkeys(("fprop", "dgrad", "wgrad"), (Gemm,)),
+    **dict.fromkeys(("fprop", "dgrad", "wgrad", *BACKWARD), (Gemm,)),
     **dict.fromkeys(("a", "b", "out", "then", "q", "k", "v", "p"), (Quantizer,)),
 }
 _FORMATS = ("format", "scale", "rounded")

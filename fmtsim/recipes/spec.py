@@ -2,13 +2,11 @@
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.config import LinearConfig
-from fmtsim.scaling.quantizer import Quantizer
-
-Tensors = Literal["q", "k", "v", "p", "do", "ds"]
+from fmtsim.recipes.attention import AttentionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +68,15 @@ class Rule:
         use: How those run; None leaves them in high precision.
         name: A regular expression that is searched for in the module's name.
         kind: The name of the module's class or of one of its bases, such as ``"Conv2d"``.
-        first_blocks: The layers of the first so many blocks, or of a fraction of them (a float below 1, rounded up). A
-            block is an element of the model's longest ``nn.ModuleList`` or ``nn.Sequential`` whose elements all hold
-            convertible layers.
+        first_blocks: The layers of the first so many blocks, or of a fraction of them (a float below 1, rounded up).
+            Blocks are the elements of each outermost ``nn.ModuleList`` or ``nn.Sequential`` whose elements all hold
+            convertible layers, in the model's order (the stages of a ResNet, an encoder and its decoder); a list of
+            several classes around one of a single class does not count. A model without blocks is an error.
         last_blocks: The layers of the last so many blocks.
         head: The last linear layer of the model, and any layer that shares its weight.
         steps: When; None is always.
-        optional: A name or kind that fits no layer of a model is an error unless this is set.
+        optional: A name or kind that fits no layer of a model, or blocks where it has none, are an error unless this
+            is set.
     """
 
     use: LinearConfig | None = None
@@ -123,25 +123,40 @@ def _share(blocks: int | float) -> str:
     return f"{blocks:.0%} of the" if isinstance(blocks, float) else str(blocks)
 
 
+REPLACEMENTS: Final = {"swiglu": ("SmoothSwiGLU",)}
+"""Kinds of modules that recipes exchange, and what for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionConfig:
-    """Describe quantised attention: operands of ``q k^T`` and ``p v``, as FlashAttention-3 runs them in FP8.
+class Replacement:
+    """Say which modules of a model a recipe exchanges.
 
     Args:
-        q, k, v, p: Quantisers; p is the matrix of softmax weights before normalisation.
-        offset: Weights are ``2^offset`` times larger before they are quantised (8 in FlashAttention-3).
-        rows, columns: Queries and keys of a block.
-        unit: The matrix unit of both products, None for float32.
+        kind: Which: ``"swiglu"``, gated feed-forward layers.
+        by: What they become: ``"SmoothSwiGLU"``.
+        per: A scale for each ``"token"`` or ``"channel"``.
+        power_of_two: Scales rounded up to powers of two.
+        optional: A model without such modules is an error unless this is set.
     """
 
-    q: Quantizer = Quantizer()
-    k: Quantizer = Quantizer()
-    v: Quantizer = Quantizer()
-    p: Quantizer = Quantizer()
-    offset: int = 0
-    rows: int = 128
-    columns: int = 128
-    unit: str | None = None
+    kind: str
+    by: str
+    per: Literal["token", "channel"] = "token"
+    power_of_two: bool = False
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("kind", tuple(REPLACEMENTS)), ("by", REPLACEMENTS.get(self.kind, ())),
+                              ("per", ("token", "channel"))):  # fmt: skip
+            if getattr(self, name) not in allowed:
+                raise ArgumentError(
+                    f"Replacement {name}={getattr(self, name)!r} is unknown; choose {' or '.join(map(repr, allowed))}"
+                )
+
+    def __str__(self) -> str:
+        words = [f"{self.kind} becomes {self.by}", f"a scale a {self.per}"]
+        words += ["powers of two"] if self.power_of_two else []
+        return ", ".join([*words, *(["where there is one"] if self.optional else [])])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,11 +201,12 @@ class Recipe:
     Args:
         name: The name it is listed under.
         linear: How linear layers and convolutions run; None leaves them in high precision.
-        rules: Exceptions, the first that fits counts.
-        attention: How attention runs; None leaves it in high precision.
+        rules: Exceptions among linear layers and convolutions, the first that fits counts.
+        attention: How attention runs wherever modules call torch's scaled_dot_product_attention; None leaves it in
+            high precision.
         autocast: Dtype that everything else runs in under ``torch.autocast``, None for the model's own.
         loss_scale: Scaling of the loss, or None.
-        replace: Modules that a recipe exchanges, ``(class name, replacement)`` from ``fmtsim.nn.REPLACEMENTS``.
+        replace: Modules that it exchanges.
         variant: What sets it apart from its namesakes: ``"paper"`` or ``"code"``, or empty.
         aliases: Other names.
         source: Where it is defined, with the version that was read.
@@ -203,7 +219,7 @@ class Recipe:
     attention: AttentionConfig | None = None
     autocast: Literal["bfloat16", "float16"] | None = None
     loss_scale: LossScale | None = None
-    replace: tuple[tuple[str, str], ...] = ()
+    replace: tuple[Replacement, ...] = ()
     variant: Literal["", "paper", "code"] = ""
     aliases: tuple[str, ...] = ()
     source: str = ""
@@ -219,6 +235,15 @@ class Recipe:
         wrong = [rule for rule in self.rules if not isinstance(rule, Rule)] if isinstance(self.rules, tuple) else [0]
         if wrong:
             raise ArgumentError(f"Recipe rules={self.rules!r} is not a tuple of Rule; write rules=(Rule(...),)")
+        if self.attention is not None and not isinstance(self.attention, AttentionConfig):
+            raise ArgumentError(
+                f"Recipe attention={self.attention!r} is not an AttentionConfig or None; pass flash_attention_3()"
+            )
+        if not isinstance(self.replace, tuple) or not all(isinstance(one, Replacement) for one in self.replace):
+            raise ArgumentError(
+                f"Recipe replace={self.replace!r} is not a tuple of Replacement; "
+                "write replace=(Replacement(kind='swiglu', by='SmoothSwiGLU'),)"
+            )
         for name, allowed in (("autocast", (None, "bfloat16", "float16")), ("variant", ("", "paper", "code"))):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(

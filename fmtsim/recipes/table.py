@@ -109,7 +109,7 @@ def _facts(recipe: Recipe) -> list[tuple[str, str]]:
     facts += [("attention", str(recipe.attention))] if recipe.attention is not None else []
     facts += [("autocast", f"the rest in {recipe.autocast}")] if recipe.autocast is not None else []
     facts += [("loss", str(recipe.loss_scale))] if recipe.loss_scale is not None else []
-    facts += [("modules", f"{old} becomes {new}") for old, new in recipe.replace]
+    facts += [("modules", str(one)) for one in recipe.replace]
     facts += [("variant", f"as in the {recipe.variant}")] if recipe.variant else []
     facts += [("source", recipe.source)] if recipe.source else []
     return facts + ([("notes", recipe.notes)] if recipe.notes else [])

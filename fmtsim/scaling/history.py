@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.scaling.repeats import Calls
 from fmtsim.scaling.scales import Scales, _float32, power_of_two, reciprocal
 from fmtsim.scaling.statistics import FLT_MAX
 
@@ -27,6 +28,7 @@ class DelayedScale(nn.Module):
         factor: float32, 0-d: what elements are multiplied with before they are rounded; 1 at first.
         calls: int64, 0-d: calls recorded.
         group: Ranks that share the scale; None is this one alone. It is not copied or pickled.
+        repeated: The scales of calls that activation checkpointing will repeat.
     """
 
     amaxes: Tensor
@@ -40,6 +42,7 @@ class DelayedScale(nn.Module):
         assert scaling is not None and scaling.history is not None
         assert element is not None and not isinstance(element, BlockFormat | LogTileFormat)  # the record refuses it
         self.scaling, self.top = scaling, _float32(float(element.max) if scaling.top is None else scaling.top)
+        self.repeated: Calls[Scales] = Calls()
         self.register_buffer("amaxes", torch.zeros(scaling.history.length), persistent=False)
         self.register_buffer("factor", torch.ones(()), persistent=False)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
@@ -66,6 +69,10 @@ class DelayedScale(nn.Module):
     def frozen(self) -> "FrozenScale":
         """Return what gives the same scales and remembers nothing."""
         return FrozenScale(self)
+
+    def learning(self, *, compiled: bool) -> "LearningScale":
+        """Return what gives the scales of calls of a forward pass, which activation checkpointing may repeat."""
+        return LearningScale(self, compiled=compiled)
 
     def advance(self, amax: Tensor, *, remember: bool = True) -> Scales:
         """Record a call's largest magnitude, and return the scale of that call.
@@ -123,3 +130,28 @@ class FrozenScale:
     def advance(self, amax: Tensor) -> Scales:
         """Return the scale of a call."""
         return self.memory.advance(amax, remember=False)
+
+
+class LearningScale(FrozenScale):
+    """Give the scales of a DelayedScale to calls of a forward pass and record each call once.
+
+    A call that activation checkpointing repeats gets the scales of its first run and is not recorded again.
+    """
+
+    def __init__(self, memory: DelayedScale, *, compiled: bool) -> None:
+        super().__init__(memory)
+        self._compiled = compiled
+
+    def direct(self) -> DelayedScale | FrozenScale | None:
+        """Return what a kernel may work on that reads and updates the memory itself, None where ``advance`` has to.
+
+        In compiled code a CUDA graph may hold the call, which leaves nothing to remember its scale by: what is computed
+        again in a backward pass then takes the scale in force there, and records nothing.
+        """
+        if self._compiled:
+            return FrozenScale(self.memory) if self.memory.repeated.in_backward() else self.memory
+        return None if self.memory.repeated.checkpointed() else self.memory
+
+    def advance(self, amax: Tensor) -> Scales:
+        """Return the scale of a call."""
+        return self.memory.repeated.run(lambda: self.memory.advance(amax), compiled=self._compiled)

@@ -98,7 +98,8 @@ def _write(folder: Path, record: Mapping[str, Any], baseline: Run, simulated: Ru
     if simulated.stats is not None and simulated.stats.layers:
         order = ("x_f", "w_f", "g_d", "x_w", "w_d", "g_w")
         totals = by_operand(simulated.stats)
-        shown = {name: totals[name] for name in order if name in totals}
+        names = [*(name for name in order if name in totals), *(name for name in totals if name not in order)]
+        shown = {name: totals[name] for name in names}
         plot_exponents(shown, folder / EXPONENTS, title=f"{simulated.label}: all layers, step {simulated.observed}")
 
 

@@ -60,7 +60,10 @@ TOKENS = torch.arange(10).view(2, 5)
 
 
 def snapshot(model):
-    return {name: dict(vars(module)) for name, module in model.named_modules()}
+    return {
+        name: {key: dict(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
+        for name, module in model.named_modules()
+    }
 
 
 def test_convert_keeps_objects_and_revert_restores_everything(tower):

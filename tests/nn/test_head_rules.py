@@ -52,7 +52,7 @@ def test_a_head_of_its_own():
     assert model.blocks[0][0].emulation.config == recipe.linear
 
 
-@pytest.mark.parametrize("name", list_recipes())
+@pytest.mark.parametrize("name", [name for name in list_recipes() if get_recipe(name).linear is not None])
 def test_no_recipe_touches_an_embedding(name):
     model = Tower()
     before = model.embedding.weight.detach().clone()

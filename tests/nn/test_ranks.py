@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fmtsim
 from fmtsim.errors import ArgumentError
-from fmtsim.nn import convert, recipe_state, share_scales
+from fmtsim.nn import convert, flash_attention_3, recipe_state, share_scales
+from fmtsim.recipes import Recipe
 
 
 def model():
@@ -21,6 +22,15 @@ def model():
 
 def batch(seed):
     return torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)) * (1 + seed)
+
+
+def refused(net, said):
+    try:
+        share_scales(net)
+    except ArgumentError as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError("ranks that disagree passed")
 
 
 def worker(rank, folder):
@@ -35,13 +45,12 @@ def worker(rank, folder):
             parallel(batch(2 * step + rank)).square().mean().backward()
         torch.save(recipe_state(net), f"{folder}/{rank}.pt")
         for recipes in (("te_delayed", "fp8lm"), ("te_current", "te_nvfp4_all")):
-            try:
-                share_scales(convert(model(), recipe=recipes[rank]))
-            except ArgumentError as error:
-                said = f"layer '0' runs recipe {recipes[0]!r} on rank 0 and {recipes[1]!r} on rank 1; convert with one"
-                assert said in str(error), error
-            else:
-                raise AssertionError("ranks that disagree passed")
+            said = f"layer '0' runs recipe {recipes[0]!r} on rank 0 and {recipes[1]!r} on rank 1; convert with one"
+            refused(convert(model(), recipe=recipes[rank]), said)
+        attention = flash_attention_3(unit=None, rotate=bool(rank))
+        recipe = Recipe(name="mine", attention=attention)
+        said = "layer 'attention' runs recipe 'mine' on rank 0 and 'mine' on rank 1 as another config; convert with one"
+        refused(convert(nn.ModuleDict({"attention": nn.MultiheadAttention(32, 2)}), recipe=recipe), said)
     finally:
         dist.destroy_process_group()
 

@@ -50,7 +50,7 @@ def converted(model):
 
 
 def test_every_recipe_changes_no_weight_and_goes_away_again():
-    for name in list_recipes():
+    for name in (name for name in list_recipes() if get_recipe(name).linear is not None):
         model = net(blocks=2)
         before = {key: value.clone() for key, value in model.state_dict().items()}
         parameters, text = list(model.parameters()), repr(model)

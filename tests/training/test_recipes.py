@@ -42,6 +42,17 @@ def test_a_recipe_by_name_and_by_file(tmp_path, text, capsys):
     assert records[0]["simulated"]["loss_scale"] == 1.0 and records[0]["simulated"]["nonfinite"] == 0
 
 
+def test_a_recipe_of_attention_alone(tmp_path, text, capsys):
+    """Its operands are counted, named and drawn as those of layers are."""
+    out = tmp_path / "out"
+    assert main(["train", *SMALL, "--recipe", "fa3", "--data", str(text), "--out", str(out), "--quiet"]) == 0
+    said = capsys.readouterr().out
+    assert "softmax weights, attention" in said and "queries, attention" in said
+    record = json.loads((out / "record.json").read_text())["simulated"]
+    assert list(record["layers"]["blocks.1.attention"]) == ["q", "k", "v", "p"]
+    assert "attention: q and k Hadamard all, random signs, e4m3" in (out / "layers.txt").read_text()
+
+
 def test_names_are_listed(capsys):
     assert main(["train", "--recipe", "list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == list_recipes()

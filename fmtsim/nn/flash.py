@@ -1,0 +1,245 @@
+"""Quantised attention of float32 heads, block by block of keys: what is added up, in which order."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.gemm.coding import holder
+from fmtsim.gemm.matmul import bmm
+from fmtsim.gemm.operand import Draws, Operand
+from fmtsim.gemm.passes import Observer
+from fmtsim.gemm.prepare import prepare, transformed
+from fmtsim.ops import RandomKey
+from fmtsim.recipes.attention import AttentionConfig
+from fmtsim.scaling.cast import spread
+from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.scaling.transform import Clamp, Hadamard
+
+See = Callable[[Tensor, Tensor, Quantizer], None]
+_LOG2E: Final = 1.4426950408889634
+
+
+class Words:
+    """Give every use of random numbers in a call a key of its own; the signs of a pass are one.
+
+    Args:
+        key: Of the call; None where nothing is random.
+    """
+
+    def __init__(self, key: RandomKey | None) -> None:
+        self._key, self._used = key, 0
+
+    @property
+    def signs(self) -> RandomKey | None:
+        """Key of the signs of the forward pass."""
+        return self._key
+
+    def draws(self, *, backward: bool = False) -> Draws:
+        """Return keys for one operand."""
+        if self._key is None:
+            return Draws()
+        seed, offset = self._key
+        self._used += 2
+        signs = RandomKey(seed, offset + 1) if backward else self._key
+        return Draws(RandomKey(seed, offset + self._used), RandomKey(seed, offset + self._used + 1), signs)
+
+
+class Heads(NamedTuple):
+    """A quantised operand of all heads: elements, or values where no unit multiplies, and the scales left to apply.
+
+    Attributes:
+        elements: ``[heads, rows, inner]``, float32 or a dtype that holds them.
+        scale: float32, broadcasts to that; None where elements are values.
+        slope: float32 ``[heads, rows, inner]``: what gradients are multiplied with, or None.
+        block: Rows and inner elements that share a scale.
+    """
+
+    elements: Tensor
+    scale: Tensor | None
+    slope: Tensor | None = None
+    block: tuple[int, int] = (1, 1)
+
+    def values(self) -> Tensor:
+        """Return what the elements stand for."""
+        x = self.elements.float()
+        return x if self.scale is None else x * self.scale
+
+    def turned(self) -> "Heads":
+        """Return the transposed matrices, with the same elements and scales."""
+        return Heads(self.elements.mT, None if self.scale is None else self.scale.mT, block=self.block[::-1])
+
+
+class Flash(NamedTuple):
+    """Attention of all heads, and what its gradients are made of.
+
+    Attributes:
+        out: float32 ``[heads, L, dv]``.
+        q, k, v: The operands, v as ``[heads, dv, S]``.
+        weights: float32 ``[heads, L, S]``: normalised weights before they were quantised; empty if not asked for.
+        rounded: Likewise, after.
+    """
+
+    out: Tensor
+    q: Heads
+    k: Heads
+    v: Heads
+    weights: Tensor
+    rounded: Tensor
+
+
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    factor: float,
+    config: AttentionConfig,
+    words: Words,
+    *,
+    hides: bool = False,
+    keep: bool = False,
+    observer: Observer | None = None,
+) -> Flash:
+    """Return the attention of float32 heads ``[heads, rows, features]``.
+
+    ``hides`` says that the mask, which is added, holds nothing but 0 and -inf; ``keep`` asks for the weights.
+    """
+    unit = config.unit
+    left, right, values = (
+        quantised(x, quantizer, unit, words.draws, seen(observer, name))
+        for name, x, quantizer in (("q", q, config.q), ("k", k, config.k), ("v", v.mT, config.v))
+    )
+    m = q.new_full((*q.shape[:2], 1), -math.inf)
+    total, out = torch.zeros_like(m), q.new_zeros(*q.shape[:2], v.shape[-1])
+    kept: list[tuple[Tensor, Tensor, Tensor]] = []
+    for first in reversed(range(0, k.shape[1], config.columns)):
+        keys = slice(first, first + config.columns)
+        s = product(left, _part(right, keys, 1), (config.q, config.k), unit)
+        t = _exponents(s, mask if mask is None else mask[..., keys], factor, hides)
+        new = torch.maximum(m, t.amax(-1, keepdim=True))
+        base = torch.where(new == -math.inf, 0.0, new)  # a row that has seen no key yet
+        shrink, p = torch.exp2(m - base), torch.exp2(t - (base - config.offset))
+        weights = quantised(p.reshape(1, -1, p.shape[-1]), config.p, unit, words.draws, seen(observer, "p"))
+        weights = Heads(weights.elements.reshape(p.shape), _shaped(weights.scale, p), block=weights.block)
+        part = product(weights, _part(values, keys, 2), (config.p, config.v), unit)
+        m, total, out = new, total * shrink + p.sum(-1, keepdim=True), out * shrink + part
+        kept += [(p, weights.values(), base)] if keep else []
+    y = torch.where(total == 0, 0.0, out / total)
+    last = torch.where(m == -math.inf, 0.0, m)
+    shares = [torch.where(total == 0, 0.0, torch.exp2(base - last) / total) for _, _, base in kept]
+    ends = [q.new_zeros(0)] * 2
+    if keep:
+        ends = [
+            torch.cat([one[i] * share for one, share in zip(kept, shares, strict=True)][::-1], -1) for i in range(2)
+        ]
+    return Flash(y, left, right, values, *ends)
+
+
+def seen(observer: Observer | None, name: str) -> See | None:
+    """Return what an observer sees of an operand of that name."""
+    return None if observer is None else lambda x, y, quantizer: observer(name, x, y, quantizer, -1)
+
+
+def quantised(x: Tensor, quantizer: Quantizer, unit: Any, draws: Callable[[], Draws], see: See | None = None) -> Heads:
+    """Quantise each head; all at once where no block reaches from one into the next."""
+    heads, rows, inner = x.shape
+    scaling = quantizer.scaling
+    apart = scaling is None or (scaling.block[0] is not None and rows % scaling.block[0] == 0 and not scaling.tensor)
+    if apart and isinstance(quantizer.format, FloatFormat | None) and not _clamps(quantizer):
+        x, heads = x.reshape(1, heads * rows, inner), 1
+    made = [_prepared(x[head], quantizer, draws(), see) for head in range(heads)]
+    shape = (-1, rows, inner)
+    slope = None if made[0].slope is None else torch.stack([_found(one.slope) for one in made]).reshape(shape)
+    if unit is None:
+        return Heads(torch.stack([one.values(torch.float32) for one in made]).reshape(shape), None, slope)
+    elements = torch.stack([one.elements for one in made]).reshape(shape)
+    if made[0].scale is None:
+        return Heads(elements, None, slope)
+    scale = torch.stack([_spread(one) for one in made]).reshape(shape)
+    return Heads(elements, scale, slope, made[0].sizes)
+
+
+def _prepared(x: Tensor, quantizer: Quantizer, draws: Draws, see: See | None) -> Operand:
+    made = prepare(x, quantizer, draws)
+    if see is not None:
+        for turn in quantizer.transforms:  # what was rounded
+            x, _ = transformed(x, turn, draws.signs)
+        see(x, made.values(torch.float32), quantizer)
+    return made
+
+
+def _found(x: Tensor | None) -> Tensor:
+    assert x is not None  # all heads have what the first has
+    return x
+
+
+def _clamps(quantizer: Quantizer) -> bool:
+    """Whether something is cut off that a product would have to be told of, or that is taken of a whole matrix."""
+    return any(isinstance(turn, Clamp) for turn in quantizer.transforms)
+
+
+def _spread(operand: Operand) -> Tensor:
+    assert operand.scale is not None
+    if operand.tensor is not None:
+        raise ArgumentError(f"no unit multiplies heads quantised as {operand.quantizer}; leave unit= out of the config")
+    return spread(operand.scale, operand.sizes, operand.elements.shape)
+
+
+def _shaped(x: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if x is None else x.reshape(like.shape)
+
+
+def _part(heads: Heads, keys: slice, dim: int) -> Heads:
+    """Return the keys of a block, which lie along the rows (1) or the inner axis (2)."""
+    pick = (slice(None), keys) if dim == 1 else (slice(None), slice(None), keys)
+    inner, length = heads.block[1], heads.elements.shape[-1]
+    apart = dim == 2 and inner < length and inner % (keys.stop - keys.start) != 0  # scales may change inside
+    block = (heads.block[0], 1 if apart else inner)
+    return Heads(heads.elements[pick], None if heads.scale is None else heads.scale[pick], block=block)
+
+
+def product(a: Heads, b: Heads, quantizers: tuple[Quantizer, Quantizer], unit: Any) -> Tensor:
+    """Return ``a b^T`` of each head, float32: of the elements, times b's scales, then a's."""
+    if unit is None:
+        return a.elements @ b.elements.mT
+    formats = [quantizer.format for quantizer in quantizers]
+    if not all(isinstance(fmt, FloatFormat) for fmt in formats) or any(q.then is not None for q in quantizers):
+        raise ArgumentError(
+            f"unit={unit!r} multiplies elements of floating-point formats; the config has {quantizers[0]} and "
+            f"{quantizers[1]}; choose others, or leave unit= out"
+        )
+    left, right = (x.elements.to(holder(fmt)) for x, fmt in zip((a, b), formats, strict=True))  # type: ignore[arg-type]
+    y = bmm(left, right.mT, unit=unit, a_format=formats[0], b_format=formats[1], out_dtype=torch.float32)
+    y = y if b.scale is None else y * _outer(b, b.scale).mT
+    return y if a.scale is None else y * _outer(a, a.scale)
+
+
+def _outer(heads: Heads, scale: Tensor) -> Tensor:
+    """Return the scale of each row; raise where it may change along the sums of a product."""
+    if heads.block[1] < heads.elements.shape[-1]:
+        raise ArgumentError(
+            "a scale changes inside the sums of one product; choose blocks of whole rows of q, k and p, and of "
+            "config.columns keys, or a multiple, of v"
+        )
+    return scale[..., :1]
+
+
+def _exponents(s: Tensor, mask: Tensor | None, factor: float, hides: bool) -> Tensor:
+    """Return the logarithms to base 2 of the weights before normalisation."""
+    if mask is None:
+        return s * (factor * _LOG2E)
+    hides = hides or bool(((mask == 0) | (mask == -math.inf)).all())  # such a mask changes no score
+    return s * (factor * _LOG2E) + mask if hides else (s * factor + mask) * _LOG2E
+
+
+def is_random(quantizer: Quantizer) -> bool:
+    """Whether a quantiser needs random numbers."""
+    signs = any(isinstance(turn, Hadamard) and turn.signs == "random" for turn in quantizer.transforms)
+    scales = quantizer.scaling is not None and quantizer.scaling.scale_rounding == "stochastic"
+    later = quantizer.then is not None and is_random(quantizer.then)
+    return signs or scales or later or quantizer.rounding.mode == "stochastic"

@@ -1,0 +1,128 @@
+"""What a recipe exchanges beside linear layers: attention, and modules that are replaced."""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import nn
+
+from fmtsim.errors import ArgumentError
+from fmtsim.gemm.streams import Generator
+from fmtsim.nn.attention_mode import ATTENTION, Filter, attach, attentions, check_attentions, detach
+from fmtsim.nn.modules import EmulatedModule
+from fmtsim.nn.smooth import ORIGINAL, PROJECTIONS, SMOOTH, Smoothing, gated_layers, smoothen, unsmooth
+from fmtsim.recipes.spec import Recipe, Replacement
+
+FILTERED: Final = "filter_fn said no"
+
+
+@dataclass(slots=True, kw_only=True)
+class Swaps:
+    """List what a recipe exchanges in a model.
+
+    Args:
+        recipe: The recipe.
+        attention: Modules whose attention is quantised, by name.
+        gated: Gated layers that are smoothed, with the rule.
+        reasons: Why others are not, by name.
+        notes: What the recipe would exchange and the model does not have.
+    """
+
+    recipe: Recipe
+    attention: list[tuple[str, nn.Module]] = field(default_factory=list)
+    gated: list[tuple[nn.Module, Smoothing]] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.attention or self.gated)
+
+    def apply(self, generator: Generator) -> None:
+        """Exchange them."""
+        if self.recipe.attention is not None:
+            attach(self.attention, self.recipe.attention, generator, recipe=True, strict=True)
+        for module, rule in self.gated:
+            smoothen([module], rule)
+
+
+def find_swaps(model: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> Swaps:
+    """Decide what a recipe exchanges in a model, without touching it.
+
+    Raises:
+        ArgumentError: There is nothing of a kind, and the recipe does not say that it may be missing.
+    """
+    found = Swaps(recipe=recipe)
+    if recipe.attention is not None:
+        chosen = _filtered(attentions(model), filter_fn, found)
+        if not chosen:
+            raise ArgumentError(
+                f"attention= of recipe {recipe.name!r} finds nothing to replace in {type(model).__name__}"
+                f"{_refused(found)}: it looks for modules whose class is named like attention or whose forward calls "
+                "torch.nn.functional.scaled_dot_product_attention; convert with dataclasses.replace(recipe, "
+                "attention=None), and name others to fmtsim.nn.convert_attention(model, recipe.attention, filter_fn=)"
+            )
+        check_attentions(chosen)
+        found.attention = chosen
+    for i, replacement in enumerate(recipe.replace):
+        _find_gated(model, f"replace[{i}] of recipe {recipe.name!r} ({replacement})", replacement, filter_fn, found)
+    return found
+
+
+def undo_swaps(model: nn.Module) -> int:
+    """Undo what recipes exchanged in a model; return how many modules that was."""
+    return unsmooth(model, recipe=True) + detach(model, recipe=True)
+
+
+def swapped(model: nn.Module) -> bool:
+    """Whether a recipe exchanged something in a model."""
+    rules = (module.__dict__.get(mark) for module in model.modules() for mark in (ATTENTION, SMOOTH))
+    return any(rule is not None and rule.recipe for rule in rules)
+
+
+def swap_details(module: nn.Module) -> list[str]:
+    """Return what a module has in place of its own attention or gated product, for tables."""
+    attended, smoothed = (module.__dict__.get(mark) for mark in (ATTENTION, SMOOTH))
+    texts = [f"attention: {attended.call.config}"] if attended is not None else []
+    return texts + ([str(smoothed)] if smoothed is not None else [])
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before it was converted."""
+    if isinstance(module, EmulatedModule):
+        return module.original_class
+    return getattr(type(module), ORIGINAL, type(module)) if SMOOTH in module.__dict__ else type(module)
+
+
+def _find_gated(model: nn.Module, where: str, replacement: Replacement, filter_fn: Filter | None, found: Swaps) -> None:
+    there = gated_layers(model)
+    rule = Smoothing(replacement.per, replacement.power_of_two, recipe=True)
+    chosen = _filtered(there, filter_fn, found)
+    found.gated += [(module, rule) for _, module in chosen]
+    if chosen or any(SMOOTH in module.__dict__ for module in model.modules()):
+        return
+    if not replacement.optional:
+        raise ArgumentError(
+            f"{where} finds nothing to replace in {type(model).__name__}{_refused(found)}: it looks for modules with "
+            f"linear {', '.join(PROJECTIONS)} and act_fn=SiLU; build the model with fmtsim.nn.SmoothSwiGLU and leave "
+            "the replacement out, or pass Replacement(optional=True)"
+        )
+    if not any(type(module).__name__ == replacement.by for module in model.modules()):
+        found.notes.append(f"{where} found none in this model")
+
+
+def _filtered(
+    modules: list[tuple[str, nn.Module]], filter_fn: Filter | None, found: Swaps
+) -> list[tuple[str, nn.Module]]:
+    chosen = [(name, module) for name, module in modules if filter_fn is None or filter_fn(module, name)]
+    found.reasons |= {name: FILTERED for name, module in modules if (name, module) not in chosen}
+    return chosen
+
+
+def _refused(found: Swaps) -> str:
+    names = list(found.reasons)
+    return f" ({', '.join(names[:3])}: {FILTERED})" if names else ""
+
+
+def one_generator(generator: Generator) -> Generator:
+    """Return the source of random numbers of a whole model: an int makes one torch.Generator."""
+    return torch.Generator().manual_seed(generator) if isinstance(generator, int) else generator

@@ -1,0 +1,127 @@
+"""Calls that activation checkpointing makes twice: the second gets what the first one used.
+
+torch's non-reentrant checkpoint runs a stretch of the forward pass again when the backward pass needs it. Meanwhile it
+switches on saved-tensor hooks of its own, of which the topmost tells a first run (it belongs to a frame, an object that
+lives as long as the graph) from a second one (which names the frame). These are internals (torch/utils/checkpoint.py of
+torch 2.11 and 2.13); tests compare what comes of them with runs without checkpointing. A saved-tensor hook of one's own
+inside a stretch hides them: its calls then count twice.
+
+The reentrant checkpoint runs the first time without gradients, when nothing learns, and the second time as usual; it
+draws twice from a generator of one's own.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class _Place(NamedTuple):
+    """Where in a checkpointed stretch a call is.
+
+    Attributes:
+        frame: The stretch, or None.
+        run: What stands for one more run of it, or None in a first one.
+    """
+
+    frame: Any = None
+    run: Any = None
+
+
+class Calls(Generic[T]):
+    """Remember what each call under activation checkpointing used, for as long as its graph lives.
+
+    Copies and pickles remember nothing.
+    """
+
+    def __init__(self) -> None:
+        self._made: WeakKeyDictionary[Any, list[T]] = WeakKeyDictionary()  # by frame, in the order of the calls
+        self._done: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by run: calls repeated so far
+        self._last: T | None = None
+
+    def __reduce__(self) -> Any:
+        return Calls, ()
+
+    def run(self, make: Callable[[], T], *, compiled: bool = False) -> T:
+        """Return what ``make`` returns in a first call, and in a repeated one what it returned then.
+
+        Args:
+            make: What a call uses; it may change a state.
+            compiled: The call is in a compiled program, where hooks say nothing: whatever runs in a backward pass is
+                a repetition of the last call.
+        """
+        place = _Place() if compiled else _place()
+        known = self._known(place, compiled)
+        if known is not None:
+            return known
+        made = make()
+        if place.frame is not None and place.run is None:
+            self._made.setdefault(place.frame, []).append(made)
+        if place.frame is not None or compiled:
+            self._last = made
+        return made
+
+    @staticmethod
+    def checkpointed() -> bool:
+        """Say whether activation checkpointing has a hand in this call of eager code."""
+        return _place() != _Place()
+
+    @staticmethod
+    def in_backward() -> bool:
+        """Say whether a backward pass is running."""
+        return torch._C._current_graph_task_id() != -1
+
+    def generator(self: "Calls[Tensor]", own: torch.Generator, *, compiled: bool = False) -> torch.Generator:
+        """Return the generator of a call, which in a repeated one draws what it drew in the first.
+
+        Args:
+            own: The generator of first calls; a repeated one gets a copy as it was then.
+            compiled: See ``run``.
+        """
+        place = _Place() if compiled else _place()
+        if place.frame is None and not compiled:
+            return own
+        state = self._known(place, compiled)
+        if state is None:
+            self.run(own.get_state, compiled=compiled)
+            return own
+        again = torch.Generator(own.device)
+        again.set_state(state)
+        return again
+
+    def _known(self, place: _Place, compiled: bool) -> T | None:
+        """Return what a repeated call used, None for a first one."""
+        if place.run is None:
+            backward = self.in_backward()
+            nested = place.frame is not None and len(self._made) > 0  # a checkpoint within one that is run again
+            return self._last if backward and (compiled or nested) else None
+        made, number = self._made.get(place.frame, []), self._done.get(place.run, 0)
+        self._done[place.run] = number + 1
+        return made[number] if number < len(made) else self._last
+
+
+def _place() -> _Place:
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if not hooks:
+        return _Place()
+    pack = inspect.unwrap(hooks[0])
+    cells = _cells(pack)
+    owner = getattr(pack, "__qualname__", "").split(".")[0]
+    if owner == "_checkpoint_hook":
+        return _Place(cells.get("frame"))
+    if owner == "_recomputation_hook" and "target_frame_ref" in cells:
+        return _Place(cells["target_frame_ref"](), hooks[0])
+    return _Place()
+
+
+def _cells(function: Any) -> dict[str, Any]:
+    """Return the variables that a function has from around it."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is None or cells is None:
+        return {}
+    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}

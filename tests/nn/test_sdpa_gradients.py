@@ -1,0 +1,271 @@
+"""Gradients of quantised attention against loops in float64 over what the forward pass made."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import gradcheck
+
+import fmtsim
+from fmtsim.errors import ArgumentError, FmtsimError, FormatError
+from fmtsim.gemm.config import Gemm
+from fmtsim.nn.sdpa import quantised_attention
+from fmtsim.recipes import AttentionConfig, flash_attention_3
+from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.gradient import ClipMask
+from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.scaling.scale import History, Scaling
+from fmtsim.scaling.transform import Clamp, Hadamard
+
+E4M3, E5M2 = fmtsim.get_format("e4m3"), fmtsim.get_format("e5m2")
+FORWARD, HIGH = Quantizer(source="forward"), Quantizer()
+LOG2E = 1.4426950408889634
+
+
+def tensors(*shapes, seed=0, dtype=torch.float32):
+    source = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=source).to(dtype).requires_grad_() for shape in shapes]
+
+
+def whole(x, name="e4m3", fmt=E4M3):
+    """Values of a matrix under one scale, float64."""
+    scale = torch.div(float(fmt.max), x.float().abs().amax())
+    return (fmtsim.quantize(x.float() * scale, name) * torch.reciprocal(scale)).double()
+
+
+def oracle(q, k, v, g, *, operands, p_of=lambda p: p, causal=False, offset=0):
+    """Return dq, dk and dv of one head, element by element, of what ``operands`` makes of tensors by product.
+
+    ``operands(product, tensor, x)`` gets the float64 matrix with the product's sums along the last axis.
+    """
+    (length, d), keys = q.shape, len(k)
+    qf, kf, vf = (operands("f", name, t.double()) for name, t in (("q", q), ("k", k), ("v", v.T)))
+    vf = vf.T
+    factor = d**-0.5
+    weights, rounded = torch.zeros(length, keys).double(), torch.zeros(length, keys).double()
+    for i in range(length):
+        seen = [j for j in range(keys) if not causal or j <= i]
+        t = [float((qf[i] * kf[j]).sum()) * factor * LOG2E for j in seen]
+        top = max(t)
+        p = [2 ** (one - top + offset) for one in t]
+        for j, one in zip(seen, p, strict=True):
+            weights[i, j], rounded[i, j] = one / sum(p), p_of(one) / sum(p)
+    out = rounded @ vf
+    made = {"p": (weights.T, rounded.T), "k": (k.double().T, kf.T), "q": (q.double().T, qf.T), "v": (v.double(), vf)}
+
+    def operand(product, name, x=None):
+        return operands(product, name, x) if x is not None else operands(product, name, *made[name])
+
+    dv = operand("dv", "p") @ operand("dv", "do", g.double().T).T
+    dp = operand("dp", "do", g.double()) @ operand("dp", "v").T
+    ds = torch.zeros_like(dp)
+    for i in range(length):
+        mean = float((g[i].double() * out[i]).sum())
+        for j in range(keys):
+            ds[i, j] = weights[i, j] * (dp[i, j] - mean)
+    dq = operand("dq", "ds", ds) @ operand("dq", "k").T * factor
+    dk = operand("dk", "ds", ds.T.contiguous()) @ operand("dk", "q").T * factor
+    return dq, dk, dv
+
+
+def gradients(q, k, v, g, **how):
+    y = quantised_attention(q, k, v, **how)
+    return torch.autograd.grad(y, (q, k, v), g)
+
+
+def close(ours, expected, tolerance=2e-5):
+    for a, b in zip(ours, expected, strict=True):
+        assert float((a.double() - b).norm() / b.norm()) < tolerance
+
+
+def test_without_rounding_they_are_torchs():
+    shapes = (2, 3, 40, 16), (2, 3, 50, 16), (2, 3, 50, 8)
+    torch.manual_seed(0)  # of the masks
+    for chosen in (
+        {},
+        {"is_causal": True},
+        {"attn_mask": torch.rand(40, 50) < 0.7},
+        {"attn_mask": torch.randn(40, 50)},
+    ):
+        q, k, v = tensors(*shapes)
+        g = torch.randn(2, 3, 40, 8, generator=torch.Generator().manual_seed(9))
+        ours = gradients(q, k, v, g, config=AttentionConfig(columns=16), **chosen)
+        y = F.scaled_dot_product_attention(q, k, v, **chosen)
+        for a, b in zip(ours, torch.autograd.grad(y, (q, k, v), g), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("unit", [None, "hopper.wgmma"])
+def test_straight_through_on_the_forward_values(causal, unit):
+    """By default every product takes what the forward pass made, in high precision."""
+    base = flash_attention_3(unit=unit, rotate=False, blocks=False)
+    q, k, v = tensors((24, 16), (24, 16), (24, 8), seed=1)
+    g = torch.randn(24, 8, generator=torch.Generator().manual_seed(2))
+    ours = gradients(q, k, v, g, config=base, is_causal=causal)
+
+    def operands(product, name, x, forward=None):
+        return whole(x) if product == "f" else x if forward is None else forward
+
+    expected = oracle(
+        q.detach(), k.detach(), v.detach(), g, operands=operands, causal=causal, offset=8,
+        p_of=lambda p: float(fmtsim.quantize(torch.tensor(p), "e4m3")),
+    )  # fmt: skip
+    # A sum in another order moves a weight to its neighbour now and then, which moves sums by a part of 2^-4.
+    close(ours, expected, 2e-3)
+    exact = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=causal), (q, k, v), g)
+    assert all(float((a - b).norm() / b.norm()) > 5e-3 for a, b in zip(ours, exact, strict=True))
+
+
+def test_quantised_gradients_take_their_own_operands():
+    """Each of the four products with quantisers of its own, from the originals, the forward values or those again."""
+    eight, five = (Quantizer(format=fmt, scaling=Scaling()) for fmt in (E4M3, E5M2))
+    again = dataclasses.replace(eight, source="requantised")
+    config = AttentionConfig(
+        q=eight, k=eight, v=eight, columns=64,
+        dv=Gemm(a=eight, b=five), dp=Gemm(a=five, b=FORWARD), dq=Gemm(a=five, b=again), dk=Gemm(a=HIGH, b=eight),
+    )  # fmt: skip
+    q, k, v = tensors((24, 16), (20, 16), (20, 8), seed=3)
+    g = torch.randn(24, 8, generator=torch.Generator().manual_seed(4))
+    ours = gradients(q, k, v, g, config=config)
+    rules = {("dv", "p"): eight, ("dv", "do"): five, ("dp", "do"): five, ("dp", "v"): FORWARD, ("dq", "ds"): five,
+             ("dq", "k"): again, ("dk", "ds"): HIGH, ("dk", "q"): eight}  # fmt: skip
+
+    def operands(product, name, x, forward=None):
+        if product == "f":
+            return whole(x)
+        rule = rules[product, name]
+        source = {"original": x, "forward": forward, "requantised": forward}[rule.source]
+        return source if rule.format is None else whole(source, rule.format.name, rule.format)
+
+    expected = oracle(q.detach(), k.detach(), v.detach(), g, operands=operands)
+    close(ours, expected, 2e-3)
+    for name, rule in rules.items():  # a planted error: one operand left in high precision is seen
+        if rule.format is not None and rule.source == "original":
+            wrong = dict(rules) | {name: HIGH}
+            changed = dataclasses.replace(
+                config,
+                **{name[0]: Gemm(a=wrong[name[0], "do" if name[0] == "dp" else "p" if name[0] == "dv" else "ds"],
+                                 b=wrong[name[0], {"dv": "do", "dp": "v", "dq": "k", "dk": "q"}[name[0]]])},
+            )  # fmt: skip
+            other = gradients(q, k, v, g, config=changed)
+            assert any(float((a.double() - b).norm() / b.norm()) > 5e-3 for a, b in zip(other, expected, strict=True))
+
+
+def test_rotations_are_turned_back():
+    """Rotated but not rounded, gradients are those of exact attention, whatever the products of ds take."""
+    turn = Quantizer(transforms=(Hadamard(size=None, signs="random"),))
+    q, k, v = tensors((2, 32, 16), (2, 64, 16), (2, 64, 8), seed=5)
+    g = torch.randn(2, 32, 8, generator=torch.Generator().manual_seed(6))
+    expected = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), g)
+    cancels = Quantizer(transforms=(Hadamard(size=16, signs="random"),))
+    for changes in ({}, {"dq": Gemm(a=HIGH, b=HIGH), "dk": Gemm(a=cancels, b=cancels)}):
+        config = AttentionConfig(q=turn, k=turn, **changes)
+        for a, b in zip(gradients(q, k, v, g, config=config, generator=3), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_unit_multiplies_gradients_too():
+    row = Quantizer(format=E5M2, scaling=Scaling(block=(1, None)))
+    one = Quantizer(format=E4M3, scaling=Scaling())
+    base = dataclasses.replace(flash_attention_3(rotate=False, blocks=False), columns=64)
+    on_unit = {"dp": Gemm(a=row, b=FORWARD, unit="hopper.wgmma"), "dq": Gemm(a=row, b=one, unit="hopper.wgmma")}
+    off = {name: dataclasses.replace(gemm, unit=None) for name, gemm in on_unit.items()}
+    q, k, v = tensors((32, 16), (32, 16), (32, 16), seed=7)
+    g = torch.randn(32, 16, generator=torch.Generator().manual_seed(8))
+    first, second = (gradients(q, k, v, g, config=dataclasses.replace(base, **how)) for how in (on_unit, off))
+    assert not torch.equal(first[0], second[0]) and torch.equal(first[2], second[2])
+    torch.testing.assert_close(first, second, rtol=0, atol=2e-3)
+    wrong = dataclasses.replace(base, dv=Gemm(a=FORWARD, b=row, unit="hopper.wgmma"))
+    with pytest.raises(ArgumentError, match=r"dv.a takes forward values that are no elements of a unit .*; give dv.a"):
+        gradients(q, k, v, g, config=wrong)
+
+
+def test_stochastic_gradients_repeat_with_the_key_and_do_not_change_the_result():
+    g_of = Quantizer(format=E5M2, scaling=Scaling(), rounding=Rounding(mode="stochastic"))
+    config = AttentionConfig(dp=Gemm(a=g_of, b=FORWARD), dq=Gemm(a=g_of, b=FORWARD))
+    q, k, v = tensors((2, 16, 16), (2, 16, 16), (2, 16, 16))
+    g = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(1))
+    runs = [gradients(q, k, v, g, config=config, generator=seed) for seed in (1, 1, 2)]
+    assert all(map(torch.equal, runs[0], runs[1])) and not torch.equal(runs[0][0], runs[2][0])
+    assert torch.equal(runs[0][2], runs[2][2])  # dv takes neither
+    y = quantised_attention(q, k, v, config=config, generator=1)
+    assert torch.equal(y, quantised_attention(q, k, v, config=AttentionConfig()))
+
+
+def test_a_gradient_rule_masks_what_saturated():
+    """Under a clip mask the largest element of each tensor passes no gradient."""
+    clip = Quantizer(format=E4M3, scaling=Scaling(top=224.0), gradient=ClipMask())
+    half = dataclasses.replace(clip, scaling=Scaling(top=896.0))  # twice what the format holds
+    q, k, v = tensors((8, 16), (8, 16), (8, 16))
+    g = torch.ones(8, 16)
+    for quantizer, masked in ((clip, False), (half, True)):
+        found = gradients(q, k, v, g, config=AttentionConfig(q=quantizer, v=quantizer))
+        for t, d in ((q, found[0]), (v, found[2])):
+            inside = t.detach().abs() < 448 / (quantizer.scaling.top / t.detach().abs().amax())
+            assert bool((d[~inside] == 0).all()) and bool((~inside).any()) == masked
+
+
+def test_a_row_that_sees_nothing_has_no_gradient():
+    q, k, v = tensors((4, 16), (8, 16), (8, 16))
+    keep = torch.ones(4, 8, dtype=torch.bool)
+    keep[2] = False
+    dq, dk, dv = gradients(q, k, v, torch.ones(4, 16), config=flash_attention_3(unit=None), attn_mask=keep, generator=0)
+    assert dq[2].count_nonzero() == 0 and bool(torch.cat((dq, dk, dv)).isfinite().all())
+
+
+def test_dtypes_and_second_derivatives():
+    q, k, v = tensors((2, 16, 16), (2, 16, 16), (2, 16, 16), dtype=torch.bfloat16)
+    dq, dk, dv = gradients(q, k, v, torch.ones(2, 16, 16).bfloat16(), config=flash_attention_3(unit=None), generator=0)
+    assert dq.dtype == dk.dtype == dv.dtype == torch.bfloat16
+    y = quantised_attention(q, k, v, config=AttentionConfig())
+    (first,) = torch.autograd.grad(y.sum(), q, create_graph=True)
+    with pytest.raises(FmtsimError, match="quantised attention cannot be differentiated twice"):
+        first.sum().backward()
+
+
+def test_finite_differences():
+    """The formula without roundings is the derivative (float32 inside, so the step is large and the bound wide)."""
+    q, k, v = (t.detach().double().requires_grad_() for t in tensors((1, 3, 4), (1, 5, 4), (1, 5, 2)))
+    config = AttentionConfig(columns=2)
+    assert gradcheck(lambda *t: quantised_attention(*t, config=config), (q, k, v), eps=1e-2, atol=2e-3, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"q": "e4m3"}, ArgumentError, "AttentionConfig q='e4m3' is not a Quantizer; pass Quantizer"),
+        ({"dv": Quantizer()}, ArgumentError, r"AttentionConfig dv=.* is not a Gemm; pass Gemm\(a="),
+        ({"dp": Gemm(target="h200")}, ArgumentError, "AttentionConfig dp has more than a=, b= and unit="),
+        ({"dq": Gemm(a=FORWARD)}, FormatError, "AttentionConfig dq: a gradient has no forward values; leave source="),
+        ({"q": FORWARD}, FormatError, "AttentionConfig q has source='forward'; only products of the backward pass"),
+        ({"v": Quantizer(transforms=(Hadamard(),))}, FormatError,
+         r"AttentionConfig v has a rotation \(Hadamard 16\); q and k alone are rotated"),
+        ({"dk": Gemm(b=Quantizer(transforms=(Hadamard(axis="outer"),)))}, FormatError, "dk.b rotates the outer axis"),
+        ({"k": Quantizer(transforms=(Clamp(level=0.9, compensate=True),))}, FormatError,
+         r"AttentionConfig k has Clamp\(compensate=True\), which attention does not; leave compensate= out"),
+        ({"p": Quantizer(format=E4M3, scaling=Scaling(), gradient=ClipMask())}, FormatError,
+         "AttentionConfig p has gradient="),
+        ({"q": Quantizer(format=E4M3, scaling=Scaling(history=History()))}, FormatError,
+         "AttentionConfig q has a history, and attention remembers nothing; choose Scaling without history="),
+        ({"offset": 1.5}, ArgumentError, "AttentionConfig offset=1.5 is not a whole number"),
+        ({"columns": 0}, ArgumentError, "AttentionConfig columns=0 is not allowed; pass a whole number from 1"),
+        ({"unit": "hopper.wgma"}, ArgumentError, "hopper.wgma"),
+    ],
+)  # fmt: skip
+def test_wrong_configs_are_refused(changes, error, said):
+    with pytest.raises(error, match=said):
+        AttentionConfig(**changes)
+
+
+def test_text_and_operands():
+    config = dataclasses.replace(flash_attention_3(), dp=Gemm(a=Quantizer(format=E5M2), b=FORWARD))
+    assert str(config).endswith("on hopper.wgmma; dp of e5m2 with as in the forward pass")
+    assert str(flash_attention_3(unit=None)) == (
+        "q and k Hadamard all, random signs, e4m3, [amax of 128xall]; v e4m3, [amax of allx128]; "
+        "p e4m3, 2^8 times as large; gradients in high precision"
+    )
+    assert config.operands["dp.do"].format == E5M2 and list(config.operands)[:4] == ["q", "k", "v", "p"]
+    assert math.isclose(LOG2E, math.log2(math.e))

@@ -1,0 +1,324 @@
+"""What recipes exchange beside linear layers: attention and gated layers, on whole models, there and back."""
+
+import copy
+import dataclasses
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fmtsim
+from fmtsim.errors import ArgumentError
+from fmtsim.nn import convert, convert_attention, convert_swiglu, flash_attention_3, report, revert, set_step
+from fmtsim.recipes import Recipe, Replacement, get_recipe
+from fmtsim.recipes.serialization import load_recipe, recipe_to_dict, save_recipe
+from fmtsim.training.gpt import GPT, GPTConfig
+
+FA3 = Recipe(name="fa", attention=flash_attention_3(unit=None))
+BOTH = dataclasses.replace(get_recipe("te_current"), name="both", attention=FA3.attention)
+SMOOTH = Recipe(name="smooth", replace=(Replacement(kind="swiglu", by="SmoothSwiGLU"),))
+SMALL = {"vocab_size": 128, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "num_hidden_layers": 2,
+         "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}  # fmt: skip
+TOKENS = torch.randint(0, 128, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def gpt(seed=0):
+    return GPT(GPTConfig(context=32, width=64, layers=2, heads=2), seed)
+
+
+def loss(model):
+    return model(TOKENS[:, :-1], TOKENS[:, 1:])
+
+
+class GatedMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(32, 64, bias=False), nn.Linear(32, 64, bias=False)
+        self.down_proj, self.act_fn = nn.Linear(64, 32, bias=False), nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def gated():
+    torch.manual_seed(0)
+    return nn.Sequential(GatedMLP(), nn.LayerNorm(32), GatedMLP())
+
+
+def snapshot(model):
+    """Everything that a module holds, its class, and the identity of what it holds."""
+    return {
+        name: (type(m), {key: dict(value) if isinstance(value, dict) else value for key, value in vars(m).items()},
+               {key: id(value) for key, value in vars(m).items()})
+        for name, m in model.named_modules()
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", [FA3, BOTH], ids=["attention", "both"])
+def test_attention_of_a_recipe_and_back(recipe):
+    model = gpt()
+    model.blocks[0].attention.register_forward_hook(lambda *_: None)
+    model.blocks[1].attention.requires_grad_(False)
+    before, plain = snapshot(model), loss(model)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    convert(model, recipe=recipe, generator=1)
+    assert list(model.state_dict()) == list(weights)
+    changed = loss(model)
+    changed.backward()
+    assert changed.item() != plain.item() and changed.item() == pytest.approx(plain.item(), abs=0.05)
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    gpt(seed=7).load_state_dict(model.state_dict(), strict=True)
+    linear = loss(convert(gpt(), recipe=dataclasses.replace(recipe, attention=None))) if recipe.linear else plain
+    assert changed.item() != linear.item()  # it is the attention that differs
+    set_step(model, 3)
+    assert fmtsim.recipe_state(model) == {"recipe": recipe.name, "layers": {}}
+    model.zero_grad()
+    assert revert(model) is model
+    assert snapshot(model) == before and torch.equal(loss(model), plain)
+
+
+def test_the_attention_is_quantised_attention():
+    """A recipe's attention has the bits of convert_attention, and filter_fn chooses."""
+    one, two = convert(gpt(), recipe=FA3, generator=3), convert_attention(gpt(), FA3.attention, generator=3)
+    assert torch.equal(loss(one), loss(two))
+    first = convert(gpt(), recipe=FA3, generator=3, filter_fn=lambda m, name: "blocks.1" not in name)
+    second = convert_attention(gpt(), FA3.attention, generator=3, filter_fn=lambda m, n: n == "blocks.0.attention")
+    assert torch.equal(loss(first), loss(second)) and not torch.equal(loss(first), loss(one))
+
+
+def test_report_shows_attention_and_replacements():
+    model = convert(gpt(), recipe=BOTH, filter_fn=lambda m, name: "blocks.1" not in name)
+    rows = {row.name: row for row in report(model).rows}
+    assert rows["blocks.0.attention"].converted and rows["blocks.0.attention"].type == "Attention"
+    assert rows["blocks.0.attention"].detail == f"attention: {FA3.attention}"
+    assert not rows["blocks.1.attention"].converted and rows["blocks.1.attention"].detail == "filter_fn said no"
+    assert rows["blocks.0.attention.qkv"].converted and "attention" not in rows["blocks.0.attention.qkv"].detail
+    revert(model)
+    assert "blocks.0.attention" not in {row.name for row in report(model).rows}
+    rows = {row.name: row for row in report(convert(gated(), recipe="intel_2t")).rows}
+    assert rows["0"].detail == "Smooth-SwiGLU, a scale a token" and rows["0"].type == "GatedMLP"
+    text = str(report(convert(gpt(), recipe="intel_2t")))
+    assert (
+        "replace[0] of recipe 'intel_2t' (swiglu becomes SmoothSwiGLU, a scale a token, where there is one) found none"
+        in text
+    )
+
+
+@pytest.mark.parametrize("name", ["intel_2t", SMOOTH])
+def test_gated_layers_of_a_recipe_and_back(name):
+    model, x = gated(), torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+    before, plain = snapshot(model), model(x)
+    keys = list(model.state_dict())
+    convert(model, recipe=name, generator=0)
+    assert [type(m).__name__ for m in model] == ["SmoothGatedMLP", "LayerNorm", "SmoothGatedMLP"]
+    assert isinstance(model[0], GatedMLP) and list(model.state_dict()) == keys
+    model.state_dict(), gated().load_state_dict(model.state_dict(), strict=True)
+    if name is SMOOTH:
+        torch.testing.assert_close(model(x), plain, rtol=1e-5, atol=1e-6)
+    other = convert_swiglu(gated())
+    other = (
+        convert(other, recipe=dataclasses.replace(get_recipe(name), replace=()), generator=0)
+        if name == "intel_2t"
+        else other
+    )
+    assert torch.equal(model(x), other(x))
+    assert snapshot(revert(model)) == before and torch.equal(model(x), plain)
+
+
+def test_what_was_converted_alone_stays_after_revert():
+    model = convert(convert_attention(gpt(), FA3.attention), recipe="te_current")
+    revert(model)
+    assert fmtsim.nn.revert_attention(model) is model
+    gates = revert(convert(convert_swiglu(gated()), recipe="intel_2t"))
+    assert type(gates[0]).__name__ == "SmoothGatedMLP"
+    assert type(fmtsim.nn.revert_swiglu(gates)[0]) is GatedMLP
+
+
+def test_a_class_that_changed_after_convert_is_not_overwritten():
+    model = convert(gated(), recipe="intel_2t")
+    model[2].__class__ = type("Mine", (type(model[2]),), {})
+    before = snapshot(model)
+    with pytest.raises(ArgumentError, match="layer '2' became a Mine after it was smoothed; undo that change first"):
+        revert(model)
+    assert snapshot(model) == before
+
+
+def test_copies_and_pickles_stay_converted_and_revert():
+    for make, x in (
+        (lambda: convert(gpt(), recipe=BOTH, generator=3), None),
+        (lambda: convert(gated(), recipe=SMOOTH), True),
+    ):
+        model = make()
+        run = loss if x is None else lambda m: m(torch.ones(4, 32))
+        expected = run(make())
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(run(other), expected)
+            plain = [type(m) for m in (gpt() if x is None else gated()).modules()]
+            assert [type(m) for m in revert(other).modules()] == plain
+            assert not any("fmtsim" in key for m in other.modules() for key in vars(m))
+        assert any("fmtsim" in key for m in model.modules() for key in vars(m))  # the copies' revert left it alone
+
+
+def test_a_file_says_all_of_it(tmp_path):
+    recipe = dataclasses.replace(BOTH, replace=(Replacement(kind="swiglu", by="SmoothSwiGLU", per="channel"),))
+    save_recipe(recipe, tmp_path / "mine.json")
+    assert load_recipe(tmp_path / "mine.json") == recipe
+    assert recipe_to_dict(recipe)["replace"] == [{"kind": "swiglu", "by": "SmoothSwiGLU", "per": "channel"}]
+    assert "modules: swiglu becomes SmoothSwiGLU, a scale a channel" in str(recipe)
+
+
+def test_multihead_attention_inside_torchs_encoder():
+    """The in- and out-projections are emulated, the scores quantised, and no fused kernel is taken."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 2, 128, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0))
+    before = snapshot(model)
+    with torch.no_grad():
+        plain = model(x)
+        outs = []
+        for recipe in (FA3, BOTH, dataclasses.replace(BOTH, attention=None)):
+            outs.append(convert(model, recipe=recipe, generator=0)(x))
+            revert(model)
+        assert snapshot(model) == before and torch.equal(model(x), plain)
+    assert len({out[0, 0, 0].item() for out in (plain, *outs)}) == 4
+    for out in outs:
+        torch.testing.assert_close(out, plain, atol=0.3, rtol=0)
+
+
+def hugging_face(kind, **how):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the packages that it imports
+        hf = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
+        torch.manual_seed(0)
+        config = {
+            "llama": lambda: hf.LlamaConfig(**SMALL, num_key_value_heads=1),
+            "gpt2": lambda: hf.GPT2Config(n_embd=64, n_head=2, n_layer=2, vocab_size=128, attn_pdrop=0.0),
+            "bert": lambda: hf.BertConfig(**SMALL, attention_probs_dropout_prob=0.0),
+        }[kind]()
+        cls = {"llama": hf.LlamaForCausalLM, "gpt2": hf.GPT2LMHeadModel, "bert": hf.BertForMaskedLM}[kind]
+        return cls._from_config(config, **({"attn_implementation": "sdpa"} | how)).eval()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_hugging_face(kind):
+    model = hugging_face(kind)
+    before, plain = snapshot(model), model(TOKENS)[0]
+    convert(model, recipe=dataclasses.replace(BOTH, replace=get_recipe("intel_2t").replace), generator=0)
+    names = [row.name for row in report(model).converted if row.detail.startswith("attention")]
+    assert len(names) == 2 and all("att" in name for name in names)
+    assert sum(row.detail.startswith("Smooth") for row in report(model).rows) == (2 if kind == "llama" else 0)
+    out = model(TOKENS, labels=TOKENS)
+    out.loss.backward()
+    linear = model.get_submodule(names[0])
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in linear.parameters())
+    assert not torch.equal(out.logits, plain)
+    torch.testing.assert_close(out.logits, plain, atol=0.2, rtol=0)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    hugging_face(kind).load_state_dict(torch.load(file), strict=True)
+    model.zero_grad()
+    assert snapshot(revert(model)) == before and torch.equal(model(TOKENS)[0], plain)
+
+
+class Mixer(nn.Module):
+    """Named like nothing; its forward names the function."""
+
+    def forward(self, x):
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+class OwnAttention(nn.Module):
+    """Named like attention, and multiplies by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return torch.softmax(self.proj(x) @ x.mT, -1) @ x
+
+
+def test_a_module_that_names_the_function_is_found():
+    model, x = nn.Sequential(Mixer()), torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(0))
+    plain = model(x)
+    assert not torch.equal(convert(model, recipe=FA3)(x), plain) and torch.equal(revert(model)(x), plain)
+
+
+@pytest.mark.parametrize(
+    ("make", "how", "said"),
+    [
+        (gated, {"recipe": "fa3"},
+         r"attention= of recipe 'fa3' finds nothing to replace in Sequential: it looks for modules whose class is "
+         r"named like attention .*; convert with dataclasses.replace\(recipe, attention=None\)"),
+        (gpt, {"recipe": BOTH, "filter_fn": lambda m, n: isinstance(m, nn.Linear)},
+         r"attention= of recipe 'both' finds nothing to replace in GPT \(blocks.0.attention, blocks.1.attention: "
+         "filter_fn said no"),
+        (gpt, {"recipe": SMOOTH},
+         r"replace\[0\] of recipe 'smooth' .* finds nothing to replace in GPT: it looks for modules with linear "
+         r"gate_proj, up_proj, down_proj and act_fn=SiLU; .* Replacement\(optional=True\)"),
+        (lambda: convert_attention(gpt(), FA3.attention), {"recipe": BOTH},
+         r"attention of 'blocks.0.attention' is converted already; call revert_attention\(model\) first"),
+    ],
+)  # fmt: skip
+def test_a_replacement_that_finds_nothing_is_named_and_changes_nothing(make, how, said):
+    model = make()
+    before = snapshot(model)
+    with pytest.raises(ArgumentError, match=said):
+        convert(model, **how)
+    assert snapshot(model) == before
+
+
+def test_attention_of_another_kind_is_told_before_training():
+    hf_model = hugging_face("llama", attn_implementation="eager")
+    with pytest.raises(ArgumentError, match=r"'model.layers.0.self_attn' runs attn_implementation='eager'.*'sdpa'"):
+        convert(hf_model, recipe=FA3)
+
+
+def test_a_module_that_never_calls_the_function_is_told():
+    """Nothing stays in high precision in silence."""
+    model, x = convert(nn.Sequential(OwnAttention()), recipe=FA3), torch.ones(1, 4, 32)
+    with pytest.raises(ArgumentError, match="layer '0' ran without calling scaled_dot_product_attention, so nothing"):
+        model(x)
+    module = convert(nn.MultiheadAttention(32, 2, batch_first=True), recipe=FA3)
+    with pytest.raises(ArgumentError, match=r"call nn.MultiheadAttention with need_weights=False"):
+        module(x, x, x)
+    assert module(x, x, x, need_weights=False)[0].shape == x.shape
+    model = convert(nn.MultiheadAttention(32, 2, dropout=0.1, batch_first=True), recipe=FA3)
+    with pytest.raises(ArgumentError, match="layer '': quantised attention has no dropout, but dropout_p=0.1; pass 0"):
+        model(x, x, x, need_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: Recipe(name="a", attention="fa3"),
+            "Recipe attention='fa3' is not an AttentionConfig or None; pass fl",
+        ),
+        (lambda: Recipe(name="a", replace=(("swiglu", "SmoothSwiGLU"),)), "is not a tuple of Replacement; write repl"),
+        (lambda: Replacement(kind="relu", by="x"), "Replacement kind='relu' is unknown; choose 'swiglu'"),
+        (lambda: Replacement(kind="swiglu", by="x"), "Replacement by='x' is unknown; choose 'SmoothSwiGLU'"),
+        (
+            lambda: Replacement(kind="swiglu", by="SmoothSwiGLU", per="row"),
+            "per='row' is unknown; choose 'token' or 'c",
+        ),
+    ],
+)
+def test_wrong_records(make, said):
+    with pytest.raises(ArgumentError, match=said):
+        make()
+
+
+def test_observe_sees_attention():
+    model = convert(gpt(), recipe="fa3", generator=0)
+    with fmtsim.observe(model) as stats:
+        loss(model).backward()
+    assert list(stats["blocks.0.attention"]) == ["q", "k", "v", "p"]
+    assert stats["blocks.0.attention"]["p"].format == "e4m3" and 15 < stats["blocks.1.attention"]["q"].sqnr_db < 40
+    with fmtsim.observe(model), pytest.raises(ArgumentError, match="layer 'blocks.0.attention' is observed already"):
+        fmtsim.observe(model).__enter__()

@@ -1,0 +1,82 @@
+"""A model of a thousand modules: converted under a second, no bit of a weight changed, and back exactly."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from fmtsim.nn import convert, flash_attention_3, report, revert
+from fmtsim.recipes import get_recipe
+from fmtsim.training.gpt import Block
+
+BOTH = dataclasses.replace(get_recipe("te_current"), name="both", attention=flash_attention_3())
+
+
+def model(seed):
+    """125 blocks of eight modules each, and a little around them: 1003 modules, 501 linear layers."""
+    torch.manual_seed(seed)
+    return nn.ModuleDict(
+        {"blocks": nn.ModuleList(Block(16, 2) for _ in range(125)), "head": nn.Linear(16, 16, bias=False)}
+    )
+
+
+@pytest.fixture(scope="module")
+def big():
+    return model(0)
+
+
+def bits(module):
+    return {key: value.view(torch.int32).clone() for key, value in module.state_dict().items()}
+
+
+def everything(module):
+    """Classes, attributes, hooks, flags and the identity of all of them."""
+    return {
+        name: (type(m), {key: dict(value) if isinstance(value, dict) else value for key, value in vars(m).items()},
+               {key: id(value) for key, value in vars(m).items()})
+        for name, m in module.named_modules()
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "recipe", ["te_mxfp8", "te_nvfp4", "te_delayed", "nvfp4_switch", BOTH], ids=lambda r: getattr(r, "name", r)
+)
+def test_a_thousand_modules(recipe, big):
+    assert sum(1 for _ in big.modules()) == 1003
+    big.blocks[3].up.register_forward_hook(lambda *_: None)
+    big.blocks[4].eval().requires_grad_(False)
+    weights, before, keys = bits(big), everything(big), list(big.state_dict())
+    with torch.no_grad():
+        plain = big.blocks[7](torch.ones(1, 16, 16))
+    began = time.process_time()  # of this process: what else runs on the machine does not count
+    convert(big, recipe=recipe, total_steps=10)
+    seconds = time.process_time() - began
+    assert seconds < 1.0
+    assert len(report(big).converted) > 400
+    with torch.no_grad():
+        assert not torch.equal(big.blocks[7](torch.ones(1, 16, 16)), plain)
+    assert list(big.state_dict()) == keys
+    assert all(torch.equal(value, weights[key]) for key, value in bits(big).items())
+    other = model(1)
+    other.load_state_dict(big.state_dict(), strict=True)
+    assert all(torch.equal(value, weights[key]) for key, value in bits(other).items())
+    big.load_state_dict(other.state_dict(), strict=True)
+    began = time.process_time()
+    revert(big)
+    assert time.process_time() - began < 1.0
+    assert everything(big) == before and all(torch.equal(value, weights[key]) for key, value in bits(big).items())
+
+
+def test_the_comparison_sees_a_flag_a_hook_and_an_object(big):
+    before = everything(big)
+    handle = big.blocks[0].down.register_forward_hook(lambda *_: None)
+    assert everything(big) != before
+    handle.remove()
+    assert everything(big) == before
+    eps = big.blocks[0].norm1.eps
+    big.blocks[0].norm1.eps = 2 * eps
+    assert everything(big) != before
+    big.blocks[0].norm1.eps = eps
+    assert everything(big) == before
