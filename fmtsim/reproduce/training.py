@@ -54,10 +54,13 @@ def underflow(tell: Tell, *, format: str, scale: float, gradient: float, steps: 
     losses = {name: _trained(x, target, fmt, factor, gradient, steps) for name, (fmt, factor) in runs.items()}
     start, end = losses["fp32"][0], losses["fp32"][-1]
     small = quantize(torch.tensor([1e-7, 2e-8]), format)
+    sizes = torch.exp2(torch.arange(-60, 1).float())
+    lost = sizes[quantize(sizes * scale, format) == 0]
     return Measured(
         numbers={
             "1e-7 becomes": float(small[0]),
             "2e-8 becomes": float(small[1]),
+            "largest power of two lost, log2": math.log2(float(lost.max())) if lost.numel() else math.nan,
             "progress without scaling": (start - losses["plain"][-1]) / (start - end),
             "progress with scaling": (start - losses["scaled"][-1]) / (start - end),
         },
@@ -129,6 +132,7 @@ CLAIMS = (
         expected=(
             near("1e-7 becomes", 2.0**-23, 0.0, "formula"),
             exactly("2e-8 becomes", 0.0),
+            exactly("largest power of two lost, log2", -41.0),
             Expected(name="progress without scaling", low=-0.01, high=0.01, published=0.0, origin="formula"),
             near("progress with scaling", 1.0, 0.001, "formula"),
         ),
