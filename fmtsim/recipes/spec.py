@@ -30,6 +30,10 @@ class Steps:
                 raise ArgumentError(
                     f"Steps {name}={value!r} is not allowed; pass a step from 0, or a fraction of the run such as 0.82"
                 )
+        if type(self.last) is type(self.first) and self.last <= self.first:
+            raise ArgumentError(
+                f"Steps first={self.first}, last={self.last} hold no step; last is the step behind the last one"
+            )
 
     def holds(self, step: int, total: int | None) -> bool:
         """Say whether a step, counted from 0, lies in the stretch; fractions need the number of all steps.
@@ -119,6 +123,11 @@ class Rule:
         return f"{self.where}: {'high precision' if self.use is None else self.use}"
 
 
+def _are_words(value: object, count: int | None = None) -> bool:
+    right = isinstance(value, tuple) and all(isinstance(word, str) and word for word in value)
+    return right and count in (None, len(value))  # type: ignore[arg-type]
+
+
 def _share(blocks: int | float) -> str:
     return f"{blocks:.0%} of the" if isinstance(blocks, float) else str(blocks)
 
@@ -190,7 +199,7 @@ class Recipe:
         attention: How attention runs; None leaves it in high precision.
         autocast: Dtype that everything else runs in under ``torch.autocast``, None for the model's own.
         loss_scale: Scaling of the loss, or None.
-        replace: Modules that a recipe exchanges, ``(class name, replacement)`` from ``fmtsim.nn.REPLACEMENTS``.
+        replace: Modules of the scheme, ``(what, class of fmtsim.nn)``; shown by tables, exchanged by calls of their own.
         variant: What sets it apart from its namesakes: ``"paper"`` or ``"code"``, or empty.
         aliases: Other names.
         source: Where it is defined, with the version that was read.
@@ -219,6 +228,12 @@ class Recipe:
         wrong = [rule for rule in self.rules if not isinstance(rule, Rule)] if isinstance(self.rules, tuple) else [0]
         if wrong:
             raise ArgumentError(f"Recipe rules={self.rules!r} is not a tuple of Rule; write rules=(Rule(...),)")
+        pairs = isinstance(self.replace, tuple) and all(_are_words(pair, 2) for pair in self.replace)
+        if not pairs or not _are_words(self.aliases):
+            raise ArgumentError(
+                f"Recipe replace={self.replace!r}, aliases={self.aliases!r}: write replace=((class, replacement), ...) "
+                "and aliases=(name, ...)"
+            )
         for name, allowed in (("autocast", (None, "bfloat16", "float16")), ("variant", ("", "paper", "code"))):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(

@@ -28,7 +28,8 @@ def clamping(
     seed: int,
 ) -> Measured:
     """Measure the signal-to-noise ratio of heavy-tailed numbers in four bits, as they are and clamped."""
-    base, found, ordered = dataclasses.replace(operand(recipe, "x_f"), then=None), {}, True
+    base, ordered = dataclasses.replace(operand(recipe, "x_f"), then=None), True
+    found: dict[str, float] = {}
     for i, distribution in enumerate(distributions):
         x = draw(distribution, shape[0] * shape[1], seed).reshape(shape)
         numbers = {"not clamped, dB": _ratio(x, base, ())}
