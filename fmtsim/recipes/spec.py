@@ -199,7 +199,7 @@ class Recipe:
         attention: How attention runs; None leaves it in high precision.
         autocast: Dtype that everything else runs in under ``torch.autocast``, None for the model's own.
         loss_scale: Scaling of the loss, or None.
-        replace: Modules of the scheme, ``(what, class of fmtsim.nn)``; shown by tables, exchanged by calls of their own.
+        replace: Modules of the scheme, ``(what, class of fmtsim.nn)``; in its table; calls of their own exchange them.
         variant: What sets it apart from its namesakes: ``"paper"`` or ``"code"``, or empty.
         aliases: Other names.
         source: Where it is defined, with the version that was read.
