@@ -77,7 +77,10 @@ def logarithmic(tell: Tell, *, rows: int, block: int, gammas: tuple[int, ...], s
         ratio = decibels(relative_error(x, quantize(x, rows_of)))
         numbers[f"lns8, gamma {gamma}, dB"] = ratio
         curve.append((float(gamma), ratio))
-    return Measured(numbers=numbers, curves={"lns8": curve}, axes=("steps an octave", "SQNR, dB"), logarithmic="x")
+    others = ("logfmt10", "logfmt8", "e4m3", "e5m2")
+    curves = {"lns8": curve} | {name: [(float(gamma), numbers[f"{name}, dB"]) for gamma in gammas] for name in others}
+    axes = ("steps of lns8 in an octave", "signal to noise, dB")
+    return Measured(numbers=numbers, curves=curves, axes=axes, logarithmic="x")
 
 
 def phases(tell: Tell, *, shape: tuple[int, int], decades: float, seed: int) -> Measured:
