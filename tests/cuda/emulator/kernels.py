@@ -23,7 +23,7 @@ from fmtsim.cuda import runtime
 COMPILER = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 HERE = Path(__file__).parent
 FLAGS = [
-    "-std=c++17", "-O1", "-ffp-contract=off", "-frounding-math", "-fno-strict-aliasing", "-fwrapv", "-fPIC", "-shared",
+    "-std=c++17", "-Og", "-ffp-contract=off", "-frounding-math", "-fno-strict-aliasing", "-fwrapv", "-fPIC", "-shared",
     "-w", "-fvisibility=hidden", *(["-march=native"] if platform.machine() == "x86_64" else []),
 ]  # fmt: skip
 KINDS = ("an integer", "a floating-point number", "a pointer", "a structure")
