@@ -65,8 +65,11 @@ def test_failed_runs_are_counted(monkeypatch):
 
     monkeypatch.setattr(gpts, "trained", losses(table))
     found = mantissa(lambda part: None, recipes=("amp_bf16", "e8m3"), rates=(1.0, 2.0), seeds=(0, 1), failed=3.0)
-    assert (found.numbers["amp_bf16, failed runs"], found.numbers["e8m3, failed runs"]) == (0, 2)
-    assert found.numbers["fewer bits, higher loss"] == 1.0
+    assert (found.numbers["amp_bf16, failed runs in %"], found.numbers["e8m3, failed runs in %"]) == (0, 50)
+    assert found.numbers["fewer bits, no fewer failures"] == 1.0
+    assert found.numbers["loss of e8m3 over amp_bf16's, %"] == pytest.approx(5.0)
+    swapped = mantissa(lambda part: None, recipes=("e8m3", "amp_bf16"), rates=(1.0, 2.0), seeds=(0, 1), failed=3.0)
+    assert swapped.numbers["fewer bits, no fewer failures"] == 0.0
     assert found.curves["e8m3"] == [(1.0, 2.1), (2.0, math.inf)]
 
 
