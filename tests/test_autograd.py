@@ -264,6 +264,7 @@ def test_compiled_results_have_the_bits_of_eager_ones(case):
     check(case, compiled(TRACED[case])(x), TRACED[case](x))
 
 
+@pytest.mark.slow
 def test_inductor():
     x = normal(4, 64)
     for case in ("block", "stochastic"):

@@ -24,10 +24,11 @@ def get_recipe(recipe: str | Path | Recipe) -> Recipe:
     known = _by_name() | _registered
     if isinstance(recipe, str) and recipe in known:
         return known[recipe]
-    close = difflib.get_close_matches(str(recipe), known, n=2, cutoff=0.4)
+    close = difflib.get_close_matches(str(recipe).strip().lower(), known, n=2, cutoff=0.4)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     raise ArgumentError(
-        f"recipe={recipe!r} is unknown{hint} (fmtsim.list_recipes() has the names; a file ends in .json)"
+        f"recipe={recipe!r} is unknown{hint} (fmtsim.list_recipes() or fmtsim train --recipe list has the names; "
+        "a file ends in .json)"
     )
 
 

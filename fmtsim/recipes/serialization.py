@@ -1,11 +1,14 @@
 """Recipes as JSON: records as objects without their defaults, formats by name where they are catalogued."""
 
+import contextlib
 import dataclasses
 import json
+import reprlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.errors import ArgumentError, FmtsimError, FormatError
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.serialization import format_from_dict, format_to_dict
@@ -42,6 +45,7 @@ _RECORDS: dict[str, tuple[type, ...]] = {
 }
 _FORMATS = ("format", "scale", "rounded")
 _MACHINES = ("unit", "plan", "target")
+_LISTS = ("rules", "transforms")
 
 
 def recipe_to_dict(record: Any) -> dict[str, Any]:
@@ -81,40 +85,68 @@ def recipe_from_dict(record: dict[str, Any]) -> Recipe:
 
     Raises:
         ArgumentError: A field that no record has, or one of another type; it names the way to the field.
-        FormatError: A format, rounding or scale rule that does not exist.
+        FormatError: A format, rounding or scale rule that does not exist; likewise.
     """
     return _record(Recipe, record, "recipe")  # type: ignore[no-any-return]
 
 
+@contextlib.contextmanager
+def _located(path: str) -> Iterator[None]:
+    """Put the way to a field before what its record says is wrong."""
+    try:
+        yield
+    except FmtsimError as error:
+        raise type(error)(f"{path}: {error}") from None
+    except TypeError as error:
+        raise ArgumentError(f"{path}: {error}") from None
+
+
 def _record(cls: type, record: Any, path: str) -> Any:
     if not isinstance(record, dict):
-        raise ArgumentError(f"{path}: {record!r} is not an object; write the fields of a {cls.__name__}")
-    known = {field.name for field in dataclasses.fields(cls)}
+        what = reprlib.repr(record)
+        raise ArgumentError(f"{path}: {what} is not an object; write the fields of a {cls.__name__}, {{...}}")
+    fields = dataclasses.fields(cls)
+    known = {field.name for field in fields}
     unknown = [name for name in record if name not in known]
     if unknown:
         raise ArgumentError(f"{path}: a {cls.__name__} has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    absent = [field.name for field in fields if field.default is dataclasses.MISSING and field.name not in record]
+    if absent:
+        raise ArgumentError(f"{path}: a {cls.__name__} needs {' and '.join(map(repr, absent))}")
     values = {name: _value(name, value, f"{path}.{name}") for name, value in record.items()}
-    try:
+    with _located(path):
         return cls(**values)
-    except TypeError as error:
-        raise ArgumentError(f"{path}: {error}") from None
 
 
 def _value(name: str, value: Any, path: str) -> Any:
     if value is None:
         return None
-    if name in _FORMATS:
-        return get_format(value) if isinstance(value, str) else format_from_dict(value)
-    if name in _MACHINES:
-        return record_from_dict(value) if isinstance(value, dict) else value
+    if name in _LISTS and not isinstance(value, list):
+        raise ArgumentError(f"{path}: {reprlib.repr(value)} is not a list; write [...]")
     if isinstance(value, list):
-        return tuple(_value(name, item, f"{path}[{i}]") for i, item in enumerate(value))
-    if name not in _RECORDS or not isinstance(value, dict):
+        return tuple(_item(name, item, f"{path}[{i}]") for i, item in enumerate(value))
+    return _item(name, value, path)
+
+
+def _item(name: str, value: Any, path: str) -> Any:
+    if name in _FORMATS:
+        if not isinstance(value, str | dict):
+            raise ArgumentError(
+                f"{path}: {reprlib.repr(value)} is no format; write its name, or the fields of its record"
+            )
+        with _located(path):
+            return get_format(value) if isinstance(value, str) else format_from_dict(value)
+    if name in _MACHINES:
+        with _located(path):
+            return record_from_dict(value) if isinstance(value, dict) else value
+    if isinstance(value, list):
+        return tuple(value)
+    if name not in _RECORDS or not isinstance(value, dict | str):
         return value
     kinds = {cls.__name__: cls for cls in _RECORDS[name]}
     if len(kinds) == 1:
         return _record(next(iter(kinds.values())), value, path)
-    fields = dict(value)
+    fields = dict(value) if isinstance(value, dict) else {"kind": value}
     kind = fields.pop("kind", None)
     if kind not in kinds:
         raise ArgumentError(f"{path}: kind={kind!r} is unknown; choose one of {', '.join(kinds)}")
@@ -127,9 +159,9 @@ def save_recipe(recipe: Recipe, path: str | Path) -> None:
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """Read a recipe from a JSON file; raise ArgumentError where it is none."""
+    """Read a recipe from a JSON file; raise what ``recipe_from_dict`` does, and ArgumentError where it is no JSON."""
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ArgumentError(f"{path} is no recipe file: {error}") from None
-    return recipe_from_dict(record)
+    return _record(Recipe, record, f"{path}: recipe")  # type: ignore[no-any-return]

@@ -28,6 +28,10 @@ class Steps:
                 raise ArgumentError(
                     f"Steps {name}={value!r} is not allowed; pass a step from 0, or a fraction of the run such as 0.82"
                 )
+        if type(self.last) is type(self.first) and self.last <= self.first:
+            raise ArgumentError(
+                f"Steps first={self.first}, last={self.last} hold no step; last is the step behind the last one"
+            )
 
     def holds(self, step: int, total: int | None) -> bool:
         """Say whether a step, counted from 0, lies in the stretch; fractions need the number of all steps.
@@ -117,6 +121,11 @@ class Rule:
 
     def __str__(self) -> str:
         return f"{self.where}: {'high precision' if self.use is None else self.use}"
+
+
+def _are_words(value: object, count: int | None = None) -> bool:
+    right = isinstance(value, tuple) and all(isinstance(word, str) and word for word in value)
+    return right and count in (None, len(value))  # type: ignore[arg-type]
 
 
 def _share(blocks: int | float) -> str:
@@ -244,6 +253,8 @@ class Recipe:
                 f"Recipe replace={self.replace!r} is not a tuple of Replacement; "
                 "write replace=(Replacement(kind='swiglu', by='SmoothSwiGLU'),)"
             )
+        if not _are_words(self.aliases):
+            raise ArgumentError(f"Recipe aliases={self.aliases!r} is not a tuple of names; write aliases=(name, ...)")
         for name, allowed in (("autocast", (None, "bfloat16", "float16")), ("variant", ("", "paper", "code"))):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(

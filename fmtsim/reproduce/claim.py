@@ -63,6 +63,7 @@ class Measured:
         axes: What the curves' x and y are.
         logarithmic: Which axes are, of ``"x"`` and ``"y"``.
         ticks: Names of the places 0, 1, 2, ... on the x axis, where they are no numbers.
+        steps: The curves stay where they are until the next point.
     """
 
     numbers: Mapping[str, float]
@@ -70,6 +71,7 @@ class Measured:
     axes: tuple[str, str] = ("", "")
     logarithmic: str = ""
     ticks: tuple[str, ...] = ()
+    steps: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

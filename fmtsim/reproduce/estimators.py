@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from fmtsim.formats.block import with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.config import LinearConfig
 from fmtsim.quantize import quantize
@@ -79,6 +80,7 @@ def quest(tell: Tell, *, phases: int, shape: tuple[int, int], seed: int) -> Meas
     """Measure Quartet's two quantisers, averaged over the place of the standard deviation between powers of two."""
     forward, backward = operand("quartet", "x_f"), operand("quartet", "g_d")
     curves: dict[str, list[tuple[float, float]]] = {"forward (QuEST)": [], "backward (stochastic)": []}
+    rules: dict[str, list[float]] = {"floor": [], "even": []}
     slopes, largest = [], 0.0
     for i in range(phases):
         sigma = 2.0 ** (i / phases)
@@ -86,6 +88,8 @@ def quest(tell: Tell, *, phases: int, shape: tuple[int, int], seed: int) -> Meas
         first, second = through(x, forward, seed + i), through(x, backward, seed + i)
         curves["forward (QuEST)"].append((sigma, relative_error(*first)))
         curves["backward (stochastic)"].append((sigma, relative_error(*second)))
+        for rule, errors in rules.items():
+            errors.append(relative_error(x, quantize(x, with_block(get_format("mxfp4"), None, rule))))  # type: ignore[arg-type]
         slopes.append(slope_of(*second))
         largest = max(largest, _largest_scaled(second[0], backward))
         tell((i + 1) / phases)
@@ -95,6 +99,7 @@ def quest(tell: Tell, *, phases: int, shape: tuple[int, int], seed: int) -> Meas
             "error, forward": mean["forward (QuEST)"],
             "least over phases": min(error for _, error in curves["forward (QuEST)"]),
             "largest over phases": max(error for _, error in curves["forward (QuEST)"]),
+            **{f"error, MXFP4 {rule}": sum(errors) / phases for rule, errors in rules.items()},
             "error, backward": mean["backward (stochastic)"],
             "slope, backward": sum(slopes) / phases,
             "largest |x / s|, backward": largest,
@@ -194,6 +199,8 @@ CLAIMS = (
             near("error, forward", 0.0223, 0.03),
             near("least over phases", 0.016, 0.05),
             near("largest over phases", 0.030, 0.05),
+            near("error, MXFP4 floor", 0.0134, 0.02),
+            near("error, MXFP4 even", 0.0126, 0.02),
             near("error, backward", 0.0282, 0.03),
             near("slope, backward", 1.0, 0.001),
             Expected(name="largest |x / s|, backward", low=5.9, high=6.0, published=6.0, origin="formula"),

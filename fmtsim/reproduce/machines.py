@@ -36,7 +36,7 @@ def accumulation(
         points["normal, rms"].append((float(every or k), rms))
         tell((i + 1) / len(promote))
     curves = {name: sorted(curve) for name, curve in points.items()}
-    axes = ("products between promotions", "relative error")
+    axes = (f"products between promotions ({k}: never)", "relative error")
     return Measured(numbers=numbers, curves=curves, axes=axes, logarithmic="xy")
 
 

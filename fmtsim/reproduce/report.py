@@ -1,9 +1,10 @@
 """Tables of results: aligned text, Markdown, and plots of curves."""
 
 import math
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fmtsim.reproduce.claim import Claim, Expected
 from fmtsim.reproduce.run import Result
@@ -11,6 +12,7 @@ from fmtsim.reproduce.run import Result
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+DASHES = ("-", "--", "-.", ":")  # what lies on one curve shows below the next
 HEADER = ("claim", "number", "published", "ours", "pass", "seconds")
 
 
@@ -69,17 +71,22 @@ def plot_result(result: Result, path: str | Path | None = None) -> "Figure | Non
     for i, (label, points) in enumerate(measured.curves.items()):
         marker = "o" if len(points) < 40 else ""
         x, y = zip(*points, strict=True)
-        axes.plot(x, y, label=label, color=COLOURS[i % len(COLOURS)], marker=marker, linewidth=1.8)
+        look: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)]}
+        look |= {"drawstyle": "steps-post"} if measured.steps else {}
+        axes.plot(x, y, label=label, marker=marker, markersize=4, linewidth=1.8, **look)
     if "x" in measured.logarithmic:
         axes.set_xscale("log", base=2)
     if "y" in measured.logarithmic:
-        axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        axes.set_yscale("log", base=2 if low > 0 and high < 1000 * low or measured.steps else 10)
     if measured.ticks:
         axes.set_xticks(range(len(measured.ticks)), measured.ticks)
     axes.set_xlabel(measured.axes[0])
     axes.set_ylabel(measured.axes[1])
-    axes.set_title(result.claim.says, fontsize=10, wrap=True)
-    axes.legend(frameon=False)
+    says = result.claim.says
+    axes.set_title(textwrap.fill(says[0].upper() + says[1:], 88), fontsize=10, loc="left")
+    if len(measured.curves) > 1:
+        axes.legend(frameon=False)
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure

@@ -11,7 +11,7 @@ from fmtsim.gemm.prepare import prepare, transformed
 from fmtsim.ops import RandomKey
 from fmtsim.scaling.quantizer import Quantizer
 
-DISTRIBUTIONS = ("uniform", "gauss", "laplace", "t5", "t3")
+DISTRIBUTIONS = ("uniform", "gauss", "laplace", "t5", "t3", "rare")
 
 
 def generator(seed: int) -> torch.Generator:
@@ -25,7 +25,10 @@ def normal(rows: int, columns: int, seed: int) -> Tensor:
 
 
 def draw(distribution: str, count: int, seed: int) -> Tensor:
-    """Return independent numbers of a distribution, float32; ``t3`` and ``t5`` are Student's of so many degrees."""
+    """Return independent numbers of a distribution, float32; ``t3`` and ``t5`` are Student's of so many degrees.
+
+    ``rare`` is normal, with one number in a thousand fifty times as large.
+    """
     source = generator(seed)
     if distribution == "uniform":
         return torch.rand(count, generator=source) * 2 - 1
@@ -34,6 +37,9 @@ def draw(distribution: str, count: int, seed: int) -> Tensor:
     if distribution == "laplace":
         u = torch.rand(count, generator=source, dtype=torch.float64) - 0.5
         return (-u.sign() * torch.log1p(-2 * u.abs())).float()
+    if distribution == "rare":
+        x = torch.randn(count, generator=source)
+        return torch.where(torch.rand(count, generator=source) < 1e-3, 50 * x, x)
     if distribution in ("t3", "t5"):
         degrees = int(distribution[1:])
         z = torch.randn(degrees + 1, count, generator=source, dtype=torch.float64)

@@ -56,8 +56,9 @@ def history(tell: Tell, *, recipe: str, length: int, sizes: tuple[float, ...]) -
             "last factor": factors[-1],
         },
         curves={"factor": [(float(i), factor) for i, factor in enumerate(factors)]},
-        axes=("step", "factor of the elements"),
+        axes=("step", "factor that elements are multiplied by"),
         logarithmic="y",
+        steps=True,
     )
 
 

@@ -43,26 +43,30 @@ def schedule(tell: Tell, *, recipe: str, bad_steps: tuple[int, ...], steps: int)
         "weights moved in clean steps alone": float(kept),
     }
     axes = ("step", "loss scale")
-    return Measured(numbers=numbers, curves={recipe: curve}, axes=axes, logarithmic="y")
+    return Measured(numbers=numbers, curves={recipe: curve}, axes=axes, logarithmic="y", steps=True)
 
 
 def underflow(tell: Tell, *, format: str, scale: float, gradient: float, steps: int, seed: int) -> Measured:
     """Train one layer on gradients far below a format's smallest number, with a loss scale and without."""
     source = generator(seed)
     x, target = torch.randn(32, 8, generator=source), torch.randn(32, 8, generator=source)
-    runs: dict[str, tuple[str | None, float]] = {"fp32": (None, 1.0), "plain": (format, 1.0), "scaled": (format, scale)}
+    plain, scaled = f"{format}, loss as it is", f"{format}, loss times {scale:g}"
+    runs: dict[str, tuple[str | None, float]] = {"fp32": (None, 1.0), plain: (format, 1.0), scaled: (format, scale)}
     losses = {name: _trained(x, target, fmt, factor, gradient, steps) for name, (fmt, factor) in runs.items()}
     start, end = losses["fp32"][0], losses["fp32"][-1]
     small = quantize(torch.tensor([1e-7, 2e-8]), format)
+    sizes = torch.exp2(torch.arange(-60, 1).float())
+    lost = sizes[quantize(sizes * scale, format) == 0]
     return Measured(
         numbers={
             "1e-7 becomes": float(small[0]),
             "2e-8 becomes": float(small[1]),
-            "progress without scaling": (start - losses["plain"][-1]) / (start - end),
-            "progress with scaling": (start - losses["scaled"][-1]) / (start - end),
+            "largest power of two lost, log2": math.log2(float(lost.max())) if lost.numel() else math.nan,
+            "progress without scaling": (start - losses[plain][-1]) / (start - end),
+            "progress with scaling": (start - losses[scaled][-1]) / (start - end),
         },
         curves={name: [(float(i), value) for i, value in enumerate(values)] for name, values in losses.items()},
-        axes=("step", "loss"),
+        axes=("step", "mean squared error"),
     )
 
 
@@ -129,6 +133,7 @@ CLAIMS = (
         expected=(
             near("1e-7 becomes", 2.0**-23, 0.0, "formula"),
             exactly("2e-8 becomes", 0.0),
+            exactly("largest power of two lost, log2", -41.0),
             Expected(name="progress without scaling", low=-0.01, high=0.01, published=0.0, origin="formula"),
             near("progress with scaling", 1.0, 0.001, "formula"),
         ),

@@ -51,7 +51,7 @@ class _MuGPT(nn.Module):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
-def _text(count: int, length: int, seed: int) -> Tensor:
+def text(count: int, length: int, seed: int) -> Tensor:
     """Return sequences in which a token follows from the two before it by a fixed table, with one in ten at random."""
     source = generator(seed)
     table = torch.randint(_VOCABULARY, (_VOCABULARY, 8), generator=generator(12345))
@@ -82,7 +82,7 @@ def _trained(width: int, lr: float, recipe: str | None, how: dict[str, Any]) -> 
     momenta: dict[Tensor, Tensor] = {}
     losses = []
     for step in range(how["steps"]):
-        tokens = _text(how["batch"], 33, how["seed"] + 1 + step)
+        tokens = text(how["batch"], 33, how["seed"] + 1 + step)
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         if not loss.isfinite():
             return math.inf

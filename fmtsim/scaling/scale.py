@@ -117,6 +117,9 @@ class Scaling:
         _one_of("Scaling power_of_two", self.power_of_two, (None, *get_args(PowerOfTwo)))
         _one_of("Scaling scale_rounding", self.scale_rounding, ("nearest_even", "stochastic"))
         _one_of("Scaling metric", self.metric, ("mae", "mse"))
+        sizes = self.block if isinstance(self.block, tuple) and len(self.block) == 2 else (0, 0)
+        possible = all(size is None or (type(size) is int and size > 0) for size in sizes)
+        _require(possible, f"Scaling block={self.block!r}", "(outer, inner), whole numbers from 1, or None for all")
         for name in ("factor", "top", "multiplier"):
             _positive(f"Scaling {name}", getattr(self, name))
         for value in (*self.candidates, *self.allowed):

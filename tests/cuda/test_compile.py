@@ -1,6 +1,5 @@
 """Every kernel compiles for every architecture, without a GPU."""
 
-import collections
 import functools
 
 import pytest
@@ -11,8 +10,8 @@ from fmtsim.cuda import runtime, warm
 REASON = runtime.why_not_compiling()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
+FILES = sorted(path.name for path in runtime.KERNELS.glob("*.cu"))
 ALWAYS = ("sm_80", "sm_90", "sm_100a", "sm_120a")
-SAMPLES = 4  # programs of a file that are compiled by default
 TOGETHER = 4  # programs compiled in one test
 
 
@@ -25,20 +24,16 @@ def capability(arch):
 def programs(module, arch):
     """Return the files and macros of a module with the kernels of each: those compiled by default, and the rest.
 
-    By default the first program of a file is compiled for all of the usual architectures, and a few others for one of
-    them each, in turn.
+    By default the first program of each file is compiled, for one of the usual architectures in turn.
     """
     found = {}
     for file, name, defines in warm.variants_of(module, capability(arch)):
         found.setdefault((file, defines), set()).add(name)
-    counts = collections.Counter(file for file, _ in found)
-    places = collections.Counter()
-    usual, rest = {}, {}
+    usual, rest, seen = {}, {}, set()
     for (file, defines), names in found.items():
-        sample, between = divmod(places[file], -(-counts[file] // SAMPLES))
-        first, turn = places[file] == 0, between == 0 and ALWAYS[sample % len(ALWAYS)] == arch
-        places[file] += 1
-        (usual if arch in ALWAYS and (first or turn) else rest)[file, defines] = names
+        turn = ALWAYS[FILES.index(file) % len(ALWAYS)] == arch
+        (usual if turn and file not in seen else rest)[file, defines] = names
+        seen.add(file)
     return list(usual.items()), list(rest.items())
 
 
@@ -60,8 +55,9 @@ def test_kernels_compile(module, arch, which, first):
 
 
 def test_every_file_of_kernels_is_compiled():
-    files = {file for arch in ALWAYS for file, _, _ in warm.variants(capability(arch))}
-    assert files == {path.name for path in runtime.KERNELS.glob("*.cu")}
+    pairs = [(module, arch) for module in warm.sources() for arch in ALWAYS]
+    usual = {file for module, arch in pairs for (file, _), _ in programs(module, arch)[0]}
+    assert usual == set(FILES)
 
 
 @pytest.mark.skipif(not fmtsim.cuda.available(), reason="needs a GPU")

@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fmtsim.nn import SmoothSwiGLU, convert, flash_attention_3, recipe_state
-from fmtsim.recipes import Recipe
+from fmtsim.recipes import Recipe, get_recipe
 from fmtsim.scaling import repeats
+from fmtsim.scaling.history import DelayedScale, FrozenScale
 from fmtsim.scaling.repeats import Calls
 
 ATTENTION = Recipe(name="attention", attention=flash_attention_3(unit=None))
@@ -191,3 +192,20 @@ def test_delayed_smooth_scales(reentrant):
     with torch.no_grad():
         layer(batch(9) * 100)
     assert torch.equal(layer.previous, before)
+
+
+def test_kernels_work_on_the_memory_itself_where_no_checkpoint_is():
+    quantizer = get_recipe("te_delayed").linear.operands["x_f"]
+    memory = DelayedScale(quantizer)
+    learning, compiled = memory.learning(compiled=False), memory.learning(compiled=True)
+    seen = []
+
+    def stretch(x):
+        seen.append((learning.direct(), compiled.direct()))
+        return x.sin().cos()
+
+    x = torch.ones(4, requires_grad=True)
+    stretch(x)
+    checkpoint(stretch, x, use_reentrant=False).sum().backward()
+    assert seen[0] == (memory, memory) and seen[1] == (None, memory)
+    assert seen[2][0] is None and type(seen[2][1]) is FrozenScale  # run again in the backward pass

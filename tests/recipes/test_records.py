@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import fmtsim
-from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.errors import ArgumentError, FmtsimError, FormatError
 from fmtsim.gemm.config import Gemm, LinearConfig
 from fmtsim.recipes import LossScale, Recipe, Rule, Steps, diff, get_recipe, list_recipes
 from fmtsim.recipes.catalogue import RECIPES
@@ -109,7 +109,11 @@ def test_the_page_of_recipes_is_written_from_the_records():
     ("name", "said"),
     [
         ("quartett", "recipe='quartett' is unknown; did you mean quartet"),
-        ("no such thing", r"is unknown.*fmtsim.list_recipes\(\) has the names; a file ends in .json"),
+        ("TE_NVFP4 ", "recipe='TE_NVFP4 ' is unknown; did you mean te_nvfp4"),
+        (
+            "no such thing",
+            r"is unknown.*list_recipes\(\) or fmtsim train --recipe list has the names; a file ends in .j",
+        ),
         (7, "recipe=7 is unknown"),
     ],
 )
@@ -123,15 +127,30 @@ def test_an_unknown_name_lists_its_neighbours(name, said):
     [
         ("not json", ArgumentError, "is no recipe file"),
         ('{"name": "a", "lines": 1}', ArgumentError, "recipe: a Recipe has no field 'lines'; it has aliases"),
-        ('{"aliases": []}', ArgumentError, "recipe: .*missing 1 required keyword-only argument: 'name'"),
+        ('{"aliases": []}', ArgumentError, "wrong.json: recipe: a Recipe needs 'name'"),
         ("[1]", ArgumentError, r"recipe: \[1\] is not an object; write the fields of a Recipe"),
         ('{"name": "a", "linear": {"fprop": {"a": {"format": "e4m9x"}}}}', FormatError, "e4m9x"),
         ('{"name": "a", "linear": {"fprop": {"a": {"scalling": 1}}}}', ArgumentError,
          "recipe.linear.fprop.a: a Quantizer has no field 'scalling'"),
         ('{"name": "a", "linear": {"fprop": {"a": {"transforms": [{"kind": "Fourier"}]}}}}', ArgumentError,
          r"recipe.linear.fprop.a.transforms\[0\]: kind='Fourier' is unknown; choose one of Hadamard, Clamp"),
-        ('{"name": "a", "linear": 3}', ArgumentError, "Recipe linear=3 is not a LinearConfig or None"),
-        ('{"name": "a", "rules": {"name": "x"}}', ArgumentError, "is not a tuple of Rule"),
+        ('{"name": "a", "linear": 3}', ArgumentError, "recipe: Recipe linear=3 is not a LinearConfig or None"),
+        ('{"name": "a", "linear": "te_current"}', ArgumentError,
+         "recipe.linear: 'te_current' is not an object; write the fields of a LinearConfig"),
+        ('{"name": "a", "rules": {"name": "x"}}', ArgumentError, r"recipe.rules: {'name': 'x'} is not a list; write"),
+        ('{"name": "a", "rules": [{}]}', ArgumentError, r"wrong.json: recipe.rules\[0\]: a Rule that fits every layer"),
+        ('{"name": "a", "linear": {"fprop": {"a": {"format": 4}}}}', ArgumentError,
+         "recipe.linear.fprop.a.format: 4 is no format; write its name"),
+        ('{"name": "a", "linear": {"fprop": {"a": {"format": "nvpf4"}}}}', FormatError,
+         "recipe.linear.fprop.a.format: unknown format 'nvpf4'; did you mean 'nvfp4'"),
+        ('{"name": "a", "linear": {"fprop": {"unit": "hoper.wgmma"}}}', ArgumentError,
+         "recipe.linear.fprop: unknown unit 'hoper.wgmma'; did you mean 'hopper.wgmma'"),
+        ('{"name": "a", "linear": {"fprop": {"plan": {"promote_every": 128}}}}', FmtsimError,
+         "recipe.linear.fprop.plan: kind=None is not a kind"),
+        ('{"name": "a", "linear": {"fprop": {"a": {"rounding": {"mode": "stochastik"}}}}}', FormatError,
+         "recipe.linear.fprop.a.rounding: unknown rounding 'stochastik'; did you mean 'stochastic'"),
+        ('{"name": "a", "linear": {"fprop": {"a": {"format": "e4m3", "scaling": {"block": "1x128"}}}}}', FormatError,
+         "recipe.linear.fprop.a.scaling: Scaling block='1x128' is not allowed; choose .outer, inner."),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_told_where(text, error, said, tmp_path):
@@ -139,6 +158,12 @@ def test_a_wrong_file_is_told_where(text, error, said, tmp_path):
     path.write_text(text)
     with pytest.raises(error, match=said):
         get_recipe(path)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "bits.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ArgumentError, match="bits.json is no recipe file: 'utf-8' codec can't decode"):
+        get_recipe(tmp_path / "bits.json")
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -163,6 +188,10 @@ def test_a_missing_file_is_named(tmp_path):
         (lambda: Rule(name="("), r"Rule name='\(' is no regular expression"),
         (lambda: Rule(last_blocks=1.5), "last_blocks=1.5 is not allowed; pass a whole number from 0, or a fraction"),
         (lambda: Rule(head=True, use="e4m3"), "Rule use='e4m3' is not a LinearConfig or None"),
+        (lambda: Recipe(name="a", aliases="b"), r"aliases='b': write .*aliases=\(name, \.\.\.\)"),
+        (lambda: Recipe(name="a", replace=("swiglu", "SmoothSwiGLU")), r"write replace=\(\(class, replacement\), "),
+        (lambda: Steps(first=5, last=5), "Steps first=5, last=5 hold no step; last is the step behind the last one"),
+        (lambda: Steps(first=0.5, last=0.2), "Steps first=0.5, last=0.2 hold no step"),
         (lambda: Steps(first=-1), "Steps first=-1 is not allowed; pass a step from 0, or a fraction of the run"),
     ],
 )

@@ -23,7 +23,7 @@ PLANTED = (  # claim, setting, a value that is wrong, a number that has to fail
     ("stochastic_bits", "random_bits", 16, "mean error, steps"),
     ("clip", "format", "e3m2", "best clip, sigma"),
     ("dge", "cap", 30.0, "mean slope"),
-    ("occ", "recipe", "te_current", "not clamped, dB"),
+    ("occ", "recipe", "te_current", "t3, not clamped, dB"),
     ("halo", "times", 5.0, "channel, level 0"),
     ("smooth_swiglu", "times", 2.0, "delayed, plain: the spike"),
     ("flash_attention_3", "keys", 256, "baseline / FlashAttention-3"),
@@ -32,7 +32,8 @@ PLANTED = (  # claim, setting, a value that is wrong, a number that has to fail
     ("stochastic_sums", "steps", 50, "int8, 10 + 100 x 0.2, stochastic"),
     ("unit_scaling", "format", "e2m1", "unit, largest part of a gradient lost"),
     ("underflow", "format", "bf16", "progress without scaling"),
-    ("underflow", "scale", 1.0, "progress with scaling"),
+    ("underflow", "scale", 1.0, "largest power of two lost, log2"),
+    ("underflow", "gradient", 1e-20, "progress with scaling"),
 )  # fmt: skip
 
 
@@ -150,7 +151,9 @@ def test_distributions_have_the_moments_they_should():
         x = draw(name, 200_000, 1).double()
         assert abs(float(x.mean())) < 0.02
         assert float(x.var()) == pytest.approx(variance, rel=0.05)
-    assert set(DISTRIBUTIONS) - set(variances) == {"t3"}
+    assert set(DISTRIBUTIONS) - set(variances) == {"t3", "rare"}
+    far = float((draw("rare", 200_000, 1).abs() > 6).float().mean())
+    assert far == pytest.approx(0.9e-3, rel=0.2)  # nine in ten of one in a thousand
     with pytest.raises(ArgumentError, match=r"distribution 'cauchy' is unknown; choose one of uniform, gauss"):
         draw("cauchy", 10, 0)
     assert decibels(0.0) == math.inf and decibels(0.01) == pytest.approx(20.0)

@@ -40,10 +40,10 @@ def found(job, count):
 
 def test_processes_find_what_one_finds():
     clean, planted = (Job(("casts",), formats=NAMES, plant_error=error) for error in (False, True))
-    alone, shared = found(clean, 1), found(clean, 2)
-    assert alone == shared and not any(outcome.mismatches for outcome in shared["casts"])
-    assert [outcome.format for outcome in shared["casts"]] == [task.format for task in clean.tasks()["casts"]]
-    assert all(outcome.mismatches for outcome in found(planted, 2)["casts"])
+    alone, shared = found(planted, 1), found(planted, 2)
+    assert alone == shared and all(outcome.mismatches for outcome in shared["casts"])
+    assert [outcome.format for outcome in shared["casts"]] == [task.format for task in planted.tasks()["casts"]]
+    assert not any(outcome.mismatches for outcome in found(clean, 1)["casts"])
 
 
 def test_a_process_that_dies_is_an_error():

@@ -3,7 +3,7 @@
 #pragma once
 
 #if defined(__x86_64__)
-#include <immintrin.h>
+#include <xmmintrin.h>
 #else
 #include <fenv.h>
 #endif

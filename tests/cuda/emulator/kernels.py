@@ -1,5 +1,6 @@
 """Kernel files as shared libraries of the host, and their launches."""
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -22,7 +23,7 @@ from fmtsim.cuda import runtime
 COMPILER = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 HERE = Path(__file__).parent
 FLAGS = [
-    "-std=c++17", "-O1", "-ffp-contract=off", "-frounding-math", "-fno-strict-aliasing", "-fwrapv", "-fPIC", "-shared",
+    "-std=c++17", "-Og", "-ffp-contract=off", "-frounding-math", "-fno-strict-aliasing", "-fwrapv", "-fPIC", "-shared",
     "-w", "-fvisibility=hidden", *(["-march=native"] if platform.machine() == "x86_64" else []),
 ]  # fmt: skip
 KINDS = ("an integer", "a floating-point number", "a pointer", "a structure")
@@ -114,9 +115,7 @@ def _dimensions(size: int | tuple[int, ...]) -> Any:
 def _library(source: str, file: str, name: str, defines: runtime.Defines, capability: tuple[int, int]) -> Any:
     if COMPILER is None:
         raise EmulatorError("no C++ compiler: install g++ to run kernels on the host")
-    macros = ["-DFMTSIM_HOST", f"-D__CUDA_ARCH__={10 * (10 * capability[0] + capability[1])}"]
-    macros += [f"-D{key}={value}" for key, value in defines]
-    flags = [*FLAGS, *macros, *shlex.split(os.environ.get("FMTSIM_EMULATOR_FLAGS", "")), f"-I{HERE}"]
+    flags = [*_flags(capability), *(f"-D{key}={value}" for key, value in defines), f"-I{HERE}"]
     headers = "".join(path.read_text() for path in sorted(HERE.glob("*.h")))
     text = f'#include "host.h"\n#line 1 "{file}"\n{source}{_ENTRY.format(name=name)}'
     key = hashlib.sha256("\0".join([COMPILER, platform.node(), *flags, headers, text]).encode()).hexdigest()[:32]
@@ -124,9 +123,10 @@ def _library(source: str, file: str, name: str, defines: runtime.Defines, capabi
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"{key}.so"
     if not library.exists():
+        begun = _precompiled_header(folder, headers, capability)
         with tempfile.TemporaryDirectory(dir=folder) as work:
             (Path(work) / "kernel.cpp").write_text(text)
-            command = [COMPILER, *flags, "-o", f"{work}/kernel.so", f"{work}/kernel.cpp"]
+            command = [COMPILER, *begun, *flags, "-o", f"{work}/kernel.so", f"{work}/kernel.cpp"]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise EmulatorError(f"{file} does not compile for the host: {done.stderr[:4000]}")
@@ -134,3 +134,25 @@ def _library(source: str, file: str, name: str, defines: runtime.Defines, capabi
     loaded = ctypes.CDLL(str(library))
     loaded.fmtsim_launch.restype = ctypes.c_char_p
     return loaded
+
+
+def _flags(capability: tuple[int, int]) -> list[str]:
+    macros = ["-DFMTSIM_HOST", f"-D__CUDA_ARCH__={10 * (10 * capability[0] + capability[1])}"]
+    return [*FLAGS, *macros, *shlex.split(os.environ.get("FMTSIM_EMULATOR_FLAGS", ""))]
+
+
+def _precompiled_header(folder: Path, headers: str, capability: tuple[int, int]) -> list[str]:
+    """Return the flag with which g++ takes host.h as it was read once: most of a small kernel's compilation."""
+    flags = _flags(capability)
+    key = hashlib.sha256("\0".join([str(COMPILER), platform.node(), *flags, headers]).encode()).hexdigest()[:16]
+    place = folder / f"header-{key}"
+    if not place.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            target = Path(work) / "made" / "host.h.gch"
+            target.parent.mkdir()
+            command = [str(COMPILER), *flags, "-x", "c++-header", "-o", str(target), str(HERE / "host.h")]
+            if subprocess.run(command, capture_output=True).returncode:
+                return []
+            with contextlib.suppress(OSError):  # another process was first
+                os.replace(target.parent, place)
+    return [f"-I{place}"]
