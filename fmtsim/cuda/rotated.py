@@ -46,7 +46,8 @@ class Rotated(NamedTuple):
     Attributes:
         values: bfloat16, of the operand's shape and strides: element times block scale.
         scale: float32, 0-d: what all values are to be multiplied with, or None. That of the tensor of two-level
-            formats; the constant ``multiplier`` of a ``Scaling``.
+            formats; the constant ``multiplier`` of a ``Scaling``, also of blocks in which no element is finite and not
+            zero, whose scale is 1 by definition (zeros do not tell, NaN and Inf come out as 6 times one or the other).
         mask: bool, like values: where a ``ClipMask`` lets the gradient through, or None.
     """
 
