@@ -36,7 +36,7 @@ def counts(layer: LinearConfig, x: Tensor, sizes: tuple[int, ...]) -> bool:
         sizes: Those that its products have.
     """
     random = [quantizer for quantizer in layer.operands.values() if quantizer.draws or quantizer.turns]
-    if not random or not x.is_cuda or x.dtype != torch.bfloat16 or any(size % _GROUP for size in sizes):
+    if not random or not on_card(x) or x.dtype != torch.bfloat16 or any(size % _GROUP for size in sizes):
         return False
     rotations = _engine("rotated")
     return _served(x.get_device()) and all(rotations.counts(quantizer) for quantizer in random)

@@ -1,0 +1,116 @@
+"""Layers under recipes on a card: operands by fused kernels, keys that are counted there; on the host and on a GPU."""
+
+import pytest
+import torch
+from torch import nn
+
+from fmtsim.gemm import bfloat16, card
+from fmtsim.gemm.emulated import run_layer
+from fmtsim.gemm.layer import Layer
+from fmtsim.gemm.operand import Draws
+from fmtsim.gemm.prepare import prepare
+from fmtsim.gemm.streams import SIGNS, stream_of
+from fmtsim.ops import RandomKey
+from fmtsim.recipes import get_recipe
+from fmtsim.scaling.history import DelayedScale
+
+SLOW = pytest.mark.slow
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler and of autograd
+
+
+@pytest.fixture
+def on_card(device, monkeypatch):
+    """Take the emulated device for a card, with the products with float32 results that a card has."""
+    if device.type == "cpu":
+        mm = torch.mm
+        monkeypatch.setattr(card, "on_card", lambda x: x.dtype != torch.float64)
+        monkeypatch.setattr("fmtsim.gemm.prepare.on_card", lambda x: x.dtype != torch.float64)
+        for module in (card, bfloat16):
+            monkeypatch.setattr(module, "_served", lambda index: True)
+        monkeypatch.setattr(bfloat16, "_on_card", lambda t: True)
+        monkeypatch.setattr(
+            torch, "mm", lambda x, y, out_dtype=None: mm(x.float(), y.float()) if out_dtype else mm(x, y)
+        )
+    return device
+
+
+def normal(*shape, seed=0, device="cpu"):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
+
+
+def step(layer, x, w, g):
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    y = run_layer(x, w, None, layer)
+    return (y.detach(), *torch.autograd.grad(y, (x, w), g))
+
+
+def values(x, config, name, turned, draws):
+    """The operand's values by torch operations alone, in float32."""
+    quantizer = config.operands[name]
+    made = prepare(x.cpu().mT if turned else x.cpu(), quantizer, draws)
+    return made.values(torch.float32)
+
+
+def seeded(seed, name, config, count=0):
+    index = list(config.operands).index(name)
+    keys = (RandomKey(stream_of(seed, i), count) for i in (index, 12 + index, SIGNS + (name not in ("x_f", "w_f"))))
+    return Draws(*keys)
+
+
+@pytest.mark.parametrize("name", ["te_nvfp4", pytest.param("quartet", marks=SLOW)])
+def test_compiled_layers_count_their_keys_on_the_card(name, on_card):
+    """Every pass has its own keys, made of the layer's seed and the pass's number; products are those of the values."""
+    config = get_recipe(name).linear
+    layer = Layer(config, 9)
+    x, w, g = (normal(*size, seed=i, device=on_card) for i, size in enumerate(((128, 128), (256, 128), (128, 256))))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *t: run_layer(*t, None, layer), fullgraph=True, backend="aot_eager")
+
+    def run():
+        leaves = x.detach().requires_grad_(), w.detach().requires_grad_()
+        return torch.autograd.grad(compiled(*leaves), leaves, g)
+
+    passes = [run() for _ in range(3)]
+    assert not any(torch.equal(a, b) for a, b in zip(passes[1], passes[2], strict=True))
+    count = int(layer.counter(x.device))
+    assert count == 3  # backward passes: nothing is drawn forwards
+    if name == "te_nvfp4":
+        g_d = values(g, config, "g_d", False, seeded(9, "g_d", config, count))
+        w_f = values(w, config, "w_f", False, Draws())
+        torch.testing.assert_close(passes[2][0].float().cpu(), g_d @ w_f, rtol=1e-2, atol=1e-1)  # rounded to bfloat16
+        other = values(g, config, "g_d", False, seeded(9, "g_d", config, count - 1)) @ w_f
+        assert not torch.allclose(passes[2][0].float().cpu(), other, rtol=1e-2, atol=1e-1)
+
+
+@pytest.mark.parametrize(
+    "name", ["te_delayed", pytest.param("te_current", marks=SLOW), pytest.param("te_block", marks=SLOW)]
+)
+def test_kernels_serve_layers_and_remember(name, on_card):
+    """Three steps have the numbers of layers without kernels, to the order of float32 sums; delayed scales move."""
+    config = get_recipe(name).linear
+    x, w, g = (normal(*size, seed=i) for i, size in enumerate(((128, 256), (128, 256), (128, 128))))
+
+    def memory(device):
+        quantizers = {key: q for key, q in config.operands.items() if q.scaling is not None and q.scaling.history}
+        return {key: DelayedScale(q).to(device) for key, q in quantizers.items()}
+
+    layers = Layer(config, None, memory(on_card)), Layer(config, None, memory("cpu"))
+    for i in range(3):
+        found = step(layers[0], *(t.to(on_card) * 2**i for t in (x, w, g)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fmtsim.gemm.prepare.on_card", lambda t: False)
+            wanted = step(layers[1], *(t * 2**i for t in (x, w, g)))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a.cpu().float(), b.float(), rtol=2**-7, atol=float(b.abs().max()) * 2**-8)
+    for key, remembered in layers[0].state.items():
+        assert torch.equal(remembered.amaxes.cpu(), layers[1].state[key].amaxes)
+        assert int(remembered.calls) == 3
+
+
+def test_a_converted_model_learns_its_scales_on_the_card(on_card):
+    import fmtsim
+
+    model = fmtsim.convert(nn.Sequential(nn.Linear(128, 128, bias=False)).to(on_card).bfloat16(), recipe="te_delayed")
+    model(normal(128, 128, device=on_card)).float().sum().backward()
+    state = fmtsim.recipe_state(model)["layers"]["0"]
+    assert all(int(memory["calls"]) == 1 and float(memory["amaxes"][0]) > 0 for memory in state.values())
