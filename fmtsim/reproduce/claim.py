@@ -37,6 +37,11 @@ class Expected:
         if self.origin not in get_args(Origin):
             raise ArgumentError(f"{self.name}: origin={self.origin!r} is unknown; choose {', '.join(get_args(Origin))}")
 
+    @property
+    def bounded(self) -> bool:
+        """Whether some value would fail; a number without bounds is shown and not judged."""
+        return self.low > -math.inf or self.high < math.inf
+
     def holds(self, value: float) -> bool:
         """Say whether a value passes; NaN never does."""
         return self.low <= value <= self.high

@@ -21,6 +21,7 @@ def rows_of(results: Iterable[Result]) -> Iterator[tuple[str, ...]]:
     for result in results:
         for i, row in enumerate(result.rows):
             verdict = "yes" if row.passed and not result.error else "NO"
+            verdict = "-" if verdict == "yes" and not row.expected.bounded else verdict  # shown, not judged
             first = (result.claim.name, f"{result.seconds:.1f}") if i == 0 else ("", "")
             ours = "-" if math.isnan(row.ours) else short(row.ours)
             yield first[0], row.expected.name, published(row.expected), ours, verdict, first[1]
@@ -31,6 +32,8 @@ def published(expected: Expected) -> str:
     if expected.published is not None:
         return f"{short(expected.published)} {expected.origin[0]}"
     low, high = expected.low, expected.high
+    if not expected.bounded:
+        return "-"
     return f"> {short(low)}" if high == math.inf else f"< {short(high)}" if low == -math.inf else "-"
 
 

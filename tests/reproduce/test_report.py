@@ -50,3 +50,12 @@ def test_plot(tmp_path):
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["u", "v"]
     assert axes.lines[0].get_xydata().tolist() == [[1.0, 2.0], [2.0, 4.0]]
+
+
+def test_a_number_without_bounds_is_shown_and_not_judged():
+    open_ended = Expected(name="n")
+    shown = Claim(
+        name="c", says="s", source="t", measure=lambda tell: Measured(numbers={"n": 2.0}), expected=(open_ended,)
+    )
+    (cells,) = rows_of([run_claim(shown)])
+    assert cells[1:5] == ("n", "-", "2", "-") and not open_ended.bounded and Expected(name="n", low=0).bounded
