@@ -27,7 +27,8 @@ from fmtsim.scaling.transform import Hadamard
 _FIELDS = ("elements", "scale", "tensor", "slope", "rest")
 _quantizers: dict[str, Quantizer] = {}
 
-_DRAWS: Any = (torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe)
+_SEEDED: Any = (torch.Tag.nondeterministic_seeded,)
+_HOST_DRAWS: Any = (*_SEEDED, *filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))  # newer torch has it
 _library = torch.library.Library("fmtsim", "FRAGMENT")
 _library.define(
     "operand(Tensor x, bool turned, str quantizer, bool folded, str layer, str name, Tensor? factor, "
@@ -36,13 +37,13 @@ _library.define(
 _library.define(
     "random_operand(Tensor x, bool turned, str quantizer, bool folded, str layer, str name, "
     "Tensor? factor, Tensor? signs) -> Tensor[]",
-    tags=_DRAWS,
+    tags=_HOST_DRAWS,
 )
 _library.define(
     "unrotate(Tensor y, str first, str before, bool turned, Tensor? slope, Tensor? signs, ScalarType dtype) -> Tensor"
 )
-_library.define("draw_key(Tensor like, str layer, int stream) -> Tensor", tags=_DRAWS)
-_library.define("count_pass(Tensor like, str layer) -> Tensor", tags=_DRAWS[:1])
+_library.define("draw_key(Tensor like, str layer, int stream) -> Tensor", tags=_HOST_DRAWS)
+_library.define("count_pass(Tensor like, str layer) -> Tensor", tags=_SEEDED)
 
 
 def traced_operand(

@@ -16,13 +16,12 @@ from fmtsim.gemm.emulated import run_layer
 from fmtsim.gemm.layer import Layer, State
 from fmtsim.gemm.passes import Observer
 from fmtsim.gemm.sizes import size_fault
-from fmtsim.gemm.streams import Generator
+from fmtsim.gemm.streams import FORWARD, Generator
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.scaling.repeats import Calls
 
 STATE = "fmtsim_state"  # the submodule in which delayed scaling remembers
-FORWARD = ("x_f", "w_f")  # operands of the forward product
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
