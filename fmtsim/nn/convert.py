@@ -96,6 +96,10 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
+    if filter_fn is not None and not callable(filter_fn):
+        raise ArgumentError(
+            f"convert filter_fn={filter_fn!r} is no function; write filter_fn=lambda module, name: 'mlp' in name"
+        )
     machine = {"target": target, "unit": unit, "fast_accum": fast_accum, "native": native}
     roundings = {"rounding": rounding, "grad_rounding": grad_rounding}
     named = get_recipe(recipe) if isinstance(recipe, str | Path | Recipe) else None

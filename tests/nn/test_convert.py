@@ -265,3 +265,8 @@ def test_converted_models_compile_and_train(tower):
     assert torch.equal(compiled(TOKENS), loss)
     compiled(TOKENS).backward()
     assert all(torch.allclose(p.grad, expected[name], atol=1e-6) for name, p in tower.named_parameters())
+
+
+def test_a_filter_is_a_function():
+    with pytest.raises(ArgumentError, match="filter_fn='mlp' is no function; write filter_fn=lambda module, name"):
+        convert(nn.Linear(4, 4), format="e4m3", filter_fn="mlp")
