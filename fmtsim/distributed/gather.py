@@ -172,12 +172,12 @@ def _elements(x: Tensor, made: Scales, repeats: Tensor, fmt: ElementFormat) -> T
 
 def _gather(wire: Tensor, ranks: Ranks) -> Tensor:
     """Return the bytes [1, bytes] of all ranks as [ranks, bytes]."""
-    out = wire.new_empty(ranks.size * wire.shape[1])
+    out = wire.new_empty(ranks.size, wire.shape[1])
     try:
-        dist.all_gather_into_tensor(out, wire.reshape(-1), group=ranks.group)
+        dist.all_gather(list(out.unbind()), wire[0], group=ranks.group)
     except RuntimeError as error:
         raise ranks.broken("an all-gather", "a rank", error) from error
-    return out.reshape(ranks.size, -1)
+    return out
 
 
 def require_whole(fmt: Format, scaling: Scaling) -> None:

@@ -1,18 +1,18 @@
 """Gradients of DistributedDataParallel through a quantised reduction."""
 
-from typing import Any
-
 import torch
+import torch.distributed as dist
 
 from fmtsim.distributed.arithmetic import batch_of
 from fmtsim.distributed.simulate import split
 from fmtsim.distributed.state import ReductionState
 from fmtsim.errors import ArgumentError
 
-GradBucket = Any  # torch.distributed.GradBucket, where torch was built with distributed
 
-
-def fp8_hook(state: ReductionState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def fp8_hook(
+    state: ReductionState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch defines it in C++ and looks for this annotation
+) -> torch.futures.Future[torch.Tensor]:
     """Reduce a bucket of gradients, as a communication hook of DistributedDataParallel.
 
     ``model.register_comm_hook(ReductionState("fp8lm"), fp8_hook)``. Every parameter of a bucket has a scale of its own;

@@ -13,17 +13,9 @@ from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.scale import History, Scaling
 from tests.distributed import oracle
+from tests.distributed.warm import gradients
 
 E4M3 = fmtsim.get_format("e4m3")
-
-
-def gradients(ranks, n, seed, spread=2.0):
-    """Return numbers over several binades with some zeros of both signs."""
-    source = torch.Generator().manual_seed(seed)
-    size = torch.exp(torch.randn(n, generator=source) * spread)
-    x = torch.randn(ranks, n, generator=source) * size
-    x[:, :1], x[:1, 1:2] = 0.0, -0.0
-    return list(x)
 
 
 def same_bits(a, b):

@@ -1,0 +1,7 @@
+"""What the server of forked processes imports: kernels are compiled here once, for all of them."""
+
+import torch.distributed.fsdp  # noqa: F401
+
+from tests.distributed.warm import warm
+
+warm()
