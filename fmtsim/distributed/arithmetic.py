@@ -194,6 +194,11 @@ def result_counts(sums: Tensor, top: float) -> tuple[Tensor, Tensor, Tensor]:
     return elements, (sums.abs() == top).sum(), (~sums.isfinite()).sum()
 
 
+def canonical(x: Tensor) -> Tensor:
+    """Return x with every NaN positive and quiet, as processors make others out of products and casts of NaN."""
+    return x.masked_fill(x.isnan(), torch.nan)
+
+
 def chunked(flat: Tensor, ranks: int) -> Tensor:
     """Return a vector as [ranks, ceil(n / ranks)], filled up with zeros: chunk c is row c."""
     length = -(-flat.numel() // ranks)

@@ -13,6 +13,7 @@ from fmtsim.distributed.arithmetic import (
     Factors,
     Hop,
     batch_of,
+    canonical,
     chunked,
     factors_of,
     finished,
@@ -113,7 +114,7 @@ def reduce_scatter(
     batch = Batch(flat.reshape(ranks.size, columns), parts)
     ranks.agree(("reduce_scatter", chosen, (parts, str(x.dtype))), x.device)
     values, counts = reduce_batch(batch, chosen, require_mu(chosen, mu, x.device), call, ranks, scatter=True)
-    return Reduced([values.reshape(-1).to(x.dtype)], counts)
+    return Reduced([canonical(values.reshape(-1).to(x.dtype))], counts)
 
 
 def reduce_batch(

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmtsim import ops
+from fmtsim.distributed.arithmetic import canonical
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.distributed.wire import from_rows, require_row_blocks, row_template, to_rows
 from fmtsim.errors import ArgumentError, DtypeError
@@ -81,7 +82,7 @@ def gather_parts(x: Tensor, fmt: Format, scaling: Scaling | None, sizes: tuple[i
     wires = _gather(pack(ops.encode(elements, spec).codes, fmt.bits)[None], ranks)
     values = ops.decode(EncodedParts(unpack(wires, fmt.bits, flat.numel())), spec, torch.float32)
     scale = made.scale.reshape(-1).repeat_interleave(repeats, output_size=flat.numel())
-    return (values * scale).to(x.dtype).reshape(ranks.size, *x.shape)
+    return canonical((values * scale).to(x.dtype)).reshape(ranks.size, *x.shape)
 
 
 def dispatch(

@@ -11,6 +11,7 @@ from fmtsim.distributed.arithmetic import (
     Counts,
     Hop,
     batch_of,
+    canonical,
     chunked,
     factors_of,
     finished,
@@ -100,7 +101,7 @@ def reduced(q: Tensor, hop: Hop) -> Tensor:
 def split(values: Tensor, batch: Batch, like: Sequence[Tensor]) -> list[Tensor]:
     """Return a row of values as tensors of the shapes and dtype of others, rounded to it once."""
     parts = values.reshape(-1).split(batch.sizes)
-    return [part.reshape(x.shape).to(x.dtype) for part, x in zip(parts, like, strict=True)]
+    return [canonical(part.reshape(x.shape).to(x.dtype)) for part, x in zip(parts, like, strict=True)]
 
 
 def require_finite(reduction: Reduction, counts: Sequence[int]) -> None:

@@ -33,6 +33,9 @@ PLANTED = (  # claim, setting, a value that is wrong, a number that has to fail
     ("unit_scaling", "format", "e2m1", "unit, largest part of a gradient lost"),
     ("underflow", "format", "bf16", "progress without scaling"),
     ("underflow", "scale", 1.0, "progress with scaling"),
+    ("reductions", "schemes", (("1/N first", "fp8lm_post"), ("1/N behind", "fp8lm_post"), ("mu", "fp8lm_post")),
+     "mu, N = 64: at the largest"),
+    ("reductions", "ranks", (1, 4), "1/N first, N = 64: to zero"),
 )  # fmt: skip
 
 
