@@ -141,7 +141,7 @@ def whole_tensors(sizes: Sequence[int], ranks: int) -> list[int]:
     one size go in their order.
 
     >>> whole_tensors([4, 10, 5, 1], 2)
-    [1, 0, 1, 0]
+    [1, 0, 1, 1]
     """
     if ranks < 1:
         raise ArgumentError(f"ranks={ranks} is not allowed; choose 1 or more")

@@ -59,7 +59,7 @@ def simulate(
         ArgumentError: No ranks, ranks that disagree, mu without its factor, or NaN and Inf under ``"raise"``.
         DtypeError: A tensor is not a floating-point one.
 
-    >>> simulate([torch.tensor([1.0]), torch.tensor([3.0])], "fp8lm_post").values
+    >>> simulate([torch.tensor([1.0]), torch.tensor([3.0])], "fp8lm_pre").values
     [tensor([2.])]
     """
     chosen = get_reduction(reduction)

@@ -32,73 +32,11 @@ from fmtsim.distributed.simulate import simulate_batches
 from fmtsim.errors import ArgumentError, CollectiveError
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast
-from tests.distributed.warm import BASE, CASES, E4M3, gradients
+from tests.distributed.checks import gathers_agree, reductions_agree, refused, same, tokens_arrive
+from tests.distributed.warm import BASE, E4M3
 
 # Processes fork from a server that has imported all this once and has compiled its kernels.
 multiprocessing.set_forkserver_preload(["tests.distributed.preload", "tests.distributed.test_ranks"])
-
-
-def same(a, b):
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def inputs(ranks, seed):
-    """Return two tensors a rank, bfloat16, with NaN and Inf in the second."""
-    first, second = gradients(ranks, 37, seed), gradients(ranks, 10, seed + 100)
-    return [[a.bfloat16(), b.reshape(2, 5).bfloat16()] for a, b in zip(first, second, strict=True)]
-
-
-def reductions_agree(rank, size, group):
-    for i, reduction in enumerate(CASES):
-        each = inputs(size, i)
-        if reduction.nonfinite != "raise":
-            each[-1][1][0, 3], each[0][1][1, 1] = math.nan, math.inf
-        expected = simulate(each, reduction, call=i)
-        found = all_reduce(each[rank], reduction, call=i, group=group)
-        assert all(same(a, b) for a, b in zip(found.values, expected.values, strict=True)), reduction
-        assert found.counts.to_dict() == expected.counts[rank].to_dict(), reduction
-        matrices = [torch.stack(gradients(size, 11, i + 50 * r)) for r in range(size)]
-        batches = [Batch(x, (4, 7)) for x in matrices]
-        mu = torch.tensor(1.0) if reduction.auto else None
-        values, counts = simulate_batches(batches, reduction, mu, i)
-        part = reduce_scatter(matrices[rank], reduction, sizes=(4, 7), call=i, group=group)
-        assert same(part.values[0], values[rank]), reduction
-        assert part.counts.to_dict() == counts[rank].to_dict(), reduction
-
-
-def gathers_agree(rank, size, group):
-    for name in ("int8", "e4m3", "int4"):
-        shards = [x.reshape(3, 7) for x in gradients(size, 21, 3)]
-        whole = torch.cat(shards)
-        fmt = fmtsim.get_format(name)
-        made = cast(whole, fmt, HALO, Rounding(), fmt.default_overflow)
-        expected = made.values(whole.shape).reshape(size, 3, 7)
-        assert same(all_gather(shards[rank], name, group=group), expected), name
-    blocks = [x.reshape(2, 40) for x in gradients(size, 80, 4)]
-    for name in ("mxfp8_e4m3", "mxfp4", "nvfp4", "logfmt8", "e5m2"):
-        expected = torch.stack([fmtsim.quantize(x, name, out_dtype=torch.float32, pad=True) for x in blocks])
-        assert same(all_gather(blocks[rank], name, scaling=None, group=group), expected), name
-    spoiled = torch.ones(6)
-    spoiled[0] = math.inf if rank == size - 1 else 1.0
-    first, second = all_gather(spoiled, "int8", sizes=(2, 4), group=group).split([2, 4], 1)
-    assert bool(first.isnan().all()) and bool((second == 1).all())
-    only = all_gather(spoiled, "e4m3", group=group)
-    assert int(only.isnan().sum()) == 1 and bool(only[-1, 0].isnan())
-
-
-def tokens_arrive(rank, size, group):
-    """Send (sender + receiver) % 3 rows of 200 numbers from each rank to each."""
-    counts = [[(a + b) % 3 for b in range(size)] for a in range(size)]
-    rows = [torch.stack([*gradients(sum(counts[a]) + 1, 200, 20 + a)])[: sum(counts[a])] for a in range(size)]
-    for name in ("logfmt8", "logfmt10", "e4m3", "mxfp4"):
-        expected = []
-        for a in range(size):
-            values = fmtsim.quantize(rows[a], name, out_dtype=torch.float32, pad=True)
-            expected.append(values.split(counts[a])[rank])
-        found = dispatch(rows[rank], counts[rank], name, group=group)
-        assert same(found, torch.cat(expected)), name
-    nothing = dispatch(torch.empty(0, 16, dtype=torch.bfloat16), [0] * size, group=group)
-    assert nothing.shape == (0, 16) and nothing.dtype == torch.bfloat16
 
 
 def model(seed=0):
@@ -214,15 +152,6 @@ def fsdp_bits(each, size):
     return [p.reshape(-1, *x.shape[1:])[: len(x)] for p, x in zip(parts, each[0], strict=True)]
 
 
-def refused(message, verb, *arguments, error=ArgumentError, **options):
-    try:
-        verb(*arguments, **options)
-    except error as found:
-        assert message in str(found), str(found)
-    else:
-        raise AssertionError(f"{verb} did not raise {message!r}")
-
-
 def disagreement_has_a_name(rank, size):
     other = rank == 2
     refused("rank 0 has [((3,), 'torch.float32')], rank 2 has [((4,), 'torch.float32')]", all_reduce,
@@ -271,8 +200,12 @@ def test_processes_and_the_simulation_give_the_same_bits(tmp_path):
 
 
 def mourner(rank, folder):
-    """Rank 2 ends between two collectives, and rank 1 in the middle of the next."""
-    start(rank, 3, folder, seconds=3)
+    """Rank 2 does not come to one collective in time, and ends before another."""
+    start(rank, 3, folder)
+    late = dist.new_group([0, 1, 2], timeout=timedelta(seconds=0.5))
+    if rank != 2:
+        refused("rank 2 did not answer in the comparison of arguments", all_reduce, torch.ones(3), "msamp", group=late,
+                error=CollectiveError)  # fmt: skip
     x = torch.ones(6)
     assert same(all_reduce(x, "msamp").values[0], simulate([x] * 3, "msamp").values[0])
     if rank == 2:
@@ -287,6 +220,12 @@ def mourner(rank, folder):
     else:
         raise AssertionError("a rank was gone, and nobody noticed")
     assert state.state_dict() == before
+    wire = torch.zeros(4, dtype=torch.uint8)
+    refused("rank 2 did not answer in hop 1 of 2", state.ranks.pass_on, wire, wire.clone(), 2, 2, "hop 1 of 2",
+            error=CollectiveError)  # fmt: skip
+    refused("rank 2 did not answer in a tree", state.ranks.receive, wire, 2, "a tree", error=CollectiveError)
+    refused("rank 2 did not answer in a tree", state.ranks.send, wire, 2, "a tree", error=CollectiveError)
+    refused("a rank did not answer in the maxima", state.ranks.largest, x, "the maxima", error=CollectiveError)
     os._exit(0)  # gloo cannot say goodbye to a rank that is gone
 
 
