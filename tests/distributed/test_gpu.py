@@ -6,9 +6,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
-from fmtsim.distributed import ReductionState, fp8_hook, simulate
-from tests.distributed.checks import gathers_agree, reductions_agree, refused, same, tokens_arrive
-from tests.distributed.warm import BASE
+from fmtsim.distributed import ReductionState, all_reduce, fp8_hook, simulate
+from tests.distributed.checks import gathers_agree, inputs, reductions_agree, refused, same, tokens_arrive
+from tests.distributed.warm import BASE, CASES
 
 GPUS = 2
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < GPUS, reason=f"needs {GPUS} GPUs")
@@ -35,12 +35,22 @@ def worker(rank, folder):
         for check in (reductions_agree, gathers_agree, tokens_arrive):
             check(rank, GPUS, None, device)
         ddp_agrees(rank, device)
-        from fmtsim.distributed import all_reduce
-
         refused("rank 0 has [((3,), 'torch.float32')], rank 1 has [((4,), 'torch.float32')]", all_reduce,
                 torch.ones(3 + rank, device=device), "msamp")  # fmt: skip
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gpu_simulation_has_the_bits_of_the_cpu(case):
+    each = inputs(4, 3)
+    if case.nonfinite != "raise":
+        each[-1][1][0, 3], each[0][1][1, 1] = float("nan"), float("inf")
+    expected = simulate(each, case)
+    found = simulate([[x.cuda() for x in one] for one in each], case)
+    assert all(same(a, b) for a, b in zip(found.values, expected.values, strict=True))
+    assert [c.to_dict() for c in found.counts] == [c.to_dict() for c in expected.counts]
 
 
 @needs_gpus
