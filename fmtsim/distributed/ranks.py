@@ -131,10 +131,11 @@ class Ranks:
             return None
 
     def _disagreement(self, facts: tuple[Any, ...], prints: list[int]) -> str:
-        told = self.gather_objects([str(fact) for fact in facts], "the comparison of arguments")
+        told = self.gather_objects([(repr(fact), str(fact)) for fact in facts], "the comparison of arguments")
         other = next(rank for rank, value in enumerate(prints) if value != prints[0])
-        pairs = list(zip(told[0], told[other], strict=False))
-        first, second = next((pair for pair in pairs if pair[0] != pair[1]), (str(told[0]), str(told[other])))
+        pairs = zip(told[0], told[other], strict=False)
+        mine, its = next((pair for pair in pairs if pair[0] != pair[1]), (told[0][0], told[other][0]))
+        first, second = (mine[1], its[1]) if mine[1] != its[1] else (mine[0], its[0])
         return (
             f"ranks disagree: rank 0 has {first}, rank {other} has {second}; "
             "call the same collective with equal shapes, dtypes and records on all ranks"

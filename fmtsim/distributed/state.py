@@ -94,6 +94,10 @@ class ReductionState:
             raise ArgumentError(
                 f"the state is of another reduction, {state['reduction']}; build the ReductionState with that one"
             )
-        mu = None if state["mu"] is None else require_mu(self.reduction, state["mu"], torch.device("cpu"))
+        mu = None
+        if self.reduction.auto is not None:
+            if not isinstance(state["mu"], Tensor) or not 0 < float(state["mu"]) < float("inf"):
+                raise ArgumentError(f"mu={state['mu']} is no factor; pass what ReductionState.state_dict returned")
+            mu = require_mu(self.reduction, state["mu"], torch.device("cpu"))
         self.mu, self.steps, self.calls = mu, int(state["steps"]), int(state["calls"])
         self._pending = self._last = None

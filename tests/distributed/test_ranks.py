@@ -62,8 +62,9 @@ def local_gradients(size, step, weights):
 
 def ddp_agrees(rank, size):
     auto = AutoFactor(threshold=0.0, growth_steps=10)
-    state = ReductionState(Reduction(format=E4M3, factor="auto", auto=auto))
-    net = DistributedDataParallel(model())
+    rounding = Rounding(mode="stochastic")
+    state = ReductionState(Reduction(format=E4M3, factor="auto", auto=auto, rounding=rounding, seed=2))
+    net = DistributedDataParallel(model(), bucket_cap_mb=0.0002)
     places, seen = {id(p): i for i, p in enumerate(net.parameters())}, []
 
     def noted(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -71,24 +72,31 @@ def ddp_agrees(rank, size):
         return fp8_hook(state, bucket)
 
     net.register_comm_hook(state, noted)
-    mu, middle = torch.tensor(1.0), None
+    mu, middle, calls = torch.tensor(1.0), None, 0
     for step in range(3):
         net.zero_grad()
         loss_of(net, rank, step).backward()
         each = local_gradients(size, step, net.module.state_dict())
-        (order,) = seen  # one bucket, in an order that torch changes behind the first step
+        assert (len(seen) > 1) == (step > 0) and sorted(sum(seen, [])) == [0, 1, 2, 3], seen
+        counts = None
+        for order in seen:
+            expected = simulate([[g[i] for i in order] for g in each], state.reduction, mu=mu, call=calls)
+            for i, value in zip(order, expected.values, strict=True):
+                assert same(list(net.parameters())[i].grad, value), (step, i)
+            counts = expected.counts[rank] if counts is None else counts.plus(expected.counts[rank])
+            calls += 1
         seen.clear()
-        expected = simulate([[g[i] for i in order] for g in each], state.reduction, mu=mu)
-        for i, value in zip(order, expected.values, strict=True):
-            assert same(list(net.parameters())[i].grad, value), (step, i)
-        counts = expected.counts[rank]
         mu = auto.next(mu, counts.saturated, counts.elements)
         assert state.report() == {"steps": step + 1, "mu": float(mu), **counts.to_dict()}
         if step == 1:
             middle = state.state_dict()
     again = ReductionState(state.reduction)
     again.load_state_dict(middle)
-    assert (again.steps, again.calls, float(again.mu)) == (2, 2, middle["mu"])
+    assert (again.steps, again.calls, float(again.mu)) == (2, middle["calls"], middle["mu"])
+    for wrong in (None, torch.tensor(math.nan), torch.tensor(0.0)):
+        refused(
+            "is no factor; pass what ReductionState.state_dict returned", again.load_state_dict, middle | {"mu": wrong}
+        )
     refused("the state is of another reduction", ReductionState("msamp").load_state_dict, middle)
     refused("this state has steps; pass what", again.load_state_dict, {"steps": 3})
     refused("state=3 is not a ReductionState", fp8_hook, 3, None)
@@ -99,10 +107,14 @@ def nan_is_refused_and_nothing_written(rank, size):
     before = state.state_dict()
     x = torch.full((3,), math.nan if rank == 1 else 1.0)
     refused("NaN or Inf elements (3 on rank 1)", all_reduce, x, state.reduction)
-    net = DistributedDataParallel(model())
+    net = DistributedDataParallel(model(), gradient_as_bucket_view=True)
     net.register_comm_hook(state, fp8_hook)
+    loss_of(net.module, rank, 0).backward()
+    alone = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
     loss = loss_of(net, rank, 0) * (math.nan if rank == 1 else 1.0)
     refused("on rank 1) and nonfinite='raise'; nothing was reduced", loss.backward)
+    assert rank == 1 or all(same(p.grad, g) for p, g in zip(net.parameters(), alone, strict=True))
     assert state.state_dict() == before
     dist.barrier()
 
@@ -159,6 +171,7 @@ def disagreement_has_a_name(rank, size):
     refused("'torch.float32')], rank 2 has [((3,), 'torch.bfloat16')]", all_reduce,
             torch.ones(3).to(torch.bfloat16 if other else torch.float32), "msamp")  # fmt: skip
     refused("rank 0 has ring of e4m3, factor sqrt", all_reduce, torch.ones(3), "bf16" if other else "msamp")
+    refused("seed=5", all_reduce, torch.ones(3), dataclasses.replace(BASE, seed=5 if other else 6))
     refused("rank 0 has all_reduce, rank 2 has reduce_scatter", reduce_scatter if other else all_reduce,
             torch.ones(4), "msamp")  # fmt: skip
     refused("counts=[1, 1] do not part x of shape (2, 16) among 4 ranks", dispatch, torch.ones(2, 16), [1, 1])

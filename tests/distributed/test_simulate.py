@@ -206,6 +206,7 @@ def test_wrong_arguments():
 
 
 def test_names_and_text():
+    assert fmtsim.distributed.simulate is simulate
     for name, reduction in REDUCTIONS.items():
         assert get_reduction(name) is reduction and reduction.source and hash(reduction) is not None
     assert str(get_reduction("msamp")).startswith("ring of e4m3, factor sqrt, scale amax of allxall")
