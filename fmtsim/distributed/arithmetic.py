@@ -1,5 +1,6 @@
 """The arithmetic of a reduction, which the simulation and the processes share: scales, casts, hops, counts."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -161,7 +162,7 @@ def factors_of(amaxes: Tensor, reduction: Reduction, ranks: int, mu: Tensor | No
         if scaling is None
         else scales(ones if scaling.statistic == "one" else amaxes, scaling, _top(reduction)).factor
     )
-    fixed = {"pre": 1 / ranks, "post": 1.0, "sqrt": ranks**-0.5}
+    fixed = {"pre": 1 / ranks, "post": 1.0, "sqrt": 1 / math.sqrt(ranks)}
     f = mu if mu is not None else ones * float32(fixed[reduction.factor])
     encode = (r * f).clamp(min=FLT_MIN, max=FLT_MAX)
     decode = reciprocal(encode)

@@ -157,7 +157,7 @@ class Ranks:
     def broken(self, what: str, who: str, error: RuntimeError) -> CollectiveError:
         """Return the error of a collective that a rank did not answer."""
         return CollectiveError(
-            f"rank {self.rank} of {self.size}: {who} did not answer in {what}; it has ended, hangs, or called "
-            "something else. Nothing was written; restart the ranks from a checkpoint. "
+            f"rank {self.rank} of {self.size}: {who} did not answer in {what}; such a rank has ended, hangs, "
+            "or called something else. Nothing was written; restart the ranks from a checkpoint. "
             f"torch says: {str(error).splitlines()[0]}"
         )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -208,6 +209,7 @@ def test_wrong_arguments():
 def test_names_and_text():
     assert fmtsim.distributed.simulate is simulate
     for name, reduction in REDUCTIONS.items():
+        assert f"| `{name}` | " in (Path(__file__).parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
         assert get_reduction(name) is reduction and reduction.source and hash(reduction) is not None
     assert str(get_reduction("msamp")).startswith("ring of e4m3, factor sqrt, scale amax of allxall")
 
