@@ -60,15 +60,18 @@ def test_a_planted_error_shows(wrong, monkeypatch):
     assert not same_bits(right, expected)
 
 
-def test_a_hop_of_all_pairs_of_codes_is_a_sum_of_halves():
-    """NCCL adds FP8 in half precision: the same bits, as E4M3 rounds the double rounding away."""
-    values = np.array([float(v) for v in oracle.TABLE], dtype=np.float32)
-    values = np.concatenate([values, -values])
-    a, b = (m.reshape(-1) for m in np.meshgrid(values, values))
-    half = (a.astype(np.float16) + b.astype(np.float16)).astype(np.float32)
-    ours = fmtsim.quantize(torch.from_numpy(a + b), "e4m3")
-    assert same_bits(ours, fmtsim.quantize(torch.from_numpy(half), "e4m3"))
-    assert not torch.equal(ours, fmtsim.quantize(torch.from_numpy(a + b), "e4m3", rounding="toward_zero"))
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_a_hop_of_all_pairs_of_codes_is_the_sum_rounded_once(name):
+    """Rounding to float32, or to half precision, in between changes nothing."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = fmtsim.decode(codes, name)
+    values = values[values.isfinite()]
+    a, b = (m.reshape(-1) for m in torch.meshgrid(values, values, indexing="ij"))
+    once = fmtsim.quantize(a.double() + b.double(), name, out_dtype=torch.float32, overflow="saturate")
+    for dtype in (torch.float32, torch.float16):
+        assert same_bits(fmtsim.quantize((a.to(dtype) + b.to(dtype)).float(), name, overflow="saturate"), once)
+    narrow = (a.bfloat16() + b.bfloat16()).float()  # the planted error: too few bits
+    assert same_bits(fmtsim.quantize(narrow, name, overflow="saturate"), once) == (name == "e5m2")
 
 
 def test_tensors_have_scales_of_their_own_and_keep_shape_and_dtype():
