@@ -1,18 +1,20 @@
 """What holds on ranks of any backend and device: the bits are those of one process on the CPU."""
 
+import dataclasses
 import math
 
 import torch
+from torch import nn
 
 import fmtsim
-from fmtsim.distributed import all_gather, all_reduce, dispatch, reduce_scatter, simulate
+from fmtsim.distributed import ReductionState, all_gather, all_reduce, dispatch, hook_fsdp, reduce_scatter, simulate
 from fmtsim.distributed.arithmetic import Batch
 from fmtsim.distributed.gather import HALO
 from fmtsim.distributed.simulate import simulate_batches
 from fmtsim.errors import ArgumentError
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast
-from tests.distributed.warm import CASES, gradients
+from tests.distributed.warm import BASE, CASES, gradients
 
 
 def refused(message, verb, *arguments, error=ArgumentError, **options):
@@ -51,6 +53,11 @@ def reductions_agree(rank, size, group, device="cpu"):
         assert same(part.values[0], values[rank]), reduction
         assert part.counts.to_dict() == counts[rank].to_dict(), reduction
 
+    each = [torch.stack(x) for x in zip(*(gradients(size, 50, i) for i in range(4)), strict=True)]
+    found = all_reduce(each[rank].to(device), BASE, group=group).values[0]
+    planted = (each[::-1], dataclasses.replace(BASE, algorithm="tree")), (each[1:] + each[:1], BASE)
+    assert size == 2 or not any(same(found, simulate(*wrong).values[0]) for wrong in planted), "an order that is wrong"
+
 
 def gathers_agree(rank, size, group, device="cpu"):
     for name in ("int8", "e4m3", "int4"):
@@ -85,3 +92,69 @@ def tokens_arrive(rank, size, group, device="cpu"):
         assert same(found, torch.cat(expected)), name
     nothing = dispatch(torch.empty(0, 16, dtype=torch.bfloat16, device=device), [0] * size, group=group)
     assert nothing.shape == (0, 16) and nothing.dtype == torch.bfloat16
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))
+
+
+def loss_of(net, rank, step, device="cpu"):
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + rank)).to(device)
+    return (net(x) * (1 + rank)).square().mean()
+
+
+def local_gradients(size, step, weights, device="cpu"):
+    """Return the gradients of every rank, parameter by parameter, computed here."""
+    found = []
+    for rank in range(size):
+        net = model().to(device)
+        net.load_state_dict(weights)
+        loss_of(net, rank, step, device).backward()
+        found.append([p.grad.cpu() for p in net.parameters()])
+    return found
+
+
+def fsdp_agrees(rank, size, device="cpu"):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net, plain = model().to(device), model()
+    mesh = init_device_mesh(torch.device(device).type, (size,))
+    refused("Sequential has no FSDP2 unit; call torch's fully_shard", hook_fsdp, net)
+    for module in (net[0], net):
+        fully_shard(module, mesh=mesh)
+    state = ReductionState(BASE)
+    refused("mxfp4 has scales of its own; pass scaling=None", hook_fsdp, net, gather="mxfp4")
+    hook_fsdp(net, state, gather="int8")
+    weights = {}
+    for name, weight in plain.state_dict().items():
+        made = cast(weight.reshape(1, -1), fmtsim.get_format("int8"), HALO, Rounding(), "saturate")
+        weights[name] = made.values((1, weight.numel())).reshape(weight.shape)
+    loss_of(net, rank, 0, device).backward()
+    state.step()
+    each = local_gradients(size, 0, weights, device)
+    for unit in ((0, 1), (2, 3)):
+        expected = fsdp_bits([[g[i] for i in unit] for g in each], size)
+        for i, rows in zip(unit, expected, strict=True):
+            parameter = list(net.parameters())[i]
+            mine = parameter.grad.to_local()
+            own = rows.split(-(-len(rows) // size))
+            assert same(mine, own[rank] if rank < len(own) else mine.new_empty(mine.shape)), i
+    full = [p.full_tensor().cpu() for p in net.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(full, plain.parameters(), strict=True))  # shards stay as they were
+    assert state.report()["steps"] == 1 and state.report()["elements"] == sum(
+        -(-len(p) // size) * size * (p.numel() // len(p)) for p in full
+    )
+
+
+def fsdp_bits(each, size):
+    """Reduce the parameters of a unit together: each padded to equal shards, one scale each."""
+    batches = []
+    for tensors in each:
+        padded = [nn.functional.pad(x.reshape(len(x), -1), (0, 0, 0, -len(x) % size)) for x in tensors]
+        rows = [x.reshape(size, -1) for x in padded]
+        batches.append(Batch(torch.cat(rows, 1), tuple(x.shape[1] for x in rows)))
+    values, _ = simulate_batches(batches, BASE, None)
+    parts = values.split(batches[0].sizes, 1)
+    return [p.reshape(-1, *x.shape[1:])[: len(x)] for p, x in zip(parts, each[0], strict=True)]

@@ -7,7 +7,7 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from fmtsim.distributed import ReductionState, all_reduce, fp8_hook, simulate
-from tests.distributed.checks import gathers_agree, inputs, reductions_agree, refused, same, tokens_arrive
+from tests.distributed.checks import fsdp_agrees, gathers_agree, inputs, reductions_agree, refused, same, tokens_arrive
 from tests.distributed.warm import BASE, CASES
 
 GPUS = 2
@@ -35,6 +35,7 @@ def worker(rank, folder):
         for check in (reductions_agree, gathers_agree, tokens_arrive):
             check(rank, GPUS, None, device)
         ddp_agrees(rank, device)
+        fsdp_agrees(rank, GPUS, device)
         refused("rank 0 has [((3,), 'torch.float32')], rank 1 has [((4,), 'torch.float32')]", all_reduce,
                 torch.ones(3 + rank, device=device), "msamp")  # fmt: skip
     finally:

@@ -10,10 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import fmtsim
 from fmtsim.distributed import (
     AutoFactor,
     Reduction,
@@ -22,42 +20,29 @@ from fmtsim.distributed import (
     all_reduce,
     dispatch,
     fp8_hook,
-    hook_fsdp,
     reduce_scatter,
     simulate,
 )
 from fmtsim.distributed.arithmetic import Batch
+from fmtsim.distributed.fsdp import QuantizedAllGather, QuantizedReduceScatter
 from fmtsim.distributed.gather import HALO
-from fmtsim.distributed.simulate import simulate_batches
-from fmtsim.errors import ArgumentError, CollectiveError
+from fmtsim.errors import ArgumentError, CollectiveError, DtypeError
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.cast import cast
-from tests.distributed.checks import gathers_agree, reductions_agree, refused, same, tokens_arrive
+from tests.distributed.checks import (
+    fsdp_agrees,
+    gathers_agree,
+    local_gradients,
+    loss_of,
+    model,
+    reductions_agree,
+    refused,
+    same,
+    tokens_arrive,
+)
 from tests.distributed.warm import BASE, E4M3
 
 # Processes fork from a server that has imported all this once and has compiled its kernels.
 multiprocessing.set_forkserver_preload(["tests.distributed.preload", "tests.distributed.test_ranks"])
-
-
-def model(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))
-
-
-def loss_of(net, rank, step):
-    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + rank))
-    return (net(x) * (1 + rank)).square().mean()
-
-
-def local_gradients(size, step, weights):
-    """Return the gradients of every rank, parameter by parameter, computed here."""
-    found = []
-    for rank in range(size):
-        net = model()
-        net.load_state_dict(weights)
-        loss_of(net, rank, step).backward()
-        found.append([p.grad for p in net.parameters()])
-    return found
 
 
 def ddp_agrees(rank, size):
@@ -119,49 +104,22 @@ def nan_is_refused_and_nothing_written(rank, size):
     dist.barrier()
 
 
-def fsdp_agrees(rank, size):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    net, plain = model(), model()
-    mesh = init_device_mesh("cpu", (size,))
-    refused("Sequential has no FSDP2 unit; call torch's fully_shard", hook_fsdp, net)
-    for module in (net[0], net):
-        fully_shard(module, mesh=mesh)
-    state = ReductionState(BASE)
-    refused("mxfp4 has scales of its own; pass scaling=None", hook_fsdp, net, gather="mxfp4")
-    hook_fsdp(net, state, gather="int8")
-    weights = {}
-    for name, weight in plain.state_dict().items():
-        made = cast(weight.reshape(1, -1), fmtsim.get_format("int8"), HALO, Rounding(), "saturate")
-        weights[name] = made.values((1, weight.numel())).reshape(weight.shape)
-    loss_of(net, rank, 0).backward()
-    state.step()
-    each = local_gradients(size, 0, weights)
-    for unit in ((0, 1), (2, 3)):
-        expected = fsdp_bits([[g[i] for i in unit] for g in each], size)
-        for i, rows in zip(unit, expected, strict=True):
-            parameter = list(net.parameters())[i]
-            mine = parameter.grad.to_local()
-            own = rows.split(-(-len(rows) // size))
-            assert same(mine, own[rank] if rank < len(own) else mine.new_empty(mine.shape)), i
-    full = [p.full_tensor() for p in net.parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(full, plain.parameters(), strict=True))  # shards stay as they were
-    assert state.report()["steps"] == 1 and state.report()["elements"] == sum(
-        -(-len(p) // size) * size * (p.numel() // len(p)) for p in full
+def fsdp_refuses(rank, size):
+    state, world = ReductionState(BASE), dist.group.WORLD
+    row, rows = torch.zeros(4), torch.ones(4 * size)
+    scatter = QuantizedReduceScatter(state, (3,))
+    refused("FSDP sends 4 elements of gradients a rank, but the unit's trainable parameters have 3: some take no part",
+            scatter, row, rows, world, dist.ReduceOp.AVG)  # fmt: skip
+    refused("but the reduction has average=True; leave its divide factor alone", scatter, row, rows, world,
+            dist.ReduceOp.SUM)  # fmt: skip
+    gather = QuantizedAllGather(E4M3, HALO, (5,), state.ranks)
+    refused("FSDP sends 4 elements of weights a rank, but the unit's parameters have 5", gather, rows, row, world)
+    alone, _ = dist.new_subgroups(1)
+    refused(
+        f"FSDP shards over ranks [{rank}], the ReductionState over [0, 1, 2, 3]; build it", gather, rows, row, alone
     )
-
-
-def fsdp_bits(each, size):
-    """Reduce the parameters of a unit together: each padded to equal shards, one scale each."""
-    batches = []
-    for tensors in each:
-        padded = [nn.functional.pad(x.reshape(len(x), -1), (0, 0, 0, -len(x) % size)) for x in tensors]
-        rows = [x.reshape(size, -1) for x in padded]
-        batches.append(Batch(torch.cat(rows, 1), tuple(x.shape[1] for x in rows)))
-    values, _ = simulate_batches(batches, BASE, None)
-    parts = values.split(batches[0].sizes, 1)
-    return [p.reshape(-1, *x.shape[1:])[: len(x)] for p, x in zip(parts, each[0], strict=True)]
+    QuantizedReduceScatter(state, ())(row, rows * (rank + 1), world, dist.ReduceOp.AVG)  # one scale for all of it
+    assert same(row, simulate([torch.full((4,), r + 1.0) for r in range(size)], BASE).values[0])
 
 
 def disagreement_has_a_name(rank, size):
@@ -181,6 +139,9 @@ def disagreement_has_a_name(rank, size):
     refused("5 elements do not divide among 4 ranks; pad them", reduce_scatter, torch.ones(5), "msamp")
     refused("sizes=(3,) sum to 3, not to the 2 columns", reduce_scatter, torch.ones(8), "msamp", sizes=(3,))
     refused("sizes=(3,) sum to 3, not to the 8 elements", all_gather, torch.ones(8), "int8", sizes=(3,))
+    refused(
+        "x is torch.int64; pass float16, bfloat16, float32", all_gather, torch.ones(3).long(), "int8", error=DtypeError
+    )
     assert all_reduce(torch.ones(4), "bf16").values[0].tolist() == [1.0] * 4  # the group still works
 
 
@@ -202,7 +163,13 @@ def worker(rank, folder):
             refused("this process is not part of the group", all_reduce, torch.ones(3), "msamp", group=pair)
         for check in (reductions_agree, gathers_agree, tokens_arrive):
             check(rank, 4, None)
-        for check in (disagreement_has_a_name, ddp_agrees, fsdp_agrees, nan_is_refused_and_nothing_written):
+        for check in (
+            disagreement_has_a_name,
+            ddp_agrees,
+            fsdp_agrees,
+            fsdp_refuses,
+            nan_is_refused_and_nothing_written,
+        ):
             check(rank, 4)
     finally:
         dist.destroy_process_group()

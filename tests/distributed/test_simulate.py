@@ -10,6 +10,8 @@ import torch
 
 import fmtsim
 from fmtsim.distributed import REDUCTIONS, AutoFactor, Reduction, get_reduction, simulate, whole_tensors
+from fmtsim.distributed.gather import HALO, require_whole
+from fmtsim.distributed.wire import require_row_blocks
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.scale import History, Scaling
@@ -207,6 +209,19 @@ def test_wrong_arguments():
         simulate([[torch.ones(3), torch.ones(3).double()]], "msamp")
     with pytest.raises(ArgumentError, match="tensor 0 has layout torch.sparse_coo; pass a dense tensor"):
         simulate([torch.ones(3).to_sparse()], "msamp")
+
+
+def test_formats_that_do_not_travel():
+    tile = fmtsim.formats.block.scaled(E4M3, (128, 128))
+    with pytest.raises(
+        ArgumentError, match=r"has blocks of 128 rows, but rows are sent apart; choose a format with bl"
+    ):
+        require_row_blocks(tile)
+    require_row_blocks(fmtsim.get_format("logfmt8"))
+    with pytest.raises(ArgumentError, match="mxfp4 has scales of its own; pass scaling=None, or an element format"):
+        require_whole(fmtsim.get_format("mxfp4"), HALO)
+    with pytest.raises(ArgumentError, match=r"is not one float32 scale from the largest magnitude; choose Scaling\(\)"):
+        require_whole(E4M3, Scaling(block=(1, 32)))
 
 
 def test_names_and_text():
