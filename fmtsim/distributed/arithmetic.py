@@ -210,13 +210,15 @@ def require_mu(reduction: Reduction, mu: float | Tensor | None, device: torch.de
     """Return mu as float32, 0-d, the controller's first where none is given; None for fixed factors.
 
     Raises:
-        ArgumentError: mu is given for a fixed factor.
+        ArgumentError: mu is given for a fixed factor, or is a number that can be none.
     """
     if reduction.auto is None:
         if mu is not None:
             raise ArgumentError(f"mu={mu} belongs to factor='auto', not {reduction.factor!r}; leave it out")
         return None
     given = reduction.auto.initial if mu is None else mu
+    if not isinstance(given, Tensor) and not 0 < given < math.inf:
+        raise ArgumentError(f"mu={given} is no factor; pass a finite number above 0")
     return torch.as_tensor(given, dtype=torch.float32, device=device).reshape(())
 
 

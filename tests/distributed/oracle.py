@@ -55,10 +55,12 @@ def casts(ranks, factor):
     """Return the casts of all ranks and what sums are multiplied with; one tensor, finite, scale by powers of two."""
     n = F(len(ranks))
     amax = max(np.max(np.abs(x), initial=0) for x in ranks)
-    r = power_below(F(448) / F(amax)) if amax else F(1)
-    e = r * F(factor)
+    with np.errstate(over="ignore", under="ignore"):
+        r = power_below(min(F(448) / F(amax), np.finfo(F).max)) if amax else F(1)
+        e = min(max(r * F(factor), np.finfo(F).tiny), np.finfo(F).max)
     decode = (F(1) / e) / n
-    return [rounded(x * e) for x in ranks], decode
+    with np.errstate(over="ignore", under="ignore"):
+        return [rounded(x * e) for x in ranks], decode
 
 
 def ring(q):

@@ -48,6 +48,15 @@ def test_the_oracle_gives_the_same_bits(ranks, factor, algorithm):
     assert same_bits(total, sums * (np.float32(1) / e)) and n == ranks
 
 
+@pytest.mark.parametrize("factor", ["pre", "post"])
+@pytest.mark.parametrize("times", [1e-40, 1e-36, 1e36])
+def test_gradients_at_the_ends_of_float32(times, factor):
+    xs = [x * times for x in gradients(3, 60, 8, spread=0.5)]
+    reduction = Reduction(format=E4M3, factor=factor)
+    expected, _ = oracle.reduce([x.numpy() for x in xs], factor_of(factor, 3), "ring")
+    assert any(expected != 0) and same_bits(simulate(xs, reduction).values[0], expected)
+
+
 @pytest.mark.parametrize("wrong", ["order", "hop", "factor"])
 def test_a_planted_error_shows(wrong, monkeypatch):
     xs = [x.numpy() for x in gradients(4, 200, 5)]
@@ -199,6 +208,9 @@ def test_wrong_arguments():
         simulate([torch.ones(3), torch.ones(4)], "msamp")
     with pytest.raises(ArgumentError, match="mu=2.0 belongs to factor='auto', not 'sqrt'; leave it out"):
         simulate([torch.ones(3)], "msamp", mu=2.0)
+    for mu in (0.0, math.inf, math.nan):
+        with pytest.raises(ArgumentError, match=f"mu={mu} is no factor; pass a finite number above 0"):
+            simulate([torch.ones(3)], "fp8lm", mu=mu)
     with pytest.raises(ArgumentError, match="0 ranks are not supported; choose 1 to 65535"):
         simulate([], "msamp")
     with pytest.raises(ArgumentError, match="there are no tensors to reduce"):
