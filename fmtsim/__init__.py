@@ -10,6 +10,7 @@ from fmtsim.encoded import Encoded
 from fmtsim.errors import (
     ArgumentError,
     CodeError,
+    CollectiveError,
     DataError,
     DeviceError,
     DtypeError,
@@ -50,6 +51,7 @@ __all__ = [
     "BlockFormat",
     "CodeError",
     "CodebookFormat",
+    "CollectiveError",
     "Comparison",
     "DataError",
     "Datapath",
@@ -119,8 +121,8 @@ _LAZY = {"get_num_threads": "fmtsim.cpu.pool", "set_num_threads": "fmtsim.cpu.po
 
 
 def __getattr__(name: str) -> Any:
-    if name == "cuda":
-        return importlib.import_module("fmtsim.cuda")
+    if name in ("cuda", "distributed"):
+        return importlib.import_module(f"fmtsim.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'fmtsim' has no attribute {name!r}")

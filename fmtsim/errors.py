@@ -29,6 +29,10 @@ class DeviceError(FmtsimError, RuntimeError):
     """Report a GPU that cannot run a kernel, or a kernel that cannot be compiled for it."""
 
 
+class CollectiveError(FmtsimError, RuntimeError):
+    """Report ranks that do not answer in a collective."""
+
+
 class PlanUnknownWarning(UserWarning):
     """Say that the order of sums of a call is a guess: nothing recorded or tested stands behind it."""
 

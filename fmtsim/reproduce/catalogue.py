@@ -15,6 +15,7 @@ from fmtsim.reproduce import (
     sequences,
     training,
     widths,
+    wire,
 )
 from fmtsim.reproduce.claim import Claim
 
@@ -29,6 +30,7 @@ CLAIMS: tuple[Claim, ...] = (
     *training.CLAIMS,
     *widths.CLAIMS,
     *gpts.CLAIMS,
+    *wire.CLAIMS,
 )
 
 

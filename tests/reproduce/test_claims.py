@@ -34,6 +34,9 @@ PLANTED = (  # claim, setting, a value that is wrong, a number that has to fail
     ("underflow", "format", "bf16", "progress without scaling"),
     ("underflow", "scale", 1.0, "largest power of two lost, log2"),
     ("underflow", "gradient", 1e-20, "progress with scaling"),
+    ("reductions", "schemes", (("1/N first", "fp8lm_post"), ("1/N behind", "fp8lm_post"), ("mu", "fp8lm_post")),
+     "mu, N = 64: at the largest"),
+    ("reductions", "ranks", (1, 4), "1/N first, N = 64: to zero"),
 )  # fmt: skip
 
 

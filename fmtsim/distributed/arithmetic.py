@@ -1,0 +1,232 @@
+"""The arithmetic of a reduction, which the simulation and the processes share: scales, casts, hops, counts."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fmtsim import ops
+from fmtsim.distributed.reduction import Reduction, float32
+from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.formats.packing import pack, packed_size, unpack
+from fmtsim.formats.representable import FLOAT_DTYPES
+from fmtsim.ops import CastSpec, EncodedParts, RandomKey
+from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.scales import FLT_MIN, reciprocal, scales
+from fmtsim.scaling.statistics import FLT_MAX, statistic
+
+MAX_RANKS = 1 << 16
+
+
+class Counts(NamedTuple):
+    """Count what became of the elements of one reduction; int64, 0-d each.
+
+    Attributes:
+        elements: Elements of the result.
+        saturated: Of the result, at the format's largest magnitude.
+        spoiled: Of the result, NaN or Inf.
+        clipped: Of this rank's finite elements, beyond the largest value before they were rounded.
+        flushed: Of this rank's non-zero finite elements, rounded to zero.
+        nonfinite: Of this rank's elements, NaN or Inf.
+    """
+
+    elements: Tensor
+    saturated: Tensor
+    spoiled: Tensor
+    clipped: Tensor
+    flushed: Tensor
+    nonfinite: Tensor
+
+    def plus(self, other: "Counts") -> "Counts":
+        """Return the sums of two counts."""
+        return Counts(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def to_dict(self) -> dict[str, int]:
+        """Return plain numbers; this waits for the device."""
+        return {name: int(value) for name, value in self._asdict().items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Hold the tensors of one rank that are reduced together.
+
+    Args:
+        x: float32 [rows, columns]; the columns are the tensors one behind the other, rows are shards of them.
+        sizes: Columns of each tensor, which has a scale of its own.
+    """
+
+    x: Tensor
+    sizes: tuple[int, ...]
+
+    def amaxes(self) -> Tensor:
+        """Return the largest finite magnitude of each tensor, float32 [tensors], 0 for a tensor without one."""
+        whole = [statistic(part, (None, None), "amax").reshape(-1) for part in self.x.split(self.sizes, 1)]
+        return torch.stack([part[0] if part.numel() else self.x.new_zeros(()) for part in whole])
+
+    def spread(self, per_tensor: Tensor) -> Tensor:
+        """Return [1, columns]: each tensor's number at its columns."""
+        repeats = torch.tensor(self.sizes, device=per_tensor.device)
+        return per_tensor.repeat_interleave(repeats, output_size=self.x.shape[1]).unsqueeze(0)
+
+
+class Factors(NamedTuple):
+    """What a tensor's elements are multiplied with before the first cast, and behind the last; float32 [tensors]."""
+
+    encode: Tensor
+    decode: Tensor
+
+
+class Hop:
+    """Round partial sums to a reduction's format, as values or as the bytes that travel.
+
+    Args:
+        reduction: Which.
+        call: Number of the reduction, 0 to 2**31 - 1; stochastic rounding draws from a stream of its own each time.
+    """
+
+    def __init__(self, reduction: Reduction, call: int = 0) -> None:
+        self.reduction, self.call = reduction, call
+        self.bits = reduction.format.bits
+        self.top = float(reduction.format.max)
+        rounding, overflow = reduction.rounding, reduction.overflow_rule
+        self.spec = CastSpec(format=reduction.format, rounding=rounding, overflow=overflow)
+        self.text = self.spec.to_json()
+        self.exact = replace(self.spec, rounding=Rounding())
+        self.draws = rounding.mode == "stochastic"
+
+    def key(self, rank: int, step: int) -> RandomKey | None:
+        """Return the random stream of a cast: step 0 is a rank's own tensor, step h the sum that it forms at hop h."""
+        return RandomKey(self.reduction.seed, (self.call << 32) + (rank << 16) + step) if self.draws else None
+
+    def round(self, y: Tensor, key: RandomKey | None) -> Tensor:
+        """Return float32 values of the format."""
+        return ops.quantize(y, self.text, torch.float32, key, None)
+
+    def round_each(self, y: Tensor, ranks: Sequence[int], step: int) -> Tensor:
+        """Round row i of y as rank ``ranks[i]`` does at a step."""
+        if not self.draws:
+            return self.round(y, None)
+        return torch.stack([self.round(row, self.key(rank, step)) for row, rank in zip(y, ranks, strict=True)])
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Return values of the format, 1-d, as bytes: uint8 [packed_size(n, bits)]."""
+        return pack(ops.encode(values, self.exact).codes, self.bits)
+
+    def decode(self, wire: Tensor, count: int) -> Tensor:
+        """Return the float32 values of bytes."""
+        return ops.decode(EncodedParts(unpack(wire, self.bits, count)), self.spec, torch.float32)
+
+    def bytes(self, count: int) -> int:
+        """Return how many bytes travel for so many elements."""
+        return packed_size(count, self.bits)
+
+
+def batch_of(tensors: Sequence[Tensor]) -> Batch:
+    """Return tensors of one rank as a batch of one row.
+
+    Raises:
+        ArgumentError: There is none, or they are on several devices.
+        DtypeError: One is not a floating-point tensor, or their dtypes differ.
+    """
+    if not tensors:
+        raise ArgumentError("there are no tensors to reduce; pass at least one")
+    for i, x in enumerate(tensors):
+        if not isinstance(x, Tensor) or x.dtype not in FLOAT_DTYPES:
+            found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise DtypeError(f"tensor {i} is {found}; reduce float16, bfloat16, float32 or float64")
+        if x.layout != torch.strided:
+            raise ArgumentError(f"tensor {i} has layout {x.layout}; pass a dense tensor, for example x.to_dense()")
+        if (x.dtype, x.device) != (tensors[0].dtype, tensors[0].device):
+            raise DtypeError(
+                f"tensor {i} is {x.dtype} on {x.device}, tensor 0 {tensors[0].dtype} on {tensors[0].device}; "
+                "reduce tensors of one dtype and device at a time"
+            )
+    flat = torch.cat([x.detach().reshape(-1) for x in tensors]).float()
+    return Batch(flat.unsqueeze(0), tuple(x.numel() for x in tensors))
+
+
+def factors_of(amaxes: Tensor, reduction: Reduction, ranks: int, mu: Tensor | None) -> Factors:
+    """Return the factors of tensors with these largest magnitudes on all ranks.
+
+    Every operation is float32, rounded to nearest even: ``e = RN(r * f)``, r the reciprocal of the scale by the
+    reduction's rule and f the float32 of 1/N, 1, 1/sqrt(N) or mu; e is kept within the normal numbers;
+    ``d = RN(RN(1 / e) / N)`` for a mean, ``RN(1 / e)`` for a sum.
+    """
+    scaling = reduction.scaling
+    ones = torch.ones_like(amaxes)
+    r = (
+        ones
+        if scaling is None
+        else scales(ones if scaling.statistic == "one" else amaxes, scaling, _top(reduction)).factor
+    )
+    fixed = {"pre": 1 / ranks, "post": 1.0, "sqrt": 1 / math.sqrt(ranks)}
+    f = mu if mu is not None else ones * float32(fixed[reduction.factor])
+    encode = (r * f).clamp(min=FLT_MIN, max=FLT_MAX)
+    decode = reciprocal(encode)
+    return Factors(encode, torch.div(decode, torch.full_like(decode, ranks)) if reduction.average else decode)
+
+
+def scaled(batch: Batch, factors: Factors, reduction: Reduction) -> Tensor:
+    """Return float32 [rows, columns]: what is rounded for the first hop, ``RN(x * e)``."""
+    x = batch.x
+    y = x * batch.spread(factors.encode)
+    return torch.where(x.isfinite(), y, torch.nan) if reduction.nonfinite == "propagate" else y
+
+
+def finished(sums: Tensor, batch: Batch, factors: Factors) -> Tensor:
+    """Return float32 [rows, columns]: the result of sums of that shape, ``RN(sum * d)``."""
+    return sums * batch.spread(factors.decode)
+
+
+def own_counts(x: Tensor, y: Tensor, q: Tensor, top: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return clipped, flushed and nonfinite elements of x, which became y before rounding and q behind it."""
+    finite = x.isfinite()
+    clipped = (finite & (y.abs() > top)).sum()
+    flushed = (finite & (x != 0) & (q == 0)).sum()
+    return clipped, flushed, (~finite).sum()
+
+
+def result_counts(sums: Tensor, top: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return elements, saturated and spoiled elements of reduced sums."""
+    elements = torch.tensor(sums.numel(), device=sums.device)
+    return elements, (sums.abs() == top).sum(), (~sums.isfinite()).sum()
+
+
+def canonical(x: Tensor) -> Tensor:
+    """Return x with every NaN positive and quiet, as processors make others out of products and casts of NaN."""
+    return x.masked_fill(x.isnan(), torch.nan)
+
+
+def chunked(flat: Tensor, ranks: int) -> Tensor:
+    """Return a vector as [ranks, ceil(n / ranks)], filled up with zeros: chunk c is row c."""
+    length = -(-flat.numel() // ranks)
+    return torch.nn.functional.pad(flat, (0, ranks * length - flat.numel())).reshape(ranks, length)
+
+
+def require_mu(reduction: Reduction, mu: float | Tensor | None, device: torch.device) -> Tensor | None:
+    """Return mu as float32, 0-d, the controller's first where none is given; None for fixed factors.
+
+    Raises:
+        ArgumentError: mu is given for a fixed factor, or is a number that can be none.
+    """
+    if reduction.auto is None:
+        if mu is not None:
+            raise ArgumentError(f"mu={mu} belongs to factor='auto', not {reduction.factor!r}; leave it out")
+        return None
+    given = reduction.auto.initial if mu is None else mu
+    if not isinstance(given, Tensor) and not 0 < given < math.inf:
+        raise ArgumentError(f"mu={given} is no factor; pass a finite number above 0")
+    return torch.as_tensor(given, dtype=torch.float32, device=device).reshape(())
+
+
+def require_ranks(ranks: int) -> None:
+    """Refuse a number of ranks that random streams do not number."""
+    if not 1 <= ranks < MAX_RANKS:
+        raise ArgumentError(f"{ranks} ranks are not supported; choose 1 to {MAX_RANKS - 1}")
+
+
+def _top(reduction: Reduction) -> float:
+    return float(reduction.format.max)

@@ -1,0 +1,165 @@
+"""Gradients and weights of FSDP2 through quantised collectives."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fmtsim.distributed.arithmetic import Batch
+from fmtsim.distributed.gather import HALO, gather_parts, require_whole
+from fmtsim.distributed.ranks import Ranks
+from fmtsim.distributed.state import ReductionState
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.block import Format
+from fmtsim.formats.registry import get_format
+from fmtsim.scaling.scale import Scaling
+
+
+class _Comm:
+    """What FSDP2 asks of both: memory."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialised buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class QuantizedReduceScatter(_Comm):
+    """Stand in for FSDP2's reduce-scatter of the gradients of one ``fully_shard`` unit.
+
+    Args:
+        state: The reduction and what it remembers.
+        sizes: Elements of each parameter's shard, padding included, in the order of the unit's parameters.
+    """
+
+    def __init__(self, state: ReductionState, sizes: tuple[int, ...]) -> None:
+        self.state, self.sizes = state, sizes
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Reduce ``input_tensor`` [ranks * n] into ``output_tensor`` [n]; nothing is written unless all arrived."""
+        state = self.state
+        _require_group(group, state.ranks)
+        average = state.reduction.average
+        if op != (dist.ReduceOp.AVG if average else dist.ReduceOp.SUM):
+            how = "leave its divide factor alone, in float32 or bfloat16" if average else "choose average=True"
+            raise ArgumentError(f"FSDP reduces by {op}, but the reduction has average={average}; {how}")
+        sizes = _fitting(self.sizes, output_tensor.numel(), "trainable parameters", "gradients")
+        batch = Batch(input_tensor.reshape(state.ranks.size, -1).float(), sizes)
+        values = state.reduce(batch, ("reduce-scatter", sizes, str(input_tensor.dtype)), scatter=True)
+        output_tensor.copy_(values.reshape(-1).to(output_tensor.dtype))
+
+
+class QuantizedAllGather(_Comm):
+    """Stand in for FSDP2's all-gather of the weights of one ``fully_shard`` unit; shards stay in high precision.
+
+    Args:
+        format: The format that travels.
+        scaling: The rule of the scale that all ranks share; None lets each rank encode its flat buffer by itself.
+        sizes: Elements of each parameter's shard, padding included, in the order of the unit's parameters.
+        ranks: The ranks.
+    """
+
+    def __init__(self, format: Format, scaling: Scaling | None, sizes: tuple[int, ...], ranks: Ranks) -> None:
+        self.format, self.scaling, self.sizes, self.ranks = format, scaling, sizes, ranks
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Gather ``input_tensor`` [n] of all ranks into ``output_tensor`` [ranks * n], which may hold it."""
+        _require_group(group, self.ranks)
+        sizes = _fitting(self.sizes, input_tensor.numel(), "parameters", "weights")
+        facts = ("all-gather", self.format, self.scaling, sizes, str(input_tensor.dtype))
+        self.ranks.agree(facts, input_tensor.device)
+        gathered = gather_parts(input_tensor, self.format, self.scaling, sizes, self.ranks)
+        output_tensor.copy_(gathered.reshape(-1))
+
+
+def hook_fsdp(
+    model: nn.Module,
+    state: ReductionState | None = None,
+    *,
+    gather: str | Format | None = None,
+    scaling: Scaling | None = HALO,
+    per_tensor: bool = True,
+) -> None:
+    """Let every ``fully_shard`` unit of a model reduce its gradients, and gather its weights, in few bits.
+
+    Call it behind ``fully_shard``, and ``state.step()`` behind each backward pass: that ends the step whose elements
+    the automatic factor counts.
+
+    Args:
+        model: A model with FSDP2 units, sharded along their first dimension.
+        state: The reduction of gradients; None leaves FSDP's own.
+        gather: The format in which weights travel, such as ``"int8"`` (HALO) or ``"e4m3"``; None leaves FSDP's own.
+        scaling: The rule of a scale that all ranks share; None, with a format that has scales of its own.
+        per_tensor: One scale a parameter; False: one scale a unit.
+
+    Raises:
+        ArgumentError: The model has no FSDP2 unit, or the format and the scaling do not fit.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not units:
+        raise ArgumentError(f"{type(model).__name__} has no FSDP2 unit; call torch's fully_shard on it first")
+    fmt = None if gather is None else get_format(gather)
+    if fmt is not None and scaling is not None:
+        require_whole(fmt, scaling)
+    ranks = Ranks() if state is None else state.ranks
+    for unit in units:
+        parameters = list(_parameters(unit))  # type: ignore[arg-type]  # an FSDPModule is an nn.Module
+        if state is not None:
+            sizes = tuple(_shard_size(p, ranks.size) for p in parameters if p.requires_grad)
+            unit.set_custom_reduce_scatter(QuantizedReduceScatter(state, sizes if per_tensor else ()))  # type: ignore[arg-type]
+        if fmt is not None:
+            sizes = tuple(_shard_size(p, ranks.size) for p in parameters)
+            comm = QuantizedAllGather(fmt, scaling, sizes if per_tensor else (), ranks)
+            unit.set_custom_all_gather(comm)  # type: ignore[arg-type]
+
+
+def _parameters(unit: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a unit as FSDP orders them: children first, nested units left out, each once."""
+    from torch.distributed.fsdp import FSDPModule
+
+    seen: set[int] = set()
+
+    def visit(module: nn.Module) -> Iterator[nn.Parameter]:
+        seen.add(id(module))
+        for child in module.children():
+            if id(child) not in seen and not isinstance(child, FSDPModule):
+                yield from visit(child)
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter
+
+    yield from visit(unit)
+
+
+def _shard_size(parameter: nn.Parameter, ranks: int) -> int:
+    """Return the elements of a rank's shard with its padding: rows are dealt out in equal numbers, rounded up."""
+    rows = parameter.shape[0]
+    return -(-rows // ranks) * (parameter.numel() // max(rows, 1))
+
+
+def _fitting(sizes: tuple[int, ...], count: int, whose: str, what: str) -> tuple[int, ...]:
+    """Return the sizes of tensors in a buffer; no sizes stand for one tensor."""
+    if not sizes:
+        return (count,)
+    if sum(sizes) != count:
+        raise ArgumentError(
+            f"FSDP sends {count} elements of {what} a rank, but the unit's {whose} have {sum(sizes)}: some take no "
+            "part, or are sharded otherwise; call hook_fsdp(..., per_tensor=False)"
+        )
+    return sizes
+
+
+def _require_group(group: dist.ProcessGroup, ranks: Ranks) -> None:
+    theirs, ours = dist.get_process_group_ranks(group), dist.get_process_group_ranks(ranks.group)
+    if theirs != ours:
+        raise ArgumentError(
+            f"FSDP shards over ranks {theirs}, the ReductionState over {ours}; build it with group=mesh.get_group()"
+        )

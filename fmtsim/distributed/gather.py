@@ -1,0 +1,196 @@
+"""Weights gathered in few bits, and tokens dispatched to other ranks in few bits."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fmtsim import ops
+from fmtsim.distributed.arithmetic import canonical
+from fmtsim.distributed.ranks import Ranks
+from fmtsim.distributed.wire import from_rows, require_row_blocks, row_template, to_rows
+from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.formats.block import FP32, BlockFormat, Format, LogTileFormat
+from fmtsim.formats.packing import pack, unpack
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.representable import FLOAT_DTYPES
+from fmtsim.formats.spec import ElementFormat
+from fmtsim.ops import CastSpec, EncodedParts
+from fmtsim.quantize import encode, quantize
+from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.scale import Scaling
+from fmtsim.scaling.scales import Scales, scales
+from fmtsim.scaling.statistics import statistic
+
+HALO = Scaling(arithmetic="divide")  # amax / 127, true division
+
+
+def all_gather(
+    x: Tensor,
+    format: str | Format,
+    *,
+    scaling: Scaling | None = HALO,
+    sizes: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Gather the shards of all ranks, sent as codes, as HALO gathers weights in int8.
+
+    Args:
+        x: This rank's shard; any shape, float16, bfloat16, float32 or float64, the same on all ranks.
+        format: The element format that travels, such as ``"int8"`` or ``"e4m3"``; or a format with scales of its own,
+            such as ``"mxfp8_e4m3"``, which needs ``scaling=None``.
+        scaling: How the scale of the whole tensor follows from its largest magnitude on all ranks. None: every rank
+            encodes its shard by itself.
+        sizes: Elements of each tensor, where a flat x holds several, each with a scale of its own.
+        group: The ranks; None is the default group.
+
+    Returns:
+        [ranks, *x.shape] in x's dtype: the values of the codes, each rounded once to float32 and once to x's dtype.
+        With ``scaling`` these are the bits of quantising the whole tensor in one process. NaN and Inf: where the format
+        has NaN such an element becomes NaN; where it has none its whole tensor does. Without ``scaling``: as for
+        ``fmtsim.quantize``.
+
+    Raises:
+        ArgumentError: There is no group, ranks disagree, or the scaling does not fit.
+        DtypeError: x is not a floating-point tensor.
+        CollectiveError: A rank does not answer.
+    """
+    ranks, fmt = Ranks(group), get_format(format)
+    _check(x)
+    parts = (x.numel(),) if sizes is None else tuple(sizes)
+    ranks.agree(("all_gather", fmt, scaling, tuple(x.shape), str(x.dtype), parts), x.device)
+    return gather_parts(x, fmt, scaling, parts, ranks)
+
+
+def gather_parts(x: Tensor, fmt: Format, scaling: Scaling | None, sizes: tuple[int, ...], ranks: Ranks) -> Tensor:
+    """Do what ``all_gather`` does, for arguments that all ranks agree on."""
+    if scaling is None:
+        encoded = encode(x.detach(), fmt, pad=True)
+        wires = _gather(to_rows(encoded, 1), ranks)
+        shards = [from_rows(wire[None], encoded).decode(out_dtype=x.dtype) for wire in wires]
+        return torch.stack(shards)
+    require_whole(fmt, scaling)
+    assert not isinstance(fmt, BlockFormat | LogTileFormat)
+    if sum(sizes) != x.numel():
+        raise ArgumentError(f"sizes={sizes} sum to {sum(sizes)}, not to the {x.numel()} elements of x; name them all")
+    flat = x.detach().reshape(-1).float()
+    made = _shared_scales(flat.split(sizes), scaling, fmt, ranks)
+    repeats = torch.tensor(sizes, device=x.device)
+    elements = _elements(flat, made, repeats, fmt)
+    spec = CastSpec(format=fmt, rounding=Rounding(), overflow=fmt.default_overflow)
+    wires = _gather(pack(ops.encode(elements, spec).codes, fmt.bits)[None], ranks)
+    values = ops.decode(EncodedParts(unpack(wires, fmt.bits, flat.numel())), spec, torch.float32)
+    scale = made.scale.reshape(-1).repeat_interleave(repeats, output_size=flat.numel())
+    return canonical((values * scale).to(x.dtype)).reshape(ranks.size, *x.shape)
+
+
+def dispatch(
+    x: Tensor,
+    counts: Sequence[int],
+    format: str | Format = "logfmt8",
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Send rows to other ranks, as codes with their scales: the all-to-all of experts, in LogFMT tiles or any format.
+
+    Args:
+        x: [tokens, width]; the first ``counts[0]`` rows go to rank 0, the next ``counts[1]`` to rank 1, and so on. Rows
+            and counts may differ between ranks, width and dtype not.
+        counts: Rows for each rank.
+        format: The format that travels: element formats, and those with blocks along a row.
+        group: The ranks; None is the default group.
+
+    Returns:
+        [tokens received, width] in x's dtype: rows from rank 0, then from rank 1, ...; the bits are those of
+        ``fmtsim.quantize(x, format, out_dtype=x.dtype, pad=True)`` on the rank that sent them, NaN and Inf too.
+
+    Raises:
+        ArgumentError: There is no group, counts do not fit x, the format has scales across rows, or ranks disagree.
+        DtypeError: x is not a floating-point tensor.
+        CollectiveError: A rank does not answer.
+    """
+    ranks, fmt = Ranks(group), get_format(format)
+    _check(x)
+    require_row_blocks(fmt)
+    sent = list(counts)
+    if x.dim() != 2 or len(sent) != ranks.size or sum(sent) != len(x) or min(sent) < 0:
+        raise ArgumentError(
+            f"counts={sent} do not part x of shape {tuple(x.shape)} among {ranks.size} ranks; "
+            "pass one number of rows a rank, which sum to the rows of a matrix"
+        )
+    ranks.agree(("dispatch", fmt, x.shape[1], str(x.dtype)), x.device)
+    received = [row[ranks.rank] for row in ranks.gather_objects(sent, "the exchange of row counts")]
+    template = row_template(fmt, x.shape[1], x.device)
+    width = to_rows(template, 1).shape[1]
+    out = to_rows(encode(x.detach(), fmt, pad=True), len(x)) if len(x) else x.new_empty(0, width, dtype=torch.uint8)
+    into = out.new_empty(sum(received), width)
+    try:
+        dist.all_to_all_single(into, out, received, sent, group=ranks.group)
+    except RuntimeError as error:
+        raise ranks.broken("the dispatch of rows", "a rank", error) from error
+    if not len(into):
+        return x.new_empty(0, x.shape[1])
+    return from_rows(into, template, len(into)).decode(out_dtype=x.dtype)
+
+
+def whole_tensors(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Return the rank that keeps each tensor, for ZeRO with one scale a tensor, which must not be split (FP8-LM).
+
+    The largest tensor first, each goes to the rank with the fewest elements so far, the lowest one in a tie; tensors of
+    one size go in their order.
+
+    >>> whole_tensors([4, 10, 5, 1], 2)
+    [1, 0, 1, 1]
+    """
+    if ranks < 1:
+        raise ArgumentError(f"ranks={ranks} is not allowed; choose 1 or more")
+    loads, owner = [0] * ranks, [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        owner[i] = loads.index(min(loads))
+        loads[owner[i]] += sizes[i]
+    return owner
+
+
+def _shared_scales(parts: Sequence[Tensor], scaling: Scaling, fmt: ElementFormat, ranks: Ranks) -> Scales:
+    """Return the scales of tensors from their largest magnitudes on all ranks; NaN where NaN could not travel."""
+    own = torch.stack([statistic(part[None], (None, None), "amax").reshape(-1).sum() for part in parts])
+    wrong = torch.stack([(~part.isfinite()).any() for part in parts]).float()
+    found = ranks.largest(torch.cat([own, wrong]), "the exchange of largest magnitudes")
+    made = scales(found[: len(parts)], scaling, float(fmt.max))
+    if fmt.has_nan:
+        return made
+    return made._replace(scale=torch.where(found[len(parts) :] > 0, torch.nan, made.scale))
+
+
+def _elements(x: Tensor, made: Scales, repeats: Tensor, fmt: ElementFormat) -> Tensor:
+    """Return values of the format, one for each element."""
+    factor = made.factor.repeat_interleave(repeats, output_size=x.numel())
+    x = torch.where(x.isfinite(), x, torch.nan if fmt.has_nan else 0.0)
+    y = torch.div(x, factor) if made.divides else x * factor
+    return quantize(y, fmt, out_dtype=torch.float32)
+
+
+def _gather(wire: Tensor, ranks: Ranks) -> Tensor:
+    """Return the bytes [1, bytes] of all ranks as [ranks, bytes]."""
+    out = wire.new_empty(ranks.size, wire.shape[1])
+    try:
+        dist.all_gather(list(out.unbind()), wire[0], group=ranks.group)
+    except RuntimeError as error:
+        raise ranks.broken("an all-gather", "a rank", error) from error
+    return out
+
+
+def require_whole(fmt: Format, scaling: Scaling) -> None:
+    """Refuse formats with scales of their own, and rules that are not one scale from the largest magnitude."""
+    if isinstance(fmt, BlockFormat | LogTileFormat):
+        raise ArgumentError(f"{fmt.name} has scales of its own; pass scaling=None, or an element format")
+    one = scaling.block == (None, None) and scaling.statistic == "amax" and scaling.scale == FP32
+    if not one or scaling.tensor or scaling.eden or scaling.history or scaling.candidates != (1.0,):
+        raise ArgumentError(f"scaling {scaling} is not one float32 scale from the largest magnitude; choose Scaling()")
+
+
+def _check(x: Tensor) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in FLOAT_DTYPES:
+        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise DtypeError(f"x is {found}; pass float16, bfloat16, float32 or float64")

@@ -1,0 +1,52 @@
+"""Gradients of DistributedDataParallel through a quantised reduction."""
+
+import torch
+import torch.distributed as dist
+
+from fmtsim.distributed.arithmetic import batch_of
+from fmtsim.distributed.simulate import split
+from fmtsim.distributed.state import ReductionState
+from fmtsim.errors import ArgumentError
+
+
+def fp8_hook(
+    state: ReductionState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch defines it in C++ and looks for this annotation
+) -> torch.futures.Future[torch.Tensor]:
+    """Reduce a bucket of gradients, as a communication hook of DistributedDataParallel.
+
+    ``model.register_comm_hook(ReductionState("fp8lm"), fp8_hook)``. Every parameter of a bucket has a scale of its own;
+    the bucket travels as one tensor of codes. The bucket is written when all of it has arrived, or not at all; the last
+    bucket of a backward pass ends the state's step.
+
+    Args:
+        state: The reduction and what it remembers; one for each model.
+        bucket: What DistributedDataParallel hands over.
+
+    Returns:
+        A finished future with the bucket's buffer.
+
+    Raises:
+        ArgumentError: The state is not a ReductionState, ranks disagree, or NaN and Inf under ``"raise"``.
+        CollectiveError: A rank does not answer.
+    """
+    if not isinstance(state, ReductionState):
+        raise ArgumentError(
+            f"state={state!r} is not a ReductionState; register_comm_hook(ReductionState(name), fp8_hook)"
+        )
+    if bucket.index() == 0:
+        state.begin()
+    gradients = bucket.gradients()
+    batch = batch_of(gradients)
+    facts = ("a bucket of gradients", [(tuple(x.shape), str(x.dtype)) for x in gradients])
+    values = split(state.reduce(batch, facts), batch, gradients)
+    for gradient, value in zip(gradients, values, strict=True):
+        gradient.copy_(value)
+    if bucket.is_last():
+        state.step()
+    buffer = bucket.buffer()
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+        devices=[] if buffer.device.type == "cpu" else [buffer.device]
+    )
+    future.set_result(buffer)
+    return future

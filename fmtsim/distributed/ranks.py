@@ -1,0 +1,163 @@
+"""Messages between ranks: agreement before a collective, neighbours during it, and errors that name the rank."""
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fmtsim.distributed.arithmetic import require_ranks
+from fmtsim.errors import ArgumentError, CollectiveError
+
+
+class Ranks:
+    """Send and receive within a process group; every failure becomes a CollectiveError that names the other rank.
+
+    Args:
+        group: The ranks; None is the default group of torch.distributed.
+
+    Attributes:
+        size: Number of ranks.
+        rank: This one, counted within the group.
+
+    Raises:
+        ArgumentError: torch.distributed has no process group yet, or this process is not part of the given one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ArgumentError("a collective needs ranks; call torch.distributed.init_process_group first")
+        self.group = dist.group.WORLD if group is None else group
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ArgumentError("this process is not part of the group; call the collective on the group's ranks only")
+        require_ranks(self.size)
+        self._agreed: set[int] = set()
+
+    def pass_on(self, wire: Tensor, into: Tensor, to: int, source: int, what: str) -> None:
+        """Send bytes to one rank while receiving as many from another; both are counted within the group."""
+        both = [
+            dist.P2POp(dist.isend, wire, self._global(to), self.group),
+            dist.P2POp(dist.irecv, into, self._global(source), self.group),
+        ]
+        try:
+            works = dist.batch_isend_irecv(both)
+        except RuntimeError as error:
+            raise self.broken(what, f"rank {to} or rank {source}", error) from error
+        peers = (to, source) if len(works) == 2 else (f"{to} or rank {source}",)
+        for peer, work in zip(reversed(peers), reversed(works), strict=True):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self.broken(what, f"rank {peer}", error) from error
+
+    def send(self, wire: Tensor, to: int, what: str) -> None:
+        """Send bytes to one rank."""
+        try:
+            dist.send(wire, self._global(to), self.group)
+        except RuntimeError as error:
+            raise self.broken(what, f"rank {to}", error) from error
+
+    def receive(self, into: Tensor, source: int, what: str) -> None:
+        """Receive bytes from one rank."""
+        try:
+            dist.recv(into, self._global(source), self.group)
+        except RuntimeError as error:
+            raise self.broken(what, f"rank {source}", error) from error
+
+    def largest(self, x: Tensor, what: str) -> Tensor:
+        """Return the elementwise maximum over the ranks."""
+        return self._reduce(x, dist.ReduceOp.MAX, what)
+
+    def total(self, x: Tensor, what: str) -> Tensor:
+        """Return the elementwise sum over the ranks, for whole numbers."""
+        return self._reduce(x, dist.ReduceOp.SUM, what)
+
+    def agree(self, facts: tuple[Any, ...], device: torch.device) -> None:
+        """Make sure that all ranks call the same collective on the same shapes, dtypes and record.
+
+        On the CPU the ranks compare a fingerprint of the facts before every collective; on other devices, where looking
+        would wait for the device, only before the first one with these facts.
+
+        Raises:
+            ArgumentError: They do not.
+            CollectiveError: A rank does not answer.
+        """
+        print_ = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "little")
+        if self.size == 1 or (device.type != "cpu" and print_ in self._agreed):
+            return
+        found = self._prints(print_, device)
+        if any(other != print_ for other in found):
+            raise ArgumentError(self._disagreement(facts, found))
+        self._agreed.add(print_)
+
+    def gather_objects(self, value: Any, what: str) -> list[Any]:
+        """Return the small object of every rank."""
+        gathered: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(gathered, value, group=self.group)
+        except RuntimeError as error:
+            raise self.broken(what, "a rank", error) from error
+        return gathered
+
+    def _prints(self, own: int, device: torch.device) -> list[int]:
+        """Return every rank's fingerprint, each received from that rank itself, so that one that is gone has a name."""
+        mine = torch.tensor([own], device=device)
+        theirs = torch.zeros(self.size, 1, dtype=torch.int64, device=device)
+        theirs[self.rank] = mine
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        if device.type != "cpu":
+            return [int(value) for value in self.gather_objects(own, "the comparison of arguments")]
+        silent: list[tuple[int, RuntimeError]] = []
+        sends = [(rank, self._start(dist.isend, mine, rank, silent)) for rank in peers]
+        receives = [(rank, self._start(dist.irecv, theirs[rank], rank, silent)) for rank in peers]
+        for rank, work in receives + sends:
+            try:
+                if work is not None:
+                    work.wait()
+            except RuntimeError as error:
+                silent.append((rank, error))
+        if silent:
+            names = " and ".join(f"rank {rank}" for rank in sorted({rank for rank, _ in silent}))
+            raise self.broken("the comparison of arguments", names, silent[0][1]) from silent[0][1]
+        return theirs[:, 0].tolist()
+
+    def _start(self, verb: Any, x: Tensor, rank: int, silent: list[tuple[int, RuntimeError]]) -> Any:
+        try:
+            return verb(x, self._global(rank), self.group)
+        except RuntimeError as error:
+            silent.append((rank, error))
+            return None
+
+    def _disagreement(self, facts: tuple[Any, ...], prints: list[int]) -> str:
+        told = self.gather_objects([(repr(fact), str(fact)) for fact in facts], "the comparison of arguments")
+        other = next(rank for rank, value in enumerate(prints) if value != prints[0])
+        pairs = zip(told[0], told[other], strict=False)
+        mine, its = next((pair for pair in pairs if pair[0] != pair[1]), (told[0][0], told[other][0]))
+        first, second = (mine[1], its[1]) if mine[1] != its[1] else (mine[0], its[0])
+        return (
+            f"ranks disagree: rank 0 has {first}, rank {other} has {second}; "
+            "call the same collective with equal shapes, dtypes and records on all ranks"
+        )
+
+    def _reduce(self, x: Tensor, op: Any, what: str) -> Tensor:
+        found = x.clone()
+        if self.size > 1:
+            try:
+                dist.all_reduce(found, op, group=self.group)
+            except RuntimeError as error:
+                raise self.broken(what, "a rank", error) from error
+        return found
+
+    def _global(self, rank: int) -> int:
+        assert self.group is not None
+        return dist.get_global_rank(self.group, rank)
+
+    def broken(self, what: str, who: str, error: RuntimeError) -> CollectiveError:
+        """Return the error of a collective that a rank did not answer."""
+        return CollectiveError(
+            f"rank {self.rank} of {self.size}: {who} did not answer in {what}; such a rank has ended, hangs, "
+            "or called something else. Nothing was written; restart the ranks from a checkpoint. "
+            f"torch says: {str(error).splitlines()[0]}"
+        )

@@ -1,0 +1,195 @@
+"""What a quantised reduction is: the format that travels, its scale and factor, the order of sums, and bad numbers."""
+
+import difflib
+import math
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.block import FP32
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.representable import result_dtype
+from fmtsim.formats.spec import OVERFLOWS, FloatFormat, IntFormat, Overflow
+from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.scale import Scaling
+
+Factor = Literal["pre", "post", "sqrt", "auto"]
+Algorithm = Literal["ring", "tree"]
+NonFinite = Literal["propagate", "saturate", "raise"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoFactor:
+    """Describe the controller of FP8-LM's automatic factor mu (arXiv:2310.18313, section 2.1).
+
+    After a step mu is multiplied with ``backoff`` where more than the part ``threshold`` of the reduced elements sits
+    at the format's largest value, else with ``RN32(growth ** (1 / growth_steps))``; then it is kept within the bounds.
+
+    Args:
+        initial: The first mu.
+        threshold: The part of elements at the top that is let pass; 1e-5 is the paper's 0.001 %.
+        backoff: Multiplier of a step with more.
+        growth: What mu grows by over ``growth_steps`` steps without.
+        growth_steps: Steps.
+        least: Lower bound.
+        largest: Upper bound; the paper names none.
+    """
+
+    initial: float = 1.0
+    threshold: float = 1e-5
+    backoff: float = 0.5
+    growth: float = 2.0
+    growth_steps: int = 1000
+    least: float = 2.0**-24
+    largest: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        for name in ("initial", "backoff", "growth", "least", "largest"):
+            value = getattr(self, name)
+            good = isinstance(value, int | float) and math.isfinite(value) and value > 0
+            _require(good, f"AutoFactor {name}={value!r}", "a finite number above 0")
+        _require(0 <= self.threshold < 1, f"AutoFactor threshold={self.threshold!r}", "a part from 0, below 1")
+        steps = type(self.growth_steps) is int and self.growth_steps >= 1
+        _require(steps, f"AutoFactor growth_steps={self.growth_steps!r}", "a whole number from 1")
+        _require(
+            self.least <= self.initial <= self.largest, f"AutoFactor initial={self.initial!r}", "one in the bounds"
+        )
+
+    def next(self, mu: Tensor, saturated: Tensor, elements: Tensor) -> Tensor:
+        """Return mu of the next step, float32, 0-d; every rank that has the same counts gets the same bits.
+
+        Args:
+            mu: float32, 0-d.
+            saturated: int64, 0-d: reduced elements at the format's largest value.
+            elements: int64, 0-d: all of them; the part is their float64 quotient, 0 where there are none.
+        """
+        part = saturated.double() / elements.clamp(min=1).double()
+        grown = mu * float32(self.growth ** (1 / self.growth_steps))
+        moved = torch.where(part > self.threshold, mu * float32(self.backoff), grown)
+        return moved.clamp(min=float32(self.least), max=float32(self.largest))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """Describe a sum, or mean, of one tensor of every rank whose partial sums travel in a narrow format.
+
+    Args:
+        format: Format of what travels: a float or integer format whose values float32 holds.
+        scaling: How the scale of a tensor follows from its largest magnitude on all ranks; one scale a tensor, in
+            float32. None means 1.
+        factor: What multiplies the scaled tensor besides: ``"pre"`` 1/N, so that the sum cannot overflow; ``"post"`` 1;
+            ``"sqrt"`` 1/sqrt(N), as MS-AMP; ``"auto"`` mu, which a controller moves. N is the number of ranks. It is
+            taken out of the result again.
+        auto: The controller of ``"auto"``, else None.
+        algorithm: ``"ring"`` or ``"tree"`` (docs/distributed.md draws their orders of sums).
+        rounding: Of the cast before the first hop and of the sum at every hop.
+        overflow: What happens beyond the largest value; None is the format's own rule.
+        nonfinite: ``"propagate"``: NaN and Inf become NaN, and so do their sums; ``"saturate"``: Inf becomes the
+            largest value, NaN stays NaN where the format has it (as MS-AMP's cast); ``"raise"``: all ranks raise.
+        average: Whether the result is the mean, or the sum.
+        seed: Of stochastic rounding.
+        source: Where it is defined.
+    """
+
+    format: FloatFormat | IntFormat
+    scaling: Scaling | None = Scaling(arithmetic="encode", power_of_two="ceil")
+    factor: Factor = "post"
+    auto: AutoFactor | None = None
+    algorithm: Algorithm = "ring"
+    rounding: Rounding = Rounding()
+    overflow: Overflow | None = None
+    nonfinite: NonFinite = "propagate"
+    average: bool = True
+    seed: int = 0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("factor", Factor), ("algorithm", Algorithm), ("nonfinite", NonFinite)):
+            value = getattr(self, name)
+            _require(value in get_args(allowed), f"Reduction {name}={value!r}", ", ".join(map(repr, get_args(allowed))))
+        _require(self.overflow in (None, *OVERFLOWS), f"Reduction overflow={self.overflow!r}", "'saturate' or 'ieee'")
+        shown = getattr(self.format, "name", self.format)
+        plain = isinstance(self.format, FloatFormat | IntFormat) and self.format.signed
+        _require(plain, f"Reduction format={shown!r}", "the record of a signed float or integer format")
+        fits = result_dtype(self.format, torch.float32) == torch.float32
+        _require(fits, f"Reduction format={shown!r}", "a format whose values float32 holds")
+        if self.nonfinite == "propagate" and not self.format.has_nan:
+            raise ArgumentError(f"{shown} has no NaN to propagate; choose nonfinite='saturate' or 'raise'")
+        _require(isinstance(self.rounding, Rounding), f"Reduction rounding={self.rounding!r}", "a Rounding record")
+        _require(type(self.seed) is int and 0 <= self.seed < 1 << 63, f"Reduction seed={self.seed!r}", "0 to 2**63 - 1")
+        _require((self.factor == "auto") == (self.auto is not None), f"Reduction auto={self.auto!r} with "
+                 f"factor={self.factor!r}", "factor='auto' and auto=AutoFactor() together")  # fmt: skip
+        _require_scaling(self.scaling)
+
+    @property
+    def overflow_rule(self) -> Overflow:
+        """What happens beyond the largest value."""
+        return self.overflow or self.format.default_overflow
+
+    def __str__(self) -> str:
+        words = [f"{self.algorithm} of {self.format.name}", f"factor {self.factor}"]
+        words += [f"scale {self.scaling}"] if self.scaling else ["no scale"]
+        words += [] if self.rounding == Rounding() else [self.rounding.mode]
+        words += ["mean" if self.average else "sum", f"non-finite: {self.nonfinite}"]
+        return ", ".join(words)
+
+
+def float32(x: float) -> float:
+    """Return the float32 nearest to a number."""
+    return float(torch.tensor(x, dtype=torch.float64).float())
+
+
+def _require(condition: bool, given: str, allowed: str) -> None:
+    if not condition:
+        raise ArgumentError(f"{given} is not allowed; choose {allowed}")
+
+
+def _require_scaling(scaling: Scaling | None) -> None:
+    if scaling is None:
+        return
+    _require(isinstance(scaling, Scaling), f"Reduction scaling={scaling!r}", "a Scaling record or None")
+    whole = scaling.block == (None, None) and scaling.statistic in ("amax", "one")
+    _require(whole, f"Reduction scaling of {scaling}", "the amax of the whole tensor, block=(None, None)")
+    _require(scaling.arithmetic != "divide", "Reduction scaling with arithmetic='divide'", "one that multiplies")
+    single = scaling.history is None and scaling.tensor is None and scaling.eden is None and scaling.scale == FP32
+    alone = single and scaling.candidates == (1.0,)
+    _require(alone, f"Reduction scaling of {scaling}", "one float32 scale, without history, candidates or second level")
+
+
+_E4M3: Final = get_format("e4m3")
+_BF16: Final = get_format("bf16")
+_FP8LM: Final = "Peng et al., FP8-LM, arXiv:2310.18313, section 2.1"
+assert isinstance(_E4M3, FloatFormat) and isinstance(_BF16, FloatFormat)
+
+REDUCTIONS: Final[dict[str, Reduction]] = {
+    "fp8lm": Reduction(format=_E4M3, factor="auto", auto=AutoFactor(), source=f"{_FP8LM}: automatic scaling"),
+    "fp8lm_pre": Reduction(format=_E4M3, factor="pre", source=f"{_FP8LM}: pre-scaling"),
+    "fp8lm_post": Reduction(format=_E4M3, factor="post", source=f"{_FP8LM}: post-scaling"),
+    "msamp": Reduction(
+        format=_E4M3, factor="sqrt", nonfinite="saturate", source="MS-AMP 9746ea8, msamp/nn/distributed.py"
+    ),
+    "bf16": Reduction(
+        format=_BF16, scaling=None, factor="pre", source="mean of bfloat16 gradients, each divided first"
+    ),
+}
+
+
+def get_reduction(reduction: str | Reduction) -> Reduction:
+    """Return the Reduction of a name (``REDUCTIONS`` lists them), or the record itself.
+
+    Raises:
+        ArgumentError: The name is unknown.
+
+    >>> get_reduction("msamp").factor
+    'sqrt'
+    """
+    if isinstance(reduction, Reduction):
+        return reduction
+    if reduction not in REDUCTIONS:
+        close = difflib.get_close_matches(str(reduction), REDUCTIONS, n=2, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise ArgumentError(f"unknown reduction {reduction!r}{hint} (choose one of {', '.join(REDUCTIONS)})")
+    return REDUCTIONS[reduction]

@@ -1,0 +1,147 @@
+"""Reductions over any number of ranks in one process: the definition of the bits."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fmtsim.distributed.arithmetic import (
+    Batch,
+    Counts,
+    Hop,
+    batch_of,
+    canonical,
+    chunked,
+    factors_of,
+    finished,
+    own_counts,
+    require_mu,
+    require_ranks,
+    result_counts,
+    scaled,
+)
+from fmtsim.distributed.reduction import Reduction, get_reduction
+from fmtsim.errors import ArgumentError
+
+
+class Simulated(NamedTuple):
+    """Hold what a reduction gives.
+
+    Attributes:
+        values: The reduced tensors, of the shapes and dtype of one rank's; every rank gets these.
+        counts: One record for each rank.
+    """
+
+    values: list[Tensor]
+    counts: tuple[Counts, ...]
+
+
+def simulate(
+    ranks: Sequence[Tensor | Sequence[Tensor]],
+    reduction: str | Reduction,
+    *,
+    mu: float | Tensor | None = None,
+    call: int = 0,
+) -> Simulated:
+    """Reduce one tensor, or list of tensors, of each rank as ``all_reduce`` does on processes, bit for bit.
+
+    Args:
+        ranks: For each rank its tensor, or its list of tensors that are reduced together; shapes and dtypes agree.
+        reduction: A name of ``REDUCTIONS`` or a record.
+        mu: The automatic factor in force; None is the controller's first.
+        call: Number of the reduction, for stochastic rounding.
+
+    NaN and Inf: as ``Reduction.nonfinite`` says. -0 stays where the format has it. Deterministic. docs/distributed.md
+    defines every bit.
+
+    Raises:
+        ArgumentError: No ranks, ranks that disagree, mu without its factor, or NaN and Inf under ``"raise"``.
+        DtypeError: A tensor is not a floating-point one.
+
+    >>> simulate([torch.tensor([1.0]), torch.tensor([3.0])], "fp8lm_pre").values
+    [tensor([2.])]
+    """
+    chosen = get_reduction(reduction)
+    lists = [[one] if isinstance(one, Tensor) else list(one) for one in ranks]
+    require_ranks(len(lists))
+    _require_agreement(lists)
+    batches = [batch_of(one) for one in lists]
+    values, counts = simulate_batches(batches, chosen, require_mu(chosen, mu, batches[0].x.device), call)
+    return Simulated(split(values, batches[0], lists[0]), counts)
+
+
+def simulate_batches(
+    batches: Sequence[Batch], reduction: Reduction, mu: Tensor | None, call: int = 0
+) -> tuple[Tensor, tuple[Counts, ...]]:
+    """Return the reduced matrix, float32 [rows, columns], and each rank's counts."""
+    require_finite(reduction, [int((~batch.x.isfinite()).sum()) for batch in batches])
+    hop = Hop(reduction, call)
+    amaxes = torch.stack([batch.amaxes() for batch in batches]).amax(0)
+    factors = factors_of(amaxes, reduction, len(batches), mu)
+    flat, own = [], []
+    for rank, batch in enumerate(batches):
+        y = scaled(batch, factors, reduction).reshape(-1)
+        q = hop.round(y, hop.key(rank, 0))
+        own.append(own_counts(batch.x.reshape(-1), y, q, hop.top))
+        flat.append(q)
+    sums = reduced(torch.stack(flat), hop)
+    whole = result_counts(sums, hop.top)
+    values = finished(sums.reshape(batches[0].x.shape), batches[0], factors)
+    return values, tuple(Counts(*whole, *counts) for counts in own)
+
+
+def reduced(q: Tensor, hop: Hop) -> Tensor:
+    """Return the sums [n] of the casts [ranks, n] of all ranks, rounded at every hop."""
+    if len(q) == 1:
+        return q[0]
+    return _tree(q, hop) if hop.reduction.algorithm == "tree" else _ring(q, hop)
+
+
+def split(values: Tensor, batch: Batch, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return a row of values as tensors of the shapes and dtype of others, rounded to it once."""
+    parts = values.reshape(-1).split(batch.sizes)
+    return [canonical(part.reshape(x.shape).to(x.dtype)) for part, x in zip(parts, like, strict=True)]
+
+
+def require_finite(reduction: Reduction, counts: Sequence[int]) -> None:
+    """Raise where a rule says so and ranks hold NaN or Inf, naming each."""
+    if reduction.nonfinite == "raise" and any(counts):
+        found = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts) if count)
+        raise ArgumentError(
+            f"gradients hold NaN or Inf elements ({found}) and nonfinite='raise'; nothing was reduced: "
+            "skip the step, lower the loss scale, or choose nonfinite='propagate'"
+        )
+
+
+def _ring(q: Tensor, hop: Hop) -> Tensor:
+    """Sum chunk c from rank c + 1 on around the ring to rank c; every rank adds its own chunk to what it received."""
+    ranks, n = q.shape
+    chunks = torch.stack([chunked(row, ranks) for row in q])  # [rank, chunk, elements]
+    every = torch.arange(ranks, device=q.device)
+    sums = chunks[(every + 1) % ranks, every]
+    for step in range(1, ranks):
+        place = (every + 1 + step) % ranks
+        sums = hop.round_each(sums + chunks[place, every], place.tolist() if hop.draws else (), step)
+    return sums.reshape(-1)[:n]
+
+
+def _tree(q: Tensor, hop: Hop) -> Tensor:
+    """Sum neighbours at distance 1, 2, 4, ...: rank r, a multiple of twice the distance, adds what rank r + d sends."""
+    sums, distance, step = q, 1, 1
+    while distance < len(q):
+        left = torch.arange(0, len(q) - distance, 2 * distance, device=q.device)
+        added = hop.round_each(sums[left] + sums[left + distance], left.tolist() if hop.draws else (), step)
+        sums = sums.index_copy(0, left, added)
+        distance, step = 2 * distance, step + 1
+    return sums[0]
+
+
+def _require_agreement(lists: Sequence[Sequence[Tensor]]) -> None:
+    first = [(tuple(x.shape), x.dtype) for x in lists[0]]
+    for rank, one in enumerate(lists):
+        other = [(tuple(x.shape), x.dtype) for x in one]
+        if other != first:
+            raise ArgumentError(
+                f"ranks disagree: rank 0 reduces {first}, rank {rank} {other}; pass equal shapes and dtypes"
+            )

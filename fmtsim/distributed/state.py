@@ -1,0 +1,103 @@
+"""What a reduction remembers from step to step: the automatic factor, counts, and how many steps there were."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fmtsim.distributed.arithmetic import Batch, Counts, require_mu
+from fmtsim.distributed.collective import reduce_batch
+from fmtsim.distributed.ranks import Ranks
+from fmtsim.distributed.reduction import Reduction, get_reduction
+from fmtsim.errors import ArgumentError
+
+
+class ReductionState:
+    """Hold the state of a model's reductions, for ``fp8_hook`` and ``shard``.
+
+    A step is a round of buckets; counts of all its buckets decide the next mu, which is the same on every rank. A step
+    that breaks off changes nothing: its counts are dropped when the next one begins.
+
+    Args:
+        reduction: A name of ``REDUCTIONS`` or a record.
+        group: The ranks; None is the default group.
+
+    Attributes:
+        steps: Steps that were finished.
+        mu: The automatic factor in force, float32, 0-d; None for fixed factors.
+
+    Raises:
+        ArgumentError: The reduction is unknown, or torch.distributed has no process group.
+    """
+
+    def __init__(self, reduction: str | Reduction = "fp8lm", group: dist.ProcessGroup | None = None) -> None:
+        self.reduction = get_reduction(reduction)
+        self.ranks = Ranks(group)
+        self.steps = 0
+        self.mu = require_mu(self.reduction, None, torch.device("cpu"))
+        self.calls = 0
+        self._pending: Counts | None = None
+        self._last: Counts | None = None
+
+    def begin(self) -> None:
+        """Start a step: drop counts of one that broke off."""
+        self._pending = None
+
+    def reduce(self, batch: Batch, facts: tuple[Any, ...], *, scatter: bool = False) -> Tensor:
+        """Reduce a batch and keep its counts for the end of the step; facts are what the ranks have to agree on.
+
+        Returns:
+            float32 [rows, columns], or this rank's row of it with ``scatter``.
+        """
+        self.ranks.agree((self.reduction, *facts), batch.x.device)
+        if self.mu is not None:
+            self.mu = self.mu.to(batch.x.device)
+        values, counts = reduce_batch(batch, self.reduction, self.mu, self.calls, self.ranks, scatter=scatter)
+        self.calls += 1
+        self._pending = counts if self._pending is None else self._pending.plus(counts)
+        return values
+
+    def step(self) -> None:
+        """Finish a step: move mu, keep the counts."""
+        if self._pending is None:
+            return
+        if self.mu is not None and self.reduction.auto is not None:
+            self.mu = self.reduction.auto.next(self.mu, self._pending.saturated, self._pending.elements)
+        self._last, self._pending = self._pending, None
+        self.steps += 1
+
+    def report(self) -> dict[str, float]:
+        """Return mu, the number of steps and the counts of the last one; counts of clipped, flushed and non-finite
+        elements are this rank's own. This waits for the device.
+        """
+        counts: dict[str, float] = {} if self._last is None else dict(self._last.to_dict())
+        return {"steps": self.steps, **({} if self.mu is None else {"mu": float(self.mu)}), **counts}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run needs to go on with the same bits."""
+        mu = None if self.mu is None else self.mu.detach().cpu().clone()
+        return {"reduction": repr(self.reduction), "mu": mu, "steps": self.steps, "calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a ``state_dict``; everything is checked before anything changes.
+
+        Raises:
+            ArgumentError: It is no such state, or one of another reduction.
+        """
+        if set(state) != {"reduction", "mu", "steps", "calls"}:
+            raise ArgumentError(
+                f"this state has {', '.join(map(str, state)) or 'nothing'}; "
+                "pass what ReductionState.state_dict returned"
+            )
+        if state["reduction"] != repr(self.reduction):
+            raise ArgumentError(
+                f"the state is of another reduction, {state['reduction']}; build the ReductionState with that one"
+            )
+        mu = None
+        if self.reduction.auto is not None:
+            if not isinstance(state["mu"], Tensor) or not 0 < float(state["mu"]) < float("inf"):
+                raise ArgumentError(f"mu={state['mu']} is no factor; pass what ReductionState.state_dict returned")
+            mu = require_mu(self.reduction, state["mu"], torch.device("cpu"))
+        self.mu, self.steps, self.calls = mu, int(state["steps"]), int(state["calls"])
+        self._pending = self._last = None

@@ -1,0 +1,63 @@
+"""Encoded tensors as rows of bytes, and back."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fmtsim.encoded import Encoded
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.quantize import encode
+
+_PARTS = ("codes", "scales", "tensor_scale", "offsets")
+
+
+def to_rows(encoded: Encoded, rows: int) -> Tensor:
+    """Return codes, scales and offsets side by side, uint8 [rows, bytes]; rows is 1 or that of a matrix."""
+    parts = [getattr(encoded, name) for name in _PARTS]
+    wires = [part.reshape(rows, -1).contiguous().view(torch.uint8) for part in parts if part is not None]
+    return torch.cat(wires, 1)
+
+
+def from_rows(wire: Tensor, like: Encoded, rows: int | None = None) -> Encoded:
+    """Return what ``to_rows`` was given.
+
+    Args:
+        wire: uint8 [rows, bytes], or [1, bytes] of a whole tensor.
+        like: An encoded tensor of the same format: one row of the matrix, or of the whole tensor's shape.
+        rows: Rows of the matrix; None returns ``like``'s shape.
+    """
+    fields: dict[str, Tensor] = {}
+    start = 0
+    for name in _PARTS:
+        part: Tensor | None = getattr(like, name)
+        if part is None:
+            continue
+        taken = wire[:, start : start + part.nbytes].clone(memory_format=torch.contiguous_format).view(part.dtype)
+        fields[name] = taken.reshape(part.shape if rows is None else (rows, *part.shape[1:]))
+        start += part.nbytes
+    shape = like.shape if rows is None else torch.Size((rows, *like.shape[1:]))
+    return Encoded(format=like.format, shape=shape, dim=like.dim, **fields)
+
+
+def require_row_blocks(fmt: Format) -> None:
+    """Refuse formats whose scales reach over several rows, which could not be sent apart.
+
+    Raises:
+        ArgumentError: The format has such scales.
+    """
+    if not isinstance(fmt, BlockFormat | LogTileFormat):
+        return
+    level = isinstance(fmt, BlockFormat) and fmt.tensor_scale
+    if fmt.block[0] != 1 or level:
+        what = "a scale of the whole tensor" if level else f"blocks of {fmt.block[0] or 'all'} rows"
+        raise ArgumentError(
+            f"{fmt.name} has {what}, but rows are sent apart; choose a format with blocks (1, size), such as 'logfmt8'"
+        )
+
+
+@lru_cache(maxsize=64)
+def row_template(fmt: Format, width: int, device: torch.device) -> Encoded:
+    """Return one encoded row of zeros."""
+    return encode(torch.zeros(1, width, device=device), fmt, pad=True)

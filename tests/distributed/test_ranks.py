@@ -1,0 +1,220 @@
+"""Collectives on four processes, and on two of them, against the simulation; hooks of DDP and FSDP2; errors."""
+
+import dataclasses
+import math
+import multiprocessing
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+from fmtsim.distributed import (
+    AutoFactor,
+    Reduction,
+    ReductionState,
+    all_gather,
+    all_reduce,
+    dispatch,
+    fp8_hook,
+    reduce_scatter,
+    simulate,
+)
+from fmtsim.distributed.arithmetic import Batch
+from fmtsim.distributed.fsdp import QuantizedAllGather, QuantizedReduceScatter
+from fmtsim.distributed.gather import HALO
+from fmtsim.errors import ArgumentError, CollectiveError, DtypeError
+from fmtsim.rounding.modes import Rounding
+from tests.distributed.checks import (
+    fsdp_agrees,
+    gathers_agree,
+    local_gradients,
+    loss_of,
+    model,
+    reductions_agree,
+    refused,
+    same,
+    tokens_arrive,
+)
+from tests.distributed.warm import BASE, E4M3
+
+# Processes fork from a server that has imported all this once and has compiled its kernels.
+multiprocessing.set_forkserver_preload(["tests.distributed.preload", "tests.distributed.test_ranks"])
+
+
+def ddp_agrees(rank, size):
+    auto = AutoFactor(threshold=0.0, growth_steps=10)
+    rounding = Rounding(mode="stochastic")
+    state = ReductionState(Reduction(format=E4M3, factor="auto", auto=auto, rounding=rounding, seed=2))
+    net = DistributedDataParallel(model(), bucket_cap_mb=0.0002)
+    places, seen = {id(p): i for i, p in enumerate(net.parameters())}, []
+
+    def noted(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        seen.append([places[id(p)] for p in bucket.parameters()])
+        return fp8_hook(state, bucket)
+
+    net.register_comm_hook(state, noted)
+    mu, middle, calls = torch.tensor(1.0), None, 0
+    for step in range(3):
+        net.zero_grad()
+        loss_of(net, rank, step).backward()
+        each = local_gradients(size, step, net.module.state_dict())
+        assert (len(seen) > 1) == (step > 0) and sorted(sum(seen, [])) == [0, 1, 2, 3], seen
+        counts = None
+        for order in seen:
+            expected = simulate([[g[i] for i in order] for g in each], state.reduction, mu=mu, call=calls)
+            for i, value in zip(order, expected.values, strict=True):
+                assert same(list(net.parameters())[i].grad, value), (step, i)
+            counts = expected.counts[rank] if counts is None else counts.plus(expected.counts[rank])
+            calls += 1
+        seen.clear()
+        mu = auto.next(mu, counts.saturated, counts.elements)
+        assert state.report() == {"steps": step + 1, "mu": float(mu), **counts.to_dict()}
+        if step == 1:
+            middle = state.state_dict()
+    again = ReductionState(state.reduction)
+    again.load_state_dict(middle)
+    assert (again.steps, again.calls, float(again.mu)) == (2, middle["calls"], middle["mu"])
+    for wrong in (None, torch.tensor(math.nan), torch.tensor(0.0)):
+        refused(
+            "is no factor; pass what ReductionState.state_dict returned", again.load_state_dict, middle | {"mu": wrong}
+        )
+    refused("the state is of another reduction", ReductionState("msamp").load_state_dict, middle)
+    refused("this state has steps; pass what", again.load_state_dict, {"steps": 3})
+    refused("state=3 is not a ReductionState", fp8_hook, 3, None)
+
+
+def nan_is_refused_and_nothing_written(rank, size):
+    state = ReductionState(dataclasses.replace(BASE, nonfinite="raise"))
+    before = state.state_dict()
+    x = torch.full((3,), math.nan if rank == 1 else 1.0)
+    refused("NaN or Inf elements (3 on rank 1)", all_reduce, x, state.reduction)
+    net = DistributedDataParallel(model(), gradient_as_bucket_view=True)
+    net.register_comm_hook(state, fp8_hook)
+    loss_of(net.module, rank, 0).backward()
+    alone = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    loss = loss_of(net, rank, 0) * (math.nan if rank == 1 else 1.0)
+    refused("on rank 1) and nonfinite='raise'; nothing was reduced", loss.backward)
+    assert rank == 1 or all(same(p.grad, g) for p, g in zip(net.parameters(), alone, strict=True))
+    assert state.state_dict() == before
+    dist.barrier()
+
+
+def fsdp_refuses(rank, size):
+    state, world = ReductionState(BASE), dist.group.WORLD
+    row, rows = torch.zeros(4), torch.ones(4 * size)
+    scatter = QuantizedReduceScatter(state, (3,))
+    refused("FSDP sends 4 elements of gradients a rank, but the unit's trainable parameters have 3: some take no part",
+            scatter, row, rows, world, dist.ReduceOp.AVG)  # fmt: skip
+    refused("but the reduction has average=True; leave its divide factor alone", scatter, row, rows, world,
+            dist.ReduceOp.SUM)  # fmt: skip
+    gather = QuantizedAllGather(E4M3, HALO, (5,), state.ranks)
+    refused("FSDP sends 4 elements of weights a rank, but the unit's parameters have 5", gather, rows, row, world)
+    alone, _ = dist.new_subgroups(1)
+    refused(
+        f"FSDP shards over ranks [{rank}], the ReductionState over [0, 1, 2, 3]; build it", gather, rows, row, alone
+    )
+    QuantizedReduceScatter(state, ())(row, rows * (rank + 1), world, dist.ReduceOp.AVG)  # one scale for all of it
+    assert same(row, simulate([torch.full((4,), r + 1.0) for r in range(size)], BASE).values[0])
+
+
+def disagreement_has_a_name(rank, size):
+    other = rank == 2
+    refused("rank 0 has [((3,), 'torch.float32')], rank 2 has [((4,), 'torch.float32')]", all_reduce,
+            torch.ones(4 if other else 3), "msamp")  # fmt: skip
+    refused("'torch.float32')], rank 2 has [((3,), 'torch.bfloat16')]", all_reduce,
+            torch.ones(3).to(torch.bfloat16 if other else torch.float32), "msamp")  # fmt: skip
+    refused("rank 0 has ring of e4m3, factor sqrt", all_reduce, torch.ones(3), "bf16" if other else "msamp")
+    refused("seed=5", all_reduce, torch.ones(3), dataclasses.replace(BASE, seed=5 if other else 6))
+    refused("rank 0 has all_reduce, rank 2 has reduce_scatter", reduce_scatter if other else all_reduce,
+            torch.ones(4), "msamp")  # fmt: skip
+    refused("counts=[1, 1] do not part x of shape (2, 16) among 4 ranks", dispatch, torch.ones(2, 16), [1, 1])
+    refused(
+        "nvfp4 has a scale of the whole tensor, but rows are sent apart", dispatch, torch.ones(4, 16), [1] * 4, "nvfp4"
+    )
+    refused("5 elements do not divide among 4 ranks; pad them", reduce_scatter, torch.ones(5), "msamp")
+    refused("sizes=(3,) sum to 3, not to the 2 columns", reduce_scatter, torch.ones(8), "msamp", sizes=(3,))
+    refused("sizes=(3,) sum to 3, not to the 8 elements", all_gather, torch.ones(8), "int8", sizes=(3,))
+    refused(
+        "x is torch.int64; pass float16, bfloat16, float32", all_gather, torch.ones(3).long(), "int8", error=DtypeError
+    )
+    assert all_reduce(torch.ones(4), "bf16").values[0].tolist() == [1.0] * 4  # the group still works
+
+
+def start(rank, size, folder, seconds=60):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+    )
+
+
+def worker(rank, folder):
+    start(rank, 4, folder)
+    try:
+        pair = dist.new_group([1, 3])
+        if rank in (1, 3):
+            for check in (reductions_agree, gathers_agree, tokens_arrive):
+                check(rank // 2, 2, pair)
+        else:
+            refused("this process is not part of the group", all_reduce, torch.ones(3), "msamp", group=pair)
+        for check in (reductions_agree, gathers_agree, tokens_arrive):
+            check(rank, 4, None)
+        for check in (
+            disagreement_has_a_name,
+            ddp_agrees,
+            fsdp_agrees,
+            fsdp_refuses,
+            nan_is_refused_and_nothing_written,
+        ):
+            check(rank, 4)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_processes_and_the_simulation_give_the_same_bits(tmp_path):
+    mp.start_processes(worker, args=(str(tmp_path),), nprocs=4, start_method="forkserver")
+
+
+def mourner(rank, folder):
+    """Rank 2 does not come to one collective in time, and ends before another."""
+    start(rank, 3, folder)
+    late = dist.new_group([0, 1, 2], timeout=timedelta(seconds=0.5))
+    if rank != 2:
+        refused("rank 2 did not answer in the comparison of arguments", all_reduce, torch.ones(3), "msamp", group=late,
+                error=CollectiveError)  # fmt: skip
+    x = torch.ones(6)
+    assert same(all_reduce(x, "msamp").values[0], simulate([x] * 3, "msamp").values[0])
+    if rank == 2:
+        os._exit(0)
+    state = ReductionState("fp8lm")
+    before = state.state_dict()
+    try:
+        state.reduce(Batch(x.reshape(1, 6), (6,)), ("x",))
+    except CollectiveError as error:
+        assert "rank 2 did not answer in the comparison of arguments" in str(error), error
+        assert "Nothing was written; restart the ranks from a checkpoint. torch says: " in str(error)
+    else:
+        raise AssertionError("a rank was gone, and nobody noticed")
+    assert state.state_dict() == before
+    wire = torch.zeros(4, dtype=torch.uint8)
+    refused("rank 2 did not answer in hop 1 of 2", state.ranks.pass_on, wire, wire.clone(), 2, 2, "hop 1 of 2",
+            error=CollectiveError)  # fmt: skip
+    refused("rank 2 did not answer in a tree", state.ranks.receive, wire, 2, "a tree", error=CollectiveError)
+    refused("rank 2 did not answer in a tree", state.ranks.send, wire, 2, "a tree", error=CollectiveError)
+    refused("a rank did not answer in the maxima", state.ranks.largest, x, "the maxima", error=CollectiveError)
+    os._exit(0)  # gloo cannot say goodbye to a rank that is gone
+
+
+def test_a_rank_that_ends_is_named(tmp_path):
+    mp.start_processes(mourner, args=(str(tmp_path),), nprocs=3, start_method="forkserver")
+
+
+def test_without_ranks():
+    message = "a collective needs ranks; call torch.distributed.init_process_group first"
+    for verb in (lambda: all_reduce(torch.ones(3), "msamp"), lambda: ReductionState("msamp")):
+        with pytest.raises(ArgumentError, match=message):
+            verb()

@@ -1,0 +1,253 @@
+"""The reduction in one process, against an oracle that passes messages, and its records and errors."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fmtsim
+from fmtsim.distributed import REDUCTIONS, AutoFactor, Reduction, get_reduction, simulate, whole_tensors
+from fmtsim.distributed.gather import HALO, require_whole
+from fmtsim.distributed.wire import require_row_blocks
+from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.scale import History, Scaling
+from tests.distributed import oracle
+from tests.distributed.warm import gradients
+
+E4M3 = fmtsim.get_format("e4m3")
+
+
+def same_bits(a, b):
+    return torch.equal(a.view(torch.int32), torch.as_tensor(np.asarray(b)).view(torch.int32))
+
+
+def factor_of(name, ranks, mu=0.3):
+    return {"pre": 1 / ranks, "post": 1.0, "sqrt": ranks**-0.5, "auto": np.float32(mu)}[name]
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree"])
+@pytest.mark.parametrize("factor", ["pre", "post", "sqrt", "auto"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_the_oracle_gives_the_same_bits(ranks, factor, algorithm):
+    auto, mu = (AutoFactor(), 0.3) if factor == "auto" else (None, None)
+    reduction = Reduction(format=E4M3, factor=factor, auto=auto, algorithm=algorithm)
+    xs = gradients(ranks, 41, ranks)
+    expected, sums = oracle.reduce([x.numpy() for x in xs], factor_of(factor, ranks), algorithm)
+    found = simulate(xs, reduction, mu=mu)
+    assert same_bits(found.values[0], expected)
+    counts = found.counts[0]
+    assert int(counts.elements) == 41 and int(counts.saturated) == int((np.abs(sums) == 448).sum())
+    total = simulate(xs, dataclasses.replace(reduction, average=False), mu=mu).values[0]
+    n = np.float32(ranks)
+    amax = max(float(x.abs().max()) for x in xs)
+    e = oracle.power_below(np.float32(448) / np.float32(amax)) * np.float32(factor_of(factor, ranks))
+    assert same_bits(total, sums * (np.float32(1) / e)) and n == ranks
+
+
+@pytest.mark.parametrize("factor", ["pre", "post"])
+@pytest.mark.parametrize("times", [1e-40, 1e-36, 1e36])
+def test_gradients_at_the_ends_of_float32(times, factor):
+    xs = [x * times for x in gradients(3, 60, 8, spread=0.5)]
+    reduction = Reduction(format=E4M3, factor=factor)
+    expected, _ = oracle.reduce([x.numpy() for x in xs], factor_of(factor, 3), "ring")
+    assert any(expected != 0) and same_bits(simulate(xs, reduction).values[0], expected)
+
+
+@pytest.mark.parametrize("wrong", ["order", "hop", "factor"])
+def test_a_planted_error_shows(wrong, monkeypatch):
+    xs = [x.numpy() for x in gradients(4, 200, 5)]
+    right = simulate([torch.from_numpy(x) for x in xs], "fp8lm_post").values[0]
+    if wrong == "order":
+        expected, _ = oracle.reduce(xs[1:] + xs[:1], 1.0, "ring")
+    elif wrong == "hop":
+        q, decode = oracle.casts(xs, 1.0)
+        expected = oracle.rounded(sum(q[1:], q[0])) * decode
+    else:
+        expected, _ = oracle.reduce(xs, 1.0 / 4, "ring")
+    assert not same_bits(right, expected)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_a_hop_of_all_pairs_of_codes_is_the_sum_rounded_once(name):
+    """Rounding to float32, or to half precision, in between changes nothing."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = fmtsim.decode(codes, name)
+    values = values[values.isfinite()]
+    a, b = (m.reshape(-1) for m in torch.meshgrid(values, values, indexing="ij"))
+    once = fmtsim.quantize(a.double() + b.double(), name, out_dtype=torch.float32, overflow="saturate")
+    for dtype in (torch.float32, torch.float16):
+        assert same_bits(fmtsim.quantize((a.to(dtype) + b.to(dtype)).float(), name, overflow="saturate"), once)
+    narrow = (a.bfloat16() + b.bfloat16()).float()  # the planted error: too few bits
+    assert same_bits(fmtsim.quantize(narrow, name, overflow="saturate"), once) == (name == "e5m2")
+
+
+def test_tensors_have_scales_of_their_own_and_keep_shape_and_dtype():
+    small, large = gradients(3, 24, 1), [1e5 * x for x in gradients(3, 30, 2)]
+    together = simulate([[a.reshape(4, 6), b] for a, b in zip(small, large, strict=True)], tree())
+    apart = [simulate(small, tree()).values[0], simulate(large, tree()).values[0]]
+    assert together.values[0].shape == (4, 6)
+    assert same_bits(together.values[0].reshape(-1), apart[0]) and same_bits(together.values[1], apart[1])
+    half = simulate([x.bfloat16() for x in small], tree()).values[0]
+    exact = simulate([x.bfloat16().float() for x in small], tree()).values[0]
+    assert half.dtype == torch.bfloat16 and torch.equal(half, exact.bfloat16())
+    assert simulate([torch.empty(0)] * 2, "msamp").values[0].shape == (0,)
+    assert simulate([torch.zeros(3)] * 2, "fp8lm").values[0].tolist() == [0.0] * 3
+
+
+def tree():
+    return dataclasses.replace(get_reduction("fp8lm_post"), algorithm="tree")
+
+
+def test_a_million_fold_ring_saturates_only_behind():
+    ones = [torch.ones(64)] * 1024
+    post, pre = simulate(ones, "fp8lm_post"), simulate(ones, "fp8lm_pre")
+    assert int(post.counts[0].saturated) == 64 and int(pre.counts[0].saturated) == 0
+    assert bool((pre.values[0] <= 1).all())
+
+
+def test_what_is_counted():
+    xs = [torch.tensor([448.0, 2.0**-12, 1.0, math.nan]), torch.tensor([448.0, 0.0, 1.0, math.inf])]
+    found = simulate(xs, "fp8lm_post")
+    assert [c.to_dict() for c in found.counts] == [
+        {"elements": 4, "saturated": 1, "spoiled": 1, "clipped": 0, "flushed": 1, "nonfinite": 1},
+        {"elements": 4, "saturated": 1, "spoiled": 1, "clipped": 0, "flushed": 0, "nonfinite": 1},
+    ]
+    assert found.values[0].tolist()[:3] == [224.0, 0.0, 1.0] and math.isnan(found.values[0][3])
+    clipped = simulate(xs, "fp8lm", mu=2.0).counts
+    assert [int(c.clipped) for c in clipped] == [1, 1]
+
+
+def test_each_rule_for_nan_and_inf():
+    xs = [torch.tensor([1.0, math.inf, math.nan, 2.0]), torch.tensor([1.0, 1.0, 1.0, 2.0])]
+    kept = simulate(xs, dataclasses.replace(get_reduction("msamp"), factor="post")).values[0]
+    assert kept.tolist()[:2] == [1.0, 224.0 / 128] and math.isnan(kept[2])  # 448 of Inf, and 1 * 128, saturated
+    raising = dataclasses.replace(get_reduction("fp8lm_post"), nonfinite="raise")
+    with pytest.raises(ArgumentError, match=r"NaN or Inf elements \(2 on rank 0\) and nonfinite='raise'; nothing was"):
+        simulate(xs, raising)
+    assert simulate(xs[1:], raising).values[0].tolist() == [1.0, 1.0, 1.0, 2.0]
+
+
+def test_stochastic_hops_are_a_function_of_seed_and_call():
+    one = Reduction(format=E4M3, factor="pre", rounding=Rounding(mode="stochastic"), seed=3)
+    xs = gradients(4, 400, 7)
+    first = simulate(xs, one).values[0]
+    assert torch.equal(first, simulate(xs, one).values[0])
+    assert not torch.equal(first, simulate(xs, one, call=1).values[0])
+    assert not torch.equal(first, simulate(xs, dataclasses.replace(one, seed=4)).values[0])
+    many = torch.stack([simulate(xs, one, call=call).values[0] for call in range(200)]).double().mean(0)
+    exact = torch.stack(xs).double().mean(0)
+    nearest = simulate(xs, "fp8lm_pre").values[0].double()
+    assert float((many - exact).norm()) < 0.3 * float((nearest - exact).norm())
+
+
+@pytest.mark.parametrize("saturated", [0, 1, 2])
+def test_the_controller(saturated):
+    rule = AutoFactor(threshold=1e-5, growth_steps=1000)
+    mu = rule.next(torch.tensor(0.75), torch.tensor(saturated), torch.tensor(100_000))
+    expected = np.float32(0.375) if saturated == 2 else np.float32(0.75) * np.float32(2**0.001)
+    assert mu.dtype == torch.float32 and np.float32(mu) == expected
+
+
+def test_the_controller_doubles_in_its_steps_and_stays_in_bounds():
+    rule, mu, none = AutoFactor(growth_steps=100, largest=1.9), torch.tensor(0.5), torch.tensor(0)
+    for _ in range(100):
+        mu = rule.next(mu, none, torch.tensor(10))
+    assert abs(float(mu) - 1.0) < 1e-5
+    for _ in range(200):
+        mu = rule.next(mu, none, torch.tensor(0))
+    assert float(mu) == np.float32(1.9)
+    for _ in range(60):
+        mu = rule.next(mu, torch.tensor(10), torch.tensor(10))
+    assert float(mu) == 2.0**-24
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"factor": "prae"}, r"Reduction factor='prae' is not allowed; choose 'pre', 'post', 'sqrt', 'auto'"),
+        (
+            {"format": fmtsim.get_format("mxfp4")},
+            "Reduction format='mxfp4' is not allowed; choose the record of a signed",
+        ),
+        ({"format": fmtsim.get_format("fp64")}, "Reduction format='fp64' is not allowed; choose a format whose values"),
+        ({"format": fmtsim.get_format("int8")}, "int8 has no NaN to propagate; choose nonfinite='saturate' or 'raise'"),
+        ({"factor": "auto"}, r"auto=None with factor='auto' is not allowed; choose factor='auto' and auto=AutoFactor"),
+        ({"scaling": Scaling(arithmetic="divide")}, "arithmetic='divide' is not allowed; choose one that multiplies"),
+        ({"scaling": Scaling(block=(1, 32))}, r"choose the amax of the whole tensor, block=\(None, None\)"),
+        ({"scaling": Scaling(history=History())}, "choose one float32 scale, without history"),
+        ({"seed": -1}, r"Reduction seed=-1 is not allowed; choose 0 to 2\*\*63 - 1"),
+    ],
+)
+def test_a_reduction_that_contradicts_itself(change, message):
+    with pytest.raises(ArgumentError, match=message):
+        dataclasses.replace(get_reduction("fp8lm_post"), **change)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"backoff": 0.0}, "AutoFactor backoff=0.0 is not allowed; choose a finite number above 0"),
+        ({"threshold": 1.0}, "AutoFactor threshold=1.0 is not allowed; choose a part from 0, below 1"),
+        ({"growth_steps": 0}, "AutoFactor growth_steps=0 is not allowed; choose a whole number from 1"),
+        ({"initial": 2.0**30}, "AutoFactor initial=1073741824.0 is not allowed; choose one in the bounds"),
+    ],
+)
+def test_a_controller_that_cannot_be(fields, message):
+    with pytest.raises(ArgumentError, match=message):
+        AutoFactor(**fields)
+
+
+def test_wrong_arguments():
+    with pytest.raises(ArgumentError, match="unknown reduction 'fp8ml'; did you mean 'fp8lm'"):
+        get_reduction("fp8ml")
+    with pytest.raises(ArgumentError, match=r"ranks disagree: rank 0 reduces \[\(\(3,\), torch.float32\)\], rank 1"):
+        simulate([torch.ones(3), torch.ones(4)], "msamp")
+    with pytest.raises(ArgumentError, match="mu=2.0 belongs to factor='auto', not 'sqrt'; leave it out"):
+        simulate([torch.ones(3)], "msamp", mu=2.0)
+    for mu in (0.0, math.inf, math.nan):
+        with pytest.raises(ArgumentError, match=f"mu={mu} is no factor; pass a finite number above 0"):
+            simulate([torch.ones(3)], "fp8lm", mu=mu)
+    with pytest.raises(ArgumentError, match="0 ranks are not supported; choose 1 to 65535"):
+        simulate([], "msamp")
+    with pytest.raises(ArgumentError, match="there are no tensors to reduce"):
+        simulate([[]], "msamp")
+    with pytest.raises(DtypeError, match=r"tensor 0 is torch.int64; reduce float16, bfloat16, float32 or float64"):
+        simulate([torch.ones(3, dtype=torch.int64)], "msamp")
+    with pytest.raises(DtypeError, match=r"tensor 1 is torch.float64 on cpu, tensor 0 torch.float32 on cpu"):
+        simulate([[torch.ones(3), torch.ones(3).double()]], "msamp")
+    with pytest.raises(ArgumentError, match="tensor 0 has layout torch.sparse_coo; pass a dense tensor"):
+        simulate([torch.ones(3).to_sparse()], "msamp")
+
+
+def test_formats_that_do_not_travel():
+    tile = fmtsim.formats.block.scaled(E4M3, (128, 128))
+    with pytest.raises(
+        ArgumentError, match=r"has blocks of 128 rows, but rows are sent apart; choose a format with bl"
+    ):
+        require_row_blocks(tile)
+    require_row_blocks(fmtsim.get_format("logfmt8"))
+    with pytest.raises(ArgumentError, match="mxfp4 has scales of its own; pass scaling=None, or an element format"):
+        require_whole(fmtsim.get_format("mxfp4"), HALO)
+    with pytest.raises(ArgumentError, match=r"is not one float32 scale from the largest magnitude; choose Scaling\(\)"):
+        require_whole(E4M3, Scaling(block=(1, 32)))
+
+
+def test_names_and_text():
+    assert fmtsim.distributed.simulate is simulate
+    for name, reduction in REDUCTIONS.items():
+        assert f"| `{name}` | " in (Path(__file__).parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
+        assert get_reduction(name) is reduction and reduction.source and hash(reduction) is not None
+    assert str(get_reduction("msamp")).startswith("ring of e4m3, factor sqrt, scale amax of allxall")
+
+
+def test_whole_tensors_are_dealt_out_evenly():
+    sizes = [torch.randint(1, 1000, (), generator=torch.Generator().manual_seed(i)).item() for i in range(40)]
+    owner = whole_tensors(sizes, 4)
+    loads = [sum(size for size, rank in zip(sizes, owner, strict=True) if rank == r) for r in range(4)]
+    assert sorted(set(owner)) == [0, 1, 2, 3] and max(loads) - min(loads) < max(sizes)
+    with pytest.raises(ArgumentError, match="ranks=0 is not allowed; choose 1 or more"):
+        whole_tensors(sizes, 0)
