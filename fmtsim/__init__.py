@@ -35,6 +35,7 @@ from fmtsim.gemm.target import get_target, list_targets
 from fmtsim.gemm.unit import get_unit, list_units, register_unit
 from fmtsim.nn import convert, load_recipe_state, recipe_state, report, revert, set_step, share_scales
 from fmtsim.ops import RandomKey
+from fmtsim.ptq import PtqRecipe, get_ptq_recipe, list_ptq_recipes, ptq, ptq_report
 from fmtsim.quantize import decode, encode, quantize, quantize_
 from fmtsim.recipes import Recipe, get_recipe, list_recipes, register_recipe
 from fmtsim.rounding.modes import Rounding
@@ -71,6 +72,7 @@ __all__ = [
     "NativeWarning",
     "PairwiseDatapath",
     "PlanUnknownWarning",
+    "PtqRecipe",
     "Quantizer",
     "RandomKey",
     "Recipe",
@@ -86,6 +88,7 @@ __all__ = [
     "explain_mm",
     "get_format",
     "get_num_threads",
+    "get_ptq_recipe",
     "get_recipe",
     "get_target",
     "get_unit",
@@ -93,6 +96,7 @@ __all__ = [
     "linear",
     "linear_config",
     "list_formats",
+    "list_ptq_recipes",
     "list_recipes",
     "list_targets",
     "list_units",
@@ -100,6 +104,8 @@ __all__ = [
     "mm",
     "mma",
     "observe",
+    "ptq",
+    "ptq_report",
     "quantize",
     "quantize_",
     "recipe_state",

@@ -132,7 +132,10 @@ class EmulatedModule(nn.Module):
             return {}
         keys = {name: _state_key(part, name) for name in OPERANDS}
         found = {name: memory[key] for name, key in keys.items() if key in memory}  # type: ignore[index, operator]
-        return found if learns else {name: scale.frozen() for name, scale in found.items()}  # type: ignore[operator, misc, return-value]
+        return {
+            name: scale if learns and not scale.scaling.history.fixed else scale.frozen()
+            for name, scale in found.items()
+        }  # type: ignore[union-attr, operator, misc, return-value]
 
     def extra_repr(self) -> str:
         """Show the formats after the layer's own description."""

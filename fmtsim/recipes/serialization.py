@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.scale import History, Scaling, TensorScale
 from fmtsim.scaling.transform import Clamp, Hadamard
 
+Records = Mapping[str, tuple[type, ...]]
+
 # The record of a field, by the field's name; several where the object says which under "kind".
-_RECORDS: dict[str, tuple[type, ...]] = {
+RECORDS: dict[str, tuple[type, ...]] = {
     "linear": (LinearConfig,),
     "use": (LinearConfig,),
     "rules": (Rule,),
@@ -42,26 +45,26 @@ _FORMATS = ("format", "scale", "rounded")
 _MACHINES = ("unit", "plan", "target")
 
 
-def recipe_to_dict(record: Any) -> dict[str, Any]:
+def recipe_to_dict(record: Any, records: Records = RECORDS) -> dict[str, Any]:
     """Return a recipe, or a part of one, as plain JSON types, defaults left out."""
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         if value != field.default:
-            fields[field.name] = _plain(field.name, value)
+            fields[field.name] = _plain(field.name, value, records)
     return fields
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: Any, records: Records) -> Any:
     if isinstance(value, Format):
         return _format_text(value)
     if isinstance(value, Arithmetic | GemmPlan):
         return record_to_dict(value)
     if isinstance(value, tuple):
-        return [_plain(name, item) for item in value]
+        return [_plain(name, item, records) for item in value]
     if dataclasses.is_dataclass(value):
-        kinds = _RECORDS[name]
-        own = recipe_to_dict(value)
+        kinds = records[name]
+        own = recipe_to_dict(value, records)
         return {"kind": type(value).__name__} | own if len(kinds) > 1 else own
     return value
 
@@ -81,24 +84,32 @@ def recipe_from_dict(record: dict[str, Any]) -> Recipe:
         ArgumentError: A field that no record has, or one of another type; it names the way to the field.
         FormatError: A format, rounding or scale rule that does not exist.
     """
-    return _record(Recipe, record, "recipe")  # type: ignore[no-any-return]
+    return record_of(Recipe, record, "recipe")  # type: ignore[no-any-return]
 
 
-def _record(cls: type, record: Any, path: str) -> Any:
+def record_of(cls: type, record: Any, path: str, records: Records = RECORDS) -> Any:
+    """Build a record of a class from an object of JSON; ``path`` is what errors call it.
+
+    Args:
+        cls: The class.
+        record: The object.
+        path: The way to it, for messages.
+        records: The class, or classes, of a field's records by the field's name.
+    """
     if not isinstance(record, dict):
         raise ArgumentError(f"{path}: {record!r} is not an object; write the fields of a {cls.__name__}")
     known = {field.name for field in dataclasses.fields(cls)}
     unknown = [name for name in record if name not in known]
     if unknown:
         raise ArgumentError(f"{path}: a {cls.__name__} has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
-    values = {name: _value(name, value, f"{path}.{name}") for name, value in record.items()}
+    values = {name: _value(name, value, f"{path}.{name}", records) for name, value in record.items()}
     try:
         return cls(**values)
     except TypeError as error:
         raise ArgumentError(f"{path}: {error}") from None
 
 
-def _value(name: str, value: Any, path: str) -> Any:
+def _value(name: str, value: Any, path: str, records: Records) -> Any:
     if value is None:
         return None
     if name in _FORMATS:
@@ -106,17 +117,17 @@ def _value(name: str, value: Any, path: str) -> Any:
     if name in _MACHINES:
         return record_from_dict(value) if isinstance(value, dict) else value
     if isinstance(value, list):
-        return tuple(_value(name, item, f"{path}[{i}]") for i, item in enumerate(value))
-    if name not in _RECORDS or not isinstance(value, dict):
+        return tuple(_value(name, item, f"{path}[{i}]", records) for i, item in enumerate(value))
+    if name not in records or not isinstance(value, dict):
         return value
-    kinds = {cls.__name__: cls for cls in _RECORDS[name]}
+    kinds = {cls.__name__: cls for cls in records[name]}
     if len(kinds) == 1:
-        return _record(next(iter(kinds.values())), value, path)
+        return record_of(next(iter(kinds.values())), value, path, records)
     fields = dict(value)
     kind = fields.pop("kind", None)
     if kind not in kinds:
         raise ArgumentError(f"{path}: kind={kind!r} is unknown; choose one of {', '.join(kinds)}")
-    return _record(kinds[kind], fields, path)
+    return record_of(kinds[kind], fields, path, records)
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
