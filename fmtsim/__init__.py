@@ -40,6 +40,7 @@ from fmtsim.quantize import decode, encode, quantize, quantize_
 from fmtsim.recipes import Recipe, get_recipe, list_recipes, register_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.search import search
 
 if TYPE_CHECKING:
     from fmtsim.cpu.pool import get_num_threads, set_num_threads
@@ -115,6 +116,7 @@ __all__ = [
     "report",
     "revert",
     "scaled_mm",
+    "search",
     "set_num_threads",
     "set_step",
     "share_scales",

@@ -71,7 +71,8 @@ class Bars(Quiet):
             TextColumn("left"),
             TimeRemainingColumn(),
         )
-        self._display, self._task = Display(*columns, console=Console(file=stream)), None
+        self._display = Display(*columns, console=Console(file=stream))
+        self._task: Any = None
 
     def __enter__(self) -> "Bars":
         self._display.start()
@@ -84,7 +85,7 @@ class Bars(Quiet):
 
     def stage(self, label: str, total: int) -> None:
         """Add a bar."""
-        self._task: Any = self._display.add_task(label, total=total)
+        self._task = self._display.add_task(label, total=total)
 
     def step(self, done: int) -> None:
         """Move it."""

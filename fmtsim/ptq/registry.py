@@ -8,7 +8,7 @@ from typing import Any
 
 from fmtsim.errors import ArgumentError
 from fmtsim.ptq.spec import Calibration, Equalise, Gptq, LearnedRounding, PtqRecipe, Smooth
-from fmtsim.recipes.serialization import RECORDS, record_of, recipe_to_dict
+from fmtsim.recipes.serialization import RECORDS, recipe_to_dict, record_of
 from fmtsim.scaling.quantizer import Quantizer
 
 _OWN: dict[str, tuple[type, ...]] = {

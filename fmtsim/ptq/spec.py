@@ -191,7 +191,7 @@ class PtqRecipe:
             _check_operands(f"PtqRecipe {self.name!r}{where}", x, w)
         if self.calibration is not None and not any(is_static(x) for _, x, _ in self._operands()):
             raise ArgumentError(
-                f"PtqRecipe {self.name!r}: calibration= with x = {self.x}, which has no scale of a tensor to calibrate; "
+                f"PtqRecipe {self.name!r}: calibration= with x = {self.x}, which has no scale of a tensor; "
                 "give x Scaling() with block=(None, None), or leave calibration= out"
             )
 
@@ -222,7 +222,8 @@ class PtqRecipe:
             rule if rule.use is None else dataclasses.replace(rule, use=config(rule.use.fprop.a, rule.use.fprop.b))
             for rule in self.rules
         )
-        return Recipe(name=self.name, linear=config(self.x, self.w), rules=rules)
+        idle = self.x.format is None and self.w.format is None
+        return Recipe(name=self.name, linear=None if idle else config(self.x, self.w), rules=rules)
 
     def __str__(self) -> str:
         ranges = "from the tensor at hand" if self.calibration is None else f"calibrated by {self.calibration}"
