@@ -119,6 +119,7 @@ class LearnedRounding:
         regularisation: Weight of the term that drives each choice to 0 or 1, relative to the error at the start.
         beta: First and last exponent of that term, falling linearly.
         warmup: Share of the steps without it.
+        sweeps: Passes over the columns afterwards that turn single choices where that helps; the source has none.
     """
 
     steps: int = 400
@@ -126,9 +127,11 @@ class LearnedRounding:
     regularisation: float = 0.1
     beta: tuple[float, float] = (20.0, 2.0)
     warmup: float = 0.2
+    sweeps: int = 2
 
     def __post_init__(self) -> None:
         _whole("LearnedRounding", "steps", self.steps, 1)
+        _whole("LearnedRounding", "sweeps", self.sweeps, 0)
         if not (self.rate > 0 and self.regularisation >= 0 and 0 <= self.warmup < 1):
             raise ArgumentError(
                 f"LearnedRounding rate={self.rate!r}, regularisation={self.regularisation!r}, warmup={self.warmup!r}; "
