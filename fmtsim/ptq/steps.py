@@ -19,6 +19,8 @@ from fmtsim.ptq.spec import Gptq, LearnedRounding, PtqRecipe
 from fmtsim.ptq.survey import Part, Slot, Survey, evaluating
 from fmtsim.scaling.history import DelayedScale
 
+ROOM = 1 + 2.0**-20  # the largest value times its scale may fall short of what the scale was made of by roundings
+
 
 def surveyed(
     model: nn.Module, recipe: PtqRecipe, configs: Mapping[str, LinearConfig], batches: list[Any], show: Progress
@@ -76,7 +78,7 @@ def measure(survey: Survey, batches: list[Any], show: Progress) -> None:
     def see(part: Part, slot: Slot, x: Tensor) -> None:
         top = limit(part)
         if top is not None:
-            part.clipped += float((x.abs() > top).sum()) / (part.rows * x.shape[1])
+            part.clipped += float((x.abs() > top * ROOM).sum()) / (part.rows * x.shape[1])
         assert slot.quantised is not None
         y = x.double() @ slot.w.double().mT
         d = y - quantised_input(part, x).double() @ slot.quantised.double().mT

@@ -14,7 +14,8 @@ def cast(x, kind, scale_of):
     top = np.float32(127 if kind == "int8" else 7 if kind == "int4" else KINDS[kind][1])
     r = np.where(scale_of > 0, top / np.where(scale_of > 0, scale_of, 1).astype(np.float32), np.float32(1))
     y = np.clip((x * r).astype(np.float32), -top, top)
-    q = np.rint(y) if kind.startswith("int") else y.astype(KINDS[kind][0]).astype(np.float32)
+    # integers have no -0
+    q = np.rint(y) + np.float32(0) if kind.startswith("int") else y.astype(KINDS[kind][0]).astype(np.float32)
     return q.astype(np.float32) * (np.float32(1) / r).astype(np.float32)
 
 

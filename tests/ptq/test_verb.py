@@ -35,6 +35,7 @@ DATA = [normal(20, 16, seed=s) for s in (1, 2)]
 
 @pytest.mark.parametrize(("recipe", "kind"), [("e4m3_static", "e4m3"), ("int8_static", "int8"), ("nemotron", "e4m3")])
 def test_static_products_have_the_oracle_s_operands(recipe, kind):
+    torch.manual_seed(7)
     model = nn.Linear(16, 8, bias=False).requires_grad_(False)
     w = model.weight.numpy().copy()
     fmtsim.ptq(model, recipe, DATA)
@@ -45,14 +46,10 @@ def test_static_products_have_the_oracle_s_operands(recipe, kind):
     amax = max(float(batch.abs().max()) for batch in DATA)
     quantised = torch.from_numpy(cast(x.numpy(), kind, np.float32(amax)))
     assert quantised.abs().max() < x.abs().max()
-    seen = {}
-    with fmtsim.observe(model) as stats:
-        y = model(x)
-    seen = stats[""]["x_f"]
-    assert seen.saturated == int((x.abs() > amax * (1 + 1e-6)).sum()) or kind == "e4m3" or seen.saturated == 0
-    assert torch.allclose(y, quantised @ model.weight.mT, rtol=1e-6, atol=1e-6)
+    y, off = model(x), quantised @ model.weight.mT
+    assert (y - off).norm() < 1e-6 * off.norm()
     wrong = torch.from_numpy(cast(x.numpy(), kind, np.float32(amax * 1.01)))  # a planted error
-    assert not torch.allclose(y, wrong @ model.weight.mT, rtol=1e-6, atol=1e-6)
+    assert (y - wrong @ model.weight.mT).norm() > 1e-3 * off.norm()
 
 
 def test_dynamic_products_follow_the_tensor_at_hand():
