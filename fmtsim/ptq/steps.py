@@ -80,11 +80,12 @@ def measure(survey: Survey, batches: list[Any], show: Progress) -> None:
         if top is not None:
             part.clipped += float((x.abs() > top * ROOM).sum()) / (part.rows * x.shape[1])
         assert slot.quantised is not None
-        y = x.double() @ slot.w.double().mT
-        d = y - quantised_input(part, x).double() @ slot.quantised.double().mT
-        slot.signal += float(y.square().sum())
-        slot.noise += float(d.square().sum())
-        slot.error = d.sum(0) if slot.error is None else slot.error + d.sum(0)
+        y = x @ slot.w.mT
+        d = y - quantised_input(part, x).to(x.dtype) @ slot.quantised.to(x.dtype).mT
+        slot.signal += float(y.square().sum(dtype=torch.float64))
+        slot.noise += float(d.square().sum(dtype=torch.float64))
+        off = d.sum(0, dtype=torch.float64)
+        slot.error = off if slot.error is None else slot.error + off
         slot.seen += x.shape[0]
 
     show.stage("measurement", len(batches))

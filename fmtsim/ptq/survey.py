@@ -85,17 +85,18 @@ class Survey:
     Args:
         model: Converted.
         configs: The quantisers of each converted module, by its name.
+
+    Attributes:
+        modules: The converted modules by name.
+        parts: Inputs of products, by module and part.
+        slots: Matrices that are multiplied with.
     """
 
     def __init__(self, model: nn.Module, configs: Mapping[str, LinearConfig]) -> None:
         self.model, self.configs = model, configs
         self.parts: dict[tuple[str, str], Part] = {}
         self.slots: dict[Any, Slot] = {}
-
-    @property
-    def modules(self) -> dict[str, EmulatedModule]:
-        """The converted modules by name."""
-        return {name: module for name, module in self.model.named_modules() if isinstance(module, EmulatedModule)}
+        self.modules = {name: m for name, m in model.named_modules() if isinstance(m, EmulatedModule)}
 
     def run(self, batches: list[Any], see: See, tell: Tell = lambda done: None) -> None:
         """Run batches through the model in high precision, gradients and dropout off, and show every product.

@@ -33,6 +33,8 @@ PLANTED = (  # claim, setting, a value that is wrong, a number that has to fail
     ("unit_scaling", "format", "e2m1", "unit, largest part of a gradient lost"),
     ("underflow", "format", "bf16", "progress without scaling"),
     ("underflow", "scale", 1.0, "progress with scaling"),
+    ("coverage", "outliers", (1.0, 2.0), "E4M3 - INT8, points"),
+    ("coverage", "recipes", ("e4m3_static", "int8_smooth"), "E4M3 - INT8, points"),
 )  # fmt: skip
 
 
@@ -139,7 +141,7 @@ def test_every_claim_says_who_claims_what():
         assert claim.says and claim.source
         assert hash(claim) is not None
         seeded = any(name == "seed" for name, _ in claim.settings)
-        assert seeded or claim.name in ("dge", "loss_scaling", "delayed_scaling"), (
+        assert seeded or claim.name in ("dge", "loss_scaling", "delayed_scaling", "memory"), (
             f"{claim.name} draws numbers without a seed"
         )
 
