@@ -55,12 +55,12 @@ def coverage(
 
 def _workload(width: int, classes: int, times: float, seed: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     source = generator(seed)
-    layers = [torch.randn(n, k, generator=source) / k**0.5 for n, k in ((width, width), (classes, width))]
-    layers[0][:, seed % width] /= times
-    model = nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU(), nn.Linear(width, classes, bias=False))
-    model.requires_grad_(False)
-    model[0].weight.copy_(layers[0])
-    model[2].weight.copy_(layers[1])
+    weights = [torch.randn(n, k, generator=source) / k**0.5 for n, k in ((width, width), (classes, width))]
+    weights[0][:, seed % width] /= times
+    layers = [nn.Linear(width, width, bias=False), nn.Linear(width, classes, bias=False)]
+    model = nn.Sequential(layers[0], nn.ReLU(), layers[1]).requires_grad_(False)
+    for layer, weight in zip(layers, weights, strict=True):
+        layer.weight.copy_(weight)
     x = torch.randn(1024, width, generator=source)
     x[:, seed % width] *= times
     return model, x[:256], x[256:]

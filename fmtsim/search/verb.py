@@ -1,7 +1,7 @@
 """search: find a format for each layer under a budget of bit operations."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -156,7 +156,7 @@ def _budget(budget: int | None, bits: float | None, bench: Bench, costs: list[li
     return allowed
 
 
-def _recipes(formats: Sequence[str | PtqRecipe]) -> Mapping[str, PtqRecipe]:
+def _recipes(formats: Sequence[str | PtqRecipe]) -> dict[str, PtqRecipe]:
     found = [get_ptq_recipe(f) for f in ([formats] if isinstance(formats, str | PtqRecipe) else formats)]
     if not found or len({r.name for r in found}) < len(found):
         raise ArgumentError(f"formats={formats!r}; pass recipes of different names, at least one")
