@@ -54,16 +54,21 @@ class Smooth:
 
     Args:
         alpha: How much of the difficulty moves from the activations into the weights, 0 to 1.
+        after: Which linear layers: ``"norm"`` those whose input a normalisation module has just made, as the source
+            does; ``"any"`` all of them, which hurts where outliers sit in tokens instead of channels.
     """
 
     alpha: float = 0.5
+    after: Literal["norm", "any"] = "norm"
 
     def __post_init__(self) -> None:
+        if self.after not in ("norm", "any"):
+            raise ArgumentError(f"Smooth after={self.after!r} is unknown; choose 'norm' or 'any'")
         if not (isinstance(self.alpha, int | float) and 0 <= self.alpha <= 1):
             raise ArgumentError(f"Smooth alpha={self.alpha!r} is not allowed; choose a number from 0 to 1")
 
     def __str__(self) -> str:
-        return f"SmoothQuant alpha {self.alpha:g}"
+        return f"SmoothQuant alpha {self.alpha:g}" + (" everywhere" if self.after == "any" else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

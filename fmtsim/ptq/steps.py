@@ -15,7 +15,7 @@ from fmtsim.ptq.learned import learned_rounding
 from fmtsim.ptq.progress import Progress
 from fmtsim.ptq.ranges import choose_top, collect, limit, quantised_input, static_scale
 from fmtsim.ptq.reshape import smooth
-from fmtsim.ptq.spec import Gptq, LearnedRounding, PtqRecipe
+from fmtsim.ptq.spec import Gptq, LearnedRounding, PtqRecipe, Smooth
 from fmtsim.ptq.survey import Part, Slot, Survey, evaluating
 from fmtsim.scaling.history import DelayedScale
 
@@ -26,14 +26,7 @@ def surveyed(
     model: nn.Module, recipe: PtqRecipe, configs: Mapping[str, LinearConfig], batches: list[Any], show: Progress
 ) -> tuple[Survey, set[str]]:
     """Return the products of a model with their statistics and ranges, and the names of the layers smoothed."""
-    smoothed: set[str] = set()
-    if recipe.smooth is not None:
-        before = Survey(model, configs)
-        show.stage("channels", len(batches))
-        before.run(batches, lambda part, slot, x: collect(part, x, None), show.step)
-        before.check()
-        _refuse_shared(before)
-        smoothed = {part.name for part in before.parts.values() if smooth(part, recipe.smooth)}
+    smoothed = set() if recipe.smooth is None else _smoothed(model, recipe.smooth, configs, batches, show)
     survey = Survey(model, configs)
 
     def see(part: Part, slot: Slot, x: Tensor) -> None:
@@ -49,6 +42,38 @@ def surveyed(
     for part in survey.parts.values():
         choose_top(part, recipe.calibration)
     return survey, smoothed
+
+
+def _smoothed(
+    model: nn.Module, settings: Smooth, configs: Mapping[str, LinearConfig], batches: list[Any], show: Progress
+) -> set[str]:
+    """Smooth the layers of a model, and return their names."""
+    survey, fed = Survey(model, configs), set()
+    outputs: list[Tensor] = []
+
+    def see(part: Part, slot: Slot, x: Tensor) -> None:
+        collect(part, x, None)
+        if settings.after == "any" or any(x.data_ptr() == y.data_ptr() for y in outputs):
+            fed.add(part)
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        outputs[:] = [*outputs[-3:], output] if isinstance(output, Tensor) else outputs  # alive: their place is theirs
+
+    hooks = [m.register_forward_hook(keep) for m in model.modules() if "norm" in type(m).__name__.lower()]
+    try:
+        show.stage("channels", len(batches))
+        survey.run(batches, see, show.step)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    survey.check()
+    _refuse_shared(survey, fed)
+    found = {part.name for part in survey.parts.values() if part in fed and smooth(part, settings)}
+    if not found:
+        raise ArgumentError(
+            "SmoothQuant: no linear layer has its input from a normalisation module; pass Smooth(after='any')"
+        )
+    return found
 
 
 def round_weights(survey: Survey, method: Gptq | LearnedRounding | None, show: Progress) -> None:
@@ -151,8 +176,8 @@ def _correct(slot: Slot) -> bool:
     return True
 
 
-def _refuse_shared(survey: Survey) -> None:
-    shared = [slot for slot in survey.slots.values() if len(slot.parts) > 1]
+def _refuse_shared(survey: Survey, fed: set[Part]) -> None:
+    shared = [slot for slot in survey.slots.values() if len(slot.parts) > 1 and not fed.isdisjoint(slot.parts)]
     if shared:
         names = " and ".join(part.name for part in shared[0].parts[:2])
         raise ArgumentError(

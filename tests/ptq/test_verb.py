@@ -1,6 +1,7 @@
 """fmtsim.ptq: bits of static and dynamic products, every kind of layer, reports, saving, and what goes wrong."""
 
 import copy
+import dataclasses
 import pickle
 
 import numpy as np
@@ -30,6 +31,7 @@ def same_bits(a, b):
     return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
 
 
+ANYWHERE = dataclasses.replace(get_ptq_recipe("int8_smooth"), smooth=Smooth(after="any"), name="anywhere")
 DATA = [normal(20, 16, seed=s) for s in (1, 2)]
 
 
@@ -129,7 +131,7 @@ def test_weights_that_two_layers_share_are_rounded_once():
     assert model[4].weight is model[0].weight
     assert [row.name for row in fmtsim.ptq_report(model).rows] == ["0", "2"]
     with pytest.raises(ArgumentError, match=r"SmoothQuant: 0 and 4 share a weight"):
-        fmtsim.ptq(fmtsim.revert(model), "int8_smooth", [normal(20, 16)])
+        fmtsim.ptq(fmtsim.revert(model), ANYWHERE, [normal(20, 16)])
 
 
 def test_the_report_measures_what_happens():
@@ -234,7 +236,7 @@ def test_nothing_to_quantise():
 
 
 def test_progress_lines(capsys):
-    fmtsim.ptq(mlp(), "int8_smooth", DATA, progress=True)
+    fmtsim.ptq(mlp(), ANYWHERE, DATA, progress=True)
     shown = [line.split("  ")[0] for line in capsys.readouterr().err.splitlines()]
     assert shown == ["ptq: channels 2/2", "ptq: calibration 2/2", "ptq: weights 2/2", "ptq: measurement 2/2"]
     fmtsim.ptq(mlp(), "int8_static", DATA)
@@ -245,15 +247,26 @@ def test_smooth_keeps_the_function_and_helps_an_outlier():
     model, x = mlp(), torch.cat(DATA)
     x[:, 3] *= 60
     exact, plain = model(x), copy.deepcopy(model)
-    fmtsim.ptq(model, "int8_smooth", [x])
+    fmtsim.ptq(model, ANYWHERE, [x])
     fmtsim.ptq(plain, "int8_static", [x])
     off, off_plain = (float((m(x) - exact).norm() / exact.norm()) for m in (model, plain))
     assert off < off_plain / 2
     assert torch.equal(model[0].weight, fmtsim.revert(model)[0].weight)
     assert float((model(x) - exact).norm() / exact.norm()) < 0.02  # hook and weights belong together
     high = mlp()
-    fmtsim.ptq(high, PtqRecipe(name="h", w=operand("fp32"), smooth=Smooth(alpha=0.7)), [x])
+    fmtsim.ptq(high, PtqRecipe(name="h", w=operand("fp32"), smooth=Smooth(alpha=0.7, after="any")), [x])
     assert torch.allclose(high(x), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_only_layers_behind_a_normalisation_are_smoothed():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(16, 16), nn.LayerNorm(16), nn.Dropout(), nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 4)
+    )
+    fmtsim.ptq(model.requires_grad_(False), "int8_smooth", DATA)
+    rows = fmtsim.ptq_report(model).rows
+    assert [row.name for row in rows if "SmoothQuant" in row.methods] == ["3"]
+    assert [name for name, m in model.named_modules() if hasattr(m, "ptq_divisor")] == ["3"]
 
 
 def test_a_cache_is_the_same_token_by_token():
