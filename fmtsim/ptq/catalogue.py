@@ -5,6 +5,7 @@ from typing import Any
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.ptq.spec import Calibration, Gptq, LearnedRounding, PtqRecipe, Smooth
+from fmtsim.recipes.spec import AttentionConfig
 from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.scale import PowerOfTwo, Scaling
 
@@ -29,6 +30,12 @@ def minifloat(exponent_bits: int, mantissa_bits: int) -> FloatFormat:
 def operand(fmt: Any, scaling: Scaling | None = None) -> Quantizer:
     """Return the quantiser of a format, by name or as a record, under a rule of scales."""
     return Quantizer(format=get_format(fmt) if isinstance(fmt, str) else fmt, scaling=scaling)
+
+
+def quantised_cache(fmt: Any) -> AttentionConfig:
+    """Return attention that sees keys and values in a format, a scale for each token and head; the rest is exact."""
+    k, v = operand(fmt, Scaling(block=(1, None))), operand(fmt, Scaling(block=(None, 1)))  # values come transposed
+    return AttentionConfig(k=k, v=v)
 
 
 def _groups(size: int) -> Scaling:
@@ -107,6 +114,11 @@ _FP8 = (
         smooth=Smooth(), source=f"{_SHEN}: with SmoothQuant, alpha 0.5",
     ),
     PtqRecipe(name="e4m3_token", x=operand("e4m3", _TOKEN), w=operand("e4m3", _CHANNEL), source=_OWN),
+    PtqRecipe(
+        name="nemotron_kv8", x=operand("e4m3", _TENSOR), w=operand("e4m3", _TENSOR), calibration=_ABSMAX,
+        attention=quantised_cache("e4m3"), source="nemotron, with keys and values in E4M3, a scale a token and head",
+        notes="for models that call scaled_dot_product_attention; the toolkit's scales of the cache are static",
+    ),
     PtqRecipe(
         name="nemotron", x=operand("e4m3", _TENSOR), w=operand("e4m3", _TENSOR), calibration=_ABSMAX,
         aliases=("modelopt_fp8",),
