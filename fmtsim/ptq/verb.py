@@ -35,9 +35,10 @@ def ptq(
     """Quantise a trained model's weights and activations, in place, from a few batches of data.
 
     Linear layers, convolutions and attention projections keep their objects and Parameters. Weights are overwritten by
-    their quantised values (``copy.deepcopy`` the model before to keep them); inputs are quantised at every call, under
-    static scales, which are buffers (``fmtsim.recipe_state``), or under scales made from the tensor at hand. Products
-    are float32, in no particular order. ``fmtsim.revert`` gives the classes back, not the weights.
+    their quantised values, in their own dtype, which rounds once more where it is narrow: ``copy.deepcopy`` the model
+    before to keep them. Inputs are quantised at every call, under static scales, which are buffers
+    (``fmtsim.recipe_state``), or under scales made from the tensor at hand. Products are float32, in no particular
+    order. ``fmtsim.revert`` gives the classes back, not the weights.
 
     The steps: equalise weights; run the data and smooth; run it again for ranges and Hessians; round weights; run it
     once more to measure; store. All runs are of the model in high precision, in evaluation mode, without gradients.

@@ -14,7 +14,7 @@ from fmtsim.errors import ArgumentError
 from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache, Smooth, get_ptq_recipe
 from fmtsim.ptq.catalogue import operand
 from fmtsim.recipes import Rule
-from fmtsim.scaling.scale import Scaling
+from fmtsim.scaling.scale import History, Scaling
 from tests.ptq.oracle import cast
 
 
@@ -70,6 +70,27 @@ def test_a_static_scale_stays():
     model(DATA[0] * 1000).sum().backward()
     assert same_bits(model(DATA[0]).detach(), first)
     assert fmtsim.recipe_state(model)["layers"]["0"]["x_f"]["factor"] == 127 / torch.cat(DATA).abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_models_of_other_dtypes_keep_them(dtype):
+    model, data = mlp().to(dtype), [x.to(dtype) for x in DATA]
+    exact = model(data[0])
+    for recipe in ("int8_static", "int4_gptq", "mxfp4"):
+        quantised = fmtsim.ptq(copy.deepcopy(model), recipe, data)
+        y = quantised(data[0])
+        assert y.dtype == quantised[0].weight.dtype == dtype
+        assert 0 < (y - exact).norm() < (0.4 if "4" in recipe else 0.03) * exact.norm()
+
+
+def test_a_fixed_scale_is_one_until_calibration_sets_it():
+    x = normal(4, 16) * 1000
+    model = nn.Linear(16, 8, bias=False).requires_grad_(False)
+    y = x.clamp(-448, 448).to(torch.float8_e4m3fn).float() @ model.weight.mT
+    fmtsim.convert(model, get_ptq_recipe("e4m3_static").inference)
+    assert torch.allclose(model(x), y, rtol=1e-5, atol=1e-3)
+    with pytest.raises(fmtsim.FormatError, match=r"fixed=True with immediate=1 is not allowed; choose immediate=0"):
+        History(fixed=True, immediate=1)
 
 
 def test_state_is_restored_into_a_fresh_model():
