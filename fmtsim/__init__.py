@@ -35,7 +35,7 @@ from fmtsim.gemm.target import get_target, list_targets
 from fmtsim.gemm.unit import get_unit, list_units, register_unit
 from fmtsim.nn import convert, load_recipe_state, recipe_state, report, revert, set_step, share_scales
 from fmtsim.ops import RandomKey
-from fmtsim.ptq import PtqRecipe, get_ptq_recipe, list_ptq_recipes, ptq, ptq_report
+from fmtsim.ptq import PtqRecipe, get_ptq_recipe, list_ptq_recipes, load_ptq, ptq, ptq_report, ptq_state
 from fmtsim.quantize import decode, encode, quantize, quantize_
 from fmtsim.recipes import Recipe, get_recipe, list_recipes, register_recipe
 from fmtsim.rounding.modes import Rounding
@@ -101,12 +101,14 @@ __all__ = [
     "list_recipes",
     "list_targets",
     "list_units",
+    "load_ptq",
     "load_recipe_state",
     "mm",
     "mma",
     "observe",
     "ptq",
     "ptq_report",
+    "ptq_state",
     "quantize",
     "quantize_",
     "recipe_state",

@@ -12,6 +12,7 @@ from fmtsim.ptq.registry import (
 )
 from fmtsim.ptq.report import PtqReport, PtqRow, ptq_report
 from fmtsim.ptq.spec import Calibration, Equalise, Gptq, LearnedRounding, PtqRecipe, Smooth
+from fmtsim.ptq.state import load_ptq, ptq_state
 from fmtsim.ptq.verb import ptq
 
 __all__ = [
@@ -26,11 +27,13 @@ __all__ = [
     "Smooth",
     "get_ptq_recipe",
     "list_ptq_recipes",
+    "load_ptq",
     "load_ptq_recipe",
     "ptq",
     "ptq_recipe_from_dict",
     "ptq_recipe_to_dict",
     "ptq_report",
+    "ptq_state",
     "register_ptq_recipe",
     "save_ptq_recipe",
 ]

@@ -1,12 +1,13 @@
 """Changes of a model that leave its function alone and make it easier to quantise: SmoothQuant and equalisation."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fmtsim.errors import ArgumentError
-from fmtsim.nn.modules import EmulatedLinear, EmulatedModule, EmulatedTransposed
+from fmtsim.nn.modules import EmulatedLinear, EmulatedTransposed
 from fmtsim.ptq.spec import Equalise, Smooth
 from fmtsim.ptq.survey import Part
 
@@ -117,7 +118,7 @@ def stored(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     return [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
 
 
-def unsmooth(modules: dict[str, EmulatedModule]) -> None:
+def unsmooth(modules: Mapping[str, nn.Module]) -> None:
     """Take divisors and their hooks away; weights are put back by the caller."""
     for module in modules.values():
         module._buffers.pop(DIVISOR, None)

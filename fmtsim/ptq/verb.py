@@ -17,6 +17,7 @@ from fmtsim.ptq.registry import get_ptq_recipe
 from fmtsim.ptq.report import REPORT, PtqReport, row_of
 from fmtsim.ptq.reshape import equalise, stored, unsmooth
 from fmtsim.ptq.spec import PtqRecipe
+from fmtsim.ptq.state import RECIPE
 from fmtsim.ptq.steps import install, measure, measure_batch_norm, round_weights, surveyed
 from fmtsim.ptq.survey import Survey, batches_of
 
@@ -78,6 +79,7 @@ def ptq(
     except BaseException:
         _undo(model, before)
         raise
+    model.__dict__[RECIPE] = recipe
     model.__dict__[REPORT] = PtqReport(
         recipe=recipe.name, rows=rows, seconds=time.perf_counter() - began, equalised=equalised
     )

@@ -105,6 +105,33 @@ def test_state_is_restored_into_a_fresh_model():
     assert same_bits(copy.deepcopy(model)(x), model(x))
 
 
+@pytest.mark.parametrize("recipe", [ANYWHERE, "int4_gptq", "e4m3_token", "nemotron"])
+def test_a_saved_model_comes_back_bit_for_bit(recipe, tmp_path):
+    model, fresh = mlp(), nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8))
+    model[2].bias = fresh[2].bias = None
+    chosen = dataclasses.replace(get_ptq_recipe(recipe), bias_correction=True)
+    fmtsim.ptq(model, chosen, DATA, filter_fn=lambda module, name: recipe != "nemotron" or name == "2")
+    torch.save(fmtsim.ptq_state(model), tmp_path / "model.pt")
+    state = torch.load(tmp_path / "model.pt")
+    x = normal(4, 16, seed=9)
+    assert same_bits(fmtsim.load_ptq(fresh, state)(x), model(x))
+    assert list(fresh.state_dict()) == list(model.state_dict())
+    small = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 7))
+    with pytest.raises(ArgumentError, match=r"(?s)the state does not fit Sequential: .*size mismatch"):
+        fmtsim.load_ptq(small, state)
+    assert type(small[2]) is nn.Linear and not small[2]._forward_pre_hooks
+
+
+def test_states_that_are_none():
+    model = fmtsim.ptq(mlp(), "int8_static", DATA)
+    with pytest.raises(ArgumentError, match=r"load_ptq takes what fmtsim.ptq_state returned, not list"):
+        fmtsim.load_ptq(mlp(), [])
+    with pytest.raises(ArgumentError, match=r"the model has no layer '0'; build the one that was quantised"):
+        fmtsim.load_ptq(nn.Linear(16, 24), fmtsim.ptq_state(model))
+    with pytest.raises(ArgumentError, match=r"has no report of ptq"):
+        fmtsim.ptq_state(mlp())
+
+
 class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
