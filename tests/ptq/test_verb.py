@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import io
 import pickle
 
 import numpy as np
@@ -13,6 +14,7 @@ import fmtsim
 from fmtsim.errors import ArgumentError
 from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache, Smooth, get_ptq_recipe
 from fmtsim.ptq.catalogue import operand
+from fmtsim.ptq.progress import Bars, Lines, Quiet, make_progress
 from fmtsim.recipes import Rule
 from fmtsim.scaling.scale import History, Scaling
 from tests.ptq.oracle import cast
@@ -340,3 +342,20 @@ def test_a_cache_is_the_same_token_by_token():
         whole.append(k, v[..., :3, :])
     with pytest.raises(ArgumentError, match=r"keys .* do not continue"):
         whole.append(k[:1], v[:1])
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_bars_on_a_terminal():
+    pytest.importorskip("rich")
+    stream = Terminal()
+    with make_progress(None, stream) as show:
+        assert type(show) is Bars
+        show.stage("weights", 3)
+        show.step(3)
+    assert "weights" in stream.getvalue() and "3/3" in stream.getvalue()
+    assert type(make_progress(False, stream)) is Quiet and type(make_progress(None, io.StringIO())) is Quiet
+    assert type(make_progress(True, io.StringIO())) is Lines
