@@ -36,10 +36,12 @@ from fmtsim.gemm.target import get_target, list_targets
 from fmtsim.gemm.unit import get_unit, list_units, register_unit
 from fmtsim.nn import convert, load_recipe_state, recipe_state, report, revert, set_step, share_scales
 from fmtsim.ops import RandomKey
+from fmtsim.ptq import PtqRecipe, get_ptq_recipe, list_ptq_recipes, load_ptq, ptq, ptq_report, ptq_state
 from fmtsim.quantize import decode, encode, quantize, quantize_
 from fmtsim.recipes import Recipe, get_recipe, list_recipes, register_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.search import search
 
 if TYPE_CHECKING:
     from fmtsim.cpu.pool import get_num_threads, set_num_threads
@@ -73,6 +75,7 @@ __all__ = [
     "NativeWarning",
     "PairwiseDatapath",
     "PlanUnknownWarning",
+    "PtqRecipe",
     "Quantizer",
     "RandomKey",
     "Recipe",
@@ -88,6 +91,7 @@ __all__ = [
     "explain_mm",
     "get_format",
     "get_num_threads",
+    "get_ptq_recipe",
     "get_recipe",
     "get_target",
     "get_unit",
@@ -95,13 +99,18 @@ __all__ = [
     "linear",
     "linear_config",
     "list_formats",
+    "list_ptq_recipes",
     "list_recipes",
     "list_targets",
     "list_units",
+    "load_ptq",
     "load_recipe_state",
     "mm",
     "mma",
     "observe",
+    "ptq",
+    "ptq_report",
+    "ptq_state",
     "quantize",
     "quantize_",
     "recipe_state",
@@ -111,6 +120,7 @@ __all__ = [
     "report",
     "revert",
     "scaled_mm",
+    "search",
     "set_num_threads",
     "set_step",
     "share_scales",

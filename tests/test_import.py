@@ -22,7 +22,7 @@ LAYERS = (
     {"scaling"},
     {"gemm"},
     {"recipes"},
-    {"nn", "optim", "distributed"},
+    {"nn", "optim", "distributed", "ptq", "search"},
     {"analysis"},
     {"training", "explain", "verify", "bench", "calibration", "reproduce"},
     {"cli"},

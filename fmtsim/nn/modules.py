@@ -18,7 +18,7 @@ from fmtsim.gemm.passes import Observer
 from fmtsim.gemm.sizes import size_fault
 from fmtsim.gemm.streams import FORWARD, Generator
 from fmtsim.recipes.plan import LayerPlan
-from fmtsim.scaling.history import DelayedScale
+from fmtsim.scaling.history import DelayedScale, FrozenScale
 from fmtsim.scaling.repeats import Calls
 
 STATE = "fmtsim_state"  # the submodule in which delayed scaling remembers
@@ -140,12 +140,7 @@ class EmulatedModule(nn.Module):
             return {}
         keys = {name: _state_key(part, name) for name in OPERANDS}
         found = {name: memory[key] for name, key in keys.items() if key in memory}  # type: ignore[index, operator]
-        if not learns:
-            return {name: scale.frozen() for name, scale in found.items()}  # type: ignore[operator, misc]
-        return {
-            name: scale.learning(compiled=compiled) if name in FORWARD else scale  # type: ignore[operator, misc]
-            for name, scale in found.items()
-        }
+        return {name: _call(scale, name, learns, compiled) for name, scale in found.items()}  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         """Show the formats after the layer's own description."""
@@ -160,6 +155,14 @@ class EmulatedModule(nn.Module):
 def _kind(part: str, learns: bool, compiled: bool) -> str:
     """Return the name of a part's product in calls with or without gradients, in eager or compiled code."""
     return " ".join([part, *([] if learns else ["frozen"]), *(["compiled"] if compiled else [])])
+
+
+def _call(scale: DelayedScale, operand: str, learns: bool, compiled: bool) -> DelayedScale | FrozenScale:
+    """Return what calls of an operand read of its scale's memory, and whether they change it."""
+    assert scale.scaling.history is not None
+    if not learns or scale.scaling.history.fixed:
+        return scale.frozen()
+    return scale.learning(compiled=compiled) if operand in FORWARD else scale
 
 
 def _state_key(part: str, operand: str) -> str:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.scale import History, Scaling, TensorScale
 from fmtsim.scaling.transform import Clamp, Hadamard
 
+Records = Mapping[str, tuple[type, ...]]
+
 # The record of a field, by the field's name; several where the object says which under "kind".
-_RECORDS: dict[str, tuple[type, ...]] = {
+RECORDS: dict[str, tuple[type, ...]] = {
     "linear": (LinearConfig,),
     "use": (LinearConfig,),
     "rules": (Rule,),
@@ -48,26 +50,26 @@ _MACHINES = ("unit", "plan", "target")
 _LISTS = ("rules", "transforms")
 
 
-def recipe_to_dict(record: Any) -> dict[str, Any]:
+def recipe_to_dict(record: Any, records: Records = RECORDS) -> dict[str, Any]:
     """Return a recipe, or a part of one, as plain JSON types, defaults left out."""
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         if value != field.default:
-            fields[field.name] = _plain(field.name, value)
+            fields[field.name] = _plain(field.name, value, records)
     return fields
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: Any, records: Records) -> Any:
     if isinstance(value, Format):
         return _format_text(value)
     if isinstance(value, Arithmetic | GemmPlan):
         return record_to_dict(value)
     if isinstance(value, tuple):
-        return [_plain(name, item) for item in value]
+        return [_plain(name, item, records) for item in value]
     if dataclasses.is_dataclass(value):
-        kinds = _RECORDS[name]
-        own = recipe_to_dict(value)
+        kinds = records[name]
+        own = recipe_to_dict(value, records)
         return {"kind": type(value).__name__} | own if len(kinds) > 1 else own
     return value
 
@@ -87,7 +89,7 @@ def recipe_from_dict(record: dict[str, Any]) -> Recipe:
         ArgumentError: A field that no record has, or one of another type; it names the way to the field.
         FormatError: A format, rounding or scale rule that does not exist; likewise.
     """
-    return _record(Recipe, record, "recipe")  # type: ignore[no-any-return]
+    return record_of(Recipe, record, "recipe")  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
@@ -101,7 +103,15 @@ def _located(path: str) -> Iterator[None]:
         raise ArgumentError(f"{path}: {error}") from None
 
 
-def _record(cls: type, record: Any, path: str) -> Any:
+def record_of(cls: type, record: Any, path: str, records: Records = RECORDS) -> Any:
+    """Build a record of a class from an object of JSON; ``path`` is what errors call it.
+
+    Args:
+        cls: The class.
+        record: The object.
+        path: The way to it, for messages.
+        records: The class, or classes, of a field's records by the field's name.
+    """
     if not isinstance(record, dict):
         what = reprlib.repr(record)
         raise ArgumentError(f"{path}: {what} is not an object; write the fields of a {cls.__name__}, {{...}}")
@@ -113,22 +123,22 @@ def _record(cls: type, record: Any, path: str) -> Any:
     absent = [field.name for field in fields if field.default is dataclasses.MISSING and field.name not in record]
     if absent:
         raise ArgumentError(f"{path}: a {cls.__name__} needs {' and '.join(map(repr, absent))}")
-    values = {name: _value(name, value, f"{path}.{name}") for name, value in record.items()}
+    values = {name: _value(name, value, f"{path}.{name}", records) for name, value in record.items()}
     with _located(path):
         return cls(**values)
 
 
-def _value(name: str, value: Any, path: str) -> Any:
+def _value(name: str, value: Any, path: str, records: Records) -> Any:
     if value is None:
         return None
     if name in _LISTS and not isinstance(value, list):
         raise ArgumentError(f"{path}: {reprlib.repr(value)} is not a list; write [...]")
     if isinstance(value, list):
-        return tuple(_item(name, item, f"{path}[{i}]") for i, item in enumerate(value))
-    return _item(name, value, path)
+        return tuple(_item(name, item, f"{path}[{i}]", records) for i, item in enumerate(value))
+    return _item(name, value, path, records)
 
 
-def _item(name: str, value: Any, path: str) -> Any:
+def _item(name: str, value: Any, path: str, records: Records) -> Any:
     if name in _FORMATS:
         if not isinstance(value, str | dict):
             raise ArgumentError(
@@ -141,16 +151,16 @@ def _item(name: str, value: Any, path: str) -> Any:
             return record_from_dict(value) if isinstance(value, dict) else value
     if isinstance(value, list):
         return tuple(value)
-    if name not in _RECORDS or not isinstance(value, dict | str):
+    if name not in records or not isinstance(value, dict | str):
         return value
-    kinds = {cls.__name__: cls for cls in _RECORDS[name]}
+    kinds = {cls.__name__: cls for cls in records[name]}
     if len(kinds) == 1:
-        return _record(next(iter(kinds.values())), value, path)
+        return record_of(next(iter(kinds.values())), value, path, records)
     fields = dict(value) if isinstance(value, dict) else {"kind": value}
     kind = fields.pop("kind", None)
     if kind not in kinds:
         raise ArgumentError(f"{path}: kind={kind!r} is unknown; choose one of {', '.join(kinds)}")
-    return _record(kinds[kind], fields, path)
+    return record_of(kinds[kind], fields, path, records)
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
@@ -164,4 +174,4 @@ def load_recipe(path: str | Path) -> Recipe:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ArgumentError(f"{path} is no recipe file: {error}") from None
-    return _record(Recipe, record, f"{path}: recipe")  # type: ignore[no-any-return]
+    return record_of(Recipe, record, f"{path}: recipe")  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ from fmtsim.reproduce import (
     gpts,
     machines,
     outliers,
+    quantised,
     ratios,
     sequences,
     training,
@@ -31,6 +32,7 @@ CLAIMS: tuple[Claim, ...] = (
     *widths.CLAIMS,
     *gpts.CLAIMS,
     *wire.CLAIMS,
+    *quantised.CLAIMS,
 )
 
 

@@ -25,14 +25,17 @@ class History:
         algorithm: ``"max"`` takes the largest magnitude remembered, ``"most_recent"`` the last.
         refresh_every: Calls between two updates of the scale; 1 updates it after each.
         immediate: Calls at the beginning that take the scale from the tensor itself.
+        fixed: Calls record nothing: the scale is what calibration (``fmtsim.ptq``) or a loaded state set, 1 before.
     """
 
     length: int = 1024
     algorithm: Literal["max", "most_recent"] = "max"
     refresh_every: int = 1
     immediate: int = 0
+    fixed: bool = False
 
     def __post_init__(self) -> None:
+        _require(not self.fixed or not self.immediate, f"fixed=True with immediate={self.immediate}", "immediate=0")
         for name, least in (("length", 1), ("refresh_every", 1), ("immediate", 0)):
             value = getattr(self, name)
             _require(type(value) is int and value >= least, f"History {name}={value!r}", f"a whole number from {least}")
@@ -151,7 +154,10 @@ class Scaling:
             len(self.candidates) > 1
         )
         words += [f"EDEN over {self.eden}"] if self.eden else []
-        words += [f"{self.history.algorithm} of {self.history.length} calls"] if self.history else []
+        if self.history:
+            words.append(
+                "calibrated" if self.history.fixed else f"{self.history.algorithm} of {self.history.length} calls"
+            )
         return ", ".join(words)
 
 

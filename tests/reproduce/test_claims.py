@@ -37,6 +37,8 @@ PLANTED = (  # claim, setting, a value that is wrong, a number that has to fail
     ("reductions", "schemes", (("1/N first", "fp8lm_post"), ("1/N behind", "fp8lm_post"), ("mu", "fp8lm_post")),
      "mu, N = 64: at the largest"),
     ("reductions", "ranks", (1, 4), "1/N first, N = 64: to zero"),
+    ("coverage", "outliers", (1.0, 2.0), "E4M3 - INT8, points"),
+    ("coverage", "recipes", ("e4m3_static", "int8_smooth"), "E4M3 - INT8, points"),
 )  # fmt: skip
 
 
@@ -143,7 +145,7 @@ def test_every_claim_says_who_claims_what():
         assert claim.says and claim.source
         assert hash(claim) is not None
         seeded = any(name in ("seed", "seeds") for name, _ in claim.settings)
-        assert seeded or claim.name in ("dge", "loss_scaling", "delayed_scaling"), (
+        assert seeded or claim.name in ("dge", "loss_scaling", "delayed_scaling", "memory"), (
             f"{claim.name} draws numbers without a seed"
         )
 

@@ -1,0 +1,127 @@
+"""Changes of a model that leave its function alone and make it easier to quantise: SmoothQuant and equalisation."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fmtsim.errors import ArgumentError
+from fmtsim.nn.modules import EmulatedLinear, EmulatedTransposed
+from fmtsim.ptq.spec import Equalise, Smooth
+from fmtsim.ptq.survey import Part
+
+DIVISOR = "ptq_divisor"  # the buffer of a layer whose inputs are divided
+_HOMOGENEOUS = (nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Dropout)
+
+
+def smooth(part: Part, settings: Smooth) -> bool:
+    """Divide the input channels of a layer and multiply the columns of its weight, and say whether that was done.
+
+    The divisor is a buffer of the layer, and a hook divides its input: any graph will do, while the source folds the
+    division into the normalisation before. Up to float32's rounding the two are the same. Only layers that multiply
+    their input itself are smoothed, linear ones; a channel or column of zeros keeps the divisor 1.
+    """
+    module = part.module
+    if not isinstance(module, EmulatedLinear | EmulatedTransposed) or part.part:
+        return False
+    assert part.channels is not None
+    w = module.weight.data
+    transposed = isinstance(module, EmulatedTransposed)
+    divisor = smoothing(part.channels, w.abs().amax(1 if transposed else 0), settings.alpha).to(w.dtype)
+    w.mul_(divisor[:, None] if transposed else divisor)
+    module.register_buffer(DIVISOR, divisor)
+    module.register_forward_pre_hook(divide_input)
+    return True
+
+
+def smoothing(x: Tensor, w: Tensor, alpha: float) -> Tensor:
+    """Return ``x**alpha / w**(1 - alpha)``, 1 where either is zero; computed in float64."""
+    s = x.double().pow(alpha) / w.double().pow(1 - alpha)
+    return torch.where((x > 0) & (w > 0) & torch.isfinite(s) & (s > 0), s, 1.0)
+
+
+def divide_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Divide the first argument of a layer by its buffer."""
+    divisor = getattr(module, DIVISOR)
+    return (args[0] / divisor.to(args[0].dtype), *args[1:])
+
+
+def equalise(model: nn.Module, settings: Equalise) -> list[str]:
+    """Give the outputs of one layer and the inputs of the next the same ranges, in place; return the pairs' names.
+
+    With r1 and r2 the largest magnitudes of row i of the first weight and of column i of the second, row and bias i
+    are divided, and the column is multiplied, by ``sqrt(r1 / r2)``.
+
+    Raises:
+        ArgumentError: A pair names no linear layers or convolutions, or ones whose channels do not match; or there is
+            no pair.
+    """
+    pairs = _named(model, settings.pairs) if settings.pairs else _found(model)
+    if not pairs:
+        raise ArgumentError(
+            f"{type(model).__name__} has no layers to equalise: no nn.Sequential holds two with ReLU between them; "
+            "name them in Equalise(pairs=(('fc1', 'fc2'),))"
+        )
+    for _ in range(settings.rounds):
+        for _, first, second in pairs:
+            _equalise_pair(first, second)
+    return [name for name, _, _ in pairs]
+
+
+@torch.no_grad()
+def _equalise_pair(first: Any, second: Any) -> None:
+    into = second.weight if second.weight.dim() == 2 else second.weight.flatten(2)
+    r1 = first.weight.abs().flatten(1).amax(1)
+    r2 = into.abs().amax(0) if into.dim() == 2 else into.abs().amax((0, 2))
+    s = torch.where((r1 > 0) & (r2 > 0), (r1.double() / r2.double()).sqrt(), 1.0).to(r1.dtype)
+    first.weight.div_(s.reshape(-1, *(1,) * (first.weight.dim() - 1)))
+    if first.bias is not None:
+        first.bias.div_(s)
+    second.weight.mul_(s.reshape(1, -1, *(1,) * (second.weight.dim() - 2)))
+
+
+def _named(model: nn.Module, names: tuple[tuple[str, str], ...]) -> list[tuple[str, Any, Any]]:
+    modules, pairs = dict(model.named_modules()), []
+    for one, two in names:
+        for name in (one, two):
+            if not isinstance(modules.get(name), nn.Linear | nn.Conv2d):
+                raise ArgumentError(f"Equalise pairs: {name!r} is no linear layer or convolution of the model")
+        if not _fit(modules[one], modules[two]):
+            raise ArgumentError(f"Equalise pairs: the outputs of {one!r} are not the inputs of {two!r}; exchange them?")
+        pairs.append((f"{one} > {two}", modules[one], modules[two]))
+    return pairs
+
+
+def _found(model: nn.Module) -> list[tuple[str, Any, Any]]:
+    pairs = []
+    for name, sequence in model.named_modules():
+        before: tuple[str, Any] | None = None
+        for i, module in enumerate(sequence if isinstance(sequence, nn.Sequential) else ()):
+            label = f"{name}.{i}" if name else str(i)
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                if before is not None and _fit(before[1], module):
+                    pairs.append((f"{before[0]} > {label}", before[1], module))
+                before = (label, module)
+            elif not isinstance(module, _HOMOGENEOUS):
+                before = None
+    return pairs
+
+
+def _fit(first: Any, second: Any) -> bool:
+    kind = isinstance(first, nn.Linear) == isinstance(second, nn.Linear)
+    return kind and first.weight.shape[0] == second.weight.shape[1] and getattr(second, "groups", 1) == 1
+
+
+def stored(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Return the Parameters and buffers of a model with copies, to put them back after a failure."""
+    return [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
+
+
+def unsmooth(modules: Mapping[str, nn.Module]) -> None:
+    """Take divisors and their hooks away; weights are put back by the caller."""
+    for module in modules.values():
+        module._buffers.pop(DIVISOR, None)
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is divide_input:
+                del module._forward_pre_hooks[key]

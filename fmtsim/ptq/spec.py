@@ -1,0 +1,271 @@
+"""What a recipe of post-training quantisation is, as data: operands, calibration, and methods on top of them."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from fmtsim.errors import ArgumentError
+from fmtsim.gemm.config import Gemm, LinearConfig
+from fmtsim.recipes.attention import AttentionConfig
+from fmtsim.recipes.spec import Recipe, Rule
+from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.scaling.scale import History
+from fmtsim.scaling.transform import Hadamard
+
+RangeRule = Literal["absmax", "percentile", "mse"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Describe how the static scale of an activation follows from calibration data: the largest value it covers.
+
+    Args:
+        rule: ``"absmax"`` the largest magnitude of all batches; ``"percentile"`` a quantile of the magnitudes;
+            ``"mse"`` the clip of least squared error among ``steps`` that divide the largest magnitude evenly.
+        percentile: Of the second rule, in percent.
+        steps: Of the third rule.
+        samples: Magnitudes that a part keeps of each batch for the last two rules, evenly strided.
+    """
+
+    rule: RangeRule = "absmax"
+    percentile: float = 99.99
+    steps: int = 80
+    samples: int = 1 << 14
+
+    def __post_init__(self) -> None:
+        if self.rule not in get_args(RangeRule):
+            raise ArgumentError(
+                f"Calibration rule={self.rule!r} is unknown; choose one of {', '.join(get_args(RangeRule))}"
+            )
+        if not (isinstance(self.percentile, int | float) and 0 < self.percentile <= 100):
+            raise ArgumentError(f"Calibration percentile={self.percentile!r} is not one; choose above 0, at most 100")
+        for name in ("steps", "samples"):
+            _whole("Calibration", name, getattr(self, name), 2)
+
+    def __str__(self) -> str:
+        return f"{self.percentile:g} % percentile" if self.rule == "percentile" else self.rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Smooth:
+    """Describe SmoothQuant (Xiao et al., arXiv:2211.10438, equation 4).
+
+    Channel j of an input is divided by, and column j of the weight multiplied with,
+    ``max|x_j|**alpha / max|w_j|**(1 - alpha)``.
+
+    Args:
+        alpha: How much of the difficulty moves from the activations into the weights, 0 to 1.
+        after: Which linear layers: ``"norm"`` those whose input a normalisation module has just made, as the source
+            does; ``"any"`` all of them, which hurts where outliers sit in tokens instead of channels.
+    """
+
+    alpha: float = 0.5
+    after: Literal["norm", "any"] = "norm"
+
+    def __post_init__(self) -> None:
+        if self.after not in ("norm", "any"):
+            raise ArgumentError(f"Smooth after={self.after!r} is unknown; choose 'norm' or 'any'")
+        if not (isinstance(self.alpha, int | float) and 0 <= self.alpha <= 1):
+            raise ArgumentError(f"Smooth alpha={self.alpha!r} is not allowed; choose a number from 0 to 1")
+
+    def __str__(self) -> str:
+        return f"SmoothQuant alpha {self.alpha:g}" + (" everywhere" if self.after == "any" else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Equalise:
+    """Describe cross-layer equalisation of weights (Nagel et al., arXiv:1906.04721, section 4.1).
+
+    Args:
+        pairs: Names of layers in pairs, the second one fed by the first through nothing but functions with
+            ``f(s x) = s f(x)`` for ``s > 0`` such as ReLU; empty finds them inside the model's nn.Sequential.
+        rounds: How often all pairs are equalised in turn.
+    """
+
+    pairs: tuple[tuple[str, str], ...] = ()
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        _whole("Equalise", "rounds", self.rounds, 1)
+        good = isinstance(self.pairs, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in self.pairs)
+        if not good:
+            raise ArgumentError(f"Equalise pairs={self.pairs!r} are not pairs; write (('fc1', 'fc2'),)")
+
+    def __str__(self) -> str:
+        return "weights equalised" + (f" in {len(self.pairs)} pairs" if self.pairs else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gptq:
+    """Describe GPTQ (Frantar et al., arXiv:2210.17323): columns rounded in turn, the rest making up for each error.
+
+    Args:
+        damping: Share of the mean of the Hessian's diagonal that is added to it.
+        act_order: Take the columns of the largest inputs first.
+    """
+
+    damping: float = 0.01
+    act_order: bool = False
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.damping, int | float) and self.damping >= 0):
+            raise ArgumentError(f"Gptq damping={self.damping!r} is not allowed; choose a number from 0")
+
+    def __str__(self) -> str:
+        return f"GPTQ damping {self.damping:g}" + (", act-order" if self.act_order else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedRounding:
+    """Describe AdaRound (Nagel et al., arXiv:2004.10568): up or down is learned from the layer's output error.
+
+    Args:
+        steps: Of Adam.
+        rate: Its learning rate.
+        regularisation: Weight of the term that drives each choice to 0 or 1, relative to the error at the start.
+        beta: First and last exponent of that term, falling linearly.
+        warmup: Share of the steps without it.
+        sweeps: Passes over the columns afterwards that turn single choices where that helps; the source has none.
+    """
+
+    steps: int = 400
+    rate: float = 0.02
+    regularisation: float = 0.1
+    beta: tuple[float, float] = (20.0, 2.0)
+    warmup: float = 0.2
+    sweeps: int = 2
+
+    def __post_init__(self) -> None:
+        _whole("LearnedRounding", "steps", self.steps, 1)
+        _whole("LearnedRounding", "sweeps", self.sweeps, 0)
+        if not (self.rate > 0 and self.regularisation >= 0 and 0 <= self.warmup < 1):
+            raise ArgumentError(
+                f"LearnedRounding rate={self.rate!r}, regularisation={self.regularisation!r}, warmup={self.warmup!r}; "
+                "choose a rate above 0, a regularisation from 0 and a warmup from 0 to below 1"
+            )
+
+    def __str__(self) -> str:
+        return f"learned rounding, {self.steps} steps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PtqRecipe:
+    """Describe how a trained model becomes a quantised one.
+
+    Args:
+        name: Its name.
+        x: Quantiser of the activations; without a format they stay in high precision.
+        w: Quantiser of the weights, blocks along the inner axis (``block=(1, None)`` is an output channel).
+        calibration: How a static scale of x is found, for an x with one scale a tensor; None makes scales from the
+            tensor at hand.
+        smooth, equalise: What is done to weights and inputs before.
+        weights: How weights are rounded; None rounds each to nearest.
+        bias_correction: Add the mean error of the layer's outputs on the calibration data to the bias (Nagel et al.,
+            arXiv:1906.04721, section 4.2, measured instead of derived).
+        batch_norm: Measure the statistics of batch normalisation anew in the quantised model.
+        attention: Quantisers of attention, for models that call torch's scaled_dot_product_attention; those of k and
+            v stand for a quantised cache.
+        rules: Layers that run otherwise; the first that fits counts. Only ``fprop`` of a rule's ``use`` counts.
+        aliases, source, notes: As in Recipe.
+    """
+
+    name: str
+    x: Quantizer = Quantizer()
+    w: Quantizer = Quantizer()
+    calibration: Calibration | None = None
+    smooth: Smooth | None = None
+    equalise: Equalise | None = None
+    weights: Gptq | LearnedRounding | None = None
+    bias_correction: bool = False
+    batch_norm: bool = False
+    attention: AttentionConfig | None = None
+    rules: tuple[Rule, ...] = ()
+    aliases: tuple[str, ...] = ()
+    source: str = ""
+    notes: str = ""
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.name, str) and self.name):
+            raise ArgumentError(f"PtqRecipe name={self.name!r} is not a name; pass a word such as 'my_int8'")
+        kinds: dict[str, Any] = {
+            "calibration": Calibration | None, "smooth": Smooth | None, "equalise": Equalise | None,
+            "weights": Gptq | LearnedRounding | None, "attention": AttentionConfig | None,
+        }  # fmt: skip
+        for name, kind in ({"x": Quantizer, "w": Quantizer} | kinds).items():
+            if not isinstance(getattr(self, name), kind):
+                raise ArgumentError(
+                    f"PtqRecipe {name}={getattr(self, name)!r} is not a {getattr(kind, '__name__', kind)}"
+                )
+        for where, x, w in self._operands():
+            _check_operands(f"PtqRecipe {self.name!r}{where}", x, w)
+        if self.calibration is not None and not any(is_static(x) for _, x, _ in self._operands()):
+            raise ArgumentError(
+                f"PtqRecipe {self.name!r}: calibration= with x = {self.x}, which has no scale of a tensor; "
+                "give x Scaling() with block=(None, None), or leave calibration= out"
+            )
+
+    def _operands(self) -> list[tuple[str, Quantizer, Quantizer]]:
+        used = [(f" rules[{i}]", rule.use) for i, rule in enumerate(self.rules) if rule.use is not None]
+        return [("", self.x, self.w), *((where, use.fprop.a, use.fprop.b) for where, use in used)]
+
+    @property
+    def prescribed(self) -> Recipe:
+        """The recipe whose forward products have these quantisers, scales made from the tensor at hand."""
+        return self._recipe(lambda x, w: (x, w))
+
+    @property
+    def inference(self) -> Recipe:
+        """The recipe that a quantised model runs: weights as they are stored, static scales as calibrated.
+
+        ``fmtsim.convert`` with it, ``load_state_dict`` and ``fmtsim.load_recipe_state`` restore a quantised model.
+        """
+        calibrated = self.calibration is not None
+        return self._recipe(lambda x, w: (fixed(x) if calibrated and is_static(x) else x, Quantizer()))
+
+    def _recipe(self, change: Any) -> Recipe:
+        def config(x: Quantizer, w: Quantizer) -> LinearConfig:
+            a, b = change(x, w)
+            return LinearConfig(fprop=Gemm(a=a, b=b))
+
+        rules = tuple(
+            rule if rule.use is None else dataclasses.replace(rule, use=config(rule.use.fprop.a, rule.use.fprop.b))
+            for rule in self.rules
+        )
+        idle = self.x.format is None and self.w.format is None
+        return Recipe(name=self.name, linear=None if idle else config(self.x, self.w), rules=rules)
+
+    def __str__(self) -> str:
+        ranges = "from the tensor at hand" if self.calibration is None else f"calibrated by {self.calibration}"
+        lines = [self.name, f"x: {self.x}" + (f", {ranges}" if self.x.format else ""), f"w: {self.w}"]
+        methods = [str(part) for part in (self.equalise, self.smooth, self.weights) if part is not None]
+        methods += ["bias correction"] * self.bias_correction + ["batch norm measured anew"] * self.batch_norm
+        lines += [f"with: {', '.join(methods)}"] if methods else []
+        lines += [f"attention: {self.attention}"] if self.attention is not None else []
+        lines += [f"rule: {rule}" for rule in self.rules]
+        lines += [f"{name}: {getattr(self, name)}" for name in ("source", "notes") if getattr(self, name)]
+        return "\n".join(lines)
+
+
+def is_static(x: Quantizer) -> bool:
+    """Say whether a quantiser has one scale a tensor, made of its largest magnitude, that calibration may fix."""
+    s = x.scaling
+    return s is not None and s.block == (None, None) and s.statistic == "amax" and s.tensor is None
+
+
+def fixed(x: Quantizer) -> Quantizer:
+    """Return a quantiser whose scale is kept instead of made."""
+    assert x.scaling is not None
+    scaling = dataclasses.replace(x.scaling, history=History(length=1, fixed=True), candidates=(1.0,))
+    return dataclasses.replace(x, scaling=scaling)
+
+
+def _check_operands(where: str, x: Quantizer, w: Quantizer) -> None:
+    if any(q.scaling is not None and q.scaling.history is not None for q in (x, w)):
+        raise ArgumentError(f"{where}: a scale with a history is one of training; leave history= out")
+    if w.transforms or w.then is not None or any(isinstance(t, Hadamard) for t in x.transforms):
+        raise ArgumentError(f"{where}: weights are stored as they are rounded; leave transforms= and then= out")
+
+
+def _whole(record: str, name: str, value: Any, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ArgumentError(f"{record} {name}={value!r} is not allowed; choose a whole number from {least}")

@@ -1,0 +1,74 @@
+"""Save a quantised model, and put it into a fresh one without calibrating again."""
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fmtsim.errors import ArgumentError
+from fmtsim.nn.attention_mode import convert_attention
+from fmtsim.nn.convert import convert, revert
+from fmtsim.nn.modules import EmulatedModule
+from fmtsim.nn.state import load_recipe_state, recipe_state
+from fmtsim.ptq.registry import ptq_recipe_from_dict, ptq_recipe_to_dict
+from fmtsim.ptq.report import ptq_report
+from fmtsim.ptq.reshape import DIVISOR, divide_input, unsmooth
+
+Model = TypeVar("Model", bound=nn.Module)
+RECIPE = "_fmtsim_ptq_recipe"  # on the root: the record
+_KEYS = {"recipe", "layers", "tensors", "scales"}
+
+
+def ptq_state(model: nn.Module) -> dict[str, Any]:
+    """Return what a quantised model is, for ``torch.save``: its recipe, layers, tensors and static scales.
+
+    Raises:
+        ArgumentError: ``fmtsim.ptq`` did not make it.
+    """
+    ptq_report(model)
+    layers = [name for name, module in model.named_modules() if isinstance(module, EmulatedModule)]
+    tensors = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
+    recipe = ptq_recipe_to_dict(model.__dict__[RECIPE])
+    return {"recipe": recipe, "layers": layers, "tensors": tensors, "scales": recipe_state(model)}
+
+
+def load_ptq(model: Model, state: dict[str, Any]) -> Model:
+    """Make a fresh model of the same architecture the quantised one of a state, in place, and return it.
+
+    It computes the same bits on the same device; there is no report.
+
+    Raises:
+        ArgumentError: The state is another thing, or does not fit the model, which then has its own classes, but may
+            hold some of the state's tensors.
+    """
+    if not isinstance(state, dict) or set(state) != _KEYS:
+        raise ArgumentError(f"load_ptq takes what fmtsim.ptq_state returned, not {type(state).__name__}")
+    recipe, layers, tensors = ptq_recipe_from_dict(state["recipe"]), set(state["layers"]), state["tensors"]
+    absent = sorted(layers - {name for name, _ in model.named_modules()})
+    if absent:
+        raise ArgumentError(f"the model has no layer {absent[0]!r}; build the one that was quantised")
+    convert(model, recipe.inference, filter_fn=lambda module, name: name in layers)
+    try:
+        for name in layers:
+            _grow(model.get_submodule(name), name, tensors)
+        model.load_state_dict(tensors)
+        load_recipe_state(model, state["scales"])
+    except (RuntimeError, ArgumentError) as error:
+        unsmooth({name: model.get_submodule(name) for name in layers})
+        revert(model)
+        raise ArgumentError(f"the state does not fit {type(model).__name__}: {error}") from None
+    if recipe.attention is not None:
+        convert_attention(model, recipe.attention)
+    return model
+
+
+def _grow(module: Any, name: str, tensors: dict[str, Any]) -> None:
+    """Give a layer the divisor and the bias that quantisation gave it."""
+    prefix = f"{name}." if name else ""
+    divisor = tensors.get(f"{prefix}{DIVISOR}")
+    if divisor is not None and DIVISOR not in module._buffers:
+        module.register_buffer(DIVISOR, divisor.to(module.weight))
+        module.register_forward_pre_hook(divide_input)
+    bias = tensors.get(f"{prefix}bias")
+    if bias is not None and module._parameters.get("bias", bias) is None:
+        module.bias = nn.Parameter(torch.zeros_like(bias).to(module.weight), requires_grad=False)

@@ -1,0 +1,207 @@
+"""The steps of a quantisation, in their order: survey, ranges, weights, measurement, installation."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fmtsim.errors import ArgumentError
+from fmtsim.gemm.config import LinearConfig
+from fmtsim.nn.modules import STATE, EmulatedModule
+from fmtsim.ptq.gptq import gptq
+from fmtsim.ptq.grid import grid_of, nearest
+from fmtsim.ptq.learned import learned_rounding
+from fmtsim.ptq.progress import Progress
+from fmtsim.ptq.ranges import choose_top, collect, limit, quantised_input, static_scale
+from fmtsim.ptq.reshape import smooth
+from fmtsim.ptq.spec import Gptq, LearnedRounding, PtqRecipe, Smooth
+from fmtsim.ptq.survey import Part, Slot, Survey, evaluating
+from fmtsim.scaling.history import DelayedScale
+
+ROOM = 1 + 2.0**-20  # the largest value times its scale may fall short of what the scale was made of by roundings
+
+
+def surveyed(
+    model: nn.Module, recipe: PtqRecipe, configs: Mapping[str, LinearConfig], batches: list[Any], show: Progress
+) -> tuple[Survey, set[str]]:
+    """Return the products of a model with their statistics and ranges, and the names of the layers smoothed."""
+    smoothed = set() if recipe.smooth is None else _smoothed(model, recipe.smooth, configs, batches, show)
+    survey = Survey(model, configs)
+
+    def see(part: Part, slot: Slot, x: Tensor) -> None:
+        collect(part, x, recipe.calibration)
+        if recipe.weights is not None and slot.quantizer.format is not None:
+            gram = (x.double().mT @ x.double()).cpu()
+            slot.hessian = gram if slot.hessian is None else slot.hessian + gram
+            slot.rows += x.shape[0]
+
+    show.stage("calibration", len(batches))
+    survey.run(batches, see, show.step)
+    survey.check()
+    for part in survey.parts.values():
+        choose_top(part, recipe.calibration)
+    return survey, smoothed
+
+
+def _smoothed(
+    model: nn.Module, settings: Smooth, configs: Mapping[str, LinearConfig], batches: list[Any], show: Progress
+) -> set[str]:
+    """Smooth the layers of a model, and return their names."""
+    survey, fed = Survey(model, configs), set()
+    outputs: list[Tensor] = []
+
+    def see(part: Part, slot: Slot, x: Tensor) -> None:
+        collect(part, x, None)
+        if settings.after == "any" or any(x.data_ptr() == y.data_ptr() for y in outputs):
+            fed.add(part)
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        outputs[:] = [*outputs[-3:], output] if isinstance(output, Tensor) else outputs  # alive: their place is theirs
+
+    hooks = [m.register_forward_hook(keep) for m in model.modules() if "norm" in type(m).__name__.lower()]
+    try:
+        show.stage("channels", len(batches))
+        survey.run(batches, see, show.step)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    survey.check()
+    _refuse_shared(survey, fed)
+    found = {part.name for part in survey.parts.values() if part in fed and smooth(part, settings)}
+    if not found:
+        raise ArgumentError(
+            "SmoothQuant: no linear layer has its input from a normalisation module; pass Smooth(after='any')"
+        )
+    return found
+
+
+def round_weights(survey: Survey, method: Gptq | LearnedRounding | None, show: Progress) -> None:
+    """Round every weight by its quantiser and the method."""
+    slots = list(survey.slots.values())
+    show.stage("weights", len(slots))
+    for i, slot in enumerate(slots):
+        if slot.hessian is None or method is None:
+            slot.quantised = nearest(slot.w, slot.quantizer)
+        else:
+            w = slot.w.cpu()
+            try:
+                grid = grid_of(w, slot.quantizer)
+                if isinstance(method, Gptq):
+                    q = gptq(w, slot.hessian, grid, damping=method.damping, act_order=method.act_order)
+                else:
+                    q = learned_rounding(w, slot.hessian, grid, method)
+            except ArgumentError as error:
+                raise ArgumentError(f"layer {slot.name!r}: {error}") from None
+            slot.quantised = q.to(device=slot.w.device, dtype=torch.float32)
+        show.step(i + 1)
+
+
+def measure(survey: Survey, batches: list[Any], show: Progress) -> None:
+    """Measure what quantisation costs the outputs of every product, inputs being those of the model as it was."""
+
+    def see(part: Part, slot: Slot, x: Tensor) -> None:
+        top = limit(part)
+        if top is not None:
+            part.clipped += float((x.abs() > top * ROOM).sum()) / (part.rows * x.shape[1])
+        assert slot.quantised is not None
+        y = x @ slot.w.mT
+        d = y - quantised_input(part, x).to(x.dtype) @ slot.quantised.to(x.dtype).mT
+        slot.signal += float(y.square().sum(dtype=torch.float64))
+        slot.noise += float(d.square().sum(dtype=torch.float64))
+        off = d.sum(0, dtype=torch.float64)
+        slot.error = off if slot.error is None else slot.error + off
+        slot.seen += x.shape[0]
+
+    show.stage("measurement", len(batches))
+    survey.run(batches, see, show.step)
+
+
+@torch.no_grad()
+def install(survey: Survey, correct_bias: bool) -> set[str]:
+    """Store the quantised weights, biases and scales in the model; return the layers whose bias was corrected."""
+    corrected: set[str] = set()
+    for slot in survey.slots.values():
+        assert slot.quantised is not None
+        slot.w.copy_(slot.quantised)
+        if correct_bias and _correct(slot):
+            corrected.add(slot.name)
+    for part in survey.parts.values():
+        if part.top is not None:
+            _keep(_memory(part.module)[f"{part.part}_x_f" if part.part else "x_f"], part)
+    for module in survey.modules.values():
+        _fill_idle(module, [p for p in survey.parts.values() if p.module is module and p.top is not None])
+    return corrected
+
+
+def _memory(module: EmulatedModule) -> dict[str, DelayedScale]:
+    return dict(module._modules[STATE].named_children())  # type: ignore[union-attr, arg-type]
+
+
+def _keep(memory: DelayedScale, part: Part) -> None:
+    assert part.top is not None
+    found = static_scale(part.x, part.top)
+    memory.factor.copy_(found.factor)
+    memory.amaxes.copy_(found.amaxes)
+    memory.calls.fill_(1)
+
+
+def _fill_idle(module: EmulatedModule, parts: list[Part]) -> None:
+    """Give projections that calibration did not run the widest scale of those that it did.
+
+    An attention module multiplies by one packed weight or by several, as its caller passes one tensor or more.
+    """
+    projections = [part for part in parts if part.part.endswith("_proj") and part.part != "out_proj"]
+    if projections:
+        widest = max(projections, key=lambda part: part.top or 0.0)
+        for name, memory in _memory(module).items():
+            if not int(memory.calls) and name != "out_proj_x_f":
+                _keep(memory, widest)
+
+
+def _correct(slot: Slot) -> bool:
+    """Add the mean error of a layer's outputs to its bias; layers without one get one."""
+    part = slot.parts[0]
+    module: Any = part.module
+    if part.part or len(slot.parts) > 1 or not hasattr(module, "bias"):
+        return False
+    assert slot.error is not None
+    if module.bias is None:
+        outputs = getattr(module, "out_features", None) or module.out_channels
+        module.bias = nn.Parameter(torch.zeros(outputs, dtype=slot.w.dtype, device=slot.w.device), requires_grad=False)
+    parameter = module.weight
+    first = (slot.w.storage_offset() - parameter.storage_offset()) // parameter.stride(0) if parameter.dim() > 2 else 0
+    rows = slice(first, first + slot.w.shape[0])
+    module.bias[rows] += (slot.error / slot.seen).to(module.bias.dtype)
+    return True
+
+
+def _refuse_shared(survey: Survey, fed: set[Part]) -> None:
+    shared = [slot for slot in survey.slots.values() if len(slot.parts) > 1 and not fed.isdisjoint(slot.parts)]
+    if shared:
+        names = " and ".join(part.name for part in shared[0].parts[:2])
+        raise ArgumentError(
+            f"SmoothQuant: {names} share a weight, which cannot follow both their inputs; "
+            "leave one out with filter_fn= or a Rule(name=...)"
+        )
+
+
+def measure_batch_norm(model: nn.Module, batches: list[Any], show: Progress) -> int:
+    """Measure the statistics of batch normalisation in the quantised model; return how many layers there are."""
+    from fmtsim.ptq.survey import call
+
+    layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
+    if not layers:
+        return 0
+    momenta = [layer.momentum for layer in layers]
+    show.stage("batch norm", len(batches))
+    with evaluating(model), torch.no_grad():
+        for layer in layers:
+            layer.reset_running_stats()
+            layer.momentum, layer.training = None, True  # None is the mean of all batches
+        for i, batch in enumerate(batches):
+            call(model, batch, i)
+            show.step(i + 1)
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum, layer.training = momentum, False
+    return len(layers)

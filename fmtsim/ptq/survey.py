@@ -1,0 +1,227 @@
+"""Run calibration data through a model in high precision, and see the operands of every product."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fmtsim.errors import ArgumentError
+from fmtsim.gemm.config import LinearConfig
+from fmtsim.gemm.layer import Layer
+from fmtsim.nn.modules import EmulatedModule
+from fmtsim.scaling.quantizer import Quantizer
+
+Tell = Callable[[int], None]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Part:
+    """Hold what is known of the input of one product of a module.
+
+    Args:
+        name: The module's name, and the part's where it has several.
+        module: The module.
+        part: Name of the product inside the module, "" for the module itself.
+        x: Quantiser of the input.
+        rows: Rows seen.
+        amax: Largest magnitude.
+        channels: Largest magnitude by channel, float32 [K].
+        samples: Magnitudes that were kept, one tensor a batch.
+        top: Largest magnitude that the static scale covers; None where the scale is dynamic.
+        clipped: Share of the elements beyond it.
+    """
+
+    name: str
+    module: EmulatedModule
+    part: str
+    x: Quantizer
+    rows: int = 0
+    amax: float = 0.0
+    channels: Tensor | None = None
+    samples: list[Tensor] = field(default_factory=list)
+    top: float | None = None
+    clipped: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Slot:
+    """Hold one matrix that is multiplied with: a view of a Parameter, what becomes of it, and what that costs.
+
+    Args:
+        name: As in Part; modules that share a Parameter share its slot, under the first one's name.
+        parts: Whose product it enters.
+        w: [N, K], a view of the Parameter.
+        quantizer: What it is rounded by.
+        hessian: Sum of ``x^T x`` over all rows, float64 [K, K]; None where nobody asks.
+        rows: Rows in it.
+        quantised: float32 [N, K], or None before.
+        error: Mean of ``y - y_q`` over the rows seen, float64 [N].
+        signal, noise: Sums of squares of y and of ``y - y_q``, in high precision and quantised, for the same inputs.
+        seen: Rows in the three above.
+    """
+
+    name: str
+    parts: list[Part]
+    w: Tensor
+    quantizer: Quantizer
+    hessian: Tensor | None = None
+    rows: int = 0
+    quantised: Tensor | None = None
+    error: Tensor | None = None
+    signal: float = 0.0
+    noise: float = 0.0
+    seen: int = 0
+
+
+See = Callable[[Part, Slot, Tensor], None]
+
+
+class Survey:
+    """Find the products of a converted model by running it.
+
+    Args:
+        model: Converted.
+        configs: The quantisers of each converted module, by its name.
+
+    Attributes:
+        modules: The converted modules by name.
+        parts: Inputs of products, by module and part.
+        slots: Matrices that are multiplied with.
+    """
+
+    def __init__(self, model: nn.Module, configs: Mapping[str, LinearConfig]) -> None:
+        self.model, self.configs = model, configs
+        self.parts: dict[tuple[str, str], Part] = {}
+        self.slots: dict[Any, Slot] = {}
+        self.modules = {name: m for name, m in model.named_modules() if isinstance(m, EmulatedModule)}
+
+    def run(self, batches: list[Any], see: See, tell: Tell = lambda done: None) -> None:
+        """Run batches through the model in high precision, gradients and dropout off, and show every product.
+
+        Raises:
+            ArgumentError: The model does not take a batch, or an input holds NaN or Inf.
+        """
+        with evaluating(self.model), _plain(self.modules, lambda name: self._watch(name, see)), torch.no_grad():
+            for i, batch in enumerate(batches):
+                call(self.model, batch, i)
+                tell(i + 1)
+
+    def check(self) -> None:
+        """Raise ArgumentError where calibration never ran a module, and name it."""
+        ran = {part.module for part in self.parts.values()}
+        idle = [name or "(model)" for name, module in self.modules.items() if module not in ran]
+        if idle:
+            shown = ", ".join(map(repr, idle[:4])) + (f" and {len(idle) - 4} more" if len(idle) > 4 else "")
+            raise ArgumentError(
+                f"calibration never ran {shown}; pass calibration data that reaches it, or leave it out with "
+                "filter_fn= or a Rule(name=...)"
+            )
+
+    def _watch(self, name: str, see: See) -> Callable[[str], Callable[..., None]]:
+        def observer(part: str) -> Callable[..., None]:
+            inputs: list[Tensor] = []
+
+            def record(operand: str, t: Tensor, q: Tensor, quantizer: Quantizer, dim: int) -> None:
+                if operand == "x_f":
+                    inputs.append(t)
+                    return
+                x = inputs.pop()
+                if not bool(torch.isfinite(x).all()):
+                    raise ArgumentError("the calibration data gives it NaN or Inf; look for them in the batch")
+                found = self._part(name, part)
+                see(found, self._slot(found, name, t), x)
+
+            return record
+
+        return observer
+
+    def _part(self, name: str, part: str) -> Part:
+        module, label = self.modules[name], ".".join(filter(None, (name, part))) or "(model)"
+        fresh = Part(name=label, module=module, part=part, x=self.configs[name].fprop.a)
+        return self.parts.setdefault((name, part), fresh)
+
+    def _slot(self, part: Part, name: str, w: Tensor) -> Slot:
+        key = (w.data_ptr(), tuple(w.shape), w.stride())
+        if key not in self.slots:
+            groups = sum(slot.parts[0] is part for slot in self.slots.values())
+            label = f"{part.name} group {groups}" if groups else part.name
+            own = w.detach()
+            self.slots[key] = Slot(name=label, parts=[], w=own, quantizer=self.configs[name].fprop.b)
+        slot = self.slots[key]
+        if part not in slot.parts:
+            slot.parts.append(part)
+        return slot
+
+
+@contextmanager
+def _plain(modules: Mapping[str, EmulatedModule], watch: Callable[[str], Any]) -> Iterator[None]:
+    """Let modules multiply in high precision, and be watched."""
+    before = []
+    for name, module in modules.items():
+        how = module.emulation
+        assert how is not None
+        if how.observer is not None:
+            raise ArgumentError(f"layer {name!r} is observed; leave fmtsim.observe before ptq")
+        before.append((how, how.config, how.products))
+        high = Layer(LinearConfig(), how.generator)
+        how.config, how.products = LinearConfig(), dict.fromkeys(how.products, high)
+        how.observer = watch(name)
+    try:
+        yield
+    finally:
+        for how, config, products in before:
+            how.config, how.products, how.observer = config, products, None
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation, and each of its modules back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def call(model: nn.Module, batch: Any, index: int = 0) -> Any:
+    """Return the output of a model for a batch: a tensor, a tuple or list of arguments, or a dict of keywords.
+
+    Raises:
+        ArgumentError: The model does not take it.
+    """
+    try:
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:  # FmtsimErrors about values are ValueErrors
+        raise ArgumentError(
+            f"calibration batch {index} ({_described(batch)}) does not run through {type(model).__name__}: {error}"
+        ) from error
+
+
+def batches_of(data: Any) -> list[Any]:
+    """Return calibration data as a list of batches; raise ArgumentError where it is empty or no iterable of them."""
+    if isinstance(data, Tensor):
+        raise ArgumentError(
+            f"calibration data is one tensor {tuple(data.shape)}; pass an iterable of batches, for example [tensor]"
+        )
+    if not isinstance(data, Iterable) or isinstance(data, Mapping | str):
+        raise ArgumentError(f"calibration data is {type(data).__name__}; pass an iterable of batches")
+    batches = list(data)
+    if not batches or any(isinstance(b, Tensor) and b.numel() == 0 for b in batches):
+        what = "empty" if not batches else "a tensor without elements in a batch"
+        raise ArgumentError(f"calibration data is {what}; pass at least one batch of real inputs")
+    return batches
+
+
+def _described(batch: Any) -> str:
+    if isinstance(batch, Tensor):
+        return f"{batch.dtype} {tuple(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return ", ".join(f"{name}: {_described(value)}" for name, value in batch.items())
+    return ", ".join(map(_described, batch)) if isinstance(batch, tuple | list) else type(batch).__name__

@@ -1,0 +1,139 @@
+"""ptq: quantise a trained model from a few batches of data, without training it."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from fmtsim.errors import ArgumentError
+from fmtsim.gemm.config import LinearConfig
+from fmtsim.nn.attention_mode import convert_attention, revert_attention
+from fmtsim.nn.convert import convert, revert
+from fmtsim.nn.modules import EmulatedModule
+from fmtsim.ptq.progress import Progress, make_progress
+from fmtsim.ptq.registry import get_ptq_recipe
+from fmtsim.ptq.report import REPORT, PtqReport, row_of
+from fmtsim.ptq.reshape import equalise, stored, unsmooth
+from fmtsim.ptq.spec import PtqRecipe
+from fmtsim.ptq.state import RECIPE
+from fmtsim.ptq.steps import install, measure, measure_batch_norm, round_weights, surveyed
+from fmtsim.ptq.survey import Survey, batches_of
+
+Model = TypeVar("Model", bound=nn.Module)
+Filter = Callable[[nn.Module, str], bool]
+
+
+def ptq(
+    model: Model,
+    recipe: str | Path | PtqRecipe,
+    calibration_data: Any,
+    *,
+    filter_fn: Filter | None = None,
+    progress: bool | None = None,
+) -> Model:
+    """Quantise a trained model's weights and activations, in place, from a few batches of data.
+
+    Linear layers, convolutions and attention projections keep their objects and Parameters. Weights are overwritten by
+    their quantised values, in their own dtype, which rounds once more where it is narrow: ``copy.deepcopy`` the model
+    before to keep them. Inputs are quantised at every call, under static scales, which are buffers
+    (``fmtsim.recipe_state``), or under scales made from the tensor at hand. Products are float32, in no particular
+    order. ``fmtsim.revert`` gives the classes back, not the weights.
+
+    The steps: equalise weights; run the data and smooth; run it again for ranges and Hessians; round weights; run it
+    once more to measure; store. All runs are of the model in high precision, in evaluation mode, without gradients.
+    Deterministic on one device and number of threads.
+
+    Args:
+        model: A trained model, not converted yet.
+        recipe: A name (``fmtsim.list_ptq_recipes()``), a JSON file or a ``PtqRecipe``.
+        calibration_data: Batches, in any iterable: each a tensor, a tuple or list of arguments or a dict of keyword
+            arguments of the model. It is read once and kept until the end.
+        filter_fn: ``filter_fn(module, name)`` says whether to quantise a layer.
+        progress: Show bars (lines off a terminal); None shows them on a terminal only.
+
+    Returns:
+        The same model. ``fmtsim.ptq_report`` has a table of its layers.
+
+    Raises:
+        ArgumentError: An unknown recipe, no layer to quantise, data that is empty or that the model does not take,
+            that holds NaN or Inf, or that never reaches a layer (it is named). The model is then as it was.
+    """
+    began = time.perf_counter()
+    recipe = get_ptq_recipe(recipe)
+    batches = batches_of(calibration_data)
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"ptq takes a torch.nn.Module, not {type(model).__name__}")
+    before = stored(model)
+    configs = prepared(model, recipe, filter_fn)
+    try:
+        with make_progress(progress) as show:
+            equalised = () if recipe.equalise is None else tuple(equalise(model, recipe.equalise))
+            survey, smoothed = surveyed(model, recipe, configs, batches, show)
+            round_weights(survey, recipe.weights, show)
+            measure(survey, batches, show)
+            rows = _rows(survey, recipe, smoothed)
+            install(survey, recipe.bias_correction)
+            _finish(model, recipe, batches, show)
+    except BaseException:
+        _undo(model, before)
+        raise
+    model.__dict__[RECIPE] = recipe
+    model.__dict__[REPORT] = PtqReport(
+        recipe=recipe.name, rows=rows, seconds=time.perf_counter() - began, equalised=equalised
+    )
+    return model
+
+
+def prepared(model: nn.Module, recipe: PtqRecipe, filter_fn: Filter | None = None) -> dict[str, LinearConfig]:
+    """Convert a model to what it runs once it is quantised, and return the quantisers of each layer by its name."""
+    convert(model, recipe.prescribed, filter_fn=filter_fn)  # its checks are about weights, too
+    configs = {
+        name: module.emulation.config
+        for name, module in model.named_modules()
+        if isinstance(module, EmulatedModule) and module.emulation is not None
+    }
+    revert(model)
+    convert(model, recipe.inference, filter_fn=lambda module, name: name in configs)
+    return configs
+
+
+def _finish(model: nn.Module, recipe: PtqRecipe, batches: list[Any], show: Progress) -> None:
+    """Do what is about the whole quantised model."""
+    if recipe.attention is not None:
+        convert_attention(model, recipe.attention)
+    try:
+        if recipe.batch_norm:
+            measure_batch_norm(model, batches, show)
+    except BaseException:
+        if recipe.attention is not None:
+            revert_attention(model)
+        raise
+
+
+def _rows(survey: Survey, recipe: PtqRecipe, smoothed: set[str]) -> Any:
+    rows = []
+    for slot in survey.slots.values():
+        methods = [str(recipe.smooth)] if slot.parts[0].name in smoothed else []
+        methods += [str(recipe.weights)] if recipe.weights is not None and slot.quantizer.format is not None else []
+        lone = not slot.parts[0].part and len(slot.parts) == 1
+        methods += ["bias correction"] if recipe.bias_correction and lone else []
+        rows.append(row_of(slot, ", ".join(methods)))
+    return tuple(rows)
+
+
+def _undo(model: nn.Module, before: list[Any]) -> None:
+    """Give a model back as it was before a failure."""
+    import torch
+
+    known = {id(t) for t, _ in before}
+    unsmooth({name: m for name, m in model.named_modules() if isinstance(m, EmulatedModule)})
+    revert(model)
+    for module in model.modules():  # biases that correction made
+        bias = module._parameters.get("bias")
+        if bias is not None and id(bias) not in known:
+            module._parameters["bias"] = None
+    with torch.no_grad():
+        for t, copy in before:
+            t.copy_(copy)

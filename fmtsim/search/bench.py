@@ -1,0 +1,152 @@
+"""A model whose layers switch among quantised forms of themselves, without being converted again."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.block import BlockFormat, LogTileFormat
+from fmtsim.gemm.config import Gemm, LinearConfig
+from fmtsim.gemm.layer import Layer
+from fmtsim.nn.modules import EmulatedModule
+from fmtsim.ptq.progress import Progress
+from fmtsim.ptq.ranges import static_scale
+from fmtsim.ptq.spec import PtqRecipe, fixed
+from fmtsim.ptq.steps import round_weights, surveyed
+from fmtsim.ptq.survey import Survey, call, evaluating
+from fmtsim.ptq.verb import prepared
+from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.search.result import HIGH_BITS
+
+Loss = Callable[[Any, Any], float]
+
+
+@dataclass(slots=True, kw_only=True)
+class Form:
+    """Hold one layer in one recipe: the weights of its slots, what runs its products, and its cost."""
+
+    weights: list[Tensor] = field(default_factory=list)
+    products: dict[str, Layer] = field(default_factory=dict)
+    cost: int = 0
+
+
+class Bench:
+    """Run a copy of a model under any assignment of recipes to layers.
+
+    Args:
+        model: The trained model; it is copied.
+        recipes: What a layer may run.
+        batches: Calibration data.
+        filter_fn: As in ``fmtsim.ptq``.
+        loss: ``loss(output, reference)`` of a batch, the reference in high precision.
+        show: Progress.
+    """
+
+    def __init__(
+        self, model: nn.Module, recipes: Mapping[str, PtqRecipe], batches: list[Any], filter_fn: Any, loss: Loss,
+        show: Progress,
+    ) -> None:  # fmt: skip
+        self.model, self._batches, self._loss = copy.deepcopy(model), batches, loss
+        with evaluating(self.model), torch.no_grad():
+            self._references = [call(self.model, batch, i) for i, batch in enumerate(batches)]
+        self.adds = 0  # multiply-adds of a batch
+        self.forms: dict[str, dict[str, Form]] = {}
+        for name, recipe in recipes.items():
+            source = copy.deepcopy(model)
+            survey, _ = surveyed(source, recipe, prepared(source, recipe, filter_fn), batches, show)
+            round_weights(survey, recipe.weights, show)
+            self._add(name, survey)
+        names = set(self.forms)
+        prepared(self.model, next(iter(recipes.values())), lambda module, name: name in names)
+        self._modules = {n: m for n, m in self.model.named_modules() if isinstance(m, EmulatedModule)}
+        views = Survey(self.model, {name: LinearConfig() for name in names})
+        views.run(batches[:1], lambda part, slot, x: None)
+        self._views: dict[str, list[Tensor]] = {name: [] for name in names}
+        for slot in views.slots.values():
+            self._views[_owner(views, slot)].append(slot.w)
+        self._high = {name: [w.clone() for w in found] for name, found in self._views.items()}
+        self._runs: dict[str, str | None] = {name: "" for name in names}
+        self.run({})
+
+    def _add(self, name: str, survey: Survey) -> None:
+        if self.forms and set(survey.modules) != set(self.forms):
+            odd = sorted(set(survey.modules) ^ set(self.forms))[0]
+            raise ArgumentError(f"recipe {name!r} and another disagree about layer {odd!r}; leave rules= out of both")
+        shared = [slot for slot in survey.slots.values() if len({id(p.module) for p in slot.parts}) > 1]
+        if shared:
+            raise ArgumentError(f"layer {shared[0].name!r} shares its weight; leave it out with filter_fn=")
+        first = 0
+        for slot in survey.slots.values():
+            form = self.forms.setdefault(_owner(survey, slot), {}).setdefault(name, Form())
+            assert slot.quantised is not None
+            form.weights.append(slot.quantised)
+            adds = slot.parts[0].rows * slot.w.numel() // len(self._batches)
+            form.cost += adds * _bits(slot.quantizer) * _bits(slot.parts[0].x)
+            first += adds
+        self.adds = first
+        for part in survey.parts.values():
+            owner = next(label for label, module in survey.modules.items() if module is part.module)
+            static = part.top is not None
+            x = fixed(part.x) if static else part.x
+            state = {"x_f": static_scale(part.x, part.top).frozen()} if part.top is not None else {}
+            layer = Layer(LinearConfig(fprop=Gemm(a=x)), None, state)
+            self.forms[owner][name].products |= {part.part: layer, f"{part.part} frozen": layer}
+
+    def run(self, formats: Mapping[str, str]) -> float:
+        """Return the mean loss of the batches where these layers run these recipes, the others in high precision."""
+        self._assign(formats)
+        with evaluating(self.model), torch.no_grad():
+            losses = [
+                self._loss(call(self.model, batch, i), reference)
+                for i, (batch, reference) in enumerate(zip(self._batches, self._references, strict=True))
+            ]
+        return sum(losses) / len(losses)
+
+    @torch.no_grad()
+    def _assign(self, formats: Mapping[str, str]) -> None:
+        for name, module in self._modules.items():
+            chosen = formats.get(name)
+            if self._runs[name] == chosen:
+                continue
+            form = None if chosen is None else self.forms[name][chosen]
+            for view, w in zip(self._views[name], self._high[name] if form is None else form.weights, strict=True):
+                view.copy_(w)
+            how = module.emulation
+            assert how is not None
+            plain = Layer(LinearConfig())
+            how.config = LinearConfig() if form is None else next(iter(form.products.values())).config
+            how.products = dict.fromkeys(how.products, plain) if form is None else form.products
+            self._runs[name] = chosen
+
+
+def relative_noise(output: Any, reference: Any) -> float:
+    """Return ``|output - reference|^2 / |reference|^2`` over all tensors of floating point of an output."""
+    noise = signal = 0.0
+    for y, ref in zip(_tensors(output), _tensors(reference), strict=True):
+        noise += float((y.double() - ref.double()).square().sum())
+        signal += float(ref.double().square().sum())
+    return noise / signal if signal else noise
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    return [t for part in parts for t in _tensors(part)]
+
+
+def _owner(survey: Survey, slot: Any) -> str:
+    return next(name for name, module in survey.modules.items() if module is slot.parts[0].module)
+
+
+def _bits(quantizer: Quantizer) -> int:
+    fmt = quantizer.format
+    if fmt is None:
+        return HIGH_BITS
+    if isinstance(fmt, LogTileFormat):
+        return fmt.bits
+    return (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits

@@ -1,0 +1,173 @@
+"""search: find a format for each layer under a budget of bit operations."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fmtsim.errors import ArgumentError
+from fmtsim.ptq.progress import Progress, make_progress
+from fmtsim.ptq.registry import get_ptq_recipe
+from fmtsim.ptq.spec import PtqRecipe, is_static
+from fmtsim.ptq.survey import batches_of
+from fmtsim.search.bench import Bench, Loss, relative_noise
+from fmtsim.search.choice import least_loss
+from fmtsim.search.result import Policy, SearchResult
+
+DEFAULT = ("w4a4", "minifloat_e3m2", "e4m3_static")
+
+
+def search(
+    model: nn.Module,
+    calibration_data: Any,
+    budget: int | None = None,
+    *,
+    bits: float | None = None,
+    formats: Sequence[str | PtqRecipe] = DEFAULT,
+    policy: Policy | None = None,
+    loss_fn: Loss | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    progress: bool | None = None,
+) -> SearchResult:
+    """Find a recipe for each layer of a trained model so that the loss is small and the cost within a budget.
+
+    The cost of a layer is its multiply-adds of a batch of the data, times the bits of w, times the bits of x (the
+    bit operations of FLIQS; scales are not counted, and high precision counts as 16 bits). Nothing is trained.
+
+    Without ``policy`` the model is run once for each layer and recipe, that layer alone quantised, and the assignment
+    of the least sum of these losses within the budget is chosen exactly: that losses add up is an assumption of this
+    package, not FLIQS's method. With a ``Policy`` whole assignments are sampled, run and rewarded as in FLIQS, whose
+    policy we start from zero logits; the best assignment within the budget that was run counts, the additive one among
+    them. FLIQS quantises batches as it goes and may train; here layers come calibrated from ``fmtsim.ptq``'s steps.
+
+    Args:
+        model: A trained model; it is not changed.
+        calibration_data: As in ``fmtsim.ptq``; costs and losses are means of its batches.
+        budget: Bit operations of a batch.
+        bits: Instead: the budget of all layers at so many bits in both operands.
+        formats: Recipes of ``fmtsim.ptq`` to choose from, without rules and other methods than ``weights``.
+        policy: Search by sampling.
+        loss_fn: ``loss_fn(output, reference)`` of a batch, reference being the unquantised model's output; None is the
+            squared error of all outputs relative to their squares.
+        filter_fn: ``filter_fn(module, name)`` says which layers take part; the rest stays in high precision.
+        progress: As in ``fmtsim.ptq``.
+
+    Returns:
+        The choice with its costs and losses; ``fmtsim.ptq(model, result.recipe(), data)`` applies it. Deterministic for
+        a seed, on one device and number of threads.
+
+    Raises:
+        ArgumentError: No assignment is within the budget (the message has the least one), and what ``ptq`` raises.
+    """
+    recipes = _recipes(formats)
+    batches = batches_of(calibration_data)
+    with make_progress(progress) as show:
+        bench = Bench(model, recipes, batches, filter_fn, loss_fn or relative_noise, show)
+        layers, names = list(bench.forms), list(recipes)
+        costs = [[bench.forms[layer][name].cost for name in names] for layer in layers]
+        allowed = _budget(budget, bits, bench, costs)
+        losses = _each_alone(bench, layers, names, show)
+        picked, _ = least_loss(costs, losses, allowed)
+        found = _Found(bench, layers, names, costs, allowed)
+        found.offer(picked)
+        if policy is not None:
+            _sample(found, policy, show)
+    assert found.best is not None
+    return SearchResult(
+        formats=found.named(found.best), cost=found.cost(found.best), budget=allowed, loss=found.loss,
+        losses={a: dict(zip(names, row, strict=True)) for a, row in zip(layers, losses, strict=True)},
+        costs={a: dict(zip(names, row, strict=True)) for a, row in zip(layers, costs, strict=True)},
+        recipes=recipes, tried=len(found.known),
+    )  # fmt: skip
+
+
+class _Found:
+    """Run assignments, each once, and keep the best within the budget, the first in a tie."""
+
+    def __init__(self, bench: Bench, layers: list[str], names: list[str], costs: list[list[int]], budget: int) -> None:
+        self._bench, self._layers, self._names = bench, layers, names
+        self._costs, self.budget = costs, budget
+        self.known: dict[tuple[int, ...], float] = {}
+        self.best: list[int] | None = None
+        self.loss = math.inf
+
+    def named(self, picked: Sequence[int]) -> dict[str, str]:
+        return {layer: self._names[i] for layer, i in zip(self._layers, picked, strict=True)}
+
+    def cost(self, picked: Sequence[int]) -> int:
+        return sum(row[i] for row, i in zip(self._costs, picked, strict=True))
+
+    def offer(self, picked: Sequence[int]) -> float:
+        key = tuple(picked)
+        if key not in self.known:
+            self.known[key] = self._bench.run(self.named(picked))
+        loss = self.known[key]
+        within = self.cost(picked) <= self.budget
+        if within and (self.best is None or loss < self.loss):
+            self.best, self.loss = list(picked), loss
+        return loss
+
+
+def _sample(found: _Found, policy: Policy, show: Progress) -> None:
+    """Follow REINFORCE from equal chances: quality is one minus the root of the loss."""
+    layers, count = len(found._layers), len(found._names)
+    source = torch.Generator().manual_seed(policy.seed)
+    logits, mean = torch.zeros(layers, count, dtype=torch.float64), 0.0
+    show.stage("policy", policy.steps)
+    for step in range(policy.steps):
+        chances = logits.softmax(1)
+        picked = torch.multinomial(chances, 1, generator=source)[:, 0]
+        loss = found.offer(picked.tolist())
+        over = abs(found.cost(picked.tolist()) / found.budget - 1)
+        reward = 1 - math.sqrt(loss) - policy.penalty * over if math.isfinite(loss) else -1.0
+        mean = reward if step == 0 else 0.9 * mean + 0.1 * reward
+        taken = torch.nn.functional.one_hot(picked, count).double()
+        logs = chances.clamp(min=1e-12).log()
+        spread = -chances * (logs - (chances * logs).sum(1, keepdim=True))  # the gradient of the entropy
+        weight = policy.entropy * 0.5 * (1 + math.cos(math.pi * step / policy.steps))
+        logits += policy.rate * ((reward - mean) * (taken - chances) + weight * spread)
+        show.step(step + 1)
+    found.offer(logits.argmax(1).tolist())
+
+
+def _each_alone(bench: Bench, layers: list[str], names: list[str], show: Progress) -> list[list[float]]:
+    show.stage("layers alone", len(layers) * len(names))
+    losses = []
+    for i, layer in enumerate(layers):
+        losses.append([bench.run({layer: name}) for name in names])
+        show.step((i + 1) * len(names))
+    return losses
+
+
+def _budget(budget: int | None, bits: float | None, bench: Bench, costs: list[list[int]]) -> int:
+    if (budget is None) == (bits is None):
+        raise ArgumentError("pass exactly one of budget= (bit operations of a batch) and bits= (of both operands)")
+    least, most = (sum(pick(row) for row in costs) for pick in (min, max))
+    adds = bench.adds
+    allowed = int(adds * bits**2) if bits is not None else budget
+    assert allowed is not None
+    if allowed < least:
+        raise ArgumentError(
+            f"no assignment meets a budget of {allowed:.6g} bit operations; the least is {least} "
+            f"({(least / adds) ** 0.5:.3g} bits in both operands), the dearest {most}"
+        )
+    return allowed
+
+
+def _recipes(formats: Sequence[str | PtqRecipe]) -> dict[str, PtqRecipe]:
+    found = [get_ptq_recipe(f) for f in ([formats] if isinstance(formats, str | PtqRecipe) else formats)]
+    if not found or len({r.name for r in found}) < len(found):
+        raise ArgumentError(f"formats={formats!r}; pass recipes of different names, at least one")
+    for r in found:
+        if r.rules or r.smooth or r.equalise or r.bias_correction or r.batch_norm or r.attention:
+            raise ArgumentError(
+                f"recipe {r.name!r} changes more than one layer's operands; search takes x, w, calibration and weights"
+            )
+        if r.weights != found[0].weights:
+            raise ArgumentError(f"recipes {found[0].name!r} and {r.name!r} round weights differently; choose one way")
+    calibrations = {r.calibration for r in found if is_static(r.x)}
+    if len(calibrations) > 1:
+        raise ArgumentError("formats= mixes rules of calibration, and a model has one; choose recipes of one rule")
+    return {r.name: r for r in found}

@@ -1,0 +1,166 @@
+"""Records: JSON round trips, names, what they print, what they refuse; ranges and changes that keep a function."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fmtsim
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.registry import get_format
+from fmtsim.ptq import (
+    Calibration,
+    Equalise,
+    Gptq,
+    LearnedRounding,
+    PtqRecipe,
+    Smooth,
+    get_ptq_recipe,
+    list_ptq_recipes,
+    load_ptq_recipe,
+    ptq_recipe_from_dict,
+    ptq_recipe_to_dict,
+    register_ptq_recipe,
+    save_ptq_recipe,
+)
+from fmtsim.ptq.catalogue import RECIPES, minifloat, operand
+from fmtsim.ptq.ranges import least_error, percentile, static_scale
+from fmtsim.ptq.reshape import equalise, smoothing
+from fmtsim.recipes import Rule
+from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.scaling.scale import Scaling
+from fmtsim.scaling.transform import Hadamard
+from tests.ptq.oracle import cast
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
+def test_every_record_survives_json(recipe):
+    assert ptq_recipe_from_dict(json.loads(json.dumps(ptq_recipe_to_dict(recipe)))) == recipe
+    assert recipe.name in str(recipe) and recipe.source
+
+
+def test_everything_a_record_holds_survives_a_file(tmp_path):
+    recipe = PtqRecipe(
+        name="all", x=operand("e4m3", Scaling()), w=operand(minifloat(3, 2), Scaling(block=(1, 16))),
+        calibration=Calibration(rule="percentile", percentile=99.0), smooth=Smooth(alpha=0.3),
+        equalise=Equalise(pairs=(("a", "b"),)), weights=LearnedRounding(steps=7), bias_correction=True, batch_norm=True,
+        rules=(Rule(head=True), Rule(name="x", use=fmtsim.linear_config(x="e5m2", w="e5m2", g=None))),
+    )  # fmt: skip
+    save_ptq_recipe(recipe, tmp_path / "all.json")
+    assert load_ptq_recipe(tmp_path / "all.json") == get_ptq_recipe(str(tmp_path / "all.json")) == recipe
+    wrong = ptq_recipe_to_dict(recipe) | {"smoth": 1}
+    with pytest.raises(ArgumentError, match=r"recipe: a PtqRecipe has no field 'smoth'"):
+        ptq_recipe_from_dict(wrong)
+    assert ptq_recipe_from_dict(ptq_recipe_to_dict(recipe) | {"name": "other"}) != recipe
+
+
+def test_names():
+    assert len(list_ptq_recipes()) == len(RECIPES) == len({r.name for r in RECIPES})
+    assert get_ptq_recipe("w8a8").name == "int8_static"
+    with pytest.raises(ArgumentError, match=r"'int8_statc' is unknown to ptq; did you mean int8_static"):
+        get_ptq_recipe("int8_statc")
+    with pytest.raises(ArgumentError, match=r"a ptq recipe named 'w8a8' exists already"):
+        register_ptq_recipe(PtqRecipe(name="w8a8"))
+
+
+def test_the_catalogue_covers_its_formats():
+    names = set(list_ptq_recipes())
+    assert {f"minifloat_e{e}m{b - 1 - e}" for b in range(3, 9) for e in range(1, b)} <= names
+    assert minifloat(4, 3).max == 480 and minifloat(3, 4).max == 31 and minifloat(1, 2).max == 3.5
+    assert {f.x.format.max for f in RECIPES if f.name in ("e4m3_static", "e3m4_static")} == {448, 30}
+
+
+BAD = [
+    (lambda: Calibration(rule="max"), r"rule='max' is unknown; choose one of absmax, percentile, mse"),
+    (lambda: Calibration(percentile=0), r"percentile=0 is not one; choose above 0"),
+    (lambda: Calibration(steps=1), r"steps=1 is not allowed; choose a whole number from 2"),
+    (lambda: Smooth(alpha=2), r"alpha=2 is not allowed; choose a number from 0 to 1"),
+    (lambda: Gptq(damping=-1), r"damping=-1 is not allowed"),
+    (lambda: LearnedRounding(steps=0), r"steps=0 is not allowed"),
+    (lambda: Equalise(pairs=("fc1", "fc2")), r"are not pairs; write \(\('fc1', 'fc2'\),\)"),
+    (lambda: PtqRecipe(name=""), r"is not a name"),
+    (lambda: PtqRecipe(name="r", x="e4m3"), r"x='e4m3' is not a Quantizer"),
+    (lambda: PtqRecipe(name="r", x=operand("e4m3", Scaling(block=(1, None))), calibration=Calibration()),
+     r"calibration= with x = e4m3, \[amax of 1xall\], which has no scale of a tensor"),
+    (lambda: PtqRecipe(name="r", w=Quantizer(format=get_format("e4m3"), transforms=(Hadamard(),))),
+     r"weights are stored as they are rounded; leave transforms="),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "message"), BAD)
+def test_records_refuse(make, message):
+    with pytest.raises(ArgumentError, match=message):
+        make()
+
+
+def test_percentiles_are_numpy_s():
+    x = torch.rand(1001, generator=torch.Generator().manual_seed(0))
+    for percent in (0.01, 50, 90, 99.9, 99.99, 100):
+        assert percentile(x, percent) == np.percentile(x.numpy(), percent, method="inverted_cdf")
+    assert percentile(torch.tensor([0.0, 0, 0, 2]), 50) == 2
+
+
+def test_the_clip_of_least_error_is_that_of_a_search_by_hand():
+    x = torch.randn(4000, generator=torch.Generator().manual_seed(0)).abs()
+    x[0] = 30.0
+    amax = float(x.max())
+    tops = [amax * i / 40 for i in range(1, 41)]
+    errors = [float(((cast(x.numpy(), "int8", np.float32(t)) - x.numpy()).astype(np.float64) ** 2).sum()) for t in tops]
+    found = least_error(x, amax, operand("int8", Scaling()), 40)
+    assert found == tops[int(np.argmin(errors))] and 2 < found < amax
+
+
+def test_static_scales_follow_the_rule_of_the_recipe():
+    gaudi = get_ptq_recipe("gaudi2_hw")
+    for top, scale in ((1.0, 2.0**-4), (60.0, 1.0), (61.0, 16.0), (0.01, 2.0**-8), (1e6, 16.0)):
+        assert float(static_scale(gaudi.x, top).scales().scale) == scale
+    assert float(static_scale(get_ptq_recipe("gaudi_pow2").x, 1.0).scales().scale) == 2.0**-5
+    assert float(static_scale(get_ptq_recipe("e4m3_static").x, 0.0).scales().scale) == 1.0
+
+
+def test_smoothing_is_the_paper_s_formula():
+    x, w = torch.tensor([4.0, 100, 0, 9]), torch.tensor([1.0, 4, 2, 0])
+    assert torch.allclose(smoothing(x, w, 0.5), torch.tensor([2.0, 5, 1, 1], dtype=torch.float64))
+    assert torch.allclose(smoothing(x, w, 1.0)[:2], x[:2].double())
+
+
+def test_equalised_weights_keep_the_function_and_match_ranges():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4), nn.LeakyReLU(), nn.Linear(4, 3, bias=False))
+    with torch.no_grad():
+        model[0].weight[2] *= 50
+    x = torch.randn(7, 6)
+    exact = model(x).detach()
+    assert equalise(model, Equalise(rounds=60)) == ["0 > 2", "2 > 4"]
+    assert torch.allclose(model(x), exact, rtol=1e-4, atol=1e-5)
+    for a, b in ((0, 2), (2, 4)):
+        assert torch.allclose(model[a].weight.abs().amax(1), model[b].weight.abs().amax(0), rtol=1e-2)
+    conv = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    x = torch.randn(2, 3, 6, 6)
+    exact = conv(x).detach()
+    equalise(conv, Equalise())
+    assert torch.allclose(conv(x), exact, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ArgumentError, match=r"Sequential has no layers to equalise"):
+        equalise(nn.Sequential(nn.Linear(3, 3), nn.Sigmoid(), nn.Linear(3, 3)), Equalise())
+    with pytest.raises(ArgumentError, match=r"'0' are not the inputs of '4'"):
+        equalise(model, Equalise(pairs=(("0", "4"),)))
+    with pytest.raises(ArgumentError, match=r"'x' is no linear layer or convolution"):
+        equalise(model, Equalise(pairs=(("x", "4"),)))
+
+
+def test_equalisation_helps_weights_of_a_tensor_s_scale():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).requires_grad_(False)
+    model[0].weight[3] *= 100
+    model[2].weight[:, 3] /= 100
+    x, base = torch.randn(50, 16), PtqRecipe(name="b", w=operand("int8", Scaling()))
+    exact, errors = model(x), []
+    for method in (None, Equalise()):
+        copied = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).requires_grad_(False)
+        copied.load_state_dict(model.state_dict())
+        fmtsim.ptq(copied, dataclasses.replace(base, equalise=method), [x])
+        errors.append(float((copied(x) - exact).norm() / exact.norm()))
+    assert errors[1] < errors[0] / 10

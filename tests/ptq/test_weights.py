@@ -1,0 +1,133 @@
+"""Rounding of weights: GPTQ against exact fractions, learned rounding against all choices there are."""
+
+import itertools
+import sys
+from fractions import Fraction
+
+import pytest
+import torch
+
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.registry import get_format
+from fmtsim.ptq import LearnedRounding
+from fmtsim.ptq.gptq import gptq, output_error
+from fmtsim.ptq.grid import Grid, grid_of, nearest
+from fmtsim.ptq.learned import learned_rounding
+from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.scaling.scale import Scaling
+from tests.ptq.oracle import brain_surgeon
+
+N, K, ROWS = 4, 9, 40
+
+
+def problem(seed):
+    source = torch.Generator().manual_seed(seed)
+    x = torch.randint(-9, 10, (ROWS, K), generator=source).double()
+    x[:, 1] = 2 * x[:, 0] + torch.randint(-1, 2, (ROWS,), generator=source)  # inputs that lean on each other
+    w = torch.randn(N, K, generator=source)
+    steps = torch.tensor([2.0**-2, 0.3, 2.0**-1, 0.125], dtype=torch.float64)
+    return x, w, Grid(element=get_format("int4"), scale=steps[:, None].expand(N, K).clone()), steps
+
+
+def exact(x, w, steps, act_order):
+    gram = [
+        [sum(Fraction(a) * Fraction(b) for a, b in zip(p, q, strict=True)) for q in x.T.tolist()] for p in x.T.tolist()
+    ]
+    # a sixteenth of the mean of the diagonal
+    mean = sum(gram[i][i] for i in range(K)) / K / 16
+    for i in range(K):
+        gram[i][i] += mean
+    order = sorted(range(K), key=lambda i: -gram[i][i]) if act_order else range(K)
+    found = brain_surgeon(w.tolist(), gram, [Fraction(s) for s in steps.tolist()], 7, order)
+    return torch.tensor([[float(v) for v in row] for row in found], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_gptq_has_the_exact_choices(seed, act_order):
+    x, w, grid, steps = problem(seed)
+    q = gptq(w, x.mT @ x, grid, damping=1 / 16, act_order=act_order)
+    assert torch.equal((q / steps[:, None]).round(), (exact(x, w, steps, act_order) / steps[:, None]).round())
+    assert torch.equal(q, (q / steps[:, None]).round() * steps[:, None])  # on the grid
+
+
+def test_gptq_in_blocks_is_gptq_in_one(monkeypatch):
+    x, w, grid, steps = problem(11)
+    monkeypatch.setattr(sys.modules["fmtsim.ptq.gptq"], "BLOCK", 2)
+    q = gptq(w, x.mT @ x, grid, damping=1 / 16)
+    assert torch.equal((q / steps[:, None]).round(), (exact(x, w, steps, False) / steps[:, None]).round())
+
+
+def test_a_planted_error_in_gptq_shows():
+    """Errors that do not reach the later columns change choices."""
+    x, w, grid, steps = problem(0)
+    h, cut = x.mT @ x, []
+    for i in range(0, K, 3):
+        part = Grid(element=grid.element, scale=grid.scale[:, i : i + 3])
+        cut.append(gptq(w[:, i : i + 3], h[i : i + 3, i : i + 3], part, damping=1 / 16))
+    expected = (exact(x, w, steps, False) / steps[:, None]).round()
+    assert not torch.equal((torch.cat(cut, 1) / steps[:, None]).round(), expected)
+
+
+def test_gptq_without_correlations_is_nearest():
+    _, w, grid, _ = problem(3)
+    assert torch.equal(gptq(w, torch.eye(K) * 3, grid), grid.round(w.double(), slice(None)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gptq_beats_nearest_on_its_data(seed):
+    x, w, grid, _ = problem(seed)
+    h = x.mT @ x
+    plain = grid.round(w.double(), slice(None))
+    assert output_error(w, gptq(w, h, grid), h).sum() < output_error(w, plain, h).sum()
+
+
+def test_gptq_of_dead_and_dependent_inputs():
+    x, w, grid, _ = problem(5)
+    x[:, 4] = 0
+    q = gptq(w, x.mT @ x, grid)
+    assert torch.equal(q[:, 4], grid.round(w[:, 4:5].double(), slice(4, 5))[:, 0])
+    x[:, 1] = 2 * x[:, 0]
+    with pytest.raises(ArgumentError, match=r"Hessian of 9 inputs is not positive definite with damping=0; raise Gptq"):
+        gptq(w, x.mT @ x, grid, damping=0)
+    assert torch.equal(gptq(w, torch.zeros(K, K), grid), grid.round(w.double(), slice(None)))
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4", "int4", "e4m3", "e2m1"])
+def test_the_grid_of_a_weight_rounds_it_as_its_quantiser(fmt):
+    w = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    element = fmt in ("int4", "e4m3", "e2m1")
+    quantizer = Quantizer(format=get_format(fmt), scaling=Scaling(block=(1, 32)) if element else None)
+    q = grid_of(w, quantizer).round(w.double(), slice(None)).float()
+    same = (q - nearest(w, quantizer)).abs() <= 1e-6 * w.abs().max()  # s rounded once more in float32
+    assert same.all()
+
+
+def test_a_format_without_scales_of_its_own_is_refused():
+    with pytest.raises(ArgumentError, match=r"have no scales apart from their elements; choose an element format"):
+        grid_of(torch.randn(4, 32), Quantizer(format=get_format("int4_g32")))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_learned_rounding_comes_close_to_the_best_of_all_choices(seed):
+    x, w, grid, _ = problem(seed)
+    h = x.mT @ x
+    low, high = grid.round(w.double(), slice(None), "down"), grid.round(w.double(), slice(None), "up")
+    choices = torch.tensor(list(itertools.product((0.0, 1.0), repeat=K)), dtype=torch.float64)
+    best = torch.stack([
+        output_error(w[i].expand(len(choices), K), low[i] + (high[i] - low[i]) * choices, h).min() for i in range(N)
+    ])  # fmt: skip
+    plain = output_error(w, grid.round(w.double(), slice(None)), h)
+    found = learned_rounding(w, h, grid, LearnedRounding())
+    error = output_error(w, found, h)
+    assert ((found == low) | (found == high)).all()
+    assert (error >= best - 1e-9).all() and (error <= plain).all()
+    assert error.sum() <= best.sum() + 0.35 * (plain.sum() - best.sum())
+
+
+def test_learned_rounding_that_learned_badly_is_nearest():
+    x, w, grid, _ = problem(1)
+    h = x.mT @ x
+    wild = LearnedRounding(steps=3, rate=100.0)
+    plain = output_error(w, grid.round(w.double(), slice(None)), h)
+    assert (output_error(w, learned_rounding(w, h, grid, wild), h) <= plain).all()

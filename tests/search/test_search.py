@@ -1,0 +1,122 @@
+"""Formats under a budget: exact choice against all there are, losses that are measured, policies, bad budgets."""
+
+import copy
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import fmtsim
+from fmtsim.errors import ArgumentError
+from fmtsim.ptq.progress import Quiet
+from fmtsim.search import Policy
+from fmtsim.search.bench import relative_noise
+from fmtsim.search.choice import least_loss
+from fmtsim.search.verb import _Found, _sample
+
+FORMATS = ("w4a4", "minifloat_e3m2", "e4m3_static")
+BITS = {"w4a4": 16, "minifloat_e3m2": 36, "e4m3_static": 64}
+
+
+def model_and_data():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
+    model[2].weight.data[:, :4] *= 8
+    return model.requires_grad_(False), [torch.randn(10, 32) for _ in range(2)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_choice_is_the_best_of_all(seed):
+    source = random.Random(seed)
+    layers, options = source.randint(1, 6), source.randint(1, 4)
+    costs = [[source.randint(1, 40) for _ in range(options)] for _ in range(layers)]
+    losses = [[source.random() for _ in range(options)] for _ in range(layers)]
+    low, high = (sum(pick(row) for row in costs) for pick in (min, max))
+    budget = source.randint(low, high)
+    every = [
+        (sum(losses[i][o] for i, o in enumerate(path)), path)
+        for path in itertools.product(range(options), repeat=layers)
+        if sum(costs[i][o] for i, o in enumerate(path)) <= budget
+    ]
+    picked, exact = least_loss(costs, losses, budget)
+    assert exact and sum(losses[i][o] for i, o in enumerate(picked)) == pytest.approx(min(every)[0])
+    assert sum(costs[i][o] for i, o in enumerate(picked)) <= budget
+
+
+def test_costs_and_losses_are_what_they_say():
+    model, data = model_and_data()
+    before = copy.deepcopy(model.state_dict())
+    result = fmtsim.search(model, data, bits=7)
+    adds = {"0": 10 * 32 * 16, "2": 10 * 16 * 64, "4": 10 * 64 * 8}
+    assert result.costs == {name: {f: n * BITS[f] for f in FORMATS} for name, n in adds.items()}
+    assert result.budget == int(sum(adds.values()) * 7**2) and result.cost <= result.budget
+    assert result.cost == sum(result.costs[name][f] for name, f in result.formats.items())
+    assert len(set(result.formats.values())) > 1
+    quantised = fmtsim.ptq(copy.deepcopy(model), result.recipe(), data)
+    assert result.loss == sum(relative_noise(quantised(x), model(x)) for x in data) / 2
+    alone = fmtsim.ptq(copy.deepcopy(model), FORMATS[0], data, filter_fn=lambda module, name: name == "2")
+    assert result.losses["2"]["w4a4"] == sum(relative_noise(alone(x), model(x)) for x in data) / 2
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert "% of the budget" in str(result)
+
+
+def test_a_wider_budget_is_no_worse_and_the_widest_takes_the_best():
+    model, data = model_and_data()
+    wide = fmtsim.search(model, data, bits=8)
+    assert set(wide.formats.values()) == {"e4m3_static"}
+    tight = fmtsim.search(model, data, budget=wide.cost // 4)
+    assert set(tight.formats.values()) == {"w4a4"} and tight.loss > wide.loss
+
+
+def test_a_policy_is_seeded_and_never_worse():
+    model, data = model_and_data()
+    additive = fmtsim.search(model, data, bits=6)
+    first, again = (fmtsim.search(model, data, bits=6, policy=Policy(steps=40, seed=3)) for _ in range(2))
+    assert first == again and first.loss <= additive.loss and first.cost <= first.budget and first.tried > 5
+
+
+class Fake:
+    """Stand for a model of eight layers in which one option of three is right for each."""
+
+    RIGHT = (2, 0, 1, 1, 2, 0, 0, 2)
+
+    def run(self, formats):
+        return sum(int(name) != self.RIGHT[int(layer)] for layer, name in formats.items()) / 8
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_policy_learns(seed):
+    """It finds one assignment in 6561 by running fewer than 400, as chance does once in sixteen times."""
+    found = _Found(Fake(), list("01234567"), list("012"), [[1, 1, 1]] * 8, 8)
+    _sample(found, Policy(steps=400, entropy=0.0, seed=seed), Quiet())
+    assert found.loss == 0 and tuple(found.best) == Fake.RIGHT and len(found.known) < 400
+
+
+def test_a_loss_of_one_s_own():
+    model, data = model_and_data()
+    worst = fmtsim.search(model, data, bits=6, loss_fn=lambda y, r: float((y - r).abs().max()))
+    assert worst.loss == max(worst.loss, 0) and worst.formats.keys() == {"0", "2", "4"}
+
+
+def test_bad_budgets_and_formats():
+    model, data = model_and_data()
+    with pytest.raises(
+        ArgumentError, match=r"no assignment meets a budget of 184320 bit operations; the least is 327680 \(4 bits in"
+    ):
+        fmtsim.search(model, data, bits=3)
+    with pytest.raises(ArgumentError, match=r"pass exactly one of budget= \(bit operations of a batch\) and bits="):
+        fmtsim.search(model, data)
+    with pytest.raises(ArgumentError, match=r"recipe 'int8_smooth' changes more than one layer's operands"):
+        fmtsim.search(model, data, bits=8, formats=["int8_smooth"])
+    with pytest.raises(ArgumentError, match=r"recipes 'int4_gptq' and 'w4a4' round weights differently"):
+        fmtsim.search(model, data, bits=8, formats=["int4_gptq", "w4a4"])
+    with pytest.raises(ArgumentError, match=r"mixes rules of calibration"):
+        fmtsim.search(model, data, bits=8, formats=["e4m3_static", "e4m3_dynamic"])
+    with pytest.raises(ArgumentError, match=r"pass recipes of different names, at least one"):
+        fmtsim.search(model, data, bits=8, formats=[])
+    with pytest.raises(ArgumentError, match=r"calibration data is empty"):
+        fmtsim.search(model, [], bits=8)
+    with pytest.raises(ArgumentError, match=r"Policy steps=0"):
+        Policy(steps=0)
