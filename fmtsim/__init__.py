@@ -41,6 +41,7 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.quantizer import Quantizer
 
 if TYPE_CHECKING:
+    from fmtsim import optim
     from fmtsim.cpu.pool import get_num_threads, set_num_threads
 
 __version__ = "0.1.0"
@@ -100,6 +101,7 @@ __all__ = [
     "mm",
     "mma",
     "observe",
+    "optim",
     "quantize",
     "quantize_",
     "recipe_state",
@@ -119,8 +121,8 @@ _LAZY = {"get_num_threads": "fmtsim.cpu.pool", "set_num_threads": "fmtsim.cpu.po
 
 
 def __getattr__(name: str) -> Any:
-    if name == "cuda":
-        return importlib.import_module("fmtsim.cuda")
+    if name in ("cuda", "optim"):
+        return importlib.import_module(f"fmtsim.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'fmtsim' has no attribute {name!r}")
