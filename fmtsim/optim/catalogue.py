@@ -1,9 +1,9 @@
 """The named schemes: how published systems keep their optimizer states."""
 
 import difflib
-import struct
 
 from fmtsim.errors import ArgumentError
+from fmtsim.formats.catalogue import dynamic_values
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, ElementFormat
 from fmtsim.optim.state import Scheme, StateFormat
@@ -17,16 +17,10 @@ _AO = "pytorch/ao 36027d8, torchao/optim"
 _SMALL = 4096
 
 
-def _float32(values: tuple[float, ...]) -> tuple[float, ...]:
-    return struct.unpack(f"<{len(values)}f", struct.pack(f"<{len(values)}f", *values))
-
-
-_DECADES = (0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875)
-
 DYNAMIC4 = CodebookFormat(
     name="dynamic4",
-    values=_float32((*(-value for value in reversed(_DECADES)), 0.0, *_DECADES, 1.0)),
-    source=f"{_AO}: create_dynamic_map(signed=True, 3, 4), centres of 1, 2 and 4 cells of three decades, then 1",
+    values=dynamic_values(signed=True, decades=3),
+    source=f"{_AO}: create_dynamic_map(signed=True, 3, 4)",
 )
 LINEAR4 = CodebookFormat(
     name="linear4_unsigned",

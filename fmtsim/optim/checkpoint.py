@@ -77,7 +77,9 @@ def _source(state_dict: Mapping[str, Any], rule: Rule, scheme: Scheme, convert: 
     if said["version"] != VERSION:
         raise ArgumentError(f"the state has version {said['version']}, this fmtsim reads {VERSION}; update fmtsim")
     if said["rule"] != rule.name:
-        raise ArgumentError(f"the state is of the rule {said['rule']!r}, the optimizer's is {rule.name!r}; use that rule")
+        raise ArgumentError(
+            f"the state is of the rule {said['rule']!r}, the optimizer's is {rule.name!r}; use that rule"
+        )
     if said["record"] == repr(scheme):
         return scheme
     if not convert:
@@ -85,7 +87,9 @@ def _source(state_dict: Mapping[str, Any], rule: Rule, scheme: Scheme, convert: 
         raise ArgumentError(f"the state is kept as {said['scheme']!r}, the optimizer's as {scheme.name!r}{same}; {how}")
     source = get_scheme(said["scheme"])
     if repr(source) != said["record"]:
-        raise ArgumentError(f"the state is kept as a {said['scheme']!r} that is not the catalogue's; it cannot be decoded")
+        raise ArgumentError(
+            f"the state is kept as a {said['scheme']!r} that is not the catalogue's; it cannot be decoded"
+        )
     return source
 
 

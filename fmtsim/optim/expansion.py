@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmtsim.optim.rules import square_root
 from fmtsim.rounding.elementary import ln
 
 FLOOR = 1e-30
@@ -38,7 +39,7 @@ def compress(x: Tensor, top_value: float) -> tuple[Tensor, Tensor, Tensor, Tenso
     """
     magnitude = x.abs()
     top, low = extremes(magnitude)
-    centre = top.sqrt() * low.sqrt()
+    centre = square_root(top) * square_root(low)
     power = power_of(top, low)
     scale = _raised(top, power, centre) / torch.full_like(top, top_value)
     z = _raised(magnitude, power, centre) / scale

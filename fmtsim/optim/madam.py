@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fmtsim.errors import ArgumentError
 from fmtsim.optim.codec import RMS_FACTOR
-from fmtsim.optim.rules import Group, Numbers, Rule, States, float32, numbers
+from fmtsim.optim.rules import Group, Numbers, Rule, States, float32, numbers, square_root
 from fmtsim.optim.state import Scheme
 
 BASES = (2, "e")
@@ -69,7 +69,7 @@ def _numbers(group: Group, step: int, scheme: Scheme) -> Numbers:
 
 def _direction(g: Tensor, states: States, n: Numbers, rounded: bool) -> tuple[Tensor, Tensor]:
     v = states["second"] * n.beta2 + (g * n.rest2) * g
-    direction = g / (v / torch.full_like(v, n.correction)).sqrt()
+    direction = g / square_root(v / torch.full_like(v, n.correction))
     direction = torch.where(direction == direction, direction, 0.0).clamp(-n.bound, n.bound)
     return direction.round() if rounded else direction, v
 

@@ -66,7 +66,9 @@ class StateFormat:
         if self.format is None and (self.scale != "none" or self.expand):
             raise ArgumentError(f"scale={self.scale!r}, expand={self.expand} need a format; float32 takes neither")
         if self.format is not None and self.format.bits > 16:
-            raise ArgumentError(f"a state of {self.format.bits} bits is not packed; choose a format of 16 bits or fewer")
+            raise ArgumentError(
+                f"a state of {self.format.bits} bits is not packed; choose a format of 16 bits or fewer"
+            )
         if isinstance(self.format, CodebookFormat) and list(self.format.values) != sorted(set(self.format.values)):
             raise ArgumentError(f"{self.format.name} is not in order; sort its values and leave out repeated ones")
         if isinstance(self.format, CodebookFormat) and self.rounding.mode != "nearest_even":
@@ -138,7 +140,9 @@ class Scheme:
 
     def __post_init__(self) -> None:
         if self.nonfinite not in get_args(Nonfinite):
-            raise ArgumentError(f"nonfinite={self.nonfinite!r} is unknown; choose one of {', '.join(get_args(Nonfinite))}")
+            raise ArgumentError(
+                f"nonfinite={self.nonfinite!r} is unknown; choose one of {', '.join(get_args(Nonfinite))}"
+            )
         if self.decay not in ("before", "after"):
             raise ArgumentError(f"decay={self.decay!r} is unknown; choose 'before' or 'after'")
 
