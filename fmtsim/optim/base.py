@@ -112,8 +112,8 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             ArgumentError: The state is another scheme's (without ``convert``) or another rule's, or does not fit the
                 parameters.
         """
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = hook(self, state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, dict(state_dict))
             state_dict = state_dict if changed is None else changed
         parameters = [p for _, p in self._parameters()]
         formats = [self._formats_of(p) for p in parameters]
@@ -126,8 +126,8 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         self.state.update(state)
         self.seed = state_dict.get("fmtsim", {}).get("seed", self.seed)
         engines.forget(self)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"scheme": self.scheme, "seed": self.seed, "_nonfinite": self._nonfinite, "_formats": self._formats}

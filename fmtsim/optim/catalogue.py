@@ -71,10 +71,14 @@ def _tensor(name: str, scale: str) -> StateFormat:
 
 
 def _fp8lm(name: str, first: str, second: str, weights: str) -> Scheme:
-    states = {
-        slot: _tensor(fmt, "power_of_two") for slot, fmt in zip(("first", "second"), (first, second), strict=True)
-    }
-    return Scheme(name=name, source=_MSAMP, weights=_tensor(weights, "power_of_two"), **states)
+    rule = "power_of_two"
+    return Scheme(
+        name=name,
+        source=_MSAMP,
+        first=_tensor(first, rule),
+        second=_tensor(second, rule),
+        weights=_tensor(weights, rule),
+    )
 
 
 def _bf16(rounding: Rounding) -> StateFormat:

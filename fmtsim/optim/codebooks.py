@@ -18,17 +18,20 @@ BUCKETS = ((127 << 7) - LOWEST_KEY) + 1
 """Buckets of a sign: the last one holds 1 and whatever lies above it."""
 
 
+NO_THRESHOLD = 1 << KEY_SHIFT
+"""Stands for a threshold above every number of a bucket."""
+
+
 class Table(NamedTuple):
     """Hold a codebook for kernels.
 
-    values: float32 [codes]. thresholds: float32 [codes - 1], the least number that rounds above each code.
-    bases: uint8 [2 * BUCKETS], the lowest code in the bucket of a number's leading bits, negative numbers behind the
-    others: with ``base = bases[bucket(y)]`` the code of y is ``base + (y >= thresholds[base])``.
+    values: float32 [codes]. words: int32 [2 * BUCKETS], a bucket's lowest code and its threshold, negative numbers
+    behind the others. The bucket of y is given by the key ``|bits(y)| >> KEY_SHIFT``, its offset by the bits below,
+    complemented where y is negative; the code is ``(word >> 17) + (offset >= (word & 0x1FFFF))``.
     """
 
     values: np.ndarray
-    thresholds: np.ndarray
-    bases: np.ndarray
+    words: np.ndarray
 
 
 @lru_cache(maxsize=32)
@@ -72,8 +75,12 @@ def table_of(fmt: CodebookFormat, ties: str) -> Table:
     keys = np.arange(BUCKETS, dtype=np.int64) + LOWEST_KEY
     first = np.where(keys == LOWEST_KEY, 0, keys << KEY_SHIFT).astype(np.uint32).view(np.float32)
     last = (((keys + 1) << KEY_SHIFT) - 1).astype(np.uint32).view(np.float32)
-    ends = np.stack([np.concatenate([first, -last]), np.concatenate([last, -first])])
-    codes = np.searchsorted(turning, ends, side="right")
-    if int((codes[1] - codes[0]).max()) > 1:
+    low, high = np.concatenate([first, -last]), np.concatenate([last, -first])
+    codes, ends = (np.searchsorted(turning, x, side="right") for x in (low, high))
+    inside = ends - codes
+    if inside.max() > 1 or inside[0] or inside[BUCKETS]:
         raise ArgumentError(f"{fmt.name} has values closer than kernels tell apart; its state has no fast path")
-    return Table(np.array(fmt.values, np.float32), turning, codes[0].astype(np.uint8))
+    offsets = turning[np.minimum(codes, len(turning) - 1)].view(np.int32) & (NO_THRESHOLD - 1)
+    offsets = np.where(np.arange(2 * BUCKETS) < BUCKETS, offsets, NO_THRESHOLD - 1 - offsets)
+    words = (codes << (KEY_SHIFT + 1)) | np.where(inside == 1, offsets, NO_THRESHOLD)
+    return Table(np.array(fmt.values, np.float32), words.astype(np.int32))
