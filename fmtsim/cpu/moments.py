@@ -24,7 +24,7 @@ _MAGNITUDE, _INFINITY, _ONE = int32(0x7FFFFFFF), int32(0x7F800000), int32(1)
 class Book(NamedTuple):
     """A codebook as the kernel has it.
 
-    values: float32 [256]. words: int32, ``fmtsim.optim.codebooks.Table``. lowest: The key of the first bucket.
+    values: float32 [256], 0 among them. words: int32, ``fmtsim.optim.codebooks.Table``. lowest: The key of the first bucket.
     zero: The code from which negative numbers move one down, -1 for none. least: What amax is raised to.
     """
 
@@ -58,7 +58,9 @@ def adam(
     whole, tail = divmod(arrays[0].size, block)
     run(part, whole, 1, block)
     if tail:
-        last = [np.zeros(block, array.dtype) for array in arrays[:4]] + [array[whole:] for array in arrays[4:]]
+        fillers = 0, 0, *(int(np.flatnonzero(book.values == 0)[0]) for book in books)  # of which all decode to zero
+        last = [np.full(block, filler).astype(array.dtype) for filler, array in zip(fillers, arrays, strict=False)]
+        last += [array[whole:] for array in arrays[4:]]
         for padded, array in zip(last[:4], arrays[:4], strict=True):
             padded[:tail] = array[whole * block :]
         counts.append(_adam(*last, *rest, 0, 1))

@@ -125,7 +125,6 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         self.state.clear()
         self.state.update(state)
         self.seed = state_dict.get("fmtsim", {}).get("seed", self.seed)
-        engines.forget(self)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

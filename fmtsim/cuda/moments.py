@@ -1,0 +1,121 @@
+"""A step of Adam on many parameters whose moments are bytes of codebooks, or float32: a few launches for all of them.
+
+The definition is fmtsim/optim: rules.py (the update), codec.py (scales and codes); the bits are the same.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fmtsim.cuda import runtime
+from fmtsim.cuda.runtime import Defines
+
+FILE, THREADS, CHUNK = "moments.cu", 256, 2048
+ENTRIES = 48
+"""Parameters of a launch: their addresses are arguments, of which 4096 bytes fit."""
+
+BLOCKS = (256, 512, 1024, 2048)
+RESIDENT = 5  # blocks of threads that a multiprocessor holds beside their tables
+ALIGNED = 16
+
+_NUMBERS = np.dtype([("numbers", np.float32, 10), ("zeroing", np.int32), ("unused", np.int32)])
+
+
+class Book(NamedTuple):
+    """A codebook as the kernel has it.
+
+    values: float32 [256]. words: int32 of ``fmtsim.optim.codebooks.Table``, both signs. lowest: The key of the first
+    bucket. zero: The code from which negative numbers move one down, -1 for none. least: What amax is raised to.
+    signed: Whether numbers may be negative.
+    """
+
+    values: np.ndarray
+    words: np.ndarray
+    lowest: int
+    zero: int
+    least: float
+    signed: bool
+
+
+class Books:
+    """The codebooks of both moments, with their tables on every device that asked."""
+
+    def __init__(self, first: Book, second: Book) -> None:
+        self.pair = first, second
+        self.parameters = tuple(_book_bytes(book) for book in self.pair)
+        self._held: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the values of both and the words of both."""
+        if device not in self._held:
+            values = np.concatenate([book.values for book in self.pair])
+            words = np.concatenate([_words(book) for book in self.pair])
+            self._held[device] = torch.from_numpy(values).to(device), torch.from_numpy(words).to(device)
+        return self._held[device]
+
+
+def adam(
+    rows: Sequence[tuple[int, ...]],
+    like: Tensor,
+    books: Books,
+    numbers: tuple[float, ...],
+    block: int,
+    zeroing: bool,
+    counter: Tensor,
+) -> None:
+    """Do a step of many parameters in place.
+
+    Args:
+        rows: A parameter each: the addresses of parameter, gradient (both float32, contiguous, multiples of ALIGNED),
+            both moments (uint8, or float32 where the scales' addresses are 0) and both scales, and its elements.
+        like: Any of the parameters, which says the device.
+        books: Of the moments.
+        numbers: The first ten fields of ``fmtsim.optim.rules.Numbers``, in order.
+        block: Numbers that share a scale, one of BLOCKS.
+        zeroing: Elements whose gradient is not finite lose their moments and keep their parameter.
+        counter: int64, 0-d; grows by the number of elements of gradients that are not finite.
+    """
+    index = runtime.device_index(like)
+    kernel = runtime.kernel(FILE, "adam", index, _defines(block))
+    values, words = books.tables(like.device)
+    scalars = np.zeros((), _NUMBERS)
+    scalars["numbers"], scalars["zeroing"] = numbers[:10], zeroing
+    most = RESIDENT * runtime.multiprocessors(index)
+    for start in range(0, len(rows), ENTRIES):
+        table = np.zeros((ENTRIES, 8), np.int64)
+        part = np.array(rows[start : start + ENTRIES], np.int64)
+        table[: len(part), :7] = part
+        chunks = -(-part[:, 6] // CHUNK)
+        ends = np.cumsum(chunks)
+        table[: len(part), 7] = ends - chunks
+        total = int(ends[-1])
+        if total:
+            kernel(
+                min(total, most), THREADS, table.tobytes(), np.int32(len(part)), np.int64(total), scalars.tobytes(),
+                *books.parameters, values, words, counter, shared=4 * (values.numel() + words.numel()),
+            )  # fmt: skip
+
+
+def _words(book: Book) -> np.ndarray:
+    return book.words if book.signed else book.words[: len(book.words) // 2]
+
+
+def _book_bytes(book: Book) -> bytes:
+    buckets = len(book.words) // 2
+    integers = np.array([buckets, book.lowest, book.zero, 1 + book.signed], np.int32).tobytes()
+    return integers + np.float32(book.least).tobytes() + bytes(12)
+
+
+@lru_cache(maxsize=8)
+def _defines(block: int) -> Defines:
+    return (("BLOCK", str(block)), ("ENTRIES", str(ENTRIES)))
+
+
+def variants() -> Iterator[tuple[str, str, Defines]]:
+    """Yield the kernel for every size of blocks."""
+    for block in BLOCKS:
+        yield FILE, "adam", _defines(block)

@@ -1,0 +1,115 @@
+"""Fused kernels against torch operations: equal bits of parameters, codes, scales and counts."""
+
+import numpy as np
+import pytest
+import torch
+
+import fmtsim
+from fmtsim.optim import codebooks, engines
+from tests.cuda import emulator
+from tests.optim.samples import gradients, parameter
+
+SHAPES = ((5000,), (33, 256), (4096,), (3, 4, 700), (50, 129), (17,))
+HYPER = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
+OURS = (("bnb8", fmtsim.optim.AdamW), ("bnb8_2048", fmtsim.optim.AdamW), ("ao_8bit", fmtsim.optim.Adam))
+
+
+def train(cls, scheme, steps=3, bad=False, **options):
+    """Return parameters and states after some steps, as integers; NaN are all one."""
+    parameters = [torch.nn.Parameter(torch.from_numpy(parameter(shape, i))) for i, shape in enumerate(SHAPES)]
+    optimizer = cls(parameters, state=scheme, **HYPER, **options)
+    grads = [gradients((8960,), steps, 50 + i) for i in range(len(SHAPES))]
+    for step in range(steps):
+        for p, g in zip(parameters, grads, strict=True):
+            p.grad = torch.from_numpy(g[step][: p.numel()].reshape(p.shape).copy())
+            if bad:
+                p.grad.view(-1)[step + 7 :: 999] = (torch.nan, torch.inf, -torch.inf)[step]
+        optimizer.step()
+    kept = [*parameters, *(t for p in parameters for t in optimizer.state[p].values() if isinstance(t, torch.Tensor))]
+    return [bits(t.detach().cpu()) for t in kept], optimizer.nonfinite_gradients()
+
+
+def bits(x):
+    if x.is_floating_point():
+        return torch.where(x.isnan(), torch.nan, x).view(torch.int32).clone()
+    return x.clone()
+
+
+def equal(a, b):
+    return a[1] == b[1] and all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True))
+
+
+@pytest.fixture
+def only_torch(monkeypatch):
+    def switch():
+        monkeypatch.setattr(engines, "covers", lambda scheme: False)
+
+    return switch
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """Let the CUDA kernel, emulated, take parameters that lie on the CPU."""
+    if emulator.COMPILER is None:
+        pytest.skip("kernels run on the host only where there is a C++ compiler (g++)")
+
+    def run(jobs, rule, scheme, counter):
+        taken = [job for job in jobs if engines.takes_cuda(job)]
+        engines.steps_on_cuda(taken, scheme, counter)
+        return [job for job in jobs if not engines.takes_cuda(job)]
+
+    with emulator.emulated():
+        monkeypatch.setattr(engines, "run", run)
+        yield
+
+
+@pytest.mark.parametrize(("scheme", "cls"), OURS)
+@pytest.mark.parametrize("bad", [False, True])
+def test_the_cpu_kernel_has_the_bits_of_torch(scheme, cls, bad, only_torch):
+    fused = train(cls, scheme, bad=bad)
+    only_torch()
+    assert equal(fused, train(cls, scheme, bad=bad))
+    assert (fused[1] > 0) == bad
+
+
+@pytest.mark.parametrize(("scheme", "cls"), OURS)
+@pytest.mark.parametrize("bad", [False, True])
+def test_the_cuda_kernel_has_the_bits_of_torch(scheme, cls, bad, on_cuda, monkeypatch):
+    fused = train(cls, scheme, bad=bad)
+    monkeypatch.undo()
+    monkeypatch.setattr(engines, "covers", lambda scheme: False)
+    assert equal(fused, train(cls, scheme, bad=bad))
+
+
+def test_a_planted_threshold_is_seen(only_torch, monkeypatch):
+    """One threshold of the second moment's map that is one unit in the last place off shows."""
+    table = engines.table(fmtsim.optim.get_scheme("bnb8").second)
+    words = table.words.copy()
+    words[np.flatnonzero((words & 0x1FFFF) != codebooks.NO_THRESHOLD)[-40:]] -= 1 << 17
+    wrong = table._replace(words=words)
+    fused = train(fmtsim.optim.AdamW, "bnb8")
+    engines._cpu_books.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(engines, "table", lambda fmt: wrong)
+        planted = train(fmtsim.optim.AdamW, "bnb8")
+    engines._cpu_books.cache_clear()
+    assert equal(fused, train(fmtsim.optim.AdamW, "bnb8"))
+    assert not equal(fused, planted)
+
+
+@pytest.mark.parametrize("scheme", ["bnb8", "ao_8bit", "ao_4bit"])
+@pytest.mark.parametrize("slot", ["first", "second"])
+def test_words_of_kernels_find_the_codes_of_a_search(scheme, slot):
+    """Around every threshold, over a grid of leading bits, and beyond both ends."""
+    fmt = getattr(fmtsim.optim.get_scheme(scheme), slot)
+    table, turns = codebooks.table_of(fmt.format, fmt.ties), codebooks.thresholds_of(fmt.format, fmt.ties)
+    near = np.concatenate([turns, np.nextafter(turns, np.float32(2)), np.nextafter(turns, np.float32(-2))])
+    grid = (np.arange(1 << 15, dtype=np.uint32) << 15)[: 0x3F800000 >> 15].view(np.float32)
+    y = np.concatenate([near, grid, -grid, np.float32([0, -0.0, 1, -1, 1e-45, -1e-45])]).astype(np.float32)
+    y = y[np.abs(y) <= 1]
+    word = y.view(np.int32)
+    sign = word >> 31
+    key = np.maximum((word & 0x7FFFFFFF) >> 16, codebooks.LOWEST_KEY) - codebooks.LOWEST_KEY
+    found = table.words[key + (sign & codebooks.BUCKETS)]
+    codes = (found >> 17) + (((word ^ sign) & 0xFFFF) >= (found & 0x1FFFF))
+    assert np.array_equal(codes, np.searchsorted(turns, y, side="right"))
