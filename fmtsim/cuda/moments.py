@@ -19,7 +19,7 @@ ENTRIES = 48
 """Parameters of a launch: their addresses are arguments, of which 4096 bytes fit."""
 
 BLOCKS = (256, 512, 1024, 2048)
-RESIDENT = 5  # blocks of threads that a multiprocessor holds beside their tables
+RESIDENT = 4  # blocks of threads that a multiprocessor holds: 56 registers a thread
 ALIGNED = 16
 
 _NUMBERS = np.dtype([("numbers", np.float32, 10), ("zeroing", np.int32), ("unused", np.int32)])
