@@ -24,8 +24,8 @@ _MAGNITUDE, _INFINITY, _ONE = int32(0x7FFFFFFF), int32(0x7F800000), int32(1)
 class Book(NamedTuple):
     """A codebook as the kernel has it.
 
-    values: float32 [256], 0 among them. words: int32, ``fmtsim.optim.codebooks.Table``. lowest: The key of the first bucket.
-    zero: The code from which negative numbers move one down, -1 for none. least: What amax is raised to.
+    values: float32 [256], 0 among them. words: int32, ``fmtsim.optim.codebooks.Table``. lowest: The key of the first
+    bucket. zero: The code from which negative numbers move one down, -1 for none. least: What amax is raised to.
     """
 
     values: np.ndarray
