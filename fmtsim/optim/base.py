@@ -129,8 +129,8 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             after(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"scheme": self.scheme, "seed": self.seed, "_nonfinite": self._nonfinite, "_formats": self._formats}
-        return super().__getstate__() | own  # type: ignore[no-untyped-call]  # torch's own
+        own = {name: getattr(self, name) for name in ("scheme", "rule", "seed", "_nonfinite")}
+        return super().__getstate__() | own | {"_formats": {}}  # type: ignore[no-untyped-call]  # torch's own
 
     def _parameters(self) -> list[tuple[dict[str, Any], Tensor]]:
         return [(group, p) for group in self.param_groups for p in group["params"]]

@@ -14,7 +14,7 @@ at a time (``limit`` is 3 times the root mean square of the first weights):
 
 import importlib
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -31,28 +31,32 @@ BASES = (2, "e")
 def madam(base: int | str, round_update: bool) -> Rule:
     """Return the rule with factors that are powers of 2 or of e, and directions rounded to integers or not."""
 
-    def update(p: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Tensor, States]:
-        direction, v = _direction(g, states, n, round_update)
-        x = (direction * n.size) * p.sign() + n.penalty
-        exponent = x.to(torch.float64) * (-math.log(2.0) if base == 2 else -1.0)
-        factor = importlib.import_module("fmtsim.torch_engine.elementary").exp(exponent).to(torch.float32)
-        limit = states["limit"]
-        return torch.minimum(torch.maximum(p * factor, -limit), limit), {"second": v}
-
-    def steps(g: Tensor, signs: Tensor, states: States, n: Numbers, gamma: int) -> tuple[Tensor, States]:
-        if base != 2 or n.penalty:
-            raise ArgumentError("weights kept as logarithms move in powers of two; choose base=2 and weight_decay=0")
-        direction, v = _direction(g, states, n, round_update)
-        return ((direction * float32(n.size * gamma)) * signs).round().to(torch.int64), {"second": v}
-
     return Rule(
         name=f"madam(base={base}, round_update={round_update})",
         slots=("second",),
         numbers=_numbers,
-        update=update,
+        update=partial(_update, base, round_update),
         constants=_limit,
-        steps=steps,
+        steps=partial(_steps, base, round_update),
     )
+
+
+def _update(base: int | str, rounded: bool, p: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Tensor, States]:
+    direction, v = _direction(g, states, n, rounded)
+    x = (direction * n.size) * p.sign() + n.penalty
+    exponent = x.to(torch.float64) * (-math.log(2.0) if base == 2 else -1.0)
+    factor = importlib.import_module("fmtsim.torch_engine.elementary").exp(exponent).to(torch.float32)
+    limit = states["limit"]
+    return torch.minimum(torch.maximum(p * factor, -limit), limit), {"second": v}
+
+
+def _steps(
+    base: int | str, rounded: bool, g: Tensor, signs: Tensor, states: States, n: Numbers, gamma: int
+) -> tuple[Tensor, States]:
+    if base != 2 or n.penalty:
+        raise ArgumentError("weights kept as logarithms move in powers of two; choose base=2 and weight_decay=0")
+    direction, v = _direction(g, states, n, rounded)
+    return ((direction * float32(n.size * gamma)) * signs).round().to(torch.int64), {"second": v}
 
 
 def _numbers(group: Group, step: int, scheme: Scheme) -> Numbers:

@@ -8,6 +8,7 @@ double precision and rounded to float32 once.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +62,10 @@ def numbers(**named: float) -> Numbers:
     return Numbers(**{name: float32(value) for name, value in named.items()})
 
 
+def _nothing(p: Tensor) -> States:
+    return {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """Describe an update rule.
@@ -79,7 +84,7 @@ class Rule:
     slots: tuple[str, ...]
     numbers: Callable[[Group, int, Scheme], Numbers]
     update: Callable[[Tensor, Tensor, States, Numbers], tuple[Tensor, States]]
-    constants: Callable[[Tensor], States] = lambda p: {}
+    constants: Callable[[Tensor], States] = _nothing
     steps: Callable[[Tensor, Tensor, States, Numbers, int], tuple[Tensor, States]] | None = None
 
 
@@ -89,7 +94,7 @@ def decays(group: Group, scheme: Scheme) -> dict[str, float]:
     return {f"decay_{scheme.decay}": factor}
 
 
-def _adam_numbers(group: Group, step: int, scheme: Scheme, decoupled: bool) -> Numbers:
+def _adam_numbers(group: Group, step: int, scheme: Scheme, *, decoupled: bool) -> Numbers:
     beta1, beta2 = group["betas"]
     first, second = 1.0 - beta1**step, math.sqrt(1.0 - beta2**step)
     if scheme.folded:
@@ -149,10 +154,9 @@ def _penalised(p: Tensor, g: Tensor, n: Numbers) -> Tensor:
     return g + p * n.penalty if n.penalty else g
 
 
-ADAMW = Rule(
-    name="adamw", slots=("first", "second"), update=_adam, numbers=lambda g, t, s: _adam_numbers(g, t, s, True)
-)
-ADAM = Rule(name="adam", slots=("first", "second"), update=_adam, numbers=lambda g, t, s: _adam_numbers(g, t, s, False))
+_MOMENTS = ("first", "second")
+ADAMW = Rule(name="adamw", slots=_MOMENTS, update=_adam, numbers=partial(_adam_numbers, decoupled=True))
+ADAM = Rule(name="adam", slots=_MOMENTS, update=_adam, numbers=partial(_adam_numbers, decoupled=False))
 LION = Rule(name="lion", slots=("first",), update=_lion, numbers=_lion_numbers)
 SGD = Rule(name="sgd", slots=("first",), update=_sgd, numbers=_sgd_numbers)
 NESTEROV = Rule(name="nesterov", slots=("first",), update=_nesterov, numbers=_sgd_numbers)
