@@ -3,6 +3,7 @@
 The definition is fmtsim/optim: rules.py (the update), codec.py (scales and codes); the bits are the same.
 """
 
+import struct
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -21,8 +22,6 @@ ENTRIES = 48
 BLOCKS = (256, 512, 1024, 2048)
 RESIDENT = 4  # blocks of threads that a multiprocessor holds: 56 registers a thread
 ALIGNED = 16
-
-_NUMBERS = np.dtype([("numbers", np.float32, 10), ("zeroing", np.int32), ("unused", np.int32)])
 
 
 class Book(NamedTuple):
@@ -58,8 +57,37 @@ class Books:
         return self._held[device]
 
 
+class Launch(NamedTuple):
+    """The parameters of one launch.
+
+    table: int64 [ENTRIES, 8], struct Entry of the kernel. entries: Of parameters. chunks: Of all of them.
+    """
+
+    table: np.ndarray
+    entries: int
+    chunks: int
+
+
+def launches(rows: Sequence[tuple[int, ...]]) -> list[Launch]:
+    """Return the launches for parameters, a row each.
+
+    A row has the addresses of parameter, gradient (both float32, contiguous, multiples of ALIGNED), both moments
+    (uint8, or float32 where the scales' addresses are 0) and both scales, and the number of elements.
+    """
+    found = []
+    for start in range(0, len(rows), ENTRIES):
+        part = np.array(rows[start : start + ENTRIES], np.int64)
+        table = np.zeros((ENTRIES, 8), np.int64)
+        table[: len(part), :7] = part
+        chunks = -(-part[:, 6] // CHUNK)
+        ends = np.cumsum(chunks)
+        table[: len(part), 7] = ends - chunks
+        found.append(Launch(table, len(part), int(ends[-1])))
+    return found
+
+
 def adam(
-    rows: Sequence[tuple[int, ...]],
+    parts: Sequence[Launch],
     like: Tensor,
     books: Books,
     numbers: tuple[float, ...],
@@ -70,8 +98,7 @@ def adam(
     """Do a step of many parameters in place.
 
     Args:
-        rows: A parameter each: the addresses of parameter, gradient (both float32, contiguous, multiples of ALIGNED),
-            both moments (uint8, or float32 where the scales' addresses are 0) and both scales, and its elements.
+        parts: What ``launches`` made of them.
         like: Any of the parameters, which says the device.
         books: Of the moments.
         numbers: The first ten fields of ``fmtsim.optim.rules.Numbers``, in order.
@@ -82,21 +109,14 @@ def adam(
     index = runtime.device_index(like)
     kernel = runtime.kernel(FILE, "adam", index, _defines(block))
     values, words = books.tables(like.device)
-    scalars = np.zeros((), _NUMBERS)
-    scalars["numbers"], scalars["zeroing"] = numbers[:10], zeroing
+    shared = 4 * (values.numel() + words.numel())
+    scalars = struct.pack("<10f2i", *numbers[:10], zeroing, 0)
     most = RESIDENT * runtime.multiprocessors(index)
-    for start in range(0, len(rows), ENTRIES):
-        table = np.zeros((ENTRIES, 8), np.int64)
-        part = np.array(rows[start : start + ENTRIES], np.int64)
-        table[: len(part), :7] = part
-        chunks = -(-part[:, 6] // CHUNK)
-        ends = np.cumsum(chunks)
-        table[: len(part), 7] = ends - chunks
-        total = int(ends[-1])
-        if total:
+    for table, entries, chunks in parts:
+        if chunks:
             kernel(
-                min(total, most), THREADS, table.tobytes(), np.int32(len(part)), np.int64(total), scalars.tobytes(),
-                *books.parameters, values, words, counter, shared=4 * (values.numel() + words.numel()),
+                min(chunks, most), THREADS, table.tobytes(), np.int32(entries), np.int64(chunks), scalars,
+                *books.parameters, values, words, counter, shared=shared,
             )  # fmt: skip
 
 

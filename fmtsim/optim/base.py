@@ -38,6 +38,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         self.scheme, self.rule, self.seed = get_scheme(state), rule, seed
         self._nonfinite: dict[torch.device, Tensor] = {}
         self._formats: dict[Tensor, Mapping[str, StateFormat]] = {}
+        self._batches: list[engines.Batch] | None = None
         super().__init__(params, defaults)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
@@ -71,6 +72,27 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self._short_step():
+            self._long_step()
+        return loss
+
+    def _short_step(self) -> bool:
+        """Do the step in the way that costs the host least, where there is one; say whether it was done."""
+        if self._batches is None or len(self._batches) != len(self.param_groups):
+            return False
+        parts = [batch.gathered() for batch in self._batches]
+        for batch, group, part in zip(self._batches, self.param_groups, parts, strict=True):
+            if part is None or len(batch.parameters) != len(group["params"]):
+                return False
+        for batch, group, part in zip(self._batches, self.param_groups, parts, strict=True):
+            numbers = self.rule.numbers(group, batch.states[0]["step"] + 1, self.scheme)
+            for state in batch.states:
+                state["step"] += 1
+            like = batch.parameters[0]
+            engines.launch(part, like, self.scheme, numbers, self._count(like.device))
+        return True
+
+    def _long_step(self) -> None:
         jobs = self._jobs()
         for job in jobs:
             job.state["step"] += 1
@@ -78,7 +100,8 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         for job in left:
             self._count(job.gradient.device).add_(single.count_nonfinite(job.gradient))
             single.step(job, self.rule, self.scheme.nonfinite)
-        return loss
+        device = bool(jobs) and not left and all(engines.on_device(job.parameter) for job in jobs)
+        self._batches = engines.batches_of(jobs, self.param_groups) if device else None
 
     def nonfinite_gradients(self) -> int:
         """Return how many elements of gradients were NaN or infinite in all steps so far; waits for the device.
@@ -122,6 +145,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         for group in groups:
             self.check_group(group)
         self.__dict__["param_groups"] = groups
+        self._batches = None
         self.state.clear()
         self.state.update(state)
         self.seed = state_dict.get("fmtsim", {}).get("seed", self.seed)
@@ -130,7 +154,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("scheme", "rule", "seed", "_nonfinite")}
-        return super().__getstate__() | own | {"_formats": {}}  # type: ignore[no-untyped-call]  # torch's own
+        return super().__getstate__() | own | {"_formats": {}, "_batches": None}  # type: ignore[no-untyped-call]  # torch's own
 
     def _parameters(self) -> list[tuple[dict[str, Any], Tensor]]:
         return [(group, p) for group in self.param_groups for p in group["params"]]

@@ -7,11 +7,13 @@ two a byte, the even element in the low half), ``"scale"`` float32 [blocks], and
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from fmtsim.formats.packing import pack, unpack
+from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, ElementFormat
 from fmtsim.ops import CastSpec, EncodedParts, RandomKey
 from fmtsim.ops import decode as decode_elements
@@ -26,6 +28,9 @@ EXPONENTS = (-126, 126)
 """Powers of two that scales may be: both they and their reciprocals are normal."""
 
 RMS_FACTOR = 3.0
+
+_NATIVE = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+"""Formats whose cast to nearest even is torch's own, once numbers are within their range."""
 
 
 def encode(x: Tensor, fmt: StateFormat, previous: Mapping[str, Tensor], key: RandomKey | None) -> Parts:
@@ -87,10 +92,28 @@ def unpacked(stored: Tensor, fmt: ElementFormat, count: int) -> Tensor:
 
 def element_values(codes: Tensor, fmt: ElementFormat) -> Tensor:
     """Return the float32 values of unpacked codes."""
+    if fmt.bits <= 8:
+        return _values(fmt, codes.device)[codes.to(torch.int64)]
+    if fmt.name in _NATIVE:
+        return codes.to(torch.int16).view(_NATIVE[fmt.name]).to(torch.float32)
+    return decode_elements(EncodedParts(codes), _nearest(fmt), torch.float32)
+
+
+@lru_cache(maxsize=64)
+def _values(fmt: ElementFormat, device: torch.device) -> Tensor:
     if isinstance(fmt, CodebookFormat):
-        return torch.tensor(fmt.values, dtype=torch.float32, device=codes.device)[codes.to(torch.int64)]
-    spec = CastSpec(format=fmt, rounding=Rounding(), overflow="saturate")
-    return decode_elements(EncodedParts(codes), spec, torch.float32)
+        return torch.tensor(fmt.values, dtype=torch.float32, device=device)
+    codes = torch.arange(1 << fmt.bits, dtype=torch.uint8, device=device)
+    return decode_elements(EncodedParts(codes), _nearest(fmt), torch.float32)
+
+
+@lru_cache(maxsize=64)
+def _turning(fmt: CodebookFormat, ties: str, device: torch.device) -> Tensor:
+    return torch.tensor(thresholds_of(fmt, ties), device=device)
+
+
+def _nearest(fmt: ElementFormat) -> CastSpec:
+    return CastSpec(format=fmt, rounding=Rounding(), overflow="saturate")
 
 
 def rms_scale(x: Tensor, fmt: StateFormat) -> Tensor:
@@ -151,11 +174,16 @@ def _element_codes(y: Tensor, x: Tensor, fmt: StateFormat, key: RandomKey | None
     """Round scaled numbers y, flat, to codes; NaN takes code 0 of a codebook."""
     assert fmt.format is not None
     if isinstance(fmt.format, CodebookFormat):
-        turning = torch.tensor(thresholds_of(fmt.format, fmt.ties), device=y.device)
-        codes = torch.searchsorted(turning, torch.where(y == y, y, -math.inf), right=True)
+        codes = torch.searchsorted(
+            _turning(fmt.format, fmt.ties, y.device), torch.where(y == y, y, -math.inf), right=True
+        )
         if fmt.keep_sign:
             zero = fmt.format.values.index(0.0)
             codes = codes - ((codes == zero) & torch.signbit(x.reshape(-1))).to(codes.dtype)
         return codes
+    if fmt.format.name in _NATIVE and fmt.rounding.mode == "nearest_even" and fmt.format is get_format(fmt.format.name):
+        top = float(fmt.format.max)  # Inf becomes the largest value as well, NaN stays
+        codes = y.clamp(-top, top).to(_NATIVE[fmt.format.name])
+        return codes.view(torch.uint8) if fmt.format.bits == 8 else codes.view(torch.int16)
     spec = CastSpec(format=fmt.format, rounding=fmt.rounding, overflow="saturate")
     return encode_elements(y, spec, key if fmt.stochastic else None).codes

@@ -1,10 +1,11 @@
 """Which engine does a step: fused kernels where they cover a scheme, torch operations elsewhere, equal bits both."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,16 +28,16 @@ def run(jobs: Sequence[Job], rule: Rule, scheme: Scheme, counter: Counter) -> Se
     """Do the jobs that kernels cover; return the others."""
     if (rule is not ADAMW and rule is not ADAM) or not covers(scheme):
         return jobs
-    left, on_cuda = [], []
+    left, for_cuda = [], []
     for job in jobs:
         if job.parameter.is_cpu and takes_cpu(job):
             counter(job.parameter.device).add_(step_on_cpu(job, scheme))
-        elif job.parameter.is_cuda and takes_cuda(job) and _serves(job.parameter.get_device()):
-            on_cuda.append(job)
+        elif on_device(job.parameter) and takes_cuda(job):
+            for_cuda.append(job)
         else:
             left.append(job)
-    if on_cuda:
-        steps_on_cuda(on_cuda, scheme, counter)
+    if for_cuda:
+        steps_on_cuda(for_cuda, scheme, counter)
     return left
 
 
@@ -100,18 +101,76 @@ def steps_on_cuda(jobs: Sequence[Job], scheme: Scheme, counter: Counter) -> None
     together: dict[tuple[torch.device, Numbers], list[Job]] = {}
     for job in jobs:
         together.setdefault((job.parameter.device, job.numbers), []).append(job)
-    zeroing = scheme.nonfinite == "zero"
     for (device, numbers), group in together.items():
-        rows = [_row(job) for job in group]
-        like = group[0].parameter
-        _cuda().adam(rows, like, _cuda_books(scheme), numbers, scheme.first.block, zeroing, counter(device))
+        parts = _cuda().launches([_row(job.parameter, job.gradient, job.state) for job in group])
+        launch(parts, group[0].parameter, scheme, numbers, counter(device))
 
 
-def _row(job: Job) -> tuple[int, ...]:
-    state, p = job.state, job.parameter
-    scales = (state[f"{slot}_scale"].data_ptr() if f"{slot}_scale" in state else 0 for slot in ("first", "second"))
-    moments = state["first"].data_ptr(), state["second"].data_ptr()
-    return p.data_ptr(), job.gradient.data_ptr(), *moments, *scales, p.numel()
+def launch(parts: Any, like: Tensor, scheme: Scheme, numbers: Numbers, counter: Tensor) -> None:
+    """Start the CUDA kernel on what its ``launches`` made of parameters."""
+    _cuda().adam(parts, like, _cuda_books(scheme), numbers, scheme.first.block, scheme.nonfinite == "zero", counter)
+
+
+def _row(p: Tensor, g: Tensor, state: Mapping[str, Any]) -> tuple[int, ...]:
+    scales = (state[name].data_ptr() if name in state else 0 for name in ("first_scale", "second_scale"))
+    return p.data_ptr(), g.data_ptr(), state["first"].data_ptr(), state["second"].data_ptr(), *scales, p.numel()
+
+
+class Batch:
+    """A group of parameters that the CUDA kernel takes all, with what stays between steps worked out.
+
+    A step of many small parameters costs the host more time than the device; this is the short way for it. It is taken
+    only while parameters, states and gradients are what they were: one device, plain, every gradient there, all of one
+    step.
+
+    Args:
+        jobs: Of one step of the group, all of which the kernel took.
+    """
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.parameters = [job.parameter for job in jobs]
+        self.states = [job.state for job in jobs]
+        self._moments = [(job.state["first"], job.state["second"]) for job in jobs]
+        self._shapes = [job.parameter.shape for job in jobs]
+        self._parts = _cuda().launches([_row(job.parameter, job.gradient, job.state) for job in jobs])
+
+    def gathered(self) -> Any:
+        """Return the launches of a step with the gradients that are there now, None where the long way has to do it."""
+        first, addresses = self.states[0]["step"], []
+        for p, shape, state, moments in zip(self.parameters, self._shapes, self.states, self._moments, strict=True):
+            g = p.grad
+            if g is None or g.dtype is not torch.float32 or g.layout is not torch.strided or not g.is_contiguous():
+                return None
+            if p.dtype is not torch.float32 or p.shape != shape or not p.is_contiguous() or state["step"] != first:
+                return None
+            if state["first"] is not moments[0] or state["second"] is not moments[1]:
+                return None
+            addresses.append((p.data_ptr(), g.data_ptr()))
+        table = np.array(addresses, np.int64)
+        if (table % CUDA_ALIGNMENT).any():
+            return None
+        for i, part in enumerate(self._parts):
+            start = i * len(part.table)
+            part.table[: part.entries, :2] = table[start : start + part.entries]
+        return self._parts
+
+
+def batches_of(jobs: Sequence[Job], groups: Sequence[Mapping[str, Any]]) -> list[Batch] | None:
+    """Return a batch a group where the kernel took the jobs of all parameters, on one device each; else None."""
+    by_parameter = {job.parameter: job for job in jobs}
+    found = []
+    for group in groups:
+        chosen = [by_parameter.get(p) for p in group["params"]]
+        present = [job for job in chosen if job is not None]
+        if not present or len(present) < len(chosen) or len({job.parameter.device for job in present}) > 1:
+            return None
+        found.append(Batch(present))
+    return found
+
+
+def on_device(p: Tensor) -> bool:
+    """Say whether a parameter lies where the CUDA engine's kernels run."""
+    return p.is_cuda and bool(importlib.import_module("fmtsim.cuda").serves(p.get_device()))
 
 
 def _book(fmt: StateFormat, *more: Any) -> tuple[Any, ...]:
@@ -137,7 +196,3 @@ def _cpu() -> Any:
 
 def _cuda() -> Any:
     return importlib.import_module("fmtsim.cuda.moments")
-
-
-def _serves(index: int) -> bool:
-    return bool(importlib.import_module("fmtsim.cuda").serves(index))

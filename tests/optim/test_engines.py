@@ -52,15 +52,11 @@ def on_cuda(monkeypatch):
     """Let the CUDA kernel, emulated, take parameters that lie on the CPU."""
     if emulator.COMPILER is None:
         pytest.skip("kernels run on the host only where there is a C++ compiler (g++)")
-
-    def run(jobs, rule, scheme, counter):
-        taken = [job for job in jobs if engines.takes_cuda(job)]
-        engines.steps_on_cuda(taken, scheme, counter)
-        return [job for job in jobs if not engines.takes_cuda(job)]
-
     with emulator.emulated():
-        monkeypatch.setattr(engines, "run", run)
+        monkeypatch.setattr(engines, "takes_cpu", lambda job: False)
+        monkeypatch.setattr(engines, "on_device", lambda p: True)
         yield
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize(("scheme", "cls"), OURS)
@@ -74,11 +70,46 @@ def test_the_cpu_kernel_has_the_bits_of_torch(scheme, cls, bad, only_torch):
 
 @pytest.mark.parametrize(("scheme", "cls"), OURS)
 @pytest.mark.parametrize("bad", [False, True])
-def test_the_cuda_kernel_has_the_bits_of_torch(scheme, cls, bad, on_cuda, monkeypatch):
+def test_the_cuda_kernel_has_the_bits_of_torch(scheme, cls, bad, on_cuda, only_torch, monkeypatch):
+    starts = []
+    launch = engines.launch
+    monkeypatch.setattr(engines, "launch", lambda *given: (starts.append(1), launch(*given)))
     fused = train(cls, scheme, bad=bad)
-    monkeypatch.undo()
-    monkeypatch.setattr(engines, "covers", lambda scheme: False)
+    assert len(starts) == 3
+    only_torch()
     assert equal(fused, train(cls, scheme, bad=bad))
+
+
+@pytest.mark.parametrize("change", ["nothing", "gradient", "state", "pointer", "step"])
+def test_the_short_way_is_left_where_something_changed(change, on_cuda, only_torch):
+    """The second step takes the short way, unless a parameter or its state is not what it was."""
+
+    def run():
+        parameters = [torch.nn.Parameter(torch.from_numpy(parameter(shape, i))) for i, shape in enumerate(SHAPES)]
+        optimizer = fmtsim.optim.AdamW(parameters, state="bnb8")
+        long = []
+        optimizer._long_step = lambda: (long.append(1), type(optimizer)._long_step(optimizer))
+        for step in range(3):
+            for p in parameters:
+                p.grad = torch.full_like(p, 0.1 + step)
+            if step == 1 and change == "gradient":
+                parameters[2].grad = None
+            if step == 1 and change == "state":
+                state = optimizer.state[parameters[0]]
+                state["first"] = state["first"].clone()
+            if step == 1 and change == "pointer":
+                parameters[1].data = parameters[1].detach().clone()
+            if step == 1 and change == "step":
+                optimizer.state[parameters[1]]["step"] = 7
+            optimizer.step()
+        return [bits(p.detach()) for p in parameters], len(long)
+
+    fused, long = run()
+    assert long == {"nothing": 1, "gradient": 3, "state": 2, "pointer": 1, "step": 3}[change]
+    only_torch()
+    wanted, long = run()
+    assert long == 3
+    assert all(map(torch.equal, fused, wanted))
 
 
 def test_a_planted_threshold_is_seen(only_torch, monkeypatch):
