@@ -4,7 +4,18 @@ import difflib
 from collections.abc import Sequence
 
 from fmtsim.errors import ArgumentError
-from fmtsim.reproduce import attention, blocks, estimators, machines, outliers, ratios, sequences, training, widths
+from fmtsim.reproduce import (
+    attention,
+    blocks,
+    estimators,
+    machines,
+    optimizers,
+    outliers,
+    ratios,
+    sequences,
+    training,
+    widths,
+)
 from fmtsim.reproduce.claim import Claim
 
 CLAIMS: tuple[Claim, ...] = (
@@ -17,6 +28,7 @@ CLAIMS: tuple[Claim, ...] = (
     *sequences.CLAIMS,
     *training.CLAIMS,
     *widths.CLAIMS,
+    *optimizers.CLAIMS,
 )
 
 

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 import fmtsim
+from fmtsim.cpu import elementary as cpu_elementary
 from fmtsim.ops import CastSpec, encode
 from fmtsim.optim import StateFormat, codec
+from fmtsim.rounding import elementary
+from fmtsim.torch_engine import elementary as torch_elementary
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "e4m3", "e5m2"])
@@ -47,3 +50,17 @@ def test_zeros_encode_to_zeros():
             if fmt.least == 0:
                 zero = torch.zeros(300)
                 assert torch.equal(codec.decode(codec.encode(zero, fmt, {}, None), fmt, (300,)), zero)
+
+
+def test_elementary_functions_of_the_cpu_have_the_bits_of_the_reference():
+    source = torch.Generator().manual_seed(2)
+    positive = 10 ** (torch.rand(3000, generator=source, dtype=torch.float64) * 80 - 42)
+    exponents = torch.randn(3000, generator=source, dtype=torch.float64) * 300
+    ends = torch.tensor([0.0, -0.0, 709.782712893384, 709.79, -745.1332191019411, -745.14, torch.inf, -torch.inf])
+    exponents = torch.cat([exponents, ends.double(), torch.tensor([torch.nan], dtype=torch.float64)])
+    for engine in (cpu_elementary, torch_elementary):
+        found = engine.ln(positive), engine.exp(exponents)
+        wanted = [elementary.ln(x) for x in positive.tolist()], [elementary.exp(x) for x in exponents.tolist()]
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(a.view(torch.int64)[:-1], torch.tensor(b, dtype=torch.float64).view(torch.int64)[:-1])
+    assert bool(found[1][-1].isnan())

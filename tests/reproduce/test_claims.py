@@ -33,6 +33,10 @@ PLANTED = (  # claim, setting, a value that is wrong, a number that has to fail
     ("unit_scaling", "format", "e2m1", "unit, largest part of a gradient lost"),
     ("underflow", "format", "bf16", "progress without scaling"),
     ("underflow", "scale", 1.0, "progress with scaling"),
+    ("coat_states", "scheme", "coat_plain", "part of v lost, expanded"),
+    ("moment_underflow", "formats", ("e4m3_ieee", "e3m4"), "part of v lost, e5m2"),
+    ("fp8lm_memory", "scheme", "bnb8", "bytes, all with the gradient"),
+    ("stochastic_weights", "scheme", "fp32", "200 + 100 x 1, stochastic"),
 )  # fmt: skip
 
 
