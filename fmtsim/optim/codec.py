@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fmtsim.formats.packing import pack, unpack
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import CodebookFormat, ElementFormat
+from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat
 from fmtsim.ops import CastSpec, EncodedParts, RandomKey
 from fmtsim.ops import decode as decode_elements
 from fmtsim.ops import encode as encode_elements
@@ -181,9 +181,20 @@ def _element_codes(y: Tensor, x: Tensor, fmt: StateFormat, key: RandomKey | None
             zero = fmt.format.values.index(0.0)
             codes = codes - ((codes == zero) & torch.signbit(x.reshape(-1))).to(codes.dtype)
         return codes
-    if fmt.format.name in _NATIVE and fmt.rounding.mode == "nearest_even" and fmt.format is get_format(fmt.format.name):
-        top = float(fmt.format.max)  # Inf becomes the largest value as well, NaN stays
-        codes = y.clamp(-top, top).to(_NATIVE[fmt.format.name])
-        return codes.view(torch.uint8) if fmt.format.bits == 8 else codes.view(torch.int16)
+    if fmt.rounding.mode == "nearest_even" and _is_native(fmt.format):
+        return _native_codes(y, fmt.format)
     spec = CastSpec(format=fmt.format, rounding=fmt.rounding, overflow="saturate")
     return encode_elements(y, spec, key if fmt.stochastic else None).codes
+
+
+def _is_native(fmt: ElementFormat) -> bool:
+    return fmt.name in _NATIVE and fmt == get_format(fmt.name)
+
+
+def _native_codes(y: Tensor, fmt: ElementFormat) -> Tensor:
+    """Cast with torch; Inf becomes the largest value as well, and NaN the format's one."""
+    assert isinstance(fmt, FloatFormat) and fmt.nan_code is not None  # all of _NATIVE are
+    top = float(fmt.max)
+    cast = y.clamp(-top, top).to(_NATIVE[fmt.name])
+    codes = cast.view(torch.uint8 if fmt.bits == 8 else torch.int16)
+    return codes.masked_fill_(y != y, fmt.nan_code)

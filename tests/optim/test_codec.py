@@ -28,9 +28,7 @@ def test_torch_casts_have_the_bits_of_the_operators(name):
     wanted = encode(x, spec).codes
     found = codec.unpacked(codec.encode(x, StateFormat(format=fmt), {}, None)["codes"], fmt, x.numel())
     assert torch.equal(found[: codes.numel()].to(torch.int32), codes)
-    nan = x.isnan()
-    assert torch.equal(found[~nan], wanted[~nan])
-    assert bool(codec.element_values(found, fmt)[nan].isnan().all())
+    assert torch.equal(found.to(torch.int32), wanted.to(torch.int32))
 
 
 def test_powers_of_two_never_leave_the_range():
