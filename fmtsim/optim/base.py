@@ -172,7 +172,8 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
     def _jobs(self) -> list[single.Job]:
         """Return what the step has to do; raise before anything is changed."""
-        found = [(i, group, p) for i, (group, p) in enumerate(self._parameters()) if p.grad is not None]
+        every = enumerate(self._parameters())
+        found = [(i, group, p) for i, (group, p) in every if p.grad is not None and p.numel()]
         for index, _, p in found:
             self._check(index, p)
         numbers: dict[tuple[int, int], Any] = {}

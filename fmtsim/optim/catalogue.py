@@ -55,12 +55,15 @@ def _bnb(name: str, block: int) -> Scheme:
 
 
 def _ao(name: str, first: str | ElementFormat, second: str | ElementFormat, block: int) -> Scheme:
-    more = {"least": 1e-12, "ties": "up"}
+    states = []
+    for fmt in (first, second):
+        ties = "even" if fmt == "e4m3" else "up"  # a cast of torch's, and a search of torchao's own
+        states.append(_blocks(fmt, block, least=1e-12, ties=ties))
     return Scheme(
         name=name,
         source=_AO,
-        first=_blocks(first, block, **more),
-        second=_blocks(second, block, **more),
+        first=states[0],
+        second=states[1],
         minimum=_SMALL,
         whole_blocks=True,
     )

@@ -46,11 +46,15 @@ def memory(optimizer: QuantizedOptimizer) -> Memory:
         Measured bytes by kind, and for states what the scheme's arithmetic gives.
     """
     measured, expected, elements = dict.fromkeys(KINDS, 0), dict.fromkeys(("first", "second", "weights"), 0), 0
+    seen: set[tuple[object, int]] = set()  # memory that several tensors share counts once
     for group in optimizer.param_groups:
         for p in group["params"]:
             elements += p.numel()
             for kind, tensor in _tensors(p, optimizer):
-                measured[kind] += tensor.untyped_storage().nbytes()
+                storage = tensor.untyped_storage()
+                if (tensor.device, storage.data_ptr()) not in seen:
+                    seen.add((tensor.device, storage.data_ptr()))
+                    measured[kind] += storage.nbytes()
             if p not in optimizer.state:
                 continue
             for slot, fmt in optimizer.scheme.formats(tuple(p.shape), optimizer.rule.slots).items():

@@ -63,3 +63,10 @@ def test_a_scheme_of_ones_own():
     p.grad = torch.ones_like(p)
     optimizer.step()
     assert fmtsim.optim.memory(optimizer).per_parameter() == 2 + 8 / 64
+
+
+def test_memory_that_parameters_share_counts_once():
+    flat = torch.zeros(8192)
+    parameters = [torch.nn.Parameter(half) for half in flat.split(4096)]
+    found = fmtsim.optim.memory(fmtsim.optim.AdamW(parameters))
+    assert (found.elements, found.measured["parameters"]) == (8192, 4 * 8192)

@@ -170,3 +170,19 @@ def test_weights_kept_are_refreshed_on_request():
         single.parts_of(training.optimizer.state[p], "weights"), training.optimizer.scheme.weights, p.shape
     )
     assert torch.equal(kept, p.detach())
+
+
+@pytest.mark.parametrize(("scheme", "cls"), SCHEMES)
+def test_parameters_of_any_shape(scheme, cls):
+    """Scalars, nothing at all, and layouts other than rows in order."""
+    scalar, nothing = torch.nn.Parameter(torch.tensor(0.5)), torch.nn.Parameter(torch.zeros(0, 7))
+    turned = torch.nn.Parameter(torch.from_numpy(parameter((70, 90))).t())
+    straight = torch.nn.Parameter(turned.detach().contiguous())
+    for p in (scalar, nothing, turned, straight):
+        p.grad = torch.full_like(p, 0.5)
+    make = getattr(fmtsim.optim, cls)
+    make([scalar, nothing], state=scheme, lr=0.25).step()
+    assert float(scalar.detach()) != 0.5
+    for p in (turned, straight):  # one optimizer each: the same place among parameters
+        make([p], state=scheme).step()
+    assert torch.equal(turned.detach(), straight.detach())
