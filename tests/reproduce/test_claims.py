@@ -143,7 +143,7 @@ def test_every_claim_says_who_claims_what():
         assert claim.says and claim.source
         assert hash(claim) is not None
         seeded = any(name == "seed" for name, _ in claim.settings)
-        assert seeded or claim.name in ("dge", "loss_scaling", "delayed_scaling"), (
+        assert seeded or claim.name in ("dge", "loss_scaling", "delayed_scaling", "fp8lm_memory", "optimizer_parity"), (
             f"{claim.name} draws numbers without a seed"
         )
 
