@@ -1,4 +1,4 @@
-"""A step of Adam on many parameters whose moments are bytes of codebooks, or float32: a few launches for all of them.
+"""A step of Adam on many parameters whose moments are bytes, or float32: a few launches for all of them.
 
 The definition is fmtsim/optim: rules.py (the update), codec.py (scales and codes); the bits are the same.
 """
@@ -15,12 +15,12 @@ from torch import Tensor
 from fmtsim.cuda import runtime
 from fmtsim.cuda.runtime import Defines
 
-FILE, THREADS, CHUNK = "moments.cu", 256, 2048
-ENTRIES = 48
+THREADS, CHUNK = 256, 2048
+ENTRIES, WORDS = 36, 12
 """Parameters of a launch: their addresses are arguments, of which 4096 bytes fit."""
 
 BLOCKS = (256, 512, 1024, 2048)
-RESIDENT = 4  # blocks of threads that a multiprocessor holds: 56 registers a thread
+RESIDENT = 4  # blocks of threads that a multiprocessor holds: at most 64 registers a thread
 ALIGNED = 16
 
 
@@ -60,7 +60,7 @@ class Books:
 class Launch(NamedTuple):
     """The parameters of one launch.
 
-    table: int64 [ENTRIES, 8], struct Entry of the kernel. entries: Of parameters. chunks: Of all of them.
+    table: int64 [ENTRIES, WORDS], struct Entry of the kernels. entries: Of parameters. chunks: Of all of them.
     """
 
     table: np.ndarray
@@ -71,17 +71,18 @@ class Launch(NamedTuple):
 def launches(rows: Sequence[tuple[int, ...]]) -> list[Launch]:
     """Return the launches for parameters, a row each.
 
-    A row has the addresses of parameter, gradient (both float32, contiguous, multiples of ALIGNED), both moments
-    (uint8, or float32 where the scales' addresses are 0) and both scales, and the number of elements.
+    A row has addresses and then the number of elements. Addresses: of parameter and gradient (both float32, contiguous,
+    multiples of ALIGNED), then of both moments' codes (uint8, or float32 numbers where the scales' addresses are 0),
+    scales, powers and centres (0 where there are none).
     """
     found = []
     for start in range(0, len(rows), ENTRIES):
         part = np.array(rows[start : start + ENTRIES], np.int64)
-        table = np.zeros((ENTRIES, 8), np.int64)
-        table[: len(part), :7] = part
-        chunks = -(-part[:, 6] // CHUNK)
+        table = np.zeros((ENTRIES, WORDS), np.int64)
+        table[: len(part), : WORDS - 1] = part
+        chunks = -(-part[:, -1] // CHUNK)
         ends = np.cumsum(chunks)
-        table[: len(part), 7] = ends - chunks
+        table[: len(part), WORDS - 1] = ends - chunks
         found.append(Launch(table, len(part), int(ends[-1])))
     return found
 
@@ -89,7 +90,7 @@ def launches(rows: Sequence[tuple[int, ...]]) -> list[Launch]:
 def adam(
     parts: Sequence[Launch],
     like: Tensor,
-    books: Books,
+    books: Books | None,
     numbers: tuple[float, ...],
     block: int,
     zeroing: bool,
@@ -100,23 +101,28 @@ def adam(
     Args:
         parts: What ``launches`` made of them.
         like: Any of the parameters, which says the device.
-        books: Of the moments.
+        books: Of the moments; None for E4M3 in expanded groups of 128.
         numbers: The first ten fields of ``fmtsim.optim.rules.Numbers``, in order.
         block: Numbers that share a scale, one of BLOCKS.
         zeroing: Elements whose gradient is not finite lose their moments and keep their parameter.
         counter: int64, 0-d; grows by the number of elements of gradients that are not finite.
     """
     index = runtime.device_index(like)
-    kernel = runtime.kernel(FILE, "adam", index, _defines(block))
-    values, words = books.tables(like.device)
-    shared = 4 * (values.numel() + words.numel())
     scalars = struct.pack("<10f2i", *numbers[:10], zeroing, 0)
+    shared: int = 0
+    more: tuple[object, ...] = ()
+    if books is None:
+        kernel = runtime.kernel("moments_expanded.cu", "adam", index, _ENTRIES)
+    else:
+        kernel = runtime.kernel("moments.cu", "adam", index, _defines(block))
+        values, words = books.tables(like.device)
+        shared, more = 4 * (values.numel() + words.numel()), (*books.parameters, values, words)
     most = RESIDENT * runtime.multiprocessors(index)
     for table, entries, chunks in parts:
         if chunks:
             kernel(
-                min(chunks, most), THREADS, table.tobytes(), np.int32(entries), np.int64(chunks), scalars,
-                *books.parameters, values, words, counter, shared=shared,
+                min(chunks, most), THREADS, table.tobytes(), np.int32(entries), np.int64(chunks), scalars, *more,
+                counter, shared=shared,
             )  # fmt: skip
 
 
@@ -130,12 +136,16 @@ def _book_bytes(book: Book) -> bytes:
     return integers + np.float32(book.least).tobytes() + bytes(12)
 
 
+_ENTRIES: Defines = (("ENTRIES", str(ENTRIES)),)
+
+
 @lru_cache(maxsize=8)
 def _defines(block: int) -> Defines:
-    return (("BLOCK", str(block)), ("ENTRIES", str(ENTRIES)))
+    return (("BLOCK", str(block)), *_ENTRIES)
 
 
 def variants() -> Iterator[tuple[str, str, Defines]]:
-    """Yield the kernel for every size of blocks."""
+    """Yield the kernels, that of codebooks for every size of blocks."""
     for block in BLOCKS:
-        yield FILE, "adam", _defines(block)
+        yield "moments.cu", "adam", _defines(block)
+    yield "moments_expanded.cu", "adam", _ENTRIES

@@ -3,13 +3,14 @@
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError
+from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat
 from fmtsim.optim.codebooks import LOWEST_KEY, Table, table_of
 from fmtsim.optim.rules import ADAM, ADAMW, Numbers, Rule
@@ -20,19 +21,23 @@ Counter = Callable[[torch.device], Tensor]
 CPU_ALIGNMENT = 64
 """The CPU's kernel takes blocks of a multiple of this."""
 
+_PARTS = [f"{slot}{part}" for part in ("", "_scale", "_power", "_centre") for slot in ("first", "second")]
+Kind = Literal["codebooks", "expanded"]
+EXPANDED_GROUP = 128
 CUDA_BLOCKS = (256, 512, 1024, 2048)
 CUDA_ALIGNMENT = 16
 
 
 def run(jobs: Sequence[Job], rule: Rule, scheme: Scheme, counter: Counter) -> Sequence[Job]:
     """Do the jobs that kernels cover; return the others."""
-    if (rule is not ADAMW and rule is not ADAM) or not covers(scheme):
+    kind = covers(scheme) if rule is ADAMW or rule is ADAM else None
+    if kind is None:
         return jobs
     left, for_cuda = [], []
     for job in jobs:
-        if job.parameter.is_cpu and takes_cpu(job):
+        if kind == "codebooks" and job.parameter.is_cpu and takes_cpu(job):
             counter(job.parameter.device).add_(step_on_cpu(job, scheme))
-        elif on_device(job.parameter) and takes_cuda(job):
+        elif on_device(job.parameter) and takes_cuda(job, kind):
             for_cuda.append(job)
         else:
             left.append(job)
@@ -42,16 +47,21 @@ def run(jobs: Sequence[Job], rule: Rule, scheme: Scheme, counter: Counter) -> Se
 
 
 @lru_cache(maxsize=64)
-def covers(scheme: Scheme) -> bool:
-    """Say whether kernels know the states of a scheme: bytes of codebooks whose largest value is 1."""
-    return (
-        scheme.weights is None
-        and scheme.nonfinite != "skip"
-        and scheme.first.block == scheme.second.block
-        and isinstance(scheme.first.block, int)
-        and table(scheme.first) is not None
-        and table(scheme.second) is not None
-    )
+def covers(scheme: Scheme) -> Kind | None:
+    """Say which kernels know the states of a scheme.
+
+    ``"codebooks"``: bytes of codebooks whose largest value is 1, on CPU and CUDA. ``"expanded"``: E4M3 in expanded
+    groups of 128, on CUDA. None: none do.
+    """
+    first, second = scheme.first, scheme.second
+    if scheme.weights is not None or scheme.nonfinite == "skip":
+        return None
+    if all(fmt.expand and fmt.block == EXPANDED_GROUP and fmt.format == get_format("e4m3") for fmt in (first, second)):
+        plain = all(not fmt.stochastic and not fmt.least for fmt in (first, second))
+        return "expanded" if plain else None
+    if first.block != second.block or not isinstance(first.block, int) or table(first) is None or table(second) is None:
+        return None
+    return "codebooks"
 
 
 @lru_cache(maxsize=64)
@@ -73,12 +83,12 @@ def takes_cpu(job: Job) -> bool:
     return job.formats["first"].format is not None and _is_plain(job) and int(block) % CPU_ALIGNMENT == 0
 
 
-def takes_cuda(job: Job) -> bool:
+def takes_cuda(job: Job, kind: Kind) -> bool:
     """Say whether the CUDA kernel takes a parameter that lies there; small ones with float32 moments too."""
     first = job.formats["first"]
     if not _is_plain(job) or (job.parameter.data_ptr() | job.gradient.data_ptr()) % CUDA_ALIGNMENT:
         return False
-    return first.format is None or first.block in CUDA_BLOCKS
+    return kind == "expanded" or first.format is None or first.block in CUDA_BLOCKS
 
 
 def _is_plain(job: Job) -> bool:
@@ -108,12 +118,13 @@ def steps_on_cuda(jobs: Sequence[Job], scheme: Scheme, counter: Counter) -> None
 
 def launch(parts: Any, like: Tensor, scheme: Scheme, numbers: Numbers, counter: Tensor) -> None:
     """Start the CUDA kernel on what its ``launches`` made of parameters."""
-    _cuda().adam(parts, like, _cuda_books(scheme), numbers, scheme.first.block, scheme.nonfinite == "zero", counter)
+    books = _cuda_books(scheme) if covers(scheme) == "codebooks" else None
+    _cuda().adam(parts, like, books, numbers, scheme.first.block, scheme.nonfinite == "zero", counter)
 
 
 def _row(p: Tensor, g: Tensor, state: Mapping[str, Any]) -> tuple[int, ...]:
-    scales = (state[name].data_ptr() if name in state else 0 for name in ("first_scale", "second_scale"))
-    return p.data_ptr(), g.data_ptr(), state["first"].data_ptr(), state["second"].data_ptr(), *scales, p.numel()
+    parts = (state[name].data_ptr() if name in state else 0 for name in _PARTS)
+    return p.data_ptr(), g.data_ptr(), *parts, p.numel()
 
 
 class Batch:
