@@ -20,7 +20,7 @@ ENTRIES, WORDS = 36, 12
 """Parameters of a launch: their addresses are arguments, of which 4096 bytes fit."""
 
 BLOCKS = (256, 512, 1024, 2048)
-RESIDENT = 4  # blocks of threads that a multiprocessor holds: at most 64 registers a thread
+RESIDENT, RESIDENT_EXPANDED = 4, 3  # blocks of threads that a multiprocessor holds: 51 and 72 registers a thread
 ALIGNED = 16
 
 
@@ -109,15 +109,16 @@ def adam(
     """
     index = runtime.device_index(like)
     scalars = struct.pack("<10f2i", *numbers[:10], zeroing, 0)
-    shared: int = 0
+    shared, resident = 0, RESIDENT_EXPANDED
     more: tuple[object, ...] = ()
     if books is None:
         kernel = runtime.kernel("moments_expanded.cu", "adam", index, _ENTRIES)
     else:
         kernel = runtime.kernel("moments.cu", "adam", index, _defines(block))
         values, words = books.tables(like.device)
+        resident = RESIDENT
         shared, more = 4 * (values.numel() + words.numel()), (*books.parameters, values, words)
-    most = RESIDENT * runtime.multiprocessors(index)
+    most = resident * runtime.multiprocessors(index)
     for table, entries, chunks in parts:
         if chunks:
             kernel(
