@@ -13,9 +13,13 @@ from fmtsim.torch_engine import elementary as torch_elementary
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "e4m3", "e5m2"])
 def test_torch_casts_have_the_bits_of_the_operators(name):
-    """Every value of the format, the middles between them and their neighbours, beyond the range, NaN and -0."""
+    """Every value of the format (of wide ones every eleventh, and the smallest), the middles between them and their
+    neighbours, beyond the range, NaN and -0.
+    """
     fmt = fmtsim.get_format(name)
     codes = torch.arange(fmt.max_code + 1, dtype=torch.int32)
+    if fmt.bits > 8:
+        codes = torch.cat([codes[:2048], codes[2048::11], codes[-3:]])
     values = codec.element_values(codes if fmt.bits > 8 else codes.to(torch.uint8), fmt)
     wanted = fmtsim.quantize(values, name)
     assert torch.equal(values, wanted)
