@@ -86,16 +86,14 @@ class QuantizedOptimizer(torch.optim.Optimizer):
                 return False
         for batch, group, part in zip(self._batches, self.param_groups, parts, strict=True):
             numbers = self.rule.numbers(group, batch.states[0]["step"] + 1, self.scheme)
-            for state in batch.states:
-                state["step"] += 1
             like = batch.parameters[0]
             engines.launch(part, like, self.scheme, numbers, self._count(like.device))
+            for state in batch.states:
+                state["step"] += 1
         return True
 
     def _long_step(self) -> None:
         jobs = self._jobs()
-        for job in jobs:
-            job.state["step"] += 1
         left = engines.run(jobs, self.rule, self.scheme, self._count)
         for job in left:
             self._count(job.gradient.device).add_(single.count_nonfinite(job.gradient))
@@ -115,7 +113,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         for index, (_, p) in enumerate(self._parameters()):
             fmt = self._formats_of(p).get("weights")
             if p in self.state and fmt is not None and not single.in_parameter(fmt, p.dtype):
-                fresh = single.start(p, {"weights": fmt}, self.rule, self.seed, index)
+                fresh = single.start(single.local(p), {"weights": fmt}, self.rule, self.seed, index)
                 self.state[p].update({name: fresh[name] for name in fresh if name.startswith("weights")})
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,15 +137,15 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             changed = before(self, dict(state_dict))
             state_dict = state_dict if changed is None else changed
         parameters = [p for _, p in self._parameters()]
-        formats = [self._formats_of(p) for p in parameters]
-        state = checkpoint.states(state_dict, parameters, formats, self.rule, self.scheme, convert)
+        shards, formats = [single.local(p) for p in parameters], [self._formats_of(p) for p in parameters]
+        states = checkpoint.states(state_dict, shards, formats, self.rule, self.scheme, convert)
         groups = checkpoint.groups(state_dict, self.param_groups)
         for group in groups:
             self.check_group(group)
         self.__dict__["param_groups"] = groups
         self._batches = None
         self.state.clear()
-        self.state.update(state)
+        self.state.update((p, state) for p, state in zip(parameters, states, strict=True) if state)
         self.seed = state_dict.get("fmtsim", {}).get("seed", self.seed)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -161,7 +159,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
     def _formats_of(self, p: Tensor) -> Mapping[str, StateFormat]:
         if p not in self._formats:
-            self._formats[p] = self.scheme.formats(tuple(p.shape), self.rule.slots)
+            self._formats[p] = self.scheme.formats(tuple(single.local(p).shape), self.rule.slots)
         return self._formats[p]
 
     def _count(self, device: torch.device) -> Tensor:
@@ -173,20 +171,22 @@ class QuantizedOptimizer(torch.optim.Optimizer):
     def _jobs(self) -> list[single.Job]:
         """Return what the step has to do; raise before anything is changed."""
         every = enumerate(self._parameters())
-        found = [(i, group, p) for i, (group, p) in every if p.grad is not None and p.numel()]
+        found = [(i, group, p) for i, (group, p) in every if p.grad is not None and single.local(p).numel()]
         for index, _, p in found:
             self._check(index, p)
         numbers: dict[tuple[int, int], Any] = {}
         jobs = []
         for index, group, p in found:
             assert p.grad is not None
-            state = self.state[p]
+            state, here, formats = self.state[p], single.local(p), self._formats_of(p)
             if not state:
-                state.update(single.start(p, self._formats_of(p), self.rule, self.seed, index))
-            key = (id(group), state["step"] + 1)
+                state.update(single.start(here, formats, self.rule, self.seed, index))
+            step = state["step"] + 1
+            key = (id(group), step)
             if key not in numbers:
-                numbers[key] = self.rule.numbers(group, key[1], self.scheme)
-            jobs.append(single.Job(p, p.grad, state, self._formats_of(p), numbers[key], self.seed, index))
+                numbers[key] = self.rule.numbers(group, step, self.scheme)
+            gradient = single.local(p.grad)
+            jobs.append(single.Job(here, gradient, state, step, formats, numbers[key], self.seed, index))
         return jobs
 
     def _check(self, index: int, p: Tensor) -> None:
@@ -198,9 +198,10 @@ class QuantizedOptimizer(torch.optim.Optimizer):
                 "embedding), or torch.optim.SparseAdam for it"
             )
         shape = self.state[p].get("shape") if p in self.state else None
-        if shape is not None and tuple(shape) != tuple(p.shape):
+        here = single.local(p).shape
+        if shape is not None and tuple(shape) != tuple(here):
             raise ArgumentError(
-                f"parameter {index} is {list(p.shape)} now, its state is of {list(shape)}; make a new optimizer"
+                f"parameter {index} is {list(here)} now, its state is of {list(shape)}; make a new optimizer"
             )
 
 

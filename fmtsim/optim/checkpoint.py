@@ -39,8 +39,8 @@ def states(
     rule: Rule,
     scheme: Scheme,
     convert: bool,
-) -> dict[Tensor, dict[str, Any]]:
-    """Return what a saved state holds of each parameter, on the parameters' devices.
+) -> list[dict[str, Any]]:
+    """Return what a saved state holds of each parameter, on the parameters' devices; nothing where it has no state.
 
     Raises:
         ArgumentError: As ``QuantizedOptimizer.load_state_dict`` says.
@@ -51,15 +51,15 @@ def states(
         raise ArgumentError(f"the state is of {sum(sizes)} parameters, the optimizer has {len(parameters)}")
     order = [index for group in state_dict["param_groups"] for index in group["params"]]
     seed = state_dict.get("fmtsim", {}).get("seed", 0)
-    loaded = {}
+    loaded: list[dict[str, Any]] = []
     for place, (index, p, wanted) in enumerate(zip(order, parameters, formats, strict=True)):
         saved = state_dict["state"].get(index)
         if not saved:
-            continue
-        if source is scheme:
-            loaded[p] = _same(place, saved, p, wanted, rule)
+            loaded.append({})
+        elif source is scheme:
+            loaded.append(_same(place, saved, p, wanted, rule))
         else:
-            loaded[p] = _converted(place, saved, p, wanted, rule, source, seed)
+            loaded.append(_converted(place, saved, p, wanted, rule, source, seed))
     return loaded
 
 

@@ -19,7 +19,6 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError
 from fmtsim.optim.codec import RMS_FACTOR
 from fmtsim.optim.rules import Group, Numbers, Rule, States, float32, numbers, square_root
 from fmtsim.optim.state import Scheme
@@ -53,8 +52,7 @@ def _update(base: int | str, rounded: bool, p: Tensor, g: Tensor, states: States
 def _steps(
     base: int | str, rounded: bool, g: Tensor, signs: Tensor, states: States, n: Numbers, gamma: int
 ) -> tuple[Tensor, States]:
-    if base != 2 or n.penalty:
-        raise ArgumentError("weights kept as logarithms move in powers of two; choose base=2 and weight_decay=0")
+    assert base == 2  # Madam refuses others for weights kept as logarithms
     direction, v = _direction(g, states, n, rounded)
     return ((direction * float32(n.size * gamma)) * signs).round().to(torch.int64), {"second": v}
 

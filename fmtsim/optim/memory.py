@@ -49,7 +49,8 @@ def memory(optimizer: QuantizedOptimizer) -> Memory:
     seen: set[tuple[object, int]] = set()  # memory that several tensors share counts once
     for group in optimizer.param_groups:
         for p in group["params"]:
-            elements += p.numel()
+            shape = tuple(single.local(p).shape)
+            elements += single.local(p).numel()
             for kind, tensor in _tensors(p, optimizer):
                 storage = tensor.untyped_storage()
                 if (tensor.device, storage.data_ptr()) not in seen:
@@ -57,16 +58,16 @@ def memory(optimizer: QuantizedOptimizer) -> Memory:
                     measured[kind] += storage.nbytes()
             if p not in optimizer.state:
                 continue
-            for slot, fmt in optimizer.scheme.formats(tuple(p.shape), optimizer.rule.slots).items():
+            for slot, fmt in optimizer.scheme.formats(shape, optimizer.rule.slots).items():
                 if slot != "weights" or not single.in_parameter(fmt, p.dtype):
-                    expected[slot] += fmt.bytes_of(tuple(p.shape))
+                    expected[slot] += fmt.bytes_of(shape)
     return Memory(elements=elements, measured=measured, expected=expected)
 
 
 def _tensors(p: Tensor, optimizer: QuantizedOptimizer) -> Iterator[tuple[str, Tensor]]:
-    yield "parameters", p
+    yield "parameters", single.local(p)
     if p.grad is not None:
-        yield "gradients", p.grad
+        yield "gradients", single.local(p.grad)
     for name, value in optimizer.state.get(p, {}).items():
         if isinstance(value, Tensor):
             kind = name.split("_")[0]

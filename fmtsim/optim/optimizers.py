@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fmtsim.errors import ArgumentError
+from fmtsim.formats.spec import LogFormat
 from fmtsim.optim import rules
 from fmtsim.optim.base import Params, QuantizedOptimizer, check_common
 from fmtsim.optim.madam import BASES, madam
@@ -174,6 +175,12 @@ class Madam(QuantizedOptimizer):
         rules.require("beta", group["beta"], 0, 1, open_high=True)
         if group["weight_decay"] and self._base == 2:
             raise ArgumentError(f"weight_decay={group['weight_decay']!r} needs base='e'; base 2 has updates alone")
+        weights = self.scheme.weights
+        if self._base != 2 and weights is not None and isinstance(weights.format, LogFormat):
+            raise ArgumentError(
+                f"base={self._base!r} with {self.scheme.name!r}: weights kept as logarithms move in powers of two; "
+                "choose base=2"
+            )
 
 
 def _check_betas(group: Mapping[str, Any]) -> None:

@@ -24,7 +24,8 @@ class Job:
     Args:
         parameter: The parameter.
         gradient: Its gradient, dense, of its shape.
-        state: What is remembered of it; the step is counted already.
+        state: What is remembered of it; ``done`` counts the step when all of it is written.
+        step: The step's number, from 1.
         formats: How each state is kept.
         numbers: The scalars of the step.
         seed: Of stochastic rounding.
@@ -34,6 +35,7 @@ class Job:
     parameter: Tensor
     gradient: Tensor
     state: dict[str, Any]
+    step: int
     formats: Mapping[str, StateFormat]
     numbers: Numbers
     seed: int
@@ -41,13 +43,27 @@ class Job:
 
     def key(self, kind: str) -> RandomKey:
         """Return the key of the random words of a state in this step: no generator, so no order of calls."""
-        return key_of(self.seed, self.state["step"], self.index, kind)
+        return key_of(self.seed, self.step, self.index, kind)
+
+    def done(self) -> None:
+        """Count the step."""
+        self.state["step"] = self.step
 
 
 def key_of(seed: int, step: int, index: int, kind: str) -> RandomKey:
     """Return the Philox key of a state: the seed, and an offset of step, parameter and kind of state."""
     place = (step << PARAMETER_BITS | index) << KIND_BITS | KINDS.index(kind)
     return RandomKey(seed, place & ((1 << 63) - 1))
+
+
+def local(x: Tensor) -> Tensor:
+    """Return what lies here of a distributed tensor (FSDP2), other tensors as they are; without gradients."""
+    to_local = getattr(x, "to_local", None)
+    if to_local is None:
+        return x
+    with torch.no_grad():
+        shard: Tensor = to_local()
+    return shard
 
 
 def in_parameter(fmt: StateFormat, dtype: torch.dtype) -> bool:
@@ -129,6 +145,7 @@ def step(job: Job, rule: Rule, nonfinite: str) -> None:
     if weights is not None and kept is not None and not in_parameter(kept, job.parameter.dtype):
         put(job.state, "weights", weights)
     job.parameter.copy_(p)
+    job.done()
 
 
 def _weights(job: Job, kept: StateFormat | None) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import fmtsim
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.formats.spec import CodebookFormat
-from fmtsim.optim import SGD, AdamW, Lion, Madam, Scheme, StateFormat, get_scheme
+from fmtsim.optim import SGD, AdamW, Lion, Madam, Scheme, StateFormat, codec, get_scheme
 
 E4M3 = fmtsim.get_format("e4m3")
 
@@ -30,6 +30,7 @@ def weight(*shape):
         (lambda: SGD([weight()], momentum=1.5), "momentum=1.5 is not allowed"),
         (lambda: Madam([weight()], base=10), "base=10 is not allowed; choose 2 or 'e'"),
         (lambda: Madam([weight()], weight_decay=0.1), "weight_decay=0.1 needs base='e'"),
+        (lambda: Madam([weight()], base="e"), "base='e' with 'lns_madam': weights kept as logarithms .* choose base=2"),
         (lambda: AdamW([weight()], seed=-1), "seed=-1 is not allowed"),
         (lambda: StateFormat(format=E4M3, block=1), "block=1 is not allowed; choose 2 or more, 'row' or 'tensor'"),
         (lambda: StateFormat(format=E4M3, scale="max"), "scale='max' is unknown; choose one of none, amax"),
@@ -78,12 +79,25 @@ def test_a_parameter_of_another_shape():
     assert torch.equal(p.detach(), torch.ones(4, 6)) and optimizer.state[p]["step"] == 1
 
 
-def test_weights_in_logarithms_move_in_powers_of_two():
-    p = weight()
-    optimizer = Madam([p], base="e")
-    p.grad = torch.ones_like(p)
-    with pytest.raises(ArgumentError, match="choose base=2 and weight_decay=0"):
+def test_a_step_that_fails_is_not_counted(monkeypatch):
+    first, second = weight(), weight()
+    optimizer = AdamW([first, second], state="fp32")
+    for p in (first, second):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    encode = codec.encode
+
+    def fail(x, *rest):
+        if optimizer.state[first]["step"] == 2:
+            raise MemoryError
+        return encode(x, *rest)
+
+    monkeypatch.setattr(codec, "encode", fail)
+    before = second.detach().clone()
+    with pytest.raises(MemoryError):
         optimizer.step()
+    assert [optimizer.state[p]["step"] for p in (first, second)] == [2, 1]
+    assert torch.equal(second.detach(), before)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

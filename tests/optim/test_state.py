@@ -186,3 +186,30 @@ def test_parameters_of_any_shape(scheme, cls):
     for p in (turned, straight):  # one optimizer each: the same place among parameters
         make([p], state=scheme).step()
     assert torch.equal(turned.detach(), straight.detach())
+
+
+def test_shards_of_distributed_parameters():
+    """A shard that is the whole parameter trains like the parameter, and its state is that of a plain tensor."""
+    from torch.distributed import HashStore, destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        plain, sharded = Training("bnb8", "AdamW"), Training("bnb8", "AdamW")
+        shards = [torch.nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in sharded.parameters]
+        optimizer = fmtsim.optim.AdamW(shards, lr=1 / 128, state="bnb8", seed=5)
+        for step in range(3):
+            plain.steps(step, step + 1)
+            for p, q in zip(shards, plain.parameters, strict=True):
+                p.grad = distribute_tensor(q.grad, mesh, [Shard(0)])
+            optimizer.step()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert isinstance(shards[0], DTensor)
+        for p, q in zip(shards, plain.parameters, strict=True):
+            assert torch.equal(p.detach().to_local(), q.detach())
+            assert torch.equal(optimizer.state[p]["first"], plain.optimizer.state[q]["first"])
+        assert fmtsim.optim.memory(optimizer).measured == fmtsim.optim.memory(plain.optimizer).measured
+    finally:
+        destroy_process_group()
