@@ -1,10 +1,11 @@
-"""A step of Adam on moments kept as bytes of a codebook: decoded, updated and encoded block by block in one pass.
+"""A step of Adam in one pass: on moments that are bytes of a codebook, decoded, updated and encoded, or on float32.
 
 The definition is fmtsim/optim: rules.py (the update), codec.py (scales and codes); the bits are the same. Vectors are
 those of ``simd.py``. How a code is found is said at ``fmtsim.optim.codebooks.Table``: one lookup by a number's leading
 16 bits gives the only threshold that its other 16 bits can lie on either side of.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ class Book(NamedTuple):
 
 
 def adam(
-    tensors: tuple[torch.Tensor, ...], books: tuple[Book, Book], numbers: tuple[float, ...], block: int, zeroing: bool
+    tensors: Sequence[torch.Tensor], books: tuple[Book, Book], numbers: tuple[float, ...], block: int, zeroing: bool
 ) -> int:
     """Do a step of one parameter in place; return how many elements of the gradient are not finite.
 
@@ -67,6 +68,51 @@ def adam(
         for place in (0, 2, 3):
             arrays[place][whole * block :] = last[place][:tail]
     return sum(counts)
+
+
+def adam_plain(tensors: Sequence[torch.Tensor], numbers: tuple[float, ...], zeroing: bool) -> int:
+    """Do a step of one parameter whose moments are float32, in place; return what ``adam`` returns.
+
+    Args:
+        tensors: Parameter, gradient and both moments, float32, contiguous, of one size.
+        numbers, zeroing: As of ``adam``.
+    """
+    arrays = [tensor.detach().view(-1).numpy() for tensor in tensors]
+    scalars = np.array(numbers, np.float32)
+    whole = arrays[0].size // simd.LANES * simd.LANES
+    counts: list[int] = []
+
+    def part(start: int, stop: int) -> None:
+        counts.append(_adam_plain(*arrays, scalars, zeroing, start, stop))
+
+    run(part, whole, simd.LANES)
+    if whole < arrays[0].size:
+        last = [np.zeros(simd.LANES, np.float32) for _ in arrays]
+        for padded, array in zip(last, arrays, strict=True):
+            padded[: array.size - whole] = array[whole:]
+        counts.append(_adam_plain(*last, scalars, zeroing, 0, simd.LANES))
+        for padded, array in zip(last, arrays, strict=True):
+            array[whole:] = padded[: array.size - whole]
+    return sum(counts)
+
+
+@kernel
+def _adam_plain(p, g, m, v, numbers, zeroing, start, stop):
+    bad = 0
+    for i in range(start, stop, simd.LANES):
+        x, y = simd.load(p, i), simd.load(g, i)
+        infinite = _is_infinite(y)
+        bad += simd.largest(infinite) and _count(g, i, simd.LANES)
+        z, m_new, v_new = _updated(x, y, simd.load(m, i), simd.load(v, i), numbers)
+        if zeroing:
+            none, zero = simd.splat(int32(0)), simd.splat(float32(0.0))
+            z = simd.where_same(infinite, none, z, x)
+            m_new = simd.where_same(infinite, none, m_new, zero)
+            v_new = simd.where_same(infinite, none, v_new, zero)
+        simd.store(p, i, z)
+        simd.store(m, i, m_new)
+        simd.store(v, i, v_new)
+    return bad
 
 
 @kernel

@@ -22,7 +22,7 @@ CPU_ALIGNMENT = 64
 """The CPU's kernel takes blocks of a multiple of this."""
 
 _PARTS = [f"{slot}{part}" for part in ("", "_scale", "_power", "_centre") for slot in ("first", "second")]
-Kind = Literal["codebooks", "expanded"]
+Kind = Literal["codebooks", "expanded", "float32"]
 EXPANDED_GROUP = 128
 CUDA_BLOCKS = (256, 512, 1024, 2048)
 CUDA_ALIGNMENT = 16
@@ -35,7 +35,7 @@ def run(jobs: Sequence[Job], rule: Rule, scheme: Scheme, counter: Counter) -> Se
         return jobs
     left, for_cuda = [], []
     for job in jobs:
-        if kind == "codebooks" and job.parameter.is_cpu and takes_cpu(job):
+        if job.parameter.is_cpu and takes_cpu(job, kind):
             counter(job.parameter.device).add_(step_on_cpu(job, scheme))
             job.done()
         elif on_device(job.parameter) and takes_cuda(job, kind):
@@ -52,11 +52,13 @@ def covers(scheme: Scheme) -> Kind | None:
     """Say which kernels know the states of a scheme.
 
     ``"codebooks"``: bytes of codebooks whose largest value is 1, on CPU and CUDA. ``"expanded"``: E4M3 in expanded
-    groups of 128, on CUDA. None: none do.
+    groups of 128, on CUDA. ``"float32"``: that, on both. None: none do.
     """
     first, second = scheme.first, scheme.second
     if scheme.weights is not None or scheme.nonfinite == "skip":
         return None
+    if first.format is None and second.format is None:
+        return "float32"
     if all(fmt.expand and fmt.block == EXPANDED_GROUP and fmt.format == get_format("e4m3") for fmt in (first, second)):
         plain = all(not fmt.stochastic and not fmt.least for fmt in (first, second))
         return "expanded" if plain else None
@@ -78,10 +80,12 @@ def table(fmt: StateFormat) -> Table | None:
         return None
 
 
-def takes_cpu(job: Job) -> bool:
-    """Say whether the CPU's kernel takes a parameter that lies there."""
-    block = job.formats["first"].block
-    return job.formats["first"].format is not None and _is_plain(job) and int(block) % CPU_ALIGNMENT == 0
+def takes_cpu(job: Job, kind: Kind) -> bool:
+    """Say whether the CPU's kernels take a parameter that lies there; small ones with float32 moments too."""
+    first = job.formats["first"]
+    if first.format is None:
+        return _is_plain(job)
+    return kind == "codebooks" and _is_plain(job) and int(first.block) % CPU_ALIGNMENT == 0
 
 
 def takes_cuda(job: Job, kind: Kind) -> bool:
@@ -89,7 +93,7 @@ def takes_cuda(job: Job, kind: Kind) -> bool:
     first = job.formats["first"]
     if not _is_plain(job) or (job.parameter.data_ptr() | job.gradient.data_ptr()) % CUDA_ALIGNMENT:
         return False
-    return kind == "expanded" or first.format is None or first.block in CUDA_BLOCKS
+    return kind != "codebooks" or first.format is None or first.block in CUDA_BLOCKS
 
 
 def _is_plain(job: Job) -> bool:
@@ -99,11 +103,14 @@ def _is_plain(job: Job) -> bool:
 
 def step_on_cpu(job: Job, scheme: Scheme) -> int:
     """Do a step with the CPU's kernel; return how many elements of the gradient are not finite."""
-    names = ("first", "second", "first_scale", "second_scale")
-    tensors = (job.parameter, job.gradient, *(job.state[name] for name in names))
-    done: int = _cpu().adam(
-        tensors, _cpu_books(scheme), job.numbers, job.formats["first"].block, scheme.nonfinite == "zero"
-    )
+    zeroing = scheme.nonfinite == "zero"
+    tensors = [job.parameter, job.gradient, job.state["first"], job.state["second"]]
+    done: int
+    if job.formats["first"].format is None:
+        done = _cpu().adam_plain(tensors, job.numbers, zeroing)
+    else:
+        tensors += [job.state["first_scale"], job.state["second_scale"]]
+        done = _cpu().adam(tensors, _cpu_books(scheme), job.numbers, job.formats["first"].block, zeroing)
     return done
 
 

@@ -1,5 +1,6 @@
 """One step of one parameter with torch operations: decode, update, encode."""
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,13 @@ from torch import Tensor
 from fmtsim.formats.spec import LogFormat
 from fmtsim.ops import RandomKey
 from fmtsim.optim import codec
-from fmtsim.optim.rules import Numbers, Rule
+from fmtsim.optim.rules import ADAM, ADAMW, Numbers, Rule
 from fmtsim.optim.state import StateFormat
 
 KINDS = ("first", "second", "weights")
 PARAMETER_BITS, KIND_BITS = 20, 2
+FUSED = (ADAMW, ADAM)
+"""Rules whose update is a kernel on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,7 @@ def step(job: Job, rule: Rule, nonfinite: str) -> None:
     if kept is not None and isinstance(kept.format, LogFormat) and rule.steps is not None:
         codes, p, new = _logarithms(job, rule, g, old, kept)
     else:
-        codes, p, new = None, *rule.update(_weights(job, kept), g, old | constants, job.numbers)
+        codes, p, new = None, *_updated(job, rule, _weights(job, kept), g, old | constants)
     if nonfinite != "propagate":
         p, new = _without(g, job, kept, p, new, old, nonfinite)
     parts = {
@@ -146,6 +149,15 @@ def step(job: Job, rule: Rule, nonfinite: str) -> None:
         put(job.state, "weights", weights)
     job.parameter.copy_(p)
     job.done()
+
+
+def _updated(job: Job, rule: Rule, p: Tensor, g: Tensor, states: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return what a rule makes of a parameter and its states; on a CPU a kernel has the same bits sooner."""
+    if not p.is_cpu or not any(rule is fused for fused in FUSED):
+        return rule.update(p, g, states, job.numbers)
+    p, m, v = (x.clone(memory_format=torch.contiguous_format) for x in (p, states["first"], states["second"]))
+    importlib.import_module("fmtsim.cpu.moments").adam_plain((p, g, m, v), job.numbers, False)
+    return p, {"first": m, "second": v}
 
 
 def _weights(job: Job, kept: StateFormat | None) -> Tensor:

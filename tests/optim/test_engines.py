@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.optim import codebooks, engines
+from fmtsim.optim import codebooks, engines, single
 from tests.cuda import emulator
 from tests.optim.samples import gradients, parameter
 
@@ -17,7 +17,12 @@ CUDA = (
     ("coat", fmtsim.optim.AdamW),
     pytest.param("bnb8_2048", fmtsim.optim.AdamW, marks=pytest.mark.slow),  # another compilation
 )
-OURS = (("bnb8", fmtsim.optim.AdamW), ("bnb8_2048", fmtsim.optim.AdamW), ("ao_8bit", fmtsim.optim.Adam))
+OURS = (
+    ("fp32", fmtsim.optim.Adam),
+    ("bnb8", fmtsim.optim.AdamW),
+    ("bnb8_2048", fmtsim.optim.AdamW),
+    ("ao_8bit", fmtsim.optim.Adam),
+)
 
 
 def train(cls, scheme, steps=3, bad=False, **options):
@@ -49,6 +54,7 @@ def equal(a, b):
 def only_torch(monkeypatch):
     def switch():
         monkeypatch.setattr(engines, "covers", lambda scheme: None)
+        monkeypatch.setattr(single, "FUSED", ())
 
     return switch
 
@@ -59,7 +65,7 @@ def on_cuda(monkeypatch):
     if emulator.COMPILER is None:
         pytest.skip("kernels run on the host only where there is a C++ compiler (g++)")
     with emulator.emulated():
-        monkeypatch.setattr(engines, "takes_cpu", lambda job: False)
+        monkeypatch.setattr(engines, "takes_cpu", lambda job, kind: False)
         monkeypatch.setattr(engines, "on_device", lambda p: True)
         yield
         monkeypatch.undo()
@@ -116,6 +122,16 @@ def test_the_short_way_is_left_where_something_changed(change, on_cuda, only_tor
     wanted, long = run()
     assert long == 3
     assert all(map(torch.equal, fused, wanted))
+
+
+@pytest.mark.parametrize("scheme", ["fp8lm", "coat", "int8_weights"])
+def test_the_update_of_the_cpu_has_the_bits_of_torch(scheme):
+    """Schemes without a kernel of their own: decoded and encoded by torch, updated in between."""
+    for bad in (False, True):
+        fused = train(fmtsim.optim.AdamW, scheme, bad=bad)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(single, "FUSED", ())
+            assert equal(fused, train(fmtsim.optim.AdamW, scheme, bad=bad))
 
 
 def test_a_planted_threshold_is_seen(only_torch, monkeypatch):
