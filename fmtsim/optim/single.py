@@ -1,8 +1,9 @@
 """One step of one parameter with torch operations: decode, update, encode."""
 
 import importlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from fmtsim.optim.state import StateFormat
 
 KINDS = ("first", "second", "weights")
 PARAMETER_BITS, KIND_BITS = 20, 2
+PART = {False: 1 << 17, True: 1 << 22}
+"""Elements of a part of a step on a CPU and on CUDA."""
+
 FUSED = (ADAMW, ADAM)
 """Rules whose update is a kernel on a CPU."""
 
@@ -122,7 +126,35 @@ def values_of(p: Tensor) -> Tensor:
 
 
 def step(job: Job, rule: Rule, nonfinite: str) -> None:
-    """Do one step of a parameter: everything is worked out before anything is written."""
+    """Do one step of a parameter, a part after the other where blocks allow it: temporaries stay small."""
+    for part in _parts(job, nonfinite):
+        _step(part, rule, nonfinite)
+    job.done()
+
+
+def _parts(job: Job, nonfinite: str) -> Iterator[Job]:
+    """Yield jobs of some blocks each, whose tensors are views; the job itself where its scales are of the whole."""
+    p, count, size = job.parameter, job.parameter.numel(), PART[job.parameter.is_cuda]
+    formats = job.formats.values()
+    apart = all(fmt.format is None or isinstance(fmt.block, int) for fmt in formats) and "weights" not in job.formats
+    apart = apart and nonfinite != "skip" and not any(fmt.stochastic for fmt in formats)
+    if count <= size or not apart or not p.is_contiguous() or any(size % fmt.block_of((1,)) for fmt in formats):
+        yield job
+        return
+    flat, gradient = p.detach().view(-1), job.gradient.reshape(-1)
+    for first in range(0, count, size):
+        last = min(first + size, count)
+        state = {"step": job.step} | {name: job.state[name] for name in job.state if name == "limit"}
+        for slot, fmt in job.formats.items():
+            for name, tensor in parts_of(job.state, slot).items():
+                unit = 8 / min(fmt.bits, 8) if name == "codes" else fmt.block_of((1,))
+                state[slot if name == "codes" else f"{slot}_{name}"] = tensor[int(first / unit) : ceil(last / unit)]
+        views = {"parameter": flat[first:last], "gradient": gradient[first:last], "state": state}
+        yield replace(job, **views)  # type: ignore[arg-type]  # fields by name
+
+
+def _step(job: Job, rule: Rule, nonfinite: str) -> None:
+    """Do one step: everything is worked out before anything is written."""
     g = job.gradient.to(torch.float32).contiguous()
     shape = tuple(job.parameter.shape)
     old = {slot: codec.decode(parts_of(job.state, slot), job.formats[slot], shape) for slot in rule.slots}
@@ -148,7 +180,6 @@ def step(job: Job, rule: Rule, nonfinite: str) -> None:
     if weights is not None and kept is not None and not in_parameter(kept, job.parameter.dtype):
         put(job.state, "weights", weights)
     job.parameter.copy_(p)
-    job.done()
 
 
 def _updated(job: Job, rule: Rule, p: Tensor, g: Tensor, states: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -28,7 +28,8 @@ OURS = (
 def train(cls, scheme, steps=3, bad=False, **options):
     """Return parameters and states after some steps, as integers; NaN are all one."""
     parameters = [torch.nn.Parameter(torch.from_numpy(parameter(shape, i))) for i, shape in enumerate(SHAPES)]
-    optimizer = cls(parameters, state=scheme, **HYPER, **options)
+    hyper = {name: value for name, value in (HYPER | options).items() if value is not None}
+    optimizer = cls(parameters, state=scheme, **hyper)
     grads = [gradients((8960,), steps, 50 + i) for i in range(len(SHAPES))]
     for step in range(steps):
         for p, g in zip(parameters, grads, strict=True):
@@ -132,6 +133,19 @@ def test_the_update_of_the_cpu_has_the_bits_of_torch(scheme):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(single, "FUSED", ())
             assert equal(fused, train(fmtsim.optim.AdamW, scheme, bad=bad))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "cls"), [("coat", "AdamW"), ("ao_4bit", "AdamW"), ("bnb8", "Lion"), ("fp32", "Madam")]
+)
+def test_parts_of_a_step_have_the_bits_of_the_whole(scheme, cls, monkeypatch):
+    whole = train(getattr(fmtsim.optim, cls), scheme, weight_decay=0.0, eps=None)
+    parts = []
+    step = single._step
+    monkeypatch.setattr(single, "_step", lambda job, *rest: (parts.append(job.parameter.numel()), step(job, *rest)))
+    monkeypatch.setattr(single, "PART", {False: 1024, True: 1024})
+    assert equal(whole, train(getattr(fmtsim.optim, cls), scheme, weight_decay=0.0, eps=None))
+    assert max(parts) == 1024
 
 
 def test_a_planted_threshold_is_seen(only_torch, monkeypatch):
