@@ -11,7 +11,7 @@ from torch import Tensor
 from fmtsim.errors import ArgumentError
 from fmtsim.optim import codec, single
 from fmtsim.optim.catalogue import get_scheme
-from fmtsim.optim.rules import Rule
+from fmtsim.optim.rules import CONSTANTS, Rule
 from fmtsim.optim.state import Scheme, StateFormat
 
 VERSION = 1
@@ -131,7 +131,7 @@ def _converted(
     for slot in rule.slots:
         key = single.key_of(seed, step, place, slot)
         single.put(state, slot, codec.encode(values[slot].contiguous(), formats[slot], {}, key))
-    return state | {"step": step} | {name: saved[name].to(p.device) for name in saved if name == "limit"}
+    return state | {"step": step} | {name: saved[name].to(p.device) for name in CONSTANTS if name in saved}
 
 
 def _torch_values(place: int, saved: Mapping[str, Any], p: Tensor, rule: Rule) -> dict[str, Tensor]:

@@ -18,6 +18,9 @@ from torch import Tensor
 from fmtsim.errors import ArgumentError
 from fmtsim.optim.state import Scheme
 
+CONSTANTS = ("limit",)
+"""What rules may work out from a parameter before its first step, by name; float32 [1]."""
+
 Group = Mapping[str, Any]
 States = dict[str, Tensor]
 
@@ -75,7 +78,7 @@ class Rule:
         slots: The states that it keeps.
         numbers: The scalars of a step, from a parameter group, the step's number (from 1) and the scheme.
         update: New parameter and new states from parameter, gradient, states and scalars, all float32.
-        constants: What is worked out from a parameter before its first step and kept, float32 by name.
+        constants: What is worked out from a parameter before its first step and kept: some of CONSTANTS.
         steps: For weights kept as logarithms: how many codes each magnitude moves down (int64), and new states, from
             gradient, signs of the weights, states, scalars and codes an octave.
     """

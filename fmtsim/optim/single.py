@@ -12,7 +12,7 @@ from torch import Tensor
 from fmtsim.formats.spec import LogFormat
 from fmtsim.ops import RandomKey
 from fmtsim.optim import codec
-from fmtsim.optim.rules import ADAM, ADAMW, Numbers, Rule
+from fmtsim.optim.rules import ADAM, ADAMW, CONSTANTS, Numbers, Rule
 from fmtsim.optim.state import StateFormat
 
 KINDS = ("first", "second", "weights")
@@ -144,7 +144,7 @@ def _parts(job: Job, nonfinite: str) -> Iterator[Job]:
     flat, gradient = p.detach().view(-1), job.gradient.reshape(-1)
     for first in range(0, count, size):
         last = min(first + size, count)
-        state = {"step": job.step} | {name: job.state[name] for name in job.state if name == "limit"}
+        state = {"step": job.step} | {name: job.state[name] for name in CONSTANTS if name in job.state}
         for slot, fmt in job.formats.items():
             for name, tensor in parts_of(job.state, slot).items():
                 unit = 8 / min(fmt.bits, 8) if name == "codes" else fmt.block_of((1,))
@@ -158,7 +158,7 @@ def _step(job: Job, rule: Rule, nonfinite: str) -> None:
     g = job.gradient.to(torch.float32).contiguous()
     shape = tuple(job.parameter.shape)
     old = {slot: codec.decode(parts_of(job.state, slot), job.formats[slot], shape) for slot in rule.slots}
-    constants = {name: job.state[name] for name in job.state if name == "limit"}
+    constants = {name: job.state[name] for name in CONSTANTS if name in job.state}
     kept = job.formats.get("weights")
     if kept is not None and isinstance(kept.format, LogFormat) and rule.steps is not None:
         codes, p, new = _logarithms(job, rule, g, old, kept)
