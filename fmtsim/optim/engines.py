@@ -13,8 +13,8 @@ from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat
 from fmtsim.optim.codebooks import LOWEST_KEY, Table, table_of
-from fmtsim.optim.rules import ADAM, ADAMW, Numbers, Rule
-from fmtsim.optim.single import Job
+from fmtsim.optim.rules import Numbers, Rule
+from fmtsim.optim.single import FUSED, Job
 from fmtsim.optim.state import Scheme, StateFormat
 
 Counter = Callable[[torch.device], Tensor]
@@ -30,7 +30,7 @@ CUDA_ALIGNMENT = 16
 
 def run(jobs: Sequence[Job], rule: Rule, scheme: Scheme, counter: Counter) -> Sequence[Job]:
     """Do the jobs that kernels cover; return the others."""
-    kind = covers(scheme) if rule is ADAMW or rule is ADAM else None
+    kind = covers(scheme) if rule.name in FUSED else None
     if kind is None:
         return jobs
     left, for_cuda = [], []

@@ -20,7 +20,7 @@ PARAMETER_BITS, KIND_BITS = 20, 2
 PART = {False: 1 << 17, True: 1 << 22}
 """Elements of a part of a step on a CPU and on CUDA."""
 
-FUSED = (ADAMW, ADAM)
+FUSED = (ADAMW.name, ADAM.name)
 """Rules whose update is a kernel on a CPU."""
 
 
@@ -136,7 +136,7 @@ def _parts(job: Job, nonfinite: str) -> Iterator[Job]:
     """Yield jobs of some blocks each, whose tensors are views; the job itself where its scales are of the whole."""
     p, count, size = job.parameter, job.parameter.numel(), PART[job.parameter.is_cuda]
     formats = job.formats.values()
-    apart = all(fmt.format is None or isinstance(fmt.block, int) for fmt in formats) and "weights" not in job.formats
+    apart = all(fmt.scale == "none" or isinstance(fmt.block, int) for fmt in formats) and "weights" not in job.formats
     apart = apart and nonfinite != "skip" and not any(fmt.stochastic for fmt in formats)
     if count <= size or not apart or not p.is_contiguous() or any(size % fmt.block_of((1,)) for fmt in formats):
         yield job
@@ -184,7 +184,7 @@ def _step(job: Job, rule: Rule, nonfinite: str) -> None:
 
 def _updated(job: Job, rule: Rule, p: Tensor, g: Tensor, states: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return what a rule makes of a parameter and its states; on a CPU a kernel has the same bits sooner."""
-    if not p.is_cpu or not any(rule is fused for fused in FUSED):
+    if not p.is_cpu or rule.name not in FUSED:
         return rule.update(p, g, states, job.numbers)
     p, m, v = (x.clone(memory_format=torch.contiguous_format) for x in (p, states["first"], states["second"]))
     importlib.import_module("fmtsim.cpu.moments").adam_plain((p, g, m, v), job.numbers, False)

@@ -1,5 +1,7 @@
 """Fused kernels against torch operations: equal bits of parameters, codes, scales and counts."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -136,7 +138,8 @@ def test_the_update_of_the_cpu_has_the_bits_of_torch(scheme):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "cls"), [("coat", "AdamW"), ("ao_4bit", "AdamW"), ("bnb8", "Lion"), ("fp32", "Madam")]
+    ("scheme", "cls"),
+    [("coat", "AdamW"), ("ao_4bit", "AdamW"), ("bnb8", "Lion"), ("fp32", "Madam"), ("deepseek_v3", "Adam")],
 )
 def test_parts_of_a_step_have_the_bits_of_the_whole(scheme, cls, monkeypatch):
     whole = train(getattr(fmtsim.optim, cls), scheme, weight_decay=0.0, eps=None)
@@ -146,6 +149,15 @@ def test_parts_of_a_step_have_the_bits_of_the_whole(scheme, cls, monkeypatch):
     monkeypatch.setattr(single, "PART", {False: 1024, True: 1024})
     assert equal(whole, train(getattr(fmtsim.optim, cls), scheme, weight_decay=0.0, eps=None))
     assert max(parts) == 1024
+
+
+def test_copies_take_the_kernels_too(monkeypatch):
+    p = torch.nn.Parameter(torch.from_numpy(parameter((5000,))))
+    optimizer = pickle.loads(pickle.dumps(fmtsim.optim.AdamW([p], state="bnb8")))
+    (p,) = optimizer.param_groups[0]["params"]
+    p.grad = torch.ones_like(p)
+    monkeypatch.setattr(single, "step", lambda *given: pytest.fail("torch did the step"))
+    optimizer.step()
 
 
 def test_a_planted_threshold_is_seen(only_torch, monkeypatch):
