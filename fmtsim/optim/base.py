@@ -88,6 +88,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             numbers = self.rule.numbers(group, batch.states[0]["step"] + 1, self.scheme)
             like = batch.parameters[0]
             engines.launch(part, like, self.scheme, numbers, self._count(like.device))
+            engines.written(batch.parameters)
             for state in batch.states:
                 state["step"] += 1
         return True

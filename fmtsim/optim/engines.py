@@ -37,6 +37,7 @@ def run(jobs: Sequence[Job], rule: Rule, scheme: Scheme, counter: Counter) -> Se
     for job in jobs:
         if job.parameter.is_cpu and takes_cpu(job, kind):
             counter(job.parameter.device).add_(step_on_cpu(job, scheme))
+            written([job.parameter])
             job.done()
         elif on_device(job.parameter) and takes_cuda(job, kind):
             for_cuda.append(job)
@@ -122,8 +123,14 @@ def steps_on_cuda(jobs: Sequence[Job], scheme: Scheme, counter: Counter) -> None
     for (device, numbers), group in together.items():
         parts = _cuda().launches([_row(job.parameter, job.gradient, job.state) for job in group])
         launch(parts, group[0].parameter, scheme, numbers, counter(device))
+        written([job.parameter for job in group])
         for job in group:
             job.done()
+
+
+def written(parameters: Sequence[Tensor]) -> None:
+    """Tell autograd that kernels wrote parameters, which it may have saved for a backward."""
+    torch.autograd.graph.increment_version(parameters)
 
 
 def launch(parts: Any, like: Tensor, scheme: Scheme, numbers: Numbers, counter: Tensor) -> None:

@@ -151,6 +151,25 @@ def test_parts_of_a_step_have_the_bits_of_the_whole(scheme, cls, monkeypatch):
     assert max(parts) == 1024
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda, again", "torch"])
+def test_autograd_notices_the_step(device, request, monkeypatch):
+    """A backward through numbers that a step has overwritten is refused."""
+    if device.startswith("cuda"):
+        request.getfixturevalue("on_cuda")
+    if device == "torch":
+        request.getfixturevalue("only_torch")()
+    p = torch.nn.Parameter(torch.from_numpy(parameter((5000,))))
+    optimizer = fmtsim.optim.AdamW([p], state="bnb8")
+    p.grad = torch.ones_like(p)
+    if device == "cuda, again":
+        optimizer.step()
+        assert optimizer._batches
+    loss = (p * p).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_copies_take_the_kernels_too(monkeypatch):
     p = torch.nn.Parameter(torch.from_numpy(parameter((5000,))))
     optimizer = pickle.loads(pickle.dumps(fmtsim.optim.AdamW([p], state="bnb8")))
