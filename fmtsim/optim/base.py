@@ -137,12 +137,12 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, dict(state_dict))
             state_dict = state_dict if changed is None else changed
-        parameters = [p for _, p in self._parameters()]
-        shards, formats = [single.local(p) for p in parameters], [self._formats_of(p) for p in parameters]
-        states = checkpoint.states(state_dict, shards, formats, self.rule, self.scheme, convert)
         groups = checkpoint.groups(state_dict, self.param_groups)
         for group in groups:
             self.check_group(group)
+        parameters = [p for _, p in self._parameters()]
+        shards, formats = [single.local(p) for p in parameters], [self._formats_of(p) for p in parameters]
+        states = checkpoint.states(state_dict, shards, formats, self.rule, self.scheme, convert)
         self.__dict__["param_groups"] = groups
         self._batches = None
         self.state.clear()

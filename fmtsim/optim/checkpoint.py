@@ -25,9 +25,19 @@ def header(rule: Rule, scheme: Scheme, seed: int) -> dict[str, Any]:
 
 
 def groups(state_dict: Mapping[str, Any], present: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the saved hyperparameters with the parameters that are here."""
+    """Return the saved hyperparameters, what schedulers keep with them too, with the parameters that are here.
+
+    Raises:
+        ArgumentError: There are other groups, or groups of other sizes.
+    """
+    if "param_groups" not in state_dict:
+        raise ArgumentError("the state has no 'param_groups'; pass what an optimizer's state_dict() returned")
+    sizes = [[len(group["params"]) for group in each] for each in (state_dict["param_groups"], present)]
+    if sizes[0] != sizes[1]:
+        raise ArgumentError(f"the state is of groups of {sizes[0]} parameters, the optimizer has groups of {sizes[1]}")
+    ours = "fmtsim" in state_dict
     return [
-        {**here, **{k: copy.deepcopy(v) for k, v in saved.items() if k in here}, "params": here["params"]}
+        {**here, **{k: copy.deepcopy(v) for k, v in saved.items() if ours or k in here}, "params": here["params"]}
         for saved, here in zip(state_dict["param_groups"], present, strict=True)
     ]
 
@@ -46,9 +56,6 @@ def states(
         ArgumentError: As ``QuantizedOptimizer.load_state_dict`` says.
     """
     source = _source(state_dict, rule, scheme, convert)
-    sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-    if sum(sizes) != len(parameters):
-        raise ArgumentError(f"the state is of {sum(sizes)} parameters, the optimizer has {len(parameters)}")
     order = [index for group in state_dict["param_groups"] for index in group["params"]]
     seed = state_dict.get("fmtsim", {}).get("seed", 0)
     loaded: list[dict[str, Any]] = []
@@ -65,9 +72,8 @@ def states(
 
 def _source(state_dict: Mapping[str, Any], rule: Rule, scheme: Scheme, convert: bool) -> Scheme | None:
     """Return the scheme of a saved state, None for one of ``torch.optim``; raise where it may not be loaded."""
-    for key in ("state", "param_groups"):
-        if key not in state_dict:
-            raise ArgumentError(f"the state has no {key!r}; pass what an optimizer's state_dict() returned")
+    if "state" not in state_dict:
+        raise ArgumentError("the state has no 'state'; pass what an optimizer's state_dict() returned")
     said = state_dict.get("fmtsim")
     how = f"pass convert=True to decode it and encode it anew as {scheme.name!r}"
     if said is None:

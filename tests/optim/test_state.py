@@ -84,6 +84,14 @@ def test_copies_train_on_alike(scheme, cls):
     assert third.steps(2, 4).equals(first)
 
 
+def test_what_schedulers_keep_is_saved_too():
+    first, second = Training("bnb8", "AdamW"), Training("bnb8", "AdamW")
+    torch.optim.lr_scheduler.LambdaLR(first.optimizer, lambda step: 0.5)
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    torch.optim.lr_scheduler.LambdaLR(second.optimizer, lambda step: 0.5, last_epoch=3)  # needs initial_lr
+    assert second.optimizer.param_groups[0]["initial_lr"] == 1 / 128
+
+
 def test_another_schemes_state_is_refused_and_nothing_changes():
     state = Training("coat", "AdamW").steps(0, 2).optimizer.state_dict()
     target = Training("bnb8", "AdamW").steps(0, 1)
@@ -107,11 +115,15 @@ def test_another_schemes_state_is_refused_and_nothing_changes():
         ),
         (lambda s: s["state"][1].pop("step"), r"parameter 1: the state has \['first'"),
         (lambda s: s["state"][1].update(shape=[1, 17]), r"parameter 1 is \[17\], its state is of \[1, 17\]"),
-        (lambda s: s["param_groups"][0]["params"].pop(), "of 2 parameters, the optimizer has 3"),
+        (
+            lambda s: s["param_groups"][0]["params"].pop(),
+            r"of groups of \[2\] parameters, the optimizer has groups of \[3\]",
+        ),
         (lambda s: s["param_groups"][0].update(lr=-1.0), "lr=-1.0 is not allowed"),
         (lambda s: s["fmtsim"].update(version=9), "version 9"),
         (lambda s: s["fmtsim"].update(record="Scheme(name='bnb8', ...)"), "two records of that name"),
         (lambda s: s.pop("state"), "has no 'state'"),
+        (lambda s: s.pop("param_groups"), "has no 'param_groups'"),
     ],
 )
 def test_a_broken_state_changes_nothing(change, message):
