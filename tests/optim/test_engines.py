@@ -179,6 +179,25 @@ def test_copies_take_the_kernels_too(monkeypatch):
     optimizer.step()
 
 
+@pytest.mark.parametrize("scheme", ["bnb8", "fp32"])
+def test_threads_change_nothing(scheme):
+    results = []
+    try:
+        for count in (1, 3):
+            fmtsim.set_num_threads(count)
+            p = torch.nn.Parameter(torch.from_numpy(parameter((300_001,))))
+            optimizer = fmtsim.optim.AdamW([p], state=scheme)
+            p.grad = torch.from_numpy(gradients((300_001,), 1)[0])
+            p.grad[::50_000] = torch.inf
+            optimizer.step()
+            kept = [t for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
+            results.append(([bits(t.detach()) for t in (p, *kept)], optimizer.nonfinite_gradients()))
+    finally:
+        fmtsim.set_num_threads(None)
+    assert equal(*results)
+    assert results[0][1] == 7
+
+
 def test_a_planted_threshold_is_seen(only_torch, monkeypatch):
     """One threshold of the second moment's map that is one unit in the last place off shows."""
     table = engines.table(fmtsim.optim.get_scheme("bnb8").second)
