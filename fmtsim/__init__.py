@@ -44,6 +44,7 @@ from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.search import search
 
 if TYPE_CHECKING:
+    from fmtsim import optim
     from fmtsim.cpu.pool import get_num_threads, set_num_threads
 
 __version__ = "0.1.0"
@@ -108,6 +109,7 @@ __all__ = [
     "mm",
     "mma",
     "observe",
+    "optim",
     "ptq",
     "ptq_report",
     "ptq_state",
@@ -131,7 +133,7 @@ _LAZY = {"get_num_threads": "fmtsim.cpu.pool", "set_num_threads": "fmtsim.cpu.po
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("cuda", "distributed"):
+    if name in ("cuda", "distributed", "optim"):
         return importlib.import_module(f"fmtsim.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)

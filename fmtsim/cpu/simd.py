@@ -74,6 +74,26 @@ def store(typing_context, array, index, vector):  # type: ignore[no-untyped-def]
     return types.void(array, types.int64, vector), generate
 
 
+@intrinsic
+def gather(typing_context, array, indices):  # type: ignore[no-untyped-def]
+    """Return array[index] for 64 non-negative int32 indices; nothing is checked."""
+    vector = Vector(array.dtype, LANES)
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        data = arrayobj.make_array(signature.args[0])(context, builder, args[0]).data
+        pointers = builder.gep(data, [args[1]], source_etype=vector.llvm.element)
+        pointers.type = ir.VectorType(data.type, LANES)  # llvmlite takes indices for scalars
+        flags = ir.VectorType(ir.IntType(1), LANES)
+        kind = ir.FunctionType(vector.llvm, [pointers.type, ir.IntType(32), flags, vector.llvm])
+        letter = "f" if isinstance(vector.llvm.element, ir.FloatType) else "i"
+        name = f"llvm.masked.gather.v{LANES}{letter}32.v{LANES}p0"
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        size = ir.Constant(ir.IntType(32), 4)
+        return builder.call(function, [pointers, size, ir.Constant(flags, [1] * LANES), ir.Constant(vector.llvm, None)])
+
+    return vector(array, indices), generate
+
+
 def _splat(builder: Any, scalar: Any, vector: ir.VectorType) -> Any:
     undefined = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(ir.IntType(32), 0))
@@ -179,7 +199,7 @@ fma = _function("fma", 3)
 popcount = _function("ctpop", 1)
 smax, umax, smin = _function("smax", 2), _function("umax", 2), _function("smin", 2)
 fabs = _function("fabs", 1)
-floor = _function("floor", 1)
+floor, sqrt = _function("floor", 1), _function("sqrt", 1)
 
 
 def _conversion(name: str, dtype: types.Type) -> Callable:

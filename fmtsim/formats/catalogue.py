@@ -149,28 +149,33 @@ def _bnb_fp4() -> CodebookFormat:
     )
 
 
-def _bnb_dynamic8(*, signed: bool) -> CodebookFormat:
-    """Build bitsandbytes' dynamic 8-bit map: 7 decades, decade i cut into 2^i cells (2^(i+1) when unsigned).
+def dynamic_values(*, signed: bool, decades: int = 7) -> tuple[float, ...]:
+    """Return the values of a dynamic map: decade i is cut into 2^i cells (2^(i+1) when unsigned).
 
     Values are the cells' centres in float32, then 0 and 1, sorted. A cell boundary is ``0.1 + step * k`` from below
     and ``1 - step * k`` from above the middle, rounded to float32 once, as torch.linspace does with fused
     multiply-add.
     """
     values = [0.0, 1.0]
-    for decade in range(7):
+    for decade in range(decades):
         cells = 1 << (decade + (not signed))
         low = _float32(0.1)
         step = _float32(_float32(1.0 - low) / cells)
         middle = (cells + 1) // 2
         edges = [_float32(low + step * k) for k in range(middle)]
         edges += [_float32(1.0 - step * (cells - k)) for k in range(middle, cells + 1)]
-        factor = _float32(10.0 ** (decade - 6))
+        factor = _float32(10.0 ** (decade - decades + 1))
         for lower, upper in zip(edges, edges[1:], strict=False):
             centre = _float32(factor * (_float32(lower + upper) / 2))
             values += [centre, -centre] if signed else [centre]
+    return tuple(sorted(values))
+
+
+def _bnb_dynamic8(*, signed: bool) -> CodebookFormat:
+    """Build bitsandbytes' dynamic 8-bit map of 7 decades."""
     return CodebookFormat(
         name="bnb_dynamic8" if signed else "bnb_dynamic8_unsigned",
-        values=tuple(sorted(values)),
+        values=dynamic_values(signed=signed),
         aliases=("bnb_dynamic8_signed",) if signed else (),
         source="Dettmers et al., arXiv:2110.02861 (dynamic quantization); bitsandbytes 95f9af3, create_dynamic_map",
     )

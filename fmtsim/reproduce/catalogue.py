@@ -10,6 +10,7 @@ from fmtsim.reproduce import (
     estimators,
     gpts,
     machines,
+    optimizers,
     outliers,
     quantised,
     ratios,
@@ -33,6 +34,7 @@ CLAIMS: tuple[Claim, ...] = (
     *gpts.CLAIMS,
     *wire.CLAIMS,
     *quantised.CLAIMS,
+    *optimizers.CLAIMS,
 )
 
 

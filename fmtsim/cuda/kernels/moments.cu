@@ -1,0 +1,126 @@
+// A step of Adam on many parameters at once, whose moments are bytes of codebooks with a scale a block (or float32):
+// decode, update, encode from one read. The update is that of fmtsim/optim/rules.py, the codes those of
+// fmtsim/optim/codec.py; how a code is found is said at fmtsim.optim.codebooks.Table.
+//
+// Macros: BLOCK, elements of a block: 256, 512, 1024 or 2048. ENTRIES: parameters of a launch.
+#include "moments.cuh"
+
+#define WARPS (BLOCK / 256)  // that share a block; a lane has eight elements
+
+struct alignas(16) Book {
+  i32 buckets, lowest, zero, signs;  // signs: 2, or 1 for numbers that are never negative
+  float least;
+  i32 unused[3];
+};
+
+// The largest magnitude of a block as bits, NaN above Inf: over a warp, and over the warps that share the block.
+DEVICE u32 largest(u32 top, u32* shared) {
+  top = largest_of_warp(top);
+#if WARPS > 1
+  u32 warp = threadIdx.x / 32, first = warp / WARPS * WARPS;
+  if (threadIdx.x % 32 == 0) shared[warp] = top;
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < WARPS; k++) top = shared[first + k] > top ? shared[first + k] : top;
+  __syncthreads();
+#endif
+  return top;
+}
+
+DEVICE u32 code_of(float x, float divisor, const u32* words, const Book& book) {
+  float y = __fdiv_rn(x, divisor);
+  u32 bits = __float_as_uint(y), magnitude = bits & MAGNITUDE, negative = (u32)((i32)bits >> 31);
+  i32 key = (i32)(magnitude >> 16) - book.lowest;
+  key = key < 0 ? 0 : key >= book.buckets ? book.buckets - 1 : key;
+  u32 word = words[key + (book.signs == 2 ? (i32)negative & book.buckets : 0)];
+  u32 code = (word >> 17) + (((bits ^ negative) & 0xFFFFu) >= (word & 0x1FFFFu));
+  if (magnitude > INFINITE) code = 0;
+  return code - ((i32)code == book.zero && (i32)__float_as_uint(x) < 0);
+}
+
+DEVICE u32 four_codes(const float* x, float divisor, const u32* words, const Book& book) {
+  u32 codes = 0;
+#pragma unroll
+  for (int k = 0; k < 4; k++) codes |= (code_of(x[k], divisor, words, book) & 0xFFu) << (8 * k);
+  return codes;
+}
+
+DEVICE float scale_of(u32 top, const Book& book) {
+  u32 least = __float_as_uint(book.least);
+  return __uint_as_float(top > least ? top : least);
+}
+
+struct Tables {
+  const float *m_values, *v_values;
+  const u32 *m_words, *v_words;
+  u32* tops;
+};
+
+// A chunk of a parameter whose moments are codes. All threads of a block come here together.
+DEVICE u32 step_codes(const Entry& e, i64 start, const Numbers& n, const Tables& t, const Book& mb, const Book& vb) {
+  i64 place = start + threadIdx.x / (BLOCK / 8) * BLOCK, block = place / BLOCK;  // of the first element of the block
+  bool present = place < e.count;
+  i64 at = place + threadIdx.x % (BLOCK / 8) * 4;
+  float m[8], v[8];
+  u32 bad = 0, m_top = 0, v_top = 0;
+  float m_scale = present ? e.m_scales[block] : 0.0f, v_scale = present ? e.v_scales[block] : 0.0f;
+#pragma unroll
+  for (int group = 0; group < 2; group++) {
+    i64 here = at + group * (BLOCK / 2);
+    Four p = read(e.p, here, e.count), g = read(e.g, here, e.count);
+    u32 mc = read_codes((const u8*)e.m, here, e.count), vc = read_codes((const u8*)e.v, here, e.count);
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      float& a = m[4 * group + k];
+      float& b = v[4 * group + k];
+      a = __fmul_rn(t.m_values[mc >> (8 * k) & 0xFFu], m_scale);
+      b = __fmul_rn(t.v_values[vc >> (8 * k) & 0xFFu], v_scale);
+      if (here + k >= e.count) a = b = 0.0f;
+      bad += update(p.x[k], g.x[k], a, b, n);
+      u32 x = __float_as_uint(a) & MAGNITUDE, y = __float_as_uint(b) & MAGNITUDE;
+      m_top = x > m_top ? x : m_top;
+      v_top = y > v_top ? y : v_top;
+    }
+    write(e.p, here, e.count, p);
+  }
+  m_scale = scale_of(largest(m_top, t.tops), mb);
+  v_scale = scale_of(largest(v_top, t.tops), vb);
+  if (present && threadIdx.x % (BLOCK / 8) == 0) {
+    e.m_scales[block] = m_scale;
+    e.v_scales[block] = v_scale;
+  }
+  m_scale = m_scale == 0.0f ? 1.0f : m_scale;
+  v_scale = v_scale == 0.0f ? 1.0f : v_scale;
+#pragma unroll
+  for (int group = 0; group < 2; group++) {
+    i64 here = at + group * (BLOCK / 2);
+    write_codes((u8*)e.m, here, e.count, four_codes(m + 4 * group, m_scale, t.m_words, mb));
+    write_codes((u8*)e.v, here, e.count, four_codes(v + 4 * group, v_scale, t.v_words, vb));
+  }
+  return bad;
+}
+
+// Blocks of 256 threads take the chunks in turn. values: float32 [512], first of m. words: of m, then of v, each with
+// buckets * signs words. nonfinite: counts the elements of gradients that are NaN or infinite.
+KERNEL __launch_bounds__(256) adam(
+    const Entries entries, i32 count, i64 chunks, const Numbers n, const Book mb, const Book vb, const float* values,
+    const u32* words, u64* nonfinite) {
+  DYNAMIC_SHARED(memory);
+  float* held = (float*)memory;
+  u32* table = (u32*)(held + 512);
+  __shared__ u32 tops[8];
+  i32 m_size = mb.buckets * mb.signs, size = m_size + vb.buckets * vb.signs;
+  for (i32 i = threadIdx.x; i < 512; i += 256) held[i] = values[i];
+  for (i32 i = threadIdx.x; i < size; i += 256) table[i] = words[i];
+  __syncthreads();
+  Tables t = {held, held + 256, table, table + m_size, tops};
+  u32 bad = 0;
+  i32 which = 0;
+  for (i64 chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+    while (which + 1 < count && entries.of[which + 1].first <= chunk) which++;
+    const Entry& e = entries.of[which];
+    i64 start = (chunk - e.first) * CHUNK;
+    bad += e.m_scales ? step_codes(e, start, n, t, mb, vb) : step_plainly(e, start, n);
+  }
+  if (bad) atomicAdd(nonfinite, (u64)bad);
+}

@@ -1,0 +1,214 @@
+"""The optimizer that all rules share: checks, the step, and state that is saved and loaded."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.optim import checkpoint, engines, single
+from fmtsim.optim.catalogue import get_scheme
+from fmtsim.optim.rules import Rule
+from fmtsim.optim.state import Scheme, StateFormat
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+Params = Iterable[Any]
+
+
+class QuantizedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state is kept as a scheme says; use the subclasses, one a rule.
+
+    Args:
+        params: Parameters, or groups of them, as ``torch.optim`` takes them: float32, bfloat16 or float16.
+        defaults: Hyperparameters of groups that do not name their own.
+        rule: The update rule.
+        state: A scheme by name (``fmtsim.optim.list_schemes()``) or as a record.
+        seed: Of stochastic rounding. Random words depend on it, on the step, and on the parameter's place alone.
+
+    Raises:
+        ArgumentError: A hyperparameter or a name is not allowed.
+        DtypeError: A parameter's dtype is not.
+    """
+
+    def __init__(self, params: Params, defaults: dict[str, Any], rule: Rule, state: str | Scheme, seed: int) -> None:
+        if not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+            raise ArgumentError(f"seed={seed!r} is not allowed; choose 0 to 2**63 - 1")
+        self.scheme, self.rule, self.seed = get_scheme(state), rule, seed
+        self._nonfinite: dict[torch.device, Tensor] = {}
+        self._formats: dict[Tensor, Mapping[str, StateFormat]] = {}
+        self._batches: list[engines.Batch] | None = None
+        super().__init__(params, defaults)
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Raise ArgumentError for hyperparameters that are not allowed."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with hyperparameters of their own."""
+        super().add_param_group(param_group)
+        try:
+            self.check_group(self.param_groups[-1])
+            for p in self.param_groups[-1]["params"]:
+                if p.dtype not in FLOATS:
+                    raise DtypeError(f"a parameter of {p.dtype} is not taken; choose float32, bfloat16 or float16")
+        except (ArgumentError, DtypeError):
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Do one step; parameters without gradients are left alone.
+
+        Every gradient is checked before anything changes.
+
+        Returns:
+            What ``closure`` returns, if there is one.
+
+        Raises:
+            ArgumentError: A gradient is sparse, or a parameter has another shape than its state.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._short_step():
+            self._long_step()
+        return loss
+
+    def _short_step(self) -> bool:
+        """Do the step in the way that costs the host least, where there is one; say whether it was done."""
+        if self._batches is None or len(self._batches) != len(self.param_groups):
+            return False
+        parts = [batch.gathered() for batch in self._batches]
+        for batch, group, part in zip(self._batches, self.param_groups, parts, strict=True):
+            if part is None or len(batch.parameters) != len(group["params"]):
+                return False
+        for batch, group, part in zip(self._batches, self.param_groups, parts, strict=True):
+            numbers = self.rule.numbers(group, batch.states[0]["step"] + 1, self.scheme)
+            like = batch.parameters[0]
+            engines.launch(part, like, self.scheme, numbers, self._count(like.device))
+            engines.written(batch.parameters)
+            for state in batch.states:
+                state["step"] += 1
+        return True
+
+    def _long_step(self) -> None:
+        jobs = self._jobs()
+        left = engines.run(jobs, self.rule, self.scheme, self._count)
+        for job in left:
+            self._count(job.gradient.device).add_(single.count_nonfinite(job.gradient))
+            single.step(job, self.rule, self.scheme.nonfinite)
+        device = bool(jobs) and not left and all(engines.on_device(job.parameter) for job in jobs)
+        self._batches = engines.batches_of(jobs, self.param_groups) if device else None
+
+    def nonfinite_gradients(self) -> int:
+        """Return how many elements of gradients were NaN or infinite in all steps so far; waits for the device.
+
+        What they did to the state is the scheme's own rule, ``optimizer.scheme.nonfinite``.
+        """
+        return sum(int(count) for count in self._nonfinite.values())
+
+    def refresh_weights(self) -> None:
+        """Encode the weights that are kept anew from the parameters, after these were changed by hand."""
+        for index, (_, p) in enumerate(self._parameters()):
+            fmt = self._formats_of(p).get("weights")
+            if p in self.state and fmt is not None and not single.in_parameter(fmt, p.dtype):
+                fresh = single.start(single.local(p), {"weights": fmt}, self.rule, self.seed, index)
+                self.state[p].update({name: fresh[name] for name in fresh if name.startswith("weights")})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as ``torch.optim`` does, with the scheme's and the rule's name under ``"fmtsim"``."""
+        return super().state_dict() | {"fmtsim": checkpoint.header(self.rule, self.scheme, self.seed)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, convert: bool = False) -> None:  # type: ignore[override]
+        """Load what ``state_dict`` returned; training goes on as if it had not been interrupted, bit for bit.
+
+        Everything is checked first: after an error the optimizer is as it was.
+
+        Args:
+            state_dict: Of this rule and scheme. It is not changed, and shares no memory afterwards.
+            convert: Take the state of another scheme, or of ``torch.optim``, decode it and encode it anew.
+
+        Raises:
+            ArgumentError: The state is another scheme's (without ``convert``) or another rule's, or does not fit the
+                parameters.
+        """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, dict(state_dict))
+            state_dict = state_dict if changed is None else changed
+        groups = checkpoint.groups(state_dict, self.param_groups)
+        for group in groups:
+            self.check_group(group)
+        parameters = [p for _, p in self._parameters()]
+        shards, formats = [single.local(p) for p in parameters], [self._formats_of(p) for p in parameters]
+        states = checkpoint.states(state_dict, shards, formats, self.rule, self.scheme, convert)
+        self.__dict__["param_groups"] = groups
+        self._batches = None
+        self.state.clear()
+        self.state.update((p, state) for p, state in zip(parameters, states, strict=True) if state)
+        self.seed = state_dict.get("fmtsim", {}).get("seed", self.seed)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("scheme", "rule", "seed", "_nonfinite")}
+        return super().__getstate__() | own | {"_formats": {}, "_batches": None}  # type: ignore[no-untyped-call]  # torch's own
+
+    def _parameters(self) -> list[tuple[dict[str, Any], Tensor]]:
+        return [(group, p) for group in self.param_groups for p in group["params"]]
+
+    def _formats_of(self, p: Tensor) -> Mapping[str, StateFormat]:
+        if p not in self._formats:
+            self._formats[p] = self.scheme.formats(tuple(single.local(p).shape), self.rule.slots)
+        return self._formats[p]
+
+    def _count(self, device: torch.device) -> Tensor:
+        """Return the counter of a device: int64, 0-d."""
+        if device not in self._nonfinite:
+            self._nonfinite[device] = torch.zeros((), dtype=torch.int64, device=device)
+        return self._nonfinite[device]
+
+    def _jobs(self) -> list[single.Job]:
+        """Return what the step has to do; raise before anything is changed."""
+        every = enumerate(self._parameters())
+        found = [(i, group, p) for i, (group, p) in every if p.grad is not None and single.local(p).numel()]
+        for index, _, p in found:
+            self._check(index, p)
+        numbers: dict[tuple[int, int], Any] = {}
+        jobs = []
+        for index, group, p in found:
+            assert p.grad is not None
+            state, here, formats = self.state[p], single.local(p), self._formats_of(p)
+            if not state:
+                state.update(single.start(here, formats, self.rule, self.seed, index))
+            step = state["step"] + 1
+            key = (id(group), step)
+            if key not in numbers:
+                numbers[key] = self.rule.numbers(group, step, self.scheme)
+            gradient = single.local(p.grad)
+            jobs.append(single.Job(here, gradient, state, step, formats, numbers[key], self.seed, index))
+        return jobs
+
+    def _check(self, index: int, p: Tensor) -> None:
+        g = p.grad
+        assert g is not None
+        if g.is_sparse or g.layout != torch.strided:
+            raise ArgumentError(
+                f"the gradient of parameter {index} is sparse ({g.layout}); use dense gradients (sparse=False of an "
+                "embedding), or torch.optim.SparseAdam for it"
+            )
+        shape = self.state[p].get("shape") if p in self.state else None
+        here = single.local(p).shape
+        if shape is not None and tuple(shape) != tuple(here):
+            raise ArgumentError(
+                f"parameter {index} is {list(here)} now, its state is of {list(shape)}; make a new optimizer"
+            )
+
+
+def check_common(group: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    """Refuse hyperparameters that are negative or not finite."""
+    for name in names:
+        value = group[name]
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ArgumentError(f"{name}={value!r} is not allowed; choose a number of 0 or more")

@@ -1,0 +1,165 @@
+"""The named schemes: how published systems keep their optimizer states."""
+
+import difflib
+
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.catalogue import dynamic_values
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import CodebookFormat, ElementFormat
+from fmtsim.optim.state import Scheme, StateFormat
+from fmtsim.rounding.modes import Rounding
+
+_BNB = "bitsandbytes 95f9af3, csrc/kernels.cu; Dettmers et al., arXiv:2110.02861"
+_MSAMP = "Peng et al., FP8-LM, arXiv:2310.18313; Azure/MS-AMP 9746ea8, optim/adamw.py"
+_INTEL = "Fishman et al., arXiv:2409.12517, section 5; Anonymous1252022/Megatron-DeepSpeed 20029cf"
+_COAT = "Xi et al., COAT, arXiv:2410.19313, section 4; NVlabs/COAT 80ec99f"
+_AO = "pytorch/ao 36027d8, torchao/optim"
+_SMALL = 4096
+
+
+DYNAMIC4 = CodebookFormat(
+    name="dynamic4",
+    values=dynamic_values(signed=True, decades=3),
+    source=f"{_AO}: create_dynamic_map(signed=True, 3, 4)",
+)
+LINEAR4 = CodebookFormat(
+    name="linear4_unsigned",
+    values=tuple(i / 16 for i in range(1, 17)),
+    source=f"{_AO}: linspace(0, 1, 17)[1:], without zero",
+)
+
+
+def element(name: str) -> ElementFormat:
+    """Return an element format by name."""
+    fmt = get_format(name)
+    assert isinstance(fmt, ElementFormat)  # the names of this file are elements
+    return fmt
+
+
+def _blocks(name: str | ElementFormat, block: int, **more: object) -> StateFormat:
+    fmt = element(name) if isinstance(name, str) else name
+    return StateFormat(format=fmt, block=block, scale="amax", **more)  # type: ignore[arg-type]
+
+
+def _bnb(name: str, block: int) -> Scheme:
+    return Scheme(
+        name=name,
+        source=_BNB,
+        first=_blocks("bnb_dynamic8", block, keep_sign=True),
+        second=_blocks("bnb_dynamic8_unsigned", block),
+        minimum=_SMALL,
+        decay="after",
+        folded=True,
+        nonfinite="zero",
+    )
+
+
+def _ao(name: str, first: str | ElementFormat, second: str | ElementFormat, block: int) -> Scheme:
+    states = []
+    for fmt in (first, second):
+        ties = "even" if fmt == "e4m3" else "up"  # a cast of torch's, and a search of torchao's own
+        states.append(_blocks(fmt, block, least=1e-12, ties=ties))
+    return Scheme(
+        name=name,
+        source=_AO,
+        first=states[0],
+        second=states[1],
+        minimum=_SMALL,
+        whole_blocks=True,
+    )
+
+
+def _tensor(name: str, scale: str) -> StateFormat:
+    return StateFormat(format=element(name), scale=scale)  # type: ignore[arg-type]  # the record validates it
+
+
+def _fp8lm(name: str, first: str, second: str, weights: str) -> Scheme:
+    rule = "power_of_two"
+    return Scheme(
+        name=name,
+        source=_MSAMP,
+        first=_tensor(first, rule),
+        second=_tensor(second, rule),
+        weights=_tensor(weights, rule),
+    )
+
+
+def _bf16(rounding: Rounding) -> StateFormat:
+    return StateFormat(format=element("bf16"), rounding=rounding)
+
+
+_SCHEMES = (
+    Scheme(name="fp32", source="float32 states: what the others are compared with"),
+    _bnb("bnb8", 256),
+    _bnb("bnb8_2048", 2048),
+    _fp8lm("fp8lm", "e4m3", "fp16", "fp16"),
+    _fp8lm("fp8lm_v8", "e4m3", "e4m3", "fp16"),
+    _fp8lm("fp8lm_w8", "e4m3", "fp16", "e4m3"),
+    Scheme(
+        name="intel_2t",
+        source=_INTEL,
+        first=_tensor("e4m3_ieee", "reciprocal"),
+        second=_tensor("e5m2", "reciprocal"),
+        weights=_tensor("fp16", "reciprocal"),
+    ),
+    Scheme(
+        name="coat",
+        source=_COAT,
+        first=_blocks("e4m3", 128, expand=True),
+        second=_blocks("e4m3", 128, expand=True),
+    ),
+    Scheme(
+        name="coat_plain",
+        source=f"{_COAT}: without expansion, for comparison",
+        first=_blocks("e4m3", 128),
+        second=_blocks("e4m3", 128),
+    ),
+    _ao("ao_8bit", "bnb_dynamic8", "bnb_dynamic8_unsigned", 256),
+    _ao("ao_4bit", DYNAMIC4, LINEAR4, 128),
+    _ao("ao_fp8", "e4m3", "e4m3", 256),
+    Scheme(
+        name="deepseek_v3",
+        source="DeepSeek-V3, arXiv:2412.19437, section 3.3.3: moments in bfloat16",
+        first=_bf16(Rounding()),
+        second=_bf16(Rounding()),
+    ),
+    Scheme(
+        name="bf16_sr",
+        source=f"{_AO}: bf16_stochastic_round, 16 random bits below the last place; moments in float32",
+        weights=_bf16(Rounding(mode="stochastic", random_bits=16)),
+    ),
+    Scheme(
+        name="int8_weights",
+        source=f"{_AO}, prototype/quantized_training/int8.py; gpu-mode/lectures 7cb40f6, lecture 30",
+        weights=StateFormat(
+            format=element("int8_full"), block="row", scale="inverse", rounding=Rounding(mode="stochastic")
+        ),
+        matrices=True,
+    ),
+    Scheme(
+        name="lns_madam",
+        source="Zhao et al., LNS-Madam, arXiv:2106.13914; jiaweizzhao/lns-madam-optimizer 42eba0a",
+        weights=StateFormat(format=element("lns16_g2048"), scale="fixed"),
+    ),
+)
+_BY_NAME = {scheme.name: scheme for scheme in _SCHEMES}
+
+
+def get_scheme(scheme: str | Scheme) -> Scheme:
+    """Return the scheme of a name, or the record itself.
+
+    Raises:
+        ArgumentError: There is no scheme of that name.
+    """
+    if isinstance(scheme, Scheme):
+        return scheme
+    if scheme not in _BY_NAME:
+        close = difflib.get_close_matches(str(scheme), _BY_NAME, n=2, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise ArgumentError(f"state={scheme!r} is unknown{hint} (choose one of {', '.join(_BY_NAME)})")
+    return _BY_NAME[scheme]
+
+
+def list_schemes() -> list[str]:
+    """Return the names of all schemes."""
+    return list(_BY_NAME)

@@ -1,0 +1,159 @@
+"""Saved states: what they are checked for, and how one scheme's become another's when that is asked for."""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmtsim.errors import ArgumentError
+from fmtsim.optim import codec, single
+from fmtsim.optim.catalogue import get_scheme
+from fmtsim.optim.rules import CONSTANTS, Rule
+from fmtsim.optim.state import Scheme, StateFormat
+
+VERSION = 1
+TORCH_NAMES = {"first": ("exp_avg", "momentum_buffer"), "second": ("exp_avg_sq",)}
+Formats = Mapping[str, StateFormat]
+
+
+def header(rule: Rule, scheme: Scheme, seed: int) -> dict[str, Any]:
+    """Return what a saved state says about itself; ``record`` tells apart schemes of one name."""
+    return {"version": VERSION, "rule": rule.name, "scheme": scheme.name, "record": repr(scheme), "seed": seed}
+
+
+def groups(state_dict: Mapping[str, Any], present: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the saved hyperparameters, what schedulers keep with them too, with the parameters that are here.
+
+    Raises:
+        ArgumentError: There are other groups, or groups of other sizes.
+    """
+    if "param_groups" not in state_dict:
+        raise ArgumentError("the state has no 'param_groups'; pass what an optimizer's state_dict() returned")
+    sizes = [[len(group["params"]) for group in each] for each in (state_dict["param_groups"], present)]
+    if sizes[0] != sizes[1]:
+        raise ArgumentError(f"the state is of groups of {sizes[0]} parameters, the optimizer has groups of {sizes[1]}")
+    ours = "fmtsim" in state_dict
+    return [
+        {**here, **{k: copy.deepcopy(v) for k, v in saved.items() if ours or k in here}, "params": here["params"]}
+        for saved, here in zip(state_dict["param_groups"], present, strict=True)
+    ]
+
+
+def states(
+    state_dict: Mapping[str, Any],
+    parameters: Sequence[Tensor],
+    formats: Sequence[Formats],
+    rule: Rule,
+    scheme: Scheme,
+    convert: bool,
+) -> list[dict[str, Any]]:
+    """Return what a saved state holds of each parameter, on the parameters' devices; nothing where it has no state.
+
+    Raises:
+        ArgumentError: As ``QuantizedOptimizer.load_state_dict`` says.
+    """
+    source = _source(state_dict, rule, scheme, convert)
+    order = [index for group in state_dict["param_groups"] for index in group["params"]]
+    seed = state_dict.get("fmtsim", {}).get("seed", 0)
+    loaded: list[dict[str, Any]] = []
+    for place, (index, p, wanted) in enumerate(zip(order, parameters, formats, strict=True)):
+        saved = state_dict["state"].get(index)
+        if not saved:
+            loaded.append({})
+        elif source is scheme:
+            loaded.append(_same(place, saved, p, wanted, rule))
+        else:
+            loaded.append(_converted(place, saved, p, wanted, rule, source, seed))
+    return loaded
+
+
+def _source(state_dict: Mapping[str, Any], rule: Rule, scheme: Scheme, convert: bool) -> Scheme | None:
+    """Return the scheme of a saved state, None for one of ``torch.optim``; raise where it may not be loaded."""
+    if "state" not in state_dict:
+        raise ArgumentError("the state has no 'state'; pass what an optimizer's state_dict() returned")
+    said = state_dict.get("fmtsim")
+    how = f"pass convert=True to decode it and encode it anew as {scheme.name!r}"
+    if said is None:
+        if not convert:
+            raise ArgumentError(f"the state is one of torch.optim, the optimizer keeps {scheme.name!r}; {how}")
+        return None
+    if said["version"] != VERSION:
+        raise ArgumentError(f"the state has version {said['version']}, this fmtsim reads {VERSION}; update fmtsim")
+    if said["rule"] != rule.name:
+        raise ArgumentError(
+            f"the state is of the rule {said['rule']!r}, the optimizer's is {rule.name!r}; use that rule"
+        )
+    if said["record"] == repr(scheme):
+        return scheme
+    if not convert:
+        same = " (two records of that name)" if said["scheme"] == scheme.name else ""
+        raise ArgumentError(f"the state is kept as {said['scheme']!r}, the optimizer's as {scheme.name!r}{same}; {how}")
+    source = get_scheme(said["scheme"])
+    if repr(source) != said["record"]:
+        raise ArgumentError(
+            f"the state is kept as a {said['scheme']!r} that is not the catalogue's; it cannot be decoded"
+        )
+    return source
+
+
+def _same(place: int, saved: Mapping[str, Any], p: Tensor, formats: Formats, rule: Rule) -> dict[str, Any]:
+    """Return a copy of a saved state after holding every tensor to the one that a first step would make."""
+    model = single.start(p.detach(), formats, rule, 0, 0)
+    if set(saved) != set(model):
+        raise ArgumentError(f"parameter {place}: the state has {sorted(saved)}, it should have {sorted(model)}")
+    result: dict[str, Any] = {}
+    for name, wanted in model.items():
+        value = saved[name]
+        if not isinstance(wanted, Tensor):
+            result[name] = copy.deepcopy(value)
+            continue
+        if value.dtype != wanted.dtype or value.shape != wanted.shape:
+            raise ArgumentError(
+                f"parameter {place}: {name} is {value.dtype} {list(value.shape)}, "
+                f"it should be {wanted.dtype} {list(wanted.shape)}"
+            )
+        result[name] = value.detach().to(p.device).clone()
+    _check_shape(place, saved["shape"], p)
+    return result
+
+
+def _converted(
+    place: int, saved: Mapping[str, Any], p: Tensor, formats: Formats, rule: Rule, source: Scheme | None, seed: int
+) -> dict[str, Any]:
+    """Decode a saved state as its scheme says and encode it as this one does."""
+    shape = tuple(p.shape)
+    values = _torch_values(place, saved, p, rule) if source is None else {}
+    if source is not None:
+        _check_shape(place, saved["shape"], p)
+        held = {name: value.to(p.device) if isinstance(value, Tensor) else value for name, value in saved.items()}
+        for slot, fmt in source.formats(shape, rule.slots).items():
+            if slot in held:
+                values[slot] = codec.decode(single.parts_of(held, slot), fmt, shape)
+    step = int(saved["step"])
+    state = single.start(values.get("weights", p), formats, rule, seed, place)
+    for slot in rule.slots:
+        key = single.key_of(seed, step, place, slot)
+        single.put(state, slot, codec.encode(values[slot].contiguous(), formats[slot], {}, key))
+    return state | {"step": step} | {name: saved[name].to(p.device) for name in CONSTANTS if name in saved}
+
+
+def _torch_values(place: int, saved: Mapping[str, Any], p: Tensor, rule: Rule) -> dict[str, Tensor]:
+    """Return the moments of an optimizer of torch."""
+    values = {}
+    for slot in rule.slots:
+        name = next((name for name in TORCH_NAMES[slot] if isinstance(saved.get(name), Tensor)), None)
+        if name is None:
+            raise ArgumentError(f"parameter {place}: the state has {sorted(saved)}, none of {TORCH_NAMES[slot]}")
+        _check_shape(place, saved[name].shape, p)
+        values[slot] = saved[name].detach().to(p.device, torch.float32)
+    if "step" not in saved:
+        raise ArgumentError(f"parameter {place}: the state does not say its step; it cannot be converted")
+    return values
+
+
+def _check_shape(place: int, shape: Sequence[int], p: Tensor) -> None:
+    if list(shape) != list(p.shape) or math.prod(shape) != p.numel():
+        raise ArgumentError(f"parameter {place} is {list(p.shape)}, its state is of {list(shape)}")

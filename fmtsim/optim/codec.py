@@ -1,0 +1,200 @@
+"""Numbers into codes and back, with torch operations: the definition that every engine's bits are held to.
+
+Parts of a stored state are tensors by name: ``"codes"`` (float32 itself, uint8, or int16 for 16-bit codes; 4-bit codes
+two a byte, the even element in the low half), ``"scale"`` float32 [blocks], and of expanded groups ``"power"`` and
+``"centre"``.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fmtsim.formats.packing import pack, unpack
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat
+from fmtsim.ops import CastSpec, EncodedParts, RandomKey
+from fmtsim.ops import decode as decode_elements
+from fmtsim.ops import encode as encode_elements
+from fmtsim.optim import expansion
+from fmtsim.optim.codebooks import thresholds_of
+from fmtsim.optim.state import StateFormat
+from fmtsim.rounding.modes import Rounding
+
+Parts = dict[str, Tensor]
+EXPONENTS = (-126, 126)
+"""Powers of two that scales may be: both they and their reciprocals are normal."""
+
+RMS_FACTOR = 3.0
+
+_NATIVE = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+"""Formats whose cast to nearest even is torch's own, once numbers are within their range."""
+
+
+def encode(x: Tensor, fmt: StateFormat, previous: Mapping[str, Tensor], key: RandomKey | None) -> Parts:
+    """Return the parts of float32 numbers.
+
+    Args:
+        x: float32, contiguous, of its parameter's shape.
+        fmt: How they are kept.
+        previous: The parts until now, whose scale some rules keep; empty at first.
+        key: Of the random words of stochastic rounding.
+    """
+    if fmt.format is None:
+        return {"codes": x.reshape(-1)}
+    rows = _rows(x, fmt)
+    parts: Parts = {}
+    if fmt.expand:
+        scaled, *groups = expansion.compress(rows, float(fmt.format.max))
+        parts |= dict(zip(("scale", "power", "centre"), (part.reshape(-1) for part in groups), strict=True))
+    elif fmt.scale == "none":
+        scaled = rows
+    else:
+        scale = _scale(rows, fmt, previous.get("scale"))
+        scaled = _scaled(rows, scale, fmt)
+        parts["scale"] = scale.reshape(-1)
+    codes = _element_codes(scaled.reshape(-1)[: x.numel()], x, fmt, key)
+    return {"codes": packed(codes, fmt.format)} | parts
+
+
+def decode(parts: Mapping[str, Tensor], fmt: StateFormat, shape: tuple[int, ...]) -> Tensor:
+    """Return the float32 numbers of stored parts, in the parameter's shape."""
+    if fmt.format is None:
+        return parts["codes"].view(shape)
+    count = math.prod(shape)
+    q = _rows(element_values(unpacked(parts["codes"], fmt.format, count), fmt.format).view(shape), fmt)
+    if fmt.expand:
+        q = expansion.expand(q, *(parts[name].view(-1, 1) for name in ("scale", "power", "centre")))
+    elif fmt.scale != "none":
+        scale = parts["scale"].view(-1, 1)
+        if fmt.scale == "reciprocal":
+            q = q / scale
+        else:
+            q = q * (torch.ones_like(scale) / scale if fmt.scale == "power_of_two" else scale)
+    return q.reshape(-1)[:count].view(shape)
+
+
+def packed(codes: Tensor, fmt: ElementFormat) -> Tensor:
+    """Return flat codes as they are stored: whole bytes, or int16."""
+    if fmt.bits <= 8:
+        return pack(codes, fmt.bits)
+    return codes.to(torch.int16)  # keeps the low 16 bits
+
+
+def unpacked(stored: Tensor, fmt: ElementFormat, count: int) -> Tensor:
+    """Return flat codes as non-negative integers."""
+    if fmt.bits < 8:
+        return unpack(stored, fmt.bits, count)
+    return stored if fmt.bits == 8 else stored.to(torch.int32) & 0xFFFF
+
+
+def element_values(codes: Tensor, fmt: ElementFormat) -> Tensor:
+    """Return the float32 values of unpacked codes."""
+    if fmt.bits <= 8:
+        return _values(fmt, codes.device)[codes.to(torch.int64)]
+    if fmt.name in _NATIVE:
+        return codes.to(torch.int16).view(_NATIVE[fmt.name]).to(torch.float32)
+    return decode_elements(EncodedParts(codes), _nearest(fmt), torch.float32)
+
+
+@lru_cache(maxsize=64)
+def _values(fmt: ElementFormat, device: torch.device) -> Tensor:
+    if isinstance(fmt, CodebookFormat):
+        return torch.tensor(fmt.values, dtype=torch.float32, device=device)
+    codes = torch.arange(1 << fmt.bits, dtype=torch.uint8, device=device)
+    return decode_elements(EncodedParts(codes), _nearest(fmt), torch.float32)
+
+
+@lru_cache(maxsize=64)
+def _turning(fmt: CodebookFormat, ties: str, device: torch.device) -> Tensor:
+    return torch.tensor(thresholds_of(fmt, ties), device=device)
+
+
+def _nearest(fmt: ElementFormat) -> CastSpec:
+    return CastSpec(format=fmt, rounding=Rounding(), overflow="saturate")
+
+
+def rms_scale(x: Tensor, fmt: StateFormat) -> Tensor:
+    """Return the scale of ``fixed``, float32 [1, 1]: thrice the root mean square over the largest value, in float64.
+
+    It is worked out on the CPU, so that it does not depend on the device.
+    """
+    assert fmt.format is not None
+    squares = x.detach().to("cpu", torch.float64).square().sum()
+    limit = RMS_FACTOR * math.sqrt(float(squares) / max(x.numel(), 1))
+    return torch.tensor([[limit / float(fmt.format.max) or 1.0]], dtype=torch.float32, device=x.device)
+
+
+def _rows(x: Tensor, fmt: StateFormat) -> Tensor:
+    """Return numbers as [blocks, block], the last block filled with zeros."""
+    block = fmt.block_of(tuple(x.shape))
+    flat = x.reshape(-1)
+    if flat.numel() % block:
+        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % block))
+    return flat.view(-1, block)
+
+
+def _scale(rows: Tensor, fmt: StateFormat, previous: Tensor | None) -> Tensor:
+    """Return the scale of each row as its rule says, float32 [rows, 1]."""
+    assert fmt.format is not None
+    if fmt.scale == "fixed":
+        return rms_scale(rows, fmt) if previous is None else previous.view(-1, 1)
+    amax = rows.abs().amax(-1, keepdim=True)
+    if fmt.least:
+        amax = amax.clamp(min=fmt.least)
+    top = torch.full_like(amax, float(fmt.format.max))
+    if fmt.scale in ("amax", "inverse"):
+        return amax / top
+    if fmt.scale == "reciprocal":
+        return torch.where(amax == 0, 1.0, top / amax)
+    kept = torch.ones_like(amax) if previous is None else previous.view(-1, 1)
+    usable = (amax > 0) & (amax < math.inf)
+    return torch.where(usable, power_of_two(torch.where(usable, amax, 1.0), float(fmt.format.max)), kept)
+
+
+def power_of_two(amax: Tensor, top: float) -> Tensor:
+    """Return the largest power of two s with ``s * amax <= top`` of positive numbers, within EXPONENTS; float32."""
+    fraction, exponent = torch.frexp(amax)
+    top_fraction, top_exponent = math.frexp(top)
+    power = top_exponent - exponent.to(torch.int32) - (fraction > top_fraction).to(torch.int32)
+    return ((power.clamp(*EXPONENTS) + 127) << 23).view(torch.float32)
+
+
+def _scaled(rows: Tensor, scale: Tensor, fmt: StateFormat) -> Tensor:
+    if fmt.scale in ("amax", "inverse"):
+        scale = torch.where(scale == 0, 1.0, scale)
+    if fmt.scale in ("amax", "fixed"):
+        return rows / scale
+    return rows * (torch.ones_like(scale) / scale if fmt.scale == "inverse" else scale)
+
+
+def _element_codes(y: Tensor, x: Tensor, fmt: StateFormat, key: RandomKey | None) -> Tensor:
+    """Round scaled numbers y, flat, to codes; NaN takes code 0 of a codebook."""
+    assert fmt.format is not None
+    if isinstance(fmt.format, CodebookFormat):
+        codes = torch.searchsorted(
+            _turning(fmt.format, fmt.ties, y.device), torch.where(y == y, y, -math.inf), right=True
+        )
+        if fmt.keep_sign:
+            zero = fmt.format.values.index(0.0)
+            codes = codes - ((codes == zero) & torch.signbit(x.reshape(-1))).to(codes.dtype)
+        return codes
+    if fmt.rounding.mode == "nearest_even" and _is_native(fmt.format):
+        return _native_codes(y, fmt.format)
+    spec = CastSpec(format=fmt.format, rounding=fmt.rounding, overflow="saturate")
+    return encode_elements(y, spec, key if fmt.stochastic else None).codes
+
+
+def _is_native(fmt: ElementFormat) -> bool:
+    return fmt.name in _NATIVE and fmt == get_format(fmt.name)
+
+
+def _native_codes(y: Tensor, fmt: ElementFormat) -> Tensor:
+    """Cast with torch; Inf becomes the largest value as well, and NaN the format's one."""
+    assert isinstance(fmt, FloatFormat) and fmt.nan_code is not None  # all of _NATIVE are
+    top = float(fmt.max)
+    cast = y.clamp(-top, top).to(_NATIVE[fmt.name])
+    codes = cast.view(torch.uint8 if fmt.bits == 8 else torch.int16)
+    return codes.masked_fill_(y != y, fmt.nan_code)

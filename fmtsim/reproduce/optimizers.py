@@ -1,0 +1,285 @@
+"""Claims about optimizer states: what they lose, what they take, and whether training notices."""
+
+import statistics
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import LogFormat
+from fmtsim.optim import SGD, Adam, AdamW, Madam, QuantizedOptimizer, Scheme, StateFormat, get_scheme, memory
+from fmtsim.optim import codec as states
+from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near
+from fmtsim.reproduce.samples import generator, relative_error
+from fmtsim.training.corpus import Corpus, load_corpus, sample
+from fmtsim.training.gpt import GPT, GPTConfig
+from fmtsim.training.loop import BETAS, CLIP, WEIGHT_DECAY, schedule
+
+_COAT = "Xi et al., COAT, arXiv:2410.19313, section 4; NVlabs/COAT 80ec99f"
+_FP8LM = "Peng et al., FP8-LM, arXiv:2310.18313, section 2.2; Azure/MS-AMP 9746ea8"
+_EPS = 1e-8
+
+
+def moments(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return a first moment, lognormal with either sign, and a second one: its square times a squared normal number."""
+    source = generator(seed)
+    m = torch.randn(count, generator=source).exp() * torch.randn(count, generator=source).sign()
+    return m, (m * torch.randn(count, generator=source)).square()
+
+
+def kept(x: Tensor, fmt: StateFormat) -> tuple[Tensor, states.Parts]:
+    """Return numbers after a state has kept them, and its parts."""
+    parts = states.encode(x, fmt, {}, None)
+    return states.decode(parts, fmt, tuple(x.shape)), parts
+
+
+def expansion(tell: Tell, *, scheme: str, plain: str, count: int, seed: int) -> Measured:
+    """Compare moments in E4M3 with and without dynamic range expansion."""
+    m, v = moments(count, seed)
+    exact, numbers = m / (v.sqrt() + _EPS), {}
+    for label, name in (("expanded", scheme), ("plain", plain)):
+        (first, m_parts), (second, v_parts) = kept(m, get_scheme(name).first), kept(v, get_scheme(name).second)
+        update = first / (second.sqrt() + _EPS)
+        numbers[f"error of m, {label}"] = relative_error(m, first)
+        numbers[f"part of v lost, {label}"] = float((second == 0).float().mean())
+        numbers[f"mean error of an update, {label}"] = float((update - exact).abs().double().mean())
+        if "power" in m_parts:
+            numbers |= {"power of m": float(m_parts["power"].mean()), "power of v": float(v_parts["power"].mean())}
+    return Measured(numbers=numbers)
+
+
+def underflow(tell: Tell, *, formats: tuple[str, ...], count: int, seed: int) -> Measured:
+    """Count what a second moment with one scale a tensor loses."""
+    _, v = moments(count, seed)
+    numbers = {}
+    for name in formats:
+        fmt = StateFormat(format=get_format(name), scale="reciprocal")  # type: ignore[arg-type]  # element formats
+        numbers[f"part of v lost, {name}"] = float((kept(v, fmt)[0] == 0).float().mean())
+    return Measured(numbers=numbers)
+
+
+def bytes_kept(tell: Tell, *, scheme: str, shape: tuple[int, int]) -> Measured:
+    """Measure the bytes a parameter of everything that training keeps but activations, gradients in 8 bits."""
+    found = {}
+    for label, name in (("fp8lm", scheme), ("fp32", "fp32")):
+        p = nn.Parameter(torch.ones(shape))
+        p.grad = torch.ones(shape)
+        optimizer = AdamW([p], state=name)
+        optimizer.step()
+        found[label] = memory(optimizer)
+    ours = found["fp8lm"].per_parameter() + 1
+    high = found["fp32"].per_parameter("parameters", "gradients", "first", "second")
+    return Measured(
+        numbers={
+            "bytes, first moment": found["fp8lm"].per_parameter("first"),
+            "bytes, second moment": found["fp8lm"].per_parameter("second"),
+            "bytes, master weights": found["fp8lm"].per_parameter("weights"),
+            "bytes, all with the gradient": ours,
+            "bytes, float32": high,
+            "ratio": high / ours,
+        }
+    )
+
+
+def stall(tell: Tell, *, scheme: str, steps: int, copies: int, seed: int) -> Measured:
+    """Let plain gradient descent add 1 to bfloat16 weights of 200, step by step."""
+    ends = {}
+    nearest = Scheme(name="nearest", weights=StateFormat(format=get_format("bf16")))  # type: ignore[arg-type]
+    for label, state in (("to nearest", nearest), ("stochastic", get_scheme(scheme))):
+        p = nn.Parameter(torch.full((copies,), 200.0, dtype=torch.bfloat16))
+        optimizer = SGD([p], lr=1.0, momentum=0.0, state=state, seed=seed)
+        for _ in range(steps):
+            p.grad = torch.full_like(p, -1.0)
+            optimizer.step()
+        ends[f"200 + {steps} x 1, {label}"] = float(p.detach().double().mean())
+    return Measured(numbers=ends)
+
+
+def parity(
+    tell: Tell, *, schemes: tuple[str, ...], seeds: tuple[int, ...], steps: int, width: int, batch: int, lr: float
+) -> Measured:
+    """Train a small GPT under float32 states and others; compare the losses of the last tenth of the steps."""
+    names, losses, corpus = ("fp32", *schemes), {}, load_corpus(None, 64)
+    for i, name in enumerate(names):
+        runs = []
+        for j, seed in enumerate(seeds):
+            runs.append(_trained(corpus, name, seed, steps, width, batch, lr))
+            tell((i + (j + 1) / len(seeds)) / len(names))
+        losses[name] = runs
+    base = losses["fp32"]
+    numbers = {"loss, fp32": statistics.mean(base), "spread of the seeds, fp32": max(base) - min(base)}
+    for name in schemes:
+        gap = statistics.mean(losses[name]) - statistics.mean(base)
+        numbers[f"{name} less fp32, spreads"] = gap / (max(base) - min(base))
+    return Measured(numbers=numbers)
+
+
+def _trained(corpus: Corpus, scheme: str, seed: int, steps: int, width: int, batch: int, lr: float) -> float:
+    """Return the mean loss of the last tenth of a training, as ``fmtsim train`` runs it."""
+    model = GPT(GPTConfig(context=64, width=width, layers=2, heads=4), seed)
+    optimizer = AdamW(model.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, state=scheme, seed=seed)
+    batches, losses = generator(seed + 1), []
+    for step in range(1, steps + 1):
+        optimizer.param_groups[0]["lr"] = lr * schedule(step, steps)
+        loss = model(*sample(corpus.train, batch, 64, batches))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    tail = losses[-max(1, steps // 10) :]
+    return sum(tail) / len(tail)
+
+
+def logarithmic(
+    tell: Tell, *, bits: tuple[int, int], rates: tuple[tuple[str, float], ...], steps: int, seed: int
+) -> Measured:
+    """Train a small network whose weights are kept as logarithms of many bits and of few, over 16 octaves."""
+    numbers = {}
+    for i, (name, lr) in enumerate(rates):
+        ends = []
+        for width in bits:
+            fmt = LogFormat(name=f"lns{width}", bits=width, gamma=1 << (width - 5))
+            state = Scheme(name=fmt.name, weights=StateFormat(format=fmt, scale="fixed"))
+            weights = _weights(seed)
+            ends.append(_regressed(_optimizer(name, weights, lr, state), weights, steps, seed))
+        numbers[f"{name}, loss at {bits[1]} bits over {bits[0]}"] = ends[1] / ends[0]
+        tell((i + 1) / len(rates))
+    return Measured(numbers=numbers)
+
+
+def _optimizer(name: str, weights: Sequence[nn.Parameter], lr: float, state: Scheme) -> QuantizedOptimizer:
+    if name == "Madam":
+        return Madam(weights, lr=lr, state=state)
+    return Adam(weights, lr=lr, state=state) if name == "Adam" else SGD(weights, lr=lr, state=state)
+
+
+def _weights(seed: int) -> list[nn.Parameter]:
+    source = generator(seed)
+    shapes = ((64, 32), (64, 64), (8, 64))
+    return [nn.Parameter(torch.randn(shape, generator=source) * 1.4 / shape[1] ** 0.5) for shape in shapes]
+
+
+def _regressed(optimizer: QuantizedOptimizer, weights: list[nn.Parameter], steps: int, seed: int) -> float:
+    """Return the relative squared error behind another network of the same shape, over the last tenth of the steps."""
+    source, teacher, losses = generator(seed + 2), _weights(seed + 1), []
+    for _ in range(steps):
+        x = torch.randn(128, 32, generator=source)
+        with torch.no_grad():
+            y = _network(teacher, x)
+        loss = (_network(weights, x) - y).square().mean() / y.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return sum(losses[-steps // 10 :]) / (steps // 10)
+
+
+def _network(weights: Sequence[Tensor], x: Tensor) -> Tensor:
+    for weight in weights[:-1]:
+        x = torch.relu(x @ weight.T)
+    return x @ weights[-1].T
+
+
+CLAIMS = (
+    Claim(
+        name="coat_states",
+        says="expanding each group's range lowers the error of E4M3 moments, and no second moment becomes zero",
+        source=_COAT,
+        measure=expansion,
+        settings=(("scheme", "coat"), ("plain", "coat_plain"), ("count", 1 << 20), ("seed", 0)),
+        expected=(
+            near("error of m, plain", 4.9e-4, 0.03),
+            near("error of m, expanded", 1.08e-4, 0.03),
+            near("power of m", 2.2, 0.03),
+            near("power of v", 0.68, 0.03),
+            near("part of v lost, plain", 0.032, 0.03),
+            exactly("part of v lost, expanded", 0.0, "formula"),
+            Expected(name="mean error of an update, plain", low=1e5),
+            Expected(name="mean error of an update, expanded", high=2.0),
+        ),
+        notes="synthetic moments; the paper measures those of a training, where plain E4M3 errs 1.63 times as much",
+    ),
+    Claim(
+        name="moment_underflow",
+        says="a second moment with one scale a tensor underflows in E4M3, in E5M2 hardly",
+        source="Fishman et al., arXiv:2409.12517, section 5",
+        measure=underflow,
+        settings=(("formats", ("e4m3_ieee", "e5m2")), ("count", 1 << 20), ("seed", 0)),
+        expected=(
+            Expected(name="part of v lost, e4m3_ieee", low=0.2),
+            Expected(name="part of v lost, e5m2", high=0.01),
+        ),
+        notes="E4M3 with the top exponent reserved: 17 binades; E5M2 has 31",
+    ),
+    Claim(
+        name="fp8lm_memory",
+        says="an E4M3 and a float16 moment, float16 master weights and 8-bit gradients take 6 bytes instead of 16",
+        source=_FP8LM,
+        measure=bytes_kept,
+        settings=(("scheme", "fp8lm"), ("shape", (512, 512))),
+        expected=(
+            near("bytes, first moment", 1.0, 0.05, "paper"),
+            near("bytes, second moment", 2.0, 0.05, "paper"),
+            near("bytes, master weights", 2.0, 0.05, "paper"),
+            near("bytes, all with the gradient", 6.0, 0.05, "paper"),
+            near("bytes, float32", 16.0, 0.0, "paper"),
+            near("ratio", 2.6, 0.05, "paper"),
+        ),
+        notes="states are measured; the gradient's byte is the paper's",
+    ),
+    Claim(
+        name="stochastic_weights",
+        says="bfloat16 weights that only grow by small steps stall at 256, with stochastic rounding they do not",
+        source="gpu-mode/lectures 7cb40f6, lecture 30; pytorch/ao 36027d8, bf16_stochastic_round",
+        measure=stall,
+        settings=(("scheme", "bf16_sr"), ("steps", 100), ("copies", 4096), ("seed", 0)),
+        expected=(
+            exactly("200 + 100 x 1, to nearest", 256.0, "code"),
+            near("200 + 100 x 1, stochastic", 300.0, 0.01, "code"),
+        ),
+    ),
+    Claim(
+        name="madam_logarithms",
+        says="weights kept as 12-bit logarithms degrade SGD and Adam, multiplicative updates not",
+        source="Zhao et al., LNS-Madam, arXiv:2106.13914, section 4.3",
+        measure=logarithmic,
+        settings=(
+            ("bits", (16, 12)),
+            ("rates", (("Madam", 1 / 64), ("Adam", 1e-3), ("SGD", 1e-2))),
+            ("steps", 300),
+            ("seed", 1),
+        ),
+        expected=(
+            Expected(name="Madam, loss at 12 bits over 16", low=0.97, high=1.03, published=1.0),
+            Expected(name="Adam, loss at 12 bits over 16", low=1.1),
+            Expected(name="SGD, loss at 12 bits over 16", low=1.1),
+        ),
+        notes="a network of three layers learns another one; the paper trains vision and language models",
+        slow=True,
+    ),
+    Claim(
+        name="optimizer_parity",
+        says="8-bit, FP8 and expanded states train like float32 ones; both moments in E4M3 with one scale do not",
+        source=f"Dettmers et al., arXiv:2110.02861; {_FP8LM}; {_COAT}; Fishman et al., arXiv:2409.12517",
+        measure=parity,
+        settings=(
+            ("schemes", ("bnb8", "fp8lm", "coat", "intel_2t", "fp8lm_v8")),
+            ("seeds", (0, 1, 2)),
+            ("steps", 200),
+            ("width", 64),
+            ("batch", 8),
+            ("lr", 3e-3),
+        ),
+        expected=(
+            Expected(name="bnb8 less fp32, spreads", low=-1.0, high=1.0, published=0.0),
+            Expected(name="fp8lm less fp32, spreads", low=-1.0, high=1.0, published=0.0),
+            Expected(name="coat less fp32, spreads", low=-1.0, high=1.0, published=0.0),
+            Expected(name="intel_2t less fp32, spreads", low=-1.0, high=1.0, published=0.0),
+            Expected(name="fp8lm_v8 less fp32, spreads", low=3.0),
+        ),
+        notes="200 steps of a GPT of 120 thousand parameters; a spread is that of float32's losses over three seeds",
+        slow=True,
+    ),
+)

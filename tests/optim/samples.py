@@ -1,0 +1,36 @@
+"""Parameters and gradients of the tests: of many magnitudes, with zeros of both signs and subnormal numbers."""
+
+import numpy as np
+import torch
+
+
+def parameter(shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * np.float32(0.1)
+
+
+def gradients(shape, count, seed=1):
+    source = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        g = source.standard_normal(shape) * 10.0 ** source.uniform(-5, 0, shape)
+        flat = g.astype(np.float32).reshape(-1)
+        flat[:6] = [0.0, -0.0, 1e-40, -1e-40, 1e-20, 1.0]
+        flat[300:700] = 0.0  # a whole block of zeros, and parts of its neighbours
+        found.append(flat.reshape(shape))
+    return found
+
+
+def run(optimizer_class, p, grads, **options):
+    """Return the parameter after each step, the optimizer and the parameter itself."""
+    parameter = torch.nn.Parameter(torch.from_numpy(p.copy()))
+    optimizer = optimizer_class([parameter], **options)
+    out = []
+    for g in grads:
+        parameter.grad = torch.from_numpy(g.copy())
+        optimizer.step()
+        out.append(parameter.detach().numpy().copy().reshape(-1))
+    return out, optimizer, parameter
+
+
+def same(a, b):
+    return np.array_equal(np.asarray(a, np.float32).view(np.int32), np.asarray(b, np.float32).view(np.int32))

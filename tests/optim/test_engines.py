@@ -1,0 +1,232 @@
+"""Fused kernels against torch operations: equal bits of parameters, codes, scales and counts."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import fmtsim
+from fmtsim.optim import codebooks, engines, single
+from tests.cuda import emulator
+from tests.optim.samples import gradients, parameter
+
+SHAPES = ((5000,), (33, 256), (4096,), (3, 4, 700), (50, 129), (17,))
+HYPER = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
+CUDA = (
+    ("bnb8", fmtsim.optim.AdamW),
+    ("ao_8bit", fmtsim.optim.Adam),
+    ("coat", fmtsim.optim.AdamW),
+    pytest.param("bnb8_2048", fmtsim.optim.AdamW, marks=pytest.mark.slow),  # another compilation
+)
+OURS = (
+    ("fp32", fmtsim.optim.Adam),
+    ("bnb8", fmtsim.optim.AdamW),
+    ("bnb8_2048", fmtsim.optim.AdamW),
+    ("ao_8bit", fmtsim.optim.Adam),
+)
+
+
+def train(cls, scheme, steps=3, bad=False, **options):
+    """Return parameters and states after some steps, as integers; NaN are all one."""
+    parameters = [torch.nn.Parameter(torch.from_numpy(parameter(shape, i))) for i, shape in enumerate(SHAPES)]
+    hyper = {name: value for name, value in (HYPER | options).items() if value is not None}
+    optimizer = cls(parameters, state=scheme, **hyper)
+    grads = [gradients((8960,), steps, 50 + i) for i in range(len(SHAPES))]
+    for step in range(steps):
+        for p, g in zip(parameters, grads, strict=True):
+            p.grad = torch.from_numpy(g[step][: p.numel()].reshape(p.shape).copy())
+            if bad:
+                p.grad.view(-1)[step + 7 :: 999] = (torch.nan, torch.inf, -torch.inf)[step]
+        optimizer.step()
+    kept = [*parameters, *(t for p in parameters for t in optimizer.state[p].values() if isinstance(t, torch.Tensor))]
+    return [bits(t.detach().cpu()) for t in kept], optimizer.nonfinite_gradients()
+
+
+def bits(x):
+    if x.is_floating_point():
+        return torch.where(x.isnan(), torch.nan, x).view(torch.int32).clone()
+    return x.clone()
+
+
+def equal(a, b):
+    return a[1] == b[1] and all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True))
+
+
+@pytest.fixture
+def only_torch(monkeypatch):
+    def switch():
+        monkeypatch.setattr(engines, "covers", lambda scheme: None)
+        monkeypatch.setattr(single, "FUSED", ())
+
+    return switch
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """Let the CUDA kernel, emulated, take parameters that lie on the CPU."""
+    if emulator.COMPILER is None:
+        pytest.skip("kernels run on the host only where there is a C++ compiler (g++)")
+    with emulator.emulated():
+        monkeypatch.setattr(engines, "takes_cpu", lambda job, kind: False)
+        monkeypatch.setattr(engines, "on_device", lambda p: True)
+        yield
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize(("scheme", "cls"), OURS)
+@pytest.mark.parametrize("bad", [False, True])
+def test_the_cpu_kernel_has_the_bits_of_torch(scheme, cls, bad, only_torch):
+    fused = train(cls, scheme, bad=bad)
+    only_torch()
+    assert equal(fused, train(cls, scheme, bad=bad))
+    assert (fused[1] > 0) == bad
+
+
+@pytest.mark.parametrize(("scheme", "cls"), CUDA)
+@pytest.mark.parametrize("bad", [False, True])
+def test_the_cuda_kernel_has_the_bits_of_torch(scheme, cls, bad, on_cuda, only_torch, monkeypatch):
+    starts = []
+    launch = engines.launch
+    monkeypatch.setattr(engines, "launch", lambda *given: (starts.append(1), launch(*given)))
+    fused = train(cls, scheme, bad=bad)
+    assert len(starts) == 3
+    only_torch()
+    assert equal(fused, train(cls, scheme, bad=bad))
+
+
+@pytest.mark.parametrize("change", ["nothing", "gradient", "state", "pointer", "step"])
+def test_the_short_way_is_left_where_something_changed(change, on_cuda, only_torch):
+    """The second step takes the short way, unless a parameter or its state is not what it was."""
+
+    def run():
+        parameters = [torch.nn.Parameter(torch.from_numpy(parameter(shape, i))) for i, shape in enumerate(SHAPES)]
+        optimizer = fmtsim.optim.AdamW(parameters, state="bnb8")
+        long = []
+        optimizer._long_step = lambda: (long.append(1), type(optimizer)._long_step(optimizer))
+        for step in range(3):
+            for p in parameters:
+                p.grad = torch.full_like(p, 0.1 + step)
+            if step == 1 and change == "gradient":
+                parameters[2].grad = None
+            if step == 1 and change == "state":
+                state = optimizer.state[parameters[0]]
+                state["first"] = state["first"].clone()
+            if step == 1 and change == "pointer":
+                parameters[1].data = parameters[1].detach().clone()
+            if step == 1 and change == "step":
+                optimizer.state[parameters[1]]["step"] = 7
+            optimizer.step()
+        return [bits(p.detach()) for p in parameters], len(long)
+
+    fused, long = run()
+    assert long == {"nothing": 1, "gradient": 3, "state": 2, "pointer": 1, "step": 3}[change]
+    only_torch()
+    wanted, long = run()
+    assert long == 3
+    assert all(map(torch.equal, fused, wanted))
+
+
+@pytest.mark.parametrize("scheme", ["fp8lm", "coat", "int8_weights"])
+def test_the_update_of_the_cpu_has_the_bits_of_torch(scheme):
+    """Schemes without a kernel of their own: decoded and encoded by torch, updated in between."""
+    for bad in (False, True):
+        fused = train(fmtsim.optim.AdamW, scheme, bad=bad)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(single, "FUSED", ())
+            assert equal(fused, train(fmtsim.optim.AdamW, scheme, bad=bad))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "cls"),
+    [("coat", "AdamW"), ("ao_4bit", "AdamW"), ("bnb8", "Lion"), ("fp32", "Madam"), ("deepseek_v3", "Adam")],
+)
+def test_parts_of_a_step_have_the_bits_of_the_whole(scheme, cls, monkeypatch):
+    whole = train(getattr(fmtsim.optim, cls), scheme, weight_decay=0.0, eps=None)
+    parts = []
+    step = single._step
+    monkeypatch.setattr(single, "_step", lambda job, *rest: (parts.append(job.parameter.numel()), step(job, *rest)))
+    monkeypatch.setattr(single, "PART", {False: 1024, True: 1024})
+    assert equal(whole, train(getattr(fmtsim.optim, cls), scheme, weight_decay=0.0, eps=None))
+    assert max(parts) == 1024
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda, again", "torch"])
+def test_autograd_notices_the_step(device, request, monkeypatch):
+    """A backward through numbers that a step has overwritten is refused."""
+    if device.startswith("cuda"):
+        request.getfixturevalue("on_cuda")
+    if device == "torch":
+        request.getfixturevalue("only_torch")()
+    p = torch.nn.Parameter(torch.from_numpy(parameter((5000,))))
+    optimizer = fmtsim.optim.AdamW([p], state="bnb8")
+    p.grad = torch.ones_like(p)
+    if device == "cuda, again":
+        optimizer.step()
+        assert optimizer._batches
+    loss = (p * p).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_copies_take_the_kernels_too(monkeypatch):
+    p = torch.nn.Parameter(torch.from_numpy(parameter((5000,))))
+    optimizer = pickle.loads(pickle.dumps(fmtsim.optim.AdamW([p], state="bnb8")))
+    (p,) = optimizer.param_groups[0]["params"]
+    p.grad = torch.ones_like(p)
+    monkeypatch.setattr(single, "step", lambda *given: pytest.fail("torch did the step"))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("scheme", ["bnb8", "fp32"])
+def test_threads_change_nothing(scheme):
+    results = []
+    try:
+        for count in (1, 3):
+            fmtsim.set_num_threads(count)
+            p = torch.nn.Parameter(torch.from_numpy(parameter((300_001,))))
+            optimizer = fmtsim.optim.AdamW([p], state=scheme)
+            p.grad = torch.from_numpy(gradients((300_001,), 1)[0])
+            p.grad[::50_000] = torch.inf
+            optimizer.step()
+            kept = [t for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
+            results.append(([bits(t.detach()) for t in (p, *kept)], optimizer.nonfinite_gradients()))
+    finally:
+        fmtsim.set_num_threads(None)
+    assert equal(*results)
+    assert results[0][1] == 7
+
+
+def test_a_planted_threshold_is_seen(only_torch, monkeypatch):
+    """One threshold of the second moment's map that is one unit in the last place off shows."""
+    table = engines.table(fmtsim.optim.get_scheme("bnb8").second)
+    words = table.words.copy()
+    words[np.flatnonzero((words & 0x1FFFF) != codebooks.NO_THRESHOLD)[-40:]] -= 1 << 17
+    wrong = table._replace(words=words)
+    fused = train(fmtsim.optim.AdamW, "bnb8")
+    engines._cpu_books.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(engines, "table", lambda fmt: wrong)
+        planted = train(fmtsim.optim.AdamW, "bnb8")
+    engines._cpu_books.cache_clear()
+    assert equal(fused, train(fmtsim.optim.AdamW, "bnb8"))
+    assert not equal(fused, planted)
+
+
+@pytest.mark.parametrize("scheme", ["bnb8", "ao_8bit", "ao_4bit"])
+@pytest.mark.parametrize("slot", ["first", "second"])
+def test_words_of_kernels_find_the_codes_of_a_search(scheme, slot):
+    """Around every threshold, over a grid of leading bits, and beyond both ends."""
+    fmt = getattr(fmtsim.optim.get_scheme(scheme), slot)
+    table, turns = codebooks.table_of(fmt.format, fmt.ties), codebooks.thresholds_of(fmt.format, fmt.ties)
+    near = np.concatenate([turns, np.nextafter(turns, np.float32(2)), np.nextafter(turns, np.float32(-2))])
+    grid = (np.arange(1 << 15, dtype=np.uint32) << 15)[: 0x3F800000 >> 15].view(np.float32)
+    y = np.concatenate([near, grid, -grid, np.float32([0, -0.0, 1, -1, 1e-45, -1e-45])]).astype(np.float32)
+    y = y[np.abs(y) <= 1]
+    word = y.view(np.int32)
+    sign = word >> 31
+    key = np.maximum((word & 0x7FFFFFFF) >> 16, codebooks.LOWEST_KEY) - codebooks.LOWEST_KEY
+    found = table.words[key + (sign & codebooks.BUCKETS)]
+    codes = (found >> 17) + (((word ^ sign) & 0xFFFF) >= (found & 0x1FFFF))
+    assert np.array_equal(codes, np.searchsorted(turns, y, side="right"))

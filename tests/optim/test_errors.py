@@ -1,0 +1,141 @@
+"""What is refused, in which words, and what NaN and Inf in gradients do."""
+
+import math
+
+import pytest
+import torch
+
+import fmtsim
+from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.formats.spec import CodebookFormat
+from fmtsim.optim import SGD, AdamW, Lion, Madam, Scheme, StateFormat, codec, get_scheme
+
+E4M3 = fmtsim.get_format("e4m3")
+
+
+def weight(*shape):
+    return torch.nn.Parameter(torch.ones(*(shape or (4, 4))))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AdamW([weight()], state="bnb9"), r"state='bnb9' is unknown; did you mean 'bnb8'.*choose one of fp32"),
+        (lambda: AdamW([weight()], lr=-1), "lr=-1 is not allowed; choose a number of 0 or more"),
+        (lambda: AdamW([weight()], lr=math.nan), "lr=nan is not allowed"),
+        (lambda: AdamW([weight()], lr=torch.tensor(1.0)), "lr=tensor.* is not allowed"),
+        (lambda: AdamW([weight()], betas=(0.9, 1.0)), r"betas\[1\]=1.0 is not allowed; choose a number in \[0, 1\)"),
+        (lambda: AdamW([weight()], betas=0.9), "betas=0.9 is not allowed; choose two numbers"),
+        (lambda: Lion([weight()], weight_decay=-0.1), "weight_decay=-0.1 is not allowed"),
+        (lambda: SGD([weight()], momentum=1.5), "momentum=1.5 is not allowed"),
+        (lambda: Madam([weight()], base=10), "base=10 is not allowed; choose 2 or 'e'"),
+        (lambda: Madam([weight()], weight_decay=0.1), "weight_decay=0.1 needs base='e'"),
+        (lambda: Madam([weight()], base="e"), "base='e' with 'lns_madam': weights kept as logarithms .* choose base=2"),
+        (lambda: AdamW([weight()], seed=-1), "seed=-1 is not allowed"),
+        (lambda: StateFormat(format=E4M3, block=1), "block=1 is not allowed; choose 2 or more, 'row' or 'tensor'"),
+        (lambda: StateFormat(format=E4M3, scale="max"), "scale='max' is unknown; choose one of none, amax"),
+        (lambda: StateFormat(scale="amax"), "need a format; float32 takes neither"),
+        (lambda: StateFormat(format=fmtsim.get_format("fp32")), "32 bits is not packed; choose a format of 16 bits"),
+        (lambda: StateFormat(format=fmtsim.get_format("bnb_fp4"), scale="amax"), "bnb_fp4 is not in order"),
+        (lambda: StateFormat(format=fmtsim.get_format("nf4"), rounding=fmtsim.Rounding(mode="up")), "round to nearest"),
+        (lambda: StateFormat(format=E4M3, expand=True), "expand=True with scale='none' does not exist"),
+        (lambda: Scheme(name="x", nonfinite="stop"), "nonfinite='stop' is unknown"),
+        (lambda: Scheme(name="x", decay="never"), "decay='never' is unknown"),
+    ],
+)  # fmt: skip
+def test_what_is_not_allowed(make, message):
+    with pytest.raises(ArgumentError, match=message):
+        make()
+
+
+def test_dtypes():
+    with pytest.raises(DtypeError, match=r"torch\.complex64 is not taken; choose float32, bfloat16 or float16"):
+        AdamW([torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))])
+    optimizer = AdamW([weight()])
+    with pytest.raises(DtypeError, match=r"torch\.float64 is not taken"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, dtype=torch.float64))]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_bad_gradient_stops_the_step_before_anything_changes():
+    first, table = weight(), torch.nn.Embedding(8, 4, sparse=True)
+    optimizer = AdamW([first, *table.parameters()])
+    first.grad = torch.ones_like(first)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ArgumentError, match=r"gradient of parameter 1 is sparse .*; use dense gradients"):
+        optimizer.step()
+    assert torch.equal(first.detach(), torch.ones(4, 4)) and not optimizer.state
+
+
+def test_a_parameter_of_another_shape():
+    p = weight(6, 4)
+    optimizer = AdamW([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    p.data = torch.ones(4, 6)
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ArgumentError, match=r"parameter 0 is \[4, 6\] now, its state is of \[6, 4\]"):
+        optimizer.step()
+    assert torch.equal(p.detach(), torch.ones(4, 6)) and optimizer.state[p]["step"] == 1
+
+
+def test_a_step_that_fails_is_not_counted(monkeypatch):
+    first, second = weight(), weight()
+    optimizer = AdamW([first, second], state="deepseek_v3")
+    for p in (first, second):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    encode = codec.encode
+
+    def fail(x, *rest):
+        if optimizer.state[first]["step"] == 2:
+            raise MemoryError
+        return encode(x, *rest)
+
+    monkeypatch.setattr(codec, "encode", fail)
+    before = second.detach().clone()
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    assert [optimizer.state[p]["step"] for p in (first, second)] == [2, 1]
+    assert torch.equal(second.detach(), before)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("rule", ["zero", "skip", "propagate"])
+def test_gradients_that_are_not_finite(rule, bad):
+    """Three rules: that element's moments become zero and it stays, the tensor stays, or arithmetic has its way."""
+    p = weight(64, 80)
+    bnb = get_scheme("bnb8")
+    scheme = Scheme(name=rule, first=bnb.first, second=bnb.second, nonfinite=rule)
+    optimizer = AdamW([p], lr=0.1, weight_decay=0.0, state=scheme)
+    for value in (1.0, bad):
+        p.grad = torch.ones_like(p)
+        p.grad[3, 5] = value
+        before = p.detach().clone()
+        optimizer.step()
+    still = p.detach() == before
+    assert optimizer.nonfinite_gradients() == 1
+    assert int(still.sum()) == {"zero": 1, "skip": p.numel(), "propagate": 0}[rule]
+    if rule == "propagate":
+        assert bool(p.isnan()[3, 5])
+    else:
+        assert bool(p.isfinite().all()) and bool(still[3, 5])
+
+
+def test_rules_of_the_catalogue():
+    assert {name: get_scheme(name).nonfinite for name in ("bnb8", "coat", "fp8lm")} == {
+        "bnb8": "zero", "coat": "propagate", "fp8lm": "propagate",
+    }  # fmt: skip
+
+
+def test_codebooks_that_kernels_cannot_tell_apart_have_no_fast_path():
+    from fmtsim.optim import codebooks, engines
+
+    close = CodebookFormat(name="close", values=tuple(i / 10**6 for i in range(255)) + (1.0,))
+    with pytest.raises(ArgumentError, match="closer than kernels tell apart"):
+        codebooks.table_of(close, "even")
+    scheme = Scheme(name="x", **dict.fromkeys(("first", "second"), StateFormat(format=close, block=256, scale="amax")))
+    assert not engines.covers(scheme)
+    p = weight(64, 80)
+    p.grad = torch.ones_like(p)
+    AdamW([p], state=scheme).step()
