@@ -92,7 +92,9 @@ class Bench:
             owner = next(label for label, module in survey.modules.items() if module is part.module)
             static = part.top is not None
             x = fixed(part.x) if static else part.x
-            state = {"x_f": static_scale(part.x, part.top).frozen()} if part.top is not None else {}
+            state = {}
+            if part.top is not None and part.channels is not None:
+                state["x_f"] = static_scale(part.x, part.top).to(part.channels.device).frozen()
             layer = Layer(LinearConfig(fprop=Gemm(a=x)), None, state)
             self.forms[owner][name].products |= {part.part: layer, f"{part.part} frozen": layer}
 
