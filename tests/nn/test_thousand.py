@@ -1,7 +1,6 @@
-"""A model of a thousand modules: converted under a second, no bit of a weight changed, and back exactly."""
+"""A model of a thousand modules: no bit of a weight changes, and it comes back exactly (time: benchmarks/recipes.py)."""
 
 import dataclasses
-import time
 
 import pytest
 import torch
@@ -50,10 +49,7 @@ def test_a_thousand_modules(recipe, big):
     weights, before, keys = bits(big), everything(big), list(big.state_dict())
     with torch.no_grad():
         plain = big.blocks[7](torch.ones(1, 16, 16))
-    began = time.process_time()  # of this process: what else runs on the machine does not count
     convert(big, recipe=recipe, total_steps=10)
-    seconds = time.process_time() - began
-    assert seconds < 1.0
     assert len(report(big).converted) > 400
     with torch.no_grad():
         assert not torch.equal(big.blocks[7](torch.ones(1, 16, 16)), plain)
@@ -63,9 +59,7 @@ def test_a_thousand_modules(recipe, big):
     other.load_state_dict(big.state_dict(), strict=True)
     assert all(torch.equal(value, weights[key]) for key, value in bits(other).items())
     big.load_state_dict(other.state_dict(), strict=True)
-    began = time.process_time()
     revert(big)
-    assert time.process_time() - began < 1.0
     assert everything(big) == before and all(torch.equal(value, weights[key]) for key, value in bits(big).items())
 
 
