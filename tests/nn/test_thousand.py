@@ -1,4 +1,4 @@
-"""A model of a thousand modules: no bit of a weight changes, and it comes back exactly (time: benchmarks/recipes.py)."""
+"""A model of a thousand modules: no bit of a weight changes, it comes back exactly (time: benchmarks/recipes.py)."""
 
 import dataclasses
 
