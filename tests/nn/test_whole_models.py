@@ -190,12 +190,16 @@ def test_a_graph_outlives_no_model():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["te_delayed", "quartet", "fp4_ms"])
+@pytest.mark.parametrize("name", ["te_delayed", "te_block", "fp4_ms"])
 def test_inductor_keeps_the_bits_of_products(name):
+    """Of results and of the weights' gradients; those of biases are sums in an order of the compiler's own."""
     torch._dynamo.reset()
     eager, model = (convert(nn.Sequential(*list(mlp())[2:]), recipe=name, generator=7) for _ in range(2))
     compiled = torch.compile(model, fullgraph=True)
-    assert same(step(eager, X), step(model, X, compiled))
+    for one, other in zip(step(eager, X), step(model, X, compiled), strict=True):
+        if one.dim() == 2:
+            assert torch.equal(one, other)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-9)  # 128 float32 numbers in another order
 
 
 @pytest.mark.parametrize("name", ["te_current", "te_nvfp4_all", "quartet", "deepseek_v3", "te_delayed"])
