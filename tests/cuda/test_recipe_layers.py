@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fmtsim.gemm import bfloat16, card
+from fmtsim.gemm import bfloat16, card, traced
 from fmtsim.gemm.emulated import run_layer
 from fmtsim.gemm.layer import Layer
 from fmtsim.gemm.operand import Draws
@@ -21,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler and of auto
 @pytest.fixture
 def on_card(device, monkeypatch):
     """Take the emulated device for a card, with the products with float32 results that a card has."""
+    traced._layout.cache_clear()  # a CPU that is taken for a card makes other operands
     if device.type == "cpu":
         mm = torch.mm
         monkeypatch.setattr(card, "on_card", lambda x: x.dtype != torch.float64)
@@ -31,7 +32,8 @@ def on_card(device, monkeypatch):
         monkeypatch.setattr(
             torch, "mm", lambda x, y, out_dtype=None: mm(x.float(), y.float()) if out_dtype else mm(x, y)
         )
-    return device
+    yield device
+    traced._layout.cache_clear()
 
 
 def normal(*shape, seed=0, device="cpu"):
