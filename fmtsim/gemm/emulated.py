@@ -20,6 +20,10 @@ _ONCE = (
     "EmulatedGEMM cannot be differentiated twice: the gradient of a quantised gradient is not defined; "
     "compute second derivatives on the unconverted model (fmtsim.revert)"
 )
+_COMPILED = (
+    "EmulatedGEMM.apply takes no observer and no state in compiled code; "
+    "convert a model, which keeps its state, and observe it before it is compiled"
+)
 
 
 class EmulatedGEMM:
@@ -78,6 +82,8 @@ class EmulatedGEMM:
         """Return ``[..., N]`` in x's dtype, or in the autocast dtype."""
         _check_config(config)
         if torch.compiler.is_dynamo_compiling():
+            if observer is not None or state:
+                raise ArgumentError(_COMPILED)
             return torch.ops.fmtsim.layer(x, w, bias, _name_of(config, generator))  # type: ignore[no-any-return]
         return run_layer(x, w, bias, Layer(config, generator, state), observer)
 

@@ -161,6 +161,13 @@ def test_compiles_into_one_graph(config):
         assert equal(actual, expected)
 
 
+def test_compiled_code_takes_no_observer():
+    config, (x, w, b, _) = distinct(), tensors()
+    compiled = torch.compile(lambda *t: EmulatedGEMM.apply(*t, config, 5, print), backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="takes no observer and no state in compiled code; convert a model"):
+        compiled(x, w, b)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_repeats_its_draws(reentrant):
     config = LinearConfig(fprop=STOCHASTIC.fprop)
