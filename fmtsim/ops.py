@@ -126,7 +126,7 @@ def quantize_plain(x: torch.Tensor, text: str, dtype: torch.dtype, key: Key) -> 
 def _quantize_into(x: torch.Tensor, out: torch.Tensor, text: str, key: Key) -> None:
     """Quantise plain x into plain out, which lies in one place with it or does not overlap it."""
     random = _random(key, None)
-    if x.is_cuda and _engine("cuda.short").quantize_short(x, text, out, random):
+    if x.is_cuda and load_engine("cuda.short").quantize_short(x, text, out, random):
         return
     cast = spec_from_json(text)
     _check_data(x, cast, None)
@@ -136,6 +136,11 @@ def _quantize_into(x: torch.Tensor, out: torch.Tensor, text: str, key: Key) -> N
 def key_tensor(key: Key) -> torch.Tensor | None:
     """Return a key as the operators take it: int64 [seed, offset] on the CPU."""
     return torch.tensor(key) if isinstance(key, RandomKey) else key
+
+
+def random_key(key: torch.Tensor | None) -> RandomKey | None:
+    """Return a key that an operator got, int64 [seed, offset] on the CPU, as numbers."""
+    return None if key is None else RandomKey(*key.tolist())
 
 
 def _is_direct(words: torch.Tensor | None, *tensors: torch.Tensor) -> bool:
@@ -156,7 +161,7 @@ def encode_packed(x: torch.Tensor, text: str, key: Key) -> EncodedParts | None:
     """Return codes and scales as an encoded tensor keeps them, written in one pass; None where no kernel does that."""
     if not x.is_cuda or torch.compiler.is_compiling() or not is_plain(x):
         return None
-    cast, engine = spec_from_json(text), _engine("cuda")
+    cast, engine = spec_from_json(text), load_engine("cuda")
     if not engine.supports("encode_packed", cast, x):
         return None
     _check_data(x, cast, None)
@@ -174,14 +179,15 @@ def engine_for(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> ModuleType:
     """Return the engine for a verb on these tensors: kernels for their device where they cover it, else torch."""
     first = tensors[0]
     if first.is_cpu or first.is_cuda:
-        engine = _engine("cpu" if first.is_cpu else "cuda")
+        engine = load_engine("cpu" if first.is_cpu else "cuda")
         if (first.is_cpu or engine.serves(first.get_device())) and engine.supports(verb, spec, *tensors):
             return engine
-    return _engine("torch_engine")
+    return load_engine("torch_engine")
 
 
 @cache
-def _engine(name: str) -> ModuleType:
+def load_engine(name: str) -> ModuleType:
+    """Return an engine, or a module of one (``"cuda.outputs"``); engines are imported when they are first needed."""
     return importlib.import_module(f"fmtsim.{name}")
 
 
@@ -204,7 +210,7 @@ def _absent(*tensors: torch.Tensor) -> list[torch.Tensor | None]:
 def _random(key: Key, words: torch.Tensor | None) -> Random:
     if words is not None or key is None:
         return words
-    return RandomKey(*key.tolist()) if isinstance(key, torch.Tensor) else key
+    return random_key(key) if isinstance(key, torch.Tensor) else key
 
 
 def _check_data(x: torch.Tensor, cast: CastSpec, words: torch.Tensor | None) -> None:

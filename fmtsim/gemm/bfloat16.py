@@ -5,7 +5,6 @@ whole tensor (NVFP4) stays outside and multiplies the sums. Nothing here waits f
 is no verb as operators, so that nothing is fused into steps whose roundings count.
 """
 
-import importlib
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from fmtsim.dispatch import is_bare
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.gemm.choice import draw_keys
-from fmtsim.ops import CastSpec, RandomKey, spec_from_json
+from fmtsim.ops import CastSpec, load_engine, random_key, spec_from_json
 from fmtsim.quantize import quantize
 from fmtsim.scaling.quantizer import Quantizer
 
@@ -48,12 +47,12 @@ class Held(NamedTuple):
 def holds(t: Tensor, quantizer: Quantizer) -> bool:
     """Say whether bfloat16 on t's device holds what a quantiser makes of t."""
     fmt = quantizer.format
-    if not _on_card(t) or t.dtype == torch.float64:
+    if not on_card(t):
         return False
     if fmt is None:
         return t.dtype == torch.bfloat16
     if isinstance(fmt, BlockFormat) and fmt.tensor_scale:
-        return _has_kernels(t) and _held_bare(quantizer)
+        return served(t) and _held_bare(quantizer)
     return _held_values(quantizer)
 
 
@@ -66,7 +65,9 @@ def hold(t: Tensor, quantizer: Quantizer, dim: int, generator: Any) -> Held:
         axis, key = dim - t.dim() if dim >= 0 else dim, _key(quantizer, generator, t)
         if not is_bare(t):
             return Held(*torch.ops.fmtsim.quantize_bare(t.detach(), _text(quantizer, axis), key))
-        return Held(*_engine("orientations").quantize_bare(t.detach(), _spec(quantizer, axis), _random(key)))
+        return Held(
+            *load_engine("cuda.orientations").quantize_bare(t.detach(), _spec(quantizer, axis), random_key(key))
+        )
     options: Any = {"rounding": quantizer.rounding, "overflow": quantizer.overflow, "generator": generator}
     return Held(quantize(t, fmt, dim=dim, pad=True, out_dtype=torch.bfloat16, **options))
 
@@ -74,15 +75,17 @@ def hold(t: Tensor, quantizer: Quantizer, dim: int, generator: Any) -> Held:
 def hold_both(t: Tensor, quantizer: Quantizer, generators: tuple[Any, Any]) -> tuple[Held, Held] | None:
     """Quantise a matrix along -1 and along 0 from one read; None where that has no kernel."""
     fmt = quantizer.format
-    if not isinstance(fmt, BlockFormat) or not _has_kernels(t):
+    if not isinstance(fmt, BlockFormat) or not served(t):
         return None
     keys = tuple(_key(quantizer, generator, t) for generator in generators)
     bare = fmt.tensor_scale
     if not is_bare(t):
         rows, columns, scale = torch.ops.fmtsim.quantize_both(t.detach(), _text(quantizer, -1), bare, *keys)
         return Held(rows, scale if bare else None), Held(columns, scale if bare else None)
-    words = tuple(map(_random, keys))
-    both = _engine("orientations").quantize_both(t.detach(), _spec(quantizer, -1), torch.bfloat16, words, bare=bare)
+    words = tuple(map(random_key, keys))
+    both = load_engine("cuda.orientations").quantize_both(
+        t.detach(), _spec(quantizer, -1), torch.bfloat16, words, bare=bare
+    )
     return Held(both.rows, both.tensor_scale), Held(both.columns, both.tensor_scale)
 
 
@@ -100,21 +103,18 @@ def multiply(a: Held, b: Held, dims: tuple[int, int], bias: Tensor | None, dtype
     if scales and not is_bare(y):
         return torch.ops.fmtsim.scale_output(y, a.scale, b.scale, bias, dtype)  # type: ignore[no-any-return]
     if scales:
-        return _engine("outputs").scale_output(y, (a.scale, b.scale), bias, dtype)  # type: ignore[no-any-return]
+        return load_engine("cuda.outputs").scale_output(y, (a.scale, b.scale), bias, dtype)  # type: ignore[no-any-return]
     return (y if bias is None else y.add_(bias)).to(dtype)
 
 
-def _has_kernels(t: Tensor) -> bool:
-    """Say whether the CUDA engine may be called on a tensor without the dispatcher, or behind an operator."""
-    return _served(t.device.index)
+def on_card(t: Tensor) -> bool:
+    """Say whether a GPU's bfloat16 units may multiply what a tensor becomes."""
+    return t.is_cuda and t.dtype != torch.float64
 
 
-def _on_card(t: Tensor) -> bool:
-    return t.is_cuda
-
-
-def _served(index: int) -> bool:
-    return bool(_engine("runtime").serves(index))
+def served(t: Tensor) -> bool:
+    """Say whether the CUDA engine runs on a tensor's GPU."""
+    return bool(load_engine("cuda.runtime").serves(t.device.index))
 
 
 def _held_values(quantizer: Quantizer) -> bool:
@@ -123,7 +123,7 @@ def _held_values(quantizer: Quantizer) -> bool:
 
 
 def _held_bare(quantizer: Quantizer) -> bool:
-    return bool(_engine("orientations").holds_bare(_spec(quantizer, -1)))
+    return bool(load_engine("cuda.orientations").holds_bare(_spec(quantizer, -1)))
 
 
 def _text(quantizer: Quantizer, dim: int) -> str:
@@ -145,27 +145,18 @@ def _key(quantizer: Quantizer, generator: Any, t: Tensor) -> Tensor | None:
     return draw_keys(True, generator, None, t.device)
 
 
-def _random(key: Tensor | None) -> RandomKey | None:
-    return None if key is None else RandomKey(*key.tolist())
-
-
-@lru_cache(maxsize=8)
-def _engine(module: str) -> Any:
-    return importlib.import_module(f"fmtsim.cuda.{module}")
-
-
 def _quantize_bare(x, spec, key=None):  # type: ignore[no-untyped-def]
-    return _engine("orientations").quantize_bare(x, spec_from_json(spec), _random(key))
+    return load_engine("cuda.orientations").quantize_bare(x, spec_from_json(spec), random_key(key))
 
 
 def _quantize_both(x, spec, bare, across=None, down=None):  # type: ignore[no-untyped-def]
-    words = _random(across), _random(down)
-    both = _engine("orientations").quantize_both(x, spec_from_json(spec), torch.bfloat16, words, bare=bare)
+    words = random_key(across), random_key(down)
+    both = load_engine("cuda.orientations").quantize_both(x, spec_from_json(spec), torch.bfloat16, words, bare=bare)
     return both.rows, both.columns, both.tensor_scale if bare else x.new_empty((), dtype=torch.float32)
 
 
 def _scale_output(y, a, b, bias, dtype):  # type: ignore[no-untyped-def]
-    return _engine("outputs").scale_output(y, (a, b), bias, dtype)
+    return load_engine("cuda.outputs").scale_output(y, (a, b), bias, dtype)
 
 
 def _bare_shapes(x, spec, key=None):  # type: ignore[no-untyped-def]

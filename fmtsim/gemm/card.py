@@ -1,6 +1,5 @@
 """Operands on a GPU: in bfloat16 where that holds them, by the engine's fused kernels where they cover a quantiser."""
 
-import importlib
 from functools import lru_cache
 from typing import Any, Final
 
@@ -9,10 +8,11 @@ from torch import Tensor
 
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.representable import is_representable
-from fmtsim.gemm.bfloat16 import hold, holds
+from fmtsim.gemm.bfloat16 import hold, holds, on_card, served
 from fmtsim.gemm.choice import drawn_key
 from fmtsim.gemm.config import LinearConfig
 from fmtsim.gemm.operand import Draws, Operand, folds
+from fmtsim.ops import load_engine
 from fmtsim.scaling.cast import spread
 from fmtsim.scaling.history import DelayedScale, FrozenScale, LearningScale
 from fmtsim.scaling.quantizer import Quantizer
@@ -20,11 +20,6 @@ from fmtsim.scaling.statistics import block_sizes
 
 _GROUP: Final = 128  # elements of the longest rotation that kernels take
 _folding: dict[int, tuple[Quantizer, bool]] = {}
-
-
-def on_card(x: Tensor) -> bool:
-    """Say whether a GPU's bfloat16 units may multiply what a matrix becomes."""
-    return x.is_cuda and x.dtype != torch.float64
 
 
 def counts(layer: LinearConfig, x: Tensor, sizes: tuple[int, ...]) -> bool:
@@ -38,8 +33,8 @@ def counts(layer: LinearConfig, x: Tensor, sizes: tuple[int, ...]) -> bool:
     random = [quantizer for quantizer in layer.operands.values() if quantizer.draws or quantizer.turns]
     if not random or not on_card(x) or x.dtype != torch.bfloat16 or any(size % _GROUP for size in sizes):
         return False
-    rotations = _engine("rotated")
-    return _served(x.get_device()) and all(rotations.counts(quantizer) for quantizer in random)
+    rotations = load_engine("cuda.rotated")
+    return served(x) and all(rotations.counts(quantizer) for quantizer in random)
 
 
 def prepare_on_card(
@@ -52,7 +47,7 @@ def prepare_on_card(
 ) -> Operand | None:
     """Quantise a matrix by a fused kernel, as ``settled`` leaves it; None where none covers that."""
     fmt = quantizer.format
-    if quantizer.then is not None or not _served(x.get_device()):
+    if quantizer.then is not None or not served(x):
         return None
     if quantizer.transforms or (isinstance(fmt, BlockFormat) and folded):
         made = _rotated(x, quantizer, draws, factor) if folded else None
@@ -102,9 +97,9 @@ def unrotate_on_card(y: Tensor, before: Quantizer, slope: Tensor | None, dtype: 
         slope: What gradients are multiplied with first, or None.
         dtype: Of the result.
     """
-    if not y.is_cuda or not _served(y.get_device()):
+    if not on_card(y) or not served(y):
         return None
-    rotations = _engine("rotated")
+    rotations = load_engine("cuda.rotated")
     masks = slope is None or slope.dtype == torch.bool
     if not masks or not rotations.covers_finish(y, before.transforms):
         return None
@@ -112,7 +107,7 @@ def unrotate_on_card(y: Tensor, before: Quantizer, slope: Tensor | None, dtype: 
 
 
 def _rotated(x: Tensor, quantizer: Quantizer, draws: Draws, factor: Tensor | None) -> Operand | None:
-    rotations = _engine("rotated")
+    rotations = load_engine("cuda.rotated")
     if not rotations.covers(x, quantizer):
         if draws.passes is None:
             return None
@@ -125,7 +120,7 @@ def _rotated(x: Tensor, quantizer: Quantizer, draws: Draws, factor: Tensor | Non
 def _scaled(
     x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedScale | FrozenScale | None, folded: bool
 ) -> Operand | None:
-    rules = _engine("scaled")
+    rules = load_engine("cuda.scaled")
     if not rules.covers(x, quantizer):
         return None
     if isinstance(delayed, LearningScale):
@@ -145,7 +140,7 @@ def _folds(quantizer: Quantizer) -> bool:
     if found is None or found[0] is not quantizer:
         if len(_folding) > 4096:
             _folding.clear()
-        found = _folding[id(quantizer)] = quantizer, folds(quantizer) and _engine("scaled").folds(quantizer)
+        found = _folding[id(quantizer)] = quantizer, folds(quantizer) and load_engine("cuda.scaled").folds(quantizer)
     return found[1]
 
 
@@ -155,15 +150,6 @@ def _keys(x: Tensor, quantizer: Quantizer, draws: Draws) -> tuple[Any, Any]:
         drawn_key(draws.elements, x.device) if quantizer.rounding.mode == "stochastic" else None,
         drawn_key(draws.scales, x.device) if scales else None,
     )
-
-
-def _served(index: int) -> bool:
-    return bool(_engine("runtime").serves(index))
-
-
-@lru_cache(maxsize=8)
-def _engine(module: str) -> Any:
-    return importlib.import_module(f"fmtsim.cuda.{module}")
 
 
 @lru_cache(maxsize=64)

@@ -14,7 +14,7 @@ from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.gemm.datapath import Datapath, sum_dtype
 from fmtsim.gemm.epilogue import finish
 from fmtsim.gemm.serialization import GemmSpec, gemm_spec_from_json
-from fmtsim.ops import CastSpec, RandomKey
+from fmtsim.ops import CastSpec, RandomKey, random_key
 from fmtsim.rounding.modes import Rounding
 
 # Sums that are kept at once where they are rounded to a narrower output afterwards: 24 MB of float32 on a CPU. A GPU
@@ -109,7 +109,7 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out):  # type: ignore
     if isinstance(path, Datapath) and path.scale is not None and scale_a is None and scale_b is None:
         groups = -(-a.shape[-1] // path.scale_block)  # a unit with scales of its own, and a call without: ones
         scale_a, scale_b = (torch.ones(rows, groups, device=a.device) for rows in (m, n))
-    random = None if key is None else RandomKey(*key.tolist())
+    random = random_key(key)
     engine, wide = gemm_engine(spec, a, b), sum_dtype(spec.datapath)
     step = m if out.dtype == wide or random is not None else min(m, max(64, _at_once(out, _SUMS) // n))
     for start in range(0, m, step):

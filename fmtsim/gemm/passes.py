@@ -14,7 +14,7 @@ from fmtsim.gemm.machine import multiply_coded, round_output
 from fmtsim.gemm.operand import Operand, block_of
 from fmtsim.gemm.prepare import draws_of, prepare, transformed, unrotated
 from fmtsim.gemm.streams import SIGNS, stream_of
-from fmtsim.gemm.sums import multiply_operands
+from fmtsim.gemm.sums import multiply_operands, rest_of
 from fmtsim.gemm.traced import traced_count, traced_key, traced_operand, traced_unrotate
 from fmtsim.ops import RandomKey
 from fmtsim.scaling.quantizer import Quantizer
@@ -105,7 +105,7 @@ class Pass:
             y = multiply_operands(a, b, bias, dtype if gemm.out.format is None else wide, wide)
             return y if gemm.out.format is None else round_output(y, gemm.out, dtype, words)
         operation: Operation = "mm" if index else "linear"
-        rest = None if a.rest is None else torch.mm(a.rest, b.values(torch.float32).mT)
+        rest = rest_of(a, b)
         first = None if rest is not None else bias
         y = multiply_coded(operation, a.coded(), b.coded(), first, gemm, dtype, stream_of(generator, 6 + index))
         if rest is not None:

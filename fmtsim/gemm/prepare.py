@@ -8,7 +8,8 @@ from torch import Tensor
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.card import on_card, prepare_on_card, settled, unrotate_on_card
+from fmtsim.gemm.bfloat16 import on_card
+from fmtsim.gemm.card import prepare_on_card, settled, unrotate_on_card
 from fmtsim.gemm.choice import drawn_key
 from fmtsim.gemm.coding import code, holder
 from fmtsim.gemm.config import OPERANDS

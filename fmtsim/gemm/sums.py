@@ -3,16 +3,13 @@
 On a GPU its bfloat16 units multiply elements that bfloat16 holds: products are exact, sums the unit's float32.
 """
 
-import importlib
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fmtsim.dispatch import is_bare
 from fmtsim.formats.spec import IntFormat
 from fmtsim.gemm.operand import Operand
+from fmtsim.ops import load_engine
 
 _library = torch.library.Library("fmtsim", "FRAGMENT")
 _library.define(
@@ -36,7 +33,7 @@ def multiply_operands(
         dtype: Of the result.
         wide: Of the steps.
     """
-    rest = None if a.rest is None else torch.mm(a.rest, b.values(torch.float32).mT)
+    rest = rest_of(a, b)
     if not (a.outer and b.outer):
         y = torch.mm(a.values(wide), b.values(wide).mT)
         return _finish(y, None, None, rest, bias, dtype)
@@ -51,6 +48,11 @@ def multiply_operands(
     exact = torch.float64 if _whole(a, b) else wide
     y = torch.mm(a.elements.to(exact), b.elements.to(exact).mT).to(wide)
     return _finish(y, columns, rows, rest, bias, dtype)
+
+
+def rest_of(a: Operand, b: Operand) -> Tensor | None:
+    """Return the product, in float32, of what ``Clamp`` cut off the first operand with the second; None without."""
+    return None if a.rest is None else torch.mm(a.rest, b.values(torch.float32).mT)
 
 
 def _whole(a: Operand, b: Operand) -> bool:
@@ -69,7 +71,7 @@ def _finish(
 
 def _finish_sums(y, columns, rows, rest, bias, dtype):  # type: ignore[no-untyped-def]
     if y.is_cuda and rest is None and y.dtype == torch.float32:
-        outputs = _outputs()
+        outputs = load_engine("cuda.outputs")
         if outputs.covers(y, dtype):
             return outputs.finish_sums(y, columns, rows, bias, dtype)
     y = y if columns is None else y * columns.mT
@@ -77,11 +79,6 @@ def _finish_sums(y, columns, rows, rest, bias, dtype):  # type: ignore[no-untype
     y = y if rest is None else y + rest
     y = y if bias is None else y + bias.to(y.dtype)
     return y.to(dtype, copy=True)
-
-
-@cache
-def _outputs() -> Any:
-    return importlib.import_module("fmtsim.cuda.outputs")
 
 
 _library.impl("finish_sums", _finish_sums, "CompositeExplicitAutograd")

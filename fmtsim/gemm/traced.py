@@ -18,7 +18,7 @@ from fmtsim.gemm.layer import find_layer
 from fmtsim.gemm.operand import Draws, Operand, block_of
 from fmtsim.gemm.prepare import draws_of, prepare, unrotated
 from fmtsim.gemm.streams import FORWARD, SIGNS, stream_of
-from fmtsim.ops import RandomKey
+from fmtsim.ops import random_key
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.statistics import block_sizes
@@ -123,8 +123,9 @@ def _random_operand(
     signs: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     found = find_layer(layer)
-    key = None if signs is None else RandomKey(*signs.tolist())
-    return _prepared(x, turned, quantizer, folded, draws_of(found.generator, name, key), found.state.get(name), factor)
+    return _prepared(
+        x, turned, quantizer, folded, draws_of(found.generator, name, random_key(signs)), found.state.get(name), factor
+    )
 
 
 def _prepared(
@@ -183,8 +184,7 @@ def _layout(quantizer: Quantizer, dtype: torch.dtype, device: str, turned: bool,
 def _unrotate(
     y: Tensor, first: str, before: str, turned: bool, slope: Tensor | None, signs: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    key = None if signs is None else RandomKey(*signs.tolist())
-    done = unrotated(y, _quantizers[first], _quantizers[before], turned, slope, key, dtype)
+    done = unrotated(y, _quantizers[first], _quantizers[before], turned, slope, random_key(signs), dtype)
     return (done.clone() if done is y else done).contiguous()
 
 

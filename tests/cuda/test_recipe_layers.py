@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from fmtsim.gemm import bfloat16, card, traced
+from fmtsim.gemm import prepare as prepare_module
 from fmtsim.gemm.emulated import run_layer
 from fmtsim.gemm.layer import Layer
 from fmtsim.gemm.operand import Draws
@@ -24,11 +25,10 @@ def on_card(device, monkeypatch):
     traced._layout.cache_clear()  # a CPU that is taken for a card makes other operands
     if device.type == "cpu":
         mm = torch.mm
-        monkeypatch.setattr(card, "on_card", lambda x: x.dtype != torch.float64)
-        monkeypatch.setattr("fmtsim.gemm.prepare.on_card", lambda x: x.dtype != torch.float64)
-        for module in (card, bfloat16):
-            monkeypatch.setattr(module, "_served", lambda index: True)
-        monkeypatch.setattr(bfloat16, "_on_card", lambda t: True)
+        for module in (bfloat16, card, prepare_module):
+            monkeypatch.setattr(module, "on_card", lambda t: t.dtype != torch.float64)
+        for module in (bfloat16, card):
+            monkeypatch.setattr(module, "served", lambda t: True)
         monkeypatch.setattr(
             torch, "mm", lambda x, y, out_dtype=None: mm(x.float(), y.float()) if out_dtype else mm(x, y)
         )
