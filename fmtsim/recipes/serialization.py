@@ -170,8 +170,12 @@ def save_recipe(recipe: Recipe, path: str | Path) -> None:
 
 def load_recipe(path: str | Path) -> Recipe:
     """Read a recipe from a JSON file; raise what ``recipe_from_dict`` does, and ArgumentError where it is no JSON."""
+    return record_of(Recipe, read_record(path), f"{path}: recipe")  # type: ignore[no-any-return]
+
+
+def read_record(path: str | Path) -> Any:
+    """Return what a JSON file of a recipe holds; raise ArgumentError where it cannot be read or is no JSON."""
     try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ArgumentError(f"{path} is no recipe file: {error}") from None
-    return record_of(Recipe, record, f"{path}: recipe")  # type: ignore[no-any-return]

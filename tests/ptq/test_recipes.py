@@ -164,3 +164,9 @@ def test_equalisation_helps_weights_of_a_tensor_s_scale():
         fmtsim.ptq(copied, dataclasses.replace(base, equalise=method), [x])
         errors.append(float((copied(x) - exact).norm() / exact.norm()))
     assert errors[1] < errors[0] / 10
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "bits.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ArgumentError, match="bits.json is no recipe file: 'utf-8' codec can't decode"):
+        get_ptq_recipe(tmp_path / "bits.json")

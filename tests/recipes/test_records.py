@@ -11,7 +11,7 @@ from fmtsim.errors import ArgumentError, FmtsimError, FormatError
 from fmtsim.gemm.config import Gemm, LinearConfig
 from fmtsim.recipes import LossScale, Recipe, Rule, Steps, diff, get_recipe, list_recipes
 from fmtsim.recipes.catalogue import RECIPES
-from fmtsim.recipes.registry import _registered, register_recipe
+from fmtsim.recipes.registry import _names, register_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe
 from fmtsim.recipes.table import HEADINGS, MARKS, catalogue_markdown, with_catalogue
 
@@ -25,7 +25,7 @@ def own():
     recipe = Recipe(name="own", linear=get_recipe("te_block").linear, aliases=("mine",), source="a test")
     yield recipe
     for name in ("own", "mine"):
-        _registered.pop(name, None)
+        _names.registered.pop(name, None)
 
 
 def test_names_and_aliases_are_unique():

@@ -1,0 +1,70 @@
+"""Records by name: a catalogue's, those of users, and files."""
+
+import difflib
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from fmtsim.errors import ArgumentError
+
+R = TypeVar("R")
+
+
+class Names(Generic[R]):
+    """Find records, which have a ``name`` and ``aliases``, by those, or in JSON files.
+
+    Args:
+        record: Their class.
+        what: What one of them is called in messages.
+        register: The function that registers one, likewise.
+        unknown: What follows a name that is none.
+        hint: Where the names are listed.
+        catalogue: Returns the records that are known from the start.
+        load: Reads a record from a file.
+    """
+
+    def __init__(
+        self, record: type[R], what: str, register: str, unknown: str, hint: str,
+        catalogue: Callable[[], Iterable[R]], load: Callable[[str | Path], R],
+    ) -> None:  # fmt: skip
+        self._record, self._what, self._register, self._unknown, self._hint = record, what, register, unknown, hint
+        self._catalogue, self._load = catalogue, load
+        self.registered: dict[str, R] = {}
+
+    def get(self, recipe: Any) -> R:
+        """Return the record of a name or alias, of a JSON file, or the record itself.
+
+        Raises:
+            ArgumentError: No such name or file.
+        """
+        if isinstance(recipe, self._record):
+            return recipe
+        if isinstance(recipe, Path) or (isinstance(recipe, str) and recipe.endswith(".json")):
+            return self._load(recipe)
+        known = self._by_name | self.registered
+        if isinstance(recipe, str) and recipe in known:
+            return known[recipe]
+        close = difflib.get_close_matches(str(recipe).strip().lower(), known, n=2, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise ArgumentError(
+            f"recipe={recipe!r} is {self._unknown}{hint} ({self._hint} has the names; a file ends in .json)"
+        )
+
+    def names(self) -> list[str]:
+        """Return the names of all records, without aliases, in the order of the alphabet."""
+        return sorted({record.name for record in (*self._by_name.values(), *self.registered.values())})  # type: ignore[attr-defined]
+
+    def register(self, recipe: R) -> None:
+        """Make a record known under its name and aliases; raise ArgumentError where a name is taken."""
+        if not isinstance(recipe, self._record):
+            raise ArgumentError(f"{self._register} takes a {self._record.__name__}, not {recipe!r}")
+        names = (recipe.name, *recipe.aliases)  # type: ignore[attr-defined]
+        taken = [name for name in names if name in self._by_name or self.registered.get(name, recipe) != recipe]
+        if taken:
+            raise ArgumentError(f"a {self._what} named {taken[0]!r} exists already; choose another name")
+        self.registered.update(dict.fromkeys(names, recipe))
+
+    @cached_property
+    def _by_name(self) -> dict[str, R]:
+        return {name: record for record in self._catalogue() for name in (record.name, *record.aliases)}  # type: ignore[attr-defined]
