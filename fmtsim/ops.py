@@ -119,7 +119,7 @@ def quantize_out(x: torch.Tensor, out: torch.Tensor, text: str, key: Key, words:
 def quantize_plain(x: torch.Tensor, text: str, dtype: torch.dtype, key: Key) -> torch.Tensor:
     """Do what the operator does, without the dispatcher, for an x that ``is_plain``."""
     out = torch.empty_like(x) if dtype is x.dtype else torch.empty_like(x, dtype=dtype)
-    _quantize_into(x, out, text, key)
+    _quantize_into(x.detach() if x.requires_grad else x, out, text, key)  # engines have threads, which record gradients
     return out
 
 

@@ -212,3 +212,23 @@ def test_attention_and_convolutions_multiply_on_the_machine():
         torch.testing.assert_close(fine, plain)
         assert not torch.equal(rounded, fine)
         torch.testing.assert_close(rounded, plain, rtol=0.1, atol=0.05)  # bf16 operands, as a sanity check
+
+
+def test_tensors_with_gradients_reach_all_threads_of_the_engine():
+    """Sizes at which the CPU engine divides a tensor of one scale among threads, whose gradient mode is their own."""
+    threads = fmtsim.get_num_threads()
+    fmtsim.set_num_threads(2)
+    try:
+        tensor = fmtsim.get_format("e4m3_tensor")
+        config = linear_config(x=tensor, w=tensor, g=tensor)
+        x, w = torch.randn(64, 64, 512, requires_grad=True), nn.Parameter(torch.randn(512, 512))
+        y = EmulatedGEMM.apply(x, w, None, config)
+        dx, dw = torch.autograd.grad(y.sum(), (x, w))
+        fmtsim.set_num_threads(1)
+        again = EmulatedGEMM.apply(x, w, None, config)
+        assert torch.equal(y, again)
+        assert all(map(torch.equal, (dx, dw), torch.autograd.grad(again.sum(), (x, w))))
+        fmtsim.set_num_threads(2)
+        assert torch.equal(torch.autograd.grad(fmtsim.quantize(w, tensor).sum(), w)[0], torch.ones_like(w))
+    finally:
+        fmtsim.set_num_threads(threads)
