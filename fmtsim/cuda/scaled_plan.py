@@ -199,7 +199,7 @@ class Plan:
             self._amaxes = found.bound(512, 2, *sizes)
         if long:
             tops = torch.zeros(shape.columns, dtype=torch.int32, device=x.device)
-            grid = -(-shape.columns // 256) * -(-shape.rows // 64)
+            grid = -(-shape.columns // 256) * -(-shape.rows // 128)
         else:
             tops = torch.empty(self._parts, dtype=torch.int32, device=x.device)
             grid = self._parts

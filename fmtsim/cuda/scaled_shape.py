@@ -9,7 +9,7 @@ from fmtsim.formats.block import Block
 WHOLE, RUNS, TILES, COLUMNS, LONG_COLUMNS = range(5)
 RUN_SIZES = (16, 32, 64, 128)
 WORDS_NONE, WORDS_SHARED, WORDS_EACH = range(3)
-_TILE_COLUMNS = 256
+_TILE_COLUMNS = 128
 _HELD = 4  # vectors of a thread of kernels/scaled_tiles.cu
 _LARGEST = 1 << 34  # elements: vectors of a tile and lanes are counted in 32 bits
 
@@ -72,8 +72,8 @@ class Shape(NamedTuple):
         if self.kind == TILES:
             threads = -(-self.height * self.width // (8 * _HELD * 32)) * 32
             return self.counts[0] * self.counts[1], min(threads, 512)
-        warps = 32 if self.run == 128 else 16
-        return -(-self.rows // (4 * warps)) * -(-self.columns // _TILE_COLUMNS), 32 * warps
+        halves = 32 if self.run == 128 else 16
+        return -(-self.rows // (4 * halves)) * -(-self.columns // _TILE_COLUMNS), 16 * halves
 
 
 def shape_of(x: Tensor, block: Block, *, statistic: str, drawn: bool) -> Shape | None:

@@ -1,20 +1,20 @@
-// Operands whose blocks run down the columns of memory: tiles of 64 rows (128 for blocks of 128) and 256 columns, a row
-// of a tile being the 32 vectors of a warp. Warp w takes rows w, w + 16, w + 32, w + 48 (the second sixteen warps those of the
-// next 64), so that one Philox call gives the words of four elements of a thread where the matrix's own order goes down
-// columns.
+// Operands whose blocks run down the columns of memory: tiles of 64 rows (128 for blocks of 128) and 128 columns, a row
+// of a tile being the 16 vectors of half a warp. Half-warp w takes rows w, w + 16, w + 32, w + 48 (the second sixteen
+// those of the next 64), so that one Philox call gives the words of four elements of a thread where the matrix's own order
+// goes down columns.
 //
 // Macros: those of scaled.cuh; RUN: rows of a block, a power of two from 16 to 128, or 0 where amaxes of whole columns are
 // given.
 #include "scaled.cuh"
 
 #define ROWS 4  // of a thread
-#define WARPS (RUN == 128 ? 32 : 16)
-#define BLOCKS (RUN ? WARPS * ROWS / RUN : 1)
-#define WIDTH 256
+#define HALVES_OF_WARPS (RUN == 128 ? 32 : 16)
+#define BLOCKS (RUN ? HALVES_OF_WARPS * ROWS / RUN : 1)
+#define WIDTH 128
 #define BLOCK_OF(j) (BLOCKS == 1 ? 0 : (j) * BLOCKS / ROWS)
 
-// Shared memory keeps column 8 lane + i at place 32 i + lane: neighbouring lanes meet neighbouring banks.
-DEVICE u32 column_at(u32 place) { return place % 32 * 8 + place / 32; }
+// Shared memory keeps column 8 lane + i at place 16 i + lane: neighbouring lanes meet neighbouring banks.
+DEVICE u32 column_at(u32 place) { return place % 16 * 8 + place / 16; }
 
 DEVICE void draw(u32 (&rests)[ROWS], u64 first, u64 row_step, const Draw& d) {
 #if WORDS == 1
@@ -27,15 +27,15 @@ DEVICE void draw(u32 (&rests)[ROWS], u64 first, u64 row_step, const Draw& d) {
 }
 
 // given: amaxes of columns. Tiles are numbered along rows.
-KERNEL __launch_bounds__(32 * WARPS, WORDS ? 1 : 32 / WARPS) cast_columns(
+KERNEL __launch_bounds__(16 * HALVES_OF_WARPS, WORDS ? 1 : 64 / HALVES_OF_WARPS) cast_columns(
     const Input* x, u16* y, float* scales, u8* masks, const u32* given, u64 rows, u64 columns, u64 row_step,
     u64 column_step, const __grid_constant__ Rule rule, const __grid_constant__ Grid grid,
     const __grid_constant__ Grid scale_grid, const __grid_constant__ Draw d) {
   __shared__ float factors[BLOCKS][WIDTH], folds[FOLDS ? BLOCKS : 1][WIDTH];
   __shared__ u32 tops[BLOCKS][WIDTH];
-  u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  u32 lane = threadIdx.x % 16, half = threadIdx.x / 16;
   u32 across = (u32)((columns + WIDTH - 1) / WIDTH), tile_row = blockIdx.x / across;
-  u64 row = (u64)tile_row * (WARPS * ROWS) + warp / 16 * 64 + warp % 16, left = (u64)(blockIdx.x - tile_row * across) * WIDTH;
+  u64 row = (u64)tile_row * (HALVES_OF_WARPS * ROWS) + half / 16 * 64 + half % 16, left = (u64)(blockIdx.x - tile_row * across) * WIDTH;
   u64 column = left + lane * 8;
   u64 place = row * columns + column;
   Eight in[ROWS];
@@ -51,13 +51,9 @@ KERNEL __launch_bounds__(32 * WARPS, WORDS ? 1 : 32 / WARPS) cast_columns(
   __syncthreads();
 #pragma unroll
   for (int b = 0; b < BLOCKS; b++) {
+    Eight top = column_tops<ROWS / BLOCKS>(in + b * (ROWS / BLOCKS));
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-      u32 top = 0;
-#pragma unroll
-      for (int j = 0; j < ROWS; j++) top = BLOCK_OF(j) == b ? max(top, finite_magnitude(in[j].get(i))) : top;
-      atomicMax(&tops[b][32 * i + lane], top);
-    }
+    for (int i = 0; i < 8; i++) atomicMax(&tops[b][16 * i + lane], __float_as_uint(top.get(i)));
   }
 #endif
   __syncthreads();
@@ -79,7 +75,7 @@ KERNEL __launch_bounds__(32 * WARPS, WORDS ? 1 : 32 / WARPS) cast_columns(
     draw(rests, row * row_step + (column + i) * column_step, row_step, d);
 #pragma unroll
     for (int j = 0; j < ROWS; j++) {
-      u32 passes, at = 32 * i + lane;
+      u32 passes, at = 16 * i + lane;
       Scale s = {0.0f, FOLDS ? folds[BLOCK_OF(j)][at] : 1.0f, factors[BLOCK_OF(j)][at], 0.0f};
       u32 value = cast_element<false>(in[j].get(i), s, rests[j], rule, grid, passes);
       out[j].put(i, value, passes);

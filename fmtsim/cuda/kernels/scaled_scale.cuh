@@ -145,22 +145,15 @@ struct Eight {
   }
   DEVICE float get(int i) const { return at.get(i); }
 
-  // The largest magnitude, in each half of a word where elements have 16 bits; Finite: NaN and Inf count as zero.
+  // Magnitudes in a word, two where elements have 16 bits; Finite: those of NaN and Inf become zero.
   template <bool Finite>
-  DEVICE u32 raw_amax() const {
-    const u32 magnitudes = INPUT == FLOAT32 ? 0x7FFFFFFFu : 0x7FFF7FFFu, carry = INPUT == FLOAT16 ? 0x04000400u : 0x00800080u;
-    u32 top = 0;
-#pragma unroll
-    for (int i = 0; i < words; i++) {
-      u32 m = at.word[i] & magnitudes;
-      if (Finite && INPUT == FLOAT32) m = m < INFINITE ? m : 0;
-      if (Finite && INPUT != FLOAT32) {  // exponents of ones carry into the sign
-        u32 strange = (m + carry) & 0x80008000u;
-        m &= ~(strange | (strange - (strange >> 15)));
-      }
-      top = INPUT == FLOAT32 ? max(top, m) : __vmaxu2(top, m);
-    }
-    return top;
+  DEVICE u32 magnitudes(int i) const {
+    const u32 carry = INPUT == FLOAT16 ? 0x04000400u : 0x00800080u;
+    u32 m = at.word[i] & (INPUT == FLOAT32 ? 0x7FFFFFFFu : 0x7FFF7FFFu);
+    if (!Finite) return m;
+    if (INPUT == FLOAT32) return m < INFINITE ? m : 0;
+    u32 strange = (m + carry) & 0x80008000u;  // exponents of ones carry into the sign
+    return m & ~(strange | (strange - (strange >> 15)));
   }
 };
 
@@ -178,18 +171,37 @@ DEVICE u32 amax_of_raw(u32 raw) {
   return INPUT == BFLOAT16 ? half << 16 : __float_as_uint(float_of_half((u16)half));
 }
 
+// The largest raw magnitude of vectors.
+template <bool Finite, int Count>
+DEVICE u32 raw_amax(const Eight* in) {
+  u32 top = 0;
+#pragma unroll
+  for (int v = 0; v < Count; v++) {
+#pragma unroll
+    for (int i = 0; i < Eight::words; i++) top = raw_larger(top, in[v].template magnitudes<Finite>(i));
+  }
+  return top;
+}
+
+// The largest finite magnitudes of vectors, place by place.
+template <int Count>
+DEVICE Eight column_tops(const Eight* in) {
+  Eight top;
+#pragma unroll
+  for (int i = 0; i < Eight::words; i++) {
+    top.at.word[i] = 0;
+#pragma unroll
+    for (int v = 0; v < Count; v++) top.at.word[i] = raw_larger(top.at.word[i], in[v].template magnitudes<true>(i));
+  }
+  return top;
+}
+
 // The largest finite magnitude of vectors, raw; clean: whether there was no other.
 template <int Count>
 DEVICE u32 raw_amax_of(const Eight* in, bool& clean) {
-  u32 top = 0;
-#pragma unroll
-  for (int v = 0; v < Count; v++) top = raw_larger(top, in[v].raw_amax<false>());
+  u32 top = raw_amax<false, Count>(in);
   clean = !is_strange(top);
-  if (clean) return top;
-  top = 0;
-#pragma unroll
-  for (int v = 0; v < Count; v++) top = raw_larger(top, in[v].raw_amax<true>());
-  return top;
+  return clean ? top : raw_amax<true, Count>(in);
 }
 
 // The largest of all threads' numbers, in thread 0; blocks of up to 1024 threads.

@@ -4,29 +4,33 @@
 // Macros: those of scaled.cuh, WORDS 0 or 2; HELD.
 #include "scaled.cuh"
 
-// A tile in memory, its vectors numbered along its rows.
-struct Tile {
-  u64 top, left, columns;  // of memory
-  u32 high, wide;          // rows, and vectors of a row
+// The vectors of a tile that a thread takes: every blockDim.x-th of those numbered along its rows.
+struct Walk {
+  u32 row, column, wide, rows_on, columns_on;  // within the tile, columns in vectors
 
-  DEVICE u64 row_of(u32 k) const { return top + (high == 1 ? 0 : k / wide); }
-  DEVICE u64 column_of(u32 k) const { return left + (high == 1 ? k : k % wide) * 8; }
-  DEVICE u64 place_of(u32 k) const { return row_of(k) * columns + column_of(k); }
+  DEVICE Walk(u32 wide_) : wide(wide_) {
+    row = threadIdx.x / wide, column = threadIdx.x - row * wide;
+    rows_on = blockDim.x / wide, columns_on = blockDim.x - rows_on * wide;
+  }
+  DEVICE void go() {
+    row += rows_on, column += columns_on;
+    if (column >= wide) column -= wide, row++;
+  }
 };
 
+template <bool Clean>
 DEVICE void cast_vector(
-    u16* y, u8* masks, const Eight& in, u32 k, const Tile& t, u64 row_step, u64 column_step, const Scale& scale,
-    const Rule& r, const Grid& g, const Draw& d) {
-  u64 first = t.row_of(k) * row_step + t.column_of(k) * column_step;
+    u16* y, u8* masks, const Eight& in, u64 place, u64 first, u64 column_step, const Scale& scale, const Rule& r,
+    const Grid& g, const Draw& d) {
   Results out;
   out.clear();
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     u32 passes, rest = WORDS ? ~random_word(first + (u64)i * column_step, d) : 0;
-    u32 value = cast_element<false>(in.get(i), scale, rest, r, g, passes);
+    u32 value = cast_element<Clean>(in.get(i), scale, rest, r, g, passes);
     out.put(i, value, passes);
   }
-  out.store(y, masks, t.place_of(k));
+  out.store(y, masks, place);
 }
 
 KERNEL __launch_bounds__(512) cast_tiles(
@@ -34,25 +38,26 @@ KERNEL __launch_bounds__(512) cast_tiles(
     u32 width, const __grid_constant__ Rule rule, const __grid_constant__ Grid grid,
     const __grid_constant__ Grid scale_grid, const __grid_constant__ Draw d) {
   u32 across = (u32)((columns + width - 1) / width), down = blockIdx.x / across;
-  Tile t = {(u64)down * height, (u64)(blockIdx.x - down * across) * width, columns, 0, 0};
-  t.high = (u32)min((u64)height, rows - t.top), t.wide = (u32)(min((u64)width, columns - t.left) / 8);
-  u32 count = t.high * t.wide, top = 0;
+  u64 top_row = (u64)down * height, left = (u64)(blockIdx.x - down * across) * width, corner = top_row * columns + left;
+  u64 corner_first = top_row * row_step + left * column_step;
+  u32 high = (u32)min((u64)height, rows - top_row), wide = (u32)(min((u64)width, columns - left) / 8), top = 0;
   bool clean;
+  Walk walk(wide);
 #if HELD
   Eight in[HELD];
 #pragma unroll
-  for (int h = 0; h < HELD; h++) {
-    u32 k = threadIdx.x + h * blockDim.x;
+  for (int h = 0; h < HELD; h++, walk.go()) {
     in[h].clear();
-    if (k < count) in[h].load(x + t.place_of(k));
+    if (walk.row < high) in[h].load(x + corner + walk.row * columns + walk.column * 8);
   }
   top = raw_amax_of<HELD>(in, clean);
 #else
-  for (u32 k = threadIdx.x; k < count; k += blockDim.x) {
+  for (; walk.row < high; walk.go()) {
     Eight in[1];
-    in[0].load(x + t.place_of(k));
+    in[0].load(x + corner + walk.row * columns + walk.column * 8);
     top = raw_larger(top, raw_amax_of<1>(in, clean));
   }
+  clean = false;
 #endif
   top = largest_of_block(amax_of_raw(top));
   __shared__ Scale shared;
@@ -62,17 +67,23 @@ KERNEL __launch_bounds__(512) cast_tiles(
   }
   __syncthreads();
   Scale scale = shared;
+  walk = Walk(wide);
 #if HELD
 #pragma unroll
-  for (int h = 0; h < HELD; h++) {
-    u32 k = threadIdx.x + h * blockDim.x;
-    if (k < count) cast_vector(y, masks, in[h], k, t, row_step, column_step, scale, rule, grid, d);
+  for (int h = 0; h < HELD; h++, walk.go()) {
+    if (walk.row >= high) continue;
+    u64 place = corner + walk.row * columns + walk.column * 8;
+    u64 first = corner_first + walk.row * row_step + walk.column * 8 * column_step;
+    if (clean && !WORDS) cast_vector<true>(y, masks, in[h], place, first, column_step, scale, rule, grid, d);
+    else cast_vector<false>(y, masks, in[h], place, first, column_step, scale, rule, grid, d);
   }
 #else
-  for (u32 k = threadIdx.x; k < count; k += blockDim.x) {
+  for (; walk.row < high; walk.go()) {
+    u64 place = corner + walk.row * columns + walk.column * 8;
+    u64 first = corner_first + walk.row * row_step + walk.column * 8 * column_step;
     Eight in;
-    in.load(x + t.place_of(k));
-    cast_vector(y, masks, in, k, t, row_step, column_step, scale, rule, grid, d);
+    in.load(x + place);
+    cast_vector<false>(y, masks, in, place, first, column_step, scale, rule, grid, d);
   }
 #endif
 }
