@@ -5,6 +5,7 @@ words. What depends on quantiser, dtype, shape and layout alone is worked out on
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,23 +109,25 @@ def variants() -> Iterator[tuple[str, str, runtime.Defines]]:
     yield "scaled_history.cu", "advance", ()
     e8m0 = get_format("e8m0")
     assert isinstance(e8m0, FloatFormat)
-    pairs, power = (1, 32), {"power_of_two": "ceil"}
+    pairs, power = (1, 32), Scaling(power_of_two="ceil")
     std = Scaling(block=pairs, statistic="std", factor=0.5, arithmetic="divide", power_of_two="floor", scale=e8m0)
+    delayed = replace(power, history=History())
     for dtype in (torch.bfloat16, torch.float32):
         for columns in (False, True):
             yield amax_variant(dtype, columns)
         yield from _of("e4m3", Scaling(), dtype, turns=False)
-        yield from _of("e4m3", Scaling(history=History()), dtype, turns=False)
-        yield from _of("e5m2", Scaling(history=History(), **power), dtype, "stochastic", turns=False)  # type: ignore[arg-type]
+        yield from _of("e4m3", delayed, dtype, turns=False)
+        yield from _of("e5m2", delayed, dtype, "stochastic", turns=False)
         for block in ((1, None), (1, 128), (128, 128)):
-            yield from _of("e4m3", Scaling(block=block, **power), dtype)  # type: ignore[arg-type]
+            yield from _of("e4m3", replace(power, block=block), dtype)
+        yield from _of("e4m3", Scaling(block=(1, None)), dtype, turns=False, columns=1 << 16)
         yield from _of("int8", Scaling(block=(1, None)), dtype)
         yield from _of("e2m1", std, dtype, "nearest_toward_zero", turns=False)
-        yield from _of("e2m1", Scaling(block=pairs, power_of_two="floor"), dtype, "stochastic")
+        yield from _of("e2m1", replace(power, block=pairs), dtype, "stochastic")
 
 
 def _of(
-    name: str, scaling: Scaling, dtype: torch.dtype, mode: str = "nearest_even", turns: bool = True
+    name: str, scaling: Scaling, dtype: torch.dtype, mode: str = "nearest_even", turns: bool = True, columns: int = 256
 ) -> Iterator[tuple[str, str, runtime.Defines]]:
     """Yield what casts a matrix under a quantiser, and what casts its transpose."""
     element = get_format(name)
@@ -133,7 +136,7 @@ def _of(
     clipped = {"gradient": ClipMask()} if scaling.statistic == "std" else {}
     way = way_of(Quantizer(format=element, scaling=scaling, rounding=rounding, **clipped))  # type: ignore[arg-type]
     assert way is not None
-    x = torch.empty(256, 256, dtype=dtype, device="meta")
+    x = torch.empty(256, columns, dtype=dtype, device="meta")
     given = scaling.history is not None
     for matrix in (x, x.mT) if turns else (x,):
         shape = shape_of(matrix, scaling.block, statistic=scaling.statistic, drawn=mode == "stochastic")

@@ -24,7 +24,8 @@ KERNEL __launch_bounds__(512) amaxes_of_parts(const Input* x, u32* tops, u64 vec
   if (threadIdx.x == 0) tops[blockIdx.x] = top;
 }
 
-// Of columns: found [columns] starts at zero. A block of threads takes 256 columns of 128 rows, a warp eight rows of them.
+// Of columns: found [columns] starts at zero. A block of threads takes 256 columns of 128 rows, a warp eight rows of
+// them.
 #define ROWS 8
 KERNEL __launch_bounds__(512) amaxes_of_columns(const Input* x, u32* found, u64 rows, u64 columns) {
   __shared__ u32 tops[256];

@@ -1,10 +1,10 @@
 // Operands whose blocks run down the columns of memory: tiles of 64 rows (128 for blocks of 128) and 128 columns, a row
 // of a tile being the 16 vectors of half a warp. Half-warp w takes rows w, w + 16, w + 32, w + 48 (the second sixteen
-// those of the next 64), so that one Philox call gives the words of four elements of a thread where the matrix's own order
-// goes down columns.
+// those of the next 64), so that one Philox call gives the words of four elements of a thread where the matrix's own
+// order goes down columns.
 //
-// Macros: those of scaled.cuh; RUN: rows of a block, a power of two from 16 to 128, or 0 where amaxes of whole columns are
-// given.
+// Macros: those of scaled.cuh; RUN: rows of a block, a power of two from 16 to 128, or 0 where amaxes of whole columns
+// are given.
 #include "scaled.cuh"
 
 #define ROWS 4  // of a thread
@@ -35,7 +35,8 @@ KERNEL __launch_bounds__(16 * HALVES_OF_WARPS, WORDS ? 1 : 64 / HALVES_OF_WARPS)
   __shared__ u32 tops[BLOCKS][WIDTH];
   u32 lane = threadIdx.x % 16, half = threadIdx.x / 16;
   u32 across = (u32)((columns + WIDTH - 1) / WIDTH), tile_row = blockIdx.x / across;
-  u64 row = (u64)tile_row * (HALVES_OF_WARPS * ROWS) + half / 16 * 64 + half % 16, left = (u64)(blockIdx.x - tile_row * across) * WIDTH;
+  u64 row = (u64)tile_row * (HALVES_OF_WARPS * ROWS) + half / 16 * 64 + half % 16;
+  u64 left = (u64)(blockIdx.x - tile_row * across) * WIDTH;
   u64 column = left + lane * 8;
   u64 place = row * columns + column;
   Eight in[ROWS];

@@ -1,6 +1,6 @@
 // Means over a whole matrix: float64 sums of neighbours at a distance that is halved until one number is left, zeros
-// filling up to a power of two (fmtsim/scaling/statistics.py). A thread folds the 32 numbers at the largest distances, so
-// that each launch leaves one number of 32.
+// filling up to a power of two (fmtsim/scaling/statistics.py). A thread folds the 32 numbers at the largest distances,
+// so that each launch leaves one number of 32.
 //
 // Macros: INPUT.
 #include "scaled_scale.cuh"
@@ -17,7 +17,8 @@ DEVICE double folded(double (&held)[FOLDED]) {
 }
 
 // sums [left] of magnitudes, or of squares; counts: of finite elements, one number a block of threads.
-KERNEL __launch_bounds__(256) fold_elements(const Input* x, double* sums, u32* counts, u64 total, u64 left, u32 squares) {
+KERNEL __launch_bounds__(256) fold_elements(
+    const Input* x, double* sums, u32* counts, u64 total, u64 left, u32 squares) {
   u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x;
   double held[FOLDED];
   u32 count = 0;

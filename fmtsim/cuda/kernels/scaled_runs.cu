@@ -7,9 +7,9 @@
 //              so that one Philox call gives the words of four elements of a lane (docs/semantics.md, section 9), and
 //              folded sums need fewer shuffles.
 //
-// Macros: those of scaled.cuh; RUN: elements of a block, a power of two from 16 to 128, or 0 where one scale serves all;
-// SOURCE (RUN 0): the scale follows from amaxes of parts or from a factor (0, 1); RECORDS (RUN 0): amaxes of parts are
-// written; MOMENTS: the statistic is one of sums.
+// Macros: those of scaled.cuh; RUN: elements of a block, a power of two from 16 to 128, or 0 where one scale serves
+// all; SOURCE (RUN 0): the scale follows from amaxes of parts or from a factor (0, 1); RECORDS (RUN 0): amaxes of parts
+// are written; MOMENTS: the statistic is one of sums.
 #include "scaled.cuh"
 
 #define PAIRED (WORDS == 1 || (RUN && MOMENTS))
@@ -73,7 +73,8 @@ DEVICE double finite_or_zero(float x) { return finite_magnitude(x) ? (double)x :
 DEVICE bool is_finite(float x) { return (__float_as_uint(x) & INFINITE) != INFINITE; }
 
 // inside: whether a lane's vector v lies in the matrix; what fills up a block counts as no element.
-DEVICE void statistics(float (&found)[BLOCKS], const Eight (&in)[VECTORS], const bool (&inside)[VECTORS], const Rule& r) {
+DEVICE void statistics(
+    float (&found)[BLOCKS], const Eight (&in)[VECTORS], const bool (&inside)[VECTORS], const Rule& r) {
   double sums[BLOCKS], means[BLOCKS], counts[BLOCKS];
 #pragma unroll
   for (int b = 0; b < BLOCKS; b++) {
@@ -146,15 +147,17 @@ DEVICE void draw(u32 (&rests)[VECTORS], int i, const Lane& at, const Draw& d) {
   rests[0] = w.x, rests[1] = w.y, rests[2] = w.z, rests[3] = w.w;
 #else
 #pragma unroll
-  for (int v = 0; v < VECTORS; v++) rests[v] = WORDS ? ~random_word(at.first + (u64)(DISTANCE * v + i) * at.step, d) : 0;
+  for (int v = 0; v < VECTORS; v++) {
+    rests[v] = WORDS ? ~random_word(at.first + (u64)(DISTANCE * v + i) * at.step, d) : 0;
+  }
 #endif
 }
 
 // Casts a lane's vectors; Clean: none holds NaN or Inf.
 template <bool Clean>
 DEVICE void cast_lane(
-    Results (&out)[VECTORS], const Eight (&in)[VECTORS], const Scale (&scale)[BLOCKS], const Lane& at, const Rule& r, const Grid& g,
-    const Draw& d) {
+    Results (&out)[VECTORS], const Eight (&in)[VECTORS], const Scale (&scale)[BLOCKS], const Lane& at, const Rule& r,
+    const Grid& g, const Draw& d) {
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     u32 rests[VECTORS];
@@ -167,8 +170,8 @@ DEVICE void cast_lane(
   }
 }
 
-// source: amaxes of `parts` parts, or a factor. units: of a row, filled up to whole blocks. steps: from a
-// row of memory to the next and from an element to the next, in the matrix's own order.
+// source: amaxes of `parts` parts, or a factor. units: of a row, filled up to whole blocks. steps: from a row of
+// memory to the next and from an element to the next, in the matrix's own order.
 #if WORDS
 #define BOUNDS __launch_bounds__(128, 4)  // left to itself, the assembler spills
 #else

@@ -1,5 +1,5 @@
-// Operands whose blocks are tiles of memory or whole rows: a block of threads each. Up to HELD vectors of a thread stay in
-// registers; where a tile has more, it is read twice.
+// Operands whose blocks are tiles of memory or whole rows: a block of threads each. Up to HELD vectors of a thread stay
+// in registers; where a tile has more, it is read twice.
 //
 // Macros: those of scaled.cuh, WORDS 0 or 2; HELD.
 #include "scaled.cuh"
@@ -8,8 +8,8 @@
 struct Walk {
   u32 row, column, wide, rows_on, columns_on;  // within the tile, columns in vectors
 
-  DEVICE Walk(u32 wide_) : wide(wide_) {
-    row = threadIdx.x / wide, column = threadIdx.x - row * wide;
+  DEVICE Walk(u32 vectors) {
+    wide = vectors, row = threadIdx.x / wide, column = threadIdx.x - row * wide;
     rows_on = blockDim.x / wide, columns_on = blockDim.x - rows_on * wide;
   }
   DEVICE void go() {
