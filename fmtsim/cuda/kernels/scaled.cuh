@@ -2,8 +2,8 @@
 //
 // Macros: INPUT (a dtype of vectors.cuh), those of grid_cast.cuh for the elements, TIES: ties go to even, toward zero
 // or away from it (0, 1, 2); DIVIDES: elements are x / factor; FOLDS: values are element times block scale; MASKS:
-// where gradients pass is written too; WORDS: random words are not drawn, drawn by groups of 64 neighbours, or one by one
-// (0, 1, 2).
+// where gradients pass is written too; WORDS: random words are not drawn, drawn by groups of 64 neighbours, or one by
+// one (0, 1, 2).
 #pragma once
 #include "grid_cast.cuh"
 #include "philox.cuh"

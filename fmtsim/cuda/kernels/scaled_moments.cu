@@ -7,11 +7,12 @@
 
 #define FOLDED 32
 
+template <int Count>
 DEVICE double folded(double (&held)[FOLDED]) {
+  if constexpr (Count > 1) {
 #pragma unroll
-  for (int half = FOLDED / 2; half; half /= 2) {
-#pragma unroll
-    for (int k = 0; k < half; k++) held[k] = __dadd_rn(held[k], held[k + half]);
+    for (int k = 0; k < Count / 2; k++) held[k] = __dadd_rn(held[k], held[k + Count / 2]);
+    return folded<Count / 2>(held);
   }
   return held[0];
 }
@@ -31,7 +32,7 @@ KERNEL __launch_bounds__(256) fold_elements(
     held[k] = squares ? __dmul_rn(number, number) : number;
     count += place < total && finite;
   }
-  sums[first] = folded(held);
+  sums[first] = folded<FOLDED>(held);
   __shared__ u32 all[8];
   count = __reduce_add_sync(~0u, count);
   if (threadIdx.x % 32 == 0) all[threadIdx.x / 32] = count;
@@ -47,7 +48,7 @@ KERNEL __launch_bounds__(256) fold_sums(const double* from, double* sums, u64 le
   double held[FOLDED];
 #pragma unroll
   for (int k = 0; k < FOLDED; k++) held[k] = from[first + k * left];
-  sums[first] = folded(held);
+  sums[first] = folded<FOLDED>(held);
 }
 
 // The mean of magnitudes, or the root of the mean square, from at most 32 * 1024 sums: float32.
@@ -59,7 +60,7 @@ KERNEL __launch_bounds__(1024) fold_last(
   u64 own = 0;
 #pragma unroll
   for (int k = 0; k < FOLDED; k++) held[k] = k * 1024 < numbers ? from[threadIdx.x + k * 1024] : 0.0;
-  sums[threadIdx.x] = folded(held);
+  sums[threadIdx.x] = folded<FOLDED>(held);
   for (u32 i = threadIdx.x; i < blocks; i += 1024) own += counts[i];
   finite[threadIdx.x] = own;
   __syncthreads();
