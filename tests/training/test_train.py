@@ -216,8 +216,10 @@ def test_interrupting_writes_nothing_and_says_so(tmp_path, text):
 
 
 def test_schedule_and_observed_steps():
-    rates = [schedule(step, 100) for step in range(1, 101)]
-    assert rates[0] == 0.1 and max(rates) == rates[9] == 1.0 and rates[-1] == pytest.approx(0.1)
+    for steps, warm in ((600, 60), (60, 20), (10, 5), (1, 1)):
+        rates = [schedule(step, steps) for step in range(1, steps + 1)]
+        assert rates[0] == 1 / warm and max(rates) == rates[warm - 1] == 1.0
+        assert rates[-1] == (pytest.approx(0.1) if steps > 1 else 1.0)
     assert observed_steps(100) == {1, 25, 50, 75, 100} and observed_steps(1) == {1}
 
 
