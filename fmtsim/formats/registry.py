@@ -1,13 +1,12 @@
 """Where formats are found: by name or alias, by dtype, or by a name that spells the format out."""
 
-import difflib
 import re
 from functools import lru_cache
 from typing import Any, Literal, cast
 
 import torch
 
-from fmtsim.errors import FormatError
+from fmtsim.errors import FormatError, did_you_mean
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.catalogue import LNS_SOURCE, LOGFMT_SOURCE, elements, integer
 from fmtsim.formats.catalogue_blocks import blocks
@@ -123,8 +122,7 @@ def _find(text: str) -> Format:
     found = _lookup.get(name) or _parse(name)
     if found is not None:
         return found
-    close = difflib.get_close_matches(name, _lookup, n=3, cutoff=0.6)
-    hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+    hint = did_you_mean(name, _lookup)
     raise FormatError(
         f"unknown format {text!r}{hint} (fmtsim.list_formats() has all names; others are spelled out: {_SPELLINGS})"
     )

@@ -233,7 +233,7 @@ def test_batch_norm_is_measured_anew():
 
 BAD = [
     ("nonsense", DATA, r"recipe='nonsense' is unknown to ptq"),
-    ("int8_statik", DATA, r"did you mean int8_static"),
+    ("int8_statik", DATA, r"did you mean 'int8_static'"),
     ("int8_static", [], r"calibration data is empty; pass at least one batch"),
     ("int8_static", [torch.empty(0, 16)], r"a tensor without elements in a batch"),
     ("int8_static", DATA[0], r"calibration data is one tensor \(20, 16\); pass an iterable of batches"),

@@ -61,7 +61,7 @@ def test_names_are_listed(capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--recipe", "te_curent"], "recipe='te_curent' is unknown; did you mean te_current"),
+        (["--recipe", "te_curent"], "recipe='te_curent' is unknown; did you mean 'te_current'"),
         (["--recipe", "coat", "--format", "e4m3", "--unit", "exact"], "leave --format and --unit out"),
         (["--recipe", "coat", "--check", "native"], "leave --check out, or put it into a recipe file of your own"),
         (["--recipe", "quartet2"], "layer 'blocks.0.attention.qkv'"),
