@@ -5,7 +5,6 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -322,19 +321,12 @@ def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def _threads(count: int | None) -> contextlib.AbstractContextManager[None]:
     """Run with that many torch threads, then restore the number."""
-    import torch
+    from fmtsim.bench.timing import bounded_threads
 
     if count is None:
-        yield
-        return
+        return contextlib.nullcontext()
     if count < 1:
         raise ArgumentError(f"--threads {count} is not allowed; choose 1 or more")
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return bounded_threads(count)

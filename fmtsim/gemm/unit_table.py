@@ -2,7 +2,7 @@
 
 from html import escape
 
-from fmtsim.gemm.unit import STRENGTHS, Unit, describe, get_unit, list_units
+from fmtsim.gemm.unit import STRENGTHS, Unit, describe, get_unit
 
 HEADINGS = ("inputs", "sum", "arithmetic", "scales", "evidence")
 
@@ -25,12 +25,6 @@ def unit_text(unit: str | Unit) -> str:
     return "\n".join(
         [unit.name, *([unit.description] if unit.description else []), *_aligned(HEADINGS, unit_rows(unit))]
     )
-
-
-def units_text() -> str:
-    """Return all units as plain text: a line for each mode."""
-    rows = [(name, *row[:4]) for name in list_units() for row in unit_rows(get_unit(name))]
-    return "\n".join(_aligned(("unit", *HEADINGS[:4]), rows))
 
 
 def unit_html(unit: str | Unit) -> str:
