@@ -1,6 +1,6 @@
 """Units that cut terms, on the fp64 tensor core: the kernels against the CPU engine and the oracle, bit for bit."""
 
-from dataclasses import replace
+import struct
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ import torch
 import fmtsim.cuda
 from fmtsim import Datapath, GemmPlan
 from fmtsim.cpu.gemm import gemm as cpu_gemm
-from fmtsim.cuda import gemm_floor
+from fmtsim.cuda import gemm_floor, gemm_floor_shape, runtime
 from fmtsim.cuda.gemm_job import TILE, Job
 from fmtsim.cuda.gemm_order import order_of
 from fmtsim.gemm.catalogue import E8M13
@@ -197,72 +197,80 @@ def test_scales_with_fractions(device):
     check(a, b, definition("e2m1", unit=unit), device, scale_a=scales[0], scale_b=scales[1])
 
 
-# Orders, addends, layouts.
+# Specialisations.
 
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        SLOW,
-        GemmPlan(k_tile=32, split=2),
-        GemmPlan(k_tile=32, residue_first=True),
-        GemmPlan(k_tile=32, promote_every=48),
-    ],
-    ids=str,
+KINDS = {  # of floor.cu, by unit, format and plan
+    "short": ("hopper.wgmma", "e4m3", GemmPlan()),
+    "short-promoted": ("hopper.wgmma", "e4m3", SLOW),
+    "long": ("blackwell.tcgen05", "e4m3", GemmPlan()),
+    "wide": ("hopper.wgmma", "bf16", GemmPlan()),
+    "wide-promoted": ("hopper.wgmma", "bf16", SLOW),
+    "narrow": ("hopper.wgmma", "fp16", GemmPlan()),
+    "blocks-of-8": ("hopper.wgmma", "tf32", GemmPlan()),
+}
+MORE = [(4, 1, 3, 1), (2, 2, 3, 2, 8), (2, 2, 3, 2, 32, True), (1, 1, 3, 4, 8, True)]
+ALL_CHOICES = sorted(
+    {choice for choices in gemm_floor_shape.CHOICES.values() for choice in choices}
+    | {gemm_floor_shape.Choice(*more) for more in MORE}
 )
-def test_orders(plan, device):
-    check(*normals("e4m3"), definition("e4m3", plan=plan), device)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [SLOW, GemmPlan(k_tile=32, split=3), GemmPlan(k_tile=32, part_k=40)], ids=str)
-def test_orders_of_wide_formats(plan, device):
-    check(*normals("bf16"), definition("bf16", plan=plan), device)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("choice", ALL_CHOICES, ids=str)
+def test_every_choice(choice, kind, device, monkeypatch):
+    """What ptxas makes of a specialisation has been wrong where the same source, as another one, was right."""
+    unit, fmt, plan = KINDS[kind]
+    monkeypatch.setattr(gemm_floor_shape, "CHOICES", dict.fromkeys(gemm_floor_shape.CHOICES, (choice,)))
+    gemm_floor._shape.cache_clear()
+    try:
+        check(*normals(fmt, k=300), definition(fmt, unit=unit, plan=plan), device)
+    finally:
+        gemm_floor._shape.cache_clear()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("successive", [False, True])
-def test_scaled_promotion(successive, device):
-    plan = replace(SLOW, scaled_promotion=True, successive_scales=successive)
-    a, b = normals("e4m3")
-    scales = [torch.rand((rows, 2), generator=torch.Generator().manual_seed(rows)) for rows in (M, N)]
-    check(a, b, definition("e4m3", plan=plan), device, scale_a=scales[0], scale_b=scales[1])
+def spilled(code):
+    """Return the bytes of local memory that a cubin's functions take: EIATTR_FRAME_SIZE in ELF's .nv.info."""
+    table, size, count, names = *struct.unpack_from("<Q", code, 40), *struct.unpack_from("<HHH", code, 58)
+    sections = [struct.unpack_from("<IIQQQQ", code, table + i * size) for i in range(count)]
+    found = []
+    for name, _, _, _, offset, length in sections:
+        start = sections[names][4] + name
+        if code[start : code.index(0, start)] != b".nv.info":
+            continue
+        place, end = offset, offset + length
+        while place < end:
+            form, attribute, payload = struct.unpack_from("<BBH", code, place)
+            if (form, attribute) == (4, 17):
+                found.append(struct.unpack_from("<I", code, place + 8)[0])
+            place += 4 + (payload if form == 4 else 0)
+    assert found
+    return sum(found)
 
 
-@pytest.mark.parametrize("fmt", ["e4m3", "bf16"])
-@pytest.mark.parametrize(("power", "marked"), [(0, 0), (50, 0), (-140, None)])
-def test_addends(fmt, power, marked, device):
-    c = values(normal(M, N, seed=3), "bf16").float() * 2.0**power
-    c[0, :9], c[1, 5] = 0, -0.0
-    check(*normals(fmt), definition(fmt), device, marked=marked, c=c)
+def chosen(kind, **change):
+    unit, fmt, plan = KINDS[kind]
+    spec = definition(fmt, unit=unit, plan=plan)
+    block = {"tf32": 8, "bf16": 16, "fp16": 16, "e4m3": 32}[fmt]
+    numbers = gemm_floor.plan_of(spec, block, 4096)
+    rest = int(plan != GemmPlan()), numbers.whole, numbers.wide, numbers.down, numbers.single
+    shape = gemm_floor_shape.fitting(
+        block, block, *rest, numbers.fraction_bits, numbers.kept, limit=gemm_floor._USUAL_LIMIT
+    )
+    return shape._replace(**change)
 
 
-@pytest.mark.parametrize(("power", "marked"), [(0, 0), (-8, 0), (-70, None)])
-def test_addends_of_rows_of_zeros(power, marked, device):
-    """What zeros are packed as, and the grid of blocks without products, must not cut an addend."""
-    a, b = normals("bf16")
-    a[2:60:2], b[:, :64] = 0, 16 * b[:, :64]
-    c = values(normal(M, N, seed=3), "bf16").float() * 2.0**power
-    unit = Datapath(block=32, fraction_bits=8)
-    check(a, b, definition("bf16", unit=unit), device, marked=marked, c=c)
+@pytest.mark.skipif(runtime.why_not_compiling() is not None, reason=str(runtime.why_not_compiling()))
+@pytest.mark.parametrize("kind", KINDS)
+def test_usual_kernels_do_not_spill(kind):
+    """Spills are slow, and one has cost the low word of a float64 (floor_double.cuh)."""
+    assert spilled(runtime.compiled("floor.cu", "sm_90", chosen(kind).defines).code) == 0
 
 
-@pytest.mark.slow
-def test_addends_before_promotion(device):
-    check(*normals("e4m3"), definition("e4m3", plan=SLOW), device, c=normal(M, N, seed=3))
-
-
-def test_strides(device):
-    a, b = normals("bf16")
-    turned = [x.t().contiguous().t() for x in (a, b)]
-    check(*turned, definition("bf16"), device)
-    check(turned[0], torch.cat([b, b], 1)[:, :K], definition("bf16"), device)
-
-
-@pytest.mark.slow
-def test_wider_dtypes(device):
-    a, b = normals("bf16")
-    check(a.double(), b, definition("bf16"), device)
+@pytest.mark.skipif(runtime.why_not_compiling() is not None, reason=str(runtime.why_not_compiling()))
+def test_spills_are_noticed():
+    crowded = chosen("long", columns=4, halves=2, resident=2)
+    assert spilled(runtime.compiled("floor.cu", "sm_90", crowded.defines).code) > 0
 
 
 # What is left to other paths, and whether these tests would notice mistakes.
