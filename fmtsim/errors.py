@@ -1,5 +1,8 @@
 """The errors that fmtsim raises; each one says what was given, what is allowed and what to do next."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class FmtsimError(Exception):
     """Base class of every error that fmtsim raises on purpose."""
@@ -43,3 +46,13 @@ class NativeWarning(UserWarning):
 
 class KernelWarning(UserWarning):
     """Say that a kernel gave other bits than the general one when it was tried, and is not used."""
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return how an error goes on after an unknown name: up to three names that are close, nothing where none is.
+
+    >>> did_you_mean("E4M4", ["e4m3", "nvfp4"])
+    "; did you mean 'e4m3'?"
+    """
+    close = difflib.get_close_matches(str(name).strip().lower(), known, n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""

@@ -10,19 +10,14 @@ from fmtsim import quantize, quantize_
 from tests.engines.compare import check, differing
 
 # torch itself still meets its deprecated scripting when forward-mode derivatives are first used.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 NAMES = ["e4m3", "nf4", "mxfp4", "nvfp4", "logfmt8"]
 STOCHASTIC = {"rounding": "stochastic", "generator": 5}
 TO_ODD, E5M2 = fmtsim.Rounding(mode="to_odd"), fmtsim.get_format("e5m2")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -16,12 +16,7 @@ NAMES = ["e4m3", "e2m1", "e3m2", "fp16", "fp64", "int8", "int4_half", "uint5", "
 STOCHASTIC = {"rounding": "stochastic", "generator": 3}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -19,12 +19,10 @@ MASK64 = (1 << 64) - 1
 
 
 @pytest.fixture(autouse=True)
-def own_settings():
-    """Give torch's threads, the engine's threads and the default generator back as they were."""
-    before, state = torch.get_num_threads(), torch.get_rng_state()
-    torch.set_num_threads(1)
+def own_settings(one_thread):
+    """Give the engine's threads and the default generator back as they were."""
+    state = torch.get_rng_state()
     yield
-    torch.set_num_threads(before)
     pool.set_num_threads(None)
     torch.set_rng_state(state)
 

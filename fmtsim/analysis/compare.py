@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fmtsim.analysis import ulp
 from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.table import aligned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -89,14 +90,9 @@ class Comparison:
         lines = [f"{name:<{width}}  {text}" for name, text in facts]
         if self.equal or not self.ulp_histogram:
             return "\n".join(lines)
-        rows = self._buckets()
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        bars = ["".rjust(3), *("#" * math.ceil(24 * row[2] / self.count) for row in self.ulp_histogram)]
-        table = (
-            "  ".join([*(cell.rjust(size) for cell, size in zip(row, widths, strict=True)), bar]).rstrip()
-            for row, bar in zip(rows, bars, strict=True)
-        )
-        return "\n".join((*lines, "", *table))
+        bars = ["", *("#" * math.ceil(24 * row[2] / self.count) for row in self.ulp_histogram)]
+        rows = [(*row, bar) for row, bar in zip(self._buckets(), bars, strict=True)]
+        return "\n".join((*lines, "", *aligned(rows, left=(3,))))
 
     def _repr_html_(self) -> str:
         left = "<tr><th style='text-align:left'>{}</th><td style='text-align:left'>{}</td></tr>"

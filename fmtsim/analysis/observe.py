@@ -12,6 +12,7 @@ from fmtsim.gemm.passes import Observer
 from fmtsim.nn.attention_mode import ATTENTION
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.table import ruled
 
 
 class Observation:
@@ -65,9 +66,7 @@ class Observation:
                 ratio = "lossless" if s.sqnr_db == math.inf else "-" if math.isnan(s.sqnr_db) else f"{s.sqnr_db:.1f}"
                 lost = (f"{s.underflow_percent:.2f}", f"{s.saturation_percent:.3f}", ratio, f"{s.amax:.3g}")
                 cells.append((layer or "(model)", operand, s.format, *lost))
-        widths = [max(len(line[i]) for line in cells) for i in range(7)]
-        lines = ["  ".join(_aligned(i, cell, widths[i]) for i, cell in enumerate(line)).rstrip() for line in cells]
-        return "\n".join((lines[0], "-" * max(map(len, lines)), *lines[1:]))
+        return "\n".join(ruled(cells, left=range(3)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return layer -> operand -> figures as JSON types."""
@@ -92,7 +91,3 @@ def observe(model: nn.Module) -> Observation:
         ArgumentError: no layer is converted, or the model is observed already.
     """
     return Observation(model)
-
-
-def _aligned(column: int, cell: str, width: int) -> str:
-    return cell.ljust(width) if column < 3 else cell.rjust(width)

@@ -1,6 +1,5 @@
 """Which products a model's linear layers call: layer shapes as data, and the calls that follow from them."""
 
-import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fmtsim.errors import ArgumentError, DataError
+from fmtsim.errors import ArgumentError, DataError, did_you_mean
 from fmtsim.gemm.call import GemmCall, Layout
 
 Shape = tuple[int, int, bool]
@@ -74,8 +73,7 @@ def layer_shapes(names: Iterable[str]) -> list[Shape]:
     shapes: dict[Shape, None] = {}
     for name in names:
         if name not in MODELS:
-            close = difflib.get_close_matches(name, MODELS, n=3, cutoff=0.4)
-            hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+            hint = did_you_mean(name, MODELS)
             raise ArgumentError(f"unknown model {name!r}{hint} (choose one of {', '.join(MODELS)}, or pass --shapes)")
         shapes |= dict.fromkeys(MODELS[name].layers)
     return list(shapes)

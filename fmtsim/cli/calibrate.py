@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fmtsim.cli.output import add_json_argument, format_table, print_json
-from fmtsim.cli.verify import _progress as progress_bar
 from fmtsim.errors import ArgumentError
+from fmtsim.progress import make_progress
 
 if TYPE_CHECKING:
     from fmtsim.calibration.arithmetic import Measured
@@ -108,8 +108,9 @@ def run_check(arguments: argparse.Namespace) -> int:
         raise ArgumentError(f"--calls {arguments.calls} is not possible; choose 1 or more")
     target = get_target(arguments.check)
     open_card(arguments.device)
-    with progress_bar(len(target.rules)) as show:
-        advance = lambda number, kernel: show(f"rule {number}, {kernel}", number)  # noqa: E731
+    with make_progress(None, transient=True) as progress:
+        progress.stage("rules", len(target.rules))
+        advance = lambda number, kernel: progress.step(number, f"rule {number}, {kernel}")  # noqa: E731
         found = list(recheck(target, torch.device(arguments.device), calls=arguments.calls, advance=advance))
     if arguments.json:
         print_json([
@@ -164,10 +165,11 @@ def ask(
     from fmtsim.calibration.campaign import SEEDS, calibrate
 
     modes = dict.fromkeys(mode for call in calls for mode in _modes(call))
-    with progress_bar(len(modes) + len(calls)) as show:
+    with make_progress(None, transient=True) as progress:
+        progress.stage("units and calls", len(modes) + len(calls))
         measured: list[Measured] = []
         for unit in measure_all(card, [*modes, "int8"], family):
-            show(f"unit for {unit.mode}", len(measured))
+            progress.step(len(measured), f"unit for {unit.mode}")
             measured.append(unit)
         known = arithmetics(measured)
         units = lambda call: known[call.a, call.accumulate]  # noqa: E731
@@ -175,7 +177,7 @@ def ask(
         guess = None if base is None else _guess(base)
         found = calibrate(
             card, left, units, guess=guess, seeds=SEEDS[:1] if quick else SEEDS,
-            advance=lambda done, text: show(text, len(modes) + done),
+            advance=lambda done, text: progress.step(len(modes) + done, text),
         )  # fmt: skip
     return measured, found
 

@@ -11,6 +11,7 @@ from typing import Any
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import OVERFLOWS
 from fmtsim.rounding.modes import MODES
+from fmtsim.table import aligned
 
 ABSENT = "not installed"
 
@@ -75,16 +76,8 @@ def format_fraction(value: Fraction) -> str:
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     """Return an aligned text table; columns in ``left`` are flush left, the others flush right."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    lines = []
-    for row in cells:
-        padded = (
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        lines.append("  ".join(padded).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+    rule = ["-" * max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(aligned([cells[0], rule, *cells[1:]], left))
 
 
 def print_json(record: Any) -> None:

@@ -3,13 +3,14 @@
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fmtsim.cli.output import add_json_argument, format_table, jsonable, print_json
 from fmtsim.errors import ArgumentError
+from fmtsim.progress import Progress, make_progress
 
 if TYPE_CHECKING:
     from fmtsim.reproduce import Claim, Result
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.out is not None and arguments.out.exists() and not arguments.out.is_dir():
         raise ArgumentError(f"--out {arguments.out} is a file; name a folder")
-    results = [_one(claim, arguments.quiet) for claim in claims]
+    results = _run_all(claims, arguments.quiet)
     if arguments.out is not None:
         _write(arguments.out, results)
     if arguments.json:
@@ -60,25 +61,25 @@ def run(arguments: argparse.Namespace) -> int:
     return FAILED if any(not result.passed for result in results) else 0
 
 
-def _one(claim: "Claim", quiet: bool) -> "Result":
-    """Run a claim; on a terminal a line shows how far it is, elsewhere one says how it ended."""
+def _run_all(claims: "Sequence[Claim]", quiet: bool) -> "list[Result]":
+    """Run claims below a bar on a terminal; elsewhere a line says how each one ended."""
     from fmtsim.reproduce import run_claim
 
-    live, start = sys.stderr.isatty() and not quiet, time.perf_counter()
+    results = []
+    with make_progress(False if quiet else None, transient=True) as progress:
+        progress.stage("claims", len(claims))
+        for index, claim in enumerate(claims):
+            progress.step(index, claim.name)
+            result = run_claim(claim, partial(_advance, progress, claim.name, index))
+            results.append(result)
+            if not quiet and not sys.stderr.isatty():
+                verdict = "passes" if result.passed else "FAILS"
+                print(f"{claim.name}: {verdict}, {result.seconds:.1f} s", file=sys.stderr, flush=True)
+    return results
 
-    def tell(part: float) -> None:
-        if live:
-            seconds = time.perf_counter() - start
-            print(f"\r\033[K{claim.name}: {part:.0%}, {seconds:.0f} s", end="", file=sys.stderr, flush=True)
 
-    tell(0.0)
-    result = run_claim(claim, tell)
-    if live:
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
-    elif not quiet:
-        verdict = "passes" if result.passed else "FAILS"
-        print(f"{claim.name}: {verdict}, {result.seconds:.1f} s", file=sys.stderr, flush=True)
-    return result
+def _advance(progress: Progress, name: str, index: int, share: float) -> None:
+    progress.step(index + share, name)
 
 
 def _print_list(claims: "Sequence[Claim]", as_json: bool) -> None:

@@ -5,12 +5,12 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fmtsim.cli.output import add_json_argument, format_table, jsonable, print_json
 from fmtsim.errors import ArgumentError
+from fmtsim.progress import make_progress
 
 if TYPE_CHECKING:
     from fmtsim.training.loop import Run, TrainConfig
@@ -96,7 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
     from fmtsim.training.artifacts import check_output, make_record, write_artifacts
     from fmtsim.training.corpus import load_corpus
     from fmtsim.training.loop import compare_schemes
-    from fmtsim.training.progress import make_progress
 
     if arguments.recipe == "list":
         return _list_recipes()
@@ -110,10 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _check(arguments, config, out)
     corpus = load_corpus(arguments.data, config.model.context)
     try:
-        with _threads(arguments.threads), contextlib.ExitStack() as stack:
-            progress = make_progress(arguments.quiet)
-            if isinstance(progress, contextlib.AbstractContextManager):
-                stack.enter_context(progress)
+        with _threads(arguments.threads), make_progress(not arguments.quiet) as progress:
             baseline, simulated = compare_schemes(config, corpus, progress)
             record = make_record(config, corpus, baseline, simulated)
         paths = write_artifacts(out, record, baseline, simulated)
@@ -152,14 +148,10 @@ def _check(arguments: argparse.Namespace, config: "TrainConfig", out: Path) -> i
     from fmtsim.training.corpus import load_corpus
     from fmtsim.training.evidence import check_text, make_check_record, write_check
     from fmtsim.training.lockstep import check_native
-    from fmtsim.training.progress import make_progress
 
     corpus = load_corpus(arguments.data, config.model.context)
     try:
-        with _threads(arguments.threads), contextlib.ExitStack() as stack:
-            progress = make_progress(arguments.quiet)
-            if isinstance(progress, contextlib.AbstractContextManager):
-                stack.enter_context(progress)
+        with _threads(arguments.threads), make_progress(not arguments.quiet) as progress:
             result = check_native(config, corpus, progress, arguments.minutes)
     except KeyboardInterrupt:
         print(f"\nfmtsim: interrupted; nothing was written to {out}", file=sys.stderr)
@@ -329,19 +321,12 @@ def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def _threads(count: int | None) -> contextlib.AbstractContextManager[None]:
     """Run with that many torch threads, then restore the number."""
-    import torch
+    from fmtsim.bench.timing import bounded_threads
 
     if count is None:
-        yield
-        return
+        return contextlib.nullcontext()
     if count < 1:
         raise ArgumentError(f"--threads {count} is not allowed; choose 1 or more")
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return bounded_threads(count)

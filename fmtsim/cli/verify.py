@@ -4,14 +4,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fmtsim.cli.output import add_json_argument, format_table, jsonable, print_json, version_of
 from fmtsim.errors import ArgumentError
+from fmtsim.progress import make_progress
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 MISMATCH = 1
 PACKAGES = ("fmtsim", "torch", "numpy", "numba", "cuda-core", "cuda-bindings")
 SHOWN = 20
-
-Show = Callable[[str, float], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,8 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     )
     start = time.perf_counter()
     tasks = job.tasks()
-    with _progress(sum(map(len, tasks.values()))) as show:
-        found = workers.run(job, tasks, count, show)
+    with make_progress(None, transient=True) as progress:
+        progress.stage("checks", sum(map(len, tasks.values())))
+        found = workers.run(job, tasks, count, lambda name, done: progress.step(done, name))
     seconds = time.perf_counter() - start
     reports = {part: _REPORTS[part](found[part], device) for part in parts}
     record = {"device": described(device), **reports} if device is not None else reports[parts[0]]
@@ -222,25 +220,3 @@ def _print_failures(failed: "list[Outcome]") -> None:
         )
     if len(failed) > SHOWN:
         print(f"\n... and {len(failed) - SHOWN} more formats; --json has all of them")
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Show]:
-    """Show a progress bar on a terminal: by rich where it is installed, else a plain line."""
-    if not sys.stderr.isatty():
-        yield lambda name, done: None
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    except ImportError:
-        yield lambda name, done: print(f"\r\033[K{done / total:4.0%} {name}", end="", file=sys.stderr, flush=True)
-        print("\r\033[K", end="", file=sys.stderr)
-        return
-    columns: tuple[Any, ...] = (
-        TextColumn("{task.description:<28}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
-        TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=total)
-        yield lambda name, done: progress.update(bar, completed=done, description=name)

@@ -1,6 +1,5 @@
 """What a quantised reduction is: the format that travels, its scale and factor, the order of sums, and bad numbers."""
 
-import difflib
 import math
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
@@ -8,7 +7,7 @@ from typing import Final, Literal, get_args
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, did_you_mean
 from fmtsim.formats.block import FP32
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
@@ -189,7 +188,6 @@ def get_reduction(reduction: str | Reduction) -> Reduction:
     if isinstance(reduction, Reduction):
         return reduction
     if reduction not in REDUCTIONS:
-        close = difflib.get_close_matches(str(reduction), REDUCTIONS, n=2, cutoff=0.4)
-        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+        hint = did_you_mean(reduction, REDUCTIONS)
         raise ArgumentError(f"unknown reduction {reduction!r}{hint} (choose one of {', '.join(REDUCTIONS)})")
     return REDUCTIONS[reduction]

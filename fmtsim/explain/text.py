@@ -6,6 +6,7 @@ from fractions import Fraction
 from fmtsim.explain.element import code_text, fields_of
 from fmtsim.explain.records import Element, Explanation, Scale
 from fmtsim.formats.block import BlockFormat, LogTileFormat
+from fmtsim.table import aligned
 
 _WIDTH = 8  # of the headings
 
@@ -75,8 +76,7 @@ def _table(explanation: Explanation) -> list[str]:
         ))  # fmt: skip
     if not isinstance(explanation.format, BlockFormat):
         rows = [row[:1] + row[2:] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["", *("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows), ""]
+    return ["", *aligned(rows, left=()), ""]
 
 
 def _neighbour(value: float | None, distance: Fraction | None) -> str:

@@ -1,28 +1,20 @@
 """Where formats are found: by name or alias, by dtype, or by a name that spells the format out."""
 
-import difflib
 import re
 from functools import lru_cache
 from typing import Any, Literal, cast
 
 import torch
 
-from fmtsim.errors import FormatError
-from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.errors import FormatError, did_you_mean
+from fmtsim.formats.block import Format, LogTileFormat
 from fmtsim.formats.catalogue import LNS_SOURCE, LOGFMT_SOURCE, elements, integer
 from fmtsim.formats.catalogue_blocks import blocks
-from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat
+from fmtsim.formats.serialization import KINDS
+from fmtsim.formats.spec import ElementFormat, FloatFormat, LogFormat
 
 Kind = Literal["float", "int", "codebook", "log", "block", "log_tile"]
 
-_KINDS: dict[str, type] = {
-    "float": FloatFormat,
-    "int": IntFormat,
-    "codebook": CodebookFormat,
-    "log": LogFormat,
-    "block": BlockFormat,
-    "log_tile": LogTileFormat,
-}
 _SPELLINGS = "'e3m4', 'int6', 'int6_full', 'int6_half', 'uint6', 'lns8_g8', 'logfmt8'"
 
 _NAME = re.compile(r"[a-z0-9_.+-]+")
@@ -73,9 +65,9 @@ def list_formats(kind: Kind | None = None) -> list[str]:
     """
     if kind is None:
         return list(_formats)
-    if kind not in _KINDS:
-        raise FormatError(f"kind={kind!r} is not a kind of format; choose one of {', '.join(_KINDS)}, or None for all")
-    return [name for name, fmt in _formats.items() if isinstance(fmt, _KINDS[kind])]
+    if kind not in KINDS:
+        raise FormatError(f"kind={kind!r} is not a kind of format; choose one of {', '.join(KINDS)}, or None for all")
+    return [name for name, fmt in _formats.items() if isinstance(fmt, KINDS[kind])]
 
 
 def register_format(record: Format, overwrite: bool = False) -> Format:
@@ -92,7 +84,7 @@ def register_format(record: Format, overwrite: bool = False) -> Format:
         FormatError: The argument is not a format record, a name cannot be looked up, or is taken.
     """
     if not isinstance(cast(object, record), Format):
-        kinds = ", ".join(cls.__name__ for cls in _KINDS.values())
+        kinds = ", ".join(cls.__name__ for cls in KINDS.values())
         raise FormatError(f"record={record!r} is not a format; build one of {kinds}")
     names = [name.lower() for name in (record.name, *record.aliases)]
     for name in names:
@@ -123,8 +115,7 @@ def _find(text: str) -> Format:
     found = _lookup.get(name) or _parse(name)
     if found is not None:
         return found
-    close = difflib.get_close_matches(name, _lookup, n=3, cutoff=0.6)
-    hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+    hint = did_you_mean(name, _lookup)
     raise FormatError(
         f"unknown format {text!r}{hint} (fmtsim.list_formats() has all names; others are spelled out: {_SPELLINGS})"
     )

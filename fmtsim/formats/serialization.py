@@ -9,7 +9,7 @@ from fmtsim.errors import FormatError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat, LogFormat
 
-_KINDS: dict[str, type] = {
+KINDS: dict[str, type] = {
     "float": FloatFormat,
     "int": IntFormat,
     "codebook": CodebookFormat,
@@ -17,7 +17,7 @@ _KINDS: dict[str, type] = {
     "block": BlockFormat,
     "log_tile": LogTileFormat,
 }
-_NAMES = {cls: kind for kind, cls in _KINDS.items()}
+_NAMES = {cls: kind for kind, cls in KINDS.items()}
 _TUPLES = ("aliases", "values", "block")
 
 
@@ -35,15 +35,15 @@ def format_from_dict(record: dict[str, Any]) -> Format:
     """Build a format from ``format_to_dict``'s record; raise FormatError where it is not one."""
     fields = dict(record)
     kind = fields.pop("kind", None)
-    if kind not in _KINDS:
-        raise FormatError(f"kind={kind!r} is not a kind of format; choose one of {', '.join(_KINDS)}")
+    if kind not in KINDS:
+        raise FormatError(f"kind={kind!r} is not a kind of format; choose one of {', '.join(KINDS)}")
     for name, value in fields.items():
         if isinstance(value, dict):
             fields[name] = format_from_dict(value)
         elif name in _TUPLES:
             fields[name] = tuple(value)
     try:
-        return _KINDS[kind](**fields)
+        return KINDS[kind](**fields)
     except TypeError as error:
         raise FormatError(f"not a {kind} format: {error}") from None
 

@@ -1,6 +1,5 @@
 """Machines with their libraries: which unit a call runs on, and in which order it adds, read from JSON plan files."""
 
-import difflib
 import json
 import os
 import sys
@@ -13,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from fmtsim.errors import ArgumentError, PlanUnknownWarning
+from fmtsim.errors import ArgumentError, PlanUnknownWarning, did_you_mean
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.call import GemmCall, alike
@@ -214,8 +213,7 @@ def get_target(name: str | Path | Target) -> Target:
             return _load(str(path), path.stat().st_mtime_ns)
         except OSError as error:
             raise ArgumentError(f"target={text!r} cannot be read: {error.strerror}; check the path") from None
-    close = difflib.get_close_matches(text.lower(), list_targets(), n=3, cutoff=0.4)
-    hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+    hint = did_you_mean(text, list_targets())
     raise ArgumentError(
         f"unknown target {text!r}{hint} (choose one of {', '.join(list_targets())}, or a plan file, *.json)"
     )

@@ -1,13 +1,12 @@
 """Matrix units by name: which operands each takes, how it adds their products, and what stands behind that."""
 
-import difflib
 import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 
-from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.errors import ArgumentError, FormatError, did_you_mean
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import is_representable
@@ -188,8 +187,7 @@ def get_unit(name: str | Unit) -> Unit:
         return name
     found = _known().get(name.strip().lower()) if isinstance(name, str) else None
     if found is None:
-        close = difflib.get_close_matches(str(name).lower(), _known(), n=3, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+        hint = did_you_mean(name, _known())
         raise ArgumentError(f"unknown unit {name!r}{hint} (choose one of {', '.join(_known())})")
     return found
 

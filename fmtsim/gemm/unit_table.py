@@ -2,7 +2,8 @@
 
 from html import escape
 
-from fmtsim.gemm.unit import STRENGTHS, Unit, describe, get_unit, list_units
+from fmtsim.gemm.unit import STRENGTHS, Unit, describe, get_unit
+from fmtsim.table import aligned, filled
 
 HEADINGS = ("inputs", "sum", "arithmetic", "scales", "evidence")
 
@@ -23,14 +24,8 @@ def unit_text(unit: str | Unit) -> str:
     """Return a unit's name, description and modes as plain text."""
     unit = get_unit(unit)
     return "\n".join(
-        [unit.name, *([unit.description] if unit.description else []), *_aligned(HEADINGS, unit_rows(unit))]
+        [unit.name, *([unit.description] if unit.description else []), *aligned(filled(HEADINGS, unit_rows(unit)))]
     )
-
-
-def units_text() -> str:
-    """Return all units as plain text: a line for each mode."""
-    rows = [(name, *row[:4]) for name in list_units() for row in unit_rows(get_unit(name))]
-    return "\n".join(_aligned(("unit", *HEADINGS[:4]), rows))
 
 
 def unit_html(unit: str | Unit) -> str:
@@ -43,9 +38,3 @@ def unit_html(unit: str | Unit) -> str:
     )
     caption = f"<b>{escape(unit.name)}</b> {escape(unit.description)}"
     return f"{caption}<table><tr>{head}</tr>{body}</table>"
-
-
-def _aligned(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in (headings, *rows)) for i in range(len(headings))]
-    shown = [i for i in range(len(headings)) if any(row[i] for row in rows)]
-    return ["  ".join(f"{row[i]:<{widths[i]}}" for i in shown).rstrip() for row in (headings, *rows)]

@@ -9,6 +9,7 @@ from fmtsim.nn.attention import EmulatedMultiheadAttention
 from fmtsim.nn.convert import NOTES, REASONS, why_not
 from fmtsim.nn.modules import EmulatedModule, emulated_types
 from fmtsim.nn.swaps import FILTERED, plain_class, swap_details
+from fmtsim.table import ruled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +47,8 @@ class Report:
     def __str__(self) -> str:
         cells = [("layer", "type", "converted", "quantisers, or why not")]
         cells += [(row.name, row.type, "yes" if row.converted else "no", row.detail) for row in self.rows]
-        widths = [max(len(line[i]) for line in cells) for i in range(3)]
-        lines = ["  ".join((*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3])) for line in cells]
         total = f"{len(self.converted)} of {len(self.rows)} converted; products called as functions are not seen"
-        return "\n".join((lines[0], "-" * max(map(len, lines)), *lines[1:], *self.notes, total))
+        return "\n".join((*ruled(cells), *self.notes, total))
 
 
 def report(model: nn.Module) -> Report:

@@ -1,8 +1,6 @@
 """The named schemes: how published systems keep their optimizer states."""
 
-import difflib
-
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, did_you_mean
 from fmtsim.formats.catalogue import dynamic_values
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, ElementFormat
@@ -154,8 +152,7 @@ def get_scheme(scheme: str | Scheme) -> Scheme:
     if isinstance(scheme, Scheme):
         return scheme
     if scheme not in _BY_NAME:
-        close = difflib.get_close_matches(str(scheme), _BY_NAME, n=2, cutoff=0.4)
-        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+        hint = did_you_mean(scheme, _BY_NAME)
         raise ArgumentError(f"state={scheme!r} is unknown{hint} (choose one of {', '.join(_BY_NAME)})")
     return _BY_NAME[scheme]
 

@@ -8,6 +8,7 @@ from torch import nn
 from fmtsim.errors import ArgumentError
 from fmtsim.ptq.ranges import limit, static_scale
 from fmtsim.ptq.survey import Slot
+from fmtsim.table import ruled
 
 REPORT = "_fmtsim_ptq"  # on the root of a quantised model
 
@@ -64,11 +65,9 @@ class PtqReport:
             shape = "x".join(map(str, row.shape))
             numbers = (scale, clipped, _decibels(row.weight_db), _decibels(row.output_db), row.methods)
             cells.append((row.name, shape, row.x or "-", row.w or "-", *numbers))
-        widths = [max(len(line[i]) for line in cells) for i in range(9)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in cells]
         total = f"{len(self.rows)} weights by {self.recipe} in {self.seconds:.1f} s"
         total += f"; equalised {', '.join(self.equalised)}" if self.equalised else ""
-        return "\n".join((lines[0], "-" * max(map(len, lines)), *lines[1:], total))
+        return "\n".join((*ruled(cells), total))
 
 
 def ptq_report(model: nn.Module) -> PtqReport:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.config import LinearConfig
 from fmtsim.nn.modules import STATE, EmulatedModule
+from fmtsim.progress import Progress
 from fmtsim.ptq.gptq import gptq
 from fmtsim.ptq.grid import grid_of, nearest
 from fmtsim.ptq.learned import learned_rounding
-from fmtsim.ptq.progress import Progress
 from fmtsim.ptq.ranges import choose_top, collect, limit, quantised_input, static_scale
 from fmtsim.ptq.reshape import smooth
 from fmtsim.ptq.spec import Gptq, LearnedRounding, PtqRecipe, Smooth

@@ -12,7 +12,7 @@ from fmtsim.gemm.config import LinearConfig
 from fmtsim.nn.attention_mode import convert_attention, revert_attention
 from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.ptq.progress import Progress, make_progress
+from fmtsim.progress import Progress, make_progress
 from fmtsim.ptq.registry import get_ptq_recipe
 from fmtsim.ptq.report import REPORT, PtqReport, row_of
 from fmtsim.ptq.reshape import equalise, stored, unsmooth

@@ -1,12 +1,11 @@
 """Records by name: a catalogue's, those of users, and files."""
 
-import difflib
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, did_you_mean
 
 R = TypeVar("R")
 
@@ -45,8 +44,7 @@ class Names(Generic[R]):
         known = self._by_name | self.registered
         if isinstance(recipe, str) and recipe in known:
             return known[recipe]
-        close = difflib.get_close_matches(str(recipe).strip().lower(), known, n=2, cutoff=0.4)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        hint = did_you_mean(recipe, known)
         raise ArgumentError(
             f"recipe={recipe!r} is {self._unknown}{hint} ({self._hint} has the names; a file ends in .json)"
         )

@@ -9,6 +9,7 @@ from fmtsim.gemm.config import LinearConfig
 from fmtsim.recipes.spec import Recipe
 from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.scale import Scaling
+from fmtsim.table import aligned, filled
 
 MARKS: Final = ("<!-- recipes -->", "<!-- end -->")
 HEADINGS = ("product", "operand", "of", "transforms", "format", "scale", "rounding", "gradient")
@@ -34,7 +35,7 @@ def recipe_text(recipe: Recipe) -> str:
     if recipe.linear is None:
         lines.append("linear layers stay in high precision")
     else:
-        lines += _aligned(HEADINGS, operand_rows(recipe.linear))
+        lines += aligned(filled(HEADINGS, operand_rows(recipe.linear)))
     return "\n".join([*lines, *(f"{name}: {text}" for name, text in _facts(recipe))])
 
 
@@ -156,9 +157,3 @@ def _mode(quantizer: Quantizer) -> str:
 
 def _html_row(tag: str, cells: Iterable[str]) -> str:
     return f"<tr>{''.join(f'<{tag} style=text-align:left>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-
-def _aligned(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    shown = [i for i in range(len(headings)) if any(row[i] for row in rows)]
-    widths = {i: max(len(row[i]) for row in (headings, *rows)) for i in shown}
-    return ["  ".join(f"{row[i]:<{widths[i]}}" for i in shown).rstrip() for row in (headings, *rows)]

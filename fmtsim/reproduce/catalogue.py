@@ -1,9 +1,8 @@
 """The list of claims."""
 
-import difflib
 from collections.abc import Sequence
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, did_you_mean
 from fmtsim.reproduce import (
     attention,
     blocks,
@@ -47,7 +46,6 @@ def get_claims(names: Sequence[str] = ()) -> tuple[Claim, ...]:
     known = {claim.name: claim for claim in CLAIMS}
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=2, cutoff=0.4)
-            hint = f"; did you mean {' or '.join(close)}?" if close else ""
-            raise ArgumentError(f"claim {name!r} is unknown{hint} (fmtsim reproduce --list shows all)")
+            hint = did_you_mean(name, known)
+            raise ArgumentError(f"unknown claim {name!r}{hint} (fmtsim reproduce --list shows all)")
     return tuple(claim for claim in CLAIMS if not names or claim.name in names)

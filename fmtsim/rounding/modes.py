@@ -1,10 +1,9 @@
 """How a real number is rounded: the named modes and the options of stochastic rounding."""
 
-import difflib
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fmtsim.errors import FormatError
+from fmtsim.errors import FormatError, did_you_mean
 
 Mode = Literal[
     "nearest_even", "nearest_away", "nearest_toward_zero", "toward_zero", "up", "down", "to_odd", "stochastic"
@@ -36,8 +35,7 @@ class Rounding:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            close = difflib.get_close_matches(str(self.mode), MODES, n=2, cutoff=0.4)
-            hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+            hint = did_you_mean(self.mode, MODES)
             raise FormatError(f"unknown rounding {self.mode!r}{hint} (choose one of {', '.join(MODES)})")
         if self.random_bits is not None and (type(self.random_bits) is not int or not 1 <= self.random_bits <= 32):
             raise FormatError(f"random_bits={self.random_bits!r} is not allowed; choose 1 to 32, or None for all")

@@ -13,7 +13,7 @@ from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.gemm.config import Gemm, LinearConfig
 from fmtsim.gemm.layer import Layer
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.ptq.progress import Progress
+from fmtsim.progress import Progress
 from fmtsim.ptq.ranges import static_scale
 from fmtsim.ptq.spec import PtqRecipe, fixed
 from fmtsim.ptq.steps import round_weights, surveyed

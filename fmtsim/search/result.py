@@ -7,6 +7,7 @@ from fmtsim.errors import ArgumentError
 from fmtsim.gemm.config import Gemm, LinearConfig
 from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.recipes.spec import Rule
+from fmtsim.table import ruled
 
 HIGH_BITS = 16  # what an operand that stays in high precision counts as
 
@@ -78,14 +79,12 @@ class SearchResult:
         return PtqRecipe(name=name, calibration=calibration, weights=weights, rules=rules)
 
     def __str__(self) -> str:
-        cells = [("layer", *self.recipes, "chosen")]
+        cells: list[tuple[str, ...]] = [("layer", *self.recipes, "chosen")]
         for layer, chosen in self.formats.items():
             cells.append((layer, *(f"{self.losses[layer][name]:.2e}" for name in self.recipes), chosen))
-        widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in cells]
         share = 100 * self.cost / self.budget
         total = f"{self.cost:.4g} bit operations, {share:.1f} % of the budget; loss {self.loss:.3e}"
-        return "\n".join((lines[0], "-" * max(map(len, lines)), *lines[1:], total))
+        return "\n".join((*ruled(cells), total))
 
 
 def _config(recipe: PtqRecipe) -> LinearConfig:

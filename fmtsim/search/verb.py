@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fmtsim.errors import ArgumentError
-from fmtsim.ptq.progress import Progress, make_progress
+from fmtsim.progress import Progress, make_progress
 from fmtsim.ptq.registry import get_ptq_recipe
 from fmtsim.ptq.spec import PtqRecipe, is_static
 from fmtsim.ptq.survey import batches_of

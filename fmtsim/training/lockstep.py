@@ -24,6 +24,7 @@ from fmtsim.gemm.native import why_not_native
 from fmtsim.gemm.target import Resolution, Target, get_target
 from fmtsim.nn.convert import convert
 from fmtsim.nn.modules import EmulatedModule
+from fmtsim.progress import Progress
 from fmtsim.training.corpus import Corpus, sample
 from fmtsim.training.deterministic import deterministic
 from fmtsim.training.gpt import GPT
@@ -31,8 +32,6 @@ from fmtsim.training.loop import (
     BETAS,
     CLIP,
     WEIGHT_DECAY,
-    Progress,
-    Run,
     TrainConfig,
     collected_guesses,
     keys,
@@ -201,8 +200,8 @@ def run_lockstep(
         wanted=config.steps,
     )
     batches = torch.Generator().manual_seed(config.seed + 1)
-    run = Run(label=f"{sides[0].label} and {sides[1].label}")
-    progress.start(run.label, config.steps)
+    label = f"{sides[0].label} and {sides[1].label}"
+    progress.stage(label, config.steps)
     result.mismatch = _compared(result, 0, "weight", _weights(first), _weights(second))
     while result.mismatch is None and result.stopped is None and result.steps < config.steps:
         if time.perf_counter() >= end:
@@ -213,10 +212,10 @@ def run_lockstep(
         result.mismatch = _step(result, step, sides, optimizers, batch, config)
         if result.mismatch is None and result.stopped is None:
             result.steps = step
-            progress.step(step, result.losses[-1])
+            progress.step(step, f"loss {result.losses[-1]:.4f}")
     result.digest = digest(_weights(first)), digest(_weights(second))
-    run.losses, run.stopped = result.losses, result.stopped or (str(result.mismatch) if result.mismatch else None)
-    progress.finish(run)
+    if result.stopped or result.mismatch:
+        progress.say(f"{label}: stopped, {result.stopped or result.mismatch}")
     return result
 
 

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,6 +14,7 @@ from fmtsim.analysis.observe import Observation, observe
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
 from fmtsim.nn.convert import convert, set_step
 from fmtsim.nn.report import Report, report
+from fmtsim.progress import Progress
 from fmtsim.training.corpus import Corpus, sample
 from fmtsim.training.deterministic import deterministic
 from fmtsim.training.gpt import GPT, GPTConfig
@@ -101,19 +102,6 @@ class Run:
         return math.nan if self.stopped or not tail else sum(tail) / len(tail)
 
 
-class Progress(Protocol):
-    """What the loop tells about its progress."""
-
-    def start(self, label: str, steps: int) -> None:
-        """A run begins."""
-
-    def step(self, done: int, loss: float) -> None:
-        """A step of it is done."""
-
-    def finish(self, run: Run) -> None:
-        """It has ended."""
-
-
 def compare_schemes(config: TrainConfig, corpus: Corpus, progress: Progress) -> tuple[Run, Run]:
     """Train both models; equal configs give equal losses, bit for bit, on one machine with one number of threads."""
     with collected_guesses() as guesses, deterministic(config.device):
@@ -185,7 +173,7 @@ def train(scheme: Scheme, config: TrainConfig, corpus: Corpus, progress: Progres
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
     batches = torch.Generator().manual_seed(config.seed + 1)
     looks = observed_steps(config.steps) if scheme.simulated else set()
-    progress.start(run.label, config.steps)
+    progress.stage(run.label, config.steps)
     for step in range(1, config.steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = config.lr * schedule(step, config.steps)
@@ -206,14 +194,15 @@ def train(scheme: Scheme, config: TrainConfig, corpus: Corpus, progress: Progres
         optimizer.zero_grad()
         if step not in looks:
             run.seconds += time.perf_counter() - began
-        progress.step(step, loss)
+        progress.step(step, f"loss {loss:.4f}")
     run.skipped, run.nonfinite, run.loss_scale = scaler.skipped, scaler.nonfinite, scaler.scale
     if run.stopped is None:
         with autocast(scheme, config.device):
             run.validation = validate(model, config, corpus)
         if not math.isfinite(run.validation):
             run.stopped = f"the loss became {run.validation} after the last step"
-    progress.finish(run)
+    if run.stopped:
+        progress.say(f"{run.label}: stopped, {run.stopped}")
     return run
 
 

@@ -32,11 +32,8 @@ _LARGEST_SCALE = 2.0**127
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def own_threads(one_thread):
     yield
-    torch.set_num_threads(before)
     pool.set_num_threads(None)
 
 

@@ -13,10 +13,10 @@ from fmtsim.cpu.gemm import supports_gemm
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
-from tests.cpu.test_gemm import KINDS, addend, check, check_kinds, one_thread, operand, plans, product, spec_of
+from tests.cpu.test_gemm import KINDS, addend, check, check_kinds, operand, own_threads, plans, product, spec_of
 from tests.gemm.products import same
 
-__all__ = ["one_thread"]  # a fixture
+__all__ = ["own_threads"]  # a fixture
 
 FMA32 = get_unit("fp32_fma").mode("fp32", "fp32")
 FMA64 = get_unit("fp64_fma").mode("fp64", "fp64")

@@ -4,7 +4,6 @@ import importlib
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
 
 from tests.engines.compare import ENGINES
 
@@ -31,9 +30,5 @@ def served(cpu: ModuleType) -> SimpleNamespace:
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def _one_thread(one_thread):
     """Keep torch on one thread: the tensors are small, and other tests may run beside these."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

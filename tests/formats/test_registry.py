@@ -117,8 +117,8 @@ ERRORS = {
     "lns16_g128": "format 'lns16_g128': a largest value of 2**255.992 is not allowed; "
     "choose values within float32: raise gamma or lower bits",
     "logfmt2": "format 'logfmt2': bits=2 is not allowed; choose 3 to 16",
-    "nvfp": "unknown format 'nvfp'; did you mean 'nvfp4'? (fmtsim.list_formats() has all names; others are spelled "
-    "out: 'e3m4', 'int6', 'int6_full', 'int6_half', 'uint6', 'lns8_g8', 'logfmt8')",
+    "nvfp": "unknown format 'nvfp'; did you mean 'nvfp4' or 'nvfp4_1x16' or 'nf4'? (fmtsim.list_formats() has all "
+    "names; others are spelled out: 'e3m4', 'int6', 'int6_full', 'int6_half', 'uint6', 'lns8_g8', 'logfmt8')",
     "takum": "unknown format 'takum' (fmtsim.list_formats() has all names; others are spelled "
     "out: 'e3m4', 'int6', 'int6_full', 'int6_half', 'uint6', 'lns8_g8', 'logfmt8')",
     torch.complex64: "dtype torch.complex64 has no format; pass a name from fmtsim.list_formats()",

@@ -197,7 +197,7 @@ def test_fused_inference_kernels_are_off_while_converted():
         ({}, ArgumentError, r"no format; pass exactly one of format="),
         ({"format": "e4m3", "config": CONFIG}, ArgumentError, r"got format and config; pass exactly one"),
         ({"config": CONFIG, "grad_format": "e5m2"}, ArgumentError, r"go with format=; set them inside config="),
-        ({"recipe": "te_nvfp5"}, ArgumentError, r"recipe='te_nvfp5' is unknown; did you mean te_nvfp4"),
+        ({"recipe": "te_nvfp5"}, ArgumentError, r"recipe='te_nvfp5' is unknown; did you mean 'te_nvfp4'"),
         ({"config": "e4m3"}, ArgumentError, r"config='e4m3' is not a LinearConfig"),
         ({"config": lambda name: "e4m3"}, ArgumentError, r"config\('embedding'\)|config\('conv'\) returned 'e4m3'"),
         ({"format": "e4m33"}, FormatError, r"e4m33"),

@@ -208,7 +208,7 @@ def coded(**scaling):
         ({"recipe": "coat", "filter_fn": lambda m, n: False},
          r"convert found nothing to convert in Net \(blocks.0.0: filter_fn said no"),
         ({"recipe": "coat", "format": "e4m3"}, "recipe= says everything about formats and machines; pass it alone"),
-        ({"recipe": "coatt"}, "recipe='coatt' is unknown; did you mean coat"),
+        ({"recipe": "coatt"}, "recipe='coatt' is unknown; did you mean 'coat'"),
     ],
 )  # fmt: skip
 def test_wrong_use_names_layer_and_remedy_and_changes_nothing(how, said):

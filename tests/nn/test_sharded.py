@@ -15,7 +15,10 @@ from fmtsim.nn.modules import STATE
 from fmtsim.recipes import get_recipe
 from fmtsim.training.gpt import GPT, GPTConfig
 
-pytestmark = pytest.mark.slow  # two new processes
+pytestmark = [
+    pytest.mark.slow,  # two new processes
+    pytest.mark.usefixtures("one_thread"),  # products have the last bits of one thread, as in the processes
+]
 
 RECIPES = {name: get_recipe(name) for name in ("te_delayed", "te_nvfp4", "quartet")}
 RECIPES["attention"] = dataclasses.replace(
@@ -121,15 +124,6 @@ def runs(tmp_path_factory):
         for name in RECIPES
         for how in ("fsdp", "ddp")
     }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Products have the last bits of one thread, as in the processes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("how", ["fsdp", "ddp"])

@@ -60,7 +60,7 @@ def test_everything_a_record_holds_survives_a_file(tmp_path):
 def test_names():
     assert len(list_ptq_recipes()) == len(RECIPES) == len({r.name for r in RECIPES})
     assert get_ptq_recipe("w8a8").name == "int8_static"
-    with pytest.raises(ArgumentError, match=r"'int8_statc' is unknown to ptq; did you mean int8_static"):
+    with pytest.raises(ArgumentError, match=r"'int8_statc' is unknown to ptq; did you mean 'int8_static'"):
         get_ptq_recipe("int8_statc")
     with pytest.raises(ArgumentError, match=r"a ptq recipe named 'w8a8' exists already"):
         register_ptq_recipe(PtqRecipe(name="w8a8"))

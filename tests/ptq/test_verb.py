@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import io
 import pickle
 
 import numpy as np
@@ -14,7 +13,6 @@ import fmtsim
 from fmtsim.errors import ArgumentError
 from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache, Smooth, get_ptq_recipe
 from fmtsim.ptq.catalogue import operand
-from fmtsim.ptq.progress import Bars, Lines, Quiet, make_progress
 from fmtsim.recipes import Rule
 from fmtsim.scaling.scale import History, Scaling
 from tests.ptq.oracle import cast
@@ -233,7 +231,7 @@ def test_batch_norm_is_measured_anew():
 
 BAD = [
     ("nonsense", DATA, r"recipe='nonsense' is unknown to ptq"),
-    ("int8_statik", DATA, r"did you mean int8_static"),
+    ("int8_statik", DATA, r"did you mean 'int8_static'"),
     ("int8_static", [], r"calibration data is empty; pass at least one batch"),
     ("int8_static", [torch.empty(0, 16)], r"a tensor without elements in a batch"),
     ("int8_static", DATA[0], r"calibration data is one tensor \(20, 16\); pass an iterable of batches"),
@@ -288,7 +286,7 @@ def test_nothing_to_quantise():
 def test_progress_lines(capsys):
     fmtsim.ptq(mlp(), ANYWHERE, DATA, progress=True)
     shown = [line.split("  ")[0] for line in capsys.readouterr().err.splitlines()]
-    assert shown == ["ptq: channels 2/2", "ptq: calibration 2/2", "ptq: weights 2/2", "ptq: measurement 2/2"]
+    assert shown == ["channels: 2/2", "calibration: 2/2", "weights: 2/2", "measurement: 2/2"]
     fmtsim.ptq(mlp(), "int8_static", DATA)
     assert capsys.readouterr().err == ""
 
@@ -342,20 +340,3 @@ def test_a_cache_is_the_same_token_by_token():
         whole.append(k, v[..., :3, :])
     with pytest.raises(ArgumentError, match=r"keys .* do not continue"):
         whole.append(k[:1], v[:1])
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_progress_bars_on_a_terminal():
-    pytest.importorskip("rich")
-    stream = Terminal()
-    with make_progress(None, stream) as show:
-        assert type(show) is Bars
-        show.stage("weights", 3)
-        show.step(3)
-    assert "weights" in stream.getvalue() and "3/3" in stream.getvalue()
-    assert type(make_progress(False, stream)) is Quiet and type(make_progress(None, io.StringIO())) is Quiet
-    assert type(make_progress(True, io.StringIO())) is Lines

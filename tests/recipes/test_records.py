@@ -108,8 +108,8 @@ def test_the_page_of_recipes_is_written_from_the_records():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("quartett", "recipe='quartett' is unknown; did you mean quartet"),
-        ("TE_NVFP4 ", "recipe='TE_NVFP4 ' is unknown; did you mean te_nvfp4"),
+        ("quartett", "recipe='quartett' is unknown; did you mean 'quartet'"),
+        ("TE_NVFP4 ", "recipe='TE_NVFP4 ' is unknown; did you mean 'te_nvfp4'"),
         (
             "no such thing",
             r"is unknown.*list_recipes\(\) or fmtsim train --recipe list has the names; a file ends in .j",

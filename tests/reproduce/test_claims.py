@@ -138,7 +138,7 @@ def test_names():
     assert get_claims() == CLAIMS
     assert [claim.name for claim in get_claims(["halo", "eden"])] == ["eden", "halo"]
     with pytest.raises(
-        ArgumentError, match=r"claim 'edem' is unknown; did you mean eden or dge\? \(fmtsim reproduce --list"
+        ArgumentError, match=r"unknown claim 'edem'; did you mean 'eden' or 'dge'\? \(fmtsim reproduce --list"
     ):
         get_claims(["edem"])
     assert len(BY_NAME) == len(CLAIMS)

@@ -11,10 +11,9 @@ from torch.func import jvp, vmap
 
 import fmtsim
 from fmtsim.errors import ArgumentError, DtypeError
-from fmtsim.ops import RandomKey
 from fmtsim.scaling.hadamard import SIZES, hadamard, root
 from fmtsim.scaling.hadamard_matrix import base_matrix, base_of, hadamard_matrix
-from fmtsim.scaling.signs import accumulate_signs, mask_bits, random_signs, sign_bits
+from fmtsim.scaling.signs import mask_bits, random_signs, sign_bits
 
 NAN = math.nan
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
@@ -286,43 +285,6 @@ def test_transformer_engines_bits_may_differ_elsewhere():
     assert not same(hadamard(wide, 16, TE_SIGNS, round_to=BF16), transformer_engine(wide, "blackwell.mma"))
 
 
-# Signs.
-
-
-@pytest.mark.parametrize("size", [1, 16, 31, 32, 33, 128, 5120])
-def test_random_signs_are_philox_words(size):
-    from fmtsim.torch_engine.philox import words
-
-    for key in (RandomKey(7, 3), RandomKey(-1, 1 << 63)):
-        drawn = words(key, 0, -(-size // 32), "cpu")
-        bits = (drawn[:, None] >> torch.arange(32) & 1).flatten()[:size].bool()
-        assert torch.equal(sign_bits(random_signs(size, key), size), bits)
-
-
-def test_random_signs_of_every_generator():
-    assert random_signs(64, 5) == random_signs(64, RandomKey(5)) == random_signs(64, (5, 0)) != random_signs(64, (5, 1))
-    first, second = (torch.Generator().manual_seed(1) for _ in range(2))
-    assert random_signs(64, first) == random_signs(64, second) != random_signs(64, second)
-    assert 0.45 < sum(random_signs(256, seed).bit_count() for seed in range(40)) / (40 * 256) < 0.55
-
-
-def test_signs_accumulate():
-    a, b = random_signs(32, 1), random_signs(32, 2)
-    x = spread(3, 32)
-    assert accumulate_signs(a, b) == a ^ b and accumulate_signs(None, b) == b and accumulate_signs(a, None) == a
-    left, right = (torch.where(sign_bits(mask, 32), -1.0, 1.0) for mask in (a, b))
-    together = accumulate_signs(left, right)
-    assert torch.equal(together, left * right)
-    assert same(hadamard(x, 32, a ^ b), hadamard(x * right, 32, a))
-    assert same(hadamard(x, 32, together), hadamard(x, 32, a ^ b))
-
-
-def test_signs_after_a_transform():
-    """H diag(s) of a symmetric H is the inverse with those signs."""
-    x, mask = spread(3, 32), random_signs(32, 1)
-    assert same(hadamard(x, 32, mask, inverse=True), hadamard(x, 32) * torch.where(sign_bits(mask, 32), -1.0, 1.0))
-
-
 # Derivatives, batches, compilation, devices.
 
 
@@ -411,10 +373,6 @@ X = torch.zeros(4, 24)
         ),
         (ArgumentError, "rows that are not orthogonal", lambda: hadamard(X, 4, matrix=torch.ones(4, 4))),
         (ArgumentError, "elements other than", lambda: hadamard(X, 4, matrix=hadamard_matrix(4) / 2)),
-        (ArgumentError, "size=0 is not a number of signs", lambda: random_signs(0, 1)),
-        (ArgumentError, "generator='a' is not one", lambda: random_signs(4, "a")),
-        (ArgumentError, "generator=None is not one", lambda: random_signs(4, None)),
-        (ArgumentError, "signs are a tensor .2,. and a mask", lambda: accumulate_signs(torch.ones(2), 1)),
     ],
 )
 def test_errors(error, message, call):

@@ -10,7 +10,7 @@ from torch import nn
 
 import fmtsim
 from fmtsim.errors import ArgumentError
-from fmtsim.ptq.progress import Quiet
+from fmtsim.progress import Progress
 from fmtsim.search import Policy
 from fmtsim.search.bench import relative_noise
 from fmtsim.search.choice import least_loss
@@ -90,7 +90,7 @@ class Fake:
 def test_a_policy_learns(seed):
     """It finds one assignment in 6561 by running fewer than 400, as chance does once in sixteen times."""
     found = _Found(Fake(), list("01234567"), list("012"), [[1, 1, 1]] * 8, 8)
-    _sample(found, Policy(steps=400, entropy=0.0, seed=seed), Quiet())
+    _sample(found, Policy(steps=400, entropy=0.0, seed=seed), Progress())
     assert found.loss == 0 and tuple(found.best) == Fake.RIGHT and len(found.known) < 400
 
 

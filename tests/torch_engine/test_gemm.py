@@ -39,12 +39,7 @@ CHAIN = GemmPlan()
 EXACT = Datapath(block=None, fraction_bits=None, rounding=Rounding())
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def product(path, a, b, a_format="bf16", b_format=None, c=None, plan=CHAIN, key=None, dtype=torch.float32):

@@ -40,12 +40,7 @@ DTYPES = {
 NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float16": "fp16", "bfloat16": "bf16"}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tensor(codes: numpy.ndarray, dtype: torch.dtype) -> torch.Tensor:

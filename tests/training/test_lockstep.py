@@ -15,13 +15,13 @@ from fmtsim.cli.main import main
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.plan import GemmPlan
 from fmtsim.gemm.target import get_target
+from fmtsim.progress import Progress
 from fmtsim.training import evidence, lockstep
 from fmtsim.training.corpus import load_corpus
 from fmtsim.training.deterministic import deterministic
 from fmtsim.training.gpt import GPTConfig
 from fmtsim.training.lockstep import build_side, check_native, linear_of, recording, run_lockstep
 from fmtsim.training.loop import TrainConfig, train
-from fmtsim.training.progress import Quiet
 from fmtsim.training.schemes import Scheme
 
 MODEL = GPTConfig(context=16, width=32, layers=2, heads=2)
@@ -47,7 +47,7 @@ def sides(setting, target=None, **second):
 
 
 def run(setting, corpus, pair=None):
-    return run_lockstep(pair or sides(setting), setting, corpus, Quiet())
+    return run_lockstep(pair or sides(setting), setting, corpus, Progress())
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_the_losses_are_those_of_the_usual_loop(corpus):
     pair = sides(setting)
     for side in pair:
         side.model.head = None  # the loop's head is in high precision
-    assert run(setting, corpus, pair).losses == train(scheme, setting, corpus, Quiet()).losses
+    assert run(setting, corpus, pair).losses == train(scheme, setting, corpus, Progress()).losses
 
 
 def flipped(parameter, step, index, bit):
@@ -169,7 +169,7 @@ def test_a_time_limit_ends_the_run_and_is_no_failure(corpus, monkeypatch):
     clock = iter(float(seconds) for seconds in range(0, 10_000, 7))
     monkeypatch.setattr(lockstep.time, "perf_counter", lambda: next(clock))
     setting = config(steps=50)
-    result = run_lockstep(sides(setting), setting, corpus, Quiet(), minutes=2)
+    result = run_lockstep(sides(setting), setting, corpus, Progress(), minutes=2)
     assert result.equal and result.timed_out and 0 < result.steps < 50
     said = evidence.check_text(evidence.make_check_record(setting, corpus, result))
     assert said.startswith(f"result    no bit differs after {result.steps} steps, then the time limit of 2 minutes\n")
@@ -290,7 +290,7 @@ def test_the_cpu_keeps_its_settings(corpus):
     with deterministic("cpu"):
         assert torch.are_deterministic_algorithms_enabled() == before
     with pytest.raises(ArgumentError, match="--check native compares a card"):
-        check_native(config(Scheme(format="e4m3", unit="hopper.wgmma")), corpus, Quiet())
+        check_native(config(Scheme(format="e4m3", unit="hopper.wgmma")), corpus, Progress())
 
 
 @pytest.mark.parametrize("unset", [True, False])

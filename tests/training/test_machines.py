@@ -9,11 +9,11 @@ from fmtsim.cli.main import main
 from fmtsim.cli.train import summary
 from fmtsim.errors import PlanUnknownWarning
 from fmtsim.gemm import target
+from fmtsim.progress import Progress
 from fmtsim.training.artifacts import make_record
 from fmtsim.training.corpus import load_corpus
 from fmtsim.training.gpt import GPTConfig
 from fmtsim.training.loop import Run, TrainConfig, collected_guesses, compare_schemes
-from fmtsim.training.progress import Quiet
 from fmtsim.training.schemes import Scheme
 
 SMALL = ["--steps", "2", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "1", "--heads", "2"]
@@ -34,7 +34,7 @@ def compared(text, scheme, steps=3):
     baseline = Scheme(format="fp32")
     config = TrainConfig(simulated=scheme, baseline=baseline, model=model, steps=steps, batch_size=2, lr=1e-2, seed=0)
     corpus = load_corpus(text, 16)
-    return config, corpus, *compare_schemes(config, corpus, Quiet())
+    return config, corpus, *compare_schemes(config, corpus, Progress())
 
 
 @pytest.mark.parametrize(

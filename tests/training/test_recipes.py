@@ -8,12 +8,12 @@ import torch
 
 from fmtsim.cli.main import main
 from fmtsim.nn import convert
+from fmtsim.progress import Progress
 from fmtsim.recipes import LossScale, Recipe, get_recipe, list_recipes, save_recipe
 from fmtsim.training.corpus import load_corpus
 from fmtsim.training.gpt import GPT, GPTConfig
 from fmtsim.training.loop import TrainConfig, _backward, rehearse, simulate, train
 from fmtsim.training.loss_scale import LossScaler
-from fmtsim.training.progress import Quiet
 from fmtsim.training.schemes import Scheme
 
 SMALL = ["--steps", "3", "--batch-size", "2", "--context", "16", "--width", "32", "--layers", "2", "--heads", "2"]
@@ -61,7 +61,7 @@ def test_names_are_listed(capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--recipe", "te_curent"], "recipe='te_curent' is unknown; did you mean te_current"),
+        (["--recipe", "te_curent"], "recipe='te_curent' is unknown; did you mean 'te_current'"),
         (["--recipe", "coat", "--format", "e4m3", "--unit", "exact"], "leave --format and --unit out"),
         (["--recipe", "coat", "--check", "native"], "leave --check out, or put it into a recipe file of your own"),
         (["--recipe", "quartet2"], "layer 'blocks.0.attention.qkv'"),
@@ -77,11 +77,11 @@ def test_wrong_options_fail_before_training(words, said, text, tmp_path, capsys)
 def test_a_schedule_switches_in_the_last_steps(text):
     """Of 10 steps the last two run in high precision: equal losses before."""
     corpus = load_corpus(text, 16)
-    run = train(config("nvfp4_switch", steps=10).simulated, config("nvfp4_switch", steps=10), corpus, Quiet())
+    run = train(config("nvfp4_switch", steps=10).simulated, config("nvfp4_switch", steps=10), corpus, Progress())
     assert run.observed == 10 and {s.format for o in run.stats.layers.values() for s in o.values()} == {
         "high precision"
     }
-    always = train(config("te_nvfp4", steps=10).simulated, config("te_nvfp4", steps=10), corpus, Quiet())
+    always = train(config("te_nvfp4", steps=10).simulated, config("te_nvfp4", steps=10), corpus, Progress())
     assert run.losses[:8] == always.losses[:8] and run.losses[8] != always.losses[8]
 
 
@@ -193,7 +193,7 @@ def test_the_rest_runs_under_autocast(name, text):
 def test_a_rehearsal_leaves_nothing_behind(name, text):
     rehearse(config(name, width=64))
     corpus = load_corpus(text, 16)
-    runs = [train(config(name).simulated, config(name), corpus, Quiet()).losses for _ in range(2)]
+    runs = [train(config(name).simulated, config(name), corpus, Progress()).losses for _ in range(2)]
     assert runs[0] == runs[1]
 
 
@@ -202,7 +202,7 @@ def test_a_rehearsal_leaves_nothing_behind(name, text):
 def test_every_recipe_trains(name, text):
     """50 steps on the CPU end with a finite loss, well below the first."""
     options = config(name, width=128, steps=50, batch_size=8)
-    run = train(options.simulated, options, load_corpus(text, 16), Quiet())
+    run = train(options.simulated, options, load_corpus(text, 16), Progress())
     assert run.stopped is None and len(run.losses) == 50 and math.isfinite(run.final_loss + run.validation)
     assert run.final_loss < run.losses[0] - 1
     if get_recipe(name).loss_scale is None:

@@ -14,12 +14,12 @@ from fmtsim.cli.main import main
 from fmtsim.cli.train import summary
 from fmtsim.errors import ArgumentError
 from fmtsim.nn.convert import convert
+from fmtsim.progress import Lines, Progress
 from fmtsim.training import artifacts, loop
 from fmtsim.training.artifacts import check_output, make_record, write_artifacts
 from fmtsim.training.corpus import load_corpus
 from fmtsim.training.gpt import GPT, GPTConfig
 from fmtsim.training.loop import Run, TrainConfig, compare_schemes, observed_steps, schedule, train
-from fmtsim.training.progress import Lines, Quiet, make_progress
 from fmtsim.training.schemes import Scheme
 
 SMALL = ["--steps", "3", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "1", "--heads", "2"]
@@ -64,14 +64,14 @@ def test_json_and_lines(tmp_path, text, capsys):
     printed = capsys.readouterr()
     record = json.loads(printed.out)
     assert record["simulated"]["label"] == "mxfp4" and len(record["files"]) == 4
-    assert printed.err.count("fp32: step") == 3 and "mxfp4: step 3/3  loss" in printed.err
+    assert "fp32: 3/3  loss" in printed.err and "mxfp4: 3/3  loss" in printed.err
 
 
 def test_runs_from_one_seed_are_equal_bit_for_bit(corpus):
     state = torch.get_rng_state()
     scheme = Scheme(format="e4m3", rounding="stochastic", grad_rounding="stochastic")
-    first, second = (compare_schemes(config(scheme), corpus, Quiet()) for _ in range(2))
-    other = compare_schemes(config(scheme, seed=1), corpus, Quiet())
+    first, second = (compare_schemes(config(scheme), corpus, Progress()) for _ in range(2))
+    other = compare_schemes(config(scheme, seed=1), corpus, Progress())
     for a, b, c in zip(first, second, other, strict=True):
         assert a.losses == b.losses != c.losses
         assert a.validation == b.validation
@@ -81,21 +81,21 @@ def test_runs_from_one_seed_are_equal_bit_for_bit(corpus):
 
 def test_both_runs_see_the_same_weights_and_batches(corpus):
     scheme = Scheme(format="fp32", grad_format="fp32")
-    base, same = compare_schemes(config(scheme), corpus, Quiet())
+    base, same = compare_schemes(config(scheme), corpus, Progress())
     assert base.losses == same.losses
 
 
 def test_too_small_a_format_is_visible_and_explained(corpus):
     # Weights start with a standard deviation of 0.02; e2m1 without a scale has nothing between 0 and 0.25.
-    run = train(Scheme(format="e2m1", scaling="none"), config(), corpus, Quiet())
+    run = train(Scheme(format="e2m1", scaling="none"), config(), corpus, Progress())
     assert run.stats["blocks.0.up"]["w_f"].underflow_percent == 100.0
-    scaled = train(Scheme(format="e4m3"), config(), corpus, Quiet())
+    scaled = train(Scheme(format="e4m3"), config(), corpus, Progress())
     assert scaled.stats["blocks.0.up"]["w_f"].underflow_percent < 1.0
     assert scaled.stats["blocks.0.up"]["w_f"].sqnr_db > 25.0
 
 
 def test_the_model_learns(corpus):
-    base, simulated = compare_schemes(config(steps=40), corpus, Quiet())
+    base, simulated = compare_schemes(config(steps=40), corpus, Progress())
     assert base.losses[0] == pytest.approx(math.log(256), rel=0.05)
     assert base.final_loss < 3.2 and simulated.final_loss == pytest.approx(base.final_loss, abs=0.1)
 
@@ -119,8 +119,10 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_still_drawn(tmp_path, cor
     original = loop._backward
     losses = iter([None, math.nan])
     monkeypatch.setattr(loop, "_backward", lambda *a: next(losses, None) or original(*a))
-    run = train(Scheme(format="e4m3"), config(), corpus, Quiet())
+    shown = io.StringIO()
+    run = train(Scheme(format="e4m3"), config(), corpus, Lines(shown))
     assert run.stopped == "the loss became nan at step 2" and len(run.losses) == 2
+    assert shown.getvalue() == f"{run.label}: stopped, {run.stopped}\n"
     assert math.isnan(run.final_loss) and math.isnan(run.validation) and run.observed == 1
     base = Run(label="fp32", losses=[3.0, 2.0, 1.0], validation=1.0)
     record = make_record(config(), corpus, base, run)
@@ -130,7 +132,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_still_drawn(tmp_path, cor
 
 
 def test_a_failure_while_writing_leaves_nothing(tmp_path, corpus, monkeypatch):
-    base, simulated = compare_schemes(config(), corpus, Quiet())
+    base, simulated = compare_schemes(config(), corpus, Progress())
     record = make_record(config(), corpus, base, simulated)
 
     def full(*_, **__):
@@ -144,7 +146,7 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path, corpus, monkeypatch):
 
 def test_an_earlier_run_is_replaced_and_other_files_are_kept(tmp_path, corpus):
     out = tmp_path / "run"
-    base, simulated = compare_schemes(config(), corpus, Quiet())
+    base, simulated = compare_schemes(config(), corpus, Progress())
     record = make_record(config(), corpus, base, simulated)
     write_artifacts(out, record, base, simulated)
     (out / "notes.txt").write_text("mine")
@@ -206,7 +208,7 @@ def test_interrupting_writes_nothing_and_says_so(tmp_path, text):
     ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        assert process.stderr.readline().startswith("fp32: step 40/400")
+        assert process.stderr.readline().startswith("fp32: ")
     finally:
         process.send_signal(signal.SIGINT)
         error = process.communicate(timeout=60)[1]
@@ -221,37 +223,6 @@ def test_schedule_and_observed_steps():
         assert rates[0] == 1 / warm and max(rates) == rates[warm - 1] == 1.0
         assert rates[-1] == (pytest.approx(0.1) if steps > 1 else 1.0)
     assert observed_steps(100) == {1, 25, 50, 75, 100} and observed_steps(1) == {1}
-
-
-def test_lines_report_tenths_and_why_a_run_stopped(capsys):
-    lines = Lines(sys.stdout)
-    lines.start("a", 25)
-    for step in range(1, 26):
-        lines.step(step, 1.0)
-    lines.finish(Run(label="a", stopped="the loss became inf at step 9"))
-    printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 11 and printed[0].startswith("a: step 3/25  loss 1.0000")
-    assert printed[-1] == "a: stopped, the loss became inf at step 9"
-
-
-class Terminal(io.StringIO):
-    """Claim to be one."""
-
-    def isatty(self):
-        return True
-
-
-def test_bars_on_a_terminal_lines_without_rich_nothing_if_quiet(monkeypatch):
-    stream = Terminal()
-    bars = make_progress(False, stream)
-    with bars:
-        bars.start("e4m3", 2)
-        bars.step(1, 2.5)
-        bars.finish(Run(label="e4m3", losses=[2.5, math.inf], stopped="the loss became inf at step 2"))
-    assert "1/2" in stream.getvalue() and "e4m3: stopped, the loss became inf at step 2" in stream.getvalue()
-    assert isinstance(make_progress(True, stream), Quiet) and isinstance(make_progress(False, io.StringIO()), Lines)
-    monkeypatch.setitem(sys.modules, "rich.progress", None)
-    assert isinstance(make_progress(False, stream), Lines)
 
 
 def test_converted_gpt_leaves_embedding_and_head_alone():
