@@ -13,7 +13,6 @@ from fmtsim.optim.catalogue import get_scheme
 from fmtsim.optim.rules import Rule
 from fmtsim.optim.state import Scheme, StateFormat
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Params = Iterable[Any]
 
 
@@ -50,7 +49,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         try:
             self.check_group(self.param_groups[-1])
             for p in self.param_groups[-1]["params"]:
-                if p.dtype not in FLOATS:
+                if p.dtype not in engines.FLOATS:
                     raise DtypeError(f"a parameter of {p.dtype} is not taken; choose float32, bfloat16 or float16")
         except (ArgumentError, DtypeError):
             self.param_groups.pop()
@@ -85,9 +84,9 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             if part is None or len(batch.parameters) != len(group["params"]):
                 return False
         for batch, group, part in zip(self._batches, self.param_groups, parts, strict=True):
-            numbers = self.rule.numbers(group, batch.states[0]["step"] + 1, self.scheme)
-            like = batch.parameters[0]
-            engines.launch(part, like, self.scheme, numbers, self._count(like.device))
+            step, like = batch.states[0]["step"] + 1, batch.parameters[0]
+            numbers = self.rule.numbers(group, step, self.scheme)
+            engines.launch(part, like, self.scheme, numbers, self._count(like.device), self.seed, step)
             engines.written(batch.parameters)
             for state in batch.states:
                 state["step"] += 1

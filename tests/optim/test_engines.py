@@ -14,10 +14,26 @@ from tests.optim.samples import gradients, parameter
 SHAPES = ((5000,), (33, 256), (4096,), (3, 4, 700), (50, 129), (17,))
 HYPER = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
 CUDA = (
-    ("bnb8", fmtsim.optim.AdamW),
-    ("ao_8bit", fmtsim.optim.Adam),
-    ("coat", fmtsim.optim.AdamW),
-    pytest.param("bnb8_2048", fmtsim.optim.AdamW, marks=pytest.mark.slow),  # another compilation
+    ("bnb8", fmtsim.optim.AdamW, torch.float32),
+    ("ao_8bit", fmtsim.optim.Adam, torch.float32),
+    ("ao_4bit", fmtsim.optim.AdamW, torch.float16),
+    ("coat", fmtsim.optim.AdamW, torch.float32),
+    ("coat_plain", fmtsim.optim.Adam, torch.bfloat16),
+    ("fp8lm", fmtsim.optim.AdamW, torch.float32),
+    ("intel_2t", fmtsim.optim.AdamW, torch.float32),
+    ("bf16_sr", fmtsim.optim.AdamW, torch.bfloat16),
+    *(
+        pytest.param(scheme, fmtsim.optim.AdamW, dtype, marks=pytest.mark.slow)  # other compilations
+        for scheme, dtype in (
+            ("fp32", torch.float16),
+            ("bnb8_2048", torch.float32),
+            ("bf16_sr", torch.float32),
+            ("deepseek_v3", torch.bfloat16),
+            ("fp8lm_v8", torch.float16),
+            ("fp8lm_w8", torch.bfloat16),
+            ("ao_fp8", torch.float32),
+        )
+    ),
 )
 OURS = (
     ("fp32", fmtsim.optim.Adam),
@@ -27,15 +43,15 @@ OURS = (
 )
 
 
-def train(cls, scheme, steps=3, bad=False, **options):
+def train(cls, scheme, steps=3, bad=False, dtype=torch.float32, **options):
     """Return parameters and states after some steps, as integers; NaN are all one."""
-    parameters = [torch.nn.Parameter(torch.from_numpy(parameter(shape, i))) for i, shape in enumerate(SHAPES)]
+    parameters = [torch.nn.Parameter(torch.from_numpy(parameter(shape, i)).to(dtype)) for i, shape in enumerate(SHAPES)]
     hyper = {name: value for name, value in (HYPER | options).items() if value is not None}
     optimizer = cls(parameters, state=scheme, **hyper)
     grads = [gradients((8960,), steps, 50 + i) for i in range(len(SHAPES))]
     for step in range(steps):
         for p, g in zip(parameters, grads, strict=True):
-            p.grad = torch.from_numpy(g[step][: p.numel()].reshape(p.shape).copy())
+            p.grad = torch.from_numpy(g[step][: p.numel()].reshape(p.shape).copy()).to(dtype)
             if bad:
                 p.grad.view(-1)[step + 7 :: 999] = (torch.nan, torch.inf, -torch.inf)[step]
         optimizer.step()
@@ -45,7 +61,7 @@ def train(cls, scheme, steps=3, bad=False, **options):
 
 def bits(x):
     if x.is_floating_point():
-        return torch.where(x.isnan(), torch.nan, x).view(torch.int32).clone()
+        return torch.where(x.isnan(), torch.nan, x).to(torch.float32).view(torch.int32).clone()
     return x.clone()
 
 
@@ -83,16 +99,16 @@ def test_the_cpu_kernel_has_the_bits_of_torch(scheme, cls, bad, only_torch):
     assert (fused[1] > 0) == bad
 
 
-@pytest.mark.parametrize(("scheme", "cls"), CUDA)
+@pytest.mark.parametrize(("scheme", "cls", "dtype"), CUDA)
 @pytest.mark.parametrize("bad", [False, True])
-def test_the_cuda_kernel_has_the_bits_of_torch(scheme, cls, bad, on_cuda, only_torch, monkeypatch):
+def test_the_cuda_kernel_has_the_bits_of_torch(scheme, cls, dtype, bad, on_cuda, only_torch, monkeypatch):
     starts = []
     launch = engines.launch
     monkeypatch.setattr(engines, "launch", lambda *given: (starts.append(1), launch(*given)))
-    fused = train(cls, scheme, bad=bad)
+    fused = train(cls, scheme, bad=bad, dtype=dtype)
     assert len(starts) == 3
     only_torch()
-    assert equal(fused, train(cls, scheme, bad=bad))
+    assert equal(fused, train(cls, scheme, bad=bad, dtype=dtype))
 
 
 @pytest.mark.parametrize("change", ["nothing", "gradient", "state", "pointer", "step"])
