@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.errors import ArgumentError, DeviceError, DtypeError
 from fmtsim.optim import checkpoint, engines, single
 from fmtsim.optim.catalogue import get_scheme
 from fmtsim.optim.rules import Rule
@@ -65,8 +65,14 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             What ``closure`` returns, if there is one.
 
         Raises:
-            ArgumentError: A gradient is sparse, or a parameter has another shape than its state.
+            ArgumentError: A gradient is sparse, or a parameter has another shape than its state or gradient.
+            DeviceError: A CUDA graph is being captured.
         """
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise DeviceError(
+                "a CUDA graph cannot capture a step: steps are counted on the host, and every replay would be the same "
+                "one; capture forward and backward alone, and step after each replay"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -197,11 +203,21 @@ class QuantizedOptimizer(torch.optim.Optimizer):
                 f"the gradient of parameter {index} is sparse ({g.layout}); use dense gradients (sparse=False of an "
                 "embedding), or torch.optim.SparseAdam for it"
             )
-        shape = self.state[p].get("shape") if p in self.state else None
-        here = single.local(p).shape
-        if shape is not None and tuple(shape) != tuple(here):
+        state, here = self.state.get(p) or {}, single.local(p)
+        shape = state.get("shape", here.shape)
+        if tuple(shape) != tuple(here.shape):
             raise ArgumentError(
-                f"parameter {index} is {list(here)} now, its state is of {list(shape)}; make a new optimizer"
+                f"parameter {index} is {list(here.shape)} now, its state is of {list(shape)}; make a new optimizer"
+            )
+        if single.local(g).shape != here.shape:
+            raise ArgumentError(
+                f"the gradient of parameter {index} is {list(g.shape)}, the parameter {list(p.shape)}; set it anew"
+            )
+        kept = self._formats_of(p).get("weights")
+        if state and kept is not None and "weights" not in state and not single.in_parameter(kept, here.dtype):
+            raise ArgumentError(
+                f"parameter {index} is {here.dtype} now, and no longer holds its weights as {self.scheme.name!r} keeps "
+                "them; make a new optimizer"
             )
 
 

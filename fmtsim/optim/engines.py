@@ -14,7 +14,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, FloatFormat
 from fmtsim.optim.codebooks import LOWEST_KEY, Table, table_of
 from fmtsim.optim.rules import Numbers, Rule
-from fmtsim.optim.single import FUSED, Job, key_of
+from fmtsim.optim.single import FUSED, Job, in_parameter, key_of
 from fmtsim.optim.state import Scheme, StateFormat
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -188,7 +188,9 @@ def launch(parts: Any, like: Tensor, scheme: Scheme, numbers: Numbers, counter: 
 
 def _row(job: Job) -> tuple[int, ...]:
     p, state = job.parameter, job.state
-    parts = (state[name].data_ptr() if name in state else 0 for name in _PARTS)
+    parts = [state[name].data_ptr() if name in state else 0 for name in _PARTS]
+    if "weights" in job.formats and in_parameter(job.formats["weights"], p.dtype):
+        parts[-2:] = 0, 0
     plain = (
         job.formats["first"].format is None and job.formats["second"].format is None and "weights" not in job.formats
     )
@@ -221,6 +223,8 @@ class Batch:
         for p, shape, state, moments in zip(self.parameters, self._shapes, self.states, self._moments, strict=True):
             g = p.grad
             if g is None or g.dtype is not dtype or g.layout is not torch.strided or not g.is_contiguous():
+                return None
+            if g.shape != shape:
                 return None
             if p.dtype is not dtype or p.shape != shape or not p.is_contiguous() or state["step"] != first:
                 return None

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.optim import codebooks, engines, single
+from fmtsim.cuda import moments_floats
+from fmtsim.optim import StateFormat, codebooks, engines, single
+from fmtsim.optim.catalogue import DYNAMIC4, LINEAR4
 from tests.cuda import emulator
 from tests.optim.samples import gradients, parameter
 
@@ -109,6 +111,75 @@ def test_the_cuda_kernel_has_the_bits_of_torch(scheme, cls, dtype, bad, on_cuda,
     assert len(starts) == 3
     only_torch()
     assert equal(fused, train(cls, scheme, bad=bad, dtype=dtype))
+
+
+def extremes(scheme):
+    """Return states after gradients of all sizes: numbers too small for a scale, sums that overflow, Inf at last."""
+    parameters = [
+        torch.nn.Parameter(torch.from_numpy(parameter(shape, i)))
+        for i, shape in enumerate([(4097,), (4095,), (3,), (1,), (2, 2)])
+    ]
+    optimizer = fmtsim.optim.AdamW(parameters, state=scheme, weight_decay=0.1)
+    found = []
+    for size in (0.0, 1e-3, 0.0, 1e-20, 1e-30, 1e-41, 1e18, 1e-3, 1e25, 1e-3, torch.inf, 1e-3):
+        for i, p in enumerate(parameters):
+            p.grad = torch.from_numpy(parameter(tuple(p.shape), 9 + i)) * size
+        optimizer.step()
+        found += [bits(t) for p in parameters for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
+        found += [bits(p.detach()) for p in parameters]
+    return found, optimizer.nonfinite_gradients()
+
+
+def own(first, second, **more):
+    return fmtsim.optim.Scheme(name="own", first=first, second=second, **more)
+
+
+CODES = {name: fmtsim.get_format(name) for name in ("e4m3", "e3m4", "e5m2", "bf16", "fp16")}
+DRAWN = fmtsim.Rounding(mode="stochastic", random_bits=8)
+OWN = {
+    "codebooks of 4 bits, half a byte at the end": own(
+        StateFormat(format=DYNAMIC4, block=512, scale="amax", keep_sign=True),
+        StateFormat(format=LINEAR4, block=512, scale="amax", least=1e-9),
+        nonfinite="zero",
+    ),
+    "blocks, a rule for each state": own(
+        StateFormat(format=CODES["e4m3"], block=1024, scale="inverse"),
+        StateFormat(format=CODES["bf16"], block=1024, scale="reciprocal"),
+        weights=StateFormat(format=CODES["fp16"], block=1024, scale="power_of_two"),
+        nonfinite="zero",
+    ),
+    "tensors, some states without a scale": own(
+        StateFormat(),
+        StateFormat(format=CODES["e5m2"], scale="power_of_two", least=1e-7),
+        weights=StateFormat(format=CODES["bf16"], rounding=DRAWN),
+    ),
+    "small tensors in float32": own(
+        StateFormat(format=CODES["e3m4"], scale="amax", block=2048), StateFormat(format=CODES["fp16"]), minimum=4096
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "scheme", ["fp8lm", "intel_2t", *(pytest.param(name, marks=pytest.mark.slow) for name in ("coat_plain", *OWN))]
+)
+def test_numbers_of_all_sizes_have_the_bits_of_torch(scheme, on_cuda, only_torch, monkeypatch):
+    step = single.step
+    monkeypatch.setattr(single, "step", lambda *given: pytest.fail("torch did the step"))
+    fused = extremes(OWN.get(scheme, scheme))
+    monkeypatch.setattr(single, "step", step)
+    only_torch()
+    assert equal(fused, extremes(OWN.get(scheme, scheme)))
+
+
+def test_a_planted_scale_is_seen(on_cuda, only_torch, monkeypatch):
+    """Kernels that take the largest value for one code less give other bits."""
+    macro = moments_floats.Slot.macro
+    monkeypatch.setattr(moments_floats.Slot, "macro", lambda slot: macro(slot).replace(",119,", ",118,"))
+    moments_floats._defines.cache_clear()
+    planted = train(fmtsim.optim.AdamW, "intel_2t")
+    moments_floats._defines.cache_clear()
+    only_torch()
+    assert not equal(planted, train(fmtsim.optim.AdamW, "intel_2t"))
 
 
 @pytest.mark.parametrize("change", ["nothing", "gradient", "state", "pointer", "step"])
