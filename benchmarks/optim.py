@@ -1,6 +1,6 @@
 """Time one step of AdamW on the parameters of a GPT of 124 million, as it is and beside torch.
 
-python benchmarks/optim.py [--device cuda] [--dtype float32] [--width 768] [--layers 12] [--repeat 20] [--schemes bnb8 ...]
+python benchmarks/optim.py [--device cuda] [--dtype bfloat16] [--width 768] [--layers 12] [--repeat 20] [--schemes bnb8]
 """
 
 import argparse
@@ -64,9 +64,8 @@ def main() -> None:
     options = parser.parse_args()
     sizes = shapes(options.width, options.layers)
     count = sum(torch.Size(size).numel() for size in sizes)
-    print(
-        f"{len(sizes)} tensors, {count} parameters, {options.dtype}, {options.device}, {torch.get_num_threads()} threads"
-    )
+    where = f"{options.dtype}, {options.device}, {torch.get_num_threads()} threads"
+    print(f"{len(sizes)} tensors, {count} parameters, {where}")
     runs = {"torch foreach": {"foreach": True}, "torch fused": {"fused": True}}
     print(f"{'':16s} {'step':>10s} {'of many':>10s} {'host':>10s}   ms")
     for name in (*runs, *options.schemes):
