@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -85,9 +86,11 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         """Do the step in the way that costs the host least, where there is one; say whether it was done."""
         if self._batches is None or len(self._batches) != len(self.param_groups):
             return False
-        parts = [batch.gathered() for batch in self._batches]
+        parts = [batch.gathered(self.state) for batch in self._batches]
         for batch, group, part in zip(self._batches, self.param_groups, parts, strict=True):
             if part is None or len(batch.parameters) != len(group["params"]):
+                return False
+            if not all(map(is_, batch.parameters, group["params"])):
                 return False
         for batch, group, part in zip(self._batches, self.param_groups, parts, strict=True):
             step, like = batch.states[0]["step"] + 1, batch.parameters[0]
@@ -208,6 +211,12 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         if tuple(shape) != tuple(here.shape):
             raise ArgumentError(
                 f"parameter {index} is {list(here.shape)} now, its state is of {list(shape)}; make a new optimizer"
+            )
+        places = {x.device for x in state.values() if isinstance(x, Tensor)} - {here.device}
+        if places:
+            raise ArgumentError(
+                f"parameter {index} is on {here.device} now, its state on {', '.join(map(str, places))}; "
+                "optimizer.load_state_dict(optimizer.state_dict()) moves it"
             )
         if single.local(g).shape != here.shape:
             raise ArgumentError(

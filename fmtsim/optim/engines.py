@@ -212,13 +212,17 @@ class Batch:
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.parameters = [job.parameter for job in jobs]
         self.states = [job.state for job in jobs]
-        self._dtype = jobs[0].parameter.dtype
+        self._dtype, self._device = jobs[0].parameter.dtype, jobs[0].parameter.get_device()
         self._moments = [(job.state["first"], job.state["second"], job.state.get("weights")) for job in jobs]
         self._shapes = [job.parameter.shape for job in jobs]
         self._parts = _cuda().launches([_row(job) for job in jobs])
 
-    def gathered(self) -> Any:
-        """Return the launches of a step with the gradients that are there now, None where the long way has to do it."""
+    def gathered(self, held: Mapping[Tensor, Mapping[str, Any]]) -> Any:
+        """Return the launches of a step with the gradients that are there now, None where the long way has to do it.
+
+        Args:
+            held: The states that the optimizer has now, by parameter.
+        """
         first, dtype, addresses = self.states[0]["step"], self._dtype, []
         for p, shape, state, moments in zip(self.parameters, self._shapes, self.states, self._moments, strict=True):
             g = p.grad
@@ -228,9 +232,9 @@ class Batch:
                 return None
             if p.dtype is not dtype or p.shape != shape or not p.is_contiguous() or state["step"] != first:
                 return None
-            if state["first"] is not moments[0] or state["second"] is not moments[1]:
+            if held.get(p) is not state or state["first"] is not moments[0] or state["second"] is not moments[1]:
                 return None
-            if state.get("weights") is not moments[2]:
+            if state.get("weights") is not moments[2] or p.get_device() != self._device:
                 return None
             addresses.append((p.data_ptr(), g.data_ptr()))
         table = np.array(addresses, np.int64)

@@ -182,7 +182,7 @@ def test_a_planted_scale_is_seen(on_cuda, only_torch, monkeypatch):
     assert not equal(planted, train(fmtsim.optim.AdamW, "intel_2t"))
 
 
-@pytest.mark.parametrize("change", ["nothing", "gradient", "state", "pointer", "step"])
+@pytest.mark.parametrize("change", ["nothing", "gradient", "state", "states", "pointer", "step"])
 def test_the_short_way_is_left_where_something_changed(change, on_cuda, only_torch):
     """The second step takes the short way, unless a parameter or its state is not what it was."""
 
@@ -199,6 +199,8 @@ def test_the_short_way_is_left_where_something_changed(change, on_cuda, only_tor
             if step == 1 and change == "state":
                 state = optimizer.state[parameters[0]]
                 state["first"] = state["first"].clone()
+            if step == 1 and change == "states":
+                optimizer.state.clear()
             if step == 1 and change == "pointer":
                 parameters[1].data = parameters[1].detach().clone()
             if step == 1 and change == "step":
@@ -207,7 +209,7 @@ def test_the_short_way_is_left_where_something_changed(change, on_cuda, only_tor
         return [bits(p.detach()) for p in parameters], len(long)
 
     fused, long = run()
-    assert long == {"nothing": 1, "gradient": 3, "state": 2, "pointer": 1, "step": 3}[change]
+    assert long == {"nothing": 1, "gradient": 3, "state": 2, "states": 2, "pointer": 1, "step": 3}[change]
     only_torch()
     wanted, long = run()
     assert long == 3

@@ -90,6 +90,18 @@ def test_a_gradient_of_another_shape():
     assert not optimizer.state
 
 
+def test_a_parameter_that_moved():
+    """Its state follows when it is loaded anew; "meta" stands for another device."""
+    p = weight()
+    optimizer = AdamW([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.state[p]["second"] = optimizer.state[p]["second"].to("meta")
+    with pytest.raises(ArgumentError, match=r"parameter 0 is on cpu now, its state on meta; .*load_state_dict"):
+        optimizer.step()
+    assert optimizer.state[p]["step"] == 1
+
+
 def test_a_parameter_that_no_longer_holds_its_weights():
     p = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     optimizer = AdamW([p], state="bf16_sr")
