@@ -1,6 +1,6 @@
 """Time one step of AdamW on the parameters of a GPT of 124 million, as it is and beside torch.
 
-python benchmarks/optim.py [--device cuda] [--width 768] [--layers 12] [--repeat 20]
+python benchmarks/optim.py [--device cuda] [--dtype bfloat16] [--width 768] [--layers 12] [--repeat 20] [--schemes bnb8]
 """
 
 import argparse
@@ -20,10 +20,10 @@ def shapes(width: int, layers: int) -> list[tuple[int, ...]]:
     return [(VOCABULARY, width), (CONTEXT, width), *(block * layers), (width,), (width,)]
 
 
-def parameters(sizes: list[tuple[int, ...]], device: str) -> list[torch.nn.Parameter]:
+def parameters(sizes: list[tuple[int, ...]], device: str, dtype: torch.dtype) -> list[torch.nn.Parameter]:
     found = []
     for size in sizes:
-        p = torch.nn.Parameter(torch.randn(size, device=device) * 0.02)
+        p = torch.nn.Parameter((torch.randn(size, device=device) * 0.02).to(dtype))
         p.grad = torch.randn_like(p) * 1e-3
         found.append(p)
     return found
@@ -56,6 +56,7 @@ def milliseconds(optimizer: torch.optim.Optimizer, repeat: int, device: str) -> 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--repeat", type=int, default=20)
@@ -63,12 +64,13 @@ def main() -> None:
     options = parser.parse_args()
     sizes = shapes(options.width, options.layers)
     count = sum(torch.Size(size).numel() for size in sizes)
-    print(f"{len(sizes)} tensors, {count} parameters, {options.device}, {torch.get_num_threads()} threads")
+    where = f"{options.dtype}, {options.device}, {torch.get_num_threads()} threads"
+    print(f"{len(sizes)} tensors, {count} parameters, {where}")
     runs = {"torch foreach": {"foreach": True}, "torch fused": {"fused": True}}
     print(f"{'':16s} {'step':>10s} {'of many':>10s} {'host':>10s}   ms")
     for name in (*runs, *options.schemes):
         torch.manual_seed(0)
-        ps = parameters(sizes, options.device)
+        ps = parameters(sizes, options.device, getattr(torch, options.dtype))
         if name in runs:
             optimizer = torch.optim.AdamW(ps, lr=1e-3, **runs[name])
         else:

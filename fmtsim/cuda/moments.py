@@ -1,4 +1,4 @@
-"""A step of Adam on many parameters whose moments are bytes, or float32: a few launches for all of them.
+"""A step of Adam on many parameters whose moments are codes of codebooks or expanded groups: a few launches for all.
 
 The definition is fmtsim/optim: rules.py (the update), codec.py (scales and codes); the bits are the same.
 """
@@ -16,10 +16,14 @@ from fmtsim.cuda import runtime
 from fmtsim.cuda.runtime import Defines
 
 THREADS, CHUNK = 256, 2048
-ENTRIES, WORDS = 36, 12
+ENTRIES, WORDS = 30, 16
 """Parameters of a launch: their addresses are arguments, of which 4096 bytes fit."""
 
-BLOCKS = (256, 512, 1024, 2048)
+BLOCKS = (128, 256, 512, 1024, 2048)
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+INVERTED = (2.0**-60, 1.0)
+"""Corrections that the kernels' quotient() takes."""
+
 RESIDENT, RESIDENT_EXPANDED = 4, 3  # blocks of threads that a multiprocessor holds: 51 and 72 registers a thread
 ALIGNED = 16
 
@@ -27,8 +31,9 @@ ALIGNED = 16
 class Book(NamedTuple):
     """A codebook as the kernel has it.
 
-    values: float32 [256]. words: int32 of ``fmtsim.optim.codebooks.Table``, both signs. lowest: The key of the first
-    bucket. zero: The code from which negative numbers move one down, -1 for none. least: What amax is raised to.
+    values: float32 [256], or [16] of 4-bit codes. words: int32 of ``fmtsim.optim.codebooks.Table``, both signs.
+    lowest: The key of the first bucket. zero: The code from which negative numbers move one down, -1 for none. least:
+    What amax is raised to.
     signed: Whether numbers may be negative.
     """
 
@@ -44,7 +49,7 @@ class Books:
     """The codebooks of both moments, with their tables on every device that asked."""
 
     def __init__(self, first: Book, second: Book) -> None:
-        self.pair = first, second
+        self.pair, self.bits = (first, second), len(first.values).bit_length() - 1
         self.parameters = tuple(_book_bytes(book) for book in self.pair)
         self._held: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -71,9 +76,10 @@ class Launch(NamedTuple):
 def launches(rows: Sequence[tuple[int, ...]]) -> list[Launch]:
     """Return the launches for parameters, a row each.
 
-    A row has addresses and then the number of elements. Addresses: of parameter and gradient (both float32, contiguous,
-    multiples of ALIGNED), then of both moments' codes (uint8, or float32 numbers where the scales' addresses are 0),
-    scales, powers and centres (0 where there are none).
+    A row has addresses, 0 where there is nothing: of parameter and gradient (of one dtype of TYPES, contiguous,
+    multiples of ALIGNED), of both moments' codes, scales, powers and centres, of codes and scales of weights. Then
+    whether the moments are float32 whatever those of the others are, the place of random words (``weights`` of
+    ``fmtsim.optim.single.key_of`` without the step), and the number of elements.
     """
     found = []
     for start in range(0, len(rows), ENTRIES):
@@ -100,7 +106,7 @@ def adam(
 
     Args:
         parts: What ``launches`` made of them.
-        like: Any of the parameters, which says the device.
+        like: Any of the parameters, which says device and dtype.
         books: Of the moments; None for E4M3 in expanded groups of 128.
         numbers: The first ten fields of ``fmtsim.optim.rules.Numbers``, in order.
         block: Numbers that share a scale, one of BLOCKS.
@@ -108,13 +114,13 @@ def adam(
         counter: int64, 0-d; grows by the number of elements of gradients that are not finite.
     """
     index = runtime.device_index(like)
-    scalars = struct.pack("<10f2i", *numbers[:10], zeroing, 0)
+    scalars = packed_numbers(numbers, zeroing)
     shared, resident = 0, RESIDENT_EXPANDED
     more: tuple[object, ...] = ()
     if books is None:
-        kernel = runtime.kernel("moments_expanded.cu", "adam", index, _ENTRIES)
+        kernel = runtime.kernel("moments_expanded.cu", "adam", index, common_defines(like.dtype))
     else:
-        kernel = runtime.kernel("moments.cu", "adam", index, _defines(block))
+        kernel = runtime.kernel("moments.cu", "adam", index, _defines(block, books.bits, like.dtype))
         values, words = books.tables(like.device)
         resident = RESIDENT
         shared, more = 4 * (values.numel() + words.numel()), (*books.parameters, values, words)
@@ -127,6 +133,18 @@ def adam(
             )  # fmt: skip
 
 
+def packed_numbers(numbers: tuple[float, ...], zeroing: bool) -> bytes:
+    """Return struct Numbers of the kernels."""
+    correction = numbers[7]
+    inverse = np.float32(1) / np.float32(correction) if INVERTED[0] <= correction <= INVERTED[1] else 0
+    return struct.pack("<11fi", *numbers[:10], inverse, zeroing)
+
+
+def common_defines(dtype: torch.dtype) -> Defines:
+    """Return the macros that all kernels of moments take."""
+    return ("ENTRIES", str(ENTRIES)), ("TYPE", str(TYPES[dtype]))
+
+
 def _words(book: Book) -> np.ndarray:
     return book.words if book.signed else book.words[: len(book.words) // 2]
 
@@ -137,16 +155,15 @@ def _book_bytes(book: Book) -> bytes:
     return integers + np.float32(book.least).tobytes() + bytes(12)
 
 
-_ENTRIES: Defines = (("ENTRIES", str(ENTRIES)),)
-
-
-@lru_cache(maxsize=8)
-def _defines(block: int) -> Defines:
-    return (("BLOCK", str(block)), *_ENTRIES)
+@lru_cache(maxsize=32)
+def _defines(block: int, bits: int, dtype: torch.dtype) -> Defines:
+    return (("BLOCK", str(block)), ("BITS", str(bits)), *common_defines(dtype))
 
 
 def variants() -> Iterator[tuple[str, str, Defines]]:
-    """Yield the kernels, that of codebooks for every size of blocks."""
+    """Yield the kernels for float32 parameters, that of codebooks for every size of blocks; one of bfloat16."""
     for block in BLOCKS:
-        yield "moments.cu", "adam", _defines(block)
-    yield "moments_expanded.cu", "adam", _ENTRIES
+        for bits in (4, 8) if block == 128 else (8,):
+            yield "moments.cu", "adam", _defines(block, bits, torch.float32)
+    yield "moments.cu", "adam", _defines(256, 8, torch.bfloat16)
+    yield "moments_expanded.cu", "adam", common_defines(torch.float32)

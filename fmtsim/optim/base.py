@@ -2,18 +2,18 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.errors import ArgumentError, DeviceError, DtypeError
 from fmtsim.optim import checkpoint, engines, single
 from fmtsim.optim.catalogue import get_scheme
 from fmtsim.optim.rules import Rule
 from fmtsim.optim.state import Scheme, StateFormat
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Params = Iterable[Any]
 
 
@@ -50,7 +50,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         try:
             self.check_group(self.param_groups[-1])
             for p in self.param_groups[-1]["params"]:
-                if p.dtype not in FLOATS:
+                if p.dtype not in engines.FLOATS:
                     raise DtypeError(f"a parameter of {p.dtype} is not taken; choose float32, bfloat16 or float16")
         except (ArgumentError, DtypeError):
             self.param_groups.pop()
@@ -66,8 +66,14 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             What ``closure`` returns, if there is one.
 
         Raises:
-            ArgumentError: A gradient is sparse, or a parameter has another shape than its state.
+            ArgumentError: A gradient is sparse, or a parameter has another shape than its state or gradient.
+            DeviceError: A CUDA graph is being captured.
         """
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise DeviceError(
+                "a CUDA graph cannot capture a step: steps are counted on the host, and every replay would be the same "
+                "one; capture forward and backward alone, and step after each replay"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -80,14 +86,16 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         """Do the step in the way that costs the host least, where there is one; say whether it was done."""
         if self._batches is None or len(self._batches) != len(self.param_groups):
             return False
-        parts = [batch.gathered() for batch in self._batches]
+        parts = [batch.gathered(self.state) for batch in self._batches]
         for batch, group, part in zip(self._batches, self.param_groups, parts, strict=True):
             if part is None or len(batch.parameters) != len(group["params"]):
                 return False
+            if not all(map(is_, batch.parameters, group["params"])):
+                return False
         for batch, group, part in zip(self._batches, self.param_groups, parts, strict=True):
-            numbers = self.rule.numbers(group, batch.states[0]["step"] + 1, self.scheme)
-            like = batch.parameters[0]
-            engines.launch(part, like, self.scheme, numbers, self._count(like.device))
+            step, like = batch.states[0]["step"] + 1, batch.parameters[0]
+            numbers = self.rule.numbers(group, step, self.scheme)
+            engines.launch(part, like, self.scheme, numbers, self._count(like.device), self.seed, step)
             engines.written(batch.parameters)
             for state in batch.states:
                 state["step"] += 1
@@ -198,11 +206,27 @@ class QuantizedOptimizer(torch.optim.Optimizer):
                 f"the gradient of parameter {index} is sparse ({g.layout}); use dense gradients (sparse=False of an "
                 "embedding), or torch.optim.SparseAdam for it"
             )
-        shape = self.state[p].get("shape") if p in self.state else None
-        here = single.local(p).shape
-        if shape is not None and tuple(shape) != tuple(here):
+        state, here = self.state.get(p) or {}, single.local(p)
+        shape = state.get("shape", here.shape)
+        if tuple(shape) != tuple(here.shape):
             raise ArgumentError(
-                f"parameter {index} is {list(here)} now, its state is of {list(shape)}; make a new optimizer"
+                f"parameter {index} is {list(here.shape)} now, its state is of {list(shape)}; make a new optimizer"
+            )
+        places = {x.device for x in state.values() if isinstance(x, Tensor)} - {here.device}
+        if places:
+            raise ArgumentError(
+                f"parameter {index} is on {here.device} now, its state on {', '.join(map(str, places))}; "
+                "optimizer.load_state_dict(optimizer.state_dict()) moves it"
+            )
+        if single.local(g).shape != here.shape:
+            raise ArgumentError(
+                f"the gradient of parameter {index} is {list(g.shape)}, the parameter {list(p.shape)}; set it anew"
+            )
+        kept = self._formats_of(p).get("weights")
+        if state and kept is not None and "weights" not in state and not single.in_parameter(kept, here.dtype):
+            raise ArgumentError(
+                f"parameter {index} is {here.dtype} now, and no longer holds its weights as {self.scheme.name!r} keeps "
+                "them; make a new optimizer"
             )
 
 

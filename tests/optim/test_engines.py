@@ -7,17 +7,35 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.optim import codebooks, engines, single
+from fmtsim.cuda import moments_floats
+from fmtsim.optim import StateFormat, codebooks, engines, single
+from fmtsim.optim.catalogue import DYNAMIC4, LINEAR4
 from tests.cuda import emulator
 from tests.optim.samples import gradients, parameter
 
 SHAPES = ((5000,), (33, 256), (4096,), (3, 4, 700), (50, 129), (17,))
 HYPER = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
 CUDA = (
-    ("bnb8", fmtsim.optim.AdamW),
-    ("ao_8bit", fmtsim.optim.Adam),
-    ("coat", fmtsim.optim.AdamW),
-    pytest.param("bnb8_2048", fmtsim.optim.AdamW, marks=pytest.mark.slow),  # another compilation
+    ("bnb8", fmtsim.optim.AdamW, torch.float32),
+    ("ao_8bit", fmtsim.optim.Adam, torch.float32),
+    ("ao_4bit", fmtsim.optim.AdamW, torch.float16),
+    ("coat", fmtsim.optim.AdamW, torch.float32),
+    ("coat_plain", fmtsim.optim.Adam, torch.bfloat16),
+    ("fp8lm", fmtsim.optim.AdamW, torch.float32),
+    ("intel_2t", fmtsim.optim.AdamW, torch.float32),
+    ("bf16_sr", fmtsim.optim.AdamW, torch.bfloat16),
+    *(
+        pytest.param(scheme, fmtsim.optim.AdamW, dtype, marks=pytest.mark.slow)  # other compilations
+        for scheme, dtype in (
+            ("fp32", torch.float16),
+            ("bnb8_2048", torch.float32),
+            ("bf16_sr", torch.float32),
+            ("deepseek_v3", torch.bfloat16),
+            ("fp8lm_v8", torch.float16),
+            ("fp8lm_w8", torch.bfloat16),
+            ("ao_fp8", torch.float32),
+        )
+    ),
 )
 OURS = (
     ("fp32", fmtsim.optim.Adam),
@@ -27,15 +45,15 @@ OURS = (
 )
 
 
-def train(cls, scheme, steps=3, bad=False, **options):
+def train(cls, scheme, steps=3, bad=False, dtype=torch.float32, **options):
     """Return parameters and states after some steps, as integers; NaN are all one."""
-    parameters = [torch.nn.Parameter(torch.from_numpy(parameter(shape, i))) for i, shape in enumerate(SHAPES)]
+    parameters = [torch.nn.Parameter(torch.from_numpy(parameter(shape, i)).to(dtype)) for i, shape in enumerate(SHAPES)]
     hyper = {name: value for name, value in (HYPER | options).items() if value is not None}
     optimizer = cls(parameters, state=scheme, **hyper)
     grads = [gradients((8960,), steps, 50 + i) for i in range(len(SHAPES))]
     for step in range(steps):
         for p, g in zip(parameters, grads, strict=True):
-            p.grad = torch.from_numpy(g[step][: p.numel()].reshape(p.shape).copy())
+            p.grad = torch.from_numpy(g[step][: p.numel()].reshape(p.shape).copy()).to(dtype)
             if bad:
                 p.grad.view(-1)[step + 7 :: 999] = (torch.nan, torch.inf, -torch.inf)[step]
         optimizer.step()
@@ -45,7 +63,7 @@ def train(cls, scheme, steps=3, bad=False, **options):
 
 def bits(x):
     if x.is_floating_point():
-        return torch.where(x.isnan(), torch.nan, x).view(torch.int32).clone()
+        return torch.where(x.isnan(), torch.nan, x).to(torch.float32).view(torch.int32).clone()
     return x.clone()
 
 
@@ -83,19 +101,88 @@ def test_the_cpu_kernel_has_the_bits_of_torch(scheme, cls, bad, only_torch):
     assert (fused[1] > 0) == bad
 
 
-@pytest.mark.parametrize(("scheme", "cls"), CUDA)
+@pytest.mark.parametrize(("scheme", "cls", "dtype"), CUDA)
 @pytest.mark.parametrize("bad", [False, True])
-def test_the_cuda_kernel_has_the_bits_of_torch(scheme, cls, bad, on_cuda, only_torch, monkeypatch):
+def test_the_cuda_kernel_has_the_bits_of_torch(scheme, cls, dtype, bad, on_cuda, only_torch, monkeypatch):
     starts = []
     launch = engines.launch
     monkeypatch.setattr(engines, "launch", lambda *given: (starts.append(1), launch(*given)))
-    fused = train(cls, scheme, bad=bad)
+    fused = train(cls, scheme, bad=bad, dtype=dtype)
     assert len(starts) == 3
     only_torch()
-    assert equal(fused, train(cls, scheme, bad=bad))
+    assert equal(fused, train(cls, scheme, bad=bad, dtype=dtype))
 
 
-@pytest.mark.parametrize("change", ["nothing", "gradient", "state", "pointer", "step"])
+def extremes(scheme):
+    """Return states after gradients of all sizes: numbers too small for a scale, sums that overflow, Inf at last."""
+    parameters = [
+        torch.nn.Parameter(torch.from_numpy(parameter(shape, i)))
+        for i, shape in enumerate([(4097,), (4095,), (3,), (1,), (2, 2)])
+    ]
+    optimizer = fmtsim.optim.AdamW(parameters, state=scheme, weight_decay=0.1)
+    found = []
+    for size in (0.0, 1e-3, 0.0, 1e-20, 1e-30, 1e-41, 1e18, 1e-3, 1e25, 1e-3, torch.inf, 1e-3):
+        for i, p in enumerate(parameters):
+            p.grad = torch.from_numpy(parameter(tuple(p.shape), 9 + i)) * size
+        optimizer.step()
+        found += [bits(t) for p in parameters for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
+        found += [bits(p.detach()) for p in parameters]
+    return found, optimizer.nonfinite_gradients()
+
+
+def own(first, second, **more):
+    return fmtsim.optim.Scheme(name="own", first=first, second=second, **more)
+
+
+CODES = {name: fmtsim.get_format(name) for name in ("e4m3", "e3m4", "e5m2", "bf16", "fp16")}
+DRAWN = fmtsim.Rounding(mode="stochastic", random_bits=8)
+OWN = {
+    "codebooks of 4 bits, half a byte at the end": own(
+        StateFormat(format=DYNAMIC4, block=512, scale="amax", keep_sign=True),
+        StateFormat(format=LINEAR4, block=512, scale="amax", least=1e-9),
+        nonfinite="zero",
+    ),
+    "blocks, a rule for each state": own(
+        StateFormat(format=CODES["e4m3"], block=1024, scale="inverse"),
+        StateFormat(format=CODES["bf16"], block=1024, scale="reciprocal"),
+        weights=StateFormat(format=CODES["fp16"], block=1024, scale="power_of_two"),
+        nonfinite="zero",
+    ),
+    "tensors, some states without a scale": own(
+        StateFormat(),
+        StateFormat(format=CODES["e5m2"], scale="power_of_two", least=1e-7),
+        weights=StateFormat(format=CODES["bf16"], rounding=DRAWN),
+    ),
+    "small tensors in float32": own(
+        StateFormat(format=CODES["e3m4"], scale="amax", block=2048), StateFormat(format=CODES["fp16"]), minimum=4096
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "scheme", ["fp8lm", "intel_2t", *(pytest.param(name, marks=pytest.mark.slow) for name in ("coat_plain", *OWN))]
+)
+def test_numbers_of_all_sizes_have_the_bits_of_torch(scheme, on_cuda, only_torch, monkeypatch):
+    step = single.step
+    monkeypatch.setattr(single, "step", lambda *given: pytest.fail("torch did the step"))
+    fused = extremes(OWN.get(scheme, scheme))
+    monkeypatch.setattr(single, "step", step)
+    only_torch()
+    assert equal(fused, extremes(OWN.get(scheme, scheme)))
+
+
+def test_a_planted_scale_is_seen(on_cuda, only_torch, monkeypatch):
+    """Kernels that take the largest value for one code less give other bits."""
+    macro = moments_floats.Slot.macro
+    monkeypatch.setattr(moments_floats.Slot, "macro", lambda slot: macro(slot).replace(",119,", ",118,"))
+    moments_floats._defines.cache_clear()
+    planted = train(fmtsim.optim.AdamW, "intel_2t")
+    moments_floats._defines.cache_clear()
+    only_torch()
+    assert not equal(planted, train(fmtsim.optim.AdamW, "intel_2t"))
+
+
+@pytest.mark.parametrize("change", ["nothing", "gradient", "state", "states", "pointer", "step"])
 def test_the_short_way_is_left_where_something_changed(change, on_cuda, only_torch):
     """The second step takes the short way, unless a parameter or its state is not what it was."""
 
@@ -112,6 +199,8 @@ def test_the_short_way_is_left_where_something_changed(change, on_cuda, only_tor
             if step == 1 and change == "state":
                 state = optimizer.state[parameters[0]]
                 state["first"] = state["first"].clone()
+            if step == 1 and change == "states":
+                optimizer.state.clear()
             if step == 1 and change == "pointer":
                 parameters[1].data = parameters[1].detach().clone()
             if step == 1 and change == "step":
@@ -120,7 +209,7 @@ def test_the_short_way_is_left_where_something_changed(change, on_cuda, only_tor
         return [bits(p.detach()) for p in parameters], len(long)
 
     fused, long = run()
-    assert long == {"nothing": 1, "gradient": 3, "state": 2, "pointer": 1, "step": 3}[change]
+    assert long == {"nothing": 1, "gradient": 3, "state": 2, "states": 2, "pointer": 1, "step": 3}[change]
     only_torch()
     wanted, long = run()
     assert long == 3

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.errors import ArgumentError, DeviceError, DtypeError
 from fmtsim.formats.spec import CodebookFormat
 from fmtsim.optim import SGD, AdamW, Lion, Madam, Scheme, StateFormat, codec, get_scheme
 
@@ -77,6 +77,52 @@ def test_a_parameter_of_another_shape():
     with pytest.raises(ArgumentError, match=r"parameter 0 is \[4, 6\] now, its state is of \[6, 4\]"):
         optimizer.step()
     assert torch.equal(p.detach(), torch.ones(4, 6)) and optimizer.state[p]["step"] == 1
+
+
+def test_a_gradient_of_another_shape():
+    """What a parameter's data becomes is not held to the gradient that is there; a kernel would read past its end."""
+    p = weight(6, 4)
+    optimizer = AdamW([p])
+    p.grad = torch.ones_like(p)
+    p.data = torch.ones(60, 4)
+    with pytest.raises(ArgumentError, match=r"the gradient of parameter 0 is \[6, 4\], the parameter \[60, 4\]"):
+        optimizer.step()
+    assert not optimizer.state
+
+
+def test_a_parameter_that_moved():
+    """Its state follows when it is loaded anew; "meta" stands for another device."""
+    p = weight()
+    optimizer = AdamW([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.state[p]["second"] = optimizer.state[p]["second"].to("meta")
+    with pytest.raises(ArgumentError, match=r"parameter 0 is on cpu now, its state on meta; .*load_state_dict"):
+        optimizer.step()
+    assert optimizer.state[p]["step"] == 1
+
+
+def test_a_parameter_that_no_longer_holds_its_weights():
+    p = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    optimizer = AdamW([p], state="bf16_sr")
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    p.grad = None
+    p.data = p.detach().float()
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ArgumentError, match=r"parameter 0 is torch\.float32 now, and no longer holds .* 'bf16_sr'"):
+        optimizer.step()
+    assert optimizer.state[p]["step"] == 1
+
+
+def test_graphs_do_not_capture_a_step(monkeypatch):
+    p = weight()
+    p.grad = torch.ones_like(p)
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    with pytest.raises(DeviceError, match="a CUDA graph cannot capture a step"):
+        AdamW([p]).step()
+    assert torch.equal(p.detach(), torch.ones(4, 4))
 
 
 def test_a_step_that_fails_is_not_counted(monkeypatch):

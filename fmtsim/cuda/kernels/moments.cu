@@ -1,11 +1,14 @@
-// A step of Adam on many parameters at once, whose moments are bytes of codebooks with a scale a block (or float32):
+// A step of Adam on many parameters at once, whose moments are codes of codebooks with a scale a block (or float32):
 // decode, update, encode from one read. The update is that of fmtsim/optim/rules.py, the codes those of
 // fmtsim/optim/codec.py; how a code is found is said at fmtsim.optim.codebooks.Table.
 //
-// Macros: BLOCK, elements of a block: 256, 512, 1024 or 2048. ENTRIES: parameters of a launch.
+// Macros: BLOCK, elements of a block: 128, 256, 512, 1024 or 2048. BITS, of a code: 8, or 4, two a byte, the even
+// element's in the low half. Those of moments.cuh.
 #include "moments.cuh"
 
-#define WARPS (BLOCK / 256)  // that share a block; a lane has eight elements
+#define LANES (BLOCK < 256 ? BLOCK / 8 : 32)  // of a warp that share a block; a lane has eight elements
+#define WARPS (BLOCK / 256)
+#define SIZE (1 << BITS)
 
 struct alignas(16) Book {
   i32 buckets, lowest, zero, signs;  // signs: 2, or 1 for numbers that are never negative
@@ -15,7 +18,7 @@ struct alignas(16) Book {
 
 // The largest magnitude of a block as bits, NaN above Inf: over a warp, and over the warps that share the block.
 DEVICE u32 largest(u32 top, u32* shared) {
-  top = largest_of_warp(top);
+  top = largest_of_warp<LANES>(top);
 #if WARPS > 1
   u32 warp = threadIdx.x / 32, first = warp / WARPS * WARPS;
   if (threadIdx.x % 32 == 0) shared[warp] = top;
@@ -41,8 +44,28 @@ DEVICE u32 code_of(float x, float divisor, const u32* words, const Book& book) {
 DEVICE u32 four_codes(const float* x, float divisor, const u32* words, const Book& book) {
   u32 codes = 0;
 #pragma unroll
-  for (int k = 0; k < 4; k++) codes |= (code_of(x[k], divisor, words, book) & 0xFFu) << (8 * k);
+  for (int k = 0; k < 4; k++) codes |= (code_of(x[k], divisor, words, book) & (SIZE - 1)) << (BITS * k);
   return codes;
+}
+
+// The codes of four neighbours, BITS each, and back. at: of the first of them, a multiple of four.
+DEVICE u32 read_packed(const void* from, i64 at, i64 count) {
+  if (BITS == 8) return read_codes((const u8*)from, at, count);
+  const u8* bytes = (const u8*)from + at / 2;
+  if (at + 4 <= count) return *(const u16*)bytes;
+  return (at < count ? bytes[0] : 0) | (at + 2 < count ? (u32)bytes[1] << 8 : 0);
+}
+
+DEVICE void write_packed(void* to, i64 at, i64 count, u32 codes) {
+  if (BITS == 8) return write_codes((u8*)to, at, count, codes);
+  u8* bytes = (u8*)to + at / 2;
+  if (at + 4 <= count) {
+    *(u16*)bytes = (u16)codes;
+    return;
+  }
+  if (at < count) codes &= (1u << (4 * (u32)(count - at))) - 1;  // the half of a last byte that is no element is 0
+  if (at < count) bytes[0] = (u8)codes;
+  if (at + 2 < count) bytes[1] = (u8)(codes >> 8);
 }
 
 DEVICE float scale_of(u32 top, const Book& book) {
@@ -68,13 +91,13 @@ DEVICE u32 step_codes(const Entry& e, i64 start, const Numbers& n, const Tables&
   for (int group = 0; group < 2; group++) {
     i64 here = at + group * (BLOCK / 2);
     Four p = read(e.p, here, e.count), g = read(e.g, here, e.count);
-    u32 mc = read_codes((const u8*)e.m, here, e.count), vc = read_codes((const u8*)e.v, here, e.count);
+    u32 mc = read_packed(e.m, here, e.count), vc = read_packed(e.v, here, e.count);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
       float& a = m[4 * group + k];
       float& b = v[4 * group + k];
-      a = __fmul_rn(t.m_values[mc >> (8 * k) & 0xFFu], m_scale);
-      b = __fmul_rn(t.v_values[vc >> (8 * k) & 0xFFu], v_scale);
+      a = __fmul_rn(t.m_values[mc >> (BITS * k) & (SIZE - 1)], m_scale);
+      b = __fmul_rn(t.v_values[vc >> (BITS * k) & (SIZE - 1)], v_scale);
       if (here + k >= e.count) a = b = 0.0f;
       bad += update(p.x[k], g.x[k], a, b, n);
       u32 x = __float_as_uint(a) & MAGNITUDE, y = __float_as_uint(b) & MAGNITUDE;
@@ -94,33 +117,33 @@ DEVICE u32 step_codes(const Entry& e, i64 start, const Numbers& n, const Tables&
 #pragma unroll
   for (int group = 0; group < 2; group++) {
     i64 here = at + group * (BLOCK / 2);
-    write_codes((u8*)e.m, here, e.count, four_codes(m + 4 * group, m_scale, t.m_words, mb));
-    write_codes((u8*)e.v, here, e.count, four_codes(v + 4 * group, v_scale, t.v_words, vb));
+    write_packed(e.m, here, e.count, four_codes(m + 4 * group, m_scale, t.m_words, mb));
+    write_packed(e.v, here, e.count, four_codes(v + 4 * group, v_scale, t.v_words, vb));
   }
   return bad;
 }
 
-// Blocks of 256 threads take the chunks in turn. values: float32 [512], first of m. words: of m, then of v, each with
+// Blocks of 256 threads take the chunks in turn. values: float32 [2 SIZE], first of m. words: of m, then of v, each with
 // buckets * signs words. nonfinite: counts the elements of gradients that are NaN or infinite.
 KERNEL __launch_bounds__(256) adam(
     const Entries entries, i32 count, i64 chunks, const Numbers n, const Book mb, const Book vb, const float* values,
     const u32* words, u64* nonfinite) {
   DYNAMIC_SHARED(memory);
   float* held = (float*)memory;
-  u32* table = (u32*)(held + 512);
+  u32* table = (u32*)(held + 2 * SIZE);
   __shared__ u32 tops[8];
   i32 m_size = mb.buckets * mb.signs, size = m_size + vb.buckets * vb.signs;
-  for (i32 i = threadIdx.x; i < 512; i += 256) held[i] = values[i];
+  for (i32 i = threadIdx.x; i < 2 * SIZE; i += 256) held[i] = values[i];
   for (i32 i = threadIdx.x; i < size; i += 256) table[i] = words[i];
   __syncthreads();
-  Tables t = {held, held + 256, table, table + m_size, tops};
+  Tables t = {held, held + SIZE, table, table + m_size, tops};
   u32 bad = 0;
   i32 which = 0;
   for (i64 chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
     while (which + 1 < count && entries.of[which + 1].first <= chunk) which++;
     const Entry& e = entries.of[which];
     i64 start = (chunk - e.first) * CHUNK;
-    bad += e.m_scales ? step_codes(e, start, n, t, mb, vb) : step_plainly(e, start, n);
+    bad += e.plain ? step_plainly(e, start, n) : step_codes(e, start, n, t, mb, vb);
   }
   if (bad) atomicAdd(nonfinite, (u64)bad);
 }

@@ -1,5 +1,5 @@
 // What steps of Adam on many parameters share: the table of a launch, reads and writes of four neighbours, the update.
-// Macros: ENTRIES, parameters of a launch.
+// Macros: ENTRIES, parameters of a launch. TYPE: of parameters and gradients, 0 float32, 1 bfloat16, 2 float16.
 #pragma once
 #include "common.cuh"
 
@@ -7,9 +7,15 @@
 #define MAGNITUDE 0x7FFFFFFFu
 #define INFINITE 0x7F800000u
 
-struct Entry {  // a parameter; without scales the moments are float32
-  float* p;
-  const float* g;
+#if TYPE == 0
+typedef float Number;
+#else
+typedef u16 Number;
+#endif
+
+struct Entry {  // a parameter
+  Number* p;
+  const Number* g;
   void* m;
   void* v;
   float* m_scales;
@@ -18,6 +24,10 @@ struct Entry {  // a parameter; without scales the moments are float32
   float* v_powers;
   float* m_centres;
   float* v_centres;
+  void* w;  // weights that are kept; 0 where the parameter holds them, or there are none
+  float* w_scale;
+  i64 plain;  // the moments are float32, whatever those of other parameters are
+  i64 place;  // of the parameter's random words
   i64 count;
   i64 first;  // of its chunks, among those of the launch
 };
@@ -26,8 +36,8 @@ struct alignas(16) Entries {
 };
 struct alignas(16) Numbers {
   float before, after, penalty, beta1, rest1, beta2, rest2, correction, eps, size;
-  i32 zeroing;  // elements whose gradient is not finite lose their moments and stay
-  i32 unused;
+  float inverse;  // 1 / correction, 0 where quotient() does not take the correction
+  i32 zeroing;    // elements whose gradient is not finite lose their moments and stay
 };
 // Four neighbours; what lies behind the end is zero.
 struct Four {
@@ -58,23 +68,91 @@ DEVICE void write(float* to, i64 at, i64 count, const Four& four) {
   }
 }
 
-DEVICE u32 read_codes(const u8* from, i64 at, i64 count) {
-  if (at + 4 <= count) return *(const u32*)(from + at);
-  u32 codes = 0;
+// Four neighbours of Bits 16 or 8, the first in the lowest bits.
+template <class Code>
+DEVICE u64 read_four(const Code* from, i64 at, i64 count) {
+  if (at + 4 <= count) return sizeof(Code) == 1 ? *(const u32*)(from + at) : *(const u64*)(from + at);
+  u64 codes = 0;
 #pragma unroll
-  for (int k = 0; k < 4; k++) codes |= at + k < count ? (u32)from[at + k] << (8 * k) : 0;
+  for (int k = 0; k < 4; k++) codes |= at + k < count ? (u64)from[at + k] << (8 * sizeof(Code) * k) : 0;
   return codes;
 }
 
-DEVICE void write_codes(u8* to, i64 at, i64 count, u32 codes) {
+template <class Code>
+DEVICE void write_four(Code* to, i64 at, i64 count, u64 codes) {
   if (at + 4 <= count) {
-    *(u32*)(to + at) = codes;
+    if (sizeof(Code) == 1) *(u32*)(to + at) = (u32)codes;
+    else *(u64*)(to + at) = codes;
     return;
   }
 #pragma unroll
   for (int k = 0; k < 4; k++) {
-    if (at + k < count) to[at + k] = (u8)(codes >> (8 * k));
+    if (at + k < count) to[at + k] = (Code)(codes >> (8 * sizeof(Code) * k));
   }
+}
+
+// The magnitude, as bits, to the code of a format, to nearest even, and back; neither overflows: whoever calls sees to it.
+template <int Mantissa, int Bias>
+DEVICE u32 nearest_code(u32 bits) {
+  if (bits < (128u - Bias) << 23) {  // a subnormal: the last place of the sum is its step
+    u32 magic = (151u - Bias - Mantissa) << 23;
+    return __float_as_uint(__fadd_rn(__uint_as_float(bits), __uint_as_float(magic))) - magic;
+  }
+  u32 half = (1u << (22 - Mantissa)) - 1, odd = bits >> (23 - Mantissa) & 1;
+  return ((bits + half + odd) >> (23 - Mantissa)) - ((127u - Bias) << Mantissa);
+}
+
+template <int Mantissa, int Bias>
+DEVICE u32 magnitude_of(u32 code) {
+  return __float_as_uint(__fmul_rn(__uint_as_float(code << (23 - Mantissa)), __uint_as_float((254u - Bias) << 23)));
+}
+
+// Numbers of a parameter or gradient.
+#if TYPE != 0
+#define PLACES (TYPE == 1 ? 7 : 10)
+#define BIASED (TYPE == 1 ? 127 : 15)
+#define NO_NUMBER (TYPE == 1 ? 0x7F80u : 0x7C00u)  // Inf; NaN lies above it
+
+DEVICE float number_of(u32 code) {
+  u32 size = code & 0x7FFF, bits = magnitude_of<PLACES, BIASED>(size);
+  if (size >= NO_NUMBER) bits = INFINITE | (size > NO_NUMBER ? 0x400000 : 0);
+  return __uint_as_float(bits | (code & 0x8000) << 16);
+}
+
+DEVICE u32 rounded(float x) {
+  u32 bits = __float_as_uint(x), size = bits & MAGNITUDE, most = (128u + BIASED) << 23;
+  if (size > INFINITE) return NO_NUMBER | 1u << (PLACES - 1);
+  return (bits >> 16 & 0x8000) | nearest_code<PLACES, BIASED>(size > most ? most : size);
+}
+
+DEVICE Four read(const u16* from, i64 at, i64 count) {
+  u64 bits = read_four(from, at, count);
+  Four four;
+#pragma unroll
+  for (int k = 0; k < 4; k++) four.x[k] = number_of((u32)(bits >> (16 * k)) & 0xFFFF);
+  return four;
+}
+
+DEVICE void write(u16* to, i64 at, i64 count, const Four& four) {
+  u64 bits = 0;
+#pragma unroll
+  for (int k = 0; k < 4; k++) bits |= (u64)rounded(four.x[k]) << (16 * k);
+  write_four(to, at, count, bits);
+}
+#endif
+
+DEVICE u32 read_codes(const u8* from, i64 at, i64 count) { return (u32)read_four(from, at, count); }
+
+DEVICE void write_codes(u8* to, i64 at, i64 count, u32 codes) { write_four(to, at, count, codes); }
+
+// x / divisor as IEEE rounds it, with inverse = fl(1 / divisor) (Markstein): for divisors from 2^-60 to 2^60, x that are
+// 0, infinite, NaN or from 2^-80 to 2^66, and quotients from 2^-100 to 2^126, so that all remainders are exact.
+DEVICE float quotient(float x, float divisor, float inverse) {
+  float first = __fmul_rn(x, inverse);
+  float q = __fmaf_rn(__fmaf_rn(-first, divisor, x), inverse, first);
+  q = __fmaf_rn(__fmaf_rn(-q, divisor, x), inverse, q);
+  q = __uint_as_float(__float_as_uint(q) | (__float_as_uint(x) & ~MAGNITUDE));  // of zeros
+  return (__float_as_uint(x) & MAGNITUDE) < INFINITE ? q : first;
 }
 
 // One element: parameter, gradient and both moments become the new ones; returns whether the gradient is not finite.
@@ -84,7 +162,9 @@ DEVICE bool update(float& p, float g, float& m, float& v, const Numbers& n) {
   m = __fadd_rn(__fmul_rn(m, n.beta1), __fmul_rn(g, n.rest1));
   v = __fadd_rn(__fmul_rn(v, n.beta2), __fmul_rn(__fmul_rn(g, n.rest2), g));
   float root = __fsqrt_rn(v);
-  if (n.correction != 1.0f) root = __fdiv_rn(root, n.correction);
+  if (n.correction != 1.0f) {
+    root = n.inverse != 0.0f ? quotient(root, n.correction, n.inverse) : __fdiv_rn(root, n.correction);
+  }
   float direction = __fdiv_rn(m, __fadd_rn(root, n.eps));
   float moved = __fmul_rn(__fsub_rn(__fmul_rn(p, n.before), __fmul_rn(direction, n.size)), n.after);
   bool dropped = bad && n.zeroing;
@@ -112,10 +192,11 @@ DEVICE u32 step_plainly(const Entry& e, i64 start, const Numbers& n) {
   return bad;
 }
 
-// The larger of all lanes.
+// The largest of neighbouring lanes, a power of two of them.
+template <int Lanes = 32>
 DEVICE u32 largest_of_warp(u32 top) {
 #pragma unroll
-  for (int lane = 16; lane; lane >>= 1) {
+  for (int lane = Lanes / 2; lane; lane >>= 1) {
     u32 other = __shfl_xor_sync(0xFFFFFFFFu, top, lane);
     top = other > top ? other : top;
   }

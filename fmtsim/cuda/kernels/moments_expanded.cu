@@ -2,7 +2,7 @@
 // decode, update, encode from one read. The update is that of fmtsim/optim/rules.py; the expansion, step by step, that of
 // fmtsim/optim/expansion.py, with the logarithm and the exponential of fmtsim/rounding/elementary.py.
 //
-// Macros: ENTRIES, parameters of a launch.
+// Macros: those of moments.cuh.
 #include "moments.cuh"
 
 #define GROUP 128  // a warp's; a lane has four neighbours
@@ -175,7 +175,7 @@ KERNEL __launch_bounds__(256) adam(
     while (which + 1 < count && entries.of[which + 1].first <= chunk) which++;
     const Entry& e = entries.of[which];
     i64 start = (chunk - e.first) * CHUNK;
-    if (!e.m_scales) {
+    if (e.plain) {
       bad += step_plainly(e, start, n);
       continue;
     }

@@ -1,0 +1,238 @@
+// A step of Adam on many parameters at once, whose moments, and weights where they are kept, are floating-point codes of
+// 8 or 16 bits without scales, with one a block, or with one a tensor (or float32). The update is that of
+// fmtsim/optim/rules.py, codes and scales are those of fmtsim/optim/codec.py.
+//
+// A scale of a tensor is known when all of it is updated: `tops` finds the largest magnitudes and keeps nothing else,
+// `adam` updates again and encodes. Between the two lie, for each parameter, six words of `found`: bits of the largest
+// new numbers of m, v and w, zeros at first, and their scales until now.
+//
+// Macros: BLOCK: elements of a block, 128, 256, 512, 1024 or 2048; 0 where scales are of tensors, or there are none.
+// FIRST, SECOND, WEIGHTS: the parameters of their Slots, by commas. Those of moments.cuh.
+#include "moments_floats.cuh"
+
+typedef Slot<FIRST> M;
+typedef Slot<SECOND> V;
+typedef Slot<WEIGHTS> W;
+
+#define SPAN (BLOCK ? BLOCK : CHUNK)  // of threads that work on neighbours; each has eight elements of it
+#define LANES (SPAN < 256 ? SPAN / 8 : 32)
+#define WARPS (SPAN / 256)
+
+struct Scales {
+  Scale m, v, w;
+};
+
+// Eight elements of a thread: two runs of four neighbours, half a span apart.
+struct Eight {
+  Four m[2], v[2], w[2];
+};
+
+struct Tops {
+  u32 m, v, w;
+};
+
+DEVICE u32 larger(u32 top, float x) {
+  u32 bits = __float_as_uint(x) & MAGNITUDE;
+  return bits > top ? bits : top;
+}
+
+// Reads, decodes and updates a thread's elements; those behind the end are zero. Returns how many gradients are not
+// finite.
+DEVICE u32 updated(const Entry& e, i64 at, const Scales& s, const Numbers& n, Eight& x, Tops& tops) {
+  const void* weights = e.w ? e.w : e.p;
+  u32 bad = 0;
+#pragma unroll
+  for (int run = 0; run < 2; run++) {
+    i64 here = at + run * (SPAN / 2);
+    Four g = read(e.g, here, e.count);
+    x.w[run] = W::bits ? W::load(weights, here, e.count, s.w) : read(e.p, here, e.count);
+    x.m[run] = M::load(e.m, here, e.count, s.m);
+    x.v[run] = V::load(e.v, here, e.count, s.v);
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      float &m = x.m[run].x[k], &v = x.v[run].x[k], &w = x.w[run].x[k];
+      bad += update(w, g.x[k], m, v, n);
+      if (here + k >= e.count) m = v = w = 0.0f;
+      if (M::scaled) tops.m = larger(tops.m, m);
+      if (V::scaled) tops.v = larger(tops.v, v);
+      if (W::scaled) tops.w = larger(tops.w, w);
+    }
+  }
+  return bad;
+}
+
+// Encodes a thread's elements and writes them.
+DEVICE void written(const Entry& e, i64 at, const Scales& s, Eight& x, const Draw& draw) {
+  void* weights = e.w ? e.w : e.p;
+#pragma unroll
+  for (int run = 0; run < 2; run++) {
+    i64 here = at + run * (SPAN / 2);
+    Four words = {};
+    if (W::random) {
+#pragma unroll
+      for (int k = 0; k < 4; k++) words.x[k] = __uint_as_float(random_word(here + k, draw));
+    }
+    M::store(e.m, here, e.count, x.m[run], s.m, words);
+    V::store(e.v, here, e.count, x.v[run], s.v, words);
+    W::store(weights, here, e.count, x.w[run], s.w, words);
+    if (e.w || !W::bits) write(e.p, here, e.count, x.w[run]);
+  }
+}
+
+// The random words of a parameter's weights: fmtsim.optim.single.key_of.
+DEVICE Draw draw_of(const Entry& e, Draw draw) {
+  if (!W::random) return draw;
+  u64 offset = ((u64)draw.offset1 << 32 | draw.offset0) | (u64)e.place;
+  draw.offset0 = (u32)offset;
+  draw.offset1 = (u32)(offset >> 32) & 0x7FFFFFFFu;
+  return draw;
+}
+
+#if BLOCK
+
+DEVICE u32 largest(u32 top, u32* shared) {
+  top = largest_of_warp<LANES>(top);
+#if WARPS > 1
+  u32 warp = threadIdx.x / 32, first = warp / WARPS * WARPS;
+  if (threadIdx.x % 32 == 0) shared[warp] = top;
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < WARPS; k++) top = shared[first + k] > top ? shared[first + k] : top;
+  __syncthreads();
+#endif
+  return top;
+}
+
+// The new scale of a block, which one of its threads writes.
+template <class S>
+DEVICE Scale renewed(float* scales, i64 block, bool present, float old, u32 top, u32* shared) {
+  if (!S::scaled) return S::used(1.0f);
+  float scale = S::next(largest(top, shared), old);
+  if (present && threadIdx.x % (SPAN / 8) == 0) scales[block] = scale;
+  return S::used(scale);
+}
+
+// A chunk of a parameter; all threads of a block come here together.
+DEVICE u32 step(const Entry& e, i64 start, const Numbers& n, const Draw& draw, u32* shared) {
+  i64 place = start + threadIdx.x / (SPAN / 8) * SPAN, block = place / SPAN;
+  bool present = place < e.count;
+  i64 at = place + threadIdx.x % (SPAN / 8) * 4;
+  float m = M::scaled && present ? e.m_scales[block] : 1.0f, v = V::scaled && present ? e.v_scales[block] : 1.0f;
+  float w = W::scaled && present ? e.w_scale[block] : 1.0f;
+  Scales s = {M::prepared(m), V::prepared(v), W::prepared(w)};
+  Eight x;
+  Tops tops = {};
+  u32 bad = updated(e, at, s, n, x, tops);
+  s.m = renewed<M>(e.m_scales, block, present, m, tops.m, shared);
+  s.v = renewed<V>(e.v_scales, block, present, v, tops.v, shared);
+  s.w = renewed<W>(e.w_scale, block, present, w, tops.w, shared);
+  written(e, at, s, x, draw);
+  return bad;
+}
+
+#else
+
+#define FOUND 6
+
+template <class S>
+DEVICE void raise(u32* place, u32 top) {
+  if (!S::scaled) return;
+  top = largest_of_warp(top);
+  if (threadIdx.x % 32 == 0 && top > *(volatile u32*)place) atomicMax(place, top);
+}
+
+DEVICE void flush(u32* found, Tops& tops) {
+  raise<M>(found, tops.m);
+  raise<V>(found + 1, tops.v);
+  raise<W>(found + 2, tops.w);
+  tops = Tops{};
+}
+
+DEVICE float old_scale(const float* scales, bool scaled) { return scaled ? *scales : 1.0f; }
+
+// The scales of a parameter until now, and their numbers.
+DEVICE Scales prepared(float m, float v, float w) { return Scales{M::prepared(m), V::prepared(v), W::prepared(w)}; }
+
+// Blocks of 256 threads take the chunks in turn. found: u32 [count][FOUND], zeros.
+KERNEL __launch_bounds__(256) tops(
+    const Entries entries, i32 count, i64 chunks, const Numbers n, u32* found) {
+  i32 which = -1;
+  Tops tops = {};
+  Scales s = {};
+  for (i64 chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+    i32 before = which;
+    which = which < 0 ? 0 : which;
+    while (which + 1 < count && entries.of[which + 1].first <= chunk) which++;
+    const Entry& e = entries.of[which];
+    if (e.plain) continue;
+    if (which != before) {
+      if (before >= 0) flush(found + before * FOUND, tops);
+      float m = old_scale(e.m_scales, M::scaled), v = old_scale(e.v_scales, V::scaled);
+      float w = old_scale(e.w_scale, W::scaled);
+      s = prepared(m, v, w);
+      if (chunk == e.first && threadIdx.x == 0) {
+        u32* to = found + which * FOUND + 3;
+        to[0] = __float_as_uint(m), to[1] = __float_as_uint(v), to[2] = __float_as_uint(w);
+      }
+    }
+    Eight x;
+    updated(e, (chunk - e.first) * CHUNK + threadIdx.x * 4, s, n, x, tops);
+  }
+  if (which >= 0) flush(found + which * FOUND, tops);
+}
+
+DEVICE Scales renewed(const u32* found) {
+  float m = M::next(found[0], __uint_as_float(found[3])), v = V::next(found[1], __uint_as_float(found[4]));
+  float w = W::next(found[2], __uint_as_float(found[5]));
+  return Scales{M::used(m), V::used(v), W::used(w)};
+}
+
+DEVICE void keep(const Entry& e, const u32* found) {
+  if (M::scaled) *e.m_scales = M::next(found[0], __uint_as_float(found[3]));
+  if (V::scaled) *e.v_scales = V::next(found[1], __uint_as_float(found[4]));
+  if (W::scaled) *e.w_scale = W::next(found[2], __uint_as_float(found[5]));
+}
+
+// A chunk of a parameter.
+DEVICE u32 step(const Entry& e, i64 start, const Numbers& n, const Draw& draw, const u32* found) {
+  constexpr bool scaled = M::scaled || V::scaled || W::scaled;
+  Scales old = {}, now = {};
+  if (scaled) {
+    old = prepared(__uint_as_float(found[3]), __uint_as_float(found[4]), __uint_as_float(found[5]));
+    now = renewed(found);
+    if (start == 0 && threadIdx.x == 0) keep(e, found);
+  }
+  Eight x;
+  Tops none = {};
+  i64 at = start + threadIdx.x * 4;
+  u32 bad = updated(e, at, old, n, x, none);
+  written(e, at, now, x, draw);
+  return bad;
+}
+
+#endif
+
+// Blocks of 256 threads take the chunks in turn. found: of blocks nothing; u32 [count][FOUND], from `tops`, where scales
+// are of tensors. nonfinite: counts the elements of gradients that are NaN or infinite.
+KERNEL __launch_bounds__(256) adam(
+    const Entries entries, i32 count, i64 chunks, const Numbers n, const Draw draw, u32* found, u64* nonfinite) {
+#if WARPS > 1
+  __shared__ u32 shared[8];
+#else
+  u32* shared = nullptr;
+#endif
+  u32 bad = 0;
+  i32 which = 0;
+  for (i64 chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+    while (which + 1 < count && entries.of[which + 1].first <= chunk) which++;
+    const Entry& e = entries.of[which];
+    i64 start = (chunk - e.first) * CHUNK;
+    if (e.plain) bad += step_plainly(e, start, n);
+#if BLOCK
+    else bad += step(e, start, n, draw_of(e, draw), shared);
+#else
+    else bad += step(e, start, n, draw_of(e, draw), found + which * 6);
+#endif
+  }
+  if (bad) atomicAdd(nonfinite, (u64)bad);
+}
