@@ -68,8 +68,9 @@ class Batch:
 
     def spread(self, per_tensor: Tensor) -> Tensor:
         """Return [1, columns]: each tensor's number at its columns."""
-        repeats = torch.tensor(self.sizes, device=per_tensor.device)
-        return per_tensor.repeat_interleave(repeats, output_size=self.x.shape[1]).unsqueeze(0)
+        return per_tensor.repeat_interleave(
+            columns_of(self.sizes, per_tensor.device), output_size=self.x.shape[1]
+        ).unsqueeze(0)
 
 
 class Factors(NamedTuple):
@@ -122,6 +123,11 @@ class Hop:
     def bytes(self, count: int) -> int:
         """Return how many bytes travel for so many elements."""
         return packed_size(count, self.bits)
+
+
+def columns_of(sizes: Sequence[int], device: torch.device) -> Tensor:
+    """Return sizes as int64 [tensors] on a device, copied from pinned memory, as another copy waits for the stream."""
+    return torch.tensor(sizes, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def batch_of(tensors: Sequence[Tensor]) -> Batch:
@@ -191,7 +197,7 @@ def own_counts(x: Tensor, y: Tensor, q: Tensor, top: float) -> tuple[Tensor, Ten
 
 def result_counts(sums: Tensor, top: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return elements, saturated and spoiled elements of reduced sums."""
-    elements = torch.tensor(sums.numel(), device=sums.device)
+    elements = torch.full((), sums.numel(), device=sums.device)  # a kernel; torch.tensor would wait for the device
     return elements, (sums.abs() == top).sum(), (~sums.isfinite()).sum()
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmtsim import ops
-from fmtsim.distributed.arithmetic import canonical
+from fmtsim.distributed.arithmetic import canonical, columns_of
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.distributed.wire import from_rows, require_row_blocks, row_template, to_rows
 from fmtsim.errors import ArgumentError, DtypeError
@@ -76,7 +76,7 @@ def gather_parts(x: Tensor, fmt: Format, scaling: Scaling | None, sizes: tuple[i
         raise ArgumentError(f"sizes={sizes} sum to {sum(sizes)}, not to the {x.numel()} elements of x; name them all")
     flat = x.detach().reshape(-1).float()
     made = _shared_scales(flat.split(sizes), scaling, fmt, ranks)
-    repeats = torch.tensor(sizes, device=x.device)
+    repeats = columns_of(sizes, x.device)
     elements = _elements(flat, made, repeats, fmt)
     spec = CastSpec(format=fmt, rounding=Rounding(), overflow=fmt.default_overflow)
     wires = _gather(pack(ops.encode(elements, spec).codes, fmt.bits)[None], ranks)

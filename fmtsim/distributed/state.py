@@ -1,5 +1,7 @@
 """What a reduction remembers from step to step: the automatic factor, counts, and how many steps there were."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,6 +41,19 @@ class ReductionState:
         self.calls = 0
         self._pending: Counts | None = None
         self._last: Counts | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def aside(self, device: torch.device) -> Iterator[None]:
+        """Queue on a stream of the state's own what a CUDA device does meanwhile, behind what is queued already."""
+        if device.type != "cuda":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            yield
 
     def begin(self) -> None:
         """Start a step: drop counts of one that broke off."""

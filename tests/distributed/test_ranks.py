@@ -13,8 +13,6 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from fmtsim.distributed import (
-    AutoFactor,
-    Reduction,
     ReductionState,
     all_gather,
     all_reduce,
@@ -27,11 +25,12 @@ from fmtsim.distributed.arithmetic import Batch
 from fmtsim.distributed.fsdp import QuantizedAllGather, QuantizedReduceScatter
 from fmtsim.distributed.gather import HALO
 from fmtsim.errors import ArgumentError, CollectiveError, DtypeError
-from fmtsim.rounding.modes import Rounding
 from tests.distributed.checks import (
+    ddp_agrees,
+    edges_agree,
+    factors_agree,
     fsdp_agrees,
     gathers_agree,
-    local_gradients,
     loss_of,
     model,
     reductions_agree,
@@ -43,48 +42,6 @@ from tests.distributed.warm import BASE, E4M3
 
 # Processes fork from a server that has imported all this once and has compiled its kernels.
 multiprocessing.set_forkserver_preload(["tests.distributed.preload", "tests.distributed.test_ranks"])
-
-
-def ddp_agrees(rank, size):
-    auto = AutoFactor(threshold=0.0, growth_steps=10)
-    rounding = Rounding(mode="stochastic")
-    state = ReductionState(Reduction(format=E4M3, factor="auto", auto=auto, rounding=rounding, seed=2))
-    net = DistributedDataParallel(model(), bucket_cap_mb=0.0002)
-    places, seen = {id(p): i for i, p in enumerate(net.parameters())}, []
-
-    def noted(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        seen.append([places[id(p)] for p in bucket.parameters()])
-        return fp8_hook(state, bucket)
-
-    net.register_comm_hook(state, noted)
-    mu, middle, calls = torch.tensor(1.0), None, 0
-    for step in range(3):
-        net.zero_grad()
-        loss_of(net, rank, step).backward()
-        each = local_gradients(size, step, net.module.state_dict())
-        assert (len(seen) > 1) == (step > 0) and sorted(sum(seen, [])) == [0, 1, 2, 3], seen
-        counts = None
-        for order in seen:
-            expected = simulate([[g[i] for i in order] for g in each], state.reduction, mu=mu, call=calls)
-            for i, value in zip(order, expected.values, strict=True):
-                assert same(list(net.parameters())[i].grad, value), (step, i)
-            counts = expected.counts[rank] if counts is None else counts.plus(expected.counts[rank])
-            calls += 1
-        seen.clear()
-        mu = auto.next(mu, counts.saturated, counts.elements)
-        assert state.report() == {"steps": step + 1, "mu": float(mu), **counts.to_dict()}
-        if step == 1:
-            middle = state.state_dict()
-    again = ReductionState(state.reduction)
-    again.load_state_dict(middle)
-    assert (again.steps, again.calls, float(again.mu)) == (2, middle["calls"], middle["mu"])
-    for wrong in (None, torch.tensor(math.nan), torch.tensor(0.0)):
-        refused(
-            "is no factor; pass what ReductionState.state_dict returned", again.load_state_dict, middle | {"mu": wrong}
-        )
-    refused("the state is of another reduction", ReductionState("msamp").load_state_dict, middle)
-    refused("this state has steps; pass what", again.load_state_dict, {"steps": 3})
-    refused("state=3 is not a ReductionState", fp8_hook, 3, None)
 
 
 def nan_is_refused_and_nothing_written(rank, size):
@@ -161,7 +118,7 @@ def worker(rank, folder):
                 check(rank // 2, 2, pair)
         else:
             refused("this process is not part of the group", all_reduce, torch.ones(3), "msamp", group=pair)
-        for check in (reductions_agree, gathers_agree, tokens_arrive):
+        for check in (reductions_agree, factors_agree, edges_agree, gathers_agree, tokens_arrive):
             check(rank, 4, None)
         for check in (
             disagreement_has_a_name,
