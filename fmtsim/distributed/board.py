@@ -1,5 +1,6 @@
 """Words between the CPUs of ranks whose process group reaches devices only: notes in the group's store."""
 
+from collections.abc import Iterable
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -41,7 +42,8 @@ def exchange(group: dist.ProcessGroup, note: str) -> list[str]:
             store.wait(keys, limit)
         except RuntimeError as error:
             absent = tuple(other for other in range(size) if not store.check([keys[other]]))
-            raise AbsentError(absent, f"no note of them after {limit.total_seconds():g} s ({error})") from error
+            text = f"no note of {named(absent)} after {limit.total_seconds():g} s ({error})"
+            raise AbsentError(absent, text) from error
         notes = [store.get(key).decode() for key in keys]
         store.delete_key(f"fmtsim/{turn - 1}/{rank}")
     except AbsentError:
@@ -56,3 +58,8 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     device = group._device_types[0]
     limit: timedelta = group._get_backend(torch.device(device)).options._timeout
     return limit
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Return ranks in words."""
+    return " and ".join(f"rank {rank}" for rank in sorted(ranks)) or "a rank"

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmtsim.distributed.arithmetic import require_ranks
-from fmtsim.distributed.board import AbsentError, exchange
+from fmtsim.distributed.board import AbsentError, exchange, named
 from fmtsim.errors import ArgumentError, CollectiveError
 
 
@@ -119,7 +118,7 @@ class Ranks:
         try:
             return [json.loads(note) for note in exchange(self.group, json.dumps(value))]
         except AbsentError as error:
-            raise self.broken(what, _names(error.ranks), error) from error
+            raise self.broken(what, named(error.ranks), error) from error
 
     def _prints(self, own: int) -> list[int]:
         """Return every rank's fingerprint, each received from that rank itself, so that one that is gone has a name."""
@@ -139,7 +138,7 @@ class Ranks:
             except RuntimeError as error:
                 silent.append((rank, error))
         if silent:
-            raise self.broken(what, _names({rank for rank, _ in silent}), silent[0][1]) from silent[0][1]
+            raise self.broken(what, named({rank for rank, _ in silent}), silent[0][1]) from silent[0][1]
         return theirs[:, 0].tolist()
 
     def _start(self, verb: Any, x: Tensor, rank: int, silent: list[tuple[int, RuntimeError]]) -> Any:
@@ -180,7 +179,3 @@ class Ranks:
             "or called something else. Nothing was written; restart the ranks from a checkpoint. "
             f"torch says: {str(error).splitlines()[0]}"
         )
-
-
-def _names(ranks: Iterable[int]) -> str:
-    return " and ".join(f"rank {rank}" for rank in sorted(ranks)) or "a rank"

@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ from fmtsim.distributed import (
     simulate,
 )
 from fmtsim.distributed.arithmetic import Batch
+from fmtsim.distributed.board import exchange
 from fmtsim.distributed.fsdp import QuantizedAllGather, QuantizedReduceScatter
 from fmtsim.distributed.gather import HALO
+from fmtsim.distributed.ranks import Ranks
 from fmtsim.errors import ArgumentError, CollectiveError, DtypeError
 from tests.distributed.checks import (
     ddp_agrees,
@@ -102,6 +105,24 @@ def disagreement_has_a_name(rank, size):
     assert all_reduce(torch.ones(4), "bf16").values[0].tolist() == [1.0] * 4  # the group still works
 
 
+def store_carries_words(rank, size):
+    """Where a group reaches devices only, as NCCL's, ranks agree by notes in its store, which do not pile up."""
+    world = dist.group.WORLD
+    for turn in range(3):
+        assert exchange(world, f"{rank} {turn}") == [f"{other} {turn}" for other in range(size)]
+    store = dist.distributed_c10d._get_process_group_store(world)
+    dist.barrier()
+    kept = [store.check([f"fmtsim/{turn}/{other}"]) for turn in (1, 2, 3) for other in range(size)]
+    assert kept == [False] * 2 * size + [True] * size
+    with mock.patch.object(Ranks, "_on_cpus", False):
+        disagreement_has_a_name(rank, size)
+        tokens_arrive(rank, size, None)
+        ranks, device = Ranks(), torch.device("meta")
+        ranks.agree(("x",), device)
+        with mock.patch.object(Ranks, "_prints", side_effect=AssertionError):
+            ranks.agree(("x",), device)  # what is agreed is not compared again
+
+
 def start(rank, size, folder, seconds=60):
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -126,6 +147,7 @@ def worker(rank, folder):
             fsdp_agrees,
             fsdp_refuses,
             nan_is_refused_and_nothing_written,
+            store_carries_words,
         ):
             check(rank, 4)
     finally:
@@ -157,6 +179,11 @@ def mourner(rank, folder):
     else:
         raise AssertionError("a rank was gone, and nobody noticed")
     assert state.state_dict() == before
+    with mock.patch.object(Ranks, "_on_cpus", False):
+        refused("rank 2 did not answer in the comparison of arguments; such a rank has ended, hangs, or", all_reduce, x,
+                "msamp", group=late, error=CollectiveError)  # fmt: skip
+        refused("torch says: no note of rank 2 after 0.5 s", Ranks(late).gather_objects, 1, "a count",
+                error=CollectiveError)  # fmt: skip
     wire = torch.zeros(4, dtype=torch.uint8)
     refused("rank 2 did not answer in hop 1 of 2", state.ranks.pass_on, wire, wire.clone(), 2, 2, "hop 1 of 2",
             error=CollectiveError)  # fmt: skip
