@@ -19,6 +19,7 @@ from fmtsim.scaling.scales import FLT_MIN, reciprocal, scales
 from fmtsim.scaling.statistics import FLT_MAX, statistic
 
 MAX_RANKS = 1 << 16
+MAX_CALLS = 1 << 31
 
 
 class Counts(NamedTuple):
@@ -89,6 +90,8 @@ class Hop:
     """
 
     def __init__(self, reduction: Reduction, call: int = 0) -> None:
+        if type(call) is not int or not 0 <= call < MAX_CALLS:
+            raise ArgumentError(f"call={call!r} is not allowed; choose a whole number from 0 to {MAX_CALLS - 1}")
         self.reduction, self.call = reduction, call
         self.bits = reduction.format.bits
         self.top = float(reduction.format.max)
@@ -128,6 +131,19 @@ class Hop:
 def columns_of(sizes: Sequence[int], device: torch.device) -> Tensor:
     """Return sizes as int64 [tensors] on a device, copied from pinned memory, as another copy waits for the stream."""
     return torch.tensor(sizes, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """Return a tensor as a list of one, or a list of tensors.
+
+    Raises:
+        DtypeError: It is neither.
+    """
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    if not isinstance(tensors, Sequence):
+        raise DtypeError(f"the argument is a {type(tensors).__name__}; pass a tensor, or a list of tensors")
+    return list(tensors)
 
 
 def batch_of(tensors: Sequence[Tensor]) -> Batch:
@@ -223,7 +239,11 @@ def require_mu(reduction: Reduction, mu: float | Tensor | None, device: torch.de
             raise ArgumentError(f"mu={mu} belongs to factor='auto', not {reduction.factor!r}; leave it out")
         return None
     given = reduction.auto.initial if mu is None else mu
-    if not isinstance(given, Tensor) and not 0 < given < math.inf:
+    if isinstance(given, Tensor):
+        good = given.numel() == 1 and (given.device.type != "cpu" or 0 < float(given) < math.inf)
+    else:
+        good = isinstance(given, int | float) and 0 < given < math.inf
+    if not good:
         raise ArgumentError(f"mu={given} is no factor; pass a finite number above 0")
     return torch.as_tensor(given, dtype=torch.float32, device=device).reshape(())
 

@@ -83,9 +83,15 @@ class Ranks:
         object, on other devices, which could do other work meanwhile, only before the first one with these facts.
 
         Raises:
-            ArgumentError: They do not.
+            ArgumentError: They do not, or the group carries nothing between such devices.
             CollectiveError: A rank does not answer.
         """
+        carried = dist.get_backend_config(self.group)
+        if f"{device.type}:" not in carried:
+            raise ArgumentError(
+                f"the tensors are on {device}, but the process group carries {carried}; "
+                "move them, or pass another group"
+            )
         print_ = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "little")
         if self.size == 1 or (device.type != "cpu" and print_ in self._agreed):
             return

@@ -39,6 +39,7 @@ class ReductionState:
         self.steps = 0
         self.mu = require_mu(self.reduction, None, torch.device("cpu"))
         self.calls = 0
+        self._origin = "a new state"
         self._pending: Counts | None = None
         self._last: Counts | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -65,7 +66,7 @@ class ReductionState:
         Returns:
             float32 [rows, columns], or this rank's row of it with ``scatter``.
         """
-        self.ranks.agree((self.reduction, *facts), batch.x.device)
+        self.ranks.agree((self.reduction, *facts, self._origin), batch.x.device)
         if self.mu is not None:
             self.mu = self.mu.to(batch.x.device)
         values, counts = reduce_batch(batch, self.reduction, self.mu, self.calls, self.ranks, scatter=scatter)
@@ -116,3 +117,6 @@ class ReductionState:
             mu = require_mu(self.reduction, state["mu"], torch.device("cpu"))
         self.mu, self.steps, self.calls = mu, int(state["steps"]), int(state["calls"])
         self._pending = self._last = None
+        self._origin = f"a state of {self.steps} steps and {self.calls} calls" + (
+            "" if mu is None else f", mu={float(mu)!r}"
+        )

@@ -19,6 +19,7 @@ from fmtsim.distributed import (
     all_reduce,
     dispatch,
     fp8_hook,
+    get_reduction,
     reduce_scatter,
     simulate,
 )
@@ -92,16 +93,32 @@ def disagreement_has_a_name(rank, size):
     refused("seed=5", all_reduce, torch.ones(3), dataclasses.replace(BASE, seed=5 if other else 6))
     refused("rank 0 has all_reduce, rank 2 has reduce_scatter", reduce_scatter if other else all_reduce,
             torch.ones(4), "msamp")  # fmt: skip
+    refused("rank 0 has mu=0.5, call=0, rank 2 has mu=0.25, call=0", all_reduce, torch.ones(3), "fp8lm",
+            mu=0.25 if other else torch.tensor(0.5))  # fmt: skip
+    refused("rank 0 has mu=None, call=0, rank 2 has mu=None, call=1", all_reduce, torch.ones(3), "msamp",
+            call=int(other))  # fmt: skip
+    state, resumed = ReductionState("fp8lm"), {"reduction": repr(get_reduction("fp8lm")), "steps": 3, "calls": 7}
+    if other:
+        state.load_state_dict(resumed | {"mu": torch.tensor(2.0)})
+    refused("rank 0 has a new state, rank 2 has a state of 3 steps and 7 calls, mu=2.0", state.reduce,
+            Batch(torch.ones(1, 3), (3,)), ("x",))  # fmt: skip
     refused("counts=[1, 1] do not part x of shape (2, 16) among 4 ranks", dispatch, torch.ones(2, 16), [1, 1])
     refused(
         "nvfp4 has a scale of the whole tensor, but rows are sent apart", dispatch, torch.ones(4, 16), [1] * 4, "nvfp4"
     )
     refused("5 elements do not divide among 4 ranks; pad them", reduce_scatter, torch.ones(5), "msamp")
     refused("sizes=(3,) sum to 3, not to the 2 columns", reduce_scatter, torch.ones(8), "msamp", sizes=(3,))
+    refused("sizes=(3, -1) sum to 2, not to the 2 columns; name", reduce_scatter, torch.ones(8), "msamp", sizes=(3, -1))
     refused("sizes=(3,) sum to 3, not to the 8 elements", all_gather, torch.ones(8), "int8", sizes=(3,))
     refused(
         "x is torch.int64; pass float16, bfloat16, float32", all_gather, torch.ones(3).long(), "int8", error=DtypeError
     )
+    refused("x has layout torch.sparse_coo; pass a dense tensor", all_gather, torch.ones(3).to_sparse(), "int8")
+    refused("the tensors are on meta, but the process group carries cpu:gloo", all_reduce,
+            torch.ones(3, device="meta"), "msamp")  # fmt: skip
+    for counts in ([0.5] * 4, 4, [True, None, 1, 1]):
+        refused(f"counts={counts} are no numbers of rows; pass a list", dispatch, torch.ones(4, 16), counts)
+    assert dispatch(torch.ones(4, 0), torch.ones(4, dtype=torch.int64)).shape == (4, 0)
     assert all_reduce(torch.ones(4), "bf16").values[0].tolist() == [1.0] * 4  # the group still works
 
 
@@ -117,7 +134,7 @@ def store_carries_words(rank, size):
     with mock.patch.object(Ranks, "_on_cpus", False):
         disagreement_has_a_name(rank, size)
         tokens_arrive(rank, size, None)
-        ranks, device = Ranks(), torch.device("meta")
+        ranks, device = Ranks(), torch.device("cuda")  # gloo carries both
         ranks.agree(("x",), device)
         with mock.patch.object(Ranks, "_prints", side_effect=AssertionError):
             ranks.agree(("x",), device)  # what is agreed is not compared again
