@@ -1,7 +1,7 @@
 """The arithmetic of a reduction, which the simulation and the processes share: scales, casts, hops, counts."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from fmtsim.formats.representable import FLOAT_DTYPES
 from fmtsim.ops import CastSpec, EncodedParts, RandomKey
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.scales import FLT_MIN, reciprocal, scales
-from fmtsim.scaling.statistics import FLT_MAX, statistic
+from fmtsim.scaling.statistics import FLT_MAX
 
 MAX_RANKS = 1 << 16
 MAX_CALLS = 1 << 31
@@ -64,14 +64,9 @@ class Batch:
 
     def amaxes(self) -> Tensor:
         """Return the largest finite magnitude of each tensor, float32 [tensors], 0 for a tensor without one."""
-        whole = [statistic(part, (None, None), "amax").reshape(-1) for part in self.x.split(self.sizes, 1)]
-        return torch.stack([part[0] if part.numel() else self.x.new_zeros(()) for part in whole])
-
-    def spread(self, per_tensor: Tensor) -> Tensor:
-        """Return [1, columns]: each tensor's number at its columns."""
-        return per_tensor.repeat_interleave(
-            columns_of(self.sizes, per_tensor.device), output_size=self.x.shape[1]
-        ).unsqueeze(0)
+        magnitudes = torch.where(self.x.isfinite(), self.x.abs(), 0)
+        parts = magnitudes.split(self.sizes, 1)
+        return torch.stack([part.amax() if part.numel() else part.new_zeros(()) for part in parts])
 
 
 class Factors(NamedTuple):
@@ -128,9 +123,18 @@ class Hop:
         return packed_size(count, self.bits)
 
 
-def columns_of(sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Return sizes as int64 [tensors] on a device, copied from pinned memory, as another copy waits for the stream."""
-    return torch.tensor(sizes, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+def each(verb: Callable[[Tensor, Tensor], Tensor], x: Tensor, sizes: Sequence[int], numbers: Tensor) -> Tensor:
+    """Return what a verb makes of each tensor's columns of x and of that tensor's number.
+
+    Args:
+        verb: Works on elements.
+        x: [..., columns].
+        sizes: Columns of each tensor.
+        numbers: [tensors].
+    """
+    if len(sizes) == 1:
+        return verb(x, numbers)
+    return torch.cat([verb(part, n) for part, n in zip(x.split(sizes, -1), numbers.unbind(), strict=True)], -1)
 
 
 def listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
@@ -194,13 +198,13 @@ def factors_of(amaxes: Tensor, reduction: Reduction, ranks: int, mu: Tensor | No
 def scaled(batch: Batch, factors: Factors, reduction: Reduction) -> Tensor:
     """Return float32 [rows, columns]: what is rounded for the first hop, ``RN(x * e)``."""
     x = batch.x
-    y = x * batch.spread(factors.encode)
+    y = each(torch.mul, x, batch.sizes, factors.encode)
     return torch.where(x.isfinite(), y, torch.nan) if reduction.nonfinite == "propagate" else y
 
 
 def finished(sums: Tensor, batch: Batch, factors: Factors) -> Tensor:
     """Return float32 [rows, columns]: the result of sums of that shape, ``RN(sum * d)``."""
-    return sums * batch.spread(factors.decode)
+    return each(torch.mul, sums, batch.sizes, factors.decode)
 
 
 def own_counts(x: Tensor, y: Tensor, q: Tensor, top: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -109,7 +109,7 @@ def reduce_scatter(
         raise ArgumentError(f"{flat.numel()} elements do not divide among {ranks.size} ranks; pad them")
     columns = flat.numel() // ranks.size
     parts = (columns,) if sizes is None else tuple(sizes)
-    if sum(parts) != columns or min(parts, default=0) < 0:
+    if sum(parts) != columns or min(parts, default=-1) < 0:
         raise ArgumentError(
             f"sizes={parts} sum to {sum(parts)}, not to the {columns} columns; name each tensor's columns, none below 0"
         )

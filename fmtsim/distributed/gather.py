@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmtsim import ops
-from fmtsim.distributed.arithmetic import canonical, columns_of
+from fmtsim.distributed.arithmetic import canonical, each
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.distributed.wire import from_rows, require_row_blocks, row_template, to_rows
 from fmtsim.errors import ArgumentError, DtypeError
@@ -72,19 +72,18 @@ def gather_parts(x: Tensor, fmt: Format, scaling: Scaling | None, sizes: tuple[i
         return torch.stack(shards)
     require_whole(fmt, scaling)
     assert not isinstance(fmt, BlockFormat | LogTileFormat)
-    if sum(sizes) != x.numel() or min(sizes, default=0) < 0:
+    if sum(sizes) != x.numel() or min(sizes, default=-1) < 0:
         raise ArgumentError(
             f"sizes={sizes} sum to {sum(sizes)}, not to the {x.numel()} elements of x; name them all, none below 0"
         )
     flat = x.detach().reshape(-1).float()
     made = _shared_scales(flat.split(sizes), scaling, fmt, ranks)
-    repeats = columns_of(sizes, x.device)
-    elements = _elements(flat, made, repeats, fmt)
+    elements = _elements(flat, made, sizes, fmt)
     spec = CastSpec(format=fmt, rounding=Rounding(), overflow=fmt.default_overflow)
     wires = _gather(pack(ops.encode(elements, spec).codes, fmt.bits)[None], ranks)
     values = ops.decode(EncodedParts(unpack(wires, fmt.bits, flat.numel())), spec, torch.float32)
-    scale = made.scale.reshape(-1).repeat_interleave(repeats, output_size=flat.numel())
-    return canonical((values * scale).to(x.dtype)).reshape(ranks.size, *x.shape)
+    scaled = each(torch.mul, values, sizes, made.scale)
+    return canonical(scaled.to(x.dtype)).reshape(ranks.size, *x.shape)
 
 
 def dispatch(
@@ -171,11 +170,10 @@ def _shared_scales(parts: Sequence[Tensor], scaling: Scaling, fmt: ElementFormat
     return made._replace(scale=torch.where(found[len(parts) :] > 0, torch.nan, made.scale))
 
 
-def _elements(x: Tensor, made: Scales, repeats: Tensor, fmt: ElementFormat) -> Tensor:
+def _elements(x: Tensor, made: Scales, sizes: Sequence[int], fmt: ElementFormat) -> Tensor:
     """Return values of the format, one for each element."""
-    factor = made.factor.repeat_interleave(repeats, output_size=x.numel())
     x = torch.where(x.isfinite(), x, torch.nan if fmt.has_nan else 0.0)
-    y = torch.div(x, factor) if made.divides else x * factor
+    y = each(torch.div if made.divides else torch.mul, x, sizes, made.factor)
     return quantize(y, fmt, out_dtype=torch.float32)
 
 
