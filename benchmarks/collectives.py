@@ -4,7 +4,7 @@ python benchmarks/collectives.py [--device cuda] [--ranks 2] [--megabytes 1 10 1
 """
 
 import argparse
-import tempfile
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -84,7 +84,7 @@ def show(rank: int, line: str) -> None:
         print(line, flush=True)
 
 
-def work(rank: int, options: argparse.Namespace, folder: str) -> None:
+def work(rank: int, options: argparse.Namespace, port: int) -> None:
     cuda = options.device == "cuda"
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
@@ -92,7 +92,7 @@ def work(rank: int, options: argparse.Namespace, folder: str) -> None:
     else:
         torch.set_num_threads(1)
     dist.init_process_group(
-        "nccl" if cuda else "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=options.ranks
+        "nccl" if cuda else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=options.ranks
     )
     where = torch.cuda.get_device_name() if cuda else "CPU"
     show(rank, f"{options.ranks} ranks, {where}, torch {torch.__version__}")
@@ -109,8 +109,11 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--repeat", type=int, default=10)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, args=(parser.parse_args(), folder), nprocs=parser.parse_args().ranks)
+    options = parser.parse_args()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(work, args=(options, port), nprocs=options.ranks)
 
 
 if __name__ == "__main__":

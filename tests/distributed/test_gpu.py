@@ -56,13 +56,13 @@ def worker(rank, folder, names):
     dist.destroy_process_group()
 
 
-def run(target, *arguments):
+def run(target, *arguments, limit=LIMIT):
     """Start a process a GPU; all of them end in time, or the test fails."""
     processes = mp.spawn(target, args=arguments, nprocs=GPUS, join=False)
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + limit
     try:
         while not processes.join(1):
-            assert time.monotonic() < deadline, f"processes hang after {LIMIT} s"
+            assert time.monotonic() < deadline, f"processes hang after {limit} s"
     finally:
         for process in processes.processes:
             process.kill()
@@ -145,11 +145,11 @@ CHECKS = {
     "edges": lambda rank, device: edges_agree(rank, GPUS, None, device),
     "gathers": lambda rank, device: gathers_agree(rank, GPUS, None, device),
     "tokens": lambda rank, device: tokens_arrive(rank, GPUS, None, device),
+    "groups": groups_are_apart,
     "shared scales": scales_are_shared,
     "ddp": lambda rank, device: ddp_agrees(rank, GPUS, device),
     "large buckets": a_large_bucket_agrees,
     "fsdp": lambda rank, device: fsdp_agrees(rank, GPUS, device),
-    "groups": groups_are_apart,
     "disagreement": disagreement_has_a_name,
     "nan": nan_is_refused_and_nothing_written,
 }
@@ -199,9 +199,7 @@ def test_gpu_simulation_has_the_bits_of_the_cpu(case):
 
 
 @needs_gpus
-@pytest.mark.parametrize("names", [("factors",), ("formats", "edges", "groups"), ("gathers", "tokens"),
-                                   ("shared scales",), ("ddp", "large buckets"), ("fsdp",), ("disagreement", "nan")],
-                         ids="-".join)  # fmt: skip
+@pytest.mark.parametrize("names", [tuple(CHECKS)[:6], tuple(CHECKS)[6:]], ids=["verbs", "hooks"])
 def test_gpu_ranks_and_the_simulation_give_the_same_bits(names, tmp_path):
     run(worker, str(tmp_path), names)
 
@@ -213,8 +211,6 @@ def test_gpu_a_rank_that_ends_is_named(tmp_path):
 
 @needs_gpus
 def test_gpu_a_rank_that_ends_in_a_reduction_ends_the_others(tmp_path):
-    """NCCL's watchdog ends the process when the group's timeout is over."""
-    began = time.monotonic()
+    """NCCL's watchdog ends the process when the group's timeout is over and it has written down what ran."""
     with pytest.raises((mp.ProcessExitedException, mp.ProcessRaisedException), match="rocess 0 terminated"):
-        run(widow, str(tmp_path))
-    assert time.monotonic() - began < LIMIT
+        run(widow, str(tmp_path), limit=2 * LIMIT)
