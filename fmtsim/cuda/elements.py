@@ -231,7 +231,9 @@ def _table(spec: CastSpec, x: torch.Tensor) -> Table | None:
         _encode_any(points, spec, None, codes, (1, points.numel()), 8)
         return codes
 
-    return _tables.setdefault(key, build(spec, layout, values, encode))
+    table = build(spec, layout, values, encode)
+    runtime.finished(x)
+    return _tables.setdefault(key, table)
 
 
 def _by_patterns(x: torch.Tensor, spec: CastSpec, to: torch.Tensor, slot: int) -> bool:

@@ -71,6 +71,7 @@ def _table(x: torch.Tensor, to: torch.Tensor, spec: CastSpec, slot: int, cast: C
     points = torch.arange(_COUNT, device=x.device, dtype=torch.int32).to(torch.int16).view(x.dtype)
     entries = torch.empty(_COUNT, dtype=to.dtype if key[3] else torch.uint8, device=x.device)
     cast(points, entries)
+    runtime.finished(x)
     return _tables.setdefault(key, entries)
 
 

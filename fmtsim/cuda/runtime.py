@@ -188,6 +188,12 @@ def cache_folder() -> Path | None:
     return folder
 
 
+def finished(x: torch.Tensor) -> None:
+    """Wait for what is queued on a tensor's device, so that any stream may read a table that is made once and kept."""
+    if x.is_cuda:
+        torch.cuda.current_stream(x.device).synchronize()
+
+
 @cache
 def program_cache() -> Any:
     """Return the cache of machine code on disk, one in memory where no folder can be written."""

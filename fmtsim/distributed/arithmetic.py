@@ -1,7 +1,7 @@
 """The arithmetic of a reduction, which the simulation and the processes share: scales, casts, hops, counts."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,9 +16,10 @@ from fmtsim.formats.representable import FLOAT_DTYPES
 from fmtsim.ops import CastSpec, EncodedParts, RandomKey
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.scales import FLT_MIN, reciprocal, scales
-from fmtsim.scaling.statistics import FLT_MAX, statistic
+from fmtsim.scaling.statistics import FLT_MAX
 
 MAX_RANKS = 1 << 16
+MAX_CALLS = 1 << 31
 
 
 class Counts(NamedTuple):
@@ -63,13 +64,9 @@ class Batch:
 
     def amaxes(self) -> Tensor:
         """Return the largest finite magnitude of each tensor, float32 [tensors], 0 for a tensor without one."""
-        whole = [statistic(part, (None, None), "amax").reshape(-1) for part in self.x.split(self.sizes, 1)]
-        return torch.stack([part[0] if part.numel() else self.x.new_zeros(()) for part in whole])
-
-    def spread(self, per_tensor: Tensor) -> Tensor:
-        """Return [1, columns]: each tensor's number at its columns."""
-        repeats = torch.tensor(self.sizes, device=per_tensor.device)
-        return per_tensor.repeat_interleave(repeats, output_size=self.x.shape[1]).unsqueeze(0)
+        magnitudes = torch.where(self.x.isfinite(), self.x.abs(), 0)
+        parts = magnitudes.split(self.sizes, 1)
+        return torch.stack([part.amax() if part.numel() else part.new_zeros(()) for part in parts])
 
 
 class Factors(NamedTuple):
@@ -88,6 +85,8 @@ class Hop:
     """
 
     def __init__(self, reduction: Reduction, call: int = 0) -> None:
+        if type(call) is not int or not 0 <= call < MAX_CALLS:
+            raise ArgumentError(f"call={call!r} is not allowed; choose a whole number from 0 to {MAX_CALLS - 1}")
         self.reduction, self.call = reduction, call
         self.bits = reduction.format.bits
         self.top = float(reduction.format.max)
@@ -122,6 +121,33 @@ class Hop:
     def bytes(self, count: int) -> int:
         """Return how many bytes travel for so many elements."""
         return packed_size(count, self.bits)
+
+
+def each(verb: Callable[[Tensor, Tensor], Tensor], x: Tensor, sizes: Sequence[int], numbers: Tensor) -> Tensor:
+    """Return what a verb makes of each tensor's columns of x and of that tensor's number.
+
+    Args:
+        verb: Works on elements.
+        x: [..., columns].
+        sizes: Columns of each tensor.
+        numbers: [tensors].
+    """
+    if len(sizes) == 1:
+        return verb(x, numbers)
+    return torch.cat([verb(part, n) for part, n in zip(x.split(sizes, -1), numbers.unbind(), strict=True)], -1)
+
+
+def listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """Return a tensor as a list of one, or a list of tensors.
+
+    Raises:
+        DtypeError: It is neither.
+    """
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    if not isinstance(tensors, Sequence):
+        raise DtypeError(f"the argument is a {type(tensors).__name__}; pass a tensor, or a list of tensors")
+    return list(tensors)
 
 
 def batch_of(tensors: Sequence[Tensor]) -> Batch:
@@ -172,13 +198,13 @@ def factors_of(amaxes: Tensor, reduction: Reduction, ranks: int, mu: Tensor | No
 def scaled(batch: Batch, factors: Factors, reduction: Reduction) -> Tensor:
     """Return float32 [rows, columns]: what is rounded for the first hop, ``RN(x * e)``."""
     x = batch.x
-    y = x * batch.spread(factors.encode)
+    y = each(torch.mul, x, batch.sizes, factors.encode)
     return torch.where(x.isfinite(), y, torch.nan) if reduction.nonfinite == "propagate" else y
 
 
 def finished(sums: Tensor, batch: Batch, factors: Factors) -> Tensor:
     """Return float32 [rows, columns]: the result of sums of that shape, ``RN(sum * d)``."""
-    return sums * batch.spread(factors.decode)
+    return each(torch.mul, sums, batch.sizes, factors.decode)
 
 
 def own_counts(x: Tensor, y: Tensor, q: Tensor, top: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,7 +217,7 @@ def own_counts(x: Tensor, y: Tensor, q: Tensor, top: float) -> tuple[Tensor, Ten
 
 def result_counts(sums: Tensor, top: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return elements, saturated and spoiled elements of reduced sums."""
-    elements = torch.tensor(sums.numel(), device=sums.device)
+    elements = torch.full((), sums.numel(), device=sums.device)  # a kernel; torch.tensor would wait for the device
     return elements, (sums.abs() == top).sum(), (~sums.isfinite()).sum()
 
 
@@ -217,7 +243,11 @@ def require_mu(reduction: Reduction, mu: float | Tensor | None, device: torch.de
             raise ArgumentError(f"mu={mu} belongs to factor='auto', not {reduction.factor!r}; leave it out")
         return None
     given = reduction.auto.initial if mu is None else mu
-    if not isinstance(given, Tensor) and not 0 < given < math.inf:
+    if isinstance(given, Tensor):
+        good = given.numel() == 1 and (given.device.type != "cpu" or 0 < float(given) < math.inf)
+    else:
+        good = isinstance(given, int | float) and 0 < given < math.inf
+    if not good:
         raise ArgumentError(f"mu={given} is no factor; pass a finite number above 0")
     return torch.as_tensor(given, dtype=torch.float32, device=device).reshape(())
 

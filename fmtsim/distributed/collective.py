@@ -17,6 +17,7 @@ from fmtsim.distributed.arithmetic import (
     chunked,
     factors_of,
     finished,
+    listed,
     own_counts,
     require_mu,
     result_counts,
@@ -69,12 +70,13 @@ def all_reduce(
         DtypeError: A tensor is not a floating-point one.
         CollectiveError: A rank does not answer.
     """
-    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given = listed(tensors)
     chosen, ranks = get_reduction(reduction), Ranks(group)
     batch = batch_of(given)
+    factor = require_mu(chosen, mu, batch.x.device)
     shapes = [(tuple(x.shape), str(x.dtype)) for x in given]
-    ranks.agree(("all_reduce", chosen, shapes), batch.x.device)
-    values, counts = reduce_batch(batch, chosen, require_mu(chosen, mu, batch.x.device), call, ranks, scatter=False)
+    ranks.agree(("all_reduce", chosen, shapes, _settings(mu, call)), batch.x.device)
+    values, counts = reduce_batch(batch, chosen, factor, call, ranks, scatter=False)
     return Reduced(split(values, batch, given), counts)
 
 
@@ -107,13 +109,13 @@ def reduce_scatter(
         raise ArgumentError(f"{flat.numel()} elements do not divide among {ranks.size} ranks; pad them")
     columns = flat.numel() // ranks.size
     parts = (columns,) if sizes is None else tuple(sizes)
-    if sum(parts) != columns:
+    if sum(parts) != columns or min(parts, default=-1) < 0:
         raise ArgumentError(
-            f"sizes={parts} sum to {sum(parts)}, not to the {columns} columns; name each tensor's columns"
+            f"sizes={parts} sum to {sum(parts)}, not to the {columns} columns; name each tensor's columns, none below 0"
         )
-    batch = Batch(flat.reshape(ranks.size, columns), parts)
-    ranks.agree(("reduce_scatter", chosen, (parts, str(x.dtype))), x.device)
-    values, counts = reduce_batch(batch, chosen, require_mu(chosen, mu, x.device), call, ranks, scatter=True)
+    batch, factor = Batch(flat.reshape(ranks.size, columns), parts), require_mu(chosen, mu, x.device)
+    ranks.agree(("reduce_scatter", chosen, (parts, str(x.dtype)), _settings(mu, call)), x.device)
+    values, counts = reduce_batch(batch, chosen, factor, call, ranks, scatter=True)
     return Reduced([canonical(values.reshape(-1).to(x.dtype))], counts)
 
 
@@ -128,6 +130,13 @@ def reduce_batch(
     own = own_counts(batch.x.reshape(-1), y, q, hop.top)
     sums = _reduced(q, hop, ranks, scatter)
     return _finish(sums, batch, factors, hop, ranks, scatter, own)
+
+
+def _settings(mu: float | Tensor | None, call: int) -> str:
+    """Return in words what ranks have to agree on; a mu on a device is not looked at, as that would wait for it."""
+    if isinstance(mu, Tensor):
+        mu = "a tensor" if mu.device.type != "cpu" else float(mu)  # type: ignore[assignment]
+    return f"mu={mu}, call={call}"
 
 
 def _finish(
@@ -154,7 +163,7 @@ def _amaxes(batch: Batch, reduction: Reduction, ranks: Ranks) -> Tensor:
 
 def _reduced(q: Tensor, hop: Hop, ranks: Ranks, scatter: bool) -> Tensor:
     """Return the sums of the casts [n] of all ranks, or this rank's chunk of them."""
-    if ranks.size == 1:
+    if ranks.size == 1 or not q.numel():
         return q
     if hop.reduction.algorithm == "tree":
         return _tree(q, hop, ranks, scatter)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmtsim import ops
-from fmtsim.distributed.arithmetic import canonical
+from fmtsim.distributed.arithmetic import canonical, each
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.distributed.wire import from_rows, require_row_blocks, row_template, to_rows
 from fmtsim.errors import ArgumentError, DtypeError
@@ -72,22 +72,23 @@ def gather_parts(x: Tensor, fmt: Format, scaling: Scaling | None, sizes: tuple[i
         return torch.stack(shards)
     require_whole(fmt, scaling)
     assert not isinstance(fmt, BlockFormat | LogTileFormat)
-    if sum(sizes) != x.numel():
-        raise ArgumentError(f"sizes={sizes} sum to {sum(sizes)}, not to the {x.numel()} elements of x; name them all")
+    if sum(sizes) != x.numel() or min(sizes, default=-1) < 0:
+        raise ArgumentError(
+            f"sizes={sizes} sum to {sum(sizes)}, not to the {x.numel()} elements of x; name them all, none below 0"
+        )
     flat = x.detach().reshape(-1).float()
     made = _shared_scales(flat.split(sizes), scaling, fmt, ranks)
-    repeats = torch.tensor(sizes, device=x.device)
-    elements = _elements(flat, made, repeats, fmt)
+    elements = _elements(flat, made, sizes, fmt)
     spec = CastSpec(format=fmt, rounding=Rounding(), overflow=fmt.default_overflow)
     wires = _gather(pack(ops.encode(elements, spec).codes, fmt.bits)[None], ranks)
     values = ops.decode(EncodedParts(unpack(wires, fmt.bits, flat.numel())), spec, torch.float32)
-    scale = made.scale.reshape(-1).repeat_interleave(repeats, output_size=flat.numel())
-    return canonical((values * scale).to(x.dtype)).reshape(ranks.size, *x.shape)
+    scaled = each(torch.mul, values, sizes, made.scale)
+    return canonical(scaled.to(x.dtype)).reshape(ranks.size, *x.shape)
 
 
 def dispatch(
     x: Tensor,
-    counts: Sequence[int],
+    counts: Sequence[int] | Tensor,
     format: str | Format = "logfmt8",
     *,
     group: dist.ProcessGroup | None = None,
@@ -97,7 +98,7 @@ def dispatch(
     Args:
         x: [tokens, width]; the first ``counts[0]`` rows go to rank 0, the next ``counts[1]`` to rank 1, and so on. Rows
             and counts may differ between ranks, width and dtype not.
-        counts: Rows for each rank.
+        counts: Rows for each rank; a tensor on a device is waited for.
         format: The format that travels: element formats, and those with blocks along a row.
         group: The ranks; None is the default group.
 
@@ -113,6 +114,10 @@ def dispatch(
     ranks, fmt = Ranks(group), get_format(format)
     _check(x)
     require_row_blocks(fmt)
+    if isinstance(counts, Tensor):
+        counts = counts.tolist()
+    if not isinstance(counts, Sequence) or not all(isinstance(count, int) for count in counts):
+        raise ArgumentError(f"counts={counts} are no numbers of rows; pass a list of one whole number a rank")
     sent = list(counts)
     if x.dim() != 2 or len(sent) != ranks.size or sum(sent) != len(x) or min(sent) < 0:
         raise ArgumentError(
@@ -121,6 +126,8 @@ def dispatch(
         )
     ranks.agree(("dispatch", fmt, x.shape[1], str(x.dtype)), x.device)
     received = [row[ranks.rank] for row in ranks.gather_objects(sent, "the exchange of row counts")]
+    if not x.shape[1]:
+        return x.new_empty(sum(received), 0)
     template = row_template(fmt, x.shape[1], x.device)
     width = to_rows(template, 1).shape[1]
     out = to_rows(encode(x.detach(), fmt, pad=True), len(x)) if len(x) else x.new_empty(0, width, dtype=torch.uint8)
@@ -163,17 +170,18 @@ def _shared_scales(parts: Sequence[Tensor], scaling: Scaling, fmt: ElementFormat
     return made._replace(scale=torch.where(found[len(parts) :] > 0, torch.nan, made.scale))
 
 
-def _elements(x: Tensor, made: Scales, repeats: Tensor, fmt: ElementFormat) -> Tensor:
+def _elements(x: Tensor, made: Scales, sizes: Sequence[int], fmt: ElementFormat) -> Tensor:
     """Return values of the format, one for each element."""
-    factor = made.factor.repeat_interleave(repeats, output_size=x.numel())
     x = torch.where(x.isfinite(), x, torch.nan if fmt.has_nan else 0.0)
-    y = torch.div(x, factor) if made.divides else x * factor
+    y = each(torch.div if made.divides else torch.mul, x, sizes, made.factor)
     return quantize(y, fmt, out_dtype=torch.float32)
 
 
 def _gather(wire: Tensor, ranks: Ranks) -> Tensor:
     """Return the bytes [1, bytes] of all ranks as [ranks, bytes]."""
     out = wire.new_empty(ranks.size, wire.shape[1])
+    if not wire.numel():
+        return out
     try:
         dist.all_gather(list(out.unbind()), wire[0], group=ranks.group)
     except RuntimeError as error:
@@ -194,3 +202,5 @@ def _check(x: Tensor) -> None:
     if not isinstance(x, Tensor) or x.dtype not in FLOAT_DTYPES:
         found = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise DtypeError(f"x is {found}; pass float16, bfloat16, float32 or float64")
+    if x.layout != torch.strided:
+        raise ArgumentError(f"x has layout {x.layout}; pass a dense tensor, for example x.to_dense()")

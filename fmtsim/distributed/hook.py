@@ -19,12 +19,17 @@ def fp8_hook(
     the bucket travels as one tensor of codes. The bucket is written when all of it has arrived, or not at all; the last
     bucket of a backward pass ends the state's step.
 
+    On a GPU the reduction is queued on a stream of the state's own, so that the backward pass goes on meanwhile; the
+    future carries that stream's event, which DistributedDataParallel waits for. On a CPU the hook waits: from a thread
+    of its own its messages would mix with those that the backward pass sends in the same group (batch normalisation,
+    shared scales) in an order that differs between ranks.
+
     Args:
         state: The reduction and what it remembers; one for each model.
         bucket: What DistributedDataParallel hands over.
 
     Returns:
-        A finished future with the bucket's buffer.
+        A finished future with the bucket's buffer; on a GPU its event may be ahead.
 
     Raises:
         ArgumentError: The state is not a ReductionState, ranks disagree, or NaN and Inf under ``"raise"``.
@@ -34,6 +39,17 @@ def fp8_hook(
         raise ArgumentError(
             f"state={state!r} is not a ReductionState; register_comm_hook(ReductionState(name), fp8_hook)"
         )
+    buffer = bucket.buffer()
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+        devices=[] if buffer.device.type == "cpu" else [buffer.device]
+    )
+    with state.aside(buffer.device):
+        _reduce(state, bucket)
+        future.set_result(buffer)  # records the event, so it belongs on the stream
+    return future
+
+
+def _reduce(state: ReductionState, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
     if bucket.index() == 0:
         state.begin()
     gradients = bucket.gradients()
@@ -44,9 +60,3 @@ def fp8_hook(
         gradient.copy_(value)
     if bucket.is_last():
         state.step()
-    buffer = bucket.buffer()
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-        devices=[] if buffer.device.type == "cpu" else [buffer.device]
-    )
-    future.set_result(buffer)
-    return future

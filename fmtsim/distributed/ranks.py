@@ -1,6 +1,7 @@
 """Messages between ranks: agreement before a collective, neighbours during it, and errors that name the rank."""
 
 import hashlib
+import json
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmtsim.distributed.arithmetic import require_ranks
+from fmtsim.distributed.board import AbsentError, exchange, named
 from fmtsim.errors import ArgumentError, CollectiveError
 
 
@@ -77,23 +79,31 @@ class Ranks:
     def agree(self, facts: tuple[Any, ...], device: torch.device) -> None:
         """Make sure that all ranks call the same collective on the same shapes, dtypes and record.
 
-        On the CPU the ranks compare a fingerprint of the facts before every collective; on other devices, where looking
-        would wait for the device, only before the first one with these facts.
+        The ranks compare a fingerprint of the facts between their CPUs: on the CPU before every collective of this
+        object, on other devices, which could do other work meanwhile, only before the first one with these facts.
 
         Raises:
-            ArgumentError: They do not.
+            ArgumentError: They do not, or the group carries nothing between such devices.
             CollectiveError: A rank does not answer.
         """
+        carried = dist.get_backend_config(self.group)
+        if f"{device.type}:" not in carried:
+            raise ArgumentError(
+                f"the tensors are on {device}, but the process group carries {carried}; "
+                "move them, or pass another group"
+            )
         print_ = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "little")
         if self.size == 1 or (device.type != "cpu" and print_ in self._agreed):
             return
-        found = self._prints(print_, device)
+        found = self._prints(print_)
         if any(other != print_ for other in found):
             raise ArgumentError(self._disagreement(facts, found))
         self._agreed.add(print_)
 
     def gather_objects(self, value: Any, what: str) -> list[Any]:
-        """Return the small object of every rank."""
+        """Return the small object of every rank, of lists, numbers and strings; it travels between CPUs."""
+        if not self._on_cpus:
+            return self._notes(value, what)
         gathered: list[Any] = [None] * self.size
         try:
             dist.all_gather_object(gathered, value, group=self.group)
@@ -101,14 +111,29 @@ class Ranks:
             raise self.broken(what, "a rank", error) from error
         return gathered
 
-    def _prints(self, own: int, device: torch.device) -> list[int]:
+    @property
+    def _on_cpus(self) -> bool:
+        """Whether the group carries messages between CPUs."""
+        return "cpu:" in dist.get_backend_config(self.group)
+
+    def _notes(self, value: Any, what: str) -> list[Any]:
+        """Return the small object of every rank, by way of the group's store: NCCL would have to wait for the device,
+        and ends the process where a rank is gone.
+        """
+        assert self.group is not None
+        try:
+            return [json.loads(note) for note in exchange(self.group, json.dumps(value))]
+        except AbsentError as error:
+            raise self.broken(what, named(error.ranks), error) from error
+
+    def _prints(self, own: int) -> list[int]:
         """Return every rank's fingerprint, each received from that rank itself, so that one that is gone has a name."""
-        mine = torch.tensor([own], device=device)
-        theirs = torch.zeros(self.size, 1, dtype=torch.int64, device=device)
-        theirs[self.rank] = mine
+        what = "the comparison of arguments"
+        if not self._on_cpus:
+            return self._notes(own, what)
+        mine = torch.tensor([own])
+        theirs = mine.repeat(self.size, 1)
         peers = [rank for rank in range(self.size) if rank != self.rank]
-        if device.type != "cpu":
-            return [int(value) for value in self.gather_objects(own, "the comparison of arguments")]
         silent: list[tuple[int, RuntimeError]] = []
         sends = [(rank, self._start(dist.isend, mine, rank, silent)) for rank in peers]
         receives = [(rank, self._start(dist.irecv, theirs[rank], rank, silent)) for rank in peers]
@@ -119,8 +144,7 @@ class Ranks:
             except RuntimeError as error:
                 silent.append((rank, error))
         if silent:
-            names = " and ".join(f"rank {rank}" for rank in sorted({rank for rank, _ in silent}))
-            raise self.broken("the comparison of arguments", names, silent[0][1]) from silent[0][1]
+            raise self.broken(what, named({rank for rank, _ in silent}), silent[0][1]) from silent[0][1]
         return theirs[:, 0].tolist()
 
     def _start(self, verb: Any, x: Tensor, rank: int, silent: list[tuple[int, RuntimeError]]) -> Any:
@@ -131,7 +155,7 @@ class Ranks:
             return None
 
     def _disagreement(self, facts: tuple[Any, ...], prints: list[int]) -> str:
-        told = self.gather_objects([(repr(fact), str(fact)) for fact in facts], "the comparison of arguments")
+        told = self.gather_objects([[repr(fact), str(fact)] for fact in facts], "the comparison of arguments")
         other = next(rank for rank, value in enumerate(prints) if value != prints[0])
         pairs = zip(told[0], told[other], strict=False)
         mine, its = next((pair for pair in pairs if pair[0] != pair[1]), (told[0][0], told[other][0]))

@@ -15,6 +15,7 @@ from fmtsim.distributed.arithmetic import (
     chunked,
     factors_of,
     finished,
+    listed,
     own_counts,
     require_mu,
     require_ranks,
@@ -63,7 +64,7 @@ def simulate(
     [tensor([2.])]
     """
     chosen = get_reduction(reduction)
-    lists = [[one] if isinstance(one, Tensor) else list(one) for one in ranks]
+    lists = [listed(one) for one in ranks]
     require_ranks(len(lists))
     _require_agreement(lists)
     batches = [batch_of(one) for one in lists]

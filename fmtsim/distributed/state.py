@@ -1,5 +1,7 @@
 """What a reduction remembers from step to step: the automatic factor, counts, and how many steps there were."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,8 +39,22 @@ class ReductionState:
         self.steps = 0
         self.mu = require_mu(self.reduction, None, torch.device("cpu"))
         self.calls = 0
+        self._origin = "a new state"
         self._pending: Counts | None = None
         self._last: Counts | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def aside(self, device: torch.device) -> Iterator[None]:
+        """Queue on a stream of the state's own what a CUDA device does meanwhile, behind what is queued already."""
+        if device.type != "cuda":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            yield
 
     def begin(self) -> None:
         """Start a step: drop counts of one that broke off."""
@@ -50,7 +66,7 @@ class ReductionState:
         Returns:
             float32 [rows, columns], or this rank's row of it with ``scatter``.
         """
-        self.ranks.agree((self.reduction, *facts), batch.x.device)
+        self.ranks.agree((self.reduction, *facts, self._origin), batch.x.device)
         if self.mu is not None:
             self.mu = self.mu.to(batch.x.device)
         values, counts = reduce_batch(batch, self.reduction, self.mu, self.calls, self.ranks, scatter=scatter)
@@ -101,3 +117,6 @@ class ReductionState:
             mu = require_mu(self.reduction, state["mu"], torch.device("cpu"))
         self.mu, self.steps, self.calls = mu, int(state["steps"]), int(state["calls"])
         self._pending = self._last = None
+        self._origin = f"a state of {self.steps} steps and {self.calls} calls" + (
+            "" if mu is None else f", mu={float(mu)!r}"
+        )

@@ -1,20 +1,37 @@
 """What holds on ranks of any backend and device: the bits are those of one process on the CPU."""
 
 import dataclasses
+import itertools
 import math
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import fmtsim
-from fmtsim.distributed import ReductionState, all_gather, all_reduce, dispatch, hook_fsdp, reduce_scatter, simulate
+from fmtsim.distributed import (
+    AutoFactor,
+    Reduction,
+    ReductionState,
+    all_gather,
+    all_reduce,
+    dispatch,
+    fp8_hook,
+    hook_fsdp,
+    reduce_scatter,
+    simulate,
+)
 from fmtsim.distributed.arithmetic import Batch
 from fmtsim.distributed.gather import HALO
 from fmtsim.distributed.simulate import simulate_batches
 from fmtsim.errors import ArgumentError
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast
-from tests.distributed.warm import BASE, CASES, gradients
+from tests.distributed.warm import BASE, CASES, E4M3, gradients
+
+ORDERS, FACTORS = ("ring", "tree"), ("pre", "post", "sqrt", "auto")
+FORMATS, MODES = ("e4m3", "e5m2"), ("nearest_even", "stochastic")
 
 
 def refused(message, verb, *arguments, error=ArgumentError, **options):
@@ -27,7 +44,8 @@ def refused(message, verb, *arguments, error=ArgumentError, **options):
 
 
 def same(a, b):
-    return torch.equal(a.cpu().contiguous().view(torch.uint8), b.cpu().contiguous().view(torch.uint8))
+    a, b = (x.cpu().reshape(-1).contiguous() for x in (a, b))
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def inputs(ranks, seed):
@@ -57,6 +75,43 @@ def reductions_agree(rank, size, group, device="cpu"):
     found = all_reduce(each[rank].to(device), BASE, group=group).values[0]
     planted = (each[::-1], dataclasses.replace(BASE, algorithm="tree")), (each[1:] + each[:1], BASE)
     assert size == 2 or not any(same(found, simulate(*wrong).values[0]) for wrong in planted), "an order that is wrong"
+
+
+def factors_agree(rank, size, group, device="cpu"):
+    """Both orders, all factors, two formats, two roundings; sizes that divide by no number of ranks, NaN and Inf."""
+    for i, (algorithm, factor, name, mode) in enumerate(itertools.product(ORDERS, FACTORS, FORMATS, MODES)):
+        auto, mu = (AutoFactor(), 0.3) if factor == "auto" else (None, None)
+        reduction = Reduction(format=fmtsim.get_format(name), factor=factor, auto=auto, algorithm=algorithm,
+                              rounding=Rounding(mode=mode), seed=i)  # fmt: skip
+        each = [[x.reshape(7, 13), x[:5].bfloat16().float()] for x in gradients(size, 91, i)]
+        each[i % size][0][2, 3], each[-1][1][1] = math.inf, math.nan
+        expected = simulate(each, reduction, mu=mu, call=i)
+        strided = [x.to(device).repeat_interleave(2, -1)[..., ::2] for x in each[rank]]
+        found = all_reduce(strided, reduction, mu=mu, call=i, group=group)
+        assert all(same(a, b) for a, b in zip(found.values, expected.values, strict=True)), reduction
+        assert found.counts.to_dict() == expected.counts[rank].to_dict(), reduction
+        if auto is not None:
+            moved = [auto.next(torch.tensor(mu), c.saturated.cpu(), c.elements.cpu())
+                     for c in (found.counts, expected.counts[0])]  # fmt: skip
+            assert same(*moved), reduction
+
+
+def edges_agree(rank, size, group, device="cpu"):
+    """Empty tensors, fewer elements than ranks, half precision, 0-d, zeros of both signs."""
+    shapes = [(0,), (1,), (), (3, 0), (size + 1,), (2, 3)]
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        source = torch.Generator().manual_seed(1)
+        each = [[torch.randn(shape, generator=source).to(dtype) for shape in shapes] for _ in range(size)]
+        for other in each:
+            other[-1][0] = -0.0
+        for reduction in ("msamp", "fp8lm", "bf16", dataclasses.replace(BASE, algorithm="tree")):
+            expected = simulate(each, reduction)
+            found = all_reduce([x.to(device) for x in each[rank]], reduction, group=group)
+            assert all(same(a, b) for a, b in zip(found.values, expected.values, strict=True)), (dtype, reduction)
+            assert [x.shape for x in found.values] == [x.shape for x in each[rank]]
+        nothing = all_reduce(torch.empty(0, dtype=dtype, device=device), "fp8lm", group=group)
+        assert nothing.values[0].shape == (0,) and nothing.counts.to_dict()["elements"] == 0
+    assert all_gather(torch.empty(0, 3, device=device), "int8", group=group).shape == (size, 0, 3)
 
 
 def gathers_agree(rank, size, group, device="cpu"):
@@ -113,6 +168,50 @@ def local_gradients(size, step, weights, device="cpu"):
         loss_of(net, rank, step, device).backward()
         found.append([p.grad.cpu() for p in net.parameters()])
     return found
+
+
+def ddp_agrees(rank, size, device="cpu"):
+    """Train three steps with several buckets: gradients, mu and counts are the simulation's."""
+    rounding, auto = Rounding(mode="stochastic"), AutoFactor(threshold=0.0, growth_steps=10)
+    state = ReductionState(Reduction(format=E4M3, factor="auto", auto=auto, rounding=rounding, seed=2))
+    net = DistributedDataParallel(model().to(device), bucket_cap_mb=0.0002)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    places, seen = {id(p): i for i, p in enumerate(net.parameters())}, []
+
+    def noted(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        seen.append([places[id(p)] for p in bucket.parameters()])
+        return fp8_hook(state, bucket)
+
+    net.register_comm_hook(state, noted)
+    mu, middle, calls = torch.tensor(1.0), None, 0
+    for step in range(3):
+        net.zero_grad()
+        loss_of(net, rank, step, device).backward()
+        each = local_gradients(size, step, net.module.state_dict(), device)
+        assert (len(seen) > 1) == (step > 0) and sorted(sum(seen, [])) == [0, 1, 2, 3], seen
+        counts = None
+        for order in seen:
+            expected = simulate([[g[i] for i in order] for g in each], state.reduction, mu=mu, call=calls)
+            for i, value in zip(order, expected.values, strict=True):
+                assert same(list(net.parameters())[i].grad, value), (step, i)
+            counts = expected.counts[rank] if counts is None else counts.plus(expected.counts[rank])
+            calls += 1
+        seen.clear()
+        mu = auto.next(mu, counts.saturated, counts.elements)
+        assert state.report() == {"steps": step + 1, "mu": float(mu), **counts.to_dict()}
+        optimizer.step()
+        if step == 1:
+            middle = state.state_dict()
+    again = ReductionState(state.reduction)
+    again.load_state_dict(middle)
+    assert (again.steps, again.calls, float(again.mu)) == (2, middle["calls"], middle["mu"])
+    for wrong in (None, torch.tensor(math.nan), torch.tensor(0.0)):
+        refused(
+            "is no factor; pass what ReductionState.state_dict returned", again.load_state_dict, middle | {"mu": wrong}
+        )
+    refused("the state is of another reduction", ReductionState("msamp").load_state_dict, middle)
+    refused("this state has steps; pass what", again.load_state_dict, {"steps": 3})
+    refused("state=3 is not a ReductionState", fp8_hook, 3, None)
 
 
 def fsdp_agrees(rank, size, device="cpu"):

@@ -1,45 +1,189 @@
 """Collectives over NCCL on two GPUs: the bits are those of the simulation on the CPU."""
 
+import dataclasses
+import os
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
-from fmtsim.distributed import ReductionState, all_reduce, fp8_hook, simulate
-from tests.distributed.checks import fsdp_agrees, gathers_agree, inputs, reductions_agree, refused, same, tokens_arrive
-from tests.distributed.warm import BASE, CASES
+import fmtsim
+from fmtsim.distributed import ReductionState, all_gather, all_reduce, dispatch, fp8_hook, simulate
+from fmtsim.distributed.arithmetic import Batch
+from fmtsim.errors import CollectiveError
+from fmtsim.nn import convert, recipe_state
+from tests.distributed.checks import (
+    ddp_agrees,
+    edges_agree,
+    factors_agree,
+    fsdp_agrees,
+    gathers_agree,
+    inputs,
+    loss_of,
+    model,
+    reductions_agree,
+    refused,
+    same,
+    tokens_arrive,
+)
+from tests.distributed.warm import BASE, CASES, gradients
 
 GPUS = 2
+LIMIT = 60  # seconds, of all processes of a test
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < GPUS, reason=f"needs {GPUS} GPUs")
 
 
-def ddp_agrees(rank, device):
-    torch.manual_seed(0)
-    net = torch.nn.Linear(24, 40, bias=False).to(device)
-    parallel = DistributedDataParallel(net, device_ids=[device])
-    state = ReductionState(BASE)
-    parallel.register_comm_hook(state, fp8_hook)
-    inputs = [torch.randn(6, 24, generator=torch.Generator().manual_seed(r)).to(device) for r in range(GPUS)]
-    parallel(inputs[rank]).square().sum().backward()
-    each = [torch.autograd.grad(net(x).square().sum(), net.weight)[0].cpu() for x in inputs]
-    assert same(net.weight.grad, simulate(each, BASE).values[0])
-    assert state.report()["steps"] == 1
-
-
-def worker(rank, folder):
+def start(rank, folder, seconds):
+    torch.set_num_threads(1)
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", init_method=f"file://{folder}/meet", rank=rank, world_size=GPUS, device_id=device)
+    wait = timedelta(seconds=seconds)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/meet", rank=rank, world_size=GPUS, timeout=wait)
+    return device
+
+
+def worker(rank, folder, names):
+    device = start(rank, folder, LIMIT / 2)
+    for name in names:
+        began = time.perf_counter()
+        CHECKS[name](rank, device)
+        if rank == 0:
+            print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
+    dist.destroy_process_group()
+
+
+def run(target, *arguments, limit=LIMIT):
+    """Start a process a GPU; all of them end in time, or the test fails."""
+    processes = mp.spawn(target, args=arguments, nprocs=GPUS, join=False)
+    deadline = time.monotonic() + limit
     try:
-        for check in (reductions_agree, gathers_agree, tokens_arrive):
-            check(rank, GPUS, None, device)
-        ddp_agrees(rank, device)
-        fsdp_agrees(rank, GPUS, device)
-        refused("rank 0 has [((3,), 'torch.float32')], rank 1 has [((4,), 'torch.float32')]", all_reduce,
-                torch.ones(3 + rank, device=device), "msamp")  # fmt: skip
+        while not processes.join(1):
+            assert time.monotonic() < deadline, f"processes hang after {limit} s"
     finally:
-        dist.destroy_process_group()
+        for process in processes.processes:
+            process.kill()
+
+
+def disagreement_has_a_name(rank, device):
+    refused("rank 0 has [((3,), 'torch.float32')], rank 1 has [((4,), 'torch.float32')]", all_reduce,
+            torch.ones(3 + rank, device=device), "msamp")  # fmt: skip
+    refused("rank 0 has ring of e4m3, factor sqrt", all_reduce, torch.ones(3, device=device), ("msamp", "bf16")[rank])
+    refused("rank 0 has IntFormat('int8'", all_gather, torch.ones(3, device=device), ("int8", "e4m3")[rank])
+    refused("rank 0 has 16, rank 1 has 32", dispatch, torch.ones(2, 16 + 16 * rank, device=device), [1, 1])
+    assert all_reduce(torch.ones(4, device=device), "bf16").values[0].tolist() == [1.0] * 4  # the group still works
+
+
+def nan_is_refused_and_nothing_written(rank, device):
+    state = ReductionState(dataclasses.replace(BASE, nonfinite="raise"))
+    before = state.state_dict()
+    net = DistributedDataParallel(model().to(device), gradient_as_bucket_view=True)
+    net.register_comm_hook(state, fp8_hook)
+    loss_of(net.module, rank, 0, device).backward()
+    alone = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    loss = loss_of(net, rank, 0, device) * (float("nan") if rank == 1 else 1.0)
+    refused("on rank 1) and nonfinite='raise'; nothing was reduced", loss.backward)
+    assert rank == 1 or all(same(p.grad, g) for p, g in zip(net.parameters(), alone, strict=True))
+    assert state.state_dict() == before
+
+
+def groups_are_apart(rank, device):
+    """A second group of both ranks in between, and groups of one rank."""
+    second, singles = dist.new_group([0, 1]), [dist.new_group([r]) for r in range(GPUS)]
+    each = gradients(GPUS, 100_003, 4)
+    expected, mine = simulate(each, "msamp").values[0], each[rank].to(device)
+    found = [all_reduce(mine, "msamp", group=group).values[0] for group in (None, second, None, second)]
+    assert all(same(x, expected) for x in found)
+    alone = singles[rank]
+    assert same(all_reduce(mine, "msamp", group=alone).values[0], simulate([each[rank]], "msamp").values[0])
+    assert same(dispatch(mine[:64].reshape(4, 16), [4], "e4m3", group=alone).cpu(),
+                fmtsim.quantize(each[rank][:64].reshape(4, 16), "e4m3"))  # fmt: skip
+
+
+def a_large_bucket_agrees(rank, device):
+    """Train on layers whose reductions are long enough that the backward pass overtakes them."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(6))).to(device)
+    state, parallel = ReductionState("fp8lm"), DistributedDataParallel(net, bucket_cap_mb=4)
+    parallel.register_comm_hook(state, fp8_hook)
+    xs = [torch.randn(64, 1024, generator=torch.Generator().manual_seed(r)).to(device) for r in range(GPUS)]
+    for _ in range(2):  # buckets are made anew behind the first pass
+        net.zero_grad()
+        mu = state.mu.clone()
+        parallel(xs[rank]).square().mean().backward()
+    each = [torch.autograd.grad(net(x).square().mean(), list(net.parameters())) for x in xs]
+    for i, parameter in enumerate(net.parameters()):
+        assert same(parameter.grad, simulate([list(g)[i].cpu() for g in each], "fp8lm", mu=mu.cpu()).values[0]), i
+
+
+def scales_are_shared(rank, device):
+    """Delayed scales follow the largest magnitudes of both ranks."""
+    torch.manual_seed(0)
+    net = convert(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 32)).to(device), recipe="te_delayed")
+    fmtsim.share_scales(net)
+    parallel = DistributedDataParallel(net)
+    batches = [torch.randn(32, 64, generator=torch.Generator().manual_seed(i)) * (1 + i) for i in range(6)]
+    for step in range(3):
+        parallel(batches[2 * step + rank].to(device)).square().mean().backward()
+    largest = torch.stack([torch.stack(batches[2 * step : 2 * step + 2]).abs().max() for step in range(3)])
+    remembered = recipe_state(net)["layers"]
+    assert same(remembered["0"]["x_f"]["amaxes"][:3], largest.flip(0))
+    mine = torch.cat([remembered[layer][operand]["amaxes"].reshape(-1).to(device)
+                      for layer in "01" for operand in ("x_f", "w_f", "g_d")])  # fmt: skip
+    both = [torch.empty_like(mine) for _ in range(GPUS)]
+    dist.all_gather(both, mine)
+    assert same(*both) and int((mine > 0).sum()) >= 18
+
+
+CHECKS = {
+    "factors": lambda rank, device: factors_agree(rank, GPUS, None, device),
+    "formats": lambda rank, device: reductions_agree(rank, GPUS, None, device),
+    "edges": lambda rank, device: edges_agree(rank, GPUS, None, device),
+    "gathers": lambda rank, device: gathers_agree(rank, GPUS, None, device),
+    "tokens": lambda rank, device: tokens_arrive(rank, GPUS, None, device),
+    "groups": groups_are_apart,
+    "shared scales": scales_are_shared,
+    "ddp": lambda rank, device: ddp_agrees(rank, GPUS, device),
+    "large buckets": a_large_bucket_agrees,
+    "fsdp": lambda rank, device: fsdp_agrees(rank, GPUS, device),
+    "disagreement": disagreement_has_a_name,
+    "nan": nan_is_refused_and_nothing_written,
+}
+
+
+def mourner(rank, folder):
+    """Rank 1 ends between two collectives."""
+    device = start(rank, folder, 5)
+    x = torch.ones(6, device=device)
+    assert same(all_reduce(x, "msamp").values[0], simulate([x.cpu()] * GPUS, "msamp").values[0])
+    torch.cuda.synchronize()
+    if rank == 1:
+        os._exit(0)
+    began = time.monotonic()
+    refused("rank 1 did not answer in the comparison of arguments; such a rank has ended", all_reduce, x, "msamp",
+            error=CollectiveError)  # fmt: skip
+    refused("rank 1 did not answer in the exchange of row counts", ReductionState("msamp").ranks.gather_objects, 3,
+            "the exchange of row counts", error=CollectiveError)  # fmt: skip
+    assert time.monotonic() - began < 20
+    os._exit(0)  # NCCL cannot say goodbye to a rank that is gone
+
+
+def widow(rank, folder):
+    """Rank 1 ends when the ranks have agreed: rank 0 is in the midst of a reduction."""
+    device = start(rank, folder, 5)
+    state, x = ReductionState("fp8lm"), torch.ones(1, 6, device=device)
+    state.reduce(Batch(x, (6,)), ("x",))
+    state.step()
+    torch.cuda.synchronize()
+    if rank == 1:
+        os._exit(0)
+    state.reduce(Batch(x, (6,)), ("x",))
+    torch.cuda.synchronize()
+    os._exit(0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -55,5 +199,18 @@ def test_gpu_simulation_has_the_bits_of_the_cpu(case):
 
 
 @needs_gpus
-def test_gpu_ranks_and_the_simulation_give_the_same_bits(tmp_path):
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=GPUS)
+@pytest.mark.parametrize("names", [tuple(CHECKS)[:6], tuple(CHECKS)[6:]], ids=["verbs", "hooks"])
+def test_gpu_ranks_and_the_simulation_give_the_same_bits(names, tmp_path):
+    run(worker, str(tmp_path), names)
+
+
+@needs_gpus
+def test_gpu_a_rank_that_ends_is_named(tmp_path):
+    run(mourner, str(tmp_path))
+
+
+@needs_gpus
+def test_gpu_a_rank_that_ends_in_a_reduction_ends_the_others(tmp_path):
+    """NCCL's watchdog ends the process when the group's timeout is over and it has written down what ran."""
+    with pytest.raises((mp.ProcessExitedException, mp.ProcessRaisedException), match="rocess 0 terminated"):
+        run(widow, str(tmp_path), limit=2 * LIMIT)

@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -13,25 +14,27 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from fmtsim.distributed import (
-    AutoFactor,
-    Reduction,
     ReductionState,
     all_gather,
     all_reduce,
     dispatch,
     fp8_hook,
+    get_reduction,
     reduce_scatter,
     simulate,
 )
 from fmtsim.distributed.arithmetic import Batch
+from fmtsim.distributed.board import exchange
 from fmtsim.distributed.fsdp import QuantizedAllGather, QuantizedReduceScatter
 from fmtsim.distributed.gather import HALO
+from fmtsim.distributed.ranks import Ranks
 from fmtsim.errors import ArgumentError, CollectiveError, DtypeError
-from fmtsim.rounding.modes import Rounding
 from tests.distributed.checks import (
+    ddp_agrees,
+    edges_agree,
+    factors_agree,
     fsdp_agrees,
     gathers_agree,
-    local_gradients,
     loss_of,
     model,
     reductions_agree,
@@ -43,48 +46,6 @@ from tests.distributed.warm import BASE, E4M3
 
 # Processes fork from a server that has imported all this once and has compiled its kernels.
 multiprocessing.set_forkserver_preload(["tests.distributed.preload", "tests.distributed.test_ranks"])
-
-
-def ddp_agrees(rank, size):
-    auto = AutoFactor(threshold=0.0, growth_steps=10)
-    rounding = Rounding(mode="stochastic")
-    state = ReductionState(Reduction(format=E4M3, factor="auto", auto=auto, rounding=rounding, seed=2))
-    net = DistributedDataParallel(model(), bucket_cap_mb=0.0002)
-    places, seen = {id(p): i for i, p in enumerate(net.parameters())}, []
-
-    def noted(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        seen.append([places[id(p)] for p in bucket.parameters()])
-        return fp8_hook(state, bucket)
-
-    net.register_comm_hook(state, noted)
-    mu, middle, calls = torch.tensor(1.0), None, 0
-    for step in range(3):
-        net.zero_grad()
-        loss_of(net, rank, step).backward()
-        each = local_gradients(size, step, net.module.state_dict())
-        assert (len(seen) > 1) == (step > 0) and sorted(sum(seen, [])) == [0, 1, 2, 3], seen
-        counts = None
-        for order in seen:
-            expected = simulate([[g[i] for i in order] for g in each], state.reduction, mu=mu, call=calls)
-            for i, value in zip(order, expected.values, strict=True):
-                assert same(list(net.parameters())[i].grad, value), (step, i)
-            counts = expected.counts[rank] if counts is None else counts.plus(expected.counts[rank])
-            calls += 1
-        seen.clear()
-        mu = auto.next(mu, counts.saturated, counts.elements)
-        assert state.report() == {"steps": step + 1, "mu": float(mu), **counts.to_dict()}
-        if step == 1:
-            middle = state.state_dict()
-    again = ReductionState(state.reduction)
-    again.load_state_dict(middle)
-    assert (again.steps, again.calls, float(again.mu)) == (2, middle["calls"], middle["mu"])
-    for wrong in (None, torch.tensor(math.nan), torch.tensor(0.0)):
-        refused(
-            "is no factor; pass what ReductionState.state_dict returned", again.load_state_dict, middle | {"mu": wrong}
-        )
-    refused("the state is of another reduction", ReductionState("msamp").load_state_dict, middle)
-    refused("this state has steps; pass what", again.load_state_dict, {"steps": 3})
-    refused("state=3 is not a ReductionState", fp8_hook, 3, None)
 
 
 def nan_is_refused_and_nothing_written(rank, size):
@@ -132,17 +93,51 @@ def disagreement_has_a_name(rank, size):
     refused("seed=5", all_reduce, torch.ones(3), dataclasses.replace(BASE, seed=5 if other else 6))
     refused("rank 0 has all_reduce, rank 2 has reduce_scatter", reduce_scatter if other else all_reduce,
             torch.ones(4), "msamp")  # fmt: skip
+    refused("rank 0 has mu=0.5, call=0, rank 2 has mu=0.25, call=0", all_reduce, torch.ones(3), "fp8lm",
+            mu=0.25 if other else torch.tensor(0.5))  # fmt: skip
+    refused("rank 0 has mu=None, call=0, rank 2 has mu=None, call=1", all_reduce, torch.ones(3), "msamp",
+            call=int(other))  # fmt: skip
+    state, resumed = ReductionState("fp8lm"), {"reduction": repr(get_reduction("fp8lm")), "steps": 3, "calls": 7}
+    if other:
+        state.load_state_dict(resumed | {"mu": torch.tensor(2.0)})
+    refused("rank 0 has a new state, rank 2 has a state of 3 steps and 7 calls, mu=2.0", state.reduce,
+            Batch(torch.ones(1, 3), (3,)), ("x",))  # fmt: skip
     refused("counts=[1, 1] do not part x of shape (2, 16) among 4 ranks", dispatch, torch.ones(2, 16), [1, 1])
     refused(
         "nvfp4 has a scale of the whole tensor, but rows are sent apart", dispatch, torch.ones(4, 16), [1] * 4, "nvfp4"
     )
     refused("5 elements do not divide among 4 ranks; pad them", reduce_scatter, torch.ones(5), "msamp")
     refused("sizes=(3,) sum to 3, not to the 2 columns", reduce_scatter, torch.ones(8), "msamp", sizes=(3,))
+    refused("sizes=(3, -1) sum to 2, not to the 2 columns; name", reduce_scatter, torch.ones(8), "msamp", sizes=(3, -1))
     refused("sizes=(3,) sum to 3, not to the 8 elements", all_gather, torch.ones(8), "int8", sizes=(3,))
     refused(
         "x is torch.int64; pass float16, bfloat16, float32", all_gather, torch.ones(3).long(), "int8", error=DtypeError
     )
+    refused("x has layout torch.sparse_coo; pass a dense tensor", all_gather, torch.ones(3).to_sparse(), "int8")
+    refused("the tensors are on meta, but the process group carries cpu:gloo", all_reduce,
+            torch.ones(3, device="meta"), "msamp")  # fmt: skip
+    for counts in ([0.5] * 4, 4, [True, None, 1, 1]):
+        refused(f"counts={counts} are no numbers of rows; pass a list", dispatch, torch.ones(4, 16), counts)
+    assert dispatch(torch.ones(4, 0), torch.ones(4, dtype=torch.int64)).shape == (4, 0)
     assert all_reduce(torch.ones(4), "bf16").values[0].tolist() == [1.0] * 4  # the group still works
+
+
+def store_carries_words(rank, size):
+    """Where a group reaches devices only, as NCCL's, ranks agree by notes in its store, which do not pile up."""
+    world = dist.group.WORLD
+    for turn in range(3):
+        assert exchange(world, f"{rank} {turn}") == [f"{other} {turn}" for other in range(size)]
+    store = dist.distributed_c10d._get_process_group_store(world)
+    dist.barrier()
+    kept = [store.check([f"fmtsim/{turn}/{other}"]) for turn in (1, 2, 3) for other in range(size)]
+    assert kept == [False] * 2 * size + [True] * size
+    with mock.patch.object(Ranks, "_on_cpus", False):
+        disagreement_has_a_name(rank, size)
+        tokens_arrive(rank, size, None)
+        ranks, device = Ranks(), torch.device("cuda")  # gloo carries both
+        ranks.agree(("x",), device)
+        with mock.patch.object(Ranks, "_prints", side_effect=AssertionError):
+            ranks.agree(("x",), device)  # what is agreed is not compared again
 
 
 def start(rank, size, folder, seconds=60):
@@ -161,7 +156,7 @@ def worker(rank, folder):
                 check(rank // 2, 2, pair)
         else:
             refused("this process is not part of the group", all_reduce, torch.ones(3), "msamp", group=pair)
-        for check in (reductions_agree, gathers_agree, tokens_arrive):
+        for check in (reductions_agree, factors_agree, edges_agree, gathers_agree, tokens_arrive):
             check(rank, 4, None)
         for check in (
             disagreement_has_a_name,
@@ -169,6 +164,7 @@ def worker(rank, folder):
             fsdp_agrees,
             fsdp_refuses,
             nan_is_refused_and_nothing_written,
+            store_carries_words,
         ):
             check(rank, 4)
     finally:
@@ -200,6 +196,11 @@ def mourner(rank, folder):
     else:
         raise AssertionError("a rank was gone, and nobody noticed")
     assert state.state_dict() == before
+    with mock.patch.object(Ranks, "_on_cpus", False):
+        refused("rank 2 did not answer in the comparison of arguments; such a rank has ended, hangs, or", all_reduce, x,
+                "msamp", group=late, error=CollectiveError)  # fmt: skip
+        refused("torch says: no note of rank 2 after 0.5 s", Ranks(late).gather_objects, 1, "a count",
+                error=CollectiveError)  # fmt: skip
     wire = torch.zeros(4, dtype=torch.uint8)
     refused("rank 2 did not answer in hop 1 of 2", state.ranks.pass_on, wire, wire.clone(), 2, 2, "hop 1 of 2",
             error=CollectiveError)  # fmt: skip

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -208,9 +209,18 @@ def test_wrong_arguments():
         simulate([torch.ones(3), torch.ones(4)], "msamp")
     with pytest.raises(ArgumentError, match="mu=2.0 belongs to factor='auto', not 'sqrt'; leave it out"):
         simulate([torch.ones(3)], "msamp", mu=2.0)
-    for mu in (0.0, math.inf, math.nan):
-        with pytest.raises(ArgumentError, match=f"mu={mu} is no factor; pass a finite number above 0"):
+    for mu in (0.0, math.inf, math.nan, "1", torch.ones(2)):
+        with pytest.raises(ArgumentError, match=f"mu={re.escape(str(mu))} is no factor; pass a finite number above 0"):
             simulate([torch.ones(3)], "fp8lm", mu=mu)
+    with pytest.raises(ArgumentError, match="mu=-1.0 is no factor"):
+        simulate([torch.ones(3)], "fp8lm", mu=torch.tensor(-1.0))
+    for call in (-1, 1 << 31, 0.5):
+        with pytest.raises(
+            ArgumentError, match=f"call={call} is not allowed; choose a whole number from 0 to 21474836"
+        ):
+            simulate([torch.ones(3)], "msamp", call=call)
+    with pytest.raises(DtypeError, match="the argument is a NoneType; pass a tensor, or a list of tensors"):
+        simulate([None], "msamp")
     with pytest.raises(ArgumentError, match="0 ranks are not supported; choose 1 to 65535"):
         simulate([], "msamp")
     with pytest.raises(ArgumentError, match="there are no tensors to reduce"):
