@@ -52,6 +52,8 @@ def covers(a: Factor, b: Factor) -> bool:
     group, (m, k), n = a.sizes[1], a.elements.shape, b.elements.shape[0]
     if capability(device_index(a.elements)) != _CAPABILITY or group != b.sizes[1] or group % _DEPTH:
         return False
+    if any(x.sizes[0] & (x.sizes[0] - 1) and x.sizes[0] < x.elements.shape[0] for x in (a, b)):
+        return False
     small = 0 < m < _MOST and 0 < n < _MOST and 0 < k < _MOST - group
     return small and n % 4 == 0 and all(_lies_well(x) for x in (a, b))
 
@@ -65,7 +67,8 @@ def multiply(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
     """Return ``a b^T`` of operands that ``covers``, [M, N] in float32 or bfloat16.
 
     With P the float32 sum of the products of a group, and s and t the scales of the two: the groups are added in
-    order by ``c = fma(P s, t, c)``, ``P s`` rounded first. Where tiles are too few for the device the sum is cut into
+    order by ``c = fma(P s, t, c)``, ``P s`` rounded first, or, where 128 rows of b share t and s t is within 2**-100
+    and 2**100, by ``c = fma(P, s t, c)``. Where tiles are too few for the device the sum is cut into
     parts that are added last. The same operands give the same bits on devices with as many multiprocessors; nothing
     waits for the device.
     """
@@ -76,7 +79,8 @@ def multiply(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
     units = -(-m // _TILE) * -(-n // _TILE) * parts
     held = [x if aligned(x.elements) else x._replace(elements=x.elements.clone()) for x in (a, b)]
     task = struct.pack("=iii4x", k, parts, length)
-    kernel(_FILE, "multiply_groups", index, _defines(a.turned, b.turned, group, sums.dtype))(
+    shared = b.sizes[0] % _TILE == 0 or b.sizes[0] >= n
+    kernel(_FILE, "multiply_groups", index, _defines(a.turned, b.turned, group, sums.dtype, shared))(
         min(units, multiprocessors(index)), _THREADS, *map(_packed, held), task, sums, shared=_SHARED
     )
     if parts > 1:
@@ -85,7 +89,7 @@ def multiply(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
 
 
 def _add_parts(sums: Tensor, out: Tensor, index: int) -> None:
-    run = kernel(_FILE, "add_parts", index, _defines(False, False, _TILE, out.dtype))
+    run = kernel(_FILE, "add_parts", index, _defines(False, False, _TILE, out.dtype, True))
     run(-(-out.numel() // _TURN), _TURN // 4, sums, out, np.int32(sums.shape[0]), np.int64(out.numel() // 4))
 
 
@@ -93,7 +97,7 @@ def _packed(x: Factor) -> bytes:
     stride = max(x.elements.stride())
     steps = [0 if size == 1 else step for size, step in zip(x.scale.shape, x.scale.stride(), strict=True)]
     addresses = x.elements.data_ptr(), stride, x.scale.data_ptr()
-    return struct.pack("=QqQqqii", *addresses, *steps, x.sizes[0], x.elements.shape[0])
+    return struct.pack("=QqQqqii", *addresses, *steps, x.sizes[0].bit_length() - 1, x.elements.shape[0])
 
 
 @lru_cache(maxsize=1024)
@@ -121,14 +125,14 @@ def variants(capability: tuple[int, int]) -> Iterator[tuple[str, str, Defines]]:
     if capability != _CAPABILITY:
         return
     for dtype in _OUTPUTS:
-        yield _FILE, "add_parts", _defines(False, False, _TILE, dtype)
+        yield _FILE, "add_parts", _defines(False, False, _TILE, dtype, True)
         for turned in ((False, False), (False, True), (True, True)):
-            yield _FILE, "multiply_groups", _defines(*turned, _TILE, dtype)
+            yield _FILE, "multiply_groups", _defines(*turned, _TILE, dtype, not turned[0])
 
 
-def _defines(turned_a: bool, turned_b: bool, group: int, dtype: torch.dtype) -> Defines:
+def _defines(turned_a: bool, turned_b: bool, group: int, dtype: torch.dtype, shared_b: bool) -> Defines:
     numbers = {
         "TURNED_A": int(turned_a), "TURNED_B": int(turned_b), "GROUP": group, "OUTPUT": _OUTPUTS[dtype],
-        "STAGES": _STAGES, "PAIRS": _PAIRS,
+        "SHARED_B": int(shared_b), "STAGES": _STAGES, "PAIRS": _PAIRS,
     }  # fmt: skip
     return tuple((name, str(number)) for name, number in numbers.items())

@@ -78,6 +78,7 @@ def check(a, b, dtype, device):
         pytest.param((8, 8, 8), (1, 1), (True, True), torch.bfloat16, marks=SLOW),
         pytest.param((1, 4, 2048), (1, 128), (False, False), torch.float32, marks=SLOW),
         pytest.param((392, 264, 256), (128, 128), (False, True), torch.bfloat16, marks=SLOW),
+        pytest.param((72, 136, 101), (1, 1), (True, True), torch.float32, marks=SLOW),
         pytest.param((3, 12, 1000), (1, 128), (False, False), torch.float32, marks=SLOW),
     ],
 )
@@ -85,6 +86,18 @@ def test_sums_are_those_of_float64_but_for_rounding(shape, blocks, turned, dtype
     m, n, k = shape
     a, b = factor(m, k, blocks[0], 1, turned[0]), factor(n, k, blocks[1], 2, turned[1])
     check(a, b, dtype, device)
+
+
+def test_scales_whose_product_leaves_the_range(device):
+    """Columns that share a scale take it with the row's first, unless that product is far from one."""
+    a, b = factor(16, 256, 1, 8, apart=0), factor(16, 256, 128, 9, apart=0)
+    for x in (a, b):
+        x.scale.mul_(2.0**-60)
+    check(a, b, torch.float32, device)
+    a.scale.mul_(2.0**130), b.scale.mul_(2.0**-10)
+    check(a, b, torch.float32, device)
+    a.elements.zero_(), b.scale.mul_(2.0**130)  # 2**70 times 2**60
+    assert not multiply(moved(a, device), moved(b, device), torch.float32).any()
 
 
 @pytest.mark.parametrize("parts", [1, 3])

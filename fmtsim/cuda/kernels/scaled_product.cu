@@ -1,6 +1,6 @@
 // Products of operands whose groups along the sum have scales: c[m, n] = sum over groups g of
-// fma(a_scale[m, g] P_g, b_scale[n, g], ...), P_g being the tensor core's float32 sum of a group's products of bfloat16
-// elements, each step one rounding to nearest.
+// fma(a_scale[m, g] P_g, b_scale[n, g], ...), or fma(P_g, a_scale[m, g] b_scale[n, g], ...), P_g being the tensor core's
+// float32 sum of a group's products of bfloat16 elements, each step one rounding to nearest.
 //
 // A block of threads takes tiles of 128 x 128 one after another, each of its two groups of four warps 64 rows. A stage
 // holds 64 places of the sum; copies run STAGES - 2 stages ahead, across the ends of tiles. Sums of groups are written
@@ -9,7 +9,7 @@
 // last stage, which is kept until the stage but one behind it.
 //
 // Macros: TURNED_A, TURNED_B (1: the operand lies with its rows next to each other, not the places of the sum), GROUP
-// (places of the sum that share a scale, a multiple of 64), OUTPUT (float32: 0, bfloat16: 1), STAGES, PAIRS (of groups in
+// (places of the sum that share a scale, a multiple of 64), SHARED_B (1: so do all columns of a tile), OUTPUT (float32: 0, bfloat16: 1), STAGES, PAIRS (of groups in
 // a turn of the loop).
 #include "common.cuh"
 #include "warpgroup.cuh"
@@ -24,7 +24,7 @@ struct Stage {
   float scales[2 * TILE];
 };
 
-// An operand: elements, `stride` apart from line to line, and the scale of every block of `height` rows and a group.
+// An operand: elements, `stride` apart from line to line, and the scale of every block of 2^height rows and a group.
 struct alignas(16) Factor {
   const u16* elements;
   i64 stride;
@@ -74,7 +74,7 @@ DEVICE void copy_scales(float* to, const Factor& a, const Factor& b, const Place
   const Factor& x = second ? b : a;
   const i32 row = (second ? at.column : at.row) + threadIdx.x % TILE;
   const bool there = row < x.rows && group * GROUP < depth;
-  copy4_or_zeros(to + threadIdx.x, x.scales + row / x.height * x.row_step + group * x.group_step, there);
+  copy4_or_zeros(to + threadIdx.x, x.scales + (row >> x.height) * x.row_step + group * x.group_step, there);
 }
 
 // Copies the stage of a place, if there is one, and moves the place on.
@@ -89,12 +89,23 @@ DEVICE void copy_stage(Stage& to, Place& at, i32 units, const Factor& a, const F
   commit_copies();
 }
 
-// Adds the sums of a group, scaled.
+DEVICE bool is_moderate(float scale) { return scale > 0x1p-100f && scale < 0x1p100f; }
+
+// Adds the sums of a group, scaled. Where all columns of a tile share a scale, its product with a row's is taken first,
+// unless that may leave the range of float32.
 DEVICE void add_group(float (&total)[64], float (&sums)[64], const float* scales) {
   const i32 row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
   const float upper = scales[row], lower = scales[row + 8];
   const float* columns = scales + TILE + threadIdx.x % 4 * 2;
   pin(sums);
+#if SHARED_B
+  const float above = __fmul_rn(upper, scales[TILE]), below = __fmul_rn(lower, scales[TILE]);
+  if (is_moderate(above) && is_moderate(below)) {
+#pragma unroll
+    for (i32 i = 0; i < 64; ++i) total[i] = __fmaf_rn(sums[i], i / 2 % 2 ? below : above, total[i]);
+    return;
+  }
+#endif
 #pragma unroll
   for (i32 j = 0; j < 16; ++j) {
     const float left = columns[8 * j], right = columns[8 * j + 1];
