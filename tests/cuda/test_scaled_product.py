@@ -170,27 +170,29 @@ def gradients(run, x, w, g):
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-@pytest.mark.parametrize("bias", [False, pytest.param(True, marks=SLOW)])
-def test_layers_take_the_kernel(bias, on_card, monkeypatch):
-    """The three products of DeepSeek-V3's layers: near those in float32, and the same bits compiled."""
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=SLOW)])
+def test_layers_take_the_kernel(compiled, on_card, monkeypatch):
+    """The three products of DeepSeek-V3's layers: near those in float32, and the same bits compiled, with a bias."""
     generator = torch.Generator().manual_seed(7)
     sizes = (144, 256), (384, 256), (144, 384), (384,)
     x, w, g, added = (torch.randn(size, generator=generator).bfloat16().to(on_card) for size in sizes)
     layer = Layer(get_recipe("deepseek_v3").linear, None)
 
     def run(x, w):
-        return run_layer(x, w, added if bias else None, layer)
+        return run_layer(x, w, added if compiled else None, layer)
 
     calls, real = [], scaled_product.multiply
     monkeypatch.setattr(scaled_product, "multiply", lambda *given: calls.append(given) or real(*given))
     found = gradients(run, x, w, g)
     assert [(given[0].turned, given[1].turned) for given in calls] == [(False, False), (False, True), (True, True)]
-    torch._dynamo.reset()
-    compiled = gradients(torch.compile(run, fullgraph=True, backend="aot_eager"), x, w, g)
-    assert len(calls) == 6
-    for a, b in zip(found, compiled, strict=True):
-        assert torch.equal(a, b)
+    if compiled:
+        torch._dynamo.reset()
+        again = gradients(torch.compile(run, fullgraph=True, backend="aot_eager"), x, w, g)
+        assert len(calls) == 6
+        for a, b in zip(found, again, strict=True):
+            assert torch.equal(a, b)
+    count = len(calls)
     monkeypatch.setattr(scaled_product, "covers", lambda *_: False)
     for a, b in zip(found, gradients(run, x, w, g), strict=True):
         assert float((a.float() - b.float()).abs().max()) <= 2.0**-7 * float(b.abs().max())
-    assert len(calls) == 6
+    assert len(calls) == count
