@@ -44,7 +44,9 @@ class EmulatedGEMM:
     on the values and scales of ``fmtsim.encode``. Otherwise products and sums are float32 (float64 for float64
     inputs); on a GPU the card's bfloat16 units run them where bfloat16 holds both operands, as it does those of most
     block formats (values below 2**-133 round to its grid): products are exact, sums are the unit's float32, and the
-    scale of a tensor multiplies the sum. Results are rounded to ``Gemm.out``, or to the dtype of their tensor; what a
+    scale of a tensor multiplies the sum. Where it holds the elements of both but not their products with the scales of
+    groups (``deepseek_v3``), a kernel for compute capability 9.0 multiplies the sum of each group by its two scales,
+    and adds these sums in order. Results are rounded to ``Gemm.out``, or to the dtype of their tensor; what a
     target's library does not write (a bias, or another dtype) is added to and rounded from its float32 result. The
     bias gradient, the sum of g over T, is never quantised. Under autocast x, w and bias are first cast to the
     autocast dtype, as ``torch.nn.functional.linear`` does.

@@ -3,17 +3,24 @@
 On a GPU its bfloat16 units multiply elements that bfloat16 holds: products are exact, sums the unit's float32.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fmtsim.dispatch import is_bare
 from fmtsim.formats.spec import IntFormat
+from fmtsim.gemm.bfloat16 import on_card, served
 from fmtsim.gemm.operand import Operand
 from fmtsim.ops import load_engine
 
 _library = torch.library.Library("fmtsim", "FRAGMENT")
 _library.define(
     "finish_sums(Tensor y, Tensor? columns, Tensor? rows, Tensor? rest, Tensor? bias, ScalarType dtype) -> Tensor"
+)
+_library.define(
+    "multiply_groups(Tensor a, Tensor a_scale, int[2] a_sizes, Tensor b, Tensor b_scale, int[2] b_sizes, "
+    "ScalarType dtype) -> Tensor"
 )
 
 
@@ -35,7 +42,11 @@ def multiply_operands(
     """
     rest = rest_of(a, b)
     if not (a.outer and b.outer):
-        y = torch.mm(a.values(wide), b.values(wide).mT)
+        if wide == torch.float32 and _has_kernel(a, b):
+            direct = rest is bias is None and dtype in (torch.float32, torch.bfloat16)
+            y = _multiply_groups(a, b, dtype if direct else wide)
+        else:
+            y = torch.mm(a.values(wide), b.values(wide).mT)
         return _finish(y, None, None, rest, bias, dtype)
     columns, rows = b.row_scales(), a.row_scales()
     if a.elements.dtype == b.elements.dtype == torch.bfloat16:
@@ -48,6 +59,27 @@ def multiply_operands(
     exact = torch.float64 if _whole(a, b) else wide
     y = torch.mm(a.elements.to(exact), b.elements.to(exact).mT).to(wide)
     return _finish(y, columns, rows, rest, bias, dtype)
+
+
+def _has_kernel(a: Operand, b: Operand) -> bool:
+    """Say whether a kernel multiplies elements and scales the sum of each group."""
+    if a.scale is None or b.scale is None or a.tensor is not None or b.tensor is not None:
+        return False
+    if not on_card(a.elements) or not served(a.elements):
+        return False
+    return bool(load_engine("cuda.scaled_product").covers(_factor(a), _factor(b)))
+
+
+def _multiply_groups(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+    if is_bare(a.elements) and is_bare(b.elements):
+        return load_engine("cuda.scaled_product").multiply(_factor(a), _factor(b), dtype)  # type: ignore[no-any-return]
+    return torch.ops.fmtsim.multiply_groups(  # type: ignore[no-any-return]
+        a.elements, a.scale, a.sizes, b.elements, b.scale, b.sizes, dtype
+    )
+
+
+def _factor(x: Operand) -> Any:
+    return load_engine("cuda.scaled_product").Factor(x.elements, x.scale, x.sizes)
 
 
 def rest_of(a: Operand, b: Operand) -> Tensor | None:
@@ -81,6 +113,18 @@ def _finish_sums(y, columns, rows, rest, bias, dtype):  # type: ignore[no-untype
     return y.to(dtype, copy=True)
 
 
+def _multiply_parts(a, a_scale, a_sizes, b, b_scale, b_sizes, dtype):  # type: ignore[no-untyped-def]
+    products = load_engine("cuda.scaled_product")
+    factors = (products.Factor(*parts) for parts in ((a, a_scale, a_sizes), (b, b_scale, b_sizes)))
+    return products.multiply(*factors, dtype)
+
+
+_library.impl("multiply_groups", _multiply_parts, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "fmtsim::multiply_groups",
+    lambda a, a_scale, a_sizes, b, b_scale, b_sizes, dtype: a.new_empty(a.shape[0], b.shape[0], dtype=dtype),
+    lib=_library,
+)
 _library.impl("finish_sums", _finish_sums, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "fmtsim::finish_sums",

@@ -184,8 +184,23 @@ def rotations(device: torch.device) -> None:
         rotated.finish_rotated(y, y > 0, (Hadamard(size=size),), dtype, (scale, scale))
 
 
+def groups(device: torch.device) -> None:
+    """Multiply operands whose groups have scales, whole sums and parts, in every layout."""
+    scaled = importlib.import_module("fmtsim.cuda.scaled_product")
+    for (m, n, k), first, second in itertools.product(((136, 72, 392), (8, 264, 2056)), (False, True), (False, True)):
+        operands = []
+        for rows, turned in ((m, first), (n, second)):
+            x = torch.ones((k, rows) if turned else (rows, k), dtype=torch.bfloat16, device=device)
+            scale = torch.ones(rows, -(-k // 128), device=device)
+            operands.append(scaled.Factor(x.mT if turned else x, scale, (1, 128)))
+        for dtype in (torch.float32, torch.bfloat16):
+            if scaled.covers(*operands):
+                scaled.multiply(*operands, dtype)
+
+
 def products(device: torch.device, few: bool) -> None:
     """Multiply on every unit, by every path that takes the product and by the general one."""
+    groups(device)
     shapes = ((5, 3, 40), (130, 70, 96)) if few else ((1, 1, 1), (5, 3, 40), (130, 70, 96), (64, 129, 67))
     paths = (DOOR._FAST, (DOOR.gemm_single,), ())
     for unit in fmtsim.list_units():

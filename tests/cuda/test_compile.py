@@ -21,17 +21,23 @@ def capability(arch):
 
 
 @functools.cache
+def files(module, arch):
+    return {file for file, _, _ in warm.variants_of(module, capability(arch))}
+
+
+@functools.cache
 def programs(module, arch):
     """Return the files and macros of a module with the kernels of each: those compiled by default, and the rest.
 
-    By default the first program of each file is compiled, for one of the usual architectures in turn.
+    By default the first program of each file is compiled, for one of the usual architectures that have it, in turn.
     """
     found = {}
     for file, name, defines in warm.variants_of(module, capability(arch)):
         found.setdefault((file, defines), set()).add(name)
     usual, rest, seen = {}, {}, set()
     for (file, defines), names in found.items():
-        turn = ALWAYS[FILES.index(file) % len(ALWAYS)] == arch
+        having = [each for each in ALWAYS if file in files(module, each)]
+        turn = bool(having) and having[FILES.index(file) % len(having)] == arch
         (usual if turn and file not in seen else rest)[file, defines] = names
         seen.add(file)
     return list(usual.items()), list(rest.items())

@@ -12,12 +12,16 @@ constexpr size_t STACK = 256 * 1024;
 
 struct Copy { unsigned char* to; const unsigned char* from; unsigned bytes; unsigned group; };
 
+struct GroupProduct { float* d; unsigned long long a, b; bool turned_a, turned_b, add; unsigned group; };
+
 struct Fiber {
   dim3 thread;
   unsigned number;  // row-major place in the block
   const char* waits_at;
   unsigned open_group;
   std::vector<Copy> copies;
+  unsigned open_products;
+  std::vector<GroupProduct> products;
 #if defined(__x86_64__) || defined(__aarch64__)
   void* stack_pointer;
 #else
@@ -220,6 +224,8 @@ inline void start_block() {
     fiber.waits_at = nullptr;
     fiber.open_group = 0;
     fiber.copies.clear();
+    fiber.open_products = 0;
+    fiber.products.clear();
     prepare(fiber);
   }
   for (unsigned i = 0; i < block.threads; ++i) push(&block.fibers[block.reversed ? block.threads - 1 - i : i]);

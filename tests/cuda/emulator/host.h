@@ -56,3 +56,4 @@ struct dim3 {
 #include "integers.h"
 #include "halves.h"
 #include "tensor_cores.h"
+#include "warpgroups.h"

@@ -1,0 +1,198 @@
+"""Products whose groups along the sum have scales: against float64, on the host and on a GPU."""
+
+import math
+
+import pytest
+import torch
+
+from fmtsim.cuda import scaled_product
+from fmtsim.cuda.scaled_product import Factor, multiply, parts_of
+from fmtsim.formats.registry import get_format
+from fmtsim.gemm import bfloat16, card, sums, traced
+from fmtsim.gemm import prepare as prepare_module
+from fmtsim.gemm.emulated import run_layer
+from fmtsim.gemm.layer import Layer
+from fmtsim.quantize import quantize
+from fmtsim.recipes import get_recipe
+
+SLOW = pytest.mark.slow
+
+
+def factor(rows, depth, block, seed, turned=False, apart=20, group=128):
+    """E4M3 elements, scales from 2**-apart to 2**apart that are no powers of two."""
+    generator = torch.Generator().manual_seed(seed)
+    x = quantize(torch.randn(rows, depth, generator=generator) * 100, get_format("e4m3")).bfloat16()
+    counts = -(-rows // block), -(-depth // group)
+    scale = (
+        torch.randn(counts, generator=generator).abs().clamp(min=0.1)
+        * torch.randint(-apart, apart + 1, counts, generator=generator).exp2()
+    )
+    if turned:
+        x, scale = x.mT.contiguous().mT, scale.mT.contiguous().mT
+    return Factor(x, scale, (block, group))
+
+
+def moved(x, device):
+    """The same strides elsewhere; torch's ``to`` keeps them."""
+    return Factor(x.elements.to(device), x.scale.to(device), x.sizes)
+
+
+def values(x):
+    rows, depth = x.elements.shape
+    scale = x.scale.double().repeat_interleave(x.sizes[0], 0)[:rows].repeat_interleave(x.sizes[1], 1)[:, :depth]
+    return x.elements.double() * scale
+
+
+def limit(a, b, parts):
+    """How far a float32 result may be from the exact one.
+
+    An instruction of the unit adds 16 exact products and a sum, cuts each to units of at least 2**-23 of the largest,
+    and then the result: 18 cuts, each at most 2**-23 of the sum of all magnitudes of the group so far. A group of 128
+    takes 8 instructions. Scaling rounds twice by 2**-24; every later addition, of groups and of parts, once.
+    """
+    groups = a.scale.shape[1]
+    relative = 8 * 18 * 2.0**-23 + (2 + groups + parts) * 2.0**-24
+    return values(a).abs() @ values(b).abs().mT * relative
+
+
+def check(a, b, dtype, device):
+    assert scaled_product.covers(moved(a, device), moved(b, device))
+    found = multiply(moved(a, device), moved(b, device), dtype)
+    assert found.dtype == dtype and found.shape == (a.elements.shape[0], b.elements.shape[0])
+    again = multiply(moved(a, device), moved(b, device), dtype)
+    assert torch.equal(found.view(torch.int16 if dtype == torch.bfloat16 else torch.int32),
+                       again.view(torch.int16 if dtype == torch.bfloat16 else torch.int32))  # fmt: skip
+    exact = values(a) @ values(b).mT
+    error = (found.cpu().double() - exact).abs()
+    rounding = exact.abs() * 2.0**-8 if dtype == torch.bfloat16 else 0.0
+    assert bool((error <= limit(a, b, 16) * 1.01 + rounding).all()), float((error / limit(a, b, 16)).max())
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks", "turned", "dtype"),
+    [
+        ((200, 136, 264), (1, 128), (False, False), torch.bfloat16),
+        ((136, 152, 384), (1, 128), (False, True), torch.float32),
+        ((136, 264, 520), (1, 1), (True, True), torch.float32),
+        pytest.param((128, 128, 128), (1, 1), (True, False), torch.bfloat16, marks=SLOW),
+        pytest.param((8, 8, 8), (1, 1), (True, True), torch.bfloat16, marks=SLOW),
+        pytest.param((1, 4, 2048), (1, 128), (False, False), torch.float32, marks=SLOW),
+        pytest.param((392, 264, 256), (128, 128), (False, True), torch.bfloat16, marks=SLOW),
+        pytest.param((72, 136, 101), (1, 1), (True, True), torch.float32, marks=SLOW),
+        pytest.param((3, 12, 1000), (1, 128), (False, False), torch.float32, marks=SLOW),
+    ],
+)
+def test_sums_are_those_of_float64_but_for_rounding(shape, blocks, turned, dtype, device):
+    m, n, k = shape
+    a, b = factor(m, k, blocks[0], 1, turned[0]), factor(n, k, blocks[1], 2, turned[1])
+    check(a, b, dtype, device)
+
+
+def test_scales_whose_product_leaves_the_range(device):
+    """Columns that share a scale take it with the row's first, unless that product is far from one."""
+    a, b = factor(16, 256, 1, 8, apart=0), factor(16, 256, 128, 9, apart=0)
+    for x in (a, b):
+        x.scale.mul_(2.0**-60)
+    check(a, b, torch.float32, device)
+    a.scale.mul_(2.0**125), b.scale.mul_(2.0**125)
+    a.elements.zero_()  # 2**65 times 2**65 is no float32
+    assert not multiply(moved(a, device), moved(b, device), torch.float32).any()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_planted_errors_are_caught(parts, emulated, monkeypatch):
+    """One element moved by its last place, one scale by a thousandth, or a part left out."""
+    a, b = (factor(8, 768, block, block + 2, apart=0) for block in (1, 128))
+    monkeypatch.setattr(scaled_product, "parts_of", lambda *_: (parts, 6 // parts))
+    device = torch.device("cpu")
+    check(a, b, torch.float32, device)
+    real = scaled_product.multiply
+
+    def wrong(change):
+        x = Factor(a.elements.clone(), a.scale.clone(), a.sizes)
+        change(x)
+        monkeypatch.setitem(globals(), "multiply", lambda first, second, dtype: real(x, second, dtype))
+        with pytest.raises(AssertionError):
+            check(a, b, torch.float32, device)
+
+    place = int((a.elements[2].float() * a.scale[2].repeat_interleave(128)).abs().argmax())
+    wrong(lambda x: x.elements[2, place].mul_(1.0625))
+    wrong(lambda x: x.scale[3].mul_(1.001))
+    wrong(lambda x: x.elements[:, 640:].zero_())
+
+
+@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_in_its_row(special, device):
+    a, b = factor(16, 256, 1, 5), factor(16, 256, 128, 6)
+    a.elements[3, 200], b.scale[0, 1] = special, 2.0
+    found = multiply(moved(a, device), moved(b, device), torch.float32).cpu()
+    wanted = (values(a) @ values(b).mT).float()
+    assert torch.equal(found.isnan(), wanted.isnan()) and torch.equal(found.isinf(), wanted.isinf())
+    assert torch.equal(found[found.isinf()], wanted[found.isinf()]) and bool(found[:3].isfinite().all())
+
+
+def test_what_has_no_kernel_is_said(emulated):
+    a, b = factor(16, 256, 1, 5), factor(16, 256, 128, 6)
+    assert scaled_product.covers(a, b)
+    assert not scaled_product.covers(a, b._replace(sizes=(128, 64)))
+    assert not scaled_product.covers(a._replace(elements=a.elements.float()), b)
+    assert not scaled_product.covers(a, factor(18, 256, 128, 6))  # rows of the result are stored four by four
+    assert not scaled_product.covers(*(factor(16, 100, 1, 5) for _ in range(2)))
+    assert scaled_product.covers(*(factor(16, 100, 1, 5, turned=True) for _ in range(2)))
+    assert not scaled_product.covers(a._replace(elements=a.elements.repeat(1, 2)[:, :256]), b)
+
+
+def test_parts_fill_a_device():
+    """A product of few tiles is cut, one of many is not; all groups are in some part."""
+    assert parts_of(8192, 2304, 6, 132)[0] == 1
+    assert parts_of(768, 768, 64, 132)[0] > 1
+    for groups in range(1, 70):
+        parts, length = parts_of(256, 256, groups, 132)
+        assert length % 2 == 0 and (parts - 1) * length < groups <= parts * length
+
+
+@pytest.fixture
+def on_card(device, monkeypatch):
+    """Take the emulated device for a card."""
+    traced._layout.cache_clear()
+    if device.type == "cpu":
+        for module in (bfloat16, card, prepare_module, sums):
+            monkeypatch.setattr(module, "on_card", lambda t: t.dtype != torch.float64, raising=False)
+            monkeypatch.setattr(module, "served", lambda t: True, raising=False)
+    yield device
+    traced._layout.cache_clear()
+
+
+def gradients(run, x, w, g):
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    y = run(x, w)
+    return (y.detach(), *torch.autograd.grad(y, (x, w), g))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=SLOW)])
+def test_layers_take_the_kernel(compiled, on_card, monkeypatch):
+    """The three products of DeepSeek-V3's layers: near those in float32, and the same bits compiled, with a bias."""
+    generator = torch.Generator().manual_seed(7)
+    sizes = (144, 256), (384, 256), (144, 384), (384,)
+    x, w, g, added = (torch.randn(size, generator=generator).bfloat16().to(on_card) for size in sizes)
+    layer = Layer(get_recipe("deepseek_v3").linear, None)
+
+    def run(x, w):
+        return run_layer(x, w, added if compiled else None, layer)
+
+    calls, real = [], scaled_product.multiply
+    monkeypatch.setattr(scaled_product, "multiply", lambda *given: calls.append(given) or real(*given))
+    found = gradients(run, x, w, g)
+    assert [(given[0].turned, given[1].turned) for given in calls] == [(False, False), (False, True), (True, True)]
+    if compiled:
+        torch._dynamo.reset()
+        again = gradients(torch.compile(run, fullgraph=True, backend="aot_eager"), x, w, g)
+        assert len(calls) == 6
+        for a, b in zip(found, again, strict=True):
+            assert torch.equal(a, b)
+    count = len(calls)
+    monkeypatch.setattr(scaled_product, "covers", lambda *_: False)
+    for a, b in zip(found, gradients(run, x, w, g), strict=True):
+        assert float((a.float() - b.float()).abs().max()) <= 2.0**-7 * float(b.abs().max())
+    assert len(calls) == count
