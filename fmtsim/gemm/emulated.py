@@ -63,7 +63,8 @@ class EmulatedGEMM:
         observer: Called as ``observer(operand, original, quantised, quantizer, dim)`` for each operand.
         state: What delayed scaling remembers, by operand (``"x_f"``, ...); needed where a scale has a history.
 
-    NaN and infinities follow the formats (docs/semantics.md); an operand left in high precision passes them on.
+    In compiled code config and generator are constants; the tracer of torch 2.11 takes no config, and compiles models
+    that ``fmtsim.convert`` made. NaN and infinities follow the formats (docs/semantics.md); an operand left in high precision passes them on.
     Differentiating twice raises FmtsimError: the gradient of a rounded gradient is not defined here.
 
     Raises:

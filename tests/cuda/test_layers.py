@@ -70,6 +70,7 @@ def products(on_card, monkeypatch):
     return on_card
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11's tracer takes no frozen record for a constant")
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "e4m3"])
 @pytest.mark.filterwarnings("ignore")  # of the compiler and of autograd
