@@ -41,11 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         _print_list(claims, arguments.json)
         return 0
-    if arguments.out is not None and arguments.out.exists() and not arguments.out.is_dir():
-        raise ArgumentError(f"--out {arguments.out} is a file; name a folder")
-    results = [_one(claim, arguments.quiet) for claim in claims]
     if arguments.out is not None:
-        _write(arguments.out, results)
+        from fmtsim.training.artifacts import check_folder
+
+        check_folder(arguments.out)
+    results = [_one(claim, arguments.quiet) for claim in claims]
     if arguments.json:
         print_json(_record(results))
     elif arguments.markdown:
@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
             if not result.passed:
                 print(f"\n{about(result.claim)}" + (f"\n  broke off: {result.error}" if result.error else ""))
         print(f"\n{_verdict(results)}")
+    if arguments.out is not None:
+        _write(arguments.out, results)
     return FAILED if any(not result.passed for result in results) else 0
 
 
