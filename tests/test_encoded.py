@@ -139,6 +139,16 @@ def test_packing_runs_along_dim():
     assert torch.equal(encoded.unpacked(), codes)
 
 
+@pytest.mark.parametrize("name", ["e4m3", "e2m3", "mxfp4", "nvfp4", "int4_g32", "nf4", "fp32"])
+def test_tensors_without_numbers_tell_their_size(name):
+    """What a model takes in a format is asked on meta; codes and scales that are not there cannot be wrong."""
+    x = torch.zeros(4, 64)
+    found, expected = fmtsim.encode(x.to("meta"), name), fmtsim.encode(x, name)
+    assert found.nbytes == expected.nbytes and found.codes.shape == expected.codes.shape
+    decoded = found.decode()
+    assert decoded.is_meta and decoded.shape == x.shape
+
+
 def test_frozen_and_moved():
     encoded = make("nvfp4")
     with pytest.raises(dataclasses.FrozenInstanceError):
