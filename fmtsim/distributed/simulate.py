@@ -63,6 +63,8 @@ def simulate(
     [tensor([2.])]
     """
     chosen = get_reduction(reduction)
+    if not isinstance(ranks, Tensor | Sequence):
+        raise ArgumentError(f"ranks is {type(ranks).__name__}; pass a list with the tensor, or tensors, of each rank")
     lists = [[one] if isinstance(one, Tensor) else list(one) for one in ranks]
     require_ranks(len(lists))
     _require_agreement(lists)
