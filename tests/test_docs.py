@@ -1,5 +1,6 @@
 """What the pages say can be followed: links, headings, names and files exist, and the examples run."""
 
+import contextlib
 import copy
 import importlib
 import re
@@ -42,10 +43,8 @@ def unknown_names(text):
         thing, parts = fmtsim, name.split(".")[1:]
         for depth, part in enumerate(parts, 1):
             if not hasattr(thing, part) and isinstance(thing, type(fmtsim)):
-                try:
+                with contextlib.suppress(ImportError):
                     importlib.import_module(".".join(("fmtsim", *parts[:depth])))
-                except ImportError:
-                    pass
             if not hasattr(thing, part):  # also where a verb hides the module of its name
                 found.append(name)
                 break
@@ -95,13 +94,13 @@ def test_the_examples_run(name, tmp_path, monkeypatch, capsys):
     assert len(blocks) > 1
     model = nn.Sequential(Block(), Block())
     batches = [torch.randn(8, 32, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    names = {"model": model, "batches": batches, "loss": model(batches[0]).square().mean(), "copy": copy}
+    names = {"model": model, "batches": batches}
     if name == "optim":
         other = fmtsim.optim.AdamW(model.parameters(), state="coat")
         model(batches[1]).sum().backward()
         other.step()
         other.zero_grad()
-        names["state"] = other.state_dict()
+        names |= {"state": other.state_dict(), "loss": model(batches[0]).square().mean()}
     monkeypatch.setattr(_names, "registered", {})
     for block in blocks:
         if name == "ptq":
