@@ -100,7 +100,7 @@ def _verdict(results: "Sequence[Result]") -> str:
     failed = [result.claim.name for result in results if not result.passed]
     seconds = sum(result.seconds for result in results)
     ending = f"{len(failed)} of {len(results)} claims FAIL: {', '.join(failed)}" if failed else "all claims pass"
-    return f"{len(results)} claims, {seconds:.0f} s; {ending}"
+    return f"{len(results)} claim{'s' if len(results) > 1 else ''}, {seconds:.0f} s; {ending}"
 
 
 def _write(folder: Path, results: "Sequence[Result]") -> None:
