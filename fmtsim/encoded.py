@@ -256,7 +256,7 @@ def _store_scales(scales: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
         return codes_of_scales(scales, fmt.scale)
     stored = scales.to(dtype)
     wrong = (stored != scales) & ~scales.isnan()
-    if bool(wrong.any()):
+    if not wrong.is_meta and bool(wrong.any()):
         raise CodeError(
             f"scale {scales[wrong][0].item():g} is not a value of {fmt.scale.name}; pass scales of that format"
         )
@@ -282,7 +282,9 @@ def _checked(encoded: Encoded) -> Encoded:
 def _require_values(codes: torch.Tensor, fmt: Format) -> None:
     """Refuse codes beyond the end of a codebook that does not fill its bits; packing refuses the rest."""
     element: ElementFormat | LogTileFormat = fmt.element if isinstance(fmt, BlockFormat) else fmt
-    if isinstance(element, CodebookFormat) and codes.numel() and int(codes.max()) >= len(element.values):
+    if codes.is_meta or not codes.numel() or not isinstance(element, CodebookFormat):
+        return
+    if int(codes.max()) >= len(element.values):
         raise CodeError(f"code {int(codes.max())} is outside {element.name} (0 to {len(element.values) - 1})")
 
 

@@ -201,7 +201,11 @@ def _check_input(x: torch.Tensor) -> None:
         hint = "take the real and imaginary parts apart" if x.dtype.is_complex else "convert it with .float()"
         hint = "decode it with fmtsim.decode(x)" if x.dtype.is_floating_point else hint
         raise DtypeError(f"{_dtype_message('x', x.dtype)} ({hint})")
-    if not torch.compiler.is_compiling() and x.layout != torch.strided:  # dynamo cannot see layouts
+    if torch.compiler.is_compiling():  # dynamo cannot see layouts
+        return
+    if x.is_nested:
+        raise ArgumentError("x is a nested tensor; pass its parts one by one (x.unbind()), or x.to_padded_tensor(0.0)")
+    if x.layout != torch.strided:
         raise ArgumentError(f"x has layout {x.layout}; pass a dense tensor, for example x.to_dense()")
 
 
@@ -262,7 +266,7 @@ def _check_block_size(block_size: Any) -> Block | None:
         return None
     block = tuple(block_size) if isinstance(block_size, tuple | list) else (1, block_size)
     sizes = [size for size in block if size is not None]
-    if len(block) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+    if len(block) != 2 or not all(type(size) is int and 0 < size < 1 << 63 for size in sizes):
         raise ArgumentError(
             f"block_size={block_size!r} is not a block; choose an int of 1 or more, or (outer, inner), "
             "in which None means the whole extent"

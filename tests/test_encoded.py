@@ -17,6 +17,7 @@ from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.exact import codes_of_scales, scales_of_codes
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.spec import CodebookFormat
+from fmtsim.quantize import encode
 
 ONE_OF_EACH = [name for name in list_formats() if "p3109" not in name and name not in list_formats("int")]
 ONE_OF_EACH += ["p3109_k5p2se", "int3", "int8", "uint5", "int16_half", "e5m6", "lns12_g128"]
@@ -137,6 +138,16 @@ def test_packing_runs_along_dim():
     encoded = Encoded.from_parts(ops.EncodedParts(codes), fmt, (4, 2), dim=0)
     assert encoded.codes.tolist() == [[0x20, 0x64], [0x31, 0x75]] and encoded.dim == -2
     assert torch.equal(encoded.unpacked(), codes)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e2m3", "mxfp4", "nvfp4", "int4_g32", "nf4", "fp32"])
+def test_tensors_without_numbers_tell_their_size(name):
+    """What a model takes in a format is asked on meta; codes and scales that are not there cannot be wrong."""
+    x = torch.zeros(4, 64)
+    found, expected = encode(x.to("meta"), name), encode(x, name)
+    assert found.nbytes == expected.nbytes and found.codes.shape == expected.codes.shape
+    decoded = found.decode()
+    assert decoded.is_meta and decoded.shape == x.shape
 
 
 def test_frozen_and_moved():

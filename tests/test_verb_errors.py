@@ -49,7 +49,7 @@ ARGUMENTS = [
     (ArgumentError, {"dim": (0, 1)}, "dim=(0, 1) is not a dimension of x of shape (6, 64); choose -2 to 1"),
     *[
         (ArgumentError, {"block_size": block}, f"block_size={block!r} {BLOCK}")
-        for block in (0, -4, 32.0, True, "32", (), (1, 2, 3), (1, 0), (1.0, 32), [None, -1], (1, "32"))
+        for block in (0, -4, 32.0, True, "32", (), (1, 2, 3), (1, 0), (1.0, 32), [None, -1], (1, "32"), 1 << 63)
     ],
     (ArgumentError, {"format": "mxfp4", "block_size": 0}, f"block_size=0 {BLOCK}"),
     (ArgumentError, {"block_size": 24},
@@ -122,6 +122,8 @@ TENSORS = [
     (DtypeError, torch.ones(3).numpy(), "x is ndarray, not a tensor; pass torch.tensor(x)"),
     (ArgumentError, torch.ones(3, 3).to_sparse(),
      "x has layout torch.sparse_coo; pass a dense tensor, for example x.to_dense()"),
+    (ArgumentError, torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=torch.jagged),
+     "x is a nested tensor; pass its parts one by one (x.unbind()), or x.to_padded_tensor(0.0)"),
 ]  # fmt: skip
 
 

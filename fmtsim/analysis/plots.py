@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, distinguishable with any colour vision; lines also differ in dash.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+SMOOTHED_OVER = 40  # shorter curves are drawn as they are
 LEAST_GAP = 0.1  # the gap panel reaches at least this far, so that noise does not look like a difference
 _DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), "-.")
 
 
 def plot_loss(curves: Mapping[str, Sequence[float]], path: str | Path | None = None, *, title: str = "") -> "Figure":
-    """Draw loss curves, smoothed over their raw values, with the gap of each to the first in a panel below.
+    """Draw loss curves, smoothed, over their faint raw values, with the gap of each to the first in a panel below.
 
     Args:
         curves: Losses a step by label; the first curve is the baseline. Curves may have different lengths, and end
@@ -43,15 +44,20 @@ def plot_loss(curves: Mapping[str, Sequence[float]], path: str | Path | None = N
     heights = (2.6, 1) if several else (1,)
     panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     smooth = {label: smoothed(values) for label, values in curves.items()}
+    averaged = any(len(values) >= SMOOTHED_OVER for values in curves.values())
     for i, (label, values) in enumerate(curves.items()):
         steps = range(1, len(values) + 1)
         panels[0].plot(steps, values, color=COLOURS[i % 7], alpha=0.22, linewidth=0.8)
         last = next((v for v in reversed(smooth[label]) if math.isfinite(v)), math.nan)
         style = {"color": COLOURS[i % 7], "linestyle": _DASHES[i % 4], "linewidth": 2.0}
-        panels[0].plot(steps, smooth[label], label=f"{label} (last {last:.3f})", **style)
+        panels[0].plot(
+            steps, smooth[label], label=f"{label} ({'smoothed, ' if averaged else ''}last {last:.3f})", **style
+        )
         if i:
             gap = [b - a for a, b in zip(next(iter(smooth.values())), smooth[label], strict=False)]
             panels[1].plot(range(1, len(gap) + 1), gap, label=label, **style)
+    if averaged:
+        panels[0].plot([], [], color="#808080", alpha=0.5, linewidth=0.8, label="single steps")
     _finish(panels[0], "training loss (nats per byte)", "" if several else "step")
     panels[0].legend(frameon=False)
     if several:
@@ -131,7 +137,7 @@ def smoothed(values: Sequence[float], reach: int | None = None) -> list[float]:
     At the start, where losses fall fast, fewer values are averaged, as many on one side as on the other; at the end
     those that there are. ``reach`` is a fortieth of the curve unless it is given.
     """
-    reach = len(values) // 40 if reach is None else reach
+    reach = len(values) // SMOOTHED_OVER if reach is None else reach
     end = next((i for i, value in enumerate(values) if not math.isfinite(value)), len(values))
     sums = [0.0, *itertools.accumulate(values[:end])]
     windows = [(i - min(reach, i), min(i + min(reach, i) + 1, end)) for i in range(end)]

@@ -86,7 +86,11 @@ def read_shapes(path: str | Path) -> list[Shape]:
         DataError: The file has no shape, or a line is none.
     """
     shapes: dict[Shape, None] = {}
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is not text; write a line for each linear layer: outputs inputs [bias]") from None
+    for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].replace(",", " ").replace("x", " ").split()
         if not words:
             continue
@@ -110,7 +114,9 @@ def parse_tokens(text: str) -> list[int]:
         low, dots, high = word.strip().partition("..")
         ends = [low, high] if dots else [low]
         if not all(end.isdecimal() and int(end) > 0 for end in ends) or int(ends[-1]) < int(ends[0]):
-            raise ArgumentError(f"--tokens {text!r} is not possible; write counts such as 1,77,512 or a range 1..8192")
+            raise ArgumentError(
+                f"--tokens {text.strip()!r} is not possible; write counts such as 1,77,512 or a range 1..8192"
+            )
         if dots:
             tokens |= dict.fromkeys(x for x in (1 << i for i in range(63)) if int(low) <= x <= int(high))
             tokens |= dict.fromkeys((int(low), int(high)))

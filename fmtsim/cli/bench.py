@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fmtsim.cli.checks import check_threads
 from fmtsim.cli.info import processor_name
 from fmtsim.cli.output import add_json_argument, format_table, print_json, version_of
 from fmtsim.errors import ArgumentError
@@ -47,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         for value in given if isinstance(given, list) else [given]:
             if value < 1:
                 raise ArgumentError(f"--{name} {value} is not possible; choose 1 or more")
+    for count in arguments.threads:
+        check_threads(count)
     if arguments.record is not None and arguments.what != "gpu":
         raise ArgumentError(
             f"--record has no meaning for fmtsim bench {arguments.what}; pass --json and keep its output"
@@ -92,7 +95,7 @@ def chosen(cases: Sequence[Any], pattern: str) -> list[Any]:
     """
     found = [case for case in cases if fnmatch.fnmatchcase(case.name, pattern)]
     if not found:
-        names = ", ".join(case.name for case in cases)
+        names = ", ".join(repr(case.name) for case in cases)
         raise ArgumentError(f"--only {pattern!r} matches no case; the cases are {names}")
     return found
 

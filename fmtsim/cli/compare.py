@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fmtsim.cli.checks import check_file
 from fmtsim.cli.output import add_json_argument, format_table, print_json
 from fmtsim.errors import ArgumentError, DataError, FmtsimError
 
@@ -33,6 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Compare and print; 0 where all bits agree, 1 where some do not or a tensor is missing."""
     from fmtsim.analysis.compare import compare
 
+    if arguments.plot:
+        check_file("--plot", Path(arguments.plot))
     actual, expected = load(arguments.actual), load(arguments.expected)
     if len(actual) == len(expected) == 1:  # two tensors, whatever they are called
         (name,) = expected
@@ -51,8 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
             if len(expected) == 1:
                 raise
             errors[name] = str(error)
-    if arguments.plot:
-        _plot(found, arguments.plot)
     if arguments.json:
         print_json({
             "equal": not errors and all(c.equal for c in found.values()), "errors": errors,
@@ -60,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         })  # fmt: skip
     else:
         print(_text(found, errors))
+    if arguments.plot:
+        _plot(found, arguments.plot)
     return MISMATCH if errors or not all(c.equal for c in found.values()) else 0
 
 

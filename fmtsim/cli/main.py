@@ -32,6 +32,11 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report it
 # Numbers that argparse would take for options: -1e-5, -inf, -0x1p-3.
 _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan|0x).*", re.IGNORECASE)
 
+# What torch says for want of memory, on a CPU, on a GPU, and of sizes whose product is no number of bytes.
+_NO_MEMORY = re.compile(
+    r"tried to allocate [\d.]+ \w+|out of memory|Storage size calculation overflowed", re.IGNORECASE
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
@@ -49,12 +54,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FmtsimError as error:
         return _fail(str(error))
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return BROKEN_PIPE
     except OSError as error:
-        if error.filename is None:
+        if error.strerror is None:
             raise
-        return _fail(f"{error.filename}: {error.strerror}")
+        try:
+            sys.stdout.flush()
+        except OSError:  # a full disk below standard output
+            _drop_output()
+        return _fail(error.strerror if error.filename is None else f"{error.filename}: {error.strerror}")
+    except (MemoryError, RuntimeError) as error:
+        said = _NO_MEMORY.search(str(error))
+        if said is None and not isinstance(error, MemoryError):
+            raise
+        detail = f" ({said[0]})" if said else ""
+        return _fail(f"there is not enough memory for this{detail}; choose smaller sizes")
     except KeyboardInterrupt:
         print("\nfmtsim: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -78,6 +93,11 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
 
 def _command(name: str) -> ModuleType:
     return importlib.import_module(f"fmtsim.cli.{name}")
+
+
+def _drop_output() -> None:
+    """Send what standard output still holds to nowhere; the interpreter would fail on it as it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str) -> int:

@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fmtsim.cli.checks import check_device, check_file
 from fmtsim.cli.operands import DATA, Operands, make_operands
 from fmtsim.cli.output import add_json_argument, print_json
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
@@ -21,6 +22,7 @@ OUT_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "flo
 MAC_LIMIT = 1 << 25  # products of the exact sum that a reader waits for
 AGAIN = 2.0  # a product that took fewer seconds is timed a second time, without what the first call compiles
 SHOWN = 4
+MOST = 1 << 31  # of M, N and K; such a matrix would not fit into the memory of a machine
 SLOW_EVERY = 128
 MISMATCH = 1
 
@@ -82,27 +84,21 @@ def run(arguments: argparse.Namespace) -> int:
     record = _record(arguments, explanation, comparison, relative, y, (first, seconds))
     if check is not None:
         record["native_against_emulated"] = check.to_dict()
-    if arguments.out:
-        save(y, Path(arguments.out))
     if arguments.json:
         print_json(record)
     else:
         print(_text(record, explanation, comparison, y, exact))
         if check is not None:
             print(_check_text(check))
+    if arguments.out:
+        save(y, Path(arguments.out))
     return 0 if check is None or check.equal else MISMATCH
 
 
 def on_device(operands: Operands, name: str) -> Operands:
     """Return the operands on a device; raise ArgumentError where there is none of that name."""
-    import torch
-
-    try:
-        device = torch.device(name)
-        return operands._replace(a=operands.a.to(device), b=operands.b.to(device))
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        said = str(error).splitlines()[0]
-        raise ArgumentError(f"--device {name} is not there: {said}; choose cpu, or look at fmtsim info") from None
+    check_device(name)
+    return operands._replace(a=operands.a.to(name), b=operands.b.to(name))
 
 
 def machine(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -242,8 +238,14 @@ def _check(arguments: argparse.Namespace) -> None:
         what = "several of them are given" if given else "none is given"
         raise ArgumentError(f"fmtsim mm takes one of --target, --unit and --datapath, but {what}; try --target h200")
     for name in ("m", "n", "k"):
-        if getattr(arguments, name) < 1:
-            raise ArgumentError(f"{name.upper()} = {getattr(arguments, name)} is not possible; choose 1 or more")
+        size = getattr(arguments, name)
+        if not 1 <= size < MOST:
+            allowed = "1 or more" if size < 1 else f"1 to {MOST - 1:,}"
+            raise ArgumentError(f"{name.upper()} = {size} is not possible; choose {allowed}")
+    if not 0 <= arguments.seed < 1 << 62:
+        raise ArgumentError(f"--seed {arguments.seed} is not allowed; choose 0 to 2**62 - 1")
+    if arguments.out:
+        check_file("--out", Path(arguments.out))
     if arguments.check and (arguments.target is None or arguments.emulate):
         what = "--emulate forbids it" if arguments.emulate else "a unit or datapath alone is no card"
         raise ArgumentError(f"--check native runs the card that --target names, but {what}; pass --target h200")

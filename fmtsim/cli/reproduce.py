@@ -42,11 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         _print_list(claims, arguments.json)
         return 0
-    if arguments.out is not None and arguments.out.exists() and not arguments.out.is_dir():
-        raise ArgumentError(f"--out {arguments.out} is a file; name a folder")
-    results = _run_all(claims, arguments.quiet)
     if arguments.out is not None:
-        _write(arguments.out, results)
+        from fmtsim.training.artifacts import check_folder
+
+        check_folder(arguments.out)
+    results = _run_all(claims, arguments.quiet)
     if arguments.json:
         print_json(_record(results))
     elif arguments.markdown:
@@ -58,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
             if not result.passed:
                 print(f"\n{about(result.claim)}" + (f"\n  broke off: {result.error}" if result.error else ""))
         print(f"\n{_verdict(results)}")
+    if arguments.out is not None:
+        _write(arguments.out, results)
     return FAILED if any(not result.passed for result in results) else 0
 
 
@@ -99,7 +101,7 @@ def _verdict(results: "Sequence[Result]") -> str:
     failed = [result.claim.name for result in results if not result.passed]
     seconds = sum(result.seconds for result in results)
     ending = f"{len(failed)} of {len(results)} claims FAIL: {', '.join(failed)}" if failed else "all claims pass"
-    return f"{len(results)} claims, {seconds:.0f} s; {ending}"
+    return f"{len(results)} claim{'s' if len(results) > 1 else ''}, {seconds:.0f} s; {ending}"
 
 
 def _write(folder: Path, results: "Sequence[Result]") -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fmtsim.cli.checks import check_device, check_threads
 from fmtsim.cli.output import add_json_argument, format_table, jsonable, print_json
 from fmtsim.errors import ArgumentError
 from fmtsim.progress import make_progress
@@ -132,17 +133,6 @@ def _list_recipes() -> int:
     return 0
 
 
-def check_device(name: str) -> None:
-    """Refuse a device that is not there."""
-    import torch
-
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        said = str(error).splitlines()[0]
-        raise ArgumentError(f"--device {name} is not there: {said}; choose cpu, or look at fmtsim info") from None
-
-
 def _check(arguments: argparse.Namespace, config: "TrainConfig", out: Path) -> int:
     """Train natively and emulated in lockstep; 0 where all bits agree after all steps, else 1."""
     from fmtsim.training.corpus import load_corpus
@@ -175,8 +165,10 @@ def summary(record: dict[str, Any], baseline: "Run", simulated: "Run") -> str:
     gap = (simulated.final_loss - baseline.final_loss, simulated.validation - baseline.validation)
     rows.append(("gap", "", _loss(gap[0], "+"), _loss(gap[1], "+"), ""))
     header = ("run", "precision", "train loss", "held-out loss", "seconds")
+    size = f"{corpus['bytes'] / 1e6:.1f} MB" if corpus["bytes"] >= 1e5 else f"{corpus['bytes']:,} bytes"
+    files = f"{corpus['files']} file{'' if corpus['files'] == 1 else 's'}"
     parts = [
-        f"text: {corpus['name']}, {corpus['bytes'] / 1e6:.1f} MB in {corpus['files']} files{cut}",
+        f"text: {corpus['name']}, {size} in {files}{cut}",
         format_table(header, rows, left=(0, 1)),
         *(f"{run.label}: stopped, {run.stopped}" for run in (baseline, simulated) if run.stopped),
         "(losses in nats per byte; train loss is the mean of the last tenth of the steps)",
@@ -209,14 +201,14 @@ def _loss(value: float, sign: str = "") -> str:
 
 
 def _lost_bits(run: "Run") -> str:
-    from fmtsim.training.artifacts import by_operand
+    from fmtsim.training.artifacts import by_operand, operand_in_words
 
     rows = []
     for operand, s in by_operand(run.stats).items():  # type: ignore[arg-type]  # summary checked it
         rows.append(
             (
                 operand,
-                _what(operand),
+                operand_in_words(operand),
                 s.format,
                 f"{s.underflow_percent:.2f}",
                 f"{s.saturation_percent:.3f}",
@@ -235,16 +227,6 @@ def _lost_bits(run: "Run") -> str:
         f"hardest hit: {operand} of {layer}, {worst.underflow_percent:.1f} % underflow, "
         f"{worst.saturation_percent:.2g} % saturation, SQNR {worst.sqnr_db:.1f} dB"
     )
-
-
-def _what(operand: str) -> str:
-    """Return an operand's tensor and product in words."""
-    if "_" not in operand:
-        attention = {"q": "queries", "k": "keys", "v": "values", "p": "softmax weights"}
-        return f"{attention[operand]}, attention" if operand in attention else f"attention's {operand[:2]}"
-    tensors = {"x": "activations", "w": "weights", "g": "gradients"}
-    products = {"f": "forward", "d": "input gradient", "w": "weight gradient"}
-    return f"{tensors[operand[0]]}, {products[operand[2]]}"
 
 
 def _config(arguments: argparse.Namespace) -> "TrainConfig":
@@ -327,6 +309,5 @@ def _threads(count: int | None) -> contextlib.AbstractContextManager[None]:
 
     if count is None:
         return contextlib.nullcontext()
-    if count < 1:
-        raise ArgumentError(f"--threads {count} is not allowed; choose 1 or more")
+    check_threads(count)
     return bounded_threads(count)

@@ -64,6 +64,8 @@ def simulate(
     [tensor([2.])]
     """
     chosen = get_reduction(reduction)
+    if not isinstance(ranks, Tensor | Sequence):
+        raise ArgumentError(f"ranks is {type(ranks).__name__}; pass a list with the tensor, or tensors, of each rank")
     lists = [listed(one) for one in ranks]
     require_ranks(len(lists))
     _require_agreement(lists)

@@ -224,6 +224,6 @@ def _require(name: str, condition: bool, given: str, allowed: str) -> None:
 
 def _require_block(name: str, block: Block) -> None:
     sizes = isinstance(block, tuple) and len(block) == 2
-    if not sizes or not all(size is None or (type(size) is int and size >= 1) for size in block):
+    if not sizes or not all(size is None or (type(size) is int and 1 <= size < 1 << 63) for size in block):
         allowed = "(outer, inner) sizes of 1 or more, or None"
         raise FormatError(f"format {name!r}: block={block} is not allowed; choose {allowed}")

@@ -22,7 +22,7 @@ def codes_of_scales(scales: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     if fmt.nan_code is not None:
         codes = torch.where(scales.isnan(), fmt.nan_code, codes)
         wrong &= ~scales.isnan()
-    if bool(wrong.any()):
+    if not wrong.is_meta and bool(wrong.any()):
         raise CodeError(f"scale {scales[wrong][0].item():g} is not a value of {fmt.name}; pass scales of that format")
     return codes.to(torch.uint8)
 
@@ -37,7 +37,7 @@ def scales_of_codes(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     wrong = codes > fmt.max_code
     if nan is not None:
         wrong &= codes != nan
-    if bool(wrong.any()):
+    if not wrong.is_meta and bool(wrong.any()):
         raise CodeError(
             f"code {int(codes[wrong][0])} is not that of a scale in {fmt.name}; expected 0 to {fmt.max_code}"
         )

@@ -130,15 +130,16 @@ def _require_bits(bits: int) -> None:
 
 
 def _checked_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the codes in a dtype that torch computes with, every one of them in range."""
+    """Return the codes in a dtype that torch computes with, every one of them in range (on meta there are none)."""
     if codes.dtype not in _SIGNED and codes.dtype not in _UNSIGNED:
         raise DtypeError(f"codes have dtype {codes.dtype}; expected an integer dtype such as torch.uint8")
     if codes.dim() == 0:
         raise ArgumentError("codes have no dimension to pack along; reshape them to (1,)")
-    if codes.dtype == torch.uint64 and bits < 64 and codes.numel() and int(codes.view(torch.int64).min()) < 0:
+    looked_at = bits < 64 and codes.numel() > 0 and not codes.is_meta
+    if codes.dtype == torch.uint64 and looked_at and int(codes.view(torch.int64).min()) < 0:
         raise CodeError(f"codes of 2**63 and more do not fit {bits} bits")
     codes = codes.to(_UNSIGNED.get(codes.dtype, codes.dtype))
-    if bits < 64 and not (codes.dtype == torch.uint8 and bits >= 8) and codes.numel():
+    if looked_at and not (codes.dtype == torch.uint8 and bits >= 8):
         low, high = (int(bound) for bound in torch.aminmax(codes))
         if low < 0 or high >> bits:
             found = low if low < 0 else high

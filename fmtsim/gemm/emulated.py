@@ -64,8 +64,9 @@ class EmulatedGEMM:
         state: What delayed scaling remembers, by operand (``"x_f"``, ...); needed where a scale has a history.
 
     In compiled code config and generator are constants; the tracer of torch 2.11 takes no config, and compiles models
-    that ``fmtsim.convert`` made. NaN and infinities follow the formats (docs/semantics.md); an operand left in high precision passes them on.
-    Differentiating twice raises FmtsimError: the gradient of a rounded gradient is not defined here.
+    that ``fmtsim.convert`` made. NaN and infinities follow the formats (docs/semantics.md); an operand left in high
+    precision passes them on. Differentiating twice raises FmtsimError: the gradient of a rounded gradient is not
+    defined here.
 
     Raises:
         ArgumentError: shapes that do not fit each other or the machine's library, or a config that is none.

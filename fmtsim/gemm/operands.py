@@ -45,8 +45,11 @@ def check_tensor(name: str, x: Any, dims: str) -> None:
     """Refuse what is no dense tensor of the wanted dimensions: ``"2"``, ``"3"``, ``"2+"`` or ``"1+"``."""
     if not isinstance(x, Tensor):
         raise DtypeError(f"{name} is {type(x).__name__}, not a tensor; pass torch.tensor({name})")
-    if not torch.compiler.is_compiling() and x.layout != torch.strided:  # dynamo cannot see layouts
-        raise ArgumentError(f"{name} has layout {x.layout}; pass a dense tensor, for example {name}.to_dense()")
+    if not torch.compiler.is_compiling():  # dynamo cannot see layouts
+        if x.is_nested:
+            raise ArgumentError(f"{name} is a nested tensor; pass its parts one by one ({name}.unbind())")
+        if x.layout != torch.strided:
+            raise ArgumentError(f"{name} has layout {x.layout}; pass a dense tensor, for example {name}.to_dense()")
     wanted = int(dims[0])
     if x.dim() < wanted or (x.dim() != wanted and not dims.endswith("+")):
         more = " or more" if dims.endswith("+") else ""

@@ -159,6 +159,8 @@ def revert(model: Model) -> Model:
     Raises:
         ArgumentError: the model holds no converted module, or one whose class was changed since.
     """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"revert takes a torch.nn.Module, not {type(model).__name__}")
     converted = [(name, module) for name, module in model.named_modules() if isinstance(module, EmulatedModule)]
     if not converted and not swapped(model):
         raise ArgumentError(f"revert found no converted module in {type(model).__name__}; convert it first")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fmtsim.errors import ArgumentError
 from fmtsim.nn.attention import EmulatedMultiheadAttention
 from fmtsim.nn.convert import NOTES, REASONS, why_not
 from fmtsim.nn.modules import EmulatedModule, emulated_types
@@ -55,7 +56,12 @@ def report(model: nn.Module) -> Report:
     """Return what ``convert`` did to a model, or, before it, what it could not convert and why.
 
     A module that is used under several names has a row for each.
+
+    Raises:
+        ArgumentError: ``model`` is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"report takes a torch.nn.Module, not {type(model).__name__}")
     known = model.__dict__.get(REASONS, {})
     first: dict[nn.Module, str] = {}
     inside = {  # an attention module multiplies with this layer's weights itself

@@ -45,7 +45,12 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         """Raise ArgumentError for hyperparameters that are not allowed."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with hyperparameters of their own."""
+        """Add parameters with hyperparameters of their own; the scheme and the seed are the optimizer's."""
+        if isinstance(param_group, dict) and (given := {"state", "seed"} & param_group.keys()):
+            raise ArgumentError(
+                f"a group of parameters has no {min(given)}= of its own; "
+                "make a second optimizer for these parameters, and step both"
+            )
         super().add_param_group(param_group)
         try:
             self.check_group(self.param_groups[-1])

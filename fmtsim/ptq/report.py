@@ -72,7 +72,7 @@ class PtqReport:
 
 def ptq_report(model: nn.Module) -> PtqReport:
     """Return what ``fmtsim.ptq`` did to a model; raise ArgumentError where it did nothing."""
-    found = model.__dict__.get(REPORT)
+    found = model.__dict__.get(REPORT) if isinstance(model, nn.Module) else None
     if found is None:
         raise ArgumentError(f"{type(model).__name__} has no report of ptq; call fmtsim.ptq(model, recipe, data) first")
     return found  # type: ignore[no-any-return]

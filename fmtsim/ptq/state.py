@@ -43,6 +43,8 @@ def load_ptq(model: Model, state: dict[str, Any]) -> Model:
     """
     if not isinstance(state, dict) or set(state) != _KEYS:
         raise ArgumentError(f"load_ptq takes what fmtsim.ptq_state returned, not {type(state).__name__}")
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"load_ptq takes a torch.nn.Module, not {type(model).__name__}")
     recipe, layers, tensors = ptq_recipe_from_dict(state["recipe"]), set(state["layers"]), state["tensors"]
     absent = sorted(layers - {name for name, _ in model.named_modules()})
     if absent:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.config import LinearConfig
@@ -198,10 +199,29 @@ def call(model: nn.Module, batch: Any, index: int = 0) -> Any:
         if isinstance(batch, Mapping):
             return model(**batch)
         return model(*batch) if isinstance(batch, tuple | list) else model(batch)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:  # FmtsimErrors about values are ValueErrors
-        raise ArgumentError(
-            f"calibration batch {index} ({_described(batch)}) does not run through {type(model).__name__}: {error}"
-        ) from error
+    # FmtsimErrors about values are ValueErrors.
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        pair = isinstance(batch, tuple | list) and isinstance(error, TypeError)
+        hint = "; a tuple or list holds arguments: of pairs (inputs, labels) pass the inputs alone" if pair else ""
+        told = f"({_described(batch)}) does not run through {type(model).__name__}: {error}{hint}"
+        raise ArgumentError(f"calibration batch {index} {told}") from error
+
+
+def check_model(verb: str, model: Any) -> None:
+    """Refuse what calibration cannot look into: no module, compiled ones, parameters that are not there yet, autocast.
+
+    Compiled code does not stop at a layer, and under autocast a layer multiplies with a cast copy of its weights.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"{verb} takes a torch.nn.Module, not {type(model).__name__}")
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ArgumentError(f"{name or 'the model'} is compiled; call {verb} first and torch.compile after it")
+    if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+        raise ArgumentError("some parameters are not initialised yet; run one batch through the model first")
+    devices = {p.device.type for p in model.parameters()} | {"cpu"}
+    if any(torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) for device in devices):
+        raise ArgumentError(f"{verb} runs a model in its own dtypes; call it outside torch.autocast")
 
 
 def batches_of(data: Any) -> list[Any]:

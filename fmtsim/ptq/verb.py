@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fmtsim.errors import ArgumentError
 from fmtsim.gemm.config import LinearConfig
 from fmtsim.nn.attention_mode import convert_attention, revert_attention
 from fmtsim.nn.convert import convert, revert
@@ -19,7 +18,7 @@ from fmtsim.ptq.reshape import equalise, stored, unsmooth
 from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.ptq.state import RECIPE
 from fmtsim.ptq.steps import install, measure, measure_batch_norm, round_weights, surveyed
-from fmtsim.ptq.survey import Survey, batches_of
+from fmtsim.ptq.survey import Survey, batches_of, check_model
 
 Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
@@ -63,8 +62,7 @@ def ptq(
     began = time.perf_counter()
     recipe = get_ptq_recipe(recipe)
     batches = batches_of(calibration_data)
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"ptq takes a torch.nn.Module, not {type(model).__name__}")
+    check_model("ptq", model)
     before = stored(model)
     configs = prepared(model, recipe, filter_fn)
     try:

@@ -80,15 +80,23 @@ def plot_result(result: Result, path: str | Path | None = None) -> "Figure | Non
     if "x" in measured.logarithmic:
         axes.set_xscale("log", base=2)
     if "y" in measured.logarithmic:
+        heights = [y for points in measured.curves.values() for _, y in points]
         low, high = axes.get_ylim()
-        axes.set_yscale("log", base=2 if low > 0 and high < 1000 * low or measured.steps else 10)
+        if min(heights) == 0 < max(heights):  # below the least other number the axis is linear, down to 0
+            least = 10.0 ** math.floor(math.log10(min(y for y in heights if y > 0)))
+            axes.set_yscale("symlog", linthresh=least)
+            axes.set_ylim(-least / 5, 2 * max(heights))
+        else:
+            axes.set_yscale("log", base=2 if low > 0 and high < 1000 * low or measured.steps else 10)
     if measured.ticks:
         axes.set_xticks(range(len(measured.ticks)), measured.ticks)
     axes.set_xlabel(measured.axes[0])
     axes.set_ylabel(measured.axes[1])
     says = result.claim.says
     axes.set_title(textwrap.fill(says[0].upper() + says[1:], 88), fontsize=10, loc="left")
-    if len(measured.curves) > 1:
+    if len(measured.curves) > 5:  # no corner of the panel holds as many lines
+        figure.legend(frameon=False, loc="outside lower center", ncols=3)
+    elif len(measured.curves) > 1:
         axes.legend(frameon=False)
     if path is not None:
         figure.savefig(path, dpi=150)

@@ -50,7 +50,7 @@ def reductions(
     first, mu = (numbers[f"{label}, N = {ranks[-1]}: to zero"] for label in ("1/N first", "mu"))
     numbers |= {"1/N first: to zero as the formula says": float(exact), "to zero: mu / 1/N first": mu / first}
     axes = ("ranks", "part of the elements")
-    return Measured(numbers=numbers, curves=curves, axes=axes, logarithmic="x")
+    return Measured(numbers=numbers, curves=curves, axes=axes, logarithmic="xy")
 
 
 def _run(

@@ -1,7 +1,7 @@
 """search: find a format for each layer under a budget of bit operations."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from fmtsim.errors import ArgumentError
 from fmtsim.progress import Progress, make_progress
 from fmtsim.ptq.registry import get_ptq_recipe
 from fmtsim.ptq.spec import PtqRecipe, is_static
-from fmtsim.ptq.survey import batches_of
+from fmtsim.ptq.survey import batches_of, check_model
 from fmtsim.search.bench import Bench, Loss, relative_noise
 from fmtsim.search.choice import least_loss
 from fmtsim.search.result import Policy, SearchResult
@@ -61,6 +61,8 @@ def search(
     Raises:
         ArgumentError: No assignment is within the budget (the message has the least one), and what ``ptq`` raises.
     """
+    check_model("search", model)
+    _check_options(budget, bits, policy, loss_fn)
     recipes = _recipes(formats)
     batches = batches_of(calibration_data)
     with make_progress(progress) as show:
@@ -137,13 +139,28 @@ def _each_alone(bench: Bench, layers: list[str], names: list[str], show: Progres
     losses = []
     for i, layer in enumerate(layers):
         losses.append([bench.run({layer: name}) for name in names])
+        if any(map(math.isnan, losses[-1])):
+            name = names[next(j for j, loss in enumerate(losses[-1]) if math.isnan(loss))]
+            raise ArgumentError(f"the loss is NaN with {layer!r} alone in {name!r}; look at loss_fn and the data")
         show.step((i + 1) * len(names))
     return losses
 
 
-def _budget(budget: int | None, bits: float | None, bench: Bench, costs: list[list[int]]) -> int:
+def _check_options(budget: Any, bits: Any, policy: Any, loss_fn: Any) -> None:
     if (budget is None) == (bits is None):
         raise ArgumentError("pass exactly one of budget= (bit operations of a batch) and bits= (of both operands)")
+    name, value = ("budget", budget) if bits is None else ("bits", bits)
+    if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ArgumentError(f"{name}={value!r} is not allowed; choose a number of 0 or more")
+    if policy is not None and not isinstance(policy, Policy):
+        raise ArgumentError(
+            f"policy={policy!r} is no Policy; write policy=Policy() (from fmtsim.search import Policy), or leave it out"
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise ArgumentError(f"loss_fn={loss_fn!r} is no function; write loss_fn=lambda output, reference: ...")
+
+
+def _budget(budget: int | None, bits: float | None, bench: Bench, costs: list[list[int]]) -> int:
     least, most = (sum(pick(row) for row in costs) for pick in (min, max))
     adds = bench.adds
     allowed = int(adds * bits**2) if bits is not None else budget
@@ -157,7 +174,10 @@ def _budget(budget: int | None, bits: float | None, bench: Bench, costs: list[li
 
 
 def _recipes(formats: Sequence[str | PtqRecipe]) -> dict[str, PtqRecipe]:
-    found = [get_ptq_recipe(f) for f in ([formats] if isinstance(formats, str | PtqRecipe) else formats)]
+    named = [formats] if isinstance(formats, str | PtqRecipe) else formats
+    if not isinstance(named, Iterable):
+        raise ArgumentError(f"formats={formats!r}; pass names or recipes, at least one")
+    found = [get_ptq_recipe(f) for f in named]
     if not found or len({r.name for r in found}) < len(found):
         raise ArgumentError(f"formats={formats!r}; pass recipes of different names, at least one")
     for r in found:

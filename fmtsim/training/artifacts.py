@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import platform
 import shutil
 import tempfile
@@ -26,21 +25,29 @@ LOSS, EXPONENTS, RECORD, LAYERS = "loss.png", "exponents.png", "record.json", "l
 
 def check_output(out: Path) -> None:
     """Say before the training what would fail after it: a file in the way, a read-only folder, no matplotlib."""
-    if out.exists() and not out.is_dir():
-        raise ArgumentError(f"--out {out} is a file; choose a folder, which may not exist yet")
-    existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ArgumentError(f"--out {out}: {existing} is not a folder one can write to; choose another")
+    check_folder(out)
     new_figure(1, 1)
 
 
-def write_artifacts(out: Path, record: Mapping[str, Any], baseline: Run, simulated: Run) -> list[Path]:
-    """Write all files to a temporary folder beside ``out`` and move them there; return their paths.
+def check_folder(out: Path) -> None:
+    """Refuse a folder that is a file, or that cannot be written to or made, by making one for a moment."""
+    if out.exists() and not out.is_dir():
+        raise ArgumentError(f"--out {out} is a file; choose a folder, which may not exist yet")
+    existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    try:
+        Path(tempfile.mkdtemp(prefix=".fmtsim-", dir=existing)).rmdir()
+    except OSError:  # permissions do not say it all: there are read-only disks and /proc
+        raise ArgumentError(f"--out {out}: {existing} is not a folder one can write to; choose another") from None
 
+
+def write_artifacts(out: Path, record: Mapping[str, Any], baseline: Run, simulated: Run) -> list[Path]:
+    """Write all files to a temporary folder and move them to ``out``; return their paths.
+
+    The temporary folder lies in ``out`` where that exists (its parent may be read-only), else beside it.
     Files of an earlier run are replaced, other files in ``out`` are left alone.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    folder = Path(tempfile.mkdtemp(prefix=".fmtsim-", dir=out if out.exists() else out.parent))
     try:
         _write(folder, record, baseline, simulated)
         folder.chmod(0o755)  # mkdtemp's folders are private
@@ -84,6 +91,16 @@ def by_operand(stats: Observation) -> dict[str, OperandStats]:
     return total
 
 
+def operand_in_words(operand: str) -> str:
+    """Return an operand's tensor and product in words."""
+    if "_" not in operand:
+        attention = {"q": "queries", "k": "keys", "v": "values", "p": "softmax weights"}
+        return f"{attention[operand]}, attention" if operand in attention else f"attention's {operand[:2]}"
+    tensors = {"x": "activations", "w": "weights", "g": "gradients"}
+    products = {"f": "forward", "d": "input gradient", "w": "weight gradient"}
+    return f"{tensors[operand[0]]}, {products[operand[2]]}"
+
+
 def _write(folder: Path, record: Mapping[str, Any], baseline: Run, simulated: Run) -> None:
     title = f"GPT on {record['corpus']['name']}: {simulated.label} against {baseline.label}"
     curves = {f"baseline: {baseline.label}": baseline.losses, f"simulated: {simulated.label}": simulated.losses}
@@ -99,7 +116,7 @@ def _write(folder: Path, record: Mapping[str, Any], baseline: Run, simulated: Ru
         order = ("x_f", "w_f", "g_d", "x_w", "w_d", "g_w")
         totals = by_operand(simulated.stats)
         names = [*(name for name in order if name in totals), *(name for name in totals if name not in order)]
-        shown = {name: totals[name] for name in names}
+        shown = {f"{name}, {operand_in_words(name)}": totals[name] for name in names}
         plot_exponents(shown, folder / EXPONENTS, title=f"{simulated.label}: all layers, step {simulated.observed}")
 
 

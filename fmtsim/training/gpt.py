@@ -11,6 +11,7 @@ from fmtsim.gemm.config import LinearConfig
 from fmtsim.gemm.emulated import EmulatedGEMM
 
 VOCABULARY = 256  # bytes
+MOST = 1 << 31  # of any size; more would not fit into memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +26,16 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for name in ("context", "width", "layers", "heads", "vocabulary"):
-            if getattr(self, name) < 1:
-                raise ArgumentError(f"--{name} {getattr(self, name)} is not allowed; choose 1 or more")
+            check_size(name, getattr(self, name))
         if self.width % self.heads:
             raise ArgumentError(f"--heads {self.heads} does not divide --width {self.width}; choose a divisor")
+
+
+def check_size(name: str, size: int) -> None:
+    """Raise ArgumentError where a size is not positive, or larger than any that memory holds."""
+    if not 1 <= size < MOST:
+        allowed = "1 or more" if size < 1 else f"1 to {MOST - 1:,}"
+        raise ArgumentError(f"--{name.replace('_', '-')} {size} is not allowed; choose {allowed}")
 
 
 class Attention(nn.Module):

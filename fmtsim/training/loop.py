@@ -17,7 +17,7 @@ from fmtsim.nn.report import Report, report
 from fmtsim.progress import Progress
 from fmtsim.training.corpus import Corpus, sample
 from fmtsim.training.deterministic import deterministic
-from fmtsim.training.gpt import GPT, GPTConfig
+from fmtsim.training.gpt import GPT, GPTConfig, check_size
 from fmtsim.training.loss_scale import LossScaler
 from fmtsim.training.schemes import Scheme
 
@@ -53,10 +53,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ArgumentError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)} is not allowed; choose 1 or more"
-                )
+            check_size(name, getattr(self, name))
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise ArgumentError(f"--lr {self.lr} is not allowed; choose a number above 0, such as 2e-3")
         if not 0 <= self.seed < 1 << 63:

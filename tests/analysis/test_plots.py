@@ -30,6 +30,13 @@ def test_loss_picture_has_labels_and_a_gap(tmp_path):
     assert bottom.lines[0].get_ydata().tolist() == pytest.approx([0.0, 0.4, 0.6])
 
 
+def test_a_long_curve_says_that_it_is_smoothed():
+    """Its last value is not the last loss, and the faint line behind it is."""
+    top = plot_loss({"fp32": [2.0] * 60, "e2m1": [3.0] * 60}).axes[0]
+    labels = [text.get_text() for text in top.get_legend().get_texts()]
+    assert labels == ["fp32 (smoothed, last 2.000)", "e2m1 (smoothed, last 3.000)", "single steps"]
+
+
 def test_one_curve_needs_no_gap_and_nan_ends_a_curve():
     assert len(plot_loss({"only": [1.0]}).axes) == 1
     figure = plot_loss({"a": [1.0, 2.0, 3.0], "b": [1.0, math.nan, 5.0]})

@@ -55,7 +55,7 @@ def test_a_row_shows_the_share_the_target_and_the_verdict(result, cells):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--only", "nothing"), "--only 'nothing' matches no case; the cases are fp8 Hopper, fp8 Blackwell"),
+        (("--only", "nothing"), "--only 'nothing' matches no case; the cases are 'fp8 Hopper', 'fp8 Blackwell'"),
         (("--shape", "0", "1", "1"), "--shape 0 is not possible; choose 1 or more"),
         (("--threads", "2", "0"), "--threads 0 is not possible; choose 1 or more"),
         (("--repeats", "0"), "--repeats 0 is not possible; choose 1 or more"),

@@ -52,6 +52,12 @@ def test_the_parser_loads_one_command_alone():
     assert build_parser().prog == "fmtsim"
 
 
+def test_a_full_disk_below_the_output_is_one_line():
+    command = f"{sys.executable} -m fmtsim table fp16 --all > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (BAD_INPUT, "fmtsim: error: No space left on device\n")
+
+
 def test_a_closed_pipe_is_quiet():
     command = f"{sys.executable} -m fmtsim table fp16 --all | head -n 1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)

@@ -92,7 +92,7 @@ def test_bad_arguments(run, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     status, _, err = run("--only", "dge", "--out", str(tmp_path / "file"))
     assert status == 2
-    assert "is a file; name a folder" in err
+    assert "is a file; choose a folder" in err
     status, _, err = run("--only", "gaudy")
     assert status == 2
     assert "unknown claim 'gaudy'; did you mean 'gaudi'?" in err

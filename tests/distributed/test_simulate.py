@@ -261,3 +261,8 @@ def test_whole_tensors_are_dealt_out_evenly():
     assert sorted(set(owner)) == [0, 1, 2, 3] and max(loads) - min(loads) < max(sizes)
     with pytest.raises(ArgumentError, match="ranks=0 is not allowed; choose 1 or more"):
         whole_tensors(sizes, 0)
+
+
+def test_ranks_are_a_list():
+    with pytest.raises(ArgumentError, match="ranks is NoneType; pass a list with the tensor, or tensors, of each rank"):
+        simulate(None, "fp8lm_pre")

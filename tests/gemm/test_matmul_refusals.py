@@ -30,6 +30,8 @@ REFUSED = {
     "array": (lambda: fmtsim.mm(A, numpy.ones((8, 4)), unit=WGMMA), DtypeError, "b is ndarray, not a tensor"),
     "sparse": (lambda: fmtsim.mm(A.float().to_sparse(), B, unit=WGMMA), ArgumentError,
                "a has layout torch.sparse_coo; pass a dense tensor"),
+    "nested": (lambda: fmtsim.mm(torch.nested.nested_tensor([A[0].float()] * 2, layout=torch.jagged), B, unit=WGMMA),
+               ArgumentError, "a is a nested tensor; pass its parts one by one"),
     "vector": (lambda: fmtsim.mm(A[0], B, unit=WGMMA), ArgumentError,
         r"a has shape \(8,\); pass a tensor of 2 dimensions"),
     "stack": (lambda: fmtsim.mm(A[None], B, unit=WGMMA), ArgumentError, r"a has shape \(1, 4, 8\); pass a tensor of 2"),

@@ -253,3 +253,9 @@ def test_converted_models_compile_and_train(tower):
 def test_a_filter_is_a_function():
     with pytest.raises(ArgumentError, match="filter_fn='mlp' is no function; write filter_fn=lambda module, name"):
         convert(nn.Linear(4, 4), format="e4m3", filter_fn="mlp")
+
+
+def test_verbs_take_modules():
+    for verb in (revert, report):
+        with pytest.raises(ArgumentError, match=f"{verb.__name__} takes a torch.nn.Module, not NoneType"):
+            verb(None)

@@ -32,6 +32,8 @@ def weight(*shape):
         (lambda: Madam([weight()], weight_decay=0.1), "weight_decay=0.1 needs base='e'"),
         (lambda: Madam([weight()], base="e"), "base='e' with 'lns_madam': weights kept as logarithms .* choose base=2"),
         (lambda: AdamW([weight()], seed=-1), "seed=-1 is not allowed"),
+        (lambda: AdamW([{"params": [weight()], "state": "bnb8"}]), "a group .* has no state= of its own; make a"),
+        (lambda: SGD([{"params": [weight()], "seed": 1}]), "a group of parameters has no seed= of its own"),
         (lambda: StateFormat(format=E4M3, block=1), "block=1 is not allowed; choose 2 or more, 'row' or 'tensor'"),
         (lambda: StateFormat(format=E4M3, scale="max"), "scale='max' is unknown; choose one of none, amax"),
         (lambda: StateFormat(scale="amax"), "need a format; float32 takes neither"),

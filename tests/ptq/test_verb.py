@@ -236,6 +236,8 @@ BAD = [
     ("int8_static", [torch.empty(0, 16)], r"a tensor without elements in a batch"),
     ("int8_static", DATA[0], r"calibration data is one tensor \(20, 16\); pass an iterable of batches"),
     ("int8_static", 3, r"calibration data is int; pass an iterable of batches"),
+    ("int8_static", ["text"], r"calibration batch 0 \(str\) does not run through Sequential"),
+    ("int8_static", [(DATA[0], DATA[0])], r"of pairs \(inputs, labels\) pass the inputs alone"),
     (
         "int8_smooth",
         [normal(4, 15)],
@@ -281,6 +283,28 @@ def test_nothing_to_quantise():
         fmtsim.ptq(mlp(), PtqRecipe(name="r", w=operand("int8", Scaling()), rules=(Rule(name="absent"),)), DATA)
     with pytest.raises(ArgumentError, match=r"ptq takes a torch.nn.Module, not int"):
         fmtsim.ptq(3, "int8_static", DATA)
+    state = fmtsim.ptq_state(fmtsim.ptq(mlp(), "int8_static", DATA))
+    with pytest.raises(ArgumentError, match=r"load_ptq takes a torch.nn.Module, not NoneType"):
+        fmtsim.load_ptq(None, state)
+    with pytest.raises(ArgumentError, match=r"NoneType has no report of ptq"):
+        fmtsim.ptq_report(None)
+
+
+@pytest.mark.parametrize(
+    "verb", [lambda m: fmtsim.ptq(m, "int8_static", DATA), lambda m: fmtsim.search(m, DATA, bits=6)]
+)
+def test_what_calibration_cannot_look_into(verb):
+    """Compiled code runs through its layers without their hooks; autocast gives them copies of their weights."""
+    whole, inside = torch.compile(mlp(), backend="eager"), nn.Sequential(torch.compile(mlp(), backend="eager"))
+    in_place = mlp()
+    in_place.compile(backend="eager")
+    for model in (whole, inside, in_place):
+        with pytest.raises(ArgumentError, match=r"is compiled; call (ptq|search) first and torch.compile after it"):
+            verb(model)
+    with pytest.raises(ArgumentError, match=r"not initialised yet; run one batch through the model first"):
+        verb(nn.Sequential(nn.LazyLinear(4)))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ArgumentError, match=r"call it outside torch.autocast"):
+        verb(mlp())
 
 
 def test_progress_lines(capsys):

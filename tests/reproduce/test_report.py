@@ -1,5 +1,7 @@
 """How results are told: four digits, whose number it is, Markdown, and plots."""
 
+import dataclasses
+
 import pytest
 
 from fmtsim.reproduce import Claim, Expected, Measured, run_claim
@@ -50,6 +52,15 @@ def test_plot(tmp_path):
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["u", "v"]
     assert axes.lines[0].get_xydata().tolist() == [[1.0, 2.0], [2.0, 4.0]]
+
+
+def test_zeros_are_drawn_on_a_logarithmic_axis():
+    pytest.importorskip("matplotlib")
+    curves = {"some": [(1.0, 0.0), (2.0, 0.001), (4.0, 0.3)], "none": [(1.0, 0.0), (4.0, 0.0)]}
+    drawn = dataclasses.replace(claim(), measure=lambda tell: Measured(numbers={}, curves=curves, logarithmic="xy"))
+    (axes,) = plot_result(run_claim(drawn)).axes
+    low, high = axes.get_ylim()
+    assert axes.get_yscale() == "symlog" and low < 0 and high > 0.3
 
 
 def test_a_number_without_bounds_is_shown_and_not_judged():

@@ -118,5 +118,22 @@ def test_bad_budgets_and_formats():
         fmtsim.search(model, data, bits=8, formats=[])
     with pytest.raises(ArgumentError, match=r"calibration data is empty"):
         fmtsim.search(model, [], bits=8)
+    with pytest.raises(ArgumentError, match=r"search takes a torch.nn.Module, not NoneType"):
+        fmtsim.search(None, data, bits=8)
+    for options, message in (
+        ({"bits": float("nan")}, "bits=nan is not allowed; choose a number of 0 or more"),
+        ({"bits": float("inf")}, "bits=inf is not allowed"),
+        ({"bits": "6"}, "bits='6' is not allowed"),
+        ({"budget": -5}, "budget=-5 is not allowed"),
+        ({"bits": 6, "formats": 3}, "formats=3; pass names or recipes"),
+        ({"bits": 6, "policy": 3}, "policy=3 is no Policy"),
+        ({"bits": 6, "loss_fn": 3}, "loss_fn=3 is no function"),
+        (
+            {"bits": 6, "loss_fn": lambda y, r: float("nan")},
+            "the loss is NaN with '0' alone in 'w4a4'; look at loss_fn",
+        ),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            fmtsim.search(model, data, **options)
     with pytest.raises(ArgumentError, match=r"Policy steps=0"):
         Policy(steps=0)

@@ -158,6 +158,28 @@ def test_an_earlier_run_is_replaced_and_other_files_are_kept(tmp_path, corpus):
     assert (out.stat().st_mode & 0o777) == 0o755 and [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
+def test_nothing_is_written_beside_a_folder_that_exists(tmp_path, corpus, monkeypatch):
+    """Its parent may be read-only, or another disk."""
+    base, simulated = compare_schemes(config(), corpus, Progress())
+    (tmp_path / "run").mkdir()
+    tried = []
+    make = artifacts.tempfile.mkdtemp
+    monkeypatch.setattr(artifacts.tempfile, "mkdtemp", lambda **o: tried.append(o["dir"]) or make(**o))
+    write_artifacts(tmp_path / "run", make_record(config(), corpus, base, simulated), base, simulated)
+    assert tried == [tmp_path / "run"] and sorted(p.name for p in (tmp_path / "run").iterdir()) == FILES
+
+
+def test_panels_and_tables_say_what_an_operand_is(tmp_path, corpus, monkeypatch):
+    base, simulated = compare_schemes(config(), corpus, Progress())
+    record = make_record(config(), corpus, base, simulated)
+    drawn = []
+    monkeypatch.setattr(artifacts, "plot_exponents", lambda stats, *_, **__: drawn.extend(stats))
+    write_artifacts(tmp_path / "run", record, base, simulated)
+    assert drawn[0] == "x_f, activations, forward" and drawn[2] == "g_d, gradients, input gradient"
+    record["corpus"] |= {"bytes": 26_000, "files": 1}
+    assert summary(record, base, simulated).splitlines()[0].endswith(", 26,000 bytes in 1 file")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

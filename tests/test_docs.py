@@ -1,0 +1,109 @@
+"""What the pages say can be followed: links, headings, names and files exist, and the examples run."""
+
+import contextlib
+import copy
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fmtsim
+from fmtsim.recipes.registry import _names
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(
+    [*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), *ROOT.glob("notebooks/*.md"), *ROOT.glob("benchmarks/*.md")]
+)
+
+
+def headings(page):
+    """Return the anchors that GitHub gives a page's headings."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-") for text in found}
+
+
+def broken_links(text, page):
+    """Return the links of a text to files or headings that are not there, as seen from a page."""
+    found = []
+    for link in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not link.startswith("http") and (not target.exists() or (anchor and anchor not in headings(target))):
+            found.append(link)
+    return found
+
+
+def unknown_names(text):
+    """Return what a text calls ``fmtsim.a.b`` and Python does not find after ``import fmtsim``."""
+    found = []
+    for name in sorted(set(re.findall(r"\bfmtsim(?:\.\w+)+", text))):
+        thing, parts = fmtsim, name.split(".")[1:]
+        for depth, part in enumerate(parts, 1):
+            if not hasattr(thing, part) and isinstance(thing, type(fmtsim)):
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(".".join(("fmtsim", *parts[:depth])))
+            if not hasattr(thing, part):  # also where a verb hides the module of its name
+                found.append(name)
+                break
+            thing = getattr(thing, part)
+    return found
+
+
+def missing_files(text):
+    """Return the paths of this repository in backquotes that lead nowhere."""
+    paths = set(re.findall(r"`((?:fmtsim|tests|docs|notebooks|benchmarks)/[\w/.\-]+)`", text))
+    return sorted(path for path in paths if not (ROOT / path).exists())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_exists(page):
+    text = page.read_text(encoding="utf-8")
+    assert broken_links(text, page) == [] and unknown_names(text) == [] and missing_files(text) == []
+
+
+def test_what_does_not_exist_is_found():
+    page = ROOT / "README.md"
+    assert broken_links("[a](docs/nothing.md) [b](README.md#nowhere) [c](docs/ptq.md#memory)", page) == [
+        "docs/nothing.md", "README.md#nowhere",
+    ]  # fmt: skip
+    assert unknown_names("fmtsim.mm, fmtsim.quantise, fmtsim.ptq.QuantisedCache, fmtsim.recipes.diff") == [
+        "fmtsim.ptq.QuantisedCache", "fmtsim.quantise",
+    ]  # fmt: skip
+    assert missing_files("`docs/ptq.md` and `tests/nothing.py`") == ["tests/nothing.py"]
+
+
+class Block(nn.Module):
+    """Hold what recipes count as a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+@pytest.mark.parametrize("name", ["optim", "ptq", "recipes"])
+def test_the_examples_run(name, tmp_path, monkeypatch, capsys):
+    """One after the other, with a model, batches and a loss as a reader has them."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) > 1
+    model = nn.Sequential(Block(), Block())
+    batches = [torch.randn(8, 32, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    names = {"model": model, "batches": batches}
+    if name == "optim":
+        other = fmtsim.optim.AdamW(model.parameters(), state="coat")
+        model(batches[1]).sum().backward()
+        other.step()
+        other.zero_grad()
+        names |= {"state": other.state_dict(), "loss": model(batches[0]).square().mean()}
+    monkeypatch.setattr(_names, "registered", {})
+    for block in blocks:
+        if name == "ptq":
+            names["model"] = copy.deepcopy(model)
+        exec(compile(block, f"{name}.md", "exec"), names)
+    capsys.readouterr()
