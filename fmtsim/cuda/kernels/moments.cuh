@@ -36,7 +36,7 @@ struct alignas(16) Entries {
 };
 struct alignas(16) Numbers {
   float before, after, penalty, beta1, rest1, beta2, rest2, correction, eps, size;
-  float inverse;  // 1 / correction, 0 where quotient() does not take the correction
+  float inverse;  // 1 / correction, which lies from 2^-60 to 1
   i32 zeroing;    // elements whose gradient is not finite lose their moments and stay
 };
 // Four neighbours; what lies behind the end is zero.
@@ -94,7 +94,7 @@ DEVICE void write_four(Code* to, i64 at, i64 count, u64 codes) {
 // The magnitude, as bits, to the code of a format, to nearest even, and back; neither overflows: whoever calls sees to it.
 template <int Mantissa, int Bias>
 DEVICE u32 nearest_code(u32 bits) {
-  if (bits < (128u - Bias) << 23) {  // a subnormal: the last place of the sum is its step
+  if (Bias < 127 && bits < (128u - Bias) << 23) {  // a subnormal: the last place of the sum is its step
     u32 magic = (151u - Bias - Mantissa) << 23;
     return __float_as_uint(__fadd_rn(__uint_as_float(bits), __uint_as_float(magic))) - magic;
   }
@@ -155,20 +155,30 @@ DEVICE float quotient(float x, float divisor, float inverse) {
   return (__float_as_uint(x) & MAGNITUDE) < INFINITE ? q : first;
 }
 
-// One element: parameter, gradient and both moments become the new ones; returns whether the gradient is not finite.
-DEVICE bool update(float& p, float g, float& m, float& v, const Numbers& n) {
-  bool bad = (__float_as_uint(g) & MAGNITUDE) >= INFINITE;
+DEVICE bool is_bad(float g) { return (__float_as_uint(g) & MAGNITUDE) >= INFINITE; }
+
+// New moments of an element.
+DEVICE void grow(float p, float g, float& m, float& v, const Numbers& n) {
   if (n.penalty != 0.0f) g = __fadd_rn(g, __fmul_rn(p, n.penalty));
   m = __fadd_rn(__fmul_rn(m, n.beta1), __fmul_rn(g, n.rest1));
   v = __fadd_rn(__fmul_rn(v, n.beta2), __fmul_rn(__fmul_rn(g, n.rest2), g));
+}
+
+// What new moments make of an element.
+DEVICE float moved(float p, float m, float v, const Numbers& n) {
   float root = __fsqrt_rn(v);
-  if (n.correction != 1.0f) {
-    root = n.inverse != 0.0f ? quotient(root, n.correction, n.inverse) : __fdiv_rn(root, n.correction);
-  }
+  if (n.correction != 1.0f) root = quotient(root, n.correction, n.inverse);
   float direction = __fdiv_rn(m, __fadd_rn(root, n.eps));
-  float moved = __fmul_rn(__fsub_rn(__fmul_rn(p, n.before), __fmul_rn(direction, n.size)), n.after);
+  return __fmul_rn(__fsub_rn(__fmul_rn(p, n.before), __fmul_rn(direction, n.size)), n.after);
+}
+
+// One element: parameter, gradient and both moments become the new ones; returns whether the gradient is not finite.
+DEVICE bool update(float& p, float g, float& m, float& v, const Numbers& n) {
+  bool bad = is_bad(g);
+  grow(p, g, m, v, n);
+  float now = moved(p, m, v, n);
   bool dropped = bad && n.zeroing;
-  p = dropped ? p : moved;
+  p = dropped ? p : now;
   m = dropped ? 0.0f : m;
   v = dropped ? 0.0f : v;
   return bad;

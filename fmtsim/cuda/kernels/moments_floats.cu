@@ -153,6 +153,59 @@ DEVICE float old_scale(const float* scales, bool scaled) { return scaled ? *scal
 // The scales of a parameter until now, and their numbers.
 DEVICE Scales prepared(float m, float v, float w) { return Scales{M::prepared(m), V::prepared(v), W::prepared(w)}; }
 
+// Approximations with relative errors below 2^-20, of which subnormal results and operands are zero.
+#ifdef FMTSIM_HOST
+DEVICE float short_root(float x) { return sqrtf(x < 1.1754944e-38f ? 0.0f : x) * (1.0f + 0x1p-21f); }
+DEVICE float short_inverse(float x) { return 1.0f / (x < 1.1754944e-38f ? 0.0f : x) * (1.0f - 0x1p-21f); }
+#else
+DEVICE float short_root(float x) {
+  float y;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float short_inverse(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+#endif
+
+#define TINY 0x0DA24260u  // 1e-30: below, roundings are not small beside numbers
+
+// At least the magnitude of moved(), unless that is tiny; NaN or Inf where this cannot say.
+DEVICE float bound_of(float p, float m, float v, const Numbers& n) {
+  float size = fabsf(m) * 1.001f * short_inverse(short_root(v) * n.inverse + n.eps);
+  return (fabsf(p * n.before) + size * fabsf(n.size)) * fabsf(n.after) * 1.001f;
+}
+
+// Finds the largest new numbers among a thread's elements. Few weights can be the largest of a tensor: most are ruled out
+// by a bound, without the update's root and divisions.
+DEVICE void measure(const Entry& e, i64 at, const Scales& s, const Numbers& n, Tops& tops) {
+  const void* weights = e.w ? e.w : e.p;
+#pragma unroll
+  for (int run = 0; run < 2; run++) {
+    i64 here = at + run * (SPAN / 2);
+    Four g = read(e.g, here, e.count), w;
+    if (W::scaled || n.penalty != 0.0f) w = W::bits ? W::load(weights, here, e.count, s.w) : read(e.p, here, e.count);
+    Four m = M::load(e.m, here, e.count, s.m), v = V::load(e.v, here, e.count, s.v);
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      if (here + k >= e.count) continue;
+      bool dropped = n.zeroing && is_bad(g.x[k]);
+      grow(w.x[k], g.x[k], m.x[k], v.x[k], n);
+      if (M::scaled) tops.m = larger(tops.m, dropped ? 0.0f : m.x[k]);
+      if (V::scaled) tops.v = larger(tops.v, dropped ? 0.0f : v.x[k]);
+      if (!W::scaled) continue;
+      float bound = bound_of(w.x[k], m.x[k], v.x[k], n);
+      if (dropped) tops.w = larger(tops.w, w.x[k]);
+      else if (tops.w < TINY || !(bound < __uint_as_float(tops.w))) {
+        tops.w = larger(tops.w, moved(w.x[k], m.x[k], v.x[k], n));
+      }
+    }
+  }
+  if (W::scaled) tops.w = __reduce_max_sync(0xFFFFFFFFu, tops.w);
+}
+
 // Blocks of 256 threads take the chunks in turn. found: u32 [count][FOUND], zeros.
 KERNEL __launch_bounds__(256) tops(
     const Entries entries, i32 count, i64 chunks, const Numbers n, u32* found) {
@@ -175,8 +228,7 @@ KERNEL __launch_bounds__(256) tops(
         to[0] = __float_as_uint(m), to[1] = __float_as_uint(v), to[2] = __float_as_uint(w);
       }
     }
-    Eight x;
-    updated(e, (chunk - e.first) * CHUNK + threadIdx.x * 4, s, n, x, tops);
+    measure(e, (chunk - e.first) * CHUNK + threadIdx.x * 4, s, n, tops);
   }
   if (which >= 0) flush(found + which * FOUND, tops);
 }

@@ -21,6 +21,25 @@ struct Scale {
   bool narrow;  // quotient() takes the scale
 };
 
+// float16 by the card's own instructions. half_code: what is too large becomes the largest number, NaN that code.
+#ifdef FMTSIM_HOST
+DEVICE float half_value(u32 code) {
+  u32 size = code & 0x7FFF, bits = magnitude_of<10, 15>(size);
+  if (size >= 0x7C00) bits = INFINITE | (size > 0x7C00 ? 0x400000 : 0);
+  return __uint_as_float(bits | (code & 0x8000) << 16);
+}
+DEVICE u32 half_code(float x, u32 nan) {
+  u32 bits = __float_as_uint(x), size = bits & MAGNITUDE;
+  if (size > INFINITE) return nan;
+  return (bits >> 16 & 0x8000) | nearest_code<10, 15>(size > 0x477FE000u ? 0x477FE000u : size);  // 65504
+}
+#else
+DEVICE float half_value(u32 code) { return float_of_half((u16)code); }
+DEVICE u32 half_code(float x, u32 nan) { return x == x ? half_of_float(fminf(fmaxf(x, -65504.0f), 65504.0f)) : nan; }
+#endif
+
+__device__ __noinline__ float divided(float x, float y) { return __fdiv_rn(x, y); }
+
 template <int BITS, int MANTISSA, int BIAS, u32 FINITE, int INFINITIES, u32 NOT, int RULE, u32 LEAST, int RANDOM>
 struct Slot {
   static constexpr int bits = BITS;
@@ -28,14 +47,23 @@ struct Slot {
   static constexpr u32 SIGN = BITS ? 1u << (BITS - 1) : 0;
   static constexpr u32 TOP = (FINITE << (23 - MANTISSA)) + ((127u - BIAS) << 23);
 
+  static constexpr bool is_half = MANTISSA == 10 && BIAS == 15, is_bfloat = MANTISSA == 7 && BIAS == 127;
+
+  // The magnitude of a code as bits.
+  static DEVICE u32 size_of(u32 code) {
+    u32 size = code & (SIGN - 1), bits = magnitude_of<MANTISSA, BIAS>(size);
+    return size <= FINITE ? bits : INFINITE | (INFINITIES && size == FINITE + 1 ? 0 : 0x400000);
+  }
+
   static DEVICE float value(u32 code) {
-    u32 magnitude = code & (SIGN - 1), bits = magnitude_of<MANTISSA, BIAS>(magnitude);
-    if (magnitude > FINITE) bits = INFINITE | (INFINITIES && magnitude == FINITE + 1 ? 0 : 0x400000);
-    return __uint_as_float(bits | (code & SIGN ? 0x80000000u : 0));
+    if (is_bfloat) return __uint_as_float(code << 16);
+    if (is_half) return half_value(code);
+    return __uint_as_float(size_of(code) | (code & SIGN ? 0x80000000u : 0));
   }
 
   // word: a random one.
   static DEVICE u32 code(float x, u32 word) {
+    if (is_half && INFINITIES && !RANDOM) return half_code(x, NOT);
     u32 bits = __float_as_uint(x), sign = bits >> 31 ? SIGN : 0;
     bits &= MAGNITUDE;
     if (bits > INFINITE) return NOT;
@@ -63,7 +91,7 @@ struct Slot {
     if (RULE == RULE_NONE) return q;
     if (RULE == RULE_POWER) return __fmul_rn(q, s.inverse);
     if (RULE != RULE_RECIPROCAL) return __fmul_rn(q, s.scale);
-    return s.narrow ? quotient(q, s.scale, s.inverse) : __fdiv_rn(q, s.scale);
+    return s.narrow ? quotient(q, s.scale, s.inverse) : divided(q, s.scale);
   }
 
   static DEVICE float to_encode(float x, const Scale& s) {
