@@ -39,12 +39,19 @@ struct alignas(16) Numbers {
   float inverse;  // 1 / correction, which lies from 2^-60 to 1
   i32 zeroing;    // elements whose gradient is not finite lose their moments and stay
 };
+// The count of elements where all that are meant exist: no test for the end is left in the code.
+struct Endless {};
+DEVICE bool operator<=(i64, Endless) { return true; }
+DEVICE bool operator<(i64, Endless) { return true; }
+DEVICE bool operator>=(i64, Endless) { return false; }
+
 // Four neighbours; what lies behind the end is zero.
 struct Four {
   float x[4];
 };
 
-DEVICE Four read(const float* from, i64 at, i64 count) {
+template <class Count>
+DEVICE Four read(const float* from, i64 at, Count count) {
   Four four;
   if (at + 4 <= count) {
     Words4 w = *(const Words4*)(from + at);
@@ -56,7 +63,8 @@ DEVICE Four read(const float* from, i64 at, i64 count) {
   return four;
 }
 
-DEVICE void write(float* to, i64 at, i64 count, const Four& four) {
+template <class Count>
+DEVICE void write(float* to, i64 at, Count count, const Four& four) {
   if (at + 4 <= count) {
     *(Words4*)(to + at) = Words4{__float_as_uint(four.x[0]), __float_as_uint(four.x[1]), __float_as_uint(four.x[2]),
                                  __float_as_uint(four.x[3])};
@@ -69,8 +77,8 @@ DEVICE void write(float* to, i64 at, i64 count, const Four& four) {
 }
 
 // Four neighbours of Bits 16 or 8, the first in the lowest bits.
-template <class Code>
-DEVICE u64 read_four(const Code* from, i64 at, i64 count) {
+template <class Code, class Count>
+DEVICE u64 read_four(const Code* from, i64 at, Count count) {
   if (at + 4 <= count) return sizeof(Code) == 1 ? *(const u32*)(from + at) : *(const u64*)(from + at);
   u64 codes = 0;
 #pragma unroll
@@ -78,8 +86,8 @@ DEVICE u64 read_four(const Code* from, i64 at, i64 count) {
   return codes;
 }
 
-template <class Code>
-DEVICE void write_four(Code* to, i64 at, i64 count, u64 codes) {
+template <class Code, class Count>
+DEVICE void write_four(Code* to, i64 at, Count count, u64 codes) {
   if (at + 4 <= count) {
     if (sizeof(Code) == 1) *(u32*)(to + at) = (u32)codes;
     else *(u64*)(to + at) = codes;
@@ -125,7 +133,8 @@ DEVICE u32 rounded(float x) {
   return (bits >> 16 & 0x8000) | nearest_code<PLACES, BIASED>(size > most ? most : size);
 }
 
-DEVICE Four read(const u16* from, i64 at, i64 count) {
+template <class Count>
+DEVICE Four read(const u16* from, i64 at, Count count) {
   u64 bits = read_four(from, at, count);
   Four four;
 #pragma unroll
@@ -133,7 +142,8 @@ DEVICE Four read(const u16* from, i64 at, i64 count) {
   return four;
 }
 
-DEVICE void write(u16* to, i64 at, i64 count, const Four& four) {
+template <class Count>
+DEVICE void write(u16* to, i64 at, Count count, const Four& four) {
   u64 bits = 0;
 #pragma unroll
   for (int k = 0; k < 4; k++) bits |= (u64)rounded(four.x[k]) << (16 * k);
@@ -141,9 +151,11 @@ DEVICE void write(u16* to, i64 at, i64 count, const Four& four) {
 }
 #endif
 
-DEVICE u32 read_codes(const u8* from, i64 at, i64 count) { return (u32)read_four(from, at, count); }
+template <class Count>
+DEVICE u32 read_codes(const u8* from, i64 at, Count count) { return (u32)read_four(from, at, count); }
 
-DEVICE void write_codes(u8* to, i64 at, i64 count, u32 codes) { write_four(to, at, count, codes); }
+template <class Count>
+DEVICE void write_codes(u8* to, i64 at, Count count, u32 codes) { write_four(to, at, count, codes); }
 
 // x / divisor as IEEE rounds it, with inverse = fl(1 / divisor) (Markstein): for divisors from 2^-60 to 2^60, x that are
 // 0, infinite, NaN or from 2^-80 to 2^66, and quotients from 2^-100 to 2^126, so that all remainders are exact.
@@ -185,19 +197,20 @@ DEVICE bool update(float& p, float g, float& m, float& v, const Numbers& n) {
 }
 
 // A chunk of a parameter whose moments are float32.
-DEVICE u32 step_plainly(const Entry& e, i64 start, const Numbers& n) {
+template <class Count>
+DEVICE u32 step_plainly(const Entry& e, i64 start, Count count, const Numbers& n) {
   u32 bad = 0;
 #pragma unroll
   for (int group = 0; group < 2; group++) {
     i64 at = start + threadIdx.x * 4 + group * (CHUNK / 2);
-    if (at >= e.count) continue;
-    Four p = read(e.p, at, e.count), g = read(e.g, at, e.count);
-    Four m = read((const float*)e.m, at, e.count), v = read((const float*)e.v, at, e.count);
+    if (at >= count) continue;
+    Four p = read(e.p, at, count), g = read(e.g, at, count);
+    Four m = read((const float*)e.m, at, count), v = read((const float*)e.v, at, count);
 #pragma unroll
     for (int k = 0; k < 4; k++) bad += update(p.x[k], g.x[k], m.x[k], v.x[k], n);
-    write(e.p, at, e.count, p);
-    write((float*)e.m, at, e.count, m);
-    write((float*)e.v, at, e.count, v);
+    write(e.p, at, count, p);
+    write((float*)e.m, at, count, m);
+    write((float*)e.v, at, count, v);
   }
   return bad;
 }

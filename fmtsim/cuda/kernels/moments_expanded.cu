@@ -299,7 +299,7 @@ KERNEL __launch_bounds__(256) adam(
     const Entry& e = entries.of[which];
     i64 start = (chunk - e.first) * CHUNK;
     if (e.plain) {
-      bad += step_plainly(e, start, n);
+      bad += step_plainly(e, start, e.count, n);
       continue;
     }
     i64 first = start + threadIdx.x / 32 * (2 * GROUP);  // a block's eight warps take a chunk's sixteen groups
