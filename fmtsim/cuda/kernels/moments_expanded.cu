@@ -125,9 +125,9 @@ __device__ __noinline__ float factor_of(float z, float power) {
   return __double2float_rn(exp_of(ln_or_itself(z) / (double)power));
 }
 
-// The logarithm of z = fl(q scale) is that of q plus that of the scale, less what rounding changed. Errors of x: 2^-45
-// each from here and from the definition, so that e^x is right to 2^-43. `low` is what lies behind float32's last place;
-// within 2^-39 of its middle nothing is decided.
+// The logarithm of z = fl(q scale) is that of q plus that of the scale, less what rounding changed: right to 2^-46, which
+// powers of 1/16 and more make 2^-42 of the result. `low` is what lies behind float32's last place; within 2^-40 of the
+// middle nothing is decided.
 DEVICE float decoded(u32 code, const Group& group, const Decoder& d, const Tables& t) {
   float q = value_of(code), z = __fmul_rn(fabsf(q), group.scale), size = 0.0f;
   if (z != 0.0f) {
@@ -176,8 +176,8 @@ __device__ __noinline__ u32 code_by_definition(float magnitude, float power, dou
   return code_of(__fdiv_rn(raised(magnitude, power, ln_centre), scale));
 }
 
-// The code of a number. With a power up to 16, and powers that groups fill E4M3's range with, the short way's y is off by
-// less than 2^-16 of itself: if y less 2^-15 and y plus 2^-15 have one code, that is the number's.
+// The code of a number. With powers up to 16, the short way's y is off by less than 2^-16 of itself wherever it is not
+// far below the smallest code: if y less 2^-15 and y plus 2^-15 have one code, that is the number's.
 DEVICE u32 encoded(float x, const Coder& c) {
   u32 bits = __float_as_uint(x) & MAGNITUDE, sign = __float_as_uint(x) >> 24 & 0x80;
   if (bits == 0) return sign;
