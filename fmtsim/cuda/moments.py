@@ -21,10 +21,7 @@ ENTRIES, WORDS = 30, 16
 
 BLOCKS = (128, 256, 512, 1024, 2048)
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-INVERTED = (2.0**-60, 1.0)
-"""Corrections that the kernels' quotient() takes."""
-
-RESIDENT, RESIDENT_EXPANDED = 4, 3  # blocks of threads that a multiprocessor holds: 51 and 72 registers a thread
+RESIDENT, RESIDENT_EXPANDED = 4, 2  # blocks of threads that a multiprocessor holds: 50 and 92 registers a thread
 ALIGNED = 16
 
 
@@ -134,10 +131,11 @@ def adam(
 
 
 def packed_numbers(numbers: tuple[float, ...], zeroing: bool) -> bytes:
-    """Return struct Numbers of the kernels."""
-    correction = numbers[7]
-    inverse = np.float32(1) / np.float32(correction) if INVERTED[0] <= correction <= INVERTED[1] else 0
-    return struct.pack("<11fi", *numbers[:10], inverse, zeroing)
+    """Return struct Numbers of the kernels.
+
+    The correction is ``sqrt(1 - beta2**step)`` with beta2 < 1, or 1: never below the least that quotient() takes.
+    """
+    return struct.pack("<11fi", *numbers[:10], np.float32(1) / np.float32(numbers[7]), zeroing)
 
 
 def common_defines(dtype: torch.dtype) -> Defines:

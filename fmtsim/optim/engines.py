@@ -177,7 +177,7 @@ def launch(parts: Any, like: Tensor, scheme: Scheme, numbers: Numbers, counter: 
     """Start the CUDA kernels on what their ``launches`` made of parameters of one step."""
     zeroing = scheme.nonfinite == "zero"
     kind = covers(scheme)
-    if kind == "floats":
+    if kind in ("floats", "float32"):
         states = float_states(scheme)
         floats = importlib.import_module("fmtsim.cuda.moments_floats")
         floats.adam(parts, like, states, numbers, zeroing, counter, key_of(seed, step, 0, "first"))

@@ -8,11 +8,12 @@ The driver is asked for functions that it may lack when its bindings are loaded;
 Nothing is compared here: that is what the tests do. Calls run in an order that does not change; sizes are such that
 rows, vectors, tiles and warps are cut off in their middle, and operands begin where no vector does. At the end the
 script names the kernels that no call has reached and exits with status 1 where there are any. ``--few`` leaves out
-repetitions (racecheck is slow), ``--host`` runs on the emulator, ``--only casts,blocks,products`` some parts.
+repetitions (racecheck is slow), ``--host`` runs on the emulator, ``--only casts,blocks,products,steps`` some parts.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import itertools
 import sys
@@ -230,6 +231,26 @@ def multiply(spec, shape: tuple[int, int, int], device: torch.device, path: tupl
             DOOR._FAST = kept
 
 
+def steps(device: torch.device, few: bool) -> None:
+    """Do steps of optimizers whose states have kernels, on parameters that end within blocks and vectors."""
+    engines = importlib.import_module("fmtsim.optim.engines")
+    schemes = ("bnb8", "ao_4bit", "coat", "fp8lm", "intel_2t", "coat_plain", "bf16_sr", "fp32")
+    stand_ins = {
+        "takes_cpu": lambda job, kind: False,
+        "on_device": lambda p: True,
+    }  # the emulator's tensors are a CPU's
+    for name, dtype in itertools.product(schemes, DTYPES[: 1 if few else 3]):
+        scheme = dataclasses.replace(fmtsim.optim.get_scheme(name), minimum=0, whole_blocks=False)
+        parameters = [torch.nn.Parameter(torch.ones(size, dtype=dtype, device=device)) for size in (1, 3, 2049, 5000)]
+        optimizer = fmtsim.optim.AdamW(parameters, state=scheme)
+        for p in parameters:
+            p.grad = torch.full_like(p, 0.1)
+            p.grad[::7] = float("nan")
+        with mock.patch.multiple(engines, **stand_ins):
+            optimizer.step()
+            optimizer.step()
+
+
 def compile_all() -> None:
     """Compile what the calls need at once, so that the disk has it: one by one takes minutes."""
     arch, chosen = runtime.architecture(0), warm.variants(runtime.capability(0))
@@ -238,7 +259,7 @@ def compile_all() -> None:
             pass
 
 
-PARTS = {"casts": casts, "blocks": blocks, "products": products}
+PARTS = {"casts": casts, "blocks": blocks, "products": products, "steps": steps}
 
 
 @contextlib.contextmanager

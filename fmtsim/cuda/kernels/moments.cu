@@ -143,7 +143,7 @@ KERNEL __launch_bounds__(256) adam(
     while (which + 1 < count && entries.of[which + 1].first <= chunk) which++;
     const Entry& e = entries.of[which];
     i64 start = (chunk - e.first) * CHUNK;
-    bad += e.plain ? step_plainly(e, start, n) : step_codes(e, start, n, t, mb, vb);
+    bad += e.plain ? step_plainly(e, start, e.count, n) : step_codes(e, start, n, t, mb, vb);
   }
   if (bad) atomicAdd(nonfinite, (u64)bad);
 }

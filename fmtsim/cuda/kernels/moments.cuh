@@ -36,15 +36,22 @@ struct alignas(16) Entries {
 };
 struct alignas(16) Numbers {
   float before, after, penalty, beta1, rest1, beta2, rest2, correction, eps, size;
-  float inverse;  // 1 / correction, 0 where quotient() does not take the correction
+  float inverse;  // 1 / correction, which lies from 2^-60 to 1
   i32 zeroing;    // elements whose gradient is not finite lose their moments and stay
 };
+// The count of elements where all that are meant exist: no test for the end is left in the code.
+struct Endless {};
+DEVICE bool operator<=(i64, Endless) { return true; }
+DEVICE bool operator<(i64, Endless) { return true; }
+DEVICE bool operator>=(i64, Endless) { return false; }
+
 // Four neighbours; what lies behind the end is zero.
 struct Four {
   float x[4];
 };
 
-DEVICE Four read(const float* from, i64 at, i64 count) {
+template <class Count>
+DEVICE Four read(const float* from, i64 at, Count count) {
   Four four;
   if (at + 4 <= count) {
     Words4 w = *(const Words4*)(from + at);
@@ -56,7 +63,8 @@ DEVICE Four read(const float* from, i64 at, i64 count) {
   return four;
 }
 
-DEVICE void write(float* to, i64 at, i64 count, const Four& four) {
+template <class Count>
+DEVICE void write(float* to, i64 at, Count count, const Four& four) {
   if (at + 4 <= count) {
     *(Words4*)(to + at) = Words4{__float_as_uint(four.x[0]), __float_as_uint(four.x[1]), __float_as_uint(four.x[2]),
                                  __float_as_uint(four.x[3])};
@@ -69,8 +77,8 @@ DEVICE void write(float* to, i64 at, i64 count, const Four& four) {
 }
 
 // Four neighbours of Bits 16 or 8, the first in the lowest bits.
-template <class Code>
-DEVICE u64 read_four(const Code* from, i64 at, i64 count) {
+template <class Code, class Count>
+DEVICE u64 read_four(const Code* from, i64 at, Count count) {
   if (at + 4 <= count) return sizeof(Code) == 1 ? *(const u32*)(from + at) : *(const u64*)(from + at);
   u64 codes = 0;
 #pragma unroll
@@ -78,8 +86,8 @@ DEVICE u64 read_four(const Code* from, i64 at, i64 count) {
   return codes;
 }
 
-template <class Code>
-DEVICE void write_four(Code* to, i64 at, i64 count, u64 codes) {
+template <class Code, class Count>
+DEVICE void write_four(Code* to, i64 at, Count count, u64 codes) {
   if (at + 4 <= count) {
     if (sizeof(Code) == 1) *(u32*)(to + at) = (u32)codes;
     else *(u64*)(to + at) = codes;
@@ -94,7 +102,7 @@ DEVICE void write_four(Code* to, i64 at, i64 count, u64 codes) {
 // The magnitude, as bits, to the code of a format, to nearest even, and back; neither overflows: whoever calls sees to it.
 template <int Mantissa, int Bias>
 DEVICE u32 nearest_code(u32 bits) {
-  if (bits < (128u - Bias) << 23) {  // a subnormal: the last place of the sum is its step
+  if (Bias < 127 && bits < (128u - Bias) << 23) {  // a subnormal: the last place of the sum is its step
     u32 magic = (151u - Bias - Mantissa) << 23;
     return __float_as_uint(__fadd_rn(__uint_as_float(bits), __uint_as_float(magic))) - magic;
   }
@@ -125,7 +133,8 @@ DEVICE u32 rounded(float x) {
   return (bits >> 16 & 0x8000) | nearest_code<PLACES, BIASED>(size > most ? most : size);
 }
 
-DEVICE Four read(const u16* from, i64 at, i64 count) {
+template <class Count>
+DEVICE Four read(const u16* from, i64 at, Count count) {
   u64 bits = read_four(from, at, count);
   Four four;
 #pragma unroll
@@ -133,7 +142,8 @@ DEVICE Four read(const u16* from, i64 at, i64 count) {
   return four;
 }
 
-DEVICE void write(u16* to, i64 at, i64 count, const Four& four) {
+template <class Count>
+DEVICE void write(u16* to, i64 at, Count count, const Four& four) {
   u64 bits = 0;
 #pragma unroll
   for (int k = 0; k < 4; k++) bits |= (u64)rounded(four.x[k]) << (16 * k);
@@ -141,9 +151,11 @@ DEVICE void write(u16* to, i64 at, i64 count, const Four& four) {
 }
 #endif
 
-DEVICE u32 read_codes(const u8* from, i64 at, i64 count) { return (u32)read_four(from, at, count); }
+template <class Count>
+DEVICE u32 read_codes(const u8* from, i64 at, Count count) { return (u32)read_four(from, at, count); }
 
-DEVICE void write_codes(u8* to, i64 at, i64 count, u32 codes) { write_four(to, at, count, codes); }
+template <class Count>
+DEVICE void write_codes(u8* to, i64 at, Count count, u32 codes) { write_four(to, at, count, codes); }
 
 // x / divisor as IEEE rounds it, with inverse = fl(1 / divisor) (Markstein): for divisors from 2^-60 to 2^60, x that are
 // 0, infinite, NaN or from 2^-80 to 2^66, and quotients from 2^-100 to 2^126, so that all remainders are exact.
@@ -155,39 +167,50 @@ DEVICE float quotient(float x, float divisor, float inverse) {
   return (__float_as_uint(x) & MAGNITUDE) < INFINITE ? q : first;
 }
 
-// One element: parameter, gradient and both moments become the new ones; returns whether the gradient is not finite.
-DEVICE bool update(float& p, float g, float& m, float& v, const Numbers& n) {
-  bool bad = (__float_as_uint(g) & MAGNITUDE) >= INFINITE;
+DEVICE bool is_bad(float g) { return (__float_as_uint(g) & MAGNITUDE) >= INFINITE; }
+
+// New moments of an element.
+DEVICE void grow(float p, float g, float& m, float& v, const Numbers& n) {
   if (n.penalty != 0.0f) g = __fadd_rn(g, __fmul_rn(p, n.penalty));
   m = __fadd_rn(__fmul_rn(m, n.beta1), __fmul_rn(g, n.rest1));
   v = __fadd_rn(__fmul_rn(v, n.beta2), __fmul_rn(__fmul_rn(g, n.rest2), g));
+}
+
+// What new moments make of an element.
+DEVICE float moved(float p, float m, float v, const Numbers& n) {
   float root = __fsqrt_rn(v);
-  if (n.correction != 1.0f) {
-    root = n.inverse != 0.0f ? quotient(root, n.correction, n.inverse) : __fdiv_rn(root, n.correction);
-  }
+  if (n.correction != 1.0f) root = quotient(root, n.correction, n.inverse);
   float direction = __fdiv_rn(m, __fadd_rn(root, n.eps));
-  float moved = __fmul_rn(__fsub_rn(__fmul_rn(p, n.before), __fmul_rn(direction, n.size)), n.after);
+  return __fmul_rn(__fsub_rn(__fmul_rn(p, n.before), __fmul_rn(direction, n.size)), n.after);
+}
+
+// One element: parameter, gradient and both moments become the new ones; returns whether the gradient is not finite.
+DEVICE bool update(float& p, float g, float& m, float& v, const Numbers& n) {
+  bool bad = is_bad(g);
+  grow(p, g, m, v, n);
+  float now = moved(p, m, v, n);
   bool dropped = bad && n.zeroing;
-  p = dropped ? p : moved;
+  p = dropped ? p : now;
   m = dropped ? 0.0f : m;
   v = dropped ? 0.0f : v;
   return bad;
 }
 
 // A chunk of a parameter whose moments are float32.
-DEVICE u32 step_plainly(const Entry& e, i64 start, const Numbers& n) {
+template <class Count>
+DEVICE u32 step_plainly(const Entry& e, i64 start, Count count, const Numbers& n) {
   u32 bad = 0;
 #pragma unroll
   for (int group = 0; group < 2; group++) {
     i64 at = start + threadIdx.x * 4 + group * (CHUNK / 2);
-    if (at >= e.count) continue;
-    Four p = read(e.p, at, e.count), g = read(e.g, at, e.count);
-    Four m = read((const float*)e.m, at, e.count), v = read((const float*)e.v, at, e.count);
+    if (at >= count) continue;
+    Four p = read(e.p, at, count), g = read(e.g, at, count);
+    Four m = read((const float*)e.m, at, count), v = read((const float*)e.v, at, count);
 #pragma unroll
     for (int k = 0; k < 4; k++) bad += update(p.x[k], g.x[k], m.x[k], v.x[k], n);
-    write(e.p, at, e.count, p);
-    write((float*)e.m, at, e.count, m);
-    write((float*)e.v, at, e.count, v);
+    write(e.p, at, count, p);
+    write((float*)e.m, at, count, m);
+    write((float*)e.v, at, count, v);
   }
   return bad;
 }

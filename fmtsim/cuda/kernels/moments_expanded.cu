@@ -2,6 +2,10 @@
 // decode, update, encode from one read. The update is that of fmtsim/optim/rules.py; the expansion, step by step, that of
 // fmtsim/optim/expansion.py, with the logarithm and the exponential of fmtsim/rounding/elementary.py.
 //
+// Scales, powers and centres are worked out so, those of two groups by eight lanes at once. Numbers are first found by
+// shorter ways, whose errors are bounded: unless a rounding could go another way within the bound, the result is the
+// definition's; else it is worked out as that says.
+//
 // Macros: those of moments.cuh.
 #include "moments.cuh"
 
@@ -79,96 +83,215 @@ DEVICE float value_of(u32 code) {
   return __uint_as_float(__float_as_uint(x) | sign);
 }
 
-// E4M3 of a number, to nearest even, saturated.
+// E4M3 of a magnitude, to nearest even, saturated.
 DEVICE u32 code_of(float x) {
-  u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80;
-  bits &= MAGNITUDE;
+  u32 bits = __float_as_uint(x);
   if (bits > INFINITE) return 0x7F;
-  if (bits > 0x43E00000u) bits = 0x43E00000u;  // 448
-  if (bits < 0x3C800000u) return sign | (u32)__float2int_rn(__uint_as_float(bits) * 512.0f);  // below 2^-6
-  return sign | (((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - 960);
+  return nearest_code<3, 7>(bits > 0x43E00000u ? 0x43E00000u : bits);  // 448
 }
 
-DEVICE float decoded(u32 code, const Group& group) {
-  float q = value_of(code), z = __fmul_rn(fabsf(q), group.scale);
-  float size = 0.0f;
-  if (z != 0.0f) size = __fmul_rn(__double2float_rn(exp_of(ln_or_itself(z) / (double)group.power)), group.centre);
+// What lanes of a block share: logarithms of E4M3's magnitudes by code, and 2^(i / 128).
+#define ROOTS 128
+struct Tables {
+  double logarithms[128], roots[ROOTS];
+};
+
+DEVICE void fill(Tables& t) {
+  for (u32 i = threadIdx.x; i < 128; i += 256) t.logarithms[i] = ln_of(i ? (i < 127 ? (double)value_of(i) : 1.0) : 1.0);
+  for (u32 i = threadIdx.x; i < ROOTS; i += 256) t.roots[i] = exp_of(i * (0.6931471805599453 / ROOTS));
+}
+
+// e^x for |x| < 80, with a relative error below 2^-48.
+DEVICE double short_exp(double x, const Tables& t) {
+  double magic = __fma_rn(x, 184.6649652337873, 6755399441055744.0), n = magic - 6755399441055744.0;
+  double r = __fma_rn(n, -0.0054152123481245725, x);
+  r = __fma_rn(n, -1.8117553233174215e-19, r);
+  double p = __fma_rn(r, 1.0 / 24, 1.0 / 6);
+  p = __fma_rn(p, r, 0.5);
+  p = __fma_rn(p, r, 1.0);
+  p = p * r;
+  i64 place = __double_as_longlong(magic);
+  double root = t.roots[place & (ROOTS - 1)];
+  p = __fma_rn(root, p, root);
+  return __longlong_as_double(__double_as_longlong(p) + (place >> 7 << 52));
+}
+
+// What decoding needs of a group: the scale's logarithm, 1 / power.
+struct Decoder {
+  double logarithm, inverse;
+};
+
+__device__ __noinline__ float factor_of(float z, float power) {
+  return __double2float_rn(exp_of(ln_or_itself(z) / (double)power));
+}
+
+// The logarithm of z = fl(q scale) is that of q plus that of the scale, less what rounding changed: right to 2^-46, which
+// powers of 1/16 and more make 2^-42 of the result. `low` is what lies behind float32's last place; within 2^-40 of the
+// middle nothing is decided.
+DEVICE float decoded(u32 code, const Group& group, const Decoder& d, const Tables& t) {
+  float q = value_of(code), z = __fmul_rn(fabsf(q), group.scale), size = 0.0f;
+  if (z != 0.0f) {
+    float rest = __fmaf_rn(fabsf(q), group.scale, -z);
+    double x = (t.logarithms[code & 0x7F] + d.logarithm - (double)__fmul_rn(rest, __frcp_rn(z))) * d.inverse;
+    double y = short_exp(x, t);
+    u32 low = (u32)__double_as_longlong(y) & 0x1FFFFFFFu;
+    bool sure = z > 1e-30f && z < 1e30f && fabs(x) < 80.0 && low - 0x0FFFE000u > 0x4000u;
+    size = __fmul_rn(sure ? __double2float_rn(y) : factor_of(z, group.power), group.centre);
+  }
   return __uint_as_float((__float_as_uint(size) & MAGNITUDE) | (__float_as_uint(q) & ~MAGNITUDE));
 }
 
-// Extremes over the warp and what follows from them, steps 1 to 3 and 5. The smallest of bits - 1 is that of numbers
-// that are not zero.
-DEVICE Group group_of(const float (&x)[4]) {
-  u32 top = 0, low = 0xFFFFFFFFu;
+// log2 x and 2^x of float32, with errors of 2^-22 (PTX: the first absolute from 0.5 to 2, else relative).
+#ifdef FMTSIM_HOST
+DEVICE float short_log2(float x) { return log2f(x) * (1.0f + 0x1p-22f); }
+DEVICE float short_exp2(float x) { return exp2f(x) * (1.0f - 0x1p-22f); }
+#else
+DEVICE float short_log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float short_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+#endif
+
+// What encoding needs of a group. inverse: of the centre. step: log2 of the scale.
+struct Coder {
+  double ln_centre;
+  float scale, power, inverse, step;
+  bool quick;  // the short way may be taken
+};
+
+DEVICE Coder coder_of(const Group& group, double ln_centre) {
+  float step = short_log2(group.scale);
+  bool quick = group.power > 0.0f && group.power <= 16.0f && fabsf(step) < 40.0f;
+  quick = quick && group.centre > 1e-30f && group.centre < 1e30f;
+  return Coder{ln_centre, group.scale, group.power, __frcp_rn(group.centre), step, quick};
+}
+
+__device__ __noinline__ u32 code_by_definition(float magnitude, float power, double ln_centre, float scale) {
+  return code_of(__fdiv_rn(raised(magnitude, power, ln_centre), scale));
+}
+
+// The code of a number. With powers up to 16, the short way's y is off by less than 2^-16 of itself wherever it is not
+// far below the smallest code: if y less 2^-15 and y plus 2^-15 have one code, that is the number's.
+DEVICE u32 encoded(float x, const Coder& c) {
+  u32 bits = __float_as_uint(x) & MAGNITUDE, sign = __float_as_uint(x) >> 24 & 0x80;
+  if (bits == 0) return sign;
+  float u = __uint_as_float(bits) * c.inverse, y = short_exp2(__fmaf_rn(c.power, short_log2(u), -c.step));
+  u32 code = code_of(y * 0.999969482421875f);
+  bool sure = c.quick && u > 1e-30f && u < 1e30f && code == code_of(y * 1.000030517578125f);
+  if (!sure) code = code_by_definition(__uint_as_float(bits), c.power, c.ln_centre, c.scale);
+  return code == 0x7F ? code : sign | code;
+}
+
+// The largest number of a group, or the smallest that is not zero, as bits.
+DEVICE u32 top_of(const float (&x)[4]) {
+  u32 top = 0;
 #pragma unroll
-  for (int k = 0; k < 4; k++) {
-    u32 bits = __float_as_uint(x[k]) & MAGNITUDE;
-    top = bits > top ? bits : top;
-    low = bits - 1 < low ? bits - 1 : low;
-  }
-  top = largest_of_warp(top);
-  low = ~largest_of_warp(~low) + 1;
+  for (int k = 0; k < 4; k++) top = max(top, __float_as_uint(x[k]) & MAGNITUDE);
+  return __reduce_max_sync(0xFFFFFFFFu, top);
+}
+DEVICE u32 low_of(const float (&x)[4]) {
+  u32 low = 0xFFFFFFFFu;  // of bits - 1, which are the most for zeros
+#pragma unroll
+  for (int k = 0; k < 4; k++) low = min(low, (__float_as_uint(x[k]) & MAGNITUDE) - 1);
+  return __reduce_min_sync(0xFFFFFFFFu, low) + 1;
+}
+
+// Steps 1 to 3 and 5 for the state of a lane: even lanes bring its largest number, odd ones its smallest, and both have
+// the group then.
+DEVICE Group group_of(u32 extreme, double& ln_centre) {
+  u32 other = __shfl_xor_sync(0xFFFFFFFFu, extreme, 1);
+  bool odd = threadIdx.x & 1;
+  u32 top = odd ? other : extreme, low = odd ? extreme : other;
   bool nan = top > INFINITE;
   low = nan ? 0x7FC00000u : low == INFINITE ? 0 : low;  // only Inf, or only zeros: nothing is smallest
   float high = __fadd_rn(__uint_as_float(top), FLOOR), least = __fadd_rn(__uint_as_float(low), FLOOR);
+  double mine = ln_or_itself(odd ? least : high), others = __shfl_xor_sync(0xFFFFFFFFu, mine, 1);
+  double ln_high = odd ? others : mine, distance = ln_high - (odd ? mine : others);
   Group group;
   group.centre = __fmul_rn(__fsqrt_rn(high), __fsqrt_rn(least));
-  double distance = ln_or_itself(high) - ln_or_itself(least);
+  ln_centre = ln_or_itself(group.centre);
   double power = floor(16.0 * (RANGE / (distance > 0.0 ? distance : 1.0))) / 16.0;
   group.power = distance == 0.0 ? 1.0f : nan ? __uint_as_float(0x7FC00000u) : __double2float_rn(power);
-  group.scale = __fdiv_rn(raised(high, (double)group.power, ln_or_itself(group.centre)), TOP);
+  group.scale = __fdiv_rn(__double2float_rn(exp_of((double)group.power * (ln_high - ln_centre))), TOP);
   return group;
 }
 
-// Codes of a lane's four numbers, steps 4 and 6.
-DEVICE u32 encoded(const float (&x)[4], const Group& group) {
-  double centre = ln_or_itself(group.centre), power = group.power;
+DEVICE Group of_lane(const Group& group, u32 lane) {
+  return Group{__shfl_sync(0xFFFFFFFFu, group.scale, lane), __shfl_sync(0xFFFFFFFFu, group.power, lane),
+               __shfl_sync(0xFFFFFFFFu, group.centre, lane)};
+}
+
+// Four numbers of a lane, of the state that a lane has prepared to decode.
+DEVICE void decode(float (&x)[4], u32 codes, const Group& own, const Decoder& prepared, u32 lane, const Tables& t) {
+  Group group = of_lane(own, lane);
+  Decoder d = {__shfl_sync(0xFFFFFFFFu, prepared.logarithm, lane), __shfl_sync(0xFFFFFFFFu, prepared.inverse, lane)};
+#pragma unroll
+  for (int k = 0; k < 4; k++) x[k] = decoded(codes >> (8 * k) & 0xFFu, group, d, t);
+}
+
+DEVICE u32 encode(const float (&x)[4], const Group& own, double ln_centre, u32 lane) {
+  Coder c = coder_of(of_lane(own, lane), __shfl_sync(0xFFFFFFFFu, ln_centre, lane));
   u32 codes = 0;
 #pragma unroll
-  for (int k = 0; k < 4; k++) {
-    u32 bits = __float_as_uint(x[k]), magnitude = bits & MAGNITUDE;
-    float z = 0.0f;
-    if (magnitude) z = __fdiv_rn(raised(__uint_as_float(magnitude), power, centre), group.scale);
-    u32 code = code_of(__uint_as_float((__float_as_uint(z) & MAGNITUDE) | (bits & ~MAGNITUDE)));
-    codes |= code << (8 * k);
-  }
+  for (int k = 0; k < 4; k++) codes |= encoded(x[k], c) << (8 * k);
   return codes;
 }
 
-DEVICE Group read_group(const float* scales, const float* powers, const float* centres, i64 at) {
-  return Group{scales[at], powers[at], centres[at]};
-}
-
-// A group of a parameter; all lanes of a warp come here together.
-DEVICE u32 step_group(const Entry& e, i64 first, const Numbers& n) {
-  i64 at = first + threadIdx.x % 32 * 4, place = first / GROUP;
-  Group mg = read_group(e.m_scales, e.m_powers, e.m_centres, place);
-  Group vg = read_group(e.v_scales, e.v_powers, e.v_centres, place);
-  Four p = read(e.p, at, e.count), g = read(e.g, at, e.count);
-  u32 mc = read_codes((const u8*)e.m, at, e.count), vc = read_codes((const u8*)e.v, at, e.count), bad = 0;
-  float m[4], v[4];
+// Two groups of a parameter, side by side; all lanes of a warp come here together. A lane works out scales for the state
+// that three bits of its number name: the group, whether it is v, and which extreme it brings.
+DEVICE u32 step_groups(const Entry& e, i64 first, const Numbers& n, const Tables& t) {
+  u32 lane = threadIdx.x % 32, bad = 0;
+  i64 place = first / GROUP + (lane >> 2 & 1);
+  bool is_v = lane & 2, present = place * GROUP < e.count;
+  float* scales = is_v ? e.v_scales : e.m_scales;
+  float* powers = is_v ? e.v_powers : e.m_powers;
+  float* centres = is_v ? e.v_centres : e.m_centres;
+  Group own = {0.0f, 1.0f, 1.0f};
+  if (present) own = Group{scales[place], powers[place], centres[place]};
+  Decoder prepared = {ln_or_itself(own.scale), 1.0 / (double)own.power};
+  float m[2][4], v[2][4];
+  u32 extreme = 0;
 #pragma unroll
-  for (int k = 0; k < 4; k++) {
-    m[k] = decoded(mc >> (8 * k) & 0xFFu, mg);
-    v[k] = decoded(vc >> (8 * k) & 0xFFu, vg);
-    bad += update(p.x[k], g.x[k], m[k], v[k], n);
-    if (at + k >= e.count) m[k] = v[k] = 0.0f;
+  for (u32 group = 0; group < 2; group++) {
+    i64 at = first + group * GROUP + lane * 4;
+    Four p = read(e.p, at, e.count), g = read(e.g, at, e.count);
+    u32 mc = read_codes((const u8*)e.m, at, e.count), vc = read_codes((const u8*)e.v, at, e.count);
+    decode(m[group], mc, own, prepared, 4 * group, t);
+    decode(v[group], vc, own, prepared, 4 * group + 2, t);
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      bad += update(p.x[k], g.x[k], m[group][k], v[group][k], n);
+      if (at + k >= e.count) m[group][k] = v[group][k] = 0.0f;
+    }
+    write(e.p, at, e.count, p);
+    u32 m_top = top_of(m[group]), m_low = low_of(m[group]), v_top = top_of(v[group]), v_low = low_of(v[group]);
+    u32 mine = is_v ? (lane & 1 ? v_low : v_top) : lane & 1 ? m_low : m_top;
+    extreme = (lane >> 2 & 1) == group ? mine : extreme;
   }
-  write(e.p, at, e.count, p);
-  mg = group_of(m);
-  vg = group_of(v);
-  write_codes((u8*)e.m, at, e.count, encoded(m, mg));
-  write_codes((u8*)e.v, at, e.count, encoded(v, vg));
-  if (threadIdx.x % 32 == 0) {
-    e.m_scales[place] = mg.scale, e.m_powers[place] = mg.power, e.m_centres[place] = mg.centre;
-    e.v_scales[place] = vg.scale, e.v_powers[place] = vg.power, e.v_centres[place] = vg.centre;
+  double ln_centre;
+  own = group_of(extreme, ln_centre);
+#pragma unroll
+  for (u32 group = 0; group < 2; group++) {
+    i64 at = first + group * GROUP + lane * 4;
+    write_codes((u8*)e.m, at, e.count, encode(m[group], own, ln_centre, 4 * group));
+    write_codes((u8*)e.v, at, e.count, encode(v[group], own, ln_centre, 4 * group + 2));
   }
+  if (present && lane < 8 && !(lane & 1)) scales[place] = own.scale, powers[place] = own.power, centres[place] = own.centre;
   return bad;
 }
 
 // Blocks of 256 threads take the chunks in turn. nonfinite: counts the elements of gradients that are NaN or infinite.
 KERNEL __launch_bounds__(256) adam(
     const Entries entries, i32 count, i64 chunks, const Numbers n, u64* nonfinite) {
+  __shared__ Tables tables;
+  fill(tables);
+  __syncthreads();
   u32 bad = 0;
   i32 which = 0;
   for (i64 chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
@@ -176,13 +299,11 @@ KERNEL __launch_bounds__(256) adam(
     const Entry& e = entries.of[which];
     i64 start = (chunk - e.first) * CHUNK;
     if (e.plain) {
-      bad += step_plainly(e, start, n);
+      bad += step_plainly(e, start, e.count, n);
       continue;
     }
-#pragma unroll 1
-    for (i64 first = start + threadIdx.x / 32 * GROUP; first < start + CHUNK && first < e.count; first += 8 * GROUP) {
-      bad += step_group(e, first, n);
-    }
+    i64 first = start + threadIdx.x / 32 * (2 * GROUP);  // a block's eight warps take a chunk's sixteen groups
+    if (first < e.count) bad += step_groups(e, first, n, tables);
   }
   if (bad) atomicAdd(nonfinite, (u64)bad);
 }

@@ -38,21 +38,22 @@ DEVICE u32 larger(u32 top, float x) {
 
 // Reads, decodes and updates a thread's elements; those behind the end are zero. Returns how many gradients are not
 // finite.
-DEVICE u32 updated(const Entry& e, i64 at, const Scales& s, const Numbers& n, Eight& x, Tops& tops) {
+template <class Count>
+DEVICE u32 updated(const Entry& e, i64 at, Count count, const Scales& s, const Numbers& n, Eight& x, Tops& tops) {
   const void* weights = e.w ? e.w : e.p;
   u32 bad = 0;
 #pragma unroll
   for (int run = 0; run < 2; run++) {
     i64 here = at + run * (SPAN / 2);
-    Four g = read(e.g, here, e.count);
-    x.w[run] = W::bits ? W::load(weights, here, e.count, s.w) : read(e.p, here, e.count);
-    x.m[run] = M::load(e.m, here, e.count, s.m);
-    x.v[run] = V::load(e.v, here, e.count, s.v);
+    Four g = read(e.g, here, count);
+    x.w[run] = W::bits ? W::load(weights, here, count, s.w) : read(e.p, here, count);
+    x.m[run] = M::load(e.m, here, count, s.m);
+    x.v[run] = V::load(e.v, here, count, s.v);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
       float &m = x.m[run].x[k], &v = x.v[run].x[k], &w = x.w[run].x[k];
       bad += update(w, g.x[k], m, v, n);
-      if (here + k >= e.count) m = v = w = 0.0f;
+      if (here + k >= count) m = v = w = 0.0f;
       if (M::scaled) tops.m = larger(tops.m, m);
       if (V::scaled) tops.v = larger(tops.v, v);
       if (W::scaled) tops.w = larger(tops.w, w);
@@ -62,7 +63,8 @@ DEVICE u32 updated(const Entry& e, i64 at, const Scales& s, const Numbers& n, Ei
 }
 
 // Encodes a thread's elements and writes them.
-DEVICE void written(const Entry& e, i64 at, const Scales& s, Eight& x, const Draw& draw) {
+template <class Count>
+DEVICE void written(const Entry& e, i64 at, Count count, const Scales& s, Eight& x, const Draw& draw) {
   void* weights = e.w ? e.w : e.p;
 #pragma unroll
   for (int run = 0; run < 2; run++) {
@@ -72,10 +74,10 @@ DEVICE void written(const Entry& e, i64 at, const Scales& s, Eight& x, const Dra
 #pragma unroll
       for (int k = 0; k < 4; k++) words.x[k] = __uint_as_float(random_word(here + k, draw));
     }
-    M::store(e.m, here, e.count, x.m[run], s.m, words);
-    V::store(e.v, here, e.count, x.v[run], s.v, words);
-    W::store(weights, here, e.count, x.w[run], s.w, words);
-    if (e.w || !W::bits) write(e.p, here, e.count, x.w[run]);
+    M::store(e.m, here, count, x.m[run], s.m, words);
+    V::store(e.v, here, count, x.v[run], s.v, words);
+    W::store(weights, here, count, x.w[run], s.w, words);
+    if (e.w || !W::bits) write(e.p, here, count, x.w[run]);
   }
 }
 
@@ -113,20 +115,21 @@ DEVICE Scale renewed(float* scales, i64 block, bool present, float old, u32 top,
 }
 
 // A chunk of a parameter; all threads of a block come here together.
-DEVICE u32 step(const Entry& e, i64 start, const Numbers& n, const Draw& draw, u32* shared) {
+template <class Count>
+DEVICE u32 step(const Entry& e, i64 start, Count count, const Numbers& n, const Draw& draw, u32* shared) {
   i64 place = start + threadIdx.x / (SPAN / 8) * SPAN, block = place / SPAN;
-  bool present = place < e.count;
+  bool present = place < count;
   i64 at = place + threadIdx.x % (SPAN / 8) * 4;
   float m = M::scaled && present ? e.m_scales[block] : 1.0f, v = V::scaled && present ? e.v_scales[block] : 1.0f;
   float w = W::scaled && present ? e.w_scale[block] : 1.0f;
   Scales s = {M::prepared(m), V::prepared(v), W::prepared(w)};
   Eight x;
   Tops tops = {};
-  u32 bad = updated(e, at, s, n, x, tops);
+  u32 bad = updated(e, at, count, s, n, x, tops);
   s.m = renewed<M>(e.m_scales, block, present, m, tops.m, shared);
   s.v = renewed<V>(e.v_scales, block, present, v, tops.v, shared);
   s.w = renewed<W>(e.w_scale, block, present, w, tops.w, shared);
-  written(e, at, s, x, draw);
+  written(e, at, count, s, x, draw);
   return bad;
 }
 
@@ -153,6 +156,60 @@ DEVICE float old_scale(const float* scales, bool scaled) { return scaled ? *scal
 // The scales of a parameter until now, and their numbers.
 DEVICE Scales prepared(float m, float v, float w) { return Scales{M::prepared(m), V::prepared(v), W::prepared(w)}; }
 
+// Approximations with relative errors below 2^-20, of which subnormal results and operands are zero.
+#ifdef FMTSIM_HOST
+DEVICE float short_root(float x) { return sqrtf(x < 1.1754944e-38f ? 0.0f : x) * (1.0f + 0x1p-21f); }
+DEVICE float short_inverse(float x) { return 1.0f / (x < 1.1754944e-38f ? 0.0f : x) * (1.0f - 0x1p-21f); }
+#else
+DEVICE float short_root(float x) {
+  float y;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float short_inverse(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+#endif
+
+#define TINY 0x0DA24260u  // 1e-30: below, roundings are not small beside numbers
+
+// At least the magnitude of moved(), unless that is tiny; NaN or Inf where this cannot say.
+DEVICE float bound_of(float p, float m, float v, const Numbers& n) {
+  float size = fabsf(m) * 1.001f * short_inverse(short_root(v) * n.inverse + n.eps);
+  return (fabsf(p * n.before) + size * fabsf(n.size)) * fabsf(n.after) * 1.001f;
+}
+
+// Finds the largest new numbers among a thread's elements. Few weights can be the largest of a tensor: most are ruled out
+// by a bound, without the update's root and divisions.
+template <class Count>
+DEVICE void measure(const Entry& e, i64 at, Count count, const Scales& s, const Numbers& n, Tops& tops) {
+  const void* weights = e.w ? e.w : e.p;
+#pragma unroll
+  for (int run = 0; run < 2; run++) {
+    i64 here = at + run * (SPAN / 2);
+    Four g = read(e.g, here, count), w;
+    if (W::scaled || n.penalty != 0.0f) w = W::bits ? W::load(weights, here, count, s.w) : read(e.p, here, count);
+    Four m = M::load(e.m, here, count, s.m), v = V::load(e.v, here, count, s.v);
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      if (here + k >= count) continue;
+      bool dropped = n.zeroing && is_bad(g.x[k]);
+      grow(w.x[k], g.x[k], m.x[k], v.x[k], n);
+      if (M::scaled) tops.m = larger(tops.m, dropped ? 0.0f : m.x[k]);
+      if (V::scaled) tops.v = larger(tops.v, dropped ? 0.0f : v.x[k]);
+      if (!W::scaled) continue;
+      float bound = bound_of(w.x[k], m.x[k], v.x[k], n);
+      if (dropped) tops.w = larger(tops.w, w.x[k]);
+      else if (tops.w < TINY || !(bound < __uint_as_float(tops.w))) {
+        tops.w = larger(tops.w, moved(w.x[k], m.x[k], v.x[k], n));
+      }
+    }
+  }
+  if (W::scaled) tops.w = __reduce_max_sync(0xFFFFFFFFu, tops.w);
+}
+
 // Blocks of 256 threads take the chunks in turn. found: u32 [count][FOUND], zeros.
 KERNEL __launch_bounds__(256) tops(
     const Entries entries, i32 count, i64 chunks, const Numbers n, u32* found) {
@@ -175,8 +232,9 @@ KERNEL __launch_bounds__(256) tops(
         to[0] = __float_as_uint(m), to[1] = __float_as_uint(v), to[2] = __float_as_uint(w);
       }
     }
-    Eight x;
-    updated(e, (chunk - e.first) * CHUNK + threadIdx.x * 4, s, n, x, tops);
+    i64 start = (chunk - e.first) * CHUNK, at = start + threadIdx.x * 4;
+    if (start + CHUNK <= e.count) measure(e, at, Endless(), s, n, tops);
+    else measure(e, at, e.count, s, n, tops);
   }
   if (which >= 0) flush(found + which * FOUND, tops);
 }
@@ -194,7 +252,8 @@ DEVICE void keep(const Entry& e, const u32* found) {
 }
 
 // A chunk of a parameter.
-DEVICE u32 step(const Entry& e, i64 start, const Numbers& n, const Draw& draw, const u32* found) {
+template <class Count>
+DEVICE u32 step(const Entry& e, i64 start, Count count, const Numbers& n, const Draw& draw, const u32* found) {
   constexpr bool scaled = M::scaled || V::scaled || W::scaled;
   Scales old = {}, now = {};
   if (scaled) {
@@ -205,8 +264,8 @@ DEVICE u32 step(const Entry& e, i64 start, const Numbers& n, const Draw& draw, c
   Eight x;
   Tops none = {};
   i64 at = start + threadIdx.x * 4;
-  u32 bad = updated(e, at, old, n, x, none);
-  written(e, at, now, x, draw);
+  u32 bad = updated(e, at, count, old, n, x, none);
+  written(e, at, count, now, x, draw);
   return bad;
 }
 
@@ -227,12 +286,15 @@ KERNEL __launch_bounds__(256) adam(
     while (which + 1 < count && entries.of[which + 1].first <= chunk) which++;
     const Entry& e = entries.of[which];
     i64 start = (chunk - e.first) * CHUNK;
-    if (e.plain) bad += step_plainly(e, start, n);
+    Draw words = draw_of(e, draw);
 #if BLOCK
-    else bad += step(e, start, n, draw_of(e, draw), shared);
+    u32* more = shared;
 #else
-    else bad += step(e, start, n, draw_of(e, draw), found + which * 6);
+    const u32* more = found + which * FOUND;
 #endif
+    if (e.plain) bad += step_plainly(e, start, e.count, n);
+    else if (start + CHUNK <= e.count) bad += step(e, start, Endless(), n, words, more);
+    else bad += step(e, start, e.count, n, words, more);
   }
   if (bad) atomicAdd(nonfinite, (u64)bad);
 }

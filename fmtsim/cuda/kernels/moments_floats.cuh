@@ -21,6 +21,25 @@ struct Scale {
   bool narrow;  // quotient() takes the scale
 };
 
+// float16 by the card's own instructions. half_code: what is too large becomes the largest number, NaN that code.
+#ifdef FMTSIM_HOST
+DEVICE float half_value(u32 code) {
+  u32 size = code & 0x7FFF, bits = magnitude_of<10, 15>(size);
+  if (size >= 0x7C00) bits = INFINITE | (size > 0x7C00 ? 0x400000 : 0);
+  return __uint_as_float(bits | (code & 0x8000) << 16);
+}
+DEVICE u32 half_code(float x, u32 nan) {
+  u32 bits = __float_as_uint(x), size = bits & MAGNITUDE;
+  if (size > INFINITE) return nan;
+  return (bits >> 16 & 0x8000) | nearest_code<10, 15>(size > 0x477FE000u ? 0x477FE000u : size);  // 65504
+}
+#else
+DEVICE float half_value(u32 code) { return float_of_half((u16)code); }
+DEVICE u32 half_code(float x, u32 nan) { return x == x ? half_of_float(fminf(fmaxf(x, -65504.0f), 65504.0f)) : nan; }
+#endif
+
+__device__ __noinline__ float divided(float x, float y) { return __fdiv_rn(x, y); }
+
 template <int BITS, int MANTISSA, int BIAS, u32 FINITE, int INFINITIES, u32 NOT, int RULE, u32 LEAST, int RANDOM>
 struct Slot {
   static constexpr int bits = BITS;
@@ -28,14 +47,24 @@ struct Slot {
   static constexpr u32 SIGN = BITS ? 1u << (BITS - 1) : 0;
   static constexpr u32 TOP = (FINITE << (23 - MANTISSA)) + ((127u - BIAS) << 23);
 
+  static constexpr bool is_half = BITS == 16 && MANTISSA == 10 && BIAS == 15 && FINITE == 0x7BFF;
+  static constexpr bool is_bfloat = BITS == 16 && MANTISSA == 7 && BIAS == 127 && FINITE == 0x7F7F;
+
+  // The magnitude of a code as bits.
+  static DEVICE u32 size_of(u32 code) {
+    u32 size = code & (SIGN - 1), bits = magnitude_of<MANTISSA, BIAS>(size);
+    return size <= FINITE ? bits : INFINITE | (INFINITIES && size == FINITE + 1 ? 0 : 0x400000);
+  }
+
   static DEVICE float value(u32 code) {
-    u32 magnitude = code & (SIGN - 1), bits = magnitude_of<MANTISSA, BIAS>(magnitude);
-    if (magnitude > FINITE) bits = INFINITE | (INFINITIES && magnitude == FINITE + 1 ? 0 : 0x400000);
-    return __uint_as_float(bits | (code & SIGN ? 0x80000000u : 0));
+    if (is_bfloat) return __uint_as_float(code << 16);
+    if (is_half) return half_value(code);
+    return __uint_as_float(size_of(code) | (code & SIGN ? 0x80000000u : 0));
   }
 
   // word: a random one.
   static DEVICE u32 code(float x, u32 word) {
+    if (is_half && !RANDOM) return half_code(x, NOT);
     u32 bits = __float_as_uint(x), sign = bits >> 31 ? SIGN : 0;
     bits &= MAGNITUDE;
     if (bits > INFINITE) return NOT;
@@ -59,11 +88,17 @@ struct Slot {
     return prepared(zero ? 1.0f : scale);
   }
 
-  static DEVICE float decoded(float q, const Scale& s) {
-    if (RULE == RULE_NONE) return q;
-    if (RULE == RULE_POWER) return __fmul_rn(q, s.inverse);
-    if (RULE != RULE_RECIPROCAL) return __fmul_rn(q, s.scale);
-    return s.narrow ? quotient(q, s.scale, s.inverse) : __fdiv_rn(q, s.scale);
+  // Four values decoded in place.
+  static DEVICE void decode(Four& q, const Scale& s) {
+    if (RULE == RULE_NONE) return;
+    bool slow = RULE == RULE_RECIPROCAL && !s.narrow;
+#pragma unroll
+    for (int k = 0; k < 4 && !slow; k++) {
+      if (RULE == RULE_RECIPROCAL) q.x[k] = quotient(q.x[k], s.scale, s.inverse);
+      else q.x[k] = __fmul_rn(q.x[k], RULE == RULE_POWER ? s.inverse : s.scale);
+    }
+#pragma unroll
+    for (int k = 0; k < 4 && slow; k++) q.x[k] = divided(q.x[k], s.scale);
   }
 
   static DEVICE float to_encode(float x, const Scale& s) {
@@ -85,19 +120,22 @@ struct Slot {
   }
 
   // Four neighbours out of memory, decoded.
-  static DEVICE Four load(const void* from, i64 at, i64 count, const Scale& s) {
+  template <class Count>
+  static DEVICE Four load(const void* from, i64 at, Count count, const Scale& s) {
     if constexpr (BITS == 32 || BITS == 0) return BITS ? read((const float*)from, at, count) : Four{};
     else {
       u64 codes = BITS == 16 ? read_four((const u16*)from, at, count) : read_four((const u8*)from, at, count);
       Four four;
 #pragma unroll
-      for (int k = 0; k < 4; k++) four.x[k] = decoded(value((u32)(codes >> (BITS * k)) & (2 * SIGN - 1)), s);
+      for (int k = 0; k < 4; k++) four.x[k] = value((u32)(codes >> (BITS * k)) & (2 * SIGN - 1));
+      decode(four, s);
       return four;
     }
   }
 
   // Encode four neighbours into memory; x becomes what they decode to.
-  static DEVICE void store(void* to, i64 at, i64 count, Four& x, const Scale& s, const Four& words) {
+  template <class Count>
+  static DEVICE void store(void* to, i64 at, Count count, Four& x, const Scale& s, const Four& words) {
     if constexpr (BITS == 32) write((float*)to, at, count, x);
     else if constexpr (BITS != 0) {
       u64 codes = 0;
@@ -105,8 +143,9 @@ struct Slot {
       for (int k = 0; k < 4; k++) {
         u32 c = code(to_encode(x.x[k], s), __float_as_uint(words.x[k]));
         codes |= (u64)c << (BITS * k);
-        x.x[k] = decoded(value(c), s);
+        x.x[k] = value(c);
       }
+      decode(x, s);
       if (BITS == 16) write_four((u16*)to, at, count, codes);
       else write_four((u8*)to, at, count, codes);
     }
