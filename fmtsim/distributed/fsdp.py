@@ -98,10 +98,14 @@ def hook_fsdp(
         per_tensor: One scale a parameter; False: one scale a unit.
 
     Raises:
-        ArgumentError: The model has no FSDP2 unit, or the format and the scaling do not fit.
+        ArgumentError: The model has no FSDP2 unit, there is nothing to hook, or the format and the scaling do not fit.
     """
     from torch.distributed.fsdp import FSDPModule
 
+    if state is None and gather is None:
+        raise ArgumentError("there is nothing to hook; pass a ReductionState, gather='int8', or both")
+    if state is not None and not isinstance(state, ReductionState):
+        raise ArgumentError(f"state={state!r} is not a ReductionState; hook_fsdp(model, ReductionState(name))")
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         raise ArgumentError(f"{type(model).__name__} has no FSDP2 unit; call torch's fully_shard on it first")

@@ -113,6 +113,8 @@ def disagreement_has_a_name(rank, size):
     refused(
         "x is torch.int64; pass float16, bfloat16, float32", all_gather, torch.ones(3).long(), "int8", error=DtypeError
     )
+    refused("sizes=(3, 5) belong to a scale that ranks share; pass a sc", all_gather, torch.ones(8), "mxfp4",
+            scaling=None, sizes=(3, 5))  # fmt: skip
     refused("x has layout torch.sparse_coo; pass a dense tensor", all_gather, torch.ones(3).to_sparse(), "int8")
     refused("the tensors are on meta, but the process group carries cpu:gloo", all_reduce,
             torch.ones(3, device="meta"), "msamp")  # fmt: skip
