@@ -75,6 +75,8 @@ def fsdp_refuses(rank, size):
             dist.ReduceOp.SUM)  # fmt: skip
     gather = QuantizedAllGather(E4M3, HALO, (5,), state.ranks)
     refused("FSDP sends 4 elements of weights a rank, but the unit's parameters have 5", gather, rows, row, world)
+    refused("FSDP sends weights as torch.uint8, because the unit's parameters have several dtypes; give it one", gather,
+            rows.byte(), row.byte(), world)  # fmt: skip
     alone, _ = dist.new_subgroups(1)
     refused(
         f"FSDP shards over ranks [{rank}], the ReductionState over [0, 1, 2, 3]; build it", gather, rows, row, alone
