@@ -72,8 +72,8 @@ class QuantizedAllGather(_Comm):
         _require_group(group, self.ranks)
         if not input_tensor.is_floating_point():
             raise ArgumentError(
-                f"FSDP sends weights as {input_tensor.dtype}, because the unit's parameters have several dtypes; give it "
-                "one, for example with MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+                f"FSDP sends weights as {input_tensor.dtype}, because the unit's parameters have several dtypes; give "
+                "it one, for example with MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
             )
         sizes = _fitting(self.sizes, input_tensor.numel(), "parameters", "weights")
         facts = ("all-gather", self.format, self.scaling, sizes, str(input_tensor.dtype))

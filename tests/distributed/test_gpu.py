@@ -108,6 +108,10 @@ def a_large_bucket_agrees(rank, device):
     """Train on layers whose reductions are long enough that the backward pass overtakes them; the hook never waits."""
     for name in ("fp8lm", "bf16"):
         _large_bucket_agrees(rank, device, name)
+    torch.cuda.set_sync_debug_mode("error")
+    raising = dataclasses.replace(BASE, nonfinite="raise")
+    refused("synchronizing", all_reduce, torch.ones(3, device=device), raising, error=RuntimeError)  # a planted wait
+    torch.cuda.set_sync_debug_mode("default")
 
 
 def quiet_hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
