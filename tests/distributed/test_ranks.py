@@ -29,6 +29,9 @@ from fmtsim.distributed.fsdp import QuantizedAllGather, QuantizedReduceScatter
 from fmtsim.distributed.gather import HALO
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.errors import ArgumentError, CollectiveError, DtypeError
+from fmtsim.scaling.history import DelayedScale
+from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.scaling.scale import History, Scaling
 from tests.distributed.checks import (
     ddp_agrees,
     edges_agree,
@@ -211,6 +214,11 @@ def mourner(rank, folder):
     refused("rank 2 did not answer in a tree", state.ranks.receive, wire, 2, "a tree", error=CollectiveError)
     refused("rank 2 did not answer in a tree", state.ranks.send, wire, 2, "a tree", error=CollectiveError)
     refused("a rank did not answer in the maxima", state.ranks.largest, x, "the maxima", error=CollectiveError)
+    memory = DelayedScale(Quantizer(format=E4M3, scaling=Scaling(history=History(length=4))))
+    memory.group = dist.group.WORLD
+    refused("a rank did not answer in the exchange of a delayed scale's largest magnitude; it has ended", memory.record,
+            torch.ones(()), error=CollectiveError)  # fmt: skip
+    assert memory.amaxes.tolist() == [0.0] * 4 and int(memory.calls) == 0
     os._exit(0)  # gloo cannot say goodbye to a rank that is gone
 
 
