@@ -10,10 +10,11 @@ from torch import Tensor
 
 from fmtsim import ops
 from fmtsim.distributed.reduction import Reduction, float32
+from fmtsim.distributed.wire import from_bytes, to_bytes
 from fmtsim.errors import ArgumentError, DtypeError
-from fmtsim.formats.packing import pack, packed_size, unpack
+from fmtsim.formats.packing import packed_size
 from fmtsim.formats.representable import FLOAT_DTYPES
-from fmtsim.ops import CastSpec, EncodedParts, RandomKey
+from fmtsim.ops import CastSpec, RandomKey
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.scales import FLT_MIN, reciprocal, scales
 from fmtsim.scaling.statistics import FLT_MAX
@@ -112,11 +113,11 @@ class Hop:
 
     def encode(self, values: Tensor) -> Tensor:
         """Return values of the format, 1-d, as bytes: uint8 [packed_size(n, bits)]."""
-        return pack(ops.encode(values, self.exact).codes, self.bits)
+        return to_bytes(values, self.exact)
 
     def decode(self, wire: Tensor, count: int) -> Tensor:
         """Return the float32 values of bytes."""
-        return ops.decode(EncodedParts(unpack(wire, self.bits, count)), self.spec, torch.float32)
+        return from_bytes(wire, self.spec, count)
 
     def bytes(self, count: int) -> int:
         """Return how many bytes travel for so many elements."""

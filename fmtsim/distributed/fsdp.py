@@ -70,6 +70,11 @@ class QuantizedAllGather(_Comm):
     ) -> None:
         """Gather ``input_tensor`` [n] of all ranks into ``output_tensor`` [ranks * n], which may hold it."""
         _require_group(group, self.ranks)
+        if not input_tensor.is_floating_point():
+            raise ArgumentError(
+                f"FSDP sends weights as {input_tensor.dtype}, because the unit's parameters have several dtypes; give "
+                "it one, for example with MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+            )
         sizes = _fitting(self.sizes, input_tensor.numel(), "parameters", "weights")
         facts = ("all-gather", self.format, self.scaling, sizes, str(input_tensor.dtype))
         self.ranks.agree(facts, input_tensor.device)
@@ -98,10 +103,14 @@ def hook_fsdp(
         per_tensor: One scale a parameter; False: one scale a unit.
 
     Raises:
-        ArgumentError: The model has no FSDP2 unit, or the format and the scaling do not fit.
+        ArgumentError: The model has no FSDP2 unit, there is nothing to hook, or the format and the scaling do not fit.
     """
     from torch.distributed.fsdp import FSDPModule
 
+    if state is None and gather is None:
+        raise ArgumentError("there is nothing to hook; pass a ReductionState, gather='int8', or both")
+    if state is not None and not isinstance(state, ReductionState):
+        raise ArgumentError(f"state={state!r} is not a ReductionState; hook_fsdp(model, ReductionState(name))")
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         raise ArgumentError(f"{type(model).__name__} has no FSDP2 unit; call torch's fully_shard on it first")

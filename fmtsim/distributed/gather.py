@@ -6,17 +6,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmtsim import ops
 from fmtsim.distributed.arithmetic import canonical, each
 from fmtsim.distributed.ranks import Ranks
-from fmtsim.distributed.wire import from_rows, require_row_blocks, row_template, to_rows
+from fmtsim.distributed.wire import from_bytes, from_rows, require_row_blocks, row_template, to_bytes, to_rows
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.formats.block import FP32, BlockFormat, Format, LogTileFormat
-from fmtsim.formats.packing import pack, unpack
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT_DTYPES
 from fmtsim.formats.spec import ElementFormat
-from fmtsim.ops import CastSpec, EncodedParts
+from fmtsim.ops import CastSpec
 from fmtsim.quantize import encode, quantize
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.scale import Scaling
@@ -58,6 +56,10 @@ def all_gather(
     """
     ranks, fmt = Ranks(group), get_format(format)
     _check(x)
+    if sizes is not None and scaling is None:
+        raise ArgumentError(
+            f"sizes={tuple(sizes)} belong to a scale that ranks share; pass a scaling, or leave them out"
+        )
     parts = (x.numel(),) if sizes is None else tuple(sizes)
     ranks.agree(("all_gather", fmt, scaling, tuple(x.shape), str(x.dtype), parts), x.device)
     return gather_parts(x, fmt, scaling, parts, ranks)
@@ -80,8 +82,7 @@ def gather_parts(x: Tensor, fmt: Format, scaling: Scaling | None, sizes: tuple[i
     made = _shared_scales(flat.split(sizes), scaling, fmt, ranks)
     elements = _elements(flat, made, sizes, fmt)
     spec = CastSpec(format=fmt, rounding=Rounding(), overflow=fmt.default_overflow)
-    wires = _gather(pack(ops.encode(elements, spec).codes, fmt.bits)[None], ranks)
-    values = ops.decode(EncodedParts(unpack(wires, fmt.bits, flat.numel())), spec, torch.float32)
+    values = from_bytes(_gather(to_bytes(elements, spec)[None], ranks), spec, flat.numel())
     scaled = each(torch.mul, values, sizes, made.scale)
     return canonical(scaled.to(x.dtype)).reshape(ranks.size, *x.shape)
 

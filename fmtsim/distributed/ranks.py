@@ -39,34 +39,32 @@ class Ranks:
 
     def pass_on(self, wire: Tensor, into: Tensor, to: int, source: int, what: str) -> None:
         """Send bytes to one rank while receiving as many from another; both are counted within the group."""
-        both = [
-            dist.P2POp(dist.isend, wire, self._global(to), self.group),
-            dist.P2POp(dist.irecv, into, self._global(source), self.group),
-        ]
-        try:
-            works = dist.batch_isend_irecv(both)
-        except RuntimeError as error:
-            raise self.broken(what, f"rank {to} or rank {source}", error) from error
-        peers = (to, source) if len(works) == 2 else (f"{to} or rank {source}",)
-        for peer, work in zip(reversed(peers), reversed(works), strict=True):
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self.broken(what, f"rank {peer}", error) from error
+        self._messages([(dist.isend, wire, to), (dist.irecv, into, source)], what)
 
     def send(self, wire: Tensor, to: int, what: str) -> None:
         """Send bytes to one rank."""
-        try:
-            dist.send(wire, self._global(to), self.group)
-        except RuntimeError as error:
-            raise self.broken(what, f"rank {to}", error) from error
+        self._messages([(dist.isend, wire, to)], what)
 
     def receive(self, into: Tensor, source: int, what: str) -> None:
         """Receive bytes from one rank."""
+        self._messages([(dist.irecv, into, source)], what)
+
+    def _messages(self, messages: list[tuple[Any, Tensor, int]], what: str) -> None:
+        """Send and receive together, over the group's one communicator, and wait: on a GPU its stream does."""
+        names = [f"rank {peer}" for _, _, peer in messages]
         try:
-            dist.recv(into, self._global(source), self.group)
+            works = dist.batch_isend_irecv(
+                [dist.P2POp(verb, x, self._global(peer), self.group) for verb, x, peer in messages]
+            )
         except RuntimeError as error:
-            raise self.broken(what, f"rank {source}", error) from error
+            raise self.broken(what, " or ".join(names), error) from error
+        if len(works) < len(names):  # NCCL has one for all
+            names = [" or ".join(names)]
+        for name, work in zip(reversed(names), reversed(works), strict=True):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self.broken(what, name, error) from error
 
     def largest(self, x: Tensor, what: str) -> Tensor:
         """Return the elementwise maximum over the ranks."""

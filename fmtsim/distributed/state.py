@@ -16,7 +16,7 @@ from fmtsim.errors import ArgumentError
 
 
 class ReductionState:
-    """Hold the state of a model's reductions, for ``fp8_hook`` and ``shard``.
+    """Hold the state of a model's reductions, for ``fp8_hook`` and ``hook_fsdp``.
 
     A step is a round of buckets; counts of all its buckets decide the next mu, which is the same on every rank. A step
     that breaks off changes nothing: its counts are dropped when the next one begins.

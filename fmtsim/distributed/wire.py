@@ -5,9 +5,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from fmtsim import ops
 from fmtsim.encoded import Encoded
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.packing import pack, unpack
+from fmtsim.ops import CastSpec, EncodedParts
 from fmtsim.quantize import encode
 
 _PARTS = ("codes", "scales", "tensor_scale", "offsets")
@@ -39,6 +42,21 @@ def from_rows(wire: Tensor, like: Encoded, rows: int | None = None) -> Encoded:
         start += part.nbytes
     shape = like.shape if rows is None else torch.Size((rows, *like.shape[1:]))
     return Encoded(format=like.format, shape=shape, dim=like.dim, **fields)
+
+
+def to_bytes(values: Tensor, spec: CastSpec) -> Tensor:
+    """Return values of an element format, 1-d, as uint8 [packed_size(n, bits)].
+
+    A kernel that writes packed codes is taken where there is one: it also saves the look at the codes' range, which
+    waits for a device.
+    """
+    packed = ops.encode_packed(values, spec.to_json(), None)
+    return pack(ops.encode(values, spec).codes, spec.format.bits) if packed is None else packed.codes.view(torch.uint8)
+
+
+def from_bytes(wire: Tensor, spec: CastSpec, count: int) -> Tensor:
+    """Return the float32 values [..., count] of bytes [..., packed_size(count, bits)]."""
+    return ops.decode(EncodedParts(unpack(wire, spec.format.bits, count)), spec, torch.float32)
 
 
 def require_row_blocks(fmt: Format) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
+from fmtsim.errors import CollectiveError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.repeats import Calls
@@ -99,13 +100,15 @@ class DelayedScale(nn.Module):
 
         With a history of length L the scale follows from the last L magnitudes, this one included, or from this one
         alone. Where that is zero the rule's ``empty`` counts.
+
+        Raises:
+            CollectiveError: A rank does not answer; the history is as it was.
         """
         history = self.scaling.history
         assert history is not None
         amax = amax.reshape(()).float()
         if self.group is not None:
-            amax = amax.clone()
-            all_reduce(amax, ReduceOp.MAX, group=self.group)
+            amax = _largest(amax, self.group)
         self.amaxes.copy_(torch.roll(self.amaxes, 1))
         self.amaxes[0] = amax
         self.calls += 1
@@ -155,3 +158,17 @@ class LearningScale(FrozenScale):
     def advance(self, amax: Tensor) -> Scales:
         """Return the scale of a call."""
         return self.memory.repeated.run(lambda: self.memory.advance(amax), compiled=self._compiled)
+
+
+def _largest(amax: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the largest magnitude of all ranks."""
+    found = amax.clone()
+    try:
+        all_reduce(found, ReduceOp.MAX, group=group)
+    except RuntimeError as error:
+        raise CollectiveError(
+            "a rank did not answer in the exchange of a delayed scale's largest magnitude; it has ended, hangs, or "
+            "runs other layers. The scale is as it was; restart the ranks from a checkpoint. "
+            f"torch says: {str(error).splitlines()[0]}"
+        ) from error
+    return found

@@ -220,7 +220,9 @@ def fsdp_agrees(rank, size, device="cpu"):
 
     net, plain = model().to(device), model()
     mesh = init_device_mesh(torch.device(device).type, (size,))
-    refused("Sequential has no FSDP2 unit; call torch's fully_shard", hook_fsdp, net)
+    refused("Sequential has no FSDP2 unit; call torch's fully_shard", hook_fsdp, net, gather="int8")
+    refused("there is nothing to hook; pass a ReductionState", hook_fsdp, net)
+    refused("state='fp8lm' is not a ReductionState; hook_fsdp(model, R", hook_fsdp, net, "fp8lm")
     for module in (net[0], net):
         fully_shard(module, mesh=mesh)
     state = ReductionState(BASE)

@@ -105,19 +105,36 @@ def groups_are_apart(rank, device):
 
 
 def a_large_bucket_agrees(rank, device):
-    """Train on layers whose reductions are long enough that the backward pass overtakes them."""
+    """Train on layers whose reductions are long enough that the backward pass overtakes them; the hook never waits."""
+    for name in ("fp8lm", "bf16"):
+        _large_bucket_agrees(rank, device, name)
+    torch.cuda.set_sync_debug_mode("error")
+    raising = dataclasses.replace(BASE, nonfinite="raise")
+    refused("synchronizing", all_reduce, torch.ones(3, device=device), raising, error=RuntimeError)  # a planted wait
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def quiet_hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    torch.cuda.set_sync_debug_mode("error" if state.steps > 1 else "default")  # the first steps make tables
+    try:
+        return fp8_hook(state, bucket)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _large_bucket_agrees(rank, device, name):
     torch.manual_seed(0)
     net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(6))).to(device)
-    state, parallel = ReductionState("fp8lm"), DistributedDataParallel(net, bucket_cap_mb=4)
-    parallel.register_comm_hook(state, fp8_hook)
+    state, parallel = ReductionState(name), DistributedDataParallel(net, bucket_cap_mb=4)
+    parallel.register_comm_hook(state, quiet_hook)
     xs = [torch.randn(64, 1024, generator=torch.Generator().manual_seed(r)).to(device) for r in range(GPUS)]
-    for _ in range(2):  # buckets are made anew behind the first pass
+    for _ in range(3):  # buckets are made anew behind the first pass
         net.zero_grad()
-        mu = state.mu.clone()
+        mu = None if state.mu is None else state.mu.cpu()
         parallel(xs[rank]).square().mean().backward()
     each = [torch.autograd.grad(net(x).square().mean(), list(net.parameters())) for x in xs]
     for i, parameter in enumerate(net.parameters()):
-        assert same(parameter.grad, simulate([list(g)[i].cpu() for g in each], "fp8lm", mu=mu.cpu()).values[0]), i
+        assert same(parameter.grad, simulate([g[i].cpu() for g in each], name, mu=mu).values[0]), i
 
 
 def scales_are_shared(rank, device):

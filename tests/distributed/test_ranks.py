@@ -29,6 +29,9 @@ from fmtsim.distributed.fsdp import QuantizedAllGather, QuantizedReduceScatter
 from fmtsim.distributed.gather import HALO
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.errors import ArgumentError, CollectiveError, DtypeError
+from fmtsim.scaling.history import DelayedScale
+from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.scaling.scale import History, Scaling
 from tests.distributed.checks import (
     ddp_agrees,
     edges_agree,
@@ -75,6 +78,8 @@ def fsdp_refuses(rank, size):
             dist.ReduceOp.SUM)  # fmt: skip
     gather = QuantizedAllGather(E4M3, HALO, (5,), state.ranks)
     refused("FSDP sends 4 elements of weights a rank, but the unit's parameters have 5", gather, rows, row, world)
+    refused("FSDP sends weights as torch.uint8, because the unit's parameters have several dtypes; give it one", gather,
+            rows.byte(), row.byte(), world)  # fmt: skip
     alone, _ = dist.new_subgroups(1)
     refused(
         f"FSDP shards over ranks [{rank}], the ReductionState over [0, 1, 2, 3]; build it", gather, rows, row, alone
@@ -113,6 +118,8 @@ def disagreement_has_a_name(rank, size):
     refused(
         "x is torch.int64; pass float16, bfloat16, float32", all_gather, torch.ones(3).long(), "int8", error=DtypeError
     )
+    refused("sizes=(3, 5) belong to a scale that ranks share; pass a sc", all_gather, torch.ones(8), "mxfp4",
+            scaling=None, sizes=(3, 5))  # fmt: skip
     refused("x has layout torch.sparse_coo; pass a dense tensor", all_gather, torch.ones(3).to_sparse(), "int8")
     refused("the tensors are on meta, but the process group carries cpu:gloo", all_reduce,
             torch.ones(3, device="meta"), "msamp")  # fmt: skip
@@ -207,6 +214,11 @@ def mourner(rank, folder):
     refused("rank 2 did not answer in a tree", state.ranks.receive, wire, 2, "a tree", error=CollectiveError)
     refused("rank 2 did not answer in a tree", state.ranks.send, wire, 2, "a tree", error=CollectiveError)
     refused("a rank did not answer in the maxima", state.ranks.largest, x, "the maxima", error=CollectiveError)
+    memory = DelayedScale(Quantizer(format=E4M3, scaling=Scaling(history=History(length=4))))
+    memory.group = dist.group.WORLD
+    refused("a rank did not answer in the exchange of a delayed scale's largest magnitude; it has ended", memory.record,
+            torch.ones(()), error=CollectiveError)  # fmt: skip
+    assert memory.amaxes.tolist() == [0.0] * 4 and int(memory.calls) == 0
     os._exit(0)  # gloo cannot say goodbye to a rank that is gone
 
 
