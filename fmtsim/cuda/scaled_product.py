@@ -61,14 +61,14 @@ def _lies_well(x: Factor) -> bool:
     return whole and x.elements.dtype == torch.bfloat16 and x.elements.shape[0 if x.turned else 1] % 8 == 0
 
 
-def multiply(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
-    """Return ``a b^T`` of operands that ``covers``, [M, N] in float32 or bfloat16.
+def multiply(a: Factor, b: Factor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return ``a b^T + bias`` of operands that ``covers``, [M, N] in float32 or bfloat16; the bias has [N].
 
     With P the float32 sum of the products of a group, and s and t the scales of the two: the groups are added in
-    order by ``c = fma(P s, t, c)``, ``P s`` rounded first, or, where 128 rows of b share t and s t is within 2**-100
-    and 2**100, by ``c = fma(P, s t, c)``. Where tiles are too few for the device the sum is cut into
-    parts that are added last. The same operands give the same bits on devices with as many multiprocessors; nothing
-    waits for the device.
+    order by ``c = fma(P s, t, c)``, ``P s`` rounded first, or, where all rows of b in a tile share t and s t is within
+    2**-100 and 2**100, by ``c = fma(P, s t, c)``. Where tiles are too few for the device the sum is cut into parts that
+    are added last; the bias behind all of them. The same operands give the same bits on devices with as many
+    multiprocessors; nothing waits for the device.
     """
     (m, k), n, group, index = a.elements.shape, b.elements.shape[0], a.sizes[1], device_index(a.elements)
     parts, length = parts_of(m, n, -(-k // group), multiprocessors(index))
@@ -76,19 +76,27 @@ def multiply(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
     sums = out if parts == 1 else torch.empty(parts, m, n, dtype=torch.float32, device=out.device)
     units = _tiles(m, n) * parts
     held = [x if aligned(x.elements) else x._replace(elements=x.elements.clone()) for x in (a, b)]
+    bias = None if bias is None else bias.float().contiguous()
     task = struct.pack("=iii4x", k, parts, length)
     shared = b.sizes[0] % _COLUMNS == 0 or b.sizes[0] >= n
     kernel(_FILE, "multiply_groups", index, _defines(a.turned, b.turned, group, sums.dtype, shared))(
-        min(units, multiprocessors(index)), _THREADS, *map(_packed, held), task, sums, shared=_shared_bytes()
+        min(units, multiprocessors(index)),
+        _THREADS,
+        *map(_packed, held),
+        task,
+        bias if parts == 1 else None,
+        sums,
+        shared=_shared_bytes(),
     )
     if parts > 1:
-        _add_parts(sums, out, index)
+        _add_parts(sums, bias, out, index)
     return out
 
 
-def _add_parts(sums: Tensor, out: Tensor, index: int) -> None:
+def _add_parts(sums: Tensor, bias: Tensor | None, out: Tensor, index: int) -> None:
     run = kernel(_FILE, "add_parts", index, _defines(False, False, _GROUP, out.dtype, True))
-    run(-(-out.numel() // _TURN), _TURN // 4, sums, out, np.int32(sums.shape[0]), np.int64(out.numel() // 4))
+    sizes = np.int32(sums.shape[0]), np.int32(out.shape[1]), np.int64(out.numel() // 4)
+    run(-(-out.numel() // _TURN), _TURN // 4, sums, bias, out, *sizes)
 
 
 def _packed(x: Factor) -> bytes:

@@ -162,14 +162,20 @@ DEVICE void store_pair(void* out, i64 index, float left, float right) {
 #endif
 }
 
-DEVICE void store_tile(void* out, const float (&total)[SUMS], const Place& at, const Factor& a, const Factor& b) {
+DEVICE void store_tile(void* out, const float (&total)[SUMS], const float* bias, const Place& at, const Factor& a,
+                       const Factor& b) {
   const i32 row = at.row + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = at.column + threadIdx.x % 4 * 2;
   const i64 index = ((i64)at.part * a.rows + row) * b.rows + column;
 #pragma unroll
   for (i32 j = 0; j < COLUMNS / 8; ++j) {
     if (column + 8 * j >= b.rows) continue;
-    if (row < a.rows) store_pair(out, index + 8 * j, total[4 * j], total[4 * j + 1]);
-    if (row + 8 < a.rows) store_pair(out, index + 8 * b.rows + 8 * j, total[4 * j + 2], total[4 * j + 3]);
+    float t[4] = {total[4 * j], total[4 * j + 1], total[4 * j + 2], total[4 * j + 3]};
+    if (bias != nullptr) {
+#pragma unroll
+      for (i32 i = 0; i < 4; ++i) t[i] = __fadd_rn(t[i], bias[column + 8 * j + i % 2]);
+    }
+    if (row < a.rows) store_pair(out, index + 8 * j, t[0], t[1]);
+    if (row + 8 < a.rows) store_pair(out, index + 8 * b.rows + 8 * j, t[2], t[3]);
   }
 }
 
@@ -178,7 +184,7 @@ DEVICE void free_stage(Memory& m, i32 slot) {
   if (threadIdx.x % 32 == 0) arrive(&m.freed[slot]);
 }
 
-DEVICE void multiply_stages(Memory& m, const Factor& a, const Factor& b, const Task& t, void* out) {
+DEVICE void multiply_stages(Memory& m, const Factor& a, const Factor& b, const Task& t, const float* bias, void* out) {
   const i32 units = units_of(a, b, t);
   i32 slot = 0;
   u32 phase = 0;
@@ -214,13 +220,13 @@ DEVICE void multiply_stages(Memory& m, const Factor& a, const Factor& b, const T
       add_group(total, sums, m.stages[last].scales);
       free_stage(m, last);
     }
-    store_tile(out, total, at, a, b);
+    store_tile(out, total, bias, at, a, b);
   }
 }
 
 KERNEL __launch_bounds__(THREADS, 1)
 multiply_groups(const __grid_constant__ Factor a, const __grid_constant__ Factor b, const __grid_constant__ Task t,
-                void* out) {
+                const float* bias, void* out) {
   DYNAMIC_SHARED(memory);
   Memory& m = *(Memory*)(memory + (0u - shared_place(memory)) % 1024);
   if (threadIdx.x < STAGES) {
@@ -233,12 +239,13 @@ multiply_groups(const __grid_constant__ Factor a, const __grid_constant__ Factor
     copy_stages(m, a, b, t);
   } else {
     take_registers<232>();
-    multiply_stages(m, a, b, t, out);
+    multiply_stages(m, a, b, t, bias, out);
   }
 }
 
-// Adds the parts of sums, each of `fours` times four, in order.
-KERNEL __launch_bounds__(256) add_parts(const Words4* sums, void* out, i32 parts, i64 fours) {
+// Adds the parts of sums, each of `fours` times four, in order, and then the bias of a column.
+KERNEL __launch_bounds__(256) add_parts(const Words4* sums, const float* bias, void* out, i32 parts, i32 columns,
+                                        i64 fours) {
   const i64 at = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (at >= fours) return;
   float total[4] = {};
@@ -247,6 +254,11 @@ KERNEL __launch_bounds__(256) add_parts(const Words4* sums, void* out, i32 parts
     const u32 given[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (i32 i = 0; i < 4; ++i) total[i] = __fadd_rn(total[i], __uint_as_float(given[i]));
+  }
+  if (bias != nullptr) {
+    bias += at * 4 % columns;
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i) total[i] = __fadd_rn(total[i], bias[i]);
   }
   store_pair(out, at * 4, total[0], total[1]);
   store_pair(out, at * 4 + 2, total[2], total[3]);
