@@ -4,7 +4,6 @@ The unit multiplies elements and adds a group's products in float32; each sum is
 groups and added to those before. kernels/scaled_product.cu says in which order.
 """
 
-import math
 import struct
 from collections.abc import Iterator
 from functools import lru_cache
@@ -19,11 +18,10 @@ from fmtsim.cuda.runtime import Defines, capability, device_index, kernel, multi
 
 _FILE: Final = "scaled_product.cu"
 _CAPABILITY: Final = (9, 0)
-_TILE, _DEPTH, _STAGES, _THREADS = 128, 64, 6, 256
-_PAIRS: Final = 1  # of groups in a turn of the kernel's loop
-_SHARED: Final = _STAGES * (2 * _TILE * _DEPTH * 2 + 2 * _TILE * 4) + 1024
+_ROWS, _COLUMNS, _DEPTH, _STAGES, _THREADS = 128, 128, 64, 6, 384
 _OUTPUTS: Final = {torch.float32: 0, torch.bfloat16: 1}
 _PARTS: Final = 16  # at most
+_GROUP: Final = 128  # of the kernels that are compiled ahead
 _TURN = 1024  # outputs of a block of threads that adds parts
 _MOST: Final = 1 << 31
 
@@ -63,34 +61,42 @@ def _lies_well(x: Factor) -> bool:
     return whole and x.elements.dtype == torch.bfloat16 and x.elements.shape[0 if x.turned else 1] % 8 == 0
 
 
-def multiply(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
-    """Return ``a b^T`` of operands that ``covers``, [M, N] in float32 or bfloat16.
+def multiply(a: Factor, b: Factor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return ``a b^T + bias`` of operands that ``covers``, [M, N] in float32 or bfloat16; the bias has [N].
 
     With P the float32 sum of the products of a group, and s and t the scales of the two: the groups are added in
-    order by ``c = fma(P s, t, c)``, ``P s`` rounded first, or, where 128 rows of b share t and s t is within 2**-100
-    and 2**100, by ``c = fma(P, s t, c)``. Where tiles are too few for the device the sum is cut into
-    parts that are added last. The same operands give the same bits on devices with as many multiprocessors; nothing
-    waits for the device.
+    order by ``c = fma(P s, t, c)``, ``P s`` rounded first, or, where all rows of b in a tile share t and s t is within
+    2**-100 and 2**100, by ``c = fma(P, s t, c)``. Where tiles are too few for the device the sum is cut into parts that
+    are added last; the bias behind all of them. The same operands give the same bits on devices with as many
+    multiprocessors; nothing waits for the device.
     """
     (m, k), n, group, index = a.elements.shape, b.elements.shape[0], a.sizes[1], device_index(a.elements)
     parts, length = parts_of(m, n, -(-k // group), multiprocessors(index))
     out = torch.empty(m, n, dtype=dtype, device=a.elements.device)
     sums = out if parts == 1 else torch.empty(parts, m, n, dtype=torch.float32, device=out.device)
-    units = -(-m // _TILE) * -(-n // _TILE) * parts
+    units = _tiles(m, n) * parts
     held = [x if aligned(x.elements) else x._replace(elements=x.elements.clone()) for x in (a, b)]
+    bias = None if bias is None else bias.float().contiguous()
     task = struct.pack("=iii4x", k, parts, length)
-    shared = b.sizes[0] % _TILE == 0 or b.sizes[0] >= n
+    shared = b.sizes[0] % _COLUMNS == 0 or b.sizes[0] >= n
     kernel(_FILE, "multiply_groups", index, _defines(a.turned, b.turned, group, sums.dtype, shared))(
-        min(units, multiprocessors(index)), _THREADS, *map(_packed, held), task, sums, shared=_SHARED
+        min(units, multiprocessors(index)),
+        _THREADS,
+        *map(_packed, held),
+        task,
+        bias if parts == 1 else None,
+        sums,
+        shared=_shared_bytes(),
     )
     if parts > 1:
-        _add_parts(sums, out, index)
+        _add_parts(sums, bias, out, index)
     return out
 
 
-def _add_parts(sums: Tensor, out: Tensor, index: int) -> None:
-    run = kernel(_FILE, "add_parts", index, _defines(False, False, _TILE, out.dtype, True))
-    run(-(-out.numel() // _TURN), _TURN // 4, sums, out, np.int32(sums.shape[0]), np.int64(out.numel() // 4))
+def _add_parts(sums: Tensor, bias: Tensor | None, out: Tensor, index: int) -> None:
+    run = kernel(_FILE, "add_parts", index, _defines(False, False, _GROUP, out.dtype, True))
+    sizes = np.int32(sums.shape[0]), np.int32(out.shape[1]), np.int64(out.numel() // 4)
+    run(-(-out.numel() // _TURN), _TURN // 4, sums, bias, out, *sizes)
 
 
 def _packed(x: Factor) -> bytes:
@@ -100,24 +106,31 @@ def _packed(x: Factor) -> bytes:
     return struct.pack("=QqQqqii", *addresses, *steps, x.sizes[0].bit_length() - 1, x.elements.shape[0])
 
 
+def _tiles(m: int, n: int) -> int:
+    return -(-m // _ROWS) * -(-n // _COLUMNS)
+
+
+def _shared_bytes() -> int:
+    """Return what ``Memory`` of the kernel takes: stages at multiples of 1024 bytes, and barriers."""
+    stage = (_ROWS + _COLUMNS) * (_DEPTH * 2 + 4)
+    return _STAGES * (-(-stage // 1024) * 1024 + 16) + 1024
+
+
 @lru_cache(maxsize=1024)
 def parts_of(m: int, n: int, groups: int, processors: int) -> tuple[int, int]:
-    """Return into how many parts a sum is cut, and the groups of a part: a multiple of what a turn of the loop takes.
+    """Return into how many parts a sum is cut, and the groups of a part.
 
-    The time of a part is taken for that of its groups and two more, that of a further part for what it takes to write
+    The time of a part is taken for that of its groups and one more, that of a further part for what it takes to write
     and read its sums: a group's time for 132 processors is that of 2.2 million numbers.
     """
-    turn = 2 * _PAIRS
-    tiles = -(-m // _TILE) * -(-n // _TILE)
+    tiles = _tiles(m, n)
 
     def cost(parts: int) -> float:
-        length = -(-groups // (parts * turn)) * turn
         moved = 0 if parts == 1 else (parts + 1) * m * n / (16500 * processors)
-        return -(-tiles * parts // processors) * (length + 2) + moved
+        return -(-tiles * parts // processors) * (-(-groups // parts) + 1) + moved
 
-    parts = min(range(1, min(_PARTS, -(-groups // turn)) + 1), key=cost)
-    length = -(-groups // (parts * turn)) * turn
-    return math.ceil(groups / length), length
+    length = -(-groups // min(range(1, min(_PARTS, groups) + 1), key=cost))
+    return -(-groups // length), length
 
 
 def variants(capability: tuple[int, int]) -> Iterator[tuple[str, str, Defines]]:
@@ -125,14 +138,14 @@ def variants(capability: tuple[int, int]) -> Iterator[tuple[str, str, Defines]]:
     if capability != _CAPABILITY:
         return
     for dtype in _OUTPUTS:
-        yield _FILE, "add_parts", _defines(False, False, _TILE, dtype, True)
+        yield _FILE, "add_parts", _defines(False, False, _GROUP, dtype, True)
         for turned in ((False, False), (False, True), (True, True)):
-            yield _FILE, "multiply_groups", _defines(*turned, _TILE, dtype, not turned[0])
+            yield _FILE, "multiply_groups", _defines(*turned, _GROUP, dtype, not turned[0])
 
 
 def _defines(turned_a: bool, turned_b: bool, group: int, dtype: torch.dtype, shared_b: bool) -> Defines:
     numbers = {
         "TURNED_A": int(turned_a), "TURNED_B": int(turned_b), "GROUP": group, "OUTPUT": _OUTPUTS[dtype],
-        "SHARED_B": int(shared_b), "STAGES": _STAGES, "PAIRS": _PAIRS,
+        "SHARED_B": int(shared_b), "COLUMNS": _COLUMNS, "STAGES": _STAGES,
     }  # fmt: skip
     return tuple((name, str(number)) for name, number in numbers.items())

@@ -1,5 +1,7 @@
 """One operand of a product under a quantiser: transforms, a cast, scale rules, gradient rules."""
 
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -64,11 +66,17 @@ def _prepared(x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedSca
     for transform in quantizer.transforms:
         x, cut = transformed(x, transform, draws.signs)
         rest = cut if cut is not None else rest
-    made = _cast(x, quantizer, draws, delayed)
-    if quantizer.then is not None:
-        again = prepare(made.values(torch.float32), quantizer.then, draws)
-        made = again._replace(quantizer=quantizer, slope=made.slope)
-    return made._replace(rest=rest)
+    if quantizer.then is None:
+        return _cast(x, quantizer, draws, delayed)._replace(rest=rest)
+    made = prepare(x, _first(quantizer), draws, delayed)
+    again = prepare(made.values(torch.float32), quantizer.then, draws)
+    return again._replace(quantizer=quantizer, slope=made.slope, rest=rest)
+
+
+@lru_cache(maxsize=256)
+def _first(quantizer: Quantizer) -> Quantizer:
+    """Return the first cast of a quantiser that casts twice."""
+    return replace(quantizer, transforms=(), then=None)
 
 
 def transformed(x: Tensor, transform: Transform, signs: Any) -> tuple[Tensor, Tensor | None]:

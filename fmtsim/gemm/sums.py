@@ -20,7 +20,7 @@ _library.define(
 )
 _library.define(
     "multiply_groups(Tensor a, Tensor a_scale, int[2] a_sizes, Tensor b, Tensor b_scale, int[2] b_sizes, "
-    "ScalarType dtype) -> Tensor"
+    "Tensor? bias, ScalarType dtype) -> Tensor"
 )
 
 
@@ -43,8 +43,9 @@ def multiply_operands(
     rest = rest_of(a, b)
     if not (a.outer and b.outer):
         if wide == torch.float32 and _has_kernel(a, b):
-            direct = rest is bias is None and dtype in (torch.float32, torch.bfloat16)
-            y = _multiply_groups(a, b, dtype if direct else wide)
+            if rest is None and dtype in (torch.float32, torch.bfloat16):
+                return _multiply_groups(a, b, bias, dtype)
+            y = _multiply_groups(a, b, None, wide)
         else:
             y = torch.mm(a.values(wide), b.values(wide).mT)
         return _finish(y, None, None, rest, bias, dtype)
@@ -70,11 +71,11 @@ def _has_kernel(a: Operand, b: Operand) -> bool:
     return bool(load_engine("cuda.scaled_product").covers(_factor(a), _factor(b)))
 
 
-def _multiply_groups(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+def _multiply_groups(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     if is_bare(a.elements) and is_bare(b.elements):
-        return load_engine("cuda.scaled_product").multiply(_factor(a), _factor(b), dtype)  # type: ignore[no-any-return]
+        return load_engine("cuda.scaled_product").multiply(_factor(a), _factor(b), bias, dtype)  # type: ignore[no-any-return]
     return torch.ops.fmtsim.multiply_groups(  # type: ignore[no-any-return]
-        a.elements, a.scale, a.sizes, b.elements, b.scale, b.sizes, dtype
+        a.elements, a.scale, a.sizes, b.elements, b.scale, b.sizes, bias, dtype
     )
 
 
@@ -113,16 +114,16 @@ def _finish_sums(y, columns, rows, rest, bias, dtype):  # type: ignore[no-untype
     return y.to(dtype, copy=True)
 
 
-def _multiply_parts(a, a_scale, a_sizes, b, b_scale, b_sizes, dtype):  # type: ignore[no-untyped-def]
+def _multiply_parts(a, a_scale, a_sizes, b, b_scale, b_sizes, bias, dtype):  # type: ignore[no-untyped-def]
     products = load_engine("cuda.scaled_product")
     factors = (products.Factor(*parts) for parts in ((a, a_scale, a_sizes), (b, b_scale, b_sizes)))
-    return products.multiply(*factors, dtype)
+    return products.multiply(*factors, bias, dtype)
 
 
 _library.impl("multiply_groups", _multiply_parts, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "fmtsim::multiply_groups",
-    lambda a, a_scale, a_sizes, b, b_scale, b_sizes, dtype: a.new_empty(a.shape[0], b.shape[0], dtype=dtype),
+    lambda a, a_scale, a_sizes, b, b_scale, b_sizes, bias, dtype: a.new_empty(a.shape[0], b.shape[0], dtype=dtype),
     lib=_library,
 )
 _library.impl("finish_sums", _finish_sums, "CompositeExplicitAutograd")

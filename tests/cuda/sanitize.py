@@ -196,7 +196,7 @@ def groups(device: torch.device) -> None:
             operands.append(scaled.Factor(x.mT if turned else x, scale, (1, 128)))
         for dtype in (torch.float32, torch.bfloat16):
             if scaled.covers(*operands):
-                scaled.multiply(*operands, dtype)
+                scaled.multiply(*operands, None, dtype)
 
 
 def products(device: torch.device, few: bool) -> None:

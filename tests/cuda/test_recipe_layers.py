@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from fmtsim.cuda import scaled
 from fmtsim.gemm import bfloat16, card, traced
 from fmtsim.gemm import prepare as prepare_module
 from fmtsim.gemm.emulated import run_layer
@@ -147,3 +148,18 @@ def test_replayed_graphs_draw_anew_gpu(name):
     found = distances([gradients(compiled, traced_model, x) for _ in range(8)][-4:])  # the first ones record the graph
     assert min(found) > 0
     assert sum(found) == pytest.approx(sum(wanted), rel=0.1)  # six distances, which scatter by about 2 %
+
+
+def test_kernels_cast_twice(on_card, monkeypatch):
+    """DeepSeek-V3's inputs behind attention, kept in E5M6 and cast again: two launches, the same bits."""
+    quantizer = get_recipe("deepseek_v3").rules[0].use.wgrad.b
+    x = normal(128, 256, seed=5)
+    calls, real = [], scaled.cast_scaled
+    monkeypatch.setattr(scaled, "cast_scaled", lambda *given: calls.append(given) or real(*given))
+    made = prepare(x.to(on_card).mT, quantizer, Draws())
+    assert len(calls) == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fmtsim.gemm.prepare.on_card", lambda t: False)
+        wanted = prepare(x.mT, quantizer, Draws())
+    assert torch.equal(made.values(torch.float32).cpu(), wanted.values(torch.float32))
+    assert made.quantizer is quantizer and len(calls) == 2

@@ -55,16 +55,17 @@ def limit(a, b, parts):
     return values(a).abs() @ values(b).abs().mT * relative
 
 
-def check(a, b, dtype, device):
+def check(a, b, dtype, device, bias=None):
+    added = None if bias is None else bias.to(device)
     assert scaled_product.covers(moved(a, device), moved(b, device))
-    found = multiply(moved(a, device), moved(b, device), dtype)
+    found = multiply(moved(a, device), moved(b, device), added, dtype)
     assert found.dtype == dtype and found.shape == (a.elements.shape[0], b.elements.shape[0])
-    again = multiply(moved(a, device), moved(b, device), dtype)
+    again = multiply(moved(a, device), moved(b, device), added, dtype)
     assert torch.equal(found.view(torch.int16 if dtype == torch.bfloat16 else torch.int32),
                        again.view(torch.int16 if dtype == torch.bfloat16 else torch.int32))  # fmt: skip
-    exact = values(a) @ values(b).mT
+    exact = values(a) @ values(b).mT + (0.0 if bias is None else bias.double())
     error = (found.cpu().double() - exact).abs()
-    rounding = exact.abs() * 2.0**-8 if dtype == torch.bfloat16 else 0.0
+    rounding = exact.abs() * (2.0**-8 if dtype == torch.bfloat16 else 0.0 if bias is None else 2.0**-24)
     assert bool((error <= limit(a, b, 16) * 1.01 + rounding).all()), float((error / limit(a, b, 16)).max())
 
 
@@ -86,6 +87,7 @@ def test_sums_are_those_of_float64_but_for_rounding(shape, blocks, turned, dtype
     m, n, k = shape
     a, b = factor(m, k, blocks[0], 1, turned[0]), factor(n, k, blocks[1], 2, turned[1])
     check(a, b, dtype, device)
+    check(a, b, dtype, device, torch.randn(n, generator=torch.Generator().manual_seed(3)).bfloat16())
 
 
 def test_scales_whose_product_leaves_the_range(device):
@@ -96,7 +98,7 @@ def test_scales_whose_product_leaves_the_range(device):
     check(a, b, torch.float32, device)
     a.scale.mul_(2.0**125), b.scale.mul_(2.0**125)
     a.elements.zero_()  # 2**65 times 2**65 is no float32
-    assert not multiply(moved(a, device), moved(b, device), torch.float32).any()
+    assert not multiply(moved(a, device), moved(b, device), None, torch.float32).any()
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -111,7 +113,7 @@ def test_planted_errors_are_caught(parts, emulated, monkeypatch):
     def wrong(change):
         x = Factor(a.elements.clone(), a.scale.clone(), a.sizes)
         change(x)
-        monkeypatch.setitem(globals(), "multiply", lambda first, second, dtype: real(x, second, dtype))
+        monkeypatch.setitem(globals(), "multiply", lambda first, second, bias, dtype: real(x, second, bias, dtype))
         with pytest.raises(AssertionError):
             check(a, b, torch.float32, device)
 
@@ -125,7 +127,7 @@ def test_planted_errors_are_caught(parts, emulated, monkeypatch):
 def test_what_is_not_finite_stays_in_its_row(special, device):
     a, b = factor(16, 256, 1, 5), factor(16, 256, 128, 6)
     a.elements[3, 200], b.scale[0, 1] = special, 2.0
-    found = multiply(moved(a, device), moved(b, device), torch.float32).cpu()
+    found = multiply(moved(a, device), moved(b, device), None, torch.float32).cpu()
     wanted = (values(a) @ values(b).mT).float()
     assert torch.equal(found.isnan(), wanted.isnan()) and torch.equal(found.isinf(), wanted.isinf())
     assert torch.equal(found[found.isinf()], wanted[found.isinf()]) and bool(found[:3].isfinite().all())
@@ -148,7 +150,7 @@ def test_parts_fill_a_device():
     assert parts_of(768, 768, 64, 132)[0] > 1
     for groups in range(1, 70):
         parts, length = parts_of(256, 256, groups, 132)
-        assert length % 2 == 0 and (parts - 1) * length < groups <= parts * length
+        assert (parts - 1) * length < groups <= parts * length
 
 
 @pytest.fixture

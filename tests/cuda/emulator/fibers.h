@@ -12,7 +12,7 @@ constexpr size_t STACK = 256 * 1024;
 
 struct Copy { unsigned char* to; const unsigned char* from; unsigned bytes; unsigned group; };
 
-struct GroupProduct { float* d; unsigned long long a, b; bool turned_a, turned_b, add; unsigned group; };
+struct GroupProduct { float* d; int count; unsigned long long a, b; bool turned_a, turned_b, add; unsigned group; };
 
 struct Fiber {
   dim3 thread;
@@ -136,6 +136,16 @@ inline void wait(const char* what) {
       }
     fail(text);
   }
+  switch_to(next);
+  current->waits_at = nullptr;
+}
+
+// Let the others run first.
+inline void give_way() {
+  push(current);
+  Fiber* next = pop();
+  if (next == current) return;
+  current->waits_at = "a barrier in shared memory";
   switch_to(next);
   current->waits_at = nullptr;
 }

@@ -19,7 +19,7 @@ inline double matrix_element(unsigned long long matrix, bool turned, unsigned ro
 
 inline void do_product(const GroupProduct& p) {
   unsigned warp = current->number / 32 % 4, lane = current->number % 32;
-  for (int i = 0; i < 64; ++i) {
+  for (int i = 0; i < p.count; ++i) {
     unsigned row = warp * 16 + i / 2 % 2 * 8 + lane / 4, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
     double sum = p.add ? p.d[i] : 0.0;
     for (unsigned k = 0; k < 16; ++k)
@@ -53,10 +53,28 @@ inline void wait_products() {
     host::do_product(products[done++]);
   products.erase(products.begin(), products.begin() + done);
 }
-inline void pin(float (&)[64]) {}
+template <int N>
+inline void pin(float (&)[N]) {}
+template <int N>
+inline void take_registers() {}
+template <int N>
+inline void leave_registers() {}
 
-template <bool TurnedA, bool TurnedB>
-inline void product_64x128x16(float (&d)[64], unsigned long long a, unsigned long long b, bool add) {
+template <bool TurnedA, bool TurnedB, int N>
+inline void add_product(float (&d)[N], unsigned long long a, unsigned long long b, bool add) {
   if (!add) for (float& sum : d) sum = __builtin_nanf("");
-  host::current->products.push_back({d, a, b, TurnedA, TurnedB, add, host::current->open_products});
+  host::current->products.push_back({d, N, a, b, TurnedA, TurnedB, add, host::current->open_products});
+}
+
+// A barrier in shared memory: from bit 0 how many are awaited, from bit 16 how many of each phase, bit 32 the phase.
+inline void start_barrier(unsigned long long* barrier, unsigned count) { *barrier = count | count << 16; }
+inline void arrive(unsigned long long* barrier) {
+  unsigned long long count = *barrier >> 16 & 0xffff;
+  if ((--*barrier & 0xffff) == 0) *barrier = (*barrier ^ 1ull << 32) | count;
+}
+inline void wait_phase(unsigned long long* barrier, unsigned phase) {
+  for (unsigned turn = 0; (*(volatile unsigned long long*)barrier >> 32 & 1) == phase; ++turn) {
+    if (turn > 1u << 20) host::fail("a barrier in shared memory is waited for in vain");
+    host::give_way();
+  }
 }
