@@ -18,7 +18,7 @@ LAYERS = (
     {"rounding"},
     {"dispatch"},
     {"ops"},
-    {"quantize", "encoded", "autograd"},
+    {"quantize", "encoded", "autograd", "arguments"},
     {"scaling"},
     {"gemm"},
     {"recipes"},
