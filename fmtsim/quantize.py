@@ -1,22 +1,28 @@
 """The verbs: quantize, encode and decode."""
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from fmtsim import autograd, ops
+from fmtsim.arguments import (
+    Generator,
+    check_blocks,
+    check_codes,
+    check_input,
+    check_out,
+    check_out_dtype,
+    prepare,
+    randomness,
+)
 from fmtsim.encoded import Encoded
-from fmtsim.errors import ArgumentError, CodeError, DtypeError, FormatError
-from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat, with_block
-from fmtsim.formats.packing import code_dtype
+from fmtsim.errors import DtypeError, FormatError
+from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
-from fmtsim.formats.spec import OVERFLOWS, CodebookFormat, FloatFormat, IntFormat, ScaleRule
-from fmtsim.ops import CastSpec, Key, RandomKey
-from fmtsim.rounding.modes import Rounding, get_rounding
-
-Generator = int | torch.Generator | RandomKey | None
+from fmtsim.formats.representable import result_dtype
+from fmtsim.formats.spec import ScaleRule
+from fmtsim.ops import CastSpec, Key
+from fmtsim.rounding.modes import Rounding
 
 
 def quantize(
@@ -73,14 +79,14 @@ def quantize(
     >>> quantize(torch.tensor([0.1, 500.0, -0.0, float("nan")]), "e4m3").tolist()
     [0.1015625, 448.0, -0.0, nan]
     """
-    _check_input(x)
-    result = out_dtype if out is None else _check_out(x, out, out_dtype)
-    text, dtype, block, random = _prepare(
+    check_input(x)
+    result = out_dtype if out is None else check_out(x, out, out_dtype)
+    text, dtype, block, random = prepare(
         x, format, rounding, overflow, dim, random_bits, block_size, scale_rule, result
     )
     if block is not None:
-        _check_blocks(x, block, dim, pad)
-    key, words = _randomness(x, random, generator, random_words) if random or random_words is not None else (None, None)
+        check_blocks(x, block, dim, pad)
+    key, words = randomness(x, random, generator, random_words) if random or random_words is not None else (None, None)
     if out is not None:
         ops.quantize_out(x.detach() if x.requires_grad else x, out, text, key, words)
         return out
@@ -143,11 +149,11 @@ def _encoding(
     random_words: Any, block_size: Any, scale_rule: Any, pad: bool,
 ) -> tuple[str, Key, torch.Tensor | None]:  # fmt: skip
     """Check the arguments and return the cast as text, the key and the words."""
-    _check_input(x)
+    check_input(x)
     spec_arguments = (format, rounding, overflow, dim, random_bits, block_size, scale_rule, None)
-    text, _, block, random = _prepare(x, *spec_arguments)
-    _check_blocks(x, block, dim, pad)
-    return text, *_randomness(x, random, generator, random_words)
+    text, _, block, random = prepare(x, *spec_arguments)
+    check_blocks(x, block, dim, pad)
+    return text, *randomness(x, random, generator, random_words)
 
 
 def decode(
@@ -188,207 +194,7 @@ def decode(
     fmt = get_format(format)
     if isinstance(fmt, BlockFormat | LogTileFormat):
         raise FormatError(f"{fmt.name} needs scales; decode what encode returned, or name an element format")
-    dtype = _check_out_dtype(out_dtype) or result_dtype(fmt, torch.float32)
-    patterns = _check_codes(codes, fmt)
+    dtype = check_out_dtype(out_dtype) or result_dtype(fmt, torch.float32)
+    patterns = check_codes(codes, fmt)
     spec = CastSpec(format=fmt, rounding=Rounding(), overflow=fmt.default_overflow)
     return ops.decode(ops.EncodedParts(patterns), spec, dtype)
-
-
-def _check_input(x: torch.Tensor) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise DtypeError(f"x is {type(x).__name__}, not a tensor; pass torch.tensor(x)")
-    if x.dtype not in FLOAT_DTYPES:
-        hint = "take the real and imaginary parts apart" if x.dtype.is_complex else "convert it with .float()"
-        hint = "decode it with fmtsim.decode(x)" if x.dtype.is_floating_point else hint
-        raise DtypeError(f"{_dtype_message('x', x.dtype)} ({hint})")
-    if torch.compiler.is_compiling():  # dynamo cannot see layouts
-        return
-    if x.is_nested:
-        raise ArgumentError("x is a nested tensor; pass its parts one by one (x.unbind()), or x.to_padded_tensor(0.0)")
-    if x.layout != torch.strided:
-        raise ArgumentError(f"x has layout {x.layout}; pass a dense tensor, for example x.to_dense()")
-
-
-def _prepare(
-    x: torch.Tensor, format: Any, rounding: Any, overflow: Any, dim: int, random_bits: int | None,
-    block_size: Any, scale_rule: Any, out_dtype: torch.dtype | None,
-) -> tuple[str, torch.dtype, tuple[str, int | None, int | None] | None, int]:  # fmt: skip
-    """Check the arguments and return the cast as text, the result dtype, the block, and the random bits it needs."""
-    rank = max(x.dim(), 1)
-    if not isinstance(dim, int) or not -rank <= dim < rank:
-        raise ArgumentError(
-            f"dim={dim!r} is not a dimension of x of shape {tuple(x.shape)}; choose {-rank} to {rank - 1}"
-        )
-    inner = dim - rank if dim >= 0 else dim
-    return _resolve(format, rounding, overflow, inner, random_bits, block_size, scale_rule, x.dtype, out_dtype)
-
-
-def _resolve(*arguments: Any) -> tuple[str, torch.dtype, tuple[str, int | None, int | None] | None, int]:
-    try:
-        return _resolve_cached(*arguments)
-    except TypeError:
-        if _is_hashable(arguments):
-            raise
-        return _resolve_cached.__wrapped__(*arguments)  # of a list, say, which the checks will name
-
-
-def _is_hashable(arguments: tuple[Any, ...]) -> bool:
-    try:
-        hash(arguments)
-    except TypeError:
-        return False
-    return True
-
-
-# What torch.compiler.assume_constant_result sets; calling that would import all of torch._dynamo with fmtsim.
-_resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@lru_cache(maxsize=4096, typed=True)
-def _resolve_cached(
-    format: Any, rounding: Any, overflow: Any, dim: int, random_bits: int | None,
-    block_size: Any, scale_rule: Any, dtype: torch.dtype, out_dtype: torch.dtype | None,
-) -> tuple[str, torch.dtype, tuple[str, int | None, int | None] | None, int]:  # fmt: skip
-    fmt = with_block(get_format(format), _check_block_size(block_size), scale_rule)
-    mode = get_rounding(rounding, random_bits)
-    if overflow not in (None, *OVERFLOWS):
-        raise FormatError(f"unknown overflow {overflow!r}; choose 'saturate', 'ieee' or None for the format's default")
-    spec = CastSpec(format=fmt, rounding=mode, overflow=overflow or fmt.default_overflow, dim=dim)
-    result = _check_out_dtype(out_dtype) or result_dtype(fmt, dtype)
-    random = mode.bits if mode.mode == "stochastic" else 0
-    block = (fmt.name, *fmt.block) if isinstance(fmt, BlockFormat | LogTileFormat) else None
-    return spec.to_json(), result, block, random
-
-
-def _check_block_size(block_size: Any) -> Block | None:
-    """Return a block as ``(outer, inner)``."""
-    if block_size is None:
-        return None
-    block = tuple(block_size) if isinstance(block_size, tuple | list) else (1, block_size)
-    sizes = [size for size in block if size is not None]
-    if len(block) != 2 or not all(type(size) is int and 0 < size < 1 << 63 for size in sizes):
-        raise ArgumentError(
-            f"block_size={block_size!r} is not a block; choose an int of 1 or more, or (outer, inner), "
-            "in which None means the whole extent"
-        )
-    return block
-
-
-def _check_out_dtype(out_dtype: torch.dtype | None) -> torch.dtype | None:
-    if out_dtype is not None and out_dtype not in FLOAT_DTYPES:
-        raise DtypeError(f"out_dtype={out_dtype!r} is not allowed; choose torch.float16, bfloat16, float32 or float64")
-    return out_dtype
-
-
-def _dtype_message(name: str, dtype: torch.dtype) -> str:
-    return f"{name} has dtype {dtype}; choose float16, bfloat16, float32 or float64"
-
-
-def _check_blocks(x: torch.Tensor, block: tuple[str, int | None, int | None] | None, dim: int, pad: bool) -> None:
-    if block is None or pad or x.dim() == 0:
-        return
-    name, outer, inner = block
-    extent = x.shape[dim]
-    if inner is not None and extent % inner:
-        choice = _divisors(extent, inner)
-        raise ArgumentError(f"{name}: block_size={inner} does not divide {extent} (dim={dim}); {choice}pass pad=True")
-    if outer is not None and outer > 1:
-        rows = x.numel() // extent if extent else 0
-        if rows % outer:
-            choice = _divisors(rows, outer)
-            raise ArgumentError(
-                f"{name}: block rows={outer} do not divide the {rows} rows across dim={dim}; {choice}pass pad=True"
-            )
-
-
-def _divisors(extent: int, wanted: int) -> str:
-    """Suggest the divisors of extent next to the wanted size."""
-    divisors = [size for size in range(2, min(extent, 4096) + 1) if extent % size == 0]
-    below = [size for size in divisors if size < wanted][-1:]
-    above = [size for size in divisors if size > wanted][:1]
-    choice = " or ".join(str(size) for size in below + above)
-    return f"choose {choice}, or " if choice else ""
-
-
-def _randomness(
-    x: torch.Tensor, random: int, generator: Generator, words: torch.Tensor | None
-) -> tuple[Key, torch.Tensor | None]:
-    """Return the key and the words."""
-    if not random:
-        if words is not None:
-            raise ArgumentError("random_words belong to rounding='stochastic'; leave them out or choose that rounding")
-        return None, None
-    if words is not None:
-        if generator is not None:
-            raise ArgumentError("random_words and generator exclude each other; pass one of them")
-        wanted = f"pass int64 {tuple(x.shape)} on {x.device}"
-        if not isinstance(words, torch.Tensor):
-            raise ArgumentError(f"random_words are {type(words).__name__}, not a tensor; {wanted}")
-        if words.shape != x.shape or words.dtype != torch.int64 or words.device != x.device:
-            raise ArgumentError(f"random_words are {words.dtype} {tuple(words.shape)} on {words.device}; {wanted}")
-        return None, words
-    if isinstance(generator, torch.Generator):
-        if generator.device.type not in ("cpu", x.device.type):
-            raise ArgumentError(
-                f"generator is on {generator.device}, x on {x.device}; "
-                f"pass one on the CPU or on {x.device}, or an int seed"
-            )
-        draw = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), generator=generator, device=generator.device).cpu()
-        return torch.cat([draw, draw.new_zeros(1)]), None
-    if generator is None:
-        draw = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), device="cpu")
-        return torch.cat([draw, draw.new_zeros(1)]), None
-    seed, offset = generator if isinstance(generator, RandomKey) else (generator, 0)
-    if not type(seed) is type(offset) is int or not -(1 << 63) <= seed < 1 << 64 or not -(1 << 63) <= offset < 1 << 64:
-        raise ArgumentError(f"generator={generator!r} is not a seed; pass an int of 64 bits or a torch.Generator")
-    return RandomKey(*(number - (1 << 64) if number >= 1 << 63 else number for number in (seed, offset))), None
-
-
-def _check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a tensor that can receive the result."""
-    if not isinstance(out, torch.Tensor):
-        raise DtypeError(f"out is {type(out).__name__}, not a tensor; pass torch.empty_like(x)")
-    if out.dtype not in FLOAT_DTYPES:
-        raise DtypeError(_dtype_message("out", out.dtype))
-    if out_dtype is not None and out_dtype != out.dtype:
-        raise DtypeError(f"out has dtype {out.dtype} but out_dtype={out_dtype}; leave out_dtype out")
-    if out.shape != x.shape or out.device != x.device or out.layout != x.layout:
-        wanted = f"{x.layout} {tuple(x.shape)} on {x.device}"
-        raise ArgumentError(
-            f"out is {out.layout} {tuple(out.shape)} on {out.device}; x is {wanted}, and out must agree"
-        )
-    if not out.is_contiguous() and any(
-        stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)
-    ):
-        raise ArgumentError(
-            f"out of shape {tuple(out.shape)} and strides {out.stride()} holds several elements in one place; "
-            "pass out.contiguous(), or a tensor that was not expanded"
-        )
-    if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
-        raise ArgumentError("out= does not support autograd; call quantize without out=, or under torch.no_grad()")
-    return out.dtype
-
-
-def _check_codes(codes: torch.Tensor, fmt: FloatFormat | IntFormat | CodebookFormat | Any) -> torch.Tensor:
-    """Return codes as bit patterns in the format's code dtype, or say which one is outside."""
-    if codes.dtype.is_floating_point and codes.dtype.itemsize == 1:
-        held = get_format(codes.dtype)
-        if held != fmt:
-            raise FormatError(
-                f"codes have dtype {codes.dtype}, which is {held.name}, not {fmt.name}; "
-                "leave format out or pass codes.view(torch.uint8)"
-            )
-        return codes.view(torch.uint8)
-    if codes.dtype.is_floating_point or codes.dtype.is_complex or codes.dtype == torch.bool:
-        raise DtypeError(f"codes have dtype {codes.dtype}; pass integers, or what fmtsim.encode returned")
-    if codes.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has few operations for them
-        codes = codes.to(torch.int64)
-    limit = len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits
-    lowest = -(limit >> 1) if isinstance(fmt, IntFormat) and fmt.signed else 0
-    whole = codes.dtype == torch.uint8 and lowest == 0 and limit > 255  # a dtype without other codes
-    if codes.numel() and fmt.bits < 63 and not whole:
-        low, high = int(codes.min()), int(codes.max())
-        if low < lowest or high >= limit:
-            wrong = low if low < lowest else high
-            raise CodeError(f"code {wrong} is outside {fmt.name}; its codes are {lowest} to {limit - 1}")
-    return (codes.to(torch.int64) & (limit - 1) if lowest else codes).to(code_dtype(fmt.bits))

@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from fmtsim.cli.bench import chosen, progress, show
+from fmtsim.cli.bench_common import chosen, progress, show
 from fmtsim.cli.output import format_table
 
 if TYPE_CHECKING:

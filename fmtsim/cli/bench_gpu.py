@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fmtsim.cli.bench import chosen, progress
+from fmtsim.cli.bench_common import chosen, progress
 from fmtsim.cli.output import format_table, jsonable, print_json, version_of
 from fmtsim.errors import DeviceError
 

@@ -3,13 +3,13 @@
 import argparse
 import time
 import warnings
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fmtsim.cli.checks import check_device, check_file
+from fmtsim.cli.mm_report import check_text, record_of, text_of
 from fmtsim.cli.operands import DATA, Operands, make_operands
-from fmtsim.cli.output import add_json_argument, print_json
+from fmtsim.cli.output import add_json_argument, parse_record, print_json
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 OUT_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2")
 MAC_LIMIT = 1 << 25  # products of the exact sum that a reader waits for
 AGAIN = 2.0  # a product that took fewer seconds is timed a second time, without what the first call compiles
-SHOWN = 4
 MOST = 1 << 31  # of M, N and K; such a matrix would not fit into the memory of a machine
 SLOW_EVERY = 128
 MISMATCH = 1
@@ -81,15 +80,15 @@ def run(arguments: argparse.Namespace) -> int:
     exact = exact_sums(operands)
     with torch.no_grad():
         comparison, relative = errors(y[: exact.shape[0]], exact)
-    record = _record(arguments, explanation, comparison, relative, y, (first, seconds))
+    record = record_of(arguments, explanation, comparison, relative, y, (first, seconds))
     if check is not None:
         record["native_against_emulated"] = check.to_dict()
     if arguments.json:
         print_json(record)
     else:
-        print(_text(record, explanation, comparison, y, exact))
+        print(text_of(record, explanation, comparison, y, exact))
         if check is not None:
-            print(_check_text(check))
+            print(check_text(check))
     if arguments.out:
         save(y, Path(arguments.out))
     return 0 if check is None or check.equal else MISMATCH
@@ -117,24 +116,6 @@ def machine(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.accumulate is not None:
         options["accumulate"] = arguments.accumulate
     return options
-
-
-def parse_record(text: str, record: type, option: str) -> Any:
-    """Build a record from ``field=value,...``: integers, none, true, false, and names.
-
-    Raises:
-        ArgumentError: a field is unknown, lacks a value, or has one that is not possible.
-    """
-    known = [field.name for field in fields(record)]
-    words = {"none": None, "true": True, "false": False}
-    values: dict[str, Any] = {}
-    for item in filter(None, text.split(",")):
-        name, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or name not in known:
-            raise ArgumentError(f"{option} {item.strip()!r} is not FIELD=VALUE; fields are {', '.join(known)}")
-        number = value.removeprefix("-").isdecimal()
-        values[name] = int(value) if number else words.get(value.lower(), value)
-    return record(**values)
 
 
 def explained(operands: Operands, options: dict[str, Any], arguments: argparse.Namespace) -> "MmExplanation":
@@ -270,83 +251,9 @@ def _is_scaled(operands: Operands, options: dict[str, Any]) -> bool:
     return options["target"] is not None and narrow
 
 
-def _check_text(check: "Comparison") -> str:
-    said = "native and emulated: all bits agree" if check.equal else "native against emulated (expected):"
-    return f"\n{said}" if check.equal else "\n".join(["", said, *(f"  {line}" for line in str(check).splitlines())])
-
-
 def _for_mm(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options with a target's accumulator as torch's switch has it."""
     if options["target"] is None or options.get("accumulate") != "fp16":
         return options
     rest = {name: value for name, value in options.items() if name != "accumulate"}
     return {**rest, "allow_fp16_accumulation": True}
-
-
-def _record(
-    arguments: argparse.Namespace, explanation: "MmExplanation", comparison: "Comparison", relative: "torch.Tensor",
-    y: "torch.Tensor", seconds: tuple[float, float],
-) -> dict[str, Any]:  # fmt: skip
-    import torch
-
-    products = arguments.m * arguments.n * arguments.k
-    count = relative.numel()
-    return {
-        "explanation": dict(explanation.rows),
-        "verified": explanation.verified,
-        "data": "uniform" if y.dtype == torch.int32 else arguments.data,
-        "seed": arguments.seed,
-        "rows_checked": comparison.shape[0],
-        "relative_error": {
-            "max": relative.max().item() if count else 0.0,
-            "median": relative.median().item() if count else 0.0,
-            "rms": relative.square().mean().sqrt().item() if count else 0.0,
-        },
-        "against_exact": comparison.to_dict(),
-        "first_outputs": _hex(y[0, :SHOWN]),
-        "seconds": seconds[1],
-        "seconds_of_first_call": seconds[0],
-        "products_per_second": products / seconds[1],
-    }
-
-
-def _hex(values: "torch.Tensor") -> list[str]:
-    from fmtsim.analysis.ulp import read_codes
-
-    raw, kind = read_codes(values, "y")
-    mask, digits = (1 << kind.bits) - 1, kind.bits // 4
-    return [f"0x{code & mask:0{digits}X}" for code in raw.tolist()]
-
-
-def _text(
-    record: dict[str, Any], explanation: "MmExplanation", comparison: "Comparison", y: "torch.Tensor",
-    exact: "torch.Tensor",
-) -> str:  # fmt: skip
-    error = record["relative_error"]
-    rows = "all outputs" if exact.shape[0] == y.shape[0] else f"the first {exact.shape[0]} of {y.shape[0]} rows"
-    shown = [
-        f"  {code} = {value!r}  (exact {sum_!r})"
-        for code, value, sum_ in zip(
-            record["first_outputs"], y[0, :SHOWN].double().tolist(), exact[0, :SHOWN].tolist(), strict=True
-        )
-    ]
-    width = max(len(heading) for heading, _ in explanation.rows)
-    speed = f"{record['seconds']:.3g} s, {record['products_per_second']:.3g} products/s"
-    first = record["seconds_of_first_call"]
-    return "\n".join(
-        [
-            str(explanation),
-            f"{'data':<{width}}  {record['data']}, seed {record['seed']}",
-            "",
-            f"relative error of {rows} against the exact sums:",
-            f"  largest {error['max']:.3g}, median {error['median']:.3g}, root mean square {error['rms']:.3g}",
-            "",
-            f"bits against the exact sums rounded to {comparison.dtype}:",
-            *(f"  {line}".rstrip() for line in str(comparison).splitlines()),
-            "",
-            "first outputs:",
-            *shown,
-            "",
-            f"{speed} (first call {first:.3g} s)",
-        ]
-    )

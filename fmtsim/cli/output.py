@@ -1,6 +1,7 @@
 """What subcommands share: reading numbers and roundings, printing tables and JSON."""
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
 import math
@@ -54,6 +55,24 @@ def parse_int(text: str) -> int:
         return int(text.strip(), 0)
     except ValueError:
         raise ArgumentError(f"{text.strip()!r} is not an integer; write 17, 0x11 or 0b10001") from None
+
+
+def parse_record(text: str, record: type, option: str) -> Any:
+    """Build a record from ``field=value,...``: integers, none, true, false, and names.
+
+    Raises:
+        ArgumentError: a field is unknown, lacks a value, or has one that is not possible.
+    """
+    known = [field.name for field in dataclasses.fields(record)]
+    words = {"none": None, "true": True, "false": False}
+    values: dict[str, Any] = {}
+    for item in filter(None, text.split(",")):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or name not in known:
+            raise ArgumentError(f"{option} {item.strip()!r} is not FIELD=VALUE; fields are {', '.join(known)}")
+        number = value.removeprefix("-").isdecimal()
+        values[name] = int(value) if number else words.get(value.lower(), value)
+    return record(**values)
 
 
 def format_number(value: float | Fraction | None) -> str:

@@ -3,18 +3,18 @@
 import argparse
 import contextlib
 import json
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fmtsim.cli.checks import check_device, check_threads
-from fmtsim.cli.output import add_json_argument, format_table, jsonable, print_json
+from fmtsim.cli.output import add_json_argument, format_table, jsonable, parse_record, print_json
+from fmtsim.cli.train_summary import summary
 from fmtsim.errors import ArgumentError
 from fmtsim.progress import make_progress
 
 if TYPE_CHECKING:
-    from fmtsim.training.loop import Run, TrainConfig
+    from fmtsim.training.loop import TrainConfig
     from fmtsim.training.schemes import Scheme
 
 INTERRUPTED = 130
@@ -156,79 +156,6 @@ def _check(arguments: argparse.Namespace, config: "TrainConfig", out: Path) -> i
     return 0 if result.equal else MISMATCH
 
 
-def summary(record: dict[str, Any], baseline: "Run", simulated: "Run") -> str:
-    """Return what a reader wants to know first: both losses, their gap, and where bits were lost."""
-    corpus = record["corpus"]
-    cut = ", cut at the limit" if corpus["truncated"] else ""
-    runs = (("baseline", baseline), ("simulated", simulated))
-    rows = [(name, r.label, _loss(r.final_loss), _loss(r.validation), f"{r.seconds:.1f}") for name, r in runs]
-    gap = (simulated.final_loss - baseline.final_loss, simulated.validation - baseline.validation)
-    rows.append(("gap", "", _loss(gap[0], "+"), _loss(gap[1], "+"), ""))
-    header = ("run", "precision", "train loss", "held-out loss", "seconds")
-    size = f"{corpus['bytes'] / 1e6:.1f} MB" if corpus["bytes"] >= 1e5 else f"{corpus['bytes']:,} bytes"
-    files = f"{corpus['files']} file{'' if corpus['files'] == 1 else 's'}"
-    parts = [
-        f"text: {corpus['name']}, {size} in {files}{cut}",
-        format_table(header, rows, left=(0, 1)),
-        *(f"{run.label}: stopped, {run.stopped}" for run in (baseline, simulated) if run.stopped),
-        "(losses in nats per byte; train loss is the mean of the last tenth of the steps)",
-    ]
-    if simulated.nonfinite:
-        skipped = f", {simulated.skipped} of them skipped; the loss ended at a scale of {simulated.loss_scale:g}"
-        parts.append(f"steps with gradients that were not finite: {simulated.nonfinite}" + (
-            skipped if simulated.skipped else ", all of them taken"))  # fmt: skip
-    if simulated.stats is not None and simulated.stats.layers:
-        parts += ["", _lost_bits(simulated)]
-    if simulated.guesses:
-        parts += ["", _guessed(simulated.guesses)]
-    return "\n".join(parts)
-
-
-def _guessed(guesses: list[str]) -> str:
-    """Return what a reader should know about plans that are guesses: how many, one of them, and what to do."""
-    first = guesses[0].partition(";")[0]
-    many = len(guesses) > 1
-    others = f" (and {len(guesses) - 1} other products, in record.json)" if many else ""
-    return (
-        f"{first}{others}: {'their' if many else 'its'} order of sums was guessed.\n"
-        "Record such calls on the machine and name the plan file as --target, give an order as --plan, or take "
-        "--unit for the arithmetic alone."
-    )
-
-
-def _loss(value: float, sign: str = "") -> str:
-    return f"{value:{sign}.4f}" if math.isfinite(value) else "-"
-
-
-def _lost_bits(run: "Run") -> str:
-    from fmtsim.training.artifacts import by_operand, operand_in_words
-
-    rows = []
-    for operand, s in by_operand(run.stats).items():  # type: ignore[arg-type]  # summary checked it
-        rows.append(
-            (
-                operand,
-                operand_in_words(operand),
-                s.format,
-                f"{s.underflow_percent:.2f}",
-                f"{s.saturation_percent:.3f}",
-                f"{s.sqnr_db:.1f}",
-            )
-        )
-    header = ("operand", "of", "format", "underflow %", "saturation %", "SQNR dB")
-    assert run.stats is not None
-    layer, operand, worst = max(
-        ((layer, name, s) for layer, operands in run.stats.layers.items() for name, s in operands.items()),
-        key=lambda item: (item[2].underflow_percent + item[2].saturation_percent, -item[2].sqnr_db),
-    )
-    return (
-        f"where bits were lost in step {run.observed}, all layers together (each layer: layers.txt)\n"
-        f"{format_table(header, rows, left=(0, 1, 2))}\n"
-        f"hardest hit: {operand} of {layer}, {worst.underflow_percent:.1f} % underflow, "
-        f"{worst.saturation_percent:.2g} % saturation, SQNR {worst.sqnr_db:.1f} dB"
-    )
-
-
 def _config(arguments: argparse.Namespace) -> "TrainConfig":
     from fmtsim.formats.registry import get_format
     from fmtsim.training.gpt import GPTConfig
@@ -280,7 +207,6 @@ def _recipe(arguments: argparse.Namespace) -> "Scheme":
 
 def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the machine's options as a Scheme takes them."""
-    from fmtsim.cli.mm import parse_record
     from fmtsim.gemm.datapath import Datapath
     from fmtsim.gemm.plan import GemmPlan
 

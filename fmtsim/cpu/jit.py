@@ -4,11 +4,7 @@ numba's own cache looks at the file of the compiled function alone, so an edited
 stale machine code behind. The folder used here is named after a hash of all kernel sources instead.
 """
 
-import errno
 import hashlib
-import os
-import tempfile
-import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -20,31 +16,15 @@ from numba.core import caching
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
+from fmtsim.folder import kernel_folder
+
 
 @cache
 def cache_folder() -> Path | None:
-    """Return the folder of compiled kernels, made if need be; None (with one warning) where none can be written.
-
-    ``FMTSIM_CACHE_DIR`` names its parent; otherwise ``XDG_CACHE_HOME`` or ``~/.cache`` holds it.
-    """
+    """Return the folder of compiled kernels, named by their sources; None (with one warning) where there is none."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
-    chosen = os.environ.get("FMTSIM_CACHE_DIR")
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # an unknown home leaves its "~"
-    folder = Path(chosen or f"{base}/fmtsim") / f"cpu-{digest}"
-    try:
-        if not chosen and base.startswith("~"):
-            raise OSError(errno.ENOENT, "no home folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        warnings.warn(
-            f"fmtsim cannot write its kernel cache {folder} ({error.strerror}); kernels are compiled anew in every "
-            "process. Set FMTSIM_CACHE_DIR to a folder that can be written.",
-            stacklevel=2,
-        )
-        return None
-    return folder
+    return kernel_folder(f"cpu-{digest}")
 
 
 class _Locator(caching._CacheLocator):

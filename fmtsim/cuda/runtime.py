@@ -5,11 +5,8 @@ This module imports cuda-core, and launch.py the driver's bindings, at the first
 disk cache takes self-contained sources alone.
 """
 
-import errno
 import importlib.util
-import os
 import re
-import tempfile
 import threading
 import warnings
 from functools import cache
@@ -20,6 +17,7 @@ import torch
 
 from fmtsim.cuda.launch import Kernel, checked
 from fmtsim.errors import DeviceError
+from fmtsim.folder import kernel_folder
 
 KERNELS = Path(__file__).with_name("kernels")
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_100a", "sm_103", "sm_120", "sm_120a")
@@ -171,22 +169,7 @@ def compiled(file: str, arch: str, defines: Defines = ()) -> Any:
 @cache
 def cache_folder() -> Path | None:
     """Return the folder in which the engine keeps things, None (with one warning) where no folder can be written."""
-    chosen = os.environ.get("FMTSIM_CACHE_DIR")
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(chosen or f"{base}/fmtsim") / "cuda"
-    try:
-        if not chosen and base.startswith("~"):
-            raise OSError(errno.ENOENT, "no home folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        warnings.warn(
-            f"fmtsim cannot write its kernel cache {folder} ({error.strerror}); kernels are compiled anew in every "
-            "process. Set FMTSIM_CACHE_DIR to a folder that can be written.",
-            stacklevel=2,
-        )
-        return None
-    return folder
+    return kernel_folder("cuda")
 
 
 def finished(x: torch.Tensor) -> None:

@@ -1,39 +1,29 @@
 """convert and revert: give a model's layers emulated matrix products, and take them away again."""
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils import parametrize
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import Format
-from fmtsim.gemm.config import LinearConfig, linear_config
-from fmtsim.gemm.sizes import size_fault
+from fmtsim.gemm.config import LinearConfig
 from fmtsim.gemm.streams import Generator
-from fmtsim.nn.modules import STATE, EmulatedModule, Emulation, emulated_class, emulated_types
-from fmtsim.nn.rules import Selector
-from fmtsim.nn.swaps import FILTERED, Swaps, find_swaps, one_generator, swapped, undo_swaps
+from fmtsim.nn.modules import STATE, EmulatedModule, Emulation, emulated_class
+from fmtsim.nn.planning import NO_MACHINE, Configure, Filter, configure, constant_planner, plan_layers, planner_of
+from fmtsim.nn.swaps import Swaps, find_swaps, one_generator, swapped, undo_swaps
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe
 from fmtsim.rounding.modes import Rounding
 
 Model = TypeVar("Model", bound=nn.Module)
-Configure = Callable[[str], LinearConfig | None]
-Planner = Callable[[str], LayerPlan | None]
-Filter = Callable[[nn.Module, str], bool]
 
 SAVED = "_fmtsim_saved"  # attributes that convert changed on modules it did not convert
 TOTAL = "_fmtsim_total_steps"  # on the root: optimizer steps of the run, where a recipe needs them
 RECIPE = "_fmtsim_recipe"  # on the root: the recipe's name, None for a config
 REASONS = "_fmtsim_left_alone"  # on the root: why each other module was left alone
 NOTES = "_fmtsim_notes"  # on the root: what a recipe would exchange and the model does not have
-_NO_MACHINE = {"target": None, "unit": None, "fast_accum": False, "native": None}
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Inference kernels of torch that read the weights of their children and so never call them; off while converted.
 _FUSED = (
     (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
@@ -104,13 +94,13 @@ def convert(
     roundings = {"rounding": rounding, "grad_rounding": grad_rounding}
     named = get_recipe(recipe) if isinstance(recipe, str | Path | Recipe) else None
     if named is not None:
-        if format is not None or config is not None or grad_format is not None or machine != _NO_MACHINE:
+        if format is not None or config is not None or grad_format is not None or machine != NO_MACHINE:
             raise ArgumentError("recipe= says everything about formats and machines; pass it alone")
-        planner = _planner(named, model)
+        planner = planner_of(named, model)
     else:
         assert not isinstance(recipe, str | Path | Recipe)  # for mypy
-        planner = _constant(_configure(recipe, format, grad_format, roundings, machine, config))
-    plan, reasons = _plan(model, planner, filter_fn, total_steps)
+        planner = constant_planner(configure(recipe, format, grad_format, roundings, machine, config))
+    plan, reasons = plan_layers(model, planner, filter_fn, total_steps)
     swaps = None if named is None else find_swaps(model, named, filter_fn)
     if not plan and not swaps:
         raise ArgumentError(_nothing(model, reasons))
@@ -127,7 +117,7 @@ def convert(
 def _emulate(module: nn.Module, name: str, layer_plan: LayerPlan, keys: Generator, total_steps: int | None) -> None:
     """Give a module its emulated class."""
     changed = emulated_class(type(module))
-    assert changed is not None  # _plan only lists modules that have one
+    assert changed is not None  # plan_layers only lists modules that have one
     module.__class__ = changed  # type: ignore[assignment]
     first = layer_plan.at(0, total_steps) or LinearConfig()
     scheduled = layer_plan if layer_plan.scheduled else None
@@ -182,51 +172,6 @@ def revert(model: Model) -> Model:
     return model
 
 
-def _configure(
-    recipe: LinearConfig | None,
-    format: str | Format | None,
-    grad_format: str | Format | None,
-    roundings: dict[str, Any],
-    machine: dict[str, Any],
-    config: LinearConfig | Configure | None,
-) -> Configure:
-    given = [name for name, value in (("recipe", recipe), ("format", format), ("config", config)) if value is not None]
-    if len(given) != 1:
-        what = " and ".join(given) if given else "no format"
-        raise ArgumentError(
-            f"convert got {what}; pass exactly one of format='e4m3', config=linear_config(...) or recipe="
-        )
-    if format is not None:
-        grads = format if grad_format is None else grad_format
-        config = linear_config(x=format, w=format, g=grads, **roundings, **machine)
-    elif grad_format is not None or any(mode != "nearest_even" for mode in roundings.values()):
-        raise ArgumentError(f"grad_format, rounding and grad_rounding go with format=; set them inside {given[0]}=")
-    elif machine != _NO_MACHINE:
-        raise ArgumentError(f"target, unit, fast_accum and native go with format=; set them inside {given[0]}=")
-    chosen = config if recipe is None else recipe
-    if isinstance(chosen, LinearConfig):
-        return lambda name: chosen
-    if not callable(chosen):
-        raise ArgumentError(f"{given[0]}={chosen!r} is not a LinearConfig; build one with linear_config(x=, w=, g=)")
-    return chosen
-
-
-def _planner(recipe: Recipe, model: nn.Module) -> Planner:
-    selector = Selector(model)
-    selector.check(recipe)
-    return lambda name: selector.plan(name, recipe)
-
-
-def _constant(configure: Configure) -> Planner:
-    def plan(name: str) -> LayerPlan | None:
-        config = configure(name)
-        if config is not None and not isinstance(config, LinearConfig):
-            raise ArgumentError(f"config({name!r}) returned {config!r}; it must return a LinearConfig or None")
-        return None if config is None else LayerPlan(rules=(), default=config)
-
-    return plan
-
-
 def set_step(model: nn.Module, step: int) -> None:
     """Tell a converted model which optimizer step comes next, for recipes with a schedule.
 
@@ -246,79 +191,6 @@ def set_step(model: nn.Module, step: int) -> None:
         how = module.emulation
         if how is not None and how.plan is not None:
             how.run(how.plan.at(step, model.__dict__.get(TOTAL)) or LinearConfig())
-
-
-def _plan(
-    model: nn.Module, planner: Planner, filter_fn: Filter | None, total_steps: int | None
-) -> tuple[list[tuple[nn.Module, str, LayerPlan]], dict[str, str]]:
-    """Decide for every module without touching any: what to convert, and why not the others."""
-    plan: list[tuple[nn.Module, str, LayerPlan]] = []
-    reasons: dict[str, str] = {}
-    inside = dict(_projections(model))
-    for name, module in model.named_modules():
-        if isinstance(module, EmulatedModule):
-            raise ArgumentError(
-                f"layer {name!r} is converted already; call fmtsim.revert(model) before converting again"
-            )
-        reason = why_not(module) or inside.get(name)
-        if reason is None and filter_fn is not None and not filter_fn(module, name):
-            reason = FILTERED
-        layer_plan = planner(name) if reason is None else None
-        if reason is None and layer_plan is None:
-            reason = "config returned None"
-        elif layer_plan is not None and not layer_plan.configs:
-            reason = "the recipe leaves it in high precision"
-        if reason is not None or layer_plan is None:
-            reasons[name] = reason or ""
-            continue
-        _check_layer(name, module, layer_plan, total_steps)  # before anything changes
-        plan.append((module, name, layer_plan))
-    return plan, reasons
-
-
-def _check_layer(name: str, module: nn.Module, layer_plan: LayerPlan, total_steps: int | None) -> None:
-    """Refuse a schedule that contradicts itself or has no length, and sizes that do not fit."""
-    try:
-        layer_plan.at(0, total_steps)
-        layer_plan.check(total_steps)
-    except ArgumentError as error:
-        raise ArgumentError(f"layer {name!r}: {error}") from None
-    emulated = emulated_class(type(module))
-    assert emulated is not None  # why_not would have had a reason
-    for outputs, inputs in emulated.matrices(module):
-        for config in layer_plan.configs:
-            fault = None if config.plain else size_fault(config, None, outputs, inputs)
-            if fault is not None:
-                raise ArgumentError(
-                    f"layer {name!r} (w is {outputs} x {inputs}): {fault}; leave the layer out with filter_fn= or a "
-                    f"Rule(name=...), or choose another recipe"
-                )
-
-
-def why_not(module: nn.Module) -> str | None:
-    """Return why a module of its kind is not converted, None where it can be."""
-    cls = type(module)
-    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
-        return "its parameters are not initialised yet; run one batch through the model first"
-    if parametrize.is_parametrized(module):
-        return "parametrized; convert first, or remove the parametrization"
-    if emulated_class(cls) is None:
-        base = next((base for base in emulated_types() if isinstance(module, base)), None)
-        if base is None:
-            return f"no emulated form of {cls.__name__}"
-        return f"overrides {base.__name__}.forward; call fmtsim.EmulatedGEMM in it"
-    weights = [p for p in module.parameters(recurse=False) if p.dtype not in _FLOATS]
-    return f"its parameters have dtype {weights[0].dtype}" if weights else None
-
-
-def _projections(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the name of each linear layer that an attention module uses without calling it, with that reason."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention):
-            yield (
-                f"{name}.out_proj" if name else "out_proj",
-                f"belongs to the attention {name!r}, which uses its weights",
-            )
 
 
 def _pause_fused(model: nn.Module) -> None:

@@ -7,8 +7,9 @@ from torch import nn
 
 from fmtsim.errors import ArgumentError
 from fmtsim.nn.attention import EmulatedMultiheadAttention
-from fmtsim.nn.convert import NOTES, REASONS, why_not
+from fmtsim.nn.convert import NOTES, REASONS
 from fmtsim.nn.modules import EmulatedModule, emulated_types
+from fmtsim.nn.planning import why_not
 from fmtsim.nn.swaps import FILTERED, plain_class, swap_details
 from fmtsim.table import ruled
 

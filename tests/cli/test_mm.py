@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 import fmtsim
 from fmtsim.cli.main import BAD_INPUT, main
-from fmtsim.cli.mm import parse_record
 from fmtsim.cli.operands import DATA, make_operands
+from fmtsim.cli.output import parse_record
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.datapath import Datapath
 

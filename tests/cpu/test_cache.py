@@ -134,12 +134,6 @@ def test_a_kernel_that_was_deleted_is_compiled_again(tmp_path):
     assert run_script(CALL, FMTSIM_CACHE_DIR=str(tmp_path)).stdout.strip() == PRINTED
 
 
-def test_importing_the_package_compiles_nothing(tmp_path):
-    result = run_script('print("numba" in sys.modules)', FMTSIM_CACHE_DIR=str(tmp_path))
-    assert (result.stdout.strip(), result.stderr) == ("False", "")
-    assert not files(tmp_path)
-
-
 def test_the_cache_of_this_process_is_quiet():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

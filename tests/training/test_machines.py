@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 from fmtsim.cli.main import main
-from fmtsim.cli.train import summary
+from fmtsim.cli.train_summary import summary
 from fmtsim.errors import PlanUnknownWarning
 from fmtsim.gemm import target
 from fmtsim.progress import Progress

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fmtsim.cli.main import main
-from fmtsim.cli.train import summary
+from fmtsim.cli.train_summary import summary
 from fmtsim.errors import ArgumentError
 from fmtsim.nn.convert import convert
 from fmtsim.progress import Lines, Progress
