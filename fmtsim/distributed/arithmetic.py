@@ -213,7 +213,7 @@ def own_counts(x: Tensor, y: Tensor, q: Tensor, top: float) -> tuple[Tensor, Ten
     finite = x.isfinite()
     clipped = (finite & (y.abs() > top)).sum()
     flushed = (finite & (x != 0) & (q == 0)).sum()
-    return clipped, flushed, (~finite).sum()
+    return clipped, flushed, x.numel() - finite.sum()
 
 
 def result_counts(sums: Tensor, top: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -157,7 +157,7 @@ def _amaxes(batch: Batch, reduction: Reduction, ranks: Ranks) -> Tensor:
     wrong = (~batch.x.isfinite()).sum()
     found = ranks.largest(torch.cat([own, wrong.clamp(max=1).float().reshape(1)]), "the exchange of largest magnitudes")
     if bool(found[-1]):
-        require_finite(reduction, ranks.gather_objects(int(wrong), "the count of NaN and Inf"))
+        require_finite(ranks.gather_objects(int(wrong), "the count of NaN and Inf"))
     return found[:-1]
 
 

@@ -78,7 +78,8 @@ def simulate_batches(
     batches: Sequence[Batch], reduction: Reduction, mu: Tensor | None, call: int = 0
 ) -> tuple[Tensor, tuple[Counts, ...]]:
     """Return the reduced matrix, float32 [rows, columns], and each rank's counts."""
-    require_finite(reduction, [int((~batch.x.isfinite()).sum()) for batch in batches])
+    if reduction.nonfinite == "raise":
+        require_finite([int((~batch.x.isfinite()).sum()) for batch in batches])
     hop = Hop(reduction, call)
     amaxes = torch.stack([batch.amaxes() for batch in batches]).amax(0)
     factors = factors_of(amaxes, reduction, len(batches), mu)
@@ -107,9 +108,9 @@ def split(values: Tensor, batch: Batch, like: Sequence[Tensor]) -> list[Tensor]:
     return [canonical(part.reshape(x.shape).to(x.dtype)) for part, x in zip(parts, like, strict=True)]
 
 
-def require_finite(reduction: Reduction, counts: Sequence[int]) -> None:
-    """Raise where a rule says so and ranks hold NaN or Inf, naming each."""
-    if reduction.nonfinite == "raise" and any(counts):
+def require_finite(counts: Sequence[int]) -> None:
+    """Raise where ranks hold NaN or Inf, naming each, as a rule of ``nonfinite="raise"`` says."""
+    if any(counts):
         found = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts) if count)
         raise ArgumentError(
             f"gradients hold NaN or Inf elements ({found}) and nonfinite='raise'; nothing was reduced: "

@@ -226,6 +226,7 @@ def test_gpu_a_rank_that_ends_is_named(tmp_path):
     run(mourner, str(tmp_path))
 
 
+@pytest.mark.slow  # torch 2.11's watchdog takes a minute to write down what ran
 @needs_gpus
 def test_gpu_a_rank_that_ends_in_a_reduction_ends_the_others(tmp_path):
     """NCCL's watchdog ends the process when the group's timeout is over and it has written down what ran."""
