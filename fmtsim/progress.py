@@ -1,4 +1,4 @@
-"""Show how a long job comes along: a bar a stage on a terminal, a few lines elsewhere, or nothing."""
+"""Show how a long job comes along: bars on a terminal, one bar in a notebook, a few lines elsewhere, or nothing."""
 
 import sys
 import time
@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 PARTS = 10  # lines a stage at the most
+WIDTH = 24  # of a notebook's bar
 PAUSE = 2.0  # seconds between two lines of a stage, so that quick stages leave one
 
 
@@ -33,11 +34,11 @@ class Progress:
 class Lines(Progress):
     """Print a line when a stage ends, and about every tenth of it where that takes seconds.
 
-    Whole lines, nothing that a terminal would have to carry out: notebooks and logs show them as they are.
+    Whole lines, nothing that a terminal would have to carry out: logs show them as they are.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, verb: str = "") -> None:
+        self._stream, self._verb = stream, f"{verb}: " if verb else ""
 
     def stage(self, label: str, total: int) -> None:
         """Remember what runs and since when."""
@@ -52,12 +53,73 @@ class Lines(Progress):
         self._part, self._printed = part, now
         spent = now - self._began
         left = f", {_span(spent * (self._total - done) / done)} left" if done < self._total else ""
-        words = (f"{self._label}: {int(done)}/{self._total}", note, f"{_span(spent)}{left}")
+        words = (f"{self._verb}{self._label}: {int(done)}/{self._total}", note, f"{_span(spent)}{left}")
         self.say("  ".join(word for word in words if word))
 
     def say(self, text: str) -> None:
         """Print it."""
         print(text, file=self._stream, flush=True)
+
+
+class OneLine(Progress):
+    """Draw one bar for all stages and write over it, as notebooks allow."""
+
+    def __init__(self, stream: TextIO, verb: str = "") -> None:
+        self._stream, self._verb = stream, f"{verb}: " if verb else ""
+        self._began, self._drawn = time.perf_counter(), 0.0
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        end = "failed after" if kind is not None else "done in"
+        self.say(f"{self._verb}{end} {_span(time.perf_counter() - self._began)}")
+
+    def stage(self, label: str, total: int) -> None:
+        """Draw an empty bar."""
+        self._label, self._total, self._since = label, max(total, 1), time.perf_counter()
+        self.step(0)
+
+    def step(self, done: float, note: str = "") -> None:
+        """Fill it, at most ten times a second."""
+        now = time.perf_counter()
+        if 0 < done < self._total and now - self._drawn < 0.1:
+            return
+        self._drawn = now
+        full = min(int(WIDTH * done / self._total), WIDTH)
+        bar = "#" * full + "." * (WIDTH - full)
+        left = f", {_span((now - self._since) * (self._total - done) / done)} left" if 0 < done < self._total else ""
+        words = (
+            f"{self._verb}{self._label} [{bar}] {int(done)}/{self._total}",
+            note,
+            f"{_span(now - self._began)}{left}",
+        )
+        self._write("  ".join(word for word in words if word))
+
+    def say(self, text: str) -> None:
+        """Leave a line behind in place of the bar."""
+        self._write(f"{text}\n")
+
+    def _write(self, text: str) -> None:
+        print(f"\r{'':100}\r{text}", end="", file=self._stream, flush=True)
+
+
+class Of(Progress):
+    """Name the part of a whole that stages belong to."""
+
+    def __init__(self, whole: Progress, part: str) -> None:
+        self._whole, self._part = whole, part
+
+    def stage(self, label: str, total: int) -> None:
+        """Begin a stage of the whole."""
+        self._whole.stage(f"{self._part}: {label}", total)
+
+    def step(self, done: float, note: str = "") -> None:
+        """Pass it on."""
+        self._whole.step(done, note)
+
+    def say(self, text: str) -> None:
+        """Pass it on, with the part's name."""
+        self._whole.say(f"{self._part}: {text}")
 
 
 class Bars(Progress):
@@ -110,20 +172,30 @@ class Bars(Progress):
         self._display.console.print(text, highlight=False, markup=False)
 
 
-def make_progress(progress: bool | None, stream: TextIO | None = None, *, transient: bool = False) -> Progress:
-    """Return bars on a terminal, else lines; nothing where ``progress`` is False, or off a terminal where it is None.
+def make_progress(
+    progress: bool | None, stream: TextIO | None = None, *, verb: str = "", transient: bool = False
+) -> Progress:
+    """Return what shows the progress of a job.
 
-    The stream is stderr. Without rich, which belongs to an extra, a terminal gets lines, too.
+    Args:
+        progress: False shows nothing; None shows bars on a terminal or in a notebook, nothing elsewhere; True also
+            lines elsewhere. Without rich, which belongs to an extra, a terminal gets lines.
+        stream: Where; None is the standard error.
+        verb: Said in front of lines and of a notebook's bar.
+        transient: Whether the bars of a terminal vanish at the end.
     """
     stream = sys.stderr if stream is None else stream
-    if progress is False or (progress is None and not stream.isatty()):
+    notebook = type(stream).__module__.partition(".")[0] == "ipykernel"
+    if progress is False or (progress is None and not notebook and not stream.isatty()):
         return Progress()
+    if notebook:
+        return OneLine(stream, verb)
     if stream.isatty():
         try:
             return Bars(stream, transient)
         except ImportError:
             pass
-    return Lines(stream)
+    return Lines(stream, verb)
 
 
 def _span(seconds: float) -> str:

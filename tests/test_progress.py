@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from fmtsim import progress
-from fmtsim.progress import Bars, Lines, Progress, make_progress
+from fmtsim.progress import Bars, Lines, Of, OneLine, Progress, make_progress
 
 
 class Terminal(io.StringIO):
@@ -14,6 +14,13 @@ class Terminal(io.StringIO):
 
     def isatty(self):
         return True
+
+
+class Notebook(io.StringIO):
+    """Stand in for a notebook's stream."""
+
+
+Notebook.__module__ = "ipykernel.iostream"
 
 
 @pytest.fixture
@@ -90,6 +97,29 @@ def test_transient_bars_leave_nothing_behind():
         show.stage("checks", 2)
         show.step(0.5, "e4m3")
     assert "0/2" in stream.getvalue() and stream.getvalue().endswith("\x1b[2K")
+
+
+def test_a_notebook_gets_one_bar(clock):
+    stream = Notebook()
+    with make_progress(None, stream, verb="search") as show:
+        assert type(show) is OneLine
+        part = Of(show, "e4m3")
+        part.stage("weights", 4)
+        for done in (1, 2, 4):
+            clock.append(clock[-1] + (0.01 if done == 2 else 3.0))
+            part.step(done, "up")
+        part.say("unchanged")
+    drawn = [text for text in stream.getvalue().split("\r") if text.strip()]
+    assert drawn == [
+        "search: e4m3: weights [........................] 0/4  0.0 s",
+        "search: e4m3: weights [######..................] 1/4  up  3.0 s, 9.0 s left",
+        "search: e4m3: weights [########################] 4/4  up  6.0 s",
+        "e4m3: unchanged\n",
+        "search: done in 6.0 s\n",
+    ]
+    with pytest.raises(ZeroDivisionError), make_progress(True, stream):
+        1 / 0  # noqa: B018
+    assert "failed after 0.0 s" in stream.getvalue()
 
 
 def test_who_gets_what(monkeypatch):

@@ -50,7 +50,7 @@ def ptq(
         calibration_data: Batches, in any iterable: each a tensor, a tuple or list of arguments or a dict of keyword
             arguments of the model. It is read once and kept until the end.
         filter_fn: ``filter_fn(module, name)`` says whether to quantise a layer.
-        progress: Show bars (lines off a terminal); None shows them on a terminal only.
+        progress: Show bars (lines elsewhere); None shows them on a terminal and in a notebook only.
 
     Returns:
         The same model. ``fmtsim.ptq_report`` has a table of its layers.
@@ -66,7 +66,7 @@ def ptq(
     before = stored(model)
     configs = prepared(model, recipe, filter_fn)
     try:
-        with make_progress(progress) as show:
+        with make_progress(progress, verb="ptq") as show:
             equalised = () if recipe.equalise is None else tuple(equalise(model, recipe.equalise))
             survey, smoothed = surveyed(model, recipe, configs, batches, show)
             round_weights(survey, recipe.weights, show)

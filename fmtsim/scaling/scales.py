@@ -1,6 +1,7 @@
 """From a block's statistic to its scale, and to the number that its elements meet before they are rounded.
 
-Every operation is one of float32, rounded to nearest even, in the order written here (docs/scaling.md has the table).
+Every operation is one of float32, rounded to nearest even, in the order written here (the table is in
+docs/semantics.md, section 5).
 """
 
 from functools import lru_cache

@@ -10,7 +10,6 @@ from tests.cpu import test_gemm, test_gemm_units
 
 DOOR = importlib.import_module("fmtsim.cuda.gemm")  # the package has a function of that name
 GENERAL = importlib.import_module("fmtsim.cuda.gemm_general")
-FLOAT_MARKS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 @dataclass

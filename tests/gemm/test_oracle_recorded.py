@@ -348,8 +348,10 @@ def test_the_scale_of_the_column_comes_first():
 )
 def test_a_wrong_order_is_seen(name, index, wrong):
     call, data = golden(name)[index]
-    places = sample(call, 6, seed=index)
     spec = call_spec(call)
     spec = replace(spec, plan=replace(spec.plan, **wrong))
-    recorded = numpy.array([data["out"][place] for place in places])
-    assert mismatches(call_outputs(call, data, places, spec), recorded) != []
+
+    def differs(place):
+        return mismatches(call_outputs(call, data, [place], spec), numpy.array([data["out"][place]])) != []
+
+    assert any(map(differs, sample(call, 6, seed=index)))  # the first one ends the search

@@ -310,7 +310,7 @@ def test_what_calibration_cannot_look_into(verb):
 def test_progress_lines(capsys):
     fmtsim.ptq(mlp(), ANYWHERE, DATA, progress=True)
     shown = [line.split("  ")[0] for line in capsys.readouterr().err.splitlines()]
-    assert shown == ["channels: 2/2", "calibration: 2/2", "weights: 2/2", "measurement: 2/2"]
+    assert shown == [f"ptq: {name}: 2/2" for name in ("channels", "calibration", "weights", "measurement")]
     fmtsim.ptq(mlp(), "int8_static", DATA)
     assert capsys.readouterr().err == ""
 

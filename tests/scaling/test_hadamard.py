@@ -16,7 +16,6 @@ from fmtsim.scaling.hadamard_matrix import base_matrix, base_of, hadamard_matrix
 from fmtsim.scaling.signs import mask_bits, random_signs, sign_bits
 
 NAN = math.nan
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 TE_SIGNS = 0xD7E8  # Transformer Engine's sixteen signs
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")

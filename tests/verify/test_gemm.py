@@ -176,10 +176,6 @@ def test_a_set_that_raises_has_failed(tmp_path):
     assert all("replaying raised ArgumentError" in r.first for r in replay(tmp_path).values())
 
 
-def damaged(folder, name, **arrays):
-    numpy.savez(folder / name, **arrays)
-
-
 BAD = {
     "mtc_H200_e4m3.npz": (b"", "is not named mtc_<GPU>_<format>_<accumulator>.npz"),
     "mtc_H200_fp16_fp32.npz": (b"no zip", "cannot read"),
