@@ -63,6 +63,8 @@ def test_closed_streams_are_no_error(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     assert main(["table", "e2m1"]) == 0
     assert main(["table", "e2m"]) == BAD_INPUT
+    sys.stdout.close()
+    sys.stderr.close()
 
 
 def test_a_closed_pipe_is_quiet():
