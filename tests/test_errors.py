@@ -38,7 +38,7 @@ BAD = [
         ["verify", "--exhaustive", "--format", "e3m2"],
         "e3m2 has no exhaustive check; choose e4m3, e5m2, bf16, fp16, e2m1",
     ),
-    (["bench", "--only", "zzz"], "--only 'zzz' matches no case; the cases are e4m3 nearest"),
+    (["bench", "--only", "zzz"], "--only 'zzz' matches no case; the cases are 'e4m3 nearest'"),
     (["bench", "--side", "0"], "--side 0 is not possible; choose 1 or more"),
     (["bench", "--threads", "1", "0"], "--threads 0 is not possible; choose 1 or more"),
 ]
