@@ -50,8 +50,11 @@ def plot_loss(curves: Mapping[str, Sequence[float]], path: str | Path | None = N
         panels[0].plot(steps, values, color=COLOURS[i % 7], alpha=0.22, linewidth=0.8)
         last = next((v for v in reversed(smooth[label]) if math.isfinite(v)), math.nan)
         style = {"color": COLOURS[i % 7], "linestyle": _DASHES[i % 4], "linewidth": 2.0}
+        if len(values) == 1 or not math.isfinite(smooth[label][1]):
+            style |= {"marker": "o"}  # one point is no line
+        ending = "" if math.isfinite(smooth[label][-1]) else ", then not finite"
         panels[0].plot(
-            steps, smooth[label], label=f"{label} ({'smoothed, ' if averaged else ''}last {last:.3f})", **style
+            steps, smooth[label], label=f"{label} ({'smoothed, ' if averaged else ''}last {last:.3f}{ending})", **style
         )
         if i:
             gap = [b - a for a, b in zip(next(iter(smooth.values())), smooth[label], strict=False)]

@@ -40,7 +40,10 @@ def test_a_long_curve_says_that_it_is_smoothed():
 def test_one_curve_needs_no_gap_and_nan_ends_a_curve():
     assert len(plot_loss({"only": [1.0]}).axes) == 1
     figure = plot_loss({"a": [1.0, 2.0, 3.0], "b": [1.0, math.nan, 5.0]})
-    assert figure.axes[0].get_legend().get_texts()[1].get_text() == "b (last 1.000)"
+    assert figure.axes[0].get_legend().get_texts()[1].get_text() == "b (last 1.000, then not finite)"
+    a, b = (line for line in figure.axes[0].lines if line.get_label()[:2] in ("a ", "b "))
+    assert (a.get_marker(), b.get_marker()) == ("None", "o")  # a single point would not show as a line
+    assert plot_loss({"only": [1.0]}).axes[0].lines[1].get_marker() == "o"
 
 
 def test_smoothing_keeps_constants_and_ends_at_nan():

@@ -58,6 +58,15 @@ def test_a_full_disk_below_the_output_is_one_line():
     assert (done.returncode, done.stderr) == (BAD_INPUT, "fmtsim: error: No space left on device\n")
 
 
+def test_closed_streams_are_no_error(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["table", "e2m1"]) == 0
+    assert main(["table", "e2m"]) == BAD_INPUT
+    sys.stdout.close()
+    sys.stderr.close()
+
+
 def test_a_closed_pipe_is_quiet():
     command = f"{sys.executable} -m fmtsim table fp16 --all | head -n 1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
