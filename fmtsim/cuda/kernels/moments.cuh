@@ -44,6 +44,14 @@ struct Endless {};
 DEVICE bool operator<=(i64, Endless) { return true; }
 DEVICE bool operator<(i64, Endless) { return true; }
 DEVICE bool operator>=(i64, Endless) { return false; }
+template <class Count>
+struct Is {
+  static constexpr bool endless = false;
+};
+template <>
+struct Is<Endless> {
+  static constexpr bool endless = true;
+};
 
 // Four neighbours; what lies behind the end is zero.
 struct Four {
@@ -166,6 +174,19 @@ DEVICE float quotient(float x, float divisor, float inverse) {
   q = __uint_as_float(__float_as_uint(q) | (__float_as_uint(x) & ~MAGNITUDE));  // of zeros
   return (__float_as_uint(x) & MAGNITUDE) < INFINITE ? q : first;
 }
+
+// 1 / x with a relative error below 2^-20, of which subnormal results and operands are zero.
+#ifdef FMTSIM_HOST
+DEVICE float short_inverse(float x) {
+  return 1.0f / (fabsf(x) < 1.1754944e-38f ? __uint_as_float(__float_as_uint(x) & ~MAGNITUDE) : x) * (1.0f - 0x1p-21f);
+}
+#else
+DEVICE float short_inverse(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+#endif
 
 DEVICE bool is_bad(float g) { return (__float_as_uint(g) & MAGNITUDE) >= INFINITE; }
 

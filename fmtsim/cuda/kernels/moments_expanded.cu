@@ -76,11 +76,10 @@ struct Group {
   float scale, power, centre;
 };
 
-DEVICE float value_of(u32 code) {
-  u32 magnitude = code & 0x7F, sign = (code & 0x80) << 24;
-  if (magnitude == 0x7F) return __uint_as_float(0x7FC00000u);
-  float x = magnitude < 8 ? (float)magnitude * 0.001953125f : __uint_as_float((magnitude + 960) << 20);
-  return __uint_as_float(__float_as_uint(x) | sign);
+// The magnitude of a code.
+DEVICE float size_of(u32 code) {
+  u32 size = code & 0x7F;
+  return __uint_as_float(size < 0x7F ? magnitude_of<3, 7>(size) : 0x7FC00000u);
 }
 
 // E4M3 of a magnitude, to nearest even, saturated.
@@ -97,7 +96,7 @@ struct Tables {
 };
 
 DEVICE void fill(Tables& t) {
-  for (u32 i = threadIdx.x; i < 128; i += 256) t.logarithms[i] = ln_of(i ? (i < 127 ? (double)value_of(i) : 1.0) : 1.0);
+  for (u32 i = threadIdx.x; i < 128; i += 256) t.logarithms[i] = ln_of(i % 127 ? (double)size_of(i) : 1.0);
   for (u32 i = threadIdx.x; i < ROOTS; i += 256) t.roots[i] = exp_of(i * (0.6931471805599453 / ROOTS));
 }
 
@@ -129,16 +128,16 @@ __device__ __noinline__ float factor_of(float z, float power) {
 // powers of 1/16 and more make 2^-42 of the result. `low` is what lies behind float32's last place; within 2^-40 of the
 // middle nothing is decided.
 DEVICE float decoded(u32 code, const Group& group, const Decoder& d, const Tables& t) {
-  float q = value_of(code), z = __fmul_rn(fabsf(q), group.scale), size = 0.0f;
+  float q = size_of(code), z = __fmul_rn(q, group.scale), size = 0.0f;
   if (z != 0.0f) {
-    float rest = __fmaf_rn(fabsf(q), group.scale, -z);
-    double x = (t.logarithms[code & 0x7F] + d.logarithm - (double)__fmul_rn(rest, __frcp_rn(z))) * d.inverse;
+    float rest = __fmaf_rn(q, group.scale, -z);
+    double x = (t.logarithms[code & 0x7F] + d.logarithm - (double)__fmul_rn(rest, short_inverse(z))) * d.inverse;
     double y = short_exp(x, t);
     u32 low = (u32)__double_as_longlong(y) & 0x1FFFFFFFu;
     bool sure = z > 1e-30f && z < 1e30f && fabs(x) < 80.0 && low - 0x0FFFE000u > 0x4000u;
     size = __fmul_rn(sure ? __double2float_rn(y) : factor_of(z, group.power), group.centre);
   }
-  return __uint_as_float((__float_as_uint(size) & MAGNITUDE) | (__float_as_uint(q) & ~MAGNITUDE));
+  return __uint_as_float((__float_as_uint(size) & MAGNITUDE) | (code & 0x80) << 24);
 }
 
 // log2 x and 2^x of float32, with errors of 2^-22 (PTX: the first absolute from 0.5 to 2, else relative).
@@ -169,11 +168,22 @@ DEVICE Coder coder_of(const Group& group, double ln_centre) {
   float step = short_log2(group.scale);
   bool quick = group.power > 0.0f && group.power <= 16.0f && fabsf(step) < 40.0f;
   quick = quick && group.centre > 1e-30f && group.centre < 1e30f;
-  return Coder{ln_centre, group.scale, group.power, __frcp_rn(group.centre), step, quick};
+  return Coder{ln_centre, group.scale, group.power, short_inverse(group.centre), step, quick};
 }
 
 __device__ __noinline__ u32 code_by_definition(float magnitude, float power, double ln_centre, float scale) {
   return code_of(__fdiv_rn(raised(magnitude, power, ln_centre), scale));
+}
+
+// Codes of two magnitudes, side by side; no NaN.
+DEVICE u32 codes_of(float low, float high) {
+#if !defined(FMTSIM_HOST) && __CUDA_ARCH__ >= 890
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  return code_of(low) | code_of(high) << 8;
+#endif
 }
 
 // The code of a number. With powers up to 16, the short way's y is off by less than 2^-16 of itself wherever it is not
@@ -182,8 +192,8 @@ DEVICE u32 encoded(float x, const Coder& c) {
   u32 bits = __float_as_uint(x) & MAGNITUDE, sign = __float_as_uint(x) >> 24 & 0x80;
   if (bits == 0) return sign;
   float u = __uint_as_float(bits) * c.inverse, y = short_exp2(__fmaf_rn(c.power, short_log2(u), -c.step));
-  u32 code = code_of(y * 0.999969482421875f);
-  bool sure = c.quick && u > 1e-30f && u < 1e30f && code == code_of(y * 1.000030517578125f);
+  u32 pair = codes_of(y * 0.999969482421875f, y * 1.000030517578125f), code = pair & 0x7F;
+  bool sure = c.quick && u > 1e-30f && u < 1e30f && code == pair >> 8;
   if (!sure) code = code_by_definition(__uint_as_float(bits), c.power, c.ln_centre, c.scale);
   return code == 0x7F ? code : sign | code;
 }
