@@ -127,8 +127,8 @@ DEVICE u32 step_codes(
   return bad;
 }
 
-// Blocks of 256 threads take the chunks in turn. values: float32 [2 SIZE], first of m. words: of m, then of v, each with
-// buckets * signs words. nonfinite: counts the elements of gradients that are NaN or infinite.
+// Blocks of 256 threads take the chunks in turn. values: float32 [2 SIZE], first of m. words: of m, then of v, each
+// with buckets * signs words. nonfinite: counts the elements of gradients that are NaN or infinite.
 KERNEL __launch_bounds__(256) adam(
     const Entries entries, i32 count, i64 chunks, const Numbers n, const Book mb, const Book vb, const float* values,
     const u32* words, u64* nonfinite) {

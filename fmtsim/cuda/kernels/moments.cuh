@@ -107,7 +107,7 @@ DEVICE void write_four(Code* to, i64 at, Count count, u64 codes) {
   }
 }
 
-// The magnitude, as bits, to the code of a format, to nearest even, and back; neither overflows: whoever calls sees to it.
+// The magnitude, as bits, to the code of a format, to nearest even, and back; whoever calls sees that neither overflows.
 template <int Mantissa, int Bias>
 DEVICE u32 nearest_code(u32 bits) {
   if (Bias < 127 && bits < (128u - Bias) << 23) {  // a subnormal: the last place of the sum is its step
@@ -165,8 +165,8 @@ DEVICE u32 read_codes(const u8* from, i64 at, Count count) { return (u32)read_fo
 template <class Count>
 DEVICE void write_codes(u8* to, i64 at, Count count, u32 codes) { write_four(to, at, count, codes); }
 
-// x / divisor as IEEE rounds it, with inverse = fl(1 / divisor) (Markstein): for divisors from 2^-60 to 2^60, x that are
-// 0, infinite, NaN or from 2^-80 to 2^66, and quotients from 2^-100 to 2^126, so that all remainders are exact.
+// x / divisor as IEEE rounds it, with inverse = fl(1 / divisor) (Markstein): for divisors from 2^-60 to 2^60, x that
+// are 0, infinite, NaN or from 2^-80 to 2^66, and quotients from 2^-100 to 2^126, so that all remainders are exact.
 DEVICE float quotient(float x, float divisor, float inverse) {
   float first = __fmul_rn(x, inverse);
   float q = __fmaf_rn(__fmaf_rn(-first, divisor, x), inverse, first);

@@ -294,7 +294,9 @@ DEVICE u32 step_groups(const Entry& e, i64 first, Count count, const Numbers& n,
     write_codes((u8*)e.m, at, count, encode(m[group], own, ln_centre, 4 * group));
     write_codes((u8*)e.v, at, count, encode(v[group], own, ln_centre, 4 * group + 2));
   }
-  if (present && lane < 8 && !(lane & 1)) scales[place] = own.scale, powers[place] = own.power, centres[place] = own.centre;
+  if (present && lane < 8 && !(lane & 1)) {
+    scales[place] = own.scale, powers[place] = own.power, centres[place] = own.centre;
+  }
   return bad;
 }
 

@@ -157,10 +157,14 @@ DEVICE void flush(u32* found, Tops& tops) {
   tops = Tops{};
 }
 
-DEVICE float old_scale(const float* scales, bool scaled) { return scaled ? *scales : 1.0f; }
-
-// The scales of a parameter until now, and their numbers.
 DEVICE Scales prepared(float m, float v, float w) { return Scales{M::prepared(m), V::prepared(v), W::prepared(w)}; }
+
+// The scales of a parameter until now, which one thread writes down.
+DEVICE Scales old_scales(const Entry& e, u32* to) {
+  float m = M::scaled ? *e.m_scales : 1.0f, v = V::scaled ? *e.v_scales : 1.0f, w = W::scaled ? *e.w_scale : 1.0f;
+  if (to) to[0] = __float_as_uint(m), to[1] = __float_as_uint(v), to[2] = __float_as_uint(w);
+  return prepared(m, v, w);
+}
 
 // The root, as short_inverse() has the inverse.
 #ifdef FMTSIM_HOST
@@ -221,17 +225,11 @@ KERNEL __launch_bounds__(256, 4) tops(
     which = which < 0 ? 0 : which;
     while (which + 1 < count && entries.of[which + 1].first <= chunk) which++;
     const Entry& e = entries.of[which];
-    if (e.plain) continue;
     if (which != before) {
       if (before >= 0) flush(found + before * FOUND, tops);
-      float m = old_scale(e.m_scales, M::scaled), v = old_scale(e.v_scales, V::scaled);
-      float w = old_scale(e.w_scale, W::scaled);
-      s = prepared(m, v, w);
-      if (chunk == e.first && threadIdx.x == 0) {
-        u32* to = found + which * FOUND + 3;
-        to[0] = __float_as_uint(m), to[1] = __float_as_uint(v), to[2] = __float_as_uint(w);
-      }
+      if (!e.plain) s = old_scales(e, chunk == e.first && threadIdx.x == 0 ? found + which * FOUND + 3 : nullptr);
     }
+    if (e.plain) continue;
     i64 start = (chunk - e.first) * CHUNK, at = start + threadIdx.x * 4;
     if (start + CHUNK <= e.count && s.narrow()) measure(e, at, Endless(), s, n, tops);
     else measure(e, at, e.count, s, n, tops);
