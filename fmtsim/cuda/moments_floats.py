@@ -23,7 +23,7 @@ from fmtsim.rounding.modes import Rounding
 
 RULES = ("none", "amax", "inverse", "reciprocal", "power_of_two")
 FOUND = 6  # words of a parameter between the two kernels of scales of tensors
-RESIDENT, RESIDENT_TOPS = 4, 5  # blocks of threads that a multiprocessor holds: up to 64 and 48 registers a thread
+RESIDENT, RESIDENT_RANDOM = 4, 3  # blocks of threads that a multiprocessor holds, as the kernels' bounds have it
 
 
 class Slot(NamedTuple):
@@ -97,8 +97,9 @@ def adam(
     """
     index, defines = runtime.device_index(like), _defines(states, like.dtype)
     update = runtime.kernel("moments_floats.cu", "adam", index, defines)
-    scalars, units = packed_numbers(numbers, zeroing), runtime.multiprocessors(index)
     stochastic = states.weights is not None and states.weights.random_bits
+    most = (RESIDENT_RANDOM if stochastic else RESIDENT) * runtime.multiprocessors(index)
+    scalars = packed_numbers(numbers, zeroing)
     draw = draw_of(Rounding(mode="stochastic") if stochastic else Rounding(), key)
     found: list[Tensor | None] = [None] * len(parts)
     if states.by_tensor:
@@ -107,8 +108,8 @@ def adam(
     for (table, entries, chunks), each in zip(parts, found, strict=True):
         rows = table.tobytes(), np.int32(entries), np.int64(chunks), scalars
         if each is not None:
-            tops(min(chunks, RESIDENT_TOPS * units), THREADS, *rows, each)
-        update(min(chunks, RESIDENT * units), THREADS, *rows, draw, each, counter)
+            tops(min(chunks, most), THREADS, *rows, each)
+        update(min(chunks, most), THREADS, *rows, draw, each, counter)
 
 
 @lru_cache(maxsize=32)

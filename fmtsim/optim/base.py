@@ -91,7 +91,8 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         """Do the step in the way that costs the host least, where there is one; say whether it was done."""
         if self._batches is None or len(self._batches) != len(self.param_groups):
             return False
-        parts = [batch.gathered(self.state) for batch in self._batches]
+        held = set(map(id, self.state.values()))
+        parts = [batch.gathered(held) for batch in self._batches]
         for batch, group, part in zip(self._batches, self.param_groups, parts, strict=True):
             if part is None or len(batch.parameters) != len(group["params"]):
                 return False

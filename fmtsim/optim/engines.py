@@ -212,29 +212,37 @@ class Batch:
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.parameters = [job.parameter for job in jobs]
         self.states = [job.state for job in jobs]
+        self._ids = list(map(id, self.states))
         self._dtype, self._device = jobs[0].parameter.dtype, jobs[0].parameter.get_device()
         self._moments = [(job.state["first"], job.state["second"], job.state.get("weights")) for job in jobs]
         self._shapes = [job.parameter.shape for job in jobs]
         self._parts = _cuda().launches([_row(job) for job in jobs])
 
-    def gathered(self, held: Mapping[Tensor, Mapping[str, Any]]) -> Any:
+    def gathered(self, held: set[int]) -> Any:
         """Return the launches of a step with the gradients that are there now, None where the long way has to do it.
 
         Args:
-            held: The states that the optimizer has now, by parameter.
+            held: The ``id`` of each state that the optimizer has now.
         """
-        first, dtype, addresses = self.states[0]["step"], self._dtype, []
+        if not held.issuperset(self._ids):
+            return None
+        first, dtype, device = self.states[0]["step"], self._dtype, self._device
+        addresses = []
         for p, shape, state, moments in zip(self.parameters, self._shapes, self.states, self._moments, strict=True):
             g = p.grad
             if g is None or g.dtype is not dtype or g.layout is not torch.strided or not g.is_contiguous():
                 return None
-            if g.shape != shape:
+            if (
+                p.dtype is not dtype
+                or p.shape != shape
+                or g.shape != shape
+                or not p.is_contiguous()
+                or state["step"] != first
+            ):
                 return None
-            if p.dtype is not dtype or p.shape != shape or not p.is_contiguous() or state["step"] != first:
+            if state["first"] is not moments[0] or state["second"] is not moments[1]:
                 return None
-            if held.get(p) is not state or state["first"] is not moments[0] or state["second"] is not moments[1]:
-                return None
-            if state.get("weights") is not moments[2] or p.get_device() != self._device:
+            if state.get("weights") is not moments[2] or p.get_device() != device:
                 return None
             addresses.append((p.data_ptr(), g.data_ptr()))
         table = np.array(addresses, np.int64)

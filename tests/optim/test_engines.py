@@ -182,6 +182,50 @@ def test_a_planted_scale_is_seen(on_cuda, only_torch, monkeypatch):
     assert not equal(planted, train(fmtsim.optim.AdamW, "intel_2t"))
 
 
+def test_the_largest_numbers_are_those_of_their_own_tensor(on_cuda, only_torch):
+    """A block of threads goes from a large tensor to a small one, whose moments are float32, with what it found."""
+    scheme = own(
+        StateFormat(format=CODES["e4m3"], scale="reciprocal"),
+        StateFormat(format=CODES["fp16"], scale="power_of_two"),
+        minimum=4096,
+    )
+
+    def run():
+        ps = [torch.nn.Parameter(torch.ones(size)) for size in (20_000, 3_000, 20_000, 5, 9_000)]
+        optimizer = fmtsim.optim.AdamW(ps, state=scheme)
+        for i, p in enumerate(ps):
+            p.grad = torch.from_numpy(parameter((p.numel(),), i))
+            p.grad[2048 * 6 : 2048 * 7] *= 100  # a chunk whose block has one of the small tensor after it
+        optimizer.step()
+        return [bits(t) for p in ps for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
+
+    fused = run()
+    only_torch()
+    assert all(map(torch.equal, fused, run()))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_groups_and_dtypes_side_by_side(mixed, on_cuda, only_torch):
+    """Groups have scalars of their own, dtypes kernels of their own; random words follow a parameter's place."""
+
+    def run():
+        dtypes = (torch.bfloat16, torch.float32 if mixed else torch.bfloat16)
+        ps = [torch.nn.Parameter(torch.from_numpy(parameter((2500,), i)).to(dtypes[i % 2])) for i in range(4)]
+        optimizer = fmtsim.optim.AdamW([{"params": ps[:2]}, {"params": ps[2:], "lr": 0.1}], state="bf16_sr", seed=7)
+        for step in range(3):
+            for i, p in enumerate(ps):
+                p.grad = torch.from_numpy(parameter((2500,), 10 * step + i)).to(p.dtype)
+            optimizer.step()
+        return [bits(p.detach()) for p in ps], bool(optimizer._batches)
+
+    fused, short = run()
+    assert short != mixed
+    only_torch()
+    wanted, _ = run()
+    assert all(map(torch.equal, fused, wanted))
+    assert not torch.equal(fused[0], fused[2])
+
+
 @pytest.mark.parametrize("change", ["nothing", "gradient", "state", "states", "pointer", "step"])
 def test_the_short_way_is_left_where_something_changed(change, on_cuda, only_torch):
     """The second step takes the short way, unless a parameter or its state is not what it was."""

@@ -49,23 +49,25 @@ DEVICE u32 four_codes(const float* x, float divisor, const u32* words, const Boo
 }
 
 // The codes of four neighbours, BITS each, and back. at: of the first of them, a multiple of four.
-DEVICE u32 read_packed(const void* from, i64 at, i64 count) {
+template <class Count>
+DEVICE u32 read_packed(const void* from, i64 at, Count count) {
   if (BITS == 8) return read_codes((const u8*)from, at, count);
   const u8* bytes = (const u8*)from + at / 2;
   if (at + 4 <= count) return *(const u16*)bytes;
   return (at < count ? bytes[0] : 0) | (at + 2 < count ? (u32)bytes[1] << 8 : 0);
 }
 
-DEVICE void write_packed(void* to, i64 at, i64 count, u32 codes) {
+template <class Count>
+DEVICE void write_packed(void* to, i64 at, Count count, u32 codes) {
   if (BITS == 8) return write_codes((u8*)to, at, count, codes);
   u8* bytes = (u8*)to + at / 2;
   if (at + 4 <= count) {
     *(u16*)bytes = (u16)codes;
     return;
   }
-  if (at < count) codes &= (1u << (4 * (u32)(count - at))) - 1;  // the half of a last byte that is no element is 0
-  if (at < count) bytes[0] = (u8)codes;
-  if (at + 2 < count) bytes[1] = (u8)(codes >> 8);
+  if (at >= count) return;
+  bytes[0] = (u8)(at + 1 < count ? codes : codes & 0xF);  // the half of a last byte that is no element is 0
+  if (at + 2 < count) bytes[1] = (u8)(codes >> 8 & 0xF);  // no four are there, so no fourth
 }
 
 DEVICE float scale_of(u32 top, const Book& book) {
@@ -80,9 +82,11 @@ struct Tables {
 };
 
 // A chunk of a parameter whose moments are codes. All threads of a block come here together.
-DEVICE u32 step_codes(const Entry& e, i64 start, const Numbers& n, const Tables& t, const Book& mb, const Book& vb) {
+template <class Count>
+DEVICE u32 step_codes(
+    const Entry& e, i64 start, Count count, const Numbers& n, const Tables& t, const Book& mb, const Book& vb) {
   i64 place = start + threadIdx.x / (BLOCK / 8) * BLOCK, block = place / BLOCK;  // of the first element of the block
-  bool present = place < e.count;
+  bool present = place < count;
   i64 at = place + threadIdx.x % (BLOCK / 8) * 4;
   float m[8], v[8];
   u32 bad = 0, m_top = 0, v_top = 0;
@@ -90,21 +94,21 @@ DEVICE u32 step_codes(const Entry& e, i64 start, const Numbers& n, const Tables&
 #pragma unroll
   for (int group = 0; group < 2; group++) {
     i64 here = at + group * (BLOCK / 2);
-    Four p = read(e.p, here, e.count), g = read(e.g, here, e.count);
-    u32 mc = read_packed(e.m, here, e.count), vc = read_packed(e.v, here, e.count);
+    Four p = read(e.p, here, count), g = read(e.g, here, count);
+    u32 mc = read_packed(e.m, here, count), vc = read_packed(e.v, here, count);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
       float& a = m[4 * group + k];
       float& b = v[4 * group + k];
       a = __fmul_rn(t.m_values[mc >> (BITS * k) & (SIZE - 1)], m_scale);
       b = __fmul_rn(t.v_values[vc >> (BITS * k) & (SIZE - 1)], v_scale);
-      if (here + k >= e.count) a = b = 0.0f;
+      if (here + k >= count) a = b = 0.0f;
       bad += update(p.x[k], g.x[k], a, b, n);
       u32 x = __float_as_uint(a) & MAGNITUDE, y = __float_as_uint(b) & MAGNITUDE;
       m_top = x > m_top ? x : m_top;
       v_top = y > v_top ? y : v_top;
     }
-    write(e.p, here, e.count, p);
+    write(e.p, here, count, p);
   }
   m_scale = scale_of(largest(m_top, t.tops), mb);
   v_scale = scale_of(largest(v_top, t.tops), vb);
@@ -117,14 +121,14 @@ DEVICE u32 step_codes(const Entry& e, i64 start, const Numbers& n, const Tables&
 #pragma unroll
   for (int group = 0; group < 2; group++) {
     i64 here = at + group * (BLOCK / 2);
-    write_packed(e.m, here, e.count, four_codes(m + 4 * group, m_scale, t.m_words, mb));
-    write_packed(e.v, here, e.count, four_codes(v + 4 * group, v_scale, t.v_words, vb));
+    write_packed(e.m, here, count, four_codes(m + 4 * group, m_scale, t.m_words, mb));
+    write_packed(e.v, here, count, four_codes(v + 4 * group, v_scale, t.v_words, vb));
   }
   return bad;
 }
 
-// Blocks of 256 threads take the chunks in turn. values: float32 [2 SIZE], first of m. words: of m, then of v, each with
-// buckets * signs words. nonfinite: counts the elements of gradients that are NaN or infinite.
+// Blocks of 256 threads take the chunks in turn. values: float32 [2 SIZE], first of m. words: of m, then of v, each
+// with buckets * signs words. nonfinite: counts the elements of gradients that are NaN or infinite.
 KERNEL __launch_bounds__(256) adam(
     const Entries entries, i32 count, i64 chunks, const Numbers n, const Book mb, const Book vb, const float* values,
     const u32* words, u64* nonfinite) {
@@ -143,7 +147,9 @@ KERNEL __launch_bounds__(256) adam(
     while (which + 1 < count && entries.of[which + 1].first <= chunk) which++;
     const Entry& e = entries.of[which];
     i64 start = (chunk - e.first) * CHUNK;
-    bad += e.plain ? step_plainly(e, start, e.count, n) : step_codes(e, start, n, t, mb, vb);
+    if (e.plain) bad += step_plainly(e, start, e.count, n);
+    else if (start + CHUNK <= e.count) bad += step_codes(e, start, Endless(), n, t, mb, vb);
+    else bad += step_codes(e, start, e.count, n, t, mb, vb);
   }
   if (bad) atomicAdd(nonfinite, (u64)bad);
 }

@@ -44,6 +44,14 @@ struct Endless {};
 DEVICE bool operator<=(i64, Endless) { return true; }
 DEVICE bool operator<(i64, Endless) { return true; }
 DEVICE bool operator>=(i64, Endless) { return false; }
+template <class Count>
+struct Is {
+  static constexpr bool endless = false;
+};
+template <>
+struct Is<Endless> {
+  static constexpr bool endless = true;
+};
 
 // Four neighbours; what lies behind the end is zero.
 struct Four {
@@ -99,7 +107,7 @@ DEVICE void write_four(Code* to, i64 at, Count count, u64 codes) {
   }
 }
 
-// The magnitude, as bits, to the code of a format, to nearest even, and back; neither overflows: whoever calls sees to it.
+// The magnitude, as bits, to the code of a format, to nearest even, and back; whoever calls sees that neither overflows.
 template <int Mantissa, int Bias>
 DEVICE u32 nearest_code(u32 bits) {
   if (Bias < 127 && bits < (128u - Bias) << 23) {  // a subnormal: the last place of the sum is its step
@@ -157,8 +165,8 @@ DEVICE u32 read_codes(const u8* from, i64 at, Count count) { return (u32)read_fo
 template <class Count>
 DEVICE void write_codes(u8* to, i64 at, Count count, u32 codes) { write_four(to, at, count, codes); }
 
-// x / divisor as IEEE rounds it, with inverse = fl(1 / divisor) (Markstein): for divisors from 2^-60 to 2^60, x that are
-// 0, infinite, NaN or from 2^-80 to 2^66, and quotients from 2^-100 to 2^126, so that all remainders are exact.
+// x / divisor as IEEE rounds it, with inverse = fl(1 / divisor) (Markstein): for divisors from 2^-60 to 2^60, x that
+// are 0, infinite, NaN or from 2^-80 to 2^66, and quotients from 2^-100 to 2^126, so that all remainders are exact.
 DEVICE float quotient(float x, float divisor, float inverse) {
   float first = __fmul_rn(x, inverse);
   float q = __fmaf_rn(__fmaf_rn(-first, divisor, x), inverse, first);
@@ -166,6 +174,19 @@ DEVICE float quotient(float x, float divisor, float inverse) {
   q = __uint_as_float(__float_as_uint(q) | (__float_as_uint(x) & ~MAGNITUDE));  // of zeros
   return (__float_as_uint(x) & MAGNITUDE) < INFINITE ? q : first;
 }
+
+// 1 / x with a relative error below 2^-20, of which subnormal results and operands are zero.
+#ifdef FMTSIM_HOST
+DEVICE float short_inverse(float x) {
+  return 1.0f / (fabsf(x) < 1.1754944e-38f ? __uint_as_float(__float_as_uint(x) & ~MAGNITUDE) : x) * (1.0f - 0x1p-21f);
+}
+#else
+DEVICE float short_inverse(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+#endif
 
 DEVICE bool is_bad(float g) { return (__float_as_uint(g) & MAGNITUDE) >= INFINITE; }
 

@@ -76,11 +76,10 @@ struct Group {
   float scale, power, centre;
 };
 
-DEVICE float value_of(u32 code) {
-  u32 magnitude = code & 0x7F, sign = (code & 0x80) << 24;
-  if (magnitude == 0x7F) return __uint_as_float(0x7FC00000u);
-  float x = magnitude < 8 ? (float)magnitude * 0.001953125f : __uint_as_float((magnitude + 960) << 20);
-  return __uint_as_float(__float_as_uint(x) | sign);
+// The magnitude of a code.
+DEVICE float size_of(u32 code) {
+  u32 size = code & 0x7F;
+  return __uint_as_float(size < 0x7F ? magnitude_of<3, 7>(size) : 0x7FC00000u);
 }
 
 // E4M3 of a magnitude, to nearest even, saturated.
@@ -97,7 +96,7 @@ struct Tables {
 };
 
 DEVICE void fill(Tables& t) {
-  for (u32 i = threadIdx.x; i < 128; i += 256) t.logarithms[i] = ln_of(i ? (i < 127 ? (double)value_of(i) : 1.0) : 1.0);
+  for (u32 i = threadIdx.x; i < 128; i += 256) t.logarithms[i] = ln_of(i % 127 ? (double)size_of(i) : 1.0);
   for (u32 i = threadIdx.x; i < ROOTS; i += 256) t.roots[i] = exp_of(i * (0.6931471805599453 / ROOTS));
 }
 
@@ -129,16 +128,15 @@ __device__ __noinline__ float factor_of(float z, float power) {
 // powers of 1/16 and more make 2^-42 of the result. `low` is what lies behind float32's last place; within 2^-40 of the
 // middle nothing is decided.
 DEVICE float decoded(u32 code, const Group& group, const Decoder& d, const Tables& t) {
-  float q = value_of(code), z = __fmul_rn(fabsf(q), group.scale), size = 0.0f;
-  if (z != 0.0f) {
-    float rest = __fmaf_rn(fabsf(q), group.scale, -z);
-    double x = (t.logarithms[code & 0x7F] + d.logarithm - (double)__fmul_rn(rest, __frcp_rn(z))) * d.inverse;
-    double y = short_exp(x, t);
-    u32 low = (u32)__double_as_longlong(y) & 0x1FFFFFFFu;
-    bool sure = z > 1e-30f && z < 1e30f && fabs(x) < 80.0 && low - 0x0FFFE000u > 0x4000u;
-    size = __fmul_rn(sure ? __double2float_rn(y) : factor_of(z, group.power), group.centre);
-  }
-  return __uint_as_float((__float_as_uint(size) & MAGNITUDE) | (__float_as_uint(q) & ~MAGNITUDE));
+  float q = size_of(code), z = __fmul_rn(q, group.scale), rest = __fmaf_rn(q, group.scale, -z);
+  double x = (t.logarithms[code & 0x7F] + d.logarithm - (double)__fmul_rn(rest, short_inverse(z))) * d.inverse;
+  double y = short_exp(x, t);
+  u32 low = (u32)__double_as_longlong(y) & 0x1FFFFFFFu;
+  bool sure = z > 1e-30f && z < 1e30f && fabs(x) < 80.0 && low - 0x0FFFE000u > 0x4000u;
+  float factor = __double2float_rn(y);
+  if (!sure && z != 0.0f) factor = factor_of(z, group.power);
+  float size = z != 0.0f ? __fmul_rn(factor, group.centre) : 0.0f;
+  return __uint_as_float((__float_as_uint(size) & MAGNITUDE) | (code & 0x80) << 24);
 }
 
 // log2 x and 2^x of float32, with errors of 2^-22 (PTX: the first absolute from 0.5 to 2, else relative).
@@ -169,23 +167,36 @@ DEVICE Coder coder_of(const Group& group, double ln_centre) {
   float step = short_log2(group.scale);
   bool quick = group.power > 0.0f && group.power <= 16.0f && fabsf(step) < 40.0f;
   quick = quick && group.centre > 1e-30f && group.centre < 1e30f;
-  return Coder{ln_centre, group.scale, group.power, __frcp_rn(group.centre), step, quick};
+  return Coder{ln_centre, group.scale, group.power, short_inverse(group.centre), step, quick};
 }
 
 __device__ __noinline__ u32 code_by_definition(float magnitude, float power, double ln_centre, float scale) {
   return code_of(__fdiv_rn(raised(magnitude, power, ln_centre), scale));
 }
 
+// Codes of two magnitudes, side by side; no NaN.
+DEVICE u32 codes_of(float low, float high) {
+#if !defined(FMTSIM_HOST) && __CUDA_ARCH__ >= 890
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  return code_of(low) | code_of(high) << 8;
+#endif
+}
+
 // The code of a number. With powers up to 16, the short way's y is off by less than 2^-16 of itself wherever it is not
 // far below the smallest code: if y less 2^-15 and y plus 2^-15 have one code, that is the number's.
 DEVICE u32 encoded(float x, const Coder& c) {
   u32 bits = __float_as_uint(x) & MAGNITUDE, sign = __float_as_uint(x) >> 24 & 0x80;
-  if (bits == 0) return sign;
   float u = __uint_as_float(bits) * c.inverse, y = short_exp2(__fmaf_rn(c.power, short_log2(u), -c.step));
-  u32 code = code_of(y * 0.999969482421875f);
-  bool sure = c.quick && u > 1e-30f && u < 1e30f && code == code_of(y * 1.000030517578125f);
-  if (!sure) code = code_by_definition(__uint_as_float(bits), c.power, c.ln_centre, c.scale);
-  return code == 0x7F ? code : sign | code;
+  u32 pair = codes_of(y * 0.999969482421875f, y * 1.000030517578125f), code = bits ? pair & 0x7F : 0;
+  bool sure = c.quick && u > 1e-30f && u < 1e30f && (pair & 0x7F) == pair >> 8;
+  if (!sure && bits) {
+    code = code_by_definition(__uint_as_float(bits), c.power, c.ln_centre, c.scale);
+    sign = code == 0x7F ? 0 : sign;
+  }
+  return sign | code;
 }
 
 // The largest number of a group, or the smallest that is not zero, as bits.
@@ -245,10 +256,11 @@ DEVICE u32 encode(const float (&x)[4], const Group& own, double ln_centre, u32 l
 
 // Two groups of a parameter, side by side; all lanes of a warp come here together. A lane works out scales for the state
 // that three bits of its number name: the group, whether it is v, and which extreme it brings.
-DEVICE u32 step_groups(const Entry& e, i64 first, const Numbers& n, const Tables& t) {
+template <class Count>
+DEVICE u32 step_groups(const Entry& e, i64 first, Count count, const Numbers& n, const Tables& t) {
   u32 lane = threadIdx.x % 32, bad = 0;
   i64 place = first / GROUP + (lane >> 2 & 1);
-  bool is_v = lane & 2, present = place * GROUP < e.count;
+  bool is_v = lane & 2, present = place * GROUP < count;
   float* scales = is_v ? e.v_scales : e.m_scales;
   float* powers = is_v ? e.v_powers : e.m_powers;
   float* centres = is_v ? e.v_centres : e.m_centres;
@@ -260,16 +272,16 @@ DEVICE u32 step_groups(const Entry& e, i64 first, const Numbers& n, const Tables
 #pragma unroll
   for (u32 group = 0; group < 2; group++) {
     i64 at = first + group * GROUP + lane * 4;
-    Four p = read(e.p, at, e.count), g = read(e.g, at, e.count);
-    u32 mc = read_codes((const u8*)e.m, at, e.count), vc = read_codes((const u8*)e.v, at, e.count);
+    Four p = read(e.p, at, count), g = read(e.g, at, count);
+    u32 mc = read_codes((const u8*)e.m, at, count), vc = read_codes((const u8*)e.v, at, count);
     decode(m[group], mc, own, prepared, 4 * group, t);
     decode(v[group], vc, own, prepared, 4 * group + 2, t);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
       bad += update(p.x[k], g.x[k], m[group][k], v[group][k], n);
-      if (at + k >= e.count) m[group][k] = v[group][k] = 0.0f;
+      if (at + k >= count) m[group][k] = v[group][k] = 0.0f;
     }
-    write(e.p, at, e.count, p);
+    write(e.p, at, count, p);
     u32 m_top = top_of(m[group]), m_low = low_of(m[group]), v_top = top_of(v[group]), v_low = low_of(v[group]);
     u32 mine = is_v ? (lane & 1 ? v_low : v_top) : lane & 1 ? m_low : m_top;
     extreme = (lane >> 2 & 1) == group ? mine : extreme;
@@ -279,10 +291,12 @@ DEVICE u32 step_groups(const Entry& e, i64 first, const Numbers& n, const Tables
 #pragma unroll
   for (u32 group = 0; group < 2; group++) {
     i64 at = first + group * GROUP + lane * 4;
-    write_codes((u8*)e.m, at, e.count, encode(m[group], own, ln_centre, 4 * group));
-    write_codes((u8*)e.v, at, e.count, encode(v[group], own, ln_centre, 4 * group + 2));
+    write_codes((u8*)e.m, at, count, encode(m[group], own, ln_centre, 4 * group));
+    write_codes((u8*)e.v, at, count, encode(v[group], own, ln_centre, 4 * group + 2));
   }
-  if (present && lane < 8 && !(lane & 1)) scales[place] = own.scale, powers[place] = own.power, centres[place] = own.centre;
+  if (present && lane < 8 && !(lane & 1)) {
+    scales[place] = own.scale, powers[place] = own.power, centres[place] = own.centre;
+  }
   return bad;
 }
 
@@ -303,7 +317,8 @@ KERNEL __launch_bounds__(256) adam(
       continue;
     }
     i64 first = start + threadIdx.x / 32 * (2 * GROUP);  // a block's eight warps take a chunk's sixteen groups
-    if (first < e.count) bad += step_groups(e, first, n, tables);
+    if (start + CHUNK <= e.count) bad += step_groups(e, first, Endless(), n, tables);
+    else if (first < e.count) bad += step_groups(e, first, e.count, n, tables);
   }
   if (bad) atomicAdd(nonfinite, (u64)bad);
 }

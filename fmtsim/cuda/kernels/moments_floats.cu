@@ -20,6 +20,7 @@ typedef Slot<WEIGHTS> W;
 
 struct Scales {
   Scale m, v, w;
+  DEVICE bool narrow() const { return m.narrow && v.narrow && w.narrow; }
 };
 
 // Eight elements of a thread: two runs of four neighbours, half a span apart.
@@ -114,9 +115,8 @@ DEVICE Scale renewed(float* scales, i64 block, bool present, float old, u32 top,
   return S::used(scale);
 }
 
-// A chunk of a parameter; all threads of a block come here together.
 template <class Count>
-DEVICE u32 step(const Entry& e, i64 start, Count count, const Numbers& n, const Draw& draw, u32* shared) {
+DEVICE u32 step_part(const Entry& e, i64 start, Count count, const Numbers& n, const Draw& draw, u32* shared) {
   i64 place = start + threadIdx.x / (SPAN / 8) * SPAN, block = place / SPAN;
   bool present = place < count;
   i64 at = place + threadIdx.x % (SPAN / 8) * 4;
@@ -131,6 +131,12 @@ DEVICE u32 step(const Entry& e, i64 start, Count count, const Numbers& n, const 
   s.w = renewed<W>(e.w_scale, block, present, w, tops.w, shared);
   written(e, at, count, s, x, draw);
   return bad;
+}
+
+// A chunk of a parameter; all threads of a block come here together.
+DEVICE u32 step(const Entry& e, i64 start, const Numbers& n, const Draw& draw, u32* shared) {
+  if (start + CHUNK <= e.count) return step_part(e, start, Endless(), n, draw, shared);
+  return step_part(e, start, e.count, n, draw, shared);
 }
 
 #else
@@ -151,24 +157,22 @@ DEVICE void flush(u32* found, Tops& tops) {
   tops = Tops{};
 }
 
-DEVICE float old_scale(const float* scales, bool scaled) { return scaled ? *scales : 1.0f; }
-
-// The scales of a parameter until now, and their numbers.
 DEVICE Scales prepared(float m, float v, float w) { return Scales{M::prepared(m), V::prepared(v), W::prepared(w)}; }
 
-// Approximations with relative errors below 2^-20, of which subnormal results and operands are zero.
+// The scales of a parameter until now, which one thread writes down.
+DEVICE Scales old_scales(const Entry& e, u32* to) {
+  float m = M::scaled ? *e.m_scales : 1.0f, v = V::scaled ? *e.v_scales : 1.0f, w = W::scaled ? *e.w_scale : 1.0f;
+  if (to) to[0] = __float_as_uint(m), to[1] = __float_as_uint(v), to[2] = __float_as_uint(w);
+  return prepared(m, v, w);
+}
+
+// The root, as short_inverse() has the inverse.
 #ifdef FMTSIM_HOST
 DEVICE float short_root(float x) { return sqrtf(x < 1.1754944e-38f ? 0.0f : x) * (1.0f + 0x1p-21f); }
-DEVICE float short_inverse(float x) { return 1.0f / (x < 1.1754944e-38f ? 0.0f : x) * (1.0f - 0x1p-21f); }
 #else
 DEVICE float short_root(float x) {
   float y;
   asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-DEVICE float short_inverse(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 #endif
@@ -211,7 +215,7 @@ DEVICE void measure(const Entry& e, i64 at, Count count, const Scales& s, const 
 }
 
 // Blocks of 256 threads take the chunks in turn. found: u32 [count][FOUND], zeros.
-KERNEL __launch_bounds__(256) tops(
+KERNEL __launch_bounds__(256, 4) tops(
     const Entries entries, i32 count, i64 chunks, const Numbers n, u32* found) {
   i32 which = -1;
   Tops tops = {};
@@ -221,19 +225,13 @@ KERNEL __launch_bounds__(256) tops(
     which = which < 0 ? 0 : which;
     while (which + 1 < count && entries.of[which + 1].first <= chunk) which++;
     const Entry& e = entries.of[which];
-    if (e.plain) continue;
     if (which != before) {
       if (before >= 0) flush(found + before * FOUND, tops);
-      float m = old_scale(e.m_scales, M::scaled), v = old_scale(e.v_scales, V::scaled);
-      float w = old_scale(e.w_scale, W::scaled);
-      s = prepared(m, v, w);
-      if (chunk == e.first && threadIdx.x == 0) {
-        u32* to = found + which * FOUND + 3;
-        to[0] = __float_as_uint(m), to[1] = __float_as_uint(v), to[2] = __float_as_uint(w);
-      }
+      if (!e.plain) s = old_scales(e, chunk == e.first && threadIdx.x == 0 ? found + which * FOUND + 3 : nullptr);
     }
+    if (e.plain) continue;
     i64 start = (chunk - e.first) * CHUNK, at = start + threadIdx.x * 4;
-    if (start + CHUNK <= e.count) measure(e, at, Endless(), s, n, tops);
+    if (start + CHUNK <= e.count && s.narrow()) measure(e, at, Endless(), s, n, tops);
     else measure(e, at, e.count, s, n, tops);
   }
   if (which >= 0) flush(found + which * FOUND, tops);
@@ -251,29 +249,34 @@ DEVICE void keep(const Entry& e, const u32* found) {
   if (W::scaled) *e.w_scale = W::next(found[2], __uint_as_float(found[5]));
 }
 
-// A chunk of a parameter.
 template <class Count>
-DEVICE u32 step(const Entry& e, i64 start, Count count, const Numbers& n, const Draw& draw, const u32* found) {
-  constexpr bool scaled = M::scaled || V::scaled || W::scaled;
-  Scales old = {}, now = {};
-  if (scaled) {
+DEVICE u32 step_part(
+    const Entry& e, i64 at, Count count, const Scales& old, const Scales& now, const Numbers& n, const Draw& draw) {
+  Eight x;
+  Tops none = {};
+  u32 bad = updated(e, at, count, old, n, x, none);
+  written(e, at, count, now, x, draw);
+  return bad;
+}
+
+// A chunk of a parameter. Which scales there are is the same for all its threads.
+DEVICE u32 step(const Entry& e, i64 start, const Numbers& n, const Draw& draw, const u32* found) {
+  Scales old = prepared(1.0f, 1.0f, 1.0f), now = old;
+  if (M::scaled || V::scaled || W::scaled) {
     old = prepared(__uint_as_float(found[3]), __uint_as_float(found[4]), __uint_as_float(found[5]));
     now = renewed(found);
     if (start == 0 && threadIdx.x == 0) keep(e, found);
   }
-  Eight x;
-  Tops none = {};
   i64 at = start + threadIdx.x * 4;
-  u32 bad = updated(e, at, count, old, n, x, none);
-  written(e, at, count, now, x, draw);
-  return bad;
+  if (start + CHUNK <= e.count && old.narrow() && now.narrow()) return step_part(e, at, Endless(), old, now, n, draw);
+  return step_part(e, at, e.count, old, now, n, draw);
 }
 
 #endif
 
 // Blocks of 256 threads take the chunks in turn. found: of blocks nothing; u32 [count][FOUND], from `tops`, where scales
 // are of tensors. nonfinite: counts the elements of gradients that are NaN or infinite.
-KERNEL __launch_bounds__(256) adam(
+KERNEL __launch_bounds__(256, W::random ? 3 : 4) adam(
     const Entries entries, i32 count, i64 chunks, const Numbers n, const Draw draw, u32* found, u64* nonfinite) {
 #if WARPS > 1
   __shared__ u32 shared[8];
@@ -292,9 +295,7 @@ KERNEL __launch_bounds__(256) adam(
 #else
     const u32* more = found + which * FOUND;
 #endif
-    if (e.plain) bad += step_plainly(e, start, e.count, n);
-    else if (start + CHUNK <= e.count) bad += step(e, start, Endless(), n, words, more);
-    else bad += step(e, start, e.count, n, words, more);
+    bad += e.plain ? step_plainly(e, start, e.count, n) : step(e, start, n, words, more);
   }
   if (bad) atomicAdd(nonfinite, (u64)bad);
 }

@@ -4,7 +4,8 @@
 // Parameters of Slot, a macro's value for each state: BITS of a code, 16 or 8; 32: float32 numbers; 0: there is none.
 // MANTISSA, BIAS: of the format. FINITE: the code of its largest value. INFINITIES: the next code is Inf. NOT: the code
 // of NaN. RULE: of the scales. LEAST: bits of what amax is raised to. RANDOM: bits of stochastic rounding, of a format
-// with float32's exponents; 0 rounds to nearest even.
+// with float32's exponents; 0 rounds to nearest even. BLOCK as moments_floats.cu has it; where it is 0, scales are narrow
+// if the count of elements is Endless.
 #pragma once
 #include "moments.cuh"
 #include "philox.cuh"
@@ -18,7 +19,7 @@
 // A scale with what multiplies or divides numbers and values; worked out once for many of them.
 struct Scale {
   float scale, inverse;
-  bool narrow;  // quotient() takes the scale
+  bool narrow;  // nothing is divided by it, or quotient() takes it
 };
 
 // float16 by the card's own instructions. half_code: what is too large becomes the largest number, NaN that code.
@@ -76,10 +77,11 @@ struct Slot {
 
   // Prepare a scale for decoding (RECIPROCAL and POWER divide by it) or encoding (INVERSE does).
   static DEVICE Scale prepared(float scale) {
-    if (!scaled) return Scale{1.0f, 1.0f, false};
-    if (RULE == RULE_AMAX) return Scale{scale, scale, false};
+    if (!scaled) return Scale{1.0f, 1.0f, true};
+    if (RULE == RULE_AMAX) return Scale{scale, scale, true};
     u32 size = __float_as_uint(scale);
-    return Scale{scale, __fdiv_rn(1.0f, scale), BIAS < 32 && size >= 0x21800000u && size <= 0x5D800000u};
+    bool within = BIAS < 32 && size >= 0x21800000u && size <= 0x5D800000u;  // 2^-60 to 2^60
+    return Scale{scale, __fdiv_rn(1.0f, scale), RULE != RULE_RECIPROCAL || within};
   }
 
   // prepared() of a new scale, by which numbers are about to be encoded.
@@ -88,17 +90,16 @@ struct Slot {
     return prepared(zero ? 1.0f : scale);
   }
 
-  // Four values decoded in place.
+  // Four values decoded in place. Certain: the scale is known to be narrow.
+  template <bool Certain>
   static DEVICE void decode(Four& q, const Scale& s) {
     if (RULE == RULE_NONE) return;
-    bool slow = RULE == RULE_RECIPROCAL && !s.narrow;
 #pragma unroll
-    for (int k = 0; k < 4 && !slow; k++) {
-      if (RULE == RULE_RECIPROCAL) q.x[k] = quotient(q.x[k], s.scale, s.inverse);
-      else q.x[k] = __fmul_rn(q.x[k], RULE == RULE_POWER ? s.inverse : s.scale);
+    for (int k = 0; k < 4; k++) {
+      if (RULE != RULE_RECIPROCAL) q.x[k] = __fmul_rn(q.x[k], RULE == RULE_POWER ? s.inverse : s.scale);
+      else if (Certain) q.x[k] = quotient(q.x[k], s.scale, s.inverse);
+      else q.x[k] = divided(q.x[k], s.scale);
     }
-#pragma unroll
-    for (int k = 0; k < 4 && slow; k++) q.x[k] = divided(q.x[k], s.scale);
   }
 
   static DEVICE float to_encode(float x, const Scale& s) {
@@ -128,7 +129,7 @@ struct Slot {
       Four four;
 #pragma unroll
       for (int k = 0; k < 4; k++) four.x[k] = value((u32)(codes >> (BITS * k)) & (2 * SIGN - 1));
-      decode(four, s);
+      decode<!BLOCK && Is<Count>::endless>(four, s);
       return four;
     }
   }
@@ -145,7 +146,7 @@ struct Slot {
         codes |= (u64)c << (BITS * k);
         x.x[k] = value(c);
       }
-      decode(x, s);
+      decode<!BLOCK && Is<Count>::endless>(x, s);
       if (BITS == 16) write_four((u16*)to, at, count, codes);
       else write_four((u8*)to, at, count, codes);
     }
