@@ -137,19 +137,22 @@ DEVICE void add_group(float (&total)[SUMS], float (&sums)[SUMS], const float* sc
   }
 }
 
-DEVICE void store_pair(void* out, i64 index, float left, float right) {
 #if OUTPUT == 1
-  ((u32*)out)[index / 2] = bfloat_pair(left, right);
+typedef u16 Output;
+DEVICE void store_pair(Output* to, float left, float right) { *(u32*)to = bfloat_pair(left, right); }
 #else
-  ((Words2*)out)[index / 2] = {__float_as_uint(left), __float_as_uint(right)};
-#endif
+typedef float Output;
+DEVICE void store_pair(Output* to, float left, float right) {
+  *(Words2*)to = {__float_as_uint(left), __float_as_uint(right)};
 }
+#endif
 
 template <bool Whole>
 DEVICE void store_tile(void* out, const float (&total)[SUMS], const float* bias, const Place& at, const Factor& a,
                        const Factor& b) {
   const i32 row = at.row + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = at.column + threadIdx.x % 4 * 2;
-  const i64 upper = ((i64)at.part * a.rows + row) * b.rows + column, lower = upper + 8 * (i64)b.rows;
+  Output* upper = (Output*)out + ((i64)at.part * a.rows + row) * b.rows + column;
+  Output* lower = upper + 8 * (i64)b.rows;
 #pragma unroll
   for (i32 j = 0; j < COLUMNS / 8; ++j) {
     if (!Whole && column + 8 * j >= b.rows) continue;
@@ -158,8 +161,8 @@ DEVICE void store_tile(void* out, const float (&total)[SUMS], const float* bias,
 #pragma unroll
       for (i32 i = 0; i < 4; ++i) t[i] = __fadd_rn(t[i], bias[column + 8 * j + i % 2]);
     }
-    if (Whole || row < a.rows) store_pair(out, upper + 8 * j, t[0], t[1]);
-    if (Whole || row + 8 < a.rows) store_pair(out, lower + 8 * j, t[2], t[3]);
+    if (Whole || row < a.rows) store_pair(upper + 8 * j, t[0], t[1]);
+    if (Whole || row + 8 < a.rows) store_pair(lower + 8 * j, t[2], t[3]);
   }
 }
 
@@ -246,6 +249,6 @@ KERNEL __launch_bounds__(256) add_parts(const Words4* sums, const float* bias, v
 #pragma unroll
     for (i32 i = 0; i < 4; ++i) total[i] = __fadd_rn(total[i], bias[i]);
   }
-  store_pair(out, at * 4, total[0], total[1]);
-  store_pair(out, at * 4 + 2, total[2], total[3]);
+  store_pair((Output*)out + at * 4, total[0], total[1]);
+  store_pair((Output*)out + at * 4 + 2, total[2], total[3]);
 }
