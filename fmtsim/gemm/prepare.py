@@ -57,19 +57,22 @@ def prepare(
     made = prepare_on_card(x, quantizer, draws, delayed, folded, factor) if on_card(x) else None
     if made is not None:
         return made
-    made = _prepared(x if factor is None else x.float() * factor, quantizer, draws, delayed)
+    made = _prepared(x if factor is None else x.float() * factor, quantizer, draws, delayed, folded)
     return settled(made, folded) if on_card(x) else made
 
 
-def _prepared(x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedScale | FrozenScale | None) -> Operand:
+def _prepared(
+    x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedScale | FrozenScale | None, folded: bool
+) -> Operand:
     rest = None
     for transform in quantizer.transforms:
         x, cut = transformed(x, transform, draws.signs)
         rest = cut if cut is not None else rest
     if quantizer.then is None:
         return _cast(x, quantizer, draws, delayed)._replace(rest=rest)
-    made = prepare(x, _first(quantizer), draws, delayed)
-    again = prepare(made.values(torch.float32), quantizer.then, draws)
+    made = prepare(x, _first(quantizer), draws, delayed, folded=folded)
+    bare = made.scale is made.tensor is None and made.elements.dtype == torch.bfloat16  # values already
+    again = prepare(made.elements if bare else made.values(torch.float32), quantizer.then, draws, folded=folded)
     return again._replace(quantizer=quantizer, slope=made.slope, rest=rest)
 
 

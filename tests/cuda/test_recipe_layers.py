@@ -156,8 +156,8 @@ def test_kernels_cast_twice(on_card, monkeypatch):
     x = normal(128, 256, seed=5)
     calls, real = [], scaled.cast_scaled
     monkeypatch.setattr(scaled, "cast_scaled", lambda *given: calls.append(given) or real(*given))
-    made = prepare(x.to(on_card).mT, quantizer, Draws())
-    assert len(calls) == 2
+    made = prepare(x.to(on_card).mT, quantizer, Draws(), folded=True)
+    assert len(calls) == 2 and made.scale is None and calls[1][0].dtype == torch.bfloat16
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fmtsim.gemm.prepare.on_card", lambda t: False)
         wanted = prepare(x.mT, quantizer, Draws())

@@ -3,8 +3,7 @@
 // float32 sum of a group's products of bfloat16 elements, each step one rounding to nearest.
 //
 // A block of threads takes tiles of 128 x COLUMNS one after another. A stage holds 64 places of the sum, and the last of a
-// group its scales. Four warps copy stages, as many ahead as there is room for, across the ends of tiles; they fill a
-// stage LATE turns before they say so. Two groups of four warps multiply, each 64 rows, at their own pace: while one
+// group its scales. Four warps copy stages, as many ahead as there is room for, across the ends of tiles. Two groups of four warps multiply, each 64 rows, at their own pace: while one
 // scales the sums of a group, the tensor core works for the other.
 //
 // Macros: TURNED_A, TURNED_B (1: the operand lies with its rows next to each other, not the places of the sum), GROUP
@@ -19,7 +18,6 @@
 #define ROWS 128
 #define DEPTH 64
 #define STEPS (GROUP / DEPTH)
-#define LATE (STAGES - 3)
 #define SUMS (COLUMNS / 2)
 
 struct alignas(1024) Stage {
@@ -92,34 +90,24 @@ DEVICE void copy_scales(float* to, const Factor& a, const Factor& b, const Place
   }
 }
 
-DEVICE void say_filled(Memory& m, i32 slot) {
-  publish_shared();
-  arrive(&m.filled[slot]);
-}
-
 DEVICE void copy_stages(Memory& m, const Factor& a, const Factor& b, const Task& t) {
   const i32 units = units_of(a, b, t);
-  i32 slot = 0, count = 0;
+  i32 slot = 0;
   u32 phase = 1;
   for (i32 unit = blockIdx.x; unit < units; unit += gridDim.x) {
     Place at;
     at.start(unit, a, b, t);
     for (i32 i = 0; i < at.stages; ++i) {
       const i32 stage = at.part * at.stages + i;
+      Stage& to = m.stages[slot];
       wait_phase(&m.freed[slot], phase);
-      copy_panel<TURNED_A, ROWS>(m.stages[slot].a, a, at.row, stage * DEPTH, t.depth);
-      copy_panel<TURNED_B, COLUMNS>(m.stages[slot].b, b, at.column, stage * DEPTH, t.depth);
-      if (i % STEPS == STEPS - 1) copy_scales(m.stages[slot].scales, a, b, at, stage / STEPS, t.depth);
-      commit_copies();
-      if (++count > LATE) {
-        wait_copies<LATE>();
-        say_filled(m, slot < LATE ? slot - LATE + STAGES : slot - LATE);
-      }
+      copy_panel<TURNED_A, ROWS>(to.a, a, at.row, stage * DEPTH, t.depth);
+      copy_panel<TURNED_B, COLUMNS>(to.b, b, at.column, stage * DEPTH, t.depth);
+      if (i % STEPS == STEPS - 1) copy_scales(to.scales, a, b, at, stage / STEPS, t.depth);
+      arrive_behind_copies(&m.filled[slot]);
       if (++slot == STAGES) slot = 0, phase ^= 1;
     }
   }
-  wait_copies<0>();
-  for (i32 i = min(count, LATE); i > 0; --i) say_filled(m, slot < i ? slot - i + STAGES : slot - i);
 }
 
 DEVICE bool is_moderate(float scale) { return scale > 0x1p-100f && scale < 0x1p100f; }
@@ -149,33 +137,32 @@ DEVICE void add_group(float (&total)[SUMS], float (&sums)[SUMS], const float* sc
   }
 }
 
-DEVICE u32 rounded(float value) {
-  const u32 code = __float_as_uint(value);
-  return value == value ? (code + 0x7FFF + (code >> 16 & 1)) >> 16 : 0x7FC0;
-}
-
-DEVICE void store_pair(void* out, i64 index, float left, float right) {
 #if OUTPUT == 1
-  ((u32*)out)[index / 2] = rounded(left) | rounded(right) << 16;
+typedef u16 Output;
+DEVICE void store_pair(Output* to, float left, float right) { *(u32*)to = bfloat_pair(left, right); }
 #else
-  ((Words2*)out)[index / 2] = {__float_as_uint(left), __float_as_uint(right)};
-#endif
+typedef float Output;
+DEVICE void store_pair(Output* to, float left, float right) {
+  *(Words2*)to = {__float_as_uint(left), __float_as_uint(right)};
 }
+#endif
 
+template <bool Whole>
 DEVICE void store_tile(void* out, const float (&total)[SUMS], const float* bias, const Place& at, const Factor& a,
                        const Factor& b) {
   const i32 row = at.row + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = at.column + threadIdx.x % 4 * 2;
-  const i64 index = ((i64)at.part * a.rows + row) * b.rows + column;
+  Output* upper = (Output*)out + ((i64)at.part * a.rows + row) * b.rows + column;
+  Output* lower = upper + 8 * (i64)b.rows;
 #pragma unroll
   for (i32 j = 0; j < COLUMNS / 8; ++j) {
-    if (column + 8 * j >= b.rows) continue;
+    if (!Whole && column + 8 * j >= b.rows) continue;
     float t[4] = {total[4 * j], total[4 * j + 1], total[4 * j + 2], total[4 * j + 3]};
     if (bias != nullptr) {
 #pragma unroll
       for (i32 i = 0; i < 4; ++i) t[i] = __fadd_rn(t[i], bias[column + 8 * j + i % 2]);
     }
-    if (row < a.rows) store_pair(out, index + 8 * j, t[0], t[1]);
-    if (row + 8 < a.rows) store_pair(out, index + 8 * b.rows + 8 * j, t[2], t[3]);
+    if (Whole || row < a.rows) store_pair(upper + 8 * j, t[0], t[1]);
+    if (Whole || row + 8 < a.rows) store_pair(lower + 8 * j, t[2], t[3]);
   }
 }
 
@@ -201,6 +188,7 @@ DEVICE void multiply_stages(Memory& m, const Factor& a, const Factor& b, const T
 #pragma unroll
       for (i32 step = 0; step < STEPS; ++step) {
         wait_phase(&m.filled[slot], phase);
+        see_shared();
         const Stage& stage = m.stages[slot];
         const u32 panel_a = shared_place(stage.a), panel_b = shared_place(stage.b);
         begin_products();
@@ -220,7 +208,8 @@ DEVICE void multiply_stages(Memory& m, const Factor& a, const Factor& b, const T
       add_group(total, sums, m.stages[last].scales);
       free_stage(m, last);
     }
-    store_tile(out, total, bias, at, a, b);
+    if (at.row + ROWS <= a.rows && at.column + COLUMNS <= b.rows) store_tile<true>(out, total, bias, at, a, b);
+    else store_tile<false>(out, total, bias, at, a, b);
   }
 }
 
@@ -260,6 +249,6 @@ KERNEL __launch_bounds__(256) add_parts(const Words4* sums, const float* bias, v
 #pragma unroll
     for (i32 i = 0; i < 4; ++i) total[i] = __fadd_rn(total[i], bias[i]);
   }
-  store_pair(out, at * 4, total[0], total[1]);
-  store_pair(out, at * 4 + 2, total[2], total[3]);
+  store_pair((Output*)out + at * 4, total[0], total[1]);
+  store_pair((Output*)out + at * 4 + 2, total[2], total[3]);
 }

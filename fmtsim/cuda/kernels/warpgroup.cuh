@@ -24,8 +24,8 @@ DEVICE void copy4_or_zeros(void* shared, const void* global, bool there) {
                "r"(there ? 4 : 0) : "memory");
 }
 
-// What this thread wrote to shared memory, copies that landed included, is for products to see.
-DEVICE void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// What was written to shared memory, as far as this thread may read it, is for its products to see.
+DEVICE void see_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // A barrier in shared memory: its phase, 0 at first, changes whenever `count` threads have arrived.
 DEVICE void start_barrier(u64* barrier, u32 count) {
@@ -33,6 +33,10 @@ DEVICE void start_barrier(u64* barrier, u32 count) {
 }
 DEVICE void arrive(u64* barrier) {
   asm volatile("{.reg .b64 t; mbarrier.arrive.shared::cta.b64 t, [%0];}" ::"r"(shared_place(barrier)) : "memory");
+}
+// Arrives when all copies that this thread has begun have landed.
+DEVICE void arrive_behind_copies(u64* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_place(barrier)) : "memory");
 }
 // Waits for the end of a phase; that before the first counts as ended.
 DEVICE void wait_phase(u64* barrier, u32 phase) {
@@ -46,6 +50,13 @@ template <int N>
 DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N>
 DEVICE void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+
+// Two float32 as bfloat16, to nearest even, the first in the low half; NaN is 0x7FFF.
+DEVICE u32 bfloat_pair(float low, float high) {
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
 
 // Before products that read registers which other instructions wrote; after those of one commit; wait for all but N.
 DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -42,7 +42,10 @@ inline void copy_or_zeros(void* shared, const void* global, bool there, unsigned
 }
 inline void copy16_or_zeros(void* shared, const void* global, bool there) { copy_or_zeros(shared, global, there, 16); }
 inline void copy4_or_zeros(void* shared, const void* global, bool there) { copy_or_zeros(shared, global, there, 4); }
-inline void publish_shared() {}
+inline void see_shared() {}
+inline unsigned bfloat_pair(float low, float high) {
+  return host::short_code<7>(low) | host::short_code<7>(high) << 16;
+}
 inline void begin_products() {}
 inline void commit_products() { ++host::current->open_products; }
 template <int N>
@@ -71,6 +74,11 @@ inline void start_barrier(unsigned long long* barrier, unsigned count) { *barrie
 inline void arrive(unsigned long long* barrier) {
   unsigned long long count = *barrier >> 16 & 0xffff;
   if ((--*barrier & 0xffff) == 0) *barrier = (*barrier ^ 1ull << 32) | count;
+}
+inline void arrive_behind_copies(unsigned long long* barrier) {
+  commit_copies();
+  wait_copies<0>();
+  arrive(barrier);
 }
 inline void wait_phase(unsigned long long* barrier, unsigned phase) {
   for (unsigned turn = 0; (*(volatile unsigned long long*)barrier >> 32 & 1) == phase; ++turn) {
