@@ -13,6 +13,7 @@ from fmtsim.scaling.scale import History
 from fmtsim.scaling.transform import Hadamard
 
 RangeRule = Literal["absmax", "percentile", "mse"]
+Groups = Literal["static", "dynamic", "lazy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,17 +103,26 @@ class Gptq:
     Args:
         damping: Share of the mean of the Hessian's diagonal that is added to it.
         act_order: Take the columns of the largest inputs first.
+        groups: When the scales of a group of columns are made: ``"static"`` before the first column, of the original
+            weight; ``"dynamic"`` when the group is reached, of the weight as the errors so far have changed it, which
+            is what the paper describes; ``"lazy"`` then, too, but without the errors of the block of 128 columns that
+            is being worked on, which is what the authors' code does. Under ``act_order`` the last two group columns in
+            the order they are taken, so that storage needs each column's group, too.
     """
 
     damping: float = 0.01
     act_order: bool = False
+    groups: Groups = "static"
 
     def __post_init__(self) -> None:
+        if self.groups not in get_args(Groups):
+            raise ArgumentError(f"Gptq groups={self.groups!r} is unknown; choose one of {', '.join(get_args(Groups))}")
         if not (isinstance(self.damping, int | float) and self.damping >= 0):
             raise ArgumentError(f"Gptq damping={self.damping!r} is not allowed; choose a number from 0")
 
     def __str__(self) -> str:
-        return f"GPTQ damping {self.damping:g}" + (", act-order" if self.act_order else "")
+        order = ", act-order" if self.act_order else ""
+        return f"GPTQ damping {self.damping:g}{order}" + (f", {self.groups} groups" if self.groups != "static" else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
