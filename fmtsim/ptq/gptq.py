@@ -10,7 +10,7 @@ from fmtsim.ptq.spec import Gptq
 BLOCK = 128  # columns whose errors reach the rest of the weight in one product
 
 
-def gptq(w: Tensor, hessian: Tensor, grid: Grid, settings: Gptq = Gptq()) -> Tensor:
+def gptq(w: Tensor, hessian: Tensor, grid: Grid, settings: Gptq) -> Tensor:
     """Round a weight so that the squared error of ``x w^T`` stays small.
 
     With H = hessian + damping * mean(diag) * I, the columns in the order given, and U the upper Cholesky factor of

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fmtsim.ptq.gptq import output_error
+from fmtsim.ptq.gptq import BLOCK, output_error
 from fmtsim.ptq.grid import Grid
 from fmtsim.ptq.spec import LearnedRounding
 
@@ -32,26 +32,8 @@ def learned_rounding(w: Tensor, hessian: Tensor, grid: Grid, settings: LearnedRo
     w, h = w.double(), hessian.double()
     low, high = grid.round(w, slice(None), "down"), grid.round(w, slice(None), "up")
     plain = grid.round(w, slice(None))
-    step, before = high - low, output_error(w, plain, h)
-    share = torch.where(step > 0, (w - low) / torch.where(step > 0, step, 1.0), 0.0).clamp(0, 1)
-    s = ((share + STRETCH) / (1 + 2 * STRETCH)).clamp(1e-6, 1 - 1e-6)
-    narrow, start, gap, h32 = (t.float() for t in (w, low, step, h / before.sum().clamp(min=1e-300)))
-    v = torch.log(s / (1 - s)).float().requires_grad_()
-    adam = torch.optim.Adam([v], lr=settings.rate)
-    with torch.enable_grad():
-        for i in range(settings.steps):
-            soft = (torch.sigmoid(v) * (1 + 2 * STRETCH) - STRETCH).clamp(0, 1)
-            d = narrow - (start + gap * soft)
-            loss = ((d @ h32) * d).sum()
-            done = (i / settings.steps - settings.warmup) / (1 - settings.warmup)
-            if done >= 0 and settings.regularisation:
-                beta = settings.beta[0] + (settings.beta[1] - settings.beta[0]) * done
-                loss = loss + settings.regularisation * (1 - (2 * soft - 1).abs().pow(beta)).mean()
-            adam.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            adam.step()
-    up = torch.sigmoid(v.detach()) >= 0.5
-    learned = torch.where(up, high, low)
+    before = output_error(w, plain, h)
+    learned = torch.where(_up(w, low, high, h / before.sum().clamp(min=1e-300), settings), high, low)
     better = output_error(w, learned, h) < before
     chosen = torch.where(better[:, None], learned, plain)
     for _ in range(settings.sweeps):
@@ -59,12 +41,41 @@ def learned_rounding(w: Tensor, hessian: Tensor, grid: Grid, settings: LearnedRo
     return chosen
 
 
+def _up(w: Tensor, low: Tensor, high: Tensor, h: Tensor, settings: LearnedRounding) -> Tensor:
+    """Return where to round up, bool, by Adam in float32; gradients are written out, for speed."""
+    step = high - low
+    share = torch.where(step > 0, (w - low) / torch.where(step > 0, step, 1.0), 0.0).clamp(0, 1)
+    s = ((share + STRETCH) / (1 + 2 * STRETCH)).clamp(1e-6, 1 - 1e-6)
+    v = torch.log(s / (1 - s)).float()
+    off, gap, h = (w - low).float(), step.float(), h.float()
+    v.grad = torch.empty_like(v)
+    adam = torch.optim.Adam([v], lr=settings.rate)
+    for i in range(settings.steps):
+        s = torch.sigmoid(v)
+        soft = (s * (1 + 2 * STRETCH) - STRETCH).clamp_(0, 1)
+        torch.mul((off - gap * soft) @ h, gap, out=v.grad).mul_(-2)  # h is symmetric
+        done = (i / settings.steps - settings.warmup) / (1 - settings.warmup)
+        if done >= 0 and settings.regularisation:
+            beta = settings.beta[0] + (settings.beta[1] - settings.beta[0]) * done
+            far = soft.mul(2).sub_(1)
+            push = far.abs().pow_(beta - 1).copysign_(far)
+            v.grad.sub_(push, alpha=2 * beta * settings.regularisation / v.numel())
+        v.grad.mul_(s).mul_(1 - s).mul_((soft > 0) & (soft < 1)).mul_(1 + 2 * STRETCH)
+        adam.step()
+    return torch.sigmoid(v) >= 0.5
+
+
 def _sweep(w: Tensor, q: Tensor, low: Tensor, high: Tensor, h: Tensor) -> None:
     """Turn choices, in place, column by column, where the output error falls."""
     slope = (q - w) @ h  # half the gradient of the error
-    for j in range(w.shape[1]):
-        other = torch.where(q[:, j] == low[:, j], high[:, j], low[:, j])
-        change = other - q[:, j]
-        change = torch.where(2 * change * slope[:, j] + change * change * h[j, j] < 0, change, 0.0)
-        q[:, j] = torch.where(change != 0, other, q[:, j])
-        slope += change[:, None] * h[j]
+    for start in range(0, w.shape[1], BLOCK):
+        end = min(start + BLOCK, w.shape[1])
+        changes = torch.empty(w.shape[0], end - start, dtype=torch.float64)
+        for j in range(start, end):
+            other = torch.where(q[:, j] == low[:, j], high[:, j], low[:, j])
+            change = other - q[:, j]
+            change = torch.where(2 * change * slope[:, j] + change * change * h[j, j] < 0, change, 0.0)
+            q[:, j] = torch.where(change != 0, other, q[:, j])
+            slope[:, j + 1 : end] += change[:, None] * h[j, j + 1 : end]
+            changes[:, j - start] = change
+        slope[:, end:] += changes @ h[start:end, end:]

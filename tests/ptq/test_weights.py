@@ -120,7 +120,7 @@ def test_a_planted_error_in_gptq_shows():
 
 def test_gptq_without_correlations_is_nearest():
     _, w, grid, _ = problem(3)
-    assert torch.equal(gptq(w, torch.eye(K) * 3, grid), grid.round(w.double(), slice(None)))
+    assert torch.equal(gptq(w, torch.eye(K) * 3, grid, Gptq()), grid.round(w.double(), slice(None)))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -128,18 +128,18 @@ def test_gptq_beats_nearest_on_its_data(seed):
     x, w, grid, _ = problem(seed)
     h = x.mT @ x
     plain = grid.round(w.double(), slice(None))
-    assert output_error(w, gptq(w, h, grid), h).sum() < output_error(w, plain, h).sum()
+    assert output_error(w, gptq(w, h, grid, Gptq()), h).sum() < output_error(w, plain, h).sum()
 
 
 def test_gptq_of_dead_and_dependent_inputs():
     x, w, grid, _ = problem(5)
     x[:, 4] = 0
-    q = gptq(w, x.mT @ x, grid)
+    q = gptq(w, x.mT @ x, grid, Gptq())
     assert torch.equal(q[:, 4], grid.round(w[:, 4:5].double(), slice(4, 5))[:, 0])
     x[:, 1] = 2 * x[:, 0]
     with pytest.raises(ArgumentError, match=r"Hessian of 9 inputs is not positive definite with damping=0; raise Gptq"):
         gptq(w, x.mT @ x, grid, Gptq(damping=0))
-    assert torch.equal(gptq(w, torch.zeros(K, K), grid), grid.round(w.double(), slice(None)))
+    assert torch.equal(gptq(w, torch.zeros(K, K), grid, Gptq()), grid.round(w.double(), slice(None)))
 
 
 @pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4", "int4", "e4m3", "e2m1"])
