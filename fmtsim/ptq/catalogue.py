@@ -88,10 +88,10 @@ def _gaudis() -> tuple[PtqRecipe, ...]:
     """
     x2, w2 = _pow2(60.0, allowed=_GAUDI2), _pow2(120.0, allowed=_GAUDI2)
     x3, w3 = (_pow2(448.0 * backoff, allowed=_GAUDI3) for backoff in (0.25, 0.5))
-    old3 = (_pow2(240.0 * backoff, allowed=_GAUDI3) for backoff in (0.25, 0.5))
+    old_x3, old_w3 = (_pow2(240.0 * backoff, allowed=_GAUDI3) for backoff in (0.25, 0.5))
     x, channel = _pow2(60.0), _pow2(120.0, block=(1, None))
     few = _pow2(120.0, block=(1, None), candidates=tuple(2.0**k for k in range(-3, 5)))
-    exact = (Scaling(top=240.0 * backoff, arithmetic="divide") for backoff in (0.25, 0.5))
+    exact_x, exact_w = (Scaling(top=240.0 * backoff, arithmetic="divide") for backoff in (0.25, 0.5))
     powers = tuple(2.0**k for k in reversed(range(-10, 10)))  # in a tie the toolkit takes the largest
     one, sixteen, high = (Scaling(statistic="one", factor=f, arithmetic="divide") for f in (1.0, 16.0, 128.0))
     return (
@@ -100,12 +100,12 @@ def _gaudis() -> tuple[PtqRecipe, ...]:
         _gaudi("gaudi2_hw_opt", x2, _best(_GAUDI2), "MAXABS_HW_OPT_WEIGHT on Gaudi 2"),
         _gaudi("gaudi3_hw", x3, w3, "MAXABS_HW on Gaudi 3, scales 2^-55 to 2^7, E4M3 up to 448", element="e4m3",
                aliases=("gaudi3_448",)),
-        _gaudi("gaudi3_240", *old3, "MAXABS_HW on Gaudi 3 in versions that take 240 for its fullscale"),
+        _gaudi("gaudi3_240", old_x3, old_w3, "MAXABS_HW on Gaudi 3 in versions that take 240 for its fullscale"),
         _gaudi("gaudi_pow2", x, _pow2(120.0), "MAXABS_POW2"),
         _gaudi("gaudi_pow2_channel", x, channel, "ACT_MAXABS_POW2_WEIGHTS_PCS_MAXABS_POW2"),
         _gaudi("gaudi_opt", x, _best(powers), "MAXABS_POW2_OPT_WEIGHT, 2^-10 to 2^9 by least squared error"),
         _gaudi("gaudi_opt_channel", x, few, "ACT_MAXABS_POW2_WEIGHTS_PCS_OPT_POW2, 2^-3 to 2^4 times POW2's"),
-        _gaudi("gaudi_exact", *exact, "MAXABS_ARBITRARY, scales not rounded"),
+        _gaudi("gaudi_exact", exact_x, exact_w, "MAXABS_ARBITRARY, scales not rounded"),
         _gaudi("gaudi_dynamic", _pow2(240.0), w2, "ACT_MAXABS_PTS_POW2_WEIGHT_MAXABS_PTS_POW2_HW on Gaudi 2",
                dynamic=True),
         _gaudi("gaudi_dynamic_token", _pow2(240.0, block=(1, None)), w2,

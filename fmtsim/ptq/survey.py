@@ -198,10 +198,31 @@ def call(model: nn.Module, batch: Any, index: int = 0) -> Any:
         if isinstance(batch, Mapping):
             return model(**batch)
         return model(*batch) if isinstance(batch, tuple | list) else model(batch)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:  # FmtsimErrors about values are ValueErrors
-        raise ArgumentError(
-            f"calibration batch {index} ({_described(batch)}) does not run through {type(model).__name__}: {error}"
-        ) from error
+    except Exception as error:  # whatever a model raises
+        hint = ""
+        if isinstance(batch, tuple | list) and isinstance(error, TypeError):
+            hint = "; a batch of several is passed as several arguments: [x for x, label in data] leaves labels out"
+        elif not isinstance(batch, Tensor | Mapping | tuple | list):
+            hint = "; a batch is a tensor, a tuple of arguments or a dict of keywords"
+        where = f"calibration batch {index} ({_described(batch)}) does not run through {type(model).__name__}"
+        raise ArgumentError(f"{where}: {error}{hint}") from error
+
+
+def check_model(model: Any) -> None:
+    """Raise ArgumentError for what is no module, is compiled, or has weights that are not there or not numbers."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"ptq takes a torch.nn.Module, not {type(model).__name__}")
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            what = f"module {name!r}" if name else "the model"
+            raise ArgumentError(f"{what} is compiled, which hides its layers; quantise it first, then torch.compile it")
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ArgumentError(f"parameter {name!r} has no shape yet; run one batch through the model first")
+        if p.is_meta:
+            raise ArgumentError(f"parameter {name!r} is on the meta device; load the trained weights first")
+        if p.is_floating_point() and not bool(torch.isfinite(p).all()):
+            raise ArgumentError(f"parameter {name!r} holds NaN or Inf; load sound weights first")
 
 
 def batches_of(data: Any) -> list[Any]:

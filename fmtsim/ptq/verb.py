@@ -7,19 +7,18 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fmtsim.errors import ArgumentError
 from fmtsim.gemm.config import LinearConfig
 from fmtsim.nn.attention_mode import convert_attention, revert_attention
-from fmtsim.nn.convert import convert, revert
+from fmtsim.nn.convert import REASONS, convert, revert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.ptq.progress import Progress, make_progress
 from fmtsim.ptq.registry import get_ptq_recipe
-from fmtsim.ptq.report import REPORT, PtqReport, row_of
+from fmtsim.ptq.report import REPORT, PtqReport, left_alone, row_of, tied
 from fmtsim.ptq.reshape import equalise, stored, unsmooth
 from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.ptq.state import RECIPE
 from fmtsim.ptq.steps import install, measure, measure_batch_norm, round_weights, surveyed
-from fmtsim.ptq.survey import Survey, batches_of
+from fmtsim.ptq.survey import Survey, batches_of, check_model
 
 Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
@@ -57,14 +56,14 @@ def ptq(
         The same model. ``fmtsim.ptq_report`` has a table of its layers.
 
     Raises:
-        ArgumentError: An unknown recipe, no layer to quantise, data that is empty or that the model does not take,
-            that holds NaN or Inf, or that never reaches a layer (it is named). The model is then as it was.
+        ArgumentError: An unknown recipe, no layer to quantise, a model that is compiled or whose weights are missing
+            or hold NaN or Inf, data that is empty or that the model does not take, that holds NaN or Inf, or that never
+            reaches a layer (it is named). The model is then as it was.
     """
     began = time.perf_counter()
     recipe = get_ptq_recipe(recipe)
+    check_model(model)
     batches = batches_of(calibration_data)
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"ptq takes a torch.nn.Module, not {type(model).__name__}")
     before = stored(model)
     configs = prepared(model, recipe, filter_fn)
     try:
@@ -81,8 +80,9 @@ def ptq(
         raise
     model.__dict__[RECIPE] = recipe
     model.__dict__[REPORT] = PtqReport(
-        recipe=recipe.name, rows=rows, seconds=time.perf_counter() - began, equalised=equalised
-    )
+        recipe=recipe.name, rows=rows, seconds=time.perf_counter() - began, equalised=equalised,
+        left=left_alone(model), tied=tied(model),
+    )  # fmt: skip
     return model
 
 
@@ -94,8 +94,10 @@ def prepared(model: nn.Module, recipe: PtqRecipe, filter_fn: Filter | None = Non
         for name, module in model.named_modules()
         if isinstance(module, EmulatedModule) and module.emulation is not None
     }
+    reasons = model.__dict__[REASONS]
     revert(model)
     convert(model, recipe.inference, filter_fn=lambda module, name: name in configs)
+    model.__dict__[REASONS] = reasons
     return configs
 
 

@@ -1,6 +1,7 @@
 """A model whose layers switch among quantised forms of themselves, without being converted again."""
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,7 +71,11 @@ class Bench:
             self._views[_owner(views, slot)].append(slot.w)
         self._high = {name: [w.clone() for w in found] for name, found in self._views.items()}
         self._runs: dict[str, str | None] = {name: "" for name in names}
-        self.run({})
+        start = self.run({})
+        if not math.isfinite(start):
+            raise ArgumentError(
+                f"the loss of the unquantised model is {start}; look for Inf in its outputs or loss_fn="
+            )
 
     def _add(self, name: str, survey: Survey) -> None:
         if self.forms and set(survey.modules) != set(self.forms):
@@ -103,10 +108,18 @@ class Bench:
         self._assign(formats)
         with evaluating(self.model), torch.no_grad():
             losses = [
-                self._loss(call(self.model, batch, i), reference)
+                self._number(self._loss(call(self.model, batch, i), reference))
                 for i, (batch, reference) in enumerate(zip(self._batches, self._references, strict=True))
             ]
         return sum(losses) / len(losses)
+
+    @staticmethod
+    def _number(loss: Any) -> float:
+        try:
+            found = float(loss)
+        except (TypeError, ValueError, RuntimeError):
+            raise ArgumentError(f"loss_fn returned {type(loss).__name__}; return one number") from None
+        return math.inf if math.isnan(found) else found
 
     @torch.no_grad()
     def _assign(self, formats: Mapping[str, str]) -> None:

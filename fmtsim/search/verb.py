@@ -11,7 +11,7 @@ from fmtsim.errors import ArgumentError
 from fmtsim.ptq.progress import Progress, make_progress
 from fmtsim.ptq.registry import get_ptq_recipe
 from fmtsim.ptq.spec import PtqRecipe, is_static
-from fmtsim.ptq.survey import batches_of
+from fmtsim.ptq.survey import batches_of, check_model
 from fmtsim.search.bench import Bench, Loss, relative_noise
 from fmtsim.search.choice import least_loss
 from fmtsim.search.result import Policy, SearchResult
@@ -22,7 +22,7 @@ DEFAULT = ("w4a4", "minifloat_e3m2", "e4m3_static")
 def search(
     model: nn.Module,
     calibration_data: Any,
-    budget: int | None = None,
+    budget: float | None = None,
     *,
     bits: float | None = None,
     formats: Sequence[str | PtqRecipe] = DEFAULT,
@@ -49,8 +49,8 @@ def search(
         bits: Instead: the budget of all layers at so many bits in both operands.
         formats: Recipes of ``fmtsim.ptq`` to choose from, without rules and other methods than ``weights``.
         policy: Search by sampling.
-        loss_fn: ``loss_fn(output, reference)`` of a batch, reference being the unquantised model's output; None is the
-            squared error of all outputs relative to their squares.
+        loss_fn: ``loss_fn(output, reference)`` of a batch, a number, reference being the unquantised model's output;
+            None is the squared error of all outputs relative to their squares. NaN counts as infinite.
         filter_fn: ``filter_fn(module, name)`` says which layers take part; the rest stays in high precision.
         progress: As in ``fmtsim.ptq``.
 
@@ -62,6 +62,8 @@ def search(
         ArgumentError: No assignment is within the budget (the message has the least one), and what ``ptq`` raises.
     """
     recipes = _recipes(formats)
+    _check_budget(budget, bits)
+    check_model(model)
     batches = batches_of(calibration_data)
     with make_progress(progress) as show:
         bench = Bench(model, recipes, batches, filter_fn, loss_fn or relative_noise, show)
@@ -121,7 +123,8 @@ def _sample(found: _Found, policy: Policy, show: Progress) -> None:
         picked = torch.multinomial(chances, 1, generator=source)[:, 0]
         loss = found.offer(picked.tolist())
         over = abs(found.cost(picked.tolist()) / found.budget - 1)
-        reward = 1 - math.sqrt(loss) - policy.penalty * over if math.isfinite(loss) else -1.0
+        root = math.copysign(math.sqrt(abs(loss)), loss)  # a loss of one's own may be negative
+        reward = 1 - root - policy.penalty * over if math.isfinite(loss) else -1.0
         mean = reward if step == 0 else 0.9 * mean + 0.1 * reward
         taken = torch.nn.functional.one_hot(picked, count).double()
         logs = chances.clamp(min=1e-12).log()
@@ -141,17 +144,24 @@ def _each_alone(bench: Bench, layers: list[str], names: list[str], show: Progres
     return losses
 
 
-def _budget(budget: int | None, bits: float | None, bench: Bench, costs: list[list[int]]) -> int:
+def _check_budget(budget: Any, bits: Any) -> None:
     if (budget is None) == (bits is None):
         raise ArgumentError("pass exactly one of budget= (bit operations of a batch) and bits= (of both operands)")
+    for name, value in (("budget", budget), ("bits", bits)):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < value < math.inf):
+            raise ArgumentError(f"search {name}={value!r} is not allowed; pass a finite number above 0")
+
+
+def _budget(budget: float | None, bits: float | None, bench: Bench, costs: list[list[int]]) -> int:
     least, most = (sum(pick(row) for row in costs) for pick in (min, max))
     adds = bench.adds
-    allowed = int(adds * bits**2) if bits is not None else budget
-    assert allowed is not None
+    allowed = int(adds * bits**2 if bits is not None else budget)  # type: ignore[arg-type]  # one is there
     if allowed < least:
         raise ArgumentError(
             f"no assignment meets a budget of {allowed:.6g} bit operations; the least is {least} "
-            f"({(least / adds) ** 0.5:.3g} bits in both operands), the dearest {most}"
+            f"({(least / adds) ** 0.5:.3g} bits in both operands), the dearest {most}; "
+            "raise the budget, or offer cheaper formats="
         )
     return allowed
 

@@ -259,6 +259,103 @@ def test_bad_input_leaves_the_model_as_it_was(recipe, data, message):
     assert list(after) == list(before) and all(torch.equal(after[name], t) for name, t in before.items())
 
 
+def test_labels_and_arrays_get_a_hint():
+    labelled = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(DATA[0], torch.arange(20)), batch_size=4)
+    with pytest.raises(ArgumentError, match=r"several arguments: \[x for x, label in data\] leaves labels out"):
+        fmtsim.ptq(mlp(), "int8_static", labelled)
+    model = fmtsim.ptq(mlp(), "int8_static", (x for x, label in labelled))
+    assert len(fmtsim.ptq_report(model).rows) == 2
+    with pytest.raises(
+        ArgumentError, match=r"\(ndarray\) does not run .*; a batch is a tensor, a tuple of arguments or"
+    ):
+        fmtsim.ptq(mlp(), "int8_static", [DATA[0].numpy()])
+
+    class Fussy(nn.Linear):
+        def forward(self, x):
+            raise KeyError("mask")
+
+    with pytest.raises(ArgumentError, match=r"does not run through Sequential: 'mask'"):
+        fmtsim.ptq(nn.Sequential(nn.Linear(16, 4), Fussy(4, 4)), "int8_static", DATA)
+
+
+def broken(where):
+    model = mlp()
+    if where == "nan":
+        model[2].weight.data[3, 4] = torch.nan
+    elif where == "lazy":
+        model = nn.Sequential(nn.Linear(16, 4), nn.LazyLinear(4))
+    elif where == "inside":
+        model[2] = torch.compile(model[2], backend="eager")
+    elif where == "in place":
+        model.compile(backend="eager")
+    return {"meta": lambda: model.to("meta"), "compiled": lambda: torch.compile(model, backend="eager"),
+            "dict": lambda: {}}.get(where, lambda: model)()  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("nan", r"parameter '2.weight' holds NaN or Inf; load sound weights first"),
+        ("lazy", r"parameter '1.weight' has no shape yet; run one batch through the model first"),
+        ("meta", r"parameter '0.weight' is on the meta device; load the trained weights first"),
+        ("compiled", r"the model is compiled, which hides its layers; quantise it first, then torch.compile it"),
+        ("in place", r"the model is compiled"),
+        ("inside", r"module '2' is compiled"),
+        ("dict", r"ptq takes a torch.nn.Module, not dict"),
+    ],
+)
+def test_models_that_are_not_ready(where, message):
+    for use in (lambda m: fmtsim.ptq(m, "int8_static", DATA), lambda m: fmtsim.search(m, DATA, bits=6)):
+        with pytest.raises(ArgumentError, match=message):
+            use(broken(where))
+
+
+def test_the_report_says_what_stayed_and_what_came_along():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.places = nn.Embedding(20, 16), nn.Embedding(9, 16)
+            self.up, self.back = nn.Linear(16, 16), nn.ConvTranspose1d(16, 16, 1)
+            self.head = nn.Linear(16, 20, bias=False)
+            self.head.weight = self.words.weight
+
+        def forward(self, i):
+            x = self.words(i) + self.places(torch.arange(len(i)))
+            return self.head(self.back(self.up(x).mT).mT)
+
+    model = Tied().requires_grad_(False)
+    fmtsim.ptq(model, PtqRecipe(name="w", w=operand("int8", Scaling()), rules=(Rule(name="up"),)), [torch.arange(9)])
+    report = fmtsim.ptq_report(model)
+    assert [row.name for row in report.rows] == ["head"] and report.tied == (("words", "head"),)
+    assert dict(report.left) == {
+        "places": "no emulated form of Embedding",
+        "up": "the recipe leaves it in high precision",
+        "back": "no emulated form of ConvTranspose1d",
+    }
+    text = str(report)
+    assert "left in high precision: places (no emulated form of Embedding)" in text
+    assert "words shares the weight of head, which is quantised" in text
+    assert "<td style='text-align:left'>head</td>" in report._repr_html_()
+    attention = fmtsim.ptq(nn.MultiheadAttention(8, 2), "int8_token", [(normal(3, 2, 8),) * 3])
+    assert fmtsim.ptq_report(attention).left == ()
+
+
+def test_the_report_draws_layers(tmp_path):
+    pytest.importorskip("matplotlib")
+    reports = [fmtsim.ptq_report(fmtsim.ptq(mlp(), name, DATA)) for name in ("int8_static", "e4m3_static")]
+    figure = reports[0].plot(tmp_path / "layers.png", other=reports[1])
+    panel = figure.axes[0]
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["0", "2"]
+    lengths = [[bar.get_width() for bar in group] for group in panel.containers]
+    assert lengths == [[row.output_db for row in report.rows] for report in reports]
+    assert (tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
+    silent = fmtsim.ptq_report(fmtsim.ptq(mlp(), "int8_static", [torch.zeros(4, 16)]))
+    assert "no signal" in [text.get_text() for text in silent.plot().axes[0].texts]
+    other = fmtsim.ptq_report(fmtsim.ptq(nn.Linear(16, 8), "int8_static", DATA))
+    with pytest.raises(ArgumentError, match=r"reports of the same layers; quantise copies of one model"):
+        reports[0].plot(other=other)
+
+
 def test_a_layer_that_calibration_never_ran_is_named():
     class Branch(nn.Module):
         def __init__(self):
