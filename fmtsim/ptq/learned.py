@@ -7,6 +7,7 @@ from fmtsim.ptq.gptq import BLOCK, output_error
 from fmtsim.ptq.grid import Grid
 from fmtsim.ptq.spec import LearnedRounding
 
+PIECE = 1 << 16  # elements that are learned together, so that they stay in the cache
 STRETCH = 0.1  # the sigmoid reaches from -0.1 to 1.1 before it is clipped, so that 0 and 1 are reached
 
 
@@ -33,7 +34,13 @@ def learned_rounding(w: Tensor, hessian: Tensor, grid: Grid, settings: LearnedRo
     low, high = grid.round(w, slice(None), "down"), grid.round(w, slice(None), "up")
     plain = grid.round(w, slice(None))
     before = output_error(w, plain, h)
-    learned = torch.where(_up(w, low, high, h / before.sum().clamp(min=1e-300), settings), high, low)
+    h32, weight = (h / before.sum().clamp(min=1e-300)).float(), settings.regularisation / w.numel()
+    rows = max(1, PIECE // max(1, w.shape[1]))
+    up = [
+        _up(*parts, h32, weight, settings)
+        for parts in zip(w.split(rows), low.split(rows), high.split(rows), strict=True)
+    ]
+    learned = torch.where(torch.cat(up), high, low)
     better = output_error(w, learned, h) < before
     chosen = torch.where(better[:, None], learned, plain)
     for _ in range(settings.sweeps):
@@ -41,28 +48,44 @@ def learned_rounding(w: Tensor, hessian: Tensor, grid: Grid, settings: LearnedRo
     return chosen
 
 
-def _up(w: Tensor, low: Tensor, high: Tensor, h: Tensor, settings: LearnedRounding) -> Tensor:
-    """Return where to round up, bool, by Adam in float32; gradients are written out, for speed."""
-    step = high - low
-    share = torch.where(step > 0, (w - low) / torch.where(step > 0, step, 1.0), 0.0).clamp(0, 1)
+def _up(w: Tensor, low: Tensor, high: Tensor, h: Tensor, weight: float, settings: LearnedRounding) -> Tensor:
+    """Return where to round rows up, bool, by Adam in float32; gradients are written out, for speed."""
+    gap = high - low
+    share = torch.where(gap > 0, (w - low) / torch.where(gap > 0, gap, 1.0), 0.0).clamp(0, 1)
     s = ((share + STRETCH) / (1 + 2 * STRETCH)).clamp(1e-6, 1 - 1e-6)
     v = torch.log(s / (1 - s)).float()
-    off, gap, h = (w - low).float(), step.float(), h.float()
-    v.grad = torch.empty_like(v)
-    adam = torch.optim.Adam([v], lr=settings.rate)
+    off, gap = (w - low).float(), gap.float()
+    slope = gap * (-2 * (1 + 2 * STRETCH))
+    adam = _Adam(v, settings.rate)
     for i in range(settings.steps):
         s = torch.sigmoid(v)
-        soft = (s * (1 + 2 * STRETCH) - STRETCH).clamp_(0, 1)
-        torch.mul((off - gap * soft) @ h, gap, out=v.grad).mul_(-2)  # h is symmetric
+        soft = (s * (1 + 2 * STRETCH)).sub_(STRETCH).clamp_(0, 1)
+        grad = (torch.addcmul(off, gap, soft, value=-1) @ h).mul_(slope)  # h is symmetric
+        far = soft.mul_(2).sub_(1)
+        size = far.abs()
+        inner = size < 1  # elsewhere the clamp stops the gradient
         done = (i / settings.steps - settings.warmup) / (1 - settings.warmup)
-        if done >= 0 and settings.regularisation:
+        if done >= 0 and weight:
             beta = settings.beta[0] + (settings.beta[1] - settings.beta[0]) * done
-            far = soft.mul(2).sub_(1)
-            push = far.abs().pow_(beta - 1).copysign_(far)
-            v.grad.sub_(push, alpha=2 * beta * settings.regularisation / v.numel())
-        v.grad.mul_(s).mul_(1 - s).mul_((soft > 0) & (soft < 1)).mul_(1 + 2 * STRETCH)
-        adam.step()
+            grad.sub_(size.pow_(beta - 1).copysign_(far), alpha=2 * beta * weight * (1 + 2 * STRETCH))
+        adam.step(grad.mul_(s).mul_(s.neg_().add_(1)).mul_(inner))
     return torch.sigmoid(v) >= 0.5
+
+
+class _Adam:
+    """Move numbers by Adam (Kingma and Ba, arXiv:1412.6980) with its usual constants, in place."""
+
+    def __init__(self, v: Tensor, rate: float) -> None:
+        self._v, self._rate, self._steps = v, rate, 0
+        self._first, self._second = torch.zeros_like(v), torch.zeros_like(v)
+
+    def step(self, grad: Tensor) -> None:
+        """Make one step."""
+        self._steps += 1
+        self._first.lerp_(grad, 0.1)
+        self._second.mul_(0.999).addcmul_(grad, grad, value=0.001)
+        c1, c2 = 1 - 0.9**self._steps, 1 - 0.999**self._steps
+        self._v.addcdiv_(self._first, (self._second / c2).sqrt_().add_(1e-8), value=-self._rate / c1)
 
 
 def _sweep(w: Tensor, q: Tensor, low: Tensor, high: Tensor, h: Tensor) -> None:
