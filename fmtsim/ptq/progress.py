@@ -1,9 +1,11 @@
-"""Show how a quantisation comes along: a bar a stage on a terminal, lines elsewhere, or nothing."""
+"""Show how a quantisation comes along: bars on a terminal, one bar in a notebook, lines elsewhere, or nothing."""
 
 import sys
 import time
 from types import TracebackType
 from typing import Any, Protocol, TextIO
+
+WIDTH = 24  # of a notebook's bar
 
 
 class Progress(Protocol):
@@ -41,8 +43,8 @@ class Quiet:
 class Lines(Quiet):
     """Print a line when a stage ends."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, verb: str = "ptq") -> None:
+        self._stream, self._verb = stream, verb
 
     def stage(self, label: str, total: int) -> None:
         """Remember what runs and since when."""
@@ -52,7 +54,56 @@ class Lines(Quiet):
         """Print the stage's last step."""
         if done == self._total:
             seconds = time.perf_counter() - self._began
-            print(f"ptq: {self._label} {done}/{self._total}  {seconds:.1f} s", file=self._stream, flush=True)
+            print(f"{self._verb}: {self._label} {done}/{self._total}  {seconds:.1f} s", file=self._stream, flush=True)
+
+
+class OneLine(Quiet):
+    """Draw one bar for all stages and write over it, as notebooks allow."""
+
+    def __init__(self, stream: TextIO, verb: str = "ptq") -> None:
+        self._stream, self._verb = stream, verb
+        self._began, self._drawn = time.perf_counter(), 0.0
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        end = "failed after" if kind is not None else "done in"
+        self._write(f"{self._verb}: {end} {time.perf_counter() - self._began:.1f} s")
+        print(file=self._stream, flush=True)
+
+    def stage(self, label: str, total: int) -> None:
+        """Draw an empty bar."""
+        self._label, self._total = label, total
+        self._draw(0)
+
+    def step(self, done: int) -> None:
+        """Fill it, at most ten times a second."""
+        if done == self._total or time.perf_counter() - self._drawn > 0.1:
+            self._draw(done)
+
+    def _draw(self, done: int) -> None:
+        self._drawn = time.perf_counter()
+        full = WIDTH * done // max(1, self._total)
+        bar = "#" * full + "." * (WIDTH - full)
+        self._write(f"{self._verb}: {self._label} [{bar}] {done}/{self._total}  {self._drawn - self._began:.1f} s")
+
+    def _write(self, text: str) -> None:
+        print(f"\r{text:78}", end="", file=self._stream, flush=True)
+
+
+class Of(Quiet):
+    """Name the part of a whole that stages belong to."""
+
+    def __init__(self, whole: Progress, part: str) -> None:
+        self._whole, self._part = whole, part
+
+    def stage(self, label: str, total: int) -> None:
+        """Begin a stage of the whole."""
+        self._whole.stage(f"{self._part}: {label}", total)
+
+    def step(self, done: int) -> None:
+        """Pass it on."""
+        self._whole.step(done)
 
 
 class Bars(Quiet):
@@ -92,14 +143,24 @@ class Bars(Quiet):
         self._display.update(self._task, completed=done)
 
 
-def make_progress(progress: bool | None, stream: TextIO | None = None) -> Progress:
-    """Return bars on a terminal where rich is installed, else lines; nothing if False, or off a terminal if None."""
+def make_progress(progress: bool | None, stream: TextIO | None = None, verb: str = "ptq") -> Progress:
+    """Return what shows the progress of a verb.
+
+    Args:
+        progress: False shows nothing; None shows bars on a terminal or in a notebook, nothing elsewhere; True also
+            lines elsewhere, and where rich, which draws the terminal's bars, is not installed.
+        stream: Where; None is the standard error.
+        verb: Said in front of lines.
+    """
     stream = sys.stderr if stream is None else stream
-    if progress is False or (progress is None and not stream.isatty()):
+    notebook = type(stream).__module__.partition(".")[0] == "ipykernel"
+    if progress is False or (progress is None and not notebook and not stream.isatty()):
         return Quiet()
+    if notebook:
+        return OneLine(stream, verb)
     if stream.isatty():
         try:
             return Bars(stream)
         except ImportError:
             pass  # rich belongs to an extra; lines say the same
-    return Lines(stream)
+    return Lines(stream, verb)

@@ -50,7 +50,7 @@ def ptq(
         calibration_data: Batches, in any iterable: each a tensor, a tuple or list of arguments or a dict of keyword
             arguments of the model. It is read once and kept until the end.
         filter_fn: ``filter_fn(module, name)`` says whether to quantise a layer.
-        progress: Show bars (lines off a terminal); None shows them on a terminal only.
+        progress: Show bars (lines off a terminal); None shows them on a terminal and in a notebook only.
 
     Returns:
         The same model. ``fmtsim.ptq_report`` has a table of its layers.

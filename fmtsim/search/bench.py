@@ -14,7 +14,7 @@ from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.gemm.config import Gemm, LinearConfig
 from fmtsim.gemm.layer import Layer
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.ptq.progress import Progress
+from fmtsim.ptq.progress import Of, Progress
 from fmtsim.ptq.ranges import static_scale
 from fmtsim.ptq.spec import PtqRecipe, fixed
 from fmtsim.ptq.steps import round_weights, surveyed
@@ -58,8 +58,9 @@ class Bench:
         self.forms: dict[str, dict[str, Form]] = {}
         for name, recipe in recipes.items():
             source = copy.deepcopy(model)
-            survey, _ = surveyed(source, recipe, prepared(source, recipe, filter_fn), batches, show)
-            round_weights(survey, recipe.weights, show)
+            named = Of(show, name)
+            survey, _ = surveyed(source, recipe, prepared(source, recipe, filter_fn), batches, named)
+            round_weights(survey, recipe.weights, named)
             self._add(name, survey)
         names = set(self.forms)
         prepared(self.model, next(iter(recipes.values())), lambda module, name: name in names)

@@ -65,7 +65,7 @@ def search(
     _check_budget(budget, bits)
     check_model(model)
     batches = batches_of(calibration_data)
-    with make_progress(progress) as show:
+    with make_progress(progress, verb="search") as show:
         bench = Bench(model, recipes, batches, filter_fn, loss_fn or relative_noise, show)
         layers, names = list(bench.forms), list(recipes)
         costs = [[bench.forms[layer][name].cost for name in names] for layer in layers]

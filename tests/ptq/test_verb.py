@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import io
 import pickle
 
 import numpy as np
@@ -14,27 +13,9 @@ import fmtsim
 from fmtsim.errors import ArgumentError
 from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache, Smooth, get_ptq_recipe
 from fmtsim.ptq.catalogue import operand
-from fmtsim.ptq.progress import Bars, Lines, Quiet, make_progress
-from fmtsim.recipes import Rule
 from fmtsim.scaling.scale import History, Scaling
 from tests.ptq.oracle import cast
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8)).requires_grad_(False)
-
-
-def same_bits(a, b):
-    return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
-
-
-ANYWHERE = dataclasses.replace(get_ptq_recipe("int8_smooth"), smooth=Smooth(after="any"), name="anywhere")
-DATA = [normal(20, 16, seed=s) for s in (1, 2)]
+from tests.ptq.samples import ANYWHERE, DATA, mlp, normal, same_bits
 
 
 @pytest.mark.parametrize(("recipe", "kind"), [("e4m3_static", "e4m3"), ("int8_static", "int8"), ("nemotron", "e4m3")])
@@ -184,30 +165,6 @@ def test_weights_that_two_layers_share_are_rounded_once():
         fmtsim.ptq(fmtsim.revert(model), ANYWHERE, [normal(20, 16)])
 
 
-def test_the_report_measures_what_happens():
-    model = nn.Linear(16, 8).requires_grad_(False)
-    exact = copy.deepcopy(model)
-    recipe = PtqRecipe(
-        name="p", x=operand("int8", Scaling()), w=operand("int8", Scaling()),
-        calibration=Calibration(rule="percentile", percentile=90),
-    )  # fmt: skip
-    fmtsim.ptq(model, recipe, DATA)
-    row = fmtsim.ptq_report(model)["(model)"]
-    x = torch.cat(DATA)
-    place = -(-90 * x.numel() // 100)
-    top = x.abs().flatten().sort().values[place - 1]
-    assert row.x_limit == pytest.approx(float(top), rel=1e-6) and row.x_scale == pytest.approx(float(top) / 127)
-    assert row.clipped_percent == pytest.approx(100 * float((x.abs() > top).double().mean()))
-    y = (exact(x) - exact.bias).double()
-    noise = (exact(x) - model(x)).double().square().sum()
-    assert row.output_db == pytest.approx(10 * float(torch.log10(y.square().sum() / noise)), abs=0.01)
-    assert "1 weights by p" in str(fmtsim.ptq_report(model))
-    with pytest.raises(ArgumentError, match=r"no layer 'fc'; it has \(model\)"):
-        fmtsim.ptq_report(model)["fc"]
-    with pytest.raises(ArgumentError, match=r"Linear has no report of ptq"):
-        fmtsim.ptq_report(exact)
-
-
 def test_bias_correction_removes_the_mean_error():
     recipe = PtqRecipe(name="b", x=operand("int4", Scaling()), w=operand("int4", Scaling()), calibration=Calibration(),
                        bias_correction=True)  # fmt: skip
@@ -229,165 +186,6 @@ def test_batch_norm_is_measured_anew():
         y = [model.conv(x) for x in data]
     assert torch.allclose(model.norm.running_mean, torch.stack([t.mean((0, 2, 3)) for t in y]).mean(0), atol=1e-6)
     assert model.norm.momentum == 0.1 and not model.norm.training
-
-
-BAD = [
-    ("nonsense", DATA, r"recipe='nonsense' is unknown to ptq"),
-    ("int8_statik", DATA, r"did you mean int8_static"),
-    ("int8_static", [], r"calibration data is empty; pass at least one batch"),
-    ("int8_static", [torch.empty(0, 16)], r"a tensor without elements in a batch"),
-    ("int8_static", DATA[0], r"calibration data is one tensor \(20, 16\); pass an iterable of batches"),
-    ("int8_static", 3, r"calibration data is int; pass an iterable of batches"),
-    (
-        "int8_smooth",
-        [normal(4, 15)],
-        r"calibration batch 0 \(torch.float32 \(4, 15\)\) does not run through Sequential",
-    ),
-    ("int8_static", [DATA[0], DATA[0] * float("nan")], r"layer '0'|calibration batch 1 .* NaN or Inf"),
-    ("int4_gptq", [{"x": DATA[0]}], r"calibration batch 0 \(x: torch.float32 \(20, 16\)\) does not run"),
-]
-
-
-@pytest.mark.parametrize(("recipe", "data", "message"), BAD)
-def test_bad_input_leaves_the_model_as_it_was(recipe, data, message):
-    model = mlp().train()
-    before = {name: t.clone() for name, t in model.state_dict().items()}
-    with pytest.raises(ArgumentError, match=message):
-        fmtsim.ptq(model, recipe, data)
-    assert type(model[0]) is nn.Linear and model.training and not model[0]._forward_pre_hooks
-    after = model.state_dict()
-    assert list(after) == list(before) and all(torch.equal(after[name], t) for name, t in before.items())
-
-
-def test_labels_and_arrays_get_a_hint():
-    labelled = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(DATA[0], torch.arange(20)), batch_size=4)
-    with pytest.raises(ArgumentError, match=r"several arguments: \[x for x, label in data\] leaves labels out"):
-        fmtsim.ptq(mlp(), "int8_static", labelled)
-    model = fmtsim.ptq(mlp(), "int8_static", (x for x, label in labelled))
-    assert len(fmtsim.ptq_report(model).rows) == 2
-    with pytest.raises(
-        ArgumentError, match=r"\(ndarray\) does not run .*; a batch is a tensor, a tuple of arguments or"
-    ):
-        fmtsim.ptq(mlp(), "int8_static", [DATA[0].numpy()])
-
-    class Fussy(nn.Linear):
-        def forward(self, x):
-            raise KeyError("mask")
-
-    with pytest.raises(ArgumentError, match=r"does not run through Sequential: 'mask'"):
-        fmtsim.ptq(nn.Sequential(nn.Linear(16, 4), Fussy(4, 4)), "int8_static", DATA)
-
-
-def broken(where):
-    model = mlp()
-    if where == "nan":
-        model[2].weight.data[3, 4] = torch.nan
-    elif where == "lazy":
-        model = nn.Sequential(nn.Linear(16, 4), nn.LazyLinear(4))
-    elif where == "inside":
-        model[2] = torch.compile(model[2], backend="eager")
-    elif where == "in place":
-        model.compile(backend="eager")
-    return {"meta": lambda: model.to("meta"), "compiled": lambda: torch.compile(model, backend="eager"),
-            "dict": lambda: {}}.get(where, lambda: model)()  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("where", "message"),
-    [
-        ("nan", r"parameter '2.weight' holds NaN or Inf; load sound weights first"),
-        ("lazy", r"parameter '1.weight' has no shape yet; run one batch through the model first"),
-        ("meta", r"parameter '0.weight' is on the meta device; load the trained weights first"),
-        ("compiled", r"the model is compiled, which hides its layers; quantise it first, then torch.compile it"),
-        ("in place", r"the model is compiled"),
-        ("inside", r"module '2' is compiled"),
-        ("dict", r"ptq takes a torch.nn.Module, not dict"),
-    ],
-)
-def test_models_that_are_not_ready(where, message):
-    for use in (lambda m: fmtsim.ptq(m, "int8_static", DATA), lambda m: fmtsim.search(m, DATA, bits=6)):
-        with pytest.raises(ArgumentError, match=message):
-            use(broken(where))
-
-
-def test_the_report_says_what_stayed_and_what_came_along():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words, self.places = nn.Embedding(20, 16), nn.Embedding(9, 16)
-            self.up, self.back = nn.Linear(16, 16), nn.ConvTranspose1d(16, 16, 1)
-            self.head = nn.Linear(16, 20, bias=False)
-            self.head.weight = self.words.weight
-
-        def forward(self, i):
-            x = self.words(i) + self.places(torch.arange(len(i)))
-            return self.head(self.back(self.up(x).mT).mT)
-
-    model = Tied().requires_grad_(False)
-    fmtsim.ptq(model, PtqRecipe(name="w", w=operand("int8", Scaling()), rules=(Rule(name="up"),)), [torch.arange(9)])
-    report = fmtsim.ptq_report(model)
-    assert [row.name for row in report.rows] == ["head"] and report.tied == (("words", "head"),)
-    assert dict(report.left) == {
-        "places": "no emulated form of Embedding",
-        "up": "the recipe leaves it in high precision",
-        "back": "no emulated form of ConvTranspose1d",
-    }
-    text = str(report)
-    assert "left in high precision: places (no emulated form of Embedding)" in text
-    assert "words shares the weight of head, which is quantised" in text
-    assert "<td style='text-align:left'>head</td>" in report._repr_html_()
-    attention = fmtsim.ptq(nn.MultiheadAttention(8, 2), "int8_token", [(normal(3, 2, 8),) * 3])
-    assert fmtsim.ptq_report(attention).left == ()
-
-
-def test_the_report_draws_layers(tmp_path):
-    pytest.importorskip("matplotlib")
-    reports = [fmtsim.ptq_report(fmtsim.ptq(mlp(), name, DATA)) for name in ("int8_static", "e4m3_static")]
-    figure = reports[0].plot(tmp_path / "layers.png", other=reports[1])
-    panel = figure.axes[0]
-    assert [label.get_text() for label in panel.get_yticklabels()] == ["0", "2"]
-    lengths = [[bar.get_width() for bar in group] for group in panel.containers]
-    assert lengths == [[row.output_db for row in report.rows] for report in reports]
-    assert (tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
-    silent = fmtsim.ptq_report(fmtsim.ptq(mlp(), "int8_static", [torch.zeros(4, 16)]))
-    assert "no signal" in [text.get_text() for text in silent.plot().axes[0].texts]
-    other = fmtsim.ptq_report(fmtsim.ptq(nn.Linear(16, 8), "int8_static", DATA))
-    with pytest.raises(ArgumentError, match=r"reports of the same layers; quantise copies of one model"):
-        reports[0].plot(other=other)
-
-
-def test_a_layer_that_calibration_never_ran_is_named():
-    class Branch(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.idle = nn.Linear(16, 8), nn.Linear(16, 8)
-
-        def forward(self, x, other=False):
-            return self.idle(x) if other else self.used(x)
-
-    with pytest.raises(ArgumentError, match=r"calibration never ran 'idle'; pass calibration data that reaches it"):
-        fmtsim.ptq(Branch(), "int8_static", DATA)
-    model = fmtsim.ptq(Branch(), "int8_static", DATA, filter_fn=lambda module, name: name == "used")
-    assert type(model.idle) is nn.Linear
-    rule = Rule(name="idle")
-    fmtsim.ptq(Branch(), PtqRecipe(name="r", w=operand("int8", Scaling()), rules=(rule,)), DATA)
-
-
-def test_nothing_to_quantise():
-    with pytest.raises(ArgumentError, match=r"convert found nothing to convert in ReLU"):
-        fmtsim.ptq(nn.ReLU(), "int8_static", DATA)
-    with pytest.raises(ArgumentError, match=r"fits no layer of the model"):
-        fmtsim.ptq(mlp(), PtqRecipe(name="r", w=operand("int8", Scaling()), rules=(Rule(name="absent"),)), DATA)
-    with pytest.raises(ArgumentError, match=r"ptq takes a torch.nn.Module, not int"):
-        fmtsim.ptq(3, "int8_static", DATA)
-
-
-def test_progress_lines(capsys):
-    fmtsim.ptq(mlp(), ANYWHERE, DATA, progress=True)
-    shown = [line.split("  ")[0] for line in capsys.readouterr().err.splitlines()]
-    assert shown == ["ptq: channels 2/2", "ptq: calibration 2/2", "ptq: weights 2/2", "ptq: measurement 2/2"]
-    fmtsim.ptq(mlp(), "int8_static", DATA)
-    assert capsys.readouterr().err == ""
 
 
 def test_smooth_keeps_the_function_and_helps_an_outlier():
@@ -439,20 +237,3 @@ def test_a_cache_is_the_same_token_by_token():
         whole.append(k, v[..., :3, :])
     with pytest.raises(ArgumentError, match=r"keys .* do not continue"):
         whole.append(k[:1], v[:1])
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_progress_bars_on_a_terminal():
-    pytest.importorskip("rich")
-    stream = Terminal()
-    with make_progress(None, stream) as show:
-        assert type(show) is Bars
-        show.stage("weights", 3)
-        show.step(3)
-    assert "weights" in stream.getvalue() and "3/3" in stream.getvalue()
-    assert type(make_progress(False, stream)) is Quiet and type(make_progress(None, io.StringIO())) is Quiet
-    assert type(make_progress(True, io.StringIO())) is Lines

@@ -68,7 +68,7 @@ def grouped(width):
 def test_groups_are_scaled_as_they_are_reached(monkeypatch, block, width, act_order):
     monkeypatch.setattr(sys.modules["fmtsim.ptq.gptq"], "BLOCK", block)
     differ = set()
-    for seed in range(3):
+    for seed in range(2):
         x, w, _, steps = problem(seed)
         quantizer, made = grouped(width)
         found = {}
