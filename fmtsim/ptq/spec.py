@@ -206,6 +206,8 @@ class PtqRecipe:
                 raise ArgumentError(
                     f"PtqRecipe {name}={getattr(self, name)!r} is not a {getattr(kind, '__name__', kind)}"
                 )
+        if any(rule.steps is not None for rule in self.rules):
+            raise ArgumentError(f"PtqRecipe {self.name!r}: a Rule with steps= is one of training; leave steps= out")
         for where, x, w in self._operands():
             _check_operands(f"PtqRecipe {self.name!r}{where}", x, w)
         if self.calibration is not None and not any(is_static(x) for _, x, _ in self._operands()):
@@ -251,7 +253,9 @@ class PtqRecipe:
         methods += ["bias correction"] * self.bias_correction + ["batch norm measured anew"] * self.batch_norm
         lines += [f"with: {', '.join(methods)}"] if methods else []
         lines += [f"attention: {self.attention}"] if self.attention is not None else []
-        lines += [f"rule: {rule}" for rule in self.rules]
+        for rule in self.rules:
+            how = "high precision" if rule.use is None else f"x: {rule.use.fprop.a}; w: {rule.use.fprop.b}"
+            lines.append(f"rule: {rule.where}: {how}")
         lines += [f"{name}: {getattr(self, name)}" for name in ("source", "notes") if getattr(self, name)]
         return "\n".join(lines)
 

@@ -144,6 +144,11 @@ class Survey:
         return self.parts.setdefault((name, part), fresh)
 
     def _slot(self, part: Part, name: str, w: Tensor) -> Slot:
+        if w.untyped_storage().data_ptr() not in {p.untyped_storage().data_ptr() for p in part.module.parameters()}:
+            raise ArgumentError(
+                "it multiplies with a copy of its weight, which cannot be rounded in place; quantise outside of "
+                "torch.autocast, or leave the layer out with filter_fn= or a Rule(name=...)"
+            )
         key = (w.data_ptr(), tuple(w.shape), w.stride())
         if key not in self.slots:
             groups = sum(slot.parts[0] is part for slot in self.slots.values())
@@ -177,6 +182,19 @@ def _plain(modules: Mapping[str, EmulatedModule], watch: Callable[[str], Any]) -
 
 
 @contextmanager
+def row_major(model: nn.Module) -> Iterator[None]:
+    """Lay weights of convolutions out row by row, so that they are matrices in place, and back as they were."""
+    moved = [(p, p.stride()) for p in model.parameters() if p.dim() > 2 and not p.is_contiguous()]
+    for p, _ in moved:
+        p.data = p.data.contiguous()
+    try:
+        yield
+    finally:
+        for p, stride in moved:
+            p.data = torch.empty_strided(p.shape, stride, dtype=p.dtype, device=p.device).copy_(p.data)
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation, and each of its modules back."""
     training = [module for module in model.modules() if module.training]
@@ -205,7 +223,7 @@ def call(model: nn.Module, batch: Any, index: int = 0) -> Any:
         elif not isinstance(batch, Tensor | Mapping | tuple | list):
             hint = "; a batch is a tensor, a tuple of arguments or a dict of keywords"
         where = f"calibration batch {index} ({_described(batch)}) does not run through {type(model).__name__}"
-        raise ArgumentError(f"{where}: {error}{hint}") from error
+        raise ArgumentError(f"{where}: {str(error) or type(error).__name__}{hint}") from error
 
 
 def check_model(model: Any) -> None:

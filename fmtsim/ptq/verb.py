@@ -18,7 +18,7 @@ from fmtsim.ptq.reshape import equalise, stored, unsmooth
 from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.ptq.state import RECIPE
 from fmtsim.ptq.steps import install, measure, measure_batch_norm, round_weights, surveyed
-from fmtsim.ptq.survey import Survey, batches_of, check_model
+from fmtsim.ptq.survey import Survey, batches_of, check_model, row_major
 
 Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
@@ -67,7 +67,7 @@ def ptq(
     before = stored(model)
     configs = prepared(model, recipe, filter_fn)
     try:
-        with make_progress(progress) as show:
+        with row_major(model), make_progress(progress) as show:
             equalised = () if recipe.equalise is None else tuple(equalise(model, recipe.equalise))
             survey, smoothed = surveyed(model, recipe, configs, batches, show)
             round_weights(survey, recipe.weights, show)

@@ -52,12 +52,14 @@ class Bench:
         show: Progress,
     ) -> None:  # fmt: skip
         self.model, self._batches, self._loss = copy.deepcopy(model), batches, loss
+        for p in self.model.parameters():
+            p.data = p.data.contiguous()  # convolutions are matrices in place
         with evaluating(self.model), torch.no_grad():
             self._references = [call(self.model, batch, i) for i, batch in enumerate(batches)]
         self.adds = 0  # multiply-adds of a batch
         self.forms: dict[str, dict[str, Form]] = {}
         for name, recipe in recipes.items():
-            source = copy.deepcopy(model)
+            source = copy.deepcopy(self.model)
             named = Of(show, name)
             survey, _ = surveyed(source, recipe, prepared(source, recipe, filter_fn), batches, named)
             round_weights(survey, recipe.weights, named)

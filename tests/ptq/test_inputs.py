@@ -59,6 +59,20 @@ def test_labels_and_arrays_get_a_hint():
         fmtsim.ptq(nn.Sequential(nn.Linear(16, 4), Fussy(4, 4)), "int8_static", DATA)
 
 
+def test_autocast_is_refused():
+    model = mlp()
+    before = model[0].weight.clone()
+    for name in ("int8_static", "int4_gptq"):
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(
+                ArgumentError, match=r"layer '0': it multiplies with a copy of its weight.*outside of torch.autocast"
+            ),
+        ):
+            fmtsim.ptq(model, name, DATA)
+    assert type(model[0]) is nn.Linear and torch.equal(model[0].weight, before)
+
+
 def broken(where):
     model = mlp()
     if where == "nan":

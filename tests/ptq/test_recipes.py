@@ -34,6 +34,7 @@ from fmtsim.ptq.catalogue import RECIPES, minifloat, operand
 from fmtsim.ptq.ranges import least_error, percentile, static_scale
 from fmtsim.ptq.reshape import equalise, smoothing
 from fmtsim.recipes import Rule
+from fmtsim.recipes.spec import Steps
 from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.scale import Scaling
 from fmtsim.scaling.transform import Hadamard
@@ -53,6 +54,7 @@ def test_everything_a_record_holds_survives_a_file(tmp_path):
         equalise=Equalise(pairs=(("a", "b"),)), weights=LearnedRounding(steps=7), bias_correction=True, batch_norm=True,
         rules=(Rule(head=True), Rule(name="x", use=fmtsim.linear_config(x="e5m2", w="e5m2", g=None))),
     )  # fmt: skip
+    assert "rule: name ~ x: x: e5m2; w: e5m2\n" in str(recipe) + "\n" and "rule: head: high precision" in str(recipe)
     save_ptq_recipe(recipe, tmp_path / "all.json")
     assert load_ptq_recipe(tmp_path / "all.json") == get_ptq_recipe(str(tmp_path / "all.json")) == recipe
     wrong = ptq_recipe_to_dict(recipe) | {"smoth": 1}
@@ -91,6 +93,9 @@ BAD = [
      r"calibration= with x = e4m3, \[amax of 1xall\], which has no scale of a tensor"),
     (lambda: PtqRecipe(name="r", w=Quantizer(format=get_format("e4m3"), transforms=(Hadamard(),))),
      r"weights are stored as they are rounded; leave transforms="),
+    (lambda: PtqRecipe(name="r", rules=(Rule(name="fc", steps=Steps(first=3)),)),
+     r"a Rule with steps= is one of training; leave steps= out"),
+    (lambda: Gptq(groups="fresh"), r"groups='fresh' is unknown; choose one of static, dynamic, lazy"),
 ]  # fmt: skip
 
 

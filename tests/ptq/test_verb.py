@@ -106,6 +106,12 @@ def test_a_saved_model_comes_back_bit_for_bit(recipe, tmp_path):
 
 
 def test_states_that_are_none():
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8))
+    state = fmtsim.ptq_state(fmtsim.ptq(mlp(), "int8_static", DATA))
+    with pytest.raises(ArgumentError, match=r"parameter '0.weight' is on the meta device; call model.to_empty"):
+        fmtsim.load_ptq(empty, state)
+    assert same_bits(fmtsim.load_ptq(empty.to_empty(device="cpu"), state)[2].weight, state["tensors"]["2.weight"])
     model = fmtsim.ptq(mlp(), "int8_static", DATA)
     with pytest.raises(ArgumentError, match=r"load_ptq takes what fmtsim.ptq_state returned, not list"):
         fmtsim.load_ptq(mlp(), [])
@@ -141,6 +147,26 @@ def test_convolutions_groups_and_attention(recipe):
     off = float((model(data[0]) - exact).norm() / exact.norm())
     assert 0 < off < (0.25 if "4_" in recipe else 0.05)
     assert all(row.output_db > 10 for row in report.rows)
+
+
+@pytest.mark.parametrize("recipe", ["int4_gptq", "int8_static"])
+def test_weights_laid_out_otherwise_are_rounded_in_place(recipe):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.Flatten(), nn.Linear(128, 4))
+    model, data = model.requires_grad_(False), [normal(2, 4, 8, 8)]
+    turned = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    turned[4].weight.data = turned[4].weight.data.t().contiguous().t()
+    strides = [p.stride() for p in turned.parameters()]
+    assert not turned[0].weight.is_contiguous() and not turned[4].weight.is_contiguous()
+    parameter = turned[0].weight
+    fmtsim.ptq(model, recipe, data)
+    fmtsim.ptq(turned, recipe, data)
+    assert [p.stride() for p in turned.parameters()] == strides and turned[0].weight is parameter
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), turned.state_dict().values(), strict=True)
+    )
+    found, other = (fmtsim.search(fmtsim.revert(m), data, bits=6) for m in (model, turned))
+    assert found.formats == other.formats and found.costs == other.costs
 
 
 def test_attention_called_otherwise_takes_the_widest_scale():
