@@ -31,7 +31,7 @@ def plot_layers(reports: "Sequence[PtqReport]", path: str | Path | None = None) 
     names = [row.name for row in reports[0].rows] if reports else []
     if not names or any([row.name for row in report.rows] != names for report in reports):
         raise ArgumentError("plot_layers takes one or more reports of the same layers; quantise copies of one model")
-    figure = new_figure(8.0, 1.2 + 0.2 * len(names) * len(reports) + 0.06 * len(names))
+    figure = new_figure(8.0, 1.2 + 0.14 * len(names) * len(reports) + 0.06 * len(names))
     panel = figure.subplots()
     finite = [row.output_db for report in reports for row in report.rows if math.isfinite(row.output_db)]
     longest = max(finite, default=1.0) * _LOSSLESS
