@@ -128,12 +128,13 @@ class PtqReport:
 def left_alone(model: nn.Module) -> tuple[tuple[str, str], ...]:
     """Return the modules with weights of their own that a conversion left alone, and why."""
     reasons, shared = model.__dict__[REASONS], dict(tied(model))
-    return tuple(
-        (name or "(model)", reasons[name])
-        for name, module in model.named_modules()
-        if name in reasons and name not in shared and not _inside(name, model)
-        if any(p.dim() > 1 for p in module.parameters(recurse=False))
-    )
+    found = {}
+    for name, module in model.named_modules():
+        owner = name.split(".parametrizations.")[0]  # which keeps the weights of the module that is parametrized
+        heavy = any(p.dim() > 1 for p in module.parameters(recurse=False))
+        if heavy and owner in reasons and owner not in shared and not _inside(owner, model):
+            found[owner or "(model)"] = reasons[owner]
+    return tuple(found.items())
 
 
 def tied(model: nn.Module) -> tuple[tuple[str, str], ...]:

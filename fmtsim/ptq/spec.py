@@ -132,15 +132,16 @@ class LearnedRounding:
     Args:
         steps: Of Adam.
         rate: Its learning rate.
-        regularisation: Weight of the term that drives each choice to 0 or 1, relative to the error at the start.
+        regularisation: Weight of the term that drives each choice to 0 or 1: the mean over all weights, relative to the
+            error of rounding to nearest. Little of it leaves choices between, where nearest decides after all.
         beta: First and last exponent of that term, falling linearly.
         warmup: Share of the steps without it.
         sweeps: Passes over the columns afterwards that turn single choices where that helps; the source has none.
     """
 
-    steps: int = 400
+    steps: int = 200
     rate: float = 0.02
-    regularisation: float = 0.1
+    regularisation: float = 100.0
     beta: tuple[float, float] = (20.0, 2.0)
     warmup: float = 0.2
     sweeps: int = 2

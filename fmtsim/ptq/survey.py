@@ -209,13 +209,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def call(model: nn.Module, batch: Any, index: int = 0) -> Any:
     """Return the output of a model for a batch: a tensor, a tuple or list of arguments, or a dict of keywords.
 
+    The model gets copies of the tensors, because the batch runs again, and some models change their inputs.
+
     Raises:
         ArgumentError: The model does not take it.
     """
     try:
         if isinstance(batch, Mapping):
-            return model(**batch)
-        return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+            return model(**{name: _copied(value) for name, value in batch.items()})
+        return model(*map(_copied, batch)) if isinstance(batch, tuple | list) else model(_copied(batch))
     except Exception as error:  # whatever a model raises
         hint = ""
         if isinstance(batch, tuple | list) and isinstance(error, TypeError):
@@ -224,6 +226,14 @@ def call(model: nn.Module, batch: Any, index: int = 0) -> Any:
             hint = "; a batch is a tensor, a tuple of arguments or a dict of keywords"
         where = f"calibration batch {index} ({_described(batch)}) does not run through {type(model).__name__}"
         raise ArgumentError(f"{where}: {str(error) or type(error).__name__}{hint}") from error
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) in (tuple, list):
+        return type(value)(map(_copied, value))
+    return {name: _copied(v) for name, v in value.items()} if type(value) is dict else value
 
 
 def check_model(model: Any) -> None:

@@ -59,6 +59,24 @@ def test_labels_and_arrays_get_a_hint():
         fmtsim.ptq(nn.Sequential(nn.Linear(16, 4), Fussy(4, 4)), "int8_static", DATA)
 
 
+def test_a_model_that_changes_its_inputs_sees_them_as_they_are():
+    class Doubling(nn.Module):
+        def __init__(self, inplace):
+            super().__init__()
+            torch.manual_seed(0)
+            self.fc, self.inplace = nn.Linear(16, 4), inplace
+
+        def forward(self, x, nested=None):
+            x = x if nested is None else nested["x"][0]
+            return self.fc(x.mul_(2) if self.inplace else x * 2)
+
+    for batch in (DATA[0], (DATA[0],), {"x": None, "nested": {"x": [DATA[0]]}}):
+        before = DATA[0].clone()
+        found, expected = (fmtsim.ptq(Doubling(inplace), "int8_static", [batch]) for inplace in (True, False))
+        rows = [fmtsim.ptq_report(model)["fc"] for model in (found, expected)]
+        assert rows[0] == rows[1] and torch.equal(DATA[0], before)
+
+
 def test_autocast_is_refused():
     model = mlp()
     before = model[0].weight.clone()

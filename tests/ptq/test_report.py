@@ -65,6 +65,9 @@ def test_the_report_says_what_stayed_and_what_came_along():
     assert "left in high precision: places (no emulated form of Embedding)" in text
     assert "words shares the weight of head, which is quantised" in text
     assert "<td style='text-align:left'>head</td>" in report._repr_html_()
+    normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(16, 8)), nn.Linear(8, 4))
+    left = dict(fmtsim.ptq_report(fmtsim.ptq(normed, "int8_static", DATA)).left)
+    assert left == {"0": "parametrized; convert first, or remove the parametrization"}
     attention = fmtsim.ptq(nn.MultiheadAttention(8, 2), "int8_token", [(normal(3, 2, 8),) * 3])
     assert fmtsim.ptq_report(attention).left == ()
 

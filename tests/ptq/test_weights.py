@@ -174,6 +174,26 @@ def test_learned_rounding_comes_close_to_the_best_of_all_choices(seed):
     assert error.sum() <= best.sum() + 0.35 * (plain.sum() - best.sum())
 
 
+def test_gradients_alone_decide():
+    """Without the passes afterwards; too weak a regularisation leaves choices between, which nearest then decides."""
+    source = torch.Generator().manual_seed(0)
+    w, mix = torch.randn(32, 64, generator=source), torch.randn(64, 64, generator=source)
+    x = (torch.randn(500, 64, generator=source) @ mix).double()
+    grid = grid_of(w, Quantizer(format=get_format("int4"), scaling=Scaling(block=(1, 32))))
+    plain, errors = output_error(w, grid.round(w.double(), slice(None)), x.mT @ x).sum(), []
+    for weight in (100.0, 0.01):
+        settings = LearnedRounding(sweeps=0, regularisation=weight)
+        errors.append(output_error(w, learned_rounding(w, x.mT @ x, grid, settings), x.mT @ x).sum() / plain)
+    assert errors[0] < 0.8 < 0.9 < errors[1] <= 1
+
+
+def test_learned_rounding_in_pieces_is_one(monkeypatch):
+    x, w, grid, _ = problem(2)
+    whole = learned_rounding(w, x.mT @ x, grid, LearnedRounding(steps=50))
+    monkeypatch.setattr(sys.modules["fmtsim.ptq.learned"], "PIECE", 1)
+    assert torch.equal(learned_rounding(w, x.mT @ x, grid, LearnedRounding(steps=50)), whole)
+
+
 def test_learned_rounding_that_learned_badly_is_nearest():
     x, w, grid, _ = problem(1)
     h = x.mT @ x
