@@ -139,7 +139,7 @@ class LearnedRounding:
         sweeps: Passes over the columns afterwards that turn single choices where that helps; the source has none.
     """
 
-    steps: int = 200
+    steps: int = 150
     rate: float = 0.02
     regularisation: float = 100.0
     beta: tuple[float, float] = (20.0, 2.0)

@@ -86,16 +86,19 @@ class Bench:
             raise ArgumentError(f"recipe {name!r} and another disagree about layer {odd!r}; leave rules= out of both")
         shared = [slot for slot in survey.slots.values() if len({id(p.module) for p in slot.parts}) > 1]
         if shared:
-            raise ArgumentError(f"layer {shared[0].name!r} shares its weight; leave it out with filter_fn=")
-        first = 0
+            first, second = (part.name for part in shared[0].parts[:2])
+            raise ArgumentError(
+                f"layers {first!r} and {second!r} share a weight, which takes one format; leave one out with filter_fn="
+            )
+        adds_of_all = 0
         for slot in survey.slots.values():
             form = self.forms.setdefault(_owner(survey, slot), {}).setdefault(name, Form())
             assert slot.quantised is not None
             form.weights.append(slot.quantised)
             adds = slot.parts[0].rows * slot.w.numel() // len(self._batches)
             form.cost += adds * _bits(slot.quantizer) * _bits(slot.parts[0].x)
-            first += adds
-        self.adds = first
+            adds_of_all += adds
+        self.adds = adds_of_all
         for part in survey.parts.values():
             owner = next(label for label, module in survey.modules.items() if module is part.module)
             static = part.top is not None

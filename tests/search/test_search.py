@@ -171,6 +171,12 @@ def test_bad_budgets_and_formats():
         fmtsim.search(model, data, bits=8, formats=["e4m3_static", "e4m3_dynamic"])
     with pytest.raises(ArgumentError, match=r"pass recipes of different names, at least one"):
         fmtsim.search(model, data, bits=8, formats=[])
+    tied = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).requires_grad_(False)
+    tied[2].weight = tied[0].weight
+    with pytest.raises(
+        ArgumentError, match=r"layers '0' and '2' share a weight, which takes one format; leave one out"
+    ):
+        fmtsim.search(tied, [torch.randn(3, 16)], bits=8)
     with pytest.raises(ArgumentError, match=r"calibration data is empty"):
         fmtsim.search(model, [], bits=8)
     with pytest.raises(ArgumentError, match=r"Policy steps=0"):
