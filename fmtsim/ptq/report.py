@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from fmtsim.nn.convert import REASONS
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.ptq.ranges import limit, static_scale
 from fmtsim.ptq.survey import Slot
+from fmtsim.ptq.table import html_table, text_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,19 +78,10 @@ class PtqReport:
         return found[0]
 
     def __str__(self) -> str:
-        cells = self._cells()
-        widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-        lines = [_aligned(line, widths) for line in cells]
-        return "\n".join((lines[0], "-" * max(map(len, lines)), *lines[1:], *self._remarks()))
+        return text_table(self._cells(), self._remarks(), _NUMBERS)
 
     def _repr_html_(self) -> str:
-        head, *rows = self._cells()
-        names = "".join(f"<th style='text-align:left'>{escape(cell)}</th>" for cell in head)
-        body = "".join(
-            "<tr>" + "".join(f"<td style='text-align:left'>{escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in rows
-        )
-        return f"<table><tr>{names}</tr>{body}</table>" + "<br>".join(map(escape, self._remarks()))
+        return html_table(self._cells(), self._remarks(), _NUMBERS)
 
     def plot(self, path: str | Path | None = None, *, other: "PtqReport | None" = None) -> "Figure":
         """Draw each layer's signal to noise as a bar, and those of another report beside them; return the figure.
@@ -155,12 +146,6 @@ def tied(model: nn.Module) -> tuple[tuple[str, str], ...]:
 def _inside(name: str, model: nn.Module) -> bool:
     """Say whether a module belongs to a converted one, which multiplies with its weights."""
     return bool(name) and isinstance(model.get_submodule(name.rpartition(".")[0]), EmulatedModule)
-
-
-def _aligned(line: tuple[str, ...], widths: list[int]) -> str:
-    """Return a line of the table, numbers to the right."""
-    cells = (c.rjust(w) if i in _NUMBERS else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-    return "  ".join(cells).rstrip()
 
 
 def ptq_report(model: nn.Module) -> PtqReport:

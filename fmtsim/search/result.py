@@ -2,13 +2,13 @@
 
 import re
 from dataclasses import dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.config import Gemm, LinearConfig
 from fmtsim.ptq.spec import PtqRecipe
+from fmtsim.ptq.table import html_table, text_table
 from fmtsim.recipes.spec import Rule
 from fmtsim.search.choice import front
 
@@ -128,16 +128,10 @@ class SearchResult:
         return plot_search(self, path)
 
     def __str__(self) -> str:
-        cells = self._cells()
-        widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in cells]
-        return "\n".join((lines[0], "-" * max(map(len, lines)), *lines[1:], self._total()))
+        return text_table(self._cells(), [self._total()])
 
     def _repr_html_(self) -> str:
-        head, *rows = self._cells()
-        names = "".join(f"<th style='text-align:left'>{escape(cell)}</th>" for cell in head)
-        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-        return f"<table><tr>{names}</tr>{body}</table>{escape(self._total())}"
+        return html_table(self._cells(), [self._total()])
 
     def _cells(self) -> list[tuple[str, ...]]:
         cells: list[tuple[str, ...]] = [("layer", *self.recipes, "chosen")]

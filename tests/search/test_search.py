@@ -99,7 +99,7 @@ def test_the_front_is_what_no_assignment_beats(tmp_path):
     panel = result.plot(tmp_path / "front.png").axes[0]
     assert list(panel.lines[0].get_xdata()) == [point.cost for point in result.front()]
     assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
-    assert "<td>0</td>" in result._repr_html_()
+    assert "<td style='text-align:left'>0</td>" in result._repr_html_()
 
 
 def test_a_model_that_is_a_layer():
