@@ -62,6 +62,7 @@ class PtqReport:
         equalised: Pairs of layers whose weights were equalised.
         left: Modules with weights that stay in high precision, and why.
         tied: Modules of those that share a weight with a quantised layer, and so have it quantised, and the layer.
+        attention: Its quantisers, "" where it runs as it did.
     """
 
     recipe: str
@@ -70,6 +71,7 @@ class PtqReport:
     equalised: tuple[str, ...] = ()
     left: tuple[tuple[str, str], ...] = ()
     tied: tuple[tuple[str, str], ...] = ()
+    attention: str = ""
 
     def __getitem__(self, name: str) -> PtqRow:
         found = [row for row in self.rows if row.name == name]
@@ -107,6 +109,7 @@ class PtqReport:
     def _remarks(self) -> list[str]:
         total = f"{len(self.rows)} weights by {self.recipe} in {self.seconds:.1f} s"
         lines = [total + (f"; equalised {', '.join(self.equalised)}" if self.equalised else "")]
+        lines += [f"attention: {self.attention}"] if self.attention else []
         reasons: dict[str, list[str]] = {}
         for name, reason in self.left:
             reasons.setdefault(reason, []).append(name)

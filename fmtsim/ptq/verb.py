@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from fmtsim.gemm.config import LinearConfig
@@ -18,7 +19,7 @@ from fmtsim.ptq.reshape import equalise, stored, unsmooth
 from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.ptq.state import RECIPE
 from fmtsim.ptq.steps import install, measure, measure_batch_norm, round_weights, surveyed
-from fmtsim.ptq.survey import Survey, batches_of, check_model, row_major
+from fmtsim.ptq.survey import Survey, batches_of, call, check_model, evaluating, row_major
 
 Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
@@ -81,7 +82,7 @@ def ptq(
     model.__dict__[RECIPE] = recipe
     model.__dict__[REPORT] = PtqReport(
         recipe=recipe.name, rows=rows, seconds=time.perf_counter() - began, equalised=equalised,
-        left=left_alone(model), tied=tied(model),
+        left=left_alone(model), tied=tied(model), attention="" if recipe.attention is None else str(recipe.attention),
     )  # fmt: skip
     return model
 
@@ -106,6 +107,9 @@ def _finish(model: nn.Module, recipe: PtqRecipe, batches: list[Any], show: Progr
     if recipe.attention is not None:
         convert_attention(model, recipe.attention)
     try:
+        if recipe.attention is not None:
+            with evaluating(model), torch.no_grad():
+                call(model, batches[0])  # attention that never reaches the function is found here, not in use
         if recipe.batch_norm:
             measure_batch_norm(model, batches, show)
     except BaseException:
@@ -127,8 +131,6 @@ def _rows(survey: Survey, recipe: PtqRecipe, smoothed: set[str]) -> Any:
 
 def _undo(model: nn.Module, before: list[Any]) -> None:
     """Give a model back as it was before a failure."""
-    import torch
-
     known = {id(t) for t, _ in before}
     unsmooth({name: m for name, m in model.named_modules() if isinstance(m, EmulatedModule)})
     revert(model)

@@ -1,5 +1,7 @@
 """What fmtsim.ptq refuses: data, models and recipes that do not fit, each with the next step."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -75,6 +77,28 @@ def test_a_model_that_changes_its_inputs_sees_them_as_they_are():
         found, expected = (fmtsim.ptq(Doubling(inplace), "int8_static", [batch]) for inplace in (True, False))
         rows = [fmtsim.ptq_report(model)["fc"] for model in (found, expected)]
         assert rows[0] == rows[1] and torch.equal(DATA[0], before)
+
+
+def test_attention_that_cannot_be_quantised_is_found_at_once():
+    class Attending(nn.Module):
+        def __init__(self, weights):
+            super().__init__()
+            self.attention, self.weights = nn.MultiheadAttention(8, 2), weights
+
+        def forward(self, x):
+            return self.attention(x, x, x, need_weights=self.weights)[0]
+
+    model, x = Attending(True).requires_grad_(False), normal(5, 2, 8)
+    before = model(x)
+    with pytest.raises(ArgumentError, match=r"layer 'attention' ran without calling scaled_dot_product_attention"):
+        fmtsim.ptq(model, "nemotron_kv8", [x])
+    assert type(model.attention) is nn.MultiheadAttention and torch.equal(model(x), before)
+    plain, quantised = (
+        fmtsim.ptq(copy.deepcopy(m), r, [x])
+        for m, r in ((model, "nemotron"), (Attending(False).requires_grad_(False), "nemotron_kv8"))
+    )
+    assert "attention: q high precision; k e4m3" in str(fmtsim.ptq_report(quantised))
+    assert "attention:" not in str(fmtsim.ptq_report(plain))
 
 
 def test_autocast_is_refused():
