@@ -1,6 +1,7 @@
-"""Tables of text: what reports, explanations and the command line print."""
+"""Tables of text: what reports, explanations and the command line print, and the same for notebooks."""
 
 from collections.abc import Container, Sequence
+from html import escape
 
 Row = Sequence[str]
 
@@ -23,6 +24,17 @@ def ruled(rows: Sequence[Row], left: Container[int] | None = None) -> list[str]:
     """Return ``aligned`` rows with a line below the first one, the header."""
     head, *rest = aligned(rows, left)
     return [head, "-" * max(map(len, (head, *rest))), *rest]
+
+
+def html(rows: Sequence[Row], left: Container[int] | None = None) -> str:
+    """Return ``ruled`` rows as a table in HTML."""
+    lines = []
+    for place, row in enumerate(rows):
+        tag = "td" if place else "th"
+        sides = ("left" if left is None or i in left else "right" for i in range(len(row)))
+        cells = (f"<{tag} style='text-align:{s}'>{escape(cell)}</{tag}>" for s, cell in zip(sides, row, strict=True))
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f"<table>{''.join(lines)}</table>"
 
 
 def filled(header: Row, rows: Sequence[Row]) -> list[Row]:

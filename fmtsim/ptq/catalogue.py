@@ -2,12 +2,13 @@
 
 from typing import Any
 
+from fmtsim.formats.block import Block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.ptq.spec import Calibration, Gptq, LearnedRounding, PtqRecipe, Smooth
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import PowerOfTwo, Scaling
+from fmtsim.scaling.scale import Scaling
 
 _SHEN = "Shen et al., Efficient Post-training Quantization with FP8 Formats, arXiv:2309.14592 (details unverified)"
 _AGGARWAL = "Aggarwal et al., minifloat post-training quantisation, arXiv:2311.12359; brevitas"
@@ -49,42 +50,71 @@ def _clipped(scaling: Scaling) -> Scaling:
     )
 
 
+_GAUDI2 = tuple(2.0**power for power in (-8, -4, 0, 4))  # exponent biases 15, 11, 7 and 3 of the product
+_GAUDI3 = tuple(2.0**power for power in range(-55, 8))  # exponent biases 62 to 0
+
+
+def _pow2(
+    top: float, *, allowed: tuple[float, ...] = (), block: Block = (None, None), candidates: tuple[float, ...] = (1.0,)
+) -> Scaling:  # fmt: skip
+    """Return scales ``amax / top`` rounded up to powers of two, then to the next of a set of the hardware's."""
+    return Scaling(
+        block=block, top=top, arithmetic="divide", power_of_two="ceil", allowed=allowed, candidates=candidates,
+        metric="mse",
+    )  # fmt: skip
+
+
+def _best(powers: tuple[float, ...]) -> Scaling:
+    """Return a scale of the tensor: the number of least squared error, the first in a tie."""
+    return Scaling(statistic="one", factor=1.0, arithmetic="divide", candidates=powers, metric="mse")
+
+
 def _gaudi(
-    name: str, fmt: str, top: float, *, allowed: tuple[float, ...] = (), power: PowerOfTwo | None = "ceil",
-    channels: bool = False, dynamic: bool = False, what: str,
+    name: str, x: Scaling, w: Scaling, what: str, *, element: str = "e4m3_ieee", dynamic: bool = False,
+    aliases: tuple[str, ...] = (),
 ) -> PtqRecipe:  # fmt: skip
-    def rule(backoff: float, block: tuple[int | None, int | None]) -> Scaling:
-        return Scaling(block=block, top=top * backoff, arithmetic="divide", power_of_two=power, allowed=allowed)
-
+    fixed = x.statistic == "one"
     return PtqRecipe(
-        name=name,
-        x=operand(fmt, rule(0.25, (None, None))),
-        w=operand(fmt, rule(0.5, (1, None) if channels else (None, None))),
-        calibration=None if dynamic else _ABSMAX,
-        source=f"{_INC}: {what}; backoff 0.25 for activations and 0.5 for weights",
-    )
+        name=name, x=operand(element, x), w=operand(element, w), calibration=None if dynamic or fixed else _ABSMAX,
+        aliases=aliases, source=f"{_INC}: {what}",
+    )  # fmt: skip
 
 
-def _fixed_scale(name: str, fmt: str, scale: float, what: str) -> PtqRecipe:
-    same = Scaling(statistic="one", factor=scale, arithmetic="divide")
-    return PtqRecipe(name=name, x=operand(fmt, same), w=operand(fmt, same), source=f"{_INC}: {what}")
+def _gaudis() -> tuple[PtqRecipe, ...]:
+    """Return the scale methods of Intel's toolkit; scales are what elements are multiplied with when decoded.
 
+    A fullscale is 240 on Gaudi 2 and 448 on Gaudi 3; backoffs are 0.25 for calibrated activations, 0.5 for weights,
+    and 1 for activations at hand.
+    """
+    x2, w2 = _pow2(60.0, allowed=_GAUDI2), _pow2(120.0, allowed=_GAUDI2)
+    x3, w3 = (_pow2(448.0 * backoff, allowed=_GAUDI3) for backoff in (0.25, 0.5))
+    old_x3, old_w3 = (_pow2(240.0 * backoff, allowed=_GAUDI3) for backoff in (0.25, 0.5))
+    x, channel = _pow2(60.0), _pow2(120.0, block=(1, None))
+    few = _pow2(120.0, block=(1, None), candidates=tuple(2.0**k for k in range(-3, 5)))
+    exact_x, exact_w = (Scaling(top=240.0 * backoff, arithmetic="divide") for backoff in (0.25, 0.5))
+    powers = tuple(2.0**k for k in reversed(range(-10, 10)))  # in a tie the toolkit takes the largest
+    one, sixteen, high = (Scaling(statistic="one", factor=f, arithmetic="divide") for f in (1.0, 16.0, 128.0))
+    return (
+        _gaudi("gaudi2_hw", x2, w2, "MAXABS_HW on Gaudi 2, scales 2^-8, 2^-4, 1, 2^4"),
+        _gaudi("gaudi2_hw_channel", x2, channel, "ACT_MAXABS_HW_WEIGHTS_PCS_MAXABS_POW2 on Gaudi 2"),
+        _gaudi("gaudi2_hw_opt", x2, _best(_GAUDI2), "MAXABS_HW_OPT_WEIGHT on Gaudi 2"),
+        _gaudi("gaudi3_hw", x3, w3, "MAXABS_HW on Gaudi 3, scales 2^-55 to 2^7, E4M3 up to 448", element="e4m3",
+               aliases=("gaudi3_448",)),
+        _gaudi("gaudi3_240", old_x3, old_w3, "MAXABS_HW on Gaudi 3 in versions that take 240 for its fullscale"),
+        _gaudi("gaudi_pow2", x, _pow2(120.0), "MAXABS_POW2"),
+        _gaudi("gaudi_pow2_channel", x, channel, "ACT_MAXABS_POW2_WEIGHTS_PCS_MAXABS_POW2"),
+        _gaudi("gaudi_opt", x, _best(powers), "MAXABS_POW2_OPT_WEIGHT, 2^-10 to 2^9 by least squared error"),
+        _gaudi("gaudi_opt_channel", x, few, "ACT_MAXABS_POW2_WEIGHTS_PCS_OPT_POW2, 2^-3 to 2^4 times POW2's"),
+        _gaudi("gaudi_exact", exact_x, exact_w, "MAXABS_ARBITRARY, scales not rounded"),
+        _gaudi("gaudi_dynamic", _pow2(240.0), w2, "ACT_MAXABS_PTS_POW2_WEIGHT_MAXABS_PTS_POW2_HW on Gaudi 2",
+               dynamic=True),
+        _gaudi("gaudi_dynamic_token", _pow2(240.0, block=(1, None)), w2,
+               "ACT_MAXABS_PCS_POW2_WEIGHT_MAXABS_PTS_POW2_HW on Gaudi 2", dynamic=True),
+        _gaudi("gaudi2_fixed", sixteen, sixteen, "HW_ALIGNED_SINGLE_SCALE on Gaudi 2: the set's first, 2^4"),
+        _gaudi("gaudi3_fixed", high, high, "HW_ALIGNED_SINGLE_SCALE on Gaudi 3: the set's first, 2^7", element="e4m3"),
+        _gaudi("gaudi_unit", one, one, "UNIT_SCALE"),
+    )  # fmt: skip
 
-def _gaudi_best() -> PtqRecipe:
-    powers = tuple(2.0**k for k in range(-10, 10))
-    best = Scaling(statistic="one", factor=1.0, arithmetic="divide", candidates=powers, metric="mse")
-    x = Scaling(top=60.0, arithmetic="divide", power_of_two="ceil")
-    return PtqRecipe(
-        name="gaudi_opt",
-        x=operand("e4m3_ieee", x),
-        w=operand("e4m3_ieee", best),
-        calibration=_ABSMAX,
-        source=f"{_INC}: weights by the power of two of least squared error, 2^-10 to 2^9",
-    )
-
-
-_GAUDI2 = tuple(2.0**power for power in (-8, -4, 0, 4))
-_GAUDI3 = tuple(2.0**power for power in range(-55, 8))
 
 _FP8 = (
     *(
@@ -148,6 +178,9 @@ _INTEGERS = (
     PtqRecipe(name="w4a4", x=operand("int4", _TOKEN), w=operand("int4", _groups(32)), source=_OWN),
     PtqRecipe(name="int4_gptq", w=operand("int4", _groups(32)), weights=Gptq(act_order=True), aliases=("gptq",),
               source=f"{_GPTQ}: groups of 32 with scales from the original weights"),
+    PtqRecipe(name="int4_gptq_dynamic", w=operand("int4", _groups(32)), weights=Gptq(act_order=True, groups="dynamic"),
+              source=f"{_GPTQ}: groups of 32 with scales made as they are reached",
+              notes="stored, it needs the group of each column, too"),
     PtqRecipe(name="int4_learned", w=operand("int4", _groups(32)), weights=LearnedRounding(), aliases=("adaround",),
               source="Nagel et al., AdaRound, arXiv:2004.10568",
               notes="on the layer's own output error, without the following activation"),
@@ -167,20 +200,6 @@ _BLOCKS = (
     PtqRecipe(name="nvfp4_gptq", x=operand("nvfp4"), w=operand("nvfp4"), weights=Gptq(), source=f"{_GPTQ}; NVFP4"),
 )
 
-_GAUDI = (
-    _gaudi("gaudi2_hw", "e4m3_ieee", 240.0, allowed=_GAUDI2, what="HW_ALIGNED, scales 2^-8, 2^-4, 1, 2^4"),
-    _gaudi("gaudi3_hw", "e4m3_ieee", 240.0, allowed=_GAUDI3, what="HW_ALIGNED, scales 2^-55 to 2^7"),
-    _gaudi("gaudi3_448", "e4m3", 448.0, allowed=_GAUDI3, what="HW_ALIGNED on E4M3 up to 448"),
-    _gaudi("gaudi_pow2", "e4m3_ieee", 240.0, what="POW2, any power of two"),
-    _gaudi("gaudi_pow2_channel", "e4m3_ieee", 240.0, channels=True, what="POW2, weights by channel"),
-    _gaudi("gaudi_exact", "e4m3_ieee", 240.0, power=None, what="ACT_MAXABS without rounding of scales"),
-    _gaudi("gaudi_dynamic", "e4m3_ieee", 240.0, dynamic=True, what="POW2, activations by the tensor at hand"),
-    _fixed_scale("gaudi2_fixed", "e4m3_ieee", 16.0, "HW_ALIGNED_FIXED of Gaudi 2, scale 2^4"),
-    _fixed_scale("gaudi3_fixed", "e4m3_ieee", 128.0, "HW_ALIGNED_FIXED of Gaudi 3, scale 2^7"),
-    _fixed_scale("gaudi_unit", "e4m3_ieee", 1.0, "SCALE_UNIT"),
-    _gaudi_best(),
-)
-
 _MINIFLOATS = tuple(
     PtqRecipe(
         name=f"minifloat_e{e}m{bits - 1 - e}",
@@ -193,4 +212,4 @@ _MINIFLOATS = tuple(
     for e in range(1, bits)
 )
 
-RECIPES: tuple[PtqRecipe, ...] = (*_FP8, *_INTEGERS, *_BLOCKS, *_GAUDI, *_MINIFLOATS)
+RECIPES: tuple[PtqRecipe, ...] = (*_FP8, *_INTEGERS, *_BLOCKS, *_gaudis(), *_MINIFLOATS)

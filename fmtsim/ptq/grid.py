@@ -1,6 +1,6 @@
 """The grid of a weight: one scale an element that stays, and the rounding of other values to it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
-from fmtsim.gemm.operand import Draws
+from fmtsim.gemm.operand import Draws, block_of
 from fmtsim.gemm.prepare import prepare
 from fmtsim.quantize import quantize
 from fmtsim.scaling.cast import spread
@@ -27,10 +27,16 @@ class Grid:
     Args:
         element: The element format.
         scale: float64 [N, K].
+        quantizer: What made the scales, where they may be made anew.
+        width: Columns that share scales; 0 where all do, or none, so that scales stay.
+        whole: Largest magnitude of the weight under a scale of the tensor, which stays; 0 without one.
     """
 
     element: Any
     scale: Tensor
+    quantizer: Quantizer = Quantizer()
+    width: int = 0
+    whole: float = 0.0
 
     def round(self, w: Tensor, columns: slice | int, mode: str = "nearest_even") -> Tensor:
         """Return values of some columns rounded to the grid, saturating; float64 of w's shape."""
@@ -39,7 +45,20 @@ class Grid:
 
     def permuted(self, order: Tensor) -> "Grid":
         """Return the grid of the columns in another order."""
-        return Grid(element=self.element, scale=self.scale[:, order])
+        return replace(self, scale=self.scale[:, order])
+
+    def remake(self, start: int, w: Tensor) -> None:
+        """Make the scales of one group of columns, in place, as the quantiser makes them of other numbers.
+
+        Args:
+            start: The group's first column.
+            w: [N, at most width], rounded to float32; beyond ``whole`` it counts as that.
+        """
+        columns, w = w.shape[1], w.float()
+        if self.whole:
+            w = torch.nn.functional.pad(w.clamp(-self.whole, self.whole), (0, 2 * self.width - columns))
+            w[0, -1] = self.whole  # a group beside them that the scale of the tensor is made of
+        self.scale[:, start : start + columns] = _scales(w, self.quantizer)[:, :columns]
 
 
 def grid_of(w: Tensor, quantizer: Quantizer) -> Grid:
@@ -56,11 +75,24 @@ def grid_of(w: Tensor, quantizer: Quantizer) -> Grid:
             f"weights = {quantizer} have no scales apart from their elements; choose an element format with "
             "scaling=Scaling(...), an MX format or nvfp4, or weights=None"
         )
+    width = block_of(quantizer)[1] or 0
+    scaling = quantizer.scaling
+    two = fmt.tensor_scale if isinstance(fmt, BlockFormat) else scaling is not None and scaling.tensor is not None
+    return Grid(
+        element=fmt.element if isinstance(fmt, BlockFormat) else fmt,
+        scale=_scales(w, quantizer),
+        quantizer=quantizer,
+        width=width if blocks or scaling is not None else 0,
+        whole=float(w.abs().max()) if two else 0.0,
+    )
+
+
+def _scales(w: Tensor, quantizer: Quantizer) -> Tensor:
+    """Return the scale of every element of a weight, float64."""
     made = prepare(w, quantizer, Draws())
     scale = torch.ones(w.shape, dtype=torch.float64)
     if made.scale is not None:
         scale = spread(made.scale, made.sizes, w.shape).double()
     if made.tensor is not None:
         scale = scale * made.tensor.double()
-    scale = torch.where(scale == 0, 2.0**-126, scale)  # a block of zeros under a scale that underflowed
-    return Grid(element=fmt.element if isinstance(fmt, BlockFormat) else fmt, scale=scale)
+    return torch.where(scale == 0, 2.0**-126, scale)  # a block of zeros under a scale that underflowed

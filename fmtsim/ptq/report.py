@@ -2,15 +2,25 @@
 
 import math
 from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from fmtsim.errors import ArgumentError
+from fmtsim.nn.convert import REASONS
+from fmtsim.nn.modules import EmulatedModule
 from fmtsim.ptq.ranges import limit, static_scale
 from fmtsim.ptq.survey import Slot
-from fmtsim.table import ruled
+from fmtsim.table import html, ruled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 REPORT = "_fmtsim_ptq"  # on the root of a quantised model
+_HEAD = ("layer", "shape", "x", "w", "x scale", "clipped %", "weight dB", "output dB", "with")
+_WORDS = (0, 1, 2, 3, 8)  # columns; the others hold numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +54,25 @@ class PtqRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PtqReport:
-    """List the weights that a quantisation changed; ``print`` shows a table."""
+    """List the weights that a quantisation changed; ``print`` shows a table.
+
+    Args:
+        recipe: Its name.
+        rows: The weights.
+        seconds: How long it took.
+        equalised: Pairs of layers whose weights were equalised.
+        left: Modules with weights that stay in high precision, and why.
+        tied: Modules of those that share a weight with a quantised layer, and so have it quantised, and the layer.
+        attention: Its quantisers, "" where it runs as it did.
+    """
 
     recipe: str
     rows: tuple[PtqRow, ...]
     seconds: float
     equalised: tuple[str, ...] = ()
+    left: tuple[tuple[str, str], ...] = ()
+    tied: tuple[tuple[str, str], ...] = ()
+    attention: str = ""
 
     def __getitem__(self, name: str) -> PtqRow:
         found = [row for row in self.rows if row.name == name]
@@ -58,16 +81,75 @@ class PtqReport:
         return found[0]
 
     def __str__(self) -> str:
-        cells = [("layer", "shape", "x", "w", "x scale", "clipped %", "weight dB", "output dB", "with")]
+        return "\n".join((*ruled(self._cells(), _WORDS), *self._remarks()))
+
+    def _repr_html_(self) -> str:
+        return html(self._cells(), _WORDS) + "<br>".join(map(escape, self._remarks()))
+
+    def plot(self, path: str | Path | None = None, *, other: "PtqReport | None" = None) -> "Figure":
+        """Draw each layer's signal to noise as a bar, and those of another report beside them; return the figure.
+
+        Args:
+            path: Where to save a PNG.
+            other: Report of another recipe on the same model.
+        """
+        from fmtsim.analysis.ptq_plots import plot_layers
+
+        return plot_layers([self] if other is None else [self, other], path)
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        cells: list[tuple[str, ...]] = [_HEAD]
         for row in self.rows:
             scale = "-" if not row.x else "dynamic" if row.x_scale is None else f"{row.x_scale:.4g}"
             clipped = "-" if row.x_scale is None else f"{row.clipped_percent:.3f}"
             shape = "x".join(map(str, row.shape))
             numbers = (scale, clipped, _decibels(row.weight_db), _decibels(row.output_db), row.methods)
             cells.append((row.name, shape, row.x or "-", row.w or "-", *numbers))
+        return cells
+
+    def _remarks(self) -> list[str]:
         total = f"{len(self.rows)} weights by {self.recipe} in {self.seconds:.1f} s"
-        total += f"; equalised {', '.join(self.equalised)}" if self.equalised else ""
-        return "\n".join((*ruled(cells), total))
+        lines = [total + (f"; equalised {', '.join(self.equalised)}" if self.equalised else "")]
+        lines += [f"attention: {self.attention}"] if self.attention else []
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.left:
+            reasons.setdefault(reason, []).append(name)
+        for reason, names in reasons.items():
+            more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+            lines.append(f"left in high precision: {', '.join(names[:6])}{more} ({reason})")
+        return lines + [f"{name} shares the weight of {layer}, which is quantised" for name, layer in self.tied]
+
+
+def left_alone(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Return the modules with weights of their own that a conversion left alone, and why."""
+    reasons, shared = model.__dict__[REASONS], dict(tied(model))
+    found = {}
+    for name, module in model.named_modules():
+        owner = name.split(".parametrizations.")[0]  # which keeps the weights of the module that is parametrized
+        heavy = any(p.dim() > 1 for p in module.parameters(recurse=False))
+        if heavy and owner in reasons and owner not in shared and not _inside(owner, model):
+            found[owner or "(model)"] = reasons[owner]
+    return tuple(found.items())
+
+
+def tied(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Return the modules that are not quantised but share a weight with a layer that is, and the layer."""
+    modules = list(model.named_modules())
+    owners = {
+        id(p): name for name, m in modules if isinstance(m, EmulatedModule) for p in m.parameters() if p.dim() > 1
+    }
+    return tuple(
+        (name, owners[id(p)])
+        for name, m in modules
+        if not isinstance(m, EmulatedModule) and not _inside(name, model)
+        for p in m.parameters(recurse=False)
+        if id(p) in owners
+    )
+
+
+def _inside(name: str, model: nn.Module) -> bool:
+    """Say whether a module belongs to a converted one, which multiplies with its weights."""
+    return bool(name) and isinstance(model.get_submodule(name.rpartition(".")[0]), EmulatedModule)
 
 
 def ptq_report(model: nn.Module) -> PtqReport:

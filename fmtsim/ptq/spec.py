@@ -13,6 +13,7 @@ from fmtsim.scaling.scale import History
 from fmtsim.scaling.transform import Hadamard
 
 RangeRule = Literal["absmax", "percentile", "mse"]
+Groups = Literal["static", "dynamic", "lazy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,17 +103,26 @@ class Gptq:
     Args:
         damping: Share of the mean of the Hessian's diagonal that is added to it.
         act_order: Take the columns of the largest inputs first.
+        groups: When the scales of a group of columns are made: ``"static"`` before the first column, of the original
+            weight; ``"dynamic"`` when the group is reached, of the weight as the errors so far have changed it, which
+            is what the paper describes; ``"lazy"`` then, too, but without the errors of the block of 128 columns that
+            is being worked on, which is what the authors' code does. Under ``act_order`` the last two group columns in
+            the order they are taken, so that storage needs each column's group, too.
     """
 
     damping: float = 0.01
     act_order: bool = False
+    groups: Groups = "static"
 
     def __post_init__(self) -> None:
+        if self.groups not in get_args(Groups):
+            raise ArgumentError(f"Gptq groups={self.groups!r} is unknown; choose one of {', '.join(get_args(Groups))}")
         if not (isinstance(self.damping, int | float) and self.damping >= 0):
             raise ArgumentError(f"Gptq damping={self.damping!r} is not allowed; choose a number from 0")
 
     def __str__(self) -> str:
-        return f"GPTQ damping {self.damping:g}" + (", act-order" if self.act_order else "")
+        order = ", act-order" if self.act_order else ""
+        return f"GPTQ damping {self.damping:g}{order}" + (f", {self.groups} groups" if self.groups != "static" else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,15 +132,16 @@ class LearnedRounding:
     Args:
         steps: Of Adam.
         rate: Its learning rate.
-        regularisation: Weight of the term that drives each choice to 0 or 1, relative to the error at the start.
+        regularisation: Weight of the term that drives each choice to 0 or 1: the mean over all weights, relative to the
+            error of rounding to nearest. Little of it leaves choices between, where nearest decides after all.
         beta: First and last exponent of that term, falling linearly.
         warmup: Share of the steps without it.
         sweeps: Passes over the columns afterwards that turn single choices where that helps; the source has none.
     """
 
-    steps: int = 400
+    steps: int = 150
     rate: float = 0.02
-    regularisation: float = 0.1
+    regularisation: float = 100.0
     beta: tuple[float, float] = (20.0, 2.0)
     warmup: float = 0.2
     sweeps: int = 2
@@ -196,6 +207,8 @@ class PtqRecipe:
                 raise ArgumentError(
                     f"PtqRecipe {name}={getattr(self, name)!r} is not a {getattr(kind, '__name__', kind)}"
                 )
+        if any(rule.steps is not None for rule in self.rules):
+            raise ArgumentError(f"PtqRecipe {self.name!r}: a Rule with steps= is one of training; leave steps= out")
         for where, x, w in self._operands():
             _check_operands(f"PtqRecipe {self.name!r}{where}", x, w)
         if self.calibration is not None and not any(is_static(x) for _, x, _ in self._operands()):
@@ -241,7 +254,9 @@ class PtqRecipe:
         methods += ["bias correction"] * self.bias_correction + ["batch norm measured anew"] * self.batch_norm
         lines += [f"with: {', '.join(methods)}"] if methods else []
         lines += [f"attention: {self.attention}"] if self.attention is not None else []
-        lines += [f"rule: {rule}" for rule in self.rules]
+        for rule in self.rules:
+            how = "high precision" if rule.use is None else f"x: {rule.use.fprop.a}; w: {rule.use.fprop.b}"
+            lines.append(f"rule: {rule.where}: {how}")
         lines += [f"{name}: {getattr(self, name)}" for name in ("source", "notes") if getattr(self, name)]
         return "\n".join(lines)
 

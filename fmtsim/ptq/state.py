@@ -47,6 +47,9 @@ def load_ptq(model: Model, state: dict[str, Any]) -> Model:
         raise ArgumentError(f"load_ptq takes a torch.nn.Module, not {type(model).__name__}")
     recipe, layers, tensors = ptq_recipe_from_dict(state["recipe"]), set(state["layers"]), state["tensors"]
     absent = sorted(layers - {name for name, _ in model.named_modules()})
+    empty = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if empty is not None:
+        raise ArgumentError(f"parameter {empty!r} is on the meta device; call model.to_empty(device=...) first")
     if absent:
         raise ArgumentError(f"the model has no layer {absent[0]!r}; build the one that was quantised")
     convert(model, recipe.inference, filter_fn=lambda module, name: name in layers)

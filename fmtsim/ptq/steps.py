@@ -88,7 +88,7 @@ def round_weights(survey: Survey, method: Gptq | LearnedRounding | None, show: P
             try:
                 grid = grid_of(w, slot.quantizer)
                 if isinstance(method, Gptq):
-                    q = gptq(w, slot.hessian, grid, damping=method.damping, act_order=method.act_order)
+                    q = gptq(w, slot.hessian, grid, method)
                 else:
                     q = learned_rounding(w, slot.hessian, grid, method)
             except ArgumentError as error:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.config import LinearConfig
@@ -145,6 +144,11 @@ class Survey:
         return self.parts.setdefault((name, part), fresh)
 
     def _slot(self, part: Part, name: str, w: Tensor) -> Slot:
+        if w.untyped_storage().data_ptr() not in {p.untyped_storage().data_ptr() for p in part.module.parameters()}:
+            raise ArgumentError(
+                "it multiplies with a copy of its weight, which cannot be rounded in place; quantise outside of "
+                "torch.autocast, or leave the layer out with filter_fn= or a Rule(name=...)"
+            )
         key = (w.data_ptr(), tuple(w.shape), w.stride())
         if key not in self.slots:
             groups = sum(slot.parts[0] is part for slot in self.slots.values())
@@ -178,6 +182,19 @@ def _plain(modules: Mapping[str, EmulatedModule], watch: Callable[[str], Any]) -
 
 
 @contextmanager
+def row_major(model: nn.Module) -> Iterator[None]:
+    """Lay weights of convolutions out row by row, so that they are matrices in place, and back as they were."""
+    moved = [(p, p.stride()) for p in model.parameters() if p.dim() > 2 and not p.is_contiguous()]
+    for p, _ in moved:
+        p.data = p.data.contiguous()
+    try:
+        yield
+    finally:
+        for p, stride in moved:
+            p.data = torch.empty_strided(p.shape, stride, dtype=p.dtype, device=p.device).copy_(p.data)
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation, and each of its modules back."""
     training = [module for module in model.modules() if module.training]
@@ -192,36 +209,48 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def call(model: nn.Module, batch: Any, index: int = 0) -> Any:
     """Return the output of a model for a batch: a tensor, a tuple or list of arguments, or a dict of keywords.
 
+    The model gets copies of the tensors, because the batch runs again, and some models change their inputs.
+
     Raises:
         ArgumentError: The model does not take it.
     """
     try:
         if isinstance(batch, Mapping):
-            return model(**batch)
-        return model(*batch) if isinstance(batch, tuple | list) else model(batch)
-    # FmtsimErrors about values are ValueErrors.
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-        pair = isinstance(batch, tuple | list) and isinstance(error, TypeError)
-        hint = "; a tuple or list holds arguments: of pairs (inputs, labels) pass the inputs alone" if pair else ""
-        told = f"({_described(batch)}) does not run through {type(model).__name__}: {error}{hint}"
-        raise ArgumentError(f"calibration batch {index} {told}") from error
+            return model(**{name: _copied(value) for name, value in batch.items()})
+        return model(*map(_copied, batch)) if isinstance(batch, tuple | list) else model(_copied(batch))
+    except Exception as error:  # whatever a model raises
+        hint = ""
+        if isinstance(batch, tuple | list) and isinstance(error, TypeError):
+            hint = "; a batch of several is passed as several arguments: [x for x, label in data] leaves labels out"
+        elif not isinstance(batch, Tensor | Mapping | tuple | list):
+            hint = "; a batch is a tensor, a tuple of arguments or a dict of keywords"
+        where = f"calibration batch {index} ({_described(batch)}) does not run through {type(model).__name__}"
+        raise ArgumentError(f"{where}: {str(error) or type(error).__name__}{hint}") from error
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) in (tuple, list):
+        return type(value)(map(_copied, value))
+    return {name: _copied(v) for name, v in value.items()} if type(value) is dict else value
 
 
 def check_model(verb: str, model: Any) -> None:
-    """Refuse what calibration cannot look into: no module, compiled ones, parameters that are not there yet, autocast.
-
-    Compiled code does not stop at a layer, and under autocast a layer multiplies with a cast copy of its weights.
-    """
+    """Raise ArgumentError for what is no module, is compiled, or has weights that are not there or not numbers."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"{verb} takes a torch.nn.Module, not {type(model).__name__}")
     for name, module in model.named_modules():
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            raise ArgumentError(f"{name or 'the model'} is compiled; call {verb} first and torch.compile after it")
-    if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
-        raise ArgumentError("some parameters are not initialised yet; run one batch through the model first")
-    devices = {p.device.type for p in model.parameters()} | {"cpu"}
-    if any(torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) for device in devices):
-        raise ArgumentError(f"{verb} runs a model in its own dtypes; call it outside torch.autocast")
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            what = f"module {name!r}" if name else "the model"
+            raise ArgumentError(f"{what} is compiled, which hides its layers; quantise it first, then torch.compile it")
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ArgumentError(f"parameter {name!r} has no shape yet; run one batch through the model first")
+        if p.is_meta:
+            raise ArgumentError(f"parameter {name!r} is on the meta device; load the trained weights first")
+        if p.is_floating_point() and not bool(torch.isfinite(p).all()):
+            raise ArgumentError(f"parameter {name!r} holds NaN or Inf; load sound weights first")
 
 
 def batches_of(data: Any) -> list[Any]:

@@ -5,20 +5,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from fmtsim.gemm.config import LinearConfig
 from fmtsim.nn.attention_mode import convert_attention, revert_attention
-from fmtsim.nn.convert import convert, revert
+from fmtsim.nn.convert import REASONS, convert, revert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.progress import Progress, make_progress
 from fmtsim.ptq.registry import get_ptq_recipe
-from fmtsim.ptq.report import REPORT, PtqReport, row_of
+from fmtsim.ptq.report import REPORT, PtqReport, left_alone, row_of, tied
 from fmtsim.ptq.reshape import equalise, stored, unsmooth
 from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.ptq.state import RECIPE
 from fmtsim.ptq.steps import install, measure, measure_batch_norm, round_weights, surveyed
-from fmtsim.ptq.survey import Survey, batches_of, check_model
+from fmtsim.ptq.survey import Survey, batches_of, call, check_model, evaluating, row_major
 
 Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
@@ -56,17 +57,18 @@ def ptq(
         The same model. ``fmtsim.ptq_report`` has a table of its layers.
 
     Raises:
-        ArgumentError: An unknown recipe, no layer to quantise, data that is empty or that the model does not take,
-            that holds NaN or Inf, or that never reaches a layer (it is named). The model is then as it was.
+        ArgumentError: An unknown recipe, no layer to quantise, a model that is compiled or whose weights are missing
+            or hold NaN or Inf, data that is empty or that the model does not take, that holds NaN or Inf, or that never
+            reaches a layer (it is named). The model is then as it was.
     """
     began = time.perf_counter()
     recipe = get_ptq_recipe(recipe)
-    batches = batches_of(calibration_data)
     check_model("ptq", model)
+    batches = batches_of(calibration_data)
     before = stored(model)
     configs = prepared(model, recipe, filter_fn)
     try:
-        with make_progress(progress, verb="ptq") as show:
+        with row_major(model), make_progress(progress, verb="ptq") as show:
             equalised = () if recipe.equalise is None else tuple(equalise(model, recipe.equalise))
             survey, smoothed = surveyed(model, recipe, configs, batches, show)
             round_weights(survey, recipe.weights, show)
@@ -79,8 +81,9 @@ def ptq(
         raise
     model.__dict__[RECIPE] = recipe
     model.__dict__[REPORT] = PtqReport(
-        recipe=recipe.name, rows=rows, seconds=time.perf_counter() - began, equalised=equalised
-    )
+        recipe=recipe.name, rows=rows, seconds=time.perf_counter() - began, equalised=equalised,
+        left=left_alone(model), tied=tied(model), attention="" if recipe.attention is None else str(recipe.attention),
+    )  # fmt: skip
     return model
 
 
@@ -92,8 +95,10 @@ def prepared(model: nn.Module, recipe: PtqRecipe, filter_fn: Filter | None = Non
         for name, module in model.named_modules()
         if isinstance(module, EmulatedModule) and module.emulation is not None
     }
+    reasons = model.__dict__[REASONS]
     revert(model)
     convert(model, recipe.inference, filter_fn=lambda module, name: name in configs)
+    model.__dict__[REASONS] = reasons
     return configs
 
 
@@ -102,6 +107,9 @@ def _finish(model: nn.Module, recipe: PtqRecipe, batches: list[Any], show: Progr
     if recipe.attention is not None:
         convert_attention(model, recipe.attention)
     try:
+        if recipe.attention is not None:
+            with evaluating(model), torch.no_grad():
+                call(model, batches[0])  # attention that never reaches the function is found here, not in use
         if recipe.batch_norm:
             measure_batch_norm(model, batches, show)
     except BaseException:
@@ -123,8 +131,6 @@ def _rows(survey: Survey, recipe: PtqRecipe, smoothed: set[str]) -> Any:
 
 def _undo(model: nn.Module, before: list[Any]) -> None:
     """Give a model back as it was before a failure."""
-    import torch
-
     known = {id(t) for t, _ in before}
     unsmooth({name: m for name, m in model.named_modules() if isinstance(m, EmulatedModule)})
     revert(model)

@@ -1,6 +1,7 @@
 """A model whose layers switch among quantised forms of themselves, without being converted again."""
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.gemm.config import Gemm, LinearConfig
 from fmtsim.gemm.layer import Layer
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.progress import Progress
+from fmtsim.progress import Of, Progress
 from fmtsim.ptq.ranges import static_scale
 from fmtsim.ptq.spec import PtqRecipe, fixed
 from fmtsim.ptq.steps import round_weights, surveyed
@@ -51,14 +52,17 @@ class Bench:
         show: Progress,
     ) -> None:  # fmt: skip
         self.model, self._batches, self._loss = copy.deepcopy(model), batches, loss
+        for p in self.model.parameters():
+            p.data = p.data.contiguous()  # convolutions are matrices in place
         with evaluating(self.model), torch.no_grad():
             self._references = [call(self.model, batch, i) for i, batch in enumerate(batches)]
         self.adds = 0  # multiply-adds of a batch
         self.forms: dict[str, dict[str, Form]] = {}
         for name, recipe in recipes.items():
-            source = copy.deepcopy(model)
-            survey, _ = surveyed(source, recipe, prepared(source, recipe, filter_fn), batches, show)
-            round_weights(survey, recipe.weights, show)
+            source = copy.deepcopy(self.model)
+            named = Of(show, name)
+            survey, _ = surveyed(source, recipe, prepared(source, recipe, filter_fn), batches, named)
+            round_weights(survey, recipe.weights, named)
             self._add(name, survey)
         names = set(self.forms)
         prepared(self.model, next(iter(recipes.values())), lambda module, name: name in names)
@@ -70,7 +74,11 @@ class Bench:
             self._views[_owner(views, slot)].append(slot.w)
         self._high = {name: [w.clone() for w in found] for name, found in self._views.items()}
         self._runs: dict[str, str | None] = {name: "" for name in names}
-        self.run({})
+        start = self.run({})
+        if not math.isfinite(start):
+            raise ArgumentError(
+                f"the loss of the unquantised model is {start}; look for Inf in its outputs or loss_fn="
+            )
 
     def _add(self, name: str, survey: Survey) -> None:
         if self.forms and set(survey.modules) != set(self.forms):
@@ -78,16 +86,19 @@ class Bench:
             raise ArgumentError(f"recipe {name!r} and another disagree about layer {odd!r}; leave rules= out of both")
         shared = [slot for slot in survey.slots.values() if len({id(p.module) for p in slot.parts}) > 1]
         if shared:
-            raise ArgumentError(f"layer {shared[0].name!r} shares its weight; leave it out with filter_fn=")
-        first = 0
+            first, second = (part.name for part in shared[0].parts[:2])
+            raise ArgumentError(
+                f"layers {first!r} and {second!r} share a weight, which takes one format; leave one out with filter_fn="
+            )
+        adds_of_all = 0
         for slot in survey.slots.values():
             form = self.forms.setdefault(_owner(survey, slot), {}).setdefault(name, Form())
             assert slot.quantised is not None
             form.weights.append(slot.quantised)
             adds = slot.parts[0].rows * slot.w.numel() // len(self._batches)
             form.cost += adds * _bits(slot.quantizer) * _bits(slot.parts[0].x)
-            first += adds
-        self.adds = first
+            adds_of_all += adds
+        self.adds = adds_of_all
         for part in survey.parts.values():
             owner = next(label for label, module in survey.modules.items() if module is part.module)
             static = part.top is not None
@@ -103,10 +114,18 @@ class Bench:
         self._assign(formats)
         with evaluating(self.model), torch.no_grad():
             losses = [
-                self._loss(call(self.model, batch, i), reference)
+                self._number(self._loss(call(self.model, batch, i), reference))
                 for i, (batch, reference) in enumerate(zip(self._batches, self._references, strict=True))
             ]
         return sum(losses) / len(losses)
+
+    @staticmethod
+    def _number(loss: Any) -> float:
+        try:
+            found = float(loss)
+        except (TypeError, ValueError, RuntimeError):
+            raise ArgumentError(f"loss_fn returned {type(loss).__name__}; return one number") from None
+        return math.inf if math.isnan(found) else found
 
     @torch.no_grad()
     def _assign(self, formats: Mapping[str, str]) -> None:

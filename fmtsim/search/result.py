@@ -1,13 +1,20 @@
 """What a search is told and what it finds."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.config import Gemm, LinearConfig
 from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.recipes.spec import Rule
-from fmtsim.table import ruled
+from fmtsim.search.choice import front
+from fmtsim.table import html, ruled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 HIGH_BITS = 16  # what an operand that stays in high precision counts as
 
@@ -41,6 +48,20 @@ class Policy:
             )
 
 
+class Point(NamedTuple):
+    """An assignment that was not run as a whole.
+
+    Attributes:
+        cost: Bit operations of a batch.
+        loss: Sum of the losses of its layers alone.
+        formats: Recipe by layer.
+    """
+
+    cost: int
+    loss: float
+    formats: dict[str, str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
     """Hold the formats that a search chose.
@@ -67,29 +88,63 @@ class SearchResult:
 
     def recipe(self, name: str = "searched") -> PtqRecipe:
         """Return the recipe that gives each layer its format, for ``fmtsim.ptq``."""
-        rules = tuple(
-            Rule(name=f"^{re.escape(layer)}$", use=_config(self.recipes[chosen])) if layer else _whole(layer)
-            for layer, chosen in self.formats.items()
-        )
-        first = next((r for r in self.recipes.values() if r.calibration is not None), None)
         used = [self.recipes[chosen] for chosen in self.formats.values()]
-        calibrated = any(r.calibration is not None for r in used)
-        weights = next(iter(self.recipes.values())).weights
-        calibration = first.calibration if first is not None and calibrated else None
-        return PtqRecipe(name=name, calibration=calibration, weights=weights, rules=rules)
+        if "" in self.formats:  # the model is the layer
+            return replace(used[0], name=name, aliases=())
+        rules = tuple(
+            Rule(name=f"^{re.escape(layer)}$", use=_config(recipe))
+            for layer, recipe in zip(self.formats, used, strict=True)
+        )
+        calibration = next((r.calibration for r in used if r.calibration is not None), None)
+        return PtqRecipe(name=name, calibration=calibration, weights=used[0].weights, rules=rules)
+
+    def front(self) -> list[Point]:
+        """Return the assignments that no other beats in both cost and sum of losses, by rising cost.
+
+        Beyond 2^18 of them at a layer it is a sample.
+        """
+        names = list(self.recipes)
+        costs = [[self.costs[layer][name] for name in names] for layer in self.formats]
+        losses = [[self.losses[layer][name] for name in names] for layer in self.formats]
+        return [
+            Point(cost, loss, dict(zip(self.formats, (names[o] for o in path), strict=True)))
+            for cost, loss, path in front(costs, losses)[0]
+        ]
+
+    def uniform(self) -> dict[str, Point]:
+        """Return what each recipe would cost, and lose, in every layer."""
+        return {
+            name: Point(
+                sum(self.costs[layer][name] for layer in self.formats),
+                sum(self.losses[layer][name] for layer in self.formats),
+                dict.fromkeys(self.formats, name),
+            )
+            for name in self.recipes
+        }
+
+    def plot(self, path: str | Path | None = None) -> "Figure":
+        """Draw the front, each recipe in every layer, and the choice; return the figure, save a PNG to a path."""
+        from fmtsim.analysis.ptq_plots import plot_search
+
+        return plot_search(self, path)
 
     def __str__(self) -> str:
+        return "\n".join((*ruled(self._cells()), self._total()))
+
+    def _repr_html_(self) -> str:
+        return html(self._cells()) + escape(self._total())
+
+    def _cells(self) -> list[tuple[str, ...]]:
         cells: list[tuple[str, ...]] = [("layer", *self.recipes, "chosen")]
         for layer, chosen in self.formats.items():
-            cells.append((layer, *(f"{self.losses[layer][name]:.2e}" for name in self.recipes), chosen))
+            row = self.losses[layer]
+            cells.append((layer or "(model)", *(f"{row[name]:.2e}" for name in self.recipes), chosen))
+        return cells
+
+    def _total(self) -> str:
         share = 100 * self.cost / self.budget
-        total = f"{self.cost:.4g} bit operations, {share:.1f} % of the budget; loss {self.loss:.3e}"
-        return "\n".join((*ruled(cells), total))
+        return f"{self.cost:.4g} bit operations, {share:.1f} % of the budget; loss {self.loss:.3e}"
 
 
 def _config(recipe: PtqRecipe) -> LinearConfig:
     return LinearConfig(fprop=Gemm(a=recipe.x, b=recipe.w))
-
-
-def _whole(layer: str) -> Rule:
-    raise ArgumentError("the model is itself a layer; quantise it with fmtsim.ptq and the recipe in formats['']")

@@ -22,7 +22,7 @@ DEFAULT = ("w4a4", "minifloat_e3m2", "e4m3_static")
 def search(
     model: nn.Module,
     calibration_data: Any,
-    budget: int | None = None,
+    budget: float | None = None,
     *,
     bits: float | None = None,
     formats: Sequence[str | PtqRecipe] = DEFAULT,
@@ -49,8 +49,8 @@ def search(
         bits: Instead: the budget of all layers at so many bits in both operands.
         formats: Recipes of ``fmtsim.ptq`` to choose from, without rules and other methods than ``weights``.
         policy: Search by sampling.
-        loss_fn: ``loss_fn(output, reference)`` of a batch, reference being the unquantised model's output; None is the
-            squared error of all outputs relative to their squares.
+        loss_fn: ``loss_fn(output, reference)`` of a batch, a number, reference being the unquantised model's output;
+            None is the squared error of all outputs relative to their squares. NaN counts as infinite.
         filter_fn: ``filter_fn(module, name)`` says which layers take part; the rest stays in high precision.
         progress: As in ``fmtsim.ptq``.
 
@@ -123,7 +123,8 @@ def _sample(found: _Found, policy: Policy, show: Progress) -> None:
         picked = torch.multinomial(chances, 1, generator=source)[:, 0]
         loss = found.offer(picked.tolist())
         over = abs(found.cost(picked.tolist()) / found.budget - 1)
-        reward = 1 - math.sqrt(loss) - policy.penalty * over if math.isfinite(loss) else -1.0
+        root = math.copysign(math.sqrt(abs(loss)), loss)  # a loss of one's own may be negative
+        reward = 1 - root - policy.penalty * over if math.isfinite(loss) else -1.0
         mean = reward if step == 0 else 0.9 * mean + 0.1 * reward
         taken = torch.nn.functional.one_hot(picked, count).double()
         logs = chances.clamp(min=1e-12).log()
@@ -139,9 +140,6 @@ def _each_alone(bench: Bench, layers: list[str], names: list[str], show: Progres
     losses = []
     for i, layer in enumerate(layers):
         losses.append([bench.run({layer: name}) for name in names])
-        if any(map(math.isnan, losses[-1])):
-            name = names[next(j for j, loss in enumerate(losses[-1]) if math.isnan(loss))]
-            raise ArgumentError(f"the loss is NaN with {layer!r} alone in {name!r}; look at loss_fn and the data")
         show.step((i + 1) * len(names))
     return losses
 
@@ -150,8 +148,9 @@ def _check_options(budget: Any, bits: Any, policy: Any, loss_fn: Any) -> None:
     if (budget is None) == (bits is None):
         raise ArgumentError("pass exactly one of budget= (bit operations of a batch) and bits= (of both operands)")
     name, value = ("budget", budget) if bits is None else ("bits", bits)
-    if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ArgumentError(f"{name}={value!r} is not allowed; choose a number of 0 or more")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and 0 < value < math.inf):
+        raise ArgumentError(f"search {name}={value!r} is not allowed; pass a finite number above 0")
     if policy is not None and not isinstance(policy, Policy):
         raise ArgumentError(
             f"policy={policy!r} is no Policy; write policy=Policy() (from fmtsim.search import Policy), or leave it out"
@@ -160,15 +159,15 @@ def _check_options(budget: Any, bits: Any, policy: Any, loss_fn: Any) -> None:
         raise ArgumentError(f"loss_fn={loss_fn!r} is no function; write loss_fn=lambda output, reference: ...")
 
 
-def _budget(budget: int | None, bits: float | None, bench: Bench, costs: list[list[int]]) -> int:
+def _budget(budget: float | None, bits: float | None, bench: Bench, costs: list[list[int]]) -> int:
     least, most = (sum(pick(row) for row in costs) for pick in (min, max))
     adds = bench.adds
-    allowed = int(adds * bits**2) if bits is not None else budget
-    assert allowed is not None
+    allowed = int(adds * bits**2 if bits is not None else budget)  # type: ignore[arg-type]  # one is there
     if allowed < least:
         raise ArgumentError(
             f"no assignment meets a budget of {allowed:.6g} bit operations; the least is {least} "
-            f"({(least / adds) ** 0.5:.3g} bits in both operands), the dearest {most}"
+            f"({(least / adds) ** 0.5:.3g} bits in both operands), the dearest {most}; "
+            "raise the budget, or offer cheaper formats="
         )
     return allowed
 

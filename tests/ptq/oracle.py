@@ -42,18 +42,24 @@ def inverse(matrix):
     return [row[n:] for row in rows]
 
 
-def brain_surgeon(w, hessian, steps, top, order):
+def brain_surgeon(w, hessian, steps, top, order, made=None, width=0, lazy=0):
     """Quantise columns in order by the update of Optimal Brain Quantisation, removing each from the inverse; exact.
 
     Each error spreads over the columns that are left by ``(w_j - q_j) / [H^-1]_jj * [H^-1]_jk``, and then j leaves:
-    ``H^-1 -= [H^-1]_:j [H^-1]_j: / [H^-1]_jj``.
+    ``H^-1 -= [H^-1]_:j [H^-1]_j: / [H^-1]_jj``. ``steps`` are a row's, or ``made(numbers)`` makes them of each group
+    of ``width`` columns, in the order they are taken, as they are then; with ``lazy`` as they were at the first column
+    of the lazy block.
     """
     result = []
     for row, step in zip(w, steps, strict=True):
         values, inv = [Fraction(float(v)) for v in row], inverse(hessian)
         q = [Fraction(0)] * len(values)
         left = set(range(len(values)))
-        for j in order:
+        for i, j in enumerate(order):
+            if not lazy or i % lazy == 0:
+                seen = list(values)
+            if made is not None and i % width == 0:
+                step = made([(seen if lazy else values)[k] for k in order[i : i + width]])
             q[j] = rounded(values[j], step, top)
             off = (values[j] - q[j]) / inv[j][j]
             left.discard(j)
@@ -65,3 +71,9 @@ def brain_surgeon(w, hessian, steps, top, order):
                     inv[a][b] -= column[a] * column[b] / inv[j][j]
         result.append(q)
     return result
+
+
+def encoded_step(numbers, top):
+    """Return the float32 scale ``1 / (top / amax)`` of some numbers, exact."""
+    amax = np.float32(float(max(abs(v) for v in numbers)))
+    return Fraction(float(np.float32(1) / (np.float32(top) / amax)))

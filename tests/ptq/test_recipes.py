@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,8 @@ from torch import nn
 import fmtsim
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
+from fmtsim.gemm.operand import Draws
+from fmtsim.gemm.prepare import prepare
 from fmtsim.ptq import (
     Calibration,
     Equalise,
@@ -30,6 +34,7 @@ from fmtsim.ptq.catalogue import RECIPES, minifloat, operand
 from fmtsim.ptq.ranges import least_error, percentile, static_scale
 from fmtsim.ptq.reshape import equalise, smoothing
 from fmtsim.recipes import Rule
+from fmtsim.recipes.spec import Steps
 from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.scale import Scaling
 from fmtsim.scaling.transform import Hadamard
@@ -49,6 +54,7 @@ def test_everything_a_record_holds_survives_a_file(tmp_path):
         equalise=Equalise(pairs=(("a", "b"),)), weights=LearnedRounding(steps=7), bias_correction=True, batch_norm=True,
         rules=(Rule(head=True), Rule(name="x", use=fmtsim.linear_config(x="e5m2", w="e5m2", g=None))),
     )  # fmt: skip
+    assert "rule: name ~ x: x: e5m2; w: e5m2\n" in str(recipe) + "\n" and "rule: head: high precision" in str(recipe)
     save_ptq_recipe(recipe, tmp_path / "all.json")
     assert load_ptq_recipe(tmp_path / "all.json") == get_ptq_recipe(str(tmp_path / "all.json")) == recipe
     wrong = ptq_recipe_to_dict(recipe) | {"smoth": 1}
@@ -87,6 +93,9 @@ BAD = [
      r"calibration= with x = e4m3, \[amax of 1xall\], which has no scale of a tensor"),
     (lambda: PtqRecipe(name="r", w=Quantizer(format=get_format("e4m3"), transforms=(Hadamard(),))),
      r"weights are stored as they are rounded; leave transforms="),
+    (lambda: PtqRecipe(name="r", rules=(Rule(name="fc", steps=Steps(first=3)),)),
+     r"a Rule with steps= is one of training; leave steps= out"),
+    (lambda: Gptq(groups="fresh"), r"groups='fresh' is unknown; choose one of static, dynamic, lazy"),
 ]  # fmt: skip
 
 
@@ -119,6 +128,74 @@ def test_static_scales_follow_the_rule_of_the_recipe():
         assert float(static_scale(gaudi.x, top).scales().scale) == scale
     assert float(static_scale(get_ptq_recipe("gaudi_pow2").x, 1.0).scales().scale) == 2.0**-5
     assert float(static_scale(get_ptq_recipe("e4m3_static").x, 0.0).scales().scale) == 1.0
+
+
+GAUDI = {  # by scale method: backoff of x, whether x is dynamic, fullscale, and the set of the hardware or None
+    "gaudi2_hw": (0.25, False, 240, (4, -8, 4)),
+    "gaudi2_hw_channel": (0.25, False, 240, (4, -8, 4)),
+    "gaudi2_hw_opt": (0.25, False, 240, (4, -8, 4)),
+    "gaudi3_hw": (0.25, False, 448, (1, -55, 7)),
+    "gaudi3_240": (0.25, False, 240, (1, -55, 7)),
+    "gaudi_pow2": (0.25, False, 240, None),
+    "gaudi_dynamic": (1.0, True, 240, None),
+    "gaudi_dynamic_token": (1.0, True, 240, None),
+}
+
+
+def toolkit_s(amax, fullscale, backoff, hardware):
+    """Return the scale of Intel's toolkit: what an fp8 number is multiplied with to give the original one."""
+    power = math.ceil(math.log2(amax / (fullscale * backoff)))
+    if hardware is None:
+        return 2.0**power
+    factor, low, high = hardware
+    return 2.0 ** min(max(math.ceil(power / factor) * factor, low), high)
+
+
+@pytest.mark.parametrize("name", GAUDI)
+def test_scales_of_gaudi_are_the_toolkit_s(name):
+    backoff, dynamic, fullscale, hardware = GAUDI[name]
+    recipe = get_ptq_recipe(name)
+    assert recipe.x.format.max == fullscale and (recipe.calibration is None) == dynamic
+    source = torch.Generator().manual_seed(1)
+    for power in range(-70, 20, 3):
+        x = torch.randn(4, 8, generator=source) * 2.0**power
+        amaxes = x.abs().amax(1).tolist() if name.endswith("token") else [float(x.abs().max())]
+        found = prepare(x, recipe.x, Draws()).scale.flatten().tolist()
+        assert found == [toolkit_s(amax, fullscale, backoff, hardware) for amax in amaxes]
+        if not name.endswith("opt"):
+            w = prepare(x, recipe.w, Draws()).scale.flatten().tolist()
+            rule = (4, -8, 4) if dynamic else None if name.endswith("channel") else hardware
+            tops = x.abs().amax(1).tolist() if name.endswith("channel") else [float(x.abs().max())]
+            assert w == [toolkit_s(amax, fullscale, 0.5, rule) for amax in tops]
+
+
+@pytest.mark.parametrize("name", ["gaudi_opt", "gaudi2_hw_opt", "gaudi_opt_channel"])
+def test_best_scales_of_gaudi_are_those_of_a_search_by_hand(name):
+    choices = {"gaudi_opt": range(-10, 10), "gaudi2_hw_opt": (4, 0, -4, -8), "gaudi_opt_channel": range(-3, 5)}[name]
+    recipe = get_ptq_recipe(name)
+    for seed in range(12):
+        w = torch.randn(3, 40, generator=torch.Generator().manual_seed(seed)) * 2.0 ** (3 * seed - 20)
+        rows = list(w) if name.endswith("channel") else [w]
+        expected = []
+        for row in rows:
+            base = toolkit_s(float(row.abs().max()), 240, 0.5, None) if name.endswith("channel") else 1.0
+            least, kept = math.inf, None
+            for power in choices:
+                scale = np.float32(base * 2.0**power)
+                q = np.clip(row.numpy() / scale, -240, 240).astype(ml_dtypes.float8_e4m3).astype(np.float32) * scale
+                error = float(((q.astype(np.float64) - row.numpy()) ** 2).sum())
+                if error < least or (error == least and not name.endswith("channel")):  # its two loops differ
+                    least, kept = error, float(scale)
+            expected.append(kept)
+        assert prepare(w, recipe.w, Draws()).scale.flatten().tolist() == expected
+
+
+def test_the_fixed_scales_of_gaudi_are_the_first_of_their_sets():
+    for name, scale, top in (("gaudi2_fixed", 16, 240), ("gaudi3_fixed", 128, 448), ("gaudi_unit", 1, 240)):
+        recipe = get_ptq_recipe(name)
+        for quantizer in (recipe.x, recipe.w):
+            made = prepare(torch.full((2, 3), 1e6), quantizer, Draws())
+            assert float(made.scale) == scale and float(made.elements.float().max()) == top
 
 
 def test_smoothing_is_the_paper_s_formula():

@@ -13,26 +13,9 @@ import fmtsim
 from fmtsim.errors import ArgumentError
 from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache, Smooth, get_ptq_recipe
 from fmtsim.ptq.catalogue import operand
-from fmtsim.recipes import Rule
 from fmtsim.scaling.scale import History, Scaling
 from tests.ptq.oracle import cast
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8)).requires_grad_(False)
-
-
-def same_bits(a, b):
-    return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
-
-
-ANYWHERE = dataclasses.replace(get_ptq_recipe("int8_smooth"), smooth=Smooth(after="any"), name="anywhere")
-DATA = [normal(20, 16, seed=s) for s in (1, 2)]
+from tests.ptq.samples import ANYWHERE, DATA, mlp, normal, same_bits
 
 
 @pytest.mark.parametrize(("recipe", "kind"), [("e4m3_static", "e4m3"), ("int8_static", "int8"), ("nemotron", "e4m3")])
@@ -123,6 +106,12 @@ def test_a_saved_model_comes_back_bit_for_bit(recipe, tmp_path):
 
 
 def test_states_that_are_none():
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8))
+    state = fmtsim.ptq_state(fmtsim.ptq(mlp(), "int8_static", DATA))
+    with pytest.raises(ArgumentError, match=r"parameter '0.weight' is on the meta device; call model.to_empty"):
+        fmtsim.load_ptq(empty, state)
+    assert same_bits(fmtsim.load_ptq(empty.to_empty(device="cpu"), state)[2].weight, state["tensors"]["2.weight"])
     model = fmtsim.ptq(mlp(), "int8_static", DATA)
     with pytest.raises(ArgumentError, match=r"load_ptq takes what fmtsim.ptq_state returned, not list"):
         fmtsim.load_ptq(mlp(), [])
@@ -160,6 +149,26 @@ def test_convolutions_groups_and_attention(recipe):
     assert all(row.output_db > 10 for row in report.rows)
 
 
+@pytest.mark.parametrize("recipe", ["int4_gptq", "int8_static"])
+def test_weights_laid_out_otherwise_are_rounded_in_place(recipe):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.Flatten(), nn.Linear(128, 4))
+    model, data = model.requires_grad_(False), [normal(2, 4, 8, 8)]
+    turned = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    turned[4].weight.data = turned[4].weight.data.t().contiguous().t()
+    strides = [p.stride() for p in turned.parameters()]
+    assert not turned[0].weight.is_contiguous() and not turned[4].weight.is_contiguous()
+    parameter = turned[0].weight
+    fmtsim.ptq(model, recipe, data)
+    fmtsim.ptq(turned, recipe, data)
+    assert [p.stride() for p in turned.parameters()] == strides and turned[0].weight is parameter
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), turned.state_dict().values(), strict=True)
+    )
+    found, other = (fmtsim.search(fmtsim.revert(m), data, bits=6) for m in (model, turned))
+    assert found.formats == other.formats and found.costs == other.costs
+
+
 def test_attention_called_otherwise_takes_the_widest_scale():
     model = nn.MultiheadAttention(8, 2).requires_grad_(False)
     x, z = normal(6, 2, 8, seed=1), normal(4, 2, 8, seed=2)
@@ -180,30 +189,6 @@ def test_weights_that_two_layers_share_are_rounded_once():
     assert [row.name for row in fmtsim.ptq_report(model).rows] == ["0", "2"]
     with pytest.raises(ArgumentError, match=r"SmoothQuant: 0 and 4 share a weight"):
         fmtsim.ptq(fmtsim.revert(model), ANYWHERE, [normal(20, 16)])
-
-
-def test_the_report_measures_what_happens():
-    model = nn.Linear(16, 8).requires_grad_(False)
-    exact = copy.deepcopy(model)
-    recipe = PtqRecipe(
-        name="p", x=operand("int8", Scaling()), w=operand("int8", Scaling()),
-        calibration=Calibration(rule="percentile", percentile=90),
-    )  # fmt: skip
-    fmtsim.ptq(model, recipe, DATA)
-    row = fmtsim.ptq_report(model)["(model)"]
-    x = torch.cat(DATA)
-    place = -(-90 * x.numel() // 100)
-    top = x.abs().flatten().sort().values[place - 1]
-    assert row.x_limit == pytest.approx(float(top), rel=1e-6) and row.x_scale == pytest.approx(float(top) / 127)
-    assert row.clipped_percent == pytest.approx(100 * float((x.abs() > top).double().mean()))
-    y = (exact(x) - exact.bias).double()
-    noise = (exact(x) - model(x)).double().square().sum()
-    assert row.output_db == pytest.approx(10 * float(torch.log10(y.square().sum() / noise)), abs=0.01)
-    assert "1 weights by p" in str(fmtsim.ptq_report(model))
-    with pytest.raises(ArgumentError, match=r"no layer 'fc'; it has \(model\)"):
-        fmtsim.ptq_report(model)["fc"]
-    with pytest.raises(ArgumentError, match=r"Linear has no report of ptq"):
-        fmtsim.ptq_report(exact)
 
 
 def test_bias_correction_removes_the_mean_error():
@@ -227,92 +212,6 @@ def test_batch_norm_is_measured_anew():
         y = [model.conv(x) for x in data]
     assert torch.allclose(model.norm.running_mean, torch.stack([t.mean((0, 2, 3)) for t in y]).mean(0), atol=1e-6)
     assert model.norm.momentum == 0.1 and not model.norm.training
-
-
-BAD = [
-    ("nonsense", DATA, r"recipe='nonsense' is unknown to ptq"),
-    ("int8_statik", DATA, r"did you mean 'int8_static'"),
-    ("int8_static", [], r"calibration data is empty; pass at least one batch"),
-    ("int8_static", [torch.empty(0, 16)], r"a tensor without elements in a batch"),
-    ("int8_static", DATA[0], r"calibration data is one tensor \(20, 16\); pass an iterable of batches"),
-    ("int8_static", 3, r"calibration data is int; pass an iterable of batches"),
-    ("int8_static", ["text"], r"calibration batch 0 \(str\) does not run through Sequential"),
-    ("int8_static", [(DATA[0], DATA[0])], r"of pairs \(inputs, labels\) pass the inputs alone"),
-    (
-        "int8_smooth",
-        [normal(4, 15)],
-        r"calibration batch 0 \(torch.float32 \(4, 15\)\) does not run through Sequential",
-    ),
-    ("int8_static", [DATA[0], DATA[0] * float("nan")], r"layer '0'|calibration batch 1 .* NaN or Inf"),
-    ("int4_gptq", [{"x": DATA[0]}], r"calibration batch 0 \(x: torch.float32 \(20, 16\)\) does not run"),
-]
-
-
-@pytest.mark.parametrize(("recipe", "data", "message"), BAD)
-def test_bad_input_leaves_the_model_as_it_was(recipe, data, message):
-    model = mlp().train()
-    before = {name: t.clone() for name, t in model.state_dict().items()}
-    with pytest.raises(ArgumentError, match=message):
-        fmtsim.ptq(model, recipe, data)
-    assert type(model[0]) is nn.Linear and model.training and not model[0]._forward_pre_hooks
-    after = model.state_dict()
-    assert list(after) == list(before) and all(torch.equal(after[name], t) for name, t in before.items())
-
-
-def test_a_layer_that_calibration_never_ran_is_named():
-    class Branch(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.idle = nn.Linear(16, 8), nn.Linear(16, 8)
-
-        def forward(self, x, other=False):
-            return self.idle(x) if other else self.used(x)
-
-    with pytest.raises(ArgumentError, match=r"calibration never ran 'idle'; pass calibration data that reaches it"):
-        fmtsim.ptq(Branch(), "int8_static", DATA)
-    model = fmtsim.ptq(Branch(), "int8_static", DATA, filter_fn=lambda module, name: name == "used")
-    assert type(model.idle) is nn.Linear
-    rule = Rule(name="idle")
-    fmtsim.ptq(Branch(), PtqRecipe(name="r", w=operand("int8", Scaling()), rules=(rule,)), DATA)
-
-
-def test_nothing_to_quantise():
-    with pytest.raises(ArgumentError, match=r"convert found nothing to convert in ReLU"):
-        fmtsim.ptq(nn.ReLU(), "int8_static", DATA)
-    with pytest.raises(ArgumentError, match=r"fits no layer of the model"):
-        fmtsim.ptq(mlp(), PtqRecipe(name="r", w=operand("int8", Scaling()), rules=(Rule(name="absent"),)), DATA)
-    with pytest.raises(ArgumentError, match=r"ptq takes a torch.nn.Module, not int"):
-        fmtsim.ptq(3, "int8_static", DATA)
-    state = fmtsim.ptq_state(fmtsim.ptq(mlp(), "int8_static", DATA))
-    with pytest.raises(ArgumentError, match=r"load_ptq takes a torch.nn.Module, not NoneType"):
-        fmtsim.load_ptq(None, state)
-    with pytest.raises(ArgumentError, match=r"NoneType has no report of ptq"):
-        fmtsim.ptq_report(None)
-
-
-@pytest.mark.parametrize(
-    "verb", [lambda m: fmtsim.ptq(m, "int8_static", DATA), lambda m: fmtsim.search(m, DATA, bits=6)]
-)
-def test_what_calibration_cannot_look_into(verb):
-    """Compiled code runs through its layers without their hooks; autocast gives them copies of their weights."""
-    whole, inside = torch.compile(mlp(), backend="eager"), nn.Sequential(torch.compile(mlp(), backend="eager"))
-    in_place = mlp()
-    in_place.compile(backend="eager")
-    for model in (whole, inside, in_place):
-        with pytest.raises(ArgumentError, match=r"is compiled; call (ptq|search) first and torch.compile after it"):
-            verb(model)
-    with pytest.raises(ArgumentError, match=r"not initialised yet; run one batch through the model first"):
-        verb(nn.Sequential(nn.LazyLinear(4)))
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ArgumentError, match=r"call it outside torch.autocast"):
-        verb(mlp())
-
-
-def test_progress_lines(capsys):
-    fmtsim.ptq(mlp(), ANYWHERE, DATA, progress=True)
-    shown = [line.split("  ")[0] for line in capsys.readouterr().err.splitlines()]
-    assert shown == [f"ptq: {name}: 2/2" for name in ("channels", "calibration", "weights", "measurement")]
-    fmtsim.ptq(mlp(), "int8_static", DATA)
-    assert capsys.readouterr().err == ""
 
 
 def test_smooth_keeps_the_function_and_helps_an_outlier():

@@ -9,13 +9,13 @@ import torch
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
-from fmtsim.ptq import LearnedRounding
+from fmtsim.ptq import Gptq, LearnedRounding
 from fmtsim.ptq.gptq import gptq, output_error
 from fmtsim.ptq.grid import Grid, grid_of, nearest
 from fmtsim.ptq.learned import learned_rounding
 from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.scale import Scaling
-from tests.ptq.oracle import brain_surgeon
+from tests.ptq.oracle import brain_surgeon, encoded_step
 
 N, K, ROWS = 4, 9, 40
 
@@ -29,7 +29,7 @@ def problem(seed):
     return x, w, Grid(element=get_format("int4"), scale=steps[:, None].expand(N, K).clone()), steps
 
 
-def exact(x, w, steps, act_order):
+def exact(x, w, steps, act_order, **groups):
     gram = [
         [sum(Fraction(a) * Fraction(b) for a, b in zip(p, q, strict=True)) for q in x.T.tolist()] for p in x.T.tolist()
     ]
@@ -38,7 +38,7 @@ def exact(x, w, steps, act_order):
     for i in range(K):
         gram[i][i] += mean
     order = sorted(range(K), key=lambda i: -gram[i][i]) if act_order else range(K)
-    found = brain_surgeon(w.tolist(), gram, [Fraction(s) for s in steps.tolist()], 7, order)
+    found = brain_surgeon(w.tolist(), gram, [Fraction(s) for s in steps.tolist()], 7, order, **groups)
     return torch.tensor([[float(v) for v in row] for row in found], dtype=torch.float64)
 
 
@@ -46,7 +46,7 @@ def exact(x, w, steps, act_order):
 @pytest.mark.parametrize("seed", range(6))
 def test_gptq_has_the_exact_choices(seed, act_order):
     x, w, grid, steps = problem(seed)
-    q = gptq(w, x.mT @ x, grid, damping=1 / 16, act_order=act_order)
+    q = gptq(w, x.mT @ x, grid, Gptq(damping=1 / 16, act_order=act_order))
     assert torch.equal((q / steps[:, None]).round(), (exact(x, w, steps, act_order) / steps[:, None]).round())
     assert torch.equal(q, (q / steps[:, None]).round() * steps[:, None])  # on the grid
 
@@ -54,8 +54,57 @@ def test_gptq_has_the_exact_choices(seed, act_order):
 def test_gptq_in_blocks_is_gptq_in_one(monkeypatch):
     x, w, grid, steps = problem(11)
     monkeypatch.setattr(sys.modules["fmtsim.ptq.gptq"], "BLOCK", 2)
-    q = gptq(w, x.mT @ x, grid, damping=1 / 16)
+    q = gptq(w, x.mT @ x, grid, Gptq(damping=1 / 16))
     assert torch.equal((q / steps[:, None]).round(), (exact(x, w, steps, False) / steps[:, None]).round())
+
+
+def grouped(width):
+    quantizer = Quantizer(format=get_format("int4"), scaling=Scaling(block=(1, width)))
+    return quantizer, {"made": lambda numbers: encoded_step(numbers, 7), "width": width}
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize(("block", "width"), [(128, 4), (3, 4), (3, 3), (2, 5)])  # the last group is short
+def test_groups_are_scaled_as_they_are_reached(monkeypatch, block, width, act_order):
+    monkeypatch.setattr(sys.modules["fmtsim.ptq.gptq"], "BLOCK", block)
+    differ = set()
+    for seed in range(2):
+        x, w, _, steps = problem(seed)
+        quantizer, made = grouped(width)
+        found = {}
+        for groups in ("static", "dynamic", "lazy"):
+            settings = Gptq(damping=1 / 16, act_order=act_order, groups=groups)
+            found[groups] = gptq(w, x.mT @ x, grid_of(w, quantizer), settings)
+        assert torch.equal(found["dynamic"], exact(x, w, steps, act_order, **made))
+        assert torch.equal(found["lazy"], exact(x, w, steps, act_order, **made, lazy=block))
+        differ |= {(a, b) for a in found for b in found if not torch.equal(found[a], found[b])}
+    assert ("static", "dynamic") in differ and (("lazy", "dynamic") in differ or block == width)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_groups_of_block_formats_keep_the_scale_of_the_tensor(fmt):
+    w = torch.randn(6, 72, generator=torch.Generator().manual_seed(4))
+    quantizer = Quantizer(format=get_format(fmt))
+    grid = grid_of(w, quantizer)
+    scale = grid.scale.clone()
+    for start in range(0, 72, grid.width):  # made of the weight itself they are what they were
+        grid.remake(start, w[:, start : start + grid.width].double())
+        assert torch.equal(grid.scale, scale)
+    changed = torch.zeros_like(w)
+    changed[:, :32] = w[:, :32] / 8
+    grid.remake(0, changed[:, : grid.width])
+    other = grid_of(torch.cat((changed[:, : grid.width], w[:, grid.width :]), 1), quantizer).scale
+    assert torch.equal(grid.scale, other) and not torch.equal(other, scale)
+    grid.remake(0, w[:, : grid.width] * 1e6)  # as much as the scale of the tensor allows
+    assert (grid.scale[:, 0] == grid.scale.max()).all() if fmt == "nvfp4" else (grid.scale[:, 0] > 1e4).all()
+
+
+def test_one_scale_a_row_or_tensor_is_made_once():
+    x, w, _, _ = problem(2)
+    for block in ((1, None), (None, None)):
+        grid = grid_of(w, Quantizer(format=get_format("int4"), scaling=Scaling(block=block)))
+        static, dynamic = (gptq(w, x.mT @ x, grid, Gptq(groups=groups)) for groups in ("static", "dynamic"))
+        assert torch.equal(static, dynamic)
 
 
 def test_a_planted_error_in_gptq_shows():
@@ -64,14 +113,14 @@ def test_a_planted_error_in_gptq_shows():
     h, cut = x.mT @ x, []
     for i in range(0, K, 3):
         part = Grid(element=grid.element, scale=grid.scale[:, i : i + 3])
-        cut.append(gptq(w[:, i : i + 3], h[i : i + 3, i : i + 3], part, damping=1 / 16))
+        cut.append(gptq(w[:, i : i + 3], h[i : i + 3, i : i + 3], part, Gptq(damping=1 / 16)))
     expected = (exact(x, w, steps, False) / steps[:, None]).round()
     assert not torch.equal((torch.cat(cut, 1) / steps[:, None]).round(), expected)
 
 
 def test_gptq_without_correlations_is_nearest():
     _, w, grid, _ = problem(3)
-    assert torch.equal(gptq(w, torch.eye(K) * 3, grid), grid.round(w.double(), slice(None)))
+    assert torch.equal(gptq(w, torch.eye(K) * 3, grid, Gptq()), grid.round(w.double(), slice(None)))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -79,18 +128,18 @@ def test_gptq_beats_nearest_on_its_data(seed):
     x, w, grid, _ = problem(seed)
     h = x.mT @ x
     plain = grid.round(w.double(), slice(None))
-    assert output_error(w, gptq(w, h, grid), h).sum() < output_error(w, plain, h).sum()
+    assert output_error(w, gptq(w, h, grid, Gptq()), h).sum() < output_error(w, plain, h).sum()
 
 
 def test_gptq_of_dead_and_dependent_inputs():
     x, w, grid, _ = problem(5)
     x[:, 4] = 0
-    q = gptq(w, x.mT @ x, grid)
+    q = gptq(w, x.mT @ x, grid, Gptq())
     assert torch.equal(q[:, 4], grid.round(w[:, 4:5].double(), slice(4, 5))[:, 0])
     x[:, 1] = 2 * x[:, 0]
     with pytest.raises(ArgumentError, match=r"Hessian of 9 inputs is not positive definite with damping=0; raise Gptq"):
-        gptq(w, x.mT @ x, grid, damping=0)
-    assert torch.equal(gptq(w, torch.zeros(K, K), grid), grid.round(w.double(), slice(None)))
+        gptq(w, x.mT @ x, grid, Gptq(damping=0))
+    assert torch.equal(gptq(w, torch.zeros(K, K), grid, Gptq()), grid.round(w.double(), slice(None)))
 
 
 @pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4", "int4", "e4m3", "e2m1"])
@@ -123,6 +172,26 @@ def test_learned_rounding_comes_close_to_the_best_of_all_choices(seed):
     assert ((found == low) | (found == high)).all()
     assert (error >= best - 1e-9).all() and (error <= plain).all()
     assert error.sum() <= best.sum() + 0.35 * (plain.sum() - best.sum())
+
+
+def test_gradients_alone_decide():
+    """Without the passes afterwards; too weak a regularisation leaves choices between, which nearest then decides."""
+    source = torch.Generator().manual_seed(0)
+    w, mix = torch.randn(32, 64, generator=source), torch.randn(64, 64, generator=source)
+    x = (torch.randn(500, 64, generator=source) @ mix).double()
+    grid = grid_of(w, Quantizer(format=get_format("int4"), scaling=Scaling(block=(1, 32))))
+    plain, errors = output_error(w, grid.round(w.double(), slice(None)), x.mT @ x).sum(), []
+    for weight in (100.0, 0.01):
+        settings = LearnedRounding(sweeps=0, regularisation=weight)
+        errors.append(output_error(w, learned_rounding(w, x.mT @ x, grid, settings), x.mT @ x).sum() / plain)
+    assert errors[0] < 0.8 < 0.9 < errors[1] <= 1
+
+
+def test_learned_rounding_in_pieces_is_one(monkeypatch):
+    x, w, grid, _ = problem(2)
+    whole = learned_rounding(w, x.mT @ x, grid, LearnedRounding(steps=50))
+    monkeypatch.setattr(sys.modules["fmtsim.ptq.learned"], "PIECE", 1)
+    assert torch.equal(learned_rounding(w, x.mT @ x, grid, LearnedRounding(steps=50)), whole)
 
 
 def test_learned_rounding_that_learned_badly_is_nearest():

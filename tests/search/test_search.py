@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import random
 
 import pytest
@@ -77,6 +78,54 @@ def test_a_policy_is_seeded_and_never_worse():
     assert first == again and first.loss <= additive.loss and first.cost <= first.budget and first.tried > 5
 
 
+def test_the_front_is_what_no_assignment_beats(tmp_path):
+    model, data = model_and_data()
+    result = fmtsim.search(model, data, bits=6)
+    every = []
+    for path in itertools.product(FORMATS, repeat=3):
+        layers = dict(zip(result.formats, path, strict=True))
+        total = [sum(table[layer][name] for layer, name in layers.items()) for table in (result.costs, result.losses)]
+        every.append((*total, layers))
+    best = [
+        (cost, layers)
+        for cost, loss, layers in every
+        if not any(c <= cost and v <= loss and (c, v) != (cost, loss) for c, v, _ in every)
+    ]
+    assert [(point.cost, point.formats) for point in result.front()] == sorted(best, key=lambda item: item[0])
+    uniform = result.uniform()
+    assert uniform["w4a4"].cost == min(cost for cost, *_ in every) == result.front()[0].cost
+    assert uniform["e4m3_static"].loss == pytest.approx(sum(row["e4m3_static"] for row in result.losses.values()))
+    pytest.importorskip("matplotlib")
+    panel = result.plot(tmp_path / "front.png").axes[0]
+    assert list(panel.lines[0].get_xdata()) == [point.cost for point in result.front()]
+    assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
+    assert "<td style='text-align:left'>0</td>" in result._repr_html_()
+
+
+def test_a_model_that_is_a_layer():
+    layer, data = nn.Linear(16, 8).requires_grad_(False), [torch.randn(5, 16)]
+    result = fmtsim.search(layer, data, bits=6)
+    assert set(result.formats) == {""} and "(model)" in str(result)
+    quantised = fmtsim.ptq(copy.deepcopy(layer), result.recipe(), data)
+    assert result.loss == relative_noise(quantised(data[0]), layer(data[0]))
+
+
+def test_losses_that_are_no_numbers_or_negative():
+    model, data = model_and_data()
+    with pytest.raises(ArgumentError, match=r"the loss of the unquantised model is inf; look for Inf in its outputs"):
+        fmtsim.search(model, data, bits=6, loss_fn=lambda y, r: float("nan"))
+    with pytest.raises(ArgumentError, match=r"loss_fn returned Tensor; return one number"):
+        fmtsim.search(model, data, bits=6, loss_fn=lambda y, r: y - r)
+    exact = [model(x) for x in data]
+
+    def loss(y, r):  # NaN wherever anything is quantised, which is never chosen over a number
+        return 0.0 if any(torch.equal(y, e) for e in exact) else float("nan")
+
+    assert fmtsim.search(model, data, bits=6, loss_fn=loss).loss == math.inf
+    gain = fmtsim.search(model, data, bits=6, loss_fn=lambda y, r: -float(y.sum()), policy=Policy(steps=5))
+    assert math.isfinite(gain.loss)
+
+
 class Fake:
     """Stand for a model of eight layers in which one option of three is right for each."""
 
@@ -108,6 +157,12 @@ def test_bad_budgets_and_formats():
         fmtsim.search(model, data, bits=3)
     with pytest.raises(ArgumentError, match=r"pass exactly one of budget= \(bit operations of a batch\) and bits="):
         fmtsim.search(model, data)
+    for wrong in ({"budget": "6"}, {"bits": -7}, {"bits": float("nan")}, {"budget": True}):
+        name, value = next(iter(wrong.items()))
+        with pytest.raises(
+            ArgumentError, match=rf"search {name}={value!r} is not allowed; pass a finite number above 0"
+        ):
+            fmtsim.search(model, data, **wrong)
     with pytest.raises(ArgumentError, match=r"recipe 'int8_smooth' changes more than one layer's operands"):
         fmtsim.search(model, data, bits=8, formats=["int8_smooth"])
     with pytest.raises(ArgumentError, match=r"recipes 'int4_gptq' and 'w4a4' round weights differently"):
@@ -116,12 +171,18 @@ def test_bad_budgets_and_formats():
         fmtsim.search(model, data, bits=8, formats=["e4m3_static", "e4m3_dynamic"])
     with pytest.raises(ArgumentError, match=r"pass recipes of different names, at least one"):
         fmtsim.search(model, data, bits=8, formats=[])
+    tied = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).requires_grad_(False)
+    tied[2].weight = tied[0].weight
+    with pytest.raises(
+        ArgumentError, match=r"layers '0' and '2' share a weight, which takes one format; leave one out"
+    ):
+        fmtsim.search(tied, [torch.randn(3, 16)], bits=8)
     with pytest.raises(ArgumentError, match=r"calibration data is empty"):
         fmtsim.search(model, [], bits=8)
     with pytest.raises(ArgumentError, match=r"search takes a torch.nn.Module, not NoneType"):
         fmtsim.search(None, data, bits=8)
     for options, message in (
-        ({"bits": float("nan")}, "bits=nan is not allowed; choose a number of 0 or more"),
+        ({"bits": float("nan")}, "search bits=nan is not allowed; pass a finite number above 0"),
         ({"bits": float("inf")}, "bits=inf is not allowed"),
         ({"bits": "6"}, "bits='6' is not allowed"),
         ({"budget": -5}, "budget=-5 is not allowed"),
@@ -130,7 +191,7 @@ def test_bad_budgets_and_formats():
         ({"bits": 6, "loss_fn": 3}, "loss_fn=3 is no function"),
         (
             {"bits": 6, "loss_fn": lambda y, r: float("nan")},
-            "the loss is NaN with '0' alone in 'w4a4'; look at loss_fn",
+            "the loss of the unquantised model is inf; look for Inf in its outputs or loss_fn=",
         ),
     ):
         with pytest.raises(ArgumentError, match=message):
