@@ -20,14 +20,14 @@ CUDA = (
     ("ao_8bit", fmtsim.optim.Adam, torch.float32),
     ("ao_4bit", fmtsim.optim.AdamW, torch.float16),
     ("coat", fmtsim.optim.AdamW, torch.float32),
-    ("coat_plain", fmtsim.optim.Adam, torch.bfloat16),
     ("fp8lm", fmtsim.optim.AdamW, torch.float32),
-    ("intel_2t", fmtsim.optim.AdamW, torch.float32),
     ("bf16_sr", fmtsim.optim.AdamW, torch.bfloat16),
     *(
         pytest.param(scheme, fmtsim.optim.AdamW, dtype, marks=pytest.mark.slow)  # other compilations
         for scheme, dtype in (
             ("fp32", torch.float16),
+            ("intel_2t", torch.float32),
+            ("coat_plain", torch.bfloat16),
             ("bnb8_2048", torch.float32),
             ("bf16_sr", torch.float32),
             ("deepseek_v3", torch.bfloat16),
@@ -160,7 +160,8 @@ OWN = {
 
 
 @pytest.mark.parametrize(
-    "scheme", ["fp8lm", "intel_2t", *(pytest.param(name, marks=pytest.mark.slow) for name in ("coat_plain", *OWN))]
+    "scheme",
+    ["fp8lm", "coat", *(pytest.param(name, marks=pytest.mark.slow) for name in ("intel_2t", "coat_plain", *OWN))],
 )
 def test_numbers_of_all_sizes_have_the_bits_of_torch(scheme, on_cuda, only_torch, monkeypatch):
     step = single.step
@@ -171,6 +172,7 @@ def test_numbers_of_all_sizes_have_the_bits_of_torch(scheme, on_cuda, only_torch
     assert equal(fused, extremes(OWN.get(scheme, scheme)))
 
 
+@pytest.mark.slow
 def test_a_planted_scale_is_seen(on_cuda, only_torch, monkeypatch):
     """Kernels that take the largest value for one code less give other bits."""
     macro = moments_floats.Slot.macro
