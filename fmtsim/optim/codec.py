@@ -26,6 +26,8 @@ from fmtsim.rounding.modes import Rounding
 Parts = dict[str, Tensor]
 EXPONENTS = (-126, 126)
 """Powers of two that scales may be: both they and their reciprocals are normal."""
+LEAST_INVERTED = 1e-12
+"""The least scale that ``inverse`` inverts."""
 
 RMS_FACTOR = 3.0
 
@@ -163,11 +165,13 @@ def power_of_two(amax: Tensor, top: float) -> Tensor:
 
 
 def _scaled(rows: Tensor, scale: Tensor, fmt: StateFormat) -> Tensor:
-    if fmt.scale in ("amax", "inverse"):
+    if fmt.scale == "amax":
         scale = torch.where(scale == 0, 1.0, scale)
     if fmt.scale in ("amax", "fixed"):
         return rows / scale
-    return rows * (torch.ones_like(scale) / scale if fmt.scale == "inverse" else scale)
+    if fmt.scale == "inverse":
+        scale = torch.ones_like(scale) / scale.clamp(min=LEAST_INVERTED)
+    return rows * scale
 
 
 def _element_codes(y: Tensor, x: Tensor, fmt: StateFormat, key: RandomKey | None) -> Tensor:

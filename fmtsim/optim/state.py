@@ -27,7 +27,9 @@ class StateFormat:
     ================  =============================  ==================  =========================
     ``none``          -                              ``x``               ``q``
     ``amax``          ``s = amax / top``             ``x / s``           ``q * s``
-    ``inverse``       ``s = amax / top``             ``x * (1 / s)``     ``q * s``
+    ``inverse``       ``s = amax / top``             ``x * (1 / t)``,    ``q * s``
+                                                     ``t = max(s,
+                                                     1e-12)``
     ``reciprocal``    ``s = top / amax``             ``x * s``           ``q / s``
     ``power_of_two``  ``s``: the largest power of    ``x * s``           ``q * (1 / s)``, exact
                       two with ``s * amax <= top``
@@ -35,7 +37,7 @@ class StateFormat:
                       first numbers, never changed
     ================  =============================  ==================  =========================
 
-    A block of zeros has s = 0 under ``amax`` and ``inverse`` (and is encoded as if it were 1), else s = 1; under
+    A block of zeros has s = 0 under ``amax`` (and is encoded as if it were 1) and ``inverse``, else s = 1; under
     ``power_of_two`` a block whose amax is zero or not finite keeps the scale it had.
 
     Args:

@@ -205,7 +205,7 @@ class IntegerRows:
         rows = []
         for r, row in enumerate(blocks(x, self.width)):
             scale = np.abs(row).max() / f32(127)
-            y = row * (f32(1) / (scale if scale else f32(1)))
+            y = row * (f32(1) / (f32(1e-12) if scale < f32(1e-12) else scale))
             codes = []
             for c, value in enumerate(y):
                 word = random_word((seed, offset(step, index, 2)), r * self.width + c)

@@ -28,6 +28,17 @@ def test_steps_equal_the_oracle(name):
     assert difference(ours, wanted) == [0] * 4
 
 
+def test_scales_of_int8_weights_are_inverted_from_a_least_one():
+    p, grads = parameter((3, 300)), gradients((3, 300), 3)
+    p[1] = p[1] * np.float32(1e-11)
+    p[2] = 0
+    for g in grads:
+        g[1:] = 0
+    wanted = oracle.adamw("int8_weights", p, grads, **HYPER, decay=0.1, seed=7)
+    ours, _, _ = run(fmtsim.optim.AdamW, p, grads, **HYPER, weight_decay=0.1, state="int8_weights", seed=7)
+    assert difference(ours, wanted) == [0] * 3 and 0 < abs(ours[0].reshape(3, 300)[1]).max() < 1e-9
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "ao_4bit", "coat"])
 def test_a_planted_error_is_seen(name, monkeypatch):
     """Roots that are one unit in the last place too large do not pass."""

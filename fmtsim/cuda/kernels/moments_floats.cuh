@@ -86,8 +86,9 @@ struct Slot {
 
   // prepared() of a new scale, by which numbers are about to be encoded.
   static DEVICE Scale used(float scale) {
-    bool zero = (RULE == RULE_AMAX || RULE == RULE_INVERSE) && scale == 0.0f;
-    return prepared(zero ? 1.0f : scale);
+    if (RULE == RULE_AMAX && scale == 0.0f) scale = 1.0f;
+    if (RULE == RULE_INVERSE && scale < 1e-12f) scale = 1e-12f;
+    return prepared(scale);
   }
 
   // Four values decoded in place. Certain: the scale is known to be narrow.
