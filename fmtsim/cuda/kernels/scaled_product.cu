@@ -3,9 +3,9 @@
 // core's float32 sum of a group's products of bfloat16 elements, each step one rounding to nearest.
 //
 // A block of threads takes tiles of 128 x COLUMNS one after another. A stage holds 64 places of the sum, and the last of
-// a group its scales. Four warps copy stages, as many ahead as there is room for, across the ends of tiles. Two groups of
-// four warps multiply, each 64 rows, at their own pace: while one scales the sums of a group, the tensor core works for
-// the other.
+// a group its scales. Four warps copy stages, as many ahead as there is room for, across the ends of tiles. Two groups
+// of four warps multiply, each 64 rows, at their own pace: while one scales the sums of a group, the tensor core works
+// for the other.
 //
 // Macros: TURNED_A, TURNED_B (1: the operand lies with its rows next to each other, not the places of the sum), GROUP
 // (places of the sum that share a scale, 64 or 128), SHARED_B (1: so do all columns of a tile), OUTPUT (float32:
