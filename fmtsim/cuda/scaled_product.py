@@ -23,7 +23,8 @@ _OUTPUTS: Final = {torch.float32: 0, torch.bfloat16: 1}
 _PARTS: Final = 16  # at most
 _GROUP: Final = 128  # of the kernels that are compiled ahead
 _TURN = 1024  # outputs of a block of threads that adds parts
-_MOST: Final = 1 << 31
+_GROUPS: Final = (64, 128)
+_MOST: Final = 1 << 30
 
 
 class Factor(NamedTuple):
@@ -48,11 +49,11 @@ class Factor(NamedTuple):
 def covers(a: Factor, b: Factor) -> bool:
     """Say whether ``multiply`` takes two operands; looks at no data, so that a compiler may ask."""
     group, (m, k), n = a.sizes[1], a.elements.shape, b.elements.shape[0]
-    if capability(device_index(a.elements)) != _CAPABILITY or group != b.sizes[1] or group % _DEPTH:
+    if capability(device_index(a.elements)) != _CAPABILITY or group != b.sizes[1] or group not in _GROUPS:
         return False
     if any(x.sizes[0] & (x.sizes[0] - 1) and x.sizes[0] < x.elements.shape[0] for x in (a, b)):
         return False
-    small = 0 < m < _MOST and 0 < n < _MOST and 0 < k < _MOST - group
+    small = 0 < m < _MOST and 0 < n < _MOST and 0 < k < _MOST
     return small and n % 4 == 0 and all(_lies_well(x) for x in (a, b))
 
 

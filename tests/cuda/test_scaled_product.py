@@ -90,6 +90,11 @@ def test_sums_are_those_of_float64_but_for_rounding(shape, blocks, turned, dtype
     check(a, b, dtype, device, torch.randn(n, generator=torch.Generator().manual_seed(3)).bfloat16())
 
 
+@SLOW
+def test_groups_of_64(device):
+    check(*(factor(72, 520, 1, seed, group=64) for seed in (1, 2)), torch.float32, device)
+
+
 def test_scales_whose_product_leaves_the_range(device):
     """Columns that share a scale take it with the row's first, unless that product is far from one."""
     a, b = factor(16, 256, 1, 8, apart=0), factor(16, 256, 128, 9, apart=0)
@@ -137,6 +142,7 @@ def test_what_has_no_kernel_is_said(emulated):
     a, b = factor(16, 256, 1, 5), factor(16, 256, 128, 6)
     assert scaled_product.covers(a, b)
     assert not scaled_product.covers(a, b._replace(sizes=(128, 64)))
+    assert not scaled_product.covers(*(x._replace(sizes=(128, 32)) for x in (a, b)))
     assert not scaled_product.covers(a._replace(elements=a.elements.float()), b)
     assert not scaled_product.covers(a, factor(18, 256, 128, 6))  # rows of the result are stored four by four
     assert not scaled_product.covers(*(factor(16, 100, 1, 5) for _ in range(2)))

@@ -8,7 +8,8 @@ namespace host {
 // An element of an operand in shared memory, as a descriptor says: fields of 14 bits from bits 0, 16 and 32, in words
 // of 16 bytes; swizzles of 128 bytes alone.
 inline double matrix_element(unsigned long long matrix, bool turned, unsigned row, unsigned k) {
-  unsigned start = (matrix & 0x3fff) << 4, leading = (matrix >> 16 & 0x3fff) << 4, stride = (matrix >> 32 & 0x3fff) << 4;
+  unsigned start = (matrix & 0x3fff) << 4, leading = (matrix >> 16 & 0x3fff) << 4;
+  unsigned stride = (matrix >> 32 & 0x3fff) << 4;
   unsigned place = turned ? start + row / 64 * leading + row % 64 * 2 + k / 8 * stride + k % 8 * 128
                           : start + row / 8 * stride + row % 8 * 128 + k * 2;
   place ^= place >> 3 & 0x70;
