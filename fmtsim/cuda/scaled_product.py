@@ -18,7 +18,7 @@ from fmtsim.cuda.runtime import Defines, capability, device_index, kernel, multi
 
 _FILE: Final = "scaled_product.cu"
 _CAPABILITY: Final = (9, 0)
-_ROWS, _COLUMNS, _DEPTH, _STAGES, _THREADS = 128, 128, 64, 6, 384
+_TILE, _DEPTH, _STAGES, _THREADS = 128, 64, 6, 384
 _OUTPUTS: Final = {torch.float32: 0, torch.bfloat16: 1}
 _PARTS: Final = 16  # at most
 _GROUP: Final = 128  # of the kernels that are compiled ahead
@@ -79,7 +79,7 @@ def multiply(a: Factor, b: Factor, bias: Tensor | None, dtype: torch.dtype) -> T
     held = [x if aligned(x.elements) else x._replace(elements=x.elements.clone()) for x in (a, b)]
     bias = None if bias is None else bias.float().contiguous()
     task = struct.pack("=iii4x", k, parts, length)
-    shared = b.sizes[0] % _COLUMNS == 0 or b.sizes[0] >= n
+    shared = b.sizes[0] % _TILE == 0 or b.sizes[0] >= n
     kernel(_FILE, "multiply_groups", index, _defines(a.turned, b.turned, group, sums.dtype, shared))(
         min(units, multiprocessors(index)),
         _THREADS,
@@ -108,12 +108,12 @@ def _packed(x: Factor) -> bytes:
 
 
 def _tiles(m: int, n: int) -> int:
-    return -(-m // _ROWS) * -(-n // _COLUMNS)
+    return -(-m // _TILE) * -(-n // _TILE)
 
 
 def _shared_bytes() -> int:
     """Return what ``Memory`` of the kernel takes: stages at multiples of 1024 bytes, and barriers."""
-    stage = (_ROWS + _COLUMNS) * (_DEPTH * 2 + 4)
+    stage = 2 * _TILE * (_DEPTH * 2 + 4)
     return _STAGES * (-(-stage // 1024) * 1024 + 16) + 1024
 
 
@@ -147,6 +147,6 @@ def variants(capability: tuple[int, int]) -> Iterator[tuple[str, str, Defines]]:
 def _defines(turned_a: bool, turned_b: bool, group: int, dtype: torch.dtype, shared_b: bool) -> Defines:
     numbers = {
         "TURNED_A": int(turned_a), "TURNED_B": int(turned_b), "GROUP": group, "OUTPUT": _OUTPUTS[dtype],
-        "SHARED_B": int(shared_b), "COLUMNS": _COLUMNS, "STAGES": _STAGES,
+        "SHARED_B": int(shared_b), "STAGES": _STAGES,
     }  # fmt: skip
     return tuple((name, str(number)) for name, number in numbers.items())

@@ -2,14 +2,14 @@
 // fma(a_scale[m, g] P_g, b_scale[n, g], ...), or fma(P_g, a_scale[m, g] b_scale[n, g], ...), P_g being the tensor
 // core's float32 sum of a group's products of bfloat16 elements, each step one rounding to nearest.
 //
-// A block of threads takes tiles of 128 x COLUMNS one after another. A stage holds 64 places of the sum, and the last of
+// A block of threads takes tiles of 128 x 128 one after another. A stage holds 64 places of the sum, and the last of
 // a group its scales. Four warps copy stages, as many ahead as there is room for, across the ends of tiles. Two groups
 // of four warps multiply, each 64 rows, at their own pace: while one scales the sums of a group, the tensor core works
 // for the other.
 //
 // Macros: TURNED_A, TURNED_B (1: the operand lies with its rows next to each other, not the places of the sum), GROUP
 // (places of the sum that share a scale, 64 or 128), SHARED_B (1: so do all columns of a tile), OUTPUT (float32:
-// 0, bfloat16: 1), COLUMNS (128 or 192), STAGES.
+// 0, bfloat16: 1), STAGES.
 #include "common.cuh"
 #include "warpgroup.cuh"
 
@@ -17,6 +17,7 @@
 #define MULTIPLYING 256
 #define COPYING 128
 #define ROWS 128
+#define COLUMNS 128
 #define DEPTH 64
 #define STEPS (GROUP / DEPTH)
 #define SUMS (COLUMNS / 2)
