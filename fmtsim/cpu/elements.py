@@ -9,6 +9,7 @@ from fmtsim.cpu import directed, general, pool, scalar
 from fmtsim.cpu.codes import code_flat, coding_of
 from fmtsim.cpu.element import element_of, tables_of
 from fmtsim.cpu.grid import grid_of
+from fmtsim.cpu.lookup import look_up, table_of
 from fmtsim.cpu.output import store, wider
 from fmtsim.cpu.scratch import scratch
 from fmtsim.cpu.words import draw_of, flat_words, key_words, plain_key
@@ -82,11 +83,14 @@ def _dense(x: torch.Tensor) -> bool:
 
 
 def _coder(spec: CastSpec, random: Random, double: bool) -> Cast:
-    """Return the call that writes codes: of a fast kernel's values, which stay in a cache, or the general one."""
-    coding = None if double else coding_of(spec.format)  # type: ignore[arg-type]
-    cast = None if coding is None else _fast(spec, random)
-    if cast is None:
-        return _general(spec, random, general.encode_flat)
+    """Return the call that writes codes: of a fast kernel's values (kept in a cache), by table, or in general."""
+    fmt, cast = spec.format, None if double else _fast(spec, random)
+    coding = coding_of(fmt)  # type: ignore[arg-type]
+    if cast is None or coding is None:
+        words = None if double else table_of(fmt, spec.rounding, spec.overflow)  # type: ignore[arg-type]
+        if words is None:
+            return _general(spec, random, general.encode_flat)
+        return lambda piece, codes, _: look_up(piece.numpy(), codes.numpy(), words)
 
     def code(piece: torch.Tensor, codes: torch.Tensor, start: int) -> None:
         values = torch.from_numpy(scratch("values", piece.numel(), np.float32))

@@ -1,11 +1,9 @@
-"""Codes of the fast kernels against the general kernel: every format, rounding and overflow rule, every kind of input."""
+"""Codes of the fast kernels against the general kernel: every format, rounding and overflow rule, hard inputs."""
 
-import numpy as np
 import pytest
 import torch
 
-from fmtsim.cpu import codes as coding
-from fmtsim.cpu import elements, engine, general, pool
+from fmtsim.cpu import elements, engine, general
 from fmtsim.formats.registry import get_format
 from fmtsim.ops import CastSpec, Random, RandomKey
 from fmtsim.rounding.modes import Rounding
