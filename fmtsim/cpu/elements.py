@@ -7,14 +7,15 @@ import torch
 
 from fmtsim.cpu import directed, general, pool, scalar
 from fmtsim.cpu.codes import code_flat, coding_of
+from fmtsim.cpu.decoding import values_of
 from fmtsim.cpu.element import element_of, tables_of
 from fmtsim.cpu.grid import grid_of
-from fmtsim.cpu.lookup import look_up, table_of
+from fmtsim.cpu.lookup import look_up, look_up_values, table_of
 from fmtsim.cpu.output import store, wider
 from fmtsim.cpu.scratch import scratch
 from fmtsim.cpu.words import draw_of, flat_words, key_words, plain_key
 from fmtsim.formats.packing import code_dtype
-from fmtsim.formats.spec import IntFormat
+from fmtsim.formats.spec import ElementFormat, IntFormat
 from fmtsim.ops import CastSpec, EncodedParts, Random, RandomKey
 
 _CHUNK = 1 << 16  # elements that pass through a float32 scratch at once
@@ -26,7 +27,8 @@ def quantize_elements(x: torch.Tensor, spec: CastSpec, random: Random, out: torc
     """Quantise x into out (dtypes of the four, any strides, out may be x)."""
     source, target = _flat(x, out, ordered=random is not None)
     double = torch.float64 in (source.dtype, target.dtype)
-    cast = (None if double else _fast(spec, random)) or _general(spec, random, general.quantize_flat)
+    cast = None if double else _fast(spec, random) or _by_table(spec)
+    cast = cast or _general(spec, random, general.quantize_flat)
     wide = source.dtype in (torch.float32, torch.float64) and target.dtype in (torch.float32, torch.float64)
 
     def part(start: int, stop: int) -> None:
@@ -118,6 +120,17 @@ def _fast(spec: CastSpec, random: Random) -> Cast | None:
         return lambda piece, result, start: kernel(piece.numpy(), result.numpy(), grid)
     direction = directed.direction_of(mode)
     return lambda piece, result, start: directed.directed_flat(piece.numpy(), result.numpy(), grid, direction)
+
+
+def _by_table(spec: CastSpec) -> Cast | None:
+    """Return the call that looks values up, or None where there is no table."""
+    fmt: ElementFormat = spec.format  # type: ignore[assignment]
+    words = table_of(fmt, spec.rounding, spec.overflow)
+    if words is None:
+        return None
+    with np.errstate(over="ignore"):
+        values = values_of(fmt).astype(np.float32)
+    return lambda piece, result, _: look_up_values(piece.numpy(), result.numpy(), words, values)
 
 
 def _general(spec: CastSpec, random: Random, kernel: Callable) -> Cast:

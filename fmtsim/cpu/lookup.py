@@ -1,4 +1,4 @@
-"""Codes of codebooks, logarithmic formats and half-offset integers by one lookup of a float32 number's leading bits.
+"""Codebooks, logarithmic formats and half-offset integers by a lookup of a float32 number's leading bits.
 
 A rounding that draws nothing never falls: sorted from -NaN to NaN, numbers have codes that change at single points. Of
 the numbers that share their leading 16 bits nearly always at most one such point parts two codes; a word for each
@@ -67,3 +67,10 @@ def look_up(x, codes, words):
     """Write the codes of float32 numbers."""
     for i in range(x.size):
         codes[i] = found_code(x[i], words)
+
+
+@kernel
+def look_up_values(x, y, words, values):
+    """Write the values that float32 numbers round to; ``values`` are those of all codes."""
+    for i in range(x.size):
+        y[i] = values[found_code(x[i], words)]
