@@ -58,8 +58,8 @@ def found_code(x, words):
     """Return the code of a float32 number."""
     bits = uint32(bits32(x))
     word = words[bits >> uint32(16)]
-    late = (bits & uint32(_LAST)) > (word >> uint32(16))
-    return (word >> uint32(8) if late else word) & uint32(0xFF)
+    late = uint32((bits & uint32(_LAST)) > (word >> uint32(16)))
+    return (word >> uint32(late << uint32(3))) & uint32(0xFF)
 
 
 @kernel
