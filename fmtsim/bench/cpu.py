@@ -34,19 +34,8 @@ class Case:
 _NEAREST = ("e4m3", "e5m2", "e4m3fnuz", "e3m4", "e3m2", "e2m3", "e2m1", "e5m6", "e3m3", "e8m0", "fp16", "bf16", "tf32")
 _STOCHASTIC = ("e4m3", "e5m2", "e2m1", "bf16", "fp16")
 _CODEBOOKS = ("nf4", "bnb_dynamic8")
-_ENCODED = (
-    "e4m3",
-    "e5m2",
-    "int8",
-    "e2m1",
-    "bf16",
-    *_CODEBOOKS,
-    "mxfp4",
-    "mxfp8_e4m3",
-    "nvfp4",
-    "int8_channel",
-    "int4_g128",
-)
+_ENCODED = {"e4m3": 0.25, "e5m2": 0.25, "int8": 0.25, "bnb_dynamic8": 0.15, "bf16": 0.10, "e2m1": 0.10, "nf4": 0.08}
+_ENCODED |= {"mxfp8_e4m3": 0.15, "int8_channel": 0.25, "int4_g128": 0.08, "mxfp4": 0.08, "nvfp4": 0.05}
 
 CASES: tuple[Case, ...] = (
     *(Case(name=f"{name} nearest", format=name, target=0.80) for name in _NEAREST),
@@ -60,11 +49,9 @@ CASES: tuple[Case, ...] = (
     Case(name="int8 per channel", format="int8_channel", target=0.40),
     Case(name="int4 group 128", format="int4_g128", target=0.40),
     *(Case(name=f"{name} nearest", format=name, target=0.20) for name in _CODEBOOKS),
-    *(Case(name=f"encode {name}", format=name, target=0.20, encode=True) for name in _ENCODED),
-    *(
-        Case(name=f"encode {name} stochastic", format=name, target=0.10, rounding="stochastic", encode=True)
-        for name in ("e4m3", "mxfp4")
-    ),
+    *(Case(name=f"encode {name}", format=name, target=target, encode=True) for name, target in _ENCODED.items()),
+    Case(name="encode e4m3 stochastic", format="e4m3", target=0.15, rounding="stochastic", encode=True),
+    Case(name="encode mxfp4 stochastic", format="mxfp4", target=0.05, rounding="stochastic", encode=True),
 )
 
 
