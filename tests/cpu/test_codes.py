@@ -14,7 +14,8 @@ from fmtsim.rounding.modes import Rounding
 from tests.engines.cases import DETERMINISTIC, adversarial, element_formats
 from tests.engines.compare import differing
 
-FORMATS = [name for name in element_formats(largest_bits=31) if name != "lns16_g2048"]
+# Wider tables have no fast path: the general kernel would be compared with itself.
+FORMATS = [name for name in element_formats(31) if get_format(name).bits <= 8 or codes.coding_of(get_format(name))]
 KEY = RandomKey(3, 5)
 
 
