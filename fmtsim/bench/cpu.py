@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fmtsim.bench.timing import bounded_threads, in_turns
-from fmtsim.quantize import quantize
+from fmtsim.quantize import encode, quantize
 
 SIDE = 4096  # 4096 x 4096 = 16M float32 elements, 64 MB: far beyond any cache
 
@@ -20,15 +20,22 @@ class Case:
     format: str
     target: float
     rounding: str = "nearest_even"
+    encode: bool = False
 
     def run(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Quantise once into a reused buffer."""
+        """Quantise once into a reused buffer, or encode once into a new tensor."""
         generator = 0 if self.rounding == "stochastic" else None
+        if self.encode:
+            encode(x, self.format, rounding=self.rounding, generator=generator)
+            return
         quantize(x, self.format, rounding=self.rounding, generator=generator, out=out)
 
 
 _NEAREST = ("e4m3", "e5m2", "e4m3fnuz", "e3m4", "e3m2", "e2m3", "e2m1", "e5m6", "e3m3", "e8m0", "fp16", "bf16", "tf32")
 _STOCHASTIC = ("e4m3", "e5m2", "e2m1", "bf16", "fp16")
+_CODEBOOKS = ("nf4", "bnb_dynamic8")
+_ENCODED = {"e4m3": 0.25, "e5m2": 0.25, "int8": 0.25, "bnb_dynamic8": 0.15, "bf16": 0.10, "e2m1": 0.10, "nf4": 0.08}
+_ENCODED |= {"mxfp8_e4m3": 0.15, "int8_channel": 0.25, "int4_g128": 0.08, "mxfp4": 0.08, "nvfp4": 0.05}
 
 CASES: tuple[Case, ...] = (
     *(Case(name=f"{name} nearest", format=name, target=0.80) for name in _NEAREST),
@@ -41,6 +48,10 @@ CASES: tuple[Case, ...] = (
     Case(name="nvfp4", format="nvfp4", target=0.40),
     Case(name="int8 per channel", format="int8_channel", target=0.40),
     Case(name="int4 group 128", format="int4_g128", target=0.40),
+    *(Case(name=f"{name} nearest", format=name, target=0.20) for name in _CODEBOOKS),
+    *(Case(name=f"encode {name}", format=name, target=target, encode=True) for name, target in _ENCODED.items()),
+    Case(name="encode e4m3 stochastic", format="e4m3", target=0.15, rounding="stochastic", encode=True),
+    Case(name="encode mxfp4 stochastic", format="mxfp4", target=0.05, rounding="stochastic", encode=True),
 )
 
 
@@ -69,6 +80,7 @@ class Result:
             "case": self.case.name,
             "format": self.case.format,
             "rounding": self.case.rounding,
+            "encode": self.case.encode,
             "elements": self.elements,
             "target": self.case.target,
             "met": self.met,

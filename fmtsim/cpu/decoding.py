@@ -15,7 +15,8 @@ from fmtsim.ops import CastSpec, EncodedParts
 
 
 @lru_cache(maxsize=256)
-def _values(fmt: ElementFormat) -> np.ndarray:
+def values_of(fmt: ElementFormat) -> np.ndarray:
+    """Return the values of all codes, float64."""
     count = len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits
     return np.array([fmt.value(code) for code in range(count)], np.float64)
 
@@ -50,7 +51,7 @@ def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
         target = _decode_blocks(parts, fmt, spec.dim, target)
     else:
         codes, flat = parts.codes.contiguous().view(-1), target.view(-1)
-        values = _values(fmt)  # type: ignore[arg-type]
+        values = values_of(fmt)  # type: ignore[arg-type]
         pool.run(
             lambda start, stop: decode_flat(codes[start:stop].numpy(), values, flat[start:stop].numpy()),
             codes.numel(),
@@ -73,7 +74,7 @@ def _decode_blocks(parts: EncodedParts, fmt: BlockFormat, dim: int, target: torc
     assert parts.scales is not None
     offsets = parts.offsets if parts.offsets is not None else torch.zeros((1, 1), dtype=torch.int32)
     tensor_scale = 1.0 if parts.tensor_scale is None else float(parts.tensor_scale)
-    arrays = matrix.numpy(), _values(fmt.element), parts.scales.contiguous().numpy(), offsets.contiguous().numpy()
+    arrays = matrix.numpy(), values_of(fmt.element), parts.scales.contiguous().numpy(), offsets.contiguous().numpy()
     pool.run(
         lambda first, last: decode_rows(*arrays, fmt.zero_point, tensor_scale, y.numpy(), outer, inner, first, last),
         rows,

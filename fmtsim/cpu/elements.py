@@ -1,23 +1,34 @@
 """Casts of element formats on the CPU: which kernel runs, on which slices, with which random words."""
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 
 from fmtsim.cpu import directed, general, pool, scalar
+from fmtsim.cpu.codes import code_flat, coding_of
+from fmtsim.cpu.decoding import values_of
 from fmtsim.cpu.element import element_of, tables_of
 from fmtsim.cpu.grid import grid_of
+from fmtsim.cpu.lookup import look_up, look_up_values, table_of
 from fmtsim.cpu.output import store, wider
+from fmtsim.cpu.scratch import scratch
 from fmtsim.cpu.words import draw_of, flat_words, key_words, plain_key
 from fmtsim.formats.packing import code_dtype
-from fmtsim.formats.spec import IntFormat
+from fmtsim.formats.spec import ElementFormat, IntFormat
 from fmtsim.ops import CastSpec, EncodedParts, Random, RandomKey
 
 _CHUNK = 1 << 16  # elements that pass through a float32 scratch at once
+Cast = Callable[[torch.Tensor, torch.Tensor, int], None]
+"""Writes the values or codes of elements, the first of which has a place in the tensor."""
 
 
 def quantize_elements(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> None:
     """Quantise x into out (dtypes of the four, any strides, out may be x)."""
     source, target = _flat(x, out, ordered=random is not None)
-    cast = _fast(spec, random, source, target) or _general(spec, random)
+    double = torch.float64 in (source.dtype, target.dtype)
+    cast = None if double else _fast(spec, random) or _by_table(spec)
+    cast = cast or _general(spec, random, general.quantize_flat)
     wide = source.dtype in (torch.float32, torch.float64) and target.dtype in (torch.float32, torch.float64)
 
     def part(start: int, stop: int) -> None:
@@ -39,14 +50,14 @@ def quantize_elements(x: torch.Tensor, spec: CastSpec, random: Random, out: torc
 def encode_elements(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
     """Return the codes of x."""
     source = x.contiguous().view(-1)
-    source = source if source.dtype in (torch.float32, torch.float64) else source.float()
     codes = torch.empty(source.shape, dtype=code_dtype(spec.format.bits))
-    element, tables = element_of(spec.format, spec.rounding, spec.overflow), tables_of(spec.format)  # type: ignore[arg-type]
-    draw, words = draw_of(spec.rounding, random), flat_words(random)
+    cast = _coder(spec, random, source.dtype == torch.float64)
 
     def part(start: int, stop: int) -> None:
-        piece = source[start:stop].numpy()
-        general.encode_flat(piece, codes[start:stop].numpy(), element, tables, draw, words, start)
+        for first in range(start, stop, _CHUNK):
+            piece = source[first : min(first + _CHUNK, stop)]
+            piece = piece if piece.dtype == torch.float64 else piece.float()
+            cast(piece, codes[first : first + piece.numel()], first)
 
     pool.run(part, source.numel(), align=64)
     return EncodedParts(codes.view(x.shape))
@@ -73,10 +84,26 @@ def _dense(x: torch.Tensor) -> bool:
     return True
 
 
-def _fast(spec: CastSpec, random: Random, source: torch.Tensor, target: torch.Tensor):  # type: ignore[no-untyped-def]
-    """Return the fast kernel's call, or None where it does not serve."""
-    if source.dtype == torch.float64 or target.dtype == torch.float64:
-        return None
+def _coder(spec: CastSpec, random: Random, double: bool) -> Cast:
+    """Return the call that writes codes: of a fast kernel's values (kept in a cache), by table, or in general."""
+    fmt, cast = spec.format, None if double else _fast(spec, random)
+    coding = coding_of(fmt)  # type: ignore[arg-type]
+    if cast is None or coding is None:
+        words = None if double else table_of(fmt, spec.rounding, spec.overflow)  # type: ignore[arg-type]
+        if words is None:
+            return _general(spec, random, general.encode_flat)
+        return lambda piece, codes, _: look_up(piece.numpy(), codes.numpy(), words)
+
+    def code(piece: torch.Tensor, codes: torch.Tensor, start: int) -> None:
+        values = torch.from_numpy(scratch("values", piece.numel(), np.float32))
+        cast(piece, values, start)
+        code_flat(values.numpy(), codes.numpy(), coding)
+
+    return code
+
+
+def _fast(spec: CastSpec, random: Random) -> Cast | None:
+    """Return the call of the fast kernel on float32, or None where it does not serve."""
     mode = spec.rounding.mode
     if mode == "stochastic" and not plain_key(spec.rounding, random):
         return None
@@ -95,11 +122,22 @@ def _fast(spec: CastSpec, random: Random, source: torch.Tensor, target: torch.Te
     return lambda piece, result, start: directed.directed_flat(piece.numpy(), result.numpy(), grid, direction)
 
 
-def _general(spec: CastSpec, random: Random):  # type: ignore[no-untyped-def]
+def _by_table(spec: CastSpec) -> Cast | None:
+    """Return the call that looks values up, or None where there is no table."""
+    fmt: ElementFormat = spec.format  # type: ignore[assignment]
+    words = table_of(fmt, spec.rounding, spec.overflow)
+    if words is None:
+        return None
+    with np.errstate(over="ignore"):
+        values = values_of(fmt).astype(np.float32)
+    return lambda piece, result, _: look_up_values(piece.numpy(), result.numpy(), words, values)
+
+
+def _general(spec: CastSpec, random: Random, kernel: Callable) -> Cast:
     element, tables = element_of(spec.format, spec.rounding, spec.overflow), tables_of(spec.format)  # type: ignore[arg-type]
     draw, words = draw_of(spec.rounding, random), flat_words(random)
 
     def cast(piece: torch.Tensor, result: torch.Tensor, start: int) -> None:
-        general.quantize_flat(piece.numpy(), result.numpy(), element, tables, draw, words, start)
+        kernel(piece.numpy(), result.numpy(), element, tables, draw, words, start)
 
     return cast

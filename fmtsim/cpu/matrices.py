@@ -8,14 +8,16 @@ import torch
 from fmtsim.cpu import blocks, general, pool
 from fmtsim.cpu.element import Element, Tables, element_of, tables_of
 from fmtsim.cpu.general import Draw, View
-from fmtsim.cpu.grid import Grid, grid_of
+from fmtsim.cpu.grid import Grid
 from fmtsim.cpu.output import store, wider
-from fmtsim.cpu.scales import AMAX, Scaling, scaling_of
-from fmtsim.cpu.words import draw_of, flat_words, key_words, plain_key
-from fmtsim.formats.block import FP32, BlockFormat
+from fmtsim.cpu.phases import Layout
+from fmtsim.cpu.scales import Scaling, scaling_of
+from fmtsim.cpu.selection import Fast, encoder, quantizer
+from fmtsim.cpu.words import draw_of, flat_words
+from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.spec import IntFormat
-from fmtsim.ops import CastSpec, EncodedParts, Random, RandomKey, block_counts
+from fmtsim.ops import CastSpec, EncodedParts, Random, block_counts
 from fmtsim.rounding.modes import Rounding
 
 _GROUP = 2048  # columns that go through the phases of the fast kernel together
@@ -37,6 +39,26 @@ class _Job:
     words: np.ndarray
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Result:
+    """What a cast of a matrix fills: its values, or its codes with the scales and zero points of the blocks."""
+
+    values: torch.Tensor
+    codes: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor
+    encode: bool
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, bool]:
+        """Return what the general kernel takes behind its input."""
+        return self.values.numpy(), self.codes.numpy(), self.scales.numpy(), self.offsets.numpy(), self.encode
+
+    def as_row(self) -> "_Result":
+        """Return the same as one long row."""
+        rows = (tensor.view(1, -1) for tensor in (self.values, self.codes, self.scales, self.offsets))
+        return _Result(**dict(zip(("values", "codes", "scales", "offsets"), rows, strict=True)), encode=self.encode)
+
+
 def quantize_blocks(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> None:
     """Quantise x into out (dtypes of the four, any strides, out may be x)."""
     matrix = _matrix(x, spec.dim)
@@ -45,11 +67,11 @@ def quantize_blocks(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.
     target = torch.empty_like(matrix, dtype=wider(out.dtype)) if not direct else out.view(matrix.shape)
     if matrix.numel():
         job, strange = _job(matrix, spec, random, x)
-        grids = None if strange or target.dtype != torch.float32 else _fast_grids(spec, random, matrix.dtype, x.dim())
-        if grids is None:
-            _general(matrix, target, job)
-        else:
-            _fast(matrix, target, job, random, *grids)
+        none = torch.empty((0, 0), dtype=torch.int32)
+        codes, scales = none.to(torch.uint8), none.float()
+        result = _Result(values=target, codes=codes, scales=scales, offsets=none, encode=False)
+        double = torch.float64 in (matrix.dtype, target.dtype)
+        _cast(matrix, result, job, None if strange or double else quantizer(spec, random, x.dim()))
     if not direct:
         store(_unfold(target, x.shape, spec.dim), out)
 
@@ -61,13 +83,18 @@ def encode_blocks(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedPar
     matrix = _matrix(x, spec.dim)
     shape = block_counts(fmt, x.shape, spec.dim)
     codes = torch.empty(matrix.shape, dtype=code_dtype(fmt.bits))
-    scales = torch.empty(shape, dtype=torch.float32)
-    offsets = torch.zeros(shape, dtype=torch.int32)
+    scales, offsets = torch.empty(shape, dtype=torch.float32), torch.zeros(shape, dtype=torch.int32)
     decode_scale = torch.ones((), dtype=torch.float32)
     if matrix.numel():
-        job, _ = _job(matrix, spec, random, x, spans=False)
+        job, strange = _job(matrix, spec, random, x)
         decode_scale.fill_(float(job.scaling.decode_scale))
-        _general(matrix, matrix[:0], job, codes, scales, offsets)
+        blocks_of = -(-matrix.shape[0] // job.view.outer), -(-matrix.shape[1] // job.view.inner)
+        scales, offsets = torch.empty(blocks_of, dtype=torch.float32), torch.zeros(blocks_of, dtype=torch.int32)
+        result = _Result(values=matrix[:0], codes=codes, scales=scales, offsets=offsets, encode=True)
+        double = matrix.dtype == torch.float64
+        _cast(matrix, result, job, None if strange or double else encoder(spec, random, x.dim()))
+        # Where one scale covers the tensor, it is cut into spans that all found the same one.
+        scales, offsets = (part[: shape[0], : shape[1]].clone() for part in (scales, offsets))
     return EncodedParts(
         _unfold(codes, x.shape, spec.dim).contiguous(),
         scales,
@@ -102,9 +129,7 @@ def _amax(matrix: torch.Tensor) -> tuple[float, bool, bool]:
     return max(p[0] for p in parts), any(p[1] for p in parts), any(p[2] for p in parts)
 
 
-def _job(
-    matrix: torch.Tensor, spec: CastSpec, random: Random, x: torch.Tensor, spans: bool = True
-) -> tuple[_Job, bool]:
+def _job(matrix: torch.Tensor, spec: CastSpec, random: Random, x: torch.Tensor) -> tuple[_Job, bool]:
     """Gather what the kernels take, and say whether a tensor under one scale holds NaN or Inf."""
     fmt = spec.format
     assert isinstance(fmt, BlockFormat)
@@ -116,8 +141,8 @@ def _job(
         trailing *= size
     outer, inner = fmt.block
     view = View(
-        outer=1 if whole and spans else outer or rows,
-        inner=min(_SPAN, columns) if whole and spans else inner or columns,
+        outer=1 if whole else outer or rows,
+        inner=min(_SPAN, columns) if whole else inner or columns,
         columns=columns,
         trailing=trailing,
         zero_point=fmt.zero_point,
@@ -139,69 +164,40 @@ def _job(
     return job, strange and whole
 
 
-def _fast_grids(spec: CastSpec, random: Random, dtype: torch.dtype, rank: int) -> tuple[Grid, Grid] | None:
-    """Return the grids of element and scale for the fast kernel, None where it does not serve."""
-    fmt = spec.format
-    assert isinstance(fmt, BlockFormat)
-    drawn = plain_key(spec.rounding, random) and (spec.dim == -1 or rank < 2)
-    if dtype != torch.float32 or fmt.zero_point or not (drawn or spec.rounding.mode == "nearest_even"):
-        return None
-    if isinstance(fmt.element, IntFormat) and fmt.element.bits > 20:
-        return None
-    grid = grid_of(fmt.element, spec.overflow, spec.rounding.mode)
-    if grid is None or grid.by_bits or grid.special or fmt.element.max_exponent < 0:
-        return None
-    if fmt.power_of_two or (fmt.scale == FP32 and fmt.arithmetic != "divide"):
-        return grid, grid
-    scale_grid = grid_of(fmt.scale, "saturate", "nearest_even")
-    if scale_grid is None or scale_grid.by_bits or fmt.arithmetic == "divide":
-        return None
-    return grid, scale_grid
-
-
-def _fast(matrix: torch.Tensor, target: torch.Tensor, job: _Job, random: Random, grid: Grid, scale_grid: Grid) -> None:
+def _cast(matrix: torch.Tensor, result: _Result, job: _Job, fast: Fast | None) -> None:
+    """Cast a matrix by a fast kernel, and by the general one what that leaves or where there is none."""
     view = job.view
-    if view.outer == 1 and matrix.shape[1] % view.inner == 0:  # rows of whole blocks are one long row
-        matrix, target = matrix.view(1, -1), target.view(1, -1)
+    if fast is not None and view.outer == 1 and matrix.shape[1] % view.inner == 0:
+        matrix, result = matrix.view(1, -1), result.as_row()  # rows of whole blocks are one long row
         view = view._replace(columns=matrix.shape[1])
     rows, columns = matrix.shape
-    group = max(min(_GROUP // view.inner, -(-columns // view.inner)), 1)
     across_blocks = -(-columns // view.inner)
+    group = 1 if fast is None else max(min(_GROUP // view.inner, across_blocks), 1)
     across = -(-across_blocks // group)
     total = -(-rows // view.outer) * across
-    layout = _layout(view, group, grid, job.scaling)
-    x, y = matrix.numpy(), target.numpy()
-    no_codes, no_scales, no_offsets = (
-        np.empty((0, 0), np.uint8),
-        np.empty((0, 0), np.float32),
-        np.empty((0, 0), np.int32),
-    )
+    x, arrays = matrix.numpy(), result.arrays()
+    layout = None if fast is None else _layout(view, group, fast.grid, job.scaling)
 
-    def quantize(start: int, stop: int) -> int:
-        if isinstance(random, RandomKey):
-            words = key_words(random)
-            return blocks.quantize_stochastic(x, y, grid, job.scaling, scale_grid, layout, *words, start, stop)
-        if job.scaling.rule == AMAX:
-            return blocks.quantize_real(x, y, grid, job.scaling, scale_grid, layout, start, stop)
-        return blocks.quantize_binary(x, y, grid, job.scaling, layout, start, stop)
+    def general_part(first: int, last: int) -> None:
+        general.cast_blocks(
+            x, *arrays, job.element, job.tables, job.scaling, job.scale_element, job.scale_tables, view, job.draw,
+            job.words, first, last,
+        )  # fmt: skip
 
     def part(start: int, stop: int) -> None:
-        while (start := quantize(start, stop)) < stop:
+        assert fast is not None
+        while (start := fast.run(x, *arrays[:3], job.scaling, layout, start, stop)) < stop:
             first = (start // across) * across_blocks + (start % across) * group
-            last = (start // across) * across_blocks + min((start % across + 1) * group, across_blocks)
-            general.cast_blocks(
-                x, y, no_codes, no_scales, no_offsets, False, job.element, job.tables, job.scaling, job.scale_element,
-                job.scale_tables, view, job.draw, job.words, first, last,
-            )  # fmt: skip
+            general_part(first, (start // across) * across_blocks + min((start % across + 1) * group, across_blocks))
             start += 1
 
-    pool.run(part, total, align=1, weight=view.outer * view.inner * group)
+    pool.run(general_part if fast is None else part, total, align=1, weight=view.outer * view.inner * group)
 
 
-def _layout(view: View, group: int, grid: Grid, scaling: Scaling) -> blocks.Layout:
+def _layout(view: View, group: int, grid: Grid, scaling: Scaling) -> Layout:
     """Return the blocks and the scale exponents under which magic numbers and limits stay normal float32 numbers."""
     reach = max(scaling.max_exponent + 1, int(grid.min_biased) - 127) + int(grid.drop)
-    return blocks.Layout(
+    return Layout(
         outer=view.outer,
         inner=view.inner,
         group=group,
@@ -209,31 +205,3 @@ def _layout(view: View, group: int, grid: Grid, scaling: Scaling) -> blocks.Layo
         highest=np.int32(min(127 - reach, 126 - scaling.max_exponent)),
         preset=np.int32(-1 if view.preset < 0 else np.float32(view.preset).view(np.int32)),
     )
-
-
-def _general(
-    matrix: torch.Tensor,
-    target: torch.Tensor,
-    job: _Job,
-    codes: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
-    offsets: torch.Tensor | None = None,
-) -> None:
-    view = job.view
-    encode = codes is not None
-    arrays = (
-        matrix.numpy(),
-        target.numpy(),
-        np.empty((0, 0), np.uint8) if codes is None else codes.numpy(),
-        np.empty((0, 0), np.float32) if scales is None else scales.numpy(),
-        np.empty((0, 0), np.int32) if offsets is None else offsets.numpy(),
-    )
-    total = -(-matrix.shape[0] // view.outer) * -(-matrix.shape[1] // view.inner)
-
-    def part(start: int, stop: int) -> None:
-        general.cast_blocks(
-            *arrays, encode, job.element, job.tables, job.scaling, job.scale_element, job.scale_tables, view,
-            job.draw, job.words, start, stop,
-        )  # fmt: skip
-
-    pool.run(part, total, align=1, weight=view.outer * view.inner)

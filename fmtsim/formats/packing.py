@@ -53,8 +53,10 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
         return codes.to(_WIDE_VIEWS[bits]).contiguous().view(torch.uint8)
     group = 8 // math.gcd(bits, 8)  # codes that end on a byte boundary together
     count = codes.shape[-1]
-    work = _work_dtype(bits)
+    work = torch.uint8 if bits < 8 else _work_dtype(bits)
     padded = torch.nn.functional.pad(codes.to(work), (0, -count % group))
+    if bits < 8:
+        return _pack_bytes(padded, bits, group)[..., : packed_size(count, bits)].contiguous()
     grouped = padded.unflatten(-1, (padded.shape[-1] // group, group))
     packed = torch.stack([_byte(grouped, j, bits) for j in range(group * bits // 8)], dim=-1)
     return packed.to(torch.uint8).flatten(-2)[..., : packed_size(count, bits)].contiguous()
@@ -97,6 +99,20 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     grouped = padded.unflatten(-1, (padded.shape[-1] // size, size))
     codes = torch.stack([_code(grouped, k, bits) for k in range(group)], dim=-1)
     return codes.to(code_dtype(bits)).flatten(-2)[..., :count].contiguous()
+
+
+def _pack_bytes(codes: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+    """Return whole groups of 2, 4 or 8 codes, uint8 in memory of their own, packed: a group is moved as one integer."""
+    words = codes.reshape(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[group])
+    mask = (1 << bits) - 1
+    packed = words & mask
+    for k in range(1, group):
+        packed |= (words >> (8 - bits) * k) & (mask << bits * k)
+    return (
+        packed.view(torch.uint8)
+        .view(*codes.shape[:-1], codes.shape[-1] // group, group)[..., : group * bits // 8]
+        .flatten(-2)
+    )
 
 
 def _byte(grouped: torch.Tensor, j: int, bits: int) -> torch.Tensor:
