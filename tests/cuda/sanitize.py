@@ -138,30 +138,21 @@ def blocks(device: torch.device, few: bool) -> None:
     both = importlib.import_module("fmtsim.cuda.orientations")
     for name, shape in itertools.product(("mxfp8_e4m3", "nvfp4", "e4m3_1x128"), ((64, 256), (33, 257))):
         spec = next(specs(name))
-        for x, turned in itertools.product(layouts(shape, torch.bfloat16, device), (False, True)):
-            both.quantize_both(x, spec, torch.bfloat16, transposed=turned)
+        for x in layouts(shape, torch.bfloat16, device):
+            both.quantize_both(x, spec, bare=False)
             if both.holds_bare(spec):
-                both.quantize_both(x, spec, torch.bfloat16, transposed=turned, bare=True)
-            both.encode_both(x, spec, packed=turned)
+                both.quantize_both(x, spec, bare=True)
 
 
 def transforms(device: torch.device) -> None:
-    """Call what casts of blocks have beside them: Hadamard transforms, counts of what was lost, scaled results."""
+    """Call what casts of blocks have beside them: Hadamard transforms and scaled results."""
     hadamard = importlib.import_module("fmtsim.cuda.hadamard")
-    statistics = importlib.import_module("fmtsim.cuda.statistics")
     outputs = importlib.import_module("fmtsim.cuda.outputs")
-    for dtype in (torch.bfloat16, torch.float32):
-        x = torch.randn(1000, dtype=dtype, device=device)
-        statistics.quantize_counted(x, next(specs("e4m3")), None, torch.empty_like(x))
-    for name, dtype in itertools.product(("nvfp4", "mxfp8_e4m3", "e4m3_1x128"), (torch.bfloat16, torch.float32)):
-        spec = next(specs(name))
+    for size, dtype in itertools.product((16, 128), DTYPES):
         for x in layouts((33, 384), dtype, device):
-            statistics.quantize_counted(x, spec, None, torch.empty_like(x))
-            signs = torch.ones(128, device=device)
-            for size, mask in ((16, None), (128, 0xF0F0), (128, signs)):
-                hadamard.hadamard(x, size, mask)
-                hadamard.quantize_hadamard(x, size, mask, spec, None, torch.empty(x.shape, dtype=dtype, device=device))
-                hadamard.encode_hadamard(x, size, mask, spec, None, packed=name == "nvfp4")
+            flips = torch.arange(size, device=device) % 3 == 0
+            for given, inverse in ((None, False), (flips, False), (flips, True)):
+                hadamard.hadamard(x, size, given, inverse)
     y, scale = torch.ones(5, 36, device=device), torch.ones((), device=device)
     for dtype, bias in itertools.product((torch.float32, torch.bfloat16, torch.float16), (None, y[0])):
         outputs.scale_output(y, (scale, None), bias, dtype)
