@@ -106,7 +106,7 @@ def decode_elements(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> N
         out.copy_(target)
 
 
-def variants(capability: tuple[int, int] = (9, 0)) -> Iterator[tuple[str, str, Defines]]:
+def variants() -> Iterator[tuple[str, str, Defines]]:
     """Yield file, kernel and macros of every kind of kernel: the commonest grid in all dtypes, the others in one."""
     grids = [(method, special, False, True, 0) for method in (MAGIC, BITS, FLUSHING) for special in (False, True)]
     grids += [(HALVES, False, True, False, 0), (FIXED, False, True, False, 0), (FIXED, False, False, False, 1)]
