@@ -89,8 +89,8 @@ def column_bytes(
         sizes: Of the inner and the trailing axis.
         row_draw: Where the row-wise result's random words come from, a ``Draw``.
     """
-    pointers = [0 if t is None else t.data_ptr() for t in (x, *results)]
-    return struct.pack("<8q", *pointers, *sizes) + row_draw
+    pointers = [0 if t is None else t.data_ptr() for t in (x, *results[:3], None, *results[3:])]
+    return struct.pack("<9q", *pointers, *sizes) + bytes(8) + row_draw
 
 
 def decode_bytes(spec: CastSpec, device: torch.device) -> tuple[bytes, bytes]:

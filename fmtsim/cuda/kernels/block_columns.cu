@@ -23,6 +23,7 @@ struct alignas(16) ColumnJob {
   void* out;          // column-wise: like x, or [leading, trailing, inner]
   void* scales;       // [leading * trailing, inner / RUN]
   void* row_out;      // row-wise: like x
+  const void* unused;  // keeps what follows where the code that was measured has it
   const u32* tensor;  // amax of the tensor
   float* tensor_scale;
   i64 inner, trailing;
