@@ -31,8 +31,8 @@ def _gpt2(d: int) -> tuple[Shape, ...]:
     return ((3 * d, d, True), (d, d, True), (4 * d, d, True), (d, 4 * d, True), (50257, d, False))
 
 
-def _llama(d: int, kv: int, hidden: int, vocabulary: int = 128256) -> tuple[Shape, ...]:
-    layers = ((d, d), (kv, d), (hidden, d), (d, hidden), (vocabulary, d))
+def _llama(d: int, kv: int, hidden: int) -> tuple[Shape, ...]:
+    layers = ((d, d), (kv, d), (hidden, d), (d, hidden), (128256, d))
     return tuple((n, k, False) for n, k in layers)
 
 

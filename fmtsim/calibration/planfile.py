@@ -80,7 +80,7 @@ def plan_file(
     }
     unknown = [finding.call for finding in found if finding.status == "not found"] + beyond
     record["rules"] = [] if known is None else target_to_dict(known)["rules"]
-    rules = [*_unknown_rules(unknown, record["kernels"]), *_tables(entries, record, evidence, learn=known is None)]
+    rules = [*_unknown_rules(unknown, record["kernels"]), *_tables(entries, record, learn=known is None)]
     record["rules"] = merged(rules) + record["rules"]
     if not any(rule["when"] == {"a": "int8"} for rule in record["rules"]):
         record["rules"].append(_rule({"a": "int8"}, _name(record["kernels"], Kernel()), 1, "rule",
@@ -122,9 +122,7 @@ def _unknown_rules(calls: Iterable[GemmCall], kernels: dict[str, Any]) -> Iterat
                     "Asked, and no order of sums was found that a plan can say.")  # fmt: skip
 
 
-def _tables(
-    entries: Sequence[Entry], record: dict[str, Any], evidence: str, *, learn: bool
-) -> Iterator[dict[str, Any]]:
+def _tables(entries: Sequence[Entry], record: dict[str, Any], *, learn: bool) -> Iterator[dict[str, Any]]:
     groups: dict[tuple[Facts, str | None], list[Entry]] = defaultdict(list)
     for entry in entries:
         groups[facts_of(entry.call), entry.unit].append(entry)

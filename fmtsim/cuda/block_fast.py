@@ -97,19 +97,6 @@ def fast_defines(spec: CastSpec, dtype: torch.dtype, output: int, bare: bool = F
     return tuple((name, str(value)) for name, value in values.items())
 
 
-@lru_cache(maxsize=256)
-def count_macros(fmt: BlockFormat) -> Defines:
-    """Return the macros of statistics: the magnitudes beyond which rounding to nearest leaves the format's range."""
-    element = fmt.element
-    assert isinstance(element, FloatFormat | IntFormat)
-    if isinstance(element, FloatFormat):
-        margin = 2.0 ** (element.max_exponent - element.mantissa_bits - 1)
-    else:
-        margin = element.eps / 2
-    over = (("ELEMENT_OVER", element.max + margin), ("ELEMENT_OVER_NEGATIVE", margin - element.min))
-    return (("COUNTS", "1"), *((name, _bits(value)) for name, value in over))
-
-
 def vector_of(dtype: torch.dtype, output: int, bits: int = 8) -> int:
     """Return the elements of a vector: neither side passes 16 bytes, but where narrow codes have to fill a word."""
     if output == PACKED and bits < 8:

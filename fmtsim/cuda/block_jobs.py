@@ -7,13 +7,12 @@ Blocks that are runs of memory go to ``block_rows.cu``, blocks down columns to `
 
 import struct
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.cuda.block_fast import CODES, INPUTS, PACKED, count_macros, fast_defines, is_drawn, vector_of
+from fmtsim.cuda.block_fast import BFLOAT16, CODES, INPUTS, PACKED, fast_defines, is_drawn, vector_of
 from fmtsim.cuda.block_parameters import DTYPES, NO_DRAW, cast_bytes, column_bytes, layout_bytes
 from fmtsim.cuda.block_view import aligned, extent, turned, view_of
 from fmtsim.cuda.runtime import Defines, device_index, kernel, multiprocessors
@@ -24,21 +23,6 @@ THREADS = 256
 HELD = 32  # elements of a thread of the row kernel whose lanes hold whole blocks
 _COLUMN_RUNS = (16, 32, 64, 128, 256)
 _GRID_LIMIT = 65535  # of a launch's second and third dimension
-
-
-class Rows(NamedTuple):
-    """Where the results along the last axis go, beside those along the other one.
-
-    Attributes:
-        out, scales: Values or codes, and the scales of codes.
-        draw: Where their random words come from, a ``Draw``.
-        transposed: Whether the results along the other axis are written as [columns, rows].
-    """
-
-    out: Tensor
-    scales: Tensor | None
-    draw: bytes
-    transposed: bool
 
 
 class BlockJob:
@@ -56,7 +40,6 @@ class BlockJob:
         self.scales: Tensor | None = None
         self.offsets: Tensor | None = None
         self.tensor_scale: Tensor | None = None
-        self.slots: Tensor | None = None
 
     def add_scales(self, dtype: torch.dtype) -> None:
         """Make room for what encode returns beside the codes."""
@@ -90,8 +73,6 @@ class BlockJob:
             return False
         if view.sizes[2] == 1:
             return self._runs(inner, outer, output, defines)
-        if self.slots is not None:
-            return False
         return outer == 1 and self._columns(view.sizes, inner, output, defines)
 
     def _runs(self, run: int, outer: int, output: int, defines: Defines) -> bool:
@@ -101,8 +82,6 @@ class BlockJob:
             return False
         across = 1 if run == total else self.view.sizes[1] // run
         macros = run_macros(defines, self.x.dtype, vector, run if outer == 1 else 0, total)
-        if self.slots is not None:
-            macros = (*macros, *count_macros(self.format))
         given = self._amax(run, across, outer) if ("RUN", "0") in macros else None
         tensor = given if given is not None and run == total else None
         if tensor is None and self.format.tensor_scale:
@@ -111,7 +90,7 @@ class BlockJob:
         kernel("block_rows.cu", "cast_runs", self.index, macros)(
             -(-total // (4 * vector * THREADS)), THREADS, self.x, self.out, self.scales, given, tensor,
             self.tensor_scale, np.uint64(total), pieces, np.uint32(tensor is not None),
-            cast_bytes(self.spec, self.random, self.x.device), self.slots,
+            cast_bytes(self.spec, self.random, self.x.device),
         )  # fmt: skip
         return True
 
@@ -134,9 +113,15 @@ class BlockJob:
         return found
 
     def _columns(
-        self, sizes: tuple[int, int, int], run: int, output: int, defines: Defines, rows: Rows | None = None
+        self,
+        sizes: tuple[int, int, int],
+        run: int,
+        output: int,
+        defines: Defines,
+        rows: Tensor | None = None,
+        draw: bytes = NO_DRAW,
     ) -> bool:
-        """Launch the column kernel; with ``rows`` it writes blocks along the last axis as well."""
+        """Launch the column kernel; into ``rows`` it writes blocks along the last axis too, by their own ``draw``."""
         leading, inner, trailing = sizes
         if run not in _COLUMN_RUNS:
             return False
@@ -146,24 +131,26 @@ class BlockJob:
             vector //= 2
         down, across = max(run // 32, 1), 8 // max(run // 32, 1)
         grid = -(-trailing // (8 * vector * across)), -(-inner // (32 * down)), leading
-        transposed = narrow or (rows is not None and rows.transposed)
         if max(grid[1:]) > _GRID_LIMIT or (narrow and self.format.bits != 4):
             return False
         if rows is not None and (run > 32 or trailing % run or run > 8 * vector):
             return False
         tensor = self._amax(self.x.numel()) if self.format.tensor_scale else None
-        macros = column_macros(defines, run, vector, transposed, rows is not None)
-        beside = (None, None, NO_DRAW) if rows is None else rows[:3]
-        results = (self.out, self.scales, *beside[:2], tensor, self.tensor_scale)
-        job = column_bytes(self.x, results, (inner, trailing), beside[2])
+        macros = column_macros(defines, run, vector, narrow, rows is not None)
+        results = (self.out, self.scales, rows, tensor, self.tensor_scale)
+        job = column_bytes(self.x, results, (inner, trailing), draw)
         kernel("block_columns.cu", "cast_columns", self.index, macros)(
             grid, THREADS, job, cast_bytes(self.spec, self.random, self.x.device)
         )
         return True
 
-    def both(self, output: int, rows: Rows) -> bool:
-        """Launch the kernel that casts along both axes of a matrix from one read, if it serves."""
-        defines = fast_defines(self.spec, self.x.dtype, output, self.bare) if is_drawn(self.spec, self.random) else None
+    def both(self, rows: Tensor, draw: bytes) -> bool:
+        """Launch the kernel that casts along both axes of a matrix from one read, if it serves: bfloat16 values.
+
+        ``rows`` takes those along the last axis, whose random words come from a ``Draw`` of their own.
+        """
+        drawn = is_drawn(self.spec, self.random)
+        defines = fast_defines(self.spec, self.x.dtype, BFLOAT16, self.bare) if drawn else None
         outer, inner = self.format.block
         if (
             defines is None
@@ -175,7 +162,7 @@ class BlockJob:
             return False
         if self.x.dim() != 2 or self.spec.dim != -2 or self.x.shape[0] % inner:
             return False
-        return self._columns(self.view.sizes, inner, output, defines, rows)
+        return self._columns(self.view.sizes, inner, BFLOAT16, defines, rows, draw)
 
     def general(self, target: int, writes_codes: bool) -> None:
         """Launch the general kernels."""

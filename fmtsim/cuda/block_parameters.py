@@ -85,12 +85,11 @@ def column_bytes(
 
     Args:
         x: The tensor.
-        results: Column-wise result, its scales, row-wise result, its scales, amax of the tensor (an input), scale of
-            the tensor.
+        results: Column-wise result, its scales, row-wise result, amax of the tensor (an input), scale of the tensor.
         sizes: Of the inner and the trailing axis.
         row_draw: Where the row-wise result's random words come from, a ``Draw``.
     """
-    pointers = [0 if t is None else t.data_ptr() for t in (x, *results)]
+    pointers = [0 if t is None else t.data_ptr() for t in (x, *results[:3], None, *results[3:])]
     return struct.pack("<9q", *pointers, *sizes) + bytes(8) + row_draw
 
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import torch
 
-from fmtsim.cuda import hadamard
 from fmtsim.cuda.block_decode import decode_macros
 from fmtsim.cuda.block_fast import BFLOAT16, CODES, FLOAT32, INPUTS, PACKED, fast_defines, vector_of
 from fmtsim.cuda.block_jobs import amax_macros, column_macros, run_macros
@@ -28,7 +27,7 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
     for dtype in INPUTS:
         for name in ("amax_of_tensor", "amax_of_runs"):
             yield "block_amax.cu", name, amax_macros(dtype)
-        yield from hadamard.variants_of(dtype)
+
     for place, name in enumerate(_COMMON):
         for mode in ("nearest_even", "stochastic") if place < 3 else ("nearest_even",):
             yield from _of_format(name, mode)
@@ -49,5 +48,5 @@ def _of_format(name: str, mode: str) -> Iterator[tuple[str, str, Defines]]:
             if run not in (16, 32, 128):
                 continue
             yield "block_columns.cu", "cast_columns", column_macros(defines, run, vector, packed, False)
-            if run <= 32:
+            if run <= 32 and output == BFLOAT16:
                 yield "block_columns.cu", "cast_columns", column_macros(defines, run, vector, packed, True)

@@ -19,8 +19,8 @@ from fmtsim.ops import CastSpec, EncodedParts, Random
 _PLAIN = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}  # codes that are not packed
 
 
-def covers_blocks(verb: str, spec: CastSpec, *dtypes: torch.dtype) -> bool:
-    """Say whether the kernels cover a verb of a block format: its input and output dtype; they cover nearly all."""
+def covers_blocks(spec: CastSpec, *dtypes: torch.dtype) -> bool:
+    """Say whether the kernels cover casts of a block format: input and output dtype; they cover nearly all."""
     fmt = spec.format
     if not isinstance(fmt, BlockFormat) or any(dtype not in FLOAT_DTYPES for dtype in dtypes):
         return False

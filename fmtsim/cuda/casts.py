@@ -29,7 +29,7 @@ def supports(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> bool:
     if not _runs(tensors[0].device):
         return False
     if isinstance(fmt, BlockFormat):
-        return blocks.covers_blocks(verb, spec, *dtypes)
+        return blocks.covers_blocks(spec, *dtypes)
     if verb == "encode_packed":
         return packs(spec, tensors[0])
     return verb == "encode" or dtypes[-1] in (torch.float32, torch.float64) or is_representable(fmt, dtypes[-1])

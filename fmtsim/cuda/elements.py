@@ -106,7 +106,7 @@ def decode_elements(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> N
         out.copy_(target)
 
 
-def variants(capability: tuple[int, int] = (9, 0)) -> Iterator[tuple[str, str, Defines]]:
+def variants() -> Iterator[tuple[str, str, Defines]]:
     """Yield file, kernel and macros of every kind of kernel: the commonest grid in all dtypes, the others in one."""
     grids = [(method, special, False, True, 0) for method in (MAGIC, BITS, FLUSHING) for special in (False, True)]
     grids += [(HALVES, False, True, False, 0), (FIXED, False, True, False, 0), (FIXED, False, False, False, 1)]
@@ -122,7 +122,6 @@ def variants(capability: tuple[int, int] = (9, 0)) -> Iterator[tuple[str, str, D
         for code, slot in ((4, 4), (6, 6), (8, 8), (7, 8), (13, 16), (5, 5)) if common else ((4, 4),):
             for kernel in ("encode", "encode_rows"):
                 yield "encode.cu", kernel, _code_defines(grid, torch.bfloat16, True, code, slot)
-        yield "statistics.cu", "quantize", fast_defines(grid, torch.bfloat16, torch.bfloat16, True)
     for dtype in _DTYPES:
         for kernel in ("quantize", "encode", "encode_rows", "decode"):
             yield "element.cu", kernel, _general_defines(dtype, dtype, 1)

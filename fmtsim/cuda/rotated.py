@@ -18,7 +18,7 @@ from fmtsim.cuda.block_parameters import NO_DRAW
 from fmtsim.cuda.block_view import aligned
 from fmtsim.cuda.launch import Kernel
 from fmtsim.cuda.parameters import draw_of
-from fmtsim.cuda.rotated_plan import Plan, examples, macros, plan_of, rotation_of, same_cast
+from fmtsim.cuda.rotated_plan import Plan, examples, macros, plan_of, rotation_of
 from fmtsim.cuda.runtime import Defines, device_index, kernel, multiprocessors
 from fmtsim.ops import RandomKey
 from fmtsim.rounding.modes import Rounding
@@ -57,7 +57,7 @@ class Rotated(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """One of the two casts of a launch."""
+    """The cast of a launch."""
 
     plan: Plan
     values: Tensor
@@ -89,16 +89,6 @@ def counts(quantizer: Quantizer) -> bool:
     return plan is not None and not (plan.masks and quantizer.source != "original")
 
 
-def covers_both(x: Tensor, first: Quantizer, second: Quantizer) -> bool:
-    """Say whether ``cast_both`` takes a matrix under two quantisers; the device is not looked at."""
-    plans = plan_of(first), plan_of(second)
-    if None in plans or not _is_matrix(x) or not x.is_contiguous():
-        return False
-    if x.shape[0] % (2 * _HELD) or x.shape[1] % (2 * _HELD) or plans[0].lanes != 2:  # type: ignore[union-attr]
-        return False
-    return same_cast(*plans) and not plans[1].masks  # type: ignore[arg-type, union-attr]
-
-
 def cast_rotated(
     x: Tensor,
     quantizer: Quantizer,
@@ -124,37 +114,8 @@ def cast_rotated(
     plan = plan_of(quantizer)
     assert plan is not None  # covers has said so
     side = _side(x, plan, keys, signs)
-    if x.is_contiguous():
-        _launch(x, (x.shape[0], x.shape[1]), side, None, factor, count)
-    else:
-        _launch(x, (x.shape[1], x.shape[0]), None, side, factor, count)
+    _launch(x, side, factor, count)
     return Rotated(side.values, side.scale, side.mask)
-
-
-def cast_both(
-    x: Tensor,
-    first: Quantizer,
-    second: Quantizer,
-    keys: tuple[Keys, Keys] = ((None, None), (None, None)),
-    signs: Signs = None,
-) -> tuple[Rotated, Rotated]:
-    """Quantise a matrix along its rows and, from the same read, along its columns; either may be rotated.
-
-    Args:
-        x: bfloat16 ``[rows, inner]``, contiguous; both sizes multiples of 64.
-        first: Of x; a rotation is not needed.
-        second: Of ``x.mT``, with the format and the rounding of the first.
-        keys: Those of the first and of the second.
-        signs: The key of random signs, the same for both, or their mask.
-
-    Returns:
-        What ``cast_rotated`` returns for x under the first and for ``x.mT`` under the second.
-    """
-    plans = plan_of(first), plan_of(second)
-    assert plans[0] is not None and plans[1] is not None  # covers_both has said so
-    across, down = (_side(x, plan, pair, signs) for plan, pair in zip(plans, keys, strict=True))  # type: ignore[arg-type]
-    _launch(x, (x.shape[0], x.shape[1]), across, down, None)
-    return Rotated(across.values, across.scale, across.mask), Rotated(down.values.mT, down.scale, None)
 
 
 def covers_finish(y: Tensor, transforms: tuple[Transform, ...]) -> bool:
@@ -169,12 +130,11 @@ def finish_rotated(
     mask: Tensor | None,
     transforms: tuple[Transform, ...],
     dtype: torch.dtype,
-    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """Return the gradient of a tensor from that of its rotated and rounded values.
 
-    ``y`` is multiplied with ``RN32(a b)`` of the scales that are there, then with the mask as 1 and 0, rotated back
-    along the last axis and rounded once to the dtype; all steps are float32. NaN becomes the canonical one.
+    ``y`` is multiplied with the mask as 1 and 0, rotated back along the last axis and rounded once to the dtype; all
+    steps are float32. NaN becomes the canonical one.
 
     Args:
         y: float32 ``[rows, columns]``, contiguous; columns a multiple of 64.
@@ -182,7 +142,6 @@ def finish_rotated(
         transforms: Those of the forward pass: none, or one of 16 or 32 elements along the inner axis whose signs are
             not random.
         dtype: float32, bfloat16 or float16.
-        scales: float32 0-d, scales of the product's operands that were left outside.
     """
     out = torch.empty_like(y, dtype=dtype)
     turn = rotation_of(transforms)
@@ -190,7 +149,7 @@ def finish_rotated(
     if y.numel():
         y = y if aligned(y) else y.clone()
         kernel("rotated_finish.cu", "finish_rotated", device_index(y), _finish_macros(turn, dtype))(
-            -(-y.numel() // _FINISHED), 256, y, mask, *scales, out, np.uint64(y.numel() // 4), np.uint32(signs)
+            -(-y.numel() // _FINISHED), 256, y, mask, out, np.uint64(y.numel() // 4), np.uint32(signs)
         )
     return out
 
@@ -198,7 +157,7 @@ def finish_rotated(
 @lru_cache(maxsize=64)
 def _finish_macros(turn: Hadamard | None, dtype: torch.dtype) -> Defines:
     size = 1 if turn is None else turn.size
-    return (("INPUT", "0"), ("OUTPUT", str(_OUTPUTS[dtype])), ("SIZE", str(size)))
+    return (("OUTPUT", str(_OUTPUTS[dtype])), ("SIZE", str(size)))
 
 
 def variants() -> Iterator[tuple[str, str, Defines]]:
@@ -206,14 +165,15 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
     turn = Hadamard(size=32)
     for dtype in _OUTPUTS:
         yield "rotated_finish.cu", "finish_rotated", _finish_macros(turn, dtype)
-    for across, down in examples():
-        first, second = (None if quantizer is None else plan_of(quantizer) for quantizer in (across, down))
-        if any(plan is not None and plan.two_level for plan in (first, second)):
-            yield _FILE, "rotated_amax", macros(first, second)
-        yield _FILE, "cast_rotated", macros(first, second)
-    g = examples()[2][0]
+    for quantizer, turned in examples():
+        plan = plan_of(quantizer)
+        assert plan is not None
+        if plan.two_level:
+            yield _FILE, "rotated_amax", macros(plan, turned)
+        yield _FILE, "cast_rotated", macros(plan, turned)
+    g = plan_of(examples()[2][0])
     assert g is not None
-    yield _FILE, "cast_rotated", macros(plan_of(g), None, counts=True)
+    yield _FILE, "cast_rotated", macros(g, False, counts=True)
 
 
 def _is_matrix(x: Tensor) -> bool:
@@ -253,61 +213,52 @@ def _constant(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, device=device)
 
 
-def _launch(
-    x: Tensor, shape: tuple[int, int], across: _Side | None, down: _Side | None, factor: Tensor | None = None,
-    count: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Launch the kernels of one read of a matrix that lies in memory as [rows, columns]."""
+def _launch(x: Tensor, side: _Side, factor: Tensor | None, count: Tensor | None) -> None:
+    """Launch the kernels of one read of a matrix, along the rows or the columns that memory has."""
+    turned, shape = (False, tuple(x.shape)) if x.is_contiguous() else (True, tuple(x.shape[::-1]))
     x = x if aligned(x) else x.clone()
-    first, second = (None if side is None else side.plan for side in (across, down))
-    plan = first or second
-    assert plan is not None
-    index = device_index(x)
-    find, cast = _kernels(first, second, factor is not None, count is not None, index)
-    height = 2 * _HELD if down is None else plan.lanes * _HELD
+    plan, index = side.plan, device_index(x)
+    find, cast = _kernels(plan, turned, factor is not None, count is not None, index)
+    height = plan.lanes * _HELD if turned else 2 * _HELD
     grid = -(-shape[1] * height // _TILE), -(-shape[0] // height)
-    if find is None:
-        job = _job_bytes(x, shape, across, down, None, 0, factor, count)
-    else:
+    parts, part_count = None, 0
+    if find is not None:
         part_count = min(grid[0] * grid[1], _PARTS * multiprocessors(index))
         parts = torch.empty(2 * part_count, dtype=torch.int32, device=x.device)
-        job = _job_bytes(x, shape, across, down, parts, part_count, factor, count)
+    job = _job_bytes(x, shape, side, turned, parts, part_count, factor, count)
+    if find is not None:
         find(part_count, _THREADS, job)
-    cast(grid, _THREADS, job, plan.head + (NO_DRAW if across is None else across.draw) + plan.tail)
+    cast(grid, _THREADS, job, plan.head + (NO_DRAW if turned else side.draw) + plan.tail)
 
 
-def _kernels(
-    first: Plan | None, second: Plan | None, multiplies: bool, counts: bool, index: int
-) -> tuple[Kernel | None, Kernel]:
+def _kernels(plan: Plan, turned: bool, multiplies: bool, counts: bool, index: int) -> tuple[Kernel | None, Kernel]:
     """Return the kernels that find the amaxes of a tensor, where its scale needs them, and that cast."""
-    key = first.number if first else 0, second.number if second else 0, multiplies, counts, index
+    key = plan.number, turned, multiplies, counts, index
     found = _loaded.get(key)
     if found is None:  # hashing all macros takes as long as a launch
-        defines = macros(first, second, multiplies, counts)
-        whole = (first or second).two_level  # type: ignore[union-attr]
+        defines = macros(plan, turned, multiplies, counts)
         found = _loaded[key] = (
-            kernel(_FILE, "rotated_amax", index, defines) if whole else None,
+            kernel(_FILE, "rotated_amax", index, defines) if plan.two_level else None,
             kernel(_FILE, "cast_rotated", index, defines),
         )
     return found
 
 
-_loaded: dict[tuple[int, int, bool, bool, int], tuple[Kernel | None, Kernel]] = {}
+_loaded: dict[tuple[int, bool, bool, bool, int], tuple[Kernel | None, Kernel]] = {}
 
 
 def _job_bytes(
-    x: Tensor, shape: tuple[int, int], across: _Side | None, down: _Side | None, parts: Tensor | None, part_count: int,
+    x: Tensor, shape: tuple[int, ...], side: _Side, turned: bool, parts: Tensor | None, part_count: int,
     factor: Tensor | None, count: Tensor | None,
 ) -> bytes:  # fmt: skip
-    """Return a ``RotatedJob``."""
-    first = (None, None, None, 0) if across is None else (across.values, across.mask, across.scale, across.signs)
-    second = (None, None, 0) if down is None else (down.values, down.scale, down.signs)
-    tensors = x, first[0], second[0], first[1], parts, first[2], second[1]
+    """Return a ``RotatedJob``: along the columns what is ``turned``, else along the rows."""
+    across, down = ((None, None), (side.values, side.scale)) if turned else ((side.values, side.scale), (None, None))
+    tensors = x, across[0], down[0], side.mask, parts, across[1], down[1]
     pointers = [0 if t is None else t.data_ptr() for t in tensors]
-    words = [mask >> 32 * place & 0xFFFFFFFF for mask in (first[3], second[2]) for place in range(4)]
+    own = [side.signs >> 32 * place & 0xFFFFFFFF for place in range(4)]
+    words = [0] * 4 + own if turned else own + [0] * 4
     at, counter = (0 if t is None else t.data_ptr() for t in (factor, count))
-    keys = [None if side is None else side.sign_key for side in (across, down)]
-    key = next((key for key in keys if key is not None), None)
-    draws = (NO_DRAW if down is None else down.draw) + (NO_DRAW if key is None else draw_of(_WORD, key))
-    random = sum(1 << place for place, own in enumerate(keys) if own is not None)
+    key = side.sign_key
+    draws = (side.draw if turned else NO_DRAW) + (NO_DRAW if key is None else draw_of(_WORD, key))
+    random = 0 if key is None else 2 if turned else 1
     return _JOB.pack(*pointers, *shape, at, part_count, *words, counter) + draws + _RANDOM.pack(random)

@@ -51,7 +51,6 @@ class Plan(NamedTuple):
         two_level: Whether there is a scale of the tensor.
         masks: Whether there is a mask.
         outside: A constant that the values are to be multiplied with, or None.
-        rounding: Of the elements.
         drawn: The rounding that takes random words: of the elements, or
         draws_scales: of the scales.
         defines: Macros of the cast.
@@ -65,7 +64,6 @@ class Plan(NamedTuple):
     two_level: bool
     masks: bool
     outside: float | None
-    rounding: Rounding
     drawn: Rounding
     draws_scales: bool
     defines: Defines
@@ -78,16 +76,13 @@ class Plan(NamedTuple):
         return 4 if self.draws_scales else 2
 
 
-def macros(across: Plan | None, down: Plan | None, multiplies: bool = False, counts: bool = False) -> Defines:
-    """Return the macros of a kernel that casts along the rows, the columns or both.
+def macros(plan: Plan, turned: bool, multiplies: bool = False, counts: bool = False) -> Defines:
+    """Return the macros of a kernel that casts along the rows, ``turned`` along the columns.
 
     ``multiplies``: it casts products with a number; ``counts``: its keys move on by a number on the device.
     """
-    sides = [plan for plan in (across, down) if plan is not None]
-    sizes = (0 if plan is None else plan.size for plan in (across, down))
-    masks = across is not None and across.masks
-    flags = any(plan.rounded for plan in sides), masks, multiplies, counts
-    return _macros(sides[0].defines, sides[0].lanes, *sizes, *flags)
+    sizes = (0, plan.size) if turned else (plan.size, 0)
+    return _macros(plan.defines, plan.lanes, *sizes, plan.rounded, plan.masks, multiplies, counts)
 
 
 def plan_of(quantizer: Quantizer) -> Plan | None:
@@ -102,13 +97,6 @@ def plan_of(quantizer: Quantizer) -> Plan | None:
 
 _numbered = count(1)
 _plans: dict[int, tuple[Quantizer, Plan | None]] = {}
-
-
-def same_cast(first: Plan, second: Plan) -> bool:
-    """Say whether one kernel makes both casts: they differ in rotations alone."""
-    free = first.size == 1 or second.size == 1 or first.rounded == second.rounded
-    keys = "defines", "outside", "rounding", "drawn", "head"
-    return free and all(getattr(first, key) == getattr(second, key) for key in keys)
 
 
 def rotation_of(transforms: tuple[Transform, ...], sizes: tuple[int, ...] = SIZES) -> Hadamard | None:
@@ -150,7 +138,6 @@ def _plan_of(quantizer: Quantizer) -> Plan | None:
         two_level=("TWO_LEVEL", "1") in defines,
         masks=quantizer.gradient == ClipMask(),
         outside=outside,
-        rounding=rounding,
         drawn=Rounding(mode="stochastic") if corrects else rounding,
         draws_scales=corrects,
         defines=(*defines, *own),
@@ -246,8 +233,8 @@ def _macros(
 
 
 @lru_cache(maxsize=1)
-def examples() -> tuple[tuple[Quantizer | None, Quantizer | None], ...]:
-    """Return pairs of quantisers, along rows and along columns, that need every kind of kernel."""
+def examples() -> tuple[tuple[Quantizer, bool], ...]:
+    """Return quantisers that need every kind of kernel, and whether each is for a transposed view."""
     word = Rounding(mode="stochastic")
     nvfp4, mxfp4, e2m1 = (get_format(name) for name in ("nvfp4", "mxfp4", "e2m1"))
     sixteen, turn = (Hadamard(size=16, rounded=BF16),), (Hadamard(size=32, signs="random"),)
@@ -265,7 +252,7 @@ def examples() -> tuple[tuple[Quantizer | None, Quantizer | None], ...]:
         format=e2m1, scaling=quest, rounding=toward, transforms=(Hadamard(size=32),), gradient=ClipMask()
     )
     return (
-        (x, None), (None, x), (g, replace(g, transforms=sixteen)), (micro, replace(micro, transforms=turn)),
-        (None, Quantizer(format=mxfp4, transforms=turn)), (forward, None), (None, largest), (largest, largest),
-        (corrected, None), (None, corrected),
+        (x, False), (x, True), (g, False), (replace(g, transforms=sixteen), True), (micro, False),
+        (replace(micro, transforms=turn), True), (Quantizer(format=mxfp4, transforms=turn), True), (forward, False),
+        (largest, False), (largest, True), (corrected, False), (corrected, True),
     )  # fmt: skip

@@ -20,7 +20,6 @@ from fmtsim.errors import DeviceError
 from fmtsim.folder import kernel_folder
 
 KERNELS = Path(__file__).with_name("kernels")
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_100a", "sm_103", "sm_120", "sm_120a")
 OLDEST = (8, 0)
 
 Defines = tuple[tuple[str, str], ...]
@@ -40,18 +39,6 @@ def why_unavailable(device: torch.device | int | None = None) -> str | None:
     indices = range(torch.cuda.device_count()) if device is None else [index_of(device)]
     reasons = [_why_not(index) for index in indices]
     return None if None in reasons else reasons[0]
-
-
-def why_not_compiling() -> str | None:
-    """Return why kernels cannot be compiled here, GPU or not; None where they can."""
-    try:
-        from cuda.bindings import nvrtc
-        from cuda.core import Program  # noqa: F401
-
-        nvrtc.nvrtcVersion()
-    except Exception as error:  # what is missing decides the type
-        return f"kernels cannot be compiled: {error}; pip install cuda-core cuda-bindings nvidia-cuda-nvrtc"
-    return None
 
 
 def available(device: torch.device | int | None = None) -> bool:

@@ -91,7 +91,7 @@ def _cast_blocks(x: Tensor, cast: CastSpec | str, out: Tensor, random: Random, w
         way.launch(grid, x.data_ptr(), out.data_ptr(), 0, 0, 0 if found is None else found.data_ptr(), 0, count)
     else:
         drawn = cast_bytes(_spec(cast), random, x.device)
-        arguments = None, None, found, None, np.uint64(count), way.pieces, np.uint32(found is not None), drawn, None
+        arguments = None, None, found, None, np.uint64(count), way.pieces, np.uint32(found is not None), drawn
         way.kernel(grid, THREADS, x, out, *arguments)
     return True
 
@@ -147,6 +147,6 @@ def _blocks_way(spec: CastSpec, dtype: torch.dtype, out_dtype: torch.dtype, inde
     launch = None
     if not drawn:
         constant = cast_bytes(spec, None, torch.device("cuda", index))
-        launch = kernel.bound(THREADS, 7, pieces, np.uint32(fmt.tensor_scale), constant, None)
+        launch = kernel.bound(THREADS, 7, pieces, np.uint32(fmt.tensor_scale), constant)
     most = 8 * runtime.multiprocessors(index)
     return _Blocks(launch, kernel, extremes, pieces, run, 4 * vector * THREADS, most)

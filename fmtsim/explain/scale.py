@@ -57,7 +57,7 @@ def tell_scales(numbers: list[float], result: Quantized, fmt: BlockFormat | LogT
             offset=offset,
             steps=steps,
         )
-        factor = _factor(block, whole, scale, result.tensor_scale, fmt)
+        factor = _factor(block, scale, result.tensor_scale, fmt)
         tiles.append(Tile(scale=record, decide=_decider(fmt, factor, FP64 if wide else FP32, offset)))
     return tiles
 
@@ -88,9 +88,7 @@ def _decider(fmt: BlockFormat, factor: Fraction | None, working: FloatFormat, ze
     return plain if zero is None else shifted
 
 
-def _factor(
-    block: list[float], whole: Fraction, scale: float, tensor_scale: float | None, fmt: BlockFormat
-) -> Fraction | None:
+def _factor(block: list[float], scale: float, tensor_scale: float | None, fmt: BlockFormat) -> Fraction | None:
     """Return what numbers are multiplied with (docs/semantics.md, sections 5 to 7), None for blocks without a scale."""
     if math.isnan(scale):  # a NaN in the block: its codes are those of the block without regard to NaN
         return None

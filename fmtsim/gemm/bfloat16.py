@@ -83,9 +83,7 @@ def hold_both(t: Tensor, quantizer: Quantizer, generators: tuple[Any, Any]) -> t
         rows, columns, scale = torch.ops.fmtsim.quantize_both(t.detach(), _text(quantizer, -1), bare, *keys)
         return Held(rows, scale if bare else None), Held(columns, scale if bare else None)
     words = tuple(map(random_key, keys))
-    both = load_engine("cuda.orientations").quantize_both(
-        t.detach(), _spec(quantizer, -1), torch.bfloat16, words, bare=bare
-    )
+    both = load_engine("cuda.orientations").quantize_both(t.detach(), _spec(quantizer, -1), words, bare=bare)
     return Held(both.rows, both.tensor_scale), Held(both.columns, both.tensor_scale)
 
 
@@ -151,7 +149,7 @@ def _quantize_bare(x, spec, key=None):  # type: ignore[no-untyped-def]
 
 def _quantize_both(x, spec, bare, across=None, down=None):  # type: ignore[no-untyped-def]
     words = random_key(across), random_key(down)
-    both = load_engine("cuda.orientations").quantize_both(x, spec_from_json(spec), torch.bfloat16, words, bare=bare)
+    both = load_engine("cuda.orientations").quantize_both(x, spec_from_json(spec), words, bare=bare)
     return both.rows, both.columns, both.tensor_scale if bare else x.new_empty((), dtype=torch.float32)
 
 

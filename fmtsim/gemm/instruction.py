@@ -88,7 +88,7 @@ def mma(
     right = read_operand(b, formats[1], tf32="truncate" if truncated[1] else "")
     spec, accumulated = _definition(left, right, formats, choice, unit_scale_format(scale_a, scale_b))
     dtype = accumulate_dtype(accumulated)
-    batch = _batch(left, right, c, spec, scale_a, scale_b)
+    batch = _batch(left, right, c, scale_a, scale_b)
     addend = None if c is None else _addend(c, spec.datapath, dtype)
     scales = unit_scales(scale_a, scale_b, left, right, spec.datapath)
     held = left is not a and right is not b  # made of codes, or cut
@@ -164,9 +164,7 @@ def _definition(
     return found.spec, found.accumulate
 
 
-def _batch(
-    a: Tensor, b: Tensor, c: Tensor | None, spec: GemmSpec, scale_a: Tensor | None, scale_b: Tensor | None
-) -> torch.Size:
+def _batch(a: Tensor, b: Tensor, c: Tensor | None, scale_a: Tensor | None, scale_b: Tensor | None) -> torch.Size:
     shapes = [t.shape[:-2] for t in (a, b, c, scale_a, scale_b) if t is not None]
     try:
         batch = torch.broadcast_shapes(*shapes)

@@ -1,7 +1,7 @@
 """What a verb is given, made into what an engine takes: values, their format, and how they lie in memory."""
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,14 +31,6 @@ _PLAIN = {
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PIECE = 1 << 18  # bytes of FP4 numbers that are unpacked at a time on a CPU, for the memory of their indices
 _DIRECT = (*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)  # what engines take
-
-
-class Operand(NamedTuple):
-    """Values [..., rows, K] in a dtype that engines take, the format they lie on, and which dimension is contiguous."""
-
-    values: Tensor
-    format: OperandFormat
-    layout: Layout
 
 
 def check_tensor(name: str, x: Any, dims: str) -> None:

@@ -35,15 +35,12 @@ def _float(name: str) -> FloatFormat:
 E4M3, E8M0, BF16 = (_float(name) for name in ("e4m3", "e8m0", "bf16"))
 
 
-def _nvfp4(*, rotate: bool = True, tiles: bool = True, stochastic: bool = True) -> LinearConfig:
-    rounding = _NVFP4_STOCHASTIC if stochastic else Rounding()
-    turn = (Hadamard(size=16, signs=_MASK, rounded=BF16),) if rotate else ()
-    x, g = cast("nvfp4"), cast("nvfp4", rounding=rounding)
-    w = cast("nvfp4_16x16" if tiles else "nvfp4")
+def _nvfp4() -> LinearConfig:
+    turn = (Hadamard(size=16, signs=_MASK, rounded=BF16),)
     return layer(
-        x, w, g,
-        w_back=FORWARD if tiles else w,
-        g_back=cast("nvfp4", rounding=rounding, transforms=turn),
+        cast("nvfp4"), cast("nvfp4_16x16"), cast("nvfp4", rounding=_NVFP4_STOCHASTIC),
+        w_back=FORWARD,
+        g_back=cast("nvfp4", rounding=_NVFP4_STOCHASTIC, transforms=turn),
         x_back=cast("nvfp4", transforms=turn),
     )  # fmt: skip
 

@@ -123,9 +123,8 @@ class Rule:
         return f"{self.where}: {'high precision' if self.use is None else self.use}"
 
 
-def _are_words(value: object, count: int | None = None) -> bool:
-    right = isinstance(value, tuple) and all(isinstance(word, str) and word for word in value)
-    return right and count in (None, len(value))  # type: ignore[arg-type]
+def _are_words(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(word, str) and word for word in value)
 
 
 def _share(blocks: int | float) -> str:

@@ -31,10 +31,10 @@ class Scaled(NamedTuple):
     scales: Scales
     scaled: Tensor
 
-    def values(self, block: tuple[int, int], *, bare: bool = False) -> Tensor:
-        """Return element times scale, float32, rounded once; ``bare`` leaves the scale of the tensor out."""
+    def values(self, block: tuple[int, int]) -> Tensor:
+        """Return element times scale, float32, rounded once."""
         s = spread(self.scales.scale, block, self.elements.shape)
-        if bare or self.scales.tensor is None:
+        if self.scales.tensor is None:
             return self.elements * s
         return (self.elements.double() * s * self.scales.tensor).float()  # element times scale is exact in float64
 

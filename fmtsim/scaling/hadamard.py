@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.ops import load_engine
 from fmtsim.scaling.butterflies import checked_base, root, transform
 from fmtsim.scaling.hadamard_matrix import base_matrix, base_of
 from fmtsim.scaling.signs import Signs, check_signs, mask_bits, sign_bits
 
-__all__ = ["SIZES", "check_hadamard", "hadamard", "root", "sign_bits"]
-
-SIZES = (16, 32, 64, 128)
-"""The sizes whose transform the CUDA engine fuses with a cast."""
+__all__ = ["check_hadamard", "hadamard", "root", "sign_bits"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -170,9 +168,16 @@ class _Hadamard(torch.autograd.Function):
 
 
 def _hadamard(x, size, dim, inverse, mask, signs=None, matrix=None):  # type: ignore[no-untyped-def]
-    base = base_matrix(base_of(size)) if matrix is None else checked_base(matrix)
     flips = mask_bits(int(mask), size, x.device) if mask else None if signs is None else signs.signbit().to(x.device)
+    if matrix is None and _on_card(x) and (engine := load_engine("cuda.hadamard")).covers(size, dim):
+        return engine.hadamard(x.detach(), size, flips, inverse)
+    base = base_matrix(base_of(size)) if matrix is None else checked_base(matrix)
     return transform(x.detach(), size, dim, base, flips, inverse)
+
+
+def _on_card(x: Tensor) -> bool:
+    """Say whether the CUDA engine runs on a tensor's device."""
+    return x.is_cuda and bool(load_engine("cuda").serves(x.get_device()))
 
 
 def _hadamard_rows(info, in_dims, x, *rest):  # type: ignore[no-untyped-def]

@@ -86,10 +86,6 @@ def _check_unit(
     return Replay(set=name, machine=str(device), cases=len(chosen), outputs=outputs, mismatches=mismatches, first=first)
 
 
-def _cases(name: str) -> Iterator[Case]:
-    return (_case(*arguments) for arguments in _arguments(name))
-
-
 def _arguments(name: str) -> Iterator[Arguments]:
     """Yield what the products of a unit are: each format in turn as either operand, with numbers of every kind."""
     for mode in get_unit(name).modes:

@@ -138,30 +138,21 @@ def blocks(device: torch.device, few: bool) -> None:
     both = importlib.import_module("fmtsim.cuda.orientations")
     for name, shape in itertools.product(("mxfp8_e4m3", "nvfp4", "e4m3_1x128"), ((64, 256), (33, 257))):
         spec = next(specs(name))
-        for x, turned in itertools.product(layouts(shape, torch.bfloat16, device), (False, True)):
-            both.quantize_both(x, spec, torch.bfloat16, transposed=turned)
+        for x in layouts(shape, torch.bfloat16, device):
+            both.quantize_both(x, spec, bare=False)
             if both.holds_bare(spec):
-                both.quantize_both(x, spec, torch.bfloat16, transposed=turned, bare=True)
-            both.encode_both(x, spec, packed=turned)
+                both.quantize_both(x, spec, bare=True)
 
 
 def transforms(device: torch.device) -> None:
-    """Call what casts of blocks have beside them: Hadamard transforms, counts of what was lost, scaled results."""
+    """Call what casts of blocks have beside them: Hadamard transforms and scaled results."""
     hadamard = importlib.import_module("fmtsim.cuda.hadamard")
-    statistics = importlib.import_module("fmtsim.cuda.statistics")
     outputs = importlib.import_module("fmtsim.cuda.outputs")
-    for dtype in (torch.bfloat16, torch.float32):
-        x = torch.randn(1000, dtype=dtype, device=device)
-        statistics.quantize_counted(x, next(specs("e4m3")), None, torch.empty_like(x))
-    for name, dtype in itertools.product(("nvfp4", "mxfp8_e4m3", "e4m3_1x128"), (torch.bfloat16, torch.float32)):
-        spec = next(specs(name))
+    for size, dtype in itertools.product((16, 128), DTYPES):
         for x in layouts((33, 384), dtype, device):
-            statistics.quantize_counted(x, spec, None, torch.empty_like(x))
-            signs = torch.ones(128, device=device)
-            for size, mask in ((16, None), (128, 0xF0F0), (128, signs)):
-                hadamard.hadamard(x, size, mask)
-                hadamard.quantize_hadamard(x, size, mask, spec, None, torch.empty(x.shape, dtype=dtype, device=device))
-                hadamard.encode_hadamard(x, size, mask, spec, None, packed=name == "nvfp4")
+            flips = torch.arange(size, device=device) % 3 == 0
+            for given, inverse in ((None, False), (flips, False), (flips, True)):
+                hadamard.hadamard(x, size, given, inverse)
     y, scale = torch.ones(5, 36, device=device), torch.ones((), device=device)
     for dtype, bias in itertools.product((torch.float32, torch.bfloat16, torch.float16), (None, y[0])):
         outputs.scale_output(y, (scale, None), bias, dtype)
@@ -169,20 +160,17 @@ def transforms(device: torch.device) -> None:
 
 
 def rotations(device: torch.device) -> None:
-    """Rotate and cast operands of products along either axis and along both, and rotate gradients back."""
+    """Rotate and cast operands of products along either axis, and rotate gradients back."""
     rotated = importlib.import_module("fmtsim.cuda.rotated")
     keys = RandomKey(1, 2), None
-    for (across, down), shape in itertools.product(rotated.examples(), ((64, 192), (192, 64))):
+    for (quantizer, turned), shape in itertools.product(rotated.examples(), ((64, 192), (192, 64))):
         for x in layouts(shape, torch.bfloat16, device):
-            if across is not None and down is not None and rotated.covers_both(x, across, down):
-                rotated.cast_both(x, across, down, (keys, keys), 5)
-            elif across is not None and rotated.covers(x, across):
-                rotated.cast_rotated(x, across, keys, 5)
-            elif down is not None and rotated.covers(x.mT, down):
-                rotated.cast_rotated(x.mT, down, keys, 5)
-    y, scale = torch.ones(5, 192, device=device), torch.ones((), device=device)
+            x = x.mT if turned else x
+            if rotated.covers(x, quantizer):
+                rotated.cast_rotated(x, quantizer, keys, 5)
+    y = torch.ones(5, 192, device=device)
     for dtype, size in itertools.product((torch.float32, torch.bfloat16, torch.float16), (16, 32)):
-        rotated.finish_rotated(y, y > 0, (Hadamard(size=size),), dtype, (scale, scale))
+        rotated.finish_rotated(y, y > 0, (Hadamard(size=size),), dtype)
 
 
 def groups(device: torch.device) -> None:

@@ -345,11 +345,11 @@ def test_every_code_under_strange_scales(name, dtype, device):
 
 
 def test_what_is_covered(device):
-    assert blocks.covers_blocks("quantize", spec_of("mxfp4"), torch.float32, torch.bfloat16)
-    assert not blocks.covers_blocks("quantize", spec_of("mxfp4"), torch.int32)
-    assert not blocks.covers_blocks("quantize", spec_of("e4m3"), torch.float32)
+    assert blocks.covers_blocks(spec_of("mxfp4"), torch.float32, torch.bfloat16)
+    assert not blocks.covers_blocks(spec_of("mxfp4"), torch.int32)
+    assert not blocks.covers_blocks(spec_of("e4m3"), torch.float32)
     wide = dataclasses.replace(fmtsim.get_format("uint8_tensor_zp"), element=fmtsim.get_format("uint16"))
-    assert blocks.covers_blocks("encode", spec_of(wide), torch.float32)
+    assert blocks.covers_blocks(spec_of(wide), torch.float32)
     assert fast_defines(spec_of("mxfp4", overflow="ieee"), torch.float32, 0) is None
     assert fast_defines(spec_of("nf4_g64"), torch.float32, CODES) is None
     assert fast_defines(spec_of("int8_channel"), torch.float32, PACKED) is not None

@@ -6,11 +6,12 @@ import pytest
 
 import fmtsim.cuda
 from fmtsim.cuda import runtime, warm
+from tests.cuda.nvrtc import needs_nvrtc
 
-REASON = runtime.why_not_compiling()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = needs_nvrtc
 
 FILES = sorted(path.name for path in runtime.KERNELS.glob("*.cu"))
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_100a", "sm_103", "sm_120", "sm_120a")
 ALWAYS = ("sm_80", "sm_90", "sm_100a", "sm_120a")
 TOGETHER = 4  # programs compiled in one test
 
@@ -44,7 +45,7 @@ def programs(module, arch):
 
 
 def cases():
-    for arch in runtime.ARCHITECTURES:
+    for arch in ARCHITECTURES:
         for module in warm.sources():
             for which, marks in enumerate(((), (pytest.mark.slow,))):
                 for first in range(0, len(programs(module, arch)[which]), TOGETHER):

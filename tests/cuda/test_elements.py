@@ -8,10 +8,8 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.analysis.stats import OperandStats
 from fmtsim.cuda import casts, elements, grid, patterns, runtime
 from fmtsim.cuda.buckets import layout_of
-from fmtsim.cuda.statistics import quantize_counted
 from fmtsim.encoded import Encoded
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
@@ -264,44 +262,6 @@ def test_all_patterns_equal_the_cpu_engine(device, monkeypatch, name, dtype):
 def test_formats_without_a_table():
     for name, mode in (("e4m3", "stochastic"), ("nf4", "to_odd"), ("lns16_g2048", "nearest_even"), ("int8", "up")):
         assert layout_of(spec_of(name, Rounding(mode=mode), "saturate")) is None
-
-
-# Statistics.
-
-
-@pytest.mark.parametrize("name", ["e4m3", "int4", "e2m1"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_statistics_are_those_of_the_analysis(device, name, dtype):
-    x = normal(1003, seed=6, dtype=dtype)
-    for overflow, random in (("saturate", None), ("ieee", None), ("saturate", KEY)):
-        spec = spec_of(name, NEAREST if random is None else STOCHASTIC, overflow)
-        out = torch.empty(x.shape, dtype=result_dtype(spec.format, dtype), device=device)
-        got = quantize_counted(x.to(device), spec, random, out)
-        values = quantized(cpu, x, spec, random, out.dtype)
-        check(name, out.cpu(), values, x)
-        expected = OperandStats().add(x, values, spec.format)
-        counts = [int(number) for number in got[:4]]
-        assert counts == [expected.nonzero, expected.underflowed, expected.saturated, expected.nonfinite]
-        assert float(got.amax) == expected.amax
-
-
-def test_what_is_not_counted(device):
-    for name, dtype in (("nf4", torch.float32), ("e4m3", torch.float64)):
-        x = normal(64, seed=1, dtype=dtype).to(device)
-        assert quantize_counted(x, spec_of(name), None, torch.empty_like(x)) is None
-    x = normal(64, seed=1).to(device)
-    assert quantize_counted(x, spec_of("e4m3"), None, x) is None
-    assert quantize_counted(x.view(8, 8).t(), spec_of("e4m3"), None, torch.empty(8, 8, device=device)) is None
-
-
-def test_a_wrong_count_is_noticed(device):
-    """A limit one binade too low counts other elements as saturated."""
-    x = torch.linspace(-500, 500, 2048)
-    right, wrong = spec_of("e4m3"), spec_of("e4m3fnuz")
-    out = torch.empty_like(x).to(device)
-    first = quantize_counted(x.to(device), right, None, out)
-    second = quantize_counted(x.to(device), wrong, None, out)
-    assert int(first.saturated) != int(second.saturated)
 
 
 # Errors planted on purpose, on the way that asks for its parameters at every call.

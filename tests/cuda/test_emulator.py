@@ -219,14 +219,13 @@ def test_products_of_doubles_are_chains_rounded_toward_zero(k):
             assert d[row, column].item() == total
 
 
-@pytest.mark.parametrize("k", [16, 32])
-def test_products_of_bytes_are_exact(k):
-    generator = torch.Generator().manual_seed(k)
-    a = torch.randint(-128, 128, (16, k), generator=generator, dtype=torch.int8)
-    b = torch.randint(-128, 128, (8, k), generator=generator, dtype=torch.int8)
+def test_products_of_bytes_are_exact():
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randint(-128, 128, (16, 32), generator=generator, dtype=torch.int8)
+    b = torch.randint(-128, 128, (8, 32), generator=generator, dtype=torch.int8)
     d = torch.randint(-1000, 1000, (16, 8), generator=generator, dtype=torch.int32)
     wanted = d + a.int() @ b.int().T
-    kernel("mma_s8")(1, 32, a.view(torch.int32), b.view(torch.int32), d, np.int32(k))
+    kernel("mma_s8")(1, 32, a.view(torch.int32), b.view(torch.int32), d)
     assert torch.equal(d, wanted)
 
 

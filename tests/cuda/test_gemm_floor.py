@@ -17,6 +17,7 @@ from fmtsim.quantize import quantize
 from fmtsim.rounding.modes import Rounding
 from tests.cuda.emulator import emulated as pretend
 from tests.cuda.gemms import moved
+from tests.cuda.nvrtc import needs_nvrtc
 from tests.gemm.products import bits, definition, normal, same, sums, wide
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -260,14 +261,14 @@ def chosen(kind, **change):
     return shape._replace(**change)
 
 
-@pytest.mark.skipif(runtime.why_not_compiling() is not None, reason=str(runtime.why_not_compiling()))
+@needs_nvrtc
 @pytest.mark.parametrize("kind", KINDS)
 def test_usual_kernels_do_not_spill(kind):
     """Spills are slow, and one has cost the low word of a float64 (floor_double.cuh)."""
     assert spilled(runtime.compiled("floor.cu", "sm_90", chosen(kind).defines).code) == 0
 
 
-@pytest.mark.skipif(runtime.why_not_compiling() is not None, reason=str(runtime.why_not_compiling()))
+@needs_nvrtc
 def test_spills_are_noticed():
     crowded = chosen("long", columns=4, halves=2, resident=2)
     assert spilled(runtime.compiled("floor.cu", "sm_90", crowded.defines).code) > 0

@@ -84,17 +84,6 @@ def test_operands_have_the_bits_of_their_definition(layer, name, turned, device)
             check(found, x, quantizer, KEYS[0])
 
 
-@pytest.mark.parametrize("layer", ["mxfp4", pytest.param("te_nvfp4", marks=SLOW), pytest.param("quartet", marks=SLOW)])
-def test_both_axes_have_the_bits_of_two_casts(layer, device, monkeypatch):
-    monkeypatch.setattr(rotated, "_PARTS", 1)  # fewer blocks of threads than tiles look for an amax
-    first, second = (LAYERS[layer][name] for name in ("g_d", "g_w"))
-    for x in matrices((192, 192)):
-        assert rotated.covers_both(x, first, second)
-        pair = rotated.cast_both(x.to(device), first, second, ((KEYS[0], None), (KEYS[1], None)), SIGNS)
-        check(pair[0], x, first, KEYS[0])
-        check(pair[1], x.mT, second, KEYS[1])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", ["quartet", "quartet2"])
 def test_values_that_are_quantised_again(layer, device):
@@ -134,18 +123,14 @@ def test_gradients_are_turned_back(turn, dtype, device):
     y = torch.randn(37, 192, generator=generator) * torch.exp2(torch.arange(37.0) * 6 - 100)[:, None]
     y[0, 0], y[1, 1], y[2], y[3], y[4, 5] = math.nan, math.inf, 0.0, -0.0, 3e38
     mask = torch.rand(y.shape, generator=generator) > 0.25
-    scales = torch.tensor(0.37), torch.tensor(1.7)
     turns = () if turn is None else (turn,)
     assert rotated.covers_finish(y, turns)
     for chosen in (mask, None):
-        for pair in (scales, (None, scales[1]), (None, None)):
-            x = y if pair[1] is None else y * (pair[1] if pair[0] is None else pair[0] * pair[1])
-            x = x if chosen is None else x * chosen.float()
-            x = x if turn is None else transform(x, turn, None, inverse=True)
-            moved = [None if t is None else t.to(device) for t in (chosen, *pair)]
-            found = rotated.finish_rotated(y.to(device), moved[0], turns, dtype, (moved[1], moved[2]))
-            assert found.dtype == dtype
-            assert torch.equal(canonical(found.cpu()), canonical(x.to(dtype)))
+        x = y if chosen is None else y * chosen.float()
+        x = x if turn is None else transform(x, turn, None, inverse=True)
+        found = rotated.finish_rotated(y.to(device), None if chosen is None else chosen.to(device), turns, dtype)
+        assert found.dtype == dtype
+        assert torch.equal(canonical(found.cpu()), canonical(x.to(dtype)))
 
 
 @pytest.mark.parametrize("name", ["g_d", "x_f"])
@@ -215,15 +200,12 @@ def test_what_the_kernels_take():
     ):
         assert not rotated.covers(x, replace(quantizer, scaling=replace(quantizer.scaling, **changes)))
     long = LAYERS["quartet2"]["g_w"]
-    assert rotated.covers(x, long) and not rotated.covers(x[:, :64], long) and not rotated.covers_both(x, long, long)
+    assert rotated.covers(x, long) and not rotated.covers(x[:, :64], long)
     for changes in ({"eden": 64}, {"scale_rounding": "nearest_even"}, {"tensor": None}, {"tensor": TensorScale()}):
         assert not rotated.covers(x, replace(long, scaling=replace(long.scaling, **changes)))
     assert not rotated.covers(x, replace(long, transforms=(turn,)))
     assert not rotated.covers(x, replace(largest, gradient=ClipMask()))
     assert not rotated.covers(x, replace(quest, rounding=Rounding()))
-    assert not rotated.covers_both(x, te, replace(te, rounding=Rounding()))
-    assert not rotated.covers_both(x[:32], LAYERS["te_nvfp4"]["g_d"], te)
-    assert not rotated.covers_both(x, quest, quest)
     for y, turns in ((torch.zeros(2, 80), ()), (torch.zeros(2, 64), (replace(turn, signs="random"),)), (x, (turn,))):
         assert not rotated.covers_finish(y, turns)
 

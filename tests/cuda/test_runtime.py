@@ -14,9 +14,9 @@ import torch
 import fmtsim.cuda
 from fmtsim.cuda import launch, runtime
 from fmtsim.errors import DeviceError
+from tests.cuda.nvrtc import needs_nvrtc
 
 needs_gpu = pytest.mark.skipif(not fmtsim.cuda.available(), reason="needs a GPU")
-needs_nvrtc = pytest.mark.skipif(runtime.why_not_compiling() is not None, reason=str(runtime.why_not_compiling()))
 
 SOURCE = r"""
 #include "common.cuh"

@@ -88,19 +88,14 @@ KERNEL mma_f64(const double* a, const double* b, const double* c, double* d, i32
 }
 
 // Operands in rows of K and columns of K: a word holds numbers that lie side by side.
-KERNEL mma_s8(const u32* a, const u32* b, i32* d, i32 k) {
-  i32 group = threadIdx.x / 4, in = threadIdx.x % 4, words = k / 4;
+KERNEL mma_s8(const u32* a, const u32* b, i32* d) {
+  i32 group = threadIdx.x / 4, in = threadIdx.x % 4;
   i32 sums[4];
   for (int i = 0; i < 4; ++i) sums[i] = d[(group + i / 2 * 8) * 8 + in * 2 + i % 2];
   u32 left[4], right[2];
-  for (int i = 0; i < k / 8; ++i) left[i] = a[(group + i % 2 * 8) * words + in + i / 2 * 4];
-  for (int i = 0; i < k / 16; ++i) right[i] = b[group * words + in + i * 4];
-  if (k == 32) {
-    imma_s8_16x8x32(sums, left, right);
-  } else {
-    u32 two[2] = {left[0], left[1]};
-    imma_s8_16x8x16(sums, two, right[0]);
-  }
+  for (int i = 0; i < 4; ++i) left[i] = a[(group + i % 2 * 8) * 8 + in + i / 2 * 4];
+  for (int i = 0; i < 2; ++i) right[i] = b[group * 8 + in + i * 4];
+  imma_s8_16x8x32(sums, left, right);
   for (int i = 0; i < 4; ++i) d[(group + i / 2 * 8) * 8 + in * 2 + i % 2] = sums[i];
 }
 

@@ -38,7 +38,10 @@ def test_units_agree(name, emulated, monkeypatch):
 
 def test_units_of_the_whole_catalogue_are_checked():
     assert [task.set for task in units.unit_tasks(CPU)] == fmtsim.list_units()
-    assert all(list(units._cases(name)) for name in ("cdna1.mfma", "exact", "blackwell.tcgen05.nvf4"))
+    assert all(
+        [units._case(*how) for how in units._arguments(name)]
+        for name in ("cdna1.mfma", "exact", "blackwell.tcgen05.nvf4")
+    )
 
 
 def test_a_planted_bit_is_seen(monkeypatch):

@@ -9,11 +9,14 @@
 //              elements of a lane (docs/semantics.md, section 9).
 //   LAYOUT 2   a vector is a block, and those of a lane follow each other: no shuffles, and results in one piece. For
 //              codes alone: a block that is cast the exact way is written twice.
-#include "block_counts.cuh"
+#include "block_pairs.cuh"
 
 #define VECTORS (LAYOUT == 2 ? 32 / VECTOR : 4)
 #define HELD (VECTORS * VECTOR)
 #define LANES (16 / VECTOR)
+
+typedef Packed<VECTOR, INPUT_BITS> Input;
+typedef Packed<VECTOR, OUTPUT_BITS> Output;
 
 // RUN is the elements of a block, a power of two from 16 on that fits a warp, or 0 where `given` holds amaxes, flags.
 #if RUN == 0
@@ -51,8 +54,7 @@ DEVICE u32 block_of(u64 element, const Pieces& p, bool& opens) {
 // vectors, so that the common way keeps its registers. All lanes of a warp make it together, those that have nothing to
 // do with `last` = `first`: a call of some lanes alone was seen to lose uniform registers of the others.
 __device__ __noinline__ float cast_exactly(
-    const void* x, void* out, u64 first, u64 last, u32 amax, bool has_nan, TensorScale tensor, const Cast& c,
-    Slot* slot) {
+    const void* x, void* out, u64 first, u64 last, u32 amax, bool has_nan, TensorScale tensor, const Cast& c) {
   BlockScale s = scale_of({0.0, (double)as_float(amax), has_nan}, c.scale, tensor);
   bool spoiled = has_nan && !c.scale.element_has_nan;
 #pragma unroll 1
@@ -67,19 +69,6 @@ __device__ __noinline__ float cast_exactly(
       double number = load_element(&bits, 0, INPUT);
       ExactElement e = exact_element(number, false, place + i, s, spoiled, decode, c, c.draw);
       y.put(i, OUTPUT <= 1 ? narrowed(e.value, OUTPUT) : (u32)e.code);
-#if COUNTS
-      Counts one = {};
-      if (number - number != 0.0) {
-        one.strange = 1;
-      } else {
-        // the limits are compared with x / scale, as the definition has it
-        float scaled = __fdiv_rn((float)number, RULE == 4 ? __fmul_rn(s.scale, tensor.decode) : s.scale);
-        count(one, (float)number, y.get(i), ~0u, ~0u, 1.0f);
-        one.amax = as_bits((float)number) & MAGNITUDE;
-        one.saturated = fabsf(scaled) > as_float(scaled < 0.0f ? ELEMENT_OVER_NEGATIVE : ELEMENT_OVER);
-      }
-      add_counts(slot, one);
-#endif
     }
     store_vector<VECTOR, OUTPUT_BITS>(out, place, y);
   }
@@ -175,9 +164,7 @@ DEVICE Packed<HELD, OUTPUT_BITS> joined(const Output (&parts)[VECTORS]) {
 
 // Whether two lanes that hold 64 codes of four bits exchange some, so that each writes 16 bytes. A block that is cast the
 // exact way is written twice then, too.
-#ifndef EXCHANGES
 #define EXCHANGES (LAYOUT == 1 && LANES == 2 && OUTPUT == 3 && CODE_BITS == 4)
-#endif
 
 #if EXCHANGES
 DEVICE void store_exchanged(void* out, u64 base, const Output (&y)[VECTORS], bool there) {
@@ -192,13 +179,10 @@ DEVICE void store_exchanged(void* out, u64 base, const Output (&y)[VECTORS], boo
 
 // Four blocks of threads a multiprocessor: 64 registers. Left to itself, the assembler takes 48 for some formats, and
 // keeps in memory what it then has no room for. 32 float32 numbers beside random words need more.
-#ifndef RESIDENT
 #define RESIDENT (STOCHASTIC && HELD * INPUT_BITS >= 1024 ? 3 : 4)
-#endif
 KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
     const void* x, void* out, void* scales, const u32* given, const u32* tensor, float* tensor_scale, u64 total,
-    const __grid_constant__ Pieces pieces, u32 reversed, const __grid_constant__ Cast c,
-    Slot* slots) {
+    const __grid_constant__ Pieces pieces, u32 reversed, const __grid_constant__ Cast c) {
   u32 block_index = reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   u64 thread = (u64)block_index * blockDim.x + threadIdx.x;
 #if LAYOUT == 2
@@ -255,9 +239,6 @@ KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
     any |= exactly[b];
   }
 
-#if COUNTS
-  Counts counts = {};
-#endif
   Output y[VECTORS];
   Parts parts[VECTORS];
 #if STOCHASTIC
@@ -287,10 +268,6 @@ KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
 #if OUTPUT >= 2
     y[v] = packed_codes<VECTOR>(parts[v].fours);
 #endif
-#if COUNTS
-    if (!exactly[v / VECTORS_PER_BLOCK] && base + DISTANCE * v < total)
-      count_vector(counts, in[v], y[v], seen[v / VECTORS_PER_BLOCK].amax, own, scale.decode);
-#endif
   }
 #if LAYOUT == 2
   if (base < total) store_vector<HELD, OUTPUT_BITS>(out, base, joined(y));
@@ -312,8 +289,7 @@ KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
     for (int b = 0; b < BLOCKS; ++b) {
       u64 first = base + DISTANCE * (b * VECTORS_PER_BLOCK);
       u64 last = exactly[b] ? min(first + DISTANCE * VECTORS_PER_BLOCK, total) : first;
-      Slot* slot = slots + blockIdx.x % SLOTS;
-      float stored = cast_exactly(x, out, first, last, seen[b].amax, seen[b].has_nan, scale, c, slot);
+      float stored = cast_exactly(x, out, first, last, seen[b].amax, seen[b].has_nan, scale, c);
       if (exactly[b]) block[b].stored = stored;
     }
   }
@@ -329,8 +305,5 @@ KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
     if (first < total && thread % SPAN == 0) store_scale(scales, first / RUN, block[b].stored);
 #endif
   }
-#endif
-#if COUNTS
-  add_warp_counts(slots, counts);
 #endif
 }

@@ -16,9 +16,6 @@ typedef Stored<INPUT>::type Input;
 #define WORDS (RUN * SLOT / 32)
 
 // Codes of stochastic rounding are the low bits of the sum with the magic number and the binade's number.
-#ifndef SIGNS_FIRST
-#define SIGNS_FIRST 1
-#endif
 #define SUMS (RANDOM && METHOD == MAGIC && SIGNS_LAST && !INTEGER && CODE <= 16 && SLOT == CODE)
 
 // The code of a clamped magnitude in the low bits of a word, others above them (SUMS).
@@ -168,7 +165,7 @@ DEVICE bool encode_run(u32 (&out)[WORDS], const Vectors<INPUT, RUN>& from, const
     Magnitudes<INPUT> magnitudes;
     float a[RUN];
     magnitudes.take(a, from, g);
-    if constexpr (SUMS && (SLOT == 8 || !SIGNS_FIRST)) {
+    if constexpr (SUMS && SLOT == 8) {
       pack_sums(out, from, a, rests, g);
     } else if constexpr (SUMS) {
       pack_signed(out, from, a, rests, g);

@@ -20,9 +20,9 @@
 // path, as NaN and Inf do.
 //
 // Macros: SPAN, BLOCK (places of a block in use), COLUMNS warps along the columns, HALVES (1, 2) of 16 x 32 outputs a
-// warp, STAGES, RESIDENT blocks of a multiprocessor, WHOLE, WIDE, PROMOTE (0 no, 1 plain, 2 scaled, 3 scaled
-// successively), DOWN, SINGLE (floor_single.cuh), FRACTION: F; KEPT: bits of the accumulator; HELD
-// (floor_double.cuh).
+// warp, STAGES, RESIDENT blocks of a multiprocessor, RECORDS (blocks of a stage: short ones share a barrier), WHOLE,
+// WIDE, PROMOTE (0 no, 1 plain, 2 scaled, 3 scaled successively), DOWN, SINGLE (floor_single.cuh), FRACTION: F; KEPT:
+// bits of the accumulator; HELD (floor_double.cuh).
 #include "common.cuh"
 #include "floor_layout.cuh"
 
@@ -32,15 +32,10 @@
 #define TILES (4 * HALVES)  // of 16 x 8 outputs, of a warp
 #define BYTES_A record_bytes(ROWS_A, WHOLE, WIDE)
 #define BYTES_B record_bytes(ROWS_B, false, WIDE)
-#ifndef RECORDS
-#define RECORDS 1  // blocks of a stage: short ones share a barrier
-#endif
 #define STAGE_BYTES (RECORDS * (BYTES_A + BYTES_B))
 #include "floor_mma.cuh"
 
-#ifndef AHEAD
 #define AHEAD 2  // tiles that begin before the tensor core needs them
-#endif
 
 #define LONG (FRACTION > 28)  // the low word of M carries
 

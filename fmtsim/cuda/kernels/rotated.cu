@@ -1,5 +1,5 @@
-// Hadamard transforms of bfloat16 matrices fused with their cast, along the rows (ACROSS), the columns (DOWN) or both
-// from one read. A block of threads holds a tile:
+// Hadamard transforms of bfloat16 matrices fused with their cast, along the rows (ACROSS) or the columns (DOWN). A block
+// of threads holds a tile:
 //
 //   ACROSS   line = row      lanes 0, 1, 2, 3 hold columns 0-31, 32-63, 64-95, 96-127 of a row, lane 4 begins the next
 //   DOWN     line = column   lanes 2 c and 2 c + 1 hold rows 0-31 and 32-63 of columns 2 c and 2 c + 1 (LANES = 2)
@@ -184,9 +184,9 @@ DEVICE void store_mask(u8* to, u32 passing) {
   }
 }
 
-// Cast along the rows, from a tile to another one or in place.
+// Cast along the rows, in place within the tile.
 DEVICE void cast_across(
-    u16* to, u16* tile, Corner corner, const u32* signs, const RotatedJob& job, const Cast& c) {
+    u16* tile, Corner corner, const u32* signs, const RotatedJob& job, const Cast& c) {
   TensorScale scale, step;
   find_scales(scale, step, job.parts, job.across_scale, job.part_count, c);
   float y[HELD];
@@ -206,7 +206,7 @@ DEVICE void cast_across(
       Packed<8, 16> out;
 #pragma unroll
       for (int i = 0; i < 8; i += 2) out.words[i / 2] = __byte_perm(as_bits(y[v + i]), as_bits(y[v + i + 1]), 0x7632);
-      store_vector<8, 16>(to, PLACE(place.row) + place.column + v, out);
+      store_vector<8, 16>(tile, PLACE(place.row) + place.column + v, out);
     }
   }
 }
@@ -220,14 +220,9 @@ KERNEL __launch_bounds__(THREADS, RESIDENT) cast_rotated(
   copy_tile<false>((u16*)job.x, tile, corner, job);
   __syncthreads();
 #if ACROSS
-#if DOWN
-  __shared__ __align__(16) u16 across[TILE_ELEMENTS];
-#else
-  u16* across = tile;
-#endif
-  cast_across(across, tile, corner, signs, job, c);
+  cast_across(tile, corner, signs, job, c);
   __syncthreads();
-  copy_tile<true>(job.across, across, corner, job);
+  copy_tile<true>(job.across, tile, corner, job);
 #endif
 #if DOWN
   cast_down(tile, corner, signs + 4, job, c);
