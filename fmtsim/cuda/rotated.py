@@ -130,11 +130,12 @@ def finish_rotated(
     mask: Tensor | None,
     transforms: tuple[Transform, ...],
     dtype: torch.dtype,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """Return the gradient of a tensor from that of its rotated and rounded values.
 
-    ``y`` is multiplied with the mask as 1 and 0, rotated back along the last axis and rounded once to the dtype; all
-    steps are float32. NaN becomes the canonical one.
+    ``y`` is multiplied with ``RN32(a b)`` of the scales that are there, then with the mask as 1 and 0, rotated back
+    along the last axis and rounded once to the dtype; all steps are float32. NaN becomes the canonical one.
 
     Args:
         y: float32 ``[rows, columns]``, contiguous; columns a multiple of 64.
@@ -142,6 +143,7 @@ def finish_rotated(
         transforms: Those of the forward pass: none, or one of 16 or 32 elements along the inner axis whose signs are
             not random.
         dtype: float32, bfloat16 or float16.
+        scales: float32 0-d, scales of the product's operands that were left outside.
     """
     out = torch.empty_like(y, dtype=dtype)
     turn = rotation_of(transforms)
@@ -149,7 +151,7 @@ def finish_rotated(
     if y.numel():
         y = y if aligned(y) else y.clone()
         kernel("rotated_finish.cu", "finish_rotated", device_index(y), _finish_macros(turn, dtype))(
-            -(-y.numel() // _FINISHED), 256, y, mask, out, np.uint64(y.numel() // 4), np.uint32(signs)
+            -(-y.numel() // _FINISHED), 256, y, mask, *scales, out, np.uint64(y.numel() // 4), np.uint32(signs)
         )
     return out
 
@@ -157,7 +159,7 @@ def finish_rotated(
 @lru_cache(maxsize=64)
 def _finish_macros(turn: Hadamard | None, dtype: torch.dtype) -> Defines:
     size = 1 if turn is None else turn.size
-    return (("OUTPUT", str(_OUTPUTS[dtype])), ("SIZE", str(size)))
+    return (("INPUT", "0"), ("OUTPUT", str(_OUTPUTS[dtype])), ("SIZE", str(size)))
 
 
 def variants() -> Iterator[tuple[str, str, Defines]]:

@@ -168,9 +168,9 @@ def rotations(device: torch.device) -> None:
             x = x.mT if turned else x
             if rotated.covers(x, quantizer):
                 rotated.cast_rotated(x, quantizer, keys, 5)
-    y = torch.ones(5, 192, device=device)
+    y, scale = torch.ones(5, 192, device=device), torch.ones((), device=device)
     for dtype, size in itertools.product((torch.float32, torch.bfloat16, torch.float16), (16, 32)):
-        rotated.finish_rotated(y, y > 0, (Hadamard(size=size),), dtype)
+        rotated.finish_rotated(y, y > 0, (Hadamard(size=size),), dtype, (scale, scale))
 
 
 def groups(device: torch.device) -> None:

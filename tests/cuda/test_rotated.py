@@ -123,14 +123,18 @@ def test_gradients_are_turned_back(turn, dtype, device):
     y = torch.randn(37, 192, generator=generator) * torch.exp2(torch.arange(37.0) * 6 - 100)[:, None]
     y[0, 0], y[1, 1], y[2], y[3], y[4, 5] = math.nan, math.inf, 0.0, -0.0, 3e38
     mask = torch.rand(y.shape, generator=generator) > 0.25
+    scales = torch.tensor(0.37), torch.tensor(1.7)
     turns = () if turn is None else (turn,)
     assert rotated.covers_finish(y, turns)
     for chosen in (mask, None):
-        x = y if chosen is None else y * chosen.float()
-        x = x if turn is None else transform(x, turn, None, inverse=True)
-        found = rotated.finish_rotated(y.to(device), None if chosen is None else chosen.to(device), turns, dtype)
-        assert found.dtype == dtype
-        assert torch.equal(canonical(found.cpu()), canonical(x.to(dtype)))
+        for pair in (scales, (None, scales[1]), (None, None)):
+            x = y if pair[1] is None else y * (pair[1] if pair[0] is None else pair[0] * pair[1])
+            x = x if chosen is None else x * chosen.float()
+            x = x if turn is None else transform(x, turn, None, inverse=True)
+            moved = [None if t is None else t.to(device) for t in (chosen, *pair)]
+            found = rotated.finish_rotated(y.to(device), moved[0], turns, dtype, (moved[1], moved[2]))
+            assert found.dtype == dtype
+            assert torch.equal(canonical(found.cpu()), canonical(x.to(dtype)))
 
 
 @pytest.mark.parametrize("name", ["g_d", "x_f"])

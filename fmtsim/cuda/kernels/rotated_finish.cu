@@ -1,6 +1,6 @@
-// The gradient of a tensor from that of its rotated values: y times the mask, rotated back, rounded to a dtype.
+// The gradient of a tensor from that of its rotated values: y times scales and mask, rotated back, rounded to a dtype.
 //
-// out = RN(H(y * mask)), RN to float32, bfloat16 or float16 (OUTPUT 0, 1, 2) and H the transform of
+// out = RN(H(RN32(y * RN32(a * b)) * mask)), RN to float32, bfloat16 or float16 (OUTPUT 0, 1, 2) and H the transform of
 // SIZE neighbours in a row (1: none), signs last. Four numbers a lane: butterflies at distance 1 and 2 within it, at 4,
 // 8 and 16 with other lanes.
 #include "block_exact.cuh"
@@ -27,7 +27,8 @@ DEVICE void pair(float& a, float& b) {
 }
 
 KERNEL __launch_bounds__(THREADS) finish_rotated(
-    const float* y, const u8* mask, void* out, u64 fours, u32 signs) {
+    const float* y, const u8* mask, const float* a, const float* b, void* out, u64 fours, u32 signs) {
+  float factor = a != nullptr && b != nullptr ? __fmul_rn(*a, *b) : a != nullptr ? *a : b != nullptr ? *b : 1.0f;
   u64 first = (u64)blockIdx.x * (THREADS * VECTORS) + threadIdx.x;
   Words4 in[VECTORS];
   u32 kept[VECTORS];
@@ -44,8 +45,10 @@ KERNEL __launch_bounds__(THREADS) finish_rotated(
     float x[4] = {__int_as_float((i32)in[v].x), __int_as_float((i32)in[v].y), __int_as_float((i32)in[v].z),
                   __int_as_float((i32)in[v].w)};
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < 4; ++i) {
+      if (a != nullptr || b != nullptr) x[i] = __fmul_rn(x[i], factor);
       if (mask != nullptr) x[i] = __fmul_rn(x[i], kept[v] >> (8 * i) & 1 ? 1.0f : 0.0f);
+    }
 #if SIZE > 1
     pair(x[0], x[1]), pair(x[2], x[3]);
     pair(x[0], x[2]), pair(x[1], x[3]);
