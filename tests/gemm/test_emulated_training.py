@@ -152,6 +152,7 @@ def _worker(rank, folder):
     model = DistributedDataParallel(fmtsim.convert(Tiny(), config=PARALLEL))
     model(_batch(rank)).square().sum().backward()
     torch.save([p.grad for p in model.parameters()], Path(folder) / f"{rank}.pt")
+    del model  # before its group, or torch 2.13 may wait for ever for a thread
     dist.destroy_process_group()
 
 

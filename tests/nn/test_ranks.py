@@ -33,6 +33,13 @@ def refused(net, said):
         raise AssertionError("ranks that disagree passed")
 
 
+def train(net, rank):
+    """Take three steps; what DDP holds must go before its group, or torch 2.13 may wait for ever for a thread."""
+    parallel = DistributedDataParallel(net)
+    for step in range(3):
+        parallel(batch(2 * step + rank)).square().mean().backward()
+
+
 def worker(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
@@ -40,9 +47,7 @@ def worker(rank, folder):
         net = convert(model(), recipe="te_delayed")
         share_scales(net)
         assert copy.deepcopy(net)[0].get_submodule("fmtsim_state.x_f").group is None
-        parallel = DistributedDataParallel(net)
-        for step in range(3):
-            parallel(batch(2 * step + rank)).square().mean().backward()
+        train(net, rank)
         torch.save(recipe_state(net), f"{folder}/{rank}.pt")
         for recipes in (("te_delayed", "fp8lm"), ("te_current", "te_nvfp4_all")):
             said = f"layer '0' runs recipe {recipes[0]!r} on rank 0 and {recipes[1]!r} on rank 1; convert with one"
