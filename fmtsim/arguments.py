@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError, CodeError, DtypeError, FormatError
 from fmtsim.formats.block import Block, BlockFormat, LogTileFormat, with_block
 from fmtsim.formats.packing import code_dtype
@@ -47,6 +48,7 @@ def prepare(
     return resolve(format, rounding, overflow, inner, random_bits, block_size, scale_rule, x.dtype, out_dtype)
 
 
+@constant_in_graphs
 def resolve(*arguments: Any) -> tuple[str, torch.dtype, tuple[str, int | None, int | None] | None, int]:
     """Return what ``prepare`` does, for the dtype of x; arguments that cannot be hashed are refused by name."""
     try:
@@ -63,10 +65,6 @@ def _is_hashable(arguments: tuple[Any, ...]) -> bool:
     except TypeError:
         return False
     return True
-
-
-# What torch.compiler.assume_constant_result sets; calling that would import all of torch._dynamo with fmtsim.
-resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=4096, typed=True)

@@ -6,6 +6,7 @@ torch lacks any of it, every call takes the dispatcher.
 """
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -33,6 +34,17 @@ except AttributeError:
     _tensors = frozenset()
 
 _TYPES = (torch.Tensor, torch.nn.Parameter)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant_in_graphs(function: Function) -> Function:
+    """Let torch.compile call a function while it traces, and take the result for a constant of the graph.
+
+    torch.compiler.assume_constant_result sets the same attribute, but asking for it imports all of torch._dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def is_plain(x: torch.Tensor) -> bool:

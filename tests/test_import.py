@@ -141,6 +141,13 @@ def test_import_is_light_silent_and_strict():
     assert "fmtsim" in line.split() and not set(line.split()) & set(HEAVY)
 
 
+def test_import_leaves_torch_compile_alone():
+    """torch imports its tracer, and sympy with it, when somebody compiles: more than a second."""
+    code = "import sys, fmtsim; print(sorted({'torch._dynamo', 'sympy'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
+
+
 def test_the_front_door_lists_what_it_has():
     assert len(set(fmtsim.__all__)) == len(fmtsim.__all__)
     missing = [name for name in fmtsim.__all__ if not hasattr(fmtsim, name)]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
@@ -199,6 +200,7 @@ def definition(
     return _definition(a, b, scale, *machine, *call)
 
 
+@constant_in_graphs
 def _definition(
     a: OperandFormat, b: OperandFormat, scale: str | None, target: Any, unit: Any, plan: GemmPlan | None,
     accumulate: str | None, strict: bool, operation: Operation, m: int, n: int, k: int, *rest: Any,
@@ -211,10 +213,6 @@ def _definition(
     choice = Choice(target=target, unit=unit, plan=plan, accumulate=accumulate, strict=strict)
     found = resolve(call, choice, a, b, scale)
     return found.spec.to_json(), is_stochastic(found.spec), found.accumulate, (found.spec.a, found.spec.b) == (a, b)
-
-
-# What torch.compiler.assume_constant_result sets; calling that would import all of torch._dynamo with fmtsim.
-_definition._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def call_name(fmt: OperandFormat) -> str:

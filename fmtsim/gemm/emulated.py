@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.gemm.card import counts
 from fmtsim.gemm.config import LinearConfig
@@ -108,11 +109,9 @@ def _layer(config: LinearConfig, generator: Generator) -> Layer:
     return Layer(config, generator)
 
 
+@constant_in_graphs
 def _name_of(config: LinearConfig, generator: Generator) -> str:
     return _layer(config, generator).name
-
-
-_name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what assume_constant_result sets
 
 
 class _Products(torch.autograd.Function):

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.choice import draw_keys
 from fmtsim.gemm.once import OnceOnly
@@ -62,7 +63,7 @@ def _kept(config: AttentionConfig, generator: Generator) -> AttentionCall:
     return AttentionCall(config, generator)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
+@constant_in_graphs
 def _name_of(config: AttentionConfig, generator: Generator) -> str:
     return _kept(config, generator).name
 
