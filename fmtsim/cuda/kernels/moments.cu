@@ -16,20 +16,6 @@ struct alignas(16) Book {
   i32 unused[3];
 };
 
-// The largest magnitude of a block as bits, NaN above Inf: over a warp, and over the warps that share the block.
-DEVICE u32 largest(u32 top, u32* shared) {
-  top = largest_of_warp<LANES>(top);
-#if WARPS > 1
-  u32 warp = threadIdx.x / 32, first = warp / WARPS * WARPS;
-  if (threadIdx.x % 32 == 0) shared[warp] = top;
-  __syncthreads();
-#pragma unroll
-  for (int k = 0; k < WARPS; k++) top = shared[first + k] > top ? shared[first + k] : top;
-  __syncthreads();
-#endif
-  return top;
-}
-
 DEVICE u32 code_of(float x, float divisor, const u32* words, const Book& book) {
   float y = __fdiv_rn(x, divisor);
   u32 bits = __float_as_uint(y), magnitude = bits & MAGNITUDE, negative = (u32)((i32)bits >> 31);
@@ -110,8 +96,8 @@ DEVICE u32 step_codes(
     }
     write(e.p, here, count, p);
   }
-  m_scale = scale_of(largest(m_top, t.tops), mb);
-  v_scale = scale_of(largest(v_top, t.tops), vb);
+  m_scale = scale_of(largest_of_block<LANES, WARPS>(m_top, t.tops), mb);
+  v_scale = scale_of(largest_of_block<LANES, WARPS>(v_top, t.tops), vb);
   if (present && threadIdx.x % (BLOCK / 8) == 0) {
     e.m_scales[block] = m_scale;
     e.v_scales[block] = v_scale;

@@ -246,3 +246,18 @@ DEVICE u32 largest_of_warp(u32 top) {
   }
   return top;
 }
+
+// The largest magnitude of a block as bits, NaN above Inf: over a warp, and over the warps that share the block.
+template <int Lanes, int Warps>
+DEVICE u32 largest_of_block(u32 top, u32* shared) {
+  top = largest_of_warp<Lanes>(top);
+  if (Warps < 2) return top;
+  constexpr int COUNT = Warps > 0 ? Warps : 1;
+  u32 warp = threadIdx.x / 32, first = warp / COUNT * COUNT;
+  if (threadIdx.x % 32 == 0) shared[warp] = top;
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < COUNT; k++) top = shared[first + k] > top ? shared[first + k] : top;
+  __syncthreads();
+  return top;
+}

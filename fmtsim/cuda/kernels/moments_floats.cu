@@ -93,24 +93,11 @@ DEVICE Draw draw_of(const Entry& e, Draw draw) {
 
 #if BLOCK
 
-DEVICE u32 largest(u32 top, u32* shared) {
-  top = largest_of_warp<LANES>(top);
-#if WARPS > 1
-  u32 warp = threadIdx.x / 32, first = warp / WARPS * WARPS;
-  if (threadIdx.x % 32 == 0) shared[warp] = top;
-  __syncthreads();
-#pragma unroll
-  for (int k = 0; k < WARPS; k++) top = shared[first + k] > top ? shared[first + k] : top;
-  __syncthreads();
-#endif
-  return top;
-}
-
 // The new scale of a block, which one of its threads writes.
 template <class S>
 DEVICE Scale renewed(float* scales, i64 block, bool present, float old, u32 top, u32* shared) {
   if (!S::scaled) return S::used(1.0f);
-  float scale = S::next(largest(top, shared), old);
+  float scale = S::next(largest_of_block<LANES, WARPS>(top, shared), old);
   if (present && threadIdx.x % (SPAN / 8) == 0) scales[block] = scale;
   return S::used(scale);
 }
