@@ -24,28 +24,28 @@ from fmtsim.explain import explain
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.registry import get_format, list_formats, register_format
 from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat, LogFormat
-from fmtsim.gemm.config import Gemm, LinearConfig, linear_config
-from fmtsim.gemm.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
-from fmtsim.gemm.emulated import EmulatedGEMM
-from fmtsim.gemm.explain import explain_mm
-from fmtsim.gemm.instruction import mma
-from fmtsim.gemm.matmul import bmm, int_mm, linear, mm
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.scaled import scaled_mm
-from fmtsim.gemm.target import get_target, list_targets
-from fmtsim.gemm.unit import get_unit, list_units, register_unit
+from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
+from fmtsim.gemm.layers.emulated import EmulatedGEMM
+from fmtsim.gemm.products.explain import explain_mm
+from fmtsim.gemm.products.instruction import mma
+from fmtsim.gemm.products.matmul import bmm, int_mm, linear, mm
+from fmtsim.gemm.products.scaled import scaled_mm
+from fmtsim.gemm.targets.target import get_target, list_targets
+from fmtsim.gemm.units.unit import get_unit, list_units, register_unit
 from fmtsim.nn import convert, load_recipe_state, recipe_state, report, revert, set_step, share_scales
-from fmtsim.ops import RandomKey
 from fmtsim.ptq import PtqRecipe, get_ptq_recipe, list_ptq_recipes, load_ptq, ptq, ptq_report, ptq_state
 from fmtsim.quantize import decode, encode, quantize, quantize_
 from fmtsim.recipes import Recipe, get_recipe, list_recipes, register_recipe
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.search import search
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.quantizer import Quantizer
 
 if TYPE_CHECKING:
     from fmtsim import optim
-    from fmtsim.cpu.pool import get_num_threads, set_num_threads
+    from fmtsim.cpu.runtime.pool import get_num_threads, set_num_threads
 
 __version__ = "0.1.0"
 
@@ -129,7 +129,7 @@ __all__ = [
 ]
 
 # What would load a compiler waits until it is asked for.
-_LAZY = {"get_num_threads": "fmtsim.cpu.pool", "set_num_threads": "fmtsim.cpu.pool"}
+_LAZY = {"get_num_threads": "fmtsim.cpu.runtime.pool", "set_num_threads": "fmtsim.cpu.runtime.pool"}
 
 
 def __getattr__(name: str) -> Any:

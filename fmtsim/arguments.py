@@ -12,8 +12,9 @@ from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
 from fmtsim.formats.spec import OVERFLOWS, CodebookFormat, FloatFormat, IntFormat
-from fmtsim.ops import CastSpec, Key, RandomKey
+from fmtsim.ops import Key
 from fmtsim.rounding.modes import get_rounding
+from fmtsim.spec.cast import CastSpec, RandomKey
 
 Generator = int | torch.Generator | RandomKey | None
 

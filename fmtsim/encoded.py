@@ -19,6 +19,7 @@ from fmtsim.formats.serialization import format_from_json, format_to_json
 from fmtsim.formats.spec import CodebookFormat, ElementFormat
 from fmtsim.formats.tensor_file import StoredTensor, read_tensors, write_tensors
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import CastSpec, EncodedParts, block_counts
 
 _LAYOUT = "1"  # of files; a reader refuses any other
 _PLAIN = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}  # widths that need no packing
@@ -53,9 +54,7 @@ class Encoded:
     offsets: torch.Tensor | None = None
 
     @staticmethod
-    def from_parts(
-        parts: ops.EncodedParts, fmt: Format, shape: torch.Size | tuple[int, ...], dim: int = -1
-    ) -> "Encoded":
+    def from_parts(parts: EncodedParts, fmt: Format, shape: torch.Size | tuple[int, ...], dim: int = -1) -> "Encoded":
         """Pack what an engine's encode returned.
 
         Args:
@@ -79,13 +78,13 @@ class Encoded:
         rest = {"scales": scales, "tensor_scale": parts.tensor_scale, "offsets": parts.offsets}
         return _checked(Encoded(format=fmt, shape=shape, dim=dim, codes=codes, **rest))
 
-    def parts(self) -> ops.EncodedParts:
+    def parts(self) -> EncodedParts:
         """Return unpacked codes and float32 scales, as engines take them."""
         scales = self.scales
         if scales is not None and isinstance(self.format, BlockFormat):
             small = self.format.scale.bits <= 8
             scales = scales_of_codes(scales, self.format.scale) if small else scales.to(torch.float32)
-        return ops.EncodedParts(self.unpacked(), scales, self.tensor_scale, self.offsets)
+        return EncodedParts(self.unpacked(), scales, self.tensor_scale, self.offsets)
 
     def unpacked(self) -> torch.Tensor:
         """Return the codes of the tensor's shape, as non-negative integers in ``code_dtype(bits)``."""
@@ -118,7 +117,7 @@ class Encoded:
         if dtype not in FLOAT_DTYPES:
             raise DtypeError(f"out_dtype={dtype} is not allowed; choose float16, bfloat16, float32 or float64")
         overflow = self.format.default_overflow
-        spec = ops.CastSpec(format=self.format, rounding=Rounding(), overflow=overflow, dim=self.dim)
+        spec = CastSpec(format=self.format, rounding=Rounding(), overflow=overflow, dim=self.dim)
         values = ops.decode(self.parts(), spec, dtype)
         return values if out is None else out.copy_(values)
 
@@ -223,7 +222,7 @@ def _layout(fmt: Format, shape: torch.Size, dim: int) -> _Layout:
     else:
         layout["codes"] = ("U8", packed, torch.uint8, packed)
     if isinstance(fmt, BlockFormat | LogTileFormat):
-        grid = ops.block_counts(fmt, shape, dim)
+        grid = block_counts(fmt, shape, dim)
         tag, dtype = _scale_type(fmt)
         layout["scales"] = (tag, grid, dtype, grid)
         if isinstance(fmt, LogTileFormat):

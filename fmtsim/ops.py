@@ -1,92 +1,19 @@
 """The one door between verbs and engines: what a cast is, and the torch operators that carry it."""
 
 import importlib
-import json
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 
 from fmtsim.dispatch import is_plain
 from fmtsim.errors import ArgumentError
-from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.packing import code_dtype
-from fmtsim.formats.serialization import format_from_dict, format_to_dict
-from fmtsim.formats.spec import Overflow
-from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, block_counts, spec_from_json
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CastSpec:
-    """Say everything about a cast except the data: what operators carry as one line of JSON.
-
-    Args:
-        format: The target format.
-        rounding: How values are rounded.
-        overflow: What happens beyond the largest value.
-        dim: The inner axis of blocks as a negative number, -1 for the last dimension.
-    """
-
-    format: Format
-    rounding: Rounding
-    overflow: Overflow
-    dim: int = -1
-
-    def to_json(self) -> str:
-        """Return the cast as one line of JSON."""
-        return _spec_to_json(self)
-
-
-class RandomKey(NamedTuple):
-    """The seed and offset of a stream of random words (docs/semantics.md, section 9), both 64-bit."""
-
-    seed: int
-    offset: int = 0
-
-
-class EncodedParts(NamedTuple):
-    """What engines return from encode and take in decode.
-
-    codes: the tensor's shape, unsigned bit patterns in ``code_dtype(bits)``.
-    scales: float32 ``[outer_blocks, inner_blocks]`` of block formats (steps of LogFMT tiles), else None.
-    tensor_scale: float32, 0-d, of two-level formats, else None.
-    offsets: like scales: int32 zero points, or the float32 lowest logarithms of LogFMT tiles, else None.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor | None = None
-    tensor_scale: torch.Tensor | None = None
-    offsets: torch.Tensor | None = None
-
-
-Random = RandomKey | torch.Tensor | None
 Key = RandomKey | torch.Tensor | None
 """Where random words come from, as verbs have it: numbers below 2**63, or int64 [seed, offset]; None draws none."""
-
-
-@lru_cache(maxsize=4096)
-def _spec_to_json(spec: CastSpec) -> str:
-    rounding = spec.rounding
-    return json.dumps(
-        {
-            "format": format_to_dict(spec.format),
-            "rounding": [rounding.mode, rounding.random_bits, rounding.variant, rounding.layout],
-            "overflow": spec.overflow,
-            "dim": spec.dim,
-        }
-    )
-
-
-@lru_cache(maxsize=4096)
-def spec_from_json(text: str) -> CastSpec:
-    """Read back what ``CastSpec.to_json`` wrote."""
-    record = json.loads(text)
-    mode, random_bits, variant, layout = record["rounding"]
-    rounding = Rounding(mode=mode, random_bits=random_bits, variant=variant, layout=layout)
-    fmt = format_from_dict(record["format"])
-    return CastSpec(format=fmt, rounding=rounding, overflow=record["overflow"], dim=record["dim"])
 
 
 _library = torch.library.Library("fmtsim", "DEF")
@@ -126,7 +53,7 @@ def quantize_plain(x: torch.Tensor, text: str, dtype: torch.dtype, key: Key) -> 
 def _quantize_into(x: torch.Tensor, out: torch.Tensor, text: str, key: Key) -> None:
     """Quantise plain x into plain out, which lies in one place with it or does not overlap it."""
     random = _random(key, None)
-    if x.is_cuda and load_engine("cuda.short").quantize_short(x, text, out, random):
+    if x.is_cuda and load_engine("cuda.cast.short").quantize_short(x, text, out, random):
         return
     cast = spec_from_json(text)
     _check_data(x, cast, None)
@@ -187,19 +114,8 @@ def engine_for(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> ModuleType:
 
 @cache
 def load_engine(name: str) -> ModuleType:
-    """Return an engine, or a module of one (``"cuda.outputs"``); engines are imported when they are first needed."""
+    """Return an engine, or a module of one (``"cuda.cast.outputs"``), imported when it is first needed."""
     return importlib.import_module(f"fmtsim.{name}")
-
-
-def block_counts(fmt: Format, shape: torch.Size, dim: int) -> tuple[int, int]:
-    """Return how many blocks a tensor has along the outer and the inner axis."""
-    assert isinstance(fmt, BlockFormat | LogTileFormat)
-    inner = shape[dim] if len(shape) else 1
-    outer = 1
-    for axis, size in enumerate(shape):
-        outer *= 1 if axis == len(shape) + dim else size
-    rows, columns = (size or extent for size, extent in zip(fmt.block, (outer, inner), strict=True))
-    return -(-outer // rows) if outer else 0, -(-inner // columns) if inner else 0
 
 
 def _absent(*tensors: torch.Tensor) -> list[torch.Tensor | None]:

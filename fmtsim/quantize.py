@@ -21,8 +21,9 @@ from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
 from fmtsim.formats.spec import ScaleRule
-from fmtsim.ops import CastSpec, Key
+from fmtsim.ops import Key
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import CastSpec, EncodedParts, spec_from_json
 
 
 def quantize(
@@ -128,7 +129,7 @@ def encode(
     """
     options = (rounding, overflow, dim, generator, random_bits, random_words, block_size, scale_rule, pad)
     text, key, words = _encoding(x, format, *options)
-    spec = ops.spec_from_json(text)
+    spec = spec_from_json(text)
     packed = ops.encode_packed(x.detach(), text, key) if words is None else None
     if packed is not None:
         return Encoded(format=spec.format, shape=x.shape, dim=spec.dim, **packed._asdict())
@@ -138,7 +139,7 @@ def encode(
 def encode_parts(
     x: torch.Tensor, format: Format, *, rounding: Rounding, overflow: str | None, dim: int, generator: Generator,
     pad: bool,
-) -> ops.EncodedParts:  # fmt: skip
+) -> EncodedParts:  # fmt: skip
     """Return codes in x's shape, not packed, and float32 scales [outer, inner]: what products are made of."""
     text, key, words = _encoding(x, format, rounding, overflow, dim, generator, None, None, None, None, pad)
     return ops.encode(x.detach(), text, key, words)
@@ -197,4 +198,4 @@ def decode(
     dtype = check_out_dtype(out_dtype) or result_dtype(fmt, torch.float32)
     patterns = check_codes(codes, fmt)
     spec = CastSpec(format=fmt, rounding=Rounding(), overflow=fmt.default_overflow)
-    return ops.decode(ops.EncodedParts(patterns), spec, dtype)
+    return ops.decode(EncodedParts(patterns), spec, dtype)

@@ -15,6 +15,7 @@ from fmtsim.errors import CodeError, DataError, FormatError
 from fmtsim.formats import tensor_file
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, FloatFormat
+from fmtsim.spec.cast import EncodedParts, block_counts
 
 THREE = CodebookFormat(name="three", values=(-1.0, 0.0, 1.0))
 
@@ -24,9 +25,9 @@ def make(name, shape=(4, 32)):
     fmt = get_format(name)
     codes = torch.arange(shape[0] * shape[1]).remainder(1 << fmt.bits).to(ops.code_dtype(fmt.bits)).reshape(shape)
     scales = 2.0 ** torch.arange(-2, -2 + shape[0]).reshape(-1, 1)
-    grid = ops.block_counts(fmt, torch.Size(shape), -1)
+    grid = block_counts(fmt, torch.Size(shape), -1)
     tensor_scale = torch.tensor(0.75) if fmt.tensor_scale else None
-    parts = ops.EncodedParts(codes, scales.expand(grid).contiguous(), tensor_scale)
+    parts = EncodedParts(codes, scales.expand(grid).contiguous(), tensor_scale)
     return Encoded.from_parts(parts, fmt, shape)
 
 
@@ -142,7 +143,7 @@ def test_scale_codes_that_no_scale_has(saved):
 
 def test_codes_in_a_file_beyond_a_codebook(tmp_path):
     path = tmp_path / "x"
-    Encoded.from_parts(ops.EncodedParts(torch.tensor([0, 2], dtype=torch.uint8)), THREE, (2,)).save(path)
+    Encoded.from_parts(EncodedParts(torch.tensor([0, 2], dtype=torch.uint8)), THREE, (2,)).save(path)
     rewrite(path, lambda header, payload: b"\x0c")
     with pytest.raises(CodeError, match=f"^{re.escape(str(path))}: code 3 is outside three .0 to 2.$"):
         Encoded.load(path)
@@ -210,7 +211,7 @@ def test_saved_files_have_ordinary_permissions(saved):
 def test_a_format_that_is_not_registered_travels_with_its_file(tmp_path):
     fmt = FloatFormat(name="e3m1b9", exponent_bits=3, mantissa_bits=1, bias=9, nan="none", infinities=False)
     codes = torch.arange(10, dtype=torch.uint8).reshape(2, 5)
-    Encoded.from_parts(ops.EncodedParts(codes), fmt, (2, 5)).save(tmp_path / "x")
+    Encoded.from_parts(EncodedParts(codes), fmt, (2, 5)).save(tmp_path / "x")
     assert Encoded.load(tmp_path / "x").format == fmt
     with pytest.raises(FormatError):
         get_format("e3m1b9")

@@ -7,8 +7,8 @@ from torch.func import vmap
 import fmtsim
 from fmtsim import quantize, quantize_
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.ops import CastSpec, EncodedParts
 from fmtsim.ops import encode as encode_parts
+from fmtsim.spec.cast import CastSpec, EncodedParts
 from tests.engines.compare import check
 
 

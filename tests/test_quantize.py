@@ -230,7 +230,8 @@ def test_overlapping_input_and_output(name):
 def test_an_engine_that_met_overlapping_memory_would_be_noticed():
     """The planted error: the engine itself, called on the overlapping views that the test above is about."""
     from fmtsim.arguments import resolve
-    from fmtsim.ops import engine_for, spec_from_json
+    from fmtsim.ops import engine_for
+    from fmtsim.spec.cast import spec_from_json
 
     spec = spec_from_json(resolve("e4m3", "nearest_even", None, -1, None, None, None, torch.float32, None)[0])
     memory = normal(1 << 12)

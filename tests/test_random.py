@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 import fmtsim
 from fmtsim import ArgumentError, RandomKey, Rounding, encode, get_format, quantize, quantize_
-from fmtsim.cpu import pool
-from fmtsim.ops import CastSpec, engine_for
+from fmtsim.cpu.runtime import pool
+from fmtsim.ops import engine_for
+from fmtsim.spec.cast import CastSpec
 from tests.engines.compare import check, differing
 
 NAMES = ["e4m3", "e2m1", "bf16", "int8", "nf4", "mxfp4", "nvfp4", "int8_channel", "logfmt8"]

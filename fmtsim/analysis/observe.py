@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from fmtsim.analysis.stats import OperandStats
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.passes import Observer
+from fmtsim.gemm.layers.passes import Observer
 from fmtsim.nn.attention_mode import ATTENTION
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.spec.quantizer import Quantizer
 from fmtsim.table import ruled
 
 

@@ -11,10 +11,10 @@ from fmtsim.bench.timing import bounded_threads, in_turns
 from fmtsim.formats.interop import torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.datapath import Arithmetic, Datapath
-from fmtsim.gemm.matmul import int_mm, mm
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.scaled import scaled_mm
+from fmtsim.gemm.products.matmul import int_mm, mm
+from fmtsim.gemm.products.scaled import scaled_mm
+from fmtsim.spec.datapath import Arithmetic, Datapath
+from fmtsim.spec.plan import GemmPlan
 
 SHAPE = (512, 512, 2048)
 _BURST = 32  # float32 products at most between two runs of a case

@@ -19,8 +19,8 @@ from fmtsim.bench.gpu_cases import CASES, Case, Row
 from fmtsim.bench.timing import in_turns_on_device
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
-from fmtsim.gemm.config import linear_config
-from fmtsim.gemm.emulated import EmulatedGEMM
+from fmtsim.gemm.layers.config import linear_config
+from fmtsim.gemm.layers.emulated import EmulatedGEMM
 from fmtsim.quantize import encode, quantize
 from fmtsim.verify.workers import default_workers
 

@@ -8,7 +8,7 @@ import torch
 
 from fmtsim.bench import gemm
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.datapath import Datapath
+from fmtsim.spec.datapath import Datapath
 
 Kind = Literal["quantize", "encode", "product", "layer", "call"]
 UNITS: dict[Kind, str] = {

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fmtsim.bench.gpu_cases import FP8_FAST, FP8_SLOW, NEAREST, Row
 from fmtsim.bench.timing import in_turns_on_device
-from fmtsim.gemm.matmul import mm
-from fmtsim.gemm.plan import GemmPlan
+from fmtsim.gemm.products.matmul import mm
+from fmtsim.spec.plan import GemmPlan
 
 _E4M3_MAX = 448.0
 

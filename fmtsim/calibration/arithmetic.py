@@ -13,10 +13,10 @@ from fmtsim.calibration.card import Card
 from fmtsim.errors import ArgumentError, DeviceError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.call import GemmCall
-from fmtsim.gemm.datapath import FP32, Arithmetic, Datapath, IntegerDatapath
-from fmtsim.gemm.unit import describe, get_unit, list_units
+from fmtsim.gemm.units.unit import describe, get_unit, list_units
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.call import GemmCall
+from fmtsim.spec.datapath import FP32, Arithmetic, Datapath, IntegerDatapath
 
 SIZE, K = 256, 512
 WRAP = 1 << 18  # products of 127^2 whose sum leaves int32

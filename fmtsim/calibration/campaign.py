@@ -14,10 +14,10 @@ from fmtsim.calibration.fit import fits
 from fmtsim.calibration.order import Sighting, explains, look
 from fmtsim.errors import DeviceError
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.call import GemmCall
-from fmtsim.gemm.datapath import Arithmetic, Datapath
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.unit import get_unit
+from fmtsim.gemm.units.unit import get_unit
+from fmtsim.spec.call import GemmCall
+from fmtsim.spec.datapath import Arithmetic, Datapath
+from fmtsim.spec.plan import GemmPlan
 
 Status = Literal["verified", "not found", "skipped"]
 Units = Callable[[GemmCall], Arithmetic]

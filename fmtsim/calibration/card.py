@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import DeviceError
-from fmtsim.gemm.call import GemmCall
+from fmtsim.spec.call import GemmCall
 
 STORED = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "e4m3": torch.float8_e4m3fn,

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from fmtsim.analysis.compare import compare
 from fmtsim.calibration.card import STORED, Extras
-from fmtsim.gemm.call import GemmCall
-from fmtsim.gemm.datapath import Arithmetic, Datapath, IntegerDatapath
-from fmtsim.gemm.matmul import int_mm, linear, mm
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.scaled import scaled_mm
+from fmtsim.gemm.products.matmul import int_mm, linear, mm
+from fmtsim.gemm.products.scaled import scaled_mm
+from fmtsim.spec.call import GemmCall
+from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath
+from fmtsim.spec.plan import GemmPlan
 
 SIDE = 16  # rows and columns compared, so 256 results of a call
 FEW = 64  # where one side has less, the other gets up to this many

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy
 
 from fmtsim.calibration.order import Sighting, explains
-from fmtsim.gemm.call import GemmCall
-from fmtsim.gemm.datapath import Arithmetic, Datapath
-from fmtsim.gemm.plan import GemmPlan
+from fmtsim.spec.call import GemmCall
+from fmtsim.spec.datapath import Arithmetic, Datapath
+from fmtsim.spec.plan import GemmPlan
 
 TILES = (128, 64, 32, 256, 512, 16, 8)  # widths of K tiles that libraries use, likely ones first
 STRIDES = (1, 2, 4)  # consecutive products of a thread's sum, where threads share a sum

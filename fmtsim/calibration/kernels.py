@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 from fmtsim.calibration.campaign import SCALAR, Finding, Units
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.call import GemmCall
-from fmtsim.gemm.datapath import Arithmetic
-from fmtsim.gemm.kernel import Kernel
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.schedule import schedule
-from fmtsim.gemm.unit import get_unit
+from fmtsim.gemm.targets.kernel import Kernel
+from fmtsim.gemm.units.unit import get_unit
+from fmtsim.spec.call import GemmCall
+from fmtsim.spec.datapath import Arithmetic
+from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.schedule import schedule
 
 TILES = (64, 128, 32, 16, 256, 512, 8)
 SLICES = ((8, 64), (4, 32), (8, 0), (4, 0))  # align and line of Kernel

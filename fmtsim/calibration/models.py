@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fmtsim.errors import ArgumentError, DataError, did_you_mean
-from fmtsim.gemm.call import GemmCall, Layout
+from fmtsim.spec.call import GemmCall, Layout
 
 Shape = tuple[int, int, bool]
 """Outputs, inputs and whether there is a bias, of one linear layer."""

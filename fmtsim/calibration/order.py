@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fmtsim.calibration.card import STORED, Card, Extras
-from fmtsim.gemm.call import GemmCall
-from fmtsim.gemm.datapath import Arithmetic
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.schedule import Part, schedule
+from fmtsim.spec.call import GemmCall
+from fmtsim.spec.datapath import Arithmetic
+from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.schedule import Part, schedule
 
 FINE = 384  # so many first products are looked at in steps of STEP
 STEP = 4

@@ -15,9 +15,9 @@ from fmtsim.calibration.campaign import Finding, Units
 from fmtsim.calibration.kernels import Entry, cover, entries_of
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.call import GemmCall
-from fmtsim.gemm.kernel import Kernel
-from fmtsim.gemm.target import Target, get_target, target_from_dict, target_to_dict
+from fmtsim.gemm.targets.kernel import Kernel
+from fmtsim.gemm.targets.target import Target, get_target, target_from_dict, target_to_dict
+from fmtsim.spec.call import GemmCall
 
 TESTED = 50  # calls that a rule must have predicted
 FACTS = ("operation", "a", "b", "out", "accumulate", "fast_accum", "scaling", "bias", "a_layout", "b_layout")

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fmtsim.calibration.card import STORED, Card
 from fmtsim.calibration.order import meetings, sight
-from fmtsim.gemm.call import GemmCall
-from fmtsim.gemm.datapath import Datapath
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.schedule import schedule
+from fmtsim.spec.call import GemmCall
+from fmtsim.spec.datapath import Datapath
+from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.schedule import schedule
 
 LENGTHS = (1, 2, 4, 8, 16, 32, 64)
 SEEN = 64  # places whose blocks are looked at; no library splits so little

@@ -16,10 +16,10 @@ from fmtsim.calibration.card import STORED
 from fmtsim.errors import FmtsimError
 from fmtsim.formats.interop import torch_dtype
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.call import GemmCall
-from fmtsim.gemm.matmul import bmm, int_mm, linear, mm
-from fmtsim.gemm.scaled import scaled_mm
-from fmtsim.gemm.target import Rule, Target
+from fmtsim.gemm.products.matmul import bmm, int_mm, linear, mm
+from fmtsim.gemm.products.scaled import scaled_mm
+from fmtsim.gemm.targets.target import Rule, Target
+from fmtsim.spec.call import GemmCall
 
 KINDS = ("wide", "special")
 WORK = 1 << 35  # products of one call that are emulated

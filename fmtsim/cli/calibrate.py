@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fmtsim.calibration.arithmetic import Measured
     from fmtsim.calibration.campaign import Finding
     from fmtsim.calibration.recheck import RuleCheck
-    from fmtsim.gemm.call import GemmCall
+    from fmtsim.spec.call import GemmCall
 
 MISMATCH = 1
 SHOWN = 10
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out).expanduser()
     check_output(out)
     from fmtsim.calibration.card import open_card
-    from fmtsim.gemm.target import get_target
+    from fmtsim.gemm.targets.target import get_target
 
     base = None if arguments.base is None else get_target(arguments.base)
     card = open_card(arguments.device)
@@ -102,7 +102,7 @@ def run_check(arguments: argparse.Namespace) -> int:
 
     from fmtsim.calibration.card import open_card
     from fmtsim.calibration.recheck import recheck
-    from fmtsim.gemm.target import get_target
+    from fmtsim.gemm.targets.target import get_target
 
     if arguments.calls < 1:
         raise ArgumentError(f"--calls {arguments.calls} is not possible; choose 1 or more")

@@ -97,13 +97,13 @@ def _cuda_engine() -> dict[str, Any]:
 
 
 def _threads() -> int:
-    from fmtsim.cpu import pool
+    from fmtsim.cpu.runtime import pool
 
     return pool.get_num_threads()
 
 
 def _kernel_cache() -> str | None:
-    from fmtsim.cpu import jit
+    from fmtsim.cpu.runtime import jit
 
     folder = jit.cache_folder()
     return None if folder is None else str(folder)

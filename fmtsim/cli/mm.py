@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from fmtsim.analysis.compare import Comparison
-    from fmtsim.gemm.explain import MmExplanation
+    from fmtsim.gemm.products.explain import MmExplanation
 
 OUT_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2")
 MAC_LIMIT = 1 << 25  # products of the exact sum that a reader waits for
@@ -102,8 +102,8 @@ def on_device(operands: Operands, name: str) -> Operands:
 
 def machine(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return target, unit or datapath, plan and accumulator as the verbs take them."""
-    from fmtsim.gemm.datapath import Datapath
-    from fmtsim.gemm.plan import GemmPlan
+    from fmtsim.spec.datapath import Datapath
+    from fmtsim.spec.plan import GemmPlan
 
     options: dict[str, Any] = {"target": arguments.target, "unit": arguments.unit}
     if arguments.datapath is not None:
@@ -120,7 +120,7 @@ def machine(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def explained(operands: Operands, options: dict[str, Any], arguments: argparse.Namespace) -> "MmExplanation":
     """Return what fmtsim.explain_mm says about the product."""
-    from fmtsim.gemm.explain import explain_mm
+    from fmtsim.gemm.products.explain import explain_mm
 
     return explain_mm(
         operands.a, operands.b, out_dtype=_out_dtype(operands, arguments), allow_tf32=operands.tf32,
@@ -133,8 +133,8 @@ def timed(operands: Operands, options: dict[str, Any], arguments: argparse.Names
     """Return the product and the seconds it took."""
     import torch
 
-    from fmtsim.gemm.matmul import int_mm, mm
-    from fmtsim.gemm.scaled import scaled_mm
+    from fmtsim.gemm.products.matmul import int_mm, mm
+    from fmtsim.gemm.products.scaled import scaled_mm
 
     dtype = _out_dtype(operands, arguments)
     path = options.get("datapath")
@@ -163,7 +163,7 @@ def exact_sums(operands: Operands) -> "torch.Tensor":
     """Return the exact sums, rounded once to float64 (int64 for integers), of as many rows as take a few seconds."""
     import torch
 
-    from fmtsim.gemm.matmul import mm
+    from fmtsim.gemm.products.matmul import mm
 
     k, n = operands.b.shape
     rows = operands.a[: max(1, MAC_LIMIT // max(1, n * k))]

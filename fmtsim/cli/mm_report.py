@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     import torch
 
     from fmtsim.analysis.compare import Comparison
-    from fmtsim.gemm.explain import MmExplanation
+    from fmtsim.gemm.products.explain import MmExplanation
 
 
 SHOWN = 4

@@ -207,8 +207,8 @@ def _recipe(arguments: argparse.Namespace) -> "Scheme":
 
 def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the machine's options as a Scheme takes them."""
-    from fmtsim.gemm.datapath import Datapath
-    from fmtsim.gemm.plan import GemmPlan
+    from fmtsim.spec.datapath import Datapath
+    from fmtsim.spec.plan import GemmPlan
 
     given = [name for name in ("target", "unit", "datapath") if getattr(arguments, name) is not None]
     if len(given) > 1:

@@ -14,10 +14,10 @@ from fmtsim.distributed.wire import from_bytes, to_bytes
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.formats.packing import packed_size
 from fmtsim.formats.representable import FLOAT_DTYPES
-from fmtsim.ops import CastSpec, RandomKey
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.scales import FLT_MIN, reciprocal, scales
 from fmtsim.scaling.statistics import FLT_MAX
+from fmtsim.spec.cast import CastSpec, RandomKey
 
 MAX_RANKS = 1 << 16
 MAX_CALLS = 1 << 31

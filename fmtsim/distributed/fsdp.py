@@ -14,7 +14,7 @@ from fmtsim.distributed.state import ReductionState
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
-from fmtsim.scaling.scale import Scaling
+from fmtsim.spec.scaling import Scaling
 
 
 class _Comm:

@@ -14,12 +14,12 @@ from fmtsim.formats.block import FP32, BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT_DTYPES
 from fmtsim.formats.spec import ElementFormat
-from fmtsim.ops import CastSpec
 from fmtsim.quantize import encode, quantize
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.scale import Scaling
 from fmtsim.scaling.scales import Scales, scales
 from fmtsim.scaling.statistics import statistic
+from fmtsim.spec.cast import CastSpec
+from fmtsim.spec.scaling import Scaling
 
 HALO = Scaling(arithmetic="divide")  # amax / 127, true division
 

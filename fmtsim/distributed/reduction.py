@@ -13,7 +13,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
 from fmtsim.formats.spec import OVERFLOWS, FloatFormat, IntFormat, Overflow
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.scale import Scaling
+from fmtsim.spec.scaling import Scaling
 
 Factor = Literal["pre", "post", "sqrt", "auto"]
 Algorithm = Literal["ring", "tree"]

@@ -10,8 +10,8 @@ from fmtsim.encoded import Encoded
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.packing import pack, unpack
-from fmtsim.ops import CastSpec, EncodedParts
 from fmtsim.quantize import encode
+from fmtsim.spec.cast import CastSpec, EncodedParts
 
 _PARTS = ("codes", "scales", "tensor_scale", "offsets")
 

@@ -15,11 +15,11 @@ from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat, with
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
 from fmtsim.formats.spec import OVERFLOWS, ElementFormat, Overflow, ScaleRule
-from fmtsim.ops import RandomKey
 from fmtsim.quantize import encode, quantize
 from fmtsim.rounding.modes import Rounding, get_rounding
 from fmtsim.rounding.philox import random_integer
 from fmtsim.scaling.oracle import quantize_matrix
+from fmtsim.spec.cast import RandomKey
 
 LIMIT = 65536
 """Most numbers that one call explains: the oracle takes tens of microseconds for each."""

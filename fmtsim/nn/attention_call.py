@@ -12,15 +12,15 @@ from torch import Tensor
 
 from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.choice import draw_keys
-from fmtsim.gemm.once import OnceOnly
-from fmtsim.gemm.passes import Observer
-from fmtsim.gemm.streams import Generator
+from fmtsim.gemm.layers.once import OnceOnly
+from fmtsim.gemm.layers.passes import Observer
+from fmtsim.gemm.layers.streams import Generator
+from fmtsim.gemm.products.choice import draw_keys
 from fmtsim.nn.flash import Flash, Words, flash, is_random
 from fmtsim.nn.flash_backward import flash_gradients
-from fmtsim.ops import RandomKey
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.scaling.repeats import Calls
+from fmtsim.spec.cast import RandomKey
 
 _ONCE: Final = (
     "quantised attention cannot be differentiated twice: the gradient of a quantised gradient is not defined; "

@@ -9,16 +9,16 @@ from torch import Tensor
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.coding import holder
-from fmtsim.gemm.matmul import bmm
-from fmtsim.gemm.operand import Draws, Operand
-from fmtsim.gemm.passes import Observer
-from fmtsim.gemm.prepare import prepare, transformed
-from fmtsim.ops import RandomKey
+from fmtsim.gemm.layers.coding import holder
+from fmtsim.gemm.layers.operand import Draws, Operand
+from fmtsim.gemm.layers.passes import Observer
+from fmtsim.gemm.layers.prepare import prepare, transformed
+from fmtsim.gemm.products.matmul import bmm
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.scaling.cast import spread
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.transform import Clamp, Hadamard
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.transform import Clamp, Hadamard
 
 See = Callable[[Tensor, Tensor, Quantizer], None]
 _LOG2E: Final = 1.4426950408889634

@@ -6,13 +6,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.config import Gemm
-from fmtsim.gemm.passes import Observer
-from fmtsim.gemm.prepare import rotated
+from fmtsim.gemm.layers.config import Gemm
+from fmtsim.gemm.layers.passes import Observer
+from fmtsim.gemm.layers.prepare import rotated
 from fmtsim.nn.flash import Flash, Heads, See, Words, product, quantised, seen
 from fmtsim.recipes.attention import AttentionConfig
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.transform import Hadamard
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.transform import Hadamard
 
 
 class _Source(NamedTuple):

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.errors import ArgumentError, FmtsimError
-from fmtsim.gemm.config import OPERANDS, LinearConfig
-from fmtsim.gemm.emulated import run_layer
-from fmtsim.gemm.layer import Layer, State
-from fmtsim.gemm.passes import Observer
-from fmtsim.gemm.sizes import size_fault
-from fmtsim.gemm.streams import FORWARD, Generator
+from fmtsim.gemm.layers.config import OPERANDS, LinearConfig
+from fmtsim.gemm.layers.emulated import run_layer
+from fmtsim.gemm.layers.layer import Layer, State
+from fmtsim.gemm.layers.passes import Observer
+from fmtsim.gemm.layers.streams import FORWARD, Generator
+from fmtsim.gemm.targets.sizes import size_fault
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.scaling.history import DelayedScale, FrozenScale
 from fmtsim.scaling.repeats import Calls

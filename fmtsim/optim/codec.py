@@ -15,13 +15,13 @@ from torch import Tensor
 from fmtsim.formats.packing import pack, unpack
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat
-from fmtsim.ops import CastSpec, EncodedParts, RandomKey
 from fmtsim.ops import decode as decode_elements
 from fmtsim.ops import encode as encode_elements
 from fmtsim.optim import expansion
 from fmtsim.optim.codebooks import thresholds_of
 from fmtsim.optim.state import StateFormat
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import CastSpec, EncodedParts, RandomKey
 
 Parts = dict[str, Tensor]
 EXPONENTS = (-126, 126)

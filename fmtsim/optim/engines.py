@@ -78,7 +78,7 @@ def covers(scheme: Scheme) -> Kind | None:
 
 @lru_cache(maxsize=64)
 def float_states(scheme: Scheme) -> Any:
-    """Return the ``States`` of fmtsim.cuda.moments_floats of a scheme, None where those kernels do not know it.
+    """Return the ``States`` of fmtsim.cuda.optim.moments_floats of a scheme, None where those kernels do not know it.
 
     All states are floating-point codes (or float32), with scales of tensors, of blocks of one size, or none.
     """
@@ -93,13 +93,13 @@ def float_states(scheme: Scheme) -> Any:
         return None
     if scheme.first.stochastic or scheme.second.stochastic or (scheme.weights and scheme.weights.format is None):
         return None
-    floats = importlib.import_module("fmtsim.cuda.moments_floats")
+    floats = importlib.import_module("fmtsim.cuda.optim.moments_floats")
     slots = [floats.Slot(fmt.format, fmt.scale, fmt.least, fmt.rounding.random_bits or 0) for fmt in formats]
     return floats.States(slots[0], slots[1], slots[2] if len(slots) > 2 else None, 0 if block == "tensor" else block)
 
 
 def _is_float_code(fmt: StateFormat) -> bool:
-    floats = importlib.import_module("fmtsim.cuda.moments_floats")
+    floats = importlib.import_module("fmtsim.cuda.optim.moments_floats")
     known = isinstance(fmt.format, FloatFormat) and floats.takes(fmt.format, fmt.rounding)
     return known and not fmt.expand and fmt.scale in floats.RULES
 
@@ -179,7 +179,7 @@ def launch(parts: Any, like: Tensor, scheme: Scheme, numbers: Numbers, counter: 
     kind = covers(scheme)
     if kind in ("floats", "float32"):
         states = float_states(scheme)
-        floats = importlib.import_module("fmtsim.cuda.moments_floats")
+        floats = importlib.import_module("fmtsim.cuda.optim.moments_floats")
         floats.adam(parts, like, states, numbers, zeroing, counter, key_of(seed, step, 0, "first"))
         return
     books = _cuda_books(scheme) if kind == "codebooks" else None
@@ -291,8 +291,8 @@ def _cuda_books(scheme: Scheme) -> Any:
 
 
 def _cpu() -> Any:
-    return importlib.import_module("fmtsim.cpu.moments")
+    return importlib.import_module("fmtsim.cpu.optim.moments")
 
 
 def _cuda() -> Any:
-    return importlib.import_module("fmtsim.cuda.moments")
+    return importlib.import_module("fmtsim.cuda.optim.moments")

@@ -88,4 +88,4 @@ def _exp(x: Tensor) -> Tensor:
 
 def _elementary(x: Tensor) -> Any:
     """Return the module of an engine with both functions: equal bits, whichever it is."""
-    return importlib.import_module(f"fmtsim.{'cpu' if x.is_cpu else 'torch_engine'}.elementary")
+    return importlib.import_module(f"fmtsim.{'cpu.optim' if x.is_cpu else 'torch_engine'}.elementary")

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fmtsim.formats.spec import LogFormat
-from fmtsim.ops import RandomKey
 from fmtsim.optim import codec
 from fmtsim.optim.rules import ADAM, ADAMW, CONSTANTS, Numbers, Rule
 from fmtsim.optim.state import StateFormat
+from fmtsim.spec.cast import RandomKey
 
 KINDS = ("first", "second", "weights")
 PARAMETER_BITS, KIND_BITS = 20, 2
@@ -187,7 +187,7 @@ def _updated(job: Job, rule: Rule, p: Tensor, g: Tensor, states: dict[str, Tenso
     if not p.is_cpu or rule.name not in FUSED:
         return rule.update(p, g, states, job.numbers)
     p, m, v = (x.clone(memory_format=torch.contiguous_format) for x in (p, states["first"], states["second"]))
-    importlib.import_module("fmtsim.cpu.moments").adam_plain((p, g, m, v), job.numbers, False)
+    importlib.import_module("fmtsim.cpu.optim.moments").adam_plain((p, g, m, v), job.numbers, False)
     return p, {"first": m, "second": v}
 
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
-from fmtsim.gemm.operand import Draws, block_of
-from fmtsim.gemm.prepare import prepare
+from fmtsim.gemm.layers.operand import Draws, block_of
+from fmtsim.gemm.layers.prepare import prepare
 from fmtsim.quantize import quantize
 from fmtsim.scaling.cast import spread
-from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.spec.quantizer import Quantizer
 
 
 def nearest(w: Tensor, quantizer: Quantizer) -> Tensor:

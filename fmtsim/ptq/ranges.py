@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from fmtsim.formats.block import BlockFormat, LogTileFormat
-from fmtsim.gemm.operand import Draws
-from fmtsim.gemm.prepare import prepare
+from fmtsim.gemm.layers.operand import Draws
+from fmtsim.gemm.layers.prepare import prepare
 from fmtsim.ptq.spec import Calibration, fixed, is_static
 from fmtsim.ptq.survey import Part
 from fmtsim.scaling.history import DelayedScale
-from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.scales import reciprocal, scales
+from fmtsim.spec.quantizer import Quantizer
 
 
 def collect(part: Part, x: Tensor, calibration: Calibration | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from fmtsim.ptq.spec import Calibration, Equalise, Gptq, LearnedRounding, PtqRecipe, Smooth
 from fmtsim.recipes.names import Names
 from fmtsim.recipes.serialization import RECORDS, read_record, recipe_to_dict, record_of
-from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.spec.quantizer import Quantizer
 
 _OWN: dict[str, tuple[type, ...]] = {
     "x": (Quantizer,),

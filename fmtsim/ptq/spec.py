@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.config import Gemm, LinearConfig
+from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.spec import Recipe, Rule
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import History
-from fmtsim.scaling.transform import Hadamard
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import History
+from fmtsim.spec.transform import Hadamard
 
 RangeRule = Literal["absmax", "percentile", "mse"]
 Groups = Literal["static", "dynamic", "lazy"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.config import LinearConfig
+from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.nn.modules import STATE, EmulatedModule
 from fmtsim.progress import Progress
 from fmtsim.ptq.gptq import gptq

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.config import LinearConfig
-from fmtsim.gemm.layer import Layer
+from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.gemm.layers.layer import Layer
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.spec.quantizer import Quantizer
 
 Tell = Callable[[int], None]
 

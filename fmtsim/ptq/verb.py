@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fmtsim.gemm.config import LinearConfig
+from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.nn.attention_mode import convert_attention, revert_attention
 from fmtsim.nn.convert import REASONS, convert, revert
 from fmtsim.nn.modules import EmulatedModule

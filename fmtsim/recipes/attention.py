@@ -5,14 +5,14 @@ from typing import Any, Final
 
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.config import Gemm
-from fmtsim.gemm.datapath import Arithmetic
-from fmtsim.gemm.unit import describe, get_unit
+from fmtsim.gemm.layers.config import Gemm
+from fmtsim.gemm.units.unit import describe, get_unit
 from fmtsim.recipes.build import FORWARD, HIGH
-from fmtsim.scaling.gradient import StraightThrough
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import Scaling
-from fmtsim.scaling.transform import Clamp, Hadamard
+from fmtsim.spec.datapath import Arithmetic
+from fmtsim.spec.gradient import StraightThrough
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import Scaling
+from fmtsim.spec.transform import Clamp, Hadamard
 
 BACKWARD: Final = ("dv", "dp", "dq", "dk")
 _FORWARD: Final = ("q", "k", "v", "p")

@@ -3,10 +3,10 @@
 from typing import Any
 
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.config import Gemm, LinearConfig
+from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import Scaling
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import Scaling
 
 FORWARD = Quantizer(source="forward")  # the codes of the forward pass, or of the gradient's first use
 HIGH = Quantizer()

@@ -5,14 +5,14 @@ from typing import Any
 from fmtsim.formats.block import with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat, ScaleRule
-from fmtsim.gemm.config import LinearConfig
+from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.build import FORWARD, STOCHASTIC, cast, layer
 from fmtsim.recipes.spec import Recipe, Rule, Steps
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.gradient import ClipMask, Differentiable
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import PowerOfTwo, Scaling, TensorScale
-from fmtsim.scaling.transform import Clamp, Hadamard
+from fmtsim.spec.gradient import ClipMask, Differentiable
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import PowerOfTwo, Scaling, TensorScale
+from fmtsim.spec.transform import Clamp, Hadamard
 
 _TE = "Transformer Engine d0067d0, NVFP4BlockScaling"
 _NVIDIA = "NVIDIA, arXiv:2509.25149"

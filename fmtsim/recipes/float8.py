@@ -3,12 +3,12 @@
 from fmtsim.formats.block import with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import SCALE_RULES, ScaleRule
-from fmtsim.gemm.config import LinearConfig
+from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.attention import flash_attention_3
 from fmtsim.recipes.build import FORWARD, STOCHASTIC, cast, layer
 from fmtsim.recipes.spec import Recipe, Replacement, Rule
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import History, PowerOfTwo, Scaling
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import History, PowerOfTwo, Scaling
 
 _TE = "Transformer Engine d0067d0"
 _AO = "torchao 36027d8"

@@ -2,12 +2,12 @@
 
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.config import LinearConfig
+from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.build import FORWARD, HIGH, cast, layer
 from fmtsim.recipes.spec import Recipe
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import Scaling
-from fmtsim.scaling.transform import Hadamard
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import Scaling
+from fmtsim.spec.transform import Hadamard
 
 _HALO = "Ashkboos et al., HALO, arXiv:2501.02625; IST-DASLab/HALO d8c1dc9"
 _LECTURE = "gpu-mode/lectures 7cb40f6, lecture 30; torchao 36027d8, int8 mixed-precision training"

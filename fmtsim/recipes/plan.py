@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.config import LinearConfig
+from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.spec import Rule
 
 

@@ -12,17 +12,17 @@ from fmtsim.errors import ArgumentError, FmtsimError, FormatError
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.serialization import format_from_dict, format_to_dict
-from fmtsim.gemm.config import Gemm, LinearConfig
-from fmtsim.gemm.datapath import Arithmetic
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.serialization import record_from_dict, record_to_dict
+from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.recipes.attention import BACKWARD, AttentionConfig
 from fmtsim.recipes.spec import LossScale, Recipe, Replacement, Rule, Steps
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.gradient import ClipMask, Differentiable, StraightThrough, TrustMask
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import History, Scaling, TensorScale
-from fmtsim.scaling.transform import Clamp, Hadamard
+from fmtsim.spec.datapath import Arithmetic
+from fmtsim.spec.gemm_spec import record_from_dict, record_to_dict
+from fmtsim.spec.gradient import ClipMask, Differentiable, StraightThrough, TrustMask
+from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import History, Scaling, TensorScale
+from fmtsim.spec.transform import Clamp, Hadamard
 
 Records = Mapping[str, tuple[type, ...]]
 

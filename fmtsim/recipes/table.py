@@ -5,10 +5,10 @@ from html import escape
 from typing import Final
 
 from fmtsim.formats.block import BlockFormat, Format
-from fmtsim.gemm.config import LinearConfig
+from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.spec import Recipe
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import Scaling
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import Scaling
 from fmtsim.table import aligned, filled
 
 MARKS: Final = ("<!-- recipes -->", "<!-- end -->")

@@ -1,6 +1,6 @@
 """Recipes of 16 bits and more, and of bfloat16 with fewer mantissa bits."""
 
-from fmtsim.gemm.config import Gemm, LinearConfig
+from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.recipes.build import cast
 from fmtsim.recipes.spec import LossScale, Recipe
 

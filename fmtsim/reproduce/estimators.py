@@ -6,17 +6,17 @@ import torch
 
 from fmtsim.formats.block import with_block
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.config import LinearConfig
+from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.quantize import quantize
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, near
 from fmtsim.reproduce.samples import normal, relative_error, slope_of, through
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast
-from fmtsim.scaling.gradient import Differentiable
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import Scaling, TensorScale
 from fmtsim.scaling.slope import slope
+from fmtsim.spec.gradient import Differentiable
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import Scaling, TensorScale
 
 _QUARTET = "Castro et al., Quartet, arXiv:2505.14669; IST-DASLab/Quartet 00ccd38"
 _EDEN = "Quartet II, arXiv:2601.22813; IST-DASLab/Quartet-II 8776a90"

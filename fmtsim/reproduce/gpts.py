@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 import torch
 
-from fmtsim.gemm.config import LinearConfig
+from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.nn.convert import convert
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell
 from fmtsim.reproduce.widths import text
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.spec.quantizer import Quantizer
 from fmtsim.training.gpt import GPT, GPTConfig
 
 _NVFP4 = "NVIDIA, Pretraining LLMs with NVFP4, arXiv:2509.25149, sections 3 and 4, figure 4"

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from fmtsim.gemm.matmul import mm
-from fmtsim.gemm.plan import GemmPlan
+from fmtsim.gemm.products.matmul import mm
 from fmtsim.quantize import quantize
 from fmtsim.reproduce.claim import Claim, Measured, Tell, near
 from fmtsim.reproduce.samples import generator
+from fmtsim.spec.plan import GemmPlan
 
 
 def accumulation(

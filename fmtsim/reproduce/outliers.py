@@ -5,15 +5,15 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from fmtsim.gemm.operand import Draws
-from fmtsim.gemm.prepare import prepare, rotated
+from fmtsim.gemm.layers.operand import Draws
+from fmtsim.gemm.layers.prepare import prepare, rotated
 from fmtsim.nn.smooth import smooth_swiglu
 from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near
 from fmtsim.reproduce.estimators import operand
 from fmtsim.reproduce.samples import decibels, draw, generator, normal, relative_error, through
 from fmtsim.scaling.history import DelayedScale
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.transform import Clamp, Hadamard
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.transform import Clamp, Hadamard
 
 _HALO = "Ashkboos et al., HALO, arXiv:2501.02625; IST-DASLab/HALO d8c1dc9"
 _FP4 = "Wang et al., arXiv:2501.17116, table 1"

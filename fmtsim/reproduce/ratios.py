@@ -13,7 +13,7 @@ from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, nea
 from fmtsim.reproduce.samples import decibels, draw, generator, normal, relative_error
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast
-from fmtsim.scaling.scale import Scaling
+from fmtsim.spec.scaling import Scaling
 
 _QUALCOMM = "van Baalen et al., FP8 versus INT8, arXiv:2303.17951; Qualcomm FP8-quantization ede19a9"
 _FLOATS = ("e2m5", "e3m4", "e4m3", "e5m2")

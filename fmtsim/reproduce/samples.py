@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.operand import Draws
-from fmtsim.gemm.prepare import prepare, transformed
-from fmtsim.ops import RandomKey
-from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.gemm.layers.operand import Draws
+from fmtsim.gemm.layers.prepare import prepare, transformed
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.quantizer import Quantizer
 
 DISTRIBUTIONS = ("uniform", "gauss", "laplace", "t5", "t3", "rare")
 

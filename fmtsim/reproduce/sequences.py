@@ -4,13 +4,13 @@ import dataclasses
 
 import torch
 
-from fmtsim.gemm.operand import Draws
-from fmtsim.gemm.prepare import prepare
-from fmtsim.ops import RandomKey
+from fmtsim.gemm.layers.operand import Draws
+from fmtsim.gemm.layers.prepare import prepare
 from fmtsim.quantize import quantize
 from fmtsim.reproduce.claim import Claim, Measured, Tell, exactly, near
 from fmtsim.reproduce.estimators import operand
 from fmtsim.scaling.history import DelayedScale
+from fmtsim.spec.cast import RandomKey
 
 
 def sums(tell: Tell, *, steps: int, copies: int, seed: int) -> Measured:

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from fmtsim.formats.spec import ElementFormat, Overflow
-from fmtsim.ops import RandomKey
 from fmtsim.quantize import quantize
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.levels import two_levels
-from fmtsim.scaling.scale import Scaling
 from fmtsim.scaling.scales import Scales, in_format, scales
 from fmtsim.scaling.statistics import block_sizes, blocked, folded_sum, statistic
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.scaling import Scaling
 
 Keys = tuple[RandomKey | None, RandomKey | None]
 

@@ -8,10 +8,10 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from fmtsim.errors import CollectiveError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
-from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.scaling.repeats import Calls
 from fmtsim.scaling.scales import Scales, _float32, power_of_two, reciprocal
 from fmtsim.scaling.statistics import FLT_MAX
+from fmtsim.spec.quantizer import Quantizer
 
 
 class DelayedScale(nn.Module):

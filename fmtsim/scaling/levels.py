@@ -5,10 +5,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fmtsim.ops import RandomKey
-from fmtsim.scaling.scale import Scaling
 from fmtsim.scaling.scales import Scales, _float32, in_format, reciprocal
 from fmtsim.scaling.statistics import FLT_MAX
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.scaling import Scaling
 
 _TORCHAO_LEAST: Final = 2.0**-6  # torchao 36027d8: block scales are never subnormal
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from fmtsim.formats.block import FP32
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.ops import RandomKey
 from fmtsim.quantize import quantize
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.scale import Scaling
 from fmtsim.scaling.statistics import FLT_MAX
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.scaling import Scaling
 
 FLT_MIN: Final = torch.finfo(torch.float32).tiny
 _MANTISSA: Final = (1 << 23) - 1

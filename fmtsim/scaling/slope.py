@@ -1,4 +1,4 @@
-"""What gradients are multiplied with where the elements of an operand were rounded (fmtsim/scaling/gradient.py)."""
+"""What gradients are multiplied with where the elements of an operand were rounded (fmtsim/spec/gradient.py)."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from fmtsim.formats.spec import ElementFormat
 from fmtsim.quantize import quantize
 from fmtsim.scaling.cast import Scaled
-from fmtsim.scaling.gradient import ClipMask, Differentiable, GradientRule, StraightThrough, TrustMask
+from fmtsim.spec.gradient import ClipMask, Differentiable, GradientRule, StraightThrough, TrustMask
 
 
 def slope(rule: GradientRule, cast: Scaled, element: ElementFormat) -> Tensor | None:

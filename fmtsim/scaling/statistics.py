@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.formats.block import Block
-from fmtsim.scaling.scale import Statistic
+from fmtsim.spec.scaling import Statistic
 
 FLT_MAX: Final = torch.finfo(torch.float32).max
 

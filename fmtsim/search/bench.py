@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
-from fmtsim.gemm.config import Gemm, LinearConfig
-from fmtsim.gemm.layer import Layer
+from fmtsim.gemm.layers.config import Gemm, LinearConfig
+from fmtsim.gemm.layers.layer import Layer
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.progress import Of, Progress
 from fmtsim.ptq.ranges import static_scale
@@ -20,8 +20,8 @@ from fmtsim.ptq.spec import PtqRecipe, fixed
 from fmtsim.ptq.steps import round_weights, surveyed
 from fmtsim.ptq.survey import Survey, call, evaluating
 from fmtsim.ptq.verb import prepared
-from fmtsim.scaling.quantizer import Quantizer
 from fmtsim.search.result import HIGH_BITS
+from fmtsim.spec.quantizer import Quantizer
 
 Loss = Callable[[Any, Any], float]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.config import Gemm, LinearConfig
+from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.recipes.spec import Rule
 from fmtsim.search.choice import front

@@ -5,7 +5,7 @@ import torch
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.spec import IntFormat
-from fmtsim.ops import CastSpec, EncodedParts
+from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.torch_engine import elements, integers
 from fmtsim.torch_engine.blocks import Geometry, geometry
 from fmtsim.torch_engine.reals import narrow, product, widen

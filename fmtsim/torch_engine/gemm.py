@@ -10,11 +10,11 @@ from functools import reduce
 
 import torch
 
-from fmtsim.gemm.datapath import Datapath, IntegerDatapath
-from fmtsim.gemm.schedule import Part, schedule
-from fmtsim.gemm.serialization import GemmSpec
-from fmtsim.ops import RandomKey
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.datapath import Datapath, IntegerDatapath
+from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.schedule import Part, schedule
 from fmtsim.torch_engine.gemm_operands import Rows, all_finite, exact
 from fmtsim.torch_engine.gemm_sums import Draw, Summation, unit_of
 from fmtsim.torch_engine.gemm_units import integer_sums, wrapped

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.datapath import Datapath
+from fmtsim.spec.datapath import Datapath
 from fmtsim.torch_engine.gemm_operands import Factor, Rows, Signs, cleaned, exact, exponents, specials
 from fmtsim.torch_engine.gemm_round import ODD_BITS, SAFE, add_to_odd, exponent_of, integral, round_value
 from fmtsim.torch_engine.reals import power_of_two

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.datapath import Datapath
+from fmtsim.spec.datapath import Datapath
 from fmtsim.torch_engine.carry import DEEPEST, jam, round_off
 from fmtsim.torch_engine.gemm_blocks import settle
 from fmtsim.torch_engine.gemm_limbs import parts_of

@@ -6,11 +6,11 @@ import torch
 
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.datapath import FP32, Arithmetic, Datapath, PairwiseDatapath, TwoStageDatapath
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.schedule import Chain, Part, schedule
-from fmtsim.gemm.serialization import GemmSpec
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.datapath import FP32, Arithmetic, Datapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.schedule import Chain, Part, schedule
 from fmtsim.torch_engine.gemm_blocks import AlignedUnit, FusedAddUnit
 from fmtsim.torch_engine.gemm_double import DoubleAddUnit
 from fmtsim.torch_engine.gemm_operands import Pieces, Rows, Unit

@@ -6,8 +6,8 @@ import torch
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.datapath import FP32, Datapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.datapath import FP32, Datapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.torch_engine.gemm_blocks import product_range
 from fmtsim.torch_engine.gemm_operands import Rows, cleaned, exact, exponents, specials
 from fmtsim.torch_engine.gemm_round import SAFE, round_value

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.datapath import Datapath
+from fmtsim.spec.datapath import Datapath
 from fmtsim.torch_engine.gemm_blocks import SPAN, group_exponents, grouped, product_range, settle
 from fmtsim.torch_engine.gemm_limbs import (
     ROOM,

@@ -4,8 +4,8 @@ import torch
 
 from fmtsim.formats.block import LogTileFormat
 from fmtsim.formats.packing import code_dtype
-from fmtsim.ops import CastSpec, EncodedParts
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.torch_engine.blockcast import finite_magnitudes, is_nan
 from fmtsim.torch_engine.blocks import Geometry, chunk_size, geometry, windows
 from fmtsim.torch_engine.elementary import exp, ln

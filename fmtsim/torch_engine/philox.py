@@ -2,8 +2,8 @@
 
 import torch
 
-from fmtsim.ops import RandomKey
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import RandomKey
 
 GROUP = 256
 """Streams must start at a multiple of this: 64 elements share 16 counters, and 4 elements a word of ``cvt_rs``."""

@@ -5,7 +5,7 @@ import torch
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.packing import code_dtype
-from fmtsim.ops import CastSpec, EncodedParts, Random, RandomKey
+from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey
 from fmtsim.torch_engine import blockcast, elements, logfmt
 from fmtsim.torch_engine.blocks import chunk_size
 from fmtsim.torch_engine.philox import random_integers

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from fmtsim.gemm.call import GemmCall
-from fmtsim.gemm.native import card_description
-from fmtsim.gemm.serialization import record_to_dict
-from fmtsim.gemm.target import Resolution, get_target
+from fmtsim.gemm.products.native import card_description
+from fmtsim.gemm.targets.target import Resolution, get_target
+from fmtsim.spec.call import GemmCall
+from fmtsim.spec.gemm_spec import record_to_dict
 from fmtsim.training.artifacts import version_of
 from fmtsim.training.corpus import Corpus
 from fmtsim.training.lockstep import HEAD_FORMAT, Lockstep, Mismatch

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from fmtsim.analysis.compare import Comparison, compare
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.call import GemmCall
-from fmtsim.gemm.config import LinearConfig, linear_config
-from fmtsim.gemm.native import why_not_native
-from fmtsim.gemm.target import Resolution, Target, get_target
+from fmtsim.gemm.layers.config import LinearConfig, linear_config
+from fmtsim.gemm.products.native import why_not_native
+from fmtsim.gemm.targets.target import Resolution, Target, get_target
 from fmtsim.nn.convert import convert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.progress import Progress
+from fmtsim.spec.call import GemmCall
 from fmtsim.training.corpus import Corpus, sample
 from fmtsim.training.deterministic import deterministic
 from fmtsim.training.gpt import GPT

@@ -8,12 +8,12 @@ from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat, scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import ScaleRule
-from fmtsim.gemm.config import Gemm, LinearConfig, linear_config
-from fmtsim.gemm.datapath import Datapath
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.serialization import record_to_dict
+from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
 from fmtsim.recipes.serialization import recipe_to_dict
 from fmtsim.recipes.spec import LossScale, Recipe
+from fmtsim.spec.datapath import Datapath
+from fmtsim.spec.gemm_spec import record_to_dict
+from fmtsim.spec.plan import GemmPlan
 
 # Scaling by name: block (outer, inner along the contraction axis) of x and g, block of w, scale rule.
 SCALINGS: dict[str, tuple[Block, Block, ScaleRule] | None] = {

@@ -10,10 +10,10 @@ from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
 from fmtsim.formats.spec import OVERFLOWS, ElementFormat, FloatFormat, Overflow
-from fmtsim.ops import CastSpec, EncodedParts, Random, RandomKey
 from fmtsim.rounding.modes import MODES, Mode, Rounding
 from fmtsim.rounding.oracle import encode_value
 from fmtsim.scaling.oracle import Quantized, quantize_matrix
+from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey
 from fmtsim.verify.inputs import boundaries, rough_matrix, words_for
 from fmtsim.verify.outcome import Engine, Outcome, Tally, covers
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import fmtsim
 from fmtsim import ops
 from fmtsim.errors import ArgumentError, DeviceError
-from fmtsim.ops import CastSpec, EncodedParts, Random
+from fmtsim.spec.cast import CastSpec, EncodedParts, Random
 
 Choose = Callable[..., ModuleType]
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.ops import CastSpec
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import CastSpec
 from fmtsim.verify.outcome import Engine, Outcome, Tally, covers
 
 FORMATS = ("e4m3", "e5m2", "bf16", "fp16", "e2m1")

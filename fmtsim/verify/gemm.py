@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fmtsim.analysis.compare import compare
 from fmtsim.errors import ArgumentError, DataError, PlanUnknownWarning
-from fmtsim.gemm.call import GemmCall, Scaling
-from fmtsim.gemm.instruction import mma
-from fmtsim.gemm.matmul import int_mm, linear, mm
-from fmtsim.gemm.operands import matrix_layout
-from fmtsim.gemm.scaled import scaled_mm
+from fmtsim.gemm.products.instruction import mma
+from fmtsim.gemm.products.matmul import int_mm, linear, mm
+from fmtsim.gemm.products.operands import matrix_layout
+from fmtsim.gemm.products.scaled import scaled_mm
+from fmtsim.spec.call import GemmCall, Scaling
 from fmtsim.verify.device import moved
 from fmtsim.verify.recordings import Call, Dots, Recording, find_recordings, read_calls, read_dots
 
@@ -242,7 +242,7 @@ def replay_call(call: Call, target: str) -> Tensor:
 
 def plan_basis(call: Call, target: str) -> str:
     """Return what stands behind the target's order of sums for a call: recorded, logged, rule or guess."""
-    from fmtsim.gemm.target import get_target
+    from fmtsim.gemm.targets.target import get_target
 
     half, tf32 = call.options.get("fp16_accumulation", False), call.options.get("tf32", False)
     scaling: Scaling = "none"

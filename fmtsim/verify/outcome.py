@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fmtsim.ops import CastSpec, EncodedParts, Random
+from fmtsim.spec.cast import CastSpec, EncodedParts, Random
 from fmtsim.verify.device import OnDevice
 
 

@@ -11,13 +11,13 @@ from fmtsim.analysis.compare import compare
 from fmtsim.formats.interop import torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat, IntFormat
-from fmtsim.gemm.datapath import Datapath, IntegerDatapath, sum_dtype
-from fmtsim.gemm.operator import is_stochastic, run_gemm
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.serialization import GemmSpec
-from fmtsim.gemm.unit import Mode, get_unit, list_units
-from fmtsim.ops import RandomKey
+from fmtsim.gemm.products.operator import is_stochastic, run_gemm
+from fmtsim.gemm.units.unit import Mode, get_unit, list_units
 from fmtsim.quantize import quantize
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.datapath import Datapath, IntegerDatapath, sum_dtype
+from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.plan import GemmPlan
 from fmtsim.verify.device import moved
 from fmtsim.verify.gemm import Advance, GemmTask, Replay, task_of
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from fmtsim.errors import DeviceError
-from fmtsim.gemm.operator import run_gemm
+from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.verify.gemm import gemm_tasks
 from fmtsim.verify.outcome import PlantedError, engines
 from fmtsim.verify.plan import default_tasks, exhaustive_tasks

@@ -77,7 +77,7 @@ def test_parts_of_attention_are_layers():
 
 
 def test_high_precision_layers_are_lossless():
-    from fmtsim.gemm.config import LinearConfig
+    from fmtsim.gemm.layers.config import LinearConfig
 
     layer = convert(nn.Linear(4, 4), config=LinearConfig())
     with observe(layer) as stats:

@@ -5,7 +5,7 @@ import torch
 
 from fmtsim.bench import cpu, overheads
 from fmtsim.bench.overheads import Overhead
-from fmtsim.cpu import pool
+from fmtsim.cpu.runtime import pool
 from fmtsim.formats.registry import get_format
 
 

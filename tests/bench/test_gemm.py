@@ -10,8 +10,8 @@ import torch
 from fmtsim.bench import gemm, gemm_overheads, overheads, timing
 from fmtsim.bench.gemm import CASES, Case, Result, case_named, measure, product_of
 from fmtsim.bench.timing import in_turns
-from fmtsim.cpu import pool
-from fmtsim.gemm.unit import get_unit
+from fmtsim.cpu.runtime import pool
+from fmtsim.gemm.units.unit import get_unit
 
 SMALL = (16, 24, 128)
 # One of each way to make operands; the others take long to compile.

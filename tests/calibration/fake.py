@@ -7,9 +7,9 @@ import torch
 from fmtsim.calibration.card import NO_EXTRAS
 from fmtsim.calibration.check import Data, multiply
 from fmtsim.errors import DeviceError
-from fmtsim.gemm.call import GemmCall
-from fmtsim.gemm.datapath import Arithmetic
-from fmtsim.gemm.plan import GemmPlan
+from fmtsim.spec.call import GemmCall
+from fmtsim.spec.datapath import Arithmetic
+from fmtsim.spec.plan import GemmPlan
 
 CHAIN = GemmPlan()
 

@@ -8,10 +8,10 @@ import pytest
 from fmtsim.calibration.arithmetic import MODES, bench_call, family_of, measure, measure_all
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.datapath import Datapath, IntegerDatapath
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.unit import get_unit
+from fmtsim.gemm.units.unit import get_unit
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.datapath import Datapath, IntegerDatapath
+from fmtsim.spec.plan import GemmPlan
 from tests.calibration.fake import FakeCard
 
 UNITS = ("volta.mma", "turing.mma", "ampere.mma", "ada.mma", "hopper.wgmma", "blackwell.tcgen05")

@@ -10,9 +10,9 @@ from fmtsim.calibration.card import TorchCard, open_card
 from fmtsim.cli import calibrate
 from fmtsim.cli.main import BAD_INPUT, main
 from fmtsim.errors import DeviceError
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.target import get_target
-from fmtsim.gemm.unit import get_unit
+from fmtsim.gemm.targets.target import get_target
+from fmtsim.gemm.units.unit import get_unit
+from fmtsim.spec.plan import GemmPlan
 from tests.calibration.fake import FakeCard, mm
 
 HOPPER = get_unit("hopper.wgmma")

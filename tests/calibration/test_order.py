@@ -10,9 +10,9 @@ from fmtsim.calibration.campaign import calibrate, find_plan
 from fmtsim.calibration.check import make_data, question, verify
 from fmtsim.calibration.kernels import same_order as order_of
 from fmtsim.calibration.order import look
-from fmtsim.gemm.call import GemmCall
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.unit import get_unit
+from fmtsim.gemm.units.unit import get_unit
+from fmtsim.spec.call import GemmCall
+from fmtsim.spec.plan import GemmPlan
 from tests.calibration.fake import FakeCard, fp8, mm
 
 HOPPER, AMPERE = get_unit("hopper.wgmma"), get_unit("ampere.mma")

@@ -13,11 +13,11 @@ from fmtsim.calibration.campaign import Finding, calibrate
 from fmtsim.calibration.kernels import cover, entries_of, same_order, scalar_units
 from fmtsim.calibration.planfile import merged, plan_file, plan_text, write_plan
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
-from fmtsim.gemm.call import GemmCall
-from fmtsim.gemm.kernel import Kernel
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.target import get_target, target_from_dict
-from fmtsim.gemm.unit import get_unit
+from fmtsim.gemm.targets.kernel import Kernel
+from fmtsim.gemm.targets.target import get_target, target_from_dict
+from fmtsim.gemm.units.unit import get_unit
+from fmtsim.spec.call import GemmCall
+from fmtsim.spec.plan import GemmPlan
 from tests.calibration.fake import FakeCard, fp8, mm
 
 HOPPER = get_unit("hopper.wgmma")

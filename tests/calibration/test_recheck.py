@@ -15,8 +15,8 @@ from fmtsim.calibration import recheck as module
 from fmtsim.calibration.recheck import KINDS, chosen_calls, recheck, shown
 from fmtsim.cli.main import BAD_INPUT, main
 from fmtsim.errors import DeviceError
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.target import get_target, target_from_dict, target_to_dict
+from fmtsim.gemm.targets.target import get_target, target_from_dict, target_to_dict
+from fmtsim.spec.plan import GemmPlan
 
 CPU, WORK, H200 = torch.device("cpu"), 1 << 22, get_target("h200")
 

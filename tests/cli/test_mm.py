@@ -12,7 +12,7 @@ from fmtsim.cli.main import BAD_INPUT, main
 from fmtsim.cli.operands import DATA, make_operands
 from fmtsim.cli.output import parse_record
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.datapath import Datapath
+from fmtsim.spec.datapath import Datapath
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import torch
 
 import fmtsim
 from fmtsim.cli.main import BAD_INPUT, main
-from fmtsim.cuda import native as unit
-from fmtsim.gemm import native
+from fmtsim.cuda.native import calls as unit
+from fmtsim.gemm.products import native
 
 WORDS = ["mm", "32", "48", "64", "--target", "h200", "--out-dtype", "bfloat16"]
 

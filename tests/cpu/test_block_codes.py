@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from fmtsim.cpu import engine, matrices, pool, selection
+from fmtsim.cpu.cast import engine, matrices, selection
+from fmtsim.cpu.runtime import pool
 from fmtsim.formats.block import BlockFormat, scaled
 from fmtsim.formats.registry import get_format
-from fmtsim.ops import CastSpec, EncodedParts, Random, RandomKey
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey
 from tests.engines.cases import scaled_formats
 from tests.engines.compare import differing
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fmtsim.cpu import jit
+from fmtsim.cpu.runtime import jit
 
 CALL = """
 x = torch.tensor([0.1, 500.0, -3.3])

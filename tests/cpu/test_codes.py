@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from fmtsim.cpu import codes, elements, engine, general, lookup, pool
+from fmtsim.cpu.cast import codes, elements, engine, general, lookup
+from fmtsim.cpu.runtime import pool
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat
-from fmtsim.ops import CastSpec, Random, RandomKey
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import CastSpec, Random, RandomKey
 from tests.engines.cases import DETERMINISTIC, adversarial, element_formats
 from tests.engines.compare import differing
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 import fmtsim
 from fmtsim import GemmPlan, get_format, get_unit, list_units
-from fmtsim.cpu import pool
-from fmtsim.cpu.gemm import gemm, supports_gemm
+from fmtsim.cpu.gemm.engine import gemm, supports_gemm
+from fmtsim.cpu.runtime import pool
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat, IntFormat
-from fmtsim.gemm.datapath import TERM_ROUNDINGS, Datapath, IntegerDatapath, sum_dtype
-from fmtsim.gemm.serialization import GemmSpec
-from fmtsim.ops import RandomKey
 from fmtsim.rounding.modes import MODES, Rounding
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.datapath import TERM_ROUNDINGS, Datapath, IntegerDatapath, sum_dtype
+from fmtsim.spec.gemm_spec import GemmSpec
 from tests.gemm.products import same, sums
 
 DTYPES = {

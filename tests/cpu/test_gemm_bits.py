@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 import torch
 
-import fmtsim.cpu.chains
-import fmtsim.cpu.fused
-import fmtsim.cpu.integers
-import fmtsim.cpu.remaining
-import fmtsim.cpu.stages
-import fmtsim.cpu.tiles
+import fmtsim.cpu.gemm.chains
+import fmtsim.cpu.gemm.fused
+import fmtsim.cpu.gemm.integers
+import fmtsim.cpu.gemm.remaining
+import fmtsim.cpu.gemm.stages
+import fmtsim.cpu.gemm.tiles
 import fmtsim.torch_engine
 from fmtsim import GemmPlan, get_format, get_unit
-from fmtsim.cpu.gemm import supports_gemm
-from fmtsim.cpu.panels import Constants, State
-from fmtsim.cpu.slabs import slabs_of
-from fmtsim.cpu.sums import Sums
+from fmtsim.cpu.gemm.engine import supports_gemm
+from fmtsim.cpu.gemm.panels import Constants, State
+from fmtsim.cpu.gemm.slabs import slabs_of
+from fmtsim.cpu.gemm.sums import Sums
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.datapath import TERM_ROUNDINGS, Datapath, sum_dtype
 from fmtsim.rounding.modes import MODES
+from fmtsim.spec.datapath import TERM_ROUNDINGS, Datapath, sum_dtype
 from tests.cpu.test_gemm import (
     DTYPES,
     E8M13,
@@ -39,17 +39,22 @@ from tests.gemm.products import same
 
 __all__ = ["own_threads"]  # a fixture
 
-FUSED, TILES, CHAINS, STAGES = fmtsim.cpu.fused, fmtsim.cpu.tiles, fmtsim.cpu.chains, fmtsim.cpu.stages
+FUSED, TILES, CHAINS, STAGES = (
+    fmtsim.cpu.gemm.fused,
+    fmtsim.cpu.gemm.tiles,
+    fmtsim.cpu.gemm.chains,
+    fmtsim.cpu.gemm.stages,
+)
 KERNELS = {  # for each path, the kernel by which it is entered
     "floor32": (TILES, "floor_panels"),
     "floor64": (TILES, "floor_panels"),
     "wide": (TILES, "wide_panels"),
     "grouped": (TILES, "group_panels"),
-    "precise": (fmtsim.cpu.remaining, "precise"),
+    "precise": (fmtsim.cpu.gemm.remaining, "precise"),
     "chains": (CHAINS, "multiply_add"),
     "two_stage": (STAGES, "two_stage"),
     "pairwise": (STAGES, "pairwise"),
-    "integers": (fmtsim.cpu.integers, "add_integers"),
+    "integers": (fmtsim.cpu.gemm.integers, "add_integers"),
 }
 E8M30 = FloatFormat(name="e8m30", exponent_bits=8, mantissa_bits=30)
 EXACT = get_unit("exact").mode("fp32", "fp32")

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 import fmtsim.torch_engine
 from fmtsim import GemmPlan, get_unit
-from fmtsim.cpu.gemm import supports_gemm
+from fmtsim.cpu.gemm.engine import supports_gemm
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from tests.cpu.test_gemm import KINDS, addend, check, check_kinds, operand, own_threads, plans, product, spec_of
 from tests.gemm.products import same
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cpu import pool
+from fmtsim.cpu.runtime import pool
 from tests.engines.compare import check
 
 LARGE = 1 << 18  # four times what one thread takes

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fmtsim.gemm.serialization import GemmSpec
+from fmtsim.spec.gemm_spec import GemmSpec
 from tests.cpu import test_gemm, test_gemm_units
 
-DOOR = importlib.import_module("fmtsim.cuda.gemm")  # the package has a function of that name
-GENERAL = importlib.import_module("fmtsim.cuda.gemm_general")
+DOOR = importlib.import_module("fmtsim.cuda.gemm.engine")  # the package has a function of that name
+GENERAL = importlib.import_module("fmtsim.cuda.gemm.general")
 
 
 @dataclass

@@ -4,10 +4,10 @@ from types import ModuleType
 
 import torch
 
-from fmtsim.cuda.gemm_job import TILE, Job
-from fmtsim.cuda.gemm_order import order_of
-from fmtsim.gemm.datapath import sum_dtype
-from fmtsim.ops import RandomKey
+from fmtsim.cuda.gemm.job import TILE, Job
+from fmtsim.cuda.gemm.order import order_of
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.datapath import sum_dtype
 from tests.cpu.test_gemm import addend, operand
 from tests.cuda.gemms import moved
 from tests.gemm.products import same

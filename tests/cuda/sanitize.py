@@ -26,17 +26,19 @@ from unittest import mock
 import torch
 
 import fmtsim
-from fmtsim.cuda import gemm_trial, runtime, warm
+from fmtsim.cuda.gemm import trial as gemm_trial
+from fmtsim.cuda.runtime import program as runtime
+from fmtsim.cuda.runtime import warm
 from fmtsim.formats.packing import code_dtype
-from fmtsim.ops import CastSpec, RandomKey
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.transform import Hadamard
+from fmtsim.spec.cast import CastSpec, RandomKey
+from fmtsim.spec.transform import Hadamard
 from tests.cpu.test_gemm import addend, operand, spec_of, unit_scales
 from tests.cuda.emulator import emulated
 from tests.cuda.emulator.patching import replaced
 
-CASTS = importlib.import_module("fmtsim.cuda.casts")
-DOOR = importlib.import_module("fmtsim.cuda.gemm")
+CASTS = importlib.import_module("fmtsim.cuda.cast.casts")
+DOOR = importlib.import_module("fmtsim.cuda.gemm.engine")
 
 ELEMENTS = (
     "e4m3",
@@ -135,7 +137,7 @@ def blocks(device: torch.device, few: bool) -> None:
             cast(x, spec)
     transforms(device)
     rotations(device)
-    both = importlib.import_module("fmtsim.cuda.orientations")
+    both = importlib.import_module("fmtsim.cuda.cast.orientations")
     for name, shape in itertools.product(("mxfp8_e4m3", "nvfp4", "e4m3_1x128"), ((64, 256), (33, 257))):
         spec = next(specs(name))
         for x in layouts(shape, torch.bfloat16, device):
@@ -146,8 +148,8 @@ def blocks(device: torch.device, few: bool) -> None:
 
 def transforms(device: torch.device) -> None:
     """Call what casts of blocks have beside them: Hadamard transforms and scaled results."""
-    hadamard = importlib.import_module("fmtsim.cuda.hadamard")
-    outputs = importlib.import_module("fmtsim.cuda.outputs")
+    hadamard = importlib.import_module("fmtsim.cuda.cast.hadamard")
+    outputs = importlib.import_module("fmtsim.cuda.cast.outputs")
     for size, dtype in itertools.product((16, 128), DTYPES):
         for x in layouts((33, 384), dtype, device):
             flips = torch.arange(size, device=device) % 3 == 0
@@ -161,7 +163,7 @@ def transforms(device: torch.device) -> None:
 
 def rotations(device: torch.device) -> None:
     """Rotate and cast operands of products along either axis, and rotate gradients back."""
-    rotated = importlib.import_module("fmtsim.cuda.rotated")
+    rotated = importlib.import_module("fmtsim.cuda.cast.rotated")
     keys = RandomKey(1, 2), None
     for (quantizer, turned), shape in itertools.product(rotated.examples(), ((64, 192), (192, 64))):
         for x in layouts(shape, torch.bfloat16, device):
@@ -175,7 +177,7 @@ def rotations(device: torch.device) -> None:
 
 def groups(device: torch.device) -> None:
     """Multiply operands whose groups have scales, whole sums and parts, in every layout."""
-    scaled = importlib.import_module("fmtsim.cuda.scaled_product")
+    scaled = importlib.import_module("fmtsim.cuda.gemm.scaled_product")
     for (m, n, k), first, second in itertools.product(((136, 72, 392), (8, 264, 2056)), (False, True), (False, True)):
         operands = []
         for rows, turned in ((m, first), (n, second)):

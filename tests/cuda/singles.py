@@ -2,10 +2,10 @@
 
 import torch
 
-from fmtsim.cpu.gemm import gemm as cpu_gemm
-from fmtsim.cuda import gemm_single
-from fmtsim.cuda.gemm_job import TILE, Job
-from fmtsim.cuda.gemm_order import order_of
+from fmtsim.cpu.gemm.engine import gemm as cpu_gemm
+from fmtsim.cuda.gemm import single as gemm_single
+from fmtsim.cuda.gemm.job import TILE, Job
+from fmtsim.cuda.gemm.order import order_of
 
 
 def expected(a, b, spec):

@@ -7,15 +7,15 @@ import torch
 
 import fmtsim
 from fmtsim import cpu
-from fmtsim.cuda import blocks
-from fmtsim.cuda.block_fast import CODES, PACKED, fast_defines, is_drawn, output_of
-from fmtsim.cuda.block_jobs import BlockJob
-from fmtsim.cuda.block_parameters import CODE_DTYPES, DTYPES
+from fmtsim.cuda.cast import blocks
+from fmtsim.cuda.cast.block_fast import CODES, PACKED, fast_defines, is_drawn, output_of
+from fmtsim.cuda.cast.block_jobs import BlockJob
+from fmtsim.cuda.cast.block_parameters import CODE_DTYPES, DTYPES
 from fmtsim.encoded import Encoded
 from fmtsim.formats.block import BlockFormat, scaled
 from fmtsim.formats.representable import result_dtype
-from fmtsim.ops import CastSpec, RandomKey
 from fmtsim.rounding.modes import MODES, Rounding
+from fmtsim.spec.cast import CastSpec, RandomKey
 
 SPECIAL = (float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-40, -1e-40, 3e38, 6e-8, -1e-30)
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -5,7 +5,8 @@ import functools
 import pytest
 
 import fmtsim.cuda
-from fmtsim.cuda import runtime, warm
+from fmtsim.cuda.runtime import program as runtime
+from fmtsim.cuda.runtime import warm
 from tests.cuda.nvrtc import needs_nvrtc
 
 pytestmark = needs_nvrtc

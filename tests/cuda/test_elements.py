@@ -8,14 +8,15 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cuda import casts, elements, grid, patterns, runtime
-from fmtsim.cuda.buckets import layout_of
+from fmtsim.cuda.cast import casts, elements, grid, patterns
+from fmtsim.cuda.cast.buckets import layout_of
+from fmtsim.cuda.runtime import program as runtime
 from fmtsim.encoded import Encoded
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
-from fmtsim.ops import CastSpec, RandomKey
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import random_integer
+from fmtsim.spec.cast import CastSpec, RandomKey
 from tests.engines.cases import ROUNDINGS, adversarial, element_formats
 from tests.engines.compare import DTYPES, bits, check, differing, words_for
 
@@ -210,8 +211,8 @@ def test_decode_equals_the_cpu_engine(device, name):
         if not casts.supports("decode", spec, there):
             continue
         here = torch.empty(codes.shape, dtype=dtype)
-        casts.decode(fmtsim.ops.EncodedParts(codes.to(device)), spec, there)
-        fallback.decode(fmtsim.ops.EncodedParts(codes), spec, here)
+        casts.decode(fmtsim.spec.cast.EncodedParts(codes.to(device)), spec, there)
+        fallback.decode(fmtsim.spec.cast.EncodedParts(codes), spec, here)
         check(f"{name} {dtype}", there.cpu(), here, codes)
 
 

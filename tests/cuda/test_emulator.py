@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fmtsim.cuda import runtime
+from fmtsim.cuda.runtime import program as runtime
 from tests.cuda import emulator
 from tests.cuda.emulator import EmulatorError, HostKernel
 
@@ -22,7 +22,7 @@ SOURCE = Path(__file__).with_name("trial.cu")
 def sources(tmp_path_factory):
     """Put the kernels of this file where the engine's are looked for."""
     folder = tmp_path_factory.mktemp("kernels")
-    (folder / "common.cuh").write_text((runtime.KERNELS / "common.cuh").read_text())
+    (folder / "common.cuh").write_text((runtime.KERNELS / "include" / "common.cuh").read_text())
     (folder / SOURCE.name).write_text(SOURCE.read_text())
     patch = pytest.MonkeyPatch()
     patch.setattr(runtime, "KERNELS", folder)

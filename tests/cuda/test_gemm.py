@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, given, settings
 
 import fmtsim
 from fmtsim import Datapath, GemmPlan, get_unit
-from fmtsim.cuda import gemm_order
+from fmtsim.cuda.gemm import order as gemm_order
 from fmtsim.errors import DeviceError
-from fmtsim.gemm.datapath import sum_dtype
-from fmtsim.gemm.schedule import schedule
-from fmtsim.ops import RandomKey
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.datapath import sum_dtype
+from fmtsim.spec.schedule import schedule
 from tests.cpu import test_gemm
 from tests.cpu.test_gemm import addend, check, check_kinds, modes, operand, spec_of, unit_scales
 from tests.cuda import gemms
@@ -173,7 +173,7 @@ def test_recorded_calls(monkeypatch, device, capsys):
 
     engine = gemms.Engine(device)
     ran = []
-    import fmtsim.gemm.operator as operator
+    import fmtsim.gemm.products.operator as operator
 
     class Module:
         @staticmethod

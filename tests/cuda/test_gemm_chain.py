@@ -1,4 +1,4 @@
-"""Products in order, each sum to nearest even, against the oracle: every arithmetic of kernels/chain.cu."""
+"""Products in order, each sum to nearest even, against the oracle: every arithmetic of chain.cu."""
 
 from dataclasses import replace
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fmtsim import GemmPlan
-from fmtsim.cuda import gemm_chain
-from fmtsim.cuda.gemm_chain import BFLOATS, DOUBLES, FLOATS, HALVES
+from fmtsim.cuda.gemm import chain as gemm_chain
+from fmtsim.cuda.gemm.chain import BFLOATS, DOUBLES, FLOATS, HALVES
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.datapath import Datapath
+from fmtsim.spec.datapath import Datapath
 from tests.cpu import test_gemm
 from tests.cpu.test_gemm import KINDS, addend, operand, spec_of
 from tests.cuda import gemms, paths

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fmtsim import GemmPlan
-from fmtsim.cuda import gemm_cut
+from fmtsim.cuda.gemm import cut as gemm_cut
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.datapath import Datapath
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.datapath import Datapath
 from tests.cpu import test_gemm
 from tests.cpu.test_gemm import KINDS, addend, operand, spec_of
 from tests.cuda import gemms, paths

@@ -7,14 +7,16 @@ import torch
 
 import fmtsim.cuda
 from fmtsim import Datapath, GemmPlan
-from fmtsim.cpu.gemm import gemm as cpu_gemm
-from fmtsim.cuda import gemm_floor, gemm_floor_shape, runtime
-from fmtsim.cuda.gemm_job import TILE, Job
-from fmtsim.cuda.gemm_order import order_of
-from fmtsim.gemm.catalogue import E8M13
-from fmtsim.gemm.datapath import sum_dtype
+from fmtsim.cpu.gemm.engine import gemm as cpu_gemm
+from fmtsim.cuda.gemm import floor as gemm_floor
+from fmtsim.cuda.gemm import floor_shape as gemm_floor_shape
+from fmtsim.cuda.gemm.job import TILE, Job
+from fmtsim.cuda.gemm.order import order_of
+from fmtsim.cuda.runtime import program as runtime
+from fmtsim.gemm.units.catalogue import E8M13
 from fmtsim.quantize import quantize
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.datapath import sum_dtype
 from tests.cuda.emulator import emulated as pretend
 from tests.cuda.gemms import moved
 from tests.cuda.nvrtc import needs_nvrtc

@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 
 from fmtsim import GemmPlan, get_unit
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.datapath import TERM_ROUNDINGS, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
-from fmtsim.ops import RandomKey
 from fmtsim.rounding.modes import MODES, Rounding
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.datapath import TERM_ROUNDINGS, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from tests.cpu import test_gemm, test_gemm_units
 from tests.cpu.test_gemm import KINDS, addend, check, check_kinds, modes, operand, spec_of
 from tests.cuda import gemms
@@ -178,8 +178,8 @@ def test_tiles_with_infinities_are_done_again():
 
 
 def job_of(a, b, spec, device):
-    from fmtsim.cuda.gemm_job import Job
-    from fmtsim.cuda.gemm_order import order_of
+    from fmtsim.cuda.gemm.job import Job
+    from fmtsim.cuda.gemm.order import order_of
 
     out = torch.empty(a.shape[0], b.shape[0], device=device)
     order = order_of(a.shape[1], spec, device)

@@ -7,18 +7,18 @@ import pytest
 import torch
 
 import fmtsim.cuda
-from fmtsim.cpu.gemm import gemm as cpu_gemm
-from fmtsim.cuda import gemm_groups
-from fmtsim.cuda.gemm_job import TILE, Job
-from fmtsim.cuda.gemm_order import order_of
+from fmtsim.cpu.gemm.engine import gemm as cpu_gemm
+from fmtsim.cuda.gemm import groups as gemm_groups
+from fmtsim.cuda.gemm.job import TILE, Job
+from fmtsim.cuda.gemm.order import order_of
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.datapath import Datapath
-from fmtsim.gemm.oracle import gemm_oracle
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.serialization import GemmSpec
+from fmtsim.gemm.products.oracle import gemm_oracle
+from fmtsim.spec.datapath import Datapath
+from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.plan import GemmPlan
 from tests.cuda.emulator import emulated as pretend
 
-door = importlib.import_module("fmtsim.cuda.gemm")
+door = importlib.import_module("fmtsim.cuda.gemm.engine")
 
 E2M1 = get_format("e2m1")
 VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fmtsim import GemmPlan, get_format, get_unit, quantize
-from fmtsim.cuda import gemm_sample
-from fmtsim.ops import RandomKey
+from fmtsim.cuda.gemm import sample as gemm_sample
+from fmtsim.spec.cast import RandomKey
 from tests.cpu.test_gemm import operand, spec_of
 from tests.cuda.trials import FP8, HALF, job_of
 from tests.gemm.products import same

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 import fmtsim.cuda
-from fmtsim.cuda import gemm_single
+from fmtsim.cuda.gemm import single as gemm_single
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.datapath import Datapath
-from fmtsim.gemm.oracle import gemm_oracle
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.serialization import GemmSpec
+from fmtsim.gemm.products.oracle import gemm_oracle
+from fmtsim.spec.datapath import Datapath
+from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.plan import GemmPlan
 from tests.cuda.emulator import emulated as pretend
 from tests.cuda.singles import expected, job_of, product, same
 
-door = importlib.import_module("fmtsim.cuda.gemm")
+door = importlib.import_module("fmtsim.cuda.gemm.engine")
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 E8M13 = FloatFormat(name="e8m13", exponent_bits=8, mantissa_bits=13)

@@ -7,17 +7,18 @@ import pytest
 import torch
 
 import fmtsim.cuda
-from fmtsim.cuda import gemm_single, gemm_single_pairs
-from fmtsim.cuda.gemm_job import TILE
+from fmtsim.cuda.gemm import single as gemm_single
+from fmtsim.cuda.gemm import single_pairs as gemm_single_pairs
+from fmtsim.cuda.gemm.job import TILE
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.datapath import Datapath
-from fmtsim.gemm.oracle import gemm_oracle
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.serialization import GemmSpec
+from fmtsim.gemm.products.oracle import gemm_oracle
+from fmtsim.spec.datapath import Datapath
+from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.plan import GemmPlan
 from tests.cuda.emulator import emulated as pretend
 from tests.cuda.singles import expected, job_of, product, same
 
-door = importlib.import_module("fmtsim.cuda.gemm")
+door = importlib.import_module("fmtsim.cuda.gemm.engine")
 
 HOPPER = Datapath(block=16, fraction_bits=25, min_exponent=-133)
 AMPERE = Datapath(block=8, fraction_bits=24, min_exponent=-132)

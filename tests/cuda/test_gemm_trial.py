@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from fmtsim import Datapath, GemmPlan, get_unit
-from fmtsim.cuda import gemm_sample, gemm_single, gemm_trial, runtime
+from fmtsim.cuda.gemm import sample as gemm_sample
+from fmtsim.cuda.gemm import single as gemm_single
+from fmtsim.cuda.gemm import trial as gemm_trial
+from fmtsim.cuda.runtime import program as runtime
 from fmtsim.errors import DeviceError, KernelWarning
 from tests.cpu.test_gemm import spec_of
 from tests.cuda.emulator import COMPILER
@@ -276,7 +279,7 @@ def test_another_kernel_is_tried_again(disk, path, tmp_path, monkeypatch):
     anew, _, folder = disk
     spec, kernels = spec_of(HALF, "bf16"), tmp_path / "kernels"
     kernels.mkdir()
-    for file in runtime.KERNELS.iterdir():
+    for file in runtime.KERNELS.rglob("*.cu*"):
         (kernels / file.name).write_bytes(file.read_bytes())
     monkeypatch.setattr(runtime, "KERNELS", kernels)
     product(spec)

@@ -7,7 +7,9 @@ import torch
 
 import fmtsim.cuda
 from fmtsim import get_unit, list_units
-from fmtsim.cuda import gemm_sample, gemm_trial, runtime
+from fmtsim.cuda.gemm import sample as gemm_sample
+from fmtsim.cuda.gemm import trial as gemm_trial
+from fmtsim.cuda.runtime import program as runtime
 from fmtsim.errors import DeviceError, KernelWarning
 from tests.cpu.test_gemm import spec_of
 from tests.cuda.emulator import COMPILER

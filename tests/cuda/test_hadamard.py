@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fmtsim.cuda import hadamard as engine
+from fmtsim.cuda.cast import hadamard as engine
 from fmtsim.scaling import hadamard as verbs
 from fmtsim.scaling.butterflies import transform
 from fmtsim.scaling.hadamard_matrix import base_matrix

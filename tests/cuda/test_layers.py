@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fmtsim import EmulatedGEMM, get_format, quantize
-from fmtsim.gemm import bfloat16
-from fmtsim.gemm.config import linear_config
+from fmtsim.gemm.layers import bfloat16
+from fmtsim.gemm.layers.config import linear_config
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.spec.quantizer import Quantizer
 
 SHAPE = (96, 64)
 

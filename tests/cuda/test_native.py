@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fmtsim
 from fmtsim.analysis.native import compare_native
-from fmtsim.cuda import native as unit
-from fmtsim.cuda.native import NativeCall, Scaling, block_scales, switches, swizzled, torch_call
+from fmtsim.cuda.native import calls as unit
+from fmtsim.cuda.native.calls import NativeCall, Scaling, block_scales, switches, swizzled, torch_call
 from fmtsim.errors import DeviceError, NativeWarning
-from fmtsim.gemm import native
-from fmtsim.gemm.operands import fp4_of_fp8
-from fmtsim.gemm.scales import unswizzled
+from fmtsim.gemm.products import native
+from fmtsim.gemm.products.operands import fp4_of_fp8
+from fmtsim.gemm.products.scales import unswizzled
 
 F8, F5, F4 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -166,7 +166,7 @@ def test_large_scales_are_laid_out():
 
 def test_fp4_is_packed_again():
     codes = torch.arange(256, dtype=torch.uint8).view(8, 32)
-    wide = fmtsim.gemm.operands.read_operand(codes.view(F4), fmtsim.get_format("e2m1"))
+    wide = fmtsim.gemm.products.operands.read_operand(codes.view(F4), fmtsim.get_format("e2m1"))
     assert torch.equal(fp4_of_fp8(wide).view(torch.uint8), codes)
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cuda import card
-from fmtsim.cuda import native as unit
-from fmtsim.cuda.native import swizzled
+from fmtsim.cuda.native import calls as unit
+from fmtsim.cuda.native import card
+from fmtsim.cuda.native.calls import swizzled
 from fmtsim.errors import ArgumentError, NativeWarning
-from fmtsim.gemm import native
+from fmtsim.gemm.products import native
 
 F8, F5, F4 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -7,8 +7,8 @@ import torch
 
 import fmtsim
 from fmtsim import cpu
-from fmtsim.cuda import blocks, orientations, outputs
-from fmtsim.ops import RandomKey
+from fmtsim.cuda.cast import blocks, orientations, outputs
+from fmtsim.spec.cast import RandomKey
 from tests.cuda.test_blocks import INTEGERS, SLOW, numbers, same, spec_of
 
 KEYS = (RandomKey(5, 1), RandomKey(6, 2))

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from fmtsim.cuda import casts, elements, grid
+from fmtsim.cuda.cast import casts, elements, grid
 from fmtsim.encoded import Encoded
 from tests.cuda.test_elements import KEY, NEAREST, STOCHASTIC, normal, spec_of
 from tests.engines.compare import check, differing

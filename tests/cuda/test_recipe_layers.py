@@ -4,17 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from fmtsim.cuda import scaled
-from fmtsim.gemm import bfloat16, card, traced
-from fmtsim.gemm import prepare as prepare_module
-from fmtsim.gemm.emulated import run_layer
-from fmtsim.gemm.layer import Layer
-from fmtsim.gemm.operand import Draws
-from fmtsim.gemm.prepare import prepare
-from fmtsim.gemm.streams import SIGNS, stream_of
-from fmtsim.ops import RandomKey
+from fmtsim.cuda.cast import scaled
+from fmtsim.gemm.layers import bfloat16, card, traced
+from fmtsim.gemm.layers import prepare as prepare_module
+from fmtsim.gemm.layers.emulated import run_layer
+from fmtsim.gemm.layers.layer import Layer
+from fmtsim.gemm.layers.operand import Draws
+from fmtsim.gemm.layers.prepare import prepare
+from fmtsim.gemm.layers.streams import SIGNS, stream_of
 from fmtsim.recipes import get_recipe
 from fmtsim.scaling.history import DelayedScale
+from fmtsim.spec.cast import RandomKey
 
 SLOW = pytest.mark.slow
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler and of autograd
@@ -101,7 +101,7 @@ def test_kernels_serve_layers_and_remember(name, on_card):
     for i in range(3):
         found = step(layers[0], *(t.to(on_card) * 2**i for t in (x, w, g)))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("fmtsim.gemm.prepare.on_card", lambda t: False)
+            patch.setattr("fmtsim.gemm.layers.prepare.on_card", lambda t: False)
             wanted = step(layers[1], *(t * 2**i for t in (x, w, g)))
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a.cpu().float(), b.float(), rtol=2**-7, atol=float(b.abs().max()) * 2**-8)
@@ -159,7 +159,7 @@ def test_kernels_cast_twice(on_card, monkeypatch):
     made = prepare(x.to(on_card).mT, quantizer, Draws(), folded=True)
     assert len(calls) == 2 and made.scale is None and calls[1][0].dtype == torch.bfloat16
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fmtsim.gemm.prepare.on_card", lambda t: False)
+        patch.setattr("fmtsim.gemm.layers.prepare.on_card", lambda t: False)
         wanted = prepare(x.mT, quantizer, Draws())
     assert torch.equal(made.values(torch.float32).cpu(), wanted.values(torch.float32))
     assert made.quantizer is quantizer and len(calls) == 2

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cuda import rotated, rotated_plan
-from fmtsim.gemm.operand import Draws
-from fmtsim.gemm.prepare import prepare
-from fmtsim.gemm.prepare import rotated as transform
-from fmtsim.ops import RandomKey
+from fmtsim.cuda.cast import rotated, rotated_plan
+from fmtsim.gemm.layers.operand import Draws
+from fmtsim.gemm.layers.prepare import prepare
+from fmtsim.gemm.layers.prepare import rotated as transform
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import spread
-from fmtsim.scaling.gradient import ClipMask
-from fmtsim.scaling.scale import TensorScale
-from fmtsim.scaling.transform import Clamp, Hadamard
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.gradient import ClipMask
+from fmtsim.spec.scaling import TensorScale
+from fmtsim.spec.transform import Clamp, Hadamard
 from tests.cuda.test_blocks import INTEGERS, SLOW, numbers, same
 
 KEYS = (RandomKey(0x1234567890ABCDEF, 5), RandomKey(6, 1 << 40))

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import fmtsim.cuda
-from fmtsim.cuda import launch, runtime
+from fmtsim.cuda.runtime import launch
+from fmtsim.cuda.runtime import program as runtime
 from fmtsim.errors import DeviceError
 from tests.cuda.nvrtc import needs_nvrtc
 
@@ -44,7 +45,7 @@ KERNEL much(i32* y, i32 bytes) {
 @pytest.fixture(autouse=True)
 def sources(tmp_path, monkeypatch):
     """Put kernels of this file where the engine's are looked for."""
-    (tmp_path / "common.cuh").write_text((runtime.KERNELS / "common.cuh").read_text())
+    (tmp_path / "common.cuh").write_text((runtime.KERNELS / "include" / "common.cuh").read_text())
     (tmp_path / "trial.cu").write_text(SOURCE)
     monkeypatch.setattr(runtime, "KERNELS", tmp_path)
     for cached in (runtime.source_of, runtime.compiled, runtime.kernel):

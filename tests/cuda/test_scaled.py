@@ -6,20 +6,20 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cuda import scaled, scaled_moments, scaled_rules
-from fmtsim.cuda.scaled_shape import COLUMNS, LONG_COLUMNS, RUNS, TILES, WHOLE, shape_of
+from fmtsim.cuda.cast import scaled, scaled_moments, scaled_rules
+from fmtsim.cuda.cast.scaled_shape import COLUMNS, LONG_COLUMNS, RUNS, TILES, WHOLE, shape_of
 from fmtsim.errors import DeviceError
 from fmtsim.formats.block import BlockFormat
-from fmtsim.ops import RandomKey
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast, spread
-from fmtsim.scaling.gradient import ClipMask, TrustMask
 from fmtsim.scaling.history import DelayedScale, FrozenScale
 from fmtsim.scaling.oracle import quantize_matrix
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import History, Scaling, TensorScale
 from fmtsim.scaling.slope import slope
 from fmtsim.scaling.statistics import block_sizes, statistic
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.gradient import ClipMask, TrustMask
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import History, Scaling, TensorScale
 from tests.cuda.test_blocks import SLOW, numbers, same
 
 KEY = RandomKey(0x1234567890ABCDEF, 5)

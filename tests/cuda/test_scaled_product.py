@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from fmtsim.cuda import scaled_product
-from fmtsim.cuda.scaled_product import Factor, multiply, parts_of
+from fmtsim.cuda.gemm import scaled_product
+from fmtsim.cuda.gemm.scaled_product import Factor, multiply, parts_of
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm import bfloat16, card, sums, traced
-from fmtsim.gemm import prepare as prepare_module
-from fmtsim.gemm.emulated import run_layer
-from fmtsim.gemm.layer import Layer
+from fmtsim.gemm.layers import bfloat16, card, sums, traced
+from fmtsim.gemm.layers import prepare as prepare_module
+from fmtsim.gemm.layers.emulated import run_layer
+from fmtsim.gemm.layers.layer import Layer
 from fmtsim.quantize import quantize
 from fmtsim.recipes import get_recipe
 

@@ -8,9 +8,9 @@ import torch
 
 import fmtsim
 from fmtsim import ops
-from fmtsim.cuda import casts, short
-from fmtsim.ops import CastSpec, RandomKey
+from fmtsim.cuda.cast import casts, short
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import CastSpec, RandomKey
 from tests.cuda import emulator
 
 pytestmark = pytest.mark.skipif(

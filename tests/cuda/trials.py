@@ -5,10 +5,10 @@ from types import ModuleType
 import torch
 
 from fmtsim import Datapath, get_unit
-from fmtsim.cuda import gemm_trial
-from fmtsim.cuda.gemm_job import Job
-from fmtsim.cuda.gemm_order import order_of
-from fmtsim.gemm.datapath import sum_dtype
+from fmtsim.cuda.gemm import trial as gemm_trial
+from fmtsim.cuda.gemm.job import Job
+from fmtsim.cuda.gemm.order import order_of
+from fmtsim.spec.datapath import sum_dtype
 from tests.cpu.test_gemm import addend, operand, unit_scales
 from tests.cuda.gemms import DOOR, GENERAL, moved
 

@@ -30,8 +30,8 @@ from fmtsim.distributed.gather import HALO
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.errors import ArgumentError, CollectiveError, DtypeError
 from fmtsim.scaling.history import DelayedScale
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import History, Scaling
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import History, Scaling
 from tests.distributed.checks import (
     ddp_agrees,
     edges_agree,

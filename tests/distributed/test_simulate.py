@@ -15,7 +15,7 @@ from fmtsim.distributed.gather import HALO, require_whole
 from fmtsim.distributed.wire import require_row_blocks
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.scale import History, Scaling
+from fmtsim.spec.scaling import History, Scaling
 from tests.distributed import oracle
 from tests.distributed.warm import gradients
 

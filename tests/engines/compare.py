@@ -5,9 +5,10 @@ import math
 import torch
 
 from fmtsim.formats.block import LogTileFormat, ScaledFormat
-from fmtsim.ops import EncodedParts, code_dtype
+from fmtsim.ops import code_dtype
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.oracle import Quantized
+from fmtsim.spec.cast import EncodedParts
 
 ENGINES = ["fmtsim.torch_engine", "fmtsim.cpu"]
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -11,10 +11,11 @@ import torch
 from fmtsim.formats.block import E8M0, BlockFormat, ScaledFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.ops import CastSpec, EncodedParts, code_dtype
+from fmtsim.ops import code_dtype
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import decode_value, encode_value
 from fmtsim.scaling.oracle import Quantized, quantize_matrix
+from fmtsim.spec.cast import CastSpec, EncodedParts
 from tests.engines.cases import (
     ROUNDINGS,
     adversarial,

@@ -7,10 +7,10 @@ import torch
 
 import fmtsim.torch_engine as torch_engine
 from fmtsim.formats.registry import get_format
-from fmtsim.ops import CastSpec, RandomKey
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import random_integer
 from fmtsim.scaling.oracle import quantize_matrix
+from fmtsim.spec.cast import CastSpec, RandomKey
 from tests.engines.cases import STOCHASTIC, element_formats, scaled_formats
 from tests.engines.compare import DTYPES, as_parts, bits, check, check_parts, differing, stored, words_for
 

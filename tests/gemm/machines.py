@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from fmtsim import GemmPlan, get_unit
-from fmtsim.gemm import target
+from fmtsim.gemm.targets import target
 
 
 @dataclass

@@ -5,9 +5,9 @@ import math
 import torch
 
 from fmtsim import Datapath, GemmPlan, get_format, get_unit
-from fmtsim.gemm.epilogue import output_format
-from fmtsim.gemm.oracle import epilogue_oracle, gemm_oracle
-from fmtsim.gemm.serialization import GemmSpec
+from fmtsim.gemm.products.epilogue import output_format
+from fmtsim.gemm.products.oracle import epilogue_oracle, gemm_oracle
+from fmtsim.spec.gemm_spec import GemmSpec
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NAN = {1: 0x7F, 2: 0x7FFF, 4: 0x7FFFFFFF, 8: 0x7FFFFFFFFFFFFFFF}

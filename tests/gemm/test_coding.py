@@ -8,11 +8,11 @@ import torch
 from fmtsim.errors import FormatError
 from fmtsim.formats.block import scaled
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm import coding
-from fmtsim.gemm.coding import code, holder, kind_of, product_kind
+from fmtsim.gemm.layers import coding
+from fmtsim.gemm.layers.coding import code, holder, kind_of, product_kind
 from fmtsim.quantize import decode, encode, encode_parts
 from fmtsim.rounding.modes import MODES, Rounding
-from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.spec.quantizer import Quantizer
 from tests.gemm.products import normal, same, wide
 
 ROWS, K = 128, 256

@@ -8,11 +8,11 @@ from torch.utils.checkpoint import checkpoint
 from fmtsim.errors import ArgumentError, DtypeError, FmtsimError
 from fmtsim.formats.block import scaled
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.config import Gemm, LinearConfig, linear_config
-from fmtsim.gemm.emulated import EmulatedGEMM
+from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
+from fmtsim.gemm.layers.emulated import EmulatedGEMM
 from fmtsim.quantize import quantize
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.spec.quantizer import Quantizer
 
 T, K, N = 21, 40, 34  # ragged for every block size
 

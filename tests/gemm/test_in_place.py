@@ -9,12 +9,12 @@ import fmtsim
 from fmtsim import cpu, torch_engine
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.kernel import Kernel
-from fmtsim.gemm.operator import run_gemm
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.serialization import GemmSpec, gemm_spec_from_json, record_from_dict, record_to_dict
-from fmtsim.gemm.target import Rule, target_from_dict, target_to_dict
-from fmtsim.gemm.unit import get_unit
+from fmtsim.gemm.products.operator import run_gemm
+from fmtsim.gemm.targets.kernel import Kernel
+from fmtsim.gemm.targets.target import Rule, target_from_dict, target_to_dict
+from fmtsim.gemm.units.unit import get_unit
+from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json, record_from_dict, record_to_dict
+from fmtsim.spec.plan import GemmPlan
 from tests.gemm.products import finished, same, sums
 from tests.gemm.test_target import linear, mm, resolve
 

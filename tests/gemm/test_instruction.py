@@ -5,7 +5,7 @@ import torch
 
 import fmtsim
 from fmtsim import Datapath, GemmPlan, RandomKey, get_format, get_unit
-from fmtsim.gemm.serialization import GemmSpec
+from fmtsim.spec.gemm_spec import GemmSpec
 from tests.gemm.products import bits, finished, normal, same, sums, wide
 from tests.gemm.products import definition as spec
 

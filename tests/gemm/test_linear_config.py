@@ -4,12 +4,12 @@ import pytest
 
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.config import Gemm, LinearConfig, linear_config
-from fmtsim.gemm.datapath import Datapath
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.unit import get_unit
+from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
+from fmtsim.gemm.units.unit import get_unit
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.quantizer import Quantizer
+from fmtsim.spec.datapath import Datapath
+from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.quantizer import Quantizer
 
 
 def test_helper_places_formats_and_roundings():

@@ -5,14 +5,14 @@ import torch
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm import operands, operator
-from fmtsim.gemm.datapath import Datapath
-from fmtsim.gemm.matmul import mm
-from fmtsim.gemm.operands import read_operand
-from fmtsim.gemm.operator import run_gemm
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.serialization import GemmSpec
+from fmtsim.gemm.products import operands, operator
+from fmtsim.gemm.products.matmul import mm
+from fmtsim.gemm.products.operands import read_operand
+from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.quantize import decode
+from fmtsim.spec.datapath import Datapath
+from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.plan import GemmPlan
 
 BYTES = torch.arange(256, dtype=torch.uint8)
 E2M1, TF32, E3M4 = get_format("e2m1"), get_format("tf32"), get_format("e3m4")

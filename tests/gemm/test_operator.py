@@ -7,10 +7,10 @@ import torch
 
 import fmtsim
 from fmtsim import ArgumentError, Datapath, GemmPlan, IntegerDatapath, RandomKey, get_format
-from fmtsim.gemm import operator
-from fmtsim.gemm.datapath import TwoStageDatapath, sum_dtype
-from fmtsim.gemm.operator import gemm_engine, run_gemm
-from fmtsim.gemm.serialization import GemmSpec
+from fmtsim.gemm.products import operator
+from fmtsim.gemm.products.operator import gemm_engine, run_gemm
+from fmtsim.spec.datapath import TwoStageDatapath, sum_dtype
+from fmtsim.spec.gemm_spec import GemmSpec
 from tests.gemm.products import finished, normal, same, sums, wide
 
 WIDE = Datapath(block=None, fraction_bits=None, rounding="nearest_even", accumulator="fp64")

@@ -10,12 +10,12 @@ import pytest
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
-from fmtsim.gemm.oracle import epilogue_oracle, gemm_oracle
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.serialization import GemmSpec
+from fmtsim.gemm.products.oracle import epilogue_oracle, gemm_oracle
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import random_integer
+from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.plan import GemmPlan
 from tests.engines.compare import identical
 
 INF, NAN = math.inf, math.nan

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
-from fmtsim.gemm.oracle_order import order_of_products
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.schedule import schedule
+from fmtsim.gemm.products.oracle_order import order_of_products
+from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.schedule import schedule
 
 FOUR = Datapath(block=4)
 PLAIN = GemmPlan()

@@ -12,11 +12,11 @@ import pytest
 
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.datapath import Datapath, IntegerDatapath
-from fmtsim.gemm.oracle import epilogue_oracle, gemm_oracle
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.serialization import GemmSpec
+from fmtsim.gemm.products.oracle import epilogue_oracle, gemm_oracle
 from fmtsim.rounding.oracle import round_value
+from fmtsim.spec.datapath import Datapath, IntegerDatapath
+from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.plan import GemmPlan
 
 SHARED = Path(__file__).parents[2].parent / "shared"
 VECTORS, GOLDEN = SHARED / "vectors", SHARED / "golden"

@@ -12,9 +12,8 @@ import pytest
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm import oracle_units
-from fmtsim.gemm.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
-from fmtsim.gemm.oracle_units import (
+from fmtsim.gemm.products import oracle_units
+from fmtsim.gemm.products.oracle_units import (
     Product,
     exact,
     fma,
@@ -26,6 +25,7 @@ from fmtsim.gemm.oracle_units import (
 )
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.rounding.oracle import round_value
+from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from tests.engines.compare import identical
 
 INF, NAN = math.inf, math.nan

@@ -11,8 +11,8 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 import fmtsim
 from fmtsim import ArgumentError, GemmPlan, get_format, get_unit
-from fmtsim.gemm.scales import unswizzled
-from fmtsim.gemm.serialization import GemmSpec
+from fmtsim.gemm.products.scales import unswizzled
+from fmtsim.spec.gemm_spec import GemmSpec
 from tests.gemm.machines import install
 from tests.gemm.products import bits, finished, normal, same, sums, wide
 

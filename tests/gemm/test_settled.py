@@ -7,9 +7,9 @@ import numpy
 import pytest
 import torch
 
-from fmtsim.gemm.matmul import linear, mm
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.scaled import scaled_mm
+from fmtsim.gemm.products.matmul import linear, mm
+from fmtsim.gemm.products.scaled import scaled_mm
+from fmtsim.spec.plan import GemmPlan
 
 SETTLED = Path(__file__).parent / "data" / "h200_settled.npz"
 STORED = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

@@ -12,10 +12,10 @@ import torch
 
 import fmtsim
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
-from fmtsim.gemm import target as targets
-from fmtsim.gemm.call import GemmCall
-from fmtsim.gemm.target import get_target
-from fmtsim.gemm.unit import get_unit
+from fmtsim.gemm.targets import target as targets
+from fmtsim.gemm.targets.target import get_target
+from fmtsim.gemm.units.unit import get_unit
+from fmtsim.spec.call import GemmCall
 
 SHARED = Path(__file__).parents[2].parent / "shared"
 NAMES = {

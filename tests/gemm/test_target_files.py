@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.kernel import Kernel, Splits, matches
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.serialization import record_from_dict, record_to_dict
-from fmtsim.gemm.target import PLANS, get_target, list_targets, target_from_dict, target_to_dict
+from fmtsim.gemm.targets.kernel import Kernel, Splits, matches
+from fmtsim.gemm.targets.target import PLANS, get_target, list_targets, target_from_dict, target_to_dict
+from fmtsim.spec.gemm_spec import record_from_dict, record_to_dict
+from fmtsim.spec.plan import GemmPlan
 from tests.gemm.test_target import mm
 
 

@@ -8,10 +8,10 @@ import pytest
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm import unit as units_module
-from fmtsim.gemm.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
-from fmtsim.gemm.unit import Mode, Unit, describe, get_datapath, get_unit, list_units, register_unit
-from fmtsim.gemm.unit_table import unit_html, unit_text
+from fmtsim.gemm.units import unit as units_module
+from fmtsim.gemm.units.unit import Mode, Unit, describe, get_datapath, get_unit, list_units, register_unit
+from fmtsim.gemm.units.unit_table import unit_html, unit_text
+from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 
 NAMES = {
     "volta.mma", "turing.mma", "ampere.mma", "ada.mma", "hopper.mma", "hopper.wgmma", "blackwell.mma",

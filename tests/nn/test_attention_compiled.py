@@ -8,13 +8,13 @@ from torch import nn
 
 import fmtsim
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.config import Gemm
+from fmtsim.gemm.layers.config import Gemm
 from fmtsim.nn import QuantisedAttention, convert, flash_attention_3, quantised_attention
 from fmtsim.nn.attention_call import AttentionCall
 from fmtsim.recipes import Recipe, get_recipe
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import Scaling
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import Scaling
 from fmtsim.training.gpt import GPT, GPTConfig
 
 pytestmark = [  # torch's own tracer

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.config import LinearConfig, linear_config
+from fmtsim.gemm.layers.config import LinearConfig, linear_config
 from fmtsim.nn import convert, revert
 
 PLAIN = LinearConfig()

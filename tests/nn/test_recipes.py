@@ -10,11 +10,11 @@ from torch import nn
 
 import fmtsim
 from fmtsim.errors import ArgumentError, FormatError
-from fmtsim.gemm.config import Gemm, LinearConfig, linear_config
+from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
 from fmtsim.nn import EmulatedLinear, convert, load_recipe_state, recipe_state, report, revert, set_step
 from fmtsim.recipes import Recipe, Rule, Steps, get_recipe, list_recipes
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import Scaling
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import Scaling
 
 E4M3 = fmtsim.get_format("e4m3")
 FP8, BF16 = (linear_config(x=name, w=name, g=name) for name in ("e4m3", "bf16"))

@@ -11,11 +11,11 @@ import fmtsim
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.formats.registry import get_format
 from fmtsim.nn.sdpa import flash_attention_3, quantised_attention
-from fmtsim.ops import RandomKey
 from fmtsim.recipes import AttentionConfig
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import Scaling
 from fmtsim.scaling.signs import random_signs
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import Scaling
 
 EXACT = AttentionConfig(columns=64)
 
@@ -105,7 +105,7 @@ def test_against_the_slow_one(unit, causal):
 
 
 def fmtsim_key(seed):
-    from fmtsim.gemm.choice import draw_keys
+    from fmtsim.gemm.products.choice import draw_keys
 
     return draw_keys(True, seed, None, torch.device("cpu")).tolist()
 

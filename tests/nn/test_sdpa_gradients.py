@@ -10,14 +10,14 @@ from torch.autograd import gradcheck
 
 import fmtsim
 from fmtsim.errors import ArgumentError, FmtsimError, FormatError
-from fmtsim.gemm.config import Gemm
+from fmtsim.gemm.layers.config import Gemm
 from fmtsim.nn.sdpa import quantised_attention
 from fmtsim.recipes import AttentionConfig, flash_attention_3
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.gradient import ClipMask
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import History, Scaling
-from fmtsim.scaling.transform import Clamp, Hadamard
+from fmtsim.spec.gradient import ClipMask
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import History, Scaling
+from fmtsim.spec.transform import Clamp, Hadamard
 
 E4M3, E5M2 = fmtsim.get_format("e4m3"), fmtsim.get_format("e5m2")
 FORWARD, HIGH = Quantizer(source="forward"), Quantizer()

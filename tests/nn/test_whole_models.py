@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.layer import Layer
-from fmtsim.gemm.traced import key_of
+from fmtsim.gemm.layers.layer import Layer
+from fmtsim.gemm.layers.traced import key_of
 from fmtsim.nn import EmulatedConv2d, EmulatedLinear, convert, report, revert, set_step
 from fmtsim.recipes import Recipe, Rule, Steps, get_recipe, list_recipes
 

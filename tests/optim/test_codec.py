@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cpu import elementary as cpu_elementary
-from fmtsim.ops import CastSpec, encode
+from fmtsim.cpu.optim import elementary as cpu_elementary
+from fmtsim.ops import encode
 from fmtsim.optim import StateFormat, codec
 from fmtsim.rounding import elementary
+from fmtsim.spec.cast import CastSpec
 from fmtsim.torch_engine import elementary as torch_elementary
 
 

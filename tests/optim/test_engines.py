@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cuda import moments_floats
+from fmtsim.cuda.optim import moments_floats
 from fmtsim.optim import StateFormat, codebooks, engines, single
 from fmtsim.optim.catalogue import DYNAMIC4, LINEAR4
 from tests.cuda import emulator

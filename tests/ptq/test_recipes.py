@@ -13,8 +13,8 @@ from torch import nn
 import fmtsim
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.operand import Draws
-from fmtsim.gemm.prepare import prepare
+from fmtsim.gemm.layers.operand import Draws
+from fmtsim.gemm.layers.prepare import prepare
 from fmtsim.ptq import (
     Calibration,
     Equalise,
@@ -35,9 +35,9 @@ from fmtsim.ptq.ranges import least_error, percentile, static_scale
 from fmtsim.ptq.reshape import equalise, smoothing
 from fmtsim.recipes import Rule
 from fmtsim.recipes.spec import Steps
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import Scaling
-from fmtsim.scaling.transform import Hadamard
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import Scaling
+from fmtsim.spec.transform import Hadamard
 from tests.ptq.oracle import cast
 
 

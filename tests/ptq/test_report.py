@@ -11,7 +11,7 @@ from fmtsim.errors import ArgumentError
 from fmtsim.ptq import Calibration, PtqRecipe
 from fmtsim.ptq.catalogue import operand
 from fmtsim.recipes import Rule
-from fmtsim.scaling.scale import Scaling
+from fmtsim.spec.scaling import Scaling
 from tests.ptq.samples import DATA, mlp, normal
 
 

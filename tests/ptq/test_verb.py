@@ -13,7 +13,7 @@ import fmtsim
 from fmtsim.errors import ArgumentError
 from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache, Smooth, get_ptq_recipe
 from fmtsim.ptq.catalogue import operand
-from fmtsim.scaling.scale import History, Scaling
+from fmtsim.spec.scaling import History, Scaling
 from tests.ptq.oracle import cast
 from tests.ptq.samples import ANYWHERE, DATA, mlp, normal, same_bits
 

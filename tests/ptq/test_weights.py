@@ -13,8 +13,8 @@ from fmtsim.ptq import Gptq, LearnedRounding
 from fmtsim.ptq.gptq import gptq, output_error
 from fmtsim.ptq.grid import Grid, grid_of, nearest
 from fmtsim.ptq.learned import learned_rounding
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import Scaling
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import Scaling
 from tests.ptq.oracle import brain_surgeon, encoded_step
 
 N, K, ROWS = 4, 9, 40

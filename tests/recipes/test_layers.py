@@ -7,13 +7,13 @@ the largest result; a wrong operand is off by 1e-3 and more.
 import pytest
 import torch
 
-from fmtsim.gemm.choice import draw_keys
-from fmtsim.gemm.config import OPERANDS
-from fmtsim.gemm.emulated import EmulatedGEMM
-from fmtsim.gemm.streams import stream_of
-from fmtsim.ops import RandomKey
+from fmtsim.gemm.layers.config import OPERANDS
+from fmtsim.gemm.layers.emulated import EmulatedGEMM
+from fmtsim.gemm.layers.streams import stream_of
+from fmtsim.gemm.products.choice import draw_keys
 from fmtsim.recipes import get_recipe
 from fmtsim.scaling.signs import random_signs, sign_bits
+from fmtsim.spec.cast import RandomKey
 from tests.recipes import oracle
 
 SEED = 5

@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from fmtsim.gemm.operand import Draws
-from fmtsim.gemm.prepare import prepare
-from fmtsim.ops import RandomKey
+from fmtsim.gemm.layers.operand import Draws
+from fmtsim.gemm.layers.prepare import prepare
 from fmtsim.recipes import get_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.scaling.signs import random_signs, sign_bits
+from fmtsim.spec.cast import RandomKey
 from tests.recipes import oracle
 
 ELEMENT_KEY, SCALE_KEY, SIGN_KEY = RandomKey(11, 3), RandomKey(12, 5), RandomKey(13, 7)

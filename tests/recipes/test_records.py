@@ -8,7 +8,7 @@ import pytest
 
 import fmtsim
 from fmtsim.errors import ArgumentError, FmtsimError, FormatError
-from fmtsim.gemm.config import Gemm, LinearConfig
+from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.recipes import LossScale, Recipe, Rule, Steps, diff, get_recipe, list_recipes
 from fmtsim.recipes.catalogue import RECIPES
 from fmtsim.recipes.registry import _names, register_recipe

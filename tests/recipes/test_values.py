@@ -8,13 +8,13 @@ import dataclasses
 import pytest
 import torch
 
-from fmtsim.gemm.operand import Draws
-from fmtsim.gemm.prepare import prepare
-from fmtsim.ops import RandomKey
+from fmtsim.gemm.layers.operand import Draws
+from fmtsim.gemm.layers.prepare import prepare
 from fmtsim.recipes import get_recipe
 from fmtsim.scaling.history import DelayedScale
-from fmtsim.scaling.quantizer import Quantizer
-from fmtsim.scaling.scale import History, Scaling, TensorScale
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import History, Scaling, TensorScale
 
 
 def normal(*shape, seed=0):
@@ -64,7 +64,7 @@ def test_quest_on_normal_numbers():
 def test_stochastic_gradients_of_quartet_are_unbiased_and_never_clip():
     x = normal(512, 1024)
     found = quantised("quartet", "g_d", x, key=3)
-    from fmtsim.gemm.prepare import rotated
+    from fmtsim.gemm.layers.prepare import rotated
 
     quantizer = get_recipe("quartet").linear.operands["g_d"]
     turned = rotated(x, quantizer.transforms[0], RandomKey(3, 2 << 40))

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from fmtsim.errors import ArgumentError
-from fmtsim.ops import RandomKey
 from fmtsim.scaling.hadamard import hadamard
 from fmtsim.scaling.signs import accumulate_signs, random_signs, sign_bits
+from fmtsim.spec.cast import RandomKey
 from fmtsim.torch_engine.philox import words
 from tests.scaling.test_hadamard import same, spread
 

@@ -10,12 +10,12 @@ from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.datapath import FP32, TERM_ROUNDINGS, Arithmetic, Datapath, PairwiseDatapath, TwoStageDatapath
-from fmtsim.gemm.oracle import gemm_oracle
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.serialization import GemmSpec
-from fmtsim.ops import RandomKey
+from fmtsim.gemm.products.oracle import gemm_oracle
 from fmtsim.rounding.modes import MODES, Rounding
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.datapath import FP32, TERM_ROUNDINGS, Arithmetic, Datapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.plan import GemmPlan
 from fmtsim.torch_engine import gemm
 
 NAN = {torch.float32: 0x7FFFFFFF, torch.float64: 0x7FFFFFFFFFFFFFFF}

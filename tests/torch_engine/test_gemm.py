@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.datapath import FP32, Datapath, IntegerDatapath, TwoStageDatapath
-from fmtsim.gemm.oracle import gemm_oracle
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.serialization import GemmSpec
-from fmtsim.ops import RandomKey
+from fmtsim.gemm.products.oracle import gemm_oracle
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.datapath import FP32, Datapath, IntegerDatapath, TwoStageDatapath
+from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.plan import GemmPlan
 from fmtsim.torch_engine import gemm
 from fmtsim.torch_engine.gemm_blocks import AlignedUnit, FusedAddUnit
 from fmtsim.torch_engine.gemm_double import DoubleAddUnit

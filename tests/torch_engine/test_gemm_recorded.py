@@ -10,10 +10,10 @@ import torch
 
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.datapath import Datapath, IntegerDatapath
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.serialization import GemmSpec
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.datapath import Datapath, IntegerDatapath
+from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.plan import GemmPlan
 from fmtsim.torch_engine import gemm
 from fmtsim.torch_engine.carry import NEAREST
 from fmtsim.torch_engine.floats import convert

@@ -13,9 +13,9 @@ import torch
 
 from fmtsim.cli.main import main
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.target import get_target
+from fmtsim.gemm.targets.target import get_target
 from fmtsim.progress import Progress
+from fmtsim.spec.plan import GemmPlan
 from fmtsim.training import evidence, lockstep
 from fmtsim.training.corpus import load_corpus
 from fmtsim.training.deterministic import deterministic

@@ -8,7 +8,7 @@ import pytest
 from fmtsim.cli.main import main
 from fmtsim.cli.train_summary import summary
 from fmtsim.errors import PlanUnknownWarning
-from fmtsim.gemm import target
+from fmtsim.gemm.targets import target
 from fmtsim.progress import Progress
 from fmtsim.training.artifacts import make_record
 from fmtsim.training.corpus import load_corpus

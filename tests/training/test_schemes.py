@@ -5,9 +5,9 @@ import json
 import pytest
 
 from fmtsim.errors import ArgumentError, FormatError
-from fmtsim.gemm.datapath import Datapath
-from fmtsim.gemm.plan import GemmPlan
-from fmtsim.gemm.serialization import record_from_dict
+from fmtsim.spec.datapath import Datapath
+from fmtsim.spec.gemm_spec import record_from_dict
+from fmtsim.spec.plan import GemmPlan
 from fmtsim.training.schemes import SCALINGS, Scheme
 
 

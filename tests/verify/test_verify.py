@@ -7,8 +7,8 @@ import torch
 
 from fmtsim.errors import FormatError
 from fmtsim.formats.registry import get_format
-from fmtsim.ops import CastSpec, EncodedParts
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.verify import default_tasks, exhaustive_tasks
 from fmtsim.verify.exhaustive import CHUNK, FORMATS, all_inputs, foreign_codes, saturated
 from fmtsim.verify.inputs import boundaries, rough_matrix

@@ -1,15 +1,15 @@
-"""A pretended device: what ``fmtsim.cuda.runtime`` says while kernels run on the host."""
+"""A pretended device: what ``fmtsim.cuda.runtime.program`` says while kernels run on the host."""
 
 import importlib
 import pkgutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from fmtsim.cuda import runtime
+import fmtsim.cuda
+from fmtsim.cuda.runtime import program as runtime
 from tests.cuda.emulator.kernels import HostKernel
 
 FIRST = 1000  # numbers of pretended devices: what engines cache for them never meets a real device
@@ -57,7 +57,7 @@ def emulated(
 @contextmanager
 def _trials(wanted: bool) -> Iterator[None]:
     """Forget which fast paths were chosen, and trust them all unless trials are wanted."""
-    trial = importlib.import_module("fmtsim.cuda.gemm_trial")
+    trial = importlib.import_module("fmtsim.cuda.gemm.trial")
     stand_ins: dict[str, Any] = {"_chosen": {}, "_verdicts": {}, "_passed": lambda index: None}
     stand_ins |= {"_versions": lambda: "NVRTC none"} if wanted else {"is_proven": lambda path, job: True}
     capturing = mock.patch("torch.cuda.is_current_stream_capturing", lambda: False)
@@ -67,10 +67,9 @@ def _trials(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def replaced(stand_ins: dict[str, Any]) -> Iterator[None]:
-    """Replace functions of ``fmtsim.cuda.runtime`` there and in every module of the engine that holds them by name."""
-    folder = Path(runtime.__file__).parent
-    for module in pkgutil.iter_modules([str(folder)]):  # one imported later would keep a stand-in for good
-        importlib.import_module(f"fmtsim.cuda.{module.name}")
+    """Replace functions of the engine's runtime there and in every module of the engine that holds them by name."""
+    for module in pkgutil.walk_packages(fmtsim.cuda.__path__, "fmtsim.cuda."):
+        importlib.import_module(module.name)  # one imported later would keep a stand-in for good
     with ExitStack() as stack:
         originals = {name: getattr(runtime, name) for name in stand_ins}
         for module in [module for name, module in sys.modules.items() if name.startswith("fmtsim.cuda")]:

@@ -1,0 +1,193 @@
+"""Fast kernels for block formats on float32: grids that saturate, rounded to nearest even or stochastically.
+
+A group of blocks goes through three phases while it is in the first-level cache: largest magnitudes, scales, elements.
+Loops of constant 16 lanes, and long flat ones, are what the compiler vectorises. Blocks with NaN, Inf or scales at
+float32's limits are left to the general kernel: the fast one stops in front of their group and says where.
+"""
+
+import numpy as np
+from numpy import float32, float64, int32, int64, uint64
+
+from fmtsim.cpu.cast.phases import binary_scales, bounds, largest_magnitudes, per_lane, powers, real_scales, saturated
+from fmtsim.cpu.cast.philox import fill64
+from fmtsim.cpu.cast.scalar import stochastic_deep
+from fmtsim.cpu.cast.scales import AMAX
+from fmtsim.cpu.runtime.jit import bits32, device, kernel, prefetch
+
+_MAGNITUDE = int32(0x7FFFFFFF)
+_INF = int32(0x7F800000)
+
+
+@device
+def _times_power(limit, shift):
+    """Multiply the bits of a limit by a power of two given as exponent bits; the product is normal, or zero."""
+    return limit if limit == int32(0) else int32(limit + shift)
+
+
+@device
+def _binary_value(value, shift, g):
+    """Quantise one element under the scale whose exponent bits are given."""
+    limit, negative = _times_power(g.limit, shift), _times_power(g.limit_negative, shift)
+    return saturated(value, int32(g.min_binade + shift), limit, negative, g)
+
+
+@device
+def _real_value(value, scale, factor, p, g):
+    """Quantise one element under a real scale."""
+    code_value = saturated(float32(value * factor), g.min_binade, g.limit, g.limit_negative, g)
+    return float32(float32(code_value * scale) * p.decode_scale)
+
+
+@device
+def _binary_row(x, y, inner, ahead, shifts, g):
+    """Quantise a row under power-of-two scales; ``ahead`` elements on, the next group is asked for."""
+    strips = x.size // 16 if inner % 16 == 0 else 0
+    for strip in range(strips):
+        prefetch(x, 16 * strip + ahead)
+        base = uint64(16 * strip)
+        shift = shifts[strip]
+        for j in range(16):
+            k = base + uint64(j)
+            y[k] = _binary_value(x[k], shift, g)
+    width = 16 if inner % 16 == 0 else inner
+    for i in range(16 * strips, x.size):
+        y[i] = _binary_value(x[i], shifts[i // width], g)
+
+
+@device
+def _real_row(x, y, inner, ahead, scales, factors, p, g):
+    """Quantise a row under real scales, like ``_binary_row``."""
+    strips = x.size // 16 if inner % 16 == 0 else 0
+    for strip in range(strips):
+        prefetch(x, 16 * strip + ahead)
+        base = uint64(16 * strip)
+        scale, factor = scales[strip], factors[strip]
+        for j in range(16):
+            k = base + uint64(j)
+            y[k] = _real_value(x[k], scale, factor, p, g)
+    width = 16 if inner % 16 == 0 else inner
+    for i in range(16 * strips, x.size):
+        y[i] = _real_value(x[i], scales[i // width], factors[i // width], p, g)
+
+
+@kernel
+def quantize_binary(x, y, g, p, layout, start, stop):
+    """Quantise groups ``start ... stop - 1`` under power-of-two scales; return the first one not done, or stop."""
+    inner = layout.inner
+    ahead = inner * layout.group  # elements to the next group, asked for while this one is rounded
+    strips = max(ahead // 16 + 1, layout.group)
+    amaxes, shifts = np.empty(layout.group, np.int32), np.empty(strips, np.int32)
+    for group in range(start, stop):
+        r0, r1, k0, k1 = bounds(group, x.shape, layout)
+        count = (k1 - k0 + inner - 1) // inner
+        largest_magnitudes(x, r0, r1, k0, k1, layout, amaxes)
+        if binary_scales(amaxes, shifts, count, p, layout):
+            return int64(group)
+        per_lane(shifts, inner, k1 - k0)
+        for r in range(r0, r1):
+            xs, ys = x[r, k0:k1], y[r, k0:k1]
+            _binary_row(xs, ys, inner, ahead, shifts, g)
+    return int64(stop)
+
+
+@kernel
+def quantize_real(x, y, g, p, sg, layout, start, stop):
+    """Quantise groups ``start ... stop - 1`` under real scales; return the first one not done, or stop."""
+    inner = layout.inner
+    ahead = inner * layout.group  # elements to the next group, asked for while this one is rounded
+    strips = max(ahead // 16 + 1, layout.group)
+    amaxes = np.empty(layout.group, np.int32)
+    scales, factors = np.empty(strips, np.float32), np.empty(strips, np.float32)
+    for group in range(start, stop):
+        r0, r1, k0, k1 = bounds(group, x.shape, layout)
+        count = (k1 - k0 + inner - 1) // inner
+        largest_magnitudes(x, r0, r1, k0, k1, layout, amaxes)
+        if real_scales(amaxes, scales, factors, count, p, sg):
+            return int64(group)
+        per_lane(scales, inner, k1 - k0)
+        per_lane(factors, inner, k1 - k0)
+        for r in range(r0, r1):
+            xs, ys = x[r, k0:k1], y[r, k0:k1]
+            _real_row(xs, ys, inner, ahead, scales, factors, p, g)
+    return int64(stop)
+
+
+@device
+def draw_row(first, count, words, o0, o1, k0, k1):
+    """Draw the random words of elements ``first ...`` of a tensor; return them, in ``words`` of ``count + 128``."""
+    for block in range(first >> 6, (first + count + 63) >> 6):
+        place = 64 * (block - (first >> 6))
+        fill64(words[place : place + 64], block, o0, o1, k0, k1)
+    return words[first & 63 :]
+
+
+@device
+def stochastic_block(x, y, first, last, words, scale, decode_scale, factor, g):
+    """Quantise elements ``first ... last - 1`` of a row; ``words`` holds the random words of the whole row.
+
+    A product with a power of two that underflows has no bit within 2**-32 of the last place: it rounds to zero.
+    """
+    xs, ys, ws = x[first:last], y[first:last], words[first:last]
+    for i in range(xs.size):
+        value = stochastic_deep(float32(xs[i] * factor), ws[i], g)
+        ys[i] = float32(float32(value * scale) * decode_scale)
+
+
+@kernel
+def quantize_stochastic(x, y, g, p, sg, layout, o0, o1, k0, k1, start, stop):
+    """Quantise groups stochastically under scales of either kind; return the first group not done, or stop."""
+    inner, columns = layout.inner, x.shape[1]
+    amaxes, shifts = np.empty(layout.group, np.int32), np.empty(layout.group, np.int32)
+    scales, factors = np.empty(layout.group, np.float32), np.empty(layout.group, np.float32)
+    words = np.empty(inner * layout.group + 128, np.uint32)
+    for group in range(start, stop):
+        r0, r1, c0, c1 = bounds(group, x.shape, layout)
+        count = (c1 - c0 + inner - 1) // inner
+        largest_magnitudes(x, r0, r1, c0, c1, layout, amaxes)
+        if p.rule == AMAX:
+            if real_scales(amaxes, scales, factors, count, p, sg):
+                return int64(group)
+        else:
+            if binary_scales(amaxes, shifts, count, p, layout):
+                return int64(group)
+            powers(shifts, scales, factors, count)
+        for r in range(r0, r1):
+            row_words = draw_row(r * columns + c0, c1 - c0, words, o0, o1, k0, k1)
+            xs, ys = x[r, c0:c1], y[r, c0:c1]
+            for b in range(count):
+                last = min((b + 1) * inner, c1 - c0)
+                stochastic_block(xs, ys, b * inner, last, row_words, scales[b], p.decode_scale, factors[b], g)
+    return int64(stop)
+
+
+@kernel
+def largest_bits(x):
+    """Return the bits of the largest magnitude of float32 x; NaN is larger than Inf."""
+    top = int32(0)
+    for i in range(x.size):
+        top = max(top, bits32(x[i]) & _MAGNITUDE)
+    return top
+
+
+def finite_amax(x: np.ndarray) -> tuple[float, bool, bool]:
+    """Return the largest finite magnitude of float32 x, and whether it holds NaN, and NaN or Inf."""
+    top = int32(largest_bits(x))
+    if top < _INF:
+        return float(top.view(np.float32)), False, False
+    return finite_amax_double(x)  # seldom: look again, at finite elements alone
+
+
+@kernel
+def finite_amax_double(x):
+    """Return the largest finite magnitude of x, and whether it holds NaN, and NaN or Inf."""
+    amax = float64(0)
+    has_nan = has_inf = False
+    for i in range(x.size):
+        magnitude = abs(x[i])
+        if magnitude < np.inf:
+            amax = max(amax, magnitude)
+        elif magnitude != magnitude:
+            has_nan = True
+        else:
+            has_inf = True
+    return amax, has_nan, has_nan or has_inf

@@ -1,0 +1,1 @@
+"""Kernels that multiply matrices as emulated units do."""

@@ -1,0 +1,132 @@
+"""A slab of a product through all panels of a group: pack 64 columns, add their products, go on to the next."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from fmtsim.cpu.gemm.floor import floor32, floor64
+from fmtsim.cpu.gemm.groups import grouped
+from fmtsim.cpu.gemm.operands import EMPTY, TOP_BYTE, Grouped, Panel
+from fmtsim.cpu.gemm.packing import pack_panel
+from fmtsim.cpu.gemm.sums import Promotion, Sums
+from fmtsim.cpu.gemm.wide import wide
+from fmtsim.cpu.runtime.jit import kernel
+from fmtsim.cpu.runtime.simd import LANES
+
+
+class State(NamedTuple):
+    """The sums of a group of panels for some rows, kept from slab to slab; the first axis is the panel."""
+
+    acc: np.ndarray  # float64 or float32 [panels][rows * 64]: running chains
+    total: np.ndarray  # float64 [panels][rows * 64]: outer sums of running parts
+    parts: np.ndarray  # float64 [panels][parts * rows * 64]
+    marks: np.ndarray  # int32 [panels][64]: columns with NaN and Inf
+    lowest: np.ndarray  # int64 [panels]: the smallest product exponent so far
+    row_scales: np.ndarray  # float32 [chains * rows] of scaled promotion, else empty
+    column_scales: np.ndarray  # float32 [panels][chains * 64]
+    promotion: Promotion
+
+
+class Buffers(NamedTuple):
+    """Where a thread packs a panel."""
+
+    raw: np.ndarray  # float32 [slots][64]
+    scales: np.ndarray  # float32 [slots][64], empty without scales
+    values: np.ndarray  # float64 or float32 [slots][64]
+    exponents: np.ndarray  # int8 or int16 [slots][64]
+    signs: np.ndarray  # int32 [block][word][64]
+
+
+class Constants(NamedTuple):
+    """What a floor kernel takes beside its operands, and the product exponents that it allows."""
+
+    block: int
+    factor: np.floating
+    fraction_bits: int
+    mask: np.integer
+    floor_byte: np.int8
+    given: tuple[int, int]  # exponents that bytes of both operands count from, or EMPTY
+    smallest: int
+    largest: int
+
+
+def _floor(acc, a, b, order, sums, how):  # type: ignore[no-untyped-def]
+    """Run the floor kernel whose sums have acc's dtype."""
+    raise NotImplementedError
+
+
+@overload(_floor)
+def _floor_of(acc, a, b, order, sums, how):  # type: ignore[no-untyped-def]
+    chosen = floor32 if acc.dtype == types.float32 else floor64
+
+    def run(acc, a, b, order, sums, how):  # type: ignore[no-untyped-def]
+        chosen(a, b, order, sums, acc, how.block, how.factor, how.fraction_bits, how.mask, how.floor_byte)
+
+    return run
+
+
+@kernel
+def floor_panels(a, low, source, base, start, stop, slots, order, how, state, buffers, done):  # type: ignore[no-untyped-def]
+    """Run a slab through panels start ... stop - 1 of a group that begins at panel ``base`` of the product.
+
+    a: Rows with byte exponents, ``low`` the smallest of them. ``done`` (bool [panels]) says where the exponents of a
+    panel allowed it; the others are left as they were.
+    """
+    top_a = np.int64(a.top.max())
+    for p in range(start, stop):
+        first, marks = (base + p) * LANES, state.marks[p]
+        top, least = pack_panel(
+            source, first, slots, how.block, how.given[1], True, buffers.raw, buffers.scales, buffers.values,
+            buffers.exponents, buffers.signs, marks,
+        )  # fmt: skip
+        smallest, largest = low + least, top_a + top
+        done[p] = not (
+            top - least > TOP_BYTE // 2
+            or smallest < how.smallest
+            or largest > how.largest
+            or largest - 2 * TOP_BYTE > state.lowest[p]
+        )
+        if done[p]:
+            state.lowest[p] = min(state.lowest[p], smallest)
+            b = Panel(buffers.values, buffers.exponents, buffers.signs, np.int32(top))
+            sums = Sums(state.total[p], state.parts[p], state.promotion, state.row_scales, state.column_scales[p])
+            _floor(state.acc[p], a, b, order, sums, how)
+
+
+@kernel
+def wide_panels(a, low, source, base, start, stop, slots, order, tiny, block, unit, draw, state, buffers, done):  # type: ignore[no-untyped-def]
+    """Run a slab through the wide kernel, for those panels that are not done."""
+    for p in range(start, stop):
+        if done[p]:
+            continue
+        first, marks = (base + p) * LANES, state.marks[p]
+        _, least = pack_panel(
+            source, first, slots, block, EMPTY, tiny, buffers.raw, buffers.scales, buffers.values, buffers.exponents,
+            buffers.signs, marks,
+        )  # fmt: skip
+        state.lowest[p] = min(state.lowest[p], low + least)
+        b = Panel(buffers.values, buffers.exponents, buffers.signs, np.int32(0))
+        sums = Sums(state.total[p], state.parts[p], state.promotion, state.row_scales, state.column_scales[p])
+        wide(a, b, order, sums, state.acc[p], block, unit, draw, first)
+
+
+@kernel
+def group_panels(
+    a, scales, exponents, source, base, start, stop, slots, order, block, groups, unit, draw, state, buffers
+):  # type: ignore[no-untyped-def]
+    """Run a slab through the kernel of grouped products.
+
+    a: Grouped; ``scales`` float64 and ``exponents`` int32 [panels][groups * 64] are those of the columns; ``groups`` is
+    the size of a group and 1 + eps.
+    """
+    for p in range(start, stop):
+        first, marks = (base + p) * LANES, state.marks[p]
+        pack_panel(
+            source, first, slots, block, EMPTY, False, buffers.raw, buffers.scales, buffers.values, buffers.exponents,
+            buffers.signs, marks,
+        )  # fmt: skip
+        b = Grouped(buffers.values, scales[p], exponents[p], LANES)
+        sums = Sums(state.total[p], state.parts[p], state.promotion, state.row_scales, state.column_scales[p])
+        grouped(a, b, order, sums, state.acc[p], block, groups[0], groups[1], unit, draw, first)

@@ -1,0 +1,1 @@
+"""How numba kernels are compiled, kept on disk and spread over threads."""

@@ -1,0 +1,1 @@
+"""Kernels that turn tensors into values or codes of a format."""

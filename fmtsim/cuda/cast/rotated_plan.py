@@ -1,0 +1,258 @@
+"""Which rotations and casts the kernels of rotated operands take, and the macros that specialise them.
+
+Casts are those of block formats whose values bfloat16 holds, and three rules of ``Scaling``: for blocks of 32 elements
+whose scales are powers of two ``floor(statistic="std" * factor + offset)`` with ties toward zero, which is QuEST, and
+``floor(amax / top) * multiplier``; and for blocks of 16 the two levels of Quartet II with scales that EDEN corrects
+over the elements of a transform.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+from itertools import count
+from typing import Any, Literal, NamedTuple, TypeGuard, cast
+
+import numpy as np
+import torch
+
+from fmtsim.cuda.cast.block_fast import BFLOAT16, fast_defines
+from fmtsim.cuda.cast.block_parameters import NO_DRAW, cast_bytes
+from fmtsim.cuda.runtime.program import Defines
+from fmtsim.formats.block import E8M0, FP32, BlockFormat, scaled
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import CastSpec
+from fmtsim.spec.gradient import ClipMask, StraightThrough
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.scaling import Scaling, TensorScale
+from fmtsim.spec.transform import Hadamard, Transform
+
+SIZES = (16, 32)
+_LONG = 128  # elements of the transform and of the group whose scales are corrected together
+BF16, _E4M3 = (cast(FloatFormat, get_format(name)) for name in ("bf16", "e4m3"))
+_TOLERANCE = "7.105427357601002e-15"  # 2^-47: how far the order of 128 sums in float64 moves a quotient, at most
+_BLOCK_FORMAT, _DEVIATION, _LARGEST, _CORRECTED = range(4)  # CAST of the kernel
+_PLAIN = Scaling(block=(1, 32), arithmetic="divide", power_of_two="floor")
+_MULTIPLIERS = (1.0, 4 / 3)  # division by their float32 in four steps is exact (tests/cuda/test_rotated.py)
+_TAIL = 48  # bytes of a Cast behind its Draw
+
+
+_Found = tuple[CastSpec, Defines, float | None]
+
+
+class Plan(NamedTuple):
+    """How a quantiser is computed.
+
+    Attributes:
+        number: Of this plan, from 1.
+        size: Elements of the transform, 1 where there is none.
+        signs: Its signs, as in ``Hadamard``.
+        rounded: Whether its result becomes bfloat16.
+        two_level: Whether there is a scale of the tensor.
+        masks: Whether there is a mask.
+        outside: A constant that the values are to be multiplied with, or None.
+        drawn: The rounding that takes random words: of the elements, or
+        draws_scales: of the scales.
+        defines: Macros of the cast.
+        head, tail: A ``Cast`` before and behind its ``Draw``.
+    """
+
+    number: int
+    size: int
+    signs: int | Literal["random"] | None
+    rounded: bool
+    two_level: bool
+    masks: bool
+    outside: float | None
+    drawn: Rounding
+    draws_scales: bool
+    defines: Defines
+    head: bytes
+    tail: bytes
+
+    @property
+    def lanes(self) -> int:
+        """Lanes whose elements belong together: 32 each."""
+        return 4 if self.draws_scales else 2
+
+
+def macros(plan: Plan, turned: bool, multiplies: bool = False, counts: bool = False) -> Defines:
+    """Return the macros of a kernel that casts along the rows, ``turned`` along the columns.
+
+    ``multiplies``: it casts products with a number; ``counts``: its keys move on by a number on the device.
+    """
+    sizes = (0, plan.size) if turned else (plan.size, 0)
+    return _macros(plan.defines, plan.lanes, *sizes, plan.rounded, plan.masks, multiplies, counts)
+
+
+def plan_of(quantizer: Quantizer) -> Plan | None:
+    """Return how a quantiser is computed, None where the kernels do not serve."""
+    found = _plans.get(id(quantizer))
+    if found is None or found[0] is not quantizer:  # hashing a quantiser takes as long as a launch
+        if len(_plans) > 4096:
+            _plans.clear()
+        found = _plans[id(quantizer)] = quantizer, _plan_of(quantizer)
+    return found[1]
+
+
+_numbered = count(1)
+_plans: dict[int, tuple[Quantizer, Plan | None]] = {}
+
+
+def rotation_of(transforms: tuple[Transform, ...], sizes: tuple[int, ...] = SIZES) -> Hadamard | None:
+    """Return the only rotation among transforms if it is along the inner axis and of one of these sizes, else None."""
+    if len(transforms) != 1 or not isinstance(transforms[0], Hadamard):
+        return None
+    turn = transforms[0]
+    return turn if turn.axis == "inner" and turn.size in sizes else None
+
+
+@lru_cache(maxsize=256)
+def _plan_of(quantizer: Quantizer) -> Plan | None:
+    corrects = quantizer.scaling is not None and quantizer.scaling.eden is not None
+    turn = rotation_of(quantizer.transforms, (_LONG,) if corrects else SIZES)
+    if (turn is None and quantizer.transforms) or quantizer.then is not None or quantizer.source == "forward":
+        return None
+    rounded = turn is not None and turn.rounded is not None
+    if rounded and turn.rounded != BF16:  # type: ignore[union-attr]
+        return None
+    rounding = quantizer.rounding
+    if corrects:
+        found = _corrected_macros(quantizer) if turn is not None else None
+    else:
+        found = _scaling_macros(quantizer) if quantizer.scaling is not None else _block_macros(quantizer)
+    whole_words = (rounding.variant, rounding.layout) == ("a", "word")
+    if found is None or rounding.mode not in _ROUNDINGS or not whole_words:
+        return None
+    spec, own, outside = found
+    defines = fast_defines(spec, torch.float32, BFLOAT16, spec.format.tensor_scale)  # type: ignore[union-attr]
+    if defines is None:
+        return None
+    whole = cast_bytes(spec, None, torch.device("cpu"))  # float formats need no tables on a device
+    own = (*own, ("RUN", str(spec.format.block[1])))  # type: ignore[union-attr]
+    return Plan(
+        number=next(_numbered),
+        size=1 if turn is None else turn.size or 1,
+        signs=None if turn is None else turn.signs,
+        rounded=rounded,
+        two_level=("TWO_LEVEL", "1") in defines,
+        masks=quantizer.gradient == ClipMask(),
+        outside=outside,
+        drawn=Rounding(mode="stochastic") if corrects else rounding,
+        draws_scales=corrects,
+        defines=(*defines, *own),
+        head=whole[: -_TAIL - len(NO_DRAW)],
+        tail=whole[-_TAIL:],
+    )  # fmt: skip
+
+
+def _block_macros(quantizer: Quantizer) -> _Found | None:
+    """Return the cast of a block format and the macros that only these kernels have."""
+    fmt, rounding = quantizer.format, quantizer.rounding
+    if not isinstance(fmt, BlockFormat) or not isinstance(fmt.element, FloatFormat) or fmt.block not in _BLOCKS:
+        return None
+    if rounding.mode not in ("nearest_even", "stochastic") or quantizer.gradient != StraightThrough():
+        return None
+    spec = CastSpec(format=fmt, rounding=rounding, overflow=quantizer.overflow or fmt.default_overflow)
+    return spec, (("CAST", str(_BLOCK_FORMAT)),), None
+
+
+_BLOCKS = ((1, 16), (1, 32))
+_ROUNDINGS = ("nearest_even", "nearest_toward_zero", "nearest_away", "stochastic")
+
+
+def _scaling_macros(quantizer: Quantizer) -> _Found | None:
+    """Return the same of a scale rule; the cast of the spec is not the rule's, its elements are."""
+    fmt, scaling, rounding = quantizer.format, quantizer.scaling, quantizer.rounding
+    if not _small(fmt) or (quantizer.overflow or fmt.default_overflow) != "saturate" or scaling is None:
+        return None
+    spec = CastSpec(format=scaled(fmt, (1, 32), "floor"), rounding=rounding, overflow="saturate")
+    deviation = replace(_PLAIN, statistic="std", factor=scaling.factor, offset=scaling.offset, scale=E8M0)
+    if scaling == deviation and scaling.factor is not None and scaling.offset >= 2.0**-100:
+        if rounding.mode != "nearest_toward_zero" or quantizer.gradient not in (ClipMask(), StraightThrough()):
+            return None
+        return spec, _numbers(CAST=_DEVIATION, FACTOR=scaling.factor, OFFSET=scaling.offset), None
+    largest = replace(_PLAIN, top=scaling.top, multiplier=scaling.multiplier, scale=FP32)
+    top = float(fmt.max) if scaling.top is None else scaling.top
+    if scaling != largest or scaling.multiplier not in _MULTIPLIERS or not 2 <= top <= 2.0**20:
+        return None
+    if rounding.mode not in ("nearest_even", "stochastic") or quantizer.gradient != StraightThrough():
+        return None
+    multiplier = np.float32(scaling.multiplier)
+    own = _numbers(CAST=_LARGEST, TOP=top, MULTIPLIER=multiplier, MULTIPLIER_RECIPROCAL=np.float32(1) / multiplier)
+    return spec, (*own, ("DIVIDES", str(int(multiplier != 1)))), float(multiplier) if multiplier != 1 else None
+
+
+def _corrected_macros(quantizer: Quantizer) -> _Found | None:
+    """Return the same of the rule whose scales EDEN corrects."""
+    fmt, scaling = quantizer.format, quantizer.scaling
+    overflow = quantizer.overflow or (fmt.default_overflow if fmt is not None else None)
+    if not _small(fmt) or overflow != "saturate" or scaling is None or scaling.tensor is None:
+        return None
+    rule = Scaling(
+        block=(1, 16), top=scaling.top, scale=_E4M3, scale_rounding="stochastic", eden=_LONG,
+        tensor=TensorScale(top=scaling.tensor.top, order="quartet2"),
+    )  # fmt: skip
+    top = float(fmt.max) if scaling.top is None else scaling.top
+    largest = float(_E4M3.max) if scaling.tensor.top is None else scaling.tensor.top
+    if scaling != rule or quantizer.rounding.mode != "nearest_away" or quantizer.gradient != StraightThrough():
+        return None
+    if not (1 <= top <= 2.0**20 and 1 <= largest <= 2.0**20):
+        return None
+    blocks = BlockFormat(
+        name="corrected", element=fmt, block=(1, 16), scale=_E4M3, arithmetic="encode", tensor_scale=True
+    )
+    spec = CastSpec(format=blocks, rounding=Rounding(), overflow="saturate")
+    own = _numbers(CAST=_CORRECTED, TOP=top, TENSOR_TOP=largest)
+    return spec, (*own, ("GROUP", str(_LONG)), ("TOLERANCE", _TOLERANCE)), None
+
+
+def _small(fmt: Any) -> TypeGuard[FloatFormat]:
+    """Say whether bfloat16 holds the values of a format under all scales of float32."""
+    return isinstance(fmt, FloatFormat) and fmt.mantissa_bits <= 7 and fmt.min_subnormal >= 2.0**-7 and not fmt.has_nan
+
+
+def _numbers(**values: Any) -> Defines:
+    """Return macros: whole numbers as they are, others as the bits of their float32."""
+    return tuple(
+        (name, str(x) if isinstance(x, int) and name == "CAST" else f"{int(np.float32(x).view(np.uint32))}u")
+        for name, x in values.items()
+    )
+
+
+@lru_cache(maxsize=1024)
+def _macros(
+    defines: Defines, lanes: int, across: int, down: int, rounded: bool, masks: bool, multiplies: bool, counts: bool
+) -> Defines:
+    own = {
+        "LANES": lanes, "SCALED": int(multiplies), "COUNTED": int(counts),
+        "ACROSS": int(across > 0), "ACROSS_SIZE": max(across, 1), "DOWN": int(down > 0), "DOWN_SIZE": max(down, 1),
+        "NARROWS": int(rounded), "MASKS": int(masks and across > 0),
+    }  # fmt: skip
+    return (*defines, *((name, str(value)) for name, value in own.items()))
+
+
+@lru_cache(maxsize=1)
+def examples() -> tuple[tuple[Quantizer, bool], ...]:
+    """Return quantisers that need every kind of kernel, and whether each is for a transposed view."""
+    word = Rounding(mode="stochastic")
+    nvfp4, mxfp4, e2m1 = (get_format(name) for name in ("nvfp4", "mxfp4", "e2m1"))
+    sixteen, turn = (Hadamard(size=16, rounded=BF16),), (Hadamard(size=32, signs="random"),)
+    quest = replace(_PLAIN, statistic="std", factor=0.5, offset=1e-8, scale=E8M0)
+    largest = Quantizer(format=e2m1, scaling=replace(_PLAIN, top=4.0, multiplier=4 / 3), rounding=word, transforms=turn)
+    x, g = Quantizer(format=nvfp4, transforms=sixteen), Quantizer(format=nvfp4, rounding=word)
+    micro = Quantizer(format=mxfp4, rounding=word)
+    eden = Scaling(
+        block=(1, 16), scale=_E4M3, scale_rounding="stochastic", eden=_LONG, tensor=TensorScale(order="quartet2")
+    )
+    long = (Hadamard(size=_LONG, signs="random"),)
+    corrected = Quantizer(format=e2m1, scaling=eden, rounding=Rounding(mode="nearest_away"), transforms=long)
+    toward = Rounding(mode="nearest_toward_zero")
+    forward = Quantizer(
+        format=e2m1, scaling=quest, rounding=toward, transforms=(Hadamard(size=32),), gradient=ClipMask()
+    )
+    return (
+        (x, False), (x, True), (g, False), (replace(g, transforms=sixteen), True), (micro, False),
+        (replace(micro, transforms=turn), True), (Quantizer(format=mxfp4, transforms=turn), True), (forward, False),
+        (largest, False), (largest, True), (corrected, False), (corrected, True),
+    )  # fmt: skip

@@ -1,0 +1,84 @@
+"""Matrix products of emulated units: the verb ``gemm`` of the engine (docs/matmul.md).
+
+A product becomes a ``Job``; a fast path, where one takes it, writes what it can and marks the tiles that it cannot,
+the general path does those or everything, and parts are reduced. Nothing waits for the device, but a fast path that is
+tried at its first use (gemm_trial.py).
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from fmtsim.cuda.gemm import chain as gemm_chain
+from fmtsim.cuda.gemm import cut as gemm_cut
+from fmtsim.cuda.gemm import floor as gemm_floor
+from fmtsim.cuda.gemm import general as gemm_general
+from fmtsim.cuda.gemm import groups as gemm_groups
+from fmtsim.cuda.gemm import reduce as gemm_reduce
+from fmtsim.cuda.gemm import single as gemm_single
+from fmtsim.cuda.gemm import trial as gemm_trial
+from fmtsim.cuda.gemm.job import TILE, Job
+from fmtsim.cuda.gemm.order import order_of
+from fmtsim.cuda.gemm.unit import TYPES
+from fmtsim.cuda.runtime import program as runtime
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.gemm_spec import GemmSpec
+
+_FAST = (gemm_groups, gemm_floor, gemm_chain, gemm_single, gemm_cut)  # the faster first, where several take a product
+
+
+def supports_gemm(spec: GemmSpec, a: Tensor, b: Tensor) -> bool:
+    """Say whether the kernels cover a product on this device; the torch engine takes the rest."""
+    if a.dtype not in TYPES or b.dtype not in TYPES or not runtime.serves(runtime.device_index(a)):
+        return False
+    return gemm_general.covers(spec, a.dtype, b.dtype, max(a.shape[1], 1))
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    spec: GemmSpec,
+    random: RandomKey | None,
+    out: Tensor,
+) -> None:
+    """Write the reduced sums of ``a b^T`` to out [M, N], before the epilogue.
+
+    Shapes and dtypes are those of the engine protocol (docs/architecture.md). NaN has all bits set but the sign. The
+    workspace holds the parts of a split product, [parts, M, N], and is freed with torch's allocator.
+
+    Raises:
+        DeviceError: A CUDA graph is being captured before this unit, plan and K have run once.
+
+    A KernelWarning says that a fast path failed its trial.
+    """
+    if out.numel() == 0:
+        return
+    k = a.shape[1]
+    if k == 0:
+        gemm_reduce.fill(c, out)
+        return
+    in_place = spec.plan.reduce == "in_place"  # the output begins with c, not the first chain
+    job = Job(
+        a=a, b=b, c=None if in_place else c, scale_a=scale_a, scale_b=scale_b, spec=spec, random=random, out=out,
+        order=order_of(k, spec, a.device),
+    )  # fmt: skip
+    parts = 1 if gemm_general.ignores_order(spec) else len(job.order.parts)
+    direct = parts == 1 and spec.plan.partial is None and out.is_contiguous() and not (in_place and c is not None)
+    sums = out.unsqueeze(0) if direct else torch.empty(parts, *out.shape, dtype=out.dtype, device=out.device)
+    fast = _fast_path(job)
+    marks = None
+    if fast is not None:
+        marks = torch.zeros(-(-out.shape[0] // TILE), -(-out.shape[1] // TILE), dtype=torch.uint8, device=out.device)
+        fast.run(job, sums, marks)
+    gemm_general.run(job, sums, marks)
+    if not direct:
+        gemm_reduce.reduce(job, sums, c if in_place else None)
+
+
+def _fast_path(job: Job) -> ModuleType | None:
+    """Return the first module that takes a product and has shown that its kernels compute it, or None."""
+    return gemm_trial.chosen(_FAST, job)

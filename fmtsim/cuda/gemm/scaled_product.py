@@ -1,0 +1,152 @@
+"""Products of operands whose groups along the sum have scales, on the bfloat16 units of compute capability 9.0.
+
+The unit multiplies elements and adds a group's products in float32; each sum is multiplied by the scales of its two
+groups and added to those before. scaled_product.cu says in which order.
+"""
+
+import struct
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fmtsim.cuda.cast.block_view import aligned
+from fmtsim.cuda.runtime.program import Defines, capability, device_index, kernel, multiprocessors
+
+_FILE: Final = "scaled_product.cu"
+_CAPABILITY: Final = (9, 0)
+_TILE, _DEPTH, _STAGES, _THREADS = 128, 64, 6, 384
+_OUTPUTS: Final = {torch.float32: 0, torch.bfloat16: 1}
+_PARTS: Final = 16  # at most
+_GROUP: Final = 128  # of the kernels that are compiled ahead
+_TURN = 1024  # outputs of a block of threads that adds parts
+_GROUPS: Final = (64, 128)
+_MOST: Final = 1 << 30
+
+
+class Factor(NamedTuple):
+    """An operand ``[rows, places of the sum]``.
+
+    Attributes:
+        elements: bfloat16, contiguous or the transpose of a contiguous matrix.
+        scale: float32 [row blocks, groups] of any strides: what an element is multiplied with.
+        sizes: Rows and places of the sum of a block.
+    """
+
+    elements: Tensor
+    scale: Tensor
+    sizes: tuple[int, int]
+
+    @property
+    def turned(self) -> bool:
+        """Whether rows, and not places of the sum, follow each other in memory."""
+        return not self.elements.is_contiguous()
+
+
+def covers(a: Factor, b: Factor) -> bool:
+    """Say whether ``multiply`` takes two operands; looks at no data, so that a compiler may ask."""
+    group, (m, k), n = a.sizes[1], a.elements.shape, b.elements.shape[0]
+    if capability(device_index(a.elements)) != _CAPABILITY or group != b.sizes[1] or group not in _GROUPS:
+        return False
+    if any(x.sizes[0] & (x.sizes[0] - 1) and x.sizes[0] < x.elements.shape[0] for x in (a, b)):
+        return False
+    small = 0 < m < _MOST and 0 < n < _MOST and 0 < k < _MOST
+    return small and n % 4 == 0 and all(_lies_well(x) for x in (a, b))
+
+
+def _lies_well(x: Factor) -> bool:
+    whole = x.elements.is_contiguous() or x.elements.mT.is_contiguous()
+    return whole and x.elements.dtype == torch.bfloat16 and x.elements.shape[0 if x.turned else 1] % 8 == 0
+
+
+def multiply(a: Factor, b: Factor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return ``a b^T + bias`` of operands that ``covers``, [M, N] in float32 or bfloat16; the bias has [N].
+
+    With P the float32 sum of the products of a group, and s and t the scales of the two: the groups are added in
+    order by ``c = fma(P s, t, c)``, ``P s`` rounded first, or, where all rows of b in a tile share t and s t is within
+    2**-100 and 2**100, by ``c = fma(P, s t, c)``. Where tiles are too few for the device the sum is cut into parts that
+    are added last; the bias behind all of them. The same operands give the same bits on devices with as many
+    multiprocessors; nothing waits for the device.
+    """
+    (m, k), n, group, index = a.elements.shape, b.elements.shape[0], a.sizes[1], device_index(a.elements)
+    parts, length = parts_of(m, n, -(-k // group), multiprocessors(index))
+    out = torch.empty(m, n, dtype=dtype, device=a.elements.device)
+    sums = out if parts == 1 else torch.empty(parts, m, n, dtype=torch.float32, device=out.device)
+    units = _tiles(m, n) * parts
+    held = [x if aligned(x.elements) else x._replace(elements=x.elements.clone()) for x in (a, b)]
+    bias = None if bias is None else bias.float().contiguous()
+    task = struct.pack("=iii4x", k, parts, length)
+    shared = b.sizes[0] % _TILE == 0 or b.sizes[0] >= n
+    kernel(_FILE, "multiply_groups", index, _defines(a.turned, b.turned, group, sums.dtype, shared))(
+        min(units, multiprocessors(index)),
+        _THREADS,
+        *map(_packed, held),
+        task,
+        bias if parts == 1 else None,
+        sums,
+        shared=_shared_bytes(),
+    )
+    if parts > 1:
+        _add_parts(sums, bias, out, index)
+    return out
+
+
+def _add_parts(sums: Tensor, bias: Tensor | None, out: Tensor, index: int) -> None:
+    run = kernel(_FILE, "add_parts", index, _defines(False, False, _GROUP, out.dtype, True))
+    sizes = np.int32(sums.shape[0]), np.int32(out.shape[1]), np.int64(out.numel() // 4)
+    run(-(-out.numel() // _TURN), _TURN // 4, sums, bias, out, *sizes)
+
+
+def _packed(x: Factor) -> bytes:
+    stride = max(x.elements.stride())
+    steps = [0 if size == 1 else step for size, step in zip(x.scale.shape, x.scale.stride(), strict=True)]
+    addresses = x.elements.data_ptr(), stride, x.scale.data_ptr()
+    return struct.pack("=QqQqqii", *addresses, *steps, x.sizes[0].bit_length() - 1, x.elements.shape[0])
+
+
+def _tiles(m: int, n: int) -> int:
+    return -(-m // _TILE) * -(-n // _TILE)
+
+
+def _shared_bytes() -> int:
+    """Return what ``Memory`` of the kernel takes: stages at multiples of 1024 bytes, and barriers."""
+    stage = 2 * _TILE * (_DEPTH * 2 + 4)
+    return _STAGES * (-(-stage // 1024) * 1024 + 16) + 1024
+
+
+@lru_cache(maxsize=1024)
+def parts_of(m: int, n: int, groups: int, processors: int) -> tuple[int, int]:
+    """Return into how many parts a sum is cut, and the groups of a part.
+
+    The time of a part is taken for that of its groups and one more, that of a further part for what it takes to write
+    and read its sums: a group's time for 132 processors is that of 2.2 million numbers.
+    """
+    tiles = _tiles(m, n)
+
+    def cost(parts: int) -> float:
+        moved = 0 if parts == 1 else (parts + 1) * m * n / (16500 * processors)
+        return -(-tiles * parts // processors) * (-(-groups // parts) + 1) + moved
+
+    length = -(-groups // min(range(1, min(_PARTS, groups) + 1), key=cost))
+    return -(-groups // length), length
+
+
+def variants(capability: tuple[int, int]) -> Iterator[tuple[str, str, Defines]]:
+    """Yield file, kernel and macros of every kind of kernel: those of groups of 128."""
+    if capability != _CAPABILITY:
+        return
+    for dtype in _OUTPUTS:
+        yield _FILE, "add_parts", _defines(False, False, _GROUP, dtype, True)
+        for turned in ((False, False), (False, True), (True, True)):
+            yield _FILE, "multiply_groups", _defines(*turned, _GROUP, dtype, not turned[0])
+
+
+def _defines(turned_a: bool, turned_b: bool, group: int, dtype: torch.dtype, shared_b: bool) -> Defines:
+    numbers = {
+        "TURNED_A": int(turned_a), "TURNED_B": int(turned_b), "GROUP": group, "OUTPUT": _OUTPUTS[dtype],
+        "SHARED_B": int(shared_b), "STAGES": _STAGES,
+    }  # fmt: skip
+    return tuple((name, str(number)) for name, number in numbers.items())

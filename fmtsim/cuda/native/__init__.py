@@ -1,0 +1,1 @@
+"""The GPU's own matrix unit, through the calls of torch that run it."""

@@ -1,0 +1,1 @@
+"""Kernels that do a step of an optimizer."""

@@ -1,0 +1,1 @@
+"""How kernels are compiled, kept on disk, loaded and launched."""

@@ -1,0 +1,1 @@
+"""Linear layers whose three products quantise their operands: quantize_operand, gemm, finish."""

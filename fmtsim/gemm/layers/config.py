@@ -1,0 +1,209 @@
+"""What a quantised linear layer is: a quantiser for each operand of each of its three matrix products."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.formats.block import BlockFormat, Format
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import Overflow
+from fmtsim.gemm.layers.coding import INNER_SCALES, check_unit_scales, kind_of, product_kind
+from fmtsim.gemm.layers.operand import check_coded
+from fmtsim.gemm.products.choice import choose
+from fmtsim.gemm.products.native import check_native
+from fmtsim.gemm.targets.target import get_target
+from fmtsim.gemm.units.unit import describe, get_datapath, get_unit
+from fmtsim.rounding.modes import Rounding, get_rounding
+from fmtsim.spec.datapath import Arithmetic
+from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.quantizer import Quantizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemm:
+    """Describe one matrix product: the quantisers of its two operands, in order, and the machine that multiplies.
+
+    Args:
+        a: Quantiser of the first operand.
+        b: Quantiser of the second operand.
+        out: Rounding of the product, bias included; without a format the dtype of the tensor it becomes.
+        target: A machine with its library (``"h200"``, a plan file), whose call this product is.
+        unit: A matrix unit alone, by name or as a Datapath. Without target and unit the product of the quantised
+            values is float32 (float64 for float64 tensors), scales multiplied in, in no particular order; on a GPU its
+            bfloat16 units multiply where bfloat16 holds both operands.
+        plan: Order of sums instead of the target's, or of the unit's single chain.
+        accumulate: Format in which the unit sums, where it has several.
+        fast_accum: use_fast_accum of a target's FP8 products; a unit alone does not look at it.
+        native: Who multiplies where a target is given: None lets the card do it itself where the tensors are on the
+            card that the target describes, True insists on that, False emulates.
+
+    Raises:
+        ArgumentError: No machine, or one that does not take the operands; a plan without a machine.
+        FormatError: Formats that no unit multiplies (together).
+    """
+
+    a: Quantizer = Quantizer()
+    b: Quantizer = Quantizer()
+    out: Quantizer = Quantizer()
+    target: Any = None
+    unit: Any = None
+    plan: GemmPlan | None = None
+    accumulate: str | None = None
+    fast_accum: bool = False
+    native: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("a", "b", "out"):
+            if not isinstance(getattr(self, name), Quantizer):
+                raise ArgumentError(
+                    f"Gemm {name}={getattr(self, name)!r} is not a Quantizer; pass Quantizer(format=...)"
+                )
+        check_native(self.native)
+        if self.native and self.target is None:
+            raise ArgumentError("Gemm native=True runs products on the card that target= names; pass target= as well")
+        if self.emulated:
+            self._check_machine()
+        elif self.plan is not None or self.accumulate is not None or self.fast_accum:
+            raise ArgumentError(
+                "Gemm plan=, accumulate= and fast_accum= belong to a machine; pass target= or unit= as well"
+            )
+
+    def _check_machine(self) -> None:
+        """Refuse here, not in the middle of a step, what needs no shapes to be refused."""
+        choose("Gemm", self.target, self.unit, None, self.plan, self.accumulate)
+        for name, quantizer in (("a", self.a), ("b", self.b)):
+            if quantizer.scaling is not None or quantizer.then is not None:
+                try:
+                    check_coded(quantizer)
+                except FormatError as error:
+                    raise FormatError(f"Gemm {name}: {error}") from None
+        formats = [q.format for q in (self.a, self.b) if q.format is not None]
+        kinds = [kind_of(fmt) for fmt in formats]
+        kind = product_kind(*kinds) if len(kinds) == 2 else "none"
+        if self.target is not None:
+            get_target(self.target)
+        elif len(kinds) == 2:
+            a, b = (fmt.element if isinstance(fmt, BlockFormat) else fmt for fmt in formats)
+            scale = INNER_SCALES[kind][0] if kind in INNER_SCALES else None
+            check_unit_scales(get_datapath(self.unit, a, b, self.accumulate, scale), kind)
+        elif not isinstance(self.unit, Arithmetic):
+            get_unit(self.unit)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether a machine multiplies, instead of float32 in no particular order."""
+        return self.target is not None or self.unit is not None
+
+    @property
+    def machine(self) -> str:
+        """What multiplies and rounds, in a few words; empty where that is float32 in no particular order."""
+        out = "" if self.out.format is None else f"rounded to {self.out}"
+        if not self.emulated:
+            return out
+        chosen = self.unit if self.target is None else self.target
+        name = describe(chosen) if isinstance(chosen, Arithmetic) else getattr(chosen, "name", None) or str(chosen)
+        sums = f"sums in {self.accumulate}" if self.accumulate else ""
+        fast = "fast accumulation" if self.fast_accum and self.target is not None else ""
+        return ", ".join(filter(None, (f"on {name}", sums, fast, "own plan" if self.plan else "", out)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearConfig:
+    """Describe a linear layer ``y = x w^T`` with x [T, K], w [N, K] and the incoming gradient g [T, N].
+
+    Args:
+        fprop: ``y = x w^T``: a is x, b is w, blocks along K.
+        dgrad: ``dx = g w``: a is g, b is w, blocks along N.
+        wgrad: ``dw = g^T x``: a is g, b is x, blocks along T.
+
+    Every operand is quantised from the high-precision original, never from another quantised copy.
+    """
+
+    fprop: Gemm = Gemm()
+    dgrad: Gemm = Gemm()
+    wgrad: Gemm = Gemm()
+
+    def __post_init__(self) -> None:
+        for name in ("fprop", "dgrad", "wgrad"):
+            if not isinstance(getattr(self, name), Gemm):
+                raise ArgumentError(
+                    f"LinearConfig {name}={getattr(self, name)!r} is not a Gemm; pass Gemm(a=..., b=...)"
+                )
+
+    @property
+    def plain(self) -> bool:
+        """Whether every operand is a cast of the original."""
+        return all(quantizer.plain for quantizer in self.operands.values())
+
+    @property
+    def operands(self) -> dict[str, Quantizer]:
+        """The six quantisers under the names that statistics use: tensor, then f, d or w for its product."""
+        return {
+            "x_f": self.fprop.a,
+            "w_f": self.fprop.b,
+            "g_d": self.dgrad.a,
+            "w_d": self.dgrad.b,
+            "g_w": self.wgrad.a,
+            "x_w": self.wgrad.b,
+        }
+
+    def __str__(self) -> str:
+        shown: dict[str, str] = {}
+        for tensor in "xwg":  # the two uses of a tensor under one name where they agree
+            uses = {name: str(q) for name, q in self.operands.items() if name[0] == tensor}
+            shown |= uses if len(set(uses.values())) > 1 else {tensor: next(iter(uses.values()))}
+        machines = {name: getattr(self, name).machine for name in ("fprop", "dgrad", "wgrad")}
+        texts = {name: f"{name} {text}" for name, text in machines.items() if text}
+        if len(set(machines.values())) == 1:
+            texts = {name: text for name, text in machines.items() if text and name == "fprop"}
+        return ", ".join([*(f"{name} {text}" for name, text in shown.items()), *texts.values()])
+
+
+OPERANDS = tuple(LinearConfig().operands)
+
+
+def linear_config(
+    *,
+    x: str | Format | None,
+    w: str | Format | None,
+    g: str | Format | None,
+    rounding: str | Rounding = "nearest_even",
+    grad_rounding: str | Rounding = "nearest_even",
+    overflow: Overflow | None = None,
+    target: Any = None,
+    unit: Any = None,
+    fast_accum: bool = False,
+    native: bool | None = None,
+) -> LinearConfig:
+    """Build the common case: one format each for activations, weights and gradients, in every product they enter.
+
+    Args:
+        x: Format of the activations (x_f, x_w), a name or a record; None leaves them in high precision.
+        w: Format of the weights (w_f, w_d).
+        g: Format of the incoming gradients (g_d, g_w).
+        rounding: Rounding of activations and weights.
+        grad_rounding: Rounding of gradients, often ``"stochastic"``.
+        overflow: Overflow rule of all operands; None means each format's own.
+        target: A machine with its library that multiplies, as in ``Gemm``.
+        unit: A matrix unit alone, as in ``Gemm``.
+        fast_accum: use_fast_accum of the forward product on a target; gradients promote their sums, as trainers do.
+        native: Who multiplies on a target, as in ``Gemm``.
+
+    Raises:
+        FormatError: a format, rounding or overflow rule is unknown.
+        ArgumentError: the machine is unknown.
+
+    >>> print(linear_config(x="e4m3", w="e4m3", g="e5m2", grad_rounding="stochastic").wgrad.a)
+    e5m2 stochastic
+    """
+    forward, backward = get_rounding(rounding), get_rounding(grad_rounding)
+    xs = Quantizer(format=_format(x), rounding=forward, overflow=overflow)
+    ws = Quantizer(format=_format(w), rounding=forward, overflow=overflow)
+    gs = Quantizer(format=_format(g), rounding=backward, overflow=overflow)
+    machine: dict[str, Any] = {"target": target, "unit": unit, "native": native}
+    fprop, dgrad, wgrad = (Gemm(a=a, b=b, **machine) for a, b in ((xs, ws), (gs, ws), (gs, xs)))
+    return LinearConfig(fprop=replace(fprop, fast_accum=fast_accum), dgrad=dgrad, wgrad=wgrad)
+
+
+def _format(name: str | Format | None) -> Format | None:
+    return get_format(name) if isinstance(name, str) else name

@@ -1,0 +1,241 @@
+"""EmulatedGEMM: a linear layer whose three matrix products see quantised operands."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmtsim.dispatch import constant_in_graphs
+from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.gemm.layers.card import counts
+from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.gemm.layers.layer import Layer, State, find_layer
+from fmtsim.gemm.layers.once import OnceOnly
+from fmtsim.gemm.layers.passes import Kept, Observer, Pass, is_traced, kept_of
+from fmtsim.gemm.layers.plain import plain_forward, plain_gradients
+from fmtsim.gemm.layers.streams import Generator
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ONCE = (
+    "EmulatedGEMM cannot be differentiated twice: the gradient of a quantised gradient is not defined; "
+    "compute second derivatives on the unconverted model (fmtsim.revert)"
+)
+_COMPILED = (
+    "EmulatedGEMM.apply takes no observer and no state in compiled code; "
+    "convert a model, which keeps its state, and observe it before it is compiled"
+)
+
+
+class EmulatedGEMM:
+    """Compute ``y = x w^T + bias`` with each operand of forward and backward in its own format.
+
+    ``EmulatedGEMM.apply(x, w, bias, config, generator=None, observer=None, state=None)``.
+
+    The three products, each operand quantised along the contraction axis, from the high-precision original unless its
+    quantiser says otherwise:
+
+    ====== ============== ========= =========================
+    fprop  ``y = x w^T``  along K   ``config.fprop.a``, ``.b``
+    dgrad  ``dx = g w``   along N   ``config.dgrad.a``, ``.b``
+    wgrad  ``dw = g^T x`` along T   ``config.wgrad.a``, ``.b``
+    ====== ============== ========= =========================
+
+    A product whose ``Gemm`` names a target or a unit has the bits of ``fmtsim.linear``, ``mm`` or ``scaled_mm`` there,
+    on the values and scales of ``fmtsim.encode``. Otherwise products and sums are float32 (float64 for float64
+    inputs); on a GPU the card's bfloat16 units run them where bfloat16 holds both operands, as it does those of most
+    block formats (values below 2**-133 round to its grid): products are exact, sums are the unit's float32, and the
+    scale of a tensor multiplies the sum. Where it holds the elements of both but not their products with the scales of
+    groups (``deepseek_v3``), a kernel for compute capability 9.0 multiplies the sum of each group by its two scales,
+    and adds these sums in order. Results are rounded to ``Gemm.out``, or to the dtype of their tensor; what a
+    target's library does not write (a bias, or another dtype) is added to and rounded from its float32 result. The
+    bias gradient, the sum of g over T, is never quantised. Under autocast x, w and bias are first cast to the
+    autocast dtype, as ``torch.nn.functional.linear`` does.
+
+    Args:
+        x: ``[..., K]``, float16, bfloat16, float32 or float64; the leading dimensions together are T.
+        w: ``[N, K]`` of x's dtype.
+        bias: ``[N]`` of x's dtype, or None.
+        config: The six quantisers, and who multiplies.
+        generator: Where stochastic rounding gets its words: None draws a key for each operand from torch's default
+            generator (so ``torch.manual_seed`` reproduces a run, and activation checkpointing repeats its draws), a
+            torch.Generator is drawn from in the same way, an int fixes the draws of this call. The two uses of
+            g, units that round stochastically and outputs all draw independently. Nothing is ever reseeded.
+        observer: Called as ``observer(operand, original, quantised, quantizer, dim)`` for each operand.
+        state: What delayed scaling remembers, by operand (``"x_f"``, ...); needed where a scale has a history.
+
+    In compiled code config and generator are constants; the tracer of torch 2.11 takes no config, and compiles models
+    that ``fmtsim.convert`` made. NaN and infinities follow the formats (docs/semantics.md); an operand left in high
+    precision passes them on. Differentiating twice raises FmtsimError: the gradient of a rounded gradient is not
+    defined here.
+
+    Raises:
+        ArgumentError: shapes that do not fit each other or the machine's library, or a config that is none.
+        DtypeError: dtypes that are not floating point, that differ, or that the library does not take.
+    """
+
+    @staticmethod
+    def apply(
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        config: LinearConfig,
+        generator: Generator = None,
+        observer: Observer | None = None,
+        state: State | None = None,
+    ) -> Tensor:
+        """Return ``[..., N]`` in x's dtype, or in the autocast dtype."""
+        _check_config(config)
+        if torch.compiler.is_dynamo_compiling():
+            if observer is not None or state:
+                raise ArgumentError(_COMPILED)
+            return torch.ops.fmtsim.layer(x, w, bias, _name_of(config, generator))  # type: ignore[no-any-return]
+        return run_layer(x, w, bias, Layer(config, generator, state), observer)
+
+
+def run_layer(x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer: Observer | None = None) -> Tensor:
+    """Return ``x w^T + bias`` under a layer's definition; torch.compile sees one operator.
+
+    Below its own tracer that operator is what ``EmulatedGEMM`` does: matrix products and opaque operands.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return torch.ops.fmtsim.layer(x, w, bias, layer.name)  # type: ignore[no-any-return]
+    return _Products.apply(x, w, bias, layer, observer)[0]  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=256)
+def _layer(config: LinearConfig, generator: Generator) -> Layer:
+    """Return a layer that lives as long as the code that was compiled for it."""
+    return Layer(config, generator)
+
+
+@constant_in_graphs
+def _name_of(config: LinearConfig, generator: Generator) -> str:
+    return _layer(config, generator).name
+
+
+class _Products(torch.autograd.Function):
+    """The three products; what the backward pass keeps of the forward one are outputs beside the result."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer: Observer | None
+    ) -> tuple[Tensor | None, ...]:
+        """Return y, and what is kept of x and of w where operands are more than casts."""
+        x, w, bias = autocast_to(x, x), autocast_to(w, x), None if bias is None else autocast_to(bias, x)
+        config = layer.config
+        _check(x, w, bias)
+        with torch.autocast(x.device.type, enabled=False):
+            rows, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], w.shape[0])
+            if config.plain:
+                return (plain_forward(rows, w, bias, layer, observer).reshape(shape),)
+            traced = is_traced(x) or is_traced(w)
+            counted = traced and counts(config, x, (rows.shape[0], *w.shape))
+            run = Pass(layer, observer, backward=False, traced=traced, counted=counted)
+            left, right = run.operand("x_f", rows, -1), run.operand("w_f", w, -1)
+            y = run.product("fprop", left, right, bias, x.dtype)
+            return (y.reshape(shape), *kept_of(left, config.wgrad.b), *kept_of(right, config.dgrad.b))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        """Keep the originals, or what became of them, that the two backward products need."""
+        x, w, bias, ctx.layer, ctx.observer = inputs
+        needs_x, needs_w, _ = ctx.needs_input_grad[:3]
+        config = ctx.layer.config
+        originals = [
+            x if needs_w and (config.plain or config.wgrad.b.source == "original") else None,
+            w if needs_x and (config.plain or config.dgrad.b.source == "original") else None,
+        ]
+        kept = output[1:]
+        ctx.mark_non_differentiable(*(t for t in kept if t is not None))
+        ctx.save_for_backward(*originals, *kept)
+        ctx.dtypes = (x.dtype, w.dtype, None if bias is None else bias.dtype)
+        ctx.x_shape = x.shape
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients of x, w and bias, each in its tensor's dtype."""
+        x, w, *kept = ctx.saved_tensors
+        with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
+            rows = g.reshape(-1, g.shape[-1])
+            source = None if x is None else x.reshape(-1, x.shape[-1]).to(g.dtype)
+            weight = None if w is None else w.to(g.dtype)
+            run = plain_gradients if ctx.layer.config.plain else _gradients
+            dx, dw = run(ctx, rows, source, weight, kept)
+            dbias = None
+            if ctx.dtypes[2] is not None and ctx.needs_input_grad[2]:
+                dbias = rows.sum(0, dtype=_wide(g)).to(ctx.dtypes[2])
+            grads = [None if dx is None else dx.reshape(ctx.x_shape), dw, dbias]
+        if torch.is_grad_enabled() and not is_traced(g.detach()):  # create_graph=True: only then on
+            grads = [None if d is None else OnceOnly.apply(d, _ONCE, g, x, w) for d in grads]
+        return (*grads, None, None)
+
+
+def _gradients(
+    ctx: Any, g: Tensor, x: Tensor | None, w: Tensor | None, kept: list[Tensor | None]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of x and w where operands are more than casts of the originals."""
+    config: LinearConfig = ctx.layer.config
+    x_dtype, w_dtype, _ = ctx.dtypes
+    needs_x, needs_w = ctx.needs_input_grad[:2]
+    traced = is_traced(g)
+    counted = traced and counts(config, g, (*g.shape, ctx.x_shape[-1]))
+    run = Pass(ctx.layer, ctx.observer, backward=True, traced=traced, counted=counted)
+    fprop, dgrad, wgrad = config.fprop, config.dgrad, config.wgrad
+    of_x, of_w = Kept(*kept[: len(kept) // 2]), Kept(*kept[len(kept) // 2 :])
+    first = run.operand("g_d", g, -1) if needs_x or wgrad.a.source == "forward" else None
+    dx = dw = None
+    if needs_x:
+        assert first is not None
+        right = run.second("w_d", w, of_w, fprop.b)
+        dx = run.gradient("dgrad", first, right, dgrad.a, fprop.a, of_x, x_dtype)
+    if needs_w:
+        left = first.turned() if first is not None and wgrad.a.source == "forward" else run.operand("g_w", g, 0)
+        right = run.second("x_w", x, of_x, fprop.a)
+        dw = run.gradient("wgrad", left, right, wgrad.a, fprop.b, of_w, w_dtype)
+    return dx, dw
+
+
+def _wide(t: Tensor) -> torch.dtype:
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
+def autocast_to(t: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor in the dtype that autocast gives products of ``like``."""
+    device = like.device.type
+    if t.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return t
+    return t.to(torch.get_autocast_dtype(device))
+
+
+def _check_config(config: LinearConfig) -> None:
+    if not isinstance(config, LinearConfig):
+        raise ArgumentError(
+            f"EmulatedGEMM takes a LinearConfig, not {config!r}; build one with linear_config(x=, w=, g=)"
+        )
+
+
+def _check(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
+    for name, t in (("x", x), ("w", w), ("bias", bias)):
+        if t is not None and t.dtype not in _FLOATS:
+            raise DtypeError(f"EmulatedGEMM: {name} has dtype {t.dtype}; pass float16, bfloat16, float32 or float64")
+    others = [t for t in (w, bias) if t is not None and t.dtype != x.dtype]
+    if others:
+        raise DtypeError(
+            f"EmulatedGEMM: x has dtype {x.dtype}, w or bias {others[0].dtype}; "
+            "cast them to one dtype, or use torch.autocast"
+        )
+    if x.dim() < 1 or w.dim() != 2 or x.shape[-1] != w.shape[1]:
+        raise ArgumentError(
+            f"EmulatedGEMM: x of shape {tuple(x.shape)} does not fit w of shape {tuple(w.shape)}; "
+            "x is [..., K], w is [N, K]"
+        )
+    if bias is not None and bias.shape != w.shape[:1]:
+        raise ArgumentError(
+            f"EmulatedGEMM: bias of shape {tuple(bias.shape)} does not fit w of shape {tuple(w.shape)}; bias is [N]"
+        )
+
+
+_library = torch.library.Library("fmtsim", "FRAGMENT")
+_library.define("layer(Tensor x, Tensor w, Tensor? bias, str layer) -> Tensor")
+_library.impl("layer", lambda x, w, bias, layer: run_layer(x, w, bias, find_layer(layer)), "CompositeImplicitAutograd")

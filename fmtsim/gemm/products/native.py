@@ -1,0 +1,338 @@
+"""When a product with a target runs on the card's own unit, and how it gets there.
+
+With ``native=None`` a verb runs natively where the tensors are on the card that the target describes and torch has the
+call; with ``True`` it does or says why not; with ``False`` it emulates. The kernels are torch's and its library's:
+fmtsim/cuda/native/calls.py.
+"""
+
+import importlib
+import warnings
+from collections.abc import Callable
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmtsim.errors import ArgumentError, NativeWarning
+from fmtsim.gemm.layers.coding import Coded
+from fmtsim.gemm.products.choice import Choice
+from fmtsim.gemm.products.epilogue import finish
+from fmtsim.gemm.products.operands import OperandFormat, fp4_of_fp8, own_dtype
+from fmtsim.gemm.products.scales import Scales
+from fmtsim.gemm.targets.target import Target, caller_level, get_target
+from fmtsim.spec.call import LARGE_BLOCKS, Operation, Scaling
+
+_LIBRARY_SUMS = {
+    "fp32": (torch.float16, torch.bfloat16, torch.float32),
+    "fp16": (torch.float16,),
+    "fp64": (torch.float64,),
+    "int32": (torch.int8,),
+}
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FP4 = torch.float4_e2m1fn_x2
+_SMALL: tuple[Scaling, ...] = ("mx", "nvfp4")
+
+_library = torch.library.Library("fmtsim", "FRAGMENT")
+_library.define(
+    "native_gemm(Tensor a, Tensor b, str function, ScalarType dtype, Tensor? bias=None, Tensor? scale_a=None, "
+    "Tensor? scale_b=None, Tensor? whole_a=None, Tensor? whole_b=None, Tensor? result_scale=None, "
+    "str scaling='none', bool fast_accum=False, bool tf32=False, bool fp16_accumulation=False, int tall_a=1, "
+    "int tall_b=1) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides,),  # a library's order of sums depends on them
+)
+
+
+def is_native(target: str | Path | Target, device: torch.device | str | int = "cuda") -> bool:
+    """Say whether products with a target run on a device's own unit; ``why_not_native`` says why they do not."""
+    return why_not_native(target, device) is None
+
+
+def why_not_native(target: str | Path | Target, device: torch.device | str | int = "cuda") -> str | None:
+    """Return why products with a target are emulated on a device, None where the device computes them itself.
+
+    The device's name, compute capability and multiprocessors have to be those that the target names, and no setting
+    of the process may give cuBLAS other choices than the recorded ones. Other versions of torch or cuBLASLt than the
+    recorded ones warn once (NativeWarning).
+
+    Raises:
+        ArgumentError: An unknown target.
+    """
+    place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    record = get_target(target)
+    index = _card_of(place)
+    if index is None and place.type == "cuda":
+        return "torch sees no CUDA card"
+    if index is None:
+        return f"the tensors are on {place.type}, not on a CUDA card; move them there with .cuda()"
+    return _card_reason(record, index)[0]
+
+
+def why_not(choice: Choice, device: torch.device, obstacle: str | None = None) -> str | None:
+    """Return why a product is emulated, None where the card computes it itself.
+
+    Args:
+        choice: The machine.
+        device: Of the operands.
+        obstacle: Why torch does not have the call, None where it has.
+    """
+    if choice.target is None:
+        return "a unit or datapath alone is no card; pass target="
+    if choice.plan is not None:
+        return "plan= replaces the library's order of sums"
+    return obstacle or why_not_native(choice.target, device)
+
+
+def wanted(native: bool | None, choice: Choice, device: torch.device, obstacle: Callable[[], str | None]) -> bool:
+    """Say whether a product runs natively; ``obstacle`` is only called where the answer depends on it.
+
+    Raises:
+        ArgumentError: ``native=True`` and something stands in the way.
+    """
+    check_native(native)
+    if native is False or (native is None and (choice.target is None or _card_of(device) is None)):
+        return False
+    found = None if choice.target is None else obstacle()
+    reason, setting = _decided(choice.target, choice.plan is not None, device.type, device.index, found)
+    if reason is None:
+        return True
+    if native:
+        raise ArgumentError(f"native=True is not possible: {reason}; pass native=False to emulate the product")
+    if setting:
+        _warn_of_setting(reason)
+    return False
+
+
+def card_description(device: torch.device | str) -> dict[str, str]:
+    """Return a CUDA device's name and the versions of its libraries for a record; nothing for other devices."""
+    index = _card_of(torch.device(device))
+    if index is None:
+        return {}
+    version = importlib.import_module("fmtsim.cuda.native.card").cublaslt_version()
+    return {"card": torch.cuda.get_device_name(index), "cublaslt": f"cuBLASLt {version or 'unknown'}"}
+
+
+def check_native(native: object) -> None:
+    """Refuse what is none of None, True and False."""
+    if native is not None and not isinstance(native, bool):
+        raise ArgumentError(
+            f"native={native!r} is not possible; choose None (where possible), True (required) or False (emulate)"
+        )
+
+
+def _decided(target: Any, planned: bool, kind: str, index: int | None, obstacle: str | None) -> tuple[str | None, bool]:
+    """Return why not, and whether a setting of the process is to blame."""
+    device = torch.device(kind) if index is None else torch.device(kind, index)
+    reason = why_not(Choice(target=target, plan=_PLANNED if planned else None), device, obstacle)
+    card = _card_of(device)
+    if reason is None or target is None or card is None:
+        return reason, False
+    return reason, _card_reason(get_target(target), card) == (reason, True)
+
+
+_PLANNED: Any = object()
+# A constant to torch.compile, which cannot see through what asks the card.
+_decided._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _card_of(device: torch.device) -> int | None:
+    """Return the number of a CUDA device, None for others and where there is none."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _card_reason(target: Target, index: int) -> tuple[str | None, bool]:
+    """Return why a card is not a target's, and whether a setting is to blame; warn once of other versions."""
+    card = importlib.import_module("fmtsim.cuda.native.card")
+    other = _other_card(target.library, _families(target), index)
+    if other is not None:
+        return other, False
+    setting = card.other_settings(index)
+    if setting is None:
+        _warn_of_versions(target.name, target.library)
+    return setting, setting is not None
+
+
+@lru_cache(maxsize=64)
+def _other_card(library: str, families: frozenset[str], index: int) -> str | None:
+    return importlib.import_module("fmtsim.cuda.native.card").other_card(library, families, index)  # type: ignore[no-any-return]
+
+
+def _families(target: Target) -> frozenset[str]:
+    return frozenset(unit.split(".")[0] for _, _, unit in target.units)
+
+
+@cache
+def _warn_of_versions(name: str, library: str) -> None:
+    different = importlib.import_module("fmtsim.cuda.native.card").other_versions(library)
+    if different:
+        warnings.warn(
+            f"target {name} was recorded with other versions than are here: {', '.join(different)}. Native products "
+            "are what this library computes; emulated ones keep the recorded orders of sums. `fmtsim calibrate` asks "
+            "this library.",
+            NativeWarning,
+            stacklevel=caller_level(),
+        )
+
+
+@cache
+def _warn_of_setting(reason: str) -> None:
+    warnings.warn(
+        f"the card is the target, but the product is emulated: {reason}. Pass native=False where that is meant.",
+        NativeWarning,
+        stacklevel=caller_level(),
+    )
+
+
+def plain_obstacle(
+    operands: tuple[Tensor, Tensor], formats: tuple[OperandFormat, OperandFormat], given: tuple[Any, Any],
+    dtype: torch.dtype | None, sums: str, bias: Tensor | None,
+) -> str | None:  # fmt: skip
+    """Return why torch's mm, bmm, linear or _int_mm does not have a call, None where it does."""
+    for name, x, fmt, asked in zip("ab", operands, formats, given, strict=True):
+        if asked is not None and own_dtype(fmt) != x.dtype:
+            return f"torch does not multiply {x.dtype} tensors as {name}_format={fmt.name!r}"
+    own = operands[0].dtype
+    if own not in _LIBRARY_SUMS[sums] or (sums == "fp16" and dtype != torch.float16):
+        return f"torch does not sum {own} products in {sums} for {dtype} results"
+    if bias is not None and dtype != own:
+        return f"torch.nn.functional.linear gives {own}, not {dtype}"
+    return None
+
+
+def run_plain(
+    operation: Operation, a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, *, tf32: bool, sums: str
+) -> Tensor:
+    """Return a product of mm, bmm, linear or int_mm as torch computes it: a [..., M, K], b [..., K, N]."""
+    return torch.ops.fmtsim.native_gemm(  # type: ignore[no-any-return]
+        a, b, operation, dtype, bias, tf32=tf32, fp16_accumulation=sums == "fp16"
+    )
+
+
+def scaled_obstacle(
+    operands: tuple[Tensor, Tensor], formats: tuple[OperandFormat, OperandFormat], scales: Scales, dtype: torch.dtype,
+    *, accumulate: str | None = None, fast: bool = False, result: Tensor | None = None,
+) -> str | None:  # fmt: skip
+    """Return why torch's scaled products do not have a call with results in ``dtype``, None where they do."""
+    for name, x, fmt in zip("ab", operands, formats, strict=True):
+        if x.dtype not in (*_FP8, _FP4) or own_dtype(fmt) != x.dtype:
+            return f"torch does not multiply {name} of dtype {x.dtype} with {fmt.name} numbers"
+    if accumulate not in (None, "fp32"):
+        return f"torch does not sum FP8 products in {accumulate}"
+    if result is not None and scales.kind not in ("tensor", "row"):
+        return "torch.nn.functional.scaled_mm has no scale_result"
+    return _scaling_obstacle(operands[0].dtype, operands[1].dtype, scales.kind, dtype, fast)
+
+
+def _scaling_obstacle(a: torch.dtype, b: torch.dtype, kind: Scaling, dtype: torch.dtype, fast: bool) -> str | None:
+    if kind in LARGE_BLOCKS and fast:
+        return "torch has no use_fast_accum with 1x128 and 128x128 scales"
+    if kind in LARGE_BLOCKS and torch.float8_e5m2 in (a, b):
+        return "torch.nn.functional.scaled_mm multiplies e4m3 alone with 1x128 and 128x128 scales"
+    if kind in ("row", *LARGE_BLOCKS) and dtype.itemsize == 1:
+        return f"cuBLASLt gives no {dtype} results with {kind} scales"
+    allowed = {"mx": (_FP8, (_FP4,)), "nvfp4": ((_FP4,),)}.get(kind, (_FP8,))
+    if not any(a in dtypes and b in dtypes for dtypes in allowed):
+        return f"torch does not multiply {a} by {b} with {kind} scales"
+    return None
+
+
+def run_scaled(
+    a: Tensor, b: Tensor, scales: Scales, dtype: torch.dtype, *, fast_accum: bool, bias: Tensor | None,
+    scale_result: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Return a product of scaled_mm as torch computes it: a [M, K], b [K, N] in their own dtypes."""
+    pair = (scales.row, scales.column) if scales.kind in ("tensor", "row") else _blocks(scales)
+    whole = (None, None) if scales.kind in ("tensor", "row") else (scales.row, scales.column)
+    return torch.ops.fmtsim.native_gemm(  # type: ignore[no-any-return]
+        a, b, "scaled_mm", dtype, bias, *pair, *whole, scale_result, scales.kind, fast_accum,
+        tall_a=scales.tall[0], tall_b=scales.tall[1],
+    )  # fmt: skip
+
+
+def _blocks(scales: Scales) -> tuple[Tensor | None, Tensor | None]:
+    """Return block scales, one for each block of rows."""
+    a, b = (None if s is None else s[::tall] for s, tall in zip((scales.a, scales.b), scales.tall, strict=True))
+    return a, b
+
+
+def coded_obstacle(a: Coded, b: Coded, kind: Scaling, asked: torch.dtype, sums: str, fast: bool) -> str | None:
+    """Return why torch does not have the product of two coded operands, None where it does."""
+    if kind == "none" and max(a.format.bits, b.format.bits) > 8:
+        if a.values.dtype != b.values.dtype or a.format.name != b.format.name:
+            return f"torch does not multiply {a.format.name} by {b.format.name}"
+        if _dtype_of(a) != a.values.dtype and a.format.name != "tf32":
+            return f"torch does not multiply {a.format.name}"
+        if a.values.dtype not in _LIBRARY_SUMS[sums] or (sums == "fp16" and asked != torch.float16):
+            return f"torch does not sum {a.format.name} products in {sums} for {asked} results"
+        return None
+    if sums != "fp32":
+        return f"torch does not sum FP8 products in {sums}"
+    dtypes = _dtype_of(a), _dtype_of(b)
+    if None in dtypes:
+        return f"torch does not multiply {a.format.name} by {b.format.name}"
+    return _scaling_obstacle(*dtypes, "tensor" if kind == "none" else kind, asked, fast)  # type: ignore[arg-type]
+
+
+def _dtype_of(x: Coded) -> torch.dtype | None:
+    return own_dtype(x.format)
+
+
+def run_coded(
+    operation: Operation, a: Coded, b: Coded, bias: Tensor | None, kind: Scaling, asked: torch.dtype, *,
+    adds: bool, sums: str, fast_accum: bool,
+) -> Tensor:  # fmt: skip
+    """Return ``a b^T + bias`` of two coded operands as torch computes it, in dtype ``asked``.
+
+    A bias that torch does not add in such a call (``adds`` is False) is added to the result in float32.
+    """
+    inside = bias if adds else None
+    if operation != "scaled_mm":
+        y = run_plain(operation, a.values, b.values.mT, inside, asked, tf32=a.format.name == "tf32", sums=sums)
+    else:
+        pair = [_codes(x, kind) for x in (a, b)]
+        whole = [x.whole if kind in _SMALL else None for x in (a, b)]
+        left, right = (fp4_of_fp8(x.values) if _dtype_of(x) == _FP4 else x.values for x in (a, b))
+        y = torch.ops.fmtsim.native_gemm(
+            left, right.mT, operation, asked, inside, *pair, *whole, None, "tensor" if kind == "none" else kind,
+            fast_accum, tall_a=a.tall, tall_b=b.tall,
+        )  # fmt: skip
+    return y if bias is None or adds else finish(y, y.dtype, bias=bias)
+
+
+def _codes(x: Coded, kind: Scaling) -> Tensor | None:
+    """Return scales as cuda/native.py takes them: small ones as codes, others as they are."""
+    if x.scales is None or kind not in _SMALL:
+        return x.scales
+    scales = x.scales if x.tall == 1 else x.scales.repeat_interleave(x.tall, dim=0)[: x.values.shape[0]]
+    if kind == "nvfp4":
+        return scales.to(torch.float8_e4m3fn).view(torch.uint8)  # exact: they are E4M3 numbers
+    # A power of two's exponent field is its E8M0 code; 2^-127, a subnormal, has 0, and NaN 255.
+    return (scales.contiguous().view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
+
+
+def _native_gemm(  # type: ignore[no-untyped-def]
+    a, b, function, dtype, bias=None, scale_a=None, scale_b=None, whole_a=None, whole_b=None, result_scale=None,
+    scaling="none", fast_accum=False, tf32=False, fp16_accumulation=False, tall_a=1, tall_b=1,
+):  # fmt: skip
+    engine = importlib.import_module("fmtsim.cuda.native.calls")
+    call = engine.NativeCall(
+        function=function, out_dtype=dtype, scaling=scaling, fast_accum=fast_accum, tf32=tf32,
+        fp16_accumulation=fp16_accumulation, tall_a=tall_a, tall_b=tall_b,
+    )  # fmt: skip
+    a, b, bias = (None if t is None else t.detach() for t in (a, b, bias))
+    y = engine.run(call, a, b, bias, engine.Scaling(scale_a, scale_b, whole_a, whole_b, result_scale))
+    return y if y.is_contiguous() else y.contiguous()
+
+
+def _native_shape(  # type: ignore[no-untyped-def]
+    a, b, function, dtype, bias=None, scale_a=None, scale_b=None, whole_a=None, whole_b=None, result_scale=None,
+    scaling="none", fast_accum=False, tf32=False, fp16_accumulation=False, tall_a=1, tall_b=1,
+):  # fmt: skip
+    return torch.empty((*a.shape[:-1], b.shape[-1]), dtype=dtype, device=a.device)
+
+
+_library.impl("native_gemm", _native_gemm, "CompositeExplicitAutograd")
+torch.library.register_fake("fmtsim::native_gemm", _native_shape, lib=_library)

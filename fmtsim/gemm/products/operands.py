@@ -1,0 +1,197 @@
+"""What a verb is given, made into what an engine takes: values, their format, and how they lie in memory."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmtsim.errors import ArgumentError, DtypeError, FormatError
+from fmtsim.formats.interop import torch_dtype
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.representable import result_dtype
+from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.quantize import decode, quantize
+from fmtsim.spec.call import Layout
+
+OperandFormat = FloatFormat | IntFormat
+
+_PLAIN = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.float8_e4m3fnuz: "e4m3fnuz",
+    torch.float8_e5m2fnuz: "e5m2fnuz",
+    torch.float4_e2m1fn_x2: "e2m1",
+}
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_PIECE = 1 << 18  # bytes of FP4 numbers that are unpacked at a time on a CPU, for the memory of their indices
+_DIRECT = (*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)  # what engines take
+
+
+def check_tensor(name: str, x: Any, dims: str) -> None:
+    """Refuse what is no dense tensor of the wanted dimensions: ``"2"``, ``"3"``, ``"2+"`` or ``"1+"``."""
+    if not isinstance(x, Tensor):
+        raise DtypeError(f"{name} is {type(x).__name__}, not a tensor; pass torch.tensor({name})")
+    if not torch.compiler.is_compiling():  # dynamo cannot see layouts
+        if x.is_nested:
+            raise ArgumentError(f"{name} is a nested tensor; pass its parts one by one ({name}.unbind())")
+        if x.layout != torch.strided:
+            raise ArgumentError(f"{name} has layout {x.layout}; pass a dense tensor, for example {name}.to_dense()")
+    wanted = int(dims[0])
+    if x.dim() < wanted or (x.dim() != wanted and not dims.endswith("+")):
+        more = " or more" if dims.endswith("+") else ""
+        raise ArgumentError(f"{name} has shape {tuple(x.shape)}; pass a tensor of {wanted} dimensions{more}")
+
+
+def check_devices(**tensors: Tensor | None) -> None:
+    """Refuse tensors on different devices."""
+    present = {name: t for name, t in tensors.items() if t is not None}
+    first = next(iter(present))
+    for name, t in present.items():
+        if t.device != present[first].device:
+            raise ArgumentError(
+                f"{first} is on {present[first].device}, {name} on {t.device}; move them to one device, "
+                f"for example {name}.to({first}.device)"
+            )
+
+
+def operand_format(name: str, x: Tensor, given: Any = None) -> OperandFormat:
+    """Return the format of an operand: the one given, else that of its dtype.
+
+    Raises:
+        DtypeError: The dtype does not say a format, or says another than the one given.
+        FormatError: The format is unknown, or cannot be multiplied.
+    """
+    if given is None:
+        if x.dtype not in _PLAIN:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _PLAIN)
+            raise DtypeError(
+                f"{name} has dtype {x.dtype}; pass one of {names}, or say what its codes are with {name}_format="
+            )
+        return _known(name, get_format("int8_full" if x.dtype == torch.int8 else _PLAIN[x.dtype]))
+    fmt = _known(name, get_format(given))
+    held = _PLAIN.get(x.dtype)
+    if x.dtype not in _FLOATS and held is not None and x.dtype != torch.int8 and own_dtype(fmt) != x.dtype:
+        raise DtypeError(f"{name} has dtype {x.dtype}, which is not {fmt.name}; leave {name}_format out")
+    if isinstance(fmt, IntFormat) and x.dtype not in (torch.int8, torch.uint8):
+        raise DtypeError(f"{name} has dtype {x.dtype}; pass {fmt.name} as a torch.int8 tensor")
+    if x.dtype == torch.int8 and not isinstance(fmt, IntFormat):
+        raise DtypeError(f"{name} has dtype torch.int8; pass codes of {fmt.name} as {name}.view(torch.uint8)")
+    return fmt
+
+
+def _known(name: str, fmt: Any) -> OperandFormat:
+    if not isinstance(fmt, FloatFormat | IntFormat):
+        raise FormatError(
+            f"{name}_format={getattr(fmt, 'name', fmt)!r} is not a plain number format; "
+            "multiply its decoded values, or pass scales to scaled_mm or mma"
+        )
+    return fmt
+
+
+def own_dtype(fmt: OperandFormat) -> torch.dtype | None:
+    """Return the torch dtype whose bit patterns are the format's codes."""
+    return torch_dtype(fmt)
+
+
+# A constant to torch.compile, which cannot see through the cache in there.
+own_dtype._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def read_operand(x: Tensor, fmt: OperandFormat, *, tf32: str = "") -> Tensor:
+    """Return an operand's values [..., rows, K] in a dtype that engines take.
+
+    Args:
+        x: Floats, a torch float8 or float4 tensor, int8, or integer codes of ``fmt``; K comes last.
+        fmt: Its format.
+        tf32: How float32 becomes TF32: ``"round"`` to nearest even, as libraries do, ``"truncate"`` as a unit does
+            that ignores the low 13 bits of a word, or ``""`` where the values lie on the format already.
+    """
+    if tf32 == "round":
+        return quantize(x, "tf32", overflow="ieee", out_dtype=torch.float32)
+    if tf32 == "truncate":
+        return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+    dtype = own_dtype(fmt)
+    if x.dtype in _FLOATS or (x.dtype == dtype and dtype in _DIRECT) or x.dtype == torch.int8:
+        return x
+    if x.dtype == torch.uint8 and dtype in _DIRECT:
+        return x.view(dtype)  # codes of 8 bits
+    if x.dtype == torch.float4_e2m1fn_x2:
+        return _fp8_of_fp4(x)
+    return decode(x, fmt, out_dtype=result_dtype(fmt, torch.bfloat16))
+
+
+def _fp8_of_fp4(x: Tensor) -> Tensor:
+    """Return the numbers of a tensor with two in each byte, the even one in the low nibble, as float8_e4m3fn."""
+    packed = x.view(torch.uint8)
+    flat = packed.reshape(-1)
+    table = _fp8_table(x.device) if x.is_cuda else torch.tensor(_fp8_pairs(), dtype=torch.int16)
+    pairs = torch.empty(flat.shape, dtype=torch.int16, device=x.device)
+    # torch.compile would unroll pieces, and a GPU waits for their launches.
+    whole = torch.compiler.is_compiling() or x.is_cuda
+    step = max(1, flat.numel()) if whole else _PIECE
+    for start in range(0, flat.numel(), step):
+        piece = flat[start : start + step]
+        pairs[start : start + step] = table.index_select(0, piece.int())
+    return pairs.view(torch.float8_e4m3fn).view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def _fp8_table(device: torch.device) -> Tensor:
+    """Return ``_fp8_pairs`` on a device, where they stay: a copy would wait, and a graph could not capture it."""
+    if torch.compiler.is_compiling():
+        return torch.tensor(_fp8_pairs(), dtype=torch.int16, device=device)
+    return _kept_fp8_table(device)
+
+
+@lru_cache(maxsize=16)
+def _kept_fp8_table(device: torch.device) -> Tensor:
+    return torch.tensor(_fp8_pairs(), dtype=torch.int16, device=device)
+
+
+def fp4_of_fp8(x: Tensor) -> Tensor:
+    """Return E2M1 numbers that float8_e4m3fn holds as a tensor with two in each byte, the even in the low nibble."""
+    codes = x.view(torch.uint8)
+    table = torch.zeros(256, dtype=torch.uint8)
+    for code in range(16):
+        table[_fp8_pairs()[code] & 0xFF] = code
+    nibbles = table.to(x.device)[codes.int()]
+    return (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).view(torch.float4_e2m1fn_x2)
+
+
+def _fp8_pairs() -> tuple[int, ...]:
+    return _cached_pairs()
+
+
+# A constant to torch.compile, which looks through caches and then through all that is behind them.
+_fp8_pairs._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=1)
+def _cached_pairs() -> tuple[int, ...]:
+    """Return, for every byte of two E2M1 codes, the two E4M3 codes of their values as a signed integer of 16 bits."""
+    narrow, wide = get_format("e2m1"), get_format("e4m3")
+    assert isinstance(narrow, FloatFormat) and isinstance(wide, FloatFormat)
+    code_of = {wide.value(code): code for code in range(1 << (wide.bits - 1))}
+    codes = [code_of[narrow.value(code & 7)] | (code & 8) << 4 for code in range(16)]
+    pairs = (codes[byte & 15] | codes[byte >> 4] << 8 for byte in range(256))
+    return tuple(pair - (1 << 16) if pair >> 15 else pair for pair in pairs)
+
+
+def matrix_layout(x: Tensor, *, transposed: bool) -> Layout:
+    """Return how a library sees a matrix: ``"row"`` where K is contiguous.
+
+    Args:
+        x: As the verb was given it: a [..., M, K], or b [..., K, N] with ``transposed``.
+        transposed: K is the first of the two dimensions.
+
+    A contiguous tensor counts as row-major, then a transposed one as column-major; anything else is copied to
+    row-major first, as torch does.
+    """
+    rows, columns = x.shape[-2:]
+    row_major = x.is_contiguous() or not (x.stride(-2) == 1 and x.stride(-1) >= max(1, rows))
+    return "column" if row_major == transposed else "row"

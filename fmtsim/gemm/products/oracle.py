@@ -1,0 +1,258 @@
+"""Matrix products in exact integers: slow, obvious, and what engines are held to (docs/matmul.md, section 4).
+
+What a unit does with one block is in ``oracle_units.py``, which products form a block in ``oracle_order.py``; here the
+blocks become chains, parts, sums and outputs. No floating-point operation decides anything, and nothing is shared with
+an engine.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import count, repeat
+from typing import Any, NamedTuple
+
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.gemm.products.oracle_order import Block, Chain, Part, order_of_products, promotion_interval
+from fmtsim.gemm.products.oracle_units import (
+    Product,
+    add,
+    fma,
+    fused_block,
+    integer_block,
+    multiply,
+    pairwise_block,
+    to_int32,
+    two_stage_block,
+)
+from fmtsim.rounding.oracle import round_value
+from fmtsim.rounding.philox import random_integer
+from fmtsim.spec.datapath import FP32, Arithmetic, Datapath, IntegerDatapath, TwoStageDatapath
+from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.plan import Epilogue
+
+
+class _Output(NamedTuple):
+    """What one output is made of: its rows of operands and scales, and the random integers of its blocks in order."""
+
+    a: Sequence[Any]
+    b: Sequence[Any]
+    scale_a: Sequence[float] | None
+    scale_b: Sequence[float] | None
+    words: Iterator[int | None]
+    spec: GemmSpec
+
+
+def gemm_oracle(
+    a: Sequence[Sequence[Any]],
+    b: Sequence[Sequence[Any]],
+    spec: GemmSpec,
+    *,
+    c: Sequence[Sequence[Any]] | None = None,
+    scale_a: Sequence[Sequence[float]] | None = None,
+    scale_b: Sequence[Sequence[float]] | None = None,
+    random: Sequence[int] | None = None,
+) -> list[list[Any]]:
+    """Return the reduced sums of ``a b^T``, before the epilogue.
+
+    Args:
+        a: [M][K] floats that lie on ``spec.a``, or integers for an IntegerDatapath.
+        b: [N][K], likewise.
+        spec: The unit, the order of sums, the operands' formats.
+        c: [M][N] values of the accumulator, the addend of the first part; what the output begins with, such as a bias,
+            where parts are reduced in place.
+        scale_a: [M][ceil(K / g)] scales inside the unit where it has some (g = ``scale_block``), else those of
+            ``scaled_promotion`` (g = ``promote_every``).
+        scale_b: [N][ceil(K / g)], likewise.
+        random: Seed and offset; they count where the unit rounds stochastically.
+
+    Returns:
+        [M][N] floats, ints for an IntegerDatapath. NaN is Python's NaN. Without products c, or +0.
+
+    Raises:
+        ArgumentError: Unit and plan promote differently, a group or a promoted chain has two scales, scales have no
+            use, or random numbers are missing.
+    """
+    _check(spec, scale_a is not None or scale_b is not None, random)
+    parts = order_of_products(len(a[0]) if len(a) else 0, spec.datapath, spec.plan)
+    zero = _zero(spec.datapath)
+
+    def output(m: int, n: int) -> Any:
+        words = _words(spec.datapath, random, m * len(b) + n, len(a) * len(b))
+        scales = None if scale_a is None else scale_a[m], None if scale_b is None else scale_b[n]
+        rows = _Output(a[m], b[n], *scales, words, spec)
+        given = None if c is None else c[m][n]
+        begins = zero if given is None or spec.plan.reduce == "in_place" else given
+        starts = [begins, *[zero] * len(parts)]
+        sums = [_part_sum(part, start, rows) for part, start in zip(parts, starts, strict=False)]
+        if not sums:  # rule 6
+            return zero if given is None else given
+        return _in_place(sums, given, spec) if spec.plan.reduce == "in_place" else _reduced(sums, spec)
+
+    return [[output(m, n) for n in range(len(b))] for m in range(len(a))]
+
+
+def epilogue_oracle(
+    value: float,
+    out: FloatFormat,
+    *,
+    rule: Epilogue = "scale",
+    scales: tuple[float, float] | None = None,
+    bias: float | None = None,
+    bias_after_rounding: bool = False,
+    result_scale: float | None = None,
+    arithmetic: FloatFormat = FP32,
+) -> float:
+    """Return what a library makes of one reduced sum: scales, bias, output format (rule 7).
+
+    Args:
+        value: The sum.
+        out: Format of the output.
+        rule: How the scales multiply.
+        scales: Scale of the row (or of a), scale of the column (or of b); None where the call has none.
+        bias: Value added after the scales.
+        bias_after_rounding: Round to an output of 16 bits before adding the bias, too.
+        result_scale: Multiplies an FP8 output; None is 1.
+        arithmetic: Format of each step.
+    """
+    y = value
+    if scales is not None:
+        row, column = scales
+        factors = {"scale": [multiply(arithmetic, row, column)], "row_column": [row, column]}
+        for factor in factors.get(rule, [column, row]):
+            y = multiply(arithmetic, y, factor) or 0.0  # a product that is zero is +0
+    if bias is not None:
+        y = add(arithmetic, add(out, y, -0.0) if bias_after_rounding and out.bits == 16 else y, bias)
+    if out.bits > 8:
+        return add(out, y, -0.0)  # adding -0 changes nothing, so this rounds
+    if result_scale is not None:
+        y = multiply(arithmetic, y, result_scale) or 0.0
+    return round_value(y, out, "nearest_even", "saturate")
+
+
+def _check(spec: GemmSpec, scaled: bool, random: Sequence[int] | None) -> None:
+    unit, plan = spec.datapath, spec.plan
+    if scaled and not plan.scaled_promotion and getattr(unit, "scale", None) is None:
+        raise ArgumentError("neither unit nor plan has scales; leave scale_a and scale_b to the epilogue")
+    if isinstance(unit, Datapath) and unit.rounding.mode == "stochastic" and random is None:
+        raise ArgumentError("the unit rounds stochastically and random=None; pass seed and offset")
+    if isinstance(unit, IntegerDatapath) and (plan.scaled_promotion or plan.partial or plan.reduce == "in_place"):
+        raise ArgumentError(
+            "integer sums have neither scaled_promotion nor partial nor reduce='in_place'; leave them out of the plan"
+        )
+
+
+def _words(unit: Arithmetic, random: Sequence[int] | None, place: int, outputs: int) -> Iterator[int | None]:
+    """Return the random integer of each block of an output: block t draws for element ``t outputs + place``."""
+    if random is None or not isinstance(unit, Datapath) or unit.rounding.mode != "stochastic":
+        return repeat(None)
+    rounding = unit.rounding
+    return (random_integer(rounding, random, t * outputs + place) for t in count())
+
+
+def _zero(unit: Arithmetic) -> Any:
+    return 0 if isinstance(unit, IntegerDatapath) else 0.0
+
+
+def _part_sum(part: Part, start: Any, rows: _Output) -> Any:
+    """Return the sum of a part: its one chain, or the outer sum of its chains (rules 3 and 4)."""
+    if promotion_interval(rows.spec.datapath, rows.spec.plan) is None:
+        return _chain_sum(part[0], start, rows)
+    outer = start
+    for chain in part:
+        outer = _promoted(outer, _chain_sum(chain, _zero(rows.spec.datapath), rows), chain, rows)
+    return outer
+
+
+def _chain_sum(chain: Chain, running: Any, rows: _Output) -> Any:
+    for block in chain:
+        running = _block_sum(block, running, next(rows.words), rows)
+    return running
+
+
+def _block_sum(block: Block, running: Any, word: int | None, rows: _Output) -> Any:
+    unit, a, b = rows.spec.datapath, rows.spec.a, rows.spec.b
+    if isinstance(unit, IntegerDatapath):
+        return integer_block([(rows.a[k], rows.b[k]) for k in block], running, unit)
+    if not isinstance(a, FloatFormat) or not isinstance(b, FloatFormat):
+        raise ArgumentError(f"a unit of floats does not multiply {a.name} by {b.name}; pass floating-point formats")
+    if not isinstance(unit, Datapath):
+        products = [Product(rows.a[k], rows.b[k]) for k in block]
+        one_block = two_stage_block if isinstance(unit, TwoStageDatapath) else pairwise_block
+        return one_block(products, running, unit, a, b)  # type: ignore[arg-type]
+    products = []
+    for k in block:
+        scales = _scales(k // unit.scale_block, rows) if unit.scale is not None else (1.0, 1.0)
+        products.append(Product(rows.a[k], rows.b[k], *scales))
+    return fused_block(products, running, unit, a, b, word)
+
+
+def _scales(place: int, rows: _Output) -> tuple[float, float]:
+    return (
+        1.0 if rows.scale_a is None else rows.scale_a[place],
+        1.0 if rows.scale_b is None else rows.scale_b[place],
+    )
+
+
+def _promoted(outer: Any, p: Any, chain: Chain, rows: _Output) -> Any:
+    """Add a chain to the outer sum (rule 4)."""
+    unit, plan = rows.spec.datapath, rows.spec.plan
+    if isinstance(unit, IntegerDatapath):
+        return to_int32(outer + p, unit.saturate)
+    if not isinstance(unit, Datapath) or plan.promote_every is not None:
+        target = FP32
+    else:
+        target = unit.promotion or unit.accumulator
+    if not plan.scaled_promotion:
+        return add(target, outer, p)
+    groups = {k // plan.promote_every for block in chain for k in block} if plan.promote_every else {0}
+    if len(groups) > 1:
+        raise ArgumentError(
+            f"a chain of promote_every={plan.promote_every} products has two scales; choose a k_tile that holds "
+            "whole chains"
+        )
+    # Scales belong to the unit where that takes some; the promotion then has none.
+    has_scales = not isinstance(unit, Datapath) or unit.scale is None
+    scale_a, scale_b = _scales(groups.pop(), rows) if has_scales else (1.0, 1.0)
+    if plan.successive_scales:
+        return fma(FP32, multiply(FP32, p, scale_a), scale_b, outer)
+    return fma(FP32, p, multiply(FP32, scale_a, scale_b), outer)
+
+
+def _reduced(sums: list[Any], spec: GemmSpec) -> Any:
+    """Return the sum of the parts (rule 5)."""
+    plan = spec.plan
+    if plan.partial is not None:
+        sums = [add(plan.partial, p, -0.0) for p in sums]
+    if plan.reduce == "serial":
+        result, rest = sums[0], sums[1:]
+    else:
+        half, last = -(-len(sums) // 2), len(sums) - 1
+        result = sums[last]
+        rest = [_plus(sums[i], sums[i + half], spec) if i + half < last else sums[i] for i in range(half)]
+        rest = rest if last else []
+    for p in rest:
+        result = _plus(result, p, spec)
+    return result
+
+
+def _in_place(sums: list[Any], given: Any, spec: GemmSpec) -> Any:
+    """Return the output after every part was added to it, and rounded to its format (rule 5)."""
+    kept = spec.plan.partial
+    result = given
+    for p in sums:
+        result = p if result is None else _plus(result, p, spec)
+        result = result if kept is None else add(kept, result, -0.0)  # adding -0 changes nothing, so this rounds
+    return result
+
+
+def _plus(x: Any, y: Any, spec: GemmSpec) -> Any:
+    """Add two parts."""
+    unit, plan = spec.datapath, spec.plan
+    if isinstance(unit, IntegerDatapath):
+        return to_int32(x + y, unit.saturate)
+    wide = isinstance(unit, Datapath) and _wider_than_fp32(unit.accumulator)
+    total = add(unit.accumulator if isinstance(unit, Datapath) and wide else FP32, x, y)
+    return add(plan.partial, total, -0.0) if plan.partial is not None and plan.round_trip else total
+
+
+def _wider_than_fp32(fmt: FloatFormat) -> bool:
+    return fmt.mantissa_bits > 23 or fmt.max > FP32.max or fmt.min_subnormal < FP32.min_subnormal

@@ -1,0 +1,197 @@
+"""The verb of scaled matrix products: scaled_mm."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.gemm.products.choice import Choice, choose, definition, draw_keys
+from fmtsim.gemm.products.epilogue import output_format
+from fmtsim.gemm.products.native import run_scaled, scaled_obstacle, wanted
+from fmtsim.gemm.products.operands import (
+    OperandFormat,
+    check_devices,
+    check_tensor,
+    matrix_layout,
+    operand_format,
+    read_operand,
+)
+from fmtsim.gemm.products.scales import Scales, check_scales, read_scales, recipe_names, swizzle_names, unit_scales
+from fmtsim.spec.call import LARGE_BLOCKS
+from fmtsim.spec.gemm_spec import gemm_spec_from_json
+from fmtsim.spec.plan import GemmPlan
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | list[Tensor],
+    scale_b: Tensor | list[Tensor],
+    bias: Tensor | None = None,
+    scale_result: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+    *,
+    target: Any = None,
+    unit: Any = None,
+    datapath: Any = None,
+    plan: GemmPlan | None = None,
+    accumulate: str | None = None,
+    scale_recipe_a: Any = None,
+    scale_recipe_b: Any = None,
+    swizzle_a: Any = None,
+    swizzle_b: Any = None,
+    strict: bool = False,
+    generator: Any = None,
+    a_format: Any = None,
+    b_format: Any = None,
+    native: bool | None = None,
+) -> Tensor:
+    """Multiply scaled matrices with the bits of a machine's torch._scaled_mm, or of a unit.
+
+    Positional arguments are those of ``torch._scaled_mm``; the recipes of ``torch.nn.functional.scaled_mm`` are
+    keywords here.
+
+    Args:
+        a: [M, K], torch float8 or float4 (two in a byte, [M, K / 2]); any layout, though torch takes row-major alone.
+        b: [K, N], likewise; torch takes column-major alone.
+        scale_a: Scales that a's values are multiplied with. Their kind follows from their shapes, as in torch:
+            float32 of one element; [M, 1] with [1, N] for b; [M, K/128] with [K/128, N/128] or [K/128, N] for b (1x128
+            and 128x128 blocks); float8_e8m0fnu for every 32 (MX); float8_e4m3fn for every 16 (NVFP4), alone or in a
+            list with the float32 scale of the tensor.
+        scale_b: Scales of b.
+        bias: [N], bfloat16 or float16, of the output's dtype where that has 16 bits; not for float32 outputs.
+        scale_result: float32, one element, multiplies FP8 outputs of a unit. On a target it changes nothing: torch
+            takes it, but an H200's results with and without it are equal (torch 2.11).
+        out_dtype: None takes a's dtype, or bfloat16 where recipes are given, as the two functions of torch do.
+        use_fast_accum: Which kernel of a target: False promotes sums to float32 on the way. A unit does not look at it.
+        target, unit, datapath, plan, accumulate, strict, generator, a_format, b_format, native: As in ``mm``.
+        scale_recipe_a: ``torch.nn.functional.ScalingType`` or its name, or a list of those, instead of the shapes.
+        scale_recipe_b: Likewise.
+        swizzle_a: ``torch.nn.functional.SwizzleType`` or its name: order of block scales. None is the one that cuBLAS
+            takes (32x4x4); with ``"NO_SWIZZLE"`` they are [M, ceil(K / g)].
+        swizzle_b: Likewise, [N, ceil(K / g)].
+
+    Returns:
+        [M, N], contiguous. It has no gradient. NaN is 0x7FFFFFFF, 0x7FFF in 16 bits, 0x7F in FP8; FP8 outputs saturate.
+
+    Raises:
+        ArgumentError: Shapes, scales or a plan that do not fit; scales that are negative, NaN or Inf.
+        DtypeError: Dtypes that do not go together: a target takes what cuBLAS takes (not E5M2 x E5M2).
+        DeviceError: The card's library refuses a native call.
+
+    >>> a = torch.full((16, 32), 2.0).to(torch.float8_e4m3fn)
+    >>> y = scaled_mm(a, a.t(), torch.tensor(0.5), torch.tensor(1.0), out_dtype=torch.bfloat16, unit="hopper.wgmma")
+    >>> y[0, 0].item()
+    64.0
+    """
+    choice = choose("scaled_mm", target, unit, datapath, plan, accumulate, strict)
+    check_scales(scale_a=scale_a, scale_b=scale_b)  # first: torch's other function has recipes in their place
+    _check_tensors(a, b, bias, scale_result)
+    columns = b.mT
+    formats = operand_format("a", a, a_format), operand_format("b", columns, b_format)
+    m, k, n = a.shape[0], _length(a), b.shape[1]
+    if k != _length(columns):
+        raise ArgumentError(f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} do not fit; b is [K, N]")
+    _check_scale_devices(a, scale_a=scale_a, scale_b=scale_b)
+    recipes = recipe_names("scale_recipe_a", scale_recipe_a), recipe_names("scale_recipe_b", scale_recipe_b)
+    swizzles = swizzle_names("swizzle_a", swizzle_a), swizzle_names("swizzle_b", swizzle_b)
+    scales = read_scales(scale_a, scale_b, (m, n, k), recipes, swizzles)
+    dtype = _output(a, recipes[0] is not None, out_dtype)
+    _check_bias(bias, n, dtype, choice)
+    if target is not None:
+        check_library(formats, dtype, (m, n, k), use_fast_accum)
+    asked: dict[str, Any] = {"accumulate": accumulate, "fast": use_fast_accum, "result": scale_result}
+    if wanted(native, choice, a.device, lambda: scaled_obstacle((a, b), formats, scales, dtype, **asked)):
+        return run_scaled(a, b, scales, dtype, fast_accum=use_fast_accum, bias=bias, scale_result=scale_result)
+    result = scale_result if target is None else None
+    layouts = matrix_layout(a, transposed=False), matrix_layout(b, transposed=True)
+    sums = accumulate or "fp32"
+    fields = ("scaled_mm", m, n, k, dtype, sums, use_fast_accum, scales.kind, bias is not None, *layouts, 1)
+    text, stochastic, *_ = definition(fields, choice, *formats, scales.unit_format)
+    key = draw_keys(stochastic, generator, None, a.device)
+    left, right = read_operand(a, formats[0]), read_operand(columns, formats[1])
+    inner = _block_scales(scales, left, right, text)
+    return torch.ops.fmtsim.gemm(  # type: ignore[no-any-return]
+        left, right, text, dtype, None, *inner, scales.row, scales.column, bias, result, key
+    )
+
+
+def _check_tensors(a: Any, b: Any, bias: Any, scale_result: Any) -> None:
+    check_tensor("a", a, "2")
+    check_tensor("b", b, "2")
+    if bias is not None:
+        check_tensor("bias", bias, "1")
+    if scale_result is not None:
+        check_tensor("scale_result", scale_result, "0+")
+        if scale_result.numel() != 1 or scale_result.dtype != torch.float32:
+            raise ArgumentError(
+                f"scale_result is {scale_result.dtype} of shape {tuple(scale_result.shape)}; pass one float32 element"
+            )
+    check_devices(a=a, b=b, bias=bias, scale_result=scale_result)
+    for name, t in (("a", a), ("b", b), ("bias", bias)):
+        if t is not None and t.requires_grad and torch.is_grad_enabled():
+            raise ArgumentError(f"scaled_mm has no gradient, but {name} requires one; pass {name}.detach()")
+
+
+def _check_scale_devices(a: Tensor, **scales: Any) -> None:
+    for name, given in scales.items():
+        for member in given if isinstance(given, list | tuple) else [given]:
+            check_devices(a=a, **{name: member})
+
+
+def _length(x: Tensor) -> int:
+    return x.shape[-1] * (2 if x.dtype == torch.float4_e2m1fn_x2 else 1)
+
+
+def _output(a: Tensor, recipes: bool, given: torch.dtype | None) -> torch.dtype:
+    dtype = given or (torch.bfloat16 if recipes else a.dtype)
+    if dtype == torch.float4_e2m1fn_x2 or not isinstance(dtype, torch.dtype):
+        raise DtypeError(f"out_dtype={dtype} is not the dtype of a product; pass for example torch.bfloat16")
+    output_format(dtype)
+    return dtype
+
+
+def _check_bias(bias: Tensor | None, n: int, dtype: torch.dtype, choice: Choice) -> None:
+    if bias is None:
+        return
+    if bias.shape != (n,):
+        raise ArgumentError(f"bias has shape {tuple(bias.shape)}; pass [{n}]")
+    if dtype == torch.float32 and choice.target is not None:
+        raise DtypeError(
+            "torch._scaled_mm adds no bias to a float32 output; choose torch.bfloat16, or add it afterwards"
+        )
+    wanted = (dtype,) if dtype in _HALVES else _HALVES
+    if bias.dtype not in wanted:
+        raise DtypeError(f"bias has dtype {bias.dtype}; a {dtype} output takes {' or '.join(map(str, wanted))}")
+
+
+def check_library(
+    formats: tuple[OperandFormat, OperandFormat], dtype: torch.dtype, sizes: tuple[int, int, int], fast: bool
+) -> None:
+    """Refuse what torch._scaled_mm and cuBLAS refuse on an NVIDIA GPU."""
+    names = formats[0].name, formats[1].name
+    if names == ("e5m2", "e5m2"):
+        raise DtypeError("cuBLAS does not multiply e5m2 by e5m2; make one operand e4m3, or pass unit=")
+    if names == ("e4m3", "e4m3") and dtype == torch.float8_e5m2:
+        raise DtypeError("cuBLAS has no e5m2 output for e4m3 by e4m3; choose torch.float8_e4m3fn or a wider dtype")
+    if any(fmt.bits > 8 for fmt in formats):
+        raise DtypeError(f"torch._scaled_mm takes 8-bit and 4-bit operands, not {' x '.join(names)}; call mm")
+    if fast and "e2m1" in names:
+        raise ArgumentError("torch._scaled_mm has no use_fast_accum for 4-bit operands; leave it False")
+    _, n, k = sizes
+    if k % 16 or n % 16:
+        raise ArgumentError(
+            f"torch._scaled_mm takes K and N that are multiples of 16, not K={k}, N={n}; pad, or pass unit="
+        )
+
+
+def _block_scales(scales: Scales, a: Tensor, b: Tensor, text: str) -> tuple[Tensor | None, Tensor | None]:
+    """Return scales inside the unit, or those of the promotion."""
+    path = gemm_spec_from_json(text).datapath
+    if scales.kind in LARGE_BLOCKS:
+        return scales.a, scales.b
+    return unit_scales(scales.a, scales.b, a, b, path)

@@ -1,0 +1,303 @@
+"""Scales as callers hold them, made into what engines and epilogues take."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.ops import decode
+from fmtsim.ops import quantize as cast
+from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.call import Scaling
+from fmtsim.spec.cast import CastSpec, EncodedParts
+from fmtsim.spec.datapath import Arithmetic, Datapath
+
+_BLOCK = 128
+_FORMATS = {torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "ue4m3"}
+# Kinds of scales by torch.nn.functional.ScalingType, and products of a row that share one.
+_RECIPES = {
+    "TensorWise": None,
+    "RowWise": None,
+    "BlockWise1x16": 16,
+    "BlockWise1x32": 32,
+    "BlockWise1x128": _BLOCK,
+    "BlockWise128x128": _BLOCK,
+}
+_SWIZZLES = ("NO_SWIZZLE", "SWIZZLE_32_4_4")
+
+
+class Scales(NamedTuple):
+    """Scales of a call: those of the epilogue (row, column), those of blocks (a, b), and the format inside a unit.
+
+    ``tall`` says how many rows of a, and of b, share a scale of a large block; ``a`` and ``b`` repeat it for each row.
+    """
+
+    kind: Scaling
+    row: Tensor | None = None
+    column: Tensor | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    unit_format: str | None = None
+    tall: tuple[int, int] = (1, 1)
+
+
+def unit_scale_format(*scales: Tensor | None) -> str | None:
+    """Return the name of the format that scales inside a unit are given in, None where their dtypes do not say it."""
+    named = {_FORMATS[t.dtype] for t in scales if t is not None and t.dtype in _FORMATS}
+    if len(named) > 1:
+        raise DtypeError("scale_a and scale_b have different dtypes; a unit takes one format of scales")
+    return next(iter(named), None)
+
+
+def unit_scales(
+    scale_a: Tensor | None, scale_b: Tensor | None, a: Tensor, b: Tensor, path: Arithmetic
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return scales inside a unit as float32 [..., rows, ceil(K / g)]: ones where the call has none.
+
+    Raises:
+        ArgumentError: The unit has no scales, or their shapes or values do not fit.
+    """
+    fmt = path.scale if isinstance(path, Datapath) else None
+    if not isinstance(path, Datapath) or fmt is None:
+        if scale_a is not None or scale_b is not None:
+            raise ArgumentError("the unit has no scales of its own; leave scale_a and scale_b out, or call scaled_mm")
+        return None, None
+    found = []
+    for name, scale, x in (("scale_a", scale_a, a), ("scale_b", scale_b, b)):
+        blocks = -(-x.shape[-1] // path.scale_block)
+        if scale is None:
+            found.append(torch.ones(x.shape[-2], blocks, device=x.device))
+            continue
+        if scale.shape[-2:] != (x.shape[-2], blocks):
+            raise ArgumentError(
+                f"{name} has shape {tuple(scale.shape)}; pass [..., {x.shape[-2]}, {blocks}], a scale for every "
+                f"{path.scale_block} products"
+            )
+        found.append(_unit_values(name, scale, fmt))
+    return found[0], found[1]
+
+
+def _unit_values(name: str, scale: Tensor, fmt: FloatFormat) -> Tensor:
+    """Return scales inside a unit as float32 without their sign, which units ignore."""
+    if scale.dtype in _FORMATS:
+        if _FORMATS[scale.dtype] != fmt.name:
+            raise DtypeError(f"{name} has dtype {scale.dtype}; the unit's scales are {fmt.name}")
+        scale = scale.view(torch.uint8)
+    if scale.dtype == torch.uint8:
+        parts = EncodedParts(scale & ((1 << fmt.bits) - 1))  # in the format now: nothing to check
+        return decode(parts, CastSpec(format=fmt, rounding=Rounding(), overflow="saturate"), torch.float32)
+    if scale.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        raise DtypeError(f"{name} has dtype {scale.dtype}; pass {fmt.name} codes as torch.uint8, or floats")
+    wide = scale.abs().to(torch.float32)
+    spec = CastSpec(format=fmt, rounding=Rounding(), overflow="saturate")
+    kept = cast(wide, spec.to_json(), torch.float32, None, None)
+    lost = (kept != wide) & ~wide.isnan()
+    if bool(lost.any()):
+        raise ArgumentError(
+            f"{name} holds {wide[lost][0].item():g}, which is not a value of {fmt.name}; round it first"
+        )
+    return kept
+
+
+def recipe_names(name: str, recipe: Any) -> tuple[str, ...] | None:
+    """Return the names of one or several members of torch.nn.functional.ScalingType, given so or by name."""
+    return _enum_names(name, recipe, tuple(_RECIPES), "ScalingType")
+
+
+def swizzle_names(name: str, swizzle: Any) -> tuple[str, ...] | None:
+    """Return the names of one or several members of torch.nn.functional.SwizzleType, given so or by name."""
+    return _enum_names(name, swizzle, _SWIZZLES, "SwizzleType")
+
+
+def _enum_names(name: str, given: Any, allowed: tuple[str, ...], kind: str) -> tuple[str, ...] | None:
+    if given is None:
+        return None
+    members = given if isinstance(given, list | tuple) else [given]
+    names = tuple(member if isinstance(member, str) else getattr(member, "name", repr(member)) for member in members)
+    wrong = [member for member in names if member not in allowed]
+    if wrong or not names:
+        raise ArgumentError(f"{name}={given!r} is not a {kind}; choose one of {', '.join(allowed)}")
+    return names
+
+
+def unswizzled(scale: Tensor, rows: int, blocks: int) -> Tensor:
+    """Return [rows, blocks] scales from the order in which cuBLAS takes them (SWIZZLE_32_4_4).
+
+    Scales are padded to tiles of 128 rows by 4 blocks; tile by tile, row r of a tile lies at
+    ``16 (r mod 32) + 4 (r div 32)``, its four blocks one after another (cuBLAS, 1D block scaling factors layout).
+    """
+    tall, wide = -(-rows // 128), -(-blocks // 4)
+    tiles = scale.reshape(tall, wide, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(tall * 128, wide * 4)[:rows, :blocks]
+
+
+def check_scales(**scales: Any) -> None:
+    """Refuse scales that are neither tensors nor lists of tensors."""
+    for name, given in scales.items():
+        for member in given if isinstance(given, list | tuple) else [given]:
+            if not isinstance(member, Tensor):
+                raise DtypeError(
+                    f"{name} is {type(member).__name__}, not a tensor; pass scales, and recipes as scale_recipe_a= and "
+                    "scale_recipe_b="
+                )
+
+
+def read_scales(
+    scale_a: Any, scale_b: Any, sizes: tuple[int, int, int],
+    recipes: tuple[tuple[str, ...] | None, tuple[str, ...] | None],
+    swizzles: tuple[tuple[str, ...] | None, tuple[str, ...] | None],
+) -> Scales:  # fmt: skip
+    """Return the scales of a scaled_mm, whose kind follows from ``recipes`` or, as in torch, from dtypes and shapes.
+
+    Args:
+        scale_a, scale_b: Tensors, or lists of block scales and tensor scale.
+        sizes: M, N and K.
+        recipes: Names of scaling types, or None.
+        swizzles: Names of swizzles of block scales, None for cuBLAS's own.
+
+    Raises:
+        ArgumentError: Shapes that fit no kind, numbers that are negative, NaN or Inf.
+        DtypeError: Scales of another dtype.
+    """
+    m, n, k = sizes
+    lists = [list(s) if isinstance(s, list | tuple) else [s] for s in (scale_a, scale_b)]
+    if (recipes[0] is None) != (recipes[1] is None):
+        raise ArgumentError("scale_recipe_a and scale_recipe_b belong together; pass both or none")
+    kinds = recipes if recipes[0] is not None else _inferred(lists[0][0], lists[1][0], sizes)
+    firsts = kinds[0][0], kinds[1][0]  # type: ignore[index]
+    if firsts == ("TensorWise", "TensorWise"):
+        alpha = (_single("scale_a", lists[0][0]), _single("scale_b", lists[1][0]))
+        return Scales("tensor", *alpha)
+    if firsts == ("RowWise", "RowWise"):
+        return Scales("row", _vector("scale_a", lists[0][0], (m, 1)), _vector("scale_b", lists[1][0], (1, n)))
+    if firsts[0] == firsts[1] and firsts[0] in ("BlockWise1x16", "BlockWise1x32"):
+        return _small_blocks(lists, sizes, firsts[0], kinds, swizzles)
+    if "BlockWise1x128" in firsts and set(firsts) <= {"BlockWise1x128", "BlockWise128x128"}:
+        named = recipes[0] is not None
+        a_first, b_first = (kind == "BlockWise128x128" for kind in firsts) if named else (False, True)
+        a = _large_blocks("scale_a", lists[0][0], m, k, firsts[0], a_first)
+        large: Scaling = "row_block_128" if firsts[0] == firsts[1] else "block_128"
+        b = _large_blocks("scale_b", lists[1][0], n, k, firsts[1], b_first)
+        talls = [_BLOCK if kind == "BlockWise128x128" else 1 for kind in firsts]
+        return Scales(large, a=a, b=b, tall=(talls[0], talls[1]))
+    raise ArgumentError(
+        f"scaling {firsts[0]} x {firsts[1]} does not exist; torch has TensorWise, RowWise, BlockWise1x16 and 1x32 for "
+        "both operands, and 1x128 with 1x128 or 128x128"
+    )
+
+
+def _inferred(a: Tensor, b: Tensor, sizes: tuple[int, int, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the kinds of scales that torch._scaled_mm sees in their dtypes and shapes."""
+    m, n, k = sizes
+    kb, nb, mb = -(-k // _BLOCK), -(-n // _BLOCK), -(-m // _BLOCK)
+    named = unit_scale_format(a, b)
+    if named is not None and a.dtype == b.dtype:
+        kind = "BlockWise1x32" if named == "e8m0" else "BlockWise1x16"
+        return (kind,), (kind,)
+    shapes = tuple(a.shape), tuple(b.shape)
+    # torch tries the simpler kinds first, which decides where shapes coincide.
+    fitting = [
+        (((m, 1), (1, n)), ("RowWise", "RowWise")),
+        (((m, kb), (kb, nb)), ("BlockWise1x128", "BlockWise128x128")),
+        (((m, kb), (kb, n)), ("BlockWise1x128", "BlockWise1x128")),
+        (((mb, kb), (kb, n)), ("BlockWise128x128", "BlockWise1x128")),
+    ]
+    found = ("TensorWise", "TensorWise") if a.numel() == b.numel() == 1 else None
+    found = found or next((kinds for wanted, kinds in fitting if wanted == shapes), None)
+    if found is None:
+        allowed = ", ".join(f"{x} and {y}" for (x, y), _ in fitting)
+        raise ArgumentError(
+            f"scale_a of shape {shapes[0]} and scale_b of shape {shapes[1]} fit no kind of scaling; pass one element "
+            f"each, {allowed}, or scale_recipe_a= and scale_recipe_b="
+        )
+    return (found[0],), (found[1],)
+
+
+def _finite(name: str, scale: Tensor) -> Tensor:
+    if scale.dtype != torch.float32:
+        raise DtypeError(f"{name} has dtype {scale.dtype}; pass torch.float32")
+    if scale.is_cuda and torch.cuda.is_current_stream_capturing():
+        return scale.detach()  # a graph cannot wait for an answer
+    wrong = ~scale.isfinite() | (scale < 0)
+    if bool(wrong.any()):
+        raise ArgumentError(f"{name} holds {scale[wrong][0].item():g}; scales are finite and not negative")
+    return scale.detach()
+
+
+def _single(name: str, scale: Tensor) -> Tensor:
+    if scale.numel() != 1:
+        raise ArgumentError(f"{name} has shape {tuple(scale.shape)}; a tensor-wise scale has one element")
+    return _finite(name, scale).reshape(())
+
+
+def _vector(name: str, scale: Tensor, shape: tuple[int, int]) -> Tensor:
+    if tuple(scale.shape) != shape:
+        raise ArgumentError(f"{name} has shape {tuple(scale.shape)}; row-wise scales have shape {shape}")
+    return _finite(name, scale)
+
+
+def _large_blocks(name: str, scale: Tensor, rows: int, k: int, recipe: str, k_first: bool) -> Tensor:
+    """Return float32 [rows, ceil(K / 128)] from scales of 1x128 or 128x128 blocks.
+
+    Args:
+        k_first: Which order is meant where shapes leave both open. ``torch._scaled_mm`` takes b's scales with K first;
+            ``torch.nn.functional.scaled_mm`` takes 128x128 scales so, K padded to a multiple of 4.
+    """
+    kb = -(-k // _BLOCK)
+    groups = rows if recipe == "BlockWise1x128" else -(-rows // _BLOCK)
+    orders: dict[tuple[int, ...], Tensor] = {(groups, kb): scale}
+    if scale.dim() == 2:
+        first: dict[tuple[int, ...], Tensor] = {(-(-kb // 4) * 4, groups): scale[:kb].mT, (kb, groups): scale.mT}
+        orders = {**orders, **first} if k_first else {**first, **orders}
+    blocks = orders.get(tuple(scale.shape))
+    if blocks is None:
+        raise ArgumentError(
+            f"{name} has shape {tuple(scale.shape)}; {recipe} scales have shape {(groups, kb)} or {(kb, groups)}"
+        )
+    blocks = _finite(name, blocks)
+    return blocks if groups == rows else blocks.repeat_interleave(_BLOCK, dim=0)[:rows]
+
+
+def _small_blocks(
+    lists: list[list[Tensor]], sizes: tuple[int, int, int], recipe: str,
+    kinds: Any, swizzles: tuple[tuple[str, ...] | None, tuple[str, ...] | None],
+) -> Scales:  # fmt: skip
+    """Return the scales inside a unit: MX (E8M0 every 32) or NVFP4 (E4M3 every 16, and a scale of the tensor)."""
+    m, n, k = sizes
+    blocks = -(-k // (_RECIPES[recipe] or 1))
+    dtype = torch.float8_e8m0fnu if recipe == "BlockWise1x32" else torch.float8_e4m3fn
+    found, alpha = [], []
+    for i, (name, rows) in enumerate((("scale_a", m), ("scale_b", n))):
+        given, extra = lists[i][0], lists[i][1:]
+        if given.dtype != dtype:
+            raise DtypeError(f"{name} has dtype {given.dtype}; {recipe} scales are {dtype}")
+        swizzle = (swizzles[i] or ("SWIZZLE_32_4_4",))[0]
+        found.append(_codes(name, given, rows, blocks, swizzle))
+        if extra and kinds[i][1:] not in ((), ("TensorWise",)):
+            raise ArgumentError(f"{name} comes with {kinds[i][1:]}; the second scale is TensorWise")
+        if len(extra) > (recipe == "BlockWise1x16"):
+            raise ArgumentError(f"{name} is a list of {len(extra) + 1}; {recipe} takes fewer scales")
+        alpha += [_single(name, extra[0])] if extra else []
+    if len(alpha) == 1:
+        raise ArgumentError("scale_a and scale_b belong together; pass a tensor scale for both or for none")
+    kind: Scaling = "mx" if recipe == "BlockWise1x32" else "nvfp4"
+    row, column = alpha if alpha else (None, None)
+    return Scales(kind, row, column, found[0], found[1], unit_scale_format(lists[0][0]))
+
+
+def _codes(name: str, given: Tensor, rows: int, blocks: int, swizzle: str) -> Tensor:
+    """Return codes [rows, blocks] as uint8."""
+    codes = given.view(torch.uint8)
+    if swizzle == "NO_SWIZZLE":
+        if tuple(codes.shape) != (rows, blocks):
+            raise ArgumentError(f"{name} has shape {tuple(codes.shape)}; without swizzle pass {(rows, blocks)}")
+        return codes
+    wanted = -(-rows // 128) * 128 * -(-blocks // 4) * 4
+    if codes.numel() != wanted:
+        raise ArgumentError(
+            f"{name} has {codes.numel()} elements; {wanted} are wanted: [{rows}, {blocks}] padded to [128, 4] and "
+            "swizzled as cuBLAS takes them (scales in plain order: swizzle_a= and swizzle_b='NO_SWIZZLE')"
+        )
+    return unswizzled(codes.contiguous(), rows, blocks)

@@ -1,0 +1,1 @@
+"""Machines: a GPU with its library, as units, accumulation orders and rules that choose among them."""

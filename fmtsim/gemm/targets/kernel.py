@@ -1,0 +1,195 @@
+"""How a library's kernel turns a number of parts into a plan, which number it takes, and what conditions say."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.registry import get_format
+from fmtsim.spec.call import GemmCall
+from fmtsim.spec.plan import Reduce
+
+_LINE = 16  # bytes a row must be a multiple of, for kernels that load by tensor maps
+_BITS = {"fp16": 16, "bf16": 16, "tf32": 32, "fp32": 32, "fp64": 64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """Describe how a kernel cuts K, once its number of parts is known.
+
+    Args:
+        k_tile: Width of its tile of K; None where nothing is ever split.
+        slices: Parts are slices of K of ``ceil(K / parts)`` products, rounded up to ``align``, or to ``line`` where
+            K is a multiple of it and lies along the rows of an operand; each slice has its own residue first
+            (CUTLASS 2.x). Otherwise whole tiles are dealt to the parts.
+        align: See ``slices``.
+        line: See ``slices``; 0 never applies.
+        instruction_k: As in GemmPlan.
+        promote_every: As in GemmPlan.
+        scaled_promotion: As in GemmPlan.
+        successive_scales: As in GemmPlan.
+        partial: Format of the parts' sums, ``"out"`` for the dtype of the result.
+        round_trip: As in GemmPlan.
+        epilogue: As in GemmPlan.
+        owner: As in GemmPlan.
+        reduce: As in GemmPlan.
+        bias_after_rounding: As in GemmPlan; ``"unsplit"`` only where the kernel makes one part of K, because whatever
+            adds several parts adds the bias with them.
+    """
+
+    k_tile: int | None = None
+    slices: bool = False
+    align: int = 1
+    line: int = 0
+    instruction_k: int | None = None
+    promote_every: int | None = None
+    scaled_promotion: bool = False
+    successive_scales: bool = False
+    partial: str | None = None
+    round_trip: bool = False
+    epilogue: str = "scale"
+    owner: Literal["contiguous", "interleaved"] = "contiguous"
+    reduce: Reduce = "serial"
+    bias_after_rounding: bool | Literal["unsplit"] = False
+
+    def __post_init__(self) -> None:
+        if self.bias_after_rounding not in (False, True, "unsplit"):
+            raise ArgumentError(
+                f"bias_after_rounding={self.bias_after_rounding!r} is not possible; choose false, true or 'unsplit'"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that are not the default."""
+        return _differing(self)
+
+    def fields(self, call: GemmCall, split: int) -> tuple[dict[str, Any], bool]:
+        """Return the fields of the GemmPlan of a call, and whether they say exactly what the kernel does."""
+        plan: dict[str, Any] = {"epilogue": self.epilogue, "instruction_k": self.instruction_k}
+        plan |= {"promote_every": self.promote_every, "scaled_promotion": self.scaled_promotion}
+        after = split == 1 if self.bias_after_rounding == "unsplit" else self.bias_after_rounding
+        plan |= {"successive_scales": self.successive_scales, "bias_after_rounding": after}
+        exact = True
+        if self.slices and self.k_tile is not None and split > 1:
+            width = self._slice(call, split)
+            split = _ceil(call.k, width)
+            plan |= {"k_tile": self.k_tile, "part_k": width, "residue_first": True}
+        elif self.k_tile is not None and (split > 1 or self.slices):
+            plan["k_tile"] = self.k_tile
+            plan["residue_first"] = self.slices
+            # Seen on the H200: a last tile that is cut, in a split that leaves a part without tiles.
+            tiles = _ceil(call.k, self.k_tile)
+            exact = not (call.k % self.k_tile and (split - 1) * _ceil(tiles, split) >= tiles)
+        if split > 1:
+            partial = _dtype_format(call.out) if self.partial == "out" else self.partial
+            plan |= {"split": split, "partial": partial if partial != "fp32" else None, "round_trip": self.round_trip}
+            plan |= {"owner": self.owner, "reduce": self.reduce}
+        return plan, exact
+
+    def _slice(self, call: GemmCall, split: int) -> int:
+        by_rows = "row" in (call.a_layout, call.b_layout)
+        step = self.line if self.line and call.k % self.line == 0 and by_rows else self.align
+        return _ceil(_ceil(call.k, split), step) * step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Splits:
+    """Describe how many parts a library makes of K, as far as that is known.
+
+    With T tiles the library wants ``ceil(T / tiles_per_part) - 1`` parts, and takes fewer where the result has too
+    many elements to run them all at once.
+
+    Args:
+        whole: Up to this many tiles nothing is split.
+        tiles_per_part: See above.
+        certain: ``(parts, area)``: up to so many wanted parts, the wanted number is taken where it times the area is
+            below ``area``; the area is M N, both rounded up to 8. The last entry's None stands for any number.
+        workspace: Bytes for partial sums in float32: no split where two parts do not fit; None has no limit.
+        largest: Results with more elements are never split; None where that is not known.
+        room: The guess for what is not certain: ``room // area`` parts at most.
+    """
+
+    whole: int
+    tiles_per_part: int
+    certain: tuple[tuple[int | None, int], ...]
+    workspace: int | None = None
+    largest: int | None = None
+    room: int = 1
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> "Splits":
+        """Build a rule from JSON."""
+        return cls(**{**record, "certain": tuple((parts, area) for parts, area in record["certain"])})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that are not the default."""
+        return {**_differing(self), "certain": [list(pair) for pair in self.certain]}
+
+    def count(self, call: GemmCall, k_tile: int) -> tuple[int, bool]:
+        """Return the number of parts, and whether it is certain."""
+        tiles = _ceil(call.k, k_tile)
+        elements, area = call.m * call.n, _ceil(call.m, 8) * _ceil(call.n, 8) * 64
+        if tiles <= self.whole:
+            return 1, True
+        if self.workspace is not None and 8 * elements > self.workspace:
+            return 1, True
+        if self.largest is not None and elements > self.largest:
+            return 1, True
+        wanted = max(1, _ceil(tiles, self.tiles_per_part) - 1)
+        limit = next((area for parts, area in self.certain if parts is None or wanted <= parts), 0)
+        return (wanted, True) if wanted * area < limit else (min(wanted, max(1, self.room // max(area, 1))), False)
+
+
+def matches(when: dict[str, Any], call: GemmCall) -> bool:
+    """Say whether a call fulfils conditions, which ``check_conditions`` explains."""
+    return all(_fulfils(name, wanted, call) for name, wanted in when.items())
+
+
+def check_conditions(when: dict[str, Any]) -> None:
+    """Raise ArgumentError where a condition says nothing about a call.
+
+    Each key is a field of GemmCall, or ``"aligned"``: rows of both operands and of the result are multiples of 16
+    bytes of the operand (a result with one column needs that of its rows). A value is compared; a list allows its
+    members; a dict has ``min``, ``max`` and ``multiple_of``. Dtypes are written as names of formats.
+    """
+    for name, wanted in when.items():
+        if name != "aligned" and name not in GemmCall.__dataclass_fields__:
+            raise ArgumentError(f"{name!r} is not a condition; choose a field of GemmCall, or 'aligned'")
+        if isinstance(wanted, dict) and set(wanted) - {"min", "max", "multiple_of"}:
+            raise ArgumentError(f"{name}={wanted!r} is not a condition; a dict has min, max and multiple_of")
+
+
+def _fulfils(name: str, wanted: Any, call: GemmCall) -> bool:
+    if name == "aligned":
+        return bool(wanted == _aligned(call))
+    value = getattr(call, name)
+    if isinstance(value, torch.dtype):
+        value = _dtype_format(value)
+    if isinstance(wanted, dict):
+        low, high, step = wanted.get("min", 0), wanted.get("max", value), wanted.get("multiple_of", 1)
+        return bool(low <= value <= high and value % step == 0)
+    return bool(value in wanted if isinstance(wanted, list) else value == wanted)
+
+
+def _aligned(call: GemmCall) -> bool:
+    elements = _LINE * 8 // max(_BITS.get(call.a, 8), 8)
+    a = call.k if call.a_layout == "row" else call.m
+    b = call.k if call.b_layout == "row" else call.n
+    sizes = {(True, False): (call.n, call.k), (False, True): (call.m, call.k)}.get(
+        (call.m == 1, call.n == 1), (a, b, call.n)
+    )
+    return all(size % elements == 0 for size in sizes)
+
+
+def _ceil(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def _dtype_format(dtype: torch.dtype) -> str:
+    return "int32" if dtype == torch.int32 else get_format(dtype).name
+
+
+def _differing(record: Any) -> dict[str, Any]:
+    fields = dataclasses.fields(record)
+    return {f.name: getattr(record, f.name) for f in fields if getattr(record, f.name) != f.default}

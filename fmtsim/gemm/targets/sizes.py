@@ -1,0 +1,45 @@
+"""Whether a layer's sizes fit what its quantisers do in groups: rotations and corrections."""
+
+from fmtsim.errors import ArgumentError
+from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.scaling.hadamard_matrix import base_of
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.transform import Hadamard
+
+_PRODUCTS = {"f": "fprop", "d": "dgrad", "w": "wgrad"}
+
+
+def size_fault(config: LinearConfig, tokens: int | None, outputs: int, inputs: int) -> str | None:
+    """Return what does not fit a layer ``[outputs, inputs]`` with so many rows of x, or None where all does.
+
+    Args:
+        config: The layer.
+        tokens: Rows of x; None looks at what does not depend on them alone.
+        outputs: Rows of w.
+        inputs: Columns of w.
+    """
+    inner = {"f": inputs, "d": outputs, "w": tokens}
+    outer = {"x_f": tokens, "w_f": outputs, "g_d": tokens, "w_d": inputs, "g_w": outputs, "x_w": inputs}
+    for name, quantizer in config.operands.items():
+        fault = _fault(quantizer, inner[name[2]], outer[name])
+        if fault is not None:
+            return f"{_PRODUCTS[name[2]]} {name}: {fault}"
+    return None
+
+
+def _fault(quantizer: Quantizer, inner: int | None, outer: int | None) -> str | None:
+    for transform in quantizer.transforms:
+        length = inner if not isinstance(transform, Hadamard) or transform.axis == "inner" else outer
+        if not isinstance(transform, Hadamard) or length is None:
+            continue
+        if transform.size is not None and length % transform.size:
+            return f"Hadamard size={transform.size} does not divide {length}"
+        if transform.size is None:
+            try:
+                base_of(length)
+            except ArgumentError as error:
+                return f"a Hadamard matrix of the whole axis does not fit: {error}"
+    group = None if quantizer.scaling is None else quantizer.scaling.eden
+    if group is not None and inner is not None and inner % group:
+        return f"Scaling eden={group} does not divide {inner}"
+    return None

@@ -1,0 +1,292 @@
+"""Machines with their libraries: which unit a call runs on, and in which order it adds, read from JSON plan files."""
+
+import json
+import os
+import sys
+import threading
+import warnings
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+
+from fmtsim.errors import ArgumentError, PlanUnknownWarning, did_you_mean
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.gemm.targets.kernel import Kernel, Splits, check_conditions, matches
+from fmtsim.gemm.units.unit import get_unit
+from fmtsim.spec.call import GemmCall, alike
+from fmtsim.spec.datapath import Arithmetic
+from fmtsim.spec.plan import GemmPlan
+
+Basis = Literal["recorded", "logged", "rule", "guess"]
+PLANS = Path(__file__).with_name("plans")
+
+
+class Resolution(NamedTuple):
+    """What a target makes of a call.
+
+    ``basis`` says what stands behind the plan: ``"recorded"`` (output bits of this call), ``"logged"`` (the library
+    named its choice for this call), ``"rule"`` (a rule that was tested, or true by definition) or ``"guess"``.
+    ``operands`` is the format in which the unit takes operands that the call names otherwise, else None.
+    """
+
+    arithmetic: Arithmetic
+    plan: GemmPlan
+    unit: str
+    accumulate: str
+    basis: Basis
+    operands: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Describe the plan of all calls that fulfil some conditions.
+
+    Args:
+        when: Conditions on the call (``fmtsim.gemm.targets.kernel.matches`` has them).
+        kernel: Name of the kernel that runs.
+        split: Parts of K: a number, the name of a split rule, or a table from ``"MxN"`` and K to the number. Calls
+            that a table lacks go on to the next rule.
+        basis: What stands behind it.
+        reason: One sentence that says what.
+        unit: Name of the unit that runs, where it is not the target's for such operands.
+        operands: Format in which that unit takes them: ``"fp32"`` where float32 is not rounded to TF32.
+    """
+
+    when: dict[str, Any]
+    kernel: str
+    split: int | str | dict[str, dict[str, int]]
+    basis: Basis
+    reason: str
+    unit: str | None = None
+    operands: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.basis not in get_args(Basis):
+            raise ArgumentError(f"basis={self.basis!r} is not possible; choose one of {', '.join(get_args(Basis))}")
+        if self.operands is not None and self.unit is None:
+            raise ArgumentError(f"operands={self.operands!r} are those of a unit; name it with unit=")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Target:
+    """Describe a machine and its library: units by operand formats, kernels, and rules that say which one runs.
+
+    Args:
+        name: Name of the machine.
+        library: GPU, library and versions.
+        source: Where the rules come from.
+        units: ``(inputs, accumulate, unit)``: the first that fits is the unit of a call; None stands for any unit
+            the caller names a format for (not used by machines).
+        kernels: By name, how each orders its sums.
+        splits: By name, rules for the number of parts.
+        rules: In order; the first that fits is taken.
+    """
+
+    name: str
+    library: str
+    source: str
+    units: tuple[tuple[tuple[str, ...], str, str], ...]
+    kernels: dict[str, Kernel]
+    splits: dict[str, Splits]
+    rules: tuple[Rule, ...]
+
+    def __repr__(self) -> str:
+        return f"Target({self.name!r}: {self.library}, {len(self.rules)} rules)"
+
+    def resolve(self, call: GemmCall, *, strict: bool = False) -> Resolution:
+        """Return the arithmetic and the plan of a call.
+
+        Exact recorded shapes come first, then rules, then guesses. A guess warns once a process for each call.
+
+        Args:
+            call: The call.
+            strict: Raise where the plan is a guess.
+
+        Raises:
+            ArgumentError: The machine has no unit for these operands, or the plan is a guess and ``strict`` is set.
+        """
+        found = _resolution(self, call)
+        if found.basis == "guess":
+            self._doubt(call, found.plan, strict)
+        return found
+
+    def unit(self, call: GemmCall) -> str:
+        """Return the name of the unit for a call's operands; a rule may name another.
+
+        Raises:
+            ArgumentError: There is none.
+        """
+        scale = _SCALES.get(call.scaling)
+        for inputs, accumulate, unit in self.units:
+            scales = {mode.scale for mode in get_unit(unit).modes}
+            if {call.a, call.b} <= set(inputs) and accumulate == call.accumulate and scale in scales:
+                return unit
+        taken = "; ".join(f"{' '.join(inputs)} -> {accumulate} ({unit})" for inputs, accumulate, unit in self.units)
+        raise ArgumentError(
+            f"target {self.name} has no unit for {call.a} x {call.b} -> {call.accumulate} with scaling "
+            f"{call.scaling!r}; it has {taken}"
+        )
+
+    def find(self, call: GemmCall) -> tuple[int | None, GemmPlan, Basis]:
+        """Return the number of the rule that a call falls under, None where there is none, its plan and its basis.
+
+        A single row or column has no layout: what is known of either serves.
+        """
+        found = [self._find(each) for each in alike(call)]
+        return next((each for each in found if each[2] != "guess"), found[0])
+
+    def _find(self, call: GemmCall) -> tuple[int | None, GemmPlan, Basis]:
+        for number, rule in enumerate(self.rules):
+            if not matches(rule.when, call):
+                continue
+            kernel, basis = self.kernels[rule.kernel], rule.basis
+            if isinstance(rule.split, dict):
+                split = rule.split.get(f"{call.m}x{call.n}", {}).get(str(call.k))
+                if split is None:
+                    continue
+            elif isinstance(rule.split, str):
+                split, certain = self.splits[rule.split].count(call, kernel.k_tile or 1)
+                basis = basis if certain else "guess"
+            else:
+                split = rule.split
+            fields, exact = kernel.fields(call, split)
+            basis = basis if exact else "guess"
+            return number, GemmPlan(source=rule.reason, verified=basis == "recorded", **fields), basis
+        return None, GemmPlan(source="one chain, k in order: no rule covers this call"), "guess"
+
+    def _doubt(self, call: GemmCall, plan: GemmPlan, strict: bool) -> None:
+        text = (
+            f"target {self.name} has no recorded order of sums for {call.operation} M={call.m} N={call.n} K={call.k} "
+            f"{call.a} x {call.b} -> {call.out}; "
+        )
+        step = "pass plan=GemmPlan(...), or record the call on the machine and name the plan file as target="
+        if strict:
+            raise ArgumentError(f"{text}{step}")
+        with _lock:
+            known = (self.name, call) in _warned
+            _warned.add((self.name, call))
+        if not known:
+            warnings.warn(f"{text}guessing ({plan.source}); {step}", PlanUnknownWarning, stacklevel=caller_level())
+
+
+_SCALES = {"mx": "e8m0", "nvfp4": "ue4m3"}  # scales that the unit itself multiplies with, by kind of scaling
+_warned: set[tuple[str, GemmCall]] = set()
+_lock = threading.Lock()
+# Files that lie between a user's line and a warning: modules, autograd and torch.compile call fmtsim out of torch.
+_INNER = tuple(f"{folder}{os.sep}" for folder in (PLANS.parents[2], Path(torch.__file__).parent))
+
+
+def caller_level() -> int:
+    """Return the stacklevel at which a warning of the calling function names the line of the user's that led to it."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INNER):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def list_targets() -> list[str]:
+    """Return the names of the machines that come with fmtsim."""
+    return sorted(path.stem for path in PLANS.glob("*.json"))
+
+
+def get_target(name: str | Path | Target) -> Target:
+    """Return a machine by name, or read it from a plan file.
+
+    Args:
+        name: A name from ``list_targets()``, the path of a JSON plan file, or a Target, which is returned as it is.
+
+    Raises:
+        ArgumentError: The name is unknown (the message has names that are close), or the file is no plan file.
+    """
+    if isinstance(name, Target):
+        return name
+    text = str(name)
+    if text.lower() in _shipped() or text.lower() in list_targets():
+        return _load(str(PLANS / f"{text.lower()}.json"), 0)
+    path = Path(text)
+    if path.suffix == ".json":
+        try:
+            return _load(str(path), path.stat().st_mtime_ns)
+        except OSError as error:
+            raise ArgumentError(f"target={text!r} cannot be read: {error.strerror}; check the path") from None
+    hint = did_you_mean(text, list_targets())
+    raise ArgumentError(
+        f"unknown target {text!r}{hint} (choose one of {', '.join(list_targets())}, or a plan file, *.json)"
+    )
+
+
+@lru_cache(maxsize=4096)
+def _resolution(target: Target, call: GemmCall) -> Resolution:
+    """Look a call up among the rules, which a training asks for the same products in every step."""
+    unit = target.unit(call)
+    number, plan, basis = target.find(call)
+    rule = None if number is None else target.rules[number]
+    if rule is not None and rule.unit is not None:
+        names = (rule.operands or call.a, rule.operands or call.b)
+        arithmetic = get_unit(rule.unit).mode(*names, call.accumulate)
+        return Resolution(arithmetic, plan, rule.unit, call.accumulate, basis, rule.operands)
+    arithmetic = get_unit(unit).mode(call.a, call.b, call.accumulate, _SCALES.get(call.scaling))
+    return Resolution(arithmetic, plan, unit, call.accumulate, basis)
+
+
+@cache
+def _shipped() -> tuple[str, ...]:
+    """Return the names of the first look: every product with a target asks, and a folder is slow to read."""
+    return tuple(list_targets())
+
+
+@lru_cache(maxsize=16)
+def _load(path: str, changed: int) -> Target:
+    """Read a plan file; ``changed`` keeps an edited file from being answered out of the cache."""
+    text = Path(path).read_text(encoding="utf-8")
+    try:
+        return target_from_dict(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ArgumentError(
+            f"{path} is not a plan file: {error}; compare it with fmtsim/gemm/targets/plans/h200.json"
+        ) from None
+
+
+def target_from_dict(record: dict[str, Any]) -> Target:
+    """Build a Target from what ``target_to_dict`` gives; raise ArgumentError where it is not one."""
+    fields = dict(record)
+    fields["units"] = tuple((tuple(inputs), accumulate, unit) for inputs, accumulate, unit in fields["units"])
+    fields["kernels"] = {name: Kernel(**kernel) for name, kernel in fields["kernels"].items()}
+    fields["splits"] = {name: Splits.from_dict(split) for name, split in fields["splits"].items()}
+    fields["rules"] = tuple(Rule(**rule) for rule in fields["rules"])
+    target = Target(**fields)
+    for inputs, accumulate, unit in target.units:
+        for name in inputs:
+            get_unit(unit).find(name, name, accumulate)
+    for rule in target.rules:
+        if rule.kernel not in target.kernels:
+            raise ArgumentError(f"kernel={rule.kernel!r} is not listed; kernels are {', '.join(target.kernels)}")
+        if isinstance(rule.split, str) and rule.split not in target.splits:
+            raise ArgumentError(f"split={rule.split!r} is not listed; splits are {', '.join(target.splits)}")
+        if rule.unit is not None:
+            get_unit(rule.unit)
+        if rule.operands is not None and not isinstance(get_format(rule.operands), FloatFormat):
+            raise ArgumentError(f"operands={rule.operands!r} is not a floating-point format; choose 'fp32' or another")
+        check_conditions(rule.when)
+    return target
+
+
+def target_to_dict(target: Target) -> dict[str, Any]:
+    """Return a Target as plain JSON types."""
+    return {
+        "name": target.name,
+        "library": target.library,
+        "source": target.source,
+        "units": [[list(inputs), accumulate, unit] for inputs, accumulate, unit in target.units],
+        "kernels": {name: kernel.to_dict() for name, kernel in target.kernels.items()},
+        "splits": {name: split.to_dict() for name, split in target.splits.items()},
+        "rules": [_said(rule) for rule in target.rules],
+    }
+
+
+def _said(rule: Rule) -> dict[str, Any]:
+    return {name: getattr(rule, name) for name in Rule.__dataclass_fields__ if getattr(rule, name) is not None}

@@ -1,0 +1,1 @@
+"""The catalogue of matrix units: what each adds, in which order, and the evidence."""

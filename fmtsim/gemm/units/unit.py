@@ -1,0 +1,259 @@
+"""Matrix units by name: which operands each takes, how it adds their products, and what stands behind that."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from fmtsim.errors import ArgumentError, FormatError, did_you_mean
+from fmtsim.formats.block import Format
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.representable import is_representable
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+
+Accumulate = Literal["fp32", "fp16", "fp64", "int32"]
+Strength = Literal["recorded", "compared", "reported", "defined"]
+ACCUMULATES: tuple[Accumulate, ...] = get_args(Accumulate)
+STRENGTHS: dict[Strength, str] = {
+    "recorded": "equal to recorded hardware bits",
+    "compared": "equal to another model of the unit",
+    "reported": "reported by a source",
+    "defined": "true by definition",
+}
+
+_NAME = re.compile(r"[a-z0-9_.+-]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """Describe one way to use a unit: what it takes, what it sums in, and its arithmetic.
+
+    Args:
+        inputs: Names of the formats that both operands may have, in any mix; None takes every floating-point format.
+        accumulate: Format of the addend and the result.
+        datapath: How products are added.
+        evidence: What shows that the arithmetic is so.
+        strength: ``"recorded"`` (hardware bits), ``"compared"`` (another model of the unit agrees), ``"reported"``
+            (a source says so) or ``"defined"`` (no machine claims it).
+    """
+
+    inputs: tuple[str, ...] | None
+    accumulate: Accumulate
+    datapath: Arithmetic
+    evidence: str
+    strength: Strength
+
+    def __post_init__(self) -> None:
+        if self.inputs is not None:
+            names = tuple(get_format(name).name for name in self.inputs)
+            if not names:
+                raise ArgumentError("inputs=() takes nothing; name formats, or pass None for every float format")
+            object.__setattr__(self, "inputs", names)
+        if not isinstance(self.datapath, Arithmetic):
+            raise ArgumentError(f"datapath={self.datapath!r} is not a unit's arithmetic; pass a Datapath record")
+        for name, allowed in (("accumulate", ACCUMULATES), ("strength", tuple(STRENGTHS))):
+            if getattr(self, name) not in allowed:
+                raise ArgumentError(
+                    f"Mode {name}={getattr(self, name)!r} is not possible; choose one of {', '.join(allowed)}"
+                )
+
+    @property
+    def scale(self) -> str | None:
+        """Name of the format of scales inside the unit, None where it has none."""
+        fmt = self.datapath.scale if isinstance(self.datapath, Datapath) else None
+        return None if fmt is None else fmt.name
+
+    def takes(self, *formats: str | Format) -> bool:
+        """Say whether operands of these formats, by name or record, can be multiplied here."""
+        records = [get_format(fmt) for fmt in formats]
+        if self.inputs is None:
+            return all(isinstance(record, FloatFormat) for record in records)
+        return all(record.name in self.inputs for record in records)
+
+    def __str__(self) -> str:
+        inputs = "any float format" if self.inputs is None else " ".join(self.inputs)
+        return f"{inputs}{f' with {self.scale} scales' if self.scale else ''} -> {self.accumulate}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Unit:
+    """Describe a matrix unit: a name, the modes it has, and where it is found.
+
+    Args:
+        name: Lower-case name, ``"hopper.wgmma"``.
+        modes: Its modes; of several that take the same operands the first is meant unless ``scale=`` says otherwise.
+        description: One sentence: whose unit it is and which instructions reach it.
+    """
+
+    name: str
+    modes: tuple[Mode, ...]
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise ArgumentError(
+                f"unit name {self.name!r} is not allowed; choose lower-case letters, digits and _ . + -"
+            )
+        object.__setattr__(self, "modes", tuple(self.modes))
+        if not self.modes or not all(isinstance(mode, Mode) for mode in self.modes):
+            raise ArgumentError(f"unit {self.name}: modes={self.modes!r} is not possible; pass one Mode or more")
+
+    def find(
+        self, a_format: str | Format, b_format: str | Format, accumulate: str | None = None, scale: str | None = None
+    ) -> Mode:
+        """Return the mode for two operand formats; arguments and errors are those of ``mode``."""
+        a, b = get_format(a_format), get_format(b_format)
+        wanted = None if scale is None else get_format(scale).name
+        taking = [mode for mode in self.modes if mode.takes(a, b) and (wanted is None or mode.scale == wanted)]
+        if accumulate is None:
+            wide = not all(is_representable(fmt, torch.float32) for fmt in (a, b))
+            usual = "fp64" if wide else "fp32"
+            accumulate = next((mode.accumulate for mode in taking if mode.accumulate == usual), None)
+        found = [mode for mode in taking if accumulate is None or mode.accumulate == accumulate]
+        if not found:
+            self._refuse(a, b, accumulate, wanted)
+        return found[0]
+
+    def mode(
+        self, a_format: str | Format, b_format: str | Format, accumulate: str | None = None, scale: str | None = None
+    ) -> Arithmetic:
+        """Return how the unit adds products of two formats.
+
+        Args:
+            a_format: Format of the first operand, by name or record.
+            b_format: Format of the second.
+            accumulate: ``"fp32"``, ``"fp16"``, ``"fp64"`` or ``"int32"``; None takes fp32 (fp64 for operands
+                beyond float32) where the unit has it for these operands, else the first it has.
+            scale: Format of scales inside the unit (``"e8m0"``, ``"ue4m3"``), by name; None takes the first mode.
+
+        Raises:
+            ArgumentError: The unit does not take these operands so; the message lists what it takes.
+            FormatError: A format is unknown.
+        """
+        return self.find(a_format, b_format, accumulate, scale).datapath
+
+    def _refuse(self, a: Format, b: Format, accumulate: str | None, scale: str | None) -> None:
+        asked = (
+            f"{a.name} x {b.name}{f' with {scale} scales' if scale else ''}{f' -> {accumulate}' if accumulate else ''}"
+        )
+        others = [u.name for u in _known().values() if u != self and _has(u, a, b, accumulate, scale)]
+        elsewhere = f"; units that do: {', '.join(others)}" if others else ""
+        taken = "; ".join(map(str, self.modes))
+        raise ArgumentError(f"unit {self.name} does not take {asked}; it takes {taken}{elsewhere}")
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name!r}: {'; '.join(map(str, self.modes))})"
+
+    def __str__(self) -> str:
+        from fmtsim.gemm.units.unit_table import unit_text
+
+        return unit_text(self)
+
+    def _repr_html_(self) -> str:
+        from fmtsim.gemm.units.unit_table import unit_html
+
+        return unit_html(self)
+
+
+def _has(unit: Unit, a: Format, b: Format, accumulate: str | None, scale: str | None) -> bool:
+    return any(
+        mode.takes(a, b) and accumulate in (None, mode.accumulate) and scale in (None, mode.scale)
+        for mode in unit.modes
+        if mode.inputs is not None
+    )
+
+
+_units: dict[str, Unit] = {}
+
+
+def _known() -> dict[str, Unit]:
+    """Return all units by name; the catalogue, which is built of the records above, is read at the first call."""
+    if not _units:
+        from fmtsim.gemm.units.catalogue import units
+
+        _units.update((unit.name, unit) for unit in units())
+    return _units
+
+
+def get_unit(name: str | Unit) -> Unit:
+    """Return the record of a matrix unit; a Unit is returned as it is.
+
+    Raises:
+        ArgumentError: The name is unknown; the message has names that are close.
+    """
+    if isinstance(name, Unit):
+        return name
+    found = _known().get(name.strip().lower()) if isinstance(name, str) else None
+    if found is None:
+        hint = did_you_mean(name, _known())
+        raise ArgumentError(f"unknown unit {name!r}{hint} (choose one of {', '.join(_known())})")
+    return found
+
+
+def list_units() -> list[str]:
+    """Return the names of all units, the catalogue's first."""
+    return list(_known())
+
+
+def register_unit(unit: Unit, overwrite: bool = False) -> Unit:
+    """Make a unit known under its name, and return it; an equal record may be registered twice.
+
+    Raises:
+        ArgumentError: The argument is not a Unit, or its name is taken and ``overwrite`` is False.
+    """
+    if not isinstance(unit, Unit):
+        raise ArgumentError(f"unit={unit!r} is not a unit; build a Unit(name=..., modes=(Mode(...), ...))")
+    held = _known().get(unit.name)
+    if held is not None and held != unit and not overwrite:
+        raise ArgumentError(f"unit name {unit.name!r} is taken; choose another, or pass overwrite=True")
+    _units[unit.name] = unit
+    return unit
+
+
+def get_datapath(
+    unit: str | Unit | Arithmetic,
+    a_format: str | Format,
+    b_format: str | Format,
+    accumulate: str | None = None,
+    scale: str | None = None,
+) -> Arithmetic:
+    """Return the arithmetic that a verb's ``unit=`` or ``datapath=`` means for two operand formats.
+
+    A record of an arithmetic is returned as it is, without a check of the formats; a name or a Unit is asked for its
+    mode (``Unit.mode`` has the arguments).
+
+    Raises:
+        ArgumentError: The unit is unknown, or does not take these operands.
+        FormatError: A float operand is given to integer arithmetic.
+    """
+    if not isinstance(unit, Arithmetic):
+        return get_unit(unit).mode(a_format, b_format, accumulate, scale)
+    a, b = get_format(a_format), get_format(b_format)
+    integers = [fmt for fmt in (a, b) if not isinstance(fmt, FloatFormat)]
+    if isinstance(unit, IntegerDatapath) != bool(integers):
+        raise FormatError(
+            f"{type(unit).__name__} does not multiply {a.name} x {b.name}; choose "
+            f"{'integer' if isinstance(unit, IntegerDatapath) else 'floating-point'} formats, or another datapath"
+        )
+    return unit
+
+
+def describe(datapath: Arithmetic) -> str:
+    """Return a unit's arithmetic in a line: blocks, bits kept, rounding."""
+    match datapath:
+        case IntegerDatapath():
+            return f"exact, int32 {f'clamped every {datapath.block}' if datapath.saturate else 'modulo 2^32'}"
+        case PairwiseDatapath():
+            return f"products in pairs of {datapath.block}, each sum rounded and flushed"
+        case TwoStageDatapath():
+            halves = ", even and odd k apart" if datapath.parity else ""
+            return f"blocks of {datapath.block}, F={datapath.fraction_bits}{halves}, addend aligned after, nearest_even"
+    blocks = "all of K at once" if datapath.block is None else f"blocks of {datapath.block}"
+    if datapath.group > 1:
+        blocks += f" in groups of {datapath.group}"
+    kept = "exact" if datapath.fraction_bits is None else f"F={datapath.fraction_bits}"
+    least = "" if datapath.min_exponent is None else f", E>={datapath.min_exponent}"
+    late = "" if datapath.promote_every is None else f", addend after {datapath.promote_every}"
+    return f"{blocks}, {kept}{least}{late}, {datapath.rounding.mode} to {datapath.accumulator.name}"

@@ -1,0 +1,1 @@
+"""The records that say what is asked: pure data that verbs and engines both import."""

@@ -1,0 +1,93 @@
+"""What a cast is, what encode returns, and the key of its random words: what verbs hand to engines."""
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.serialization import format_from_dict, format_to_dict
+from fmtsim.formats.spec import Overflow
+from fmtsim.rounding.modes import Rounding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastSpec:
+    """Say everything about a cast except the data: what operators carry as one line of JSON.
+
+    Args:
+        format: The target format.
+        rounding: How values are rounded.
+        overflow: What happens beyond the largest value.
+        dim: The inner axis of blocks as a negative number, -1 for the last dimension.
+    """
+
+    format: Format
+    rounding: Rounding
+    overflow: Overflow
+    dim: int = -1
+
+    def to_json(self) -> str:
+        """Return the cast as one line of JSON."""
+        return _spec_to_json(self)
+
+
+class RandomKey(NamedTuple):
+    """The seed and offset of a stream of random words (docs/semantics.md, section 9), both 64-bit."""
+
+    seed: int
+    offset: int = 0
+
+
+class EncodedParts(NamedTuple):
+    """What engines return from encode and take in decode.
+
+    codes: the tensor's shape, unsigned bit patterns in ``code_dtype(bits)``.
+    scales: float32 ``[outer_blocks, inner_blocks]`` of block formats (steps of LogFMT tiles), else None.
+    tensor_scale: float32, 0-d, of two-level formats, else None.
+    offsets: like scales: int32 zero points, or the float32 lowest logarithms of LogFMT tiles, else None.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor | None = None
+    tensor_scale: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+
+
+Random = RandomKey | torch.Tensor | None
+
+
+@lru_cache(maxsize=4096)
+def _spec_to_json(spec: CastSpec) -> str:
+    rounding = spec.rounding
+    return json.dumps(
+        {
+            "format": format_to_dict(spec.format),
+            "rounding": [rounding.mode, rounding.random_bits, rounding.variant, rounding.layout],
+            "overflow": spec.overflow,
+            "dim": spec.dim,
+        }
+    )
+
+
+@lru_cache(maxsize=4096)
+def spec_from_json(text: str) -> CastSpec:
+    """Read back what ``CastSpec.to_json`` wrote."""
+    record = json.loads(text)
+    mode, random_bits, variant, layout = record["rounding"]
+    rounding = Rounding(mode=mode, random_bits=random_bits, variant=variant, layout=layout)
+    fmt = format_from_dict(record["format"])
+    return CastSpec(format=fmt, rounding=rounding, overflow=record["overflow"], dim=record["dim"])
+
+
+def block_counts(fmt: Format, shape: torch.Size, dim: int) -> tuple[int, int]:
+    """Return how many blocks a tensor has along the outer and the inner axis."""
+    assert isinstance(fmt, BlockFormat | LogTileFormat)
+    inner = shape[dim] if len(shape) else 1
+    outer = 1
+    for axis, size in enumerate(shape):
+        outer *= 1 if axis == len(shape) + dim else size
+    rows, columns = (size or extent for size, extent in zip(fmt.block, (outer, inner), strict=True))
+    return -(-outer // rows) if outer else 0, -(-inner // columns) if inner else 0

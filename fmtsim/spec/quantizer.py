@@ -1,0 +1,102 @@
+"""What a quantiser is: transforms, a scale rule, a format and a rounding, and what its gradient is."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from fmtsim.errors import FormatError
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.spec import OVERFLOWS, CodebookFormat, FloatFormat, IntFormat, LogFormat, Overflow
+from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.gradient import GradientRule, StraightThrough
+from fmtsim.spec.scaling import Scaling
+from fmtsim.spec.transform import Hadamard, Transform
+
+Source = Literal["original", "forward", "requantised"]
+
+_FORMATS = (FloatFormat, IntFormat, CodebookFormat, LogFormat, BlockFormat, LogTileFormat)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantizer:
+    """Describe how one operand of one matrix product is quantised.
+
+    Blocks always run along the contraction axis of the product in question.
+
+    Args:
+        format: The target format; None leaves the operand in high precision (after its transforms).
+        rounding: How values are rounded.
+        overflow: What happens beyond the largest value; None means the format's own rule.
+        scaling: How an element format is scaled; None means not at all, or as a block format says.
+        transforms: What happens to the operand first, in order.
+        source: What a product of the backward pass quantises: ``"original"``, the high-precision tensor;
+            ``"forward"``, nothing: it takes the quantised tensor of the forward pass (for the second use of the
+            gradient: of the first) as it is; ``"requantised"``, that quantised tensor, again.
+        gradient: What the gradient of the rounding is taken to be, for operands of the forward product.
+        then: A quantiser that the values go through next, for schemes that simulate a format inside another.
+    """
+
+    format: Format | None = None
+    rounding: Rounding = Rounding()
+    overflow: Overflow | None = None
+    scaling: Scaling | None = None
+    transforms: tuple[Transform, ...] = ()
+    source: Source = "original"
+    gradient: GradientRule = StraightThrough()
+    then: "Quantizer | None" = None
+
+    def __post_init__(self) -> None:
+        if self.format is not None and not isinstance(self.format, _FORMATS):
+            raise FormatError(
+                f"Quantizer format={self.format!r} is not a format record or None; pass fmtsim.get_format(name)"
+            )
+        if not isinstance(self.rounding, Rounding):
+            raise FormatError(f"Quantizer rounding={self.rounding!r} is not a Rounding; pass Rounding(mode=...)")
+        if self.overflow not in (None, *OVERFLOWS):
+            raise FormatError(f"Quantizer overflow={self.overflow!r} is unknown; choose 'saturate', 'ieee' or None")
+        if self.source not in get_args(Source):
+            raise FormatError(
+                f"Quantizer source={self.source!r} is unknown; choose one of {', '.join(get_args(Source))}"
+            )
+        scaled = self.scaling is not None
+        if scaled and not isinstance(self.scaling, Scaling):
+            raise FormatError(f"Quantizer scaling={self.scaling!r} is not a Scaling; pass Scaling(block=..., ...)")
+        if scaled and (self.format is None or isinstance(self.format, BlockFormat | LogTileFormat)):
+            what = "no format" if self.format is None else f"{self.format.name}, which has blocks of its own"
+            raise FormatError(f"Quantizer scaling= with {what}; pass an element format such as e4m3")
+        if self.gradient != StraightThrough() and not scaled:
+            raise FormatError(f"Quantizer gradient={self.gradient!r} needs the scaled elements; pass scaling= as well")
+        if self.source == "forward" and (self.format is not None or self.transforms or self.then is not None):
+            raise FormatError("Quantizer source='forward' takes what the forward pass made; leave the other fields out")
+
+    @property
+    def plain(self) -> bool:
+        """Whether a cast by ``fmtsim.quantize`` is all there is to it."""
+        return self.scaling is None and not self.transforms and self.then is None and self.source == "original"
+
+    @property
+    def draws(self) -> bool:
+        """Whether elements or scales are rounded by random numbers."""
+        scales = self.scaling is not None and self.scaling.scale_rounding == "stochastic"
+        return self.rounding.mode == "stochastic" or scales or (self.then is not None and self.then.draws)
+
+    @property
+    def turns(self) -> bool:
+        """Whether a rotation has random signs."""
+        return any(isinstance(transform, Hadamard) and transform.signs == "random" for transform in self.transforms)
+
+    def __str__(self) -> str:
+        if self.source == "forward":
+            return "as in the forward pass"
+        words = [] if self.source == "original" else ["requantised"]
+        words += [str(transform) for transform in self.transforms]
+        words.append(self._cast())
+        words += [f"[{self.scaling}]"] if self.scaling else []
+        words += [] if self.gradient == StraightThrough() else [str(self.gradient)]
+        words += [f"then {self.then}"] if self.then else []
+        return ", ".join(words)
+
+    def _cast(self) -> str:
+        if self.format is None:
+            return "high precision"
+        mode = "" if self.rounding.mode == "nearest_even" else f" {self.rounding.mode}"
+        return self.format.name + mode + (f" {self.overflow}" if self.overflow else "")
