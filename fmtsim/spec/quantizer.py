@@ -69,19 +69,19 @@ class Quantizer:
             raise FormatError("Quantizer source='forward' takes what the forward pass made; leave the other fields out")
 
     @property
-    def plain(self) -> bool:
+    def is_cast(self) -> bool:
         """Whether a cast by ``fmtsim.quantize`` is all there is to it."""
         return self.scaling is None and not self.transforms and self.then is None and self.source == "original"
 
     @property
-    def draws(self) -> bool:
+    def is_stochastic(self) -> bool:
         """Whether elements or scales are rounded by random numbers."""
         scales = self.scaling is not None and self.scaling.scale_rounding == "stochastic"
-        return self.rounding.mode == "stochastic" or scales or (self.then is not None and self.then.draws)
+        return self.rounding.mode == "stochastic" or scales or (self.then is not None and self.then.is_stochastic)
 
     @property
-    def turns(self) -> bool:
-        """Whether a rotation has random signs."""
+    def has_random_signs(self) -> bool:
+        """Whether a Hadamard transform has random signs."""
         return any(isinstance(transform, Hadamard) and transform.signs == "random" for transform in self.transforms)
 
     def __str__(self) -> str:

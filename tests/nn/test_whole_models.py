@@ -171,9 +171,13 @@ def test_the_operators_pass_torchs_own_check(name):
     for operand, quantizer in config.operands.items():
         if quantizer.source == "forward":
             continue
-        signs = torch.tensor([3, 0]) if quantizer.turns else None
+        signs = torch.tensor([3, 0]) if quantizer.has_random_signs else None
         for turned in (False, True):
-            run = torch.ops.fmtsim.random_operand if quantizer.draws or quantizer.turns else torch.ops.fmtsim.operand
+            run = (
+                torch.ops.fmtsim.random_operand
+                if quantizer.is_stochastic or quantizer.has_random_signs
+                else torch.ops.fmtsim.operand
+            )
             arguments = (x, turned, key_of(quantizer), False, layer.name, operand, None, signs)
             float8 = any(t.dtype.itemsize == 1 and t.dtype.is_floating_point for t in run(*arguments))
             utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")[float8 : 3 - float8]

@@ -30,7 +30,9 @@ def counts(layer: LinearConfig, x: Tensor, sizes: tuple[int, ...]) -> bool:
         x: One of its tensors.
         sizes: Those that its products have.
     """
-    random = [quantizer for quantizer in layer.operands.values() if quantizer.draws or quantizer.turns]
+    random = [
+        quantizer for quantizer in layer.operands.values() if quantizer.is_stochastic or quantizer.has_random_signs
+    ]
     if not random or not on_card(x) or x.dtype != torch.bfloat16 or any(size % _GROUP for size in sizes):
         return False
     rotations = load_engine("cuda.cast.rotated")
@@ -112,7 +114,7 @@ def _rotated(x: Tensor, quantizer: Quantizer, draws: Draws, factor: Tensor | Non
         if draws.passes is None:
             return None
         x = x.contiguous()  # what counts on the device is covered then
-    signs = drawn_key(draws.signs, x.device) if quantizer.turns else None
+    signs = drawn_key(draws.signs, x.device) if quantizer.has_random_signs else None
     made = rotations.cast_rotated(x, quantizer, _keys(x, quantizer, draws), signs, factor, draws.passes)
     return Operand(made.values, quantizer, tensor=made.scale, slope=made.mask)
 

@@ -133,7 +133,7 @@ class LinearConfig:
     @property
     def plain(self) -> bool:
         """Whether every operand is a cast of the original."""
-        return all(quantizer.plain for quantizer in self.operands.values())
+        return all(quantizer.is_cast for quantizer in self.operands.values())
 
     @property
     def operands(self) -> dict[str, Quantizer]:

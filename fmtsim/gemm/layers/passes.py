@@ -138,7 +138,7 @@ class Pass:
     def _made(self, name: str, t: Tensor, quantizer: Quantizer, dim: int, factor: Tensor | None = None) -> Operand:
         """Quantise a tensor, times a factor (float32, 0-d) where there is one."""
         rest = (dim, quantizer, self._folded, self._layer.name, name, factor)
-        if self._counted and (quantizer.draws or quantizer.turns):
+        if self._counted and (quantizer.is_stochastic or quantizer.has_random_signs):
             if self._count is None:
                 self._count = traced_count(t, self._layer.name)
             return traced_operand(t, *rest, count=self._count)

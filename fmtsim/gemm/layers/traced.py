@@ -63,7 +63,7 @@ def traced_operand(
     With ``count`` the node depends on its arguments alone. Without, one that rounds at random draws on the host, and no
     CUDA graph may hold it.
     """
-    random = count is None and (quantizer.draws or quantizer.turns)
+    random = count is None and (quantizer.is_stochastic or quantizer.has_random_signs)
     remembers = quantizer.scaling is not None and quantizer.scaling.history is not None
     own, turned = (layer, name) if random or remembers or count is not None else ("", ""), dim == 0
     run = torch.ops.fmtsim.random_operand if random else torch.ops.fmtsim.operand
