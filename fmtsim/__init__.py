@@ -3,7 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fmtsim.analysis.compare import Comparison, compare
+from fmtsim.analysis.compare import compare
+from fmtsim.analysis.comparison import Comparison
 from fmtsim.analysis.native import compare_native
 from fmtsim.analysis.observe import observe
 from fmtsim.encoded import Encoded

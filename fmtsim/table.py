@@ -1,6 +1,7 @@
 """Tables of text: what reports, explanations and the command line print, and the same for notebooks."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
+from fractions import Fraction
 from html import escape
 
 Row = Sequence[str]
@@ -37,10 +38,33 @@ def html(rows: Sequence[Row], left: Container[int] | None = None) -> str:
     return f"<table>{''.join(lines)}</table>"
 
 
+def facts_html(facts: Iterable[tuple[str, str]]) -> str:
+    """Return pairs of a heading and a text as a table in HTML without a header."""
+    left = "style='text-align:left'"
+    rows = (f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(text)}</td></tr>" for name, text in facts)
+    return f"<table>{''.join(rows)}</table>"
+
+
 def filled(header: Row, rows: Sequence[Row]) -> list[Row]:
     """Return the header and the rows without the columns in which every row is empty."""
     shown = [i for i in range(len(header)) if any(row[i] for row in rows)]
     return [[row[i] for i in shown] for row in (header, *rows)]
+
+
+def number_text(value: float | Fraction | None) -> str:
+    """Write a number in as few digits as give it back; ``~`` marks a fraction that float64 does not hold.
+
+    >>> number_text(0.5), number_text(Fraction(1, 3)), number_text(448.0), number_text(None)
+    ('0.5', '~0.3333333333333333', '448', '-')
+    """
+    if value is None:
+        return "-"
+    try:
+        near = float(value)
+    except OverflowError:
+        return str(value)
+    exact = not isinstance(value, Fraction) or Fraction(near) == value
+    return ("" if exact else "~") + repr(near).removesuffix(".0")
 
 
 def _cell(column: int, text: str, width: int, left: Container[int] | None) -> str:

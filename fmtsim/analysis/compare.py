@@ -2,158 +2,17 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from html import escape
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fmtsim.analysis import ulp
+from fmtsim.analysis.comparison import Comparison, Difference
 from fmtsim.errors import ArgumentError, DtypeError
-from fmtsim.table import aligned
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _EDGES = (0, *(1 << power for power in range(63)), ulp.FARTHEST)  # a bucket ends at each, and holds it
 _BINS = 1 << 16  # of one step of the search for the median
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """One place where two tensors differ: its index, both codes as integers and both values."""
-
-    index: tuple[int, ...]
-    actual_code: int
-    expected_code: int
-    actual: float | int
-    expected: float | int
-    bits: int
-
-    def __str__(self) -> str:
-        def shown(code: int, value: float | int) -> str:
-            return f"0x{code:0{-(-self.bits // 4)}X} = {value!r}"
-
-        actual, expected = shown(self.actual_code, self.actual), shown(self.expected_code, self.expected)
-        return f"{list(self.index)}: actual {actual}, expected {expected}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Hold what ``compare`` found; ``print`` shows a table, notebooks an HTML one.
-
-    Args:
-        shape: Of both tensors.
-        dtype: Of both, by name.
-        count: Elements.
-        equal_count: Elements with equal bits.
-        nan_payloads: Pairs of NaN whose bits differ.
-        nan_single: Places where exactly one is NaN.
-        zero_signs: Pairs of zeros of different sign.
-        first: The first difference in row-major order, None where all bits agree.
-        max_ulp, median_ulp: Largest and (lower) median distance; pairs with a NaN have one only where their bits are
-            equal. None where no pair has one.
-        ulp_histogram: ``(low, high, pairs)`` for the distances 0, 1, 2, 3-4, 5-8, 9-16, ... up to the largest.
-        max_absolute: Largest ``|actual - expected|`` of pairs without NaN, in float64.
-        max_relative: Largest ``|actual - expected| / |expected|`` of these; inf where a zero was expected.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    count: int
-    equal_count: int
-    nan_payloads: int = 0
-    nan_single: int = 0
-    zero_signs: int = 0
-    first: Difference | None = None
-    max_ulp: int | None = None
-    median_ulp: int | None = None
-    ulp_histogram: tuple[tuple[int, int, int], ...] = ()
-    max_absolute: float = 0.0
-    max_relative: float = 0.0
-
-    @property
-    def equal(self) -> bool:
-        """Whether all bits agree."""
-        return self.equal_count == self.count
-
-    @property
-    def mismatches(self) -> int:
-        """Elements whose bits differ."""
-        return self.count - self.equal_count
-
-    def __str__(self) -> str:
-        facts = self._facts()
-        width = max(len(name) for name, _ in facts)
-        lines = [f"{name:<{width}}  {text}" for name, text in facts]
-        if self.equal or not self.ulp_histogram:
-            return "\n".join(lines)
-        bars = ["", *("#" * math.ceil(24 * row[2] / self.count) for row in self.ulp_histogram)]
-        rows = [(*row, bar) for row, bar in zip(self._buckets(), bars, strict=True)]
-        return "\n".join((*lines, "", *aligned(rows, left=(3,))))
-
-    def _repr_html_(self) -> str:
-        left = "<tr><th style='text-align:left'>{}</th><td style='text-align:left'>{}</td></tr>"
-        facts = "".join(left.format(escape(name), escape(text)) for name, text in self._facts())
-        if self.equal or not self.ulp_histogram:
-            return f"<table>{facts}</table>"
-        head, *rows = self._buckets()
-        cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-        return f"<table>{facts}</table><table><tr>{cells}</tr>{body}</table>"
-
-    def plot(self, path: str | Path | None = None, *, title: str = "") -> "Figure":
-        """Draw the ulp histogram and return the figure; save a PNG where a path is given."""
-        from fmtsim.analysis.plots import plot_ulps
-
-        return plot_ulps({self.dtype: self}, path, title=title)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the figures as JSON types, infinite differences as they are."""
-        first = None
-        if self.first is not None:
-            digits = -(-self.first.bits // 4)
-            first = {
-                "index": list(self.first.index),
-                "actual": self.first.actual, "actual_hex": f"0x{self.first.actual_code:0{digits}X}",
-                "expected": self.first.expected, "expected_hex": f"0x{self.first.expected_code:0{digits}X}",
-            }  # fmt: skip
-        names = ("dtype", "count", "equal_count", "nan_payloads", "nan_single", "zero_signs", "max_ulp", "median_ulp")
-        return {
-            "shape": list(self.shape),
-            "equal": self.equal,
-            **{name: getattr(self, name) for name in names},
-            "max_absolute": self.max_absolute,
-            "max_relative": self.max_relative,
-            "ulp_histogram": [list(bucket) for bucket in self.ulp_histogram],
-            "first": first,
-        }
-
-    def _facts(self) -> list[tuple[str, str]]:
-        share = f" ({100.0 * self.equal_count / self.count:.4g} %)" if self.count else ""
-        facts = [
-            ("elements", f"{self.count:,} of {self.dtype}, shape {list(self.shape)}"),
-            ("equal bits", f"{self.equal_count:,}{share}"),
-        ]
-        if self.equal:
-            return facts
-        others = (
-            ("NaN of other bits", self.nan_payloads), ("NaN on one side", self.nan_single),
-            ("zero of other sign", self.zero_signs),
-        )  # fmt: skip
-        facts += [("different", f"{self.mismatches:,}"), *((name, f"{n:,}") for name, n in others if n)]
-        if self.max_ulp is not None:
-            facts.append(("ulp distance", f"largest {self.max_ulp:,}, median {self.median_ulp:,}"))
-        facts.append(("largest difference", f"{self.max_absolute:.4g} absolute, {self.max_relative:.4g} relative"))
-        return [*facts, ("first difference", str(self.first))]
-
-    def _buckets(self) -> list[tuple[str, str, str]]:
-        rows = [("ulp", "pairs", "%")]
-        for low, high, pairs in self.ulp_histogram:
-            rows.append((bucket_name(low, high), f"{pairs:,}", f"{100.0 * pairs / self.count:.3g}"))
-        return rows
 
 
 def compare(actual: Any, expected: Any) -> Comparison:
@@ -201,13 +60,6 @@ def compare(actual: Any, expected: Any) -> Comparison:
         shapes = f"{list(first.raw.shape)}, expected {list(second.raw.shape)}"
         raise ArgumentError(f"actual has shape {shapes}; reshape or index one of them (nothing is broadcast)")
     return _Count(first.raw, second.raw, first.kind).result()
-
-
-def bucket_name(low: int, high: int) -> str:
-    """Return the name of a bucket of distances: ``"0"``, ``"3-4"``, ``"2^16"`` for what ends there."""
-    if high <= 2:
-        return str(high)
-    return f"{low}-{high}" if high <= 4096 else f"to 2^{(high - 1).bit_length()}"
 
 
 class _Count:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.analysis.compare import Comparison, compare
+from fmtsim.analysis.compare import compare
+from fmtsim.analysis.comparison import Comparison
 
 
 def compare_native(

@@ -4,19 +4,16 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fmtsim.analysis.stats import LOWEST_EXPONENT, OperandStats
-from fmtsim.errors import ArgumentError, FmtsimError
+from fmtsim.errors import ArgumentError
+from fmtsim.plotting import COLOURS, label_axes, new_figure, saved
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from fmtsim.analysis.compare import Comparison
-
-# Okabe and Ito's palette, distinguishable with any colour vision; lines also differ in dash.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 SMOOTHED_OVER = 40  # shorter curves are drawn as they are
 LEAST_GAP = 0.1  # the gap panel reaches at least this far, so that noise does not look like a difference
 _DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), "-.")
@@ -61,15 +58,15 @@ def plot_loss(curves: Mapping[str, Sequence[float]], path: str | Path | None = N
             panels[1].plot(range(1, len(gap) + 1), gap, label=label, **style)
     if averaged:
         panels[0].plot([], [], color="#808080", alpha=0.5, linewidth=0.8, label="single steps")
-    _finish(panels[0], "training loss (nats per byte)", "" if several else "step")
+    label_axes(panels[0], "" if several else "step", "training loss (nats per byte)")
     panels[0].legend(frameon=False)
     if several:
         panels[1].axhline(0.0, color=COLOURS[0], linewidth=1.0)
         low, high = panels[1].get_ylim()
         panels[1].set_ylim(min(low, -LEAST_GAP), max(high, LEAST_GAP))
-        _finish(panels[1], "gap to\nbaseline", "step")
+        label_axes(panels[1], "step", "gap to\nbaseline")
     figure.suptitle(title, fontsize=12)
-    return _saved(figure, path)
+    return saved(figure, path)
 
 
 def plot_exponents(stats: Mapping[str, OperandStats], path: str | Path | None = None, *, title: str = "") -> "Figure":
@@ -96,42 +93,7 @@ def plot_exponents(stats: Mapping[str, OperandStats], path: str | Path | None = 
     for panel in axes[len(stats) :]:
         panel.set_axis_off()
     figure.suptitle(f"{title}\nshaded: exponents of the format's own values" if title else title, fontsize=12)
-    return _saved(figure, path)
-
-
-def plot_ulps(comparisons: "Mapping[str, Comparison]", path: str | Path | None = None, *, title: str = "") -> "Figure":
-    """Draw how many pairs lie how many units of the last place apart, as bars side by side, on a logarithmic scale.
-
-    Args:
-        comparisons: What ``fmtsim.compare`` found, by label.
-        path: Where to save a PNG; None only returns the figure.
-        title: Heading.
-
-    Raises:
-        ArgumentError: there is nothing to draw.
-    """
-    if not any(comparison.ulp_histogram for comparison in comparisons.values()):
-        raise ArgumentError("plot_ulps got no pair of numbers; compare tensors that hold some")
-    from fmtsim.analysis.compare import bucket_name
-
-    buckets = max((c.ulp_histogram for c in comparisons.values()), key=len)
-    figure = new_figure(max(5.0, 1.6 + 0.62 * len(buckets)), 3.6)
-    panel = figure.subplots()
-    width = 0.85 / len(comparisons)
-    for i, (label, c) in enumerate(comparisons.items()):
-        centres = [place + (i - (len(comparisons) - 1) / 2) * width for place in range(len(c.ulp_histogram))]
-        shares = [100.0 * pairs / c.count for _, _, pairs in c.ulp_histogram]
-        panel.bar(centres, shares, width=width, color=COLOURS[i % 7], label=label)
-    smallest = min(100.0 * pairs / c.count for c in comparisons.values() for _, _, pairs in c.ulp_histogram if pairs)
-    panel.set_yscale("log")
-    panel.set_ylim(smallest / 3, 150.0)
-    panel.set_axisbelow(True)
-    panel.set_xticks(range(len(buckets)), [bucket_name(low, high) for low, high, _ in buckets], rotation=35)
-    _finish(panel, "% of elements", "distance in units of the last place")
-    if len(comparisons) > 1:
-        panel.legend(frameon=False)
-    figure.suptitle(title, fontsize=12)
-    return _saved(figure, path)
+    return saved(figure, path)
 
 
 def smoothed(values: Sequence[float], reach: int | None = None) -> list[float]:
@@ -148,18 +110,6 @@ def smoothed(values: Sequence[float], reach: int | None = None) -> list[float]:
     return means + [math.nan] * (len(values) - end)
 
 
-def new_figure(width: float, height: float) -> "Figure":
-    """Return an empty figure that no window system knows of; raise FmtsimError where matplotlib is missing."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise FmtsimError("plots need matplotlib, which is not installed; pip install 'fmtsim[viz]'") from None
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def _histogram(panel: "Axes", label: str, s: OperandStats) -> None:
     used = s.scaled_exponents.nonzero().flatten().tolist() or [-LOWEST_EXPONENT]
     low, high = used[0] + LOWEST_EXPONENT, used[-1] + LOWEST_EXPONENT
@@ -171,18 +121,4 @@ def _histogram(panel: "Axes", label: str, s: OperandStats) -> None:
         panel.set_xlim(max(min(low, bottom), bottom - 40) - 2, max(high, top) + 2)
     lost = f"{s.underflow_percent:.2f} % underflow, {s.saturation_percent:.2f} % saturation"
     panel.set_title(f"{label}  {s.format}\n{lost}", fontsize=9)
-    _finish(panel, "% of elements", "exponent of x / scale")
-
-
-def _finish(panel: "Axes", y_label: str, x_label: str) -> None:
-    panel.set_ylabel(y_label)
-    panel.set_xlabel(x_label)
-    panel.grid(True, alpha=0.25, linewidth=0.6)
-    panel.spines[["top", "right"]].set_visible(False)
-
-
-def _saved(figure: "Figure", path: str | Path | None) -> "Figure":
-    if path is not None:
-        options: dict[str, Any] = {"metadata": {"Software": "fmtsim"}}
-        figure.savefig(path, format="png", **options)
-    return figure
+    label_axes(panel, "exponent of x / scale", "% of elements")

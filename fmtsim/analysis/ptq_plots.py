@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fmtsim.analysis.plots import COLOURS, new_figure
 from fmtsim.errors import ArgumentError
+from fmtsim.plotting import COLOURS, label_axes, new_figure, saved
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from fmtsim.ptq import PtqReport
@@ -47,12 +46,13 @@ def plot_layers(reports: "Sequence[PtqReport]", path: str | Path | None = None) 
     panel.set_yticks(range(len(names)), names, fontsize=8)
     panel.invert_yaxis()
     panel.margins(x=0.12)
-    panel.set_xlabel("signal to noise of the outputs (dB, longer is better)")
+    label_axes(panel, "signal to noise of the outputs (dB, longer is better)", "")
     if len(reports) > 1:
         panel.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(reports))
     else:
         panel.set_title(reports[0].recipe, fontsize=10)
-    return _finished(figure, panel, path)
+    panel.set_axisbelow(True)
+    return saved(figure, path)
 
 
 def plot_search(result: "SearchResult", path: str | Path | None = None) -> "Figure":
@@ -75,10 +75,10 @@ def plot_search(result: "SearchResult", path: str | Path | None = None) -> "Figu
     panel.axvline(result.budget, color=COLOURS[6], linestyle="--", linewidth=1.0, label="budget")
     if all(value > 0 for value in (result.loss, *(point.loss for point in front))):
         panel.set_yscale("log")
-    panel.set_xlabel("bit operations of a batch")
-    panel.set_ylabel("loss")
+    label_axes(panel, "bit operations of a batch", "loss")
     panel.legend(frameon=False, fontsize=8)
-    return _finished(figure, panel, path)
+    panel.set_axisbelow(True)
+    return saved(figure, path)
 
 
 def _length(decibels: float, longest: float) -> float:
@@ -87,12 +87,3 @@ def _length(decibels: float, longest: float) -> float:
 
 def _words(decibels: float) -> str:
     return "no signal" if math.isnan(decibels) else "lossless" if decibels == math.inf else f"{decibels:.1f}"
-
-
-def _finished(figure: "Figure", panel: "Axes", path: str | Path | None) -> "Figure":
-    panel.grid(True, alpha=0.25, linewidth=0.6)
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
-    if path is not None:
-        figure.savefig(path, format="png", metadata={"Software": "fmtsim"})
-    return figure

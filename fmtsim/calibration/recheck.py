@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.analysis.compare import Comparison
+from fmtsim.analysis.comparison import Comparison
 from fmtsim.analysis.native import compare_native
 from fmtsim.calibration.card import STORED
 from fmtsim.errors import FmtsimError

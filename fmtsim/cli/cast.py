@@ -8,7 +8,6 @@ from typing import Any
 from fmtsim.cli.output import (
     add_json_argument,
     add_rounding_arguments,
-    format_number,
     format_table,
     parse_number,
     print_json,
@@ -19,6 +18,7 @@ from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import ElementFormat
 from fmtsim.rounding.modes import MODES
+from fmtsim.table import number_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,16 +95,16 @@ def _record(number: float, code: int, value: float, fmt: ElementFormat, rounding
 def _row(record: dict[str, Any]) -> tuple[str, ...]:
     error, relative = record["error"], record["relative_error"]
     return (
-        format_number(record["input"]),
+        number_text(record["input"]),
         record["format"],
         record["rounding"],
-        format_number(record["value"]),
+        number_text(record["value"]),
         record["hex"],
         record["bits"],
         "-" if error is None else f"{float(error):+.4g}" if error else "0",
         "-" if relative is None else f"{relative:+.3%}" if relative else "0",
-        format_number(record["below"]),
-        format_number(record["above"]),
+        number_text(record["below"]),
+        number_text(record["above"]),
     )
 
 

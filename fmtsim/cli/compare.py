@@ -11,7 +11,7 @@ from fmtsim.cli.output import add_json_argument, format_table, print_json
 from fmtsim.errors import ArgumentError, DataError, FmtsimError
 
 if TYPE_CHECKING:
-    from fmtsim.analysis.compare import Comparison
+    from fmtsim.analysis.comparison import Comparison
 
 MISMATCH = 1
 SUFFIXES = (".npy", ".npz", ".safetensors")
@@ -149,6 +149,6 @@ def _row(name: str, c: "Comparison") -> tuple[str, ...]:
 
 
 def _plot(found: "Mapping[str, Comparison]", path: str) -> None:
-    from fmtsim.analysis.plots import plot_ulps
+    from fmtsim.analysis.comparison import plot_ulps
 
     plot_ulps(found, path)

@@ -4,12 +4,13 @@ import argparse
 import fnmatch
 from typing import Any
 
-from fmtsim.cli.output import add_json_argument, format_number, format_table, print_json
+from fmtsim.cli.output import add_json_argument, format_table, print_json
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.serialization import format_to_dict
 from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.table import number_text
 
 KINDS = ("float", "int", "codebook", "log", "block", "log_tile")
 
@@ -82,7 +83,7 @@ def _row(fmt: Format) -> tuple[str, ...]:
 
 
 def _short(value: float) -> str:
-    exact = format_number(value)
+    exact = number_text(value)
     return exact if len(exact) <= 10 else f"{value:.4g}"
 
 

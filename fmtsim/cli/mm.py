@@ -15,7 +15,7 @@ from fmtsim.errors import ArgumentError, PlanUnknownWarning
 if TYPE_CHECKING:
     import torch
 
-    from fmtsim.analysis.compare import Comparison
+    from fmtsim.analysis.comparison import Comparison
     from fmtsim.gemm.products.explain import MmExplanation
 
 OUT_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from fmtsim.analysis.compare import Comparison
+    from fmtsim.analysis.comparison import Comparison
     from fmtsim.gemm.products.explain import MmExplanation
 
 

@@ -75,23 +75,6 @@ def parse_record(text: str, record: type, option: str) -> Any:
     return record(**values)
 
 
-def format_number(value: float | Fraction | None) -> str:
-    """Return the shortest text that reads back as the same float64, or a fraction's value as such text."""
-    if value is None:
-        return "-"
-    return format_fraction(value) if isinstance(value, Fraction) else repr(float(value)).removesuffix(".0")
-
-
-def format_fraction(value: Fraction) -> str:
-    """Return an exact fraction as text: as a float where that is exact and short, else as ``~float``."""
-    try:
-        near = float(value)
-    except OverflowError:
-        return f"{value.numerator}/{value.denominator}"
-    text = repr(near).removesuffix(".0")
-    return text if Fraction(near) == value else f"~{text}"
-
-
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     """Return an aligned text table; columns in ``left`` are flush left, the others flush right."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]

@@ -4,13 +4,14 @@ import argparse
 import math
 from typing import Any
 
-from fmtsim.cli.output import add_json_argument, format_number, format_table, parse_int, print_json
+from fmtsim.cli.output import add_json_argument, format_table, parse_int, print_json
 from fmtsim.errors import CodeError, FormatError
 from fmtsim.explain.element import bit_fields, code_text, count_of
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.display import format_facts, text_table
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, LogFormat
+from fmtsim.table import number_text
 
 SHORT_BITS = 8  # up to here every code is printed
 ALL_BITS = 16  # with --all
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     width = max(len(heading) for heading, _ in facts)
     print("\n".join(f"{heading:<{width}}  {text}" for heading, text in facts) + "\n")
     rows = [
-        (code_text(code, element), bit_fields(code, element), format_number(element.value(code)), name)
+        (code_text(code, element), bit_fields(code, element), number_text(element.value(code)), name)
         for code, name in shown.items()
     ]
     print(format_table(("code", "bits", "value", "what it is"), rows, left=(0, 1, 3)))

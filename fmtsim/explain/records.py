@@ -1,14 +1,17 @@
-"""What ``explain`` returns: frozen records that print as text and turn into JSON types."""
+"""What ``explain`` returns: frozen records that print as text (a paragraph or a table) and turn into JSON types."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
 from fmtsim.explain.element import Decision, bit_fields, code_text, fields_of
-from fmtsim.formats.block import Format, LogTileFormat
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.spec import ElementFormat, Overflow
 from fmtsim.rounding.modes import Rounding
+from fmtsim.table import aligned, number_text
+
+_WIDTH = 8  # of the headings of a text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +36,7 @@ class Scale:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain types."""
-        return {
-            "amax": self.amax,
-            "value": self.value,
-            "code": self.code,
-            "tensor_scale": self.tensor_scale,
-            "offset": self.offset,
-            "steps": list(self.steps),
-        }
+        return asdict(self) | {"steps": list(self.steps)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,26 +71,21 @@ class Element:
         """The code in binary, a space between its fields."""
         return bit_fields(self.code, self.format)
 
+    @property
+    def hex(self) -> str:
+        """The code in hexadecimal, with the digits of its width."""
+        return code_text(self.code, self.format)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain types; exact numbers are Fractions."""
         decision = self.decision
+        names = ("below", "below_distance", "above", "above_distance", "rule", "reason")
         return {
-            "input": self.input,
-            "block": self.block,
-            "rounded_number": decision.x,
-            "code": self.code,
-            "hex": code_text(self.code, self.format),
-            "bits": self.bits,
+            **{name: getattr(self, name) for name in ("input", "block", "code", "hex", "bits", "value", "error")},
+            **{name: getattr(decision, name) for name in names},
             "fields": dict(fields_of(self.code, self.format)),
+            "rounded_number": decision.x,
             "element_value": decision.value,
-            "value": self.value,
-            "error": self.error,
-            "below": decision.below,
-            "below_distance": decision.below_distance,
-            "above": decision.above,
-            "above_distance": decision.above_distance,
-            "rule": decision.rule,
-            "reason": decision.reason,
         }
 
 
@@ -113,9 +104,18 @@ class Explanation:
     engine_agrees: bool
 
     def __str__(self) -> str:
-        from fmtsim.explain.text import explanation_text
-
-        return explanation_text(self)
+        fmt = self.format
+        title = f"{fmt.name}, rounding {self.rounding.mode}, overflow {self.overflow}"
+        lines = [title, repr(fmt), ""]
+        single = len(self.elements) == 1
+        for number, scale in enumerate(self.scales):
+            lines += _scale_lines(scale, "" if len(self.scales) == 1 else f" {number}", isinstance(fmt, LogTileFormat))
+        if single:
+            lines += _paragraph(self.elements[0], self)
+        else:
+            lines += _table(self)
+        verdict = "the engine gives the same bits" if self.engine_agrees else "THE ENGINE GIVES OTHER BITS: a defect"
+        return "\n".join([*lines, _line("check", verdict)])
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain types; exact numbers are Fractions."""
@@ -127,3 +127,69 @@ class Explanation:
             "elements": [element.to_dict() for element in self.elements],
             "engine_agrees": self.engine_agrees,
         }
+
+
+def _line(heading: str, text: str) -> str:
+    return f"{heading:<{_WIDTH}}{text}"
+
+
+def _scale_lines(scale: Scale, number: str, tile: bool) -> list[str]:
+    if tile:
+        first = f"low {scale.offset:g}, step {scale.value:g}"
+    else:
+        first = number_text(scale.value) + (f" (code {scale.code})" if scale.code else "")
+        first += "" if scale.offset is None else f", zero point {scale.offset:g}"
+    steps = [f"{'':<{_WIDTH}}{step}" for step in scale.steps]
+    return [_line(f"{'tile' if tile else 'scale'}{number}", first), *steps]
+
+
+def _paragraph(element: Element, explanation: Explanation) -> list[str]:
+    decision, fmt = element.decision, explanation.format
+    lines = [_line("number", _scaled_text(element, explanation))]
+    lines.append(_line("below", _neighbour(decision.below, decision.below_distance)))
+    lines.append(_line("above", _neighbour(decision.above, decision.above_distance)))
+    lines.append(_line("rule", f"{decision.rule}: {decision.reason}"))
+    fields = ", ".join(f"{name} {digits}" for name, digits in fields_of(element.code, element.format))
+    lines.append(_line("code", f"{element.hex} = {element.bits} ({fields})"))
+    value = number_text(element.value)
+    if isinstance(fmt, BlockFormat) and decision.value != element.value:
+        value = f"{number_text(decision.value)} * scale = {value}"
+    return [*lines, _line("value", f"{value}, error {_error_text(element)}")]
+
+
+def _scaled_text(element: Element, explanation: Explanation) -> str:
+    given, rounded = element.input, element.decision.x
+    if not isinstance(explanation.format, BlockFormat) or not math.isfinite(given) or rounded == given:
+        return number_text(given)
+    return f"{number_text(given)} / scale = {number_text(rounded)}"
+
+
+def _table(explanation: Explanation) -> list[str]:
+    header = ("number", "scaled", "below", "above", "code", "bits", "value", "error", "rule")
+    rows: list[tuple[str, ...]] = [header]
+    for element in explanation.elements:
+        decision = element.decision
+        rows.append((
+            number_text(element.input), number_text(decision.x), number_text(decision.below),
+            number_text(decision.above), element.hex, element.bits,
+            number_text(element.value), _error_text(element), decision.rule,
+        ))  # fmt: skip
+    if not isinstance(explanation.format, BlockFormat):
+        rows = [row[:1] + row[2:] for row in rows]
+    return ["", *aligned(rows, left=()), ""]
+
+
+def _neighbour(value: float | None, distance: Fraction | None) -> str:
+    if value is None:
+        return "none"
+    return number_text(value) + ("" if distance is None else f", distance {number_text(distance)}")
+
+
+def _error_text(element: Element) -> str:
+    error = element.error
+    if error is None:
+        return "-"
+    if not error:
+        return "0"
+    share = f" ({float(error / abs(Fraction(element.input))):+.3%})" if element.input else ""
+    return f"{float(error):+.6g}{share}"

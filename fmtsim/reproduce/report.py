@@ -67,7 +67,7 @@ def plot_result(result: Result, path: str | Path | None = None) -> "Figure | Non
     measured = result.measured
     if measured is None or not measured.curves:
         return None
-    from fmtsim.analysis.plots import COLOURS, new_figure
+    from fmtsim.plotting import COLOURS, new_figure
 
     figure = new_figure(7.0, 4.4)
     axes = figure.subplots()

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from fmtsim.analysis.observe import Observation
-from fmtsim.analysis.plots import new_figure, plot_exponents, plot_loss
+from fmtsim.analysis.plots import plot_exponents, plot_loss
 from fmtsim.analysis.stats import OperandStats
 from fmtsim.errors import ArgumentError
+from fmtsim.plotting import new_figure
 from fmtsim.training.corpus import Corpus
 from fmtsim.training.loop import Run, TrainConfig
 

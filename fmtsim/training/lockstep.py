@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fmtsim.analysis.compare import Comparison, compare
+from fmtsim.analysis.compare import compare
+from fmtsim.analysis.comparison import Comparison
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import LinearConfig, linear_config
 from fmtsim.gemm.products.native import why_not_native

@@ -10,8 +10,8 @@ import torch
 
 import fmtsim
 from fmtsim.analysis import ulp
-from fmtsim.analysis.compare import bucket_name, compare
-from fmtsim.analysis.plots import plot_ulps
+from fmtsim.analysis.compare import compare
+from fmtsim.analysis.comparison import bucket_name, plot_ulps
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.formats.registry import get_format
 

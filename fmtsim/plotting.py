@@ -1,0 +1,40 @@
+"""What all pictures share: colours, an empty figure, labelled axes and a PNG; matplotlib is imported to draw one."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fmtsim.errors import FmtsimError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, distinguishable with any colour vision; lines also differ in dash.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """Return an empty figure that no window system knows of; raise FmtsimError where matplotlib is missing."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise FmtsimError("plots need matplotlib, which is not installed; pip install 'fmtsim[viz]'") from None
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def label_axes(panel: "Axes", x_label: str, y_label: str) -> None:
+    """Name the axes of a panel, draw a faint grid behind what it shows, and leave out the frame's top and right."""
+    panel.set_xlabel(x_label)
+    panel.set_ylabel(y_label)
+    panel.grid(True, alpha=0.25, linewidth=0.6)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def saved(figure: "Figure", path: str | Path | None) -> "Figure":
+    """Return a figure, saved as PNG where a path is given; equal figures give equal files."""
+    if path is not None:
+        figure.savefig(path, format="png", metadata={"Software": "fmtsim"})
+    return figure
