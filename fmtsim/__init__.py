@@ -24,6 +24,7 @@ from fmtsim.errors import (
 from fmtsim.explain import explain
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.registry import get_format, list_formats, register_format
+from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat, LogFormat
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
 from fmtsim.gemm.layers.emulated import EmulatedGEMM
@@ -82,6 +83,8 @@ __all__ = [
     "RandomKey",
     "Recipe",
     "Rounding",
+    "Scaling",
+    "TensorScale",
     "TwoStageDatapath",
     "bmm",
     "compare",

@@ -20,7 +20,7 @@ from fmtsim.errors import DtypeError, FormatError
 from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
-from fmtsim.formats.spec import ScaleRule
+from fmtsim.formats.scaling import ScaleRule
 from fmtsim.ops import Key
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, EncodedParts, spec_from_json

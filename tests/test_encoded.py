@@ -16,6 +16,7 @@ from fmtsim.errors import ArgumentError, CodeError, DataError, DtypeError, Fmtsi
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.exact import codes_of_scales, scales_of_codes
 from fmtsim.formats.registry import get_format, list_formats
+from fmtsim.formats.scaling import block_scaling
 from fmtsim.formats.spec import CodebookFormat
 from fmtsim.quantize import encode
 
@@ -194,7 +195,7 @@ def test_scales_and_their_codes(scale):
 
 
 def test_sixteen_bit_scales(tmp_path):
-    fmt = BlockFormat(name="b", element=get_format("int8"), block=(1, 16), scale=get_format("bf16"))
+    fmt = BlockFormat(name="b", element=get_format("int8"), scaling=block_scaling((1, 16), scale=get_format("bf16")))
     parts = ops.EncodedParts(torch.zeros(2, 16, dtype=torch.uint8), torch.tensor([[0.5], [3.0]]))
     encoded = Encoded.from_parts(parts, fmt, (2, 16))
     assert encoded.scales.dtype == torch.bfloat16

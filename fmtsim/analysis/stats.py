@@ -1,6 +1,5 @@
 """How much of a tensor a format lost: underflow, saturation, signal-to-noise ratio and where its exponents lie."""
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
 from fmtsim.quantize import encode
 
@@ -131,7 +130,7 @@ def block_scales(x: Tensor, fmt: BlockFormat, dim: int = -1) -> Tensor:
     Scales follow from the largest magnitudes alone, so those are encoded in the place of whole blocks.
     """
     largest = _blocks(x.abs(), fmt, dim).amax((1, 3))
-    parts = encode(largest, dataclasses.replace(fmt, block=(1, 1)), dim=-1).parts()
+    parts = encode(largest, with_block(fmt, (1, 1)), dim=-1).parts()
     scales = torch.ones_like(largest) if parts.scales is None else parts.scales
     scales = scales.double()
     return scales if parts.tensor_scale is None else scales * parts.tensor_scale.double()

@@ -3,7 +3,7 @@
 import argparse
 
 from fmtsim.cli.output import add_json_argument, add_rounding_arguments, parse_number, print_json
-from fmtsim.formats.spec import SCALE_RULES
+from fmtsim.formats.scaling import SCALE_RULES
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 DEFECT = 1

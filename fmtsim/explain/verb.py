@@ -14,7 +14,8 @@ from fmtsim.explain.scale import tell_scales
 from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
-from fmtsim.formats.spec import OVERFLOWS, ElementFormat, Overflow, ScaleRule
+from fmtsim.formats.scaling import ScaleRule
+from fmtsim.formats.spec import OVERFLOWS, ElementFormat, Overflow
 from fmtsim.quantize import encode, quantize
 from fmtsim.rounding.modes import Rounding, get_rounding
 from fmtsim.rounding.philox import random_integer

@@ -5,36 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from fmtsim.errors import FormatError
-from fmtsim.formats.spec import (
-    SCALE_RULES,
-    CodebookFormat,
-    ElementFormat,
-    FloatFormat,
-    IntFormat,
-    LogFormat,
-    Overflow,
-    ScaleArithmetic,
-    ScaleRule,
-)
-
-ARITHMETICS: tuple[ScaleArithmetic, ...] = ("divide", "reciprocal", "encode")
-
-Block = tuple[int | None, int | None]
-
-E8M0 = FloatFormat(
-    name="e8m0",
-    exponent_bits=8,
-    mantissa_bits=0,
-    bias=127,
-    signed=False,
-    nan="top",
-    infinities=False,
-    has_zero=False,
-    has_subnormals=False,
-    aliases=("float8_e8m0fnu", "ue8m0"),
-    source="OCP Microscaling Formats (MX) v1.0, section 5.4.1",
-)
-FP32 = FloatFormat(name="fp32", exponent_bits=8, mantissa_bits=23, aliases=("float32",), source="IEEE 754-2019, 3.6")
+from fmtsim.formats.floating import E8M0 as E8M0
+from fmtsim.formats.floating import FP32 as FP32
+from fmtsim.formats.scaling import Arithmetic, ScaleRule, Scaling, TensorScale, block_scaling, check_block, rule_fields
+from fmtsim.formats.scaling import Block as Block
+from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,49 +23,79 @@ class BlockFormat:
     Args:
         name: The name under which the format is listed.
         element: The element format.
-        block: Elements that share a scale, ``(outer, inner)``.
-        scale: The format of the scale.
-        scale_rule: How the largest magnitude ``amax`` of a block becomes its scale: the power-of-two rules
-            ``"floor"``, ``"ceil"``, ``"rceil"``, ``"even"``, or ``"amax"``, the real number ``amax / element.max``.
-        arithmetic: The order of float32 operations of the ``"amax"`` rule (docs/semantics.md, section 5).
-        tensor_scale: Whether a float32 scale of the whole tensor brings the block scales into range (NVFP4).
-        zero_point: Whether an integer zero point shifts the grid to the block's range of values.
+        scaling: The block and how its scale is made (``block_scaling`` makes one by the name of a rule). Of its fields
+            a format has ``block``, ``scale``, ``exponent_rule``, ``arithmetic`` ("divide", "reciprocal" or "encode"),
+            ``tensor`` in Transformer Engine's order and ``zero_point``; a ``Quantizer`` takes the others.
         aliases: Other names.
         source: The document that defines the format.
     """
 
     name: str
     element: ElementFormat
-    block: Block
-    scale: FloatFormat = FP32
-    scale_rule: ScaleRule = "amax"
-    arithmetic: ScaleArithmetic = "reciprocal"
-    tensor_scale: bool = False
-    zero_point: bool = False
+    scaling: Scaling
     aliases: tuple[str, ...] = ()
     source: str = ""
 
     def __post_init__(self) -> None:
-        _require_block(self.name, self.block)
         check = partial(_require, self.name)
-        check(self.scale_rule in SCALE_RULES, f"scale_rule={self.scale_rule!r} is unknown", ", ".join(SCALE_RULES))
-        check(self.arithmetic in ARITHMETICS, f"arithmetic={self.arithmetic!r} is unknown", ", ".join(ARITHMETICS))
+        check(
+            isinstance(self.scaling, Scaling), f"scaling={self.scaling!r} is not a Scaling", "Scaling(block=..., ...)"
+        )
+        rule, real, scale = self.scale_rule, not self.power_of_two, self.scale
+        own = Scaling(**{name: getattr(self.scaling, name) for name in _OF_FORMATS})
+        given = f"scaling=[{self.scaling}] is none of a format"
+        check(self.scaling == own, given, f"one that sets {', '.join(_OF_FORMATS)} alone, or a Quantizer for it")
+        check(self.arithmetic in _ARITHMETICS, f"arithmetic={self.arithmetic!r} is unknown", ", ".join(_ARITHMETICS))
         smooth = isinstance(self.element, CodebookFormat | LogFormat)
-        check(not (self.scale_rule == "even" and smooth), "scale_rule='even' needs mantissa bits", "floor or amax")
-        real, scale = self.scale_rule == "amax", self.scale
-        wide = f"scale_rule={self.scale_rule!r} needs a scale with 8 exponent bits, not {scale.name}"
+        check(not (rule == "even" and smooth), "scale_rule='even' needs mantissa bits", "floor or amax")
+        wide = f"scale_rule={rule!r} needs a scale with 8 exponent bits, not {scale.name}"
         check(real or scale.exponent_bits >= 8, wide, "scale_rule='amax'")
         narrow = f"scale_rule='amax' needs a scale with mantissa bits, not {scale.name}"
         check(bool(scale.mantissa_bits) or not real, narrow, "floor, ceil, rceil or even")
         stored = scale.bits <= 8 or scale.name in ("fp32", "bf16", "fp16")
         check(stored, f"scale format {scale.name} is not supported", "fp32, bf16, fp16 or one of 8 bits or fewer")
-        check(scale.has_nan, f"scale format {scale.name} has no NaN, which marks spoiled blocks", "one that has")
-        encoded = real and self.arithmetic == "encode"
-        check(encoded or not self.tensor_scale, "tensor_scale=True stands alone", "'amax' and 'encode' with it")
+        check(scale.has_nan, f"scale format {scale.name} has no NaN, which marks blocks that hold one", "one that has")
+        encoded = real and self.arithmetic == "encode" and self.scaling.tensor == TensorScale()
+        check(encoded or not self.tensor_scale, "a tensor scale stands alone", "'amax', 'encode' and TensorScale()")
         counted = isinstance(self.element, IntFormat) and not (self.element.signed or self.element.fraction_bits)
         shifted = counted and real and scale.name == "fp32" and not self.tensor_scale
         only = "an unsigned integer element without fraction bits, scale fp32 and scale_rule='amax'"
         check(shifted or not self.zero_point, "zero_point=True does not fit", only)
+
+    @property
+    def block(self) -> Block:
+        """Elements that share a scale, ``(outer, inner)``."""
+        return self.scaling.block
+
+    @property
+    def scale(self) -> FloatFormat:
+        """The format of the scale."""
+        return self.scaling.scale
+
+    @property
+    def scale_rule(self) -> ScaleRule:
+        """How the largest magnitude of a block becomes its scale, by the name that verbs take."""
+        return self.scaling.scale_rule
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """The order of float32 operations of real scales (docs/semantics.md, section 5)."""
+        return self.scaling.arithmetic
+
+    @property
+    def tensor_scale(self) -> bool:
+        """Whether a float32 scale of the whole tensor brings the block scales into range (NVFP4)."""
+        return self.scaling.tensor is not None
+
+    @property
+    def zero_point(self) -> bool:
+        """Whether an integer zero point shifts the grid to the block's range of values."""
+        return self.scaling.zero_point
+
+    @property
+    def power_of_two(self) -> bool:
+        """Whether every scale is a power of two."""
+        return self.scaling.exponent_rule is not None
 
     @property
     def bits(self) -> int:
@@ -100,27 +105,18 @@ class BlockFormat:
     @property
     def bits_per_element(self) -> float:
         """Average storage of an element with its share of the block scale, in full blocks."""
-        outer, inner = self.block
-        if outer is None or inner is None:
-            return float(self.bits)
-        return self.bits + (self.scale.bits + 32 * self.zero_point) / (outer * inner)
+        return self.bits + _shared(self.scale.bits + 32 * self.zero_point, self.block)
 
     @property
     def default_overflow(self) -> Overflow:
         """The element's overflow rule."""
         return self.element.default_overflow
 
-    @property
-    def power_of_two(self) -> bool:
-        """Whether every scale is a power of two."""
-        return self.scale_rule != "amax"
-
     def __repr__(self) -> str:
-        shape = "x".join("all" if size is None else str(size) for size in self.block)
         extra = " + fp32 tensor scale" if self.tensor_scale else ""
         extra += " + zero point" if self.zero_point else ""
         return (
-            f"BlockFormat({self.name!r}: {self.element.name} in blocks of {shape}, "
+            f"BlockFormat({self.name!r}: {self.element.name} in blocks of {_size(self.block)}, "
             f"scale {self.scale.name} by {self.scale_rule}{extra})"
         )
 
@@ -155,7 +151,7 @@ class LogTileFormat:
     def __post_init__(self) -> None:
         if not 3 <= self.bits <= 16:
             raise FormatError(f"format {self.name!r}: bits={self.bits} is not allowed; choose 3 to 16")
-        _require_block(self.name, self.block)
+        check_block(f"format {self.name!r}: ", self.block)
 
     @property
     def max_code(self) -> int:
@@ -165,8 +161,7 @@ class LogTileFormat:
     @property
     def bits_per_element(self) -> float:
         """Average storage of an element with its share of the tile's two float32 range values, in full tiles."""
-        outer, inner = self.block
-        return float(self.bits) if outer is None or inner is None else self.bits + 64 / (outer * inner)
+        return self.bits + _shared(64, self.block)
 
     @property
     def default_overflow(self) -> Overflow:
@@ -174,8 +169,8 @@ class LogTileFormat:
         return "saturate"
 
     def __repr__(self) -> str:
-        shape = "x".join("all" if size is None else str(size) for size in self.block)
-        return f"LogTileFormat({self.name!r}: {self.bits} bits, {self.max_code} logarithmic steps a tile of {shape})"
+        steps = f"{self.max_code} logarithmic steps"
+        return f"LogTileFormat({self.name!r}: {self.bits} bits, {steps} a tile of {_size(self.block)})"
 
     def _repr_html_(self) -> str:
         from fmtsim.formats.display import format_html
@@ -187,15 +182,17 @@ ScaledFormat = BlockFormat | LogTileFormat
 Format = ElementFormat | ScaledFormat
 
 
+_OF_FORMATS = ("block", "scale", "exponent_rule", "arithmetic", "tensor", "zero_point")
+_ARITHMETICS: tuple[Arithmetic, ...] = ("divide", "reciprocal", "encode")
+
+
 def scaled(element: ElementFormat, block: Block, scale_rule: ScaleRule = "amax") -> BlockFormat:
     """Wrap an element format into a block format with a float32 scale (E8M0 for the power-of-two rules)."""
-    outer, inner = ("all" if size is None else str(size) for size in block)
-    scale = FP32 if scale_rule == "amax" else E8M0
-    name = f"{element.name}_{outer}x{inner}_{scale_rule}"
-    return BlockFormat(name=name, element=element, block=block, scale=scale, scale_rule=scale_rule)
+    name = f"{element.name}_{_size(block)}_{scale_rule}"
+    return BlockFormat(name=name, element=element, scaling=block_scaling(block, scale_rule))
 
 
-def with_block(fmt: Format, block_size: int | Block | None, scale_rule: ScaleRule | None) -> Format:
+def with_block(fmt: Format, block_size: int | Block | None, scale_rule: ScaleRule | None = None) -> Format:
     """Return the format with another block or scale rule, turning an element format into a scaled one."""
     if block_size is None and scale_rule is None:
         return fmt
@@ -205,25 +202,27 @@ def with_block(fmt: Format, block_size: int | Block | None, scale_rule: ScaleRul
             raise FormatError(f"{fmt.name} has no scale, so scale_rule={scale_rule!r} does not apply; leave it out")
         return dataclasses.replace(fmt, block=block or fmt.block)
     if isinstance(fmt, BlockFormat):
-        rule = scale_rule or fmt.scale_rule
-        scale = fmt.scale
-        if (rule == "amax") != (fmt.scale_rule == "amax"):
-            scale = FP32 if rule == "amax" else E8M0
-        return dataclasses.replace(fmt, block=block or fmt.block, scale=scale, scale_rule=rule)
+        fields = rule_fields(scale_rule or fmt.scale_rule)
+        if (fields["exponent_rule"] is None) != fmt.power_of_two:  # real scales stay in their format, and so do powers
+            fields["scale"] = fmt.scale
+        return dataclasses.replace(fmt, scaling=dataclasses.replace(fmt.scaling, block=block or fmt.block, **fields))
     if block is None:
         hint = "pass block_size= or a block format such as 'mxfp8_e4m3'"
         raise FormatError(f"scale_rule={scale_rule!r} needs a block; {hint}")
     return scaled(fmt, block, scale_rule or "amax")
 
 
+def _size(block: Block) -> str:
+    return "x".join("all" if size is None else str(size) for size in block)
+
+
+def _shared(bits: int, block: Block) -> float:
+    """Return an element's share of bits that a block has once."""
+    outer, inner = block
+    return 0.0 if outer is None or inner is None else bits / (outer * inner)
+
+
 def _require(name: str, condition: bool, given: str, allowed: str) -> None:
     """Raise FormatError unless the condition holds."""
     if not condition:
         raise FormatError(f"format {name!r}: {given}; choose {allowed}")
-
-
-def _require_block(name: str, block: Block) -> None:
-    sizes = isinstance(block, tuple) and len(block) == 2
-    if not sizes or not all(size is None or (type(size) is int and 1 <= size < 1 << 63) for size in block):
-        allowed = "(outer, inner) sizes of 1 or more, or None"
-        raise FormatError(f"format {name!r}: block={block} is not allowed; choose {allowed}")

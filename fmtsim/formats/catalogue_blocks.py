@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import cast
 
-from fmtsim.formats.block import E8M0, Block, BlockFormat
+from fmtsim.formats.block import BlockFormat
+from fmtsim.formats.scaling import Block, TensorScale, block_scaling
 from fmtsim.formats.spec import ElementFormat, FloatFormat
 
 _MX = "OCP Microscaling Formats (MX) v1.0, sections 5.1 (formats) and 6.3 (scale by floor)"
@@ -42,11 +43,11 @@ def _microscaling(element: Callable[[str], ElementFormat]) -> Iterator[BlockForm
         ("mxint8", "int8_f6", ()),
     )
     for name, inner, aliases in table:
-        yield BlockFormat(name=name, element=element(inner), block=(1, 32), scale=E8M0, scale_rule="floor",
-                          aliases=aliases, source=_MX)  # fmt: skip
+        scaling = block_scaling((1, 32), "floor")
+        yield BlockFormat(name=name, element=element(inner), scaling=scaling, aliases=aliases, source=_MX)
     for name, inner, _ in table[:2]:
-        yield BlockFormat(name=f"{name}_rceil", element=element(inner), block=(1, 32), scale=E8M0, scale_rule="rceil",
-                          source=_MX_CEIL)  # fmt: skip
+        scaling = block_scaling((1, 32), "rceil")
+        yield BlockFormat(name=f"{name}_rceil", element=element(inner), scaling=scaling, source=_MX_CEIL)
 
 
 def _nvfp4(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:
@@ -54,27 +55,33 @@ def _nvfp4(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:
     # (torch keeps them as float8_e4m3fn), so the 8-bit record says what they cost and decodes to the same values.
     scale = cast(FloatFormat, element("e4m3"))
     for name, block, aliases in (("nvfp4", (1, 16), ("nvfp4_1x16",)), ("nvfp4_16x16", (16, 16), ())):
-        yield BlockFormat(name=name, element=element("e2m1"), block=block, scale=scale, arithmetic="encode",
-                          tensor_scale=True, aliases=aliases, source=_NVFP4)  # fmt: skip
+        scaling = block_scaling(block, scale=scale, arithmetic="encode", tensor=TensorScale())
+        yield BlockFormat(name=name, element=element("e2m1"), scaling=scaling, aliases=aliases, source=_NVFP4)
 
 
 def _float8_scaled(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:
     for name, block in (("e4m3_1x128", (1, 128)), ("e4m3_128x128", (128, 128))):
-        yield BlockFormat(name=name, element=element("e4m3"), block=block, source=_DEEPSEEK)
-        yield BlockFormat(name=f"{name}_pow2", element=element("e4m3"), block=block, scale=E8M0, scale_rule="rceil",
+        yield BlockFormat(name=name, element=element("e4m3"), scaling=block_scaling(block), source=_DEEPSEEK)
+        powers = block_scaling(block, "rceil")
+        yield BlockFormat(name=f"{name}_pow2", element=element("e4m3"), scaling=powers,
                           source=_DEEPSEEK + "; scales rounded up to powers of two")  # fmt: skip
     for inner in ("e4m3", "e5m2"):
         record = element(inner)
-        yield BlockFormat(name=f"{inner}_tensor", element=record, block=_TENSOR, arithmetic="encode", source=_TE)
-        yield BlockFormat(name=f"{inner}_channel", element=record, block=_CHANNEL, source=_PTQ)
+        encoded = block_scaling(_TENSOR, arithmetic="encode")
+        yield BlockFormat(name=f"{inner}_tensor", element=record, scaling=encoded, source=_TE)
+        yield BlockFormat(name=f"{inner}_channel", element=record, scaling=block_scaling(_CHANNEL), source=_PTQ)
 
 
 def _integers(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:
-    yield BlockFormat(name="int8_channel", element=element("int8"), block=_CHANNEL, aliases=("int8_row",), source=_ROWS)
-    yield BlockFormat(name="int8_tensor", element=element("int8"), block=_TENSOR, source=_ROWS)
-    yield BlockFormat(name="int4_channel", element=element("int4"), block=_CHANNEL, source=_GROUPS)
-    for size in (32, 64, 128):
-        yield BlockFormat(name=f"int4_g{size}", element=element("int4"), block=(1, size), source=_GROUPS)
+    groups = tuple((f"int4_g{size}", "int4", (1, size), (), _GROUPS) for size in (32, 64, 128))
+    for name, inner, block, aliases, source in (
+        ("int8_channel", "int8", _CHANNEL, ("int8_row",), _ROWS),
+        ("int8_tensor", "int8", _TENSOR, (), _ROWS),
+        ("int4_channel", "int4", _CHANNEL, (), _GROUPS),
+        *groups,
+    ):
+        scaling = block_scaling(block)
+        yield BlockFormat(name=name, element=element(inner), scaling=scaling, aliases=aliases, source=source)
     for name, inner, block in (
         ("uint8_channel_zp", "uint8", _CHANNEL),
         ("uint8_tensor_zp", "uint8", _TENSOR),
@@ -82,7 +89,8 @@ def _integers(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:
         ("uint4_g64_zp", "uint4", (1, 64)),
         ("uint4_g128_zp", "uint4", (1, 128)),
     ):
-        yield BlockFormat(name=name, element=element(inner), block=block, zero_point=True, source=_ZERO_POINT)
+        scaling = block_scaling(block, zero_point=True)
+        yield BlockFormat(name=name, element=element(inner), scaling=scaling, source=_ZERO_POINT)
 
 
 def _codebooks(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:
@@ -94,4 +102,4 @@ def _codebooks(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]
         ("lns8_channel", "lns8_g8", _CHANNEL, _LNS),
         ("lns8_tensor", "lns8_g8", _TENSOR, _LNS),
     ):
-        yield BlockFormat(name=name, element=element(inner), block=block, source=source)
+        yield BlockFormat(name=name, element=element(inner), scaling=block_scaling(block), source=source)

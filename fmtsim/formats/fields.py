@@ -6,12 +6,9 @@ from fmtsim.errors import FormatError
 
 Overflow = Literal["saturate", "ieee"]
 NanPolicy = Literal["max", "error"]
-ScaleRule = Literal["floor", "ceil", "rceil", "even", "amax"]
-ScaleArithmetic = Literal["divide", "reciprocal", "encode"]
 
 OVERFLOWS: tuple[Overflow, ...] = ("saturate", "ieee")
 NAN_POLICIES: tuple[NanPolicy, ...] = ("max", "error")
-SCALE_RULES: tuple[ScaleRule, ...] = ("floor", "ceil", "rceil", "even", "amax")
 
 
 def require(name: str, condition: bool, given: str, allowed: str) -> None:

@@ -193,3 +193,19 @@ def _magnitude(fmt: FloatFormat, magnitude: int) -> float:
         return math.ldexp(float(mantissa), fmt.min_exponent - fmt.mantissa_bits)
     significand = mantissa + (1 << fmt.mantissa_bits)
     return math.ldexp(float(significand), exponent - fmt.exponent_bias - fmt.mantissa_bits)
+
+
+E8M0 = FloatFormat(
+    name="e8m0",
+    exponent_bits=8,
+    mantissa_bits=0,
+    bias=127,
+    signed=False,
+    nan="top",
+    infinities=False,
+    has_zero=False,
+    has_subnormals=False,
+    aliases=("float8_e8m0fnu", "ue8m0"),
+    source="OCP Microscaling Formats (MX) v1.0, section 5.4.1",
+)
+FP32 = FloatFormat(name="fp32", exponent_bits=8, mantissa_bits=23, aliases=("float32",), source="IEEE 754-2019, 3.6")

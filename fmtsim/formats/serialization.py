@@ -7,6 +7,8 @@ from typing import Any
 
 from fmtsim.errors import FormatError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.floating import FP32
+from fmtsim.formats.scaling import History, Scaling, TensorScale
 from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat, LogFormat
 
 KINDS: dict[str, type] = {
@@ -18,17 +20,24 @@ KINDS: dict[str, type] = {
     "log_tile": LogTileFormat,
 }
 _NAMES = {cls: kind for kind, cls in KINDS.items()}
-_TUPLES = ("aliases", "values", "block")
+_RECORDS: dict[str, type] = {"scaling": Scaling, "tensor": TensorScale, "history": History}  # by their field's name
+_TUPLES = ("aliases", "values", "block", "allowed", "candidates")
+_ALWAYS = ("name", "block")
 
 
 def format_to_dict(fmt: Format) -> dict[str, Any]:
     """Return a format as plain JSON types, defaults left out; ``format_from_dict`` reads it back."""
-    record: dict[str, Any] = {"kind": _NAMES[type(fmt)]}
-    for field in dataclasses.fields(fmt):
-        value = getattr(fmt, field.name)
-        if field.name in ("name", "block") or value != field.default:
-            record[field.name] = format_to_dict(value) if isinstance(value, Format) else value
-    return record
+    return {"kind": _NAMES[type(fmt)]} | _to_dict(fmt)
+
+
+def _to_dict(record: Any) -> dict[str, Any]:
+    values = {field.name: (getattr(record, field.name), field.default) for field in dataclasses.fields(record)}
+    return {
+        name: format_to_dict(value) if isinstance(value, Format)
+        else _to_dict(value) if name in _RECORDS
+        else value
+        for name, (value, default) in values.items() if name in _ALWAYS or value != default
+    }  # fmt: skip
 
 
 def format_from_dict(record: dict[str, Any]) -> Format:
@@ -37,15 +46,35 @@ def format_from_dict(record: dict[str, Any]) -> Format:
     kind = fields.pop("kind", None)
     if kind not in KINDS:
         raise FormatError(f"kind={kind!r} is not a kind of format; choose one of {', '.join(KINDS)}")
+    if kind == "block" and "scaling" not in fields:
+        fields["scaling"] = _scaling_of_old(fields)
+    return _from_dict(KINDS[kind], fields, f"{kind} format")  # type: ignore[no-any-return]
+
+
+def _from_dict(cls: type, fields: dict[str, Any], what: str) -> Any:
     for name, value in fields.items():
         if isinstance(value, dict):
-            fields[name] = format_from_dict(value)
+            known = _RECORDS.get(name)
+            fields[name] = _from_dict(known, dict(value), known.__name__) if known else format_from_dict(value)
         elif name in _TUPLES:
             fields[name] = tuple(value)
     try:
-        return KINDS[kind](**fields)
+        return cls(**fields)
     except TypeError as error:
-        raise FormatError(f"not a {kind} format: {error}") from None
+        raise FormatError(f"not a {what}: {error}") from None
+
+
+def _scaling_of_old(fields: dict[str, Any]) -> dict[str, Any]:
+    """Take the scale's fields of a block format, as they were written before it had a Scaling, out of a record."""
+    taken = {name: fields.pop(name) for name in _OLD if name in fields}
+    rule = taken.pop("scale_rule", "amax")
+    scaling: dict[str, Any] = {"arithmetic": "reciprocal", "scale": format_to_dict(FP32)} | taken
+    scaling["exponent_rule"] = None if rule == "amax" else rule
+    scaling["tensor"] = {} if scaling.pop("tensor_scale", False) else None
+    return scaling
+
+
+_OLD = ("block", "scale", "scale_rule", "arithmetic", "tensor_scale", "zero_point")
 
 
 @lru_cache(maxsize=1024)

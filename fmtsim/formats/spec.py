@@ -1,7 +1,7 @@
 """What an element format is: frozen records from which every derived quantity follows, a module for each kind."""
 
 from fmtsim.formats.codebook import CodebookFormat
-from fmtsim.formats.fields import NAN_POLICIES, OVERFLOWS, SCALE_RULES, NanPolicy, Overflow, ScaleArithmetic, ScaleRule
+from fmtsim.formats.fields import NAN_POLICIES, OVERFLOWS, NanPolicy, Overflow
 from fmtsim.formats.floating import FloatFormat
 from fmtsim.formats.integer import IntFormat
 from fmtsim.formats.logarithmic import LogFormat
@@ -9,7 +9,6 @@ from fmtsim.formats.logarithmic import LogFormat
 __all__ = [
     "NAN_POLICIES",
     "OVERFLOWS",
-    "SCALE_RULES",
     "CodebookFormat",
     "ElementFormat",
     "FloatFormat",
@@ -17,8 +16,6 @@ __all__ = [
     "LogFormat",
     "NanPolicy",
     "Overflow",
-    "ScaleArithmetic",
-    "ScaleRule",
 ]
 
 ElementFormat = FloatFormat | IntFormat | CodebookFormat | LogFormat

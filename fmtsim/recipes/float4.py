@@ -4,7 +4,8 @@ from typing import Any
 
 from fmtsim.formats.block import with_block
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat, ScaleRule
+from fmtsim.formats.scaling import ScaleRule
+from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.build import FORWARD, STOCHASTIC, cast, layer
 from fmtsim.recipes.spec import Recipe, Rule, Steps

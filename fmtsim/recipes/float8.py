@@ -2,7 +2,7 @@
 
 from fmtsim.formats.block import with_block
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import SCALE_RULES, ScaleRule
+from fmtsim.formats.scaling import SCALE_RULES, ScaleRule
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.attention import flash_attention_3
 from fmtsim.recipes.build import FORWARD, STOCHASTIC, cast, layer

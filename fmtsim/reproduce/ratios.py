@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.formats.block import BlockFormat
+from fmtsim.formats.block import scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.quantize import quantize
@@ -68,12 +68,12 @@ def logarithmic(tell: Tell, *, rows: int, block: int, gammas: tuple[int, ...], s
     x = normal(rows, block, seed)
     numbers = {f"{name}, dB": decibels(relative_error(x, quantize(x, name))) for name in ("logfmt8", "logfmt10")}
     for name in ("e4m3", "e5m2"):
-        rows_of = BlockFormat(name=f"{name}_rows", element=get_format(name), block=(1, block))  # type: ignore[arg-type]
+        rows_of = scaled(get_format(name), (1, block))  # type: ignore[arg-type]
         numbers[f"{name}, dB"] = decibels(relative_error(x, quantize(x, rows_of)))
     curve = []
     for gamma in gammas:
         element = LogFormat(name=f"lns8_g{gamma}", bits=8, gamma=gamma)
-        rows_of = BlockFormat(name=f"lns8_g{gamma}_rows", element=element, block=(1, block))
+        rows_of = scaled(element, (1, block))
         ratio = decibels(relative_error(x, quantize(x, rows_of)))
         numbers[f"lns8, gamma {gamma}, dB"] = ratio
         curve.append((float(gamma), ratio))

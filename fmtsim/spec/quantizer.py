@@ -63,6 +63,10 @@ class Quantizer:
         if scaled and (self.format is None or isinstance(self.format, BlockFormat | LogTileFormat)):
             what = "no format" if self.format is None else f"{self.format.name}, which has blocks of its own"
             raise FormatError(f"Quantizer scaling= with {what}; pass an element format such as e4m3")
+        if self.scaling is not None and (self.scaling.exponent_rule or self.scaling.zero_point):
+            raise FormatError(
+                f"Quantizer scaling=[{self.scaling}] is that of a block format; pass BlockFormat(element=, scaling=)"
+            )
         if self.gradient != StraightThrough() and not scaled:
             raise FormatError(f"Quantizer gradient={self.gradient!r} needs the scaled elements; pass scaling= as well")
         if self.source == "forward" and (self.format is not None or self.transforms or self.then is not None):

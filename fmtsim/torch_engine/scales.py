@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 
 from fmtsim.formats.block import BlockFormat
-from fmtsim.formats.spec import FloatFormat, IntFormat, ScaleRule
+from fmtsim.formats.scaling import ScaleRule
+from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.torch_engine import elements, floats
 from fmtsim.torch_engine.carry import NEAREST
 from fmtsim.torch_engine.reals import (

@@ -7,7 +7,7 @@ from typing import Any
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat, scaled
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import ScaleRule
+from fmtsim.formats.scaling import ScaleRule
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
 from fmtsim.recipes.serialization import recipe_to_dict
 from fmtsim.recipes.spec import LossScale, Recipe

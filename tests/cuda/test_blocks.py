@@ -12,7 +12,7 @@ from fmtsim.cuda.cast.block_fast import CODES, PACKED, fast_defines, is_drawn, o
 from fmtsim.cuda.cast.block_jobs import BlockJob
 from fmtsim.cuda.cast.block_parameters import CODE_DTYPES, DTYPES
 from fmtsim.encoded import Encoded
-from fmtsim.formats.block import BlockFormat, scaled
+from fmtsim.formats.block import BlockFormat, scaled, with_block
 from fmtsim.formats.representable import result_dtype
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.cast import CastSpec, RandomKey
@@ -180,7 +180,8 @@ def test_power_of_two_rules(element, rule, device):
 @pytest.mark.parametrize("scale", ["fp32", "e4m3", "bf16", "fp16", "ue5m3"])
 def test_real_rules(arithmetic, scale, device):
     fmt = scaled(fmtsim.get_format("e2m3"), (1, 16))
-    fmt = dataclasses.replace(fmt, arithmetic=arithmetic, scale=fmtsim.get_format(scale))
+    scaling = dataclasses.replace(fmt.scaling, arithmetic=arithmetic, scale=fmtsim.get_format(scale))
+    fmt = dataclasses.replace(fmt, scaling=scaling)
     check(numbers((16, 64), torch.float32), spec_of(fmt), device)
     check(numbers((64, 16), torch.bfloat16), spec_of(fmt, dim=-2), device)
 
@@ -236,7 +237,7 @@ def test_blocks_of_any_size_and_short_ones(block, device):
         fmt = scaled(fmtsim.get_format("e3m2"), block, rule)
         for shape, dim in (((13, 37), -1), ((5, 6, 7), -2), ((5, 6, 7), -3), ((41,), -1), ((1, 3), -2)):
             check(numbers(shape, torch.float32), spec_of(fmt, dim=dim), device)
-    zero_points = dataclasses.replace(fmtsim.get_format("uint4_g32_zp"), block=block)
+    zero_points = with_block(fmtsim.get_format("uint4_g32_zp"), block)
     check(numbers((13, 37), torch.float32), spec_of(zero_points), device)
 
 
@@ -360,9 +361,9 @@ def test_planted_errors_are_caught(planted, emulated, monkeypatch):
     spec = spec_of("mxfp4")
     x = numbers((4, 64), torch.bfloat16, special=False)
     wrong = {
-        "scale": dataclasses.replace(spec, format=dataclasses.replace(spec.format, scale_rule="ceil")),
+        "scale": dataclasses.replace(spec, format=with_block(spec.format, None, "ceil")),
         "element": dataclasses.replace(spec, rounding=Rounding(mode="nearest_away")),
-        "block": dataclasses.replace(spec, format=dataclasses.replace(spec.format, block=(1, 64))),
+        "block": dataclasses.replace(spec, format=with_block(spec.format, (1, 64))),
     }[planted]
     real = blocks.quantize_blocks
     monkeypatch.setattr(blocks, "quantize_blocks", lambda x, _, random, out: real(x, wrong, random, out))
@@ -382,7 +383,7 @@ def test_a_wrong_random_word_is_caught(emulated, monkeypatch):
 
 def test_a_planted_error_in_packed_codes_is_caught(emulated, monkeypatch):
     spec = spec_of("mxfp4")
-    wrong = dataclasses.replace(spec, format=dataclasses.replace(spec.format, scale_rule="ceil"))
+    wrong = dataclasses.replace(spec, format=with_block(spec.format, None, "ceil"))
     real = blocks.encode_blocks
     monkeypatch.setattr(blocks, "encode_blocks", lambda x, _, random, packed: real(x, wrong, random, packed))
     with pytest.raises(AssertionError, match="codes of mxfp4, packed"):

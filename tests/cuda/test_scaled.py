@@ -10,6 +10,7 @@ from fmtsim.cuda.cast import scaled, scaled_moments, scaled_rules
 from fmtsim.cuda.cast.scaled_shape import COLUMNS, LONG_COLUMNS, RUNS, TILES, WHOLE, shape_of
 from fmtsim.errors import DeviceError
 from fmtsim.formats.block import BlockFormat
+from fmtsim.formats.scaling import block_scaling
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast, spread
 from fmtsim.scaling.history import DelayedScale, FrozenScale
@@ -298,7 +299,7 @@ ORACLE = [
 
 @pytest.mark.parametrize(("arithmetic", "block"), ORACLE)
 def test_block_formats_in_other_words_by_the_exact_oracle(arithmetic, block, device):
-    fmt = BlockFormat(name="probe", element=E4M3, block=block, arithmetic=arithmetic)
+    fmt = BlockFormat(name="probe", element=E4M3, scaling=block_scaling(block, arithmetic=arithmetic))
     quantizer = Quantizer(format=E4M3, scaling=Scaling(block=block, arithmetic=arithmetic))
     x = matrix((6, 24), torch.float32)
     made, exact = scaled.cast_scaled(x.to(device), quantizer), quantize_matrix(x.tolist(), fmt)

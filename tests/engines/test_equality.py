@@ -1,6 +1,5 @@
 """Engines against the oracles and against each other: every bit of quantize, encode and decode."""
 
-import dataclasses
 import itertools
 from functools import cache
 from types import ModuleType
@@ -8,8 +7,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from fmtsim.formats.block import E8M0, BlockFormat, ScaledFormat
+from fmtsim.formats.block import BlockFormat, ScaledFormat, with_block
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.scaling import block_scaling
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.ops import code_dtype
 from fmtsim.rounding.modes import Rounding
@@ -129,7 +129,7 @@ def test_decoding_equals_the_oracle(engine, name):
 def small_blocks(fmt: ScaledFormat) -> ScaledFormat:
     """Give a format blocks that the small matrices fill more than once; whole extents stay whole."""
     outer = fmt.block[0] if fmt.block[0] in (None, 1) else 3
-    return dataclasses.replace(fmt, block=(outer, fmt.block[1] and 8))
+    return with_block(fmt, (outer, fmt.block[1] and 8))
 
 
 @cache
@@ -202,11 +202,11 @@ def test_scaled_formats_equal_the_oracle_in_every_way(engine, name):
 
 
 VARIANTS = [
-    *(BlockFormat(name=f"{rule}_{element}", element=get_format(element), block=(2, 8), scale=E8M0, scale_rule=rule)
+    *(BlockFormat(name=f"{rule}_{element}", element=get_format(element), scaling=block_scaling((2, 8), rule))
       for element in ("e4m3", "e5m2", "e2m1", "e3m2", "int8_f6", "int4")
       for rule in ("floor", "ceil", "even", "rceil")),
-    *(BlockFormat(name=f"{arithmetic}_{element}_{scale}", element=get_format(element), block=(2, 8),
-                  scale=get_format(scale), arithmetic=arithmetic)
+    *(BlockFormat(name=f"{arithmetic}_{element}_{scale}", element=get_format(element),
+                  scaling=block_scaling((2, 8), scale=get_format(scale), arithmetic=arithmetic))
       for element in ("e4m3", "e2m1", "int8", "nf4") for scale in ("fp32", "bf16", "fp16", "e4m3", "e5m2", "ue4m3")
       for arithmetic in ("divide", "reciprocal", "encode")),
 ]  # fmt: skip

@@ -8,7 +8,9 @@ import re
 import pytest
 
 from fmtsim.errors import FormatError
+from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.registry import get_format, list_formats
+from fmtsim.formats.scaling import Scaling, TensorScale, block_scaling
 from fmtsim.formats.serialization import format_from_dict, format_from_json, format_to_dict, format_to_json
 from fmtsim.formats.spec import CodebookFormat, FloatFormat
 
@@ -43,6 +45,33 @@ def test_values_keep_every_bit():
     assert format_from_json(format_to_json(fmt)).values == fmt.values
 
 
+_E8M0 = (
+    '{"kind": "float", "name": "e8m0", "exponent_bits": 8, "mantissa_bits": 0, "bias": 127, "signed": false, '
+    '"nan": "top", "infinities": false, "has_zero": false, "has_subnormals": false, '
+    '"aliases": ["float8_e8m0fnu", "ue8m0"], "source": "OCP Microscaling Formats (MX) v1.0, section 5.4.1"}'
+)
+_BF16 = '{"kind": "float", "name": "bf16", "exponent_bits": 8, "mantissa_bits": 7}'
+_INT4 = '{"kind": "int", "name": "int4", "bits": 4}'
+_UINT4 = '{"kind": "int", "name": "uint4", "bits": 4, "signed": false, "symmetric": false}'
+BEFORE_SCALING = {  # the fields of a block format before it had a Scaling
+    f'"element": {_INT4}, "block": [1, 64]': Scaling(block=(1, 64), arithmetic="reciprocal"),
+    f'"element": {_INT4}, "block": [1, 32], "scale": {_E8M0}, "scale_rule": "even"': block_scaling((1, 32), "even"),
+    f'"element": {_INT4}, "block": [2, null], "scale": {_BF16}, "arithmetic": "divide"':
+        Scaling(block=(2, None), scale=format_from_json(_BF16), arithmetic="divide"),
+    f'"element": {_INT4}, "block": [1, 16], "scale": {_BF16}, "arithmetic": "encode", "tensor_scale": true':
+        Scaling(block=(1, 16), scale=format_from_json(_BF16), tensor=TensorScale()),
+    f'"element": {_UINT4}, "block": [1, 32], "zero_point": true': block_scaling((1, 32), zero_point=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", BEFORE_SCALING)
+def test_block_formats_of_old_files(fields):
+    fmt = format_from_json(f'{{"kind": "block", "name": "old", {fields}, "aliases": ["o"], "source": "s"}}')
+    scaling = BEFORE_SCALING[fields]
+    assert fmt == BlockFormat(name="old", element=fmt.element, scaling=scaling, aliases=("o",), source="s")
+    assert format_from_json(format_to_json(fmt)) == fmt
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -54,6 +83,11 @@ def test_values_keep_every_bit():
         ('{"kind": "int", "name": "x", "bits": 3, "colour": 1}', "not a int format: "),
         ('{"kind": "int", "name": "x", "bits": 99}', "format 'x': bits=99 is not allowed; choose 2 to 24"),
         ('{"kind": "block", "name": "b", "element": {"kind": "int"}, "block": [1, 2]}', "not a int format: "),
+        (f'{{"kind": "block", "name": "b", "element": {_INT4}, "scaling": {{"blok": [1, 2]}}}}', "not a Scaling: "),
+        (
+            f'{{"kind": "block", "name": "b", "element": {_INT4}, "block": [1, 2], "scale_rule": "up"}}',
+            "Scaling exponent_rule='up' is not allowed; choose None, 'floor', 'ceil', 'rceil', 'even'",
+        ),
     ],
 )
 def test_errors(text, message):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fmtsim.errors import FormatError
-from fmtsim.formats.block import scaled
+from fmtsim.formats.block import scaled, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers import coding
 from fmtsim.gemm.layers.coding import code, holder, kind_of, product_kind
@@ -19,7 +19,8 @@ ROWS, K = 128, 256
 
 
 def real(name, block, arithmetic="reciprocal"):
-    return dataclasses.replace(scaled(get_format(name), block), arithmetic=arithmetic)
+    fmt = scaled(get_format(name), block)
+    return dataclasses.replace(fmt, scaling=dataclasses.replace(fmt.scaling, arithmetic=arithmetic))
 
 
 FORMATS = {
@@ -33,9 +34,9 @@ FORMATS = {
     "e3m2 row floor": scaled(get_format("e3m2"), (1, None), "floor"),
     "mxfp8": get_format("mxfp8_e4m3"),
     "mxfp6": get_format("mxfp6_e2m3"),
-    "mxfp4 even": dataclasses.replace(get_format("mxfp4"), scale_rule="even"),
-    "mxfp8 e5m2 rceil": dataclasses.replace(get_format("mxfp8_e5m2"), scale_rule="rceil"),
-    "mxfp4 ceil": dataclasses.replace(get_format("mxfp4"), scale_rule="ceil"),
+    "mxfp4 even": with_block(get_format("mxfp4"), None, "even"),
+    "mxfp8 e5m2 rceil": with_block(get_format("mxfp8_e5m2"), None, "rceil"),
+    "mxfp4 ceil": with_block(get_format("mxfp4"), None, "ceil"),
     "nvfp4": get_format("nvfp4"),
     "nvfp4 squares": get_format("nvfp4_16x16"),
 }

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fmtsim.errors import ArgumentError
-from fmtsim.formats.block import E8M0, BlockFormat
+from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.scaling import block_scaling
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import encode_value, floor_log2, round_value
 from fmtsim.scaling import oracle
@@ -40,7 +41,7 @@ def noise(height: int, width: int, seed: int) -> list[list[float]]:
 
 
 def scale_exponent(amax: float, element: str, rule: str) -> float:
-    fmt = BlockFormat(name="probe", element=get_format(element), block=(1, 8), scale=E8M0, scale_rule=rule)
+    fmt = BlockFormat(name="probe", element=get_format(element), scaling=block_scaling((1, 8), rule))
     return math.log2(quantize_matrix([[amax, 0.0]], fmt).scales[0][0])
 
 
@@ -151,7 +152,7 @@ def test_real_scales_by_machine_arithmetic(name):
 
 
 def test_divide_divides():
-    fmt = BlockFormat(name="probe", element=get_format("e4m3"), block=(1, 8), arithmetic="divide")
+    fmt = BlockFormat(name="probe", element=get_format("e4m3"), scaling=block_scaling((1, 8), arithmetic="divide"))
     for x in noise(20, 8, 4):
         scale = max(F32(max(abs(v) for v in x)) / F32(448), F32(2.0**-126))
         elements = [round_value(float(F32(v) / scale), fmt.element) for v in x]
@@ -164,8 +165,8 @@ def test_zero_and_tiny_blocks_of_real_scales():
         assert zero.scales == [[1.0]] and zero.values == [[0.0, 0.0]]
     tiny = row([1e-45, 0.0], "e4m3_1x128")
     assert tiny.scales == [[2.0**-126]]
-    subnormal_scale = BlockFormat(name="probe", element=get_format("e4m3"), block=(1, 8), scale=get_format("e4m3"),
-                                  arithmetic="divide")  # fmt: skip
+    scaling = block_scaling((1, 8), scale=get_format("e4m3"), arithmetic="divide")
+    subnormal_scale = BlockFormat(name="probe", element=get_format("e4m3"), scaling=scaling)
     result = quantize_matrix([[1e-6, 0.0]], subnormal_scale)  # 1e-6 / 448 is far below e4m3: scale 0, values 0
     assert result.scales == [[0.0]] and result.values == [[0.0, 0.0]] and result.codes == [[0x7E, 0]]
 
@@ -283,7 +284,7 @@ def test_logfmt_with_nan_and_infinity():
 
 
 def test_blocks_are_short_at_the_edges():
-    fmt = BlockFormat(name="probe", element=get_format("e2m1"), block=(2, 4), scale=E8M0, scale_rule="floor")
+    fmt = BlockFormat(name="probe", element=get_format("e2m1"), scaling=block_scaling((2, 4), "floor"))
     rows = [[float(1 << (j // 4 + 3 * (i // 2))) for j in range(9)] for i in range(3)]
     result = quantize_matrix(rows, fmt)
     assert result.scales == [[0.25, 0.5, 1.0], [2.0, 4.0, 8.0]]
@@ -293,7 +294,7 @@ def test_blocks_are_short_at_the_edges():
 
 @pytest.mark.parametrize(("block", "count"), [((1, None), (3, 1)), ((None, None), (1, 1)), ((None, 4), (1, 2))])
 def test_none_is_the_whole_extent(block, count):
-    fmt = BlockFormat(name="probe", element=get_format("int8"), block=block)
+    fmt = BlockFormat(name="probe", element=get_format("int8"), scaling=block_scaling(block))
     scales = quantize_matrix(noise(3, 8, 1), fmt).scales
     assert (len(scales), len(scales[0])) == count
 

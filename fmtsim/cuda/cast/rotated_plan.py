@@ -19,6 +19,7 @@ from fmtsim.cuda.cast.block_parameters import NO_DRAW, cast_bytes
 from fmtsim.cuda.runtime.program import Defines
 from fmtsim.formats.block import E8M0, FP32, BlockFormat, scaled
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.scaling import block_scaling
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec
@@ -200,7 +201,9 @@ def _corrected_macros(quantizer: Quantizer) -> _Found | None:
     if not (1 <= top <= 2.0**20 and 1 <= largest <= 2.0**20):
         return None
     blocks = BlockFormat(
-        name="corrected", element=fmt, block=(1, 16), scale=_E4M3, arithmetic="encode", tensor_scale=True
+        name="corrected",
+        element=fmt,
+        scaling=block_scaling((1, 16), scale=_E4M3, arithmetic="encode", tensor=TensorScale()),
     )
     spec = CastSpec(format=blocks, rounding=Rounding(), overflow="saturate")
     own = _numbers(CAST=_CORRECTED, TOP=top, TENSOR_TOP=largest)

@@ -1,6 +1,5 @@
 """One operand of a quantised layer as machines take it: values of a plain format, and the scales beside them."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from fmtsim.dispatch import is_bare
 from fmtsim.errors import FormatError
-from fmtsim.formats.block import FP32, BlockFormat, Format
+from fmtsim.formats.block import FP32, BlockFormat, Format, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.operands import OperandFormat, operand_format, own_dtype
@@ -202,7 +201,7 @@ def _amax(x: Tensor) -> Tensor:
 
 def _scales_of(amax: Tensor, fmt: BlockFormat) -> EncodedParts:
     """Return the scales [row blocks, blocks along K] of blocks with these largest magnitudes."""
-    alone = dataclasses.replace(fmt, block=(1, 1))
+    alone = with_block(fmt, (1, 1))
     return encode_parts(amax, alone, rounding=Rounding(), overflow=None, dim=-1, generator=None, pad=True)
 
 

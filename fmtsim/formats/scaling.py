@@ -1,0 +1,229 @@
+"""How a block's elements become its scale: the one record of scale rules, for block formats and for quantisers.
+
+It lies here because a block format is an element format with a Scaling; ``fmtsim.spec`` has it among its records.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from fmtsim.errors import FormatError
+from fmtsim.formats.floating import E8M0, FP32, FloatFormat
+
+Block = tuple[int | None, int | None]
+ScaleRule = Literal["floor", "ceil", "rceil", "even", "amax"]
+ExponentRule = Literal["floor", "ceil", "rceil", "even"]
+Statistic = Literal["amax", "std", "rms", "mean_abs", "one"]
+Arithmetic = Literal["divide", "reciprocal", "encode", "multiply", "double"]
+PowerOfTwo = Literal["floor", "ceil"]
+Floor = Literal["statistic", "sum", "scale"]
+Empty = Literal["one", "previous"]
+Levels = Literal["te", "torchao", "quartet2"]
+
+_RULES: dict[ScaleRule, tuple[ExponentRule | None, FloatFormat]] = {
+    "floor": ("floor", E8M0),
+    "ceil": ("ceil", E8M0),
+    "rceil": ("rceil", E8M0),
+    "even": ("even", E8M0),
+    "amax": (None, FP32),
+}
+SCALE_RULES: tuple[ScaleRule, ...] = get_args(ScaleRule)
+"""What verbs take as ``scale_rule``; ``block_scaling`` is the Scaling that each stands for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """Describe delayed scaling: the scale of a call follows from the largest magnitudes of earlier ones.
+
+    Args:
+        length: Calls that are remembered.
+        algorithm: ``"max"`` takes the largest magnitude remembered, ``"most_recent"`` the last.
+        refresh_every: Calls between two updates of the scale; 1 updates it after each.
+        immediate: Calls at the beginning that take the scale from the tensor itself.
+        fixed: Calls record nothing: the scale is what calibration (``fmtsim.ptq``) or a loaded state set, 1 before.
+    """
+
+    length: int = 1024
+    algorithm: Literal["max", "most_recent"] = "max"
+    refresh_every: int = 1
+    immediate: int = 0
+    fixed: bool = False
+
+    def __post_init__(self) -> None:
+        _require(not self.fixed or not self.immediate, f"fixed=True with immediate={self.immediate}", "immediate=0")
+        for name, least in (("length", 1), ("refresh_every", 1), ("immediate", 0)):
+            value = getattr(self, name)
+            _require(type(value) is int and value >= least, f"History {name}={value!r}", f"a whole number from {least}")
+        _one_of("History algorithm", self.algorithm, ("max", "most_recent"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorScale:
+    """Describe the float32 scale of a whole tensor that brings its block scales into the range of their format.
+
+    Args:
+        top: What a block's scale is at most, the tensor's largest element given; None means the scale format's max.
+        order: Whose order of float32 operations: Transformer Engine's, torchao's or Quartet II's.
+    """
+
+    top: float | None = None
+    order: Levels = "te"
+
+    def __post_init__(self) -> None:
+        _positive("TensorScale top", self.top)
+        _one_of("TensorScale order", self.order, get_args(Levels))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """Describe how the scale of a block follows from its elements; an element is then ``round(x / scale)``.
+
+    All operations are float32, each rounded to nearest even, in the order that ``fmtsim.scaling.scales`` defines.
+
+    Args:
+        block: Elements that share a scale, ``(outer, inner)`` as in BlockFormat; None is the whole extent.
+        exponent_rule: Take the scale ``2**e`` from the exact exponent of the largest magnitude (OCP MX v1.0, 6.3, and
+            its variants; docs/semantics.md, section 5), e from -127 to 127; of a block of zeros -127. The fields of
+            real scales then mean nothing. None makes a real scale.
+        zero_point: An integer zero point shifts the grid to the block's range of values (section 7).
+        statistic: What is taken of a block: the largest magnitude, the standard deviation (population, mean removed),
+            the root mean square, the mean magnitude, or the number one (a scale that is fixed).
+        factor: The scale is ``statistic * factor + offset``; None means that the statistic becomes ``top``.
+        offset: Added to the scale before it is rounded.
+        top: What the statistic becomes in the element format; None means the format's largest value.
+        margin: The top is ``top * 2**-margin``.
+        eps: Least statistic, number added to it, or least scale, as ``eps_rule`` says.
+        eps_rule: ``"statistic"`` max(statistic, eps), ``"sum"`` statistic + eps, ``"scale"`` max(scale, eps).
+        arithmetic: ``"divide"`` s = statistic / top, elements x / s; ``"reciprocal"`` elements x * (1 / s);
+            ``"multiply"`` s = statistic * (1 / top), elements x * (1 / s); ``"encode"`` r = top / statistic, elements
+            x * r, s = 1 / r; ``"double"`` as encode, r being the float32 of a float64 quotient.
+        power_of_two: Round the scale to a power of two, down or up ("encode" rounds r the other way).
+        multiplier: What a scale is multiplied by after it became a power of two.
+        scale: The format that stores the scale.
+        scale_rounding: Rounding into that format; under ``eden`` that of the corrected scales.
+        allowed: Scales to choose from, ascending: the least that is not below the scale, or the largest.
+        tensor: The second level, or None.
+        candidates: Numbers that a block's scale is multiplied with; the one of least error counts, the first in a tie.
+        metric: The error that candidates are compared by: mean absolute or mean squared.
+        eden: Elements of a group whose scales are corrected so that ``<x, q> = <x, x>`` (EDEN); None corrects nothing.
+        empty: Scale of a block of zeros: one, or what it was before.
+        history: Delayed scaling, or None.
+    """
+
+    block: Block = (None, None)
+    exponent_rule: ExponentRule | None = None
+    zero_point: bool = False
+    statistic: Statistic = "amax"
+    factor: float | None = None
+    offset: float = 0.0
+    top: float | None = None
+    margin: int = 0
+    eps: float = 0.0
+    eps_rule: Floor = "statistic"
+    arithmetic: Arithmetic = "encode"
+    power_of_two: PowerOfTwo | None = None
+    multiplier: float = 1.0
+    scale: FloatFormat = FP32
+    scale_rounding: Literal["nearest_even", "stochastic"] = "nearest_even"
+    allowed: tuple[float, ...] = ()
+    tensor: TensorScale | None = None
+    candidates: tuple[float, ...] = (1.0,)
+    metric: Literal["mae", "mse"] = "mae"
+    eden: int | None = None
+    empty: Empty = "one"
+    history: History | None = None
+
+    def __post_init__(self) -> None:
+        check_block("Scaling ", self.block)
+        for name, values in _CHOICES.items():
+            _one_of(f"Scaling {name}", getattr(self, name), values)
+        for name in ("factor", "top", "multiplier"):
+            _positive(f"Scaling {name}", getattr(self, name))
+        for value in (*self.candidates, *self.allowed):
+            _positive("Scaling candidates and allowed", value)
+        _require(list(self.allowed) == sorted(self.allowed), f"Scaling allowed={self.allowed}", "an ascending tuple")
+        _require(self.eps >= 0 and self.offset >= 0, f"eps={self.eps}, offset={self.offset}", "numbers from 0")
+        _require(bool(self.candidates), "no candidates", "(1.0,) or several")
+        _require(self.tensor is None or self.scale != FP32, "tensor= with scale fp32", "a scale such as e4m3")
+        both = self.factor is not None and self.top is not None
+        _require(not both, "factor= and top= together", "one: a factor, or what becomes the top")
+        whole = self.block == (None, None)
+        _require(self.history is None or whole, f"history= with block={self.block}", "block=(None, None)")
+        previous = self.empty == "previous" and self.history is None
+        _require(not previous, "empty='previous' without a history", "history=, or empty='one'")
+
+    @property
+    def scale_rule(self) -> ScaleRule:
+        """The name of the rule as verbs take it: the exponent's, or ``"amax"`` for real scales."""
+        return self.exponent_rule or "amax"
+
+    def __str__(self) -> str:
+        outer, inner = ("all" if size is None else str(size) for size in self.block)
+        words = [f"{self.statistic} of {outer}x{inner}"]
+        words += [f"x {self.factor:g}"] if self.factor is not None else []
+        words += [f"to {self.top:g}"] if self.top is not None else []
+        words += [f"margin {self.margin}"] if self.margin else []
+        words += [f"exponent by {self.exponent_rule}"] if self.exponent_rule else []
+        words += ["zero point"] if self.zero_point else []
+        words += [f"power of two by {self.power_of_two}"] if self.power_of_two else []
+        words += [f"in {self.scale.name}"] if self.scale != FP32 else []
+        words += [f"tensor scale ({self.tensor.order})"] if self.tensor else []
+        words += [f"best of {', '.join(f'{c:g}' for c in self.candidates)} by {self.metric}"] * (
+            len(self.candidates) > 1
+        )
+        words += [f"EDEN over {self.eden}"] if self.eden else []
+        if self.history:
+            words.append(
+                "calibrated" if self.history.fixed else f"{self.history.algorithm} of {self.history.length} calls"
+            )
+        return ", ".join(words)
+
+
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "exponent_rule": (None, *get_args(ExponentRule)),
+    "statistic": get_args(Statistic),
+    "eps_rule": get_args(Floor),
+    "arithmetic": get_args(Arithmetic),
+    "empty": get_args(Empty),
+    "power_of_two": (None, *get_args(PowerOfTwo)),
+    "scale_rounding": ("nearest_even", "stochastic"),
+    "metric": ("mae", "mse"),
+}
+
+
+def block_scaling(block: Block, scale_rule: ScaleRule = "amax", **fields: Any) -> Scaling:
+    """Return the Scaling of a block format: a rule by its name, and real scales by ``"reciprocal"`` unless told.
+
+    Raises:
+        FormatError: The rule is unknown.
+    """
+    return Scaling(**{"block": block, "arithmetic": "reciprocal"} | rule_fields(scale_rule) | fields)
+
+
+def rule_fields(scale_rule: ScaleRule) -> dict[str, Any]:
+    """Return the fields of a Scaling that the name of a rule stands for."""
+    if not isinstance(scale_rule, str) or scale_rule not in _RULES:
+        raise FormatError(f"scale_rule={scale_rule!r} is unknown; choose {', '.join(SCALE_RULES)}")
+    exponent_rule, scale = _RULES[scale_rule]
+    return {"exponent_rule": exponent_rule, "scale": scale}
+
+
+def check_block(of: str, block: Block) -> None:
+    """Raise FormatError for what is no block; ``of`` says whose it is."""
+    sizes = isinstance(block, tuple) and len(block) == 2
+    possible = sizes and all(size is None or (type(size) is int and 1 <= size < 1 << 63) for size in block)
+    _require(possible, f"{of}block={block!r}", "(outer, inner) sizes of 1 or more, or None")
+
+
+def _require(condition: bool, given: str, allowed: str) -> None:
+    if not condition:
+        raise FormatError(f"{given} is not allowed; choose {allowed}")
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    _require(value in allowed, f"{name}={value!r}", ", ".join(map(repr, allowed)))
+
+
+def _positive(name: str, value: float | None) -> None:
+    good = value is None or (isinstance(value, int | float) and math.isfinite(value) and value > 0)
+    _require(good, f"{name}={value!r}", "a finite number above 0")
