@@ -1,9 +1,13 @@
-"""The gradient of a cast: it passes straight through."""
+"""The gradient of a cast, which passes straight through, and gradients that can be taken once only."""
+
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fmtsim import ops
 from fmtsim.dispatch import is_bare
+from fmtsim.errors import FmtsimError
 
 
 def quantize(x: torch.Tensor, text: str, dtype: torch.dtype, key: ops.Key, words: torch.Tensor | None) -> torch.Tensor:
@@ -48,3 +52,25 @@ class _PlainStraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         return grad.to(ctx.dtype), None, None, None
+
+
+class OnceOnly(torch.autograd.Function):
+    """Pass a gradient through, and say so clearly when someone differentiates it again.
+
+    ``OnceOnly.apply(gradient, message, *sources)``: sources are the tensors that the gradient depends on.
+    """
+
+    @staticmethod
+    def forward(grad: Tensor, message: str, *sources: Tensor | None) -> Tensor:
+        """Return the gradient."""
+        return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the message."""
+        ctx.message = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Refuse."""
+        raise FmtsimError(ctx.message)

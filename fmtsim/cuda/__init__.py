@@ -1,20 +1,38 @@
 """The CUDA engine: kernels in CUDA C++, compiled when they are needed, the same bits as every other engine."""
 
 from fmtsim.cuda.cast.casts import decode, encode, encode_packed, quantize, supports
+from fmtsim.cuda.cast.short import quantize_short
 from fmtsim.cuda.gemm.engine import gemm, supports_gemm
+from fmtsim.cuda.operand import (
+    counts_keys,
+    covers_groups,
+    finish,
+    multiply_groups,
+    quantize_both,
+    quantize_operand,
+    unrotate,
+)
 from fmtsim.cuda.runtime.program import available, serves, why_unavailable
 from fmtsim.cuda.runtime.warm import warmup
 
 __all__ = [
     "available",
+    "counts_keys",
+    "covers_groups",
     "decode",
     "encode",
     "encode_packed",
+    "finish",
     "gemm",
+    "multiply_groups",
     "quantize",
+    "quantize_both",
+    "quantize_operand",
+    "quantize_short",
     "serves",
     "supports",
     "supports_gemm",
+    "unrotate",
     "warmup",
     "why_unavailable",
 ]

@@ -10,9 +10,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from fmtsim.autograd import OnceOnly
 from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.layers.once import OnceOnly
 from fmtsim.gemm.layers.passes import Observer
 from fmtsim.gemm.layers.streams import Generator
 from fmtsim.gemm.products.choice import draw_keys

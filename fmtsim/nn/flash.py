@@ -10,13 +10,13 @@ from torch import Tensor
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.layers.coding import holder
-from fmtsim.gemm.layers.operand import Draws, Operand
+from fmtsim.gemm.layers.operand import Draws
 from fmtsim.gemm.layers.passes import Observer
 from fmtsim.gemm.layers.prepare import prepare, transformed
 from fmtsim.gemm.products.matmul import bmm
 from fmtsim.recipes.attention import AttentionConfig
-from fmtsim.scaling.cast import spread
 from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.operand import Operand, spread
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Clamp, Hadamard
 
@@ -161,7 +161,7 @@ def quantised(x: Tensor, quantizer: Quantizer, unit: Any, draws: Callable[[], Dr
     if made[0].scale is None:
         return Heads(elements, None, slope)
     scale = torch.stack([_spread(one) for one in made]).reshape(shape)
-    return Heads(elements, scale, slope, made[0].sizes)
+    return Heads(elements, scale, slope, made[0].block)
 
 
 def _prepared(x: Tensor, quantizer: Quantizer, draws: Draws, see: See | None) -> Operand:
@@ -185,9 +185,9 @@ def _clamps(quantizer: Quantizer) -> bool:
 
 def _spread(operand: Operand) -> Tensor:
     assert operand.scale is not None
-    if operand.tensor is not None:
+    if operand.tensor_scale is not None:
         raise ArgumentError(f"no unit multiplies heads quantised as {operand.quantizer}; leave unit= out of the config")
-    return spread(operand.scale, operand.sizes, operand.elements.shape)
+    return spread(operand.scale, operand.block, operand.elements.shape)
 
 
 def _shaped(x: Tensor | None, like: Tensor) -> Tensor | None:

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
-from fmtsim.gemm.layers.operand import Draws, block_of
+from fmtsim.gemm.layers.operand import Draws
 from fmtsim.gemm.layers.prepare import prepare
 from fmtsim.quantize import quantize
-from fmtsim.scaling.cast import spread
+from fmtsim.spec.operand import block_of, spread
 from fmtsim.spec.quantizer import Quantizer
 
 
@@ -92,7 +92,7 @@ def _scales(w: Tensor, quantizer: Quantizer) -> Tensor:
     made = prepare(w, quantizer, Draws())
     scale = torch.ones(w.shape, dtype=torch.float64)
     if made.scale is not None:
-        scale = spread(made.scale, made.sizes, w.shape).double()
-    if made.tensor is not None:
-        scale = scale * made.tensor.double()
+        scale = spread(made.scale, made.block, w.shape).double()
+    if made.tensor_scale is not None:
+        scale = scale * made.tensor_scale.double()
     return torch.where(scale == 0, 2.0**-126, scale)  # a block of zeros under a scale that underflowed

@@ -13,6 +13,7 @@ from fmtsim.scaling.levels import two_levels
 from fmtsim.scaling.scales import Scales, in_format, scales
 from fmtsim.scaling.statistics import block_sizes, blocked, folded_sum, statistic
 from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.operand import spread
 from fmtsim.spec.scaling import Scaling
 
 Keys = tuple[RandomKey | None, RandomKey | None]
@@ -73,14 +74,6 @@ def cast(
         best = tried if best is None else _better(x, best, tried, scaling.metric, sizes)
     assert best is not None  # a rule has a candidate
     return best if scaling.eden is None else _corrected(best, scaling, sizes, keys[1])
-
-
-def spread(s: Tensor, sizes: tuple[int, int], shape: torch.Size) -> Tensor:
-    """Give every element of a matrix its block's number."""
-    if s.numel() == 1:
-        return s.expand(shape)
-    s = s if sizes[0] == 1 else s.repeat_interleave(sizes[0], 0)[: shape[0]]
-    return s if sizes[1] == 1 else s.repeat_interleave(sizes[1], 1)[:, : shape[1]]
 
 
 def _scales(a: Tensor, scaling: Scaling, top: float, times: float, key: RandomKey | None) -> Scales:

@@ -38,7 +38,7 @@ def supports(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> bool:
 
 def quantize(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> None:
     """Quantise x into out; see the engine protocol in docs/architecture.md."""
-    if random is None and quantize_short(x, spec, out):
+    if not isinstance(random, torch.Tensor) and quantize_short(x, spec, out, random):
         return
     if isinstance(spec.format, BlockFormat):
         blocks.quantize_blocks(x, spec, random, out)

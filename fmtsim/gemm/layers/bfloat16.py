@@ -14,10 +14,12 @@ from torch import Tensor
 from fmtsim.dispatch import is_bare
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.representable import is_representable
+from fmtsim.gemm.layers.finish import finish_sums
 from fmtsim.gemm.products.choice import draw_keys
 from fmtsim.ops import load_engine, random_key
 from fmtsim.quantize import quantize
 from fmtsim.spec.cast import CastSpec, spec_from_json
+from fmtsim.spec.operand import Keys, folds
 from fmtsim.spec.quantizer import Quantizer
 
 _library = torch.library.Library("fmtsim", "FRAGMENT")
@@ -25,7 +27,6 @@ _library.define("quantize_bare(Tensor x, str spec, Tensor? key=None) -> (Tensor,
 _library.define(
     "quantize_both(Tensor x, str spec, bool bare, Tensor? across=None, Tensor? down=None) -> (Tensor, Tensor, Tensor)"
 )
-_library.define("scale_output(Tensor y, Tensor? a, Tensor? b, Tensor? bias, ScalarType dtype) -> Tensor")
 
 
 class Held(NamedTuple):
@@ -53,7 +54,7 @@ def holds(t: Tensor, quantizer: Quantizer) -> bool:
     if fmt is None:
         return t.dtype == torch.bfloat16
     if isinstance(fmt, BlockFormat) and fmt.tensor_scale:
-        return served(t) and _held_bare(quantizer)
+        return served(t) and folds(quantizer)
     return _held_values(quantizer)
 
 
@@ -66,9 +67,7 @@ def hold(t: Tensor, quantizer: Quantizer, dim: int, generator: Any) -> Held:
         axis, key = dim - t.dim() if dim >= 0 else dim, _key(quantizer, generator, t)
         if not is_bare(t):
             return Held(*torch.ops.fmtsim.quantize_bare(t.detach(), _text(quantizer, axis), key))
-        return Held(
-            *load_engine("cuda.cast.orientations").quantize_bare(t.detach(), _spec(quantizer, axis), random_key(key))
-        )
+        return Held(*_bare(t.detach(), quantizer, axis, key))
     options: Any = {"rounding": quantizer.rounding, "overflow": quantizer.overflow, "generator": generator}
     return Held(quantize(t, fmt, dim=dim, pad=True, out_dtype=torch.bfloat16, **options))
 
@@ -80,12 +79,13 @@ def hold_both(t: Tensor, quantizer: Quantizer, generators: tuple[Any, Any]) -> t
         return None
     keys = tuple(_key(quantizer, generator, t) for generator in generators)
     bare = fmt.tensor_scale
+    if not _held(fmt):
+        return None
     if not is_bare(t):
         rows, columns, scale = torch.ops.fmtsim.quantize_both(t.detach(), _text(quantizer, -1), bare, *keys)
         return Held(rows, scale if bare else None), Held(columns, scale if bare else None)
-    words = tuple(map(random_key, keys))
-    both = load_engine("cuda.cast.orientations").quantize_both(t.detach(), _spec(quantizer, -1), words, bare=bare)
-    return Held(both.rows, both.tensor_scale), Held(both.columns, both.tensor_scale)
+    rows, columns = load_engine("cuda").quantize_both(t.detach(), quantizer, tuple(map(random_key, keys)))
+    return Held(rows.elements, rows.tensor_scale), Held(columns.elements.mT, columns.tensor_scale)
 
 
 def multiply(a: Held, b: Held, dims: tuple[int, int], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -99,10 +99,9 @@ def multiply(a: Held, b: Held, dims: tuple[int, int], bias: Tensor | None, dtype
     if not scales and dtype == torch.bfloat16:
         return torch.mm(first, second) if bias is None else torch.addmm(bias.to(dtype), first, second)
     y = torch.mm(first, second, out_dtype=torch.float32)
-    if scales and not is_bare(y):
-        return torch.ops.fmtsim.scale_output(y, a.scale, b.scale, bias, dtype)  # type: ignore[no-any-return]
     if scales:
-        return load_engine("cuda.cast.outputs").scale_output(y, (a.scale, b.scale), bias, dtype)  # type: ignore[no-any-return]
+        columns, rows = (None if x.scale is None else x.scale.reshape(1, 1) for x in (b, a))
+        return finish_sums(y, columns, rows, None, bias, dtype)
     return (y if bias is None else y.add_(bias)).to(dtype)
 
 
@@ -113,7 +112,7 @@ def on_card(t: Tensor) -> bool:
 
 def served(t: Tensor) -> bool:
     """Say whether the CUDA engine runs on a tensor's GPU."""
-    return bool(load_engine("cuda.runtime.program").serves(t.device.index))
+    return bool(load_engine("cuda").serves(t.device.index))
 
 
 def _held_values(quantizer: Quantizer) -> bool:
@@ -121,8 +120,14 @@ def _held_values(quantizer: Quantizer) -> bool:
     return is_representable(quantizer.format, torch.bfloat16)
 
 
-def _held_bare(quantizer: Quantizer) -> bool:
-    return bool(load_engine("cuda.cast.orientations").holds_bare(_spec(quantizer, -1)))
+def _held(fmt: BlockFormat) -> bool:
+    return folds(Quantizer(format=fmt)) if fmt.tensor_scale else is_representable(fmt, torch.bfloat16)
+
+
+def _bare(t: Tensor, quantizer: Quantizer, dim: int, key: Tensor | None) -> tuple[Tensor, Tensor]:
+    x, keys = t if dim == -1 else t.mT, Keys(random_key(key))
+    made = load_engine("cuda").quantize_operand(x, quantizer, keys, folded=True)
+    return made.elements if dim == -1 else made.elements.mT, made.tensor_scale
 
 
 def _text(quantizer: Quantizer, dim: int) -> str:
@@ -144,18 +149,21 @@ def _key(quantizer: Quantizer, generator: Any, t: Tensor) -> Tensor | None:
     return draw_keys(True, generator, None, t.device)
 
 
+def _quantizer(spec: str) -> tuple[Quantizer, int]:
+    cast = spec_from_json(spec)
+    return Quantizer(format=cast.format, rounding=cast.rounding, overflow=cast.overflow), cast.dim
+
+
 def _quantize_bare(x, spec, key=None):  # type: ignore[no-untyped-def]
-    return load_engine("cuda.cast.orientations").quantize_bare(x, spec_from_json(spec), random_key(key))
+    quantizer, dim = _quantizer(spec)
+    values, scale = _bare(x, quantizer, dim, key)
+    return values.contiguous(), scale
 
 
 def _quantize_both(x, spec, bare, across=None, down=None):  # type: ignore[no-untyped-def]
-    words = random_key(across), random_key(down)
-    both = load_engine("cuda.cast.orientations").quantize_both(x, spec_from_json(spec), words, bare=bare)
-    return both.rows, both.columns, both.tensor_scale if bare else x.new_empty((), dtype=torch.float32)
-
-
-def _scale_output(y, a, b, bias, dtype):  # type: ignore[no-untyped-def]
-    return load_engine("cuda.cast.outputs").scale_output(y, (a, b), bias, dtype)
+    rows, columns = load_engine("cuda").quantize_both(x, _quantizer(spec)[0], (random_key(across), random_key(down)))
+    scale = rows.tensor_scale if bare else x.new_empty((), dtype=torch.float32)
+    return rows.elements, columns.elements.mT, scale
 
 
 def _bare_shapes(x, spec, key=None):  # type: ignore[no-untyped-def]
@@ -173,12 +181,8 @@ def _scalar(x: Tensor) -> Tensor:
 for _name, _function in {
     "quantize_bare": _quantize_bare,
     "quantize_both": _quantize_both,
-    "scale_output": _scale_output,
 }.items():
     _library.impl(_name, _function, "CompositeExplicitAutograd")
 
 torch.library.register_fake("fmtsim::quantize_bare", _bare_shapes, lib=_library)
 torch.library.register_fake("fmtsim::quantize_both", _both_shapes, lib=_library)
-torch.library.register_fake(
-    "fmtsim::scale_output", lambda y, a, b, bias, dtype: y.new_empty(y.shape, dtype=dtype), lib=_library
-)

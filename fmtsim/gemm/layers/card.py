@@ -1,25 +1,23 @@
 """Operands on a GPU: in bfloat16 where that holds them, by the engine's fused kernels where they cover a quantiser."""
 
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.representable import is_representable
-from fmtsim.gemm.layers.bfloat16 import hold, holds, on_card, served
+from fmtsim.gemm.layers.bfloat16 import on_card, served
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.gemm.layers.operand import Draws, Operand, folds
+from fmtsim.gemm.layers.operand import Draws
 from fmtsim.gemm.products.choice import drawn_key
 from fmtsim.ops import load_engine
-from fmtsim.scaling.cast import spread
 from fmtsim.scaling.history import DelayedScale, FrozenScale, LearningScale
-from fmtsim.scaling.statistics import block_sizes
+from fmtsim.spec.operand import Keys, Operand, folds, last_cast, spread
 from fmtsim.spec.quantizer import Quantizer
 
 _GROUP: Final = 128  # elements of the longest rotation that kernels take
-_folding: dict[int, tuple[Quantizer, bool]] = {}
 
 
 def counts(layer: LinearConfig, x: Tensor, sizes: tuple[int, ...]) -> bool:
@@ -30,13 +28,10 @@ def counts(layer: LinearConfig, x: Tensor, sizes: tuple[int, ...]) -> bool:
         x: One of its tensors.
         sizes: Those that its products have.
     """
-    random = [
-        quantizer for quantizer in layer.operands.values() if quantizer.is_stochastic or quantizer.has_random_signs
-    ]
+    random = [q for q in layer.operands.values() if q.is_stochastic or q.has_random_signs]
     if not random or not on_card(x) or x.dtype != torch.bfloat16 or any(size % _GROUP for size in sizes):
         return False
-    rotations = load_engine("cuda.cast.rotated")
-    return served(x) and all(rotations.counts(quantizer) for quantizer in random)
+    return served(x) and all(map(load_engine("cuda").counts_keys, random))
 
 
 def prepare_on_card(
@@ -48,32 +43,25 @@ def prepare_on_card(
     factor: Tensor | None,
 ) -> Operand | None:
     """Quantise a matrix by a fused kernel, as ``settled`` leaves it; None where none covers that."""
-    fmt = quantizer.format
-    if quantizer.then is not None or not served(x):
+    if not served(x):
         return None
-    if quantizer.transforms or (isinstance(fmt, BlockFormat) and folded):
-        made = _rotated(x, quantizer, draws, factor) if folded else None
-        if made is not None or quantizer.transforms:
-            return made
-    if factor is not None:
-        return None
-    if quantizer.scaling is not None:
-        return _scaled(x, quantizer, draws, delayed, folded)
-    if fmt is None or not holds(x, quantizer) or (isinstance(fmt, BlockFormat) and not folded):
-        return None
-    held = hold(x, quantizer, -1, draws.elements if quantizer.rounding.mode == "stochastic" else None)
-    sizes = block_sizes(fmt.block, x.shape) if isinstance(fmt, BlockFormat) else (1, 1)
-    return Operand(held.values, quantizer, tensor=held.scale, sizes=sizes)
+    state: DelayedScale | FrozenScale | None = delayed
+    if isinstance(delayed, LearningScale):
+        state = delayed.direct()
+        if state is None:
+            return None
+    keys = Keys(draws.elements, draws.scales, draws.signs, draws.passes)
+    return load_engine("cuda").quantize_operand(x, quantizer, keys, state, folded=folded, factor=factor)  # type: ignore[no-any-return]
 
 
 def settled(made: Operand, folded: bool) -> Operand:
     """Return an operand as every way of making it leaves it on a GPU.
 
     Elements are bfloat16 where that holds them; ``folded``, they have the scales of their blocks in them where it holds
-    the products (``folds``), and a rule's multiplier is left to ``tensor``.
+    the products (``folds``), and a rule's multiplier is left to ``tensor_scale``.
     """
     quantizer = made.quantizer
-    last = quantizer if quantizer.then is None else quantizer.then
+    last = last_cast(quantizer)
     fmt = last.format
     if fmt is None:
         return made
@@ -85,8 +73,8 @@ def settled(made: Operand, folded: bool) -> Operand:
     scale, times = made.scale, 1.0 if last.scaling is None else last.scaling.multiplier
     if times != 1:
         constant = _constant(times, scale.device)
-        scale, made = scale / constant, made._replace(tensor=constant)  # a power of two times it: exact
-    elements = made.elements.float() * spread(scale, made.sizes, made.elements.shape)
+        scale, made = scale / constant, made._replace(tensor_scale=constant)  # a power of two times it: exact
+    elements = made.elements.float() * spread(scale, made.block, made.elements.shape)
     return made._replace(elements=elements.to(torch.bfloat16), scale=None)
 
 
@@ -101,59 +89,19 @@ def unrotate_on_card(y: Tensor, before: Quantizer, slope: Tensor | None, dtype: 
     """
     if not on_card(y) or not served(y):
         return None
-    rotations = load_engine("cuda.cast.rotated")
-    masks = slope is None or slope.dtype == torch.bool
-    if not masks or not rotations.covers_finish(y, before.transforms):
-        return None
-    return rotations.finish_rotated(y, slope, before.transforms, dtype)  # type: ignore[no-any-return]
+    return load_engine("cuda").unrotate(y, before.transforms, slope, dtype)  # type: ignore[no-any-return]
 
 
-def _rotated(x: Tensor, quantizer: Quantizer, draws: Draws, factor: Tensor | None) -> Operand | None:
-    rotations = load_engine("cuda.cast.rotated")
-    if not rotations.covers(x, quantizer):
-        if draws.passes is None:
-            return None
-        x = x.contiguous()  # what counts on the device is covered then
-    signs = drawn_key(draws.signs, x.device) if quantizer.has_random_signs else None
-    made = rotations.cast_rotated(x, quantizer, _keys(x, quantizer, draws), signs, factor, draws.passes)
-    return Operand(made.values, quantizer, tensor=made.scale, slope=made.mask)
-
-
-def _scaled(
-    x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedScale | FrozenScale | None, folded: bool
-) -> Operand | None:
-    rules = load_engine("cuda.cast.scaled")
-    if not rules.covers(x, quantizer):
-        return None
-    if isinstance(delayed, LearningScale):
-        delayed = delayed.direct()
-        if delayed is None:
-            return None
-    assert quantizer.scaling is not None
-    fold = folded and _folds(quantizer)
-    made = rules.cast_scaled(x, quantizer, _keys(x, quantizer, draws), fold, delayed)
-    scale, sizes = None if fold else made.scale, block_sizes(quantizer.scaling.block, x.shape)
-    return Operand(made.values, quantizer, scale, made.tensor, sizes, made.mask)
-
-
-def _folds(quantizer: Quantizer) -> bool:
-    """Say whether values are to be folded, and the kernels fold them; remembered by identity, which costs no hash."""
-    found = _folding.get(id(quantizer))
-    if found is None or found[0] is not quantizer:
-        if len(_folding) > 4096:
-            _folding.clear()
-        found = _folding[id(quantizer)] = (
-            quantizer,
-            folds(quantizer) and load_engine("cuda.cast.scaled").folds(quantizer),
-        )
-    return found[1]
-
-
-def _keys(x: Tensor, quantizer: Quantizer, draws: Draws) -> tuple[Any, Any]:
+def drawn(x: Tensor, quantizer: Quantizer, draws: Draws) -> Draws:
+    """Return the keys of a quantiser as numbers."""
     scales = quantizer.scaling is not None and quantizer.scaling.scale_rounding == "stochastic"
-    return (
+    if quantizer.then is not None:
+        return draws
+    return Draws(
         drawn_key(draws.elements, x.device) if quantizer.rounding.mode == "stochastic" else None,
         drawn_key(draws.scales, x.device) if scales else None,
+        drawn_key(draws.signs, x.device) if quantizer.has_random_signs else None,
+        draws.passes,
     )
 
 

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmtsim.autograd import OnceOnly
 from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.gemm.layers.card import counts
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.layer import Layer, State, find_layer
-from fmtsim.gemm.layers.once import OnceOnly
 from fmtsim.gemm.layers.passes import Kept, Observer, Pass, is_traced, kept_of
 from fmtsim.gemm.layers.plain import plain_forward, plain_gradients
 from fmtsim.gemm.layers.streams import Generator
@@ -190,7 +190,7 @@ def _gradients(
         right = run.second("w_d", w, of_w, fprop.b)
         dx = run.gradient("dgrad", first, right, dgrad.a, fprop.a, of_x, x_dtype)
     if needs_w:
-        left = first.turned() if first is not None and wgrad.a.source == "forward" else run.operand("g_w", g, 0)
+        left = first.transposed() if first is not None and wgrad.a.source == "forward" else run.operand("g_w", g, 0)
         right = run.second("x_w", x, of_x, fprop.a)
         dw = run.gradient("wgrad", left, right, wgrad.a, fprop.b, of_w, w_dtype)
     return dx, dw

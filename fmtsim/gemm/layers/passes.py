@@ -9,7 +9,7 @@ from torch import Tensor
 from fmtsim.dispatch import is_bare
 from fmtsim.gemm.layers.layer import Layer
 from fmtsim.gemm.layers.machine import multiply_coded, round_output
-from fmtsim.gemm.layers.operand import Operand, block_of
+from fmtsim.gemm.layers.operand import coded
 from fmtsim.gemm.layers.prepare import draws_of, prepare, transformed, unrotated
 from fmtsim.gemm.layers.streams import SIGNS, stream_of
 from fmtsim.gemm.layers.sums import multiply_operands, rest_of
@@ -18,6 +18,7 @@ from fmtsim.gemm.products.choice import drawn_key
 from fmtsim.scaling.statistics import block_sizes
 from fmtsim.spec.call import Operation
 from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.operand import Operand, block_of
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Hadamard, Transform
 
@@ -30,13 +31,13 @@ class Kept(NamedTuple):
     """What the backward pass keeps of an operand of the forward one.
 
     Attributes:
-        elements, scale, tensor: As in Operand; None where the backward pass takes the original.
+        elements, scale, tensor_scale: As in Operand; None where the backward pass takes the original.
         slope: As in Operand.
     """
 
     elements: Tensor | None = None
     scale: Tensor | None = None
-    tensor: Tensor | None = None
+    tensor_scale: Tensor | None = None
     slope: Tensor | None = None
 
 
@@ -44,7 +45,7 @@ def kept_of(operand: Operand, later: Quantizer) -> Kept:
     """Return what a backward product that quantises as ``later`` needs of an operand."""
     if later.source == "original":
         return Kept(slope=operand.slope)
-    return Kept(operand.elements, operand.scale, operand.tensor, operand.slope)
+    return Kept(operand.elements, operand.scale, operand.tensor_scale, operand.slope)
 
 
 class Pass:
@@ -88,11 +89,11 @@ class Pass:
             return self._made(name, original, quantizer, 0)
         assert kept.elements is not None
         sizes = block_sizes(block_of(before), kept.elements.shape)
-        forward = Operand(kept.elements, before, kept.scale, kept.tensor, sizes)
+        forward = Operand(kept.elements, before, kept.scale, kept.tensor_scale, sizes)
         if quantizer.source == "forward":
-            return forward.turned()
+            return forward.transposed()
         if kept.scale is None and kept.elements.dtype == torch.bfloat16:
-            return self._made(name, kept.elements, quantizer, 0, kept.tensor)
+            return self._made(name, kept.elements, quantizer, 0, kept.tensor_scale)
         return self._made(name, forward.values(torch.float32), quantizer, 0)
 
     def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -107,7 +108,7 @@ class Pass:
         operation: Operation = "mm" if index else "linear"
         rest = rest_of(a, b)
         first = None if rest is not None else bias
-        y = multiply_coded(operation, a.coded(), b.coded(), first, gemm, dtype, stream_of(generator, 6 + index))
+        y = multiply_coded(operation, coded(a), coded(b), first, gemm, dtype, stream_of(generator, 6 + index))
         if rest is not None:
             y = y.float() + rest if bias is None else y.float() + rest + bias.float()
         return round_output(y, gemm.out, dtype, words)

@@ -11,10 +11,10 @@ from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.layers.bfloat16 import on_card
-from fmtsim.gemm.layers.card import prepare_on_card, settled, unrotate_on_card
+from fmtsim.gemm.layers.card import drawn, prepare_on_card, settled, unrotate_on_card
 from fmtsim.gemm.layers.coding import code, holder
 from fmtsim.gemm.layers.config import OPERANDS
-from fmtsim.gemm.layers.operand import Draws, Operand
+from fmtsim.gemm.layers.operand import Draws
 from fmtsim.gemm.layers.streams import Generator, stream_of
 from fmtsim.gemm.products.choice import drawn_key
 from fmtsim.quantize import quantize
@@ -24,6 +24,7 @@ from fmtsim.scaling.history import DelayedScale, FrozenScale
 from fmtsim.scaling.signs import random_signs
 from fmtsim.scaling.slope import slope
 from fmtsim.scaling.statistics import block_sizes, statistic
+from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
 from fmtsim.spec.transform import Clamp, Hadamard, Transform
@@ -54,9 +55,11 @@ def prepare(
         folded: On a GPU, multiply scales into elements where bfloat16 holds the products (``folds``).
         factor: float32, 0-d: what x, bfloat16, is multiplied with first; each product is rounded to float32.
     """
-    made = prepare_on_card(x, quantizer, draws, delayed, folded, factor) if on_card(x) else None
-    if made is not None:
-        return made
+    if on_card(x):
+        draws = drawn(x, quantizer, draws)
+        made = prepare_on_card(x, quantizer, draws, delayed, folded, factor)
+        if made is not None:
+            return made
     made = _prepared(x if factor is None else x.float() * factor, quantizer, draws, delayed, folded)
     return settled(made, folded) if on_card(x) else made
 
@@ -71,7 +74,7 @@ def _prepared(
     if quantizer.then is None:
         return _cast(x, quantizer, draws, delayed)._replace(rest=rest)
     made = prepare(x, _first(quantizer), draws, delayed, folded=folded)
-    bare = made.scale is made.tensor is None and made.elements.dtype == torch.bfloat16  # values already
+    bare = made.scale is made.tensor_scale is None and made.elements.dtype == torch.bfloat16  # values already
     again = prepare(made.elements if bare else made.values(torch.float32), quantizer.then, draws, folded=folded)
     return again._replace(quantizer=quantizer, slope=made.slope, rest=rest)
 

@@ -14,17 +14,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fmtsim.gemm.layers.layer import find_layer
-from fmtsim.gemm.layers.operand import Draws, Operand, block_of
+from fmtsim.gemm.layers.operand import Draws
 from fmtsim.gemm.layers.prepare import draws_of, prepare, unrotated
 from fmtsim.gemm.layers.streams import FORWARD, SIGNS, stream_of
 from fmtsim.gemm.products.choice import draw_keys
 from fmtsim.ops import random_key
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.scaling.statistics import block_sizes
+from fmtsim.spec.operand import Operand, block_of
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Hadamard
 
-_FIELDS = ("elements", "scale", "tensor", "slope", "rest")
+_FIELDS = ("elements", "scale", "tensor_scale", "slope", "rest")
 _quantizers: dict[str, Quantizer] = {}
 
 _SEEDED: Any = (torch.Tag.nondeterministic_seeded,)
@@ -70,7 +71,7 @@ def traced_operand(
     found = run(x, turned, key_of(quantizer), folded, *own, factor, signs if random else count)
     parts = dict(zip(_layout(quantizer, x.dtype, x.device.type, turned, folded), found, strict=True))
     shape = torch.Size(x.shape[::-1]) if turned else x.shape
-    return Operand(quantizer=quantizer, sizes=block_sizes(block_of(quantizer), shape), **parts)
+    return Operand(quantizer=quantizer, block=block_sizes(block_of(quantizer), shape), **parts)
 
 
 def traced_unrotate(
@@ -153,7 +154,7 @@ def _fake_operand(
     blocks = (1 if outer is None else -(-rows // outer), 1 if inner is None else -(-columns // inner))
     made = []
     for field, laid in _layout(q, x.dtype, x.device.type, turned, folded).items():
-        shape = {"scale": blocks, "tensor": ()}.get(field, (rows, columns))
+        shape = {"scale": blocks, "tensor_scale": ()}.get(field, (rows, columns))
         part = x.new_empty(shape[::-1] if laid.turned else shape, dtype=laid.dtype)
         made.append(part.mT if laid.turned else part)
     return made

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmtsim.autograd import OnceOnly
 from fmtsim.errors import ArgumentError, DtypeError
-from fmtsim.gemm.layers.once import OnceOnly
 from fmtsim.gemm.products.choice import Choice, accumulate_dtype, definition, draw_keys, unit_takes
 from fmtsim.gemm.products.epilogue import output_format
 from fmtsim.gemm.products.native import plain_obstacle, run_plain, wanted

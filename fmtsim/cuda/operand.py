@@ -1,0 +1,205 @@
+"""Operands of layers on a GPU: which fused kernel quantises one, and which finishes a product of two.
+
+Elements are bfloat16, for the GPU's 16-bit units. What no kernel here covers is None: torch operations over the casts
+of any engine do it then (fmtsim/gemm/layers/operand.py).
+"""
+
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fmtsim.cuda.cast import blocks, casts, orientations, outputs, rotated, scaled
+from fmtsim.cuda.gemm import scaled_product
+from fmtsim.formats.block import BlockFormat, LogTileFormat
+from fmtsim.formats.representable import is_representable
+from fmtsim.spec.cast import CastSpec, RandomKey
+from fmtsim.spec.operand import Keys, Operand, folds
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.transform import Transform
+
+_MOST: Final = 4096  # quantisers that are remembered
+
+
+class _Facts(NamedTuple):
+    """What kernels ask of a quantiser; the quantiser itself is kept so that no other object takes its identity.
+
+    Attributes:
+        across, down: The cast along the last and the last but one dimension, where a plain cast is all there is to it
+            and bfloat16 holds what it makes.
+        two_level: That cast leaves the scale of the tensor outside.
+        folds: Kernels multiply the scales of a rule's blocks into the elements.
+    """
+
+    quantizer: Quantizer
+    across: CastSpec | None
+    down: CastSpec | None
+    two_level: bool
+    folds: bool
+
+
+_known: dict[int, _Facts] = {}
+
+
+def quantize_operand(
+    x: Tensor,
+    quantizer: Quantizer,
+    keys: Keys,
+    state: Any = None,
+    *,
+    folded: bool = False,
+    factor: Tensor | None = None,
+) -> Operand | None:
+    """Quantise a matrix by a fused kernel, None where none covers that; nothing waits for the device.
+
+    Args:
+        x: [rows, inner], contiguous or the transpose of such a matrix; blocks run along the inner axis.
+        quantizer: What to do.
+        keys: Random words.
+        state: DelayedScale or FrozenScale of a scale with a history.
+        folded: Multiply the scales of blocks into the elements where bfloat16 holds the products.
+        factor: float32, 0-d: what x, bfloat16, is multiplied with first; each product is rounded to float32.
+    """
+    if quantizer.then is not None:
+        return None
+    blocks = isinstance(quantizer.format, BlockFormat)
+    if quantizer.transforms or (blocks and folded):
+        made = _rotated(x, quantizer, keys, factor) if folded else None
+        if made is not None or quantizer.transforms:
+            return made
+    if factor is not None:
+        return None
+    if quantizer.scaling is not None:
+        return _scaled(x, quantizer, keys, state, folded)
+    return None if blocks and not folded else _cast(x, quantizer, keys.elements)
+
+
+def quantize_both(
+    x: Tensor, quantizer: Quantizer, keys: tuple[RandomKey | None, RandomKey | None]
+) -> tuple[Operand, Operand] | None:
+    """Quantise a matrix along its rows and, from the same read, along its columns; None where that has no kernel.
+
+    The second operand is the transposed matrix. ``keys`` are those of the elements of the two.
+    """
+    facts = _facts(quantizer)
+    if facts.across is None or not isinstance(quantizer.format, BlockFormat):
+        return None
+    both = orientations.quantize_both(x, facts.across, keys, bare=facts.two_level)
+    columns = Operand(both.columns.mT, quantizer, tensor_scale=both.tensor_scale)
+    return Operand(both.rows, quantizer, tensor_scale=both.tensor_scale), columns
+
+
+def counts_keys(quantizer: Quantizer) -> bool:
+    """Say whether kernels add a counter on the device to the keys of a quantiser (``Keys.passes``).
+
+    They do for bfloat16 matrices whose sizes are multiples of 128.
+    """
+    return rotated.counts(quantizer)
+
+
+def multiply_groups(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return ``a b^T + bias`` of operands whose groups along the sum have scales; None where no kernel covers that."""
+    if not covers_groups(a, b):
+        return None
+    return scaled_product.multiply(_factor(a), _factor(b), bias, dtype)
+
+
+def covers_groups(a: Operand, b: Operand) -> bool:
+    """Say whether ``multiply_groups`` takes two operands; looks at no data, so that a compiler may ask."""
+    if a.scale is None or b.scale is None or a.tensor_scale is not None or b.tensor_scale is not None:
+        return False
+    return scaled_product.covers(_factor(a), _factor(b))
+
+
+def finish(
+    y: Tensor, columns: Tensor | None, rows: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
+    """Return ``(y * columns^T) * rows + bias`` in another dtype, one rounding a step; None where no kernel does it."""
+    if y.dtype != torch.float32 or not outputs.covers(y, dtype):
+        return None
+    return outputs.finish_sums(y, columns, rows, bias, dtype)
+
+
+def unrotate(y: Tensor, transforms: tuple[Transform, ...], slope: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return ``y``, times a mask where there is one, rotated back along its last axis; None where no kernel does it."""
+    masks = slope is None or slope.dtype == torch.bool
+    if not masks or not rotated.covers_finish(y, transforms):
+        return None
+    return rotated.finish_rotated(y, slope, transforms, dtype)
+
+
+def _rotated(x: Tensor, quantizer: Quantizer, keys: Keys, factor: Tensor | None) -> Operand | None:
+    if not quantizer.transforms and keys.elements is not None and not x.is_contiguous():
+        return None  # a plain cast draws by the places of the tensor itself
+    if not rotated.covers(x, quantizer):
+        if keys.passes is None:
+            return None
+        x = x.contiguous()  # what counts on the device is covered then
+    made = rotated.cast_rotated(x, quantizer, keys[:2], keys.signs, factor, keys.passes)
+    return Operand(made.values, quantizer, tensor_scale=made.scale, slope=made.mask)
+
+
+def _scaled(x: Tensor, quantizer: Quantizer, keys: Keys, state: Any, folded: bool) -> Operand | None:
+    if not scaled.covers(x, quantizer):
+        return None
+    assert quantizer.scaling is not None
+    fold = folded and _facts(quantizer).folds
+    made = scaled.cast_scaled(x, quantizer, keys[:2], fold, state)
+    rows, inner = quantizer.scaling.block
+    block = max(x.shape[0] if rows is None else rows, 1), max(x.shape[1] if inner is None else inner, 1)
+    return Operand(made.values, quantizer, None if fold else made.scale, made.tensor, block, made.mask)
+
+
+def _cast(x: Tensor, quantizer: Quantizer, key: RandomKey | None) -> Operand | None:
+    """Quantise by a plain cast, the scale of a tensor left outside; words are drawn by the places of x in memory."""
+    facts = _facts(quantizer)
+    if facts.across is None:
+        return None
+    lies = not x.is_contiguous() and x.mT.is_contiguous()
+    source, spec = (x.mT, facts.down) if lies else (x, facts.across)
+    assert spec is not None
+    if facts.two_level:
+        values, scale = orientations.quantize_bare(source, spec, key)
+        return Operand(values.mT if lies else values, quantizer, tensor_scale=scale)
+    out = torch.empty_like(source, dtype=torch.bfloat16)
+    casts.quantize(source, spec, key, out)
+    return Operand(out.mT if lies else out, quantizer)
+
+
+def _facts(quantizer: Quantizer) -> _Facts:
+    """Return what is known of a quantiser, by its identity, which costs no hash."""
+    found = _known.get(id(quantizer))
+    if found is None:
+        if len(_known) >= _MOST:
+            _known.clear()
+        across, two_level = _plain_cast(quantizer)
+        down = None if across is None else _along(across, -2)
+        scales = quantizer.scaling is not None and folds(quantizer) and scaled.folds(quantizer)
+        found = _known[id(quantizer)] = _Facts(quantizer, across, down, two_level, scales)
+    return found
+
+
+def _plain_cast(quantizer: Quantizer) -> tuple[CastSpec | None, bool]:
+    """Return the cast along the last dimension whose results bfloat16 holds, and whether it has two levels."""
+    fmt = quantizer.format
+    if fmt is None or quantizer.scaling is not None or isinstance(fmt, LogTileFormat):
+        return None, False
+    overflow = quantizer.overflow or fmt.default_overflow
+    spec = CastSpec(format=fmt, rounding=quantizer.rounding, overflow=overflow, dim=-1)
+    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    if not element.has_nan and element.nan_policy == "error":
+        return None, False  # somebody has to look at the numbers
+    if isinstance(fmt, BlockFormat) and not blocks.covers_blocks(spec):
+        return None, False
+    two_level = isinstance(fmt, BlockFormat) and fmt.tensor_scale
+    holds = orientations.holds_bare(spec) if two_level else is_representable(fmt, torch.bfloat16)
+    return (spec, two_level) if holds else (None, False)
+
+
+def _along(spec: CastSpec, dim: int) -> CastSpec:
+    return CastSpec(format=spec.format, rounding=spec.rounding, overflow=spec.overflow, dim=dim)
+
+
+def _factor(x: Operand) -> scaled_product.Factor:
+    assert x.scale is not None
+    return scaled_product.Factor(x.elements, x.scale, x.block)
