@@ -37,7 +37,7 @@ class CollectiveError(FmtsimError, RuntimeError):
 
 
 class PlanUnknownWarning(UserWarning):
-    """Say that the order of sums of a call is a guess: nothing recorded or tested stands behind it."""
+    """Say that the accumulation order of a call is a guess: nothing recorded or tested stands behind it."""
 
 
 class NativeWarning(UserWarning):

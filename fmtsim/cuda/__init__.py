@@ -3,6 +3,11 @@
 from fmtsim.cuda.cast.casts import decode, encode, encode_packed, quantize, supports
 from fmtsim.cuda.cast.short import quantize_short
 from fmtsim.cuda.gemm.engine import gemm, supports_gemm
+from fmtsim.cuda.native.calls import NativeCall
+from fmtsim.cuda.native.calls import Scaling as NativeScales
+from fmtsim.cuda.native.calls import run as run_native
+from fmtsim.cuda.native.card import cublaslt_version, other_settings, other_versions
+from fmtsim.cuda.native.card import other_card as other_gpu
 from fmtsim.cuda.operand import (
     counts_keys,
     covers_groups,
@@ -16,19 +21,26 @@ from fmtsim.cuda.runtime.program import available, serves, why_unavailable
 from fmtsim.cuda.runtime.warm import warmup
 
 __all__ = [
+    "NativeCall",
+    "NativeScales",
     "available",
     "counts_keys",
     "covers_groups",
+    "cublaslt_version",
     "decode",
     "encode",
     "encode_packed",
     "finish",
     "gemm",
     "multiply_groups",
+    "other_gpu",
+    "other_settings",
+    "other_versions",
     "quantize",
     "quantize_both",
     "quantize_operand",
     "quantize_short",
+    "run_native",
     "serves",
     "supports",
     "supports_gemm",

@@ -15,7 +15,7 @@ from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.passes import Observer
 from fmtsim.gemm.layers.streams import Generator
-from fmtsim.gemm.products.choice import draw_keys
+from fmtsim.gemm.products.operator import draw_keys
 from fmtsim.nn.flash import Flash, Words, flash, is_random
 from fmtsim.nn.flash_backward import flash_gradients
 from fmtsim.recipes.attention import AttentionConfig

@@ -16,7 +16,7 @@ from fmtsim.gemm.layers.emulated import run_layer
 from fmtsim.gemm.layers.layer import Layer, State
 from fmtsim.gemm.layers.passes import Observer
 from fmtsim.gemm.layers.streams import FORWARD, Generator
-from fmtsim.gemm.targets.sizes import size_fault
+from fmtsim.nn.sizes import size_fault
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.scaling.history import DelayedScale, FrozenScale
 from fmtsim.scaling.repeats import Calls

@@ -11,9 +11,9 @@ from torch.nn.utils import parametrize
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig, linear_config
-from fmtsim.gemm.targets.sizes import size_fault
 from fmtsim.nn.modules import EmulatedModule, emulated_class, emulated_types
 from fmtsim.nn.rules import Selector
+from fmtsim.nn.sizes import size_fault
 from fmtsim.nn.swaps import FILTERED
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.recipes.spec import Recipe

@@ -1,27 +1,75 @@
-"""What a library is asked: the facts of one GEMM call on which its choice of kernel depends."""
+"""What is asked of a matrix product: the facts of one call, and the kinds of scales that a call may have."""
 
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.spec.plan import GemmPlan
+
 Operation = Literal["mm", "bmm", "linear", "scaled_mm", "int_mm"]
-Scaling = Literal["none", "tensor", "row", "block_128", "row_block_128", "mx", "nvfp4"]
-LARGE_BLOCKS: tuple[Scaling, ...] = ("block_128", "row_block_128")  # scales that a plan's promotion multiplies by
+ScaleKind = Literal["none", "tensor", "row", "block_128", "row_block_128", "mx", "nvfp4"]
 Layout = Literal["row", "column"]
+OperandFormat = FloatFormat | IntFormat
+
+
+class ScaleExtent(NamedTuple):
+    """What shares a scale, and in which formats scales of a kind come.
+
+    rows: Rows that may share a scale; None is all of them.
+    block: Products of a row that share a scale; None is all of K.
+    formats: Names of the formats of scales; empty where any will do, because float32 holds their values.
+    recipes: Names in torch.nn.functional.ScalingType, by rows.
+    unit_scale: Format of the scales that the matrix unit itself multiplies with; None where the epilogue or the
+        promotion of a plan does.
+    dtype: Dtype in which torch takes them.
+    """
+
+    rows: tuple[int | None, ...]
+    block: int | None
+    formats: tuple[str, ...]
+    recipes: tuple[str, ...]
+    unit_scale: str | None = None
+    dtype: torch.dtype = torch.float32
+
+
+SCALE_KINDS: dict[ScaleKind, ScaleExtent] = {
+    "tensor": ScaleExtent((None,), None, (), ("TensorWise",)),
+    "row": ScaleExtent((1,), None, (), ("RowWise",)),
+    "mx": ScaleExtent((1,), 32, ("e8m0",), ("BlockWise1x32",), "e8m0", torch.float8_e8m0fnu),
+    "nvfp4": ScaleExtent((1, 16), 16, ("e4m3", "ue4m3"), ("BlockWise1x16",), "ue4m3", torch.float8_e4m3fn),
+    "block_128": ScaleExtent((1, 128), 128, ("fp32", "e8m0"), ("BlockWise1x128", "BlockWise128x128")),
+    "row_block_128": ScaleExtent((1,), 128, ("fp32", "e8m0"), ("BlockWise1x128",)),
+}
+UNIT_SCALES: tuple[ScaleKind, ...] = tuple(kind for kind, extent in SCALE_KINDS.items() if extent.unit_scale)
+LARGE_BLOCKS: tuple[ScaleKind, ...] = ("block_128", "row_block_128")  # scales that a plan's promotion multiplies by
+
+
+def scale_kind(rows: int | None, block: int | None, scale: str) -> ScaleKind | None:
+    """Return the kind of scales in a format, of blocks of rows by products; None where no library has them.
+
+    An operand with one scale for 1x128 products is of kind ``"block_128"``; ``"row_block_128"`` says that both are.
+    """
+    for kind, extent in SCALE_KINDS.items():
+        if rows in extent.rows and block == extent.block and (not extent.formats or scale in extent.formats):
+            return kind
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmCall:
-    """Describe a call by all that a library may look at, except the numbers.
+    """Describe a call by all that its result may depend on, except the numbers.
+
+    The first fields are what a library looks at, the last ones say who is asked.
 
     Args:
         operation: Name of the torch function.
         m, n, k: The result is [m, n], sums have k products.
         a, b: Formats of the operands, by canonical name (``"bf16"``, ``"tf32"``, ``"e4m3"``, ``"int8"``).
         out: Dtype of the result.
-        accumulate: Format in which the unit sums.
+        accumulate: Format in which the unit sums; ``""`` is the unit's usual one.
         fast_accum: use_fast_accum of scaled_mm.
         scaling: Kind of scales: ``"row_block_128"`` where both operands have a scale for 1x128 elements,
             ``"block_128"`` where one of them has 128x128 blocks.
@@ -29,6 +77,11 @@ class GemmCall:
         a_layout: ``"row"`` where a [m, k] has k contiguous, else ``"column"``.
         b_layout: ``"row"`` where b, taken as [n, k], has k contiguous, else ``"column"``.
         batch: Products in one call.
+        formats: Records of a and b, where no registered name stands for them.
+        target: Name, path or record of a target; None where ``unit`` is given.
+        unit: Name or record of a unit, or the record of an arithmetic.
+        plan: Accumulation order instead of the target's, or of a unit's one chain.
+        strict: Refuse a plan that is a guess.
     """
 
     operation: Operation
@@ -40,16 +93,24 @@ class GemmCall:
     out: torch.dtype
     accumulate: str = "fp32"
     fast_accum: bool = True
-    scaling: Scaling = "none"
+    scaling: ScaleKind = "none"
     bias: bool = False
     a_layout: Layout = "row"
     b_layout: Layout = "row"
     batch: int = 1
+    formats: tuple[OperandFormat, OperandFormat] | None = None
+    target: Any = None
+    unit: Any = None
+    plan: GemmPlan | None = None
+    strict: bool = False
 
+    def facts(self) -> "GemmCall":
+        """Return the call without who is asked: what a library sees."""
+        return replace(self, formats=None, target=None, unit=None, plan=None, strict=False)
 
-def alike(call: GemmCall) -> list[GemmCall]:
-    """Return the calls that a library cannot tell from one: an operand of one row or column has either layout."""
-    both: tuple[Layout, ...] = ("row", "column")
-    a_layouts = both if 1 in (call.m, call.k) else (call.a_layout,)
-    b_layouts = both if 1 in (call.n, call.k) else (call.b_layout,)
-    return [replace(call, a_layout=a, b_layout=b) for a, b in product(a_layouts, b_layouts)]
+    def same_calls(self) -> list["GemmCall"]:
+        """Return the calls that a library cannot tell from this one: one row or column has either layout."""
+        both: tuple[Layout, ...] = ("row", "column")
+        a_layouts = both if 1 in (self.m, self.k) else (self.a_layout,)
+        b_layouts = both if 1 in (self.n, self.k) else (self.b_layout,)
+        return [replace(self, a_layout=a, b_layout=b) for a, b in product(a_layouts, b_layouts)]

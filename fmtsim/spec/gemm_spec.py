@@ -1,16 +1,26 @@
-"""Units, plans and whole GEMM definitions as JSON: what operators carry and plan files hold."""
+"""Whole GEMM definitions: what a call comes to, and its JSON, which operators carry and plan files hold parts of."""
 
 import dataclasses
 import json
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.serialization import format_from_dict, format_to_dict
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.plan import GemmPlan
+
+Basis = Literal["recorded", "logged", "rule", "guess"]
+BASES: dict[Basis, str] = {
+    "recorded": "recorded bits of this call",
+    "logged": "the library's own choice for this call",
+    "rule": "a rule",
+    "guess": "a guess",
+}
+"""What stands behind a plan; a rule was tested, or is true by definition."""
 
 _KINDS: dict[str, type] = {
     "fused": Datapath,
@@ -24,22 +34,62 @@ _NAMES = {cls: kind for kind, cls in _KINDS.items()}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GemmSpec:
-    """Say everything about a product except the data.
+    """Say everything about a product except the data: what a GemmCall comes to, and what engines get.
+
+    Two specs are equal where they give the same bits: the fields from ``unit`` on only tell where a spec comes from.
 
     Args:
-        datapath: The unit.
-        plan: The order of sums.
+        datapath: The arithmetic of the unit.
+        plan: The accumulation order.
         a, b: Formats of the two operands' values.
+        unit: Name of the unit, None for a datapath alone.
+        accumulate: Name of the format of the unit's sums (``"fp32"``, ``"fp16"``, ``"fp64"``, ``"int32"``).
+        basis: What stands behind the plan.
     """
 
     datapath: Arithmetic
     plan: GemmPlan
-    a: FloatFormat | IntFormat
-    b: FloatFormat | IntFormat
+    a: OperandFormat
+    b: OperandFormat
+    unit: str | None = dataclasses.field(default=None, compare=False)
+    accumulate: str = dataclasses.field(default="fp32", compare=False)
+    basis: Basis = dataclasses.field(default="rule", compare=False)
+    # Derived, and stored because torch.compile reads fields of a record, not its properties.
+    text: str = dataclasses.field(init=False, compare=False, repr=False)
+    stochastic: bool = dataclasses.field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        rounding = self.datapath.rounding.mode if isinstance(self.datapath, Datapath) else ""
+        object.__setattr__(self, "stochastic", rounding == "stochastic")
+        object.__setattr__(self, "text", _text_of(self.datapath, self.plan, self.a, self.b))
+
+    def __hash__(self) -> int:
+        return hash(self.text)  # one string, where the records would be hashed field by field
 
     def to_json(self) -> str:
-        """Return the definition as one line of JSON."""
-        return _spec_to_json(self)
+        """Return the definition as one line of JSON, without where it comes from."""
+        return self.text
+
+
+@lru_cache(maxsize=1024)
+def _text_of(datapath: Arithmetic, plan: GemmPlan, a: OperandFormat, b: OperandFormat) -> str:
+    return json.dumps(
+        {
+            "datapath": record_to_dict(datapath),
+            "plan": record_to_dict(plan),
+            "a": format_to_dict(a),
+            "b": format_to_dict(b),
+        }
+    )
+
+
+@lru_cache(maxsize=1024)
+def gemm_spec_from_json(text: str) -> GemmSpec:
+    """Read back what ``GemmSpec.to_json`` wrote."""
+    record = json.loads(text)
+    a, b = format_from_dict(record["a"]), format_from_dict(record["b"])
+    assert isinstance(a, FloatFormat | IntFormat) and isinstance(b, FloatFormat | IntFormat)
+    return GemmSpec(datapath=record_from_dict(record["datapath"]), plan=record_from_dict(record["plan"]), a=a, b=b)
 
 
 def record_to_dict(record: Arithmetic | GemmPlan) -> dict[str, Any]:
@@ -70,24 +120,3 @@ def record_from_dict(record: dict[str, Any]) -> Any:
         return _KINDS[kind](**fields)
     except TypeError as error:
         raise ArgumentError(f"not a {kind} record: {error}") from None
-
-
-@lru_cache(maxsize=1024)
-def _spec_to_json(spec: GemmSpec) -> str:
-    return json.dumps(
-        {
-            "datapath": record_to_dict(spec.datapath),
-            "plan": record_to_dict(spec.plan),
-            "a": format_to_dict(spec.a),
-            "b": format_to_dict(spec.b),
-        }
-    )
-
-
-@lru_cache(maxsize=1024)
-def gemm_spec_from_json(text: str) -> GemmSpec:
-    """Read back what ``GemmSpec.to_json`` wrote."""
-    record = json.loads(text)
-    a, b = format_from_dict(record["a"]), format_from_dict(record["b"])
-    assert isinstance(a, FloatFormat | IntFormat) and isinstance(b, FloatFormat | IntFormat)
-    return GemmSpec(datapath=record_from_dict(record["datapath"]), plan=record_from_dict(record["plan"]), a=a, b=b)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from fmtsim.gemm.products.native import card_description
-from fmtsim.gemm.targets.target import Resolution, get_target
+from fmtsim.gemm.targets.target import get_target
 from fmtsim.spec.call import GemmCall
-from fmtsim.spec.gemm_spec import record_to_dict
+from fmtsim.spec.gemm_spec import GemmSpec, record_to_dict
 from fmtsim.training.artifacts import version_of
 from fmtsim.training.corpus import Corpus
 from fmtsim.training.lockstep import HEAD_FORMAT, Lockstep, Mismatch
@@ -118,7 +118,7 @@ def _mismatch(mismatch: Mismatch) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _product(call: GemmCall, found: Resolution) -> dict[str, Any]:
+def _product(call: GemmCall, found: GemmSpec) -> dict[str, Any]:
     out = str(call.out).removeprefix("torch.")
     fast = f", fast_accum={call.fast_accum}" if call.operation == "scaled_mm" else ""
     layouts = f"{call.a_layout} x {call.b_layout}"

@@ -21,11 +21,12 @@ from fmtsim.analysis.comparison import Comparison
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import LinearConfig, linear_config
 from fmtsim.gemm.products.native import why_not_native
-from fmtsim.gemm.targets.target import Resolution, Target, get_target
+from fmtsim.gemm.targets.target import Target, get_target
 from fmtsim.nn.convert import convert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.progress import Progress
 from fmtsim.spec.call import GemmCall
+from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.training.corpus import Corpus, sample
 from fmtsim.training.deterministic import deterministic
 from fmtsim.training.gpt import GPT
@@ -107,7 +108,7 @@ class Lockstep:
     stopped: str | None = None
     timed_out: bool = False
     seconds: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    products: list[tuple[GemmCall, Resolution]] = field(default_factory=list)
+    products: list[tuple[GemmCall, GemmSpec]] = field(default_factory=list)
     guesses: list[str] = field(default_factory=list)
     digest: tuple[str, str] = ("", "")
 
@@ -121,9 +122,9 @@ class Lockstep:
 class RecordingTarget(Target):
     """A target that keeps what it was asked."""
 
-    asked: dict[GemmCall, Resolution] = field(default_factory=dict)
+    asked: dict[GemmCall, GemmSpec] = field(default_factory=dict)
 
-    def resolve(self, call: GemmCall, *, strict: bool = False) -> Resolution:
+    def resolve(self, call: GemmCall, *, strict: bool = False) -> GemmSpec:
         """Return what the target says, and remember it."""
         self.asked[call] = found = Target.resolve(self, call, strict=strict)
         return found

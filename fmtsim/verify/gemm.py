@@ -19,7 +19,7 @@ from fmtsim.gemm.products.instruction import mma
 from fmtsim.gemm.products.matmul import int_mm, linear, mm
 from fmtsim.gemm.products.operands import matrix_layout
 from fmtsim.gemm.products.scaled import scaled_mm
-from fmtsim.spec.call import GemmCall, Scaling
+from fmtsim.spec.call import GemmCall, ScaleKind
 from fmtsim.verify.device import moved
 from fmtsim.verify.recordings import Call, Dots, Recording, find_recordings, read_calls, read_dots
 
@@ -245,7 +245,7 @@ def plan_basis(call: Call, target: str) -> str:
     from fmtsim.gemm.targets.target import get_target
 
     half, tf32 = call.options.get("fp16_accumulation", False), call.options.get("tf32", False)
-    scaling: Scaling = "none"
+    scaling: ScaleKind = "none"
     if call.scale_a is not None:
         scaling = "tensor" if call.scale_a.numel() == 1 else "row"
     names = ["tf32" if tf32 else _NAMES[x.dtype] for x in (call.a, call.b)]

@@ -11,7 +11,7 @@ from fmtsim.analysis.compare import compare
 from fmtsim.formats.interop import torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat, IntFormat
-from fmtsim.gemm.products.operator import is_stochastic, run_gemm
+from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.gemm.units.unit import Mode, get_unit, list_units
 from fmtsim.quantize import quantize
 from fmtsim.spec.cast import RandomKey
@@ -122,7 +122,7 @@ def _case(mode: Mode, a: str, b: str, plan: GemmPlan, kind: str, seed: int) -> C
         dtype = sum_dtype(spec.datapath)
         steps = torch.randint(-64, 64, SHAPE, generator=generator)
         rest["c"] = steps.to(dtype) if dtype == torch.int32 else steps.to(dtype) / 16
-    if is_stochastic(spec):
+    if spec.stochastic:
         rest["random"] = RandomKey(seed, 5)
     return Case(spec, left, right, rest, f"{a} x {b} -> {mode.accumulate}, {kind} numbers, split {plan.split}")
 

@@ -83,7 +83,7 @@ def test_a_plan_file_gives_the_bits_of_the_card(found, measured, tmp_path):
 def test_calls_that_were_not_asked_warn(found, measured, tmp_path):
     write_plan(plan_file("my_plan", "a test", found, units, measured=measured), tmp_path / "p.json")
     a = torch.zeros(7, 4096, dtype=torch.bfloat16)
-    with pytest.warns(PlanUnknownWarning, match="no recorded order of sums for mm M=7 N=7 K=4096"):
+    with pytest.warns(PlanUnknownWarning, match="no recorded accumulation order for mm M=7 N=7 K=4096"):
         fmtsim.mm(a, a.t(), target=str(tmp_path / "p.json"))
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fmtsim
+from fmtsim import cuda
 from fmtsim.cli.main import BAD_INPUT, main
-from fmtsim.cuda.native import calls as unit
 from fmtsim.gemm.products import native
 
 WORDS = ["mm", "32", "48", "64", "--target", "h200", "--out-dtype", "bfloat16"]
@@ -29,9 +29,9 @@ def card(monkeypatch):
             y.view(torch.int16)[state["flip"]] ^= 1
         return y
 
-    monkeypatch.setattr(unit, "run", run)
-    monkeypatch.setattr(native, "_card_of", lambda device: 0)
-    monkeypatch.setattr(native, "_card_reason", lambda target, index: (None, False))
+    monkeypatch.setattr(cuda, "run_native", run)
+    monkeypatch.setattr(native, "_index_of", lambda device: 0)
+    monkeypatch.setattr(native, "_gpu_reason", lambda target, index: (None, False))
     return state
 
 

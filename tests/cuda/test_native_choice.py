@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cuda.native import calls as unit
+from fmtsim import cuda
 from fmtsim.cuda.native import card
 from fmtsim.cuda.native.calls import swizzled
 from fmtsim.errors import ArgumentError, NativeWarning
@@ -45,12 +45,12 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
     monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: False)
-    monkeypatch.setattr(native, "_card_of", lambda device: 0)
+    monkeypatch.setattr(native, "_index_of", lambda device: 0)
     monkeypatch.setattr(native, "_warn_of_versions", lambda name, library: None)
-    native._other_card.cache_clear()
+    native._other_gpu.cache_clear()
     native._warn_of_setting.cache_clear()
     yield monkeypatch
-    native._other_card.cache_clear()
+    native._other_gpu.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_versions_are_compared(monkeypatch, torch_version, blas, said):
 
 
 def test_other_versions_warn_once(monkeypatch):
-    monkeypatch.setattr(card, "other_versions", lambda library: ["torch 3 instead of 2"])
+    monkeypatch.setattr(cuda, "other_versions", lambda library: ["torch 3 instead of 2"])
     native._warn_of_versions.cache_clear()
     with pytest.warns(NativeWarning, match="target h200 was recorded with other versions than are here: torch 3 inst"):
         native._warn_of_versions("h200", H200)
@@ -137,7 +137,7 @@ def ran(hopper):
         calls.append((call, a, b, bias, scales))
         return torch.zeros(*a.shape[:-1], b.shape[-1], dtype=call.out_dtype)
 
-    hopper.setattr(unit, "run", run)
+    hopper.setattr(cuda, "run_native", run)
     return calls
 
 
@@ -201,7 +201,7 @@ def test_small_blocks_reach_the_call_as_codes(ran, monkeypatch):
 
 
 REFUSED = [
-    (lambda: fmtsim.mm(A16, B16, unit="hopper.wgmma", native=True), "a unit or datapath alone is no card"),
+    (lambda: fmtsim.mm(A16, B16, unit="hopper.wgmma", native=True), "a unit or datapath alone is no GPU"),
     (lambda: fmtsim.mm(A16, B16, target="h200", plan=fmtsim.GemmPlan(), native=True), "plan= replaces the library's"),
     (lambda: fmtsim.mm(A16, B16, target="b200", native=True), "the device is a NVIDIA H200, the target a NVIDIA B200"),
     (lambda: fmtsim.mm(A16.float(), B16.float(), a_format="bf16", b_format="bf16", target="h200", native=True),

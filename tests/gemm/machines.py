@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from fmtsim import GemmPlan, get_unit
+from fmtsim import GemmPlan, get_format, get_unit
 from fmtsim.gemm.targets import target
+from fmtsim.spec.gemm_spec import GemmSpec
 
 
-@dataclass
+@dataclass(eq=False)
 class Notebook:
     """Resolve every call to the Hopper unit and one plan, and keep the calls."""
 
@@ -20,8 +21,14 @@ class Notebook:
         self.calls.append(call)
         self.strict = strict
         unit = "fp32_fma" if call.a == "fp32" else "hopper.mma" if call.a == "fp64" else "hopper.wgmma"
-        arithmetic = get_unit(unit).mode(call.a, call.b, call.accumulate)
-        return target.Resolution(arithmetic, self.plan, unit, call.accumulate, self.basis)
+        path = get_unit(unit).mode(call.a, call.b, call.accumulate)
+        a, b = get_format(call.a), get_format(call.b)
+        return GemmSpec(
+            datapath=path, plan=self.plan, a=a, b=b, unit=unit, accumulate=call.accumulate, basis=self.basis
+        )
+
+    def doubt(self, call, plan, strict):
+        pass
 
 
 def install(monkeypatch) -> Notebook:

@@ -28,7 +28,7 @@ def config(fmt, other=None, **machine):
         (lambda: Gemm(plan=GemmPlan()), ArgumentError, r"plan=, accumulate= and fast_accum= belong to a machine"),
         (lambda: Gemm(accumulate="fp16"), ArgumentError, r"belong to a machine; pass target= or unit= as well"),
         (lambda: linear_config(x=None, w=None, g=None, fast_accum=True), ArgumentError, r"belong to a machine"),
-        (lambda: Gemm(unit="exact", plan="serial"), ArgumentError, r"plan='serial' is not an order of sums"),
+        (lambda: Gemm(unit="exact", plan="serial"), ArgumentError, r"plan='serial' is not an accumulation order"),
         (lambda: Gemm(unit="exact", accumulate="bf16"), ArgumentError, r"accumulate='bf16' is not possible"),
         (lambda: Gemm(a=q("bf16"), b=q("bf16"), unit="hopper.wgmma", accumulate="fp16"), ArgumentError,
          r"unit hopper.wgmma does not take bf16 x bf16 -> fp16"),

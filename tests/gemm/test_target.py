@@ -119,7 +119,7 @@ def test_half_accumulators():
     found = resolve(call)
     assert (found.plan.k_tile, found.plan.split, found.plan.round_trip) == (64, 4, True)
     assert (found.plan.partial.name, found.accumulate, found.basis) == ("fp16", "fp16", "recorded")
-    assert found.arithmetic == get_unit("hopper.mma").mode("fp16", "fp16", "fp16")
+    assert found.datapath == get_unit("hopper.mma").mode("fp16", "fp16", "fp16")
     tiny = resolve(replace(call, k=16)).plan
     assert tiny.split == 2 and 8 in (tiny.k_tile, getattr(tiny, "part_k", None))
 
@@ -252,7 +252,7 @@ def test_guesses_warn_once_and_strict_refuses(monkeypatch):
     monkeypatch.setattr(targets, "_warned", set())
     call = mm(777, 8, 30000, "fp16")
     target = get_target("h200")
-    with pytest.warns(PlanUnknownWarning, match=r"no recorded order of sums for mm M=777 N=8 K=30000 fp16 x fp16"):
+    with pytest.warns(PlanUnknownWarning, match=r"no recorded accumulation order for mm M=777 N=8 K=30000 fp16 x fp16"):
         found = target.resolve(call)
     assert (found.basis, found.plan.verified) == ("guess", False)
     with warnings.catch_warnings():

@@ -105,7 +105,7 @@ def test_against_the_slow_one(unit, causal):
 
 
 def fmtsim_key(seed):
-    from fmtsim.gemm.products.choice import draw_keys
+    from fmtsim.gemm.products.operator import draw_keys
 
     return draw_keys(True, seed, None, torch.device("cpu")).tolist()
 

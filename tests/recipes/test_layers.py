@@ -10,7 +10,7 @@ import torch
 from fmtsim.gemm.layers.config import OPERANDS
 from fmtsim.gemm.layers.emulated import EmulatedGEMM
 from fmtsim.gemm.layers.streams import stream_of
-from fmtsim.gemm.products.choice import draw_keys
+from fmtsim.gemm.products.operator import draw_keys
 from fmtsim.recipes import get_recipe
 from fmtsim.scaling.signs import random_signs, sign_bits
 from fmtsim.spec.cast import RandomKey

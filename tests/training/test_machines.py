@@ -70,11 +70,11 @@ def test_fewer_bits_are_seen_in_the_losses(text):
 def test_guesses_are_summed_up_at_the_end(text, fresh, capsys):
     config, corpus, base, simulated = compared(text, Scheme(format="bf16", target="a100"), steps=1)
     assert len(simulated.guesses) == 12 and base.guesses == []  # four layers, three products each
-    assert all("a100 has no recorded order of sums" in guess for guess in simulated.guesses)
+    assert all("a100 has no recorded accumulation order" in guess for guess in simulated.guesses)
     record = make_record(config, corpus, base, simulated)
     assert record["simulated"]["guesses"] == simulated.guesses
     said = summary(record, base, simulated)
-    assert said.count("no recorded order of sums") == 1 and "(and 11 other products, in record.json)" in said
+    assert said.count("no recorded accumulation order") == 1 and "(and 11 other products, in record.json)" in said
     assert "--plan" in said and "take --unit" in said
     assert capsys.readouterr().err == ""
 
@@ -96,7 +96,9 @@ def test_other_warnings_are_shown_as_ever():
 
 
 def test_one_guess_is_no_list():
-    simulated = Run(label="x", losses=[1.0], guesses=["target t has no recorded order of sums for mm M=1; guessing"])
+    simulated = Run(
+        label="x", losses=[1.0], guesses=["target t has no recorded accumulation order for mm M=1; guessing"]
+    )
     record = {"corpus": {"name": "n", "bytes": 1, "files": 1, "truncated": False}}
     said = summary(record, Run(label="fp32", losses=[1.0]), simulated)
     assert "for mm M=1: their order" not in said and "for mm M=1: its order of sums was guessed." in said

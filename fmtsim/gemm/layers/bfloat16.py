@@ -15,7 +15,7 @@ from fmtsim.dispatch import is_bare
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.gemm.layers.finish import finish_sums
-from fmtsim.gemm.products.choice import draw_keys
+from fmtsim.gemm.products.operator import draw_keys
 from fmtsim.ops import load_engine, random_key
 from fmtsim.quantize import quantize
 from fmtsim.spec.cast import CastSpec, spec_from_json

@@ -11,7 +11,7 @@ from fmtsim.formats.representable import is_representable
 from fmtsim.gemm.layers.bfloat16 import on_card, served
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.operand import Draws
-from fmtsim.gemm.products.choice import drawn_key
+from fmtsim.gemm.products.operator import drawn_key
 from fmtsim.ops import load_engine
 from fmtsim.scaling.history import DelayedScale, FrozenScale, LearningScale
 from fmtsim.spec.operand import Keys, Operand, folds, last_cast, spread

@@ -10,11 +10,11 @@ from fmtsim.errors import FormatError
 from fmtsim.formats.block import FP32, BlockFormat, Format, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.products.operands import OperandFormat, operand_format, own_dtype
+from fmtsim.gemm.products.operands import operand_format, own_dtype
 from fmtsim.ops import engine_for
 from fmtsim.quantize import encode_parts, quantize
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.call import Scaling
+from fmtsim.spec.call import OperandFormat, ScaleKind
 from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.spec.datapath import Arithmetic, Datapath
 from fmtsim.spec.quantizer import Quantizer
@@ -39,13 +39,13 @@ class Coded(NamedTuple):
 
     values: Tensor
     format: OperandFormat
-    kind: Scaling
+    kind: ScaleKind
     scales: Tensor | None = None
     whole: Tensor | None = None
     tall: int = 1
 
 
-def kind_of(fmt: Format) -> Scaling:
+def kind_of(fmt: Format) -> ScaleKind:
     """Return how libraries name the scales of a format.
 
     Raises:
@@ -73,7 +73,7 @@ def kind_of(fmt: Format) -> Scaling:
     )
 
 
-def product_kind(a: Scaling, b: Scaling) -> Scaling:
+def product_kind(a: ScaleKind, b: ScaleKind) -> ScaleKind:
     """Return the kind of scales of a product; raise FormatError where no unit takes the two together."""
     if a == b or {a, b} <= {"none", "tensor", "row"}:
         return a if a == b else "row" if "row" in (a, b) else "tensor"
@@ -81,7 +81,7 @@ def product_kind(a: Scaling, b: Scaling) -> Scaling:
     raise FormatError(f"no unit multiplies an operand with {' by one with '.join(names)}; give both the same")
 
 
-def check_unit_scales(path: Arithmetic, kind: Scaling) -> None:
+def check_unit_scales(path: Arithmetic, kind: ScaleKind) -> None:
     """Raise FormatError where operands have block scales that the unit does not multiply with."""
     if kind not in INNER_SCALES:
         return

@@ -13,7 +13,7 @@ from torch import Tensor
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.streams import Generator
-from fmtsim.gemm.products.choice import drawn_key
+from fmtsim.gemm.products.operator import drawn_key
 from fmtsim.scaling.history import DelayedScale, FrozenScale
 
 State = Mapping[str, DelayedScale | FrozenScale]

@@ -8,15 +8,15 @@ from torch import Tensor
 
 from fmtsim.errors import FormatError
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.layers.coding import INNER_SCALES, Coded, check_unit_scales, product_kind
+from fmtsim.gemm.layers.coding import Coded, check_unit_scales, product_kind
 from fmtsim.gemm.layers.config import Gemm
-from fmtsim.gemm.products.choice import Choice, definition, draw_keys
-from fmtsim.gemm.products.native import coded_obstacle, run_coded, wanted
+from fmtsim.gemm.products.native import run_coded, runs_natively, unsupported_coded
 from fmtsim.gemm.products.operands import matrix_layout, own_dtype
+from fmtsim.gemm.products.operator import draw_keys, run_gemm
+from fmtsim.gemm.products.resolver import resolve_call
 from fmtsim.gemm.products.scaled import check_library
 from fmtsim.quantize import quantize
-from fmtsim.spec.call import Operation, Scaling
-from fmtsim.spec.gemm_spec import gemm_spec_from_json
+from fmtsim.spec.call import Operation, ScaleKind
 from fmtsim.spec.quantizer import Quantizer
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -51,24 +51,25 @@ def multiply_coded(
     m, n, k = a.values.shape[0], b.values.shape[0], a.values.shape[1]
     if gemm.target is not None and scaled:
         _check_scaled(a, b, asked, (m, n, k), gemm.fast_accum)
-    layouts = matrix_layout(a.values, transposed=False), matrix_layout(b.values.mT, transposed=True)
-    fields = (
-        operation, m, n, k, asked, gemm.accumulate or ("fp64" if a.values.dtype == torch.float64 else "fp32"),
-        gemm.fast_accum, "tensor" if scaled and kind == "none" else kind, adds,
-        *(("row", "row") if scaled else layouts), 1,
-    )  # fmt: skip
-    choice = Choice(target=gemm.target, unit=gemm.unit, plan=gemm.plan, accumulate=gemm.accumulate)
-    obstacle = partial(coded_obstacle, a, b, kind, asked, fields[5], gemm.fast_accum)
-    if wanted(gemm.native, choice, a.values.device, obstacle):
-        rules: dict[str, Any] = {"adds": adds, "sums": fields[5], "fast_accum": gemm.fast_accum}
+    sums = gemm.accumulate or ("fp64" if a.values.dtype == torch.float64 else "fp32")
+    unsupported = partial(unsupported_coded, a, b, kind, asked, sums, gemm.fast_accum)
+    if runs_natively(gemm.native, gemm.target, gemm.plan, a.values.device, unsupported):
+        rules: dict[str, Any] = {"adds": adds, "sums": sums, "fast_accum": gemm.fast_accum}
         return run_coded(operation, a, b, bias, kind, asked, **rules)
-    text, stochastic, *_ = definition(fields, choice, a.format, b.format, INNER_SCALES.get(kind, (None,))[0])
-    _check_inner(text, kind)
-    key = draw_keys(stochastic, generator if stochastic else None, None, a.values.device)
-    row, column, *inner = _scales(a, b, kind)
-    return torch.ops.fmtsim.gemm(  # type: ignore[no-any-return]
-        a.values, b.values, text, asked, None, *inner, row, column, bias, None, key
-    )
+    layouts = matrix_layout(a.values), matrix_layout(b.values.mT, transposed=True)
+    spec = resolve_call(
+        operation, a.format, b.format, (m, n, k), asked, target=gemm.target, unit=gemm.unit, plan=gemm.plan,
+        accumulate=gemm.accumulate if gemm.target is None else sums, fast_accum=gemm.fast_accum,
+        scaling="tensor" if scaled and kind == "none" else kind, bias=adds,
+        layouts=("row", "row") if scaled else layouts,
+    )  # fmt: skip
+    check_unit_scales(spec.datapath, kind)
+    key = draw_keys(spec.stochastic, generator if spec.stochastic else None, None, a.values.device)
+    row, column, scale_a, scale_b = _scales(a, b, kind)
+    return run_gemm(
+        a.values, b.values, spec, dtype=asked, scale_a=scale_a, scale_b=scale_b, row=row, column=column, bias=bias,
+        random=key,
+    )  # fmt: skip
 
 
 def round_output(y: Tensor, out: Quantizer, dtype: torch.dtype, generator: Any) -> Tensor:
@@ -124,11 +125,7 @@ def _check_scaled(a: Coded, b: Coded, asked: torch.dtype, sizes: tuple[int, int,
         raise FormatError("torch._scaled_mm has no 128x128 by 128x128 scales; give one operand 1x128, or pass unit=")
 
 
-def _check_inner(text: str, kind: Scaling) -> None:
-    check_unit_scales(gemm_spec_from_json(text).datapath, kind)
-
-
-def _scales(a: Coded, b: Coded, kind: Scaling) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+def _scales(a: Coded, b: Coded, kind: ScaleKind) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the scales of rows and of columns, and those along K of both operands."""
     if kind == "none":
         return None, None, None, None

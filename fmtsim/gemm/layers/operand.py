@@ -9,7 +9,7 @@ from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.layers.coding import Coded
 from fmtsim.gemm.products.operands import operand_format
-from fmtsim.spec.call import Scaling as Kind
+from fmtsim.spec.call import ScaleKind as Kind
 from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Quantizer
 

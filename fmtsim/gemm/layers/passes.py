@@ -14,7 +14,7 @@ from fmtsim.gemm.layers.prepare import draws_of, prepare, transformed, unrotated
 from fmtsim.gemm.layers.streams import SIGNS, stream_of
 from fmtsim.gemm.layers.sums import multiply_operands, rest_of
 from fmtsim.gemm.layers.traced import traced_count, traced_key, traced_operand, traced_unrotate
-from fmtsim.gemm.products.choice import drawn_key
+from fmtsim.gemm.products.operator import drawn_key
 from fmtsim.scaling.statistics import block_sizes
 from fmtsim.spec.call import Operation
 from fmtsim.spec.cast import RandomKey

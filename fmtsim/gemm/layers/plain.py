@@ -12,7 +12,7 @@ from fmtsim.gemm.layers.layer import Layer
 from fmtsim.gemm.layers.machine import multiply_coded, round_output
 from fmtsim.gemm.layers.passes import Observer
 from fmtsim.gemm.layers.streams import Generator, Stream, stream_of
-from fmtsim.gemm.products.choice import drawn_key
+from fmtsim.gemm.products.operator import drawn_key
 from fmtsim.quantize import quantize
 from fmtsim.spec.call import Operation
 from fmtsim.spec.quantizer import Quantizer

@@ -16,7 +16,7 @@ from fmtsim.gemm.layers.coding import code, holder
 from fmtsim.gemm.layers.config import OPERANDS
 from fmtsim.gemm.layers.operand import Draws
 from fmtsim.gemm.layers.streams import Generator, stream_of
-from fmtsim.gemm.products.choice import drawn_key
+from fmtsim.gemm.products.operator import drawn_key
 from fmtsim.quantize import quantize
 from fmtsim.scaling.cast import Scaled, cast
 from fmtsim.scaling.hadamard import hadamard

@@ -17,7 +17,7 @@ from fmtsim.gemm.layers.layer import find_layer
 from fmtsim.gemm.layers.operand import Draws
 from fmtsim.gemm.layers.prepare import draws_of, prepare, unrotated
 from fmtsim.gemm.layers.streams import FORWARD, SIGNS, stream_of
-from fmtsim.gemm.products.choice import draw_keys
+from fmtsim.gemm.products.operator import draw_keys
 from fmtsim.ops import random_key
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.scaling.statistics import block_sizes

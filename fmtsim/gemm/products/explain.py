@@ -1,4 +1,4 @@
-"""Why a product has the bits it has: the unit, the order of its sums, and what stands behind both."""
+"""Why a product has the bits it has: the unit, the accumulation order, and what stands behind both."""
 
 import warnings
 from dataclasses import dataclass, replace
@@ -9,22 +9,17 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.products.choice import Choice, Resolved, call_name, choose, resolve
-from fmtsim.gemm.products.native import check_native, plain_obstacle, scaled_obstacle, why_not
-from fmtsim.gemm.products.operands import OperandFormat, check_devices, check_tensor, matrix_layout
-from fmtsim.gemm.products.product import Request, accumulation, operand_formats, output_dtype, request_formats
+from fmtsim.gemm.products.matmul import Options, accumulation, checked_options, operand_formats, output_dtype
+from fmtsim.gemm.products.native import check_native, emulation_reason, unsupported_product, unsupported_scaled
+from fmtsim.gemm.products.operands import check_devices, check_tensor, inner_length, matrix_layout, operand_format
+from fmtsim.gemm.products.resolver import call_name, resolve
 from fmtsim.gemm.products.scales import Scales
 from fmtsim.gemm.units.unit import STRENGTHS, describe, get_unit
-from fmtsim.spec.call import LARGE_BLOCKS, GemmCall, Operation, Scaling
+from fmtsim.spec.call import LARGE_BLOCKS, GemmCall, OperandFormat, Operation
 from fmtsim.spec.datapath import Datapath, IntegerDatapath
+from fmtsim.spec.gemm_spec import BASES, GemmSpec
 from fmtsim.spec.plan import GemmPlan
 
-_BASES = {
-    "recorded": "recorded bits of this call",
-    "logged": "the library's own choice for this call",
-    "rule": "a rule",
-    "guess": "a guess",
-}
 _STEPS = {
     "scale": "times the product of both scales",
     "row_column": "times the scale of the row, then of the column",
@@ -42,7 +37,7 @@ class MmExplanation:
         call: The call as a library sees it.
         machine: The target, unit or datapath that was asked.
         unit: Name of the unit, None for a datapath without one.
-        plan: Order of sums and epilogue.
+        plan: Accumulation order and epilogue.
         basis: What stands behind the plan: ``"recorded"`` bits of this very call, the library's ``"logged"`` choice, a
             ``"rule"``, or a ``"guess"``.
         rows: What is shown: a heading and a text each.
@@ -121,81 +116,74 @@ def explain_mm(
     check_devices(a=a, b=b)
     if a.dim() != b.dim() or a.dim() > 3:
         raise ArgumentError(f"a has {a.dim()} dimensions, b {b.dim()}; pass two matrices, or two stacks of them")
-    choice = choose("explain_mm", target, unit, datapath, plan, accumulate)
-    operation, scaling = _operation(a, b, choice)
-    request = Request(
-        operation=operation,
-        choice=choice,
-        out_dtype=out_dtype,
-        allow_tf32=allow_tf32,
-        allow_fp16_accumulation=allow_fp16_accumulation,
-        a_format=a_format,
-        b_format=b_format,
-    )
+    given: Options = {
+        "out_dtype": out_dtype, "target": target, "unit": unit, "datapath": datapath, "plan": plan,
+        "accumulate": accumulate, "allow_tf32": allow_tf32, "allow_fp16_accumulation": allow_fp16_accumulation,
+        "a_format": a_format, "b_format": b_format, "native": native,
+    }  # fmt: skip
+    options = checked_options("explain_mm", given)
+    operation = _operation(a, b, target is not None)
     if operation == "scaled_mm":
-        formats, tf32 = request_formats(a, b.mT, request), ""
+        formats, tf32 = (operand_format("a", a, a_format), operand_format("b", b.mT, b_format)), ""
     else:
-        formats, tf32 = operand_formats(a, b.mT, request)
-    call = _call(a, b, formats, request, scaling, use_fast_accum)
+        formats, tf32 = operand_formats(operation, a, b.mT, options)
+    call = _call(operation, a, b, formats, options, use_fast_accum)
     with warnings.catch_warnings():  # a guess is said in words here
         warnings.simplefilter("ignore")
-        found = resolve(call, choice, *formats)
-    shown = _explanation(call, found, choice, tf32)
+        found = resolve(call)
+    shown = _explanation(call, found, tf32)
     check_native(native)
-    if choice.target is None or (native is None and a.device.type != "cuda"):
+    if target is None or (native is None and a.device.type != "cuda"):
         return shown
-    obstacle = _obstacle(a, b, call, formats, request)
-    return replace(shown, rows=(*shown.rows, ("runs", _runs(call, choice, a.device, native, obstacle))))
+    return replace(shown, rows=(*shown.rows, ("runs", _runs(call, a, b, formats, options))))
 
 
-def _operation(a: Tensor, b: Tensor, choice: Choice) -> tuple[Operation, Scaling]:
+def _operation(a: Tensor, b: Tensor, library: bool) -> Operation:
     if a.dtype == b.dtype == torch.int8:
-        return "int_mm", "none"
-    narrow = all(t.dtype.is_floating_point and t.dtype.itemsize == 1 for t in (a, b))
-    if narrow and choice.target is not None:
-        return "scaled_mm", "tensor"
-    return ("bmm" if a.dim() == 3 else "mm"), "none"
+        return "int_mm"
+    if library and all(t.dtype.is_floating_point and t.dtype.itemsize == 1 for t in (a, b)):
+        return "scaled_mm"
+    return "bmm" if a.dim() == 3 else "mm"
 
 
 def _call(
-    a: Tensor, b: Tensor, formats: tuple[OperandFormat, OperandFormat], request: Request, scaling: Scaling, fast: bool
-) -> GemmCall:
-    if request.operation == "int_mm":
+    operation: Operation, a: Tensor, b: Tensor, formats: tuple[OperandFormat, OperandFormat], options: dict[str, Any],
+    fast: bool,
+) -> GemmCall:  # fmt: skip
+    dtype, sums = options["out_dtype"] or a.dtype, "fp32"
+    if operation == "int_mm":
         dtype, sums = torch.int32, "int32"
-    elif request.operation == "scaled_mm":
-        dtype, sums = request.out_dtype or a.dtype, "fp32"
-    else:
-        dtype = output_dtype(a, b, request) or a.dtype
-        sums = accumulation(a, output_dtype(a, b, request), request)
+    elif operation != "scaled_mm":
+        out = output_dtype(operation, a, b, options)
+        dtype, sums = out or a.dtype, accumulation(a, out, options)
+    asked = options["target"] is not None or options["allow_fp16_accumulation"]
     return GemmCall(
-        operation=request.operation, m=a.shape[-2], n=b.shape[-1],
-        k=a.shape[-1] * (2 if a.dtype == torch.float4_e2m1fn_x2 else 1),
-        a=call_name(formats[0]), b=call_name(formats[1]), out=dtype, accumulate=sums, fast_accum=fast, scaling=scaling,
-        a_layout=matrix_layout(a, transposed=False), b_layout=matrix_layout(b, transposed=True),
-        batch=a.shape[0] if a.dim() == 3 else 1,
+        operation=operation, m=a.shape[-2], n=b.shape[-1], k=inner_length(a), a=call_name(formats[0]),
+        b=call_name(formats[1]), out=dtype, accumulate=sums if asked else options["accumulate"] or "", fast_accum=fast,
+        scaling="tensor" if operation == "scaled_mm" else "none", a_layout=matrix_layout(a),
+        b_layout=matrix_layout(b, transposed=True), batch=a.shape[0] if a.dim() == 3 else 1, formats=formats,
+        target=options["target"], unit=options["unit"], plan=options["plan"],
     )  # fmt: skip
 
 
-def _obstacle(
-    a: Tensor, b: Tensor, call: GemmCall, formats: tuple[OperandFormat, OperandFormat], request: Request
-) -> str | None:
+def _runs(
+    call: GemmCall, a: Tensor, b: Tensor, formats: tuple[OperandFormat, OperandFormat], options: dict[str, Any]
+) -> str:  # fmt: skip
     if call.operation == "scaled_mm":
-        return scaled_obstacle((a, b), formats, Scales("tensor"), call.out, accumulate=request.choice.accumulate)
-    given = request.a_format, request.b_format
-    return plain_obstacle((a, b), formats, given, call.out, call.accumulate, None)
-
-
-def _runs(call: GemmCall, choice: Choice, device: torch.device, native: bool | None, obstacle: str | None) -> str:
-    reason = "native=False" if native is False else why_not(choice, device, obstacle)
+        found = unsupported_scaled((a, b), formats, Scales("tensor"), call.out, accumulate=options["accumulate"])
+    else:
+        given = options["a_format"], options["b_format"]
+        found = unsupported_product((a, b), formats, given, call.out, call.accumulate or "fp32", None)
+    native = options["native"]
+    reason = "native=False" if native is False else emulation_reason(call.target, call.plan, a.device, found)
     if reason is None:
         function = {"scaled_mm": "_scaled_mm", "int_mm": "_int_mm"}.get(call.operation, call.operation)
-        return f"natively, by torch.{function} on this card"
+        return f"natively, by torch.{function} on this GPU"
     return f"{'not at all (native=True)' if native else 'emulated'}: {reason}"
 
 
-def _explanation(call: GemmCall, found: Resolved, choice: Choice, tf32: str) -> MmExplanation:
-    plan, path = found.spec.plan, found.spec.datapath
-    target = choice.target
+def _explanation(call: GemmCall, found: GemmSpec, tf32: str) -> MmExplanation:
+    plan, path, target = found.plan, found.datapath, call.target
     machine = str(getattr(target, "name", target)) if target is not None else found.unit or "datapath"
     batch = f"{call.batch} of " if call.operation == "bmm" else ""
     out = str(call.out).removeprefix("torch.")
@@ -206,7 +194,7 @@ def _explanation(call: GemmCall, found: Resolved, choice: Choice, tf32: str) -> 
         layouts = f"a {call.a_layout}-major, b {call.b_layout}-major along K"
         rows.append(("target", f"{machine}, {layouts}"))
     if tf32:
-        rounded = "rounded to TF32, to nearest even" if found.spec.a.name == "tf32" else "not rounded to TF32"
+        rounded = "rounded to TF32, to nearest even" if found.a.name == "tf32" else "not rounded to TF32"
         rows.append(("operands", f"float32 {rounded}"))
     rows.append(("unit", f"{found.unit or 'own datapath'}: {describe(path)}"))
     if found.unit is not None:
@@ -214,20 +202,20 @@ def _explanation(call: GemmCall, found: Resolved, choice: Choice, tf32: str) -> 
         rows += [("evidence", f"{STRENGTHS[mode.strength]}: {mode.evidence}")] if mode is not None else []
     rows.append(("order", _order(call.k, found)))
     rows.append(("epilogue", _epilogue(call, plan, out)))
-    rows.append(("source", _source(found, choice)))
+    rows.append(("source", _source(call, found)))
     return MmExplanation(call=call, machine=machine, unit=found.unit, plan=plan, basis=found.basis, rows=tuple(rows))
 
 
-def _mode(found: Resolved, path: Any) -> Any:
+def _mode(found: GemmSpec, path: Any) -> Any:
     """Return the unit's mode whose arithmetic is used, None where a target changes it."""
     assert found.unit is not None
-    names = call_name(found.spec.a), call_name(found.spec.b)
+    names = call_name(found.a), call_name(found.b)
     modes = get_unit(found.unit).modes
     return next((mode for mode in modes if mode.datapath == path and mode.takes(*names)), None)
 
 
-def _order(k: int, found: Resolved) -> str:
-    plan, path = found.spec.plan, found.spec.datapath
+def _order(k: int, found: GemmSpec) -> str:
+    plan, path = found.plan, found.datapath
     if isinstance(path, IntegerDatapath) and not path.saturate:
         return "of no consequence: sums are exact modulo 2^32"
     promote = plan.promote_every or (path.promote_every if isinstance(path, Datapath) else None)
@@ -275,8 +263,8 @@ def _epilogue(call: GemmCall, plan: GemmPlan, out: str) -> str:
     return ", ".join([*steps, f"rounded to {out}, to nearest even{saturating}"])
 
 
-def _source(found: Resolved, choice: Choice) -> str:
-    if choice.plan is not None:
+def _source(call: GemmCall, found: GemmSpec) -> str:
+    if call.plan is not None:
         return "the caller's plan"
-    source = found.spec.plan.source or "not said"
-    return source if choice.target is None else f"{_BASES.get(found.basis, found.basis)}: {source}"
+    source = found.plan.source or "not said"
+    return source if call.target is None else f"{BASES[found.basis]}: {source}"

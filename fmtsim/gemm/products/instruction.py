@@ -9,21 +9,14 @@ from torch import Tensor
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.products.choice import (
-    Choice,
-    accumulate_dtype,
-    accumulate_name,
-    choose,
-    draw_keys,
-    resolve,
-    unit_takes,
-)
-from fmtsim.gemm.products.operands import OperandFormat, check_devices, check_tensor, operand_format, read_operand
-from fmtsim.gemm.products.operator import is_stochastic
+from fmtsim.gemm.products.operands import check_devices, check_tensor, operand_format, read_operand
+from fmtsim.gemm.products.operator import draw_keys, run_gemm
+from fmtsim.gemm.products.resolver import ACCUMULATE_DTYPES, accumulate_name, one_machine, resolve_call
 from fmtsim.gemm.products.scales import unit_scale_format, unit_scales
+from fmtsim.gemm.units.unit import unit_takes
 from fmtsim.ops import quantize
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.call import GemmCall
+from fmtsim.spec.call import SCALE_KINDS, UNIT_SCALES, OperandFormat, ScaleKind
 from fmtsim.spec.cast import CastSpec
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec
@@ -80,44 +73,39 @@ def mma(
             check_tensor(name, extra, "2+")
     check_devices(a=a, b=b, c=c, scale_a=scale_a, scale_b=scale_b)
     _refuse_gradient(a=a, b=b, c=c)
-    if isinstance(unit, Arithmetic):
-        choice = choose("mma", None, None, unit)
-    else:
-        choice = choose("mma", None, unit, None, None, _accumulate(c, accumulate))
+    one_machine("mma", None, unit, None)
+    accumulate = None if isinstance(unit, Arithmetic) else _accumulate(c, accumulate)
     formats, truncated = _formats(a, b, unit, a_format, b_format)
     left = read_operand(a, formats[0], tf32="truncate" if truncated[0] else "")
     right = read_operand(b, formats[1], tf32="truncate" if truncated[1] else "")
-    spec, accumulated = _definition(left, right, formats, choice, unit_scale_format(scale_a, scale_b))
-    dtype = accumulate_dtype(accumulated)
+    spec = _resolve(left, right, formats, unit, accumulate, unit_scale_format(scale_a, scale_b))
+    dtype = ACCUMULATE_DTYPES[spec.accumulate]
     batch = _batch(left, right, c, scale_a, scale_b)
     addend = None if c is None else _addend(c, spec.datapath, dtype)
     scales = unit_scales(scale_a, scale_b, left, right, spec.datapath)
-    held = left is not a and right is not b  # made of codes, or cut
-    return _run(left, right, addend, scales, spec, dtype, batch, generator, held)
+    validated = left is not a and right is not b  # made of codes, or truncated
+    return _run(left, right, addend, scales, spec, dtype, batch, generator, validated)
 
 
 def _run(
     a: Tensor, b: Tensor, c: Tensor | None, scales: tuple[Tensor | None, Tensor | None], spec: GemmSpec,
-    dtype: torch.dtype, batch: torch.Size, generator: Any, held: bool,
+    dtype: torch.dtype, batch: torch.Size, generator: Any, validated: bool,
 ) -> Tensor:  # fmt: skip
     """Multiply a stack of matrices; one that shares b is one product of all rows."""
     m, n = a.shape[-2], b.shape[-2]
-    stochastic = is_stochastic(spec)
-    together = not stochastic and b.dim() == 2 and (scales[1] is None or scales[1].dim() == 2)
+    together = not spec.stochastic and b.dim() == 2 and (scales[1] is None or scales[1].dim() == 2)
     if together or not batch:
         shapes = (a, c, scales[0])
         rows = [None if t is None else t.expand(*batch, *t.shape[-2:]).flatten(0, -2) for t in shapes]
-        operands = (rows[0], b, rows[1], rows[2], scales[1])
+        operands: Any = (rows[0], b, rows[1], rows[2], scales[1])
     else:
-        operands = tuple(
-            None if t is None else t.expand(*batch, *t.shape[-2:]).flatten(0, -3) for t in (a, b, c, *scales)
-        )  # type: ignore[assignment]
+        operands = [None if t is None else t.expand(*batch, *t.shape[-2:]).flatten(0, -3) for t in (a, b, c, *scales)]
     left, right, addend, scale_a, scale_b = operands
-    key = draw_keys(stochastic, generator, math.prod(batch) if batch and not together else None, a.device)
-    out = torch.ops.fmtsim.gemm(
-        left, right, spec.to_json(), dtype, addend, scale_a, scale_b, None, None, None, None, key, held
-    )
-    return out.reshape(*batch, m, n)  # type: ignore[no-any-return]
+    key = draw_keys(spec.stochastic, generator, math.prod(batch) if batch and not together else None, a.device)
+    out = run_gemm(
+        left, right, spec, dtype=dtype, c=addend, scale_a=scale_a, scale_b=scale_b, random=key, validated=validated
+    )  # fmt: skip
+    return out.reshape(*batch, m, n)
 
 
 def _refuse_gradient(**tensors: Tensor | None) -> None:
@@ -129,10 +117,10 @@ def _refuse_gradient(**tensors: Tensor | None) -> None:
 def _accumulate(c: Tensor | None, accumulate: str | None) -> str | None:
     if c is None:
         return accumulate
-    held = accumulate_name(c.dtype)
-    if accumulate not in (None, held):
+    own = accumulate_name(c.dtype)
+    if accumulate not in (None, own):
         raise DtypeError(f"c has dtype {c.dtype}, but accumulate={accumulate!r}; leave one of them out")
-    return held
+    return own
 
 
 def _formats(
@@ -149,20 +137,20 @@ def _formats(
     return (formats[0], formats[1]), (truncated[0], truncated[1])
 
 
-def _definition(
-    a: Tensor, b: Tensor, formats: tuple[OperandFormat, OperandFormat], choice: Choice, scale: str | None
-) -> tuple[GemmSpec, str]:
+def _resolve(
+    a: Tensor, b: Tensor, formats: tuple[OperandFormat, OperandFormat], unit: Any, accumulate: str | None,
+    scale: str | None,
+) -> GemmSpec:  # fmt: skip
     if a.shape[-1] != b.shape[-1]:
         raise ArgumentError(
             f"mma: a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} differ in K; a is [..., M, K], "
             "b is [..., N, K]"
         )
-    call = GemmCall(
-        operation="mm", m=a.shape[-2], n=b.shape[-2], k=a.shape[-1], a=formats[0].name, b=formats[1].name,
-        out=torch.float32,
+    kind: ScaleKind = next((kind for kind in UNIT_SCALES if SCALE_KINDS[kind].unit_scale == scale), "none")
+    return resolve_call(
+        "mm", *formats, (a.shape[-2], b.shape[-2], a.shape[-1]), torch.float32, unit=unit, accumulate=accumulate,
+        scaling=kind,
     )  # fmt: skip
-    found = resolve(call, choice, *formats, scale)
-    return found.spec, found.accumulate
 
 
 def _batch(a: Tensor, b: Tensor, c: Tensor | None, scale_a: Tensor | None, scale_b: Tensor | None) -> torch.Size:
@@ -189,8 +177,8 @@ def _addend(c: Tensor, path: Arithmetic, dtype: torch.dtype) -> Tensor:
     if not isinstance(path, Datapath) or is_exactly(path.accumulator, c.dtype):
         return wide
     # Registers are wider than the accumulator. Alignment drops the same low bits of c, whatever the exponent is.
-    cut = path.fraction_bits is not None and path.fraction_bits <= path.accumulator.mantissa_bits
-    rounding = Rounding(mode="toward_zero") if cut and path.term_rounding == "toward_zero" else Rounding()
+    dropped = path.fraction_bits is not None and path.fraction_bits <= path.accumulator.mantissa_bits
+    rounding = Rounding(mode="toward_zero") if dropped and path.term_rounding == "toward_zero" else Rounding()
     spec = CastSpec(format=path.accumulator, rounding=rounding, overflow="ieee")
     kept = quantize(wide, spec.to_json(), wide.dtype, None, None)
     if rounding.mode != "toward_zero" and bool(((kept != wide) & ~(kept.isnan() & wide.isnan())).any()):

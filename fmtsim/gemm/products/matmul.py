@@ -1,16 +1,38 @@
-"""The verbs of plain matrix products: mm, bmm, linear and int_mm."""
+"""Matrix products of plain tensors: the verbs mm, bmm, linear and int_mm, and their gradient."""
 
 from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
+from fmtsim.autograd import OnceOnly
 from fmtsim.errors import ArgumentError, DtypeError
-from fmtsim.gemm.products.choice import choose
-from fmtsim.gemm.products.operands import check_devices, check_tensor
-from fmtsim.gemm.products.product import Request, forward, multiply
-from fmtsim.spec.call import Operation
+from fmtsim.gemm.products.epilogue import output_format
+from fmtsim.gemm.products.native import run_plain, runs_natively, unsupported_product
+from fmtsim.gemm.products.operands import (
+    check_devices,
+    check_tensor,
+    inner_length,
+    matrix_layout,
+    operand_format,
+    read_operand,
+)
+from fmtsim.gemm.products.operator import draw_keys, run_gemm
+from fmtsim.gemm.products.resolver import ACCUMULATE_DTYPES, one_machine, resolve_call
+from fmtsim.gemm.units.unit import unit_takes
+from fmtsim.quantize import quantize
+from fmtsim.spec.call import OperandFormat, Operation
+from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.plan import GemmPlan
+
+_LIBRARY = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # what torch.mm takes on a GPU
+_HALVES = (torch.float16, torch.bfloat16)
+# Offsets of the two backward products under one seed, which no batch reaches.
+_OFFSETS = (1 << 40, 1 << 41)
+_ONCE = (
+    "fmtsim's products cannot be differentiated twice: the gradient of a rounded gradient is not defined; "
+    "compute second derivatives with torch's own products"
+)
 
 
 class Options(TypedDict, total=False):
@@ -31,7 +53,9 @@ class Options(TypedDict, total=False):
     native: bool | None
 
 
-_NAMES = tuple(Options.__annotations__)
+_DEFAULTS: dict[str, Any] = dict.fromkeys(Options.__annotations__) | dict.fromkeys(
+    ("allow_tf32", "allow_fp16_accumulation", "strict"), False
+)
 
 
 def mm(
@@ -63,13 +87,13 @@ def mm(
         target: A machine with its library, by name (``"h200"``), path of a plan file, or record.
         unit: A matrix unit alone, by name (``fmtsim.list_units()``) or record; all of K is one chain.
         datapath: The arithmetic of a unit as a record (``Datapath``, ...). Pass one of the three.
-        plan: Order of sums instead of the target's or the single chain.
+        plan: Accumulation order instead of the target's or the single chain.
         accumulate: ``"fp32"``, ``"fp16"``, ``"fp64"`` or ``"int32"``: which mode of the unit.
         allow_tf32: Round float32 operands to TF32, to nearest even, and multiply those
             (``torch.backends.cuda.matmul.allow_tf32``).
         allow_fp16_accumulation: Sum float16 products in float16 (the switch of that name in
             ``torch.backends.cuda.matmul``); other dtypes do not look at it.
-        strict: Raise where the target's order of sums is a guess, instead of warning.
+        strict: Raise where the target's accumulation order is a guess, instead of warning.
         generator: Random words of a datapath that rounds stochastically: int seed, torch.Generator, RandomKey, or
             None for torch's default generator.
         a_format: Format of a, where its dtype does not say it: float tensors must hold its values, integer tensors
@@ -98,16 +122,14 @@ def mm(
     tensor([[ 1.5000,  2.0000],
             [ 0.2500, -1.0000]])
     """
-    check_tensor("a", a, "2")
-    check_tensor("b", b, "2")
-    check_devices(a=a, b=b)
-    _check_inner("mm", a, b)
-    options: Options = {
-        "out_dtype": out_dtype, "target": target, "unit": unit, "datapath": datapath, "plan": plan,
-        "accumulate": accumulate, "allow_tf32": allow_tf32, "allow_fp16_accumulation": allow_fp16_accumulation,
-        "strict": strict, "generator": generator, "a_format": a_format, "b_format": b_format, "native": native,
+    _check_matrices("mm", a, b, "2")
+    unit = one_machine("mm", target, unit, datapath, plan, accumulate)
+    options = {
+        "out_dtype": out_dtype, "target": target, "unit": unit, "plan": plan, "accumulate": accumulate,
+        "allow_tf32": allow_tf32, "allow_fp16_accumulation": allow_fp16_accumulation, "strict": strict,
+        "generator": generator, "a_format": a_format, "b_format": b_format, "native": native,
     }  # fmt: skip
-    return multiply(a, b, None, _request("mm", options))
+    return _multiply("mm", a, b, None, options)
 
 
 def bmm(a: Tensor, b: Tensor, **options: Unpack[Options]) -> Tensor:
@@ -125,13 +147,10 @@ def bmm(a: Tensor, b: Tensor, **options: Unpack[Options]) -> Tensor:
     Raises:
         ArgumentError, DtypeError, FormatError: As ``mm``.
     """
-    check_tensor("a", a, "3")
-    check_tensor("b", b, "3")
-    check_devices(a=a, b=b)
-    _check_inner("bmm", a, b)
+    _check_matrices("bmm", a, b, "3")
     if a.shape[0] != b.shape[0]:
         raise ArgumentError(f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} differ in their batch")
-    return multiply(a, b, None, _request("bmm", options))
+    return _multiply("bmm", a, b, None, checked_options("bmm", options))
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
@@ -159,11 +178,11 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Unpack[O
         raise ArgumentError(
             f"x of shape {tuple(x.shape)} does not fit w of shape {tuple(w.shape)}; x is [..., K], w is [N, K]"
         )
-    request = _request("linear", options)
+    given = checked_options("linear", options)
     if bias is not None:
-        _check_bias(bias, x, w, request)
+        _check_bias(bias, x, w, given["target"] is not None)
     rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.new_empty(x.shape[:-1].numel(), 0)
-    return multiply(rows, w.mT, bias, request).reshape(*x.shape[:-1], w.shape[0])
+    return _multiply("linear", rows, w.mT, bias, given).reshape(*x.shape[:-1], w.shape[0])
 
 
 def int_mm(
@@ -190,9 +209,7 @@ def int_mm(
     >>> int_mm(torch.tensor([[1, -2]], dtype=torch.int8), torch.tensor([[3], [4]], dtype=torch.int8))
     tensor([[-5]], dtype=torch.int32)
     """
-    check_tensor("a", a, "2")
-    check_tensor("b", b, "2")
-    check_devices(a=a, b=b)
+    _check_matrices("int_mm", a, b, "2", inner=False)
     for name, x in (("a", a), ("b", b)):
         if x.dtype != torch.int8:
             raise DtypeError(f"int_mm: {name} has dtype {x.dtype}; pass torch.int8, or call mm for floats")
@@ -200,33 +217,37 @@ def int_mm(
     if target is not None:
         _check_cublas_int8(a, b)
     alone = target is None and unit is None and datapath is None
-    choice = choose("int_mm", target, "int8" if alone else unit, datapath, accumulate="int32")
-    return forward(a, b, None, Request(operation="int_mm", choice=choice, out_dtype=torch.int32, native=native))
+    given: Options = {"target": target, "unit": "int8" if alone else unit, "datapath": datapath, "native": native}
+    options = checked_options("int_mm", {**given, "accumulate": "int32", "out_dtype": torch.int32})
+    return _product("int_mm", a, b, None, options)
 
 
-def _request(operation: Operation, options: Options) -> Request:
-    """Sort the keywords of mm into a request."""
-    unknown = [name for name in options if name not in _NAMES]
+def checked_options(verb: str, given: Options) -> dict[str, Any]:
+    """Return all keywords of mm with their defaults; ``"unit"`` is the unit or the datapath.
+
+    Raises:
+        ArgumentError: An argument that mm does not have, or not one of target, unit and datapath.
+    """
+    unknown = [name for name in given if name not in _DEFAULTS]
     if unknown:
-        raise ArgumentError(f"{operation} has no argument {unknown[0]!r}; it takes {', '.join(_NAMES)}")
-    machine = {name: options.get(name) for name in ("target", "unit", "datapath", "plan", "accumulate")}
-    choice = choose(operation, strict=options.get("strict", False), **machine)
-    return Request(
-        operation=operation,
-        choice=choice,
-        out_dtype=options.get("out_dtype"),
-        allow_tf32=options.get("allow_tf32", False),
-        allow_fp16_accumulation=options.get("allow_fp16_accumulation", False),
-        a_format=options.get("a_format"),
-        b_format=options.get("b_format"),
-        generator=options.get("generator"),
-        native=options.get("native"),
-    )
+        raise ArgumentError(f"{verb} has no argument {unknown[0]!r}; it takes {', '.join(_DEFAULTS)}")
+    options = {**_DEFAULTS, **given}
+    machine = (options[name] for name in ("target", "unit", "datapath", "plan", "accumulate"))
+    options["unit"] = one_machine(verb, *machine)
+    del options["datapath"]
+    return options
+
+
+def _check_matrices(verb: str, a: Tensor, b: Tensor, dims: str, *, inner: bool = True) -> None:
+    check_tensor("a", a, dims)
+    check_tensor("b", b, dims)
+    check_devices(a=a, b=b)
+    if inner:
+        _check_inner(verb, a, b)
 
 
 def _check_inner(verb: str, a: Tensor, b: Tensor) -> None:
-    k = b.shape[-2] * (2 if b.dtype == torch.float4_e2m1fn_x2 else 1)
-    mine = a.shape[-1] * (2 if a.dtype == torch.float4_e2m1fn_x2 else 1)
+    mine, k = inner_length(a), inner_length(b.mT)
     if mine != k:
         raise ArgumentError(
             f"{verb}: a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} do not fit; a is [..., M, K], "
@@ -234,14 +255,14 @@ def _check_inner(verb: str, a: Tensor, b: Tensor) -> None:
         )
 
 
-def _check_bias(bias: Tensor, x: Tensor, w: Tensor, request: Request) -> None:
+def _check_bias(bias: Tensor, x: Tensor, w: Tensor, library: bool) -> None:
     if bias.shape != w.shape[:1]:
         raise ArgumentError(
             f"bias of shape {tuple(bias.shape)} does not fit w of shape {tuple(w.shape)}; pass [{w.shape[0]}]"
         )
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    if bias.dtype not in floats or (request.choice.target is not None and bias.dtype != x.dtype):
-        wanted = x.dtype if request.choice.target is not None else "float16, bfloat16, float32 or float64"
+    if bias.dtype not in floats or (library and bias.dtype != x.dtype):
+        wanted = x.dtype if library else "float16, bfloat16, float32 or float64"
         raise DtypeError(f"bias has dtype {bias.dtype}; pass {wanted}")
 
 
@@ -253,3 +274,176 @@ def _check_cublas_int8(a: Tensor, b: Tensor) -> None:
             f"torch._int_mm on CUDA takes M above 16 and K and N that are multiples of 8, not M={m}, K={k}, N={n}; "
             "pad the operands, or leave target= out"
         )
+
+
+def _multiply(operation: Operation, a: Tensor, b: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
+    """Return ``a b`` with its gradient: a [..., M, K], b [..., K, N], both of two or of three dimensions."""
+    needs = a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
+    if not needs or not torch.is_grad_enabled():
+        return _product(operation, a, b, bias, options)
+    plain = options["a_format"] is None and options["b_format"] is None
+    if not plain or a.dtype not in _LIBRARY or b.dtype not in _LIBRARY:
+        raise ArgumentError(
+            f"{operation} has a gradient for float16, bfloat16, float32 and float64 operands only, not for "
+            f"{a.dtype} x {b.dtype} with a format; pass .detach(), or use fmtsim.EmulatedGEMM"
+        )
+    return _Product.apply(a, b, bias, operation, options)  # type: ignore[no-any-return]
+
+
+def _product(operation: Operation, a: Tensor, b: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
+    """Return ``a b``; arguments as in ``_multiply``."""
+    columns = b.mT
+    bias = None if bias is None else bias.detach()
+    formats, tf32 = operand_formats(operation, a, columns, options)
+    dtype = output_dtype(operation, a, b, options)
+    sums = accumulation(a, dtype, options)
+
+    def unsupported() -> str | None:
+        return unsupported_product((a, b), formats, (options["a_format"], options["b_format"]), dtype, sums, bias)
+
+    if runs_natively(options["native"], options["target"], options["plan"], a.device, unsupported):
+        return run_plain(operation, a, b, bias, dtype or a.dtype, tf32=bool(tf32), sums=sums)
+    stacked = a.dim() == 3
+    asked = options["target"] is not None or options["allow_fp16_accumulation"]
+    spec = resolve_call(
+        operation, *formats, (a.shape[-2], b.shape[-1], inner_length(a)), dtype or a.dtype, target=options["target"],
+        unit=options["unit"], plan=options["plan"], accumulate=sums if asked else options["accumulate"],
+        strict=options["strict"], bias=bias is not None, layouts=(matrix_layout(a), matrix_layout(b, transposed=True)),
+        batch=a.shape[0] if stacked else 1,
+    )  # fmt: skip
+    dtype = dtype or ACCUMULATE_DTYPES[spec.accumulate]
+    if spec.accumulate != "int32":
+        output_format(dtype)
+    elif dtype != torch.int32:
+        raise DtypeError(f"out_dtype={dtype} is not what integers sum to; choose torch.int32")
+    if tf32 and spec.a.name != "tf32":  # the unit takes another format than was asked for
+        tf32 = ""
+    left, right = read_operand(a, formats[0], tf32=tf32), read_operand(columns, formats[1], tf32=tf32)
+    key = draw_keys(spec.stochastic, options["generator"], a.shape[0] if stacked else None, a.device)
+    validated = left is not a and right is not columns  # made of codes, or rounded
+    return run_gemm(left, right, spec, dtype=dtype, bias=bias, random=key, validated=validated)
+
+
+def operand_formats(
+    operation: Operation, a: Tensor, columns: Tensor, options: dict[str, Any]
+) -> tuple[tuple[OperandFormat, OperandFormat], str]:
+    """Return the formats of both operands, and how float32 becomes TF32."""
+    given = options["a_format"], options["b_format"]
+    plain = given == (None, None)
+    if options["target"] is not None and plain:
+        if a.dtype != columns.dtype:
+            raise DtypeError(
+                f"a has dtype {a.dtype}, b {columns.dtype}; torch multiplies equal dtypes, cast one of them"
+            )
+        if a.dtype not in _LIBRARY and operation != "int_mm":
+            raise DtypeError(
+                f"torch.{operation} does not take {a.dtype}; call fmtsim.scaled_mm, or pass unit= for the "
+                "arithmetic alone"
+            )
+    tf32 = options["allow_tf32"] and plain and a.dtype == columns.dtype == torch.float32
+    if tf32:
+        given = ("tf32", "tf32")
+    formats = operand_format("a", a, given[0]), operand_format("b", columns, given[1])
+    unit = options["unit"]
+    single = unit is not None and formats[0].name == formats[1].name == "fp32"
+    if single and not unit_takes(unit, "fp32") and unit_takes(unit, "tf32"):
+        raise ArgumentError(
+            f"unit {getattr(unit, 'name', unit)} multiplies TF32, not float32; pass allow_tf32=True to round the "
+            "operands, or choose a unit that takes fp32 ('fp32_fma', 'exact')"
+        )
+    return formats, "round" if tf32 else ""
+
+
+def output_dtype(operation: Operation, a: Tensor, b: Tensor, options: dict[str, Any]) -> torch.dtype | None:
+    """Return the dtype of the result, None for that of the accumulator."""
+    dtype: torch.dtype | None = options["out_dtype"]
+    plain = a.dtype == b.dtype and a.dtype in _LIBRARY
+    if dtype is None:
+        return a.dtype if plain else None
+    if not isinstance(dtype, torch.dtype):
+        raise DtypeError(f"out_dtype={dtype!r} is not a dtype; pass for example torch.float32")
+    widened = a.dtype in _HALVES and dtype == torch.float32
+    if options["target"] is not None and plain and dtype != a.dtype and not widened:
+        raise DtypeError(
+            f"torch.{operation} does not turn {a.dtype} into {dtype}; choose {a.dtype}"
+            + (" or torch.float32" if a.dtype in _HALVES else "")
+            + ", or pass unit= instead of target="
+        )
+    return dtype
+
+
+def accumulation(a: Tensor, dtype: torch.dtype | None, options: dict[str, Any]) -> str:
+    """Return the format in which a library is asked to sum."""
+    given, half = options["accumulate"], options["allow_fp16_accumulation"]
+    if given is not None:
+        if half and given != "fp16":
+            raise ArgumentError(f"accumulate={given!r} contradicts allow_fp16_accumulation=True; pass one of them")
+        return str(given)
+    if half and a.dtype == torch.float16:  # torch's switch concerns float16 alone
+        if dtype not in (None, torch.float16):
+            raise ArgumentError(
+                f"allow_fp16_accumulation with out_dtype={dtype} is not a product that cuBLAS has; "
+                "choose torch.float16, or leave one of them out"
+            )
+        return "fp16"
+    return "fp64" if a.dtype == torch.float64 else "fp32"
+
+
+class _Product(torch.autograd.Function):
+    """Multiply, and differentiate with the products that torch would call."""
+
+    @staticmethod
+    def forward(
+        a: Tensor, b: Tensor, bias: Tensor | None, operation: Operation, options: dict[str, Any]
+    ) -> Tensor:  # fmt: skip
+        return _product(operation, a, b, bias, options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, b, bias, _, ctx.options = inputs
+        ctx.save_for_backward(a, b)
+        ctx.bias = None if bias is None else bias.dtype
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        grads: list[Tensor | None] = [None, None, None]
+        with torch.no_grad():
+            if ctx.needs_input_grad[0]:
+                grads[0] = _gradient(g, b, ctx.options, 0, a)
+            if ctx.needs_input_grad[1]:
+                grads[1] = _gradient(g, a, ctx.options, 1, b)
+            if ctx.needs_input_grad[2]:
+                grads[2] = _cast(g.sum(0, dtype=_wide(g.dtype)), ctx.bias)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: only then on
+            grads = [None if d is None else OnceOnly.apply(d, _ONCE, g, a, b) for d in grads]
+        return (*grads, None, None)
+
+
+def _gradient(g: Tensor, other: Tensor, options: dict[str, Any], index: int, like: Tensor) -> Tensor:
+    """Return the gradient of one operand: ``g b^T`` or ``a^T g``, in the orientation that torch chooses."""
+    operation: Operation = "bmm" if g.dim() == 3 else "mm"
+    generator = _at_offset(options["generator"], _OFFSETS[index])
+    options = {**options, "out_dtype": like.dtype, "generator": generator}
+    g = _cast(g, other.dtype)
+    # torch multiplies the other way round for a column-major operand, so that its gradient is column-major as well.
+    flipped = g.dim() == 2 and like.stride(0) == 1 and like.stride(1) == like.shape[0]
+    left, right = (g, other.mT) if index == 0 else (other.mT, g)
+    if flipped:
+        return _product(operation, right.mT, left.mT, None, options).mT
+    return _product(operation, left, right, None, options)
+
+
+def _at_offset(generator: Any, offset: int) -> Any:
+    if isinstance(generator, RandomKey):
+        return RandomKey(generator.seed, generator.offset + offset)
+    return RandomKey(generator, offset) if isinstance(generator, int) else generator
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to another dtype, to nearest even; never torch's cast."""
+    return x if x.dtype == dtype else quantize(x, dtype, overflow="ieee", out_dtype=dtype)

@@ -1,11 +1,9 @@
-"""When a product with a target runs on the card's own unit, and how it gets there.
+"""When a product with a target runs on the GPU's own unit, and how it gets there.
 
-With ``native=None`` a verb runs natively where the tensors are on the card that the target describes and torch has the
-call; with ``True`` it does or says why not; with ``False`` it emulates. The kernels are torch's and its library's:
-fmtsim/cuda/native/calls.py.
+With ``native=None`` a verb runs natively where the tensors are on the GPU that the target describes and torch has the
+call; with ``True`` it does or says why not; with ``False`` it emulates. The kernels are torch's and its library's.
 """
 
-import importlib
 import warnings
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -15,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError, NativeWarning
-from fmtsim.gemm.layers.coding import Coded
-from fmtsim.gemm.products.choice import Choice
 from fmtsim.gemm.products.epilogue import finish
-from fmtsim.gemm.products.operands import OperandFormat, fp4_of_fp8, own_dtype
+from fmtsim.gemm.products.operands import fp4_of_fp8, own_dtype
 from fmtsim.gemm.products.scales import Scales
 from fmtsim.gemm.targets.target import Target, caller_level, get_target
-from fmtsim.spec.call import LARGE_BLOCKS, Operation, Scaling
+from fmtsim.ops import load_engine
+from fmtsim.spec.call import LARGE_BLOCKS, UNIT_SCALES, OperandFormat, Operation, ScaleKind
+from fmtsim.spec.plan import GemmPlan
 
 _LIBRARY_SUMS = {
     "fp32": (torch.float16, torch.bfloat16, torch.float32),
@@ -32,7 +31,6 @@ _LIBRARY_SUMS = {
 }
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FP4 = torch.float4_e2m1fn_x2
-_SMALL: tuple[Scaling, ...] = ("mx", "nvfp4")
 
 _library = torch.library.Library("fmtsim", "FRAGMENT")
 _library.define(
@@ -40,7 +38,7 @@ _library.define(
     "Tensor? scale_b=None, Tensor? whole_a=None, Tensor? whole_b=None, Tensor? result_scale=None, "
     "str scaling='none', bool fast_accum=False, bool tf32=False, bool fp16_accumulation=False, int tall_a=1, "
     "int tall_b=1) -> Tensor",
-    tags=(torch.Tag.needs_exact_strides,),  # a library's order of sums depends on them
+    tags=(torch.Tag.needs_exact_strides,),  # a library's accumulation order depends on them
 )
 
 
@@ -61,40 +59,47 @@ def why_not_native(target: str | Path | Target, device: torch.device | str | int
     """
     place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     record = get_target(target)
-    index = _card_of(place)
+    index = _index_of(place)
     if index is None and place.type == "cuda":
         return "torch sees no CUDA card"
     if index is None:
         return f"the tensors are on {place.type}, not on a CUDA card; move them there with .cuda()"
-    return _card_reason(record, index)[0]
+    return _gpu_reason(record, index)[0]
 
 
-def why_not(choice: Choice, device: torch.device, obstacle: str | None = None) -> str | None:
-    """Return why a product is emulated, None where the card computes it itself.
+def emulation_reason(
+    target: Any, plan: GemmPlan | None, device: torch.device, unsupported: str | None = None
+) -> str | None:  # fmt: skip
+    """Return why a product is emulated, None where the GPU computes it itself.
 
     Args:
-        choice: The machine.
+        target: A target, None for a unit or datapath.
+        plan: The caller's own plan.
         device: Of the operands.
-        obstacle: Why torch does not have the call, None where it has.
+        unsupported: Why torch does not have the call, None where it has.
     """
-    if choice.target is None:
-        return "a unit or datapath alone is no card; pass target="
-    if choice.plan is not None:
-        return "plan= replaces the library's order of sums"
-    return obstacle or why_not_native(choice.target, device)
+    if target is None:
+        return "a unit or datapath alone is no GPU; pass target="
+    if plan is not None:
+        return "plan= replaces the library's accumulation order"
+    return unsupported or why_not_native(target, device)
 
 
-def wanted(native: bool | None, choice: Choice, device: torch.device, obstacle: Callable[[], str | None]) -> bool:
-    """Say whether a product runs natively; ``obstacle`` is only called where the answer depends on it.
+def runs_natively(
+    native: bool | None, target: Any, plan: GemmPlan | None, device: torch.device,
+    unsupported: Callable[[], str | None],
+) -> bool:  # fmt: skip
+    """Say whether a product runs natively; ``unsupported`` is only called where the answer depends on it.
 
     Raises:
         ArgumentError: ``native=True`` and something stands in the way.
     """
-    check_native(native)
-    if native is False or (native is None and (choice.target is None or _card_of(device) is None)):
+    if native is not None:
+        check_native(native)
+    if native is False or (native is None and (target is None or _index_of(device) is None)):
         return False
-    found = None if choice.target is None else obstacle()
-    reason, setting = _decided(choice.target, choice.plan is not None, device.type, device.index, found)
+    reason = None if target is None else unsupported()
+    reason, setting = _decided(target, plan is not None, device.type, device.index, reason)
     if reason is None:
         return True
     if native:
@@ -106,10 +111,10 @@ def wanted(native: bool | None, choice: Choice, device: torch.device, obstacle: 
 
 def card_description(device: torch.device | str) -> dict[str, str]:
     """Return a CUDA device's name and the versions of its libraries for a record; nothing for other devices."""
-    index = _card_of(torch.device(device))
+    index = _index_of(torch.device(device))
     if index is None:
         return {}
-    version = importlib.import_module("fmtsim.cuda.native.card").cublaslt_version()
+    version = load_engine("cuda").cublaslt_version()
     return {"card": torch.cuda.get_device_name(index), "cublaslt": f"cuBLASLt {version or 'unknown'}"}
 
 
@@ -121,43 +126,38 @@ def check_native(native: object) -> None:
         )
 
 
-def _decided(target: Any, planned: bool, kind: str, index: int | None, obstacle: str | None) -> tuple[str | None, bool]:
+@constant_in_graphs  # torch.compile cannot see through what asks the GPU
+def _decided(target: Any, planned: bool, kind: str, index: int | None, reason: str | None) -> tuple[str | None, bool]:
     """Return why not, and whether a setting of the process is to blame."""
     device = torch.device(kind) if index is None else torch.device(kind, index)
-    reason = why_not(Choice(target=target, plan=_PLANNED if planned else None), device, obstacle)
-    card = _card_of(device)
-    if reason is None or target is None or card is None:
+    reason = emulation_reason(target, GemmPlan() if planned else None, device, reason)
+    number = _index_of(device)
+    if reason is None or target is None or number is None:
         return reason, False
-    return reason, _card_reason(get_target(target), card) == (reason, True)
+    return reason, _gpu_reason(get_target(target), number) == (reason, True)
 
 
-_PLANNED: Any = object()
-# A constant to torch.compile, which cannot see through what asks the card.
-_decided._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _card_of(device: torch.device) -> int | None:
+def _index_of(device: torch.device) -> int | None:
     """Return the number of a CUDA device, None for others and where there is none."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _card_reason(target: Target, index: int) -> tuple[str | None, bool]:
+def _gpu_reason(target: Target, index: int) -> tuple[str | None, bool]:
     """Return why a card is not a target's, and whether a setting is to blame; warn once of other versions."""
-    card = importlib.import_module("fmtsim.cuda.native.card")
-    other = _other_card(target.library, _families(target), index)
+    other = _other_gpu(target.library, _families(target), index)
     if other is not None:
         return other, False
-    setting = card.other_settings(index)
+    setting = load_engine("cuda").other_settings(index)
     if setting is None:
         _warn_of_versions(target.name, target.library)
     return setting, setting is not None
 
 
 @lru_cache(maxsize=64)
-def _other_card(library: str, families: frozenset[str], index: int) -> str | None:
-    return importlib.import_module("fmtsim.cuda.native.card").other_card(library, families, index)  # type: ignore[no-any-return]
+def _other_gpu(library: str, families: frozenset[str], index: int) -> str | None:
+    return load_engine("cuda").other_gpu(library, families, index)  # type: ignore[no-any-return]
 
 
 def _families(target: Target) -> frozenset[str]:
@@ -166,12 +166,12 @@ def _families(target: Target) -> frozenset[str]:
 
 @cache
 def _warn_of_versions(name: str, library: str) -> None:
-    different = importlib.import_module("fmtsim.cuda.native.card").other_versions(library)
+    different = load_engine("cuda").other_versions(library)
     if different:
         warnings.warn(
             f"target {name} was recorded with other versions than are here: {', '.join(different)}. Native products "
-            "are what this library computes; emulated ones keep the recorded orders of sums. `fmtsim calibrate` asks "
-            "this library.",
+            "are what this library computes; emulated ones keep the recorded accumulation orders. "
+            "`fmtsim calibrate` asks this library.",
             NativeWarning,
             stacklevel=caller_level(),
         )
@@ -186,7 +186,7 @@ def _warn_of_setting(reason: str) -> None:
     )
 
 
-def plain_obstacle(
+def unsupported_product(
     operands: tuple[Tensor, Tensor], formats: tuple[OperandFormat, OperandFormat], given: tuple[Any, Any],
     dtype: torch.dtype | None, sums: str, bias: Tensor | None,
 ) -> str | None:  # fmt: skip
@@ -211,7 +211,7 @@ def run_plain(
     )
 
 
-def scaled_obstacle(
+def unsupported_scaled(
     operands: tuple[Tensor, Tensor], formats: tuple[OperandFormat, OperandFormat], scales: Scales, dtype: torch.dtype,
     *, accumulate: str | None = None, fast: bool = False, result: Tensor | None = None,
 ) -> str | None:  # fmt: skip
@@ -223,10 +223,10 @@ def scaled_obstacle(
         return f"torch does not sum FP8 products in {accumulate}"
     if result is not None and scales.kind not in ("tensor", "row"):
         return "torch.nn.functional.scaled_mm has no scale_result"
-    return _scaling_obstacle(operands[0].dtype, operands[1].dtype, scales.kind, dtype, fast)
+    return _unsupported_scales(operands[0].dtype, operands[1].dtype, scales.kind, dtype, fast)
 
 
-def _scaling_obstacle(a: torch.dtype, b: torch.dtype, kind: Scaling, dtype: torch.dtype, fast: bool) -> str | None:
+def _unsupported_scales(a: torch.dtype, b: torch.dtype, kind: ScaleKind, dtype: torch.dtype, fast: bool) -> str | None:
     if kind in LARGE_BLOCKS and fast:
         return "torch has no use_fast_accum with 1x128 and 128x128 scales"
     if kind in LARGE_BLOCKS and torch.float8_e5m2 in (a, b):
@@ -248,17 +248,19 @@ def run_scaled(
     whole = (None, None) if scales.kind in ("tensor", "row") else (scales.row, scales.column)
     return torch.ops.fmtsim.native_gemm(  # type: ignore[no-any-return]
         a, b, "scaled_mm", dtype, bias, *pair, *whole, scale_result, scales.kind, fast_accum,
-        tall_a=scales.tall[0], tall_b=scales.tall[1],
+        tall_a=scales.rows_per_scale[0], tall_b=scales.rows_per_scale[1],
     )  # fmt: skip
 
 
 def _blocks(scales: Scales) -> tuple[Tensor | None, Tensor | None]:
     """Return block scales, one for each block of rows."""
-    a, b = (None if s is None else s[::tall] for s, tall in zip((scales.a, scales.b), scales.tall, strict=True))
+    a, b = (
+        None if s is None else s[::tall] for s, tall in zip((scales.a, scales.b), scales.rows_per_scale, strict=True)
+    )
     return a, b
 
 
-def coded_obstacle(a: Coded, b: Coded, kind: Scaling, asked: torch.dtype, sums: str, fast: bool) -> str | None:
+def unsupported_coded(a: Any, b: Any, kind: ScaleKind, asked: torch.dtype, sums: str, fast: bool) -> str | None:
     """Return why torch does not have the product of two coded operands, None where it does."""
     if kind == "none" and max(a.format.bits, b.format.bits) > 8:
         if a.values.dtype != b.values.dtype or a.format.name != b.format.name:
@@ -273,15 +275,15 @@ def coded_obstacle(a: Coded, b: Coded, kind: Scaling, asked: torch.dtype, sums: 
     dtypes = _dtype_of(a), _dtype_of(b)
     if None in dtypes:
         return f"torch does not multiply {a.format.name} by {b.format.name}"
-    return _scaling_obstacle(*dtypes, "tensor" if kind == "none" else kind, asked, fast)  # type: ignore[arg-type]
+    return _unsupported_scales(*dtypes, "tensor" if kind == "none" else kind, asked, fast)  # type: ignore[arg-type]
 
 
-def _dtype_of(x: Coded) -> torch.dtype | None:
+def _dtype_of(x: Any) -> torch.dtype | None:
     return own_dtype(x.format)
 
 
 def run_coded(
-    operation: Operation, a: Coded, b: Coded, bias: Tensor | None, kind: Scaling, asked: torch.dtype, *,
+    operation: Operation, a: Any, b: Any, bias: Tensor | None, kind: ScaleKind, asked: torch.dtype, *,
     adds: bool, sums: str, fast_accum: bool,
 ) -> Tensor:  # fmt: skip
     """Return ``a b^T + bias`` of two coded operands as torch computes it, in dtype ``asked``.
@@ -293,7 +295,7 @@ def run_coded(
         y = run_plain(operation, a.values, b.values.mT, inside, asked, tf32=a.format.name == "tf32", sums=sums)
     else:
         pair = [_codes(x, kind) for x in (a, b)]
-        whole = [x.whole if kind in _SMALL else None for x in (a, b)]
+        whole = [x.whole if kind in UNIT_SCALES else None for x in (a, b)]
         left, right = (fp4_of_fp8(x.values) if _dtype_of(x) == _FP4 else x.values for x in (a, b))
         y = torch.ops.fmtsim.native_gemm(
             left, right.mT, operation, asked, inside, *pair, *whole, None, "tensor" if kind == "none" else kind,
@@ -302,9 +304,9 @@ def run_coded(
     return y if bias is None or adds else finish(y, y.dtype, bias=bias)
 
 
-def _codes(x: Coded, kind: Scaling) -> Tensor | None:
+def _codes(x: Any, kind: ScaleKind) -> Tensor | None:
     """Return scales as cuda/native.py takes them: small ones as codes, others as they are."""
-    if x.scales is None or kind not in _SMALL:
+    if x.scales is None or kind not in UNIT_SCALES:
         return x.scales
     scales = x.scales if x.tall == 1 else x.scales.repeat_interleave(x.tall, dim=0)[: x.values.shape[0]]
     if kind == "nvfp4":
@@ -317,13 +319,13 @@ def _native_gemm(  # type: ignore[no-untyped-def]
     a, b, function, dtype, bias=None, scale_a=None, scale_b=None, whole_a=None, whole_b=None, result_scale=None,
     scaling="none", fast_accum=False, tf32=False, fp16_accumulation=False, tall_a=1, tall_b=1,
 ):  # fmt: skip
-    engine = importlib.import_module("fmtsim.cuda.native.calls")
+    engine = load_engine("cuda")
     call = engine.NativeCall(
         function=function, out_dtype=dtype, scaling=scaling, fast_accum=fast_accum, tf32=tf32,
         fp16_accumulation=fp16_accumulation, tall_a=tall_a, tall_b=tall_b,
     )  # fmt: skip
     a, b, bias = (None if t is None else t.detach() for t in (a, b, bias))
-    y = engine.run(call, a, b, bias, engine.Scaling(scale_a, scale_b, whole_a, whole_b, result_scale))
+    y = engine.run_native(call, a, b, bias, engine.NativeScales(scale_a, scale_b, whole_a, whole_b, result_scale))
     return y if y.is_contiguous() else y.contiguous()
 
 

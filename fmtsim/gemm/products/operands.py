@@ -12,9 +12,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.quantize import decode, quantize
-from fmtsim.spec.call import Layout
-
-OperandFormat = FloatFormat | IntFormat
+from fmtsim.spec.call import Layout, OperandFormat
 
 _PLAIN = {
     torch.float16: "fp16",
@@ -182,7 +180,12 @@ def _cached_pairs() -> tuple[int, ...]:
     return tuple(pair - (1 << 16) if pair >> 15 else pair for pair in pairs)
 
 
-def matrix_layout(x: Tensor, *, transposed: bool) -> Layout:
+def inner_length(x: Tensor) -> int:
+    """Return how many numbers a row [..., K] has: float4 tensors hold two in an element."""
+    return x.shape[-1] * (2 if x.dtype == torch.float4_e2m1fn_x2 else 1)
+
+
+def matrix_layout(x: Tensor, *, transposed: bool = False) -> Layout:
     """Return how a library sees a matrix: ``"row"`` where K is contiguous.
 
     Args:

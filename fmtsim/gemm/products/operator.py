@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ _library = torch.library.Library("fmtsim", "FRAGMENT")
 _library.define(
     "gemm(Tensor a, Tensor b, str spec, ScalarType? dtype=None, Tensor? c=None, Tensor? scale_a=None, "
     "Tensor? scale_b=None, Tensor? row=None, Tensor? column=None, Tensor? bias=None, Tensor? result_scale=None, "
-    "Tensor? key=None, bool held=False) -> Tensor"
+    "Tensor? key=None, bool validated=False) -> Tensor"
 )
 
 
@@ -37,37 +38,103 @@ def run_gemm(
     b: Tensor,
     spec: GemmSpec,
     *,
+    dtype: torch.dtype | None = None,
     c: Tensor | None = None,
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
+    row: Tensor | None = None,
+    column: Tensor | None = None,
+    bias: Tensor | None = None,
+    result_scale: Tensor | None = None,
     random: RandomKey | Tensor | None = None,
+    validated: bool = False,
 ) -> Tensor:
-    """Return the reduced sums of ``a b^T``, before the epilogue.
+    """Return ``a b^T`` as a GemmSpec defines it: the one way from verbs and layers to the operator.
 
     Args:
         a: [M, K] or [B, M, K] of any strides: float8, 16-bit, float32 or float64 values of ``spec.a``, int8 for an
             IntegerDatapath.
         b: [N, K] or [B, N, K], likewise.
-        spec: Unit, order of sums and formats.
-        c: [M, N] or [B, M, N] in the result's dtype, the addend.
+        spec: Datapath, accumulation order and formats.
+        dtype: Of the result; None leaves the reduced sums as they are, before the epilogue.
+        c: [M, N] or [B, M, N] in the dtype of the sums, the addend.
         scale_a: float32 [M, ceil(K / g)] or [B, ...]: scales inside the unit, or those of a scaled promotion.
         scale_b: float32 [N, ceil(K / g)] or [B, ...].
+        row, column, bias, result_scale: As in ``finish``.
         random: A key, or int64 [2] or [B, 2] with seed and offset, where the unit rounds stochastically.
+        validated: Both operands are known to hold values of their formats alone, which saves looking.
 
     Returns:
-        [M, N] or [B, M, N]: float32, float64 where the accumulator needs it, int32 for an IntegerDatapath. NaN is
-        0x7FFFFFFF (float64 0x7FFFFFFFFFFFFFFF).
+        [M, N] or [B, M, N]: ``dtype``, or float32, float64 where the accumulator needs it, int32 for an
+        IntegerDatapath. NaN is 0x7FFFFFFF (float64 0x7FFFFFFFFFFFFFFF).
 
     Raises:
         ArgumentError: An operand holds a number that its format lacks.
     """
-    key = torch.tensor(_signed(random)) if isinstance(random, RandomKey) else random
-    return torch.ops.fmtsim.gemm(a, b, spec.to_json(), None, c, scale_a, scale_b, None, None, None, None, key)
+    key = torch.tensor([_signed(number) for number in random]) if isinstance(random, RandomKey) else random
+    return torch.ops.fmtsim.gemm(  # type: ignore[no-any-return]
+        a, b, spec.text, dtype, c, scale_a, scale_b, row, column, bias, result_scale, key, validated
+    )
 
 
-def is_stochastic(spec: GemmSpec) -> bool:
-    """Say whether a product draws random words."""
-    return isinstance(spec.datapath, Datapath) and spec.datapath.rounding.mode == "stochastic"
+def draw_keys(stochastic: bool, generator: Any, batch: int | None, device: torch.device) -> Tensor | None:
+    """Return the keys of stochastic rounding: int64 [2], or [batch, 2], seed and offset; None where nothing is drawn.
+
+    Args:
+        stochastic: The unit rounds stochastically.
+        generator: An int seed, a RandomKey, a torch.Generator on the CPU or the device, or None for torch's default.
+        batch: Products of the call, None for a single one. With a seed, product i has offset i more than the
+            first; a torch.Generator is drawn from once for each.
+        device: Where the operands are.
+
+    Raises:
+        ArgumentError: The generator is none, is on another device, or nothing is drawn.
+    """
+    if not stochastic:
+        if generator is not None:
+            raise ArgumentError("generator= is for units that round stochastically; this one does not, leave it out")
+        return None
+    count = 1 if batch is None else batch
+    if generator is None or isinstance(generator, torch.Generator):
+        drawn = [_draw(generator, device).cpu() for _ in range(count)]
+        keys = torch.stack([torch.cat([draw, draw.new_zeros(1)]) for draw in drawn]) if drawn else _no_keys()
+    else:
+        seed, offset = _numbers(generator)
+        keys = torch.tensor([[_signed(seed), _signed(offset + i)] for i in range(count)]) if count else _no_keys()
+    return keys[0] if batch is None else keys
+
+
+def drawn_key(generator: Any, device: torch.device) -> RandomKey:
+    """Return one key as numbers; arguments as in ``draw_keys``. Not for code that a compiler traces."""
+    if generator is None or isinstance(generator, torch.Generator):
+        return RandomKey(int(_draw(generator, device)))
+    return RandomKey(*map(_signed, _numbers(generator)))
+
+
+def _draw(generator: torch.Generator | None, device: torch.device) -> Tensor:
+    where = torch.device("cpu") if generator is None else generator.device
+    if where.type not in ("cpu", device.type):
+        raise ArgumentError(
+            f"generator is on {where}, a on {device}; pass one on the CPU or on {device}, or an int seed"
+        )
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), generator=generator, device=where)
+
+
+def _numbers(generator: Any) -> tuple[int, int]:
+    seed, offset = generator if isinstance(generator, RandomKey) else (generator, 0)
+    numbers = type(seed) is int and type(offset) is int
+    if not numbers or not all(-(1 << 63) <= x < 1 << 64 for x in (seed, offset)):
+        raise ArgumentError(f"generator={generator!r} is not a seed; pass an int of 64 bits or a torch.Generator")
+    return seed, offset
+
+
+def _no_keys() -> Tensor:
+    return torch.empty(0, 2, dtype=torch.int64)
+
+
+def _signed(number: int) -> int:
+    number &= (1 << 64) - 1
+    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def gemm_engine(spec: GemmSpec, a: Tensor, b: Tensor) -> ModuleType:
@@ -81,12 +148,12 @@ def gemm_engine(spec: GemmSpec, a: Tensor, b: Tensor) -> ModuleType:
 
 def _gemm(  # type: ignore[no-untyped-def]
     a, b, spec, dtype=None, c=None, scale_a=None, scale_b=None, row=None, column=None, bias=None, result_scale=None,
-    key=None, held=False,
+    key=None, validated=False,
 ):  # fmt: skip
-    """Compute a product; ``held`` says that the operands hold numbers of their formats alone, which saves looking."""
+    """Compute a product."""
     definition = gemm_spec_from_json(spec)
     a, b = a.detach(), b.detach()
-    if not held:
+    if not validated:
         _require_values(("a", a, definition.a), ("b", b, definition.b))
     shared = {"row": row, "column": column, "bias": bias, "result_scale": result_scale}
     dtype = dtype or sum_dtype(definition.datapath)
@@ -198,13 +265,9 @@ def _require_each(name: str, x: Tensor, fmt: FloatFormat | IntFormat) -> None:
             )
 
 
-def _signed(key: RandomKey) -> list[int]:
-    return [number - (1 << 64) if number >= 1 << 63 else number for number in key]
-
-
 def _gemm_shape(  # type: ignore[no-untyped-def]
     a, b, spec, dtype=None, c=None, scale_a=None, scale_b=None, row=None, column=None, bias=None, result_scale=None,
-    key=None, held=False,
+    key=None, validated=False,
 ):  # fmt: skip
     dtype = dtype or sum_dtype(gemm_spec_from_json(spec).datapath)
     return torch.empty((*a.shape[:-1], b.shape[-2]), dtype=dtype, device=a.device)

@@ -56,7 +56,7 @@ def gemm_oracle(
     Args:
         a: [M][K] floats that lie on ``spec.a``, or integers for an IntegerDatapath.
         b: [N][K], likewise.
-        spec: The unit, the order of sums, the operands' formats.
+        spec: The unit, the accumulation order, the operands' formats.
         c: [M][N] values of the accumulator, the addend of the first part; what the output begins with, such as a bias,
             where parts are reduced in place.
         scale_a: [M][ceil(K / g)] scales inside the unit where it has some (g = ``scale_block``), else those of

@@ -1,4 +1,4 @@
-"""The order of a product's sums, written as labels: the second truth beside the schedule that engines run.
+"""The accumulation order, written as labels: the second truth beside the schedule that engines run.
 
 Every index k gets the numbers of its part, chain, tile, window and half (docs/matmul.md, section 4, rules 1 and 2);
 sorting by these numbers is the order. Nothing here is fast, and nothing is shared with ``schedule.py``.

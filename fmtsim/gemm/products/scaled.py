@@ -6,20 +6,21 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError, DtypeError
-from fmtsim.gemm.products.choice import Choice, choose, definition, draw_keys
 from fmtsim.gemm.products.epilogue import output_format
-from fmtsim.gemm.products.native import run_scaled, scaled_obstacle, wanted
+from fmtsim.gemm.products.native import run_scaled, runs_natively, unsupported_scaled
 from fmtsim.gemm.products.operands import (
-    OperandFormat,
     check_devices,
     check_tensor,
+    inner_length,
     matrix_layout,
     operand_format,
     read_operand,
 )
+from fmtsim.gemm.products.operator import draw_keys, run_gemm
+from fmtsim.gemm.products.resolver import one_machine, resolve_call
 from fmtsim.gemm.products.scales import Scales, check_scales, read_scales, recipe_names, swizzle_names, unit_scales
-from fmtsim.spec.call import LARGE_BLOCKS
-from fmtsim.spec.gemm_spec import gemm_spec_from_json
+from fmtsim.spec.call import LARGE_BLOCKS, OperandFormat
+from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.plan import GemmPlan
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -88,36 +89,40 @@ def scaled_mm(
     >>> y[0, 0].item()
     64.0
     """
-    choice = choose("scaled_mm", target, unit, datapath, plan, accumulate, strict)
+    unit = one_machine("scaled_mm", target, unit, datapath, plan, accumulate)
     check_scales(scale_a=scale_a, scale_b=scale_b)  # first: torch's other function has recipes in their place
     _check_tensors(a, b, bias, scale_result)
     columns = b.mT
     formats = operand_format("a", a, a_format), operand_format("b", columns, b_format)
-    m, k, n = a.shape[0], _length(a), b.shape[1]
-    if k != _length(columns):
+    m, k, n = a.shape[0], inner_length(a), b.shape[1]
+    if k != inner_length(columns):
         raise ArgumentError(f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} do not fit; b is [K, N]")
     _check_scale_devices(a, scale_a=scale_a, scale_b=scale_b)
     recipes = recipe_names("scale_recipe_a", scale_recipe_a), recipe_names("scale_recipe_b", scale_recipe_b)
     swizzles = swizzle_names("swizzle_a", swizzle_a), swizzle_names("swizzle_b", swizzle_b)
     scales = read_scales(scale_a, scale_b, (m, n, k), recipes, swizzles)
     dtype = _output(a, recipes[0] is not None, out_dtype)
-    _check_bias(bias, n, dtype, choice)
+    _check_bias(bias, n, dtype, target is not None)
     if target is not None:
         check_library(formats, dtype, (m, n, k), use_fast_accum)
     asked: dict[str, Any] = {"accumulate": accumulate, "fast": use_fast_accum, "result": scale_result}
-    if wanted(native, choice, a.device, lambda: scaled_obstacle((a, b), formats, scales, dtype, **asked)):
+    if runs_natively(
+        native, target, plan, a.device, lambda: unsupported_scaled((a, b), formats, scales, dtype, **asked)
+    ):  # fmt: skip
         return run_scaled(a, b, scales, dtype, fast_accum=use_fast_accum, bias=bias, scale_result=scale_result)
-    result = scale_result if target is None else None
-    layouts = matrix_layout(a, transposed=False), matrix_layout(b, transposed=True)
-    sums = accumulate or "fp32"
-    fields = ("scaled_mm", m, n, k, dtype, sums, use_fast_accum, scales.kind, bias is not None, *layouts, 1)
-    text, stochastic, *_ = definition(fields, choice, *formats, scales.unit_format)
-    key = draw_keys(stochastic, generator, None, a.device)
+    spec = resolve_call(
+        "scaled_mm", *formats, (m, n, k), dtype, target=target, unit=unit, plan=plan,
+        accumulate=accumulate or ("fp32" if unit is None else None), strict=strict, fast_accum=use_fast_accum,
+        scaling=scales.kind, bias=bias is not None, layouts=(matrix_layout(a), matrix_layout(b, transposed=True)),
+    )  # fmt: skip
+    key = draw_keys(spec.stochastic, generator, None, a.device)
     left, right = read_operand(a, formats[0]), read_operand(columns, formats[1])
-    inner = _block_scales(scales, left, right, text)
-    return torch.ops.fmtsim.gemm(  # type: ignore[no-any-return]
-        left, right, text, dtype, None, *inner, scales.row, scales.column, bias, result, key
-    )
+    inner = _block_scales(scales, left, right, spec.datapath)
+    result = scale_result if target is None else None
+    return run_gemm(
+        left, right, spec, dtype=dtype, scale_a=inner[0], scale_b=inner[1], row=scales.row, column=scales.column,
+        bias=bias, result_scale=result, random=key,
+    )  # fmt: skip
 
 
 def _check_tensors(a: Any, b: Any, bias: Any, scale_result: Any) -> None:
@@ -143,10 +148,6 @@ def _check_scale_devices(a: Tensor, **scales: Any) -> None:
             check_devices(a=a, **{name: member})
 
 
-def _length(x: Tensor) -> int:
-    return x.shape[-1] * (2 if x.dtype == torch.float4_e2m1fn_x2 else 1)
-
-
 def _output(a: Tensor, recipes: bool, given: torch.dtype | None) -> torch.dtype:
     dtype = given or (torch.bfloat16 if recipes else a.dtype)
     if dtype == torch.float4_e2m1fn_x2 or not isinstance(dtype, torch.dtype):
@@ -155,12 +156,12 @@ def _output(a: Tensor, recipes: bool, given: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-def _check_bias(bias: Tensor | None, n: int, dtype: torch.dtype, choice: Choice) -> None:
+def _check_bias(bias: Tensor | None, n: int, dtype: torch.dtype, library: bool) -> None:
     if bias is None:
         return
     if bias.shape != (n,):
         raise ArgumentError(f"bias has shape {tuple(bias.shape)}; pass [{n}]")
-    if dtype == torch.float32 and choice.target is not None:
+    if dtype == torch.float32 and library:
         raise DtypeError(
             "torch._scaled_mm adds no bias to a float32 output; choose torch.bfloat16, or add it afterwards"
         )
@@ -189,9 +190,8 @@ def check_library(
         )
 
 
-def _block_scales(scales: Scales, a: Tensor, b: Tensor, text: str) -> tuple[Tensor | None, Tensor | None]:
+def _block_scales(scales: Scales, a: Tensor, b: Tensor, path: Arithmetic) -> tuple[Tensor | None, Tensor | None]:
     """Return scales inside the unit, or those of the promotion."""
-    path = gemm_spec_from_json(text).datapath
     if scales.kind in LARGE_BLOCKS:
         return scales.a, scales.b
     return unit_scales(scales.a, scales.b, a, b, path)

@@ -10,7 +10,7 @@ from fmtsim.formats.spec import FloatFormat
 from fmtsim.ops import decode
 from fmtsim.ops import quantize as cast
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.call import Scaling
+from fmtsim.spec.call import ScaleKind
 from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.spec.datapath import Arithmetic, Datapath
 
@@ -29,18 +29,18 @@ _SWIZZLES = ("NO_SWIZZLE", "SWIZZLE_32_4_4")
 
 
 class Scales(NamedTuple):
-    """Scales of a call: those of the epilogue (row, column), those of blocks (a, b), and the format inside a unit.
+    """Scales of a call: those of the epilogue (row, column), and those of blocks (a, b).
 
-    ``tall`` says how many rows of a, and of b, share a scale of a large block; ``a`` and ``b`` repeat it for each row.
+    ``rows_per_scale`` says how many rows of a, and of b, share a scale of a large block; ``a`` and ``b`` repeat it for
+    each row.
     """
 
-    kind: Scaling
+    kind: ScaleKind
     row: Tensor | None = None
     column: Tensor | None = None
     a: Tensor | None = None
     b: Tensor | None = None
-    unit_format: str | None = None
-    tall: tuple[int, int] = (1, 1)
+    rows_per_scale: tuple[int, int] = (1, 1)
 
 
 def unit_scale_format(*scales: Tensor | None) -> str | None:
@@ -178,10 +178,10 @@ def read_scales(
         named = recipes[0] is not None
         a_first, b_first = (kind == "BlockWise128x128" for kind in firsts) if named else (False, True)
         a = _large_blocks("scale_a", lists[0][0], m, k, firsts[0], a_first)
-        large: Scaling = "row_block_128" if firsts[0] == firsts[1] else "block_128"
+        large: ScaleKind = "row_block_128" if firsts[0] == firsts[1] else "block_128"
         b = _large_blocks("scale_b", lists[1][0], n, k, firsts[1], b_first)
-        talls = [_BLOCK if kind == "BlockWise128x128" else 1 for kind in firsts]
-        return Scales(large, a=a, b=b, tall=(talls[0], talls[1]))
+        sharing = [_BLOCK if kind == "BlockWise128x128" else 1 for kind in firsts]
+        return Scales(large, a=a, b=b, rows_per_scale=(sharing[0], sharing[1]))
     raise ArgumentError(
         f"scaling {firsts[0]} x {firsts[1]} does not exist; torch has TensorWise, RowWise, BlockWise1x16 and 1x32 for "
         "both operands, and 1x128 with 1x128 or 128x128"
@@ -282,9 +282,9 @@ def _small_blocks(
         alpha += [_single(name, extra[0])] if extra else []
     if len(alpha) == 1:
         raise ArgumentError("scale_a and scale_b belong together; pass a tensor scale for both or for none")
-    kind: Scaling = "mx" if recipe == "BlockWise1x32" else "nvfp4"
+    kind: ScaleKind = "mx" if recipe == "BlockWise1x32" else "nvfp4"
     row, column = alpha if alpha else (None, None)
-    return Scales(kind, row, column, found[0], found[1], unit_scale_format(lists[0][0]))
+    return Scales(kind, row, column, found[0], found[1])
 
 
 def _codes(name: str, given: Tensor, rows: int, blocks: int, swizzle: str) -> Tensor:

@@ -8,7 +8,7 @@ import warnings
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 
@@ -17,28 +17,11 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.targets.kernel import Kernel, Splits, check_conditions, matches
 from fmtsim.gemm.units.unit import get_unit
-from fmtsim.spec.call import GemmCall, alike
-from fmtsim.spec.datapath import Arithmetic
+from fmtsim.spec.call import SCALE_KINDS, GemmCall, ScaleKind
+from fmtsim.spec.gemm_spec import Basis, GemmSpec
 from fmtsim.spec.plan import GemmPlan
 
-Basis = Literal["recorded", "logged", "rule", "guess"]
 PLANS = Path(__file__).with_name("plans")
-
-
-class Resolution(NamedTuple):
-    """What a target makes of a call.
-
-    ``basis`` says what stands behind the plan: ``"recorded"`` (output bits of this call), ``"logged"`` (the library
-    named its choice for this call), ``"rule"`` (a rule that was tested, or true by definition) or ``"guess"``.
-    ``operands`` is the format in which the unit takes operands that the call names otherwise, else None.
-    """
-
-    arithmetic: Arithmetic
-    plan: GemmPlan
-    unit: str
-    accumulate: str
-    basis: Basis
-    operands: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +80,13 @@ class Target:
     def __repr__(self) -> str:
         return f"Target({self.name!r}: {self.library}, {len(self.rules)} rules)"
 
-    def resolve(self, call: GemmCall, *, strict: bool = False) -> Resolution:
-        """Return the arithmetic and the plan of a call.
+    def resolve(self, call: GemmCall, *, strict: bool = False) -> GemmSpec:
+        """Return what the target makes of a call: unit, plan, and the formats in which the unit takes operands.
 
         Exact recorded shapes come first, then rules, then guesses. A guess warns once a process for each call.
 
         Args:
-            call: The call.
+            call: The facts of the call (``GemmCall.facts``).
             strict: Raise where the plan is a guess.
 
         Raises:
@@ -111,7 +94,7 @@ class Target:
         """
         found = _resolution(self, call)
         if found.basis == "guess":
-            self._doubt(call, found.plan, strict)
+            self.doubt(call, found.plan, strict)
         return found
 
     def unit(self, call: GemmCall) -> str:
@@ -120,7 +103,7 @@ class Target:
         Raises:
             ArgumentError: There is none.
         """
-        scale = _SCALES.get(call.scaling)
+        scale = _unit_scale(call.scaling)
         for inputs, accumulate, unit in self.units:
             scales = {mode.scale for mode in get_unit(unit).modes}
             if {call.a, call.b} <= set(inputs) and accumulate == call.accumulate and scale in scales:
@@ -136,7 +119,7 @@ class Target:
 
         A single row or column has no layout: what is known of either serves.
         """
-        found = [self._find(each) for each in alike(call)]
+        found = [self._find(each) for each in call.same_calls()]
         return next((each for each in found if each[2] != "guess"), found[0])
 
     def _find(self, call: GemmCall) -> tuple[int | None, GemmPlan, Basis]:
@@ -158,10 +141,11 @@ class Target:
             return number, GemmPlan(source=rule.reason, verified=basis == "recorded", **fields), basis
         return None, GemmPlan(source="one chain, k in order: no rule covers this call"), "guess"
 
-    def _doubt(self, call: GemmCall, plan: GemmPlan, strict: bool) -> None:
+    def doubt(self, call: GemmCall, plan: GemmPlan, strict: bool) -> None:
+        """Warn of a plan that is a guess, once a process for each call, or refuse it."""
         text = (
-            f"target {self.name} has no recorded order of sums for {call.operation} M={call.m} N={call.n} K={call.k} "
-            f"{call.a} x {call.b} -> {call.out}; "
+            f"target {self.name} has no recorded accumulation order for {call.operation} "
+            f"M={call.m} N={call.n} K={call.k} {call.a} x {call.b} -> {call.out}; "
         )
         step = "pass plan=GemmPlan(...), or record the call on the machine and name the plan file as target="
         if strict:
@@ -173,7 +157,6 @@ class Target:
             warnings.warn(f"{text}guessing ({plan.source}); {step}", PlanUnknownWarning, stacklevel=caller_level())
 
 
-_SCALES = {"mx": "e8m0", "nvfp4": "ue4m3"}  # scales that the unit itself multiplies with, by kind of scaling
 _warned: set[tuple[str, GemmCall]] = set()
 _lock = threading.Lock()
 # Files that lie between a user's line and a warning: modules, autograd and torch.compile call fmtsim out of torch.
@@ -220,17 +203,25 @@ def get_target(name: str | Path | Target) -> Target:
 
 
 @lru_cache(maxsize=4096)
-def _resolution(target: Target, call: GemmCall) -> Resolution:
+def _resolution(target: Target, call: GemmCall) -> GemmSpec:
     """Look a call up among the rules, which a training asks for the same products in every step."""
     unit = target.unit(call)
     number, plan, basis = target.find(call)
     rule = None if number is None else target.rules[number]
+    a, b, scale = call.a, call.b, _unit_scale(call.scaling)
     if rule is not None and rule.unit is not None:
-        names = (rule.operands or call.a, rule.operands or call.b)
-        arithmetic = get_unit(rule.unit).mode(*names, call.accumulate)
-        return Resolution(arithmetic, plan, rule.unit, call.accumulate, basis, rule.operands)
-    arithmetic = get_unit(unit).mode(call.a, call.b, call.accumulate, _SCALES.get(call.scaling))
-    return Resolution(arithmetic, plan, unit, call.accumulate, basis)
+        unit, scale = rule.unit, None
+        a, b = rule.operands or a, rule.operands or b
+    mode = get_unit(unit).find(a, b, call.accumulate, scale)
+    formats: Any = {"a": get_format(a), "b": get_format(b)}
+    return GemmSpec(
+        datapath=mode.datapath, plan=plan, unit=unit, accumulate=mode.accumulate, basis=basis, **formats
+    )  # fmt: skip
+
+
+def _unit_scale(kind: ScaleKind) -> str | None:
+    extent = SCALE_KINDS.get(kind)
+    return None if extent is None else extent.unit_scale
 
 
 @cache

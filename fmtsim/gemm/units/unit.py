@@ -100,6 +100,9 @@ class Unit:
         if not self.modes or not all(isinstance(mode, Mode) for mode in self.modes):
             raise ArgumentError(f"unit {self.name}: modes={self.modes!r} is not possible; pass one Mode or more")
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # short: resolved products are looked up by their unit
+
     def find(
         self, a_format: str | Format, b_format: str | Format, accumulate: str | None = None, scale: str | None = None
     ) -> Mode:
@@ -238,6 +241,11 @@ def get_datapath(
             f"{'integer' if isinstance(unit, IntegerDatapath) else 'floating-point'} formats, or another datapath"
         )
     return unit
+
+
+def unit_takes(unit: str | Unit | Arithmetic, *formats: str | Format) -> bool:
+    """Say whether a unit by name or record has a mode for operands of these formats; an arithmetic takes all."""
+    return isinstance(unit, Arithmetic) or any(mode.takes(*formats) for mode in get_unit(unit).modes)
 
 
 def describe(datapath: Arithmetic) -> str:

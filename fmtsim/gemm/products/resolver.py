@@ -1,0 +1,214 @@
+"""The one resolver of matrix products: what a GemmCall comes to on a target, a unit or a datapath, as a GemmSpec."""
+
+from dataclasses import replace
+from functools import lru_cache
+from operator import index
+from typing import Any
+
+import torch
+
+from fmtsim.dispatch import constant_in_graphs
+from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.formats.registry import get_format
+from fmtsim.gemm.targets import target as targets
+from fmtsim.gemm.units.unit import Unit, get_datapath, get_unit
+from fmtsim.spec.call import LARGE_BLOCKS, SCALE_KINDS, GemmCall, Layout, OperandFormat, Operation, ScaleKind
+from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, sum_dtype
+from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.schedule import schedule
+
+ACCUMULATE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64, "int32": torch.int32}
+_ACCUMULATE = {dtype: name for name, dtype in ACCUMULATE_DTYPES.items()}
+_ONE_CHAIN = GemmPlan(source="one chain, k in order: a unit alone names no library")
+_SCALED_CHAINS: dict[ScaleKind, GemmPlan] = {
+    kind: GemmPlan(
+        promote_every=128,
+        scaled_promotion=True,
+        successive_scales=kind == "row_block_128",
+        source="a chain for every 128 products",
+    )
+    for kind in LARGE_BLOCKS
+}
+
+
+def one_machine(
+    verb: str, target: Any, unit: Any, datapath: Any, plan: Any = None, accumulate: Any = None
+) -> Any:  # fmt: skip
+    """Check that exactly one of target, unit and datapath is given; return the unit or datapath, None for a target.
+
+    Raises:
+        ArgumentError: None or several of them are given, or plan or accumulate is not one.
+    """
+    if (target is not None) + (unit is not None) + (datapath is not None) != 1:
+        named = (("target", target), ("unit", unit), ("datapath", datapath))
+        given = " and ".join(f"{name}=" for name, value in named if value is not None)
+        what = f"{verb} got {given}" if given else f"{verb} needs a machine"
+        raise ArgumentError(
+            f"{what}; pass one of target= (a machine with its library, 'h200'), unit= ('hopper.wgmma') or "
+            "datapath= (a Datapath record)"
+        )
+    if datapath is not None and not isinstance(datapath, Arithmetic):
+        raise ArgumentError(
+            f"datapath={datapath!r} is not an arithmetic; pass a Datapath record, or unit= for a unit's name"
+        )
+    if plan is not None and not isinstance(plan, GemmPlan):
+        raise ArgumentError(f"plan={plan!r} is not an accumulation order; pass a GemmPlan(...)")
+    if accumulate is not None and accumulate not in ACCUMULATE_DTYPES:
+        raise ArgumentError(f"accumulate={accumulate!r} is not possible; choose one of {', '.join(ACCUMULATE_DTYPES)}")
+    return unit if datapath is None else datapath
+
+
+def resolve(call: GemmCall) -> GemmSpec:
+    """Return what a call comes to, out of a cache where it was asked before.
+
+    A plan that is a guess warns once a process for each call.
+
+    Raises:
+        ArgumentError: The machine does not take the call, its plan makes no sense for it, or it is a guess and
+            ``strict`` is set.
+    """
+    if call.target is not None:
+        record = targets.get_target(call.target)
+        found = _resolved(call, record)
+        if found.basis == "guess":
+            record.doubt(call.facts(), found.plan, call.strict)
+        return found
+    # The record and not its name is looked up: another may be registered under the name.
+    return _resolved(call, None if isinstance(call.unit, Arithmetic) else get_unit(call.unit))
+
+
+def resolve_call(
+    operation: Operation, a: OperandFormat, b: OperandFormat, sizes: tuple[int, int, int], out: torch.dtype, *,
+    target: Any = None, unit: Any = None, plan: GemmPlan | None = None, accumulate: str | None = None,
+    strict: bool = False, fast_accum: bool = True, scaling: ScaleKind = "none", bias: bool = False,
+    layouts: tuple[Layout, Layout] = ("row", "row"), batch: int = 1,
+) -> GemmSpec:  # fmt: skip
+    """Return what the GemmCall of these fields comes to; for verbs and layers, which torch.compile may trace.
+
+    torch.compile makes a program for every shape on which a plan can depend, and one for all where none does.
+    """
+    if target is None and plan is None:
+        m = n = k = batch = 0
+        layouts = ("row", "row")
+    else:
+        m, n, k = index(sizes[0]), index(sizes[1]), index(sizes[2])
+    return _resolve_fields(
+        a, b, target, unit, plan, operation, m, n, k, out, accumulate or "", strict, fast_accum, scaling, bias,
+        *layouts, index(batch),
+    )  # fmt: skip
+
+
+@constant_in_graphs
+def _resolve_fields(
+    a: OperandFormat, b: OperandFormat, target: Any, unit: Any, plan: GemmPlan | None, operation: Operation,
+    m: int, n: int, k: int, out: torch.dtype, accumulate: str, strict: bool, fast_accum: bool,
+    scaling: ScaleKind, bias: bool, a_layout: Layout, b_layout: Layout, batch: int,
+) -> GemmSpec:  # fmt: skip
+    """Take every record by itself: torch.compile finds those in a tuple or in another record only while it traces."""
+    return resolve(
+        GemmCall(
+            operation=operation,
+            m=m,
+            n=n,
+            k=k,
+            a=call_name(a),
+            b=call_name(b),
+            out=out,
+            accumulate=accumulate,
+            fast_accum=fast_accum,
+            scaling=scaling,
+            bias=bias,
+            a_layout=a_layout,
+            b_layout=b_layout,
+            batch=batch,
+            formats=(a, b),
+            target=target,
+            unit=unit,
+            plan=plan,
+            strict=strict,
+        )  # fmt: skip
+    )
+
+
+@lru_cache(maxsize=4096)
+def _resolved(call: GemmCall, record: Any) -> GemmSpec:
+    """Resolve a call on a target's or unit's record, None where the call has a datapath."""
+    if call.target is not None:
+        spec = record.resolve(call.facts(), strict=call.strict)
+        if call.formats is not None and (call_name(spec.a), call_name(spec.b)) == (call.a, call.b):
+            spec = replace(spec, a=call.formats[0], b=call.formats[1])
+        spec = spec if call.plan is None else replace(spec, plan=call.plan)
+    else:
+        spec = _of_unit(call, record)
+    check_plan(spec.datapath, spec.plan, call)
+    return spec
+
+
+def _of_unit(call: GemmCall, unit: Unit | None) -> GemmSpec:
+    # The records themselves, so that a format that was never registered is judged too.
+    formats: Any = call.formats or (get_format(call.a), get_format(call.b))
+    plan = call.plan or _SCALED_CHAINS.get(call.scaling, _ONE_CHAIN)
+    a, b = formats
+    if unit is not None:
+        extent = SCALE_KINDS.get(call.scaling)
+        mode = unit.find(a, b, call.accumulate or None, extent and extent.unit_scale)
+        return GemmSpec(datapath=mode.datapath, plan=plan, a=a, b=b, unit=unit.name, accumulate=mode.accumulate)
+    path = get_datapath(call.unit, a, b)
+    if call.accumulate not in ("", _accumulates(path)):
+        raise ArgumentError(f"accumulate={call.accumulate!r} is not what the datapath sums in; leave it out")
+    return GemmSpec(datapath=path, plan=plan, a=a, b=b, accumulate=_accumulates(path))
+
+
+def _accumulates(path: Arithmetic) -> str:
+    if isinstance(path, Datapath) and path.accumulator == get_format("fp16") and sum_dtype(path) == torch.float32:
+        return "fp16"
+    return _ACCUMULATE[sum_dtype(path)]
+
+
+def check_plan(path: Arithmetic, plan: GemmPlan, call: GemmCall) -> None:
+    """Refuse an accumulation order that the unit or the call cannot follow."""
+    schedule(1, path, plan)  # promotions of unit and plan that disagree
+    if isinstance(path, IntegerDatapath) and (plan.scaled_promotion or plan.partial or plan.reduce == "in_place"):
+        raise ArgumentError(
+            "integer sums have neither scaled_promotion nor partial nor reduce='in_place'; leave them out of the plan"
+        )
+    if plan.reduce == "in_place" and call.scaling != "none":
+        raise ArgumentError(
+            f"reduce='in_place' adds parts to outputs that have no scales, and the scaling is {call.scaling!r}; choose "
+            "'serial' or 'pairwise'"
+        )
+    if plan.scaled_promotion != (call.scaling in LARGE_BLOCKS):
+        raise ArgumentError(
+            f"a plan with scaled_promotion={plan.scaled_promotion} does not fit scaling {call.scaling!r}; "
+            "scaled_promotion belongs to 1x128 and 128x128 scales"
+        )
+    if plan.scaled_promotion and plan.promote_every != 128:
+        raise ArgumentError(f"promote_every={plan.promote_every} does not fit scales of 128 products; choose 128")
+    if plan.scaled_promotion and plan.k_tile is not None and plan.k_tile % 128:
+        raise ArgumentError(f"k_tile={plan.k_tile} does not hold whole chains of 128 products; choose a multiple")
+    if isinstance(path, Datapath) and path.group > 1 and path.scale_block:
+        _check_scale_blocks(path.scale_block, plan, call.k)
+
+
+def _check_scale_blocks(block: int, plan: GemmPlan, k: int) -> None:
+    """Refuse a plan that cuts the scale blocks of a unit whose groups have one scale each."""
+    for name in ("k_tile", "instruction_k", "promote_every"):
+        value = getattr(plan, name)
+        if value is not None and value % block:
+            raise ArgumentError(f"{name}={value} cuts the unit's scale blocks of {block} products; choose a multiple")
+    if plan.residue_first and k % block:
+        raise ArgumentError(f"residue_first with K={k} cuts the unit's scale blocks of {block}; pad K")
+
+
+def accumulate_name(dtype: torch.dtype) -> str:
+    """Return the name of an accumulator by its dtype."""
+    if dtype not in _ACCUMULATE:
+        names = ", ".join(str(allowed).removeprefix("torch.") for allowed in _ACCUMULATE)
+        raise DtypeError(f"c has dtype {dtype}; pass one of {names}")
+    return _ACCUMULATE[dtype]
+
+
+def call_name(fmt: OperandFormat) -> str:
+    """Return the name of an operand's format in a GemmCall, where -128 makes no difference to int8."""
+    return "int8" if fmt.name == "int8_full" else fmt.name
