@@ -192,7 +192,7 @@ def test_blocks_reach_the_call_once_each(ran, kind, scales, tall):
 
 def test_small_blocks_reach_the_call_as_codes(ran, monkeypatch):
     monkeypatch.setattr(native, "why_not_native", lambda target, device: None)
-    monkeypatch.setattr(native, "_card_reason", lambda target, index: (None, False))
+    monkeypatch.setattr(native, "_gpu_reason", lambda target, index: (None, False))
     codes = torch.randint(100, 140, (16, 8), dtype=torch.uint8)
     flat = swizzled(codes).view(torch.float8_e8m0fnu)
     fmtsim.scaled_mm(matrix(16, 256), matrix(16, 256).t(), flat, flat, out_dtype=BF16, target="b200")
@@ -257,8 +257,8 @@ def test_explain_mm_says_who_would_multiply(ran):
         return rows.get("runs")
 
     assert runs() is None and runs(unit="exact", target=None, native=True) is None  # on the CPU nobody asks
-    assert runs(native=True) == "natively, by torch.mm on this card"
-    assert runs(A16.to(F8), B16.to(F8), native=True) == "natively, by torch._scaled_mm on this card"
+    assert runs(native=True) == "natively, by torch.mm on this GPU"
+    assert runs(A16.to(F8), B16.to(F8), native=True) == "natively, by torch._scaled_mm on this GPU"
     assert runs(native=False) == "emulated: native=False"
     assert runs(target="b200", native=True).startswith("not at all (native=True): the device is a NVIDIA H200")
     assert ran == []
@@ -313,7 +313,7 @@ def test_layers_of_wide_formats(ran, fmt, function, dtype, tf32):
 
 def test_block_scales_of_layers_become_codes(ran, monkeypatch):
     monkeypatch.setattr(native, "why_not_native", lambda target, device: None)
-    monkeypatch.setattr(native, "_card_reason", lambda target, index: (None, False))
+    monkeypatch.setattr(native, "_gpu_reason", lambda target, index: (None, False))
     for fmt, dtype in (("mxfp8_e4m3", F8), ("nvfp4", F4)):
         del ran[:]
         layer(ran, x=fmt, w=fmt, g=fmt, target="b200")
