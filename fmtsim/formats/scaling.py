@@ -15,8 +15,8 @@ ScaleRule = Literal["floor", "ceil", "rceil", "even", "amax"]
 ExponentRule = Literal["floor", "ceil", "rceil", "even"]
 Statistic = Literal["amax", "std", "rms", "mean_abs", "one"]
 Arithmetic = Literal["divide", "reciprocal", "encode", "multiply", "double"]
-PowerOfTwo = Literal["floor", "ceil"]
-Floor = Literal["statistic", "sum", "scale"]
+PowerOfTwo = Literal["floor", "ceil", "log2"]
+Floor = Literal["statistic", "sum", "scale", "inverse"]
 Empty = Literal["one", "previous"]
 Levels = Literal["te", "torchao", "quartet2"]
 
@@ -93,13 +93,17 @@ class Scaling:
         top: What the statistic becomes in the element format; None means the format's largest value.
         margin: The top is ``top * 2**-margin``.
         eps: Least statistic, number added to it, or least scale, as ``eps_rule`` says.
-        eps_rule: ``"statistic"`` max(statistic, eps), ``"sum"`` statistic + eps, ``"scale"`` max(scale, eps).
+        eps_rule: ``"statistic"`` max(statistic, eps), ``"sum"`` statistic + eps, ``"scale"`` max(scale, eps),
+            ``"inverse"`` elements are x * (1 / max(scale, eps)) while the scale itself stays as it is.
         arithmetic: ``"divide"`` s = statistic / top, elements x / s; ``"reciprocal"`` elements x * (1 / s);
             ``"multiply"`` s = statistic * (1 / top), elements x * (1 / s); ``"encode"`` r = top / statistic, elements
             x * r, s = 1 / r; ``"double"`` as encode, r being the float32 of a float64 quotient.
-        power_of_two: Round the scale to a power of two, down or up ("encode" rounds r the other way).
+        power_of_two: Round the scale to a power of two, down or up ("encode" rounds r the other way). ``"log2"`` is for
+            "encode": ``2**-floor(log2(r))`` with r = (1 / statistic) * top, every step rounded to the tensor's dtype,
+            where a logarithm may carry into the next power.
         multiplier: What a scale is multiplied by after it became a power of two.
         scale: The format that stores the scale.
+        input_scale: Store the scale in the tensor's own dtype where that has 16 bits, else in ``scale``.
         scale_rounding: Rounding into that format; under ``eden`` that of the corrected scales.
         allowed: Scales to choose from, ascending: the least that is not below the scale, or the largest.
         tensor: The second level, or None.
@@ -124,6 +128,7 @@ class Scaling:
     power_of_two: PowerOfTwo | None = None
     multiplier: float = 1.0
     scale: FloatFormat = FP32
+    input_scale: bool = False
     scale_rounding: Literal["nearest_even", "stochastic"] = "nearest_even"
     allowed: tuple[float, ...] = ()
     tensor: TensorScale | None = None
@@ -147,6 +152,13 @@ class Scaling:
         _require(self.tensor is None or self.scale != FP32, "tensor= with scale fp32", "a scale such as e4m3")
         both = self.factor is not None and self.top is not None
         _require(not both, "factor= and top= together", "one: a factor, or what becomes the top")
+        inverts = self.eps_rule != "inverse" or (self.arithmetic == "reciprocal" and self.candidates == (1.0,))
+        _require(inverts, "eps_rule='inverse' of this rule", "arithmetic='reciprocal' and one candidate")
+        encodes = self.power_of_two != "log2" or (self.arithmetic == "encode" and self.factor is None)
+        _require(encodes, "power_of_two='log2' of this rule", "arithmetic='encode' without factor=")
+        of_input = self.input_scale or self.power_of_two == "log2" or self.eps_rule == "inverse"
+        alone = not of_input or (self.tensor is None and self.history is None)
+        _require(alone, "input_scale, 'log2' or 'inverse' with tensor= or history=", "a rule of one level without one")
         whole = self.block == (None, None)
         _require(self.history is None or whole, f"history= with block={self.block}", "block=(None, None)")
         previous = self.empty == "previous" and self.history is None
@@ -167,6 +179,7 @@ class Scaling:
         words += ["zero point"] if self.zero_point else []
         words += [f"power of two by {self.power_of_two}"] if self.power_of_two else []
         words += [f"in {self.scale.name}"] if self.scale != FP32 else []
+        words += ["in the tensor's dtype"] if self.input_scale else []
         words += [f"tensor scale ({self.tensor.order})"] if self.tensor else []
         words += [f"best of {', '.join(f'{c:g}' for c in self.candidates)} by {self.metric}"] * (
             len(self.candidates) > 1

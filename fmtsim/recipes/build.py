@@ -3,11 +3,21 @@
 from typing import Any
 
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
 
+
+def scale_format(name: str) -> FloatFormat:
+    """Return a format that scales are stored in."""
+    fmt = get_format(name)
+    assert isinstance(fmt, FloatFormat)
+    return fmt
+
+
+BF16, E4M3, E8M0 = (scale_format(name) for name in ("bf16", "e4m3", "e8m0"))
 FORWARD = Quantizer(source="forward")  # the codes of the forward pass, or of the gradient's first use
 HIGH = Quantizer()
 STOCHASTIC = Rounding(mode="stochastic")

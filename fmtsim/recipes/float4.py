@@ -5,9 +5,8 @@ from typing import Any
 from fmtsim.formats.block import with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import ScaleRule
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.recipes.build import FORWARD, STOCHASTIC, cast, layer
+from fmtsim.recipes.build import BF16, E4M3, E8M0, FORWARD, STOCHASTIC, cast, layer
 from fmtsim.recipes.spec import Recipe, Rule, Steps
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.gradient import ClipMask, Differentiable
@@ -25,15 +24,6 @@ _MASK = sum(1 << place for place, sign in enumerate(_TE_SIGNS) if sign < 0)
 _QUEST_FACTOR = 2.92247856 / 6  # the clip of least error of a normal distribution, in standard deviations
 _EDEN_RANGE = 17 / 16 * 0.93
 _NVFP4_STOCHASTIC = Rounding(mode="stochastic", random_bits=8)
-
-
-def _float(name: str) -> FloatFormat:
-    fmt = get_format(name)
-    assert isinstance(fmt, FloatFormat)
-    return fmt
-
-
-E4M3, E8M0, BF16 = (_float(name) for name in ("e4m3", "e8m0", "bf16"))
 
 
 def _nvfp4() -> LinearConfig:
@@ -74,7 +64,7 @@ def _quartet() -> LinearConfig:
 def _quartet2(candidates: tuple[float, ...] = (1.0,)) -> LinearConfig:
     top = 448.0 if len(candidates) == 1 else 256.0
     tensor = TensorScale(top=top, order="quartet2")
-    x = cast("e2m1", Scaling(block=(1, 16), scale=E4M3, tensor=tensor, candidates=candidates))
+    x = cast("e2m1", Scaling(block=(1, 16), scale=E4M3, tensor=tensor, candidates=candidates, metric="mse"))
     eden = Scaling(
         block=(1, 16), top=6 / _EDEN_RANGE, scale=E4M3, scale_rounding="stochastic", eden=128,
         tensor=TensorScale(top=255.99, order="quartet2"),
@@ -86,7 +76,7 @@ def _quartet2(candidates: tuple[float, ...] = (1.0,)) -> LinearConfig:
 
 
 def _fp4_ms(*, paper: bool) -> LinearConfig:
-    power: PowerOfTwo | None = None if paper else "ceil"
+    power: PowerOfTwo | None = None if paper else "log2"
     eight = cast("e4m3", Scaling(power_of_two="ceil"))
     rounding = "nearest_even" if paper else "nearest_away"
     rows = Scaling(block=(1, None), power_of_two=power)
@@ -150,6 +140,7 @@ RECIPES = (
         rules=(Rule(head=True),),
         variant="code",
         source=f"{_FP4}; MS-AMP 9746ea8: power-of-two scales, one an input channel of w, clamping without compensation",
-        notes="the code's table rounds ties toward +Inf; here they go away from zero, which differs for negative ties",
+        notes="the code's table rounds ties toward +Inf; here they go away from zero, which differs for negative ties. "
+        "Scales follow its arithmetic in x's dtype; the code itself casts x and w to bfloat16 first",
     ),
 )

@@ -1,11 +1,13 @@
 """Recipes of eight bits in floating point."""
 
-from fmtsim.formats.block import with_block
+from dataclasses import replace
+
+from fmtsim.formats.block import FP32, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import SCALE_RULES, ScaleRule
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.attention import flash_attention_3
-from fmtsim.recipes.build import FORWARD, STOCHASTIC, cast, layer
+from fmtsim.recipes.build import BF16, FORWARD, STOCHASTIC, cast, layer
 from fmtsim.recipes.spec import Recipe, Replacement, Rule
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import History, PowerOfTwo, Scaling
@@ -76,8 +78,9 @@ def _deepseek(power: bool = False, cache: bool = False) -> LinearConfig:
 
 
 def _coat() -> LinearConfig:
-    scaling = Scaling(arithmetic="divide", eps=1e-10, eps_rule="sum")
-    return _codes_kept(cast("e4m3", scaling), cast("e4m3", scaling), cast("e5m2", scaling))
+    scaling = Scaling(arithmetic="divide", eps=1e-10, eps_rule="sum", scale=BF16)
+    weights = replace(scaling, scale=FP32, input_scale=True)
+    return _codes_kept(cast("e4m3", scaling), cast("e4m3", weights), cast("e5m2", scaling))
 
 
 def _gaudi() -> LinearConfig:
@@ -135,7 +138,12 @@ RECIPES = (
         replace=(Replacement(kind="swiglu", by="SmoothSwiGLU", optional=True),),
         source="Fishman et al., arXiv:2409.12517; Megatron-DeepSpeed 20029cf: window of 1024, refreshed once a window",
     ),
-    Recipe(name="coat", linear=_coat(), source="Xi et al., COAT, arXiv:2410.19313; NVlabs/COAT 80ec99f"),
+    Recipe(
+        name="coat",
+        linear=_coat(),
+        source="Xi et al., COAT, arXiv:2410.19313; NVlabs/COAT 80ec99f",
+        notes="scales of x and g are bfloat16 numbers, those of w numbers of its dtype",
+    ),
     Recipe(
         name="deepseek_v3",
         linear=_deepseek(),

@@ -1,7 +1,7 @@
 """Recipes of integers and of logarithmic numbers."""
 
-from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat
+from dataclasses import replace
+
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.build import FORWARD, HIGH, cast, layer
 from fmtsim.recipes.spec import Recipe
@@ -11,19 +11,21 @@ from fmtsim.spec.transform import Hadamard
 
 _HALO = "Ashkboos et al., HALO, arXiv:2501.02625; IST-DASLab/HALO d8c1dc9"
 _LECTURE = "gpu-mode/lectures 7cb40f6, lecture 30; torchao 36027d8, int8 mixed-precision training"
-_BF16 = get_format("bf16")
-assert isinstance(_BF16, FloatFormat)
-
 _TENSOR = Scaling(arithmetic="divide")
-_ROW = Scaling(block=(1, None), arithmetic="reciprocal", scale=_BF16, eps=1e-12, eps_rule="scale")
+_HALO_TENSOR = replace(_TENSOR, input_scale=True)
+_HALO_NOTES = (
+    "for 16-bit tensors scales are of their dtype and quotients float32, as torch.compile makes them of the source; "
+    "run eagerly it rounds quotients as well. Rotated tensors are float32 here, and of x's dtype in the source"
+)
+_ROW = Scaling(block=(1, None), arithmetic="reciprocal", input_scale=True, eps=1e-12, eps_rule="inverse")
 
 
 def _halo(level: int, name: str) -> LinearConfig:
     turn = (Hadamard(size=None),) if level else ()
-    operand, gradient = cast(name, _TENSOR, transforms=turn), cast(name, _TENSOR)
+    operand, gradient = cast(name, _HALO_TENSOR, transforms=turn), cast(name, _HALO_TENSOR)
     if level < 2:
         return layer(operand, operand, gradient, w_back=FORWARD, g_back=FORWARD, x_back=FORWARD)
-    turned = cast(name, _TENSOR, transforms=(Hadamard(size=None, axis="outer", undo=True),))
+    turned = cast(name, _HALO_TENSOR, transforms=(Hadamard(size=None, axis="outer", undo=True),))
     return layer(operand, operand, turned, w_back=FORWARD, g_back=gradient, x_back=FORWARD)
 
 
@@ -44,11 +46,13 @@ def _rows() -> Quantizer:
 
 RECIPES = (
     *(
-        Recipe(name=f"halo{level}", linear=_halo(level, "int8"), source=f"{_HALO}: INT8, level {level}")
-        for level in range(3)
-    ),
-    *(
-        Recipe(name=f"halo{level}_fp8", linear=_halo(level, "e4m3"), source=f"{_HALO}: FP8, level {level}")
+        Recipe(
+            name=f"halo{level}{suffix}",
+            linear=_halo(level, element),
+            source=f"{_HALO}: {title}, level {level}",
+            notes=_HALO_NOTES,
+        )
+        for suffix, element, title in (("", "int8", "INT8"), ("_fp8", "e4m3", "FP8"))
         for level in range(3)
     ),
     Recipe(name="int8_mixed", linear=layer(*(_rows(),) * 3), source=f"{_LECTURE}: every operand by rows"),
@@ -67,6 +71,7 @@ RECIPES = (
         name="ao_int4_qat",
         linear=_qat(),
         source="torchao 36027d8, 8da4w: weights in groups of 32, activations by token with a zero point",
+        notes="scales of weights are 2^-126 at least; torchao before 0.18 took the dtype's eps, 2^-23 of float32",
     ),
     Recipe(
         name="lns",

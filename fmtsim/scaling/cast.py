@@ -14,6 +14,7 @@ from fmtsim.scaling.scales import Scales, in_format, scales
 from fmtsim.scaling.statistics import block_sizes, blocked, folded_sum, statistic
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import spread
+from fmtsim.spec.quantizer import scaling_for
 from fmtsim.spec.scaling import Scaling
 
 Keys = tuple[RandomKey | None, RandomKey | None]
@@ -53,6 +54,7 @@ def cast(
 
     Args:
         x: [M, N], blocks along N: float16, bfloat16, float32 or float64 (which is rounded to float32 first).
+            Some rules look at its dtype.
         element: The format of the elements.
         scaling: The rule.
         rounding: Rounding of the elements.
@@ -60,7 +62,8 @@ def cast(
         keys: Random words of the elements and of the scales.
         given: Scales that are known already (delayed scaling); None makes them from x.
     """
-    x = x.float()
+    dtype, x = x.dtype, x.float()
+    scaling = scaling_for(scaling, dtype)
     sizes = block_sizes(scaling.block, x.shape)
     if given is not None:
         return _rounded(x, given, sizes, element, rounding, overflow, keys[0])
@@ -69,19 +72,19 @@ def cast(
     top = float(element.max)
     best: Scaled | None = None
     for times in scaling.candidates:
-        found = _scales(a, rule, top, times, keys[1])
+        found = _scales(a, rule, top, times, keys[1], dtype)
         tried = _rounded(x, found, sizes, element, rounding, overflow, keys[0])
         best = tried if best is None else _better(x, best, tried, scaling.metric, sizes)
     assert best is not None  # a rule has a candidate
     return best if scaling.eden is None else _corrected(best, scaling, sizes, keys[1])
 
 
-def _scales(a: Tensor, scaling: Scaling, top: float, times: float, key: RandomKey | None) -> Scales:
+def _scales(a: Tensor, scaling: Scaling, top: float, times: float, key: RandomKey | None, dtype: torch.dtype) -> Scales:
     if scaling.tensor is not None:
         return two_levels(a, scaling, top, times, key)
     if times == 1:
-        return scales(a, scaling, top, key)
-    base = scales(a, scaling, top, key).scale * times
+        return scales(a, scaling, top, key, dtype)
+    base = scales(a, scaling, top, key, dtype).scale * times
     stored = in_format(base, scaling.scale, scaling.scale_rounding, key)
     return Scales(stored, stored, divides=True)
 

@@ -58,8 +58,8 @@ def _quartet2(
 ) -> Scales:
     tensor = torch.div(torch.div(whole, torch.full_like(whole, c)), torch.full_like(whole, m))
     tensor = torch.where(tensor == 0, 1.0, tensor)
-    s = torch.div(torch.div(a, torch.full_like(a, m)), tensor)
-    s = s if times == 1 else s * _float32(times)
+    s = torch.div(a, torch.full_like(a, m))
+    s = torch.div(s if times == 1 else s * _float32(times), tensor)
     stored = in_format(s, scaling.scale, scaling.scale_rounding, key)
     stored = torch.where(stored == 0, 1.0, stored)
     return Scales(stored, stored * tensor, divides=True, tensor=tensor)

@@ -16,6 +16,7 @@ from fmtsim.quantize import quantize
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.statistics import FLT_MAX
 from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.quantizer import scaling_for
 from fmtsim.spec.scaling import Scaling
 
 FLT_MIN: Final = torch.finfo(torch.float32).tiny
@@ -38,7 +39,9 @@ class Scales(NamedTuple):
     tensor: Tensor | None = None
 
 
-def scales(a: Tensor, scaling: Scaling, top: float, key: RandomKey | None = None) -> Scales:
+def scales(
+    a: Tensor, scaling: Scaling, top: float, key: RandomKey | None = None, dtype: torch.dtype = torch.float32
+) -> Scales:
     """Return the scales of blocks with these statistics.
 
     Args:
@@ -46,22 +49,25 @@ def scales(a: Tensor, scaling: Scaling, top: float, key: RandomKey | None = None
         scaling: The rule; its tensor scale, candidates and history are not looked at.
         top: The element format's largest value, for a rule that names none.
         key: Random words of a scale that is rounded stochastically.
+        dtype: Of the tensor, for a rule that rounds to it.
 
     A statistic of 0 gives scale 1 (in the format that stores it) and factor 1.
     """
+    scaling = scaling_for(scaling, dtype)
     empty = a == 0
     a = _raised(a, scaling)
     empty = empty & (a == 0)
     top32 = _float32(_float32(top if scaling.top is None else scaling.top) * 2.0**-scaling.margin)
     if scaling.arithmetic in ("encode", "double") and scaling.factor is None:
-        s, r = _encoding(a, scaling, top32, empty)
+        s, r = _encoding(a, scaling, top32, empty, dtype)
     else:
         s, r = _decoding(a, scaling, top32, empty), None
     stored = store(s, scaling, key)
     if scaling.arithmetic == "divide":
         return Scales(stored, torch.where(stored == 0, FLT_MIN, stored), divides=True)
     exact = r is not None and scaling.scale == FP32 and not scaling.allowed
-    return Scales(stored, r if exact and r is not None else reciprocal(stored))
+    least = scaling.eps if scaling.eps_rule == "inverse" else 0.0
+    return Scales(stored, r if exact and r is not None else reciprocal(stored.clamp(min=least)))
 
 
 def store(s: Tensor, scaling: Scaling, key: RandomKey | None = None) -> Tensor:
@@ -91,17 +97,28 @@ def power_of_two(s: Tensor, up: bool) -> Tensor:
     return (bits & ~_MANTISSA).view(torch.float32)
 
 
+def _power_by_log2(a: Tensor, top: float, dtype: torch.dtype) -> Tensor:
+    """Return ``2**floor(log2((1 / a) * top))``, each step rounded to a dtype; between 2**-126 and 2**127."""
+    dtype = torch.float32 if dtype == torch.float64 else dtype
+    r = (torch.div(torch.ones_like(a), a).to(dtype).float() * top).to(dtype)
+    logarithm = r.double().log2().to(dtype)
+    exponent = logarithm.float().floor().clamp(-126, 127).to(torch.int32)
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
 def _raised(a: Tensor, scaling: Scaling) -> Tensor:
     if scaling.eps_rule == "statistic":
         return a.clamp(min=scaling.eps)
     return (a + _float32(scaling.eps)).clamp(max=FLT_MAX) if scaling.eps_rule == "sum" else a
 
 
-def _encoding(a: Tensor, scaling: Scaling, top: float, empty: Tensor) -> tuple[Tensor, Tensor]:
+def _encoding(a: Tensor, scaling: Scaling, top: float, empty: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return s and the r = top / a that it is the reciprocal of."""
     r = (top / a.double()).float() if scaling.arithmetic == "double" else torch.div(torch.full_like(a, top), a)
     r = torch.where(empty, 1.0, r.clamp(max=FLT_MAX))
-    if scaling.power_of_two is not None:
+    if scaling.power_of_two == "log2":
+        r = torch.where(empty, 1.0, _power_by_log2(a, top, dtype))
+    elif scaling.power_of_two is not None:
         r = torch.where(empty, 1.0, power_of_two(r, up=scaling.power_of_two == "floor"))
     s = reciprocal(r)
     if scaling.multiplier != 1:

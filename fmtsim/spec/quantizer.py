@@ -1,10 +1,14 @@
 """What a quantiser is: transforms, a scale rule, a format and a rounding, and what its gradient is."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, get_args
+
+import torch
 
 from fmtsim.errors import FormatError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import OVERFLOWS, CodebookFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.gradient import GradientRule, StraightThrough
@@ -104,3 +108,16 @@ class Quantizer:
             return "high precision"
         mode = "" if self.rounding.mode == "nearest_even" else f" {self.rounding.mode}"
         return self.format.name + mode + (f" {self.overflow}" if self.overflow else "")
+
+
+def scaling_for(scaling: Scaling, dtype: torch.dtype) -> Scaling:
+    """Return a scale rule for tensors of a dtype: one with ``input_scale`` gets the format of that dtype."""
+    return _stored_as(scaling, dtype) if scaling.input_scale else scaling
+
+
+@lru_cache(maxsize=256)
+def _stored_as(scaling: Scaling, dtype: torch.dtype) -> Scaling:
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+    stored = scaling.scale if name is None else get_format(name)
+    assert isinstance(stored, FloatFormat)
+    return replace(scaling, input_scale=False, scale=stored)

@@ -159,7 +159,7 @@ def quartet_backward(x, key):
 
 
 def quartet2_forward(x, over=False):
-    """Quartet II: divisions; with ``over`` a block may be mapped to 4, where that has the lower mean error."""
+    """Quartet II: divisions; with ``over`` a block may be mapped to 4, where that has the lower squared error."""
     whole = x.abs().max()
     tensor = torch.div(torch.div(whole, f32(256.0 if over else 448.0)), f32(6.0))
     tensor = f32(1.0) if tensor == 0 else tensor
@@ -167,11 +167,11 @@ def quartet2_forward(x, over=False):
     def cast(part):
         best = None
         for times in (1.0, 1.5) if over else (1.0,):
-            s8 = rounded(torch.div(torch.div(part.abs().max(), f32(6.0)), tensor) * f32(times), "e4m3")
+            s8 = rounded(torch.div(torch.div(part.abs().max(), f32(6.0)) * f32(times), tensor), "e4m3")
             s8 = f32(1.0) if s8 == 0 else s8
             q = rounded(torch.div(part, s8 * tensor), "e2m1")
             values = (q.double() * s8.double() * tensor.double()).float()
-            error = math.fsum((values.double() - part.double()).abs().flatten().tolist())
+            error = math.fsum(((values.double() - part.double()) ** 2).flatten().tolist())
             best = (error, q, s8) if best is None or error < best[0] else best
         return best[1:]
 
@@ -207,15 +207,27 @@ def fp8lm(x, name, top):
     return te_current(x, name, top, power=True)
 
 
-def fp4_ms(x, block, power, mode):
-    """E2M1 by rows or columns, then E4M3 under MS-AMP's power-of-two scale of the tensor."""
+def fp4_ms(x, block):
+    """E2M1 by rows, as in the paper, then E4M3 under MS-AMP's power-of-two scale of the tensor."""
 
     def cast(part):
         scale = te_scale(part.abs().max(), 6.0)
-        scale = floor2(scale) if power else scale
-        return rounded(part * scale, "e2m1", mode), torch.div(f32(1.0), scale)
+        return rounded(part * scale, "e2m1"), torch.div(f32(1.0), scale)
 
     return fp8lm(each_block(x, block, cast)[2], "e4m3", 448.0)
+
+
+def msamp_factor(amax, top):
+    """``2^floor(log2(top / amax))`` by torch's operations in the dtype of amax, which round quotient and logarithm."""
+    exponent = torch.floor(torch.log2(top / amax)).float()
+    return torch.where(amax > 0, torch.exp2(exponent), 1.0)
+
+
+def fp4_msamp(x, dim):
+    """MS-AMP's code: factors of rows (dim 1) or columns (dim 0) in the dtype of x, ties of E2M1 away from zero."""
+    factor = msamp_factor(x.abs().amax(dim, keepdim=True), 6.0)
+    values = rounded(x.float() * factor, "e2m1", "nearest_away") / factor
+    return fp8lm(values, "e4m3", 448.0)
 
 
 def occ(x, level, per_row):
@@ -241,9 +253,11 @@ def dge(y, k=5.0, cap=3.0):
     return slopes.reshape(y.shape)
 
 
-def coat(x, name, top):
-    scale = torch.div(x.abs().max() + f32(1e-10), f32(top))
-    q = rounded(torch.div(x, scale), name)
+def coat(x, name, top, dtype=torch.bfloat16):
+    """The largest magnitude of each 16 neighbours becomes a scale in ``dtype``; the largest of these counts."""
+    scales = torch.div(x.float().unflatten(-1, (-1, 16)).abs().amax(-1) + f32(1e-10), f32(top)).to(dtype)
+    scale = scales.max().float()
+    q = rounded(torch.div(x.float(), scale), name)
     return q, scale.reshape(1, 1), q * scale
 
 
@@ -257,19 +271,19 @@ def deepseek(x, block, power=False, name="e4m3", top=448.0):
 
 
 def halo(x, name, top):
-    scale = torch.div(x.abs().max(), f32(top))
-    q = torch.div(x, scale).round() if name == "int8" else rounded(torch.div(x, scale), name)
+    """A scale in the dtype of x, float32 quotients by it."""
+    scale = (x.abs().max() / top).float()
+    y = torch.div(x.float(), scale)
+    q = y.round() if name == "int8" else rounded(y, name)
     return q, scale.reshape(1, 1), q * scale
 
 
 def int8_rows(x):
-    """quantize_int8_rowwise of a bfloat16 tensor: the scale is one of bfloat16."""
-
-    def cast(part):
-        scale = torch.div(part.abs().max().bfloat16(), 127).float()
-        return (part * torch.div(f32(1.0), scale.clamp(min=1e-12))).round().clamp(-128, 127), scale
-
-    return each_block(x, (1, None), cast)
+    """torchao's rows of INT8: a scale in the dtype of x, and 1e-12 at least where elements are divided by it."""
+    scale = x.abs().amax(1, keepdim=True) / 127
+    inverse = 1.0 / scale.float().clip(1e-12)
+    q = (x.float() * inverse).round().clip(-128, 127)
+    return q, scale.float(), q * scale.float()
 
 
 def bitnet_weights(w):

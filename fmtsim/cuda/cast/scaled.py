@@ -20,7 +20,7 @@ from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.gradient import ClipMask
-from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.quantizer import Quantizer, scaling_for
 from fmtsim.spec.scaling import History, Scaling
 
 __all__ = ["Made", "cast_scaled", "covers", "folds", "variants"]
@@ -95,6 +95,9 @@ def _plan_of(x: Tensor, quantizer: Quantizer, fold: bool) -> Plan | None:
 
 
 def _new_plan(x: Tensor, quantizer: Quantizer, index: int, fold: bool) -> Plan | None:
+    scaling = quantizer.scaling
+    if scaling is not None and scaling.input_scale:
+        quantizer = replace(quantizer, scaling=scaling_for(scaling, x.dtype))
     way = way_of(quantizer) if index >= 0 and x.dtype in INPUTS else None
     if way is None or (fold and not way.folds) or (x.is_cuda and not runtime.serves(index)):
         return None

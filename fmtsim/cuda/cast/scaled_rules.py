@@ -63,6 +63,8 @@ def way_of(quantizer: Quantizer) -> Way | None:
         return None
     if scaling.tensor or scaling.eden or scaling.candidates != (1.0,) or scaling.scale_rounding != "nearest_even":
         return None
+    if scaling.input_scale or scaling.power_of_two == "log2" or scaling.eps_rule == "inverse":
+        return None
     if scaling.statistic not in _STATISTICS or len(scaling.allowed) > _STEPS:
         return None
     if isinstance(quantizer.gradient, Differentiable) or quantizer.rounding.mode not in _TIES:

@@ -15,7 +15,9 @@ from fmtsim.spec.quantizer import Quantizer
 
 _KINDS: dict[tuple[int | None, int | None, str], Kind] = {
     (None, None, "fp32"): "tensor",
+    (None, None, "bf16"): "tensor",
     (1, None, "fp32"): "row",
+    (1, None, "bf16"): "row",
     (1, 32, "e8m0"): "mx",
     (1, 16, "e4m3"): "nvfp4",
     (16, 16, "e4m3"): "nvfp4",

@@ -88,7 +88,7 @@ def _first(quantizer: Quantizer) -> Quantizer:
 def transformed(x: Tensor, transform: Transform, signs: Any) -> tuple[Tensor, Tensor | None]:
     """Return a matrix after a transform, and what was cut off it."""
     if isinstance(transform, Clamp):
-        return _clamped(x.float(), transform)
+        return _clamped(x, transform)
     y = rotated(x, transform, signs)
     if transform.rounded is not None:
         y = quantize(y, transform.rounded, out_dtype=torch.float32)
@@ -139,13 +139,14 @@ def _signs(transform: Hadamard, size: int, draws: Any, device: torch.device) -> 
 
 def _clamped(x: Tensor, transform: Clamp) -> tuple[Tensor, Tensor | None]:
     """Clamp to quantiles, elements of the sorted magnitudes' places ``int((1 - level) n)`` and ``int(level n)``."""
+    dtype, x = torch.float32 if x.dtype == torch.float64 else x.dtype, x.float()
     rows = x.reshape(1, -1) if transform.per == "tensor" else x
     n = rows.shape[1]
     places = [min(max(int(part * n), 0), n - 1) for part in (1 - transform.level, transform.level)]
     ordered = rows.sort(dim=1).values
     low, high = (ordered[:, place : place + 1] for place in places)
     y = rows.clamp(low, high).reshape(x.shape)
-    return y, x - y if transform.compensate else None
+    return y.to(dtype), x - y if transform.compensate else None  # elements of x: the dtype holds them
 
 
 def _cast(x: Tensor, quantizer: Quantizer, draws: Draws, delayed: DelayedScale | FrozenScale | None) -> Operand:
