@@ -317,6 +317,9 @@ def test_what_is_covered():
         Scaling(block=(1, 16), scale=E4M3, scale_rounding="stochastic"),
         Scaling(allowed=tuple(map(float, range(1, 10)))),
         Scaling(statistic="one"),
+        Scaling(input_scale=True),
+        Scaling(power_of_two="log2"),
+        Scaling(arithmetic="reciprocal", eps=1e-12, eps_rule="inverse"),
     ):
         assert scaled_rules.way_of(Quantizer(format=E4M3, scaling=rule)) is None
     for element in (fmtsim.get_format("fp16"), fmtsim.get_format("fp32"), fmtsim.get_format("nf4")):

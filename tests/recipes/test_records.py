@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from fmtsim.recipes.catalogue import RECIPES
 from fmtsim.recipes.registry import _names, register_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe
 from fmtsim.recipes.table import HEADINGS, MARKS, catalogue_markdown, with_catalogue
+from fmtsim.spec.scaling import History, Scaling
 
 NAMES = [recipe.name for recipe in RECIPES]
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
@@ -207,3 +209,19 @@ def test_steps_are_numbers_or_fractions_of_a_run():
     with pytest.raises(ArgumentError, match="the schedule says 0.82 of the run; pass total_steps="):
         steps.holds(0, None)
     assert LinearConfig() == get_recipe("fp32").linear
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"eps_rule": "inverse"}, "eps_rule='inverse' of this rule is not allowed; choose arithmetic='reciprocal'"),
+        ({"power_of_two": "log2", "arithmetic": "divide"}, "power_of_two='log2' of this rule is not allowed; choose"),
+        (
+            {"input_scale": True, "history": History()},
+            "'inverse' with tensor= or history= is not allowed; choose a rule",
+        ),
+    ],
+)
+def test_rules_of_the_tensors_dtype_say_what_they_need(fields, message):
+    with pytest.raises(FormatError, match=re.escape(message)):
+        Scaling(**fields)
