@@ -59,7 +59,7 @@ def check(operand, expected):
     elements, scale, values = expected[:3]
     same_bits(operand.elements.float() + 0.0, elements + 0.0)  # the sign of zeros is not compared
     same_bits(operand.values(torch.float32) + 0.0, values + 0.0)
-    sizes = operand.sizes
+    sizes = operand.block
     filled = torch.nn.functional.max_pool2d(
         elements.abs()[None], sizes, sizes, ceil_mode=True
     )[0] > 0  # fmt: skip
