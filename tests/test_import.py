@@ -30,7 +30,7 @@ LAYERS = (
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 ENGINES = {"torch_engine", "cpu", "cuda"}
-ENGINE_MAY_IMPORT = {"errors", "folder", "formats", "rounding", "spec"}
+ENGINE_MAY_IMPORT = {"errors", "folder", "formats", "rounding", "spec", "scaling"}
 HEAVY = ("numba", "llvmlite", "cuda", "matplotlib", "rich", "safetensors")
 
 

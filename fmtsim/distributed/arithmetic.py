@@ -15,8 +15,8 @@ from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.formats.packing import packed_size
 from fmtsim.formats.representable import FLOAT_DTYPES
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.scales import FLT_MIN, reciprocal, scales
-from fmtsim.scaling.statistics import FLT_MAX
+from fmtsim.scaling.cast import scales
+from fmtsim.scaling.scales import FLT_MAX, FLT_MIN, reciprocal
 from fmtsim.spec.cast import CastSpec, RandomKey
 
 MAX_RANKS = 1 << 16

@@ -16,7 +16,8 @@ from fmtsim.formats.representable import FLOAT_DTYPES
 from fmtsim.formats.spec import ElementFormat
 from fmtsim.quantize import encode, quantize
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.scales import Scales, scales
+from fmtsim.scaling.cast import scales
+from fmtsim.scaling.scales import Scales
 from fmtsim.scaling.statistics import statistic
 from fmtsim.spec.cast import CastSpec
 from fmtsim.spec.scaling import Scaling

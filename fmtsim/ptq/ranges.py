@@ -8,8 +8,9 @@ from fmtsim.gemm.layers.operand import Draws
 from fmtsim.gemm.layers.prepare import prepare
 from fmtsim.ptq.spec import Calibration, fixed, is_static
 from fmtsim.ptq.survey import Part
+from fmtsim.scaling.cast import scales
 from fmtsim.scaling.history import DelayedScale
-from fmtsim.scaling.scales import reciprocal, scales
+from fmtsim.scaling.scales import reciprocal
 from fmtsim.spec.quantizer import Quantizer
 
 

@@ -1,16 +1,16 @@
 """A matrix in an element format under the scales that a rule makes of it."""
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fmtsim.formats.spec import ElementFormat, Overflow
+from fmtsim.formats.spec import ElementFormat, FloatFormat, Overflow
 from fmtsim.quantize import quantize
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.levels import two_levels
-from fmtsim.scaling.scales import Scales, in_format, scales
+from fmtsim.scaling.scales import Scales, one_level, two_levels
 from fmtsim.scaling.statistics import block_sizes, blocked, folded_sum, statistic
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import spread
@@ -72,21 +72,45 @@ def cast(
     top = float(element.max)
     best: Scaled | None = None
     for times in scaling.candidates:
-        found = _scales(a, rule, top, times, keys[1], dtype)
+        found = scales(a, rule, top, keys[1], times, dtype)
         tried = _rounded(x, found, sizes, element, rounding, overflow, keys[0])
         best = tried if best is None else _better(x, best, tried, scaling.metric, sizes)
     assert best is not None  # a rule has a candidate
     return best if scaling.eden is None else _corrected(best, scaling, sizes, keys[1])
 
 
-def _scales(a: Tensor, scaling: Scaling, top: float, times: float, key: RandomKey | None, dtype: torch.dtype) -> Scales:
+def scales(
+    a: Tensor,
+    scaling: Scaling,
+    top: float,
+    key: RandomKey | None = None,
+    times: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> Scales:
+    """Return the scales of blocks with these statistics.
+
+    Args:
+        a: float32 [outer blocks, inner blocks], finite, from 0.
+        scaling: The rule; its candidates and history are not looked at.
+        top: The element format's largest value, for a rule that names none.
+        key: Random words of a scale that is rounded stochastically.
+        times: A candidate.
+        dtype: Of the tensor, for a rule that rounds to it.
+    """
+    scaling = scaling_for(scaling, dtype)
+    store = partial(_in_format, fmt=scaling.scale, rounding=scaling.scale_rounding, key=key)
     if scaling.tensor is not None:
-        return two_levels(a, scaling, top, times, key)
+        return two_levels(a, scaling, top, store, times)
+    found = one_level(a, scaling, top, store, dtype)
     if times == 1:
-        return scales(a, scaling, top, key, dtype)
-    base = scales(a, scaling, top, key, dtype).scale * times
-    stored = in_format(base, scaling.scale, scaling.scale_rounding, key)
+        return found
+    stored = store(found.scale * times)
     return Scales(stored, stored, divides=True)
+
+
+def _in_format(s: Tensor, fmt: FloatFormat, rounding: str, key: RandomKey | None) -> Tensor:
+    mode = Rounding(mode=rounding)  # type: ignore[arg-type]  # the record has checked it
+    return quantize(s, fmt, rounding=mode, overflow="saturate", generator=key, out_dtype=torch.float32)
 
 
 def _rounded(
@@ -132,5 +156,5 @@ def _corrected(found: Scaled, scaling: Scaling, sizes: tuple[int, int], key: Ran
     over = folded_sum(y * q)
     c = torch.where(over == 0, 1.0, folded_sum(y * y) / over).float()
     each = spread(c, (1, scaling.eden // sizes[1]), found.scales.scale.shape)
-    stored = in_format(found.scales.scale * each, scaling.scale, scaling.scale_rounding, key)
+    stored = _in_format(found.scales.scale * each, scaling.scale, scaling.scale_rounding, key)
     return found._replace(scales=found.scales._replace(scale=stored))

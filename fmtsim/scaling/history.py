@@ -9,8 +9,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from fmtsim.errors import CollectiveError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.scaling.repeats import Calls
-from fmtsim.scaling.scales import Scales, _float32, power_of_two, reciprocal
-from fmtsim.scaling.statistics import FLT_MAX
+from fmtsim.scaling.scales import FLT_MAX, Scales, float32, power_of_two, reciprocal
 from fmtsim.spec.quantizer import Quantizer
 
 
@@ -42,7 +41,7 @@ class DelayedScale(nn.Module):
         scaling, element = quantizer.scaling, quantizer.format
         assert scaling is not None and scaling.history is not None
         assert element is not None and not isinstance(element, BlockFormat | LogTileFormat)  # the record refuses it
-        self.scaling, self.top = scaling, _float32(float(element.max) if scaling.top is None else scaling.top)
+        self.scaling, self.top = scaling, float32(float(element.max) if scaling.top is None else scaling.top)
         self.repeated: Calls[Scales] = Calls()
         self.register_buffer("amaxes", torch.zeros(scaling.history.length), persistent=False)
         self.register_buffer("factor", torch.ones(()), persistent=False)
@@ -118,7 +117,7 @@ class DelayedScale(nn.Module):
         self.factor.copy_(torch.where(due, torch.where(found > 0, self._factor(found), kept), self.factor))
 
     def _factor(self, amax: Tensor) -> Tensor:
-        top = torch.full_like(amax, _float32(self.top * 2.0**-self.scaling.margin))
+        top = torch.full_like(amax, float32(self.top * 2.0**-self.scaling.margin))
         factor = torch.div(top, amax).clamp(max=FLT_MAX)
         rule = self.scaling.power_of_two
         return factor if rule is None else power_of_two(factor, up=rule == "floor")

@@ -1,26 +1,27 @@
-"""From a block's statistic to its scale, and to the number that its elements meet before they are rounded.
+"""From a block's statistic to its scale, and to what its elements meet before they are rounded.
 
-Every operation is one of float32, rounded to nearest even, in the order written here (the table is in
-docs/semantics.md, section 5).
+Every operation on real scales is one of float32, rounded to nearest even, in the order written here (the tables are in
+docs/semantics.md, sections 5 to 7). What rounds a scale to the format that stores it is handed in: quantisers and the
+torch engine share these steps.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fmtsim.formats.block import FP32
-from fmtsim.formats.spec import FloatFormat
-from fmtsim.quantize import quantize
-from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.statistics import FLT_MAX
-from fmtsim.spec.cast import RandomKey
-from fmtsim.spec.quantizer import scaling_for
-from fmtsim.spec.scaling import Scaling
+from fmtsim.formats.scaling import ExponentRule, Scaling
+from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
 
+FLT_MAX: Final = torch.finfo(torch.float32).max
 FLT_MIN: Final = torch.finfo(torch.float32).tiny
 _MANTISSA: Final = (1 << 23) - 1
+_TORCHAO_LEAST: Final = 2.0**-6  # torchao 36027d8: block scales are never subnormal
+
+Store = Callable[[Tensor], Tensor]
+"""Rounds float32 scales to the format that stores them, saturating."""
 
 
 class Scales(NamedTuple):
@@ -31,57 +32,110 @@ class Scales(NamedTuple):
         factor: float32, likewise: the element is the rounding of ``RN32(x * factor)``, or of ``RN32(x / factor)``.
         divides: Which of the two.
         tensor: float32, 0-d: the second level of scale, or None.
+        exponent: int64, where scales are powers of two: the element is the rounding of the exact ``x / 2**exponent``.
+        offsets: int32 zero points, or None.
     """
 
     scale: Tensor
     factor: Tensor
     divides: bool = False
     tensor: Tensor | None = None
+    exponent: Tensor | None = None
+    offsets: Tensor | None = None
 
 
-def scales(
-    a: Tensor, scaling: Scaling, top: float, key: RandomKey | None = None, dtype: torch.dtype = torch.float32
-) -> Scales:
+def one_level(a: Tensor, scaling: Scaling, top: float, store: Store, dtype: torch.dtype = torch.float32) -> Scales:
     """Return the scales of blocks with these statistics.
 
     Args:
         a: float32 [outer blocks, inner blocks], finite, from 0.
         scaling: The rule; its tensor scale, candidates and history are not looked at.
         top: The element format's largest value, for a rule that names none.
-        key: Random words of a scale that is rounded stochastically.
+        store: See ``Store``.
         dtype: Of the tensor, for a rule that rounds to it.
 
     A statistic of 0 gives scale 1 (in the format that stores it) and factor 1.
     """
-    scaling = scaling_for(scaling, dtype)
     empty = a == 0
     a = _raised(a, scaling)
     empty = empty & (a == 0)
-    top32 = _float32(_float32(top if scaling.top is None else scaling.top) * 2.0**-scaling.margin)
+    top32 = float32(float32(top if scaling.top is None else scaling.top) * 2.0**-scaling.margin)
     if scaling.arithmetic in ("encode", "double") and scaling.factor is None:
         s, r = _encoding(a, scaling, top32, empty, dtype)
     else:
         s, r = _decoding(a, scaling, top32, empty), None
-    stored = store(s, scaling, key)
-    if scaling.arithmetic == "divide":
-        return Scales(stored, torch.where(stored == 0, FLT_MIN, stored), divides=True)
-    exact = r is not None and scaling.scale == FP32 and not scaling.allowed
-    least = scaling.eps if scaling.eps_rule == "inverse" else 0.0
-    return Scales(stored, r if exact and r is not None else reciprocal(stored.clamp(min=least)))
-
-
-def store(s: Tensor, scaling: Scaling, key: RandomKey | None = None) -> Tensor:
-    """Return scales as the rule stores them: the least allowed one that is not below, then in the scale's format."""
     if scaling.allowed:
         steps = torch.tensor(scaling.allowed, dtype=torch.float32, device=s.device)
         s = steps[torch.searchsorted(steps, s.contiguous()).clamp(max=len(steps) - 1)]
-    return s if scaling.scale == FP32 else in_format(s, scaling.scale, scaling.scale_rounding, key)
+    is_fp32 = scaling.scale.name == "fp32"
+    stored = s if is_fp32 else store(s)
+    if scaling.arithmetic == "divide":
+        return Scales(stored, torch.where(stored == 0, FLT_MIN, stored), divides=True)
+    if r is not None and is_fp32 and not scaling.allowed:
+        return Scales(stored, r)
+    least = scaling.eps if scaling.eps_rule == "inverse" else 0.0
+    return Scales(stored, reciprocal(stored.clamp(min=least)))
 
 
-def in_format(s: Tensor, fmt: FloatFormat, rounding: str = "nearest_even", key: RandomKey | None = None) -> Tensor:
-    """Round scales to a format, saturating."""
-    mode = Rounding(mode=rounding)  # type: ignore[arg-type]  # the record has checked it
-    return quantize(s, fmt, rounding=mode, overflow="saturate", generator=key, out_dtype=torch.float32)
+def two_levels(a: Tensor, scaling: Scaling, top: float, store: Store, times: float = 1.0) -> Scales:
+    """Return block scales and the float32 scale of the tensor, as their authors compute them.
+
+    Args:
+        a: float32 [outer blocks, inner blocks]: largest magnitudes of blocks.
+        scaling: The rule, with ``tensor``.
+        top: The element format's largest value, for a rule that names none.
+        store: See ``Store``.
+        times: Candidate that block scales are multiplied with before they are stored.
+    """
+    assert scaling.tensor is not None
+    m = float32(top if scaling.top is None else scaling.top)
+    c = float32(scaling.scale.max if scaling.tensor.top is None else scaling.tensor.top)
+    amax = a.amax() if a.numel() else a.new_zeros(())
+    if scaling.tensor.order == "te":  # docs/semantics.md, section 6
+        encode = torch.div(torch.full_like(amax, float32(c * m)), amax).clamp(max=FLT_MAX)
+        encode = torch.where((amax == 0) | (encode == 0), 1.0, encode)
+        tensor = reciprocal(encode)
+        stored = store(_times(a * (encode * float32(1.0 / m)), times).clamp(max=FLT_MAX))
+        return Scales(stored, reciprocal(stored * tensor), tensor=tensor)
+    if scaling.tensor.order == "torchao":
+        tensor = torch.div(amax, torch.full_like(amax, float32(c * m)))
+        tensor = torch.where(tensor == 0, 1.0, tensor)
+        s = torch.div(torch.div(a, torch.full_like(a, m)), tensor)
+        stored = store(_times(s, times).clamp(_TORCHAO_LEAST, c))
+        factor = torch.div(reciprocal(tensor).expand_as(stored), stored).clamp(max=FLT_MAX)
+        return Scales(stored, factor, tensor=tensor)
+    tensor = torch.div(torch.div(amax, torch.full_like(amax, c)), torch.full_like(amax, m))  # Quartet II
+    tensor = torch.where(tensor == 0, 1.0, tensor)
+    stored = store(torch.div(_times(torch.div(a, torch.full_like(a, m)), times), tensor))
+    stored = torch.where(stored == 0, 1.0, stored)
+    return Scales(stored, stored * tensor, divides=True, tensor=tensor)
+
+
+def exponent_scales(amax: Tensor, rule: ExponentRule, element: ElementFormat) -> Scales:
+    """Return scales that are powers of two by the exact exponents of largest magnitudes, in the operand's dtype."""
+    x, top = amax.double(), element.max_exponent
+    if rule == "rceil":
+        x, top = (amax.float().clamp(max=FLT_MAX) * float32(1.0 / element.max)).clamp(max=FLT_MAX).double(), 0
+    significand, exponent = torch.frexp(x)  # from 1/2 to 1
+    exponent = exponent.long() - 1
+    if rule in ("ceil", "rceil"):
+        exponent = exponent + (significand != 0.5).long()
+    elif rule == "even":
+        places = element.mantissa_bits if isinstance(element, FloatFormat | IntFormat) else 0
+        exponent = exponent + (significand >= 1 - 2.0 ** -(places + 2)).long()
+    exponent = torch.where(x == 0, -127, (exponent - top).clamp(-127, 127))
+    scale = ((exponent + 1023) << 52).view(torch.float64).float()
+    return Scales(scale, scale, exponent=exponent)
+
+
+def range_scales(low: Tensor, high: Tensor, max_code: int) -> Scales:
+    """Return the scales and zero points of blocks that reach from ``-low`` to ``high``, both magnitudes."""
+    below, above = low.float().clamp(max=FLT_MAX), high.float().clamp(max=FLT_MAX)
+    extent = (above + below).clamp(max=FLT_MAX)
+    s = torch.div(extent, torch.full_like(extent, max_code)).clamp(min=FLT_MIN)
+    s = torch.where(extent == 0, 1.0, s)
+    zero = torch.round(torch.div(below, s)).clamp(0, max_code).to(torch.int32)
+    return Scales(s, reciprocal(s), offsets=zero)
 
 
 def reciprocal(s: Tensor) -> Tensor:
@@ -106,10 +160,20 @@ def _power_by_log2(a: Tensor, top: float, dtype: torch.dtype) -> Tensor:
     return ((exponent + 127) << 23).view(torch.float32)
 
 
+@lru_cache(maxsize=256)
+def float32(x: float) -> float:
+    """Return the nearest float32."""
+    return float(torch.tensor(x, dtype=torch.float64, device="cpu").float())
+
+
+def _times(s: Tensor, times: float) -> Tensor:
+    return s if times == 1 else s * float32(times)
+
+
 def _raised(a: Tensor, scaling: Scaling) -> Tensor:
     if scaling.eps_rule == "statistic":
         return a.clamp(min=scaling.eps)
-    return (a + _float32(scaling.eps)).clamp(max=FLT_MAX) if scaling.eps_rule == "sum" else a
+    return (a + float32(scaling.eps)).clamp(max=FLT_MAX) if scaling.eps_rule == "sum" else a
 
 
 def _encoding(a: Tensor, scaling: Scaling, top: float, empty: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -122,29 +186,24 @@ def _encoding(a: Tensor, scaling: Scaling, top: float, empty: Tensor, dtype: tor
         r = torch.where(empty, 1.0, power_of_two(r, up=scaling.power_of_two == "floor"))
     s = reciprocal(r)
     if scaling.multiplier != 1:
-        s = s * _float32(scaling.multiplier)
+        s = s * float32(scaling.multiplier)
         r = reciprocal(s)
     return s, r
 
 
 def _decoding(a: Tensor, scaling: Scaling, top: float, empty: Tensor) -> Tensor:
     if scaling.factor is not None:
-        s = a * _float32(scaling.factor)
+        s = a * float32(scaling.factor)
     elif scaling.arithmetic == "multiply":
-        s = a * _float32(1.0 / top)
+        s = a * float32(1.0 / top)
     else:
         s = torch.div(a, torch.full_like(a, top))
     if scaling.offset:
-        s = s + _float32(scaling.offset)
+        s = s + float32(scaling.offset)
     s = s.clamp(min=max(FLT_MIN, scaling.eps if scaling.eps_rule == "scale" else 0.0), max=FLT_MAX)
     if scaling.power_of_two is not None:
         s = power_of_two(s, up=scaling.power_of_two == "ceil")
     if scaling.multiplier != 1:
-        s = (s * _float32(scaling.multiplier)).clamp(max=FLT_MAX)
+        s = (s * float32(scaling.multiplier)).clamp(max=FLT_MAX)
     always = bool(scaling.offset) and scaling.factor is not None  # an offset keeps the scale of nothing above zero
     return s if always else torch.where(empty, 1.0, s)
-
-
-@lru_cache(maxsize=256)
-def _float32(x: float) -> float:
-    return float(torch.tensor(x, dtype=torch.float64).float())

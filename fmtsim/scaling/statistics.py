@@ -4,15 +4,12 @@ Largest magnitudes do not depend on an order. Sums do: they are float64 sums of 
 until one number is left, zeros filling up to a power of two.
 """
 
-from typing import Final
-
 import torch
 from torch import Tensor
 
-from fmtsim.formats.block import Block
-from fmtsim.spec.scaling import Statistic
-
-FLT_MAX: Final = torch.finfo(torch.float32).max
+from fmtsim.formats.scaling import Block, Statistic
+from fmtsim.scaling.blocks import Blocks
+from fmtsim.scaling.scales import FLT_MAX
 
 
 def block_sizes(block: Block, shape: torch.Size) -> tuple[int, int]:
@@ -23,11 +20,9 @@ def block_sizes(block: Block, shape: torch.Size) -> tuple[int, int]:
 
 def blocked(x: Tensor, sizes: tuple[int, int]) -> Tensor:
     """Return a matrix as ``[outer blocks, inner blocks, elements of a block]``, short blocks filled up with zeros."""
-    rows, columns = (-extent % size for extent, size in zip(x.shape, sizes, strict=True))
-    if rows or columns:
-        x = torch.nn.functional.pad(x, (0, columns, 0, rows))
-    split = x.reshape(x.shape[0] // sizes[0], sizes[0], x.shape[1] // sizes[1], sizes[1])
-    return split.transpose(1, 2).flatten(2)
+    rows, columns = x.shape
+    blocks = Blocks(shape=x.shape, dim=-1, outer=rows, inner=columns, height=sizes[0], width=sizes[1])
+    return blocks.fold(x).view(blocks.rows, blocks.columns, -1)
 
 
 def statistic(x: Tensor, block: Block, kind: Statistic) -> Tensor:
@@ -56,11 +51,11 @@ def statistic(x: Tensor, block: Block, kind: Statistic) -> Tensor:
     else:
         parts = blocked(x.double(), sizes)
         there = blocked(finite.double(), sizes)
-        found = _moment(parts, there, kind)
+        found = _mean(parts, there, kind)
     return found.float().clamp(max=FLT_MAX)
 
 
-def _moment(x: Tensor, there: Tensor, kind: Statistic) -> Tensor:
+def _mean(x: Tensor, there: Tensor, kind: Statistic) -> Tensor:
     count = there.sum(-1).clamp(min=1)  # whole numbers: exact in any order
     if kind == "mean_abs":
         return folded_sum(x.abs()) / count

@@ -1,16 +1,18 @@
 """Casts to formats whose elements share a scale (docs/semantics.md, sections 4 to 7)."""
 
+from functools import partial
+
 import torch
 
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.packing import code_dtype
-from fmtsim.formats.spec import IntFormat
+from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.scaling.blocks import Blocks, blocks_of, largest, windows
+from fmtsim.scaling.scales import FLT_MAX, Scales, exponent_scales, one_level, range_scales, two_levels
 from fmtsim.spec.cast import CastSpec, EncodedParts
-from fmtsim.torch_engine import elements, integers
-from fmtsim.torch_engine.blocks import Geometry, geometry
+from fmtsim.torch_engine import elements, floats, integers
+from fmtsim.torch_engine.carry import NEAREST
 from fmtsim.torch_engine.reals import narrow, product, widen
-from fmtsim.torch_engine.scales import Scaling, scale_blocks, scale_ranges
-from fmtsim.torch_engine.storage import LAYOUTS, bits_of, from_bits, magnitudes
 
 
 def encode(x: torch.Tensor, spec: CastSpec, words: torch.Tensor | None) -> EncodedParts:
@@ -23,91 +25,78 @@ def encode(x: torch.Tensor, spec: CastSpec, words: torch.Tensor | None) -> Encod
     """
     fmt = spec.format
     assert isinstance(fmt, BlockFormat)
-    blocks = geometry(tuple(x.shape), spec.dim, fmt.block)
+    blocks = blocks_of(tuple(x.shape), spec.dim, fmt.block)
     folded = blocks.fold(x)
     folded_words = None if words is None else blocks.fold(words)
-    scaling = _scaling(blocks, folded, fmt)
-    exponent, multiplier, divisor = (
-        None if part is None else blocks.spread(part)
-        for part in (scaling.exponent, scaling.multiplier, scaling.divisor)
+    found = _scales(blocks, folded, fmt)
+    factor, exponent, offsets = (
+        None if part is None else part.reshape(-1, 1) for part in (found.factor, found.exponent, found.offsets)
     )
-    offsets = None if scaling.offsets is None else blocks.spread(scaling.offsets)
     codes = torch.empty(folded.shape, dtype=code_dtype(fmt.bits), device=x.device)
-    for rows, columns in blocks.windows(folded):
-        piece = folded[rows, columns]
-        piece_words = None if folded_words is None else folded_words[rows, columns]
-        if multiplier is not None:
-            piece = _rounded(widen(piece) * multiplier[rows], x.dtype)
-        elif divisor is not None:
-            piece = _rounded(torch.div(widen(piece), divisor[rows]), x.dtype)
+    working = torch.float64 if x.dtype == torch.float64 else torch.float32
+    for rows, columns in windows(folded):
+        y, shift = folded[rows, columns], None if exponent is None else exponent[rows]
+        if shift is None:
+            assert factor is not None
+            met = factor[rows].to(working)
+            y = torch.div(y.to(working), met) if found.divides else y.to(working) * met
+        drawn = None if folded_words is None else folded_words[rows, columns]
         if offsets is not None:
-            codes[rows, columns] = _shifted(piece, fmt, spec, piece_words, offsets[rows])
+            piece = _shifted(y, fmt, spec, drawn, offsets[rows])
         else:
-            shift = None if exponent is None else exponent[rows]
-            codes[rows, columns] = elements.encode(
-                piece, fmt.element, spec.rounding, spec.overflow, piece_words, shift
-            ).to(codes.dtype)
-    scales = _with_nan(scaling.scales, blocks, folded, fmt)
-    return EncodedParts(blocks.unfold(codes), scales, scaling.tensor_scale, scaling.offsets)
+            piece = elements.encode(y, fmt.element, spec.rounding, spec.overflow, drawn, shift)
+        codes[rows, columns] = piece.to(codes.dtype)
+    scales = found.scale
+    if not fmt.element.has_nan:  # a NaN that elements cannot express makes its block NaN
+        scales = torch.where(blocks.per_block(largest(folded, torch.isnan)), float("nan"), scales)
+    return EncodedParts(blocks.unfold(codes), scales, found.tensor, found.offsets)
 
 
 def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
     """Write the values of a block format's codes into ``out``, each rounded once to its dtype."""
     fmt = spec.format
     assert isinstance(fmt, BlockFormat) and parts.scales is not None
-    blocks = geometry(tuple(out.shape), spec.dim, fmt.block)
+    blocks = blocks_of(tuple(out.shape), spec.dim, fmt.block)
     codes = blocks.fold(parts.codes)
-    scales = blocks.spread(widen(parts.scales))
-    offsets = None if parts.offsets is None else blocks.spread(parts.offsets)
-    tensor_scale = None if parts.tensor_scale is None else widen(parts.tensor_scale)
+    scales = widen(parts.scales).reshape(-1, 1)
+    offsets = None if parts.offsets is None else parts.offsets.reshape(-1, 1)
     result = torch.empty(codes.shape, dtype=out.dtype, device=out.device)
     bits = elements.significant_bits(fmt.element)
-    for rows, columns in blocks.windows(codes):
+    for rows, columns in windows(codes):
         if offsets is None:
             value = elements.decode(codes[rows, columns], fmt.element, torch.float64)
         else:
             value = (codes[rows, columns].to(torch.int64) - offsets[rows]).to(torch.float64)
-        if tensor_scale is None:
+        if parts.tensor_scale is None:
             result[rows, columns] = product(value, scales[rows], bits, out.dtype)
         else:
-            result[rows, columns] = narrow(value * scales[rows] * tensor_scale, out.dtype)
+            result[rows, columns] = narrow(value * scales[rows] * widen(parts.tensor_scale), out.dtype)
     out.copy_(blocks.unfold(result))
 
 
-def finite_magnitudes(x: torch.Tensor) -> torch.Tensor:
-    """Return the bits of the magnitudes, 0 for Inf and NaN; they order as the magnitudes do."""
-    layout = LAYOUTS[x.dtype]
-    magnitude = magnitudes(bits_of(x), layout)
-    return torch.where(magnitude > layout.max_code, 0, magnitude)
+def magnitudes(x: torch.Tensor) -> torch.Tensor:
+    """Return the finite magnitudes, 0 for Inf and NaN."""
+    return torch.where(x.isfinite(), x.abs(), 0)
 
 
-def is_nan(x: torch.Tensor) -> torch.Tensor:
-    """Return 1 for NaN, else 0, as uint8."""
-    layout = LAYOUTS[x.dtype]
-    return (magnitudes(bits_of(x), layout) > layout.max_code + 1).to(torch.uint8)
-
-
-def _scaling(blocks: Geometry, folded: torch.Tensor, fmt: BlockFormat) -> Scaling:
+def _scales(blocks: Blocks, folded: torch.Tensor, fmt: BlockFormat) -> Scales:
     """Measure the blocks and make their scales."""
     if fmt.zero_point:
         assert isinstance(fmt.element, IntFormat)
-        low = blocks.largest(folded, lambda x: torch.where(bits_of(x) < 0, finite_magnitudes(x), 0))
-        high = blocks.largest(folded, lambda x: torch.where(bits_of(x) < 0, 0, finite_magnitudes(x)))
-        return scale_ranges(from_bits(low, folded.dtype), from_bits(high, folded.dtype), fmt.element)
-    amax = blocks.largest(folded, finite_magnitudes)
-    return scale_blocks(from_bits(amax, folded.dtype), fmt)
+        low = largest(folded, lambda x: magnitudes((-x).clamp(min=0)))
+        high = largest(folded, lambda x: magnitudes(x.clamp(min=0)))
+        return range_scales(blocks.per_block(low), blocks.per_block(high), fmt.element.max_code)
+    amax = blocks.per_block(largest(folded, magnitudes))
+    if fmt.scaling.exponent_rule is not None:
+        return exponent_scales(amax, fmt.scaling.exponent_rule, fmt.element)
+    make = one_level if fmt.scaling.tensor is None else two_levels
+    store = partial(_stored, fmt=fmt.scale)
+    return make(amax.float().clamp(max=FLT_MAX), fmt.scaling, float(fmt.element.max), store)
 
 
-def _with_nan(scales: torch.Tensor, blocks: Geometry, folded: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
-    """Return the scales, NaN where a block holds a NaN that its elements cannot express."""
-    if fmt.element.has_nan:
-        return scales
-    return torch.where(blocks.largest(folded, is_nan) > 0, float("nan"), scales)
-
-
-def _rounded(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round products as the operand's arithmetic does: to float32, or not at all for float64 operands."""
-    return y if dtype == torch.float64 else narrow(y, torch.float32)
+def _stored(s: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """Round scales to a scale format, nearest even and saturating."""
+    return elements.decode(floats.encode(s, fmt, NEAREST, "saturate"), fmt, torch.float32)
 
 
 def _shifted(
@@ -116,4 +105,4 @@ def _shifted(
     """Round to integers, add the zero points and clamp."""
     assert isinstance(fmt.element, IntFormat)
     numbers = integers.to_integers(x, fmt.element, spec.rounding, words) + offsets
-    return numbers.clamp(0, fmt.element.max_code).to(code_dtype(fmt.bits))
+    return numbers.clamp(0, fmt.element.max_code)

@@ -5,12 +5,13 @@ import torch
 from fmtsim.formats.block import LogTileFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.blocks import blocks_of, chunk_size, largest, windows
+from fmtsim.scaling.scales import FLT_MAX
 from fmtsim.spec.cast import CastSpec, EncodedParts
-from fmtsim.torch_engine.blockcast import finite_magnitudes, is_nan
-from fmtsim.torch_engine.blocks import Geometry, chunk_size, geometry, windows
+from fmtsim.torch_engine.blockcast import magnitudes
 from fmtsim.torch_engine.elementary import exp, ln
-from fmtsim.torch_engine.reals import clamped32, divide, narrow, round32, widen
-from fmtsim.torch_engine.storage import LAYOUTS, bits_of, from_bits
+from fmtsim.torch_engine.reals import divide, narrow, round32, widen
+from fmtsim.torch_engine.storage import bits_of
 from fmtsim.torch_engine.tables import moves_up
 
 _OCTAVES = 32 * 0.6931471805599453  # the double nearest to 32 ln 2: a tile spans at most 2**32
@@ -26,21 +27,20 @@ def encode(x: torch.Tensor, spec: CastSpec, words: torch.Tensor | None) -> Encod
     """
     fmt = spec.format
     assert isinstance(fmt, LogTileFormat)
-    blocks = geometry(tuple(x.shape), spec.dim, fmt.block)
+    blocks = blocks_of(tuple(x.shape), spec.dim, fmt.block)
     folded = blocks.fold(x)
     folded_words = None if words is None else blocks.fold(words)
-    low, step, empty = _ranges(blocks, folded, fmt)
-    lows, steps, empties = blocks.spread(low), blocks.spread(step), blocks.spread(empty)
+    low, step, empty = _ranges(folded, fmt)
     codes = torch.empty(folded.shape, dtype=code_dtype(fmt.bits), device=x.device)
-    height, width = folded.shape
+    width = folded.shape[1]
     limit = max(1, chunk_size(x.device) * width // max(width, fmt.max_code + 1))  # a row brings its table along
-    for rows, columns in windows(height, width, limit):
-        table = tile_values(lows[rows], steps[rows], torch.arange(fmt.max_code + 1, device=x.device))
+    for rows, columns in windows(folded, limit):
+        table = tile_values(low[rows], step[rows], torch.arange(fmt.max_code + 1, device=x.device))
         piece_words = None if folded_words is None else folded_words[rows, columns]
-        piece = _encode_piece(folded[rows, columns], table, empties[rows], fmt, spec.rounding, piece_words)
+        piece = _encode_piece(folded[rows, columns], table, empty[rows], fmt, spec.rounding, piece_words)
         codes[rows, columns] = piece.to(codes.dtype)
-    low = torch.where(blocks.largest(folded, is_nan) > 0, float("nan"), low)
-    scales, offsets = narrow(step, torch.float32), narrow(low, torch.float32)
+    low = torch.where(largest(folded, torch.isnan).unsqueeze(1), float("nan"), low)
+    scales, offsets = (blocks.per_block(narrow(part, torch.float32)) for part in (step, low))
     return EncodedParts(blocks.unfold(codes), scales, None, offsets)
 
 
@@ -48,11 +48,11 @@ def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
     """Write the values of LogFMT codes into ``out``, each rounded once to its dtype."""
     fmt = spec.format
     assert isinstance(fmt, LogTileFormat) and parts.scales is not None and parts.offsets is not None
-    blocks = geometry(tuple(out.shape), spec.dim, fmt.block)
+    blocks = blocks_of(tuple(out.shape), spec.dim, fmt.block)
     codes = blocks.fold(parts.codes)
-    lows, steps = blocks.spread(widen(parts.offsets)), blocks.spread(widen(parts.scales))
+    lows, steps = widen(parts.offsets).reshape(-1, 1), widen(parts.scales).reshape(-1, 1)
     result = torch.empty(codes.shape, dtype=out.dtype, device=out.device)
-    for rows, columns in blocks.windows(codes):
+    for rows, columns in windows(codes):
         piece = codes[rows, columns].to(torch.int64)
         value = tile_values(lows[rows], steps[rows], piece & fmt.max_code)
         value = torch.where((piece >> (fmt.bits - 1)) & 1 == 1, -value, value)
@@ -66,32 +66,22 @@ def tile_values(low: torch.Tensor, step: torch.Tensor, rank: torch.Tensor) -> to
     return torch.where((rank == 0) & ~torch.isnan(low), 0.0, value)
 
 
-def _ranges(
-    blocks: Geometry, folded: torch.Tensor, fmt: LogTileFormat
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return low and step of each tile, float32 values in float64, and where a tile has nothing to measure."""
-    dtype = folded.dtype
-    top = LAYOUTS[dtype].max_code + 1
-    zero = 0  # magnitudes of float64 up to 2**-150 are zero in float32
-    if dtype == torch.float64:
-        zero = (1023 - 150) << 52
+def _ranges(folded: torch.Tensor, fmt: LogTileFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return low and step of each tile, float32 values in float64 [tiles, 1], and which are empty."""
+
+    def measured(x: torch.Tensor) -> torch.Tensor:
+        return magnitudes(x).float().clamp(max=FLT_MAX)
 
     def closeness(x: torch.Tensor) -> torch.Tensor:
-        magnitude = finite_magnitudes(x)
-        return torch.where(magnitude > zero, top - magnitude, 0)
+        magnitude = measured(x)
+        return torch.where(magnitude > 0, -magnitude, -torch.inf)
 
-    near = blocks.largest(folded, closeness)
-    empty = near == 0
-    high = ln(_measured(blocks.largest(folded, finite_magnitudes), empty, dtype))
-    smallest = ln(_measured(top - near, empty, dtype))
-    low = round32(torch.maximum(smallest, high - _OCTAVES))
-    step = round32(divide((high - low).clamp(min=0), float(fmt.max_code - 1)))
+    high, near = (largest(folded, measure).unsqueeze(1) for measure in (measured, closeness))
+    empty = high == 0
+    top, smallest = (ln(torch.where(empty, 1.0, part.double())) for part in (high, -near))
+    low = round32(torch.maximum(smallest, top - _OCTAVES))
+    step = round32(divide((top - low).clamp(min=0), float(fmt.max_code - 1)))
     return torch.where(empty, 0.0, low), torch.where(empty, 0.0, step), empty
-
-
-def _measured(bits: torch.Tensor, empty: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return magnitudes as float32 values in float64, 1 where there is none."""
-    return torch.where(empty, 1.0, clamped32(widen(from_bits(torch.where(empty, 0, bits), dtype))))
 
 
 def _encode_piece(

@@ -5,9 +5,9 @@ import torch
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.packing import code_dtype
-from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey
+from fmtsim.scaling.blocks import chunk_size
+from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, block_counts
 from fmtsim.torch_engine import blockcast, elements, logfmt
-from fmtsim.torch_engine.blocks import chunk_size
 from fmtsim.torch_engine.philox import random_integers
 
 
@@ -105,14 +105,8 @@ def _empty_parts(x: torch.Tensor, spec: CastSpec) -> EncodedParts:
     """Return the parts of a tensor without elements: no blocks along an axis without extent."""
     fmt = spec.format
     assert isinstance(fmt, BlockFormat | LogTileFormat)
-    inner = x.shape[spec.dim]
-    outer = 1
-    for axis, size in enumerate(x.shape):
-        outer *= 1 if axis == x.dim() + spec.dim else size
-    rows, columns = (-(-extent // (size or extent)) if extent else 0
-                     for size, extent in zip(fmt.block, (outer, inner), strict=True))  # fmt: skip
     codes = torch.empty(x.shape, dtype=code_dtype(fmt.bits), device=x.device)
-    scales = torch.zeros(rows, columns, dtype=torch.float32, device=x.device)
+    scales = torch.zeros(block_counts(fmt, x.shape, spec.dim), dtype=torch.float32, device=x.device)
     if isinstance(fmt, LogTileFormat):
         return EncodedParts(codes, scales, None, scales.clone())
     tensor_scale = torch.ones((), dtype=torch.float32, device=x.device) if fmt.tensor_scale else None

@@ -13,9 +13,9 @@ from fmtsim.gemm.layers.operand import Draws
 from fmtsim.gemm.layers.prepare import prepare
 from fmtsim.gemm.layers.prepare import rotated as transform
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.cast import spread
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.gradient import ClipMask
+from fmtsim.spec.operand import spread
 from fmtsim.spec.scaling import TensorScale
 from fmtsim.spec.transform import Clamp, Hadamard
 from tests.cuda.test_blocks import INTEGERS, SLOW, numbers, same

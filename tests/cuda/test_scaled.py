@@ -12,13 +12,14 @@ from fmtsim.errors import DeviceError
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.scaling import block_scaling
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.cast import cast, spread
+from fmtsim.scaling.cast import cast
 from fmtsim.scaling.history import DelayedScale, FrozenScale
 from fmtsim.scaling.oracle import quantize_matrix
 from fmtsim.scaling.slope import slope
 from fmtsim.scaling.statistics import block_sizes, statistic
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.gradient import ClipMask, TrustMask
+from fmtsim.spec.operand import spread
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import History, Scaling, TensorScale
 from tests.cuda.test_blocks import SLOW, numbers, same

@@ -9,8 +9,8 @@ from fmtsim.gemm.layers.operand import Draws
 from fmtsim.gemm.layers.prepare import prepare
 from fmtsim.recipes import get_recipe
 from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.cast import scales
 from fmtsim.scaling.history import DelayedScale
-from fmtsim.scaling.scales import scales
 from fmtsim.scaling.signs import random_signs, sign_bits
 from fmtsim.spec.cast import RandomKey
 from tests.recipes import oracle
