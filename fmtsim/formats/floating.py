@@ -195,6 +195,7 @@ def _magnitude(fmt: FloatFormat, magnitude: int) -> float:
     return math.ldexp(float(significand), exponent - fmt.exponent_bias - fmt.mantissa_bits)
 
 
+# Codes are those of torch.float8_e8m0fnu; torch's cast to it rounds otherwise (docs/semantics.md, section 2).
 E8M0 = FloatFormat(
     name="e8m0",
     exponent_bits=8,

@@ -58,7 +58,8 @@ _SIGNED_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def torch_dtype(fmt: ElementFormat) -> torch.dtype | None:
     """Return the torch dtype whose bit patterns are the format's codes, None where this torch has none.
 
-    ``torch.float4_e2m1fn_x2`` holds two codes an element.
+    ``torch.float4_e2m1fn_x2`` holds two codes an element. The dtype's codes are the format's, but torch's own casts to
+    it may round otherwise, those to ``float8_e8m0fnu`` above all (docs/semantics.md, section 2).
     """
     view = _view(fmt)
     return getattr(torch, view.torch, None) if view and view.torch else None

@@ -20,6 +20,7 @@ from fmtsim.formats.interop import (
 )
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.registry import get_format
+from fmtsim.quantize import quantize
 
 VIEWS = {
     "fp64": (torch.float64, np.float64, "F64"),
@@ -128,3 +129,25 @@ def test_negative_small_integers():
 def test_errors(call, error, message):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         call()
+
+
+def test_how_torch_casts_to_e8m0():
+    """What docs/semantics.md says of the dtype whose name is an alias: the codes are ours, the cast is not."""
+    powers = torch.arange(1, 255, dtype=torch.int32) << 23
+    ties, between = (powers | 0x400000).view(torch.float32), torch.cat([powers, powers | 0x3FFFFF, powers | 0x400001])
+    tiny, huge = torch.tensor([2.0**-127, 1.01 * 2.0**-127]), torch.tensor([1.5 * 2.0**127, 3.4e38, torch.inf])
+
+    def both(x):
+        return quantize(x, "e8m0", out_dtype=torch.float32), x.to(torch.float8_e8m0fnu).float()
+
+    ours, theirs = both(ties[:-1])
+    assert len(ours) == 253 and int((ours != theirs).sum()) == 126
+    assert torch.equal(theirs, ties[:-1] * (4 / 3))  # up, whatever the code
+    ours, theirs = both(between[:-1].view(torch.float32))  # all but 1.5 * 2**127 and a place
+    assert torch.equal(ours, theirs)
+    ours, theirs = both(tiny)
+    assert ours.tolist() == [2.0**-127, 2.0**-127] and theirs.tolist() == [2.0**-127, 2.0**-126]
+    ours, theirs = both(huge)
+    assert ours.tolist() == [2.0**127] * 3 and bool(theirs.isnan().all())
+    ours, theirs = both(torch.tensor([-3.0]))
+    assert ours.item() == 2.0**-127 and theirs.item() == 4.0
