@@ -17,12 +17,14 @@ from fmtsim.cuda.operand import (
     quantize_operand,
     unrotate,
 )
+from fmtsim.cuda.optim.steps import OptimizerBatch, optimizer_steps, supports_optimizer
 from fmtsim.cuda.runtime.program import available, serves, why_unavailable
 from fmtsim.cuda.runtime.warm import warmup
 
 __all__ = [
     "NativeCall",
     "NativeScales",
+    "OptimizerBatch",
     "available",
     "counts_keys",
     "covers_groups",
@@ -33,6 +35,7 @@ __all__ = [
     "finish",
     "gemm",
     "multiply_groups",
+    "optimizer_steps",
     "other_gpu",
     "other_settings",
     "other_versions",
@@ -44,6 +47,7 @@ __all__ = [
     "serves",
     "supports",
     "supports_gemm",
+    "supports_optimizer",
     "unrotate",
     "warmup",
     "why_unavailable",

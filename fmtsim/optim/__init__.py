@@ -10,8 +10,8 @@ from fmtsim.optim.optimizers import Adam as Adam
 from fmtsim.optim.optimizers import AdamW as AdamW
 from fmtsim.optim.optimizers import Lion as Lion
 from fmtsim.optim.optimizers import Madam as Madam
-from fmtsim.optim.state import Scheme as Scheme
-from fmtsim.optim.state import StateFormat as StateFormat
+from fmtsim.spec.optimizer import Scheme as Scheme
+from fmtsim.spec.optimizer import StateFormat as StateFormat
 
 __all__ = [
     "SGD",

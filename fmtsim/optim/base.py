@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError, DeviceError, DtypeError
-from fmtsim.optim import checkpoint, engines, single
+from fmtsim.optim import checkpoint, engines, torch_step
 from fmtsim.optim.catalogue import get_scheme
 from fmtsim.optim.rules import Rule
-from fmtsim.optim.state import Scheme, StateFormat
+from fmtsim.spec.optimizer import ParameterStep, Scheme, StateFormat, in_parameter
 
 Params = Iterable[Any]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class QuantizedOptimizer(torch.optim.Optimizer):
@@ -38,7 +39,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         self.scheme, self.rule, self.seed = get_scheme(state), rule, seed
         self._nonfinite: dict[torch.device, Tensor] = {}
         self._formats: dict[Tensor, Mapping[str, StateFormat]] = {}
-        self._batches: list[engines.Batch] | None = None
+        self._batches: list[Any] | None = None
         super().__init__(params, defaults)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
@@ -55,7 +56,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         try:
             self.check_group(self.param_groups[-1])
             for p in self.param_groups[-1]["params"]:
-                if p.dtype not in engines.FLOATS:
+                if p.dtype not in FLOATS:
                     raise DtypeError(f"a parameter of {p.dtype} is not taken; choose float32, bfloat16 or float16")
         except (ArgumentError, DtypeError):
             self.param_groups.pop()
@@ -83,16 +84,16 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._short_step():
-            self._long_step()
+        if not self._fast_step():
+            self._full_step()
         return loss
 
-    def _short_step(self) -> bool:
-        """Do the step in the way that costs the host least, where there is one; say whether it was done."""
+    def _fast_step(self) -> bool:
+        """Do the step by the batches of the CUDA engine, which cost the host least, where there are; say whether."""
         if self._batches is None or len(self._batches) != len(self.param_groups):
             return False
-        held = set(map(id, self.state.values()))
-        parts = [batch.gathered(held) for batch in self._batches]
+        present = set(map(id, self.state.values()))
+        parts = [batch.launches(present) for batch in self._batches]
         for batch, group, part in zip(self._batches, self.param_groups, parts, strict=True):
             if part is None or len(batch.parameters) != len(group["params"]):
                 return False
@@ -101,20 +102,13 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         for batch, group, part in zip(self._batches, self.param_groups, parts, strict=True):
             step, like = batch.states[0]["step"] + 1, batch.parameters[0]
             numbers = self.rule.numbers(group, step, self.scheme)
-            engines.launch(part, like, self.scheme, numbers, self._count(like.device), self.seed, step)
-            engines.written(batch.parameters)
-            for state in batch.states:
-                state["step"] += 1
+            batch.step(part, self.scheme, numbers, self._count(like.device), self.seed, step)
         return True
 
-    def _long_step(self) -> None:
-        jobs = self._jobs()
-        left = engines.run(jobs, self.rule, self.scheme, self._count)
-        for job in left:
-            self._count(job.gradient.device).add_(single.count_nonfinite(job.gradient))
-            single.step(job, self.rule, self.scheme.nonfinite)
-        device = bool(jobs) and not left and all(engines.on_device(job.parameter) for job in jobs)
-        self._batches = engines.batches_of(jobs, self.param_groups) if device else None
+    def _full_step(self) -> None:
+        steps = self._steps()
+        fused = engines.run(steps, self.rule, self.scheme, self._count)
+        self._batches = engines.batches_of(steps, self.param_groups) if fused else None
 
     def nonfinite_gradients(self) -> int:
         """Return how many elements of gradients were NaN or infinite in all steps so far; waits for the device.
@@ -127,8 +121,8 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         """Encode the weights that are kept anew from the parameters, after these were changed by hand."""
         for index, (_, p) in enumerate(self._parameters()):
             fmt = self._formats_of(p).get("weights")
-            if p in self.state and fmt is not None and not single.in_parameter(fmt, p.dtype):
-                fresh = single.start(single.local(p), {"weights": fmt}, self.rule, self.seed, index)
+            if p in self.state and fmt is not None and not in_parameter(fmt, p.dtype):
+                fresh = torch_step.start(torch_step.local(p), {"weights": fmt}, self.rule, self.seed, index)
                 self.state[p].update({name: fresh[name] for name in fresh if name.startswith("weights")})
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,7 +149,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         for group in groups:
             self.check_group(group)
         parameters = [p for _, p in self._parameters()]
-        shards, formats = [single.local(p) for p in parameters], [self._formats_of(p) for p in parameters]
+        shards, formats = [torch_step.local(p) for p in parameters], [self._formats_of(p) for p in parameters]
         states = checkpoint.states(state_dict, shards, formats, self.rule, self.scheme, convert)
         self.__dict__["param_groups"] = groups
         self._batches = None
@@ -174,7 +168,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
     def _formats_of(self, p: Tensor) -> Mapping[str, StateFormat]:
         if p not in self._formats:
-            self._formats[p] = self.scheme.formats(tuple(single.local(p).shape), self.rule.slots)
+            self._formats[p] = self.scheme.formats(tuple(torch_step.local(p).shape), self.rule.slots)
         return self._formats[p]
 
     def _count(self, device: torch.device) -> Tensor:
@@ -183,26 +177,26 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             self._nonfinite[device] = torch.zeros((), dtype=torch.int64, device=device)
         return self._nonfinite[device]
 
-    def _jobs(self) -> list[single.Job]:
+    def _steps(self) -> list[ParameterStep]:
         """Return what the step has to do; raise before anything is changed."""
         every = enumerate(self._parameters())
-        found = [(i, group, p) for i, (group, p) in every if p.grad is not None and single.local(p).numel()]
+        found = [(i, group, p) for i, (group, p) in every if p.grad is not None and torch_step.local(p).numel()]
         for index, _, p in found:
             self._check(index, p)
         numbers: dict[tuple[int, int], Any] = {}
-        jobs = []
+        steps = []
         for index, group, p in found:
             assert p.grad is not None
-            state, here, formats = self.state[p], single.local(p), self._formats_of(p)
+            state, here, formats = self.state[p], torch_step.local(p), self._formats_of(p)
             if not state:
-                state.update(single.start(here, formats, self.rule, self.seed, index))
+                state.update(torch_step.start(here, formats, self.rule, self.seed, index))
             step = state["step"] + 1
             key = (id(group), step)
             if key not in numbers:
                 numbers[key] = self.rule.numbers(group, step, self.scheme)
-            gradient = single.local(p.grad)
-            jobs.append(single.Job(here, gradient, state, step, formats, numbers[key], self.seed, index))
-        return jobs
+            gradient = torch_step.local(p.grad)
+            steps.append(ParameterStep(here, gradient, state, step, formats, numbers[key], self.seed, index))
+        return steps
 
     def _check(self, index: int, p: Tensor) -> None:
         g = p.grad
@@ -212,7 +206,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
                 f"the gradient of parameter {index} is sparse ({g.layout}); use dense gradients (sparse=False of an "
                 "embedding), or torch.optim.SparseAdam for it"
             )
-        state, here = self.state.get(p) or {}, single.local(p)
+        state, here = self.state.get(p) or {}, torch_step.local(p)
         shape = state.get("shape", here.shape)
         if tuple(shape) != tuple(here.shape):
             raise ArgumentError(
@@ -224,12 +218,12 @@ class QuantizedOptimizer(torch.optim.Optimizer):
                 f"parameter {index} is on {here.device} now, its state on {', '.join(map(str, places))}; "
                 "optimizer.load_state_dict(optimizer.state_dict()) moves it"
             )
-        if single.local(g).shape != here.shape:
+        if torch_step.local(g).shape != here.shape:
             raise ArgumentError(
                 f"the gradient of parameter {index} is {list(g.shape)}, the parameter {list(p.shape)}; set it anew"
             )
         kept = self._formats_of(p).get("weights")
-        if state and kept is not None and "weights" not in state and not single.in_parameter(kept, here.dtype):
+        if state and kept is not None and "weights" not in state and not in_parameter(kept, here.dtype):
             raise ArgumentError(
                 f"parameter {index} is {here.dtype} now, and no longer holds its weights as {self.scheme.name!r} keeps "
                 "them; make a new optimizer"

@@ -4,8 +4,8 @@ from fmtsim.errors import ArgumentError, did_you_mean
 from fmtsim.formats.catalogue import dynamic_values
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, ElementFormat
-from fmtsim.optim.state import Scheme, StateFormat
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.optimizer import Scheme, StateFormat
 
 _BNB = "bitsandbytes 95f9af3, csrc/kernels.cu; Dettmers et al., arXiv:2110.02861"
 _MSAMP = "Peng et al., FP8-LM, arXiv:2310.18313; Azure/MS-AMP 9746ea8, optim/adamw.py"

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError
-from fmtsim.optim import codec, single
+from fmtsim.optim import codec, torch_step
 from fmtsim.optim.catalogue import get_scheme
 from fmtsim.optim.rules import CONSTANTS, Rule
-from fmtsim.optim.state import Scheme, StateFormat
+from fmtsim.spec.optimizer import Scheme, StateFormat, key_of
 
 VERSION = 1
 TORCH_NAMES = {"first": ("exp_avg", "momentum_buffer"), "second": ("exp_avg_sq",)}
@@ -101,7 +101,7 @@ def _source(state_dict: Mapping[str, Any], rule: Rule, scheme: Scheme, convert: 
 
 def _same(place: int, saved: Mapping[str, Any], p: Tensor, formats: Formats, rule: Rule) -> dict[str, Any]:
     """Return a copy of a saved state after holding every tensor to the one that a first step would make."""
-    model = single.start(p.detach(), formats, rule, 0, 0)
+    model = torch_step.start(p.detach(), formats, rule, 0, 0)
     if set(saved) != set(model):
         raise ArgumentError(f"parameter {place}: the state has {sorted(saved)}, it should have {sorted(model)}")
     result: dict[str, Any] = {}
@@ -131,12 +131,12 @@ def _converted(
         held = {name: value.to(p.device) if isinstance(value, Tensor) else value for name, value in saved.items()}
         for slot, fmt in source.formats(shape, rule.slots).items():
             if slot in held:
-                values[slot] = codec.decode(single.parts_of(held, slot), fmt, shape)
+                values[slot] = codec.decode(torch_step.parts_of(held, slot), fmt, shape)
     step = int(saved["step"])
-    state = single.start(values.get("weights", p), formats, rule, seed, place)
+    state = torch_step.start(values.get("weights", p), formats, rule, seed, place)
     for slot in rule.slots:
-        key = single.key_of(seed, step, place, slot)
-        single.put(state, slot, codec.encode(values[slot].contiguous(), formats[slot], {}, key))
+        key = key_of(seed, step, place, slot)
+        torch_step.put(state, slot, codec.encode(values[slot].contiguous(), formats[slot], {}, key))
     return state | {"step": step} | {name: saved[name].to(p.device) for name in CONSTANTS if name in saved}
 
 

@@ -18,10 +18,10 @@ from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat
 from fmtsim.ops import decode as decode_elements
 from fmtsim.ops import encode as encode_elements
 from fmtsim.optim import expansion
-from fmtsim.optim.codebooks import thresholds_of
-from fmtsim.optim.state import StateFormat
+from fmtsim.rounding.codebooks import thresholds_of
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, EncodedParts, RandomKey
+from fmtsim.spec.optimizer import StateFormat
 
 Parts = dict[str, Tensor]
 EXPONENTS = (-126, 126)

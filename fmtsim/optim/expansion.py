@@ -14,13 +14,13 @@ every device has the same bits. Numbers are float32 unless said otherwise:
 Decoding a value q: ``z = |q| * scale``, ``f = exp(ln z / power)`` in float64, then float32; ``f * centre``, q's sign.
 """
 
-import importlib
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fmtsim.ops import load_engine
 from fmtsim.optim.rules import square_root
 from fmtsim.rounding.elementary import ln
 
@@ -77,15 +77,15 @@ def _raised(x: Tensor, power: Tensor, centre: Tensor) -> Tensor:
 def _ln(x: Tensor) -> Tensor:
     """Return the logarithm in float64; NaN stays NaN, Inf stays Inf, and 0 gives some number."""
     wide = x.to(torch.float64)
-    result: Tensor = _elementary(x).ln(torch.where((wide > 0) & (wide < math.inf), wide, 1.0))
+    result: Tensor = _engine(x).ln(torch.where((wide > 0) & (wide < math.inf), wide, 1.0))
     return torch.where(wide < math.inf, result, wide)
 
 
 def _exp(x: Tensor) -> Tensor:
-    result: Tensor = _elementary(x).exp(x)
+    result: Tensor = _engine(x).exp(x)
     return result
 
 
-def _elementary(x: Tensor) -> Any:
-    """Return the module of an engine with both functions: equal bits, whichever it is."""
-    return importlib.import_module(f"fmtsim.{'cpu.optim' if x.is_cpu else 'torch_engine'}.elementary")
+def _engine(x: Tensor) -> Any:
+    """Return an engine with both functions for a device: equal bits, whichever it is."""
+    return load_engine("cpu" if x.is_cpu else "torch_engine")

@@ -12,16 +12,16 @@ at a time (``limit`` is 3 times the root mean square of the first weights):
    ``rne(((lr gamma) n) sign(w))`` and stays in the format's range. Signs never change.
 """
 
-import importlib
 import math
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
+from fmtsim.ops import load_engine
 from fmtsim.optim.codec import RMS_FACTOR
-from fmtsim.optim.rules import Group, Numbers, Rule, States, float32, numbers, square_root
-from fmtsim.optim.state import Scheme
+from fmtsim.optim.rules import Group, Rule, States, float32, numbers, square_root
+from fmtsim.spec.optimizer import Numbers, Scheme
 
 BASES = (2, "e")
 
@@ -44,7 +44,7 @@ def _update(base: int | str, rounded: bool, p: Tensor, g: Tensor, states: States
     direction, v = _direction(g, states, n, rounded)
     x = (direction * n.size) * p.sign() + n.penalty
     exponent = x.to(torch.float64) * (-math.log(2.0) if base == 2 else -1.0)
-    factor = importlib.import_module("fmtsim.torch_engine.elementary").exp(exponent).to(torch.float32)
+    factor = load_engine("torch_engine").exp(exponent).to(torch.float32)
     limit = states["limit"]
     return torch.minimum(torch.maximum(p * factor, -limit), limit), {"second": v}
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fmtsim.optim import single
+from fmtsim.optim import torch_step
 from fmtsim.optim.base import QuantizedOptimizer
+from fmtsim.spec.optimizer import in_parameter
 
 KINDS = ("parameters", "gradients", "first", "second", "weights", "other")
 
@@ -49,8 +50,8 @@ def memory(optimizer: QuantizedOptimizer) -> Memory:
     seen: set[tuple[object, int]] = set()  # memory that several tensors share counts once
     for group in optimizer.param_groups:
         for p in group["params"]:
-            shape = tuple(single.local(p).shape)
-            elements += single.local(p).numel()
+            shape = tuple(torch_step.local(p).shape)
+            elements += torch_step.local(p).numel()
             for kind, tensor in _tensors(p, optimizer):
                 storage = tensor.untyped_storage()
                 if (tensor.device, storage.data_ptr()) not in seen:
@@ -59,15 +60,15 @@ def memory(optimizer: QuantizedOptimizer) -> Memory:
             if p not in optimizer.state:
                 continue
             for slot, fmt in optimizer.scheme.formats(shape, optimizer.rule.slots).items():
-                if slot != "weights" or not single.in_parameter(fmt, p.dtype):
+                if slot != "weights" or not in_parameter(fmt, p.dtype):
                     expected[slot] += fmt.bytes_of(shape)
     return Memory(elements=elements, measured=measured, expected=expected)
 
 
 def _tensors(p: Tensor, optimizer: QuantizedOptimizer) -> Iterator[tuple[str, Tensor]]:
-    yield "parameters", single.local(p)
+    yield "parameters", torch_step.local(p)
     if p.grad is not None:
-        yield "gradients", single.local(p.grad)
+        yield "gradients", torch_step.local(p.grad)
     for name, value in optimizer.state.get(p, {}).items():
         if isinstance(value, Tensor):
             kind = name.split("_")[0]

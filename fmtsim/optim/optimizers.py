@@ -8,13 +8,13 @@ from fmtsim.formats.spec import LogFormat
 from fmtsim.optim import rules
 from fmtsim.optim.base import Params, QuantizedOptimizer, check_common
 from fmtsim.optim.madam import BASES, madam
-from fmtsim.optim.state import Scheme
+from fmtsim.spec.optimizer import Scheme
 
 
 class AdamW(QuantizedOptimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101).
 
-    The arithmetic of a step is written in ``fmtsim.optim.rules``, how states are kept in ``fmtsim.optim.state``.
+    The arithmetic of a step is written in ``fmtsim.optim.rules``, how states are kept in ``fmtsim.spec.optimizer``.
 
     Args:
         params: Parameters or groups: float32, bfloat16 or float16.

@@ -9,41 +9,20 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError
-from fmtsim.optim.state import Scheme
+from fmtsim.spec.optimizer import Numbers, Scheme
 
 CONSTANTS = ("limit",)
 """What rules may work out from a parameter before its first step, by name; float32 [1]."""
 
 Group = Mapping[str, Any]
 States = dict[str, Tensor]
-
-
-class Numbers(NamedTuple):
-    """The scalars of one step of a parameter, float32 values as Python floats.
-
-    decay_before, decay_after: what multiplies the parameter. penalty: weight decay that is part of the gradient.
-    beta1, rest1, beta2, rest2: of the moments. correction: what divides sqrt(v). eps: added after it. size: what the
-    direction is multiplied with before it is subtracted. bound: the largest direction.
-    """
-
-    decay_before: float = 1.0
-    decay_after: float = 1.0
-    penalty: float = 0.0
-    beta1: float = 0.0
-    rest1: float = 1.0
-    beta2: float = 0.0
-    rest2: float = 1.0
-    correction: float = 1.0
-    eps: float = 0.0
-    size: float = 0.0
-    bound: float = math.inf
 
 
 def square_root(x: Tensor) -> Tensor:

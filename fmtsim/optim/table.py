@@ -4,8 +4,7 @@ import torch
 
 from fmtsim.optim.catalogue import get_scheme, list_schemes
 from fmtsim.optim.rules import ADAMW
-from fmtsim.optim.single import in_parameter
-from fmtsim.optim.state import Scheme, StateFormat
+from fmtsim.spec.optimizer import Scheme, StateFormat, in_parameter
 
 SHAPE = (1024, 1024)
 """The matrix whose bytes a parameter are given; a bfloat16 one where a scheme keeps weights in bfloat16."""

@@ -225,10 +225,7 @@ def steps(device: torch.device, few: bool) -> None:
     """Do steps of optimizers whose states have kernels, on parameters that end within blocks and vectors."""
     engines = importlib.import_module("fmtsim.optim.engines")
     schemes = ("bnb8", "ao_4bit", "coat", "fp8lm", "intel_2t", "coat_plain", "bf16_sr", "fp32")
-    stand_ins = {
-        "takes_cpu": lambda job, kind: False,
-        "on_device": lambda p: True,
-    }  # the emulator's tensors are a CPU's
+    stand_ins = {"on_cuda": lambda p: True}  # the emulator's tensors are a CPU's
     for name, dtype in itertools.product(schemes, DTYPES[: 1 if few else 3]):
         scheme = dataclasses.replace(fmtsim.optim.get_scheme(name), minimum=0, whole_blocks=False)
         parameters = [torch.nn.Parameter(torch.ones(size, dtype=dtype, device=device)) for size in (1, 3, 2049, 5000)]

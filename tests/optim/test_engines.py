@@ -7,9 +7,13 @@ import pytest
 import torch
 
 import fmtsim
+from fmtsim.cpu.optim import steps as cpu_steps
 from fmtsim.cuda.optim import moments_floats
-from fmtsim.optim import StateFormat, codebooks, engines, single
+from fmtsim.cuda.optim import steps as cuda_steps
+from fmtsim.optim import StateFormat, engines, torch_step
 from fmtsim.optim.catalogue import DYNAMIC4, LINEAR4
+from fmtsim.rounding import codebooks
+from fmtsim.spec.optimizer import book_of
 from tests.cuda import emulator
 from tests.optim.samples import gradients, parameter
 
@@ -74,8 +78,8 @@ def equal(a, b):
 @pytest.fixture
 def only_torch(monkeypatch):
     def switch():
-        monkeypatch.setattr(engines, "covers", lambda scheme: None)
-        monkeypatch.setattr(single, "FUSED", ())
+        monkeypatch.setattr(cpu_steps, "RULES", ())
+        monkeypatch.setattr(cuda_steps, "RULES", ())
 
     return switch
 
@@ -86,8 +90,7 @@ def on_cuda(monkeypatch):
     if emulator.COMPILER is None:
         pytest.skip("kernels run on the host only where there is a C++ compiler (g++)")
     with emulator.emulated():
-        monkeypatch.setattr(engines, "takes_cpu", lambda job, kind: False)
-        monkeypatch.setattr(engines, "on_device", lambda p: True)
+        monkeypatch.setattr(engines, "on_cuda", lambda p: True)
         yield
         monkeypatch.undo()
 
@@ -105,8 +108,8 @@ def test_the_cpu_kernel_has_the_bits_of_torch(scheme, cls, bad, only_torch):
 @pytest.mark.parametrize("bad", [False, True])
 def test_the_cuda_kernel_has_the_bits_of_torch(scheme, cls, dtype, bad, on_cuda, only_torch, monkeypatch):
     starts = []
-    launch = engines.launch
-    monkeypatch.setattr(engines, "launch", lambda *given: (starts.append(1), launch(*given)))
+    launch = cuda_steps.launch
+    monkeypatch.setattr(cuda_steps, "launch", lambda *given: (starts.append(1), launch(*given)))
     fused = train(cls, scheme, bad=bad, dtype=dtype)
     assert len(starts) == 3
     only_torch()
@@ -164,10 +167,10 @@ OWN = {
     ["fp8lm", "coat", *(pytest.param(name, marks=pytest.mark.slow) for name in ("intel_2t", "coat_plain", *OWN))],
 )
 def test_numbers_of_all_sizes_have_the_bits_of_torch(scheme, on_cuda, only_torch, monkeypatch):
-    step = single.step
-    monkeypatch.setattr(single, "step", lambda *given: pytest.fail("torch did the step"))
+    step = torch_step.run
+    monkeypatch.setattr(torch_step, "run", lambda *given: pytest.fail("torch did the step"))
     fused = extremes(OWN.get(scheme, scheme))
-    monkeypatch.setattr(single, "step", step)
+    monkeypatch.setattr(torch_step, "run", step)
     only_torch()
     assert equal(fused, extremes(OWN.get(scheme, scheme)))
 
@@ -229,14 +232,14 @@ def test_groups_and_dtypes_side_by_side(mixed, on_cuda, only_torch):
 
 
 @pytest.mark.parametrize("change", ["nothing", "gradient", "state", "states", "pointer", "step"])
-def test_the_short_way_is_left_where_something_changed(change, on_cuda, only_torch):
-    """The second step takes the short way, unless a parameter or its state is not what it was."""
+def test_the_fast_step_is_left_where_something_changed(change, on_cuda, only_torch):
+    """The second step takes the fast path, unless a parameter or its state is not what it was."""
 
     def run():
         parameters = [torch.nn.Parameter(torch.from_numpy(parameter(shape, i))) for i, shape in enumerate(SHAPES)]
         optimizer = fmtsim.optim.AdamW(parameters, state="bnb8")
         long = []
-        optimizer._long_step = lambda: (long.append(1), type(optimizer)._long_step(optimizer))
+        optimizer._full_step = lambda: (long.append(1), type(optimizer)._full_step(optimizer))
         for step in range(3):
             for p in parameters:
                 p.grad = torch.full_like(p, 0.1 + step)
@@ -268,7 +271,7 @@ def test_the_update_of_the_cpu_has_the_bits_of_torch(scheme):
     for bad in (False, True):
         fused = train(fmtsim.optim.AdamW, scheme, bad=bad)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(single, "FUSED", ())
+            patch.setattr(cpu_steps, "RULES", ())
             assert equal(fused, train(fmtsim.optim.AdamW, scheme, bad=bad))
 
 
@@ -279,9 +282,9 @@ def test_the_update_of_the_cpu_has_the_bits_of_torch(scheme):
 def test_parts_of_a_step_have_the_bits_of_the_whole(scheme, cls, monkeypatch):
     whole = train(getattr(fmtsim.optim, cls), scheme, weight_decay=0.0, eps=None)
     parts = []
-    step = single._step
-    monkeypatch.setattr(single, "_step", lambda job, *rest: (parts.append(job.parameter.numel()), step(job, *rest)))
-    monkeypatch.setattr(single, "PART", {False: 1024, True: 1024})
+    step = torch_step._run
+    monkeypatch.setattr(torch_step, "_run", lambda one, *rest: (parts.append(one.parameter.numel()), step(one, *rest)))
+    monkeypatch.setattr(torch_step, "PART", {False: 1024, True: 1024})
     assert equal(whole, train(getattr(fmtsim.optim, cls), scheme, weight_decay=0.0, eps=None))
     assert max(parts) == 1024
 
@@ -310,7 +313,7 @@ def test_copies_take_the_kernels_too(monkeypatch):
     optimizer = pickle.loads(pickle.dumps(fmtsim.optim.AdamW([p], state="bnb8")))
     (p,) = optimizer.param_groups[0]["params"]
     p.grad = torch.ones_like(p)
-    monkeypatch.setattr(single, "step", lambda *given: pytest.fail("torch did the step"))
+    monkeypatch.setattr(torch_step, "run", lambda *given: pytest.fail("torch did the step"))
     optimizer.step()
 
 
@@ -335,16 +338,16 @@ def test_threads_change_nothing(scheme):
 
 def test_a_planted_threshold_is_seen(only_torch, monkeypatch):
     """One threshold of the second moment's map that is one unit in the last place off shows."""
-    table = engines.table(fmtsim.optim.get_scheme("bnb8").second)
-    words = table.words.copy()
+    book = book_of(fmtsim.optim.get_scheme("bnb8").second)
+    words = book.words.copy()
     words[np.flatnonzero((words & 0x1FFFF) != codebooks.NO_THRESHOLD)[-40:]] -= 1 << 17
-    wrong = table._replace(words=words)
+    wrong = book._replace(words=words)
     fused = train(fmtsim.optim.AdamW, "bnb8")
-    engines._cpu_books.cache_clear()
+    cpu_steps.books.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(engines, "table", lambda fmt: wrong)
+        patch.setattr(cpu_steps, "book_of", lambda fmt: wrong)
         planted = train(fmtsim.optim.AdamW, "bnb8")
-    engines._cpu_books.cache_clear()
+    cpu_steps.books.cache_clear()
     assert equal(fused, train(fmtsim.optim.AdamW, "bnb8"))
     assert not equal(fused, planted)
 

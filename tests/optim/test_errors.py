@@ -177,13 +177,14 @@ def test_rules_of_the_catalogue():
 
 
 def test_codebooks_that_kernels_cannot_tell_apart_have_no_fast_path():
-    from fmtsim.optim import codebooks, engines
+    from fmtsim.cpu.optim import steps
+    from fmtsim.rounding import codebooks
 
     close = CodebookFormat(name="close", values=tuple(i / 10**6 for i in range(255)) + (1.0,))
     with pytest.raises(ArgumentError, match="closer than kernels tell apart"):
         codebooks.table_of(close, "even")
     scheme = Scheme(name="x", **dict.fromkeys(("first", "second"), StateFormat(format=close, block=256, scale="amax")))
-    assert not engines.covers(scheme)
+    assert not steps.supports_optimizer("adamw", scheme)
     p = weight(64, 80)
     p.grad = torch.ones_like(p)
     AdamW([p], state=scheme).step()

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.optim import rules, single
+from fmtsim.cpu.optim import steps
+from fmtsim.optim import rules
 from tests.optim import oracle
 from tests.optim.samples import gradients, parameter, run, same
 
@@ -42,7 +43,7 @@ def test_scales_of_int8_weights_are_inverted_from_a_least_one():
 @pytest.mark.parametrize("name", ["deepseek_v3", "ao_4bit", "coat"])
 def test_a_planted_error_is_seen(name, monkeypatch):
     """Roots that are one unit in the last place too large do not pass."""
-    monkeypatch.setattr(single, "FUSED", ())
+    monkeypatch.setattr(steps, "RULES", ())
     up = torch.tensor(torch.inf)
     exact = rules.square_root
     monkeypatch.setattr(rules, "square_root", lambda x: torch.nextafter(exact(x), up))

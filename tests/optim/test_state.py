@@ -9,7 +9,8 @@ import torch
 
 import fmtsim
 from fmtsim.errors import ArgumentError
-from fmtsim.optim import codec, single
+from fmtsim.optim import codec, torch_step
+from fmtsim.spec.optimizer import KINDS, key_of
 from tests.optim.samples import gradients, parameter
 
 SHAPES = ((33, 256), (17,), (4, 40))
@@ -71,7 +72,7 @@ def test_random_words_come_from_seed_step_and_parameter_alone(scheme):
     assert torch.equal(torch.get_rng_state(), before)
     assert first.equals(Training(scheme, "AdamW").steps(0, 2))
     assert not first.equals(Training(scheme, "AdamW", seed=6).steps(0, 2))
-    keys = {single.key_of(5, step, index, kind) for step in range(4) for index in range(4) for kind in single.KINDS}
+    keys = {key_of(5, step, index, kind) for step in range(4) for index in range(4) for kind in KINDS}
     assert len(keys) == 48
 
 
@@ -148,10 +149,10 @@ def test_conversion_decodes_and_encodes(source, target):
         formats = [s.optimizer.scheme.formats(tuple(p.shape), ("first", "second")) for s in (first, second)]
         assert new["step"] == 3
         for slot in ("first", "second"):
-            number = codec.decode(single.parts_of(old, slot), formats[0][slot], tuple(p.shape))
+            number = codec.decode(torch_step.parts_of(old, slot), formats[0][slot], tuple(p.shape))
             wanted = codec.encode(number.contiguous(), formats[1][slot], {}, None)
             for name, tensor in wanted.items():
-                assert torch.equal(single.parts_of(new, slot)[name].view(-1), tensor.view(-1)), (slot, name)
+                assert torch.equal(torch_step.parts_of(new, slot)[name].view(-1), tensor.view(-1)), (slot, name)
     second.steps(3, 4)
 
 
@@ -166,7 +167,7 @@ def test_conversion_from_torch():
     state = ours.optimizer.state[p]
     assert state["step"] == 1
     fmt = ours.optimizer.scheme.first
-    assert torch.allclose(codec.decode(single.parts_of(state, "first"), fmt, p.shape), theirs.state[p]["exp_avg"])
+    assert torch.allclose(codec.decode(torch_step.parts_of(state, "first"), fmt, p.shape), theirs.state[p]["exp_avg"])
     with pytest.raises(ArgumentError, match=r"parameter 0: the state has \[.*none of \('exp_avg_sq',\)"):
         broken = theirs.state_dict()
         broken["state"][0].pop("exp_avg_sq")
@@ -179,7 +180,7 @@ def test_weights_kept_are_refreshed_on_request():
     p.data.fill_(0.75)
     training.optimizer.refresh_weights()
     kept = codec.decode(
-        single.parts_of(training.optimizer.state[p], "weights"), training.optimizer.scheme.weights, p.shape
+        torch_step.parts_of(training.optimizer.state[p], "weights"), training.optimizer.scheme.weights, p.shape
     )
     assert torch.equal(kept, p.detach())
 

@@ -1,12 +1,11 @@
 """A step of Adam in one pass: on moments that are bytes of a codebook, decoded, updated and encoded, or on float32.
 
 The definition is fmtsim/optim: rules.py (the update), codec.py (scales and codes); the bits are the same. Vectors are
-those of ``simd.py``. How a code is found is said at ``fmtsim.optim.codebooks.Table``: one lookup by a number's leading
-16 bits gives the only threshold that its other 16 bits can lie on either side of.
+those of ``simd.py``. How a code is found is said at ``fmtsim.rounding.codebooks.Table``: one lookup by a number's
+leading 16 bits gives the only threshold that its other 16 bits can lie on either side of.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,25 +14,12 @@ from numpy import float32, int32
 from fmtsim.cpu.runtime import simd
 from fmtsim.cpu.runtime.jit import bits32, device, float32_of, kernel
 from fmtsim.cpu.runtime.pool import run
+from fmtsim.spec.optimizer import Book
 
 ALIGNMENT = simd.LANES
 """Blocks are multiples of this."""
 
 _MAGNITUDE, _INFINITY, _ONE = int32(0x7FFFFFFF), int32(0x7F800000), int32(1)
-
-
-class Book(NamedTuple):
-    """A codebook as the kernel has it.
-
-    values: float32 [256], 0 among them. words: int32, ``fmtsim.optim.codebooks.Table``. lowest: The key of the first
-    bucket. zero: The code from which negative numbers move one down, -1 for none. least: What amax is raised to.
-    """
-
-    values: np.ndarray
-    words: np.ndarray
-    lowest: int
-    zero: int
-    least: float
 
 
 def adam(
@@ -43,8 +29,8 @@ def adam(
 
     Args:
         tensors: Parameter and gradient (float32, contiguous), codes (uint8) and scales (float32) of both moments.
-        books: Of the two moments.
-        numbers: The fields of ``fmtsim.optim.rules.Numbers`` in order.
+        books: Of the two moments, of 256 values with 0 among them.
+        numbers: The fields of ``fmtsim.spec.optimizer.Numbers`` in order.
         block: Numbers that share a scale, a multiple of ALIGNMENT.
         zeroing: Elements whose gradient is not finite lose their moments and keep their parameter.
     """

@@ -1,6 +1,6 @@
 // A step of Adam on many parameters at once, whose moments are codes of codebooks with a scale a block (or float32):
 // decode, update, encode from one read. The update is that of fmtsim/optim/rules.py, the codes those of
-// fmtsim/optim/codec.py; how a code is found is said at fmtsim.optim.codebooks.Table.
+// fmtsim/optim/codec.py; how a code is found is said at fmtsim.rounding.codebooks.Table.
 //
 // Macros: BLOCK, elements of a block: 128, 256, 512, 1024 or 2048. BITS, of a code: 8, or 4, two a byte, the even
 // element's in the low half. Those of moments.cuh.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fmtsim.cuda.runtime import program as runtime
 from fmtsim.cuda.runtime.program import Defines
+from fmtsim.spec.optimizer import Book
 
 THREADS, CHUNK = 256, 2048
 ENTRIES, WORDS = 30, 16
@@ -25,36 +26,20 @@ RESIDENT, RESIDENT_EXPANDED = 4, 2  # blocks of threads that a multiprocessor ho
 ALIGNED = 16
 
 
-class Book(NamedTuple):
-    """A codebook as the kernel has it.
-
-    values: float32 [256], or [16] of 4-bit codes. words: int32 of ``fmtsim.optim.codebooks.Table``, both signs.
-    lowest: The key of the first bucket. zero: The code from which negative numbers move one down, -1 for none. least:
-    What amax is raised to.
-    signed: Whether numbers may be negative.
-    """
-
-    values: np.ndarray
-    words: np.ndarray
-    lowest: int
-    zero: int
-    least: float
-    signed: bool
-
-
 class Books:
-    """The codebooks of both moments, with their tables on every device that asked."""
+    """The codebooks of both moments, the second never negative, with their tables on every device that asked."""
 
     def __init__(self, first: Book, second: Book) -> None:
         self.pair, self.bits = (first, second), len(first.values).bit_length() - 1
-        self.parameters = tuple(_book_bytes(book) for book in self.pair)
+        self.parameters = _book_bytes(first, signed=True), _book_bytes(second, signed=False)
         self._held: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the values of both and the words of both."""
         if device not in self._held:
             values = np.concatenate([book.values for book in self.pair])
-            words = np.concatenate([_words(book) for book in self.pair])
+            positive = self.pair[1].words[: len(self.pair[1].words) // 2]
+            words = np.concatenate([self.pair[0].words, positive])
             self._held[device] = torch.from_numpy(values).to(device), torch.from_numpy(words).to(device)
         return self._held[device]
 
@@ -76,7 +61,7 @@ def launches(rows: Sequence[tuple[int, ...]]) -> list[Launch]:
     A row has addresses, 0 where there is nothing: of parameter and gradient (of one dtype of TYPES, contiguous,
     multiples of ALIGNED), of both moments' codes, scales, powers and centres, of codes and scales of weights. Then
     whether the moments are float32 whatever those of the others are, the place of random words (``weights`` of
-    ``fmtsim.optim.single.key_of`` without the step), and the number of elements.
+    ``fmtsim.spec.optimizer.key_of`` without the step), and the number of elements.
     """
     found = []
     for start in range(0, len(rows), ENTRIES):
@@ -105,7 +90,7 @@ def adam(
         parts: What ``launches`` made of them.
         like: Any of the parameters, which says device and dtype.
         books: Of the moments; None for E4M3 in expanded groups of 128.
-        numbers: The first ten fields of ``fmtsim.optim.rules.Numbers``, in order.
+        numbers: The first ten fields of ``fmtsim.spec.optimizer.Numbers``, in order.
         block: Numbers that share a scale, one of BLOCKS.
         zeroing: Elements whose gradient is not finite lose their moments and keep their parameter.
         counter: int64, 0-d; grows by the number of elements of gradients that are not finite.
@@ -143,13 +128,9 @@ def common_defines(dtype: torch.dtype) -> Defines:
     return ("ENTRIES", str(ENTRIES)), ("TYPE", str(TYPES[dtype]))
 
 
-def _words(book: Book) -> np.ndarray:
-    return book.words if book.signed else book.words[: len(book.words) // 2]
-
-
-def _book_bytes(book: Book) -> bytes:
+def _book_bytes(book: Book, *, signed: bool) -> bytes:
     buckets = len(book.words) // 2
-    integers = np.array([buckets, book.lowest, book.zero, 1 + book.signed], np.int32).tobytes()
+    integers = np.array([buckets, book.lowest, book.zero, 1 + signed], np.int32).tobytes()
     return integers + np.float32(book.least).tobytes() + bytes(12)
 
 

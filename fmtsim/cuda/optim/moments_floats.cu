@@ -82,7 +82,7 @@ DEVICE void written(const Entry& e, i64 at, Count count, const Scales& s, Eight&
   }
 }
 
-// The random words of a parameter's weights: fmtsim.optim.single.key_of.
+// The random words of a parameter's weights: fmtsim.spec.optimizer.key_of.
 DEVICE Draw draw_of(const Entry& e, Draw draw) {
   if (!W::random) return draw;
   u64 offset = ((u64)draw.offset1 << 32 | draw.offset0) | (u64)e.place;

@@ -1,5 +1,5 @@
 // One state of floating-point codes: how its numbers become codes and back, and what its scales are, as the tables of
-// fmtsim.optim.state.StateFormat say.
+// fmtsim.spec.optimizer.StateFormat say.
 //
 // Parameters of Slot, a macro's value for each state: BITS of a code, 16 or 8; 32: float32 numbers; 0: there is none.
 // MANTISSA, BIAS: of the format. FINITE: the code of its largest value. INFINITIES: the next code is Inf. NOT: the code

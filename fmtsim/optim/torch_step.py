@@ -1,8 +1,7 @@
 """One step of one parameter with torch operations: decode, update, encode."""
 
-import importlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -10,57 +9,15 @@ import torch
 from torch import Tensor
 
 from fmtsim.formats.spec import LogFormat
+from fmtsim.ops import load_engine
 from fmtsim.optim import codec
-from fmtsim.optim.rules import ADAM, ADAMW, CONSTANTS, Numbers, Rule
-from fmtsim.optim.state import StateFormat
+from fmtsim.optim.rules import CONSTANTS, Rule
 from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.optimizer import FLOAT32, ParameterStep, Scheme, StateFormat, in_parameter, key_of
 
-KINDS = ("first", "second", "weights")
-PARAMETER_BITS, KIND_BITS = 20, 2
+_FLOAT32 = Scheme(name="fp32")
 PART = {False: 1 << 17, True: 1 << 22}
 """Elements of a part of a step on a CPU and on CUDA."""
-
-FUSED = (ADAMW.name, ADAM.name)
-"""Rules whose update is a kernel on a CPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Say what one step of one parameter needs.
-
-    Args:
-        parameter: The parameter.
-        gradient: Its gradient, dense, of its shape.
-        state: What is remembered of it; ``done`` counts the step when all of it is written.
-        step: The step's number, from 1.
-        formats: How each state is kept.
-        numbers: The scalars of the step.
-        seed: Of stochastic rounding.
-        index: The parameter's place among all of them.
-    """
-
-    parameter: Tensor
-    gradient: Tensor
-    state: dict[str, Any]
-    step: int
-    formats: Mapping[str, StateFormat]
-    numbers: Numbers
-    seed: int
-    index: int
-
-    def key(self, kind: str) -> RandomKey:
-        """Return the key of the random words of a state in this step: no generator, so no order of calls."""
-        return key_of(self.seed, self.step, self.index, kind)
-
-    def done(self) -> None:
-        """Count the step."""
-        self.state["step"] = self.step
-
-
-def key_of(seed: int, step: int, index: int, kind: str) -> RandomKey:
-    """Return the Philox key of a state: the seed, and an offset of step, parameter and kind of state."""
-    place = (step << PARAMETER_BITS | index) << KIND_BITS | KINDS.index(kind)
-    return RandomKey(seed, place & ((1 << 63) - 1))
 
 
 def local(x: Tensor) -> Tensor:
@@ -71,12 +28,6 @@ def local(x: Tensor) -> Tensor:
     with torch.no_grad():
         shard: Tensor = to_local()
     return shard
-
-
-def in_parameter(fmt: StateFormat, dtype: torch.dtype) -> bool:
-    """Say whether a parameter of a dtype holds its weights itself, so that no copy of them is kept."""
-    native = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    return fmt.format is not None and fmt.scale == "none" and native.get(dtype) == fmt.format.name
 
 
 def parts_of(state: Mapping[str, Any], slot: str) -> codec.Parts:
@@ -125,100 +76,114 @@ def values_of(p: Tensor) -> Tensor:
     return p.detach().to(torch.float32).contiguous()
 
 
-def step(job: Job, rule: Rule, nonfinite: str) -> None:
+def run(step: ParameterStep, rule: Rule, nonfinite: str) -> None:
     """Do one step of a parameter, a part after the other where blocks allow it: temporaries stay small."""
-    for part in _parts(job, nonfinite):
-        _step(part, rule, nonfinite)
-    job.done()
+    for part in _parts(step, nonfinite):
+        _run(part, rule, nonfinite)
+    step.done()
 
 
-def _parts(job: Job, nonfinite: str) -> Iterator[Job]:
-    """Yield jobs of some blocks each, whose tensors are views; the job itself where its scales are of the whole."""
-    p, count, size = job.parameter, job.parameter.numel(), PART[job.parameter.is_cuda]
-    formats = job.formats.values()
-    apart = all(fmt.scale == "none" or isinstance(fmt.block, int) for fmt in formats) and "weights" not in job.formats
+def _parts(step: ParameterStep, nonfinite: str) -> Iterator[ParameterStep]:
+    """Yield steps of some blocks each, whose tensors are views; the step itself where its scales are of the whole."""
+    p, count, size = step.parameter, step.parameter.numel(), PART[step.parameter.is_cuda]
+    formats = step.formats.values()
+    apart = all(fmt.scale == "none" or isinstance(fmt.block, int) for fmt in formats) and "weights" not in step.formats
     apart = apart and nonfinite != "skip" and not any(fmt.stochastic for fmt in formats)
     if count <= size or not apart or not p.is_contiguous() or any(size % fmt.block_of((1,)) for fmt in formats):
-        yield job
+        yield step
         return
-    flat, gradient = p.detach().view(-1), job.gradient.reshape(-1)
+    flat, gradient = p.detach().view(-1), step.gradient.reshape(-1)
     for first in range(0, count, size):
         last = min(first + size, count)
-        state = {"step": job.step} | {name: job.state[name] for name in CONSTANTS if name in job.state}
-        for slot, fmt in job.formats.items():
-            for name, tensor in parts_of(job.state, slot).items():
+        state = {"step": step.step} | {name: step.state[name] for name in CONSTANTS if name in step.state}
+        for slot, fmt in step.formats.items():
+            for name, tensor in parts_of(step.state, slot).items():
                 unit = 8 / min(fmt.bits, 8) if name == "codes" else fmt.block_of((1,))
                 state[slot if name == "codes" else f"{slot}_{name}"] = tensor[int(first / unit) : ceil(last / unit)]
         views = {"parameter": flat[first:last], "gradient": gradient[first:last], "state": state}
-        yield replace(job, **views)  # type: ignore[arg-type]  # fields by name
+        yield replace(step, **views)  # type: ignore[arg-type]  # fields by name
 
 
-def _step(job: Job, rule: Rule, nonfinite: str) -> None:
+def _run(step: ParameterStep, rule: Rule, nonfinite: str) -> None:
     """Do one step: everything is worked out before anything is written."""
-    g = job.gradient.to(torch.float32).contiguous()
-    shape = tuple(job.parameter.shape)
-    old = {slot: codec.decode(parts_of(job.state, slot), job.formats[slot], shape) for slot in rule.slots}
-    constants = {name: job.state[name] for name in CONSTANTS if name in job.state}
-    kept = job.formats.get("weights")
+    g = step.gradient.to(torch.float32).contiguous()
+    shape = tuple(step.parameter.shape)
+    old = {slot: codec.decode(parts_of(step.state, slot), step.formats[slot], shape) for slot in rule.slots}
+    constants = {name: step.state[name] for name in CONSTANTS if name in step.state}
+    kept = step.formats.get("weights")
     if kept is not None and isinstance(kept.format, LogFormat) and rule.steps is not None:
-        codes, p, new = _logarithms(job, rule, g, old, kept)
+        codes, p, new = _logarithms(step, rule, g, old, kept)
     else:
-        codes, p, new = None, *_updated(job, rule, _weights(job, kept), g, old | constants)
+        codes, p, new = None, *_updated(step, rule, _weights(step, kept), g, old | constants)
     if nonfinite != "propagate":
-        p, new = _without(g, job, kept, p, new, old, nonfinite)
+        p, new = _without(g, step, kept, p, new, old, nonfinite)
     parts = {
-        slot: codec.encode(value, job.formats[slot], parts_of(job.state, slot), job.key(slot))
+        slot: codec.encode(value, step.formats[slot], parts_of(step.state, slot), step.key(slot))
         for slot, value in new.items()
     }
     weights = None
     if kept is not None:
-        previous = parts_of(job.state, "weights")
-        weights = codec.encode(p, kept, previous, job.key("weights")) if codes is None else previous | {"codes": codes}
+        previous = parts_of(step.state, "weights")
+        weights = codec.encode(p, kept, previous, step.key("weights")) if codes is None else previous | {"codes": codes}
         p = codec.decode(weights, kept, shape)
     for slot, part in parts.items():
-        put(job.state, slot, part)
-    if weights is not None and kept is not None and not in_parameter(kept, job.parameter.dtype):
-        put(job.state, "weights", weights)
-    job.parameter.copy_(p)
+        put(step.state, slot, part)
+    if weights is not None and kept is not None and not in_parameter(kept, step.parameter.dtype):
+        put(step.state, "weights", weights)
+    step.parameter.copy_(p)
 
 
-def _updated(job: Job, rule: Rule, p: Tensor, g: Tensor, states: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def _updated(
+    step: ParameterStep, rule: Rule, p: Tensor, g: Tensor, states: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return what a rule makes of a parameter and its states; on a CPU a kernel has the same bits sooner."""
-    if not p.is_cpu or rule.name not in FUSED:
-        return rule.update(p, g, states, job.numbers)
-    p, m, v = (x.clone(memory_format=torch.contiguous_format) for x in (p, states["first"], states["second"]))
-    importlib.import_module("fmtsim.cpu.optim.moments").adam_plain((p, g, m, v), job.numbers, False)
-    return p, {"first": m, "second": v}
+    if p.is_cpu and load_engine("cpu").supports_optimizer(rule.name, _FLOAT32):
+        new = {name: x.clone(memory_format=torch.contiguous_format) for name, x in states.items()}
+        fused = replace(step, parameter=p.clone(), gradient=g, state=new, formats=dict.fromkeys(rule.slots, FLOAT32))
+        left = load_engine("cpu").optimizer_steps(rule.name, [fused], _FLOAT32, _uncounted)
+        assert not left  # float32, contiguous
+        return fused.parameter, {slot: new[slot] for slot in rule.slots}
+    return rule.update(p, g, states, step.numbers)
 
 
-def _weights(job: Job, kept: StateFormat | None) -> Tensor:
+def _uncounted(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def _weights(step: ParameterStep, kept: StateFormat | None) -> Tensor:
     """Return the numbers that a step starts from: the kept ones, else the parameter's own."""
-    if kept is None or in_parameter(kept, job.parameter.dtype):
-        return values_of(job.parameter)
-    return codec.decode(parts_of(job.state, "weights"), kept, tuple(job.parameter.shape))
+    if kept is None or in_parameter(kept, step.parameter.dtype):
+        return values_of(step.parameter)
+    return codec.decode(parts_of(step.state, "weights"), kept, tuple(step.parameter.shape))
 
 
 def _logarithms(
-    job: Job, rule: Rule, g: Tensor, old: dict[str, Tensor], kept: StateFormat
+    step: ParameterStep, rule: Rule, g: Tensor, old: dict[str, Tensor], kept: StateFormat
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Move the codes of weights kept as logarithms; return them packed, their values and the new states."""
     assert isinstance(kept.format, LogFormat) and rule.steps is not None
-    fmt, previous = kept.format, parts_of(job.state, "weights")
+    fmt, previous = kept.format, parts_of(step.state, "weights")
     codes = codec.unpacked(previous["codes"], fmt, g.numel()).to(torch.int64).view(g.shape)
     magnitude, negative = codes & fmt.max_code, codes & ~fmt.max_code
     signs = torch.where(negative != 0, -1.0, 1.0)
-    falls, new = rule.steps(g, signs, old, job.numbers, fmt.gamma)
+    falls, new = rule.steps(g, signs, old, step.numbers, fmt.gamma)
     moved = (magnitude - falls).clamp(0, fmt.max_code) | negative
     packed = codec.packed(moved.reshape(-1), fmt)
     return packed, codec.decode(previous | {"codes": packed}, kept, tuple(g.shape)), new
 
 
 def _without(
-    g: Tensor, job: Job, kept: StateFormat | None, p: Tensor, new: dict[str, Tensor], old: dict[str, Tensor], rule: str
+    g: Tensor,
+    step: ParameterStep,
+    kept: StateFormat | None,
+    p: Tensor,
+    new: dict[str, Tensor],
+    old: dict[str, Tensor],
+    rule: str,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Leave out what gradients that are not finite would do: those elements ("zero") or all of them ("skip")."""
     bad = ~torch.isfinite(g)
-    before = _weights(job, kept)
+    before = _weights(step, kept)
     if rule == "skip":
         bad = bad.any()
         return torch.where(bad, before, p), {slot: torch.where(bad, old[slot], value) for slot, value in new.items()}

@@ -1,12 +1,25 @@
-"""How an optimizer keeps its numbers: the record of one state, and the scheme that names all of them."""
+"""What a step of an optimizer is: how each number is kept, the scheme that names all, and one parameter's step."""
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import CodebookFormat, ElementFormat
+from fmtsim.rounding.codebooks import LOWEST_KEY, table_of
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import RandomKey
 
+Counter = Callable[[torch.device], Tensor]
+"""Gives the tensor of a device, int64, 0-d, that counts elements of gradients that are not finite."""
+
+KINDS = ("first", "second", "weights")
+PARAMETER_BITS, KIND_BITS = 20, 2
 ScaleRule = Literal["none", "amax", "inverse", "reciprocal", "power_of_two", "fixed"]
 Nonfinite = Literal["propagate", "zero", "skip"]
 SCALE_RULES: tuple[ScaleRule, ...] = get_args(ScaleRule)
@@ -166,3 +179,98 @@ class Scheme:
         if self.weights is not None and not (self.matrices and len(shape) < 2):
             chosen["weights"] = self.weights
         return chosen
+
+
+class Numbers(NamedTuple):
+    """The scalars of one step of a parameter, float32 values as Python floats.
+
+    decay_before, decay_after: what multiplies the parameter. penalty: weight decay that is part of the gradient.
+    beta1, rest1, beta2, rest2: of the moments. correction: what divides sqrt(v). eps: added after it. size: what the
+    direction is multiplied with before it is subtracted. bound: the largest direction.
+    """
+
+    decay_before: float = 1.0
+    decay_after: float = 1.0
+    penalty: float = 0.0
+    beta1: float = 0.0
+    rest1: float = 1.0
+    beta2: float = 0.0
+    rest2: float = 1.0
+    correction: float = 1.0
+    eps: float = 0.0
+    size: float = 0.0
+    bound: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterStep:
+    """Say what one step of one parameter needs.
+
+    Args:
+        parameter: The parameter.
+        gradient: Its gradient, dense, of its shape.
+        state: What is remembered of it; ``done`` counts the step when all of it is written.
+        step: The step's number, from 1.
+        formats: How each state is kept.
+        numbers: The scalars of the step.
+        seed: Of stochastic rounding.
+        index: The parameter's place among all of them.
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    state: dict[str, Any]
+    step: int
+    formats: Mapping[str, StateFormat]
+    numbers: Numbers
+    seed: int
+    index: int
+
+    def key(self, kind: str) -> RandomKey:
+        """Return the key of the random words of a state in this step: no generator, so no order of calls."""
+        return key_of(self.seed, self.step, self.index, kind)
+
+    def done(self) -> None:
+        """Count the step."""
+        self.state["step"] = self.step
+
+
+def key_of(seed: int, step: int, index: int, kind: str) -> RandomKey:
+    """Return the Philox key of a state: the seed, and an offset of step, parameter and kind of state."""
+    place = (step << PARAMETER_BITS | index) << KIND_BITS | KINDS.index(kind)
+    return RandomKey(seed, place & ((1 << 63) - 1))
+
+
+def in_parameter(fmt: StateFormat, dtype: torch.dtype) -> bool:
+    """Say whether a parameter of a dtype holds its weights itself, so that no copy of them is kept."""
+    native = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return fmt.format is not None and fmt.scale == "none" and native.get(dtype) == fmt.format.name
+
+
+class Book(NamedTuple):
+    """The codebook of a state as kernels have it.
+
+    values: float32 [256], or [16] of 4-bit codes. words: int32 of ``fmtsim.rounding.codebooks.Table``, both signs.
+    lowest: The key of the first bucket. zero: The code from which negative numbers move one down, -1 for none. least:
+    What amax is raised to.
+    """
+
+    values: np.ndarray
+    words: np.ndarray
+    lowest: int
+    zero: int
+    least: float
+
+
+def book_of(fmt: StateFormat) -> Book | None:
+    """Return the codebook of a state for kernels, None where they do not know its format."""
+    element = fmt.format
+    if not isinstance(element, CodebookFormat) or fmt.scale != "amax" or fmt.expand:
+        return None
+    if len(element.values) not in (16, 256) or element.values[-1] != 1.0:
+        return None
+    try:
+        table = table_of(element, fmt.ties)
+    except ArgumentError:
+        return None
+    return Book(*table, LOWEST_KEY, element.values.index(0.0) if fmt.keep_sign else -1, fmt.least)
