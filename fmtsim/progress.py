@@ -31,69 +31,74 @@ class Progress:
         """Tell what happened, on a line of its own."""
 
 
-class Lines(Progress):
-    """Print a line when a stage ends, and about every tenth of it where that takes seconds.
-
-    Whole lines, nothing that a terminal would have to carry out: logs show them as they are.
-    """
+class _Text(Progress):
+    """Keep what runs and since when, and put it into words."""
 
     def __init__(self, stream: TextIO, verb: str = "") -> None:
         self._stream, self._verb = stream, f"{verb}: " if verb else ""
 
     def stage(self, label: str, total: int) -> None:
         """Remember what runs and since when."""
-        self._label, self._total, self._part = label, max(total, 1), 0
-        self._began = self._printed = time.perf_counter()
-
-    def step(self, done: float, note: str = "") -> None:
-        """Print a line where the stage is done, or has come far enough since the last one."""
-        now, part = time.perf_counter(), int(done * PARTS / self._total)
-        if done < self._total and (part == self._part or now - self._printed < PAUSE):
-            return
-        self._part, self._printed = part, now
-        spent = now - self._began
-        left = f", {_span(spent * (self._total - done) / done)} left" if done < self._total else ""
-        words = (f"{self._verb}{self._label}: {int(done)}/{self._total}", note, f"{_span(spent)}{left}")
-        self.say("  ".join(word for word in words if word))
+        self._label, self._total = label, max(total, 1)
+        self._began = self._shown = time.perf_counter()
 
     def say(self, text: str) -> None:
         """Print it."""
         print(text, file=self._stream, flush=True)
 
+    def _words(self, done: float, note: str, bar: str, spent: float) -> str:
+        left = (time.perf_counter() - self._began) * (self._total - done) / done if 0 < done < self._total else None
+        ending = "" if left is None else f", {_span(left)} left"
+        words = (f"{self._verb}{self._label}{bar} {int(done)}/{self._total}", note, f"{_span(spent)}{ending}")
+        return "  ".join(word for word in words if word)
 
-class OneLine(Progress):
+
+class Lines(_Text):
+    """Print a line when a stage ends, and about every tenth of it where that takes seconds.
+
+    Whole lines, nothing that a terminal would have to carry out: logs show them as they are.
+    """
+
+    def stage(self, label: str, total: int) -> None:
+        """Begin to count tenths."""
+        super().stage(label, total)
+        self._part = 0
+
+    def step(self, done: float, note: str = "") -> None:
+        """Print a line where the stage is done, or has come far enough since the last one."""
+        now, part = time.perf_counter(), int(done * PARTS / self._total)
+        if done < self._total and (part == self._part or now - self._shown < PAUSE):
+            return
+        self._part, self._shown = part, now
+        self.say(self._words(done, note, ":", now - self._began))
+
+
+class OneLine(_Text):
     """Draw one bar for all stages and write over it, as notebooks allow."""
 
     def __init__(self, stream: TextIO, verb: str = "") -> None:
-        self._stream, self._verb = stream, f"{verb}: " if verb else ""
-        self._began, self._drawn = time.perf_counter(), 0.0
+        super().__init__(stream, verb)
+        self._first = time.perf_counter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         end = "failed after" if kind is not None else "done in"
-        self.say(f"{self._verb}{end} {_span(time.perf_counter() - self._began)}")
+        self.say(f"{self._verb}{end} {_span(time.perf_counter() - self._first)}")
 
     def stage(self, label: str, total: int) -> None:
         """Draw an empty bar."""
-        self._label, self._total, self._since = label, max(total, 1), time.perf_counter()
+        super().stage(label, total)
         self.step(0)
 
     def step(self, done: float, note: str = "") -> None:
         """Fill it, at most ten times a second."""
         now = time.perf_counter()
-        if 0 < done < self._total and now - self._drawn < 0.1:
+        if 0 < done < self._total and now - self._shown < 0.1:
             return
-        self._drawn = now
+        self._shown = now
         full = min(int(WIDTH * done / self._total), WIDTH)
-        bar = "#" * full + "." * (WIDTH - full)
-        left = f", {_span((now - self._since) * (self._total - done) / done)} left" if 0 < done < self._total else ""
-        words = (
-            f"{self._verb}{self._label} [{bar}] {int(done)}/{self._total}",
-            note,
-            f"{_span(now - self._began)}{left}",
-        )
-        self._write("  ".join(word for word in words if word))
+        self._write(self._words(done, note, f" [{'#' * full}{'.' * (WIDTH - full)}]", now - self._first))
 
     def say(self, text: str) -> None:
         """Leave a line behind in place of the bar."""

@@ -1,12 +1,12 @@
 """The CPU kernels against ``torch.Tensor.copy_`` of the same tensor in the same run."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from fmtsim.bench.timing import bounded_threads, in_turns
+from fmtsim.bench.timing import Timed, bounded_threads, in_turns
 from fmtsim.quantize import encode, quantize
 
 SIDE = 4096  # 4096 x 4096 = 16M float32 elements, 64 MB: far beyond any cache
@@ -56,45 +56,22 @@ CASES: tuple[Case, ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class Result(Timed):
     """Hold the median seconds of one case and of the copies between its runs, for each number of threads."""
 
     case: Case
     elements: int
-    seconds: dict[int, float]
-    copy_seconds: dict[int, float]
-
-    def ratio(self, threads: int) -> float:
-        """Return the share of the copy's speed with that many threads."""
-        return self.copy_seconds[threads] / self.seconds[threads]
 
     @property
     def met(self) -> bool:
         """Whether the fewest threads measured reach the target."""
-        return self.ratio(min(self.seconds)) >= self.case.target
+        return self.ratio() >= self.case.target
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
-        first = min(self.seconds)
-        return {
-            "case": self.case.name,
-            "format": self.case.format,
-            "rounding": self.case.rounding,
-            "encode": self.case.encode,
-            "elements": self.elements,
-            "target": self.case.target,
-            "met": self.met,
-            "threads": {
-                str(threads): {
-                    "seconds": seconds,
-                    "copy_seconds": self.copy_seconds[threads],
-                    "ratio_to_copy": self.ratio(threads),
-                    "elements_per_second": self.elements / seconds,
-                    "speedup": self.seconds[first] / seconds,
-                }
-                for threads, seconds in self.seconds.items()
-            },
-        }
+        fields = asdict(self.case)
+        threads = self.by_threads("copy", "elements", self.elements)
+        return {"case": fields.pop("name"), **fields, "elements": self.elements, "met": self.met, "threads": threads}
 
 
 def measure(case: Case, *, side: int = SIDE, threads: Sequence[int] = (1, 2), repeats: int = 9) -> Result:
@@ -112,4 +89,4 @@ def measure(case: Case, *, side: int = SIDE, threads: Sequence[int] = (1, 2), re
     for count in threads:
         with bounded_threads(count):
             copies[count], seconds[count] = in_turns((lambda: out.copy_(x), lambda: case.run(x, out)), repeats, count)
-    return Result(case=case, elements=x.numel(), seconds=seconds, copy_seconds=copies)
+    return Result(case=case, elements=x.numel(), seconds=seconds, base_seconds=copies)

@@ -1,5 +1,6 @@
 """Matrix products through the public verbs, against torch's float32 product of the same shape in the same run."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -7,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fmtsim.bench.timing import bounded_threads, in_turns
+from fmtsim.bench.timing import Timed, bounded_threads, in_turns
 from fmtsim.formats.interop import torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
@@ -169,23 +170,17 @@ def _scales(rows: int, k: int, scaling: Scaling, generator: torch.Generator) -> 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """Hold the median seconds of a case, of the float32 products and plain cases between its runs, by threads."""
+class Result(Timed):
+    """Hold the median seconds of a case, of torch's float32 products and of plain cases in turns, by threads."""
 
     case: Case
     shape: Shape
-    seconds: dict[int, float]
-    sgemm_seconds: dict[int, float]
     plain_seconds: dict[int, float]
-
-    def ratio(self, threads: int) -> float:
-        """Return the share of the speed of torch's float32 product with that many threads."""
-        return self.sgemm_seconds[threads] / self.seconds[threads]
 
     @property
     def extra(self) -> float | None:
         """Return what the case costs beyond its plain case, as a share of that, with the fewest threads measured."""
-        first = min(self.seconds)
+        first = self.fewest
         return self.seconds[first] / self.plain_seconds[first] - 1 if self.plain_seconds else None
 
     @property
@@ -193,39 +188,22 @@ class Result:
         """Whether the fewest threads measured reach the target, or keep the limit of extra cost; None without one."""
         if self.case.extra is not None and self.extra is not None:
             return self.extra <= self.case.extra
-        return None if self.case.target is None else self.ratio(min(self.seconds)) >= self.case.target
+        return None if self.case.target is None else self.ratio() >= self.case.target
 
     @property
     def stretched(self) -> bool | None:
         """Whether the stretch target is reached; None without one."""
-        return None if self.case.stretch is None else self.ratio(min(self.seconds)) >= self.case.stretch
+        return None if self.case.stretch is None else self.ratio() >= self.case.stretch
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
-        first, (m, n, k) = min(self.seconds), self.shape
+        case = self.case
         return {
-            "case": self.case.name,
-            "operands": self.case.operands,
-            "shape": [m, n, k],
-            "target": self.case.target,
-            "stretch": self.case.stretch,
-            "met": self.met,
-            "stretch_met": self.stretched,
-            "plain": self.case.plain,
-            "extra_cost": self.extra,
-            "extra_limit": self.case.extra,
-            "threads": {
-                str(threads): {
-                    "seconds": seconds,
-                    "sgemm_seconds": self.sgemm_seconds[threads],
-                    "ratio_to_sgemm": self.ratio(threads),
-                    "products_per_second": m * n * k / seconds,
-                    "speedup": self.seconds[first] / seconds,
-                    "sgemm_speedup": self.sgemm_seconds[first] / self.sgemm_seconds[threads],
-                }
-                for threads, seconds in self.seconds.items()
-            },
-        }
+            "case": case.name, "operands": case.operands, "shape": list(self.shape), "target": case.target,
+            "stretch": case.stretch, "met": self.met, "stretch_met": self.stretched, "plain": case.plain,
+            "extra_cost": self.extra, "extra_limit": case.extra,
+            "threads": self.by_threads("sgemm", "products", math.prod(self.shape)),
+        }  # fmt: skip
 
 
 def measure(case: Case, *, shape: Shape = SHAPE, threads: Sequence[int] = (1, 2), repeats: int = 9) -> Result:
@@ -252,7 +230,7 @@ def measure(case: Case, *, shape: Shape = SHAPE, threads: Sequence[int] = (1, 2)
         sgemm_seconds[count], seconds[count] = taken[0] / burst, taken[1]
         if others:
             plain_seconds[count] = taken[2]
-    return Result(case=case, shape=shape, seconds=seconds, sgemm_seconds=sgemm_seconds, plain_seconds=plain_seconds)
+    return Result(case=case, shape=shape, seconds=seconds, base_seconds=sgemm_seconds, plain_seconds=plain_seconds)
 
 
 def _times(action: Callable[[], Any], count: int) -> Callable[[], None]:

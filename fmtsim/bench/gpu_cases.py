@@ -12,7 +12,7 @@ from fmtsim.spec.datapath import Datapath
 
 Kind = Literal["quantize", "encode", "product", "layer", "call"]
 UNITS: dict[Kind, str] = {
-    "quantize": "of a copy", "encode": "of a copy", "product": "Tmac/s", "layer": "of plain", "call": "us",
+    "quantize": "of a copy", "encode": "of a copy", "product": "TMAC/s", "layer": "of plain", "call": "us",
 }  # fmt: skip
 
 

@@ -4,50 +4,96 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+Action = Callable[[], Any]
 
-def in_turns(actions: Sequence[Callable[[], Any]], repeats: int, threads: int) -> tuple[float, ...]:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """Hold the median seconds of an action and of its baseline, run in turns, by the number of threads."""
+
+    seconds: dict[int, float]
+    base_seconds: dict[int, float]
+
+    @property
+    def fewest(self) -> int:
+        """The fewest threads measured, with which targets are compared."""
+        return min(self.seconds)
+
+    def ratio(self, threads: int | None = None) -> float:
+        """Return the share of the baseline's speed with that many threads, by default the fewest."""
+        threads = self.fewest if threads is None else threads
+        return self.base_seconds[threads] / self.seconds[threads]
+
+    def gains(self, threads: int) -> tuple[float, float]:
+        """Return how many times as fast as with the fewest threads the action and its baseline are."""
+        first = self.fewest
+        return self.seconds[first] / self.seconds[threads], self.base_seconds[first] / self.base_seconds[threads]
+
+    def by_threads(self, base: str, work: str, amount: int) -> dict[str, Any]:
+        """Return plain JSON types: the figures for each number of threads.
+
+        Args:
+            base: What the baseline is called.
+            work: What is counted a second.
+            amount: How much of that one run does.
+        """
+        return {
+            str(threads): {
+                "seconds": seconds, f"{base}_seconds": self.base_seconds[threads],
+                f"ratio_to_{base}": self.ratio(threads), f"{work}_per_second": amount / seconds,
+                "speedup": self.gains(threads)[0], f"{base}_speedup": self.gains(threads)[1],
+            }
+            for threads, seconds in self.seconds.items()
+        }  # fmt: skip
+
+
+def in_turns(actions: Sequence[Action], repeats: int, threads: int) -> tuple[float, ...]:
     """Return the median seconds of each action, run one after the other so that a busy machine slows all alike.
 
     The first round, which compiles kernels and touches pages, is not counted. With several threads each timed run
     follows an untimed one of its own: torch's OpenMP threads spin for some milliseconds after their work, and would be
     measured with the next action.
     """
-    times: list[list[float]] = [[] for _ in actions]
-    for repeat in range(repeats + 1):
-        for action, taken in zip(actions, times, strict=True):
-            if threads > 1:
-                action()
-            start = time.perf_counter()
+
+    def seconds(action: Action) -> float:
+        if threads > 1:
             action()
-            if repeat:
-                taken.append(time.perf_counter() - start)
-    return tuple(statistics.median(taken) for taken in times)
+        start = time.perf_counter()
+        action()
+        return time.perf_counter() - start
+
+    return _medians(actions, repeats, seconds)
 
 
-def in_turns_on_device(actions: Sequence[Callable[[], Any]], repeats: int, ahead: int = 1_000_000) -> tuple[float, ...]:
+def in_turns_on_device(actions: Sequence[Action], repeats: int, ahead: int = 1_000_000) -> tuple[float, ...]:
     """Return the median seconds that each action keeps the current CUDA device busy, by events, taken in turns.
 
     ``ahead`` is how many cycles the host may use to queue an action before the device begins.
 
     The first round, which compiles kernels and fills the allocator's pool, is not counted.
     """
-    times: list[list[float]] = [[] for _ in actions]
-    for repeat in range(repeats + 1):
-        for action, taken in zip(actions, times, strict=True):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            torch.cuda._sleep(ahead)  # the device waits while the host queues: launches are not timed
-            start.record()
-            action()
-            stop.record()
-            stop.synchronize()
-            if repeat:
-                taken.append(start.elapsed_time(stop) / 1e3)
-    return tuple(statistics.median(taken) for taken in times)
+
+    def seconds(action: Action) -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(ahead)  # the device waits while the host queues: launches are not timed
+        start.record()
+        action()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3
+
+    return _medians(actions, repeats, seconds)
+
+
+def _medians(actions: Sequence[Action], repeats: int, seconds: Callable[[Action], float]) -> tuple[float, ...]:
+    rounds = [[seconds(action) for action in actions] for _ in range(repeats + 1)]
+    return tuple(statistics.median(taken) for taken in zip(*rounds[1:], strict=True))
 
 
 @contextmanager

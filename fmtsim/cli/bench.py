@@ -1,20 +1,24 @@
-"""``fmtsim bench``: casts against a plain copy, start-up times and extra memory, with their targets.
+"""``fmtsim bench``: casts against a plain copy, products against torch's float32 one, start-up times and extra memory.
 
-``fmtsim bench gemm`` is in bench_gemm.py, ``fmtsim bench gpu`` in bench_gpu.py.
+``fmtsim bench gpu`` is in bench_gpu.py.
 """
 
 import argparse
+import fnmatch
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fmtsim.cli.bench_common import chosen, progress, show
-from fmtsim.cli.checks import check_threads
-from fmtsim.cli.output import add_json_argument, format_table
+from fmtsim.cli.info import processor_name
+from fmtsim.cli.options import add_json, check_positive, check_threads, flag, option
+from fmtsim.cli.output import answer, format_table, versions_of
 from fmtsim.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from fmtsim.bench.cpu import Result
+    from fmtsim.bench import cpu, gemm
     from fmtsim.bench.overheads import Overhead
+    from fmtsim.bench.timing import Timed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,86 +26,141 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     choices = "casts against a copy, matrix products against torch's float32 one, or the CUDA engine"
     parser.add_argument("what", nargs="?", choices=("casts", "gemm", "gpu"), default="casts", help=choices)
     parser.add_argument("--only", default="*", metavar="PATTERN", help="measure the cases that match, such as 'e4m3*'")
-    parser.add_argument("--side", type=int, default=4096, metavar="N",
-                        help="casts take float32 [N, N], the memory of a product is measured for this side "
-                             "(default 4096)")  # fmt: skip
-    parser.add_argument("--shape", type=int, nargs=3, default=[512, 512, 2048], metavar=("M", "N", "K"),
-                        help="of products: [M, K] times [K, N] (default 512 512 2048)")  # fmt: skip
-    parser.add_argument(
-        "--threads", type=int, nargs="+", default=[1, 2], metavar="N", help="thread counts (default 1 2)"
-    )
-    parser.add_argument("--repeats", type=int, default=9, metavar="N", help="timed runs of each case (default 9)")
-    parser.add_argument(
-        "--record", type=Path, metavar="FILE", help="gpu: write what was measured to a JSON file as well"
-    )
-    parser.add_argument("--kernels-only", action="store_true", help="leave out import time, first calls and memory")
-    add_json_argument(parser)
+    option(parser, "--side", "casts take float32 [N, N], the memory of a product is measured for this side", 4096)
+    option(parser, "--shape", "of products: [M, K] times [K, N]", [512, 512, 2048], ("M", "N", "K"), type=int, nargs=3)
+    option(parser, "--threads", "thread counts", [1, 2], type=int, nargs="+")
+    option(parser, "--repeats", "timed runs of each case", 9)
+    option(parser, "--record", "gpu: write what was measured to a JSON file as well", metavar="FILE", type=Path)
+    flag(parser, "--kernels-only", "leave out import time, first calls and memory")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; a missed target is shown, and is no error."""
-    for name in ("side", "shape", "threads", "repeats"):
-        given = getattr(arguments, name)
-        for value in given if isinstance(given, list) else [given]:
-            if value < 1:
-                raise ArgumentError(f"--{name} {value} is not possible; choose 1 or more")
+    check_positive(arguments, "side", "shape", "threads", "repeats")
     for count in arguments.threads:
         check_threads(count)
-    if arguments.record is not None and arguments.what != "gpu":
-        raise ArgumentError(
-            f"--record has no meaning for fmtsim bench {arguments.what}; pass --json and keep its output"
-        )
-    if arguments.what == "gemm":
-        from fmtsim.cli import bench_gemm
-
-        return bench_gemm.run(arguments)
     if arguments.what == "gpu":
         from fmtsim.cli import bench_gpu
 
         return bench_gpu.run(arguments)
-    return _run_casts(arguments)
-
-
-def _run_casts(arguments: argparse.Namespace) -> int:
-    from fmtsim.bench import cpu, overheads
-
-    cases = chosen(cpu.CASES, arguments.only)
-    results = []
-    for index, case in enumerate(cases):
-        progress(f"{case.name} ({index + 1} of {len(cases)})")
-        options = {"side": arguments.side, "threads": arguments.threads, "repeats": arguments.repeats}
-        results.append(cpu.measure(case, **options))
-    others: list[Overhead] = []
-    if not arguments.kernels_only:
-        progress("import time")
-        others.append(overheads.import_time())
-        progress("first calls")
-        others += overheads.first_calls()
-        progress("extra memory")
-        others += overheads.extra_memory(arguments.side)
+    if arguments.record is not None:
+        raise ArgumentError(
+            f"--record has no meaning for fmtsim bench {arguments.what}; pass --json and keep its output"
+        )
+    results = list(_results(arguments))
+    others = [] if arguments.kernels_only else list(_overheads(arguments))
     progress("")
-    show(arguments, "kernels", results, others, _kernel_table)
+    machine = {"processor": processor_name(), **versions_of(("torch", "numba"))}
+    key, table = ("kernels", cast_table) if arguments.what == "casts" else ("products", product_table)
+    record = {"machine": machine, key: [r.to_dict() for r in results], "overheads": [o.to_dict() for o in others]}
+    about = f"{machine['processor']}, torch {machine['torch']}, numba {machine['numba']}\n"
+    parts = [about, table(results), *(["", overhead_table(others)] if others else [])]
+    answer(arguments, record, lambda: "\n".join(parts))
     return 0
 
 
-def _kernel_table(results: "list[Result]") -> str:
-    threads = list(results[0].seconds)
-    first = min(threads)
-    header = ["cast", f"copy, {first} thread", "Gelem/s", "of copy", "target", "met"]
-    for count in threads:
-        if count != first:
-            header += [f"{count} threads", "of copy", "copy gains"]
+def _results(arguments: argparse.Namespace) -> Iterator[Any]:
+    from fmtsim.bench import cpu, gemm
+
+    how: dict[str, Any] = {"threads": arguments.threads, "repeats": arguments.repeats}
+    if arguments.what == "casts":
+        for case in shown(chosen(cpu.CASES, arguments.only)):
+            yield cpu.measure(case, side=arguments.side, **how)
+    else:
+        for case in shown(chosen(gemm.CASES, arguments.only)):
+            yield gemm.measure(case, shape=tuple(arguments.shape), **how)
+
+
+def _overheads(arguments: argparse.Namespace) -> "Iterator[Overhead]":
+    from fmtsim.bench import overheads
+
+    if arguments.what == "casts":
+        progress("import time")
+        yield overheads.import_time()
+    work: overheads.Work = "casts" if arguments.what == "casts" else "products"
+    progress("first calls")
+    yield from overheads.first_calls(work)
+    progress("extra memory")
+    yield from overheads.extra_memory(work, arguments.side)
+
+
+def chosen(cases: Sequence[Any], pattern: str) -> list[Any]:
+    """Return the cases whose names match a pattern.
+
+    Raises:
+        ArgumentError: None does; the message lists them.
+    """
+    found = [case for case in cases if fnmatch.fnmatchcase(case.name, pattern)]
+    if not found:
+        names = ", ".join(repr(case.name) for case in cases)
+        raise ArgumentError(f"--only {pattern!r} matches no case; the cases are {names}")
+    return found
+
+
+def shown(cases: Sequence[Any]) -> Iterator[Any]:
+    """Yield cases, and show which one is at work."""
+    for index, case in enumerate(cases):
+        progress(f"{case.name} ({index + 1} of {len(cases)})")
+        yield case
+
+
+def progress(text: str) -> None:
+    """Show what is being measured on one line of a terminal, once: a bar that is drawn anew would be measured, too."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def cast_table(results: "Sequence[cpu.Result]") -> str:
+    """Return a line for each cast: its speed, its share of a copy's, and whether that was the target."""
+    header = ["cast", f"copy, {results[0].fewest} thread", "Gelem/s", "of copy", "target", "met"]
     rows = []
     for result in results:
-        gigabytes = 8 * result.elements / result.copy_seconds[first] / 1e9
-        row: list[Any] = [
+        first = result.fewest
+        gigabytes = 8 * result.elements / result.base_seconds[first] / 1e9
+        rows.append([
             result.case.name, f"{gigabytes:.1f} GB/s", f"{result.elements / result.seconds[first] / 1e9:.2f}",
-            f"{result.ratio(first):.2f}", f"{result.case.target:.2f}", "yes" if result.met else "NO",
-        ]  # fmt: skip
-        for count in threads:
-            if count != first:
-                gain = result.seconds[first] / result.seconds[count]
-                copy_gain = result.copy_seconds[first] / result.copy_seconds[count]
-                row += [f"{gain:.2f}x", f"{result.ratio(count):.2f}", f"{copy_gain:.2f}x"]
-        rows.append(row)
-    return format_table(header, rows)
+            f"{result.ratio():.2f}", f"{result.case.target:.2f}", "yes" if result.met else "NO", *_threads(result),
+        ])  # fmt: skip
+    return format_table(header + _thread_header(results[0], "copy"), rows)
+
+
+def product_table(results: "Sequence[gemm.Result]") -> str:
+    """Return a line for each case: its speed, its share of torch's float32 product, and whether that was the target."""
+    header = ["product", "shape", "ms", "GMAC/s", "of sgemm", "target", "stretch", "extra cost", "limit", "met"]
+    return format_table(header + _thread_header(results[0], "sgemm"), map(_product_row, results), left=(0, 1))
+
+
+def _product_row(result: "gemm.Result") -> list[str]:
+    case, seconds, (m, n, k) = result.case, result.seconds[result.fewest], result.shape
+    verdict = "stretch" if result.stretched else {True: "pass", False: "MISS", None: "-"}[result.met]
+    shares = ["-" if value is None else f"{value:.2f}" for value in (case.target, case.stretch)]
+    costs = ["-" if value is None else f"{100 * value:+.0f} %" for value in (result.extra, case.extra)]
+    return [
+        case.name, f"{m}x{n}x{k}", f"{1e3 * seconds:.1f}", f"{m * n * k / seconds / 1e9:.2f}",
+        f"{result.ratio():.3g}" if result.ratio() < 0.1 else f"{result.ratio():.2f}", *shares, *costs, verdict,
+        *_threads(result),
+    ]  # fmt: skip
+
+
+def _thread_header(result: "Timed", base: str) -> list[str]:
+    counts = [count for count in result.seconds if count != result.fewest]
+    return [word for count in counts for word in (f"{count} threads", f"of {base}", f"{base} gains")]
+
+
+def _threads(result: "Timed") -> list[str]:
+    cells = []
+    for count in result.seconds:
+        if count != result.fewest:
+            gain, base_gain = result.gains(count)
+            cells += [f"{gain:.2f}x", f"{result.ratio(count):.2f}", f"{base_gain:.2f}x"]
+    return cells
+
+
+def overhead_table(overheads: "Sequence[Overhead]") -> str:
+    """Return a line for each figure with its limit."""
+    rows = []
+    for item in overheads:
+        value = "not measurable here" if item.value is None else f"{item.value:.3f} {item.unit}"
+        rows.append((item.name, value, f"{item.limit:g} {item.unit}", {True: "yes", False: "NO", None: "-"}[item.met]))
+    return format_table(("what", "measured", "limit", "met"), rows)

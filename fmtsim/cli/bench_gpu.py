@@ -1,16 +1,12 @@
 """``fmtsim bench gpu``: the CUDA engine against copies and native products of the same run, with its targets."""
 
 import argparse
-import json
 import platform
-import sys
 import time
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fmtsim.cli.bench_common import chosen, progress
-from fmtsim.cli.output import format_table, jsonable, print_json, version_of
+from fmtsim.cli.bench import chosen, progress, shown
+from fmtsim.cli.output import answer, format_table, origin, versions_of, write_json
 from fmtsim.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -31,28 +27,28 @@ def run(arguments: argparse.Namespace) -> int:
 
     repeats, start = max(arguments.repeats, 3), time.perf_counter()
     record: dict[str, Any] = {"machine": machine()}
+
+    def keep(**more: Any) -> None:
+        record.update(more)
+        if arguments.record is not None:
+            write_json(arguments.record, record)
+
     cases = chosen(gpu.CASES, arguments.only)
     progress("compiling kernels")
     gpu.compile_ahead(cases)
-    record["compiling_seconds"] = time.perf_counter() - start
+    compiling = time.perf_counter() - start
     results: list[Result] = []
     failed: dict[str, str] = {}
-    for index, case in enumerate(cases):
-        progress(f"{case.name} ({index + 1} of {len(cases)})")
+    for case in shown(cases):
         _measured(case, repeats, results, failed)
-        record |= {"results": [result.to_dict() for result in results], "failed": failed}
-        _write(arguments.record, record)  # after every case: a run that is cut short leaves what it has
+        # After every case: a run that is cut short leaves what it has.
+        keep(compiling_seconds=compiling, results=[result.to_dict() for result in results], failed=failed)
     progress("other software")
     others = list(gpu_others.measured(repeats, gpu.ELEMENTS, gpu.SIDE)) if arguments.only == "*" else []
     progress("")
-    record["others"] = [other if isinstance(other, str) else other.to_dict() for other in others]
-    record["rows"] = [row for row, *_ in rows_of(results)]
-    record["seconds"] = time.perf_counter() - start
-    _write(arguments.record, record)
-    if arguments.json:
-        print_json(record)
-    else:
-        _print(record, results, failed, others)
+    told = [other if isinstance(other, str) else other.to_dict() for other in others]
+    keep(others=told, rows=[row for row, *_ in rows_of(results)], seconds=time.perf_counter() - start)
+    answer(arguments, record, lambda: _text(record, results, failed, others))
     return 0
 
 
@@ -77,30 +73,18 @@ def machine() -> dict[str, Any]:
     return {
         "device": properties.name, "multiprocessors": properties.multi_processor_count,
         "memory_bytes": properties.total_memory, "cuda": torch.version.cuda, "python": platform.python_version(),
-        "platform": platform.platform(), **{name: version_of(name) for name in PACKAGES},
-        "date": datetime.now(UTC).isoformat(timespec="seconds"), "command": " ".join(["fmtsim", *sys.argv[1:]]),
+        "platform": platform.platform(), **versions_of(PACKAGES), **origin(),
     }  # fmt: skip
 
 
-def _write(path: Path | None, record: dict[str, Any]) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(jsonable(record), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _print(
-    record: dict[str, Any], results: "list[Result]", failed: dict[str, str], others: "list[Other | str]"
-) -> None:
+def _text(record: dict[str, Any], results: "list[Result]", failed: dict[str, str], others: "list[Other | str]") -> str:
     about = record["machine"]
-    shown = ("device", "torch", "cuda", "cuda-core", "nvidia-cuda-nvrtc", "date")
-    print(", ".join(f"{about[name]}" if name == "device" else f"{name} {about[name]}" for name in shown) + "\n")
-    print(table(results))
-    for name, reason in failed.items():
-        print(f"{name}: not measured, {reason}")
-    if others:
-        print("\n" + others_table(others))
-    print("\n" + summary(results))
-    print(f"\n{record['seconds']:.0f} s, of which {record['compiling_seconds']:.0f} s compiled kernels")
+    names = ("torch", "cuda", "cuda-core", "nvidia-cuda-nvrtc", "date")
+    parts = [", ".join([about["device"], *(f"{name} {about[name]}" for name in names)]) + "\n", table(results)]
+    parts += [f"{name}: not measured, {reason}" for name, reason in failed.items()]
+    parts += ["\n" + others_table(others)] if others else []
+    seconds = f"\n{record['seconds']:.0f} s, of which {record['compiling_seconds']:.0f} s compiled kernels"
+    return "\n".join([*parts, "\n" + summary(results), seconds])
 
 
 def table(results: "list[Result]") -> str:

@@ -1,4 +1,4 @@
-"""``fmtsim calibrate``: ask the GPU for its unit's arithmetic and its library's orders of sums; write a plan file."""
+"""``fmtsim calibrate``: ask the GPU for its arithmetic and its library's accumulation orders; write a plan file."""
 
 import argparse
 import datetime
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fmtsim.cli.output import add_json_argument, format_table, print_json
+from fmtsim.cli.options import add_device, add_json, check_positive, flag, option, repeated
+from fmtsim.cli.output import MISMATCH, answer, format_table
 from fmtsim.errors import ArgumentError
 from fmtsim.progress import make_progress
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from fmtsim.calibration.recheck import RuleCheck
     from fmtsim.spec.call import GemmCall
 
-MISMATCH = 1
 SHOWN = 10
 QUICK = 64  # calls that --quick asks about
 DTYPES = ("bf16", "fp16", "tf32", "fp8_fast", "fp8_slow")
@@ -29,26 +29,22 @@ MODES = {"bf16": ("bf16",), "fp16": ("fp16", "fp16 sums"), "tf32": ("tf32",), "f
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     what = parser.add_argument_group("which products (default: the layers of gpt2)")
-    what.add_argument("--model", action="append", metavar="NAME", dest="models", default=[],
-                      help="linear layers of this model: gpt2, llama-8b, ...; may be repeated")  # fmt: skip
-    what.add_argument("--shapes", metavar="FILE", help="layers of your own: a line 'outputs inputs [bias]' for each")
-    what.add_argument("--tokens", default="1..8192", metavar="LIST",
-                      help="rows of the layers' input: 1,77,512 or a range, whose powers of two are taken "
-                           "(default 1..8192)")  # fmt: skip
-    what.add_argument("--dtypes", default=",".join(DTYPES), metavar="LIST", help=f"of {', '.join(DTYPES)}")
-    what.add_argument("--no-gradients", action="store_true", help="forward products alone")
-    what.add_argument("--quick", action="store_true",
-                      help=f"at most {QUICK} of these calls, spread over them, and one set of data each")  # fmt: skip
-    parser.add_argument("--base", metavar="TARGET",
-                        help="keep the rules of this target behind the new ones, and try its plans first")  # fmt: skip
-    parser.add_argument("--out", default="fmtsim-plan.json", metavar="FILE",
-                        help="plan file to write (default fmtsim-plan.json)")  # fmt: skip
-    check = parser.add_argument_group("holding a card to a plan file, instead of asking it")
-    check.add_argument("--check", metavar="TARGET",
-                       help="run calls of every rule of this target on the card and emulated; compare")  # fmt: skip
-    check.add_argument("--calls", type=int, default=3, metavar="N", help="calls of every rule (default 3)")
-    parser.add_argument("--device", default="cuda", metavar="DEVICE", help="cuda (default) or cuda:1")
-    add_json_argument(parser)
+    repeated(what, "--model", "linear layers of this model: gpt2, llama-8b, ...", dest="models")
+    option(what, "--shapes", "layers of your own: a line 'outputs inputs [bias]' for each", metavar="FILE")
+    tokens = "rows of the layers' input: 1,77,512 or a range, whose powers of two are taken"
+    option(what, "--tokens", tokens, "1..8192", "LIST")
+    option(what, "--dtypes", f"of {', '.join(DTYPES)}", ",".join(DTYPES), "LIST")
+    flag(what, "--no-gradients", "forward products alone")
+    flag(what, "--quick", f"at most {QUICK} of these calls, spread over them, and one set of data each")
+    base = "keep the rules of this target behind the new ones, and try its plans first"
+    option(parser, "--base", base, metavar="TARGET")
+    option(parser, "--out", "plan file to write", "fmtsim-plan.json", "FILE")
+    check = parser.add_argument_group("comparing a GPU with a plan file, instead of asking it")
+    run_both = "run calls of every rule of this target on the GPU and emulated; compare"
+    option(check, "--check", run_both, metavar="TARGET")
+    option(check, "--calls", "calls of every rule", 3)
+    add_device(parser, "cuda")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,13 +65,13 @@ def run(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     measured, found = ask(card, calls, base, arguments.quick, _family(arguments.device))
     seconds = time.perf_counter() - start
-    record = write(out, card, measured, found, base)
-    if arguments.json:
-        print_json(_record(measured, found, record, seconds, out))
-    else:
-        print(summary(measured, found))
-        print(f"\n{len(calls):,} calls in {seconds:.0f} s; written: {out}, {len(record.rules)} rules")
-        print(f"use it: fmtsim.mm(a, b, target={str(out)!r})")
+    target = write(out, card, measured, found, base)
+
+    def text() -> str:
+        written = f"{len(calls):,} calls in {seconds:.0f} s; written: {out}, {len(target.rules)} rules"
+        return f"{summary(measured, found)}\n\n{written}\nuse it: fmtsim.mm(a, b, target={str(out)!r})"
+
+    answer(arguments, _record(measured, found, target, seconds, out), text)
     return 0 if all(unit.known for unit in measured) else MISMATCH
 
 
@@ -104,22 +100,20 @@ def run_check(arguments: argparse.Namespace) -> int:
     from fmtsim.calibration.recheck import recheck
     from fmtsim.gemm.targets.target import get_target
 
-    if arguments.calls < 1:
-        raise ArgumentError(f"--calls {arguments.calls} is not possible; choose 1 or more")
+    check_positive(arguments, "calls")
     target = get_target(arguments.check)
     open_card(arguments.device)
     with make_progress(None, transient=True) as progress:
         progress.stage("rules", len(target.rules))
         advance = lambda number, kernel: progress.step(number, f"rule {number}, {kernel}")  # noqa: E731
         found = list(recheck(target, torch.device(arguments.device), calls=arguments.calls, advance=advance))
-    if arguments.json:
-        print_json([
-            {"rule": x.number, "when": x.rule.when, "kernel": x.rule.kernel, "basis": x.rule.basis, "calls": x.calls,
-             "outputs": x.outputs, "mismatches": x.mismatches, "note": x.note}
-            for x in found
-        ])  # fmt: skip
-    else:
-        print(check_table(found))
+    names = ("calls", "outputs", "mismatches", "note")
+    record = [
+        {"rule": x.number, "when": x.rule.when, "kernel": x.rule.kernel, "basis": x.rule.basis}
+        | {name: getattr(x, name) for name in names}
+        for x in found
+    ]
+    answer(arguments, record, lambda: check_table(found))
     return 0 if all(x.calls and not x.mismatches for x in found) else MISMATCH
 
 
@@ -244,19 +238,14 @@ def summary(measured: "list[Measured]", found: "list[Finding]") -> str:
 def _record(
     measured: "list[Measured]", found: "list[Finding]", target: Any, seconds: float, out: Path
 ) -> dict[str, Any]:
-    return {
-        "library": target.library,
-        "seconds": seconds,
-        "file": str(out),
-        "units": [
-            {"mode": unit.mode, "unit": unit.unit, "arithmetic": repr(unit.arithmetic), "outputs": unit.outputs,
-             "mismatches": unit.mismatches, "facts": dict(unit.facts)}
-            for unit in measured
-        ],
-        "calls": [
-            {"operation": finding.call.operation, "m": finding.call.m, "n": finding.call.n, "k": finding.call.k,
-             "a": finding.call.a, "fast_accum": finding.call.fast_accum, "status": finding.status,
-             "outputs": finding.outputs, "note": finding.note}
-            for finding in found
-        ],
-    }  # fmt: skip
+    units = [
+        {name: getattr(unit, name) for name in ("mode", "unit", "outputs", "mismatches")}
+        | {"arithmetic": repr(unit.arithmetic), "facts": dict(unit.facts)}
+        for unit in measured
+    ]
+    calls = [
+        {name: getattr(finding.call, name) for name in ("operation", "m", "n", "k", "a", "fast_accum")}
+        | {name: getattr(finding, name) for name in ("status", "outputs", "note")}
+        for finding in found
+    ]
+    return {"library": target.library, "seconds": seconds, "file": str(out), "units": units, "calls": calls}

@@ -1,22 +1,16 @@
 """``fmtsim cast``: numbers rounded to an element format, with codes, errors and neighbours."""
 
 import argparse
-import math
 from fractions import Fraction
 from typing import Any
 
-from fmtsim.cli.output import (
-    add_json_argument,
-    add_rounding_arguments,
-    format_table,
-    parse_number,
-    print_json,
-)
-from fmtsim.errors import FormatError
-from fmtsim.explain.element import bit_fields, code_text, neighbours
+from fmtsim.cli.options import add_json, add_rounding, parse_number, repeated
+from fmtsim.cli.output import answer, format_table
+from fmtsim.errors import FmtsimError, FormatError
+from fmtsim.explain.records import Element
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import ElementFormat
+from fmtsim.formats.spec import ElementFormat, Overflow
 from fmtsim.rounding.modes import MODES
 from fmtsim.table import number_text
 
@@ -24,10 +18,9 @@ from fmtsim.table import number_text
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("numbers", nargs="+", metavar="NUMBER", help="0.1, -3e-5, 0x1.8p-3, inf or nan")
-    parser.add_argument("--to", required=True, action="append", metavar="FORMAT", dest="formats",
-                        help="the element format; may be repeated")  # fmt: skip
-    add_rounding_arguments(parser)
-    add_json_argument(parser)
+    repeated(parser, "--to", "the element format", "FORMAT", required=True, dest="formats", default=None)
+    add_rounding(parser)
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,55 +34,38 @@ def run(arguments: argparse.Namespace) -> int:
         for mode in modes
         for result in cast(numbers, fmt, mode, arguments.overflow, arguments.random_bits, arguments.seed)
     ]
-    if arguments.json:
-        print_json(results)
-        return 0
     # By number first: the formats and roundings of one number are what one compares.
     count = len(numbers)
     ordered = [results[start] for index in range(count) for start in range(index, len(results), count)]
-    print(format_table(("input", *_HEADER), [_row(result) for result in ordered], left=(1, 2, 4, 5)))
+    answer(arguments, results, lambda: format_table(_HEADER, map(_row, ordered), left=(1, 2, 4, 5)))
     return 0
 
 
-_HEADER = ("format", "rounding", "value", "code", "bits", "error", "relative", "below", "above")
+_HEADER = ("input", "format", "rounding", "value", "code", "bits", "error", "relative", "below", "above")
 
 
 def cast(
-    numbers: list[float], fmt: ElementFormat, rounding: str, overflow: str | None, random_bits: int | None, seed: int
-) -> list[dict[str, Any]]:
-    """Round numbers by the engine and return a record for each."""
-    import torch
+    numbers: list[float], fmt: ElementFormat, rounding: str, overflow: Overflow | None, random_bits: int | None,
+    seed: int,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Round numbers and return a record for each; the oracle says why, and the engine is compared with it."""
+    from fmtsim.explain import explain
 
-    from fmtsim.quantize import encode
-
-    stochastic = rounding == "stochastic"
-    encoded = encode(
-        torch.tensor(numbers, dtype=torch.float64), fmt, rounding=rounding, overflow=overflow,
-        random_bits=random_bits if stochastic else None, generator=seed if stochastic else None,
-    )  # fmt: skip
-    codes = [code & ((1 << fmt.bits) - 1) for code in encoded.unpacked().tolist()]
-    values = encoded.decode(out_dtype=torch.float64).tolist()
-    rows = zip(numbers, codes, values, strict=True)
-    return [_record(number, code, value, fmt, rounding) for number, code, value in rows]
+    bits = random_bits if rounding == "stochastic" else None
+    found = explain(numbers, fmt, rounding=rounding, overflow=overflow, generator=seed, random_bits=bits)
+    if not found.engine_agrees:
+        raise FmtsimError(f"the engine gives other codes of {fmt.name} than the oracle: a defect; try fmtsim verify")
+    return [_record(element, fmt, rounding) for element in found.elements]
 
 
-def _record(number: float, code: int, value: float, fmt: ElementFormat, rounding: str) -> dict[str, Any]:
-    below, above = neighbours(number, fmt)
-    exact = math.isfinite(number) and math.isfinite(value)
-    error = Fraction(value) - Fraction(number) if exact else None
+def _record(element: Element, fmt: ElementFormat, rounding: str) -> dict[str, Any]:
+    number, error = element.input, element.error
+    relative = float(error / abs(Fraction(number))) if error is not None and number else None
     return {
-        "input": number,
-        "format": fmt.name,
-        "rounding": rounding,
-        "value": value,
-        "code": code,
-        "hex": code_text(code, fmt),
-        "bits": bit_fields(code, fmt),
-        "error": error,
-        "relative_error": float(error / abs(Fraction(number))) if error is not None and number else None,
-        "below": below,
-        "above": above,
-    }
+        **{name: getattr(element, name) for name in ("input", "value", "code", "hex", "bits", "error")},
+        **{name: getattr(element.decision, name) for name in ("below", "above")},
+        "format": fmt.name, "rounding": rounding, "relative_error": relative,
+    }  # fmt: skip
 
 
 def _row(record: dict[str, Any]) -> tuple[str, ...]:

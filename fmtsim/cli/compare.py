@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fmtsim.cli.checks import check_file
-from fmtsim.cli.output import add_json_argument, format_table, print_json
+from fmtsim.cli.options import add_json, check_file, option
+from fmtsim.cli.output import MISMATCH, answer, format_table
 from fmtsim.errors import ArgumentError, DataError, FmtsimError
 
 if TYPE_CHECKING:
     from fmtsim.analysis.comparison import Comparison
 
-MISMATCH = 1
 SUFFIXES = (".npy", ".npz", ".safetensors")
 ALONE = "array"  # the name of what a .npy file holds
 
@@ -26,13 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = f"{', '.join(SUFFIXES)}; FILE:NAME picks one tensor of a file"
     parser.add_argument("actual", metavar="ACTUAL", help=f"a file of tensors: {what}")
     parser.add_argument("expected", metavar="EXPECTED", help="the file to compare with")
-    parser.add_argument("--plot", metavar="PNG", help="draw the ulp histograms")
-    add_json_argument(parser)
+    option(parser, "--plot", "draw the ulp histograms", metavar="PNG")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare and print; 0 where all bits agree, 1 where some do not or a tensor is missing."""
     from fmtsim.analysis.compare import compare
+    from fmtsim.analysis.comparison import plot_ulps
 
     if arguments.plot:
         check_file("--plot", Path(arguments.plot))
@@ -54,16 +54,12 @@ def run(arguments: argparse.Namespace) -> int:
             if len(expected) == 1:
                 raise
             errors[name] = str(error)
-    if arguments.json:
-        print_json({
-            "equal": not errors and all(c.equal for c in found.values()), "errors": errors,
-            "tensors": {name: c.to_dict() for name, c in found.items()},
-        })  # fmt: skip
-    else:
-        print(_text(found, errors))
+    equal = not errors and all(c.equal for c in found.values())
+    record = {"equal": equal, "errors": errors, "tensors": {name: c.to_dict() for name, c in found.items()}}
+    answer(arguments, record, lambda: _text(found, errors))
     if arguments.plot:
-        _plot(found, arguments.plot)
-    return MISMATCH if errors or not all(c.equal for c in found.values()) else 0
+        plot_ulps(found, arguments.plot)
+    return 0 if equal else MISMATCH
 
 
 def load(text: str) -> Tensors:
@@ -146,9 +142,3 @@ def _text(found: "Mapping[str, Comparison]", errors: Mapping[str, str]) -> str:
 def _row(name: str, c: "Comparison") -> tuple[str, ...]:
     ulps = ("-", "-") if c.max_ulp is None else (f"{c.max_ulp:,}", f"{c.median_ulp:,}")
     return (name, c.dtype, f"{c.count:,}", f"{c.mismatches:,}", *ulps, f"{c.max_relative:.3g}")
-
-
-def _plot(found: "Mapping[str, Comparison]", path: str) -> None:
-    from fmtsim.analysis.comparison import plot_ulps
-
-    plot_ulps(found, path)

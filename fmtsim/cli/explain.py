@@ -2,10 +2,12 @@
 
 import argparse
 
-from fmtsim.cli.output import add_json_argument, add_rounding_arguments, parse_number, print_json
+from fmtsim.cli.options import add_json, add_rounding, count, option, parse_number
+from fmtsim.cli.output import answer
 from fmtsim.formats.scaling import SCALE_RULES
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+OPTIONS = ("rounding", "overflow", "random_bits", "block_size", "scale_rule")
 DEFECT = 1
 
 
@@ -15,12 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "numbers", nargs="+", metavar="NUMBER", help="one number, or the consecutive numbers of a block"
     )
     parser.add_argument("--format", required=True, help="any format; blocks of a block format are cut from the numbers")
-    parser.add_argument("--dtype", choices=DTYPES, default="float64",
-                        help="what the numbers are stored in before the cast (default float64)")  # fmt: skip
-    parser.add_argument("--block-size", type=int, metavar="N", help="numbers that share a scale")
-    parser.add_argument("--scale-rule", metavar="RULE", help=f"one of {', '.join(SCALE_RULES)}")
-    add_rounding_arguments(parser)
-    add_json_argument(parser)
+    option(parser, "--dtype", "what the numbers are stored in before the cast", "float64", choices=DTYPES)
+    count(parser, "--block-size", "numbers that share a scale")
+    option(parser, "--scale-rule", f"one of {', '.join(SCALE_RULES)}", metavar="RULE")
+    add_rounding(parser)
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,18 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     from fmtsim.explain import explain
 
     numbers = [parse_number(text) for text in arguments.numbers]
-    explanation = explain(
-        torch.tensor(numbers, dtype=getattr(torch, arguments.dtype)),
-        arguments.format,
-        rounding=arguments.rounding,
-        overflow=arguments.overflow,
-        generator=arguments.seed,
-        random_bits=arguments.random_bits,
-        block_size=arguments.block_size,
-        scale_rule=arguments.scale_rule,
-    )
-    if arguments.json:
-        print_json(explanation.to_dict())
-    else:
-        print(explanation)
+    options = {name: getattr(arguments, name) for name in OPTIONS}
+    x = torch.tensor(numbers, dtype=getattr(torch, arguments.dtype))
+    explanation = explain(x, arguments.format, generator=arguments.seed, **options)
+    answer(arguments, explanation.to_dict(), lambda: str(explanation))
     return 0 if explanation.engine_agrees else DEFECT

@@ -4,7 +4,8 @@ import argparse
 import fnmatch
 from typing import Any
 
-from fmtsim.cli.output import add_json_argument, format_table, print_json
+from fmtsim.cli.options import add_json, option
+from fmtsim.cli.output import answer, format_table
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format, list_formats
@@ -20,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "pattern", nargs="?", default="*", help="names or aliases to list, such as 'mx*' (default: all)"
     )
-    parser.add_argument("--kind", choices=KINDS, help="list one kind of format")
-    add_json_argument(parser)
+    option(parser, "--kind", "list one kind of format", choices=KINDS)
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,11 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     formats = [fmt for fmt in formats if _matches(fmt, arguments.pattern)]
     if not formats:
         formats = [_unlisted(arguments.pattern, arguments.kind)]
-    if arguments.json:
-        print_json([_record(fmt) for fmt in formats])
-        return 0
     header = ("name", "kind", "bits", "max", "min normal", "smallest > 0", "special values and layout", "aliases")
-    print(format_table(header, [_row(fmt) for fmt in formats], left=(0, 1, 6, 7)))
+    answer(arguments, list(map(_record, formats)), lambda: format_table(header, map(_row, formats), left=(0, 1, 6, 7)))
     return 0
 
 

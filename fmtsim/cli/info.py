@@ -6,7 +6,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from fmtsim.cli.output import add_json_argument, format_table, print_json, version_of
+from fmtsim.cli.options import add_json
+from fmtsim.cli.output import answer, format_table, version_of, versions_of
 
 CORE = ("torch", "numpy", "ml-dtypes", "numba", "llvmlite")
 EXTRAS = ("safetensors", "rich", "matplotlib", "cuda-core")
@@ -14,27 +15,28 @@ EXTRAS = ("safetensors", "rich", "matplotlib", "cuda-core")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_json_argument(parser)
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print versions, devices, engines and threads."""
     record = collect()
-    if arguments.json:
-        print_json(record)
-        return 0
-    versions = [(name, version) for name, version in record["versions"].items()]
-    print(format_table(("package", "version"), versions, left=(0, 1)))
-    print()
-    devices = [(device["name"], device["description"]) for device in record["devices"]]
-    print(format_table(("device", "description"), devices, left=(0, 1)))
-    print()
-    engines = [(e["name"], "yes" if e["available"] else "no", e["reason"]) for e in record["engines"]]
-    print(format_table(("engine", "available", "what it runs on, or why it is missing"), engines, left=(0, 1, 2)))
-    print()
-    print(f"threads of the cpu engine   {record['threads']}")
-    print(f"folder of compiled kernels  {record['kernel_cache'] or 'none: kernels are compiled anew in every process'}")
+    answer(arguments, record, lambda: _text(record))
     return 0
+
+
+def _text(record: dict[str, Any]) -> str:
+    devices = [(device["name"], device["description"]) for device in record["devices"]]
+    engines = [(e["name"], "yes" if e["available"] else "no", e["reason"]) for e in record["engines"]]
+    tables = (
+        (("package", "version"), record["versions"].items()),
+        (("device", "description"), devices),
+        (("engine", "available", "what it runs on, or why it is missing"), engines),
+    )
+    parts = [format_table(header, rows, left=(0, 1, 2)) + "\n" for header, rows in tables]
+    folder = record["kernel_cache"] or "none: kernels are compiled anew in every process"
+    parts += [f"threads of the cpu engine   {record['threads']}", f"folder of compiled kernels  {folder}"]
+    return "\n".join(parts)
 
 
 def collect() -> dict[str, Any]:
@@ -45,7 +47,7 @@ def collect() -> dict[str, Any]:
         "versions": {
             "fmtsim": version_of("fmtsim"),
             "python": platform.python_version(),
-            **{name: version_of(name) for name in (*CORE, *EXTRAS)},
+            **versions_of((*CORE, *EXTRAS)),
         },
         "platform": platform.platform(),
         "devices": _devices(),

@@ -17,10 +17,10 @@ COMMANDS = {
     "table": "show every code of a format",
     "cast": "round numbers to a format, with codes, errors and neighbours",
     "explain": "say how a number, or a block of them, got its bits",
-    "mm": "run one matrix product on a machine or unit and explain its bits",
+    "mm": "run one matrix product on a target or unit and explain its bits",
     "compare": "compare two files of tensors bit for bit, with distances in units of the last place",
     "verify": "check the engines against the oracle and against each other",
-    "calibrate": "ask the GPU here for its arithmetic and its library's orders of sums, and write a plan file",
+    "calibrate": "ask the GPU here for its arithmetic and its library's accumulation orders, and write a plan file",
     "bench": "measure casts against a copy, products (bench gemm) against sgemm, the CUDA engine (bench gpu)",
     "train": "train a small GPT in full precision and under simulated precision, side by side",
     "reproduce": "run miniatures of what published schemes claim, and say which come out the same",
@@ -73,8 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         detail = f" ({said[0]})" if said else ""
         return _fail(f"there is not enough memory for this{detail}; choose smaller sizes")
-    except KeyboardInterrupt:
-        print("\nfmtsim: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        detail = f"; {interrupt}" if str(interrupt) else ""
+        print(f"\nfmtsim: interrupted{detail}", file=sys.stderr)
         return INTERRUPTED
 
 

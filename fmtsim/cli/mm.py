@@ -1,4 +1,4 @@
-"""``fmtsim mm``: one product on a machine or a unit: who multiplied, in which order, and how far from the exact sum."""
+"""``fmtsim mm``: one product on a target or a unit: who multiplied, in which order, and how far from the exact sum."""
 
 import argparse
 import time
@@ -6,10 +6,20 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fmtsim.cli.checks import check_device, check_file
 from fmtsim.cli.mm_report import check_text, record_of, text_of
 from fmtsim.cli.operands import DATA, Operands, make_operands
-from fmtsim.cli.output import add_json_argument, parse_record, print_json
+from fmtsim.cli.options import (
+    add_device,
+    add_json,
+    add_machine,
+    check_device,
+    check_file,
+    flag,
+    machine_given,
+    option,
+    read_machine,
+)
+from fmtsim.cli.output import MISMATCH, answer
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
 
 if TYPE_CHECKING:
@@ -23,7 +33,7 @@ MAC_LIMIT = 1 << 25  # products of the exact sum that a reader waits for
 AGAIN = 2.0  # a product that took fewer seconds is timed a second time, without what the first call compiles
 MOST = 1 << 31  # of M, N and K; such a matrix would not fit into the memory of a machine
 SLOW_EVERY = 128
-MISMATCH = 1
+BOTH = ("target", "unit")  # are passed to verbs also where they are None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,31 +41,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("m", "n", "k"):
         parser.add_argument(name, type=int, metavar=name.upper(), help=f"{name.upper()} of [M, K] x [K, N]")
     how = parser.add_argument_group("who multiplies (one of these)")
-    how.add_argument("--target", metavar="NAME", help="a machine with its library, such as h200, or a plan file")
-    how.add_argument("--unit", metavar="NAME", help="a matrix unit alone, such as hopper.wgmma or exact")
-    how.add_argument("--datapath", metavar="FIELD=VALUE,...",
-                     help="a unit of your own, such as block=32,fraction_bits=10")  # fmt: skip
-    how.add_argument("--plan", metavar="FIELD=VALUE,...", help="an order of sums, such as promote_every=128")
-    how.add_argument("--accumulate", metavar="FORMAT", help="fp32, fp16 or fp64, where the machine has several")
-    how.add_argument("--slow", action="store_true",
-                     help=f"use_fast_accum=False; for a unit: a new chain every {SLOW_EVERY} products")  # fmt: skip
+    add_machine(how)
+    option(how, "--accumulate", "fp32, fp16 or fp64, where the target or unit has several", metavar="FORMAT")
+    flag(how, "--slow", f"use_fast_accum=False; for a unit: a new chain every {SLOW_EVERY} products")
     where = parser.add_argument_group("where")
-    where.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu (default), cuda or cuda:1")
-    where.add_argument("--emulate", action="store_true",
-                       help="emulate also where the device is the target and could multiply itself")  # fmt: skip
-    where.add_argument("--check", choices=("native",),
-                       help="native: run the device's own unit and its emulation, and compare the bits; 1 is returned "
-                            "where they differ")  # fmt: skip
+    add_device(where)
+    flag(where, "--emulate", "emulate also where the device is the target and could multiply itself")
+    check = "native: run the device's own unit and its emulation, and compare the bits; 1 is returned where they differ"
+    option(where, "--check", check, choices=("native",))
     what = parser.add_argument_group("what is multiplied")
-    what.add_argument("--dtype", default="e4m3", metavar="FORMAT", help="format of both operands (default e4m3)")
-    what.add_argument("--b-dtype", metavar="FORMAT", help="format of b (default: as --dtype)")
-    what.add_argument("--data", choices=DATA, default="normal",
-                      help="N(0, 1), uniform in [0, 1), over 16 binades, or pairs that nearly cancel")  # fmt: skip
-    what.add_argument("--seed", type=int, default=0, metavar="N", help="of the data, and of stochastic rounding")
+    option(what, "--dtype", "format of both operands", "e4m3", "FORMAT")
+    option(what, "--b-dtype", "format of b (default: as --dtype)", metavar="FORMAT")
+    data = "N(0, 1), uniform in [0, 1), over 16 binades, or pairs that nearly cancel"
+    option(what, "--data", data, "normal", choices=DATA)
+    option(what, "--seed", "of the data, and of stochastic rounding", 0)
     result = parser.add_argument_group("result")
-    result.add_argument("--out-dtype", choices=OUT_DTYPES, help="dtype of the result (default float32)")
-    result.add_argument("--out", metavar="FILE", help="save the result as .npy or .safetensors")
-    add_json_argument(parser)
+    option(result, "--out-dtype", "dtype of the result (default float32)", choices=OUT_DTYPES)
+    option(result, "--out", "save the result as .npy or .safetensors", metavar="FILE")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -83,12 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
     record = record_of(arguments, explanation, comparison, relative, y, (first, seconds))
     if check is not None:
         record["native_against_emulated"] = check.to_dict()
-    if arguments.json:
-        print_json(record)
-    else:
-        print(text_of(record, explanation, comparison, y, exact))
-        if check is not None:
-            print(check_text(check))
+    parts = [text_of(record, explanation, comparison, y, exact), *([] if check is None else [check_text(check)])]
+    answer(arguments, record, lambda: "\n".join(parts))
     if arguments.out:
         save(y, Path(arguments.out))
     return 0 if check is None or check.equal else MISMATCH
@@ -102,15 +101,10 @@ def on_device(operands: Operands, name: str) -> Operands:
 
 def machine(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return target, unit or datapath, plan and accumulator as the verbs take them."""
-    from fmtsim.spec.datapath import Datapath
-    from fmtsim.spec.plan import GemmPlan
+    options = {name: value for name, value in read_machine(arguments).items() if value is not None or name in BOTH}
+    if arguments.plan is None and arguments.slow and arguments.target is None:
+        from fmtsim.spec.plan import GemmPlan
 
-    options: dict[str, Any] = {"target": arguments.target, "unit": arguments.unit}
-    if arguments.datapath is not None:
-        options["datapath"] = parse_record(arguments.datapath, Datapath, "--datapath")
-    if arguments.plan is not None:
-        options["plan"] = parse_record(arguments.plan, GemmPlan, "--plan")
-    elif arguments.slow and arguments.target is None:
         source = f"--slow: a new chain every {SLOW_EVERY} products"
         options["plan"] = GemmPlan(promote_every=SLOW_EVERY, source=source)
     if arguments.accumulate is not None:
@@ -214,7 +208,7 @@ def save(y: "torch.Tensor", path: Path) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    given = [name for name in ("target", "unit", "datapath") if getattr(arguments, name) is not None]
+    given = machine_given(arguments)
     if len(given) != 1:
         what = "several of them are given" if given else "none is given"
         raise ArgumentError(f"fmtsim mm takes one of --target, --unit and --datapath, but {what}; try --target h200")
@@ -232,7 +226,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ArgumentError(f"--check native runs the card that --target names, but {what}; pass --target h200")
     if arguments.slow and arguments.plan is not None:
         raise ArgumentError(
-            f"--slow and --plan both give an order of sums; write --plan promote_every={SLOW_EVERY},..."
+            f"--slow and --plan both give an accumulation order; write --plan promote_every={SLOW_EVERY},..."
         )
 
 

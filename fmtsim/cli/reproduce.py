@@ -1,16 +1,15 @@
 """``fmtsim reproduce``: miniatures of what published schemes claim, and whether the same comes out here."""
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fmtsim.cli.output import add_json_argument, format_table, jsonable, print_json
+from fmtsim.cli.options import add_json, flag, option, repeated
+from fmtsim.cli.output import answer, format_table, write_json
 from fmtsim.errors import ArgumentError
-from fmtsim.progress import Progress, make_progress
+from fmtsim.progress import make_progress
 
 if TYPE_CHECKING:
     from fmtsim.reproduce import Claim, Result
@@ -20,47 +19,51 @@ FAILED = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("--list", action="store_true", help="list the claims, and run none")
-    parser.add_argument("--only", action="append", metavar="NAME", default=[],
-                        help="run this claim alone; may be repeated (default: all)")  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="leave out claims that take more than ten seconds")
-    parser.add_argument("--markdown", action="store_true", help="print the table in Markdown, with the sources")
+    flag(parser, "--list", "list the claims, and run none")
+    repeated(parser, "--only", "run this claim alone (default: all)")
+    flag(parser, "--quick", "leave out claims that take more than ten seconds")
+    flag(parser, "--markdown", "print the table in Markdown, with the sources")
     text = "write claims.md, claims.json and, where matplotlib is installed, a plot of each claim with a curve"
-    parser.add_argument("--out", type=Path, metavar="DIR", help=text)
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
-    add_json_argument(parser)
+    option(parser, "--out", text, metavar="DIR", type=Path)
+    flag(parser, "--quiet", "show no progress")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the claims and print their table; 0 where all pass, 1 where one does not."""
     from fmtsim.reproduce import get_claims
-    from fmtsim.reproduce.report import HEADER, about, markdown, rows_of
 
     claims = [claim for claim in get_claims(arguments.only) if not (arguments.quick and claim.slow)]
     if not claims:
         raise ArgumentError("every claim named with --only is slow; leave --quick out")
     if arguments.list:
-        _print_list(claims, arguments.json)
+        names = ("name", "says", "source", "notes", "slow")
+        record = [{name: getattr(claim, name) for name in names} for claim in claims]
+        rows = [(claim.name, "slow" if claim.slow else "", claim.says) for claim in claims]
+        answer(arguments, record, lambda: format_table(("claim", "", "what it says"), rows, left=(0, 1, 2)))
         return 0
     if arguments.out is not None:
         from fmtsim.training.artifacts import check_folder
 
         check_folder(arguments.out)
     results = _run_all(claims, arguments.quiet)
-    if arguments.json:
-        print_json(_record(results))
-    elif arguments.markdown:
-        print(markdown(results), end="")
-    else:
-        print(format_table(HEADER, rows_of(results), left=(0, 1, 4)))
-        print("\npublished by: p the paper, c its code, e an independent emulation, f a formula")
-        for result in results:
-            if not result.passed:
-                print(f"\n{about(result.claim)}" + (f"\n  broke off: {result.error}" if result.error else ""))
-        print(f"\n{_verdict(results)}")
+    answer(arguments, _record(results), lambda: _text(results, arguments.markdown))
     if arguments.out is not None:
         _write(arguments.out, results)
     return FAILED if any(not result.passed for result in results) else 0
+
+
+def _text(results: "Sequence[Result]", as_markdown: bool) -> str:
+    from fmtsim.reproduce.report import HEADER, about, markdown, rows_of
+
+    if as_markdown:
+        return markdown(results).removesuffix("\n")
+    parts = [format_table(HEADER, rows_of(results), left=(0, 1, 4))]
+    parts.append("\npublished by: p the paper, c its code, e an independent emulation, f a formula")
+    for result in results:
+        if not result.passed:
+            parts.append(f"\n{about(result.claim)}" + (f"\n  broke off: {result.error}" if result.error else ""))
+    return "\n".join([*parts, f"\n{_verdict(results)}"])
 
 
 def _run_all(claims: "Sequence[Claim]", quiet: bool) -> "list[Result]":
@@ -72,25 +75,12 @@ def _run_all(claims: "Sequence[Claim]", quiet: bool) -> "list[Result]":
         progress.stage("claims", len(claims))
         for index, claim in enumerate(claims):
             progress.step(index, claim.name)
-            result = run_claim(claim, partial(_advance, progress, claim.name, index))
+            result = run_claim(claim, lambda share, at=index, name=claim.name: progress.step(at + share, name))  # type: ignore[misc]
             results.append(result)
             if not quiet and not sys.stderr.isatty():
                 verdict = "passes" if result.passed else "FAILS"
                 print(f"{claim.name}: {verdict}, {result.seconds:.1f} s", file=sys.stderr, flush=True)
     return results
-
-
-def _advance(progress: Progress, name: str, index: int, share: float) -> None:
-    progress.step(index + share, name)
-
-
-def _print_list(claims: "Sequence[Claim]", as_json: bool) -> None:
-    if as_json:
-        names = ("name", "says", "source", "notes", "slow")
-        print_json([{name: getattr(claim, name) for name in names} for claim in claims])
-        return
-    rows = [(claim.name, "slow" if claim.slow else "", claim.says) for claim in claims]
-    print(format_table(("claim", "", "what it says"), rows, left=(0, 1, 2)))
 
 
 def _record(results: "Sequence[Result]") -> dict[str, object]:
@@ -110,8 +100,7 @@ def _write(folder: Path, results: "Sequence[Result]") -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "claims.md").write_text(markdown(results), encoding="utf-8")
-    text = json.dumps(jsonable(_record(results)), indent=2, allow_nan=False)
-    (folder / "claims.json").write_text(text + "\n", encoding="utf-8")
+    write_json(folder / "claims.json", _record(results))
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -4,14 +4,15 @@ import argparse
 import math
 from typing import Any
 
-from fmtsim.cli.output import add_json_argument, format_table, parse_int, print_json
+from fmtsim.cli.options import add_json, flag, option, parse_int, repeated
+from fmtsim.cli.output import answer, format_table
 from fmtsim.errors import CodeError, FormatError
 from fmtsim.explain.element import bit_fields, code_text, count_of
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.display import format_facts, text_table
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, LogFormat
-from fmtsim.table import number_text
+from fmtsim.table import aligned, number_text
 
 SHORT_BITS = 8  # up to here every code is printed
 ALL_BITS = 16  # with --all
@@ -20,12 +21,10 @@ ALL_BITS = 16  # with --all
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("format", help="name of a format; a block format shows its element")
-    parser.add_argument("--all", action="store_true",
-                        help=f"every code of a format of 9 to {ALL_BITS} bits, not its landmarks alone")  # fmt: skip
-    parser.add_argument("--code", action="append", metavar="N", default=[],
-                        help="show this code alone (17, 0x11 or 0b10001); may be repeated")  # fmt: skip
-    parser.add_argument("--columns", type=int, default=4, metavar="N", help="codes side by side (default 4)")
-    add_json_argument(parser)
+    flag(parser, "--all", f"every code of a format of 9 to {ALL_BITS} bits, not its landmarks alone")
+    repeated(parser, "--code", "show this code alone (17, 0x11 or 0b10001)", "N")
+    option(parser, "--columns", "codes side by side", 4)
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -47,20 +46,18 @@ def run(arguments: argparse.Namespace) -> int:
     shown = {code: name_of(code, element) for code in (range(count_of(element)) if every else codes)} or landmarks(
         element
     )
-    if arguments.json:
-        print_json({"facts": dict(format_facts(fmt)), "codes": [_record(c, n, element) for c, n in shown.items()]})
-        return 0
-    facts = format_facts(fmt)
-    width = max(len(heading) for heading, _ in facts)
-    print("\n".join(f"{heading:<{width}}  {text}" for heading, text in facts) + "\n")
-    rows = [
-        (code_text(code, element), bit_fields(code, element), number_text(element.value(code)), name)
-        for code, name in shown.items()
-    ]
-    print(format_table(("code", "bits", "value", "what it is"), rows, left=(0, 1, 3)))
-    if not codes and element.bits <= ALL_BITS:
-        print(f"\n{count_of(element)} codes in all; --all prints each of them.")
+    record = {"facts": dict(format_facts(fmt)), "codes": [_record(c, n, element) for c, n in shown.items()]}
+    answer(arguments, record, lambda: _text(record, element, whole=not codes))
     return 0
+
+
+def _text(record: dict[str, Any], element: ElementFormat, *, whole: bool) -> str:
+    rows = [(code["hex"], code["bits"], number_text(code["value"]), code["is"]) for code in record["codes"]]
+    table = format_table(("code", "bits", "value", "what it is"), rows, left=(0, 1, 3))
+    parts = [*aligned(list(record["facts"].items())), "", table]
+    if whole and element.bits <= ALL_BITS:
+        parts.append(f"\n{count_of(element)} codes in all; --all prints each of them.")
+    return "\n".join(parts)
 
 
 def landmarks(fmt: ElementFormat) -> dict[int, str]:

@@ -2,26 +2,35 @@
 
 import argparse
 import contextlib
-import json
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fmtsim.cli.checks import check_device, check_threads
-from fmtsim.cli.output import add_json_argument, format_table, jsonable, parse_record, print_json
+from fmtsim.cli.options import (
+    MACHINE,
+    add_device,
+    add_json,
+    add_machine,
+    check_device,
+    check_threads,
+    count,
+    flag,
+    machine_given,
+    option,
+    read_machine,
+)
+from fmtsim.cli.output import MISMATCH, answer, format_table, json_text
 from fmtsim.cli.train_summary import summary
 from fmtsim.errors import ArgumentError
-from fmtsim.progress import make_progress
+from fmtsim.progress import Progress, make_progress
 
 if TYPE_CHECKING:
     from fmtsim.training.loop import TrainConfig
     from fmtsim.training.schemes import Scheme
 
-INTERRUPTED = 130
-MISMATCH = 1
 SIZES = {
     "steps": "optimizer steps of each run",
-    "batch-size": "windows of text a step",
+    "batch_size": "windows of text a step",
     "context": "bytes the model sees at once",
     "width": "features",
     "layers": "transformer blocks",
@@ -36,57 +45,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_machine(parser.add_argument_group("who multiplies (float32 sums in no particular order, or one of these)"))
     how = parser.add_argument_group("model and training")
     for name, text in SIZES.items():
-        default = DEFAULTS[name.replace("-", "_")]
-        how.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default {default})")
-    how.add_argument("--lr", type=float, default=DEFAULTS["lr"], help=f"peak learning rate (default {DEFAULTS['lr']})")
-    how.add_argument("--seed", type=int, default=0, metavar="N",
-                     help="of weights, batches and stochastic rounding (default 0)")  # fmt: skip
-    how.add_argument("--data", metavar="PATH", help="a text file or a folder of them; by default Python's own sources")
-    how.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu (default), cuda or cuda:1")
-    how.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
+        option(how, f"--{name.replace('_', '-')}", text, DEFAULTS[name])
+    option(how, "--lr", "peak learning rate", DEFAULTS["lr"], None)
+    option(how, "--seed", "of weights, batches and stochastic rounding", 0)
+    data = "a text file or a folder of them; by default Python's own sources"
+    option(how, "--data", data, metavar="PATH")
+    add_device(how)
+    count(how, "--threads", "CPU threads (default: torch's choice)")
     output = parser.add_argument_group("output")
-    output.add_argument("--out", default="fmtsim-train", metavar="DIR",
-                        help="folder for pictures and records (default fmtsim-train)")  # fmt: skip
-    output.add_argument("--quiet", action="store_true", help="show no progress")
-    add_json_argument(parser)
+    option(output, "--out", "folder for pictures and records", "fmtsim-train", "DIR")
+    flag(output, "--quiet", "show no progress")
+    add_json(parser)
 
 
 def _add_scheme(group: "argparse._ArgumentGroup") -> None:
     from fmtsim.training.schemes import SCALINGS
 
-    group.add_argument("--recipe", metavar="NAME",
-                       help="a published scheme, such as te_nvfp4, or a JSON file, instead of the options below; "
-                            "'list' prints all names")  # fmt: skip
-    options = {
-        "format": (None, "NAME", "format of activations and weights (default e4m3)"),
-        "grad-format": (None, "NAME", "of gradients; by default e5m2 beside element formats of 8 bits and fewer, "
-                                      "else as --format"),
-        "rounding": (None, "MODE", "of activations and weights (default nearest_even)"),
-        "grad-rounding": (None, "MODE", "of gradients, such as stochastic (default nearest_even)"),
-        "baseline": ("fp32", "NAME", "fp32 (default, nothing quantised), bf16, fp16 or any format"),
-    }  # fmt: skip
-    for name, (default, metavar, text) in options.items():
-        group.add_argument(f"--{name}", default=default, metavar=metavar, help=text)
-    group.add_argument("--scaling", choices=SCALINGS,
-                       help="what shares a scale; by default tensor for element formats of 8 bits and fewer, none for "
-                            "wider ones; block formats have blocks of their own")  # fmt: skip
+    recipe = (
+        "a published scheme, such as te_nvfp4, or a JSON file, instead of the options below; 'list' prints all names"
+    )
+    option(group, "--recipe", recipe, metavar="NAME")
+    option(group, "--format", "format of activations and weights (default e4m3)", metavar="NAME")
+    gradients = "of gradients; by default e5m2 beside element formats of 8 bits and fewer, else as --format"
+    option(group, "--grad-format", gradients, metavar="NAME")
+    option(group, "--rounding", "of activations and weights (default nearest_even)", metavar="MODE")
+    option(group, "--grad-rounding", "of gradients, such as stochastic (default nearest_even)", metavar="MODE")
+    option(group, "--baseline", "fp32 (nothing quantised), bf16, fp16 or any format", "fp32", "NAME")
+    scaling = (
+        "what shares a scale; by default tensor for element formats of 8 bits and fewer, none for wider ones; "
+        "block formats have blocks of their own"
+    )
+    option(group, "--scaling", scaling, choices=SCALINGS)
 
 
 def _add_machine(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--target", metavar="NAME", help="a machine with its library, such as h200, or a plan file")
-    group.add_argument("--unit", metavar="NAME", help="a matrix unit alone, such as hopper.wgmma or exact")
-    group.add_argument("--datapath", metavar="FIELD=VALUE,...",
-                       help="a unit of your own, such as block=32,fraction_bits=10")  # fmt: skip
-    group.add_argument("--plan", metavar="FIELD=VALUE,...", help="an order of sums, such as promote_every=128")
-    group.add_argument("--fast-accum", action="store_true",
-                       help="use_fast_accum=True of a target's forward products; gradients promote sums")  # fmt: skip
-    group.add_argument("--fast-backward", action="store_true", help="use_fast_accum=True for gradients as well")
-    group.add_argument("--check", choices=("native",),
-                       help="native: instead of the comparison with a baseline, train with the device's own products "
-                            "and with emulated ones in lockstep, and stop at the first bit of a loss, gradient or "
-                            "weight that differs; 1 is returned then")  # fmt: skip
-    group.add_argument("--minutes", type=float, metavar="N",
-                       help="with --check: begin no step after so many minutes, and write what was found")  # fmt: skip
+    add_machine(group)
+    fast = "use_fast_accum=True of a target's forward products; gradients promote their accumulators"
+    flag(group, "--fast-accum", fast)
+    flag(group, "--fast-backward", "use_fast_accum=True for gradients as well")
+    check = (
+        "native: instead of the comparison with a baseline, train with the device's own products and with emulated "
+        "ones in lockstep, and stop at the first bit of a loss, gradient or weight that differs; 1 is returned then"
+    )
+    option(group, "--check", check, choices=("native",))
+    minutes = "with --check: begin no step after so many minutes, and write what was found"
+    option(group, "--minutes", minutes, type=float)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -109,20 +112,27 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.check:
         return _check(arguments, config, out)
     corpus = load_corpus(arguments.data, config.model.context)
+    with _training(arguments, out) as progress:
+        baseline, simulated = compare_schemes(config, corpus, progress)
+        record = make_record(config, corpus, baseline, simulated)
+        paths = write_artifacts(out, record, baseline, simulated)
+    _answer(arguments, record, summary(record, baseline, simulated), paths)
+    return 0
+
+
+@contextlib.contextmanager
+def _training(arguments: argparse.Namespace, out: Path) -> Iterator[Progress]:
+    """Show progress and bound torch's threads; Ctrl-C ends with a line that says that nothing was written."""
     try:
         with _threads(arguments.threads), make_progress(not arguments.quiet) as progress:
-            baseline, simulated = compare_schemes(config, corpus, progress)
-            record = make_record(config, corpus, baseline, simulated)
-        paths = write_artifacts(out, record, baseline, simulated)
+            yield progress
     except KeyboardInterrupt:
-        print(f"\nfmtsim: interrupted; nothing was written to {out}", file=sys.stderr)
-        return INTERRUPTED
-    if arguments.json:
-        print_json({**record, "files": [str(path) for path in paths]})
-    else:
-        print(summary(record, baseline, simulated))
-        print("\nwritten: " + ", ".join(str(path) for path in paths))
-    return 0
+        raise KeyboardInterrupt(f"nothing was written to {out}") from None
+
+
+def _answer(arguments: argparse.Namespace, record: dict[str, Any], text: str, paths: list[Path]) -> None:
+    files = [str(path) for path in paths]
+    answer(arguments, {**record, "files": files}, lambda: f"{text}\n\nwritten: {', '.join(files)}")
 
 
 def _list_recipes() -> int:
@@ -140,19 +150,12 @@ def _check(arguments: argparse.Namespace, config: "TrainConfig", out: Path) -> i
     from fmtsim.training.lockstep import check_native
 
     corpus = load_corpus(arguments.data, config.model.context)
-    try:
-        with _threads(arguments.threads), make_progress(not arguments.quiet) as progress:
-            result = check_native(config, corpus, progress, arguments.minutes)
-    except KeyboardInterrupt:
-        print(f"\nfmtsim: interrupted; nothing was written to {out}", file=sys.stderr)
-        return INTERRUPTED
+    with _training(arguments, out) as progress:
+        result = check_native(config, corpus, progress, arguments.minutes)
     record = make_check_record(config, corpus, result)
     text = check_text(record)
-    paths = write_check(out, record, text, lambda found: json.dumps(jsonable(found), indent=1, allow_nan=False))
-    if arguments.json:
-        print_json({**record, "files": [str(path) for path in paths]})
-    else:
-        print(f"{text}\n\nwritten: {', '.join(str(path) for path in paths)}")
+    paths = write_check(out, record, text, lambda found: json_text(found, indent=1))
+    _answer(arguments, record, text, paths)
     return 0 if result.equal else MISMATCH
 
 
@@ -194,8 +197,8 @@ def _recipe(arguments: argparse.Namespace) -> "Scheme":
     from fmtsim.recipes import get_recipe
     from fmtsim.training.schemes import HIGH_PRECISION, Scheme
 
-    others = ("format", "grad_format", "scaling", "rounding", "grad_rounding", "target", "unit", "datapath", "plan",
-              "fast_accum", "fast_backward", "check")  # fmt: skip
+    others = ("format", "grad_format", "scaling", "rounding", "grad_rounding", *MACHINE, "plan", "fast_accum",
+              "fast_backward", "check")  # fmt: skip
     given = [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name)]
     if given:
         raise ArgumentError(
@@ -207,26 +210,19 @@ def _recipe(arguments: argparse.Namespace) -> "Scheme":
 
 def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the machine's options as a Scheme takes them."""
-    from fmtsim.spec.datapath import Datapath
-    from fmtsim.spec.plan import GemmPlan
-
-    given = [name for name in ("target", "unit", "datapath") if getattr(arguments, name) is not None]
+    given = machine_given(arguments)
     if len(given) > 1:
         raise ArgumentError(
             f"fmtsim train takes one of --target, --unit and --datapath, not {' and '.join(f'--{n}' for n in given)}"
         )
     if arguments.plan is not None and not given:
-        raise ArgumentError("--plan is an order of sums on a machine; pass --target, --unit or --datapath as well")
+        raise ArgumentError("--plan is an accumulation order; pass --target, --unit or --datapath as well")
     if arguments.fast_accum and arguments.target is None:
         raise ArgumentError("--fast-accum chooses between a library's kernels; pass --target as well")
-    own = None if arguments.datapath is None else parse_record(arguments.datapath, Datapath, "--datapath")
-    return {
-        "target": arguments.target,
-        "unit": arguments.unit if own is None else own,
-        "plan": None if arguments.plan is None else parse_record(arguments.plan, GemmPlan, "--plan"),
-        "fast_accum": arguments.fast_accum,
-        "fast_backward": arguments.fast_backward,
-    }
+    options = read_machine(arguments)
+    own = options.pop("datapath")
+    fast = {name: getattr(arguments, name) for name in ("fast_accum", "fast_backward")}
+    return {**options, **fast, "unit": arguments.unit if own is None else own}
 
 
 def _threads(count: int | None) -> contextlib.AbstractContextManager[None]:

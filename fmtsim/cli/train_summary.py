@@ -43,7 +43,7 @@ def _guessed(guesses: list[str]) -> str:
     many = len(guesses) > 1
     others = f" (and {len(guesses) - 1} other products, in record.json)" if many else ""
     return (
-        f"{first}{others}: {'their' if many else 'its'} order of sums was guessed.\n"
+        f"{first}{others}: {'their' if many else 'its'} accumulation order was guessed.\n"
         "Record such calls on the machine and name the plan file as --target, give an order as --plan, or take "
         "--unit for the arithmetic alone."
     )
@@ -56,18 +56,11 @@ def _loss(value: float, sign: str = "") -> str:
 def _lost_bits(run: "Run") -> str:
     from fmtsim.training.artifacts import by_operand, operand_in_words
 
-    rows = []
-    for operand, s in by_operand(run.stats).items():  # type: ignore[arg-type]  # summary checked it
-        rows.append(
-            (
-                operand,
-                operand_in_words(operand),
-                s.format,
-                f"{s.underflow_percent:.2f}",
-                f"{s.saturation_percent:.3f}",
-                f"{s.sqnr_db:.1f}",
-            )
-        )
+    rows = [
+        (operand, operand_in_words(operand), s.format, f"{s.underflow_percent:.2f}", f"{s.saturation_percent:.3f}",
+         f"{s.sqnr_db:.1f}")
+        for operand, s in by_operand(run.stats).items()  # type: ignore[arg-type]  # summary checked it
+    ]  # fmt: skip
     header = ("operand", "of", "format", "underflow %", "saturation %", "SQNR dB")
     assert run.stats is not None
     layer, operand, worst = max(

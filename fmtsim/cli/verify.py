@@ -1,14 +1,13 @@
 """``fmtsim verify``: engines against the oracle and each other, products against recordings, a device against both."""
 
 import argparse
-import json
-import sys
 import time
-from datetime import UTC, datetime
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fmtsim.cli.output import add_json_argument, format_table, jsonable, print_json, version_of
+from fmtsim.cli.options import add_json, check_positive, count, flag, option, repeated
+from fmtsim.cli.output import MISMATCH, answer, format_table, origin, versions_of, write_json
 from fmtsim.errors import ArgumentError
 from fmtsim.progress import make_progress
 
@@ -17,9 +16,7 @@ if TYPE_CHECKING:
 
     from fmtsim.verify import Outcome
     from fmtsim.verify.gemm import Replay
-    from fmtsim.verify.workers import Done
 
-MISMATCH = 1
 PACKAGES = ("fmtsim", "torch", "numpy", "numba", "cuda-core", "cuda-bindings")
 SHOWN = 20
 
@@ -28,20 +25,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("what", nargs="?", choices=("casts", "gemm"),
                         help="casts (default), or matrix products; both where --device is given")  # fmt: skip
-    parser.add_argument("--device", metavar="NAME", help="check this device, cuda or cuda:1: its casts against the "
-                        "oracle and the CPU's engines, its products of every unit against the CPU's")  # fmt: skip
-    parser.add_argument("--vectors", action="append", metavar="DIR", default=[],
-                        help="gemm: a folder of mtc_*.npz, probe_*.npz or recorded calls; may be repeated")  # fmt: skip
-    parser.add_argument("--limit", type=int, metavar="N", help="gemm: compare about N outputs of each set")
-    parser.add_argument("--format", action="append", metavar="NAME", dest="formats",
-                        help="check this format alone; may be repeated (default: all listed formats)")  # fmt: skip
-    parser.add_argument("--exhaustive", action="store_true",
-                        help="all 2**32 float32 inputs of e4m3, e5m2, bf16, fp16, e2m1: minutes for each")  # fmt: skip
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that share the checks (default 1; with "
-                        "--device as many as cores and the device's memory allow, 16 at most)")  # fmt: skip
-    parser.add_argument("--record", type=Path, metavar="FILE", help="write what was found to a JSON file as well")
-    parser.add_argument("--plant-error", action="store_true", help=argparse.SUPPRESS)
-    add_json_argument(parser)
+    device = (
+        "check this device, cuda or cuda:1: its casts against the oracle and the CPU's engines, its products of "
+        "every unit against the CPU's"
+    )
+    option(parser, "--device", device, metavar="NAME")
+    vectors = "gemm: a folder of mtc_*.npz, probe_*.npz or recorded calls"
+    repeated(parser, "--vectors", vectors, "DIR")
+    count(parser, "--limit", "gemm: compare about N outputs of each set")
+    repeated(parser, "--format", "check this format alone (default: all listed formats)", dest="formats", default=None)
+    flag(parser, "--exhaustive", "all 2**32 float32 inputs of e4m3, e5m2, bf16, fp16, e2m1: minutes for each")
+    workers = (
+        "processes that share the checks (default 1; with --device as many as cores and the device's memory "
+        "allow, 16 at most)"
+    )
+    count(parser, "--workers", workers)
+    option(parser, "--record", "write what was found to a JSON file as well", metavar="FILE", type=Path)
+    flag(parser, "--plant-error", argparse.SUPPRESS)
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     from fmtsim.verify.device import described, device_of
 
     device = device_of(arguments.device) if arguments.device else None
-    count = workers.default_workers(device) if arguments.workers is None else arguments.workers
+    number = workers.default_workers(device) if arguments.workers is None else arguments.workers
     if device is not None and not arguments.json:
         print(f"{described(device)}\n")
     names = tuple(arguments.formats) if arguments.formats else None
@@ -63,33 +64,34 @@ def run(arguments: argparse.Namespace) -> int:
     tasks = job.tasks()
     with make_progress(None, transient=True) as progress:
         progress.stage("checks", sum(map(len, tasks.values())))
-        found = workers.run(job, tasks, count, lambda name, done: progress.step(done, name))
+        found = workers.run(job, tasks, number, lambda name, done: progress.step(done, name))
     seconds = time.perf_counter() - start
     reports = {part: _REPORTS[part](found[part], device) for part in parts}
     record = {"device": described(device), **reports} if device is not None else reports[parts[0]]
-    if arguments.json:
-        print_json(record)
-    else:
-        _print_all(arguments, found, reports, count, seconds)
+    answer(arguments, record, lambda: _text(arguments, found, reports, number, seconds))
     if arguments.record is not None:
-        _write(arguments.record, record, count, seconds)
+        about = {**origin(), "versions": versions_of(PACKAGES), "workers": number, "wall_seconds": seconds}
+        write_json(arguments.record, about | record)
     return MISMATCH if any(report["mismatches"] for report in reports.values()) else 0
 
 
-def _print_all(
-    arguments: argparse.Namespace, found: "dict[str, list[Done]]", reports: dict[str, Any], workers: int, seconds: float
-) -> None:
-    """Print the table of each part, and one of all parts where there are several."""
+def _text(
+    arguments: argparse.Namespace, found: dict[str, list[Any]], reports: dict[str, Any], workers: int, seconds: float
+) -> str:
+    """Return the table of each part, and one of all parts where there are several."""
+    parts = []
     if "casts" in found:
-        _print_casts([done.found for done in found["casts"]], reports["casts"], arguments.exhaustive)
-    if "casts" in found and "gemm" in found:
-        print()
+        parts.append(_casts_text(found["casts"], reports["casts"], arguments.exhaustive))
     if "gemm" in found:
-        _print_gemm(_replays(found["gemm"]), reports["gemm"]["seconds"])
+        parts.append(_gemm_text(merged_replays(found["gemm"]), reports["gemm"]["seconds"]))
     if len(reports) > 1:
-        print("\n" + _total(reports))
-        verdict = "MISMATCHES" if any(report["mismatches"] for report in reports.values()) else "all bits agree"
-        print(f"\n{seconds:.0f} s with {workers} process{'es' if workers > 1 else ''}; {verdict}")
+        ending = f"{seconds:.0f} s with {workers} process{'es' if workers > 1 else ''}"
+        parts += [_total(reports), f"{ending}; {_verdict(any(report['mismatches'] for report in reports.values()))}"]
+    return "\n\n".join(parts)
+
+
+def _verdict(failed: object) -> str:
+    return "MISMATCHES" if failed else "all bits agree"
 
 
 def _total(reports: dict[str, Any]) -> str:
@@ -104,16 +106,6 @@ def _total(reports: dict[str, Any]) -> str:
     return format_table(("part", "checks", "results compared", "mismatches", "seconds of work"), lines)
 
 
-def _write(path: Path, record: dict[str, Any], workers: int, seconds: float) -> None:
-    """Write a record with what it takes to make it again."""
-    about = {
-        "command": " ".join(["fmtsim", *sys.argv[1:]]), "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {name: version_of(name) for name in PACKAGES}, "workers": workers, "wall_seconds": seconds,
-    }  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(jsonable(about | record), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
 def _parts(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Return which halves of the command run."""
     if arguments.what is not None:
@@ -125,8 +117,7 @@ def _parts(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 def _check(arguments: argparse.Namespace, parts: tuple[str, ...]) -> None:
     """Refuse arguments of a half that does not run, and gemm with nothing to compare."""
-    if arguments.workers is not None and arguments.workers < 1:
-        raise ArgumentError(f"--workers {arguments.workers} is not possible; choose 1 or more")
+    check_positive(arguments, "workers")
     names = {"gemm": ("formats", "exhaustive"), "casts": ("vectors", "limit")}
     for name in (name for part in parts if len(parts) == 1 for name in names[part]):
         if getattr(arguments, name):
@@ -136,53 +127,58 @@ def _check(arguments: argparse.Namespace, parts: tuple[str, ...]) -> None:
         raise ArgumentError("fmtsim verify gemm needs recordings or a device; pass --vectors DIR, or --device cuda")
 
 
-def _report_casts(found: "list[Done]", device: "torch.device | None") -> dict[str, Any]:
+def _report_casts(outcomes: "list[Outcome]", device: "torch.device | None") -> dict[str, Any]:
     from fmtsim.verify.outcome import engines
 
-    outcomes = [done.found for done in found]
     return {
-        "engines": list(engines(device)), "seconds": sum(done.seconds for done in found),
-        "cases": sum(outcome.cases for outcome in outcomes),
-        "mismatches": sum(outcome.mismatches for outcome in outcomes),
+        "engines": list(engines(device)),
+        **{name: sum(getattr(outcome, name) for outcome in outcomes) for name in ("seconds", "cases", "mismatches")},
         "outcomes": [outcome.to_dict() for outcome in outcomes],
     }  # fmt: skip
 
 
-def _replays(found: "list[Done]") -> "list[Replay]":
+def _report_gemm(found: "list[Replay]", device: "torch.device | None") -> dict[str, Any]:
+    replays = merged_replays(found)
+    names = ("seconds", "outputs", "mismatches")
+    totals = {name: sum(getattr(replay, name) for replay in replays) for name in names}
+    return {**totals, "sets": [replay.to_dict() for replay in replays]}
+
+
+def merged_replays(found: "list[Replay]") -> "list[Replay]":
+    """Return replays with those of one set as one."""
     from fmtsim.verify.gemm import merged
 
-    return merged(done.found for done in found)
+    return merged(found)
 
 
-def _report_gemm(found: "list[Done]", device: "torch.device | None") -> dict[str, Any]:
-    replays = _replays(found)
-    return {
-        "seconds": sum(done.seconds for done in found), "outputs": sum(replay.outputs for replay in replays),
-        "mismatches": sum(replay.mismatches for replay in replays), "sets": [replay.to_dict() for replay in replays],
-    }  # fmt: skip
+_REPORTS: dict[str, Callable[..., dict[str, Any]]] = {"casts": _report_casts, "gemm": _report_gemm}
 
 
-_REPORTS = {"casts": _report_casts, "gemm": _report_gemm}
-
-
-def _print_casts(outcomes: "list[Outcome]", report: dict[str, Any], exhaustive: bool) -> None:
+def _casts_text(outcomes: "list[Outcome]", report: dict[str, Any], exhaustive: bool) -> str:
     failed = [outcome for outcome in outcomes if outcome.mismatches]
-    print(_summary(outcomes, exhaustive))
-    _print_failures(failed)
-    verdict = "MISMATCHES" if failed else "all bits agree"
-    print(f"\nengines: {', '.join(report['engines'])}; {report['seconds']:.0f} s; {verdict}")
+    parts = [_summary(outcomes, exhaustive)]
+    parts += [
+        f"{each.check} {each.format}: {each.mismatches:,} of {each.cases:,} differ; {each.first}"
+        for each in failed[:SHOWN]
+    ]
+    if len(failed) > SHOWN:
+        parts.append(f"... and {len(failed) - SHOWN} more formats; --json has all of them")
+    parts.append(f"engines: {', '.join(report['engines'])}; {report['seconds']:.0f} s; {_verdict(failed)}")
+    return "\n\n".join(parts)
 
 
-def _print_gemm(found: "list[Replay]", seconds: float) -> None:
+def _gemm_text(found: "list[Replay]", seconds: float) -> str:
     failed = [replay for replay in found if replay.mismatches]
-    print(_gemm_table(found))
+    parts = [_gemm_table(found)]
     for replay in failed[:SHOWN]:
-        count = f"{replay.mismatches:,} of {replay.outputs:,} differ; " if replay.outputs else ""
-        guesses = f" ({replay.in_guesses:,} of these where the order of sums is a guess)" if replay.in_guesses else ""
-        print(f"\n{replay.set}: {count}{replay.first}{guesses}")
+        number = f"{replay.mismatches:,} of {replay.outputs:,} differ; " if replay.outputs else ""
+        guesses = (
+            f" ({replay.in_guesses:,} of these where the accumulation order is a guess)" if replay.in_guesses else ""
+        )
+        parts.append(f"{replay.set}: {number}{replay.first}{guesses}")
     outputs = sum(replay.outputs for replay in found)
-    verdict = "MISMATCHES" if failed else "all bits agree"
-    print(f"\n{len(found)} sets, {outputs:,} outputs; {seconds:.0f} s; {verdict}")
+    parts.append(f"{len(found)} sets, {outputs:,} outputs; {seconds:.0f} s; {_verdict(failed)}")
+    return "\n\n".join(parts)
 
 
 def _gemm_table(found: "list[Replay]") -> str:
@@ -211,12 +207,3 @@ def _summary(outcomes: "list[Outcome]", each: bool) -> str:
         for key, (count, cases, mismatches) in rows.items()
     ]
     return format_table(header, lines, left=(0, 1) if each else (0,))
-
-
-def _print_failures(failed: "list[Outcome]") -> None:
-    for outcome in failed[:SHOWN]:
-        print(
-            f"\n{outcome.check} {outcome.format}: {outcome.mismatches:,} of {outcome.cases:,} differ; {outcome.first}"
-        )
-    if len(failed) > SHOWN:
-        print(f"\n... and {len(failed) - SHOWN} more formats; --json has all of them")

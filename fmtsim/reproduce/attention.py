@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fmtsim.nn.sdpa import flash_attention_3, quantised_attention
 from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, near
-from fmtsim.reproduce.samples import generator
+from fmtsim.reproduce.samples import generator, told
 
 
 def flash_attention(
@@ -33,10 +33,9 @@ def flash_attention(
         "without rotation": flash_attention_3(rotate=False),
     }
     errors = {}
-    for i, (name, config) in enumerate(configs.items()):
+    for name, config in told(tell, list(configs.items())):
         y = quantised_attention(q, k, v, config=config, generator=seed).double()
         errors[name] = float((y - exact).square().mean().sqrt())
-        tell((i + 1) / len(configs))
     return Measured(numbers=errors | {"baseline / FlashAttention-3": errors["baseline"] / errors["FlashAttention-3"]})
 
 

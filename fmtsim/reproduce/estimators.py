@@ -10,7 +10,7 @@ from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.quantize import quantize
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, near
-from fmtsim.reproduce.samples import normal, relative_error, slope_of, through
+from fmtsim.reproduce.samples import normal, relative_error, slope_of, through, told
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast
 from fmtsim.scaling.slope import slope
@@ -33,7 +33,8 @@ def operand(recipe: str, name: str) -> Quantizer:
 def eden(tell: Tell, *, recipe: str, operand_name: str, headroom: float, shape: tuple[int, int], seed: int) -> Measured:
     """Compare EDEN's gradients with stochastically rounded NVFP4, whose scales leave room for a clip-free draw."""
     x = normal(*shape, seed)
-    scaling = Scaling(block=(1, 16), top=6 * headroom, scale=_e4m3(), tensor=TensorScale(order="quartet2"))
+    e4m3: Any = get_format("e4m3")
+    scaling = Scaling(block=(1, 16), top=6 * headroom, scale=e4m3, tensor=TensorScale(order="quartet2"))
     plain = Quantizer(format=get_format("e2m1"), scaling=scaling, rounding=_STOCHASTIC)
     ours, other = through(x, operand(recipe, operand_name), seed), through(x, plain, seed)
     errors = relative_error(*ours), relative_error(*other)
@@ -65,9 +66,8 @@ def clip(tell: Tell, *, format: str, multiples: tuple[float, ...], samples: tupl
     x, fmt = normal(*samples, seed), get_format(format)
     top = float(fmt.max)  # type: ignore[union-attr]  # an element format
     curve = []
-    for i, multiple in enumerate(multiples):
+    for multiple in told(tell, multiples):
         curve.append((multiple, relative_error(x, quantize(x * (top / multiple), fmt) * (multiple / top))))
-        tell((i + 1) / len(multiples))
     best = min(curve, key=lambda point: point[1])
     return Measured(
         numbers={"best clip, sigma": best[0], "error at it": best[1]},
@@ -82,7 +82,7 @@ def quest(tell: Tell, *, phases: int, shape: tuple[int, int], seed: int) -> Meas
     curves: dict[str, list[tuple[float, float]]] = {"forward (QuEST)": [], "backward (stochastic)": []}
     rules: dict[str, list[float]] = {"floor": [], "even": []}
     slopes, largest = [], 0.0
-    for i in range(phases):
+    for i in told(tell, range(phases)):
         sigma = 2.0 ** (i / phases)
         x = normal(*shape, seed + i) * sigma
         first, second = through(x, forward, seed + i), through(x, backward, seed + i)
@@ -92,7 +92,6 @@ def quest(tell: Tell, *, phases: int, shape: tuple[int, int], seed: int) -> Meas
             errors.append(relative_error(x, quantize(x, with_block(get_format("mxfp4"), None, rule))))  # type: ignore[arg-type]
         slopes.append(slope_of(*second))
         largest = max(largest, _largest_scaled(second[0], backward))
-        tell((i + 1) / phases)
     mean = {name: sum(error for _, error in points) / phases for name, points in curves.items()}
     return Measured(
         numbers={
@@ -135,10 +134,6 @@ def _largest_scaled(x: torch.Tensor, quantizer: Quantizer) -> float:
     assert quantizer.scaling is not None
     made = cast(x, quantizer.format, quantizer.scaling, Rounding(), "saturate")  # type: ignore[arg-type]
     return float(made.scaled.abs().max())
-
-
-def _e4m3() -> Any:
-    return get_format("e4m3")
 
 
 CLAIMS = (

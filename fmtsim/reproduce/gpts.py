@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from itertools import product
 
 import torch
 
@@ -11,6 +12,7 @@ from fmtsim.nn.convert import convert
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell
+from fmtsim.reproduce.samples import descend, told
 from fmtsim.reproduce.widths import text
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.quantizer import Quantizer
@@ -32,21 +34,18 @@ def trained(
     model = GPT(GPTConfig(context=_LENGTH, width=64, layers=layers, heads=4), seed)
     convert(model, recipe, generator=seed, total_steps=steps)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
-    losses = []
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / 20) * (1 - decay * step / steps)
+
+    def loss_of(step: int) -> torch.Tensor:
         tokens = text(batch, _LENGTH + 1, 1000 * seed + step)
-        loss = model(tokens[:, :-1], tokens[:, 1:])
-        if not loss.isfinite():
-            return math.inf
-        optimizer.zero_grad()
-        loss.backward()
+        return model(tokens[:, :-1], tokens[:, 1:])  # type: ignore[no-any-return]
+
+    def update(step: int) -> None:
+        optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 20) * (1 - decay * step / steps)
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-        losses.append(loss.item())
-    last = losses[-max(1, steps // 5) :]
-    return sum(last) / len(last)
+        optimizer.zero_grad()
+
+    return descend(steps, 5, loss_of, update)
 
 
 def ablations() -> dict[str, Recipe]:
@@ -89,14 +88,14 @@ def _rounded(linear: LinearConfig, tensors: str, rounding: Rounding) -> LinearCo
 def nvfp4(tell: Tell, *, seeds: tuple[int, ...], **how: float) -> Measured:
     """Measure the gap of the last losses to bfloat16's, in percent, with and without each part of NVFP4."""
     recipes = ablations()
-    done, total = 0, len(seeds) * (1 + len(recipes))
     gaps: dict[str, list[float]] = {name: [] for name in recipes}
-    for seed in seeds:
-        reference = trained(get_recipe("amp_bf16"), seed, **how)  # type: ignore[arg-type]  # settings of the claim
-        for name, recipe in recipes.items():
-            gaps[name].append(100 * (trained(recipe, seed, **how) / reference - 1))  # type: ignore[arg-type]
-            done += 1
-            tell(done / total)
+    reference = math.nan
+    for seed, name in told(tell, list(product(seeds, ("amp_bf16", *recipes)))):
+        loss = trained(recipes.get(name) or get_recipe(name), seed, **how)  # type: ignore[arg-type]  # of the claim
+        if name in recipes:
+            gaps[name].append(100 * (loss / reference - 1))
+        else:
+            reference = loss
     mean = {name: sum(each) / len(seeds) for name, each in gaps.items()}
     numbers = {f"{name}, gap in %": gap for name, gap in mean.items()}
     numbers["gap of MXFP4 over NVFP4's"] = mean["MXFP4"] / mean["all of it"]
@@ -119,13 +118,8 @@ def mantissa(
 ) -> Measured:
     """Count trainings that end above a loss, over learning rates and seeds, by the bits of the operands' mantissas."""
     found: Mapping[str, dict[float, list[float]]] = {name: {} for name in recipes}
-    done, total = 0, len(recipes) * len(rates)
-    for name in recipes:
-        for rate in rates:
-            losses = [trained(get_recipe(name), seed, lr=rate, **how) for seed in seeds]  # type: ignore[arg-type]
-            found[name][rate] = losses
-            done += 1
-            tell(done / total)
+    for name, rate in told(tell, list(product(recipes, rates))):
+        found[name][rate] = [trained(get_recipe(name), seed, lr=rate, **how) for seed in seeds]  # type: ignore[arg-type]
     parts = [
         100 * sum(loss > failed for losses in each.values() for loss in losses) / (len(rates) * len(seeds))
         for each in found.values()

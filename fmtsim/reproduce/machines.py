@@ -6,7 +6,7 @@ from torch import Tensor
 from fmtsim.gemm.products.matmul import mm
 from fmtsim.quantize import quantize
 from fmtsim.reproduce.claim import Claim, Measured, Tell, near
-from fmtsim.reproduce.samples import generator
+from fmtsim.reproduce.samples import generator, told
 from fmtsim.spec.plan import GemmPlan
 
 
@@ -24,7 +24,7 @@ def accumulation(
     a, b, c, d = (quantize(t * (top / t.abs().max()), format) for t in (*uniform, *normal))
     numbers: dict[str, float] = {}
     points: dict[str, list[tuple[float, float]]] = {"uniform, median": [], "normal, rms": []}
-    for i, every in enumerate(promote):
+    for every in told(tell, promote):
         plan = GemmPlan(promote_every=every)
         found, exact = _product(a, b, unit, format, plan), a.double() @ b.double().T
         median = float(((found - exact) / exact).abs().median())
@@ -34,7 +34,6 @@ def accumulation(
         numbers |= {f"uniform, {how}": median, f"normal, {how}": rms}
         points["uniform, median"].append((float(every or k), median))
         points["normal, rms"].append((float(every or k), rms))
-        tell((i + 1) / len(promote))
     curves = {name: sorted(curve) for name, curve in points.items()}
     axes = (f"products between promotions ({k}: never)", "relative error")
     return Measured(numbers=numbers, curves=curves, axes=axes, logarithmic="xy")

@@ -1,7 +1,9 @@
 """Claims about optimizer states: what they lose, what they take, and whether training notices."""
 
 import statistics
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from fmtsim.formats.spec import LogFormat
 from fmtsim.optim import SGD, Adam, AdamW, Madam, QuantizedOptimizer, Scheme, StateFormat, get_scheme, memory
 from fmtsim.optim import codec as states
 from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near
-from fmtsim.reproduce.samples import generator, relative_error
+from fmtsim.reproduce.samples import descend, generator, relative_error, told
 from fmtsim.training.corpus import Corpus, load_corpus, sample
 from fmtsim.training.gpt import GPT, GPTConfig
 from fmtsim.training.loop import BETAS, CLIP, WEIGHT_DECAY, schedule
@@ -19,6 +21,7 @@ from fmtsim.training.loop import BETAS, CLIP, WEIGHT_DECAY, schedule
 _COAT = "Xi et al., COAT, arXiv:2410.19313, section 4; NVlabs/COAT 80ec99f"
 _FP8LM = "Peng et al., FP8-LM, arXiv:2310.18313, section 2.2; Azure/MS-AMP 9746ea8"
 _EPS = 1e-8
+OPTIMIZERS: dict[str, Callable[..., QuantizedOptimizer]] = {"Madam": Madam, "Adam": Adam, "SGD": SGD}
 
 
 def moments(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -100,13 +103,10 @@ def parity(
     tell: Tell, *, schemes: tuple[str, ...], seeds: tuple[int, ...], steps: int, width: int, batch: int, lr: float
 ) -> Measured:
     """Train a small GPT under float32 states and others; compare the losses of the last tenth of the steps."""
-    names, losses, corpus = ("fp32", *schemes), {}, load_corpus(None, 64)
-    for i, name in enumerate(names):
-        runs = []
-        for j, seed in enumerate(seeds):
-            runs.append(_trained(corpus, name, seed, steps, width, batch, lr))
-            tell((i + (j + 1) / len(seeds)) / len(names))
-        losses[name] = runs
+    losses: dict[str, list[float]] = defaultdict(list)
+    corpus = load_corpus(None, 64)
+    for name, seed in told(tell, list(product(("fp32", *schemes), seeds))):
+        losses[name].append(_trained(corpus, name, seed, steps, width, batch, lr))
     base = losses["fp32"]
     numbers = {"loss, fp32": statistics.mean(base), "spread of the seeds, fp32": max(base) - min(base)}
     for name in schemes:
@@ -119,17 +119,15 @@ def _trained(corpus: Corpus, scheme: str, seed: int, steps: int, width: int, bat
     """Return the mean loss of the last tenth of a training, as ``fmtsim train`` runs it."""
     model = GPT(GPTConfig(context=64, width=width, layers=2, heads=4), seed)
     optimizer = AdamW(model.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, state=scheme, seed=seed)
-    batches, losses = generator(seed + 1), []
-    for step in range(1, steps + 1):
-        optimizer.param_groups[0]["lr"] = lr * schedule(step, steps)
-        loss = model(*sample(corpus.train, batch, 64, batches))
-        loss.backward()
+    batches = generator(seed + 1)
+
+    def update(step: int) -> None:
+        optimizer.param_groups[0]["lr"] = lr * schedule(step + 1, steps)
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    tail = losses[-max(1, steps // 10) :]
-    return sum(tail) / len(tail)
+
+    return descend(steps, 10, lambda step: model(*sample(corpus.train, batch, 64, batches)), update)
 
 
 def logarithmic(
@@ -137,22 +135,15 @@ def logarithmic(
 ) -> Measured:
     """Train a small network whose weights are kept as logarithms of many bits and of few, over 16 octaves."""
     numbers = {}
-    for i, (name, lr) in enumerate(rates):
+    for name, lr in told(tell, rates):
         ends = []
         for width in bits:
             fmt = LogFormat(name=f"lns{width}", bits=width, gamma=1 << (width - 5))
             state = Scheme(name=fmt.name, weights=StateFormat(format=fmt, scale="fixed"))
             weights = _weights(seed)
-            ends.append(_regressed(_optimizer(name, weights, lr, state), weights, steps, seed))
+            ends.append(_regressed(OPTIMIZERS[name](weights, lr=lr, state=state), weights, steps, seed))
         numbers[f"{name}, loss at {bits[1]} bits over {bits[0]}"] = ends[1] / ends[0]
-        tell((i + 1) / len(rates))
     return Measured(numbers=numbers)
-
-
-def _optimizer(name: str, weights: Sequence[nn.Parameter], lr: float, state: Scheme) -> QuantizedOptimizer:
-    if name == "Madam":
-        return Madam(weights, lr=lr, state=state)
-    return Adam(weights, lr=lr, state=state) if name == "Adam" else SGD(weights, lr=lr, state=state)
 
 
 def _weights(seed: int) -> list[nn.Parameter]:
@@ -163,17 +154,19 @@ def _weights(seed: int) -> list[nn.Parameter]:
 
 def _regressed(optimizer: QuantizedOptimizer, weights: list[nn.Parameter], steps: int, seed: int) -> float:
     """Return the relative squared error behind another network of the same shape, over the last tenth of the steps."""
-    source, teacher, losses = generator(seed + 2), _weights(seed + 1), []
-    for _ in range(steps):
+    source, teacher = generator(seed + 2), _weights(seed + 1)
+
+    def loss_of(step: int) -> Tensor:
         x = torch.randn(128, 32, generator=source)
         with torch.no_grad():
             y = _network(teacher, x)
-        loss = (_network(weights, x) - y).square().mean() / y.square().mean()
-        optimizer.zero_grad()
-        loss.backward()
+        return (_network(weights, x) - y).square().mean() / y.square().mean()
+
+    def update(step: int) -> None:
         optimizer.step()
-        losses.append(float(loss.detach()))
-    return sum(losses[-steps // 10 :]) / (steps // 10)
+        optimizer.zero_grad()
+
+    return descend(steps, 10, loss_of, update)
 
 
 def _network(weights: Sequence[Tensor], x: Tensor) -> Tensor:

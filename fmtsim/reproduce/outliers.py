@@ -10,7 +10,7 @@ from fmtsim.gemm.layers.prepare import prepare, rotated
 from fmtsim.nn.smooth import smooth_swiglu
 from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near
 from fmtsim.reproduce.estimators import operand
-from fmtsim.reproduce.samples import decibels, draw, generator, normal, relative_error, through
+from fmtsim.reproduce.samples import decibels, draw, generator, normal, relative_error, through, told
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Clamp, Hadamard
@@ -31,15 +31,15 @@ def clamping(
     """Measure the signal-to-noise ratio of heavy-tailed numbers in four bits, as they are and clamped."""
     base, ordered = dataclasses.replace(operand(recipe, "x_f"), then=None), True
     found: dict[str, float] = {}
-    for i, distribution in enumerate(distributions):
+    for distribution in told(tell, distributions):
         x = draw(distribution, shape[0] * shape[1], seed).reshape(shape)
         numbers = {"not clamped, dB": _ratio(x, base, ())}
         numbers["clamped, rest lost, dB"] = _ratio(x, base, (Clamp(level=levels[0]),))
         for level in levels:
             numbers[f"clamped at {level}, rest kept, dB"] = _ratio(x, base, (Clamp(level=level, compensate=True),))
         found |= {f"{distribution}, {name}": ratio for name, ratio in numbers.items()}
-        ordered = ordered and _ascending(numbers)
-        tell((i + 1) / len(distributions))
+        rest_kept = [value for name, value in numbers.items() if "lost" not in name]
+        ordered = ordered and rest_kept == sorted(rest_kept)
     return Measured(numbers=found | {"in the paper's order": float(ordered)})
 
 
@@ -47,11 +47,6 @@ def _ratio(x: Tensor, base: Quantizer, transforms: tuple[Clamp, ...]) -> float:
     made = prepare(x, dataclasses.replace(base, transforms=transforms), Draws())
     q = made.values(torch.float32)
     return decibels(relative_error(x, q if made.rest is None else q + made.rest))
-
-
-def _ascending(numbers: dict[str, float]) -> bool:
-    kept = [value for name, value in numbers.items() if "lost" not in name]
-    return kept == sorted(kept)
 
 
 def rotation(tell: Tell, *, times: float, shape: tuple[int, int], seed: int) -> Measured:

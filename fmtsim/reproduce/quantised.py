@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import nn
@@ -9,7 +10,7 @@ from torch import nn
 from fmtsim.ptq import ptq
 from fmtsim.ptq.memory import SCHEMES, bits_per_element, cache_gigabytes, devices, weight_gigabytes
 from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly
-from fmtsim.reproduce.samples import generator
+from fmtsim.reproduce.samples import generator, told
 
 _SHEN = "Shen et al., Efficient Post-training Quantization with FP8 Formats, arXiv:2309.14592, abstract"
 _NEMOTRON = "Nemotron-4 340B technical report, arXiv:2406.11704"
@@ -28,20 +29,15 @@ def coverage(
     the labels.
     """
     passed: dict[str, list[list[bool]]] = {name: [] for name in recipes}
-    done, total = 0, len(outliers) * workloads * len(recipes)
-    for times in outliers:
-        rows: dict[str, list[bool]] = {name: [] for name in recipes}
-        for place in range(workloads):
-            model, data, test = _workload(width, classes, times, seed + place)
-            labels = model(test).argmax(1)
-            for name in recipes:
-                quantised = ptq(copy.deepcopy(model), name, [data], progress=False)
-                agreement = float((quantised(test).argmax(1) == labels).double().mean())
-                rows[name].append(agreement >= 1 - loss)
-                done += 1
-                tell(done / total)
+    for times, place in told(tell, list(product(outliers, range(workloads)))):
+        model, data, test = _workload(width, classes, times, seed + place)
+        labels = model(test).argmax(1)
         for name in recipes:
-            passed[name].append(rows[name])
+            quantised = ptq(copy.deepcopy(model), name, [data], progress=False)
+            agreement = float((quantised(test).argmax(1) == labels).double().mean())
+            if place == 0:
+                passed[name].append([])
+            passed[name][-1].append(agreement >= 1 - loss)
     numbers = {f"{name}, workloads %": 100 * _share(sum(found, [])) for name, found in passed.items()}
     first, second = recipes[:2]
     numbers["E4M3 - INT8, points"] = numbers[f"{first}, workloads %"] - numbers[f"{second}, workloads %"]

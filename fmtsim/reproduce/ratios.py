@@ -10,7 +10,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.quantize import quantize
 from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near
-from fmtsim.reproduce.samples import decibels, draw, generator, normal, relative_error
+from fmtsim.reproduce.samples import decibels, draw, generator, normal, relative_error, told
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast
 from fmtsim.spec.scaling import Scaling
@@ -45,17 +45,15 @@ def table(tell: Tell, *, count: int, clips: int, distributions: tuple[str, ...],
     """Measure INT8 and four FP8 formats on distributions, at the clip of least error each, two also unclipped."""
     formats: dict[str, Any] = {"int8": get_format("int8")} | {name: _all_finite(name) for name in _FLOATS}
     numbers: dict[str, float] = {}
-    for i, distribution in enumerate(distributions):
+    for distribution in told(tell, distributions):
         x = draw(distribution, count, seed)
         found = {name: decibels(best_clip(x, fmt, clips)) for name, fmt in formats.items()}
         numbers |= {f"{distribution} {name}, dB": ratio for name, ratio in found.items()}
         for name in ("int8", "e2m5"):
             whole = clipped(x, formats[name], float(x.abs().max()))
             numbers[f"{distribution} {name}, not clipped, dB"] = decibels(whole)
-        numbers[f"{distribution}: int8 is best"] = float(found["int8"] == max(found.values()))
-        numbers[f"{distribution}: e2m5 is best"] = float(found["e2m5"] == max(found.values()))
-        numbers[f"{distribution}: e3m4 is best"] = float(found["e3m4"] == max(found.values()))
-        tell((i + 1) / len(distributions))
+        for name in ("int8", "e2m5", "e3m4"):
+            numbers[f"{distribution}: {name} is best"] = float(found[name] == max(found.values()))
     curves = {
         name: [(float(i), numbers[f"{distribution} {name}, dB"]) for i, distribution in enumerate(distributions)]
         for name in formats

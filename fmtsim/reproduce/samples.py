@@ -1,6 +1,8 @@
 """Numbers to quantise, and what became of them: shared by the experiments."""
 
 import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -8,9 +10,11 @@ from torch import Tensor
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.operand import Draws
 from fmtsim.gemm.layers.prepare import prepare, transformed
+from fmtsim.reproduce.claim import Tell
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.quantizer import Quantizer
 
+T = TypeVar("T")
 DISTRIBUTIONS = ("uniform", "gauss", "laplace", "t5", "t3", "rare")
 
 
@@ -54,6 +58,34 @@ def through(x: Tensor, quantizer: Quantizer, seed: int = 0) -> tuple[Tensor, Ten
     for transform in quantizer.transforms:
         x, _ = transformed(x, transform, draws.signs)
     return x, q
+
+
+def descend(steps: int, part: int, loss_of: Callable[[int], Tensor], update: Callable[[int], None]) -> float:
+    """Train, and return the mean loss over the last ``1/part`` of the steps, infinite where a loss is not finite.
+
+    Args:
+        steps: How many.
+        part: Of the steps that count.
+        loss_of: The loss of a step, counted from 0.
+        update: What follows the backward pass of a step; it clears the gradients.
+    """
+    losses = []
+    for step in range(steps):
+        loss = loss_of(step)
+        if not loss.isfinite():
+            return math.inf
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        update(step)
+        losses.append(loss.item())
+    last = losses[-max(1, steps // part) :]
+    return sum(last) / len(last)
+
+
+def told(tell: Tell, items: Sequence[T]) -> Iterator[T]:
+    """Yield items, and tell after each which part of them is done."""
+    for done, item in enumerate(items, 1):
+        yield item
+        tell(done / len(items))
 
 
 def relative_error(x: Tensor, q: Tensor) -> float:

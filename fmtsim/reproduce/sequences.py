@@ -9,6 +9,7 @@ from fmtsim.gemm.layers.prepare import prepare
 from fmtsim.quantize import quantize
 from fmtsim.reproduce.claim import Claim, Measured, Tell, exactly, near
 from fmtsim.reproduce.estimators import operand
+from fmtsim.reproduce.samples import told
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.cast import RandomKey
 
@@ -22,14 +23,13 @@ def sums(tell: Tell, *, steps: int, copies: int, seed: int) -> Measured:
         "bf16, 200 + 100 x 1, stochastic": ("bf16", 200.0, 1.0, "stochastic"),
     }
     curves = {}
-    for i, (name, (format, start, step, rounding)) in enumerate(cases.items()):
+    for i, (name, (format, start, step, rounding)) in enumerate(told(tell, list(cases.items()))):
         x, curve = torch.full((copies,), start), [(0.0, start)]
         for count in range(steps):
             key = RandomKey(seed + i, count) if rounding == "stochastic" else None
             x = quantize(x + step, format, rounding=rounding, generator=key)
             curve.append((count + 1.0, float(x.double().mean())))
         curves[name] = curve
-        tell((i + 1) / len(cases))
     numbers = {name: curve[-1][1] for name, curve in curves.items()}
     return Measured(numbers=numbers, curves=curves, axes=("numbers added", "sum"))
 

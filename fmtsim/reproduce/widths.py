@@ -12,7 +12,7 @@ from fmtsim.nn.convert import convert
 from fmtsim.nn.scaled_linear import MuLinear, MuReadout, MuResidual, UnitLinear, UnitReadout, mu_parameter_groups
 from fmtsim.quantize import quantize
 from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell
-from fmtsim.reproduce.samples import generator
+from fmtsim.reproduce.samples import descend, generator
 
 _VOCABULARY = 64
 
@@ -80,18 +80,16 @@ def _trained(width: int, lr: float, recipe: str | None, how: dict[str, Any]) -> 
         convert(model, recipe, generator=how["seed"])
     groups = list(mu_parameter_groups(model, lr, how["base_width"]))
     momenta: dict[Tensor, Tensor] = {}
-    losses = []
-    for step in range(how["steps"]):
+
+    def loss_of(step: int) -> Tensor:
         tokens = text(how["batch"], 33, how["seed"] + 1 + step)
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        if not loss.isfinite():
-            return math.inf
-        model.zero_grad()
-        loss.backward()
+        return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    def update(step: int) -> None:
         _lion(groups, momenta, min(1.0, (step + 1) / 10) * (1 - step / how["steps"]))
-        losses.append(loss.item())
-    last = losses[-len(losses) // 5 :]
-    return sum(last) / len(last)
+        model.zero_grad()
+
+    return descend(how["steps"], 5, loss_of, update)
 
 
 def transfer(

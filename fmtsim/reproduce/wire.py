@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fmtsim.distributed.reduction import Reduction, get_reduction
-from fmtsim.distributed.simulate import Simulated, simulate
+from fmtsim.distributed.simulate import simulate
 from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly
-from fmtsim.reproduce.samples import generator
+from fmtsim.reproduce.samples import generator, told
 
 
 class Lost(NamedTuple):
@@ -39,14 +39,13 @@ def reductions(
     numbers: dict[str, float] = {}
     curves: dict[str, list[tuple[float, float]]] = {}
     exact = True
-    for i, n in enumerate(ranks):
+    for n in told(tell, ranks):
         for label, name in schemes:
             lost, agrees = _run(get_reduction(name), n, (elements, spread, shared), (warm, steps), seed)
             exact = exact and agrees
             for side, value in (("to zero", lost.below), ("at the largest", lost.above)):
                 numbers[f"{label}, N = {n}: {side}"] = value
                 curves.setdefault(f"{label}: {side}", []).append((float(n), value))
-        tell((i + 1) / len(ranks))
     first, mu = (numbers[f"{label}, N = {ranks[-1]}: to zero"] for label in ("1/N first", "mu"))
     numbers |= {"1/N first: to zero as the formula says": float(exact), "to zero: mu / 1/N first": mu / first}
     axes = ("ranks", "part of the elements")
@@ -70,14 +69,10 @@ def _run(
             agrees = agrees and flushed == _below(own, ranks)
         if reduction.auto is None or step >= warm:
             below += flushed / (ranks * elements * steps)
-            above += _saturated(found) / (elements * steps)
+            above += int(found.counts[0].saturated) / (elements * steps)
         if mu is not None and reduction.auto is not None:
             mu = reduction.auto.next(mu, found.counts[0].saturated, found.counts[0].elements)
     return Lost(below, above), agrees
-
-
-def _saturated(found: Simulated) -> int:
-    return int(found.counts[0].saturated)
 
 
 def _below(own: list[Tensor], ranks: int) -> int:

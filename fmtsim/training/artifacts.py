@@ -5,14 +5,14 @@ import math
 import platform
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import fmtsim
 from fmtsim.analysis.observe import Observation
 from fmtsim.analysis.plots import plot_exponents, plot_loss
 from fmtsim.analysis.stats import OperandStats
@@ -42,44 +42,56 @@ def check_folder(out: Path) -> None:
 
 
 def write_artifacts(out: Path, record: Mapping[str, Any], baseline: Run, simulated: Run) -> list[Path]:
-    """Write all files to a temporary folder and move them to ``out``; return their paths.
+    """Write pictures, record and table of a comparison to a folder; return their paths."""
+    names = (LOSS, EXPONENTS, RECORD, LAYERS)
+    return write_folder(out, names, lambda folder: _write(folder, record, baseline, simulated))
 
-    The temporary folder lies in ``out`` where that exists (its parent may be read-only), else beside it.
-    Files of an earlier run are replaced, other files in ``out`` are left alone.
+
+def write_folder(out: Path, names: Sequence[str], fill: Callable[[Path], None]) -> list[Path]:
+    """Let ``fill`` write files to a temporary folder and move them to ``out``; return their paths.
+
+    The temporary folder lies in ``out`` where that exists (its parent may be read-only), else beside it. Those of
+    ``names`` are replaced, or removed where ``fill`` writes no such file; other files in ``out`` are left alone.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=".fmtsim-", dir=out if out.exists() else out.parent))
     try:
-        _write(folder, record, baseline, simulated)
+        fill(folder)
         folder.chmod(0o755)  # mkdtemp's folders are private
-        names = sorted(path.name for path in folder.iterdir())
+        written = sorted(path.name for path in folder.iterdir())
         if not out.exists():
             folder.replace(out)
         else:
-            for name in (LOSS, EXPONENTS, RECORD, LAYERS):
-                if name in names:
+            for name in names:
+                if name in written:
                     (folder / name).replace(out / name)
                 else:
                     (out / name).unlink(missing_ok=True)  # of an earlier run
-        return [out / name for name in names]
+        return [out / name for name in written]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def about(config: TrainConfig, corpus: Corpus, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what every record begins with: versions, machine, options and text."""
+    schemes = {name: getattr(config, name).to_dict() for name in ("simulated", "baseline")}
+    return {
+        "fmtsim": fmtsim.__version__,
+        "torch": torch.__version__,
+        "machine": {"processor": platform.processor() or platform.machine(), **machine},
+        "config": asdict(config) | schemes,
+        "corpus": {name: getattr(corpus, name) for name in ("name", "bytes", "files", "truncated")},
+    }
+
+
 def make_record(config: TrainConfig, corpus: Corpus, baseline: Run, simulated: Run) -> dict[str, Any]:
     """Return everything about a comparison as JSON types; numbers that are not finite are None."""
+    gaps = {name: getattr(simulated, name) - getattr(baseline, name) for name in ("final_loss", "validation")}
     return {
-        "fmtsim": version_of("fmtsim"),
-        "torch": torch.__version__,
-        "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
-        "config": {**asdict(config), **{name: getattr(config, name).to_dict() for name in ("simulated", "baseline")}},
-        "corpus": {"name": corpus.name, "bytes": corpus.bytes, "files": corpus.files, "truncated": corpus.truncated},
+        **about(config, corpus, {"threads": torch.get_num_threads()}),
         "baseline": _run_record(baseline),
         "simulated": _run_record(simulated),
-        "gap": {
-            "final_loss": _finite(simulated.final_loss - baseline.final_loss),
-            "validation": _finite(simulated.validation - baseline.validation),
-        },
+        "gap": {name: _finite(gap) for name, gap in gaps.items()},
     }
 
 
@@ -122,30 +134,17 @@ def _write(folder: Path, record: Mapping[str, Any], baseline: Run, simulated: Ru
 
 
 def _run_record(run: Run) -> dict[str, Any]:
-    return {
-        "label": run.label,
+    names = ("label", "stopped", "nonfinite", "skipped", "loss_scale", "guesses")
+    return {name: getattr(run, name) for name in names} | {
         "losses": [_finite(loss) for loss in run.losses],
         "final_loss": _finite(run.final_loss),
         "validation": _finite(run.validation),
         "seconds": round(run.seconds, 3),
-        "stopped": run.stopped,
-        "nonfinite": run.nonfinite,
-        "skipped": run.skipped,
-        "loss_scale": run.loss_scale,
         "observed_step": run.observed or None,
         "layers": None if run.stats is None else run.stats.to_dict(),
-        "guesses": run.guesses,
         "report": None if run.report is None else [asdict(row) for row in run.report.rows],
     }
 
 
 def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
-
-
-def version_of(package: str) -> str | None:
-    """Return the version of an installed package, None of one that is not."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None  # a source tree that is not installed

@@ -1,19 +1,15 @@
 """What ``fmtsim train --check native`` leaves behind: a JSON record and a text that says the same."""
 
-import os
-import platform
-import tempfile
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from fmtsim.gemm.products.native import card_description
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec, record_to_dict
-from fmtsim.training.artifacts import version_of
+from fmtsim.training.artifacts import about, write_folder
 from fmtsim.training.corpus import Corpus
 from fmtsim.training.lockstep import HEAD_FORMAT, Lockstep, Mismatch
 from fmtsim.training.loop import TrainConfig
@@ -24,17 +20,11 @@ RECORD, TEXT = "check.json", "check.txt"
 def make_check_record(config: TrainConfig, corpus: Corpus, result: Lockstep) -> dict[str, Any]:
     """Return everything about a run in lockstep as JSON types."""
     target = None if config.simulated.target is None else get_target(config.simulated.target)
-    return {
-        "fmtsim": version_of("fmtsim"),
-        "torch": torch.__version__,
-        "machine": {"processor": platform.processor() or platform.machine(), **card_description(config.device)},
+    timed = (*result.labels, "optimizer and comparison")
+    record = about(config, corpus, card_description(config.device))
+    record["config"]["head"] = HEAD_FORMAT
+    return record | {
         "target": None if target is None else {"name": target.name, "library": target.library},
-        "config": {
-            **asdict(config),
-            **{name: getattr(config, name).to_dict() for name in ("simulated", "baseline")},
-            "head": HEAD_FORMAT,
-        },
-        "corpus": {"name": corpus.name, "bytes": corpus.bytes, "files": corpus.files},
         "sides": list(result.labels),
         "parameters": result.parameters,
         "steps": result.steps,
@@ -43,7 +33,7 @@ def make_check_record(config: TrainConfig, corpus: Corpus, result: Lockstep) -> 
         "mismatch": None if result.mismatch is None else _mismatch(result.mismatch),
         "stopped": result.stopped,
         "losses": result.losses,
-        "seconds": dict(zip((*result.labels, "optimizer and comparison"), map(_short, result.seconds), strict=True)),
+        "seconds": {name: round(taken, 3) for name, taken in zip(timed, result.seconds, strict=True)},
         "weights_sha256": list(result.digest),
         "products": [_product(call, found) for call, found in result.products],
         "guesses": result.guesses,
@@ -64,7 +54,7 @@ def check_text(record: dict[str, Any]) -> str:
         "model": f"{record['parameters']:,} parameters: " + ", ".join(f"{name} {size}" for name, size in model.items()),
         "batch": f"{config['batch_size']} windows, lr {config['lr']}, seed {config['seed']}",
         "formats": f"{scheme['format']}, gradients {scheme['grad_format'] or 'as usual beside it'}",
-        "sums": fast[scheme["fast_accum"], scheme["fast_backward"]],
+        "accumulation": fast[scheme["fast_accum"], scheme["fast_backward"]],
         "head": f"{config['head']}; attention scores and values in float32, the same code on both sides",
         "compared": f"{record['numbers_compared']:,} numbers: every loss, gradient and weight of every step",
         "losses": f"{record['losses'][0]:.4f} to {record['losses'][-1]:.4f}" if record["losses"] else "none",
@@ -72,7 +62,7 @@ def check_text(record: dict[str, Any]) -> str:
         "plans": _bases(record),
         "time": ", ".join(f"{name} {seconds:.1f} s" for name, seconds in record["seconds"].items()),
     }
-    lines = [f"{name:<9} {text}" for name, text in rows.items()]
+    lines = [f"{name:<12} {text}" for name, text in rows.items()]
     lines += ["", "products:", *(f"  {product['text']}" for product in record["products"])]
     return "\n".join(lines + [f"guess: {guess}" for guess in record["guesses"]])
 
@@ -88,27 +78,18 @@ def _verdict(record: dict[str, Any]) -> str:
 
 def _bases(record: dict[str, Any]) -> str:
     """Count what stands behind the plans of the products."""
-    bases: dict[str, int] = {}
-    for product in record["products"]:
-        bases[product["basis"]] = bases.get(product["basis"], 0) + 1
+    bases = Counter(product["basis"] for product in record["products"])
     return ", ".join(f"{count} {basis}" for basis, count in sorted(bases.items())) or "none asked"
 
 
-def write_check(out: Path, record: dict[str, Any], text: str, dump: Any) -> list[Path]:
-    """Write both files to a folder, each whole or not at all; ``dump`` makes text of a record."""
-    out.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, content in ((RECORD, dump(record)), (TEXT, text)):
-        handle, temporary = tempfile.mkstemp(dir=out, prefix=f".{name}-")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(content + "\n")
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, out / name)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
-        paths.append(out / name)
-    return paths
+def write_check(out: Path, record: dict[str, Any], text: str, dump: Callable[[Any], str]) -> list[Path]:
+    """Write both files to a folder, all or nothing; ``dump`` makes text of a record."""
+
+    def fill(folder: Path) -> None:
+        for name, content in ((RECORD, dump(record)), (TEXT, text)):
+            (folder / name).write_text(content + "\n", encoding="utf-8")
+
+    return write_folder(out, (RECORD, TEXT), fill)
 
 
 def _mismatch(mismatch: Mismatch) -> dict[str, Any]:
@@ -129,7 +110,3 @@ def _product(call: GemmCall, found: GemmSpec) -> dict[str, Any]:
         "unit": found.unit,
         "plan": record_to_dict(found.plan),
     }
-
-
-def _short(seconds: float) -> float:
-    return round(seconds, 3)

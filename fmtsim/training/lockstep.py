@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +30,7 @@ from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.training.corpus import Corpus, sample
 from fmtsim.training.deterministic import deterministic
 from fmtsim.training.gpt import GPT
-from fmtsim.training.loop import (
-    BETAS,
-    CLIP,
-    WEIGHT_DECAY,
-    TrainConfig,
-    collected_guesses,
-    keys,
-    schedule,
-)
+from fmtsim.training.loop import CLIP, TrainConfig, collected_guesses, keys, make_optimizer, set_rate
 from fmtsim.training.schemes import PRODUCTS, Scheme
 
 HEAD_FORMAT = "bf16"  # of the output head, which FP8 training leaves in 16 bits
@@ -85,7 +77,6 @@ class Lockstep:
     Args:
         labels: What the two sides are called.
         parameters: Numbers in the model.
-        wanted: Steps that were asked for.
         steps: Steps after which all bits agreed.
         losses: Of each step.
         compared: Numbers whose bits were compared.
@@ -100,7 +91,6 @@ class Lockstep:
 
     labels: tuple[str, str]
     parameters: int
-    wanted: int
     steps: int = 0
     losses: list[float] = field(default_factory=list)
     compared: int = 0
@@ -176,10 +166,8 @@ def build_side(label: str, config: TrainConfig, linear: LinearConfig) -> Side:
     model = GPT(config.model, config.seed).to(config.device)
     convert(model, config=linear, generator=keys(config))
     how = linear.fprop
-    half = linear_config(
-        x=HEAD_FORMAT, w=HEAD_FORMAT, g=HEAD_FORMAT, target=how.target, unit=how.unit, native=how.native
-    )
-    model.head = half
+    machine: dict[str, Any] = {name: getattr(how, name) for name in ("target", "unit", "native")}
+    model.head = linear_config(x=HEAD_FORMAT, w=HEAD_FORMAT, g=HEAD_FORMAT, **machine)
     return Side(label, model)
 
 
@@ -192,14 +180,10 @@ def run_lockstep(
     """
     end = math.inf if minutes is None else time.perf_counter() + 60 * minutes
     first, second = (side.model for side in sides)
-    optimizers = [
-        torch.optim.AdamW(side.model.parameters(), lr=config.lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
-        for side in sides
-    ]
+    optimizers = [make_optimizer(side.model, config) for side in sides]
     result = Lockstep(
         labels=(sides[0].label, sides[1].label),
         parameters=sum(p.numel() for p in first.parameters()),
-        wanted=config.steps,
     )
     batches = torch.Generator().manual_seed(config.seed + 1)
     label = f"{sides[0].label} and {sides[1].label}"
@@ -244,8 +228,7 @@ def _step(
         result.stopped = f"the loss became {result.losses[-1]} at step {step}"
         return None
     for side, optimizer in zip(sides, optimizers, strict=True):
-        for group in optimizer.param_groups:
-            group["lr"] = config.lr * schedule(step, config.steps)
+        set_rate(optimizer, config, step)
         torch.nn.utils.clip_grad_norm_(side.model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()

@@ -167,19 +167,20 @@ def train(scheme: Scheme, config: TrainConfig, corpus: Corpus, progress: Progres
         simulate(model, scheme, config)
         run.report = report(model)
     scaler = LossScaler(scheme.loss_scale)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
+    optimizer = make_optimizer(model, config)
     batches = torch.Generator().manual_seed(config.seed + 1)
     looks = observed_steps(config.steps) if scheme.simulated else set()
     progress.stage(run.label, config.steps)
     for step in range(1, config.steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = config.lr * schedule(step, config.steps)
+        set_rate(optimizer, config, step)
         if scheme.recipe is not None:
             set_step(model, step - 1)
         batch = sample(corpus.train, config.batch_size, config.model.context, batches, config.device)
         began = time.perf_counter()
-        look = _observed if step in looks else _unobserved
-        loss = look(run, step, model, *batch, scheme, scaler)
+        with observe(model) if step in looks else contextlib.nullcontext() as seen:
+            loss = _backward(model, *batch, scheme, scaler)
+        if seen is not None and (math.isfinite(loss) or run.stats is None):  # where it blows up, the look before that
+            run.stats, run.observed = seen, step
         taken = scaler.unscale(model.parameters())
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         run.losses.append(loss)
@@ -219,6 +220,17 @@ def keys(config: TrainConfig) -> torch.Generator:
     return torch.Generator(config.device).manual_seed(config.seed)
 
 
+def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Return the optimizer of every training."""
+    return torch.optim.AdamW(model.parameters(), lr=config.lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> None:
+    """Set the learning rate of a step, counted from 1."""
+    for group in optimizer.param_groups:
+        group["lr"] = config.lr * schedule(step, config.steps)
+
+
 def schedule(step: int, steps: int) -> float:
     """Return the share of the peak learning rate at a step: linear warm-up, then a cosine down to a tenth."""
     warm = max(1, round(WARMUP_SHARE * steps), min(FEWEST_WARMUP_STEPS, steps // 2))
@@ -231,18 +243,6 @@ def schedule(step: int, steps: int) -> float:
 def observed_steps(steps: int) -> set[int]:
     """Return the steps whose operands are counted: the first and each quarter; the last that happened is kept."""
     return {1} | {max(1, steps * quarter // 4) for quarter in (1, 2, 3, 4)}
-
-
-def _observed(run: Run, step: int, model: GPT, *rest: Any) -> float:
-    with observe(model) as seen:
-        loss = _backward(model, *rest)
-    if math.isfinite(loss) or run.stats is None:  # of a run that blows up, the last look before it did
-        run.stats, run.observed = seen, step
-    return loss
-
-
-def _unobserved(run: Run, step: int, model: GPT, *rest: Any) -> float:
-    return _backward(model, *rest)
 
 
 def _backward(model: GPT, inputs: torch.Tensor, targets: torch.Tensor, scheme: Scheme, scaler: LossScaler) -> float:

@@ -1,14 +1,13 @@
 """Replay recorded matrix products through the public verbs and compare every bit."""
 
 import dataclasses
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,11 +20,10 @@ from fmtsim.gemm.products.operands import matrix_layout
 from fmtsim.gemm.products.scaled import scaled_mm
 from fmtsim.spec.call import GemmCall, ScaleKind
 from fmtsim.verify.device import moved
+from fmtsim.verify.outcome import Advance, Task, task_of
 from fmtsim.verify.recordings import Call, Dots, Recording, find_recordings, read_calls, read_dots
 
 Record = TypeVar("Record", Call, Dots)
-Advance = Callable[[float], None]
-"""Called with the share of a set that is done, 0 to 1."""
 
 ROWS = 1024  # dot products between two looks at the progress bar
 SQUARE = 32
@@ -81,21 +79,9 @@ def merged(replays: Iterable[Replay]) -> list[Replay]:
     return results
 
 
-class GemmTask(NamedTuple):
-    """One set of recordings, ready to be replayed."""
-
-    set: str
-    run: Callable[[Advance], Replay]
-
-    @property
-    def name(self) -> str:
-        """What a progress bar shows."""
-        return self.set
-
-
 def gemm_tasks(
     folders: Sequence[str | Path], limit: int | None = None, device: torch.device | None = None
-) -> list[GemmTask]:
+) -> list[Task]:
     """Return a task for each set of recordings in some folders.
 
     Args:
@@ -112,33 +98,21 @@ def gemm_tasks(
     tasks = []
     for recording in (found for folder in folders for found in find_recordings(folder)):
         if recording.kind != "calls":
-            tasks.append(task_of(recording.name, partial(_replay_dots, recording, limit, device)))
+            tasks.append(replay_task(recording.name, partial(_replay_dots, recording, limit, device)))
             continue
         groups: dict[str, list[Call]] = {}
         for call in read_calls(recording):
             groups.setdefault(call.group, []).append(call)
         for group, calls in groups.items():
             name = f"{recording.name}: {group}"
-            tasks.append(task_of(name, partial(_replay_calls, recording, name, calls, limit, device)))
+            tasks.append(replay_task(name, partial(_replay_calls, recording, name, calls, limit, device)))
     return tasks
 
 
-def task_of(name: str, replay: Callable[[Advance], Replay]) -> GemmTask:
-    """Return a task that takes its own time, and for which an error of its own is a mismatch."""
-
-    def run(advance: Advance) -> Replay:
-        start = time.perf_counter()
-        try:
-            found = replay(advance)
-        except DataError:
-            raise
-        except Exception as error:  # a set that cannot be replayed has failed, and the others are still worth running
-            first = f"replaying raised {type(error).__name__}: {error}"
-            found = Replay(set=name, machine="", cases=0, outputs=0, mismatches=1, first=first)
-        advance(1.0)
-        return dataclasses.replace(found, seconds=time.perf_counter() - start)
-
-    return GemmTask(name, run)
+def replay_task(name: str, replay: Callable[[Advance], Replay]) -> Task:
+    """Return the task of replaying one set."""
+    failed = partial(Replay, set=name, machine="", cases=0, outputs=0, mismatches=1)
+    return task_of(name, replay, lambda error: failed(first=f"replaying {error}"))
 
 
 def _replay_dots(recording: Recording, limit: int | None, device: torch.device | None, advance: Advance) -> Replay:

@@ -1,14 +1,22 @@
-"""What a check found, and the engines it looked at."""
+"""A check, ready to run, what it finds, and the engines that it looks at."""
 
 import contextlib
-import importlib
-from dataclasses import dataclass
-from typing import Any, Protocol
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from fmtsim.analysis.compare import compare
+from fmtsim.errors import DataError
+from fmtsim.ops import load_engine
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random
 from fmtsim.verify.device import OnDevice
+
+Found = TypeVar("Found")
+Advance = Callable[[float], None]
+"""Called with the share of a check that is done, 0 to 1."""
 
 
 class Engine(Protocol):
@@ -33,16 +41,42 @@ class Outcome:
     cases: int
     mismatches: int
     first: str = ""
+    seconds: float = field(default=0.0, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
-        return {
-            "check": self.check,
-            "format": self.format,
-            "cases": self.cases,
-            "mismatches": self.mismatches,
-            "first": self.first,
-        }
+        return asdict(self)
+
+
+class Task(NamedTuple):
+    """Name one check; ``run`` does it, tells its argument the share that is done, and returns what it found."""
+
+    name: str
+    run: Callable[[Advance], Any]
+
+
+def task_of(name: str, check: Callable[[Advance], Found], failed: Callable[[str], Found]) -> Task:
+    """Return a task that takes its own time, and for which an error of the check is a mismatch.
+
+    Args:
+        name: What a progress bar shows.
+        check: The check; a DataError of it ends the command.
+        failed: What is found where the check raises another error, from a text that names it: the others are still
+            worth running.
+    """
+
+    def run(advance: Advance) -> Found:
+        start = time.perf_counter()
+        try:
+            found = check(advance)
+        except DataError:
+            raise
+        except Exception as error:
+            found = failed(f"raised {type(error).__name__}: {error}")
+        advance(1.0)
+        return replace(found, seconds=time.perf_counter() - start)  # type: ignore[type-var]  # a dataclass
+
+    return Task(name, run)
 
 
 class Tally:
@@ -61,22 +95,15 @@ class Tally:
             kinds = f"{got.dtype} {tuple(got.shape)}, expected {wanted.dtype} {tuple(wanted.shape)}"
             self._first = self._first or f"{what}: {kinds}"
             return
-        got_bits, wanted_bits = bits_of(got), bits_of(wanted)
-        if torch.equal(got_bits, wanted_bits):
+        if torch.equal(bits_of(got), bits_of(wanted)):
             return
-        different = (got_bits != wanted_bits).reshape(-1)
-        self._mismatches += int(different.sum())
-        if not self._first:
-            index = int(different.nonzero()[0])
+        found = compare(got.reshape(-1), wanted.reshape(-1))
+        self._mismatches += found.mismatches
+        if not self._first and found.first is not None:
+            (index,) = found.first.index
             given = f" of {inputs.reshape(-1)[index].item()!r}" if inputs.shape == wanted.shape else ""
-            found, expected = got.reshape(-1)[index].item(), wanted.reshape(-1)[index].item()
-            digits = wanted.element_size() * 2
-            mask = (1 << (4 * digits)) - 1
-            raw = [int(bits.reshape(-1)[index]) & mask for bits in (got_bits, wanted_bits)]
-            self._first = (
-                f"{what}: element {index}{given} is {found!r} (0x{raw[0]:0{digits}X}), "
-                f"expected {expected!r} (0x{raw[1]:0{digits}X})"
-            )
+            actual, expected = (f"{x!r} ({code})" for x, code in zip(found.first.values, found.first.hex, strict=True))
+            self._first = f"{what}: element {index}{given} is {actual}, expected {expected}"
 
     def outcome(self) -> Outcome:
         """Return what was counted so far."""
@@ -93,9 +120,9 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def engines(device: torch.device | None = None) -> dict[str, Engine]:
     """Return the engines that run on this machine's CPU (the numba engine only where numba loads), and a device's."""
-    found: dict[str, Engine] = {"torch_engine": importlib.import_module("fmtsim.torch_engine")}
+    found: dict[str, Engine] = {"torch_engine": load_engine("torch_engine")}
     with contextlib.suppress(ImportError):
-        found["cpu"] = importlib.import_module("fmtsim.cpu")
+        found["cpu"] = load_engine("cpu")
     if device is not None:
         found[str(device)] = OnDevice(device)
     return found
@@ -137,8 +164,4 @@ def _flip(tensor: torch.Tensor) -> None:
     if tensor.numel():
         bits = bits_of(tensor).reshape(-1)
         bits[-1] ^= 1
-        tensor.copy_(
-            bits.view(tensor.dtype).reshape(tensor.shape)
-            if tensor.dtype.is_floating_point
-            else bits.reshape(tensor.shape)
-        )
+        tensor.copy_((bits.view(tensor.dtype) if tensor.dtype.is_floating_point else bits).reshape(tensor.shape))

@@ -2,33 +2,16 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 from fmtsim.errors import FormatError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.verify import checks
 from fmtsim.verify.exhaustive import FORMATS, all_inputs
-from fmtsim.verify.outcome import Engine, Outcome
+from fmtsim.verify.outcome import Advance, Engine, Outcome, Task, task_of
 
 ORACLE_BITS = 8
 CODE_BITS = 16
-
-Advance = Callable[[float], None]
-"""Called by long checks with the share of the work that is done, 0 to 1."""
-
-
-class Task(NamedTuple):
-    """One check of one format, ready to run."""
-
-    check: str
-    format: str
-    run: Callable[[Advance], Outcome]
-
-    @property
-    def name(self) -> str:
-        """What a progress bar shows."""
-        return f"{self.check} {self.format}"
 
 
 def default_tasks(engines: dict[str, Engine], names: list[str] | None = None) -> list[Task]:
@@ -36,14 +19,16 @@ def default_tasks(engines: dict[str, Engine], names: list[str] | None = None) ->
     tasks = []
     for fmt in (get_format(name) for name in names or list_formats()):
         scaled = isinstance(fmt, BlockFormat | LogTileFormat)
+        chosen: list[tuple[str, Callable[..., Outcome]]] = []
         if scaled:
-            tasks.append(_task("block oracle", fmt, checks.blocks_against_oracle, engines))
+            chosen.append(("block oracle", checks.blocks_against_oracle))
         if not scaled and fmt.bits <= ORACLE_BITS:
-            tasks.append(_task("oracle", fmt, checks.against_oracle, engines))
+            chosen.append(("oracle", checks.against_oracle))
         if not scaled and fmt.bits <= CODE_BITS:
-            tasks.append(_task("codes", fmt, checks.all_codes, engines))
+            chosen.append(("codes", checks.all_codes))
         if len(engines) > 1:
-            tasks.append(_task("engines", fmt, checks.between_engines, engines))
+            chosen.append(("engines", checks.between_engines))
+        tasks += [_task(name, fmt, lambda _, fmt=fmt, check=check: check(fmt, engines)) for name, check in chosen]  # type: ignore[misc]
     return tasks
 
 
@@ -60,17 +45,9 @@ def exhaustive_tasks(engines: dict[str, Engine], names: list[str] | None = None)
             raise FormatError(
                 f"{fmt.name} has no exhaustive check; choose {', '.join(known)}, or leave --exhaustive out"
             )
-    return [Task("exhaustive", fmt.name, partial(all_inputs, fmt, engines)) for fmt in chosen]  # type: ignore[arg-type]
+    return [_task("exhaustive", fmt, partial(all_inputs, fmt, engines)) for fmt in chosen]  # type: ignore[arg-type]
 
 
-def _task(check: str, fmt: Format, function: Callable[..., Outcome], engines: dict[str, Engine]) -> Task:
-    def run(advance: Advance) -> Outcome:
-        try:
-            return function(fmt, engines)
-        except Exception as error:  # a check that cannot finish has failed, and the others are still worth running
-            first = f"the check raised {type(error).__name__}: {error}"
-            return Outcome(check=check, format=fmt.name, cases=1, mismatches=1, first=first)
-        finally:
-            advance(1.0)
-
-    return Task(check, fmt.name, run)
+def _task(check: str, fmt: Format, function: Callable[[Advance], Outcome]) -> Task:
+    failed = partial(Outcome, check=check, format=fmt.name, cases=1, mismatches=1)
+    return task_of(f"{check} {fmt.name}", function, lambda error: failed(first=f"the check {error}"))

@@ -19,7 +19,8 @@ from fmtsim.spec.datapath import Datapath, IntegerDatapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.verify.device import moved
-from fmtsim.verify.gemm import Advance, GemmTask, Replay, task_of
+from fmtsim.verify.gemm import Replay, replay_task
+from fmtsim.verify.outcome import Advance, Task
 
 Product = Callable[..., Tensor]
 Arguments = tuple[Mode, str, str, GemmPlan, str, int]
@@ -42,7 +43,7 @@ class Case(NamedTuple):
     label: str
 
 
-def unit_tasks(device: torch.device, product: Product = run_gemm, most: int | None = None) -> list[GemmTask]:
+def unit_tasks(device: torch.device, product: Product = run_gemm, most: int | None = None) -> list[Task]:
     """Return a task for each unit of the catalogue: its products on a device are compared with those of the CPU.
 
     Args:
@@ -51,8 +52,8 @@ def unit_tasks(device: torch.device, product: Product = run_gemm, most: int | No
         most: Products of one task; a unit with more of them has several tasks, all of its name. None sets no limit.
     """
 
-    def task(name: str, chosen: Sequence[Arguments]) -> GemmTask:
-        return task_of(name, lambda advance: _check_unit(name, chosen, device, product, advance))
+    def task(name: str, chosen: Sequence[Arguments]) -> Task:
+        return replay_task(name, lambda advance: _check_unit(name, chosen, device, product, advance))
 
     tasks = []
     for name in list_units():

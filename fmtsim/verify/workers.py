@@ -2,37 +2,23 @@
 
 import multiprocessing
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from fmtsim.errors import DeviceError
 from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.verify.gemm import gemm_tasks
-from fmtsim.verify.outcome import PlantedError, engines
+from fmtsim.verify.outcome import PlantedError, Task, engines
 from fmtsim.verify.plan import default_tasks, exhaustive_tasks
 from fmtsim.verify.units import planted, unit_tasks
 
 MOST = 16
 PRODUCTS = 8  # of a task: units have up to 65, and the last task should not keep all others waiting
 CONTEXT_BYTES = 2 << 30  # of a device's memory, for each process
-
-
-class Check(Protocol):
-    """A task of either part."""
-
-    @property
-    def name(self) -> str:
-        """What a progress bar shows."""
-
-    @property
-    def run(self) -> Callable[[Callable[[float], None]], Any]:
-        """Do it; the argument is called with the share that is done."""
 
 
 class Job(NamedTuple):
@@ -55,12 +41,12 @@ class Job(NamedTuple):
     limit: int | None = None
     plant_error: bool = False
 
-    def tasks(self) -> dict[str, Sequence[Check]]:
+    def tasks(self) -> dict[str, Sequence[Task]]:
         """Return the tasks of each part, always in the same order."""
         makers = {"casts": self._casts, "gemm": self._products}
         return {part: makers[part]() for part in self.parts}
 
-    def _casts(self) -> Sequence[Check]:
+    def _casts(self) -> Sequence[Task]:
         present = engines(self.device)
         if self.plant_error:
             last = list(present)[-1]
@@ -68,18 +54,11 @@ class Job(NamedTuple):
         plan = exhaustive_tasks if self.exhaustive else default_tasks
         return plan(present, list(self.formats) if self.formats else None)
 
-    def _products(self) -> Sequence[Check]:
+    def _products(self) -> Sequence[Task]:
         recorded = gemm_tasks(self.vectors, self.limit, self.device) if self.vectors else []
         if self.device is None:
             return recorded
         return [*unit_tasks(self.device, planted if self.plant_error else run_gemm, PRODUCTS), *recorded]
-
-
-class Done(NamedTuple):
-    """What a task found, and the seconds it took."""
-
-    found: Any
-    seconds: float
 
 
 def default_workers(device: torch.device | None) -> int:
@@ -92,8 +71,8 @@ def default_workers(device: torch.device | None) -> int:
 
 
 def run(
-    job: Job, made: Mapping[str, Sequence[Check]], workers: int, show: Callable[[str, float], None]
-) -> dict[str, list[Done]]:
+    job: Job, made: Mapping[str, Sequence[Task]], workers: int, show: Callable[[str, float], None]
+) -> dict[str, list[Any]]:
     """Run the tasks of a job, in this process or in others.
 
     Args:
@@ -114,28 +93,19 @@ def run(
     return {part: [next(found) for _ in members] for part, members in made.items()}
 
 
-def _alone(tasks: Sequence[Check], show: Callable[[str, float], None]) -> list[Done]:
-    return [_timed(task, partial(_advance, show, task.name, index)) for index, task in enumerate(tasks)]
+def _alone(tasks: Sequence[Task], show: Callable[[str, float], None]) -> Iterator[Any]:
+    for index, task in enumerate(tasks):
+        show(task.name, index)
+        yield task.run(lambda share, at=index, name=task.name: show(name, at + share))  # type: ignore[misc]
 
 
-def _advance(show: Callable[[str, float], None], name: str, index: int, share: float) -> None:
-    show(name, index + share)
-
-
-def _timed(task: Check, advance: Callable[[float], None]) -> Done:
-    advance(0.0)
-    start = time.perf_counter()
-    found = task.run(advance)
-    return Done(found, time.perf_counter() - start)
-
-
-def _shared(job: Job, tasks: Sequence[Check], workers: int, show: Callable[[str, float], None]) -> list[Done]:
+def _shared(job: Job, tasks: Sequence[Task], workers: int, show: Callable[[str, float], None]) -> list[Any]:
     """Run the tasks in new processes, the last ones first: products take longest, and small tasks fill the end."""
     spawn = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
     pool = ProcessPoolExecutor(min(workers, len(tasks)), spawn, _begin, (job, workers))
     try:
         waiting = {pool.submit(_run, index): index for index in reversed(range(len(tasks)))}
-        results: dict[int, Done] = {}
+        results: dict[int, Any] = {}
         for future in as_completed(waiting):
             index = waiting[future]
             results[index] = future.result()
@@ -149,7 +119,7 @@ def _shared(job: Job, tasks: Sequence[Check], workers: int, show: Callable[[str,
     return [results[index] for index in range(len(tasks))]
 
 
-_tasks: list[Check] = []  # of this process, where it is one of several
+_tasks: list[Task] = []  # of this process, where it is one of several
 
 
 def _begin(job: Job, workers: int) -> None:
@@ -157,5 +127,5 @@ def _begin(job: Job, workers: int) -> None:
     _tasks[:] = [task for part in job.tasks().values() for task in part]
 
 
-def _run(index: int) -> Done:
-    return _timed(_tasks[index], lambda share: None)
+def _run(index: int) -> Any:
+    return _tasks[index].run(lambda share: None)

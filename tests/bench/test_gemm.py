@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fmtsim.bench import gemm, gemm_overheads, overheads, timing
+from fmtsim.bench import gemm, overheads, timing
 from fmtsim.bench.gemm import CASES, Case, Result, case_named, measure, product_of
 from fmtsim.bench.timing import in_turns
 from fmtsim.cpu.runtime import pool
@@ -20,7 +20,7 @@ QUICK = ("fp8 Hopper", "tf32 Hopper", "nvf4", "mxf8f6f4", "int8", "fp8 Hopper, 1
 
 def result(case=CASES[0], seconds=None, sgemm=None, plain=None):
     return Result(
-        case=case, shape=SMALL, seconds=seconds or {1: 4.0, 2: 2.0}, sgemm_seconds=sgemm or {1: 2.0, 2: 1.0},
+        case=case, shape=SMALL, seconds=seconds or {1: 4.0, 2: 2.0}, base_seconds=sgemm or {1: 2.0, 2: 1.0},
         plain_seconds=plain or {},
     )  # fmt: skip
 
@@ -59,7 +59,7 @@ def test_a_case_is_measured_for_each_thread_count(name):
     assert (torch.get_num_threads(), pool.get_num_threads()) == before
     record = found.to_dict()
     assert set(record["threads"]) == {"1", "2"}
-    assert record["threads"]["1"]["ratio_to_sgemm"] == found.sgemm_seconds[1] / found.seconds[1]
+    assert record["threads"]["1"]["ratio_to_sgemm"] == found.base_seconds[1] / found.seconds[1]
     assert record["threads"]["2"]["speedup"] == found.seconds[1] / found.seconds[2]
     assert (record["extra_cost"] is None) == (name == "fp8 Hopper")
 
@@ -76,11 +76,11 @@ def test_the_float32_product_is_repeated_but_counted_once(monkeypatch):
     monkeypatch.setattr(gemm, "sgemm_of", lambda shape: lambda: calls.append("sgemm"))
     found = measure(CASES[0], shape=SMALL, threads=(1,), repeats=5)
     assert len(calls) == 1 + 3
-    assert found.sgemm_seconds == {1: 2.0} and found.seconds == {1: 4.0}
+    assert found.base_seconds == {1: 2.0} and found.seconds == {1: 4.0}
 
 
 def test_actions_take_turns_and_the_first_round_is_not_counted(monkeypatch):
-    order, clock = [], iter([0.0, 0.0, 0.0, 1.0, 0.0, 5.0, 0.0, 3.0, 0.0, 7.0])
+    order, clock = [], iter([0.0, 9.0, 0.0, 9.0, 0.0, 1.0, 0.0, 5.0, 0.0, 3.0, 0.0, 7.0])
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     assert in_turns((lambda: order.append("a"), lambda: order.append("b")), 2, 1) == (2.0, 6.0)
     assert order == ["a", "b"] * 3
@@ -105,31 +105,31 @@ def test_targets_are_lower_limits_and_extra_cost_an_upper_one(case, plain, met, 
 
 
 def test_overheads_name_cases():
-    for name in (*gemm_overheads.FIRST_CALLS, *gemm_overheads.MEMORY_CALLS):
+    for name in (*overheads.FIRST_PRODUCTS, *overheads.MEMORY_PRODUCTS):
         assert case_named(name).shrink == 1
 
 
 def test_memory_is_counted_in_a_new_process(monkeypatch):
-    monkeypatch.setattr(gemm_overheads, "MEMORY_CALLS", ("bf16 Hopper",))
-    (found,) = gemm_overheads.extra_memory(side=64)
+    monkeypatch.setattr(overheads, "MEMORY_PRODUCTS", ("bf16 Hopper",))
+    (found,) = overheads.extra_memory("products", side=64)
     assert found.unit == "MB" and found.limit == 64
     assert found.value is None or -1 < found.value < 64
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from /proc")
 def test_memory_that_a_product_keeps_is_seen(monkeypatch):
-    planted = gemm_overheads._MEMORY.replace("out = product()", "held = torch.ones(32 << 20); out = product()")
-    assert planted != gemm_overheads._MEMORY
-    monkeypatch.setattr(gemm_overheads, "_MEMORY", planted)
-    monkeypatch.setattr(gemm_overheads, "MEMORY_CALLS", ("bf16 Hopper",))
-    (found,) = gemm_overheads.extra_memory(side=64)
+    planted = overheads._PRODUCT_MEMORY.replace("out = product()", "held = torch.ones(32 << 20); out = product()")
+    assert planted != overheads._PRODUCT_MEMORY
+    monkeypatch.setattr(overheads, "_PRODUCT_MEMORY", planted)
+    monkeypatch.setattr(overheads, "MEMORY_PRODUCTS", ("bf16 Hopper",))
+    (found,) = overheads.extra_memory("products", side=64)
     assert found.value is None or (found.value > 120 and not found.met)
 
 
 @pytest.mark.slow
 def test_first_calls_are_measured():
-    found = gemm_overheads.first_calls(repeats=1)
-    assert len(found) == 2 * len(gemm_overheads.FIRST_CALLS)
+    found = overheads.first_calls("products", repeats=1)
+    assert len(found) == 2 * len(overheads.FIRST_PRODUCTS)
     assert all(overhead.value > 0 for overhead in found)
 
 

@@ -104,8 +104,8 @@ def test_a_row_is_as_good_as_its_worst_case():
     ("name", "value", "cells"),
     [
         ("e4m3 float32", 0.96, ["0.960", "of", "a", "copy", "0.95", "0.99", "pass", "250.000"]),
-        ("exact fp8 Hopper", 27.0, ["27.0", "Tmac/s", "16", "27", "stretch", "250.000"]),
-        ("exact int8", 61.0, ["61.0", "Tmac/s", "-", "-", "-", "250.000"]),
+        ("exact fp8 Hopper", 27.0, ["27.0", "TMAC/s", "16", "27", "stretch", "250.000"]),
+        ("exact int8", 61.0, ["61.0", "TMAC/s", "-", "-", "-", "250.000"]),
         ("call e4m3", 15.1, ["15.1", "us", "15", "8", "MISS", "250.000"]),
         ("linear layer mxfp4", 1.25, ["1.250", "of", "plain", "1.5", "1.25", "stretch", "250.000"]),
     ],

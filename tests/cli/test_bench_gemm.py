@@ -6,7 +6,7 @@ import pytest
 
 from fmtsim.bench import gemm
 from fmtsim.bench.gemm import Result, case_named
-from fmtsim.cli.bench_gemm import product_table
+from fmtsim.cli.bench import product_table
 from fmtsim.cli.main import BAD_INPUT, main
 
 WORDS = ("bench", "gemm", "--only", "fp8 Hopper*", "--shape", "16", "16", "128", "--repeats", "1", "--kernels-only")
@@ -31,7 +31,7 @@ def test_text(capsys):
 
 def measured(name, seconds, plain=None):
     return Result(
-        case=case_named(name), shape=(512, 512, 2048), seconds={1: seconds}, sgemm_seconds={1: 0.01},
+        case=case_named(name), shape=(512, 512, 2048), seconds={1: seconds}, base_seconds={1: 0.01},
         plain_seconds={} if plain is None else {1: plain},
     )  # fmt: skip
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from fmtsim.cli import main as front
-from fmtsim.cli.checks import MOST_THREADS, check_file, check_threads
 from fmtsim.cli.main import BAD_INPUT, main
+from fmtsim.cli.options import MOST_THREADS, check_file, check_threads
 from fmtsim.errors import ArgumentError
 from fmtsim.training.artifacts import check_folder
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import fmtsim
 from fmtsim.cli.main import BAD_INPUT, main
 from fmtsim.cli.operands import DATA, make_operands
-from fmtsim.cli.output import parse_record
+from fmtsim.cli.options import parse_record
 from fmtsim.errors import ArgumentError
 from fmtsim.spec.datapath import Datapath
 
@@ -138,7 +138,7 @@ def test_records_on_the_command_line():
         (("--unit", "hoper.wgmma"), "unknown unit 'hoper.wgmma'; did you mean 'hopper.wgmma'"),
         (("--unit", "exact", "--dtype", "mxfp4"), "mxfp4 is neither a floating-point format nor int8"),
         (("--unit", "volta.mma"), "unit volta.mma does not take e4m3 x e4m3"),
-        (("--unit", "exact", "--slow", "--plan", "split=1"), "--slow and --plan both give an order of sums"),
+        (("--unit", "exact", "--slow", "--plan", "split=1"), "--slow and --plan both give an accumulation order"),
         (("--unit", "exact", "--plan", "split=0"), "GemmPlan split=0 is not possible"),
         (
             ("--unit", "exact", "--out", "y.npy", "--out-dtype", "bfloat16"),

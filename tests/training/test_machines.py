@@ -101,14 +101,14 @@ def test_one_guess_is_no_list():
     )
     record = {"corpus": {"name": "n", "bytes": 1, "files": 1, "truncated": False}}
     said = summary(record, Run(label="fp32", losses=[1.0]), simulated)
-    assert "for mm M=1: their order" not in said and "for mm M=1: its order of sums was guessed." in said
+    assert "for mm M=1: their order" not in said and "for mm M=1: its accumulation order was guessed." in said
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--target", "h200", "--unit", "exact"], "takes one of --target, --unit and --datapath, not --target and --u"),
-        (["--plan", "split=2"], "--plan is an order of sums on a machine; pass --target, --unit or --datapath"),
+        (["--plan", "split=2"], "--plan is an accumulation order; pass --target, --unit or --datapath"),
         (["--fast-accum"], "--fast-accum chooses between a library's kernels; pass --target as well"),
         (["--unit", "exact", "--fast-accum"], "--fast-accum chooses between a library's kernels"),
         (["--unit", "hoper"], "unknown unit 'hoper'; did you mean"),

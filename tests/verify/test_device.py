@@ -31,13 +31,13 @@ def product(a, b, spec, c=None, scale_a=None, scale_b=None, random=None):
 @pytest.mark.parametrize("name", ["turing.mma", "int8"])
 def test_units_agree(name, emulated, monkeypatch):
     monkeypatch.setattr(units, "SHAPE", (5, 7))
-    (task,) = (task for task in units.unit_tasks(CPU, product) if task.set == name)
+    (task,) = (task for task in units.unit_tasks(CPU, product) if task.name == name)
     found = task.run(lambda share: None)
     assert found.mismatches == 0 and found.outputs == found.cases * 35 and found.cases >= 4
 
 
 def test_units_of_the_whole_catalogue_are_checked():
-    assert [task.set for task in units.unit_tasks(CPU)] == fmtsim.list_units()
+    assert [task.name for task in units.unit_tasks(CPU)] == fmtsim.list_units()
     assert all(
         [units._case(*how) for how in units._arguments(name)]
         for name in ("cdna1.mfma", "exact", "blackwell.tcgen05.nvf4")
@@ -46,7 +46,7 @@ def test_units_of_the_whole_catalogue_are_checked():
 
 def test_a_planted_bit_is_seen(monkeypatch):
     monkeypatch.setattr(units, "SHAPE", (5, 7))
-    (task,) = (task for task in units.unit_tasks(CPU, units.planted) if task.set == "turing.mma")
+    (task,) = (task for task in units.unit_tasks(CPU, units.planted) if task.name == "turing.mma")
     found = task.run(lambda share: None)
     assert found.mismatches == found.cases and "[4, 0]" in found.first
 

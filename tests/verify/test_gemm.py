@@ -93,7 +93,7 @@ def dots(tmp_path):
 
 
 def replay(folder, limit=None):
-    return {task.set: task.run(lambda share: None) for task in gemm_tasks([folder], limit)}
+    return {task.name: task.run(lambda share: None) for task in gemm_tasks([folder], limit)}
 
 
 def flip(path, key, index=0):

@@ -35,14 +35,16 @@ def found(job, count):
     results = workers.run(job, tasks, count, lambda name, done: shown.append((name, done)))
     assert {name for name, _ in shown} == {task.name for part in tasks.values() for task in part}
     assert shown[-1][1] == sum(map(len, tasks.values()))
-    return {part: [done.found for done in each] for part, each in results.items()}
+    return results
 
 
 def test_processes_find_what_one_finds():
     clean, planted = (Job(("casts",), formats=NAMES, plant_error=error) for error in (False, True))
     alone, shared = found(planted, 1), found(planted, 2)
     assert alone == shared and all(outcome.mismatches for outcome in shared["casts"])
-    assert [outcome.format for outcome in shared["casts"]] == [task.format for task in planted.tasks()["casts"]]
+    assert [outcome.format for outcome in shared["casts"]] == [
+        task.name.split()[-1] for task in planted.tasks()["casts"]
+    ]
     assert not any(outcome.mismatches for outcome in found(clean, 1)["casts"])
 
 
@@ -79,7 +81,7 @@ def test_all_parts_end_in_one_table(monkeypatch, capsys):
             return {"casts": Job(("casts",), formats=("int4",)).tasks()["casts"], "gemm": few}
 
     monkeypatch.setattr(units, "SHAPE", (5, 7))
-    few = [task for task in units.unit_tasks(torch.device("cpu")) if task.set in ("int8", "turing.mma")]
+    few = [task for task in units.unit_tasks(torch.device("cpu")) if task.name in ("int8", "turing.mma")]
     monkeypatch.setattr(workers, "Job", Few)
     monkeypatch.setattr(device, "device_of", torch.device)
     monkeypatch.setattr(verify, "_parts", lambda arguments: ("casts", "gemm"))
@@ -94,7 +96,7 @@ def test_all_parts_end_in_one_table(monkeypatch, capsys):
 def test_tasks_of_a_unit_are_one_set_again():
     cpu = torch.device("cpu")
     whole, parts = units.unit_tasks(cpu), units.unit_tasks(cpu, most=4)
-    assert [task.set for task in merged_names(parts)] == [task.set for task in whole] and len(parts) > 2 * len(whole)
+    assert [task.name for task in merged_names(parts)] == [task.name for task in whole] and len(parts) > 2 * len(whole)
     replay = partial(Replay, set="x", machine="m", seconds=1.0)
     found = merged([
         replay(cases=2, outputs=10, mismatches=0, plans=(("rule", 2),)),
@@ -108,4 +110,4 @@ def test_tasks_of_a_unit_are_one_set_again():
 
 
 def merged_names(tasks):
-    return [next(group) for _, group in itertools.groupby(tasks, key=lambda task: task.set)]
+    return [next(group) for _, group in itertools.groupby(tasks, key=lambda task: task.name)]

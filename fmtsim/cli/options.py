@@ -1,0 +1,168 @@
+"""What subcommands share of their arguments: declaring them, reading their text, refusing what cannot be done."""
+
+import argparse
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from fmtsim.errors import ArgumentError
+from fmtsim.formats.spec import OVERFLOWS
+from fmtsim.rounding.modes import MODES
+
+MOST_THREADS = 1024  # beyond, torch's thread library may bring the process down instead of saying no
+MACHINE = ("target", "unit", "datapath")
+
+Parser = argparse._ActionsContainer
+"""A parser, or a group of its options."""
+
+
+def option(parser: Parser, name: str, text: str, default: Any = None, metavar: Any = "N", **more: Any) -> None:
+    """Declare an option with a value: numbers have the type of their default, which the help text ends with."""
+    if isinstance(default, int | float):
+        more.setdefault("type", type(default))
+    if default not in (None, []):
+        shown = " ".join(map(str, default)) if isinstance(default, list) else default
+        text = f"{text} (default {shown})"
+    parser.add_argument(name, default=default, metavar=None if "choices" in more else metavar, help=text, **more)
+
+
+def count(parser: Parser, name: str, text: str) -> None:
+    """Declare an option whose value is an integer, None where it is left out."""
+    option(parser, name, text, type=int)
+
+
+def flag(parser: Parser, name: str, text: str) -> None:
+    """Declare an option without a value."""
+    parser.add_argument(name, action="store_true", help=text)
+
+
+def repeated(parser: Parser, name: str, text: str, metavar: str = "NAME", **more: Any) -> None:
+    """Declare an option that may be given several times."""
+    more = {"default": []} | more
+    parser.add_argument(name, action="append", metavar=metavar, help=f"{text}; may be repeated", **more)
+
+
+def add_json(parser: Parser) -> None:
+    """Add ``--json``: one JSON document on standard output instead of text."""
+    flag(parser, "--json", "print one JSON document instead of text")
+
+
+def add_rounding(parser: Parser) -> None:
+    """Add ``--rounding``, ``--overflow``, ``--random-bits`` and ``--seed``."""
+    option(parser, "--rounding", f"one of {', '.join(MODES)}", "nearest_even", "MODE")
+    option(parser, "--overflow", f"{' or '.join(OVERFLOWS)}; by default the format's own rule", metavar="RULE")
+    count(parser, "--random-bits", "random bits of stochastic rounding, 1 to 32")
+    option(parser, "--seed", "seed of stochastic rounding", 0)
+
+
+def add_device(parser: Parser, default: str = "cpu") -> None:
+    """Add ``--device``."""
+    names = "cpu, cuda or cuda:1" if default == "cpu" else "cuda or cuda:1"
+    option(parser, "--device", names, default, "DEVICE")
+
+
+def add_machine(parser: Parser) -> None:
+    """Add ``--target``, ``--unit``, ``--datapath`` and ``--plan``: who multiplies, and in which order."""
+    option(parser, "--target", "a GPU with its library, such as h200, or a plan file", metavar="NAME")
+    option(parser, "--unit", "an MMA unit alone, such as hopper.wgmma or exact", metavar="NAME")
+    record = "FIELD=VALUE,..."
+    option(parser, "--datapath", "a unit of your own, such as block=32,fraction_bits=10", metavar=record)
+    option(parser, "--plan", "an accumulation order, such as promote_every=128", metavar=record)
+
+
+def machine_given(arguments: argparse.Namespace) -> list[str]:
+    """Return which of ``--target``, ``--unit`` and ``--datapath`` are given."""
+    return [name for name in MACHINE if getattr(arguments, name) is not None]
+
+
+def read_machine(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return target, unit, datapath and plan as given, records of the last two."""
+    from fmtsim.spec.datapath import Datapath
+    from fmtsim.spec.plan import GemmPlan
+
+    records = {"datapath": Datapath, "plan": GemmPlan}
+    found: dict[str, Any] = {"target": arguments.target, "unit": arguments.unit}
+    for name, record in records.items():
+        text = getattr(arguments, name)
+        found[name] = None if text is None else parse_record(text, record, f"--{name}")
+    return found
+
+
+def parse_number(text: str) -> float:
+    """Read a decimal or hexadecimal float, inf or nan.
+
+    Raises:
+        ArgumentError: The text is not a number, or lies beyond float64.
+    """
+    word = text.strip().lower().replace("_", "")
+    try:
+        value = float.fromhex(word) if "0x" in word else float(word)
+    except (ValueError, OverflowError):
+        raise ArgumentError(
+            f"{text.strip()!r} is not a number of float64; write 0.1, -3e-5, 0x1.8p-3, inf or nan"
+        ) from None
+    if math.isinf(value) and "inf" not in word:
+        raise ArgumentError(f"{text.strip()} is beyond float64 (1.797e308); write inf if infinity is meant")
+    return value
+
+
+def parse_int(text: str) -> int:
+    """Read a decimal, hexadecimal (0x) or binary (0b) integer."""
+    try:
+        return int(text.strip(), 0)
+    except ValueError:
+        raise ArgumentError(f"{text.strip()!r} is not an integer; write 17, 0x11 or 0b10001") from None
+
+
+def parse_record(text: str, record: type, option: str) -> Any:
+    """Build a record from ``field=value,...``: integers, none, true, false, and names.
+
+    Raises:
+        ArgumentError: a field is unknown, lacks a value, or has one that is not possible.
+    """
+    known = [field.name for field in dataclasses.fields(record)]
+    words = {"none": None, "true": True, "false": False}
+    values: dict[str, Any] = {}
+    for item in filter(None, text.split(",")):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or name not in known:
+            raise ArgumentError(f"{option} {item.strip()!r} is not FIELD=VALUE; fields are {', '.join(known)}")
+        number = value.removeprefix("-").isdecimal()
+        values[name] = int(value) if number else words.get(value.lower(), value)
+    return record(**values)
+
+
+def check_positive(arguments: argparse.Namespace, *names: str) -> None:
+    """Refuse numbers, or lists of them, that are below 1; None passes."""
+    for name in names:
+        given = getattr(arguments, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and value < 1:
+                raise ArgumentError(f"--{name} {value} is not possible; choose 1 or more")
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that is not there, or that holds no numbers (meta)."""
+    import torch
+
+    try:
+        torch.zeros(1, device=name).cpu()
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        said = str(error).splitlines()[0]
+        raise ArgumentError(f"--device {name} is not there: {said}; choose cpu, or look at fmtsim info") from None
+
+
+def check_threads(number: int) -> None:
+    """Refuse a number of CPU threads that no machine has."""
+    if not 1 <= number <= MOST_THREADS:
+        allowed = "1 or more" if number < 1 else f"1 to {MOST_THREADS}"
+        raise ArgumentError(f"--threads {number} is not allowed; choose {allowed}")
+
+
+def check_file(option: str, path: Path) -> None:
+    """Refuse a file to write that is a folder, or whose folder does not exist, before minutes of work are lost."""
+    if path.is_dir():
+        raise ArgumentError(f"{option} {path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise ArgumentError(f"{option} {path}: there is no folder {path.parent}; create it, or choose another")
