@@ -41,7 +41,7 @@ class PlanUnknownWarning(UserWarning):
 
 
 class NativeWarning(UserWarning):
-    """Say that a card's own product is not what its target was recorded with, or that it was emulated instead."""
+    """Say that a GPU's own product is not what its target was recorded with, or that it was emulated instead."""
 
 
 class KernelWarning(UserWarning):

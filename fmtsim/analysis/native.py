@@ -1,4 +1,4 @@
-"""A card's own matrix unit against its emulation: both run, their bits are compared."""
+"""A GPU's own matrix unit against its emulation: both run, their bits are compared."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,15 +17,15 @@ def compare_native(
 
     Args:
         verb: ``fmtsim.mm``, ``bmm``, ``linear``, ``scaled_mm`` or ``int_mm``.
-        arguments: Its tensors, on the card that the target describes.
-        emulate_on: Device of the emulation, such as ``"cpu"``; None emulates on the card.
+        arguments: Its tensors, on the GPU that the target describes.
+        emulate_on: Device of the emulation, such as ``"cpu"``; None emulates on the GPU.
         options: Its keywords, ``target=`` among them; not ``native``.
 
     Returns:
         ``fmtsim.compare(native, emulated)``.
 
     Raises:
-        ArgumentError: The tensors are not on the target's card, or torch does not have the call; it says why.
+        ArgumentError: The tensors are not on the target's GPU, or torch does not have the call; it says why.
 
     >>> import torch, fmtsim
     >>> a = torch.ones(16, 16, dtype=torch.bfloat16)

@@ -36,7 +36,7 @@ class Case:
         scaling: Scales of ``scaled_mm``; ``"none"`` calls ``mm``.
         columns_apart: b is row-major, so that neighbours along K lie apart.
         target: Least share of the speed of torch's float32 product; None where nothing is promised.
-        stretch: The share that would be better still.
+        stretch: The stretch target.
         plain: Name of the case without what this one adds, whose cost is then at most ``extra`` more.
         extra: That cost as a share of the plain case.
         shrink: Each side of the shape is divided by this, for what takes long.

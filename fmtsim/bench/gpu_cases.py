@@ -12,7 +12,7 @@ from fmtsim.spec.datapath import Datapath
 
 Kind = Literal["quantize", "encode", "product", "layer", "call"]
 UNITS: dict[Kind, str] = {
-    "quantize": "of a copy", "encode": "of a copy", "product": "TMAC/s", "layer": "of plain", "call": "us",
+    "quantize": "of a copy", "encode": "of a copy", "product": "TMAC/s", "layer": "of bf16", "call": "us",
 }  # fmt: skip
 
 
@@ -26,8 +26,8 @@ class Row:
             products a second. ``"layer"``: time over that of the plain bfloat16 layer. ``"call"``: microseconds of
             the host. The last two are better when smaller.
         least: What every case should reach (at most, where smaller is better); None where nothing is promised.
-        stretch: What would be better still.
-        elsewhere: The best that is known of other software on such a card.
+        stretch: The stretch target.
+        elsewhere: The best that is known of other software on such a GPU.
     """
 
     name: str

@@ -1,10 +1,10 @@
 """Calibration: ask a GPU which arithmetic its matrix unit has, and in which order its library adds."""
 
 from fmtsim.calibration.campaign import Finding, calibrate
-from fmtsim.calibration.card import Card, TorchCard, open_card
+from fmtsim.calibration.gpu import GPU, TorchGPU, open_gpu
 from fmtsim.calibration.models import list_models, model_calls, read_shapes
 from fmtsim.calibration.planfile import plan_file
 
 __all__ = [
-    "Card", "Finding", "TorchCard", "calibrate", "list_models", "model_calls", "open_card", "plan_file", "read_shapes",
+    "GPU", "Finding", "TorchGPU", "calibrate", "list_models", "model_calls", "open_gpu", "plan_file", "read_shapes",
 ]  # fmt: skip

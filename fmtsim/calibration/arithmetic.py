@@ -1,4 +1,4 @@
-"""What arithmetic a card's unit has: measured by probes, put together, held to random data, and named."""
+"""What arithmetic a GPU's unit has: measured by probes, put together, held to random data, and named."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +9,7 @@ import torch
 
 from fmtsim.calibration import probes
 from fmtsim.calibration.campaign import SEEDS, find_plan
-from fmtsim.calibration.card import Card
+from fmtsim.calibration.gpu import GPU
 from fmtsim.errors import ArgumentError, DeviceError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
@@ -36,7 +36,7 @@ class Measured:
         unit: The catalogue's unit with this arithmetic, None where there is none.
         facts: What each probe showed, in words.
         outputs: Results of random data compared with the arithmetic.
-        mismatches: Those that differ; the arithmetic is not the card's where there are any.
+        mismatches: Those that differ; the arithmetic is not the GPU's where there are any.
     """
 
     mode: str
@@ -73,29 +73,29 @@ def bench_call(mode: str) -> GemmCall:
     return GemmCall(operation="mm", a=mode, b=mode, out=torch.float32, **sizes)
 
 
-def measure(card: Card, mode: str, family: str = "") -> Measured:
+def measure(gpu: GPU, mode: str, family: str = "") -> Measured:
     """Measure the arithmetic of one kind of product.
 
     Args:
-        card: Whom to ask.
+        GPU: Whom to ask.
         mode: Of ``MODES``.
         family: Units whose names begin with it are preferred where several have the same arithmetic.
     """
     if mode == "int8":
-        return _integers(card, family)
+        return _integers(gpu, family)
     call = bench_call(mode)
-    block = probes.block_length(card, call)
+    block = probes.block_length(gpu, call)
     facts: dict[str, str] = {"block": str(block)}
     if block is None:
         return Measured(mode=mode, arithmetic=None, unit=None, facts=tuple(facts.items()))
-    bench = probes.Bench(card, call, block)
+    bench = probes.Bench(gpu, call, block)
     facts |= {f"bits of {name}": bits for name, bits in probes.special_values(bench).items()}
     path = _fma(bench) if block < 4 else _fused(bench, facts)
     if mode == "tf32":
         facts["operands rounded to TF32"] = str(probes.tf32_rounding(bench))
     if path is None or facts.get("operands rounded to TF32", "nearest_even") != "nearest_even":
         return Measured(mode=mode, arithmetic=None, unit=None, facts=tuple(facts.items()))
-    found = find_plan(card, call, path, seeds=(*SEEDS, *MORE_SEEDS))
+    found = find_plan(gpu, call, path, seeds=(*SEEDS, *MORE_SEEDS))
     facts["confirmed"] = found.note or "yes"
     wrong = 0 if found.status == "verified" else found.outputs
     name = catalogue_name(path, call, family, bool(int(facts.get("bound seen", "0"))))
@@ -167,19 +167,19 @@ def _same_format(mine: FloatFormat, other: FloatFormat) -> FloatFormat:
     return other if (mine.exponent_bits, mine.mantissa_bits) == (other.exponent_bits, other.mantissa_bits) else mine
 
 
-def _integers(card: Card, family: str) -> Measured:
+def _integers(gpu: GPU, family: str) -> Measured:
     """Ask whether int8 sums are exact, and whether they wrap."""
     generator = torch.Generator().manual_seed(SEEDS[0])
     call = bench_call("int8")
     a, b = (torch.randint(-128, 128, (64, K), generator=generator, dtype=torch.int8) for _ in range(2))
     exact = (a.long() @ b.long().t()).int()
-    wrong = int((card.ask(call, a, b) != exact).sum())
+    wrong = int((gpu.ask(call, a, b) != exact).sum())
     long = dataclasses.replace(call, m=32, n=32, k=2 * WRAP)
     ones = torch.full((1, 2 * WRAP), 127, dtype=torch.int8)
     up, back = ones.clone(), ones.clone()
     up[:, WRAP:] = 0
     back[:, WRAP:] = -127
-    top, returned = (int(card.ask(long, x, ones)[0, 0]) for x in (up, back))
+    top, returned = (int(gpu.ask(long, x, ones)[0, 0]) for x in (up, back))
     wrapped = (127 * 127 * WRAP + (1 << 31)) % (1 << 32) - (1 << 31)
     facts = (("2^18 times 127^2", f"{top}"), ("and 2^18 times -127^2 after it", f"{returned}"))
     if (top, returned) == (wrapped, 0):
@@ -193,11 +193,11 @@ def _integers(card: Card, family: str) -> Measured:
                     mismatches=wrong)  # fmt: skip
 
 
-def measure_all(card: Card, modes: Sequence[str] = MODES, family: str = "") -> Iterator[Measured]:
-    """Measure some kinds of products; one that the card refuses is reported without an arithmetic."""
+def measure_all(gpu: GPU, modes: Sequence[str] = MODES, family: str = "") -> Iterator[Measured]:
+    """Measure some kinds of products; one that the GPU refuses is reported without an arithmetic."""
     for mode in modes:
         try:
-            yield measure(card, mode, family)
+            yield measure(gpu, mode, family)
         except DeviceError as error:
             yield Measured(mode=mode, arithmetic=None, unit=None, facts=(("refused", str(error)),))
 

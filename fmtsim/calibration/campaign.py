@@ -1,4 +1,4 @@
-"""Ask a card about many calls: find a plan for each that explains what it shows and has its bits."""
+"""Ask a GPU about many calls: find a plan for each that explains what it shows and has its bits."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fmtsim.calibration.card import Card, Extras
 from fmtsim.calibration.check import Checked, is_scalar, make_data, question, verify
 from fmtsim.calibration.fit import fits
+from fmtsim.calibration.gpu import GPU, Extras
 from fmtsim.calibration.order import Sighting, explains, look
 from fmtsim.errors import DeviceError
 from fmtsim.formats.registry import get_format
@@ -28,7 +28,7 @@ SEEDS = (20261121, 7)
 TRIED = 32  # plans that explain a call and whose bits are compared, at each stage
 SCALAR = "fp32_fma"  # what runs where a library has no use for its matrix unit: one row, one column, few products
 PAIRS = 2  # rows and columns that are repeated over a whole result
-ENOUGH = 4  # plans with the card's bits
+ENOUGH = 4  # plans with the GPU's bits
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -38,9 +38,9 @@ class Finding:
 
     Args:
         call: The call.
-        status: ``"verified"``: the bits of ``plans`` are those of the card; ``"not found"``: no plan has them;
-            ``"skipped"``: the card could not be asked.
-        plans: Plans with the card's bits, any of which will do; likely ones first.
+        status: ``"verified"``: the bits of ``plans`` are those of the GPU; ``"not found"``: no plan has them;
+            ``"skipped"``: the GPU could not be asked.
+        plans: Plans with the GPU's bits, any of which will do; likely ones first.
         outputs: Results compared bit for bit.
         note: What the best plan misses, or why the call was skipped.
         unit: Name of the unit, where it is not the one that multiplies such operands elsewhere: ``SCALAR``.
@@ -55,7 +55,7 @@ class Finding:
 
 
 def calibrate(
-    card: Card,
+    gpu: GPU,
     calls: Sequence[GemmCall],
     units: Units,
     *,
@@ -63,13 +63,13 @@ def calibrate(
     seeds: Sequence[int] = SEEDS,
     advance: Advance | None = None,
 ) -> list[Finding]:
-    """Find the order of sums of every call.
+    """Find the accumulation order of every call.
 
     Args:
-        card: Whom to ask.
+        GPU: Whom to ask.
         calls: The calls; those with equal K together share work.
         units: The arithmetic of a call's unit.
-        guess: A plan to try first, from a rule or an earlier calibration; it must explain what the card shows and have
+        guess: A plan to try first, from a rule or an earlier calibration; it must explain what the GPU shows and have
             its bits, like any other.
         seeds: Data to compare, one set for each.
         advance: Told how many calls are done, and about the current one.
@@ -79,34 +79,34 @@ def calibrate(
         if advance is not None:
             advance(done, f"{call.a} M={call.m} N={call.n} K={call.k}")
         try:
-            found.append(find_plan(card, call, units(call), guess=guess, seeds=seeds))
+            found.append(find_plan(gpu, call, units(call), guess=guess, seeds=seeds))
         except DeviceError as error:
             found.append(Finding(call=call, status="skipped", note=str(error)))
     return found
 
 
 def find_plan(
-    card: Card, call: GemmCall, arithmetic: Arithmetic, *, guess: Guess | None = None, seeds: Sequence[int] = SEEDS
+    gpu: GPU, call: GemmCall, arithmetic: Arithmetic, *, guess: Guess | None = None, seeds: Sequence[int] = SEEDS
 ) -> Finding:
-    """Find the order of sums of one call; arguments are those of ``calibrate``.
+    """Find the accumulation order of one call; arguments are those of ``calibrate``.
 
-    Where no order on the call's unit has the card's bits, chains of float32 multiply-adds are tried, whose operands are
+    Where no order on the call's unit has the GPU's bits, chains of float32 multiply-adds are tried, whose operands are
     not rounded to TF32.
     """
-    seen = look(card, call)
+    seen = look(gpu, call)
     asked = question(call)
-    answers = [(seed, card.ask(call, *make_data(asked, seed))) for seed in seeds]
-    found = _explained(card, call, arithmetic, seen, answers, guess)
+    answers = [(seed, gpu.ask(call, *make_data(asked, seed))) for seed in seeds]
+    found = _explained(gpu, call, arithmetic, seen, answers, guess)
     if found.status == "verified" or not isinstance(arithmetic, Datapath) or call.accumulate != "fp32":
         return found
     if call.operation == "scaled_mm" or is_scalar(arithmetic):
         return found
-    scalar = _explained(card, call, get_unit(SCALAR).mode("fp32", "fp32"), seen, answers, None)
+    scalar = _explained(gpu, call, get_unit(SCALAR).mode("fp32", "fp32"), seen, answers, None)
     return replace(scalar, unit=SCALAR) if scalar.status == "verified" else found
 
 
 def _explained(
-    card: Card, call: GemmCall, arithmetic: Arithmetic, seen: Sighting | None, answers: list[tuple[int, Tensor]],
+    gpu: GPU, call: GemmCall, arithmetic: Arithmetic, seen: Sighting | None, answers: list[tuple[int, Tensor]],
     guess: Guess | None,
 ) -> Finding:  # fmt: skip
     """Look for plans that explain what was seen, and have the bits of the answers."""
@@ -126,7 +126,7 @@ def _explained(
             break
     if right:
         found = Finding(call=call, status="verified", plans=tuple(right), outputs=outputs)
-        return _everywhere(card, found, answers[0][0])
+        return _everywhere(gpu, found, answers[0][0])
     if best is not None:
         note = f"of {outputs} results {best.mismatches} differ from the nearest plan; {best.first}"
     else:
@@ -134,14 +134,14 @@ def _explained(
     return Finding(call=call, status="not found", outputs=outputs, note=note)
 
 
-def _everywhere(card: Card, found: Finding, seed: int) -> Finding:
+def _everywhere(gpu: GPU, found: Finding, seed: int) -> Finding:
     """Ask whether the whole result is summed in one order: equal rows and columns then give equal bits everywhere."""
     call = found.call
     data = make_data(question(call), seed)
     for number in range(PAIRS):
         row, column = min(2 * number + 1, len(data.a) - 1), min(number, len(data.b) - 1)
         extras = Extras(*(None if x is None else x[:1] for x in data.extras))
-        wrong = card.differing(call, data.a[row : row + 1], data.b[column : column + 1], extras)
+        wrong = gpu.differing(call, data.a[row : row + 1], data.b[column : column + 1], extras)
         if wrong:
             note = f"{wrong} of {call.m * call.n} results are summed in another order than the first"
             return replace(found, status="not found", note=note)

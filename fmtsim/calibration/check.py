@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.analysis.compare import compare
-from fmtsim.calibration.card import STORED, Extras
+from fmtsim.calibration.gpu import STORED, Extras
 from fmtsim.gemm.products.matmul import int_mm, linear, mm
 from fmtsim.gemm.products.scaled import scaled_mm
 from fmtsim.spec.call import GemmCall
@@ -88,8 +88,8 @@ def _cancel(x: Tensor, small: int, large: int, generator: torch.Generator) -> No
     """Make every other row of x small except for large values that cancel in pairs."""
     x[1::2] *= 2.0**small
     for number, row in enumerate(x[1::2]):
-        places = torch.randperm(len(row), generator=generator)
-        first, second = places[: len(row) // 4 * 2].reshape(2, -1)
+        positions = torch.randperm(len(row), generator=generator)
+        first, second = positions[: len(row) // 4 * 2].reshape(2, -1)
         stride, offset, apart = (int(torch.randint(*ends, (), generator=generator)) for ends in NEAR)
         apart = min(apart, len(row) // 2)
         if number % 2 and apart:
@@ -141,6 +141,6 @@ def multiply(call: Question | GemmCall, data: Data, arithmetic: Arithmetic, plan
 
 
 def verify(call: GemmCall, answer: Tensor, seed: int, arithmetic: Arithmetic, plan: GemmPlan) -> Checked:
-    """Compare the bits that a card gave for ``make_data(question(call), seed)`` with those of a plan."""
+    """Compare the bits that a GPU gave for ``make_data(question(call), seed)`` with those of a plan."""
     found = compare(emulate(question(call), seed, arithmetic, plan), answer)
     return Checked(found.count, found.mismatches, "" if found.equal else str(found.first))

@@ -1,4 +1,4 @@
-"""Which plans explain what a call showed of its order of sums."""
+"""Which plans explain what a call showed of its accumulation order."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -88,7 +88,7 @@ def _split(call: GemmCall, arithmetic: Datapath, seen: Sighting, first: tuple[in
 def _first_run(arithmetic: Datapath, seen: Sighting) -> tuple[int, int] | None:
     """Return an interval (low, high] that holds the end of the first run of products, None where none is seen.
 
-    Within a run -X at place j takes with it the units up to the end of its block; in another part it takes more.
+    Within a run -X at position j takes with it the units up to the end of its block; in another part it takes more.
     """
     reach = numpy.searchsorted(seen.units, seen.ends + 2 * (arithmetic.block or 0), side="right")
     beyond = numpy.flatnonzero(seen.lost > reach)
@@ -174,7 +174,7 @@ def _strided(k: int, seen: Sighting) -> Iterator[GemmPlan]:
     """Yield sums of every so-manyth product, added one after another, that agree with places in other sums than X."""
     for tile in STRIDES:
         for parts in range(2, min(PARTS, -(-k // tile)) + 1):
-            home, homes = (places % (tile * parts) // tile for places in (seen.ends, seen.units))
+            home, homes = (positions % (tile * parts) // tile for positions in (seen.ends, seen.units))
             lost = (homes[None, :] <= home[:, None]).sum(1)
             if (lost[home > 0] == seen.lost[home > 0]).all():
                 yield GemmPlan(k_tile=tile, split=parts, owner="interleaved")

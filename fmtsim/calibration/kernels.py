@@ -1,4 +1,4 @@
-"""Which kernel records of a plan file give an order of sums, and few kernels that give the orders of many calls."""
+"""Which kernel records of a plan file give an accumulation order, and few kernels that give those of many calls."""
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence

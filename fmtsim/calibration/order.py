@@ -1,9 +1,9 @@
 """Ask a call in which order it adds: operands whose results tell which products meet when.
 
-A large product X stands at place 0, -X at place j, and small units u at some other places; all others are zero. A unit
-that is added to X before -X arrives is lost, one that meets the two after they cancelled survives. So a result counts
-the units that are not summed together with places 0 and j before those two meet, and the counts for many j draw the
-tree of sums: blocks, chains, parts. Every column of one call asks about another j.
+A large product X stands at position 0, -X at position j, and small units u at some other positions; all others are
+zero. A unit that is added to X before -X arrives is lost, one that meets the two after they cancelled survives. So a
+result counts the units that are not accumulated with positions 0 and j before those two meet, and the counts for many j
+draw the tree of additions: blocks, chains, slices. Every column of one call asks about another j.
 """
 
 from functools import lru_cache
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fmtsim.calibration.card import STORED, Card, Extras
+from fmtsim.calibration.gpu import GPU, STORED, Extras
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.plan import GemmPlan
@@ -22,7 +22,7 @@ from fmtsim.spec.schedule import Part, schedule
 
 FINE = 384  # so many first products are looked at in steps of STEP
 STEP = 4
-COARSE = 256  # places along all of K
+COARSE = 256  # positions along all of K
 UNITS = 255  # counts up to this are exact in every output format
 ELEMENTS = 1 << 25  # of one operand that holds probes
 # Large values of both operands, and small ones: their products X and u lie so far apart that 255 u beside X are lost in
@@ -38,26 +38,26 @@ SMALLEST = 8  # sums of fewer products have no order worth asking for
 
 
 class Sighting(NamedTuple):
-    """What a call showed: for each place in ``ends`` how many of the ``units`` were lost; -1 where it made no sense."""
+    """What a call showed: for each position in ``ends`` how many ``units`` were lost; -1 where it made no sense."""
 
     ends: NDArray[numpy.int64]
     units: NDArray[numpy.int64]
     lost: NDArray[numpy.int64]
 
 
-def look(card: Card, call: GemmCall) -> Sighting | None:
-    """Ask a call for its order of sums.
+def look(gpu: GPU, call: GemmCall) -> Sighting | None:
+    """Ask a call for its accumulation order.
 
     Returns:
         The counts, or None where K is too small to show anything.
     """
     if call.k < SMALLEST:
         return None
-    ends, units = _places(call.k)
-    return Sighting(ends, units, sight(card, call, ends, units))
+    ends, units = _positions(call.k)
+    return Sighting(ends, units, sight(gpu, call, ends, units))
 
 
-def sight(card: Card, call: GemmCall, ends: NDArray[numpy.int64], units: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
+def sight(gpu: GPU, call: GemmCall, ends: NDArray[numpy.int64], units: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
     """Return for each end how many units were lost, -1 where the result is no count."""
     (x, y) = LEVELS[call.a][1]
     chunk = max(1, min(max(call.m, call.n), ELEMENTS // call.k))
@@ -66,11 +66,11 @@ def sight(card: Card, call: GemmCall, ends: NDArray[numpy.int64], units: NDArray
         chosen = tuple(ends[first : first + chunk].tolist())
         wide = call.n >= call.m
         names = (call.b, call.a) if wide else (call.a, call.b)
-        probes, others = _operands(names, call.k, chosen, tuple(ends.tolist()), tuple(units.tolist()), card.device)
+        probes, others = _operands(names, call.k, chosen, tuple(ends.tolist()), tuple(units.tolist()), gpu.device)
         if wide:
-            out = card.ask(call, others, probes, Extras(bias=_no_bias(call, len(probes))))[0]
+            out = gpu.ask(call, others, probes, Extras(bias=_no_bias(call, len(probes))))[0]
         else:
-            out = card.ask(call, probes, others, Extras(bias=_no_bias(call, 1)))[:, 0]
+            out = gpu.ask(call, probes, others, Extras(bias=_no_bias(call, 1)))[:, 0]
         counts.append(out.double() / (x * y))
     lost = len(units) - torch.cat(counts).numpy()
     sensible = numpy.isfinite(lost) & (lost == numpy.floor(lost)) & (lost >= 0) & (lost <= len(units))
@@ -82,8 +82,8 @@ def _no_bias(call: GemmCall, count: int) -> Tensor | None:
 
 
 @lru_cache(maxsize=64)
-def _places(k: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]]:
-    """Return the places of -X, multiples of STEP, and of units, which are none."""
+def _positions(k: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]]:
+    """Return the k positions of -X, multiples of STEP, and of units, which are none."""
     fine = numpy.arange(STEP, min(k, FINE), STEP)
     step = -(-k // COARSE // STEP) * STEP or STEP
     ends = numpy.unique(numpy.concatenate([fine, numpy.arange(step, k, step)]))
@@ -121,7 +121,7 @@ def _operands(
 @lru_cache(maxsize=256)
 def expected(k: int, arithmetic: Arithmetic, plan: GemmPlan) -> NDArray[numpy.int64]:
     """Return what a plan makes of the places that ``look`` asks about: how many units are lost for each."""
-    ends, units = _places(k)
+    ends, units = _positions(k)
     meets = meetings(schedule(k, arithmetic, plan), k, plan.reduce)
     return numpy.searchsorted(numpy.sort(meets[units]), meets[ends], side="right").astype(numpy.int64)
 
@@ -132,7 +132,7 @@ def explains(k: int, arithmetic: Arithmetic, plan: GemmPlan, seen: Sighting | No
 
 
 def meetings(parts: tuple[Part, ...], k: int, reduce: str) -> NDArray[numpy.int64]:
-    """Return for each place along K when it meets place 0: smaller numbers first, equal ones at once."""
+    """Return for each k position when it meets position 0: smaller numbers first, equal ones at once."""
     when = numpy.zeros(k, numpy.int64)
     time = 0
     home, *others = parts

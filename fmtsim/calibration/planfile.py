@@ -56,7 +56,7 @@ def plan_file(
         units: The arithmetic of a call's unit, as ``calibrate`` was given it.
         measured: Units that were measured; those with a name in the catalogue become the target's.
         base: A target whose rules are kept after the new ones; calls that it knows already are not listed again.
-        date: When the card was asked.
+        date: When the GPU was asked.
 
     Raises:
         ArgumentError: Nothing was verified, or no unit has a name.
@@ -66,7 +66,7 @@ def plan_file(
     entries, beyond = entries_of(listed, units)
     calls = sum(finding.status == "verified" for finding in found)
     if not calls:
-        raise ArgumentError("no order of sums was verified, so there is nothing to write; see the notes of the calls")
+        raise ArgumentError("no accumulation order was verified: there is nothing to write; see the notes of the calls")
     outputs = sum(finding.outputs for finding in found if finding.status == "verified")
     when = f" on {date}" if date else ""
     evidence = f"{calls:,} calls asked{when}, {outputs:,} results equal to their plans bit for bit"
@@ -119,7 +119,7 @@ def _unknown_rules(calls: Iterable[GemmCall], kernels: dict[str, Any]) -> Iterat
         groups[facts_of(call)].append(call)
     for facts, group in groups.items():
         yield _rule(dict(facts), _name(kernels, Kernel()), _table((call, 1) for call in group), "guess",
-                    "Asked, and no order of sums was found that a plan can say.")  # fmt: skip
+                    "Asked, and no accumulation order was found that a plan can say.")  # fmt: skip
 
 
 def _tables(entries: Sequence[Entry], record: dict[str, Any], *, learn: bool) -> Iterator[dict[str, Any]]:

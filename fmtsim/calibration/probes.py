@@ -1,6 +1,6 @@
 """Ask a unit's arithmetic with a few hand-made products: what survives beside a large term, and how sums are rounded.
 
-A probe is a list of products with their places along K. X is a large product; the block length L is known already.
+A probe is a list of products with their k positions. X is a large product; the block length L is known already.
 """
 
 import math
@@ -11,7 +11,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from fmtsim.calibration.card import STORED, Card
+from fmtsim.calibration.gpu import GPU, STORED
 from fmtsim.calibration.order import meetings, sight
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.datapath import Datapath
@@ -31,9 +31,9 @@ TOP = {"bf16": (0, 0), "tf32": (0, 0), "fp16": (8, 7), "e4m3": (8, 8), "e5m2": (
 
 
 class Bench(NamedTuple):
-    """A card, the call that carries the probes, and the length of its blocks."""
+    """A GPU, the call that carries the probes, and the length of its blocks."""
 
-    card: Card
+    gpu: GPU
     call: GemmCall
     block: int
 
@@ -50,7 +50,7 @@ class Bench(NamedTuple):
             for k, x, y in products:
                 a[row, k], b[row, k] = x, y
         first, second = STORED[self.call.a], STORED[self.call.b]
-        out = self.card.ask(self.call, a.float().to(first), b.float().to(second))
+        out = self.gpu.ask(self.call, a.float().to(first), b.float().to(second))
         return out.diagonal().clone()
 
     def at(self, block: int, *terms: float, sign: float = 1.0) -> list[Product]:
@@ -71,13 +71,13 @@ class Bench(NamedTuple):
         return 2.0 ** sum(TOP[self.call.a])
 
 
-def block_length(card: Card, call: GemmCall) -> int | None:
+def block_length(gpu: GPU, call: GemmCall) -> int | None:
     """Return how many products are added at once, None where no length explains what is seen."""
     asked = []
     for first in (1, 2):  # ends among them tell blocks of 1, 2 and 4 apart
         ends = numpy.arange(first, SEEN, 4)
         units = numpy.array([x for x in range(1, SEEN) if x % 4 != first])
-        asked.append((ends, units, sight(card, call, ends, units)))
+        asked.append((ends, units, sight(gpu, call, ends, units)))
     for length in LENGTHS:
         meets = meetings(schedule(SEEN, Datapath(block=length), GemmPlan()), SEEN, "serial")
         lost = [numpy.searchsorted(numpy.sort(meets[units]), meets[ends], side="right") for ends, units, _ in asked]

@@ -1,4 +1,4 @@
-"""Hold a card to the plan file that describes it: native bits against emulated ones, for calls of every rule."""
+"""Hold a GPU to the plan file that describes it: native bits against emulated ones, for calls of every rule."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fmtsim.analysis.comparison import Comparison
 from fmtsim.analysis.native import compare_native
-from fmtsim.calibration.card import STORED
+from fmtsim.calibration.gpu import STORED
 from fmtsim.errors import FmtsimError
 from fmtsim.formats.interop import torch_dtype
 from fmtsim.formats.registry import get_format
@@ -60,7 +60,7 @@ def recheck(
 
     Args:
         target: The machine; guesses are left out, because they claim nothing.
-        device: Its card.
+        device: Its GPU.
         calls: Of every rule; sizes are spread over those that it knows.
         work: Largest M N K of a call; a rule of larger ones alone has its smallest tried.
         seed: Of the data.
@@ -204,9 +204,9 @@ def _scales(call: GemmCall, draw: Callable[..., Tensor]) -> tuple[Tensor, Tensor
         return draw(call.m, 1), draw(1, call.n)
     if call.scaling == "tensor":
         return draw(1), draw(1)
-    tall = 1 if call.scaling == "row_block_128" else 128
+    rows_per_scale = 1 if call.scaling == "row_block_128" else 128
     groups = -(-call.k // 128)
-    return draw(call.m, groups), draw(groups, -(-call.n // tall))
+    return draw(call.m, groups), draw(groups, -(-call.n // rows_per_scale))
 
 
 def _operand(call: GemmCall, rows: int, fmt: str, layout: str, kind: str, generator: torch.Generator) -> Tensor:
@@ -221,9 +221,9 @@ def _operand(call: GemmCall, rows: int, fmt: str, layout: str, kind: str, genera
     x[..., 1::2, half : 2 * half] = -x[..., 1::2, :half] * (1 + 2.0**-6)
     if kind == "special":
         x[..., ::3, :] *= 2.0**-14
-        places = torch.arange(len(SPECIALS), device=device) * 7
+        positions = torch.arange(len(SPECIALS), device=device) * 7
         values = torch.tensor(SPECIALS, device=device)
-        x[..., places % rows, places % call.k] = values
+        x[..., positions % rows, positions % call.k] = values
     x = x.to(STORED[fmt])
     if layout == "row":
         return x

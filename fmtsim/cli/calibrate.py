@@ -57,15 +57,15 @@ def run(arguments: argparse.Namespace) -> int:
     calls = chosen_calls(arguments)
     out = Path(arguments.out).expanduser()
     check_output(out)
-    from fmtsim.calibration.card import open_card
+    from fmtsim.calibration.gpu import open_gpu
     from fmtsim.gemm.targets.target import get_target
 
     base = None if arguments.base is None else get_target(arguments.base)
-    card = open_card(arguments.device)
+    gpu = open_gpu(arguments.device)
     start = time.perf_counter()
-    measured, found = ask(card, calls, base, arguments.quick, _family(arguments.device))
+    measured, found = ask(gpu, calls, base, arguments.quick, _family(arguments.device))
     seconds = time.perf_counter() - start
-    target = write(out, card, measured, found, base)
+    target = write(out, gpu, measured, found, base)
 
     def text() -> str:
         written = f"{len(calls):,} calls in {seconds:.0f} s; written: {out}, {len(target.rules)} rules"
@@ -93,16 +93,16 @@ def chosen_calls(arguments: argparse.Namespace) -> "list[GemmCall]":
 
 
 def run_check(arguments: argparse.Namespace) -> int:
-    """Hold the card to a target, and print a line for every rule."""
+    """Hold the GPU to a target, and print a line for every rule."""
     import torch
 
-    from fmtsim.calibration.card import open_card
+    from fmtsim.calibration.gpu import open_gpu
     from fmtsim.calibration.recheck import recheck
     from fmtsim.gemm.targets.target import get_target
 
     check_positive(arguments, "calls")
     target = get_target(arguments.check)
-    open_card(arguments.device)
+    open_gpu(arguments.device)
     with make_progress(None, transient=True) as progress:
         progress.stage("rules", len(target.rules))
         advance = lambda number, kernel: progress.step(number, f"rule {number}, {kernel}")  # noqa: E731
@@ -152,7 +152,7 @@ def check_output(out: Path) -> None:
 
 
 def ask(
-    card: Any, calls: "Sequence[GemmCall]", base: Any, quick: bool, family: str
+    gpu: Any, calls: "Sequence[GemmCall]", base: Any, quick: bool, family: str
 ) -> "tuple[list[Measured], list[Finding]]":
     """Measure the units that the calls run on, then find the order of every call."""
     from fmtsim.calibration.arithmetic import arithmetics, measure_all
@@ -162,7 +162,7 @@ def ask(
     with make_progress(None, transient=True) as progress:
         progress.stage("units and calls", len(modes) + len(calls))
         measured: list[Measured] = []
-        for unit in measure_all(card, [*modes, "int8"], family):
+        for unit in measure_all(gpu, [*modes, "int8"], family):
             progress.step(len(measured), f"unit for {unit.mode}")
             measured.append(unit)
         known = arithmetics(measured)
@@ -170,7 +170,7 @@ def ask(
         left = [call for call in calls if (call.a, call.accumulate) in known]
         guess = None if base is None else _guess(base)
         found = calibrate(
-            card, left, units, guess=guess, seeds=SEEDS[:1] if quick else SEEDS,
+            gpu, left, units, guess=guess, seeds=SEEDS[:1] if quick else SEEDS,
             advance=lambda done, text: progress.step(len(modes) + done, text),
         )  # fmt: skip
     return measured, found
@@ -199,14 +199,14 @@ def _family(device: str) -> str:
     return family_of(torch.cuda.get_device_capability(torch.device(device)))
 
 
-def write(out: Path, card: Any, measured: "list[Measured]", found: "list[Finding]", base: Any) -> Any:
+def write(out: Path, gpu: Any, measured: "list[Measured]", found: "list[Finding]", base: Any) -> Any:
     """Write the plan file and return its target."""
     from fmtsim.calibration.arithmetic import arithmetics
     from fmtsim.calibration.planfile import plan_file, write_plan
 
     known = arithmetics(measured)
     target = plan_file(
-        out.stem, card.library, found, lambda call: known[call.a, call.accumulate], measured=measured, base=base,
+        out.stem, gpu.library, found, lambda call: known[call.a, call.accumulate], measured=measured, base=base,
         date=datetime.date.today().isoformat(),
     )  # fmt: skip
     write_plan(target, out)

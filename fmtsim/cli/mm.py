@@ -178,9 +178,9 @@ def errors(y: "torch.Tensor", exact: "torch.Tensor") -> "tuple[Comparison, torch
         nearest = exact.to(torch.int32)
     else:
         nearest = quantize(exact, y.dtype, overflow="ieee", out_dtype=torch.float64).to(y.dtype)
-    wide, truth = y.double(), exact.double()
-    counted = (truth != 0) & truth.isfinite() & wide.isfinite()
-    return compare(y, nearest), ((wide - truth) / truth).abs()[counted]
+    wide, reference = y.double(), exact.double()
+    counted = (reference != 0) & reference.isfinite() & wide.isfinite()
+    return compare(y, nearest), ((wide - reference) / reference).abs()[counted]
 
 
 def save(y: "torch.Tensor", path: Path) -> None:
@@ -222,8 +222,8 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.out:
         check_file("--out", Path(arguments.out))
     if arguments.check and (arguments.target is None or arguments.emulate):
-        what = "--emulate forbids it" if arguments.emulate else "a unit or datapath alone is no card"
-        raise ArgumentError(f"--check native runs the card that --target names, but {what}; pass --target h200")
+        what = "--emulate forbids it" if arguments.emulate else "a unit or datapath alone is no GPU"
+        raise ArgumentError(f"--check native runs the GPU that --target names, but {what}; pass --target h200")
     if arguments.slow and arguments.plan is not None:
         raise ArgumentError(
             f"--slow and --plan both give an accumulation order; write --plan promote_every={SLOW_EVERY},..."

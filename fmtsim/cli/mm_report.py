@@ -14,7 +14,7 @@ SHOWN = 4
 
 
 def check_text(check: "Comparison") -> str:
-    """Return whether a card and its emulation agree, and where they do not."""
+    """Return whether a GPU and its emulation agree, and where they do not."""
     said = "native and emulated: all bits agree" if check.equal else "native against emulated (expected):"
     return f"\n{said}" if check.equal else "\n".join(["", said, *(f"  {line}" for line in str(check).splitlines())])
 

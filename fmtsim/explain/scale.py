@@ -40,14 +40,14 @@ def tell_scales(numbers: list[float], result: Quantized, fmt: BlockFormat | LogT
     """
     width = fmt.block[1] or len(numbers)
     offsets = result.offsets[0] if result.offsets else [None] * len(result.scales[0])
-    whole = _amax(numbers)
+    tensor_amax = _amax(numbers)
     tiles = []
     for index, (scale, offset) in enumerate(zip(result.scales[0], offsets, strict=True)):
         block = numbers[index * width : (index + 1) * width]
         if isinstance(fmt, LogTileFormat):
             tiles.append(_log_tile(block, scale, float(offset or 0.0), fmt))
             continue
-        steps = _steps(block, whole, scale, result.tensor_scale, fmt, offset)
+        steps = _steps(block, tensor_amax, scale, result.tensor_scale, fmt, offset)
         code = code_text(encode_value(scale, fmt.scale), fmt.scale) if fmt.scale.bits <= 8 else None
         record = Scale(
             amax=float(_amax(block)),
@@ -107,7 +107,7 @@ def _factor(block: list[float], scale: float, tensor_scale: float | None, fmt: B
 
 
 def _steps(
-    block: list[float], whole: Fraction, scale: float, tensor_scale: float | None, fmt: BlockFormat,
+    block: list[float], tensor_amax: Fraction, scale: float, tensor_scale: float | None, fmt: BlockFormat,
     zero: float | None,
 ) -> tuple[str, ...]:  # fmt: skip
     """Say how the rule made the scale."""
@@ -127,8 +127,8 @@ def _steps(
     if tensor_scale is not None:
         top = fmt.scale.max * fmt.element.max
         return (
-            f"tensor scale = largest magnitude {float(whole):g} / ({fmt.scale.max:g} * {fmt.element.max:g}) = "
-            f"{float(whole):g} / {top:g} = {tensor_scale:g}, kept in fp32",
+            f"tensor scale = largest magnitude {float(tensor_amax):g} / ({fmt.scale.max:g} * {fmt.element.max:g}) = "
+            f"{float(tensor_amax):g} / {top:g} = {tensor_scale:g}, kept in fp32",
             f"block scale = amax {float(amax):g} / {fmt.element.max:g} / tensor scale = {scale:g}, in {fmt.scale.name}",
         )
     kept = "fp32" if fmt.scale.bits == 32 else fmt.scale.name
@@ -141,18 +141,18 @@ def _power_of_two_steps(amax: Fraction, scale: float, fmt: BlockFormat) -> tuple
     s = math.frexp(scale)[1] - 1
     ceiling = exponent if amax == Fraction(2) ** exponent else exponent + 1
     if fmt.scale_rule == "floor":
-        wanted, rule = exponent - top, f"floor: {exponent} - {top} = {exponent - top}"
+        power, rule = exponent - top, f"floor: {exponent} - {top} = {exponent - top}"
     elif fmt.scale_rule == "ceil":
-        wanted, rule = ceiling - top, f"ceil: {ceiling} - {top} = {ceiling - top}"
+        power, rule = ceiling - top, f"ceil: {ceiling} - {top} = {ceiling - top}"
     elif fmt.scale_rule == "even":
         bits = fmt.element.mantissa_bits  # type: ignore[union-attr]  # the record forbids formats without
         rounded = floor_log2(amax + Fraction(2) ** (exponent - bits - 1))
-        wanted = rounded - top
-        rule = f"even: amax rounded to {bits} mantissa bits has exponent {rounded}; {rounded} - {top} = {wanted}"
+        power = rounded - top
+        rule = f"even: amax rounded to {bits} mantissa bits has exponent {rounded}; {rounded} - {top} = {power}"
     else:
-        wanted, quotient = s, float(amax) / fmt.element.max
+        power, quotient = s, float(amax) / fmt.element.max
         rule = f"rceil: amax / {fmt.element.max:g} = {quotient:g}, rounded up to a power of two from 2^-127 to 2^127"
-    clamp = "" if wanted == s else f", limited to {s}"
+    clamp = "" if power == s else f", limited to {s}"
     return first, f"{rule}{clamp}, so the scale is 2^{s} = {scale:g}"
 
 

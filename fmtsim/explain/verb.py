@@ -137,6 +137,6 @@ def _engine_agrees(tensor: torch.Tensor, fmt: Format, elements: tuple[Element, .
     mask = (1 << fmt.bits) - 1
     codes = [code & mask for code in encode(tensor, fmt, pad=True, **options).unpacked().tolist()]
     values = quantize(tensor, fmt, pad=True, **options).to(torch.float64)
-    wanted = torch.tensor([element.value for element in elements], dtype=torch.float64)
-    same_values = torch.equal(values.view(torch.int64), wanted.view(torch.int64))
+    expected = torch.tensor([element.value for element in elements], dtype=torch.float64)
+    same_values = torch.equal(values.view(torch.int64), expected.view(torch.int64))
     return same_values and codes == [element.code for element in elements]

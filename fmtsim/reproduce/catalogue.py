@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from fmtsim.errors import ArgumentError, did_you_mean
 from fmtsim.reproduce import (
+    accumulation,
     attention,
     blocks,
     estimators,
     gpts,
-    machines,
     optimizers,
     outliers,
     quantised,
@@ -26,7 +26,7 @@ CLAIMS: tuple[Claim, ...] = (
     *estimators.CLAIMS,
     *outliers.CLAIMS,
     *attention.CLAIMS,
-    *machines.CLAIMS,
+    *accumulation.CLAIMS,
     *sequences.CLAIMS,
     *training.CLAIMS,
     *widths.CLAIMS,

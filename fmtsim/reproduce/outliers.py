@@ -54,18 +54,18 @@ def rotation(tell: Tell, *, times: float, shape: tuple[int, int], seed: int) -> 
     channel, token = normal(*shape, seed), normal(*shape, seed)
     channel[:, shape[1] // 3] *= times
     token[shape[0] // 3] *= times
-    plain, turned = operand("halo0", "x_f"), operand("halo1", "x_f")
+    plain, rotating = operand("halo0", "x_f"), operand("halo1", "x_f")
     tokens = operand("halo2", "g_d")  # along the tokens
     others = torch.arange(shape[1]) != shape[1] // 3
     numbers = {
         "channel, level 0": _error(channel, plain),
-        "channel, level 1": _error(channel, turned),
+        "channel, level 1": _error(channel, rotating),
         "other channels, level 0": _error(channel, plain, others),
-        "other channels, level 1": _error(channel, turned, others),
+        "other channels, level 1": _error(channel, rotating, others),
     }
     rows = torch.arange(shape[0]) != shape[0] // 3
     numbers |= {
-        "other tokens, level 1": _error(token, turned, rows=rows),
+        "other tokens, level 1": _error(token, rotating, rows=rows),
         "other tokens, level 2": _error(token, tokens, rows=rows),
     }
     return Measured(numbers=numbers)

@@ -54,7 +54,7 @@ def check_text(record: dict[str, Any]) -> str:
         "model": f"{record['parameters']:,} parameters: " + ", ".join(f"{name} {size}" for name, size in model.items()),
         "batch": f"{config['batch_size']} windows, lr {config['lr']}, seed {config['seed']}",
         "formats": f"{scheme['format']}, gradients {scheme['grad_format'] or 'as usual beside it'}",
-        "accumulation": fast[scheme["fast_accum"], scheme["fast_backward"]],
+        "gemm": fast[scheme["fast_accum"], scheme["fast_backward"]],
         "head": f"{config['head']}; attention scores and values in float32, the same code on both sides",
         "compared": f"{record['numbers_compared']:,} numbers: every loss, gradient and weight of every step",
         "losses": f"{record['losses'][0]:.4f} to {record['losses'][-1]:.4f}" if record["losses"] else "none",
@@ -62,7 +62,7 @@ def check_text(record: dict[str, Any]) -> str:
         "plans": _bases(record),
         "time": ", ".join(f"{name} {seconds:.1f} s" for name, seconds in record["seconds"].items()),
     }
-    lines = [f"{name:<12} {text}" for name, text in rows.items()]
+    lines = [f"{name:<9} {text}" for name, text in rows.items()]
     lines += ["", "products:", *(f"  {product['text']}" for product in record["products"])]
     return "\n".join(lines + [f"guess: {guess}" for guess in record["guesses"]])
 

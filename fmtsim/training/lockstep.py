@@ -1,7 +1,7 @@
 """Train one model twice in lockstep, and compare the bits of every loss, gradient and weight after each step.
 
 The two sides start from the same weights and see the same batches; they differ in who multiplies. For
-``fmtsim train --check native`` one side runs every product of a linear layer on the card's own unit, the other emulates
+``fmtsim train --check native`` one side runs every product of a linear layer on the GPU's own unit, the other emulates
 it; whatever else happens in a step is the same code on the same device.
 """
 
@@ -121,24 +121,24 @@ class RecordingTarget(Target):
 
 
 def check_native(config: TrainConfig, corpus: Corpus, progress: Progress, minutes: float | None = None) -> Lockstep:
-    """Train with the card's own products and with emulated ones, in lockstep.
+    """Train with the GPU's own products and with emulated ones, in lockstep.
 
     Args:
-        config: ``config.simulated`` names formats and the target; ``config.device`` has to be that card.
+        config: ``config.simulated`` names formats and the target; ``config.device`` has to be that GPU.
         corpus: What is learnt.
         progress: Is told of each step.
         minutes: Time after which no step begins; None takes all steps.
 
     Raises:
-        ArgumentError: There is no target, or the device is not its card; it says why.
+        ArgumentError: There is no target, or the device is not its GPU; it says why.
     """
     target = config.simulated.target
     if target is None:
-        raise ArgumentError("--check native compares a card with its emulation; pass --target, for example h200")
+        raise ArgumentError("--check native compares a GPU with its emulation; pass --target, for example h200")
     with deterministic(config.device):
         reason = why_not_native(target, config.device)
         if reason is not None:
-            raise ArgumentError(f"--check native is not possible: {reason}; pass --device cuda on the target's card")
+            raise ArgumentError(f"--check native is not possible: {reason}; pass --device cuda on the target's GPU")
         record = recording(get_target(target))
         sides = (
             build_side("native", config, linear_of(config.simulated, target=record, native=True)),

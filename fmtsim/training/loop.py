@@ -76,7 +76,7 @@ class Run:
         skipped: Steps that loss scaling did not take, because a gradient was not finite.
         nonfinite: Steps with gradients that were not finite, taken or not.
         loss_scale: What the loss was multiplied with in the end.
-        guesses: Products whose order of sums on the target is a guess, as its warnings say.
+        guesses: Products whose accumulation order on the target is a guess, as its warnings say.
     """
 
     label: str

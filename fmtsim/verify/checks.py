@@ -92,23 +92,23 @@ def blocks_against_oracle(fmt: BlockFormat | LogTileFormat, engines: dict[str, E
         out_dtype = result_dtype(fmt, dtype)
         for spec in casts(fmt, dtype):
             random = words if spec.rounding.mode == "stochastic" else None
-            truth = quantize_matrix(
+            oracle = quantize_matrix(
                 x.tolist(), fmt, spec.rounding, spec.overflow, str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
                 get_format(out_dtype), None if random is None else words.tolist(),  # type: ignore[arg-type]
             )  # fmt: skip
-            values = torch.tensor(truth.values, dtype=out_dtype)
-            _compare(tally, engines, x, spec, random, values, _parts_of(truth, fmt))
+            values = torch.tensor(oracle.values, dtype=out_dtype)
+            _compare(tally, engines, x, spec, random, values, _parts_of(oracle, fmt))
     return tally.outcome()
 
 
-def _parts_of(truth: Quantized, fmt: BlockFormat | LogTileFormat) -> EncodedParts:
+def _parts_of(oracle: Quantized, fmt: BlockFormat | LogTileFormat) -> EncodedParts:
     """Return what the scaling oracle found, as engines return it."""
     offset_dtype = torch.int32 if isinstance(fmt, BlockFormat) else torch.float32
     return EncodedParts(
-        torch.tensor(truth.codes).to(code_dtype(fmt.bits)),
-        torch.tensor(truth.scales, dtype=torch.float32),
-        None if truth.tensor_scale is None else torch.tensor(truth.tensor_scale, dtype=torch.float32),
-        None if truth.offsets is None else torch.tensor(truth.offsets, dtype=offset_dtype),
+        torch.tensor(oracle.codes).to(code_dtype(fmt.bits)),
+        torch.tensor(oracle.scales, dtype=torch.float32),
+        None if oracle.tensor_scale is None else torch.tensor(oracle.tensor_scale, dtype=torch.float32),
+        None if oracle.offsets is None else torch.tensor(oracle.offsets, dtype=offset_dtype),
     )
 
 
@@ -127,13 +127,13 @@ def _compare(
             _compare_parts(tally, engine.encode(x, spec, random), parts, x, f"{name}.encode {what}")
 
 
-def _compare_parts(tally: Tally, got: EncodedParts, wanted: EncodedParts, x: torch.Tensor, what: str) -> None:
-    for field, found, expected in zip(EncodedParts._fields, got, wanted, strict=True):
-        if expected is None or found is None:
-            present = torch.tensor([found is not None]), torch.tensor([expected is not None])
+def _compare_parts(tally: Tally, got: EncodedParts, expected: EncodedParts, x: torch.Tensor, what: str) -> None:
+    for field, found, right in zip(EncodedParts._fields, got, expected, strict=True):
+        if right is None or found is None:
+            present = torch.tensor([found is not None]), torch.tensor([right is not None])
             tally.compare(*present, present[1], f"{what}, presence of {field}")
         else:
-            tally.compare(found, expected, x, f"{what}, {field}")
+            tally.compare(found, right, x, f"{what}, {field}")
 
 
 def casts(fmt: Format, dtype: torch.dtype) -> Iterator[CastSpec]:

@@ -90,8 +90,8 @@ def _compare(
             engine.quantize(x, spec, None, out)
             tally.compare(out, values, x, f"{name}.quantize, {spec.overflow}")
         if encode and covers(engine, "encode", spec, x):
-            wanted = torch.from_numpy(codes.astype(numpy.int64)).to(code_dtype(fmt.bits))
-            tally.compare(engine.encode(x, spec, None).codes, wanted, x, f"{name}.encode, {spec.overflow}")
+            expected = torch.from_numpy(codes.astype(numpy.int64)).to(code_dtype(fmt.bits))
+            tally.compare(engine.encode(x, spec, None).codes, expected, x, f"{name}.encode, {spec.overflow}")
 
 
 @cache

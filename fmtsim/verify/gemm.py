@@ -39,9 +39,9 @@ class Replay:
         cases: Instructions' rows or library calls that were replayed; ``skipped`` were left out by a limit.
         outputs: Results compared.
         mismatches: Results whose bits differ; at least 1 where replaying raised an error.
-        in_guesses: Those of the mismatches that are in calls whose order of sums is a guess.
-        plans: What stands behind the orders of sums, with the number of calls of each: ``recorded`` for this very
-            shape, ``logged``, ``rule``, or ``guess``.
+        in_guesses: Those of the mismatches that are in calls whose accumulation order is a guess.
+        plans: What stands behind the accumulation orders, with the number of calls of each: ``recorded`` for this very
+            shape, ``reported``, ``rule``, or ``guess``.
         first: The first difference in hex, or the error.
     """
 
@@ -215,7 +215,7 @@ def replay_call(call: Call, target: str) -> Tensor:
 
 
 def plan_basis(call: Call, target: str) -> str:
-    """Return what stands behind the target's order of sums for a call: recorded, logged, rule or guess."""
+    """Return what stands behind the target's accumulation order for a call: recorded, reported, rule or guess."""
     from fmtsim.gemm.targets.target import get_target
 
     half, tf32 = call.options.get("fp16_accumulation", False), call.options.get("tf32", False)

@@ -87,21 +87,21 @@ class Tally:
         self._cases = self._mismatches = 0
         self._first = ""
 
-    def compare(self, got: torch.Tensor, wanted: torch.Tensor, inputs: torch.Tensor, what: str) -> None:
+    def compare(self, got: torch.Tensor, right: torch.Tensor, inputs: torch.Tensor, what: str) -> None:
         """Compare two tensors bit for bit; ``inputs`` has the same shape and names the numbers they came from."""
-        self._cases += wanted.numel()
-        if got.shape != wanted.shape or got.dtype != wanted.dtype:
-            self._mismatches += max(wanted.numel(), 1)
-            kinds = f"{got.dtype} {tuple(got.shape)}, expected {wanted.dtype} {tuple(wanted.shape)}"
+        self._cases += right.numel()
+        if got.shape != right.shape or got.dtype != right.dtype:
+            self._mismatches += max(right.numel(), 1)
+            kinds = f"{got.dtype} {tuple(got.shape)}, expected {right.dtype} {tuple(right.shape)}"
             self._first = self._first or f"{what}: {kinds}"
             return
-        if torch.equal(bits_of(got), bits_of(wanted)):
+        if torch.equal(bits_of(got), bits_of(right)):
             return
-        found = compare(got.reshape(-1), wanted.reshape(-1))
+        found = compare(got.reshape(-1), right.reshape(-1))
         self._mismatches += found.mismatches
         if not self._first and found.first is not None:
             (index,) = found.first.index
-            given = f" of {inputs.reshape(-1)[index].item()!r}" if inputs.shape == wanted.shape else ""
+            given = f" of {inputs.reshape(-1)[index].item()!r}" if inputs.shape == right.shape else ""
             actual, expected = (f"{x!r} ({code})" for x, code in zip(found.first.values, found.first.hex, strict=True))
             self._first = f"{what}: element {index}{given} is {actual}, expected {expected}"
 

@@ -107,7 +107,7 @@ def test_a_row_is_as_good_as_its_worst_case():
         ("exact fp8 Hopper", 27.0, ["27.0", "TMAC/s", "16", "27", "stretch", "250.000"]),
         ("exact int8", 61.0, ["61.0", "TMAC/s", "-", "-", "-", "250.000"]),
         ("call e4m3", 15.1, ["15.1", "us", "15", "8", "MISS", "250.000"]),
-        ("linear layer mxfp4", 1.25, ["1.250", "of", "plain", "1.5", "1.25", "stretch", "250.000"]),
+        ("linear layer mxfp4", 1.25, ["1.250", "of", "bf16", "1.5", "1.25", "stretch", "250.000"]),
     ],
 )
 def test_a_line_shows_the_goal_and_the_verdict(name, value, cells):

@@ -1,11 +1,11 @@
-"""A card that is none: an arithmetic and an order of sums of the test's choice, computed by fmtsim itself."""
+"""A GPU that is none: an arithmetic and an accumulation order of the test's choice, computed by fmtsim itself."""
 
 from collections.abc import Callable
 
 import torch
 
-from fmtsim.calibration.card import NO_EXTRAS
 from fmtsim.calibration.check import Data, multiply
+from fmtsim.calibration.gpu import NO_EXTRAS
 from fmtsim.errors import DeviceError
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.datapath import Arithmetic
@@ -14,7 +14,7 @@ from fmtsim.spec.plan import GemmPlan
 CHAIN = GemmPlan()
 
 
-class FakeCard:
+class FakeGPU:
     """Answer calls with a unit and a plan; ``tiles`` many results claim to be summed in another order."""
 
     name = "fake"

@@ -1,4 +1,4 @@
-"""Units: a card with a hidden arithmetic is probed, and the arithmetic and its name come back."""
+"""Units: a GPU with a hidden arithmetic is probed, and the arithmetic and its name come back."""
 
 import random
 from dataclasses import replace
@@ -12,7 +12,7 @@ from fmtsim.gemm.units.unit import get_unit
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.datapath import Datapath, IntegerDatapath
 from fmtsim.spec.plan import GemmPlan
-from tests.calibration.fake import FakeCard
+from tests.calibration.fake import FakeGPU
 
 UNITS = ("volta.mma", "turing.mma", "ampere.mma", "ada.mma", "hopper.wgmma", "blackwell.tcgen05")
 
@@ -30,7 +30,7 @@ def modes_of(unit):
 def test_catalogued_units_are_recognised(unit):
     seen = 0
     for mode, hidden in modes_of(unit):
-        found = measure(FakeCard(hidden), mode, unit.partition(".")[0])
+        found = measure(FakeGPU(hidden), mode, unit.partition(".")[0])
         assert (found.unit, found.arithmetic, found.mismatches) == (unit, hidden, 0), found
         assert found.known and found.outputs >= 2048
         assert str(found).startswith(f"{mode}: {unit}; ")
@@ -43,7 +43,7 @@ def test_catalogued_units_are_recognised(unit):
 @pytest.mark.parametrize("sums", ["toward_zero", "nearest_even"])
 def test_lower_bounds_are_measured(bound, mode, sums):
     hidden = Datapath(block=8, fraction_bits=24, rounding=Rounding(mode=sums), min_exponent=bound)
-    assert measure(FakeCard(hidden), mode).arithmetic == hidden
+    assert measure(FakeGPU(hidden), mode).arithmetic == hidden
 
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 60))])
@@ -61,7 +61,7 @@ def test_random_units_are_described(seed):
         accumulator=FloatFormat(name=f"e8m{kept}", exponent_bits=8, mantissa_bits=kept),
         min_exponent=draw.randint(-132, -126) if mode in ("bf16", "tf32") else None,
     )
-    found = measure(FakeCard(hidden), mode)
+    found = measure(FakeGPU(hidden), mode)
     assert found.unit is None and not found.mismatches
     fields = ("block", "fraction_bits", "term_rounding", "rounding")
     got = found.arithmetic
@@ -73,14 +73,14 @@ def test_random_units_are_described(seed):
 
 def test_a_lower_bound_without_clamp():
     hidden = replace(get_unit("hopper.wgmma").mode("bf16", "bf16", "fp32"), min_exponent=None)
-    found = measure(FakeCard(hidden), "bf16")
+    found = measure(FakeGPU(hidden), "bf16")
     assert found.arithmetic == hidden and found.unit is None
     assert "not in the catalogue" in str(found)
 
 
 def test_an_addend_that_comes_late_is_told():
     hidden = Datapath(block=16, fraction_bits=25, promote_every=16)
-    found = measure(FakeCard(hidden), "bf16")
+    found = measure(FakeGPU(hidden), "bf16")
     assert not found.known
     assert found.arithmetic is None
     assert "no arithmetic explains the probes" in str(found)
@@ -88,34 +88,34 @@ def test_an_addend_that_comes_late_is_told():
 
 def test_a_chain_of_fused_multiply_adds():
     hidden = get_unit("fp32_fma").mode("fp32", "fp32", "fp32")
-    found = measure(FakeCard(hidden), "bf16")
+    found = measure(FakeGPU(hidden), "bf16")
     assert found.known and found.arithmetic.block == 1
 
 
 def test_integers_wrap_or_clamp():
-    assert measure(FakeCard(IntegerDatapath()), "int8", "hopper").unit.startswith("hopper")
-    clamped = measure(FakeCard(IntegerDatapath(saturate=True)), "int8")
+    assert measure(FakeGPU(IntegerDatapath()), "int8", "hopper").unit.startswith("hopper")
+    clamped = measure(FakeGPU(IntegerDatapath(saturate=True)), "int8")
     assert clamped.arithmetic.saturate and dict(clamped.facts)["2^18 times 127^2"] == str(2**31 - 1)
 
 
 def test_special_values_are_told():
-    facts = dict(measure(FakeCard(get_unit("hopper.wgmma").mode("bf16", "bf16", "fp32")), "bf16").facts)
+    facts = dict(measure(FakeGPU(get_unit("hopper.wgmma").mode("bf16", "bf16", "fp32")), "bf16").facts)
     assert facts["bits of NaN times 1"] == facts["bits of Inf times 0"] == "0x7FFFFFFF"
     assert facts["bits of Inf times 1"] == "0x7F800000"
     assert facts["bits of sum of -0 and -0"] == facts["bits of negative, rounded to zero"] == "0x00000000"
-    facts = dict(measure(FakeCard(get_unit("hopper.wgmma").mode("tf32", "tf32", "fp32")), "tf32").facts)
+    facts = dict(measure(FakeGPU(get_unit("hopper.wgmma").mode("tf32", "tf32", "fp32")), "tf32").facts)
     assert facts["operands rounded to TF32"] == "nearest_even"
 
 
 def test_a_library_that_splits_the_probes_differently_does_not_confuse():
     hidden = get_unit("hopper.wgmma").mode("tf32", "tf32", "fp32")
-    found = measure(FakeCard(hidden, GemmPlan(k_tile=32, split=4)), "tf32", "hopper")
+    found = measure(FakeGPU(hidden, GemmPlan(k_tile=32, split=4)), "tf32", "hopper")
     assert found.known and found.unit == "hopper.wgmma"
 
 
 def test_what_a_card_refuses_is_told():
-    card = FakeCard(get_unit("hopper.wgmma").mode("bf16", "bf16", "fp32"), memory=1)
-    (found,) = measure_all(card, ["bf16"])
+    gpu = FakeGPU(get_unit("hopper.wgmma").mode("bf16", "bf16", "fp32"), memory=1)
+    (found,) = measure_all(gpu, ["bf16"])
     assert not found.known and "no memory" in str(found)
 
 

@@ -1,19 +1,19 @@
-"""The command: bad input, a machine without a usable GPU, and a whole run against a card that is none."""
+"""The command: bad input, a machine without a usable GPU, and a whole run against a GPU that is none."""
 
 import json
 
 import pytest
 import torch
 
-from fmtsim.calibration import card as cards
-from fmtsim.calibration.card import TorchCard, open_card
+from fmtsim.calibration import gpu as gpus
+from fmtsim.calibration.gpu import TorchGPU, open_gpu
 from fmtsim.cli import calibrate
 from fmtsim.cli.main import BAD_INPUT, main
 from fmtsim.errors import DeviceError
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.plan import GemmPlan
-from tests.calibration.fake import FakeCard, mm
+from tests.calibration.fake import FakeGPU, mm
 
 HOPPER = get_unit("hopper.wgmma")
 
@@ -67,34 +67,34 @@ def test_a_gpu_that_is_busy(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", busy)
     with pytest.raises(DeviceError, match=r"cuda cannot be used: CUDA error: .*unavailable; see with nvidia-smi"):
-        open_card()
+        open_gpu()
 
 
 def test_a_gpu_without_memory(monkeypatch):
     def full(*args):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setitem(cards.NATIVE, "mm", full)
+    monkeypatch.setitem(gpus.NATIVE, "mm", full)
     a = torch.zeros(1, 64, dtype=torch.bfloat16)
     with pytest.raises(DeviceError, match=r"has no memory left for M=8 N=16 K=64 in bf16; choose fewer --tokens"):
-        host_card().ask(mm(8, 16, 64), a, a)
+        host_gpu().ask(mm(8, 16, 64), a, a)
 
 
 def test_a_call_that_the_library_refuses(monkeypatch):
     def refuse(*args):
         raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nwhen calling")
 
-    monkeypatch.setitem(cards.NATIVE, "mm", refuse)
+    monkeypatch.setitem(gpus.NATIVE, "mm", refuse)
     a = torch.zeros(1, 64, dtype=torch.bfloat16)
     with pytest.raises(DeviceError, match=r"refuses M=8 N=16 K=64 in bf16: CUBLAS_STATUS_NOT_SUPPORTED$"):
-        host_card().differing(mm(8, 16, 64), a, a)
+        host_gpu().differing(mm(8, 16, 64), a, a)
 
 
-def host_card():
-    """Return the GPU's card with its tensors on the CPU, whose torch.mm then answers."""
-    card = TorchCard.__new__(TorchCard)
-    card.device, card.name, card.library, card._room = torch.device("cpu"), "host", "no GPU", {}
-    return card
+def host_gpu():
+    """Return the GPU of torch with its tensors on the CPU, whose torch.mm then answers."""
+    gpu = TorchGPU.__new__(TorchGPU)
+    gpu.device, gpu.name, gpu.library, gpu._room = torch.device("cpu"), "host", "no GPU", {}
+    return gpu
 
 
 @pytest.mark.parametrize("a_layout", ["row", "column"])
@@ -104,16 +104,16 @@ def test_rows_are_spread_over_the_whole_call(a_layout, b_layout):
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randint(-8, 9, (rows, 96), generator=generator).float() for rows in (3, 5))
     call = mm(50, 70, 96, "tf32", a_layout=a_layout, b_layout=b_layout)
-    card = host_card()
-    assert torch.equal(card.ask(call, a, b), a @ b.t())
-    assert torch.equal(card.ask(mm(3, 5, 96, "tf32"), a, b), a @ b.t())
-    assert card.differing(call, a[:1], b[:1]) == 0
+    gpu = host_gpu()
+    assert torch.equal(gpu.ask(call, a, b), a @ b.t())
+    assert torch.equal(gpu.ask(mm(3, 5, 96, "tf32"), a, b), a @ b.t())
+    assert gpu.differing(call, a[:1], b[:1]) == 0
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
 def test_a_whole_run(monkeypatch, tmp_path, capsys):
-    card = FakeCard(units, lambda call: GemmPlan(k_tile=64, split=2) if call.k == 512 else GemmPlan())
-    monkeypatch.setattr(cards, "open_card", lambda device: card)
+    gpu = FakeGPU(units, lambda call: GemmPlan(k_tile=64, split=2) if call.k == 512 else GemmPlan())
+    monkeypatch.setattr(gpus, "open_gpu", lambda device: gpu)
     monkeypatch.setattr(calibrate, "_family", lambda device: "hopper")
     (tmp_path / "shapes.txt").write_text("64 512\n")
     out = tmp_path / "mine.json"

@@ -1,4 +1,4 @@
-"""Orders of sums: a card with a hidden plan is asked, and the plan, or one with the same order, comes back."""
+"""Orders of sums: a GPU with a hidden plan is asked, and the plan, or one with the same order, comes back."""
 
 import random
 from dataclasses import replace
@@ -13,7 +13,7 @@ from fmtsim.calibration.order import look
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.plan import GemmPlan
-from tests.calibration.fake import FakeCard, fp8, mm
+from tests.calibration.fake import FakeGPU, fp8, mm
 
 HOPPER, AMPERE = get_unit("hopper.wgmma"), get_unit("ampere.mma")
 BF16, TF32, FP8 = (HOPPER.mode(name, name, "fp32") for name in ("bf16", "tf32", "e4m3"))
@@ -30,7 +30,7 @@ def same_order(call, arithmetic, first, second):
 
 
 def recovered(call, arithmetic, plan):
-    found = find_plan(FakeCard(arithmetic, plan), call, arithmetic)
+    found = find_plan(FakeGPU(arithmetic, plan), call, arithmetic)
     assert found.status == "verified", found.note
     assert found.outputs >= 128
     return any(same_order(call, arithmetic, plan, other) for other in found.plans)
@@ -89,7 +89,7 @@ def test_a_bias_with_which_the_output_begins(fmt):
 def test_the_order_of_row_and_column_scales():
     for rule in ("row_column", "column_row"):
         found = find_plan(
-            FakeCard(FP8, GemmPlan(epilogue=rule)), fp8(64, 96, 512, out=torch.float32, scaling="row"), FP8
+            FakeGPU(FP8, GemmPlan(epilogue=rule)), fp8(64, 96, 512, out=torch.float32, scaling="row"), FP8
         )
         assert [plan.epilogue for plan in found.plans] == [rule]
 
@@ -129,7 +129,7 @@ def test_random_orders_are_found(seed):
 def test_a_planted_wrong_plan_is_refused(name):
     """Wrong plans that a person might believe: one part more, none, another tile, no promotion, residue last."""
     call, arithmetic, plan = HIDDEN[name]
-    answer = FakeCard(arithmetic, plan).ask(call, *make_data(question(call), 1))
+    answer = FakeGPU(arithmetic, plan).ask(call, *make_data(question(call), 1))
     assert not verify(call, answer, 1, arithmetic, plan).mismatches
     wrong = [GemmPlan(), GemmPlan(k_tile=64, split=2), GemmPlan(k_tile=64, split=5), GemmPlan(promote_every=256),
              GemmPlan(k_tile=64, split=3, owner="interleaved"), GemmPlan(instruction_k=4)]  # fmt: skip
@@ -142,22 +142,22 @@ def test_a_planted_wrong_plan_is_refused(name):
 
 def test_a_wrong_guess_is_not_believed():
     call, arithmetic, plan = HIDDEN["parts of tiles"]
-    card = FakeCard(arithmetic, plan)
-    found = find_plan(card, call, arithmetic, guess=lambda call: GemmPlan())
+    gpu = FakeGPU(arithmetic, plan)
+    found = find_plan(gpu, call, arithmetic, guess=lambda call: GemmPlan())
     assert found.status == "verified" and all(other.split == 3 for other in found.plans)
-    right = find_plan(card, call, arithmetic, guess=lambda call: replace(plan, source="a rule", verified=True))
+    right = find_plan(gpu, call, arithmetic, guess=lambda call: replace(plan, source="a rule", verified=True))
     assert right.plans == (plan,)
 
 
 def test_an_order_that_changes_from_tile_to_tile_is_refused():
-    found = find_plan(FakeCard(BF16, GemmPlan(), tiles=128), mm(64, 512, 512), BF16)
+    found = find_plan(FakeGPU(BF16, GemmPlan(), tiles=128), mm(64, 512, 512), BF16)
     assert found.status == "not found"
     assert found.note == "128 of 32768 results are summed in another order than the first"
 
 
 def test_an_order_that_no_plan_can_say():
     """A machine whose unit is another than believed: the sighting is told, so that a person can read it."""
-    found = find_plan(FakeCard(AMPERE.mode("bf16", "bf16", "fp32"), GemmPlan(instruction_k=2)), mm(8, 512, 4096), BF16)
+    found = find_plan(FakeGPU(AMPERE.mode("bf16", "bf16", "fp32"), GemmPlan(instruction_k=2)), mm(8, 512, 4096), BF16)
     assert found.status == "not found"
     assert found.note.startswith("no plan explains what was seen: 4:")
 
@@ -165,18 +165,18 @@ def test_an_order_that_no_plan_can_say():
 def test_a_card_without_memory_skips_the_call():
     calls = [mm(8, 32, 64), mm(512, 512, 64)]
     told = []
-    found = calibrate(FakeCard(BF16, memory=1000), calls, lambda call: BF16, advance=lambda *news: told.append(news))
+    found = calibrate(FakeGPU(BF16, memory=1000), calls, lambda call: BF16, advance=lambda *news: told.append(news))
     assert [finding.status for finding in found] == ["verified", "skipped"]
     assert found[1].note == "fake has no memory left for M=512"
     assert told == [(0, "bf16 M=8 N=32 K=64"), (1, "bf16 M=512 N=512 K=64")]
 
 
 def test_a_handful_of_calls_is_enough():
-    card = FakeCard(BF16, GemmPlan(k_tile=64, split=6))
-    find_plan(card, mm(16, 1024, 16384), BF16)
-    assert card.asked <= 4
+    gpu = FakeGPU(BF16, GemmPlan(k_tile=64, split=6))
+    find_plan(gpu, mm(16, 1024, 16384), BF16)
+    assert gpu.asked <= 4
 
 
 def test_very_short_sums_are_compared_alone():
-    assert look(FakeCard(BF16), mm(16, 64, 3)) is None
-    assert find_plan(FakeCard(BF16), mm(16, 64, 3), BF16).plans == (GemmPlan(),)
+    assert look(FakeGPU(BF16), mm(16, 64, 3)) is None
+    assert find_plan(FakeGPU(BF16), mm(16, 64, 3), BF16).plans == (GemmPlan(),)

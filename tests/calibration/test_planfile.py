@@ -1,4 +1,4 @@
-"""Plan files: what was found is written, read back by target=, and gives the card's bits."""
+"""Plan files: what was found is written, read back by target=, and gives the GPU's bits."""
 
 import json
 import warnings
@@ -18,7 +18,7 @@ from fmtsim.gemm.targets.target import get_target, target_from_dict
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.plan import GemmPlan
-from tests.calibration.fake import FakeCard, fp8, mm
+from tests.calibration.fake import FakeGPU, fp8, mm
 
 HOPPER = get_unit("hopper.wgmma")
 BF16 = HOPPER.mode("bf16", "bf16", "fp32")
@@ -49,13 +49,13 @@ CALLS = [
 
 @pytest.fixture(scope="module")
 def found():
-    return calibrate(FakeCard(units, hidden), CALLS, units)
+    return calibrate(FakeGPU(units, hidden), CALLS, units)
 
 
 @pytest.fixture(scope="module")
 def measured():
     modes = ("bf16", "e4m3")
-    return [measure(FakeCard(units(fp8(1, 1, 1) if mode == "e4m3" else mm(1, 1, 1))), mode, "hopper") for mode in modes]
+    return [measure(FakeGPU(units(fp8(1, 1, 1) if mode == "e4m3" else mm(1, 1, 1))), mode, "hopper") for mode in modes]
 
 
 def test_a_plan_file_gives_the_bits_of_the_card(found, measured, tmp_path):
@@ -63,7 +63,7 @@ def test_a_plan_file_gives_the_bits_of_the_card(found, measured, tmp_path):
     write_plan(plan_file("my_plan", "a test", found, units, measured=measured, date="2026-11-21"), path)
     target = get_target(path)
     assert target.units[:2] == ((("bf16",), "fp32", "hopper.wgmma"), (("e4m3",), "fp32", "hopper.wgmma"))
-    card = FakeCard(units, hidden)
+    gpu = FakeGPU(units, hidden)
     generator = torch.Generator().manual_seed(3)
     for call in CALLS:
         resolution = target.resolve(call, strict=True)
@@ -77,7 +77,7 @@ def test_a_plan_file_gives_the_bits_of_the_card(found, measured, tmp_path):
         else:
             a, b = a.bfloat16(), b.bfloat16()
             y = fmtsim.mm(a, b.t(), target=str(path))
-        assert torch.equal(y.view(torch.int16), card.ask(call, a, b).view(torch.int16)), call
+        assert torch.equal(y.view(torch.int16), gpu.ask(call, a, b).view(torch.int16)), call
 
 
 def test_calls_that_were_not_asked_warn(found, measured, tmp_path):
@@ -90,7 +90,7 @@ def test_calls_that_were_not_asked_warn(found, measured, tmp_path):
 def test_one_rule_replaces_many_entries():
     calls = [mm(m, n, k) for m in (8, 16, 24, 32) for n in (32, 64, 96, 128) for k in (64, 128, 256, 512)]
     calls += [mm(8, n, 4096) for n in (32, 64)]
-    some = calibrate(FakeCard(units, hidden), calls, units, seeds=(1,))
+    some = calibrate(FakeGPU(units, hidden), calls, units, seeds=(1,))
     target = plan_file("t", "a test", some, units, measured=[known_unit()])
     assert [rule.basis for rule in target.rules] == ["recorded", "rule", "rule"]
     assert target.rules[0].split == {"8x32": {"4096": 3}, "8x64": {"4096": 3}}
@@ -112,7 +112,7 @@ def test_what_was_not_found_stays_a_guess():
         warnings.simplefilter("ignore")
         assert target.resolve(call).basis == "guess"
     assert target.resolve(kept.call).basis == "recorded"
-    assert "no order of sums was found" in target.rules[0].reason
+    assert "no accumulation order was found" in target.rules[0].reason
 
 
 def test_a_base_keeps_its_rules_and_is_not_listed_again():
@@ -167,9 +167,9 @@ def test_a_bias_added_after_a_rounded_split():
 def test_calls_that_run_without_the_matrix_unit():
     strided = GemmPlan(k_tile=1, split=16, owner="interleaved")
     calls = [mm(1, 768, 1280, "tf32"), mm(1, 768, 1280), mm(64, 64, 512)]
-    card = FakeCard(lambda call: scalar_units(call) if call.m == 1 else units(call),
+    gpu = FakeGPU(lambda call: scalar_units(call) if call.m == 1 else units(call),
                     lambda call: strided if call.m == 1 else GemmPlan())  # fmt: skip
-    found = calibrate(card, calls, units)
+    found = calibrate(gpu, calls, units)
     assert [x.unit for x in found] == ["fp32_fma", "fp32_fma", None]
     modes = [
         Measured(mode=mode, arithmetic=BF16, unit="hopper.wgmma", facts=(), outputs=1) for mode in ("bf16", "tf32")
@@ -185,7 +185,7 @@ def test_calls_that_run_without_the_matrix_unit():
     generator = torch.Generator().manual_seed(5)
     a, b = torch.randn(1, 1280, generator=generator), torch.randn(768, 1280, generator=generator)
     y = fmtsim.mm(a, b.t(), target=target, allow_tf32=True)
-    assert torch.equal(y, card.ask(calls[0], a, b))  # float32, though TF32 is allowed
+    assert torch.equal(y, gpu.ask(calls[0], a, b))  # float32, though TF32 is allowed
     rounded = fmtsim.mm(a, b.t(), datapath=scalar_units(calls[0]), plan=resolved[0].plan, allow_tf32=True)
     assert not torch.equal(y, rounded)
     rows = dict(fmtsim.explain_mm(a, b.t(), target=target, allow_tf32=True).rows)
@@ -215,7 +215,7 @@ def test_the_text_is_json_with_a_line_for_each_size(found, measured):
 
 
 def test_nothing_to_write():
-    with pytest.raises(ArgumentError, match="no order of sums was verified"):
+    with pytest.raises(ArgumentError, match="no accumulation order was verified"):
         plan_file("t", "a test", [Finding(call=mm(1, 1, 1), status="skipped")], units)
     kept = Finding(call=mm(8, 8, 64), status="verified", plans=(GemmPlan(),), outputs=1)
     with pytest.raises(ArgumentError, match="no measured unit has a name in the catalogue"):

@@ -1,4 +1,4 @@
-"""A card is held to the plan file that describes it: which calls run, on what data, and what a difference does."""
+"""A GPU is held to the plan file that describes it: which calls run, on what data, and what a difference does."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ import torch
 
 import fmtsim
 from fmtsim.analysis.native import compare_native
-from fmtsim.calibration import card as cards
+from fmtsim.calibration import gpu as gpus
 from fmtsim.calibration import recheck as module
 from fmtsim.calibration.recheck import KINDS, chosen_calls, recheck, shown
 from fmtsim.cli.main import BAD_INPUT, main
@@ -35,7 +35,7 @@ def number_of(bases=("rule", "recorded"), **facts):
 
 
 def alike(verb, *arguments, **options):
-    """Stand in for a card that does what its plan file says."""
+    """Stand in for a GPU that does what its plan file says."""
     y = verb(*arguments, native=False, **options)
     return fmtsim.compare(y, y.clone())
 
@@ -117,9 +117,9 @@ def test_one_call_in_words():
 
 
 def test_the_command(monkeypatch, tmp_path, capsys):
-    path = tmp_path / "card.json"
+    path = tmp_path / "GPU.json"
     path.write_text(json.dumps(target_to_dict(few(number_of(scaling="row"), number_of(a="int8")))))
-    monkeypatch.setattr(cards, "open_card", lambda device: None)
+    monkeypatch.setattr(gpus, "open_gpu", lambda device: None)
     own = module.recheck
     words = ["calibrate", "--check", str(path), "--calls", "1", "--device", "cpu"]
     for compare, status, text in (

@@ -61,7 +61,7 @@ def test_emulate_keeps_the_card_out(card, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--unit", "hopper.wgmma", "--check", "native"], "--check native runs the card that --target names, but a"),
+        (["--unit", "hopper.wgmma", "--check", "native"], "--check native runs the GPU that --target names, but a"),
         (["--target", "h200", "--emulate", "--check", "native"], "but --emulate forbids it"),
         (["--target", "h200", "--check", "native"], "native=True is not possible: the tensors are on cpu"),
         (["--target", "h200", "--device", "nowhere"], "--device nowhere is not there"),

@@ -258,7 +258,7 @@ def test_the_command_runs_where_the_card_is(text, tmp_path, capsys, monkeypatch)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--check", "native"], "--check native compares a card with its emulation; pass --target, for example h200"),
+        (["--check", "native"], "--check native compares a GPU with its emulation; pass --target, for example h200"),
         (["--check", "native", "--target", "h200"], "--check native is not possible: the tensors are on cpu, not on a"),
         (["--minutes", "2"], "--minutes 2 limits --check native; pass both, and a number above 0"),
         (["--device", "nowhere"], "--device nowhere is not there"),
@@ -289,7 +289,7 @@ def test_the_cpu_keeps_its_settings(corpus):
     before = torch.are_deterministic_algorithms_enabled()
     with deterministic("cpu"):
         assert torch.are_deterministic_algorithms_enabled() == before
-    with pytest.raises(ArgumentError, match="--check native compares a card"):
+    with pytest.raises(ArgumentError, match="--check native compares a GPU"):
         check_native(config(Scheme(format="e4m3", unit="hopper.wgmma")), corpus, Progress())
 
 

@@ -27,7 +27,7 @@ class Extras(NamedTuple):
 NO_EXTRAS = Extras()
 
 
-class Card(Protocol):
+class GPU(Protocol):
     """Something that multiplies: a GPU with its library, or a model of one."""
 
     name: str
@@ -39,7 +39,7 @@ class Card(Protocol):
 
         Args:
             call: The call.
-            a: [R, K], R of the call's M rows, stored as the call's format is; where they lie is the card's choice.
+            a: [R, K], R of the call's M rows, stored as the call's format is; where they lie is the GPU's choice.
             b: [C, K], C of its N columns.
             extras: Bias and scales of those rows and columns.
 
@@ -60,7 +60,7 @@ class Card(Protocol):
         ...
 
 
-class TorchCard:
+class TorchGPU:
     """Ask an NVIDIA GPU through torch's own functions.
 
     The other rows of an operand hold leftovers, which no chosen result depends on.
@@ -77,17 +77,17 @@ class TorchCard:
         self._room: dict[str, Tensor] = {}
 
     def ask(self, call: GemmCall, a: Tensor, b: Tensor, extras: Extras = NO_EXTRAS) -> Tensor:
-        """Return some results of a call, as ``Card.ask`` says.
+        """Return some results of a call, as ``GPU.ask`` says.
 
         Raises:
             DeviceError: The GPU has too little memory for the call.
         """
         with self._refusals(call):
-            rows, columns = self._places(call.m, a.shape[0]), self._places(call.n, b.shape[0])
+            rows, columns = self._positions(call.m, a.shape[0]), self._positions(call.n, b.shape[0])
             return self._call(call, a, b, extras, rows, columns)[rows[:, None], columns].cpu()
 
     def differing(self, call: GemmCall, a: Tensor, b: Tensor, extras: Extras = NO_EXTRAS) -> int:
-        """Count results that differ where all should be equal, as ``Card.differing`` says."""
+        """Count results that differ where all should be equal, as ``GPU.differing`` says."""
         with self._refusals(call):
             rows, columns = (torch.arange(size, device=self.device) for size in (call.m, call.n))
             out = self._call(call, a, b, extras, rows, columns)
@@ -95,7 +95,7 @@ class TorchCard:
             return int((bits != bits[0, 0]).sum())
 
     def _call(self, call: GemmCall, a: Tensor, b: Tensor, extras: Extras, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return all results of a call with the given rows at their places; one row stands for all."""
+        """Return all results of a call with the given rows at their positions; one row stands for all."""
         left = self._matrix("a", a, rows, call.m, call.a_layout)
         right = self._matrix("b", b, columns, call.n, call.b_layout)
         bias = self._spread(extras.bias, columns, call.n)
@@ -123,36 +123,36 @@ class TorchCard:
                 f"{_first_line(error)}"
             ) from None
 
-    def _places(self, size: int, count: int) -> Tensor:
+    def _positions(self, size: int, count: int) -> Tensor:
         return torch.linspace(0, size - 1, count, dtype=torch.float64, device=self.device).round().long()
 
-    def _matrix(self, which: str, values: Tensor, places: Tensor, size: int, layout: str) -> Tensor:
+    def _matrix(self, which: str, values: Tensor, positions: Tensor, size: int, layout: str) -> Tensor:
         """Return [size, K] with the given rows in it."""
         k, dtype = values.shape[1], values.dtype
         flat = self._buffer(which, size * k * dtype.itemsize).view(dtype)
-        whole = flat.view(size, k) if layout == "row" else flat.view(k, size).t()
+        matrix = flat.view(size, k) if layout == "row" else flat.view(k, size).t()
         raw = torch.uint8 if dtype.itemsize == 1 else dtype
         values = values.to(self.device).view(raw)
-        if len(values) == 1 and len(places) == size:
-            whole.view(raw).copy_(values.expand(size, k))
+        if len(values) == 1 and len(positions) == size:
+            matrix.view(raw).copy_(values.expand(size, k))
         else:
-            whole.view(raw)[places] = values
-        return whole
+            matrix.view(raw)[positions] = values
+        return matrix
 
     def _buffer(self, which: str, size: int) -> Tensor:
-        held = self._room.get(which)
-        if held is None or held.numel() < size:
+        buffer = self._room.get(which)
+        if buffer is None or buffer.numel() < size:
             self._room.pop(which, None)
-            del held
+            del buffer
             self._room[which] = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return self._room[which][:size]
 
-    def _spread(self, values: Tensor | None, places: Tensor, size: int) -> Tensor | None:
+    def _spread(self, values: Tensor | None, positions: Tensor, size: int) -> Tensor | None:
         if values is None:
             return None
-        whole = torch.zeros(size, dtype=values.dtype, device=self.device)
-        whole[places] = values.to(self.device)
-        return whole
+        spread = torch.zeros(size, dtype=values.dtype, device=self.device)
+        spread[positions] = values.to(self.device)
+        return spread
 
 
 def _mm(call: GemmCall, a: Tensor, b: Tensor, extras: Extras) -> Tensor:
@@ -186,15 +186,15 @@ NATIVE: dict[str, Callable[[GemmCall, Tensor, Tensor, Extras], Tensor]] = {
 def _switches(call: GemmCall) -> Iterator[None]:
     """Set torch's global switches as the call says, and put them back."""
     flags: Any = torch.backends.cuda.matmul
-    held = flags.allow_tf32, flags.allow_fp16_accumulation
+    before = flags.allow_tf32, flags.allow_fp16_accumulation
     flags.allow_tf32, flags.allow_fp16_accumulation = call.a == "tf32", call.accumulate == "fp16"
     try:
         yield
     finally:
-        flags.allow_tf32, flags.allow_fp16_accumulation = held
+        flags.allow_tf32, flags.allow_fp16_accumulation = before
 
 
-def open_card(device: str | torch.device = "cuda") -> TorchCard:
+def open_gpu(device: str | torch.device = "cuda") -> TorchGPU:
     """Return the GPU, after one small product has shown that it works.
 
     Raises:
@@ -206,10 +206,10 @@ def open_card(device: str | torch.device = "cuda") -> TorchCard:
             "file it writes can be used anywhere)"
         )
     try:
-        card = TorchCard(torch.device(device))
-        one = torch.ones(16, 16, device=card.device, dtype=torch.bfloat16)
+        gpu = TorchGPU(torch.device(device))
+        one = torch.ones(16, 16, device=gpu.device, dtype=torch.bfloat16)
         float(torch.mm(one, one)[0, 0])
-        return card
+        return gpu
     except (RuntimeError, AssertionError) as error:
         raise DeviceError(
             f"{device} cannot be used: {_first_line(error)}; see with nvidia-smi who else uses it, or choose another "
