@@ -176,10 +176,10 @@ def test_calls_that_run_without_the_matrix_unit():
     ]
     target = target_from_dict(json.loads(plan_text(plan_file("t", "a test", found, units, measured=modes))))
     resolved = [target.resolve(call, strict=True) for call in calls]
-    assert [(x.unit, x.operands) for x in resolved] == [
+    assert [(x.unit, x.a.name) for x in resolved] == [
         ("fp32_fma", "fp32"),
-        ("fp32_fma", None),
-        ("hopper.wgmma", None),
+        ("fp32_fma", "bf16"),
+        ("hopper.wgmma", "bf16"),
     ]
     assert [x.plan.owner for x in resolved] == ["interleaved", "interleaved", "contiguous"]
     generator = torch.Generator().manual_seed(5)
