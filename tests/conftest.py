@@ -1,4 +1,4 @@
-"""Make helpers of the tests importable as ``tests.*`` wherever pytest is started; what several folders share."""
+"""Make helpers of the tests importable as ``tests.*`` wherever pytest is started; fixtures that folders share."""
 
 import sys
 from pathlib import Path
@@ -16,3 +16,37 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Run the CUDA engine's kernels on the host, on CPU tensors, as a device of compute capability 9.0."""
+    from tests.cuda import emulator
+
+    if emulator.COMPILER is None:
+        pytest.skip("kernels run on the host only where there is a C++ compiler (g++)")
+    with emulator.emulated():
+        yield
+        monkeypatch.undo()  # or what a test replaced in here would outlive it
+
+
+@pytest.fixture
+def emulated_device(emulated):
+    """Return the device of emulated kernels."""
+    return torch.device("cpu")
+
+
+@pytest.fixture
+def gpu_device():
+    """Return a GPU where the CUDA engine has one."""
+    import fmtsim.cuda
+
+    if not fmtsim.cuda.available():
+        pytest.skip("needs a GPU")
+    return torch.device("cuda")
+
+
+@pytest.fixture(params=["emulated", "gpu"])
+def device(request):
+    """Return the CPU with kernels emulated on it, then a GPU."""
+    return request.getfixturevalue(f"{request.param}_device")

@@ -7,7 +7,8 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 
 import fmtsim
 from fmtsim import quantize, quantize_
-from tests.engines.compare import check, differing
+from tests.support.bits import assert_same_bits, same_bits
+from tests.support.operands import normal
 
 # torch itself still meets its deprecated scripting when forward-mode derivatives are first used.
 pytestmark = [
@@ -18,10 +19,6 @@ pytestmark = [
 NAMES = ["e4m3", "nf4", "mxfp4", "nvfp4", "logfmt8"]
 STOCHASTIC = {"rounding": "stochastic", "generator": 5}
 TO_ODD, E5M2 = fmtsim.Rounding(mode="to_odd"), fmtsim.get_format("e5m2")
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 # Straight-through gradients.
@@ -38,7 +35,7 @@ def test_the_gradient_passes_straight_through(name, dtype):
     upstream = normal(4, 128, seed=1).to(y.dtype)
     y.backward(upstream)
     assert y.requires_grad and x.grad is not None and x.grad.dtype == dtype
-    check(name, x.grad, upstream.to(dtype))
+    assert_same_bits(x.grad, upstream.to(dtype), what=name)
 
 
 def test_gradients_through_strides_and_out_dtype():
@@ -47,15 +44,15 @@ def test_gradients_through_strides_and_out_dtype():
     y.backward(torch.full_like(y, 3.0))
     expected = torch.zeros(8, 6)
     expected[:, ::2] = 3.0
-    check("x.grad", x.grad, expected)
+    assert_same_bits(x.grad, expected, what="x.grad")
 
 
 def test_second_derivatives_are_those_of_the_identity():
     x = normal(4, 32).requires_grad_()
     (first,) = torch.autograd.grad((quantize(x, "e4m3") ** 2).sum(), x, create_graph=True)
-    check("first", first.detach(), 2 * quantize(x.detach(), "e4m3"))
+    assert_same_bits(first.detach(), 2 * quantize(x.detach(), "e4m3"), what="first")
     (second,) = torch.autograd.grad(first.sum(), x)
-    check("second", second, torch.full((4, 32), 2.0))
+    assert_same_bits(second, torch.full((4, 32), 2.0), what="second")
     (first,) = torch.autograd.grad(quantize(x, "mxfp4").sum(), x, create_graph=True)
     assert not first.requires_grad  # the identity has no curvature
 
@@ -95,10 +92,10 @@ def test_inference_mode(name):
         y, out = quantize(x, name), torch.empty(4, 128)
         quantize(x, name, out=out)
         assert y.is_inference() and quantize_(out.clone(), name).is_inference()
-        check(name, y, expected)
-        check(name, out, expected)
-        check(name, fmtsim.encode(x, name).decode(), expected)
-    check("an inference tensor outside", quantize(y, "fp32"), expected)
+        assert_same_bits(y, expected, what=name)
+        assert_same_bits(out, expected, what=name)
+        assert_same_bits(fmtsim.encode(x, name).decode(), expected, what=name)
+    assert_same_bits(quantize(y, "fp32"), expected, what="an inference tensor outside")
 
 
 def test_autocast_changes_nothing():
@@ -107,7 +104,7 @@ def test_autocast_changes_nothing():
         for name in NAMES:
             y = quantize(x, name, pad=True)
             assert y.dtype == torch.float32
-            check(name, y.detach(), quantize(x.detach(), name, pad=True))
+            assert_same_bits(y.detach(), quantize(x.detach(), name, pad=True), what=name)
 
 
 def test_checkpoints_repeat_their_random_words():
@@ -123,7 +120,7 @@ def test_checkpoints_repeat_their_random_words():
         torch.manual_seed(3)
         wrapped(x).backward()
         grads.append(x.grad)
-    check("checkpoint", grads[1], grads[0])
+    assert_same_bits(grads[1], grads[0], what="checkpoint")
 
 
 # torch.func.
@@ -133,20 +130,27 @@ def test_checkpoints_repeat_their_random_words():
 def test_vmap_quantises_each_tensor_by_itself(name):
     x = normal(3, 4, 128)
     rows = torch.stack([quantize(row, name) for row in x])
-    check("rows", vmap(lambda v: quantize(v, name))(x), rows)
-    check("columns", vmap(lambda v: quantize(v, name), in_dims=1, out_dims=1)(x.transpose(0, 1)), rows.transpose(0, 1))
-    check("nested", vmap(vmap(lambda v: quantize(v, name)))(x),
-          torch.stack([torch.stack([quantize(v, name) for v in row]) for row in x]))  # fmt: skip
+    assert_same_bits(vmap(lambda v: quantize(v, name))(x), rows, what="rows")
+    assert_same_bits(
+        vmap(lambda v: quantize(v, name), in_dims=1, out_dims=1)(x.transpose(0, 1)),
+        rows.transpose(0, 1),
+        what="columns",
+    )
+    assert_same_bits(
+        vmap(vmap(lambda v: quantize(v, name)))(x),
+        torch.stack([torch.stack([quantize(v, name) for v in row]) for row in x]),
+        what="nested",
+    )
     empty = vmap(lambda v: quantize(v, name))(x[:0].bfloat16())
     assert empty.shape == (0, 4, 128) and empty.dtype == quantize(x[0].bfloat16(), name).dtype
     half = vmap(lambda v: quantize(v, name, dim=0, pad=True))(x.half())
-    check("dim 0", half, torch.stack([quantize(row, name, dim=0, pad=True) for row in x.half()]))
+    assert_same_bits(half, torch.stack([quantize(row, name, dim=0, pad=True) for row in x.half()]), what="dim 0")
 
 
 def test_a_vmap_over_whole_batches_would_be_noticed():
     x = normal(3, 128)
     x[1] *= 100
-    assert differing(quantize(x, "nvfp4"), vmap(lambda v: quantize(v, "nvfp4"))(x))
+    assert not same_bits(quantize(x, "nvfp4"), vmap(lambda v: quantize(v, "nvfp4"))(x))
 
 
 def test_random_words_under_vmap():
@@ -156,18 +160,20 @@ def test_random_words_under_vmap():
         return quantize(v, "e4m3", rounding="stochastic", **options)
 
     fixed = vmap(lambda v: noisy(v, generator=7))(x)
-    check("an int seed gives each tensor its words", fixed, torch.stack([noisy(row, generator=7) for row in x]))
+    assert_same_bits(
+        fixed, torch.stack([noisy(row, generator=7) for row in x]), what="an int seed gives each tensor its words"
+    )
     same = vmap(noisy, randomness="same")(x)
-    assert not differing(same[0], same[1])
+    assert_same_bits(same[0], same[1])
     different = vmap(noisy, randomness="different")(x)
-    assert differing(different[0], different[1])
+    assert not same_bits(different[0], different[1])
     with pytest.raises(RuntimeError, match="randomness"):
         vmap(noisy)(x)
     words = torch.randint(0, 8, (3, 64))
     given = vmap(lambda v, w: noisy(v, random_words=w, random_bits=3))(x, words)
-    check("words", given, noisy(x, random_words=words, random_bits=3))
+    assert_same_bits(given, noisy(x, random_words=words, random_bits=3), what="words")
     one = vmap(lambda w: noisy(x[0], random_words=w, random_bits=3))(words)
-    check("words alone", one, given)
+    assert_same_bits(one, given, what="words alone")
     with pytest.raises(fmtsim.ArgumentError, match="random_words reach from 0 to 7"):
         vmap(lambda v, w: noisy(v, random_words=w, random_bits=2))(
             x, words.clamp(min=0).where(words > 0, 7 * (words < 0))
@@ -182,13 +188,13 @@ def test_derivatives_of_torch_func(name):
         return (quantize(v, name) ** 2).sum()
 
     y = quantize(x, name)
-    check("grad", grad(loss)(x), 2 * y)
+    assert_same_bits(grad(loss)(x), 2 * y, what="grad")
     value, derivative = jvp(lambda v: quantize(v, name), (x,), (tangent,))
-    check("jvp", value, y)
-    check("jvp", derivative, tangent)
+    assert_same_bits(value, y, what="jvp")
+    assert_same_bits(derivative, tangent, what="jvp")
     _, pull = vjp(lambda v: quantize(v, name), x)
-    check("vjp", pull(tangent)[0], tangent)
-    check("vmap of grad", vmap(grad(loss))(x.repeat(2, 1)), (2 * y).repeat(2, 1))
+    assert_same_bits(pull(tangent)[0], tangent, what="vjp")
+    assert_same_bits(vmap(grad(loss))(x.repeat(2, 1)), (2 * y).repeat(2, 1), what="vmap of grad")
 
 
 def test_jacobians_and_hessians_of_torch_func():
@@ -200,13 +206,13 @@ def test_jacobians_and_hessians_of_torch_func():
     def loss(v):
         return (step(v) ** 2).sum()
 
-    check("jacrev", jacrev(step)(x), torch.eye(8))
-    check("jacfwd", jacfwd(step)(x), torch.eye(8))
-    check("hessian", hessian(loss)(x), 2 * torch.eye(8))
-    check("jacrev of grad", jacrev(grad(loss))(x), 2 * torch.eye(8))
+    assert_same_bits(jacrev(step)(x), torch.eye(8), what="jacrev")
+    assert_same_bits(jacfwd(step)(x), torch.eye(8), what="jacfwd")
+    assert_same_bits(hessian(loss)(x), 2 * torch.eye(8), what="hessian")
+    assert_same_bits(jacrev(grad(loss))(x), 2 * torch.eye(8), what="jacrev of grad")
     with forward_ad.dual_level():
         y = quantize(forward_ad.make_dual(x, torch.ones(8)), "e4m3", out_dtype=torch.float64)
-        check("dual", forward_ad.unpack_dual(y).tangent, torch.ones(8, dtype=torch.float64))
+        assert_same_bits(forward_ad.unpack_dual(y).tangent, torch.ones(8, dtype=torch.float64), what="dual")
 
 
 def test_functional_call():
@@ -215,7 +221,7 @@ def test_functional_call():
     x = normal(3, 32)
     gradients = grad(lambda w: functional_call(layer, w, (x,)).sum())(weights)
     layer(x).sum().backward()
-    check("weight", gradients["weight"], layer.weight.grad)
+    assert_same_bits(gradients["weight"], layer.weight.grad, what="weight")
 
 
 # torch.compile and torch.export.
@@ -256,14 +262,14 @@ TRACED = {
 @pytest.mark.parametrize("case", TRACED)
 def test_compiled_results_have_the_bits_of_eager_ones(case):
     x = normal(4, 64)
-    check(case, compiled(TRACED[case])(x), TRACED[case](x))
+    assert_same_bits(compiled(TRACED[case])(x), TRACED[case](x), what=case)
 
 
 @pytest.mark.slow
 def test_inductor():
     x = normal(4, 64)
     for case in ("block", "stochastic"):
-        check(case, compiled(TRACED[case], backend="inductor")(x), TRACED[case](x))
+        assert_same_bits(compiled(TRACED[case], backend="inductor")(x), TRACED[case](x), what=case)
 
 
 def test_compiled_gradients():
@@ -273,7 +279,7 @@ def test_compiled_gradients():
     x, traced = normal(4, 64).requires_grad_(), normal(4, 64).requires_grad_()
     loss(x).backward()
     compiled(loss)(traced).backward()
-    check("grad", traced.grad, x.grad)
+    assert_same_bits(traced.grad, x.grad, what="grad")
 
 
 def test_compiled_once_for_many_shapes():
@@ -281,7 +287,7 @@ def test_compiled_once_for_many_shapes():
     traced = compiled(lambda x: quantize(x, "mxfp4"), backend=count, dynamic=True)
     for shape in ((3, 64), (5, 64), (2, 96), (9, 32)):
         x = normal(*shape)
-        check(str(shape), traced(x), quantize(x, "mxfp4"))
+        assert_same_bits(traced(x), quantize(x, "mxfp4"), what=str(shape))
     assert count.frame_count == 1
 
 
@@ -289,16 +295,16 @@ def test_writing_into_arguments_of_a_compiled_function():
     x, out = normal(4, 64), torch.zeros(4, 64)
     expected = quantize(x, "e4m3")
     compiled(lambda x, out: quantize(x, "e4m3", out=out))(x, out)
-    check("out", out, expected)
+    assert_same_bits(out, expected, what="out")
     compiled(lambda x: quantize_(x, "e4m3"))(x)
-    check("in place", x, expected)
+    assert_same_bits(x, expected, what="in place")
 
 
 def test_default_randomness_of_a_compiled_function():
     x = torch.full((1000,), 0.3)
     traced = compiled(lambda x: quantize(x, "e4m3", rounding="stochastic"))
     first, second = traced(x), traced(x)
-    assert differing(first, second)
+    assert not same_bits(first, second)
     assert first.unique().tolist() == quantize(x, "e4m3", rounding="stochastic").unique().tolist()
 
 
@@ -318,7 +324,7 @@ def test_exported_modules_compute_and_train():
     program = torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     exported = program.module()
     for batch in (3, 7):
-        check("export", exported(normal(batch, 32)).detach(), layer(normal(batch, 32)).detach())
+        assert_same_bits(exported(normal(batch, 32)).detach(), layer(normal(batch, 32)).detach(), what="export")
     layer(x).sum().backward()
     exported(x).sum().backward()
-    check("weight", dict(exported.named_parameters())["weight"].grad, layer.weight.grad)
+    assert_same_bits(dict(exported.named_parameters())["weight"].grad, layer.weight.grad, what="weight")

@@ -9,7 +9,8 @@ import torch
 import fmtsim
 from fmtsim import Encoded, decode, encode, get_format, list_formats, quantize
 from fmtsim.formats.spec import CodebookFormat, IntFormat
-from tests.engines.compare import DTYPES, check, differing
+from tests.support.bits import assert_same_bits, differing
+from tests.support.operands import DTYPES, wide
 
 NAMES = ["e4m3", "e2m1", "e3m2", "fp16", "fp64", "int8", "int4_half", "uint5", "nf4", "lns8_g8", "mxfp4", "mxfp6_e2m3",
          "mxint8", "nvfp4", "e4m3_128x128", "int8_channel", "uint4_g32_zp", "nf4_g64", "logfmt8"]  # fmt: skip
@@ -19,33 +20,29 @@ STOCHASTIC = {"rounding": "stochastic", "generator": 3}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-6, 6, shape, generator=generator))
-    return x.to(dtype)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_decoding_gives_what_quantize_gives(name):
     for dtype, out_dtype in zip(DTYPES.values(), reversed(DTYPES.values()), strict=True):
-        x = normal(5, 70, dtype=dtype)
+        x = wide(5, 70, dtype=dtype)
         x[0, 0], x[1, 1], x[2, 2], x[3, 3] = 0.0, -0.0, torch.inf, torch.nan
         for options in ({}, {"rounding": "toward_zero", "overflow": "ieee"}, STOCHASTIC):
             q = encode(x, name, pad=True, **options)
             expected = quantize(x, name, pad=True, out_dtype=out_dtype, **options)
-            check(f"{name} {dtype} {options}", q.decode(out_dtype=out_dtype), expected, x)
-            check(f"{name} {dtype} {options}", decode(q, out_dtype=out_dtype), expected, x)
+            assert_same_bits(q.decode(out_dtype=out_dtype), expected, x, what=f"{name} {dtype} {options}")
+            assert_same_bits(decode(q, out_dtype=out_dtype), expected, x, what=f"{name} {dtype} {options}")
             assert decode(q).dtype == (torch.float64 if name == "fp64" else torch.float32)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_dims_and_strides(name):
-    base = normal(6, 64, 10)
+    base = wide(6, 64, 10)
     for view in (base, base.transpose(0, 1), base[::2, ::2], base[:1].expand(3, 64, 10), base[0], base[0, 0]):
         for dim in range(-view.dim(), view.dim()):
             q = encode(view, name, dim=dim, pad=True, **STOCHASTIC)
             assert q.shape == view.shape and q.dim == (dim if dim < 0 else dim - view.dim())
-            check(name, q.decode(), quantize(view, name, dim=dim, pad=True, out_dtype=decode(q).dtype, **STOCHASTIC))
+            assert_same_bits(
+                q.decode(), quantize(view, name, dim=dim, pad=True, out_dtype=decode(q).dtype, **STOCHASTIC), what=name
+            )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -54,21 +51,21 @@ def test_empty_and_zero_dimensional(name):
         x = torch.full(shape, 1.3)
         q = encode(x, name, pad=True)
         assert q.shape == torch.Size(shape) and q.decode().shape == shape
-        check(name, q.decode(), quantize(x, name, pad=True, out_dtype=q.decode().dtype))
+        assert_same_bits(q.decode(), quantize(x, name, pad=True, out_dtype=q.decode().dtype), what=name)
         assert (q.nbytes == 0) == (x.numel() == 0) or "nvfp4" in name
 
 
 def test_encode_leaves_x_and_autograd_alone():
-    x = normal(4, 64).requires_grad_()
+    x = wide(4, 64).requires_grad_()
     before = x.detach().clone()
     q = encode(x, "nvfp4")
-    check("x", x.detach(), before)
+    assert_same_bits(x.detach(), before, what="x")
     assert not q.decode().requires_grad
     assert all(not part.requires_grad for part in q.parts() if part is not None)
 
 
 def test_sizes():
-    x = normal(128, 256)
+    x = wide(128, 256)
     sizes = {"e4m3": 32768, "e2m1": 16384, "e3m2": 24576, "mxfp4": 16384 + 1024, "nvfp4": 16384 + 2048 + 4}
     assert {name: encode(x, name).nbytes for name in sizes} == sizes
 
@@ -88,16 +85,16 @@ def test_plain_codes(name):
     same = (values == expected) | (values.isnan() & expected.isnan())
     assert bool(same.all())
     finite = values[values.abs() <= fmt.max]  # symmetric integers leave one code unused
-    check(name, quantize(finite, name), finite)
+    assert_same_bits(quantize(finite, name), finite, what=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16,
                                    torch.uint32, torch.uint64])  # fmt: skip
 def test_codes_of_any_integer_dtype(dtype):
     codes = torch.tensor([0, 1, 8, 15], dtype=dtype)
-    check(str(dtype), decode(codes, "e2m1"), torch.tensor([0.0, 0.5, -0.0, -6.0]))
+    assert_same_bits(decode(codes, "e2m1"), torch.tensor([0.0, 0.5, -0.0, -6.0]), what=str(dtype))
     turned = torch.arange(6, dtype=torch.int64).view(2, 3).T.to(dtype)
-    check(str(dtype), decode(turned, "e2m1"), torch.tensor([[0.0, 1.5], [0.5, 2.0], [1.0, 3.0]]))
+    assert_same_bits(decode(turned, "e2m1"), torch.tensor([[0.0, 1.5], [0.5, 2.0], [1.0, 3.0]]), what=str(dtype))
     assert decode(torch.tensor(7, dtype=dtype), "e2m1").tolist() == 6.0
     assert decode(torch.empty(0, 3, dtype=dtype), "e2m1").shape == (0, 3)
 
@@ -113,14 +110,14 @@ def test_torch_float8_tensors(dtype):
     codes = torch.arange(256, dtype=torch.uint8)
     values = decode(codes.view(dtype))
     theirs = codes.view(dtype).float()
-    check(str(dtype), values[~values.isnan()], theirs[~values.isnan()])
+    assert_same_bits(values[~values.isnan()], theirs[~values.isnan()], what=str(dtype))
     assert bool(theirs[values.isnan()].isnan().all())
-    check(str(dtype), decode(codes.view(dtype), dtype), values)
+    assert_same_bits(decode(codes.view(dtype), dtype), values, what=str(dtype))
 
 
 def test_decode_of_an_encoded_tensor_checks_the_format():
-    q = encode(normal(2, 32), "mxfp4")
-    check("named", decode(q, "mxfp4"), q.decode())
+    q = encode(wide(2, 32), "mxfp4")
+    assert_same_bits(decode(q, "mxfp4"), q.decode(), what="named")
     with pytest.raises(fmtsim.FormatError, match=r"^these codes are mxfp4, not nvfp4; leave format out$"):
         decode(q, "nvfp4")
 
@@ -153,11 +150,11 @@ def test_codes_beyond_a_codebook():
 
 def test_wide_codes():
     x = torch.tensor([1.5, -0.0, -torch.inf, 5e-324, -1e308], dtype=torch.float64)
-    check("fp64", decode(x.view(torch.int64), "fp64"), x)
+    assert_same_bits(decode(x.view(torch.int64), "fp64"), x, what="fp64")
     single = torch.tensor([1.5, -0.0, -torch.inf, 1e-45, -3e38])
-    check("fp64", decode(x.view(torch.uint64), "fp64"), x)
-    check("fp32", decode(single.view(torch.uint32), "fp32"), single)
-    check("fp32", decode(single.view(torch.int32).to(torch.int64) & 0xFFFFFFFF, "fp32"), single)
+    assert_same_bits(decode(x.view(torch.uint64), "fp64"), x, what="fp64")
+    assert_same_bits(decode(single.view(torch.uint32), "fp32"), single, what="fp32")
+    assert_same_bits(decode(single.view(torch.int32).to(torch.int64) & 0xFFFFFFFF, "fp32"), single, what="fp32")
 
 
 NOT_CODES = [
@@ -199,7 +196,7 @@ def test_out_dtypes_that_decode_refuses(out_dtype):
         f"out_dtype={out_dtype!r} is not allowed; choose torch.float16, bfloat16, float32 or float64"
     )
     with pytest.raises(fmtsim.DtypeError, match="out_dtype=.* is not allowed; choose float16"):
-        decode(encode(normal(2), "e4m3"), out_dtype=out_dtype)
+        decode(encode(wide(2), "e4m3"), out_dtype=out_dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
@@ -216,17 +213,17 @@ def test_encode_refuses_what_quantize_refuses(dtype):
 
 @pytest.mark.parametrize("name", ["e4m3", "e3m2", "nvfp4", "uint4_g32_zp", "logfmt8"])
 def test_copies_and_pickles(name, tmp_path):
-    q = encode(normal(5, 70), name, pad=True)
+    q = encode(wide(5, 70), name, pad=True)
     torch.save(q, tmp_path / "q.pt")
     saved = torch.load(tmp_path / "q.pt", weights_only=False)
     for other in (pickle.loads(pickle.dumps(q)), copy.copy(q), copy.deepcopy(q), saved):
         assert isinstance(other, Encoded)
         assert (other.format, other.shape, other.dim, other.nbytes) == (q.format, q.shape, q.dim, q.nbytes)
-        check(name, other.decode(), q.decode())
+        assert_same_bits(other.decode(), q.decode(), what=name)
 
 
 def test_a_flipped_code_is_noticed():
-    q = encode(normal(4, 64), "mxfp4")
+    q = encode(wide(4, 64), "mxfp4")
     expected = q.decode()
     q.codes[0, 0] ^= 1
     assert differing(q.decode(), expected) == [0]

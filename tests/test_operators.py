@@ -9,12 +9,8 @@ from fmtsim import quantize, quantize_
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.ops import encode as encode_parts
 from fmtsim.spec.cast import CastSpec, EncodedParts
-from tests.engines.compare import check
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
+from tests.support.bits import assert_same_bits
+from tests.support.operands import normal
 
 KEY = torch.tensor([3, 0])
 
@@ -69,7 +65,7 @@ def test_formats_that_refuse_nan_do_so_everywhere():
     good, bad = normal(4, 32), torch.full((4, 32), torch.nan)
     message = "x holds NaN, which strict_e2m1.* lacks and its record forbids; remove NaN or set nan_policy='max'"
     for options in ({}, {"block_size": 32}):
-        check("good", quantize(good, strict, **options), quantize(good, "e2m1", **options))
+        assert_same_bits(quantize(good, strict, **options), quantize(good, "e2m1", **options), what="good")
         with pytest.raises(fmtsim.ArgumentError, match=message):
             quantize(bad, strict, **options)
         with pytest.raises(fmtsim.ArgumentError, match=message):
@@ -80,7 +76,7 @@ def test_formats_that_refuse_nan_do_so_everywhere():
             vmap(lambda v, options=options: quantize(v, strict, **options))(bad)
     torch._dynamo.reset()
     traced = torch.compile(lambda x: quantize(x, strict), fullgraph=True, backend="aot_eager")
-    check("traced", traced(good), quantize(good, "e2m1"))
+    assert_same_bits(traced(good), quantize(good, "e2m1"), what="traced")
     with pytest.raises(fmtsim.ArgumentError, match=message):
         traced(bad)
 
@@ -90,5 +86,5 @@ def test_engines_see_no_history():
     x = normal(4, 64).requires_grad_()
     y = torch.ops.fmtsim.quantize(x, spec("e4m3").to_json(), torch.float32)
     y.sum().backward()
-    check("grad", x.grad, torch.ones(4, 64))
+    assert_same_bits(x.grad, torch.ones(4, 64), what="grad")
     assert isinstance(encode_parts(x, spec("nvfp4")), EncodedParts)

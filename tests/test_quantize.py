@@ -7,7 +7,8 @@ import torch
 
 import fmtsim
 from fmtsim import quantize, quantize_
-from tests.engines.compare import DTYPES, check, differing, stored
+from tests.support.bits import assert_same_bits, same_bits, stored
+from tests.support.operands import DTYPES, wide
 
 ELEMENTS = ["e4m3", "int8", "nf4", "lns8_g8"]
 SCALED = ["mxfp4", "nvfp4", "e4m3_128x128", "int8_channel", "uint4_g32_zp", "logfmt8"]
@@ -15,13 +16,6 @@ STOCHASTIC = {"rounding": "stochastic", "generator": 11}
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return normal numbers over a few binades."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-6, 6, shape, generator=generator))
-    return x.to(dtype)
 
 
 def views(base: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -44,7 +38,7 @@ def views(base: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_a_few_known_values():
     x = torch.tensor([0.1, 500.0, -0.0, float("nan"), float("inf"), 464.0, 2.0**-10])
     expected = torch.tensor([0.1015625, 448.0, -0.0, float("nan"), 448.0, 448.0, 0.0])
-    check("e4m3", quantize(x, "e4m3"), expected, x)
+    assert_same_bits(quantize(x, "e4m3"), expected, x, what="e4m3")
     ieee = quantize(x, "e5m2", overflow="ieee")
     assert ieee.tolist()[4] == float("inf")
     assert quantize(torch.tensor([7.0, 3.5, -3.5]), torch.float8_e5m2).tolist() == [7.0, 3.5, -3.5]
@@ -53,20 +47,20 @@ def test_a_few_known_values():
 @pytest.mark.parametrize("name", [*ELEMENTS, *SCALED])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 def test_the_input_keeps_its_bits_and_its_history(name, dtype):
-    x = normal(4, 128, dtype=dtype)
+    x = wide(4, 128, dtype=dtype)
     before, version = x.clone(), x._version
     y = quantize(x, name, pad=True)
-    check(name, x, before)
+    assert_same_bits(x, before, what=name)
     assert x._version == version and not y.requires_grad and y.data_ptr() != x.data_ptr()
 
 
 @pytest.mark.parametrize("name", [*ELEMENTS, *SCALED])
 def test_quantising_twice_changes_nothing_in_element_formats(name):
-    x = normal(4, 128)
+    x = wide(4, 128)
     once = quantize(x, name, pad=True)
     twice = quantize(once, name, pad=True)
     if name in ELEMENTS or name == "mxfp4":
-        check(name, twice, once, x)
+        assert_same_bits(twice, once, x, what=name)
     else:
         assert (twice - once).abs().max() <= (once - x).abs().max()
 
@@ -108,26 +102,26 @@ RESULT = [
 
 @pytest.mark.parametrize(("name", "given", "expected"), RESULT)
 def test_result_dtype(name, given, expected):
-    x = normal(2, 128, dtype=DTYPES[given])
+    x = wide(2, 128, dtype=DTYPES[given])
     y = quantize(x, name)
     assert (y.dtype, y.shape, y.device) == (DTYPES[expected], x.shape, x.device)
     exact = quantize(x, name, out_dtype=torch.float64)
-    check(name, y, exact.to(y.dtype), x)
+    assert_same_bits(y, exact.to(y.dtype), x, what=name)
     fmt = fmtsim.get_format(name)
     if not isinstance(fmt, fmtsim.LogTileFormat) and getattr(fmt, "power_of_two", True) and name != "lns8_g8":
-        check(f"{name} loses nothing in {expected}", y.double(), exact, x)
+        assert_same_bits(y.double(), exact, x, what=f"{name} loses nothing in {expected}")
 
 
 @pytest.mark.parametrize("name", ["e4m3", "fp16", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("out_dtype", DTYPES.values(), ids=list(DTYPES))
 def test_out_dtype_rounds_once(name, out_dtype):
     """Out dtypes are met from the exact value: not from what x's own dtype would make of it."""
-    x = torch.cat([normal(2, 64, seed=3), torch.full((1, 64), 3e38), torch.full((1, 64), 1e-6)])
+    x = torch.cat([wide(2, 64, seed=3), torch.full((1, 64), 3e38), torch.full((1, 64), 1e-6)])
     y = quantize(x, name, out_dtype=out_dtype, overflow="ieee")
     assert y.dtype == out_dtype
-    check(name, y, stored(quantize(x, name, out_dtype=torch.float64, overflow="ieee"), out_dtype), x)
+    assert_same_bits(y, stored(quantize(x, name, out_dtype=torch.float64, overflow="ieee"), out_dtype), x, what=name)
     out = torch.empty(x.shape, dtype=out_dtype)
-    check(name, quantize(x, name, out=out, overflow="ieee"), y, x)
+    assert_same_bits(quantize(x, name, out=out, overflow="ieee"), y, x, what=name)
 
 
 def test_float64_is_rounded_once():
@@ -140,13 +134,13 @@ def test_float64_is_rounded_once():
 
 def test_default_dtype_is_not_looked_at():
     before = torch.get_default_dtype()
-    x = normal(2, 64)
+    x = wide(2, 64)
     expected = quantize(x, "nvfp4"), fmtsim.encode(x, "nvfp4").decode(), fmtsim.encode(x, "e4m3").decode()
     try:
         torch.set_default_dtype(torch.float64)
         got = quantize(x, "nvfp4"), fmtsim.encode(x, "nvfp4").decode(), fmtsim.encode(x, "e4m3").decode()
         for mine, theirs in zip(got, expected, strict=True):
-            check("float64 by default", mine, theirs)
+            assert_same_bits(mine, theirs, what="float64 by default")
     finally:
         torch.set_default_dtype(before)
 
@@ -157,17 +151,19 @@ def test_default_dtype_is_not_looked_at():
 @pytest.mark.parametrize("name", [*ELEMENTS, *SCALED])
 @pytest.mark.parametrize("options", [{}, STOCHASTIC], ids=["nearest", "stochastic"])
 def test_strides_do_not_matter(name, options):
-    for what, view in views(normal(6, 64, 10)).items():
+    for what, view in views(wide(6, 64, 10)).items():
         solid = view.contiguous()
         expected = quantize(solid, name, pad=True, **options)
-        check(what, quantize(view, name, pad=True, **options), expected, solid)
+        assert_same_bits(quantize(view, name, pad=True, **options), expected, solid, what=what)
         half = view.to(torch.bfloat16)
-        check(what, quantize(half, name, pad=True, **options), quantize(half.contiguous(), name, pad=True, **options))
+        assert_same_bits(
+            quantize(half, name, pad=True, **options), quantize(half.contiguous(), name, pad=True, **options), what=what
+        )
 
 
 @pytest.mark.parametrize("name", [*ELEMENTS, *SCALED])
 def test_out_of_any_strides(name):
-    for (what, x), dtype in zip(views(normal(6, 64, 10)).items(), itertools.cycle(DTYPES.values()), strict=False):
+    for (what, x), dtype in zip(views(wide(6, 64, 10)).items(), itertools.cycle(DTYPES.values()), strict=False):
         expected = quantize(x, name, pad=True, out_dtype=dtype)
         for place in (
             x.contiguous(),
@@ -178,15 +174,15 @@ def test_out_of_any_strides(name):
             if place.is_contiguous() is False:
                 out = torch.empty_strided(place.shape, place.stride(), dtype=dtype).fill_(7.0)
             assert quantize(x, name, pad=True, out=out) is out
-            check(f"{what} into strides {out.stride()}", out, expected, x.contiguous())
+            assert_same_bits(out, expected, x.contiguous(), what=f"{what} into strides {out.stride()}")
 
 
 def test_what_lies_around_out_is_left_alone():
-    x = normal(8, 32)
+    x = wide(8, 32)
     for name in ("e4m3", "mxfp4", "nvfp4"):
         frame = torch.full((10, 40), 7.0)
         quantize(x, name, out=frame[1:9, 4:36])
-        check(name, frame[1:9, 4:36], quantize(x, name), x)
+        assert_same_bits(frame[1:9, 4:36], quantize(x, name), x, what=name)
         frame[1:9, 4:36] = 7.0
         assert bool((frame == 7.0).all())
 
@@ -194,16 +190,20 @@ def test_what_lies_around_out_is_left_alone():
 @pytest.mark.parametrize("name", [*ELEMENTS, *SCALED])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 def test_in_place(name, dtype):
-    for x in (normal(6, 64, dtype=dtype), normal(64, 6, dtype=dtype).T, normal(6, 2, 64, dtype=dtype)[:, 0]):
+    for x in (wide(6, 64, dtype=dtype), wide(64, 6, dtype=dtype).T, wide(6, 2, 64, dtype=dtype)[:, 0]):
         expected = quantize(x, name, pad=True, out_dtype=dtype)
         assert quantize_(x, name, pad=True) is x
-        check(name, x, expected)
+        assert_same_bits(x, expected, what=name)
 
 
 def test_in_place_takes_the_options_of_quantize():
-    x = normal(4, 66)
+    x = wide(4, 66)
     expected = quantize(x, "e2m1", block_size=16, scale_rule="floor", pad=True, dim=0, **STOCHASTIC)
-    check("quantize_", quantize_(x, "e2m1", block_size=16, scale_rule="floor", pad=True, dim=0, **STOCHASTIC), expected)
+    assert_same_bits(
+        quantize_(x, "e2m1", block_size=16, scale_rule="floor", pad=True, dim=0, **STOCHASTIC),
+        expected,
+        what="quantize_",
+    )
 
 
 @pytest.mark.parametrize("name", ["e4m3", "nf4", "mxfp4", "nvfp4", "logfmt8"])
@@ -224,7 +224,7 @@ def test_overlapping_input_and_output(name):
         x, out = cut(memory)
         expected = quantize(x.clone(), name, pad=True, out_dtype=out.dtype)
         quantize(x, name, pad=True, out=out)
-        check(what, out.contiguous(), expected)
+        assert_same_bits(out.contiguous(), expected, what=what)
 
 
 def test_an_engine_that_met_overlapping_memory_would_be_noticed():
@@ -234,29 +234,29 @@ def test_an_engine_that_met_overlapping_memory_would_be_noticed():
     from fmtsim.spec.cast import spec_from_json
 
     spec = spec_from_json(resolve("e4m3", "nearest_even", None, -1, None, None, None, torch.float32, None)[0])
-    memory = normal(1 << 12)
+    memory = wide(1 << 12)
     x, out = memory[:-1], memory[1:]
     expected = quantize(x.clone(), "e4m3")
     engine_for("quantize", spec, x, out).quantize(x, spec, None, out)
-    assert differing(out, expected)
+    assert not same_bits(out, expected)
 
 
 @pytest.mark.parametrize("name", ["e4m3", "mxfp4", "int8_channel"])
 def test_channels_last_stays_channels_last(name):
-    x = normal(2, 32, 5, 4).to(memory_format=torch.channels_last)
+    x = wide(2, 32, 5, 4).to(memory_format=torch.channels_last)
     y = quantize(x, name, dim=1)
-    check(name, y, quantize(x.contiguous(), name, dim=1))
+    assert_same_bits(y, quantize(x.contiguous(), name, dim=1), what=name)
     assert y.is_contiguous(memory_format=torch.channels_last)
     noisy = quantize(x, name, dim=1, **STOCHASTIC)
-    check(name, noisy, quantize(x.contiguous(), name, dim=1, **STOCHASTIC))
-    volume = normal(2, 32, 3, 2, 2).to(memory_format=torch.channels_last_3d)
-    check(name, quantize(volume, name, dim=1), quantize(volume.contiguous(), name, dim=1))
+    assert_same_bits(noisy, quantize(x.contiguous(), name, dim=1, **STOCHASTIC), what=name)
+    volume = wide(2, 32, 3, 2, 2).to(memory_format=torch.channels_last_3d)
+    assert_same_bits(quantize(volume, name, dim=1), quantize(volume.contiguous(), name, dim=1), what=name)
 
 
 def test_results_lie_in_memory_as_their_input_does():
-    for x in (normal(4, 8).T, normal(4, 8, 2).permute(1, 2, 0)):
+    for x in (wide(4, 8).T, wide(4, 8, 2).permute(1, 2, 0)):
         assert quantize(x, "e4m3").stride() == x.stride()
-    for x in (normal(4, 8)[:, ::2], normal(1, 8).expand(4, 8)):
+    for x in (wide(4, 8)[:, ::2], wide(1, 8).expand(4, 8)):
         assert quantize(x, "e4m3").is_contiguous()
 
 
@@ -270,7 +270,7 @@ def test_tensors_without_elements(name, options):
         for dim in range(-len(shape), len(shape)):
             x = torch.empty(shape, dtype=torch.bfloat16)
             y = quantize(x, name, pad=True, dim=dim, **options)
-            assert y.shape == shape and y.dtype == quantize(normal(1, 1, dtype=x.dtype), name, pad=True).dtype
+            assert y.shape == shape and y.dtype == quantize(wide(1, 1, dtype=x.dtype), name, pad=True).dtype
             out = torch.empty(shape)
             assert quantize(x, name, pad=True, dim=dim, out=out, **options) is out
             assert quantize_(x, name, pad=True, dim=dim, **options) is x
@@ -284,42 +284,42 @@ def test_tensors_without_dimensions(name):
     for dim in (-1, 0):
         y = quantize(x, name, dim=dim)
         assert y.shape == ()
-        check(name, y.view(1), row)
+        assert_same_bits(y.view(1), row, what=name)
     out = torch.empty(())
     quantize(x, name, out=out)
-    check(name, out.view(1), row)
-    check(name, quantize_(x.clone(), name).view(1), row)
+    assert_same_bits(out.view(1), row, what=name)
+    assert_same_bits(quantize_(x.clone(), name).view(1), row, what=name)
 
 
 # Formats and tensors of other kinds.
 
 
 def test_names_records_and_dtypes_are_the_same_format():
-    x = normal(4, 64)
+    x = wide(4, 64)
     expected = quantize(x, "e4m3")
     for format in (fmtsim.get_format("e4m3"), torch.float8_e4m3fn, "float8_e4m3fn", "E4M3"):
-        check("e4m3", quantize(x, format), expected)
+        assert_same_bits(quantize(x, format), expected, what="e4m3")
     rounding = fmtsim.Rounding(mode="to_odd")
-    check("to_odd", quantize(x, "e4m3", rounding=rounding), quantize(x, "e4m3", rounding="to_odd"))
+    assert_same_bits(quantize(x, "e4m3", rounding=rounding), quantize(x, "e4m3", rounding="to_odd"), what="to_odd")
 
 
 @pytest.mark.parametrize("name", ["e4m3", "mxfp4"])
 def test_views_that_torch_resolves_late(name):
     """Negated and conjugated views keep a flag instead of data."""
-    z = torch.complex(normal(4, 64), normal(4, 64, seed=1))
-    check("imag", quantize(z.conj().imag, name), quantize(-z.imag.contiguous(), name))
+    z = torch.complex(wide(4, 64), wide(4, 64, seed=1))
+    assert_same_bits(quantize(z.conj().imag, name), quantize(-z.imag.contiguous(), name), what="imag")
     out = torch.empty(4, 64, dtype=torch.complex64)
     quantize(z.real, name, out=out.imag)
-    check("into imag", out.imag.contiguous(), quantize(z.real.contiguous(), name))
+    assert_same_bits(out.imag.contiguous(), quantize(z.real.contiguous(), name), what="into imag")
 
 
 def test_parameters_buffers_and_subclasses():
     class Tagged(torch.Tensor):
         pass
 
-    x = normal(4, 64)
+    x = wide(4, 64)
     for given in (torch.nn.Parameter(x), x.as_subclass(Tagged), torch.nn.Buffer(x)):
-        check("e4m3", quantize(given, "e4m3").detach().as_subclass(torch.Tensor), quantize(x, "e4m3"))
+        assert_same_bits(quantize(given, "e4m3").detach().as_subclass(torch.Tensor), quantize(x, "e4m3"), what="e4m3")
 
 
 def test_meta_tensors_have_shapes_only():

@@ -6,22 +6,17 @@ import pytest
 import torch
 
 from fmtsim import quantize
-from tests.engines.compare import check, differing
+from tests.support.bits import assert_same_bits, differing, same_bits
+from tests.support.operands import wide
 
 SCALED = ["mxfp4", "nvfp4", "e4m3_128x128", "int8_channel", "uint4_g32_zp", "logfmt8"]
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Return normal numbers over a few binades."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-6, 6, shape, generator=generator))
 
 
 @pytest.mark.parametrize("name", SCALED)
 def test_blocks_along_any_dim(name):
     """As if dim were moved last, the rest flattened, and everything moved back."""
     for shape in ((128,), (128, 128), (2, 128, 128), (2, 2, 128, 64), (128, 2, 1, 128)):
-        x = normal(*shape, seed=len(shape))
+        x = wide(*shape, seed=len(shape))
         for dim in range(-len(shape), len(shape)):
             if shape[dim] < 64:
                 continue
@@ -31,70 +26,72 @@ def test_blocks_along_any_dim(name):
             if moved.shape[-1] % 128 and name in ("logfmt8", "e4m3_128x128"):
                 continue
             matrix = quantize(moved.reshape(-1, moved.shape[-1]), name)
-            check(f"{name} {shape} dim={dim}", quantize(x, name, dim=dim), matrix.view(moved.shape).movedim(-1, dim))
+            assert_same_bits(
+                quantize(x, name, dim=dim), matrix.view(moved.shape).movedim(-1, dim), what=f"{name} {shape} dim={dim}"
+            )
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int8_channel", "logfmt8"])
 def test_stochastic_blocks_along_any_dim(name):
     """The word of an element belongs to its place in x, not in the matrix of blocks."""
-    x = normal(128, 3, 128)
+    x = wide(128, 3, 128)
     generator = torch.Generator().manual_seed(4)
     words = torch.randint(0, 1 << 32, x.shape, generator=generator)
     for dim in (0, 2):
         moved = quantize(x.movedim(dim, -1), name, rounding="stochastic", random_words=words.movedim(dim, -1))
         whole = quantize(x, name, rounding="stochastic", random_words=words, dim=dim)
-        check(name, whole, moved.movedim(-1, dim))
+        assert_same_bits(whole, moved.movedim(-1, dim), what=name)
 
 
 @pytest.mark.parametrize("name", SCALED)
 @pytest.mark.parametrize("extent", [1, 5, 31, 33, 130])
 def test_a_short_last_block_is_padded_with_zeros_and_cropped(name, extent):
-    x = normal(3, extent, seed=extent)
+    x = wide(3, extent, seed=extent)
     rows = 128 if name == "e4m3_128x128" else 3
     padded = torch.zeros(rows, -(-extent // 128) * 128)
     padded[:3, :extent] = x
-    check(name, quantize(x, name, pad=True), quantize(padded, name)[:3, :extent], x)
+    assert_same_bits(quantize(x, name, pad=True), quantize(padded, name)[:3, :extent], x, what=name)
     turned = quantize(x.T, name, pad=True, dim=0)
-    check(name, turned, quantize(padded, name)[:3, :extent].T)
+    assert_same_bits(turned, quantize(padded, name)[:3, :extent].T, what=name)
 
 
 def test_padding_never_raises_a_zero_point():
     """Padded zeros lie in every range, so an asymmetric block of positive numbers may widen; that is the definition."""
     x = torch.linspace(5.0, 6.0, 20).view(1, 20)
     padded = torch.cat([x, torch.zeros(1, 12)], dim=1)
-    check("uint4", quantize(x, "uint4_g32_zp", pad=True), quantize(padded, "uint4_g32_zp")[:, :20], x)
+    assert_same_bits(quantize(x, "uint4_g32_zp", pad=True), quantize(padded, "uint4_g32_zp")[:, :20], x, what="uint4")
 
 
 def test_pad_changes_nothing_where_blocks_fit():
-    x = normal(128, 256)
+    x = wide(128, 256)
     for name in SCALED:
-        check(name, quantize(x, name, pad=True), quantize(x, name), x)
+        assert_same_bits(quantize(x, name, pad=True), quantize(x, name), x, what=name)
 
 
 # Blocks of one's own.
 
 
 def test_block_size_turns_an_element_format_into_a_scaled_one():
-    x = normal(4, 64)
+    x = wide(4, 64)
     by_hand = torch.cat([quantize(part, "int8_channel") for part in x.split(16, dim=1)], dim=1)
-    check("int", quantize(x, "int8", block_size=16), by_hand)
-    check("tuple", quantize(x, "int8", block_size=(1, 16)), by_hand)
-    check("list", quantize(x, "int8", block_size=[1, 16]), by_hand)
-    check("whole rows", quantize(x, "int8", block_size=(1, None)), quantize(x, "int8_channel"))
-    check("whole tensor", quantize(x, "int8", block_size=(None, None)), quantize(x, "int8_tensor"))
-    assert differing(quantize(x, "int8", block_size=16), quantize(x, "int8", block_size=32))
+    assert_same_bits(quantize(x, "int8", block_size=16), by_hand, what="int")
+    assert_same_bits(quantize(x, "int8", block_size=(1, 16)), by_hand, what="tuple")
+    assert_same_bits(quantize(x, "int8", block_size=[1, 16]), by_hand, what="list")
+    assert_same_bits(quantize(x, "int8", block_size=(1, None)), quantize(x, "int8_channel"), what="whole rows")
+    assert_same_bits(quantize(x, "int8", block_size=(None, None)), quantize(x, "int8_tensor"), what="whole tensor")
+    assert not same_bits(quantize(x, "int8", block_size=16), quantize(x, "int8", block_size=32))
 
 
 def test_block_size_changes_the_block_of_a_block_format():
-    x = normal(4, 64)
+    x = wide(4, 64)
     by_hand = torch.cat([quantize(part, "mxfp4", block_size=(1, None)) for part in x.split(8, dim=1)], dim=1)
-    check("mxfp4 in blocks of 8", quantize(x, "mxfp4", block_size=8), by_hand)
-    assert differing(quantize(x, "mxfp4", block_size=8), quantize(x, "mxfp4"))
+    assert_same_bits(quantize(x, "mxfp4", block_size=8), by_hand, what="mxfp4 in blocks of 8")
+    assert not same_bits(quantize(x, "mxfp4", block_size=8), quantize(x, "mxfp4"))
 
 
 def test_scale_rules():
-    x = normal(8, 64, seed=2)
+    x = wide(8, 64, seed=2)
     results = {rule: quantize(x, "mxfp4", scale_rule=rule) for rule in ("floor", "ceil", "rceil", "even", "amax")}
-    check("floor is the rule of mxfp4", results["floor"], quantize(x, "mxfp4"))
+    assert_same_bits(results["floor"], quantize(x, "mxfp4"), what="floor is the rule of mxfp4")
     for first, second in itertools.combinations(results, 2):
         assert differing(results[first], results[second]) or {first, second} == {"ceil", "rceil"}

@@ -13,7 +13,8 @@ from fmtsim import ArgumentError, RandomKey, Rounding, encode, get_format, quant
 from fmtsim.cpu.runtime import pool
 from fmtsim.ops import engine_for
 from fmtsim.spec.cast import CastSpec
-from tests.engines.compare import check, differing
+from tests.support.bits import assert_same_bits, differing, same_bits
+from tests.support.operands import normal
 
 NAMES = ["e4m3", "e2m1", "bf16", "int8", "nf4", "mxfp4", "nvfp4", "int8_channel", "logfmt8"]
 MASK64 = (1 << 64) - 1
@@ -26,10 +27,6 @@ def own_settings(one_thread):
     yield
     pool.set_num_threads(None)
     torch.set_rng_state(state)
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def noisy(x: torch.Tensor, name: str = "e4m3", **options) -> torch.Tensor:
@@ -47,9 +44,9 @@ def test_threads_do_not_matter(name):
     for threads in (1, 2, 3):
         pool.set_num_threads(threads)
         results.append(noisy(x, name, pad=True, generator=9))
-    check(name, results[1], results[0])
-    check(name, results[2], results[0])
-    assert differing(noisy(x, name, pad=True, generator=10), results[0])
+    assert_same_bits(results[1], results[0], what=name)
+    assert_same_bits(results[2], results[0], what=name)
+    assert not same_bits(noisy(x, name, pad=True, generator=10), results[0])
 
 
 @pytest.mark.parametrize("name", ["e4m3", "nf4", "mxfp4", "nvfp4", "logfmt8"])
@@ -57,15 +54,15 @@ def test_layout_does_not_matter(name):
     x = normal(37, 128)
     expected = noisy(x, name, generator=9)
     turned = x.T.contiguous().T
-    check("transposed", noisy(turned, name, generator=9), expected)
+    assert_same_bits(noisy(turned, name, generator=9), expected, what="transposed")
     wide = torch.zeros(37, 256)
     wide[:, ::2] = x
-    check("stepped", noisy(wide[:, ::2], name, generator=9), expected)
+    assert_same_bits(noisy(wide[:, ::2], name, generator=9), expected, what="stepped")
     out = torch.empty(128, 37).T
-    check("out", noisy(x, name, generator=9, out=out), expected)
-    check("in place", quantize_(turned.clone(), name, rounding="stochastic", generator=9), expected)
-    check("encode", encode(turned, name, rounding="stochastic", generator=9).decode(), expected)
-    check("float64", noisy(x.double(), "e4m3", generator=9).float(), noisy(x, "e4m3", generator=9))
+    assert_same_bits(noisy(x, name, generator=9, out=out), expected, what="out")
+    assert_same_bits(quantize_(turned.clone(), name, rounding="stochastic", generator=9), expected, what="in place")
+    assert_same_bits(encode(turned, name, rounding="stochastic", generator=9).decode(), expected, what="encode")
+    assert_same_bits(noisy(x.double(), "e4m3", generator=9).float(), noisy(x, "e4m3", generator=9), what="float64")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,7 +76,7 @@ def test_engines_do_not_matter(name):
         spec = CastSpec(format=fmt, rounding=rounding, overflow=fmt.default_overflow)
         out = torch.empty(x.shape)
         torch_engine.quantize(x, spec, RandomKey(seed, 0), out)
-        check(name, quantize(x, name, rounding=rounding, generator=seed), out)
+        assert_same_bits(quantize(x, name, rounding=rounding, generator=seed), out, what=name)
         if name != "logfmt8":
             assert engine_for("quantize", spec, x).__name__ == "fmtsim.cpu"
 
@@ -87,12 +84,12 @@ def test_engines_do_not_matter(name):
 def test_seeds_are_64_bits_of_either_sign():
     x = torch.full((500,), 0.3)
     first = noisy(x, generator=1)
-    check("an int is a key without offset", noisy(x, generator=RandomKey(1)), first)
-    check("-1", noisy(x, generator=-1), noisy(x, generator=MASK64))
-    check("offset", noisy(x, generator=RandomKey(1, -1)), noisy(x, generator=RandomKey(1, MASK64)))
+    assert_same_bits(noisy(x, generator=RandomKey(1)), first, what="an int is a key without offset")
+    assert_same_bits(noisy(x, generator=-1), noisy(x, generator=MASK64), what="-1")
+    assert_same_bits(noisy(x, generator=RandomKey(1, -1)), noisy(x, generator=RandomKey(1, MASK64)), what="offset")
     others = [2, 1 + (1 << 32), 1 + (1 << 63), RandomKey(1, 1), RandomKey(1, 1 << 32), -(1 << 63), 0]
     for one, other in itertools.combinations([first, *(noisy(x, generator=key) for key in others)], 2):
-        assert differing(one, other)
+        assert not same_bits(one, other)
 
 
 def test_a_tensor_is_not_rounded_by_its_values_alone():
@@ -107,11 +104,11 @@ def test_a_generator_advances_and_is_never_reseeded():
     x = torch.full((500,), 0.3)
     generator = torch.Generator().manual_seed(5)
     first, second = noisy(x, generator=generator), noisy(x, generator=generator)
-    assert differing(first, second)
+    assert not same_bits(first, second)
     assert generator.initial_seed() == 5
     again = torch.Generator().manual_seed(5)
-    check("first", noisy(x, generator=again), first)
-    check("second", noisy(x, generator=again), second)
+    assert_same_bits(noisy(x, generator=again), first, what="first")
+    assert_same_bits(noisy(x, generator=again), second, what="second")
     assert torch.equal(generator.get_state(), again.get_state())
     # One draw a call, whatever the size: 2000 elements leave the generator where 1 element leaves it.
     small, large = torch.Generator().manual_seed(7), torch.Generator().manual_seed(7)
@@ -126,8 +123,8 @@ def test_the_default_generator_is_drawn_from_and_never_reseeded():
     first, second, state = noisy(x), noisy(x), torch.get_rng_state()
     assert differing(first, second) and torch.initial_seed() == 3
     torch.manual_seed(3)
-    check("first", noisy(x), first)
-    check("second", noisy(x), second)
+    assert_same_bits(noisy(x), first, what="first")
+    assert_same_bits(noisy(x), second, what="second")
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -136,7 +133,7 @@ def test_nothing_is_drawn_where_nothing_is_random():
     states = torch.get_rng_state(), generator.get_state()
     x = normal(4, 64)
     quantize(x, "e4m3")
-    check("unused", quantize(x, "nvfp4", generator=generator), quantize(x, "nvfp4"))
+    assert_same_bits(quantize(x, "nvfp4", generator=generator), quantize(x, "nvfp4"), what="unused")
     noisy(x, generator=4)
     noisy(x, random_words=torch.zeros(4, 64, dtype=torch.int64))
     fmtsim.decode(encode(x, "mxfp4"))
@@ -213,7 +210,7 @@ def test_what_are_not_random_words(options, message):
         with pytest.raises(ArgumentError) as caught:
             verb(x, "e4m3", **{"rounding": "stochastic", **options})
         assert str(caught.value) == message
-    check("x is left alone", x, torch.ones(2, 3))
+    assert_same_bits(x, torch.ones(2, 3), what="x is left alone")
 
 
 def test_words_of_any_strides():
@@ -221,7 +218,7 @@ def test_words_of_any_strides():
     options = {"rounding": "stochastic", "random_bits": 8}
     for name in ("e4m3", "nf4", "mxfp4", "nvfp4", "logfmt8"):
         turned = quantize(x, name, pad=True, random_words=words.T, **options)
-        check(name, turned, quantize(x, name, pad=True, random_words=words.T.contiguous(), **options))
+        assert_same_bits(turned, quantize(x, name, pad=True, random_words=words.T.contiguous(), **options), what=name)
 
 
 # Expectation.
@@ -305,13 +302,13 @@ def test_neighbouring_words_are_not_correlated():
 def test_exact_values_never_move(name):
     values = quantize(normal(4096) * 3, name)
     for seed in range(3):
-        check(name, noisy(values, name, generator=seed), values)
+        assert_same_bits(noisy(values, name, generator=seed), values, what=name)
 
 
 def test_exact_values_never_move_in_blocks():
     x = quantize(normal(64, 64), "mxfp4")
     for seed in range(3):
-        check("mxfp4", noisy(x, "mxfp4", generator=seed), x)
+        assert_same_bits(noisy(x, "mxfp4", generator=seed), x, what="mxfp4")
 
 
 @pytest.mark.parametrize(("name", "x", "expected"), [
@@ -333,5 +330,5 @@ def test_specials_do_not_look_at_words():
         for overflow in ("saturate", "ieee"):
             up = noisy(x, name, overflow=overflow, random_words=torch.full(x.shape, (1 << 32) - 1))
             down = noisy(x, name, overflow=overflow, random_words=torch.zeros(x.shape, dtype=torch.int64))
-            check(name, up, down)
-            check(name, up, quantize(x, name, overflow=overflow))
+            assert_same_bits(up, down, what=name)
+            assert_same_bits(up, quantize(x, name, overflow=overflow), what=name)

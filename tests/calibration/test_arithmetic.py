@@ -12,7 +12,7 @@ from fmtsim.gemm.units.unit import get_unit
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.datapath import Datapath, IntegerDatapath
 from fmtsim.spec.plan import GemmPlan
-from tests.calibration.fake import FakeGPU
+from tests.support.fake_gpu import FakeGPU
 
 UNITS = ("volta.mma", "turing.mma", "ampere.mma", "ada.mma", "hopper.wgmma", "blackwell.tcgen05")
 

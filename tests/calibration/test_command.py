@@ -13,7 +13,7 @@ from fmtsim.errors import DeviceError
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.plan import GemmPlan
-from tests.calibration.fake import FakeGPU, mm
+from tests.support.fake_gpu import FakeGPU, mm
 
 HOPPER = get_unit("hopper.wgmma")
 

@@ -13,7 +13,7 @@ from fmtsim.calibration.order import look
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.plan import GemmPlan
-from tests.calibration.fake import FakeGPU, fp8, mm
+from tests.support.fake_gpu import FakeGPU, fp8, mm
 
 HOPPER, AMPERE = get_unit("hopper.wgmma"), get_unit("ampere.mma")
 BF16, TF32, FP8 = (HOPPER.mode(name, name, "fp32") for name in ("bf16", "tf32", "e4m3"))

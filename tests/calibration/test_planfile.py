@@ -18,7 +18,7 @@ from fmtsim.gemm.targets.target import get_target, target_from_dict
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.plan import GemmPlan
-from tests.calibration.fake import FakeGPU, fp8, mm
+from tests.support.fake_gpu import FakeGPU, fp8, mm
 
 HOPPER = get_unit("hopper.wgmma")
 BF16 = HOPPER.mode("bf16", "bf16", "fp32")

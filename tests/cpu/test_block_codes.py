@@ -10,8 +10,8 @@ from fmtsim.formats.block import BlockFormat, scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey
-from tests.engines.cases import scaled_formats
-from tests.engines.compare import differing
+from tests.support.bits import differing
+from tests.support.casts import scaled_formats
 
 FORMATS = [name for name in scaled_formats() if isinstance(get_format(name), BlockFormat)]
 KEY = RandomKey(11, 2)
@@ -28,12 +28,6 @@ MORE = [
     scaled(get_format("e2m3"), (1, None), "even"),
     scaled(get_format("fp16"), (1, 128)),
 ]
-
-
-@pytest.fixture(autouse=True)
-def own_settings():
-    yield
-    pool.set_num_threads(None)
 
 
 def numbers(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -56,7 +50,7 @@ def general_parts(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedPar
         return engine.encode(x, spec, random)
 
 
-def same(found: EncodedParts, expected: EncodedParts) -> bool:
+def same_parts(found: EncodedParts, expected: EncodedParts) -> bool:
     pairs = list(zip(found, expected, strict=True))
     assert all((a is None) == (b is None) for a, b in pairs)
     return not any(differing(a, b) for a, b in pairs if a is not None and b is not None)
@@ -69,7 +63,7 @@ def check(fmt: BlockFormat, x: torch.Tensor, dim: int = -1) -> None:
             expected = general_parts(x, spec, random)
             for threads in (1, 2):
                 pool.set_num_threads(threads)
-                assert same(engine.encode(x, spec, random), expected), (spec, threads)
+                assert same_parts(engine.encode(x, spec, random), expected), (spec, threads)
 
 
 @pytest.mark.parametrize("fmt", [*map(get_format, FORMATS), *MORE], ids=lambda fmt: fmt.name)
@@ -125,4 +119,4 @@ def test_wrong_numbers_are_seen(name: str, monkeypatch: pytest.MonkeyPatch):
 
     for run in (wrong_scales, next_code, lost_group):
         monkeypatch.setattr(matrices, "encoder", lambda *_, run=run: selection.Fast(right.grid, run))
-        assert not same(engine.encode(x, spec, None), expected), run
+        assert not same_parts(engine.encode(x, spec, None), expected), run

@@ -97,14 +97,15 @@ def test_a_cache_that_cannot_be_written(tmp_path, blocked):
 
 def test_edited_kernels_get_another_folder(tmp_path, monkeypatch):
     """The folder's name follows the text of every kernel file."""
-    for name in ("jit.py", "scalar.py"):
-        (tmp_path / name).write_text((Path(jit.__file__).parent / name).read_text(encoding="utf-8"))
-    monkeypatch.setattr(jit, "__file__", str(tmp_path / "jit.py"))
+    for name in ("runtime/jit.py", "cast/scalar.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text((Path(jit.__file__).parents[1] / name).read_text(encoding="utf-8"))
+    monkeypatch.setattr(jit, "__file__", str(tmp_path / "runtime" / "jit.py"))
     monkeypatch.setenv("FMTSIM_CACHE_DIR", str(tmp_path / "cache"))
     folder = jit.cache_folder.__wrapped__
     first = folder()
     assert folder() == first and first.is_dir()
-    with (tmp_path / "scalar.py").open("a", encoding="utf-8") as kernels:
+    with (tmp_path / "cast" / "scalar.py").open("a", encoding="utf-8") as kernels:
         kernels.write("# edited\n")
     assert folder() != first
     assert folder().parent == first.parent

@@ -12,18 +12,12 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, Random, RandomKey
-from tests.engines.cases import DETERMINISTIC, adversarial, element_formats
-from tests.engines.compare import differing
+from tests.support.bits import assert_same_bits
+from tests.support.casts import DETERMINISTIC, adversarial, element_formats
 
 # Wider tables have no fast path: the general kernel would be compared with itself.
 FORMATS = [name for name in element_formats(31) if get_format(name).bits <= 8 or codes.coding_of(get_format(name))]
 KEY = RandomKey(3, 5)
-
-
-@pytest.fixture(autouse=True)
-def own_settings():
-    yield
-    pool.set_num_threads(None)
 
 
 def general_codes(x: torch.Tensor, spec: CastSpec, random: Random) -> torch.Tensor:
@@ -78,7 +72,7 @@ def test_looked_up_values_are_those_of_the_general_kernel(name: str):
         found, expected = torch.empty(x.shape), torch.empty(x.shape)
         engine.quantize(x, spec, random, found)
         elements._general(spec, random, general.quantize_flat)(x, expected, 0)
-        assert not differing(found, expected), spec
+        assert_same_bits(found, expected, what=spec)
 
 
 def test_formats_that_share_codes_within_a_bucket_have_no_table():

@@ -7,14 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-import fmtsim.cpu.gemm.chains
-import fmtsim.cpu.gemm.fused
-import fmtsim.cpu.gemm.integers
-import fmtsim.cpu.gemm.remaining
-import fmtsim.cpu.gemm.stages
-import fmtsim.cpu.gemm.tiles
 import fmtsim.torch_engine
 from fmtsim import GemmPlan, get_format, get_unit
+from fmtsim.cpu.gemm import chains, fused, integers, remaining, stages, tiles
 from fmtsim.cpu.gemm.engine import supports_gemm
 from fmtsim.cpu.gemm.panels import Constants, State
 from fmtsim.cpu.gemm.slabs import slabs_of
@@ -22,43 +17,35 @@ from fmtsim.cpu.gemm.sums import Sums
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import MODES
 from fmtsim.spec.datapath import TERM_ROUNDINGS, Datapath, sum_dtype
-from tests.cpu.test_gemm import (
+from tests.support.bits import assert_same_bits
+from tests.support.gemm_engine import (
     DTYPES,
     E8M13,
     EIGHT,
     HALF,
+    INF,
     check,
+    f32,
+    gemm_spec,
     operand,
-    own_threads,
     paths,
     product,
     setting,
-    spec_of,
 )
-from tests.gemm.products import same
 
-__all__ = ["own_threads"]  # a fixture
-
-FUSED, TILES, CHAINS, STAGES = (
-    fmtsim.cpu.gemm.fused,
-    fmtsim.cpu.gemm.tiles,
-    fmtsim.cpu.gemm.chains,
-    fmtsim.cpu.gemm.stages,
-)
 KERNELS = {  # for each path, the kernel by which it is entered
-    "floor32": (TILES, "floor_panels"),
-    "floor64": (TILES, "floor_panels"),
-    "wide": (TILES, "wide_panels"),
-    "grouped": (TILES, "group_panels"),
-    "precise": (fmtsim.cpu.gemm.remaining, "precise"),
-    "chains": (CHAINS, "multiply_add"),
-    "two_stage": (STAGES, "two_stage"),
-    "pairwise": (STAGES, "pairwise"),
-    "integers": (fmtsim.cpu.gemm.integers, "add_integers"),
+    "floor32": (tiles, "floor_panels"),
+    "floor64": (tiles, "floor_panels"),
+    "wide": (tiles, "wide_panels"),
+    "grouped": (tiles, "group_panels"),
+    "precise": (remaining, "precise"),
+    "chains": (chains, "multiply_add"),
+    "two_stage": (stages, "two_stage"),
+    "pairwise": (stages, "pairwise"),
+    "integers": (integers, "add_integers"),
 }
 E8M30 = FloatFormat(name="e8m30", exponent_bits=8, mantissa_bits=30)
 EXACT = get_unit("exact").mode("fp32", "fp32")
-INF, NAN = torch.inf, torch.nan
 
 
 @pytest.fixture
@@ -86,16 +73,12 @@ def taken(monkeypatch) -> Counter:
     return counts
 
 
-def f32(*rows) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.float32)
-
-
 def against_torch(a, b, spec, **rest) -> None:
     """Compare with the other engine, where the oracle would take too long."""
     expected = torch.empty(a.shape[0], b.shape[0], dtype=sum_dtype(spec.datapath))
     arguments = [rest.get(name) for name in ("c", "scale_a", "scale_b")]
     fmtsim.torch_engine.gemm(a, b, *arguments, spec, rest.get("random"), expected)
-    same(product(a, b, spec, **rest), expected)
+    assert_same_bits(product(a, b, spec, **rest), expected)
 
 
 # Which kernel runs, and errors planted in each.
@@ -128,7 +111,7 @@ def test_a_bit_planted_in_a_kernel_is_seen(path, monkeypatch):
 @pytest.mark.parametrize("path", ["floor32", "floor64"])
 @pytest.mark.parametrize("fault", ["factor", "mask", "exponent"])
 def test_faults_of_the_floor_kernels_are_seen(path, fault, monkeypatch):
-    real = FUSED.fast_path
+    real = fused.fast_path
 
     def faulty(*args):
         fast = real(*args)
@@ -138,7 +121,7 @@ def test_faults_of_the_floor_kernels_are_seen(path, fault, monkeypatch):
             return fast._replace(mask=type(fast.mask)(fast.mask << 1))
         return fast._replace(floor_byte=np.int8(-1))  # every block seems to have a large product
 
-    monkeypatch.setattr(FUSED, "fast_path", faulty)
+    monkeypatch.setattr(fused, "fast_path", faulty)
     a, b, spec, _, _ = setting(path, 4, 64, 64)
     with pytest.raises(AssertionError, match="differ"):
         check(a, b, spec)
@@ -146,29 +129,29 @@ def test_faults_of_the_floor_kernels_are_seen(path, fault, monkeypatch):
 
 @pytest.mark.parametrize("fault", ["factor", "fraction_bits", "lowest", "terms"])
 def test_faults_of_the_wide_kernel_are_seen(fault, monkeypatch):
-    real = FUSED.wide_unit
+    real = fused.wide_unit
 
     def faulty(*args):
         unit = real(*args)
-        wrong = {"factor": np.float64(1), "fraction_bits": 24, "lowest": np.int32(40), "terms": FUSED.FLOOR}[fault]
+        wrong = {"factor": np.float64(1), "fraction_bits": 24, "lowest": np.int32(40), "terms": fused.FLOOR}[fault]
         return unit._replace(**{fault: wrong})
 
     unit = replace(HALF, rounding="nearest_even", min_exponent=None)
     a, b = operand("bf16", 4, 64, "narrow", 1), operand("bf16", 20, 64, "narrow", 2)
-    check(a, b, spec_of(unit, "bf16"))
-    monkeypatch.setattr(FUSED, "wide_unit", faulty)
+    check(a, b, gemm_spec(unit, "bf16"))
+    monkeypatch.setattr(fused, "wide_unit", faulty)
     with pytest.raises(AssertionError, match="differ"):
-        check(a, b, spec_of(unit, "bf16"))
+        check(a, b, gemm_spec(unit, "bf16"))
 
 
 def test_without_its_limits_the_floor_kernel_would_be_wrong(monkeypatch):
     tiny = operand("bf16", 4, 64, "normal", 1) * 2.0**-70
     huge = f32([3e38, 3e38, -3e38, -3e38]).bfloat16(), f32([1.0, 1.0, 1.0, 1.0]).bfloat16()  # Inf half way
-    cases = [(tiny, tiny, spec_of(HALF, "bf16")), (*huge, spec_of(replace(HALF, block=2), "bf16"))]
+    cases = [(tiny, tiny, gemm_spec(HALF, "bf16")), (*huge, gemm_spec(replace(HALF, block=2), "bf16"))]
     for case in cases:
         check(*case)
-    real = FUSED.fast_path
-    monkeypatch.setattr(FUSED, "fast_path", lambda *args: real(*args)._replace(smallest=-(1 << 20), largest=1 << 20))
+    real = fused.fast_path
+    monkeypatch.setattr(fused, "fast_path", lambda *args: real(*args)._replace(smallest=-(1 << 20), largest=1 << 20))
     for case in cases:
         with pytest.raises(AssertionError, match="differ"):
             check(*case)
@@ -191,7 +174,7 @@ def test_without_its_limits_the_floor_kernel_would_be_wrong(monkeypatch):
     ],
 )
 def test_kernels_of_fused_units(unit, fmt, kind, kernels, taken):
-    check(operand(fmt, 3, 70, kind, 1), operand(fmt, 5, 70, kind, 2), spec_of(unit, fmt))
+    check(operand(fmt, 3, 70, kind, 1), operand(fmt, 5, 70, kind, 2), gemm_spec(unit, fmt))
     assert set(+taken) == kernels
 
 
@@ -207,7 +190,7 @@ def test_all_codes_against_all(fmt, unit):
     a[:, 2], b[:, 2] = codes.roll(1), 0xA1
     a, b = a.view(DTYPES[fmt]), b.view(DTYPES[fmt])
     for accumulate in ("fp32", "fp16"):
-        spec = spec_of(get_unit(unit).mode(fmt, fmt, accumulate), fmt)
+        spec = gemm_spec(get_unit(unit).mode(fmt, fmt, accumulate), fmt)
         check(a[::17, :1], b[::3, :1], spec)
         check(a[5::31], b[1::7], spec)
         against_torch(a, b, spec)
@@ -233,12 +216,12 @@ def test_patterns_against_patterns(fmt, unit):
     )
     table, generator = patterns(fmt), torch.Generator().manual_seed(3)
     a, b = (table[torch.randint(0, len(table), (rows, 37), generator=generator)] for rows in (5, 7))
-    check(a, b, spec_of(path, fmt))
+    check(a, b, gemm_spec(path, fmt))
     b[:, 1::2] = b[:, ::2][:, :18]  # pairs that cancel but for a few
     a[:, 1::2] = (-a[:, ::2][:, :18].float()).to(a.dtype)
     a[:, 5] = table[7]
-    check(a, b, spec_of(path, fmt))
-    check(a[:2], b[:2], spec_of(path, fmt), c=f32([1.0, -(2.0**-24)], [2.0**-14, 0.0]))
+    check(a, b, gemm_spec(path, fmt))
+    check(a[:2], b[:2], gemm_spec(path, fmt), c=f32([1.0, -(2.0**-24)], [2.0**-14, 0.0]))
 
 
 def short_units(terms: str, mode: str) -> list[Datapath]:
@@ -261,14 +244,14 @@ def small_integers(factor: float) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("factor", [1.0, 2.0**-130])  # the second with results below the normal range
 def test_ties_of_terms_and_sums(factor, terms, mode):
     for unit in short_units(terms, mode):
-        check(*small_integers(factor), spec_of(unit, "bf16"))
-        check(*small_integers(factor), spec_of(replace(unit, signed_zero=True), "bf16"))
+        check(*small_integers(factor), gemm_spec(unit, "bf16"))
+        check(*small_integers(factor), gemm_spec(replace(unit, signed_zero=True), "bf16"))
 
 
 def test_a_subnormal_sum_has_the_exponent_of_the_smallest_normal():
     unit = Datapath(block=1, fraction_bits=2, accumulator=E8M13)
     a, b = torch.full((1, 2), 2.0**-126), f32([2.0**-2, 1.75 * 2.0**-4])  # 2^-128 has exponent -126: the grid is 2^-128
-    check(a.bfloat16(), b.bfloat16(), spec_of(unit, "bf16"))
+    check(a.bfloat16(), b.bfloat16(), gemm_spec(unit, "bf16"))
 
 
 # Exponents too far apart for bytes, and sums at the ends of the accumulator.
@@ -284,8 +267,8 @@ def spread(k: int, *places: tuple[slice, float], rows: int = 2, seed: int = 1) -
 @pytest.mark.parametrize("apart", [50, 62, 63, 64, 65, 120])
 def test_spans_of_a_row(apart, taken):
     a, b = spread(32, (slice(0, 8), 2.0**apart)), spread(32, rows=3, seed=2)
-    check(a, b, spec_of(HALF, "bf16"))
-    check(b, a, spec_of(HALF, "bf16"))
+    check(a, b, gemm_spec(HALF, "bf16"))
+    check(b, a, gemm_spec(HALF, "bf16"))
     assert (taken["floor64"] > 0) == (apart < 60) and (taken["wide"] > 0) == (apart > 60)
 
 
@@ -297,7 +280,7 @@ def test_spans_in_one_slab_only(taken):
     a = [spread(k, (where, factor), rows=1) for where, factor in ((end, 2.0**80), (end, 2.0**-80), (slice(9), 2.0**80))]
     for x, y in ((a[0], b), (b, a[1]), (a[2], b)):
         taken.clear()
-        check(x, y, spec_of(HALF, "bf16"))
+        check(x, y, gemm_spec(HALF, "bf16"))
         assert taken == {"floor64": slabs - 1, "wide": 1} and slabs > 1
 
 
@@ -309,7 +292,7 @@ def test_slabs_far_from_each_other(before, after):
         b = spread(k, (half, 2.0**before), (slice(2048, k), 2.0**after), rows=1, seed=2)
         if signed > 0:
             a, b = a.abs(), b.abs()
-        check(a, b, spec_of(HALF, "bf16"))
+        check(a, b, gemm_spec(HALF, "bf16"))
 
 
 @pytest.mark.parametrize("unit", [HALF, replace(HALF, rounding="nearest_even"), EXACT])
@@ -318,16 +301,16 @@ def test_sums_at_the_ends_of_float32(unit, exponent):
     a, b = operand("bf16", 3, 40, "normal", exponent + 200), operand("bf16", 5, 40, "narrow", 2)
     down = exponent // 2
     for x, y in ((a * 2.0**down, b * 2.0 ** (exponent - down)), (a.abs() * 2.0**down, b.abs() * 2.0**-down)):
-        check(x, y, spec_of(unit, "bf16"))
-        check(x.abs(), y.abs(), spec_of(unit, "bf16"))  # the chain overflows on the way
-    check(a * 2.0**down, b * 2.0 ** (exponent - down), spec_of(unit, "bf16", plan=GemmPlan(promote_every=8)))
+        check(x, y, gemm_spec(unit, "bf16"))
+        check(x.abs(), y.abs(), gemm_spec(unit, "bf16"))  # the chain overflows on the way
+    check(a * 2.0**down, b * 2.0 ** (exponent - down), gemm_spec(unit, "bf16", plan=GemmPlan(promote_every=8)))
 
 
 def test_inf_on_the_way_stays():
     a, b = f32([3e38, 3e38, -3e38, -3e38]), f32([1.0, 1.0, 1.0, 1.0])
     for unit in (HALF, replace(HALF, block=1), replace(HALF, block=2), replace(HALF, block=2, rounding="down"), EXACT):
-        check(a, b, spec_of(unit, "fp32"))
-        check(a.fill_(2.0**127), b, spec_of(unit, "fp32"), c=f32([-INF]))
+        check(a, b, gemm_spec(unit, "fp32"))
+        check(a.fill_(2.0**127), b, gemm_spec(unit, "fp32"), c=f32([-INF]))
 
 
 # What the engine leaves to others.
@@ -349,19 +332,19 @@ def test_inf_on_the_way_stays():
 )
 def test_sums_that_would_be_rounded_twice_go_elsewhere(unit, plan):
     x = operand("bf16", 1, 8, "normal", 1)
-    assert not supports_gemm(spec_of(unit, "bf16", plan=plan), x, x)
-    assert supports_gemm(spec_of(HALF, "bf16", plan=GemmPlan(promote_every=4, scaled_promotion=True)), x, x)
+    assert not supports_gemm(gemm_spec(unit, "bf16", plan=plan), x, x)
+    assert supports_gemm(gemm_spec(HALF, "bf16", plan=GemmPlan(promote_every=4, scaled_promotion=True)), x, x)
 
 
 def test_doubles_go_elsewhere_unless_their_format_fits_float32():
     x = operand("bf16", 2, 20, "normal", 1)
-    assert not supports_gemm(spec_of(HALF, "fp64"), x.double(), x.double())
-    assert not supports_gemm(spec_of(EXACT, "fp64"), x.double(), x.double())
+    assert not supports_gemm(gemm_spec(HALF, "fp64"), x.double(), x.double())
+    assert not supports_gemm(gemm_spec(EXACT, "fp64"), x.double(), x.double())
     for unit in (HALF, EXACT, replace(HALF, accumulator="fp64")):
-        check(x.double(), x.double(), spec_of(unit, "bf16"))
+        check(x.double(), x.double(), gemm_spec(unit, "bf16"))
 
 
 def test_scales_whose_product_is_beyond_float32():
     unit = replace(HALF, scale="e8m0", scale_block=16, signed_zero=True)
-    check(f32([2.0**-9, 0.0]), f32([2.0**-9, -1.0]), spec_of(unit, "e4m3"), scale_a=f32([2.0**70]),
+    check(f32([2.0**-9, 0.0]), f32([2.0**-9, -1.0]), gemm_spec(unit, "e4m3"), scale_a=f32([2.0**70]),
           scale_b=f32([2.0**64]))  # fmt: skip

@@ -6,11 +6,20 @@ import pytest
 import torch
 
 from fmtsim import GemmPlan, get_unit
-from tests.cpu.test_gemm import HALF, UNITS, check, operand, own_threads, product, setting, spec_of, unit_scales
-from tests.cpu.test_gemm_bits import INF, NAN, f32
-from tests.gemm.products import same
-
-__all__ = ["own_threads"]  # a fixture
+from tests.support.bits import assert_same_bits
+from tests.support.gemm_engine import (
+    HALF,
+    INF,
+    NAN,
+    UNITS,
+    check,
+    f32,
+    gemm_spec,
+    operand,
+    product,
+    setting,
+    unit_scales,
+)
 
 
 @pytest.mark.parametrize("path", [name for name in UNITS if name not in ("integers", "grouped")])
@@ -27,7 +36,7 @@ def test_rows_and_columns_of_nan_and_inf(path):
         (got.view(torch.int32)[got.isnan()] == 0x7FFFFFFF).all() and got[4].isnan().all() and got[:, 65].isnan().all()
     )
     others = [row for row in range(6) if row != 4]
-    same(got[others][:, :65], clean[others][:, :65])
+    assert_same_bits(got[others][:, :65], clean[others][:, :65])
 
 
 @pytest.mark.parametrize("c", [0.0, -0.0, 1.0, -1.0, INF, -INF, NAN])
@@ -38,9 +47,9 @@ def test_zeros_and_special_addends(unit, signed_zero, c):
     rows = [[0.0, -0.0], [-0.0, -0.0], [1.0, -1.0], [-1.0, 1.0], [2.0**-100, 0.0], [INF, 0.0], [NAN, 1.0]]
     a, b = f32(*rows), f32([1.0, 1.0], [-1.0, -1.0], [0.0, 0.0], [-0.0, 0.0], [2.0**-100, 2.0**-60])
     given = torch.full((len(a), len(b)), c)
-    check(a, b, spec_of(unit, "fp32"), c=given)
+    check(a, b, gemm_spec(unit, "fp32"), c=given)
     given[0, 0] = 0.5
-    check(a, b, spec_of(unit, "fp32", plan=GemmPlan(k_tile=1, split=2, partial="fp16")), c=given)
+    check(a, b, gemm_spec(unit, "fp32", plan=GemmPlan(k_tile=1, split=2, partial="fp16")), c=given)
 
 
 NVF4 = replace(get_unit("blackwell.tcgen05.nvf4").mode("e2m1", "e2m1"), fraction_bits=4)
@@ -51,7 +60,7 @@ NVF4 = replace(get_unit("blackwell.tcgen05.nvf4").mode("e2m1", "e2m1"), fraction
 )
 def test_an_addend_of_minus_zero_is_no_negative_term(unit, name):
     """A count of negative terms that took it for one would be off by a last place wherever terms are cut."""
-    spec = spec_of(unit, name)
+    spec = gemm_spec(unit, name)
     a, b = (operand(name, rows, 64, "normal", rows) for rows in (5, 70))
     scales = [unit_scales(spec, rows, 64, "normal", rows) for rows in (5, 70)]
     check(a, b, spec, c=torch.full((5, 70), -0.0), scale_a=scales[0], scale_b=scales[1])

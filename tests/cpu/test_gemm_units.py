@@ -4,34 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import fmtsim.torch_engine
-from fmtsim import GemmPlan, get_unit
+from fmtsim import GemmPlan
 from fmtsim.cpu.gemm.engine import supports_gemm
-from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
-from tests.cpu.test_gemm import KINDS, addend, check, check_kinds, operand, own_threads, plans, product, spec_of
-from tests.gemm.products import same
-
-__all__ = ["own_threads"]  # a fixture
-
-FMA32 = get_unit("fp32_fma").mode("fp32", "fp32")
-FMA64 = get_unit("fp64_fma").mode("fp64", "fp64")
-INF, NAN = torch.inf, torch.nan
-NAMES = {
-    "chains": ("e4m3", "e5m2", "bf16", "fp16", "tf32", "fp32", "e4m3fnuz"),
-    "doubles": ("fp64", "fp64", "fp32", "bf16"),
-    "two_stage": ("fp16", "bf16", "tf32", "fp32", "e4m3fnuz", "e5m2fnuz"),
-    "pairwise": ("fp16", "bf16", "fp32", "e5m2fnuz"),
-    "integers": ("int8",),
-}
-
-
-def f32(*rows) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.float32)
+from fmtsim.spec.datapath import IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+from tests.support.bits import assert_same_bits
+from tests.support.gemm_engine import FMA32, FMA64, INF, NAN, addend, check, f32, gemm_spec, operand, product
 
 
 def f64(*rows) -> torch.Tensor:
@@ -43,64 +23,6 @@ def i8(*rows) -> torch.Tensor:
 
 
 # Any unit, plan, format and kind of numbers.
-
-
-@st.composite
-def units(draw, kind: str):
-    pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
-    if kind == "chains":
-        every = pick(None, None, 16)
-        return replace(FMA32, promote_every=every, promotion=pick(None, "fp32"))
-    if kind == "doubles":
-        return replace(FMA64, promote_every=pick(None, None, 16))
-    if kind == "two_stage":
-        parity, block = pick(False, True), pick(2, 4, 8, 16)
-        return TwoStageDatapath(block=block, parity=parity, fraction_bits=pick(24, 24, 10), sum_bits=pick(31, 31, 12))
-    if kind == "pairwise":
-        return PairwiseDatapath(block=pick(1, 2, 4, 8))
-    return IntegerDatapath(saturate=pick(True, True, False), block=pick(32, 4, 300, 1))
-
-
-@st.composite
-def products(draw, kind: str):
-    unit = draw(units(kind))
-    plan = draw(plans(getattr(unit, "promote_every", None), floats=kind != "integers"))
-    a, b = (draw(st.sampled_from(NAMES[kind])) for _ in "ab")
-    shape = draw(st.sampled_from([(1, 1, 100), (2, 3, 64), (5, 1, 33), (1, 66, 16), (3, 2, 1), (2, 1, 290)]))
-    kinds = tuple(draw(st.sampled_from(KINDS)) for _ in "ab")
-    return spec_of(unit, a, b, plan), shape, kinds, draw(st.integers(0, 999)), draw(st.booleans())
-
-
-def check_drawn(case) -> None:
-    spec, (m, n, k), kinds, seed, with_c = case
-    if not supports_gemm(spec, operand(spec.a.name, m, k, "normal", 0), operand(spec.b.name, n, k, "normal", 0)):
-        assert isinstance(spec.datapath, Datapath) and spec.datapath.accumulator.name == "fp64"
-        return
-    try:
-        check_kinds(spec, (m, n, k), kinds, seed, with_c)
-    except ArgumentError as error:  # the oracle refuses a chain with two scales
-        assert "two scales" in str(error)
-
-
-@pytest.mark.parametrize("kind", NAMES)
-def test_any_product(kind):
-    @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
-    @given(products(kind))
-    def run(case):
-        check_drawn(case)
-
-    run()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", NAMES)
-def test_many_products(kind):
-    @settings(max_examples=1000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(products(kind))
-    def run(case):
-        check_drawn(case)
-
-    run()
 
 
 # IEEE chains.
@@ -126,44 +48,50 @@ def test_many_products(kind):
     ],
 )
 def test_chains_follow_ieee_754(a, b, c, expected):
-    spec, given_c = spec_of(FMA32, "fp32"), None if c is None else f32([c])
+    spec, given_c = gemm_spec(FMA32, "fp32"), None if c is None else f32([c])
     got = product(f32(a), f32(b), spec, c=given_c)
     assert got.isnan().item() if expected != expected else got.item() == expected
     check(f32(a), f32(b), spec, **({} if c is None else {"c": given_c}))
 
 
 def test_chains_of_doubles_beyond_float32():
-    spec = spec_of(FMA64, "fp64")
+    spec = gemm_spec(FMA64, "fp64")
     a, b = operand("fp64", 4, 70, "wide", 1), operand("fp64", 65, 70, "wide", 2)
     a[:, :40] *= 2.0**-600  # underflow and overflow of float64
     check(a[:, :24], b[:3, :24], spec)
     check(a, b[:3], spec, c=addend(spec, 4, 3, "wide", 3))
     tie = f64([1.0, 2.0**-53, 2.0**-106]), f64([1.0, 1.0, 1.0])
     check(*tie, spec)
-    same(product(*tie, spec), f64([1.0]))
+    assert_same_bits(product(*tie, spec), f64([1.0]))
+
+
+@pytest.mark.xfail(strict=True, reason="partial sums of 2**979 become NaN where they overflow to Inf")
+def test_partial_sums_of_doubles_beyond_their_format():
+    spec = gemm_spec(FMA64, "fp64", plan=GemmPlan(k_tile=16, partial="bf16"))
+    check(f64([2.0**979]), f64([1.0]), spec)
 
 
 def test_what_chains_cover():
     a = torch.zeros(1, 4, dtype=torch.float64)
     fp64 = FMA64.accumulator
-    assert supports_gemm(spec_of(FMA64, "fp64"), a, a)
-    assert not supports_gemm(spec_of(FMA32, "fp64"), a, a)  # products of doubles are not rounded to float32 first
+    assert supports_gemm(gemm_spec(FMA64, "fp64"), a, a)
+    assert not supports_gemm(gemm_spec(FMA32, "fp64"), a, a)  # products of doubles are not rounded to float32 first
     odd = FloatFormat(name="odd", exponent_bits=8, mantissa_bits=23, bias=100)
     for unit in (replace(FMA32, accumulator=odd), replace(FMA32, paired=True), replace(FMA32, signed_zero=False),
                  replace(FMA32, rounding="up"), replace(FMA32, block=2), replace(FMA32, operand="fp16")):  # fmt: skip
         x, y = operand("fp16", 2, 40, "narrow", 1), operand("fp16", 3, 40, "narrow", 2)
-        check(x, y, spec_of(unit, "fp16"))
+        check(x, y, gemm_spec(unit, "fp16"))
     every = GemmPlan(promote_every=2)
-    assert not supports_gemm(spec_of(FMA64, "fp64", plan=every), a, a)  # float32 sums of doubles
-    assert not supports_gemm(spec_of(replace(FMA64, promote_every=2, promotion="fp32"), "fp64"), a, a)
-    assert supports_gemm(spec_of(replace(FMA64, promote_every=2, promotion=fp64), "fp64"), a, a)
+    assert not supports_gemm(gemm_spec(FMA64, "fp64", plan=every), a, a)  # float32 sums of doubles
+    assert not supports_gemm(gemm_spec(replace(FMA64, promote_every=2, promotion="fp32"), "fp64"), a, a)
+    assert supports_gemm(gemm_spec(replace(FMA64, promote_every=2, promotion=fp64), "fp64"), a, a)
 
 
 @pytest.mark.parametrize("successive", [False, True])
 @pytest.mark.parametrize("unit", [FMA32, PairwiseDatapath(block=4), TwoStageDatapath(block=8)])
 def test_scaled_promotion_with_scales_and_without(unit, successive):
     plan = GemmPlan(promote_every=8, scaled_promotion=True, successive_scales=successive)
-    spec = spec_of(unit, "bf16", plan=plan)
+    spec = gemm_spec(unit, "bf16", plan=plan)
     a, b = operand("bf16", 2, 24, "normal", 1), operand("bf16", 3, 24, "normal", 2)
     check(a, b, spec)
     check(a, b, spec, scale_a=torch.linspace(0.3, 4, 6).reshape(2, 3), scale_b=torch.linspace(-7, 0.1, 9).reshape(3, 3))
@@ -177,7 +105,7 @@ def test_scaled_promotion_with_scales_and_without(unit, successive):
 def test_integers_at_their_limits(saturate, k):
     a, b = i8([-128] * k, [127] * k, [-128] * k), i8([-128] * k, [127] * k, [-128, 127] * (k // 2) + [1] * (k % 2))
     for block in (32, 128, 200):
-        spec = spec_of(IntegerDatapath(saturate=saturate, block=block), "int8")
+        spec = gemm_spec(IntegerDatapath(saturate=saturate, block=block), "int8")
         check(a, b, spec)
         top = torch.full((3, 3), (1 << 31) - 1, dtype=torch.int32)
         check(a, b, spec, c=top)
@@ -187,12 +115,12 @@ def test_integers_at_their_limits(saturate, k):
 def test_integers_wrap_as_torch_does_and_saturate_in_order():
     k = (1 << 17) + 40  # 2^31 and more
     a = torch.full((1, k), -128, dtype=torch.int8)
-    spec = spec_of(IntegerDatapath(), "int8")
-    same(product(a, a, spec), torch.tensor([[k * 128 * 128 - (1 << 32)]], dtype=torch.int32))
+    spec = gemm_spec(IntegerDatapath(), "int8")
+    assert_same_bits(product(a, a, spec), torch.tensor([[k * 128 * 128 - (1 << 32)]], dtype=torch.int32))
     falling = a.clone()
     falling[0, -40:] = 127
-    clamped = spec_of(IntegerDatapath(saturate=True), "int8")
-    same(product(a, falling, clamped), torch.tensor([[(1 << 31) - 1 - 40 * 128 * 127]], dtype=torch.int32))
+    clamped = gemm_spec(IntegerDatapath(saturate=True), "int8")
+    assert_same_bits(product(a, falling, clamped), torch.tensor([[(1 << 31) - 1 - 40 * 128 * 127]], dtype=torch.int32))
 
 
 def test_integers_of_parts_and_promotions():
@@ -200,7 +128,7 @@ def test_integers_of_parts_and_promotions():
     for reduce in ("serial", "pairwise"):
         for promote in (None, 16):
             plan = GemmPlan(k_tile=8, split=5, reduce=reduce, owner="interleaved", promote_every=promote)
-            spec = spec_of(IntegerDatapath(saturate=True, block=4), "int8", plan=plan)
+            spec = gemm_spec(IntegerDatapath(saturate=True, block=4), "int8", plan=plan)
             check(a, b, spec, c=torch.full((3, 66), (1 << 31) - 30000, dtype=torch.int32))
 
 
@@ -208,14 +136,14 @@ def test_integers_against_torch():
     a, b = operand("int8", 600, 500, "normal", 1), operand("int8", 130, 500, "normal", 2)
     exact = (a.double() @ b.double().t()).to(torch.int32)
     for saturate in (False, True):
-        same(product(a, b, spec_of(IntegerDatapath(saturate=saturate), "int8")), exact)
+        assert_same_bits(product(a, b, gemm_spec(IntegerDatapath(saturate=saturate), "int8")), exact)
 
 
 def test_blocks_that_an_int32_does_not_hold_go_elsewhere():
     a = torch.zeros(1, 1 << 17, dtype=torch.int8)
-    assert not supports_gemm(spec_of(IntegerDatapath(saturate=True, block=1 << 17), "int8"), a, a)
-    assert supports_gemm(spec_of(IntegerDatapath(saturate=True, block=1 << 17), "int8"), a[:, :9], a[:, :9])
-    assert supports_gemm(spec_of(IntegerDatapath(block=1 << 17), "int8"), a, a)
+    assert not supports_gemm(gemm_spec(IntegerDatapath(saturate=True, block=1 << 17), "int8"), a, a)
+    assert supports_gemm(gemm_spec(IntegerDatapath(saturate=True, block=1 << 17), "int8"), a[:, :9], a[:, :9])
+    assert supports_gemm(gemm_spec(IntegerDatapath(block=1 << 17), "int8"), a, a)
 
 
 # AMD's units.
@@ -224,7 +152,7 @@ def test_blocks_that_an_int32_does_not_hold_go_elsewhere():
 @pytest.mark.parametrize("fmt", ["e4m3fnuz", "e5m2fnuz"])
 @pytest.mark.parametrize("unit", [TwoStageDatapath(block=16, parity=True), PairwiseDatapath(block=4)])
 def test_all_codes_of_fnuz(fmt, unit):
-    spec = spec_of(unit, fmt)
+    spec = gemm_spec(unit, fmt)
     codes = torch.tensor([spec.a.value(code) for code in range(256)], dtype=torch.float32)
     a, b = codes[:, None].repeat(1, 3), codes[:, None].repeat(1, 3)
     a[:, 1], b[:, 1] = 1.0, codes.roll(1)  # a second even and an odd product
@@ -232,12 +160,12 @@ def test_all_codes_of_fnuz(fmt, unit):
     check(a[::7], b[::3], spec)
     expected = torch.empty(256, 256)
     fmtsim.torch_engine.gemm(a, b, None, None, None, spec, None, expected)
-    same(product(a, b, spec), expected)
+    assert_same_bits(product(a, b, spec), expected)
 
 
 @pytest.mark.parametrize("parity", [False, True])
 def test_two_stages_step_by_step(parity):
-    spec = spec_of(TwoStageDatapath(block=8, parity=parity), "fp32")
+    spec = gemm_spec(TwoStageDatapath(block=8, parity=parity), "fp32")
     big, small = 2.0**127, 2.0**-149
     rows = [
         [big, 0, 0, 0],  # times 2: beyond 2^128 is Inf, not with parity
@@ -259,25 +187,12 @@ def test_two_stages_step_by_step(parity):
             check(a[:, :k], b[:, :k], spec, c=torch.full((len(a), len(b)), c))
 
 
-def test_pairs_flush_and_round_at_every_step():
-    spec = spec_of(PairwiseDatapath(block=4), "fp32")
-    low, ulp = 2.0**-126, 2.0**-23
-    rows = [[low, -low, low, -low], [low / 2] * 4, [-low, low * (1 + ulp), 0, 0], [3 * low, -2 * low, 0, 0]]
-    rows += [[1, ulp, -1, ulp / 2], [-0.0] * 4, [INF, -INF, 0, 0], [2.0**127, 2.0**127, -(2.0**127), NAN]]
-    a = f32(*rows)
-    b = f32([1.0] * 4, [0.5] * 4, [-1.0, 1.0, -1.0, 1.0], [1 + ulp] * 4, [2.0] * 4, [0.0] * 4)
-    for k in (1, 2, 3, 4):
-        check(a[:, :k], b[:, :k], spec)
-        for c in (0.0, -0.0, low, -low / 2, 1.0, INF, NAN):
-            check(a[:, :k], b[:, :k], spec, c=torch.full((len(a), len(b)), c))
-
-
 def test_what_stages_cover():
     x = torch.zeros(1, 4)
-    assert not supports_gemm(spec_of(TwoStageDatapath(block=8, sum_bits=46), "fp32"), x, x)
-    assert supports_gemm(spec_of(TwoStageDatapath(block=8, sum_bits=45), "fp32"), x, x)
-    assert not supports_gemm(spec_of(PairwiseDatapath(block=4), "fp64"), x.double(), x.double())
+    assert not supports_gemm(gemm_spec(TwoStageDatapath(block=8, sum_bits=46), "fp32"), x, x)
+    assert supports_gemm(gemm_spec(TwoStageDatapath(block=8, sum_bits=45), "fp32"), x, x)
+    assert not supports_gemm(gemm_spec(PairwiseDatapath(block=4), "fp64"), x.double(), x.double())
     wide = FloatFormat(name="wide", exponent_bits=4, mantissa_bits=3, nan="top", infinities=False)
-    assert not supports_gemm(spec_of(PairwiseDatapath(block=4), "fp32", plan=GemmPlan(partial=wide)), x, x)
+    assert not supports_gemm(gemm_spec(PairwiseDatapath(block=4), "fp32", plan=GemmPlan(partial=wide)), x, x)
     a, b = operand("fp32", 2, 9, "narrow", 1), operand("fp32", 3, 9, "narrow", 2)
-    check(a, b, spec_of(TwoStageDatapath(block=8, sum_bits=45), "fp32"))
+    check(a, b, gemm_spec(TwoStageDatapath(block=8, sum_bits=45), "fp32"))

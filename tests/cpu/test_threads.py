@@ -12,21 +12,10 @@ import torch
 
 import fmtsim
 from fmtsim.cpu.runtime import pool
-from tests.engines.compare import check
+from tests.support.bits import assert_same_bits
+from tests.support.operands import normal
 
 LARGE = 1 << 18  # four times what one thread takes
-
-
-@pytest.fixture(autouse=True)
-def own_settings():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-    pool.set_num_threads(None)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def run_script(source: str, timeout: int = 100, **environment: str) -> str:
@@ -112,7 +101,7 @@ def test_errors_of_a_part_arrive_after_all_parts_have_ended(bad):
     with pytest.raises(ValueError, match="part at"):
         pool.run(part, LARGE, align=64)
     assert len(ended) == 1
-    check("afterwards", fmtsim.quantize(normal(LARGE), "e4m3"), one_thread(normal(LARGE), "e4m3"))
+    assert_same_bits(fmtsim.quantize(normal(LARGE), "e4m3"), one_thread(normal(LARGE), "e4m3"), what="afterwards")
 
 
 def one_thread(x: torch.Tensor, name: str, **options) -> torch.Tensor:
@@ -136,9 +125,9 @@ def test_two_threads_give_the_bits_of_one(name, dtype):
     expected = one_thread(x, name)
     codes = [encode_with(threads, x, name) for threads in (1, 2)]
     pool.set_num_threads(2)
-    check(name, fmtsim.quantize(x, name), expected)
-    check(name, fmtsim.quantize_(x.clone(), name, dim=0), one_thread(x, name, dim=0, out_dtype=dtype))
-    check(name, codes[1].decode(), codes[0].decode())
+    assert_same_bits(fmtsim.quantize(x, name), expected, what=name)
+    assert_same_bits(fmtsim.quantize_(x.clone(), name, dim=0), one_thread(x, name, dim=0, out_dtype=dtype), what=name)
+    assert_same_bits(codes[1].decode(), codes[0].decode(), what=name)
     assert torch.equal(codes[0].codes, codes[1].codes)
 
 
@@ -157,7 +146,7 @@ def test_python_threads_may_quantise_at_once():
         for _ in range(3):
             results = workers.map(lambda i: fmtsim.quantize(tensors[i], names[i % 4]), range(16))
             for i, result in enumerate(results):
-                check(names[i % 4], result, expected[i])
+                assert_same_bits(result, expected[i], what=names[i % 4])
 
 
 @pytest.mark.slow
@@ -191,7 +180,7 @@ def test_a_forked_child_quantises():
     printed = run_script(
         """
         import signal, warnings
-        from fmtsim.cpu import pool
+        from fmtsim.cpu.runtime import pool
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of every fork among threads
         fmtsim.set_num_threads(2)
         x = torch.randn(1 << 18)

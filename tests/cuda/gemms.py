@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fmtsim.spec.gemm_spec import GemmSpec
-from tests.cpu import test_gemm, test_gemm_units
+from tests.support import gemm_engine
 
 DOOR = importlib.import_module("fmtsim.cuda.gemm.engine")  # the package has a function of that name
 GENERAL = importlib.import_module("fmtsim.cuda.gemm.general")
@@ -40,9 +40,8 @@ def moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 def install(monkeypatch, device: torch.device, *, fast: bool) -> Engine:
     """Make the tests of the CPU engine call the CUDA engine; without ``fast`` its general path alone."""
     engine = Engine(device)
-    for module in (test_gemm, test_gemm_units):
-        monkeypatch.setattr(module, "supports_gemm", engine.supports_gemm)
-    monkeypatch.setattr(test_gemm, "gemm", engine.gemm)
+    monkeypatch.setattr(gemm_engine, "supports_gemm", engine.supports_gemm)
+    monkeypatch.setattr(gemm_engine, "gemm", engine.gemm)
     if not fast:
         monkeypatch.setattr(DOOR, "_FAST", ())
     launch = GENERAL._launch

@@ -8,10 +8,10 @@ from fmtsim.cuda.gemm.job import TILE, Job
 from fmtsim.cuda.gemm.order import order_of
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import sum_dtype
-from tests.cpu.test_gemm import addend, operand
 from tests.cuda.gemms import moved
-from tests.gemm.products import same
-from tests.gemm.products import sums as oracle
+from tests.support.bits import assert_same_bits
+from tests.support.gemm_engine import addend, operand
+from tests.support.gemm_oracle import sums as oracle
 
 KEY = RandomKey(1 << 63, (1 << 40) + 3)
 
@@ -43,7 +43,7 @@ def check(path: ModuleType, a, b, spec, c=None, device="cpu") -> int:
         given["random"] = KEY
     expected = oracle(a, b, spec, sums.dtype, **given)
     left = marks.repeat_interleave(TILE, 0)[:m].repeat_interleave(TILE, 1)[:, :n].bool()
-    same(torch.where(left, 0, sums[0]), torch.where(left, 0, expected))
+    assert_same_bits(torch.where(left, 0, sums[0]), torch.where(left, 0, expected))
     return int(marks.sum())
 
 

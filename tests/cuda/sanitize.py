@@ -33,9 +33,9 @@ from fmtsim.formats.packing import code_dtype
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.spec.transform import Hadamard
-from tests.cpu.test_gemm import addend, operand, spec_of, unit_scales
 from tests.cuda.emulator import emulated
 from tests.cuda.emulator.patching import replaced
+from tests.support.gemm_engine import addend, gemm_spec, operand, unit_scales
 
 CASTS = importlib.import_module("fmtsim.cuda.cast.casts")
 DOOR = importlib.import_module("fmtsim.cuda.gemm.engine")
@@ -198,7 +198,7 @@ def products(device: torch.device, few: bool) -> None:
         for mode in fmtsim.get_unit(unit).modes[:: 2 if few else 1]:
             names = mode.inputs or ("bf16", "fp32")
             for (m, n, k), plan in itertools.product(shapes, PLANS[: 2 if few else None]):
-                spec = spec_of(mode.datapath, names[0], names[-1], fmtsim.GemmPlan(**plan))
+                spec = gemm_spec(mode.datapath, names[0], names[-1], fmtsim.GemmPlan(**plan))
                 for place, path in enumerate(paths):
                     multiply(spec, (m, n, k), device, path, kind=("normal", "special", "wide")[place])
 

@@ -29,7 +29,3 @@ def product(a, b, spec, device="cpu"):
     marks = torch.zeros(-(-m // TILE), -(-n // TILE), dtype=torch.uint8, device=device)
     gemm_single.run(job, sums, marks)
     return sums.cpu(), marks.cpu()
-
-
-def same(x, y):
-    return torch.equal(x.contiguous().view(torch.int32), y.contiguous().view(torch.int32))

@@ -15,44 +15,14 @@ from fmtsim.encoded import Encoded
 from fmtsim.formats.block import BlockFormat, scaled, with_block
 from fmtsim.formats.representable import result_dtype
 from fmtsim.rounding.modes import MODES, Rounding
-from fmtsim.spec.cast import CastSpec, RandomKey
+from fmtsim.spec.cast import RandomKey
+from tests.support.bits import assert_same_bits
+from tests.support.casts import cast_spec
+from tests.support.operands import numbers
 
-SPECIAL = (float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-40, -1e-40, 3e38, 6e-8, -1e-30)
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 KEY = RandomKey(0x1234567890ABCDEF, 5)
 NAMES = sorted(name for name in fmtsim.list_formats() if isinstance(fmtsim.get_format(name), BlockFormat))
 SLOW = pytest.mark.slow
-
-
-def numbers(shape, dtype, seed=0, special=True):
-    """Return normal numbers over many binades, with whole blocks of zeros, tiny, huge and special ones."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator, dtype=torch.float64)
-    x = x * torch.exp2(torch.randint(-6, 6, shape, generator=generator).double())
-    if special and x.dim():
-        flat = x.view(-1)
-        for i, value in enumerate(SPECIAL):
-            flat[(i * 997 + 13) % flat.numel()] = value
-        rows = x.view(x.shape[0], -1)
-        for row, factor in ((2, 0.0), (3, 1e-38), (4, 1e30), (5, 1e-43)):
-            if row < rows.shape[0]:
-                rows[row] *= factor
-    return x.to(dtype)
-
-
-def spec_of(fmt, mode="nearest_even", dim=-1, overflow=None, **options):
-    fmt = fmtsim.get_format(fmt) if isinstance(fmt, str) else fmt
-    rounding = mode if isinstance(mode, Rounding) else Rounding(mode=mode, **options)
-    return CastSpec(format=fmt, rounding=rounding, overflow=overflow or fmt.default_overflow, dim=dim)
-
-
-def same(a, b):
-    """Say whether two tensors have the same bits; None equals None."""
-    if a is None or b is None:
-        return a is b
-    if a.dtype.is_floating_point and a.dtype == b.dtype:
-        a, b = a.contiguous().view(INTEGERS[a.element_size()]), b.contiguous().view(INTEGERS[b.element_size()])
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.cpu(), b.cpu())
 
 
 def check(x, spec, device, random=None, out_dtype=None):
@@ -62,14 +32,14 @@ def check(x, spec, device, random=None, out_dtype=None):
     wanted, found = torch.empty(x.shape, dtype=dtype), torch.empty(x.shape, dtype=dtype, device=device)
     cpu.quantize(x, spec, random, wanted)
     blocks.quantize_blocks(x.to(device), spec, given, found)
-    assert same(found, wanted), f"values of {spec.format.name} from {x.dtype}"
+    assert_same_bits(found, wanted, what=f"values of {spec.format.name} from {x.dtype}")
     parts = cpu.encode(x, spec, random)
     coded = blocks.encode_blocks(x.to(device), spec, given)
     for name, mine, theirs in zip(parts._fields, coded, parts, strict=True):
-        assert same(mine, theirs), f"{name} of {spec.format.name} from {x.dtype}"
+        assert_same_bits(mine, theirs, what=f"{name} of {spec.format.name} from {x.dtype}")
     decoded = torch.empty(x.shape, dtype=dtype, device=device)
     blocks.decode_blocks(coded, spec, decoded)
-    assert same(decoded, wanted), f"decoded {spec.format.name}"
+    assert_same_bits(decoded, wanted, what=f"decoded {spec.format.name}")
 
 
 def check_packed(x, spec, device, random=None):
@@ -77,7 +47,7 @@ def check_packed(x, spec, device, random=None):
     wanted = Encoded.from_parts(cpu.encode(x, spec, random), spec.format, x.shape, spec.dim)
     found = blocks.encode_blocks(x.to(device), spec, random, packed=True)
     for name in ("codes", "scales", "tensor_scale", "offsets"):
-        assert same(getattr(found, name), getattr(wanted, name)), f"{name} of {spec.format.name}, packed"
+        assert_same_bits(getattr(found, name), getattr(wanted, name), what=f"{name} of {spec.format.name}, packed")
 
 
 def check_general(x, spec, device, random=None):
@@ -86,13 +56,13 @@ def check_general(x, spec, device, random=None):
     wanted, found = torch.empty(x.shape, dtype=dtype), torch.empty(x.shape, dtype=dtype, device=device)
     cpu.quantize(x, spec, random, wanted)
     BlockJob(x.to(device), found, spec, random).general(DTYPES[dtype], False)
-    assert same(found, wanted), f"values of {spec.format.name} from {x.dtype}, {spec.rounding.mode}"
+    assert_same_bits(found, wanted, what=f"values of {spec.format.name} from {x.dtype}, {spec.rounding.mode}")
     parts = cpu.encode(x, spec, random)
     job = BlockJob(x.to(device), torch.empty(x.shape, dtype=parts.codes.dtype, device=device), spec, random)
     job.add_scales(torch.float32)
     job.general(CODE_DTYPES[parts.codes.dtype], True)
     for name, mine, theirs in zip(parts._fields, job.parts(), parts, strict=True):
-        assert same(mine, theirs), f"{name} of {spec.format.name} from {x.dtype}, {spec.rounding.mode}"
+        assert_same_bits(mine, theirs, what=f"{name} of {spec.format.name} from {x.dtype}, {spec.rounding.mode}")
 
 
 def is_fast(x, spec, random=None):
@@ -133,7 +103,7 @@ def is_fast(x, spec, random=None):
     ],
 )
 def test_fast_kernels_have_the_bits_of_the_cpu_engine(name, dtype, dim, mode, device):
-    spec, random = spec_of(name, mode, dim), KEY if mode == "stochastic" else None
+    spec, random = cast_spec(name, mode, dim), KEY if mode == "stochastic" else None
     shape = (18, 384) if dim == -1 else (256, 70)
     x = numbers(shape, dtype)
     assert is_fast(x, spec, random)
@@ -154,7 +124,7 @@ def test_fast_kernels_have_the_bits_of_the_cpu_engine(name, dtype, dim, mode, de
     ],
 )
 def test_every_bfloat16_below_a_largest_one(name, device):
-    spec = spec_of(name)
+    spec = cast_spec(name)
     run = spec.format.block[1]
     for power, top in ((0, 1.9921875), (0, 1.3671875), (-110, 1.0), (90, 1.6328125), (-124, 1.1171875)):
         largest = torch.tensor(top * 2.0**power).to(torch.bfloat16).view(torch.int16).item()
@@ -172,7 +142,7 @@ def test_every_bfloat16_below_a_largest_one(name, device):
 @pytest.mark.parametrize("element", ["e2m1", "e5m2", "e4m3fnuz", "int4_full", "int8_f6"])
 def test_power_of_two_rules(element, rule, device):
     fmt = scaled(fmtsim.get_format(element), (1, 64), rule)
-    check(numbers((16, 256), torch.bfloat16), spec_of(fmt), device)
+    check(numbers((16, 256), torch.bfloat16), cast_spec(fmt), device)
 
 
 @SLOW
@@ -182,8 +152,8 @@ def test_real_rules(arithmetic, scale, device):
     fmt = scaled(fmtsim.get_format("e2m3"), (1, 16))
     scaling = dataclasses.replace(fmt.scaling, arithmetic=arithmetic, scale=fmtsim.get_format(scale))
     fmt = dataclasses.replace(fmt, scaling=scaling)
-    check(numbers((16, 64), torch.float32), spec_of(fmt), device)
-    check(numbers((64, 16), torch.bfloat16), spec_of(fmt, dim=-2), device)
+    check(numbers((16, 64), torch.float32), cast_spec(fmt), device)
+    check(numbers((64, 16), torch.bfloat16), cast_spec(fmt, dim=-2), device)
 
 
 @SLOW
@@ -191,8 +161,8 @@ def test_real_rules(arithmetic, scale, device):
 def test_lengths_of_blocks(run, device):
     fmt = scaled(fmtsim.get_format("e4m3"), (1, run), "floor")
     for dtype in (torch.float32, torch.bfloat16):
-        check(numbers((6, 2 * run), dtype), spec_of(fmt), device)
-    check(numbers((2 * run, 6), torch.bfloat16), spec_of(fmt, dim=-2), device)
+        check(numbers((6, 2 * run), dtype), cast_spec(fmt), device)
+    check(numbers((2 * run, 6), torch.bfloat16), cast_spec(fmt, dim=-2), device)
 
 
 # The general kernels: one code for everything.
@@ -201,7 +171,7 @@ def test_lengths_of_blocks(run, device):
 @pytest.mark.parametrize("name", NAMES)
 def test_general_kernels_have_the_bits_of_the_cpu_engine(name, device):
     for dtype, dim in ((torch.float32, -1), (torch.float64, -2), (torch.bfloat16, -2), (torch.float16, -1)):
-        check_general(numbers((9, 150), dtype), spec_of(name, dim=dim), device)
+        check_general(numbers((9, 150), dtype), cast_spec(name, dim=dim), device)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -209,7 +179,7 @@ def test_general_kernels_have_the_bits_of_the_cpu_engine(name, device):
 def test_general_kernels_in_every_rounding(name, mode, device):
     random = KEY if mode == "stochastic" else None
     for overflow in ("saturate", "ieee"):
-        check_general(numbers((7, 100), torch.float32), spec_of(name, mode, overflow=overflow), device, random)
+        check_general(numbers((7, 100), torch.float32), cast_spec(name, mode, overflow=overflow), device, random)
 
 
 @pytest.mark.parametrize(
@@ -226,9 +196,9 @@ def test_random_bits_and_given_words(rounding, device):
     words = torch.randint(0, 1 << rounding.bits, x.shape, generator=torch.Generator().manual_seed(3))
     for name in ("mxfp4", "nvfp4", "uint4_g32_zp"):
         for dim in (-1, -2):
-            check(x, spec_of(name, rounding, dim), device, KEY, torch.float32)
+            check(x, cast_spec(name, rounding, dim), device, KEY, torch.float32)
             if rounding.layout == "word":
-                check(x, spec_of(name, rounding, dim), device, words, torch.float32)
+                check(x, cast_spec(name, rounding, dim), device, words, torch.float32)
 
 
 @pytest.mark.parametrize("block", [(1, 24), (3, 5), (None, 7), (4, None), (128, 128), (None, None), (1, 1)])
@@ -236,13 +206,13 @@ def test_blocks_of_any_size_and_short_ones(block, device):
     for rule in ("floor", "amax"):
         fmt = scaled(fmtsim.get_format("e3m2"), block, rule)
         for shape, dim in (((13, 37), -1), ((5, 6, 7), -2), ((5, 6, 7), -3), ((41,), -1), ((1, 3), -2)):
-            check(numbers(shape, torch.float32), spec_of(fmt, dim=dim), device)
+            check(numbers(shape, torch.float32), cast_spec(fmt, dim=dim), device)
     zero_points = with_block(fmtsim.get_format("uint4_g32_zp"), block)
-    check(numbers((13, 37), torch.float32), spec_of(zero_points), device)
+    check(numbers((13, 37), torch.float32), cast_spec(zero_points), device)
 
 
 def test_strides_views_and_results_in_place(device):
-    spec = spec_of("mxfp4")
+    spec = cast_spec("mxfp4")
     x = numbers((64, 96), torch.bfloat16)
     held = numbers((130, 200), torch.bfloat16)
     views = [x.t(), held[1:65, 3:99], held[::2, 8:104], numbers((4, 6, 64), torch.bfloat16).transpose(0, 1)]
@@ -253,27 +223,27 @@ def test_strides_views_and_results_in_place(device):
             moved = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=device).copy_(view)
             found = torch.empty_like(moved)
             blocks.quantize_blocks(moved, dataclasses.replace(spec, dim=dim), None, found)
-            assert same(found, wanted)
+            assert_same_bits(found, wanted)
             blocks.quantize_blocks(moved, dataclasses.replace(spec, dim=dim), None, moved)
-            assert same(moved, wanted)
+            assert_same_bits(moved, wanted)
 
 
 def test_dtypes_of_results(device):
     x = numbers((6, 64), torch.float32)
     for name in ("mxfp8", "nvfp4", "int4_g32"):
-        spec = spec_of(name)
+        spec = cast_spec(name)
         wide = torch.empty(x.shape, dtype=torch.float64)
         cpu.quantize(x, spec, None, wide)
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             found = torch.empty(x.shape, dtype=dtype, device=device)
             blocks.quantize_blocks(x.to(device), spec, None, found)
             wanted = fmtsim.quantize(wide, dtype, overflow="ieee", out_dtype=dtype)
-            assert same(found, wanted), (name, dtype)
+            assert_same_bits(found, wanted, what=(name, dtype))
 
 
 def test_empty_and_single_elements(device):
     for name in ("mxfp4", "nvfp4", "e4m3_tensor", "uint8_channel_zp"):
-        spec = spec_of(name)
+        spec = cast_spec(name)
         for shape in ((), (1,), (0,), (0, 32), (3, 0), (1, 1)):
             x = torch.full(shape, 1.3)
             check(x, spec, device)
@@ -297,7 +267,7 @@ def test_empty_and_single_elements(device):
     ],
 )
 def test_packed_codes_are_those_of_encoded(name, dtype, dim, device):
-    spec = spec_of(name, dim=dim)
+    spec = cast_spec(name, dim=dim)
     x = numbers((128, 256) if dim == -1 else (256, 64), dtype)
     check_packed(x, spec, device)
     check_packed(numbers((3, 48) if dim == -1 else (96, 6), dtype, 1), spec, device)
@@ -318,7 +288,7 @@ def test_packed_codes_are_those_of_encoded(name, dtype, dim, device):
 )
 def test_packed_codes_of_stochastic_rounding(name, dtype, device):
     """Blocks of all sizes of numbers, next to where float32 ends on both sides, and a whole tile."""
-    spec, key = spec_of(name, "stochastic"), RandomKey(0x123456789ABCDEF, 0xFEDCBA9876543210)
+    spec, key = cast_spec(name, "stochastic"), RandomKey(0x123456789ABCDEF, 0xFEDCBA9876543210)
     x = numbers((44, 256), torch.float32, 5, special=False)
     powers = torch.cat([torch.linspace(-149, -90, 30), torch.linspace(100, 127, 14)]).round().double()
     sized = (x.double() / x.abs().max() * 2.0 ** powers[:, None]).to(dtype)
@@ -330,7 +300,7 @@ def test_packed_codes_of_stochastic_rounding(name, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "nvfp4", "mxint8", "uint4_g32_zp"])
 def test_every_code_under_strange_scales(name, dtype, device):
-    spec = spec_of(name)
+    spec = cast_spec(name)
     generator = torch.Generator().manual_seed(3)
     parts = cpu.encode(numbers((24, 384), torch.float32), spec, None)
     scales = parts.scales.clone()
@@ -342,23 +312,23 @@ def test_every_code_under_strange_scales(name, dtype, device):
     wanted, found = torch.empty(codes.shape, dtype=dtype), torch.empty(codes.shape, dtype=dtype, device=device)
     cpu.decode(parts, spec, wanted)
     blocks.decode_blocks(parts._make(None if part is None else part.to(device) for part in parts), spec, found)
-    assert same(found, wanted)
+    assert_same_bits(found, wanted)
 
 
 def test_what_is_covered(device):
-    assert blocks.covers_blocks(spec_of("mxfp4"), torch.float32, torch.bfloat16)
-    assert not blocks.covers_blocks(spec_of("mxfp4"), torch.int32)
-    assert not blocks.covers_blocks(spec_of("e4m3"), torch.float32)
+    assert blocks.covers_blocks(cast_spec("mxfp4"), torch.float32, torch.bfloat16)
+    assert not blocks.covers_blocks(cast_spec("mxfp4"), torch.int32)
+    assert not blocks.covers_blocks(cast_spec("e4m3"), torch.float32)
     wide = dataclasses.replace(fmtsim.get_format("uint8_tensor_zp"), element=fmtsim.get_format("uint16"))
-    assert blocks.covers_blocks(spec_of(wide), torch.float32)
-    assert fast_defines(spec_of("mxfp4", overflow="ieee"), torch.float32, 0) is None
-    assert fast_defines(spec_of("nf4_g64"), torch.float32, CODES) is None
-    assert fast_defines(spec_of("int8_channel"), torch.float32, PACKED) is not None
+    assert blocks.covers_blocks(cast_spec(wide), torch.float32)
+    assert fast_defines(cast_spec("mxfp4", overflow="ieee"), torch.float32, 0) is None
+    assert fast_defines(cast_spec("nf4_g64"), torch.float32, CODES) is None
+    assert fast_defines(cast_spec("int8_channel"), torch.float32, PACKED) is not None
 
 
 @pytest.mark.parametrize("planted", ["scale", "element", "block"])
 def test_planted_errors_are_caught(planted, emulated, monkeypatch):
-    spec = spec_of("mxfp4")
+    spec = cast_spec("mxfp4")
     x = numbers((4, 64), torch.bfloat16, special=False)
     wrong = {
         "scale": dataclasses.replace(spec, format=with_block(spec.format, None, "ceil")),
@@ -373,7 +343,7 @@ def test_planted_errors_are_caught(planted, emulated, monkeypatch):
 
 
 def test_a_wrong_random_word_is_caught(emulated, monkeypatch):
-    spec, x = spec_of("mxfp4", "stochastic"), numbers((4, 64), torch.float32, special=False)
+    spec, x = cast_spec("mxfp4", "stochastic"), numbers((4, 64), torch.float32, special=False)
     check_packed(x, spec, torch.device("cpu"), KEY)
     real = blocks.encode_blocks
     monkeypatch.setattr(blocks, "encode_blocks", lambda x, spec, _, packed: real(x, spec, RandomKey(8), packed))
@@ -382,7 +352,7 @@ def test_a_wrong_random_word_is_caught(emulated, monkeypatch):
 
 
 def test_a_planted_error_in_packed_codes_is_caught(emulated, monkeypatch):
-    spec = spec_of("mxfp4")
+    spec = cast_spec("mxfp4")
     wrong = dataclasses.replace(spec, format=with_block(spec.format, None, "ceil"))
     real = blocks.encode_blocks
     monkeypatch.setattr(blocks, "encode_blocks", lambda x, _, random, packed: real(x, wrong, random, packed))

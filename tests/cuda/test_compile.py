@@ -11,7 +11,7 @@ from tests.cuda.nvrtc import needs_nvrtc
 
 pytestmark = needs_nvrtc
 
-FILES = sorted(path.name for path in runtime.KERNELS.glob("*.cu"))
+FILES = sorted(path.name for path in runtime.KERNELS.rglob("*.cu"))
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_100a", "sm_103", "sm_120", "sm_120a")
 ALWAYS = ("sm_80", "sm_90", "sm_100a", "sm_120a")
 TOGETHER = 4  # programs compiled in one test

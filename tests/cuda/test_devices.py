@@ -7,6 +7,7 @@ import torch
 
 import fmtsim
 import fmtsim.cuda
+from tests.support.bits import assert_same_bits
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.device_count() < 2 or not fmtsim.cuda.available(), reason="needs two GPUs that the engine runs on"
@@ -19,10 +20,6 @@ def numbers(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 4
 
 
-def same(left, right):
-    assert torch.equal(left.cpu().view(torch.int32), right.cpu().view(torch.int32))
-
-
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.parametrize("format", ["e4m3", "nvfp4", "nf4_g64"])
 def test_casts_run_on_the_device_of_the_tensor(current, format):
@@ -32,11 +29,11 @@ def test_casts_run_on_the_device_of_the_tensor(current, format):
         for device in (FIRST, SECOND, FIRST):
             got = fmtsim.quantize(x.to(device), format)
             assert got.device == device and torch.cuda.current_device() == current
-            same(got, wanted)
+            assert_same_bits(got, wanted)
             encoded = fmtsim.encode(x.to(device), format)
-            same(encoded.decode(), wanted)
+            assert_same_bits(encoded.decode(), wanted)
             key = {"rounding": "stochastic", "generator": 7}
-            same(fmtsim.quantize(x.to(device), format, **key), fmtsim.quantize(x, format, **key))
+            assert_same_bits(fmtsim.quantize(x.to(device), format, **key), fmtsim.quantize(x, format, **key))
 
 
 @pytest.mark.parametrize("current", [0, 1])
@@ -65,7 +62,7 @@ def test_the_current_stream_of_the_other_device_is_taken():
         with torch.cuda.device(FIRST):
             got = fmtsim.quantize(x, "e4m3")
     torch.cuda.synchronize(SECOND)
-    same(got, fmtsim.quantize(x.cpu(), "e4m3"))
+    assert_same_bits(got, fmtsim.quantize(x.cpu(), "e4m3"))
 
 
 def test_backward_runs_in_threads_of_both_devices():
@@ -76,8 +73,8 @@ def test_backward_runs_in_threads_of_both_devices():
         y = fmtsim.linear(x, w.to(device), unit="fp32_fma")
         fmtsim.quantize(y, "e4m3").square().sum().backward()
         grads.append(x.grad)
-    same(grads[1], grads[0])
-    same(grads[2], grads[0])
+    assert_same_bits(grads[1], grads[0])
+    assert_same_bits(grads[2], grads[0])
 
 
 def test_threads_of_two_devices_do_not_disturb_each_other():
@@ -109,7 +106,7 @@ def test_graphs_are_captured_on_the_second_device():
             got = fmtsim.quantize(x, "mxfp8_e4m3")
         x.mul_(3)
         graph.replay()
-    same(got, fmtsim.quantize(x.cpu(), "mxfp8_e4m3"))
+    assert_same_bits(got, fmtsim.quantize(x.cpu(), "mxfp8_e4m3"))
 
 
 def test_warmup_of_the_second_device_leaves_the_current_one():

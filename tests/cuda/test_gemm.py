@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 
 import fmtsim
 from fmtsim import Datapath, GemmPlan, get_unit
@@ -13,11 +12,11 @@ from fmtsim.errors import DeviceError
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import sum_dtype
 from fmtsim.spec.schedule import schedule
-from tests.cpu import test_gemm
-from tests.cpu.test_gemm import addend, check, check_kinds, modes, operand, spec_of, unit_scales
 from tests.cuda import gemms
 from tests.cuda.gemms import DOOR, GENERAL, moved
-from tests.gemm.products import same
+from tests.support.bits import assert_same_bits
+from tests.support.gemm_engine import addend, check, check_kinds, gemm_spec, operand, unit_scales
+from tests.support.settled import replayed, settled
 
 HALF = Datapath(block=16, fraction_bits=25, min_exponent=-133)
 EVEN = replace(HALF, term_rounding="nearest_even")
@@ -45,7 +44,7 @@ def engine(monkeypatch, device):
 @pytest.mark.parametrize("k", [1, 16, 40, 85])
 def test_an_order_holds_the_schedule(plan, k):
     for unit in (HALF, replace(HALF, block=None), replace(HALF, block=8, paired=True)):
-        order = gemm_order.order_of(k, spec_of(unit, "bf16", plan=plan), torch.device("cpu"))
+        order = gemm_order.order_of(k, gemm_spec(unit, "bf16", plan=plan), torch.device("cpu"))
         wanted = schedule(k, unit, plan)
         blocks = [list(block) for part in wanted for chain in part for block in chain.blocks]
         found = [[i for i in row if i >= 0] for row in order.source.reshape(-1, order.block).tolist()]
@@ -72,14 +71,14 @@ def test_an_order_holds_the_schedule(plan, k):
 
 
 def test_an_order_is_built_once():
-    spec, device = spec_of(HALF, "bf16"), torch.device("cpu")
+    spec, device = gemm_spec(HALF, "bf16"), torch.device("cpu")
     assert gemm_order.order_of(48, spec, device) is gemm_order.order_of(48, spec, device)
 
 
 def test_an_order_cannot_be_built_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(DeviceError, match=r"K=47 .* run the product once before the capture"):
-        gemm_order.order_of(47, spec_of(HALF, "bf16"), torch.device("cuda", 0))
+        gemm_order.order_of(47, gemm_spec(HALF, "bf16"), torch.device("cuda", 0))
 
 
 # Shapes, layouts, workspaces.
@@ -88,26 +87,28 @@ def test_an_order_cannot_be_built_while_a_graph_is_captured(monkeypatch):
 @pytest.mark.parametrize("name", ["hopper.wgmma", "fp32_fma"])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (129, 3, 17), (2, 130, 33)])
 def test_shapes(name, shape, engine):
-    check_kinds(spec_of(get_unit(name).mode("bf16", "bf16"), "bf16"), shape, ("normal", "normal"), seed=3, with_c=True)
+    check_kinds(
+        gemm_spec(get_unit(name).mode("bf16", "bf16"), "bf16"), shape, ("normal", "normal"), seed=3, with_c=True
+    )
 
 
 def test_no_products(engine):
     for unit, fmt in ((HALF, "bf16"), (get_unit("int8").mode("int8", "int8"), "int8")):
-        spec = spec_of(unit, fmt)
+        spec = gemm_spec(unit, fmt)
         a, b, c = operand(fmt, 2, 0, "normal", 1), operand(fmt, 3, 0, "normal", 2), addend(spec, 2, 3, "normal", 3)
         for start, expected in ((None, torch.zeros_like(c)), (c, c)):
             out = torch.full_like(c, 9)
             engine.gemm(a, b, start, None, None, spec, None, out)
-            same(out, expected)
+            assert_same_bits(out, expected)
     nan = torch.full((2, 3), torch.nan)
-    spec, out = spec_of(HALF, "bf16"), torch.zeros(2, 3)
+    spec, out = gemm_spec(HALF, "bf16"), torch.zeros(2, 3)
     engine.gemm(torch.zeros(2, 0), torch.zeros(3, 0), nan, None, None, spec, None, out)
     assert (out.view(torch.int32) == 0x7FFFFFFF).all()
 
 
 @pytest.mark.parametrize("plan", [GemmPlan(), GemmPlan(k_tile=16, split=2, partial="bf16")], ids=["one", "two"])
 def test_outputs_of_any_strides(plan, device):
-    spec = spec_of(EVEN, "bf16", plan=plan)
+    spec = gemm_spec(EVEN, "bf16", plan=plan)
     a, b = operand("bf16", 5, 40, "normal", 1).to(device), operand("bf16", 7, 40, "normal", 2).to(device)
     expected, wide = torch.zeros(5, 7, device=device), torch.zeros(7, 10, device=device)
     DOOR.gemm(a, b, None, None, None, spec, None, expected)
@@ -117,9 +118,9 @@ def test_outputs_of_any_strides(plan, device):
 
 def test_doors_leave_to_torch_what_kernels_do_not_take(engine):
     x = torch.zeros(1, 4)
-    assert engine.supports_gemm(spec_of(HALF, "bf16"), x, x)
-    assert not engine.supports_gemm(spec_of(HALF, "bf16"), x.to(torch.int16), x)
-    assert not engine.supports_gemm(spec_of(replace(HALF, accumulator="e4m3"), "bf16"), x, x)
+    assert engine.supports_gemm(gemm_spec(HALF, "bf16"), x, x)
+    assert not engine.supports_gemm(gemm_spec(HALF, "bf16"), x.to(torch.int16), x)
+    assert not engine.supports_gemm(gemm_spec(replace(HALF, accumulator="e4m3"), "bf16"), x, x)
 
 
 # Paths: what a fast path marks, the general path does.
@@ -140,7 +141,7 @@ def test_tiles_that_a_fast_path_leaves_are_done(monkeypatch, device):
             marks[1, 1] = 1
 
     monkeypatch.setattr(DOOR, "_fast_path", lambda job: Half)
-    spec = spec_of(HALF, "bf16")
+    spec = gemm_spec(HALF, "bf16")
     a, b = (operand("bf16", 131, 16, "normal", seed).to(device) for seed in (1, 2))
     out, expected = torch.empty(131, 131, device=device), torch.empty(131, 131, device=device)
     DOOR.gemm(a, b, None, None, None, spec, None, out)
@@ -150,7 +151,9 @@ def test_tiles_that_a_fast_path_leaves_are_done(monkeypatch, device):
 
 
 def test_random_words_belong_to_outputs(engine):
-    spec = spec_of(replace(HALF, accumulator="bf16", rounding="stochastic"), "bf16", plan=GemmPlan(k_tile=16, split=2))
+    spec = gemm_spec(
+        replace(HALF, accumulator="bf16", rounding="stochastic"), "bf16", plan=GemmPlan(k_tile=16, split=2)
+    )
     a, b = operand("bf16", 3, 40, "normal", 1), operand("bf16", 67, 40, "normal", 2)
     check(a, b, spec, random=RandomKey((1 << 63) + 7, 1 << 40))
 
@@ -158,7 +161,7 @@ def test_random_words_belong_to_outputs(engine):
 def test_every_kernel_is_listed():
     listed = set(GENERAL.variants())
     for unit in (HALF, replace(HALF, fraction_bits=None)):
-        how = GENERAL.sums_of(spec_of(unit, "bf16"), 64, True)
+        how = GENERAL.sums_of(gemm_spec(unit, "bf16"), 64, True)
         assert ("general.cu", "general_product", how.defines) in listed
     files = ("general", "general_tile", "general_stages", "general_chain", "general_integer")
     assert {file for file, *_ in listed} == {f"{name}.cu" for name in files}
@@ -169,8 +172,6 @@ def test_every_kernel_is_listed():
 
 def test_recorded_calls(monkeypatch, device, capsys):
     """Calls recorded on an H200, with the CUDA engine in place of the CPU's."""
-    from tests.gemm.test_settled import bits, replayed, settled
-
     engine = gemms.Engine(device)
     ran = []
     import fmtsim.gemm.products.operator as operator
@@ -185,24 +186,8 @@ def test_recorded_calls(monkeypatch, device, capsys):
     small = [(meta, tensors) for meta, tensors in settled() if tensors["out"].numel() * tensors["a"].shape[1] < 3 << 20]
     assert small
     for meta, tensors in small:
-        assert torch.equal(bits(replayed(meta, tensors)), bits(tensors["out"])), meta
+        assert_same_bits(replayed(meta, tensors), tensors["out"], what=meta)
     assert ran
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", modes())
-def test_units_of_the_catalogue(mode, engine):
-    test_gemm.test_units_of_the_catalogue(mode)
-
-
-@pytest.mark.slow
-def test_any_product(engine):
-    @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
-    @given(test_gemm.products())
-    def run(case):
-        test_gemm.check_drawn(case)
-
-    run()
 
 
 # On a real device.
@@ -215,7 +200,7 @@ gpu = pytest.mark.skipif(not fmtsim.cuda.available(), reason="needs a GPU")
 def test_graphs_replay_products(name):
     fmt = "bf16" if "mx" not in name else "e4m3"
     unit = get_unit(name).mode(fmt, fmt, "fp32")
-    spec, cuda = spec_of(unit, fmt), torch.device("cuda")
+    spec, cuda = gemm_spec(unit, fmt), torch.device("cuda")
     a, b = (moved(operand(fmt, 200, 160, "normal", seed), cuda) for seed in (1, 2))
     scales = [unit_scales(spec, 200, 160, "normal", seed) for seed in (3, 4)]
     scales = [None if x is None else moved(x, cuda) for x in scales]
@@ -227,4 +212,4 @@ def test_graphs_replay_products(name):
     out.zero_()
     graph.replay()
     torch.cuda.synchronize()
-    same(out.cpu(), expected.cpu())
+    assert_same_bits(out.cpu(), expected.cpu())

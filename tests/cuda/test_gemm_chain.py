@@ -10,9 +10,8 @@ from fmtsim.cuda.gemm import chain as gemm_chain
 from fmtsim.cuda.gemm.chain import BFLOATS, DOUBLES, FLOATS, HALVES
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import Datapath
-from tests.cpu import test_gemm
-from tests.cpu.test_gemm import KINDS, addend, operand, spec_of
 from tests.cuda import gemms, paths
+from tests.support.gemm_engine import DTYPES, KINDS, addend, check, check_kinds, gemm_spec, operand
 
 FMA = Datapath(block=1, fraction_bits=None, rounding="nearest_even")
 SHAPE = (5, 9, 45)
@@ -50,7 +49,7 @@ NATIVE = (HALVES, BFLOATS)
 
 @pytest.mark.parametrize(("accumulator", "fmt", "numbers", "clamped"), SEQUENTIAL)
 def test_multiply_adds_one_after_another(accumulator, fmt, numbers, clamped, device):
-    spec = spec_of(replace(FMA, accumulator=accumulator), fmt)
+    spec = gemm_spec(replace(FMA, accumulator=accumulator), fmt)
     shape = shape_of(spec)
     assert (shape.numbers, shape.clamped) == (numbers, clamped)
     left = paths.check_kinds(gemm_chain, spec, SHAPE, ("normal", "sparse", "special", "codes"), device)
@@ -61,7 +60,7 @@ def test_multiply_adds_one_after_another(accumulator, fmt, numbers, clamped, dev
 @pytest.mark.parametrize("with_c", [False, True])
 @pytest.mark.parametrize(("accumulator", "fmt", "numbers", "clamped"), SEQUENTIAL + RARER)
 def test_multiply_adds_of_every_kind(accumulator, fmt, numbers, clamped, with_c, device):
-    spec = spec_of(replace(FMA, accumulator=accumulator), fmt)
+    spec = gemm_spec(replace(FMA, accumulator=accumulator), fmt)
     shape = shape_of(spec, with_c=with_c)
     assert (shape.numbers, shape.clamped) == (numbers, clamped)
     assert paths.check_kinds(gemm_chain, spec, SHAPE, KINDS, device, with_c)[0] == 0
@@ -69,7 +68,7 @@ def test_multiply_adds_of_every_kind(accumulator, fmt, numbers, clamped, with_c,
 
 @pytest.mark.parametrize("block", [4, 16])
 def test_exact_blocks(block, device):
-    spec = spec_of(replace(FMA, block=block), "e4m3")
+    spec = gemm_spec(replace(FMA, block=block), "e4m3")
     assert paths.check_kinds(gemm_chain, spec, SHAPE, ("normal", "wide"), device) == [0, 0]
 
 
@@ -78,13 +77,13 @@ def test_exact_blocks(block, device):
 @pytest.mark.parametrize("block", [2, 3, 4, 24, None])
 def test_exact_blocks_of_every_kind(block, accumulator, device):
     for fmt in ("e4m3", "bf16", "fp16"):
-        spec = spec_of(replace(FMA, block=block, accumulator=accumulator), fmt)
+        spec = gemm_spec(replace(FMA, block=block, accumulator=accumulator), fmt)
         assert paths.check_kinds(gemm_chain, spec, SHAPE, KINDS, device, block == 3)[0] == 0
 
 
 def test_addends(device):
     for accumulator, fmt in (("bf16", "bf16"), (custom(8, 10), "bf16")):
-        spec = spec_of(replace(FMA, accumulator=accumulator), fmt)
+        spec = gemm_spec(replace(FMA, accumulator=accumulator), fmt)
         paths.check_kinds(gemm_chain, spec, SHAPE, ("normal", "sparse"), device, with_c=True)
         a, b = operand(fmt, 3, 20, "normal", 1), operand(fmt, 4, 20, "sparse", 2)
         for kind in ("special", "codes", "tiny"):
@@ -93,20 +92,20 @@ def test_addends(device):
 
 
 def test_zeros_with_signs(device):
-    spec = spec_of(replace(FMA, accumulator="bf16", signed_zero=True), "bf16")
+    spec = gemm_spec(replace(FMA, accumulator="bf16", signed_zero=True), "bf16")
     a = torch.tensor([[-0.0, -0.0], [0.0, -0.0], [1.0, -1.0], [-1e-30, 0.0]]).bfloat16()
     b = torch.tensor([[1.0, 1.0], [-1.0, 1.0], [1e-30, 1.0]]).bfloat16()
     for c in (None, torch.full((4, 3), -0.0)):
         assert paths.check(gemm_chain, a, b, spec, c, device) == 0
-    assert not gemm_chain.supports(paths.job_of(a, b, spec_of(replace(spec.datapath, accumulator="fp16"), "bf16")))
+    assert not gemm_chain.supports(paths.job_of(a, b, gemm_spec(replace(spec.datapath, accumulator="fp16"), "bf16")))
 
 
 def test_several_panels(device):
-    spec = spec_of(replace(FMA, accumulator="bf16"), "bf16")
+    spec = gemm_spec(replace(FMA, accumulator="bf16"), "bf16")
     assert paths.check_kinds(gemm_chain, spec, (130, 258, 3), ("normal",), device) == [0]
     a, b = operand("bf16", 130, 5, "normal", 1), operand("bf16", 131, 5, "normal", 2)
     a[129, 4] = torch.inf
-    spec = spec_of(replace(FMA, accumulator=custom(8, 10)), "bf16")
+    spec = gemm_spec(replace(FMA, accumulator=custom(8, 10)), "bf16")
     assert paths.check(gemm_chain, a, b, spec, None, device) == 2
 
 
@@ -114,7 +113,7 @@ def test_several_panels(device):
 
 
 def test_a_sum_that_doubles_would_round_twice_is_left(device):
-    spec = spec_of(replace(FMA, accumulator=custom(8, 7)), "fp16")
+    spec = gemm_spec(replace(FMA, accumulator=custom(8, 7)), "fp16")
     assert shape_of(spec).numbers == DOUBLES
     tiny, tie = 2.0**-24, 1 + 2.0**-8
     a = torch.tensor([[tiny, tie]]).half()
@@ -124,16 +123,16 @@ def test_a_sum_that_doubles_would_round_twice_is_left(device):
 
 
 def test_a_block_that_doubles_do_not_hold_is_left(device):
-    spec = spec_of(replace(FMA, block=4), "bf16")
+    spec = gemm_spec(replace(FMA, block=4), "bf16")
     a = torch.tensor([[2.0**30, 2.0**-30, -(2.0**30), 0.0]]).bfloat16()
     assert paths.check(gemm_chain, a, torch.ones(1, 4).bfloat16(), spec, None, device) == 1
 
 
 def test_sums_beyond_the_accumulator_are_left(device):
     for accumulator, fmt in ((custom(5, 8), "e4m3"), ("fp16", "bf16")):
-        spec = spec_of(replace(FMA, accumulator=accumulator), fmt)
+        spec = gemm_spec(replace(FMA, accumulator=accumulator), fmt)
         a, b = torch.full((1, 3), 256.0), torch.tensor([[200.0, 200.0, -200.0]])
-        a, b = (x.to(test_gemm.DTYPES[fmt]) for x in (a, b))
+        a, b = (x.to(DTYPES[fmt]) for x in (a, b))
         assert paths.check(gemm_chain, a, b, spec, None, device) == 1
 
 
@@ -143,13 +142,13 @@ def test_sums_beyond_the_accumulator_are_left(device):
 def test_plans(monkeypatch, device):
     gemms.install(monkeypatch, device, fast=True)
     monkeypatch.setattr(gemms.DOOR, "_FAST", (gemm_chain,))
-    spec = spec_of(replace(FMA, accumulator="bf16"), "bf16")
+    spec = gemm_spec(replace(FMA, accumulator="bf16"), "bf16")
     for plan in (GemmPlan(k_tile=10, split=3, reduce="pairwise"), GemmPlan(promote_every=24), GemmPlan(
         k_tile=16, split=2, owner="interleaved", residue_first=True, partial="bf16"
     )):  # fmt: skip
-        test_gemm.check_kinds(replace(spec, plan=plan), (2, 3, 85), ("normal", "normal"), seed=4, with_c=True)
+        check_kinds(replace(spec, plan=plan), (2, 3, 85), ("normal", "normal"), seed=4, with_c=True)
     a = operand("bf16", 40, 6, "normal", 1).T
-    test_gemm.check(a, operand("bf16", 7, 40, "normal", 2), spec)
+    check(a, operand("bf16", 7, 40, "normal", 2), spec)
 
 
 @pytest.mark.slow
@@ -158,24 +157,24 @@ def test_plans_of_every_arithmetic(accumulator, fmt, monkeypatch, device):
     gemms.install(monkeypatch, device, fast=True)
     monkeypatch.setattr(gemms.DOOR, "_FAST", (gemm_chain,))
     for block in (1, 8):
-        spec = spec_of(replace(FMA, accumulator=accumulator, block=block), fmt)
+        spec = gemm_spec(replace(FMA, accumulator=accumulator, block=block), fmt)
         for plan in (GemmPlan(k_tile=20, split=3), GemmPlan(promote_every=24)):
-            test_gemm.check_kinds(replace(spec, plan=plan), (2, 3, 85), ("normal", "special"), seed=4, with_c=True)
+            check_kinds(replace(spec, plan=plan), (2, 3, 85), ("normal", "special"), seed=4, with_c=True)
 
 
 def test_units_that_it_does_not_take():
     takes = lambda spec, **rest: shape_of(spec, **rest) is not None  # noqa: E731
-    assert takes(spec_of(FMA, "bf16"))
+    assert takes(gemm_spec(FMA, "bf16"))
     for unit in (replace(FMA, rounding="toward_zero"), replace(FMA, fraction_bits=25), replace(FMA, accumulator="fp64"),
                  replace(FMA, promote_every=4, promotion="fp16"), replace(FMA, block=4, signed_zero=True)):  # fmt: skip
-        assert not takes(spec_of(unit, "bf16"))
-    assert not takes(spec_of(FMA, "fp64"))
-    assert not takes(spec_of(replace(FMA, accumulator=custom(8, 10)), "fp32"))
-    assert not takes(spec_of(FMA, "bf16", plan=GemmPlan(promote_every=8, scaled_promotion=True)))
+        assert not takes(gemm_spec(unit, "bf16"))
+    assert not takes(gemm_spec(FMA, "fp64"))
+    assert not takes(gemm_spec(replace(FMA, accumulator=custom(8, 10)), "fp32"))
+    assert not takes(gemm_spec(FMA, "bf16", plan=GemmPlan(promote_every=8, scaled_promotion=True)))
 
 
 def test_a_planted_error_is_found(monkeypatch, device):
-    spec = spec_of(replace(FMA, accumulator=custom(6, 9)), "e4m3")
+    spec = gemm_spec(replace(FMA, accumulator=custom(6, 9)), "e4m3")
     real = gemm_chain.shape_of
     monkeypatch.setattr(gemm_chain, "shape_of", lambda *given: real(*given)._replace(kept=8))
     with pytest.raises(AssertionError, match="differ"):

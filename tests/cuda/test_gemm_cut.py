@@ -10,9 +10,8 @@ from fmtsim.cuda.gemm import cut as gemm_cut
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.datapath import Datapath
-from tests.cpu import test_gemm
-from tests.cpu.test_gemm import KINDS, addend, operand, spec_of
 from tests.cuda import gemms, paths
+from tests.support.gemm_engine import KINDS, addend, check_kinds, gemm_spec, operand
 
 HALF = Datapath(block=16, fraction_bits=25, min_exponent=-133, rounding="nearest_even")
 E5M9 = FloatFormat(name="e5m9", exponent_bits=5, mantissa_bits=9)
@@ -52,7 +51,7 @@ RARER = {
 @pytest.mark.parametrize("name", UNITS)
 def test_units(name, device):
     unit, fmt = UNITS[name]
-    left = paths.check_kinds(gemm_cut, spec_of(unit, fmt), SHAPE, ("normal", "sparse", "special"), device)
+    left = paths.check_kinds(gemm_cut, gemm_spec(unit, fmt), SHAPE, ("normal", "sparse", "special"), device)
     assert left == [0, 0, 1]
 
 
@@ -62,7 +61,7 @@ def test_units(name, device):
 def test_units_on_every_kind(name, with_c, device):
     unit, fmt = (UNITS | RARER)[name]
     for shape in (SHAPE, (3, 64, 40)) if unit.rounding.mode == "stochastic" else (SHAPE,):
-        assert paths.check_kinds(gemm_cut, spec_of(unit, fmt), shape, KINDS, device, with_c)[0] == 0
+        assert paths.check_kinds(gemm_cut, gemm_spec(unit, fmt), shape, KINDS, device, with_c)[0] == 0
 
 
 @pytest.mark.parametrize("block", [16, 5])
@@ -70,7 +69,7 @@ def test_units_on_every_kind(name, with_c, device):
 def test_ties_of_terms(with_c, block, device):
     """All terms but the largest, and the addend, lie between two numbers of the grid; their sums are odd and even."""
     unit = replace(NEAREST, block=block, fraction_bits=4, accumulator="fp32")
-    spec = spec_of(unit, "bf16")
+    spec = gemm_spec(unit, "bf16")
     generator = torch.Generator().manual_seed(block)
     drawn = lambda *shape: torch.randint(-16, 17, shape, generator=generator)  # noqa: E731
     a, b = (2 * drawn(33, 6 * block) + 1) / 2, torch.ones(20, 6 * block)
@@ -84,14 +83,14 @@ def test_ties_of_terms(with_c, block, device):
 
 def test_the_longest_sums_of_terms(device):
     """As many of the largest terms as a block has, of one sign, and an addend as large: below 2^31 places by one."""
-    spec = spec_of(replace(NEAREST, min_exponent=None), "fp16")
+    spec = gemm_spec(replace(NEAREST, min_exponent=None), "fp16")
     assert gemm_cut.shape_of(spec, 16) is not None
     largest = torch.full((2, 48), 2.0 - 2.0**-10).half()
     signs = torch.tensor([[1.0], [-1.0]]).half()
     c = torch.tensor([[3.999, -3.999], [3.9999998, 2.5]])
     for addend_of in (None, c, -c):
         assert paths.check(gemm_cut, largest * signs, largest, spec, addend_of, device) == 0
-    assert gemm_cut.shape_of(spec_of(replace(NEAREST, min_exponent=None, fraction_bits=26), "fp16"), 16) is None
+    assert gemm_cut.shape_of(gemm_spec(replace(NEAREST, min_exponent=None, fraction_bits=26), "fp16"), 16) is None
 
 
 @pytest.mark.parametrize("name", ["bfloat16 sums", "float16 sums, cut", "down"])
@@ -99,16 +98,16 @@ def test_exponents_compared_ahead(name, device, monkeypatch):
     """Every rounding could do that; which do is a matter of speed. Blocks of 32 have no stage to spare."""
     monkeypatch.setattr(gemm_cut, "_AHEAD", range(8))
     unit, fmt = UNITS[name]
-    assert paths.check_kinds(gemm_cut, spec_of(unit, fmt), (3, 4, 150), ("normal", "special"), device, True) == [0, 1]
-    spec = spec_of(replace(unit, block=16), fmt, plan=GemmPlan(promote_every=64))
+    assert paths.check_kinds(gemm_cut, gemm_spec(unit, fmt), (3, 4, 150), ("normal", "special"), device, True) == [0, 1]
+    spec = gemm_spec(replace(unit, block=16), fmt, plan=GemmPlan(promote_every=64))
     assert paths.check_kinds(gemm_cut, spec, (3, 4, 150), ("normal",), device) == [0]
 
 
 def test_random_words_of_four_columns(device):
     """Columns in multiples of 64 share counters; several panels, of which both operands change places."""
     unit, fmt = UNITS["stochastic"]
-    assert paths.check_kinds(gemm_cut, spec_of(unit, fmt), (3, 192, 20), ("normal",), device) == [0]
-    assert paths.check_kinds(gemm_cut, spec_of(unit, fmt), (130, 64, 5), ("normal",), device) == [0]
+    assert paths.check_kinds(gemm_cut, gemm_spec(unit, fmt), (3, 192, 20), ("normal",), device) == [0]
+    assert paths.check_kinds(gemm_cut, gemm_spec(unit, fmt), (130, 64, 5), ("normal",), device) == [0]
 
 
 def test_blocks_without_products(device):
@@ -116,18 +115,18 @@ def test_blocks_without_products(device):
     a, b = operand(fmt, 3, 40, "normal", 1), operand(fmt, 4, 40, "normal", 2)
     a[:, 8:30] = 0.0
     b[1] = -0.0
-    for c in (None, addend(spec_of(unit, fmt), 3, 4, "normal", 3), torch.full((3, 4), -0.0)):
-        assert paths.check(gemm_cut, a, b, spec_of(unit, fmt), c, device) == 0
+    for c in (None, addend(gemm_spec(unit, fmt), 3, 4, "normal", 3), torch.full((3, 4), -0.0)):
+        assert paths.check(gemm_cut, a, b, gemm_spec(unit, fmt), c, device) == 0
 
 
 def test_tiles_are_left(device):
     a, b = operand("bf16", 130, 20, "normal", 1), operand("bf16", 131, 20, "normal", 2)
     a[129, 4] = torch.nan
-    assert paths.check(gemm_cut, a, b, spec_of(UNITS["bfloat16 sums"][0], "bf16"), None, device) == 2
+    assert paths.check(gemm_cut, a, b, gemm_spec(UNITS["bfloat16 sums"][0], "bf16"), None, device) == 2
     ones = torch.full((1, 16), 100.0).bfloat16()
-    assert paths.check(gemm_cut, ones, ones, spec_of(UNITS["float16 sums"][0], "bf16"), None, device) == 1
+    assert paths.check(gemm_cut, ones, ones, gemm_spec(UNITS["float16 sums"][0], "bf16"), None, device) == 1
     small = torch.full((1, 16), 2.0**-66).bfloat16()  # sums are subnormal
-    assert paths.check(gemm_cut, small, small, spec_of(UNITS["bfloat16 sums"][0], "bf16"), None, device) == 1
+    assert paths.check(gemm_cut, small, small, gemm_spec(UNITS["bfloat16 sums"][0], "bf16"), None, device) == 1
 
 
 def test_plans(monkeypatch, device):
@@ -135,11 +134,11 @@ def test_plans(monkeypatch, device):
     monkeypatch.setattr(gemms.DOOR, "_FAST", (gemm_cut,))
     unit, fmt = UNITS["bfloat16 sums"]
     for plan in (GemmPlan(k_tile=20, split=3), GemmPlan(promote_every=32)):
-        test_gemm.check_kinds(spec_of(unit, fmt, plan=plan), (2, 3, 85), ("normal", "normal"), seed=4, with_c=True)
+        check_kinds(gemm_spec(unit, fmt, plan=plan), (2, 3, 85), ("normal", "normal"), seed=4, with_c=True)
 
 
 def test_units_that_it_does_not_take():
-    takes = lambda unit: gemm_cut.shape_of(spec_of(unit, "bf16"), min(unit.block, 45)) is not None  # noqa: E731
+    takes = lambda unit: gemm_cut.shape_of(gemm_spec(unit, "bf16"), min(unit.block, 45)) is not None  # noqa: E731
     assert takes(HALF)
     third = Rounding(mode="stochastic", random_bits=8, variant="c")
     changes = [dict(rounding="up"), dict(rounding=third), dict(accumulator="fp64"), dict(block=2), dict(block=64)]
@@ -153,7 +152,7 @@ def test_a_planted_error_is_found(monkeypatch, device):
     real = gemm_cut.shape_of
     monkeypatch.setattr(gemm_cut, "shape_of", lambda *given: real(*given)._replace(fraction=12))
     with pytest.raises(AssertionError, match="differ"):
-        paths.check_kinds(gemm_cut, spec_of(unit, fmt), SHAPE, ("normal",), device)
+        paths.check_kinds(gemm_cut, gemm_spec(unit, fmt), SHAPE, ("normal",), device)
 
 
 def test_a_planted_error_of_terms_is_found(monkeypatch, device):
@@ -162,4 +161,4 @@ def test_a_planted_error_of_terms_is_found(monkeypatch, device):
     down = gemm_cut.MODES.index("down")
     monkeypatch.setattr(gemm_cut, "shape_of", lambda *given: real(*given)._replace(terms=down))
     with pytest.raises(AssertionError, match="differ"):
-        paths.check_kinds(gemm_cut, spec_of(unit, fmt), SHAPE, ("normal",), device)
+        paths.check_kinds(gemm_cut, gemm_spec(unit, fmt), SHAPE, ("normal",), device)

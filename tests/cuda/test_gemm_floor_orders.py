@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fmtsim import Datapath, GemmPlan
-from tests.cuda.test_gemm_floor import SLOW, K, M, N, check, normals, values
-from tests.gemm.products import definition, normal
+from tests.cuda.floor_products import SLOW, K, M, N, check, normals, values
+from tests.support.gemm_oracle import definition
+from tests.support.operands import normal
 
 
 @pytest.mark.parametrize(

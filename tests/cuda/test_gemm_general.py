@@ -4,17 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 
 from fmtsim import GemmPlan, get_unit
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import TERM_ROUNDINGS, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
-from tests.cpu import test_gemm, test_gemm_units
-from tests.cpu.test_gemm import KINDS, addend, check, check_kinds, modes, operand, spec_of
 from tests.cuda import gemms
 from tests.cuda.gemms import GENERAL
+from tests.support.gemm_engine import KINDS, addend, check, check_kinds, gemm_spec, operand
 
 HALF = Datapath(block=16, fraction_bits=25, min_exponent=-133)
 EXACT = Datapath(block=None, fraction_bits=None, rounding="nearest_even")
@@ -52,7 +50,7 @@ KERNELS = {
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_kernel(name, engine):
     unit, fmt, files = KERNELS[name]
-    spec = spec_of(unit, fmt)
+    spec = gemm_spec(unit, fmt)
     kinds_of(spec, kinds=("normal", "huge") if fmt == "int8" else ("normal", "narrow") if fmt == "fp64" else KINDS)
     assert engine.launched[: len(files)] == files and set(engine.launched) == set(files)
 
@@ -71,7 +69,7 @@ def test_plans(name):
                   GemmPlan(promote_every=24, scaled_promotion=True, successive_scales=True),
                   GemmPlan(k_tile=40, part_k=30, partial="fp16", instruction_k=8)]  # fmt: skip
     for plan in plans:
-        check_kinds(spec_of(unit, fmt, plan=plan), (2, 3, 85), ("normal", "normal"), seed=4, with_c=fmt != "int8")
+        check_kinds(gemm_spec(unit, fmt, plan=plan), (2, 3, 85), ("normal", "normal"), seed=4, with_c=fmt != "int8")
 
 
 @pytest.mark.parametrize("term", TERM_ROUNDINGS)
@@ -79,7 +77,7 @@ def test_plans(name):
 def test_term_roundings_of_the_tile(term, block, engine):
     for bits in (0, 5, 25, 38):
         unit = replace(HALF, block=block, term_rounding=term, fraction_bits=bits, rounding="to_odd")
-        kinds_of(spec_of(unit, "bf16", "fp16"), kinds=("normal", "wide", "codes"))
+        kinds_of(gemm_spec(unit, "bf16", "fp16"), kinds=("normal", "wide", "codes"))
     assert "general_tile.cu" in engine.launched
 
 
@@ -89,14 +87,14 @@ def test_accumulators_and_their_roundings(mode):
         rounding = Rounding(mode=mode, random_bits=bits, variant=variant)
         for accumulator, exact in (("fp16", False), ("bf16", True), ("fp32", False)):
             unit = replace(HALF, accumulator=accumulator, rounding=rounding, fraction_bits=None if exact else 25)
-            kinds_of(spec_of(unit, "e4m3"), kinds=("normal", "tiny"))
-            kinds_of(spec_of(replace(unit, signed_zero=True), "e4m3"), kinds=("sparse",))
+            kinds_of(gemm_spec(unit, "e4m3"), kinds=("normal", "tiny"))
+            kinds_of(gemm_spec(replace(unit, signed_zero=True), "e4m3"), kinds=("sparse",))
 
 
 @pytest.mark.parametrize("bits", [8, 13])
 def test_random_words_shared_as_by_blackwell(bits):
     rounding = Rounding(mode="stochastic", random_bits=bits, layout="cvt_rs")
-    spec = spec_of(replace(HALF, accumulator="bf16", rounding=rounding), "bf16")
+    spec = gemm_spec(replace(HALF, accumulator="bf16", rounding=rounding), "bf16")
     a, b = operand("bf16", 5, 40, "normal", 1), operand("bf16", 7, 40, "normal", 2)
     check(a, b, spec, random=RandomKey(1 << 63, (1 << 40) + 3))
 
@@ -106,23 +104,23 @@ def test_random_words_shared_as_by_blackwell(bits):
 
 def test_doubles_of_any_unit():
     for unit in (HALF, EXACT, replace(HALF, block=4, fraction_bits=60), replace(HALF, accumulator="fp64")):
-        kinds_of(spec_of(unit, "fp64"), (2, 2, 20), kinds=("normal", "narrow", "special"))
-        kinds_of(spec_of(unit, "fp64", "bf16"), (2, 2, 20), kinds=("normal",))
+        kinds_of(gemm_spec(unit, "fp64"), (2, 2, 20), kinds=("normal", "narrow", "special"))
+        kinds_of(gemm_spec(unit, "fp64", "bf16"), (2, 2, 20), kinds=("normal",))
 
 
 def test_outer_sums_narrower_than_chains():
     for outer in ("bf16", "fp16", FloatFormat(name="e11m40", exponent_bits=11, mantissa_bits=40)):
         unit = replace(HALF, promote_every=16, promotion=outer)
-        kinds_of(spec_of(unit, "bf16"), kinds=("normal", "tiny", "huge"))
+        kinds_of(gemm_spec(unit, "bf16"), kinds=("normal", "tiny", "huge"))
 
 
 def test_wide_fractions_and_groups():
     wide = replace(HALF, fraction_bits=100)
-    kinds_of(spec_of(wide, "bf16"), kinds=("wide", "normal"))
-    kinds_of(spec_of(replace(NVF4, fraction_bits=60), "e5m2"), kinds=("wide", "normal", "special"))
-    kinds_of(spec_of(replace(MX, fraction_bits=None), "e5m2"), kinds=("wide", "special"))
+    kinds_of(gemm_spec(wide, "bf16"), kinds=("wide", "normal"))
+    kinds_of(gemm_spec(replace(NVF4, fraction_bits=60), "e5m2"), kinds=("wide", "normal", "special"))
+    kinds_of(gemm_spec(replace(MX, fraction_bits=None), "e5m2"), kinds=("wide", "special"))
     low = replace(HALF, min_exponent=300, fraction_bits=3, term_rounding="down")
-    kinds_of(spec_of(low, "bf16"), kinds=("normal",))
+    kinds_of(gemm_spec(low, "bf16"), kinds=("normal",))
 
 
 def test_a_record_that_no_kernel_takes():
@@ -131,8 +129,8 @@ def test_a_record_that_no_kernel_takes():
     top = FloatFormat(name="e4m9", exponent_bits=4, mantissa_bits=9, nan="top", infinities=False)
     for unit in (replace(HALF, accumulator=odd), replace(HALF, accumulator=top),
                  TwoStageDatapath(block=8, sum_bits=60)):  # fmt: skip
-        assert not GENERAL.covers(spec_of(unit, "bf16"), x.dtype, x.dtype, 4)
-    assert not GENERAL.covers(spec_of(HALF, "bf16", plan=GemmPlan(partial=top)), x.dtype, x.dtype, 4)
+        assert not GENERAL.covers(gemm_spec(unit, "bf16"), x.dtype, x.dtype, 4)
+    assert not GENERAL.covers(gemm_spec(HALF, "bf16", plan=GemmPlan(partial=top)), x.dtype, x.dtype, 4)
 
 
 # Tiles.
@@ -140,7 +138,7 @@ def test_a_record_that_no_kernel_takes():
 
 @pytest.mark.parametrize("change", [dict(term_rounding="nearest_even"), dict(signed_zero=True)], ids=["tile", "any"])
 def test_marks_choose_tiles(change, device):
-    spec = spec_of(replace(HALF, **change), "bf16")
+    spec = gemm_spec(replace(HALF, **change), "bf16")
     a, b = (operand("bf16", 140, 8, "normal", seed).to(device) for seed in (1, 2))
     job = job_of(a, b, spec, device)
     sums = torch.full((1, 140, 140), 7.0, device=device)
@@ -156,7 +154,7 @@ def test_marks_choose_tiles(change, device):
 
 def test_marks_far_from_each_other(device):
     """Blocks look at as many squares as they have threads, and go on from there."""
-    spec = spec_of(replace(HALF, signed_zero=True), "bf16")
+    spec = gemm_spec(replace(HALF, signed_zero=True), "bf16")
     a, b = operand("bf16", 3, 8, "normal", 1).to(device), operand("bf16", 1, 8, "normal", 2).to(device)
     columns = 16 * (256 * 8 * (4 if device.type == "cpu" else 140) + 20)  # more than the multiprocessors look at once
     b = b.expand(columns, 8)
@@ -174,7 +172,7 @@ def test_marks_far_from_each_other(device):
 def test_tiles_with_infinities_are_done_again():
     a, b = operand("bf16", 70, 40, "normal", 1), operand("bf16", 66, 40, "normal", 2)
     a[65, 3], b[1, 20] = torch.inf, torch.nan
-    check(a, b, spec_of(replace(HALF, term_rounding="nearest_away"), "bf16"))
+    check(a, b, gemm_spec(replace(HALF, term_rounding="nearest_away"), "bf16"))
 
 
 def job_of(a, b, spec, device):
@@ -190,7 +188,7 @@ def test_a_planted_error_is_found(monkeypatch):
     bits = GENERAL.problem_of
     unit = replace(HALF, signed_zero=True)
     a, b = operand("bf16", 3, 40, "normal", 1), operand("bf16", 5, 40, "normal", 2)
-    check(a, b, spec_of(unit, "bf16"))
+    check(a, b, gemm_spec(unit, "bf16"))
 
     def planted(job, tile, grid=0):
         spec = replace(job.spec, datapath=replace(job.spec.datapath, fraction_bits=23))
@@ -198,39 +196,12 @@ def test_a_planted_error_is_found(monkeypatch):
 
     monkeypatch.setattr(GENERAL, "problem_of", planted)
     with pytest.raises(AssertionError, match="differ"):
-        check(a, b, spec_of(unit, "bf16"))
-
-
-# The tests of the CPU engine, on this one.
-
-test_random_words = test_gemm.test_random_words_are_the_oracles
-test_no_products_rows_or_columns = test_gemm.test_no_products_rows_or_columns
-test_strides = test_gemm.test_strides
-test_pairs_flush_and_round_at_every_step = test_gemm_units.test_pairs_flush_and_round_at_every_step
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", modes())
-def test_units_of_the_catalogue(mode):
-    test_gemm.test_units_of_the_catalogue(mode)
-
-
-@pytest.mark.slow
-@settings(max_examples=600, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(test_gemm.products())
-def test_any_product(case):
-    test_gemm.check_drawn(case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", test_gemm_units.NAMES)
-def test_any_other_unit(kind):
-    test_gemm_units.test_any_product(kind)
+        check(a, b, gemm_spec(unit, "bf16"))
 
 
 def test_addends_of_every_kind():
     for unit in (replace(HALF, term_rounding="down"), replace(EXACT, block=4)):
-        spec = spec_of(unit, "fp16")
+        spec = gemm_spec(unit, "fp16")
         a, b = operand("fp16", 3, 20, "normal", 1), operand("fp16", 4, 20, "sparse", 2)
         for kind in KINDS:
             check(a, b, spec, c=addend(spec, 3, 4, kind, 3))

@@ -17,6 +17,7 @@ from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
 from tests.cuda.emulator import emulated as pretend
+from tests.support.bits import assert_same_bits, same_bits
 
 door = importlib.import_module("fmtsim.cuda.gemm.engine")
 
@@ -69,17 +70,13 @@ def product(a, scale_a, b, scale_b, spec, device="cpu"):
     return sums.cpu(), marks.cpu()
 
 
-def same(x, y):
-    return torch.equal(x.contiguous().view(torch.int32), y.contiguous().view(torch.int32))
-
-
 @pytest.mark.parametrize("kind", ["narrow", "wide"])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 64), (33, 17, 256), (40, 24, 328)])
 def test_nvf4_has_the_bits_of_the_cpu_engine(emulated, m, n, k, kind):
     spec, given = spec_of(), problem(m, n, k, NVF4, kind)
     sums, marks = product(*given, spec)
     assert not marks.any()
-    assert same(sums[0], expected(*given, spec))
+    assert_same_bits(sums[0], expected(*given, spec))
 
 
 @pytest.mark.parametrize("kind", ["narrow", "wide"])
@@ -87,7 +84,7 @@ def test_mxf4_has_the_bits_of_the_cpu_engine(emulated, kind):
     spec, given = spec_of(MXF4), problem(140, 20, 192, MXF4, kind, seed=1)
     sums, marks = product(*given, spec)
     assert not marks.any()
-    assert same(sums[0], expected(*given, spec))
+    assert_same_bits(sums[0], expected(*given, spec))
 
 
 def test_bits_of_the_oracle(emulated):
@@ -102,18 +99,18 @@ def test_other_cards_and_threads_in_any_order(capability):
     spec, given = spec_of(), problem(20, 40, 200, NVF4, "wide", seed=3)
     with pretend(capability, reversed_order=True):
         sums, _ = product(*given, spec)
-    assert same(sums[0], expected(*given, spec))
+    assert_same_bits(sums[0], expected(*given, spec))
 
 
 def test_chains_are_promoted_and_parts_kept_apart(emulated):
     given = problem(20, 24, 512, seed=4)
     promoted = spec_of(plan=GemmPlan(promote_every=128))
-    assert same(product(*given, promoted)[0][0], expected(*given, promoted))
+    assert_same_bits(product(*given, promoted)[0][0], expected(*given, promoted))
     split = spec_of(plan=GemmPlan(k_tile=128, split=2))
     sums, _ = product(*given, split)
     halves = [(given[0][:, s], given[1][:, t], given[2][:, s], given[3][:, t]) for s, t in HALVES]
     assert len(sums) == 2
-    assert all(same(part, expected(*half, spec_of())) for part, half in zip(sums, halves, strict=True))
+    assert all(same_bits(part, expected(*half, spec_of())) for part, half in zip(sums, halves, strict=True))
 
 
 HALVES = [(slice(0, 256), slice(0, 16)), (slice(256, 512), slice(16, 32))]
@@ -126,10 +123,10 @@ def test_operands_of_any_dtype_and_stride_and_no_scales(emulated):
     scales = scale_a.t().contiguous().t()
     spec = spec_of()
     sums, _ = product(wide.t()[::2], scales, b.half(), scale_b, spec)
-    assert same(sums[0], expected(a, scale_a, b, scale_b, spec))
+    assert_same_bits(sums[0], expected(a, scale_a, b, scale_b, spec))
     ones = torch.ones_like(scale_a)
     sums, _ = product(a, None, b.to(torch.float8_e4m3fn), scale_b, spec)
-    assert same(sums[0], expected(a, ones, b, scale_b, spec))
+    assert_same_bits(sums[0], expected(a, ones, b, scale_b, spec))
 
 
 def test_zero_scales_zero_rows_and_zero_sums(emulated):
@@ -141,7 +138,7 @@ def test_zero_scales_zero_rows_and_zero_sums(emulated):
     spec = spec_of()
     sums, marks = product(a, scale_a, b, scale_b, spec)
     assert not marks.any()
-    assert same(sums[0], expected(a, scale_a, b, scale_b, spec))
+    assert_same_bits(sums[0], expected(a, scale_a, b, scale_b, spec))
     assert sums[0][7, 1] == 0
     assert not torch.signbit(sums[0][7, 1])
 
@@ -153,7 +150,7 @@ def test_blocks_of_zeros_may_have_the_smallest_scale(emulated):
     spec = spec_of(MXF4)
     sums, marks = product(a, scale_a, b, scale_b, spec)
     assert not marks.any()
-    assert same(sums[0], expected(a, scale_a, b, scale_b, spec))
+    assert_same_bits(sums[0], expected(a, scale_a, b, scale_b, spec))
 
 
 def test_nan_and_far_scales_leave_their_tiles_to_the_general_path(emulated):
@@ -163,11 +160,11 @@ def test_nan_and_far_scales_leave_their_tiles_to_the_general_path(emulated):
     sums, marks = product(a, scale_a, b, scale_b, spec)
     want = expected(a, scale_a, b, scale_b, spec)
     assert marks.tolist() == [[1, 0], [1, 1]]
-    assert same(sums[0][:128, 128:], want[:128, 128:])
+    assert_same_bits(sums[0][:128, 128:], want[:128, 128:])
     assert (sums[0][128:] == 7).all()
     out = torch.empty(140, 130)
     door.gemm(a, b, None, scale_a, scale_b, spec, None, out)
-    assert same(out, want)
+    assert_same_bits(out, want)
 
 
 @pytest.mark.parametrize(("spread", "kind"), [(-1, "narrow"), (-1, "wide")])
@@ -175,7 +172,7 @@ def test_the_way_group_by_group_alone(emulated, monkeypatch, spread, kind):
     whole = gemm_groups._shape
     monkeypatch.setattr(gemm_groups, "_shape", lambda *args: dataclasses.replace(whole(*args), spread=spread))
     spec, given = spec_of(), problem(20, 12, 256, NVF4, kind, seed=9)
-    assert same(product(*given, spec)[0][0], expected(*given, spec))
+    assert_same_bits(product(*given, spec)[0][0], expected(*given, spec))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +185,7 @@ def test_a_condition_that_is_too_weak_is_seen(emulated, monkeypatch, field, valu
         gemm_groups, "_shape", lambda *args: dataclasses.replace(whole(*args), **{**wrong, field: value})
     )
     spec, given = spec_of(), problem(20, 12, 256, NVF4, kind, seed=9)
-    assert not same(product(*given, spec)[0][0], expected(*given, spec))
+    assert not same_bits(product(*given, spec)[0][0], expected(*given, spec))
 
 
 @pytest.mark.parametrize(
@@ -223,4 +220,4 @@ def test_bits_on_the_gpu(unit, kind, m, n, k):
     spec, given = spec_of(unit), problem(m, n, k, unit, kind, seed=10)
     sums, marks = product(*given, spec, device="cuda")
     assert not marks.any()
-    assert same(sums[0], expected(*given, spec))
+    assert_same_bits(sums[0], expected(*given, spec))

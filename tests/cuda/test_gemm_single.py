@@ -15,7 +15,8 @@ from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
 from tests.cuda.emulator import emulated as pretend
-from tests.cuda.singles import expected, job_of, product, same
+from tests.cuda.singles import expected, job_of, product
+from tests.support.bits import assert_same_bits, same_bits
 
 door = importlib.import_module("fmtsim.cuda.gemm.engine")
 
@@ -61,21 +62,21 @@ def test_e4m3_has_the_bits_of_the_cpu_engine(ada, m, n, k, kind):
     spec, given = spec_of(), problem(m, n, k, kind)
     sums, marks = product(*given, spec)
     assert not marks.any()
-    assert same(sums[0], expected(*given, spec))
+    assert_same_bits(sums[0], expected(*given, spec))
 
 
 @pytest.mark.parametrize("kind", ["codes", "tiny"])
 @pytest.mark.parametrize(("a", "b"), [("e4m3", "e5m2"), ("e5m2", "e4m3"), ("e5m2", "e5m2")])
 def test_pairs_of_formats(ada, a, b, kind):
     spec, given = spec_of(a=a, b=b), problem(33, 17, 200, kind, a, b, seed=1)
-    assert same(product(*given, spec)[0][0], expected(*given, spec))
+    assert_same_bits(product(*given, spec)[0][0], expected(*given, spec))
 
 
 def test_several_panels_and_the_last_columns(ada):
     spec, given = spec_of(), problem(140, 131, 64, seed=2)
     sums, marks = product(*given, spec)
     assert marks.shape == (2, 2)
-    assert same(sums[0], expected(*given, spec))
+    assert_same_bits(sums[0], expected(*given, spec))
 
 
 def test_bits_of_the_oracle(ada):
@@ -95,24 +96,24 @@ def test_bits_of_the_oracle(ada):
 )
 def test_other_units(emulated, unit):
     spec, given = spec_of(unit), problem(20, 24, 100, seed=4)
-    assert same(product(*given, spec)[0][0], expected(*given, spec))
+    assert_same_bits(product(*given, spec)[0][0], expected(*given, spec))
 
 
 def test_threads_in_any_order():
     spec, given = spec_of(), problem(20, 40, 200, seed=5)
     with pretend((12, 0), reversed_order=True):
         sums, _ = product(*given, spec)
-    assert same(sums[0], expected(*given, spec))
+    assert_same_bits(sums[0], expected(*given, spec))
 
 
 def test_chains_are_promoted_and_parts_kept_apart(ada):
     a, b = problem(20, 24, 512, "normal", seed=6)
     promoted = spec_of(plan=GemmPlan(promote_every=128))
-    assert same(product(a, b, promoted)[0][0], expected(a, b, promoted))
+    assert_same_bits(product(a, b, promoted)[0][0], expected(a, b, promoted))
     sums, _ = product(a, b, spec_of(plan=GemmPlan(k_tile=128, split=2)))
     halves = [expected(a[:, s], b[:, s], spec_of()) for s in (slice(0, 256), slice(256, 512))]
     assert len(sums) == 2
-    assert all(map(same, sums, halves))
+    assert all(map(same_bits, sums, halves))
 
 
 def test_operands_of_any_dtype_and_stride_and_a_ragged_first_tile(ada):
@@ -120,7 +121,7 @@ def test_operands_of_any_dtype_and_stride_and_a_ragged_first_tile(ada):
     wide = torch.zeros(100, 36, dtype=torch.bfloat16)
     wide[:, ::2] = a.t().bfloat16()
     spec = spec_of(plan=GemmPlan(k_tile=64, residue_first=True))
-    assert same(product(wide.t()[::2], b.float(), spec)[0][0], expected(a, b, spec))
+    assert_same_bits(product(wide.t()[::2], b.float(), spec)[0][0], expected(a, b, spec))
 
 
 def test_zeros_of_both_signs(ada):
@@ -130,7 +131,7 @@ def test_zeros_of_both_signs(ada):
     b[:, 1::3] = -0.0
     b[4] = -0.0
     spec = spec_of()
-    assert same(product(a, b, spec)[0][0], expected(a, b, spec))
+    assert_same_bits(product(a, b, spec)[0][0], expected(a, b, spec))
 
 
 def test_nan_and_inf_leave_their_tiles_to_the_general_path(ada):
@@ -141,11 +142,11 @@ def test_nan_and_inf_leave_their_tiles_to_the_general_path(ada):
     sums, marks = product(a, b, spec)
     want = expected(a, b, spec)
     assert marks.tolist() == [[1, 0], [1, 1]]
-    assert same(sums[0][:128, 128:], want[:128, 128:])
+    assert_same_bits(sums[0][:128, 128:], want[:128, 128:])
     assert (sums[0][128:] == 7).all()
     out = torch.empty(140, 131)
     door.gemm(a, b, None, None, None, spec, None, out)
-    assert same(out, want)
+    assert_same_bits(out, want)
 
 
 @pytest.mark.parametrize("change", [{"enlarged": 8}, {"fraction": 12}, {"kept": 12}, {"step": 4, "chain": 15}])
@@ -153,7 +154,7 @@ def test_a_constant_that_is_wrong_is_seen(ada, monkeypatch, change):
     whole = gemm_single._shape
     monkeypatch.setattr(gemm_single, "_shape", lambda *args: dataclasses.replace(whole(*args), **change))
     spec, given = spec_of(), problem(20, 24, 96, seed=10)
-    assert not same(product(*given, spec)[0][0], expected(*given, spec))
+    assert not same_bits(product(*given, spec)[0][0], expected(*given, spec))
 
 
 @pytest.mark.parametrize(
@@ -194,4 +195,4 @@ def test_bits_on_the_gpu(unit, a, b, kind, m, n, k):
     spec, given = spec_of(unit, a, b), problem(m, n, k, kind, a, b, seed=11)
     sums, marks = product(*given, spec, device="cuda")
     assert not marks.any()
-    assert same(sums[0], expected(*given, spec))
+    assert_same_bits(sums[0], expected(*given, spec))

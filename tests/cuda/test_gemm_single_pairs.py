@@ -16,7 +16,8 @@ from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
 from tests.cuda.emulator import emulated as pretend
-from tests.cuda.singles import expected, job_of, product, same
+from tests.cuda.singles import expected, job_of, product
+from tests.support.bits import assert_same_bits, same_bits
 
 door = importlib.import_module("fmtsim.cuda.gemm.engine")
 
@@ -61,19 +62,19 @@ def test_16_bits_have_the_bits_of_the_cpu_engine(ada, name, kind):
     spec, given = spec_of(name), problem(33, 17, 100, name, kind)
     sums, marks = product(*given, spec)
     assert not marks.any()
-    assert same(sums[0], expected(*given, spec))
+    assert_same_bits(sums[0], expected(*given, spec))
 
 
 @pytest.mark.parametrize(("name", "unit"), [("tf32", dataclasses.replace(HOPPER, block=8)), ("fp16", AMPERE)])
 def test_shorter_blocks(ada, name, unit):
     spec, given = spec_of(name, unit), problem(20, 24, 70, name, seed=1)
-    assert same(product(*given, spec)[0][0], expected(*given, spec))
+    assert_same_bits(product(*given, spec)[0][0], expected(*given, spec))
 
 
 def test_other_accumulators(ada):
     unit = dataclasses.replace(HOPPER, accumulator="bf16", fraction_bits=20, block=20)
     spec, given = spec_of("bf16", unit), problem(20, 24, 70, "bf16", seed=2)
-    assert same(product(*given, spec)[0][0], expected(*given, spec))
+    assert_same_bits(product(*given, spec)[0][0], expected(*given, spec))
 
 
 def test_several_panels_in_any_order_of_threads():
@@ -81,7 +82,7 @@ def test_several_panels_in_any_order_of_threads():
     with pretend((12, 0), reversed_order=True):
         sums, marks = product(*given, spec)
     assert marks.shape == (2, 2)
-    assert same(sums[0], expected(*given, spec))
+    assert_same_bits(sums[0], expected(*given, spec))
 
 
 def test_bits_of_the_oracle(ada):
@@ -99,17 +100,17 @@ def test_numbers_just_below_a_multiple_of_the_grid(ada):
     a[:, 3], b[:, 3] = 2.0**-12, -(2.0**-14)
     spec = spec_of("fp16")
     a, b = a.half(), b.half()
-    assert same(product(a, b, spec)[0][0], expected(a, b, spec))
+    assert_same_bits(product(a, b, spec)[0][0], expected(a, b, spec))
 
 
 def test_chains_are_promoted_and_parts_kept_apart(ada):
     a, b = problem(20, 24, 256, "bf16", seed=5)
     promoted = spec_of("bf16", plan=GemmPlan(promote_every=64))
-    assert same(product(a, b, promoted)[0][0], expected(a, b, promoted))
+    assert_same_bits(product(a, b, promoted)[0][0], expected(a, b, promoted))
     sums, _ = product(a, b, spec_of("bf16", plan=GemmPlan(k_tile=64, split=2)))
     halves = [expected(a[:, s], b[:, s], spec_of("bf16")) for s in (slice(0, 128), slice(128, 256))]
     assert len(sums) == 2
-    assert all(map(same, sums, halves))
+    assert all(map(same_bits, sums, halves))
 
 
 def test_far_numbers_leave_their_tiles_to_the_general_path(ada):
@@ -119,11 +120,11 @@ def test_far_numbers_leave_their_tiles_to_the_general_path(ada):
     sums, marks = product(a, b, spec)
     want = expected(a, b, spec)
     assert marks.tolist() == [[1, 0], [1, 1]]
-    assert same(sums[0][:128, 128:], want[:128, 128:])
+    assert_same_bits(sums[0][:128, 128:], want[:128, 128:])
     assert (sums[0][128:] == 7).all()
     out = torch.empty(140, 131)
     door.gemm(a, b, None, None, None, spec, None, out)
-    assert same(out, want)
+    assert_same_bits(out, want)
 
 
 @pytest.mark.parametrize("change", [{"fraction": 24}, {"head": 1}, {"kept": 20}])
@@ -131,7 +132,7 @@ def test_a_constant_that_is_wrong_is_seen(ada, monkeypatch, change):
     whole = gemm_single_pairs._shape
     monkeypatch.setattr(gemm_single_pairs, "_shape", lambda *args: dataclasses.replace(whole(*args), **change))
     spec, given = spec_of("fp16"), problem(20, 24, 96, "fp16", seed=7)
-    assert not same(product(*given, spec)[0][0], expected(*given, spec))
+    assert not same_bits(product(*given, spec)[0][0], expected(*given, spec))
 
 
 @pytest.mark.parametrize(
@@ -164,4 +165,4 @@ def test_bits_on_the_gpu(unit, kind, name, m, n, k):
     marks = torch.zeros(-(-m // TILE), -(-n // TILE), dtype=torch.uint8, device="cuda")
     gemm_single_pairs.run(job, job.out.unsqueeze(0), marks)
     assert not marks.any()
-    assert same(job.out.cpu(), expected(a, b, spec))
+    assert_same_bits(job.out.cpu(), expected(a, b, spec))

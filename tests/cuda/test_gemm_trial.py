@@ -14,12 +14,12 @@ from fmtsim.cuda.gemm import single as gemm_single
 from fmtsim.cuda.gemm import trial as gemm_trial
 from fmtsim.cuda.runtime import program as runtime
 from fmtsim.errors import DeviceError, KernelWarning
-from tests.cpu.test_gemm import spec_of
 from tests.cuda.emulator import COMPILER
 from tests.cuda.emulator import emulated as pretend
 from tests.cuda.gemms import DOOR
 from tests.cuda.trials import FP8, HALF, PASSED, Path, flip, job_of, product
-from tests.gemm.products import same
+from tests.support.bits import assert_same_bits
+from tests.support.gemm_engine import gemm_spec
 
 SMALL = ((20, 24, 48, (2,), (1,)), (7, 5, 40, (9,), (200,)))
 
@@ -81,12 +81,12 @@ def specs():
         ("blackwell.tcgen05.nvf4", ("e2m1",)), ("blackwell.tcgen05.mxf8f6f4", ("e4m3",)), ("fp32_fma", ("bf16",)),
     ):  # fmt: skip
         for name, plan in itertools.product(names, plans):
-            yield spec_of(get_unit(unit).mode(name, name, "fp32"), name, plan=plan)
+            yield gemm_spec(get_unit(unit).mode(name, name, "fp32"), name, plan=plan)
     for block in (1, 8):
         path = Datapath(block=block, fraction_bits=None, rounding="nearest_even", accumulator="bf16")
-        yield spec_of(path, "e4m3")
+        yield gemm_spec(path, "e4m3")
         if block > 1:
-            yield spec_of(replace(path, fraction_bits=20), "e4m3")
+            yield gemm_spec(replace(path, fraction_bits=20), "e4m3")
 
 
 def launched(path, job) -> set:
@@ -104,19 +104,19 @@ def launched(path, job) -> set:
 
 
 def test_classes(path):
-    spec, other = spec_of(HALF, "bf16"), spec_of(replace(HALF, fraction_bits=24), "bf16")
+    spec, other = gemm_spec(HALF, "bf16"), gemm_spec(replace(HALF, fraction_bits=24), "bf16")
 
     def name(job):
         return gemm_trial._class_of(path, job, path.programs(job))
 
     one = name(job_of(spec))
-    assert one == name(job_of(spec, (80, 9, 400))) == name(job_of(spec_of(HALF, "bf16", plan=GemmPlan(k_tile=32))))
+    assert one == name(job_of(spec, (80, 9, 400))) == name(job_of(gemm_spec(HALF, "bf16", plan=GemmPlan(k_tile=32))))
     job = job_of(spec)
-    wide = job_of(spec_of(HALF, "bf16", plan=GemmPlan(promote_every=32)))
+    wide = job_of(gemm_spec(HALF, "bf16", plan=GemmPlan(promote_every=32)))
     different = [
         replace(job, a=job.a.float()), replace(job, b=job.b.t().contiguous().t()), job_of(spec, c=True), wide,
-        replace(job, a=torch.zeros(5, 41, dtype=torch.bfloat16)[:, 1:]), job_of(other), job_of(spec_of(HALF, "fp16")),
-        job_of(spec_of(HALF, "bf16", plan=GemmPlan(k_tile=16, split=2))), job_of(spec, (5, 6, 8)),
+        replace(job, a=torch.zeros(5, 41, dtype=torch.bfloat16)[:, 1:]), job_of(other), job_of(gemm_spec(HALF, "fp16")),
+        job_of(gemm_spec(HALF, "bf16", plan=GemmPlan(k_tile=16, split=2))), job_of(spec, (5, 6, 8)),
     ]  # fmt: skip
     assert len({one, *map(name, different)}) == 1 + len(different)
 
@@ -125,10 +125,10 @@ def test_classes(path):
 
 
 def test_a_path_is_tried_once(path, monkeypatch):
-    spec = spec_of(HALF, "bf16")
+    spec = gemm_spec(HALF, "bf16")
     expected = product(spec)
     assert path.ran == 1 + len(SMALL)
-    same(product(spec), expected)
+    assert_same_bits(product(spec), expected)
     assert (path.ran, path.asked) == (2 + len(SMALL), 1 + len(SMALL))  # nothing is asked again
     product(spec, (9, 3, 96))
     assert path.ran == 3 + len(SMALL) and path.asked > 1 + len(SMALL)
@@ -138,17 +138,17 @@ def test_a_path_is_tried_once(path, monkeypatch):
 
 @pytest.mark.parametrize("error", ERRORS)
 def test_wrong_bits_warn_and_are_not_used(path, monkeypatch, error):
-    spec = spec_of(HALF, "bf16")
+    spec = gemm_spec(HALF, "bf16")
     monkeypatch.setattr(DOOR, "_FAST", ())
     expected = product(spec)
     monkeypatch.setattr(DOOR, "_FAST", (path,))
     path.spoil = error
     with pytest.warns(KernelWarning, match="take the general path, which is slower") as caught:
-        same(product(spec), expected)
+        assert_same_bits(product(spec), expected)
     message = str(caught[0].message)
     assert "fake.cu -DBLOCK=16 -DKEPT=23; sm_120, NVRTC" in message and " of 515 results have other bits" in message
     ran = path.ran
-    same(product(spec), expected)  # no second warning: warnings are errors
+    assert_same_bits(product(spec), expected)  # no second warning: warnings are errors
     product(spec, (9, 3, 96))
     assert path.ran == ran
     path.spoil = None
@@ -161,9 +161,9 @@ def test_a_warning_that_is_an_error_leaves_the_path_unused(path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(KernelWarning, match="does not give the bits"):
-            product(spec_of(HALF, "bf16"))
+            product(gemm_spec(HALF, "bf16"))
     ran = path.ran
-    product(spec_of(HALF, "bf16"))
+    product(gemm_spec(HALF, "bf16"))
     assert path.ran == ran
 
 
@@ -171,14 +171,14 @@ def test_the_next_path_is_taken(path, monkeypatch):
     wrong, right = Path(flip), Path(name="right")
     monkeypatch.setattr(DOOR, "_FAST", (wrong, right))
     with pytest.warns(KernelWarning):
-        product(spec_of(HALF, "bf16"))
+        product(gemm_spec(HALF, "bf16"))
     assert wrong.ran == len(SMALL) and right.ran == len(SMALL) + 1
 
 
 def test_a_path_that_leaves_everything_is_not_used(path):
     path.spoil = lambda job, sums, marks: marks.fill_(1)
     for _ in range(2):  # no warning: nothing is wrong
-        product(spec_of(HALF, "bf16"))
+        product(gemm_spec(HALF, "bf16"))
     assert path.ran == len(SMALL)
 
 
@@ -189,13 +189,13 @@ def test_marked_tiles_are_not_compared(path):
             sums.fill_(3.0)
 
     path.spoil = spoil
-    product(spec_of(HALF, "bf16"))
+    product(gemm_spec(HALF, "bf16"))
     assert path.ran == len(SMALL) + 1
 
 
 def test_wrong_macros_are_found(trials, monkeypatch):
     """A real kernel, compiled for a unit that keeps a bit less."""
-    spec = spec_of(FP8, "e4m3")
+    spec = gemm_spec(FP8, "e4m3")
     expected = product(spec)
     defines = gemm_single._product_defines
 
@@ -205,27 +205,27 @@ def test_wrong_macros_are_found(trials, monkeypatch):
     monkeypatch.setattr(gemm_single, "_product_defines", wrong)
     gemm_trial._chosen.clear()
     with pytest.warns(KernelWarning, match=r"single.cu .*-DKEPT=\(12\)"):
-        same(product(spec), expected)
+        assert_same_bits(product(spec), expected)
 
 
 def test_kernels_that_only_short_or_long_products_reach_are_tried(path, monkeypatch):
-    job = job_of(spec_of(HALF, "bf16"), (3, 4, 8))
+    job = job_of(gemm_spec(HALF, "bf16"), (3, 4, 8))
     assert gemm_trial._like(path, job, path.programs(job), 0).shape == (*SMALL[0][:2], 8)
-    assert product(spec_of(HALF, "bf16"), (3, 4, 8)).shape == (3, 4) and path.ran == len(SMALL) + 1
+    assert product(gemm_spec(HALF, "bf16"), (3, 4, 8)).shape == (3, 4) and path.ran == len(SMALL) + 1
     monkeypatch.setattr(path, "programs", lambda job: (("fake.cu", (("LONG", str(job.shape[2] > 1 << 18)),)),))
-    job = job_of(spec_of(HALF, "bf16"), (3, 4, 1 << 19))
+    job = job_of(gemm_spec(HALF, "bf16"), (3, 4, 1 << 19))
     assert gemm_trial._like(path, job, path.programs(job), 0).shape == (2, 2, 1 << 19)
 
 
 def test_choices_are_forgotten_in_time(path, monkeypatch):
     monkeypatch.setattr(gemm_trial, "_MOST", 3)
     for m in range(1, 9):
-        product(spec_of(HALF, "bf16"), (m, 2, 16))
+        product(gemm_spec(HALF, "bf16"), (m, 2, 16))
     assert len(gemm_trial._chosen) <= 3 and path.ran == len(SMALL) + 8
 
 
 def test_a_graph_cannot_wait_for_a_trial(path, monkeypatch):
-    spec = spec_of(HALF, "bf16")
+    spec = gemm_spec(HALF, "bf16")
     product(spec)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     product(spec)
@@ -258,7 +258,7 @@ def disk(path, tmp_path, monkeypatch):
 
 def test_what_has_passed_is_remembered(disk, path, monkeypatch):
     anew, environment, folder = disk
-    spec = spec_of(HALF, "bf16")
+    spec = gemm_spec(HALF, "bf16")
     product(spec)
     (file,) = folder.iterdir()
     assert len(file.read_text().split()) == 1
@@ -277,7 +277,7 @@ def test_what_has_passed_is_remembered(disk, path, monkeypatch):
 
 def test_another_kernel_is_tried_again(disk, path, tmp_path, monkeypatch):
     anew, _, folder = disk
-    spec, kernels = spec_of(HALF, "bf16"), tmp_path / "kernels"
+    spec, kernels = gemm_spec(HALF, "bf16"), tmp_path / "kernels"
     kernels.mkdir()
     for file in runtime.KERNELS.rglob("*.cu*"):
         (kernels / file.name).write_bytes(file.read_bytes())
@@ -294,7 +294,7 @@ def test_what_has_failed_is_tried_and_told_again(disk, path):
     path.spoil = flip
     for _ in range(2):
         with pytest.warns(KernelWarning):
-            product(spec_of(HALF, "bf16"))
+            product(gemm_spec(HALF, "bf16"))
         assert not folder.exists()
         anew()
 
@@ -304,7 +304,7 @@ def test_a_memory_that_cannot_be_trusted_costs_a_trial(disk, path, tmp_path, mon
 
     def runs_of_a_new_process():
         anew()
-        product(spec_of(HALF, "bf16"))
+        product(gemm_spec(HALF, "bf16"))
         return path.ran
 
     folder.write_text("in the way")

@@ -11,12 +11,12 @@ from fmtsim.cuda.gemm import sample as gemm_sample
 from fmtsim.cuda.gemm import trial as gemm_trial
 from fmtsim.cuda.runtime import program as runtime
 from fmtsim.errors import DeviceError, KernelWarning
-from tests.cpu.test_gemm import spec_of
 from tests.cuda.emulator import COMPILER
 from tests.cuda.emulator import emulated as pretend
 from tests.cuda.gemms import DOOR
 from tests.cuda.trials import COMPARED, HALF, PASSED, Path, flip, job_of, made, product
-from tests.gemm.products import same
+from tests.support.bits import assert_same_bits
+from tests.support.gemm_engine import gemm_spec
 
 gpu = pytest.mark.skipif(not fmtsim.cuda.available(), reason="needs a GPU")
 
@@ -40,7 +40,7 @@ def catalogue(device):
         for mode in get_unit(unit).modes:
             names = mode.inputs or ("bf16", "fp16")
             for c in (False, True):
-                jobs.append(job_of(spec_of(mode.datapath, names[0], names[-1]), device=device, c=c))
+                jobs.append(job_of(gemm_spec(mode.datapath, names[0], names[-1]), device=device, c=c))
     return [job for job in jobs if DOOR.supports_gemm(job.spec, job.a, job.b)]
 
 
@@ -90,16 +90,16 @@ def test_units_of_the_catalogue_pass(fresh, monkeypatch):
 def test_wrong_bits_warn_on_a_device(fresh, monkeypatch):
     path = Path(flip)
     monkeypatch.setattr(DOOR, "_FAST", ())
-    expected = product(spec_of(HALF, "bf16"), device="cuda")
+    expected = product(gemm_spec(HALF, "bf16"), device="cuda")
     monkeypatch.setattr(DOOR, "_FAST", (path,))
     with pytest.warns(KernelWarning, match=r"fake.cu -DBLOCK=16 -DKEPT=23; sm_\d+, NVRTC \d+\.\d+, driver \d+\."):
-        same(product(spec_of(HALF, "bf16"), device="cuda"), expected)
+        assert_same_bits(product(gemm_spec(HALF, "bf16"), device="cuda"), expected)
     assert not fresh.exists()
 
 
 @gpu
 def test_graphs_capture_what_has_passed_alone(fresh):
-    spec = spec_of(get_unit("hopper.wgmma").mode("bf16", "bf16"), "bf16")
+    spec = gemm_spec(get_unit("hopper.wgmma").mode("bf16", "bf16"), "bf16")
     operands, out = made(spec, (200, 130, 160), device="cuda", c=True)
     DOOR.gemm(*operands, spec, None, out)
     expected = out.clone()
@@ -111,7 +111,7 @@ def test_graphs_capture_what_has_passed_alone(fresh):
     out.zero_()
     graph.replay()
     torch.cuda.synchronize()
-    same(out.cpu(), expected.cpu())
+    assert_same_bits(out.cpu(), expected.cpu())
     (file,) = fresh.iterdir()
     file.unlink()
     gemm_trial._chosen.clear()

@@ -8,7 +8,10 @@ from fmtsim.scaling import hadamard as verbs
 from fmtsim.scaling.butterflies import transform
 from fmtsim.scaling.hadamard_matrix import base_matrix
 from fmtsim.scaling.signs import random_signs, sign_bits
-from tests.cuda.test_blocks import SLOW, numbers, same
+from tests.support.bits import assert_same_bits, same_bits
+from tests.support.operands import numbers
+
+SLOW = pytest.mark.slow
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
@@ -36,7 +39,7 @@ def test_transforms_have_the_bits_of_their_definition(size, device):
         for flips, inverse in ((None, False), (drawn(size), False), (drawn(size), True)):
             on_device = None if flips is None else flips.to(device)
             found = engine.hadamard(x.to(device), size, on_device, inverse)
-            assert same(found, defined(x, size, flips, inverse)), (dtype, inverse)
+            assert_same_bits(found, defined(x, size, flips, inverse), what=(dtype, inverse))
 
 
 def test_the_verb_takes_the_kernel(device, monkeypatch):
@@ -49,8 +52,8 @@ def test_the_verb_takes_the_kernel(device, monkeypatch):
     monkeypatch.setattr(engine, "hadamard", lambda t, size, *rest: taken.append(size) or real(t, size, *rest))
     monkeypatch.setattr(verbs, "_on_card", lambda t: True)
     for (t, size, s, dim), y in zip(calls, wanted, strict=True):
-        assert same(verbs.hadamard(t.to(device), size, s, dim=dim, inverse=True), y)
-    assert same(verbs.hadamard(late, 128, 5, inverse=True), wanted[0])
+        assert_same_bits(verbs.hadamard(t.to(device), size, s, dim=dim, inverse=True), y)
+    assert_same_bits(verbs.hadamard(late, 128, 5, inverse=True), wanted[0])
     assert taken == [128, 32, 128]
     assert verbs.hadamard(x[:0].to(device), 16).shape == (0, 256)
     own = verbs.hadamard(
@@ -67,12 +70,12 @@ def test_derivatives_are_transforms_by_the_kernel(device, monkeypatch):
         leaf = place.clone().requires_grad_()
         verbs.hadamard(leaf, 64, 77).backward(g.to(leaf.device))
         found.append(leaf.grad)
-    assert same(*found)
+    assert_same_bits(*found)
 
 
 def test_another_transform_is_seen(emulated):
     """Signs turned on the wrong side of the transform, and a group twice as long."""
     x, flips = numbers((2, 64), torch.float32, special=False), drawn(32)
     found = engine.hadamard(x, 32, flips, False)
-    assert not same(found, defined(x, 32, flips, True))
-    assert not same(found, engine.hadamard(x, 64, flips.repeat(2), False))
+    assert not same_bits(found, defined(x, 32, flips, True))
+    assert not same_bits(found, engine.hadamard(x, 64, flips.repeat(2), False))

@@ -8,6 +8,8 @@ from fmtsim.gemm.layers import bfloat16
 from fmtsim.gemm.layers.config import linear_config
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.quantizer import Quantizer
+from tests.support.bits import assert_same_bits
+from tests.support.operands import bfloat16s
 
 SHAPE = (96, 64)
 
@@ -21,21 +23,10 @@ def on_card(device, monkeypatch):
     return device
 
 
-def normal(*shape, seed=0, device="cpu"):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).bfloat16().to(device)
-
-
-def same(found, expected):
-    assert found.dtype == expected.dtype
-    bits = {2: torch.int16, 4: torch.int32}[found.element_size()]
-    assert torch.equal(found.cpu().view(bits), expected.cpu().view(bits))
-
-
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "nvfp4", "e4m3"])
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
 def test_operands_are_those_of_quantize(name, rounding, on_card):
-    x, fmt = normal(*SHAPE, device=on_card), get_format(name)
+    x, fmt = bfloat16s(*SHAPE, device=on_card), get_format(name)
     quantizer = Quantizer(format=fmt, rounding=Rounding(mode=rounding))
     assert bfloat16.holds(x, quantizer)
     for dim in (-1, 0):
@@ -43,17 +34,17 @@ def test_operands_are_those_of_quantize(name, rounding, on_card):
         held = bfloat16.hold(x, quantizer, dim, seed)
         expected = quantize(x, fmt, rounding=rounding, dim=dim, generator=seed, out_dtype=torch.float32)
         assert (held.scale is None) == (name != "nvfp4")
-        same(held.quantised, expected)
+        assert_same_bits(held.quantised, expected)
     both = bfloat16.hold_both(x, quantizer, (5, 5) if rounding == "stochastic" else (None, None))
     if name == "e4m3":
         assert both is None
         return
     for found, dim in zip(both, (-1, 0), strict=True):
-        same(found.values, bfloat16.hold(x, quantizer, dim, 5 if rounding == "stochastic" else None).values)
+        assert_same_bits(found.values, bfloat16.hold(x, quantizer, dim, 5 if rounding == "stochastic" else None).values)
 
 
 def test_what_bfloat16_does_not_hold(on_card):
-    x = normal(*SHAPE, device=on_card)
+    x = bfloat16s(*SHAPE, device=on_card)
     assert not bfloat16.holds(x.double(), Quantizer(format=get_format("e4m3")))
     assert not bfloat16.holds(x.float(), Quantizer())
     assert not bfloat16.holds(x, Quantizer(format=get_format("fp16")))
@@ -76,7 +67,7 @@ def products(on_card, monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # of the compiler and of autograd
 def test_compiled_layers_have_the_bits_of_eager_ones(name, rounding, products):
     config = linear_config(x=name, w=name, g=name, grad_rounding=rounding)
-    x, w, g = (normal(*size, seed=i, device=products) for i, size in enumerate(((96, 64), (128, 64), (96, 128))))
+    x, w, g = (bfloat16s(*size, seed=i, device=products) for i, size in enumerate(((96, 64), (128, 64), (96, 128))))
     leaves = x.requires_grad_(), w.requires_grad_()
 
     def run(x, w):
@@ -86,4 +77,4 @@ def test_compiled_layers_have_the_bits_of_eager_ones(name, rounding, products):
     compiled = torch.compile(run, fullgraph=True, backend="inductor" if products.type == "cuda" else "aot_eager")
     expected, found = ([y := f(*leaves), *torch.autograd.grad(y, leaves, g)] for f in (run, compiled))
     for one, other in zip(found, expected, strict=True):
-        same(one, other)
+        assert_same_bits(one, other)

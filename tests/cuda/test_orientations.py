@@ -9,14 +9,18 @@ import fmtsim
 from fmtsim import cpu
 from fmtsim.cuda.cast import blocks, orientations, outputs
 from fmtsim.spec.cast import RandomKey
-from tests.cuda.test_blocks import INTEGERS, SLOW, numbers, same, spec_of
+from tests.support.bits import INTEGERS, assert_same_bits, same_bits
+from tests.support.casts import cast_spec
+from tests.support.operands import numbers
+
+SLOW = pytest.mark.slow
 
 KEYS = (RandomKey(5, 1), RandomKey(6, 2))
 NANS = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
 
 
 def along(spec, dim):
-    return spec_of(spec.format, spec.rounding, dim, spec.overflow)
+    return cast_spec(spec.format, spec.rounding, dim, spec.overflow)
 
 
 def quantised(x, spec, dim, random, dtype):
@@ -37,25 +41,25 @@ def quantised(x, spec, dim, random, dtype):
     ],
 )
 def test_both_axes_have_the_bits_of_two_casts(name, dtype, mode, shape, device):
-    spec, keys = spec_of(name, mode), KEYS if mode == "stochastic" else (None, None)
+    spec, keys = cast_spec(name, mode), KEYS if mode == "stochastic" else (None, None)
     x = numbers(shape, dtype)
     rows, columns = (quantised(x, spec, dim, key, torch.bfloat16) for dim, key in zip((-1, -2), keys, strict=True))
     both = orientations.quantize_both(x.to(device), spec, keys, bare=False)
-    assert same(both.rows, rows) and same(both.columns, columns)
+    assert same_bits(both.rows, rows) and same_bits(both.columns, columns)
     assert both.tensor_scale is None
 
 
 @pytest.mark.parametrize("shape", [(32, 64), (10, 37)])
 def test_values_without_the_scale_of_the_tensor(shape, device):
-    spec = spec_of("nvfp4")
+    spec = cast_spec("nvfp4")
     assert orientations.holds_bare(spec)
-    assert not orientations.holds_bare(spec_of("mxfp4"))
+    assert not orientations.holds_bare(cast_spec("mxfp4"))
     for dtype in (torch.bfloat16, torch.float32):
         x = numbers(shape, dtype, special=False)
         values, scale = orientations.quantize_bare(x.to(device), spec, None)
         assert values.dtype == torch.bfloat16
         found = (values.double() * scale.double()).float()  # exact, then rounded once
-        assert same(found, quantised(x, spec, -1, None, torch.float32))
+        assert_same_bits(found, quantised(x, spec, -1, None, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -76,7 +80,7 @@ def test_last_steps_of_products(dtype, device):
                     dtype,
                 )
                 bits = wanted.to(dtype).view(INTEGERS[dtype.itemsize])
-                assert same(found.view(bits.dtype), bits.masked_fill(wanted.isnan(), NANS[dtype]))
+                assert_same_bits(found.view(bits.dtype), bits.masked_fill(wanted.isnan(), NANS[dtype]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -100,7 +104,7 @@ def test_scales_of_rows_and_columns(dtype, device):
             given = (None if t is None else t.to(device) for t in (columns, rows, added))
             found = outputs.finish_sums(y.to(device), *given, dtype)
             bits = wanted.to(dtype).view(INTEGERS[dtype.itemsize])
-            assert same(found.view(bits.dtype), bits.masked_fill(wanted.isnan(), NANS[dtype]))
+            assert_same_bits(found.view(bits.dtype), bits.masked_fill(wanted.isnan(), NANS[dtype]))
 
 
 def test_planted_errors_are_caught(emulated, monkeypatch):

@@ -8,8 +8,10 @@ import torch
 
 from fmtsim.cuda.cast import casts, elements, grid
 from fmtsim.encoded import Encoded
-from tests.cuda.test_elements import KEY, NEAREST, STOCHASTIC, normal, spec_of
-from tests.engines.compare import check, differing
+from fmtsim.rounding.modes import Rounding
+from tests.support.bits import assert_same_bits, same_bits
+from tests.support.casts import KEY, cast_spec
+from tests.support.operands import wide_with_specials
 
 cpu = importlib.import_module("fmtsim.cpu")
 
@@ -20,15 +22,19 @@ MORE_WIDTHS = ["e4m3", "int13", "tf32", "fp32", "int7_half", "uint1"]
 @pytest.mark.parametrize("name", [*WIDTHS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_WIDTHS)])
 def test_packed_codes_are_those_of_encoded_tensors(device, name):
     for shape, random in itertools.product(((3, 67), (1,), (5, 64), (), (2, 3, 70), (4, 0)), (None, KEY)):
-        rounding = NEAREST if random is None else STOCHASTIC
+        rounding = Rounding() if random is None else Rounding(mode="stochastic")
         for dim in (-1, -2) if len(shape) > 1 else (-1,):
-            x = normal(*shape, seed=5)
-            spec = spec_of(name, rounding, dim=dim)
+            x = wide_with_specials(*shape, seed=5)
+            spec = cast_spec(name, rounding, dim=dim)
             if not casts.supports("encode_packed", spec, x.to(device)):
                 assert random is not None and dim != -1, "only random words along another axis are left to others"
                 continue
             expected = Encoded.from_parts(cpu.encode(x, spec, random), spec.format, x.shape, dim)
-            check(f"{name} {shape} {dim}", casts.encode_packed(x.to(device), spec, random).codes.cpu(), expected.codes)
+            assert_same_bits(
+                casts.encode_packed(x.to(device), spec, random).codes.cpu(),
+                expected.codes,
+                what=f"{name} {shape} {dim}",
+            )
 
 
 TILES = ["e2m1", "e2m3", pytest.param("e5m6", marks=pytest.mark.slow), pytest.param("int4", marks=pytest.mark.slow)]
@@ -46,16 +52,18 @@ def packed(engine, x, spec, random):
 def test_packed_codes_of_whole_tiles(device, name, dtype):
     """More elements than a warp takes, NaN in a few of its runs."""
     for part, random in itertools.product((slice(0, 2048), slice(2048, 5000)), (None, KEY)):
-        x = normal(5000, seed=8, dtype=dtype)[part].clone()
-        spec = spec_of(name, NEAREST if random is None else STOCHASTIC)
-        check(f"{name} {part} {random}", packed(casts, x.to(device), spec, random), packed(cpu, x, spec, random))
+        x = wide_with_specials(5000, seed=8, dtype=dtype)[part].clone()
+        spec = cast_spec(name, Rounding() if random is None else Rounding(mode="stochastic"))
+        assert_same_bits(
+            packed(casts, x.to(device), spec, random), packed(cpu, x, spec, random), what=f"{name} {part} {random}"
+        )
 
 
 def test_a_wrong_place_of_packed_codes_is_noticed(device, monkeypatch):
-    spec, x = spec_of("e2m1", STOCHASTIC), normal(4096, seed=9)[2048:]
+    spec, x = cast_spec("e2m1", Rounding(mode="stochastic")), wide_with_specials(4096, seed=9)[2048:]
     right = grid.grid_of(spec.format, spec.rounding, spec.overflow)
     fields = list(grid._STRUCTURE.unpack(right.parameters))
     fields[18] *= 2  # code_factor
     wrong = right._replace(parameters=grid._STRUCTURE.pack(*fields))
     monkeypatch.setattr(elements, "fast_grid", lambda spec, random: wrong)
-    assert differing(packed(casts, x.to(device), spec, KEY), packed(cpu, x, spec, KEY))
+    assert not same_bits(packed(casts, x.to(device), spec, KEY), packed(cpu, x, spec, KEY))

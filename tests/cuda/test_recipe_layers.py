@@ -15,6 +15,7 @@ from fmtsim.gemm.layers.streams import SIGNS, stream_of
 from fmtsim.recipes import get_recipe
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.cast import RandomKey
+from tests.support.operands import bfloat16s
 
 SLOW = pytest.mark.slow
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler and of autograd
@@ -35,10 +36,6 @@ def on_card(device, monkeypatch):
         )
     yield device
     traced._layout.cache_clear()
-
-
-def normal(*shape, seed=0, device="cpu"):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
 
 
 def step(layer, x, w, g):
@@ -65,7 +62,7 @@ def test_compiled_layers_count_their_keys_on_the_card(name, on_card):
     """Every pass has its own keys, made of the layer's seed and the pass's number; products are those of the values."""
     config = get_recipe(name).linear
     layer = Layer(config, 9)
-    x, w, g = (normal(*size, seed=i, device=on_card) for i, size in enumerate(((128, 128), (256, 128), (128, 256))))
+    x, w, g = (bfloat16s(*size, seed=i, device=on_card) for i, size in enumerate(((128, 128), (256, 128), (128, 256))))
     torch._dynamo.reset()
     compiled = torch.compile(lambda *t: run_layer(*t, None, layer), fullgraph=True, backend="aot_eager")
 
@@ -91,7 +88,7 @@ def test_compiled_layers_count_their_keys_on_the_card(name, on_card):
 def test_kernels_serve_layers_and_remember(name, on_card):
     """Three steps have the numbers of layers without kernels, to the order of float32 sums; delayed scales move."""
     config = get_recipe(name).linear
-    x, w, g = (normal(*size, seed=i) for i, size in enumerate(((128, 256), (128, 256), (128, 128))))
+    x, w, g = (bfloat16s(*size, seed=i) for i, size in enumerate(((128, 256), (128, 256), (128, 128))))
 
     def memory(device):
         quantizers = {key: q for key, q in config.operands.items() if q.scaling is not None and q.scaling.history}
@@ -114,7 +111,7 @@ def test_a_converted_model_learns_its_scales_on_the_card(on_card):
     import fmtsim
 
     model = fmtsim.convert(nn.Sequential(nn.Linear(128, 128, bias=False)).to(on_card).bfloat16(), recipe="te_delayed")
-    model(normal(128, 128, device=on_card)).float().sum().backward()
+    model(bfloat16s(128, 128, device=on_card)).float().sum().backward()
     state = fmtsim.recipe_state(model)["layers"]["0"]
     assert all(int(memory["calls"]) == 1 and float(memory["amaxes"][0]) > 0 for memory in state.values())
 
@@ -141,7 +138,7 @@ def test_replayed_graphs_draw_anew_gpu(name):
     def distances(steps):
         return [float((a - b).norm() / b.norm()) for i, a in enumerate(steps) for b in steps[:i]]
 
-    x, eager, traced_model = normal(128, 256, device="cuda"), model(), model()
+    x, eager, traced_model = bfloat16s(128, 256, device="cuda"), model(), model()
     torch._dynamo.reset()
     compiled = torch.compile(traced_model, mode="reduce-overhead")
     wanted = distances([gradients(eager, eager, x) for _ in range(4)])
@@ -153,7 +150,7 @@ def test_replayed_graphs_draw_anew_gpu(name):
 def test_kernels_cast_twice(on_card, monkeypatch):
     """DeepSeek-V3's inputs behind attention, kept in E5M6 and cast again: two launches, the same bits."""
     quantizer = get_recipe("deepseek_v3").rules[0].use.wgrad.b
-    x = normal(128, 256, seed=5)
+    x = bfloat16s(128, 256, seed=5)
     calls, real = [], scaled.cast_scaled
     monkeypatch.setattr(scaled, "cast_scaled", lambda *given: calls.append(given) or real(*given))
     made = prepare(x.to(on_card).mT, quantizer, Draws(), folded=True)

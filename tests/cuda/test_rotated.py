@@ -18,7 +18,10 @@ from fmtsim.spec.gradient import ClipMask
 from fmtsim.spec.operand import spread
 from fmtsim.spec.scaling import TensorScale
 from fmtsim.spec.transform import Clamp, Hadamard
-from tests.cuda.test_blocks import INTEGERS, SLOW, numbers, same
+from tests.support.bits import INTEGERS, assert_same_bits
+from tests.support.operands import numbers
+
+SLOW = pytest.mark.slow
 
 KEYS = (RandomKey(0x1234567890ABCDEF, 5), RandomKey(6, 1 << 40))
 SIGNS = RandomKey(9, 1)
@@ -46,7 +49,7 @@ def check(found, x, quantizer, key):
     values, outside, slope = wanted(x, quantizer, key)
     assert found.values.shape == x.shape and found.values.dtype == torch.bfloat16
     assert torch.equal(canonical(found.values.cpu()), canonical(values))
-    assert same(found.scale, outside)
+    assert_same_bits(found.scale, outside)
     assert (found.mask is None) == (slope is None)
     assert slope is None or torch.equal(found.mask.cpu().float(), slope)
 

@@ -22,7 +22,10 @@ from fmtsim.spec.gradient import ClipMask, TrustMask
 from fmtsim.spec.operand import spread
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import History, Scaling, TensorScale
-from tests.cuda.test_blocks import SLOW, numbers, same
+from tests.support.bits import assert_same_bits, same_bits
+from tests.support.operands import numbers
+
+SLOW = pytest.mark.slow
 
 KEY = RandomKey(0x1234567890ABCDEF, 5)
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -90,14 +93,16 @@ def check(x, quantizer, device):
     keys = (KEY if quantizer.rounding.mode == "stochastic" else None, None)
     made = scaled.cast_scaled(there, quantizer, keys)
     assert made.values.dtype == torch.bfloat16 and made.values.stride() == x.stride()
-    assert same(made.values.float(), wanted.elements)
-    assert same(made.scale, wanted.scales.scale)
+    assert_same_bits(made.values.float(), wanted.elements)
+    assert_same_bits(made.scale, wanted.scales.scale)
     passes = slope(quantizer.gradient, wanted, quantizer.format)
     assert (made.mask is None) == (passes is None)
     assert passes is None or (made.mask.dtype == torch.bool and torch.equal(made.mask.cpu().float(), passes))
     if scaled.folds(quantizer):
         folded = scaled.cast_scaled(there, quantizer, keys, True)
-        assert same(folded.scale, made.scale) and (quantizer.scaling.multiplier != 1) == (folded.tensor is not None)
+        assert same_bits(folded.scale, made.scale) and (quantizer.scaling.multiplier != 1) == (
+            folded.tensor is not None
+        )
         check_folded(folded, wanted, block_sizes(quantizer.scaling.block, x.shape))
 
 
@@ -105,12 +110,14 @@ def check_folded(folded, wanted, sizes):
     """Hold element times scale to one rounding to bfloat16; the multiplier of a scale comes later, in float32."""
     if folded.tensor is None:
         exact = wanted.elements.double() * spread(wanted.scales.scale, sizes, wanted.elements.shape)
-        assert same(folded.values.float(), exact.to(torch.bfloat16).float().masked_fill(exact.isnan(), float("nan")))
+        assert_same_bits(
+            folded.values.float(), exact.to(torch.bfloat16).float().masked_fill(exact.isnan(), float("nan"))
+        )
         return
     own = wanted.scales.scale != 1  # the scale of blocks that hold nothing but zeros, Inf and NaN
     lives = spread(own & (wanted.scales.scale > 2.0**-110), sizes, wanted.elements.shape)
     values = folded.values.cpu().float() * folded.tensor.cpu()
-    assert same(values[lives], wanted.values(sizes)[lives])
+    assert_same_bits(values[lives], wanted.values(sizes)[lives])
 
 
 def matrix(shape, dtype, turned=False, special=True, seed=0):
@@ -176,7 +183,7 @@ def check_zeros(x, rule, device):
     for first in (-0.0, float("inf"), float("nan")):
         x[0, 0] = first
         made, wanted = scaled.cast_scaled(x.to(device), quantizer), reference(x, quantizer)
-        assert same(made.values.float(), wanted.elements) and same(made.scale, wanted.scales.scale)
+        assert same_bits(made.values.float(), wanted.elements) and same_bits(made.scale, wanted.scales.scale)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +233,7 @@ def test_means_of_whole_matrices(statistic, device):
     assert not scaled.covers(torch.zeros(64, 72, device=device).mT, quantizer)
     wanted = statistic_of(big := torch.randn((1 << 20) + 8, generator=torch.Generator().manual_seed(4)), statistic)
     found = scaled_moments.mean_of(big.to(device), statistic, 0).view(torch.float32)
-    assert same(found, wanted)
+    assert_same_bits(found, wanted)
 
 
 def statistic_of(x, kind):
@@ -259,9 +266,9 @@ def test_delayed_scales_and_their_memory(quantizer, change, device):
             keys = (KEY if quantizer.rounding.mode == "stochastic" else None, None)
             made = scaled.cast_scaled(x.to(device), quantizer, keys, delayed=pair[0])
             wanted = reference(x, quantizer, pair[1].advance(statistic(x, (None, None), "amax")))
-            assert same(made.values.float(), wanted.elements) and same(made.scale, wanted.scales.scale)
+            assert same_bits(made.values.float(), wanted.elements) and same_bits(made.scale, wanted.scales.scale)
             for name in ("amaxes", "factor", "calls"):
-                assert same(getattr(mine, name), getattr(theirs, name)), name
+                assert_same_bits(getattr(mine, name), getattr(theirs, name), what=name)
 
 
 class Shared:
@@ -283,7 +290,7 @@ def test_a_scale_that_ranks_share_is_theirs(device):
     for _ in range(2):
         made = scaled.cast_scaled(x.to(device), DELAYED, delayed=shared)
     assert shared.amaxes == [float(x.abs().max())] * 2
-    assert same(made.values.float(), reference(x, at_once(DELAYED)).elements)
+    assert_same_bits(made.values.float(), reference(x, at_once(DELAYED)).elements)
 
 
 def test_a_memory_elsewhere_is_refused(emulated):
@@ -306,7 +313,7 @@ def test_block_formats_in_other_words_by_the_exact_oracle(arithmetic, block, dev
     made, exact = scaled.cast_scaled(x.to(device), quantizer), quantize_matrix(x.tolist(), fmt)
     assert made.scale.tolist() == exact.scales
     elements = torch.tensor([[E4M3.value(code) for code in row] for row in exact.codes])
-    assert same(made.values.float(), elements)
+    assert_same_bits(made.values.float(), elements)
 
 
 def test_what_is_covered():

@@ -9,8 +9,8 @@ from fmtsim.cuda.gemm import trial as gemm_trial
 from fmtsim.cuda.gemm.job import Job
 from fmtsim.cuda.gemm.order import order_of
 from fmtsim.spec.datapath import sum_dtype
-from tests.cpu.test_gemm import addend, operand, unit_scales
 from tests.cuda.gemms import DOOR, GENERAL, moved
+from tests.support.gemm_engine import addend, operand, unit_scales
 
 PASSED, COMPARED = gemm_trial._passed, gemm_trial._compared  # what tests replace
 HALF = Datapath(block=16, fraction_bits=25, min_exponent=-133)

@@ -3,6 +3,6 @@
 import torch._dynamo  # noqa: F401  # which DistributedDataParallel imports
 import torch.distributed.fsdp  # noqa: F401
 
-from tests.distributed.warm import warm
+from tests.support.reductions import warm
 
 warm()

@@ -16,7 +16,7 @@ from fmtsim.distributed import ReductionState, all_gather, all_reduce, dispatch,
 from fmtsim.distributed.arithmetic import Batch
 from fmtsim.errors import CollectiveError
 from fmtsim.nn import convert, recipe_state
-from tests.distributed.checks import (
+from tests.support.reduction_checks import (
     ddp_agrees,
     edges_agree,
     factors_agree,
@@ -27,10 +27,10 @@ from tests.distributed.checks import (
     model,
     reductions_agree,
     refused,
-    same,
+    same_bits,
     tokens_arrive,
 )
-from tests.distributed.warm import BASE, CASES, gradients
+from tests.support.reductions import BASE, CASES, gradients
 
 GPUS = 2
 LIMIT = 60  # seconds, of all processes of a test
@@ -87,7 +87,7 @@ def nan_is_refused_and_nothing_written(rank, device):
     net.zero_grad()
     loss = loss_of(net, rank, 0, device) * (float("nan") if rank == 1 else 1.0)
     refused("on rank 1) and nonfinite='raise'; nothing was reduced", loss.backward)
-    assert rank == 1 or all(same(p.grad, g) for p, g in zip(net.parameters(), alone, strict=True))
+    assert rank == 1 or all(same_bits(p.grad, g) for p, g in zip(net.parameters(), alone, strict=True))
     assert state.state_dict() == before
 
 
@@ -97,10 +97,10 @@ def groups_are_apart(rank, device):
     each = gradients(GPUS, 100_003, 4)
     expected, mine = simulate(each, "msamp").values[0], each[rank].to(device)
     found = [all_reduce(mine, "msamp", group=group).values[0] for group in (None, second, None, second)]
-    assert all(same(x, expected) for x in found)
+    assert all(same_bits(x, expected) for x in found)
     alone = singles[rank]
-    assert same(all_reduce(mine, "msamp", group=alone).values[0], simulate([each[rank]], "msamp").values[0])
-    assert same(dispatch(mine[:64].reshape(4, 16), [4], "e4m3", group=alone).cpu(),
+    assert same_bits(all_reduce(mine, "msamp", group=alone).values[0], simulate([each[rank]], "msamp").values[0])
+    assert same_bits(dispatch(mine[:64].reshape(4, 16), [4], "e4m3", group=alone).cpu(),
                 fmtsim.quantize(each[rank][:64].reshape(4, 16), "e4m3"))  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def _large_bucket_agrees(rank, device, name):
         parallel(xs[rank]).square().mean().backward()
     each = [torch.autograd.grad(net(x).square().mean(), list(net.parameters())) for x in xs]
     for i, parameter in enumerate(net.parameters()):
-        assert same(parameter.grad, simulate([g[i].cpu() for g in each], name, mu=mu).values[0]), i
+        assert same_bits(parameter.grad, simulate([g[i].cpu() for g in each], name, mu=mu).values[0]), i
 
 
 def scales_are_shared(rank, device):
@@ -148,12 +148,12 @@ def scales_are_shared(rank, device):
         parallel(batches[2 * step + rank].to(device)).square().mean().backward()
     largest = torch.stack([torch.stack(batches[2 * step : 2 * step + 2]).abs().max() for step in range(3)])
     remembered = recipe_state(net)["layers"]
-    assert same(remembered["0"]["x_f"]["amaxes"][:3], largest.flip(0))
+    assert same_bits(remembered["0"]["x_f"]["amaxes"][:3], largest.flip(0))
     mine = torch.cat([remembered[layer][operand]["amaxes"].reshape(-1).to(device)
                       for layer in "01" for operand in ("x_f", "w_f", "g_d")])  # fmt: skip
     both = [torch.empty_like(mine) for _ in range(GPUS)]
     dist.all_gather(both, mine)
-    assert same(*both) and int((mine > 0).sum()) >= 18
+    assert same_bits(*both) and int((mine > 0).sum()) >= 18
 
 
 CHECKS = {
@@ -176,7 +176,7 @@ def mourner(rank, folder):
     """Rank 1 ends between two collectives."""
     device = start(rank, folder, 5)
     x = torch.ones(6, device=device)
-    assert same(all_reduce(x, "msamp").values[0], simulate([x.cpu()] * GPUS, "msamp").values[0])
+    assert same_bits(all_reduce(x, "msamp").values[0], simulate([x.cpu()] * GPUS, "msamp").values[0])
     torch.cuda.synchronize()
     if rank == 1:
         os._exit(0)
@@ -211,7 +211,7 @@ def test_gpu_simulation_has_the_bits_of_the_cpu(case):
         each[-1][1][0, 3], each[0][1][1, 1] = float("nan"), float("inf")
     expected = simulate(each, case)
     found = simulate([[x.cuda() for x in one] for one in each], case)
-    assert all(same(a, b) for a, b in zip(found.values, expected.values, strict=True))
+    assert all(same_bits(a, b) for a, b in zip(found.values, expected.values, strict=True))
     assert [c.to_dict() for c in found.counts] == [c.to_dict() for c in expected.counts]
 
 

@@ -32,7 +32,7 @@ from fmtsim.errors import ArgumentError, CollectiveError, DtypeError
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import History, Scaling
-from tests.distributed.checks import (
+from tests.support.reduction_checks import (
     ddp_agrees,
     edges_agree,
     factors_agree,
@@ -42,10 +42,10 @@ from tests.distributed.checks import (
     model,
     reductions_agree,
     refused,
-    same,
+    same_bits,
     tokens_arrive,
 )
-from tests.distributed.warm import BASE, E4M3
+from tests.support.reductions import BASE, E4M3
 
 # Processes fork from a server that has imported all this once and has compiled its kernels.
 multiprocessing.set_forkserver_preload(["tests.distributed.preload", "tests.distributed.test_ranks"])
@@ -63,7 +63,7 @@ def nan_is_refused_and_nothing_written(rank, size):
     net.zero_grad()
     loss = loss_of(net, rank, 0) * (math.nan if rank == 1 else 1.0)
     refused("on rank 1) and nonfinite='raise'; nothing was reduced", loss.backward)
-    assert rank == 1 or all(same(p.grad, g) for p, g in zip(net.parameters(), alone, strict=True))
+    assert rank == 1 or all(same_bits(p.grad, g) for p, g in zip(net.parameters(), alone, strict=True))
     assert state.state_dict() == before
     dist.barrier()
 
@@ -85,7 +85,7 @@ def fsdp_refuses(rank, size):
         f"FSDP shards over ranks [{rank}], the ReductionState over [0, 1, 2, 3]; build it", gather, rows, row, alone
     )
     QuantizedReduceScatter(state, ())(row, rows * (rank + 1), world, dist.ReduceOp.AVG)  # one scale for all of it
-    assert same(row, simulate([torch.full((4,), r + 1.0) for r in range(size)], BASE).values[0])
+    assert same_bits(row, simulate([torch.full((4,), r + 1.0) for r in range(size)], BASE).values[0])
 
 
 def disagreement_has_a_name(rank, size):
@@ -190,7 +190,7 @@ def mourner(rank, folder):
         refused("rank 2 did not answer in the comparison of arguments", all_reduce, torch.ones(3), "msamp", group=late,
                 error=CollectiveError)  # fmt: skip
     x = torch.ones(6)
-    assert same(all_reduce(x, "msamp").values[0], simulate([x] * 3, "msamp").values[0])
+    assert same_bits(all_reduce(x, "msamp").values[0], simulate([x] * 3, "msamp").values[0])
     if rank == 2:
         os._exit(0)
     state = ReductionState("fp8lm")

@@ -16,14 +16,11 @@ from fmtsim.distributed.wire import require_row_blocks
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.scaling import History, Scaling
-from tests.distributed import oracle
-from tests.distributed.warm import gradients
+from tests.support import reduction_oracle as oracle
+from tests.support.bits import assert_same_bits, same_bits
+from tests.support.reductions import gradients
 
 E4M3 = fmtsim.get_format("e4m3")
-
-
-def same_bits(a, b):
-    return torch.equal(a.view(torch.int32), torch.as_tensor(np.asarray(b)).view(torch.int32))
 
 
 def factor_of(name, ranks, mu=0.3):
@@ -39,7 +36,7 @@ def test_the_oracle_gives_the_same_bits(ranks, factor, algorithm):
     xs = gradients(ranks, 41, ranks)
     expected, sums = oracle.reduce([x.numpy() for x in xs], factor_of(factor, ranks), algorithm)
     found = simulate(xs, reduction, mu=mu)
-    assert same_bits(found.values[0], expected)
+    assert_same_bits(found.values[0], expected)
     counts = found.counts[0]
     assert int(counts.elements) == 41 and int(counts.saturated) == int((np.abs(sums) == 448).sum())
     total = simulate(xs, dataclasses.replace(reduction, average=False), mu=mu).values[0]
@@ -81,7 +78,7 @@ def test_a_hop_of_all_pairs_of_codes_is_the_sum_rounded_once(name):
     a, b = (m.reshape(-1) for m in torch.meshgrid(values, values, indexing="ij"))
     once = fmtsim.quantize(a.double() + b.double(), name, out_dtype=torch.float32, overflow="saturate")
     for dtype in (torch.float32, torch.float16):
-        assert same_bits(fmtsim.quantize((a.to(dtype) + b.to(dtype)).float(), name, overflow="saturate"), once)
+        assert_same_bits(fmtsim.quantize((a.to(dtype) + b.to(dtype)).float(), name, overflow="saturate"), once)
     narrow = (a.bfloat16() + b.bfloat16()).float()  # the planted error: too few bits
     assert same_bits(fmtsim.quantize(narrow, name, overflow="saturate"), once) == (name == "e5m2")
 

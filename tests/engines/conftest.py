@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from tests.engines.compare import ENGINES
+ENGINES = ["fmtsim.torch_engine", "fmtsim.cpu"]
 
 
 @pytest.fixture(params=ENGINES)

@@ -16,15 +16,20 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import decode_value, encode_value
 from fmtsim.scaling.oracle import Quantized, quantize_matrix
 from fmtsim.spec.cast import CastSpec, EncodedParts
-from tests.engines.cases import (
+from tests.support.bits import assert_same_bits, differing, stored
+from tests.support.casts import (
+    OUT_FORMATS,
     ROUNDINGS,
     adversarial,
+    as_parts,
+    check_parts,
     element_formats,
     matrices,
     scaled_formats,
     some_codes,
+    words_for,
 )
-from tests.engines.compare import DTYPES, OUT_FORMATS, as_parts, check, check_parts, differing, stored, words_for
+from tests.support.operands import DTYPES
 
 OVERFLOWS = ("saturate", "ieee")
 NEAREST = Rounding()
@@ -80,9 +85,9 @@ def check_elements(engine: ModuleType, name: str, rounding: Rounding, overflow: 
     what = f"{name} {rounding} {overflow} {dtype_name}"
     out = torch.empty(x.shape, dtype=out_dtype)
     engine.quantize(x, spec, words, out)
-    check(f"quantize {what}", out, stored(values, out_dtype), x)
+    assert_same_bits(out, stored(values, out_dtype), x, what=f"quantize {what}")
     parts = engine.encode(x, spec, words)
-    check(f"encode {what}", parts.codes, codes, x)
+    assert_same_bits(parts.codes, codes, x, what=f"encode {what}")
     assert parts[1:] == (None, None, None)
 
 
@@ -120,7 +125,7 @@ def test_decoding_equals_the_oracle(engine, name):
     for out_dtype in [dtype for dtype in DTYPES.values() if holds(dtype, values)]:
         out = torch.empty(codes.shape, dtype=out_dtype)
         engine.decode(EncodedParts(codes), spec, out)
-        check(f"decode {name} {out_dtype}", out, stored(values, out_dtype), codes)
+        assert_same_bits(out, stored(values, out_dtype), codes, what=f"decode {name} {out_dtype}")
 
 
 # Block formats.
@@ -165,10 +170,10 @@ def check_scaled(
     check_parts(f"encode {what}", engine.encode(x, spec, words), parts, x)
     out = torch.empty(x.shape, dtype=DTYPES[out_name])
     engine.quantize(x, spec, words, out)
-    check(f"quantize {what}", out, values, x)
+    assert_same_bits(out, values, x, what=f"quantize {what}")
     out = torch.empty(x.shape, dtype=DTYPES[out_name])
     engine.decode(parts, spec, out)
-    check(f"decode {what}", out, values, parts.codes)
+    assert_same_bits(out, values, parts.codes, what=f"decode {what}")
 
 
 def scaled_cases(number: int) -> list[tuple[str, Rounding, str, str, str]]:
@@ -232,7 +237,7 @@ def test_catalogued_blocks_equal_the_oracle(engine, name):
     check_parts(name, engine.encode(x, spec, None), as_parts(expected, fmt), x)
     out = torch.empty_like(x)
     engine.quantize(x, spec, None, out)
-    check(name, out, stored(torch.tensor(expected.values, dtype=torch.float64), torch.float32), x)
+    assert_same_bits(out, stored(torch.tensor(expected.values, dtype=torch.float64), torch.float32), x, what=name)
 
 
 @pytest.mark.slow

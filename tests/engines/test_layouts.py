@@ -11,8 +11,9 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import random_integer
 from fmtsim.scaling.oracle import quantize_matrix
 from fmtsim.spec.cast import CastSpec, RandomKey
-from tests.engines.cases import STOCHASTIC, element_formats, scaled_formats
-from tests.engines.compare import DTYPES, as_parts, bits, check, check_parts, differing, stored, words_for
+from tests.support.bits import assert_same_bits, bits, differing, same_bits, stored
+from tests.support.casts import STOCHASTIC, as_parts, cast_spec, check_parts, element_formats, scaled_formats, words_for
+from tests.support.operands import DTYPES, wide_with_specials
 
 NEAREST = Rounding()
 KEY = RandomKey(0x0123456789ABCDEF, 0xFEDCBA9876543210)
@@ -26,21 +27,6 @@ LAYOUTS = [
     Rounding(mode="stochastic", random_bits=13, layout="cvt_rs"),
     Rounding(mode="stochastic", random_bits=16, layout="cvt_rs"),
 ]
-
-
-def spec_of(name: str, rounding: Rounding = NEAREST, dim: int = -1, overflow: str | None = None) -> CastSpec:
-    fmt = get_format(name)
-    return CastSpec(format=fmt, rounding=rounding, overflow=overflow or fmt.default_overflow, dim=dim)
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return normal numbers over many binades, with a few specials where there is room for them."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-12, 8, shape, generator=generator))
-    if x.numel() > 100:
-        flat = x.view(-1)
-        flat[3], flat[17], flat[40], flat[41] = 0.0, -0.0, 1e-42, 3e38
-    return x.to(dtype)
 
 
 def quantized(engine, x: torch.Tensor, spec: CastSpec, random=None, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -61,7 +47,7 @@ def words_of(key: RandomKey, rounding: Rounding, x: torch.Tensor) -> torch.Tenso
 @pytest.mark.parametrize("dim", [-1, -2, -3])
 def test_blocks_run_along_dim(engine, name, dim):
     fmt = get_format(name)
-    x = normal(*{-1: (2, 3, 40), -2: (2, 40, 3), -3: (40, 2, 3)}[dim], seed=dim + 9)
+    x = wide_with_specials(*{-1: (2, 3, 40), -2: (2, 40, 3), -3: (40, 2, 3)}[dim], seed=dim + 9)
     moved = x.movedim(dim, -1)
     expected = quantize_matrix(moved.reshape(-1, 40).double().tolist(), fmt)
     parts = as_parts(expected, fmt)
@@ -69,22 +55,22 @@ def test_blocks_run_along_dim(engine, name, dim):
     values = (
         stored(torch.tensor(expected.values, dtype=torch.float64), torch.float32).view(moved.shape).movedim(-1, dim)
     )
-    check_parts(f"{name} dim={dim}", engine.encode(x, spec_of(name, dim=dim), None), parts, x)
-    check(f"{name} dim={dim}", quantized(engine, x, spec_of(name, dim=dim)), values, x)
+    check_parts(f"{name} dim={dim}", engine.encode(x, cast_spec(name, dim=dim), None), parts, x)
+    assert_same_bits(quantized(engine, x, cast_spec(name, dim=dim)), values, x, what=f"{name} dim={dim}")
     out = torch.empty_like(x)
-    engine.decode(parts, spec_of(name, dim=dim), out)
-    check(f"decode {name} dim={dim}", out, values)
+    engine.decode(parts, cast_spec(name, dim=dim), out)
+    assert_same_bits(out, values, what=f"decode {name} dim={dim}")
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "uint4_g32_zp"])
 def test_words_follow_the_tensor_not_the_matrix(engine, name):
     """A word belongs to a place in the tensor's own order, whatever axis the blocks run along."""
     rounding = STOCHASTIC[0]
-    x = normal(40, 3, seed=4)
+    x = wide_with_specials(40, 3, seed=4)
     words = words_for(rounding, x.numel()).view(x.shape)
     expected = quantize_matrix(x.T.double().tolist(), get_format(name), rounding, words=words.T.tolist())
     values = stored(torch.tensor(expected.values, dtype=torch.float64), torch.float32).T
-    check(name, quantized(engine, x, spec_of(name, rounding, dim=-2), words), values.contiguous(), x)
+    assert_same_bits(quantized(engine, x, cast_spec(name, rounding, dim=-2), words), values.contiguous(), x, what=name)
 
 
 # Random words.
@@ -93,29 +79,33 @@ def test_words_follow_the_tensor_not_the_matrix(engine, name):
 @pytest.mark.parametrize("rounding", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", ["e4m3", "e2m1", "int8", "nf4", "bf16"])
 def test_a_key_stands_for_its_words(engine, name, rounding):
-    x = normal(3, 67)
+    x = wide_with_specials(3, 67)
     words = words_of(KEY, rounding, x)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        spec, typed = spec_of(name, rounding), x.to(dtype)
-        check(name, quantized(engine, typed, spec, KEY), quantized(engine, typed, spec, words), typed, words)
-        check(name, engine.encode(typed, spec, KEY).codes, engine.encode(typed, spec, words).codes, typed, words)
+        spec, typed = cast_spec(name, rounding), x.to(dtype)
+        assert_same_bits(
+            quantized(engine, typed, spec, KEY), quantized(engine, typed, spec, words), typed, words, what=name
+        )
+        assert_same_bits(
+            engine.encode(typed, spec, KEY).codes, engine.encode(typed, spec, words).codes, typed, words, what=name
+        )
 
 
 @pytest.mark.parametrize("name", SCALED_SAMPLE)
 @pytest.mark.parametrize("dim", [-1, -2])
 def test_a_key_stands_for_its_words_in_blocks(engine, name, dim):
-    rounding, x = LAYOUTS[0], normal(37, 67)
-    spec, words = spec_of(name, rounding, dim=dim), words_of(KEY, rounding, x)
-    check(name, quantized(engine, x, spec, KEY), quantized(engine, x, spec, words), x)
+    rounding, x = LAYOUTS[0], wide_with_specials(37, 67)
+    spec, words = cast_spec(name, rounding, dim=dim), words_of(KEY, rounding, x)
+    assert_same_bits(quantized(engine, x, spec, KEY), quantized(engine, x, spec, words), x, what=name)
     check_parts(name, engine.encode(x, spec, KEY), engine.encode(x, spec, words), x)
 
 
 def test_keys_differ(engine):
-    x, spec = normal(1000), spec_of("e2m1", LAYOUTS[0])
+    x, spec = wide_with_specials(1000), cast_spec("e2m1", LAYOUTS[0])
     first = quantized(engine, x, spec, RandomKey(1, 0))
-    assert not differing(first, quantized(engine, x, spec, RandomKey(1, 0)))
+    assert_same_bits(first, quantized(engine, x, spec, RandomKey(1, 0)))
     for key in (RandomKey(2, 0), RandomKey(1, 1), RandomKey(1 + (1 << 32), 0), RandomKey(1, 1 << 32)):
-        assert differing(first, quantized(engine, x, spec, key))
+        assert not same_bits(first, quantized(engine, x, spec, key))
 
 
 # Strides, shapes, dtypes.
@@ -123,40 +113,42 @@ def test_keys_differ(engine):
 
 @pytest.mark.parametrize("name", [*SAMPLE, *SCALED_SAMPLE])
 def test_strides_do_not_matter(engine, name):
-    base = normal(24, 35, 4, seed=2)
+    base = wide_with_specials(24, 35, 4, seed=2)
     for view in (base.transpose(0, 1), base[::2, ::3], base.permute(2, 0, 1), base[:1].expand(3, 35, 4), base[3]):
         for random in (None, KEY):
-            spec = spec_of(name, LAYOUTS[0] if random else NEAREST, dim=-2)
+            spec = cast_spec(name, LAYOUTS[0] if random else NEAREST, dim=-2)
             solid = view.contiguous()
-            check(name, quantized(engine, view, spec, random), quantized(engine, solid, spec, random), solid)
+            assert_same_bits(
+                quantized(engine, view, spec, random), quantized(engine, solid, spec, random), solid, what=name
+            )
             check_parts(name, engine.encode(view, spec, random), engine.encode(solid, spec, random), solid)
 
 
 @pytest.mark.parametrize("name", [*SAMPLE, *SCALED_SAMPLE])
 def test_output_of_any_strides_and_in_place(engine, name):
-    x = normal(12, 40, seed=3)
-    expected = quantized(engine, x, spec_of(name))
+    x = wide_with_specials(12, 40, seed=3)
+    expected = quantized(engine, x, cast_spec(name))
     turned = torch.empty(40, 12).T
-    engine.quantize(x, spec_of(name), None, turned)
-    check(name, turned.contiguous(), expected, x)
+    engine.quantize(x, cast_spec(name), None, turned)
+    assert_same_bits(turned.contiguous(), expected, x, what=name)
     same = x.clone()
-    engine.quantize(same, spec_of(name), None, same)
-    check(name, same, expected, x)
+    engine.quantize(same, cast_spec(name), None, same)
+    assert_same_bits(same, expected, x, what=name)
 
 
 @pytest.mark.parametrize("name", [*SAMPLE, *SCALED_SAMPLE])
 def test_empty_tensors_and_scalars(engine, name):
     for shape in ((0,), (3, 0), (0, 5)):
         x = torch.empty(shape)
-        assert quantized(engine, x, spec_of(name)).shape == shape
-        parts = engine.encode(x, spec_of(name), None)
+        assert quantized(engine, x, cast_spec(name)).shape == shape
+        parts = engine.encode(x, cast_spec(name), None)
         assert parts.codes.shape == shape
-        engine.decode(parts, spec_of(name), torch.empty(shape))
+        engine.decode(parts, cast_spec(name), torch.empty(shape))
     one = torch.tensor([1.3])
-    scalar = quantized(engine, torch.tensor(1.3), spec_of(name))
-    check(name, scalar.view(1), quantized(engine, one, spec_of(name)), one)
-    codes = engine.encode(torch.tensor(1.3), spec_of(name), None).codes
-    check(name, codes.view(1), engine.encode(one, spec_of(name), None).codes, one)
+    scalar = quantized(engine, torch.tensor(1.3), cast_spec(name))
+    assert_same_bits(scalar.view(1), quantized(engine, one, cast_spec(name)), one, what=name)
+    codes = engine.encode(torch.tensor(1.3), cast_spec(name), None).codes
+    assert_same_bits(codes.view(1), engine.encode(one, cast_spec(name), None).codes, one, what=name)
 
 
 # Engine against engine.
@@ -172,54 +164,27 @@ def test_engines_agree_on_larger_tensors(name):
     """100 000 elements; dtype, rounding, random bits and dim take their turn along the formats."""
     cpu = importlib.import_module("fmtsim.cpu")
     turn = LARGE.index(name)
-    x = normal(250, 400, seed=turn, dtype=list(DTYPES.values())[turn % 4])
+    x = wide_with_specials(250, 400, seed=turn, dtype=list(DTYPES.values())[turn % 4])
     for spec, random in (
-        (spec_of(name, dim=-1 - turn % 2), None),
-        (spec_of(name, LAYOUTS[turn % 5], dim=-1 - turn // 2 % 2, overflow="ieee"), KEY),
+        (cast_spec(name, dim=-1 - turn % 2), None),
+        (cast_spec(name, LAYOUTS[turn % 5], dim=-1 - turn // 2 % 2, overflow="ieee"), KEY),
     ):
-        check(name, quantized(cpu, x, spec, random), quantized(torch_engine, x, spec, random), x)
+        assert_same_bits(quantized(cpu, x, spec, random), quantized(torch_engine, x, spec, random), x, what=name)
         ours, theirs = cpu.encode(x, spec, random), torch_engine.encode(x, spec, random)
         check_parts(name, ours, theirs, x)
         outs = [torch.empty(x.shape, dtype=torch.float64) for _ in range(2)]
         cpu.decode(ours, spec, outs[0])
         torch_engine.decode(theirs, spec, outs[1])
-        check(f"decode {name}", *outs)
+        assert_same_bits(*outs, what=f"decode {name}")
 
 
 # Errors planted on purpose.
 
 
-def test_one_flipped_bit_is_noticed():
-    for dtype in DTYPES.values():
-        good = normal(200).to(dtype)
-        assert differing(good, good.clone()) == []
-        bad = good.clone()
-        bits(bad).view(-1)[77] ^= 1
-        assert differing(bad, good) == [77]
-        with pytest.raises(AssertionError, match="1 differ"):
-            check("planted", bad, good, good)
-
-
-def test_zeros_and_nans_are_told_apart_by_their_bits():
-    assert differing(torch.tensor([0.0, -0.0]), torch.tensor([0.0, 0.0])) == [1]
-    strange = torch.tensor([0x7FC00001, -1], dtype=torch.int32).view(torch.float32)
-    assert differing(strange, torch.full((2,), torch.nan)) == [0, 1]
-    assert bits(stored(torch.full((64,), torch.nan, dtype=torch.float64), torch.bfloat16)).unique().tolist() == [0x7FC0]
-
-
-def test_another_shape_dtype_or_a_missing_part_is_noticed():
-    x = normal(4)
-    for other in (x.view(2, 2), x.double()):
-        with pytest.raises(AssertionError):
-            check("planted", other, x)
-    with pytest.raises(AssertionError, match="expected None"):
-        check("planted", x, None)
-
-
 @pytest.mark.parametrize("field", ["codes", "scales", "tensor_scale"])
 def test_one_wrong_part_is_noticed(field):
-    x = normal(4, 32)
-    parts = torch_engine.encode(x, spec_of("nvfp4"), None)
+    x = wide_with_specials(4, 32)
+    parts = torch_engine.encode(x, cast_spec("nvfp4"), None)
     wrong = getattr(parts, field).clone()
     bits(wrong).view(-1)[-1] ^= 1
     with pytest.raises(AssertionError, match=field):
@@ -228,13 +193,13 @@ def test_one_wrong_part_is_noticed(field):
 
 def test_a_shifted_word_is_noticed():
     """An engine that took its neighbour's word would differ from the reference."""
-    rounding, x = LAYOUTS[0], normal(300)
+    rounding, x = LAYOUTS[0], wide_with_specials(300)
     words = words_of(KEY, rounding, x)
-    spec = spec_of("e2m1", rounding)
-    assert differing(quantized(torch_engine, x, spec, words.roll(1)), quantized(torch_engine, x, spec, words))
+    spec = cast_spec("e2m1", rounding)
+    assert not same_bits(quantized(torch_engine, x, spec, words.roll(1)), quantized(torch_engine, x, spec, words))
 
 
 def test_a_wrong_tie_rule_of_an_engine_is_noticed():
     x = torch.tensor([0.25, 0.75, 2.5, 5.0])
-    wrong = quantized(torch_engine, x, spec_of("e2m1", Rounding(mode="nearest_away")))
-    assert differing(wrong, quantized(torch_engine, x, spec_of("e2m1"))) == [0, 2, 3]
+    wrong = quantized(torch_engine, x, cast_spec("e2m1", Rounding(mode="nearest_away")))
+    assert differing(wrong, quantized(torch_engine, x, cast_spec("e2m1"))) == [0, 2, 3]

@@ -13,7 +13,8 @@ from fmtsim.gemm.layers.coding import code, holder, kind_of, product_kind
 from fmtsim.quantize import decode, encode, encode_parts
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.quantizer import Quantizer
-from tests.gemm.products import normal, same, wide
+from tests.support.bits import assert_same_bits
+from tests.support.operands import normal, wide
 
 ROWS, K = 128, 256
 
@@ -65,10 +66,10 @@ def check(x, fmt, dim=-1, rounding="nearest_even", overflow=None, seed=None):
     wanted = encode_parts(x, fmt, rounding=mode, overflow=overflow, dim=dim, generator=seed, pad=True)
     held = found.values if dim == -1 else found.values.mT
     again = {"rounding": Rounding(), "overflow": "ieee", "dim": -1, "generator": None, "pad": True}
-    same(encode_parts(held.float(), fmt.element, **again).codes, wanted.codes)
-    same(found.scales, wanted.scales)
+    assert_same_bits(encode_parts(held.float(), fmt.element, **again).codes, wanted.codes)
+    assert_same_bits(found.scales, wanted.scales)
     if fmt.tensor_scale:
-        same(found.whole, wanted.tensor_scale)
+        assert_same_bits(found.whole, wanted.tensor_scale)
     assert found.format == fmt.element and held.shape == x.shape
 
 
@@ -139,7 +140,7 @@ def test_plain_formats_are_values_in_a_dtype_of_engines(name):
     wanted = encode(x, name).decode(out_dtype=torch.float64)
     values = found.values.double().mT
     assert torch.equal(values.isnan(), wanted.isnan())
-    same(values.masked_fill(values.isnan(), 0.0), wanted.masked_fill(wanted.isnan(), 0.0))
+    assert_same_bits(values.masked_fill(values.isnan(), 0.0), wanted.masked_fill(wanted.isnan(), 0.0))
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
     dtypes |= {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.float8_e4m3fn}
     assert found.values.dtype == dtypes.get(name, torch.float32) and found.kind == "none"
@@ -149,7 +150,7 @@ def test_float8_holds_every_value_of_narrower_formats():
     for name in ("e2m1", "e2m3", "e3m2", "e4m3", "e5m2"):
         fmt = get_format(name)
         values = decode(torch.arange(1 << fmt.bits, dtype=torch.int16), fmt)
-        same(values.to(holder(fmt)).float().nan_to_num(7.0), values.nan_to_num(7.0))
+        assert_same_bits(values.to(holder(fmt)).float().nan_to_num(7.0), values.nan_to_num(7.0))
         assert holder(fmt).itemsize == 1
     assert [holder(get_format(name)) for name in ("e4m3_ieee", "e3m4", "tf32")] == [torch.float32] * 3
 

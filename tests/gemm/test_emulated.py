@@ -13,6 +13,7 @@ from fmtsim.gemm.layers.emulated import EmulatedGEMM
 from fmtsim.quantize import quantize
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.quantizer import Quantizer
+from tests.support.bits import all_same_bits
 
 T, K, N = 21, 40, 34  # ragged for every block size
 
@@ -27,10 +28,6 @@ def tensors(bias=True, shape=(3, 7), dtype=torch.float32, seed=0):
 def run(x, w, b, grad, *rest):
     y = EmulatedGEMM.apply(x, w, b, *rest)
     return y, *torch.autograd.grad(y, [t for t in (x, w, b) if t is not None], grad)
-
-
-def equal(left, right):
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def distinct():
@@ -52,7 +49,7 @@ def test_without_quantisers_it_is_linear(bias, shape, dtype):
     if shape == ():  # torch takes a matrix-vector kernel there, which sums in another order
         torch.testing.assert_close(actual, expected)
     else:
-        assert equal(actual, expected)
+        assert all_same_bits(actual, expected)
 
 
 def test_each_operand_has_its_own_quantiser_and_contraction_axis():
@@ -67,7 +64,7 @@ def test_each_operand_has_its_own_quantiser_and_contraction_axis():
     dx = q(g2, c.dgrad.a, 1) @ q(w, c.dgrad.b, 0)
     dw = q(g2, c.wgrad.a, 0).t() @ q(x2, c.wgrad.b, 0)
     expected = (y.view(3, 7, N), dx.view_as(x), dw, g2.sum(0))
-    assert equal(run(x, w, b, grad, c), expected)
+    assert all_same_bits(run(x, w, b, grad, c), expected)
 
 
 @pytest.mark.parametrize("operand", ["x_f", "w_f", "g_d", "w_d", "g_w", "x_w"])
@@ -121,7 +118,7 @@ STOCHASTIC = LinearConfig(
 @pytest.mark.parametrize("make", [lambda: 7, lambda: torch.Generator().manual_seed(7)])
 def test_stochastic_rounding_repeats_from_a_seed(make):
     state = torch.get_rng_state()
-    assert equal(run(*tensors(), STOCHASTIC, make()), run(*tensors(), STOCHASTIC, make()))
+    assert all_same_bits(run(*tensors(), STOCHASTIC, make()), run(*tensors(), STOCHASTIC, make()))
     assert not torch.equal(run(*tensors(), STOCHASTIC, 7)[0], run(*tensors(), STOCHASTIC, 8)[0])
     assert torch.equal(state, torch.get_rng_state())
 
@@ -131,7 +128,7 @@ def test_default_generator_is_drawn_from_and_never_reseeded():
     first = run(*tensors(), STOCHASTIC)
     assert not torch.equal(first[0], run(*tensors(), STOCHASTIC)[0])
     torch.manual_seed(3)
-    assert equal(first, run(*tensors(), STOCHASTIC))
+    assert all_same_bits(first, run(*tensors(), STOCHASTIC))
 
 
 @pytest.mark.parametrize("generator", [None, 5, "generator"])
@@ -158,7 +155,7 @@ def test_compiles_into_one_graph(config):
         assert torch.equal(actual[3], expected[3])
         assert (actual[0] - expected[0]).abs().max() < 2.0
     else:
-        assert equal(actual, expected)
+        assert all_same_bits(actual, expected)
 
 
 def test_compiled_code_takes_no_observer():
@@ -194,14 +191,14 @@ def test_autocast_casts_first_as_linear_does():
     assert y.dtype == torch.bfloat16 and torch.equal(y, expected[0])
     assert [g.dtype for g in grads] == [torch.float32] * 3
     # Gradients of float32 tensors are rounded once, to float32; those of bfloat16 tensors once, to bfloat16.
-    assert equal([g.bfloat16() for g in grads], expected[1:])
+    assert all_same_bits([g.bfloat16() for g in grads], expected[1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_inputs_are_multiplied_in_float32(dtype):
     x, w, b, grad = tensors(dtype=dtype)
     exact = run(*(t.detach().float().requires_grad_() for t in (x, w, b)), grad.float(), distinct())
-    assert equal(run(x, w, b, grad, distinct()), [t.to(dtype) for t in exact])
+    assert all_same_bits(run(x, w, b, grad, distinct()), [t.to(dtype) for t in exact])
 
 
 def test_an_empty_batch_gives_zero_gradients():
@@ -215,7 +212,7 @@ def test_expanded_gradients_are_taken():
     x, w, b, _ = tensors()
     y = EmulatedGEMM.apply(x, w, b, distinct())
     expected = run(*tensors()[:3], torch.ones(3, 7, N), distinct())[1:]
-    assert equal(torch.autograd.grad(y.sum(), [x, w, b]), expected)
+    assert all_same_bits(torch.autograd.grad(y.sum(), [x, w, b]), expected)
 
 
 def test_gradcheck_without_quantisers():
@@ -236,7 +233,7 @@ def test_create_graph_alone_is_no_error():
     x, w, b, grad = tensors()
     y = EmulatedGEMM.apply(x, w, b, LinearConfig())
     plain = torch.autograd.grad(y, x, grad, retain_graph=True)
-    assert equal(torch.autograd.grad(y, x, grad, create_graph=True), plain)
+    assert all_same_bits(torch.autograd.grad(y, x, grad, create_graph=True), plain)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import torch
 import fmtsim
 from fmtsim import Datapath, EmulatedGEMM, Gemm, GemmPlan, LinearConfig, Quantizer, get_format, linear_config
 from fmtsim.formats.block import scaled
-from tests.gemm import public
-from tests.gemm.products import normal, same
+from tests.support import layer_oracle
+from tests.support.bits import assert_same_bits
+from tests.support.operands import normal
 
 pytestmark = pytest.mark.filterwarnings("ignore::fmtsim.errors.PlanUnknownWarning")  # a guess serves here
 T, K, N = 64, 160, 48
@@ -35,8 +36,8 @@ def config(x, w=None, g=None, **machine):
 def check(config, dtype=torch.float32, sizes=SIZES):
     """Fail unless forward and both gradients are the public calls."""
     x, w, _, g = tensors(dtype, sizes)
-    for got, expected in zip(run(x, w, None, g, config), public.layer(x, w, None, g, config), strict=True):
-        same(got, expected)
+    for got, expected in zip(run(x, w, None, g, config), layer_oracle.layer(x, w, None, g, config), strict=True):
+        assert_same_bits(got, expected)
 
 
 def row(name):
@@ -99,9 +100,9 @@ def test_products_of_halves_with_a_bias(dtype, machine):
     for name in ("bf16" if dtype == torch.bfloat16 else "fp16", "e4m3_tensor", None):
         c = config(name, **machine)
         got = run(x, w, bias, g, c)
-        for one, expected in zip(got, public.layer(x, w, bias, g, c), strict=False):
-            same(one, expected)
-        same(got[3], g.sum(0, dtype=torch.float32).to(dtype))
+        for one, expected in zip(got, layer_oracle.layer(x, w, bias, g, c), strict=False):
+            assert_same_bits(one, expected)
+        assert_same_bits(got[3], g.sum(0, dtype=torch.float32).to(dtype))
 
 
 def test_ragged_sizes_and_several_batch_dimensions_on_a_unit():
@@ -110,28 +111,28 @@ def test_ragged_sizes_and_several_batch_dimensions_on_a_unit():
     x, w, bias, g = tensors()
     flat = run(x, w, bias, g, UNITS["tensor"])
     deep = run(x.view(4, 16, K), w, bias, g.view(4, 16, N), UNITS["tensor"])
-    same(deep[0].view(T, N), flat[0])
-    same(deep[1].view(T, K), flat[1])
-    same(deep[2], flat[2])
+    assert_same_bits(deep[0].view(T, N), flat[0])
+    assert_same_bits(deep[1].view(T, K), flat[1])
+    assert_same_bits(deep[2], flat[2])
 
 
 def test_float32_results_get_their_bias_in_float32():
     x, w, bias, g = tensors()
     for c in (TARGETS["bf16"], TARGETS["tensor"], UNITS["bf16"], UNITS["tensor"]):
-        same(run(x, w, bias, g, c)[0], public.layer(x, w, None, g, c)[0] + bias)
+        assert_same_bits(run(x, w, bias, g, c)[0], layer_oracle.layer(x, w, None, g, c)[0] + bias)
     exact = config(None, unit="exact")
-    same(run(x, w, bias, g, exact)[0], fmtsim.linear(x, w, bias, unit="exact"))
-    same(run(x, w, bias, g, TARGETS["fp32"])[0], fmtsim.linear(x, w, bias, target="h200"))
+    assert_same_bits(run(x, w, bias, g, exact)[0], fmtsim.linear(x, w, bias, unit="exact"))
+    assert_same_bits(run(x, w, bias, g, TARGETS["fp32"])[0], fmtsim.linear(x, w, bias, target="h200"))
 
 
 def test_what_a_library_does_not_write_is_rounded_from_its_float32_result():
     halves, doubles = tensors(torch.float16), tensors(torch.float64)
     x, w, bias, g = halves
-    y = public.layer(x, w, None, g, TARGETS["bf16"], torch.float32)[0]
-    same(run(*halves, TARGETS["bf16"])[0], (y + bias.float()).half())  # torch has no bf16 x bf16 -> fp16
+    y = layer_oracle.layer(x, w, None, g, TARGETS["bf16"], torch.float32)[0]
+    assert_same_bits(run(*halves, TARGETS["bf16"])[0], (y + bias.float()).half())  # torch has no bf16 x bf16 -> fp16
     x, w, bias, g = doubles
-    y = public.layer(x, w, None, g, TARGETS["tensor"], torch.float32)[0]
-    same(run(*doubles, TARGETS["tensor"])[0], (y + bias.float()).double())
+    y = layer_oracle.layer(x, w, None, g, TARGETS["tensor"], torch.float32)[0]
+    assert_same_bits(run(*doubles, TARGETS["tensor"])[0], (y + bias.float()).double())
 
 
 def test_every_product_has_a_machine_quantisers_plan_and_output_of_its_own():
@@ -143,10 +144,10 @@ def test_every_product_has_a_machine_quantisers_plan_and_output_of_its_own():
         wgrad=Gemm(a=tensor[2], b=tensor[2], unit=Datapath(block=4), plan=GemmPlan(k_tile=16, split=2)),
     )
     y, dx, dw = run(x, w, None, g, c)
-    expected = public.layer(x, w, None, g, replace(c, dgrad=replace(c.dgrad, out=Quantizer())))
-    same(y, expected[0])
-    same(dw, expected[2])
-    same(dx, public.product(g, w.mT, c.dgrad, torch.bfloat16).float())
+    expected = layer_oracle.layer(x, w, None, g, replace(c, dgrad=replace(c.dgrad, out=Quantizer())))
+    assert_same_bits(y, expected[0])
+    assert_same_bits(dw, expected[2])
+    assert_same_bits(dx, layer_oracle.product(g, w.mT, c.dgrad, torch.bfloat16).float())
     assert not torch.equal(dx, expected[1])
     chain = replace(c, fprop=replace(c.fprop, plan=None))
     assert not torch.equal(run(x, w, None, g, chain)[0], y)
@@ -176,15 +177,15 @@ def test_outputs_are_rounded_to_their_own_format(machine):
     for name in ("bf16", "fp16", "e4m3", "e2m3", "int8", "mxfp4", "e5m2", "tf32"):
         fmt = get_format(name)
         if name != "e5m2" or "target" not in machine:  # cuBLAS has no such output for e4m3 x e4m3
-            same(y(format=fmt), fmtsim.quantize(wide, fmt, pad=True, out_dtype=torch.float32))
-    same(y(format=get_format("e5m2"), overflow="ieee"), fmtsim.quantize(wide, "e5m2", overflow="ieee"))
+            assert_same_bits(y(format=fmt), fmtsim.quantize(wide, fmt, pad=True, out_dtype=torch.float32))
+    assert_same_bits(y(format=get_format("e5m2"), overflow="ieee"), fmtsim.quantize(wide, "e5m2", overflow="ieee"))
     down = fmtsim.Rounding(mode="down")
-    same(y(format=get_format("bf16"), rounding=down), fmtsim.quantize(wide, "bf16", rounding="down"))
+    assert_same_bits(y(format=get_format("bf16"), rounding=down), fmtsim.quantize(wide, "bf16", rounding="down"))
     drawn = Quantizer(format=get_format("e4m3"), rounding=fmtsim.Rounding(mode="stochastic"))
     first = y(format=drawn.format, rounding=drawn.rounding)
-    same(first, y(format=drawn.format, rounding=drawn.rounding))
+    assert_same_bits(first, y(format=drawn.format, rounding=drawn.rounding))
     grid = fmtsim.quantize(first, "e4m3")
-    same(first, grid)
+    assert_same_bits(first, grid)
     assert 0 < (first != fmtsim.quantize(wide, "e4m3")).sum() < first.numel()
 
 
@@ -198,7 +199,7 @@ def test_stochastic_sums_repeat_from_a_seed_and_from_a_generator():
     for make in (lambda: 7, lambda: torch.Generator().manual_seed(7)):
         first, second = run(x, w, None, g, c, make()), run(x, w, None, g, c, make())
         for one, two in zip(first, second, strict=True):
-            same(one, two)
+            assert_same_bits(one, two)
     other = run(x, w, None, g, c, 8)
     assert all(not torch.equal(p, q) for p, q in zip(first, other, strict=True))
     assert torch.equal(state, torch.get_rng_state())
@@ -206,7 +207,7 @@ def test_stochastic_sums_repeat_from_a_seed_and_from_a_generator():
     drawn = [run(x, w, None, g, c)[0] for _ in range(2)]
     assert not torch.equal(*drawn)
     torch.manual_seed(7)
-    same(run(x, w, None, g, c)[0], drawn[0])
+    assert_same_bits(run(x, w, None, g, c)[0], drawn[0])
 
 
 def test_stochastic_sums_have_the_bits_of_the_public_call():
@@ -215,7 +216,7 @@ def test_stochastic_sums_have_the_bits_of_the_public_call():
     generators = [torch.Generator().manual_seed(3) for _ in range(2)]
     y, dx, dw = run(x, w, None, g, c, generators[0])
     for got, (a, b) in zip((y, dx, dw), ((x, w), (g, w.mT), (g.mT, x.mT)), strict=True):
-        same(got, public.product(a, b, c.fprop, torch.float32, generator=generators[1]))
+        assert_same_bits(got, layer_oracle.product(a, b, c.fprop, torch.float32, generator=generators[1]))
 
 
 def test_stochastic_sums_and_stochastic_outputs_draw_apart():
@@ -250,7 +251,7 @@ def test_stochastic_operands_are_the_same_on_every_machine():
         y = EmulatedGEMM.apply(*leaf, None, LinearConfig(**gemms), 11, observer)
         torch.autograd.grad(y, leaf, g)
     for first, second in seen.values():
-        same(first, second)
+        assert_same_bits(first, second)
 
 
 @pytest.mark.parametrize("generator", [None, 5, "generator"])
@@ -266,7 +267,7 @@ def test_looking_changes_nothing(generator):
         y = EmulatedGEMM.apply(*leaf, None, c, stream, observer)
         results.append([y.detach(), *torch.autograd.grad(y, leaf, g)])
     for one, two in zip(*results, strict=True):
-        same(one, two)
+        assert_same_bits(one, two)
 
 
 def test_the_observer_sees_what_is_multiplied():
@@ -283,6 +284,6 @@ def test_nan_and_infinities_pass_through():
     x, w, _, g = tensors(torch.bfloat16)
     x[3, 5], x[7, 1], g[2, 2] = torch.nan, torch.inf, -torch.inf
     for c in (UNITS["bf16"], TARGETS["bf16"], UNITS["e4m3"], UNITS["tensor"], UNITS["mxfp8"]):
-        for got, expected in zip(run(x, w, None, g, c), public.layer(x, w, None, g, c), strict=True):
-            same(got, expected)
+        for got, expected in zip(run(x, w, None, g, c), layer_oracle.layer(x, w, None, g, c), strict=True):
+            assert_same_bits(got, expected)
         assert run(x, w, None, g, c)[0][3].isnan().all()

@@ -6,7 +6,7 @@ import torch
 from fmtsim import Datapath, EmulatedGEMM, Gemm, GemmPlan, LinearConfig, Quantizer, get_format, linear_config
 from fmtsim.errors import ArgumentError, DtypeError, FormatError
 from fmtsim.formats.block import scaled
-from tests.gemm.products import normal
+from tests.support.operands import normal
 
 
 def q(name):

@@ -16,7 +16,8 @@ import fmtsim
 from fmtsim import Datapath, EmulatedGEMM, Gemm, GemmPlan, LinearConfig, Quantizer, get_format, linear_config
 from fmtsim.errors import FmtsimError
 from fmtsim.formats.block import scaled
-from tests.gemm.products import normal, same
+from tests.support.bits import assert_same_bits
+from tests.support.operands import normal
 
 STOCHASTIC = Datapath(block=8, fraction_bits=12, accumulator="bf16", rounding="stochastic")
 
@@ -71,10 +72,10 @@ def test_autocast_casts_first_as_linear_does(dtype, machine):
     grads = torch.autograd.grad(y, (x, w, b), g.to(dtype))
     low = [t.detach().to(dtype).requires_grad_() for t in (x, w, b)]
     z = EmulatedGEMM.apply(*low, config)
-    same(y.detach(), z.detach())
+    assert_same_bits(y.detach(), z.detach())
     assert [t.dtype for t in (y, *grads)] == [dtype] + [torch.float32] * 3
     for got, expected in zip(grads, torch.autograd.grad(z, low, g.to(dtype)), strict=True):
-        same(got.to(dtype), expected)  # rounded once, to float32; then as the other is
+        assert_same_bits(got.to(dtype), expected)  # rounded once, to float32; then as the other is
 
 
 ROW = scaled(get_format("e4m3"), (1, None))
@@ -104,7 +105,7 @@ def test_compiles_into_one_graph_with_the_bits_of_eager(name):
     config = COMPILED[name]
     compiled = torch.compile(lambda *t: EmulatedGEMM.apply(*t, config, 5), fullgraph=True, backend="aot_eager")
     for got, expected in zip(step(compiled), step(EmulatedGEMM.apply, config, 5), strict=True):
-        same(got, expected)
+        assert_same_bits(got, expected)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -122,7 +123,7 @@ def test_checkpointing_repeats_its_draws(config, reentrant):
     expected = torch.autograd.grad(layers(x), x, g)[0]
     torch.manual_seed(11)
     checkpoint(layers, x, use_reentrant=reentrant).backward(g)
-    same(x.grad, expected)
+    assert_same_bits(x.grad, expected)
 
 
 class Tiny(nn.Module):
@@ -167,7 +168,7 @@ def test_two_processes_average_the_gradients_of_one(tmp_path):
     for rank in range(2):
         both = torch.load(tmp_path / f"{rank}.pt")
         for got, one, two in zip(both, *single, strict=True):
-            same(got, (one / 2 + two / 2))
+            assert_same_bits(got, (one / 2 + two / 2))
 
 
 @pytest.mark.parametrize("config", [*COMPILED.values(), every(None, target="h200", fast_accum=True)])
@@ -192,11 +193,11 @@ def test_models_with_a_machine_are_reported_observed_copied_and_reverted():
     assert list(stats.layers) == ["up", "down"]
     assert set(stats["up"]) == {"x_f", "w_f", "g_w", "x_w"} and set(stats["down"]) == set(config.operands)
     assert stats["up"]["w_f"].sqnr_db > 25.0
-    same(y.detach(), quiet.detach())
+    assert_same_bits(y.detach(), quiet.detach())
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        same(again(x).detach(), quiet.detach())
+        assert_same_bits(again(x).detach(), quiet.detach())
     assert not torch.equal(plain, quiet)
-    same(fmtsim.revert(model)(x).detach(), plain.detach())
+    assert_same_bits(fmtsim.revert(model)(x).detach(), plain.detach())
 
 
 def test_attention_and_convolutions_multiply_on_the_machine():

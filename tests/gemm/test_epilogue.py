@@ -10,7 +10,9 @@ import torch
 from fmtsim.errors import DtypeError
 from fmtsim.gemm.products import epilogue
 from fmtsim.gemm.products.epilogue import finish
-from tests.gemm.products import bits, finished, same, wide
+from tests.support.bits import assert_same_bits, bits
+from tests.support.gemm_oracle import finished
+from tests.support.operands import wide
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, *FP8)
@@ -41,7 +43,7 @@ def test_every_step_has_the_bits_of_the_oracle(dtype, kind, rule):
     for bias in (None, wide(x.shape[1], seed=3).bfloat16()):
         for result_scale in (None, torch.tensor(3.0)):
             options = {"rule": rule, "row": row, "column": column, "bias": bias, "result_scale": result_scale}
-            same(finish(x.clone(), dtype, **options), finished(x, dtype, **options))
+            assert_same_bits(finish(x.clone(), dtype, **options), finished(x, dtype, **options))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -52,8 +54,8 @@ def test_a_bias_after_rounding(dtype, wider):
     for bias in (None, wide(20, seed=3).bfloat16(), torch.full((20,), -torch.inf)):
         options = {"bias": bias, "row": row, "column": column}
         got = finish(x.clone(), dtype, bias_after_rounding=True, **options)
-        same(got, finished(x, dtype, bias_after_rounding=True, **options))
-        same(finish(x.clone(), dtype, bias_after_rounding=True), finish(x.clone(), dtype))
+        assert_same_bits(got, finished(x, dtype, bias_after_rounding=True, **options))
+        assert_same_bits(finish(x.clone(), dtype, bias_after_rounding=True), finish(x.clone(), dtype))
         seen = dtype.itemsize == 2 and bias is not None and bias.isfinite().all()
         assert not seen or not torch.equal(bits(got), bits(finish(x.clone(), dtype, **options)))
 
@@ -63,7 +65,7 @@ def test_sums_in_float64(dtype):
     x = reduced().double() * (1 + 2.0**-40)
     x = torch.where(x.isnan(), torch.tensor(0x7FFFFFFFFFFFFFFF).view(torch.float64), x)
     for bias in (None, wide(x.shape[1], seed=3)):
-        same(finish(x.clone(), dtype, bias=bias), finished(x, dtype, bias=bias))
+        assert_same_bits(finish(x.clone(), dtype, bias=bias), finished(x, dtype, bias=bias))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_rules_differ_so_the_comparison_would_notice():
     results = [bits(finish(x.clone(), torch.float32, rule=rule, row=row, column=column)) for rule in RULES]
     assert all(not torch.equal(p, q) for p, q in itertools.combinations(results, 2))
     with pytest.raises(AssertionError, match="differ"):
-        same(*[finish(x.clone(), torch.float32, rule=rule, row=row, column=column) for rule in RULES[:2]])
+        assert_same_bits(*[finish(x.clone(), torch.float32, rule=rule, row=row, column=column) for rule in RULES[:2]])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
@@ -109,7 +111,7 @@ def test_pieces_change_nothing(monkeypatch, dtype):
     whole = finish(x.clone(), dtype, **options)
     for size in (1, 40, 45):
         monkeypatch.setattr(epilogue, "_PIECE", size)
-        same(finish(x.clone(), dtype, **options), whole)
+        assert_same_bits(finish(x.clone(), dtype, **options), whole)
 
 
 def test_the_result_is_the_input_where_it_can_be():

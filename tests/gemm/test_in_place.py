@@ -15,8 +15,9 @@ from fmtsim.gemm.targets.target import Rule, target_from_dict, target_to_dict
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json, record_from_dict, record_to_dict
 from fmtsim.spec.plan import GemmPlan
-from tests.gemm.products import finished, same, sums
-from tests.gemm.test_target import linear, mm, resolve
+from tests.support.bits import assert_same_bits
+from tests.support.gemm_oracle import finished, sums
+from tests.support.targets import linear, mm, resolve
 
 BF16 = get_format("bf16")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn}
@@ -48,7 +49,7 @@ def test_engines_have_the_bits_of_the_oracle(unit, plan):
             for engine in (cpu, torch_engine):
                 out = torch.empty(2, 66)
                 engine.gemm(a, b, c, None, None, spec, None, out)
-                same(out, expected)
+                assert_same_bits(out, expected)
 
 
 def test_special_operands_and_a_wide_accumulator():
@@ -64,7 +65,7 @@ def test_special_operands_and_a_wide_accumulator():
         for engine in (cpu, torch_engine):
             out = torch.empty(3, 5, dtype=dtype)
             engine.gemm(left, right, c, None, None, spec, None, out)
-            same(out, expected)
+            assert_same_bits(out, expected)
 
 
 def test_a_difference_is_seen():
@@ -73,10 +74,10 @@ def test_a_difference_is_seen():
     serial = GemmSpec(datapath=spec.datapath, plan=GemmPlan(k_tile=16, split=4), a=BF16, b=BF16)
     expected = sums(a, b, spec)
     with pytest.raises(AssertionError, match="differ"):
-        same(run_gemm(a, b, serial), expected)
+        assert_same_bits(run_gemm(a, b, serial), expected)
     with pytest.raises(AssertionError, match="differ"):
-        same(run_gemm(a, b, spec, c=bias.expand(3, 66)), expected)
-    same(run_gemm(a, b, gemm_spec_from_json(spec.to_json())), expected)
+        assert_same_bits(run_gemm(a, b, spec, c=bias.expand(3, 66)), expected)
+    assert_same_bits(run_gemm(a, b, gemm_spec_from_json(spec.to_json())), expected)
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp32"])
@@ -87,12 +88,12 @@ def test_a_linear_layer_begins_with_its_bias(fmt):
     unit, name = get_unit("hopper.wgmma" if fmt == "bf16" else "fp32_fma"), get_format(fmt)
     spec = GemmSpec(datapath=unit.mode(fmt, fmt), plan=plan, a=name, b=name)
     y = fmtsim.linear(x, w, bias, unit=unit, plan=plan)
-    same(y, finished(sums(x, w, spec, c=bias.float().expand(3, 66)), x.dtype))
+    assert_same_bits(y, finished(sums(x, w, spec, c=bias.float().expand(3, 66)), x.dtype))
     serial = GemmPlan(k_tile=32, split=3)
     assert not torch.equal(y, fmtsim.linear(x, w, bias, unit=unit, plan=serial))  # the bias comes last
-    same(fmtsim.linear(x, w, None, unit=unit, plan=plan), finished(sums(x, w, spec), x.dtype))
+    assert_same_bits(fmtsim.linear(x, w, None, unit=unit, plan=plan), finished(sums(x, w, spec), x.dtype))
     empty = fmtsim.linear(x[:, :0], w[:, :0], bias, unit=unit, plan=plan)
-    same(empty, bias.expand(3, 66).contiguous())
+    assert_same_bits(empty, bias.expand(3, 66).contiguous())
 
 
 def test_a_large_layer_is_done_in_pieces():
@@ -100,7 +101,7 @@ def test_a_large_layer_is_done_in_pieces():
     plan, unit = GemmPlan(k_tile=32, split=2, reduce="in_place", partial="bf16"), "hopper.wgmma"
     whole = fmtsim.linear(x, w, bias.bfloat16(), unit=unit, plan=plan)
     some = fmtsim.linear(x[200:203], w, bias.bfloat16(), unit=unit, plan=plan)
-    same(whole[200:203], some)
+    assert_same_bits(whole[200:203], some)
 
 
 def test_the_gradient_of_the_bias_is_that_of_any_layer():
@@ -195,11 +196,11 @@ def test_a_rule_may_name_a_unit_of_its_own():
     assert target_to_dict(target)["rules"][0]["operands"] == "fp32" and "unit" not in target_to_dict(target)["rules"][1]
     a, b, _ = operands("fp32", m=64, n=1)
     y = fmtsim.mm(a, b.t(), target=target, allow_tf32=True)
-    same(y, fmtsim.mm(a, b.t(), unit="fp32_fma"))
+    assert_same_bits(y, fmtsim.mm(a, b.t(), unit="fp32_fma"))
     with pytest.raises(AssertionError, match="differ"):
-        same(y, fmtsim.mm(a, b.t(), unit="hopper.wgmma", allow_tf32=True))
+        assert_same_bits(y, fmtsim.mm(a, b.t(), unit="hopper.wgmma", allow_tf32=True))
     compiled = torch.compile(lambda x: fmtsim.mm(x, b.t(), target=target, allow_tf32=True), backend="eager")
-    same(compiled(a), y)
+    assert_same_bits(compiled(a), y)
 
 
 def test_rules_with_units_that_make_no_sense():

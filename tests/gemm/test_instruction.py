@@ -6,8 +6,10 @@ import torch
 import fmtsim
 from fmtsim import Datapath, GemmPlan, RandomKey, get_format, get_unit
 from fmtsim.spec.gemm_spec import GemmSpec
-from tests.gemm.products import bits, finished, normal, same, sums, wide
-from tests.gemm.products import definition as spec
+from tests.support.bits import assert_same_bits, bits
+from tests.support.gemm_oracle import definition as spec
+from tests.support.gemm_oracle import finished, sums
+from tests.support.operands import normal, wide
 
 WGMMA = "hopper.wgmma"
 STOCHASTIC = Datapath(accumulator="bf16", rounding="stochastic")
@@ -16,17 +18,19 @@ STOCHASTIC = Datapath(accumulator="bf16", rounding="stochastic")
 def test_mma_is_one_instruction():
     a, b = wide(4, 32, seed=1).to(torch.float8_e4m3fn), wide(8, 32, seed=2).to(torch.float8_e5m2)
     c = wide(4, 8, seed=3)
-    same(fmtsim.mma(a, b, unit=WGMMA), sums(a, b, spec("e4m3", "e5m2")))
+    assert_same_bits(fmtsim.mma(a, b, unit=WGMMA), sums(a, b, spec("e4m3", "e5m2")))
     cut = fmtsim.quantize(
         c, fmtsim.FloatFormat(name="e8m13", exponent_bits=8, mantissa_bits=13), rounding="toward_zero"
     )
-    same(fmtsim.mma(a, b, c, unit=WGMMA), sums(a, b, spec("e4m3", "e5m2"), c=cut))
-    same(fmtsim.mma(a, b, c, unit="hopper.mma"), sums(a, b, spec("e4m3", "e5m2", unit="hopper.mma"), c=c))
+    assert_same_bits(fmtsim.mma(a, b, c, unit=WGMMA), sums(a, b, spec("e4m3", "e5m2"), c=cut))
+    assert_same_bits(fmtsim.mma(a, b, c, unit="hopper.mma"), sums(a, b, spec("e4m3", "e5m2", unit="hopper.mma"), c=c))
     half = c.half()
     definition = spec("e4m3", "e5m2", unit="hopper.mma", accumulate="fp16")
     got = fmtsim.mma(a, b, half, unit="hopper.mma")
-    same(got, finished(sums(a, b, definition, c=half.float()), torch.float16))
-    same(fmtsim.mma(a, b, unit="hopper.mma", accumulate="fp16"), finished(sums(a, b, definition), torch.float16))
+    assert_same_bits(got, finished(sums(a, b, definition, c=half.float()), torch.float16))
+    assert_same_bits(
+        fmtsim.mma(a, b, unit="hopper.mma", accumulate="fp16"), finished(sums(a, b, definition), torch.float16)
+    )
 
 
 def test_mma_batches():
@@ -36,24 +40,24 @@ def test_mma_batches():
     expected = torch.stack([
         torch.stack([fmtsim.mma(a[i, j], b[i, j], c[i, j], **options) for j in range(3)]) for i in range(2)
     ])  # fmt: skip
-    same(fmtsim.mma(a, b, c, **options), expected)
+    assert_same_bits(fmtsim.mma(a, b, c, **options), expected)
     shared = torch.stack([fmtsim.mma(a[i], b[1, 1], c[0, 0], **options) for i in range(2)])
-    same(fmtsim.mma(a, b[1, 1], c[0, 0], **options), shared)
-    same(shared[1, 2], fmtsim.mma(a[1, 2], b[1, 1], c[0, 0], **options))
-    same(fmtsim.mma(a[1, 2], b, c[0, 0], **options)[0, 1], fmtsim.mma(a[1, 2], b[0, 1], c[0, 0], **options))
+    assert_same_bits(fmtsim.mma(a, b[1, 1], c[0, 0], **options), shared)
+    assert_same_bits(shared[1, 2], fmtsim.mma(a[1, 2], b[1, 1], c[0, 0], **options))
+    assert_same_bits(fmtsim.mma(a[1, 2], b, c[0, 0], **options)[0, 1], fmtsim.mma(a[1, 2], b[0, 1], c[0, 0], **options))
     assert fmtsim.mma(a[:0], b[:0], **options).shape == (0, 3, 4, 5)
     drawn = fmtsim.mma(a[0], b[0, 0], unit=STOCHASTIC, generator=3)
     for i in range(3):
-        same(drawn[i], fmtsim.mma(a[0, i], b[0, 0], unit=STOCHASTIC, generator=RandomKey(3, i)))
+        assert_same_bits(drawn[i], fmtsim.mma(a[0, i], b[0, 0], unit=STOCHASTIC, generator=RandomKey(3, i)))
 
 
 def test_mma_ignores_the_low_bits_of_tf32():
     a, b = wide(4, 8, seed=1), wide(4, 8, seed=2)
     cut = [(x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (a, b)]
     expected = sums(*cut, spec("tf32"))
-    same(fmtsim.mma(a, b, unit=WGMMA), expected)
-    same(fmtsim.mma(a, b, unit=WGMMA, a_format="tf32", b_format="tf32"), expected)
-    same(fmtsim.mma(a, b, unit="fp32_fma"), sums(a, b, spec("fp32", unit="fp32_fma")))
+    assert_same_bits(fmtsim.mma(a, b, unit=WGMMA), expected)
+    assert_same_bits(fmtsim.mma(a, b, unit=WGMMA, a_format="tf32", b_format="tf32"), expected)
+    assert_same_bits(fmtsim.mma(a, b, unit="fp32_fma"), sums(a, b, spec("fp32", unit="fp32_fma")))
 
 
 @pytest.mark.parametrize(
@@ -73,15 +77,15 @@ def test_mma_scales(unit, scale, group):
     formats = {"a_format": "e2m1", "b_format": "e2m1", "unit": unit}
     dtype = torch.float8_e8m0fnu if scale == "e8m0" else torch.float8_e4m3fn
     typed = [x.view(dtype) for x in marks]
-    same(fmtsim.mma(*codes, scale_a=typed[0], scale_b=typed[1], **formats), expected)
+    assert_same_bits(fmtsim.mma(*codes, scale_a=typed[0], scale_b=typed[1], **formats), expected)
     one = torch.full_like(marks[1], 127 if scale == "e8m0" else 0x38).view(dtype)
     plain = fmtsim.mma(*codes, scale_a=typed[0], **formats)
-    same(plain, fmtsim.mma(*codes, scale_a=typed[0], scale_b=one, **formats))
+    assert_same_bits(plain, fmtsim.mma(*codes, scale_a=typed[0], scale_b=one, **formats))
     if (unit, scale) != ("blackwell.tcgen05.nvf4", "e8m0"):
-        same(fmtsim.mma(*codes, scale_a=scales[0], scale_b=marks[1], **formats), expected)
+        assert_same_bits(fmtsim.mma(*codes, scale_a=scales[0], scale_b=marks[1], **formats), expected)
     if scale == "ue4m3":
         signed = (marks[0] | 128).view(dtype)  # the unit ignores the sign
-        same(fmtsim.mma(*codes, scale_a=signed, scale_b=typed[1], **formats), expected)
+        assert_same_bits(fmtsim.mma(*codes, scale_a=signed, scale_b=typed[1], **formats), expected)
     broken = marks[0].clone()
     broken[1, 0] = 255 if scale == "e8m0" else 127
     got = fmtsim.mma(*codes, scale_a=broken.view(dtype), scale_b=typed[1], **formats)

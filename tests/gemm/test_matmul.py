@@ -13,9 +13,11 @@ from fmtsim import (
     get_format,
     get_unit,
 )
-from tests.gemm.machines import install
-from tests.gemm.products import definition as spec
-from tests.gemm.products import finished, normal, same, sums, tensor, wide
+from tests.support.bits import assert_same_bits
+from tests.support.gemm_oracle import definition as spec
+from tests.support.gemm_oracle import finished, sums, tensor
+from tests.support.operands import normal, wide
+from tests.support.targets import install
 
 WGMMA = "hopper.wgmma"
 STOCHASTIC = Datapath(accumulator="bf16", rounding="stochastic")
@@ -51,7 +53,7 @@ def test_mm_has_the_bits_of_the_oracle(dtype, out):
     name = str(dtype).removeprefix("torch.")
     got = fmtsim.mm(a, b, unit=WGMMA, out_dtype=out)
     expected = finished(sums(a, b.mT, spec(name)), out or dtype)
-    same(got, expected)
+    assert_same_bits(got, expected)
 
 
 def test_layouts_change_no_bit():
@@ -61,9 +63,9 @@ def test_layouts_change_no_bit():
     big[::2, ::2] = a
     for left in (a, a.mT.contiguous().mT, big[::2, ::2]):
         for right in (b, b.mT.contiguous().mT, b.flip(0).flip(0)):
-            same(fmtsim.mm(left, right, unit=WGMMA), expected)
+            assert_same_bits(fmtsim.mm(left, right, unit=WGMMA), expected)
     row = a[:1].expand(8, 40)  # a stride of 0
-    same(fmtsim.mm(row, b, unit=WGMMA), expected[:1].expand(8, 6))
+    assert_same_bits(fmtsim.mm(row, b, unit=WGMMA), expected[:1].expand(8, 6))
 
 
 def test_batches_have_the_bits_of_mm():
@@ -71,10 +73,10 @@ def test_batches_have_the_bits_of_mm():
     for left, right in ((a, b), (a.mT.contiguous().mT, b.expand(3, 40, 6)), (a[:1].expand(3, 5, 40), b)):
         together = fmtsim.bmm(left, right, unit=WGMMA, out_dtype=torch.float32)
         for i in range(3):
-            same(together[i], fmtsim.mm(left[i], right[i], unit=WGMMA, out_dtype=torch.float32))
+            assert_same_bits(together[i], fmtsim.mm(left[i], right[i], unit=WGMMA, out_dtype=torch.float32))
     drawn = fmtsim.bmm(a, b, datapath=STOCHASTIC, generator=7)
     for i in range(3):
-        same(drawn[i], fmtsim.mm(a[i], b[i], datapath=STOCHASTIC, generator=RandomKey(7, i)))
+        assert_same_bits(drawn[i], fmtsim.mm(a[i], b[i], datapath=STOCHASTIC, generator=RandomKey(7, i)))
 
 
 @pytest.mark.parametrize("shape", [(40,), (5, 40), (2, 3, 40), (2, 1, 3, 40), (0, 40), (2, 0, 40)])
@@ -84,16 +86,18 @@ def test_linear_takes_any_leading_dimensions(shape):
         y = fmtsim.linear(x, w, added, unit=WGMMA)
         assert y.shape == (*shape[:-1], 6) and y.dtype == torch.bfloat16
         if x.numel():
-            same(y.reshape(-1, 6), product(x.reshape(-1, 40), w.mT, torch.bfloat16, "bf16", bias=added))
+            assert_same_bits(y.reshape(-1, 6), product(x.reshape(-1, 40), w.mT, torch.bfloat16, "bf16", bias=added))
 
 
 def test_empty_products():
     a, b = torch.ones(3, 0, dtype=torch.bfloat16), torch.ones(0, 4, dtype=torch.bfloat16)
-    same(fmtsim.mm(a, b, unit=WGMMA), torch.zeros(3, 4, dtype=torch.bfloat16))
+    assert_same_bits(fmtsim.mm(a, b, unit=WGMMA), torch.zeros(3, 4, dtype=torch.bfloat16))
     assert fmtsim.mm(a[:0], b, unit=WGMMA).shape == (0, 4)
     assert fmtsim.mm(a, b[:, :0], unit=WGMMA).shape == (3, 0)
     assert fmtsim.bmm(a.expand(0, 3, 0), b.expand(0, 0, 4), unit=WGMMA).shape == (0, 3, 4)
-    same(fmtsim.linear(a, b.mT, torch.ones(4).bfloat16(), unit=WGMMA), torch.ones(3, 4, dtype=torch.bfloat16))
+    assert_same_bits(
+        fmtsim.linear(a, b.mT, torch.ones(4).bfloat16(), unit=WGMMA), torch.ones(3, 4, dtype=torch.bfloat16)
+    )
     assert fmtsim.linear(a.reshape(3, 1, 0), b.mT, unit=WGMMA).shape == (3, 1, 4)
 
 
@@ -102,43 +106,43 @@ def test_tf32_rounds_to_nearest_even():
     a[0, 0], a[1, 0] = 1 + 2.0**-11, 1 + 3 * 2.0**-11  # ties
     rounded = [fmtsim.quantize(x, "tf32", overflow="ieee") for x in (a, b)]
     got = fmtsim.mm(a, b, unit=WGMMA, allow_tf32=True)
-    same(got, product(*rounded, torch.float32, "tf32"))
-    same(got, fmtsim.mm(*rounded, unit=WGMMA, a_format="tf32", b_format="tf32"))
+    assert_same_bits(got, product(*rounded, torch.float32, "tf32"))
+    assert_same_bits(got, fmtsim.mm(*rounded, unit=WGMMA, a_format="tf32", b_format="tf32"))
 
 
 def test_plans_and_accumulators():
     a, b = pair(k=96, dtype=torch.float16)
     plan = GemmPlan(k_tile=32, split=2)
-    same(fmtsim.mm(a, b, unit=WGMMA, plan=plan), product(a, b, torch.float16, "fp16", plan=plan))
+    assert_same_bits(fmtsim.mm(a, b, unit=WGMMA, plan=plan), product(a, b, torch.float16, "fp16", plan=plan))
     half = fmtsim.mm(a, b, unit=WGMMA, allow_fp16_accumulation=True)
-    same(half, product(a, b, torch.float16, "fp16", accumulate="fp16"))
-    same(half, fmtsim.mm(a, b, unit=WGMMA, accumulate="fp16"))
+    assert_same_bits(half, product(a, b, torch.float16, "fp16", accumulate="fp16"))
+    assert_same_bits(half, fmtsim.mm(a, b, unit=WGMMA, accumulate="fp16"))
     assert not torch.equal(half, fmtsim.mm(a, b, unit=WGMMA))
     brain = a.bfloat16(), b.bfloat16()  # torch's switch does not concern bfloat16
-    same(fmtsim.mm(*brain, unit=WGMMA, allow_fp16_accumulation=True), fmtsim.mm(*brain, unit=WGMMA))
+    assert_same_bits(fmtsim.mm(*brain, unit=WGMMA, allow_fp16_accumulation=True), fmtsim.mm(*brain, unit=WGMMA))
 
 
 def test_float64():
     a, b = wide(4, 9, seed=1).double() * (1 + 2.0**-45), wide(9, 3, seed=2).double() * (1 - 2.0**-44)
     expected = finished(sums(a, b.mT, spec("fp64", unit="fp64_fma"), torch.float64), torch.float64)
-    same(fmtsim.mm(a, b, unit="fp64_fma"), expected)
-    same(fmtsim.mm(a, b, unit="hopper.mma"), expected)
+    assert_same_bits(fmtsim.mm(a, b, unit="fp64_fma"), expected)
+    assert_same_bits(fmtsim.mm(a, b, unit="hopper.mma"), expected)
 
 
 def test_own_datapath_and_random_words():
     a, b = pair()
-    same(fmtsim.mm(a, b, datapath=Datapath(block=4, fraction_bits=10)),
+    assert_same_bits(fmtsim.mm(a, b, datapath=Datapath(block=4, fraction_bits=10)),
          product(a, b, torch.bfloat16, "bf16", unit=Datapath(block=4, fraction_bits=10)))  # fmt: skip
     expected = finished(sums(a, b.mT, spec("bf16", unit=STOCHASTIC), random=RandomKey(11)), torch.bfloat16)
-    same(fmtsim.mm(a, b, datapath=STOCHASTIC, generator=11), expected)
+    assert_same_bits(fmtsim.mm(a, b, datapath=STOCHASTIC, generator=11), expected)
     generator = torch.Generator().manual_seed(5)
     drawn = fmtsim.mm(a, b, datapath=STOCHASTIC, generator=generator)
     assert not torch.equal(drawn, fmtsim.mm(a, b, datapath=STOCHASTIC, generator=generator))
-    same(drawn, fmtsim.mm(a, b, datapath=STOCHASTIC, generator=torch.Generator().manual_seed(5)))
+    assert_same_bits(drawn, fmtsim.mm(a, b, datapath=STOCHASTIC, generator=torch.Generator().manual_seed(5)))
     torch.manual_seed(9)
     default = fmtsim.mm(a, b, datapath=STOCHASTIC)
     torch.manual_seed(9)
-    same(default, fmtsim.mm(a, b, datapath=STOCHASTIC))
+    assert_same_bits(default, fmtsim.mm(a, b, datapath=STOCHASTIC))
 
 
 # Formats.
@@ -152,21 +156,21 @@ def test_values_codes_and_torchs_own_dtypes_are_the_same_operand(name):
     values = fmtsim.decode(codes, name)
     expected = sums(values, values, spec(name, unit=unit))
     formats = {"a_format": name, "b_format": name}
-    same(fmtsim.mm(codes, codes.mT, unit=unit, **formats), expected)
-    same(fmtsim.mm(values, values.mT, unit=unit, **formats), expected)
-    same(fmtsim.mm(codes, values.mT, unit=unit, **formats), expected)
-    same(fmtsim.mm(codes.int(), values.double().mT, unit=unit, **formats), expected)
+    assert_same_bits(fmtsim.mm(codes, codes.mT, unit=unit, **formats), expected)
+    assert_same_bits(fmtsim.mm(values, values.mT, unit=unit, **formats), expected)
+    assert_same_bits(fmtsim.mm(codes, values.mT, unit=unit, **formats), expected)
+    assert_same_bits(fmtsim.mm(codes.int(), values.double().mT, unit=unit, **formats), expected)
     dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e4m3fnuz": torch.float8_e4m3fnuz}.get(name)
     if dtype is not None:
-        same(fmtsim.mm(codes.view(dtype), codes.view(dtype).mT, unit=unit), expected)
+        assert_same_bits(fmtsim.mm(codes.view(dtype), codes.view(dtype).mT, unit=unit), expected)
     if name == "e2m1":
         packed = (codes[:, ::2] | codes[:, 1::2] << 4).contiguous().view(torch.float4_e2m1fn_x2)
-        same(fmtsim.mm(packed, packed.mT, unit=unit), expected)
+        assert_same_bits(fmtsim.mm(packed, packed.mT, unit=unit), expected)
 
 
 def test_mixed_operands():
     a, b = normal(4, 32, seed=1).to(torch.float8_e4m3fn), normal(32, 4, seed=2).to(torch.float8_e5m2)
-    same(fmtsim.mm(a, b, unit=WGMMA), sums(a, b.mT, spec("e4m3", "e5m2")))
+    assert_same_bits(fmtsim.mm(a, b, unit=WGMMA), sums(a, b.mT, spec("e4m3", "e5m2")))
 
 
 # int_mm.
@@ -203,8 +207,8 @@ def test_gradients_are_products_on_the_same_machine(notebook, column_major, dtyp
     options = {"target": "notebook", "allow_tf32": True}
     fmtsim.mm(left, right, **options).backward(g)
     forward, first, second = notebook.calls
-    same(left.grad, fmtsim.mm(g, b.mT, **options))
-    same(right.grad, fmtsim.mm(a.mT, g, **options))
+    assert_same_bits(left.grad, fmtsim.mm(g, b.mT, **options))
+    assert_same_bits(right.grad, fmtsim.mm(a.mT, g, **options))
     assert (forward.m, forward.n, forward.k) == (5, 6, 16)
     # torch multiplies the other way round for operands that are column-major, which a library sees as another shape.
     assert (first.m, first.n, first.k) == ((16, 5, 6) if column_major else (5, 16, 6))
@@ -224,7 +228,7 @@ def test_gradients_agree_with_torchs_where_sums_are_exact():
         linear(*given).backward(g)
         results.append([t.grad for t in given])
     for mine, theirs in zip(*results, strict=True):
-        same(mine, theirs)
+        assert_same_bits(mine, theirs)
     a, b = g, normal(2, 4, 5, seed=1).round().bfloat16()
     results = []
     for bmm in (torch.bmm, lambda *t: fmtsim.bmm(*t, unit=WGMMA)):
@@ -232,7 +236,7 @@ def test_gradients_agree_with_torchs_where_sums_are_exact():
         bmm(*given).sum().backward()
         results.append([t.grad for t in given])
     for mine, theirs in zip(*results, strict=True):
-        same(mine, theirs)
+        assert_same_bits(mine, theirs)
 
 
 def test_gradients_of_wider_outputs_are_rounded_first():
@@ -240,15 +244,15 @@ def test_gradients_of_wider_outputs_are_rounded_first():
     g = normal(5, 6, seed=4)
     fmtsim.mm(a, b, unit=WGMMA, out_dtype=torch.float32).backward(g)
     rounded = fmtsim.quantize(g, "bf16", out_dtype=torch.bfloat16)
-    same(a.grad, fmtsim.mm(rounded, b.detach().mT, unit=WGMMA))
+    assert_same_bits(a.grad, fmtsim.mm(rounded, b.detach().mT, unit=WGMMA))
 
 
 def test_gradients_draw_words_of_their_own():
     a, b = (t.requires_grad_() for t in pair())
     fmtsim.mm(a, b, datapath=STOCHASTIC, generator=3).sum().backward()
     g = torch.ones(5, 6, dtype=torch.bfloat16)
-    same(a.grad, fmtsim.mm(g, b.detach().mT, datapath=STOCHASTIC, generator=RandomKey(3, 1 << 40)))
-    same(b.grad, fmtsim.mm(a.detach().mT, g, datapath=STOCHASTIC, generator=RandomKey(3, 1 << 41)))
+    assert_same_bits(a.grad, fmtsim.mm(g, b.detach().mT, datapath=STOCHASTIC, generator=RandomKey(3, 1 << 40)))
+    assert_same_bits(b.grad, fmtsim.mm(a.detach().mT, g, datapath=STOCHASTIC, generator=RandomKey(3, 1 << 41)))
 
 
 def test_only_what_is_asked_for_is_computed(notebook):
@@ -300,7 +304,7 @@ def compiled(function, **options):
 )
 def test_compiled_products_have_the_bits_of_eager_ones(options):
     a, b = pair()
-    same(compiled(lambda x, y: fmtsim.mm(x, y, **options))(a, b), fmtsim.mm(a, b, **options))
+    assert_same_bits(compiled(lambda x, y: fmtsim.mm(x, y, **options))(a, b), fmtsim.mm(a, b, **options))
 
 
 def test_compiled_targets_and_gradients(notebook):
@@ -316,13 +320,13 @@ def test_compiled_targets_and_gradients(notebook):
         y.float().square().sum().backward()
         results.append([y.detach(), *(t.grad for t in given)])
     for eager, traced in zip(*results, strict=True):
-        same(traced, eager)
+        assert_same_bits(traced, eager)
 
 
 @pytest.mark.slow
 def test_inductor():
     a, b = pair()
-    same(
+    assert_same_bits(
         compiled(lambda x, y: fmtsim.mm(x, y, unit=WGMMA) * 2, backend="inductor")(a, b),
         fmtsim.mm(a, b, unit=WGMMA) * 2,
     )
@@ -336,7 +340,7 @@ def test_compiled_shapes(notebook):
         traced = compiled(lambda x, y, options=options: fmtsim.mm(x, y, **options), backend=count, dynamic=True)
         for m, k in ((3, 16), (5, 32), (7, 48)):
             a, b = pair(m, 6, k)
-            same(traced(a, b), fmtsim.mm(a, b, **options))
+            assert_same_bits(traced(a, b), fmtsim.mm(a, b, **options))
         assert count.frame_count == programs
 
 
@@ -375,7 +379,7 @@ def test_calls_say_what_a_library_sees(notebook):
 def test_a_plan_takes_the_place_of_the_targets(notebook):
     a, b = pair(k=64)
     plan = GemmPlan(k_tile=16, split=2)
-    same(fmtsim.mm(a, b, target="h200", plan=plan), fmtsim.mm(a, b, unit=WGMMA, plan=plan))
+    assert_same_bits(fmtsim.mm(a, b, target="h200", plan=plan), fmtsim.mm(a, b, unit=WGMMA, plan=plan))
 
 
 def test_the_comparison_notices_a_planted_error():
@@ -383,7 +387,7 @@ def test_the_comparison_notices_a_planted_error():
     right = fmtsim.mm(a, b, unit=WGMMA, out_dtype=torch.float32)
     for wrong in (fmtsim.mm(a, b, unit="ampere.mma", out_dtype=torch.float32), a.float() @ b.float()):
         with pytest.raises(AssertionError, match="differ"):
-            same(wrong, right)
+            assert_same_bits(wrong, right)
     planted = tensor([[float("nan")]], torch.float32, (1, 1))
     with pytest.raises(AssertionError, match="differ"):
-        same(planted, torch.tensor([[torch.nan]]))
+        assert_same_bits(planted, torch.tensor([[torch.nan]]))

@@ -6,7 +6,7 @@ import torch
 
 import fmtsim
 from fmtsim import ArgumentError, Datapath, DtypeError, FormatError, GemmPlan
-from tests.gemm.machines import install
+from tests.support.targets import install
 
 WGMMA = "hopper.wgmma"
 STOCHASTIC = Datapath(accumulator="bf16", rounding="stochastic")

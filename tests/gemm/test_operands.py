@@ -13,6 +13,7 @@ from fmtsim.quantize import decode
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
+from tests.support.bits import assert_same_bits
 
 BYTES = torch.arange(256, dtype=torch.uint8)
 E2M1, TF32, E3M4 = get_format("e2m1"), get_format("tf32"), get_format("e3m4")
@@ -24,11 +25,6 @@ def fp4_values(packed):
     return decode(codes, "e2m1", out_dtype=torch.float32)
 
 
-def same(x, y):
-    assert x.dtype == y.dtype and x.shape == y.shape
-    assert torch.equal(x.view(torch.int32), y.view(torch.int32))  # -0 is not +0
-
-
 @pytest.mark.parametrize("piece", [1, 7, 1 << 18])
 @pytest.mark.parametrize("shape", [(1, 256), (256, 1), (2, 8, 16)])
 def test_every_byte_of_fp4_keeps_its_two_numbers(shape, piece, monkeypatch):
@@ -36,13 +32,13 @@ def test_every_byte_of_fp4_keeps_its_two_numbers(shape, piece, monkeypatch):
     packed = BYTES.reshape(shape)
     found = read_operand(packed.view(torch.float4_e2m1fn_x2), E2M1)
     assert found.dtype == torch.float8_e4m3fn
-    same(found.float(), fp4_values(packed))
+    assert_same_bits(found.float(), fp4_values(packed))
 
 
 def test_fp4_with_strides_and_without_elements():
     packed = BYTES.reshape(16, 16)
     found = read_operand(packed[::3, 2:9].view(torch.float4_e2m1fn_x2), E2M1)
-    same(found.float(), fp4_values(packed[::3, 2:9]))
+    assert_same_bits(found.float(), fp4_values(packed[::3, 2:9]))
     assert read_operand(packed[:0].view(torch.float4_e2m1fn_x2), E2M1).shape == (0, 32)
     assert read_operand(packed[:, :0].view(torch.float4_e2m1fn_x2), E2M1).shape == (16, 0)
 
@@ -107,4 +103,4 @@ def test_a_compiled_product_of_fp4_has_the_bits_of_a_plain_one():
         return mm(a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2).t(), unit="blackwell.tcgen05")
 
     torch._dynamo.reset()
-    same(torch.compile(multiply, backend="eager", fullgraph=True)(a, b), multiply(a, b))
+    assert_same_bits(torch.compile(multiply, backend="eager", fullgraph=True)(a, b), multiply(a, b))

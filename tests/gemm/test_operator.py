@@ -11,7 +11,9 @@ from fmtsim.gemm.products import operator
 from fmtsim.gemm.products.operator import gemm_engine, run_gemm
 from fmtsim.spec.datapath import TwoStageDatapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec
-from tests.gemm.products import finished, normal, same, sums, wide
+from tests.support.bits import assert_same_bits
+from tests.support.gemm_oracle import finished, sums
+from tests.support.operands import normal, wide
 
 WIDE = Datapath(block=None, fraction_bits=None, rounding="nearest_even", accumulator="fp64")
 STOCHASTIC = Datapath(accumulator="bf16", rounding="stochastic")
@@ -72,32 +74,32 @@ def test_sums_have_the_bits_of_the_oracle(datapath, plan):
     a, b = operands()
     a[0, 3], b[1, 3], a[2, 2] = torch.inf, torch.nan, torch.inf
     definition = spec(datapath, plan)
-    same(run_gemm(a, b, definition), sums(a, b, definition, sum_dtype(datapath)))
+    assert_same_bits(run_gemm(a, b, definition), sums(a, b, definition, sum_dtype(datapath)))
 
 
 def test_addends_scales_and_integers_reach_the_engine():
     a, b = operands()
     c = normal(5, 6)
-    same(run_gemm(a, b, spec(), c=c), sums(a, b, spec(), c=c))
+    assert_same_bits(run_gemm(a, b, spec(), c=c), sums(a, b, spec(), c=c))
     scale_a, scale_b = torch.exp2(normal(5, 2).round()), torch.exp2(normal(6, 2).round())
     got = run_gemm(a, b, spec(SCALED), scale_a=scale_a, scale_b=scale_b)
-    same(got, sums(a, b, spec(SCALED), scale_a=scale_a, scale_b=scale_b))
+    assert_same_bits(got, sums(a, b, spec(SCALED), scale_a=scale_a, scale_b=scale_b))
     promoted = spec(plan=GemmPlan(promote_every=32, scaled_promotion=True))
     got = run_gemm(a, b, promoted, scale_a=scale_a * 0.7, scale_b=scale_b)
-    same(got, sums(a, b, promoted, scale_a=scale_a * 0.7, scale_b=scale_b))
+    assert_same_bits(got, sums(a, b, promoted, scale_a=scale_a * 0.7, scale_b=scale_b))
     integers = spec(IntegerDatapath(), a="int8", b="int8")
     x, y = (
         torch.randint(-128, 128, (4, 33), generator=torch.Generator().manual_seed(i)).to(torch.int8) for i in (1, 2)
     )
-    same(run_gemm(x, y, integers), sums(x, y, integers, torch.int32))
+    assert_same_bits(run_gemm(x, y, integers), sums(x, y, integers, torch.int32))
 
 
 def test_random_words():
     a, b = operands()
     got = run_gemm(a, b, spec(STOCHASTIC), random=RandomKey(3, 4))
-    same(got, sums(a, b, spec(STOCHASTIC), random=RandomKey(3, 4)))
-    same(got, run_gemm(a, b, spec(STOCHASTIC), random=KEY))
-    same(run_gemm(a, b, spec(STOCHASTIC), random=RandomKey((1 << 64) - 1, 1 << 63)),
+    assert_same_bits(got, sums(a, b, spec(STOCHASTIC), random=RandomKey(3, 4)))
+    assert_same_bits(got, run_gemm(a, b, spec(STOCHASTIC), random=KEY))
+    assert_same_bits(run_gemm(a, b, spec(STOCHASTIC), random=RandomKey((1 << 64) - 1, 1 << 63)),
          run_gemm(a, b, spec(STOCHASTIC), random=torch.tensor([-1, -(1 << 63)])))  # fmt: skip
 
 
@@ -108,8 +110,8 @@ def test_batches_are_products_of_their_own():
     together = run_gemm(a, b, spec(), c=c)
     drawn = run_gemm(a, b, spec(STOCHASTIC), random=keys)
     for i in range(3):
-        same(together[i], run_gemm(a[i], b[i], spec(), c=c[i]))
-        same(drawn[i], run_gemm(a[i], b[i], spec(STOCHASTIC), random=keys[i]))
+        assert_same_bits(together[i], run_gemm(a[i], b[i], spec(), c=c[i]))
+        assert_same_bits(drawn[i], run_gemm(a[i], b[i], spec(STOCHASTIC), random=keys[i]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e5m2], ids=str)
@@ -119,9 +121,9 @@ def test_groups_of_rows_change_nothing(monkeypatch, dtype):
     rows, columns, c = torch.rand(130, 1), torch.rand(1, 6), normal(130, 6)
     arguments = (a, b, spec().to_json(), dtype, c, None, None, rows, columns, normal(6).bfloat16())
     whole = torch.ops.fmtsim.gemm(*arguments)
-    same(whole, finished(run_gemm(a, b, spec(), c=c), dtype, "scale", rows, columns, arguments[-1]))
+    assert_same_bits(whole, finished(run_gemm(a, b, spec(), c=c), dtype, "scale", rows, columns, arguments[-1]))
     monkeypatch.setattr(operator, "_SUMS", 1)
-    same(torch.ops.fmtsim.gemm(*arguments), whole)
+    assert_same_bits(torch.ops.fmtsim.gemm(*arguments), whole)
 
 
 def test_engine_is_numba_where_it_says_so(monkeypatch):

@@ -16,7 +16,7 @@ from fmtsim.rounding.philox import random_integer
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
-from tests.engines.compare import identical
+from tests.support.bits import assert_identical
 
 INF, NAN = math.inf, math.nan
 BF16, FP16, FP32, FP64 = (get_format(name) for name in ("bf16", "fp16", "fp32", "fp64"))
@@ -37,33 +37,29 @@ def dot(row, unit=ONE, plan=PLAIN, c=None, fmt=FP32, **scales):
     return gemm_oracle([row], ones, spec, c=None if c is None else [[c]], **scales)[0][0]
 
 
-def same(got, expected):
-    assert identical(got, expected), (got, expected)
-
-
 # Rules 1 to 3: a chain.
 
 
 def test_blocks_follow_each_other_through_the_accumulator():
-    same(dot([1.0, TINY, TINY]), 1.0)  # 1 + TINY is a tie to 1, twice
-    same(dot([TINY, TINY, 1.0]), NEXT)
-    same(dot([1.0, TINY, TINY], replace(ONE, block=3)), NEXT)
-    same(dot([1.0, TINY, TINY, TINY], TWO), NEXT)  # (1 + TINY) -> 1, then 1 + 2 TINY
+    assert_identical(dot([1.0, TINY, TINY]), 1.0)  # 1 + TINY is a tie to 1, twice
+    assert_identical(dot([TINY, TINY, 1.0]), NEXT)
+    assert_identical(dot([1.0, TINY, TINY], replace(ONE, block=3)), NEXT)
+    assert_identical(dot([1.0, TINY, TINY, TINY], TWO), NEXT)  # (1 + TINY) -> 1, then 1 + 2 TINY
 
 
 def test_a_chain_starts_at_c():
-    same(dot([TINY, TINY], c=1.0), 1.0)
-    same(dot([TINY, TINY], TWO, c=1.0), NEXT)  # c joins the block
-    same(dot([1.0], c=NAN), NAN)
+    assert_identical(dot([TINY, TINY], c=1.0), 1.0)
+    assert_identical(dot([TINY, TINY], TWO, c=1.0), NEXT)  # c joins the block
+    assert_identical(dot([1.0], c=NAN), NAN)
     # Of three parts only the first starts at c: (1 + TINY) + (0 + TINY) + (0 + 2).
-    same(dot([TINY, TINY, 2.0], plan=GemmPlan(k_tile=1, split=3), c=1.0), 3.0)
-    same(dot([-1.0, TINY, TINY], plan=GemmPlan(k_tile=1, split=2), c=1.0), 2 * TINY)
+    assert_identical(dot([TINY, TINY, 2.0], plan=GemmPlan(k_tile=1, split=3), c=1.0), 3.0)
+    assert_identical(dot([-1.0, TINY, TINY], plan=GemmPlan(k_tile=1, split=2), c=1.0), 2 * TINY)
 
 
 def test_without_products():
     for unit in (ONE, TwoStageDatapath(block=4), PairwiseDatapath(block=4)):
-        same(dot([], unit), 0.0)
-        same(dot([], unit, c=-3.0), -3.0)
+        assert_identical(dot([], unit), 0.0)
+        assert_identical(dot([], unit, c=-3.0), -3.0)
     assert dot([], IntegerDatapath(), fmt=INT8) == 0
     assert gemm_oracle([], [], GemmSpec(datapath=ONE, plan=PLAIN, a=FP32, b=FP32)) == []
 
@@ -77,23 +73,23 @@ def test_rows_and_columns():
 
 def test_each_unit_has_its_rule():
     row = [1.0, TINY, TINY]
-    same(dot(row, TwoStageDatapath(block=4)), NEXT)  # the exact sum of a block, rounded once
-    same(dot(row, TwoStageDatapath(block=2)), 1.0)
-    same(dot(row, PairwiseDatapath(block=4)), 1.0)  # (1 + TINY) + (TINY + 0): two ties
-    same(dot([TINY, 0.0, TINY, 1.0], PairwiseDatapath(block=2)), 1.0)  # (TINY + 0), then TINY + (TINY + 1)
+    assert_identical(dot(row, TwoStageDatapath(block=4)), NEXT)  # the exact sum of a block, rounded once
+    assert_identical(dot(row, TwoStageDatapath(block=2)), 1.0)
+    assert_identical(dot(row, PairwiseDatapath(block=4)), 1.0)  # (1 + TINY) + (TINY + 0): two ties
+    assert_identical(dot([TINY, 0.0, TINY, 1.0], PairwiseDatapath(block=2)), 1.0)  # (TINY + 0), then TINY + (TINY + 1)
     assert dot([2, -3, 5], IntegerDatapath(), fmt=INT8, c=10) == 14
 
 
 def test_scales_inside_the_unit():
     unit = replace(TWO, scale=UE4M3, scale_block=2)
     # (1 + 1) 2 x 4 + (1 + 1) 8 x 0.5 + 1 x 1 x 2.
-    same(dot([1.0] * 5, unit, fmt=E4M3, scale_a=[2.0, 8.0, 1.0], scale_b=[4.0, 0.5, 2.0]), 26.0)
-    same(dot([1.0] * 5, unit, fmt=E4M3, scale_a=[2.0, 8.0, 1.0]), 21.0)
-    same(dot([1.0] * 5, unit, fmt=E4M3), 5.0)
-    same(dot([0.0] * 5, unit, fmt=E4M3, scale_a=[2.0, NAN, 1.0]), NAN)
+    assert_identical(dot([1.0] * 5, unit, fmt=E4M3, scale_a=[2.0, 8.0, 1.0], scale_b=[4.0, 0.5, 2.0]), 26.0)
+    assert_identical(dot([1.0] * 5, unit, fmt=E4M3, scale_a=[2.0, 8.0, 1.0]), 21.0)
+    assert_identical(dot([1.0] * 5, unit, fmt=E4M3), 5.0)
+    assert_identical(dot([0.0] * 5, unit, fmt=E4M3, scale_a=[2.0, NAN, 1.0]), NAN)
     # The scale belongs to k, wherever tiles put it: the residue k = 0 comes first and shares the scale of k = 1.
     plan = GemmPlan(k_tile=2, residue_first=True)
-    same(dot([1.0] * 5, unit, plan, fmt=E4M3, scale_a=[2.0, 8.0, 1.0]), 21.0)
+    assert_identical(dot([1.0] * 5, unit, plan, fmt=E4M3, scale_a=[2.0, 8.0, 1.0]), 21.0)
 
 
 # Rule 4: promotion.
@@ -101,58 +97,60 @@ def test_scales_inside_the_unit():
 
 def test_promotion():
     row = [1.0, TINY, TINY, TINY, TINY]
-    same(dot(row, plan=GemmPlan(promote_every=1)), 1.0)
+    assert_identical(dot(row, plan=GemmPlan(promote_every=1)), 1.0)
     # (1 + TINY) + (TINY + TINY) + TINY: 1, NEXT, then a tie between NEXT and 1 + 2^-22, which is even.
-    same(dot(row, plan=GemmPlan(promote_every=2)), 1 + 2.0**-22)
-    same(dot(row, plan=GemmPlan(promote_every=3)), NEXT)  # (1 + TINY + TINY) = 1, then 1 + (TINY + TINY)
+    assert_identical(dot(row, plan=GemmPlan(promote_every=2)), 1 + 2.0**-22)
+    assert_identical(dot(row, plan=GemmPlan(promote_every=3)), NEXT)  # (1 + TINY + TINY) = 1, then 1 + (TINY + TINY)
     # c is the outer sum: 1 + (TINY + TINY); without promotion it starts the chain.
-    same(dot([TINY, TINY], plan=GemmPlan(promote_every=2), c=1.0), NEXT)
-    same(dot([TINY, TINY], replace(ONE, promote_every=2), c=1.0), NEXT)
-    same(dot([TINY, TINY], c=1.0), 1.0)
+    assert_identical(dot([TINY, TINY], plan=GemmPlan(promote_every=2), c=1.0), NEXT)
+    assert_identical(dot([TINY, TINY], replace(ONE, promote_every=2), c=1.0), NEXT)
+    assert_identical(dot([TINY, TINY], c=1.0), 1.0)
 
 
 def test_the_format_of_the_outer_sum():
     # Chains of 1 and 2^-11: in binary16 a tie to 1, in float32 exact.
     half = replace(ONE, accumulator=FP16)
-    same(dot([1.0, 2.0**-11], replace(half, promote_every=1)), 1.0)
-    same(dot([1.0, 2.0**-11], replace(half, promote_every=1, promotion=FP32)), 1 + 2.0**-11)
-    same(dot([1.0, 2.0**-11], half, GemmPlan(promote_every=1)), 1 + 2.0**-11)
+    assert_identical(dot([1.0, 2.0**-11], replace(half, promote_every=1)), 1.0)
+    assert_identical(dot([1.0, 2.0**-11], replace(half, promote_every=1, promotion=FP32)), 1 + 2.0**-11)
+    assert_identical(dot([1.0, 2.0**-11], half, GemmPlan(promote_every=1)), 1 + 2.0**-11)
     # The outer sum rounds to nearest even also where the unit truncates.
-    same(dot([1.0, 3 * TINY], replace(ONE, rounding="toward_zero", promote_every=1)), 1 + 2.0**-22)
+    assert_identical(dot([1.0, 3 * TINY], replace(ONE, rounding="toward_zero", promote_every=1)), 1 + 2.0**-22)
     # Other units promote to float32.
-    same(dot([1.0, TINY, TINY], TwoStageDatapath(block=4), GemmPlan(promote_every=2)), 1.0)
+    assert_identical(dot([1.0, TINY, TINY], TwoStageDatapath(block=4), GemmPlan(promote_every=2)), 1.0)
     assert dot([3, 4, 5], IntegerDatapath(), GemmPlan(promote_every=2), fmt=INT8) == 12
 
 
 def test_scaled_promotion_is_one_multiply_add():
     plan = GemmPlan(promote_every=1, scaled_promotion=True)
     # 1.5 x RN(2 x 3) + 1.
-    same(dot([1.5], ONE, plan, c=1.0, scale_a=[2.0], scale_b=[3.0]), 10.0)
+    assert_identical(dot([1.5], ONE, plan, c=1.0, scale_a=[2.0], scale_b=[3.0]), 10.0)
     # s = RN(NEXT x NEXT) = 1 + 2^-22 (2^-46 is lost). NEXT s - (1 + 3 x 2^-23) = 2^-45: nothing rounds before the sum.
     row = [-(1 + 3 * 2.0**-23), NEXT]
-    same(dot(row, ONE, plan, scale_a=[1.0, NEXT], scale_b=[1.0, NEXT]), 2.0**-45)
+    assert_identical(dot(row, ONE, plan, scale_a=[1.0, NEXT], scale_b=[1.0, NEXT]), 2.0**-45)
     # Chains of 2 of 5 products and their three scales.
     two = GemmPlan(promote_every=2, scaled_promotion=True)
-    same(dot([1.0] * 5, ONE, two, scale_a=[1.0, 2.0, 4.0], scale_b=[1.0, 1.0, 0.5]), 8.0)
-    same(dot([1.0] * 5, ONE, two, scale_a=[1.0, INF, 4.0], scale_b=[1.0, 0.0, 0.5]), NAN)
+    assert_identical(dot([1.0] * 5, ONE, two, scale_a=[1.0, 2.0, 4.0], scale_b=[1.0, 1.0, 0.5]), 8.0)
+    assert_identical(dot([1.0] * 5, ONE, two, scale_a=[1.0, INF, 4.0], scale_b=[1.0, 0.0, 0.5]), NAN)
 
 
 def test_successive_scales_round_once_more():
     plan = GemmPlan(promote_every=1, scaled_promotion=True, successive_scales=True)
-    same(dot([1.5], ONE, plan, c=1.0, scale_a=[2.0], scale_b=[3.0]), 10.0)
+    assert_identical(dot([1.5], ONE, plan, c=1.0, scale_a=[2.0], scale_b=[3.0]), 10.0)
     # RN(NEXT x NEXT) = 1 + 2^-22, and that times NEXT less 1 + 3 x 2^-23 is 2^-45: only the first product is rounded.
     row = [-(1 + 3 * 2.0**-23), NEXT]
-    same(dot(row, ONE, plan, scale_a=[1.0, NEXT], scale_b=[1.0, NEXT]), 2.0**-45)
+    assert_identical(dot(row, ONE, plan, scale_a=[1.0, NEXT], scale_b=[1.0, NEXT]), 2.0**-45)
     # 2^-80 2^-80 2^100: the product of both scales keeps it, that with a's alone is zero; and Inf the other way round.
     once = replace(plan, successive_scales=False)
     tiny, large = {"scale_a": [2.0**-80], "scale_b": [2.0**100]}, {"scale_a": [2.0**80], "scale_b": [2.0**-100]}
     for order, expected in ((plan, 0.0), (once, 2.0**-60)):
-        same(dot([2.0**-80], ONE, order, **tiny), expected)
+        assert_identical(dot([2.0**-80], ONE, order, **tiny), expected)
     for order, expected in ((plan, INF), (once, 2.0**60)):
-        same(dot([2.0**80], ONE, order, **large), expected)
+        assert_identical(dot([2.0**80], ONE, order, **large), expected)
     # A sum wider than float32 is rounded also where it has no scales.
     for order, expected in ((plan, 1.0), (once, NEXT)):
-        same(dot([TINY, 0.0, 1.0, TINY], replace(ONE, accumulator=FP64), replace(order, promote_every=2)), expected)
+        assert_identical(
+            dot([TINY, 0.0, 1.0, TINY], replace(ONE, accumulator=FP64), replace(order, promote_every=2)), expected
+        )
 
 
 # Rule 5: reduction.
@@ -180,62 +178,64 @@ def test_successive_scales_round_once_more():
 )
 def test_reduction(parts, serial, pairwise):
     plan = GemmPlan(k_tile=1, split=len(parts))
-    same(dot(parts, plan=plan), serial)
-    same(dot(parts, plan=replace(plan, reduce="pairwise")), pairwise)
+    assert_identical(dot(parts, plan=plan), serial)
+    assert_identical(dot(parts, plan=replace(plan, reduce="pairwise")), pairwise)
 
 
 def test_partial_sums_may_be_rounded():
     # 1 + 2^-8 is a tie of bfloat16 that goes to 1; the sum is float32: 1 + 2^-8 + 2^-8 with p0 = 1, p1 = p2 = 2^-8.
     plan = GemmPlan(k_tile=2, split=2, partial=BF16)
-    same(dot([1.0, 2.0**-8, 2.0**-8, 0.0], plan=plan), 1 + 2.0**-8)
-    same(dot([1.0, 2.0**-8, 2.0**-8, 0.0], plan=replace(plan, round_trip=True)), 1.0)
-    same(dot([1.0, 2.0**-8, 2.0**-8, 0.0], plan=replace(plan, partial=None)), 1 + 2.0**-7)
+    assert_identical(dot([1.0, 2.0**-8, 2.0**-8, 0.0], plan=plan), 1 + 2.0**-8)
+    assert_identical(dot([1.0, 2.0**-8, 2.0**-8, 0.0], plan=replace(plan, round_trip=True)), 1.0)
+    assert_identical(dot([1.0, 2.0**-8, 2.0**-8, 0.0], plan=replace(plan, partial=None)), 1 + 2.0**-7)
     # The largest float32 is Inf as bfloat16.
-    same(dot([FP32.max, 0.0, 1.0], plan=plan), INF)
-    same(dot([1.0, 2.0**-8], plan=GemmPlan(k_tile=2, partial=BF16)), 1.0)  # one part is rounded as well
+    assert_identical(dot([FP32.max, 0.0, 1.0], plan=plan), INF)
+    assert_identical(dot([1.0, 2.0**-8], plan=GemmPlan(k_tile=2, partial=BF16)), 1.0)  # one part is rounded as well
     pairs = GemmPlan(k_tile=1, split=3, partial=BF16, round_trip=True, reduce="pairwise")
-    same(dot([2.0**-8, 2.0**-8, 1.0], plan=pairs), 1.0)  # 1 + 2^-8 -> 1, twice
+    assert_identical(dot([2.0**-8, 2.0**-8, 1.0], plan=pairs), 1.0)  # 1 + 2^-8 -> 1, twice
 
 
 def test_parts_may_be_added_to_the_output_in_place():
     # Parts 1 and 2^-8 + 2^-9: neither is rounded to bfloat16 before they meet; 1 + 1.5 x 2^-8 is next to 1 + 2^-7.
     plan = GemmPlan(k_tile=1, split=2, partial=BF16, reduce="in_place")
-    same(dot([1.0, 1.5 * 2.0**-8], plan=plan), 1 + 2.0**-7)
+    assert_identical(dot([1.0, 1.5 * 2.0**-8], plan=plan), 1 + 2.0**-7)
     # The output is rounded after every part: 1 + 2^-8 is a tie that goes to 1, twice; serially 1 + 2^-7.
     thrice = replace(plan, split=3)
-    same(dot([1.0, 2.0**-8, 2.0**-8], plan=thrice), 1.0)
-    same(dot([1.0, 2.0**-8, 2.0**-8], plan=replace(thrice, reduce="serial")), 1 + 2.0**-7)
+    assert_identical(dot([1.0, 2.0**-8, 2.0**-8], plan=thrice), 1.0)
+    assert_identical(dot([1.0, 2.0**-8, 2.0**-8], plan=replace(thrice, reduce="serial")), 1 + 2.0**-7)
     # A part is not rounded: 2^-8 (1 + 2^-10) is more than half a place of 1, but not as a bfloat16.
     part = 2.0**-8 * (1 + 2.0**-10)
-    same(dot([1.0, part], plan=plan), 1 + 2.0**-7)
-    same(dot([1.0, part], plan=replace(plan, reduce="serial", round_trip=True)), 1.0)
+    assert_identical(dot([1.0, part], plan=plan), 1 + 2.0**-7)
+    assert_identical(dot([1.0, part], plan=replace(plan, reduce="serial", round_trip=True)), 1.0)
     # Two roundings: 1 + 2^-8 + 2^-25 is 1 + 2^-8 in float32, and that goes to 1.
-    same(dot([1.0, 2.0**-8 + 2.0**-25], plan=plan, fmt=FP32), 1.0)
+    assert_identical(dot([1.0, 2.0**-8 + 2.0**-25], plan=plan, fmt=FP32), 1.0)
     # The first part is rounded, too, and float32 outputs are like a serial sum.
-    same(dot([1 + 2.0**-8, 2.0**-8], plan=plan, fmt=FP32), 1.0)
-    same(dot([1 + 2.0**-8, 2.0**-8], plan=replace(plan, partial=None), fmt=FP32), 1 + 2.0**-7)
-    same(dot([FP32.max, 0.0], plan=plan, fmt=FP32), INF)
+    assert_identical(dot([1 + 2.0**-8, 2.0**-8], plan=plan, fmt=FP32), 1.0)
+    assert_identical(dot([1 + 2.0**-8, 2.0**-8], plan=replace(plan, partial=None), fmt=FP32), 1 + 2.0**-7)
+    assert_identical(dot([FP32.max, 0.0], plan=plan, fmt=FP32), INF)
 
 
 def test_an_output_in_place_begins_with_its_addend():
     plan = GemmPlan(k_tile=1, split=2, partial=BF16, reduce="in_place")
-    same(dot([2.0**-8, 2.0**-8], plan=plan, c=1.0), 1.0)  # added to c one after the other
-    same(dot([2.0**-8, 2.0**-8], plan=replace(plan, partial=None), c=1.0), 1 + 2.0**-7)
-    same(dot([2.0**-9, 2.0**-9], plan=replace(plan, split=1, k_tile=2), c=1 + 2.0**-7), 1 + 2.0**-6)  # a tie
+    assert_identical(dot([2.0**-8, 2.0**-8], plan=plan, c=1.0), 1.0)  # added to c one after the other
+    assert_identical(dot([2.0**-8, 2.0**-8], plan=replace(plan, partial=None), c=1.0), 1 + 2.0**-7)
+    assert_identical(
+        dot([2.0**-9, 2.0**-9], plan=replace(plan, split=1, k_tile=2), c=1 + 2.0**-7), 1 + 2.0**-6
+    )  # a tie
     # A chain that began at c would lose TINY; the output keeps what the part sums up first.
     once = GemmPlan(reduce="in_place")
-    same(dot([TINY, TINY], plan=once, c=1.0), NEXT)
-    same(dot([TINY, TINY], c=1.0), 1.0)
-    same(dot([TINY, TINY], plan=GemmPlan(promote_every=1, reduce="in_place"), c=1.0), NEXT)
-    same(dot([-0.0], plan=once, c=-0.0), 0.0)  # the unit's zeros are +0
-    same(dot([], plan=once, c=-3.0), -3.0)
+    assert_identical(dot([TINY, TINY], plan=once, c=1.0), NEXT)
+    assert_identical(dot([TINY, TINY], c=1.0), 1.0)
+    assert_identical(dot([TINY, TINY], plan=GemmPlan(promote_every=1, reduce="in_place"), c=1.0), NEXT)
+    assert_identical(dot([-0.0], plan=once, c=-0.0), 0.0)  # the unit's zeros are +0
+    assert_identical(dot([], plan=once, c=-3.0), -3.0)
 
 
 def test_parts_of_a_wide_accumulator_are_added_widely():
     row = [1.0, 2.0**-40]
     plan = GemmPlan(k_tile=1, split=2)
-    same(dot(row, plan=plan), 1.0)
-    same(dot(row, replace(ONE, accumulator=FP64), plan, fmt=FP64), 1 + 2.0**-40)
+    assert_identical(dot(row, plan=plan), 1.0)
+    assert_identical(dot(row, replace(ONE, accumulator=FP64), plan, fmt=FP64), 1 + 2.0**-40)
 
 
 def test_integer_sums():
@@ -267,7 +267,7 @@ def test_each_block_and_output_draws_its_own_word(plan):
         for m in range(rows):
             for n in range(columns):
                 word = random_integer(how, key, (t * rows + m) * columns + n)
-                same(got[m][n], NEXT if word >= 2**31 else 1.0)
+                assert_identical(got[m][n], NEXT if word >= 2**31 else 1.0)
                 seen.add(got[m][n])
     assert seen == {1.0, NEXT}
 
@@ -279,65 +279,67 @@ def test_the_three_rules_of_scales():
     # RN(NEXT x NEXT) = 1 + 2^-22; 3 (1 + 2^-22) = 3 + 3 x 2^-22 exactly on a grid of 2^-22.
     # 3 NEXT = 3 + 3 x 2^-23 is a tie between 3 + 2^-22 and 3 + 2 x 2^-22 (even); times NEXT: 3 + 3.5 x 2^-22 + ...
     # = nearest 3 + 4 x 2^-22 as 2^-45 tips the tie.
-    same(epilogue_oracle(3.0, FP32, rule="scale", scales=(NEXT, NEXT)), 3 + 3 * 2.0**-22)
-    same(epilogue_oracle(3.0, FP32, rule="row_column", scales=(NEXT, NEXT)), 3 + 4 * 2.0**-22)
+    assert_identical(epilogue_oracle(3.0, FP32, rule="scale", scales=(NEXT, NEXT)), 3 + 3 * 2.0**-22)
+    assert_identical(epilogue_oracle(3.0, FP32, rule="row_column", scales=(NEXT, NEXT)), 3 + 4 * 2.0**-22)
     # 2^100 x 2^100 overflows, unless 2^-120 comes between.
     wide = (2.0**100, 2.0**-120)
-    same(epilogue_oracle(2.0**100, FP32, rule="row_column", scales=wide), INF)
-    same(epilogue_oracle(2.0**100, FP32, rule="column_row", scales=wide), 2.0**80)
-    same(epilogue_oracle(2.0**100, FP32, rule="scale", scales=wide), 2.0**80)
+    assert_identical(epilogue_oracle(2.0**100, FP32, rule="row_column", scales=wide), INF)
+    assert_identical(epilogue_oracle(2.0**100, FP32, rule="column_row", scales=wide), 2.0**80)
+    assert_identical(epilogue_oracle(2.0**100, FP32, rule="scale", scales=wide), 2.0**80)
 
 
 def test_zero_products_are_positive():
     for rule in ("scale", "row_column", "column_row"):
-        same(epilogue_oracle(0.0, FP32, rule=rule, scales=(-1.0, 1.0)), 0.0)
-        same(epilogue_oracle(-(2.0**-149), FP32, rule=rule, scales=(0.25, 1.0)), 0.0)
-        same(epilogue_oracle(0.0, FP32, rule=rule, scales=(INF, 1.0)), NAN)
-    same(epilogue_oracle(-0.0, FP32), -0.0)  # no scales, no product
-    same(epilogue_oracle(-0.0, FP32, bias=0.0), 0.0)
+        assert_identical(epilogue_oracle(0.0, FP32, rule=rule, scales=(-1.0, 1.0)), 0.0)
+        assert_identical(epilogue_oracle(-(2.0**-149), FP32, rule=rule, scales=(0.25, 1.0)), 0.0)
+        assert_identical(epilogue_oracle(0.0, FP32, rule=rule, scales=(INF, 1.0)), NAN)
+    assert_identical(epilogue_oracle(-0.0, FP32), -0.0)  # no scales, no product
+    assert_identical(epilogue_oracle(-0.0, FP32, bias=0.0), 0.0)
 
 
 def test_bias_and_output():
     # 1 + 2^-8 in bfloat16 is a tie to 1; with a bias of 2^-24 the float32 sum is 1 + 2^-8 again: two roundings.
-    same(epilogue_oracle(1 + 2.0**-8, BF16), 1.0)
-    same(epilogue_oracle(1 + 2.0**-8, BF16, bias=2.0**-25), 1.0)
-    same(epilogue_oracle(1 + 2.0**-8, BF16, bias=2.0**-23), 1 + 2.0**-7)
+    assert_identical(epilogue_oracle(1 + 2.0**-8, BF16), 1.0)
+    assert_identical(epilogue_oracle(1 + 2.0**-8, BF16, bias=2.0**-25), 1.0)
+    assert_identical(epilogue_oracle(1 + 2.0**-8, BF16, bias=2.0**-23), 1 + 2.0**-7)
     # The product is rounded before the bias is added: 3 NEXT -> 3 + 2^-21, less 3.
-    same(epilogue_oracle(3.0, FP32, scales=(NEXT, 1.0), bias=-3.0), 2.0**-21)
-    same(epilogue_oracle(NAN, FP16, scales=(1.0, 1.0), bias=1.0), NAN)
-    same(epilogue_oracle(70000.0, FP16), INF)
-    same(epilogue_oracle(-INF, BF16), -INF)
-    same(epilogue_oracle(FP32.max, BF16), INF)
-    same(epilogue_oracle(-(2.0**-140), BF16), -0.0)
+    assert_identical(epilogue_oracle(3.0, FP32, scales=(NEXT, 1.0), bias=-3.0), 2.0**-21)
+    assert_identical(epilogue_oracle(NAN, FP16, scales=(1.0, 1.0), bias=1.0), NAN)
+    assert_identical(epilogue_oracle(70000.0, FP16), INF)
+    assert_identical(epilogue_oracle(-INF, BF16), -INF)
+    assert_identical(epilogue_oracle(FP32.max, BF16), INF)
+    assert_identical(epilogue_oracle(-(2.0**-140), BF16), -0.0)
 
 
 def test_narrow_outputs_saturate():
-    same(epilogue_oracle(1000.0, E4M3), 448.0)
-    same(epilogue_oracle(-INF, E4M3), -448.0)
-    same(epilogue_oracle(INF, E5M2), 57344.0)
-    same(epilogue_oracle(NAN, E4M3), NAN)
-    same(epilogue_oracle(1000.0, E4M3, result_scale=0.25), 256.0)  # 250 -> 256, spacing 16 below 256
-    same(epilogue_oracle(1.0, E4M3, scales=(3.0, 1.0), bias=1.0, result_scale=0.5), 2.0)
-    same(epilogue_oracle(1.0, BF16, result_scale=0.5), 1.0)  # only FP8 has a result scale
+    assert_identical(epilogue_oracle(1000.0, E4M3), 448.0)
+    assert_identical(epilogue_oracle(-INF, E4M3), -448.0)
+    assert_identical(epilogue_oracle(INF, E5M2), 57344.0)
+    assert_identical(epilogue_oracle(NAN, E4M3), NAN)
+    assert_identical(epilogue_oracle(1000.0, E4M3, result_scale=0.25), 256.0)  # 250 -> 256, spacing 16 below 256
+    assert_identical(epilogue_oracle(1.0, E4M3, scales=(3.0, 1.0), bias=1.0, result_scale=0.5), 2.0)
+    assert_identical(epilogue_oracle(1.0, BF16, result_scale=0.5), 1.0)  # only FP8 has a result scale
 
 
 def test_a_bias_after_rounding():
     # 1 + 2^-8 is a tie that goes to 1; with 2^-7 + 2^-8 that is a tie again, which goes to 1 + 2^-6.
     x, bias = 1 + 2.0**-8, 2.0**-7
-    same(epilogue_oracle(x, BF16, bias=bias), 1 + 2.0**-6)
-    same(epilogue_oracle(x, BF16, bias=bias, bias_after_rounding=True), 1 + 2.0**-7)
-    same(epilogue_oracle(x, BF16, bias_after_rounding=True), 1.0)
-    same(epilogue_oracle(x, FP16, bias=bias, bias_after_rounding=True), 1 + 3 * 2.0**-8)
+    assert_identical(epilogue_oracle(x, BF16, bias=bias), 1 + 2.0**-6)
+    assert_identical(epilogue_oracle(x, BF16, bias=bias, bias_after_rounding=True), 1 + 2.0**-7)
+    assert_identical(epilogue_oracle(x, BF16, bias_after_rounding=True), 1.0)
+    assert_identical(epilogue_oracle(x, FP16, bias=bias, bias_after_rounding=True), 1 + 3 * 2.0**-8)
     for out in (FP32, E4M3):  # outputs of 16 bits alone are rounded
-        same(epilogue_oracle(x, out, bias=bias, bias_after_rounding=True), epilogue_oracle(x, out, bias=bias))
-    same(epilogue_oracle(FP32.max, BF16, bias=-FP32.max, bias_after_rounding=True), INF)
-    same(epilogue_oracle(-(2.0**-140), BF16, bias=-0.0, bias_after_rounding=True), -0.0)
-    same(epilogue_oracle(x, BF16, scales=(3.0, 1.0), bias=bias, bias_after_rounding=True), 3 + 2.0**-5)
+        assert_identical(
+            epilogue_oracle(x, out, bias=bias, bias_after_rounding=True), epilogue_oracle(x, out, bias=bias)
+        )
+    assert_identical(epilogue_oracle(FP32.max, BF16, bias=-FP32.max, bias_after_rounding=True), INF)
+    assert_identical(epilogue_oracle(-(2.0**-140), BF16, bias=-0.0, bias_after_rounding=True), -0.0)
+    assert_identical(epilogue_oracle(x, BF16, scales=(3.0, 1.0), bias=bias, bias_after_rounding=True), 3 + 2.0**-5)
 
 
 def test_a_wide_epilogue():
-    same(epilogue_oracle(1 + 2.0**-40, FP64, scales=(2.0, 1.0), bias=1.0), 3.0)
-    same(epilogue_oracle(1 + 2.0**-40, FP64, scales=(2.0, 1.0), bias=1.0, arithmetic=FP64), 3 + 2.0**-39)
+    assert_identical(epilogue_oracle(1 + 2.0**-40, FP64, scales=(2.0, 1.0), bias=1.0), 3.0)
+    assert_identical(epilogue_oracle(1 + 2.0**-40, FP64, scales=(2.0, 1.0), bias=1.0, arithmetic=FP64), 3 + 2.0**-39)
 
 
 # What a call must not ask.

@@ -26,7 +26,7 @@ from fmtsim.gemm.products.oracle_units import (
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.rounding.oracle import round_value
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
-from tests.engines.compare import identical
+from tests.support.bits import assert_identical, identical
 
 INF, NAN = math.inf, math.nan
 BF16, FP16, FP32, FP64 = (get_format(name) for name in ("bf16", "fp16", "fp32", "fp64"))
@@ -40,24 +40,20 @@ def block(unit, pairs, c=0.0, fmt=BF16, word=None):
     return fused_block([Product(*p) for p in pairs], c, unit, fmt, fmt, word)
 
 
-def same(got, expected):
-    assert identical(got, expected), (got, expected)
-
-
 # Section 1.
 
 
 def test_a_subnormal_operand_keeps_the_lowest_exponent():
     # 2^-9 is the smallest e4m3: exponent -6, so with 2 bits the grid is 2^(-6-2) = 2^-8, and 2^-9 is cut to 0.
     unit = Datapath(block=4, fraction_bits=2)
-    same(block(unit, [(2.0**-9, 1.0)], fmt=E4M3), 0.0)
+    assert_identical(block(unit, [(2.0**-9, 1.0)], fmt=E4M3), 0.0)
     # 3 x 2^-9 = 1.5 x 2^-8 becomes 2^-8.
-    same(block(unit, [(3 * 2.0**-9, 1.0)], fmt=E4M3), 2.0**-8)
+    assert_identical(block(unit, [(3 * 2.0**-9, 1.0)], fmt=E4M3), 2.0**-8)
     # As an fp16 number 2^-9 is normal: exponent -9, grid 2^-11, nothing is cut.
-    same(block(replace(unit, operand=FP16), [(2.0**-9, 1.0)], fmt=E4M3), 2.0**-9)
+    assert_identical(block(replace(unit, operand=FP16), [(2.0**-9, 1.0)], fmt=E4M3), 2.0**-9)
     # A product of two subnormals has exponent -12: 2^-18 lies below the grid 2^-14, 49 x 2^-18 keeps 3 x 2^-14.
-    same(block(unit, [(2.0**-9, 2.0**-9)], fmt=E4M3), 0.0)
-    same(block(unit, [(7 * 2.0**-9, 7 * 2.0**-9)], fmt=E4M3), 3 * 2.0**-14)
+    assert_identical(block(unit, [(2.0**-9, 2.0**-9)], fmt=E4M3), 0.0)
+    assert_identical(block(unit, [(7 * 2.0**-9, 7 * 2.0**-9)], fmt=E4M3), 3 * 2.0**-14)
 
 
 # Section 2, step by step.
@@ -80,7 +76,7 @@ def test_a_subnormal_operand_keeps_the_lowest_exponent():
     ],
 )
 def test_specials(pairs, c, expected):
-    same(block(Datapath(), pairs, c), expected)
+    assert_identical(block(Datapath(), pairs, c), expected)
 
 
 @pytest.mark.parametrize(
@@ -97,34 +93,34 @@ def test_specials(pairs, c, expected):
 )
 def test_special_scales(product, expected):
     unit = Datapath(block=2, scale=UE4M3, scale_block=2)
-    same(fused_block([product], 0.0, unit, E5M2, E5M2), expected)
+    assert_identical(fused_block([product], 0.0, unit, E5M2, E5M2), expected)
 
 
 def test_exponents_of_scales_join_those_of_products():
     # Products 1 x 1 x 2^8 (exponent 8) and 1.5 x 1 x 1 (exponent 0); 8 bits reach down to 2^0: 1.5 is cut to 1.
     unit = Datapath(block=2, fraction_bits=8, scale=UE4M3, scale_block=1)
     products = [Product(1.0, 1.0, 256.0, 1.0), Product(1.5, 1.0, 1.0, 1.0)]
-    same(fused_block(products, 0.0, unit, E4M3, E4M3), 257.0)
+    assert_identical(fused_block(products, 0.0, unit, E4M3, E4M3), 257.0)
     # A subnormal scale 2^-9 has exponent -6: the product 2^-9 is a multiple of 2^(-6-2) only as 0.
     tiny = replace(unit, fraction_bits=2)
-    same(fused_block([Product(1.0, 1.0, 2.0**-9, 1.0)], 0.0, tiny, E4M3, E4M3), 0.0)
+    assert_identical(fused_block([Product(1.0, 1.0, 2.0**-9, 1.0)], 0.0, tiny, E4M3, E4M3), 0.0)
 
 
 def test_groups_are_aligned_by_their_scales_alone():
     unit = Datapath(block=4, fraction_bits=3, group=2, scale=UE4M3, scale_block=2)
     wide = [Product(6.0, 6.0), Product(6.0, 6.0)]  # one term of 72 with exponent 0: no reason to cut anything
     small = [Product(0.5, 0.5), Product(0.0, 0.0)]  # 0.25 is a multiple of 2^-3
-    same(fused_block(wide + small, 0.0, unit, E4M3, E4M3), 72.25)
+    assert_identical(fused_block(wide + small, 0.0, unit, E4M3, E4M3), 72.25)
     # c = 2^4 + 2^-1 joins with exponent 4: grid 2^1. 72 stays, 0.25 and the half are cut: 72 + 16.
-    same(fused_block(wide + small, 16.5, unit, E4M3, E4M3), 88.0)
+    assert_identical(fused_block(wide + small, 16.5, unit, E4M3, E4M3), 88.0)
     # 1.5 x 1.5 - 1.75 x 1.25 = 2.25 - 2.1875 = 2^-4 is one term below the grid 2^-3; apart they are 2.25 - 2.125.
     close = [Product(1.5, 1.5), Product(-1.75, 1.25)]
-    same(fused_block(close, 0.0, unit, E4M3, E4M3), 0.0)
-    same(fused_block(close, 0.0, replace(unit, group=1), E4M3, E4M3), 0.125)
+    assert_identical(fused_block(close, 0.0, unit, E4M3, E4M3), 0.0)
+    assert_identical(fused_block(close, 0.0, replace(unit, group=1), E4M3, E4M3), 0.125)
     # A zero group with scales 2^3 still sets E = 3, grid 2^0: 0.75 of the other group is cut.
     zero = [Product(0.0, 1.0, 8.0, 1.0), Product(0.0, 1.0, 8.0, 1.0)]
-    same(fused_block([Product(0.75, 1.0), Product(0.0, 0.0), *zero], 0.0, unit, E4M3, E4M3), 0.0)
-    same(fused_block([Product(0.75, 1.0), Product(0.0, 0.0)], 0.0, unit, E4M3, E4M3), 0.75)
+    assert_identical(fused_block([Product(0.75, 1.0), Product(0.0, 0.0), *zero], 0.0, unit, E4M3, E4M3), 0.0)
+    assert_identical(fused_block([Product(0.75, 1.0), Product(0.0, 0.0)], 0.0, unit, E4M3, E4M3), 0.75)
 
 
 def test_a_group_has_one_scale():
@@ -136,18 +132,18 @@ def test_a_group_has_one_scale():
 def test_exponent_of_alignment():
     unit = Datapath(block=4, fraction_bits=3)
     # E = 2 from 1.5 x 4 = 6 (exponents 0 + 2, although 6 = 1.5 x 2^2), grid 2^-1: 0.75 becomes 0.5.
-    same(block(unit, [(1.5, 4.0), (0.75, 1.0)]), 6.5)
+    assert_identical(block(unit, [(1.5, 4.0), (0.75, 1.0)]), 6.5)
     # 1.5 x 1.5 = 2.25 is not normalised: E = 0, grid 2^-3, so 0.125 survives; E = 1 would cut it.
-    same(block(unit, [(1.5, 1.5), (0.125, 1.0)]), 2.375)
+    assert_identical(block(unit, [(1.5, 1.5), (0.125, 1.0)]), 2.375)
     # A zero times 2^100 is no term; an addend of zero neither.
-    same(block(unit, [(0.0, 2.0**100), (0.75, 1.0)]), 0.75)
+    assert_identical(block(unit, [(0.0, 2.0**100), (0.75, 1.0)]), 0.75)
     # c = 8 is a term: E = 3, grid 1.
-    same(block(unit, [(0.75, 1.0)], 8.0), 8.0)
+    assert_identical(block(unit, [(0.75, 1.0)], 8.0), 8.0)
     # The clamp: E = 0 at least, grid 2^-3.
-    same(block(replace(unit, min_exponent=0), [(0.1875, 1.0)]), 0.125)
-    same(block(replace(unit, min_exponent=-3), [(0.1875, 1.0)]), 0.1875)
+    assert_identical(block(replace(unit, min_exponent=0), [(0.1875, 1.0)]), 0.125)
+    assert_identical(block(replace(unit, min_exponent=-3), [(0.1875, 1.0)]), 0.1875)
     # Zeros alone: zero, clamp or not.
-    same(block(replace(unit, min_exponent=0), [(0.0, -1.0)]), 0.0)
+    assert_identical(block(replace(unit, min_exponent=0), [(0.0, -1.0)]), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -162,14 +158,14 @@ def test_exponent_of_alignment():
 )
 def test_each_term_is_rounded_on_its_own(mode, expected):
     unit = Datapath(block=4, fraction_bits=0, term_rounding=mode)
-    same(block(unit, [(1.0, 1.0), (-0.5, 1.0), (-0.75, 1.0), (0.5, 1.0)]), expected)
+    assert_identical(block(unit, [(1.0, 1.0), (-0.5, 1.0), (-0.75, 1.0), (0.5, 1.0)]), expected)
 
 
 def test_an_exact_sum_has_no_alignment():
     # 2^127 + 2^-149 - 2^127 in one block, by a unit that keeps everything.
     pairs = [(2.0**127, 1.0), (2.0**-100, 2.0**-49), (-(2.0**127), 1.0)]
-    same(block(EXACT, pairs, fmt=FP32), 2.0**-149)
-    same(block(Datapath(), pairs, fmt=FP32), 0.0)
+    assert_identical(block(EXACT, pairs, fmt=FP32), 2.0**-149)
+    assert_identical(block(Datapath(), pairs, fmt=FP32), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -179,31 +175,31 @@ def test_an_exact_sum_has_no_alignment():
 )
 def test_the_sum_is_rounded_once(mode, up, down):
     unit = replace(EXACT, rounding=mode)
-    same(block(unit, [(1.0, 1.0), (2.0**-24, 1.0)]), down)
-    same(block(unit, [(1.0, 1.0), (3 * 2.0**-24, 1.0)]), up)
+    assert_identical(block(unit, [(1.0, 1.0), (2.0**-24, 1.0)]), down)
+    assert_identical(block(unit, [(1.0, 1.0), (3 * 2.0**-24, 1.0)]), up)
 
 
 def test_overflow_is_infinite_in_every_mode():
     for mode in ("toward_zero", "nearest_even", "down", "to_odd"):
-        same(block(replace(EXACT, rounding=mode), [(2.0**127, 1.0), (2.0**127, 1.0)]), INF)
-        same(block(replace(EXACT, rounding=mode), [(-(2.0**64), 2.0**64)]), -INF)
+        assert_identical(block(replace(EXACT, rounding=mode), [(2.0**127, 1.0), (2.0**127, 1.0)]), INF)
+        assert_identical(block(replace(EXACT, rounding=mode), [(-(2.0**64), 2.0**64)]), -INF)
     # 2^128 - 2^103 lies above max = 2^128 - 2^104 by half a place: toward zero it is max, to nearest a tie to Inf.
     near = [(2.0**127, 1.0), (2.0**127, 1.0), (-(2.0**103), 1.0)]
-    same(block(replace(EXACT, rounding="toward_zero"), near), FP32.max)
-    same(block(EXACT, near), INF)
+    assert_identical(block(replace(EXACT, rounding="toward_zero"), near), FP32.max)
+    assert_identical(block(EXACT, near), INF)
 
 
 def test_an_accumulator_without_inf_follows_its_own_rule():
-    same(block(replace(EXACT, accumulator=E4M3), [(1000.0, 1.0)]), 448.0)
+    assert_identical(block(replace(EXACT, accumulator=E4M3), [(1000.0, 1.0)]), 448.0)
     ieee = replace(E4M3, name="e4m3_nan", overflow="ieee")
-    same(block(replace(EXACT, accumulator=ieee), [(1000.0, 1.0)]), NAN)
-    same(block(replace(EXACT, accumulator=ieee, rounding="toward_zero"), [(1000.0, 1.0)]), 448.0)
+    assert_identical(block(replace(EXACT, accumulator=ieee), [(1000.0, 1.0)]), NAN)
+    assert_identical(block(replace(EXACT, accumulator=ieee, rounding="toward_zero"), [(1000.0, 1.0)]), 448.0)
 
 
 def test_results_may_be_subnormal():
     # 3 x 2^-150 = 1.5 x 2^-149.
-    same(block(Datapath(), [(3.0, 2.0**-75 * 2.0**-75)], fmt=FP64), 2.0**-149)
-    same(block(EXACT, [(3.0, 2.0**-75 * 2.0**-75)], fmt=FP64), 2.0**-148)
+    assert_identical(block(Datapath(), [(3.0, 2.0**-75 * 2.0**-75)], fmt=FP64), 2.0**-149)
+    assert_identical(block(EXACT, [(3.0, 2.0**-75 * 2.0**-75)], fmt=FP64), 2.0**-148)
 
 
 @pytest.mark.parametrize(
@@ -218,17 +214,17 @@ def test_results_may_be_subnormal():
     ],
 )
 def test_zeros(pairs, c, plain, signed, down):
-    same(block(EXACT, pairs, c), plain)
-    same(block(replace(EXACT, signed_zero=True), pairs, c), signed)
-    same(block(replace(EXACT, signed_zero=True, rounding="down"), pairs, c), down)
+    assert_identical(block(EXACT, pairs, c), plain)
+    assert_identical(block(replace(EXACT, signed_zero=True), pairs, c), signed)
+    assert_identical(block(replace(EXACT, signed_zero=True, rounding="down"), pairs, c), down)
 
 
 def test_stochastic_rounding_takes_the_word():
     # 1 + 2^-25 lies a quarter of a place above 1: it goes up for words of 3/4 and more.
     unit = replace(EXACT, rounding=Rounding(mode="stochastic", random_bits=8))
     pairs = [(1.0, 1.0), (2.0**-25, 1.0)]
-    same(block(unit, pairs, word=191), 1.0)
-    same(block(unit, pairs, word=192), 1 + 2.0**-23)
+    assert_identical(block(unit, pairs, word=191), 1.0)
+    assert_identical(block(unit, pairs, word=192), 1 + 2.0**-23)
 
 
 # The primitives, against the processor's own arithmetic and the oracle of casts.
@@ -240,14 +236,14 @@ def test_a_block_of_one_is_a_fused_multiply_add():
     patterns += [struct.unpack("f", draw.randbytes(4))[0] for _ in range(40)]
     for _ in range(2000):
         x, y, z = draw.choices(patterns, k=3)
-        same(fused_block([Product(x, y)], z, IEEE, FP32, FP32), fma(FP32, x, y, z))
+        assert_identical(fused_block([Product(x, y)], z, IEEE, FP32, FP32), fma(FP32, x, y, z))
         with numpy.errstate(all="ignore"), warnings.catch_warnings():
-            same(oracle_units.add(FP32, x, y), float(numpy.float32(x) + numpy.float32(y)))
-            same(oracle_units.multiply(FP32, x, y), float(numpy.float32(x) * numpy.float32(y)))
+            assert_identical(oracle_units.add(FP32, x, y), float(numpy.float32(x) + numpy.float32(y)))
+            assert_identical(oracle_units.multiply(FP32, x, y), float(numpy.float32(x) * numpy.float32(y)))
             # Two products of float32 are exact in float64, so adding them there rounds once.
-            same(fma(FP64, x, y, z), float(numpy.float64(x) * numpy.float64(y) + numpy.float64(z)))
+            assert_identical(fma(FP64, x, y, z), float(numpy.float64(x) * numpy.float64(y) + numpy.float64(z)))
     # (1 + 2^-23)^2 - (1 + 2^-22) = 2^-46, which two roundings lose.
-    same(fma(FP32, 1 + 2.0**-23, 1 + 2.0**-23, -(1 + 2.0**-22)), 2.0**-46)
+    assert_identical(fma(FP32, 1 + 2.0**-23, 1 + 2.0**-23, -(1 + 2.0**-22)), 2.0**-46)
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "e2m1", "fp16", "bf16", "fp32", "e8m0", "e5m2fnuz"])
@@ -276,54 +272,54 @@ def two_stage(unit, pairs, c=0.0, fmt=BF16):
 def test_two_stages():
     unit = TwoStageDatapath(block=4, fraction_bits=3, sum_bits=5)
     # E1 = 0, grid 2^-3: 1 + trunc(-0.1875) = 1 - 0.125.
-    same(two_stage(unit, [(1.0, 1.0), (-0.1875, 1.0)]), 0.875)
+    assert_identical(two_stage(unit, [(1.0, 1.0), (-0.1875, 1.0)]), 0.875)
     # c = -8.25 has E = 3. T = 7 x 2^-3 is a multiple of 2^(3-5) only as 3 x 2^-2: floored. c: grid 2^0, floor -9.
-    same(two_stage(unit, [(1.0, 1.0), (-0.1875, 1.0)], -8.25), -8.25)
+    assert_identical(two_stage(unit, [(1.0, 1.0), (-0.1875, 1.0)], -8.25), -8.25)
     # A negative T is floored too: -7 x 2^-3 -> -4 x 2^-2; c = 8.25 -> 8.
-    same(two_stage(unit, [(-1.0, 1.0), (0.1875, 1.0)], 8.25), 7.0)
+    assert_identical(two_stage(unit, [(-1.0, 1.0), (0.1875, 1.0)], 8.25), 7.0)
     # With the larger product exponent, c = -0.0625 is floored to -2^-3: 1 - 0.125; 0.0625 becomes 0.
-    same(two_stage(unit, [(1.0, 1.0)], -0.0625), 0.875)
-    same(two_stage(unit, [(1.0, 1.0)], 0.0625), 1.0)
+    assert_identical(two_stage(unit, [(1.0, 1.0)], -0.0625), 0.875)
+    assert_identical(two_stage(unit, [(1.0, 1.0)], 0.0625), 1.0)
 
 
 def test_two_stages_round_to_nearest_even():
     unit = TwoStageDatapath(block=4)
     # 1 + 2^-24 is a tie; 1 + 3 x 2^-24 goes to the even 1 + 2^-22.
-    same(two_stage(unit, [(1.0, 1.0), (2.0**-24, 1.0)]), 1.0)
-    same(two_stage(unit, [(1.0, 1.0), (3.0, 2.0**-24)]), 1 + 2.0**-22)
+    assert_identical(two_stage(unit, [(1.0, 1.0), (2.0**-24, 1.0)]), 1.0)
+    assert_identical(two_stage(unit, [(1.0, 1.0), (3.0, 2.0**-24)]), 1 + 2.0**-22)
 
 
 def test_two_stages_of_tiny_numbers():
     unit = TwoStageDatapath(block=4)
     # A zero product has exponent -126: grid 2^-150, where -2^-151 is cut. Alone it has its own grid, and T' is a
     # multiple of 2^(-126-31): -2^-151 stays, and rounds to -0, which is +0.
-    same(two_stage(unit, [(-(2.0**-76), 2.0**-75), (0.0, 1.0)]), 0.0)
-    same(two_stage(unit, [(-(2.0**-76), 2.0**-75)]), 0.0)
+    assert_identical(two_stage(unit, [(-(2.0**-76), 2.0**-75), (0.0, 1.0)]), 0.0)
+    assert_identical(two_stage(unit, [(-(2.0**-76), 2.0**-75)]), 0.0)
     # 3 x 2^-151 is 0.75 x 2^-149 and rounds up; beside a zero product it is cut to 2^-150, a tie that goes to 0.
-    same(two_stage(unit, [(3 * 2.0**-76, 2.0**-75)]), 2.0**-149)
-    same(two_stage(unit, [(3 * 2.0**-76, 2.0**-75), (0.0, 1.0)]), 0.0)
+    assert_identical(two_stage(unit, [(3 * 2.0**-76, 2.0**-75)]), 2.0**-149)
+    assert_identical(two_stage(unit, [(3 * 2.0**-76, 2.0**-75), (0.0, 1.0)]), 0.0)
 
 
 def test_two_stages_overflow():
     unit = TwoStageDatapath(block=4)
-    same(two_stage(unit, [(2.0**64, 2.0**64)]), INF)
-    same(two_stage(unit, [(2.0**64, 2.0**64), (-(2.0**64), 2.0**64)]), NAN)
-    same(two_stage(unit, [(2.0**64, 2.0**63), (2.0**64, -(2.0**63))]), 0.0)
-    same(two_stage(unit, [(2.0**64, 2.0**63), (2.0**64, 2.0**63)]), INF)
-    same(two_stage(unit, [(NAN, 1.0)]), NAN)
-    same(two_stage(unit, [(INF, 1.0)], -INF), NAN)
-    same(two_stage(unit, [(INF, -1.0)], 1.0), -INF)
+    assert_identical(two_stage(unit, [(2.0**64, 2.0**64)]), INF)
+    assert_identical(two_stage(unit, [(2.0**64, 2.0**64), (-(2.0**64), 2.0**64)]), NAN)
+    assert_identical(two_stage(unit, [(2.0**64, 2.0**63), (2.0**64, -(2.0**63))]), 0.0)
+    assert_identical(two_stage(unit, [(2.0**64, 2.0**63), (2.0**64, 2.0**63)]), INF)
+    assert_identical(two_stage(unit, [(NAN, 1.0)]), NAN)
+    assert_identical(two_stage(unit, [(INF, 1.0)], -INF), NAN)
+    assert_identical(two_stage(unit, [(INF, -1.0)], 1.0), -INF)
 
 
 def test_even_and_odd_products_apart():
     unit = TwoStageDatapath(block=4, fraction_bits=3, sum_bits=5, parity=True)
     # Even: 1 (E0 = 0). Odd: -0.1875 alone has exponent -3, grid 2^-6: nothing is cut. Floored to 2^-3: -0.25.
-    same(two_stage(unit, [(1.0, 1.0), (-0.1875, 1.0)]), 0.75)
+    assert_identical(two_stage(unit, [(1.0, 1.0), (-0.1875, 1.0)]), 0.75)
     # Both even: truncated at 2^-3 first, 1 - 0.125.
-    same(two_stage(unit, [(1.0, 1.0), (0.0, 1.0), (-0.1875, 1.0)]), 0.875)
+    assert_identical(two_stage(unit, [(1.0, 1.0), (0.0, 1.0), (-0.1875, 1.0)]), 0.875)
     # c of exponent -4 = E - 3 - 1 is floored to -2^-3; one below is dropped.
-    same(two_stage(unit, [(1.0, 1.0)], -(2.0**-4)), 0.875)
-    same(two_stage(unit, [(1.0, 1.0)], -(2.0**-5)), 1.0)
+    assert_identical(two_stage(unit, [(1.0, 1.0)], -(2.0**-4)), 0.875)
+    assert_identical(two_stage(unit, [(1.0, 1.0)], -(2.0**-5)), 1.0)
 
 
 def pairwise(unit, pairs, c=0.0, fmt=BF16):
@@ -333,26 +329,26 @@ def pairwise(unit, pairs, c=0.0, fmt=BF16):
 def test_pairs():
     unit = PairwiseDatapath(block=4)
     # (1 + 2^-24) + (2^-24 + 0): each 1 + 2^-24 is a tie to 1. In another order 2^-24 + 2^-24 would count.
-    same(pairwise(unit, [(1.0, 1.0), (2.0**-24, 1.0), (2.0**-24, 1.0), (0.0, 0.0)]), 1.0)
-    same(pairwise(unit, [(1.0, 1.0), (0.0, 0.0), (2.0**-24, 1.0), (2.0**-24, 1.0)]), 1 + 2.0**-23)
+    assert_identical(pairwise(unit, [(1.0, 1.0), (2.0**-24, 1.0), (2.0**-24, 1.0), (0.0, 0.0)]), 1.0)
+    assert_identical(pairwise(unit, [(1.0, 1.0), (0.0, 0.0), (2.0**-24, 1.0), (2.0**-24, 1.0)]), 1 + 2.0**-23)
     # c comes last: 1 + (2^-24 + 2^-24).
-    same(pairwise(unit, [(2.0**-24, 1.0), (2.0**-24, 1.0)], 1.0), 1 + 2.0**-23)
+    assert_identical(pairwise(unit, [(2.0**-24, 1.0), (2.0**-24, 1.0)], 1.0), 1 + 2.0**-23)
     # Products are rounded first: 2^64 x 2^64 is Inf.
-    same(pairwise(unit, [(2.0**64, 2.0**64), (-(2.0**64), 2.0**64)]), NAN)
-    same(pairwise(unit, [(0.0, INF)]), NAN)
+    assert_identical(pairwise(unit, [(2.0**64, 2.0**64), (-(2.0**64), 2.0**64)]), NAN)
+    assert_identical(pairwise(unit, [(0.0, INF)]), NAN)
 
 
 def test_pairs_flush_subnormals():
     unit = PairwiseDatapath(block=2)
-    same(pairwise(unit, [(-(2.0**-127), 2.0**100), (0.0, 1.0)]), 0.0)  # an operand, to +0
-    same(pairwise(unit, [(0.0, 1.0)], 2.0**-127), 0.0)  # the addend
-    same(pairwise(unit, [(2.0**-15, 1.0)], fmt=FP16), 0.0)  # subnormal in binary16
+    assert_identical(pairwise(unit, [(-(2.0**-127), 2.0**100), (0.0, 1.0)]), 0.0)  # an operand, to +0
+    assert_identical(pairwise(unit, [(0.0, 1.0)], 2.0**-127), 0.0)  # the addend
+    assert_identical(pairwise(unit, [(2.0**-15, 1.0)], fmt=FP16), 0.0)  # subnormal in binary16
     # A product -2^-127 becomes -0, as do both; -0 + -0 = -0, and c = -0 keeps it.
-    same(pairwise(unit, [(-(2.0**-64), 2.0**-63), (-(2.0**-64), 2.0**-63)], -0.0), -0.0)
-    same(pairwise(unit, [(-(2.0**-64), 2.0**-63)], -0.0), 0.0)  # a missing product is +0
+    assert_identical(pairwise(unit, [(-(2.0**-64), 2.0**-63), (-(2.0**-64), 2.0**-63)], -0.0), -0.0)
+    assert_identical(pairwise(unit, [(-(2.0**-64), 2.0**-63)], -0.0), 0.0)  # a missing product is +0
     # 1.5 x 2^-126 - 2^-126 = 2^-127 is flushed as a sum.
-    same(pairwise(unit, [(1.5 * 2.0**-126, 1.0), (-(2.0**-126), 1.0)]), 0.0)
-    same(pairwise(unit, [(2.0**-126, 1.0)], -1.5 * 2.0**-126), -0.0)
+    assert_identical(pairwise(unit, [(1.5 * 2.0**-126, 1.0), (-(2.0**-126), 1.0)]), 0.0)
+    assert_identical(pairwise(unit, [(2.0**-126, 1.0)], -1.5 * 2.0**-126), -0.0)
 
 
 def test_integers():

@@ -13,22 +13,14 @@ import fmtsim
 from fmtsim import ArgumentError, GemmPlan, get_format, get_unit
 from fmtsim.gemm.products.scales import unswizzled
 from fmtsim.spec.gemm_spec import GemmSpec
-from tests.gemm.machines import install
-from tests.gemm.products import bits, finished, normal, same, sums, wide
+from tests.support.bits import assert_same_bits, bits
+from tests.support.gemm_oracle import finished, sums
+from tests.support.operands import e4m3_pair, normal
 
 WGMMA = "hopper.wgmma"
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ONE = torch.tensor(1.0)
-
-
-@pytest.fixture
-def notebook(monkeypatch):
-    return install(monkeypatch)
-
-
-def operands(m=6, n=10, k=160):
-    return wide(m, k, seed=1, low=-3, high=3).to(E4M3), wide(n, k, seed=2, low=-3, high=3).to(E4M3)
 
 
 def spec(unit=WGMMA, plan=None, a="e4m3", b="e4m3", scale=None):
@@ -46,23 +38,23 @@ def positive(*shape, seed=1):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, E4M3], ids=str)
 @pytest.mark.parametrize("rule", ["scale", "row_column", "column_row"])
 def test_tensor_and_row_scales(dtype, rule):
-    a, b = operands()
+    a, b = e4m3_pair()
     plan = GemmPlan(epilogue=rule, promote_every=128)
     bias = None if dtype == torch.float32 else normal(10, seed=3).to(torch.float16 if dtype == E4M3 else dtype)
     reduced = sums(a, b, spec(plan=plan))
     for scales in ((torch.tensor(0.7), torch.tensor([[1.3]])), (positive(6, 1), positive(1, 10, seed=2))):
         got = fmtsim.scaled_mm(a, b.t(), *scales, bias, torch.tensor(2.0), dtype, True, unit=WGMMA, plan=plan)
-        same(got, finished(reduced, dtype, rule, *scales, bias, torch.tensor(2.0)))
+        assert_same_bits(got, finished(reduced, dtype, rule, *scales, bias, torch.tensor(2.0)))
         recipe = "TensorWise" if scales[0].numel() == 1 else "RowWise"
         named = fmtsim.scaled_mm(
             a, b.t(), *scales, bias, torch.tensor(2.0), dtype, unit=WGMMA, plan=plan,
             scale_recipe_a=recipe, scale_recipe_b=[getattr(ScalingType, recipe)],
         )  # fmt: skip
-        same(named, got)
+        assert_same_bits(named, got)
 
 
 def test_default_outputs_are_those_of_torchs_two_functions():
-    a, b = operands()
+    a, b = e4m3_pair()
     assert fmtsim.scaled_mm(a, b.t(), ONE, ONE, unit=WGMMA).dtype == E4M3
     recipes = {"scale_recipe_a": ScalingType.TensorWise, "scale_recipe_b": ScalingType.TensorWise}
     assert fmtsim.scaled_mm(a, b.t(), ONE, ONE, unit=WGMMA, **recipes).dtype == torch.bfloat16
@@ -75,7 +67,7 @@ def blocks(rows, k, recipe, seed):
 @pytest.mark.parametrize("recipes", [(1, 128), (1, 1), (128, 1)])
 @pytest.mark.parametrize("k", [384, 336])
 def test_blocks_of_128(recipes, k):
-    a, b = operands(144, 160, k)
+    a, b = e4m3_pair(144, 160, k)
     a, b = a[:, :k], b[:, :k]
     names = tuple("BlockWise1x128" if recipe == 1 else "BlockWise128x128" for recipe in recipes)
     scale_a, scale_b = blocks(144, k, names[0], 1), blocks(160, k, names[1], 2)
@@ -88,18 +80,18 @@ def test_blocks_of_128(recipes, k):
     expected = sums(a[few], b[some], spec(plan=plan), scale_a=full[0][few], scale_b=full[1][some])
     options = {"out_dtype": torch.float32, "unit": WGMMA}
     got = fmtsim.scaled_mm(a, b.t(), scale_a, scale_b.t(), **options)  # as torch._scaled_mm takes them
-    same(got[few, some], expected)
+    assert_same_bits(got[few, some], expected)
     options |= {"scale_recipe_a": names[0], "scale_recipe_b": getattr(ScalingType, names[1])}
-    same(fmtsim.scaled_mm(a, b.t(), scale_a, scale_b, **options), got)
-    same(fmtsim.scaled_mm(a, b.t(), scale_a, scale_b.t(), **options), got)
+    assert_same_bits(fmtsim.scaled_mm(a, b.t(), scale_a, scale_b, **options), got)
+    assert_same_bits(fmtsim.scaled_mm(a, b.t(), scale_a, scale_b.t(), **options), got)
     padded = [s if name == "BlockWise1x128" else torch.nn.functional.pad(s.t(), (0, 0, 0, 4 - s.shape[1]), value=9.0)
               for s, name in ((scale_a, names[0]), (scale_b, names[1]))]  # fmt: skip
-    same(fmtsim.scaled_mm(a, b.t(), *padded, **options), got)
+    assert_same_bits(fmtsim.scaled_mm(a, b.t(), *padded, **options), got)
 
 
 @pytest.mark.parametrize("chosen", [{"unit": WGMMA}, {"target": "h200", "strict": True}, {"target": "chain"}], ids=str)
 def test_the_kind_of_the_other_operands_blocks_decides_how_scales_are_multiplied(chosen):
-    a, b = operands(128, 256, 512)
+    a, b = e4m3_pair(128, 256, 512)
     scale_a, scale_b = positive(128, 4), positive(2, 4, seed=2)
     options = {"out_dtype": torch.float32, **chosen}
     one, both = (
@@ -110,17 +102,17 @@ def test_the_kind_of_the_other_operands_blocks_decides_how_scales_are_multiplied
 
 
 def test_square_scales_have_the_order_of_the_function_that_is_meant():
-    a, b = operands(256, 256, 256)
+    a, b = e4m3_pair(256, 256, 256)
     one, two = positive(2, 2), positive(256, 2, seed=2)
     options = {"out_dtype": torch.bfloat16, "unit": WGMMA, "plan": GemmPlan(promote_every=128, scaled_promotion=True)}
     expected = fmtsim.scaled_mm(a, b.t(), two, one.repeat_interleave(128, 0).t(), **options)
-    same(fmtsim.scaled_mm(a, b.t(), two, one.t(), **options), expected)
+    assert_same_bits(fmtsim.scaled_mm(a, b.t(), two, one.t(), **options), expected)
     recipes = {"scale_recipe_a": "BlockWise1x128", "scale_recipe_b": "BlockWise128x128"}
-    same(fmtsim.scaled_mm(a, b.t(), two, one.t(), **options, **recipes), expected)
+    assert_same_bits(fmtsim.scaled_mm(a, b.t(), two, one.t(), **options, **recipes), expected)
     expected = fmtsim.scaled_mm(b, a.t(), one.repeat_interleave(128, 0), two.t(), **options)
-    same(fmtsim.scaled_mm(b, a.t(), one, two.t(), **options), expected)
+    assert_same_bits(fmtsim.scaled_mm(b, a.t(), one, two.t(), **options), expected)
     recipes = {"scale_recipe_a": "BlockWise128x128", "scale_recipe_b": "BlockWise1x128"}
-    same(fmtsim.scaled_mm(b, a.t(), one.t(), two, **options, **recipes), expected)
+    assert_same_bits(fmtsim.scaled_mm(b, a.t(), one.t(), two, **options, **recipes), expected)
 
 
 def swizzled(codes):
@@ -163,32 +155,32 @@ def test_scales_inside_a_unit(kind):
     options = {"unit": f"blackwell.tcgen05.{unit}", "out_dtype": torch.bfloat16}
     ordered = [swizzled(x).view(dtype) for x in marks]
     got = fmtsim.scaled_mm(left, right, *ordered, **options)
-    same(got, finished(reduced, torch.bfloat16))
+    assert_same_bits(got, finished(reduced, torch.bfloat16))
     plain = {"swizzle_a": "NO_SWIZZLE", "swizzle_b": SwizzleType.NO_SWIZZLE}
-    same(fmtsim.scaled_mm(left, right, *(x.view(dtype) for x in marks), **options, **plain), got)
+    assert_same_bits(fmtsim.scaled_mm(left, right, *(x.view(dtype) for x in marks), **options, **plain), got)
     recipe = "BlockWise1x16" if kind == "nvfp4" else "BlockWise1x32"
     swizzle = SwizzleType.SWIZZLE_32_4_4
     named = {"scale_recipe_a": recipe, "scale_recipe_b": recipe, "swizzle_a": swizzle, "swizzle_b": [swizzle]}
-    same(fmtsim.scaled_mm(left, right, *ordered, **options, **named), got)
+    assert_same_bits(fmtsim.scaled_mm(left, right, *ordered, **options, **named), got)
     if kind == "nvfp4":
         both = [recipe, "TensorWise"]
         named |= {"scale_recipe_a": both, "scale_recipe_b": both}
         whole = torch.tensor(0.37), torch.tensor([1.9])
         got = fmtsim.scaled_mm(left, right, [ordered[0], whole[0]], [ordered[1], whole[1]], **options, **named)
-        same(got, finished(reduced, torch.bfloat16, "scale", *whole))
+        assert_same_bits(got, finished(reduced, torch.bfloat16, "scale", *whole))
 
 
 def test_empty_products(notebook):
-    a, b = operands(16, 32, 32)
+    a, b = e4m3_pair(16, 32, 32)
     for options in ({"unit": WGMMA}, {"target": "x"}):
         options |= {"out_dtype": torch.bfloat16}
-        same(fmtsim.scaled_mm(a[:, :0], b[:, :0].t(), ONE, ONE, **options), torch.zeros(16, 32).bfloat16())
+        assert_same_bits(fmtsim.scaled_mm(a[:, :0], b[:, :0].t(), ONE, ONE, **options), torch.zeros(16, 32).bfloat16())
         assert fmtsim.scaled_mm(a[:0], b.t(), ONE, ONE, **options).shape == (0, 32)
         assert fmtsim.scaled_mm(a, b[:0].t(), ONE, ONE, **options).shape == (16, 0)
 
 
 def test_calls_say_what_a_library_sees(notebook):
-    a, b = operands(128, 128, 256)
+    a, b = e4m3_pair(128, 128, 256)
     fmtsim.scaled_mm(a, b.t(), ONE, ONE, out_dtype=torch.float32, target="x", strict=True)
     call = notebook.calls[-1]
     assert (call.operation, call.m, call.n, call.k, call.a, call.b) == ("scaled_mm", 128, 128, 256, "e4m3", "e4m3")
@@ -293,7 +285,7 @@ def test_recorded_calls(name, i):
     call, tensors = read(name, i)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fmtsim.PlanUnknownWarning)
-        same(replay(call, **tensors), tensors["out"])
+        assert_same_bits(replay(call, **tensors), tensors["out"])
 
 
 @pytest.mark.skipif(not GOLDEN.exists(), reason=f"no recordings in {GOLDEN}")
@@ -301,7 +293,7 @@ def test_recorded_calls_notice_a_planted_error():
     call, tensors = read("fp8", 0)
     bits(tensors["out"])[3, 5] ^= 1
     with pytest.raises(AssertionError, match="1 of 256 differ"):
-        same(replay(call, **tensors), tensors["out"])
+        assert_same_bits(replay(call, **tensors), tensors["out"])
 
 
 def test_scales_of_rows_are_no_blocks_where_shapes_coincide():

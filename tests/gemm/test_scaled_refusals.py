@@ -6,12 +6,12 @@ from torch.nn.functional import ScalingType
 
 import fmtsim
 from fmtsim import ArgumentError, DtypeError, GemmPlan
-from tests.gemm.test_scaled import E4M3, E5M2, ONE, WGMMA, notebook, operands
+from tests.support.operands import e4m3_pair
 
-__all__ = ["notebook"]  # a fixture
+WGMMA, ONE = "hopper.wgmma", torch.tensor(1.0)
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
-
-A, B = operands(16, 16, 32)
+A, B = e4m3_pair(16, 16, 32)
 BT = B.t()
 HALF, BRAIN = torch.ones(16).half(), torch.ones(16).bfloat16()
 MX = torch.full((16, 1), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)

@@ -1,47 +1,11 @@
 """Small calls recorded on an H200 that other recordings lack, replayed through the public verbs."""
 
-import json
-from pathlib import Path
-
-import numpy
 import pytest
 import torch
 
-from fmtsim.gemm.products.matmul import linear, mm
-from fmtsim.gemm.products.scaled import scaled_mm
 from fmtsim.spec.plan import GemmPlan
-
-SETTLED = Path(__file__).parent / "data" / "h200_settled.npz"
-STORED = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-
-def settled():
-    """Yield small calls recorded on an H200: their facts and tensors, b as [N, K]."""
-    stored = numpy.load(SETTLED)
-    for i, meta in enumerate(json.loads(str(stored["meta"]))):
-        names = [name for name in stored.files if name.startswith(f"{i:03d}.")]
-        tensors = {}
-        for name in names:
-            part = name[4:]
-            dtype = meta.get(part, "float32" if part.startswith("scale") else meta["a"])
-            bits = torch.from_numpy(stored[name].view(f"i{stored[name].itemsize}")).view(STORED[stored[name].itemsize])
-            tensors[part] = bits.view(getattr(torch, dtype))
-        yield meta, tensors
-
-
-def replayed(meta, tensors, **options):
-    options |= {"target": "h200", "strict": True}
-    a, b, out = tensors["a"], tensors["b"].t(), tensors["out"].dtype
-    if meta["call"] == "linear":
-        return linear(a, tensors["b"], tensors["bias"], **options)
-    if meta["call"] == "mm":
-        return mm(a, b, out_dtype=out, allow_tf32=meta.get("tf32", False), **options)
-    scale_b = tensors["scale_b"].t() if "scaling" in meta else tensors["scale_b"]
-    return scaled_mm(a, b, tensors["scale_a"], scale_b, out_dtype=out, use_fast_accum=meta["use_fast_accum"], **options)
-
-
-def bits(t):
-    return t.contiguous().view(STORED[t.element_size()])
+from tests.support.bits import assert_same_bits, bits
+from tests.support.settled import replayed, settled
 
 
 def test_settled_calls_give_their_bits():
@@ -51,7 +15,7 @@ def test_settled_calls_give_their_bits():
     """
     seen = 0
     for meta, tensors in settled():
-        assert torch.equal(bits(replayed(meta, tensors)), bits(tensors["out"])), meta
+        assert_same_bits(replayed(meta, tensors), tensors["out"], what=meta)
         seen += 1
     assert seen == 9
 

@@ -16,33 +16,13 @@ from fmtsim.gemm.targets import target as targets
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.call import GemmCall
+from tests.support.targets import fp8, linear, mm, resolve
 
 SHARED = Path(__file__).parents[2].parent / "shared"
 NAMES = {
     "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32",
     "int8": "int8",
 }  # fmt: skip
-
-
-def mm(m, n, k, fmt="bf16", out=torch.float32, **facts):
-    return GemmCall(operation="mm", m=m, n=n, k=k, a=fmt, b=fmt, out=out, **facts)
-
-
-def fp8(m, n, k, fast=True, scaling="tensor", out=torch.float32):
-    return GemmCall(
-        operation="scaled_mm", m=m, n=n, k=k, a="e4m3", b="e4m3", out=out, fast_accum=fast, scaling=scaling
-    )  # fmt: skip
-
-
-def linear(m, n, k, fmt="bf16", bias=True):
-    out = {"bf16": torch.bfloat16, "fp16": torch.float16}[fmt]
-    return GemmCall(operation="linear", m=m, n=n, k=k, a=fmt, b=fmt, out=out, bias=bias)
-
-
-def resolve(call, name="h200", **options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PlanUnknownWarning)
-        return get_target(name).resolve(call, **options)
 
 
 # Measured on an H200 before this table existed (splits read off the kernels' grids).

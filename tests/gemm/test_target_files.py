@@ -10,7 +10,7 @@ from fmtsim.gemm.targets.kernel import Kernel, Splits, matches
 from fmtsim.gemm.targets.target import PLANS, get_target, list_targets, target_from_dict, target_to_dict
 from fmtsim.spec.gemm_spec import record_from_dict, record_to_dict
 from fmtsim.spec.plan import GemmPlan
-from tests.gemm.test_target import mm
+from tests.support.targets import mm
 
 
 def test_names_and_files(tmp_path):

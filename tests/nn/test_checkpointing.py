@@ -14,6 +14,7 @@ from fmtsim.recipes import Recipe, get_recipe
 from fmtsim.scaling import repeats
 from fmtsim.scaling.history import DelayedScale, FrozenScale
 from fmtsim.scaling.repeats import Calls
+from tests.support.bits import all_same_bits
 
 ATTENTION = Recipe(name="attention", attention=flash_attention_3(unit=None))
 
@@ -70,10 +71,6 @@ def run(model, steps=4, calls=1, compiled=None):
     return [*seen, *(t for layer in state.values() for operand in layer.values() for t in operand.values())]
 
 
-def same(a, b):
-    return len(a) == len(b) and all(map(torch.equal, a, b))
-
-
 @pytest.mark.parametrize("how", ["reentrant", "not reentrant", "all", "nested"])
 @pytest.mark.parametrize("name", ["te_delayed", "fp8lm", "intel_2t"])
 def test_bits_and_memory_are_those_without_checkpointing(name, how):
@@ -82,14 +79,14 @@ def test_bits_and_memory_are_those_without_checkpointing(name, how):
     expected = run(plain)
     torch.manual_seed(0)
     found = run(other)
-    assert same(expected, found)
+    assert all_same_bits(expected, found)
 
 
 @pytest.mark.parametrize("how", ["not reentrant", "all"])
 def test_a_model_that_is_called_twice_a_step(how):
     """Both calls of a layer get their own scales again, whichever is repeated first."""
     plain, other = (convert(Stack(kind), recipe="te_delayed") for kind in (None, how))
-    assert same(run(plain, calls=3), run(other, calls=3))
+    assert all_same_bits(run(plain, calls=3), run(other, calls=3))
 
 
 def test_a_shared_layer_within_one_stretch():
@@ -106,7 +103,7 @@ def test_a_shared_layer_within_one_stretch():
             x = batch(step).requires_grad_()
             wrap(thrice, x).square().mean().backward()
         results.append((x.grad, layer.weight.grad, *(b.clone() for b in layer.get_submodule("fmtsim_state").buffers())))
-    assert same(*results)
+    assert all_same_bits(*results)
 
 
 DRAWING = {"attention": {"recipe": ATTENTION}, "roundings": {"format": "e4m3", "rounding": "stochastic"}}
@@ -121,16 +118,16 @@ def drawn(name, how):
 def test_a_generator_of_ones_own_draws_the_same_again(name, how, monkeypatch):
     """Random signs and stochastic roundings of a repeated forward pass are those of its first run."""
     expected = drawn(name, None)
-    assert same(expected, drawn(name, how))
+    assert all_same_bits(expected, drawn(name, how))
     monkeypatch.setattr(repeats, "_place", lambda: repeats._Place())
-    assert not same(expected, drawn(name, how))
+    assert not all_same_bits(expected, drawn(name, how))
 
 
 def test_the_comparison_sees_a_second_record(monkeypatch):
     """With the detection switched off, memory and gradients differ."""
     expected = run(convert(Stack(), recipe="te_delayed"))
     monkeypatch.setattr(repeats, "_place", lambda: repeats._Place())
-    assert not same(expected, run(convert(Stack("not reentrant"), recipe="te_delayed")))
+    assert not all_same_bits(expected, run(convert(Stack("not reentrant"), recipe="te_delayed")))
 
 
 def test_graphs_that_are_gone_leave_nothing_behind():
@@ -156,7 +153,11 @@ def test_a_graph_that_is_run_back_twice():
             loss.backward(retain_graph=retain)
             results.append([p.grad.clone() for p in model.parameters()])
         results[-1].extend(model.blocks[0][0].fmtsim_state.buffers())
-    assert same(results[0], results[2]) and same(results[1], results[3]) and not same(results[0], results[1][:12])
+    assert (
+        all_same_bits(results[0], results[2])
+        and all_same_bits(results[1], results[3])
+        and not all_same_bits(results[0], results[1][:12])
+    )
 
 
 def test_copies_remember_nothing():
@@ -172,7 +173,7 @@ def test_compiled_stretches_are_recorded_once():
     torch._dynamo.reset()
     expected = run(convert(Stack("not reentrant"), recipe="te_delayed"))
     model = convert(Stack("not reentrant"), recipe="te_delayed")
-    assert same(expected, run(model, compiled=torch.compile(model, fullgraph=True, backend="aot_eager")))
+    assert all_same_bits(expected, run(model, compiled=torch.compile(model, fullgraph=True, backend="aot_eager")))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -187,7 +188,7 @@ def test_delayed_smooth_scales(reentrant):
             x = batch(step).requires_grad_()
             wrap(layer, x).square().mean().backward()
         results.append((layer.previous.clone(), x.grad, *(p.grad for p in layer.parameters())))
-    assert same(*results)
+    assert all_same_bits(*results)
     before = layer.previous.clone()
     with torch.no_grad():
         layer(batch(9) * 100)

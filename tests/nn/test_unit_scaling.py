@@ -18,10 +18,7 @@ from fmtsim.nn.scaled_linear import (
     UnitReadout,
     mu_parameter_groups,
 )
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.support.operands import float64s
 
 
 def logarithmic(weight, low, high):
@@ -58,7 +55,7 @@ def test_nonlinearities(name):
     ours, plain, (weight, high), back = ELEMENTWISE[name]
     out = logarithmic(weight, 2.0, high)
     back = out if back is None else logarithmic(back[0], 2.0, back[1])
-    x, g = normal(16, N), normal(16, N, seed=1)
+    x, g = float64s(16, N), float64s(16, N, seed=1)
     y, dx = pulled(ours, [x], g)
     z, dz = pulled(plain, [x], g)
     torch.testing.assert_close(y, z * out, rtol=1e-12, atol=1e-12)
@@ -66,7 +63,7 @@ def test_nonlinearities(name):
 
 
 def test_softmax_and_gated_product():
-    x, gate, g = normal(16, N), normal(16, N, seed=2), normal(16, N, seed=1)
+    x, gate, g = float64s(16, N), float64s(16, N, seed=2), float64s(16, N, seed=1)
     for mult in (1.0, 4.0):
         out = logarithmic(1 / (1 + 4 / mult**2), N, N**0.5)
         back = logarithmic(1 / (1 + 4 / mult**2), N / mult, (N / mult) ** 0.5)
@@ -81,7 +78,7 @@ def test_softmax_and_gated_product():
 
 
 def test_products():
-    a, b, g = normal(2, 16, 8), normal(8, 24), normal(2, 16, 24, seed=1)
+    a, b, g = float64s(2, 16, 8), float64s(8, 24), float64s(2, 16, 24, seed=1)
     y, da, db = pulled(torch.matmul, [a, b], g)
     f = 8**-0.5
     torch.testing.assert_close(pulled(unit.matmul, [a, b], g), [y * f, da * f, db * f], rtol=1e-12, atol=1e-12)
@@ -91,7 +88,7 @@ def test_products():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention(causal):
-    q, k, v, g = (normal(2, 64, 16, seed=i) for i in range(4))
+    q, k, v, g = (float64s(2, 64, 16, seed=i) for i in range(4))
     flat = math.sqrt(math.log(64) / 64) if causal else 1 / 8
     factor = 1 / logarithmic(1 / (1 + 4 * 16), flat, 1.0)
     plain = pulled(
@@ -102,21 +99,21 @@ def test_attention(causal):
 
 
 def test_sums_losses_and_norms():
-    x, y, g = normal(16, N), normal(16, N, seed=2), normal(16, N, seed=1)
+    x, y, g = float64s(16, N), float64s(16, N, seed=2), float64s(16, N, seed=1)
     half = 0.5**0.5
     torch.testing.assert_close(pulled(unit.add, [x, y], g), [(x + y) * half, g * half, g * half])
     targets = torch.arange(16)
     plain = pulled(lambda z: F.cross_entropy(z, targets, reduction="sum"), [x], torch.ones(()))
     ours = pulled(lambda z: unit.cross_entropy(z, targets), [x], torch.ones(()))
     torch.testing.assert_close(ours, [plain[0] / 16, plain[1] * N / (N - 1) ** 0.5])
-    w, b = normal(N, seed=3), normal(N, seed=4)
+    w, b = float64s(N, seed=3), float64s(N, seed=4)
     plain = pulled(lambda x, w, b: F.layer_norm(x, (N,), w, b), [x, w, b], g)
     ours = pulled(unit.layer_norm, [x, w, b], g)
     torch.testing.assert_close(ours, [*plain[:2], plain[2] / 4, plain[3] / 4])
     plain = pulled(lambda x, w: F.rms_norm(x, (N,), w, 1e-5), [x, w], g)
     torch.testing.assert_close(pulled(unit.rms_norm, [x, w], g), [*plain[:2], plain[2] / 4])
     tokens = torch.arange(16) % 5
-    table = normal(64, N)
+    table = float64s(64, N)
     plain = pulled(lambda w: F.embedding(tokens, w), [table], g)
     torch.testing.assert_close(pulled(lambda w: unit.embedding(tokens, w), [table], g), [plain[0], plain[1] * 2])
     torch.testing.assert_close(unit.dropout(x, 0.25, training=False), x * 0.75**0.5)
@@ -125,7 +122,7 @@ def test_sums_losses_and_norms():
 @pytest.mark.parametrize("tau", [1.0, 0.3])
 def test_residuals_have_the_gradient_of_the_function(tau):
     """The factors of the branch act in one place forwards and in another backwards; the gradient is the same."""
-    x, w, g = normal(16, N), normal(N, N, seed=2), normal(16, N, seed=1)
+    x, w, g = float64s(16, N), float64s(N, N, seed=2), float64s(16, N, seed=1)
 
     def ours(x):
         branch, skip = unit.residual_split(x, tau)
@@ -150,8 +147,8 @@ def test_layers(cls, factors):
     layer = cls(64, 32, dtype=torch.float64)
     assert float(layer.weight.detach().std()) == pytest.approx(1.0, abs=0.05)
     assert layer.bias.count_nonzero() == 0
-    x, g = normal(4, 10, 64), normal(4, 10, 32, seed=1)
-    w, b = layer.weight.detach(), normal(32, seed=5)
+    x, g = float64s(4, 10, 64), float64s(4, 10, 32, seed=1)
+    w, b = layer.weight.detach(), float64s(32, seed=5)
     layer.bias.data.copy_(b)
     x = x.requires_grad_()
     y = layer(x)
@@ -171,7 +168,7 @@ def test_converted_layers_quantise_before_the_factors(cls, recipe):
     before = copy.deepcopy(model.state_dict())
     fmtsim.convert(model, recipe)
     layer = model[0]
-    x, g = normal(8, 64).float().requires_grad_(), normal(8, 32, seed=1).float()
+    x, g = float64s(8, 64).float().requires_grad_(), float64s(8, 32, seed=1).float()
     names = {"x": "e4m3fnuz", "g": "e5m2"} if recipe == "unit_scaling" else {"x": "e4m3", "g": "e5m2"}
     xq, wq = (fmtsim.quantize(t.detach(), names["x"]) for t in (x, layer.weight))
     gq = fmtsim.quantize(g, names["g"], overflow="saturate")

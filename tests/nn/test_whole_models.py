@@ -15,6 +15,7 @@ from fmtsim.gemm.layers.layer import Layer
 from fmtsim.gemm.layers.traced import key_of
 from fmtsim.nn import EmulatedConv2d, EmulatedLinear, convert, report, revert, set_step
 from fmtsim.recipes import Recipe, Rule, Steps, get_recipe, list_recipes
+from tests.support.bits import all_same_bits
 
 pytestmark = [  # torch's own tracer and backend
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -120,10 +121,6 @@ def step(model, x, call=None):
     return y.detach(), *(p.grad.clone() for p in model.parameters())
 
 
-def same(a, b):
-    return len(a) == len(b) and all(s.dtype == t.dtype and torch.equal(s, t) for s, t in zip(a, b, strict=True))
-
-
 X = torch.randn(128, 128, generator=torch.Generator().manual_seed(3))
 QUICK = ("amp_bf16", "te_delayed", "te_nvfp4_all", "quartet", "quartet2", "fp4_ms", "halo2", "deepseek_v3")
 EVERYWHERE = [
@@ -141,7 +138,7 @@ def test_compiles_into_one_graph_with_the_bits_of_eager(name):
     eager, model = (convert(mlp(), recipe=name, generator=7) for _ in range(2))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for x in (X, X * 3):
-        assert same(step(eager, x), step(model, x, compiled))
+        assert all_same_bits(step(eager, x), step(model, x, compiled))
 
 
 def test_a_compiled_model_follows_a_schedule_and_another_batch():
@@ -157,7 +154,7 @@ def test_a_compiled_model_follows_a_schedule_and_another_batch():
             set_step(m, i)
         x = X[: 128 - 8 * i]
         seen.append(step(eager, x))
-        assert same(seen[-1], step(model, x, compiled))
+        assert all_same_bits(seen[-1], step(model, x, compiled))
     with torch.no_grad():
         assert torch.equal(eager(X[:5]), compiled(X[:5]))
 
@@ -232,7 +229,7 @@ def test_autocast(name, compiled):
 def test_activation_checkpointing(name, reentrant):
     plain, model = (convert(mlp(), recipe=name) for _ in range(2))
     x = X.clone().requires_grad_()
-    assert same(step(plain, x), step(model, x, lambda x: checkpoint(model, x, use_reentrant=reentrant)))
+    assert all_same_bits(step(plain, x), step(model, x, lambda x: checkpoint(model, x, use_reentrant=reentrant)))
 
 
 @pytest.mark.parametrize("name", ["te_nvfp4_all", "quartet"])
@@ -256,4 +253,4 @@ def test_a_copied_model_compiles_with_a_memory_of_its_own():
     step(model, X * 100)  # the others remember nothing of this
     results = [step(m, X, torch.compile(m, fullgraph=True, backend="aot_eager")) for m in (other, third)]
     fresh = step(convert(mlp(), recipe="te_delayed"), X)
-    assert same(results[0], fresh) and same(results[1], fresh)
+    assert all_same_bits(results[0], fresh) and all_same_bits(results[1], fresh)

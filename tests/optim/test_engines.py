@@ -14,10 +14,8 @@ from fmtsim.optim import StateFormat, engines, torch_step
 from fmtsim.optim.catalogue import DYNAMIC4, LINEAR4
 from fmtsim.rounding import codebooks
 from fmtsim.spec.optimizer import book_of
-from tests.cuda import emulator
-from tests.optim.samples import gradients, parameter
+from tests.support.optim_samples import SHAPES, gradients, parameter, value_bits
 
-SHAPES = ((5000,), (33, 256), (4096,), (3, 4, 700), (50, 129), (17,))
 HYPER = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
 CUDA = (
     ("bnb8", fmtsim.optim.AdamW, torch.float32),
@@ -62,13 +60,7 @@ def train(cls, scheme, steps=3, bad=False, dtype=torch.float32, **options):
                 p.grad.view(-1)[step + 7 :: 999] = (torch.nan, torch.inf, -torch.inf)[step]
         optimizer.step()
     kept = [*parameters, *(t for p in parameters for t in optimizer.state[p].values() if isinstance(t, torch.Tensor))]
-    return [bits(t.detach().cpu()) for t in kept], optimizer.nonfinite_gradients()
-
-
-def bits(x):
-    if x.is_floating_point():
-        return torch.where(x.isnan(), torch.nan, x).to(torch.float32).view(torch.int32).clone()
-    return x.clone()
+    return [value_bits(t.detach().cpu()) for t in kept], optimizer.nonfinite_gradients()
 
 
 def equal(a, b):
@@ -85,14 +77,9 @@ def only_torch(monkeypatch):
 
 
 @pytest.fixture
-def on_cuda(monkeypatch):
+def on_cuda(emulated, monkeypatch):
     """Let the CUDA kernel, emulated, take parameters that lie on the CPU."""
-    if emulator.COMPILER is None:
-        pytest.skip("kernels run on the host only where there is a C++ compiler (g++)")
-    with emulator.emulated():
-        monkeypatch.setattr(engines, "on_cuda", lambda p: True)
-        yield
-        monkeypatch.undo()
+    monkeypatch.setattr(engines, "on_cuda", lambda p: True)
 
 
 @pytest.mark.parametrize(("scheme", "cls"), OURS)
@@ -128,8 +115,8 @@ def extremes(scheme):
         for i, p in enumerate(parameters):
             p.grad = torch.from_numpy(parameter(tuple(p.shape), 9 + i)) * size
         optimizer.step()
-        found += [bits(t) for p in parameters for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
-        found += [bits(p.detach()) for p in parameters]
+        found += [value_bits(t) for p in parameters for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
+        found += [value_bits(p.detach()) for p in parameters]
     return found, optimizer.nonfinite_gradients()
 
 
@@ -202,7 +189,7 @@ def test_the_largest_numbers_are_those_of_their_own_tensor(on_cuda, only_torch):
             p.grad = torch.from_numpy(parameter((p.numel(),), i))
             p.grad[2048 * 6 : 2048 * 7] *= 100  # a chunk whose block has one of the small tensor after it
         optimizer.step()
-        return [bits(t) for p in ps for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
+        return [value_bits(t) for p in ps for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
 
     fused = run()
     only_torch()
@@ -221,7 +208,7 @@ def test_groups_and_dtypes_side_by_side(mixed, on_cuda, only_torch):
             for i, p in enumerate(ps):
                 p.grad = torch.from_numpy(parameter((2500,), 10 * step + i)).to(p.dtype)
             optimizer.step()
-        return [bits(p.detach()) for p in ps], bool(optimizer._batches)
+        return [value_bits(p.detach()) for p in ps], bool(optimizer._batches)
 
     fused, short = run()
     assert short != mixed
@@ -255,7 +242,7 @@ def test_the_fast_step_is_left_where_something_changed(change, on_cuda, only_tor
             if step == 1 and change == "step":
                 optimizer.state[parameters[1]]["step"] = 7
             optimizer.step()
-        return [bits(p.detach()) for p in parameters], len(long)
+        return [value_bits(p.detach()) for p in parameters], len(long)
 
     fused, long = run()
     assert long == {"nothing": 1, "gradient": 3, "state": 2, "states": 2, "pointer": 1, "step": 3}[change]
@@ -329,7 +316,7 @@ def test_threads_change_nothing(scheme):
             p.grad[::50_000] = torch.inf
             optimizer.step()
             kept = [t for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
-            results.append(([bits(t.detach()) for t in (p, *kept)], optimizer.nonfinite_gradients()))
+            results.append(([value_bits(t.detach()) for t in (p, *kept)], optimizer.nonfinite_gradients()))
     finally:
         fmtsim.set_num_threads(None)
     assert equal(*results)

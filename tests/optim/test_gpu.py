@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import fmtsim
-from tests.optim.samples import gradients, parameter
-from tests.optim.test_engines import SHAPES, bits
+from tests.support.optim_samples import SHAPES, gradients, parameter, value_bits
 
 OPTIMIZERS = [(name, "AdamW") for name in fmtsim.optim.list_schemes() if name != "lns_madam"]
 OPTIMIZERS += [("lns_madam", "Madam"), ("bnb8", "Adam"), ("bnb8", "Lion"), ("coat", "SGD"), ("fp32", "Madam")]
@@ -29,7 +28,7 @@ def train(scheme, cls, device, bad, dtype=torch.float32, steps=4):
     kept = [p.detach().cpu().float() for p in parameters]
     for p in parameters:
         kept += [t.cpu() for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
-    return [bits(t) for t in kept], optimizer.nonfinite_gradients()
+    return [value_bits(t) for t in kept], optimizer.nonfinite_gradients()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -7,8 +7,9 @@ import torch
 import fmtsim
 from fmtsim.cpu.optim import steps
 from fmtsim.optim import rules
-from tests.optim import oracle
-from tests.optim.samples import gradients, parameter, run, same
+from tests.support import optim_oracle as oracle
+from tests.support.bits import same_bits
+from tests.support.optim_samples import gradients, parameter, run
 
 HYPER = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8}
 NAMES = sorted(set(fmtsim.optim.list_schemes()) - {"lns_madam"})
@@ -51,12 +52,12 @@ def test_a_planted_error_is_seen(name, monkeypatch):
     p, grads = parameter(shape), gradients(shape, 2)
     wanted = oracle.adamw(name, p, grads, **HYPER, decay=0.1)
     ours, _, _ = run(fmtsim.optim.AdamW, p, grads, **HYPER, weight_decay=0.1, state=name)
-    assert not same(ours[-1], wanted[-1])
+    assert not same_bits(ours[-1], wanted[-1])
 
 
 def test_small_tensors_keep_float32_moments():
     p, grads = parameter((64, 63)), gradients((64, 63), 3)
     wanted, _, _ = run(fmtsim.optim.AdamW, p, grads, state="fp32", lr=1e-3)
     ours, optimizer, q = run(fmtsim.optim.AdamW, p, grads, state="ao_8bit", lr=1e-3)
-    assert all(map(same, ours, wanted))
+    assert all(map(same_bits, ours, wanted))
     assert optimizer.state[q]["first"].dtype.is_floating_point

@@ -6,7 +6,8 @@ import torch
 
 import fmtsim
 from fmtsim.rounding.elementary import exp, ln
-from tests.optim.samples import gradients, parameter, run, same
+from tests.support.bits import assert_same_bits, same_bits
+from tests.support.optim_samples import gradients, parameter, run
 
 f32 = np.float32
 SHAPE = (7, 150)
@@ -74,7 +75,7 @@ def ours(cls, p, grads, **options):
 def test_lion():
     p, grads = parameter(SHAPE), gradients(SHAPE, 4)
     wanted = lion(p, grads, 1e-3, 0.9, 0.99, 0.1)
-    assert same(ours(fmtsim.optim.Lion, p, grads, lr=1e-3, weight_decay=0.1), wanted.reshape(-1))
+    assert_same_bits(ours(fmtsim.optim.Lion, p, grads, lr=1e-3, weight_decay=0.1), wanted.reshape(-1))
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -82,7 +83,7 @@ def test_sgd(nesterov):
     p, grads = parameter(SHAPE), gradients(SHAPE, 4)
     wanted = sgd(p, grads, 1e-2, 0.9, 0.1, nesterov)
     found = ours(fmtsim.optim.SGD, p, grads, lr=1e-2, weight_decay=0.1, nesterov=nesterov)
-    assert same(found, wanted.reshape(-1))
+    assert_same_bits(found, wanted.reshape(-1))
 
 
 @pytest.mark.parametrize(("base", "rounded", "decay"), [(2, True, 0.0), (2, False, 0.0), ("e", True, 0.1)])
@@ -92,7 +93,7 @@ def test_madam_on_floats(base, rounded, decay):
     wanted = madam_float(p, grads, 1 / 64, 0.99, 10, base, rounded, decay).reshape(-1)
     options = {"lr": 1 / 64, "beta": 0.99, "base": base, "round_update": rounded, "weight_decay": decay}
     found = ours(fmtsim.optim.Madam, p, grads, **options)
-    assert same(found, wanted)
+    assert_same_bits(found, wanted)
     assert found[10] == 0 and np.array_equal(np.sign(found), np.sign(p.reshape(-1)))
 
 
@@ -100,7 +101,7 @@ def test_madam_on_codes_moves_them_by_integers():
     p, grads = parameter(SHAPE), gradients(SHAPE, 4)
     wanted, k = madam_codes(p, grads, 1 / 128, 0.99, 10)
     found, optimizer, q = run(fmtsim.optim.Madam, p, grads, lr=1 / 128, beta=0.99)
-    assert all(same(a, b.reshape(-1)) for a, b in zip(found, wanted, strict=True))
+    assert all(same_bits(a, b.reshape(-1)) for a, b in zip(found, wanted, strict=True))
     codes = optimizer.state[q]["weights"].numpy().astype(int) & 0x7FFF
     assert np.array_equal(codes, k.reshape(-1))
 

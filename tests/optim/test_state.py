@@ -11,7 +11,7 @@ import fmtsim
 from fmtsim.errors import ArgumentError
 from fmtsim.optim import codec, torch_step
 from fmtsim.spec.optimizer import KINDS, key_of
-from tests.optim.samples import gradients, parameter
+from tests.support.optim_samples import gradients, parameter
 
 SHAPES = ((33, 256), (17,), (4, 40))
 STEPS = 5

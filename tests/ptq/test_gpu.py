@@ -15,6 +15,8 @@ from torch import nn
 
 import fmtsim
 from fmtsim.ptq import Calibration, Gptq, LearnedRounding, QuantisedCache, Smooth, get_ptq_recipe
+from tests.support.bits import bits, same_bits
+from tests.support.operands import normal
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 THERE = "cuda"
@@ -49,10 +51,6 @@ class Mixed(nn.Module):
         return self.head(self.up(self.norm(self.attention(x, x, x)[0])).relu())
 
 
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def mixed():
     torch.manual_seed(0)
     return Mixed().eval().requires_grad_(False), [normal(4, 4, 6, 6, seed=s) for s in (1, 2)]
@@ -66,14 +64,10 @@ def both(model, recipe, data):
     return here, there
 
 
-def bits(t):
-    return t.cpu().contiguous().view(torch.int32) if t.dtype == torch.float32 else t.cpu()
-
-
 def different(a, b):
     """Return the names of the entries of two state dicts that differ in a bit."""
     assert list(a) == list(b)
-    return [name for name in a if not torch.equal(bits(a[name]), bits(b[name]))]
+    return [name for name in a if not same_bits(a[name], b[name])]
 
 
 def scales(model):

@@ -12,7 +12,8 @@ from fmtsim.ptq import PtqRecipe
 from fmtsim.ptq.catalogue import operand
 from fmtsim.recipes import Rule
 from fmtsim.spec.scaling import Scaling
-from tests.ptq.samples import DATA, mlp, normal
+from tests.support.operands import normal
+from tests.support.ptq_models import DATA, mlp
 
 BAD = [
     ("nonsense", DATA, r"recipe='nonsense' is unknown to ptq"),

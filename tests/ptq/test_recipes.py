@@ -38,7 +38,7 @@ from fmtsim.recipes.spec import Steps
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
 from fmtsim.spec.transform import Hadamard
-from tests.ptq.oracle import cast
+from tests.support.ptq_oracle import cast
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)

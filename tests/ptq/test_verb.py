@@ -14,8 +14,10 @@ from fmtsim.errors import ArgumentError
 from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache, Smooth, get_ptq_recipe
 from fmtsim.ptq.catalogue import operand
 from fmtsim.spec.scaling import History, Scaling
-from tests.ptq.oracle import cast
-from tests.ptq.samples import ANYWHERE, DATA, mlp, normal, same_bits
+from tests.support.bits import assert_same_bits, same_bits
+from tests.support.operands import normal
+from tests.support.ptq_models import ANYWHERE, DATA, mlp
+from tests.support.ptq_oracle import cast
 
 
 @pytest.mark.parametrize(("recipe", "kind"), [("e4m3_static", "e4m3"), ("int8_static", "int8"), ("nemotron", "e4m3")])
@@ -26,7 +28,7 @@ def test_static_products_have_the_oracle_s_operands(recipe, kind):
     fmtsim.ptq(model, recipe, DATA)
     axis = None if recipe == "nemotron" else 1
     q = cast(w, kind, np.abs(w).max(axis, keepdims=True))
-    assert same_bits(model.weight, torch.from_numpy(q))
+    assert_same_bits(model.weight, torch.from_numpy(q))
     x = normal(5, 16, seed=3) * 2  # beyond the calibrated range: saturates
     amax = max(float(batch.abs().max()) for batch in DATA)
     quantised = torch.from_numpy(cast(x.numpy(), kind, np.float32(amax)))
@@ -51,7 +53,7 @@ def test_a_static_scale_stays():
     fmtsim.ptq(model, "int8_static", DATA)
     first = model(DATA[0]).detach()
     model(DATA[0] * 1000).sum().backward()
-    assert same_bits(model(DATA[0]).detach(), first)
+    assert_same_bits(model(DATA[0]).detach(), first)
     assert fmtsim.recipe_state(model)["layers"]["0"]["x_f"]["factor"] == 127 / torch.cat(DATA).abs().max()
 
 
@@ -83,9 +85,9 @@ def test_state_is_restored_into_a_fresh_model():
     fresh.load_state_dict(model.state_dict())
     fmtsim.load_recipe_state(fresh, fmtsim.recipe_state(model))
     x = normal(4, 16, seed=9)
-    assert same_bits(fresh(x), model(x))
-    assert same_bits(pickle.loads(pickle.dumps(model))(x), model(x))
-    assert same_bits(copy.deepcopy(model)(x), model(x))
+    assert_same_bits(fresh(x), model(x))
+    assert_same_bits(pickle.loads(pickle.dumps(model))(x), model(x))
+    assert_same_bits(copy.deepcopy(model)(x), model(x))
 
 
 @pytest.mark.parametrize("recipe", [ANYWHERE, "int4_gptq", "e4m3_token", "nemotron"])
@@ -97,7 +99,7 @@ def test_a_saved_model_comes_back_bit_for_bit(recipe, tmp_path):
     torch.save(fmtsim.ptq_state(model), tmp_path / "model.pt")
     state = torch.load(tmp_path / "model.pt")
     x = normal(4, 16, seed=9)
-    assert same_bits(fmtsim.load_ptq(fresh, state)(x), model(x))
+    assert_same_bits(fmtsim.load_ptq(fresh, state)(x), model(x))
     assert list(fresh.state_dict()) == list(model.state_dict())
     small = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 7))
     with pytest.raises(ArgumentError, match=r"(?s)the state does not fit Sequential: .*size mismatch"):
@@ -111,7 +113,7 @@ def test_states_that_are_none():
     state = fmtsim.ptq_state(fmtsim.ptq(mlp(), "int8_static", DATA))
     with pytest.raises(ArgumentError, match=r"parameter '0.weight' is on the meta device; call model.to_empty"):
         fmtsim.load_ptq(empty, state)
-    assert same_bits(fmtsim.load_ptq(empty.to_empty(device="cpu"), state)[2].weight, state["tensors"]["2.weight"])
+    assert_same_bits(fmtsim.load_ptq(empty.to_empty(device="cpu"), state)[2].weight, state["tensors"]["2.weight"])
     model = fmtsim.ptq(mlp(), "int8_static", DATA)
     with pytest.raises(ArgumentError, match=r"load_ptq takes what fmtsim.ptq_state returned, not list"):
         fmtsim.load_ptq(mlp(), [])
@@ -253,7 +255,7 @@ def test_a_cache_is_the_same_token_by_token():
         if kind == "e4m3":
             top = np.float32(448)
             q = cast(k.numpy() / np.float32(0.01), "e4m3", top) * np.float32(0.01)
-            assert same_bits(whole.keys(), torch.from_numpy(q))
+            assert_same_bits(whole.keys(), torch.from_numpy(q))
             assert whole.nbytes == k.numel() + v.numel()
     with pytest.raises(ArgumentError, match=r"nvfp4 shares scales among tokens"):
         QuantisedCache("nvfp4")

@@ -15,7 +15,7 @@ from fmtsim.ptq.grid import Grid, grid_of, nearest
 from fmtsim.ptq.learned import learned_rounding
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
-from tests.ptq.oracle import brain_surgeon, encoded_step
+from tests.support.ptq_oracle import brain_surgeon, encoded_step
 
 N, K, ROWS = 4, 9, 40
 

@@ -14,7 +14,7 @@ from fmtsim.gemm.products.operator import draw_keys
 from fmtsim.recipes import get_recipe
 from fmtsim.scaling.signs import random_signs, sign_bits
 from fmtsim.spec.cast import RandomKey
-from tests.recipes import oracle
+from tests.support import recipe_oracle as oracle
 
 SEED = 5
 T, N, K = 64, 96, 128

@@ -13,7 +13,8 @@ from fmtsim.scaling.cast import scales
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.scaling.signs import random_signs, sign_bits
 from fmtsim.spec.cast import RandomKey
-from tests.recipes import oracle
+from tests.support import recipe_oracle as oracle
+from tests.support.bits import assert_same_bits
 
 ELEMENT_KEY, SCALE_KEY, SIGN_KEY = RandomKey(11, 3), RandomKey(12, 5), RandomKey(13, 7)
 DRAWS = Draws(ELEMENT_KEY, SCALE_KEY, SIGN_KEY)
@@ -48,22 +49,16 @@ def made(name, operand, x, rule=None):
     return prepare(x, quantizer, DRAWS, delayed)
 
 
-def same_bits(a, b):
-    assert a.dtype == b.dtype == torch.float32 and a.shape == b.shape
-    off = a.contiguous().view(torch.int32) != b.contiguous().view(torch.int32)
-    assert not off.any(), f"{int(off.sum())} of {off.numel()} differ, first {a[off][0]!r} and {b[off][0]!r}"
-
-
 def check(operand, expected):
     """Compare elements, scales of blocks that are not zero, and values."""
     elements, scale, values = expected[:3]
-    same_bits(operand.elements.float() + 0.0, elements + 0.0)  # the sign of zeros is not compared
-    same_bits(operand.values(torch.float32) + 0.0, values + 0.0)
+    assert_same_bits(operand.elements.float() + 0.0, elements + 0.0)  # the sign of zeros is not compared
+    assert_same_bits(operand.values(torch.float32) + 0.0, values + 0.0)
     sizes = operand.block
     filled = torch.nn.functional.max_pool2d(
         elements.abs()[None], sizes, sizes, ceil_mode=True
     )[0] > 0  # fmt: skip
-    same_bits(operand.scale[filled], scale[filled])
+    assert_same_bits(operand.scale[filled], scale[filled])
 
 
 TENSOR_E4M3 = ("te_current", "te_delayed")
@@ -200,11 +195,13 @@ def test_stochastic_gradients_of_nvfp4(operand):
 def test_stochastic_gradients_of_intel_2t_and_mxfp4():
     x = matrix()
     found, (elements, scale, _) = made("intel_2t", "g_d", x), oracle.fp8lm(x, "e5m2", 57344.0)
-    same_bits(found.scale, scale)
-    same_bits(found.elements.float(), oracle.rounded(x * torch.div(1.0, scale), "e5m2", "stochastic", ELEMENT_KEY))
+    assert_same_bits(found.scale, scale)
+    assert_same_bits(
+        found.elements.float(), oracle.rounded(x * torch.div(1.0, scale), "e5m2", "stochastic", ELEMENT_KEY)
+    )
     assert not torch.equal(found.elements.float(), elements)
     _, scale, _ = oracle.ao_mx(x, "ceil", "e2m1", 2, 1, 6.0)
-    same_bits(made("mxfp4", "g_d", x).scale[x.abs().unflatten(1, (-1, 32)).amax(-1) > 0],
+    assert_same_bits(made("mxfp4", "g_d", x).scale[x.abs().unflatten(1, (-1, 32)).amax(-1) > 0],
               scale[x.abs().unflatten(1, (-1, 32)).amax(-1) > 0])  # fmt: skip
 
 
@@ -228,14 +225,14 @@ def top_of(name):
 
 def test_tokens_with_a_zero_point():
     x = matrix()
-    same_bits(made("ao_int4_qat", "x_f", x).values(torch.float32), oracle.int8_tokens_with_zero(x)[2] + 0.0)
+    assert_same_bits(made("ao_int4_qat", "x_f", x).values(torch.float32), oracle.int8_tokens_with_zero(x)[2] + 0.0)
 
 
 @pytest.mark.parametrize("bits", [3, 4, 5])
 def test_masked_bits_are_masked(bits):
     x = matrix()
     for operand in ("x_f", "w_f", "g_d", "w_d", "g_w", "x_w"):
-        same_bits(made(f"e8m{bits}", operand, x).values(torch.float32), oracle.mask_bits(x, bits))
+        assert_same_bits(made(f"e8m{bits}", operand, x).values(torch.float32), oracle.mask_bits(x, bits))
 
 
 @pytest.mark.parametrize(
@@ -247,18 +244,18 @@ def test_casts_without_scales(name, operand, fmt):
     x = matrix() * 50
     found = made(name, operand, x)
     assert found.scale is None
-    same_bits(found.values(torch.float32), oracle.rounded(x, fmt))
+    assert_same_bits(found.values(torch.float32), oracle.rounded(x, fmt))
     if fmt == "e5m2fnuz":  # the library's FPFormat(5, 2): 57344 and 2^-17
         assert top_of(fmt) == 57344 and oracle.rounded(torch.tensor([2.0**-17]), fmt) == 2.0**-17
 
 
 def test_amp_fp16_and_tf32():
     x = matrix() * 1e3
-    same_bits(made("amp_fp16", "g_d", x).values(torch.float32), x.half().float())
+    assert_same_bits(made("amp_fp16", "g_d", x).values(torch.float32), x.half().float())
     y = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
-    same_bits(made("tf32", "x_f", y).values(torch.float32), oracle.mask_bits(y, 10))
+    assert_same_bits(made("tf32", "x_f", y).values(torch.float32), oracle.mask_bits(y, 10))
     away = ((y.view(torch.int32) + (1 << 12)) & ~((1 << 13) - 1)).view(torch.float32)
-    same_bits(made("tf32_rna", "x_f", y).values(torch.float32), away)
+    assert_same_bits(made("tf32_rna", "x_f", y).values(torch.float32), away)
 
 
 def test_logarithmic_operands():
@@ -274,14 +271,14 @@ def test_quartets_clip_mask(operand):
     x = matrix()
     expected = oracle.quest(oracle.rotate(x, 32))[3]
     found = made("quartet", operand, x).slope.float()
-    same_bits(found, expected)
+    assert_same_bits(found, expected)
     assert 0 < float((expected == 0).float().mean()) < 0.1
 
 
 def test_the_paper_clamps_and_keeps_the_rest_and_the_code_does_not():
     x = matrix()
     rest = made("fp4_ms", "x_f", x).rest
-    same_bits(rest, x - oracle.occ(x, 0.99, False))
+    assert_same_bits(rest, x - oracle.occ(x, 0.99, False))
     assert 0 < float((rest != 0).float().mean()) <= 0.02
     assert made("fp4_ms_code", "x_f", x).rest is None
 

@@ -15,10 +15,7 @@ from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import History, Scaling, TensorScale
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.support.operands import normal
 
 
 def quantised(name, operand, x, key=0):

@@ -16,8 +16,8 @@ from fmtsim.formats.spec import CodebookFormat, FloatFormat
 from fmtsim.rounding import oracle
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import decode_value, encode_value, floor_log2, round_value
-from tests.engines.cases import adversarial, element_formats
-from tests.engines.compare import identical
+from tests.support.bits import identical
+from tests.support.casts import adversarial, element_formats
 
 ML_DTYPES = {  # format: dtype, and the overflow rule that ml_dtypes follows
     "bf16": (ml_dtypes.bfloat16, "ieee"),

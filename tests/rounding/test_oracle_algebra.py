@@ -11,8 +11,8 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat, LogFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import decode_value, encode_value, round_value
-from tests.engines.cases import DETERMINISTIC, adversarial, element_formats, some_codes
-from tests.engines.compare import identical
+from tests.support.bits import identical
+from tests.support.casts import DETERMINISTIC, adversarial, element_formats, some_codes
 
 FORMATS = [
     get_format(name)

@@ -14,6 +14,8 @@ from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.scaling.hadamard import hadamard, root
 from fmtsim.scaling.hadamard_matrix import base_matrix, base_of, hadamard_matrix
 from fmtsim.scaling.signs import mask_bits, random_signs, sign_bits
+from tests.support.bits import assert_same_bits, same_bits
+from tests.support.operands import wide
 
 NAN = math.nan
 TE_SIGNS = 0xD7E8  # Transformer Engine's sixteen signs
@@ -89,37 +91,25 @@ def f32_root(size: int) -> float:
     return struct.unpack("<f", struct.pack("<f", 1 / math.sqrt(size)))[0]
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Say whether two tensors share every bit."""
-    word = {4: torch.int32, 2: torch.int16}[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(a.cpu().contiguous().view(word), b.cpu().contiguous().view(word))
-
-
 def exact(group, **how) -> torch.Tensor:
     y = torch.tensor(oracle(group, **how), dtype=torch.float32)
     return torch.where(y.isnan(), NAN, y)
 
 
-def spread(*shape: int, seed: int = 0, octaves: int = 12) -> torch.Tensor:
-    """Return normal numbers of very different magnitude, so that every sum rounds."""
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=g) * 2.0 ** torch.randint(-octaves, octaves, shape, generator=g)
-
-
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 12, 16, 20, 24, 36, 48, 64, 80, 92, 112, 128, 156, 172])
 @pytest.mark.parametrize("inverse", [False, True])
 def test_every_bit_of_every_step(size, inverse):
-    x, mask = spread(2, size, seed=size), random_signs(size, 1)
+    x, mask = wide(2, size, seed=size), random_signs(size, 1)
     y = hadamard(x, size, mask, inverse=inverse)
     for row, found in zip(x.tolist(), y, strict=True):
-        assert same(found, exact(row, mask=mask, inverse=inverse))
+        assert_same_bits(found, exact(row, mask=mask, inverse=inverse))
 
 
 def test_another_order_of_sums_is_seen():
-    x = spread(16, 80)
+    x = wide(16, 80)
     y = hadamard(x, 80)
     for wrong in ({"sums": one_by_one}, {"downwards": True}, {"inverse": True}, {"mask": 1}):
-        assert not all(same(found, exact(row, **wrong)) for row, found in zip(x.tolist(), y, strict=True))
+        assert not all(same_bits(found, exact(row, **wrong)) for row, found in zip(x.tolist(), y, strict=True))
 
 
 def test_the_bits_that_engines_have_followed_from_the_start():
@@ -140,7 +130,7 @@ def test_specials(size, inverse):
     cases += [[math.inf, -math.inf] + [0.0] * (size - 2), [-0.0] * size, [-NAN] + [1.0] * (size - 1)]
     for case in cases:
         y = hadamard(torch.tensor(case), size, 0b101, inverse=inverse)
-        assert same(y, exact(torch.tensor(case).tolist(), mask=0b101, inverse=inverse)), case
+        assert_same_bits(y, exact(torch.tensor(case).tolist(), mask=0b101, inverse=inverse), what=case)
 
 
 def test_a_sum_of_zero_has_no_sign_with_a_base():
@@ -178,31 +168,33 @@ def test_integers_come_back_exactly():
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16, torch.float64])
 def test_dimensions_strides_and_dtypes(dim, dtype):
-    x = spread(24, 48, 12, octaves=3).to(dtype)
+    x = wide(24, 48, 12, low=-3, high=3).to(dtype)
     wanted = hadamard(x.movedim(dim, -1).contiguous().float(), 12, 77).movedim(-1, dim)
     y = hadamard(x, 12, 77, dim=dim)
-    assert same(y, wanted) and y.is_contiguous()
-    assert same(hadamard(x.mT, 12, 77, dim=dim), hadamard(x.mT.contiguous(), 12, 77, dim=dim))
+    assert same_bits(y, wanted) and y.is_contiguous()
+    assert_same_bits(hadamard(x.mT, 12, 77, dim=dim), hadamard(x.mT.contiguous(), 12, 77, dim=dim))
 
 
 def test_large_tensors_are_transformed_in_parts_that_agree():
     x = torch.randn(520, 5120, generator=torch.Generator().manual_seed(0))
     y = hadamard(x, None, 3)
-    assert same(y[[0, 50, 51, 519]], hadamard(x[[0, 50, 51, 519]], None, 3))
-    assert same(hadamard(x.T, None, 3, dim=0).T, y)
-    assert same(hadamard(x, 16)[300:], hadamard(x[300:], 16))
+    assert_same_bits(y[[0, 50, 51, 519]], hadamard(x[[0, 50, 51, 519]], None, 3))
+    assert_same_bits(hadamard(x.T, None, 3, dim=0).T, y)
+    assert_same_bits(hadamard(x, 16)[300:], hadamard(x[300:], 16))
 
 
 def test_a_default_device_or_dtype_changes_nothing():
     """Meta tensors hold nothing: whatever was made on that device would fail."""
     base_matrix.cache_clear()
-    x, wanted = spread(2, 24), hadamard(spread(2, 24), 24, 3)
+    x, wanted = wide(2, 24), hadamard(wide(2, 24), 24, 3)
     base_matrix.cache_clear()
     mask_bits.cache_clear()
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            assert same(hadamard(x, 24, 3), wanted) and same(hadamard(x, 24, 3, matrix=hadamard_matrix(12)), wanted)
+            assert same_bits(hadamard(x, 24, 3), wanted) and same_bits(
+                hadamard(x, 24, 3, matrix=hadamard_matrix(12)), wanted
+            )
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -217,17 +209,17 @@ def test_empty_tensors():
 
 def test_a_matrix_of_ones_own():
     h = hadamard_matrix(28)
-    x = spread(4, 56, seed=2)
+    x = wide(4, 56, seed=2)
     for dtype in (torch.int8, torch.float32, torch.int64):
-        assert same(hadamard(x, 56, 9, matrix=h.to(dtype)), hadamard(x, 56, 9))
+        assert_same_bits(hadamard(x, 56, 9, matrix=h.to(dtype)), hadamard(x, 56, 9))
     turned = h[torch.randperm(28, generator=torch.Generator().manual_seed(1))]
     y = hadamard(x, 56, matrix=turned)
-    assert not same(y, hadamard(x, 56))
+    assert not same_bits(y, hadamard(x, 56))
     for row, found in zip(x.tolist(), y, strict=True):
-        assert same(found, exact(row, base=turned))
+        assert_same_bits(found, exact(row, base=turned))
     assert (hadamard(y, 56, matrix=turned, inverse=True) - x).abs().max() < 1e-6 * x.abs().max()
-    bare = hadamard(spread(1, 16), 16, matrix=hadamard_matrix(16))  # a base of 16: four sums of four, no butterflies
-    assert same(bare[0], exact(spread(1, 16)[0].tolist(), base=hadamard_matrix(16)))
+    bare = hadamard(wide(1, 16), 16, matrix=hadamard_matrix(16))  # a base of 16: four sums of four, no butterflies
+    assert_same_bits(bare[0], exact(wide(1, 16)[0].tolist(), base=hadamard_matrix(16)))
 
 
 # Rounding afterwards, and Transformer Engine's product.
@@ -235,9 +227,9 @@ def test_a_matrix_of_ones_own():
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_rounding_is_the_projects_cast(dtype):
-    x = torch.cat([spread(64, 16), torch.full((1, 16), 1e38), torch.tensor([[NAN, -0.0] + [1.0] * 14])])
+    x = torch.cat([wide(64, 16), torch.full((1, 16), 1e38), torch.tensor([[NAN, -0.0] + [1.0] * 14])])
     y = hadamard(x, 16, 5, round_to=dtype)
-    assert same(y, fmtsim.quantize(hadamard(x, 16, 5), dtype, overflow="ieee", out_dtype=dtype))
+    assert_same_bits(y, fmtsim.quantize(hadamard(x, 16, 5), dtype, overflow="ieee", out_dtype=dtype))
     assert y.isinf().any() and y.isnan().any()
     assert hadamard(x, 16, round_to=torch.float32).dtype == torch.float32
 
@@ -268,7 +260,7 @@ def test_transformer_engines_bits_where_exponents_are_close(unit):
     for x in (groups(0), groups(5), groups(12), groups(12, -133).clamp(-1e-30, 1e-30)):
         y, wanted = hadamard(x, 16, TE_SIGNS, round_to=BF16), transformer_engine(x, unit)
         some = (x != 0).any(1)
-        assert same(y[some], wanted[some])
+        assert_same_bits(y[some], wanted[some])
 
 
 def test_transformer_engines_bits_may_differ_elsewhere():
@@ -282,19 +274,19 @@ def test_transformer_engines_bits_may_differ_elsewhere():
     zeros = torch.full((1, 16), -0.0, dtype=BF16)
     assert hadamard(zeros, 16)[0, 0].signbit() and not fmtsim.mma(zeros, plain, unit=UNITS[0])[0, 0].signbit()
     wide = groups(24)
-    assert not same(hadamard(wide, 16, TE_SIGNS, round_to=BF16), transformer_engine(wide, "blackwell.mma"))
+    assert not same_bits(hadamard(wide, 16, TE_SIGNS, round_to=BF16), transformer_engine(wide, "blackwell.mma"))
 
 
 # Derivatives, batches, compilation, devices.
 
 
 def test_derivatives_are_transforms():
-    x, g = spread(3, 24).to(BF16).requires_grad_(), spread(3, 24, seed=1)
+    x, g = wide(3, 24).to(BF16).requires_grad_(), wide(3, 24, seed=1)
     y = hadamard(x, 24, 5)
     y.backward(g)
-    assert same(x.grad, hadamard(g, 24, 5, inverse=True, round_to=BF16))
+    assert_same_bits(x.grad, hadamard(g, 24, 5, inverse=True, round_to=BF16))
     value, tangent = jvp(lambda a: hadamard(a, 24, 5), (x.detach(),), (g.to(BF16),))
-    assert same(value, y.detach()) and same(tangent, hadamard(g.to(BF16), 24, 5))
+    assert same_bits(value, y.detach()) and same_bits(tangent, hadamard(g.to(BF16), 24, 5))
     z = x.detach().float().requires_grad_()
     (first,) = torch.autograd.grad((hadamard(z, 24) ** 2).sum(), z, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), z)
@@ -302,27 +294,27 @@ def test_derivatives_are_transforms():
 
 
 def test_batches():
-    x, signs = spread(3, 8, 24), spread(3, 24, seed=1)
+    x, signs = wide(3, 8, 24), wide(3, 24, seed=1)
     y = hadamard(x, 24, 5)
-    assert same(vmap(lambda a: hadamard(a, 24, 5))(x), y)
-    assert same(vmap(lambda a: hadamard(a, 8, 5, dim=1), in_dims=2, out_dims=2)(x), hadamard(x, 8, 5, dim=1))
-    assert same(vmap(lambda a, s: hadamard(a, 24, s))(x, signs)[1], hadamard(x[1], 24, signs[1]))
+    assert_same_bits(vmap(lambda a: hadamard(a, 24, 5))(x), y)
+    assert_same_bits(vmap(lambda a: hadamard(a, 8, 5, dim=1), in_dims=2, out_dims=2)(x), hadamard(x, 8, 5, dim=1))
+    assert_same_bits(vmap(lambda a, s: hadamard(a, 24, s))(x, signs)[1], hadamard(x[1], 24, signs[1]))
 
 
 def test_compiled_programs():
     def layer(a):
         return hadamard(a, None, (1 << 200) + 7, round_to=BF16)
 
-    x = spread(2, 240).requires_grad_()
+    x = wide(2, 240).requires_grad_()
     y = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
     y.float().sum().backward()
     gradient = x.grad.clone()
     x.grad = None
     layer(x).float().sum().backward()
-    assert same(y, layer(x)) and same(gradient, x.grad)
+    assert same_bits(y, layer(x)) and same_bits(gradient, x.grad)
     for rows in (2, 5, 7):
-        more = spread(rows, 240, seed=rows)
-        assert same(torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)(more), layer(more))
+        more = wide(rows, 240, seed=rows)
+        assert_same_bits(torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)(more), layer(more))
     arguments = (x.detach(), 240, -1, False, "5", None, None)
     torch.library.opcheck(torch.ops.fmtsim.hadamard.default, arguments)
 
@@ -330,14 +322,14 @@ def test_compiled_programs():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("size", [1, 2, 16, 128, 20, 156, 1024, 5120])
 def test_the_gpu_has_the_same_bits(size):
-    x, mask = spread(96, 2 * size if size == 156 else 5120), random_signs(size, 4)
+    x, mask = wide(96, 2 * size if size == 156 else 5120), random_signs(size, 4)
     x[0, 0], x[1, 1], x[2] = NAN, math.inf, -0.0
     for inverse in (False, True):
         wanted = hadamard(x, size, mask, inverse=inverse)
-        assert same(hadamard(x.cuda(), size, mask, inverse=inverse), wanted)
-        assert same(hadamard(x.T.cuda(), size, mask, inverse=inverse, dim=0), wanted.T)
+        assert_same_bits(hadamard(x.cuda(), size, mask, inverse=inverse), wanted)
+        assert_same_bits(hadamard(x.T.cuda(), size, mask, inverse=inverse, dim=0), wanted.T)
         narrow = hadamard(x.to(BF16), size, mask, inverse=inverse, round_to=BF16)
-        assert same(hadamard(x.to(BF16).cuda(), size, mask, inverse=inverse, round_to=BF16), narrow)
+        assert_same_bits(hadamard(x.to(BF16).cuda(), size, mask, inverse=inverse, round_to=BF16), narrow)
 
 
 # Errors.

@@ -8,7 +8,8 @@ from fmtsim.scaling.hadamard import hadamard
 from fmtsim.scaling.signs import accumulate_signs, random_signs, sign_bits
 from fmtsim.spec.cast import RandomKey
 from fmtsim.torch_engine.philox import words
-from tests.scaling.test_hadamard import same, spread
+from tests.support.bits import assert_same_bits
+from tests.support.operands import wide
 
 
 @pytest.mark.parametrize("size", [1, 16, 31, 32, 33, 128, 5120])
@@ -28,19 +29,19 @@ def test_random_signs_of_every_generator():
 
 def test_signs_accumulate():
     a, b = random_signs(32, 1), random_signs(32, 2)
-    x = spread(3, 32)
+    x = wide(3, 32)
     assert accumulate_signs(a, b) == a ^ b and accumulate_signs(None, b) == b and accumulate_signs(a, None) == a
     left, right = (torch.where(sign_bits(mask, 32), -1.0, 1.0) for mask in (a, b))
     together = accumulate_signs(left, right)
     assert torch.equal(together, left * right)
-    assert same(hadamard(x, 32, a ^ b), hadamard(x * right, 32, a))
-    assert same(hadamard(x, 32, together), hadamard(x, 32, a ^ b))
+    assert_same_bits(hadamard(x, 32, a ^ b), hadamard(x * right, 32, a))
+    assert_same_bits(hadamard(x, 32, together), hadamard(x, 32, a ^ b))
 
 
 def test_signs_after_a_transform():
     """H diag(s) of a symmetric H is the inverse with those signs."""
-    x, mask = spread(3, 32), random_signs(32, 1)
-    assert same(hadamard(x, 32, mask, inverse=True), hadamard(x, 32) * torch.where(sign_bits(mask, 32), -1.0, 1.0))
+    x, mask = wide(3, 32), random_signs(32, 1)
+    assert_same_bits(hadamard(x, 32, mask, inverse=True), hadamard(x, 32) * torch.where(sign_bits(mask, 32), -1.0, 1.0))
 
 
 @pytest.mark.parametrize(

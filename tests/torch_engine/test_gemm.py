@@ -21,17 +21,8 @@ from fmtsim.torch_engine.gemm_blocks import AlignedUnit, FusedAddUnit
 from fmtsim.torch_engine.gemm_double import DoubleAddUnit
 from fmtsim.torch_engine.gemm_sums import unit_of
 from fmtsim.torch_engine.gemm_wide import WideUnit
-from tests.torch_engine.gemm_cases import (
-    BITS,
-    KINDS,
-    NAN,
-    ODD_ACCUMULATORS,
-    Case,
-    case,
-    engine_bits,
-    matrix,
-    oracle_bits,
-)
+from tests.support.bits import assert_same_bits, same_bits
+from tests.support.gemm_cases import BITS, KINDS, NAN, ODD_ACCUMULATORS, Case, case, engine_bits, matrix, oracle_bits
 
 FMA = Datapath(block=1, fraction_bits=None, rounding=Rounding(), signed_zero=True)
 FMA64 = replace(FMA, accumulator=get_format("fp64"))
@@ -48,10 +39,6 @@ def product(path, a, b, a_format="bf16", b_format=None, c=None, plan=CHAIN, key=
     out = torch.full((a.shape[0], b.shape[0]), 7, dtype=dtype, device=a.device)
     gemm(a, b, c, None, None, spec, key, out)
     return out
-
-
-def same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return torch.equal(x.view(BITS[x.dtype]), y.view(BITS[y.dtype]))
 
 
 def check(found: Case) -> None:
@@ -104,7 +91,7 @@ def test_the_comparison_sees_one_wrong_bit():
 def test_another_unit_gives_other_bits(change):
     r = random.Random(5)
     a, b = (torch.tensor([[r.gauss(0, 1) for _ in range(64)] for _ in range(8)]).bfloat16() for _ in range(2))
-    assert not same(product(Datapath(), a, b), product(replace(Datapath(), **change), a, b))
+    assert not same_bits(product(Datapath(), a, b), product(replace(Datapath(), **change), a, b))
 
 
 def test_which_arithmetic_serves_which_unit():
@@ -150,7 +137,7 @@ def test_exact_chains_are_ieee_arithmetic():
         got = product(path, a, torch.ones(1, 12, dtype=dtype), name, dtype=dtype)
         nan = torch.isnan(expected)
         assert torch.equal(torch.isnan(got), nan)
-        assert same(torch.where(nan, 0.0, got), torch.where(nan, 0.0, expected))
+        assert_same_bits(torch.where(nan, 0.0, got), torch.where(nan, 0.0, expected))
 
 
 def test_single_float64_products_are_ieee_products():
@@ -159,7 +146,7 @@ def test_single_float64_products_are_ieee_products():
     got, expected = product(FMA64, a, b, "fp64", c=c, dtype=torch.float64), a * b.t()
     nan = torch.isnan(expected)
     assert bool((got.view(torch.int64)[nan] == NAN[torch.float64]).all())
-    assert same(torch.where(nan, 0.0, got), torch.where(nan, 0.0, expected))
+    assert_same_bits(torch.where(nan, 0.0, got), torch.where(nan, 0.0, expected))
 
 
 def test_a_product_that_float64_does_not_hold():
@@ -195,7 +182,7 @@ def test_tiles_do_not_matter(path, budget, monkeypatch):
     key = RandomKey(123456789, 1 << 40)
     whole = product(path, a, b, plan=plan, key=key)
     monkeypatch.setattr(module, "_budget", lambda device: budget)
-    assert same(product(path, a, b, plan=plan, key=key), whole)
+    assert_same_bits(product(path, a, b, plan=plan, key=key), whole)
 
 
 def test_long_blocks_are_taken_in_pieces():
@@ -204,7 +191,7 @@ def test_long_blocks_are_taken_in_pieces():
     for path in (EXACT, Datapath(block=None, fraction_bits=30), Datapath(block=256, group=4, scale=None)):
         spec = GemmSpec(datapath=path, plan=GemmPlan(), a=get_format("fp16"), b=get_format("fp16"))
         expected = torch.tensor(gemm_oracle(a.tolist(), b.tolist(), spec))
-        assert same(product(path, a, b, "fp16"), expected)
+        assert_same_bits(product(path, a, b, "fp16"), expected)
 
 
 def test_carries_move_up_in_long_sums():
@@ -223,10 +210,10 @@ def test_strides_do_not_matter():
     r = random.Random(13)
     a, b = (matrix(r, 6, 32, get_format("e4m3"), 0.0, torch.float8_e4m3fn) for _ in range(2))
     whole = product(Datapath(), a, b, "e4m3")
-    assert same(product(Datapath(), a.t().contiguous().t(), b.t().contiguous().t(), "e4m3"), whole)
+    assert_same_bits(product(Datapath(), a.t().contiguous().t(), b.t().contiguous().t(), "e4m3"), whole)
     paired = Datapath(block=4, paired=True, operand=get_format("fp16"))
     turned = torch.stack([a, a]).transpose(0, 2)[:, :, 1].t()
-    assert same(product(paired, turned, b, "e4m3"), product(paired, a, b, "e4m3"))
+    assert_same_bits(product(paired, turned, b, "e4m3"), product(paired, a, b, "e4m3"))
 
 
 def test_no_products():
@@ -256,7 +243,7 @@ def test_flushing_processes_get_the_same_bits():
         flushed = [product(path, a, b) for path in (Datapath(min_exponent=-133), EXACT, FMA)]
     finally:
         torch.set_flush_denormal(False)
-    assert all(same(x, y) for x, y in zip(kept, flushed, strict=True))
+    assert all(same_bits(x, y) for x, y in zip(kept, flushed, strict=True))
 
 
 def int8(r: random.Random, rows: int, k: int) -> torch.Tensor:

@@ -13,9 +13,7 @@ from fmtsim.verify import units
 from fmtsim.verify.device import OnDevice, device_of
 from fmtsim.verify.outcome import PlantedError
 from fmtsim.verify.plan import default_tasks
-from tests.cuda.conftest import emulated
 
-__all__ = ["emulated"]  # a fixture
 CPU = torch.device("cpu")
 
 

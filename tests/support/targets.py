@@ -1,9 +1,14 @@
-"""A target that writes down what it is asked, in place of the recorded ones."""
+"""Calls to ask targets about, and a target that writes down what it is asked."""
 
+import warnings
 from dataclasses import dataclass, field
 
+import torch
+
 from fmtsim import GemmPlan, get_format, get_unit
+from fmtsim.errors import PlanUnknownWarning
 from fmtsim.gemm.targets import target
+from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec
 
 
@@ -36,3 +41,24 @@ def install(monkeypatch) -> Notebook:
     notebook = Notebook()
     monkeypatch.setattr(target, "get_target", lambda name: notebook)
     return notebook
+
+
+def mm(m, n, k, fmt="bf16", out=torch.float32, **facts):
+    return GemmCall(operation="mm", m=m, n=n, k=k, a=fmt, b=fmt, out=out, **facts)
+
+
+def fp8(m, n, k, fast=True, scaling="tensor", out=torch.float32):
+    return GemmCall(
+        operation="scaled_mm", m=m, n=n, k=k, a="e4m3", b="e4m3", out=out, fast_accum=fast, scaling=scaling
+    )  # fmt: skip
+
+
+def linear(m, n, k, fmt="bf16", bias=True):
+    out = {"bf16": torch.bfloat16, "fp16": torch.float16}[fmt]
+    return GemmCall(operation="linear", m=m, n=n, k=k, a=fmt, b=fmt, out=out, bias=bias)
+
+
+def resolve(call, name="h200", **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanUnknownWarning)
+        return target.get_target(name).resolve(call, **options)

@@ -8,8 +8,8 @@ from fmtsim import Datapath, GemmPlan, get_format, get_unit
 from fmtsim.gemm.products.epilogue import output_format
 from fmtsim.gemm.products.oracle import epilogue_oracle, gemm_oracle
 from fmtsim.spec.gemm_spec import GemmSpec
+from tests.support.bits import INTEGERS
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NAN = {1: 0x7F, 2: 0x7FFF, 4: 0x7FFFFFFF, 8: 0x7FFFFFFFFFFFFFFF}
 
 
@@ -18,29 +18,6 @@ def definition(a, b=None, unit="hopper.wgmma", plan=None, accumulate=None, scale
     a, b = get_format(a), get_format(b or a)
     path = unit if isinstance(unit, Datapath) else get_unit(unit).mode(a, b, accumulate, scale)
     return GemmSpec(datapath=path, plan=plan or GemmPlan(), a=a, b=b)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def wide(*shape: int, seed: int = 0, low: int = -12, high: int = 12) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    exponents = torch.randint(low, high, shape, generator=generator)
-    return torch.randn(shape, generator=generator) * torch.exp2(exponents.float())
-
-
-def bits(t: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bits as integers."""
-    return t.contiguous().view(INTEGERS[t.element_size()]) if t.dtype.is_floating_point else t
-
-
-def same(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Fail unless two tensors agree in shape, dtype and every bit."""
-    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
-    wrong = torch.nonzero(bits(got) != bits(expected))
-    shown = [(tuple(i), got[tuple(i)].item(), expected[tuple(i)].item()) for i in wrong[:4].tolist()]
-    assert not len(wrong), f"{len(wrong)} of {got.numel()} differ (place, got, expected): {shown}"
 
 
 def numbers(t: torch.Tensor) -> list:

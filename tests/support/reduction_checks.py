@@ -28,7 +28,8 @@ from fmtsim.distributed.simulate import simulate_batches
 from fmtsim.errors import ArgumentError
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast
-from tests.distributed.warm import BASE, CASES, E4M3, gradients
+from tests.support.bits import assert_same_bits, same_bits
+from tests.support.reductions import BASE, CASES, E4M3, gradients
 
 ORDERS, FACTORS = ("ring", "tree"), ("pre", "post", "sqrt", "auto")
 FORMATS, MODES = ("e4m3", "e5m2"), ("nearest_even", "stochastic")
@@ -41,11 +42,6 @@ def refused(message, verb, *arguments, error=ArgumentError, **options):
         assert message in str(found), str(found)
     else:
         raise AssertionError(f"{verb} did not raise {message!r}")
-
-
-def same(a, b):
-    a, b = (x.cpu().reshape(-1).contiguous() for x in (a, b))
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def inputs(ranks, seed):
@@ -61,20 +57,22 @@ def reductions_agree(rank, size, group, device="cpu"):
             each[-1][1][0, 3], each[0][1][1, 1] = math.nan, math.inf
         expected = simulate(each, reduction, call=i)
         found = all_reduce([x.to(device) for x in each[rank]], reduction, call=i, group=group)
-        assert all(same(a, b) for a, b in zip(found.values, expected.values, strict=True)), reduction
+        assert all(same_bits(a, b) for a, b in zip(found.values, expected.values, strict=True)), reduction
         assert found.counts.to_dict() == expected.counts[rank].to_dict(), reduction
         matrices = [torch.stack(gradients(size, 11, i + 50 * r)) for r in range(size)]
         batches = [Batch(x, (4, 7)) for x in matrices]
         mu = torch.tensor(1.0) if reduction.auto else None
         values, counts = simulate_batches(batches, reduction, mu, i)
         part = reduce_scatter(matrices[rank].to(device), reduction, sizes=(4, 7), call=i, group=group)
-        assert same(part.values[0], values[rank]), reduction
+        assert_same_bits(part.values[0], values[rank], what=reduction)
         assert part.counts.to_dict() == counts[rank].to_dict(), reduction
 
     each = [torch.stack(x) for x in zip(*(gradients(size, 50, i) for i in range(4)), strict=True)]
     found = all_reduce(each[rank].to(device), BASE, group=group).values[0]
     planted = (each[::-1], dataclasses.replace(BASE, algorithm="tree")), (each[1:] + each[:1], BASE)
-    assert size == 2 or not any(same(found, simulate(*wrong).values[0]) for wrong in planted), "an order that is wrong"
+    assert size == 2 or not any(same_bits(found, simulate(*wrong).values[0]) for wrong in planted), (
+        "an order that is wrong"
+    )
 
 
 def factors_agree(rank, size, group, device="cpu"):
@@ -88,12 +86,12 @@ def factors_agree(rank, size, group, device="cpu"):
         expected = simulate(each, reduction, mu=mu, call=i)
         strided = [x.to(device).repeat_interleave(2, -1)[..., ::2] for x in each[rank]]
         found = all_reduce(strided, reduction, mu=mu, call=i, group=group)
-        assert all(same(a, b) for a, b in zip(found.values, expected.values, strict=True)), reduction
+        assert all(same_bits(a, b) for a, b in zip(found.values, expected.values, strict=True)), reduction
         assert found.counts.to_dict() == expected.counts[rank].to_dict(), reduction
         if auto is not None:
             moved = [auto.next(torch.tensor(mu), c.saturated.cpu(), c.elements.cpu())
                      for c in (found.counts, expected.counts[0])]  # fmt: skip
-            assert same(*moved), reduction
+            assert_same_bits(*moved, what=reduction)
 
 
 def edges_agree(rank, size, group, device="cpu"):
@@ -107,7 +105,7 @@ def edges_agree(rank, size, group, device="cpu"):
         for reduction in ("msamp", "fp8lm", "bf16", dataclasses.replace(BASE, algorithm="tree")):
             expected = simulate(each, reduction)
             found = all_reduce([x.to(device) for x in each[rank]], reduction, group=group)
-            assert all(same(a, b) for a, b in zip(found.values, expected.values, strict=True)), (dtype, reduction)
+            assert all(same_bits(a, b) for a, b in zip(found.values, expected.values, strict=True)), (dtype, reduction)
             assert [x.shape for x in found.values] == [x.shape for x in each[rank]]
         nothing = all_reduce(torch.empty(0, dtype=dtype, device=device), "fp8lm", group=group)
         assert nothing.values[0].shape == (0,) and nothing.counts.to_dict()["elements"] == 0
@@ -121,11 +119,11 @@ def gathers_agree(rank, size, group, device="cpu"):
         fmt = fmtsim.get_format(name)
         made = cast(whole, fmt, HALO, Rounding(), fmt.default_overflow)
         expected = made.values(whole.shape).reshape(size, 3, 7)
-        assert same(all_gather(shards[rank].to(device), name, group=group), expected), name
+        assert_same_bits(all_gather(shards[rank].to(device), name, group=group), expected, what=name)
     blocks = [x.reshape(2, 40) for x in gradients(size, 80, 4)]
     for name in ("mxfp8_e4m3", "mxfp4", "nvfp4", "logfmt8", "e5m2"):
         expected = torch.stack([fmtsim.quantize(x, name, out_dtype=torch.float32, pad=True) for x in blocks])
-        assert same(all_gather(blocks[rank].to(device), name, scaling=None, group=group), expected), name
+        assert_same_bits(all_gather(blocks[rank].to(device), name, scaling=None, group=group), expected, what=name)
     spoiled = torch.ones(6, device=device)
     spoiled[0] = math.inf if rank == size - 1 else 1.0
     first, second = all_gather(spoiled, "int8", sizes=(2, 4), group=group).split([2, 4], 1)
@@ -144,7 +142,7 @@ def tokens_arrive(rank, size, group, device="cpu"):
             values = fmtsim.quantize(rows[a], name, out_dtype=torch.float32, pad=True)
             expected.append(values.split(counts[a])[rank])
         found = dispatch(rows[rank].to(device), counts[rank], name, group=group)
-        assert same(found, torch.cat(expected)), name
+        assert_same_bits(found, torch.cat(expected), what=name)
     nothing = dispatch(torch.empty(0, 16, dtype=torch.bfloat16, device=device), [0] * size, group=group)
     assert nothing.shape == (0, 16) and nothing.dtype == torch.bfloat16
 
@@ -193,7 +191,7 @@ def ddp_agrees(rank, size, device="cpu"):
         for order in seen:
             expected = simulate([[g[i] for i in order] for g in each], state.reduction, mu=mu, call=calls)
             for i, value in zip(order, expected.values, strict=True):
-                assert same(list(net.parameters())[i].grad, value), (step, i)
+                assert_same_bits(list(net.parameters())[i].grad, value, what=(step, i))
             counts = expected.counts[rank] if counts is None else counts.plus(expected.counts[rank])
             calls += 1
         seen.clear()
@@ -241,7 +239,7 @@ def fsdp_agrees(rank, size, device="cpu"):
             parameter = list(net.parameters())[i]
             mine = parameter.grad.to_local()
             own = rows.split(-(-len(rows) // size))
-            assert same(mine, own[rank] if rank < len(own) else mine.new_empty(mine.shape)), i
+            assert_same_bits(mine, own[rank] if rank < len(own) else mine.new_empty(mine.shape), what=i)
     full = [p.full_tensor().cpu() for p in net.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(full, plain.parameters(), strict=True))  # shards stay as they were
     assert state.report()["steps"] == 1 and state.report()["elements"] == sum(

@@ -1,14 +1,23 @@
-"""Inputs that are hard to round, and the roundings that the tests of oracle and engines walk through."""
+"""Casts: roundings, inputs that are hard to round, and the encodings of oracle and engines side by side."""
 
 import math
 import random
 from functools import cache
 
+import torch
+
+from fmtsim.formats.block import LogTileFormat, ScaledFormat
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, LogFormat
+from fmtsim.ops import code_dtype
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.rounding.oracle import _log_thresholds, decode_value
+from fmtsim.scaling.oracle import Quantized
+from fmtsim.spec.cast import CastSpec, EncodedParts, RandomKey
+from tests.support.bits import assert_same_bits
 
+OUT_FORMATS = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}
+KEY = RandomKey(0x0123456789ABCDEF, 0xFEDCBA9876543210)
 DETERMINISTIC = [Rounding(mode=mode) for mode in MODES if mode != "stochastic"]
 STOCHASTIC = [
     Rounding(mode="stochastic", random_bits=3, variant="a"),
@@ -103,3 +112,35 @@ def matrices() -> dict[str, tuple[tuple[float, ...], ...]]:
         "with_nan": with_nan, "with_inf": with_inf, "deep": deep, "zeros": [[0.0, -0.0, 0.0] * 7] * 2,
     }  # fmt: skip
     return {name: tuple(tuple(row) for row in rows) for name, rows in named.items()}
+
+
+def words_for(rounding: Rounding, count: int) -> torch.Tensor | None:
+    """Return words that sweep the range of a stochastic rounding, None for the other modes."""
+    if rounding.mode != "stochastic":
+        return None
+    if rounding.bits <= 8:
+        return torch.arange(count) * 5 % (1 << rounding.bits)
+    return torch.arange(count) * 2654435761 % (1 << rounding.bits)
+
+
+def as_parts(result: Quantized, fmt: ScaledFormat) -> EncodedParts:
+    """Put the oracle's result into the tensors of the engines' protocol."""
+    offset_dtype = torch.float32 if isinstance(fmt, LogTileFormat) else torch.int32
+    return EncodedParts(
+        torch.tensor(result.codes, dtype=code_dtype(fmt.bits)),
+        torch.tensor(result.scales, dtype=torch.float32),
+        None if result.tensor_scale is None else torch.tensor(result.tensor_scale, dtype=torch.float32),
+        None if result.offsets is None else torch.tensor(result.offsets, dtype=offset_dtype),
+    )
+
+
+def check_parts(what: str, got: EncodedParts, expected: EncodedParts, x: torch.Tensor) -> None:
+    for field in ("scales", "tensor_scale", "offsets", "codes"):
+        assert_same_bits(getattr(got, field), getattr(expected, field), x, what=f"{what}: {field}")
+
+
+def cast_spec(fmt, rounding="nearest_even", dim=-1, overflow=None, **options) -> CastSpec:
+    """Return the record of a cast to a format or its name; ``options`` are those of Rounding."""
+    fmt = get_format(fmt) if isinstance(fmt, str) else fmt
+    rounding = rounding if isinstance(rounding, Rounding) else Rounding(mode=rounding, **options)
+    return CastSpec(format=fmt, rounding=rounding, overflow=overflow or fmt.default_overflow, dim=dim)
