@@ -8,6 +8,7 @@ from fractions import Fraction
 from functools import cache
 
 from fmtsim.formats.block import LogTileFormat
+from fmtsim.formats.display import split_code
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import encode_value, round_value
@@ -94,25 +95,7 @@ def neighbours(x: Number, fmt: ElementFormat) -> tuple[float | None, float | Non
 
 def bit_fields(code: int, fmt: ElementFormat | LogTileFormat) -> str:
     """Write a code in binary with a space between sign, exponent and mantissa."""
-    return " ".join(digits for _, digits in fields_of(code, fmt))
-
-
-def fields_of(code: int, fmt: ElementFormat | LogTileFormat) -> tuple[tuple[str, str], ...]:
-    """Return the fields of a code as pairs of name and binary digits."""
-    digits = f"{code:0{fmt.bits}b}"
-    widths: tuple[tuple[str, int], ...]
-    if isinstance(fmt, FloatFormat):
-        widths = (("sign", int(fmt.signed)), ("exponent", fmt.exponent_bits), ("mantissa", fmt.mantissa_bits))
-    elif isinstance(fmt, LogFormat | LogTileFormat):
-        widths = (("sign", 1), ("logarithm", fmt.bits - 1))
-    else:
-        widths = (("integer" if isinstance(fmt, IntFormat) else "index", fmt.bits),)
-    fields, start = [], 0
-    for name, width in widths:
-        if width:
-            fields.append((name, digits[start : start + width]))
-        start += width
-    return tuple(fields)
+    return " ".join(digits for _, digits in split_code(code, fmt))
 
 
 def code_text(code: int, fmt: ElementFormat | LogTileFormat) -> str:

@@ -5,8 +5,9 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
-from fmtsim.explain.element import Decision, bit_fields, code_text, fields_of
+from fmtsim.explain.element import Decision, bit_fields, code_text
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.display import split_code
 from fmtsim.formats.spec import ElementFormat, Overflow
 from fmtsim.rounding.modes import Rounding
 from fmtsim.table import aligned, number_text
@@ -83,7 +84,7 @@ class Element:
         return {
             **{name: getattr(self, name) for name in ("input", "block", "code", "hex", "bits", "value", "error")},
             **{name: getattr(decision, name) for name in names},
-            "fields": dict(fields_of(self.code, self.format)),
+            "fields": dict(split_code(self.code, self.format)),
             "rounded_number": decision.x,
             "element_value": decision.value,
         }
@@ -149,7 +150,7 @@ def _paragraph(element: Element, explanation: Explanation) -> list[str]:
     lines.append(_line("below", _neighbour(decision.below, decision.below_distance)))
     lines.append(_line("above", _neighbour(decision.above, decision.above_distance)))
     lines.append(_line("rule", f"{decision.rule}: {decision.reason}"))
-    fields = ", ".join(f"{name} {digits}" for name, digits in fields_of(element.code, element.format))
+    fields = ", ".join(f"{name} {digits}" for name, digits in split_code(element.code, element.format))
     lines.append(_line("code", f"{element.hex} = {element.bits} ({fields})"))
     value = number_text(element.value)
     if isinstance(fmt, BlockFormat) and decision.value != element.value:

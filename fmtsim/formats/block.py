@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from fmtsim.errors import FormatError
+from fmtsim.formats.display import Displayed, Fields
 from fmtsim.formats.floating import E8M0 as E8M0
 from fmtsim.formats.floating import FP32 as FP32
 from fmtsim.formats.scaling import Arithmetic, ScaleRule, Scaling, TensorScale, block_scaling, check_block, rule_fields
@@ -13,7 +14,7 @@ from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockFormat:
+class BlockFormat(Displayed):
     """Describe a format in which a block of elements shares a scale: ``x ~= scale * element``.
 
     An operand is seen as a matrix: ``dim`` runs along its rows (the inner axis), all other dimensions, flattened in
@@ -112,6 +113,18 @@ class BlockFormat:
         """The element's overflow rule."""
         return self.element.default_overflow
 
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what there is to say about the format as pairs of a heading and a text."""
+        return [
+            ("element", repr(self.element)),
+            ("block", _size(self.block, " x ")),
+            ("scale", f"{self.scale.name} by {self.scale_rule}"),
+            ("bits per element", f"{self.bits_per_element:g}"),
+            *([] if self.power_of_two else [("arithmetic", self.arithmetic)]),
+            *([("tensor scale", "fp32")] if self.tensor_scale else []),
+            *([("zero point", "one integer a block")] if self.zero_point else []),
+        ]
+
     def __repr__(self) -> str:
         extra = " + fp32 tensor scale" if self.tensor_scale else ""
         extra += " + zero point" if self.zero_point else ""
@@ -120,14 +133,9 @@ class BlockFormat:
             f"scale {self.scale.name} by {self.scale_rule}{extra})"
         )
 
-    def _repr_html_(self) -> str:
-        from fmtsim.formats.display import format_html
-
-        return format_html(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogTileFormat:
+class LogTileFormat(Displayed):
     """Describe LogFMT: a tile keeps its smallest and largest logarithm, codes count equal steps between them.
 
     A code is the sign bit followed by ``K``; ``K == 0`` is zero, ``K >= 1`` is ``exp(low + step * (K - 1))`` with
@@ -168,14 +176,23 @@ class LogTileFormat:
         """Infinities saturate to the tile's largest finite magnitude."""
         return "saturate"
 
+    @property
+    def code_fields(self) -> Fields:
+        """The fields of a code."""
+        return ("sign", 1), ("logarithm", self.bits - 1)
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what there is to say about the format as pairs of a heading and a text."""
+        return [
+            ("bits", str(self.bits)),
+            ("tile", _size(self.block, " x ")),
+            ("steps", str(self.max_code - 1)),
+            ("bits per element", f"{self.bits_per_element:g}"),
+        ]
+
     def __repr__(self) -> str:
         steps = f"{self.max_code} logarithmic steps"
         return f"LogTileFormat({self.name!r}: {self.bits} bits, {steps} a tile of {_size(self.block)})"
-
-    def _repr_html_(self) -> str:
-        from fmtsim.formats.display import format_html
-
-        return format_html(self)
 
 
 ScaledFormat = BlockFormat | LogTileFormat
@@ -212,8 +229,8 @@ def with_block(fmt: Format, block_size: int | Block | None, scale_rule: ScaleRul
     return scaled(fmt, block, scale_rule or "amax")
 
 
-def _size(block: Block) -> str:
-    return "x".join("all" if size is None else str(size) for size in block)
+def _size(block: Block, times: str = "x") -> str:
+    return times.join("all" if size is None else str(size) for size in block)
 
 
 def _shared(bits: int, block: Block) -> float:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from fmtsim.errors import FormatError
-from fmtsim.formats.fields import NAN_POLICIES, NanPolicy, Overflow, require
+from fmtsim.formats.fields import NAN_POLICIES, Element, NanPolicy, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodebookFormat:
+class CodebookFormat(Element):
     """Describe a format by the list of its values; the code of a value is its place in the list.
 
     Args:
@@ -39,16 +39,6 @@ class CodebookFormat:
         return (len(self.values) - 1).bit_length()
 
     @property
-    def default_overflow(self) -> Overflow:
-        """Codebooks always saturate."""
-        return "saturate"
-
-    @property
-    def has_nan(self) -> bool:
-        """Codebooks have no NaN."""
-        return False
-
-    @property
     def max(self) -> float:
         """Largest magnitude, the target of a block's scale."""
         return max(abs(v) for v in self.values)
@@ -58,24 +48,19 @@ class CodebookFormat:
         """Lowest value."""
         return min(self.values)
 
-    @property
-    def max_exponent(self) -> int:
-        """``floor(log2(max))``."""
-        return math.frexp(self.max)[1] - 1
-
     def value(self, code: int) -> float:
         """Return the value of one code."""
         if not 0 <= code < len(self.values):
             raise FormatError(f"code {code} is outside {self.name} (0 to {len(self.values) - 1})")
         return self.values[code]
 
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what there is to say about the format as pairs of a heading and a text."""
+        extent = f"{self.min:g} to {max(self.values):g}"
+        return [("bits", str(self.bits)), ("values", str(len(set(self.values)))), ("range", extent)]
+
     def __repr__(self) -> str:
         return (
             f"CodebookFormat({self.name!r}: {self.bits} bits, {len(set(self.values))} values "
             f"from {self.min:g} to {max(self.values):g})"
         )
-
-    def _repr_html_(self) -> str:
-        from fmtsim.formats.display import format_html
-
-        return format_html(self)

@@ -1,14 +1,43 @@
-"""What the records of formats have in common: the names of their rules, and how a field is refused."""
+"""What the records of element formats have in common: the names of their rules, and how a field is refused."""
 
+import math
+from abc import abstractmethod
 from typing import Literal
 
 from fmtsim.errors import FormatError
+from fmtsim.formats.display import Displayed
 
 Overflow = Literal["saturate", "ieee"]
 NanPolicy = Literal["max", "error"]
 
 OVERFLOWS: tuple[Overflow, ...] = ("saturate", "ieee")
 NAN_POLICIES: tuple[NanPolicy, ...] = ("max", "error")
+
+
+class Element(Displayed):
+    """An element format: a grid of values that saturates and has no NaN, unless the record says otherwise."""
+
+    __slots__ = ()
+
+    @property
+    def default_overflow(self) -> Overflow:
+        """The overflow rule that holds unless a verb names another."""
+        return "saturate"
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether some code is NaN."""
+        return False
+
+    @property
+    @abstractmethod
+    def max(self) -> float:
+        """Largest finite value."""
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest finite value: ``floor(log2(max))``."""
+        return math.frexp(self.max)[1] - 1
 
 
 def require(name: str, condition: bool, given: str, allowed: str) -> None:

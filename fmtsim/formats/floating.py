@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from fmtsim.formats.fields import NAN_POLICIES, OVERFLOWS, NanPolicy, Overflow, require, require_code
+from fmtsim.formats.display import Fields, short_number
+from fmtsim.formats.fields import NAN_POLICIES, OVERFLOWS, Element, NanPolicy, Overflow, require, require_code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FloatFormat:
+class FloatFormat(Element):
     """Describe a binary floating-point format of sign, exponent and mantissa fields.
 
     A code is laid out as ``[sign] exponent mantissa`` from its most significant bit. With exponent field ``E``,
@@ -131,11 +132,6 @@ class FloatFormat:
         return (1 if self.has_zero else 0) - self.exponent_bias
 
     @property
-    def max_exponent(self) -> int:
-        """Exponent of the largest finite value: ``floor(log2(max))``."""
-        return math.frexp(self.max)[1] - 1
-
-    @property
     def max(self) -> float:
         """Largest finite value."""
         return _magnitude(self, self.max_code)
@@ -170,6 +166,30 @@ class FloatFormat:
             return -math.inf if sign else math.inf
         return -_magnitude(self, magnitude) if sign else _magnitude(self, magnitude)
 
+    @property
+    def code_fields(self) -> Fields:
+        """The fields of a code."""
+        return ("sign", int(self.signed)), ("exponent", self.exponent_bits), ("mantissa", self.mantissa_bits)
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what there is to say about the format as pairs of a heading and a text."""
+        specials = {
+            "ieee": "NaN where the exponent is all ones and the mantissa is not zero",
+            "top": "NaN where all bits but the sign are ones",
+            "negative_zero": "NaN in place of -0",
+            "none": "no NaN",
+        }[self.nan]
+        layout = f"{'1 sign, ' if self.signed else ''}{self.exponent_bits} exponent, {self.mantissa_bits} mantissa"
+        return [
+            ("bits", f"{self.bits} ({layout})"),
+            ("bias", str(self.exponent_bias)),
+            ("max", short_number(self.max)),
+            ("min normal", short_number(self.min_normal)),
+            ("min subnormal", short_number(self.min_subnormal) if self.has_subnormals else "none"),
+            ("specials", f"{'Inf, ' if self.infinities else 'no Inf, '}{specials}"),
+            ("overflow", self.default_overflow),
+        ]
+
     def __repr__(self) -> str:
         specials = {"ieee": "NaN", "top": "one NaN", "negative_zero": "NaN at -0", "none": "no NaN"}[self.nan]
         return (
@@ -178,11 +198,6 @@ class FloatFormat:
             f"min_normal {self.min_normal:.6g}, min_subnormal {self.min_subnormal:.6g}, "
             f"{'Inf' if self.infinities else 'no Inf'}, {specials}, overflow {self.default_overflow})"
         )
-
-    def _repr_html_(self) -> str:
-        from fmtsim.formats.display import format_html
-
-        return format_html(self)
 
 
 def _magnitude(fmt: FloatFormat, magnitude: int) -> float:

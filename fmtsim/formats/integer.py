@@ -4,11 +4,12 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-from fmtsim.formats.fields import NAN_POLICIES, NanPolicy, Overflow, require, require_code
+from fmtsim.formats.display import Fields, short_number
+from fmtsim.formats.fields import NAN_POLICIES, Element, NanPolicy, require, require_code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IntFormat:
+class IntFormat(Element):
     """Describe a fixed-point format: codes are two's complement (or unsigned) integers.
 
     The value of a code is ``(code + offset) * 2**-fraction_bits`` with offset 1/2 for a half-offset grid, else 0.
@@ -47,16 +48,6 @@ class IntFormat:
         check(self.nan_policy in NAN_POLICIES, f"nan_policy={self.nan_policy!r}", "'max' or 'error'")
 
     @property
-    def default_overflow(self) -> Overflow:
-        """Integers always saturate."""
-        return "saturate"
-
-    @property
-    def has_nan(self) -> bool:
-        """Integers have no NaN."""
-        return False
-
-    @property
     def min_code(self) -> int:
         """Lowest code that rounding returns, as a signed integer."""
         return -(1 << (self.bits - 1)) + self.symmetric if self.signed else 0
@@ -86,23 +77,22 @@ class IntFormat:
         """Significant bits after the leading one of the largest value."""
         return max(self.bits - self.signed - 1, 0)
 
-    @property
-    def max_exponent(self) -> int:
-        """``floor(log2(max))``."""
-        return math.frexp(self.max)[1] - 1
-
     def value(self, code: int) -> float:
         """Return the value of one code, given as the unsigned bit pattern."""
         require_code(self.name, self.bits, code)
         number = code - (1 << self.bits) if self.signed and code >> (self.bits - 1) else code
         return (number + 0.5 * self.half_offset) * self.eps
 
+    @property
+    def code_fields(self) -> Fields:
+        """The fields of a code."""
+        return (("integer", self.bits),)
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what there is to say about the format as pairs of a heading and a text."""
+        return [("bits", str(self.bits)), ("range", f"{self.min:g} to {self.max:g}"), ("step", short_number(self.eps))]
+
     def __repr__(self) -> str:
         grid = " half-offset" if self.half_offset else ""
         extent = f"range {self.min:g} to {self.max:g}, step {self.eps:g}"
         return f"IntFormat({self.name!r}: {self.bits} bits,{grid} {extent})"
-
-    def _repr_html_(self) -> str:
-        from fmtsim.formats.display import format_html
-
-        return format_html(self)

@@ -4,11 +4,12 @@ import math
 from dataclasses import dataclass
 from functools import cache, partial
 
-from fmtsim.formats.fields import NAN_POLICIES, NanPolicy, Overflow, require, require_code
+from fmtsim.formats.display import Fields, short_number
+from fmtsim.formats.fields import NAN_POLICIES, Element, NanPolicy, require, require_code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogFormat:
+class LogFormat(Element):
     """Describe a logarithmic number system: ``+-2**(k / gamma)`` with ``k = 0 ... 2**(bits - 1) - 1``.
 
     A code is the sign bit followed by k. There is no zero, NaN or infinity: magnitudes below 1 become 1, magnitudes
@@ -39,16 +40,6 @@ class LogFormat:
         check(self.nan_policy in NAN_POLICIES, f"nan_policy={self.nan_policy!r}", "'max' or 'error'")
 
     @property
-    def default_overflow(self) -> Overflow:
-        """Logarithmic formats always saturate."""
-        return "saturate"
-
-    @property
-    def has_nan(self) -> bool:
-        """Logarithmic formats have no NaN."""
-        return False
-
-    @property
     def max_code(self) -> int:
         """Code of the largest value."""
         return (1 << (self.bits - 1)) - 1
@@ -73,25 +64,25 @@ class LogFormat:
         """Lowest value."""
         return -self.max
 
-    @property
-    def max_exponent(self) -> int:
-        """``floor(log2(max))``."""
-        return math.frexp(self.max)[1] - 1
-
     def value(self, code: int) -> float:
         """Return the value of one code."""
         require_code(self.name, self.bits, code)
         magnitude = self.magnitudes[code & self.max_code]
         return -magnitude if code > self.max_code else magnitude
 
+    @property
+    def code_fields(self) -> Fields:
+        """The fields of a code."""
+        return ("sign", 1), ("logarithm", self.bits - 1)
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what there is to say about the format as pairs of a heading and a text."""
+        magnitudes = f"1 to {short_number(self.max)}"
+        return [("bits", str(self.bits)), ("steps an octave", str(self.gamma)), ("magnitudes", magnitudes)]
+
     def __repr__(self) -> str:
         steps = f"{self.gamma} steps an octave"
         return f"LogFormat({self.name!r}: {self.bits} bits, {steps}, magnitudes 1 to {self.max:g})"
-
-    def _repr_html_(self) -> str:
-        from fmtsim.formats.display import format_html
-
-        return format_html(self)
 
 
 @cache
