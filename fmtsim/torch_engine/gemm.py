@@ -6,7 +6,6 @@ all its sums before the next one begins, which keeps memory independent of the s
 
 import math
 from collections.abc import Iterator
-from functools import reduce
 
 import torch
 
@@ -16,7 +15,7 @@ from fmtsim.spec.datapath import Datapath, IntegerDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.schedule import Part, schedule
 from fmtsim.torch_engine.gemm_operands import Rows, all_finite, exact
-from fmtsim.torch_engine.gemm_sums import Draw, Summation, unit_of
+from fmtsim.torch_engine.gemm_sums import Draw, Summation, reduced, unit_of
 from fmtsim.torch_engine.gemm_units import integer_sums, wrapped
 from fmtsim.torch_engine.philox import GROUP, random_integers
 from fmtsim.torch_engine.reals import narrow
@@ -48,7 +47,7 @@ def gemm(
         scale_a: [M, ceil(K / g)] float32, or None: scales inside the unit where it has some (g = ``scale_block``), else
             those of a scaled promotion (g = ``promote_every``).
         scale_b: [N, ceil(K / g)] float32, or None.
-        spec: The unit, the order of sums and the formats.
+        spec: The unit, the accumulation order and the formats.
         random: The key of stochastic rounding, or None.
         out: [M, N] contiguous; float32, float64 where float32 does not hold the accumulator, int32 of integers. NaN has
             all bits set but the sign; without products it is c or +0.
@@ -160,11 +159,11 @@ def _integers(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, spec: Ge
         if not path.saturate:
             out[m, n] = wrapped(total + integer_sums(a[m], b[n])).to(torch.int32)
             continue
-        sums = []
-        for part in schedule(k, path, spec.plan):
-            start, total = total, torch.zeros_like(total)
-            sums.append(_clamped_part(a[m], b[n], part, start, spec.plan.promote_every is not None))
-        total = _reduced(sums, spec.plan.reduce == "pairwise") if sums else total
+        parts = schedule(k, path, spec.plan)
+        promote = spec.plan.promote_every is not None
+        starts = [total, *[torch.zeros_like(total)] * (len(parts) - 1)]
+        sums = [_clamped_part(a[m], b[n], part, start, promote) for part, start in zip(parts, starts, strict=False)]
+        total = reduced(sums, spec.plan.reduce, lambda x, y: _clamp(x + y)) if sums else total
         out[m, n] = total.to(torch.int32)
 
 
@@ -177,20 +176,8 @@ def _clamped_part(a: torch.Tensor, b: torch.Tensor, part: Part, start: torch.Ten
     outer = start
     for chain in part:
         total = torch.zeros_like(start) if promote else outer
-        for places in chain.blocks:
-            block = slice(places[0], places[-1] + 1)  # blocks of integers are runs of K
+        for indices in chain.blocks:
+            block = slice(indices[0], indices[-1] + 1)  # blocks of integers are runs of K
             total = _clamp(total + integer_sums(a[:, block], b[:, block]))
         outer = _clamp(outer + total) if promote else total
     return outer
-
-
-def _reduced(parts: list[torch.Tensor], pairwise: bool) -> torch.Tensor:
-    """Add the sums of parts in the order of a plan, clamped after every addition."""
-    if not pairwise or len(parts) == 1:
-        return reduce(lambda x, y: _clamp(x + y), parts)
-    half = -(-len(parts) // 2)
-    result = parts[-1]
-    for i in range(half):
-        pair = _clamp(parts[i] + parts[i + half]) if i + half < len(parts) - 1 else parts[i]
-        result = _clamp(result + pair)
-    return result

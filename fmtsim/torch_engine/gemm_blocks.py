@@ -46,7 +46,7 @@ class AlignedUnit:
 
     def step(self, pieces: Sequence[Rows], state: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
         """Return the running sum after one block, float64."""
-        path, load = self.datapath, self._load if self.datapath.group == 1 else self._load_groups
+        path, load = self.datapath, self._load
         loaded = [load(piece) for piece in pieces] if len(pieces) == 1 else None
         top = exponents(state, path.accumulator.min_exponent)
         for a, b in loaded or map(load, pieces):
@@ -64,30 +64,16 @@ class AlignedUnit:
         return settle(path, rounded, result == 0, signs, pieces, state, natural=True)
 
     def _load(self, rows: Rows) -> tuple[Factor, Factor]:
-        """Return values, times their scales, with exponents."""
-        sides = []
+        """Return values, times their scales, with exponents: of each, or of a group's scale alone, one a group."""
+        sides, group, fmt = [], self.datapath.group, self.datapath.scale
         for x, scale, lowest in ((rows.a, rows.scale_a, self._lowest[0]), (rows.b, rows.scale_b, self._lowest[1])):
             value = cleaned(exact(x), rows.finite)
-            exponent = exponents(value, lowest)
-            if scale is not None and self.datapath.scale is not None:
+            own = exponents(value, lowest) if group == 1 else torch.zeros_like(value[::group], dtype=torch.int32)
+            if scale is not None and fmt is not None:
                 size = cleaned(exact(scale).abs(), rows.finite)
-                value, exponent = value * size, exponent + exponents(size, self.datapath.scale.min_exponent)
-            sides.append(Factor(value, exponent))
-        return sides[0], sides[1]
-
-    def _load_groups(self, rows: Rows) -> tuple[Factor, Factor]:
-        """Return values, times the scales of their groups, with the exponents of these alone, one a group."""
-        sides = []
-        for x, scale in ((rows.a, rows.scale_a), (rows.b, rows.scale_b)):
-            value = cleaned(exact(x), rows.finite)
-            if scale is None or self.datapath.scale is None:
-                groups = -(-value.shape[0] // self.datapath.group)
-                exponent = torch.zeros(groups, *value.shape[1:], dtype=torch.int32, device=value.device)
-            else:
-                size = cleaned(exact(scale).abs(), rows.finite)
-                exponent = group_exponents(size[:: self.datapath.group], self.datapath.scale)
-                value = value * size
-            sides.append(Factor(value, exponent))
+                lifted = exponents(size, fmt.min_exponent) if group == 1 else group_exponents(size[::group], fmt)
+                value, own = value * size, own + lifted
+            sides.append(Factor(value, own))
         return sides[0], sides[1]
 
     def _terms(self, a: Factor, b: Factor, signs: Signs | None) -> torch.Tensor:

@@ -45,7 +45,7 @@ def parts_of(x: torch.Tensor) -> Parts:
 def number(parts: Parts, mantissa_bits: int) -> Number:
     """Return as exact numbers what ``parts_of`` took apart, of at most ``mantissa_bits + 1`` significant bits."""
     significand = parts.significand >> (52 - mantissa_bits)
-    digits = [(significand >> place) & _MASK for place in range(0, mantissa_bits + 1, WIDTH)]
+    digits = [(significand >> position) & _MASK for position in range(0, mantissa_bits + 1, WIDTH)]
     return Number(parts.negative, digits, parts.exponent - mantissa_bits, mantissa_bits + 1)
 
 
@@ -65,11 +65,11 @@ def multiply(x: Number, y: Number) -> Number:
             columns[i + j] = piece if column is None else column + piece
     digits: list[torch.Tensor] = []
     carry: torch.Tensor | None = None
-    for place in range(0, bits, WIDTH):
-        column = columns[place // WIDTH]
+    for position in range(0, bits, WIDTH):
+        column = columns[position // WIDTH]
         total = column if carry is None else carry if column is None else column + carry
         assert total is not None  # the lowest column always is a product
-        if place + WIDTH < bits:
+        if position + WIDTH < bits:
             total, carry = total & _MASK, total >> WIDTH
         digits.append(total)
     if x.negative is None or y.negative is None:
@@ -77,8 +77,8 @@ def multiply(x: Number, y: Number) -> Number:
     return Number(x.negative ^ y.negative, digits, x.lowest + y.lowest, bits)
 
 
-def cut(x: Number, bits: torch.Tensor, mode: str) -> tuple[Number, torch.Tensor | None]:
-    """Clear bits below a place and say by how many units of that place the magnitude grows.
+def drop_bits(x: Number, bits: torch.Tensor, mode: str) -> tuple[Number, torch.Tensor | None]:
+    """Clear bits below a place and say by how many units of that position the magnitude grows.
 
     Args:
         x: The numbers.
@@ -106,20 +106,20 @@ def cut(x: Number, bits: torch.Tensor, mode: str) -> tuple[Number, torch.Tensor 
     return short, moves.to(torch.int64)
 
 
-def _bit(x: Number, place: torch.Tensor) -> torch.Tensor:
-    """Return the bit at a place counted from the lowest; 0 outside the digits."""
-    found = torch.zeros_like(place)
+def _bit(x: Number, position: torch.Tensor) -> torch.Tensor:
+    """Return the bit at a position counted from the lowest; 0 outside the digits."""
+    found = torch.zeros_like(position)
     for i, digit in enumerate(x.digits):
-        inside = (place >= WIDTH * i) & (place < WIDTH * (i + 1))
-        found = torch.where(inside, (digit >> (place - WIDTH * i).clamp(0, WIDTH)) & 1, found)
+        inside = (position >= WIDTH * i) & (position < WIDTH * (i + 1))
+        found = torch.where(inside, (digit >> (position - WIDTH * i).clamp(0, WIDTH)) & 1, found)
     return found
 
 
-def _any_below(x: Number, place: torch.Tensor) -> torch.Tensor:
-    """Say whether a bit below a place is set."""
-    found = torch.zeros_like(place, dtype=torch.bool)
+def _any_below(x: Number, position: torch.Tensor) -> torch.Tensor:
+    """Say whether a bit below a position is set."""
+    found = torch.zeros_like(position, dtype=torch.bool)
     for i, digit in enumerate(x.digits):
-        found = found | ((digit & ((1 << (place - WIDTH * i).clamp(0, WIDTH)) - 1)) != 0)
+        found = found | ((digit & ((1 << (position - WIDTH * i).clamp(0, WIDTH)) - 1)) != 0)
     return found
 
 
@@ -134,11 +134,11 @@ class Limbs:
         self._sums = torch.zeros(count, shape.numel(), dtype=torch.int64, device=device)
         self._columns = torch.arange(shape.numel(), device=device).view(shape)
 
-    def add(self, x: Number, place: torch.Tensor) -> None:
-        """Add numbers ``[L, *shape]`` with their lowest bit at a place, at least 24; broadcast over the shape."""
-        places = place.clamp(WIDTH, WIDTH * (self.count - len(x.digits)) - 1)  # only zeros are moved by this
-        limb = (places * 43691) >> 20  # divided by 24: right below 2**17
-        shift = places - limb * WIDTH
+    def add(self, x: Number, position: torch.Tensor) -> None:
+        """Add numbers ``[L, *shape]`` with their lowest bit at a position, at least 24; broadcast over the shape."""
+        positions = position.clamp(WIDTH, WIDTH * (self.count - len(x.digits)) - 1)  # only zeros are moved by this
+        limb = (positions * 43691) >> 20  # divided by 24: right below 2**17
+        shift = positions - limb * WIDTH
         index = limb * self.shape.numel() + self._columns
         for i, digit in enumerate(x.digits):
             moved = digit << shift
@@ -204,9 +204,9 @@ def round_limbs(
     if not (fmt.signed and fmt.has_zero and fmt.has_subnormals and fmt.mantissa_bits):
         return round_value(_to_odd(x, first, base), fmt, rounding, words)
     exponent = (first + base).clamp(min=fmt.min_exponent)
-    place = (exponent - fmt.mantissa_bits - base).clamp(max=WIDTH * digits.shape[0] + 62)
-    fraction = _read(digits, place - _FRACTION, _FRACTION) | _below(x, place - _FRACTION)
-    whole = _read(digits, place, fmt.mantissa_bits + 1)
+    position = (exponent - fmt.mantissa_bits - base).clamp(max=WIDTH * digits.shape[0] + 62)
+    fraction = _read(digits, position - _FRACTION, _FRACTION) | _below(x, position - _FRACTION)
+    whole = _read(digits, position, fmt.mantissa_bits + 1)
     whole = whole + round_off(fraction, torch.full_like(fraction, _FRACTION), x.negative, rounding, words, whole)
     return assembled(whole, exponent, x.negative, fmt, rounding)
 
@@ -220,10 +220,10 @@ def _to_odd(x: Magnitude, first: torch.Tensor, base: torch.Tensor | int) -> torc
     return torch.where(x.negative, -y, y)
 
 
-def _read(digits: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tensor:
-    """Return ``count`` bits, at most 61, from a place on, as int64; beyond the limbs there are zeros."""
-    limb = torch.div(place, WIDTH, rounding_mode="floor")
-    shift = place - limb * WIDTH
+def _read(digits: torch.Tensor, position: torch.Tensor, count: int) -> torch.Tensor:
+    """Return ``count`` bits, at most 61, from a position on, as int64; beyond the limbs there are zeros."""
+    limb = torch.div(position, WIDTH, rounding_mode="floor")
+    shift = position - limb * WIDTH
     limbs = [digits.gather(0, (limb + i).clamp(0, digits.shape[0] - 1)[None])[0] for i in range(4)]
     found = limbs[0] >> shift
     for i in (1, 2, 3):
@@ -231,9 +231,9 @@ def _read(digits: torch.Tensor, place: torch.Tensor, count: int) -> torch.Tensor
     return found & ((1 << count) - 1)
 
 
-def _below(x: Magnitude, place: torch.Tensor) -> torch.Tensor:
-    """Return 1 where a bit below a place is set, else 0."""
-    limb = torch.div(place, WIDTH, rounding_mode="floor")
+def _below(x: Magnitude, position: torch.Tensor) -> torch.Tensor:
+    """Return 1 where a bit below a position is set, else 0."""
+    limb = torch.div(position, WIDTH, rounding_mode="floor")
     same = x.digits.gather(0, limb.clamp(0, x.digits.shape[0] - 1)[None])[0]
-    inside = same & ((1 << (place - limb * WIDTH)) - 1)
+    inside = same & ((1 << (position - limb * WIDTH)) - 1)
     return ((x.lowest < limb) | ((x.lowest == limb) & (inside != 0))).to(torch.int64)

@@ -12,6 +12,8 @@ import torch
 from fmtsim.torch_engine.gemm_round import exponent_of
 from fmtsim.torch_engine.reals import widen
 
+exact = widen  # elements of any dtype of the protocol as float64
+
 _CHUNK = 1 << 20  # elements looked at once
 
 ZERO_EXPONENT = -8192
@@ -31,33 +33,33 @@ class Rows(NamedTuple):
     scale_block: int = 1
     finite: bool = True
 
-    def take(self, places: Sequence[int]) -> "Rows":
-        """Return the products at those places of K, in their order, each with scales of its own."""
+    def take(self, indices: Sequence[int]) -> "Rows":
+        """Return the products at those k indices, in their order, each with scales of its own."""
         scale_a, scale_b = self.scale_a, self.scale_b
         if scale_a is not None and scale_b is not None:
-            blocks = [k // self.scale_block for k in places]
+            blocks = [k // self.scale_block for k in indices]
             scale_a, scale_b = _at(scale_a, blocks), _at(scale_b, blocks)
-        return Rows(_at(self.a, places), _at(self.b, places), scale_a, scale_b, 1, self.finite)
+        return Rows(_at(self.a, indices), _at(self.b, indices), scale_a, scale_b, 1, self.finite)
 
 
 class Pieces(Sequence[Rows]):
     """Cut the products of one block into pieces of ``span``, so that a block may be as long as K."""
 
-    def __init__(self, rows: Rows, places: Sequence[int], span: int) -> None:
-        self._rows, self._places, self._span = rows, places, span
+    def __init__(self, rows: Rows, indices: Sequence[int], span: int) -> None:
+        self._rows, self._indices, self._span = rows, indices, span
 
     def __len__(self) -> int:
-        return -(-len(self._places) // self._span)
+        return -(-len(self._indices) // self._span)
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        return self._rows.take(self._places[index * self._span : (index + 1) * self._span])
+        return self._rows.take(self._indices[index * self._span : (index + 1) * self._span])
 
     def __iter__(self) -> Iterator[Rows]:
         return (self[i] for i in range(len(self)))
 
 
 class Unit(Protocol):
-    """What the order of sums needs of a unit.
+    """What the accumulation order needs of a unit.
 
     span: Most products that it takes at once.
     weight: Float64 numbers that a step keeps for each output at a time, about.
@@ -87,11 +89,6 @@ class Factor(NamedTuple):
 
     value: torch.Tensor
     exponent: torch.Tensor
-
-
-def exact(x: torch.Tensor) -> torch.Tensor:
-    """Return elements of any dtype of the protocol as float64."""
-    return widen(x)
 
 
 def exponents(value: torch.Tensor, lowest: int) -> torch.Tensor:
@@ -141,13 +138,13 @@ def _classes(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     return kind * torch.where(torch.isfinite(size), 1.0, size)
 
 
-def _at(x: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
-    """Select along the leading axis: a view where the places follow each other, or are all one."""
-    first, count = places[0], len(places)
-    if list(places) == list(range(first, first + count)):
+def _at(x: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
+    """Select along the leading axis: a view where the indices follow each other, or are all one."""
+    first, count = indices[0], len(indices)
+    if list(indices) == list(range(first, first + count)):
         return x[first : first + count]
-    if places[-1] == first and min(places) == max(places):
+    if indices[-1] == first and min(indices) == max(indices):
         return x[first : first + 1].expand(count, *x.shape[1:])
     if x.element_size() == 1:  # not every device gathers float8
-        return x.view(torch.uint8).index_select(0, torch.tensor(places, device=x.device)).view(x.dtype)
-    return x.index_select(0, torch.tensor(places, device=x.device))
+        return x.view(torch.uint8).index_select(0, torch.tensor(indices, device=x.device)).view(x.dtype)
+    return x.index_select(0, torch.tensor(indices, device=x.device))

@@ -24,7 +24,7 @@ ODD_BITS = 50
 
 
 @lru_cache(maxsize=256)
-def is_plain(fmt: FloatFormat) -> bool:
+def is_scalable(fmt: FloatFormat) -> bool:
     """Say whether values of a format can be made by scaling: signed, with subnormals, exponents within SAFE."""
     usual = fmt.signed and fmt.has_zero and fmt.has_subnormals and fmt.mantissa_bits >= 1
     return usual and fmt.min_exponent - fmt.mantissa_bits >= -SAFE and fmt.max_exponent <= SAFE
@@ -74,12 +74,12 @@ def round_value(
     Returns:
         float64; a number that rounds to zero keeps its sign; Inf and NaN stay, whatever the format has.
     """
-    if not is_plain(fmt):
+    if not is_scalable(fmt):
         return _convert(x, fmt, rounding, words)
-    place = exponent_of(x).clamp(fmt.min_exponent, SAFE + 1) - fmt.mantissa_bits  # Inf and NaN would go further
-    y = x * power_of_two(-place)
+    position = exponent_of(x).clamp(fmt.min_exponent, SAFE + 1) - fmt.mantissa_bits  # Inf and NaN would go further
+    y = x * power_of_two(-position)
     whole = integral(y, rounding.mode) if words is None else _stochastic(y, rounding, words)
-    y = torch.copysign(whole * power_of_two(place), x)
+    y = torch.copysign(whole * power_of_two(position), x)
     beyond = y.abs() > fmt.max
     return limit(y, beyond if fmt.infinities else beyond & torch.isfinite(y), fmt, rounding)
 
@@ -99,7 +99,7 @@ def assembled(
     beyond = exponent > fmt.max_exponent
     exponent = exponent.clamp(max=fmt.max_exponent)  # a code beyond Inf of float64 would not fit
     code = ((exponent - fmt.min_exponent) << fmt.mantissa_bits) + whole
-    if is_plain(fmt):
+    if is_scalable(fmt):
         y = whole.to(torch.float64) * power_of_two(exponent - fmt.mantissa_bits)
     elif fmt.exponent_bits == 11 and fmt.mantissa_bits == 52 and fmt.exponent_bias == 1023:
         y = code.view(torch.float64)  # Inf included; what lies above is dealt with below
@@ -153,10 +153,10 @@ def _convert(x: torch.Tensor, fmt: FloatFormat, rounding: Rounding, words: torch
     codes = floats.convert(bits_of(x), FP64, fmt, rounding, "ieee" if fmt.infinities else fmt.default_overflow, words)
     y = floats.convert(codes, fmt, FP64, NEAREST, "ieee").to(torch.int64).view(torch.float64)
     if fmt.infinities and words is None:  # Inf also where the mode would stop at the largest value
-        place = (
+        position = (
             exponent_of(x).clamp(fmt.max_exponent, 1022) - fmt.mantissa_bits
         )  # only numbers above the largest matter
-        unbounded = integral(x * power_of_two(-place), rounding.mode) * power_of_two(place)
+        unbounded = integral(x * power_of_two(-position), rounding.mode) * power_of_two(position)
         y = limit(
             torch.where(torch.isfinite(x), torch.copysign(y, x), y),
             (x.abs() > fmt.max) & (unbounded.abs() > fmt.max),

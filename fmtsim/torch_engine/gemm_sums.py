@@ -1,6 +1,7 @@
-"""The order of sums in a product (docs/matmul.md, section 4): chains, promotions, parts and their reduction."""
+"""The accumulation order of a product (docs/matmul.md, section 4): chains, promotions, parts and their reduction."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -12,13 +13,13 @@ from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import Chain, Part, schedule
 from fmtsim.torch_engine.gemm_blocks import AlignedUnit, FusedAddUnit
-from fmtsim.torch_engine.gemm_double import DoubleAddUnit
 from fmtsim.torch_engine.gemm_operands import Pieces, Rows, Unit
-from fmtsim.torch_engine.gemm_round import ODD_BITS, add_to_odd, is_plain, round_value
+from fmtsim.torch_engine.gemm_round import ODD_BITS, add_to_odd, is_scalable, round_value
 from fmtsim.torch_engine.gemm_units import PairwiseUnit, TwoStageUnit
 from fmtsim.torch_engine.gemm_wide import WideUnit
 from fmtsim.torch_engine.storage import FP64
 
+T = TypeVar("T")
 Draw = Callable[[int], torch.Tensor | None]
 """Returns the random integers of block number t for the outputs at hand, None without stochastic rounding."""
 
@@ -38,7 +39,7 @@ def unit_of(spec: GemmSpec, k: int) -> Unit:
         return AlignedUnit(path, a, b)
     if FusedAddUnit.fits(path, a, b, longest):
         return FusedAddUnit(path)
-    return DoubleAddUnit(path) if DoubleAddUnit.fits(path, longest) else WideUnit(path, a, b, longest)
+    return WideUnit(path, a, b, longest)
 
 
 def accumulator_of(path: Arithmetic) -> FloatFormat:
@@ -83,7 +84,7 @@ class Summation:
             rows: Operands with K leading.
             c: float64 values of the accumulator, or None. Where parts are added in place the output begins with it.
             draw: Random integers by block.
-            scales: Those of a scaled promotion, with the chain's place leading, float32, or None.
+            scales: Those of a scaled promotion, with the chain's index leading, float32, or None.
         """
         shape = torch.broadcast_shapes(rows.a.shape[1:], rows.b.shape[1:])
         zero = torch.zeros(shape, dtype=torch.float64, device=rows.a.device)
@@ -108,7 +109,7 @@ class Summation:
         block: int,
     ) -> torch.Tensor:
         if self._promote is None:
-            (chain,) = part  # only promotions cut a part into chains
+            (chain,) = part  # only promotions divide a slice into chains
             return self._chain(chain, rows, start, draw, block)
         total = start
         for chain in part:
@@ -118,8 +119,8 @@ class Summation:
         return total
 
     def _chain(self, chain: Chain, rows: Rows, state: torch.Tensor, draw: Draw, block: int) -> torch.Tensor:
-        for i, places in enumerate(chain.blocks):
-            pieces = Pieces(rows, places, self._unit.span)
+        for i, indices in enumerate(chain.blocks):
+            pieces = Pieces(rows, indices, self._unit.span)
             state = self._unit.step([pieces[0]] if len(pieces) == 1 else pieces, state, draw(block + i))
         return state
 
@@ -145,17 +146,7 @@ class Summation:
         plan = self._plan
         if plan.partial is not None:
             sums = [round_value(s, plan.partial) for s in sums]
-        if plan.reduce == "pairwise":
-            half = -(-len(sums) // 2)
-            pairs = [
-                self._sum(sums[i], sums[i + half], plan) if i + half < len(sums) - 1 else sums[i] for i in range(half)
-            ]
-            total, rest = sums[-1], pairs if len(sums) > 1 else []
-        else:
-            total, rest = sums[0], sums[1:]
-        for term in rest:
-            total = self._sum(total, term, plan)
-        return total
+        return reduced(sums, plan.reduce, lambda x, y: self._sum(x, y, plan))
 
     def _in_place(self, sums: list[torch.Tensor], total: torch.Tensor | None) -> torch.Tensor:
         """Add the parts to what an output holds, which is rounded to its format after each."""
@@ -176,7 +167,7 @@ class Adder:
 
     def __init__(self, fmt: FloatFormat, terms: list[FloatFormat]) -> None:
         self._fmt = fmt
-        self._narrow = all(is_plain(f) and f.mantissa_bits <= ODD_BITS for f in (fmt, *terms))
+        self._narrow = all(is_scalable(f) and f.mantissa_bits <= ODD_BITS for f in (fmt, *terms))
         self._short = all(f.mantissa_bits <= 28 for f in terms)  # times a float32 number they fit in float64
         path = Datapath(block=1, fraction_bits=None, rounding=Rounding(), accumulator=fmt, signed_zero=True)
         self._wide = WideUnit(path, FP64, FP32, 1, addend=FP64)
@@ -187,3 +178,22 @@ class Adder:
             return round_value(add_to_odd(x if scale is None else x * scale, y), self._fmt)
         one = torch.ones_like(x) if scale is None else scale.expand_as(x)
         return self._wide.step([Rows(x[None], one[None], finite=False)], y, None)
+
+
+def reduced(slices: list[T], reduce: str, add: Callable[[T, T], T]) -> T:
+    """Add the sums of slices of K in the order that a plan names.
+
+    Args:
+        slices: The sums, at least one.
+        reduce: ``"pairwise"``: the first half of all but the last, each with its partner of the second half, is added
+            to the last one; else one after another.
+        add: How two are added.
+    """
+    total, *rest = slices
+    if reduce == "pairwise" and rest:
+        count, half = len(slices), -(-len(slices) // 2)
+        total = slices[-1]
+        rest = [add(slices[i], slices[i + half]) if i + half < count - 1 else slices[i] for i in range(half)]
+    for term in rest:
+        total = add(total, term)
+    return total

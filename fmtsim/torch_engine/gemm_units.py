@@ -58,7 +58,7 @@ class TwoStageUnit:
         return products, torch.where(products == 0, _ZERO, first + second).to(torch.int64)
 
     def _aligned(self, products: torch.Tensor, exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of the products cut at ``2**(top - fraction_bits)``, in those units, and top."""
+        """Return the sum of the products truncated at ``2**(top - fraction_bits)``, in those units, and top."""
         top = exponent.amax(0)
         return torch.trunc(products * power_of_two(self.datapath.fraction_bits - top)).sum(0), top
 

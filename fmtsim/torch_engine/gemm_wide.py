@@ -2,8 +2,8 @@
 
 Where the sum of a block begins, in the limbs of ``gemm_limbs``:
 
-- aligned blocks at the last bit kept, ``2**(E - fraction_bits)``, below which the terms were cut;
-- exact sums of one product and the running sum at a place so far below the larger of the two that the smaller may be
+- aligned blocks at the last bit kept, ``2**(E - fraction_bits)``, below which the terms were truncated;
+- exact sums of one product and the running sum at a position so far below the larger of the two that the smaller may be
   rounded to odd there;
 - all other exact sums at the lowest bit that the formats have.
 """
@@ -20,7 +20,7 @@ from fmtsim.torch_engine.gemm_limbs import (
     WIDTH,
     Limbs,
     Number,
-    cut,
+    drop_bits,
     multiply,
     number,
     parts_of,
@@ -59,14 +59,14 @@ class WideUnit:
         if datapath.group > 1:
             self._group_limbs = (top - bottom + datapath.group.bit_length()) // WIDTH + self._product_digits() + 3
         self._digits = max(self._product_digits(), accumulator.mantissa_bits // WIDTH + 1, self._group_limbs)
-        self._floor = self._digits + 2  # limbs below the place where the sum begins
+        self._guard_limbs = self._digits + 2  # limbs below the position where the sum begins
         if self._fraction_bits is not None:
             bits = self._fraction_bits + 4 + more + (max(0, top) + datapath.group if datapath.group > 1 else 0)
         elif self._pair:
             bits = _APART + WIDTH * self._digits
         else:
             bits = max(top, accumulator.max_exponent + 1) - self._base + more
-        self._count = self._floor + bits // WIDTH + self._digits + 3
+        self._count = self._guard_limbs + bits // WIDTH + self._digits + 3
         self.weight = max(self._count, 2 * min(longest, self.span))
 
     def _range(self) -> tuple[int, int]:
@@ -103,7 +103,7 @@ class WideUnit:
                 since = terms.lowest.shape[0]
             self._add(sums, terms, base, mode)
         total = sums.resolve()
-        rounded = round_limbs(total, base - WIDTH * self._floor, path.accumulator, path.rounding, words)
+        rounded = round_limbs(total, base - WIDTH * self._guard_limbs, path.accumulator, path.rounding, words)
         return settle(path, rounded, total.is_zero(), signs, pieces, state, natural=False)
 
     def _begin(self, pieces: Sequence[Rows], addend: torch.Tensor) -> tuple[torch.Tensor | int, str | None]:
@@ -121,14 +121,14 @@ class WideUnit:
         return top - self._fraction_bits, path.term_rounding
 
     def _add(self, sums: Limbs, terms: Number, base: torch.Tensor | int, mode: str | None) -> None:
-        place = terms.lowest - base
+        position = terms.lowest - base
         if mode is not None:
-            gone = (-place).clamp(0, WIDTH * len(terms.digits) + 1)
-            terms, units = cut(terms, gone, mode)
-            place = torch.maximum(place, -gone)
+            gone = (-position).clamp(0, WIDTH * len(terms.digits) + 1)
+            terms, units = drop_bits(terms, gone, mode)
+            position = torch.maximum(position, -gone)
             if units is not None and terms.negative is not None:
-                sums.add_units(torch.where(terms.negative, -units, units).sum(0), self._floor)
-        sums.add(terms, place + WIDTH * self._floor)
+                sums.add_units(torch.where(terms.negative, -units, units).sum(0), self._guard_limbs)
+        sums.add(terms, position + WIDTH * self._guard_limbs)
 
     def _number(self, rows: Rows, side: int) -> Number:
         """Return one side's factors as exact numbers, times their scales."""
@@ -156,9 +156,9 @@ class WideUnit:
 
         assert products.negative is not None
         digits = [folded(digit, 0) for digit in products.digits]
-        minus, places = folded(products.negative, 1), folded(products.lowest - self._group_base + WIDTH, 0)
+        minus, positions = folded(products.negative, 1), folded(products.lowest - self._group_base + WIDTH, 0)
         sums = Limbs(self._group_limbs, minus.shape[1:], minus.device)
-        sums.add(Number(minus, digits, places, products.bits), places)
+        sums.add(Number(minus, digits, positions, products.bits), positions)
         total = sums.resolve()
         nothing = torch.stack(digits).amax(0) == 0
         negative = total.negative | (nothing & minus).all(0)  # a group of -0 alone is -0

@@ -18,7 +18,6 @@ from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.torch_engine import gemm
 from fmtsim.torch_engine.gemm_blocks import AlignedUnit, FusedAddUnit
-from fmtsim.torch_engine.gemm_double import DoubleAddUnit
 from fmtsim.torch_engine.gemm_sums import unit_of
 from fmtsim.torch_engine.gemm_wide import WideUnit
 from tests.support.bits import assert_same_bits, same_bits
@@ -106,7 +105,7 @@ def test_which_arithmetic_serves_which_unit():
     assert all(found(Datapath(), operand) is AlignedUnit for operand in ("bf16", "fp16", "tf32", "e5m2"))
     assert found(Datapath(), "fp64") is WideUnit
     assert found(FMA, "fp32") is FusedAddUnit
-    assert found(FMA64, "fp64") is DoubleAddUnit
+    assert found(FMA64, "fp64") is WideUnit
     assert found(EXACT, "bf16") is WideUnit
     assert found(EXACT, "fp32", k=1) is FusedAddUnit
 
