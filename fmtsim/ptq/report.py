@@ -1,6 +1,7 @@
 """What a quantisation did, layer by layer."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import nn
 from fmtsim.errors import ArgumentError
 from fmtsim.nn.convert import REASONS
 from fmtsim.nn.modules import EmulatedModule
+from fmtsim.plotting import COLOURS, label_axes, new_figure, saved
 from fmtsim.ptq.ranges import limit, static_scale
 from fmtsim.ptq.survey import Slot
 from fmtsim.table import html, ruled
@@ -18,6 +20,7 @@ from fmtsim.table import html, ruled
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_LOSSLESS = 1.1  # of the longest bar: one without noise
 REPORT = "_fmtsim_ptq"  # on the root of a quantised model
 _HEAD = ("layer", "shape", "x", "w", "x scale", "clipped %", "weight dB", "output dB", "with")
 _WORDS = (0, 1, 2, 3, 8)  # columns; the others hold numbers
@@ -93,9 +96,7 @@ class PtqReport:
             path: Where to save a PNG.
             other: Report of another recipe on the same model.
         """
-        from fmtsim.analysis.ptq_plots import plot_layers
-
-        return plot_layers([self] if other is None else [self, other], path)
+        return _plot_layers([self] if other is None else [self, other], path)
 
     def _cells(self) -> list[tuple[str, ...]]:
         cells: list[tuple[str, ...]] = [_HEAD]
@@ -189,3 +190,49 @@ def ratio(signal: float, noise: float) -> float:
 
 def _decibels(value: float) -> str:
     return "lossless" if value == math.inf else "-" if math.isnan(value) else f"{value:.1f}"
+
+
+def _plot_layers(reports: Sequence[PtqReport], path: str | Path | None) -> "Figure":
+    """Draw the signal to noise of every layer's outputs, a bar a report, layers from top to bottom.
+
+    Args:
+        reports: One or several of the same model.
+        path: Where to save a PNG.
+
+    Raises:
+        ArgumentError: There is no report, or they are of different layers.
+    """
+    names = [row.name for row in reports[0].rows] if reports else []
+    if not names or any([row.name for row in report.rows] != names for report in reports):
+        raise ArgumentError("plot takes reports of the same layers; quantise copies of one model")
+    figure = new_figure(8.0, 1.2 + 0.14 * len(names) * len(reports) + 0.06 * len(names))
+    panel = figure.subplots()
+    finite = [row.output_db for report in reports for row in report.rows if math.isfinite(row.output_db)]
+    longest = max(finite, default=1.0) * _LOSSLESS
+    thick = 0.8 / len(reports)
+    for i, report in enumerate(reports):
+        places = [k + thick * (i - (len(reports) - 1) / 2) for k in range(len(names))]
+        bars = panel.barh(
+            places, [_length(row.output_db, longest) for row in report.rows], thick,
+            color=COLOURS[i % 7], label=report.recipe,
+        )  # fmt: skip
+        words = [_words(row.output_db) for row in report.rows]
+        panel.bar_label(bars, words, padding=3, fontsize=7)
+    panel.set_yticks(range(len(names)), names, fontsize=8)
+    panel.invert_yaxis()
+    panel.margins(x=0.12)
+    label_axes(panel, "signal to noise of the outputs (dB, longer is better)", "")
+    if len(reports) > 1:
+        panel.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(reports))
+    else:
+        panel.set_title(reports[0].recipe, fontsize=10)
+    panel.set_axisbelow(True)
+    return saved(figure, path)
+
+
+def _length(decibels: float, longest: float) -> float:
+    return 0.0 if math.isnan(decibels) else longest if decibels == math.inf else max(decibels, 0.0)
+
+
+def _words(decibels: float) -> str:
+    return "no signal" if math.isnan(decibels) else "lossless" if decibels == math.inf else f"{decibels:.1f}"

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from fmtsim.recipes.catalogue import RECIPES
-from fmtsim.recipes.table import with_catalogue
+from fmtsim.recipes.catalogue import RECIPES, with_catalogue
 
 PAGE = Path("docs/recipes.md")
 

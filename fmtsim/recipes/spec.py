@@ -7,6 +7,7 @@ from typing import Final, Literal
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.attention import AttentionConfig
+from fmtsim.recipes.table import table_html, table_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,12 +263,20 @@ class Recipe:
         if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
             raise ArgumentError(f"Recipe loss_scale={self.loss_scale!r} is not a LossScale or None; pass LossScale()")
 
-    def __str__(self) -> str:
-        from fmtsim.recipes.table import recipe_text
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what it says beside the operands of layers: a name and a text each."""
+        facts = [("rule", str(rule)) for rule in self.rules]
+        facts += [("attention", str(self.attention))] if self.attention is not None else []
+        facts += [("autocast", f"the rest in {self.autocast}")] if self.autocast is not None else []
+        facts += [("loss", str(self.loss_scale))] if self.loss_scale is not None else []
+        facts += [("modules", str(one)) for one in self.replace]
+        facts += [("variant", f"as in the {self.variant}")] if self.variant else []
+        facts += [("source", self.source)] if self.source else []
+        return facts + ([("notes", self.notes)] if self.notes else [])
 
-        return recipe_text(self)
+    def __str__(self) -> str:
+        title = self.name + (f" ({', '.join(self.aliases)})" if self.aliases else "")
+        return table_text(title, self.linear, self.facts())
 
     def _repr_html_(self) -> str:
-        from fmtsim.recipes.table import recipe_html
-
-        return recipe_html(self)
+        return table_html(self.name, self.linear, self.facts())

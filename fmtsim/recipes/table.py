@@ -1,17 +1,14 @@
-"""Recipes for the eye: one as a table of its operands, as text and as HTML, and the catalogue as a table."""
+"""Operands of a layer for the eye: as a table, in text and in HTML, and in a few words each."""
 
 from collections.abc import Iterable
 from html import escape
-from typing import Final
 
 from fmtsim.formats.block import BlockFormat, Format
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.recipes.spec import Recipe
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
 from fmtsim.table import aligned, filled
 
-MARKS: Final = ("<!-- recipes -->", "<!-- end -->")
 HEADINGS = ("product", "operand", "of", "transforms", "format", "scale", "rounding", "gradient")
 _PRODUCTS = {"f": "y = x w^T", "d": "dx = g w", "w": "dw = g^T x"}
 _KEPT = "the forward codes"
@@ -28,45 +25,22 @@ def operand_rows(config: LinearConfig) -> list[tuple[str, ...]]:
     return rows
 
 
-def recipe_text(recipe: Recipe) -> str:
-    """Return a recipe as a table of operands, its rules, and what else it says."""
-    head = recipe.name + (f" ({', '.join(recipe.aliases)})" if recipe.aliases else "")
-    lines = [head]
-    if recipe.linear is None:
-        lines.append("linear layers stay in high precision")
-    else:
-        lines += aligned(filled(HEADINGS, operand_rows(recipe.linear)))
-    return "\n".join([*lines, *(f"{name}: {text}" for name, text in _facts(recipe))])
+def table_text(title: str, config: LinearConfig | None, facts: Iterable[tuple[str, str]]) -> str:
+    """Return a table of operands under a title, and facts by name, as text."""
+    lines = ["linear layers stay in high precision"]
+    if config is not None:
+        lines = aligned(filled(HEADINGS, operand_rows(config)))
+    return "\n".join([title, *lines, *(f"{name}: {text}" for name, text in facts)])
 
 
-def recipe_html(recipe: Recipe) -> str:
-    """Return a recipe as HTML."""
-    parts = [f"<b>{escape(recipe.name)}</b>"]
-    if recipe.linear is not None:
-        body = "".join(_html_row("td", row) for row in operand_rows(recipe.linear))
+def table_html(title: str, config: LinearConfig | None, facts: Iterable[tuple[str, str]]) -> str:
+    """Return the same as HTML."""
+    parts = [f"<b>{escape(title)}</b>"]
+    if config is not None:
+        body = "".join(_html_row("td", row) for row in operand_rows(config))
         parts.append(f"<table>{_html_row('th', HEADINGS)}{body}</table>")
-    parts += [f"<div>{escape(name)}: {escape(text)}</div>" for name, text in _facts(recipe)]
+    parts += [f"<div>{escape(name)}: {escape(text)}</div>" for name, text in facts]
     return "".join(parts)
-
-
-def catalogue_markdown(recipes: Iterable[Recipe]) -> str:
-    """Return the recipes as a Markdown table, one line each: name, what it runs, source."""
-    lines = ["| Name | Operands forward | Operands backward (dx; dw) | Beside it | Source |", "|---|---|---|---|---|"]
-    for recipe in recipes:
-        names = "`, `".join((recipe.name, *recipe.aliases))
-        forward, backward = ("high precision",) * 2 if recipe.linear is None else _briefly(recipe.linear)
-        beside = [f"{rule.where}: {_briefly(rule.use)[0] if rule.use else 'high precision'}" for rule in recipe.rules]
-        beside += [text for name, text in _facts(recipe) if name not in ("rule", "source", "notes")]
-        cells = [f"`{names}`", forward, backward, "; ".join(beside), recipe.source]
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(lines)
-
-
-def with_catalogue(page: str, recipes: Iterable[Recipe]) -> str:
-    """Return a page of Markdown with the table of recipes written anew between its two ``MARKS``."""
-    before, _, rest = page.partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    return f"{before}{MARKS[0]}\n{catalogue_markdown(recipes)}\n{MARKS[1]}{after}"
 
 
 def _cells(quantizer: Quantizer) -> tuple[str, ...]:
@@ -105,18 +79,7 @@ def _block(block: tuple[int | None, int | None]) -> str:
     return "x".join("all" if size is None else str(size) for size in block)
 
 
-def _facts(recipe: Recipe) -> list[tuple[str, str]]:
-    facts = [("rule", str(rule)) for rule in recipe.rules]
-    facts += [("attention", str(recipe.attention))] if recipe.attention is not None else []
-    facts += [("autocast", f"the rest in {recipe.autocast}")] if recipe.autocast is not None else []
-    facts += [("loss", str(recipe.loss_scale))] if recipe.loss_scale is not None else []
-    facts += [("modules", str(one)) for one in recipe.replace]
-    facts += [("variant", f"as in the {recipe.variant}")] if recipe.variant else []
-    facts += [("source", recipe.source)] if recipe.source else []
-    return facts + ([("notes", recipe.notes)] if recipe.notes else [])
-
-
-def _briefly(config: LinearConfig) -> tuple[str, str]:
+def briefly(config: LinearConfig) -> tuple[str, str]:
     """Return the operands of the forward and of the two backward products in a few words each."""
     brief = {name: _brief(quantizer) for name, quantizer in config.operands.items()}
     x, w = brief["x_f"], brief["w_f"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
+from fmtsim.plotting import COLOURS, label_axes, new_figure, saved
 from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.recipes.spec import Rule
 from fmtsim.search.choice import front
@@ -123,10 +124,28 @@ class SearchResult:
         }
 
     def plot(self, path: str | Path | None = None) -> "Figure":
-        """Draw the front, each recipe in every layer, and the choice; return the figure, save a PNG to a path."""
-        from fmtsim.analysis.ptq_plots import plot_search
+        """Draw the least sum of losses for each cost, each recipe in every layer, and the choice; return the figure.
 
-        return plot_search(self, path)
+        Args:
+            path: Where to save a PNG.
+        """
+        figure = new_figure(7.5, 4.6)
+        panel = figure.subplots()
+        front = self.front()
+        panel.step(
+            [point.cost for point in front], [point.loss for point in front], where="post", color=COLOURS[0],
+            label="least sum of the layers' losses",
+        )  # fmt: skip
+        for i, (name, point) in enumerate(self.uniform().items()):
+            panel.plot(point.cost, point.loss, "os^Dv"[i % 5], color=COLOURS[(i + 2) % 7], label=f"{name} everywhere")
+        panel.plot(self.cost, self.loss, "*", markersize=14, color=COLOURS[1], label="chosen, measured")
+        panel.axvline(self.budget, color=COLOURS[6], linestyle="--", linewidth=1.0, label="budget")
+        if all(value > 0 for value in (self.loss, *(point.loss for point in front))):
+            panel.set_yscale("log")
+        label_axes(panel, "bit operations of a batch", "loss")
+        panel.legend(frameon=False, fontsize=8)
+        panel.set_axisbelow(True)
+        return saved(figure, path)
 
     def __str__(self) -> str:
         return "\n".join((*ruled(self._cells()), self._total()))

@@ -11,10 +11,10 @@ import fmtsim
 from fmtsim.errors import ArgumentError, FmtsimError, FormatError
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.recipes import LossScale, Recipe, Rule, Steps, diff, get_recipe, list_recipes
-from fmtsim.recipes.catalogue import RECIPES
+from fmtsim.recipes.catalogue import MARKS, RECIPES, catalogue_markdown, with_catalogue
 from fmtsim.recipes.registry import _names, register_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe
-from fmtsim.recipes.table import HEADINGS, MARKS, catalogue_markdown, with_catalogue
+from fmtsim.recipes.table import HEADINGS
 from fmtsim.spec.scaling import History, Scaling
 
 NAMES = [recipe.name for recipe in RECIPES]
