@@ -62,9 +62,9 @@ class FloatFormat(Element):
         check(self.mantissa_bits > 0 or not ieee, "nan='ieee' with mantissa_bits=0", "nan='top' or 'none'")
         unsigned_nan = self.nan == "negative_zero" and not self.signed
         check(not unsigned_nan, "nan='negative_zero' with signed=False", "nan='top' or 'none' for an unsigned format")
-        bare = not (self.signed or self.has_subnormals or self.mantissa_bits)
+        alone = not (self.signed or self.has_subnormals or self.mantissa_bits)
         only = "has_zero=True, or signed=False, has_subnormals=False and mantissa_bits=0 with it"
-        check(self.has_zero or bare, "has_zero=False", only)
+        check(self.has_zero or alone, "has_zero=False", only)
         check(self.overflow in (None, *OVERFLOWS), f"overflow={self.overflow!r}", "'saturate' or 'ieee'")
         check(self.nan_policy in NAN_POLICIES, f"nan_policy={self.nan_policy!r}", "'max' or 'error'")
         check(self.max_code >= 1, "no finite value above zero", "more exponent or mantissa bits")

@@ -169,11 +169,11 @@ def _view(fmt: ElementFormat) -> _View | None:
 
 def _signature(fmt: ElementFormat) -> ElementFormat:
     """Return the format stripped of all that does not change what a code means."""
-    bare = {"name": "", "aliases": (), "source": "", "nan_policy": "max"}
+    neutral = {"name": "", "aliases": (), "source": "", "nan_policy": "max"}
     if isinstance(fmt, FloatFormat):
-        return dataclasses.replace(fmt, bias=fmt.exponent_bias, overflow=None, **bare)  # type: ignore[arg-type]
+        return dataclasses.replace(fmt, bias=fmt.exponent_bias, overflow=None, **neutral)  # type: ignore[arg-type]
     if isinstance(fmt, IntFormat):
-        return dataclasses.replace(fmt, symmetric=False, **bare)  # type: ignore[arg-type]
+        return dataclasses.replace(fmt, symmetric=False, **neutral)  # type: ignore[arg-type]
     if isinstance(fmt, CodebookFormat | LogFormat):
-        return dataclasses.replace(fmt, **bare)  # type: ignore[arg-type]
+        return dataclasses.replace(fmt, **neutral)  # type: ignore[arg-type]
     raise FormatError(f"{fmt!r} is not an element format; pass its element")

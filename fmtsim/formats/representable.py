@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
-from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
+from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -33,22 +33,19 @@ def is_representable(fmt: Format, dtype: torch.dtype) -> bool:
 
 
 def _element_fits(fmt: ElementFormat, dtype: torch.dtype) -> bool:
-    info = torch.finfo(dtype)
-    if isinstance(fmt, FloatFormat):
-        fits = fmt.max <= info.max and fmt.min_subnormal >= _smallest(dtype)
+    info, least = torch.finfo(dtype), _least_exponent(dtype)
+    if isinstance(fmt, FloatFormat | IntFormat):
+        smallest = fmt.min_subnormal if isinstance(fmt, FloatFormat) else fmt.eps / 2
+        fits = fmt.max <= info.max and smallest >= math.ldexp(1.0, least)
         return fits and _significant_bits(fmt) <= _precision(dtype)
-    if isinstance(fmt, IntFormat):
-        return _significant_bits(fmt) <= _precision(dtype) and fmt.max <= info.max and fmt.eps / 2 >= _smallest(dtype)
-    codes = range(fmt.max_code + 1) if not hasattr(fmt, "values") else range(len(fmt.values))
-    return all(_value_fits(fmt.value(code), dtype) for code in codes)
+    values = fmt.values if isinstance(fmt, CodebookFormat) else fmt.magnitudes
+    return all(abs(value) <= info.max and _is_multiple(value, dtype, least) for value in values)
 
 
-def _value_fits(value: float, dtype: torch.dtype) -> bool:
-    if value == 0:
-        return True
-    exponent = max(math.frexp(value)[1] - 1, _smallest_normal_exponent(dtype))
-    steps = math.ldexp(abs(value), _precision(dtype) - 1 - exponent)
-    return abs(value) <= torch.finfo(dtype).max and steps == math.floor(steps)
+def _is_multiple(value: float, dtype: torch.dtype, least: int) -> bool:
+    """Say whether a value is a multiple of the last place that it would have in a dtype."""
+    exponent = max(math.frexp(value)[1] - _precision(dtype), least)
+    return value == 0 or math.ldexp(value, -exponent).is_integer()
 
 
 def _significant_bits(fmt: ElementFormat) -> int:
@@ -63,9 +60,6 @@ def _precision(dtype: torch.dtype) -> int:
     return 1 - round(math.log2(torch.finfo(dtype).eps))
 
 
-def _smallest_normal_exponent(dtype: torch.dtype) -> int:
-    return math.frexp(torch.finfo(dtype).smallest_normal)[1] - 1
-
-
-def _smallest(dtype: torch.dtype) -> float:
-    return math.ldexp(1.0, _smallest_normal_exponent(dtype) - _precision(dtype) + 1)
+def _least_exponent(dtype: torch.dtype) -> int:
+    """Return the exponent of the smallest subnormal number."""
+    return math.frexp(torch.finfo(dtype).smallest_normal)[1] - _precision(dtype)

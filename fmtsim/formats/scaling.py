@@ -159,8 +159,8 @@ class Scaling:
         of_input = self.input_scale or self.power_of_two == "log2" or self.eps_rule == "inverse"
         alone = not of_input or (self.tensor is None and self.history is None)
         _require(alone, "input_scale, 'log2' or 'inverse' with tensor= or history=", "a rule of one level without one")
-        whole = self.block == (None, None)
-        _require(self.history is None or whole, f"history= with block={self.block}", "block=(None, None)")
+        of_tensor = self.block == (None, None)
+        _require(self.history is None or of_tensor, f"history= with block={self.block}", "block=(None, None)")
         previous = self.empty == "previous" and self.history is None
         _require(not previous, "empty='previous' without a history", "history=, or empty='one'")
 

@@ -32,18 +32,18 @@ def transform(x: Tensor, size: int, dim: int, matrix: Tensor, flips: Tensor | No
     base = len(matrix)
     plan = sum_plan(matrix, inverse, x.device) if base > 1 else ()
     factor = root(size)
-    turned = None if flips is None else flips[:, None]
+    negated = None if flips is None else flips[:, None]
     for part in _parts(len(blocks), size, across, _CHUNK.get(x.device.type, _LARGEST)):
         chunk = blocks[part].float().transpose(0, 1).contiguous()  # a plane for each place: additions run along them
         y = chunk.view(size, -1)
-        if turned is not None and not inverse:
-            y = torch.where(turned, -y, y)
+        if negated is not None and not inverse:
+            y = torch.where(negated, -y, y)
         y = _butterflies(y, size // base)
         if plan:
             y = _base_sums(y.view(base, -1), plan).view(size, -1)
         y = y * factor
-        if turned is not None and inverse:
-            y = torch.where(turned, -y, y)
+        if negated is not None and inverse:
+            y = torch.where(negated, -y, y)
         y = torch.where(y.isnan(), torch.nan, y)
         target[part].copy_(y.view(chunk.shape).transpose(0, 1))
     return out

@@ -141,8 +141,8 @@ def _better(x: Tensor, old: Scaled, new: Scaled, metric: str, sizes: tuple[int, 
         old.scales.divides,
         old.scales.tensor,
     )
-    place = spread(takes, sizes, x.shape)
-    return Scaled(torch.where(place, new.elements, old.elements), mixed, torch.where(place, new.scaled, old.scaled))
+    chosen = spread(takes, sizes, x.shape)
+    return Scaled(torch.where(chosen, new.elements, old.elements), mixed, torch.where(chosen, new.scaled, old.scaled))
 
 
 def _corrected(found: Scaled, scaling: Scaling, sizes: tuple[int, int], key: RandomKey | None) -> Scaled:

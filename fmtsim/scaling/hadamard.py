@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.ops import load_engine
+from fmtsim.quantize import quantize
 from fmtsim.scaling.butterflies import checked_base, root, transform
 from fmtsim.scaling.hadamard_matrix import base_matrix, base_of
 from fmtsim.scaling.signs import Signs, check_signs, mask_bits, sign_bits
@@ -31,14 +32,14 @@ def hadamard(
     H is ``hadamard_matrix(size)``, Sylvester's matrix where size is a power of two, and s the diagonal of the signs.
     The order of operations (docs/transforms.md) defines every bit, and kernels follow it; ``size = b * 2**k``:
 
-    1. x becomes float32 (float64 is rounded to nearest even), and elements whose sign is turned are negated.
+    1. x becomes float32 (float64 is rounded to nearest even), and elements whose sign is set are negated.
     2. For the distances h = 1, 2, 4, ..., 2**(k - 1): each pair of places i and i + h (bit h of ``i mod 2**k`` is 0)
        takes ``RN32(a + b)`` and ``RN32(a - b)``.
     3. Where b > 1: of the terms ``t_u = B[u][v] z_u``, u = 0 ... b - 1, each four make
        ``RN32(RN32(t_0 + t_1) + RN32(t_2 + t_3))``, and these are added in order, the first one to +0.
     4. Each number is multiplied by ``RN32(1 / sqrt(size))``.
 
-    The inverse takes ``B[v][u]`` in step 3 and turns signs after step 4: ``x H^T / sqrt(size) s``. It is also the
+    The inverse takes ``B[v][u]`` in step 3 and negates after step 4: ``x H^T / sqrt(size) s``. It is also the
     derivative: the gradient of a transform is the inverse transform of the gradient, rounded to x's dtype, and vice
     versa. For powers of two, where H is symmetric, it is the transform by ``H diag(s)``.
 
@@ -128,8 +129,6 @@ def _rounded(y: Tensor, dtype: torch.dtype) -> Tensor:
     """Round float32 to another dtype by the project's own cast."""
     if y.dtype == dtype:
         return y
-    from fmtsim.quantize import quantize  # the verbs lie above this module
-
     return quantize(y, dtype, overflow="ieee", out_dtype=dtype)
 
 

@@ -113,8 +113,8 @@ class DelayedScale(nn.Module):
         self.calls += 1
         found = self.amaxes.amax() if history.algorithm == "max" else self.amaxes[0]
         due = self.calls % history.refresh_every == 0
-        kept = self.factor if self.scaling.empty == "previous" else torch.ones_like(self.factor)
-        self.factor.copy_(torch.where(due, torch.where(found > 0, self._factor(found), kept), self.factor))
+        without = self.factor if self.scaling.empty == "previous" else torch.ones_like(self.factor)
+        self.factor.copy_(torch.where(due, torch.where(found > 0, self._factor(found), without), self.factor))
 
     def _factor(self, amax: Tensor) -> Tensor:
         top = torch.full_like(amax, float32(self.top * 2.0**-self.scaling.margin))

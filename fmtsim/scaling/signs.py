@@ -42,7 +42,7 @@ def accumulate_signs(signs: Signs, more: Signs) -> Signs:
     """Return the signs of both: those of a transform that is randomised again, ``H <- diag(s) H``.
 
     Args:
-        signs, more: Masks (their XOR is the result), tensors [size] (+1 and -1 result), or None, which turns nothing.
+        signs, more: Masks (their XOR is the result), tensors [size] (+1 and -1 result), or None, which negates nothing.
 
     Raises:
         ArgumentError: Tensors of different shapes, or a mask beside a tensor.

@@ -44,8 +44,8 @@ def statistic(x: Tensor, block: Block, kind: Statistic) -> Tensor:
         counts = [-(-extent // size) for extent, size in zip(x.shape, sizes, strict=True)]
         return torch.ones(counts, device=x.device)
     finite = x.isfinite()
-    whole = bool(finite.all()) if x.device.type == "cpu" else False
-    x = x if whole else torch.where(finite, x, 0)
+    all_finite = bool(finite.all()) if x.device.type == "cpu" else False
+    x = x if all_finite else torch.where(finite, x, 0)
     if kind == "amax":
         found = blocked(x.abs(), sizes).amax(-1)
     else:

@@ -9,15 +9,13 @@ import torch
 from fmtsim.errors import FormatError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import OVERFLOWS, CodebookFormat, FloatFormat, IntFormat, LogFormat, Overflow
+from fmtsim.formats.spec import OVERFLOWS, FloatFormat, Overflow
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.gradient import GradientRule, StraightThrough
 from fmtsim.spec.scaling import Scaling
 from fmtsim.spec.transform import Hadamard, Transform
 
 Source = Literal["original", "forward", "requantised"]
-
-_FORMATS = (FloatFormat, IntFormat, CodebookFormat, LogFormat, BlockFormat, LogTileFormat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +47,7 @@ class Quantizer:
     then: "Quantizer | None" = None
 
     def __post_init__(self) -> None:
-        if self.format is not None and not isinstance(self.format, _FORMATS):
+        if self.format is not None and not isinstance(self.format, Format):
             raise FormatError(
                 f"Quantizer format={self.format!r} is not a format record or None; pass fmtsim.get_format(name)"
             )

@@ -2,7 +2,8 @@
 
 Every float32 number is normal in float64, so a float32 operation is the float64 one followed by ``round32``: products
 of two are exact, and quotients have more than twice the precision, so the second rounding changes nothing. Subnormal
-float32 numbers are taken apart as integers: a process that flushes them to zero gets the same bits.
+float32 numbers are taken apart as integers: a process that flushes them to zero gets the same bits (but for scales of
+blocks, which are operations of float32: fmtsim/scaling/scales.py).
 """
 
 import torch
@@ -11,7 +12,6 @@ from fmtsim.torch_engine import floats
 from fmtsim.torch_engine.carry import NEAREST
 from fmtsim.torch_engine.storage import FP64, LAYOUTS, bits_of, from_bits
 
-FLT_MAX = 3.4028234663852886e38
 FLT_MIN = 2.0**-126
 
 _STEPS = 2.0**149  # float32 subnormals are multiples of 2**-149
@@ -48,16 +48,6 @@ def narrow(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def round32(y: torch.Tensor) -> torch.Tensor:
     """Round float64 elements to float32 values, kept in float64."""
     return widen(narrow(y, torch.float32))
-
-
-def round32_scalar(y: float) -> float:
-    """Round one double to a float32 value."""
-    return float(round32(torch.tensor(y, dtype=torch.float64, device="cpu")))
-
-
-def clamped32(y: torch.Tensor) -> torch.Tensor:
-    """Round to float32 values of at most FLT_MAX in magnitude; kept in float64."""
-    return round32(y).clamp(-FLT_MAX, FLT_MAX)
 
 
 def divide(a: torch.Tensor | float, b: torch.Tensor | float) -> torch.Tensor:
