@@ -53,7 +53,7 @@ def quantize_plain(x: torch.Tensor, text: str, dtype: torch.dtype, key: Key) -> 
 def _quantize_into(x: torch.Tensor, out: torch.Tensor, text: str, key: Key) -> None:
     """Quantise plain x into plain out, which lies in one place with it or does not overlap it."""
     random = _random(key, None)
-    if x.is_cuda and load_engine("cuda").quantize_short(x, text, out, random):
+    if x.is_cuda and load_engine("cuda").quantize_contiguous(x, text, out, random):
         return
     cast = spec_from_json(text)
     _check_data(x, cast, None)
@@ -114,7 +114,7 @@ def engine_for(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> ModuleType:
 
 @cache
 def load_engine(name: str) -> ModuleType:
-    """Return an engine, or a module of one (``"cuda.cast.outputs"``), imported when it is first needed."""
+    """Return an engine, imported when it is first needed."""
     return importlib.import_module(f"fmtsim.{name}")
 
 

@@ -1,7 +1,8 @@
 """The CUDA engine: kernels in CUDA C++, compiled when they are needed, the same bits as every other engine."""
 
 from fmtsim.cuda.cast.casts import decode, encode, encode_packed, quantize, supports
-from fmtsim.cuda.cast.short import quantize_short
+from fmtsim.cuda.cast.fast_dispatch import quantize_contiguous
+from fmtsim.cuda.cast.hadamard import covers_hadamard, hadamard
 from fmtsim.cuda.gemm.engine import gemm, supports_gemm
 from fmtsim.cuda.native.calls import NativeCall
 from fmtsim.cuda.native.calls import Scaling as NativeScales
@@ -28,12 +29,14 @@ __all__ = [
     "available",
     "counts_keys",
     "covers_groups",
+    "covers_hadamard",
     "cublaslt_version",
     "decode",
     "encode",
     "encode_packed",
     "finish",
     "gemm",
+    "hadamard",
     "multiply_groups",
     "optimizer_steps",
     "other_gpu",
@@ -41,8 +44,8 @@ __all__ = [
     "other_versions",
     "quantize",
     "quantize_both",
+    "quantize_contiguous",
     "quantize_operand",
-    "quantize_short",
     "run_native",
     "serves",
     "supports",

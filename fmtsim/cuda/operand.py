@@ -9,7 +9,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim.cuda.cast import blocks, casts, orientations, outputs, rotated, scaled
+from fmtsim.cuda.cast import block, casts, hadamard, rotated, scaled
+from fmtsim.cuda.gemm import finish as products
 from fmtsim.cuda.gemm import scaled_product
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.representable import is_representable
@@ -84,7 +85,7 @@ def quantize_both(
     facts = _facts(quantizer)
     if facts.across is None or not isinstance(quantizer.format, BlockFormat):
         return None
-    both = orientations.quantize_both(x, facts.across, keys, bare=facts.two_level)
+    both = block.quantize_both_dims(x, facts.across, keys, without_tensor_scale=facts.two_level)
     columns = Operand(both.columns.mT, quantizer, tensor_scale=both.tensor_scale)
     return Operand(both.rows, quantizer, tensor_scale=both.tensor_scale), columns
 
@@ -94,7 +95,7 @@ def counts_keys(quantizer: Quantizer) -> bool:
 
     They do for bfloat16 matrices whose sizes are multiples of 128.
     """
-    return rotated.counts(quantizer)
+    return rotated.counts_keys(quantizer)
 
 
 def multiply_groups(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -115,17 +116,17 @@ def finish(
     y: Tensor, columns: Tensor | None, rows: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor | None:
     """Return ``(y * columns^T) * rows + bias`` in another dtype, one rounding a step; None where no kernel does it."""
-    if y.dtype != torch.float32 or not outputs.covers(y, dtype):
+    if y.dtype != torch.float32 or not products.covers(y, dtype):
         return None
-    return outputs.finish_sums(y, columns, rows, bias, dtype)
+    return products.finish_sums(y, columns, rows, bias, dtype)
 
 
 def unrotate(y: Tensor, transforms: tuple[Transform, ...], slope: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return ``y``, times a mask where there is one, rotated back along its last axis; None where no kernel does it."""
     masks = slope is None or slope.dtype == torch.bool
-    if not masks or not rotated.covers_finish(y, transforms):
+    if not masks or not hadamard.covers_finish(y, transforms):
         return None
-    return rotated.finish_rotated(y, slope, transforms, dtype)
+    return hadamard.finish_rotated(y, slope, transforms, dtype)
 
 
 def _rotated(x: Tensor, quantizer: Quantizer, keys: Keys, factor: Tensor | None) -> Operand | None:
@@ -146,8 +147,8 @@ def _scaled(x: Tensor, quantizer: Quantizer, keys: Keys, state: Any, folded: boo
     fold = folded and _facts(quantizer).folds
     made = scaled.cast_scaled(x, quantizer, keys[:2], fold, state)
     rows, inner = quantizer.scaling.block
-    block = max(x.shape[0] if rows is None else rows, 1), max(x.shape[1] if inner is None else inner, 1)
-    return Operand(made.values, quantizer, None if fold else made.scale, made.tensor, block, made.mask)
+    sizes = max(x.shape[0] if rows is None else rows, 1), max(x.shape[1] if inner is None else inner, 1)
+    return Operand(made.values, quantizer, None if fold else made.scale, made.tensor, sizes, made.mask)
 
 
 def _cast(x: Tensor, quantizer: Quantizer, key: RandomKey | None) -> Operand | None:
@@ -159,7 +160,7 @@ def _cast(x: Tensor, quantizer: Quantizer, key: RandomKey | None) -> Operand | N
     source, spec = (x.mT, facts.down) if lies else (x, facts.across)
     assert spec is not None
     if facts.two_level:
-        values, scale = orientations.quantize_bare(source, spec, key)
+        values, scale = block.quantize_without_tensor_scale(source, spec, key)
         return Operand(values.mT if lies else values, quantizer, tensor_scale=scale)
     out = torch.empty_like(source, dtype=torch.bfloat16)
     casts.quantize(source, spec, key, out)
@@ -189,10 +190,10 @@ def _plain_cast(quantizer: Quantizer) -> tuple[CastSpec | None, bool]:
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
     if not element.has_nan and element.nan_policy == "error":
         return None, False  # somebody has to look at the numbers
-    if isinstance(fmt, BlockFormat) and not blocks.covers_blocks(spec):
+    if isinstance(fmt, BlockFormat) and not block.covers_blocks(spec):
         return None, False
     two_level = isinstance(fmt, BlockFormat) and fmt.tensor_scale
-    holds = orientations.holds_bare(spec) if two_level else is_representable(fmt, torch.bfloat16)
+    holds = block.holds_without_tensor_scale(spec) if two_level else is_representable(fmt, torch.bfloat16)
     return (spec, two_level) if holds else (None, False)
 
 

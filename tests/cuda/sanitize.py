@@ -137,19 +137,19 @@ def blocks(device: torch.device, few: bool) -> None:
             cast(x, spec)
     transforms(device)
     rotations(device)
-    both = importlib.import_module("fmtsim.cuda.cast.orientations")
+    both = importlib.import_module("fmtsim.cuda.cast.block")
     for name, shape in itertools.product(("mxfp8_e4m3", "nvfp4", "e4m3_1x128"), ((64, 256), (33, 257))):
         spec = next(specs(name))
         for x in layouts(shape, torch.bfloat16, device):
-            both.quantize_both(x, spec, bare=False)
-            if both.holds_bare(spec):
-                both.quantize_both(x, spec, bare=True)
+            both.quantize_both_dims(x, spec, without_tensor_scale=False)
+            if both.holds_without_tensor_scale(spec):
+                both.quantize_both_dims(x, spec, without_tensor_scale=True)
 
 
 def transforms(device: torch.device) -> None:
     """Call what casts of blocks have beside them: Hadamard transforms and scaled results."""
     hadamard = importlib.import_module("fmtsim.cuda.cast.hadamard")
-    outputs = importlib.import_module("fmtsim.cuda.cast.outputs")
+    finish = importlib.import_module("fmtsim.cuda.gemm.finish")
     for size, dtype in itertools.product((16, 128), DTYPES):
         for x in layouts((33, 384), dtype, device):
             flips = torch.arange(size, device=device) % 3 == 0
@@ -157,22 +157,24 @@ def transforms(device: torch.device) -> None:
                 hadamard.hadamard(x, size, given, inverse)
     y, scale = torch.ones(5, 36, device=device), torch.ones((), device=device)
     for dtype, bias in itertools.product((torch.float32, torch.bfloat16, torch.float16), (None, y[0])):
-        outputs.scale_output(y, (scale, None), bias, dtype)
-        outputs.scale_output(y, (scale, scale), bias, dtype)
+        finish.finish_sums(y, scale.view(1, 1), None, bias, dtype)
+        finish.finish_sums(y, scale.expand(36, 1), scale.expand(5, 1), bias, dtype)
 
 
 def rotations(device: torch.device) -> None:
     """Rotate and cast operands of products along either axis, and rotate gradients back."""
-    rotated = importlib.import_module("fmtsim.cuda.cast.rotated")
+    hadamard, rotated = (importlib.import_module(f"fmtsim.cuda.cast.{name}") for name in ("hadamard", "rotated"))
     keys = RandomKey(1, 2), None
-    for (quantizer, turned), shape in itertools.product(rotated.examples(), ((64, 192), (192, 64))):
+    for (quantizer, turned), shape in itertools.product(
+        importlib.import_module("fmtsim.cuda.cast.variants").rotated_quantizers(), ((64, 192), (192, 64))
+    ):
         for x in layouts(shape, torch.bfloat16, device):
             x = x.mT if turned else x
             if rotated.covers(x, quantizer):
                 rotated.cast_rotated(x, quantizer, keys, 5)
-    y, scale = torch.ones(5, 192, device=device), torch.ones((), device=device)
+    y = torch.ones(5, 192, device=device)
     for dtype, size in itertools.product((torch.float32, torch.bfloat16, torch.float16), (16, 32)):
-        rotated.finish_rotated(y, y > 0, (Hadamard(size=size),), dtype, (scale, scale))
+        hadamard.finish_rotated(y, y > 0, (Hadamard(size=size),), dtype)
 
 
 def groups(device: torch.device) -> None:

@@ -7,10 +7,9 @@ import torch
 
 import fmtsim
 from fmtsim import cpu
-from fmtsim.cuda.cast import blocks
-from fmtsim.cuda.cast.block_fast import CODES, PACKED, fast_defines, is_drawn, output_of
-from fmtsim.cuda.cast.block_jobs import BlockJob
-from fmtsim.cuda.cast.block_parameters import CODE_DTYPES, DTYPES
+from fmtsim.cuda.cast import block
+from fmtsim.cuda.cast.block_launch import BlockCast
+from fmtsim.cuda.cast.block_macros import CODES, PACKED, draws_words, fast_macros, output_of
 from fmtsim.encoded import Encoded
 from fmtsim.formats.block import BlockFormat, scaled, with_block
 from fmtsim.formats.representable import result_dtype
@@ -31,21 +30,21 @@ def check(x, spec, device, random=None, out_dtype=None):
     given = random.to(device) if isinstance(random, torch.Tensor) else random
     wanted, found = torch.empty(x.shape, dtype=dtype), torch.empty(x.shape, dtype=dtype, device=device)
     cpu.quantize(x, spec, random, wanted)
-    blocks.quantize_blocks(x.to(device), spec, given, found)
+    block.quantize_blocks(x.to(device), spec, given, found)
     assert_same_bits(found, wanted, what=f"values of {spec.format.name} from {x.dtype}")
     parts = cpu.encode(x, spec, random)
-    coded = blocks.encode_blocks(x.to(device), spec, given)
+    coded = block.encode_blocks(x.to(device), spec, given)
     for name, mine, theirs in zip(parts._fields, coded, parts, strict=True):
         assert_same_bits(mine, theirs, what=f"{name} of {spec.format.name} from {x.dtype}")
     decoded = torch.empty(x.shape, dtype=dtype, device=device)
-    blocks.decode_blocks(coded, spec, decoded)
+    block.decode_blocks(coded, spec, decoded)
     assert_same_bits(decoded, wanted, what=f"decoded {spec.format.name}")
 
 
 def check_packed(x, spec, device, random=None):
     """Hold codes and scales as ``Encoded`` keeps them to the CPU engine's."""
     wanted = Encoded.from_parts(cpu.encode(x, spec, random), spec.format, x.shape, spec.dim)
-    found = blocks.encode_blocks(x.to(device), spec, random, packed=True)
+    found = block.encode_blocks(x.to(device), spec, random, packed=True)
     for name in ("codes", "scales", "tensor_scale", "offsets"):
         assert_same_bits(getattr(found, name), getattr(wanted, name), what=f"{name} of {spec.format.name}, packed")
 
@@ -55,19 +54,19 @@ def check_general(x, spec, device, random=None):
     dtype = result_dtype(spec.format, x.dtype)
     wanted, found = torch.empty(x.shape, dtype=dtype), torch.empty(x.shape, dtype=dtype, device=device)
     cpu.quantize(x, spec, random, wanted)
-    BlockJob(x.to(device), found, spec, random).general(DTYPES[dtype], False)
+    BlockCast(x.to(device), found, spec, random).general()
     assert_same_bits(found, wanted, what=f"values of {spec.format.name} from {x.dtype}, {spec.rounding.mode}")
     parts = cpu.encode(x, spec, random)
-    job = BlockJob(x.to(device), torch.empty(x.shape, dtype=parts.codes.dtype, device=device), spec, random)
+    job = BlockCast(x.to(device), torch.empty(x.shape, dtype=parts.codes.dtype, device=device), spec, random)
     job.add_scales(torch.float32)
-    job.general(CODE_DTYPES[parts.codes.dtype], True)
+    job.general()
     for name, mine, theirs in zip(parts._fields, job.parts(), parts, strict=True):
         assert_same_bits(mine, theirs, what=f"{name} of {spec.format.name} from {x.dtype}, {spec.rounding.mode}")
 
 
 def is_fast(x, spec, random=None):
     output = output_of(result_dtype(spec.format, x.dtype))
-    return output is not None and is_drawn(spec, random) and fast_defines(spec, x.dtype, output) is not None
+    return output is not None and draws_words(spec, random) and fast_macros(spec, x.dtype, output) is not None
 
 
 # Runs and columns: the kernels that are specialised by macros.
@@ -222,9 +221,9 @@ def test_strides_views_and_results_in_place(device):
             cpu.quantize(view, dataclasses.replace(spec, dim=dim), None, wanted)
             moved = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=device).copy_(view)
             found = torch.empty_like(moved)
-            blocks.quantize_blocks(moved, dataclasses.replace(spec, dim=dim), None, found)
+            block.quantize_blocks(moved, dataclasses.replace(spec, dim=dim), None, found)
             assert_same_bits(found, wanted)
-            blocks.quantize_blocks(moved, dataclasses.replace(spec, dim=dim), None, moved)
+            block.quantize_blocks(moved, dataclasses.replace(spec, dim=dim), None, moved)
             assert_same_bits(moved, wanted)
 
 
@@ -236,7 +235,7 @@ def test_dtypes_of_results(device):
         cpu.quantize(x, spec, None, wide)
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             found = torch.empty(x.shape, dtype=dtype, device=device)
-            blocks.quantize_blocks(x.to(device), spec, None, found)
+            block.quantize_blocks(x.to(device), spec, None, found)
             wanted = fmtsim.quantize(wide, dtype, overflow="ieee", out_dtype=dtype)
             assert_same_bits(found, wanted, what=(name, dtype))
 
@@ -311,19 +310,19 @@ def test_every_code_under_strange_scales(name, dtype, device):
     parts = parts._replace(codes=codes, scales=scales)
     wanted, found = torch.empty(codes.shape, dtype=dtype), torch.empty(codes.shape, dtype=dtype, device=device)
     cpu.decode(parts, spec, wanted)
-    blocks.decode_blocks(parts._make(None if part is None else part.to(device) for part in parts), spec, found)
+    block.decode_blocks(parts._make(None if part is None else part.to(device) for part in parts), spec, found)
     assert_same_bits(found, wanted)
 
 
 def test_what_is_covered(device):
-    assert blocks.covers_blocks(cast_spec("mxfp4"), torch.float32, torch.bfloat16)
-    assert not blocks.covers_blocks(cast_spec("mxfp4"), torch.int32)
-    assert not blocks.covers_blocks(cast_spec("e4m3"), torch.float32)
+    assert block.covers_blocks(cast_spec("mxfp4"), torch.float32, torch.bfloat16)
+    assert not block.covers_blocks(cast_spec("mxfp4"), torch.int32)
+    assert not block.covers_blocks(cast_spec("e4m3"), torch.float32)
     wide = dataclasses.replace(fmtsim.get_format("uint8_tensor_zp"), element=fmtsim.get_format("uint16"))
-    assert blocks.covers_blocks(cast_spec(wide), torch.float32)
-    assert fast_defines(cast_spec("mxfp4", overflow="ieee"), torch.float32, 0) is None
-    assert fast_defines(cast_spec("nf4_g64"), torch.float32, CODES) is None
-    assert fast_defines(cast_spec("int8_channel"), torch.float32, PACKED) is not None
+    assert block.covers_blocks(cast_spec(wide), torch.float32)
+    assert fast_macros(cast_spec("mxfp4", overflow="ieee"), torch.float32, 0) is None
+    assert fast_macros(cast_spec("nf4_g64"), torch.float32, CODES) is None
+    assert fast_macros(cast_spec("int8_channel"), torch.float32, PACKED) is not None
 
 
 @pytest.mark.parametrize("planted", ["scale", "element", "block"])
@@ -335,8 +334,8 @@ def test_planted_errors_are_caught(planted, emulated, monkeypatch):
         "element": dataclasses.replace(spec, rounding=Rounding(mode="nearest_away")),
         "block": dataclasses.replace(spec, format=with_block(spec.format, (1, 64))),
     }[planted]
-    real = blocks.quantize_blocks
-    monkeypatch.setattr(blocks, "quantize_blocks", lambda x, _, random, out: real(x, wrong, random, out))
+    real = block.quantize_blocks
+    monkeypatch.setattr(block, "quantize_blocks", lambda x, _, random, out: real(x, wrong, random, out))
     x[0, 0] = 1.25 * x[0, :32].abs().max().log2().floor().exp2() / 4  # a tie under every scale
     with pytest.raises(AssertionError, match="values of mxfp4"):
         check(x, spec, torch.device("cpu"))
@@ -345,8 +344,8 @@ def test_planted_errors_are_caught(planted, emulated, monkeypatch):
 def test_a_wrong_random_word_is_caught(emulated, monkeypatch):
     spec, x = cast_spec("mxfp4", "stochastic"), numbers((4, 64), torch.float32, special=False)
     check_packed(x, spec, torch.device("cpu"), KEY)
-    real = blocks.encode_blocks
-    monkeypatch.setattr(blocks, "encode_blocks", lambda x, spec, _, packed: real(x, spec, RandomKey(8), packed))
+    real = block.encode_blocks
+    monkeypatch.setattr(block, "encode_blocks", lambda x, spec, _, packed: real(x, spec, RandomKey(8), packed))
     with pytest.raises(AssertionError, match="codes of mxfp4, packed"):
         check_packed(x, spec, torch.device("cpu"), KEY)
 
@@ -354,7 +353,7 @@ def test_a_wrong_random_word_is_caught(emulated, monkeypatch):
 def test_a_planted_error_in_packed_codes_is_caught(emulated, monkeypatch):
     spec = cast_spec("mxfp4")
     wrong = dataclasses.replace(spec, format=with_block(spec.format, None, "ceil"))
-    real = blocks.encode_blocks
-    monkeypatch.setattr(blocks, "encode_blocks", lambda x, _, random, packed: real(x, wrong, random, packed))
+    real = block.encode_blocks
+    monkeypatch.setattr(block, "encode_blocks", lambda x, _, random, packed: real(x, wrong, random, packed))
     with pytest.raises(AssertionError, match="codes of mxfp4, packed"):
         check_packed(numbers((4, 64), torch.bfloat16, special=False), spec, torch.device("cpu"))

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cuda.cast import casts, elements, grid, patterns
-from fmtsim.cuda.cast.buckets import layout_of
+from fmtsim.cuda.cast import casts, elements, grid, tables
+from fmtsim.cuda.cast.tables import layout_of
 from fmtsim.cuda.runtime import program as runtime
 from fmtsim.encoded import Encoded
+from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
 from fmtsim.rounding.modes import Rounding
@@ -193,7 +194,7 @@ def test_pairs_of_16_bits(device, name):
 def test_decode_equals_the_cpu_engine(device, name):
     fmt = get_format(name)
     count = len(fmt.values) if hasattr(fmt, "values") else 1 << min(fmt.bits, 12)
-    codes = (torch.arange(3 * count) * 7919 % count).to(elements.code_dtype(fmt.bits))
+    codes = (torch.arange(3 * count) * 7919 % count).to(code_dtype(fmt.bits))
     codes = codes if fmt.bits < 13 else codes * ((1 << (fmt.bits - 12)) + 3) % (1 << min(fmt.bits, 62))
     spec = cast_spec(name)
     fallback = importlib.import_module("fmtsim.torch_engine") if fmt.bits > 16 else cpu
@@ -215,7 +216,7 @@ NO_GRIDS = ["nf4", "bnb_fp4", "bnb_dynamic8", "lns8_g8", "p3109_k8p1ue"]
 @pytest.mark.parametrize("name", NO_GRIDS)
 def test_tables_equal_the_general_kernel(device, monkeypatch, name):
     """Values and codes by table, at and next to every point where the result changes, and a stride through the rest."""
-    monkeypatch.setattr(elements, "_WORTH_A_TABLE", 1)
+    monkeypatch.setattr(tables, "RANGES_WORTH", 1)
     monkeypatch.setattr(runtime, "multiprocessors", lambda index: 1)  # so that threads go on to another run
     patterns = torch.arange(1 << 13).mul((1 << 19) + 331).to(torch.int32)
     near = torch.tensor(adversarial(get_format(name)), dtype=torch.float64).float().view(torch.int32)
@@ -240,10 +241,10 @@ def test_tables_equal_the_general_kernel(device, monkeypatch, name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_all_patterns_equal_the_cpu_engine(device, monkeypatch, name, dtype):
     """Values and codes of every pattern of a 16-bit dtype, the last element beyond the last whole vector."""
-    monkeypatch.setattr(patterns, "WORTH", 1)
+    monkeypatch.setattr(tables, "PATTERNS_WORTH", 1)
     monkeypatch.setattr(runtime, "multiprocessors", lambda index: 1)  # so that threads go on to another run
     served = []
-    monkeypatch.setattr(elements, "_look_up", lambda *_: served.append("buckets"))
+    monkeypatch.setattr(elements, "convert_ranges", lambda *_: served.append("ranges"))
     x = torch.cat([torch.arange(1 << 16, dtype=torch.int32).to(torch.int16), torch.tensor([17], dtype=torch.int16)])
     x = x.view(dtype)
     for mode in {"nf4": ("nearest_even", "to_odd"), "lns8_g8": ("nearest_even",)}.get(name, ("nearest_away",)):

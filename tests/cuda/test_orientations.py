@@ -7,7 +7,8 @@ import torch
 
 import fmtsim
 from fmtsim import cpu
-from fmtsim.cuda.cast import blocks, orientations, outputs
+from fmtsim.cuda.cast import block
+from fmtsim.cuda.gemm import finish
 from fmtsim.spec.cast import RandomKey
 from tests.support.bits import INTEGERS, assert_same_bits, same_bits
 from tests.support.casts import cast_spec
@@ -44,7 +45,7 @@ def test_both_axes_have_the_bits_of_two_casts(name, dtype, mode, shape, device):
     spec, keys = cast_spec(name, mode), KEYS if mode == "stochastic" else (None, None)
     x = numbers(shape, dtype)
     rows, columns = (quantised(x, spec, dim, key, torch.bfloat16) for dim, key in zip((-1, -2), keys, strict=True))
-    both = orientations.quantize_both(x.to(device), spec, keys, bare=False)
+    both = block.quantize_both_dims(x.to(device), spec, keys, without_tensor_scale=False)
     assert same_bits(both.rows, rows) and same_bits(both.columns, columns)
     assert both.tensor_scale is None
 
@@ -52,35 +53,14 @@ def test_both_axes_have_the_bits_of_two_casts(name, dtype, mode, shape, device):
 @pytest.mark.parametrize("shape", [(32, 64), (10, 37)])
 def test_values_without_the_scale_of_the_tensor(shape, device):
     spec = cast_spec("nvfp4")
-    assert orientations.holds_bare(spec)
-    assert not orientations.holds_bare(cast_spec("mxfp4"))
+    assert block.holds_without_tensor_scale(spec)
+    assert not block.holds_without_tensor_scale(cast_spec("mxfp4"))
     for dtype in (torch.bfloat16, torch.float32):
         x = numbers(shape, dtype, special=False)
-        values, scale = orientations.quantize_bare(x.to(device), spec, None)
+        values, scale = block.quantize_without_tensor_scale(x.to(device), spec, None)
         assert values.dtype == torch.bfloat16
         found = (values.double() * scale.double()).float()  # exact, then rounded once
         assert_same_bits(found, quantised(x, spec, -1, None, torch.float32))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_last_steps_of_products(dtype, device):
-    generator = torch.Generator().manual_seed(2)
-    for columns in (16, 7):
-        y = torch.randn(5, columns, generator=generator) * torch.exp2(torch.arange(5.0) * 9 - 20)[:, None]
-        y[0, 0], y[1, 1], y[2, 2], y[3, 3] = math.nan, math.inf, 1e38, -0.0
-        a, b, bias = torch.tensor(0.37), torch.tensor(-1.7), torch.randn(columns, generator=generator)
-        for scales in ((a, b), (a, None), (None, b)):
-            factor = a * b if None not in scales else next(s for s in scales if s is not None)
-            for added in (None, bias):
-                wanted = y * factor if added is None else y * factor + added
-                found = outputs.scale_output(
-                    y.to(device),
-                    tuple(None if s is None else s.to(device) for s in scales),
-                    None if added is None else added.to(device),
-                    dtype,
-                )
-                bits = wanted.to(dtype).view(INTEGERS[dtype.itemsize])
-                assert_same_bits(found.view(bits.dtype), bits.masked_fill(wanted.isnan(), NANS[dtype]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -100,16 +80,16 @@ def test_scales_of_rows_and_columns(dtype, device):
             wanted = y if columns is None else y * columns.mT
             wanted = wanted if rows is None else wanted * rows
             wanted = wanted if added is None else wanted + added
-            assert outputs.covers(y.to(device), dtype)
+            assert finish.covers(y.to(device), dtype)
             given = (None if t is None else t.to(device) for t in (columns, rows, added))
-            found = outputs.finish_sums(y.to(device), *given, dtype)
+            found = finish.finish_sums(y.to(device), *given, dtype)
             bits = wanted.to(dtype).view(INTEGERS[dtype.itemsize])
             assert_same_bits(found.view(bits.dtype), bits.masked_fill(wanted.isnan(), NANS[dtype]))
 
 
 def test_planted_errors_are_caught(emulated, monkeypatch):
-    real = blocks.quantize_blocks
-    monkeypatch.setattr(orientations.blocks, "quantize_blocks", lambda x, s, r, out: real(x, along(s, -1), r, out))
+    real = block.quantize_blocks
+    monkeypatch.setattr(block, "quantize_blocks", lambda x, s, r, out: real(x, along(s, -1), r, out))
     with pytest.raises(AssertionError):
         test_both_axes_have_the_bits_of_two_casts(
             "nf4_g64", torch.float32, "nearest_even", (64, 64), torch.device("cpu")

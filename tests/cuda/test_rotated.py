@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cuda.cast import rotated, rotated_plan
+from fmtsim.cuda.cast import hadamard, rotated, rotated_plan
 from fmtsim.gemm.layers.operand import Draws
 from fmtsim.gemm.layers.prepare import prepare
 from fmtsim.gemm.layers.prepare import rotated as transform
@@ -37,11 +37,11 @@ def canonical(x):
 def wanted(x, quantizer, key):
     """Return values without the scale that all blocks share, that scale, and the mask."""
     made = prepare(x, quantizer, Draws(key, key, SIGNS))
-    scale, outside = made.scale, made.tensor
+    scale, outside = made.scale, made.tensor_scale
     if quantizer.scaling is not None and quantizer.scaling.multiplier != 1:
         outside = torch.tensor(quantizer.scaling.multiplier)  # scales are its product with powers of two
         scale = torch.where(scale == 1, 1.0, torch.exp2(scale.double().log2().floor()).float())
-    values = (made.elements.float() * spread(scale, made.sizes, x.shape)).bfloat16()
+    values = (made.elements.float() * spread(scale, made.block, x.shape)).bfloat16()
     return values, outside, made.slope
 
 
@@ -126,18 +126,15 @@ def test_gradients_are_turned_back(turn, dtype, device):
     y = torch.randn(37, 192, generator=generator) * torch.exp2(torch.arange(37.0) * 6 - 100)[:, None]
     y[0, 0], y[1, 1], y[2], y[3], y[4, 5] = math.nan, math.inf, 0.0, -0.0, 3e38
     mask = torch.rand(y.shape, generator=generator) > 0.25
-    scales = torch.tensor(0.37), torch.tensor(1.7)
     turns = () if turn is None else (turn,)
-    assert rotated.covers_finish(y, turns)
+    assert hadamard.covers_finish(y, turns)
     for chosen in (mask, None):
-        for pair in (scales, (None, scales[1]), (None, None)):
-            x = y if pair[1] is None else y * (pair[1] if pair[0] is None else pair[0] * pair[1])
-            x = x if chosen is None else x * chosen.float()
-            x = x if turn is None else transform(x, turn, None, inverse=True)
-            moved = [None if t is None else t.to(device) for t in (chosen, *pair)]
-            found = rotated.finish_rotated(y.to(device), moved[0], turns, dtype, (moved[1], moved[2]))
-            assert found.dtype == dtype
-            assert torch.equal(canonical(found.cpu()), canonical(x.to(dtype)))
+        x = y if chosen is None else y * chosen.float()
+        x = x if turn is None else transform(x, turn, None, inverse=True)
+        there = None if chosen is None else chosen.to(device)
+        found = hadamard.finish_rotated(y.to(device), there, turns, dtype)
+        assert found.dtype == dtype
+        assert torch.equal(canonical(found.cpu()), canonical(x.to(dtype)))
 
 
 @pytest.mark.parametrize("name", ["g_d", "x_f"])
@@ -214,7 +211,7 @@ def test_what_the_kernels_take():
     assert not rotated.covers(x, replace(largest, gradient=ClipMask()))
     assert not rotated.covers(x, replace(quest, rounding=Rounding()))
     for y, turns in ((torch.zeros(2, 80), ()), (torch.zeros(2, 64), (replace(turn, signs="random"),)), (x, (turn,))):
-        assert not rotated.covers_finish(y, turns)
+        assert not hadamard.covers_finish(y, turns)
 
 
 def test_division_by_four_thirds_is_exact():
@@ -239,7 +236,7 @@ def test_planted_errors_are_caught(emulated, monkeypatch):
     with pytest.raises(AssertionError):
         test_signs_may_be_a_mask(torch.device("cpu"))
     monkeypatch.undo()
-    finish = rotated.finish_rotated
-    monkeypatch.setattr(rotated, "finish_rotated", lambda y, mask, *rest: finish(y, None, *rest))
+    finish = hadamard.finish_rotated
+    monkeypatch.setattr(hadamard, "finish_rotated", lambda y, mask, *rest: finish(y, None, *rest))
     with pytest.raises(AssertionError):
         test_gradients_are_turned_back(None, torch.bfloat16, torch.device("cpu"))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cuda.cast import scaled, scaled_moments, scaled_rules
-from fmtsim.cuda.cast.scaled_shape import COLUMNS, LONG_COLUMNS, RUNS, TILES, WHOLE, shape_of
+from fmtsim.cuda.cast import scaled, scaled_rules
+from fmtsim.cuda.cast.scaled_rules import COLUMNS, LONG_COLUMNS, RUNS, TENSOR, TILES, matrix_layout
 from fmtsim.errors import DeviceError
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.scaling import block_scaling
@@ -134,7 +134,7 @@ def test_recipes_have_the_bits_of_the_definition(name, turned, device):
     quantizer = at_once(RECIPES[name])
     taken = scaled.covers(torch.zeros(64, 64, device=device), quantizer)
     if not taken:
-        assert scaled_rules.way_of(quantizer) is None
+        assert scaled_rules.rule_of(quantizer) is None
         pytest.skip("transforms of the quantiser are others' work, or it has no kernel")
     if turned and quantizer.scaling.statistic != "amax":
         assert not scaled.covers(torch.zeros(64, 64, device=device).mT, quantizer)
@@ -232,7 +232,7 @@ def test_means_of_whole_matrices(statistic, device):
         check(x, quantizer, device)
     assert not scaled.covers(torch.zeros(64, 72, device=device).mT, quantizer)
     wanted = statistic_of(big := torch.randn((1 << 20) + 8, generator=torch.Generator().manual_seed(4)), statistic)
-    found = scaled_moments.mean_of(big.to(device), statistic, 0).view(torch.float32)
+    found = scaled.mean_of(big.to(device), statistic).view(torch.float32)
     assert_same_bits(found, wanted)
 
 
@@ -329,27 +329,27 @@ def test_what_is_covered():
         Scaling(power_of_two="log2"),
         Scaling(arithmetic="reciprocal", eps=1e-12, eps_rule="inverse"),
     ):
-        assert scaled_rules.way_of(Quantizer(format=E4M3, scaling=rule)) is None
+        assert scaled_rules.rule_of(Quantizer(format=E4M3, scaling=rule)) is None
     for element in (fmtsim.get_format("fp16"), fmtsim.get_format("fp32"), fmtsim.get_format("nf4")):
-        assert scaled_rules.way_of(Quantizer(format=element, scaling=whole)) is None
+        assert scaled_rules.rule_of(Quantizer(format=element, scaling=whole)) is None
     for mode in ("up", "to_odd"):
-        assert scaled_rules.way_of(Quantizer(format=E4M3, scaling=whole, rounding=Rounding(mode=mode))) is None
+        assert scaled_rules.rule_of(Quantizer(format=E4M3, scaling=whole, rounding=Rounding(mode=mode))) is None
 
 
 @pytest.mark.parametrize(
     ("block", "turned", "kind"),
     [
-        ((None, None), False, WHOLE), ((None, None), True, WHOLE), ((1, 32), False, RUNS), ((1, 32), True, COLUMNS),
+        ((None, None), False, TENSOR), ((None, None), True, TENSOR), ((1, 32), False, RUNS), ((1, 32), True, COLUMNS),
         ((1, None), False, TILES), ((1, None), True, LONG_COLUMNS), ((16, 16), True, TILES), ((32, 1), True, RUNS),
         ((1, 8), False, TILES), ((1, 12), False, None), ((1, 8), True, None),
     ],
 )  # fmt: skip
 def test_shapes_find_their_kernels(block, turned, kind):
     x = torch.zeros(72, 96).mT if turned else torch.zeros(72, 96)
-    shape = shape_of(x, block, statistic="amax", drawn=False)
+    shape = matrix_layout(x, block, statistic="amax", stochastic=False)
     assert (shape and shape.kind) == kind
     for odd in (torch.zeros(64, 12), torch.zeros(0, 16), torch.zeros(4, 4, 8), torch.zeros(64, 96)[:, ::2]):
-        assert shape_of(odd, block, statistic="amax", drawn=False) is None
+        assert matrix_layout(odd, block, statistic="amax", stochastic=False) is None
 
 
 def test_folding():

@@ -8,7 +8,8 @@ import torch
 
 import fmtsim
 from fmtsim import ops
-from fmtsim.cuda.cast import casts, short
+from fmtsim.cuda.cast import casts
+from fmtsim.cuda.cast.fast_dispatch import quantize_contiguous
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, RandomKey
 from tests.cuda import emulator
@@ -31,9 +32,9 @@ def numbers(count, dtype, device):
 def both_ways(x, spec, random, out_dtype, monkeypatch):
     """Return the bits of the short and of the long way."""
     results = [torch.full(x.shape, 7, dtype=out_dtype, device=x.device) for _ in range(2)]
-    assert short.quantize_short(x, spec, results[0], random)
+    assert quantize_contiguous(x, spec, results[0], random)
     with monkeypatch.context() as patch:
-        patch.setattr(casts, "quantize_short", lambda *arguments: False)
+        patch.setattr(casts, "quantize_contiguous", lambda *arguments: False)
         casts.quantize(x, spec, random, results[1])
     return [result.view(torch.int16 if out_dtype.itemsize == 2 else torch.int32) for result in results]
 
@@ -71,39 +72,43 @@ def test_bits_of_blocks_are_those_of_the_long_way(dtypes, name, mode, device, mo
 def test_a_cast_as_text_is_the_same_cast(device):
     x, spec = numbers(64, torch.float32, device), spec_of("e4m3")
     out, other = torch.empty_like(x), torch.empty_like(x)
-    assert short.quantize_short(x, spec, out) and short.quantize_short(x, spec.to_json(), other)
+    assert quantize_contiguous(x, spec, out) and quantize_contiguous(x, spec.to_json(), other)
     assert torch.equal(out.view(torch.int32), other.view(torch.int32))
 
 
 def test_it_steps_aside(device):
     x = numbers(64, torch.float32, device)
     out = torch.empty_like(x)
-    assert short.quantize_short(x, spec_of("e4m3"), out)
-    assert not short.quantize_short(x[:0], spec_of("e4m3"), out[:0])
-    assert not short.quantize_short(x[1:], spec_of("e4m3"), out[1:])  # no vector begins there
-    assert not short.quantize_short(x[::2], spec_of("e4m3"), out[:32])
-    assert not short.quantize_short(x.double(), spec_of("e4m3"), out.double())
-    assert not short.quantize_short(x, spec_of("e4m3", "stochastic"), out)  # words of users, not of a key
-    assert not short.quantize_short(x, spec_of("fp16"), out.bfloat16())  # would be rounded twice
+    assert quantize_contiguous(x, spec_of("e4m3"), out)
+    assert not quantize_contiguous(x[:0], spec_of("e4m3"), out[:0])
+    assert not quantize_contiguous(x[1:], spec_of("e4m3"), out[1:])  # no vector begins there
+    assert not quantize_contiguous(x[::2], spec_of("e4m3"), out[:32])
+    assert not quantize_contiguous(x.double(), spec_of("e4m3"), out.double())
+    assert not quantize_contiguous(x, spec_of("e4m3", "stochastic"), out)  # words of users, not of a key
+    assert not quantize_contiguous(x, spec_of("fp16"), out.bfloat16())  # would be rounded twice
     for name in ("e4m3_tensor", "logfmt8", "nf4", "e4m3_128x128"):
-        assert not short.quantize_short(x, spec_of(name), out), name
-    assert not short.quantize_short(x[:16], spec_of("mxfp4"), out[:16])  # a block that is not whole
-    assert not short.quantize_short(x, dataclasses.replace(spec_of("mxfp4"), dim=-2), out)
+        assert not quantize_contiguous(x, spec_of(name), out), name
+    assert not quantize_contiguous(x[:16], spec_of("mxfp4"), out[:16])  # a block that is not whole
+    assert not quantize_contiguous(x, dataclasses.replace(spec_of("mxfp4"), dim=-2), out)
 
 
 def test_formats_that_forbid_nan_take_the_way_that_looks_for_it(device):
     fmt = dataclasses.replace(fmtsim.get_format("int8"), name="strict8", nan_policy="error")
     x = torch.randn(64, device=device)
-    assert not short.quantize_short(x, CastSpec(format=fmt, rounding=Rounding(), overflow="saturate"), x)
+    assert not quantize_contiguous(x, CastSpec(format=fmt, rounding=Rounding(), overflow="saturate"), x)
 
 
-def test_the_engine_takes_it_without_random_words_alone(device, monkeypatch):
+def test_the_engine_takes_it_but_for_given_random_words(device, monkeypatch):
     taken = []
-    monkeypatch.setattr(casts, "quantize_short", lambda *arguments: taken.append(arguments) or False)
+    monkeypatch.setattr(casts, "quantize_contiguous", lambda *arguments: taken.append(arguments) or False)
     x = numbers(64, torch.float32, device)
-    casts.quantize(x, spec_of("e4m3"), None, torch.empty_like(x))
-    casts.quantize(x, spec_of("e4m3", "stochastic"), RandomKey(1, 2), torch.empty_like(x))
-    assert len(taken) == 1
+    for mode, random in (
+        ("nearest_even", None),
+        ("stochastic", RandomKey(1, 2)),
+        ("stochastic", x.to(torch.int64) * 0),
+    ):
+        casts.quantize(x, spec_of("e4m3", mode), random, torch.empty_like(x))
+    assert len(taken) == 2
 
 
 @pytest.mark.skipif(not fmtsim.cuda.available(), reason="needs a GPU")

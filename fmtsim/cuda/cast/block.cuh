@@ -1,12 +1,12 @@
 // What the fast kernels of block formats share: a block's scale and its elements in float32 arithmetic that is exact.
-// The format is given by macros (cuda/block_defines.py): the specialised code is a dozen instructions an element.
+// The format is given by macros (fmtsim.cuda.cast.block_macros): the specialised code is a dozen instructions an element.
 //
 //   x = 1.mmm|rrrr 2^e     magic = 2^(max(e, lowest) + 23 - M)     x + magic = 2^(...) + n, rounded to nearest even
 //
 // The float32 addition drops the bits that the element lacks. Under a scale 2^s the same grid lies s binades higher,
 // so that x itself is rounded: nothing is divided. `n` is read off the sum's bits: it gives the code.
 #pragma once
-#include "block_vectors.cuh"
+#include "amax.cuh"
 #include "scale.cuh"
 
 // A block as its elements see it: the grid of magnitudes under its scale, and what turns a rounded x into a value.

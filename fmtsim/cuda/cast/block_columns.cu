@@ -9,7 +9,6 @@
 // 128 and 256, which DOWN = RUN / 32 warps share. ROW_RUN is that along a row, 16 or 32. TRANSPOSED writes the
 // column-wise result as [leading, trailing, inner].
 #include "block.cuh"
-#include "block_exact.cuh"
 
 #define ROWS 8
 #define DOWN (RUN > 32 ? RUN / 32 : 1)
@@ -108,31 +107,31 @@ DEVICE Seen seen_finite(const Input (&in)[ROWS], int j) {
 
 // Find the magnitudes of the blocks to which a thread's columns belong.
 DEVICE void see_columns(const Input (&in)[ROWS], Seen (&seen)[VECTOR]) {
-  u32 top[Input::WORDS];
+  u32 top[Input::LENGTH];
 #pragma unroll
-  for (int w = 0; w < Input::WORDS; ++w) {
+  for (int w = 0; w < Input::LENGTH; ++w) {
     top[w] = 0;
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) top[w] = raw_larger(top[w], in[i].words[w] & (INPUT == 0 ? MAGNITUDE : 0x7FFF7FFFu));
+    for (int i = 0; i < ROWS; ++i) top[w] = raw_larger(top[w], in[i].words[w] & RAW_MAGNITUDE);
 #pragma unroll
     for (int flip = 8; flip < (RUN == 16 ? 16 : 32); flip *= 2)
       top[w] = raw_larger(top[w], __shfl_xor_sync(~0u, top[w], flip));
   }
 #if DOWN > 1
-  __shared__ u32 tops[Input::WORDS][8][8];
+  __shared__ u32 tops[Input::LENGTH][8][8];
   u32 lane = threadIdx.x % 8, warp = threadIdx.x / 32;
 #pragma unroll
-  for (int w = 0; w < Input::WORDS; ++w) tops[w][warp][lane] = top[w];
+  for (int w = 0; w < Input::LENGTH; ++w) tops[w][warp][lane] = top[w];
   __syncthreads();
 #pragma unroll
-  for (int w = 0; w < Input::WORDS; ++w)
+  for (int w = 0; w < Input::LENGTH; ++w)
 #pragma unroll
     for (int d = 0; d < DOWN; ++d) top[w] = raw_larger(top[w], tops[w][d * ACROSS + warp % ACROSS][lane]);
 #endif
   bool strange = false;
 #pragma unroll
   for (int j = 0; j < VECTOR; ++j) {
-    u32 amax = widened(INPUT == 0 ? top[j % Input::WORDS] : top[j / 2] >> (16 * (j % 2)) & 0xFFFF);
+    u32 amax = widened(INPUT == 0 ? top[j % Input::LENGTH] : top[j / 2] >> (16 * (j % 2)) & 0xFFFF);
     seen[j] = {amax, amax >= FLOAT_EXPONENT, false};
     strange |= seen[j].strange;
   }

@@ -9,7 +9,7 @@
 //              elements of a lane (docs/semantics.md, section 9).
 //   LAYOUT 2   a vector is a block, and those of a lane follow each other: no shuffles, and results in one piece. For
 //              codes alone: a block that is cast the exact way is written twice.
-#include "block_pairs.cuh"
+#include "block_codes.cuh"
 
 #define VECTORS (LAYOUT == 2 ? 32 / VECTOR : 4)
 #define HELD (VECTORS * VECTOR)
@@ -157,7 +157,7 @@ DEVICE void cast_four(
 DEVICE Packed<HELD, OUTPUT_BITS> joined(const Output (&parts)[VECTORS]) {
   Packed<HELD, OUTPUT_BITS> all;
 #pragma unroll
-  for (int i = 0; i < all.WORDS; ++i) all.words[i] = parts[i / Output::WORDS].words[i % Output::WORDS];
+  for (int i = 0; i < all.LENGTH; ++i) all.words[i] = parts[i / Output::LENGTH].words[i % Output::LENGTH];
   return all;
 }
 #endif

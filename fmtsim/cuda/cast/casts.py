@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-from fmtsim.cuda.cast import blocks
+from fmtsim.cuda.cast import block
 from fmtsim.cuda.cast.elements import (
     decode_elements,
     encode_elements,
@@ -12,7 +12,7 @@ from fmtsim.cuda.cast.elements import (
     packs,
     quantize_elements,
 )
-from fmtsim.cuda.cast.short import quantize_short
+from fmtsim.cuda.cast.fast_dispatch import quantize_contiguous
 from fmtsim.cuda.runtime import program as runtime
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.representable import FLOAT_DTYPES, is_representable
@@ -30,7 +30,7 @@ def supports(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> bool:
     if not _runs(tensors[0].device):
         return False
     if isinstance(fmt, BlockFormat):
-        return blocks.covers_blocks(spec, *dtypes)
+        return block.covers_blocks(spec, *dtypes)
     if verb == "encode_packed":
         return packs(spec, tensors[0])
     return verb == "encode" or dtypes[-1] in (torch.float32, torch.float64) or is_representable(fmt, dtypes[-1])
@@ -38,10 +38,10 @@ def supports(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> bool:
 
 def quantize(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> None:
     """Quantise x into out; see the engine protocol in docs/architecture.md."""
-    if not isinstance(random, torch.Tensor) and quantize_short(x, spec, out, random):
+    if not isinstance(random, torch.Tensor) and quantize_contiguous(x, spec, out, random):
         return
     if isinstance(spec.format, BlockFormat):
-        blocks.quantize_blocks(x, spec, random, out)
+        block.quantize_blocks(x, spec, random, out)
     else:
         quantize_elements(x, spec, random, out)
 
@@ -49,21 +49,21 @@ def quantize(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor)
 def encode(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
     """Return the codes of x in its shape, and the scales of a block format."""
     if isinstance(spec.format, BlockFormat):
-        return blocks.encode_blocks(x, spec, random)
+        return block.encode_blocks(x, spec, random)
     return encode_elements(x, spec, random)
 
 
 def encode_packed(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
     """Return codes and scales as an encoded tensor keeps them: packed along ``dim`` (docs/semantics.md, section 11)."""
     if isinstance(spec.format, BlockFormat):
-        return blocks.encode_blocks(x, spec, random, packed=True)
+        return block.encode_blocks(x, spec, random, packed=True)
     return encode_packed_elements(x, spec, random)
 
 
 def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
     """Write the values of codes into out (a dtype that holds them, or float32 and float64)."""
     if isinstance(spec.format, BlockFormat):
-        blocks.decode_blocks(parts, spec, out)
+        block.decode_blocks(parts, spec, out)
     else:
         decode_elements(parts, spec, out)
 

@@ -106,7 +106,7 @@ DEVICE void pack_signed(
     u32 part = 0;
 #pragma unroll
     for (int k = i + PART - 1; k >= i; k--) {
-      u32 word = from.word[wide ? k : k / 2];
+      u32 word = from.words[wide ? k : k / 2];
       float binade = binade_of<false>(a[k], g);
       float sum = stochastic_sum<false, RANDOM == 1>(a[k], binade, g.code_base, rests[k], g);
       u32 top = __float_as_uint(sum) * of_steps + __float_as_uint(binade) * of_binades;
@@ -127,7 +127,7 @@ DEVICE void pack_sums(
     codes[k] = low_code(a[k], rests[k], g);
 #if SUMS
     if (SLOT == 8) continue;
-    u32 sign = from.word[wide ? k : k / 2] & (wide ? g.sign : g.sign | g.sign >> 16);
+    u32 sign = from.words[wide ? k : k / 2] & (wide ? g.sign : g.sign | g.sign >> 16);
     codes[k] = wide || k % 2 ? add_shifted<32 - CODE>(sign, codes[k]) : add_shifted<16 - CODE>(sign, codes[k]);
 #endif
   }
@@ -136,7 +136,7 @@ DEVICE void pack_sums(
     u32 signs = g.sign | g.sign >> 8, four = signs | signs >> 16;
 #pragma unroll
     for (int k = 0; k < RUN; k += 4) {
-      const u32* word = from.word + (wide ? k : k / 2);
+      const u32* word = from.words + (wide ? k : k / 2);
       u32 low = wide ? __byte_perm(word[0], word[1], 0x0073) : __byte_perm(word[0], word[1], 0x7531);
       u32 tops = wide ? __byte_perm(low, __byte_perm(word[2], word[3], 0x0073), 0x5410) : low;
       out[k / 4] |= tops & four;

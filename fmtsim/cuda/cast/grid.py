@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from fmtsim.cuda.cast.parameters import macros
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, Overflow
 from fmtsim.rounding.modes import Rounding
 
@@ -49,8 +50,7 @@ class Grid(NamedTuple):
     def defines(self) -> tuple[tuple[str, str], ...]:
         """Macros of grid_cast.cuh."""
         values = {"METHOD": self.method, "SPECIAL": self.special, "ASYMMETRIC": self.asymmetric, "KEEPS": self.keeps}
-        values |= {"CARRIES": self.carries, "RANDOM": self.random}
-        return tuple((name, str(int(value))) for name, value in values.items())
+        return macros(**values, CARRIES=self.carries, RANDOM=self.random)
 
     def pairs(self, dtype: torch.dtype) -> int:
         """Return the macro PAIRS for inputs of a dtype: it has 16 bits and holds the largest magnitude."""

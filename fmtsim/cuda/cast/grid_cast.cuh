@@ -62,7 +62,7 @@ struct Magnitudes {
     for (int k = 0; k < Count; k += 2) {
       if constexpr (PAIRS) {
         u32 high = (u32)stored<Type>(g.highest);
-        u32 pair = clamp_pair<Type, ASYMMETRIC>(from.word[k / 2], high | high << 16);
+        u32 pair = clamp_pair<Type, ASYMMETRIC>(from.words[k / 2], high | high << 16);
         pairs = add_pairs<Type>(pairs, pair);
         a[k] = loaded<Type>((u16)pair);
         a[k + 1] = Type == BFLOAT16 ? __uint_as_float(pair & 0xFFFF0000u) : loaded<Type>((u16)(pair >> 16));

@@ -1,9 +1,12 @@
-// A Hadamard transform of groups of SIZE neighbours, a power of two from 16 to 512, in one pass.
-//
-// y = (s x) H / sqrt(SIZE) in float32 (fmtsim/scaling/hadamard.py has the order of operations): butterflies at distance
-// 1, 2, 4, 8 within the sixteen numbers that a thread holds, from 16 on with other lanes, then one product by ROOT. The
-// inverse turns signs behind the product.
-#include "block_vectors.cuh"
+// Hadamard transforms of neighbours in one pass, and the gradient of a tensor from that of its rotated values.
+#include "amax.cuh"
+#include "element.cuh"
+#include "hadamard.cuh"
+
+#ifndef OUTPUT
+
+// y = (s x) H / sqrt(SIZE) in float32 of groups of SIZE neighbours, a power of two from 16 to 512. The inverse turns
+// signs behind the product.
 
 #define HELD 16
 #define CHUNK (128 / INPUT_BITS)  // elements of 16 bytes
@@ -23,27 +26,6 @@ DEVICE void turn(float (&y)[HELD], const u8* flips, u32 group) {
   for (int i = 0; i < HELD; ++i) y[i] = as_float(as_bits(y[i]) ^ turned.get(i) << 31);
 }
 
-DEVICE void transform(float (&y)[HELD], u32 lane) {
-#pragma unroll
-  for (int distance = 1; distance < HELD; distance *= 2) {
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-      if (i & distance) continue;
-      float a = y[i], b = y[i + distance];
-      y[i] = __fadd_rn(a, b);
-      y[i + distance] = __fsub_rn(a, b);
-    }
-  }
-#pragma unroll
-  for (int flip = 1; flip < SIZE / HELD; flip *= 2) {
-    float sign = lane & flip ? -1.0f : 1.0f;
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) y[i] = __fmaf_rn(y[i], sign, __shfl_xor_sync(~0u, y[i], flip));
-  }
-#pragma unroll
-  for (int i = 0; i < HELD; ++i) y[i] = __fmul_rn(y[i], as_float(ROOT));
-}
-
 // x and out begin where 16 bytes do; before, after: whose signs turn before the transform and behind it.
 KERNEL __launch_bounds__(256) hadamard(const void* x, void* out, const u8* before, const u8* after, u64 total) {
   u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x, first = thread * HELD;
@@ -59,10 +41,58 @@ KERNEL __launch_bounds__(256) hadamard(const void* x, void* out, const u8* befor
     for (int i = 0; i < CHUNK; ++i) y[v + i] = loaded(in.get(i));
   }
   turn(y, before, group);
-  transform(y, lane);
+  butterflies<SIZE>(y, lane);
+#pragma unroll
+  for (int i = 0; i < HELD; ++i) y[i] = __fmul_rn(y[i], as_float(root_bits(SIZE)));
   turn(y, after, group);
   Packed<HELD, 32> z;
 #pragma unroll
   for (int i = 0; i < HELD; ++i) z.words[i] = y[i] == y[i] ? as_bits(y[i]) : 0x7FC00000u;
   if (there) store_vector<HELD, 32>(out, first, z);
 }
+
+#else
+
+// out = RN(H(y * mask)), RN to float32, bfloat16 or float16 (OUTPUT) and H the transform of SIZE neighbours in a row
+// (1: none), signs last. Four numbers a lane.
+#define THREADS 256
+#define VECTORS 4
+
+KERNEL __launch_bounds__(THREADS) finish_rotated(
+    const float* y, const u8* mask, void* out, u64 fours, u32 signs) {
+  u64 first = (u64)blockIdx.x * (THREADS * VECTORS) + threadIdx.x;
+  Words4 in[VECTORS];
+  u32 kept[VECTORS];
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) {
+    u64 at = first + v * THREADS;
+    in[v] = {0, 0, 0, 0}, kept[v] = 0x01010101u;
+    if (at < fours) in[v] = ((const Words4*)y)[at];
+    if (at < fours && mask != nullptr) kept[v] = ((const u32*)mask)[at];
+  }
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) {
+    u64 at = first + v * THREADS;
+    float x[4] = {as_float(in[v].x), as_float(in[v].y), as_float(in[v].z), as_float(in[v].w)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (mask != nullptr) x[i] = __fmul_rn(x[i], kept[v] >> (8 * i) & 1 ? 1.0f : 0.0f);
+    }
+#if SIZE > 1
+    butterflies<SIZE>(x, threadIdx.x);
+    u32 flips = signs >> (4 * (threadIdx.x % (SIZE / 4)));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[i] = __fmul_rn(x[i], as_float(root_bits(SIZE)));
+      if (flips >> i & 1) x[i] = -x[i];
+    }
+#endif
+    if (at >= fours) continue;
+    u32 words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = rounded_bits<OUTPUT>(x[i]);
+    store_four<OUTPUT>(out, at, words);
+  }
+}
+
+#endif

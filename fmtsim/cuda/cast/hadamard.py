@@ -1,23 +1,22 @@
 """Hadamard transforms in one pass, where a warp holds a group (fmtsim/scaling/hadamard.py defines every bit)."""
 
-import math
-from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.cuda.cast.block_fast import INPUTS
-from fmtsim.cuda.cast.block_view import aligned
+from fmtsim.cuda.cast.parameters import DTYPES, aligned, macros
+from fmtsim.cuda.cast.rotated_plan import rotation_of
 from fmtsim.cuda.runtime.program import Defines, device_index, kernel
+from fmtsim.spec.transform import Hadamard, Transform
 
 _SIZES = (16, 32, 64, 128, 256, 512)
 _THREADS = 256
-_HELD = 16  # numbers a thread holds
+_HELD = 16  # numbers a thread of the transform holds, and one of the inverse with a mask
 
 
-def covers(size: int, dim: int) -> bool:
+def covers_hadamard(size: int, dim: int) -> bool:
     """Say whether the kernel transforms groups of ``size`` neighbours along ``dim``, a negative number."""
     return size in _SIZES and dim == -1
 
@@ -29,27 +28,57 @@ def hadamard(x: Tensor, size: int, flips: Tensor | None, inverse: bool) -> Tenso
         x: [..., K], float16, bfloat16, float32, float64; size divides K.
         size: One that is covered.
         flips: bool [size] on x's device, elements that change their sign; None is none.
-        inverse: Turn signs behind the transform.
+        inverse: Change signs behind the transform.
     """
     source = (x.float() if x.dtype == torch.float64 else x).contiguous()
     source = source if aligned(source) else source.clone()
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if x.numel():
         before, after = (None, flips) if inverse else (flips, None)
-        grid = -(-x.numel() // (_HELD * _THREADS))
-        run = kernel("hadamard.cu", "hadamard", device_index(x), _defines(source.dtype, size))
-        run(grid, _THREADS, source, out, before, after, np.uint64(x.numel()))
+        kernel("hadamard.cu", "hadamard", device_index(x), transform_macros(source.dtype, size))(
+            -(-x.numel() // (_HELD * _THREADS)), _THREADS, source, out, before, after, np.uint64(x.numel())
+        )
     return out
 
 
-def variants() -> Iterator[tuple[str, str, Defines]]:
-    """Yield file, kernel and macros of the sizes that published transforms have, in every dtype."""
-    for dtype in INPUTS:
-        for size in (16, 128):
-            yield "hadamard.cu", "hadamard", _defines(dtype, size)
+def covers_finish(y: Tensor, transforms: tuple[Transform, ...]) -> bool:
+    """Say whether ``finish_rotated`` takes a gradient; the device is not looked at."""
+    turn = rotation_of(transforms)
+    fits = not transforms or (turn is not None and turn.signs != "random")
+    return fits and y.dim() == 2 and y.dtype == torch.float32 and y.is_contiguous() and not y.shape[1] % 64
+
+
+def finish_rotated(y: Tensor, mask: Tensor | None, transforms: tuple[Transform, ...], dtype: torch.dtype) -> Tensor:
+    """Return the gradient of a tensor from that of its rotated and rounded values.
+
+    ``y`` is multiplied with the mask as 1 and 0, rotated back along the last axis and rounded once to the dtype; all
+    steps are float32. NaN becomes the canonical one.
+
+    Args:
+        y: float32 ``[rows, columns]``, contiguous; columns a multiple of 64.
+        mask: bool, like y; None is all true.
+        transforms: Those of the forward pass: none, or one of 16 or 32 elements along the inner axis whose signs are
+            not random.
+        dtype: float32, bfloat16 or float16.
+    """
+    out = torch.empty_like(y, dtype=dtype)
+    turn = rotation_of(transforms)
+    signs = turn.signs if turn is not None and isinstance(turn.signs, int) else 0
+    if y.numel():
+        y = y if aligned(y) else y.clone()
+        kernel("hadamard.cu", "finish_rotated", device_index(y), finish_macros(turn, dtype))(
+            -(-y.numel() // (_HELD * _THREADS)), _THREADS, y, mask, out, np.uint64(y.numel() // 4), np.uint32(signs)
+        )
+    return out
 
 
 @lru_cache(maxsize=64)
-def _defines(dtype: torch.dtype, size: int) -> Defines:
-    factor = int(np.float32(1 / math.sqrt(size)).view(np.uint32))
-    return (("INPUT", str(INPUTS[dtype])), ("SIZE", str(size)), ("ROOT", f"{factor}u"))
+def transform_macros(dtype: torch.dtype, size: int) -> Defines:
+    """Return the macros of hadamard.cu."""
+    return macros(INPUT=DTYPES[dtype], SIZE=size)
+
+
+@lru_cache(maxsize=64)
+def finish_macros(turn: Hadamard | None, dtype: torch.dtype) -> Defines:
+    """Return the macros of its kernel for gradients."""
+    return macros(INPUT=0, OUTPUT=DTYPES[dtype], SIZE=1 if turn is None else turn.size)

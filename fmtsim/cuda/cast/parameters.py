@@ -1,4 +1,4 @@
-"""Element formats, roundings and random keys as the structures that kernels take by value (element.cuh)."""
+"""What kernels take by value: dtypes and macros, element formats, roundings and random keys as bytes (element.cuh)."""
 
 import struct
 from functools import lru_cache
@@ -7,10 +7,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fmtsim.cuda.runtime.program import Defines
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.cast import Random, RandomKey
 
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # as common.cuh numbers them
+NARROW = tuple(DTYPES)[:3]  # those of the fast kernels
+CODE_DTYPES = {torch.uint8: 4, torch.int16: 5, torch.int32: 6, torch.int64: 7}  # of block_general
 _GRID, _HALF_OFFSET, _TABLE, _LOGARITHMIC = range(4)
 (
     _INTEGER, _FLUSHED, _HAS_ZERO, _NEGATIVE_ZERO, _UNSIGNED, _SATURATES, _OVER_IS_NAN, _HAS_NAN, _HAS_INFINITY,
@@ -20,6 +24,17 @@ _ELEMENT = struct.Struct("<5Qq7iI")
 _DRAW = struct.Struct("<2I2i")  # behind the round keys
 _ROUNDS = np.array([[i * 0x9E3779B9 & 0xFFFFFFFF, i * 0xBB67AE85 & 0xFFFFFFFF] for i in range(10)], dtype=np.uint32)
 _NOTHING, _WORDS, _SHARED, _GIVEN = range(4)
+NO_DRAW = bytes(_ROUNDS.nbytes) + _DRAW.pack(0, 0, 32, _NOTHING)
+
+
+def macros(**values: object) -> Defines:
+    """Return macros of a kernel: numbers in decimal, booleans as 0 and 1, text as it is."""
+    return tuple((name, str(int(value) if isinstance(value, bool) else value)) for name, value in values.items())
+
+
+def aligned(*tensors: torch.Tensor) -> bool:
+    """Say whether all begin at an address that takes 16 bytes at once."""
+    return all(t.data_ptr() % 16 == 0 for t in tensors)
 
 
 class Tables(NamedTuple):
@@ -114,27 +129,26 @@ def _first_places(values: tuple[float, ...]) -> list[int]:
     return places
 
 
+def code_values(fmt: ElementFormat) -> list[float]:
+    """Return the values of all codes of a format; a listed -0 is +0."""
+    if isinstance(fmt, CodebookFormat):
+        return [fmt.value(code) + 0.0 for code in range(len(fmt.values))]
+    return [fmt.value(code) for code in range(1 << fmt.bits)]
+
+
 @lru_cache(maxsize=256)
 def values_of(fmt: ElementFormat, device: torch.device) -> torch.Tensor:
     """Return the values of all codes of a format of at most 8 bits in float32, NaN canonical."""
-    count = len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits
-    listed = isinstance(fmt, CodebookFormat)
-    values = [fmt.value(code) + 0.0 if listed else fmt.value(code) for code in range(count)]  # a listed -0 is +0
-    return torch.tensor(values, dtype=torch.float32).to(device)
+    return torch.tensor(code_values(fmt), dtype=torch.float32).to(device)
 
 
 def draw_of(rounding: Rounding, random: Random) -> bytes:
     """Return the bytes of ``struct Draw``: where random integers come from."""
     if rounding.mode != "stochastic":
-        return _no_draw()
+        return NO_DRAW
     key = random if isinstance(random, RandomKey) else RandomKey(0)
     source = _GIVEN if isinstance(random, torch.Tensor) else _SHARED if rounding.layout == "cvt_rs" else _WORDS
     return _round_keys(key.seed) + _DRAW.pack(*_halves(key.offset), rounding.bits, source)
-
-
-@lru_cache(maxsize=1)
-def _no_draw() -> bytes:
-    return bytes(_ROUNDS.nbytes) + _DRAW.pack(0, 0, 32, _NOTHING)
 
 
 @lru_cache(maxsize=64)

@@ -5,13 +5,7 @@
 //   DOWN     line = column   lanes 2 c and 2 c + 1 hold rows 0-31 and 32-63 of columns 2 c and 2 c + 1 (LANES = 2)
 //
 // rotated.cuh says what the macros are.
-#include "rotated_elements.cuh"
-#include "rotated_tile.cuh"
-#if CAST == DEVIATION
-#include "rotated_deviation.cuh"
-#elif CAST == CORRECTED
-#include "rotated_corrected.cuh"
-#endif
+#include "rotated_scales.cuh"
 
 #define RESIDENT (CAST == DEVIATION || (CAST == BLOCK_FORMAT && STOCHASTIC) ? 3 : 4)  // more would spill registers
 

@@ -11,7 +11,7 @@
 #define LARGEST 2       // scale = MULTIPLIER * power of two below RN32(amax / TOP), or 1; MULTIPLIER stays outside
 #define CORRECTED 3     // two levels as in Quartet II, scales corrected over GROUP elements and rounded stochastically
 #include "block.cuh"
-#include "block_exact.cuh"
+#include "hadamard.cuh"
 
 #define HELD 32
 #define PIECES (HELD / RUN)
@@ -89,33 +89,13 @@ DEVICE float to_bfloat16(float x) {
   return as_float((bits + 0x7FFFu + (bits >> 16 & 1u)) & 0xFFFF0000u);
 }
 
-// RN32(1 / sqrt(size)).
-DEVICE constexpr u32 root_bits(int size) {
-  return size == 16 ? 0x3E800000u : size == 32 ? 0x3E3504F3u : size == 64 ? 0x3E000000u : 0x3DB504F3u;
-}
-
 // signs: those of a lane's numbers.
 template <int SIZE>
 DEVICE void rotate(float (&y)[HELD], u32 signs) {
   if (SIZE == 1) return;
 #pragma unroll
   for (int i = 0; i < HELD; ++i) y[i] = as_float(as_bits(y[i]) ^ (signs << (31 - i) & 0x80000000u));
-#pragma unroll
-  for (int distance = 1; distance < (SIZE < HELD ? SIZE : HELD); distance *= 2) {
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-      if (i & distance) continue;
-      float a = y[i], b = y[i + distance];
-      y[i] = __fadd_rn(a, b);
-      y[i + distance] = __fsub_rn(a, b);
-    }
-  }
-#pragma unroll
-  for (int flip = 1; flip < SLICES(SIZE); flip *= 2) {
-    float sign = threadIdx.x & flip ? -1.0f : 1.0f;
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) y[i] = __fmaf_rn(y[i], sign, __shfl_xor_sync(~0u, y[i], flip));
-  }
+  butterflies<SIZE>(y, threadIdx.x);
 #pragma unroll
   for (int i = 0; i < HELD; ++i) {
     y[i] = canonical(__fmul_rn(y[i], as_float(root_bits(SIZE))));
@@ -160,3 +140,145 @@ DEVICE u32 finite_amax_of(const float* y) {
   }
   return amax;
 }
+
+// The elements of a line: their random words, their values, and the exact way of block formats.
+
+#if CAST == DEVIATION || CAST == LARGEST
+// A piece under the power of two that is not above s.
+DEVICE Piece piece_of(float s) {
+  u32 exponent = as_bits(fminf(fmaxf(s, FLOAT_MIN), FLOAT_MAX)) & FLOAT_EXPONENT;
+  Piece piece = {{ELEMENT_LIMIT, ELEMENT_LIMIT_NEGATIVE, ELEMENT_LOWEST, 1.0f, 1.0f, 1.0f, false}};
+  piece.shrink = as_float(0x7F000000u - exponent);  // 2^-126 ... 2^126
+  piece.grow = as_float(exponent);
+  return piece;
+}
+#endif
+
+// The value of x times 2^k, scales that stay outside aside; `passes`: whether x lies within the format's range.
+DEVICE float cast_one(float x, u32 rest, const Piece& piece, bool& passes) {
+#if CAST == BLOCK_FORMAT || CAST == CORRECTED
+  passes = true;
+  return fast_value(x, rest, piece.block, 1.0f);
+#elif CAST == LARGEST
+  // RN32(x / MULTIPLIER): the product with the reciprocal, and what is over
+  float z = __fmul_rn(x, piece.shrink);
+#if DIVIDES
+  float near = __fmul_rn(z, as_float(MULTIPLIER_RECIPROCAL));
+  float over = __fmaf_rn(near, as_float(MULTIPLIER), -z);  // +0 where nothing is over, which keeps the sign of zero
+  z = fabsf(near) < as_float(FLOAT_EXPONENT) ? __fmaf_rn(-over, as_float(MULTIPLIER_RECIPROCAL), near) : near;
+#endif
+  passes = fabsf(z) < as_float(ELEMENT_LIMIT);
+  return __fmul_rn(fast_value(z, rest, piece.block, 1.0f), piece.grow);
+#else
+  // Up to the least multiple of the last place that is not below the magnitude less half a place.
+  float z = __fmul_rn(x, piece.shrink);
+  passes = fabsf(z) < as_float(ELEMENT_LIMIT);
+  FastElement e = fast_element(z, piece.block);
+  const float half = as_float((126u - ELEMENT_MANTISSA) << 23), base = as_float(0x4B400000u - (ELEMENT_MANTISSA << 23));
+  float binade = as_float(e.binade), sum = __fmaf_ru(binade, base, __fmaf_ru(-binade, half, e.magnitude));
+  return __fmul_rn(as_float(as_bits(__fmaf_rn(-binade, base, sum)) | e.sign), piece.grow);
+#endif
+}
+
+// What the random words of elements i, i + 8, i + 16, i + 24 of a lane lack of 2^32 - 1, i below 8. `counter`: of the
+// first of the 64 elements that lanes 2 n and 2 n + 1 hold together.
+DEVICE void take_rests(u32 (&rests)[4], u64 counter, int i, const Draw& draw) {
+  bool second = threadIdx.x & 1;
+  Words4 own = philox<true>(counter + (second ? 8 : 0) + i, draw);
+  u32 unused = (u32)(0xFFFFFFFFull >> draw.bits);
+  u32 keep[2] = {second ? own.z : own.x, second ? own.w : own.y};
+  u32 got[2] = {__shfl_xor_sync(~0u, second ? own.x : own.z, 1), __shfl_xor_sync(~0u, second ? own.y : own.w, 1)};
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    rests[2 * k] = (second ? got[k] : keep[k]) | unused;
+    rests[2 * k + 1] = (second ? keep[k] : got[k]) | unused;
+  }
+}
+
+// A line's numbers cast one by one, from memory; all lanes of a warp call it together (see block_rows.cu).
+template <int SIZE>
+__device__ __noinline__ void cast_exactly(
+    u16* to, const Source& source, const u32* signs, const float* factor, u64 first, TensorScale tensor,
+    const Draw& draw, const Cast& c) {
+  float y[HELD];
+  rotate_slowly<SIZE, HELD>(y, source, signs, factor);
+#pragma unroll 1
+  for (int start = 0; start < HELD; start += RUN) {
+    u32 amax = 0;
+    bool has_nan = false;
+#pragma unroll 1
+    for (int i = start; i < start + RUN; ++i) {
+      u32 magnitude = as_bits(y[i]) & MAGNITUDE;
+      if (magnitude < FLOAT_EXPONENT) amax = max(amax, magnitude);
+      has_nan |= magnitude > FLOAT_EXPONENT;
+    }
+    BlockScale s = scale_of({0.0, (double)as_float(amax), has_nan}, c.scale, tensor);
+    bool spoiled = has_nan && !c.scale.element_has_nan;
+#pragma unroll 1
+    for (int i = start; i < start + RUN; ++i) {
+      ExactElement e = exact_element(y[i], false, first + i, s, spoiled, 1.0f, c, draw);
+      to[i] = (u16)narrowed(e.value, BFLOAT16);
+    }
+  }
+}
+
+// Tiles in shared memory, [TILE_ROWS, TILE_COLUMNS], and what a lane takes of them.
+
+#define THREADS 128
+#define TILE_ROWS (DOWN ? HELD * LANES : 64)
+#define TILE_COLUMNS (THREADS * 64 / TILE_ROWS)
+#define PITCH (TILE_COLUMNS + 8)  // elements from row to row: spreads rows over the banks
+#define GAP (64 / LANES)          // every 32 rows, so that lanes meet other banks
+#define PLACE(row) ((row) * PITCH + (row) / HELD * GAP)
+#define TILE_ELEMENTS (PLACE(TILE_ROWS - 1) + PITCH)
+
+struct Corner { i64 row, column; };
+
+DEVICE Corner corner_of(i64 across, i64 down) { return {down * TILE_ROWS, across * TILE_COLUMNS}; }
+
+// Copy between memory and tile; what lies outside of the matrix counts as zeros.
+template <bool STORES>
+DEVICE void copy_tile(u16* memory, u16* tile, Corner corner, const RotatedJob& job) {
+#pragma unroll
+  for (int k = 0; k < TILE_ROWS * TILE_COLUMNS / 8 / THREADS; ++k) {
+    u32 vector = k * THREADS + threadIdx.x, row = vector / (TILE_COLUMNS / 8), column = vector % (TILE_COLUMNS / 8) * 8;
+    bool there = corner.row + row < job.rows && corner.column + column < job.columns;
+    u16* far = memory + (corner.row + row) * job.columns + corner.column + column;
+    Words4* near = (Words4*)(tile + PLACE(row) + column);
+    if (STORES) {
+      if (there) *(Words4*)far = *near;
+    } else {
+      *near = there ? *(const Words4*)far : Words4{0, 0, 0, 0};
+    }
+  }
+}
+
+DEVICE float loaded(u32 bits, const RotatedJob& job) {
+  return SCALED ? __fmul_rn(as_float(bits), *job.factor) : as_float(bits);
+}
+
+DEVICE void load_across(float (&y)[HELD], const u16* from, const RotatedJob& job) {
+#pragma unroll
+  for (int v = 0; v < HELD; v += 8) {
+    Packed<8, 16> in = load_vector<8, 16>(from, v);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) y[v + i] = loaded(i % 2 ? in.words[i / 2] & 0xFFFF0000u : in.words[i / 2] << 16, job);
+  }
+}
+
+// Column `odd` of two columns that begin at a word.
+DEVICE void load_down(float (&y)[HELD], const u16* from, int odd, const RotatedJob& job) {
+#pragma unroll
+  for (int i = 0; i < HELD; ++i) {
+    u32 word = *(const u32*)(from + i * PITCH);
+    y[i] = loaded(odd ? word & 0xFFFF0000u : word << 16, job);
+  }
+}
+
+struct AcrossPlace { u32 row, column; };
+DEVICE AcrossPlace across_place(int task) {
+  u32 at = task * THREADS + threadIdx.x;
+  return {at / (TILE_COLUMNS / HELD), at % (TILE_COLUMNS / HELD) * HELD};
+}
+struct DownPlace { u32 row, column; };
+DEVICE DownPlace down_place() { return {threadIdx.x % LANES * HELD, threadIdx.x / LANES * 2}; }

@@ -1,30 +1,25 @@
 """Operands of products that are rotated before they are cast: bfloat16 in, bfloat16 values out, in one or two passes.
 
-The bits are those of ``fmtsim.gemm.layers.operand.prepare``: the transform of fmtsim/scaling/hadamard.py in float32,
+The bits are those of ``fmtsim.gemm.layers``: the transform of fmtsim/scaling/hadamard.py in float32,
 rounded to bfloat16 where the quantiser says so, then the cast. Values are elements times the scales of their blocks,
 which bfloat16 holds exactly; a scale that all blocks share stays outside.
 """
 
 import struct
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.cuda.cast.block_parameters import NO_DRAW
-from fmtsim.cuda.cast.block_view import aligned
-from fmtsim.cuda.cast.parameters import draw_of
-from fmtsim.cuda.cast.rotated_plan import Plan, examples, macros, plan_of, rotation_of
+from fmtsim.cuda.cast.parameters import NO_DRAW, aligned, draw_of
+from fmtsim.cuda.cast.rotated_plan import Plan, kernel_macros, plan_of
 from fmtsim.cuda.runtime.launch import Kernel
-from fmtsim.cuda.runtime.program import Defines, device_index, kernel, multiprocessors
+from fmtsim.cuda.runtime.program import device_index, kernel, multiprocessors
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import random_word
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.transform import Hadamard, Transform
 
 Keys = tuple[RandomKey | None, RandomKey | None]
 Signs = RandomKey | int | None
@@ -36,11 +31,9 @@ _GRID_LIMIT = 65535
 _JOB = struct.Struct("<11q8Iq")
 _WORD = Rounding(mode="stochastic")  # draws whole words
 _RANDOM = struct.Struct("<I12x")
-_OUTPUTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_FINISHED = 4 * 4 * 256  # numbers of a block of threads
 
 
-class Rotated(NamedTuple):
+class RotatedValues(NamedTuple):
     """A rotated and quantised matrix ``[rows, inner]``.
 
     Attributes:
@@ -83,7 +76,7 @@ def covers(x: Tensor, quantizer: Quantizer) -> bool:
     return x.is_contiguous() or (not plan.masks and x.stride() == (1, x.shape[0]) and x.shape[0] % 8 == 0)
 
 
-def counts(quantizer: Quantizer) -> bool:
+def counts_keys(quantizer: Quantizer) -> bool:
     """Say whether ``cast_rotated`` takes bfloat16 matrices under a quantiser whose sizes are multiples of 128."""
     plan = plan_of(quantizer)
     return plan is not None and not (plan.masks and quantizer.source != "original")
@@ -96,7 +89,7 @@ def cast_rotated(
     signs: Signs = None,
     factor: Tensor | None = None,
     count: Tensor | None = None,
-) -> Rotated:
+) -> RotatedValues:
     """Rotate and quantise a matrix that ``covers`` takes.
 
     Args:
@@ -115,67 +108,7 @@ def cast_rotated(
     assert plan is not None  # covers has said so
     side = _side(x, plan, keys, signs)
     _launch(x, side, factor, count)
-    return Rotated(side.values, side.scale, side.mask)
-
-
-def covers_finish(y: Tensor, transforms: tuple[Transform, ...]) -> bool:
-    """Say whether ``finish_rotated`` takes a product; the device is not looked at."""
-    turn = rotation_of(transforms)
-    fits = not transforms or (turn is not None and turn.signs != "random")
-    return fits and y.dim() == 2 and y.dtype == torch.float32 and y.is_contiguous() and not y.shape[1] % (2 * _HELD)
-
-
-def finish_rotated(
-    y: Tensor,
-    mask: Tensor | None,
-    transforms: tuple[Transform, ...],
-    dtype: torch.dtype,
-    scales: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> Tensor:
-    """Return the gradient of a tensor from that of its rotated and rounded values.
-
-    ``y`` is multiplied with ``RN32(a b)`` of the scales that are there, then with the mask as 1 and 0, rotated back
-    along the last axis and rounded once to the dtype; all steps are float32. NaN becomes the canonical one.
-
-    Args:
-        y: float32 ``[rows, columns]``, contiguous; columns a multiple of 64.
-        mask: bool, like y; None is all true.
-        transforms: Those of the forward pass: none, or one of 16 or 32 elements along the inner axis whose signs are
-            not random.
-        dtype: float32, bfloat16 or float16.
-        scales: float32 0-d, scales of the product's operands that were left outside.
-    """
-    out = torch.empty_like(y, dtype=dtype)
-    turn = rotation_of(transforms)
-    signs = turn.signs if turn is not None and isinstance(turn.signs, int) else 0
-    if y.numel():
-        y = y if aligned(y) else y.clone()
-        kernel("rotated_finish.cu", "finish_rotated", device_index(y), _finish_macros(turn, dtype))(
-            -(-y.numel() // _FINISHED), 256, y, mask, *scales, out, np.uint64(y.numel() // 4), np.uint32(signs)
-        )
-    return out
-
-
-@lru_cache(maxsize=64)
-def _finish_macros(turn: Hadamard | None, dtype: torch.dtype) -> Defines:
-    size = 1 if turn is None else turn.size
-    return (("INPUT", "0"), ("OUTPUT", str(_OUTPUTS[dtype])), ("SIZE", str(size)))
-
-
-def variants() -> Iterator[tuple[str, str, Defines]]:
-    """Yield file, kernel and macros of every kind of kernel, each with representative numbers."""
-    turn = Hadamard(size=32)
-    for dtype in _OUTPUTS:
-        yield "rotated_finish.cu", "finish_rotated", _finish_macros(turn, dtype)
-    for quantizer, turned in examples():
-        plan = plan_of(quantizer)
-        assert plan is not None
-        if plan.two_level:
-            yield _FILE, "rotated_amax", macros(plan, turned)
-        yield _FILE, "cast_rotated", macros(plan, turned)
-    g = plan_of(examples()[2][0])
-    assert g is not None
-    yield _FILE, "cast_rotated", macros(g, False, counts=True)
+    return RotatedValues(side.values, side.scale, side.mask)
 
 
 def _is_matrix(x: Tensor) -> bool:
@@ -217,28 +150,28 @@ def _constant(value: float, device: torch.device) -> Tensor:
 
 def _launch(x: Tensor, side: _Side, factor: Tensor | None, count: Tensor | None) -> None:
     """Launch the kernels of one read of a matrix, along the rows or the columns that memory has."""
-    turned, shape = (False, tuple(x.shape)) if x.is_contiguous() else (True, tuple(x.shape[::-1]))
+    transposed, shape = (False, tuple(x.shape)) if x.is_contiguous() else (True, tuple(x.shape[::-1]))
     x = x if aligned(x) else x.clone()
     plan, index = side.plan, device_index(x)
-    find, cast = _kernels(plan, turned, factor is not None, count is not None, index)
-    height = plan.lanes * _HELD if turned else 2 * _HELD
+    find, cast = _kernels(plan, transposed, factor is not None, count is not None, index)
+    height = plan.lanes * _HELD if transposed else 2 * _HELD
     grid = -(-shape[1] * height // _TILE), -(-shape[0] // height)
     parts, part_count = None, 0
     if find is not None:
         part_count = min(grid[0] * grid[1], _PARTS * multiprocessors(index))
         parts = torch.empty(2 * part_count, dtype=torch.int32, device=x.device)
-    job = _job_bytes(x, shape, side, turned, parts, part_count, factor, count)
+    job = _job_bytes(x, shape, side, transposed, parts, part_count, factor, count)
     if find is not None:
         find(part_count, _THREADS, job)
-    cast(grid, _THREADS, job, plan.head + (NO_DRAW if turned else side.draw) + plan.tail)
+    cast(grid, _THREADS, job, plan.head + (NO_DRAW if transposed else side.draw) + plan.tail)
 
 
-def _kernels(plan: Plan, turned: bool, multiplies: bool, counts: bool, index: int) -> tuple[Kernel | None, Kernel]:
+def _kernels(plan: Plan, transposed: bool, multiplies: bool, counts: bool, index: int) -> tuple[Kernel | None, Kernel]:
     """Return the kernels that find the amaxes of a tensor, where its scale needs them, and that cast."""
-    key = plan.number, turned, multiplies, counts, index
+    key = plan.number, transposed, multiplies, counts, index
     found = _loaded.get(key)
     if found is None:  # hashing all macros takes as long as a launch
-        defines = macros(plan, turned, multiplies, counts)
+        defines = kernel_macros(plan, transposed, multiplies, counts)
         found = _loaded[key] = (
             kernel(_FILE, "rotated_amax", index, defines) if plan.two_level else None,
             kernel(_FILE, "cast_rotated", index, defines),
@@ -250,17 +183,19 @@ _loaded: dict[tuple[int, bool, bool, bool, int], tuple[Kernel | None, Kernel]] =
 
 
 def _job_bytes(
-    x: Tensor, shape: tuple[int, ...], side: _Side, turned: bool, parts: Tensor | None, part_count: int,
+    x: Tensor, shape: tuple[int, ...], side: _Side, transposed: bool, parts: Tensor | None, part_count: int,
     factor: Tensor | None, count: Tensor | None,
 ) -> bytes:  # fmt: skip
-    """Return a ``RotatedJob``: along the columns what is ``turned``, else along the rows."""
-    across, down = ((None, None), (side.values, side.scale)) if turned else ((side.values, side.scale), (None, None))
+    """Return a ``RotatedJob``: along the columns what is ``transposed``, else along the rows."""
+    across, down = (
+        ((None, None), (side.values, side.scale)) if transposed else ((side.values, side.scale), (None, None))
+    )
     tensors = x, across[0], down[0], side.mask, parts, across[1], down[1]
     pointers = [0 if t is None else t.data_ptr() for t in tensors]
     own = [side.signs >> 32 * place & 0xFFFFFFFF for place in range(4)]
-    words = [0] * 4 + own if turned else own + [0] * 4
+    words = [0] * 4 + own if transposed else own + [0] * 4
     at, counter = (0 if t is None else t.data_ptr() for t in (factor, count))
     key = side.sign_key
-    draws = (side.draw if turned else NO_DRAW) + (NO_DRAW if key is None else draw_of(_WORD, key))
-    random = 0 if key is None else 2 if turned else 1
+    draws = (side.draw if transposed else NO_DRAW) + (NO_DRAW if key is None else draw_of(_WORD, key))
+    random = 0 if key is None else 2 if transposed else 1
     return _JOB.pack(*pointers, *shape, at, part_count, *words, counter) + draws + _RANDOM.pack(random)

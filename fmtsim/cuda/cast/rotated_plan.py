@@ -14,8 +14,9 @@ from typing import Any, Literal, NamedTuple, TypeGuard, cast
 import numpy as np
 import torch
 
-from fmtsim.cuda.cast.block_fast import BFLOAT16, fast_defines
-from fmtsim.cuda.cast.block_parameters import NO_DRAW, cast_bytes
+from fmtsim.cuda.cast.block_launch import cast_bytes
+from fmtsim.cuda.cast.block_macros import BFLOAT16, fast_macros, float_bits
+from fmtsim.cuda.cast.parameters import NO_DRAW, macros
 from fmtsim.cuda.runtime.program import Defines
 from fmtsim.formats.block import E8M0, FP32, BlockFormat, scaled
 from fmtsim.formats.registry import get_format
@@ -77,12 +78,12 @@ class Plan(NamedTuple):
         return 4 if self.draws_scales else 2
 
 
-def macros(plan: Plan, turned: bool, multiplies: bool = False, counts: bool = False) -> Defines:
-    """Return the macros of a kernel that casts along the rows, ``turned`` along the columns.
+def kernel_macros(plan: Plan, transposed: bool, multiplies: bool = False, counts: bool = False) -> Defines:
+    """Return the macros of a kernel that casts along the rows, ``transposed`` along the columns.
 
     ``multiplies``: it casts products with a number; ``counts``: its keys move on by a number on the device.
     """
-    sizes = (0, plan.size) if turned else (plan.size, 0)
+    sizes = (0, plan.size) if transposed else (plan.size, 0)
     return _macros(plan.defines, plan.lanes, *sizes, plan.rounded, plan.masks, multiplies, counts)
 
 
@@ -126,7 +127,7 @@ def _plan_of(quantizer: Quantizer) -> Plan | None:
     if found is None or rounding.mode not in _ROUNDINGS or not whole_words:
         return None
     spec, own, outside = found
-    defines = fast_defines(spec, torch.float32, BFLOAT16, spec.format.tensor_scale)  # type: ignore[union-attr]
+    defines = fast_macros(spec, torch.float32, BFLOAT16, spec.format.tensor_scale)  # type: ignore[union-attr]
     if defines is None:
         return None
     whole = cast_bytes(spec, None, torch.device("cpu"))  # float formats need no tables on a device
@@ -155,7 +156,7 @@ def _block_macros(quantizer: Quantizer) -> _Found | None:
     if rounding.mode not in ("nearest_even", "stochastic") or quantizer.gradient != StraightThrough():
         return None
     spec = CastSpec(format=fmt, rounding=rounding, overflow=quantizer.overflow or fmt.default_overflow)
-    return spec, (("CAST", str(_BLOCK_FORMAT)),), None
+    return spec, _numbers(_BLOCK_FORMAT), None
 
 
 _BLOCKS = ((1, 16), (1, 32))
@@ -172,7 +173,7 @@ def _scaling_macros(quantizer: Quantizer) -> _Found | None:
     if scaling == deviation and scaling.factor is not None and scaling.offset >= 2.0**-100:
         if rounding.mode != "nearest_toward_zero" or quantizer.gradient not in (ClipMask(), StraightThrough()):
             return None
-        return spec, _numbers(CAST=_DEVIATION, FACTOR=scaling.factor, OFFSET=scaling.offset), None
+        return spec, _numbers(_DEVIATION, FACTOR=scaling.factor, OFFSET=scaling.offset), None
     largest = replace(_PLAIN, top=scaling.top, multiplier=scaling.multiplier, scale=FP32)
     top = float(fmt.max) if scaling.top is None else scaling.top
     if scaling != largest or scaling.multiplier not in _MULTIPLIERS or not 2 <= top <= 2.0**20:
@@ -180,7 +181,7 @@ def _scaling_macros(quantizer: Quantizer) -> _Found | None:
     if rounding.mode not in ("nearest_even", "stochastic") or quantizer.gradient != StraightThrough():
         return None
     multiplier = np.float32(scaling.multiplier)
-    own = _numbers(CAST=_LARGEST, TOP=top, MULTIPLIER=multiplier, MULTIPLIER_RECIPROCAL=np.float32(1) / multiplier)
+    own = _numbers(_LARGEST, TOP=top, MULTIPLIER=multiplier, MULTIPLIER_RECIPROCAL=np.float32(1) / multiplier)
     return spec, (*own, ("DIVIDES", str(int(multiplier != 1)))), float(multiplier) if multiplier != 1 else None
 
 
@@ -206,7 +207,7 @@ def _corrected_macros(quantizer: Quantizer) -> _Found | None:
         scaling=block_scaling((1, 16), scale=_E4M3, arithmetic="encode", tensor=TensorScale()),
     )
     spec = CastSpec(format=blocks, rounding=Rounding(), overflow="saturate")
-    own = _numbers(CAST=_CORRECTED, TOP=top, TENSOR_TOP=largest)
+    own = _numbers(_CORRECTED, TOP=top, TENSOR_TOP=largest)
     return spec, (*own, ("GROUP", str(_LONG)), ("TOLERANCE", _TOLERANCE)), None
 
 
@@ -215,47 +216,17 @@ def _small(fmt: Any) -> TypeGuard[FloatFormat]:
     return isinstance(fmt, FloatFormat) and fmt.mantissa_bits <= 7 and fmt.min_subnormal >= 2.0**-7 and not fmt.has_nan
 
 
-def _numbers(**values: Any) -> Defines:
-    """Return macros: whole numbers as they are, others as the bits of their float32."""
-    return tuple(
-        (name, str(x) if isinstance(x, int) and name == "CAST" else f"{int(np.float32(x).view(np.uint32))}u")
-        for name, x in values.items()
-    )
+def _numbers(cast: int, **values: Any) -> Defines:
+    """Return macros: what is cast how, and numbers as the bits of their float32."""
+    return macros(CAST=cast, **{name: float_bits(value) for name, value in values.items()})
 
 
 @lru_cache(maxsize=1024)
 def _macros(
     defines: Defines, lanes: int, across: int, down: int, rounded: bool, masks: bool, multiplies: bool, counts: bool
 ) -> Defines:
-    own = {
-        "LANES": lanes, "SCALED": int(multiplies), "COUNTED": int(counts),
-        "ACROSS": int(across > 0), "ACROSS_SIZE": max(across, 1), "DOWN": int(down > 0), "DOWN_SIZE": max(down, 1),
-        "NARROWS": int(rounded), "MASKS": int(masks and across > 0),
-    }  # fmt: skip
-    return (*defines, *((name, str(value)) for name, value in own.items()))
-
-
-@lru_cache(maxsize=1)
-def examples() -> tuple[tuple[Quantizer, bool], ...]:
-    """Return quantisers that need every kind of kernel, and whether each is for a transposed view."""
-    word = Rounding(mode="stochastic")
-    nvfp4, mxfp4, e2m1 = (get_format(name) for name in ("nvfp4", "mxfp4", "e2m1"))
-    sixteen, turn = (Hadamard(size=16, rounded=BF16),), (Hadamard(size=32, signs="random"),)
-    quest = replace(_PLAIN, statistic="std", factor=0.5, offset=1e-8, scale=E8M0)
-    largest = Quantizer(format=e2m1, scaling=replace(_PLAIN, top=4.0, multiplier=4 / 3), rounding=word, transforms=turn)
-    x, g = Quantizer(format=nvfp4, transforms=sixteen), Quantizer(format=nvfp4, rounding=word)
-    micro = Quantizer(format=mxfp4, rounding=word)
-    eden = Scaling(
-        block=(1, 16), scale=_E4M3, scale_rounding="stochastic", eden=_LONG, tensor=TensorScale(order="quartet2")
-    )
-    long = (Hadamard(size=_LONG, signs="random"),)
-    corrected = Quantizer(format=e2m1, scaling=eden, rounding=Rounding(mode="nearest_away"), transforms=long)
-    toward = Rounding(mode="nearest_toward_zero")
-    forward = Quantizer(
-        format=e2m1, scaling=quest, rounding=toward, transforms=(Hadamard(size=32),), gradient=ClipMask()
-    )
-    return (
-        (x, False), (x, True), (g, False), (replace(g, transforms=sixteen), True), (micro, False),
-        (replace(micro, transforms=turn), True), (Quantizer(format=mxfp4, transforms=turn), True), (forward, False),
-        (largest, False), (largest, True), (corrected, False), (corrected, True),
+    own = macros(
+        LANES=lanes, SCALED=multiplies, COUNTED=counts, ACROSS=across > 0, ACROSS_SIZE=max(across, 1), DOWN=down > 0,
+        DOWN_SIZE=max(down, 1), NARROWS=rounded, MASKS=masks and across > 0,
     )  # fmt: skip
+    return (*defines, *own)

@@ -7,7 +7,8 @@
 #pragma once
 #include "grid_cast.cuh"
 #include "philox.cuh"
-#include "scaled_scale.cuh"
+#include "scale.cuh"
+#include "scaled_amax.cuh"
 
 // The element of a number, which is not NaN where Clean; rest: what its random word lacks of 2^32 - 1.
 template <bool Clean>

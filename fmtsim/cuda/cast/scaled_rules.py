@@ -1,14 +1,16 @@
-"""Quantisers with a scale rule as what the kernels of scaled operands take: macros, and structures as bytes."""
+"""Quantisers with a scale rule as what kernels take: macros, structures as bytes, and where blocks lie in memory."""
 
 import math
 import struct
 from typing import Final, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from fmtsim.cuda.cast.grid import BITS, FIXED, FLUSHING, MAGIC, Grid, grid_of
+from fmtsim.cuda.cast.parameters import macros
 from fmtsim.cuda.runtime.program import Defines
-from fmtsim.formats.block import FP32
+from fmtsim.formats.block import FP32, Block
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.gradient import ClipMask, Differentiable, StraightThrough, TrustMask
@@ -27,8 +29,15 @@ _FLT_MIN = 2.0**-126
 _DIGITS = 8  # significant bits of bfloat16
 _NO_GRID = bytes(112)
 
+TENSOR, RUNS, TILES, COLUMNS, LONG_COLUMNS = range(5)
+RUN_SIZES = (16, 32, 64, 128)
+WORDS_NONE, WORDS_SHARED, WORDS_EACH = range(3)
+_TILE_COLUMNS = 128
+_HELD = 4  # vectors of a thread of scaled_tiles.cu
+_LARGEST = 1 << 34  # elements: vectors of a tile and lanes are counted in 32 bits
 
-class Way(NamedTuple):
+
+class KernelRule(NamedTuple):
     """What a quantiser is to the kernels.
 
     Attributes:
@@ -51,12 +60,11 @@ class Way(NamedTuple):
 
     def defines(self, input_type: int, words: int, fold: bool) -> Defines:
         """Return the macros of scaled.cuh."""
-        values = {"INPUT": input_type, "PAIRS": 0, "TIES": self.ties, "FOLDS": int(fold), "MASKS": int(self.masks)}
-        values |= {"WORDS": words, "DIVIDES": int(self.divides)}
-        return (*self.grid.defines, *((name, str(value)) for name, value in values.items()))
+        own = macros(INPUT=input_type, PAIRS=0, TIES=self.ties, FOLDS=fold, MASKS=self.masks, WORDS=words)
+        return (*self.grid.defines, *own, *macros(DIVIDES=self.divides))
 
 
-def way_of(quantizer: Quantizer) -> Way | None:
+def rule_of(quantizer: Quantizer) -> KernelRule | None:
     """Return what a quantiser is to the kernels, or None where they do not cover it."""
     scaling, element = quantizer.scaling, quantizer.format
     if scaling is None or not isinstance(element, FloatFormat | IntFormat) or _digits(element) > _DIGITS:
@@ -78,7 +86,7 @@ def way_of(quantizer: Quantizer) -> Way | None:
     masks = not isinstance(quantizer.gradient, StraightThrough)
     divides = (scaling.arithmetic == "divide" and scaling.history is None) * (2 if _inverts(scaling) else 1)
     rule = _rule(quantizer, scaling, stored[0], divides)
-    return Way(rule, grid, stored[1], ties, masks, _folds(element, scaling), divides == 1)
+    return KernelRule(rule, grid, stored[1], ties, masks, _folds(element, scaling), divides == 1)
 
 
 def multiplier_of(scaling: Scaling) -> float:
@@ -157,3 +165,118 @@ def _rule(quantizer: Quantizer, scaling: Scaling, stored: int, divides: int) -> 
         _STATISTICS.index(scaling.statistic), _EPS_RULES.index(scaling.eps_rule), order,
         divides, _POWERS.index(scaling.power_of_two), stored, bool(scaling.allowed), mask,
     )  # fmt: skip
+
+
+class MatrixLayout(NamedTuple):
+    """A matrix as it lies in memory, and its blocks there.
+
+    Attributes:
+        kind: TENSOR, RUNS, TILES, COLUMNS or LONG_COLUMNS.
+        rows, columns: Of memory; one row where rows follow each other without need to tell them apart.
+        transposed: Whether the matrix is the transpose of that.
+        height, width: Rows and columns of memory that share a scale.
+        words: How random words are drawn, the macro WORDS.
+        vectors: What a lane of scaled_rows.cu holds: vectors of eight elements, and how far one lies from the
+            next.
+        counts: Blocks down and across memory.
+    """
+
+    kind: int
+    rows: int
+    columns: int
+    transposed: bool
+    height: int
+    width: int
+    words: int
+    vectors: tuple[int, int]
+    counts: tuple[int, int]
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Elements of the matrix's own order from a row of memory to the next and from a column to the next."""
+        return (1, self.rows) if self.transposed else (self.columns, 1)
+
+    @property
+    def run(self) -> int:
+        """The macro RUN of the kernels of runs and columns."""
+        return {RUNS: self.width, COLUMNS: self.height}.get(self.kind, 0)
+
+    @property
+    def unit(self) -> int:
+        """Elements that lie together in scaled_rows.cu."""
+        return self.vectors[0] * self.vectors[1]
+
+    @property
+    def units(self) -> int:
+        """Those of a row, filled up to whole blocks."""
+        whole = max(self.run, self.unit)
+        return -(-self.columns // whole) * whole // self.unit
+
+    @property
+    def held(self) -> int:
+        """The macro HELD of scaled_tiles.cu."""
+        return 0 if self.height * self.width > 512 * 8 * _HELD else _HELD
+
+    @property
+    def launch(self) -> tuple[int, int]:
+        """Blocks of threads, and threads of one, of the kernel that casts."""
+        if self.kind in (TENSOR, RUNS):
+            return -(-self.rows * self.units * self.unit // (128 * 8 * self.vectors[0])), 128
+        if self.kind == TILES:
+            threads = -(-self.height * self.width // (8 * _HELD * 32)) * 32
+            return self.counts[0] * self.counts[1], min(threads, 512)
+        halves = 32 if self.run == 128 else 16
+        return -(-self.rows // (4 * halves)) * -(-self.columns // _TILE_COLUMNS), 16 * halves
+
+
+def matrix_layout(x: Tensor, block: Block, *, statistic: str, stochastic: bool) -> MatrixLayout | None:
+    """Return how a matrix lies in memory under the blocks of a rule, or None where no kernel takes it.
+
+    Args:
+        x: [rows, inner].
+        block: Elements of a block, of the matrix's own order.
+        statistic: Of the rule.
+        stochastic: Whether elements draw random words.
+    """
+    if x.dim() != 2 or not 0 < x.numel() < _LARGEST:
+        return None
+    transposed = not x.is_contiguous()
+    if transposed and not x.mT.is_contiguous():
+        return None
+    rows, columns = x.shape[::-1] if transposed else x.shape
+    height, width = block[::-1] if transposed else block
+    height, width = height or rows, width or columns
+    kind = None if columns % 8 else _kind(rows, columns, height, width, statistic)
+    if kind is None or (
+        kind == TENSOR and statistic != "amax" and (transposed or statistic == "std" or block != (None, None))
+    ):
+        return None
+    counts = -(-rows // height), -(-columns // width)
+    words = _words(kind, rows, columns, transposed) if stochastic else WORDS_NONE
+    if words != WORDS_EACH and (kind == TENSOR or (kind == RUNS and columns % width == 0)):
+        width = rows * columns if kind == TENSOR else width
+        rows, columns, height = 1, rows * columns, 1
+    sums = kind == RUNS and statistic != "amax"
+    vectors = 2 if sums and words != WORDS_SHARED else 4, 16 if sums or words == WORDS_SHARED else 256
+    return MatrixLayout(kind, rows, columns, transposed, height, width, words, vectors, counts)
+
+
+def _kind(rows: int, columns: int, height: int, width: int, statistic: str) -> int | None:
+    if height == 1 and width in RUN_SIZES:
+        return RUNS
+    if height >= rows and width >= columns:
+        return TENSOR
+    if statistic != "amax":
+        return None
+    if width == 1:
+        return COLUMNS if height in RUN_SIZES else LONG_COLUMNS if height >= rows else None
+    return TILES if width % 8 == 0 or width >= columns else None
+
+
+def _words(kind: int, rows: int, columns: int, transposed: bool) -> int:
+    """Share words among 64 elements where these lie in one thread: along rows, or down columns."""
+    down = kind in (COLUMNS, LONG_COLUMNS)
+    if kind == TILES or down != transposed:
+        return WORDS_EACH
+    whole = (rows if down else columns) % 64 == 0
+    return WORDS_SHARED if whole or kind == TENSOR or (rows == 1 and not down) else WORDS_EACH

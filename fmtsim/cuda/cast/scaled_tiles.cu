@@ -1,8 +1,12 @@
-// Operands whose blocks are tiles of memory or whole rows: a block of threads each. Up to HELD vectors of a thread stay
-// in registers; where a tile has more, it is read twice.
+// Operands under a scale rule whose blocks are no runs of memory: tiles and whole rows, or columns.
 //
-// Macros: those of scaled.cuh, WORDS 0 or 2; HELD.
+// Macros: those of scaled.cuh, and HELD (tiles; WORDS is 0 or 2 then) or RUN (columns).
 #include "scaled.cuh"
+
+#ifdef HELD
+
+// A block of threads casts a tile. Up to HELD vectors of a thread stay in registers; where a tile has more, it is read
+// twice.
 
 // The vectors of a tile that a thread takes: every blockDim.x-th of those numbered along its rows.
 struct Walk {
@@ -87,3 +91,92 @@ KERNEL __launch_bounds__(512) cast_tiles(
   }
 #endif
 }
+
+#else
+
+// Tiles of 64 rows (128 for blocks of 128) and 128 columns, a row of a tile being the 16 vectors of half a warp. Half-warp
+// w takes rows w, w + 16, w + 32, w + 48 (the second sixteen those of the next 64), so that one Philox call gives the
+// words of four elements of a thread where the matrix's own order goes down columns. RUN: rows of a block, a power of
+// two from 16 to 128, or 0 where amaxes of whole columns are given.
+
+#define ROWS 4  // of a thread
+#define HALVES_OF_WARPS (RUN == 128 ? 32 : 16)
+#define BLOCKS (RUN ? HALVES_OF_WARPS * ROWS / RUN : 1)
+#define WIDTH 128
+#define BLOCK_OF(j) (BLOCKS == 1 ? 0 : (j) * BLOCKS / ROWS)
+
+// Shared memory keeps column 8 lane + i at place 16 i + lane: neighbouring lanes meet neighbouring banks.
+DEVICE u32 column_at(u32 place) { return place % 16 * 8 + place / 16; }
+
+DEVICE void draw(u32 (&rests)[ROWS], u64 first, u64 row_step, const Draw& d) {
+#if WORDS == 1
+  Words4 w = philox<true>(counter_of(first), d);
+  rests[0] = w.x, rests[1] = w.y, rests[2] = w.z, rests[3] = w.w;
+#else
+#pragma unroll
+  for (int j = 0; j < ROWS; j++) rests[j] = WORDS ? ~random_word(first + (u64)(16 * j) * row_step, d) : 0;
+#endif
+}
+
+// given: amaxes of columns. Tiles are numbered along rows.
+KERNEL __launch_bounds__(16 * HALVES_OF_WARPS, WORDS ? 1 : 64 / HALVES_OF_WARPS) cast_columns(
+    const Input* x, u16* y, float* scales, u8* masks, const u32* given, u64 rows, u64 columns, u64 row_step,
+    u64 column_step, const __grid_constant__ Rule rule, const __grid_constant__ Grid grid,
+    const __grid_constant__ Grid scale_grid, const __grid_constant__ Draw d) {
+  __shared__ float factors[BLOCKS][WIDTH], folds[FOLDS ? BLOCKS : 1][WIDTH];
+  __shared__ u32 tops[BLOCKS][WIDTH];
+  u32 lane = threadIdx.x % 16, half = threadIdx.x / 16;
+  u32 across = (u32)((columns + WIDTH - 1) / WIDTH), tile_row = blockIdx.x / across;
+  u64 row = (u64)tile_row * (HALVES_OF_WARPS * ROWS) + half / 16 * 64 + half % 16;
+  u64 left = (u64)(blockIdx.x - tile_row * across) * WIDTH;
+  u64 column = left + lane * 8;
+  u64 place = row * columns + column;
+  Eight in[ROWS];
+  bool inside[ROWS];
+#pragma unroll
+  for (int j = 0; j < ROWS; j++) {
+    inside[j] = row + 16 * j < rows && column < columns;
+    in[j].clear();
+    if (inside[j]) in[j].load(x + place + 16 * j * columns);
+  }
+#if RUN
+  for (u32 k = threadIdx.x; k < BLOCKS * WIDTH; k += blockDim.x) tops[0][k] = 0;
+  __syncthreads();
+#pragma unroll
+  for (int b = 0; b < BLOCKS; b++) {
+    Eight top = column_tops<ROWS / BLOCKS>(in + b * (ROWS / BLOCKS));
+#pragma unroll
+    for (int i = 0; i < 8; i++) atomicMax(&tops[b][16 * i + lane], __float_as_uint(top.get(i)));
+  }
+#endif
+  __syncthreads();
+  for (u32 k = threadIdx.x; k < BLOCKS * WIDTH; k += blockDim.x) {
+    u64 mine = left + column_at(k % WIDTH), block = (u64)tile_row * BLOCKS + k / WIDTH;
+    if (mine >= columns) continue;
+    Scale s = scale_of(__uint_as_float(RUN ? tops[0][k] : given[mine]), rule, scale_grid);
+    factors[0][k] = s.factor;
+    if (FOLDS) folds[0][k] = s.fold;
+    if (RUN ? block * RUN < rows : tile_row == 0) scales[(RUN ? block * columns : 0) + mine] = s.stored;
+  }
+  __syncthreads();
+  Results out[ROWS];
+#pragma unroll
+  for (int j = 0; j < ROWS; j++) out[j].clear();
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    u32 rests[ROWS];
+    draw(rests, row * row_step + (column + i) * column_step, row_step, d);
+#pragma unroll
+    for (int j = 0; j < ROWS; j++) {
+      u32 passes, at = 16 * i + lane;
+      Scale s = {0.0f, FOLDS ? folds[BLOCK_OF(j)][at] : 1.0f, factors[BLOCK_OF(j)][at], 0.0f};
+      u32 value = cast_element<false>(in[j].get(i), s, rests[j], rule, grid, passes);
+      out[j].put(i, value, passes);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < ROWS; j++)
+    if (inside[j]) out[j].store(y, masks, place + 16 * j * columns);
+}
+
+#endif

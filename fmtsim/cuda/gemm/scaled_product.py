@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.cuda.cast.block_view import aligned
+from fmtsim.cuda.cast.parameters import aligned
 from fmtsim.cuda.runtime.program import Defines, capability, device_index, kernel, multiprocessors
 
 _FILE: Final = "scaled_product.cu"

@@ -18,6 +18,14 @@ typedef long long i64;
 struct alignas(16) Words4 { u32 x, y, z, w; };
 struct alignas(8) Words2 { u32 x, y; };
 
+// Floating-point dtypes of tensors; fmtsim.cuda.cast.parameters.DTYPES has the same numbers.
+#define FLOAT32 0
+#define BFLOAT16 1
+#define FLOAT16 2
+#define FLOAT64 3
+
+#define BYTES_OF(type) ((type) == FLOAT64 ? 8 : (type) == FLOAT32 ? 4 : 2)
+
 #ifndef FMTSIM_HOST
 
 // Shared memory whose size the launch decides, as bytes aligned to 128.
@@ -102,6 +110,12 @@ DEVICE u32 fma_bfloat2(u32 a, u32 b, u32 c) {
 }
 
 #endif
+
+DEVICE float as_float(u32 bits) { return __int_as_float((i32)bits); }
+DEVICE u32 as_bits(float value) { return (u32)__float_as_int(value); }
+
+#define FLOAT_EXPONENT 0x7F800000u  // bits of Inf; those of NaN are larger
+#define MAGNITUDE 0x7FFFFFFFu
 
 // y + (x >> Shift), one step where the compiler does not take it apart.
 template <int Shift>

@@ -6,26 +6,16 @@
 //   u64 code = element_code(r, word, e, tables);  // word: a random integer of e.random_bits bits, else ignored
 //   double value = element_value(code, e, tables) // exact; NaN is 0x7FF8...0; float_of_value narrows once, to even
 //
-// Host side: fmtsim.cuda.cast.elements.element_of(format, rounding, overflow) gives the bytes of an Element, tables_of(format,
-// device) the tensor behind Tables.
+// Host side: fmtsim.cuda.cast.parameters: element_of gives the bytes of an Element, tables_of those of Tables.
 #pragma once
-#include "common.cuh"
+#include "rounding.cuh"
 
 #define KIND_GRID 0  // floats and integers: magnitudes n * 2^q
 #define KIND_HALF_OFFSET 1  // integers at odd multiples of half a step
 #define KIND_TABLE 2  // sorted values
 #define KIND_LOGARITHMIC 3  // sign, and sorted magnitudes
 
-#define MODE_NEAREST_EVEN 0
-#define MODE_NEAREST_AWAY 1
-#define MODE_NEAREST_TOWARD_ZERO 2
-#define MODE_TOWARD_ZERO 3
-#define MODE_UP 4
-#define MODE_DOWN 5
-#define MODE_TO_ODD 6
-#define MODE_STOCHASTIC 7
-
-// Parameters, the same on the host (fmtsim/cuda/cast/elements.py). Codes without a sign are "magnitude codes": those of
+// Parameters, the same on the host (fmtsim/cuda/cast/parameters.py). Codes without a sign are "magnitude codes": those of
 // floats count up with the values from 0, through subnormals and carries.
 struct alignas(16) Element {
   u64 max_code;       // magnitude code of the largest finite value; of an integer its largest number
@@ -108,50 +98,6 @@ DEVICE Real real_of(double x) {
 DEVICE Real scaled(Real r, i32 exponent) {
   r.exponent += exponent;
   return r;
-}
-
-// A magnitude in units of 2^place: whole units, the first 64 bits of the rest, and whether more follows.
-struct Split {
-  u64 whole;
-  u64 fraction;
-  bool sticky;
-};
-
-DEVICE Split split(u64 significand, i32 drop) {
-  Split s;
-  s.whole = drop < 64 ? significand >> drop : 0;
-  s.fraction = drop <= 0 ? 0 : drop <= 64 ? (drop == 64 ? significand : significand << (64 - drop))
-                                          : (drop < 128 ? significand >> (drop - 64) : 0);
-  s.sticky = drop > 64 && (drop >= 128 || (significand << (128 - drop)) != 0);
-  return s;
-}
-
-// Stochastic rounding: does the discarded fraction move the magnitude up?
-DEVICE bool stochastic_up(u64 fraction, bool sticky, u32 word, const Element& e) {
-  i32 r = e.random_bits;
-  if (e.variant == 1) return (fraction >> (63 - r)) + 2ull * word + 1 >= (2ull << r);
-  u64 steps = fraction >> (64 - r);
-  if (e.variant == 2) {
-    u64 rest = fraction << r;
-    steps += rest > (1ull << 63) || (rest == (1ull << 63) && (sticky || (steps & 1)));
-  }
-  return steps + word >= (1ull << r);
-}
-
-// The table of section 1.
-DEVICE bool moves_up(const Split& s, bool odd, bool negative, u32 word, const Element& e) {
-  const u64 half = 1ull << 63;
-  if (s.fraction == 0 && !s.sticky) return false;
-  switch (e.mode) {
-    case MODE_NEAREST_EVEN: return s.fraction > half || (s.fraction == half && (s.sticky || odd));
-    case MODE_NEAREST_AWAY: return s.fraction >= half;
-    case MODE_NEAREST_TOWARD_ZERO: return s.fraction > half || (s.fraction == half && s.sticky);
-    case MODE_TOWARD_ZERO: return false;
-    case MODE_UP: return !negative;
-    case MODE_DOWN: return negative;
-    case MODE_TO_ODD: return !odd;
-    default: return stochastic_up(s.fraction, s.sticky, word, e);
-  }
 }
 
 // A magnitude code with the sign in front, where this code has one.
@@ -313,4 +259,57 @@ DEVICE double element_value(u64 code, const Element& e, const Tables& t) {
 // float64 to float32, rounded once to nearest even; NaN is canonical.
 DEVICE float float_of_value(double value) {
   return value == value ? __double2float_rn(value) : __uint_as_float(0x7FC00000u);
+}
+
+// Elements of any dtype in memory.
+
+// Round a double once to float32, or to a narrower dtype: to odd first, which leaves the second rounding the last word.
+DEVICE u32 narrowed(double value, i32 dtype) {
+  if (value != value) return dtype == FLOAT32 ? 0x7FC00000u : dtype == BFLOAT16 ? 0x7FC0u : 0x7E00u;
+  if (dtype == FLOAT32) return (u32)__float_as_int(__double2float_rn(value));
+  float toward_zero = __double2float_rz(value);
+  u32 bits = (u32)__float_as_int(toward_zero);
+  if ((double)toward_zero != value) bits |= 1;
+  u32 sign = bits >> 31 << 15, magnitude = bits & 0x7FFFFFFF;
+  if (dtype == BFLOAT16) return sign | (magnitude + 0x7FFF + (magnitude >> 16 & 1)) >> 16;
+  if (magnitude >= 0x477FF000) return sign | 0x7C00;  // at least halfway from 65504 to 65536
+  if (magnitude < 0x38800000) {  // below 2^-14: steps of 2^-24
+    float steps = __fmul_rn(__int_as_float((i32)magnitude), 16777216.0f);
+    return sign | (u32)(__fsub_rn(__fadd_rn(steps, 8388608.0f), 8388608.0f));
+  }
+  return sign | (magnitude - 0x38000000 + 0xFFF + (magnitude >> 13 & 1)) >> 13;
+}
+
+DEVICE double load_element(const void* base, i64 place, i32 dtype) {
+  if (dtype == FLOAT32) return ((const float*)base)[place];
+  if (dtype == FLOAT64) return ((const double*)base)[place];
+  u32 bits = ((const u16*)base)[place];
+  if (dtype == BFLOAT16) return __int_as_float((i32)(bits << 16));
+  if ((bits & 0x7FFF) > 0x7C00) return __longlong_as_double(0x7FF8000000000000ll);
+  if ((bits & 0x7FFF) == 0x7C00) return __int_as_float((i32)(0x7F800000u | bits >> 15 << 31));
+  double magnitude = (double)__int_as_float((i32)((bits & 0x7FFF) << 13)) * 0x1p112;
+  return bits & 0x8000 ? -magnitude : magnitude;
+}
+
+DEVICE void store_value(void* base, i64 place, double value, i32 dtype) {
+  if (dtype == FLOAT64) {
+    ((double*)base)[place] = value;
+  } else if (dtype == FLOAT32) {
+    ((u32*)base)[place] = narrowed(value, dtype);
+  } else {
+    ((u16*)base)[place] = (u16)narrowed(value, dtype);
+  }
+}
+
+// A float32 rounded to a dtype, as bits; NaN becomes the canonical one. Four such side by side, stored at once.
+template <int Type>
+DEVICE u32 rounded_bits(float value) {
+  if constexpr (Type != BFLOAT16) return narrowed(value, Type);
+  u32 bits = as_bits(value);
+  return value == value ? (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 : 0x7FC0;
+}
+template <int Type>
+DEVICE void store_four(void* out, u64 four, const u32 (&y)[4]) {
+  if constexpr (Type == FLOAT32) ((Words4*)out)[four] = {y[0], y[1], y[2], y[3]};
+  else ((Words2*)out)[four] = {y[0] | y[1] << 16, y[2] | y[3] << 16};
 }

@@ -1,13 +1,7 @@
-// Elements of the four floating-point dtypes: as float32 or float64, alone and in vectors of 16 bytes.
+// Elements of the four floating-point dtypes, as float32 or float64; vectors of them and of codes in registers: loads,
+// stores, and what one instruction does for two.
 #pragma once
 #include "common.cuh"
-
-#define FLOAT32 0
-#define BFLOAT16 1
-#define FLOAT16 2
-#define FLOAT64 3
-
-#define BYTES_OF(type) ((type) == FLOAT64 ? 8 : (type) == FLOAT32 ? 4 : 2)
 
 #ifdef FMTSIM_HOST
 // float16 as the upper bits of a float32 whose exponent is 112 too small; a product corrects that exactly.
@@ -131,44 +125,110 @@ DEVICE void store_words(void* to, u32 x, u32 y, u32 z, u32 w) {
   else *(uint4*)to = words;
 }
 
+// The bits of BITS-wide numbers side by side.
+template <int COUNT, int BITS>
+struct Packed {
+  static constexpr int LENGTH = (COUNT * BITS + 31) / 32;  // in words
+  u32 words[LENGTH];
+
+  DEVICE void clear() {
+#pragma unroll
+    for (int i = 0; i < LENGTH; ++i) words[i] = 0;
+  }
+  DEVICE void put(int place, u32 bits) {
+    int at = place * BITS;
+    words[at / 32] |= bits << (at % 32);
+    if (BITS < 32 && at % 32 + BITS > 32) words[at / 32 + 1] |= bits >> (32 - at % 32);
+  }
+  DEVICE u32 get(int place) const {
+    int at = place * BITS;
+    return BITS == 32 ? words[at / 32] : words[at / 32] >> (at % 32) & ((1u << (BITS % 32)) - 1u);
+  }
+};
+
+template <int COUNT, int BITS>
+DEVICE Packed<COUNT, BITS> load_vector(const void* base, u64 element) {
+  const u8* place = (const u8*)base + element * BITS / 8;
+  Packed<COUNT, BITS> v;
+  if constexpr (COUNT * BITS % 128 == 0) {
+#pragma unroll
+    for (int i = 0; i < COUNT * BITS / 32; i += 4) {
+      Words4 w = *(const Words4*)(place + 4 * i);
+      v.words[i] = w.x, v.words[i + 1] = w.y, v.words[i + 2] = w.z, v.words[i + 3] = w.w;
+    }
+  } else if constexpr (COUNT * BITS == 64) {
+    Words2 w = *(const Words2*)place;
+    v.words[0] = w.x, v.words[1] = w.y;
+  } else if constexpr (COUNT * BITS == 32) {
+    v.words[0] = *(const u32*)place;
+  } else {
+    v.words[0] = *(const u16*)place;
+  }
+  return v;
+}
+
+template <int COUNT, int BITS>
+DEVICE void store_vector(void* base, u64 element, const Packed<COUNT, BITS>& v) {
+  u8* place = (u8*)base + element * BITS / 8;
+  constexpr int BYTES = COUNT * BITS / 8;
+  if constexpr (BYTES % 16 == 0) {
+#pragma unroll
+    for (int i = 0; i < BYTES / 16; ++i)
+      ((Words4*)place)[i] = {v.words[4 * i], v.words[4 * i + 1], v.words[4 * i + 2], v.words[4 * i + 3]};
+  } else if constexpr (BYTES % 8 == 0) {
+#pragma unroll
+    for (int i = 0; i < BYTES / 8; ++i) ((Words2*)place)[i] = {v.words[2 * i], v.words[2 * i + 1]};
+  } else if constexpr (BYTES % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < BYTES / 4; ++i) ((u32*)place)[i] = v.words[i];
+  } else if constexpr (BYTES % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < BYTES / 2; ++i) ((u16*)place)[i] = (u16)(v.words[i / 2] >> (16 * (i % 2)));
+  } else {
+#pragma unroll
+    for (int i = 0; i < BYTES; ++i) place[i] = (u8)(v.words[i / 4] >> (8 * (i % 4)));
+  }
+}
+
 // Neighbouring elements of 16 or 32 bits: Count of them in Count * bytes / 16 vectors, or in one of eight bytes.
 template <int Type, int Count>
-struct Vectors {
-  static const int words = Count * BYTES_OF(Type) / 4;
-  u32 word[words];
+struct Vectors : Packed<Count, 8 * BYTES_OF(Type)> {
+  using Packed<Count, 8 * BYTES_OF(Type)>::words;
+  using Packed<Count, 8 * BYTES_OF(Type)>::LENGTH;
 
+  template <bool Streams = LENGTH == 4>
   DEVICE void load(const typename Stored<Type>::type* from) {
-    if constexpr (words == 2) {
+    if constexpr (LENGTH == 2) {
       uint2 pair = __ldcs((const uint2*)from);
-      word[0] = pair.x, word[1] = pair.y;
+      words[0] = pair.x, words[1] = pair.y;
     } else {
 #pragma unroll
-      for (int i = 0; i < words; i += 4) {
-        Words4 w = load_words<words == 4>((const u32*)from + i);
-        word[i] = w.x, word[i + 1] = w.y, word[i + 2] = w.z, word[i + 3] = w.w;
+      for (int i = 0; i < LENGTH; i += 4) {
+        Words4 w = load_words<Streams>((const u32*)from + i);
+        words[i] = w.x, words[i + 1] = w.y, words[i + 2] = w.z, words[i + 3] = w.w;
       }
     }
   }
 
   DEVICE void store(typename Stored<Type>::type* to) const {
 #pragma unroll
-    for (int i = 0; i < words; i += 4) {
-      store_words<words == 4>((u32*)to + i, word[i], word[i + 1], word[i + 2], word[i + 3]);
+    for (int i = 0; i < LENGTH; i += 4) {
+      store_words<LENGTH == 4>((u32*)to + i, words[i], words[i + 1], words[i + 2], words[i + 3]);
     }
   }
 
   DEVICE float get(int i) const {
-    if constexpr (Type == FLOAT32) return __uint_as_float(word[i]);
-    else if constexpr (Type == FLOAT16) return float_of_half((u16)(word[i / 2] >> (16 * (i % 2))));
-    else return __uint_as_float(i % 2 ? word[i / 2] & 0xFFFF0000u : word[i / 2] << 16);
+    if constexpr (Type == FLOAT32) return as_float(words[i]);
+    else if constexpr (Type == FLOAT16) return float_of_half((u16)(words[i / 2] >> (16 * (i % 2))));
+    else return as_float(i % 2 ? words[i / 2] & 0xFFFF0000u : words[i / 2] << 16);
   }
 
   template <bool Numbers>
   DEVICE void set(const float (&x)[Count]) {
 #pragma unroll
-    for (int i = 0; i < words; i++) {
-      if constexpr (Type == FLOAT32) word[i] = __float_as_uint(x[i]);
-      else word[i] = stored_pair<Type, Numbers>(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < LENGTH; i++) {
+      if constexpr (Type == FLOAT32) words[i] = as_bits(x[i]);
+      else words[i] = stored_pair<Type, Numbers>(x[2 * i], x[2 * i + 1]);
     }
   }
 };

@@ -4,7 +4,7 @@ How to use it::
 
     from tests.cuda.emulator import HostKernel, emulated
 
-    HostKernel("scalar.cu", "quantize", (("BITS", "8"),))(grid, block, x, out, np.int64(x.numel()), shared=0)
+    HostKernel("quantize.cu", "quantize", (("BITS", "8"),))(grid, block, x, out, np.int64(x.numel()), shared=0)
 
     with emulated():                      # or the pytest fixture `emulated`; emulated((8, 0)) is an A100
         fmtsim.cuda.quantize(x, spec, None, out)   # x, out: tensors on the CPU

@@ -1,5 +1,66 @@
-// Blocks of any shape in a tensor of any strides, any dtype, format, rounding and rule, one element a thread.
-#include "block_exact.cuh"
+// The general path: every format, rounding, overflow, scale rule and dtype, one element a thread.
+//
+// With the macros INPUT, OUTPUT (dtypes; of decode OUTPUT alone) and CODES, bytes of a code as it is stored: element
+// formats, contiguous tensors. Without: block formats, blocks of any shape in a tensor of any strides.
+#include "scale.cuh"
+#include "vectors.cuh"
+
+#ifdef CODES
+
+typedef Stored<INPUT>::type Input;
+typedef Stored<OUTPUT>::type Output;
+template <int Bytes> struct CodeOf;
+template <> struct CodeOf<1> { typedef u8 type; };
+template <> struct CodeOf<2> { typedef u16 type; };
+template <> struct CodeOf<4> { typedef u32 type; };
+template <> struct CodeOf<8> { typedef u64 type; };
+typedef CodeOf<CODES>::type Code;
+
+#define THREAD ((i64)blockIdx.x * blockDim.x + threadIdx.x)
+
+DEVICE u64 code_at(const Input* x, i64 i, const Element& e, const Tables& t, const Draw& d, const i64* given) {
+  return element_code(real_of(loaded<INPUT>(x[i])), random_integer((u64)i, d, given), e, t);
+}
+
+// A value in the output's dtype, rounded once to float32 where that is narrower than the format.
+DEVICE Output narrowed(double value) {
+  if constexpr (OUTPUT == FLOAT64) return value;
+  else return stored<OUTPUT>(float_of_value(value));
+}
+
+KERNEL quantize(const Input* x, Output* y, i64 count, const Element e, const Tables t, const Draw d, const i64* given) {
+  i64 i = THREAD;
+  if (i < count) y[i] = narrowed(element_value(code_at(x, i, e, t, d, given), e, t));
+}
+
+KERNEL encode(const Input* x, Code* codes, i64 count, const Element e, const Tables t, const Draw d, const i64* given) {
+  i64 i = THREAD;
+  if (i < count) codes[i] = (Code)code_at(x, i, e, t, d, given);
+}
+
+// Packed codes of at most 32 bits: a thread packs eight codes of a row, as many bytes as a code has bits.
+KERNEL encode_rows(
+    const Input* x, u8* codes, i64 rows, i64 columns, i32 width, const Element e, const Tables t, const Draw d,
+    const i64* given) {
+  i64 groups = (columns + 7) / 8, thread = THREAD;
+  if (thread >= rows * groups) return;
+  i64 row = thread / groups, column = thread % groups * 8, bytes = (columns * width + 7) / 8;
+  u8* to = codes + row * bytes + column / 8 * width;
+  u64 held = 0;
+  i32 bits = 0;
+  for (i64 k = column; k < columns && k < column + 8; k++) {
+    held |= code_at(x, row * columns + k, e, t, d, given) << bits;
+    for (bits += width; bits >= 8; bits -= 8, held >>= 8) *to++ = (u8)held;
+  }
+  if (bits) *to = (u8)held;
+}
+
+KERNEL decode(const Code* codes, Output* y, i64 count, const Element e, const Tables t) {
+  i64 i = THREAD;
+  if (i < count) y[i] = narrowed(element_value((u64)codes[i] & e.code_mask, e, t));
+}
+
+#else
 
 // A tensor as [leading, inner, trailing]: `inner` runs along the blocks' inner axis; the other two, leading first, are
 // the outer axis. Strides are in elements. Counts are of blocks along the inner axis.
@@ -88,7 +149,7 @@ KERNEL cast_blocks(
   BlockScale scale = scale_of(extremes, s, whole);
   bool spoiled = extremes.has_nan && (s.zero_point || !s.element_has_nan);
   double value = load_element(x, p.x, t.input);
-  ExactElement y = exact_element(value, t.input == DTYPE_FLOAT64, p.index, scale, spoiled, whole.decode, c, c.draw);
+  ExactElement y = exact_element(value, t.input == FLOAT64, p.index, scale, spoiled, whole.decode, c, c.draw);
   if (!t.writes_codes) {
     store_value(out, p.out, y.value, t.output);
     return;
@@ -119,3 +180,5 @@ KERNEL decode_blocks(
   if (tensor_scale != nullptr) value = __dmul_rn(value, (double)*tensor_scale);
   store_value(out, p.out, value == value ? value : __longlong_as_double((i64)NAN64), t.output);
 }
+
+#endif

@@ -1,7 +1,6 @@
 // Element formats, values: float16, bfloat16 or float32 onto a grid, at the speed of memory.
 //
-// Macros: INPUT, OUTPUT (dtypes of vectors.cuh), those of grid_cast.cuh, VECTORS: addresses of whole vectors, WIDTH:
-// elements of a vector, and UNROLL: vectors of a thread.
+// Macros: INPUT, OUTPUT (dtypes), those of grid_cast.cuh, WIDTH: elements of a vector, and UNROLL: vectors of a thread.
 #include "common.cuh"
 #include "grid_cast.cuh"
 #include "philox.cuh"
@@ -28,20 +27,6 @@ DEVICE void cast_ends(const Input* x, Output* y, i64 first, i64 last, i64 count,
   if (last + i < count) cast_one(x, y, last + i, g, d);
 }
 
-#if !VECTORS
-
-// Any addresses: neighbouring threads take neighbouring elements.
-KERNEL quantize(const Input* x, Output* y, i64 first, i64 last, i64 count, const Grid g, const Draw d) {
-  i64 base = (i64)blockIdx.x * blockDim.x * UNROLL + threadIdx.x;
-#pragma unroll
-  for (int u = 0; u < UNROLL; u++) {
-    i64 i = base + u * blockDim.x;
-    if (i < count) cast_one(x, y, i, g, d);
-  }
-}
-
-#else
-
 typedef Vectors<INPUT, WIDTH> Source;
 typedef Vectors<OUTPUT, WIDTH> Target;
 
@@ -60,7 +45,7 @@ DEVICE void round_vector(
   if (SIGNS_LAST && INPUT == OUTPUT) {
     u32 signs = INPUT == FLOAT32 ? g.sign : g.sign | g.sign >> 16;
 #pragma unroll
-    for (int k = 0; k < Target::words; k++) to.word[k] |= from.word[k] & signs;
+    for (int k = 0; k < Target::LENGTH; k++) to.words[k] |= from.words[k] & signs;
   }
 }
 
@@ -96,7 +81,7 @@ struct Caster {
 
 #if !RANDOM
 
-// Elements first ... last - 1 are whole vectors.
+// Elements first ... last - 1 are whole vectors; there are none where no address of a vector is one on both sides.
 KERNEL quantize(const Input* x, Output* y, i64 first, i64 last, i64 count, const Grid g, const Draw d) {
   i64 base = first + ((i64)blockIdx.x * blockDim.x * UNROLL + threadIdx.x) * WIDTH, stride = (i64)blockDim.x * WIDTH;
   const u32 none[WIDTH] = {};
@@ -181,5 +166,4 @@ KERNEL __launch_bounds__(128, RESIDENT) quantize(
   }
 }
 
-#endif
 #endif

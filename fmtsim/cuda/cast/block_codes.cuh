@@ -2,7 +2,6 @@
 // section 11 has them. A pair of codes travels in the halves of a word, which may hold loose bits above them.
 #pragma once
 #include "block.cuh"
-#include "block_exact.cuh"
 
 #define ALL_BYTES(byte) ((byte) * 0x01010101u)
 #define BOTH_HALVES(bits) ((bits) * 0x00010001u)

@@ -70,7 +70,7 @@ DEVICE void folded_sums(double (&sums)[BLOCKS], const Value& value) {
 }
 
 DEVICE double finite_or_zero(float x) { return finite_magnitude(x) ? (double)x : 0.0; }
-DEVICE bool is_finite(float x) { return (__float_as_uint(x) & INFINITE) != INFINITE; }
+DEVICE bool is_finite(float x) { return (__float_as_uint(x) & FLOAT_EXPONENT) != FLOAT_EXPONENT; }
 
 // inside: whether a lane's vector v lies in the matrix; what fills up a block counts as no element.
 DEVICE void statistics(
@@ -103,7 +103,7 @@ DEVICE void statistics(
 #pragma unroll
   for (int b = 0; b < BLOCKS; b++) {
     double mean = __ddiv_rn(sums[b], counts[b]);
-    found[b] = at_most_max(__double2float_rn(r.statistic == MEAN_ABS ? mean : __dsqrt_rn(mean)));
+    found[b] = at_most_float_max(__double2float_rn(r.statistic == MEAN_ABS ? mean : __dsqrt_rn(mean)));
   }
 }
 #elif RUN

@@ -1,0 +1,303 @@
+"""One cast of a block format on the device: which kernel takes it, and its launches.
+
+Blocks that are runs of memory go to ``block_rows.cu``, blocks down columns to ``block_columns.cu``, each in one pass
+(two where a scale needs the whole tensor, or a block is longer than a warp holds); whatever else there is goes to
+``any_format.cu``. The host decides from formats, shapes and strides alone; nothing is read back.
+"""
+
+import struct
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fmtsim.cuda.cast.block_macros import (
+    ARITHMETICS,
+    BFLOAT16,
+    PACKED,
+    RULES,
+    amax_macros,
+    column_macros,
+    draws_words,
+    fast_macros,
+    run_macros,
+    vector_of,
+)
+from fmtsim.cuda.cast.parameters import CODE_DTYPES, DTYPES, NO_DRAW, aligned, draw_of, element_of, tables_of
+from fmtsim.cuda.runtime.program import Defines, device_index, kernel, multiprocessors
+from fmtsim.formats.block import BlockFormat
+from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import CastSpec, EncodedParts, Random, block_counts
+
+THREADS = 256
+_COLUMN_RUNS = (16, 32, 64, 128, 256)
+_GRID_LIMIT = 65535  # of a launch's second and third dimension
+_WIDE = IntFormat(name="wide", bits=24)  # what elements round to before a zero point is added
+_NUMBERS = DTYPES | CODE_DTYPES
+
+
+class View(NamedTuple):
+    """A tensor as [leading, inner, trailing], ``inner`` the blocks' inner axis, and the strides of the three."""
+
+    sizes: tuple[int, int, int]
+    strides: tuple[int, int, int]
+
+    @property
+    def dense(self) -> bool:
+        """Whether memory holds the three axes in order and without gaps."""
+        expected = self.sizes[1] * self.sizes[2], self.sizes[2], 1
+        return all(n == 1 or have == want for n, have, want in zip(self.sizes, self.strides, expected, strict=True))
+
+    @property
+    def rows_last(self) -> "View":
+        """The leading axis as the trailing one where that has one element: rows keep their order."""
+        (leading, inner, trailing), (first, middle, last) = self
+        return View((1, inner, leading), (last, middle, first)) if trailing == 1 else self
+
+
+def view_of(t: Tensor, dim: int) -> View | None:
+    """Return a tensor as [leading, inner, trailing], None where its strides do not allow it."""
+    if t.dim() == 0:
+        return View((1, 1, 1), (1, 1, 1))
+    axis = t.dim() + dim
+    leading, trailing = _merged(t.shape[:axis], t.stride()[:axis]), _merged(t.shape[axis + 1 :], t.stride()[axis + 1 :])
+    if leading is None or trailing is None:
+        return None
+    return View((leading[0], t.shape[axis], trailing[0]), (leading[1], t.stride(axis), trailing[1]))
+
+
+def _merged(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int] | None:
+    """Return neighbouring dimensions as one size and one stride."""
+    size, stride = 1, 1
+    for extent, step in zip(reversed(sizes), reversed(strides), strict=True):
+        if extent == 1:
+            continue
+        if size > 1 and step != size * stride:
+            return None
+        size, stride = (size * extent, stride) if size > 1 else (extent, step)
+    return size, stride
+
+
+def viewed(t: Tensor, dim: int) -> Tensor:
+    """Return the tensor, or a contiguous copy where its strides do not fit three axes."""
+    return t if view_of(t, dim) is not None else t.contiguous()
+
+
+def block_extent(fmt: BlockFormat, sizes: tuple[int, int, int]) -> tuple[int, int]:
+    """Return the rows and columns of a block in a matrix of these sizes."""
+    return fmt.block[0] or max(sizes[0] * sizes[2], 1), fmt.block[1] or max(sizes[1], 1)
+
+
+def layout_bytes(view: View, out: View, block: tuple[int, int], dtype: torch.dtype, out_dtype: torch.dtype) -> bytes:
+    """Return a ``BlockLayout``: where elements lie in the input and the output, and which share a block."""
+    sizes, strides = view
+    trailing_first = strides[2] <= strides[1] if sizes[2] > 1 else False
+    order = _NUMBERS[dtype], _NUMBERS[out_dtype], trailing_first, out_dtype in CODE_DTYPES
+    return struct.pack("<12q4i", *sizes, *strides, *out.strides, *block, -(-sizes[1] // block[1]), *order)
+
+
+def cast_bytes(spec: CastSpec, random: Random, device: torch.device) -> bytes:
+    """Return the ``Cast`` of a block format; given random words must stay alive until the kernel has run."""
+    fmt = spec.format
+    assert isinstance(fmt, BlockFormat)
+    given = random.data_ptr() if isinstance(random, torch.Tensor) else 0
+    tables = tables_of(fmt.element, device).pointers
+    return _constant_part(spec) + draw_of(spec.rounding, random) + tables + struct.pack("<2q", given, 0)
+
+
+@lru_cache(maxsize=1024)
+def _constant_part(spec: CastSpec) -> bytes:
+    """Return ``Cast`` up to its ``Draw``."""
+    fmt = spec.format
+    assert isinstance(fmt, BlockFormat)
+    element, maximum = fmt.element, np.float32(fmt.element.max)
+    rule = struct.pack(
+        "<8i3fi",
+        RULES[fmt.scale_rule],
+        ARITHMETICS[fmt.arithmetic],
+        fmt.tensor_scale,
+        fmt.zero_point,
+        element.max_exponent,
+        element.mantissa_bits if isinstance(element, FloatFormat | IntFormat) else 0,
+        element.max_code if isinstance(element, IntFormat) else 0,
+        element.has_nan and not fmt.zero_point,
+        float(maximum),
+        float(np.float32(1) / maximum),
+        float(np.float32(fmt.scale.max)),
+        fmt.scale.name == "fp32",
+    )
+    number = element_of(_WIDE if fmt.zero_point else element, spec.rounding, spec.overflow)
+    return number + element_of(fmt.scale, Rounding(), "saturate") + rule
+
+
+class BlockCast:
+    """A cast of one tensor: its data, layouts and results.
+
+    Args:
+        x: The tensor; its strides fit three axes (``viewed``).
+        out: Values or codes of x's shape; codes that are packed have any shape.
+        spec: The cast.
+        random: Its random words.
+        without_tensor_scale: Leave the scale of the tensor out of values.
+        packed: Whether ``out`` has an order of its own.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        out: Tensor,
+        spec: CastSpec,
+        random: Random,
+        *,
+        without_tensor_scale: bool = False,
+        packed: bool = False,
+    ) -> None:
+        view = view_of(x, spec.dim)
+        out_view = view if packed else view_of(out, spec.dim)
+        assert view is not None and out_view is not None and isinstance(spec.format, BlockFormat)
+        self.x, self.out, self.spec = x, out, spec
+        self.random = random.contiguous() if isinstance(random, Tensor) else random  # in row-major order
+        self.view, self.out_view, self.format = view, out_view, spec.format
+        self.index, self.without_tensor_scale = device_index(x), without_tensor_scale
+        self.scales: Tensor | None = None
+        self.offsets: Tensor | None = None
+        self.tensor_scale: Tensor | None = None
+
+    def add_scales(self, dtype: torch.dtype) -> None:
+        """Make room for what encode returns beside the codes."""
+        counts, device = block_counts(self.format, self.x.shape, self.spec.dim), self.x.device
+        self.scales = torch.empty(counts, dtype=dtype, device=device)
+        if self.format.zero_point:
+            self.offsets = torch.empty(counts, dtype=torch.int32, device=device)
+        if self.format.tensor_scale:
+            self.tensor_scale = torch.ones((), dtype=torch.float32, device=device)
+
+    def parts(self) -> EncodedParts:
+        """Return what encode returns."""
+        return EncodedParts(self.out, self.scales, self.tensor_scale, self.offsets)
+
+    def fast(self, output: int) -> bool:
+        """Launch a fast kernel if one serves."""
+        defines = self._macros(output)
+        if defines is None:
+            return False
+        view, out_view = self.view, self.out_view
+        if self.spec.rounding.mode != "stochastic" and not view.dense:
+            view, out_view = view.rows_last, out_view.rows_last
+        if not (view.dense and (output == PACKED or out_view.dense)) or not aligned(self.x, self.out):
+            return False
+        outer, inner = block_extent(self.format, view.sizes)
+        rows = view.sizes[0] * view.sizes[2]
+        if outer >= rows and inner >= view.sizes[1]:
+            return self._rows(self.x.numel(), 1, output, defines)  # one scale for all
+        if view.sizes[1] % inner or rows % outer:
+            return False
+        if view.sizes[2] == 1:
+            return self._rows(inner, outer, output, defines)
+        return outer == 1 and self._columns(view.sizes, inner, output, defines)
+
+    def both_dims(self, rows: Tensor, draw: bytes) -> bool:
+        """Launch the kernel that casts a matrix along both dimensions from one read, if it serves: bfloat16 values.
+
+        ``rows`` takes those along the last dimension, whose random words come from a ``Draw`` of their own.
+        """
+        defines, (outer, inner) = self._macros(BFLOAT16), self.format.block
+        if defines is None or outer != 1 or inner not in (16, 32) or not self.view.dense:
+            return False
+        if not aligned(self.x, self.out) or self.x.dim() != 2 or self.spec.dim != -2 or self.x.shape[0] % inner:
+            return False
+        return self._columns(self.view.sizes, inner, BFLOAT16, defines, rows, draw)
+
+    def general(self) -> None:
+        """Launch the general kernels."""
+        x, sizes, total = self.x, self.view.sizes, self.x.numel()
+        block, whole = block_extent(self.format, sizes), (sizes[0] * sizes[2], sizes[1])
+        layout, of_tensor = (
+            layout_bytes(self.view, self.out_view, size, x.dtype, self.out.dtype) for size in (block, whole)
+        )
+        grid = -(-total // THREADS)
+        find = kernel("any_format.cu", "block_extremes", self.index)
+        count = -(-whole[0] // block[0]) * -(-whole[1] // block[1])
+        blocks, tensor = torch.zeros(3 * count, dtype=torch.int64, device=x.device), None
+        find(grid, THREADS, x, blocks, np.uint64(total), layout)
+        if self.format.tensor_scale:
+            tensor = torch.zeros(3, dtype=torch.int64, device=x.device)
+            find(grid, THREADS, x, tensor, np.uint64(total), of_tensor)
+        kernel("any_format.cu", "cast_blocks", self.index)(
+            grid, THREADS, x, self.out, self.scales, self.offsets, self.tensor_scale, blocks, tensor,
+            np.uint64(total), layout, cast_bytes(self.spec, self.random, x.device),
+        )  # fmt: skip
+
+    def _macros(self, output: int) -> Defines | None:
+        if not draws_words(self.spec, self.random):
+            return None
+        return fast_macros(self.spec, self.x.dtype, output, self.without_tensor_scale)
+
+    def _rows(self, run: int, outer: int, output: int, defines: Defines) -> bool:
+        """Launch the row kernel: ``run`` elements that follow each other, in each of ``outer`` rows, share a scale."""
+        total, vector = self.x.numel(), vector_of(self.x.dtype, output, self.format.bits)
+        if run % 16 or total // 16 >= 1 << 32:
+            return False
+        across = 1 if run == total else self.view.sizes[1] // run
+        macros = run_macros(defines, self.x.dtype, vector, run if outer == 1 else 0, total)
+        given = self._amax(run, across, outer) if ("RUN", "0") in macros else None
+        tensor = given if given is not None and run == total else None
+        if tensor is None and self.format.tensor_scale:
+            tensor = self._amax(total)
+        pieces = struct.pack("<4I", run // 16, across, outer, 0)
+        kernel("block_rows.cu", "cast_runs", self.index, macros)(
+            -(-total // (4 * vector * THREADS)), THREADS, self.x, self.out, self.scales, given, tensor,
+            self.tensor_scale, np.uint64(total), pieces, np.uint32(tensor is not None),
+            cast_bytes(self.spec, self.random, self.x.device),
+        )  # fmt: skip
+        return True
+
+    def _amax(self, run: int, across: int = 1, outer: int = 1) -> Tensor:
+        """Return the amaxes of blocks, and what else is in them: uint32 [blocks, 2]."""
+        total, vector = self.x.numel(), 16 // self.x.element_size()
+        found = torch.zeros(2 * (total // run // outer), dtype=torch.int32, device=self.x.device)
+        macros, grid = amax_macros(self.x.dtype), -(-total // (4 * vector * THREADS))
+        if run == total:
+            grid = min(grid, 8 * multiprocessors(self.index))
+            find, numbers = kernel("statistic.cu", "amax_of_tensor", self.index, macros), []
+        else:
+            find = kernel("statistic.cu", "amax_of_runs", self.index, macros)
+            numbers = [np.uint32(n) for n in (run // vector, across, outer)]
+        find(grid, THREADS, self.x, found, np.uint64(total // vector), *numbers)
+        return found
+
+    def _columns(
+        self,
+        sizes: tuple[int, int, int],
+        run: int,
+        output: int,
+        defines: Defines,
+        rows: Tensor | None = None,
+        draw: bytes = NO_DRAW,
+    ) -> bool:
+        """Launch the column kernel; into ``rows`` it writes blocks along the last axis too, by their own ``draw``."""
+        leading, inner, trailing = sizes
+        if run not in _COLUMN_RUNS:
+            return False
+        narrow = output == PACKED and self.format.bits < 8  # two codes of a row share a byte
+        vector = vector_of(self.x.dtype, output, self.format.bits)
+        while trailing % vector:
+            vector //= 2
+        down, across = max(run // 32, 1), 8 // max(run // 32, 1)
+        grid = -(-trailing // (8 * vector * across)), -(-inner // (32 * down)), leading
+        if max(grid[1:]) > _GRID_LIMIT or (narrow and self.format.bits != 4):
+            return False
+        if rows is not None and (run > 32 or trailing % run or run > 8 * vector):
+            return False
+        tensor = self._amax(self.x.numel()) if self.format.tensor_scale else None
+        results = self.x, self.out, self.scales, rows, None, tensor, self.tensor_scale
+        pointers = (0 if t is None else t.data_ptr() for t in results)
+        job = struct.pack("<9q8x", *pointers, inner, trailing) + draw
+        macros = column_macros(defines, run, vector, narrow, rows is not None)
+        kernel("block_columns.cu", "cast_columns", self.index, macros)(
+            grid, THREADS, job, cast_bytes(self.spec, self.random, self.x.device)
+        )
+        return True

@@ -1,0 +1,244 @@
+"""Casts by table, to formats that are no grid: codebooks, logarithms, roundings without a kernel of their own.
+
+Two kinds of table, both made on the device by the general kernel, which alone knows how to round, at the first call for
+a cast. Of a 16-bit dtype: what each of its patterns becomes (table.cu). Of any narrow dtype: which result a
+range of magnitudes has, and where it changes (table.cu); the host decides from the format's values whether ranges
+exist in which the result changes at most once.
+"""
+
+import math
+import struct
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fmtsim.cuda.cast.parameters import DTYPES, NARROW, aligned, code_values, macros, nan_code, values_of
+from fmtsim.cuda.runtime import program as runtime
+from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, LogFormat
+from fmtsim.spec.cast import CastSpec
+
+RANGES_WORTH = 1 << 16  # elements that pay for a table of ranges
+PATTERNS_WORTH = 1 << 20  # elements that pay for a table of patterns in every multiprocessor
+_BUCKETS = struct.Struct("<2Q3iI")
+_WIDEST = 8  # bits of a code
+_MOST = 3000  # ranges of a sign: 8 bytes each, for both signs, in shared memory of any GPU
+_INFINITY = 0x7F800000
+_WORD = 32  # bits of a narrow bucket
+_THREADS = 256
+_RESIDENT = 6  # blocks of a multiprocessor: what the registers allow
+_PATTERNS = 1 << 16
+_BESIDE = 2048  # bytes of shared memory beside the entries of patterns
+_ranges: dict[tuple[CastSpec, int], "Table"] = {}
+_patterns: dict[tuple[CastSpec, torch.dtype, int, bool], torch.Tensor] = {}
+
+# The general kernel: casts a float tensor into a tensor of codes (uint8) or values, in one dimension.
+General = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+class Layout(NamedTuple):
+    """Ranges of magnitudes: ``bits >> shift`` from ``low`` on; the first and the last of them reach to the ends.
+
+    narrow: Bits of a code where a bucket is one word (table.cu), else 0.
+    """
+
+    shift: int
+    low: int
+    size: int
+    narrow: int
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that the tables take."""
+        return (8 if self.narrow else 16) * self.size + 1024
+
+
+class Table(NamedTuple):
+    """The bytes of ``struct Buckets`` with the tensors to which they point, and the ranges."""
+
+    parameters: bytes
+    layout: Layout
+    tensors: tuple[torch.Tensor, ...]
+
+
+def convert_patterns(x: torch.Tensor, to: torch.Tensor, spec: CastSpec, slot: int, general: General) -> bool:
+    """Cast contiguous x into ``to`` by a table of patterns and say whether that was done.
+
+    Args:
+        x: Elements of any dtype.
+        to: Values of a dtype that holds them, or codes of ``slot`` bits.
+        spec: The cast.
+        slot: 0 for values.
+        general: The general kernel.
+
+    False for dtypes of more than 16 bits, too few elements, random words, formats of more than 8 bits, a device without
+    the shared memory, and a first call during the capture of a CUDA graph.
+    """
+    result = slot or 8 * to.element_size()
+    entry = 16 if result == 16 else 8
+    if x.element_size() != 2 or x.numel() < PATTERNS_WORTH or result not in (4, 8, 16, 32) or spec.format.bits > 8:
+        return False
+    index = runtime.device_index(x)
+    shared = _PATTERNS * entry // 8 + 1024
+    if spec.rounding.mode == "stochastic" or runtime.shared_limit(index) < shared + _BESIDE:
+        return False
+    key = spec, x.dtype, index, not slot and to.element_size() == 2
+    if key not in _patterns:
+        if _captures(x):
+            return False
+        points = torch.arange(_PATTERNS, device=x.device, dtype=torch.int32).to(torch.int16).view(x.dtype)
+        entries = torch.empty(_PATTERNS, dtype=to.dtype if key[3] else torch.uint8, device=x.device)
+        general(points, entries)
+        runtime.finished(x)
+        _patterns[key] = entries
+    values = values_of(spec.format, x.device)  # type: ignore[arg-type]
+    defines = pattern_macros(entry, result, aligned(x, to))
+    threads = _pattern_threads(entry)
+    resident = max(runtime.shared_limit(index) // (shared + _BESIDE), 1) * runtime.multiprocessors(index)
+    blocks = min(resident, -(-x.numel() // (threads * 16)))
+    arguments = x, to, np.int64(x.numel()), _patterns[key], values, np.int32(values.numel())
+    runtime.kernel("table.cu", "convert", index, defines)(blocks, threads, *arguments, shared=shared)
+    return True
+
+
+def convert_ranges(x: torch.Tensor, to: torch.Tensor, spec: CastSpec, slot: int, general: General) -> bool:
+    """Cast contiguous x into ``to`` by a table of ranges and say whether that was done.
+
+    Args and exceptions are those of ``convert_patterns``, but for dtypes: float64 is not covered.
+    """
+    table = _table(x, spec, general) if x.dtype in NARROW else None
+    if table is None:
+        return False
+    index, shared = runtime.device_index(x), table.layout.shared
+    verb, out = ("encode", torch.float32) if slot else ("quantize", to.dtype)
+    defines = range_macros(x.dtype, out, aligned(x, to), slot or 8, table.layout.narrow)
+    resident = max(min(_RESIDENT, runtime.shared_limit(index) // (shared + 1024)), 1)
+    blocks = min(resident * runtime.multiprocessors(index), -(-x.numel() // (_THREADS * 8)))
+    kernel = runtime.kernel("table.cu", verb, index, defines)
+    kernel(blocks, _THREADS, x, to, np.int64(x.numel()), table.parameters, shared=shared)
+    return True
+
+
+@lru_cache(maxsize=256)
+def layout_of(spec: CastSpec) -> Layout | None:
+    """Return the ranges for a cast, None where there are none."""
+    fmt = spec.format
+    mode = spec.rounding.mode
+    if not isinstance(fmt, CodebookFormat | LogFormat | FloatFormat) or fmt.bits > _WIDEST:
+        return None
+    if mode in ("stochastic", "to_odd") or (isinstance(fmt, FloatFormat) and spec.overflow != "saturate"):
+        return None
+    changes = _changes(fmt, mode)
+    of_signs = [{_bits(x) for x in changes if x > 0}, {_bits(-x) for x in changes if x < 0}]
+    narrow = 4 if fmt.bits <= 4 else 8
+    if 0.0 not in changes:  # zero is a change in the first range, which narrow buckets cannot say
+        layout = _widest_ranges(of_signs, min(_WORD - 2 * narrow, 23), narrow)
+        if layout is not None:
+            return layout
+    at_least = 1 if 0.0 in changes else 0  # zero shares the first range with no other change
+    return _widest_ranges(of_signs, 23, 0, at_least)
+
+
+def _widest_ranges(of_signs: list[set[int]], most: int, narrow: int, at_least: int = 0) -> Layout | None:
+    """Return the widest ranges, 2**most at most, in which the result changes at most once, None where there are none.
+
+    ``at_least`` is the lowest number of the range with the smallest of the changes.
+    """
+    both = of_signs[0] | of_signs[1]
+    for shift in range(most, 12, -1):
+        if min(both) >> shift < at_least:
+            continue
+        low = max((min(both) >> shift) - 1, 0)
+        count = (max(both) >> shift) + 2 - low
+        if count <= _MOST and all(len({bits >> shift for bits in part}) == len(part) for part in of_signs):
+            return Layout(shift, low, count, narrow)
+    return None
+
+
+def _changes(fmt: ElementFormat, mode: str) -> list[float]:
+    """Return the points next to which the result changes: between values for nearest modes, at values for others."""
+    values = sorted({value for value in code_values(fmt) if math.isfinite(value)})
+    if not mode.startswith("nearest"):
+        return values
+    if isinstance(fmt, LogFormat):
+        return [sign * point for point in fmt.thresholds for sign in (1.0, -1.0)]
+    return [(a + b) / 2 for a, b in zip(values, values[1:], strict=False)]
+
+
+def _bits(magnitude: float) -> int:
+    """Return the bits of the float32 below or at a magnitude."""
+    nearest = struct.unpack("<f", struct.pack("<f", magnitude))[0]
+    bits: int = struct.unpack("<I", struct.pack("<f", nearest))[0]
+    return bits - (nearest > magnitude)
+
+
+def _table(x: torch.Tensor, spec: CastSpec, general: General) -> Table | None:
+    """Return the table of ranges of a cast where there is one and enough elements are worth it.
+
+    The first call for a cast launches some hundred small kernels; a stream that is being captured would not run them.
+    """
+    layout = layout_of(spec) if x.numel() >= RANGES_WORTH else None
+    key = spec, runtime.device_index(x)
+    if layout is None or key in _ranges:
+        return _ranges[key] if layout else None
+    if _captures(x):
+        return None
+    table = _build(spec, layout, values_of(spec.format, x.device), general)  # type: ignore[arg-type]
+    runtime.finished(x)
+    return _ranges.setdefault(key, table)
+
+
+def _build(spec: CastSpec, layout: Layout, values: torch.Tensor, general: General) -> Table:
+    """Make the table of a cast on the device of ``values``, its values by code, without waiting for it."""
+    device = values.device
+    bounds = torch.arange(layout.low, layout.low + layout.size + 1, device=device) << layout.shift
+    starts, ends = bounds[:-1].clone(), bounds[1:] - 1
+    starts[0], ends[-1] = 0, _INFINITY
+    signs = torch.arange(2, device=device)[:, None] << 31
+
+    def codes_at(magnitudes: torch.Tensor) -> torch.Tensor:
+        points = (magnitudes | signs).to(torch.int32).view(torch.float32)
+        codes = torch.empty(points.shape, dtype=torch.uint8, device=device)
+        general(points, codes)
+        return codes.to(torch.int64)
+
+    first, last = codes_at(starts), codes_at(ends)
+    below, above = starts, ends
+    for _ in range(31):
+        middle = (below + above) >> 1
+        same = codes_at(middle) == first
+        below, above = torch.where(same, middle, below), torch.where(same, above, middle)
+    if layout.narrow:
+        offset = torch.where(first == last, (1 << layout.shift) - 1, below - starts) << 32 - layout.shift
+        codes = first | last << layout.narrow
+        buckets = (offset | codes).to(torch.int32).contiguous()
+    else:
+        change = torch.where(first == last, 0, above)
+        buckets = torch.stack([change, first | last << 16], dim=-1).to(torch.int32).contiguous()
+    by_code = torch.zeros(256, dtype=torch.float32, device=device)
+    by_code[: values.numel()] = values
+    nan = nan_code(spec.format, spec.overflow)  # type: ignore[arg-type]
+    parameters = _BUCKETS.pack(buckets.data_ptr(), by_code.data_ptr(), *layout[:3], nan)
+    return Table(parameters, layout, (buckets, by_code))
+
+
+def _captures(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+@lru_cache(maxsize=64)
+def range_macros(dtype: torch.dtype, out: torch.dtype, vectors: bool, slot: int, narrow: int) -> runtime.Defines:
+    """Return the macros of table.cu for tables of ranges."""
+    kinds = {"INPUT": DTYPES[dtype], "OUTPUT": DTYPES[out], "VECTORS": vectors}
+    return macros(**kinds, SLOT=slot, NARROW=narrow, RESIDENT=_RESIDENT)
+
+
+def pattern_macros(entry: int, result: int, vectors: bool) -> runtime.Defines:
+    """Return the macros of table.cu for tables of patterns."""
+    return macros(ENTRY=entry, RESULT=result, VECTORS=vectors, THREADS=_pattern_threads(entry))
+
+
+def _pattern_threads(entry: int) -> int:
+    return 512 if entry == 8 else 1024
