@@ -1,8 +1,8 @@
-// Hadamard transforms of bfloat16 matrices fused with their cast, along the rows (ACROSS) or the columns (DOWN). A block
-// of threads holds a tile:
+// Hadamard transforms of bfloat16 matrices fused with their cast, along the rows or the columns (DOWN). A block of threads
+// holds a tile:
 //
-//   ACROSS   line = row      lanes 0, 1, 2, 3 hold columns 0-31, 32-63, 64-95, 96-127 of a row, lane 4 begins the next
-//   DOWN     line = column   lanes 2 c and 2 c + 1 hold rows 0-31 and 32-63 of columns 2 c and 2 c + 1 (LANES = 2)
+//   DOWN 0   line = row      lanes 0, 1, 2, 3 hold columns 0-31, 32-63, 64-95, 96-127 of a row, lane 4 begins the next
+//   DOWN 1   line = column   lanes 2 c and 2 c + 1 hold rows 0-31 and 32-63 of columns 2 c and 2 c + 1 (LANES = 2)
 //
 // rotated.cuh says what the macros are.
 #include "rotated_scales.cuh"
@@ -10,12 +10,11 @@
 #define RESIDENT (CAST == DEVIATION || (CAST == BLOCK_FORMAT && STOCHASTIC) ? 3 : 4)  // more would spill registers
 
 // Rotate and cast a lane's numbers in place; bit i of the result says that element i passes the mask.
-template <int SIZE>
 DEVICE u32 cast_line(
     float (&y)[HELD], const Line& line, TensorScale scale, TensorScale step, const Draw& draw, const Cast& c) {
-  rotate<SIZE>(y, line.signs[threadIdx.x % SLICES(SIZE)]);
+  rotate(y, line.signs[threadIdx.x % SLICES]);
 #if CAST == CORRECTED
-  cast_corrected<SIZE>(y, line, scale.decode, draw);
+  cast_corrected(y, line, scale.decode, draw);
   return 0;
 #else
   Piece piece[PIECES];
@@ -44,7 +43,7 @@ DEVICE u32 cast_line(
   if (__any_sync(~0u, !sure)) {
     float deviation = deviation_of(y);
     if (__any_sync(~0u, amax >= FLOAT_EXPONENT)) {
-      float again = deviation_slowly<SIZE>(line.source, line.signs, line.factor);
+      float again = deviation_slowly(line.source, line.signs, line.factor);
       if (amax >= FLOAT_EXPONENT) deviation = again;
     }
     if (!sure) wanted = scale_of_deviation(deviation);
@@ -69,7 +68,7 @@ DEVICE u32 cast_line(
 #if CAST == BLOCK_FORMAT
   if (__any_sync(~0u, exactly)) {
     u16 again[HELD];
-    cast_exactly<SIZE>(again, line.source, line.signs, line.factor, line.first, scale, draw, c);
+    cast_exactly(again, line.source, line.signs, line.factor, line.first, scale, draw, c);
 #pragma unroll
     for (int i = 0; i < HELD; ++i)
       if (exactly) y[i] = as_float((u32)again[i] << 16);
@@ -95,43 +94,32 @@ DEVICE u32 largest(u32 amax) {
 KERNEL __launch_bounds__(THREADS) rotated_amax(const __grid_constant__ RotatedJob job) {
   __shared__ __align__(16) u16 tile[TILE_ELEMENTS];
   i64 wide = (job.columns + TILE_COLUMNS - 1) / TILE_COLUMNS, high = (job.rows + TILE_ROWS - 1) / TILE_ROWS;
-  u32 across = 0, down = 0;
   const u32* signs = SIGNS_OF(job);
+  u32 amax = 0;
   float y[HELD];
 #pragma unroll 1
   for (i64 at = blockIdx.x; at < wide * high; at += gridDim.x) {
     __syncthreads();
     copy_tile<false>((u16*)job.x, tile, corner_of(at % wide, at / wide), job);
     __syncthreads();
-#if ACROSS
 #pragma unroll 1
-    for (int task = 0; task < 2; ++task) {
-      AcrossPlace place = across_place(task);
-      load_across(y, tile + PLACE(place.row) + place.column, job);
-      rotate<ACROSS_SIZE>(y, signs[threadIdx.x % SLICES(ACROSS_SIZE)]);
-      across = max(across, finite_amax_of<HELD>(y));
+    for (int turn = 0; turn < 2; ++turn) {
+      TilePlace place = tile_place(turn);
+      load_line(y, tile + PLACE(place.row) + place.column, turn, job);
+      rotate(y, signs[threadIdx.x % SLICES]);
+      amax = max(amax, finite_amax_of<HELD>(y));
     }
-#endif
-#if DOWN
-    DownPlace place = down_place();
-#pragma unroll 1
-    for (int odd = 0; odd < 2; ++odd) {
-      load_down(y, tile + PLACE(place.row) + place.column, odd, job);
-      rotate<DOWN_SIZE>(y, signs[4 + threadIdx.x % SLICES(DOWN_SIZE)]);
-      down = max(down, finite_amax_of<HELD>(y));
-    }
-#endif
   }
-  across = largest(across), down = largest(down);
-  if (threadIdx.x == 0) job.parts[blockIdx.x] = across, job.parts[job.part_count + blockIdx.x] = down;
+  amax = largest(amax);
+  if (threadIdx.x == 0) job.parts[blockIdx.x] = amax;
 }
 
 // The scales of a tensor from the amaxes of its parts, and the step to those of blocks.
-DEVICE void find_scales(TensorScale& scale, TensorScale& step, const u32* parts, float* to, i64 count, const Cast& c) {
+DEVICE void find_scales(TensorScale& scale, TensorScale& step, const RotatedJob& job, const Cast& c) {
   scale = {1.0f, 1.0f}, step = {1.0f, 1.0f};
 #if TWO_LEVEL
   u32 amax = 0;
-  for (i64 i = threadIdx.x; i < count; i += THREADS) amax = max(amax, parts[i]);
+  for (i64 i = threadIdx.x; i < job.part_count; i += THREADS) amax = max(amax, job.parts[i]);
   amax = largest(amax);
 #if CAST == CORRECTED
   float whole = __fdiv_rn(__fdiv_rn(as_float(amax), as_float(TENSOR_TOP)), as_float(TOP));
@@ -140,31 +128,10 @@ DEVICE void find_scales(TensorScale& scale, TensorScale& step, const u32* parts,
   scale = tensor_scale_of(as_float(amax), c.scale);
   step = {at_most_float_max(__fmul_rn(scale.encode, c.scale.reciprocal_max)), scale.decode};
 #endif
-  if (threadIdx.x + blockIdx.x + blockIdx.y == 0) *to = scale.decode;
+  if (threadIdx.x + blockIdx.x + blockIdx.y == 0) *job.scale = scale.decode;
 #endif
 }
 
-#if DOWN
-// Cast along the columns, in place within the tile.
-DEVICE void cast_down(u16* tile, Corner corner, const u32* signs, const RotatedJob& job, const Cast& c) {
-  TensorScale scale, step;
-  find_scales(scale, step, job.parts + job.part_count, job.down_scale, job.part_count, c);
-  DownPlace place = down_place();
-  i64 row = corner.row + place.row, column = corner.column + place.column;
-  u16* at = tile + PLACE(place.row) + place.column;
-  float y[HELD];
-#pragma unroll 1
-  for (int odd = 0; odd < 2; ++odd) {
-    load_down(y, at, odd, job);
-    Line line = {{at + odd, PITCH, GAP}, signs, job.factor, (u64)((column + odd) * job.rows + row)};
-    cast_line<DOWN_SIZE>(y, line, scale, step, DRAW_OF(job.down_draw), c);
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) at[i * PITCH + odd] = (u16)(as_bits(y[i]) >> 16);
-  }
-}
-#endif
-
-#if ACROSS
 DEVICE void store_mask(u8* to, u32 passing) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -178,33 +145,29 @@ DEVICE void store_mask(u8* to, u32 passing) {
   }
 }
 
-// Cast along the rows, in place within the tile.
-DEVICE void cast_across(
-    u16* tile, Corner corner, const u32* signs, const RotatedJob& job, const Cast& c) {
+// Cast in place within the tile.
+DEVICE void cast_tile(u16* tile, Corner corner, const u32* signs, const RotatedJob& job, const Cast& c) {
   TensorScale scale, step;
-  find_scales(scale, step, job.parts, job.across_scale, job.part_count, c);
+  find_scales(scale, step, job, c);
   float y[HELD];
 #pragma unroll 1
-  for (int task = 0; task < 2; ++task) {
-    AcrossPlace place = across_place(task);
+  for (int turn = 0; turn < 2; ++turn) {
+    TilePlace place = tile_place(turn);
     u16* at = tile + PLACE(place.row) + place.column;
     i64 row = corner.row + place.row, column = corner.column + place.column;
-    load_across(y, at, job);
+    load_line(y, at, turn, job);
+#if DOWN
+    Line line = {{at + turn, PITCH, GAP}, signs, job.factor, (u64)((column + turn) * job.rows + row)};
+#else
     Line line = {{at, 1, 0}, signs, job.factor, (u64)(row * job.columns + column)};
-    u32 passing = cast_line<ACROSS_SIZE>(y, line, scale, step, DRAW_OF(c.draw), c);
+#endif
+    u32 passing = cast_line(y, line, scale, step, DRAW_OF(c.draw), c);
 #if MASKS
     if (row < job.rows && column < job.columns) store_mask(job.mask + line.first, passing);
 #endif
-#pragma unroll
-    for (int v = 0; v < HELD; v += 8) {
-      Packed<8, 16> out;
-#pragma unroll
-      for (int i = 0; i < 8; i += 2) out.words[i / 2] = __byte_perm(as_bits(y[v + i]), as_bits(y[v + i + 1]), 0x7632);
-      store_vector<8, 16>(tile, PLACE(place.row) + place.column + v, out);
-    }
+    store_line(at, turn, y);
   }
 }
-#endif
 
 KERNEL __launch_bounds__(THREADS, RESIDENT) cast_rotated(
     const __grid_constant__ RotatedJob job, const __grid_constant__ Cast c) {
@@ -213,14 +176,7 @@ KERNEL __launch_bounds__(THREADS, RESIDENT) cast_rotated(
   const u32* signs = SIGNS_OF(job);
   copy_tile<false>((u16*)job.x, tile, corner, job);
   __syncthreads();
-#if ACROSS
-  cast_across(tile, corner, signs, job, c);
+  cast_tile(tile, corner, signs, job, c);
   __syncthreads();
-  copy_tile<true>(job.across, tile, corner, job);
-#endif
-#if DOWN
-  cast_down(tile, corner, signs + 4, job, c);
-  __syncthreads();
-  copy_tile<true>(job.down, tile, corner, job);
-#endif
+  copy_tile<true>(job.out, tile, corner, job);
 }

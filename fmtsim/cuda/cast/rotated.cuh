@@ -1,10 +1,10 @@
 // What the kernels of rotated operands share: their macros, jobs, and the transforms of the numbers that a lane holds.
 //
 // A thread takes 32 neighbours of a line, and LANES lanes side by side hold 32 LANES neighbours: 64, which share random
-// words, or the 128 of a long transform. ACROSS or DOWN says along what a matrix is cast, its rows or its columns;
-// ACROSS_SIZE and DOWN_SIZE are the elements of a transform (1: none), NARROWS says that its result becomes bfloat16,
-// SCALED that x is multiplied by a number first, COUNTED that keys move on by a number on the device, RUN is the elements
-// of a scale's block, 16 or 32. CAST follows:
+// words, or the 128 of a long transform. DOWN says along what a matrix is cast, its rows (0) or its columns (1); SIZE is
+// the elements of a transform (1: none), NARROWS says that its result becomes bfloat16, SCALED that x is multiplied by a
+// number first, COUNTED that keys move on by a number on the device, RUN is the elements of a scale's block, 16 or 32.
+// CAST follows:
 #pragma once
 #define BLOCK_FORMAT 0  // the cast of a block format (block.cuh); scales of the tensor stay outside
 #define DEVIATION 1     // scale = power of two below RN32(RN32(deviation * FACTOR) + OFFSET); ties go to zero
@@ -15,22 +15,20 @@
 
 #define HELD 32
 #define PIECES (HELD / RUN)
-#define SLICES(size) ((size) > HELD ? (size) / HELD : 1)  // lanes of a transform
+#define SLICES (SIZE > HELD ? SIZE / HELD : 1)  // lanes of a transform
 
 struct alignas(16) RotatedJob {
   const u16* x;         // [rows, columns]
-  u16 *across, *down;   // the results, like x
-  u8* mask;             // of the result along the rows, or null
-  u32* parts;           // [2, part_count]: amaxes of parts of the tensor as it is cast along the rows, the columns
-  float *across_scale, *down_scale;  // the scales of the tensor that follow from them
-  i64 rows, columns;
+  u16* out;             // like x
+  u8* mask;             // or null
+  u32* parts;           // [part_count]: amaxes of parts of the tensor
+  float* scale;         // the scale of the tensor that follows from them
   const float* factor;  // what x is multiplied with, or null
-  i64 part_count;
-  u32 across_signs[4], down_signs[4];  // bit j: element j of each group changes its sign
-  const u64* count;                    // COUNTED: what the offsets of all keys are larger by
-  Draw down_draw;
-  Draw sign_draw;        // COUNTED: the key of random signs
-  u32 random, unused[3];  // COUNTED: whose signs are random: 1 those along the rows, 2 those along the columns
+  const u64* count;     // COUNTED: what the offsets of all keys are larger by
+  i64 rows, columns, part_count;
+  u32 signs[4];           // bit j: element j of each group changes its sign
+  Draw sign_draw;         // COUNTED: the key of random signs
+  u32 random, unused[3];  // COUNTED: whether signs are random
 };
 
 #if COUNTED
@@ -41,24 +39,24 @@ DEVICE Draw counted(const Draw& d, const RotatedJob& job) {
   return out;
 }
 
-// The signs along the rows and along the columns, made by each block of threads; what follows has to wait for all.
+// The signs, made by each block of threads; what follows has to wait for all.
 DEVICE const u32* signs_of(const RotatedJob& job) {
-  __shared__ u32 signs[8];
-  if (threadIdx.x < 8) {
-    u32 side = threadIdx.x / 4, word = threadIdx.x % 4, size = side ? DOWN_SIZE : ACROSS_SIZE;
-    u32 mask = side ? job.down_signs[word] : job.across_signs[word];
-    if (job.random >> side & 1) {
-      mask = word * 32 < size ? random_word(word, counted(job.sign_draw, job)) : 0;
-      if (size == 16) mask = (mask & 0xFFFFu) * 0x10001u;
+  __shared__ u32 signs[4];
+  u32 word = threadIdx.x;
+  if (word < 4) {
+    u32 mask = job.signs[word];
+    if (job.random) {
+      mask = word * 32 < SIZE ? random_word(word, counted(job.sign_draw, job)) : 0;
+      if (SIZE == 16) mask = (mask & 0xFFFFu) * 0x10001u;
     }
-    signs[threadIdx.x] = mask;
+    signs[word] = mask;
   }
   return signs;
 }
 #define SIGNS_OF(job) signs_of(job)
 #define DRAW_OF(draw) counted(draw, job)
 #else
-#define SIGNS_OF(job) job.across_signs  // those along the columns follow
+#define SIGNS_OF(job) job.signs
 #define DRAW_OF(draw) draw
 #endif
 
@@ -90,7 +88,6 @@ DEVICE float to_bfloat16(float x) {
 }
 
 // signs: those of a lane's numbers.
-template <int SIZE>
 DEVICE void rotate(float (&y)[HELD], u32 signs) {
   if (SIZE == 1) return;
 #pragma unroll
@@ -104,13 +101,13 @@ DEVICE void rotate(float (&y)[HELD], u32 signs) {
 }
 
 // The same in as few instructions as can be, for the rare ways: the transforms of COUNT numbers in a tile.
-template <int SIZE, int COUNT>
+template <int COUNT>
 DEVICE void rotate_slowly(float* y, const Source& source, const u32* signs, const float* factor) {
 #pragma unroll 1
   for (u32 i = 0; i < COUNT; ++i) {
     float x = as_float((u32)source.from[i * source.stride + i / HELD * source.gap] << 16);
     if (SCALED) x = __fmul_rn(x, *factor);
-    y[i] = as_float(as_bits(x) ^ (SIZE > 1 ? signs[i / 32 % SLICES(SIZE)] << (31 - i % 32) & 0x80000000u : 0u));
+    y[i] = as_float(as_bits(x) ^ (SIZE > 1 ? signs[i / 32 % SLICES] << (31 - i % 32) & 0x80000000u : 0u));
   }
   if (SIZE == 1) return;
 #pragma unroll 1
@@ -196,12 +193,11 @@ DEVICE void take_rests(u32 (&rests)[4], u64 counter, int i, const Draw& draw) {
 }
 
 // A line's numbers cast one by one, from memory; all lanes of a warp call it together (see block_rows.cu).
-template <int SIZE>
 __device__ __noinline__ void cast_exactly(
     u16* to, const Source& source, const u32* signs, const float* factor, u64 first, TensorScale tensor,
     const Draw& draw, const Cast& c) {
   float y[HELD];
-  rotate_slowly<SIZE, HELD>(y, source, signs, factor);
+  rotate_slowly<HELD>(y, source, signs, factor);
 #pragma unroll 1
   for (int start = 0; start < HELD; start += RUN) {
     u32 amax = 0;
@@ -257,28 +253,45 @@ DEVICE float loaded(u32 bits, const RotatedJob& job) {
   return SCALED ? __fmul_rn(as_float(bits), *job.factor) : as_float(bits);
 }
 
-DEVICE void load_across(float (&y)[HELD], const u16* from, const RotatedJob& job) {
+// Where the numbers of a lane begin that it takes in one of two turns: a row, or two columns that begin at a word.
+struct TilePlace { u32 row, column; };
+DEVICE TilePlace tile_place(int turn) {
+#if DOWN
+  return {threadIdx.x % LANES * HELD, threadIdx.x / LANES * 2};
+#else
+  u32 at = turn * THREADS + threadIdx.x;
+  return {at / (TILE_COLUMNS / HELD), at % (TILE_COLUMNS / HELD) * HELD};
+#endif
+}
+
+DEVICE void load_line(float (&y)[HELD], const u16* from, int turn, const RotatedJob& job) {
+#if DOWN
+#pragma unroll
+  for (int i = 0; i < HELD; ++i) {
+    u32 word = *(const u32*)(from + i * PITCH);
+    y[i] = loaded(turn ? word & 0xFFFF0000u : word << 16, job);
+  }
+#else
 #pragma unroll
   for (int v = 0; v < HELD; v += 8) {
     Packed<8, 16> in = load_vector<8, 16>(from, v);
 #pragma unroll
     for (int i = 0; i < 8; ++i) y[v + i] = loaded(i % 2 ? in.words[i / 2] & 0xFFFF0000u : in.words[i / 2] << 16, job);
   }
+#endif
 }
 
-// Column `odd` of two columns that begin at a word.
-DEVICE void load_down(float (&y)[HELD], const u16* from, int odd, const RotatedJob& job) {
+DEVICE void store_line(u16* to, int turn, const float (&y)[HELD]) {
+#if DOWN
 #pragma unroll
-  for (int i = 0; i < HELD; ++i) {
-    u32 word = *(const u32*)(from + i * PITCH);
-    y[i] = loaded(odd ? word & 0xFFFF0000u : word << 16, job);
+  for (int i = 0; i < HELD; ++i) to[i * PITCH + turn] = (u16)(as_bits(y[i]) >> 16);
+#else
+#pragma unroll
+  for (int v = 0; v < HELD; v += 8) {
+    Packed<8, 16> out;
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) out.words[i / 2] = __byte_perm(as_bits(y[v + i]), as_bits(y[v + i + 1]), 0x7632);
+    store_vector<8, 16>(to, v, out);
   }
+#endif
 }
-
-struct AcrossPlace { u32 row, column; };
-DEVICE AcrossPlace across_place(int task) {
-  u32 at = task * THREADS + threadIdx.x;
-  return {at / (TILE_COLUMNS / HELD), at % (TILE_COLUMNS / HELD) * HELD};
-}
-struct DownPlace { u32 row, column; };
-DEVICE DownPlace down_place() { return {threadIdx.x % LANES * HELD, threadIdx.x / LANES * 2}; }

@@ -28,7 +28,7 @@ _FILE, _THREADS, _TILE = "rotated.cu", 128, 8192  # a tile has 64 elements a thr
 _HELD = 32  # elements of a lane
 _PARTS = 8  # blocks of threads a multiprocessor that look for the amax of a tensor
 _GRID_LIMIT = 65535
-_JOB = struct.Struct("<11q8Iq")
+_JOB = struct.Struct("<10q4I")
 _WORD = Rounding(mode="stochastic")  # draws whole words
 _RANDOM = struct.Struct("<I12x")
 
@@ -47,18 +47,6 @@ class RotatedValues(NamedTuple):
     values: Tensor
     scale: Tensor | None
     mask: Tensor | None
-
-
-class _Side(NamedTuple):
-    """The cast of a launch."""
-
-    plan: Plan
-    values: Tensor
-    scale: Tensor | None
-    mask: Tensor | None
-    draw: bytes
-    signs: int
-    sign_key: RandomKey | None
 
 
 def covers(x: Tensor, quantizer: Quantizer) -> bool:
@@ -106,27 +94,35 @@ def cast_rotated(
     """
     plan = plan_of(quantizer)
     assert plan is not None  # covers has said so
-    side = _side(x, plan, keys, signs)
-    _launch(x, side, factor, count)
-    return RotatedValues(side.values, side.scale, side.mask)
-
-
-def _is_matrix(x: Tensor) -> bool:
-    rows = x.shape[0] if x.dim() == 2 else 0
-    return x.dtype == torch.bfloat16 and rows > 0 and x.numel() > 0 and max(x.shape) <= _GRID_LIMIT * 2 * _HELD
-
-
-def _side(x: Tensor, plan: Plan, keys: Keys, signs: Signs) -> _Side:
-    """Make room for the results of one cast."""
-    scale = _constant(plan.outside, x.device) if plan.outside is not None else None
+    scale = None if plan.outside is None else _constant(plan.outside, x.device)
     if plan.two_level:
         scale = torch.empty((), device=x.device)
     key = keys[plan.draws_scales]
     assert plan.drawn.mode != "stochastic" or key is not None
     values = torch.empty_like(x)  # with its strides
     mask = torch.empty_like(x, dtype=torch.bool) if plan.masks else None
-    sign_key = signs if plan.signs == "random" and isinstance(signs, RandomKey) else None
-    return _Side(plan, values, scale, mask, draw_of(plan.drawn, key), _mask_of(plan, signs), sign_key)
+    transposed, shape = (False, x.shape) if x.is_contiguous() else (True, x.shape[::-1])
+    x, index = x if aligned(x) else x.clone(), device_index(x)
+    find, cast = _kernels(plan, transposed, factor is not None, count is not None, index)
+    height = plan.lanes * _HELD if transposed else 2 * _HELD
+    grid, parts, part_count = (-(-shape[1] * height // _TILE), -(-shape[0] // height)), None, 0
+    if find is not None:
+        part_count = min(grid[0] * grid[1], _PARTS * multiprocessors(index))
+        parts = torch.empty(part_count, dtype=torch.int32, device=x.device)
+    pointers = (0 if t is None else t.data_ptr() for t in (x, values, mask, parts, scale, factor, count))
+    bits, sign_key = _mask_of(plan, signs), signs if plan.signs == "random" and isinstance(signs, RandomKey) else None
+    words = (bits >> 32 * place & 0xFFFFFFFF for place in range(4))
+    sign_draw = NO_DRAW if sign_key is None else draw_of(_WORD, sign_key)
+    job = _JOB.pack(*pointers, *shape, part_count, *words) + sign_draw + _RANDOM.pack(sign_key is not None)
+    if find is not None:
+        find(part_count, _THREADS, job)
+    cast(grid, _THREADS, job, plan.head + draw_of(plan.drawn, key) + plan.tail)
+    return RotatedValues(values, scale, mask)
+
+
+def _is_matrix(x: Tensor) -> bool:
+    rows = x.shape[0] if x.dim() == 2 else 0
+    return x.dtype == torch.bfloat16 and rows > 0 and x.numel() > 0 and max(x.shape) <= _GRID_LIMIT * 2 * _HELD
 
 
 def _mask_of(plan: Plan, signs: Signs) -> int:
@@ -148,24 +144,6 @@ def _constant(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, device=device)
 
 
-def _launch(x: Tensor, side: _Side, factor: Tensor | None, count: Tensor | None) -> None:
-    """Launch the kernels of one read of a matrix, along the rows or the columns that memory has."""
-    transposed, shape = (False, tuple(x.shape)) if x.is_contiguous() else (True, tuple(x.shape[::-1]))
-    x = x if aligned(x) else x.clone()
-    plan, index = side.plan, device_index(x)
-    find, cast = _kernels(plan, transposed, factor is not None, count is not None, index)
-    height = plan.lanes * _HELD if transposed else 2 * _HELD
-    grid = -(-shape[1] * height // _TILE), -(-shape[0] // height)
-    parts, part_count = None, 0
-    if find is not None:
-        part_count = min(grid[0] * grid[1], _PARTS * multiprocessors(index))
-        parts = torch.empty(2 * part_count, dtype=torch.int32, device=x.device)
-    job = _job_bytes(x, shape, side, transposed, parts, part_count, factor, count)
-    if find is not None:
-        find(part_count, _THREADS, job)
-    cast(grid, _THREADS, job, plan.head + (NO_DRAW if transposed else side.draw) + plan.tail)
-
-
 def _kernels(plan: Plan, transposed: bool, multiplies: bool, counts: bool, index: int) -> tuple[Kernel | None, Kernel]:
     """Return the kernels that find the amaxes of a tensor, where its scale needs them, and that cast."""
     key = plan.number, transposed, multiplies, counts, index
@@ -180,22 +158,3 @@ def _kernels(plan: Plan, transposed: bool, multiplies: bool, counts: bool, index
 
 
 _loaded: dict[tuple[int, bool, bool, bool, int], tuple[Kernel | None, Kernel]] = {}
-
-
-def _job_bytes(
-    x: Tensor, shape: tuple[int, ...], side: _Side, transposed: bool, parts: Tensor | None, part_count: int,
-    factor: Tensor | None, count: Tensor | None,
-) -> bytes:  # fmt: skip
-    """Return a ``RotatedJob``: along the columns what is ``transposed``, else along the rows."""
-    across, down = (
-        ((None, None), (side.values, side.scale)) if transposed else ((side.values, side.scale), (None, None))
-    )
-    tensors = x, across[0], down[0], side.mask, parts, across[1], down[1]
-    pointers = [0 if t is None else t.data_ptr() for t in tensors]
-    own = [side.signs >> 32 * place & 0xFFFFFFFF for place in range(4)]
-    words = [0] * 4 + own if transposed else own + [0] * 4
-    at, counter = (0 if t is None else t.data_ptr() for t in (factor, count))
-    key = side.sign_key
-    draws = (side.draw if transposed else NO_DRAW) + (NO_DRAW if key is None else draw_of(_WORD, key))
-    random = 0 if key is None else 2 if transposed else 1
-    return _JOB.pack(*pointers, *shape, at, part_count, *words, counter) + draws + _RANDOM.pack(random)

@@ -83,8 +83,11 @@ def kernel_macros(plan: Plan, transposed: bool, multiplies: bool = False, counts
 
     ``multiplies``: it casts products with a number; ``counts``: its keys move on by a number on the device.
     """
-    sizes = (0, plan.size) if transposed else (plan.size, 0)
-    return _macros(plan.defines, plan.lanes, *sizes, plan.rounded, plan.masks, multiplies, counts)
+    own = macros(
+        LANES=plan.lanes, SCALED=multiplies, COUNTED=counts, DOWN=transposed, SIZE=plan.size, NARROWS=plan.rounded,
+        MASKS=plan.masks and not transposed,
+    )  # fmt: skip
+    return (*plan.defines, *own)
 
 
 def plan_of(quantizer: Quantizer) -> Plan | None:
@@ -219,14 +222,3 @@ def _small(fmt: Any) -> TypeGuard[FloatFormat]:
 def _numbers(cast: int, **values: Any) -> Defines:
     """Return macros: what is cast how, and numbers as the bits of their float32."""
     return macros(CAST=cast, **{name: float_bits(value) for name, value in values.items()})
-
-
-@lru_cache(maxsize=1024)
-def _macros(
-    defines: Defines, lanes: int, across: int, down: int, rounded: bool, masks: bool, multiplies: bool, counts: bool
-) -> Defines:
-    own = macros(
-        LANES=lanes, SCALED=multiplies, COUNTED=counts, ACROSS=across > 0, ACROSS_SIZE=max(across, 1), DOWN=down > 0,
-        DOWN_SIZE=max(down, 1), NARROWS=rounded, MASKS=masks and across > 0,
-    )  # fmt: skip
-    return (*defines, *own)

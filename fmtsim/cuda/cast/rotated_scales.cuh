@@ -65,11 +65,10 @@ DEVICE bool quick_scale(const float (&y)[HELD], u32 amax, float& scale) {
 }
 
 // That of the finite ones among them; all lanes of a warp call it together (see block_rows.cu).
-template <int SIZE>
 __device__ __noinline__ float deviation_slowly(const Source& source, const u32* signs, const float* factor) {
   float y[HELD];
   double sums[HELD / 2];
-  rotate_slowly<SIZE, HELD>(y, source, signs, factor);
+  rotate_slowly<HELD>(y, source, signs, factor);
   u32 count = 0;
 #pragma unroll 1
   for (int i = 0; i < HELD; ++i) {
@@ -143,11 +142,10 @@ DEVICE float scale_drawn(float value, u32 rest) {
 
 // Sums of the products of a group, in the order of fmtsim.scaling.statistics.folded_sum: places whose bits are read
 // backwards are added like digits that carry.
-template <int SIZE>
 __device__ __noinline__ float correction_slowly(
     const Source& source, const u32* signs, const float* factor, float tensor) {
   float y[GROUP];
-  rotate_slowly<SIZE, GROUP>(y, source, signs, factor);
+  rotate_slowly<GROUP>(y, source, signs, factor);
   double over[8], square[8];
 #pragma unroll 1
   for (u32 k = 0; k < GROUP; ++k) {
@@ -163,7 +161,6 @@ __device__ __noinline__ float correction_slowly(
 }
 
 // Cast a lane's rotated numbers in place.
-template <int SIZE>
 DEVICE void cast_corrected(float (&y)[HELD], const Line& line, float tensor, const Draw& draw) {
   Piece piece[PIECES];
   double over = 0.0, square = 0.0;
@@ -196,7 +193,7 @@ DEVICE void cast_corrected(float (&y)[HELD], const Line& line, float tensor, con
     u32 back = threadIdx.x % (GROUP / HELD);
     Source source = line.source;
     source.from -= back * (HELD * source.stride + source.gap);
-    float again = correction_slowly<SIZE>(source, line.signs, line.factor, tensor);
+    float again = correction_slowly(source, line.signs, line.factor, tensor);
     if (near) correction = again;
     __syncwarp();  // the others have read what this lane is about to write
   }
