@@ -166,7 +166,7 @@ def rotations(device: torch.device) -> None:
     hadamard, rotated = (importlib.import_module(f"fmtsim.cuda.cast.{name}") for name in ("hadamard", "rotated"))
     keys = RandomKey(1, 2), None
     for (quantizer, turned), shape in itertools.product(
-        importlib.import_module("fmtsim.cuda.cast.variants").rotated_quantizers(), ((64, 192), (192, 64))
+        importlib.import_module("fmtsim.cuda.cast.kernel_variants").rotated_quantizers(), ((64, 192), (192, 64))
     ):
         for x in layouts(shape, torch.bfloat16, device):
             x = x.mT if turned else x
