@@ -59,7 +59,7 @@ def recheck(
     """Run calls of every rule natively and emulated, on data that shows rounding and on NaN, Inf and subnormals.
 
     Args:
-        target: The machine; guesses are left out, because they claim nothing.
+        target: The target; guesses are left out, because they claim nothing.
         device: Its GPU.
         calls: Of every rule; sizes are spread over those that it knows.
         work: Largest M N K of a call; a rule of larger ones alone has its smallest tried.

@@ -11,13 +11,13 @@ from fmtsim.cli.operands import DATA, Operands, make_operands
 from fmtsim.cli.options import (
     add_device,
     add_json,
-    add_machine,
+    add_target,
     check_device,
     check_file,
     flag,
-    machine_given,
     option,
-    read_machine,
+    read_target,
+    target_given,
 )
 from fmtsim.cli.output import MISMATCH, answer
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("m", "n", "k"):
         parser.add_argument(name, type=int, metavar=name.upper(), help=f"{name.upper()} of [M, K] x [K, N]")
     how = parser.add_argument_group("who multiplies (one of these)")
-    add_machine(how)
+    add_target(how)
     option(how, "--accumulate", "fp32, fp16 or fp64, where the target or unit has several", metavar="FORMAT")
     flag(how, "--slow", f"use_fast_accum=False; for a unit: a new chain every {SLOW_EVERY} products")
     where = parser.add_argument_group("where")
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = (arguments.dtype, arguments.b_dtype or arguments.dtype)
     operands = make_operands((arguments.m, arguments.n, arguments.k), names, arguments.data, arguments.seed)
     moved = on_device(operands, arguments.device)
-    options = machine(arguments)
+    options = chosen_target(arguments)
     native = True if arguments.check else False if arguments.emulate else None
     explanation = explained(moved, {**options, "native": native}, arguments)
     with warnings.catch_warnings():
@@ -99,9 +99,9 @@ def on_device(operands: Operands, name: str) -> Operands:
     return operands._replace(a=operands.a.to(name), b=operands.b.to(name))
 
 
-def machine(arguments: argparse.Namespace) -> dict[str, Any]:
+def chosen_target(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return target, unit or datapath, plan and accumulator as the verbs take them."""
-    options = {name: value for name, value in read_machine(arguments).items() if value is not None or name in BOTH}
+    options = {name: value for name, value in read_target(arguments).items() if value is not None or name in BOTH}
     if arguments.plan is None and arguments.slow and arguments.target is None:
         from fmtsim.spec.plan import GemmPlan
 
@@ -136,8 +136,8 @@ def timed(operands: Operands, options: dict[str, Any], arguments: argparse.Names
     shared = {"generator": arguments.seed} if stochastic else {}
     start = time.perf_counter()
     if operands.a.dtype == operands.b.dtype == torch.int8:
-        machines = {name: options.get(name) for name in ("target", "unit", "datapath", "native")}
-        y = int_mm(operands.a, operands.b, **machines)
+        chosen = {name: options.get(name) for name in ("target", "unit", "datapath", "native")}
+        y = int_mm(operands.a, operands.b, **chosen)
     elif _is_scaled(operands, options):
         one = torch.ones((), device=operands.a.device)
         y = scaled_mm(
@@ -208,7 +208,7 @@ def save(y: "torch.Tensor", path: Path) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    given = machine_given(arguments)
+    given = target_given(arguments)
     if len(given) != 1:
         what = "several of them are given" if given else "none is given"
         raise ArgumentError(f"fmtsim mm takes one of --target, --unit and --datapath, but {what}; try --target h200")

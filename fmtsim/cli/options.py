@@ -11,7 +11,7 @@ from fmtsim.formats.spec import OVERFLOWS
 from fmtsim.rounding.modes import MODES
 
 MOST_THREADS = 1024  # beyond, torch's thread library may bring the process down instead of saying no
-MACHINE = ("target", "unit", "datapath")
+TARGET_OPTIONS = ("target", "unit", "datapath")
 
 Parser = argparse._ActionsContainer
 """A parser, or a group of its options."""
@@ -62,7 +62,7 @@ def add_device(parser: Parser, default: str = "cpu") -> None:
     option(parser, "--device", names, default, "DEVICE")
 
 
-def add_machine(parser: Parser) -> None:
+def add_target(parser: Parser) -> None:
     """Add ``--target``, ``--unit``, ``--datapath`` and ``--plan``: who multiplies, and in which order."""
     option(parser, "--target", "a GPU with its library, such as h200, or a plan file", metavar="NAME")
     option(parser, "--unit", "an MMA unit alone, such as hopper.wgmma or exact", metavar="NAME")
@@ -71,12 +71,12 @@ def add_machine(parser: Parser) -> None:
     option(parser, "--plan", "an accumulation order, such as promote_every=128", metavar=record)
 
 
-def machine_given(arguments: argparse.Namespace) -> list[str]:
+def target_given(arguments: argparse.Namespace) -> list[str]:
     """Return which of ``--target``, ``--unit`` and ``--datapath`` are given."""
-    return [name for name in MACHINE if getattr(arguments, name) is not None]
+    return [name for name in TARGET_OPTIONS if getattr(arguments, name) is not None]
 
 
-def read_machine(arguments: argparse.Namespace) -> dict[str, Any]:
+def read_target(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return target, unit, datapath and plan as given, records of the last two."""
     from fmtsim.spec.datapath import Datapath
     from fmtsim.spec.plan import GemmPlan

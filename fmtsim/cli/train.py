@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fmtsim.cli.options import (
-    MACHINE,
+    TARGET_OPTIONS,
     add_device,
     add_json,
-    add_machine,
+    add_target,
     check_device,
     check_threads,
     count,
     flag,
-    machine_given,
     option,
-    read_machine,
+    read_target,
+    target_given,
 )
 from fmtsim.cli.output import MISMATCH, answer, format_table, json_text
 from fmtsim.cli.train_summary import summary
@@ -42,7 +42,7 @@ DEFAULTS = {"steps": 600, "batch_size": 16, "context": 64, "width": 128, "layers
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     _add_scheme(parser.add_argument_group("what is simulated"))
-    _add_machine(parser.add_argument_group("who multiplies (float32 sums in no particular order, or one of these)"))
+    _add_target(parser.add_argument_group("who multiplies (float32 sums in no particular order, or one of these)"))
     how = parser.add_argument_group("model and training")
     for name, text in SIZES.items():
         option(how, f"--{name.replace('_', '-')}", text, DEFAULTS[name])
@@ -78,8 +78,8 @@ def _add_scheme(group: "argparse._ArgumentGroup") -> None:
     option(group, "--scaling", scaling, choices=SCALINGS)
 
 
-def _add_machine(group: "argparse._ArgumentGroup") -> None:
-    add_machine(group)
+def _add_target(group: "argparse._ArgumentGroup") -> None:
+    add_target(group)
     fast = "use_fast_accum=True of a target's forward products; gradients promote their accumulators"
     flag(group, "--fast-accum", fast)
     flag(group, "--fast-backward", "use_fast_accum=True for gradients as well")
@@ -177,7 +177,7 @@ def _config(arguments: argparse.Namespace) -> "TrainConfig":
             scaling=arguments.scaling,
             rounding=arguments.rounding or "nearest_even",
             grad_rounding=arguments.grad_rounding or "nearest_even",
-            **_machine(arguments),
+            **_target(arguments),
         )
     )
     return TrainConfig(
@@ -197,20 +197,20 @@ def _recipe(arguments: argparse.Namespace) -> "Scheme":
     from fmtsim.recipes import get_recipe
     from fmtsim.training.schemes import HIGH_PRECISION, Scheme
 
-    others = ("format", "grad_format", "scaling", "rounding", "grad_rounding", *MACHINE, "plan", "fast_accum",
+    others = ("format", "grad_format", "scaling", "rounding", "grad_rounding", *TARGET_OPTIONS, "plan", "fast_accum",
               "fast_backward", "check")  # fmt: skip
     given = [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name)]
     if given:
         raise ArgumentError(
-            f"--recipe says everything about formats and machines; leave {' and '.join(given)} out, or put it into a "
+            f"--recipe says everything about formats and targets; leave {' and '.join(given)} out, or put it into a "
             "recipe file of your own"
         )
     return Scheme(format=HIGH_PRECISION, recipe=get_recipe(arguments.recipe))
 
 
-def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the machine's options as a Scheme takes them."""
-    given = machine_given(arguments)
+def _target(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return target, unit and plan as a Scheme takes them."""
+    given = target_given(arguments)
     if len(given) > 1:
         raise ArgumentError(
             f"fmtsim train takes one of --target, --unit and --datapath, not {' and '.join(f'--{n}' for n in given)}"
@@ -219,7 +219,7 @@ def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ArgumentError("--plan is an accumulation order; pass --target, --unit or --datapath as well")
     if arguments.fast_accum and arguments.target is None:
         raise ArgumentError("--fast-accum chooses between a library's kernels; pass --target as well")
-    options = read_machine(arguments)
+    options = read_target(arguments)
     own = options.pop("datapath")
     fast = {name: getattr(arguments, name) for name in ("fast_accum", "fast_backward")}
     return {**options, **fast, "unit": arguments.unit if own is None else own}

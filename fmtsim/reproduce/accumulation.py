@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fmtsim.gemm.products.matmul import mm
 from fmtsim.quantize import quantize
-from fmtsim.reproduce.claim import Claim, Measured, Tell, near
+from fmtsim.reproduce.claim import Claim, Measured, Tell, near, settings
 from fmtsim.reproduce.samples import generator, told
 from fmtsim.spec.plan import GemmPlan
 
@@ -52,14 +52,14 @@ CLAIMS = (
         says="Hopper's FP8 sums of 4096 products err by percents; promotion every 128 brings them below 0.1 %",
         source="DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.2; MMA-Sim c785138 (13 fraction bits)",
         measure=accumulation,
-        settings=(
-            ("unit", "hopper.wgmma"),
-            ("format", "e4m3"),
-            ("k", 4096),
-            ("rows", 64),
-            ("top", 448.0),
-            ("promote", (None, 1024, 512, 256, 128, 64)),
-            ("seed", 0),
+        settings=settings(
+            unit="hopper.wgmma",
+            format="e4m3",
+            k=4096,
+            rows=64,
+            top=448.0,
+            promote=(None, 1024, 512, 256, 128, 64),
+            seed=0,
         ),
         expected=(
             near("uniform, never promoted", 0.075, 0.05),

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fmtsim.nn.sdpa import flash_attention_3, quantised_attention
-from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, near
+from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, near, settings
 from fmtsim.reproduce.samples import generator, told
 
 
@@ -45,10 +45,7 @@ CLAIMS = (
         says="random signs, rotations and block scales lower the error of FP8 attention with outliers 2.6 times",
         source="Shah et al., FlashAttention-3, arXiv:2407.08608, table 3",
         measure=flash_attention,
-        settings=(
-            ("heads", 8), ("queries", 1024), ("keys", 4096), ("features", 128), ("outliers", 1e-3), ("times", 10.0),
-            ("seed", 1),
-        ),
+        settings=settings(heads=8, queries=1024, keys=4096, features=128, outliers=1e-3, times=10.0, seed=1),
         expected=(
             Expected(name="baseline / FlashAttention-3", low=2.0, high=2.7, published=2.6),
             near("baseline", 1.94e-2, 0.15),

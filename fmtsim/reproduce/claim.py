@@ -58,6 +58,11 @@ def exactly(name: str, value: float, origin: Origin = "formula") -> Expected:
     return Expected(name=name, low=value, high=value, published=value, origin=origin)
 
 
+def settings(**values: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the settings of an experiment as pairs of name and value."""
+    return tuple(values.items())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """Hold what an experiment gives.

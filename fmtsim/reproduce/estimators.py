@@ -9,7 +9,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.quantize import quantize
 from fmtsim.recipes.registry import get_recipe
-from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, near
+from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, near, settings
 from fmtsim.reproduce.samples import normal, relative_error, slope_of, through, told
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast
@@ -142,13 +142,7 @@ CLAIMS = (
         says="correcting each group's scale errs less than half of what stochastic rounding does, and is unbiased too",
         source=_EDEN,
         measure=eden,
-        settings=(
-            ("recipe", "quartet2"),
-            ("operand_name", "g_d"),
-            ("headroom", 16 / 17),
-            ("shape", (2048, 1024)),
-            ("seed", 0),
-        ),
+        settings=settings(recipe="quartet2", operand_name="g_d", headroom=16 / 17, shape=(2048, 1024), seed=0),
         expected=(
             near("error, EDEN", 0.0097, 0.02),
             near("error, stochastic", 0.0236, 0.02),
@@ -162,7 +156,7 @@ CLAIMS = (
         says="eight random bits round toward zero by 1/512 of a step on average, and never move the last 1/256",
         source="Transformer Engine d0067d0, ptx.cuh (random bits of cvt.rs)",
         measure=stochastic,
-        settings=(("random_bits", 8), ("points", 1 << 13), ("seed", 0)),
+        settings=settings(random_bits=8, points=1 << 13, seed=0),
         expected=(
             near("mean error, steps", -1 / 512, 0.25, "formula"),
             Expected(name="part that leaves 2 + 0.99/256", low=0, high=0, published=0, origin="formula"),
@@ -173,11 +167,8 @@ CLAIMS = (
         says="four-bit normal numbers err least when clipped at 2.92 standard deviations",
         source=f"{_QUARTET} (the constant 2.92247856)",
         measure=clip,
-        settings=(
-            ("format", "e2m1"),
-            ("multiples", tuple(2.6 + 0.02 * i for i in range(33))),
-            ("samples", (1024, 1024)),
-            ("seed", 0),
+        settings=settings(
+            format="e2m1", multiples=tuple(2.6 + 0.02 * i for i in range(33)), samples=(1024, 1024), seed=0
         ),
         expected=(
             Expected(name="best clip, sigma", low=2.86, high=2.98, published=2.922, origin="code"),
@@ -189,7 +180,7 @@ CLAIMS = (
         says="Quartet's forward cast errs more than it has to, its backward cast is unbiased and never clips",
         source=_QUARTET,
         measure=quest,
-        settings=(("phases", 16), ("shape", (256, 1024)), ("seed", 0)),
+        settings=settings(phases=16, shape=(256, 1024), seed=0),
         expected=(
             near("error, forward", 0.0223, 0.03),
             near("least over phases", 0.016, 0.05),
@@ -206,7 +197,7 @@ CLAIMS = (
         says="the capped differentiable estimator passes 0.59 of the gradient on average, without cap all of it",
         source="Wang et al., arXiv:2501.17116 (k = 5, cap 3)",
         measure=differentiable,
-        settings=(("k", 5.0), ("cap", 3.0), ("points", 1 << 20)),
+        settings=settings(k=5.0, cap=3.0, points=1 << 20),
         expected=(
             near("mean slope", 0.5935, 0.001),
             Expected(name="mean slope, no cap", low=0.9, high=1.1, published=1.0, origin="formula"),

@@ -11,7 +11,7 @@ from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.nn.convert import convert
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe, Rule
-from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell
+from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, settings
 from fmtsim.reproduce.samples import descend, told
 from fmtsim.reproduce.widths import text
 from fmtsim.rounding.modes import Rounding
@@ -141,9 +141,7 @@ CLAIMS = (
         says="NVFP4 trains within 1 % of bfloat16, and MXFP4 loses more",
         source=_NVFP4,
         measure=nvfp4,
-        settings=(
-            ("seeds", (0, 1)), ("lr", 4e-3), ("steps", 150), ("batch", 4), ("layers", 4), ("decay", 0.9), ("clip", 1.0),
-        ),
+        settings=settings(seeds=(0, 1), lr=4e-3, steps=150, batch=4, layers=4, decay=0.9, clip=1.0),
         expected=(
             Expected(name="all of it, gap in %", high=1.0, published=1.0),
             Expected(name="gap of MXFP4 over NVFP4's", low=1.0, published=2.5 / 1.5),
@@ -160,10 +158,9 @@ CLAIMS = (
         says="some bfloat16 trainings fail near the largest learning rates, and E8M3 ones no more rarely",
         source=_BACK,
         measure=mantissa,
-        settings=(
-            ("recipes", ("amp_bf16", "e8m5", "e8m4", "e8m3")), ("rates", (3e-3, 5e-3, 7e-3, 9e-3)),
-            ("seeds", (0, 1, 2, 3)), ("failed", 3.0), ("steps", 100), ("batch", 4), ("layers", 2), ("decay", 0.0),
-            ("clip", math.inf),
+        settings=settings(
+            recipes=("amp_bf16", "e8m5", "e8m4", "e8m3"), rates=(3e-3, 5e-3, 7e-3, 9e-3), seeds=(0, 1, 2, 3),
+            failed=3.0, steps=100, batch=4, layers=2, decay=0.0, clip=math.inf,
         ),
         expected=(
             Expected(name="amp_bf16, failed runs in %", low=0.1, high=30.0, published=10.0),

@@ -12,7 +12,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import LogFormat
 from fmtsim.optim import SGD, Adam, AdamW, Madam, QuantizedOptimizer, Scheme, StateFormat, get_scheme, memory
 from fmtsim.optim import codec as states
-from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near
+from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near, settings
 from fmtsim.reproduce.samples import descend, generator, relative_error, told
 from fmtsim.training.corpus import Corpus, load_corpus, sample
 from fmtsim.training.gpt import GPT, GPTConfig
@@ -181,7 +181,7 @@ CLAIMS = (
         says="expanding each group's range lowers the error of E4M3 moments, and no second moment becomes zero",
         source=_COAT,
         measure=expansion,
-        settings=(("scheme", "coat"), ("plain", "coat_plain"), ("count", 1 << 20), ("seed", 0)),
+        settings=settings(scheme="coat", plain="coat_plain", count=1 << 20, seed=0),
         expected=(
             near("error of m, plain", 4.9e-4, 0.03),
             near("error of m, expanded", 1.08e-4, 0.03),
@@ -199,7 +199,7 @@ CLAIMS = (
         says="a second moment with one scale a tensor underflows in E4M3, in E5M2 hardly",
         source="Fishman et al., arXiv:2409.12517, section 5",
         measure=underflow,
-        settings=(("formats", ("e4m3_ieee", "e5m2")), ("count", 1 << 20), ("seed", 0)),
+        settings=settings(formats=("e4m3_ieee", "e5m2"), count=1 << 20, seed=0),
         expected=(
             Expected(name="part of v lost, e4m3_ieee", low=0.2),
             Expected(name="part of v lost, e5m2", high=0.01),
@@ -211,7 +211,7 @@ CLAIMS = (
         says="an E4M3 and a float16 moment, float16 master weights and 8-bit gradients take 6 bytes instead of 16",
         source=_FP8LM,
         measure=bytes_kept,
-        settings=(("scheme", "fp8lm"), ("shape", (512, 512))),
+        settings=settings(scheme="fp8lm", shape=(512, 512)),
         expected=(
             near("bytes, first moment", 1.0, 0.05, "paper"),
             near("bytes, second moment", 2.0, 0.05, "paper"),
@@ -227,7 +227,7 @@ CLAIMS = (
         says="bfloat16 weights that only grow by small steps stall at 256, with stochastic rounding they do not",
         source="gpu-mode/lectures 7cb40f6, lecture 30; pytorch/ao 36027d8, bf16_stochastic_round",
         measure=stall,
-        settings=(("scheme", "bf16_sr"), ("steps", 100), ("copies", 4096), ("seed", 0)),
+        settings=settings(scheme="bf16_sr", steps=100, copies=4096, seed=0),
         expected=(
             exactly("200 + 100 x 1, to nearest", 256.0, "code"),
             near("200 + 100 x 1, stochastic", 300.0, 0.01, "code"),
@@ -238,12 +238,7 @@ CLAIMS = (
         says="weights kept as 12-bit logarithms degrade SGD and Adam, multiplicative updates not",
         source="Zhao et al., LNS-Madam, arXiv:2106.13914, section 4.3",
         measure=logarithmic,
-        settings=(
-            ("bits", (16, 12)),
-            ("rates", (("Madam", 1 / 64), ("Adam", 1e-3), ("SGD", 1e-2))),
-            ("steps", 300),
-            ("seed", 1),
-        ),
+        settings=settings(bits=(16, 12), rates=(("Madam", 1 / 64), ("Adam", 1e-3), ("SGD", 1e-2)), steps=300, seed=1),
         expected=(
             Expected(name="Madam, loss at 12 bits over 16", low=0.97, high=1.03, published=1.0),
             Expected(name="Adam, loss at 12 bits over 16", low=1.1),
@@ -257,19 +252,19 @@ CLAIMS = (
         says="8-bit, FP8 and expanded states train like float32 ones; both moments in E4M3 with one scale do not",
         source=f"Dettmers et al., arXiv:2110.02861; {_FP8LM}; {_COAT}; Fishman et al., arXiv:2409.12517",
         measure=parity,
-        settings=(
-            ("schemes", ("bnb8", "fp8lm", "coat", "intel_2t", "fp8lm_v8")),
-            ("seeds", (0, 1, 2)),
-            ("steps", 200),
-            ("width", 64),
-            ("batch", 8),
-            ("lr", 3e-3),
+        settings=settings(
+            schemes=("bnb8", "fp8lm", "coat", "intel_2t", "fp8lm_v8"),
+            seeds=(0, 1, 2),
+            steps=200,
+            width=64,
+            batch=8,
+            lr=3e-3,
         ),
         expected=(
-            Expected(name="bnb8 less fp32, spreads", low=-1.0, high=1.0, published=0.0),
-            Expected(name="fp8lm less fp32, spreads", low=-1.0, high=1.0, published=0.0),
-            Expected(name="coat less fp32, spreads", low=-1.0, high=1.0, published=0.0),
-            Expected(name="intel_2t less fp32, spreads", low=-1.0, high=1.0, published=0.0),
+            *(
+                Expected(name=f"{name} less fp32, spreads", low=-1.0, high=1.0, published=0.0)
+                for name in ("bnb8", "fp8lm", "coat", "intel_2t")
+            ),
             Expected(name="fp8lm_v8 less fp32, spreads", low=3.0),
         ),
         notes="200 steps of a GPT of 120 thousand parameters; a spread is that of float32's losses over three seeds",

@@ -8,7 +8,7 @@ from torch import Tensor
 from fmtsim.gemm.layers.operand import Draws
 from fmtsim.gemm.layers.prepare import prepare, rotated
 from fmtsim.nn.smooth import smooth_swiglu
-from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near
+from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near, settings
 from fmtsim.reproduce.estimators import operand
 from fmtsim.reproduce.samples import decibels, draw, generator, normal, relative_error, through, told
 from fmtsim.scaling.history import DelayedScale
@@ -124,12 +124,8 @@ CLAIMS = (
         says="keeping what a clamp cuts off in high precision raises the signal to noise of FP4, the more the lower",
         source=_FP4,
         measure=clamping,
-        settings=(
-            ("recipe", "fp4_ms"),
-            ("distributions", ("t3", "rare")),
-            ("levels", (0.999, 0.99, 0.97)),
-            ("shape", (1024, 1024)),
-            ("seed", 0),
+        settings=settings(
+            recipe="fp4_ms", distributions=("t3", "rare"), levels=(0.999, 0.99, 0.97), shape=(1024, 1024), seed=0
         ),
         expected=(
             exactly("in the paper's order", 1.0, "paper"),
@@ -152,7 +148,7 @@ CLAIMS = (
         says="a rotation takes an outlier channel out of INT8's way, one along the tokens an outlier token",
         source=_HALO,
         measure=rotation,
-        settings=(("times", 50.0), ("shape", (1024, 1024)), ("seed", 0)),
+        settings=settings(times=50.0, shape=(1024, 1024), seed=0),
         expected=(
             near("channel, level 0", 0.210, 0.1),
             near("channel, level 1", 0.0107, 0.1),
@@ -168,7 +164,7 @@ CLAIMS = (
         says="a token a hundred times as large saturates under delayed scaling, behind Smooth-SwiGLU it does not",
         source="Fishman et al., arXiv:2409.12517; Megatron-DeepSpeed 20029cf, class ScaledSwiglu",
         measure=spike,
-        settings=(("recipe", "te_delayed"), ("times", 100.0), ("calls", 8), ("shape", (256, 1024)), ("seed", 0)),
+        settings=settings(recipe="te_delayed", times=100.0, calls=8, shape=(256, 1024), seed=0),
         expected=(
             near("delayed, plain: the spike", 0.906, 0.03),
             Expected(name="delayed, smooth: the spike", high=0.03),

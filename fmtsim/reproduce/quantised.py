@@ -9,7 +9,7 @@ from torch import nn
 
 from fmtsim.ptq import ptq
 from fmtsim.ptq.memory import SCHEMES, bits_per_element, cache_gigabytes, devices, weight_gigabytes
-from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly
+from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, settings
 from fmtsim.reproduce.samples import generator, told
 
 _SHEN = "Shen et al., Efficient Post-training Quantization with FP8 Formats, arXiv:2309.14592, abstract"
@@ -93,9 +93,9 @@ CLAIMS = (
         says="calibrated E4M3 keeps more workloads than INT8, which loses those with outliers",
         source=f"{_SHEN}: 92.64 % of workloads against 65.87 %",
         measure=coverage,
-        settings=(
-            ("recipes", ("e4m3_static", "int8_static")), ("outliers", (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)),
-            ("workloads", 4), ("width", 64), ("classes", 4), ("loss", 0.05), ("seed", 0),
+        settings=settings(
+            recipes=("e4m3_static", "int8_static"), outliers=(1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0),
+            workloads=4, width=64, classes=4, loss=0.05, seed=0,
         ),
         expected=(
             Expected(name="e4m3_static, workloads %", low=90.0, published=92.64),

@@ -9,7 +9,7 @@ from fmtsim.formats.block import scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.quantize import quantize
-from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near
+from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near, settings
 from fmtsim.reproduce.samples import decibels, draw, generator, normal, relative_error, told
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast
@@ -160,7 +160,7 @@ CLAIMS = (
         says="INT8 is best for uniform numbers, E2M5 for normal ones, more exponent bits only pay with outliers",
         source=_QUALCOMM,
         measure=table,
-        settings=(("count", 200_000), ("clips", 24), ("distributions", (*_PUBLISHED, "t3")), ("seed", 0)),
+        settings=settings(count=200_000, clips=24, distributions=(*_PUBLISHED, "t3"), seed=0),
         expected=(
             *(exactly(f"{distribution}: {name} is best", 1.0, "paper") for distribution, name in _WINNERS),
             *(
@@ -181,7 +181,7 @@ CLAIMS = (
         says="LogFMT of 8 bits beats E4M3 and E5M2, of 10 bits it comes near bfloat16; LNS8 is as good as E4M3",
         source="DeepSeek, Insights into DeepSeek-V3, arXiv:2505.09343; Zhao et al., arXiv:2106.13914",
         measure=logarithmic,
-        settings=(("rows", 4096), ("block", 128), ("gammas", (1, 2, 4, 8, 16, 32)), ("seed", 0)),
+        settings=settings(rows=4096, block=128, gammas=(1, 2, 4, 8, 16, 32), seed=0),
         expected=(
             _within("logfmt8, dB", 37.0, 0.2),
             _within("logfmt10, dB", 49.1, 0.2),
@@ -198,7 +198,7 @@ CLAIMS = (
         says="scales of powers of two, or of 16, cost FP8 nothing: its error does not depend on where a scale lies",
         source="Intel Neural Compressor 9b47d09, FP8 on Gaudi",
         measure=phases,
-        settings=(("shape", (1024, 1024)), ("decades", 3.0), ("seed", 0)),
+        settings=settings(shape=(1024, 1024), decades=3.0, seed=0),
         expected=tuple(_within(f"{name}, dB", 31.5, 0.2) for name in ("exact", "power of two", "16^k")),
     ),
     Claim(
@@ -206,7 +206,7 @@ CLAIMS = (
         says="how a scale meets its elements decides some E4M3 codes: in ten thousand bfloat16 inputs, 2 to 5",
         source="Transformer Engine d0067d0 (448/a), DeepGEMM 54e2261 (1/(a/448)), DeepSeek-V3 9b4e978 (x / (a/448))",
         measure=orders,
-        settings=(("shape", (8192, 1024)), ("blocks", 4096), ("seed", 0)),
+        settings=settings(shape=(8192, 1024), blocks=4096, seed=0),
         expected=(
             near("x (448/a) or x (1/(a/448))", 1.9e-4, 0.15),
             near("x (1/(a/448)) or x / (a/448)", 5.1e-4, 0.15),

@@ -7,7 +7,7 @@ import torch
 from fmtsim.gemm.layers.operand import Draws
 from fmtsim.gemm.layers.prepare import prepare
 from fmtsim.quantize import quantize
-from fmtsim.reproduce.claim import Claim, Measured, Tell, exactly, near
+from fmtsim.reproduce.claim import Claim, Measured, Tell, exactly, near, settings
 from fmtsim.reproduce.estimators import operand
 from fmtsim.reproduce.samples import told
 from fmtsim.scaling.history import DelayedScale
@@ -68,7 +68,7 @@ CLAIMS = (
         says="sums in INT8 and bfloat16 stop growing under rounding to nearest, under stochastic rounding they do not",
         source="gpu-mode/lectures 7cb40f6, lecture 30",
         measure=sums,
-        settings=(("steps", 100), ("copies", 4096), ("seed", 0)),
+        settings=settings(steps=100, copies=4096, seed=0),
         expected=(
             exactly("int8, 10 + 100 x 0.2, truncated", 10.0, "code"),
             near("int8, 10 + 100 x 0.2, stochastic", 30.0, 0.01, "code"),
@@ -81,7 +81,7 @@ CLAIMS = (
         says="under delayed scaling a jump saturates in its own step, and lowers the scale until it leaves the history",
         source="Transformer Engine d0067d0, DelayedScaling",
         measure=history,
-        settings=(("recipe", "te_delayed"), ("length", 4), ("sizes", (1.0, 1.0, 8.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0))),
+        settings=settings(recipe="te_delayed", length=4, sizes=(1.0, 1.0, 8.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)),
         expected=(
             exactly("first factor", 1.0, "code"),
             exactly("second factor", 448.0, "code"),

@@ -10,7 +10,7 @@ from fmtsim.analysis.sharpness import sharpness
 from fmtsim.quantize import quantize
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import LossScale
-from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near
+from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near, settings
 from fmtsim.reproduce.samples import generator
 
 _AMP = "PyTorch 0202916b, torch/amp/grad_scaler.py; Micikevicius et al., arXiv:1710.03740, section 3.2"
@@ -114,7 +114,7 @@ CLAIMS = (
         says="the loss scale doubles after 2000 clean steps, is halved by an overflow, and that step is skipped",
         source=_AMP,
         measure=schedule,
-        settings=(("recipe", "amp_fp16"), ("bad_steps", (2500,)), ("steps", 4600)),
+        settings=settings(recipe="amp_fp16", bad_steps=(2500,), steps=4600),
         expected=(
             exactly("first scale", 65536.0, "code"),
             exactly("scale after 2000 clean steps", 131072.0, "code"),
@@ -129,7 +129,7 @@ CLAIMS = (
         says="gradients near 1e-9 vanish in float16, a loss scale of 65536 brings all of them back",
         source=_AMP,
         measure=underflow,
-        settings=(("format", "fp16"), ("scale", 65536.0), ("gradient", 1e-9), ("steps", 60), ("seed", 0)),
+        settings=settings(format="fp16", scale=65536.0, gradient=1e-9, steps=60, seed=0),
         expected=(
             near("1e-7 becomes", 2.0**-23, 0.0, "formula"),
             exactly("2e-8 becomes", 0.0),
@@ -143,7 +143,7 @@ CLAIMS = (
         says="the largest rise of the loss in a box around the logits has a closed form: one corner of the box",
         source="Lee et al., To FP8 and Back Again, arXiv:2405.18710",
         measure=corner,
-        settings=(("classes", 12), ("eps", 5e-4), ("samples", 20_000), ("seed", 0)),
+        settings=settings(classes=12, eps=5e-4, samples=20_000, seed=0),
         expected=(
             Expected(name="closed form less the best corner", low=-1e-9, high=1e-9, published=0.0, origin="formula"),
             Expected(name="best of the random points, of it", low=0.5, high=1.0, published=0.85, origin="emulation"),

@@ -11,7 +11,7 @@ from fmtsim.nn import unit_scaling as unit
 from fmtsim.nn.convert import convert
 from fmtsim.nn.scaled_linear import MuLinear, MuReadout, MuResidual, UnitLinear, UnitReadout, mu_parameter_groups
 from fmtsim.quantize import quantize
-from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell
+from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, settings
 from fmtsim.reproduce.samples import descend, generator
 
 _VOCABULARY = 64
@@ -165,7 +165,7 @@ CLAIMS = (
         says="fixed factors keep every activation and gradient near unit variance, so that FP8 needs no scales",
         source="Blake et al., Unit Scaling, arXiv:2303.11257; unit-scaling a7b5b3c",
         measure=unit_variance,
-        settings=(("width", 256), ("layers", 6), ("format", "e5m2"), ("seed", 0)),
+        settings=settings(width=256, layers=6, format="e5m2", seed=0),
         expected=(
             Expected(name="unit, least std of values", low=0.5, published=1.0),
             Expected(name="unit, largest std of values", high=2.0, published=1.0),
@@ -180,9 +180,9 @@ CLAIMS = (
         says="the best learning rate of a mu-scaled model does not move with its width, and FP8 loses little",
         source="Narayan et al., muS, arXiv:2502.05967",
         measure=transfer,
-        settings=(
-            ("widths", (32, 64, 128)), ("exponents", (-6, -5, -4, -3)), ("recipes", ("amp_bf16", "mu_s")),
-            ("width", 64), ("base_width", 32), ("layers", 2), ("tau", 0.4), ("steps", 100), ("batch", 16), ("seed", 0),
+        settings=settings(
+            widths=(32, 64, 128), exponents=(-6, -5, -4, -3), recipes=("amp_bf16", "mu_s"), width=64, base_width=32,
+            layers=2, tau=0.4, steps=100, batch=16, seed=0,
         ),
         expected=(
             Expected(name="octaves between the best rates", low=0.0, high=1.0, published=0.0),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fmtsim.distributed.reduction import Reduction, get_reduction
 from fmtsim.distributed.simulate import simulate
-from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly
+from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, settings
 from fmtsim.reproduce.samples import generator, told
 
 
@@ -88,15 +88,15 @@ CLAIMS = (
         says="1/N before an FP8 all-reduce flushes gradients to zero, 1/N behind it overflows; automatic mu loses less",
         source="Peng et al., FP8-LM, arXiv:2310.18313, section 2.1",
         measure=reductions,
-        settings=(
-            ("ranks", (1, 4, 16, 64)),
-            ("schemes", (("1/N first", "fp8lm_pre"), ("1/N behind", "fp8lm_post"), ("mu", "fp8lm"))),
-            ("elements", 4096),
-            ("spread", 1.5),
-            ("shared", 0.1),
-            ("warm", 10),
-            ("steps", 6),
-            ("seed", 0),
+        settings=settings(
+            ranks=(1, 4, 16, 64),
+            schemes=(("1/N first", "fp8lm_pre"), ("1/N behind", "fp8lm_post"), ("mu", "fp8lm")),
+            elements=4096,
+            spread=1.5,
+            shared=0.1,
+            warm=10,
+            steps=6,
+            seed=0,
         ),
         expected=(
             exactly("1/N first: to zero as the formula says", 1.0),

@@ -109,15 +109,15 @@ def compare_schemes(config: TrainConfig, corpus: Corpus, progress: Progress) -> 
 
 
 def rehearse(config: TrainConfig) -> None:
-    """Let a wrong option fail before minutes of baseline; where a machine multiplies, by a step of a single layer.
+    """Let a wrong option fail before minutes of baseline; where a target or unit multiplies, by a step of one layer.
 
-    Formats and sizes that the machine does not take show there, and kernels are compiled outside the measured time.
+    Formats and sizes that the target does not take show there, and kernels are compiled outside the measured time.
     """
     scheme = config.simulated
     scheme.linear_config()
-    if not scheme.machine and scheme.recipe is None:
+    if not scheme.emulated and scheme.recipe is None:
         return
-    # Rules of a recipe are about all layers; a machine does the same in each of them.
+    # Rules of a recipe are about all layers; a target does the same in each of them.
     sizes = config.model if scheme.recipe is not None else replace(config.model, layers=1)
     model = GPT(sizes, config.seed).to(config.device)
     simulate(model, scheme, config)

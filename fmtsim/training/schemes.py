@@ -1,4 +1,4 @@
-"""From the options of ``fmtsim train`` to a linear config: a format, a way of scaling it, rounding, and a machine."""
+"""From the options of ``fmtsim train`` to a linear config: a format, a way of scaling it, rounding, and a target."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -30,18 +30,18 @@ PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """Name a way of training: formats, scaling, rounding and machine as on the command line.
+    """Name a way of training: formats, scaling, rounding and target as on the command line.
 
     Args:
-        format: Format of activations and weights; ``"fp32"`` without a machine converts nothing.
+        format: Format of activations and weights; ``"fp32"`` without a target or unit converts nothing.
         grad_format: Format of gradients; None means e5m2 for element formats of 8 bits and fewer, else ``format``.
         scaling: One of SCALINGS; None means the format's own blocks, ``"tensor"`` for element formats of 8 bits and
             fewer, ``"none"`` for wider ones.
         rounding: Rounding of activations and weights.
         grad_rounding: Rounding of gradients.
-        target: A machine with its library that multiplies, by name or path; None multiplies in float32.
-        unit: A matrix unit alone instead, by name or as a Datapath.
-        plan: Order of sums instead of the machine's own.
+        target: A GPU with its library that multiplies, by name or path; None multiplies in float32.
+        unit: An MMA unit alone instead, by name or as a Datapath.
+        plan: Accumulation order instead of the target's own.
         fast_accum: use_fast_accum of the target's forward products.
         fast_backward: use_fast_accum of the products of gradients as well.
         recipe: A recipe instead of all this; ``format`` is ``"fp32"`` then.
@@ -65,12 +65,12 @@ class Scheme:
 
     @property
     def simulated(self) -> bool:
-        """Whether anything is quantised or multiplied on a machine."""
-        return self.recipe is not None or get_format(self.format).name != HIGH_PRECISION or self.machine
+        """Whether anything is quantised, or multiplied by a target or unit."""
+        return self.recipe is not None or get_format(self.format).name != HIGH_PRECISION or self.emulated
 
     @property
-    def machine(self) -> bool:
-        """Whether a machine multiplies."""
+    def emulated(self) -> bool:
+        """Whether a target or an MMA unit multiplies."""
         return self.target is not None or self.unit is not None
 
     @property
@@ -94,7 +94,7 @@ class Scheme:
             parts.append(forward)
         else:
             parts += [f"{tensors} {mode}" for tensors, mode in (("x w", forward), ("g", backward)) if mode]
-        if self.machine:
+        if self.emulated:
             parts.append(Gemm(target=self.target, unit=self.unit, plan=self.plan, fast_accum=self.fast_accum).machine)
             parts += ["also of gradients"] if self.fast_backward else []
         return ", ".join(filter(None, parts))
