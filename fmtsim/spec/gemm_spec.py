@@ -5,12 +5,14 @@ import json
 from functools import lru_cache
 from typing import Any, Literal
 
+import torch
+
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.serialization import format_from_dict, format_to_dict
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import OperandFormat
-from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath, sum_dtype
 from fmtsim.spec.plan import GemmPlan
 
 Basis = Literal["recorded", "logged", "rule", "guess"]
@@ -57,10 +59,12 @@ class GemmSpec:
     # Derived, and stored because torch.compile reads fields of a record, not its properties.
     text: str = dataclasses.field(init=False, compare=False, repr=False)
     stochastic: bool = dataclasses.field(init=False, compare=False, repr=False)
+    sum_dtype: torch.dtype = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         rounding = self.datapath.rounding.mode if isinstance(self.datapath, Datapath) else ""
         object.__setattr__(self, "stochastic", rounding == "stochastic")
+        object.__setattr__(self, "sum_dtype", sum_dtype(self.datapath))
         object.__setattr__(self, "text", _text_of(self.datapath, self.plan, self.a, self.b))
 
     def __hash__(self) -> int:

@@ -9,11 +9,11 @@ import torch
 
 import fmtsim.torch_engine
 from fmtsim import GemmPlan, get_format, get_unit
-from fmtsim.cpu.gemm import chains, fused, integers, remaining, stages, tiles
+from fmtsim.cpu.gemm import cdna, engine, exact_outputs, fma_chain, int8, tiles
+from fmtsim.cpu.gemm.accumulate import Sums
 from fmtsim.cpu.gemm.engine import supports_gemm
 from fmtsim.cpu.gemm.panels import Constants, State
 from fmtsim.cpu.gemm.slabs import slabs_of
-from fmtsim.cpu.gemm.sums import Sums
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import MODES
 from fmtsim.spec.datapath import TERM_ROUNDINGS, Datapath, sum_dtype
@@ -34,18 +34,25 @@ from tests.support.gemm_engine import (
 )
 
 KERNELS = {  # for each path, the kernel by which it is entered
-    "floor32": (tiles, "floor_panels"),
-    "floor64": (tiles, "floor_panels"),
-    "wide": (tiles, "wide_panels"),
-    "grouped": (tiles, "group_panels"),
-    "precise": (remaining, "precise"),
-    "chains": (chains, "multiply_add"),
-    "two_stage": (stages, "two_stage"),
-    "pairwise": (stages, "pairwise"),
-    "integers": (integers, "add_integers"),
+    "floor32": (tiles, "truncate_panels"),
+    "floor64": (tiles, "truncate_panels"),
+    "wide": (tiles, "round_panels"),
+    "grouped": (tiles, "block_scaled_panels"),
+    "precise": (exact_outputs, "add_exactly"),
+    "chains": (fma_chain, "multiply_add"),
+    "two_stage": (cdna, "two_stage"),
+    "pairwise": (cdna, "pairwise"),
+    "integers": (int8, "add_integers"),
 }
 E8M30 = FloatFormat(name="e8m30", exponent_bits=8, mantissa_bits=30)
 EXACT = get_unit("exact").mode("fp32", "fp32")
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """Leave no constants of a test's own behind."""
+    yield
+    engine.prepared.cache_clear()
 
 
 @pytest.fixture
@@ -56,7 +63,7 @@ def taken(monkeypatch) -> Counter:
     def counted(name, kernel):
         def run(*args):
             kernel(*args)
-            if name == "floor_panels":
+            if name == "truncate_panels":
                 single = next(x for x in args if isinstance(x, Constants)).mask.itemsize == 4
                 counts["floor32" if single else "floor64"] += int(args[-1][args[4] : args[5]].sum())
             elif name == "wide":
@@ -68,7 +75,7 @@ def taken(monkeypatch) -> Counter:
 
     named = {attribute: (module, path) for path, (module, attribute) in KERNELS.items()}
     for attribute, (module, path) in named.items():
-        name = attribute if attribute == "floor_panels" else path
+        name = attribute if attribute == "truncate_panels" else path
         monkeypatch.setattr(module, attribute, counted(name, getattr(module, attribute)))
     return counts
 
@@ -111,7 +118,7 @@ def test_a_bit_planted_in_a_kernel_is_seen(path, monkeypatch):
 @pytest.mark.parametrize("path", ["floor32", "floor64"])
 @pytest.mark.parametrize("fault", ["factor", "mask", "exponent"])
 def test_faults_of_the_floor_kernels_are_seen(path, fault, monkeypatch):
-    real = fused.fast_path
+    real = engine.fast_path
 
     def faulty(*args):
         fast = real(*args)
@@ -121,7 +128,8 @@ def test_faults_of_the_floor_kernels_are_seen(path, fault, monkeypatch):
             return fast._replace(mask=type(fast.mask)(fast.mask << 1))
         return fast._replace(floor_byte=np.int8(-1))  # every block seems to have a large product
 
-    monkeypatch.setattr(fused, "fast_path", faulty)
+    monkeypatch.setattr(engine, "fast_path", faulty)
+    engine.prepared.cache_clear()
     a, b, spec, _, _ = setting(path, 4, 64, 64)
     with pytest.raises(AssertionError, match="differ"):
         check(a, b, spec)
@@ -129,17 +137,18 @@ def test_faults_of_the_floor_kernels_are_seen(path, fault, monkeypatch):
 
 @pytest.mark.parametrize("fault", ["factor", "fraction_bits", "lowest", "terms"])
 def test_faults_of_the_wide_kernel_are_seen(fault, monkeypatch):
-    real = fused.wide_unit
+    real = engine.rounding_unit
 
     def faulty(*args):
         unit = real(*args)
-        wrong = {"factor": np.float64(1), "fraction_bits": 24, "lowest": np.int32(40), "terms": fused.FLOOR}[fault]
+        wrong = {"factor": np.float64(1), "fraction_bits": 24, "lowest": np.int32(40), "terms": engine.FLOOR}[fault]
         return unit._replace(**{fault: wrong})
 
     unit = replace(HALF, rounding="nearest_even", min_exponent=None)
     a, b = operand("bf16", 4, 64, "narrow", 1), operand("bf16", 20, 64, "narrow", 2)
     check(a, b, gemm_spec(unit, "bf16"))
-    monkeypatch.setattr(fused, "wide_unit", faulty)
+    monkeypatch.setattr(engine, "rounding_unit", faulty)
+    engine.prepared.cache_clear()
     with pytest.raises(AssertionError, match="differ"):
         check(a, b, gemm_spec(unit, "bf16"))
 
@@ -150,8 +159,9 @@ def test_without_its_limits_the_floor_kernel_would_be_wrong(monkeypatch):
     cases = [(tiny, tiny, gemm_spec(HALF, "bf16")), (*huge, gemm_spec(replace(HALF, block=2), "bf16"))]
     for case in cases:
         check(*case)
-    real = fused.fast_path
-    monkeypatch.setattr(fused, "fast_path", lambda *args: real(*args)._replace(smallest=-(1 << 20), largest=1 << 20))
+    real = engine.fast_path
+    monkeypatch.setattr(engine, "fast_path", lambda *args: real(*args)._replace(smallest=-(1 << 20), largest=1 << 20))
+    engine.prepared.cache_clear()
     for case in cases:
         with pytest.raises(AssertionError, match="differ"):
             check(*case)

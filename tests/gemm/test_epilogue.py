@@ -9,7 +9,7 @@ import torch
 
 from fmtsim.errors import DtypeError
 from fmtsim.gemm.products import epilogue
-from fmtsim.gemm.products.epilogue import finish
+from fmtsim.gemm.products.operator import finish
 from tests.support.bits import assert_same_bits, bits
 from tests.support.gemm_oracle import finished
 from tests.support.operands import wide
@@ -129,7 +129,7 @@ def test_other_dtypes_are_refused():
 @pytest.mark.slow
 def test_memory_stays_bounded():
     code = (
-        "import resource, torch; torch.set_num_threads(1); from fmtsim.gemm.products.epilogue import finish\n"
+        "import resource, torch; torch.set_num_threads(1); from fmtsim.gemm.products.operator import finish\n"
         "x = torch.ones(64, 8192); b = torch.ones(8192).bfloat16(); s = torch.rand(64, 1), torch.rand(1, 8192)\n"
         "finish(x, torch.bfloat16, row=s[0], column=s[1], bias=b)\n"
         "x = torch.ones(8192, 8192); out = torch.ones(8192, 8192, dtype=torch.bfloat16)\n"

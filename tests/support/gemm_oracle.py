@@ -5,7 +5,7 @@ import math
 import torch
 
 from fmtsim import Datapath, GemmPlan, get_format, get_unit
-from fmtsim.gemm.products.epilogue import output_format
+from fmtsim.gemm.products.operator import output_format
 from fmtsim.gemm.products.oracle import epilogue_oracle, gemm_oracle
 from fmtsim.spec.gemm_spec import GemmSpec
 from tests.support.bits import INTEGERS

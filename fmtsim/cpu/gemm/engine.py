@@ -1,58 +1,47 @@
-"""Matrix products of emulated units: the verb ``gemm`` of the engine (docs/matmul.md)."""
+"""Matrix products of emulated units: the verb ``gemm`` of the engine (docs/matmul.md), which kernels take a product.
 
+What depends on the spec and on K alone is found once and kept (``prepared``).
+"""
+
+import math
 from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.cpu.gemm import chains, integers, stages
-from fmtsim.cpu.gemm.fused import fused
-from fmtsim.cpu.gemm.remaining import covers
-from fmtsim.cpu.gemm.sums import grid_of
+from fmtsim.cpu.cast.words import key_words
+from fmtsim.cpu.gemm import cdna, fma_chain, int8
+from fmtsim.cpu.gemm.accumulate import MODES, Promotion, Reduction, grid_of, promotion_of, reduction_of
+from fmtsim.cpu.gemm.aligned_rounding import FLOOR, NEAREST, TRUNCATE, Draw, Unit
+from fmtsim.cpu.gemm.block_scaled import Groups, groups_of
+from fmtsim.cpu.gemm.exact_outputs import ExactOutputs, covers
+from fmtsim.cpu.gemm.operands import EMPTY, Source, is_fixed, read_array, source_of
+from fmtsim.cpu.gemm.packing import HAS_INF, HAS_NAN
+from fmtsim.cpu.gemm.panels import Constants
+from fmtsim.cpu.gemm.slabs import Slabs, chain_scales, slabs_of
+from fmtsim.cpu.gemm.tiles import Job, run_tiles
+from fmtsim.cpu.runtime.simd import LANES
+from fmtsim.errors import ArgumentError
 from fmtsim.formats.representable import is_representable
+from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import FP32, Datapath, IntegerDatapath
-from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json
 from fmtsim.spec.plan import GemmPlan
 
 NAN32, NAN64 = 0x7FFFFFFF, 0x7FFFFFFFFFFFFFFF
+_NO_KEY = RandomKey(0)
+_NO_CHAINS = (np.zeros(0, np.float32), np.zeros(0, np.float32))
+Scales = tuple[Tensor | None, Tensor | None]
+Method = Callable[[Tensor, Tensor, Tensor | None, Scales, GemmSpec, RandomKey, Tensor], None]
 
 
 def supports_gemm(spec: GemmSpec, a: Tensor, b: Tensor) -> bool:
     """Say whether the kernels cover a product; the torch engine takes the rest."""
-    unit, k = spec.datapath, max(a.shape[1], 1)
-    if isinstance(unit, IntegerDatapath):
-        return integers.covers(spec, k)
-    fused_sums = (unit.accumulator, unit.promotion) if isinstance(unit, Datapath) else ()
-    sums = (*fused_sums, spec.plan.partial)
-    if not all(fmt is None or (fmt.infinities and fmt.has_subnormals and fmt.nan == "ieee") for fmt in sums):
-        return False
-    if not isinstance(unit, Datapath):
-        return stages.covers(spec)
-    rounding = unit.rounding
-    if rounding.mode == "stochastic" and (rounding.variant != "a" or rounding.layout != "word"):
-        return False
-    if not _sums_fit(unit, spec.plan):
-        return False
-    narrow = is_representable(spec.a, torch.float32) and is_representable(spec.b, torch.float32)
-    return chains.covers(spec) or (narrow and covers(spec, unit.block or k))
-
-
-def _sums_fit(unit: Datapath, plan: GemmPlan) -> bool:
-    """Say whether the sums of chains and parts, taken in float64 and rounded to their format, are rounded as if once.
-
-    Numbers of 24 bits each are, where a sum keeps as many bits as the chains that join it; so are those of float64.
-    """
-    chain = outer = unit.accumulator
-    promotes = plan.promote_every is not None or unit.promote_every is not None
-    if promotes:
-        outer = FP32 if plan.promote_every is not None else unit.promotion or chain
-    if plan.scaled_promotion and unit.scale is not None:
-        return False  # the scales are the unit's
-    if all(is_representable(fmt, torch.float32) for fmt in (chain, outer)):
-        return outer.mantissa_bits >= chain.mantissa_bits
-    one_sum = not promotes and plan.split == 1 and plan.part_k is None and plan.reduce != "in_place"
-    return chain == outer and not plan.scaled_promotion and (one_sum or grid_of(chain).kind == 64)
+    return _method(spec.text, max(a.shape[1], 1)) is not None
 
 
 def gemm(
@@ -72,18 +61,205 @@ def gemm(
     """
     if out.numel() == 0:
         return
-    if a.shape[1] == 0:
+    method = _method(spec.text, a.shape[1]) if a.shape[1] else None
+    if method is None:
+        assert a.shape[1] == 0  # supports_gemm was asked first
         out.copy_(torch.zeros_like(out) if c is None else c)
     else:
-        _engine(spec)(a, b, c, (scale_a, scale_b), spec, random or RandomKey(0), out)
+        method(a, b, c, (scale_a, scale_b), spec, random or _NO_KEY, out)
     if out.is_floating_point() and out.sum().isnan():  # Inf of both signs looks the same, and is not touched
         bits = out.view(torch.int32 if out.dtype == torch.float32 else torch.int64)
         bits.masked_fill_(out.isnan(), NAN32 if out.dtype == torch.float32 else NAN64)
 
 
-def _engine(spec: GemmSpec) -> Callable[..., None]:
-    if isinstance(spec.datapath, IntegerDatapath):
-        return integers.gemm
-    if not isinstance(spec.datapath, Datapath):
-        return stages.gemm
-    return chains.gemm if chains.covers(spec) else fused
+@lru_cache(maxsize=1024)
+def _method(text: str, k: int) -> Method | None:
+    """Return what computes products of k terms of a spec, given as JSON; None where no kernel does."""
+    spec = gemm_spec_from_json(text)
+    unit = spec.datapath
+    if isinstance(unit, IntegerDatapath):
+        return int8.gemm if int8.covers(spec, k) else None
+    fused_sums = (unit.accumulator, unit.promotion) if isinstance(unit, Datapath) else ()
+    sums = (*fused_sums, spec.plan.partial)
+    if not all(fmt is None or (fmt.infinities and fmt.has_subnormals and fmt.nan == "ieee") for fmt in sums):
+        return None
+    if not isinstance(unit, Datapath):
+        return cdna.gemm if cdna.covers(spec) else None
+    rounding = unit.rounding
+    if rounding.mode == "stochastic" and (rounding.variant != "a" or rounding.layout != "word"):
+        return None
+    if not _sums_fit(unit, spec.plan):
+        return None
+    if fma_chain.covers(spec):
+        return fma_chain.gemm
+    narrow = is_representable(spec.a, torch.float32) and is_representable(spec.b, torch.float32)
+    return partial(_fused, text) if narrow and covers(spec, unit.block or k) else None
+
+
+def _sums_fit(unit: Datapath, plan: GemmPlan) -> bool:
+    """Say whether the sums of chains and parts, taken in float64 and rounded to their format, are rounded as if once.
+
+    Numbers of 24 bits each are, where a sum keeps as many bits as the chains that join it; so are those of float64.
+    """
+    chain = outer = unit.accumulator
+    promotes = plan.promote_every is not None or unit.promote_every is not None
+    if promotes:
+        outer = FP32 if plan.promote_every is not None else unit.promotion or chain
+    if plan.scaled_promotion and unit.scale is not None:
+        return False  # the scales are the unit's
+    if all(is_representable(fmt, torch.float32) for fmt in (chain, outer)):
+        return outer.mantissa_bits >= chain.mantissa_bits
+    one_sum = not promotes and plan.split == 1 and plan.part_k is None and plan.reduce != "in_place"
+    return chain == outer and not plan.scaled_promotion and (one_sum or grid_of(chain).kind == 64)
+
+
+# Fused units: constants of their kernels.
+
+
+class Prepared(NamedTuple):
+    """A product of a fused unit without its data."""
+
+    a: Source  # without arrays
+    b: Source
+    slabs: Slabs
+    groups: Groups | None
+    unit: Unit | None  # None leaves all outputs to be computed one by one
+    fast: Constants | None
+    promotion: Promotion
+    reduction: Reduction
+    draw: Draw
+
+
+@lru_cache(maxsize=1024)
+def prepared(text: str, k: int, scaled: tuple[bool, bool], double: bool) -> Prepared:
+    """Return what a product of k terms needs beside its data.
+
+    Args:
+        text: The spec as JSON.
+        k: Its products.
+        scaled: Whether each operand has scales inside the unit.
+        double: Sums are float64.
+    """
+    spec = gemm_spec_from_json(text)
+    unit, plan = spec.datapath, spec.plan
+    assert isinstance(unit, Datapath) and isinstance(spec.a, FloatFormat) and isinstance(spec.b, FloatFormat)
+    x, y = source_of(spec.a, unit, scaled[0]), source_of(spec.b, unit, scaled[1])
+    slabs, groups = slabs_of(k, unit, plan), groups_of(unit, x, y)
+    lanes = rounding_unit(unit, x, y) if groups is None else _numbers(unit, TRUNCATE, groups.factor)
+    fast = None if groups is not None or lanes is None else fast_path(unit, x, y, _limits(unit, k))
+    fast = None if fast is None else fast._replace(block=slabs.block)
+    draw = Draw(key_words(_NO_KEY), unit.rounding.bits, 0, 0, 0, 0)
+    return Prepared(x, y, slabs, groups, lanes, fast, promotion_of(spec), reduction_of(plan, double), draw)
+
+
+def fast_path(unit: Datapath, a: Source, b: Source, limits: tuple[int, int]) -> Constants | None:
+    """Return how the truncating kernels run a unit on these operands; None where they cannot."""
+    f, block, kept = unit.fraction_bits, unit.block, unit.accumulator.mantissa_bits
+    if unit.term_rounding != "toward_zero" or unit.rounding.mode != "toward_zero" or f is None or block is None:
+        return None
+    eps = max(a.bits + b.bits, f + 2, kept + 1) + 1
+    room = f + _head(unit) + math.ceil(math.log2(block + 1))
+    span = a.top + b.top - a.emin - b.emin
+    inside = is_fixed(a) and is_fixed(b) and a.emin + b.emin >= limits[0] and a.top + b.top <= limits[1]
+    if room <= 22 and a.bits + eps <= 24 and kept <= 20 and inside and span < 80 - f:
+        single = np.float32(1 + 2.0**-eps), f, np.int32(-1 << (23 - kept))
+        return Constants(block, *single, np.int8(-2 - span), (a.top, b.top), *limits)
+    if room <= 51 and a.bits + eps <= 53:
+        double = np.float64(1 + 2.0**-eps), f, np.int64(-1 << (52 - kept))
+        return Constants(block, *double, np.int8(0), (EMPTY, EMPTY), *limits)
+    return None
+
+
+def _head(unit: Datapath) -> int:
+    """Return the bits of a term above its exponent: significands of two factors, or of four, each below 2."""
+    return 2 if unit.scale is None else 4
+
+
+def rounding_unit(unit: Datapath, a: Source, b: Source) -> Unit | None:
+    """Return a datapath as the rounding kernel takes it; None where float64 lanes cannot hold it."""
+    f, kept = unit.fraction_bits, unit.accumulator.mantissa_bits
+    if f is None or unit.block is None or unit.group > 1 or unit.signed_zero:
+        return None
+    terms = {"toward_zero": TRUNCATE, "down": FLOOR}.get(unit.term_rounding, NEAREST)
+    enlarged = unit.term_rounding in ("toward_zero", "nearest_away")
+    eps = max(a.bits + b.bits, f + 3, kept + 2) + 1 if enlarged else 0
+    if f + _head(unit) + math.ceil(math.log2(unit.block + 1)) > 51 or a.bits + eps > 53 or a.bits + b.bits > 53:
+        return None
+    return _numbers(unit, terms, np.float64(1 + 2.0**-eps if enlarged else 1))
+
+
+def _numbers(unit: Datapath, terms: int, factor: np.floating) -> Unit:
+    assert unit.fraction_bits is not None
+    lowest = -360 if unit.min_exponent is None else max(unit.min_exponent, -360)
+    mode, grid = MODES[unit.rounding.mode], grid_of(unit.accumulator)
+    return Unit(terms, unit.fraction_bits, np.int32(lowest), mode, grid, np.float64(factor))
+
+
+def _limits(unit: Datapath, k: int) -> tuple[int, int]:
+    """Return the smallest and largest product exponent for which no sum leaves the accumulator's normal range."""
+    fmt = unit.accumulator
+    lowest = fmt.min_exponent - fmt.mantissa_bits + (unit.fraction_bits or 0)
+    lowest = max(lowest, fmt.min_exponent)  # a subnormal sum has no exponent of its own
+    lowest = lowest if unit.min_exponent is None else max(lowest, unit.min_exponent)
+    return lowest, fmt.max_exponent - 1 - _head(unit) - k.bit_length()
+
+
+# Fused units: one product.
+
+
+def _fused(
+    text: str, a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec, key: RandomKey, out: Tensor
+) -> None:
+    """Write the product of a fused unit to out, as docs/matmul.md says; the arguments are those of ``gemm``."""
+    known = prepared(text, a.shape[1], (scales[0] is not None, scales[1] is not None), out.dtype == torch.float64)
+    draw = known.draw._replace(rows=out.shape[0], columns=out.shape[1])
+    if spec.stochastic:
+        draw = draw._replace(key=key_words(key))
+    chains = _NO_CHAINS
+    if spec.plan.scaled_promotion:
+        if scales[0] is None or scales[1] is None:
+            raise ArgumentError("a plan with scaled_promotion needs scales; call scaled_mm, or pass another plan")
+        chains = chain_scales(scales, known.slabs, spec.plan)
+    outputs = ExactOutputs(
+        a, b, c, scales, chains, spec, known.slabs, known.promotion, known.reduction, draw, out
+    )  # fmt: skip
+    if known.unit is None:
+        outputs.run(np.arange(out.shape[0]), np.arange(out.shape[1]))
+        return
+    (x, x_table), (y, y_table) = read_array(a), read_array(b)
+    inside: list[dict[str, Any]] = [
+        {} if s is None or template.scales.size == 0 else {"scales": np.abs(s.numpy())}
+        for s, template in zip(scales, (known.a, known.b), strict=True)
+    ]
+    job = Job(
+        a=known.a._replace(array=x, table=x_table, **inside[0]),
+        b=known.b._replace(array=y, table=y_table, **inside[1]),
+        k=a.shape[1],
+        slabs=known.slabs,
+        fast=known.fast if c is None or known.reduction.in_place else None,
+        unit=known.unit,
+        groups=known.groups,
+        promotion=known.promotion,
+        scales=chains,
+        reduction=known.reduction,
+        draw=draw,
+        out=out.numpy(),
+        c=None if c is None else c.numpy(),
+        row_marks=np.zeros(out.shape[0], np.int32),
+        column_marks=np.zeros(-(-out.shape[1] // LANES) * LANES, np.int32),
+    )
+    run_tiles(job)
+    if job.c is not None:
+        job.row_marks[~np.isfinite(job.c).all(1)] |= HAS_INF
+    if job.row_marks.any() or job.column_marks.any():
+        _recompute_nonfinite(job, outputs)
+
+
+def _recompute_nonfinite(job: Job, outputs: ExactOutputs) -> None:
+    """Compute what has NaN or Inf among its operands: NaN is the whole row's or column's, the rest one by one."""
+    rows, columns = job.row_marks, job.column_marks[: job.out.shape[1]]
+    infinite = [np.flatnonzero(marks == HAS_INF) for marks in (rows, columns)]
+    outputs.run(infinite[0], np.arange(columns.size))
+    outputs.run(np.arange(rows.size), infinite[1])
+    job.out[(rows & HAS_NAN) != 0] = np.nan
+    job.out[:, (columns & HAS_NAN) != 0] = np.nan

@@ -6,6 +6,7 @@ with groups of 64 slots, or of a block where that is longer; the second operand 
 ``[slot][column]``.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -56,28 +57,39 @@ def without_scales(source: Source) -> Source:
 
 _NO_TABLE = np.zeros(1, np.float32)
 _NO_SCALES = np.zeros((0, 0), np.float32)
-_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
-def source_of(tensor: torch.Tensor, fmt: FloatFormat, unit: Datapath, scales: torch.Tensor | None) -> Source:
-    """Return a tensor of a format's values as Source, with the scales that the unit applies."""
+def source_of(fmt: FloatFormat, unit: Datapath, scaled: bool) -> Source:
+    """Return what kernels know of an operand of a format before they see it: its arrays are stand-ins."""
     lowest = fmt if unit.operand is None else unit.operand
-    table, array = _NO_TABLE, tensor.detach()
-    if array.dtype in _CODES:
-        table = torch.arange(256, dtype=torch.uint8).view(array.dtype).float().numpy()
-        array = array.view(torch.uint8)
-    elif array.dtype == torch.bfloat16:
-        array = array.view(torch.int16)
-    elif array.dtype == torch.float16:
-        array = array.view(torch.uint16)
-    elif array.dtype != torch.float32:
-        array = array.float()  # values of a format that float32 holds
-    emin, bits = max(lowest.min_exponent, -126), fmt.mantissa_bits + 1
-    if unit.scale is None or scales is None:
-        return Source(array.numpy(), table, emin, fmt.max_exponent, bits, _NO_SCALES, 1, 0)
+    emin, bits, nothing = max(lowest.min_exponent, -126), fmt.mantissa_bits + 1, np.zeros((1, 1), np.float32)
+    if unit.scale is None or not scaled:
+        return Source(nothing, _NO_TABLE, emin, fmt.max_exponent, bits, _NO_SCALES, 1, 0)
     top, bits = fmt.max_exponent + unit.scale.max_exponent, bits + unit.scale.mantissa_bits + 1
-    inside = np.abs(scales.numpy())
-    return Source(array.numpy(), table, emin, top, bits, inside, unit.scale_block, max(unit.scale.min_exponent, -127))
+    return Source(nothing, _NO_TABLE, emin, top, bits, nothing, unit.scale_block, max(unit.scale.min_exponent, -127))
+
+
+def read_array(tensor: torch.Tensor, *, wide: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Return a tensor as kernels read it (``Source.array``), and the values of its codes.
+
+    With ``wide`` float64 and int8 stay as they are; else they are values that float32 holds.
+    """
+    tensor = tensor.detach()
+    if tensor.dtype in _CODES:
+        return tensor.view(torch.uint8).numpy(), _table_of(tensor.dtype)
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.int16)
+    elif tensor.dtype == torch.float16:
+        tensor = tensor.view(torch.uint16)
+    elif tensor.dtype != torch.float32 and not wide:
+        tensor = tensor.float()
+    return tensor.numpy(), _NO_TABLE
+
+
+@lru_cache(maxsize=16)
+def _table_of(dtype: torch.dtype) -> np.ndarray:
+    return torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
 
 
 @register_jitable

@@ -1,6 +1,6 @@
-"""Packing of operands, slab by slab: values, exponents and signs, as floor.py and wide.py want them.
+"""Packing of operands, slab by slab: values, exponents and signs, as the kernels of aligned sums want them.
 
-Where terms are cut toward zero, zeros become ``TINY`` with their sign: a product with one is cut to
+Where terms are truncated, zeros become ``TINY`` with their sign: a product with one is cut to
 nothing, and its sign is then the product of two signs, as everywhere else. NaN and Inf become zeros, and their rows and
 columns are marked.
 """
@@ -234,9 +234,9 @@ def pack_rows(source, start, stop, order, block, given, factor, narrow, raw, sca
     """Pack rows start ... stop - 1 of a Source in slot order; rows behind its last are zeros.
 
     ``raw`` and ``scales`` are float32 buffers [rows][slots, in whole vectors], the latter empty without scales. ``low``
-    and ``marks`` (int32 [rows]) take the smallest exponents and further marks. ``factor`` is 1 + eps of floor.py. With
-    ``narrow`` exponents become bytes below the largest of each row, or below ``given`` where that is not EMPTY; False
-    is returned, and nothing packed, where those of a row lie too far apart for that.
+    and ``marks`` (int32 [rows]) take the smallest exponents and further marks. ``factor`` is 1 + eps. With ``narrow``
+    exponents become bytes below the largest of each row, or below ``given`` where that is not EMPTY; False is
+    returned, and nothing packed, where those of a row lie too far apart for that.
     """
     slots = order.size
     padded = (slots + LANES - 1) // LANES * LANES

@@ -6,12 +6,12 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from fmtsim.cpu.gemm.floor import floor32, floor64
-from fmtsim.cpu.gemm.groups import grouped
+from fmtsim.cpu.gemm.accumulate import Promotion, Sums
+from fmtsim.cpu.gemm.aligned_rounding import round_blocks
+from fmtsim.cpu.gemm.aligned_truncate import truncate32, truncate64
+from fmtsim.cpu.gemm.block_scaled import grouped
 from fmtsim.cpu.gemm.operands import EMPTY, TOP_BYTE, Grouped, Panel
 from fmtsim.cpu.gemm.packing import pack_panel
-from fmtsim.cpu.gemm.sums import Promotion, Sums
-from fmtsim.cpu.gemm.wide import wide
 from fmtsim.cpu.runtime.jit import kernel
 from fmtsim.cpu.runtime.simd import LANES
 
@@ -40,7 +40,7 @@ class Buffers(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What a floor kernel takes beside its operands, and the product exponents that it allows."""
+    """What a truncating kernel takes beside its operands, and the product exponents that it allows."""
 
     block: int
     factor: np.floating
@@ -52,14 +52,14 @@ class Constants(NamedTuple):
     largest: int
 
 
-def _floor(acc, a, b, order, sums, how):  # type: ignore[no-untyped-def]
-    """Run the floor kernel whose sums have acc's dtype."""
+def _truncate(acc, a, b, order, sums, how):  # type: ignore[no-untyped-def]
+    """Run the truncating kernel whose sums have acc's dtype."""
     raise NotImplementedError
 
 
-@overload(_floor)
-def _floor_of(acc, a, b, order, sums, how):  # type: ignore[no-untyped-def]
-    chosen = floor32 if acc.dtype == types.float32 else floor64
+@overload(_truncate)
+def _truncate_of(acc, a, b, order, sums, how):  # type: ignore[no-untyped-def]
+    chosen = truncate32 if acc.dtype == types.float32 else truncate64
 
     def run(acc, a, b, order, sums, how):  # type: ignore[no-untyped-def]
         chosen(a, b, order, sums, acc, how.block, how.factor, how.fraction_bits, how.mask, how.floor_byte)
@@ -68,7 +68,7 @@ def _floor_of(acc, a, b, order, sums, how):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def floor_panels(a, low, source, base, start, stop, slots, order, how, state, buffers, done):  # type: ignore[no-untyped-def]
+def truncate_panels(a, low, source, base, start, stop, slots, order, how, state, buffers, done):  # type: ignore[no-untyped-def]
     """Run a slab through panels start ... stop - 1 of a group that begins at panel ``base`` of the product.
 
     a: Rows with byte exponents, ``low`` the smallest of them. ``done`` (bool [panels]) says where the exponents of a
@@ -92,12 +92,12 @@ def floor_panels(a, low, source, base, start, stop, slots, order, how, state, bu
             state.lowest[p] = min(state.lowest[p], smallest)
             b = Panel(buffers.values, buffers.exponents, buffers.signs, np.int32(top))
             sums = Sums(state.total[p], state.parts[p], state.promotion, state.row_scales, state.column_scales[p])
-            _floor(state.acc[p], a, b, order, sums, how)
+            _truncate(state.acc[p], a, b, order, sums, how)
 
 
 @kernel
-def wide_panels(a, low, source, base, start, stop, slots, order, tiny, block, unit, draw, state, buffers, done):  # type: ignore[no-untyped-def]
-    """Run a slab through the wide kernel, for those panels that are not done."""
+def round_panels(a, low, source, base, start, stop, slots, order, tiny, block, unit, draw, state, buffers, done):  # type: ignore[no-untyped-def]
+    """Run a slab through the rounding kernel, for those panels that are not done."""
     for p in range(start, stop):
         if done[p]:
             continue
@@ -109,11 +109,11 @@ def wide_panels(a, low, source, base, start, stop, slots, order, tiny, block, un
         state.lowest[p] = min(state.lowest[p], low + least)
         b = Panel(buffers.values, buffers.exponents, buffers.signs, np.int32(0))
         sums = Sums(state.total[p], state.parts[p], state.promotion, state.row_scales, state.column_scales[p])
-        wide(a, b, order, sums, state.acc[p], block, unit, draw, first)
+        round_blocks(a, b, order, sums, state.acc[p], block, unit, draw, first)
 
 
 @kernel
-def group_panels(
+def block_scaled_panels(
     a, scales, exponents, source, base, start, stop, slots, order, block, groups, unit, draw, state, buffers
 ):  # type: ignore[no-untyped-def]
     """Run a slab through the kernel of grouped products.

@@ -6,8 +6,8 @@ from functools import lru_cache
 import numpy as np
 from torch import Tensor
 
+from fmtsim.cpu.gemm.accumulate import CHAIN_END, PART_END, Order
 from fmtsim.cpu.gemm.operands import pitch_of
-from fmtsim.cpu.gemm.sums import CHAIN_END, PART_END, Order
 from fmtsim.spec.datapath import Arithmetic, Datapath
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import schedule

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fmtsim.cpu.gemm.groups import Groups, group_scales
-from fmtsim.cpu.gemm.operands import EMPTY, Grouped, Rows, Source, pitch_of, without_scales
+from fmtsim.cpu.gemm.accumulate import Promotion, Reduction, begin_output, reduce_parts
+from fmtsim.cpu.gemm.aligned_rounding import TRUNCATE, Draw, Unit
+from fmtsim.cpu.gemm.block_scaled import Groups, group_scales
+from fmtsim.cpu.gemm.operands import EMPTY, Grouped, Rows, Source, without_scales
 from fmtsim.cpu.gemm.packing import pack_rows
-from fmtsim.cpu.gemm.panels import Buffers, Constants, State, floor_panels, group_panels, wide_panels
+from fmtsim.cpu.gemm.panels import Buffers, Constants, State, block_scaled_panels, round_panels, truncate_panels
 from fmtsim.cpu.gemm.slabs import Slab, Slabs
-from fmtsim.cpu.gemm.sums import Promotion, Reduction, begin_output, reduce_parts
-from fmtsim.cpu.gemm.wide import CUT, Draw, Unit
 from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.scratch import scratch
 from fmtsim.cpu.runtime.simd import LANES
@@ -51,7 +51,7 @@ class Job:
 def run_tiles(job: Job) -> None:
     """Compute a product: by rows and groups of panels, threads sharing the panels, or the rows where panels are few."""
     m, n = job.out.shape
-    panels, threads = -(-n // LANES), pool.get_num_threads()
+    panels, threads = -(-n // LANES), pool.threads_for(m * n * job.k >> 4)
     kept = 8 * LANES * (job.slabs.parts + 2)  # bytes of state for a row of a panel
     rows = min(_ROWS, max(_STATE // (kept * 4) // 4 * 4, 32))
     group = max(_STATE // (kept * rows), 1)
@@ -64,9 +64,10 @@ def run_tiles(job: Job) -> None:
 
         pool.run(share, -(-m // rows), 1, rows * n * job.k >> 4)
         return
+    together = _alone if threads == 1 else _together
     for first in range(0, m, rows):
         for panel in range(0, panels, group):
-            Tile(job, first, min(rows, m - first), panel, min(group, panels - panel), _together).run()
+            Tile(job, first, min(rows, m - first), panel, min(group, panels - panel), together).run()
 
 
 def _alone(task: Task, count: int, weight: int) -> None:
@@ -88,7 +89,8 @@ class Tile:
         self.padded = -(-count // 4) * 4
         self.weight = count * LANES * min(job.k, 256) >> 4
         self.marks = np.zeros(self.padded, np.int32)
-        self.source = job.a.part(first, count)
+        whole = count == len(job.a.array) and job.a.array.flags.c_contiguous
+        self.source = job.a if whole else job.a.part(first, count)
         self.state = self._state()
 
     def run(self) -> None:
@@ -97,13 +99,13 @@ class Tile:
         for slab in job.slabs.slabs:
             done = np.zeros(self.panels, np.bool_)
             if job.groups is not None:
-                self._over_panels(self._grouped(slab, job.groups))
+                self._over_panels(self._block_scaled(slab, job.groups))
                 continue
-            fast = None if job.fast is None else self._floor(slab, job.fast, done)
+            fast = None if job.fast is None else self._truncate(slab, job.fast, done)
             if fast is not None:
                 self._over_panels(fast)
             if not done.all():
-                self._over_panels(self._wide(slab, done))
+                self._over_panels(self._round(slab, done))
         self._over_panels(self._write)
         rows = slice(self.first, self.first + self.count)
         job.row_marks[rows] |= self.marks[: self.count]
@@ -162,7 +164,7 @@ class Tile:
         self.share(part, count, slab.slots.size)
         return (rows, int(low.min())) if all(fits) else None
 
-    def _floor(self, slab: Slab, how: Constants, done: np.ndarray) -> Task | None:
+    def _truncate(self, slab: Slab, how: Constants, done: np.ndarray) -> Task | None:
         dtype = np.float32 if self.job.single else np.float64
         packed = self._pack(slab, "narrow", dtype, how.factor, how.given[0], narrow=True)
         if packed is None:
@@ -171,28 +173,28 @@ class Tile:
         job = self.job
 
         def task(start: int, stop: int) -> None:
-            floor_panels(
+            truncate_panels(
                 rows, low, job.b, self.base, start, stop, slab.slots, slab.order, how, self.state,
                 self._buffers(slab, dtype, np.int8), done,
             )  # fmt: skip
 
         return task
 
-    def _wide(self, slab: Slab, done: np.ndarray) -> Task:
+    def _round(self, slab: Slab, done: np.ndarray) -> Task:
         packed = self._pack(slab, "wide", np.float64, self.job.unit.factor, EMPTY, narrow=False)
         assert packed is not None  # 16 bits hold every exponent
         rows, low = packed
         job, draw = self.job, self.job.draw._replace(block=slab.first, row=self.first)
 
         def task(start: int, stop: int) -> None:
-            wide_panels(
-                rows, low, job.b, self.base, start, stop, slab.slots, slab.order, job.unit.terms == CUT,
+            round_panels(
+                rows, low, job.b, self.base, start, stop, slab.slots, slab.order, job.unit.terms == TRUNCATE,
                 job.slabs.block, job.unit, draw, self.state, self._buffers(slab, np.float64, np.int16), done,
             )  # fmt: skip
 
         return task
 
-    def _grouped(self, slab: Slab, groups: Groups) -> Task:
+    def _block_scaled(self, slab: Slab, groups: Groups) -> Task:
         job, panels = self.job, self.panels
         packed = self._pack(slab, "wide", np.float32, np.float64(1), EMPTY, narrow=False)
         assert packed is not None
@@ -209,7 +211,7 @@ class Tile:
         draw = job.draw._replace(block=slab.first, row=self.first)
 
         def task(start: int, stop: int) -> None:
-            group_panels(
+            block_scaled_panels(
                 a, by_panel[0], by_panel[1], without_scales(job.b), self.base, start, stop, slab.slots, slab.order,
                 job.slabs.block, (groups.size, groups.factor), job.unit, draw, self.state,
                 self._buffers(slab, np.float32, np.int16),
@@ -219,7 +221,7 @@ class Tile:
 
     def _buffers(self, slab: Slab, dtype: type, exponents: type) -> Buffers:
         slots, block = slab.slots.size * LANES, self.job.slabs.block
-        words = slab.slots.size // pitch_of(block) * ((block + 31) // 32)
+        words = slab.order.ends.size * ((block + 31) // 32)
         scaled = self.job.b.scales.size and self.job.groups is None
         return Buffers(
             scratch("panel numbers", slots, np.float32),
@@ -232,11 +234,14 @@ class Tile:
     def _write(self, start: int, stop: int) -> None:
         job = self.job
         for p in range(start, stop):
-            total = self.state.total[p]
-            if job.reduction.in_place:
-                begin_output(total, self._tile(total, p), None if job.c is None else job.c[self._place(p)])
-            reduce_parts(self.state.parts[p], job.slabs.parts, self.padded, job.reduction, total)
-            job.out[self._place(p)] = self._tile(total, p)
+            total, place = self.state.total[p], self._place(p)
+            if job.slabs.parts == 1 and not job.reduction.in_place and not job.reduction.partial:
+                total = self.state.parts[p]  # one part, not rounded, is the result
+            else:
+                if job.reduction.in_place:
+                    begin_output(total, self._tile(total, p), None if job.c is None else job.c[place])
+                reduce_parts(self.state.parts[p], job.slabs.parts, self.padded, job.reduction, total)
+            job.out[place] = self._tile(total, p)
             columns = slice((self.base + p) * LANES, (self.base + p + 1) * LANES)
             job.column_marks[columns] |= self.state.marks[p]
 

@@ -34,12 +34,17 @@ def get_num_threads() -> int:
     return _threads if _threads is not None else torch.get_num_threads()
 
 
+def threads_for(weight: int) -> int:
+    """Return how many threads work of so many elements is worth, at most ``get_num_threads()``."""
+    return min(get_num_threads(), max(weight // _GRAIN, 1))
+
+
 def run(function: Callable[[int, int], None], count: int, align: int, weight: int = 1) -> None:
     """Call ``function(start, stop)`` over ``range(count)``, split among threads at multiples of ``align``.
 
     ``weight`` is the work of one item in elements. Errors of any part are raised after all parts have ended.
     """
-    parts = min(get_num_threads(), max(count * weight // _GRAIN, 1))
+    parts = threads_for(count * weight)
     step = math.ceil(math.ceil(count / parts) / align) * align if count else 1
     if step >= count:
         if count:

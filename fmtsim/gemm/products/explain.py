@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.products.matmul import Options, accumulation, checked_options, operand_formats, output_dtype
+from fmtsim.gemm.products.matmul import Options, checked_options
 from fmtsim.gemm.products.native import check_native, emulation_reason, unsupported_product, unsupported_scaled
-from fmtsim.gemm.products.operands import check_devices, check_tensor, inner_length, matrix_layout, operand_format
+from fmtsim.gemm.products.operands import (
+    accumulation,
+    check_devices,
+    check_tensor,
+    inner_length,
+    matrix_layout,
+    operand_format,
+    operand_formats,
+    output_dtype,
+)
 from fmtsim.gemm.products.resolver import call_name, resolve
 from fmtsim.gemm.products.scales import Scales
 from fmtsim.gemm.units.unit import STRENGTHS, describe, get_unit

@@ -7,26 +7,26 @@ from torch import Tensor
 
 from fmtsim.autograd import OnceOnly
 from fmtsim.errors import ArgumentError, DtypeError
-from fmtsim.gemm.products.epilogue import output_format
 from fmtsim.gemm.products.native import run_plain, runs_natively, unsupported_product
 from fmtsim.gemm.products.operands import (
+    FLOATS,
+    accumulation,
     check_devices,
+    check_matrices,
     check_tensor,
     inner_length,
     matrix_layout,
-    operand_format,
+    operand_formats,
+    output_dtype,
     read_operand,
 )
-from fmtsim.gemm.products.operator import draw_keys, run_gemm
+from fmtsim.gemm.products.operator import draw_keys, output_format, run_gemm
 from fmtsim.gemm.products.resolver import ACCUMULATE_DTYPES, one_machine, resolve_call
-from fmtsim.gemm.units.unit import unit_takes
 from fmtsim.quantize import quantize
-from fmtsim.spec.call import OperandFormat, Operation
+from fmtsim.spec.call import Operation
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.plan import GemmPlan
 
-_LIBRARY = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # what torch.mm takes on a GPU
-_HALVES = (torch.float16, torch.bfloat16)
 # Offsets of the two backward products under one seed, which no batch reaches.
 _OFFSETS = (1 << 40, 1 << 41)
 _ONCE = (
@@ -122,7 +122,7 @@ def mm(
     tensor([[ 1.5000,  2.0000],
             [ 0.2500, -1.0000]])
     """
-    _check_matrices("mm", a, b, "2")
+    check_matrices("mm", a, b, "2")
     unit = one_machine("mm", target, unit, datapath, plan, accumulate)
     options = {
         "out_dtype": out_dtype, "target": target, "unit": unit, "plan": plan, "accumulate": accumulate,
@@ -147,7 +147,7 @@ def bmm(a: Tensor, b: Tensor, **options: Unpack[Options]) -> Tensor:
     Raises:
         ArgumentError, DtypeError, FormatError: As ``mm``.
     """
-    _check_matrices("bmm", a, b, "3")
+    check_matrices("bmm", a, b, "3")
     if a.shape[0] != b.shape[0]:
         raise ArgumentError(f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} differ in their batch")
     return _multiply("bmm", a, b, None, checked_options("bmm", options))
@@ -209,11 +209,12 @@ def int_mm(
     >>> int_mm(torch.tensor([[1, -2]], dtype=torch.int8), torch.tensor([[3], [4]], dtype=torch.int8))
     tensor([[-5]], dtype=torch.int32)
     """
-    _check_matrices("int_mm", a, b, "2", inner=False)
+    check_tensor("a", a, "2")
+    check_tensor("b", b, "2")
     for name, x in (("a", a), ("b", b)):
         if x.dtype != torch.int8:
             raise DtypeError(f"int_mm: {name} has dtype {x.dtype}; pass torch.int8, or call mm for floats")
-    _check_inner("int_mm", a, b)
+    check_matrices("int_mm", a, b, "2")
     if target is not None:
         _check_cublas_int8(a, b)
     alone = target is None and unit is None and datapath is None
@@ -238,30 +239,12 @@ def checked_options(verb: str, given: Options) -> dict[str, Any]:
     return options
 
 
-def _check_matrices(verb: str, a: Tensor, b: Tensor, dims: str, *, inner: bool = True) -> None:
-    check_tensor("a", a, dims)
-    check_tensor("b", b, dims)
-    check_devices(a=a, b=b)
-    if inner:
-        _check_inner(verb, a, b)
-
-
-def _check_inner(verb: str, a: Tensor, b: Tensor) -> None:
-    mine, k = inner_length(a), inner_length(b.mT)
-    if mine != k:
-        raise ArgumentError(
-            f"{verb}: a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} do not fit; a is [..., M, K], "
-            f"b is [..., K, N], but K is {mine} and {k}"
-        )
-
-
 def _check_bias(bias: Tensor, x: Tensor, w: Tensor, library: bool) -> None:
     if bias.shape != w.shape[:1]:
         raise ArgumentError(
             f"bias of shape {tuple(bias.shape)} does not fit w of shape {tuple(w.shape)}; pass [{w.shape[0]}]"
         )
-    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    if bias.dtype not in floats or (library and bias.dtype != x.dtype):
+    if bias.dtype not in FLOATS or (library and bias.dtype != x.dtype):
         wanted = x.dtype if library else "float16, bfloat16, float32 or float64"
         raise DtypeError(f"bias has dtype {bias.dtype}; pass {wanted}")
 
@@ -282,7 +265,7 @@ def _multiply(operation: Operation, a: Tensor, b: Tensor, bias: Tensor | None, o
     if not needs or not torch.is_grad_enabled():
         return _product(operation, a, b, bias, options)
     plain = options["a_format"] is None and options["b_format"] is None
-    if not plain or a.dtype not in _LIBRARY or b.dtype not in _LIBRARY:
+    if not plain or a.dtype not in FLOATS or b.dtype not in FLOATS:
         raise ArgumentError(
             f"{operation} has a gradient for float16, bfloat16, float32 and float64 operands only, not for "
             f"{a.dtype} x {b.dtype} with a format; pass .detach(), or use fmtsim.EmulatedGEMM"
@@ -298,10 +281,10 @@ def _product(operation: Operation, a: Tensor, b: Tensor, bias: Tensor | None, op
     dtype = output_dtype(operation, a, b, options)
     sums = accumulation(a, dtype, options)
 
-    def unsupported() -> str | None:
-        return unsupported_product((a, b), formats, (options["a_format"], options["b_format"]), dtype, sums, bias)
-
-    if runs_natively(options["native"], options["target"], options["plan"], a.device, unsupported):
+    if (options["target"] is not None or options["native"] is not None) and runs_natively(
+        options["native"], options["target"], options["plan"], a.device,
+        lambda: unsupported_product((a, b), formats, (options["a_format"], options["b_format"]), dtype, sums, bias),
+    ):  # fmt: skip
         return run_plain(operation, a, b, bias, dtype or a.dtype, tf32=bool(tf32), sums=sums)
     stacked = a.dim() == 3
     asked = options["target"] is not None or options["allow_fp16_accumulation"]
@@ -322,71 +305,6 @@ def _product(operation: Operation, a: Tensor, b: Tensor, bias: Tensor | None, op
     key = draw_keys(spec.stochastic, options["generator"], a.shape[0] if stacked else None, a.device)
     validated = left is not a and right is not columns  # made of codes, or rounded
     return run_gemm(left, right, spec, dtype=dtype, bias=bias, random=key, validated=validated)
-
-
-def operand_formats(
-    operation: Operation, a: Tensor, columns: Tensor, options: dict[str, Any]
-) -> tuple[tuple[OperandFormat, OperandFormat], str]:
-    """Return the formats of both operands, and how float32 becomes TF32."""
-    given = options["a_format"], options["b_format"]
-    plain = given == (None, None)
-    if options["target"] is not None and plain:
-        if a.dtype != columns.dtype:
-            raise DtypeError(
-                f"a has dtype {a.dtype}, b {columns.dtype}; torch multiplies equal dtypes, cast one of them"
-            )
-        if a.dtype not in _LIBRARY and operation != "int_mm":
-            raise DtypeError(
-                f"torch.{operation} does not take {a.dtype}; call fmtsim.scaled_mm, or pass unit= for the "
-                "arithmetic alone"
-            )
-    tf32 = options["allow_tf32"] and plain and a.dtype == columns.dtype == torch.float32
-    if tf32:
-        given = ("tf32", "tf32")
-    formats = operand_format("a", a, given[0]), operand_format("b", columns, given[1])
-    unit = options["unit"]
-    single = unit is not None and formats[0].name == formats[1].name == "fp32"
-    if single and not unit_takes(unit, "fp32") and unit_takes(unit, "tf32"):
-        raise ArgumentError(
-            f"unit {getattr(unit, 'name', unit)} multiplies TF32, not float32; pass allow_tf32=True to round the "
-            "operands, or choose a unit that takes fp32 ('fp32_fma', 'exact')"
-        )
-    return formats, "round" if tf32 else ""
-
-
-def output_dtype(operation: Operation, a: Tensor, b: Tensor, options: dict[str, Any]) -> torch.dtype | None:
-    """Return the dtype of the result, None for that of the accumulator."""
-    dtype: torch.dtype | None = options["out_dtype"]
-    plain = a.dtype == b.dtype and a.dtype in _LIBRARY
-    if dtype is None:
-        return a.dtype if plain else None
-    if not isinstance(dtype, torch.dtype):
-        raise DtypeError(f"out_dtype={dtype!r} is not a dtype; pass for example torch.float32")
-    widened = a.dtype in _HALVES and dtype == torch.float32
-    if options["target"] is not None and plain and dtype != a.dtype and not widened:
-        raise DtypeError(
-            f"torch.{operation} does not turn {a.dtype} into {dtype}; choose {a.dtype}"
-            + (" or torch.float32" if a.dtype in _HALVES else "")
-            + ", or pass unit= instead of target="
-        )
-    return dtype
-
-
-def accumulation(a: Tensor, dtype: torch.dtype | None, options: dict[str, Any]) -> str:
-    """Return the format in which a library is asked to sum."""
-    given, half = options["accumulate"], options["allow_fp16_accumulation"]
-    if given is not None:
-        if half and given != "fp16":
-            raise ArgumentError(f"accumulate={given!r} contradicts allow_fp16_accumulation=True; pass one of them")
-        return str(given)
-    if half and a.dtype == torch.float16:  # torch's switch concerns float16 alone
-        if dtype not in (None, torch.float16):
-            raise ArgumentError(
-                f"allow_fp16_accumulation with out_dtype={dtype} is not a product that cuBLAS has; "
-                "choose torch.float16, or leave one of them out"
-            )
-        return "fp16"
-    return "fp64" if a.dtype == torch.float64 else "fp32"
 
 
 class _Product(torch.autograd.Function):

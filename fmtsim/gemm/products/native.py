@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError, NativeWarning
-from fmtsim.gemm.products.epilogue import finish
 from fmtsim.gemm.products.operands import fp4_of_fp8, own_dtype
+from fmtsim.gemm.products.operator import finish
 from fmtsim.gemm.products.scales import Scales
 from fmtsim.gemm.targets.target import Target, caller_level, get_target
 from fmtsim.ops import load_engine

@@ -6,29 +6,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError, DtypeError, FormatError
 from fmtsim.formats.interop import torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
 from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.gemm.units.unit import unit_takes
 from fmtsim.quantize import decode, quantize
-from fmtsim.spec.call import Layout, OperandFormat
+from fmtsim.spec.call import Layout, OperandFormat, Operation
 
 _PLAIN = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
     torch.float64: "fp64",
-    torch.int8: "int8",
+    torch.int8: "int8_full",
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
     torch.float8_e4m3fnuz: "e4m3fnuz",
     torch.float8_e5m2fnuz: "e5m2fnuz",
     torch.float4_e2m1fn_x2: "e2m1",
 }
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # also what torch.mm takes on a GPU
+_HALVES = FLOATS[:2]
 _PIECE = 1 << 18  # bytes of FP4 numbers that are unpacked at a time on a CPU, for the memory of their indices
-_DIRECT = (*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)  # what engines take
+_DIRECT = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)  # what engines take
 
 
 def check_tensor(name: str, x: Any, dims: str) -> None:
@@ -44,6 +47,19 @@ def check_tensor(name: str, x: Any, dims: str) -> None:
     if x.dim() < wanted or (x.dim() != wanted and not dims.endswith("+")):
         more = " or more" if dims.endswith("+") else ""
         raise ArgumentError(f"{name} has shape {tuple(x.shape)}; pass a tensor of {wanted} dimensions{more}")
+
+
+def check_matrices(verb: str, a: Tensor, b: Tensor, dims: str) -> None:
+    """Refuse operands a [..., M, K] and b [..., K, N] that are no matrices, or do not fit each other."""
+    check_tensor("a", a, dims)
+    check_tensor("b", b, dims)
+    check_devices(a=a, b=b)
+    mine, k = inner_length(a), inner_length(b.mT)
+    if mine != k:
+        raise ArgumentError(
+            f"{verb}: a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} do not fit; a is [..., M, K], "
+            f"b is [..., K, N], but K is {mine} and {k}"
+        )
 
 
 def check_devices(**tensors: Tensor | None) -> None:
@@ -71,16 +87,19 @@ def operand_format(name: str, x: Tensor, given: Any = None) -> OperandFormat:
             raise DtypeError(
                 f"{name} has dtype {x.dtype}; pass one of {names}, or say what its codes are with {name}_format="
             )
-        return _known(name, get_format("int8_full" if x.dtype == torch.int8 else _PLAIN[x.dtype]))
+        return _FORMATS[x.dtype]
     fmt = _known(name, get_format(given))
     held = _PLAIN.get(x.dtype)
-    if x.dtype not in _FLOATS and held is not None and x.dtype != torch.int8 and own_dtype(fmt) != x.dtype:
+    if x.dtype not in FLOATS and held is not None and x.dtype != torch.int8 and own_dtype(fmt) != x.dtype:
         raise DtypeError(f"{name} has dtype {x.dtype}, which is not {fmt.name}; leave {name}_format out")
     if isinstance(fmt, IntFormat) and x.dtype not in (torch.int8, torch.uint8):
         raise DtypeError(f"{name} has dtype {x.dtype}; pass {fmt.name} as a torch.int8 tensor")
     if x.dtype == torch.int8 and not isinstance(fmt, IntFormat):
         raise DtypeError(f"{name} has dtype torch.int8; pass codes of {fmt.name} as {name}.view(torch.uint8)")
     return fmt
+
+
+_FORMATS: dict[torch.dtype, OperandFormat] = {dtype: get_format(name) for dtype, name in _PLAIN.items()}  # type: ignore[misc]
 
 
 def _known(name: str, fmt: Any) -> OperandFormat:
@@ -92,13 +111,75 @@ def _known(name: str, fmt: Any) -> OperandFormat:
     return fmt
 
 
+@constant_in_graphs  # torch.compile cannot see through the cache in there
 def own_dtype(fmt: OperandFormat) -> torch.dtype | None:
     """Return the torch dtype whose bit patterns are the format's codes."""
     return torch_dtype(fmt)
 
 
-# A constant to torch.compile, which cannot see through the cache in there.
-own_dtype._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def operand_formats(
+    operation: Operation, a: Tensor, columns: Tensor, options: dict[str, Any]
+) -> tuple[tuple[OperandFormat, OperandFormat], str]:
+    """Return the formats of both operands, and how float32 becomes TF32."""
+    given = options["a_format"], options["b_format"]
+    plain = given == (None, None)
+    if options["target"] is not None and plain:
+        if a.dtype != columns.dtype:
+            raise DtypeError(
+                f"a has dtype {a.dtype}, b {columns.dtype}; torch multiplies equal dtypes, cast one of them"
+            )
+        if a.dtype not in FLOATS and operation != "int_mm":
+            raise DtypeError(
+                f"torch.{operation} does not take {a.dtype}; call fmtsim.scaled_mm, or pass unit= for the "
+                "arithmetic alone"
+            )
+    tf32 = options["allow_tf32"] and plain and a.dtype == columns.dtype == torch.float32
+    if tf32:
+        given = ("tf32", "tf32")
+    formats = operand_format("a", a, given[0]), operand_format("b", columns, given[1])
+    unit = options["unit"]
+    single = unit is not None and formats[0].name == formats[1].name == "fp32"
+    if single and not unit_takes(unit, "fp32") and unit_takes(unit, "tf32"):
+        raise ArgumentError(
+            f"unit {getattr(unit, 'name', unit)} multiplies TF32, not float32; pass allow_tf32=True to round the "
+            "operands, or choose a unit that takes fp32 ('fp32_fma', 'exact')"
+        )
+    return formats, "round" if tf32 else ""
+
+
+def output_dtype(operation: Operation, a: Tensor, b: Tensor, options: dict[str, Any]) -> torch.dtype | None:
+    """Return the dtype of the result, None for that of the accumulator."""
+    dtype: torch.dtype | None = options["out_dtype"]
+    plain = a.dtype == b.dtype and a.dtype in FLOATS
+    if dtype is None:
+        return a.dtype if plain else None
+    if not isinstance(dtype, torch.dtype):
+        raise DtypeError(f"out_dtype={dtype!r} is not a dtype; pass for example torch.float32")
+    widened = a.dtype in _HALVES and dtype == torch.float32
+    if options["target"] is not None and plain and dtype != a.dtype and not widened:
+        raise DtypeError(
+            f"torch.{operation} does not turn {a.dtype} into {dtype}; choose {a.dtype}"
+            + (" or torch.float32" if a.dtype in _HALVES else "")
+            + ", or pass unit= instead of target="
+        )
+    return dtype
+
+
+def accumulation(a: Tensor, dtype: torch.dtype | None, options: dict[str, Any]) -> str:
+    """Return the format in which a library is asked to sum."""
+    given, half = options["accumulate"], options["allow_fp16_accumulation"]
+    if given is not None:
+        if half and given != "fp16":
+            raise ArgumentError(f"accumulate={given!r} contradicts allow_fp16_accumulation=True; pass one of them")
+        return str(given)
+    if half and a.dtype == torch.float16:  # torch's switch concerns float16 alone
+        if dtype not in (None, torch.float16):
+            raise ArgumentError(
+                f"allow_fp16_accumulation with out_dtype={dtype} is not a product that cuBLAS has; "
+                "choose torch.float16, or leave one of them out"
+            )
+        return "fp16"
+    return "fp64" if a.dtype == torch.float64 else "fp32"
 
 
 def read_operand(x: Tensor, fmt: OperandFormat, *, tf32: str = "") -> Tensor:
@@ -114,8 +195,10 @@ def read_operand(x: Tensor, fmt: OperandFormat, *, tf32: str = "") -> Tensor:
         return quantize(x, "tf32", overflow="ieee", out_dtype=torch.float32)
     if tf32 == "truncate":
         return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+    if x.dtype in FLOATS or x.dtype == torch.int8:
+        return x
     dtype = own_dtype(fmt)
-    if x.dtype in _FLOATS or (x.dtype == dtype and dtype in _DIRECT) or x.dtype == torch.int8:
+    if x.dtype == dtype and dtype in _DIRECT:
         return x
     if x.dtype == torch.uint8 and dtype in _DIRECT:
         return x.view(dtype)  # codes of 8 bits
@@ -161,12 +244,9 @@ def fp4_of_fp8(x: Tensor) -> Tensor:
     return (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).view(torch.float4_e2m1fn_x2)
 
 
+@constant_in_graphs  # torch.compile looks through caches and then through all that is behind them
 def _fp8_pairs() -> tuple[int, ...]:
     return _cached_pairs()
-
-
-# A constant to torch.compile, which looks through caches and then through all that is behind them.
-_fp8_pairs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1)

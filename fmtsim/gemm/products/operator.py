@@ -1,7 +1,7 @@
-"""The torch operator of matrix products: one definition as JSON, the data, and the choice of engine."""
+"""The torch operator of matrix products: one definition as JSON, the data, the choice of engine, and the epilogue."""
 
-import importlib
 from collections.abc import Iterator
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -9,21 +9,35 @@ import torch
 from torch import Tensor
 
 from fmtsim import ops
-from fmtsim.errors import ArgumentError
+from fmtsim.dispatch import constant_in_graphs
+from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.formats.interop import torch_dtype
-from fmtsim.formats.spec import FloatFormat, IntFormat
-from fmtsim.gemm.products.epilogue import finish
-from fmtsim.ops import random_key
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.cast import CastSpec, RandomKey
-from fmtsim.spec.datapath import Datapath, sum_dtype
+from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json
+from fmtsim.spec.plan import Epilogue
 
+OUT_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
 # Sums that are kept at once where they are rounded to a narrower output afterwards: 24 MB of float32 on a CPU. A GPU
 # has room for more, would prepare operands once a piece, and waits for launches.
 _SUMS = 6 << 20
 _VALUES = 1 << 17  # numbers that are checked at once: they stay in a cache
-_ON_GPUS = 1 << 26  # of both
+_PIECE = 1 << 20  # sums that the epilogue takes at once: they and its temporaries are some 20 MB
+_ON_GPUS = 1 << 26  # of all three
+_CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _library = torch.library.Library("fmtsim", "FRAGMENT")
 _library.define(
@@ -140,10 +154,10 @@ def _signed(number: int) -> int:
 def gemm_engine(spec: GemmSpec, a: Tensor, b: Tensor) -> ModuleType:
     """Return the engine of a product: kernels for the device where they cover it, else torch operations."""
     if a.is_cpu or a.is_cuda:
-        engine = importlib.import_module("fmtsim.cpu" if a.is_cpu else "fmtsim.cuda")
+        engine = ops.load_engine("cpu" if a.is_cpu else "cuda")
         if (a.is_cpu or engine.serves(a.get_device())) and engine.supports_gemm(spec, a, b):
             return engine
-    return importlib.import_module("fmtsim.torch_engine")
+    return ops.load_engine("torch_engine")
 
 
 def _gemm(  # type: ignore[no-untyped-def]
@@ -156,7 +170,7 @@ def _gemm(  # type: ignore[no-untyped-def]
     if not validated:
         _require_values(("a", a, definition.a), ("b", b, definition.b))
     shared = {"row": row, "column": column, "bias": bias, "result_scale": result_scale}
-    dtype = dtype or sum_dtype(definition.datapath)
+    dtype = dtype or definition.sum_dtype
     if a.dim() == 2:
         out = torch.empty(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
         _product(a, b, definition, c, scale_a, scale_b, shared, key, out)
@@ -173,32 +187,33 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out):  # type: ignore
     m, n = out.shape
     if not out.numel():
         return
-    path = spec.datapath
+    path, wide = spec.datapath, spec.sum_dtype
     if isinstance(path, Datapath) and path.scale is not None and scale_a is None and scale_b is None:
-        groups = -(-a.shape[-1] // path.scale_block)  # a unit with scales of its own, and a call without: ones
-        scale_a, scale_b = (torch.ones(rows, groups, device=a.device) for rows in (m, n))
-    random = random_key(key)
-    engine, wide = gemm_engine(spec, a, b), sum_dtype(spec.datapath)
+        blocks = -(-a.shape[-1] // path.scale_block)  # a unit with scales of its own, and a call without: ones
+        scale_a, scale_b = (torch.ones(rows, blocks, device=a.device) for rows in (m, n))
+    random = None if key is None else ops.random_key(key)
+    engine = gemm_engine(spec, a, b)
     step = m if out.dtype == wide or random is not None else min(m, max(64, _at_once(out, _SUMS) // n))
     for start in range(0, m, step):
         rows = slice(start, min(start + step, m))
-        part = out[rows]
-        sums = part if out.dtype == wide else torch.empty(part.shape, dtype=wide, device=out.device)
-        own_c, own_scale = (None if t is None else t[rows] for t in (c, scale_a))
-        begins = _bias_in_place(spec, own_c, shared["bias"], sums)
-        engine.gemm(a[rows], b, begins, own_scale, scale_b, spec, random, sums)
-        if wide != torch.int32:
-            row = shared["row"]
+        part, own_c, own_scale, row = out[rows], c, scale_a, shared["row"]
+        if step < m:
+            own_c, own_scale = (None if t is None else t[rows] for t in (c, scale_a))
             row = row if row is None or row.numel() == 1 else row.reshape(-1)[rows]
-            rules = {"rule": spec.plan.epilogue, "bias_after_rounding": spec.plan.bias_after_rounding}
-            bias = None if begins is not own_c else shared["bias"]
-            finish(sums, out.dtype, **rules, **{**shared, "row": row, "bias": bias}, out=part)
+        sums = part if out.dtype == wide else torch.empty(part.shape, dtype=wide, device=out.device)
+        bias = shared["bias"]
+        if bias is not None and spec.plan.reduce == "in_place":
+            own_c, bias = _first_addend(own_c, bias, sums), None
+        engine.gemm(a[rows], b, own_c, own_scale, scale_b, spec, random, sums)
+        if wide != torch.int32:
+            finish(
+                sums, out.dtype, rule=spec.plan.epilogue, row=row, column=shared["column"], bias=bias,
+                bias_after_rounding=spec.plan.bias_after_rounding, result_scale=shared["result_scale"], out=part,
+            )  # fmt: skip
 
 
-def _bias_in_place(spec: GemmSpec, c: Tensor | None, bias: Tensor | None, sums: Tensor) -> Tensor | None:
-    """Return the addend of a product: c, or the bias where the output begins with it (``GemmPlan.reduce``)."""
-    if spec.plan.reduce != "in_place" or bias is None:
-        return c
+def _first_addend(c: Tensor | None, bias: Tensor, sums: Tensor) -> Tensor:
+    """Return the bias as what an output begins with that parts are added to (``GemmPlan.reduce``)."""
     if c is not None:
         raise ArgumentError("parts that are added in place begin with c or with a bias, and both are given; pass one")
     return bias.reshape(1, -1).to(sums.dtype).expand_as(sums)
@@ -213,32 +228,33 @@ def _at_once(x: Tensor, few: int) -> int:
     return _ON_GPUS if _is_on_gpu(x) else few
 
 
-def _require_values(*operands: tuple[str, Tensor, FloatFormat | IntFormat]) -> None:
+def _require_values(*operands: tuple[str, Tensor, OperandFormat]) -> None:
     """Refuse numbers that an operand's format lacks.
 
     A tensor in the format's own dtype cannot hold any; neither can one of 8 bits in another dtype, which verbs make of
     a narrower format's codes and never take. A GPU is asked once for all; nobody asks it while a graph is captured,
     which cannot wait for an answer.
     """
-    loose = [(name, x, fmt) for name, x, fmt in operands if _may_lack(x, fmt)]
+    loose = [
+        (name, x, fmt) for name, x, fmt in operands
+        if x.dtype.is_floating_point and x.dtype.itemsize > 1 and _own_dtype(fmt) != x.dtype and x.numel()
+    ]  # fmt: skip
     if not loose:
         return
     if _is_on_gpu(loose[0][1]):
         if torch.cuda.is_current_stream_capturing():
             return
-        kept = [(rounded == piece).all() for _, x, fmt in loose for piece, rounded in _pieces(x, fmt)]
-        if bool(torch.stack(kept).all()):
+        equal = [(rounded == piece).all() for _, x, fmt in loose for piece, rounded in _pieces(x, fmt)]
+        if bool(torch.stack(equal).all()):
             return
     for name, x, fmt in loose:
         _require_each(name, x, fmt)
 
 
-def _may_lack(x: Tensor, fmt: FloatFormat | IntFormat) -> bool:
-    wide = x.dtype.is_floating_point and x.dtype.itemsize > 1
-    return wide and torch_dtype(fmt) != x.dtype and x.numel() > 0
+_own_dtype = lru_cache(maxsize=256)(torch_dtype)
 
 
-def _pieces(x: Tensor, fmt: FloatFormat | IntFormat) -> Iterator[tuple[Tensor, Tensor]]:
+def _pieces(x: Tensor, fmt: OperandFormat) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield an operand by groups of rows, each with what it becomes in a format."""
     spec = CastSpec(format=fmt, rounding=Rounding(), overflow="ieee")
     rows = x.reshape(-1, x.shape[-1])
@@ -252,7 +268,7 @@ def _pieces(x: Tensor, fmt: FloatFormat | IntFormat) -> Iterator[tuple[Tensor, T
         yield piece, rounded
 
 
-def _require_each(name: str, x: Tensor, fmt: FloatFormat | IntFormat) -> None:
+def _require_each(name: str, x: Tensor, fmt: OperandFormat) -> None:
     for piece, rounded in _pieces(x, fmt):
         if torch.equal(rounded, piece):  # five times as fast as what follows; False where there is a NaN
             continue
@@ -265,11 +281,119 @@ def _require_each(name: str, x: Tensor, fmt: FloatFormat | IntFormat) -> None:
             )
 
 
+def finish(
+    sums: Tensor,
+    dtype: torch.dtype,
+    *,
+    rule: Epilogue = "scale",
+    row: Tensor | None = None,
+    column: Tensor | None = None,
+    bias: Tensor | None = None,
+    bias_after_rounding: bool = False,
+    result_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Scale reduced sums, add a bias and round to an output dtype, one rounding a step.
+
+    Args:
+        sums: [M, N], contiguous, float32 or float64, whose arithmetic the steps follow; it may be overwritten.
+        dtype: One of ``OUT_DTYPES``.
+        rule: In which order the scales multiply (``GemmPlan.epilogue``).
+        row: Scale of a: one element, or M of them. None together with ``column`` multiplies nothing.
+        column: Scale of b: one element, or N of them.
+        bias: [N].
+        bias_after_rounding: Round to a ``dtype`` of 16 bits before the bias is added, too.
+        result_scale: One element that multiplies FP8 outputs; other dtypes ignore it.
+        out: [M, N] of ``dtype`` to write to.
+
+    Returns:
+        ``out``, or [M, N] of ``dtype``, which is ``sums`` itself where that has the dtype.
+
+    A product that is zero is +0. Inf stays Inf in float16 and wider, and saturates in FP8. NaN is 0x7FFFFFFF,
+    0x7FFF, 0x7F or 0x7FFFFFFFFFFFFFFF (0x80 in the fnuz formats). Beside its operands and its result this needs
+    less than 64 MB of a CPU's memory, whatever M and N are.
+    """
+    target = sums if out is None and dtype == sums.dtype else out
+    target = torch.empty_like(sums, dtype=dtype) if target is None else target
+    m, n = sums.shape
+    step = max(1, (_ON_GPUS if sums.is_cuda else _PIECE) // max(n, 1))
+    touched = row is not None or bias is not None
+    for start in range(0, m, step):
+        piece = sums[start : start + step]
+        if row is not None and column is not None:
+            _multiply(piece, rule, row if row.numel() == 1 else row.reshape(-1, 1)[start : start + step], column)
+        if bias is not None:
+            if bias_after_rounding and dtype.itemsize == 2:
+                piece = _rounded(piece, output_format(dtype))
+            piece.add_(bias.reshape(1, -1).to(sums.dtype))
+        if result_scale is not None and dtype.itemsize == 1:
+            piece.mul_(result_scale.reshape(()).to(sums.dtype)).add_(0.0)
+        if touched or target is not sums:
+            _store(piece, target[start : start + step])
+    return target
+
+
+def _multiply(y: Tensor, rule: Epilogue, row: Tensor, column: Tensor) -> None:
+    """Multiply in place by the scales of rows and columns, each product rounded, zeros made +0."""
+    row = row.reshape(()) if row.numel() == 1 else row
+    column = column.reshape(()) if column.numel() == 1 else column.reshape(1, -1)
+    wide = row.to(y.dtype), column.to(y.dtype)
+    factors = {"scale": (wide[0] * wide[1],), "row_column": wide, "column_row": wide[::-1]}[rule]
+    for factor in factors:
+        y.mul_(factor)
+    y.add_(0.0)  # -0 + 0 is +0, and nothing else changes
+
+
+def _store(y: Tensor, out: Tensor) -> None:
+    """Write values rounded to out's dtype, NaN in the bits that units and libraries write."""
+    fmt = output_format(out.dtype)
+    nan = _nan_of(y)
+    if out.data_ptr() != y.data_ptr():
+        narrow = out.dtype not in (y.dtype, torch.float64)
+        out.copy_(_rounded(y, fmt) if narrow else y)  # exact
+    if nan is not None:
+        code = fmt.sign_mask if fmt.nan == "negative_zero" else fmt.magnitude_mask
+        out.view(_CODES[out.element_size()]).masked_fill_(nan, code)
+
+
+def _nan_of(y: Tensor) -> Tensor | None:
+    """Return where NaN is, None where a sum shows that there is none: asking a GPU for it would stop the stream."""
+    return None if y.device.type == "cpu" and not y.sum().isnan() else y.isnan()
+
+
+def _rounded(y: Tensor, fmt: FloatFormat) -> Tensor:
+    """Round to nearest even, in y's dtype; torch's own casts differ between versions and devices."""
+    spec = _rounding_to(fmt)
+    rounded = torch.empty_like(y)  # in place kernels would not run on vectors
+    # The CPU's kernels round sums, float32 or float64, to every format.
+    engine = ops.load_engine("cpu") if y.is_cpu else ops.engine_for("quantize", spec, y, rounded)
+    engine.quantize(y, spec, None, rounded)
+    return rounded
+
+
+@lru_cache(maxsize=64)
+def _rounding_to(fmt: FloatFormat) -> CastSpec:
+    return CastSpec(format=fmt, rounding=Rounding(), overflow="saturate" if fmt.bits == 8 else "ieee")
+
+
+@constant_in_graphs  # torch.compile cannot see through the cache
+def output_format(dtype: torch.dtype) -> FloatFormat:
+    """Return the format of an output dtype."""
+    fmt = _OUTPUTS.get(dtype)
+    if fmt is None:
+        names = ", ".join(str(allowed).removeprefix("torch.") for allowed in OUT_DTYPES)
+        raise DtypeError(f"out_dtype={dtype} is not the dtype of a product; choose one of {names}")
+    return fmt
+
+
+_OUTPUTS: dict[Any, FloatFormat] = {dtype: get_format(dtype) for dtype in OUT_DTYPES}  # type: ignore[misc]
+
+
 def _gemm_shape(  # type: ignore[no-untyped-def]
     a, b, spec, dtype=None, c=None, scale_a=None, scale_b=None, row=None, column=None, bias=None, result_scale=None,
     key=None, validated=False,
 ):  # fmt: skip
-    dtype = dtype or sum_dtype(gemm_spec_from_json(spec).datapath)
+    dtype = dtype or gemm_spec_from_json(spec).sum_dtype
     return torch.empty((*a.shape[:-1], b.shape[-2]), dtype=dtype, device=a.device)
 
 

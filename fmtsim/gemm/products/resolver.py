@@ -11,7 +11,8 @@ from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.targets import target as targets
-from fmtsim.gemm.units.unit import Unit, get_datapath, get_unit
+from fmtsim.gemm.units import unit as units
+from fmtsim.gemm.units.unit import get_datapath, get_unit
 from fmtsim.spec.call import LARGE_BLOCKS, SCALE_KINDS, GemmCall, Layout, OperandFormat, Operation, ScaleKind
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec
@@ -68,14 +69,13 @@ def resolve(call: GemmCall) -> GemmSpec:
         ArgumentError: The machine does not take the call, its plan makes no sense for it, or it is a guess and
             ``strict`` is set.
     """
-    if call.target is not None:
-        record = targets.get_target(call.target)
-        found = _resolved(call, record)
-        if found.basis == "guess":
-            record.doubt(call.facts(), found.plan, call.strict)
-        return found
-    # The record and not its name is looked up: another may be registered under the name.
-    return _resolved(call, None if isinstance(call.unit, Arithmetic) else get_unit(call.unit))
+    if call.target is None:
+        return _resolved(call, units.registrations)  # another record may be registered under a unit's name
+    record = targets.get_target(call.target)
+    found = _resolved(call, record)
+    if found.basis == "guess":
+        record.doubt(call.facts(), found.plan, call.strict)
+    return found
 
 
 def resolve_call(
@@ -133,24 +133,25 @@ def _resolve_fields(
 
 @lru_cache(maxsize=4096)
 def _resolved(call: GemmCall, record: Any) -> GemmSpec:
-    """Resolve a call on a target's or unit's record, None where the call has a datapath."""
+    """Resolve a call; the target's record, or the state of the registry of units, is part of what is cached."""
     if call.target is not None:
         spec = record.resolve(call.facts(), strict=call.strict)
         if call.formats is not None and (call_name(spec.a), call_name(spec.b)) == (call.a, call.b):
             spec = replace(spec, a=call.formats[0], b=call.formats[1])
         spec = spec if call.plan is None else replace(spec, plan=call.plan)
     else:
-        spec = _of_unit(call, record)
+        spec = _of_unit(call)
     check_plan(spec.datapath, spec.plan, call)
     return spec
 
 
-def _of_unit(call: GemmCall, unit: Unit | None) -> GemmSpec:
+def _of_unit(call: GemmCall) -> GemmSpec:
     # The records themselves, so that a format that was never registered is judged too.
     formats: Any = call.formats or (get_format(call.a), get_format(call.b))
     plan = call.plan or _SCALED_CHAINS.get(call.scaling, _ONE_CHAIN)
     a, b = formats
-    if unit is not None:
+    if not isinstance(call.unit, Arithmetic):
+        unit = get_unit(call.unit)
         extent = SCALE_KINDS.get(call.scaling)
         mode = unit.find(a, b, call.accumulate or None, extent and extent.unit_scale)
         return GemmSpec(datapath=mode.datapath, plan=plan, a=a, b=b, unit=unit.name, accumulate=mode.accumulate)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError, DtypeError
-from fmtsim.gemm.products.epilogue import output_format
 from fmtsim.gemm.products.native import run_scaled, runs_natively, unsupported_scaled
 from fmtsim.gemm.products.operands import (
     check_devices,
@@ -16,7 +15,7 @@ from fmtsim.gemm.products.operands import (
     operand_format,
     read_operand,
 )
-from fmtsim.gemm.products.operator import draw_keys, run_gemm
+from fmtsim.gemm.products.operator import draw_keys, output_format, run_gemm
 from fmtsim.gemm.products.resolver import one_machine, resolve_call
 from fmtsim.gemm.products.scales import Scales, check_scales, read_scales, recipe_names, swizzle_names, unit_scales
 from fmtsim.spec.call import LARGE_BLOCKS, OperandFormat

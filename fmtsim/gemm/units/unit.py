@@ -169,6 +169,7 @@ def _has(unit: Unit, a: Format, b: Format, accumulate: str | None, scale: str | 
 
 
 _units: dict[str, Unit] = {}
+registrations = 0  # how often a record was registered: what was resolved before may mean another unit since
 
 
 def _known() -> dict[str, Unit]:
@@ -211,6 +212,8 @@ def register_unit(unit: Unit, overwrite: bool = False) -> Unit:
     held = _known().get(unit.name)
     if held is not None and held != unit and not overwrite:
         raise ArgumentError(f"unit name {unit.name!r} is taken; choose another, or pass overwrite=True")
+    global registrations
+    registrations += 1
     _units[unit.name] = unit
     return unit
 

@@ -12,13 +12,13 @@ alone, is counted by one xor and one population count a block. The same holds fo
 tests against exact integers.)
 
 The kernels here need a unit that rounds toward zero, and a tile of operands in which no sum leaves the normal range of
-the accumulator; wide.py takes the rest.
+the accumulator; aligned_rounding.py takes the rest.
 """
 
 import numpy as np
 
+from fmtsim.cpu.gemm.accumulate import end_block
 from fmtsim.cpu.gemm.operands import TOP_BYTE, pitch_of
-from fmtsim.cpu.gemm.sums import end_block
 from fmtsim.cpu.runtime.jit import device, kernel
 from fmtsim.cpu.runtime.simd import (
     LANES,
@@ -88,7 +88,7 @@ def place_of(index, pitch, rows):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def floor64(a, b, order, sums, acc, block, factor, fraction_bits, mask, floor_byte):  # type: ignore[no-untyped-def]
+def truncate64(a, b, order, sums, acc, block, factor, fraction_bits, mask, floor_byte):  # type: ignore[no-untyped-def]
     """Run the blocks of a slab through float64 sums, for all rows of a and the 64 columns of b.
 
     a, b: Rows and Panel with byte exponents and float64 values. acc: float64 [rows][64], the running chains.
@@ -143,8 +143,8 @@ def _finish32(s, c, negatives, mask):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def floor32(a, b, order, sums, acc, block, factor, fraction_bits, mask, floor_byte):  # type: ignore[no-untyped-def]
-    """Run the blocks of a slab through float32 sums: floor64 for 8-bit inputs and short fractions, twice as fast.
+def truncate32(a, b, order, sums, acc, block, factor, fraction_bits, mask, floor_byte):  # type: ignore[no-untyped-def]
+    """Run the blocks of a slab through float32 sums: truncate64 for 8-bit inputs and short fractions, twice as fast.
 
     ``floor_byte`` is the byte of the smallest product exponent, which an empty block counts as: sums are multiples of
     its grid, so none is cut, and products with TINY stay below it.

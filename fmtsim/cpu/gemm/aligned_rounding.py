@@ -1,9 +1,9 @@
 """Fused products of any datapath that float64 lanes can hold: every rounding, accumulator and exponent.
 
-A block runs in two steps. First the cut terms are added: toward zero and down as in floor.py, nearest by adding and
-taking away the constant M at every product. (With the operand enlarged by ``1 + eps`` no product lies halfway, and the
-nearest multiple is that away from zero.) Then the sums are rounded to the accumulator by sums.round_lanes. Nothing
-overflows float64 on the way, and an accumulator that has become Inf stays so.
+A block runs in two steps. First the aligned terms are added: toward zero and down as in aligned_truncate.py, nearest by
+adding and taking away the constant M at every product. (With the operand enlarged by ``1 + eps`` no product lies
+halfway, and the nearest multiple is that away from zero.) Then the sums are rounded to the accumulator by
+accumulate.round_lanes. Nothing overflows float64 on the way, and an accumulator that has become Inf stays so.
 """
 
 from typing import NamedTuple
@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fmtsim.cpu.cast.philox import fill64
-from fmtsim.cpu.gemm.floor import negatives_of, place_of
+from fmtsim.cpu.gemm.accumulate import FIELD, STOCHASTIC, Grid, end_block, round_lanes
+from fmtsim.cpu.gemm.aligned_truncate import negatives_of, place_of
 from fmtsim.cpu.gemm.operands import pitch_of
-from fmtsim.cpu.gemm.sums import FIELD, STOCHASTIC, Grid, end_block, round_lanes
 from fmtsim.cpu.runtime.jit import device, kernel
 from fmtsim.cpu.runtime.simd import (
     LANES,
@@ -44,13 +44,13 @@ from fmtsim.cpu.runtime.simd import (
     zext64,
 )
 
-CUT, FLOOR, NEAREST = 0, 1, 2  # how terms are rounded; the enlarged operand turns NEAREST into away from zero
+TRUNCATE, FLOOR, NEAREST = 0, 1, 2  # how terms are rounded; the enlarged operand turns NEAREST into away from zero
 
 
 class Unit(NamedTuple):
     """A datapath as numbers."""
 
-    terms: int  # CUT, FLOOR or NEAREST
+    terms: int  # TRUNCATE, FLOOR or NEAREST
     fraction_bits: int
     lowest: np.int32  # of the alignment exponent
     mode: int  # of rounding to the accumulator, of sums.MODES
@@ -92,7 +92,7 @@ def _exponents(a, b, p, first, block):  # type: ignore[no-untyped-def]
 @device
 def _negatives(a, b, c, x, y, words, unit):  # type: ignore[no-untyped-def]
     """Count the negative terms where they are cut toward zero; floors need no count."""
-    if unit.terms != CUT:
+    if unit.terms != TRUNCATE:
         return splat(np.int32(0))
     count = negatives_of(a.signs, b.signs, x, y, a.top.size, words)
     c = fadd(c, splat(np.float64(0)))  # -0, which is no negative term, becomes +0
@@ -163,7 +163,7 @@ def round_rows(sums, index, acc, unit, draw, column, buffer):  # type: ignore[no
 
 
 @kernel
-def wide(a, b, order, sums, acc, block, unit, draw, column):  # type: ignore[no-untyped-def]
+def round_blocks(a, b, order, sums, acc, block, unit, draw, column):  # type: ignore[no-untyped-def]
     """Run the blocks of a slab for all rows of a and the 64 columns of b.
 
     a, b: Rows and Panel with float64 values and exponents in 16 bits. acc: float64 [rows][64], the running chains.

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.cpu.gemm.chains import Scales, Step, run_chains
+from fmtsim.cpu.gemm.accumulate import end_block
+from fmtsim.cpu.gemm.fma_chain import Scales, Step, run_chains
 from fmtsim.cpu.gemm.operands import pitch_of
 from fmtsim.cpu.gemm.slabs import Slabs
-from fmtsim.cpu.gemm.sums import end_block
 from fmtsim.cpu.runtime.jit import bits32, device, float64_of, kernel
 from fmtsim.cpu.runtime.simd import LANES
 from fmtsim.formats.representable import is_representable

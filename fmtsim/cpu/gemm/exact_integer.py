@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fmtsim.cpu.cast.philox import integer_at
+from fmtsim.cpu.gemm.accumulate import AWAY, DOWN, EVEN, HALF_TO_ZERO, ODD, PART_END, STOCHASTIC, UP, Grid
 from fmtsim.cpu.gemm.operands import pitch_of
-from fmtsim.cpu.gemm.sums import AWAY, DOWN, EVEN, HALF_TO_ZERO, ODD, PART_END, STOCHASTIC, UP, Grid
 from fmtsim.cpu.runtime.jit import bits64, device, float64_of, fma32, kernel, subroutine
 
 NO_FRACTION = -1  # fraction_bits of an exact sum
@@ -306,7 +306,7 @@ def _add_scaled(total, chain, first, second, successive):  # type: ignore[no-unt
 
 
 @kernel
-def precise(a, b, scales, c, slots, order, t, promotion, reduction, count, draw, place, out):  # type: ignore[no-untyped-def]
+def add_exactly(a, b, scales, c, slots, order, t, promotion, reduction, count, draw, place, out):  # type: ignore[no-untyped-def]
     """Write the reduced sums of rows a [R, K] and b [C, K], float64, to out [R, C].
 
     scales: float32, inside the unit [R, .] and [C, .], and of the chains [chains, R] and [chains, C], empty where there

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from fmtsim.cpu.gemm.precise import NO_FRACTION, Terms, precise
+from fmtsim.cpu.gemm.accumulate import MODES, Promotion, Reduction
+from fmtsim.cpu.gemm.aligned_rounding import Draw
+from fmtsim.cpu.gemm.exact_integer import NO_FRACTION, Terms, add_exactly
 from fmtsim.cpu.gemm.slabs import Slabs
-from fmtsim.cpu.gemm.sums import MODES, Promotion, Reduction
-from fmtsim.cpu.gemm.wide import Draw
 from fmtsim.cpu.runtime import pool
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import Datapath
@@ -19,7 +19,7 @@ _WEIGHT = 64  # the cost of a product here, in elements of a cast
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Remaining:
+class ExactOutputs:
     """A product of a fused unit, of which ``run`` computes some rows and columns."""
 
     a: Tensor
@@ -60,7 +60,7 @@ class Remaining:
         c = np.zeros((0, 0)) if self.c is None else self.c.numpy()[np.ix_(rows, columns)].astype(np.float64)
         out = np.empty((rows.size, columns.size))
         whole = self.slabs.whole
-        precise(
+        add_exactly(
             a.double().numpy(), b, (*inside, *chains), c, whole.slots, whole.order, terms, self.promotion,
             self.reduction, self.slabs.parts, self.draw, (rows, columns), out,
         )  # fmt: skip

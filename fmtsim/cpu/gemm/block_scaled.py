@@ -1,7 +1,7 @@
 """Fused products of units that add groups of products exactly and scale each group (Blackwell's 4-bit formats).
 
-A group's sum is exact in float32; times its two scales it is one term, cut by the perturbed floor of floor.py. Its
-sign is the sum's, so the count of negative terms needs no masks.
+A group's sum is exact in float32; times its two scales it is one term, truncated by the perturbed floor of
+aligned_truncate.py. Its sign is the sum's, so the count of negative terms needs no masks.
 """
 
 import math
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fmtsim.cpu.gemm.floor import place_of
+from fmtsim.cpu.gemm.accumulate import end_block
+from fmtsim.cpu.gemm.aligned_rounding import constant_of, round_rows
+from fmtsim.cpu.gemm.aligned_truncate import place_of
 from fmtsim.cpu.gemm.operands import EMPTY, Source, pitch_of
 from fmtsim.cpu.gemm.packing import HAS_INF, HAS_NAN, TINY64
-from fmtsim.cpu.gemm.sums import end_block
-from fmtsim.cpu.gemm.wide import constant_of, round_rows
 from fmtsim.cpu.runtime.jit import device, kernel
 from fmtsim.cpu.runtime.simd import (
     LANES,

@@ -9,9 +9,18 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from fmtsim.cpu.gemm.operands import number
+from fmtsim.cpu.gemm.accumulate import (
+    Order,
+    Sums,
+    begin_output,
+    end_block,
+    grid_of,
+    promotion_of,
+    reduce_parts,
+    reduction_of,
+)
+from fmtsim.cpu.gemm.operands import number, read_array
 from fmtsim.cpu.gemm.slabs import Slabs, chain_scales, slabs_of
-from fmtsim.cpu.gemm.sums import Order, Sums, begin_output, end_block, grid_of, promotion_of, reduce_parts, reduction_of
 from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.jit import kernel
 from fmtsim.cpu.runtime.scratch import scratch
@@ -51,7 +60,7 @@ class Tile(NamedTuple):
 def each_tile(a: Tensor, b: Tensor, dtype: type, compute: Callable[[Tile], None]) -> None:
     """Call ``compute`` for every tile of ``a b^T``, on the threads of the pool, with the operands as ``dtype``."""
     (m, k), n = a.shape, b.shape[0]
-    (left, left_table), (right, right_table) = _raw(a), _raw(b)
+    (left, left_table), (right, right_table) = read_array(a, wide=True), read_array(b, wide=True)
     panels, threads = -(-n // LANES), pool.get_num_threads()
     step = min(_ROW_BYTES // (k * np.dtype(dtype).itemsize), _ROWS, -(-m * min(panels, threads) // threads))
     step = max(-(-step // 4) * 4, 4)
@@ -69,16 +78,6 @@ def each_tile(a: Tensor, b: Tensor, dtype: type, compute: Callable[[Tile], None]
             compute(Tile(rows[: padded * k], panel, padded, row, slice(column, min(column + LANES, n))))
 
     pool.run(tiles, -(-m // step) * panels, 1, step * LANES * k >> 4)
-
-
-def _raw(tensor: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return an operand as kernels read it (see ``lane``), and the numbers that codes stand for."""
-    table, tensor = _NO_FLOATS, tensor.detach()
-    if tensor.element_size() == 1 and tensor.is_floating_point():
-        table = torch.arange(256, dtype=torch.uint8).view(tensor.dtype).float().numpy()
-        tensor = tensor.view(torch.uint8)
-    narrow = {torch.bfloat16: torch.int16, torch.float16: torch.uint16}.get(tensor.dtype, tensor.dtype)
-    return tensor.view(narrow).numpy(), table
 
 
 def lane(raw, like, table):  # type: ignore[no-untyped-def]

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.cpu.gemm.chains import Scales, Tile, each_tile
+from fmtsim.cpu.gemm.accumulate import PART_END
+from fmtsim.cpu.gemm.fma_chain import Scales, Tile, each_tile
 from fmtsim.cpu.gemm.slabs import slabs_of
-from fmtsim.cpu.gemm.sums import PART_END
 from fmtsim.cpu.runtime.jit import device, kernel
 from fmtsim.cpu.runtime.scratch import scratch
 from fmtsim.cpu.runtime.simd import (
