@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fmtsim.errors import DtypeError
-from fmtsim.gemm.products import epilogue
+from fmtsim.gemm.products import operator
 from fmtsim.gemm.products.operator import finish
 from tests.support.bits import assert_same_bits, bits
 from tests.support.gemm_oracle import finished
@@ -123,7 +123,7 @@ def test_the_result_is_the_input_where_it_can_be():
 
 def test_other_dtypes_are_refused():
     with pytest.raises(DtypeError, match=r"out_dtype=torch.int8 is not the dtype of a product; choose one of float32"):
-        epilogue.output_format(torch.int8)
+        operator.output_format(torch.int8)
 
 
 @pytest.mark.slow
