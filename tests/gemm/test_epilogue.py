@@ -110,7 +110,7 @@ def test_pieces_change_nothing(monkeypatch, dtype):
     options = {"rule": "row_column", "row": row, "column": column, "bias": wide(20, seed=5)}
     whole = finish(x.clone(), dtype, **options)
     for size in (1, 40, 45):
-        monkeypatch.setattr(epilogue, "_PIECE", size)
+        monkeypatch.setattr(operator, "_PIECE", size)
         assert_same_bits(finish(x.clone(), dtype, **options), whole)
 
 
