@@ -1,4 +1,4 @@
-"""Products of the CPU and CUDA engines against the oracle: units, plans, formats, layouts, random words."""
+"""Products of every engine against the oracle: units, plans, formats, layouts, random words."""
 
 from dataclasses import replace
 
@@ -6,17 +6,20 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+import fmtsim.torch_engine
 from fmtsim import GemmPlan
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import PairwiseDatapath
 from tests.cuda import gemms
+from tests.support import gemm_engine
 from tests.support.bits import assert_same_bits
 from tests.support.gemm_engine import (
     HALF,
     INF,
     NAMES,
     NAN,
+    ODD_ACCUMULATORS,
     addend,
     check,
     check_drawn,
@@ -36,8 +39,15 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture
 def engine(request, monkeypatch):
-    """Put the CUDA engine, emulated on the host or on a GPU, in the place of the CPU's: its general path, or all."""
+    """Put another engine in the place of the CPU's: torch operations, or CUDA kernels, emulated or on a GPU.
+
+    The CUDA engine comes with its general path alone, or with its fast paths before it.
+    """
     if request.param == "cpu":
+        return
+    if request.param == "torch":
+        monkeypatch.setattr(gemm_engine, "gemm", fmtsim.torch_engine.gemm)
+        monkeypatch.setattr(gemm_engine, "supports_gemm", lambda spec, a, b: True)
         return
     where, path = request.param.split()
     device = request.getfixturevalue("emulated_device" if where == "host" else "gpu_device")
@@ -46,7 +56,7 @@ def engine(request, monkeypatch):
 
 def each(cpu: tuple = (), general: tuple = (), fast: tuple | None = None):
     """Run a test with each engine; the arguments are marks."""
-    marks = {"cpu": cpu, "host general": general, "gpu general": general}
+    marks = {"cpu": cpu, "torch": cpu, "host general": general, "gpu general": general}
     marks |= {} if fast is None else {"host fast": fast, "gpu fast": fast}
     return pytest.mark.parametrize("engine", [pytest.param(k, marks=m) for k, m in marks.items()], indirect=True)
 
@@ -72,6 +82,11 @@ def test_units_of_the_catalogue(mode, engine):
 @each(general=SLOW, fast=SLOW)
 def test_any_product(engine):
     drawn(products(), 120)
+
+
+@each(general=SLOW)
+def test_accumulators_that_lack_something(engine):
+    drawn(products(ODD_ACCUMULATORS), 40)
 
 
 @SLOW

@@ -32,6 +32,17 @@ DTYPES = {
 }  # fmt: skip
 KINDS = ("normal", "narrow", "wide", "tiny", "huge", "sparse", "special", "codes")
 E8M13 = FloatFormat(name="e8m13", exponent_bits=8, mantissa_bits=13)
+ACCUMULATORS = ("fp32", "fp32", "fp32", E8M13, E8M13, "fp16", "bf16", "fp64")
+ODD_ACCUMULATORS = (
+    "e4m3", "e5m2", "e2m1", "e4m3fnuz",
+    FloatFormat(name="top", exponent_bits=5, mantissa_bits=4, nan="top", infinities=False),
+    FloatFormat(name="without_nan", exponent_bits=5, mantissa_bits=4, nan="none", infinities=False),
+    FloatFormat(name="flush", exponent_bits=5, mantissa_bits=4, has_subnormals=False),
+    FloatFormat(name="flush32", exponent_bits=8, mantissa_bits=23, has_subnormals=False),
+    FloatFormat(name="flush42", exponent_bits=11, mantissa_bits=30, has_subnormals=False),
+    FloatFormat(name="powers", exponent_bits=5, mantissa_bits=0, nan="top"),
+    FloatFormat(name="wide", exponent_bits=10, mantissa_bits=52, nan="top", infinities=False),
+)  # fmt: skip
 SPECIALS = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0], dtype=torch.float64)
 INF, NAN = torch.inf, torch.nan
 _LARGEST_SCALE = 2.0**127
@@ -161,7 +172,7 @@ def modes() -> list:
 
 
 @st.composite
-def datapaths(draw) -> Datapath:
+def datapaths(draw, accumulators=ACCUMULATORS) -> Datapath:
     pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     block = pick(1, 2, 4, 8, 16, 16, 32, 32, 12, 40, 100, None)
     mode = draw(st.sampled_from((*["toward_zero"] * 6, *MODES)))
@@ -172,7 +183,7 @@ def datapaths(draw) -> Datapath:
         fraction_bits=pick(25, 25, 24, 13, 13, 10, 5, 0, 35, None),
         term_rounding=draw(st.sampled_from((*["toward_zero"] * 5, *TERM_ROUNDINGS))),
         rounding=Rounding(mode="stochastic", random_bits=pick(None, 1, 8, 13)) if mode == "stochastic" else mode,
-        accumulator=pick("fp32", "fp32", "fp32", E8M13, E8M13, "fp16", "bf16", "fp64"),
+        accumulator=pick(*accumulators),
         min_exponent=pick(None, None, -133, -21, -10),
         promote_every=pick(None, None, None, 80, 320) if block != 100 else None,
         paired=block is not None and group == 1 and block in (2, 4, 8, 16, 32, 40) and pick(False, False, False, True),
@@ -209,9 +220,9 @@ def plans(draw, every: int | None, floats: bool = True) -> GemmPlan:
 
 
 @st.composite
-def products(draw):
+def products(draw, accumulators=ACCUMULATORS):
     try:
-        unit = draw(datapaths())
+        unit = draw(datapaths(accumulators))
     except ArgumentError:  # a promotion that cuts windows
         unit = Datapath()
     plan = draw(plans(unit.promote_every))

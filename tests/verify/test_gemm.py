@@ -8,16 +8,14 @@ import numpy
 import pytest
 import torch
 
-import fmtsim
+import fmtsim.torch_engine
 from fmtsim.cli.main import BAD_INPUT, main
 from fmtsim.errors import ArgumentError, DataError
+from fmtsim.gemm.products import operator
 from fmtsim.verify.gemm import SQUARE, gemm_tasks, plan_basis
 from fmtsim.verify.recordings import find_recordings, read_calls, read_dots
+from tests.support.recorded import GOLDEN, VECTORS, needs_golden, needs_vectors
 
-SHARED = Path(__file__).parents[2].parent / "shared"
-VECTORS, GOLDEN = SHARED / "vectors", SHARED / "golden"
-needs_vectors = pytest.mark.skipif(not VECTORS.is_dir(), reason=f"{VECTORS} with recorded dot products is absent")
-needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"{GOLDEN} with recorded calls is absent")
 UNSIGNED = {1: numpy.uint8, 2: numpy.uint16, 4: numpy.uint32}
 ROWS = SQUARE + 5
 
@@ -249,8 +247,15 @@ def test_arguments_of_the_other_half_are_refused(words, message, capsys):
     assert capsys.readouterr().err.startswith(f"fmtsim: error: {message}")
 
 
+@pytest.fixture(params=["cpu", "torch"])
+def engine(request, monkeypatch):
+    """Multiply by the CPU engine where it can, then by torch operations alone."""
+    if request.param == "torch":
+        monkeypatch.setattr(operator, "gemm_engine", lambda spec, a, b: fmtsim.torch_engine)
+
+
 @needs_vectors
-def test_some_recorded_dot_products():
+def test_some_recorded_dot_products(engine):
     found = replay(VECTORS, limit=200)
     assert len(found) == 48 and sum(r.outputs for r in found.values()) == 48 * 200
     assert {name: r.first for name, r in found.items() if r.mismatches} == {}
@@ -258,7 +263,7 @@ def test_some_recorded_dot_products():
 
 @needs_vectors
 @pytest.mark.slow
-def test_all_recorded_dot_products():
+def test_all_recorded_dot_products(engine):
     found = replay(VECTORS)
     assert sum(r.outputs for r in found.values()) == 240_000
     assert {name: r.first for name, r in found.items() if r.mismatches} == {}
@@ -275,7 +280,7 @@ def test_a_corrupted_copy_of_a_recording_is_caught(tmp_path):
 
 
 @needs_golden
-def test_some_recorded_calls():
+def test_some_recorded_calls(engine):
     found = replay(GOLDEN, limit=3000)
     assert {name: r.first for name, r in found.items() if r.mismatches > r.in_guesses} == {}
     assert sum(r.outputs for r in found.values()) > 20_000
@@ -283,7 +288,7 @@ def test_some_recorded_calls():
 
 @needs_golden
 @pytest.mark.slow
-def test_all_recorded_calls():
+def test_all_recorded_calls(engine):
     found = replay(GOLDEN)
     assert {name: r.first for name, r in found.items() if r.mismatches > r.in_guesses} == {}
     assert sum(r.cases for name, r in found.items() if name.startswith("h200")) == 117
