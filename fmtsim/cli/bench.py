@@ -4,15 +4,13 @@
 """
 
 import argparse
-import fnmatch
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fmtsim.cli.info import processor_name
-from fmtsim.cli.options import add_json, check_positive, check_threads, flag, option
-from fmtsim.cli.output import answer, format_table, versions_of
+from fmtsim.cli.options import add_json, check_positive, check_threads, chosen_cases, flag, option
+from fmtsim.cli.output import answer, at_work, each_shown, format_table, versions_of
 from fmtsim.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -50,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     results = list(_results(arguments))
     others = [] if arguments.kernels_only else list(_overheads(arguments))
-    progress("")
+    at_work("")
     machine = {"processor": processor_name(), **versions_of(("torch", "numba"))}
     key, table = ("kernels", cast_table) if arguments.what == "casts" else ("products", product_table)
     record = {"machine": machine, key: [r.to_dict() for r in results], "overheads": [o.to_dict() for o in others]}
@@ -65,10 +63,10 @@ def _results(arguments: argparse.Namespace) -> Iterator[Any]:
 
     how: dict[str, Any] = {"threads": arguments.threads, "repeats": arguments.repeats}
     if arguments.what == "casts":
-        for case in shown(chosen(cpu.CASES, arguments.only)):
+        for case in each_shown(chosen_cases(cpu.CASES, arguments.only)):
             yield cpu.measure(case, side=arguments.side, **how)
     else:
-        for case in shown(chosen(gemm.CASES, arguments.only)):
+        for case in each_shown(chosen_cases(gemm.CASES, arguments.only)):
             yield gemm.measure(case, shape=tuple(arguments.shape), **how)
 
 
@@ -76,39 +74,13 @@ def _overheads(arguments: argparse.Namespace) -> "Iterator[Overhead]":
     from fmtsim.bench import overheads
 
     if arguments.what == "casts":
-        progress("import time")
+        at_work("import time")
         yield overheads.import_time()
     work: overheads.Work = "casts" if arguments.what == "casts" else "products"
-    progress("first calls")
+    at_work("first calls")
     yield from overheads.first_calls(work)
-    progress("extra memory")
+    at_work("extra memory")
     yield from overheads.extra_memory(work, arguments.side)
-
-
-def chosen(cases: Sequence[Any], pattern: str) -> list[Any]:
-    """Return the cases whose names match a pattern.
-
-    Raises:
-        ArgumentError: None does; the message lists them.
-    """
-    found = [case for case in cases if fnmatch.fnmatchcase(case.name, pattern)]
-    if not found:
-        names = ", ".join(repr(case.name) for case in cases)
-        raise ArgumentError(f"--only {pattern!r} matches no case; the cases are {names}")
-    return found
-
-
-def shown(cases: Sequence[Any]) -> Iterator[Any]:
-    """Yield cases, and show which one is at work."""
-    for index, case in enumerate(cases):
-        progress(f"{case.name} ({index + 1} of {len(cases)})")
-        yield case
-
-
-def progress(text: str) -> None:
-    """Show what is being measured on one line of a terminal, once: a bar that is drawn anew would be measured, too."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def cast_table(results: "Sequence[cpu.Result]") -> str:

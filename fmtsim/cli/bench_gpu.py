@@ -5,8 +5,8 @@ import platform
 import time
 from typing import TYPE_CHECKING, Any
 
-from fmtsim.cli.bench import chosen, progress, shown
-from fmtsim.cli.output import answer, format_table, origin, versions_of, write_json
+from fmtsim.cli.options import chosen_cases
+from fmtsim.cli.output import answer, at_work, each_shown, format_table, origin, versions_of, write_json
 from fmtsim.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -33,19 +33,19 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.record is not None:
             write_json(arguments.record, record)
 
-    cases = chosen(gpu.CASES, arguments.only)
-    progress("compiling kernels")
+    cases = chosen_cases(gpu.CASES, arguments.only)
+    at_work("compiling kernels")
     gpu.compile_ahead(cases)
     compiling = time.perf_counter() - start
     results: list[Result] = []
     failed: dict[str, str] = {}
-    for case in shown(cases):
+    for case in each_shown(cases):
         _measured(case, repeats, results, failed)
         # After every case: a run that is cut short leaves what it has.
         keep(compiling_seconds=compiling, results=[result.to_dict() for result in results], failed=failed)
-    progress("other software")
+    at_work("other software")
     others = list(gpu_others.measured(repeats, gpu.ELEMENTS, gpu.SIDE)) if arguments.only == "*" else []
-    progress("")
+    at_work("")
     told = [other if isinstance(other, str) else other.to_dict() for other in others]
     keep(others=told, rows=[row for row, *_ in rows_of(results)], seconds=time.perf_counter() - start)
     answer(arguments, record, lambda: _text(record, results, failed, others))

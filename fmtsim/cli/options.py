@@ -2,7 +2,9 @@
 
 import argparse
 import dataclasses
+import fnmatch
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +168,16 @@ def check_file(option: str, path: Path) -> None:
         raise ArgumentError(f"{option} {path} is a folder; name a file in it")
     if not path.parent.is_dir():
         raise ArgumentError(f"{option} {path}: there is no folder {path.parent}; create it, or choose another")
+
+
+def chosen_cases(cases: Sequence[Any], pattern: str) -> list[Any]:
+    """Return the cases whose names match a pattern.
+
+    Raises:
+        ArgumentError: None does; the message lists them.
+    """
+    found = [case for case in cases if fnmatch.fnmatchcase(case.name, pattern)]
+    if not found:
+        names = ", ".join(repr(case.name) for case in cases)
+        raise ArgumentError(f"--only {pattern!r} matches no case; the cases are {names}")
+    return found

@@ -5,7 +5,7 @@ import importlib.metadata
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from fractions import Fraction
 from pathlib import Path
@@ -79,3 +79,16 @@ def version_of(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return ABSENT
+
+
+def each_shown(cases: Sequence[Any]) -> Iterator[Any]:
+    """Yield cases, and show which one is at work."""
+    for index, case in enumerate(cases):
+        at_work(f"{case.name} ({index + 1} of {len(cases)})")
+        yield case
+
+
+def at_work(text: str) -> None:
+    """Show what is being measured on one line of a terminal, once: a bar that is drawn anew would be measured, too."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
