@@ -63,6 +63,9 @@ class BlockFormat(Displayed):
         only = "an unsigned integer element without fraction bits, scale fp32 and scale_rule='amax'"
         check(shifted or not self.zero_point, "zero_point=True does not fit", only)
 
+    def __hash__(self) -> int:  # caches ask for it in every call: a few fields tell formats apart
+        return hash((self.name, self.scaling.block, self.scaling.exponent_rule))
+
     @property
     def block(self) -> Block:
         """Elements that share a scale, ``(outer, inner)``."""

@@ -164,6 +164,9 @@ class Scaling:
         previous = self.empty == "previous" and self.history is None
         _require(not previous, "empty='previous' without a history", "history=, or empty='one'")
 
+    def __hash__(self) -> int:  # caches ask for it in every call: a few fields tell rules apart
+        return hash((self.block, self.statistic, self.arithmetic, self.power_of_two, self.exponent_rule, self.factor))
+
     @property
     def scale_rule(self) -> ScaleRule:
         """The name of the rule as verbs take it: the exponent's, or ``"amax"`` for real scales."""
