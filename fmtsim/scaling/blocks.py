@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.formats.scaling import Block
+from fmtsim.spec.cast import matrix_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +60,7 @@ class Blocks:
 
 def blocks_of(shape: tuple[int, ...], dim: int, block: Block) -> Blocks:
     """Return how a tensor of that shape, not empty, is cut along ``dim``, a negative number."""
-    inner = shape[dim] if shape else 1
-    outer = 1
-    for axis, size in enumerate(shape):
-        outer *= 1 if axis == len(shape) + dim else size
+    outer, inner = matrix_shape(shape, dim)
     height, width = min(block[0] or outer, outer), min(block[1] or inner, inner)
     return Blocks(shape=tuple(shape), dim=dim, outer=outer, inner=inner, height=height, width=width)
 

@@ -1,6 +1,8 @@
 """What a cast is, what encode returns, and the key of its random words: what verbs hand to engines."""
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -82,12 +84,16 @@ def spec_from_json(text: str) -> CastSpec:
     return CastSpec(format=fmt, rounding=rounding, overflow=record["overflow"], dim=record["dim"])
 
 
+def matrix_shape(shape: Sequence[int], dim: int) -> tuple[int, int]:
+    """Return the outer and the inner extent of a tensor that is seen as a matrix along ``dim``, a negative number."""
+    sizes = list(shape) or [1]
+    inner = sizes.pop(dim)
+    return math.prod(sizes), inner
+
+
 def block_counts(fmt: Format, shape: torch.Size, dim: int) -> tuple[int, int]:
     """Return how many blocks a tensor has along the outer and the inner axis."""
     assert isinstance(fmt, BlockFormat | LogTileFormat)
-    inner = shape[dim] if len(shape) else 1
-    outer = 1
-    for axis, size in enumerate(shape):
-        outer *= 1 if axis == len(shape) + dim else size
+    outer, inner = matrix_shape(shape, dim)
     rows, columns = (size or extent for size, extent in zip(fmt.block, (outer, inner), strict=True))
     return -(-outer // rows) if outer else 0, -(-inner // columns) if inner else 0
