@@ -47,7 +47,7 @@ from fmtsim.spec.quantizer import Quantizer
 
 if TYPE_CHECKING:
     from fmtsim import optim
-    from fmtsim.cpu.runtime.pool import get_num_threads, set_num_threads
+    from fmtsim.cpu import get_num_threads, set_num_threads
 
 __version__ = "0.1.0"
 
@@ -133,7 +133,7 @@ __all__ = [
 ]
 
 # What would load a compiler waits until it is asked for.
-_LAZY = {"get_num_threads": "fmtsim.cpu.runtime.pool", "set_num_threads": "fmtsim.cpu.runtime.pool"}
+_LAZY = {"get_num_threads": "fmtsim.cpu", "set_num_threads": "fmtsim.cpu"}
 
 
 def __getattr__(name: str) -> Any:

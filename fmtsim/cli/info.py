@@ -6,8 +6,10 @@ import platform
 from pathlib import Path
 from typing import Any
 
+import fmtsim
 from fmtsim.cli.options import add_json
 from fmtsim.cli.output import answer, format_table, version_of, versions_of
+from fmtsim.ops import load_engine
 
 CORE = ("torch", "numpy", "ml-dtypes", "numba", "llvmlite")
 EXTRAS = ("safetensors", "rich", "matplotlib", "cuda-core")
@@ -42,7 +44,7 @@ def _text(record: dict[str, Any]) -> str:
 def collect() -> dict[str, Any]:
     """Return everything that ``fmtsim info`` shows, as plain JSON types."""
     engines = [_torch_engine(), _cpu_engine(), _cuda_engine()]
-    cpu = engines[1]["available"]
+    folder = load_engine("cpu").cache_folder() if engines[1]["available"] else None
     return {
         "versions": {
             "fmtsim": version_of("fmtsim"),
@@ -52,8 +54,8 @@ def collect() -> dict[str, Any]:
         "platform": platform.platform(),
         "devices": _devices(),
         "engines": engines,
-        "threads": _threads(),
-        "kernel_cache": _kernel_cache() if cpu else None,
+        "threads": fmtsim.get_num_threads(),
+        "kernel_cache": str(folder) if folder else None,
     }
 
 
@@ -96,16 +98,3 @@ def _cuda_engine() -> dict[str, Any]:
 
     reason = cuda.why_unavailable()
     return {"name": "cuda", "available": reason is None, "reason": reason or "tensors on CUDA devices, by CUDA kernels"}
-
-
-def _threads() -> int:
-    from fmtsim.cpu.runtime import pool
-
-    return pool.get_num_threads()
-
-
-def _kernel_cache() -> str | None:
-    from fmtsim.cpu.runtime import jit
-
-    folder = jit.cache_folder()
-    return None if folder is None else str(folder)
