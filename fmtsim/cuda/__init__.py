@@ -1,7 +1,6 @@
 """The CUDA engine: kernels in CUDA C++, compiled when they are needed, the same bits as every other engine."""
 
-from fmtsim.cuda.cast.casts import decode, encode, encode_packed, quantize, supports
-from fmtsim.cuda.cast.fast_dispatch import quantize_contiguous
+from fmtsim.cuda.cast.casts import decode, encode, encode_packed, quantize, quantize_contiguous, supports
 from fmtsim.cuda.cast.hadamard import covers_hadamard, hadamard
 from fmtsim.cuda.gemm.engine import gemm, supports_gemm
 from fmtsim.cuda.native.calls import NativeCall

@@ -9,7 +9,7 @@ import torch
 import fmtsim
 from fmtsim import ops
 from fmtsim.cuda.cast import casts
-from fmtsim.cuda.cast.fast_dispatch import quantize_contiguous
+from fmtsim.cuda.cast.casts import quantize_contiguous
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, RandomKey
 from tests.cuda import emulator

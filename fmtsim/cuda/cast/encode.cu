@@ -1,13 +1,11 @@
 // Element formats, codes: float16, bfloat16 or float32 to codes, in slots of whole bytes or packed (docs/semantics.md,
 // section 11).
 //
-// Macros: INPUT (dtype of vectors.cuh); those of grid_cast.cuh; CODE: bits of a code, at most 32; SLOT: bits from one
+// Macros: INPUT (dtype of vectors.cuh); those of grid.cuh; CODE: bits of a code, at most 32; SLOT: bits from one
 // code to the next, CODE where they are packed; INTEGER: two's complement codes; MANTISSA: bits of it, where RANDOM and
 // not INTEGER; VECTORS: addresses of whole vectors; RUN: elements of a thread, whose codes fill whole words.
-#include "common.cuh"
-#include "grid_cast.cuh"
+#include "grid.cuh"
 #include "philox.cuh"
-#include "vectors.cuh"
 
 typedef Stored<INPUT>::type Input;
 

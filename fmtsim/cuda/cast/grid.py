@@ -24,14 +24,14 @@ class Grid(NamedTuple):
 
     Attributes:
         parameters: The bytes of ``struct Grid``.
-        method: How magnitudes are rounded, a macro of grid_cast.cuh.
+        method: How magnitudes are rounded, a macro of grid.cuh.
         special: Whether overflow gives Inf or NaN.
         carries: Whether it gives Inf, whose code follows that of the largest number.
         asymmetric: Whether the range is not that of both signs.
         integer: Whether codes are two's complement numbers.
         encodes: Whether the kernels give codes too.
         keeps: Whether the format has -0.
-        random: How random words are used, a macro of grid_cast.cuh.
+        random: How random words are used, a macro of grid.cuh.
         mantissa: Mantissa bits of a float format that is rounded stochastically, else 0.
     """
 
@@ -48,7 +48,7 @@ class Grid(NamedTuple):
 
     @property
     def defines(self) -> tuple[tuple[str, str], ...]:
-        """Macros of grid_cast.cuh."""
+        """Macros of grid.cuh."""
         values = {"METHOD": self.method, "SPECIAL": self.special, "ASYMMETRIC": self.asymmetric, "KEEPS": self.keeps}
         return macros(**values, CARRIES=self.carries, RANDOM=self.random)
 

@@ -1,10 +1,8 @@
 // Element formats, values: float16, bfloat16 or float32 onto a grid, at the speed of memory.
 //
-// Macros: INPUT, OUTPUT (dtypes), those of grid_cast.cuh, WIDTH: elements of a vector, and UNROLL: vectors of a thread.
-#include "common.cuh"
-#include "grid_cast.cuh"
+// Macros: INPUT, OUTPUT (dtypes), those of grid.cuh, WIDTH: elements of a vector, and UNROLL: vectors of a thread.
+#include "grid.cuh"
 #include "philox.cuh"
-#include "vectors.cuh"
 
 typedef Stored<INPUT>::type Input;
 typedef Stored<OUTPUT>::type Output;

@@ -1,14 +1,14 @@
 // Elements under a scale: what all kernels of scaled operands share.
 //
-// Macros: INPUT (a dtype of vectors.cuh), those of grid_cast.cuh for the elements, TIES: ties go to even, toward zero
+// Macros: INPUT (a dtype of vectors.cuh), those of grid.cuh for the elements, TIES: ties go to even, toward zero
 // or away from it (0, 1, 2); DIVIDES: elements are x / factor; FOLDS: values are element times block scale; MASKS:
 // where gradients pass is written too; WORDS: random words are not drawn, drawn by groups of 64 neighbours, or one by
 // one (0, 1, 2).
 #pragma once
-#include "grid_cast.cuh"
+#include "grid.cuh"
 #include "philox.cuh"
 #include "scale.cuh"
-#include "scaled_amax.cuh"
+#include "amax.cuh"
 
 // The element of a number, which is not NaN where Clean; rest: what its random word lacks of 2^32 - 1.
 template <bool Clean>

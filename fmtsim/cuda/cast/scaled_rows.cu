@@ -178,7 +178,7 @@ DEVICE void cast_lane(
 #define BOUNDS __launch_bounds__(128)
 #endif
 KERNEL BOUNDS cast_runs(
-    const Input* x, u16* y, float* scales, u8* masks, const u32* source, u32* tops, u64 rows, u64 columns, u64 row_step,
+    const Number* x, u16* y, float* scales, u8* masks, const u32* source, u32* tops, u64 rows, u64 columns, u64 row_step,
     u64 column_step, u32 units, u32 parts, const __grid_constant__ Rule rule, const __grid_constant__ Grid grid,
     const __grid_constant__ Grid scale_grid, const __grid_constant__ Draw d) {
 #if RUN == 0 && SOURCE == 0  // what was read last, for the amaxes, is read first: it may still be in the cache

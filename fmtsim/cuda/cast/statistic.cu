@@ -3,7 +3,7 @@
 //
 // Macros: INPUT; VECTOR: elements of 16 bytes, for blocks of block formats.
 #include "scale.cuh"
-#include "scaled_amax.cuh"
+#include "amax.cuh"
 
 #ifdef VECTOR
 
@@ -101,7 +101,7 @@ KERNEL __launch_bounds__(256) amax_of_runs(
 #define VECTORS_EACH 4
 
 // Of parts of a tensor, one a block of threads: whoever needs the largest of all takes it from these.
-KERNEL __launch_bounds__(512) amaxes_of_parts(const Input* x, u32* tops, u64 vectors) {
+KERNEL __launch_bounds__(512) amaxes_of_parts(const Number* x, u32* tops, u64 vectors) {
   u64 together = VECTORS_EACH * blockDim.x;  // of a block of threads at a time, which follow each other
   u32 top = 0;
   for (u64 first = blockIdx.x * together; first < vectors; first += gridDim.x * together) {
@@ -122,7 +122,7 @@ KERNEL __launch_bounds__(512) amaxes_of_parts(const Input* x, u32* tops, u64 vec
 // Of columns: found [columns] starts at zero. A block of threads takes 256 columns of 128 rows, a warp eight rows of
 // them.
 #define ROWS 8
-KERNEL __launch_bounds__(512) amaxes_of_columns(const Input* x, u32* found, u64 rows, u64 columns) {
+KERNEL __launch_bounds__(512) amaxes_of_columns(const Number* x, u32* found, u64 rows, u64 columns) {
   __shared__ u32 tops[256];
   u32 lane = threadIdx.x % 32, across = (u32)((columns + 255) / 256), down = blockIdx.x / across;
   u64 left = (u64)(blockIdx.x - down * across) * 256, column = left + lane * 8;
@@ -160,7 +160,7 @@ DEVICE double folded(double (&held)[FOLDED]) {
 
 // sums [left] of magnitudes, or of squares; counts: of finite elements, one number a block of threads.
 KERNEL __launch_bounds__(256) fold_elements(
-    const Input* x, double* sums, u32* counts, u64 total, u64 left, u32 squares) {
+    const Number* x, double* sums, u32* counts, u64 total, u64 left, u32 squares) {
   u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x;
   double held[FOLDED];
   u32 count = 0;
