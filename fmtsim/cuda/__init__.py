@@ -2,7 +2,7 @@
 
 from fmtsim.cuda.cast.casts import decode, encode, encode_packed, quantize, quantize_contiguous, supports
 from fmtsim.cuda.cast.hadamard import covers_hadamard, hadamard
-from fmtsim.cuda.gemm.engine import gemm, supports_gemm
+from fmtsim.cuda.gemm.dispatch import gemm, supports_gemm
 from fmtsim.cuda.native.calls import NativeCall
 from fmtsim.cuda.native.calls import Scaling as NativeScales
 from fmtsim.cuda.native.calls import run as run_native
@@ -18,8 +18,7 @@ from fmtsim.cuda.operand import (
     unrotate,
 )
 from fmtsim.cuda.optim.steps import OptimizerBatch, optimizer_steps, supports_optimizer
-from fmtsim.cuda.runtime.program import available, serves, why_unavailable
-from fmtsim.cuda.runtime.warm import warmup
+from fmtsim.cuda.runtime import available, serves, warmup, why_unavailable
 
 __all__ = [
     "NativeCall",

@@ -26,9 +26,9 @@ from unittest import mock
 import torch
 
 import fmtsim
-from fmtsim.cuda.gemm import trial as gemm_trial
-from fmtsim.cuda.runtime import program as runtime
-from fmtsim.cuda.runtime import warm
+from fmtsim.cuda import runtime
+from fmtsim.cuda.gemm import self_test
+from fmtsim.cuda.runtime.warmup import variants
 from fmtsim.formats.packing import code_dtype
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, RandomKey
@@ -38,7 +38,7 @@ from tests.cuda.emulator.patching import replaced
 from tests.support.gemm_engine import addend, gemm_spec, operand, unit_scales
 
 CASTS = importlib.import_module("fmtsim.cuda.cast.casts")
-DOOR = importlib.import_module("fmtsim.cuda.gemm.engine")
+DISPATCH = importlib.import_module("fmtsim.cuda.gemm.dispatch")
 
 ELEMENTS = (
     "e4m3",
@@ -195,7 +195,7 @@ def products(device: torch.device, few: bool) -> None:
     """Multiply on every unit, by every path that takes the product and by the general one."""
     groups(device)
     shapes = ((5, 3, 40), (130, 70, 96)) if few else ((1, 1, 1), (5, 3, 40), (130, 70, 96), (64, 129, 67))
-    paths = (DOOR._FAST, (DOOR.gemm_single,), ())
+    paths = (DISPATCH._FAST, (DISPATCH.gemm_single,), ())
     for unit in fmtsim.list_units():
         for mode in fmtsim.get_unit(unit).modes[:: 2 if few else 1]:
             names = mode.inputs or ("bf16", "fp32")
@@ -210,17 +210,17 @@ def multiply(spec, shape: tuple[int, int, int], device: torch.device, path: tupl
     m, n, k = shape
     kind = "normal" if "fp64" in (spec.a.name, spec.b.name) else kind
     a, b = (operand(fmt.name, rows, k, kind, rows).to(device) for fmt, rows in ((spec.a, m), (spec.b, n)))
-    if not DOOR.supports_gemm(spec, a, b):
+    if not DISPATCH.supports_gemm(spec, a, b):
         return
     scales = [unit_scales(spec, rows, k, kind, 1) for rows in (m, n)]
     scales = [None if scale is None else scale.to(device) for scale in scales]
     for c in (None, addend(spec, m, n, "normal", 2).to(device)):
         out = torch.empty(m, n, dtype=addend(spec, 1, 1, "normal", 0).dtype, device=device)
-        kept, DOOR._FAST = DOOR._FAST, path
+        kept, DISPATCH._FAST = DISPATCH._FAST, path
         try:
-            DOOR.gemm(a, b, c, *scales, spec, RandomKey(1, 2), out)
+            DISPATCH.gemm(a, b, c, *scales, spec, RandomKey(1, 2), out)
         finally:
-            DOOR._FAST = kept
+            DISPATCH._FAST = kept
 
 
 def steps(device: torch.device, few: bool) -> None:
@@ -242,7 +242,7 @@ def steps(device: torch.device, few: bool) -> None:
 
 def compile_all() -> None:
     """Compile what the calls need at once, so that the disk has it: one by one takes minutes."""
-    arch, chosen = runtime.architecture(0), warm.variants(runtime.capability(0))
+    arch, chosen = runtime.architecture(0), variants(runtime.capability(0))
     with ThreadPoolExecutor() as pool:
         for _ in pool.map(lambda variant: runtime.compiled(variant[0], arch, variant[2]), chosen):
             pass
@@ -271,7 +271,7 @@ def run(device: torch.device, parts: tuple[str, ...], few: bool) -> set[tuple[st
     with (
         recorded() as fetched,
         mock.patch.object(cpu, "supports", lambda *_: False),  # no kernels to compile for operands
-        mock.patch.object(gemm_trial, "is_proven", lambda *_: True),  # trials would be the larger part
+        mock.patch.object(self_test, "passes", lambda *_: True),  # self-tests would be the larger part
     ):
         for part in parts:
             start = time.perf_counter()
@@ -296,7 +296,7 @@ def main() -> int:
     else:
         compile_all()
         capability, fetched = runtime.capability(0), run(torch.device("cuda"), parts, arguments.few)
-    missed = sorted({(file, name) for file, name, _ in warm.variants(capability)} - fetched)
+    missed = sorted({(file, name) for file, name, _ in variants(capability)} - fetched)
     for file, name in missed:
         print(f"not reached: {name} of {file}")
     return 1 if missed and len(parts) == len(PARTS) else 0

@@ -5,9 +5,9 @@ import functools
 import pytest
 
 import fmtsim.cuda
-from fmtsim.cuda.runtime import program as runtime
-from fmtsim.cuda.runtime import warm
-from tests.cuda.nvrtc import needs_nvrtc
+from fmtsim.cuda import runtime
+from fmtsim.cuda.runtime.warmup import sources, variants, variants_of
+from tests.support.nvrtc import needs_nvrtc
 
 pytestmark = needs_nvrtc
 
@@ -24,7 +24,7 @@ def capability(arch):
 
 @functools.cache
 def files(module, arch):
-    return {file for file, _, _ in warm.variants_of(module, capability(arch))}
+    return {file for file, _, _ in variants_of(module, capability(arch))}
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def programs(module, arch):
     By default the first program of each file is compiled, for one of the usual architectures that have it, in turn.
     """
     found = {}
-    for file, name, defines in warm.variants_of(module, capability(arch)):
+    for file, name, defines in variants_of(module, capability(arch)):
         found.setdefault((file, defines), set()).add(name)
     usual, rest, seen = {}, {}, set()
     for (file, defines), names in found.items():
@@ -47,7 +47,7 @@ def programs(module, arch):
 
 def cases():
     for arch in ARCHITECTURES:
-        for module in warm.sources():
+        for module in sources():
             for which, marks in enumerate(((), (pytest.mark.slow,))):
                 for first in range(0, len(programs(module, arch)[which]), TOGETHER):
                     name = f"{arch}-{module.removeprefix('fmtsim.cuda.')}-{('usual', 'rest')[which]}-{first}"
@@ -63,7 +63,7 @@ def test_kernels_compile(module, arch, which, first):
 
 
 def test_every_file_of_kernels_is_compiled():
-    pairs = [(module, arch) for module in warm.sources() for arch in ALWAYS]
+    pairs = [(module, arch) for module in sources() for arch in ALWAYS]
     usual = {file for module, arch in pairs for (file, _), _ in programs(module, arch)[0]}
     assert usual == set(FILES)
 
@@ -71,7 +71,7 @@ def test_every_file_of_kernels_is_compiled():
 @pytest.mark.skipif(not fmtsim.cuda.available(), reason="needs a GPU")
 def test_warmup_loads_every_kernel():
     count = fmtsim.cuda.warmup()
-    assert count == len(warm.variants(runtime.capability(0)))
+    assert count == len(variants(runtime.capability(0)))
     loaded = runtime.kernel.cache_info().currsize
     assert loaded >= count
     assert fmtsim.cuda.warmup(0) == count and runtime.kernel.cache_info().currsize == loaded

@@ -1,4 +1,4 @@
-"""The door of matrix products: fast paths and the general one, orders, workspaces, recorded calls, graphs."""
+"""Dispatch of matrix products: fast paths and the general one, orders, workspaces, recorded calls, graphs."""
 
 from dataclasses import replace
 
@@ -6,19 +6,18 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim import Datapath, GemmPlan, get_unit
-from fmtsim.cuda.gemm import order as gemm_order
+from fmtsim import GemmPlan, get_unit
+from fmtsim.cuda.gemm.job import accumulation_order
 from fmtsim.errors import DeviceError
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import sum_dtype
 from fmtsim.spec.schedule import schedule
-from tests.cuda import gemms
-from tests.cuda.gemms import DOOR, GENERAL, moved
+from tests.support import cuda_gemm
 from tests.support.bits import assert_same_bits
+from tests.support.cuda_gemm import DISPATCH, GENERAL, HALF, moved
 from tests.support.gemm_engine import addend, check, check_kinds, gemm_spec, operand, unit_scales
 from tests.support.settled import replayed, settled
 
-HALF = Datapath(block=16, fraction_bits=25, min_exponent=-133)
 EVEN = replace(HALF, term_rounding="nearest_even")
 PLANS = [
     GemmPlan(),
@@ -34,7 +33,7 @@ PLANS = [
 
 @pytest.fixture
 def engine(monkeypatch, device):
-    return gemms.install(monkeypatch, device, fast=True)
+    return cuda_gemm.install(monkeypatch, device, fast=True)
 
 
 # Orders.
@@ -44,7 +43,7 @@ def engine(monkeypatch, device):
 @pytest.mark.parametrize("k", [1, 16, 40, 85])
 def test_an_order_holds_the_schedule(plan, k):
     for unit in (HALF, replace(HALF, block=None), replace(HALF, block=8, paired=True)):
-        order = gemm_order.order_of(k, gemm_spec(unit, "bf16", plan=plan), torch.device("cpu"))
+        order = accumulation_order(k, gemm_spec(unit, "bf16", plan=plan), torch.device("cpu"))
         wanted = schedule(k, unit, plan)
         blocks = [list(block) for part in wanted for chain in part for block in chain.blocks]
         found = [[i for i in row if i >= 0] for row in order.source.reshape(-1, order.block).tolist()]
@@ -64,21 +63,20 @@ def test_an_order_holds_the_schedule(plan, k):
         even = all(n == lengths[0][0] for part in lengths for n in part[:-1]) and all(
             part[-1] <= lengths[0][0] for part in lengths
         )
-        promoted = plan.promote_every is not None
-        assert (order.chains, order.even) == (lengths[0][0] if promoted and even else None, even or not promoted)
+        assert order.even == (even or plan.promote_every is None)
         assert order.contiguous == ([i for block in blocks for i in block] == list(range(k)) and all(
             len(block) == order.block for block in blocks[:-1]))  # fmt: skip
 
 
 def test_an_order_is_built_once():
     spec, device = gemm_spec(HALF, "bf16"), torch.device("cpu")
-    assert gemm_order.order_of(48, spec, device) is gemm_order.order_of(48, spec, device)
+    assert accumulation_order(48, spec, device) is accumulation_order(48, spec, device)
 
 
 def test_an_order_cannot_be_built_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(DeviceError, match=r"K=47 .* run the product once before the capture"):
-        gemm_order.order_of(47, gemm_spec(HALF, "bf16"), torch.device("cuda", 0))
+        accumulation_order(47, gemm_spec(HALF, "bf16"), torch.device("cuda", 0))
 
 
 # Shapes, layouts, workspaces.
@@ -111,12 +109,12 @@ def test_outputs_of_any_strides(plan, device):
     spec = gemm_spec(EVEN, "bf16", plan=plan)
     a, b = operand("bf16", 5, 40, "normal", 1).to(device), operand("bf16", 7, 40, "normal", 2).to(device)
     expected, wide = torch.zeros(5, 7, device=device), torch.zeros(7, 10, device=device)
-    DOOR.gemm(a, b, None, None, None, spec, None, expected)
-    DOOR.gemm(a, b, None, None, None, spec, None, wide.t()[2:7])
+    DISPATCH.gemm(a, b, None, None, None, spec, None, expected)
+    DISPATCH.gemm(a, b, None, None, None, spec, None, wide.t()[2:7])
     assert torch.equal(wide.t()[2:7], expected) and not wide.t()[:2].any() and not wide.t()[7:].any()
 
 
-def test_doors_leave_to_torch_what_kernels_do_not_take(engine):
+def test_dispatch_leaves_to_torch_what_kernels_do_not_take(engine):
     x = torch.zeros(1, 4)
     assert engine.supports_gemm(gemm_spec(HALF, "bf16"), x, x)
     assert not engine.supports_gemm(gemm_spec(HALF, "bf16"), x.to(torch.int16), x)
@@ -140,13 +138,13 @@ def test_tiles_that_a_fast_path_leaves_are_done(monkeypatch, device):
             sums.fill_(7.0)
             marks[1, 1] = 1
 
-    monkeypatch.setattr(DOOR, "_fast_path", lambda job: Half)
+    monkeypatch.setattr(DISPATCH, "_fast_path", lambda job: Half)
     spec = gemm_spec(HALF, "bf16")
     a, b = (operand("bf16", 131, 16, "normal", seed).to(device) for seed in (1, 2))
     out, expected = torch.empty(131, 131, device=device), torch.empty(131, 131, device=device)
-    DOOR.gemm(a, b, None, None, None, spec, None, out)
-    monkeypatch.setattr(DOOR, "_fast_path", lambda job: None)
-    DOOR.gemm(a, b, None, None, None, spec, None, expected)
+    DISPATCH.gemm(a, b, None, None, None, spec, None, out)
+    monkeypatch.setattr(DISPATCH, "_fast_path", lambda job: None)
+    DISPATCH.gemm(a, b, None, None, None, spec, None, expected)
     assert torch.equal(out[128:, 128:], expected[128:, 128:]) and (out[:128] == 7).all() and (out[:, :128] == 7).all()
 
 
@@ -162,9 +160,8 @@ def test_every_kernel_is_listed():
     listed = set(GENERAL.variants())
     for unit in (HALF, replace(HALF, fraction_bits=None)):
         how = GENERAL.sums_of(gemm_spec(unit, "bf16"), 64, True)
-        assert ("general.cu", "general_product", how.defines) in listed
-    files = ("general", "general_tile", "general_stages", "general_chain", "general_integer")
-    assert {file for file, *_ in listed} == {f"{name}.cu" for name in files}
+        assert ("exact_integer.cu", "exact_integer", how.defines) in listed
+    assert {file for file, *_ in listed} == {"exact_integer.cu", "cdna.cu", "int8.cu", "reduce.cu"}
 
 
 # Public verbs, recordings, other tests.
@@ -172,7 +169,7 @@ def test_every_kernel_is_listed():
 
 def test_recorded_calls(monkeypatch, device, capsys):
     """Calls recorded on an H200, with the CUDA engine in place of the CPU's."""
-    engine = gemms.Engine(device)
+    engine = cuda_gemm.Engine(device)
     ran = []
     import fmtsim.gemm.products.operator as operator
 
@@ -205,10 +202,10 @@ def test_graphs_replay_products(name):
     scales = [unit_scales(spec, 200, 160, "normal", seed) for seed in (3, 4)]
     scales = [None if x is None else moved(x, cuda) for x in scales]
     expected, out = (torch.empty(200, 200, dtype=sum_dtype(unit), device=cuda) for _ in range(2))
-    DOOR.gemm(a, b, None, *scales, spec, None, expected)
+    DISPATCH.gemm(a, b, None, *scales, spec, None, expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        DOOR.gemm(a, b, None, *scales, spec, None, out)
+        DISPATCH.gemm(a, b, None, *scales, spec, None, out)
     out.zero_()
     graph.replay()
     torch.cuda.synchronize()

@@ -10,11 +10,10 @@ from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import TERM_ROUNDINGS, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
-from tests.cuda import gemms
-from tests.cuda.gemms import GENERAL
+from tests.support import cuda_gemm
+from tests.support.cuda_gemm import GENERAL, HALF, job_of
 from tests.support.gemm_engine import KINDS, addend, check, check_kinds, gemm_spec, operand
 
-HALF = Datapath(block=16, fraction_bits=25, min_exponent=-133)
 EXACT = Datapath(block=None, fraction_bits=None, rounding="nearest_even")
 MX = get_unit("blackwell.tcgen05.mxf8f6f4").mode("e4m3", "e4m3")
 NVF4 = get_unit("blackwell.tcgen05.nvf4").mode("e2m1", "e2m1")
@@ -22,7 +21,7 @@ NVF4 = get_unit("blackwell.tcgen05.nvf4").mode("e2m1", "e2m1")
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch, device):
-    return gemms.install(monkeypatch, device, fast=False)
+    return cuda_gemm.install(monkeypatch, device, fast=False)
 
 
 def kinds_of(spec, shape=(3, 5, 40), kinds=KINDS) -> None:
@@ -33,29 +32,29 @@ def kinds_of(spec, shape=(3, 5, 40), kinds=KINDS) -> None:
 # One unit of each kernel.
 
 KERNELS = {
-    "tile": (replace(HALF, term_rounding="nearest_even"), "bf16", ["general_tile.cu", "general.cu"]),
-    "tile of exact sums": (EXACT, "e4m3", ["general_tile.cu", "general.cu"]),
-    "integers": (replace(HALF, signed_zero=True), "bf16", ["general.cu"]),
-    "limbs": (replace(EXACT, block=4), "bf16", ["general.cu"]),
-    "groups": (NVF4, "e2m1", ["general.cu"]),
-    "chain": (get_unit("fp32_fma").mode("fp32", "fp32"), "fp32", ["general_chain.cu"]),
-    "chain of doubles": (get_unit("fp64_fma").mode("fp64", "fp64"), "fp64", ["general_chain.cu"]),
-    "two stages": (TwoStageDatapath(block=8), "bf16", ["general_stages.cu"]),
-    "pairs": (PairwiseDatapath(block=4), "bf16", ["general_stages.cu"]),
-    "saturation": (IntegerDatapath(saturate=True), "int8", ["general_stages.cu"]),
-    "modulo": (IntegerDatapath(), "int8", []),
+    "aligned terms": (replace(HALF, term_rounding="nearest_even"), "bf16", "exact_integer.cu"),
+    "exact sums": (EXACT, "e4m3", "exact_integer.cu"),
+    "signed zeros": (replace(HALF, signed_zero=True), "bf16", "exact_integer.cu"),
+    "limbs": (replace(EXACT, block=4), "bf16", "exact_integer.cu"),
+    "groups": (NVF4, "e2m1", "exact_integer.cu"),
+    "chain": (get_unit("fp32_fma").mode("fp32", "fp32"), "fp32", "exact_integer.cu"),
+    "chain of doubles": (get_unit("fp64_fma").mode("fp64", "fp64"), "fp64", "exact_integer.cu"),
+    "two stages": (TwoStageDatapath(block=8), "bf16", "cdna.cu"),
+    "pairs": (PairwiseDatapath(block=4), "bf16", "cdna.cu"),
+    "saturation": (IntegerDatapath(saturate=True), "int8", "cdna.cu"),
+    "modulo": (IntegerDatapath(), "int8", None),
 }
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_kernel(name, engine):
-    unit, fmt, files = KERNELS[name]
+    unit, fmt, file = KERNELS[name]
     spec = gemm_spec(unit, fmt)
     kinds_of(spec, kinds=("normal", "huge") if fmt == "int8" else ("normal", "narrow") if fmt == "fp64" else KINDS)
-    assert engine.launched[: len(files)] == files and set(engine.launched) == set(files)
+    assert set(engine.launched) == ({file} if file else set())
 
 
-@pytest.mark.parametrize("name", ["tile", "limbs", "chain", "two stages", "modulo"])
+@pytest.mark.parametrize("name", ["aligned terms", "limbs", "chain", "two stages", "modulo"])
 def test_plans(name):
     unit, fmt, _ = KERNELS[name]
     plans = [
@@ -74,11 +73,10 @@ def test_plans(name):
 
 @pytest.mark.parametrize("term", TERM_ROUNDINGS)
 @pytest.mark.parametrize("block", [16, 40])
-def test_term_roundings_of_the_tile(term, block, engine):
+def test_term_roundings(term, block):
     for bits in (0, 5, 25, 38):
         unit = replace(HALF, block=block, term_rounding=term, fraction_bits=bits, rounding="to_odd")
         kinds_of(gemm_spec(unit, "bf16", "fp16"), kinds=("normal", "wide", "codes"))
-    assert "general_tile.cu" in engine.launched
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -136,11 +134,13 @@ def test_a_record_that_no_kernel_takes():
 # Tiles.
 
 
-@pytest.mark.parametrize("change", [dict(term_rounding="nearest_even"), dict(signed_zero=True)], ids=["tile", "any"])
+@pytest.mark.parametrize(
+    "change", [dict(term_rounding="nearest_even"), dict(signed_zero=True)], ids=["aligned", "signed"]
+)
 def test_marks_choose_tiles(change, device):
     spec = gemm_spec(replace(HALF, **change), "bf16")
     a, b = (operand("bf16", 140, 8, "normal", seed).to(device) for seed in (1, 2))
-    job = job_of(a, b, spec, device)
+    job = job_of(a, b, spec, device=device, random=None)
     sums = torch.full((1, 140, 140), 7.0, device=device)
     marks = torch.tensor([[0, 1], [1, 0]], dtype=torch.uint8, device=device)
     GENERAL.run(job, sums, marks)
@@ -158,13 +158,13 @@ def test_marks_far_from_each_other(device):
     a, b = operand("bf16", 3, 8, "normal", 1).to(device), operand("bf16", 1, 8, "normal", 2).to(device)
     columns = 16 * (256 * 8 * (4 if device.type == "cpu" else 140) + 20)  # more than the multiprocessors look at once
     b = b.expand(columns, 8)
-    job = job_of(a, b, spec, device)
+    job = job_of(a, b, spec, device=device, random=None)
     sums = torch.full((1, 3, columns), 7.0, device=device)
     marks = torch.zeros(1, -(-columns // 128), dtype=torch.uint8, device=device)
     marks[0, [1, -1]] = 1
     GENERAL.run(job, sums, marks)
     one = torch.empty(1, 3, 1, device=device)
-    GENERAL.run(job_of(a, b[:1], spec, device), one, None)
+    GENERAL.run(job_of(a, b[:1], spec, device=device, random=None), one, None)
     kept = marks.repeat_interleave(128, 1)[:, :columns].bool()
     assert torch.equal(sums[0], torch.where(kept, one[0].expand(3, columns), 7.0))
 
@@ -173,15 +173,6 @@ def test_tiles_with_infinities_are_done_again():
     a, b = operand("bf16", 70, 40, "normal", 1), operand("bf16", 66, 40, "normal", 2)
     a[65, 3], b[1, 20] = torch.inf, torch.nan
     check(a, b, gemm_spec(replace(HALF, term_rounding="nearest_away"), "bf16"))
-
-
-def job_of(a, b, spec, device):
-    from fmtsim.cuda.gemm.job import Job
-    from fmtsim.cuda.gemm.order import order_of
-
-    out = torch.empty(a.shape[0], b.shape[0], device=device)
-    order = order_of(a.shape[1], spec, device)
-    return Job(a=a, b=b, c=None, scale_a=None, scale_b=None, spec=spec, random=None, out=out, order=order)
 
 
 def test_a_planted_error_is_found(monkeypatch):

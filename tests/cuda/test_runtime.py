@@ -15,7 +15,7 @@ import fmtsim.cuda
 from fmtsim.cuda.runtime import launch
 from fmtsim.cuda.runtime import program as runtime
 from fmtsim.errors import DeviceError
-from tests.cuda.nvrtc import needs_nvrtc
+from tests.support.nvrtc import needs_nvrtc
 
 needs_gpu = pytest.mark.skipif(not fmtsim.cuda.available(), reason="needs a GPU")
 

@@ -18,7 +18,7 @@ from fmtsim.recipes import get_recipe
 SLOW = pytest.mark.slow
 
 
-def factor(rows, depth, block, seed, turned=False, apart=20, group=128):
+def factor(rows, depth, block, seed, transposed=False, apart=20, group=128):
     """E4M3 elements, scales from 2**-apart to 2**apart that are no powers of two."""
     generator = torch.Generator().manual_seed(seed)
     x = quantize(torch.randn(rows, depth, generator=generator) * 100, get_format("e4m3")).bfloat16()
@@ -27,7 +27,7 @@ def factor(rows, depth, block, seed, turned=False, apart=20, group=128):
         torch.randn(counts, generator=generator).abs().clamp(min=0.1)
         * torch.randint(-apart, apart + 1, counts, generator=generator).exp2()
     )
-    if turned:
+    if transposed:
         x, scale = x.mT.contiguous().mT, scale.mT.contiguous().mT
     return Factor(x, scale, (block, group))
 
@@ -70,7 +70,7 @@ def check(a, b, dtype, device, bias=None):
 
 
 @pytest.mark.parametrize(
-    ("shape", "blocks", "turned", "dtype"),
+    ("shape", "blocks", "transposed", "dtype"),
     [
         ((200, 136, 264), (1, 128), (False, False), torch.bfloat16),
         ((136, 152, 384), (1, 128), (False, True), torch.float32),
@@ -83,9 +83,9 @@ def check(a, b, dtype, device, bias=None):
         pytest.param((3, 12, 1000), (1, 128), (False, False), torch.float32, marks=SLOW),
     ],
 )
-def test_sums_are_those_of_float64_but_for_rounding(shape, blocks, turned, dtype, device):
+def test_sums_are_those_of_float64_but_for_rounding(shape, blocks, transposed, dtype, device):
     m, n, k = shape
-    a, b = factor(m, k, blocks[0], 1, turned[0]), factor(n, k, blocks[1], 2, turned[1])
+    a, b = factor(m, k, blocks[0], 1, transposed[0]), factor(n, k, blocks[1], 2, transposed[1])
     check(a, b, dtype, device)
     check(a, b, dtype, device, torch.randn(n, generator=torch.Generator().manual_seed(3)).bfloat16())
 
@@ -146,7 +146,7 @@ def test_what_has_no_kernel_is_said(emulated):
     assert not scaled_product.covers(a._replace(elements=a.elements.float()), b)
     assert not scaled_product.covers(a, factor(18, 256, 128, 6))  # rows of the result are stored four by four
     assert not scaled_product.covers(*(factor(16, 100, 1, 5) for _ in range(2)))
-    assert scaled_product.covers(*(factor(16, 100, 1, 5, turned=True) for _ in range(2)))
+    assert scaled_product.covers(*(factor(16, 100, 1, 5, transposed=True) for _ in range(2)))
     assert not scaled_product.covers(a._replace(elements=a.elements.repeat(1, 2)[:, :256]), b)
 
 
@@ -192,7 +192,11 @@ def test_layers_take_the_kernel(compiled, on_card, monkeypatch):
     calls, real = [], scaled_product.multiply
     monkeypatch.setattr(scaled_product, "multiply", lambda *given: calls.append(given) or real(*given))
     found = gradients(run, x, w, g)
-    assert [(given[0].turned, given[1].turned) for given in calls] == [(False, False), (False, True), (True, True)]
+    assert [(given[0].transposed, given[1].transposed) for given in calls] == [
+        (False, False),
+        (False, True),
+        (True, True),
+    ]
     if compiled:
         torch._dynamo.reset()
         again = gradients(torch.compile(run, fullgraph=True, backend="aot_eager"), x, w, g)

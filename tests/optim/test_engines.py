@@ -8,8 +8,8 @@ import torch
 
 import fmtsim
 from fmtsim.cpu.optim import steps as cpu_steps
-from fmtsim.cuda.optim import moments_floats
 from fmtsim.cuda.optim import steps as cuda_steps
+from fmtsim.cuda.optim.adam import Slot, _float_defines
 from fmtsim.optim import StateFormat, engines, torch_step
 from fmtsim.optim.catalogue import DYNAMIC4, LINEAR4
 from fmtsim.rounding import codebooks
@@ -165,11 +165,11 @@ def test_numbers_of_all_sizes_have_the_bits_of_torch(scheme, on_cuda, only_torch
 @pytest.mark.slow
 def test_a_planted_scale_is_seen(on_cuda, only_torch, monkeypatch):
     """Kernels that take the largest value for one code less give other bits."""
-    macro = moments_floats.Slot.macro
-    monkeypatch.setattr(moments_floats.Slot, "macro", lambda slot: macro(slot).replace(",119,", ",118,"))
-    moments_floats._defines.cache_clear()
+    macro = Slot.macro
+    monkeypatch.setattr(Slot, "macro", lambda slot: macro(slot).replace(",119,", ",118,"))
+    _float_defines.cache_clear()
     planted = train(fmtsim.optim.AdamW, "intel_2t")
-    moments_floats._defines.cache_clear()
+    _float_defines.cache_clear()
     only_torch()
     assert not equal(planted, train(fmtsim.optim.AdamW, "intel_2t"))
 

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def product(a, b, spec, c=None, scale_a=None, scale_b=None, random=None):
     """Stand in for run_gemm on a device."""
-    door = importlib.import_module("fmtsim.cuda.gemm.engine")
+    door = importlib.import_module("fmtsim.cuda.gemm.dispatch")
     out = torch.empty(a.shape[0], b.shape[0], dtype=units.sum_dtype(spec.datapath))
     assert door.supports_gemm(spec, a, b)
     door.gemm(a, b, c, scale_a, scale_b, spec, random, out)

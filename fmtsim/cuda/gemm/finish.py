@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.cuda.cast.parameters import DTYPES, NARROW, macros
-from fmtsim.cuda.runtime.program import Defines, device_index, kernel
+from fmtsim.cuda.runtime import Defines, device_index, kernel
 
 _THREADS = 256
 

@@ -1,4 +1,7 @@
-"""The general path of matrix products: every unit and every number, on all tiles or on those that a fast path left."""
+"""The general path of matrix products: every unit and number, on all tiles or on those that a fast path left.
+
+Here too are the sum of a product's parts (docs/matmul.md, section 4, step 5), and products without products.
+"""
 
 from collections.abc import Iterator
 
@@ -6,18 +9,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm.job import TILE, Job
-from fmtsim.cuda.gemm.tile import TILE_BYTES, TILE_WIDTH, tile_defines, tile_variants
-from fmtsim.cuda.gemm.unit import LIMBS, is_plain, outer_format, problem_of, sums_of
-from fmtsim.cuda.runtime import program as runtime
-from fmtsim.cuda.runtime.program import Defines
+from fmtsim.cuda.gemm.problem import (
+    KINDS,
+    LIMBS,
+    accumulator_of,
+    format_bytes,
+    is_plain,
+    order_bytes,
+    outer_format,
+    problem_of,
+    sums_of,
+)
+from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, IntFormat
-from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.spec.datapath import FP32, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 
+_THREADS = 256
 _SIDE = 16  # rows and columns of a block of threads with an output each
 _WALKING = 8  # blocks a multiprocessor where a fast path has left a few tiles, as a rule none
+_REDUCTIONS = ("serial", "pairwise", "in_place")  # enum Way of reduce.cu
 _UNITS = {TwoStageDatapath: 0, PairwiseDatapath: 1, IntegerDatapath: 2}  # the macro UNIT
 
 
@@ -40,25 +54,11 @@ def covers(spec: GemmSpec, a: torch.dtype, b: torch.dtype, k: int) -> bool:
         return False
     if plan.scaled_promotion and not is_representable(unit.accumulator, torch.float32):
         return False
-    return is_chain(spec) or sums_of(spec, k, True) is not None
-
-
-def is_chain(spec: GemmSpec) -> bool:
-    """Say whether a unit is a chain of fused multiply-adds in float32 or float64."""
-    unit = spec.datapath
-    if not isinstance(unit, Datapath) or unit.block != 1 or unit.fraction_bits is not None or unit.scale is not None:
-        return False
-    acc = unit.accumulator
-    dtype = {(8, 23, 127): torch.float32, (11, 52, 1023): torch.float64}.get(
-        (acc.exponent_bits, acc.mantissa_bits, acc.exponent_bias)
-    )
-    if dtype is None or unit.group > 1 or unit.rounding.mode != "nearest_even":
-        return False
-    return all(isinstance(fmt, FloatFormat) and is_representable(fmt, dtype) for fmt in (spec.a, spec.b))
+    return sums_of(spec, k, True) is not None
 
 
 def ignores_order(spec: GemmSpec) -> bool:
-    """Say whether every order of sums gives the same bits: integers modulo 2^32, written without parts."""
+    """Say whether every accumulation order gives the same bits: integers modulo 2^32, written without parts."""
     return isinstance(spec.datapath, IntegerDatapath) and not spec.datapath.saturate
 
 
@@ -68,71 +68,71 @@ def run(job: Job, sums: Tensor, marks: Tensor | None) -> None:
     if ignores_order(job.spec):
         _integers(job, sums)
     elif not isinstance(unit, Datapath):
-        _launch(job, (marks, sums), "general_stages.cu", "staged_product", (("UNIT", str(_UNITS[type(unit)])),), _SIDE)
-    elif is_chain(job.spec):
-        double = sums.dtype == torch.float64
-        defines = _chain_defines(double, job.promotes, unit.signed_zero)
-        _launch(job, (marks, sums), "general_chain.cu", "chain_product", defines, 64 if double else 128)
+        _launch(job, sums, marks, "cdna.cu", "cdna_product", (("UNIT", str(_UNITS[type(unit)])),))
     else:
-        _fused(job, sums, marks)
-
-
-def _fused(job: Job, sums: Tensor, marks: Tensor | None) -> None:
-    """Run a fused unit: by tiles in float64 where it can, what is left (NaN and Inf, or all) in integers."""
-    m, n, k = job.shape
-    defines, tile = tile_defines(job.spec, k, job.order.block), TILE
-    if defines is not None:
-        left = torch.zeros(-(-m // TILE_WIDTH), -(-n // TILE_WIDTH), dtype=torch.uint8, device=sums.device)
-        _launch(job, (marks, left, sums), "general_tile.cu", "tiled_product", defines, TILE_WIDTH, shared=TILE_BYTES)
-        marks, tile = left, TILE_WIDTH
-    how = sums_of(job.spec, k, job.c is not None and not job.promotes)
-    assert how is not None
-    _launch(
-        job, (marks, sums), "general.cu", "general_product", how.defines, _SIDE, tile=tile, grid=how.grid, walks=True
-    )
+        how = sums_of(job.spec, job.shape[2], job.c is not None and not job.promotes)
+        assert how is not None
+        _launch(job, sums, marks, "exact_integer.cu", "exact_integer", how.defines, how.grid)
 
 
 def _launch(
-    job: Job, results: tuple[Tensor | None, ...], file: str, name: str, defines: Defines, width: int,
-    *, tile: int = TILE, grid: int = 0, shared: int = 0, walks: bool = False,
-) -> None:  # fmt: skip
-    """Launch a kernel whose blocks of 256 threads compute squares of ``width`` outputs; a mark stands for ``tile``.
-
-    ``results`` begin with the marks; ``walks`` says that a block looks for more squares where these are given.
-    """
+    job: Job, sums: Tensor, marks: Tensor | None, file: str, name: str, defines: Defines, grid: int = 0
+) -> None:
+    """Launch a kernel with an output a thread; where tiles are marked, blocks of threads walk from one to the next."""
     m, n, _ = job.shape
     order, index = job.order, runtime.device_index(job.a)
-    kernel = runtime.kernel(file, name, index, defines)
-    blocks = -(-m // width) * -(-n // width)
-    if walks and results[0] is not None:
+    blocks = -(-m // _SIDE) * -(-n // _SIDE)
+    if marks is not None:
         blocks = min(blocks, _WALKING * runtime.multiprocessors(index))
-    kernel(
-        blocks, 256, job.a, job.b, job.c, job.scale_a, job.scale_b, order.source, order.ends,
-        order.scale_places, order.part_blocks, *results, problem_of(job, tile, grid), shared=shared,
+    runtime.kernel(file, name, index, defines)(
+        blocks, _THREADS, job.a, job.b, job.c, order.source, order_bytes(job), marks, sums, problem_of(job, TILE, grid),
     )  # fmt: skip
 
 
 def _integers(job: Job, sums: Tensor) -> None:
     m, n, k = job.shape
-    kernel = runtime.kernel("general_integer.cu", "integer_product", runtime.device_index(job.a), ())
-    kernel(-(-m // TILE) * -(-n // TILE), 256, job.a, job.b, job.c, sums, np.int64(k), problem_of(job, TILE))
+    kernel = runtime.kernel("int8.cu", "int8_product", runtime.device_index(job.a), ())
+    kernel(-(-m // TILE) * -(-n // TILE), _THREADS, job.a, job.b, job.c, sums, np.int64(k), problem_of(job, TILE))
 
 
-def _chain_defines(double: bool, promotes: bool, signed: bool) -> Defines:
-    names = {"DOUBLE": double, "PROMOTES": promotes, "SIGNED": signed}
-    return tuple((name, str(int(value))) for name, value in names.items())
+def reduce(job: Job, sums: Tensor, start: Tensor | None) -> None:
+    """Write the sum of the parts [parts, M, N] to ``job.out``, as the plan says.
+
+    Args:
+        job: The product.
+        sums: The parts, in the dtype of the sums.
+        start: [M, N] of any strides, what the output begins with where parts are added in place, or None.
+    """
+    unit, plan, out = job.spec.datapath, job.spec.plan, job.out
+    saturates = isinstance(unit, IntegerDatapath) and unit.saturate
+    wide = isinstance(unit, Datapath) and not is_representable(unit.accumulator, torch.float32)
+    formats = format_bytes(accumulator_of(unit) if wide else FP32) + format_bytes(plan.partial or FP32)
+    kernel = runtime.kernel("reduce.cu", "reduce_parts", runtime.device_index(out), ())
+    kernel(
+        -(-out.numel() // _THREADS), _THREADS, sums, out, np.int64(out.numel()), np.int64(out.shape[1]),
+        np.int64(out.stride(0)), np.int64(out.stride(1)), np.int32(sums.shape[0]), np.int32(KINDS[out.dtype]),
+        np.int32(_REDUCTIONS.index(plan.reduce)), np.int32(plan.partial is not None), np.int32(plan.round_trip),
+        np.int32(saturates), start, *(np.int64(0 if start is None else start.stride(i)) for i in (0, 1)), formats,
+    )  # fmt: skip
+
+
+def fill(c: Tensor | None, out: Tensor) -> None:
+    """Write what a product without products is: c, or +0; NaN as the units' one NaN."""
+    if c is None:
+        out.zero_()
+        return
+    out.copy_(c)
+    if out.dtype.is_floating_point:
+        one = 0x7FFFFFFF if out.dtype == torch.float32 else 0x7FFFFFFFFFFFFFFF
+        out.view(torch.int32 if out.dtype == torch.float32 else torch.int64).masked_fill_(out.isnan(), one)
 
 
 def variants() -> Iterator[tuple[str, str, Defines]]:
     """Yield every specialisation of the kernels."""
     for wide in (0, 1):
         for limbs in (0, *LIMBS):
-            yield "general.cu", "general_product", (("WIDE", str(wide)), ("LIMBS", str(limbs)))
-    for defines in tile_variants():
-        yield "general_tile.cu", "tiled_product", defines
+            yield "exact_integer.cu", "exact_integer", (("WIDE", str(wide)), ("LIMBS", str(limbs)))
     for unit in _UNITS.values():
-        yield "general_stages.cu", "staged_product", (("UNIT", str(unit)),)
-    for code in range(8):
-        defines = _chain_defines(bool(code & 1), bool(code & 2), bool(code & 4))
-        yield "general_chain.cu", "chain_product", defines
-    yield "general_integer.cu", "integer_product", ()
+        yield "cdna.cu", "cdna_product", (("UNIT", str(unit)),)
+    yield "int8.cu", "int8_product", ()
+    yield "reduce.cu", "reduce_parts", ()

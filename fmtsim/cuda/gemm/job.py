@@ -1,32 +1,35 @@
-"""What the door of matrix products hands to every path: operands, definition, and the order as device arrays."""
+"""One product as every path sees it: operands, definition, and the accumulation order as device arrays."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fmtsim.errors import DeviceError
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import Arithmetic, Datapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.schedule import schedule
 
 TILE: Final = 128  # rows and columns of the tiles that marks stand for
-PADDING: Final = -1  # a place of ``Order.source`` without a product
+PADDING: Final = -1  # a k position of ``AccumulationOrder.source`` without a product
+CHAIN_END, PART_END = 1, 2
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Order:
+class AccumulationOrder:
     """Say which products are added when, with blocks of one length.
 
     Args:
-        source: int32 [blocks * block] on the device: which k stands at a place, or PADDING. A padded place is not a
+        source: int32 [blocks * block] on the device: which k stands at a position, or PADDING. A padded one is not a
             term: a product of zeros may stand in for it where that changes nothing. Padding is at the end of a block,
             and every block has a product.
-        block: Places of a block.
+        block: k positions of a block.
         contiguous: ``source`` is 0, 1, ..., K - 1 and then padding.
-        chains: Blocks of a chain where chains are promoted and every chain but the last of its part has that many; None
-            where each part is one chain, and where chains are uneven (``even`` tells the two apart).
         even: False where chains have different lengths, so that only ``ends`` says where they end.
         parts: First block of each part and the block behind its last, on the host.
         part_blocks: The same as int32 [parts, 2] on the device.
@@ -38,7 +41,6 @@ class Order:
     source: Tensor
     block: int
     contiguous: bool
-    chains: int | None
     even: bool
     parts: tuple[tuple[int, int], ...]
     part_blocks: Tensor
@@ -61,7 +63,7 @@ class Job:
         c: [M, N] in the dtype of the sums, of any strides, or None.
         scale_a, scale_b: float32 [M or N, groups] of any strides: scales inside the unit where it has some, else those
             of a scaled promotion; or None, which stands for ones.
-        spec: Unit, order of sums, formats.
+        spec: Datapath, accumulation order, formats.
         random: Seed and offset where the unit rounds stochastically.
         out: [M, N] in the dtype of the sums.
         order: The schedule of ``spec`` for K.
@@ -75,7 +77,7 @@ class Job:
     spec: GemmSpec
     random: RandomKey | None
     out: Tensor
-    order: Order
+    order: AccumulationOrder
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -97,3 +99,55 @@ def promotes(datapath: Arithmetic, plan: GemmPlan) -> bool:
     """Say whether the unit or the plan adds chains to an outer sum."""
     own = isinstance(datapath, Datapath) and datapath.promote_every is not None
     return own or plan.promote_every is not None
+
+
+def accumulation_order(k: int, spec: GemmSpec, device: torch.device) -> AccumulationOrder:
+    """Return the order of K products on a device; the first call for a K, unit and plan copies it there.
+
+    Raises:
+        DeviceError: That copy is needed while a CUDA graph is captured.
+        ArgumentError: Promotions of unit and plan disagree.
+    """
+    return _order(k, spec.datapath, spec.plan, device)
+
+
+@lru_cache(maxsize=64)
+def _order(k: int, unit: Arithmetic, plan: GemmPlan, device: torch.device) -> AccumulationOrder:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise DeviceError(
+            f"the order of K={k} products of this unit and plan is not on {device} yet, and a CUDA graph that is being "
+            "captured cannot copy it; run the product once before the capture (see fmtsim.cuda.warmup)"
+        )
+    parts = schedule(k, unit, plan)
+    chains = [chain for part in parts for chain in part]
+    blocks = [block for chain in chains for block in chain.blocks]
+    length = max(map(len, blocks))
+    source = np.full((len(blocks), length), PADDING, np.int32)
+    for row, block in zip(source, blocks, strict=True):
+        row[: len(block)] = block
+    lengths = [[len(chain.blocks) for chain in part] for part in parts]
+    stops = np.cumsum([sum(counts) for counts in lengths])
+    ends = np.zeros(len(blocks), np.uint8)
+    ends[np.cumsum([len(chain.blocks) for chain in chains]) - 1] = CHAIN_END
+    ends[stops - 1] = PART_END
+    starts = np.repeat([chain.start for chain in chains], [len(chain.blocks) for chain in chains])
+    ranges = np.stack([np.concatenate([[0], stops[:-1]]), stops], 1).astype(np.int32)
+    flat = source.reshape(-1)
+    own = unit.promote_every if isinstance(unit, Datapath) else None
+    promote = plan.promote_every or own
+    size = lengths[0][0]
+    even = all(n == size for counts in lengths for n in counts[:-1]) and all(counts[-1] <= size for counts in lengths)
+    return AccumulationOrder(
+        source=_copied(flat, device),
+        block=length,
+        contiguous=bool((flat[:k] == np.arange(k)).all()),
+        even=even or not promote,
+        parts=tuple((int(first), int(stop)) for first, stop in ranges),
+        part_blocks=_copied(ranges, device),
+        ends=_copied(ends, device),
+        scale_places=_copied((starts // (promote or 1)).astype(np.int32), device),
+    )
+
+
+def _copied(array: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)

@@ -1,5 +1,5 @@
 // The parts of a product added in the order of a plan (docs/matmul.md, section 4, step 5), one output a thread.
-#include "general_formats.cuh"
+#include "numbers.cuh"
 
 struct alignas(16) Formats {
   Format sum, partial;

@@ -7,8 +7,8 @@
 // of four warps multiply, each 64 rows, at their own pace: while one scales the sums of a group, the tensor core works
 // for the other.
 //
-// Macros: TURNED_A, TURNED_B (1: the operand lies with its rows next to each other, not the places of the sum), GROUP
-// (places of the sum that share a scale, 64 or 128), SHARED_B (1: so do all columns of a tile), OUTPUT (float32:
+// Macros: TRANSPOSED_A, TRANSPOSED_B (1: the operand lies with its rows next to each other, not the places of the sum),
+// GROUP (places of the sum that share a scale, 64 or 128), SHARED_B (1: so do all columns of a tile), OUTPUT (float32:
 // 0, bfloat16: 1), STAGES.
 #include "common.cuh"
 #include "warpgroup.cuh"
@@ -43,7 +43,7 @@ struct alignas(16) Factor {
 
 struct alignas(16) Task {
   i32 depth;
-  i32 parts, part_groups;  // the sum is cut into parts, of so many groups each
+  i32 parts, part_groups;  // the sum is split into parts, of so many groups each
 };
 
 // What a block of threads works at: a part of a tile.
@@ -64,17 +64,17 @@ DEVICE i32 units_of(const Factor& a, const Factor& b, const Task& t) {
 }
 
 // Copies Rows rows by 64 places of the sum as warpgroup.cuh has them; what an operand does not have is zero.
-template <bool Turned, int Rows>
+template <bool Transposed, int Rows>
 DEVICE void copy_panel(u8* to, const Factor& x, i32 row, i32 k, i32 depth) {
-  constexpr i32 LINES = COPYING / 8, TURNS = (Turned ? DEPTH : Rows) / LINES;
+  constexpr i32 LINES = COPYING / 8, TURNS = (Transposed ? DEPTH : Rows) / LINES;
   const i32 word = threadIdx.x % 8, line = threadIdx.x % COPYING / 8;
-  const i32 lines = Turned ? depth - k : x.rows - row, words = (Turned ? x.rows - row : depth - k) - word * 8;
-  const u16* from = x.elements + (i64)((Turned ? k : row) + line) * x.stride + (Turned ? row : k) + word * 8;
+  const i32 lines = Transposed ? depth - k : x.rows - row, words = (Transposed ? x.rows - row : depth - k) - word * 8;
+  const u16* from = x.elements + (i64)((Transposed ? k : row) + line) * x.stride + (Transposed ? row : k) + word * 8;
   to += line * 128 + ((word ^ line) % 8) * 16;
 #pragma unroll
   for (i32 i = 0; i < TURNS; ++i) {
 #pragma unroll
-    for (i32 band = 0; band < (Turned ? Rows / 64 : 1); ++band)
+    for (i32 band = 0; band < (Transposed ? Rows / 64 : 1); ++band)
       copy16_or_zeros(to + band * BAND_BYTES + i * LINES * 128, from + band * 64,
                       band * 64 < words && line + i * LINES < lines);
     from += LINES * x.stride;
@@ -103,8 +103,8 @@ DEVICE void copy_stages(Memory& m, const Factor& a, const Factor& b, const Task&
       const i32 stage = at.part * at.stages + i;
       Stage& to = m.stages[slot];
       wait_phase(&m.freed[slot], phase);
-      copy_panel<TURNED_A, ROWS>(to.a, a, at.row, stage * DEPTH, t.depth);
-      copy_panel<TURNED_B, COLUMNS>(to.b, b, at.column, stage * DEPTH, t.depth);
+      copy_panel<TRANSPOSED_A, ROWS>(to.a, a, at.row, stage * DEPTH, t.depth);
+      copy_panel<TRANSPOSED_B, COLUMNS>(to.b, b, at.column, stage * DEPTH, t.depth);
       if (i % STEPS == STEPS - 1) copy_scales(to.scales, a, b, at, stage / STEPS, t.depth);
       arrive_behind_copies(&m.filled[slot]);
       if (++slot == STAGES) slot = 0, phase ^= 1;
@@ -196,8 +196,8 @@ DEVICE void multiply_stages(Memory& m, const Factor& a, const Factor& b, const T
         begin_products();
 #pragma unroll
         for (i32 i = 0; i < DEPTH / 16; ++i)
-          add_product<TURNED_A, TURNED_B>(sums, matrix<TURNED_A>(panel_a, threadIdx.x / 128, i),
-                                          matrix<TURNED_B>(panel_b, 0, i), step + i > 0);
+          add_product<TRANSPOSED_A, TRANSPOSED_B>(sums, matrix<TRANSPOSED_A>(panel_a, threadIdx.x / 128, i),
+                                          matrix<TRANSPOSED_B>(panel_b, 0, i), step + i > 0);
         commit_products();
         if (step > 0) {
           wait_products<1>();

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.cuda.cast.parameters import aligned
-from fmtsim.cuda.runtime.program import Defines, capability, device_index, kernel, multiprocessors
+from fmtsim.cuda.runtime import Defines, capability, device_index, kernel, multiprocessors
 
 _FILE: Final = "scaled_product.cu"
 _CAPABILITY: Final = (9, 0)
@@ -41,7 +41,7 @@ class Factor(NamedTuple):
     sizes: tuple[int, int]
 
     @property
-    def turned(self) -> bool:
+    def transposed(self) -> bool:
         """Whether rows, and not places of the sum, follow each other in memory."""
         return not self.elements.is_contiguous()
 
@@ -59,7 +59,7 @@ def covers(a: Factor, b: Factor) -> bool:
 
 def _lies_well(x: Factor) -> bool:
     whole = x.elements.is_contiguous() or x.elements.mT.is_contiguous()
-    return whole and x.elements.dtype == torch.bfloat16 and x.elements.shape[0 if x.turned else 1] % 8 == 0
+    return whole and x.elements.dtype == torch.bfloat16 and x.elements.shape[0 if x.transposed else 1] % 8 == 0
 
 
 def multiply(a: Factor, b: Factor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -67,8 +67,8 @@ def multiply(a: Factor, b: Factor, bias: Tensor | None, dtype: torch.dtype) -> T
 
     With P the float32 sum of the products of a group, and s and t the scales of the two: the groups are added in
     order by ``c = fma(P s, t, c)``, ``P s`` rounded first, or, where all rows of b in a tile share t and s t is within
-    2**-100 and 2**100, by ``c = fma(P, s t, c)``. Where tiles are too few for the device the sum is cut into parts that
-    are added last; the bias behind all of them. The same operands give the same bits on devices with as many
+    2**-100 and 2**100, by ``c = fma(P, s t, c)``. Where tiles are too few for the device the sum is split into parts
+    that are added last; the bias behind all of them. The same operands give the same bits on devices with as many
     multiprocessors; nothing waits for the device.
     """
     (m, k), n, group, index = a.elements.shape, b.elements.shape[0], a.sizes[1], device_index(a.elements)
@@ -80,7 +80,7 @@ def multiply(a: Factor, b: Factor, bias: Tensor | None, dtype: torch.dtype) -> T
     bias = None if bias is None else bias.float().contiguous()
     task = struct.pack("=iii4x", k, parts, length)
     shared = b.sizes[0] % _TILE == 0 or b.sizes[0] >= n
-    kernel(_FILE, "multiply_groups", index, _defines(a.turned, b.turned, group, sums.dtype, shared))(
+    kernel(_FILE, "multiply_groups", index, _defines(a.transposed, b.transposed, group, sums.dtype, shared))(
         min(units, multiprocessors(index)),
         _THREADS,
         *map(_packed, held),
@@ -140,13 +140,13 @@ def variants(capability: tuple[int, int]) -> Iterator[tuple[str, str, Defines]]:
         return
     for dtype in _OUTPUTS:
         yield _FILE, "add_parts", _defines(False, False, _GROUP, dtype, True)
-        for turned in ((False, False), (False, True), (True, True)):
-            yield _FILE, "multiply_groups", _defines(*turned, _GROUP, dtype, not turned[0])
+        for transposed in ((False, False), (False, True), (True, True)):
+            yield _FILE, "multiply_groups", _defines(*transposed, _GROUP, dtype, not transposed[0])
 
 
 def _defines(turned_a: bool, turned_b: bool, group: int, dtype: torch.dtype, shared_b: bool) -> Defines:
     numbers = {
-        "TURNED_A": int(turned_a), "TURNED_B": int(turned_b), "GROUP": group, "OUTPUT": _OUTPUTS[dtype],
+        "TRANSPOSED_A": int(turned_a), "TRANSPOSED_B": int(turned_b), "GROUP": group, "OUTPUT": _OUTPUTS[dtype],
         "SHARED_B": int(shared_b), "STAGES": _STAGES,
     }  # fmt: skip
     return tuple((name, str(number)) for name, number in numbers.items())

@@ -3,8 +3,8 @@
 //
 // An operand in shared memory is a panel of rows by 64 places of the sum, bfloat16, in lines of 128 bytes; in groups of
 // eight lines, at multiples of 1024 bytes, 16-byte word w of line l lies at word w ^ l (the swizzle of 128 bytes in the
-// PTX manual, "asynchronous warpgroup level matrix instructions"). Straight: a line is a row. Turned: a line is a place
-// of the sum and 64 rows; the next 64 rows lie behind all 64 lines of the first.
+// PTX manual, "asynchronous warpgroup level matrix instructions"). Straight: a line is a row. Transposed: a line is a
+// place of the sum and 64 rows; the next 64 rows lie behind all 64 lines of the first.
 #pragma once
 
 #define BAND_BYTES 8192  // 64 rows of a panel
@@ -73,7 +73,7 @@ DEVICE void pin(float (&d)[N]) {
 
 // d = a b^T, plus d where `add`: 64 rows of a panel a, 128 of a panel b, 16 places of the sum. Lane l of warp w of the
 // four has, in d[4 j + 2 h + c], row 16 w + 8 h + l / 4 and column 8 j + 2 (l % 4) + c. The operands are `matrix`es.
-template <bool TurnedA, bool TurnedB>
+template <bool TransposedA, bool TransposedB>
 DEVICE void add_product(float (&d)[64], u64 a, u64 b, bool add) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
@@ -91,15 +91,15 @@ DEVICE void add_product(float (&d)[64], u64 a, u64 b, bool add) {
         "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
         "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
         "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "l"(a), "l"(b), "r"((i32)add), "n"(TurnedA), "n"(TurnedB));
+      : "l"(a), "l"(b), "r"((i32)add), "n"(TransposedA), "n"(TransposedB));
 }
 
 #endif
 
 // What products take for places 16 step and on of a panel in shared memory, from row 64 band.
-template <bool Turned>
+template <bool Transposed>
 DEVICE u64 matrix(u32 panel, i32 band, i32 step) {
-  u32 start = panel + band * BAND_BYTES + step * (Turned ? 2048 : 32);
-  u64 apart = 1024 >> 4, bands = Turned ? BAND_BYTES >> 4 : 1, swizzle_128 = 1;
+  u32 start = panel + band * BAND_BYTES + step * (Transposed ? 2048 : 32);
+  u64 apart = 1024 >> 4, bands = Transposed ? BAND_BYTES >> 4 : 1, swizzle_128 = 1;
   return (start & 0x3FFFF) >> 4 | bands << 16 | apart << 32 | swizzle_128 << 62;
 }

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.cuda.optim import moments, moments_floats
-from fmtsim.cuda.optim.moments import ALIGNED, BLOCKS, TYPES, Books, Launch
-from fmtsim.cuda.optim.moments_floats import Slot, States
+from fmtsim.cuda.optim import adam
+from fmtsim.cuda.optim.adam import ALIGNED, BLOCKS, TYPES, Books, Launch, Slot, States
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.optimizer import (
@@ -55,7 +54,7 @@ def optimizer_steps(
         else:
             left.append(step)
     for (device, _, numbers, number), group in together.items():
-        parts = moments.launches([_row(step) for step in group])
+        parts = adam.launches([_row(step) for step in group])
         launch(parts, [step.parameter for step in group], scheme, numbers, counter(device), group[0].seed, number)
         for step in group:
             step.done()
@@ -78,12 +77,12 @@ def launch(
         states = float_states(scheme)
         assert states is not None  # by its kind
         key = key_of(seed, step, 0, "first")
-        moments_floats.adam(parts, like, states, numbers, zeroing, counter, key)
+        adam.adam_floats(parts, like, states, numbers, zeroing, counter, key)
     else:
         block = scheme.first.block
         assert isinstance(block, int)  # by its kind
         books = _books(scheme) if kind == "codebooks" else None
-        moments.adam(parts, like, books, numbers, block, zeroing, counter)
+        adam.adam(parts, like, books, numbers, block, zeroing, counter)
     torch.autograd.graph.increment_version(parameters)  # autograd may have saved them for a backward
 
 
@@ -136,8 +135,8 @@ def _slot(fmt: StateFormat) -> Slot:
 
 
 def _is_float_code(fmt: StateFormat) -> bool:
-    known = isinstance(fmt.format, FloatFormat) and moments_floats.takes(fmt.format, fmt.rounding)
-    return known and not fmt.expand and fmt.scale in moments_floats.RULES
+    known = isinstance(fmt.format, FloatFormat) and adam.takes(fmt.format, fmt.rounding)
+    return known and not fmt.expand and fmt.scale in adam.RULES
 
 
 def _takes(step: ParameterStep, kind: Kind) -> bool:
@@ -185,7 +184,7 @@ class OptimizerBatch:
         self._dtype, self._device = steps[0].parameter.dtype, steps[0].parameter.get_device()
         self._moments = [(step.state["first"], step.state["second"], step.state.get("weights")) for step in steps]
         self._shapes = [step.parameter.shape for step in steps]
-        self._parts = moments.launches([_row(step) for step in steps])
+        self._parts = adam.launches([_row(step) for step in steps])
 
     def launches(self, present: set[int]) -> Sequence[Launch] | None:
         """Return the launches of a step with the gradients that are there now, None where ``optimizer_steps`` has to.

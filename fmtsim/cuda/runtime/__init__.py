@@ -1,1 +1,47 @@
-"""How kernels are compiled, kept on disk, loaded and launched."""
+"""How kernels are compiled, kept on disk, loaded and launched: ``kernel(file, name, index, defines)`` returns one."""
+
+from fmtsim.cuda.runtime.launch import Kernel
+from fmtsim.cuda.runtime.program import (
+    KERNELS,
+    Defines,
+    Programs,
+    architecture,
+    available,
+    cache_folder,
+    capability,
+    compiled,
+    device_index,
+    finished,
+    index_of,
+    kernel,
+    multiprocessors,
+    program_cache,
+    serves,
+    shared_limit,
+    source_of,
+    why_unavailable,
+)
+from fmtsim.cuda.runtime.warmup import warmup
+
+__all__ = [
+    "KERNELS",
+    "Defines",
+    "Kernel",
+    "Programs",
+    "architecture",
+    "available",
+    "cache_folder",
+    "capability",
+    "compiled",
+    "device_index",
+    "finished",
+    "index_of",
+    "kernel",
+    "multiprocessors",
+    "program_cache",
+    "serves",
+    "shared_limit",
+    "source_of",
+    "warmup",
+    "why_unavailable",
+]

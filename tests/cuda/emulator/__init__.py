@@ -10,7 +10,7 @@ How to use it::
         fmtsim.cuda.quantize(x, spec, None, out)   # x, out: tensors on the CPU
 
 ``emulated`` replaces ``kernel``, ``device_index``, ``capability``, ``architecture``, ``multiprocessors``,
-``shared_limit``, ``available`` and ``why_unavailable`` of ``fmtsim.cuda.runtime.program``. Outside pytest, put the
+``shared_limit``, ``available`` and ``why_unavailable`` of ``fmtsim.cuda.runtime``. Outside pytest, put the
 repository's root on ``PYTHONPATH``.
 
 What it does: every thread of a block is a fiber that runs until it meets a barrier, so ``__syncthreads``, shuffles,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fmtsim.cuda.runtime import program as runtime
+from fmtsim.cuda import runtime
 
 COMPILER = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 HERE = Path(__file__).parent
@@ -46,7 +46,7 @@ class EmulatorError(RuntimeError):
 
 
 class HostKernel:
-    """A kernel on the host; called like ``fmtsim.cuda.runtime.program.Kernel``, with tensors on the CPU."""
+    """A kernel on the host; called like ``fmtsim.cuda.runtime.Kernel``, with tensors on the CPU."""
 
     def __init__(
         self,

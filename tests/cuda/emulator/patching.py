@@ -1,4 +1,4 @@
-"""A pretended device: what ``fmtsim.cuda.runtime.program`` says while kernels run on the host."""
+"""A pretended device: what ``fmtsim.cuda.runtime`` says while kernels run on the host."""
 
 import importlib
 import pkgutil
@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import fmtsim.cuda
-from fmtsim.cuda.runtime import program as runtime
+from fmtsim.cuda import runtime
 from tests.cuda.emulator.kernels import HostKernel
 
 FIRST = 1000  # numbers of pretended devices: what engines cache for them never meets a real device
@@ -22,13 +22,13 @@ def emulated(
     *,
     multiprocessors: int = 4,
     reversed_order: bool = False,
-    trials: bool = False,
+    self_tests: bool = False,
 ) -> Iterator[None]:
     """Let the engine run on CPU tensors as if they were on a device of a compute capability.
 
     ``multiprocessors`` is small, so that persistent kernels run several waves; ``reversed_order`` runs threads and
-    blocks backwards. With ``trials`` fast paths of products are tried before they serve, as on a device; nothing is
-    remembered on disk.
+    blocks backwards. With ``self_tests`` fast paths of products are tested before they serve, as on a device; nothing
+    is remembered on disk.
     """
     major, minor = capability
     device = FIRST + 2 * (10 * major + minor) + reversed_order
@@ -50,18 +50,18 @@ def emulated(
         "available": lambda device=None: True,
         "why_unavailable": lambda device=None: None,
     }
-    with replaced(pretended), _trials(trials):
+    with replaced(pretended), _self_tests(self_tests):
         yield
 
 
 @contextmanager
-def _trials(wanted: bool) -> Iterator[None]:
-    """Forget which fast paths were chosen, and trust them all unless trials are wanted."""
-    trial = importlib.import_module("fmtsim.cuda.gemm.trial")
+def _self_tests(enabled: bool) -> Iterator[None]:
+    """Forget which fast paths were chosen, and trust them all unless self-tests are enabled."""
+    self_test = importlib.import_module("fmtsim.cuda.gemm.self_test")
     stand_ins: dict[str, Any] = {"_chosen": {}, "_verdicts": {}, "_passed": lambda index: None}
-    stand_ins |= {"_versions": lambda: "NVRTC none"} if wanted else {"is_proven": lambda path, job: True}
+    stand_ins |= {"_versions": lambda: "NVRTC none"} if enabled else {"passes": lambda path, job: True}
     capturing = mock.patch("torch.cuda.is_current_stream_capturing", lambda: False)
-    with mock.patch.multiple(trial, **stand_ins), capturing:
+    with mock.patch.multiple(self_test, **stand_ins), capturing:
         yield
 
 

@@ -1,0 +1,62 @@
+// The tile loop of kernels whose operands are packed before: panels of 128 rows or columns, in the accumulation order.
+//
+// A block of 256 threads, eight warps of 64 x 32 outputs, computes a tile of two panels. Where its lanes find their
+// words: a lane takes rows 8 i + lane / 4 of 64, and columns 8 j + 2 (lane % 4) and the next of 32, Chunk words being
+// loaded at once, so that a quarter of a warp reads 128 bytes that lie side by side.
+#pragma once
+#include "common.cuh"
+
+#define PANEL 128
+#define THREADS 256
+
+template <int Chunk>
+DEVICE i32 place_of_row(i32 row) {
+  i32 inside = row % 64, lane = inside % 8, i = inside / 8;
+  return row / 64 * 64 + i / Chunk * 8 * Chunk + lane * Chunk + i % Chunk;
+}
+
+template <int Chunk>
+DEVICE i32 place_of_column(i32 column) {
+  i32 inside = column % 32, lane = inside % 8 / 2, i = inside / 8 * 2 + inside % 2;
+  return column / 32 * 32 + i / Chunk * 4 * Chunk + lane * Chunk + i % Chunk;
+}
+
+// The panels of a tile. Those of the first operand come in groups of 8, so that blocks that run together share operands
+// in the second-level cache.
+struct Panels {
+  i32 count_a, count_b, a, b;
+
+  DEVICE i64 tile() const { return (i64)a * count_b + b; }
+  // Whether either panel is flagged: it has numbers that the kernel does not take.
+  DEVICE bool is_flagged(const u32* flags) const { return (flags[a] | flags[count_a + b]) != 0; }
+};
+
+DEVICE Panels panels_of(i32 rows, i32 columns, i32 width = PANEL) {
+  i32 count_a = (rows + PANEL - 1) / PANEL, count_b = (columns + width - 1) / width;
+  i32 group = blockIdx.x / (8 * count_b), height = min(8, count_a - 8 * group), rest = blockIdx.x % (8 * count_b);
+  return {count_a, count_b, 8 * group + rest % height, rest / height};
+}
+
+// A ring of Stages slots in shared memory, into which fetch(slot, i) starts to copy stage i, of first ... stop - 1. A
+// kernel brings the first ones, and then calls bring_next before it works on stage i in `slot`; slot_after has the
+// next.
+template <int Stages, typename Fetch>
+DEVICE void bring_first(i32 first, i32 stop, Fetch fetch) {
+#pragma unroll
+  for (int i = 0; i < Stages - 1; ++i) {
+    if (first + i < stop) fetch(i, first + i);
+    commit_copies();
+  }
+}
+
+template <int Stages, typename Fetch>
+DEVICE void bring_next(i32 slot, i32 i, i32 stop, Fetch fetch) {
+  wait_copies<Stages - 2>();
+  __syncthreads();
+  i32 next = i + Stages - 1;
+  if (next < stop) fetch(slot == 0 ? Stages - 1 : slot - 1, next);
+  commit_copies();
+}
+
+template <int Stages>
+DEVICE i32 slot_after(i32 slot) { return slot + 1 == Stages ? 0 : slot + 1; }
