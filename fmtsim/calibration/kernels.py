@@ -31,13 +31,12 @@ def kernels_of(call: GemmCall, plan: GemmPlan, units: Units) -> Iterator[tuple[K
     common = _common(call, plan)
     if plan.k_tile is None:
         for tile in TILES:
-            yield Kernel(k_tile=tile, **common), 1
+            yield Kernel.from_dict({"k_tile": tile, **common}), 1
         return
     arithmetic = units(call)
     for kernel in _shapes(common, plan):
         for parts in range(plan.split, plan.split + (SPARE if plan.split > 1 else 1)):
-            fields, exact = kernel.fields(call, parts)
-            made = GemmPlan(**fields)
+            made, exact = kernel.plan_of(call, parts)
             kept = (made.partial, made.bias_after_rounding) == (plan.partial, plan.bias_after_rounding)
             if exact and kept and same_order(call.k, arithmetic, made, plan):
                 yield kernel, parts
@@ -89,10 +88,10 @@ def _common(call: GemmCall, plan: GemmPlan) -> dict[str, Any]:
 def _shapes(fields: dict[str, Any], plan: GemmPlan) -> Iterator[Kernel]:
     for tile in dict.fromkeys((*TILES, plan.k_tile)):
         if not plan.residue_first or plan.part_k is not None:
-            yield Kernel(k_tile=tile, **fields)
+            yield Kernel.from_dict({"k_tile": tile, **fields})
         if plan.owner == "contiguous":
             for align, line in SLICES:
-                yield Kernel(k_tile=tile, slices=True, align=align, line=line, **fields)
+                yield Kernel.from_dict({"k_tile": tile, "slices": True, "align": align, "line": line, **fields})
 
 
 def scalar_units(call: GemmCall) -> Arithmetic:

@@ -151,7 +151,7 @@ def _used(record: dict[str, Any], facts: dict[str, Any]) -> list[Kernel]:
         given = rule["when"]
         if facts["a"] in _members(given.get("a")) and given.get("scaling") == facts.get("scaling"):
             names.append(rule["kernel"])
-    return [Kernel(**record["kernels"][name]) for name in dict.fromkeys(names)]
+    return [Kernel.from_dict(record["kernels"][name]) for name in dict.fromkeys(names)]
 
 
 def _members(value: Any) -> Any:
@@ -190,7 +190,8 @@ def _name(kernels: dict[str, Any], kernel: Kernel) -> str:
     for name, known in kernels.items():
         if known == fields:
             return name
-    parts = ["chain" if kernel.k_tile is None else f"{'slices' if kernel.slices else 'tiles'}{kernel.k_tile}"]
+    tile = kernel.plan.k_tile
+    parts = ["chain" if tile is None else f"{'slices' if kernel.slices else 'tiles'}{tile}"]
     parts += [
         f"{key}_{value}" for key, value in fields.items() if key not in ("k_tile", "slices") and value is not True
     ]

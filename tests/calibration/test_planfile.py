@@ -136,7 +136,7 @@ def test_few_kernels_cover_all_calls():
     entries, beyond = entries_of([first, second, third], units)
     assert not beyond
     ((kernel, calls),) = cover(entries)
-    assert kernel == Kernel(k_tile=64) and [parts for _, parts in calls] == [4, 3, 1]
+    assert kernel == Kernel(plan=GemmPlan(k_tile=64)) and [parts for _, parts in calls] == [4, 3, 1]
 
 
 def test_orders_that_a_plan_file_cannot_say_stay_guesses():

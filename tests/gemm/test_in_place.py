@@ -165,16 +165,15 @@ def test_explanation():
 
 
 def test_kernels_in_place():
-    kernel = Kernel(k_tile=64, slices=True, align=8, partial="out", reduce="in_place")
-    fields, exact = kernel.fields(linear(64, 65, 640), 3)
-    plan = GemmPlan(**fields)
+    kernel = Kernel.from_dict({"k_tile": 64, "slices": True, "align": 8, "partial": "out", "reduce": "in_place"})
+    plan, exact = kernel.plan_of(linear(64, 65, 640), 3)
     assert exact and (plan.split, plan.partial, plan.reduce) == (3, BF16, "in_place")
-    whole = GemmPlan(**kernel.fields(linear(64, 65, 640), 1)[0])
+    whole = kernel.plan_of(linear(64, 65, 640), 1)[0]
     assert (whole.split, whole.partial, whole.reduce) == (1, None, "serial")
-    assert GemmPlan(**kernel.fields(mm(64, 65, 640), 3)[0]).partial is None  # float32 results
-    assert Kernel(**kernel.to_dict()) == kernel
-    strided = Kernel(k_tile=4, owner="interleaved", reduce="pairwise")
-    plan = GemmPlan(**strided.fields(mm(1, 64, 640), 8)[0])
+    assert kernel.plan_of(mm(64, 65, 640), 3)[0].partial is None  # float32 results
+    assert Kernel.from_dict(kernel.to_dict()) == kernel
+    strided = Kernel(plan=GemmPlan(k_tile=4, owner="interleaved", reduce="pairwise"))
+    plan, _ = strided.plan_of(mm(1, 64, 640), 8)
     assert (plan.k_tile, plan.split, plan.owner, plan.reduce) == (4, 8, "interleaved", "pairwise")
 
 

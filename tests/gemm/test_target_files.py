@@ -89,21 +89,20 @@ def test_split_rules_say_when_they_are_certain():
 
 
 def test_ragged_tiles_with_an_empty_part_are_a_guess():
-    kernel = Kernel(k_tile=64)
-    assert kernel.fields(mm(88, 16, 44832), 35)[1] is False
-    assert kernel.fields(mm(88, 16, 44800), 34)[1] is True
+    kernel = Kernel(plan=GemmPlan(k_tile=64))
+    assert kernel.plan_of(mm(88, 16, 44832), 35)[1] is False
+    assert kernel.plan_of(mm(88, 16, 44800), 34)[1] is True
 
 
 def test_plans_of_promotions_and_a_bias():
     with pytest.raises(ArgumentError, match="successive_scales=True needs scaled_promotion=True, which multiplies"):
         GemmPlan(promote_every=128, successive_scales=True)
-    kernel = Kernel(
-        k_tile=64, promote_every=128, scaled_promotion=True, successive_scales=True, bias_after_rounding=True
-    )
-    assert kernel.to_dict() == kernel.to_dict() | {"successive_scales": True, "bias_after_rounding": True}
+    record = {"k_tile": 64, "promote_every": 128, "scaled_promotion": True, "successive_scales": True}
     for split, after in ((1, True), (2, True), (1, "unsplit"), (2, "unsplit")):
-        plan = GemmPlan(**replace(kernel, bias_after_rounding=after).fields(mm(64, 64, 512), split)[0])
+        kernel = Kernel.from_dict(record | {"bias_after_rounding": after})
+        assert kernel.to_dict() == record | {"bias_after_rounding": after}
+        plan, _ = kernel.plan_of(mm(64, 64, 512), split)
         assert (plan.successive_scales, plan.bias_after_rounding) == (True, split == 1 or after is True)
         assert record_from_dict(json.loads(json.dumps(record_to_dict(plan)))) == plan
     with pytest.raises(ArgumentError, match="bias_after_rounding='split' is not possible; choose false, true or"):
-        Kernel(bias_after_rounding="split")
+        Kernel.from_dict({"bias_after_rounding": "split"})

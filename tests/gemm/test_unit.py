@@ -10,7 +10,6 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.units import unit as units_module
 from fmtsim.gemm.units.unit import Mode, Unit, describe, get_datapath, get_unit, list_units, register_unit
-from fmtsim.gemm.units.unit_table import unit_html, unit_text
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 
 NAMES = {
@@ -162,7 +161,7 @@ def test_get_datapath_takes_names_units_and_records():
 
 
 def test_a_unit_of_ones_own(monkeypatch):
-    monkeypatch.setattr(units_module, "_units", dict(units_module._known()))
+    monkeypatch.setattr(units_module, "_units", dict(units_module._units))
     mode = Mode(
         inputs=("bf16", "float16"),
         accumulate="fp32",
@@ -202,11 +201,11 @@ class Cells(HTMLParser):
 def test_how_a_unit_looks():
     unit = get_unit("hopper.wgmma")
     assert repr(unit).startswith("Unit('hopper.wgmma': fp16 -> fp32; bf16 -> fp32; tf32 -> fp32;")
-    assert str(unit) == unit_text("hopper.wgmma")
-    assert "blocks of 32, F=13, toward_zero to e8m13" in unit_text(unit)
-    assert "equal to recorded hardware bits: H200: torch._scaled_mm" in unit_text(unit)
-    assert "ue4m3 every 16" in unit_text("blackwell.tcgen05.nvf4")
+    assert str(unit).startswith("hopper.wgmma\nNVIDIA Hopper (sm_90a)")
+    assert "blocks of 32, F=13, toward_zero to e8m13" in str(unit)
+    assert "equal to recorded hardware bits: H200: torch._scaled_mm" in str(unit)
+    assert "ue4m3 every 16" in str(get_unit("blackwell.tcgen05.nvf4"))
     cells = Cells()
     cells.feed(unit._repr_html_())
     assert cells.open == [] and cells.rows == 1 + len(unit.modes)
-    assert "E&gt;=-133" in unit_html(unit)
+    assert "E&gt;=-133" in unit._repr_html_()

@@ -1,15 +1,16 @@
 """How a library's kernel turns a number of parts into a plan, which number it takes, and what conditions say."""
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.spec.call import GemmCall
-from fmtsim.spec.plan import Reduce
+from fmtsim.spec.datapath import FP32
+from fmtsim.spec.plan import GemmPlan
 
 _LINE = 16  # bytes a row must be a multiple of, for kernels that load by tensor maps
 _BITS = {"fp16": 16, "bf16": 16, "tf32": 32, "fp32": 32, "fp64": 64}
@@ -17,75 +18,84 @@ _BITS = {"fp16": 16, "bf16": 16, "tf32": 32, "fp32": 32, "fp64": 64}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """Describe how a kernel cuts K, once its number of parts is known.
+    """Describe a kernel configuration: a plan without its number of parts, and how the kernel cuts K into parts.
 
     Args:
-        k_tile: Width of its tile of K; None where nothing is ever split.
+        plan: The plan of a call that the kernel splits; of ``k_tile`` nothing is left where nothing is split.
         slices: Parts are slices of K of ``ceil(K / parts)`` products, rounded up to ``align``, or to ``line`` where
             K is a multiple of it and lies along the rows of an operand; each slice has its own residue first
             (CUTLASS 2.x). Otherwise whole tiles are dealt to the parts.
         align: See ``slices``.
         line: See ``slices``; 0 never applies.
-        instruction_k: As in GemmPlan.
-        promote_every: As in GemmPlan.
-        scaled_promotion: As in GemmPlan.
-        successive_scales: As in GemmPlan.
-        partial: Format of the parts' sums, ``"out"`` for the dtype of the result.
-        round_trip: As in GemmPlan.
-        epilogue: As in GemmPlan.
-        owner: As in GemmPlan.
-        reduce: As in GemmPlan.
-        bias_after_rounding: As in GemmPlan; ``"unsplit"`` only where the kernel makes one part of K, because whatever
+        partial_out: Parts are rounded to the dtype of the result, which stands for ``plan.partial``.
+        bias_unsplit: As ``plan.bias_after_rounding``, but only where the kernel makes one part of K, because whatever
             adds several parts adds the bias with them.
     """
 
-    k_tile: int | None = None
+    plan: GemmPlan = GemmPlan()
     slices: bool = False
     align: int = 1
     line: int = 0
-    instruction_k: int | None = None
-    promote_every: int | None = None
-    scaled_promotion: bool = False
-    successive_scales: bool = False
-    partial: str | None = None
-    round_trip: bool = False
-    epilogue: str = "scale"
-    owner: Literal["contiguous", "interleaved"] = "contiguous"
-    reduce: Reduce = "serial"
-    bias_after_rounding: bool | Literal["unsplit"] = False
+    partial_out: bool = False
+    bias_unsplit: bool = False
 
-    def __post_init__(self) -> None:
-        if self.bias_after_rounding not in (False, True, "unsplit"):
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> "Kernel":
+        """Build a kernel from JSON: its own fields and those of the plan side by side, in the words of plan files.
+
+        There ``partial`` may be ``"out"``, and ``bias_after_rounding`` ``"unsplit"``.
+        """
+        fields = dict(record)
+        own: dict[str, Any] = {name: fields.pop(name) for name in ("slices", "align", "line") if name in fields}
+        after = fields.get("bias_after_rounding", False)
+        if after not in (False, True, "unsplit"):
             raise ArgumentError(
-                f"bias_after_rounding={self.bias_after_rounding!r} is not possible; choose false, true or 'unsplit'"
-            )
+                f"bias_after_rounding={after!r} is not possible; choose false, true or 'unsplit'"
+            )  # fmt: skip
+        own |= {"partial_out": fields.get("partial") == "out", "bias_unsplit": after == "unsplit"}
+        if own["partial_out"]:
+            fields["partial"] = FP32
+        return cls(plan=GemmPlan(**{**fields, "bias_after_rounding": after is True}), **own)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that are not the default."""
-        return _differing(self)
+        """Return what ``from_dict`` reads, without the fields that have their default."""
+        fields = _differing(self.plan) | _differing(self)
+        for name in ("plan", "partial_out", "bias_unsplit"):
+            fields.pop(name, None)
+        if self.plan.partial is not None:
+            fields["partial"] = "out" if self.partial_out else self.plan.partial.name
+        if self.bias_unsplit:
+            fields["bias_after_rounding"] = "unsplit"
+        order = ("k_tile", "slices", "align", "line", *GemmPlan.__dataclass_fields__)
+        return {name: fields[name] for name in sorted(fields, key=order.index)}
 
-    def fields(self, call: GemmCall, split: int) -> tuple[dict[str, Any], bool]:
-        """Return the fields of the GemmPlan of a call, and whether they say exactly what the kernel does."""
-        plan: dict[str, Any] = {"epilogue": self.epilogue, "instruction_k": self.instruction_k}
-        plan |= {"promote_every": self.promote_every, "scaled_promotion": self.scaled_promotion}
-        after = split == 1 if self.bias_after_rounding == "unsplit" else self.bias_after_rounding
-        plan |= {"successive_scales": self.successive_scales, "bias_after_rounding": after}
-        exact = True
-        if self.slices and self.k_tile is not None and split > 1:
+    def plan_of(self, call: GemmCall, split: int, **origin: Any) -> tuple[GemmPlan, bool]:
+        """Return the plan of a call in so many parts, and whether it says exactly what the kernel does.
+
+        Args:
+            call: The call.
+            split: Parts.
+            origin: ``source`` and ``verified`` of the plan.
+        """
+        tile, exact = self.plan.k_tile, True
+        after = self.plan.bias_after_rounding or (self.bias_unsplit and split == 1)
+        cut: dict[str, Any] = {"k_tile": None, "bias_after_rounding": after}
+        if self.slices and tile is not None and split > 1:
             width = self._slice(call, split)
             split = _ceil(call.k, width)
-            plan |= {"k_tile": self.k_tile, "part_k": width, "residue_first": True}
-        elif self.k_tile is not None and (split > 1 or self.slices):
-            plan["k_tile"] = self.k_tile
-            plan["residue_first"] = self.slices
+            cut |= {"k_tile": tile, "part_k": width, "residue_first": True}
+        elif tile is not None and (split > 1 or self.slices):
             # Seen on the H200: a last tile that is cut, in a split that leaves a part without tiles.
-            tiles = _ceil(call.k, self.k_tile)
-            exact = not (call.k % self.k_tile and (split - 1) * _ceil(tiles, split) >= tiles)
+            tiles = _ceil(call.k, tile)
+            exact = not (call.k % tile and (split - 1) * _ceil(tiles, split) >= tiles)
+            cut |= {"k_tile": tile, "residue_first": self.slices}
+        partial = get_format(_dtype_format(call.out)) if self.partial_out else self.plan.partial
         if split > 1:
-            partial = _dtype_format(call.out) if self.partial == "out" else self.partial
-            plan |= {"split": split, "partial": partial if partial != "fp32" else None, "round_trip": self.round_trip}
-            plan |= {"owner": self.owner, "reduce": self.reduce}
-        return plan, exact
+            cut |= {"split": split, "partial": None if partial == FP32 else partial}
+            cut["round_trip"] = self.plan.round_trip and cut["partial"] is not None
+        else:
+            cut |= {"partial": None, "round_trip": False, "owner": "contiguous", "reduce": "serial"}
+        return replace(self.plan, **cut, **origin), exact
 
     def _slice(self, call: GemmCall, split: int) -> int:
         by_rows = "row" in (call.a_layout, call.b_layout)

@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, get_args
@@ -132,13 +132,14 @@ class Target:
                 if split is None:
                     continue
             elif isinstance(rule.split, str):
-                split, certain = self.splits[rule.split].count(call, kernel.k_tile or 1)
+                split, certain = self.splits[rule.split].count(call, kernel.plan.k_tile or 1)
                 basis = basis if certain else "guess"
             else:
                 split = rule.split
-            fields, exact = kernel.fields(call, split)
-            basis = basis if exact else "guess"
-            return number, GemmPlan(source=rule.reason, verified=basis == "recorded", **fields), basis
+            plan, exact = kernel.plan_of(call, split, source=rule.reason, verified=basis == "recorded")
+            if not exact:
+                plan, basis = replace(plan, verified=False), "guess"
+            return number, plan, basis
         return None, GemmPlan(source="one chain, k in order: no rule covers this call"), "guess"
 
     def doubt(self, call: GemmCall, plan: GemmPlan, strict: bool) -> None:
@@ -246,7 +247,7 @@ def target_from_dict(record: dict[str, Any]) -> Target:
     """Build a Target from what ``target_to_dict`` gives; raise ArgumentError where it is not one."""
     fields = dict(record)
     fields["units"] = tuple((tuple(inputs), accumulate, unit) for inputs, accumulate, unit in fields["units"])
-    fields["kernels"] = {name: Kernel(**kernel) for name, kernel in fields["kernels"].items()}
+    fields["kernels"] = {name: Kernel.from_dict(kernel) for name, kernel in fields["kernels"].items()}
     fields["splits"] = {name: Splits.from_dict(split) for name, split in fields["splits"].items()}
     fields["rules"] = tuple(Rule(**rule) for rule in fields["rules"])
     target = Target(**fields)

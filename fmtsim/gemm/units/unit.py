@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from html import escape
 from typing import Literal, get_args
 
 import torch
@@ -12,6 +13,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.table import Row, aligned, filled, html
 
 Accumulate = Literal["fp32", "fp16", "fp64", "int32"]
 Strength = Literal["recorded", "compared", "reported", "defined"]
@@ -141,7 +143,7 @@ class Unit:
         asked = (
             f"{a.name} x {b.name}{f' with {scale} scales' if scale else ''}{f' -> {accumulate}' if accumulate else ''}"
         )
-        others = [u.name for u in _known().values() if u != self and _has(u, a, b, accumulate, scale)]
+        others = [u.name for u in _units.values() if u != self and _has(u, a, b, accumulate, scale)]
         elsewhere = f"; units that do: {', '.join(others)}" if others else ""
         taken = "; ".join(map(str, self.modes))
         raise ArgumentError(f"unit {self.name} does not take {asked}; it takes {taken}{elsewhere}")
@@ -150,14 +152,20 @@ class Unit:
         return f"Unit({self.name!r}: {'; '.join(map(str, self.modes))})"
 
     def __str__(self) -> str:
-        from fmtsim.gemm.units.unit_table import unit_text
-
-        return unit_text(self)
+        return "\n".join(filter(None, (self.name, self.description, *aligned(self._rows()))))
 
     def _repr_html_(self) -> str:
-        from fmtsim.gemm.units.unit_table import unit_html
+        return f"<b>{escape(self.name)}</b> {escape(self.description)}{html(self._rows())}"
 
-        return unit_html(self)
+    def _rows(self) -> list[Row]:
+        """Return the modes as a table: a header, and a row for each."""
+        rows = []
+        for mode in self.modes:
+            inputs = "any float format" if mode.inputs is None else " ".join(mode.inputs)
+            scales = f"{mode.scale} every {getattr(mode.datapath, 'scale_block', 0)}" if mode.scale else ""
+            evidence = f"{STRENGTHS[mode.strength]}: {mode.evidence}"
+            rows.append((inputs, mode.accumulate, describe(mode.datapath), scales, evidence))
+        return filled(("inputs", "sum", "arithmetic", "scales", "evidence"), rows)
 
 
 def _has(unit: Unit, a: Format, b: Format, accumulate: str | None, scale: str | None) -> bool:
@@ -168,17 +176,8 @@ def _has(unit: Unit, a: Format, b: Format, accumulate: str | None, scale: str | 
     )
 
 
-_units: dict[str, Unit] = {}
+_units: dict[str, Unit] = {}  # the catalogue's first, which the package registers
 registrations = 0  # how often a record was registered: what was resolved before may mean another unit since
-
-
-def _known() -> dict[str, Unit]:
-    """Return all units by name; the catalogue, which is built of the records above, is read at the first call."""
-    if not _units:
-        from fmtsim.gemm.units.catalogue import units
-
-        _units.update((unit.name, unit) for unit in units())
-    return _units
 
 
 def get_unit(name: str | Unit) -> Unit:
@@ -189,16 +188,16 @@ def get_unit(name: str | Unit) -> Unit:
     """
     if isinstance(name, Unit):
         return name
-    found = _known().get(name.strip().lower()) if isinstance(name, str) else None
+    found = _units.get(name.strip().lower()) if isinstance(name, str) else None
     if found is None:
-        hint = did_you_mean(name, _known())
-        raise ArgumentError(f"unknown unit {name!r}{hint} (choose one of {', '.join(_known())})")
+        hint = did_you_mean(name, _units)
+        raise ArgumentError(f"unknown unit {name!r}{hint} (choose one of {', '.join(_units)})")
     return found
 
 
 def list_units() -> list[str]:
     """Return the names of all units, the catalogue's first."""
-    return list(_known())
+    return list(_units)
 
 
 def register_unit(unit: Unit, overwrite: bool = False) -> Unit:
@@ -209,8 +208,8 @@ def register_unit(unit: Unit, overwrite: bool = False) -> Unit:
     """
     if not isinstance(unit, Unit):
         raise ArgumentError(f"unit={unit!r} is not a unit; build a Unit(name=..., modes=(Mode(...), ...))")
-    held = _known().get(unit.name)
-    if held is not None and held != unit and not overwrite:
+    known = _units.get(unit.name)
+    if known is not None and known != unit and not overwrite:
         raise ArgumentError(f"unit name {unit.name!r} is taken; choose another, or pass overwrite=True")
     global registrations
     registrations += 1
