@@ -91,8 +91,8 @@ class Kernel:
             cut |= {"k_tile": tile, "residue_first": self.slices}
         partial = get_format(_dtype_format(call.out)) if self.partial_out else self.plan.partial
         if split > 1:
-            cut |= {"split": split, "partial": None if partial == FP32 else partial}
-            cut["round_trip"] = self.plan.round_trip and cut["partial"] is not None
+            partial = None if partial is None or partial.name == "fp32" else partial
+            cut |= {"split": split, "partial": partial, "round_trip": self.plan.round_trip and partial is not None}
         else:
             cut |= {"partial": None, "round_trip": False, "owner": "contiguous", "reduce": "serial"}
         return replace(self.plan, **cut, **origin), exact
