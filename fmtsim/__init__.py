@@ -27,7 +27,7 @@ from fmtsim.formats.registry import get_format, list_formats, register_format
 from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat, LogFormat
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
-from fmtsim.gemm.layers.emulated import EmulatedGEMM
+from fmtsim.gemm.layers.linear import EmulatedGEMM
 from fmtsim.gemm.products.explain import explain_mm
 from fmtsim.gemm.products.instruction import mma
 from fmtsim.gemm.products.matmul import bmm, int_mm, linear, mm

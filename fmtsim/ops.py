@@ -1,8 +1,8 @@
-"""The one door between verbs and engines: what a cast is, and the torch operators that carry it."""
+"""The dispatcher between verbs and engines: which engine does a call, and the torch operators that carry casts."""
 
 import importlib
 from functools import cache
-from types import ModuleType
+from typing import Any, Literal, overload
 
 import torch
 
@@ -11,6 +11,7 @@ from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, block_counts, spec_from_json
+from fmtsim.spec.engine import CPUEngine, Engine, FusedEngine, KernelEngine, TorchEngine
 
 Key = RandomKey | torch.Tensor | None
 """Where random words come from, as verbs have it: numbers below 2**63, or int64 [seed, offset]; None draws none."""
@@ -102,18 +103,35 @@ def decode(parts: EncodedParts, spec: CastSpec, dtype: torch.dtype) -> torch.Ten
     return torch.ops.fmtsim.decode(parts.codes, *rest, spec.to_json(), dtype)
 
 
-def engine_for(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> ModuleType:
+def engine_for(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> Engine:
     """Return the engine for a verb on these tensors: kernels for their device where they cover it, else torch."""
-    first = tensors[0]
-    if first.is_cpu or first.is_cuda:
-        engine = load_engine("cpu" if first.is_cpu else "cuda")
-        if (first.is_cpu or engine.serves(first.get_device())) and engine.supports(verb, spec, *tensors):
-            return engine
+    engine = kernel_engine(tensors[0])
+    if engine is not None and engine.supports(verb, spec, *tensors):
+        return engine
     return load_engine("torch_engine")
 
 
+def kernel_engine(x: torch.Tensor) -> KernelEngine | None:
+    """Return the engine with kernels for a tensor's device, None where there is none."""
+    return load_engine("cpu") if x.is_cpu else fused_engine(x)
+
+
+def fused_engine(x: torch.Tensor) -> FusedEngine | None:
+    """Return the engine that has fused kernels for operands on a tensor's device, None where none has."""
+    if not x.is_cuda:
+        return None
+    engine = load_engine("cuda")
+    return engine if engine.serves(x.get_device()) else None
+
+
+@overload
+def load_engine(name: Literal["cuda"]) -> FusedEngine: ...
+@overload
+def load_engine(name: Literal["cpu"]) -> CPUEngine: ...
+@overload
+def load_engine(name: Literal["torch_engine"]) -> TorchEngine: ...
 @cache
-def load_engine(name: str) -> ModuleType:
+def load_engine(name: str) -> Any:
     """Return an engine, imported when it is first needed."""
     return importlib.import_module(f"fmtsim.{name}")
 

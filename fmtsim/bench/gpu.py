@@ -20,7 +20,7 @@ from fmtsim.bench.timing import in_turns_on_device
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
 from fmtsim.gemm.layers.config import linear_config
-from fmtsim.gemm.layers.emulated import EmulatedGEMM
+from fmtsim.gemm.layers.linear import EmulatedGEMM
 from fmtsim.quantize import encode, quantize
 from fmtsim.verify.workers import default_workers
 

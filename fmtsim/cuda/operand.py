@@ -43,28 +43,31 @@ _known: dict[int, _Facts] = {}
 
 
 def quantize_operand(
-    x: Tensor,
+    t: Tensor,
     quantizer: Quantizer,
     keys: Keys,
     state: Any = None,
-    *,
+    dim: int = -1,
     folded: bool = False,
     factor: Tensor | None = None,
 ) -> Operand | None:
     """Quantise a matrix by a fused kernel, None where none covers that; nothing waits for the device.
 
     Args:
-        x: [rows, inner], contiguous or the transpose of such a matrix; blocks run along the inner axis.
+        t: A matrix whose products sum over ``dim``, which the operand has last.
         quantizer: What to do.
-        keys: Random words.
+        keys: Random words, by places in t where a cast is all there is to it, else in the operand.
         state: DelayedScale or FrozenScale of a scale with a history.
+        dim: The inner axis, 0 or -1.
         folded: Multiply the scales of blocks into the elements where bfloat16 holds the products.
-        factor: float32, 0-d: what x, bfloat16, is multiplied with first; each product is rounded to float32.
+        factor: float32, 0-d: what t, bfloat16, is multiplied with first; each product is rounded to float32.
     """
     if quantizer.then is not None:
         return None
-    blocks = isinstance(quantizer.format, BlockFormat)
-    if quantizer.transforms or (blocks and folded):
+    x, has_blocks = t if dim == -1 else t.mT, isinstance(quantizer.format, BlockFormat)
+    if quantizer.is_cast and keys.elements is not None and keys.passes is None and dim == 0:
+        return _cast(t, quantizer, keys.elements, dim) if folded else None  # the other kernels draw by places of x
+    if quantizer.transforms or (has_blocks and folded):
         made = _rotated(x, quantizer, keys, factor) if folded else None
         if made is not None or quantizer.transforms:
             return made
@@ -72,7 +75,7 @@ def quantize_operand(
         return None
     if quantizer.scaling is not None:
         return _scaled(x, quantizer, keys, state, folded)
-    return None if blocks and not folded else _cast(x, quantizer, keys.elements)
+    return _cast(t, quantizer, keys.elements, dim) if folded else None
 
 
 def quantize_both(
@@ -130,8 +133,6 @@ def unrotate(y: Tensor, transforms: tuple[Transform, ...], slope: Tensor | None,
 
 
 def _rotated(x: Tensor, quantizer: Quantizer, keys: Keys, factor: Tensor | None) -> Operand | None:
-    if not quantizer.transforms and keys.elements is not None and not x.is_contiguous():
-        return None  # a plain cast draws by the places of the tensor itself
     if not rotated.covers(x, quantizer):
         if keys.passes is None:
             return None
@@ -151,20 +152,19 @@ def _scaled(x: Tensor, quantizer: Quantizer, keys: Keys, state: Any, folded: boo
     return Operand(made.values, quantizer, None if fold else made.scale, made.tensor, sizes, made.mask)
 
 
-def _cast(x: Tensor, quantizer: Quantizer, key: RandomKey | None) -> Operand | None:
-    """Quantise by a plain cast, the scale of a tensor left outside; words are drawn by the places of x in memory."""
+def _cast(t: Tensor, quantizer: Quantizer, key: RandomKey | None, dim: int) -> Operand | None:
+    """Quantise by a plain cast, the scale of a tensor left outside."""
     facts = _facts(quantizer)
-    if facts.across is None:
+    spec = facts.across if dim == -1 else facts.down
+    if spec is None:
         return None
-    lies = not x.is_contiguous() and x.mT.is_contiguous()
-    source, spec = (x.mT, facts.down) if lies else (x, facts.across)
-    assert spec is not None
+    scale = None
     if facts.two_level:
-        values, scale = block.quantize_without_tensor_scale(source, spec, key)
-        return Operand(values.mT if lies else values, quantizer, tensor_scale=scale)
-    out = torch.empty_like(source, dtype=torch.bfloat16)
-    casts.quantize(source, spec, key, out)
-    return Operand(out.mT if lies else out, quantizer)
+        values, scale = block.quantize_without_tensor_scale(t, spec, key)
+    else:
+        values = torch.empty_like(t, dtype=torch.bfloat16)
+        casts.quantize(t, spec, key, values)
+    return Operand(values if dim == -1 else values.mT, quantizer, tensor_scale=scale)
 
 
 def _facts(quantizer: Quantizer) -> _Facts:

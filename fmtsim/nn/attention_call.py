@@ -13,8 +13,8 @@ from torch import Tensor
 from fmtsim.autograd import OnceOnly
 from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError
+from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.layers.passes import Observer
-from fmtsim.gemm.layers.streams import Generator
 from fmtsim.gemm.products.operator import draw_keys
 from fmtsim.nn.flash import Flash, Words, flash, is_random
 from fmtsim.nn.flash_backward import flash_gradients

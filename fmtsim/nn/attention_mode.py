@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fmtsim.errors import ArgumentError, FmtsimError
-from fmtsim.gemm.layers.streams import Generator
+from fmtsim.gemm.layers.keys import Generator
 from fmtsim.nn.attention_call import AttentionCall, call_of
 from fmtsim.nn.sdpa import attend
 from fmtsim.recipes.attention import AttentionConfig

@@ -8,7 +8,7 @@ from torch import nn
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.gemm.layers.streams import Generator
+from fmtsim.gemm.layers.keys import Generator
 from fmtsim.nn.modules import STATE, EmulatedModule, Emulation, emulated_class
 from fmtsim.nn.planning import NO_MACHINE, Configure, Filter, configure, constant_planner, plan_layers, planner_of
 from fmtsim.nn.swaps import Swaps, find_swaps, one_generator, swapped, undo_swaps

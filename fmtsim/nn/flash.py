@@ -9,14 +9,12 @@ from torch import Tensor
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.layers.coding import holder
-from fmtsim.gemm.layers.operand import Draws
+from fmtsim.gemm.layers.operand import holder, quantize_operand, transformed
 from fmtsim.gemm.layers.passes import Observer
-from fmtsim.gemm.layers.prepare import prepare, transformed
 from fmtsim.gemm.products.matmul import bmm
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.spec.cast import RandomKey
-from fmtsim.spec.operand import Operand, spread
+from fmtsim.spec.operand import Keys, Operand, spread
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Clamp, Hadamard
 
@@ -39,14 +37,14 @@ class Words:
         """Key of the signs of the forward pass."""
         return self._key
 
-    def draws(self, *, backward: bool = False) -> Draws:
+    def draws(self, *, backward: bool = False) -> Keys:
         """Return keys for one operand."""
         if self._key is None:
-            return Draws()
+            return Keys()
         seed, offset = self._key
         self._used += 2
         signs = RandomKey(seed, offset + 1) if backward else self._key
-        return Draws(RandomKey(seed, offset + self._used), RandomKey(seed, offset + self._used + 1), signs)
+        return Keys(RandomKey(seed, offset + self._used), RandomKey(seed, offset + self._used + 1), signs)
 
 
 class Heads(NamedTuple):
@@ -145,7 +143,7 @@ def seen(observer: Observer | None, name: str) -> See | None:
     return None if observer is None else lambda x, y, quantizer: observer(name, x, y, quantizer, -1)
 
 
-def quantised(x: Tensor, quantizer: Quantizer, unit: Any, draws: Callable[[], Draws], see: See | None = None) -> Heads:
+def quantised(x: Tensor, quantizer: Quantizer, unit: Any, draws: Callable[[], Keys], see: See | None = None) -> Heads:
     """Quantise each head; all at once where no block reaches from one into the next."""
     heads, rows, inner = x.shape
     scaling = quantizer.scaling
@@ -164,8 +162,8 @@ def quantised(x: Tensor, quantizer: Quantizer, unit: Any, draws: Callable[[], Dr
     return Heads(elements, scale, slope, made[0].block)
 
 
-def _prepared(x: Tensor, quantizer: Quantizer, draws: Draws, see: See | None) -> Operand:
-    made = prepare(x, quantizer, draws)
+def _prepared(x: Tensor, quantizer: Quantizer, draws: Keys, see: See | None) -> Operand:
+    made = quantize_operand(x, quantizer, draws)
     if see is not None:
         for turn in quantizer.transforms:  # what was rounded
             x, _ = transformed(x, turn, draws.signs)

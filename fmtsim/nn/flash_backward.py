@@ -7,8 +7,8 @@ from torch import Tensor
 
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import Gemm
+from fmtsim.gemm.layers.operand import rotated
 from fmtsim.gemm.layers.passes import Observer
-from fmtsim.gemm.layers.prepare import rotated
 from fmtsim.nn.flash import Flash, Heads, See, Words, product, quantised, seen
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.spec.quantizer import Quantizer

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.gemm.layers.config import OPERANDS, LinearConfig
-from fmtsim.gemm.layers.emulated import run_layer
-from fmtsim.gemm.layers.layer import Layer, State
+from fmtsim.gemm.layers.keys import FORWARD, Generator, Layer, State
+from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.gemm.layers.passes import Observer
-from fmtsim.gemm.layers.streams import FORWARD, Generator
 from fmtsim.nn.sizes import size_fault
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.scaling.history import DelayedScale, FrozenScale

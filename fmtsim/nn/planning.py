@@ -117,7 +117,9 @@ def _check_layer(name: str, module: nn.Module, layer_plan: LayerPlan, total_step
     assert emulated is not None  # why_not would have had a reason
     for outputs, inputs in emulated.matrices(module):
         for config in layer_plan.configs:
-            fault = None if config.plain else size_fault(config, None, outputs, inputs)
+            fault = (
+                None if all(q.is_cast for q in config.operands.values()) else size_fault(config, None, outputs, inputs)
+            )
             if fault is not None:
                 raise ArgumentError(
                     f"layer {name!r} (w is {outputs} x {inputs}): {fault}; leave the layer out with filter_fn= or a "

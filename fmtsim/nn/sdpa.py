@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError, DtypeError
-from fmtsim.gemm.layers.streams import Generator
+from fmtsim.gemm.layers.keys import Generator
 from fmtsim.nn.attention_call import AttentionCall, call_of, run_attention
 from fmtsim.recipes.attention import AttentionConfig, flash_attention_3
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.layers.streams import Generator
+from fmtsim.gemm.layers.keys import Generator
 from fmtsim.nn.attention_mode import ATTENTION, Filter, attach, attentions, check_attentions, detach
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.smooth import ORIGINAL, PROJECTIONS, SMOOTH, Smoothing, gated_layers, smoothen, unsmooth

@@ -19,7 +19,8 @@ def run(steps: Sequence[ParameterStep], rule: Rule, scheme: Scheme, counter: Cou
         by_engine.setdefault("cuda" if on_cuda(p) else "cpu" if p.is_cpu else "", []).append(step)
     left = list(by_engine.pop("", []))
     for name, own in by_engine.items():
-        left += load_engine(name).optimizer_steps(rule.name, own, scheme, counter)
+        engine = load_engine("cuda") if name == "cuda" else load_engine("cpu")
+        left += engine.optimizer_steps(rule.name, own, scheme, counter)
     for step in left:
         counter(step.gradient.device).add_(torch_step.count_nonfinite(step.gradient))
         torch_step.run(step, rule, scheme.nonfinite)

@@ -8,16 +8,15 @@ from torch import Tensor
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
-from fmtsim.gemm.layers.operand import Draws
-from fmtsim.gemm.layers.prepare import prepare
+from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.quantize import quantize
-from fmtsim.spec.operand import block_of, spread
+from fmtsim.spec.operand import Keys, block_of, spread
 from fmtsim.spec.quantizer import Quantizer
 
 
 def nearest(w: Tensor, quantizer: Quantizer) -> Tensor:
     """Return a weight as its quantiser rounds it, with the bits of ``fmtsim.convert``'s products; float32."""
-    return w if quantizer.format is None else prepare(w, quantizer, Draws()).values(torch.float32)
+    return w if quantizer.format is None else quantize_operand(w, quantizer, Keys()).values(torch.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +68,7 @@ def grid_of(w: Tensor, quantizer: Quantizer) -> Grid:
     """
     fmt = quantizer.format
     blocks = isinstance(fmt, BlockFormat)
-    hidden = blocks and prepare(w[:1, :1], quantizer, Draws()).scale is None
+    hidden = blocks and quantize_operand(w[:1, :1], quantizer, Keys()).scale is None
     if fmt is None or isinstance(fmt, LogTileFormat) or hidden:
         raise ArgumentError(
             f"weights = {quantizer} have no scales apart from their elements; choose an element format with "
@@ -89,7 +88,7 @@ def grid_of(w: Tensor, quantizer: Quantizer) -> Grid:
 
 def _scales(w: Tensor, quantizer: Quantizer) -> Tensor:
     """Return the scale of every element of a weight, float64."""
-    made = prepare(w, quantizer, Draws())
+    made = quantize_operand(w, quantizer, Keys())
     scale = torch.ones(w.shape, dtype=torch.float64)
     if made.scale is not None:
         scale = spread(made.scale, made.block, w.shape).double()

@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from fmtsim.formats.block import BlockFormat, LogTileFormat
-from fmtsim.gemm.layers.operand import Draws
-from fmtsim.gemm.layers.prepare import prepare
+from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.ptq.spec import Calibration, fixed, is_static
 from fmtsim.ptq.survey import Part
 from fmtsim.scaling.cast import scales
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.scaling.scales import reciprocal
+from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
 
 
@@ -77,7 +77,7 @@ def static_scale(quantizer: Quantizer, top: float) -> DelayedScale:
 def static_values(x: Tensor, quantizer: Quantizer, top: float) -> Tensor:
     """Return a matrix under the static scale that covers ``top``, as the quantised model has it; float32."""
     scale = static_scale(quantizer, top).to(x.device).frozen()
-    return prepare(x, fixed(quantizer), Draws(), scale).values(torch.float32)
+    return quantize_operand(x, fixed(quantizer), Keys(), scale).values(torch.float32)
 
 
 def quantised_input(part: Part, x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def quantised_input(part: Part, x: Tensor) -> Tensor:
         return x
     if part.top is not None:
         return static_values(x, part.x, part.top)
-    return prepare(x, part.x, Draws()).values(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return quantize_operand(x, part.x, Keys()).values(torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
 def limit(part: Part) -> float | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.gemm.layers.layer import Layer
+from fmtsim.gemm.layers.keys import Layer
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.spec.quantizer import Quantizer
 

@@ -5,13 +5,13 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from fmtsim.gemm.layers.operand import Draws
-from fmtsim.gemm.layers.prepare import prepare, rotated
+from fmtsim.gemm.layers.operand import quantize_operand, rotated
 from fmtsim.nn.smooth import smooth_swiglu
 from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near, settings
 from fmtsim.reproduce.estimators import operand
 from fmtsim.reproduce.samples import decibels, draw, generator, normal, relative_error, through, told
 from fmtsim.scaling.history import DelayedScale
+from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Clamp, Hadamard
 
@@ -44,7 +44,7 @@ def clamping(
 
 
 def _ratio(x: Tensor, base: Quantizer, transforms: tuple[Clamp, ...]) -> float:
-    made = prepare(x, dataclasses.replace(base, transforms=transforms), Draws())
+    made = quantize_operand(x, dataclasses.replace(base, transforms=transforms), Keys())
     q = made.values(torch.float32)
     return decibels(relative_error(x, q if made.rest is None else q + made.rest))
 
@@ -99,7 +99,7 @@ def spike(tell: Tell, *, recipe: str, times: float, calls: int, shape: tuple[int
         z, scale = _product(u, v, smooth)
         kind = "smooth" if smooth else "plain"
         for rule, quantizer in (("delayed", delayed), ("current", current)):
-            made = prepare(z, quantizer, Draws(), state)
+            made = quantize_operand(z, quantizer, Keys(), state)
             q, exact = made.values(torch.float32) * scale, z * scale
             each = (q - exact).double().norm(dim=1) / exact.double().norm(dim=1)
             numbers[f"{rule}, {kind}: the spike"] = float(each[shape[0] // 2])

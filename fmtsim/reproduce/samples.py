@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.layers.operand import Draws
-from fmtsim.gemm.layers.prepare import prepare, transformed
+from fmtsim.gemm.layers.operand import quantize_operand, transformed
 from fmtsim.reproduce.claim import Tell
 from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
 
 T = TypeVar("T")
@@ -53,8 +53,8 @@ def draw(distribution: str, count: int, seed: int) -> Tensor:
 
 def through(x: Tensor, quantizer: Quantizer, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Return a matrix after a quantiser's transforms, and after all of it; blocks run along the last axis."""
-    draws = Draws(RandomKey(seed, 0), RandomKey(seed, 1), RandomKey(seed, 2))
-    q = prepare(x, quantizer, draws).values(torch.float32)
+    draws = Keys(RandomKey(seed, 0), RandomKey(seed, 1), RandomKey(seed, 2))
+    q = quantize_operand(x, quantizer, draws).values(torch.float32)
     for transform in quantizer.transforms:
         x, _ = transformed(x, transform, draws.signs)
     return x, q

@@ -4,14 +4,14 @@ import dataclasses
 
 import torch
 
-from fmtsim.gemm.layers.operand import Draws
-from fmtsim.gemm.layers.prepare import prepare
+from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.quantize import quantize
 from fmtsim.reproduce.claim import Claim, Measured, Tell, exactly, near, settings
 from fmtsim.reproduce.estimators import operand
 from fmtsim.reproduce.samples import told
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.operand import Keys
 
 
 def sums(tell: Tell, *, steps: int, copies: int, seed: int) -> Measured:
@@ -43,7 +43,7 @@ def history(tell: Tell, *, recipe: str, length: int, sizes: tuple[float, ...]) -
     state, factors, seen = DelayedScale(quantizer), [], []
     for size in sizes:
         factors.append(float(state.factor))
-        seen.append(float(prepare(torch.full((1, 1), size), quantizer, Draws(), state).values(torch.float32)))
+        seen.append(float(quantize_operand(torch.full((1, 1), size), quantizer, Keys(), state).values(torch.float32)))
     jump = max(range(len(sizes)), key=lambda step: sizes[step])
     late = [step for step in range(jump + 1, len(sizes)) if factors[step] == factors[jump + 1]]
     return Measured(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
-from fmtsim.gemm.layers.layer import Layer
+from fmtsim.gemm.layers.keys import Layer
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.progress import Of, Progress
 from fmtsim.ptq.ranges import static_scale

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.gemm.layers.emulated import EmulatedGEMM
+from fmtsim.gemm.layers.linear import EmulatedGEMM
 
 VOCABULARY = 256  # bytes
 MOST = 1 << 31  # of any size; more would not fit into memory

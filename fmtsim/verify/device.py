@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from datetime import UTC, datetime
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from fmtsim import ops
 from fmtsim.errors import ArgumentError, DeviceError
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random
 
-Choose = Callable[..., ModuleType]
+Choose = Callable[..., Any]
 
 
 def device_of(name: str) -> torch.device:

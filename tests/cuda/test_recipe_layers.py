@@ -5,16 +5,14 @@ import torch
 from torch import nn
 
 from fmtsim.cuda.cast import scaled
-from fmtsim.gemm.layers import bfloat16, card, traced
-from fmtsim.gemm.layers import prepare as prepare_module
-from fmtsim.gemm.layers.emulated import run_layer
-from fmtsim.gemm.layers.layer import Layer
-from fmtsim.gemm.layers.operand import Draws
-from fmtsim.gemm.layers.prepare import prepare
-from fmtsim.gemm.layers.streams import SIGNS, stream_of
+from fmtsim.gemm.layers.keys import SIGNS, Layer, stream_of
+from fmtsim.gemm.layers.linear import run_layer
+from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.recipes import get_recipe
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.operand import Keys
+from tests.support.emulated_gpu import take_for_gpu, take_for_host
 from tests.support.operands import bfloat16s
 
 SLOW = pytest.mark.slow
@@ -23,19 +21,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler and of auto
 
 @pytest.fixture
 def on_card(device, monkeypatch):
-    """Take the emulated device for a card, with the products with float32 results that a card has."""
-    traced._layout.cache_clear()  # a CPU that is taken for a card makes other operands
-    if device.type == "cpu":
-        mm = torch.mm
-        for module in (bfloat16, card, prepare_module):
-            monkeypatch.setattr(module, "on_card", lambda t: t.dtype != torch.float64)
-        for module in (bfloat16, card):
-            monkeypatch.setattr(module, "served", lambda t: True)
-        monkeypatch.setattr(
-            torch, "mm", lambda x, y, out_dtype=None: mm(x.float(), y.float()) if out_dtype else mm(x, y)
-        )
-    yield device
-    traced._layout.cache_clear()
+    """Take the emulated device for a GPU."""
+    take_for_gpu(device, monkeypatch)
+    return device
 
 
 def step(layer, x, w, g):
@@ -47,21 +35,21 @@ def step(layer, x, w, g):
 def values(x, config, name, turned, draws):
     """The operand's values by torch operations alone, in float32."""
     quantizer = config.operands[name]
-    made = prepare(x.cpu().mT if turned else x.cpu(), quantizer, draws)
+    made = quantize_operand(x.cpu().mT if turned else x.cpu(), quantizer, draws)
     return made.values(torch.float32)
 
 
 def seeded(seed, name, config, count=0):
     index = list(config.operands).index(name)
     keys = (RandomKey(stream_of(seed, i), count) for i in (index, 12 + index, SIGNS + (name not in ("x_f", "w_f"))))
-    return Draws(*keys)
+    return Keys(*keys)
 
 
 @pytest.mark.parametrize("name", ["te_nvfp4", pytest.param("quartet", marks=SLOW)])
 def test_compiled_layers_count_their_keys_on_the_card(name, on_card):
     """Every pass has its own keys, made of the layer's seed and the pass's number; products are those of the values."""
     config = get_recipe(name).linear
-    layer = Layer(config, 9)
+    layer = Layer(config, torch.Generator().manual_seed(9))
     x, w, g = (bfloat16s(*size, seed=i, device=on_card) for i, size in enumerate(((128, 128), (256, 128), (128, 256))))
     torch._dynamo.reset()
     compiled = torch.compile(lambda *t: run_layer(*t, None, layer), fullgraph=True, backend="aot_eager")
@@ -75,10 +63,10 @@ def test_compiled_layers_count_their_keys_on_the_card(name, on_card):
     count = int(layer.counter(x.device))
     assert count == 3  # backward passes: nothing is drawn forwards
     if name == "te_nvfp4":
-        g_d = values(g, config, "g_d", False, seeded(9, "g_d", config, count))
-        w_f = values(w, config, "w_f", False, Draws())
+        g_d = values(g, config, "g_d", False, seeded(layer.seed, "g_d", config, count))
+        w_f = values(w, config, "w_f", False, Keys())
         torch.testing.assert_close(passes[2][0].float().cpu(), g_d @ w_f, rtol=1e-2, atol=1e-1)  # rounded to bfloat16
-        other = values(g, config, "g_d", False, seeded(9, "g_d", config, count - 1)) @ w_f
+        other = values(g, config, "g_d", False, seeded(layer.seed, "g_d", config, count - 1)) @ w_f
         assert not torch.allclose(passes[2][0].float().cpu(), other, rtol=1e-2, atol=1e-1)
 
 
@@ -98,7 +86,7 @@ def test_kernels_serve_layers_and_remember(name, on_card):
     for i in range(3):
         found = step(layers[0], *(t.to(on_card) * 2**i for t in (x, w, g)))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("fmtsim.gemm.layers.prepare.on_card", lambda t: False)
+            take_for_host(patch)
             wanted = step(layers[1], *(t * 2**i for t in (x, w, g)))
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a.cpu().float(), b.float(), rtol=2**-7, atol=float(b.abs().max()) * 2**-8)
@@ -153,10 +141,10 @@ def test_kernels_cast_twice(on_card, monkeypatch):
     x = bfloat16s(128, 256, seed=5)
     calls, real = [], scaled.cast_scaled
     monkeypatch.setattr(scaled, "cast_scaled", lambda *given: calls.append(given) or real(*given))
-    made = prepare(x.to(on_card).mT, quantizer, Draws(), folded=True)
+    made = quantize_operand(x.to(on_card).mT, quantizer, Keys(), folded=True)
     assert len(calls) == 2 and made.scale is None and calls[1][0].dtype == torch.bfloat16
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fmtsim.gemm.layers.prepare.on_card", lambda t: False)
-        wanted = prepare(x.mT, quantizer, Draws())
+        take_for_host(patch)
+        wanted = quantize_operand(x.mT, quantizer, Keys())
     assert torch.equal(made.values(torch.float32).cpu(), wanted.values(torch.float32))
     assert made.quantizer is quantizer and len(calls) == 2

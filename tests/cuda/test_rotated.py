@@ -9,13 +9,12 @@ import torch
 
 import fmtsim
 from fmtsim.cuda.cast import hadamard, rotated, rotated_plan
-from fmtsim.gemm.layers.operand import Draws
-from fmtsim.gemm.layers.prepare import prepare
-from fmtsim.gemm.layers.prepare import rotated as transform
+from fmtsim.gemm.layers.operand import quantize_operand
+from fmtsim.gemm.layers.operand import rotated as transform
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.gradient import ClipMask
-from fmtsim.spec.operand import spread
+from fmtsim.spec.operand import Keys, spread
 from fmtsim.spec.scaling import TensorScale
 from fmtsim.spec.transform import Clamp, Hadamard
 from tests.support.bits import INTEGERS, assert_same_bits
@@ -36,7 +35,7 @@ def canonical(x):
 
 def wanted(x, quantizer, key):
     """Return values without the scale that all blocks share, that scale, and the mask."""
-    made = prepare(x, quantizer, Draws(key, key, SIGNS))
+    made = quantize_operand(x, quantizer, Keys(key, key, SIGNS))
     scale, outside = made.scale, made.tensor_scale
     if quantizer.scaling is not None and quantizer.scaling.multiplier != 1:
         outside = torch.tensor(quantizer.scaling.multiplier)  # scales are its product with powers of two

@@ -8,12 +8,11 @@ import torch
 from fmtsim.cuda.gemm import scaled_product
 from fmtsim.cuda.gemm.scaled_product import Factor, multiply, parts_of
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.layers import bfloat16, card, sums, traced
-from fmtsim.gemm.layers import prepare as prepare_module
-from fmtsim.gemm.layers.emulated import run_layer
-from fmtsim.gemm.layers.layer import Layer
+from fmtsim.gemm.layers.keys import Layer
+from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.quantize import quantize
 from fmtsim.recipes import get_recipe
+from tests.support.emulated_gpu import take_for_gpu
 
 SLOW = pytest.mark.slow
 
@@ -161,14 +160,9 @@ def test_parts_fill_a_device():
 
 @pytest.fixture
 def on_card(device, monkeypatch):
-    """Take the emulated device for a card."""
-    traced._layout.cache_clear()
-    if device.type == "cpu":
-        for module in (bfloat16, card, prepare_module, sums):
-            monkeypatch.setattr(module, "on_card", lambda t: t.dtype != torch.float64, raising=False)
-            monkeypatch.setattr(module, "served", lambda t: True, raising=False)
-    yield device
-    traced._layout.cache_clear()
+    """Take the emulated device for a GPU."""
+    take_for_gpu(device, monkeypatch)
+    return device
 
 
 def gradients(run, x, w, g):

@@ -1,17 +1,24 @@
-"""Coded operands: the fast way to values and scales has every bit of encode, and says when it cannot."""
+"""Operands of units: values and scales have every bit of encode, and what no unit takes is refused."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 
+import fmtsim
 from fmtsim.errors import FormatError
 from fmtsim.formats.block import scaled, with_block
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.layers import coding
-from fmtsim.gemm.layers.coding import code, holder, kind_of, product_kind
+from fmtsim.gemm.layers import operand
+from fmtsim.gemm.layers.operand import holder, quantize_operand
+from fmtsim.gemm.layers.unit import kind_of, product_kind, unit_operand
 from fmtsim.quantize import decode, encode, encode_parts
+from fmtsim.recipes import get_recipe
 from fmtsim.rounding.modes import MODES, Rounding
+from fmtsim.scaling.history import DelayedScale
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal, wide
@@ -59,17 +66,26 @@ def data(kind, dtype=torch.float32):
     return x.to(dtype)
 
 
+def kind(fmt):
+    return kind_of(Quantizer(format=fmt))
+
+
+def coded(x, quantizer, dim=-1, seed=None):
+    keys = Keys() if seed is None else Keys(RandomKey(seed))
+    return unit_operand(quantize_operand(x, quantizer, keys, dim=dim))
+
+
 def check(x, fmt, dim=-1, rounding="nearest_even", overflow=None, seed=None):
-    """Fail unless code has the codes and scales of encode."""
+    """Fail unless an operand has the codes and scales of encode."""
     mode = Rounding(mode=rounding)
-    found = code(x, Quantizer(format=fmt, rounding=mode, overflow=overflow), dim, seed)
+    found = coded(x, Quantizer(format=fmt, rounding=mode, overflow=overflow), dim, seed)
     wanted = encode_parts(x, fmt, rounding=mode, overflow=overflow, dim=dim, generator=seed, pad=True)
     held = found.values if dim == -1 else found.values.mT
     again = {"rounding": Rounding(), "overflow": "ieee", "dim": -1, "generator": None, "pad": True}
     assert_same_bits(encode_parts(held.float(), fmt.element, **again).codes, wanted.codes)
     assert_same_bits(found.scales, wanted.scales)
     if fmt.tensor_scale:
-        assert_same_bits(found.whole, wanted.tensor_scale)
+        assert_same_bits(found.tensor_scale, wanted.tensor_scale)
     assert found.format == fmt.element and held.shape == x.shape
 
 
@@ -108,35 +124,19 @@ def test_layouts_do_not_matter():
             check(t, FORMATS["e4m3 row"], 0, rounding, seed=seed)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_fast_way_serves_ordinary_tensors(name):
-    options = {"rounding": Rounding(), "overflow": None, "generator": None}
-    served = coding._fast_parts(data("normal"), FORMATS[name], -1, options) is not None
-    assert served == (FORMATS[name].arithmetic != "divide" or FORMATS[name].power_of_two)
-
-
-def test_quotients_below_float32s_smallest_are_left_to_encode():
-    x = data("normal") * 2.0**60
-    x[:, ::2] = 2.0**-149
-    for rounding in ("up", "nearest_even"):
-        check(x, FORMATS["mxfp8"], rounding=rounding)
-    options = {"rounding": Rounding(), "overflow": None, "generator": None}
-    assert coding._fast_parts(x, FORMATS["mxfp8"], -1, options) is None
-
-
-def test_a_wrong_multiplier_is_seen(monkeypatch):
-    original = coding._multiplier
-    monkeypatch.setattr(coding, "_multiplier", lambda *given: original(*given) * 1.01)
+def test_a_wrong_scale_is_seen(monkeypatch):
+    original = operand.encode_parts
+    planted = lambda *given, **named: original(given[0] * 2, *given[1:], **named)  # noqa: E731
+    monkeypatch.setattr(operand, "encode_parts", planted)
     for name in ("e4m3 tensor", "nvfp4"):
         with pytest.raises(AssertionError, match="differ"):
             check(data("normal"), FORMATS[name])
-    check(data("normal") * 4096, FORMATS["mxfp8"])  # x is not y times the scale any more, so that encode is asked
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "tf32", "e4m3", "e5m2", "e2m1", "fp64"])
 def test_plain_formats_are_values_in_a_dtype_of_engines(name):
     x = data("special") if name != "e2m1" else data("normal")
-    found = code(x, Quantizer(format=get_format(name)), 0, None)
+    found = coded(x, Quantizer(format=get_format(name)), 0)
     wanted = encode(x, name).decode(out_dtype=torch.float64)
     values = found.values.double().mT
     assert torch.equal(values.isnan(), wanted.isnan())
@@ -156,10 +156,10 @@ def test_float8_holds_every_value_of_narrower_formats():
 
 
 def test_kinds():
-    kinds = {name: kind_of(fmt) for name, fmt in FORMATS.items()}
+    kinds = {name: kind(fmt) for name, fmt in FORMATS.items()}
     assert kinds["e4m3 tensor"] == "tensor" and kinds["e4m3 row"] == kinds["e3m2 row floor"] == "row"
     assert kinds["mxfp8"] == "mx" and kinds["nvfp4"] == kinds["nvfp4 squares"] == "nvfp4"
-    assert kinds["e4m3 tiles"] == kinds["e4m3 squares"] == kind_of(get_format("e4m3_1x128_pow2")) == "block_128"
+    assert kinds["e4m3 tiles"] == kinds["e4m3 squares"] == kind(get_format("e4m3_1x128_pow2")) == "block_128"
     pairs = [("none", "none"), ("none", "tensor"), ("row", "tensor"), ("row", "none"), ("mx", "mx")]
     assert [product_kind(*pair) for pair in pairs] == ["none", "tensor", "row", "row", "mx"]
 
@@ -167,11 +167,35 @@ def test_kinds():
 @pytest.mark.parametrize("name", ["int8", "nf4", "lns8_g8", "logfmt8", "int8_row"])
 def test_formats_that_no_unit_multiplies(name):
     with pytest.raises(FormatError, match=r"no unit multiplies .*; choose a floating-point format"):
-        kind_of(get_format(name) if name != "int8_row" else scaled(get_format("int8"), (1, None)))
+        kind(get_format(name) if name != "int8_row" else scaled(get_format("int8"), (1, None)))
 
 
 def test_blocks_that_no_unit_multiplies():
     with pytest.raises(FormatError, match=r"no unit multiplies e4m3_1x32_amax, whose blocks of \(1, 32\) have fp32"):
-        kind_of(scaled(get_format("e4m3"), (1, 32)))
+        kind(scaled(get_format("e4m3"), (1, 32)))
     with pytest.raises(FormatError, match=r"no unit multiplies an operand with mx scales by one with no scales; give"):
         product_kind("mx", "none")
+
+
+@pytest.mark.parametrize("name", fmtsim.list_recipes())
+def test_layouts_follow_from_records(name):
+    """What the operator of operands tells a compiler is what there is: tensors, their dtypes and their strides."""
+    recipe = get_recipe(name)
+    configs = [config for config in (recipe.linear, *(rule.use for rule in recipe.rules)) if config is not None]
+    quantizers = [quantizer for config in configs for quantizer in config.operands.values()]
+    quantizers += [Quantizer(format=fmt) for fmt in FORMATS.values()] if name == "fp32" else []
+    keys = Keys(RandomKey(1), RandomKey(2), RandomKey(3))
+    for quantizer, dtype in itertools.product(dict.fromkeys(quantizers), (torch.bfloat16, torch.float32)):
+        if quantizer.source == "forward":
+            continue
+        history = quantizer.scaling is not None and quantizer.scaling.history is not None
+        for dim, folded in itertools.product((-1, 0), (False, True)):
+            state = DelayedScale(quantizer) if history else None
+            made = quantize_operand(normal(128, 256, seed=1).to(dtype), quantizer, keys, state, dim=dim, folded=folded)
+            layout = operand.layout_of(quantizer, dtype, False, dim, folded)
+            parts = {field: getattr(made, field) for field in ("elements", "scale", "tensor_scale", "slope", "rest")}
+            assert {field: part.dtype for field, part in parts.items() if part is not None} == {
+                field: part.dtype for field, part in layout.items()
+            }
+            if quantizer.then is None and (quantizer.scaling is None or len(quantizer.scaling.candidates) == 1):
+                assert made.elements.is_contiguous() != layout["elements"].transposed  # the operator copies the others

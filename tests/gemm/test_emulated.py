@@ -9,7 +9,7 @@ from fmtsim.errors import ArgumentError, DtypeError, FmtsimError
 from fmtsim.formats.block import scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
-from fmtsim.gemm.layers.emulated import EmulatedGEMM
+from fmtsim.gemm.layers.linear import EmulatedGEMM
 from fmtsim.quantize import quantize
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.quantizer import Quantizer

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.gemm.layers.config import LinearConfig, linear_config
-from fmtsim.gemm.layers.emulated import EmulatedGEMM
+from fmtsim.gemm.layers.linear import EmulatedGEMM
 from fmtsim.nn import EmulatedLinear, convert, report, revert
 
 CONFIG = linear_config(x="e4m3", w="e4m3", g="e5m2")

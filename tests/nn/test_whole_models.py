@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.layers.layer import Layer
-from fmtsim.gemm.layers.traced import key_of
+from fmtsim.gemm.layers.keys import Layer
+from fmtsim.gemm.layers.operand import text_of
 from fmtsim.nn import EmulatedConv2d, EmulatedLinear, convert, report, revert, set_step
 from fmtsim.recipes import Recipe, Rule, Steps, get_recipe, list_recipes
 from tests.support.bits import all_same_bits
@@ -168,21 +168,20 @@ def test_the_operators_pass_torchs_own_check(name):
     for operand, quantizer in config.operands.items():
         if quantizer.source == "forward":
             continue
-        signs = torch.tensor([3, 0]) if quantizer.has_random_signs else None
-        for turned in (False, True):
-            run = (
-                torch.ops.fmtsim.random_operand
-                if quantizer.is_stochastic or quantizer.has_random_signs
-                else torch.ops.fmtsim.operand
-            )
-            arguments = (x, turned, key_of(quantizer), False, layer.name, operand, None, signs)
+        key = torch.tensor([3, 0])
+        keys = [key if wanted else None for wanted in (quantizer.is_stochastic, True, quantizer.has_random_signs)]
+        for dim, folded in ((-1, False), (0, False), (0, True)):
+            run = torch.ops.fmtsim.quantize_operand
+            arguments = (x, dim, text_of(quantizer), folded, layer.name, operand, None, *keys, None)
             float8 = any(t.dtype.itemsize == 1 and t.dtype.is_floating_point for t in run(*arguments))
             utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")[float8 : 3 - float8]
             torch.library.opcheck(run, arguments, test_utils=utils)  # some check cannot sum float8
     slope = torch.rand(64, 128) < 0.5
-    texts = key_of(config.dgrad.a), key_of(config.fprop.a)
+    texts = text_of(config.dgrad.a), text_of(config.fprop.a)
     for turned in (False, True):
-        torch.library.opcheck(torch.ops.fmtsim.unrotate, (x, *texts, turned, slope, None, torch.bfloat16))
+        torch.library.opcheck(torch.ops.fmtsim.unrotate, (x, *texts, slope, None, torch.bfloat16, turned))
+    parts = x, torch.rand(1, 128), torch.rand(64, 1), None, torch.rand(128), torch.bfloat16
+    torch.library.opcheck(torch.ops.fmtsim.finish, (parts[0], parts[1].mT, *parts[2:]))
 
 
 def test_a_graph_outlives_no_model():

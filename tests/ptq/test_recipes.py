@@ -13,8 +13,7 @@ from torch import nn
 import fmtsim
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.layers.operand import Draws
-from fmtsim.gemm.layers.prepare import prepare
+from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.ptq import (
     Calibration,
     Equalise,
@@ -35,6 +34,7 @@ from fmtsim.ptq.ranges import least_error, percentile, static_scale
 from fmtsim.ptq.reshape import equalise, smoothing
 from fmtsim.recipes import Rule
 from fmtsim.recipes.spec import Steps
+from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
 from fmtsim.spec.transform import Hadamard
@@ -160,10 +160,10 @@ def test_scales_of_gaudi_are_the_toolkit_s(name):
     for power in range(-70, 20, 3):
         x = torch.randn(4, 8, generator=source) * 2.0**power
         amaxes = x.abs().amax(1).tolist() if name.endswith("token") else [float(x.abs().max())]
-        found = prepare(x, recipe.x, Draws()).scale.flatten().tolist()
+        found = quantize_operand(x, recipe.x, Keys()).scale.flatten().tolist()
         assert found == [toolkit_s(amax, fullscale, backoff, hardware) for amax in amaxes]
         if not name.endswith("opt"):
-            w = prepare(x, recipe.w, Draws()).scale.flatten().tolist()
+            w = quantize_operand(x, recipe.w, Keys()).scale.flatten().tolist()
             rule = (4, -8, 4) if dynamic else None if name.endswith("channel") else hardware
             tops = x.abs().amax(1).tolist() if name.endswith("channel") else [float(x.abs().max())]
             assert w == [toolkit_s(amax, fullscale, 0.5, rule) for amax in tops]
@@ -187,14 +187,14 @@ def test_best_scales_of_gaudi_are_those_of_a_search_by_hand(name):
                 if error < least or (error == least and not name.endswith("channel")):  # its two loops differ
                     least, kept = error, float(scale)
             expected.append(kept)
-        assert prepare(w, recipe.w, Draws()).scale.flatten().tolist() == expected
+        assert quantize_operand(w, recipe.w, Keys()).scale.flatten().tolist() == expected
 
 
 def test_the_fixed_scales_of_gaudi_are_the_first_of_their_sets():
     for name, scale, top in (("gaudi2_fixed", 16, 240), ("gaudi3_fixed", 128, 448), ("gaudi_unit", 1, 240)):
         recipe = get_ptq_recipe(name)
         for quantizer in (recipe.x, recipe.w):
-            made = prepare(torch.full((2, 3), 1e6), quantizer, Draws())
+            made = quantize_operand(torch.full((2, 3), 1e6), quantizer, Keys())
             assert float(made.scale) == scale and float(made.elements.float().max()) == top
 
 

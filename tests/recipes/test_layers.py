@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fmtsim.gemm.layers.config import OPERANDS
-from fmtsim.gemm.layers.emulated import EmulatedGEMM
-from fmtsim.gemm.layers.streams import stream_of
+from fmtsim.gemm.layers.keys import stream_of
+from fmtsim.gemm.layers.linear import EmulatedGEMM
 from fmtsim.gemm.products.operator import draw_keys
 from fmtsim.recipes import get_recipe
 from fmtsim.scaling.signs import random_signs, sign_bits

@@ -5,19 +5,19 @@ import dataclasses
 import pytest
 import torch
 
-from fmtsim.gemm.layers.operand import Draws
-from fmtsim.gemm.layers.prepare import prepare
+from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.recipes import get_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import scales
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.scaling.signs import random_signs, sign_bits
 from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.operand import Keys
 from tests.support import recipe_oracle as oracle
 from tests.support.bits import assert_same_bits
 
 ELEMENT_KEY, SCALE_KEY, SIGN_KEY = RandomKey(11, 3), RandomKey(12, 5), RandomKey(13, 7)
-DRAWS = Draws(ELEMENT_KEY, SCALE_KEY, SIGN_KEY)
+DRAWS = Keys(ELEMENT_KEY, SCALE_KEY, SIGN_KEY)
 
 
 def matrix(rows=48, columns=256, seed=0):
@@ -46,7 +46,7 @@ def made(name, operand, x, rule=None):
         delayed.record(x.abs().amax())  # the scale of this tensor is in force
         for _ in range(quantizer.scaling.history.refresh_every - 1):
             delayed.record(x.abs().amax())
-    return prepare(x, quantizer, DRAWS, delayed)
+    return quantize_operand(x, quantizer, DRAWS, delayed)
 
 
 def check(operand, expected):
@@ -297,5 +297,5 @@ def test_a_planted_error_is_seen():
     for wrong in ({"arithmetic": "divide"}, {"arithmetic": "encode"}, {"top": 440.0}, {"eps": 1e-3}):
         changed = dataclasses.replace(quantizer, scaling=dataclasses.replace(quantizer.scaling, **wrong))
         with pytest.raises(AssertionError):
-            check(prepare(x, changed, DRAWS), oracle.deepseek(x, (1, 128)))
-    check(prepare(x, quantizer, DRAWS), oracle.deepseek(x, (1, 128)))
+            check(quantize_operand(x, changed, DRAWS), oracle.deepseek(x, (1, 128)))
+    check(quantize_operand(x, quantizer, DRAWS), oracle.deepseek(x, (1, 128)))

@@ -8,19 +8,19 @@ import dataclasses
 import pytest
 import torch
 
-from fmtsim.gemm.layers.operand import Draws
-from fmtsim.gemm.layers.prepare import prepare
+from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.recipes import get_recipe
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import History, Scaling, TensorScale
 from tests.support.operands import normal
 
 
 def quantised(name, operand, x, key=0):
-    draws = Draws(RandomKey(key, 0), RandomKey(key, 1 << 40), RandomKey(key, 2 << 40))
-    return prepare(x, get_recipe(name).linear.operands[operand], draws)
+    draws = Keys(RandomKey(key, 0), RandomKey(key, 1 << 40), RandomKey(key, 2 << 40))
+    return quantize_operand(x, get_recipe(name).linear.operands[operand], draws)
 
 
 def error(x, q):
@@ -49,10 +49,11 @@ def test_quest_on_normal_numbers():
     x = normal(256, 4096)
     quest = get_recipe("quartet").linear.operands["x_f"]
     exact = Quantizer(format=quest.format, scaling=Scaling(block=(1, None), statistic="std", factor=2.92247856 / 6))
-    assert error(x, prepare(x, exact, Draws()).values(torch.float32)) == pytest.approx(0.01269, rel=0.02)
+    assert error(x, quantize_operand(x, exact, Keys()).values(torch.float32)) == pytest.approx(0.01269, rel=0.02)
     still = dataclasses.replace(quest, transforms=())
     phases = [
-        error(x * 2.0 ** (i / 8), prepare(x * 2.0 ** (i / 8), still, Draws()).values(torch.float32)) for i in range(8)
+        error(x * 2.0 ** (i / 8), quantize_operand(x * 2.0 ** (i / 8), still, Keys()).values(torch.float32))
+        for i in range(8)
     ]
     assert sum(phases) / 8 == pytest.approx(0.0223, rel=0.05)
     assert min(phases) >= 0.0155 and max(phases) <= 0.0305
@@ -61,7 +62,7 @@ def test_quest_on_normal_numbers():
 def test_stochastic_gradients_of_quartet_are_unbiased_and_never_clip():
     x = normal(512, 1024)
     found = quantised("quartet", "g_d", x, key=3)
-    from fmtsim.gemm.layers.prepare import rotated
+    from fmtsim.gemm.layers.operand import rotated
 
     quantizer = get_recipe("quartet").linear.operands["g_d"]
     turned = rotated(x, quantizer.transforms[0], RandomKey(3, 2 << 40))
@@ -76,15 +77,15 @@ def test_eden_halves_the_error_of_stochastic_rounding_and_stays_unbiased():
     """The headline of Quartet II: .0097 against .0236, a ratio of 2.4, slope 0.9995 to 1.0."""
     x = normal(1024, 1024)
     eden = dataclasses.replace(get_recipe("quartet2").linear.operands["g_d"], transforms=())
-    draws = Draws(RandomKey(1, 0), RandomKey(1, 1 << 40))
-    q = prepare(x, eden, draws).values(torch.float32)
+    draws = Keys(RandomKey(1, 0), RandomKey(1, 1 << 40))
+    q = quantize_operand(x, eden, draws).values(torch.float32)
     assert error(x, q) == pytest.approx(0.0097, rel=0.02)
     assert float((x.double() * q).sum() / (x.double() ** 2).sum()) == pytest.approx(1.0, abs=1e-3)
     headroom = Scaling(
         block=(1, 16), top=6 * 16 / 17, scale=eden.scaling.scale, tensor=TensorScale(top=448.0, order="quartet2")
     )
     plain = dataclasses.replace(eden, scaling=headroom, rounding=get_recipe("quartet").linear.dgrad.a.rounding)
-    q = prepare(x, plain, draws).values(torch.float32)
+    q = quantize_operand(x, plain, draws).values(torch.float32)
     assert error(x, q) == pytest.approx(0.0236, rel=0.02)
 
 
@@ -92,7 +93,7 @@ def test_the_mean_slope_of_dge():
     """One without a cap, 0.5935 with it, at least 0.2, 3.4 % of the elements capped."""
     w = torch.linspace(-6, 6, 400_001)[None]
     quantizer = get_recipe("fp4_ms").linear.operands["w_f"]
-    slopes = prepare(w, quantizer, Draws()).slope.double()
+    slopes = quantize_operand(w, quantizer, Keys()).slope.double()
     assert float(slopes.mean()) == pytest.approx(0.5935, abs=5e-4)
     assert float(slopes.min()) == pytest.approx(0.2, abs=1e-6)
     assert float((slopes >= 3).double().mean()) == pytest.approx(0.034, abs=1e-3)
@@ -111,7 +112,7 @@ def test_clamping_and_compensation_of_heavy_tails():
     clamp = base.transforms[0]
 
     def ratio(*transforms):
-        found = prepare(x, dataclasses.replace(base, transforms=transforms), Draws())
+        found = quantize_operand(x, dataclasses.replace(base, transforms=transforms), Keys())
         rest = 0.0 if found.rest is None else found.rest
         return snr(x, found.values(torch.float32) + rest)
 
@@ -141,7 +142,7 @@ def test_delayed_scaling_follows_a_sequence():
     delayed = DelayedScale(quantizer)
     seen, largest = [], []
     for amax in (1.0, 1.0, 8.0, 1.0, 1.0, 1.0, 1.0, 1.0):
-        made = prepare(torch.full((2, 2), amax), quantizer, Draws(), delayed)
+        made = quantize_operand(torch.full((2, 2), amax), quantizer, Keys(), delayed)
         seen.append(float(448 * made.scale.item()))
         largest.append(float(made.values(torch.float32).max()))
     assert seen == pytest.approx([448.0, 1.0, 1.0, 8.0, 8.0, 8.0, 8.0, 1.0])
@@ -155,7 +156,7 @@ def test_fp8lms_first_calls_scale_by_themselves():
     amaxes = [7.0] + [1.0] * 14 + [2.0] + [1.0] + [64.0] + [1.0] * 17
     factors = []
     for amax in amaxes:
-        made = prepare(torch.full((2, 2), amax), quantizer, Draws(), delayed)
+        made = quantize_operand(torch.full((2, 2), amax), quantizer, Keys(), delayed)
         factors.append(float(1 / made.scale.item()))
     warm = [2.0 ** ((448 / amax).__trunc__().bit_length() - 1) for amax in amaxes[:16]]
     assert factors[:16] == warm == [64.0] + [256.0] * 14 + [128.0]
@@ -198,7 +199,7 @@ def test_the_order_of_operations_changes_codes():
 
     def codes(arithmetic):
         scaling = Scaling(block=(1, 128), arithmetic=arithmetic)
-        return prepare(x, Quantizer(format=fmt, scaling=scaling), Draws()).elements.float()
+        return quantize_operand(x, Quantizer(format=fmt, scaling=scaling), Keys()).elements.float()
 
     encode, reciprocal, divide = map(codes, ("encode", "reciprocal", "divide"))
     assert float((encode != reciprocal).double().mean()) == pytest.approx(1.9e-4, rel=0.15)

@@ -4,7 +4,8 @@ import torch
 
 import fmtsim
 from fmtsim.formats.block import BlockFormat
-from fmtsim.gemm.layers.coding import kind_of
+from fmtsim.gemm.layers.unit import kind_of
+from fmtsim.spec.quantizer import Quantizer
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _RECIPES = {"tensor": "TensorWise", "row": "RowWise", "mx": "BlockWise1x32", "nvfp4": ["BlockWise1x16", "TensorWise"]}
@@ -19,7 +20,7 @@ def layer(x, w, bias, g, config, out_dtype=None):
 
 def product(a, b, gemm, out_dtype, bias=None, generator=None):
     """Return ``a b^T`` of views a [M, K] and b [N, K] of the originals."""
-    kinds = {kind_of(q.format) for q in (gemm.a, gemm.b) if q.format is not None}
+    kinds = {kind_of(q) for q in (gemm.a, gemm.b) if q.format is not None}
     machine = {"target": gemm.target, "plan": gemm.plan, "accumulate": gemm.accumulate}
     machine |= {"datapath" if isinstance(gemm.unit, fmtsim.Datapath) else "unit": gemm.unit}
     narrow = gemm.target is not None and any(q.format.bits <= 8 for q in (gemm.a, gemm.b) if q.format)
@@ -66,7 +67,7 @@ def _encoded(t, quantizer):
 def _scales(q, rows):
     if not isinstance(q.format, BlockFormat):
         return torch.ones(())
-    kind, outer = kind_of(q.format), q.format.block[0] or 1
+    kind, outer = kind_of(Quantizer(format=q.format)), q.format.block[0] or 1
     if kind == "mx":
         return q.scales.view(torch.float8_e8m0fnu)
     if kind == "nvfp4":

@@ -4,16 +4,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fmtsim.errors import ArgumentError, FormatError
-from fmtsim.formats.block import BlockFormat, Format
+from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import Overflow
-from fmtsim.gemm.layers.coding import INNER_SCALES, check_unit_scales, kind_of, product_kind
-from fmtsim.gemm.layers.operand import check_coded
+from fmtsim.gemm.layers.unit import check_unit_scales, element_of, kind_of, product_kind
 from fmtsim.gemm.products.native import check_native
 from fmtsim.gemm.products.resolver import one_machine
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import describe, get_datapath, get_unit
 from fmtsim.rounding.modes import Rounding, get_rounding
+from fmtsim.spec.call import SCALE_KINDS
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Quantizer
@@ -74,18 +74,19 @@ class Gemm:
         for name, quantizer in (("a", self.a), ("b", self.b)):
             if quantizer.scaling is not None or quantizer.then is not None:
                 try:
-                    check_coded(quantizer)
+                    kind_of(quantizer)
                 except FormatError as error:
                     raise FormatError(f"Gemm {name}: {error}") from None
-        formats = [q.format for q in (self.a, self.b) if q.format is not None]
-        kinds = [kind_of(fmt) for fmt in formats]
+        quantizers = [q for q in (self.a, self.b) if q.format is not None]
+        kinds = ["none" if q.scaling is not None else kind_of(q) for q in quantizers]
         kind = product_kind(*kinds) if len(kinds) == 2 else "none"
         if self.target is not None:
             get_target(self.target)
         elif len(kinds) == 2:
-            a, b = (fmt.element if isinstance(fmt, BlockFormat) else fmt for fmt in formats)
-            scale = INNER_SCALES[kind][0] if kind in INNER_SCALES else None
-            check_unit_scales(get_datapath(self.unit, a, b, self.accumulate, scale), kind)
+            a, b = (element_of(quantizer.format) for quantizer in quantizers)
+            extent = SCALE_KINDS.get(kind)
+            scale = None if extent is None else extent.unit_scale
+            check_unit_scales(get_datapath(self.unit, a, b, self.accumulate, scale), kind)  # type: ignore[arg-type]
         elif not isinstance(self.unit, Arithmetic):
             get_unit(self.unit)
 
@@ -129,11 +130,6 @@ class LinearConfig:
                 raise ArgumentError(
                     f"LinearConfig {name}={getattr(self, name)!r} is not a Gemm; pass Gemm(a=..., b=...)"
                 )
-
-    @property
-    def plain(self) -> bool:
-        """Whether every operand is a cast of the original."""
-        return all(quantizer.is_cast for quantizer in self.operands.values())
 
     @property
     def operands(self) -> dict[str, Quantizer]:

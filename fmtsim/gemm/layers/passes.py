@@ -1,120 +1,167 @@
-"""One pass, forward or backward, of a layer whose operands are more than casts: its operands and its products."""
+"""One pass, forward or backward, of a layer: its operands and its products."""
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from fmtsim.dispatch import is_bare
-from fmtsim.gemm.layers.layer import Layer
-from fmtsim.gemm.layers.machine import multiply_coded, round_output
-from fmtsim.gemm.layers.operand import coded
-from fmtsim.gemm.layers.prepare import draws_of, prepare, transformed, unrotated
-from fmtsim.gemm.layers.streams import SIGNS, stream_of
-from fmtsim.gemm.layers.sums import multiply_operands, rest_of
-from fmtsim.gemm.layers.traced import traced_count, traced_key, traced_operand, traced_unrotate
-from fmtsim.gemm.products.operator import drawn_key
+from fmtsim.gemm.layers.keys import (
+    OPERANDS,
+    OUTPUTS,
+    SCALES,
+    SIGNS,
+    UNITS,
+    Layer,
+    count_pass,
+    counts_passes,
+    is_random,
+    stream_of,
+)
+from fmtsim.gemm.layers.operand import (
+    NO_KEYS,
+    has_both,
+    is_untouched,
+    quantize_both,
+    quantize_operand,
+    traced_both,
+    traced_operand,
+    transformed,
+)
+from fmtsim.gemm.layers.product import multiply, rest_of, round_output, unrotated
+from fmtsim.gemm.layers.unit import multiply_on_unit, unit_operand
+from fmtsim.ops import Key
 from fmtsim.scaling.statistics import block_sizes
-from fmtsim.spec.call import Operation
-from fmtsim.spec.cast import RandomKey
-from fmtsim.spec.operand import Operand, block_of
+from fmtsim.spec.operand import Keys, Operand, block_of, last_cast
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Hadamard, Transform
 
 Observer = Callable[[str, Tensor, Tensor, Quantizer, int], None]
+Saved = tuple[Tensor | None, ...]  # elements, scale, tensor_scale and slope of an operand of the forward pass
 
-PRODUCTS = ("fprop", "dgrad", "wgrad")
-
-
-class Kept(NamedTuple):
-    """What the backward pass keeps of an operand of the forward one.
-
-    Attributes:
-        elements, scale, tensor_scale: As in Operand; None where the backward pass takes the original.
-        slope: As in Operand.
-    """
-
-    elements: Tensor | None = None
-    scale: Tensor | None = None
-    tensor_scale: Tensor | None = None
-    slope: Tensor | None = None
+PRODUCTS: Final = ("fprop", "dgrad", "wgrad")
+# The product of an operand, and another one that may take what became of it, on which side.
+_PRODUCTS_OF: Final = {
+    "x_f": ("fprop", "wgrad", "b"),
+    "w_f": ("fprop", "dgrad", "b"),
+    "g_d": ("dgrad", "wgrad", "a"),
+    "w_d": ("dgrad", "dgrad", "b"),
+    "g_w": ("wgrad", "wgrad", "a"),
+    "x_w": ("wgrad", "wgrad", "b"),
+}
 
 
-def kept_of(operand: Operand, later: Quantizer) -> Kept:
-    """Return what a backward product that quantises as ``later`` needs of an operand."""
+def is_traced(t: Tensor) -> bool:
+    """Say whether a tensor, inside an autograd.Function, is one that a compiler or a transform looks at."""
+    return not is_bare(t)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the steps behind a sum."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def saved_of(operand: Operand, later: Quantizer) -> Saved:
+    """Return what a backward product that quantises as ``later`` needs of an operand of the forward one."""
     if later.source == "original":
-        return Kept(slope=operand.slope)
-    return Kept(operand.elements, operand.scale, operand.tensor_scale, operand.slope)
+        return None, None, None, operand.slope
+    return operand.elements, operand.scale, operand.tensor_scale, operand.slope
 
 
 class Pass:
-    """Quantise and multiply in one pass of a layer.
+    """Quantise and multiply in one pass, forward or backward, of a layer.
 
     Args:
         layer: Its definition, and what it draws from and remembers in.
         observer: Sees every operand, or None.
+        t: A tensor of the pass.
+        sizes: Those that its products have.
         backward: Which pass.
         traced: The tensors have no numbers: a compiler wants to see operators.
-        counted: Keys are made on the GPU, from the number of passes over the layer, and not drawn on the host: of a
-            compiled layer that ``fmtsim.gemm.layers.card.counts``.
     """
 
     def __init__(
-        self, layer: Layer, observer: Observer | None, *, backward: bool, traced: bool = False, counted: bool = False
-    ) -> None:
+        self, layer: Layer, observer: Observer | None, t: Tensor, sizes: tuple[int, ...], *, backward: bool = False,
+        traced: bool = False,
+    ) -> None:  # fmt: skip
         self._layer, self._config, self._observer = layer, layer.config, observer
-        self._backward, self._traced, self._counted = backward, traced, counted
-        gemms = (getattr(self._config, name) for name in PRODUCTS)
-        self._folded = not any(gemm.emulated for gemm in gemms)  # machines take elements and scales apart
-        self._signs: RandomKey | Tensor | None = None
-        self._count: Tensor | None = None
+        self._backward, self._traced = backward, traced
+        self._counted = traced and counts_passes(layer, t, sizes)
+        self._signs: Key = None
+        self._passes: Tensor | None = None
 
-    def operand(self, name: str, t: Tensor, dim: int) -> Operand:
-        """Quantise a tensor whose products sum over ``dim``, 0 or -1; the result has that axis last."""
-        return self._made(name, t, self._config.operands[name], dim)
+    def operand(self, name: str, t: Tensor, dim: int, factor: Tensor | None = None) -> Operand:
+        """Quantise a tensor, times a factor (float32, 0-d) where there is one, whose products sum over ``dim``."""
+        quantizer = self._layer.quantizers[name]
+        if factor is None and is_untouched(quantizer):
+            made, keys = Operand(t if dim == -1 else t.mT, quantizer), NO_KEYS
+        elif self._traced:
+            return self._traced_operand(name, t, quantizer, dim, factor)
+        else:
+            keys = self._keys(name, quantizer, t) if is_random(quantizer) else NO_KEYS
+            state = self._layer.state.get(name)
+            made = quantize_operand(t, quantizer, keys, state, dim=dim, folded=self._folds(name), factor=factor)
+        if self._observer is not None:
+            self._see(name, t, made, keys, dim, factor)
+        return made
 
-    def second(self, name: str, original: Tensor | None, kept: Kept, before: Quantizer) -> Operand:
+    def gradient_operands(self, g: Tensor) -> tuple[Operand, Operand] | None:
+        """Return the gradient quantised for both its products from one read; None where that has no kernel."""
+        dgrad, wgrad = self._config.dgrad, self._config.wgrad
+        quantizer = dgrad.a
+        if quantizer != wgrad.a or dgrad.emulated or wgrad.emulated or not has_both(g, quantizer):
+            return None
+        if dgrad.b.is_stochastic or wgrad.b.is_stochastic or (self._counted and quantizer.is_stochastic):
+            return None  # the operands draw in their order
+        uses = OPERANDS.index("g_d"), OPERANDS.index("g_w")
+        keys = [self._key(use, g) if quantizer.is_stochastic else None for use in uses]
+        both = (traced_both if self._traced else quantize_both)(g, quantizer, *keys)
+        if self._observer is not None:
+            for name, made, dim in zip(("g_d", "g_w"), both, (-1, 0), strict=True):
+                self._see(name, g, made, NO_KEYS, dim, None)
+        return both
+
+    def second(self, name: str, original: Tensor | None, saved: Saved, before: Quantizer) -> Operand:
         """Return the second operand of a backward product, which sums over the rows of the tensor.
 
         Args:
             name: Of the operand.
             original: [rows, columns], where the quantiser takes that.
-            kept: What there is of the forward pass.
+            saved: What there is of the forward pass.
             before: The quantiser of the forward pass.
         """
-        quantizer = self._config.operands[name]
+        quantizer = self._layer.quantizers[name]
         if quantizer.source == "original":
             assert original is not None
-            return self._made(name, original, quantizer, 0)
-        assert kept.elements is not None
-        sizes = block_sizes(block_of(before), kept.elements.shape)
-        forward = Operand(kept.elements, before, kept.scale, kept.tensor_scale, sizes)
+            return self.operand(name, original, 0)
+        elements, scale, tensor_scale, _ = saved
+        assert elements is not None
+        forward = Operand(elements, before, scale, tensor_scale, block_sizes(block_of(before), elements.shape))
         if quantizer.source == "forward":
             return forward.transposed()
-        if kept.scale is None and kept.elements.dtype == torch.bfloat16:
-            return self._made(name, kept.elements, quantizer, 0, kept.tensor_scale)
-        return self._made(name, forward.values(torch.float32), quantizer, 0)
+        if scale is None and elements.dtype == torch.bfloat16:
+            return self.operand(name, elements, 0, tensor_scale)
+        return self.operand(name, forward.values(torch.float32), 0)
 
     def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return ``a b^T + bias`` of a product of the layer, rounded as it says."""
-        index = PRODUCTS.index(name)
-        gemm, generator = getattr(self._config, name), self._layer.generator
-        words = stream_of(generator, 9 + index)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        index, gemm, generator = PRODUCTS.index(name), getattr(self._config, name), self._layer.generator
+        rounds = gemm.out.format is not None
         if not gemm.emulated:
-            y = multiply_operands(a, b, bias, dtype if gemm.out.format is None else wide, wide)
-            return y if gemm.out.format is None else round_output(y, gemm.out, dtype, words)
-        operation: Operation = "mm" if index else "linear"
+            wide = wide_dtype(dtype)
+            y = multiply(a, b, bias, wide if rounds else dtype, wide, traced=self._traced)
+            return round_output(y, gemm.out, dtype, stream_of(generator, OUTPUTS + index)) if rounds else y
         rest = rest_of(a, b)
-        first = None if rest is not None else bias
-        y = multiply_coded(operation, coded(a), coded(b), first, gemm, dtype, stream_of(generator, 6 + index))
+        inside, own = None if rest is not None else bias, stream_of(generator, UNITS + index)
+        operands = unit_operand(a), unit_operand(b)
+        y = multiply_on_unit("mm" if index else "linear", *operands, inside, gemm, dtype, own)
         if rest is not None:
             y = y.float() + rest if bias is None else y.float() + rest + bias.float()
-        return round_output(y, gemm.out, dtype, words)
+        return round_output(y, gemm.out, dtype, stream_of(generator, OUTPUTS + index))
 
     def gradient(
-        self, name: str, a: Operand, b: Operand, first: Quantizer, before: Quantizer, kept: Kept, dtype: torch.dtype
+        self, name: str, a: Operand, b: Operand, first: Quantizer, before: Quantizer, saved: Saved, dtype: torch.dtype
     ) -> Tensor:
         """Return a product that is the gradient of a tensor which was rotated and rounded in the forward pass.
 
@@ -123,52 +170,69 @@ class Pass:
             a, b: Its operands.
             first: Quantiser of the first, whose outer rotation is undone.
             before: Quantiser of the operand of the forward pass that this is the gradient of.
-            kept: What is kept of that operand.
+            saved: What is kept of that operand.
             dtype: Of the result.
         """
-        turned = kept.elements is not None
+        turned, slope = saved[0] is not None, saved[3]
         outer = [t for t in first.transforms if isinstance(t, Hadamard) and t.axis == "outer" and t.undo]
         inner = [t for t in before.transforms if turned and isinstance(t, Hadamard) and t.axis == "inner"]
-        if not outer and not inner and kept.slope is None:
+        if not outer and not inner and slope is None:
             return self.product(name, a, b, None, dtype)
-        y = self.product(name, a, b, None, torch.float64 if dtype == torch.float64 else torch.float32)
+        y = self.product(name, a, b, None, wide_dtype(dtype))
         signs = self._sign_key(outer, y)
-        run = traced_unrotate if self._traced else unrotated
-        return run(y, first, before, turned, kept.slope, signs, dtype)  # type: ignore[arg-type]
+        return unrotated(y, first, before, slope, signs, dtype, turned=turned, traced=self._traced)
 
-    def _made(self, name: str, t: Tensor, quantizer: Quantizer, dim: int, factor: Tensor | None = None) -> Operand:
-        """Quantise a tensor, times a factor (float32, 0-d) where there is one."""
-        rest = (dim, quantizer, self._folded, self._layer.name, name, factor)
-        if self._counted and (quantizer.is_stochastic or quantizer.has_random_signs):
-            if self._count is None:
-                self._count = traced_count(t, self._layer.name)
-            return traced_operand(t, *rest, count=self._count)
+    def _folds(self, name: str) -> bool:
+        """Say whether an operand may have the scales of its blocks multiplied in: no unit takes it, now or later."""
+        product, later, side = _PRODUCTS_OF[name]
+        if getattr(self._config, product).emulated:
+            return False
+        gemm = getattr(self._config, later)
+        return not gemm.emulated or getattr(gemm, side).source == "original"
+
+    def _key(self, use: int, t: Tensor) -> Key:
+        return self._layer.key(use, t, traced=self._traced)
+
+    def _keys(self, name: str, quantizer: Quantizer, t: Tensor) -> Keys:
+        """Return the keys of an operand, the signs of its rotations first."""
+        index, scaling = OPERANDS.index(name), quantizer.scaling
         signs = self._sign_key(quantizer.transforms, t)
-        if self._traced:
-            return traced_operand(t, *rest, signs=signs)  # type: ignore[arg-type]
-        draws, x = draws_of(self._layer.generator, name, signs), t if dim == -1 else t.mT
-        made = prepare(x, quantizer, draws, self._layer.state.get(name), folded=self._folded, factor=factor)
-        if self._observer is not None:
-            x = x if factor is None else x.float() * factor
-            wide = torch.float64 if t.dtype == torch.float64 else torch.float32
-            for transform in quantizer.transforms:  # what was rounded
-                x, _ = transformed(x, transform, signs)
-            self._observer(name, x, made.values(wide), quantizer, -1)
-        return made
+        rounds = "stochastic" in (quantizer.rounding.mode, last_cast(quantizer).rounding.mode)
+        elements = self._key(index, t) if rounds else None
+        scales = scaling is not None and scaling.scale_rounding == "stochastic"
+        return Keys(elements, self._key(SCALES + index, t) if scales else None, signs)  # type: ignore[arg-type]
 
-    def _sign_key(self, transforms: Iterable[Transform], t: Tensor) -> RandomKey | Tensor | None:
+    def _sign_key(self, transforms: Iterable[Transform], t: Tensor) -> Key:
         """Return the key of this pass's random signs, the same for all operands; None where no transform has any."""
         if not any(isinstance(turn, Hadamard) and turn.signs == "random" for turn in transforms):
             return None
         if self._signs is None:
-            stream = SIGNS + self._backward
-            if self._traced:
-                self._signs = traced_key(t, self._layer.name, stream)
-            else:
-                self._signs = drawn_key(stream_of(self._layer.generator, stream), t.device)
+            self._signs = self._key(SIGNS + self._backward, t)
         return self._signs
 
+    def _traced_operand(self, name: str, t: Tensor, quantizer: Quantizer, dim: int, factor: Tensor | None) -> Operand:
+        random, remembers = is_random(quantizer), name in self._layer.state
+        keys, passes = NO_KEYS, None
+        if random and self._counted:
+            if self._passes is None:
+                self._passes = count_pass(self._layer, t)
+            passes = self._passes
+        elif random:
+            keys = self._keys(name, quantizer, t)
+        source = (self._layer.name, name) if remembers or passes is not None else ("", "")
+        return traced_operand(
+            t, quantizer, keys[:3], source, dim=dim, folded=self._folds(name), factor=factor, passes=passes
+        )
 
-def is_traced(t: Tensor) -> bool:
-    """Say whether a tensor, inside an autograd.Function, is one that a compiler or a transform looks at."""
-    return not is_bare(t)
+    def _see(self, name: str, t: Tensor, made: Operand, keys: Keys, dim: int, factor: Tensor | None) -> None:
+        """Show an operand to the observer: what was rounded, and what became of it."""
+        assert self._observer is not None
+        quantizer, values = made.quantizer, made.values(wide_dtype(t.dtype))
+        if quantizer.is_cast and factor is None:
+            self._observer(name, t, values if dim == -1 else values.mT, quantizer, dim)
+            return
+        x = t if dim == -1 else t.mT
+        x = x if factor is None else x.float() * factor
+        for transform in quantizer.transforms:
+            x, _ = transformed(x, transform, keys.signs)
+        self._observer(name, x, values, quantizer, -1)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import lru_cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.spec.datapath import Datapath
+from fmtsim.spec.engine import Engine
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json
 from fmtsim.spec.plan import Epilogue
 
@@ -151,13 +151,10 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-def gemm_engine(spec: GemmSpec, a: Tensor, b: Tensor) -> ModuleType:
+def gemm_engine(spec: GemmSpec, a: Tensor, b: Tensor) -> Engine:
     """Return the engine of a product: kernels for the device where they cover it, else torch operations."""
-    if a.is_cpu or a.is_cuda:
-        engine = ops.load_engine("cpu" if a.is_cpu else "cuda")
-        if (a.is_cpu or engine.serves(a.get_device())) and engine.supports_gemm(spec, a, b):
-            return engine
-    return ops.load_engine("torch_engine")
+    engine = ops.kernel_engine(a)
+    return engine if engine is not None and engine.supports_gemm(spec, a, b) else ops.load_engine("torch_engine")
 
 
 def _gemm(  # type: ignore[no-untyped-def]

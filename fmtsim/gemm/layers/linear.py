@@ -1,6 +1,9 @@
-"""EmulatedGEMM: a linear layer whose three matrix products see quantised operands."""
+"""EmulatedGEMM: a linear layer whose three matrix products see quantised operands.
 
-from functools import lru_cache
+Each product is ``quantize_operand`` twice, ``multiply`` (or a unit's product), and what is to be undone or rounded
+after it; the same in eager code and below a compiler's tracer, where each of these is one operator.
+"""
+
 from typing import Any
 
 import torch
@@ -9,12 +12,9 @@ from torch import Tensor
 from fmtsim.autograd import OnceOnly
 from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError, DtypeError
-from fmtsim.gemm.layers.card import counts
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.gemm.layers.layer import Layer, State, find_layer
-from fmtsim.gemm.layers.passes import Kept, Observer, Pass, is_traced, kept_of
-from fmtsim.gemm.layers.plain import plain_forward, plain_gradients
-from fmtsim.gemm.layers.streams import Generator
+from fmtsim.gemm.layers.keys import Generator, Layer, State, find_layer, lasting_layer
+from fmtsim.gemm.layers.passes import Observer, Pass, Saved, is_traced, saved_of, wide_dtype
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ONCE = (
@@ -85,12 +85,15 @@ class EmulatedGEMM:
         state: State | None = None,
     ) -> Tensor:
         """Return ``[..., N]`` in x's dtype, or in the autocast dtype."""
-        _check_config(config)
+        if not isinstance(config, LinearConfig):
+            raise ArgumentError(
+                f"EmulatedGEMM takes a LinearConfig, not {config!r}; build one with linear_config(x=, w=, g=)"
+            )
         if torch.compiler.is_dynamo_compiling():
             if observer is not None or state:
                 raise ArgumentError(_COMPILED)
             return torch.ops.fmtsim.layer(x, w, bias, _name_of(config, generator))  # type: ignore[no-any-return]
-        return run_layer(x, w, bias, Layer(config, generator, state), observer)
+        return _Linear.apply(x, w, bias, Layer(config, generator, state), observer)[0]  # type: ignore[no-any-return]
 
 
 def run_layer(x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer: Observer | None = None) -> Tensor:
@@ -100,41 +103,30 @@ def run_layer(x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer:
     """
     if torch.compiler.is_dynamo_compiling():
         return torch.ops.fmtsim.layer(x, w, bias, layer.name)  # type: ignore[no-any-return]
-    return _Products.apply(x, w, bias, layer, observer)[0]  # type: ignore[no-any-return]
-
-
-@lru_cache(maxsize=256)
-def _layer(config: LinearConfig, generator: Generator) -> Layer:
-    """Return a layer that lives as long as the code that was compiled for it."""
-    return Layer(config, generator)
+    return _Linear.apply(x, w, bias, layer, observer)[0]  # type: ignore[no-any-return]
 
 
 @constant_in_graphs
 def _name_of(config: LinearConfig, generator: Generator) -> str:
-    return _layer(config, generator).name
+    return lasting_layer(config, generator).name
 
 
-class _Products(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     """The three products; what the backward pass keeps of the forward one are outputs beside the result."""
 
     @staticmethod
     def forward(
         x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer: Observer | None
     ) -> tuple[Tensor | None, ...]:
-        """Return y, and what is kept of x and of w where operands are more than casts."""
+        """Return y, and what is kept of x and of w."""
         x, w, bias = autocast_to(x, x), autocast_to(w, x), None if bias is None else autocast_to(bias, x)
-        config = layer.config
         _check(x, w, bias)
         with torch.autocast(x.device.type, enabled=False):
-            rows, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], w.shape[0])
-            if config.plain:
-                return (plain_forward(rows, w, bias, layer, observer).reshape(shape),)
-            traced = is_traced(x) or is_traced(w)
-            counted = traced and counts(config, x, (rows.shape[0], *w.shape))
-            run = Pass(layer, observer, backward=False, traced=traced, counted=counted)
+            rows, config = x.reshape(-1, x.shape[-1]), layer.config
+            run = Pass(layer, observer, rows, (rows.shape[0], *w.shape), traced=is_traced(x) or is_traced(w))
             left, right = run.operand("x_f", rows, -1), run.operand("w_f", w, -1)
             y = run.product("fprop", left, right, bias, x.dtype)
-            return (y.reshape(shape), *kept_of(left, config.wgrad.b), *kept_of(right, config.dgrad.b))
+        return y.reshape(*x.shape[:-1], w.shape[0]), *saved_of(left, config.wgrad.b), *saved_of(right, config.dgrad.b)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -142,29 +134,25 @@ class _Products(torch.autograd.Function):
         x, w, bias, ctx.layer, ctx.observer = inputs
         needs_x, needs_w, _ = ctx.needs_input_grad[:3]
         config = ctx.layer.config
-        originals = [
-            x if needs_w and (config.plain or config.wgrad.b.source == "original") else None,
-            w if needs_x and (config.plain or config.dgrad.b.source == "original") else None,
-        ]
-        kept = output[1:]
-        ctx.mark_non_differentiable(*(t for t in kept if t is not None))
-        ctx.save_for_backward(*originals, *kept)
+        source = x if needs_w and config.wgrad.b.source == "original" else None
+        weight = w if needs_x and config.dgrad.b.source == "original" else None
+        ctx.mark_non_differentiable(*(t for t in output[1:] if t is not None))
+        ctx.save_for_backward(source, weight, *output[1:])
         ctx.dtypes = (x.dtype, w.dtype, None if bias is None else bias.dtype)
         ctx.x_shape = x.shape
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of x, w and bias, each in its tensor's dtype."""
-        x, w, *kept = ctx.saved_tensors
+        x, w, *saved = ctx.saved_tensors
         with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
             rows = g.reshape(-1, g.shape[-1])
             source = None if x is None else x.reshape(-1, x.shape[-1]).to(g.dtype)
             weight = None if w is None else w.to(g.dtype)
-            run = plain_gradients if ctx.layer.config.plain else _gradients
-            dx, dw = run(ctx, rows, source, weight, kept)
+            dx, dw = _gradients(ctx, rows, source, weight, (tuple(saved[:4]), tuple(saved[4:])))
             dbias = None
             if ctx.dtypes[2] is not None and ctx.needs_input_grad[2]:
-                dbias = rows.sum(0, dtype=_wide(g)).to(ctx.dtypes[2])
+                dbias = rows.sum(0, dtype=wide_dtype(g.dtype)).to(ctx.dtypes[2])
             grads = [None if dx is None else dx.reshape(ctx.x_shape), dw, dbias]
         if torch.is_grad_enabled() and not is_traced(g.detach()):  # create_graph=True: only then on
             grads = [None if d is None else OnceOnly.apply(d, _ONCE, g, x, w) for d in grads]
@@ -172,32 +160,32 @@ class _Products(torch.autograd.Function):
 
 
 def _gradients(
-    ctx: Any, g: Tensor, x: Tensor | None, w: Tensor | None, kept: list[Tensor | None]
+    ctx: Any, g: Tensor, x: Tensor | None, w: Tensor | None, saved: tuple[Saved, Saved]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of x and w where operands are more than casts of the originals."""
+    """Return the gradients of x and w: ``g w`` and ``g^T x`` of quantised operands."""
     config: LinearConfig = ctx.layer.config
-    x_dtype, w_dtype, _ = ctx.dtypes
-    needs_x, needs_w = ctx.needs_input_grad[:2]
-    traced = is_traced(g)
-    counted = traced and counts(config, g, (*g.shape, ctx.x_shape[-1]))
-    run = Pass(ctx.layer, ctx.observer, backward=True, traced=traced, counted=counted)
     fprop, dgrad, wgrad = config.fprop, config.dgrad, config.wgrad
-    of_x, of_w = Kept(*kept[: len(kept) // 2]), Kept(*kept[len(kept) // 2 :])
-    first = run.operand("g_d", g, -1) if needs_x or wgrad.a.source == "forward" else None
+    needs_x, needs_w = ctx.needs_input_grad[:2]
+    run = Pass(ctx.layer, ctx.observer, g, (*g.shape, ctx.x_shape[-1]), backward=True, traced=is_traced(g))
+    both = run.gradient_operands(g) if needs_x and needs_w else None
+    first = both[0] if both is not None else None
+    if first is None and (needs_x or wgrad.a.source == "forward"):
+        first = run.operand("g_d", g, -1)
     dx = dw = None
     if needs_x:
         assert first is not None
-        right = run.second("w_d", w, of_w, fprop.b)
-        dx = run.gradient("dgrad", first, right, dgrad.a, fprop.a, of_x, x_dtype)
+        right = run.second("w_d", w, saved[1], fprop.b)
+        dx = run.gradient("dgrad", first, right, dgrad.a, fprop.a, saved[0], ctx.dtypes[0])
     if needs_w:
-        left = first.transposed() if first is not None and wgrad.a.source == "forward" else run.operand("g_w", g, 0)
-        right = run.second("x_w", x, of_x, fprop.a)
-        dw = run.gradient("wgrad", left, right, wgrad.a, fprop.b, of_w, w_dtype)
+        if both is not None:
+            left = both[1]
+        elif first is not None and wgrad.a.source == "forward":
+            left = first.transposed()
+        else:
+            left = run.operand("g_w", g, 0)
+        right = run.second("x_w", x, saved[0], fprop.a)
+        dw = run.gradient("wgrad", left, right, wgrad.a, fprop.b, saved[1], ctx.dtypes[1])
     return dx, dw
-
-
-def _wide(t: Tensor) -> torch.dtype:
-    return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
 def autocast_to(t: Tensor, like: Tensor) -> Tensor:
@@ -206,13 +194,6 @@ def autocast_to(t: Tensor, like: Tensor) -> Tensor:
     if t.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return t
     return t.to(torch.get_autocast_dtype(device))
-
-
-def _check_config(config: LinearConfig) -> None:
-    if not isinstance(config, LinearConfig):
-        raise ArgumentError(
-            f"EmulatedGEMM takes a LinearConfig, not {config!r}; build one with linear_config(x=, w=, g=)"
-        )
 
 
 def _check(x: Tensor, w: Tensor, bias: Tensor | None) -> None:

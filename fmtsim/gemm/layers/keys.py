@@ -1,0 +1,184 @@
+"""What a layer is beside its tensors, and the random keys of its passes.
+
+A key is a seed and an offset: numbers in eager code, an int64 tensor [2] on the CPU where a compiler looks on. Compiled
+layers whose random quantisers all have kernels count their passes on the GPU instead, so that a CUDA graph that is
+replayed draws anew. An int seed fixes the keys of every pass, eager or compiled.
+"""
+
+import itertools
+import uuid
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
+from typing import Any, Final
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fmtsim.errors import ArgumentError
+from fmtsim.gemm.layers.config import OPERANDS as OPERANDS
+from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.gemm.products.operator import draw_keys, drawn_key
+from fmtsim.ops import Key, fused_engine, key_tensor
+from fmtsim.scaling.history import DelayedScale, FrozenScale
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.operand import Keys
+from fmtsim.spec.quantizer import Quantizer
+
+Generator = int | torch.Generator | None
+State = Mapping[str, DelayedScale | FrozenScale]
+
+FORWARD: Final = ("x_f", "w_f")  # operands of the forward pass
+UNITS, OUTPUTS, SCALES, SIGNS = 6, 9, 12, 18  # first streams of a use; those of elements begin at 0
+_GROUP: Final = 128  # elements of the longest rotation that kernels take
+_HOST: Final = torch.device("cpu")
+_MASK64: Final = (1 << 64) - 1
+# Compiled graphs are kept on disk by what they call: names of one process must mean nothing to the next.
+_PROCESS: Final = uuid.uuid4().hex[:12]
+_layers: WeakValueDictionary[str, "Layer"] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class Layer:
+    """Keep a layer's definition, and what it draws from and remembers in.
+
+    An operator takes tensors, numbers and text. It gets the name, and finds this object by it for as long as that
+    lives. What a layer draws and remembers is as invisible to the compiler as a print would be.
+
+    Args:
+        config: The quantisers, and who multiplies.
+        generator: Where random numbers come from.
+        state: What delayed scaling remembers, by operand.
+
+    Attributes:
+        name: By which ``find_layer`` finds it.
+        quantizers: Those of its operands, by name.
+        sized: Whether operands are rotated or corrected in groups, which sizes have to fit.
+    """
+
+    def __init__(self, config: LinearConfig, generator: Generator = None, state: State | None = None) -> None:
+        self.config, self.generator, self.state = config, generator, state or {}
+        self.name = f"{_PROCESS}.{next(_numbers)}"
+        self.quantizers = config.operands
+        self.sized = any(q.transforms or (q.scaling and q.scaling.eden) for q in self.quantizers.values())
+        self._counters: dict[torch.device, Tensor] = {}
+        _layers[self.name] = self
+
+    @cached_property
+    def seed(self) -> int:
+        """The seed of all keys that are made on a GPU, drawn when it is first asked for; an int is its own."""
+        return self.generator if isinstance(self.generator, int) else drawn_key(self.generator, _HOST).seed
+
+    def counter(self, device: torch.device) -> Tensor:
+        """Return the number of passes over the layer that keys were counted for on a device: int64, 0-d."""
+        if device not in self._counters:
+            self._counters[device] = torch.zeros((), dtype=torch.int64, device=device)
+        return self._counters[device]
+
+    def key(self, use: int, like: Tensor, *, traced: bool = False) -> Key:
+        """Return a key for a use of random numbers (``stream_of``) in a call.
+
+        Where it is traced it hangs on a tensor of its pass: what hangs on nothing a compiler may draw once forwards
+        and again backwards, and rotations with two kinds of signs would not cancel.
+        """
+        stream = stream_of(self.generator, use)
+        if not traced:
+            return drawn_key(stream, like.device)
+        if isinstance(stream, int):
+            return key_tensor(drawn_key(stream, _HOST))
+        return torch.ops.fmtsim.draw_key(like, self.name, use)  # type: ignore[no-any-return]
+
+    def counted_keys(self, name: str, passes: Tensor) -> Keys:
+        """Return the keys of an operand in a pass that is counted on the device."""
+        index = OPERANDS.index(name)
+        uses = index, SCALES + index, SIGNS + (name not in FORWARD)
+        elements, scales, signs = (RandomKey(stream_of(self.seed, use)) for use in uses)  # type: ignore[arg-type]
+        return Keys(elements, scales, signs, passes)
+
+    def __reduce__(self) -> Any:
+        return Layer, (self.config, self.generator, self.state)  # a copy has a name of its own
+
+
+def find_layer(name: str) -> Layer:
+    """Return the layer of a name.
+
+    Raises:
+        ArgumentError: It is gone.
+    """
+    layer = _layers.get(name)
+    if layer is None:
+        raise ArgumentError(f"{name} was compiled for a model that is gone; compile the converted model again")
+    return layer
+
+
+@lru_cache(maxsize=256)
+def lasting_layer(config: LinearConfig, generator: Generator) -> Layer:
+    """Return a layer that lives as long as the code that was compiled for it."""
+    return Layer(config, generator)
+
+
+def stream_of(generator: Generator, use: int) -> Generator:
+    """Return the generator itself, or a seed of its own for each use in a call with an int seed.
+
+    Uses 0 to 5 are the operands, 6 to 8 units that round stochastically, 9 to 11 outputs, 12 to 17 the scales of the
+    operands, 18 and 19 the signs of rotations forward and backward.
+    """
+    if not isinstance(generator, int):
+        return generator
+    z = (generator + (use + 1) * 0x9E3779B97F4A7C15) & _MASK64  # splitmix64: near seeds give unrelated keys
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return (z ^ (z >> 31)) >> 1
+
+
+def is_random(quantizer: Quantizer) -> bool:
+    """Say whether a quantiser rounds or rotates at random."""
+    return quantizer.is_stochastic or quantizer.has_random_signs
+
+
+def counts_passes(layer: Layer, x: Tensor, sizes: tuple[int, ...]) -> bool:
+    """Say whether kernels do all that a compiled layer does at random, its keys counted on the device.
+
+    Args:
+        layer: Its definition.
+        x: One of its tensors.
+        sizes: Those that its products have.
+    """
+    random = [quantizer for quantizer in layer.quantizers.values() if is_random(quantizer)]
+    if not random or isinstance(layer.generator, int) or any(size % _GROUP for size in sizes):
+        return False
+    engine = fused_engine(x) if x.dtype == torch.bfloat16 else None
+    return engine is not None and all(map(engine.counts_keys, random))
+
+
+def count_pass(layer: Layer, like: Tensor) -> Tensor:
+    """Return the number of a traced pass over a layer, int64, 0-d, on the GPU of a tensor of that pass."""
+    with _disable_current_modes():
+        layer.counter(like.device)  # made here, outside of the memory of CUDA graphs
+    return torch.ops.fmtsim.count_pass(like, layer.name)  # type: ignore[no-any-return]
+
+
+def _draw_key(like: Tensor, layer: str, use: int) -> Tensor:
+    key = draw_keys(True, stream_of(find_layer(layer).generator, use), None, _HOST)
+    assert key is not None  # random words were asked for
+    return key
+
+
+def _count_pass(like: Tensor, layer: str) -> Tensor:
+    return find_layer(layer).counter(like.device).add_(1).clone()
+
+
+_SEEDED: Any = (torch.Tag.nondeterministic_seeded,)
+_HOST_DRAWS: Any = (*_SEEDED, *filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))  # newer torch has it
+_library = torch.library.Library("fmtsim", "FRAGMENT")
+_library.define("draw_key(Tensor like, str layer, int use) -> Tensor", tags=_HOST_DRAWS)
+_library.define("count_pass(Tensor like, str layer) -> Tensor", tags=_SEEDED)
+_library.impl("draw_key", _draw_key, "CompositeExplicitAutograd")
+_library.impl("count_pass", _count_pass, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "fmtsim::draw_key", lambda like, layer, use: torch.empty(2, dtype=torch.int64, device="cpu"), lib=_library
+)
+torch.library.register_fake(
+    "fmtsim::count_pass", lambda like, layer: like.new_empty((), dtype=torch.int64), lib=_library
+)

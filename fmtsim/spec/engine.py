@@ -1,0 +1,150 @@
+"""The engine protocol: what the packages that compute export, and all that is called of them from outside.
+
+Any engine casts and multiplies; one with kernels says what they cover, and the torch engine does the rest; one with
+fused kernels takes whole operands of layers as well, and finishes their products. None is an engine's word for what it
+does not cover. ``fmtsim.ops`` chooses.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey
+from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.operand import Keys, Operand
+from fmtsim.spec.optimizer import Counter, ParameterStep, Scheme
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.transform import Transform
+
+
+class Engine(Protocol):
+    """Casts and products: ``fmtsim.torch_engine``, and every other engine where it covers them."""
+
+    def quantize(self, x: Tensor, spec: CastSpec, random: Random, out: Tensor) -> None:
+        """Write the values that x rounds to into out, of x's shape."""
+
+    def encode(self, x: Tensor, spec: CastSpec, random: Random) -> EncodedParts:
+        """Return the codes of x, with the scales that a block format needs."""
+
+    def decode(self, parts: EncodedParts, spec: CastSpec, out: Tensor) -> None:
+        """Write the values of codes into out."""
+
+    def gemm(
+        self, a: Tensor, b: Tensor, c: Tensor | None, scale_a: Tensor | None, scale_b: Tensor | None, spec: GemmSpec,
+        random: RandomKey | None, out: Tensor,
+    ) -> None:  # fmt: skip
+        """Write the reduced sums of ``a b^T`` to out [M, N], before the epilogue."""
+
+
+class TorchEngine(Engine, Protocol):
+    """``fmtsim.torch_engine``: all casts and products on every device, and elementary functions of float64."""
+
+    def exp(self, x: Tensor) -> Tensor:
+        """Return the exponential, the same bits on every device."""
+
+    def ln(self, x: Tensor) -> Tensor:
+        """Return the natural logarithm, likewise."""
+
+
+class KernelEngine(Engine, Protocol):
+    """An engine whose kernels cover some calls: ``fmtsim.cpu`` and ``fmtsim.cuda``."""
+
+    def supports(self, verb: str, spec: CastSpec, *tensors: Tensor) -> bool:
+        """Say whether the kernels cover a verb on these tensors: input and output of quantize, else the one it has."""
+
+    def supports_gemm(self, spec: GemmSpec, a: Tensor, b: Tensor) -> bool:
+        """Say whether the kernels cover a product."""
+
+    def supports_optimizer(self, rule: str, scheme: Scheme) -> bool:
+        """Say whether kernels know an optimizer's rule and the states of a scheme."""
+
+    def optimizer_steps(
+        self, rule: str, steps: Sequence[ParameterStep], scheme: Scheme, counter: Counter
+    ) -> Sequence[ParameterStep]:
+        """Do the steps that kernels cover; return the others."""
+
+
+class CPUEngine(TorchEngine, KernelEngine, Protocol):
+    """``fmtsim.cpu``: kernels, and the elementary functions.
+
+    Attributes:
+        cache_folder: Where compiled kernels are kept, or None.
+        get_num_threads, set_num_threads: The bound of the engine's threads.
+    """
+
+    cache_folder: Callable[[], Path | None]
+    get_num_threads: Callable[[], int]
+    set_num_threads: Callable[[int], None]
+
+
+class FusedEngine(KernelEngine, Protocol):
+    """An engine of GPUs that it ``serves``, with kernels for whole operands of layers, and its library's own products.
+
+    Attributes:
+        available, why_unavailable, warmup: What ``fmtsim.cuda`` offers users.
+        NativeCall, NativeScales, run_native: What is asked of the library, its scales, and how
+            (fmtsim/cuda/native/calls.py).
+        cublaslt_version, other_gpu, other_settings, other_versions: What differs from the machine of a target
+            (fmtsim/cuda/native/card.py).
+        OptimizerBatch: A group of parameters whose steps are launched together (fmtsim/cuda/optim/steps.py).
+    """
+
+    available: Callable[..., bool]
+    why_unavailable: Callable[..., str | None]
+    warmup: Callable[..., Any]
+    NativeCall: Callable[..., Any]
+    NativeScales: Callable[..., Any]
+    run_native: Callable[..., Tensor]
+    cublaslt_version: Callable[[], str | None]
+    other_gpu: Callable[[str, frozenset[str], int], str | None]
+    other_settings: Callable[[int], str | None]
+    other_versions: Callable[[str], list[str]]
+    OptimizerBatch: Callable[..., Any]
+
+    def serves(self, index: int) -> bool:
+        """Say whether the engine runs on a GPU; where it does not, one warning says why."""
+
+    def quantize_contiguous(self, x: Tensor, cast: CastSpec | str, out: Tensor, random: Random = None) -> bool:
+        """Do what quantize does where that takes one lookup and a launch, and say whether it did."""
+
+    def covers_hadamard(self, size: int, dim: int) -> bool:
+        """Say whether a kernel transforms groups of ``size`` neighbours along ``dim``, a negative number."""
+
+    def hadamard(self, x: Tensor, size: int, flips: Tensor | None, inverse: bool) -> Tensor:
+        """Return the transform of every group along the last dimension, float32."""
+
+    def encode_packed(self, x: Tensor, spec: CastSpec, random: Random) -> EncodedParts:
+        """Return codes and scales as an encoded tensor keeps them."""
+
+    def quantize_operand(
+        self, t: Tensor, quantizer: Quantizer, keys: Keys, state: Any = None, dim: int = -1, folded: bool = False,
+        factor: Tensor | None = None,
+    ) -> Operand | None:  # fmt: skip
+        """Quantise a matrix whose products sum over ``dim``."""
+
+    def quantize_both(
+        self, x: Tensor, quantizer: Quantizer, keys: tuple[RandomKey | None, RandomKey | None]
+    ) -> tuple[Operand, Operand] | None:
+        """Quantise a matrix for sums over its last and over its first dimension, from one read."""
+
+    def counts_keys(self, quantizer: Quantizer) -> bool:
+        """Say whether kernels add a counter on the device to the keys of a quantiser."""
+
+    def covers_groups(self, a: Operand, b: Operand) -> bool:
+        """Say whether ``multiply_groups`` takes two operands; looks at no data."""
+
+    def multiply_groups(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """Return ``a b^T + bias`` of operands whose groups along the sum have scales."""
+
+    def finish(
+        self, y: Tensor, columns: Tensor | None, rows: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor | None:
+        """Return ``(y * columns^T) * rows + bias`` in another dtype, one rounding a step."""
+
+    def unrotate(
+        self, y: Tensor, transforms: tuple[Transform, ...], slope: Tensor | None, dtype: torch.dtype
+    ) -> Tensor | None:
+        """Return y, times a mask where there is one, rotated back along its last axis."""

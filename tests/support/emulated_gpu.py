@@ -1,0 +1,24 @@
+"""Layers on the host that take the emulated device for a GPU."""
+
+import torch
+
+from fmtsim.gemm.layers import keys, operand, product
+from fmtsim.ops import load_engine
+
+
+def take_for_gpu(device, monkeypatch):
+    """Give the CPU the engine of GPUs, and the products with float32 results that they have."""
+    if device.type != "cpu":
+        return
+    for module in (keys, operand, product):
+        monkeypatch.setattr(module, "fused_engine", lambda t: load_engine("cuda"))
+        monkeypatch.setattr(module, "is_on_gpu", lambda t: t.dtype != torch.float64, raising=False)
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda x, y, out_dtype=None: mm(x.float(), y.float()) if out_dtype else mm(x, y))
+
+
+def take_for_host(monkeypatch):
+    """Let layers be what they are on a CPU."""
+    for module in (keys, operand, product):
+        monkeypatch.setattr(module, "fused_engine", lambda t: None)
+        monkeypatch.setattr(module, "is_on_gpu", lambda t: False, raising=False)
