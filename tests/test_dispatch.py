@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fmtsim
 from fmtsim import dispatch
 from fmtsim.dispatch import is_plain
+from tests.support.operands import normal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own use of it
 
@@ -93,7 +94,7 @@ def test_modes_see_the_operator():
 
 
 def test_without_what_torch_may_lack_every_call_takes_the_dispatcher(monkeypatch):
-    x = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    x = normal(100)
     direct = fmtsim.quantize(x, "e4m3"), fmtsim.encode(x, "e4m3").decode()
     monkeypatch.setattr(dispatch, "_tensors", frozenset())
     assert not is_plain(x)

@@ -14,6 +14,7 @@ from fmtsim.analysis.compare import compare
 from fmtsim.analysis.comparison import bucket_name, plot_ulps
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.formats.registry import get_format
+from tests.support.operands import normal
 
 FLOATS = (
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
@@ -188,7 +189,7 @@ def test_large_expanded_tensors_are_never_copied_whole(monkeypatch):
 
 
 def test_a_planted_bit_is_found():
-    x = torch.randn(64, 65, generator=torch.Generator().manual_seed(5)).bfloat16()
+    x = normal(64, 65, seed=5).bfloat16()
     assert compare(x, x.clone()).equal and compare(x, x.clone()).first is None
     for index in ((0, 0), (63, 64), (17, 3)):
         y = x.clone()
@@ -247,7 +248,7 @@ def test_texts_and_records():
 
 
 def test_the_picture(tmp_path):
-    x = torch.randn(500, generator=torch.Generator().manual_seed(6))
+    x = normal(500, seed=6)
     got = compare(x * 1.00001, x)
     figure = got.plot(tmp_path / "ulp.png", title="a title")
     assert (tmp_path / "ulp.png").read_bytes().startswith(b"\x89PNG")

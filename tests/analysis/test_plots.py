@@ -5,19 +5,19 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from fmtsim.analysis.plots import plot_exponents, plot_loss, smoothed
 from fmtsim.analysis.stats import OperandStats
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.quantize import quantize
+from tests.support.operands import normal
 
 CURVES = {"fp32": [3.0, 2.5, 2.2, 2.0], "e2m1": [3.0, 2.9, 2.8]}
 
 
 def stats(name="e2m1"):
-    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 0.3
+    x = normal(1000) * 0.3
     return OperandStats().add(x, quantize(x, name), get_format(name))
 
 

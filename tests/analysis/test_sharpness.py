@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from fmtsim.analysis.sharpness import sharpness
 from fmtsim.errors import ArgumentError, DtypeError
+from tests.support.operands import normal
 
 
 def rise(z, target, moves):
@@ -40,7 +41,7 @@ def test_no_ascent_climbs_higher():
 
 
 def test_shapes_and_wider_boxes():
-    z = torch.randn(3, 4, 7, generator=torch.Generator().manual_seed(0))
+    z = normal(3, 4, 7)
     targets = torch.zeros(3, 4, dtype=torch.int64)
     small, large = sharpness(z, targets), sharpness(z, targets, 1e-2)
     assert small.shape == (3, 4) and small.dtype == torch.float64

@@ -10,6 +10,7 @@ from fmtsim.formats.block import scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import IntFormat, LogFormat
 from fmtsim.quantize import encode, quantize
+from tests.support.operands import normal
 
 
 def stats_of(values, name, dim=-1):
@@ -48,7 +49,7 @@ def test_ratio_of_a_known_format():
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "nvfp4", "mxint8", "e4m3", "nf4"])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_scales_are_those_of_encode(name, dim):
-    x = torch.randn(3, 20, 70, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 70)
+    x = normal(3, 20, 70) * torch.logspace(-3, 3, 70)
     fmt = get_format(name)
     fmt = fmt if hasattr(fmt, "block") else scaled(fmt, (8, 16))
     parts = encode(x, fmt, dim=dim, pad=True).parts()
@@ -65,7 +66,7 @@ def test_saturation_is_counted_under_the_scale_of_the_block():
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "int8", "nf4"])
 def test_real_scales_saturate_nothing(name):
-    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    x = normal(64, 64)
     assert stats_of(x, scaled(get_format(name), (1, 16))).saturated == 0
 
 
@@ -102,7 +103,7 @@ def test_high_precision_loses_nothing():
 
 
 def test_adding_and_merging_are_the_same():
-    x, y = torch.randn(5, generator=torch.Generator().manual_seed(0)), torch.tensor([1e-9, 1e9])
+    x, y = normal(5), torch.tensor([1e-9, 1e9])
     both = stats_of(x, "e4m3").merge(stats_of(y, "e4m3")).to_dict()
     fmt = get_format("e4m3")
     assert both == OperandStats().add(x, quantize(x, fmt), fmt).add(y, quantize(y, fmt), fmt).to_dict()
@@ -110,7 +111,7 @@ def test_adding_and_merging_are_the_same():
 
 
 def test_a_planted_error_lowers_the_ratio():
-    x = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    x = normal(64)
     q = quantize(x, "e4m3")
     good = OperandStats().add(x, q, get_format("e4m3"))
     q[7] = 0.0

@@ -14,6 +14,7 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, Random, RandomKey
 from tests.support.bits import assert_same_bits
 from tests.support.casts import DETERMINISTIC, adversarial, element_formats
+from tests.support.operands import normal
 
 # Wider tables have no fast path: the general kernel would be compared with itself.
 FORMATS = [name for name in element_formats(31) if get_format(name).bits <= 8 or codes.coding_of(get_format(name))]
@@ -86,7 +87,7 @@ def test_formats_that_share_codes_within_a_bucket_have_no_table():
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "int8", "nf4", "bf16"])
 @pytest.mark.parametrize("rounding", [Rounding(), Rounding(mode="stochastic")], ids=["nearest", "stochastic"])
 def test_views_odd_lengths_and_threads(name: str, rounding: Rounding):
-    whole = torch.randn(3, 44_001, generator=torch.Generator().manual_seed(2))
+    whole = normal(3, 44_001, seed=2)
     spec = CastSpec(format=get_format(name), rounding=rounding, overflow="saturate")
     random = KEY if rounding.mode == "stochastic" else None
     for x in (whole, whole.t(), whole[:, 1:], whole[::2, ::3], whole[0, :1], whole[:0], whole[0, 0], whole.bfloat16()):

@@ -16,6 +16,7 @@ from fmtsim.distributed import ReductionState, all_gather, all_reduce, dispatch,
 from fmtsim.distributed.arithmetic import Batch
 from fmtsim.errors import CollectiveError
 from fmtsim.nn import convert, recipe_state
+from tests.support.operands import normal
 from tests.support.reduction_checks import (
     ddp_agrees,
     edges_agree,
@@ -127,7 +128,7 @@ def _large_bucket_agrees(rank, device, name):
     net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(6))).to(device)
     state, parallel = ReductionState(name), DistributedDataParallel(net, bucket_cap_mb=4)
     parallel.register_comm_hook(state, quiet_hook)
-    xs = [torch.randn(64, 1024, generator=torch.Generator().manual_seed(r)).to(device) for r in range(GPUS)]
+    xs = [normal(64, 1024, seed=r).to(device) for r in range(GPUS)]
     for _ in range(3):  # buckets are made anew behind the first pass
         net.zero_grad()
         mu = None if state.mu is None else state.mu.cpu()
@@ -143,7 +144,7 @@ def scales_are_shared(rank, device):
     net = convert(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 32)).to(device), recipe="te_delayed")
     fmtsim.share_scales(net)
     parallel = DistributedDataParallel(net)
-    batches = [torch.randn(32, 64, generator=torch.Generator().manual_seed(i)) * (1 + i) for i in range(6)]
+    batches = [normal(32, 64, seed=i) * (1 + i) for i in range(6)]
     for step in range(3):
         parallel(batches[2 * step + rank].to(device)).square().mean().backward()
     largest = torch.stack([torch.stack(batches[2 * step : 2 * step + 2]).abs().max() for step in range(3)])

@@ -29,7 +29,7 @@ from tests.support.casts import (
     some_codes,
     words_for,
 )
-from tests.support.operands import DTYPES
+from tests.support.operands import DTYPES, normal
 
 OVERFLOWS = ("saturate", "ieee")
 NEAREST = Rounding()
@@ -231,7 +231,7 @@ def test_catalogued_blocks_equal_the_oracle(engine, name):
     """Blocks of the size in the catalogue, with short last ones along both axes."""
     fmt = get_format(name)
     columns = (fmt.block[1] or 8) * 5 // 4
-    x = torch.randn(min(fmt.block[0] or 3, 16) + 1, columns, generator=torch.Generator().manual_seed(5))
+    x = normal(min(fmt.block[0] or 3, 16) + 1, columns, seed=5)
     expected = quantize_matrix(x.double().tolist(), fmt)
     spec = CastSpec(format=fmt, rounding=NEAREST, overflow=fmt.default_overflow)
     check_parts(name, engine.encode(x, spec, None), as_parts(expected, fmt), x)

@@ -15,7 +15,8 @@ from fmtsim.recipes import Recipe, get_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
-from fmtsim.training.gpt import GPT, GPTConfig
+from tests.support.models import gpt
+from tests.support.operands import normal
 
 pytestmark = [  # torch's own tracer
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -29,10 +30,6 @@ CONFIG = dataclasses.replace(
 )  # random signs forward, random roundings backward
 
 
-def gpt():
-    return GPT(GPTConfig(context=16, width=32, layers=1, heads=2), 0)
-
-
 def step(model, call=None):
     model.zero_grad()
     loss = (model if call is None else call)(TOKENS[:, :-1], TOKENS[:, 1:])
@@ -44,7 +41,7 @@ def step(model, call=None):
 def test_a_model_is_one_graph_with_the_bits_of_eager(generator):
     torch._dynamo.reset()
     recipe = dataclasses.replace(get_recipe("te_delayed"), name="both", attention=CONFIG)
-    eager, model = (convert(gpt(), recipe=recipe, generator=generator) for _ in range(2))
+    eager, model = (convert(gpt(context=16, width=32, layers=1), recipe=recipe, generator=generator) for _ in range(2))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     runs = []
     for _ in range(2):
@@ -74,8 +71,8 @@ def test_multihead_attention(linear):
 
 def test_the_function_itself_compiles():
     torch._dynamo.reset()
-    q = torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(0))
-    mask = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    q = normal(1, 2, 8, 16)
+    mask = normal(8, 8, seed=1)
 
     def run(q):
         with QuantisedAttention(CONFIG, generator=3):

@@ -15,6 +15,7 @@ from fmtsim.scaling import repeats
 from fmtsim.scaling.history import DelayedScale, FrozenScale
 from fmtsim.scaling.repeats import Calls
 from tests.support.bits import all_same_bits
+from tests.support.operands import normal
 
 ATTENTION = Recipe(name="attention", attention=flash_attention_3(unit=None))
 
@@ -56,7 +57,7 @@ class Stack(nn.Module):
 
 
 def batch(seed):
-    return torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)) * (1 + seed)
+    return normal(16, 32, seed=seed) * (1 + seed)
 
 
 def run(model, steps=4, calls=1, compiled=None):

@@ -8,6 +8,7 @@ from torch import nn
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import LinearConfig, linear_config
 from fmtsim.nn import convert, revert
+from tests.support.operands import normal
 
 PLAIN = LinearConfig()
 
@@ -108,7 +109,7 @@ CAUSAL = torch.triu(torch.ones(5, 5, dtype=torch.bool), 1)
         {"key_padding_mask": PADDING},
         {"attn_mask": CAUSAL, "is_causal": True},
         {"attn_mask": CAUSAL, "key_padding_mask": PADDING, "is_causal": True},
-        {"attn_mask": torch.randn(4, 5, 5, generator=torch.Generator().manual_seed(2))},
+        {"attn_mask": normal(4, 5, 5, seed=2)},
     ],
 )
 @pytest.mark.parametrize("training", [True, False])

@@ -13,6 +13,7 @@ import fmtsim
 from fmtsim.errors import ArgumentError
 from fmtsim.nn import convert, flash_attention_3, recipe_state, share_scales
 from fmtsim.recipes import Recipe
+from tests.support.operands import normal
 
 
 def model():
@@ -21,7 +22,7 @@ def model():
 
 
 def batch(seed):
-    return torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)) * (1 + seed)
+    return normal(32, 64, seed=seed) * (1 + seed)
 
 
 def refused(net, said):

@@ -15,6 +15,7 @@ from fmtsim.nn import EmulatedLinear, convert, load_recipe_state, recipe_state, 
 from fmtsim.recipes import Recipe, Rule, Steps, get_recipe, list_recipes
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
+from tests.support.operands import normal
 
 E4M3 = fmtsim.get_format("e4m3")
 FP8, BF16 = (linear_config(x=name, w=name, g=name) for name in ("e4m3", "bf16"))
@@ -42,7 +43,7 @@ def net(seed=0, **sizes):
 
 
 def batch(seed=1, rows=128, width=128):
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+    return normal(rows, width, seed=seed)
 
 
 def converted(model):

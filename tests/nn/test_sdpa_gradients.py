@@ -18,6 +18,7 @@ from fmtsim.spec.gradient import ClipMask
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import History, Scaling
 from fmtsim.spec.transform import Clamp, Hadamard
+from tests.support.operands import normal
 
 E4M3, E5M2 = fmtsim.get_format("e4m3"), fmtsim.get_format("e5m2")
 FORWARD, HIGH = Quantizer(source="forward"), Quantizer()
@@ -90,7 +91,7 @@ def test_without_rounding_they_are_torchs():
         {"attn_mask": torch.randn(40, 50)},
     ):
         q, k, v = tensors(*shapes)
-        g = torch.randn(2, 3, 40, 8, generator=torch.Generator().manual_seed(9))
+        g = normal(2, 3, 40, 8, seed=9)
         ours = gradients(q, k, v, g, config=AttentionConfig(columns=16), **chosen)
         y = F.scaled_dot_product_attention(q, k, v, **chosen)
         for a, b in zip(ours, torch.autograd.grad(y, (q, k, v), g), strict=True):
@@ -103,7 +104,7 @@ def test_straight_through_on_the_forward_values(causal, unit):
     """By default every product takes what the forward pass made, in high precision."""
     base = flash_attention_3(unit=unit, rotate=False, blocks=False)
     q, k, v = tensors((24, 16), (24, 16), (24, 8), seed=1)
-    g = torch.randn(24, 8, generator=torch.Generator().manual_seed(2))
+    g = normal(24, 8, seed=2)
     ours = gradients(q, k, v, g, config=base, is_causal=causal)
 
     def operands(product, name, x, forward=None):
@@ -128,7 +129,7 @@ def test_quantised_gradients_take_their_own_operands():
         dv=Gemm(a=eight, b=five), dp=Gemm(a=five, b=FORWARD), dq=Gemm(a=five, b=again), dk=Gemm(a=HIGH, b=eight),
     )  # fmt: skip
     q, k, v = tensors((24, 16), (20, 16), (20, 8), seed=3)
-    g = torch.randn(24, 8, generator=torch.Generator().manual_seed(4))
+    g = normal(24, 8, seed=4)
     ours = gradients(q, k, v, g, config=config)
     rules = {("dv", "p"): eight, ("dv", "do"): five, ("dp", "do"): five, ("dp", "v"): FORWARD, ("dq", "ds"): five,
              ("dq", "k"): again, ("dk", "ds"): HIGH, ("dk", "q"): eight}  # fmt: skip
@@ -158,7 +159,7 @@ def test_rotations_are_turned_back():
     """Rotated but not rounded, gradients are those of exact attention, whatever the products of ds take."""
     turn = Quantizer(transforms=(Hadamard(size=None, signs="random"),))
     q, k, v = tensors((2, 32, 16), (2, 64, 16), (2, 64, 8), seed=5)
-    g = torch.randn(2, 32, 8, generator=torch.Generator().manual_seed(6))
+    g = normal(2, 32, 8, seed=6)
     expected = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), g)
     cancels = Quantizer(transforms=(Hadamard(size=16, signs="random"),))
     for changes in ({}, {"dq": Gemm(a=HIGH, b=HIGH), "dk": Gemm(a=cancels, b=cancels)}):
@@ -174,7 +175,7 @@ def test_a_unit_multiplies_gradients_too():
     on_unit = {"dp": Gemm(a=row, b=FORWARD, unit="hopper.wgmma"), "dq": Gemm(a=row, b=one, unit="hopper.wgmma")}
     off = {name: dataclasses.replace(gemm, unit=None) for name, gemm in on_unit.items()}
     q, k, v = tensors((32, 16), (32, 16), (32, 16), seed=7)
-    g = torch.randn(32, 16, generator=torch.Generator().manual_seed(8))
+    g = normal(32, 16, seed=8)
     first, second = (gradients(q, k, v, g, config=dataclasses.replace(base, **how)) for how in (on_unit, off))
     assert not torch.equal(first[0], second[0]) and torch.equal(first[2], second[2])
     torch.testing.assert_close(first, second, rtol=0, atol=2e-3)
@@ -187,7 +188,7 @@ def test_stochastic_gradients_repeat_with_the_key_and_do_not_change_the_result()
     g_of = Quantizer(format=E5M2, scaling=Scaling(), rounding=Rounding(mode="stochastic"))
     config = AttentionConfig(dp=Gemm(a=g_of, b=FORWARD), dq=Gemm(a=g_of, b=FORWARD))
     q, k, v = tensors((2, 16, 16), (2, 16, 16), (2, 16, 16))
-    g = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(1))
+    g = normal(2, 16, 16, seed=1)
     runs = [gradients(q, k, v, g, config=config, generator=seed) for seed in (1, 1, 2)]
     assert all(map(torch.equal, runs[0], runs[1])) and not torch.equal(runs[0][0], runs[2][0])
     assert torch.equal(runs[0][2], runs[2][2])  # dv takes neither

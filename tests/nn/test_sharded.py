@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fmtsim.nn import convert, flash_attention_3, recipe_state, share_scales
 from fmtsim.nn.modules import STATE
 from fmtsim.recipes import get_recipe
-from fmtsim.training.gpt import GPT, GPTConfig
+from tests.support.models import gpt
 
 pytestmark = [
     pytest.mark.slow,  # two new processes
@@ -28,10 +28,6 @@ STEPS, LR = 3, 0.1
 MOVED = 1e-3  # 5e-7 without a code that flips; one of 64 x 64 that does, by 2^-4 of itself, costs about this much
 
 
-def gpt():
-    return GPT(GPTConfig(context=16, width=64, layers=2, heads=2), 0)
-
-
 def batch(step):
     """Return inputs and targets of four windows; a rank has two of them."""
     tokens = torch.randint(0, 256, (4, 17), generator=torch.Generator().manual_seed(step))
@@ -44,7 +40,7 @@ def half(step, rank):
 
 def ours(name, rank):
     """A rank's model: the same weights everywhere, random numbers of its own."""
-    return convert(gpt(), recipe=RECIPES[name], generator=10 + rank)
+    return convert(gpt(context=16), recipe=RECIPES[name], generator=10 + rank)
 
 
 def worker(rank, folder):
@@ -132,13 +128,13 @@ def test_two_ranks_have_the_bits_of_one_process_that_plays_both(name, how, runs)
     """Sums of two gradients do not depend on their order, and a half of them is exact: every bit is defined."""
     weights, losses, states = reference(name)
     for rank, run in enumerate(runs[name, how]):
-        assert list(run["weights"]) == list(weights) == list(gpt().state_dict())
+        assert list(run["weights"]) == list(weights) == list(gpt(context=16).state_dict())
         assert all(torch.equal(run["weights"][key], weights[key]) for key in weights)
         assert run["losses"] == [pair[rank] for pair in losses]
         assert str(run["state"]) == str(states[rank])
-    plain = gpt()
+    plain = gpt(context=16)
     plain.load_state_dict(runs[name, how][0]["weights"], strict=True)
-    assert not torch.equal(plain.blocks[0].up.weight, gpt().blocks[0].up.weight)
+    assert not torch.equal(plain.blocks[0].up.weight, gpt(context=16).blocks[0].up.weight)
 
 
 def test_scales_that_are_not_shared_are_seen(runs):
@@ -153,13 +149,13 @@ def test_shared_scales_are_those_of_the_whole_batch(runs):
     Products over tokens are added up in another order than on one process with all four windows, which moves a number
     next to a rounding boundary to the neighbouring code now and then: weights agree to MOVED of what they moved.
     """
-    model = convert(gpt(), recipe="te_delayed", generator=10)
+    model = convert(gpt(context=16), recipe="te_delayed", generator=10)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR / 2)
     for step in range(STEPS):
         (2 * model(*batch(step))).backward()
         optimizer.step()
         optimizer.zero_grad()
-    first = gpt().state_dict()
+    first = gpt(context=16).state_dict()
     for how in ("fsdp", "ddp"):
         run = runs["te_delayed", how][0]
         for key, weight in model.state_dict().items():

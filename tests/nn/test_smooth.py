@@ -8,6 +8,8 @@ from torch import nn
 import fmtsim
 from fmtsim.errors import ArgumentError
 from fmtsim.nn.smooth import SmoothSwiGLU, convert_swiglu, revert_swiglu, smooth_scale, smooth_swiglu
+from tests.support.models import GatedMLP, gated
+from tests.support.operands import normal
 
 
 def halves(*shape, seed=0, dtype=torch.float32):
@@ -53,7 +55,7 @@ def test_the_layer_is_the_plain_one(per, bias, power_of_two):
     torch.manual_seed(0)
     layer = SmoothSwiGLU(16, 48, bias=bias, per=per, power_of_two=power_of_two)
     x = torch.randn(4, 7, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    g = torch.randn(4, 7, 16, generator=torch.Generator().manual_seed(2))
+    g = normal(4, 7, 16, seed=2)
     y = layer(x)
     plain = layer.down_proj(F.silu(layer.gate_proj(x)) * layer.up_proj(x))
     torch.testing.assert_close(y, plain, rtol=1e-5, atol=1e-6)
@@ -67,7 +69,7 @@ def test_a_converted_layer_quantises_what_is_smoothed():
     """The down projection's operand is z, whose tokens all have the same size; the plain one's is not."""
     torch.manual_seed(0)
     layer = SmoothSwiGLU(16, 32)
-    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    x = normal(8, 16, seed=1)
     x[3] *= 100
     config = fmtsim.linear_config(x="e4m3", w=None, g=None)
     fmtsim.convert(layer, config)
@@ -92,22 +94,8 @@ def test_a_scale_of_the_call_before():
     assert "previous" not in layer.state_dict()
 
 
-class GatedMLP(nn.Module):
-    """What Hugging Face's Llama, Qwen and Mistral have."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(8, 16, bias=False), nn.Linear(8, 16, bias=False)
-        self.down_proj, self.act_fn = nn.Linear(16, 8, bias=False), nn.SiLU()
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
 def test_a_models_layers_and_back():
-    torch.manual_seed(0)
-    model = nn.Sequential(GatedMLP(), nn.LayerNorm(8), GatedMLP())
-    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    model, x = gated(), normal(5, 32, seed=1)
     plain, keys = model(x), list(model.state_dict())
     assert convert_swiglu(model) is model
     assert [type(module).__name__ for module in model] == ["SmoothGatedMLP", "LayerNorm", "SmoothGatedMLP"]

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import io
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -15,46 +14,17 @@ from fmtsim.errors import ArgumentError
 from fmtsim.nn import convert, convert_attention, convert_swiglu, flash_attention_3, report, revert, set_step
 from fmtsim.recipes import Recipe, Replacement, get_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_to_dict, save_recipe
-from fmtsim.training.gpt import GPT, GPTConfig
+from tests.support.models import GatedMLP, gated, gpt, hugging_face, snapshot
+from tests.support.operands import normal
 
 FA3 = Recipe(name="fa", attention=flash_attention_3(unit=None))
 BOTH = dataclasses.replace(get_recipe("te_current"), name="both", attention=FA3.attention)
 SMOOTH = Recipe(name="smooth", replace=(Replacement(kind="swiglu", by="SmoothSwiGLU"),))
-SMALL = {"vocab_size": 128, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "num_hidden_layers": 2,
-         "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}  # fmt: skip
 TOKENS = torch.randint(0, 128, (2, 24), generator=torch.Generator().manual_seed(0))
-
-
-def gpt(seed=0):
-    return GPT(GPTConfig(context=32, width=64, layers=2, heads=2), seed)
 
 
 def loss(model):
     return model(TOKENS[:, :-1], TOKENS[:, 1:])
-
-
-class GatedMLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(32, 64, bias=False), nn.Linear(32, 64, bias=False)
-        self.down_proj, self.act_fn = nn.Linear(64, 32, bias=False), nn.SiLU()
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-def gated():
-    torch.manual_seed(0)
-    return nn.Sequential(GatedMLP(), nn.LayerNorm(32), GatedMLP())
-
-
-def snapshot(model):
-    """Everything that a module holds, its class, and the identity of what it holds."""
-    return {
-        name: (type(m), {key: dict(value) if isinstance(value, dict) else value for key, value in vars(m).items()},
-               {key: id(value) for key, value in vars(m).items()})
-        for name, m in model.named_modules()
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", [FA3, BOTH], ids=["attention", "both"])
@@ -109,7 +79,7 @@ def test_report_shows_attention_and_replacements():
 
 @pytest.mark.parametrize("name", ["intel_2t", SMOOTH])
 def test_gated_layers_of_a_recipe_and_back(name):
-    model, x = gated(), torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+    model, x = gated(), normal(16, 32, seed=1)
     before, plain = snapshot(model), model(x)
     keys = list(model.state_dict())
     convert(model, recipe=name, generator=0)
@@ -175,7 +145,7 @@ def test_multihead_attention_inside_torchs_encoder():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(64, 2, 128, batch_first=True, dropout=0.0)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-    x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0))
+    x = normal(2, 16, 64)
     before = snapshot(model)
     with torch.no_grad():
         plain = model(x)
@@ -187,20 +157,6 @@ def test_multihead_attention_inside_torchs_encoder():
     assert len({out[0, 0, 0].item() for out in (plain, *outs)}) == 4
     for out in outs:
         torch.testing.assert_close(out, plain, atol=0.3, rtol=0)
-
-
-def hugging_face(kind, **how):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the packages that it imports
-        hf = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
-        torch.manual_seed(0)
-        config = {
-            "llama": lambda: hf.LlamaConfig(**SMALL, num_key_value_heads=1),
-            "gpt2": lambda: hf.GPT2Config(n_embd=64, n_head=2, n_layer=2, vocab_size=128, attn_pdrop=0.0),
-            "bert": lambda: hf.BertConfig(**SMALL, attention_probs_dropout_prob=0.0),
-        }[kind]()
-        cls = {"llama": hf.LlamaForCausalLM, "gpt2": hf.GPT2LMHeadModel, "bert": hf.BertForMaskedLM}[kind]
-        return cls._from_config(config, **({"attn_implementation": "sdpa"} | how)).eval()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
@@ -244,7 +200,7 @@ class OwnAttention(nn.Module):
 
 
 def test_a_module_that_names_the_function_is_found():
-    model, x = nn.Sequential(Mixer()), torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(0))
+    model, x = nn.Sequential(Mixer()), normal(1, 8, 32)
     plain = model(x)
     assert not torch.equal(convert(model, recipe=FA3)(x), plain) and torch.equal(revert(model)(x), plain)
 

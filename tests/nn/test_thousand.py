@@ -1,5 +1,6 @@
 """A model of a thousand modules: no bit of a weight changes, it comes back exactly (time: benchmarks/recipes.py)."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -9,6 +10,8 @@ from torch import nn
 from fmtsim.nn import convert, flash_attention_3, report, revert
 from fmtsim.recipes import get_recipe
 from fmtsim.training.gpt import Block
+from tests.support.bits import all_same_bits
+from tests.support.models import snapshot
 
 BOTH = dataclasses.replace(get_recipe("te_current"), name="both", attention=flash_attention_3())
 
@@ -26,17 +29,9 @@ def big():
     return model(0)
 
 
-def bits(module):
-    return {key: value.view(torch.int32).clone() for key, value in module.state_dict().items()}
-
-
-def everything(module):
-    """Classes, attributes, hooks, flags and the identity of all of them."""
-    return {
-        name: (type(m), {key: dict(value) if isinstance(value, dict) else value for key, value in vars(m).items()},
-               {key: id(value) for key, value in vars(m).items()})
-        for name, m in module.named_modules()
-    }  # fmt: skip
+def same_state(module, weights):
+    state = module.state_dict()
+    return list(state) == list(weights) and all_same_bits(state.values(), weights.values())
 
 
 @pytest.mark.parametrize(
@@ -46,31 +41,30 @@ def test_a_thousand_modules(recipe, big):
     assert sum(1 for _ in big.modules()) == 1003
     big.blocks[3].up.register_forward_hook(lambda *_: None)
     big.blocks[4].eval().requires_grad_(False)
-    weights, before, keys = bits(big), everything(big), list(big.state_dict())
+    weights, before = copy.deepcopy(big.state_dict()), snapshot(big)
     with torch.no_grad():
         plain = big.blocks[7](torch.ones(1, 16, 16))
     convert(big, recipe=recipe, total_steps=10)
     assert len(report(big).converted) > 400
     with torch.no_grad():
         assert not torch.equal(big.blocks[7](torch.ones(1, 16, 16)), plain)
-    assert list(big.state_dict()) == keys
-    assert all(torch.equal(value, weights[key]) for key, value in bits(big).items())
+    assert same_state(big, weights)
     other = model(1)
     other.load_state_dict(big.state_dict(), strict=True)
-    assert all(torch.equal(value, weights[key]) for key, value in bits(other).items())
+    assert same_state(other, weights)
     big.load_state_dict(other.state_dict(), strict=True)
     revert(big)
-    assert everything(big) == before and all(torch.equal(value, weights[key]) for key, value in bits(big).items())
+    assert snapshot(big) == before and same_state(big, weights)
 
 
 def test_the_comparison_sees_a_flag_a_hook_and_an_object(big):
-    before = everything(big)
+    before = snapshot(big)
     handle = big.blocks[0].down.register_forward_hook(lambda *_: None)
-    assert everything(big) != before
+    assert snapshot(big) != before
     handle.remove()
-    assert everything(big) == before
+    assert snapshot(big) == before
     eps = big.blocks[0].norm1.eps
     big.blocks[0].norm1.eps = 2 * eps
-    assert everything(big) != before
+    assert snapshot(big) != before
     big.blocks[0].norm1.eps = eps
-    assert everything(big) == before
+    assert snapshot(big) == before

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import warnings
 
 import pytest
 import torch
@@ -16,6 +15,8 @@ from fmtsim.gemm.layers.operand import text_of
 from fmtsim.nn import EmulatedConv2d, EmulatedLinear, convert, report, revert, set_step
 from fmtsim.recipes import Recipe, Rule, Steps, get_recipe, list_recipes
 from tests.support.bits import all_same_bits
+from tests.support.models import hugging_face
+from tests.support.operands import normal
 
 pytestmark = [  # torch's own tracer and backend
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -23,26 +24,6 @@ pytestmark = [  # torch's own tracer and backend
 ]
 
 TOKENS = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
-SMALL = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-
-
-def hugging_face(kind):
-    """A tiny model of random weights from a config, without a download."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the packages that it imports
-        pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
-        import transformers as hf
-
-        torch.manual_seed(0)
-        if kind == "llama":
-            return hf.LlamaForCausalLM(hf.LlamaConfig(
-                hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2,
-                num_key_value_heads=1, max_position_embeddings=64, **SMALL))  # fmt: skip
-        if kind == "gpt2":
-            return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=64, n_layer=4, n_head=2, n_positions=64, **SMALL))
-        return hf.BertForMaskedLM(hf.BertConfig(
-            hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2,
-            max_position_embeddings=64, **SMALL))  # fmt: skip
 
 
 HEADS = {"llama": {"lm_head"}, "gpt2": {"lm_head"}, "bert": {"cls.predictions.decoder"}}
@@ -51,7 +32,7 @@ LAYERS = {"llama": 7, "gpt2": 4, "bert": 6}  # a block
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
 def test_hugging_face_models_train_and_come_back(kind):
-    model = hugging_face(kind).eval()
+    model = hugging_face(kind, layers=4)
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     plain = model(input_ids=TOKENS, labels=TOKENS)
     convert(model, recipe="te_nvfp4")
@@ -72,7 +53,7 @@ def test_hugging_face_models_train_and_come_back(kind):
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
 def test_a_wide_format_changes_hugging_face_models_little(kind):
     """The same products in bfloat16: every layer is emulated, transposed weights included, and agrees to 1 %."""
-    model = hugging_face(kind).eval()
+    model = hugging_face(kind, layers=4)
     model(input_ids=TOKENS, labels=TOKENS).loss.backward()
     plain = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -97,7 +78,7 @@ def test_a_cnn_learns_under_a_recipe(name):
     assert sum(isinstance(m, EmulatedConv2d) for m in model) == 2 and isinstance(model[5], EmulatedLinear) == (
         name != "fp4_ms"  # the head
     )
-    x, y = torch.randn(16, 4, 8, 8, generator=torch.Generator().manual_seed(2)), torch.arange(16) % 8
+    x, y = normal(16, 4, 8, 8, seed=2), torch.arange(16) % 8
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     losses = []
     for _ in range(12):
@@ -121,7 +102,7 @@ def step(model, x, call=None):
     return y.detach(), *(p.grad.clone() for p in model.parameters())
 
 
-X = torch.randn(128, 128, generator=torch.Generator().manual_seed(3))
+X = normal(128, 128, seed=3)
 QUICK = ("amp_bf16", "te_delayed", "te_nvfp4_all", "quartet", "quartet2", "fp4_ms", "halo2", "deepseek_v3")
 EVERYWHERE = [
     pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
@@ -164,7 +145,7 @@ def test_the_operators_pass_torchs_own_check(name):
     """Fake results have the shapes, strides and dtypes of real ones, and nothing aliases an input."""
     config = get_recipe(name).linear
     layer = Layer(config, 5)
-    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
+    x = normal(64, 128, seed=1)
     for operand, quantizer in config.operands.items():
         if quantizer.source == "forward":
             continue

@@ -13,6 +13,7 @@ from fmtsim.ptq import QuantisedCache
 from fmtsim.ptq.catalogue import quantised_cache
 from fmtsim.ptq.memory import SCHEMES, bits_per_element, cache_gigabytes, devices, weight_gigabytes
 from fmtsim.training.gpt import GPT, GPTConfig
+from tests.support.operands import normal
 
 
 def tokens(seed):
@@ -61,7 +62,7 @@ def test_logits_of_fp8_stay_close(gpt):
 
 
 def test_a_cache_is_what_attention_sees():
-    q, k, v = (torch.randn(2, 3, 9, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    q, k, v = (normal(2, 3, 9, 16, seed=i) for i in range(3))
     cache = QuantisedCache("e4m3_channel")
     cache.append(k, v)
     y = quantised_attention(q, k, v, is_causal=True, config=quantised_cache("e4m3"))
@@ -73,7 +74,7 @@ def test_a_cache_is_what_attention_sees():
 
 
 def test_memory_is_what_packed_tensors_take():
-    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    x = normal(64, 256)
     for name in ("e4m3", "mxfp8_e4m3", "mxfp4", "int4_g32", "mxfp6_e2m3"):
         assert fmtsim.encode(x, name).nbytes == bits_per_element(name) * x.numel() / 8
     assert fmtsim.encode(x, "nvfp4").nbytes - 4 == bits_per_element("nvfp4") * x.numel() / 8  # and one scale of all

@@ -38,6 +38,7 @@ from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
 from fmtsim.spec.transform import Hadamard
+from tests.support.operands import normal
 from tests.support.ptq_oracle import cast
 
 
@@ -113,7 +114,7 @@ def test_percentiles_are_numpy_s():
 
 
 def test_the_clip_of_least_error_is_that_of_a_search_by_hand():
-    x = torch.randn(4000, generator=torch.Generator().manual_seed(0)).abs()
+    x = normal(4000).abs()
     x[0] = 30.0
     amax = float(x.max())
     tops = [amax * i / 40 for i in range(1, 41)]
@@ -174,7 +175,7 @@ def test_best_scales_of_gaudi_are_those_of_a_search_by_hand(name):
     choices = {"gaudi_opt": range(-10, 10), "gaudi2_hw_opt": (4, 0, -4, -8), "gaudi_opt_channel": range(-3, 5)}[name]
     recipe = get_ptq_recipe(name)
     for seed in range(12):
-        w = torch.randn(3, 40, generator=torch.Generator().manual_seed(seed)) * 2.0 ** (3 * seed - 20)
+        w = normal(3, 40, seed=seed) * 2.0 ** (3 * seed - 20)
         rows = list(w) if name.endswith("channel") else [w]
         expected = []
         for row in rows:

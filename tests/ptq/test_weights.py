@@ -15,6 +15,7 @@ from fmtsim.ptq.grid import Grid, grid_of, nearest
 from fmtsim.ptq.learned import learned_rounding
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
+from tests.support.operands import normal
 from tests.support.ptq_oracle import brain_surgeon, encoded_step
 
 N, K, ROWS = 4, 9, 40
@@ -83,7 +84,7 @@ def test_groups_are_scaled_as_they_are_reached(monkeypatch, block, width, act_or
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
 def test_groups_of_block_formats_keep_the_scale_of_the_tensor(fmt):
-    w = torch.randn(6, 72, generator=torch.Generator().manual_seed(4))
+    w = normal(6, 72, seed=4)
     quantizer = Quantizer(format=get_format(fmt))
     grid = grid_of(w, quantizer)
     scale = grid.scale.clone()
@@ -144,7 +145,7 @@ def test_gptq_of_dead_and_dependent_inputs():
 
 @pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4", "int4", "e4m3", "e2m1"])
 def test_the_grid_of_a_weight_rounds_it_as_its_quantiser(fmt):
-    w = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    w = normal(8, 64, seed=1)
     element = fmt in ("int4", "e4m3", "e2m1")
     quantizer = Quantizer(format=get_format(fmt), scaling=Scaling(block=(1, 32)) if element else None)
     q = grid_of(w, quantizer).round(w.double(), slice(None)).float()

@@ -15,6 +15,7 @@ from fmtsim.recipes import get_recipe
 from fmtsim.scaling.signs import random_signs, sign_bits
 from fmtsim.spec.cast import RandomKey
 from tests.support import recipe_oracle as oracle
+from tests.support.operands import normal
 
 SEED = 5
 T, N, K = 64, 96, 128
@@ -127,7 +128,7 @@ def test_quartet_multiplies_rotated_tensors_and_turns_gradients_back():
 
 def test_quartet2_casts_the_forward_tensors_again_under_eden():
     x, w = (t[:, :K] for t in tensors()[:2])
-    g = torch.randn(128, 128, generator=torch.Generator().manual_seed(3)).bfloat16().float() * 2**-9
+    g = normal(128, 128, seed=3).bfloat16().float() * 2**-9
     x, w = torch.cat([x, x.flip(0)]), torch.cat([w, w[:32] * 2])
     y, dx, dw = run("quartet2", x, w, g)
     xq, wq = (values(oracle.quartet2_forward(t)) for t in (x, w))

@@ -15,6 +15,7 @@ from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
 from tests.support import recipe_oracle as oracle
 from tests.support.bits import assert_same_bits
+from tests.support.operands import normal
 
 ELEMENT_KEY, SCALE_KEY, SIGN_KEY = RandomKey(11, 3), RandomKey(12, 5), RandomKey(13, 7)
 DRAWS = Keys(ELEMENT_KEY, SCALE_KEY, SIGN_KEY)
@@ -142,7 +143,7 @@ OF_THE_DTYPE = ("coat", "fp4_ms_code", "halo0", "halo0_fp8", "int8_mixed")
     ids=[f"{n}-{o}" for n, o, _ in CASES if n in OF_THE_DTYPE],
 )
 def test_a_quantiser_that_looks_at_the_dtype_is_its_sources(name, operand, source, dtype):
-    x = torch.randn(200, 1488, generator=torch.Generator().manual_seed(5)) / 32
+    x = normal(200, 1488, seed=5) / 32
     x[3] = 3e-11  # a float32 scale below 1e-12, where torchao floors the inverse alone
     x = x.to(dtype)
     check(made(name, operand, x), source(x))
@@ -150,7 +151,7 @@ def test_a_quantiser_that_looks_at_the_dtype_is_its_sources(name, operand, sourc
 
 def test_logarithms_in_bfloat16_carry_into_the_next_power():
     """The factors of 65 of these 1,480 columns are twice as large as those of exact logarithms."""
-    w = (torch.randn(200, 1480, generator=torch.Generator().manual_seed(5)) / 32).bfloat16()
+    w = (normal(200, 1480, seed=5) / 32).bfloat16()
     rule = get_recipe("fp4_ms_code").linear.operands["w_f"].scaling
     factors = [
         scales(w.float().abs().amax(0, keepdim=True), dataclasses.replace(rule, power_of_two=power), 6.0, dtype=w.dtype)
@@ -162,7 +163,7 @@ def test_logarithms_in_bfloat16_carry_into_the_next_power():
 
 def test_four_over_six_takes_the_smaller_squared_error():
     """Follow the source's float32 arithmetic: its choices and values, but for blocks whose errors are all but equal."""
-    x = torch.randn(1024, 512, generator=torch.Generator().manual_seed(7)).bfloat16().float()
+    x = normal(1024, 512, seed=7).bfloat16().float()
     blocks, amax = x.unflatten(-1, (-1, 16)), x.abs().max()
     decode = amax / 256.0 / 6.0
     largest = blocks.abs().amax(-1, keepdim=True) / 6.0
@@ -252,7 +253,7 @@ def test_casts_without_scales(name, operand, fmt):
 def test_amp_fp16_and_tf32():
     x = matrix() * 1e3
     assert_same_bits(made("amp_fp16", "g_d", x).values(torch.float32), x.half().float())
-    y = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    y = normal(64, 64, seed=1)
     assert_same_bits(made("tf32", "x_f", y).values(torch.float32), oracle.mask_bits(y, 10))
     away = ((y.view(torch.int32) + (1 << 12)) & ~((1 << 13) - 1)).view(torch.float32)
     assert_same_bits(made("tf32_rna", "x_f", y).values(torch.float32), away)

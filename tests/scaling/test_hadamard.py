@@ -15,7 +15,7 @@ from fmtsim.scaling.hadamard import hadamard, root
 from fmtsim.scaling.hadamard_matrix import base_matrix, base_of, hadamard_matrix
 from fmtsim.scaling.signs import mask_bits, random_signs, sign_bits
 from tests.support.bits import assert_same_bits, same_bits
-from tests.support.operands import wide
+from tests.support.operands import normal, wide
 
 NAN = math.nan
 TE_SIGNS = 0xD7E8  # Transformer Engine's sixteen signs
@@ -149,7 +149,7 @@ def test_columns_of_the_identity_are_the_matrix(size):
 @pytest.mark.parametrize("size", [1, 16, 20, 172, 1024, 5120])
 def test_the_inverse_undoes_a_transform(size):
     """Within rounding: each of at most 50 sums and two products of magnitudes near |x| loses half a place."""
-    x, mask = torch.randn(4, size, generator=torch.Generator().manual_seed(3)), random_signs(size, 9)
+    x, mask = normal(4, size, seed=3), random_signs(size, 9)
     y = hadamard(x, size, mask)
     assert (hadamard(y, size, mask, inverse=True) - x).abs().max() < 1e-5
     assert abs(float(y.norm() / x.norm()) - 1) < 1e-5
@@ -176,7 +176,7 @@ def test_dimensions_strides_and_dtypes(dim, dtype):
 
 
 def test_large_tensors_are_transformed_in_parts_that_agree():
-    x = torch.randn(520, 5120, generator=torch.Generator().manual_seed(0))
+    x = normal(520, 5120)
     y = hadamard(x, None, 3)
     assert_same_bits(y[[0, 50, 51, 519]], hadamard(x[[0, 50, 51, 519]], None, 3))
     assert_same_bits(hadamard(x.T, None, 3, dim=0).T, y)

@@ -11,6 +11,7 @@ from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import round_value
 from fmtsim.scaling.cast import cast
+from tests.support.operands import normal
 
 E2M1, E4M3 = get_format("e2m1"), get_format("e4m3")
 FLT_MAX = Fraction(torch.finfo(torch.float32).max)
@@ -35,7 +36,7 @@ def torchao(blocks: list[list[Fraction]]) -> tuple[Fraction, list[Fraction], lis
 @pytest.mark.parametrize("size", [1.0, 1e-30, 2.0**-120, 2.0**-130, 3e-42, 1e35])
 def test_the_order_of_torchao(size):
     """A factor beyond float32 is its largest number: zeros stay zeros (Inf would make them NaN, and NaN 6)."""
-    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(3)) * size
+    x = normal(4, 64, seed=3) * size
     x[1, :16], x[2, 3], x[3, 4] = x[1, :16] * 2.0**-12, 0.0, -0.0
     scaling = Scaling(block=(1, 16), scale=E4M3, tensor=TensorScale(order="torchao"))
     found = cast(x, E2M1, scaling, Rounding(), "saturate")

@@ -13,6 +13,7 @@ from fmtsim.verify import units
 from fmtsim.verify.device import OnDevice, device_of
 from fmtsim.verify.outcome import PlantedError
 from fmtsim.verify.plan import default_tasks
+from tests.support.operands import normal
 
 CPU = torch.device("cpu")
 
@@ -61,7 +62,7 @@ def test_casts_of_a_device_are_held_to_the_oracle():
 
 
 def test_a_device_runs_what_a_call_there_would_run():
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).t()
+    x = normal(4, 8, seed=1).t()
     spec = ops.CastSpec(format=get_format("e4m3"), rounding=Datapath().rounding, overflow="saturate")
     asked = []
 

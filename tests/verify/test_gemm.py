@@ -14,6 +14,7 @@ from fmtsim.errors import ArgumentError, DataError
 from fmtsim.gemm.products import operator
 from fmtsim.verify.gemm import SQUARE, gemm_tasks, plan_basis
 from fmtsim.verify.recordings import find_recordings, read_calls, read_dots
+from tests.support.operands import normal
 from tests.support.recorded import GOLDEN, VECTORS, needs_golden, needs_vectors
 
 UNSIGNED = {1: numpy.uint8, 2: numpy.uint16, 4: numpy.uint32}
@@ -26,7 +27,7 @@ def codes(x):
 
 
 def numbers(*shape, dtype, seed):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return normal(*shape, seed=seed).to(dtype)
 
 
 def write_dots(folder, name, unit, dtype, accumulate, k, *, with_c=True):

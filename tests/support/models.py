@@ -1,0 +1,58 @@
+"""Small models that several test files convert, and everything that a model holds."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from fmtsim.training.gpt import GPT, GPTConfig
+
+
+def gpt(seed: int = 0, context: int = 32, width: int = 64, layers: int = 2) -> GPT:
+    """Return a model with two heads a block."""
+    return GPT(GPTConfig(context=context, width=width, layers=layers, heads=2), seed)
+
+
+class GatedMLP(nn.Module):
+    """What Hugging Face's Llama, Qwen and Mistral have."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(32, 64, bias=False), nn.Linear(32, 64, bias=False)
+        self.down_proj, self.act_fn = nn.Linear(64, 32, bias=False), nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def gated() -> nn.Sequential:
+    """Return two gated layers and a normalisation between them."""
+    torch.manual_seed(0)
+    return nn.Sequential(GatedMLP(), nn.LayerNorm(32), GatedMLP())
+
+
+def snapshot(model: nn.Module) -> dict:
+    """Return everything that each module holds, its class, and the identity of what it holds."""
+    return {
+        name: (type(m), {key: dict(value) if isinstance(value, dict) else value for key, value in vars(m).items()},
+               {key: id(value) for key, value in vars(m).items()})
+        for name, m in model.named_modules()
+    }  # fmt: skip
+
+
+def hugging_face(kind: str, layers: int = 2, **how):
+    """Return a tiny model of random weights from a config, without a download."""
+    sizes = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "num_hidden_layers": layers,
+             "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the packages that it imports
+        hf = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
+        torch.manual_seed(0)
+        config = {
+            "llama": lambda: hf.LlamaConfig(**sizes, num_key_value_heads=1),
+            "gpt2": lambda: hf.GPT2Config(n_embd=64, n_head=2, n_layer=layers, vocab_size=256, attn_pdrop=0.0),
+            "bert": lambda: hf.BertConfig(**sizes, attention_probs_dropout_prob=0.0),
+        }[kind]()
+        cls = {"llama": hf.LlamaForCausalLM, "gpt2": hf.GPT2LMHeadModel, "bert": hf.BertForMaskedLM}[kind]
+        return cls._from_config(config, **({"attn_implementation": "sdpa"} | how)).eval()
