@@ -52,13 +52,14 @@ def test_engines_have_the_bits_of_the_oracle(unit, plan):
                 assert_same_bits(out, expected)
 
 
-def test_special_operands_and_a_wide_accumulator():
+@pytest.mark.parametrize("plan", [PLANS[0], GemmPlan(k_tile=16, split=4, reduce="in_place")], ids=["bf16", "unrounded"])
+def test_special_operands_and_a_wide_accumulator(plan):
     a, b, bias = operands("bf16", n=5)
     a[0, 3], a[1, 4], b[2, 5] = float("nan"), float("inf"), float("-inf")
     unit = get_unit("hopper.wgmma").mode("bf16", "bf16")
     x, y, _ = (t.double() for t in operands("fp32", n=5))
     for left, right, path, fmt in ((a, b, unit, "bf16"), (x, y, get_unit("fp64_fma").mode("fp64", "fp64"), "fp64")):
-        spec = GemmSpec(datapath=path, plan=PLANS[0], a=get_format(fmt), b=get_format(fmt))
+        spec = GemmSpec(datapath=path, plan=plan, a=get_format(fmt), b=get_format(fmt))
         dtype = torch.float64 if fmt == "fp64" else torch.float32
         c = bias.to(dtype).expand(3, 5)
         expected = sums(left, right, spec, dtype, c=c)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.products.oracle_order import order_of_products
+from fmtsim.gemm.products.oracle import order_of_products
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import schedule

@@ -1,17 +1,18 @@
 """Matrix products in exact integers: slow, obvious, and what engines are held to (docs/matmul.md, section 4).
 
-What a unit does with one block is in ``oracle_units.py``, which products form a block in ``oracle_order.py``; here the
-blocks become chains, parts, sums and outputs. No floating-point operation decides anything, and nothing is shared with
-an engine.
+What a unit does with one block is in ``oracle_units.py``; here products become blocks, chains, parts, sums and outputs.
+The accumulation order is written as labels: every index k gets the numbers of its part, chain, tile, window and half
+(rules 1 and 2), and sorting by these numbers is the order. No floating-point operation decides anything, and nothing is
+shared with an engine, nor with ``schedule.py``.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import count, repeat
 from typing import Any, NamedTuple
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.products.oracle_order import Block, Chain, Part, order_of_products, promotion_interval
 from fmtsim.gemm.products.oracle_units import (
     Product,
     add,
@@ -27,7 +28,11 @@ from fmtsim.rounding.oracle import round_value
 from fmtsim.rounding.philox import random_integer
 from fmtsim.spec.datapath import FP32, Arithmetic, Datapath, IntegerDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
-from fmtsim.spec.plan import Epilogue
+from fmtsim.spec.plan import Epilogue, GemmPlan
+
+Block = list[int]
+Chain = list[Block]
+Part = list[Chain]
 
 
 class _Output(NamedTuple):
@@ -256,3 +261,72 @@ def _plus(x: Any, y: Any, spec: GemmSpec) -> Any:
 
 def _wider_than_fp32(fmt: FloatFormat) -> bool:
     return fmt.mantissa_bits > 23 or fmt.max > FP32.max or fmt.min_subnormal < FP32.min_subnormal
+
+
+# The accumulation order (rules 1 and 2).
+
+
+def order_of_products(k: int, datapath: Arithmetic, plan: GemmPlan) -> list[Part]:
+    """Return which products are added when: parts of chains of blocks of indices.
+
+    Args:
+        k: Products in a sum; 0 gives no parts.
+        datapath: The unit: its block, its promotion, whether blocks are paired.
+        plan: Tiles, parts, promotion, length of an instruction.
+
+    Raises:
+        ArgumentError: Unit and plan promote after different numbers of products.
+    """
+    promote = promotion_interval(datapath, plan)
+    lengths = [n for n in (datapath.block, plan.instruction_k) if n is not None]
+    length = min(lengths) if lengths else max(k, 1)
+    paired = isinstance(datapath, Datapath) and datapath.paired
+    seen: Counter[tuple[int, ...]] = Counter()  # products of a part, and of what a chain has of a tile, so far
+    labels: dict[tuple[int, ...], Block] = defaultdict(list)
+    for i in range(k):
+        tile = _tile(i, k, plan)
+        part = _owner(tile, k, plan) if plan.part_k is None else i // plan.part_k
+        chain = seen[part,] // promote if promote else 0
+        window, inside = divmod(seen[part, chain, tile], 2 * length if paired else length)
+        half = inside // 2 % 2 if paired else 0
+        labels[part, chain, tile, window, half].append(i)
+        seen[part,] += 1
+        seen[part, chain, tile] += 1
+    parts: dict[int, dict[int, Chain]] = defaultdict(lambda: defaultdict(list))
+    for (part, chain, *_), block in sorted(labels.items()):
+        parts[part][chain].append(block)
+    return [list(chains.values()) for chains in parts.values()]
+
+
+def promotion_interval(datapath: Arithmetic, plan: GemmPlan) -> int | None:
+    """Return after how many products a chain is promoted, by the unit or by the plan; None where neither does."""
+    of_unit = datapath.promote_every if isinstance(datapath, Datapath) else None
+    if of_unit and plan.promote_every and of_unit != plan.promote_every:
+        raise ArgumentError(
+            f"promote_every={of_unit} of the unit and promote_every={plan.promote_every} of the plan are two "
+            "outer sums; leave one of them out"
+        )
+    return of_unit or plan.promote_every
+
+
+def _tile(i: int, k: int, plan: GemmPlan) -> int:
+    """Return the number of the tile in which product i lies."""
+    if plan.k_tile is None:
+        return 0
+    if plan.part_k is not None:  # tiles are counted within the part
+        start = i // plan.part_k * plan.part_k
+        i, k = i - start, min(plan.part_k, k - start)
+    residue = k % plan.k_tile
+    if plan.residue_first and residue:
+        return 0 if i < residue else 1 + (i - residue) // plan.k_tile
+    return i // plan.k_tile
+
+
+def _owner(tile: int, k: int, plan: GemmPlan) -> int:
+    """Return the number of the part that owns a tile."""
+    if plan.k_tile is None:
+        return 0
+    if plan.owner == "interleaved":
+        return tile % plan.split
+    tiles = -(-k // plan.k_tile)
+    return tile // -(-tiles // plan.split)
