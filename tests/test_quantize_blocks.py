@@ -31,18 +31,6 @@ def test_blocks_along_any_dim(name):
             )
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int8_channel", "logfmt8"])
-def test_stochastic_blocks_along_any_dim(name):
-    """The word of an element belongs to its place in x, not in the matrix of blocks."""
-    x = wide(128, 3, 128)
-    generator = torch.Generator().manual_seed(4)
-    words = torch.randint(0, 1 << 32, x.shape, generator=generator)
-    for dim in (0, 2):
-        moved = quantize(x.movedim(dim, -1), name, rounding="stochastic", random_words=words.movedim(dim, -1))
-        whole = quantize(x, name, rounding="stochastic", random_words=words, dim=dim)
-        assert_same_bits(whole, moved.movedim(-1, dim), what=name)
-
-
 @pytest.mark.parametrize("name", SCALED)
 @pytest.mark.parametrize("extent", [1, 5, 31, 33, 130])
 def test_a_short_last_block_is_padded_with_zeros_and_cropped(name, extent):

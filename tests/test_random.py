@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 import fmtsim
 from fmtsim import ArgumentError, RandomKey, Rounding, encode, get_format, quantize, quantize_
 from fmtsim.cpu.runtime import pool
-from fmtsim.ops import engine_for
-from fmtsim.spec.cast import CastSpec
 from tests.support.bits import assert_same_bits, differing, same_bits
 from tests.support.operands import normal
 
@@ -47,38 +45,6 @@ def test_threads_do_not_matter(name):
     assert_same_bits(results[1], results[0], what=name)
     assert_same_bits(results[2], results[0], what=name)
     assert not same_bits(noisy(x, name, pad=True, generator=10), results[0])
-
-
-@pytest.mark.parametrize("name", ["e4m3", "nf4", "mxfp4", "nvfp4", "logfmt8"])
-def test_layout_does_not_matter(name):
-    x = normal(37, 128)
-    expected = noisy(x, name, generator=9)
-    turned = x.T.contiguous().T
-    assert_same_bits(noisy(turned, name, generator=9), expected, what="transposed")
-    wide = torch.zeros(37, 256)
-    wide[:, ::2] = x
-    assert_same_bits(noisy(wide[:, ::2], name, generator=9), expected, what="stepped")
-    out = torch.empty(128, 37).T
-    assert_same_bits(noisy(x, name, generator=9, out=out), expected, what="out")
-    assert_same_bits(quantize_(turned.clone(), name, rounding="stochastic", generator=9), expected, what="in place")
-    assert_same_bits(encode(turned, name, rounding="stochastic", generator=9).decode(), expected, what="encode")
-    assert_same_bits(noisy(x.double(), "e4m3", generator=9).float(), noisy(x, "e4m3", generator=9), what="float64")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_engines_do_not_matter(name):
-    """The verb's result, which the CPU engine computed, is that of torch operations."""
-    import fmtsim.torch_engine as torch_engine
-
-    x, seed = normal(40, 128), 0x123456789ABCDEF
-    fmt = get_format(name)
-    for rounding in (Rounding(mode="stochastic"), Rounding(mode="stochastic", random_bits=8, layout="cvt_rs")):
-        spec = CastSpec(format=fmt, rounding=rounding, overflow=fmt.default_overflow)
-        out = torch.empty(x.shape)
-        torch_engine.quantize(x, spec, RandomKey(seed, 0), out)
-        assert_same_bits(quantize(x, name, rounding=rounding, generator=seed), out, what=name)
-        if name != "logfmt8":
-            assert engine_for("quantize", spec, x).__name__ == "fmtsim.cpu"
 
 
 def test_seeds_are_64_bits_of_either_sign():
@@ -298,17 +264,11 @@ def test_neighbouring_words_are_not_correlated():
         assert abs(correlation.item()) < 5 / math.sqrt(1 << 16)
 
 
-@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e2m1", "bf16", "fp16", "int8", "nf4", "lns8_g8"])
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e2m1", "bf16", "fp16", "int8", "nf4", "lns8_g8", "mxfp4"])
 def test_exact_values_never_move(name):
-    values = quantize(normal(4096) * 3, name)
+    values = quantize(normal(64, 64) * 3, name)
     for seed in range(3):
         assert_same_bits(noisy(values, name, generator=seed), values, what=name)
-
-
-def test_exact_values_never_move_in_blocks():
-    x = quantize(normal(64, 64), "mxfp4")
-    for seed in range(3):
-        assert_same_bits(noisy(x, "mxfp4", generator=seed), x, what="mxfp4")
 
 
 @pytest.mark.parametrize(("name", "x", "expected"), [

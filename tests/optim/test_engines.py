@@ -14,9 +14,8 @@ from fmtsim.optim import StateFormat, engines, torch_step
 from fmtsim.optim.catalogue import DYNAMIC4, LINEAR4
 from fmtsim.rounding import codebooks
 from fmtsim.spec.optimizer import book_of
-from tests.support.optim_samples import SHAPES, gradients, parameter, value_bits
+from tests.support.optim_samples import SHAPES, gradients, parameter, train, value_bits
 
-HYPER = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
 CUDA = (
     ("bnb8", fmtsim.optim.AdamW, torch.float32),
     ("ao_8bit", fmtsim.optim.Adam, torch.float32),
@@ -45,22 +44,6 @@ OURS = (
     ("bnb8_2048", fmtsim.optim.AdamW),
     ("ao_8bit", fmtsim.optim.Adam),
 )
-
-
-def train(cls, scheme, steps=3, bad=False, dtype=torch.float32, **options):
-    """Return parameters and states after some steps, as integers; NaN are all one."""
-    parameters = [torch.nn.Parameter(torch.from_numpy(parameter(shape, i)).to(dtype)) for i, shape in enumerate(SHAPES)]
-    hyper = {name: value for name, value in (HYPER | options).items() if value is not None}
-    optimizer = cls(parameters, state=scheme, **hyper)
-    grads = [gradients((8960,), steps, 50 + i) for i in range(len(SHAPES))]
-    for step in range(steps):
-        for p, g in zip(parameters, grads, strict=True):
-            p.grad = torch.from_numpy(g[step][: p.numel()].reshape(p.shape).copy()).to(dtype)
-            if bad:
-                p.grad.view(-1)[step + 7 :: 999] = (torch.nan, torch.inf, -torch.inf)[step]
-        optimizer.step()
-    kept = [*parameters, *(t for p in parameters for t in optimizer.state[p].values() if isinstance(t, torch.Tensor))]
-    return [value_bits(t.detach().cpu()) for t in kept], optimizer.nonfinite_gradients()
 
 
 def equal(a, b):

@@ -39,3 +39,24 @@ def value_bits(x):
     if x.is_floating_point():
         return torch.where(x.isnan(), torch.nan, x).to(torch.float32).view(torch.int32).clone()
     return x.clone()
+
+
+HYPER = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
+
+
+def train(cls, scheme, steps=3, bad=False, dtype=torch.float32, device="cpu", **options):
+    """Return the bits of parameters and states after some steps, and the count of gradients that are not finite."""
+    parameters = [
+        torch.nn.Parameter(torch.from_numpy(parameter(shape, i)).to(device, dtype)) for i, shape in enumerate(SHAPES)
+    ]
+    hyper = {name: value for name, value in (HYPER | options).items() if value is not None}
+    optimizer = cls(parameters, state=scheme, **hyper)
+    grads = [gradients((8960,), steps, 50 + i) for i in range(len(SHAPES))]
+    for step in range(steps):
+        for p, g in zip(parameters, grads, strict=True):
+            p.grad = torch.from_numpy(g[step][: p.numel()].reshape(p.shape).copy()).to(device, dtype)
+            if bad:
+                p.grad.view(-1)[step + 7 :: 999] = (torch.nan, torch.inf, -torch.inf)[step % 3]
+        optimizer.step()
+    kept = [*parameters, *(t for p in parameters for t in optimizer.state[p].values() if isinstance(t, torch.Tensor))]
+    return [value_bits(t.detach().cpu()) for t in kept], optimizer.nonfinite_gradients()
