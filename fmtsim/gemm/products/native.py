@@ -295,11 +295,11 @@ def run_coded(
         y = run_plain(operation, a.values, b.values.mT, inside, asked, tf32=a.format.name == "tf32", sums=sums)
     else:
         pair = [_codes(x, kind) for x in (a, b)]
-        whole = [x.whole if kind in UNIT_SCALES else None for x in (a, b)]
+        whole = [x.tensor_scale if kind in UNIT_SCALES else None for x in (a, b)]
         left, right = (fp4_of_fp8(x.values) if _dtype_of(x) == _FP4 else x.values for x in (a, b))
         y = torch.ops.fmtsim.native_gemm(
             left, right.mT, operation, asked, inside, *pair, *whole, None, "tensor" if kind == "none" else kind,
-            fast_accum, tall_a=a.tall, tall_b=b.tall,
+            fast_accum, tall_a=a.rows_per_scale, tall_b=b.rows_per_scale,
         )  # fmt: skip
     return y if bias is None or adds else finish(y, y.dtype, bias=bias)
 
@@ -308,7 +308,8 @@ def _codes(x: Any, kind: ScaleKind) -> Tensor | None:
     """Return scales as cuda/native.py takes them: small ones as codes, others as they are."""
     if x.scales is None or kind not in UNIT_SCALES:
         return x.scales
-    scales = x.scales if x.tall == 1 else x.scales.repeat_interleave(x.tall, dim=0)[: x.values.shape[0]]
+    rows = x.rows_per_scale
+    scales = x.scales if rows == 1 else x.scales.repeat_interleave(rows, dim=0)[: x.values.shape[0]]
     if kind == "nvfp4":
         return scales.to(torch.float8_e4m3fn).view(torch.uint8)  # exact: they are E4M3 numbers
     # A power of two's exponent field is its E8M0 code; 2^-127, a subnormal, has 0, and NaN 255.
