@@ -195,7 +195,8 @@ def require_whole(fmt: Format, scaling: Scaling) -> None:
     """Refuse formats with scales of their own, and rules that are not one scale from the largest magnitude."""
     if isinstance(fmt, BlockFormat | LogTileFormat):
         raise ArgumentError(f"{fmt.name} has scales of its own; pass scaling=None, or an element format")
-    one = scaling.block == (None, None) and scaling.statistic == "amax" and scaling.scale == FP32
+    one = scaling.block == (None, None) and scaling.statistic == "amax"
+    one = one and scaling.scale == FP32 and not scaling.input_scale
     if not one or scaling.tensor or scaling.eden or scaling.history or scaling.candidates != (1.0,):
         raise ArgumentError(f"scaling {scaling} is not one float32 scale from the largest magnitude; choose Scaling()")
 

@@ -153,7 +153,8 @@ def _require_scaling(scaling: Scaling | None) -> None:
     whole = scaling.block == (None, None) and scaling.statistic in ("amax", "one")
     _require(whole, f"Reduction scaling of {scaling}", "the amax of the whole tensor, block=(None, None)")
     _require(scaling.arithmetic != "divide", "Reduction scaling with arithmetic='divide'", "one that multiplies")
-    single = scaling.history is None and scaling.tensor is None and scaling.eden is None and scaling.scale == FP32
+    single = scaling.history is None and scaling.tensor is None and scaling.eden is None
+    single = single and scaling.scale == FP32 and not scaling.input_scale
     alone = single and scaling.candidates == (1.0,)
     _require(alone, f"Reduction scaling of {scaling}", "one float32 scale, without history, candidates or second level")
 

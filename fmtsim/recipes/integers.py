@@ -36,7 +36,7 @@ def _bitnet() -> LinearConfig:
 
 
 def _qat() -> LinearConfig:
-    weights = Scaling(block=(1, 32), top=7.5, arithmetic="reciprocal")
+    weights = Scaling(block=(1, 32), top=7.5, arithmetic="reciprocal", input_scale=True)
     return layer(cast("uint8_channel_zp"), cast("int4_full", weights), HIGH, w_back=FORWARD, x_back=FORWARD)
 
 
@@ -71,7 +71,9 @@ RECIPES = (
         name="ao_int4_qat",
         linear=_qat(),
         source="torchao 36027d8, 8da4w: weights in groups of 32, activations by token with a zero point",
-        notes="scales of weights are 2^-126 at least; torchao before 0.18 took the dtype's eps, 2^-23 of float32",
+        notes="scales of weights are 2^-126 at least, as in the source; torchao before 0.18 took the dtype's eps, 2^-23 "
+        "of float32. Those of activations are float32 of 2^-126 at least; the source's are computed in x's dtype, and are "
+        "2^-23 at least",
     ),
     Recipe(
         name="lns",

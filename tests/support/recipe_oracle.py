@@ -335,11 +335,13 @@ def ao_mx(x, rule, name="e4m3", emax=8, mantissa=3, top=448.0, block=(1, 32)):
 
 
 def int4_groups(w):
+    """8da4w weights: a scale in the dtype of w for 32 neighbours, the least normal number of that dtype at least."""
+
     def cast(part):
-        scale = torch.div(part.abs().max(), f32(7.5)).clamp(min=torch.finfo(torch.float32).tiny)
+        scale = (part.to(w.dtype).abs().max() / 7.5).clamp(min=torch.finfo(w.dtype).smallest_normal).float()
         return (part * torch.div(f32(1.0), scale)).round().clamp(-8, 7), scale
 
-    return each_block(w, (1, 32), cast)
+    return each_block(w.float(), (1, 32), cast)
 
 
 def int8_tokens_with_zero(x):
