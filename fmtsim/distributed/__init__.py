@@ -1,21 +1,13 @@
 """Quantised collectives: reductions in few bits on processes and in simulation, gathered weights, dispatched tokens."""
 
-from fmtsim.distributed.arithmetic import Counts as Counts
-from fmtsim.distributed.collective import Reduced as Reduced
-from fmtsim.distributed.collective import all_reduce as all_reduce
-from fmtsim.distributed.collective import reduce_scatter as reduce_scatter
-from fmtsim.distributed.fsdp import hook_fsdp as hook_fsdp
-from fmtsim.distributed.gather import all_gather as all_gather
-from fmtsim.distributed.gather import dispatch as dispatch
-from fmtsim.distributed.gather import whole_tensors as whole_tensors
-from fmtsim.distributed.hook import fp8_hook as fp8_hook
-from fmtsim.distributed.reduction import REDUCTIONS as REDUCTIONS
-from fmtsim.distributed.reduction import AutoFactor as AutoFactor
-from fmtsim.distributed.reduction import Reduction as Reduction
-from fmtsim.distributed.reduction import get_reduction as get_reduction
-from fmtsim.distributed.simulate import Simulated as Simulated
-from fmtsim.distributed.simulate import simulate as simulate
-from fmtsim.distributed.state import ReductionState as ReductionState
+from fmtsim.distributed.arithmetic import Counts
+from fmtsim.distributed.collective import Reduced, all_reduce, reduce_scatter
+from fmtsim.distributed.fsdp import hook_fsdp
+from fmtsim.distributed.gather import all_gather, dispatch, whole_tensors
+from fmtsim.distributed.hook import fp8_hook
+from fmtsim.distributed.reduction import REDUCTIONS, AutoFactor, Reduction, get_reduction
+from fmtsim.distributed.simulate import Simulated, simulate
+from fmtsim.distributed.state import ReductionState
 
 __all__ = [
     "REDUCTIONS",

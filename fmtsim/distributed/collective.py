@@ -142,11 +142,11 @@ def _settings(mu: float | Tensor | None, call: int) -> str:
 def _finish(
     sums: Tensor, batch: Batch, factors: Factors, hop: Hop, ranks: Ranks, scatter: bool, own: tuple[Tensor, ...]
 ) -> tuple[Tensor, Counts]:
-    whole = torch.stack(result_counts(sums, hop.top))
+    totals = torch.stack(result_counts(sums, hop.top))
     if scatter:
-        whole = ranks.total(whole, "the counts of a reduce-scatter")
+        totals = ranks.total(totals, "the counts of a reduce-scatter")
     shape = (1, batch.x.shape[1]) if scatter else batch.x.shape
-    return finished(sums.reshape(shape), batch, factors), Counts(*whole.unbind(), *own)
+    return finished(sums.reshape(shape), batch, factors), Counts(*totals.unbind(), *own)
 
 
 def _amaxes(batch: Batch, reduction: Reduction, ranks: Ranks) -> Tensor:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmtsim.distributed.arithmetic import require_ranks
-from fmtsim.distributed.board import AbsentError, exchange, named
+from fmtsim.distributed.store import AbsentError, exchange, named
 from fmtsim.errors import ArgumentError, CollectiveError
 
 

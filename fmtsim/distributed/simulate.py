@@ -90,9 +90,9 @@ def simulate_batches(
         own.append(own_counts(batch.x.reshape(-1), y, q, hop.top))
         flat.append(q)
     sums = reduced(torch.stack(flat), hop)
-    whole = result_counts(sums, hop.top)
+    totals = result_counts(sums, hop.top)
     values = finished(sums.reshape(batches[0].x.shape), batches[0], factors)
-    return values, tuple(Counts(*whole, *counts) for counts in own)
+    return values, tuple(Counts(*totals, *counts) for counts in own)
 
 
 def reduced(q: Tensor, hop: Hop) -> Tensor:

@@ -43,10 +43,10 @@ class EmulatedMultiheadAttention(EmulatedModule, nn.MultiheadAttention):
         _check(self, query, key, value, attn_mask, is_causal)
         same_qk, same_kv = query is key, key is value
         batched = query.dim() == 3
-        turn = _to_time_first if self.batch_first and batched else _with_batch if not batched else _unchanged
-        query = turn(query)
-        key = query if same_qk else turn(key)
-        value = key if same_kv else turn(value)
+        arrange = _to_time_first if self.batch_first and batched else _with_batch if not batched else _unchanged
+        query = arrange(query)
+        key = query if same_qk else arrange(key)
+        value = key if same_kv else arrange(value)
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask.unsqueeze(0)
         q, k, v = self._project(query, key, value)

@@ -16,7 +16,7 @@ from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.layers.passes import Observer
 from fmtsim.gemm.products.operator import draw_keys
-from fmtsim.nn.flash import Flash, Words, flash, is_random
+from fmtsim.nn.flash import CallKeys, Flash, flash
 from fmtsim.nn.flash_backward import flash_gradients
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.scaling.repeats import Calls
@@ -132,12 +132,12 @@ def _forward(
     *,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    random, generator = any(map(is_random, call.config.operands.values())), call.generator
+    random, generator = call.config.is_random, call.generator
     if random and isinstance(generator, torch.Generator):
         generator = call.draws.generator(generator, compiled=compiled)
     keys = draw_keys(True, generator, None, q.device) if random else None
     key = torch.zeros(0, dtype=torch.int64) if keys is None else torch.tensor(keys.tolist())
-    y = _run(q, k, v, mask, hides, factor, call.config, _words(key), observer=call.observer).out
+    y = _run(q, k, v, mask, hides, factor, call.config, _call_keys(key), observer=call.observer).out
     return y.reshape(*q.shape[:-2], *y.shape[-2:]).to(q.dtype), key
 
 
@@ -152,11 +152,11 @@ def _gradients(
     factor: float,
     call: AttentionCall,
 ) -> list[Tensor]:
-    words = _words(key)
-    made = _run(q, k, v, mask, hides, factor, call.config, words, keep=True)
+    call_keys = _call_keys(key)
+    made = _run(q, k, v, mask, hides, factor, call.config, call_keys, keep=True)
     with torch.autocast(g.device.type, enabled=False):
         heads = _flat(g), _flat(q), _flat(k), _flat(v)
-        grads = flash_gradients(heads, factor, call.config, words, made, call.observer)
+        grads = flash_gradients(heads, factor, call.config, call_keys, made, call.observer)
     return [d.reshape(t.shape).to(t.dtype) for d, t in zip(grads, (q, k, v), strict=True)]
 
 
@@ -168,7 +168,7 @@ def _run(
     hides: bool,
     factor: float,
     config: AttentionConfig,
-    words: Words,
+    call_keys: CallKeys,
     *,
     keep: bool = False,
     observer: Observer | None = None,
@@ -177,7 +177,7 @@ def _run(
     whole = mask if shared or mask is None else mask.expand(*q.shape[:-2], *mask.shape[-2:]).flatten(0, -3)
     with torch.autocast(q.device.type, enabled=False):
         return flash(
-            _flat(q), _flat(k), _flat(v), whole, factor, config, words, hides=hides, keep=keep, observer=observer
+            _flat(q), _flat(k), _flat(v), whole, factor, config, call_keys, hides=hides, keep=keep, observer=observer
         )
 
 
@@ -185,8 +185,8 @@ def _flat(t: Tensor) -> Tensor:
     return t.reshape(math.prod(t.shape[:-2]), *t.shape[-2:]).float()
 
 
-def _words(key: Tensor) -> Words:
-    return Words(RandomKey(*key.tolist()) if key.numel() else None)
+def _call_keys(key: Tensor) -> CallKeys:
+    return CallKeys(RandomKey(*key.tolist()) if key.numel() else None)
 
 
 def _find(name: str) -> AttentionCall:
@@ -197,7 +197,7 @@ def _find(name: str) -> AttentionCall:
 
 
 def _fake_forward(q, k, v, mask, hides, factor, name):  # type: ignore[no-untyped-def]
-    random = any(map(is_random, _find(name).config.operands.values()))
+    random = _find(name).config.is_random
     return q.new_empty((*q.shape[:-1], v.shape[-1])), torch.empty(2 if random else 0, dtype=torch.int64)
 
 

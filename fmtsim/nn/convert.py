@@ -10,7 +10,7 @@ from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.nn.modules import STATE, EmulatedModule, Emulation, emulated_class
-from fmtsim.nn.planning import NO_MACHINE, Configure, Filter, configure, constant_planner, plan_layers, planner_of
+from fmtsim.nn.planning import NO_TARGET, Configure, Filter, configure, constant_planner, plan_layers, planner_of
 from fmtsim.nn.swaps import Swaps, find_swaps, one_generator, swapped, undo_swaps
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.recipes.registry import get_recipe
@@ -64,11 +64,11 @@ def convert(
         grad_format: Format of gradients; None means ``format``.
         rounding: Rounding of activations and weights, with ``format``.
         grad_rounding: Rounding of gradients, with ``format``.
-        target: A machine with its library that multiplies (``"h200"``), with ``format``.
+        target: A GPU with its library that multiplies (``"h200"``), with ``format``.
         unit: A matrix unit alone, with ``format``.
         fast_accum: use_fast_accum of the target's forward products, with ``format``.
-        native: Who multiplies on a target, with ``format``: None lets the card do it itself where the model is on the
-            card that the target describes, True insists on that, False emulates.
+        native: Who multiplies on a target, with ``format``: None lets the GPU do it itself where the model is on the
+            GPU that the target describes, True insists on that, False emulates.
         config: A LinearConfig for all layers, or a function from a layer's name to its own (None leaves it alone).
         generator: Keys of stochastic rounding: None draws from torch's default generator, an int makes one
             torch.Generator for the whole model, a torch.Generator is used as it is.
@@ -90,16 +90,16 @@ def convert(
         raise ArgumentError(
             f"convert filter_fn={filter_fn!r} is no function; write filter_fn=lambda module, name: 'mlp' in name"
         )
-    machine = {"target": target, "unit": unit, "fast_accum": fast_accum, "native": native}
+    targets = {"target": target, "unit": unit, "fast_accum": fast_accum, "native": native}
     roundings = {"rounding": rounding, "grad_rounding": grad_rounding}
     named = get_recipe(recipe) if isinstance(recipe, str | Path | Recipe) else None
     if named is not None:
-        if format is not None or config is not None or grad_format is not None or machine != NO_MACHINE:
+        if format is not None or config is not None or grad_format is not None or targets != NO_TARGET:
             raise ArgumentError("recipe= says everything about formats and machines; pass it alone")
         planner = planner_of(named, model)
     else:
         assert not isinstance(recipe, str | Path | Recipe)  # for mypy
-        planner = constant_planner(configure(recipe, format, grad_format, roundings, machine, config))
+        planner = constant_planner(configure(recipe, format, grad_format, roundings, targets, config))
     plan, reasons = plan_layers(model, planner, filter_fn, total_steps)
     swaps = None if named is None else find_swaps(model, named, filter_fn)
     if not plan and not swaps:
@@ -141,6 +141,13 @@ def is_converted(model: nn.Module) -> bool:
     return any(isinstance(module, EmulatedModule) for module in model.modules()) or swapped(model)
 
 
+def converted_modules(model: nn.Module, verb: str) -> list[tuple[str, EmulatedModule]]:
+    """Return the modules with emulated products by name; raise ArgumentError where ``convert`` changed nothing."""
+    if not is_converted(model):
+        raise ArgumentError(f"{verb} found no converted module in {type(model).__name__}; convert it first")
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, EmulatedModule)]
+
+
 def revert(model: Model) -> Model:
     """Give every converted module its own class back and undo what a recipe exchanged, in place; return the model.
 
@@ -151,9 +158,7 @@ def revert(model: Model) -> Model:
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"revert takes a torch.nn.Module, not {type(model).__name__}")
-    converted = [(name, module) for name, module in model.named_modules() if isinstance(module, EmulatedModule)]
-    if not converted and not swapped(model):
-        raise ArgumentError(f"revert found no converted module in {type(model).__name__}; convert it first")
+    converted = converted_modules(model, "revert")
     for name, module in converted:
         if type(module) is not emulated_class(module.original_class):
             raise ArgumentError(
@@ -184,10 +189,7 @@ def set_step(model: nn.Module, step: int) -> None:
     """
     if type(step) is not int or step < 0:
         raise ArgumentError(f"step={step!r} is not a step; pass a whole number from 0")
-    converted = [module for module in model.modules() if isinstance(module, EmulatedModule)]
-    if not converted and not swapped(model):
-        raise ArgumentError(f"set_step found no converted module in {type(model).__name__}; convert it first")
-    for module in converted:
+    for _, module in converted_modules(model, "set_step"):
         how = module.emulation
         if how is not None and how.plan is not None:
             how.run(how.plan.at(step, model.__dict__.get(TOTAL)) or LinearConfig())

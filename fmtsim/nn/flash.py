@@ -16,13 +16,13 @@ from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys, Operand, spread
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.transform import Clamp, Hadamard
+from fmtsim.spec.transform import Clamp
 
 See = Callable[[Tensor, Tensor, Quantizer], None]
 _LOG2E: Final = 1.4426950408889634
 
 
-class Words:
+class CallKeys:
     """Give every use of random numbers in a call a key of its own; the signs of a pass are one.
 
     Args:
@@ -67,7 +67,7 @@ class Heads(NamedTuple):
         x = self.elements.float()
         return x if self.scale is None else x * self.scale
 
-    def turned(self) -> "Heads":
+    def transposed(self) -> "Heads":
         """Return the transposed matrices, with the same elements and scales."""
         return Heads(self.elements.mT, None if self.scale is None else self.scale.mT, block=self.block[::-1])
 
@@ -97,7 +97,7 @@ def flash(
     mask: Tensor | None,
     factor: float,
     config: AttentionConfig,
-    words: Words,
+    call_keys: CallKeys,
     *,
     hides: bool = False,
     keep: bool = False,
@@ -109,7 +109,7 @@ def flash(
     """
     unit = config.unit
     left, right, values = (
-        quantised(x, quantizer, unit, words.draws, seen(observer, name))
+        quantised(x, quantizer, unit, call_keys.draws, seen(observer, name))
         for name, x, quantizer in (("q", q, config.q), ("k", k, config.k), ("v", v.mT, config.v))
     )
     m = q.new_full((*q.shape[:2], 1), -math.inf)
@@ -122,7 +122,7 @@ def flash(
         new = torch.maximum(m, t.amax(-1, keepdim=True))
         base = torch.where(new == -math.inf, 0.0, new)  # a row that has seen no key yet
         shrink, p = torch.exp2(m - base), torch.exp2(t - (base - config.offset))
-        weights = quantised(p.reshape(1, -1, p.shape[-1]), config.p, unit, words.draws, seen(observer, "p"))
+        weights = quantised(p.reshape(1, -1, p.shape[-1]), config.p, unit, call_keys.draws, seen(observer, "p"))
         weights = Heads(weights.elements.reshape(p.shape), _shaped(weights.scale, p), block=weights.block)
         part = product(weights, _part(values, keys, 2), (config.p, config.v), unit)
         m, total, out = new, total * shrink + p.sum(-1, keepdim=True), out * shrink + part
@@ -165,8 +165,8 @@ def quantised(x: Tensor, quantizer: Quantizer, unit: Any, draws: Callable[[], Ke
 def _prepared(x: Tensor, quantizer: Quantizer, draws: Keys, see: See | None) -> Operand:
     made = quantize_operand(x, quantizer, draws)
     if see is not None:
-        for turn in quantizer.transforms:  # what was rounded
-            x, _ = transformed(x, turn, draws.signs)
+        for transform in quantizer.transforms:  # what was rounded
+            x, _ = transformed(x, transform, draws.signs)
         see(x, made.values(torch.float32), quantizer)
     return made
 
@@ -178,7 +178,7 @@ def _found(x: Tensor | None) -> Tensor:
 
 def _clamps(quantizer: Quantizer) -> bool:
     """Whether something is cut off that a product would have to be told of, or that is taken of a whole matrix."""
-    return any(isinstance(turn, Clamp) for turn in quantizer.transforms)
+    return any(isinstance(transform, Clamp) for transform in quantizer.transforms)
 
 
 def _spread(operand: Operand) -> Tensor:
@@ -233,11 +233,3 @@ def _exponents(s: Tensor, mask: Tensor | None, factor: float, hides: bool) -> Te
         return s * (factor * _LOG2E)
     hides = hides or bool(((mask == 0) | (mask == -math.inf)).all())  # such a mask changes no score
     return s * (factor * _LOG2E) + mask if hides else (s * factor + mask) * _LOG2E
-
-
-def is_random(quantizer: Quantizer) -> bool:
-    """Whether a quantiser needs random numbers."""
-    signs = any(isinstance(turn, Hadamard) and turn.signs == "random" for turn in quantizer.transforms)
-    scales = quantizer.scaling is not None and quantizer.scaling.scale_rounding == "stochastic"
-    later = quantizer.then is not None and is_random(quantizer.then)
-    return signs or scales or later or quantizer.rounding.mode == "stochastic"

@@ -9,7 +9,7 @@ from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import Gemm
 from fmtsim.gemm.layers.operand import rotated
 from fmtsim.gemm.layers.passes import Observer
-from fmtsim.nn.flash import Flash, Heads, See, Words, product, quantised, seen
+from fmtsim.nn.flash import CallKeys, Flash, Heads, See, product, quantised, seen
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Hadamard
@@ -35,7 +35,7 @@ def flash_gradients(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     factor: float,
     config: AttentionConfig,
-    words: Words,
+    call_keys: CallKeys,
     made: Flash,
     observer: Observer | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,31 +46,31 @@ def flash_gradients(
             ``[heads, S, d]`` and v ``[heads, S, dv]``.
         factor: What scores are multiplied with.
         config: The definition.
-        words: Random numbers, behind those of the forward pass.
+        call_keys: Random numbers, behind those of the forward pass.
         made: The forward pass with its weights.
         observer: Sees the operands that are quantised here, as ``"dv.b"``.
     """
     g, q, k, v = tensors
     coded = config.unit is not None
     weights = _Source(made.weights.mT, Heads(made.rounded.mT, None), config.p, False)
-    dv = _run("dv", config.dv, (weights, g.mT), words, observer)
+    dv = _run("dv", config.dv, (weights, g.mT), call_keys, observer)
     dv = dv if made.v.slope is None else dv * made.v.slope.mT
-    values = _Source(v, made.v.turned(), config.v, coded)
-    dp = _run("dp", config.dp, (g, values), words, observer)
+    values = _Source(v, made.v.transposed(), config.v, coded)
+    dp = _run("dp", config.dp, (g, values), call_keys, observer)
     ds = made.weights * (dp - (g * made.out).sum(-1, keepdim=True))
-    keys = _Source(k.mT, made.k.turned(), config.k, coded)
-    dq = _run("dq", config.dq, (ds, keys), words, observer) * factor
-    queries = _Source(q.mT, made.q.turned(), config.q, coded)
-    dk = _run("dk", config.dk, (ds.mT, queries), words, observer) * factor
-    dq = _back(dq, made.q.slope, config.q, config.dq.b, words)
-    return dq, _back(dk, made.k.slope, config.k, config.dk.b, words), dv
+    keys = _Source(k.mT, made.k.transposed(), config.k, coded)
+    dq = _run("dq", config.dq, (ds, keys), call_keys, observer) * factor
+    queries = _Source(q.mT, made.q.transposed(), config.q, coded)
+    dk = _run("dk", config.dk, (ds.mT, queries), call_keys, observer) * factor
+    dq = _back(dq, made.q.slope, config.q, config.dq.b, call_keys)
+    return dq, _back(dk, made.k.slope, config.k, config.dk.b, call_keys), dv
 
 
 def _run(
     name: str,
     gemm: Gemm,
     sides: tuple[Tensor | _Source, Tensor | _Source],
-    words: Words,
+    call_keys: CallKeys,
     observer: Observer | None,
 ) -> Tensor:
     """Return ``a b^T`` of each head."""
@@ -80,7 +80,7 @@ def _run(
             x,
             quantizer,
             gemm,
-            words,
+            call_keys,
             seen(observer if quantizer.format is not None else None, f"{name}.{side}"),
         )
         for side, x, quantizer in zip("ab", sides, (gemm.a, gemm.b), strict=True)
@@ -90,10 +90,10 @@ def _run(
 
 
 def _operand(
-    where: str, x: Tensor | _Source, quantizer: Quantizer, gemm: Gemm, words: Words, see: See | None
+    where: str, x: Tensor | _Source, quantizer: Quantizer, gemm: Gemm, call_keys: CallKeys, see: See | None
 ) -> tuple[Heads, Quantizer]:
     """Return an operand along the sums of its product, and what made it."""
-    draws = partial(words.draws, backward=True)
+    draws = partial(call_keys.draws, backward=True)
     if isinstance(x, Tensor):
         return quantised(x.contiguous(), quantizer, gemm.unit, draws, see), quantizer
     if quantizer.source == "original":
@@ -112,7 +112,7 @@ def _operand(
     return x.forward, x.quantizer
 
 
-def _back(y: Tensor, slope: Tensor | None, quantizer: Quantizer, other: Quantizer, words: Words) -> Tensor:
+def _back(y: Tensor, slope: Tensor | None, quantizer: Quantizer, other: Quantizer, call_keys: CallKeys) -> Tensor:
     """Turn the gradient of a rounded, rotated operand into that of the tensor itself.
 
     Args:
@@ -120,13 +120,13 @@ def _back(y: Tensor, slope: Tensor | None, quantizer: Quantizer, other: Quantize
         slope: Of the rounding.
         quantizer: What made the operand.
         other: Quantiser of the product's second operand; where it is made of the original, nothing is rotated.
-        words: Give the signs.
+        call_keys: Give the signs.
     """
-    turned = other.source != "original"
-    if slope is not None and turned:
+    rotated_forward = other.source != "original"
+    if slope is not None and rotated_forward:
         y = y * slope
-    for turn in reversed(quantizer.transforms if turned else ()):
-        if isinstance(turn, Hadamard):
+    for transform in reversed(quantizer.transforms if rotated_forward else ()):
+        if isinstance(transform, Hadamard):
             shape = y.shape
-            y = rotated(y.reshape(-1, shape[-1]), turn, words.signs, inverse=True).reshape(shape)
+            y = rotated(y.reshape(-1, shape[-1]), transform, call_keys.signs, inverse=True).reshape(shape)
     return y

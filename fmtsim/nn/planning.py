@@ -21,7 +21,7 @@ from fmtsim.recipes.spec import Recipe
 Configure = Callable[[str], LinearConfig | None]
 Planner = Callable[[str], LayerPlan | None]
 Filter = Callable[[nn.Module, str], bool]
-NO_MACHINE = {"target": None, "unit": None, "fast_accum": False, "native": None}
+NO_TARGET = {"target": None, "unit": None, "fast_accum": False, "native": None}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -30,7 +30,7 @@ def configure(
     format: str | Format | None,
     grad_format: str | Format | None,
     roundings: dict[str, Any],
-    machine: dict[str, Any],
+    targets: dict[str, Any],
     config: LinearConfig | Configure | None,
 ) -> Configure:
     """Return what gives each layer its config, from the one argument of ``convert`` that says it.
@@ -46,10 +46,10 @@ def configure(
         )
     if format is not None:
         grads = format if grad_format is None else grad_format
-        config = linear_config(x=format, w=format, g=grads, **roundings, **machine)
+        config = linear_config(x=format, w=format, g=grads, **roundings, **targets)
     elif grad_format is not None or any(mode != "nearest_even" for mode in roundings.values()):
         raise ArgumentError(f"grad_format, rounding and grad_rounding go with format=; set them inside {given[0]}=")
-    elif machine != NO_MACHINE:
+    elif targets != NO_TARGET:
         raise ArgumentError(f"target, unit, fast_accum and native go with format=; set them inside {given[0]}=")
     chosen = config if recipe is None else recipe
     if isinstance(chosen, LinearConfig):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fmtsim.errors import ArgumentError
-from fmtsim.nn.convert import RECIPE, is_converted
+from fmtsim.nn.convert import RECIPE, converted_modules
 from fmtsim.nn.modules import STATE, EmulatedModule
 from fmtsim.nn.swaps import swap_details
 
@@ -26,7 +26,7 @@ def recipe_state(model: nn.Module) -> dict[str, Any]:
             operand: {field: tensor.detach().cpu().clone() for field, tensor in memory.named_buffers()}
             for operand, memory in module._modules[STATE].named_children()  # type: ignore[union-attr]
         }
-        for name, module in _converted(model, "recipe_state")
+        for name, module in converted_modules(model, "recipe_state")
         if STATE in module._modules
     }
     return {"recipe": model.__dict__.get(RECIPE), "layers": layers}
@@ -40,7 +40,7 @@ def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
         ArgumentError: The state is of another recipe, or of other layers, operands or lengths of history.
     """
     own = model.__dict__.get(RECIPE)
-    modules = dict(_converted(model, "load_recipe_state"))
+    modules = dict(converted_modules(model, "load_recipe_state"))
     if not isinstance(state, dict) or set(state) != {"recipe", "layers"}:
         raise ArgumentError(f"load_recipe_state takes what fmtsim.recipe_state returned, not {type(state).__name__}")
     if state["recipe"] != own:
@@ -85,7 +85,7 @@ def share_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
     """
     if not dist.is_initialized():
         raise ArgumentError("share_scales needs ranks; call torch.distributed.init_process_group first")
-    modules = _converted(model, "share_scales")
+    modules = converted_modules(model, "share_scales")
     group = dist.group.WORLD if group is None else group
     assert group is not None
     swaps = {name: _digest(swap_details(module)) for name, module in model.named_modules() if swap_details(module)}
@@ -115,10 +115,3 @@ def _runs(module: EmulatedModule) -> str:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()
-
-
-def _converted(model: nn.Module, verb: str) -> list[tuple[str, EmulatedModule]]:
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, EmulatedModule)]
-    if not found and not is_converted(model):
-        raise ArgumentError(f"{verb} found no converted module in {type(model).__name__}; convert it first")
-    return found

@@ -59,14 +59,14 @@ def states(
     order = [index for group in state_dict["param_groups"] for index in group["params"]]
     seed = state_dict.get("fmtsim", {}).get("seed", 0)
     loaded: list[dict[str, Any]] = []
-    for place, (index, p, wanted) in enumerate(zip(order, parameters, formats, strict=True)):
-        saved = state_dict["state"].get(index)
+    for index, (key, p, expected) in enumerate(zip(order, parameters, formats, strict=True)):
+        saved = state_dict["state"].get(key)
         if not saved:
             loaded.append({})
         elif source is scheme:
-            loaded.append(_same(place, saved, p, wanted, rule))
+            loaded.append(_same(index, saved, p, expected, rule))
         else:
-            loaded.append(_converted(place, saved, p, wanted, rule, source, seed))
+            loaded.append(_converted(index, saved, p, expected, rule, source, seed))
     return loaded
 
 
@@ -99,61 +99,61 @@ def _source(state_dict: Mapping[str, Any], rule: Rule, scheme: Scheme, convert: 
     return source
 
 
-def _same(place: int, saved: Mapping[str, Any], p: Tensor, formats: Formats, rule: Rule) -> dict[str, Any]:
+def _same(index: int, saved: Mapping[str, Any], p: Tensor, formats: Formats, rule: Rule) -> dict[str, Any]:
     """Return a copy of a saved state after holding every tensor to the one that a first step would make."""
     model = torch_step.start(p.detach(), formats, rule, 0, 0)
     if set(saved) != set(model):
-        raise ArgumentError(f"parameter {place}: the state has {sorted(saved)}, it should have {sorted(model)}")
+        raise ArgumentError(f"parameter {index}: the state has {sorted(saved)}, it should have {sorted(model)}")
     result: dict[str, Any] = {}
-    for name, wanted in model.items():
+    for name, expected in model.items():
         value = saved[name]
-        if not isinstance(wanted, Tensor):
+        if not isinstance(expected, Tensor):
             result[name] = copy.deepcopy(value)
             continue
-        if value.dtype != wanted.dtype or value.shape != wanted.shape:
+        if value.dtype != expected.dtype or value.shape != expected.shape:
             raise ArgumentError(
-                f"parameter {place}: {name} is {value.dtype} {list(value.shape)}, "
-                f"it should be {wanted.dtype} {list(wanted.shape)}"
+                f"parameter {index}: {name} is {value.dtype} {list(value.shape)}, "
+                f"it should be {expected.dtype} {list(expected.shape)}"
             )
         result[name] = value.detach().to(p.device).clone()
-    _check_shape(place, saved["shape"], p)
+    _check_shape(index, saved["shape"], p)
     return result
 
 
 def _converted(
-    place: int, saved: Mapping[str, Any], p: Tensor, formats: Formats, rule: Rule, source: Scheme | None, seed: int
+    index: int, saved: Mapping[str, Any], p: Tensor, formats: Formats, rule: Rule, source: Scheme | None, seed: int
 ) -> dict[str, Any]:
     """Decode a saved state as its scheme says and encode it as this one does."""
     shape = tuple(p.shape)
-    values = _torch_values(place, saved, p, rule) if source is None else {}
+    values = _torch_values(index, saved, p, rule) if source is None else {}
     if source is not None:
-        _check_shape(place, saved["shape"], p)
-        held = {name: value.to(p.device) if isinstance(value, Tensor) else value for name, value in saved.items()}
+        _check_shape(index, saved["shape"], p)
+        here = {name: value.to(p.device) if isinstance(value, Tensor) else value for name, value in saved.items()}
         for slot, fmt in source.formats(shape, rule.slots).items():
-            if slot in held:
-                values[slot] = codec.decode(torch_step.parts_of(held, slot), fmt, shape)
+            if slot in here:
+                values[slot] = codec.decode(torch_step.parts_of(here, slot), fmt, shape)
     step = int(saved["step"])
-    state = torch_step.start(values.get("weights", p), formats, rule, seed, place)
+    state = torch_step.start(values.get("weights", p), formats, rule, seed, index)
     for slot in rule.slots:
-        key = key_of(seed, step, place, slot)
+        key = key_of(seed, step, index, slot)
         torch_step.put(state, slot, codec.encode(values[slot].contiguous(), formats[slot], {}, key))
     return state | {"step": step} | {name: saved[name].to(p.device) for name in CONSTANTS if name in saved}
 
 
-def _torch_values(place: int, saved: Mapping[str, Any], p: Tensor, rule: Rule) -> dict[str, Tensor]:
+def _torch_values(index: int, saved: Mapping[str, Any], p: Tensor, rule: Rule) -> dict[str, Tensor]:
     """Return the moments of an optimizer of torch."""
     values = {}
     for slot in rule.slots:
         name = next((name for name in TORCH_NAMES[slot] if isinstance(saved.get(name), Tensor)), None)
         if name is None:
-            raise ArgumentError(f"parameter {place}: the state has {sorted(saved)}, none of {TORCH_NAMES[slot]}")
-        _check_shape(place, saved[name].shape, p)
+            raise ArgumentError(f"parameter {index}: the state has {sorted(saved)}, none of {TORCH_NAMES[slot]}")
+        _check_shape(index, saved[name].shape, p)
         values[slot] = saved[name].detach().to(p.device, torch.float32)
     if "step" not in saved:
-        raise ArgumentError(f"parameter {place}: the state does not say its step; it cannot be converted")
+        raise ArgumentError(f"parameter {index}: the state does not say its step; it cannot be converted")
     return values
 
 
-def _check_shape(place: int, shape: Sequence[int], p: Tensor) -> None:
+def _check_shape(index: int, shape: Sequence[int], p: Tensor) -> None:
     if list(shape) != list(p.shape) or math.prod(shape) != p.numel():
-        raise ArgumentError(f"parameter {place} is {list(p.shape)}, its state is of {list(shape)}")
+        raise ArgumentError(f"parameter {index} is {list(p.shape)}, its state is of {list(shape)}")

@@ -110,25 +110,29 @@ def _run(step: ParameterStep, rule: Rule, nonfinite: str) -> None:
     shape = tuple(step.parameter.shape)
     old = {slot: codec.decode(parts_of(step.state, slot), step.formats[slot], shape) for slot in rule.slots}
     constants = {name: step.state[name] for name in CONSTANTS if name in step.state}
-    kept = step.formats.get("weights")
-    if kept is not None and isinstance(kept.format, LogFormat) and rule.steps is not None:
-        codes, p, new = _logarithms(step, rule, g, old, kept)
+    weight_format = step.formats.get("weights")
+    if weight_format is not None and isinstance(weight_format.format, LogFormat) and rule.steps is not None:
+        codes, p, new = _logarithms(step, rule, g, old, weight_format)
     else:
-        codes, p, new = None, *_updated(step, rule, _weights(step, kept), g, old | constants)
+        codes, p, new = None, *_updated(step, rule, _weights(step, weight_format), g, old | constants)
     if nonfinite != "propagate":
-        p, new = _without(g, step, kept, p, new, old, nonfinite)
+        p, new = _without(g, step, weight_format, p, new, old, nonfinite)
     parts = {
         slot: codec.encode(value, step.formats[slot], parts_of(step.state, slot), step.key(slot))
         for slot, value in new.items()
     }
     weights = None
-    if kept is not None:
+    if weight_format is not None:
         previous = parts_of(step.state, "weights")
-        weights = codec.encode(p, kept, previous, step.key("weights")) if codes is None else previous | {"codes": codes}
-        p = codec.decode(weights, kept, shape)
+        weights = (
+            codec.encode(p, weight_format, previous, step.key("weights"))
+            if codes is None
+            else previous | {"codes": codes}
+        )
+        p = codec.decode(weights, weight_format, shape)
     for slot, part in parts.items():
         put(step.state, slot, part)
-    if weights is not None and kept is not None and not in_parameter(kept, step.parameter.dtype):
+    if weights is not None and weight_format is not None and not in_parameter(weight_format, step.parameter.dtype):
         put(step.state, "weights", weights)
     step.parameter.copy_(p)
 
@@ -150,32 +154,32 @@ def _uncounted(device: torch.device) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
-def _weights(step: ParameterStep, kept: StateFormat | None) -> Tensor:
-    """Return the numbers that a step starts from: the kept ones, else the parameter's own."""
-    if kept is None or in_parameter(kept, step.parameter.dtype):
+def _weights(step: ParameterStep, weight_format: StateFormat | None) -> Tensor:
+    """Return the numbers that a step starts from: the weight_format ones, else the parameter's own."""
+    if weight_format is None or in_parameter(weight_format, step.parameter.dtype):
         return values_of(step.parameter)
-    return codec.decode(parts_of(step.state, "weights"), kept, tuple(step.parameter.shape))
+    return codec.decode(parts_of(step.state, "weights"), weight_format, tuple(step.parameter.shape))
 
 
 def _logarithms(
-    step: ParameterStep, rule: Rule, g: Tensor, old: dict[str, Tensor], kept: StateFormat
+    step: ParameterStep, rule: Rule, g: Tensor, old: dict[str, Tensor], weight_format: StateFormat
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Move the codes of weights kept as logarithms; return them packed, their values and the new states."""
-    assert isinstance(kept.format, LogFormat) and rule.steps is not None
-    fmt, previous = kept.format, parts_of(step.state, "weights")
+    """Move the codes of weights weight_format as logarithms; return them packed, their values and the new states."""
+    assert isinstance(weight_format.format, LogFormat) and rule.steps is not None
+    fmt, previous = weight_format.format, parts_of(step.state, "weights")
     codes = codec.unpacked(previous["codes"], fmt, g.numel()).to(torch.int64).view(g.shape)
     magnitude, negative = codes & fmt.max_code, codes & ~fmt.max_code
     signs = torch.where(negative != 0, -1.0, 1.0)
     falls, new = rule.steps(g, signs, old, step.numbers, fmt.gamma)
     moved = (magnitude - falls).clamp(0, fmt.max_code) | negative
     packed = codec.packed(moved.reshape(-1), fmt)
-    return packed, codec.decode(previous | {"codes": packed}, kept, tuple(g.shape)), new
+    return packed, codec.decode(previous | {"codes": packed}, weight_format, tuple(g.shape)), new
 
 
 def _without(
     g: Tensor,
     step: ParameterStep,
-    kept: StateFormat | None,
+    weight_format: StateFormat | None,
     p: Tensor,
     new: dict[str, Tensor],
     old: dict[str, Tensor],
@@ -183,7 +187,7 @@ def _without(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Leave out what gradients that are not finite would do: those elements ("zero") or all of them ("skip")."""
     bad = ~torch.isfinite(g)
-    before = _weights(step, kept)
+    before = _weights(step, weight_format)
     if rule == "skip":
         bad = bad.any()
         return torch.where(bad, before, p), {slot: torch.where(bad, old[slot], value) for slot, value in new.items()}

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.gemm.layers.operand import quantize_operand
+from fmtsim.ptq.calibrate import Part
 from fmtsim.ptq.spec import Calibration, fixed, is_static
-from fmtsim.ptq.survey import Part
 from fmtsim.scaling.cast import scales
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.scaling.scales import reciprocal

@@ -20,25 +20,6 @@ _OWN: dict[str, tuple[type, ...]] = {
 }
 
 
-def get_ptq_recipe(recipe: str | Path | PtqRecipe) -> PtqRecipe:
-    """Return the recipe of a name or alias, of a JSON file, or the record itself.
-
-    Raises:
-        ArgumentError: No such name or file.
-    """
-    return _names.get(recipe)
-
-
-def list_ptq_recipes() -> list[str]:
-    """Return the names of all recipes of post-training quantisation, without aliases."""
-    return _names.names()
-
-
-def register_ptq_recipe(recipe: PtqRecipe) -> None:
-    """Make a recipe known under its name and aliases; raise ArgumentError where a name is taken."""
-    _names.register(recipe)
-
-
 def ptq_recipe_to_dict(recipe: PtqRecipe) -> dict[str, Any]:
     """Return a recipe as plain JSON types, defaults left out."""
     return recipe_to_dict(recipe, RECORDS | _OWN)
@@ -72,3 +53,6 @@ _names = Names(
     PtqRecipe, "ptq recipe", "register_ptq_recipe", "unknown to ptq", "fmtsim.list_ptq_recipes()",
     _catalogue, load_ptq_recipe,
 )  # fmt: skip
+get_ptq_recipe = _names.get
+list_ptq_recipes = _names.names
+register_ptq_recipe = _names.register

@@ -13,8 +13,8 @@ from fmtsim.errors import ArgumentError
 from fmtsim.nn.convert import REASONS
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.plotting import COLOURS, label_axes, new_figure, saved
+from fmtsim.ptq.calibrate import Slot
 from fmtsim.ptq.ranges import limit, static_scale
-from fmtsim.ptq.survey import Slot
 from fmtsim.table import html, ruled
 
 if TYPE_CHECKING:

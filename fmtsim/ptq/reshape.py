@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from fmtsim.errors import ArgumentError
 from fmtsim.nn.modules import EmulatedLinear, EmulatedTransposed
+from fmtsim.ptq.calibrate import Part
 from fmtsim.ptq.spec import Equalise, Smooth
-from fmtsim.ptq.survey import Part
 
 DIVISOR = "ptq_divisor"  # the buffer of a layer whose inputs are divided
 _HOMOGENEOUS = (nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Dropout)

@@ -1,4 +1,4 @@
-"""The steps of a quantisation, in their order: survey, ranges, weights, measurement, installation."""
+"""The steps of a quantisation, in their order: calibration, ranges, weights, measurement, installation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,24 +10,24 @@ from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.nn.modules import STATE, EmulatedModule
 from fmtsim.progress import Progress
+from fmtsim.ptq.calibrate import Part, Products, Slot, evaluating
 from fmtsim.ptq.gptq import gptq
 from fmtsim.ptq.grid import grid_of, nearest
 from fmtsim.ptq.learned import learned_rounding
 from fmtsim.ptq.ranges import choose_top, collect, limit, quantised_input, static_scale
 from fmtsim.ptq.reshape import smooth
 from fmtsim.ptq.spec import Gptq, LearnedRounding, PtqRecipe, Smooth
-from fmtsim.ptq.survey import Part, Slot, Survey, evaluating
 from fmtsim.scaling.history import DelayedScale
 
 ROOM = 1 + 2.0**-20  # the largest value times its scale may fall short of what the scale was made of by roundings
 
 
-def surveyed(
+def calibrated(
     model: nn.Module, recipe: PtqRecipe, configs: Mapping[str, LinearConfig], batches: list[Any], show: Progress
-) -> tuple[Survey, set[str]]:
+) -> tuple[Products, set[str]]:
     """Return the products of a model with their statistics and ranges, and the names of the layers smoothed."""
     smoothed = set() if recipe.smooth is None else _smoothed(model, recipe.smooth, configs, batches, show)
-    survey = Survey(model, configs)
+    products = Products(model, configs)
 
     def see(part: Part, slot: Slot, x: Tensor) -> None:
         collect(part, x, recipe.calibration)
@@ -37,18 +37,18 @@ def surveyed(
             slot.rows += x.shape[0]
 
     show.stage("calibration", len(batches))
-    survey.run(batches, see, show.step)
-    survey.check()
-    for part in survey.parts.values():
+    products.run(batches, see, show.step)
+    products.check()
+    for part in products.parts.values():
         choose_top(part, recipe.calibration)
-    return survey, smoothed
+    return products, smoothed
 
 
 def _smoothed(
     model: nn.Module, settings: Smooth, configs: Mapping[str, LinearConfig], batches: list[Any], show: Progress
 ) -> set[str]:
     """Smooth the layers of a model, and return their names."""
-    survey, fed = Survey(model, configs), set()
+    products, fed = Products(model, configs), set()
     outputs: list[Tensor] = []
 
     def see(part: Part, slot: Slot, x: Tensor) -> None:
@@ -62,13 +62,13 @@ def _smoothed(
     hooks = [m.register_forward_hook(keep) for m in model.modules() if "norm" in type(m).__name__.lower()]
     try:
         show.stage("channels", len(batches))
-        survey.run(batches, see, show.step)
+        products.run(batches, see, show.step)
     finally:
         for hook in hooks:
             hook.remove()
-    survey.check()
-    _refuse_shared(survey, fed)
-    found = {part.name for part in survey.parts.values() if part in fed and smooth(part, settings)}
+    products.check()
+    _refuse_shared(products, fed)
+    found = {part.name for part in products.parts.values() if part in fed and smooth(part, settings)}
     if not found:
         raise ArgumentError(
             "SmoothQuant: no linear layer has its input from a normalisation module; pass Smooth(after='any')"
@@ -76,9 +76,9 @@ def _smoothed(
     return found
 
 
-def round_weights(survey: Survey, method: Gptq | LearnedRounding | None, show: Progress) -> None:
+def round_weights(products: Products, method: Gptq | LearnedRounding | None, show: Progress) -> None:
     """Round every weight by its quantiser and the method."""
-    slots = list(survey.slots.values())
+    slots = list(products.slots.values())
     show.stage("weights", len(slots))
     for i, slot in enumerate(slots):
         if slot.hessian is None or method is None:
@@ -97,7 +97,7 @@ def round_weights(survey: Survey, method: Gptq | LearnedRounding | None, show: P
         show.step(i + 1)
 
 
-def measure(survey: Survey, batches: list[Any], show: Progress) -> None:
+def measure(products: Products, batches: list[Any], show: Progress) -> None:
     """Measure what quantisation costs the outputs of every product, inputs being those of the model as it was."""
 
     def see(part: Part, slot: Slot, x: Tensor) -> None:
@@ -114,23 +114,23 @@ def measure(survey: Survey, batches: list[Any], show: Progress) -> None:
         slot.seen += x.shape[0]
 
     show.stage("measurement", len(batches))
-    survey.run(batches, see, show.step)
+    products.run(batches, see, show.step)
 
 
 @torch.no_grad()
-def install(survey: Survey, correct_bias: bool) -> set[str]:
+def install(products: Products, correct_bias: bool) -> set[str]:
     """Store the quantised weights, biases and scales in the model; return the layers whose bias was corrected."""
     corrected: set[str] = set()
-    for slot in survey.slots.values():
+    for slot in products.slots.values():
         assert slot.quantised is not None
         slot.w.copy_(slot.quantised)
         if correct_bias and _correct(slot):
             corrected.add(slot.name)
-    for part in survey.parts.values():
+    for part in products.parts.values():
         if part.top is not None:
             _keep(_memory(part.module)[f"{part.part}_x_f" if part.part else "x_f"], part)
-    for module in survey.modules.values():
-        _fill_idle(module, [p for p in survey.parts.values() if p.module is module and p.top is not None])
+    for module in products.modules.values():
+        _fill_idle(module, [p for p in products.parts.values() if p.module is module and p.top is not None])
     return corrected
 
 
@@ -176,8 +176,8 @@ def _correct(slot: Slot) -> bool:
     return True
 
 
-def _refuse_shared(survey: Survey, fed: set[Part]) -> None:
-    shared = [slot for slot in survey.slots.values() if len(slot.parts) > 1 and not fed.isdisjoint(slot.parts)]
+def _refuse_shared(products: Products, fed: set[Part]) -> None:
+    shared = [slot for slot in products.slots.values() if len(slot.parts) > 1 and not fed.isdisjoint(slot.parts)]
     if shared:
         names = " and ".join(part.name for part in shared[0].parts[:2])
         raise ArgumentError(
@@ -188,7 +188,7 @@ def _refuse_shared(survey: Survey, fed: set[Part]) -> None:
 
 def measure_batch_norm(model: nn.Module, batches: list[Any], show: Progress) -> int:
     """Measure the statistics of batch normalisation in the quantised model; return how many layers there are."""
-    from fmtsim.ptq.survey import call
+    from fmtsim.ptq.calibrate import call
 
     layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
     if not layers:

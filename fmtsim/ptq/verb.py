@@ -13,13 +13,13 @@ from fmtsim.nn.attention_mode import convert_attention, revert_attention
 from fmtsim.nn.convert import REASONS, convert, revert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.progress import Progress, make_progress
+from fmtsim.ptq.calibrate import Products, batches_of, call, check_model, evaluating, row_major
 from fmtsim.ptq.registry import get_ptq_recipe
 from fmtsim.ptq.report import REPORT, PtqReport, left_alone, row_of, tied
 from fmtsim.ptq.reshape import equalise, stored, unsmooth
 from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.ptq.state import RECIPE
-from fmtsim.ptq.steps import install, measure, measure_batch_norm, round_weights, surveyed
-from fmtsim.ptq.survey import Survey, batches_of, call, check_model, evaluating, row_major
+from fmtsim.ptq.steps import calibrated, install, measure, measure_batch_norm, round_weights
 
 Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
@@ -70,11 +70,11 @@ def ptq(
     try:
         with row_major(model), make_progress(progress, verb="ptq") as show:
             equalised = () if recipe.equalise is None else tuple(equalise(model, recipe.equalise))
-            survey, smoothed = surveyed(model, recipe, configs, batches, show)
-            round_weights(survey, recipe.weights, show)
-            measure(survey, batches, show)
-            rows = _rows(survey, recipe, smoothed)
-            install(survey, recipe.bias_correction)
+            products, smoothed = calibrated(model, recipe, configs, batches, show)
+            round_weights(products, recipe.weights, show)
+            measure(products, batches, show)
+            rows = _rows(products, recipe, smoothed)
+            install(products, recipe.bias_correction)
             _finish(model, recipe, batches, show)
     except BaseException:
         _undo(model, before)
@@ -118,9 +118,9 @@ def _finish(model: nn.Module, recipe: PtqRecipe, batches: list[Any], show: Progr
         raise
 
 
-def _rows(survey: Survey, recipe: PtqRecipe, smoothed: set[str]) -> Any:
+def _rows(products: Products, recipe: PtqRecipe, smoothed: set[str]) -> Any:
     rows = []
-    for slot in survey.slots.values():
+    for slot in products.slots.values():
         methods = [str(recipe.smooth)] if slot.parts[0].name in smoothed else []
         methods += [str(recipe.weights)] if recipe.weights is not None and slot.quantizer.format is not None else []
         lone = not slot.parts[0].part and len(slot.parts) == 1

@@ -66,6 +66,11 @@ class AttentionConfig:
             get_unit(self.unit)
 
     @property
+    def is_random(self) -> bool:
+        """Whether it needs random numbers."""
+        return any(quantizer.is_random for quantizer in self.operands.values())
+
+    @property
     def operands(self) -> dict[str, Quantizer]:
         """The quantisers by tensor, those of a backward product as ``product.tensor``."""
         found = {name: getattr(self, name) for name in _FORWARD}
@@ -89,9 +94,9 @@ def _check_forward(name: str, quantizer: Any) -> None:
     _check_quantizer(where, quantizer)
     if quantizer.source != "original":
         raise FormatError(f"{where} has source={quantizer.source!r}; only products of the backward pass choose one")
-    turned = [turn for turn in quantizer.transforms if isinstance(turn, Hadamard)]
-    if turned and (name in "vp" or any(turn.axis == "outer" for turn in turned)):
-        raise FormatError(f"{where} has a rotation ({turned[0]}); q and k alone are rotated, along their features")
+    rotations = [transform for transform in quantizer.transforms if isinstance(transform, Hadamard)]
+    if rotations and (name in "vp" or any(transform.axis == "outer" for transform in rotations)):
+        raise FormatError(f"{where} has a rotation ({rotations[0]}); q and k alone are rotated, along their features")
     if name == "p" and quantizer.gradient != StraightThrough():
         raise FormatError(f"{where} has gradient={quantizer.gradient!r}; the weights' is straight through")
 
@@ -105,7 +110,7 @@ def _check_backward(name: str, gemm: Any) -> None:
     first = gemm.b if name == "dv" else gemm.a  # do, or ds
     for side, quantizer in (("a", gemm.a), ("b", gemm.b)):
         _check_quantizer(f"AttentionConfig {name}.{side}", quantizer)
-        if any(isinstance(turn, Hadamard) and turn.axis == "outer" for turn in quantizer.transforms):
+        if any(isinstance(transform, Hadamard) and transform.axis == "outer" for transform in quantizer.transforms):
             raise FormatError(f"AttentionConfig {name}.{side} rotates the outer axis; choose axis='inner'")
     if first.source != "original":
         raise FormatError(f"AttentionConfig {name}: a gradient has no forward values; leave source= out")
@@ -114,7 +119,7 @@ def _check_backward(name: str, gemm: Any) -> None:
 def _check_quantizer(where: str, quantizer: Any) -> None:
     if not isinstance(quantizer, Quantizer):
         raise ArgumentError(f"{where}={quantizer!r} is not a Quantizer; pass Quantizer(format=...)")
-    if any(isinstance(turn, Clamp) and turn.compensate for turn in quantizer.transforms):
+    if any(isinstance(transform, Clamp) and transform.compensate for transform in quantizer.transforms):
         raise FormatError(f"{where} has Clamp(compensate=True), which attention does not; leave compensate= out")
     if quantizer.scaling is not None and quantizer.scaling.history is not None:
         raise FormatError(f"{where} has a history, and attention remembers nothing; choose Scaling without history=")
@@ -130,7 +135,7 @@ def flash_attention_3(*, unit: Any = "hopper.wgmma", rotate: bool = True, blocks
     """
     e4m3 = get_format("e4m3")
     across, along = (Scaling(block=(128, None)), Scaling(block=(None, 128))) if blocks else (Scaling(), Scaling())
-    turn = (Hadamard(size=None, signs="random"),) if rotate else ()
-    qk = Quantizer(format=e4m3, scaling=across, transforms=turn)
+    rotation = (Hadamard(size=None, signs="random"),) if rotate else ()
+    qk = Quantizer(format=e4m3, scaling=across, transforms=rotation)
     v = Quantizer(format=e4m3, scaling=along)
     return AttentionConfig(q=qk, k=qk, v=v, p=Quantizer(format=e4m3), offset=8, unit=unit)

@@ -39,11 +39,11 @@ def layer(
     w_back: Quantizer | None = None,
     g_back: Quantizer | None = None,
     x_back: Quantizer | None = None,
-    **machine: Any,
+    **target: Any,
 ) -> LinearConfig:
     """Return a layer with operands x and w forward, g and w_back for dx, g_back and x_back for dw (None: as before)."""
     return LinearConfig(
-        fprop=Gemm(a=x, b=w, **machine),
-        dgrad=Gemm(a=g, b=w if w_back is None else w_back, **machine),
-        wgrad=Gemm(a=g if g_back is None else g_back, b=x if x_back is None else x_back, **machine),
+        fprop=Gemm(a=x, b=w, **target),
+        dgrad=Gemm(a=g, b=w if w_back is None else w_back, **target),
+        wgrad=Gemm(a=g if g_back is None else g_back, b=x if x_back is None else x_back, **target),
     )

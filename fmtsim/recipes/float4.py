@@ -20,30 +20,30 @@ _QUARTET = "Castro et al., Quartet, arXiv:2505.14669; IST-DASLab/Quartet 00ccd38
 _QUARTET2 = "arXiv:2601.22813; IST-DASLab/Quartet-II 8776a90"
 _FP4 = "Wang et al., arXiv:2501.17116"
 _TE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-_MASK = sum(1 << place for place, sign in enumerate(_TE_SIGNS) if sign < 0)
+_MASK = sum(1 << i for i, sign in enumerate(_TE_SIGNS) if sign < 0)
 _QUEST_FACTOR = 2.92247856 / 6  # the clip of least error of a normal distribution, in standard deviations
 _EDEN_RANGE = 17 / 16 * 0.93
 _NVFP4_STOCHASTIC = Rounding(mode="stochastic", random_bits=8)
 
 
 def _nvfp4() -> LinearConfig:
-    turn = (Hadamard(size=16, signs=_MASK, rounded=BF16),)
+    rotation = (Hadamard(size=16, signs=_MASK, rounded=BF16),)
     return layer(
         cast("nvfp4"), cast("nvfp4_16x16"), cast("nvfp4", rounding=_NVFP4_STOCHASTIC),
         w_back=FORWARD,
-        g_back=cast("nvfp4", rounding=_NVFP4_STOCHASTIC, transforms=turn),
-        x_back=cast("nvfp4", transforms=turn),
+        g_back=cast("nvfp4", rounding=_NVFP4_STOCHASTIC, transforms=rotation),
+        x_back=cast("nvfp4", transforms=rotation),
     )  # fmt: skip
 
 
 def _mxfp4(rule: ScaleRule, *, rotate: bool) -> LinearConfig:
     fmt = with_block(get_format("mxfp4"), None, rule)
-    turn = (Hadamard(size=32, signs="random"),) if rotate else ()
+    rotation = (Hadamard(size=32, signs="random"),) if rotate else ()
     gradient: dict[str, Any] = {"format": fmt, "rounding": STOCHASTIC if rotate else Rounding()}
     x = Quantizer(format=fmt)
     return layer(
         x, x, Quantizer(**gradient),
-        g_back=Quantizer(**gradient, transforms=turn), x_back=Quantizer(format=fmt, transforms=turn),
+        g_back=Quantizer(**gradient, transforms=rotation), x_back=Quantizer(format=fmt, transforms=rotation),
     )  # fmt: skip
 
 
@@ -55,9 +55,9 @@ def _quartet() -> LinearConfig:
     forward = cast("e2m1", quest, "nearest_toward_zero", transforms=(Hadamard(size=32),), gradient=ClipMask())
     # 2^(floor(log2 amax) - 2) * 4/3: the largest element becomes at most 6, so that stochastic rounding never clips.
     unbiased = Scaling(block=(1, 32), top=4.0, arithmetic="divide", power_of_two="floor", multiplier=4 / 3)
-    turn = (Hadamard(size=32, signs="random"),)
-    g = cast("e2m1", unbiased, "stochastic", transforms=turn)
-    again = cast("e2m1", unbiased, "stochastic", transforms=turn, source="requantised")
+    rotation = (Hadamard(size=32, signs="random"),)
+    g = cast("e2m1", unbiased, "stochastic", transforms=rotation)
+    again = cast("e2m1", unbiased, "stochastic", transforms=rotation, source="requantised")
     return layer(forward, forward, g, w_back=again, x_back=again)
 
 
@@ -69,9 +69,9 @@ def _quartet2(candidates: tuple[float, ...] = (1.0,)) -> LinearConfig:
         block=(1, 16), top=6 / _EDEN_RANGE, scale=E4M3, scale_rounding="stochastic", eden=128,
         tensor=TensorScale(top=255.99, order="quartet2"),
     )  # fmt: skip
-    turn = (Hadamard(size=128, signs="random"),)
-    g = cast("e2m1", eden, "nearest_away", transforms=turn)
-    again = cast("e2m1", eden, "nearest_away", transforms=turn, source="requantised")
+    rotation = (Hadamard(size=128, signs="random"),)
+    g = cast("e2m1", eden, "nearest_away", transforms=rotation)
+    again = cast("e2m1", eden, "nearest_away", transforms=rotation, source="requantised")
     return layer(x, x, g, w_back=again, x_back=again)
 
 

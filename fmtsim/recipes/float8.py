@@ -28,14 +28,14 @@ _TENSOR = Scaling()
 _POWER = Scaling(power_of_two="ceil", empty="one")
 
 
-def _codes_kept(x: Quantizer, w: Quantizer, g: Quantizer) -> LinearConfig:
+def _same_codes(x: Quantizer, w: Quantizer, g: Quantizer) -> LinearConfig:
     """Return a layer that casts each tensor once; the backward products take the transposed codes."""
     return layer(x, w, g, w_back=FORWARD, g_back=FORWARD, x_back=FORWARD)
 
 
 def _hybrid(scaling: Scaling) -> LinearConfig:
     """Return the hybrid of E4M3 forward and E5M2 gradients, each tensor cast once."""
-    return _codes_kept(cast("e4m3", scaling), cast("e4m3", scaling), cast("e5m2", scaling))
+    return _same_codes(cast("e4m3", scaling), cast("e4m3", scaling), cast("e5m2", scaling))
 
 
 def _te_block() -> LinearConfig:
@@ -72,15 +72,15 @@ def _deepseek(power: bool = False, cache: bool = False) -> LinearConfig:
     x, w, g = cast("e4m3", row), cast("e4m3", tile), cast("e4m3", row)
     again = cast("e4m3", row, source="requantised")
     if cache:  # 1x128 along the features, which is the outer axis of the product over tokens
-        kept = Scaling(block=(128, 1), eps=1e-4, arithmetic="reciprocal", power_of_two="ceil")
-        again = cast("e5m6", kept, then=cast("e4m3", row))
+        cached = Scaling(block=(128, 1), eps=1e-4, arithmetic="reciprocal", power_of_two="ceil")
+        again = cast("e5m6", cached, then=cast("e4m3", row))
     return layer(x, w, g, w_back=FORWARD, x_back=again)
 
 
 def _coat() -> LinearConfig:
     scaling = Scaling(arithmetic="divide", eps=1e-10, eps_rule="sum", scale=BF16)
     weights = replace(scaling, scale=FP32, input_scale=True)
-    return _codes_kept(cast("e4m3", scaling), cast("e4m3", weights), cast("e5m2", scaling))
+    return _same_codes(cast("e4m3", scaling), cast("e4m3", weights), cast("e5m2", scaling))
 
 
 def _gaudi() -> LinearConfig:

@@ -21,12 +21,12 @@ _ROW = Scaling(block=(1, None), arithmetic="reciprocal", input_scale=True, eps=1
 
 
 def _halo(level: int, name: str) -> LinearConfig:
-    turn = (Hadamard(size=None),) if level else ()
-    operand, gradient = cast(name, _HALO_TENSOR, transforms=turn), cast(name, _HALO_TENSOR)
+    rotation = (Hadamard(size=None),) if level else ()
+    operand, gradient = cast(name, _HALO_TENSOR, transforms=rotation), cast(name, _HALO_TENSOR)
     if level < 2:
         return layer(operand, operand, gradient, w_back=FORWARD, g_back=FORWARD, x_back=FORWARD)
-    turned = cast(name, _HALO_TENSOR, transforms=(Hadamard(size=None, axis="outer", undo=True),))
-    return layer(operand, operand, turned, w_back=FORWARD, g_back=gradient, x_back=FORWARD)
+    rotated = cast(name, _HALO_TENSOR, transforms=(Hadamard(size=None, axis="outer", undo=True),))
+    return layer(operand, operand, rotated, w_back=FORWARD, g_back=gradient, x_back=FORWARD)
 
 
 def _bitnet() -> LinearConfig:
@@ -71,9 +71,9 @@ RECIPES = (
         name="ao_int4_qat",
         linear=_qat(),
         source="torchao 36027d8, 8da4w: weights in groups of 32, activations by token with a zero point",
-        notes="scales of weights are 2^-126 at least, as in the source; torchao before 0.18 took the dtype's eps, 2^-23 "
-        "of float32. Those of activations are float32 of 2^-126 at least; the source's are computed in x's dtype, and are "
-        "2^-23 at least",
+        notes="scales of weights are 2^-126 at least, as in the source; torchao before 0.18 took the dtype's eps, "
+        "2^-23 of float32. Those of activations are float32 of 2^-126 at least; the source's are computed in x's "
+        "dtype, and are 2^-23 at least",
     ),
     Recipe(
         name="lns",

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from fmtsim.errors import ArgumentError, did_you_mean
 
@@ -31,7 +31,7 @@ class Names(Generic[R]):
         self._catalogue, self._load = catalogue, load
         self.registered: dict[str, R] = {}
 
-    def get(self, recipe: Any) -> R:
+    def get(self, recipe: str | Path | R) -> R:
         """Return the record of a name or alias, of a JSON file, or the record itself.
 
         Raises:

@@ -1,7 +1,6 @@
 """Names of recipes: the catalogue, those of users, and files."""
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from fmtsim.recipes.names import Names
 from fmtsim.recipes.serialization import load_recipe
@@ -20,20 +19,6 @@ _names = Names(
 )  # fmt: skip
 
 
-def get_recipe(recipe: str | Path | Recipe) -> Recipe:
-    """Return the recipe of a name or alias, of a JSON file, or the record itself.
-
-    Raises:
-        ArgumentError: No such name or file.
-    """
-    return _names.get(recipe)
-
-
-def list_recipes() -> list[str]:
-    """Return the names of all recipes, without aliases."""
-    return _names.names()
-
-
-def register_recipe(recipe: Recipe) -> None:
-    """Make a recipe known under its name and aliases; raise ArgumentError where a name is taken."""
-    _names.register(recipe)
+get_recipe = _names.get
+list_recipes = _names.names
+register_recipe = _names.register

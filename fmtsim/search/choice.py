@@ -39,25 +39,25 @@ def front(
     least = [min(layer) for layer in costs]
     rest = sum(least)
     limit = sum(map(max, costs)) if budget is None else budget
-    kept: list[Partial] = [(0, 0.0, ())]
+    partials: list[Partial] = [(0, 0.0, ())]
     exact = True
     for layer, (cost, loss) in enumerate(zip(costs, losses, strict=True)):
         rest -= least[layer]
         grown = [
             (c + cost[o], v + loss[o], (*path, o))
-            for c, v, path in kept
+            for c, v, path in partials
             for o in range(len(cost))
             if c + cost[o] + rest <= limit
         ]
-        kept = _undominated(sorted(grown))
-        if len(kept) > LIMIT:
-            kept, exact = kept[:: len(kept) // LIMIT + 1] + kept[-1:], False
-    return kept, exact
+        partials = _undominated(sorted(grown))
+        if len(partials) > LIMIT:
+            partials, exact = partials[:: len(partials) // LIMIT + 1] + partials[-1:], False
+    return partials, exact
 
 
 def _undominated(ordered: list[Partial]) -> list[Partial]:
-    kept: list[Partial] = []
+    partials: list[Partial] = []
     for item in ordered:
-        if not kept or item[1] < kept[-1][1]:
-            kept.append(item)
-    return kept
+        if not partials or item[1] < partials[-1][1]:
+            partials.append(item)
+    return partials

@@ -9,12 +9,12 @@ from torch import nn
 
 from fmtsim.errors import ArgumentError
 from fmtsim.progress import Progress, make_progress
+from fmtsim.ptq.calibrate import batches_of, check_model
 from fmtsim.ptq.registry import get_ptq_recipe
 from fmtsim.ptq.spec import PtqRecipe, is_static
-from fmtsim.ptq.survey import batches_of, check_model
-from fmtsim.search.bench import Bench, Loss, relative_noise
 from fmtsim.search.choice import least_loss
 from fmtsim.search.result import Policy, SearchResult
+from fmtsim.search.switching import Loss, SwitchingModel, relative_noise
 
 DEFAULT = ("w4a4", "minifloat_e3m2", "e4m3_static")
 
@@ -66,13 +66,13 @@ def search(
     recipes = _recipes(formats)
     batches = batches_of(calibration_data)
     with make_progress(progress, verb="search") as show:
-        bench = Bench(model, recipes, batches, filter_fn, loss_fn or relative_noise, show)
-        layers, names = list(bench.forms), list(recipes)
-        costs = [[bench.forms[layer][name].cost for name in names] for layer in layers]
-        allowed = _budget(budget, bits, bench, costs)
-        losses = _each_alone(bench, layers, names, show)
+        switching = SwitchingModel(model, recipes, batches, filter_fn, loss_fn or relative_noise, show)
+        layers, names = list(switching.forms), list(recipes)
+        costs = [[switching.forms[layer][name].cost for name in names] for layer in layers]
+        allowed = _budget(budget, bits, switching, costs)
+        losses = _each_alone(switching, layers, names, show)
         picked, _ = least_loss(costs, losses, allowed)
-        found = _Found(bench, layers, names, costs, allowed)
+        found = _Found(switching, layers, names, costs, allowed)
         found.offer(picked)
         if policy is not None:
             _sample(found, policy, show)
@@ -88,8 +88,10 @@ def search(
 class _Found:
     """Run assignments, each once, and keep the best within the budget, the first in a tie."""
 
-    def __init__(self, bench: Bench, layers: list[str], names: list[str], costs: list[list[int]], budget: int) -> None:
-        self._bench, self._layers, self._names = bench, layers, names
+    def __init__(
+        self, switching: SwitchingModel, layers: list[str], names: list[str], costs: list[list[int]], budget: int
+    ) -> None:
+        self._model, self._layers, self._names = switching, layers, names
         self._costs, self.budget = costs, budget
         self.known: dict[tuple[int, ...], float] = {}
         self.best: list[int] | None = None
@@ -104,7 +106,7 @@ class _Found:
     def offer(self, picked: Sequence[int]) -> float:
         key = tuple(picked)
         if key not in self.known:
-            self.known[key] = self._bench.run(self.named(picked))
+            self.known[key] = self._model.run(self.named(picked))
         loss = self.known[key]
         within = self.cost(picked) <= self.budget
         if within and (self.best is None or loss < self.loss):
@@ -135,11 +137,11 @@ def _sample(found: _Found, policy: Policy, show: Progress) -> None:
     found.offer(logits.argmax(1).tolist())
 
 
-def _each_alone(bench: Bench, layers: list[str], names: list[str], show: Progress) -> list[list[float]]:
+def _each_alone(switching: SwitchingModel, layers: list[str], names: list[str], show: Progress) -> list[list[float]]:
     show.stage("layers alone", len(layers) * len(names))
     losses = []
     for i, layer in enumerate(layers):
-        losses.append([bench.run({layer: name}) for name in names])
+        losses.append([switching.run({layer: name}) for name in names])
         show.step((i + 1) * len(names))
     return losses
 
@@ -159,9 +161,9 @@ def _check_options(budget: Any, bits: Any, policy: Any, loss_fn: Any) -> None:
         raise ArgumentError(f"loss_fn={loss_fn!r} is no function; write loss_fn=lambda output, reference: ...")
 
 
-def _budget(budget: float | None, bits: float | None, bench: Bench, costs: list[list[int]]) -> int:
+def _budget(budget: float | None, bits: float | None, switching: SwitchingModel, costs: list[list[int]]) -> int:
     least, most = (sum(pick(row) for row in costs) for pick in (min, max))
-    adds = bench.adds
+    adds = switching.adds
     allowed = int(adds * bits**2 if bits is not None else budget)  # type: ignore[arg-type]  # one is there
     if allowed < least:
         raise ArgumentError(

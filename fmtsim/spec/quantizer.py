@@ -90,6 +90,12 @@ class Quantizer:
         """Whether a Hadamard transform has random signs."""
         return any(isinstance(transform, Hadamard) and transform.signs == "random" for transform in self.transforms)
 
+    @property
+    def is_random(self) -> bool:
+        """Whether it needs random numbers of any kind."""
+        later = self.then is not None and self.then.is_random
+        return self.is_stochastic or self.has_random_signs or later
+
     def __str__(self) -> str:
         if self.source == "forward":
             return "as in the forward pass"

@@ -24,10 +24,10 @@ from fmtsim.distributed import (
     simulate,
 )
 from fmtsim.distributed.arithmetic import Batch
-from fmtsim.distributed.board import exchange
 from fmtsim.distributed.fsdp import QuantizedAllGather, QuantizedReduceScatter
 from fmtsim.distributed.gather import HALO
 from fmtsim.distributed.ranks import Ranks
+from fmtsim.distributed.store import exchange
 from fmtsim.errors import ArgumentError, CollectiveError, DtypeError
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.quantizer import Quantizer

@@ -13,8 +13,8 @@ import fmtsim
 from fmtsim.errors import ArgumentError
 from fmtsim.progress import Progress
 from fmtsim.search import Policy
-from fmtsim.search.bench import relative_noise
 from fmtsim.search.choice import least_loss
+from fmtsim.search.switching import relative_noise
 from fmtsim.search.verb import _Found, _sample
 
 FORMATS = ("w4a4", "minifloat_e3m2", "e4m3_static")

@@ -32,9 +32,9 @@ def exchange(group: dist.ProcessGroup, note: str) -> list[str]:
         AbsentError: A rank left none in time, or the store is gone.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    turn = _ROUNDS[group] = _ROUNDS.get(group, 0) + 1
+    round_ = _ROUNDS[group] = _ROUNDS.get(group, 0) + 1
     store = dist.distributed_c10d._get_process_group_store(group)
-    keys = [f"fmtsim/{turn}/{other}" for other in range(size)]
+    keys = [f"fmtsim/{round_}/{other}" for other in range(size)]
     limit = timeout_of(group)
     try:
         store.set(keys[rank], note)
@@ -45,7 +45,7 @@ def exchange(group: dist.ProcessGroup, note: str) -> list[str]:
             text = f"no note of {named(absent)} after {limit.total_seconds():g} s ({error})"
             raise AbsentError(absent, text) from error
         notes = [store.get(key).decode() for key in keys]
-        store.delete_key(f"fmtsim/{turn - 1}/{rank}")
+        store.delete_key(f"fmtsim/{round_ - 1}/{rank}")
     except AbsentError:
         raise
     except RuntimeError as error:

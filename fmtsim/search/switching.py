@@ -15,10 +15,10 @@ from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.progress import Of, Progress
+from fmtsim.ptq.calibrate import Products, call, evaluating
 from fmtsim.ptq.ranges import static_scale
 from fmtsim.ptq.spec import PtqRecipe, fixed
-from fmtsim.ptq.steps import round_weights, surveyed
-from fmtsim.ptq.survey import Survey, call, evaluating
+from fmtsim.ptq.steps import calibrated, round_weights
 from fmtsim.ptq.verb import prepared
 from fmtsim.search.result import HIGH_BITS
 from fmtsim.spec.quantizer import Quantizer
@@ -35,7 +35,7 @@ class Form:
     cost: int = 0
 
 
-class Bench:
+class SwitchingModel:
     """Run a copy of a model under any assignment of recipes to layers.
 
     Args:
@@ -61,13 +61,13 @@ class Bench:
         for name, recipe in recipes.items():
             source = copy.deepcopy(self.model)
             named = Of(show, name)
-            survey, _ = surveyed(source, recipe, prepared(source, recipe, filter_fn), batches, named)
-            round_weights(survey, recipe.weights, named)
-            self._add(name, survey)
+            products, _ = calibrated(source, recipe, prepared(source, recipe, filter_fn), batches, named)
+            round_weights(products, recipe.weights, named)
+            self._add(name, products)
         names = set(self.forms)
         prepared(self.model, next(iter(recipes.values())), lambda module, name: name in names)
         self._modules = {n: m for n, m in self.model.named_modules() if isinstance(m, EmulatedModule)}
-        views = Survey(self.model, {name: LinearConfig() for name in names})
+        views = Products(self.model, {name: LinearConfig() for name in names})
         views.run(batches[:1], lambda part, slot, x: None)
         self._views: dict[str, list[Tensor]] = {name: [] for name in names}
         for slot in views.slots.values():
@@ -80,27 +80,27 @@ class Bench:
                 f"the loss of the unquantised model is {start}; look for Inf in its outputs or loss_fn="
             )
 
-    def _add(self, name: str, survey: Survey) -> None:
-        if self.forms and set(survey.modules) != set(self.forms):
-            odd = sorted(set(survey.modules) ^ set(self.forms))[0]
+    def _add(self, name: str, products: Products) -> None:
+        if self.forms and set(products.modules) != set(self.forms):
+            odd = sorted(set(products.modules) ^ set(self.forms))[0]
             raise ArgumentError(f"recipe {name!r} and another disagree about layer {odd!r}; leave rules= out of both")
-        shared = [slot for slot in survey.slots.values() if len({id(p.module) for p in slot.parts}) > 1]
+        shared = [slot for slot in products.slots.values() if len({id(p.module) for p in slot.parts}) > 1]
         if shared:
             first, second = (part.name for part in shared[0].parts[:2])
             raise ArgumentError(
                 f"layers {first!r} and {second!r} share a weight, which takes one format; leave one out with filter_fn="
             )
         adds_of_all = 0
-        for slot in survey.slots.values():
-            form = self.forms.setdefault(_owner(survey, slot), {}).setdefault(name, Form())
+        for slot in products.slots.values():
+            form = self.forms.setdefault(_owner(products, slot), {}).setdefault(name, Form())
             assert slot.quantised is not None
             form.weights.append(slot.quantised)
             adds = slot.parts[0].rows * slot.w.numel() // len(self._batches)
             form.cost += adds * _bits(slot.quantizer) * _bits(slot.parts[0].x)
             adds_of_all += adds
         self.adds = adds_of_all
-        for part in survey.parts.values():
-            owner = next(label for label, module in survey.modules.items() if module is part.module)
+        for part in products.parts.values():
+            owner = next(label for label, module in products.modules.items() if module is part.module)
             static = part.top is not None
             x = fixed(part.x) if static else part.x
             state = {}
@@ -160,8 +160,8 @@ def _tensors(output: Any) -> list[Tensor]:
     return [t for part in parts for t in _tensors(part)]
 
 
-def _owner(survey: Survey, slot: Any) -> str:
-    return next(name for name, module in survey.modules.items() if module is slot.parts[0].module)
+def _owner(products: Products, slot: Any) -> str:
+    return next(name for name, module in products.modules.items() if module is slot.parts[0].module)
 
 
 def _bits(quantizer: Quantizer) -> int:

@@ -79,7 +79,7 @@ class Slot:
 See = Callable[[Part, Slot, Tensor], None]
 
 
-class Survey:
+class Products:
     """Find the products of a converted model by running it.
 
     Args:
