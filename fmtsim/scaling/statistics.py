@@ -22,7 +22,7 @@ def blocked(x: Tensor, sizes: tuple[int, int]) -> Tensor:
     """Return a matrix as ``[outer blocks, inner blocks, elements of a block]``, short blocks filled up with zeros."""
     rows, columns = x.shape
     blocks = Blocks(shape=x.shape, dim=-1, outer=rows, inner=columns, height=sizes[0], width=sizes[1])
-    return blocks.fold(x).view(blocks.rows, blocks.columns, -1)
+    return blocks.fold(x).view(blocks.rows, blocks.columns, sizes[0] * sizes[1])
 
 
 def statistic(x: Tensor, block: Block, kind: Statistic) -> Tensor:
