@@ -13,7 +13,7 @@ from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat
 from fmtsim.formats.spec import FloatFormat, IntFormat, Overflow
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import FP64, encode_value, floor_log2, round_value
-from fmtsim.scaling.oracle import FLT_MAX, FLT_MIN, Quantized
+from fmtsim.scaling.oracle import Quantized
 
 Decider = Callable[[float, int, Rounding, Overflow, int | None], Decision]
 """Explains a number by its stored code, the rounding, the overflow rule and the random integer."""
@@ -57,7 +57,8 @@ def tell_scales(numbers: list[float], result: Quantized, fmt: BlockFormat | LogT
             offset=offset,
             steps=steps,
         )
-        factor = _factor(block, scale, result.tensor_scale, fmt)
+        # a NaN in the block: its codes are those of the block without regard to NaN
+        factor = None if math.isnan(scale) else result.factors[0][index]
         tiles.append(Tile(scale=record, decide=_decider(fmt, factor, FP64 if wide else FP32, offset)))
     return tiles
 
@@ -86,24 +87,6 @@ def _decider(fmt: BlockFormat, factor: Fraction | None, working: FloatFormat, ze
         return dataclasses.replace(decision, code=code, below=below, above=above)
 
     return plain if zero is None else shifted
-
-
-def _factor(block: list[float], scale: float, tensor_scale: float | None, fmt: BlockFormat) -> Fraction | None:
-    """Return what numbers are multiplied with (docs/semantics.md, sections 5 to 7), None for blocks without a scale."""
-    if math.isnan(scale):  # a NaN in the block: its codes are those of the block without regard to NaN
-        return None
-    s = Fraction(scale)
-    if fmt.power_of_two:
-        return 1 / s
-    if tensor_scale is not None:
-        return _reciprocal(_rn32(s * Fraction(tensor_scale)))
-    if _clamped32(_amax(block)) == 0 and not fmt.zero_point:
-        return Fraction(1)
-    if fmt.arithmetic == "divide":
-        return 1 / (s or FLT_MIN)
-    if fmt.arithmetic == "encode" and fmt.scale.bits == 32:
-        return _clamped32(_rn32(Fraction(fmt.element.max)) / _clamped32(_amax(block)))
-    return _reciprocal(s)
 
 
 def _steps(
@@ -178,15 +161,3 @@ def _finite(block: list[float]) -> list[float]:
 
 def _amax(block: list[float]) -> Fraction:
     return max((abs(Fraction(x)) for x in _finite(block)), default=Fraction(0))
-
-
-def _rn32(x: Fraction) -> Fraction:
-    return Fraction(round_value(x, FP32, "nearest_even", "ieee"))
-
-
-def _clamped32(x: Fraction) -> Fraction:
-    return _rn32(x) if x <= FLT_MAX else FLT_MAX
-
-
-def _reciprocal(scale: Fraction) -> Fraction:
-    return _clamped32(1 / scale) if scale else FLT_MAX

@@ -46,6 +46,7 @@ class Quantized(NamedTuple):
     tensor_scale: the scale of the whole matrix in two-level formats, else None.
     offsets: like scales: zero points, or the lowest logarithms of LogFMT tiles, else None.
     values: what the codes decode to, rounded once to the output format.
+    factors: like scales: what elements were multiplied with before they were rounded (LogFMT tiles: 1).
     """
 
     codes: list[list[int]]
@@ -53,6 +54,7 @@ class Quantized(NamedTuple):
     tensor_scale: float | None
     offsets: list[list[float]] | None
     values: list[list[float]]
+    factors: list[list[Fraction]]
 
 
 class _Cast(NamedTuple):
@@ -89,6 +91,7 @@ class _Result(NamedTuple):
     offset: float
     codes: list[int]
     values: list[float]
+    factor: Fraction = Fraction(1)
 
 
 def quantize_matrix(
@@ -121,16 +124,18 @@ def quantize_matrix(
     values = [[0.0] * len(row) for row in rows]
     scales: list[list[float]] = []
     offsets: list[list[float]] = []
+    factors: list[list[Fraction]] = []
     for row_of_blocks in _blocks(rows, fmt.block):
         results = [_quantize_block(block, fmt, cast, tensor_scale) for block in row_of_blocks]
         scales.append([result.scale for result in results])
         offsets.append([result.offset for result in results])
+        factors.append([result.factor for result in results])
         for block, result in zip(row_of_blocks, results, strict=True):
             for (i, j), code, value in zip(block.places, result.codes, result.values, strict=True):
                 codes[i][j], values[i][j] = code, value
     has_offsets = isinstance(fmt, LogTileFormat) or fmt.zero_point
     stored_scale = None if tensor_scale is None else float(tensor_scale[1])
-    return Quantized(codes, scales, stored_scale, offsets if has_offsets else None, values)
+    return Quantized(codes, scales, stored_scale, offsets if has_offsets else None, values, factors)
 
 
 def _blocks(rows: Matrix, block: tuple[int | None, int | None]) -> list[list[_Block]]:
@@ -156,32 +161,32 @@ def _quantize_block(
     if fmt.zero_point:
         return _zero_point_block(block, fmt, cast)
     if tensor_scale is not None:
-        scale, to_element = _two_level_scale(block, fmt, cast, tensor_scale)
+        scale, factor = _two_level_scale(block, fmt, tensor_scale)
     elif fmt.power_of_two:
-        scale, to_element = _power_of_two_scale(block, fmt)
+        scale = power_of_two(max(-127, min(127, _scale_exponent(block.amax, fmt))) if block.amax else -127)
+        factor = 1 / scale
     else:
-        scale, to_element = _real_scale(block, fmt, cast)
+        scale, factor = _real_scale(block, fmt)
+
+    def scaled(x: float) -> Real:
+        exact = fmt.power_of_two and x != 0 and math.isfinite(x)
+        return Fraction(x) * factor if exact else _times(x, factor, cast.working)
+
     codes = [
-        encode_value(to_element(x), fmt.element, cast.how, cast.overflow, cast.word(*place))
+        encode_value(scaled(x), fmt.element, cast.how, cast.overflow, cast.word(*place))
         for place, x in zip(block.places, block.elements, strict=True)
     ]
     elements = [decode_value(code, fmt.element) for code in codes]
     if block.has_nan and not fmt.element.has_nan:
-        return _Result(math.nan, 0.0, codes, [math.nan] * len(codes))
+        return _Result(math.nan, 0.0, codes, [math.nan] * len(codes), factor)
     if tensor_scale is not None:
         values = [_rounded(_times(q, scale * tensor_scale[1], FP64), cast.out) for q in elements]
     else:
         values = [_times(q, scale, cast.out) for q in elements]
-    return _Result(float(scale), 0.0, codes, values)
+    return _Result(float(scale), 0.0, codes, values, factor)
 
 
-# Section 5: one scale a block.
-
-
-def _power_of_two_scale(block: _Block, fmt: BlockFormat) -> tuple[Fraction, Callable[[float], Real]]:
-    s = max(-127, min(127, _scale_exponent(block.amax, fmt))) if block.amax else -127
-    scale = power_of_two(s)
-    return scale, lambda x: Fraction(x) / scale if _is_ordinary(x) else x
+# Section 5: one scale a block. What makes a scale also returns what elements are multiplied with.
 
 
 def _scale_exponent(amax: Fraction, fmt: BlockFormat) -> int:
@@ -197,19 +202,16 @@ def _scale_exponent(amax: Fraction, fmt: BlockFormat) -> int:
     return _ceil_log2(product) if product else -127
 
 
-def _real_scale(block: _Block, fmt: BlockFormat, cast: _Cast) -> tuple[Fraction, Callable[[float], Real]]:
+def _real_scale(block: _Block, fmt: BlockFormat) -> tuple[Fraction, Fraction]:
     m, a = _rn32(Fraction(fmt.element.max)), _clamped32(block.amax)
     if a == 0:
-        return _scale_value(Fraction(1), fmt), lambda x: x
+        return _scale_value(Fraction(1), fmt), Fraction(1)
     if fmt.arithmetic == "encode":
         r0 = _clamped32(m / a)
         scale = _scale_value(_clamped32(1 / r0) if r0 else FLT_MAX, fmt)
-        r = r0 if fmt.scale.bits == 32 else _reciprocal(scale)
-        return scale, lambda x: _times(x, r, cast.working)
+        return scale, r0 if fmt.scale.bits == 32 else _reciprocal(scale)
     scale = _scale_value(max(_clamped32(a / m), FLT_MIN), fmt)
-    if fmt.arithmetic == "divide":
-        return scale, lambda x: _times(x, 1 / (scale or FLT_MIN), cast.working)
-    return scale, lambda x: _times(x, _reciprocal(scale), cast.working)
+    return scale, 1 / (scale or FLT_MIN) if fmt.arithmetic == "divide" else _reciprocal(scale)
 
 
 def _scale_value(x: Fraction, fmt: BlockFormat) -> Fraction:
@@ -233,13 +235,12 @@ def _tensor_scale(rows: Matrix, fmt: BlockFormat) -> tuple[Fraction, Fraction]:
 
 
 def _two_level_scale(
-    block: _Block, fmt: BlockFormat, cast: _Cast, tensor_scale: tuple[Fraction, Fraction]
-) -> tuple[Fraction, Callable[[float], Real]]:
+    block: _Block, fmt: BlockFormat, tensor_scale: tuple[Fraction, Fraction]
+) -> tuple[Fraction, Fraction]:
     encode, decode = tensor_scale
     m, a = _rn32(Fraction(fmt.element.max)), _clamped32(block.amax)
     scale = _scale_value(_clamped32(a * _clamped32(encode * _rn32(1 / m))), fmt)
-    r = _reciprocal(_rn32(scale * decode))
-    return scale, lambda x: _times(x, r, cast.working)
+    return scale, _reciprocal(_rn32(scale * decode))
 
 
 # Section 7: zero points.
@@ -265,9 +266,9 @@ def _zero_point_block(block: _Block, fmt: BlockFormat, cast: _Cast) -> _Result:
 
     codes = [code_of(x, cast.word(*place)) for place, x in zip(block.places, block.elements, strict=True)]
     if block.has_nan:
-        return _Result(math.nan, zero, codes, [math.nan] * len(codes))
+        return _Result(math.nan, zero, codes, [math.nan] * len(codes), r)
     values = [_rounded((code - zero) * scale, cast.out) for code in codes]
-    return _Result(float(scale), zero, codes, values)
+    return _Result(float(scale), zero, codes, values, r)
 
 
 # Section 8: LogFMT tiles.
@@ -328,10 +329,6 @@ def _log_code(x: float, negative: bool, values: list[float], how: Rounding, word
 
 
 # Exact arithmetic and its roundings.
-
-
-def _is_ordinary(x: float) -> bool:
-    return x != 0 and math.isfinite(x)
 
 
 def _ceil_log2(x: Fraction) -> int:
