@@ -3,11 +3,9 @@
 from fmtsim.cuda.cast.casts import decode, encode, encode_packed, quantize, quantize_contiguous, supports
 from fmtsim.cuda.cast.hadamard import covers_hadamard, hadamard
 from fmtsim.cuda.gemm.dispatch import gemm, supports_gemm
-from fmtsim.cuda.native.calls import NativeCall
-from fmtsim.cuda.native.calls import Scaling as NativeScales
+from fmtsim.cuda.native.calls import NativeCall, NativeScales
 from fmtsim.cuda.native.calls import run as run_native
-from fmtsim.cuda.native.card import cublaslt_version, other_settings, other_versions
-from fmtsim.cuda.native.card import other_card as other_gpu
+from fmtsim.cuda.native.gpu import cublaslt_version, other_gpu, other_settings, other_versions
 from fmtsim.cuda.operand import (
     counts_keys,
     covers_groups,

@@ -1,7 +1,7 @@
-"""The card's own unit: which call of torch a product is, and under which switches it runs.
+"""The GPU's own unit: which call of torch a product is, and under which switches it runs.
 
-Without a card, calls are built as they would be and shown to torch's own checks on fake CUDA tensors. On the target's
-card, native bits are compared with emulated ones.
+Without a GPU, calls are built as they would be and shown to torch's own checks on fake CUDA tensors. On the target's
+GPU, native bits are compared with emulated ones.
 """
 
 import warnings
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fmtsim
 from fmtsim.analysis.native import compare_native
 from fmtsim.cuda.native import calls as unit
-from fmtsim.cuda.native.calls import NativeCall, Scaling, block_scales, switches, swizzled, torch_call
+from fmtsim.cuda.native.calls import NativeCall, NativeScales, block_scales, switches, swizzled, torch_call
 from fmtsim.errors import DeviceError, NativeWarning
 from fmtsim.gemm.products import native
 from fmtsim.gemm.products.operands import fp4_of_fp8
@@ -37,7 +37,7 @@ def ones(*shape):
 
 
 def built(call, left, right, bias=None, **scales):
-    return torch_call(call, left, right, bias, Scaling(**scales))
+    return torch_call(call, left, right, bias, NativeScales(**scales))
 
 
 def accepted_by_torch(call):
@@ -70,7 +70,9 @@ SCALINGS = {
 @pytest.mark.parametrize("shape", [(128, 256, 512), (256, 128, 384), (130, 384, 1152)])
 def test_scaled_calls_pass_torchs_own_checks(kind, shape):
     m, n, k = shape
-    call = NativeCall(function="scaled_mm", out_dtype=BF16, scaling=kind, tall_b=128 if kind == "block_128" else 1)
+    call = NativeCall(
+        function="scaled_mm", out_dtype=BF16, scaling=kind, rows_per_scale_b=128 if kind == "block_128" else 1
+    )
     a, b = matrix(m, k).t().contiguous().t(), matrix(k, n)  # neither lies as torch wants it
     found = built(call, a, b, **SCALINGS[kind](m, n, k))
     assert found.name == ("torch._scaled_mm" if kind in ("tensor", "row") else "torch.nn.functional.scaled_mm")
@@ -84,7 +86,7 @@ def test_scaled_calls_pass_torchs_own_checks(kind, shape):
 @pytest.mark.parametrize("whole", [False, True])
 def test_nvfp4_passes_torchs_own_checks(whole):
     a, b = (torch.zeros(rows, 64, dtype=torch.uint8).view(F4) for rows in (200, 160))
-    extra = {"whole_a": ones(1), "whole_b": ones(1)} if whole else {}
+    extra = {"tensor_scale_a": ones(1), "tensor_scale_b": ones(1)} if whole else {}
     call = NativeCall(function="scaled_mm", out_dtype=BF16, scaling="nvfp4")
     found = built(call, a, b.t(), a=codes(200, 8, 56), b=codes(160, 8, 56), **extra)
     assert accepted_by_torch(found) == ((200, 160), BF16)
@@ -95,7 +97,7 @@ def test_nvfp4_passes_torchs_own_checks(whole):
 
 
 def test_two_blocks_of_128_rows_on_the_left():
-    call = NativeCall(function="scaled_mm", out_dtype=FP32, scaling="block_128", tall_a=128)
+    call = NativeCall(function="scaled_mm", out_dtype=FP32, scaling="block_128", rows_per_scale_a=128)
     found = built(call, matrix(256, 256), matrix(128, 256).t(), a=ones(2, 2), b=ones(128, 2))
     assert [r[0].name for r in found.arguments[3::2]] == ["BlockWise128x128", "BlockWise1x128"]
     assert accepted_by_torch(found) == ((256, 128), FP32)
@@ -227,19 +229,19 @@ def test_a_refused_call_says_what_torch_said():
         unit.run(NativeCall(function="mm", out_dtype=FP32), torch.ones(2, 3), torch.ones(4, 2))
 
 
-# --- On a card -------------------------------------------------------------------------------------------------------
+# --- On a GPU --------------------------------------------------------------------------------------------------------
 
 
-def on_the_card():
+def on_the_gpu():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NativeWarning)  # of another version of the library
         return native.is_native("h200")
 
 
-ON_THE_CARD = pytest.mark.skipif(not on_the_card(), reason="needs the target's card")
+ON_THE_GPU = pytest.mark.skipif(not on_the_gpu(), reason="needs the target's GPU")
 
 
-@ON_THE_CARD
+@ON_THE_GPU
 @pytest.mark.filterwarnings("ignore::fmtsim.errors.NativeWarning")
 @pytest.mark.parametrize("shape", [(64, 64, 64), (256, 384, 512), (64, 64, 4096)])
 @pytest.mark.parametrize("dtype", [BF16, FP16, F8])

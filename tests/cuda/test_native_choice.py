@@ -1,6 +1,6 @@
-"""When a product with a target runs on the card's own unit, and what is said where it does not.
+"""When a product with a target runs on the GPU's own unit, and what is said where it does not.
 
-The card is made up: a device that says it is an H200, and native calls that are kept and return zeros.
+The GPU is made up: a device that says it is an H200, and native calls that are kept and return zeros.
 """
 
 import warnings
@@ -10,7 +10,7 @@ import torch
 
 import fmtsim
 from fmtsim import cuda
-from fmtsim.cuda.native import card
+from fmtsim.cuda.native import gpu
 from fmtsim.cuda.native.calls import swizzled
 from fmtsim.errors import ArgumentError, NativeWarning
 from fmtsim.gemm.products import native
@@ -29,7 +29,7 @@ def ones(*shape):
     return torch.ones(shape)
 
 
-# --- On which card ---------------------------------------------------------------------------------------------------
+# --- On which GPU ----------------------------------------------------------------------------------------------------
 
 
 class Properties:
@@ -39,7 +39,7 @@ class Properties:
 @pytest.fixture
 def hopper(monkeypatch):
     """Pretend that device 0 is an H200 with the recorded library."""
-    for variable in card._VARIABLES:
+    for variable in gpu._VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
@@ -63,11 +63,11 @@ def hopper(monkeypatch):
         ("NVIDIA B200, cuBLAS", {"blackwell"}, "the device is a NVIDIA H200, the target a NVIDIA B200"),
         ("NVIDIA H200 (78 multiprocessors)", {"hopper"}, "the device has 132 multiprocessors, the target 78"),
         (H200, {"blackwell"}, "compute capability 9.0, the target 10.x"),
-        ("no library: every sum is one chain", set(), "which is no NVIDIA card"),
+        ("no library: every sum is one chain", set(), "which is no NVIDIA GPU"),
     ],
 )  # fmt: skip
-def test_cards_are_told_apart(hopper, library, families, reason):
-    found = card.other_card(library, frozenset(families), 0)
+def test_gpus_are_told_apart(hopper, library, families, reason):
+    found = gpu.other_gpu(library, frozenset(families), 0)
     assert found is None if reason is None else reason in found
 
 
@@ -86,18 +86,18 @@ def test_the_plans_that_come_with_fmtsim(hopper):
     ],
 )
 def test_settings_that_change_the_librarys_choices(hopper, name, value, fine):
-    assert card.other_settings(0) is None
+    assert gpu.other_settings(0) is None
     hopper.setenv(name, value)
-    found = card.other_settings(0)
+    found = gpu.other_settings(0)
     assert found is None if fine else found.startswith(f"{name}={value} is set")
 
 
 def test_other_settings_of_torch(hopper):
     hopper.setattr(torch.cuda.tunable, "is_enabled", lambda: True)
-    assert "torch.cuda.tunable chooses kernels of its own" in card.other_settings(0)
+    assert "torch.cuda.tunable chooses kernels of its own" in gpu.other_settings(0)
     hopper.setattr(torch.cuda.tunable, "is_enabled", lambda: False)
     hopper.setattr(torch._C, "_get_sm_carveout_experimental", lambda: 16, raising=False)
-    assert "16 multiprocessors are kept from FP8 products" in card.other_settings(0)
+    assert "16 multiprocessors are kept from FP8 products" in gpu.other_settings(0)
 
 
 @pytest.mark.parametrize(
@@ -111,9 +111,9 @@ def test_other_settings_of_torch(hopper):
 )
 def test_versions_are_compared(monkeypatch, torch_version, blas, said):
     monkeypatch.setattr(torch, "__version__", torch_version)
-    monkeypatch.setattr(card, "cublaslt_version", lambda: blas)
-    assert card.other_versions(H200) == said
-    assert card.other_versions("NVIDIA H100, cuBLASLt 13") == []
+    monkeypatch.setattr(gpu, "cublaslt_version", lambda: blas)
+    assert gpu.other_versions(H200) == said
+    assert gpu.other_versions("NVIDIA H100, cuBLASLt 13") == []
 
 
 def test_other_versions_warn_once(monkeypatch):
@@ -186,7 +186,7 @@ def test_blocks_reach_the_call_once_each(ran, kind, scales, tall):
     recipes = {"scale_recipe_a": f"BlockWise{tall[0]}x128", "scale_recipe_b": f"BlockWise{tall[1]}x128"}
     fmtsim.scaled_mm(a, b, *scales, target="h200", **recipes)
     call, *_, found = ran[0]
-    assert (call.scaling, (call.tall_a, call.tall_b)) == (kind, tall)
+    assert (call.scaling, (call.rows_per_scale_a, call.rows_per_scale_b)) == (kind, tall)
     assert found.a.shape == (16 // min(16, tall[0]), 2) and found.b.shape == (16 // min(16, tall[1]), 2)
 
 
@@ -323,7 +323,9 @@ def test_block_scales_of_layers_become_codes(ran, monkeypatch):
         assert a.dtype == b.dtype == dtype and scales.a.dtype == torch.uint8
         assert torch.equal(a.view(torch.uint8), (q.codes if dtype == F4 else q.unpacked()).view(torch.uint8))
         assert torch.equal(scales.a, q.scales.view(torch.uint8).reshape(scales.a.shape))
-        assert (scales.whole_a is not None) == (fmt == "nvfp4") and call.scaling == ("mx" if dtype == F8 else "nvfp4")
+        assert (scales.tensor_scale_a is not None) == (fmt == "nvfp4") and call.scaling == (
+            "mx" if dtype == F8 else "nvfp4"
+        )
 
 
 def test_configs_check_native():

@@ -1,10 +1,10 @@
-"""The card's own matrix unit: which call of torch a product is, and the switches that decide its bits.
+"""The GPU's own matrix unit: which call of torch a product is, and the switches that decide its bits.
 
 Nothing here emulates. A call is described by plain facts and tensors, ``torch_call`` says which function of torch it is
 and with which arguments, ``run`` calls it under exactly the switches that the description names.
 
 The FP8, 16-bit, TF32 and int8 calls ran on an H200. The calls with MX and NVFP4 scales follow torch's API and are
-tested up to the call: no Blackwell card has run them.
+tested up to the call: no Blackwell GPU has run them.
 """
 
 import threading
@@ -38,7 +38,7 @@ class NativeCall:
         fast_accum: use_fast_accum of scaled_mm.
         tf32: Whether float32 operands are rounded to TF32.
         fp16_accumulation: Whether float16 products are summed in float16.
-        tall_a, tall_b: Rows that share the scales of a block of 128: 1 or 128.
+        rows_per_scale_a, rows_per_scale_b: Rows that share the scales of a block of 128: 1 or 128.
     """
 
     function: str
@@ -47,22 +47,22 @@ class NativeCall:
     fast_accum: bool = False
     tf32: bool = False
     fp16_accumulation: bool = False
-    tall_a: int = 1
-    tall_b: int = 1
+    rows_per_scale_a: int = 1
+    rows_per_scale_b: int = 1
 
 
-class Scaling(NamedTuple):
+class NativeScales(NamedTuple):
     """Hold the scales of both operands.
 
     ``a`` and ``b`` are float32: one element, one for each row, or [row blocks, blocks along K]; for MX and NVFP4 codes
-    [rows, blocks] as uint8. ``whole_a`` and ``whole_b`` are the tensor scales of two-level NVFP4. ``result`` multiplies
-    an FP8 result.
+    [rows, blocks] as uint8. ``tensor_scale_a`` and ``tensor_scale_b`` are those of two-level NVFP4. ``result``
+    multiplies an FP8 result.
     """
 
     a: Tensor | None = None
     b: Tensor | None = None
-    whole_a: Tensor | None = None
-    whole_b: Tensor | None = None
+    tensor_scale_a: Tensor | None = None
+    tensor_scale_b: Tensor | None = None
     result: Tensor | None = None
 
 
@@ -79,7 +79,9 @@ class TorchCall(NamedTuple):
         return self.function(*self.arguments, **self.options)
 
 
-def run(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None = None, scales: Scaling | None = None) -> Tensor:
+def run(
+    call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None = None, scales: NativeScales | None = None
+) -> Tensor:
     """Return the product that torch computes on the tensors' device.
 
     Args:
@@ -93,7 +95,7 @@ def run(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None = None, scal
         DeviceError: torch or its library refuses the call; the message has torch's own first line. Out of memory is
             torch.OutOfMemoryError, as ever.
     """
-    native = torch_call(call, a, b, bias, scales or Scaling())
+    native = torch_call(call, a, b, bias, scales or NativeScales())
     try:
         with torch.no_grad(), torch.autocast(a.device.type, enabled=False), switches(call):
             return native()
@@ -107,7 +109,7 @@ def run(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None = None, scal
         ) from error
 
 
-def torch_call(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None, scales: Scaling) -> TorchCall:
+def torch_call(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None, scales: NativeScales) -> TorchCall:
     """Return the function of torch that a product is, with its arguments; nothing is computed but copies to layouts."""
     if call.function in ("mm", "bmm"):
         wide = {} if call.out_dtype == a.dtype else {"out_dtype": call.out_dtype}
@@ -122,7 +124,7 @@ def torch_call(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None, scal
     return _block_scaled(call, a, b, bias, scales)
 
 
-def _scaled(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None, scales: Scaling) -> TorchCall:
+def _scaled(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None, scales: NativeScales) -> TorchCall:
     """Return torch._scaled_mm with one scale for each tensor, or for each row of a and column of b."""
     shapes: tuple[tuple[int, ...], ...] = ((), ()) if call.scaling == "tensor" else ((a.shape[0], 1), (1, b.shape[1]))
     pair = [_single(s, a) if shape == () else _vector(s, shape, a) for s, shape in zip(scales[:2], shapes, strict=True)]
@@ -132,7 +134,7 @@ def _scaled(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None, scales:
     return TorchCall("torch._scaled_mm", torch._scaled_mm, (a, b, *pair), options)
 
 
-def _block_scaled(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None, scales: Scaling) -> TorchCall:
+def _block_scaled(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None, scales: NativeScales) -> TorchCall:
     """Return torch.nn.functional.scaled_mm with blocks of 128 (Hopper), or with MX or NVFP4 scales (Blackwell)."""
     kinds: Any = getattr(F, "ScalingType", None)
     swizzles: Any = getattr(F, "SwizzleType", None)
@@ -146,15 +148,15 @@ def _block_scaled(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None, s
         name, dtype = _SMALL[call.scaling]
         lists = [[swizzled(s).view(dtype)] for s in scales[:2]]  # type: ignore[arg-type]
         recipes = [[getattr(kinds, name)], [getattr(kinds, name)]]
-        for whole, listed, recipe in zip(scales[2:4], lists, recipes, strict=True):
-            if whole is not None:
-                listed.append(whole.reshape(()))
+        for tensor_scale, listed, recipe in zip(scales[2:4], lists, recipes, strict=True):
+            if tensor_scale is not None:
+                listed.append(tensor_scale.reshape(()))
                 recipe.append(kinds.TensorWise)
         orders = [[swizzles.SWIZZLE_32_4_4] + [swizzles.NO_SWIZZLE] * (len(listed) - 1) for listed in lists]
     else:
-        talls = call.tall_a, call.tall_b
-        lists = [[block_scales(s, tall)] for s, tall in zip(scales[:2], talls, strict=True)]  # type: ignore[arg-type]
-        recipes = [[kinds.BlockWise1x128 if tall == 1 else kinds.BlockWise128x128] for tall in talls]
+        rows = call.rows_per_scale_a, call.rows_per_scale_b
+        lists = [[block_scales(s, each)] for s, each in zip(scales[:2], rows, strict=True)]  # type: ignore[arg-type]
+        recipes = [[kinds.BlockWise1x128 if each == 1 else kinds.BlockWise128x128] for each in rows]
         orders = [[swizzles.NO_SWIZZLE], [swizzles.NO_SWIZZLE]]
     options = {
         "swizzle_a": orders[0], "swizzle_b": orders[1], "bias": bias, "output_dtype": call.out_dtype,
@@ -164,12 +166,12 @@ def _block_scaled(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None, s
     return TorchCall("torch.nn.functional.scaled_mm", function, arguments, options)
 
 
-def block_scales(scales: Tensor, tall: int) -> Tensor:
+def block_scales(scales: Tensor, rows_per_scale: int) -> Tensor:
     """Return float32 scales [row blocks, blocks along K] in the layout that torch takes.
 
     1x128: the same shape with the rows contiguous. 128x128: K first, padded with ones to a multiple of 4, K contiguous.
     """
-    if tall == 1:
+    if rows_per_scale == 1:
         return scales.t().contiguous().t()
     blocks = scales.shape[1]
     padded = scales.new_ones(scales.shape[0], -(-blocks // 4) * 4)
@@ -184,10 +186,10 @@ def swizzled(codes: Tensor) -> Tensor:
     of a tile lies at ``16 (r mod 32) + 4 (r div 32)``, its four codes side by side.
     """
     rows, blocks = codes.shape
-    tall, wide = -(-rows // _BLOCK), -(-blocks // 4)
-    padded = codes.new_zeros(tall * _BLOCK, wide * 4)
+    down, across = -(-rows // _BLOCK), -(-blocks // 4)
+    padded = codes.new_zeros(down * _BLOCK, across * 4)
     padded[:rows, :blocks] = codes
-    return padded.view(tall, 4, 32, wide, 4).permute(0, 3, 2, 1, 4).reshape(-1)
+    return padded.view(down, 4, 32, across, 4).permute(0, 3, 2, 1, 4).reshape(-1)
 
 
 def row_major(x: Tensor) -> Tensor:

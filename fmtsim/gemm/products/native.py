@@ -35,9 +35,9 @@ _FP4 = torch.float4_e2m1fn_x2
 _library = torch.library.Library("fmtsim", "FRAGMENT")
 _library.define(
     "native_gemm(Tensor a, Tensor b, str function, ScalarType dtype, Tensor? bias=None, Tensor? scale_a=None, "
-    "Tensor? scale_b=None, Tensor? whole_a=None, Tensor? whole_b=None, Tensor? result_scale=None, "
-    "str scaling='none', bool fast_accum=False, bool tf32=False, bool fp16_accumulation=False, int tall_a=1, "
-    "int tall_b=1) -> Tensor",
+    "Tensor? scale_b=None, Tensor? tensor_scale_a=None, Tensor? tensor_scale_b=None, Tensor? result_scale=None, "
+    "str scaling='none', bool fast_accum=False, bool tf32=False, bool fp16_accumulation=False, int rows_per_scale_a=1, "
+    "int rows_per_scale_b=1) -> Tensor",
     tags=(torch.Tag.needs_exact_strides,),  # a library's accumulation order depends on them
 )
 
@@ -248,7 +248,7 @@ def run_scaled(
     whole = (None, None) if scales.kind in ("tensor", "row") else (scales.row, scales.column)
     return torch.ops.fmtsim.native_gemm(  # type: ignore[no-any-return]
         a, b, "scaled_mm", dtype, bias, *pair, *whole, scale_result, scales.kind, fast_accum,
-        tall_a=scales.rows_per_scale[0], tall_b=scales.rows_per_scale[1],
+        rows_per_scale_a=scales.rows_per_scale[0], rows_per_scale_b=scales.rows_per_scale[1],
     )  # fmt: skip
 
 
@@ -299,7 +299,7 @@ def run_coded(
         left, right = (fp4_of_fp8(x.values) if _dtype_of(x) == _FP4 else x.values for x in (a, b))
         y = torch.ops.fmtsim.native_gemm(
             left, right.mT, operation, asked, inside, *pair, *whole, None, "tensor" if kind == "none" else kind,
-            fast_accum, tall_a=a.rows_per_scale, tall_b=b.rows_per_scale,
+            fast_accum, rows_per_scale_a=a.rows_per_scale, rows_per_scale_b=b.rows_per_scale,
         )  # fmt: skip
     return y if bias is None or adds else finish(y, y.dtype, bias=bias)
 
@@ -317,22 +317,26 @@ def _codes(x: Any, kind: ScaleKind) -> Tensor | None:
 
 
 def _native_gemm(  # type: ignore[no-untyped-def]
-    a, b, function, dtype, bias=None, scale_a=None, scale_b=None, whole_a=None, whole_b=None, result_scale=None,
-    scaling="none", fast_accum=False, tf32=False, fp16_accumulation=False, tall_a=1, tall_b=1,
+    a, b, function, dtype, bias=None, scale_a=None, scale_b=None, tensor_scale_a=None, tensor_scale_b=None,
+    result_scale=None, scaling="none", fast_accum=False, tf32=False, fp16_accumulation=False, rows_per_scale_a=1,
+    rows_per_scale_b=1,
 ):  # fmt: skip
     engine = load_engine("cuda")
     call = engine.NativeCall(
         function=function, out_dtype=dtype, scaling=scaling, fast_accum=fast_accum, tf32=tf32,
-        fp16_accumulation=fp16_accumulation, tall_a=tall_a, tall_b=tall_b,
+        fp16_accumulation=fp16_accumulation, rows_per_scale_a=rows_per_scale_a, rows_per_scale_b=rows_per_scale_b,
     )  # fmt: skip
     a, b, bias = (None if t is None else t.detach() for t in (a, b, bias))
-    y = engine.run_native(call, a, b, bias, engine.NativeScales(scale_a, scale_b, whole_a, whole_b, result_scale))
+    y = engine.run_native(
+        call, a, b, bias, engine.NativeScales(scale_a, scale_b, tensor_scale_a, tensor_scale_b, result_scale)
+    )
     return y if y.is_contiguous() else y.contiguous()
 
 
 def _native_shape(  # type: ignore[no-untyped-def]
-    a, b, function, dtype, bias=None, scale_a=None, scale_b=None, whole_a=None, whole_b=None, result_scale=None,
-    scaling="none", fast_accum=False, tf32=False, fp16_accumulation=False, tall_a=1, tall_b=1,
+    a, b, function, dtype, bias=None, scale_a=None, scale_b=None, tensor_scale_a=None, tensor_scale_b=None,
+    result_scale=None, scaling="none", fast_accum=False, tf32=False, fp16_accumulation=False, rows_per_scale_a=1,
+    rows_per_scale_b=1,
 ):  # fmt: skip
     return torch.empty((*a.shape[:-1], b.shape[-1]), dtype=dtype, device=a.device)
 

@@ -1,4 +1,4 @@
-"""Whether a card, its library and its settings are those that a target was recorded on."""
+"""Whether a GPU, its library and its settings are those that a target was recorded on."""
 
 import ctypes
 import os
@@ -25,18 +25,18 @@ _MAJORS = {"volta": 7, "turing": 7, "ampere": 8, "ada": 8, "hopper": 9, "blackwe
 _LIBRARY = re.compile(r"(?P<gpu>NVIDIA [^(,]+?)\s*(\((?P<sizes>[^)]*) multiprocessors\))?(,|$)")
 
 
-def other_card(library: str, families: frozenset[str], index: int) -> str | None:
-    """Return why a device is not the card of a target, None where it is.
+def other_gpu(library: str, families: frozenset[str], index: int) -> str | None:
+    """Return why a device is not the GPU of a target, None where it is.
 
     Args:
         library: ``Target.library``: the GPU's name first, its multiprocessors in brackets, then versions.
         families: Names of GPU families that the target's units belong to.
         index: Number of the device.
     """
-    card = _LIBRARY.match(library)
-    if card is None:
-        return f"its library is {library!r}, which is no NVIDIA card"
-    name, wanted = torch.cuda.get_device_name(index), card["gpu"]
+    found = _LIBRARY.match(library)
+    if found is None:
+        return f"its library is {library!r}, which is no NVIDIA GPU"
+    name, wanted = torch.cuda.get_device_name(index), found["gpu"]
     if re.match(rf"{re.escape(wanted)}(?![0-9A-Za-z])", name) is None:
         return f"the device is a {name}, the target a {wanted}"
     majors = {_MAJORS[family] for family in families if family in _MAJORS}
@@ -44,8 +44,8 @@ def other_card(library: str, families: frozenset[str], index: int) -> str | None
     if majors and major not in majors:
         return f"the device has compute capability {major}.{minor}, the target {min(majors)}.x"
     count = torch.cuda.get_device_properties(index).multi_processor_count
-    if card["sizes"] is not None and count not in map(int, re.findall(r"\d+", card["sizes"])):
-        return f"the device has {count} multiprocessors, the target {card['sizes']}"
+    if found["sizes"] is not None and count not in map(int, re.findall(r"\d+", found["sizes"])):
+        return f"the device has {count} multiprocessors, the target {found['sizes']}"
     return None
 
 
