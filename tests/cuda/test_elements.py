@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import fmtsim
+from fmtsim.cuda import runtime
 from fmtsim.cuda.cast import casts, elements, grid, tables
 from fmtsim.cuda.cast.tables import layout_of
-from fmtsim.cuda.runtime import program as runtime
 from fmtsim.encoded import Encoded
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.registry import get_format

@@ -13,7 +13,7 @@ from torch import Tensor
 from fmtsim.cuda.cast.block_launch import THREADS, BlockCast, block_extent, layout_bytes, view_of, viewed
 from fmtsim.cuda.cast.block_macros import BFLOAT16, CODES, PACKED, fast_macros, output_of
 from fmtsim.cuda.cast.parameters import aligned, code_values, draw_of, element_of, macros, tables_of
-from fmtsim.cuda.runtime.program import Defines, device_index, kernel
+from fmtsim.cuda.runtime import Defines, device_index, kernel
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.exact import codes_of_scales
 from fmtsim.formats.packing import code_dtype, pack, packed_size

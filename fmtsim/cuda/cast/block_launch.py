@@ -26,7 +26,7 @@ from fmtsim.cuda.cast.block_macros import (
     vector_of,
 )
 from fmtsim.cuda.cast.parameters import CODE_DTYPES, DTYPES, NO_DRAW, aligned, draw_of, element_of, tables_of
-from fmtsim.cuda.runtime.program import Defines, device_index, kernel, multiprocessors
+from fmtsim.cuda.runtime import Defines, device_index, kernel, multiprocessors
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.rounding.modes import Rounding

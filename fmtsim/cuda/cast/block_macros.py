@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fmtsim.cuda.cast.parameters import DTYPES, NARROW, macros
-from fmtsim.cuda.runtime.program import Defines
+from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
 from fmtsim.spec.cast import CastSpec, RandomKey

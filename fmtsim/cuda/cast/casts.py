@@ -10,6 +10,7 @@ from functools import cache, lru_cache
 import numpy as np
 import torch
 
+from fmtsim.cuda import runtime
 from fmtsim.cuda.cast import block, elements
 from fmtsim.cuda.cast.block_launch import THREADS, cast_bytes
 from fmtsim.cuda.cast.block_macros import amax_macros, draws_words, fast_macros, output_of, run_macros, vector_of
@@ -21,7 +22,6 @@ from fmtsim.cuda.cast.elements import (
     quantize_elements,
 )
 from fmtsim.cuda.cast.parameters import draw_of
-from fmtsim.cuda.runtime import program as runtime
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.representable import FLOAT_DTYPES, is_representable
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, spec_from_json

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from fmtsim.cuda import runtime
 from fmtsim.cuda.cast.grid import Grid, grid_of
 from fmtsim.cuda.cast.parameters import DTYPES, aligned, draw_of, element_of, macros, tables_of, values_of
 from fmtsim.cuda.cast.tables import General, convert_patterns, convert_ranges
-from fmtsim.cuda.runtime import program as runtime
 from fmtsim.formats.packing import code_dtype, packed_size
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random
 

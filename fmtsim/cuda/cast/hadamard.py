@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fmtsim.cuda.cast.parameters import DTYPES, aligned, macros
 from fmtsim.cuda.cast.rotated_plan import rotation_of
-from fmtsim.cuda.runtime.program import Defines, device_index, kernel
+from fmtsim.cuda.runtime import Defines, device_index, kernel
 from fmtsim.spec.transform import Hadamard, Transform
 
 _SIZES = (16, 32, 64, 128, 256, 512)

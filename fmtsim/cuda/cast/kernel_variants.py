@@ -23,7 +23,7 @@ from fmtsim.cuda.cast.grid import BITS, FIXED, FLUSHING, HALVES, MAGIC, POWERS, 
 from fmtsim.cuda.cast.parameters import DTYPES, NARROW
 from fmtsim.cuda.cast.rotated_plan import kernel_macros, plan_of
 from fmtsim.cuda.cast.scaled_rules import matrix_layout, rule_of
-from fmtsim.cuda.runtime.program import Defines
+from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.block import E8M0, BlockFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat, IntFormat

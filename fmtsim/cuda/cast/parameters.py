@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fmtsim.cuda.runtime.program import Defines
+from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.cast import Random, RandomKey

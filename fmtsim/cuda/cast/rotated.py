@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fmtsim.cuda.cast.parameters import NO_DRAW, aligned, draw_of
 from fmtsim.cuda.cast.rotated_plan import Plan, kernel_macros, plan_of
+from fmtsim.cuda.runtime import device_index, kernel, multiprocessors
 from fmtsim.cuda.runtime.launch import Kernel
-from fmtsim.cuda.runtime.program import device_index, kernel, multiprocessors
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import random_word
 from fmtsim.spec.cast import RandomKey

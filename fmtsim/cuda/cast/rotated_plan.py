@@ -17,7 +17,7 @@ import torch
 from fmtsim.cuda.cast.block_launch import cast_bytes
 from fmtsim.cuda.cast.block_macros import BFLOAT16, fast_macros, float_bits
 from fmtsim.cuda.cast.parameters import NO_DRAW, macros
-from fmtsim.cuda.runtime.program import Defines
+from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.block import E8M0, FP32, BlockFormat, scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import block_scaling

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fmtsim.cuda import runtime
 from fmtsim.cuda.cast.parameters import DTYPES, NARROW, NO_DRAW, draw_of, macros
 from fmtsim.cuda.cast.scaled_rules import (
     COLUMNS,
@@ -27,7 +28,6 @@ from fmtsim.cuda.cast.scaled_rules import (
     multiplier_of,
     rule_of,
 )
-from fmtsim.cuda.runtime import program as runtime
 from fmtsim.errors import DeviceError
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.quantizer import Quantizer, scaling_for

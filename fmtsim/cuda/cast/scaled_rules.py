@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fmtsim.cuda.cast.grid import BITS, FIXED, FLUSHING, MAGIC, Grid, grid_of
 from fmtsim.cuda.cast.parameters import macros
-from fmtsim.cuda.runtime.program import Defines
+from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.block import FP32, Block
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.rounding.modes import Rounding

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fmtsim.cuda import runtime
 from fmtsim.cuda.cast.parameters import DTYPES, NARROW, aligned, code_values, macros, nan_code, values_of
-from fmtsim.cuda.runtime import program as runtime
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, LogFormat
 from fmtsim.spec.cast import CastSpec
 
