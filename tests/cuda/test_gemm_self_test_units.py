@@ -44,7 +44,7 @@ def catalogue(device):
     return [job for job in jobs if DISPATCH.supports_gemm(job.spec, job.a, job.b)]
 
 
-def tested(jobs, monkeypatch) -> list[tuple[str, str, bool, int]]:
+def results_of(jobs, monkeypatch) -> list[tuple[str, str, bool, int]]:
     """Return of each self-test that products need: path, definition, whether it has an addend, how many results err."""
     found = []
 
@@ -67,7 +67,7 @@ def tested(jobs, monkeypatch) -> list[tuple[str, str, bool, int]]:
 def test_units_of_the_catalogue_pass_on_the_host(capability, monkeypatch):
     monkeypatch.setattr(self_test, "SHAPES", ((130, 140, 96, (2, 12), (1, 30)), (9, 130, 75, (4,), (200, 2))))
     with pretend(capability, self_tests=True):
-        found = tested(catalogue("cpu"), monkeypatch)
+        found = results_of(catalogue("cpu"), monkeypatch)
     assert len(found) > 20 and not [entry for entry in found if entry[-1]]
 
 
@@ -79,7 +79,7 @@ def test_units_of_the_catalogue_pass(fresh, monkeypatch):
     programs = {(file, runtime.architecture(0), macros) for job, path in paths for file, macros in path.programs(job)}
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda program: runtime.compiled(*program), programs))
-    found = tested(jobs, monkeypatch)
+    found = results_of(jobs, monkeypatch)
     assert not [entry for entry in found if entry[-1]]
     assert len(found) > 20
     (file,) = fresh.iterdir()
