@@ -18,14 +18,14 @@ FP32 = FloatFormat(name="fp32", exponent_bits=8, mantissa_bits=23)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datapath:
-    """Describe a fused unit: products are aligned to the largest exponent, cut, added exactly and rounded once.
+    """Describe a fused unit: products are aligned to the largest exponent, truncated, added exactly and rounded once.
 
     docs/matmul.md, section 2, has the steps. The default is a Hopper tensor core with 16-bit inputs.
 
     Args:
         block: Products that are aligned and added at once; None takes all of K.
         fraction_bits: Bits kept below the largest exponent of a block; None keeps all (an exact sum).
-        term_rounding: How each term is cut to those bits.
+        term_rounding: How each term is rounded to those bits.
         rounding: How the sum of a block is rounded to the accumulator, a name or a Rounding; ``"stochastic"`` draws
             from ``generator=`` of the verb.
         accumulator: Format of the running sum, a name or a record; at most float64.

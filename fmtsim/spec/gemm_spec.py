@@ -15,10 +15,10 @@ from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath, sum_dtype
 from fmtsim.spec.plan import GemmPlan
 
-Basis = Literal["recorded", "logged", "rule", "guess"]
+Basis = Literal["recorded", "reported", "rule", "guess"]
 BASES: dict[Basis, str] = {
     "recorded": "recorded bits of this call",
-    "logged": "the library's own choice for this call",
+    "reported": "the library's own choice for this call",
     "rule": "a rule",
     "guess": "a guess",
 }

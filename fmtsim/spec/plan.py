@@ -42,7 +42,7 @@ class GemmPlan:
         bias_after_rounding: Where an output of 16 bits has a bias, round to the output's dtype before the bias is added
             as well as after.
         source: Where the plan comes from: a recording, a rule, or a guess.
-        verified: Recorded bits of this very machine, library and shape stand behind it.
+        verified: Recorded bits of this very GPU, library and shape stand behind it.
     """
 
     k_tile: int | None = None

@@ -227,11 +227,11 @@ def test_true_says_why_not(ran, product, reason):
 
 
 def test_without_a_card():
-    with pytest.raises(ArgumentError, match="the tensors are on cpu, not on a CUDA card; move them there with .cuda()"):
+    with pytest.raises(ArgumentError, match="the tensors are on cpu, not on a CUDA GPU; move them there with .cuda()"):
         fmtsim.mm(A16, B16, target="h200", native=True)
     assert not native.is_native("h200", "cpu")
     if not torch.cuda.is_available():
-        assert native.why_not_native("h200") == native.why_not_native("h200", 1) == "torch sees no CUDA card"
+        assert native.why_not_native("h200") == native.why_not_native("h200", 1) == "torch sees no CUDA GPU"
     with pytest.raises(ArgumentError, match="native='yes' is not possible; choose None"):
         fmtsim.mm(A16, B16, target="h200", native="yes")
 
@@ -245,7 +245,7 @@ def test_what_torch_lacks_is_emulated_without_a_word(ran):
 
 def test_a_setting_in_the_way_is_said_once(ran, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    with pytest.warns(NativeWarning, match="the card is the target, but the product is emulated: CUBLAS_WORKSPACE_C"):
+    with pytest.warns(NativeWarning, match="the GPU is the target, but the product is emulated: CUBLAS_WORKSPACE_C"):
         fmtsim.mm(A16, B16, target="h200")
     fmtsim.mm(A16, B16, target="h200")  # a second warning would be an error
     assert ran == []

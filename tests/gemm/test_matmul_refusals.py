@@ -22,7 +22,7 @@ FP8 = torch.ones(4, 8).to(torch.float8_e4m3fn)
 INT = torch.ones(4, 8, dtype=torch.int8)
 REFUSED = {
     "no machine": (lambda: fmtsim.mm(A, B), ArgumentError,
-        r"mm needs a machine; pass one of target= .*'h200'.*datapath="),
+        r"mm needs a target or a unit; pass one of target= .*'h200'.*datapath="),
     "two machines": (lambda: fmtsim.mm(A, B, unit=WGMMA, datapath=Datapath()), ArgumentError,
                      "mm got unit= and datapath=; pass one of"),
     "no tensor": (lambda: fmtsim.mm([[1.0]], B, unit=WGMMA), DtypeError,

@@ -226,7 +226,7 @@ def test_explanations(notebook):
     assert told.unit is None and told.call.operation == "bmm"
     assert "own datapath: blocks of 4" in str(told) and "blocks of at most 2" in str(told)
     assert "the caller's plan" in str(told)
-    with pytest.raises(ArgumentError, match="explain_mm needs a machine"):
+    with pytest.raises(ArgumentError, match="explain_mm needs a target or a unit"):
         fmtsim.explain_mm(a, a.mT)
     with pytest.raises(ArgumentError, match="a has 2 dimensions, b 3; pass two matrices"):
         fmtsim.explain_mm(a, a.mT[None], unit=WGMMA)

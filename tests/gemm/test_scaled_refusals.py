@@ -23,7 +23,8 @@ def run(*arguments, **options):
 
 
 REFUSED = {
-    "no machine": (lambda: fmtsim.scaled_mm(A, BT, ONE, ONE), ArgumentError, "scaled_mm needs a machine; pass one of"),
+    "no machine": (lambda: fmtsim.scaled_mm(A, BT, ONE, ONE), ArgumentError,
+                   "scaled_mm needs a target or a unit; pass one of"),
     "no tensor": (run([1], BT, ONE, ONE), DtypeError, "a is list, not a tensor"),
     "dimensions": (run(A[0], BT, ONE, ONE), ArgumentError, r"a has shape \(32,\); pass a tensor of 2 dimensions"),
     "K": (run(A, A, ONE, ONE), ArgumentError, r"a of shape \(16, 32\) and b of shape \(16, 32\) do not fit"),

@@ -78,7 +78,7 @@ def test_scales_of_rows_of_128():
 def test_a_bias_with_one_column():
     """The sum of one part is rounded before its bias is added, that of several parts is not."""
     expected = [
-        (64, 256, 1, "recorded"), (64, 4096, 3, "recorded"), (128, 12288, 9, "logged"), (8192, 3072, 1, "logged"),
+        (64, 256, 1, "recorded"), (64, 4096, 3, "recorded"), (128, 12288, 9, "reported"), (8192, 3072, 1, "reported"),
         (72, 2560, 1, "rule"), (72, 8192, 6, "guess"),
     ]  # fmt: skip
     for m, k, split, basis in expected:

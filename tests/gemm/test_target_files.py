@@ -106,3 +106,9 @@ def test_plans_of_promotions_and_a_bias():
         assert record_from_dict(json.loads(json.dumps(record_to_dict(plan)))) == plan
     with pytest.raises(ArgumentError, match="bias_after_rounding='split' is not possible; choose false, true or"):
         Kernel.from_dict({"bias_after_rounding": "split"})
+
+
+def test_an_older_word_for_what_the_library_reported_still_reads():
+    rule = {"when": {}, "kernel": "any", "split": 1, "basis": "logged", "reason": "a test"}
+    record = target_to_dict(get_target("chain")) | {"kernels": {"any": {}}, "rules": [rule]}
+    assert target_from_dict(record).rules[0].basis == "reported"

@@ -190,7 +190,7 @@ def test_calls_and_their_plans_are_kept(corpus):
     layers = ((96, 32), (32, 32), (128, 32), (32, 128))
     products = {(rows, k, n) for n, k in layers} | {(n, k, rows) for n, k in layers}
     assert {(call.m, call.n, call.k) for call in backward} == products and not any(c.fast_accum for c in backward)
-    assert {found.basis for found in record.asked.values()} <= {"rule", "recorded", "logged"}
+    assert {found.basis for found in record.asked.values()} <= {"rule", "recorded", "reported"}
     assert record.name == "h200" and "RecordingTarget" in type(record).__name__
 
 

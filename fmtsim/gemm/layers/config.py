@@ -9,7 +9,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import Overflow
 from fmtsim.gemm.layers.unit import check_unit_scales, element_of, kind_of, product_kind
 from fmtsim.gemm.products.native import check_native
-from fmtsim.gemm.products.resolver import one_machine
+from fmtsim.gemm.products.resolver import target_or_unit
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import describe, get_datapath, get_unit
 from fmtsim.rounding.modes import Rounding, get_rounding
@@ -70,7 +70,7 @@ class Gemm:
 
     def _check_machine(self) -> None:
         """Refuse here, not in the middle of a step, what needs no shapes to be refused."""
-        one_machine("Gemm", self.target, self.unit, None, self.plan, self.accumulate)
+        target_or_unit("Gemm", self.target, self.unit, None, self.plan, self.accumulate)
         for name, quantizer in (("a", self.a), ("b", self.b)):
             if quantizer.scaling is not None or quantizer.then is not None:
                 try:

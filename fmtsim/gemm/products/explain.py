@@ -47,8 +47,8 @@ class MmExplanation:
         machine: The target, unit or datapath that was asked.
         unit: Name of the unit, None for a datapath without one.
         plan: Accumulation order and epilogue.
-        basis: What stands behind the plan: ``"recorded"`` bits of this very call, the library's ``"logged"`` choice, a
-            ``"rule"``, or a ``"guess"``.
+        basis: What stands behind the plan: ``"recorded"`` bits of this very call, the choice that the library
+            ``"reported"``, a ``"rule"``, or a ``"guess"``.
         rows: What is shown: a heading and a text each.
     """
 
@@ -106,7 +106,7 @@ def explain_mm(
         use_fast_accum: As in ``scaled_mm``.
         out_dtype, target, unit, datapath, plan, accumulate, allow_tf32, allow_fp16_accumulation, a_format, b_format,
             native: As in ``mm``. Where the operands are on a GPU, or native is given, a row ``runs`` says whether the
-            card multiplies or is emulated, and why.
+            GPU multiplies or is emulated, and why.
 
     Raises:
         ArgumentError, DtypeError, FormatError: As the verb.

@@ -11,7 +11,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.operands import check_devices, check_tensor, operand_format, read_operand
 from fmtsim.gemm.products.operator import draw_keys, run_gemm
-from fmtsim.gemm.products.resolver import ACCUMULATE_DTYPES, accumulate_name, one_machine, resolve_call
+from fmtsim.gemm.products.resolver import ACCUMULATE_DTYPES, accumulate_name, resolve_call, target_or_unit
 from fmtsim.gemm.products.scales import unit_scale_format, unit_scales
 from fmtsim.gemm.units.unit import unit_takes
 from fmtsim.ops import quantize
@@ -73,7 +73,7 @@ def mma(
             check_tensor(name, extra, "2+")
     check_devices(a=a, b=b, c=c, scale_a=scale_a, scale_b=scale_b)
     _refuse_gradient(a=a, b=b, c=c)
-    one_machine("mma", None, unit, None)
+    target_or_unit("mma", None, unit, None)
     accumulate = None if isinstance(unit, Arithmetic) else _accumulate(c, accumulate)
     formats, truncated = _formats(a, b, unit, a_format, b_format)
     left = read_operand(a, formats[0], tf32="truncate" if truncated[0] else "")
@@ -190,7 +190,7 @@ def _addend(c: Tensor, path: Arithmetic, dtype: torch.dtype) -> Tensor:
 
 def is_exactly(fmt: FloatFormat, dtype: torch.dtype) -> bool:
     """Say whether every number of a dtype is a value of a format."""
-    held = get_format(dtype)
-    assert isinstance(held, FloatFormat)
-    fits = held.max <= fmt.max and held.min_subnormal >= fmt.min_subnormal
-    return fits and held.mantissa_bits <= fmt.mantissa_bits
+    own = get_format(dtype)
+    assert isinstance(own, FloatFormat)
+    fits = own.max <= fmt.max and own.min_subnormal >= fmt.min_subnormal
+    return fits and own.mantissa_bits <= fmt.mantissa_bits

@@ -21,7 +21,7 @@ from fmtsim.gemm.products.operands import (
     read_operand,
 )
 from fmtsim.gemm.products.operator import draw_keys, output_format, run_gemm
-from fmtsim.gemm.products.resolver import ACCUMULATE_DTYPES, one_machine, resolve_call
+from fmtsim.gemm.products.resolver import ACCUMULATE_DTYPES, resolve_call, target_or_unit
 from fmtsim.quantize import quantize
 from fmtsim.spec.call import Operation
 from fmtsim.spec.cast import RandomKey
@@ -76,7 +76,7 @@ def mm(
     b_format: Any = None,
     native: bool | None = None,
 ) -> Tensor:
-    """Multiply two matrices with the bits of a machine's torch.mm, or of a unit.
+    """Multiply two matrices with the bits of a target's torch.mm, or of a unit.
 
     Args:
         a: [M, K] of any strides: float16, bfloat16, float32 or float64; with ``unit=`` or ``datapath=`` also torch
@@ -84,7 +84,7 @@ def mm(
         b: [K, N], likewise.
         out_dtype: dtype of the result. None takes the operands', or the accumulator's where they are narrower. A
             target gives the operands' dtype, or float32 for 16-bit operands, as torch does.
-        target: A machine with its library, by name (``"h200"``), path of a plan file, or record.
+        target: A GPU with its library, by name (``"h200"``), path of a plan file, or record.
         unit: A matrix unit alone, by name (``fmtsim.list_units()``) or record; all of K is one chain.
         datapath: The arithmetic of a unit as a record (``Datapath``, ...). Pass one of the three.
         plan: Accumulation order instead of the target's or the single chain.
@@ -99,22 +99,22 @@ def mm(
         a_format: Format of a, where its dtype does not say it: float tensors must hold its values, integer tensors
             hold its codes.
         b_format: Format of b, likewise.
-        native: Who multiplies where a target is given. None lets the card do it itself where the operands are on the
-            card that the target describes (``explain_mm`` says so), True insists on that, False emulates.
+        native: Who multiplies where a target is given. None lets the GPU do it itself where the operands are on the
+            GPU that the target describes (``explain_mm`` says so), True insists on that, False emulates.
 
     Returns:
         [M, N], contiguous, on the operands' device.
 
     NaN is 0x7FFFFFFF, or 0x7FFF in 16 bits; Inf and zeros follow docs/matmul.md, which defines every bit. The same
     bits on every device and with every number of threads. The gradients are the products that torch would call, on
-    the same machine; a gradient is rounded to the operands' dtype before it is multiplied. They cannot be
+    the same target or unit; a gradient is rounded to the operands' dtype before it is multiplied. They cannot be
     differentiated again.
 
     Raises:
-        ArgumentError: Shapes, devices, plan or machine that do not fit; a value that its format lacks.
-        DtypeError: A dtype that the machine's library does not take or give.
+        ArgumentError: Shapes, devices, plan, target or unit that do not fit; a value that its format lacks.
+        DtypeError: A dtype that the target's library does not take or give.
         FormatError: An unknown format.
-        DeviceError: The card's library refuses a native call.
+        DeviceError: The GPU's library refuses a native call.
         FmtsimError: A second derivative.
 
     >>> a, b = torch.eye(2, dtype=torch.bfloat16), torch.tensor([[1.5, 2.0], [0.25, -1.0]], dtype=torch.bfloat16)
@@ -123,7 +123,7 @@ def mm(
             [ 0.2500, -1.0000]])
     """
     check_matrices("mm", a, b, "2")
-    unit = one_machine("mm", target, unit, datapath, plan, accumulate)
+    unit = target_or_unit("mm", target, unit, datapath, plan, accumulate)
     options = {
         "out_dtype": out_dtype, "target": target, "unit": unit, "plan": plan, "accumulate": accumulate,
         "allow_tf32": allow_tf32, "allow_fp16_accumulation": allow_fp16_accumulation, "strict": strict,
@@ -154,7 +154,7 @@ def bmm(a: Tensor, b: Tensor, **options: Unpack[Options]) -> Tensor:
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
-    """Compute ``x w^T + bias`` with the bits of a machine's torch.nn.functional.linear; options are those of ``mm``.
+    """Compute ``x w^T + bias`` with the bits of a target's torch.nn.functional.linear; options are those of ``mm``.
 
     Args:
         x: [..., K]; the leading dimensions together are the rows of one product.
@@ -193,7 +193,7 @@ def int_mm(
     Args:
         a: [M, K], int8.
         b: [K, N], int8.
-        target: A machine, whose limits on shapes then hold too.
+        target: A target, whose limits on shapes then hold too.
         unit: A unit with an int8 mode. Without any of the three the unit is ``"int8"``, whose sums wrap.
         datapath: An IntegerDatapath.
         native: As in ``mm``.
@@ -203,7 +203,7 @@ def int_mm(
         what cuBLASLt runs on an H200 (``target="h200"``). It has no gradient.
 
     Raises:
-        ArgumentError: Shapes that do not fit each other or the machine.
+        ArgumentError: Shapes that do not fit each other or the target.
         DtypeError: An operand is not int8.
 
     >>> int_mm(torch.tensor([[1, -2]], dtype=torch.int8), torch.tensor([[3], [4]], dtype=torch.int8))
@@ -234,7 +234,7 @@ def checked_options(verb: str, given: Options) -> dict[str, Any]:
         raise ArgumentError(f"{verb} has no argument {unknown[0]!r}; it takes {', '.join(_DEFAULTS)}")
     options = {**_DEFAULTS, **given}
     machine = (options[name] for name in ("target", "unit", "datapath", "plan", "accumulate"))
-    options["unit"] = one_machine(verb, *machine)
+    options["unit"] = target_or_unit(verb, *machine)
     del options["datapath"]
     return options
 
@@ -245,8 +245,8 @@ def _check_bias(bias: Tensor, x: Tensor, w: Tensor, library: bool) -> None:
             f"bias of shape {tuple(bias.shape)} does not fit w of shape {tuple(w.shape)}; pass [{w.shape[0]}]"
         )
     if bias.dtype not in FLOATS or (library and bias.dtype != x.dtype):
-        wanted = x.dtype if library else "float16, bfloat16, float32 or float64"
-        raise DtypeError(f"bias has dtype {bias.dtype}; pass {wanted}")
+        allowed = x.dtype if library else "float16, bfloat16, float32 or float64"
+        raise DtypeError(f"bias has dtype {bias.dtype}; pass {allowed}")
 
 
 def _check_cublas_int8(a: Tensor, b: Tensor) -> None:

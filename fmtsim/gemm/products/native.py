@@ -61,9 +61,9 @@ def why_not_native(target: str | Path | Target, device: torch.device | str | int
     record = get_target(target)
     index = _index_of(place)
     if index is None and place.type == "cuda":
-        return "torch sees no CUDA card"
+        return "torch sees no CUDA GPU"
     if index is None:
-        return f"the tensors are on {place.type}, not on a CUDA card; move them there with .cuda()"
+        return f"the tensors are on {place.type}, not on a CUDA GPU; move them there with .cuda()"
     return _gpu_reason(record, index)[0]
 
 
@@ -145,7 +145,7 @@ def _index_of(device: torch.device) -> int | None:
 
 
 def _gpu_reason(target: Target, index: int) -> tuple[str | None, bool]:
-    """Return why a card is not a target's, and whether a setting is to blame; warn once of other versions."""
+    """Return why a GPU is not a target's, and whether a setting is to blame; warn once of other versions."""
     other = _other_gpu(target.library, _families(target), index)
     if other is not None:
         return other, False
@@ -180,7 +180,7 @@ def _warn_of_versions(name: str, library: str) -> None:
 @cache
 def _warn_of_setting(reason: str) -> None:
     warnings.warn(
-        f"the card is the target, but the product is emulated: {reason}. Pass native=False where that is meant.",
+        f"the GPU is the target, but the product is emulated: {reason}. Pass native=False where that is meant.",
         NativeWarning,
         stacklevel=caller_level(),
     )

@@ -89,8 +89,7 @@ def operand_format(name: str, x: Tensor, given: Any = None) -> OperandFormat:
             )
         return _FORMATS[x.dtype]
     fmt = _known(name, get_format(given))
-    held = _PLAIN.get(x.dtype)
-    if x.dtype not in FLOATS and held is not None and x.dtype != torch.int8 and own_dtype(fmt) != x.dtype:
+    if x.dtype not in FLOATS and x.dtype in _PLAIN and x.dtype != torch.int8 and own_dtype(fmt) != x.dtype:
         raise DtypeError(f"{name} has dtype {x.dtype}, which is not {fmt.name}; leave {name}_format out")
     if isinstance(fmt, IntFormat) and x.dtype not in (torch.int8, torch.uint8):
         raise DtypeError(f"{name} has dtype {x.dtype}; pass {fmt.name} as a torch.int8 tensor")

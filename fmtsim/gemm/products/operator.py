@@ -153,7 +153,7 @@ def _signed(number: int) -> int:
 
 def gemm_engine(spec: GemmSpec, a: Tensor, b: Tensor) -> Engine:
     """Return the engine of a product: kernels for the device where they cover it, else torch operations."""
-    engine = ops.kernel_engine(a)
+    engine = ops.load_engine("cpu") if a.is_cpu else ops.fused_engine(a)
     return engine if engine is not None and engine.supports_gemm(spec, a, b) else ops.load_engine("torch_engine")
 
 

@@ -33,7 +33,7 @@ _SCALED_CHAINS: dict[ScaleKind, GemmPlan] = {
 }
 
 
-def one_machine(
+def target_or_unit(
     verb: str, target: Any, unit: Any, datapath: Any, plan: Any = None, accumulate: Any = None
 ) -> Any:  # fmt: skip
     """Check that exactly one of target, unit and datapath is given; return the unit or datapath, None for a target.
@@ -44,9 +44,9 @@ def one_machine(
     if (target is not None) + (unit is not None) + (datapath is not None) != 1:
         named = (("target", target), ("unit", unit), ("datapath", datapath))
         given = " and ".join(f"{name}=" for name, value in named if value is not None)
-        what = f"{verb} got {given}" if given else f"{verb} needs a machine"
+        what = f"{verb} got {given}" if given else f"{verb} needs a target or a unit"
         raise ArgumentError(
-            f"{what}; pass one of target= (a machine with its library, 'h200'), unit= ('hopper.wgmma') or "
+            f"{what}; pass one of target= (a GPU with its library, 'h200'), unit= ('hopper.wgmma') or "
             "datapath= (a Datapath record)"
         )
     if datapath is not None and not isinstance(datapath, Arithmetic):
@@ -66,7 +66,7 @@ def resolve(call: GemmCall) -> GemmSpec:
     A plan that is a guess warns once a process for each call.
 
     Raises:
-        ArgumentError: The machine does not take the call, its plan makes no sense for it, or it is a guess and
+        ArgumentError: The target or unit does not take the call, its plan makes no sense for it, or it is a guess and
             ``strict`` is set.
     """
     if call.target is None:

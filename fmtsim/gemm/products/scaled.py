@@ -16,7 +16,7 @@ from fmtsim.gemm.products.operands import (
     read_operand,
 )
 from fmtsim.gemm.products.operator import draw_keys, output_format, run_gemm
-from fmtsim.gemm.products.resolver import one_machine, resolve_call
+from fmtsim.gemm.products.resolver import resolve_call, target_or_unit
 from fmtsim.gemm.products.scales import Scales, check_scales, read_scales, recipe_names, swizzle_names, unit_scales
 from fmtsim.spec.call import LARGE_BLOCKS, OperandFormat
 from fmtsim.spec.datapath import Arithmetic
@@ -50,7 +50,7 @@ def scaled_mm(
     b_format: Any = None,
     native: bool | None = None,
 ) -> Tensor:
-    """Multiply scaled matrices with the bits of a machine's torch._scaled_mm, or of a unit.
+    """Multiply scaled matrices with the bits of a target's torch._scaled_mm, or of a unit.
 
     Positional arguments are those of ``torch._scaled_mm``; the recipes of ``torch.nn.functional.scaled_mm`` are
     keywords here.
@@ -81,14 +81,14 @@ def scaled_mm(
     Raises:
         ArgumentError: Shapes, scales or a plan that do not fit; scales that are negative, NaN or Inf.
         DtypeError: Dtypes that do not go together: a target takes what cuBLAS takes (not E5M2 x E5M2).
-        DeviceError: The card's library refuses a native call.
+        DeviceError: The GPU's library refuses a native call.
 
     >>> a = torch.full((16, 32), 2.0).to(torch.float8_e4m3fn)
     >>> y = scaled_mm(a, a.t(), torch.tensor(0.5), torch.tensor(1.0), out_dtype=torch.bfloat16, unit="hopper.wgmma")
     >>> y[0, 0].item()
     64.0
     """
-    unit = one_machine("scaled_mm", target, unit, datapath, plan, accumulate)
+    unit = target_or_unit("scaled_mm", target, unit, datapath, plan, accumulate)
     check_scales(scale_a=scale_a, scale_b=scale_b)  # first: torch's other function has recipes in their place
     _check_tensors(a, b, bias, scale_result)
     columns = b.mT
@@ -164,9 +164,9 @@ def _check_bias(bias: Tensor | None, n: int, dtype: torch.dtype, library: bool) 
         raise DtypeError(
             "torch._scaled_mm adds no bias to a float32 output; choose torch.bfloat16, or add it afterwards"
         )
-    wanted = (dtype,) if dtype in _HALVES else _HALVES
-    if bias.dtype not in wanted:
-        raise DtypeError(f"bias has dtype {bias.dtype}; a {dtype} output takes {' or '.join(map(str, wanted))}")
+    allowed = (dtype,) if dtype in _HALVES else _HALVES
+    if bias.dtype not in allowed:
+        raise DtypeError(f"bias has dtype {bias.dtype}; a {dtype} output takes {' or '.join(map(str, allowed))}")
 
 
 def check_library(

@@ -10,21 +10,13 @@ from fmtsim.formats.spec import FloatFormat
 from fmtsim.ops import decode
 from fmtsim.ops import quantize as cast
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.call import ScaleKind
+from fmtsim.spec.call import SCALE_KINDS, UNIT_SCALES, ScaleKind
 from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.spec.datapath import Arithmetic, Datapath
 
 _BLOCK = 128
-_FORMATS = {torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "ue4m3"}
-# Kinds of scales by torch.nn.functional.ScalingType, and products of a row that share one.
-_RECIPES = {
-    "TensorWise": None,
-    "RowWise": None,
-    "BlockWise1x16": 16,
-    "BlockWise1x32": 32,
-    "BlockWise1x128": _BLOCK,
-    "BlockWise128x128": _BLOCK,
-}
+_FORMATS = {SCALE_KINDS[kind].dtype: SCALE_KINDS[kind].unit_scale for kind in UNIT_SCALES}
+_RECIPES = {name: extent.block for extent in SCALE_KINDS.values() for name in extent.recipes}  # products a scale
 _SWIZZLES = ("NO_SWIZZLE", "SWIZZLE_32_4_4")
 
 

@@ -1,4 +1,4 @@
-"""Machines with their libraries: which unit a call runs on, and in which order it adds, read from JSON plan files."""
+"""GPUs with their libraries: which unit a call runs on, and in which order it adds, read from JSON plan files."""
 
 import json
 import os
@@ -48,6 +48,9 @@ class Rule:
     operands: str | None = None
 
     def __post_init__(self) -> None:
+        given: object = self.basis
+        if given == "logged":  # the word of older plan files
+            object.__setattr__(self, "basis", "reported")
         if self.basis not in get_args(Basis):
             raise ArgumentError(f"basis={self.basis!r} is not possible; choose one of {', '.join(get_args(Basis))}")
         if self.operands is not None and self.unit is None:
@@ -56,14 +59,14 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Target:
-    """Describe a machine and its library: units by operand formats, kernels, and rules that say which one runs.
+    """Describe a GPU and its library: units by operand formats, kernels, and rules that say which one runs.
 
     Args:
-        name: Name of the machine.
+        name: Name of the target.
         library: GPU, library and versions.
         source: Where the rules come from.
         units: ``(inputs, accumulate, unit)``: the first that fits is the unit of a call; None stands for any unit
-            the caller names a format for (not used by machines).
+            the caller names a format for (not used by GPUs).
         kernels: By name, how each orders its sums.
         splits: By name, rules for the number of parts.
         rules: In order; the first that fits is taken.
@@ -90,7 +93,7 @@ class Target:
             strict: Raise where the plan is a guess.
 
         Raises:
-            ArgumentError: The machine has no unit for these operands, or the plan is a guess and ``strict`` is set.
+            ArgumentError: The target has no unit for these operands, or the plan is a guess and ``strict`` is set.
         """
         found = _resolution(self, call)
         if found.basis == "guess":
@@ -148,7 +151,7 @@ class Target:
             f"target {self.name} has no recorded accumulation order for {call.operation} "
             f"M={call.m} N={call.n} K={call.k} {call.a} x {call.b} -> {call.out}; "
         )
-        step = "pass plan=GemmPlan(...), or record the call on the machine and name the plan file as target="
+        step = "pass plan=GemmPlan(...), or record the call on the GPU and name the plan file as target="
         if strict:
             raise ArgumentError(f"{text}{step}")
         with _lock:
@@ -173,12 +176,12 @@ def caller_level() -> int:
 
 
 def list_targets() -> list[str]:
-    """Return the names of the machines that come with fmtsim."""
+    """Return the names of the targets that come with fmtsim."""
     return sorted(path.stem for path in PLANS.glob("*.json"))
 
 
 def get_target(name: str | Path | Target) -> Target:
-    """Return a machine by name, or read it from a plan file.
+    """Return a target by name, or read it from a plan file.
 
     Args:
         name: A name from ``list_targets()``, the path of a JSON plan file, or a Target, which is returned as it is.
