@@ -91,7 +91,9 @@ class OperandStats:
             self.scaled_exponents += counts  # such a grid is laid over its block's range: nothing lies beyond
             return self
         element = fmt.element if isinstance(fmt, BlockFormat) else fmt
-        scaled = _divided(x, fmt, dim) if isinstance(fmt, BlockFormat) else x
+        scaled = x
+        if isinstance(fmt, BlockFormat):
+            scaled = _blocks(x, fmt, dim) / block_scales(x, fmt, dim).to(x.dtype)[:, None, :, None]
         low, high = _limits(element)
         self.saturated += int(torch.count_nonzero(scaled > high)) + int(torch.count_nonzero(scaled < low))
         self.scaled_exponents += counts if scaled is x else _exponents(scaled)
@@ -134,11 +136,6 @@ def block_scales(x: Tensor, fmt: BlockFormat, dim: int = -1) -> Tensor:
     scales = torch.ones_like(largest) if parts.scales is None else parts.scales
     scales = scales.double()
     return scales if parts.tensor_scale is None else scales * parts.tensor_scale.double()
-
-
-def _divided(x: Tensor, fmt: BlockFormat, dim: int) -> Tensor:
-    scales = block_scales(x, fmt, dim)
-    return _blocks(x, fmt, dim) / scales.to(x.dtype)[:, None, :, None]
 
 
 def _blocks(x: Tensor, fmt: BlockFormat, dim: int) -> Tensor:

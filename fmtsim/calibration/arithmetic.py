@@ -86,26 +86,23 @@ def measure(gpu: GPU, mode: str, family: str = "") -> Measured:
     call = bench_call(mode)
     block = probes.block_length(gpu, call)
     facts: dict[str, str] = {"block": str(block)}
+    unknown = lambda: Measured(mode=mode, arithmetic=None, unit=None, facts=tuple(facts.items()))  # noqa: E731
     if block is None:
-        return Measured(mode=mode, arithmetic=None, unit=None, facts=tuple(facts.items()))
+        return unknown()
     bench = probes.Bench(gpu, call, block)
     facts |= {f"bits of {name}": bits for name, bits in probes.special_values(bench).items()}
-    path = _fma(bench) if block < 4 else _fused(bench, facts)
+    fma = FMA if block == 1 and call.accumulate == "fp32" else None  # units of two or three products are not known
+    path = fma if block < 4 else _fused(bench, facts)
     if mode == "tf32":
         facts["operands rounded to TF32"] = str(probes.tf32_rounding(bench))
     if path is None or facts.get("operands rounded to TF32", "nearest_even") != "nearest_even":
-        return Measured(mode=mode, arithmetic=None, unit=None, facts=tuple(facts.items()))
+        return unknown()
     found = find_plan(gpu, call, path, seeds=(*SEEDS, *MORE_SEEDS))
     facts["confirmed"] = found.note or "yes"
     wrong = 0 if found.status == "verified" else found.outputs
     name = catalogue_name(path, call, family, bool(int(facts.get("bound seen", "0"))))
     return Measured(mode=mode, arithmetic=name[1] if name else path, unit=name[0] if name else None,
                     facts=tuple(facts.items()), outputs=found.outputs, mismatches=wrong)  # fmt: skip
-
-
-def _fma(bench: probes.Bench) -> Datapath | None:
-    """Return a chain of fused multiply-adds, the only units of fewer than four products that are known."""
-    return FMA if bench.block == 1 and bench.call.accumulate == "fp32" else None
 
 
 def _fused(bench: probes.Bench, facts: dict[str, str]) -> Datapath | None:
@@ -160,11 +157,9 @@ def _alike(known: Arithmetic, path: Arithmetic, bound_seen: bool) -> bool:
         return known == path
     if not bound_seen:
         known = dataclasses.replace(known, min_exponent=path.min_exponent)
-    return known == dataclasses.replace(path, accumulator=_same_format(path.accumulator, known.accumulator))
-
-
-def _same_format(mine: FloatFormat, other: FloatFormat) -> FloatFormat:
-    return other if (mine.exponent_bits, mine.mantissa_bits) == (other.exponent_bits, other.mantissa_bits) else mine
+    mine, other = path.accumulator, known.accumulator
+    same = (mine.exponent_bits, mine.mantissa_bits) == (other.exponent_bits, other.mantissa_bits)
+    return known == dataclasses.replace(path, accumulator=other if same else mine)
 
 
 def _integers(gpu: GPU, family: str) -> Measured:

@@ -155,14 +155,6 @@ class TorchGPU:
         return spread
 
 
-def _mm(call: GemmCall, a: Tensor, b: Tensor, extras: Extras) -> Tensor:
-    return torch.mm(a, b.t(), out_dtype=call.out) if call.out != a.dtype else torch.mm(a, b.t())
-
-
-def _linear(call: GemmCall, a: Tensor, b: Tensor, extras: Extras) -> Tensor:
-    return torch.nn.functional.linear(a, b, extras.bias)
-
-
 def _scaled_mm(call: GemmCall, a: Tensor, b: Tensor, extras: Extras) -> Tensor:
     many = call.scaling == "row"
     row, column = (
@@ -173,13 +165,12 @@ def _scaled_mm(call: GemmCall, a: Tensor, b: Tensor, extras: Extras) -> Tensor:
     return torch._scaled_mm(a, b.t(), row, column, bias=extras.bias, out_dtype=call.out, use_fast_accum=call.fast_accum)
 
 
-def _int_mm(call: GemmCall, a: Tensor, b: Tensor, extras: Extras) -> Tensor:
-    return torch._int_mm(a, b.t())
-
-
 NATIVE: dict[str, Callable[[GemmCall, Tensor, Tensor, Extras], Tensor]] = {
-    "mm": _mm, "linear": _linear, "scaled_mm": _scaled_mm, "int_mm": _int_mm,
-}  # fmt: skip
+    "mm": lambda call, a, b, _: torch.mm(a, b.t()) if call.out == a.dtype else torch.mm(a, b.t(), out_dtype=call.out),
+    "linear": lambda call, a, b, extras: torch.nn.functional.linear(a, b, extras.bias),
+    "scaled_mm": _scaled_mm,
+    "int_mm": lambda call, a, b, _: torch._int_mm(a, b.t()),
+}
 
 
 @contextlib.contextmanager

@@ -125,13 +125,6 @@ def parse_tokens(text: str) -> list[int]:
     return sorted(tokens)
 
 
-def check_dtypes(names: Sequence[str]) -> None:
-    """Raise ArgumentError where a name is not one of ``DTYPES``."""
-    for name in names:
-        if name not in DTYPES:
-            raise ArgumentError(f"--dtypes {name!r} is not possible; choose from {', '.join(DTYPES)}")
-
-
 def model_calls(
     shapes: Iterable[Shape],
     tokens: Iterable[int],
@@ -146,7 +139,9 @@ def model_calls(
         dtypes: Of ``DTYPES``; FP8 calls that torch._scaled_mm refuses (K or N no multiple of 16) are left out.
         passes: Of ``PASSES``.
     """
-    check_dtypes(dtypes)
+    for name in dtypes:
+        if name not in DTYPES:
+            raise ArgumentError(f"--dtypes {name!r} is not possible; choose from {', '.join(DTYPES)}")
     tokens = list(tokens)
     calls: dict[GemmCall, None] = {}
     for n, k, bias in shapes:

@@ -82,15 +82,11 @@ def chosen_calls(target: Target, number: int, count: int, work: int) -> list[Gem
     sizes = [size for size in sizes if math.prod(size) <= work] or sizes[:count]
     for some in (_spread(sizes, max(4 * count, len(SIZES))), sizes):  # all, where rules before it take those
         calls = (dataclasses.replace(form, m=m, n=n, k=k) for form, (m, n, k) in product(forms, some))
-        chosen = [call for call in calls if _possible(call) and _falls_under(target, number, call)]
+        found = ((call, *target.find(call)) for call in calls if _possible(call))
+        chosen = [call for call, place, _, basis in found if place == number and basis != "guess"]
         if chosen:
             break
     return _spread(sorted(chosen, key=lambda call: (call.m * call.n * call.k, call.k)), count)
-
-
-def _falls_under(target: Target, number: int, call: GemmCall) -> bool:
-    found, _, basis = target.find(call)
-    return found == number and basis != "guess"
 
 
 def _possible(call: GemmCall) -> bool:

@@ -158,7 +158,7 @@ def ask(
     from fmtsim.calibration.arithmetic import arithmetics, measure_all
     from fmtsim.calibration.campaign import SEEDS, calibrate
 
-    modes = dict.fromkeys(mode for call in calls for mode in _modes(call))
+    modes = dict.fromkeys(mode for call in calls for mode in next(x for x in MODES.values() if call.a in x))
     with make_progress(None, transient=True) as progress:
         progress.stage("units and calls", len(modes) + len(calls))
         measured: list[Measured] = []
@@ -185,10 +185,6 @@ def _guess(base: Any) -> Any:
             return base.resolve(call).plan
 
     return guess
-
-
-def _modes(call: "GemmCall") -> tuple[str, ...]:
-    return next(modes for modes in MODES.values() if call.a in modes)
 
 
 def _family(device: str) -> str:

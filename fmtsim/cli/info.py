@@ -43,7 +43,11 @@ def _text(record: dict[str, Any]) -> str:
 
 def collect() -> dict[str, Any]:
     """Return everything that ``fmtsim info`` shows, as plain JSON types."""
-    engines = [_torch_engine(), _cpu_engine(), _cuda_engine()]
+    engines = [
+        {"name": "torch_engine", "available": True, "reason": "tensors on any device; the fallback of the others"},
+        _cpu_engine(),
+        _cuda_engine(),
+    ]
     folder = load_engine("cpu").cache_folder() if engines[1]["available"] else None
     return {
         "versions": {
@@ -79,10 +83,6 @@ def processor_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _torch_engine() -> dict[str, Any]:
-    return {"name": "torch_engine", "available": True, "reason": "tensors on any device; the fallback of the others"}
 
 
 def _cpu_engine() -> dict[str, Any]:

@@ -87,7 +87,8 @@ def spike(tell: Tell, *, recipe: str, times: float, calls: int, shape: tuple[int
     ``calls`` ordinary batches fill the history; then one token's values are ``times`` as large.
     """
     delayed, current = operand(recipe, "x_f"), operand("te_current", "x_f")
-    batches = [_gated(shape, seed + i) for i in range(calls + 1)]
+    sources = [generator(seed + i) for i in range(calls + 1)]
+    batches = [tuple(torch.randn(shape, generator=source) for _ in "uv") for source in sources]
     u, v = batches[-1]
     v = v.clone()
     v[shape[0] // 2] *= times
@@ -105,11 +106,6 @@ def spike(tell: Tell, *, recipe: str, times: float, calls: int, shape: tuple[int
             numbers[f"{rule}, {kind}: the spike"] = float(each[shape[0] // 2])
             numbers[f"{rule}, {kind}: other tokens"] = float(each[torch.arange(shape[0]) != shape[0] // 2].mean())
     return Measured(numbers=numbers)
-
-
-def _gated(shape: tuple[int, int], seed: int) -> tuple[Tensor, Tensor]:
-    source = generator(seed)
-    return torch.randn(shape, generator=source), torch.randn(shape, generator=source)
 
 
 def _product(u: Tensor, v: Tensor, smooth: bool) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,8 @@ from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Transform
 
 
-class Engine(Protocol):
-    """Casts and products: ``fmtsim.torch_engine``, and every other engine where it covers them."""
+class Casts(Protocol):
+    """The casts of an engine."""
 
     def quantize(self, x: Tensor, spec: CastSpec, random: Random, out: Tensor) -> None:
         """Write the values that x rounds to into out, of x's shape."""
@@ -31,6 +31,10 @@ class Engine(Protocol):
 
     def decode(self, parts: EncodedParts, spec: CastSpec, out: Tensor) -> None:
         """Write the values of codes into out."""
+
+
+class Engine(Casts, Protocol):
+    """Casts and products: ``fmtsim.torch_engine``, and every other engine where it covers them."""
 
     def gemm(
         self, a: Tensor, b: Tensor, c: Tensor | None, scale_a: Tensor | None, scale_b: Tensor | None, spec: GemmSpec,

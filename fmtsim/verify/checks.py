@@ -14,14 +14,15 @@ from fmtsim.rounding.modes import MODES, Mode, Rounding
 from fmtsim.rounding.oracle import encode_value
 from fmtsim.scaling.oracle import Quantized, quantize_matrix
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey
+from fmtsim.spec.engine import Casts
 from fmtsim.verify.inputs import boundaries, rough_matrix, words_for
-from fmtsim.verify.outcome import Engine, Outcome, Tally, covers
+from fmtsim.verify.outcome import Outcome, Tally, covers
 
 RANDOM_BITS = 8
 SOME_MODES: tuple[Mode, ...] = ("nearest_even", "up", "to_odd", "stochastic")
 
 
-def against_oracle(fmt: ElementFormat, engines: dict[str, Engine]) -> Outcome:
+def against_oracle(fmt: ElementFormat, engines: dict[str, Casts]) -> Outcome:
     """Compare quantize and encode with the oracle on every value, tie and boundary, in float32 and float64."""
     tally = Tally("oracle", fmt.name)
     value_of_code = torch.tensor([fmt.value(code) for code in range(count_of(fmt))], dtype=torch.float64)
@@ -41,7 +42,7 @@ def against_oracle(fmt: ElementFormat, engines: dict[str, Engine]) -> Outcome:
     return tally.outcome()
 
 
-def all_codes(fmt: ElementFormat, engines: dict[str, Engine]) -> Outcome:
+def all_codes(fmt: ElementFormat, engines: dict[str, Casts]) -> Outcome:
     """Decode every code, compare it with the record's value, and encode the value back."""
     tally = Tally("codes", fmt.name)
     count = count_of(fmt)
@@ -67,7 +68,7 @@ def _round_trip_overflow(fmt: ElementFormat) -> Overflow:
     return "ieee" if isinstance(fmt, FloatFormat) and fmt.infinities else fmt.default_overflow
 
 
-def between_engines(fmt: Format, engines: dict[str, Engine]) -> Outcome:
+def between_engines(fmt: Format, engines: dict[str, Casts]) -> Outcome:
     """Compare the engines with each other on rough data, in every dtype, with ragged blocks and a strided view."""
     tally = Tally("engines", fmt.name)
     reference = engines["torch_engine"]
@@ -83,7 +84,7 @@ def between_engines(fmt: Format, engines: dict[str, Engine]) -> Outcome:
     return tally.outcome()
 
 
-def blocks_against_oracle(fmt: BlockFormat | LogTileFormat, engines: dict[str, Engine]) -> Outcome:
+def blocks_against_oracle(fmt: BlockFormat | LogTileFormat, engines: dict[str, Casts]) -> Outcome:
     """Compare codes, scales and values with the scaling oracle on rough data, in float32 and float64."""
     tally = Tally("block oracle", fmt.name)
     for dtype in (torch.float32, torch.float64):
@@ -113,7 +114,7 @@ def _parts_of(oracle: Quantized, fmt: BlockFormat | LogTileFormat) -> EncodedPar
 
 
 def _compare(
-    tally: Tally, engines: dict[str, Engine], x: torch.Tensor, spec: CastSpec, random: Random, values: torch.Tensor,
+    tally: Tally, engines: dict[str, Casts], x: torch.Tensor, spec: CastSpec, random: Random, values: torch.Tensor,
     parts: EncodedParts,
 ) -> None:  # fmt: skip
     """Hold quantize and encode of every engine that takes the cast to the values and parts that are right."""

@@ -11,7 +11,8 @@ from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec
-from fmtsim.verify.outcome import Engine, Outcome, Tally, covers
+from fmtsim.spec.engine import Casts
+from fmtsim.verify.outcome import Outcome, Tally, covers
 
 FORMATS = ("e4m3", "e5m2", "bf16", "fp16", "e2m1")
 INPUTS = 1 << 32
@@ -29,7 +30,7 @@ Codes = NDArray[numpy.unsignedinteger]
 
 
 def all_inputs(
-    fmt: FloatFormat, engines: dict[str, Engine], advance: Callable[[float], None], *, stride: int = 1
+    fmt: FloatFormat, engines: dict[str, Casts], advance: Callable[[float], None], *, stride: int = 1
 ) -> Outcome:
     """Round every float32 to nearest even, under both overflow rules, and compare values and codes.
 
@@ -79,7 +80,7 @@ def saturated(codes: Codes, x: torch.Tensor, fmt: FloatFormat) -> Codes:
 
 
 def _compare(
-    tally: Tally, engines: dict[str, Engine], x: torch.Tensor, codes: Codes, spec: CastSpec, *, encode: bool
+    tally: Tally, engines: dict[str, Casts], x: torch.Tensor, codes: Codes, spec: CastSpec, *, encode: bool
 ) -> None:
     fmt = spec.format
     assert isinstance(fmt, FloatFormat)

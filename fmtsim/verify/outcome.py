@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -12,24 +12,12 @@ from fmtsim.analysis.compare import compare
 from fmtsim.errors import DataError
 from fmtsim.ops import load_engine
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random
+from fmtsim.spec.engine import Casts
 from fmtsim.verify.device import OnDevice
 
 Found = TypeVar("Found")
 Advance = Callable[[float], None]
 """Called with the share of a check that is done, 0 to 1."""
-
-
-class Engine(Protocol):
-    """The three verbs of an engine."""
-
-    def quantize(self, x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> None:
-        """Write the values that x rounds to into out."""
-
-    def encode(self, x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
-        """Return codes and scales."""
-
-    def decode(self, parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
-        """Write the values of codes into out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +106,9 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(integers[tensor.element_size()]) if tensor.dtype.is_floating_point else tensor
 
 
-def engines(device: torch.device | None = None) -> dict[str, Engine]:
+def engines(device: torch.device | None = None) -> dict[str, Casts]:
     """Return the engines that run on this machine's CPU (the numba engine only where numba loads), and a device's."""
-    found: dict[str, Engine] = {"torch_engine": load_engine("torch_engine")}
+    found: dict[str, Casts] = {"torch_engine": load_engine("torch_engine")}
     with contextlib.suppress(ImportError):
         found["cpu"] = load_engine("cpu")
     if device is not None:
@@ -128,7 +116,7 @@ def engines(device: torch.device | None = None) -> dict[str, Engine]:
     return found
 
 
-def covers(engine: Engine, verb: str, spec: CastSpec, *tensors: torch.Tensor) -> bool:
+def covers(engine: Casts, verb: str, spec: CastSpec, *tensors: torch.Tensor) -> bool:
     """Say whether an engine takes a cast; engines without ``supports`` take all."""
     supports = getattr(engine, "supports", None)
     return supports is None or bool(supports(verb, spec, *tensors))
@@ -137,7 +125,7 @@ def covers(engine: Engine, verb: str, spec: CastSpec, *tensors: torch.Tensor) ->
 class PlantedError:
     """Wrap an engine so that the lowest bit of one result of each call is wrong: a check must see it."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Casts) -> None:
         self._engine = engine
 
     def __getattr__(self, name: str) -> Any:

@@ -6,15 +6,16 @@ from functools import partial
 from fmtsim.errors import FormatError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format, list_formats
+from fmtsim.spec.engine import Casts
 from fmtsim.verify import checks
 from fmtsim.verify.exhaustive import FORMATS, all_inputs
-from fmtsim.verify.outcome import Advance, Engine, Outcome, Task, task_of
+from fmtsim.verify.outcome import Advance, Outcome, Task, task_of
 
 ORACLE_BITS = 8
 CODE_BITS = 16
 
 
-def default_tasks(engines: dict[str, Engine], names: list[str] | None = None) -> list[Task]:
+def default_tasks(engines: dict[str, Casts], names: list[str] | None = None) -> list[Task]:
     """Return the checks of all listed formats, or of the named ones, that together take less than a minute."""
     tasks = []
     for fmt in (get_format(name) for name in names or list_formats()):
@@ -32,7 +33,7 @@ def default_tasks(engines: dict[str, Engine], names: list[str] | None = None) ->
     return tasks
 
 
-def exhaustive_tasks(engines: dict[str, Engine], names: list[str] | None = None) -> list[Task]:
+def exhaustive_tasks(engines: dict[str, Casts], names: list[str] | None = None) -> list[Task]:
     """Return the checks over all 2**32 float32 inputs.
 
     Raises:
