@@ -15,7 +15,6 @@ import fmtsim
 from fmtsim.distributed import ReductionState, all_gather, all_reduce, dispatch, fp8_hook, simulate
 from fmtsim.distributed.arithmetic import Batch
 from fmtsim.errors import CollectiveError
-from fmtsim.nn import convert, recipe_state
 from tests.support.operands import normal
 from tests.support.reduction_checks import (
     ddp_agrees,
@@ -24,11 +23,11 @@ from tests.support.reduction_checks import (
     fsdp_agrees,
     gathers_agree,
     inputs,
-    loss_of,
-    model,
+    nan_is_refused_and_nothing_written,
     reductions_agree,
     refused,
     same_bits,
+    scales_are_shared,
     tokens_arrive,
 )
 from tests.support.reductions import BASE, CASES, gradients
@@ -78,20 +77,6 @@ def disagreement_has_a_name(rank, device):
     assert all_reduce(torch.ones(4, device=device), "bf16").values[0].tolist() == [1.0] * 4  # the group still works
 
 
-def nan_is_refused_and_nothing_written(rank, device):
-    state = ReductionState(dataclasses.replace(BASE, nonfinite="raise"))
-    before = state.state_dict()
-    net = DistributedDataParallel(model().to(device), gradient_as_bucket_view=True)
-    net.register_comm_hook(state, fp8_hook)
-    loss_of(net.module, rank, 0, device).backward()
-    alone = [p.grad.clone() for p in net.parameters()]
-    net.zero_grad()
-    loss = loss_of(net, rank, 0, device) * (float("nan") if rank == 1 else 1.0)
-    refused("on rank 1) and nonfinite='raise'; nothing was reduced", loss.backward)
-    assert rank == 1 or all(same_bits(p.grad, g) for p, g in zip(net.parameters(), alone, strict=True))
-    assert state.state_dict() == before
-
-
 def groups_are_apart(rank, device):
     """A second group of both ranks in between, and groups of one rank."""
     second, singles = dist.new_group([0, 1]), [dist.new_group([r]) for r in range(GPUS)]
@@ -138,25 +123,6 @@ def _large_bucket_agrees(rank, device, name):
         assert same_bits(parameter.grad, simulate([g[i].cpu() for g in each], name, mu=mu).values[0]), i
 
 
-def scales_are_shared(rank, device):
-    """Delayed scales follow the largest magnitudes of both ranks."""
-    torch.manual_seed(0)
-    net = convert(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 32)).to(device), recipe="te_delayed")
-    fmtsim.share_scales(net)
-    parallel = DistributedDataParallel(net)
-    batches = [normal(32, 64, seed=i) * (1 + i) for i in range(6)]
-    for step in range(3):
-        parallel(batches[2 * step + rank].to(device)).square().mean().backward()
-    largest = torch.stack([torch.stack(batches[2 * step : 2 * step + 2]).abs().max() for step in range(3)])
-    remembered = recipe_state(net)["layers"]
-    assert same_bits(remembered["0"]["x_f"]["amaxes"][:3], largest.flip(0))
-    mine = torch.cat([remembered[layer][operand]["amaxes"].reshape(-1).to(device)
-                      for layer in "01" for operand in ("x_f", "w_f", "g_d")])  # fmt: skip
-    both = [torch.empty_like(mine) for _ in range(GPUS)]
-    dist.all_gather(both, mine)
-    assert same_bits(*both) and int((mine > 0).sum()) >= 18
-
-
 CHECKS = {
     "factors": lambda rank, device: factors_agree(rank, GPUS, None, device),
     "formats": lambda rank, device: reductions_agree(rank, GPUS, None, device),
@@ -164,12 +130,12 @@ CHECKS = {
     "gathers": lambda rank, device: gathers_agree(rank, GPUS, None, device),
     "tokens": lambda rank, device: tokens_arrive(rank, GPUS, None, device),
     "groups": groups_are_apart,
-    "shared scales": scales_are_shared,
+    "shared scales": lambda rank, device: scales_are_shared(rank, GPUS, device),
     "ddp": lambda rank, device: ddp_agrees(rank, GPUS, device),
     "large buckets": a_large_bucket_agrees,
     "fsdp": lambda rank, device: fsdp_agrees(rank, GPUS, device),
     "disagreement": disagreement_has_a_name,
-    "nan": nan_is_refused_and_nothing_written,
+    "nan": lambda rank, device: nan_is_refused_and_nothing_written(rank, GPUS, device),
 }
 
 

@@ -1,7 +1,6 @@
 """Collectives on four processes, and on two of them, against the simulation; hooks of DDP and FSDP2; errors."""
 
 import dataclasses
-import math
 import multiprocessing
 import os
 from datetime import timedelta
@@ -11,14 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from fmtsim.distributed import (
     ReductionState,
     all_gather,
     all_reduce,
     dispatch,
-    fp8_hook,
     get_reduction,
     reduce_scatter,
     simulate,
@@ -29,6 +27,7 @@ from fmtsim.distributed.gather import HALO
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.distributed.store import exchange
 from fmtsim.errors import ArgumentError, CollectiveError, DtypeError
+from fmtsim.nn import convert, share_scales
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import History, Scaling
@@ -38,34 +37,17 @@ from tests.support.reduction_checks import (
     factors_agree,
     fsdp_agrees,
     gathers_agree,
-    loss_of,
-    model,
+    nan_is_refused_and_nothing_written,
     reductions_agree,
     refused,
     same_bits,
+    scales_are_shared,
     tokens_arrive,
 )
 from tests.support.reductions import BASE, E4M3
 
 # Processes fork from a server that has imported all this once and has compiled its kernels.
 multiprocessing.set_forkserver_preload(["tests.distributed.preload", "tests.distributed.test_ranks"])
-
-
-def nan_is_refused_and_nothing_written(rank, size):
-    state = ReductionState(dataclasses.replace(BASE, nonfinite="raise"))
-    before = state.state_dict()
-    x = torch.full((3,), math.nan if rank == 1 else 1.0)
-    refused("NaN or Inf elements (3 on rank 1)", all_reduce, x, state.reduction)
-    net = DistributedDataParallel(model(), gradient_as_bucket_view=True)
-    net.register_comm_hook(state, fp8_hook)
-    loss_of(net.module, rank, 0).backward()
-    alone = [p.grad.clone() for p in net.parameters()]
-    net.zero_grad()
-    loss = loss_of(net, rank, 0) * (math.nan if rank == 1 else 1.0)
-    refused("on rank 1) and nonfinite='raise'; nothing was reduced", loss.backward)
-    assert rank == 1 or all(same_bits(p.grad, g) for p, g in zip(net.parameters(), alone, strict=True))
-    assert state.state_dict() == before
-    dist.barrier()
 
 
 def fsdp_refuses(rank, size):
@@ -171,6 +153,7 @@ def worker(rank, folder):
             fsdp_agrees,
             fsdp_refuses,
             nan_is_refused_and_nothing_written,
+            scales_are_shared,
             store_carries_words,
         ):
             check(rank, 4)
@@ -231,3 +214,7 @@ def test_without_ranks():
     for verb in (lambda: all_reduce(torch.ones(3), "msamp"), lambda: ReductionState("msamp")):
         with pytest.raises(ArgumentError, match=message):
             verb()
+    with pytest.raises(
+        ArgumentError, match="share_scales needs ranks; call torch.distributed.init_process_group first"
+    ):
+        share_scales(convert(nn.Linear(64, 64), recipe="te_delayed"))

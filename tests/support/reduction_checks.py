@@ -1,5 +1,6 @@
 """What holds on ranks of any backend and device: the bits are those of one process on the CPU."""
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -26,9 +27,12 @@ from fmtsim.distributed.arithmetic import Batch
 from fmtsim.distributed.gather import HALO
 from fmtsim.distributed.simulate import simulate_batches
 from fmtsim.errors import ArgumentError
+from fmtsim.nn import convert, flash_attention_3, recipe_state
+from fmtsim.recipes import Recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast
 from tests.support.bits import assert_same_bits, same_bits
+from tests.support.operands import normal
 from tests.support.reductions import BASE, CASES, E4M3, gradients
 
 ORDERS, FACTORS = ("ring", "tree"), ("pre", "post", "sqrt", "auto")
@@ -153,7 +157,7 @@ def model(seed=0):
 
 
 def loss_of(net, rank, step, device="cpu"):
-    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + rank)).to(device)
+    x = normal(6, 8, seed=10 * step + rank, device=device)
     return (net(x) * (1 + rank)).square().mean()
 
 
@@ -257,3 +261,50 @@ def fsdp_bits(each, size):
     values, _ = simulate_batches(batches, BASE, None)
     parts = values.split(batches[0].sizes, 1)
     return [p.reshape(-1, *x.shape[1:])[: len(x)] for p, x in zip(parts, each[0], strict=True)]
+
+
+def nan_is_refused_and_nothing_written(rank, size, device="cpu"):
+    state = ReductionState(dataclasses.replace(BASE, nonfinite="raise"))
+    before = state.state_dict()
+    x = torch.full((3,), math.nan if rank == 1 else 1.0, device=device)
+    refused("NaN or Inf elements (3 on rank 1)", all_reduce, x, state.reduction)
+    net = DistributedDataParallel(model().to(device), gradient_as_bucket_view=True)
+    net.register_comm_hook(state, fp8_hook)
+    loss_of(net.module, rank, 0, device).backward()
+    alone = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    loss = loss_of(net, rank, 0, device) * (math.nan if rank == 1 else 1.0)
+    refused("on rank 1) and nonfinite='raise'; nothing was reduced", loss.backward)
+    assert rank == 1 or all(same_bits(p.grad, g) for p, g in zip(net.parameters(), alone, strict=True))
+    assert state.state_dict() == before
+    dist.barrier()
+
+
+def scales_are_shared(rank, size, device="cpu"):
+    """Delayed scales follow the largest magnitudes of all ranks; ranks with other recipes are told."""
+    torch.manual_seed(0)
+    net = convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)).to(device), recipe="te_delayed")
+    fmtsim.share_scales(net)
+    assert copy.deepcopy(net)[0].get_submodule("fmtsim_state.x_f").group is None
+    parallel = DistributedDataParallel(net)
+    batches = [normal(32, 64, seed=i) * (1 + i) for i in range(3 * size)]
+    for step in range(3):
+        parallel(batches[size * step + rank].to(device)).square().mean().backward()
+    largest = torch.stack([torch.stack(batches[size * step : size * (step + 1)]).abs().max() for step in range(3)])
+    remembered = recipe_state(net)["layers"]
+    x = remembered["0"]["x_f"]
+    assert_same_bits(x["amaxes"][:3], largest.flip(0))
+    assert int(x["calls"]) == 3 and torch.equal(x["factor"].cpu(), torch.div(448.0, largest.max()))
+    mine = torch.cat([remembered[layer][operand][field].reshape(-1).float().to(device) for layer in "01"
+                      for operand in ("x_f", "w_f", "g_d") for field in ("amaxes", "factor", "calls")])  # fmt: skip
+    each = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(each, mine)
+    assert all(same_bits(other, mine) for other in each) and int((mine > 0).sum()) >= 18
+    plain = nn.Sequential(nn.Linear(64, 64))
+    for recipes in (("te_delayed", "fp8lm"), ("te_current", "te_nvfp4_all")):
+        said = f"layer '0' runs recipe {recipes[0]!r} on rank 0 and {recipes[1]!r} on rank 1; convert with one"
+        refused(said, fmtsim.share_scales, convert(copy.deepcopy(plain).to(device), recipe=recipes[rank == 1]))
+    attention = nn.ModuleDict({"attention": nn.MultiheadAttention(32, 2)}).to(device)
+    recipe = Recipe(name="mine", attention=flash_attention_3(unit=None, rotate=rank == 1))
+    said = "layer 'attention' runs recipe 'mine' on rank 0 and 'mine' on rank 1 as another config; convert with one"
+    refused(said, fmtsim.share_scales, convert(attention, recipe=recipe))
