@@ -11,8 +11,7 @@ from fmtsim import GemmPlan
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import PairwiseDatapath
-from tests.cuda import gemms
-from tests.support import gemm_engine
+from tests.support import cuda_gemm, gemm_engine
 from tests.support.bits import assert_same_bits
 from tests.support.gemm_engine import (
     HALF,
@@ -51,7 +50,7 @@ def engine(request, monkeypatch):
         return
     where, path = request.param.split()
     device = request.getfixturevalue("emulated_device" if where == "host" else "gpu_device")
-    gemms.install(monkeypatch, device, fast=path == "fast")
+    cuda_gemm.install(monkeypatch, device, fast=path == "fast")
 
 
 def each(cpu: tuple = (), general: tuple = (), fast: tuple | None = None):
