@@ -16,9 +16,9 @@ ExponentRule = Literal["floor", "ceil", "rceil", "even"]
 Statistic = Literal["amax", "std", "rms", "mean_abs", "one"]
 Arithmetic = Literal["divide", "reciprocal", "encode", "multiply", "double"]
 PowerOfTwo = Literal["floor", "ceil", "log2"]
-Floor = Literal["statistic", "sum", "scale", "inverse"]
+EpsRule = Literal["statistic", "sum", "scale", "inverse"]
 Empty = Literal["one", "previous"]
-Levels = Literal["te", "torchao", "quartet2"]
+LevelOrder = Literal["te", "torchao", "quartet2"]
 
 _RULES: dict[ScaleRule, tuple[ExponentRule | None, FloatFormat]] = {
     "floor": ("floor", E8M0),
@@ -67,11 +67,11 @@ class TensorScale:
     """
 
     top: float | None = None
-    order: Levels = "te"
+    order: LevelOrder = "te"
 
     def __post_init__(self) -> None:
         _positive("TensorScale top", self.top)
-        _one_of("TensorScale order", self.order, get_args(Levels))
+        _one_of("TensorScale order", self.order, get_args(LevelOrder))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class Scaling:
     top: float | None = None
     margin: int = 0
     eps: float = 0.0
-    eps_rule: Floor = "statistic"
+    eps_rule: EpsRule = "statistic"
     arithmetic: Arithmetic = "encode"
     power_of_two: PowerOfTwo | None = None
     multiplier: float = 1.0
@@ -198,7 +198,7 @@ class Scaling:
 _CHOICES: dict[str, tuple[object, ...]] = {
     "exponent_rule": (None, *get_args(ExponentRule)),
     "statistic": get_args(Statistic),
-    "eps_rule": get_args(Floor),
+    "eps_rule": get_args(EpsRule),
     "arithmetic": get_args(Arithmetic),
     "empty": get_args(Empty),
     "power_of_two": (None, *get_args(PowerOfTwo)),
