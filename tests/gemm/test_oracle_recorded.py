@@ -4,7 +4,6 @@ import json
 import random
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import ml_dtypes
 import numpy
@@ -17,9 +16,8 @@ from fmtsim.rounding.oracle import round_value
 from fmtsim.spec.datapath import Datapath, IntegerDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
+from tests.support.recorded import GOLDEN, VECTORS, needs_golden, needs_vectors
 
-SHARED = Path(__file__).parents[2].parent / "shared"
-VECTORS, GOLDEN = SHARED / "vectors", SHARED / "golden"
 FP16, FP32 = get_format("fp16"), get_format("fp32")
 E8M13 = FloatFormat(name="e8m13", exponent_bits=8, mantissa_bits=13)
 STORED = {  # format: the numpy type of its codes
@@ -92,7 +90,6 @@ def mismatches(got: list[int], recorded: numpy.ndarray) -> list[int]:
 # Dot products.
 
 VECTOR_SETS = sorted(p.stem[4:] for p in VECTORS.glob("mtc_*.npz"))
-needs_vectors = pytest.mark.skipif(not VECTOR_SETS, reason=f"no recorded dot products in {VECTORS}")
 
 
 @cache
@@ -155,7 +152,6 @@ def test_a_wrong_unit_is_seen(name, wrong):
 
 # Probes of the clamp and of special values.
 
-needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no recorded calls of an H200 in {GOLDEN}")
 PROBES = {  # file: clamp that the H200 confirmed
     "minexp_bf16_fp32": -133,
     "minexp_fp16_fp16": -21,

@@ -1,10 +1,5 @@
 """scaled_mm and explain_mm: kinds of scales, and the recorded calls of an H200."""
 
-import json
-import warnings
-from pathlib import Path
-
-import numpy
 import pytest
 import torch
 from torch.nn.functional import ScalingType, SwizzleType
@@ -13,12 +8,11 @@ import fmtsim
 from fmtsim import ArgumentError, GemmPlan, get_format, get_unit
 from fmtsim.gemm.products.scales import unswizzled
 from fmtsim.spec.gemm_spec import GemmSpec
-from tests.support.bits import assert_same_bits, bits
+from tests.support.bits import assert_same_bits
 from tests.support.gemm_oracle import finished, sums
 from tests.support.operands import e4m3_pair, normal
 
 WGMMA = "hopper.wgmma"
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ONE = torch.tensor(1.0)
 
@@ -230,70 +224,6 @@ def test_explanations(notebook):
         fmtsim.explain_mm(a, a.mT)
     with pytest.raises(ArgumentError, match="a has 2 dimensions, b 3; pass two matrices"):
         fmtsim.explain_mm(a, a.mT[None], unit=WGMMA)
-
-
-# Recorded calls.
-
-
-def recorded():
-    """Yield the place of every recorded call, the large ones marked slow."""
-    for name in ("fp8", "f16", "tf32"):
-        path = GOLDEN / f"h200_{name}.npz"
-        if not path.exists():
-            yield pytest.param(name, None, marks=pytest.mark.skip(reason=f"no recordings in {GOLDEN}"))
-            continue
-        with numpy.load(path) as file:
-            for i, call in enumerate(json.loads(str(file["meta"]))):
-                large = call["M"] * call["N"] * call["K"] > 2 << 20
-                yield pytest.param(name, i, marks=[pytest.mark.slow] * large, id=f"{name}-{i}-{call['call']}")
-
-
-FILES: dict = {}
-
-
-def read(name, i):
-    """Return a recorded call and its tensors by name."""
-    file = FILES.setdefault(name, numpy.load(GOLDEN / f"h200_{name}.npz"))
-    call = json.loads(str(file["meta"]))[i]
-    tensors = {}
-    for key in ("a", "b", "out", "scale_a", "scale_b", "bias"):
-        if f"{i:03d}.{key}" in file:
-            raw = file[f"{i:03d}.{key}"]
-            dtype = getattr(torch, call.get(f"{key}_dtype") or call[key])
-            signed = raw if dtype == torch.int8 else raw.view(f"i{raw.itemsize}" if raw.itemsize > 1 else "u1")
-            tensors[key] = torch.from_numpy(signed).view(dtype)
-    return call, tensors
-
-
-def replay(call, a, b, out, scale_a=None, scale_b=None, bias=None, target="h200"):
-    """Return what the verb of a recorded call gives."""
-    if call["call"] == "scaled_mm":
-        fast = call["use_fast_accum"]
-        return fmtsim.scaled_mm(a, b.t(), scale_a, scale_b, bias, None, out.dtype, fast, target=target)
-    if call["call"] == "int_mm":
-        return fmtsim.int_mm(a, b.t(), target=target)
-    if call["call"] == "linear":
-        return fmtsim.linear(a, b, bias, target=target)
-    left = a if call["a_layout"] == "row" else a.t().contiguous().t()
-    right = b.t() if call["b_layout"] == "row" else b.t().contiguous()
-    switches = {"allow_tf32": call.get("tf32", False), "allow_fp16_accumulation": call.get("fp16_accumulation", False)}
-    return fmtsim.mm(left, right, out_dtype=out.dtype, target=target, **switches)
-
-
-@pytest.mark.parametrize(("name", "i"), [*recorded()])
-def test_recorded_calls(name, i):
-    call, tensors = read(name, i)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fmtsim.PlanUnknownWarning)
-        assert_same_bits(replay(call, **tensors), tensors["out"])
-
-
-@pytest.mark.skipif(not GOLDEN.exists(), reason=f"no recordings in {GOLDEN}")
-def test_recorded_calls_notice_a_planted_error():
-    call, tensors = read("fp8", 0)
-    bits(tensors["out"])[3, 5] ^= 1
-    with pytest.raises(AssertionError, match="1 of 256 differ"):
-        assert_same_bits(replay(call, **tensors), tensors["out"])
 
 
 def test_scales_of_rows_are_no_blocks_where_shapes_coincide():

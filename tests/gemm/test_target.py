@@ -4,7 +4,6 @@ import json
 import warnings
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import numpy
 import pytest
@@ -16,9 +15,9 @@ from fmtsim.gemm.targets import target as targets
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.call import GemmCall
+from tests.support.recorded import GOLDEN, VECTORS, needs_golden
 from tests.support.targets import fp8, linear, mm, resolve
 
-SHARED = Path(__file__).parents[2].parent / "shared"
 NAMES = {
     "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32",
     "int8": "int8",
@@ -172,7 +171,7 @@ def test_whatever_the_recording_script_asks_is_known():
 
 
 def golden_calls():
-    for path in sorted((SHARED / "golden").glob("h200_*.npz")):
+    for path in sorted(GOLDEN.glob("h200_*.npz")):
         for meta in json.loads(str(numpy.load(path)["meta"])):
             half, integer = meta.get("fp16_accumulation"), meta["call"] == "int_mm"
             fmt = "tf32" if meta.get("tf32") else NAMES[meta["a"]]
@@ -186,7 +185,7 @@ def golden_calls():
             )  # fmt: skip
 
 
-@pytest.mark.skipif(not (SHARED / "golden").exists(), reason="no recorded calls beside this checkout")
+@needs_golden
 def test_no_golden_call_is_a_guess():
     calls = list(golden_calls())
     assert len(calls) >= 117
@@ -195,7 +194,7 @@ def test_no_golden_call_is_a_guess():
 
 @cache
 def answers():
-    path = SHARED / "vectors" / "heur_h100pcie_lt12.8.3.14.npz"
+    path = VECTORS / "heur_h100pcie_lt12.8.3.14.npz"
     if not path.exists():
         pytest.skip("no table of cuBLASLt answers beside this checkout")
     stored = numpy.load(path)

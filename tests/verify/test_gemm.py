@@ -281,6 +281,7 @@ def test_a_corrupted_copy_of_a_recording_is_caught(tmp_path):
 
 
 @needs_golden
+@pytest.mark.parametrize("engine", ["torch"], indirect=True)
 def test_some_recorded_calls(engine):
     found = replay(GOLDEN, limit=3000)
     assert {name: r.first for name, r in found.items() if r.mismatches > r.in_guesses} == {}
@@ -288,7 +289,7 @@ def test_some_recorded_calls(engine):
 
 
 @needs_golden
-@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["cpu", pytest.param("torch", marks=pytest.mark.slow)], indirect=True)
 def test_all_recorded_calls(engine):
     found = replay(GOLDEN)
     assert {name: r.first for name, r in found.items() if r.mismatches > r.in_guesses} == {}
