@@ -92,13 +92,13 @@ struct Eight : Vectors<INPUT, 8> {
     u32 m = words[i] & RAW_MAGNITUDE;
     if (!Finite) return m;
     if (INPUT == FLOAT32) return m < FLOAT_EXPONENT ? m : 0;
-    u32 strange = (m + CARRY) & 0x80008000u;
-    return m & ~(strange | (strange - (strange >> 15)));
+    u32 nonfinite = (m + CARRY) & 0x80008000u;
+    return m & ~(nonfinite | (nonfinite - (nonfinite >> 15)));
   }
 };
 
 // Whether a raw magnitude is that of NaN or Inf.
-DEVICE bool is_strange(u32 raw) {
+DEVICE bool is_nonfinite(u32 raw) {
   if (INPUT == FLOAT32) return raw >= FLOAT_EXPONENT;
   return ((raw + CARRY) & 0x80008000u) != 0;
 }
@@ -132,12 +132,12 @@ DEVICE Eight column_tops(const Eight* in) {
 template <int Count>
 DEVICE u32 raw_amax_of(const Eight* in, bool& clean) {
   u32 top = raw_amax<false, Count>(in);
-  clean = !is_strange(top);
+  clean = !is_nonfinite(top);
   return clean ? top : raw_amax<true, Count>(in);
 }
 
 // The largest of all threads' numbers, in thread 0; blocks of up to 1024 threads.
-DEVICE u32 largest_of_block(u32 top) {
+DEVICE u32 block_max(u32 top) {
   __shared__ u32 tops[32];
   top = __reduce_max_sync(~0u, top);
   if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top;

@@ -147,9 +147,9 @@ KERNEL cast_blocks(
   BlockExtremes extremes = {
       -__longlong_as_double((i64)words.negative), __longlong_as_double((i64)words.positive), words.nan != 0};
   BlockScale scale = scale_of(extremes, s, whole);
-  bool spoiled = extremes.has_nan && (s.zero_point || !s.element_has_nan);
+  bool invalid = extremes.has_nan && (s.zero_point || !s.element_has_nan);
   double value = load_element(x, p.x, t.input);
-  ExactElement y = exact_element(value, t.input == FLOAT64, p.index, scale, spoiled, whole.decode, c, c.draw);
+  ExactElement y = exact_element(value, t.input == FLOAT64, p.index, scale, invalid, whole.decode, c, c.draw);
   if (!t.writes_codes) {
     store_value(out, p.out, y.value, t.output);
     return;
@@ -159,7 +159,7 @@ KERNEL cast_blocks(
   if (t.output == 6) ((u32*)out)[p.out] = (u32)y.code;
   if (t.output == 7) ((u64*)out)[p.out] = y.code;
   if (p.opens) {
-    scales[p.block] = spoiled ? __int_as_float(0x7FC00000) : scale.scale;
+    scales[p.block] = invalid ? __int_as_float(0x7FC00000) : scale.scale;
     if (offsets != nullptr) offsets[p.block] = scale.zero;
   }
 }

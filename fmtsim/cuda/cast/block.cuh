@@ -9,6 +9,36 @@
 #include "amax.cuh"
 #include "scale.cuh"
 
+// What was found of a block's magnitudes: amax over finite elements, and whether there are others.
+struct BlockAmax {
+  u32 amax;
+  bool nonfinite, has_nan;
+};
+
+// That of a block whose elements are Count vectors in each of Lanes neighbouring lanes. All lanes of a warp look together.
+template <int Lanes, int Count, int Size>
+DEVICE BlockAmax find_amax(const Packed<Size, INPUT_BITS>* in) {
+  u32 top = 0;
+#pragma unroll
+  for (int v = 0; v < Count; ++v) top = raw_larger(top, raw_amax<Size>(in[v]));
+#pragma unroll
+  for (int flip = 1; flip < Lanes; flip *= 2) top = raw_larger(top, __shfl_xor_sync(~0u, top, flip));
+  BlockAmax found = {amax_of_raw(top), false, false};
+  found.nonfinite = found.amax >= FLOAT_EXPONENT;
+  if (__any_sync(~0u, found.nonfinite)) {  // look again, at finite elements alone
+    BlockAmax again = {0, true, false};
+#pragma unroll
+    for (int v = 0; v < Count; ++v) again.amax = max(again.amax, finite_amax<Size>(in[v], again.has_nan));
+#pragma unroll 1
+    for (int flip = 1; flip < Lanes; flip *= 2) {
+      again.amax = max(again.amax, __shfl_xor_sync(~0u, again.amax, flip));
+      again.has_nan |= (bool)__shfl_xor_sync(~0u, (i32)again.has_nan, flip);
+    }
+    if (found.nonfinite) found = again;
+  }
+  return found;
+}
+
 // A block as its elements see it: the grid of magnitudes under its scale, and what turns a rounded x into a value.
 struct FastBlock {
   u32 limit, limit_negative, lowest;  // largest magnitudes and the smallest binade, as float bits

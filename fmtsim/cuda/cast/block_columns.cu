@@ -37,17 +37,17 @@ struct Path {
 
 // Cast part of a block the exact way, from memory; return the block's scale. A call, and one that takes no vectors, so
 // that the common way keeps its registers. All lanes of a warp make it together, those that have nothing to do with a
-// count of 0: a call of some lanes alone was seen to lose uniform registers of the others.
+// count of 0: a call of some lanes alone was found to lose uniform registers of the others.
 __device__ __noinline__ float cast_exactly(
     const void* x, void* out, Path path, u32 amax, bool has_nan, TensorScale tensor, const Draw& draw, const Cast& c) {
   BlockScale s = scale_of({0.0, (double)as_float(amax), has_nan}, c.scale, tensor);
-  bool spoiled = has_nan && !c.scale.element_has_nan;
+  bool invalid = has_nan && !c.scale.element_has_nan;
   u32 kept = 0;
 #pragma unroll 1
   for (u32 i = 0; i < path.count; ++i) {
     u64 place = path.x + i * path.x_stride, to = path.out + i * path.out_stride;
     float decode = WITHOUT_TENSOR_SCALE ? 1.0f : tensor.decode;
-    ExactElement e = exact_element(load_element(x, place, INPUT), false, place, s, spoiled, decode, c, draw);
+    ExactElement e = exact_element(load_element(x, place, INPUT), false, place, s, invalid, decode, c, draw);
 #if OUTPUT == 0
     ((u32*)out)[to] = narrowed(e.value, OUTPUT);
 #elif OUTPUT == 1
@@ -59,7 +59,7 @@ __device__ __noinline__ float cast_exactly(
     if (i % 2) ((u8*)out)[to / 2] = (u8)kept, kept = 0;
 #endif
   }
-  return spoiled ? as_float(0x7FC00000) : s.scale;
+  return invalid ? as_float(0x7FC00000) : s.scale;
 }
 
 DEVICE u32 cast_fast(float x, u64 index, const FastBlock& block, float decode, const Draw& draw) {
@@ -71,42 +71,36 @@ DEVICE u32 cast_fast(float x, u64 index, const FastBlock& block, float decode, c
   return as_bits(fast_value(x, rest, block, decode)) >> (32 - OUTPUT_BITS);
 }
 
-// What was found of a block's magnitudes: amax over finite elements, and whether there are others.
-struct Seen {
-  u32 amax;
-  bool strange, has_nan;
-};
-
 // Look at column j of a thread's part once more, at finite elements alone. All threads have to come here together.
-DEVICE Seen seen_finite(const Input (&in)[ROWS], int j) {
-  Seen seen = {0, true, false};
+DEVICE BlockAmax amax_of_finite(const Input (&in)[ROWS], int j) {
+  BlockAmax found = {0, true, false};
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     u32 magnitude = widened(in[i].get(j) & (INPUT == 0 ? MAGNITUDE : 0x7FFFu));
-    if (magnitude < FLOAT_EXPONENT) seen.amax = max(seen.amax, magnitude);
-    seen.has_nan |= magnitude > FLOAT_EXPONENT;
+    if (magnitude < FLOAT_EXPONENT) found.amax = max(found.amax, magnitude);
+    found.has_nan |= magnitude > FLOAT_EXPONENT;
   }
 #pragma unroll
   for (int flip = 8; flip < (RUN == 16 ? 16 : 32); flip *= 2) {
-    seen.amax = max(seen.amax, __shfl_xor_sync(~0u, seen.amax, flip));
-    seen.has_nan |= (bool)__shfl_xor_sync(~0u, (i32)seen.has_nan, flip);
+    found.amax = max(found.amax, __shfl_xor_sync(~0u, found.amax, flip));
+    found.has_nan |= (bool)__shfl_xor_sync(~0u, (i32)found.has_nan, flip);
   }
 #if DOWN > 1
   __shared__ u32 amaxes[8][8], nans[8][8];
   u32 lane = threadIdx.x % 8, warp = threadIdx.x / 32;
   __syncthreads();
-  amaxes[warp][lane] = seen.amax, nans[warp][lane] = seen.has_nan;
+  amaxes[warp][lane] = found.amax, nans[warp][lane] = found.has_nan;
   __syncthreads();
   for (int w = 0; w < DOWN; ++w) {
-    seen.amax = max(seen.amax, amaxes[w * ACROSS + warp % ACROSS][lane]);
-    seen.has_nan |= nans[w * ACROSS + warp % ACROSS][lane] != 0;
+    found.amax = max(found.amax, amaxes[w * ACROSS + warp % ACROSS][lane]);
+    found.has_nan |= nans[w * ACROSS + warp % ACROSS][lane] != 0;
   }
 #endif
-  return seen;
+  return found;
 }
 
 // Find the magnitudes of the blocks to which a thread's columns belong.
-DEVICE void see_columns(const Input (&in)[ROWS], Seen (&seen)[VECTOR]) {
+DEVICE void find_column_amaxes(const Input (&in)[ROWS], BlockAmax (&found)[VECTOR]) {
   u32 top[Input::LENGTH];
 #pragma unroll
   for (int w = 0; w < Input::LENGTH; ++w) {
@@ -128,19 +122,19 @@ DEVICE void see_columns(const Input (&in)[ROWS], Seen (&seen)[VECTOR]) {
 #pragma unroll
     for (int d = 0; d < DOWN; ++d) top[w] = raw_larger(top[w], tops[w][d * ACROSS + warp % ACROSS][lane]);
 #endif
-  bool strange = false;
+  bool nonfinite = false;
 #pragma unroll
   for (int j = 0; j < VECTOR; ++j) {
     u32 amax = widened(INPUT == 0 ? top[j % Input::LENGTH] : top[j / 2] >> (16 * (j % 2)) & 0xFFFF);
-    seen[j] = {amax, amax >= FLOAT_EXPONENT, false};
-    strange |= seen[j].strange;
+    found[j] = {amax, amax >= FLOAT_EXPONENT, false};
+    nonfinite |= found[j].nonfinite;
   }
-  strange = DOWN > 1 ? __syncthreads_or(strange) : __any_sync(~0u, strange);
-  if (strange) {
+  nonfinite = DOWN > 1 ? __syncthreads_or(nonfinite) : __any_sync(~0u, nonfinite);
+  if (nonfinite) {
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) {
-      Seen again = seen_finite(in, j);
-      if (seen[j].strange) seen[j] = again;
+      BlockAmax again = amax_of_finite(in, j);
+      if (found[j].nonfinite) found[j] = again;
     }
   }
 }
@@ -181,14 +175,14 @@ DEVICE void store_columns(
 DEVICE void cast_down(
     const ColumnJob& job, const Input (&in)[ROWS], const Part& part, i64 column, i64 top, TensorScale scale,
     TensorScale step, const Cast& c) {
-  Seen seen[VECTOR];
-  see_columns(in, seen);
+  BlockAmax found[VECTOR];
+  find_column_amaxes(in, found);
   FastBlock block[VECTOR];
   bool exactly = false;
 #pragma unroll
   for (int j = 0; j < VECTOR; ++j) {
-    block[j] = fast_block(seen[j].amax, step);
-    exactly |= part.there && (block[j].refused || seen[j].strange);
+    block[j] = fast_block(found[j].amax, step);
+    exactly |= part.there && (block[j].refused || found[j].nonfinite);
   }
   if (part.there && !exactly) store_columns(job, in, part, block, scale.decode, c.draw);
   if (__any_sync(~0u, exactly)) {
@@ -196,7 +190,7 @@ DEVICE void cast_down(
     for (int j = 0; j < VECTOR; ++j) {
       Path path = {part.place + j, part.place + j, (u64)job.trailing, (u64)job.trailing, exactly ? ROWS : 0u};
       if (TRANSPOSED) path.out = part.across + j * job.inner, path.out_stride = 1;
-      float stored = cast_exactly(job.x, job.out, path, seen[j].amax, seen[j].has_nan, scale, c.draw, c);
+      float stored = cast_exactly(job.x, job.out, path, found[j].amax, found[j].has_nan, scale, c.draw, c);
       if (exactly) block[j].stored = stored;
     }
   }
@@ -214,22 +208,9 @@ DEVICE void cast_down(
 // Cast row i of a thread's part along the rows.
 DEVICE void cast_across(
     const ColumnJob& job, const Input& in, u64 place, bool there, TensorScale scale, TensorScale step, const Cast& c) {
-  u32 raw = raw_amax<VECTOR>(in);
-#pragma unroll
-  for (int flip = 1; flip < ROW_RUN / VECTOR; flip *= 2) raw = raw_larger(raw, __shfl_xor_sync(~0u, raw, flip));
-  Seen seen = {amax_of_raw(raw), false, false};
-  if (__any_sync(~0u, seen.amax >= FLOAT_EXPONENT)) {
-    Seen again = {0, true, false};
-    again.amax = finite_amax<VECTOR>(in, again.has_nan);
-#pragma unroll 1
-    for (int flip = 1; flip < ROW_RUN / VECTOR; flip *= 2) {
-      again.amax = max(again.amax, __shfl_xor_sync(~0u, again.amax, flip));
-      again.has_nan |= (bool)__shfl_xor_sync(~0u, (i32)again.has_nan, flip);
-    }
-    if (seen.amax >= FLOAT_EXPONENT) seen = again;
-  }
-  FastBlock block = fast_block(seen.amax, step);
-  bool exactly = there && (block.refused || seen.strange);
+  BlockAmax found = find_amax<ROW_RUN / VECTOR, 1>(&in);
+  FastBlock block = fast_block(found.amax, step);
+  bool exactly = there && (block.refused || found.nonfinite);
   if (there && !exactly) {
     Output y;
     y.clear();
@@ -240,7 +221,7 @@ DEVICE void cast_across(
   }
   if (__any_sync(~0u, exactly)) {
     Path path = {place, place, 1, 1, exactly ? (u32)VECTOR : 0u};
-    cast_exactly(job.x, job.row_out, path, seen.amax, seen.has_nan, scale, job.row_draw, c);
+    cast_exactly(job.x, job.row_out, path, found.amax, found.has_nan, scale, job.row_draw, c);
   }
 }
 

@@ -18,7 +18,7 @@ from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.spec.cast import Random as RandomSource
 
 FLOAT32, BFLOAT16, CODES, PACKED = range(4)  # what a kernel writes
-HELD = 32  # elements of a thread of the row kernel whose lanes hold whole blocks
+PER_LANE = 32  # elements of a thread of the row kernel whose lanes hold whole blocks
 RULES = {"floor": 0, "ceil": 1, "rceil": 2, "even": 3, "amax": 4}
 ARITHMETICS = {"divide": 0, "reciprocal": 1, "encode": 2}
 
@@ -103,16 +103,16 @@ def fast_macros(spec: CastSpec, dtype: torch.dtype, output: int, without_tensor_
 
 
 @lru_cache(maxsize=1024)
-def run_macros(fast: Defines, dtype: torch.dtype, vector: int, run: int, total: int = HELD) -> Defines:
+def run_macros(fast: Defines, dtype: torch.dtype, vector: int, run: int, total: int = PER_LANE) -> Defines:
     """Return the macros of the row kernel; RUN is 0 where a block is no power of two or more than a warp holds."""
     stochastic = ("STOCHASTIC", "1") in fast
     codes = ("OUTPUT", str(CODES)) in fast or ("OUTPUT", str(PACKED)) in fast
-    if codes and dtype == torch.bfloat16 and vector == 8 and run in (16, 32) and not (stochastic or total % HELD):
+    if codes and dtype == torch.bfloat16 and vector == 8 and run in (16, 32) and not (stochastic or total % PER_LANE):
         return (*fast, *macros(RUN=run, VECTOR=run, LAYOUT=2))
     strided = vector == 4 and dtype == torch.float32 or stochastic
     longest = 512 * vector // 4 if strided else 32 * vector
-    held = run if run & (run - 1) == 0 and run <= longest else 0
-    return (*fast, *macros(RUN=held, VECTOR=vector, LAYOUT=int(strided)))
+    served = run if run & (run - 1) == 0 and run <= longest else 0
+    return (*fast, *macros(RUN=served, VECTOR=vector, LAYOUT=int(strided)))
 
 
 @lru_cache(maxsize=1024)

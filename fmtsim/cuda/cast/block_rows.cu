@@ -1,5 +1,5 @@
 // Blocks whose rows are runs of memory: blocks along the last dimension in one pass, and blocks of any shape whose
-// amaxes block_amax.cu found before. A thread holds VECTORS vectors of VECTOR elements, in one of three layouts:
+// amaxes statistic.cu found before. A thread holds VECTORS vectors of VECTOR elements, in one of three layouts:
 //
 //   LAYOUT 0   neighbouring lanes hold neighbouring vectors, and the next vector of a lane lies a warp further.
 //   LAYOUT 1   64 elements belong to 16 / VECTOR lanes, and a lane holds elements at distance 16 (here VECTOR = 8):
@@ -12,7 +12,7 @@
 #include "block_codes.cuh"
 
 #define VECTORS (LAYOUT == 2 ? 32 / VECTOR : 4)
-#define HELD (VECTORS * VECTOR)
+#define PER_LANE (VECTORS * VECTOR)
 #define LANES (16 / VECTOR)
 
 typedef Packed<VECTOR, INPUT_BITS> Input;
@@ -52,11 +52,11 @@ DEVICE u32 block_of(u64 element, const Pieces& p, bool& opens) {
 
 // Cast a lane's part of a block the exact way, from memory; return the block's scale. A call, and one that takes no
 // vectors, so that the common way keeps its registers. All lanes of a warp make it together, those that have nothing to
-// do with `last` = `first`: a call of some lanes alone was seen to lose uniform registers of the others.
+// do with `last` = `first`: a call of some lanes alone was found to lose uniform registers of the others.
 __device__ __noinline__ float cast_exactly(
     const void* x, void* out, u64 first, u64 last, u32 amax, bool has_nan, TensorScale tensor, const Cast& c) {
   BlockScale s = scale_of({0.0, (double)as_float(amax), has_nan}, c.scale, tensor);
-  bool spoiled = has_nan && !c.scale.element_has_nan;
+  bool invalid = has_nan && !c.scale.element_has_nan;
 #pragma unroll 1
   for (u64 place = first; place < last; place += DISTANCE) {
     Input in = load_vector<VECTOR, INPUT_BITS>(x, place);
@@ -67,66 +67,36 @@ __device__ __noinline__ float cast_exactly(
       u32 bits = in.get(i);
       float decode = WITHOUT_TENSOR_SCALE ? 1.0f : tensor.decode;
       double number = load_element(&bits, 0, INPUT);
-      ExactElement e = exact_element(number, false, place + i, s, spoiled, decode, c, c.draw);
+      ExactElement e = exact_element(number, false, place + i, s, invalid, decode, c, c.draw);
       y.put(i, OUTPUT <= 1 ? narrowed(e.value, OUTPUT) : (u32)e.code);
     }
     store_vector<VECTOR, OUTPUT_BITS>(out, place, y);
   }
-  return spoiled ? as_float(0x7FC00000) : s.scale;
-}
-
-// What was found of a block's magnitudes.
-struct Seen {
-  u32 amax;
-  bool strange, has_nan;
-};
-
-// Find the magnitudes of the block that a lane's vectors in[first ...] belong to. All lanes of a warp look together.
-DEVICE Seen look(const Input (&in)[VECTORS], int first) {
-  u32 top = 0;
-#pragma unroll
-  for (int v = 0; v < VECTORS_PER_BLOCK; ++v) top = raw_larger(top, raw_amax<VECTOR>(in[first + v]));
-#pragma unroll
-  for (int flip = 1; flip < SPAN; flip *= 2) top = raw_larger(top, __shfl_xor_sync(~0u, top, flip));
-  Seen seen = {amax_of_raw(top), false, false};
-  seen.strange = seen.amax >= FLOAT_EXPONENT;
-  if (__any_sync(~0u, seen.strange)) {  // look again, at finite elements alone
-    Seen again = {0, true, false};
-#pragma unroll
-    for (int v = 0; v < VECTORS_PER_BLOCK; ++v)
-      again.amax = max(again.amax, finite_amax<VECTOR>(in[first + v], again.has_nan));
-#pragma unroll 1
-    for (int flip = 1; flip < SPAN; flip *= 2) {
-      again.amax = max(again.amax, __shfl_xor_sync(~0u, again.amax, flip));
-      again.has_nan |= (bool)__shfl_xor_sync(~0u, (i32)again.has_nan, flip);
-    }
-    if (seen.strange) seen = again;
-  }
-  return seen;
+  return invalid ? as_float(0x7FC00000) : s.scale;
 }
 
 // Find the scales of a lane's blocks. Divisions are dear: the lanes that share blocks share those, too.
-DEVICE void find_scales(const Seen (&seen)[BLOCKS], FastBlock (&block)[BLOCKS], TensorScale step) {
+DEVICE void find_scales(const BlockAmax (&found)[BLOCKS], FastBlock (&block)[BLOCKS], TensorScale step) {
 #if RULE == 4 && SPAN > 1
-  constexpr int TURNS = BLOCKS < SPAN ? BLOCKS : SPAN;  // lanes that take one of as many blocks each
-  u32 turn = threadIdx.x % TURNS;
+  constexpr int SHARES = BLOCKS < SPAN ? BLOCKS : SPAN;  // lanes that take one of as many blocks each
+  u32 share = threadIdx.x % SHARES;
 #pragma unroll
-  for (int first = 0; first < BLOCKS; first += TURNS) {
-    u32 amax = seen[first].amax;
+  for (int first = 0; first < BLOCKS; first += SHARES) {
+    u32 amax = found[first].amax;
 #pragma unroll
-    for (int k = 1; k < TURNS; ++k) amax = turn == k ? seen[first + k].amax : amax;
+    for (int k = 1; k < SHARES; ++k) amax = share == k ? found[first + k].amax : amax;
     FastBlock mine = fast_block(amax, step);
 #pragma unroll
-    for (int k = 0; k < TURNS; ++k) {
+    for (int k = 0; k < SHARES; ++k) {
       block[first + k] = mine;
-      block[first + k].factor = __shfl_sync(~0u, mine.factor, k, TURNS);
-      block[first + k].scale = block[first + k].stored = __shfl_sync(~0u, mine.scale, k, TURNS);
-      block[first + k].refused = seen[first + k].amax >= FLOAT_EXPONENT;
+      block[first + k].factor = __shfl_sync(~0u, mine.factor, k, SHARES);
+      block[first + k].scale = block[first + k].stored = __shfl_sync(~0u, mine.scale, k, SHARES);
+      block[first + k].refused = found[first + k].amax >= FLOAT_EXPONENT;
     }
   }
 #else
 #pragma unroll
-  for (int b = 0; b < BLOCKS; ++b) block[b] = fast_block(seen[b].amax, step);
+  for (int b = 0; b < BLOCKS; ++b) block[b] = fast_block(found[b].amax, step);
 #endif
 }
 
@@ -154,8 +124,8 @@ DEVICE void cast_four(
 
 #if LAYOUT == 2
 // Vectors of whole words, one after the other.
-DEVICE Packed<HELD, OUTPUT_BITS> joined(const Output (&parts)[VECTORS]) {
-  Packed<HELD, OUTPUT_BITS> all;
+DEVICE Packed<PER_LANE, OUTPUT_BITS> joined(const Output (&parts)[VECTORS]) {
+  Packed<PER_LANE, OUTPUT_BITS> all;
 #pragma unroll
   for (int i = 0; i < all.LENGTH; ++i) all.words[i] = parts[i / Output::LENGTH].words[i % Output::LENGTH];
   return all;
@@ -179,18 +149,18 @@ DEVICE void store_exchanged(void* out, u64 base, const Output (&y)[VECTORS], boo
 
 // Four blocks of threads a multiprocessor: 64 registers. Left to itself, the assembler takes 48 for some formats, and
 // keeps in memory what it then has no room for. 32 float32 numbers beside random words need more.
-#define RESIDENT (STOCHASTIC && HELD * INPUT_BITS >= 1024 ? 3 : 4)
+#define RESIDENT (STOCHASTIC && PER_LANE * INPUT_BITS >= 1024 ? 3 : 4)
 KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
     const void* x, void* out, void* scales, const u32* given, const u32* tensor, float* tensor_scale, u64 total,
     const __grid_constant__ Pieces pieces, u32 reversed, const __grid_constant__ Cast c) {
   u32 block_index = reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   u64 thread = (u64)block_index * blockDim.x + threadIdx.x;
 #if LAYOUT == 2
-  u64 base = thread * HELD;
+  u64 base = thread * PER_LANE;
 #elif LAYOUT == 1
   u64 base = thread / LANES * 64 + thread % LANES * VECTOR;
 #else
-  u64 base = thread / 32 * (32 * HELD) + thread % 32 * VECTOR;
+  u64 base = thread / 32 * (32 * PER_LANE) + thread % 32 * VECTOR;
 #endif
   Input in[VECTORS];
 #pragma unroll
@@ -206,7 +176,7 @@ KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
   if (tensor_scale != nullptr && thread == 0) *tensor_scale = scale.decode;
 #endif
 
-  Seen seen[BLOCKS];
+  BlockAmax found[BLOCKS];
   FastBlock block[BLOCKS];
   bool exactly[BLOCKS], any = false;
 #if RUN == 0
@@ -219,30 +189,30 @@ KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
 #if RUN == 0
     number[b] = block_of(min(first, total - 1), pieces, opens[b]);
     if (b > 0 && number[b] == number[b - 1]) {  // most often: the vectors of a lane share a scale
-      seen[b] = seen[b - 1], block[b] = block[b - 1];
+      found[b] = found[b - 1], block[b] = block[b - 1];
     } else {
       u32 flags = given[2 * number[b] + 1];
-      seen[b] = {given[2 * number[b]], flags != 0, (flags & 1) != 0};
-      block[b] = fast_block(seen[b].amax, step);
+      found[b] = {given[2 * number[b]], flags != 0, (flags & 1) != 0};
+      block[b] = fast_block(found[b].amax, step);
     }
 #else
-    seen[b] = look(in, b * VECTORS_PER_BLOCK);
+    found[b] = find_amax<SPAN, VECTORS_PER_BLOCK>(in + b * VECTORS_PER_BLOCK);
 #endif
   }
 #if RUN != 0
-  find_scales(seen, block, step);
+  find_scales(found, block, step);
 #endif
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) {
     u64 first = base + DISTANCE * (b * VECTORS_PER_BLOCK);
-    exactly[b] = first < total && (block[b].refused || seen[b].strange);
+    exactly[b] = first < total && (block[b].refused || found[b].nonfinite);
     any |= exactly[b];
   }
 
   Output y[VECTORS];
   Parts parts[VECTORS];
 #if STOCHASTIC
-  u64 counter = counter_of((u64)block_index * (256 * HELD)) >> 32 << 32 | (u32)counter_of(base);
+  u64 counter = counter_of((u64)block_index * (256 * PER_LANE)) >> 32 << 32 | (u32)counter_of(base);
 #pragma unroll
   for (int first = 0; first < VECTOR; first += 4) {  // four at a time: all words together would not fit the registers
     u32 rests[VECTORS][4];
@@ -270,7 +240,7 @@ KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
 #endif
   }
 #if LAYOUT == 2
-  if (base < total) store_vector<HELD, OUTPUT_BITS>(out, base, joined(y));
+  if (base < total) store_vector<PER_LANE, OUTPUT_BITS>(out, base, joined(y));
 #else
   bool whole = false;
 #if EXCHANGES
@@ -289,7 +259,7 @@ KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
     for (int b = 0; b < BLOCKS; ++b) {
       u64 first = base + DISTANCE * (b * VECTORS_PER_BLOCK);
       u64 last = exactly[b] ? min(first + DISTANCE * VECTORS_PER_BLOCK, total) : first;
-      float stored = cast_exactly(x, out, first, last, seen[b].amax, seen[b].has_nan, scale, c);
+      float stored = cast_exactly(x, out, first, last, found[b].amax, found[b].has_nan, scale, c);
       if (exactly[b]) block[b].stored = stored;
     }
   }

@@ -26,11 +26,11 @@ struct alignas(16) Decoder {
 };
 
 DEVICE bool all_plain(const Input& in, const Decoder& d) {
-  u32 strange = 0;
+  u32 nonfinite = 0;
 #pragma unroll
   for (int i = 0; i < Input::LENGTH; ++i)
-    strange |= (((in.words[i] & d.magnitudes) + d.to_sign) & d.signs) | (in.words[i] & d.beyond);
-  return strange == 0;
+    nonfinite |= (((in.words[i] & d.magnitudes) + d.to_sign) & d.signs) | (in.words[i] & d.beyond);
+  return nonfinite == 0;
 }
 
 DEVICE void put_value(Output& y, int place, float value) {

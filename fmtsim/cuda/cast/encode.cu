@@ -40,7 +40,7 @@ DEVICE u32 top_of(float x, u32 rest, const Grid& g) {
   if constexpr (SPLIT) return code_of(clamped<ASYMMETRIC>(x, g), x, rest, g);
   float y = rounded_number(x, rest, g);
   u32 code = top_code<INTEGER, SPECIAL>(y, g);
-  return SPECIAL && is_spoiled<SPECIAL>(y, x) ? g.nan_code : code;
+  return SPECIAL && becomes_nan<SPECIAL>(y, x) ? g.nan_code : code;
 }
 
 DEVICE u32 code_at(const Input* x, i64 i, const Grid& g, const Draw& d) {

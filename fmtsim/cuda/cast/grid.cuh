@@ -124,7 +124,7 @@ DEVICE float finished(float rounded, float x, const Grid& g) {
 }
 
 template <bool Special>
-DEVICE bool is_spoiled(float y, float x) {
+DEVICE bool becomes_nan(float y, float x) {
   return x != x || (Special && y != y);
 }
 
@@ -166,7 +166,7 @@ DEVICE float rounded_magnitude(float a, u32 rest, const Grid& g) {
   return METHOD == MAGIC ? nearest_magic(a, g) : nearest_bits<METHOD == FLUSHING>(a, g);
 }
 
-// The value to which float32 x rounds, unless is_spoiled says that it is NaN.
+// The value to which float32 x rounds, unless becomes_nan says that it is NaN.
 DEVICE float rounded_number(float x, u32 rest, const Grid& g) {
   if (METHOD == HALVES) return nearest_half_offset(x, g);
   return finished<SPECIAL, KEEPS>(rounded_magnitude(clamped<ASYMMETRIC>(x, g), rest, g), x, g);
@@ -174,7 +174,7 @@ DEVICE float rounded_number(float x, u32 rest, const Grid& g) {
 
 DEVICE float cast_with_rest(float x, u32 rest, const Grid& g) {
   float y = rounded_number(x, rest, g);
-  return is_spoiled<SPECIAL>(y, x) ? g.nan_value : y;
+  return becomes_nan<SPECIAL>(y, x) ? g.nan_value : y;
 }
 
 DEVICE float cast_value(float x, u32 word, const Grid& g) { return cast_with_rest(x, ~word, g); }

@@ -8,7 +8,7 @@
 // y = (s x) H / sqrt(SIZE) in float32 of groups of SIZE neighbours, a power of two from 16 to 512. The inverse turns
 // signs behind the product.
 
-#define HELD 16
+#define PER_LANE 16
 #define CHUNK (128 / INPUT_BITS)  // elements of 16 bytes
 
 DEVICE float loaded(u32 bits) {
@@ -18,37 +18,37 @@ DEVICE float loaded(u32 bits) {
   return input_value(bits);
 }
 
-// Turn signs; flips: a byte for each element of a group, 1 turns; null turns none.
-DEVICE void turn(float (&y)[HELD], const u8* flips, u32 group) {
+// Change signs; flips: a byte for each element of a group; null changes none.
+DEVICE void flip_signs(float (&y)[PER_LANE], const u8* flips, u32 group) {
   if (flips == nullptr) return;
-  Packed<HELD, 8> turned = load_vector<HELD, 8>(flips, group);
+  Packed<PER_LANE, 8> turned = load_vector<PER_LANE, 8>(flips, group);
 #pragma unroll
-  for (int i = 0; i < HELD; ++i) y[i] = as_float(as_bits(y[i]) ^ turned.get(i) << 31);
+  for (int i = 0; i < PER_LANE; ++i) y[i] = as_float(as_bits(y[i]) ^ turned.get(i) << 31);
 }
 
 // x and out begin where 16 bytes do; before, after: whose signs turn before the transform and behind it.
 KERNEL __launch_bounds__(256) hadamard(const void* x, void* out, const u8* before, const u8* after, u64 total) {
-  u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x, first = thread * HELD;
-  u32 lane = (u32)thread % 32, group = lane * HELD % SIZE;
+  u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x, first = thread * PER_LANE;
+  u32 lane = (u32)thread % 32, group = lane * PER_LANE % SIZE;
   bool there = first < total;
-  float y[HELD];
+  float y[PER_LANE];
 #pragma unroll
-  for (int v = 0; v < HELD; v += CHUNK) {
+  for (int v = 0; v < PER_LANE; v += CHUNK) {
     Packed<CHUNK, INPUT_BITS> in;
     in.clear();
     if (there) in = load_vector<CHUNK, INPUT_BITS>(x, first + v);
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) y[v + i] = loaded(in.get(i));
   }
-  turn(y, before, group);
+  flip_signs(y, before, group);
   butterflies<SIZE>(y, lane);
 #pragma unroll
-  for (int i = 0; i < HELD; ++i) y[i] = __fmul_rn(y[i], as_float(root_bits(SIZE)));
-  turn(y, after, group);
-  Packed<HELD, 32> z;
+  for (int i = 0; i < PER_LANE; ++i) y[i] = __fmul_rn(y[i], as_float(root_bits(SIZE)));
+  flip_signs(y, after, group);
+  Packed<PER_LANE, 32> z;
 #pragma unroll
-  for (int i = 0; i < HELD; ++i) z.words[i] = y[i] == y[i] ? as_bits(y[i]) : 0x7FC00000u;
-  if (there) store_vector<HELD, 32>(out, first, z);
+  for (int i = 0; i < PER_LANE; ++i) z.words[i] = y[i] == y[i] ? as_bits(y[i]) : 0x7FC00000u;
+  if (there) store_vector<PER_LANE, 32>(out, first, z);
 }
 
 #else

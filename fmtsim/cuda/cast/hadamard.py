@@ -13,7 +13,7 @@ from fmtsim.spec.transform import Hadamard, Transform
 
 _SIZES = (16, 32, 64, 128, 256, 512)
 _THREADS = 256
-_HELD = 16  # numbers a thread of the transform holds, and one of the inverse with a mask
+_PER_LANE = 16  # numbers a thread of the transform holds, and one of the inverse with a mask
 
 
 def covers_hadamard(size: int, dim: int) -> bool:
@@ -36,7 +36,7 @@ def hadamard(x: Tensor, size: int, flips: Tensor | None, inverse: bool) -> Tenso
     if x.numel():
         before, after = (None, flips) if inverse else (flips, None)
         kernel("hadamard.cu", "hadamard", device_index(x), transform_macros(source.dtype, size))(
-            -(-x.numel() // (_HELD * _THREADS)), _THREADS, source, out, before, after, np.uint64(x.numel())
+            -(-x.numel() // (_PER_LANE * _THREADS)), _THREADS, source, out, before, after, np.uint64(x.numel())
         )
     return out
 
@@ -67,7 +67,7 @@ def finish_rotated(y: Tensor, mask: Tensor | None, transforms: tuple[Transform, 
     if y.numel():
         y = y if aligned(y) else y.clone()
         kernel("hadamard.cu", "finish_rotated", device_index(y), finish_macros(turn, dtype))(
-            -(-y.numel() // (_HELD * _THREADS)), _THREADS, y, mask, out, np.uint64(y.numel() // 4), np.uint32(signs)
+            -(-y.numel() // (_PER_LANE * _THREADS)), _THREADS, y, mask, out, np.uint64(y.numel() // 4), np.uint32(signs)
         )
     return out
 

@@ -98,9 +98,9 @@ def _blocks() -> Variants:
 def _of_format(spec: CastSpec, fmt: BlockFormat) -> Variants:
     for dtype in (torch.bfloat16, torch.float32):
         for output in (FLOAT32, BFLOAT16, CODES, PACKED):
-            bare = output == BFLOAT16 and fmt.tensor_scale
-            fast = fast_macros(spec, dtype, output, bare)
-            if fast is None or (output == BFLOAT16 and dtype == torch.float32 and not bare):
+            without_tensor_scale = output == BFLOAT16 and fmt.tensor_scale
+            fast = fast_macros(spec, dtype, output, without_tensor_scale)
+            if fast is None or (output == BFLOAT16 and dtype == torch.float32 and not without_tensor_scale):
                 continue
             run, vector = fmt.block[1] or 4096, vector_of(dtype, output, fmt.bits)
             yield "block_rows.cu", "cast_runs", run_macros(fast, dtype, vector, run)

@@ -11,7 +11,7 @@
 
 // Rotate and cast a lane's numbers in place; bit i of the result says that element i passes the mask.
 DEVICE u32 cast_line(
-    float (&y)[HELD], const Line& line, TensorScale scale, TensorScale step, const Draw& draw, const Cast& c) {
+    float (&y)[PER_LANE], const Line& line, TensorScale scale, TensorScale step, const Draw& draw, const Cast& c) {
   rotate(y, line.signs[threadIdx.x % SLICES]);
 #if CAST == CORRECTED
   cast_corrected(y, line, scale.decode, draw);
@@ -37,7 +37,7 @@ DEVICE u32 cast_line(
 #else
   u32 amax = 0;
 #pragma unroll
-  for (int i = 0; i < HELD; ++i) amax = max(amax, as_bits(y[i]) & MAGNITUDE);
+  for (int i = 0; i < PER_LANE; ++i) amax = max(amax, as_bits(y[i]) & MAGNITUDE);
   float wanted;
   bool sure = quick_scale(y, amax, wanted);
   if (__any_sync(~0u, !sure)) {
@@ -52,7 +52,7 @@ DEVICE u32 cast_line(
 #endif
   u32 passing = 0;
 #pragma unroll
-  for (int i = 0; i < HELD / 4; ++i) {
+  for (int i = 0; i < PER_LANE / 4; ++i) {
     u32 rests[4] = {};
 #if STOCHASTIC
     take_rests(rests, counter_of(line.first & ~(u64)63), i, draw);
@@ -67,10 +67,10 @@ DEVICE u32 cast_line(
   }
 #if CAST == BLOCK_FORMAT
   if (__any_sync(~0u, exactly)) {
-    u16 again[HELD];
+    u16 again[PER_LANE];
     cast_exactly(again, line.source, line.signs, line.factor, line.first, scale, draw, c);
 #pragma unroll
-    for (int i = 0; i < HELD; ++i)
+    for (int i = 0; i < PER_LANE; ++i)
       if (exactly) y[i] = as_float((u32)again[i] << 16);
   }
 #endif
@@ -79,7 +79,7 @@ DEVICE u32 cast_line(
 }
 
 // The largest of the threads' numbers; all threads of a block come here together.
-DEVICE u32 largest(u32 amax) {
+DEVICE u32 block_max_for_all(u32 amax) {
   amax = __reduce_max_sync(~0u, amax);
   __shared__ u32 warps[THREADS / 32];
   __syncthreads();
@@ -96,21 +96,21 @@ KERNEL __launch_bounds__(THREADS) rotated_amax(const __grid_constant__ RotatedJo
   i64 wide = (job.columns + TILE_COLUMNS - 1) / TILE_COLUMNS, high = (job.rows + TILE_ROWS - 1) / TILE_ROWS;
   const u32* signs = SIGNS_OF(job);
   u32 amax = 0;
-  float y[HELD];
+  float y[PER_LANE];
 #pragma unroll 1
   for (i64 at = blockIdx.x; at < wide * high; at += gridDim.x) {
     __syncthreads();
     copy_tile<false>((u16*)job.x, tile, corner_of(at % wide, at / wide), job);
     __syncthreads();
 #pragma unroll 1
-    for (int turn = 0; turn < 2; ++turn) {
-      TilePlace place = tile_place(turn);
-      load_line(y, tile + PLACE(place.row) + place.column, turn, job);
+    for (int part = 0; part < 2; ++part) {
+      TilePlace place = tile_place(part);
+      load_line(y, tile + PLACE(place.row) + place.column, part, job);
       rotate(y, signs[threadIdx.x % SLICES]);
-      amax = max(amax, finite_amax_of<HELD>(y));
+      amax = max(amax, finite_amax_of<PER_LANE>(y));
     }
   }
-  amax = largest(amax);
+  amax = block_max_for_all(amax);
   if (threadIdx.x == 0) job.parts[blockIdx.x] = amax;
 }
 
@@ -120,7 +120,7 @@ DEVICE void find_scales(TensorScale& scale, TensorScale& step, const RotatedJob&
 #if TWO_LEVEL
   u32 amax = 0;
   for (i64 i = threadIdx.x; i < job.part_count; i += THREADS) amax = max(amax, job.parts[i]);
-  amax = largest(amax);
+  amax = block_max_for_all(amax);
 #if CAST == CORRECTED
   float whole = __fdiv_rn(__fdiv_rn(as_float(amax), as_float(TENSOR_TOP)), as_float(TOP));
   scale.decode = whole == 0.0f ? 1.0f : whole;
@@ -149,15 +149,15 @@ DEVICE void store_mask(u8* to, u32 passing) {
 DEVICE void cast_tile(u16* tile, Corner corner, const u32* signs, const RotatedJob& job, const Cast& c) {
   TensorScale scale, step;
   find_scales(scale, step, job, c);
-  float y[HELD];
+  float y[PER_LANE];
 #pragma unroll 1
-  for (int turn = 0; turn < 2; ++turn) {
-    TilePlace place = tile_place(turn);
+  for (int part = 0; part < 2; ++part) {
+    TilePlace place = tile_place(part);
     u16* at = tile + PLACE(place.row) + place.column;
     i64 row = corner.row + place.row, column = corner.column + place.column;
-    load_line(y, at, turn, job);
+    load_line(y, at, part, job);
 #if DOWN
-    Line line = {{at + turn, PITCH, GAP}, signs, job.factor, (u64)((column + turn) * job.rows + row)};
+    Line line = {{at + part, PITCH, GAP}, signs, job.factor, (u64)((column + part) * job.rows + row)};
 #else
     Line line = {{at, 1, 0}, signs, job.factor, (u64)(row * job.columns + column)};
 #endif
@@ -165,7 +165,7 @@ DEVICE void cast_tile(u16* tile, Corner corner, const u32* signs, const RotatedJ
 #if MASKS
     if (row < job.rows && column < job.columns) store_mask(job.mask + line.first, passing);
 #endif
-    store_line(at, turn, y);
+    store_line(at, part, y);
   }
 }
 

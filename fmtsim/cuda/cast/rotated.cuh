@@ -13,9 +13,9 @@
 #include "block.cuh"
 #include "hadamard.cuh"
 
-#define HELD 32
-#define PIECES (HELD / RUN)
-#define SLICES (SIZE > HELD ? SIZE / HELD : 1)  // lanes of a transform
+#define PER_LANE 32
+#define PIECES (PER_LANE / RUN)
+#define SLICES (SIZE > PER_LANE ? SIZE / PER_LANE : 1)  // lanes of a transform
 
 struct alignas(16) RotatedJob {
   const u16* x;         // [rows, columns]
@@ -88,13 +88,13 @@ DEVICE float to_bfloat16(float x) {
 }
 
 // signs: those of a lane's numbers.
-DEVICE void rotate(float (&y)[HELD], u32 signs) {
+DEVICE void rotate(float (&y)[PER_LANE], u32 signs) {
   if (SIZE == 1) return;
 #pragma unroll
-  for (int i = 0; i < HELD; ++i) y[i] = as_float(as_bits(y[i]) ^ (signs << (31 - i) & 0x80000000u));
+  for (int i = 0; i < PER_LANE; ++i) y[i] = as_float(as_bits(y[i]) ^ (signs << (31 - i) & 0x80000000u));
   butterflies<SIZE>(y, threadIdx.x);
 #pragma unroll
-  for (int i = 0; i < HELD; ++i) {
+  for (int i = 0; i < PER_LANE; ++i) {
     y[i] = canonical(__fmul_rn(y[i], as_float(root_bits(SIZE))));
     if (NARROWS) y[i] = to_bfloat16(y[i]);
   }
@@ -105,7 +105,7 @@ template <int COUNT>
 DEVICE void rotate_slowly(float* y, const Source& source, const u32* signs, const float* factor) {
 #pragma unroll 1
   for (u32 i = 0; i < COUNT; ++i) {
-    float x = as_float((u32)source.from[i * source.stride + i / HELD * source.gap] << 16);
+    float x = as_float((u32)source.from[i * source.stride + i / PER_LANE * source.gap] << 16);
     if (SCALED) x = __fmul_rn(x, *factor);
     y[i] = as_float(as_bits(x) ^ (SIZE > 1 ? signs[i / 32 % SLICES] << (31 - i % 32) & 0x80000000u : 0u));
   }
@@ -196,10 +196,10 @@ DEVICE void take_rests(u32 (&rests)[4], u64 counter, int i, const Draw& draw) {
 __device__ __noinline__ void cast_exactly(
     u16* to, const Source& source, const u32* signs, const float* factor, u64 first, TensorScale tensor,
     const Draw& draw, const Cast& c) {
-  float y[HELD];
-  rotate_slowly<HELD>(y, source, signs, factor);
+  float y[PER_LANE];
+  rotate_slowly<PER_LANE>(y, source, signs, factor);
 #pragma unroll 1
-  for (int start = 0; start < HELD; start += RUN) {
+  for (int start = 0; start < PER_LANE; start += RUN) {
     u32 amax = 0;
     bool has_nan = false;
 #pragma unroll 1
@@ -209,10 +209,10 @@ __device__ __noinline__ void cast_exactly(
       has_nan |= magnitude > FLOAT_EXPONENT;
     }
     BlockScale s = scale_of({0.0, (double)as_float(amax), has_nan}, c.scale, tensor);
-    bool spoiled = has_nan && !c.scale.element_has_nan;
+    bool invalid = has_nan && !c.scale.element_has_nan;
 #pragma unroll 1
     for (int i = start; i < start + RUN; ++i) {
-      ExactElement e = exact_element(y[i], false, first + i, s, spoiled, 1.0f, c, draw);
+      ExactElement e = exact_element(y[i], false, first + i, s, invalid, 1.0f, c, draw);
       to[i] = (u16)narrowed(e.value, BFLOAT16);
     }
   }
@@ -221,11 +221,11 @@ __device__ __noinline__ void cast_exactly(
 // Tiles in shared memory, [TILE_ROWS, TILE_COLUMNS], and what a lane takes of them.
 
 #define THREADS 128
-#define TILE_ROWS (DOWN ? HELD * LANES : 64)
+#define TILE_ROWS (DOWN ? PER_LANE * LANES : 64)
 #define TILE_COLUMNS (THREADS * 64 / TILE_ROWS)
 #define PITCH (TILE_COLUMNS + 8)  // elements from row to row: spreads rows over the banks
 #define GAP (64 / LANES)          // every 32 rows, so that lanes meet other banks
-#define PLACE(row) ((row) * PITCH + (row) / HELD * GAP)
+#define PLACE(row) ((row) * PITCH + (row) / PER_LANE * GAP)
 #define TILE_ELEMENTS (PLACE(TILE_ROWS - 1) + PITCH)
 
 struct Corner { i64 row, column; };
@@ -255,25 +255,25 @@ DEVICE float loaded(u32 bits, const RotatedJob& job) {
 
 // Where the numbers of a lane begin that it takes in one of two turns: a row, or two columns that begin at a word.
 struct TilePlace { u32 row, column; };
-DEVICE TilePlace tile_place(int turn) {
+DEVICE TilePlace tile_place(int part) {
 #if DOWN
-  return {threadIdx.x % LANES * HELD, threadIdx.x / LANES * 2};
+  return {threadIdx.x % LANES * PER_LANE, threadIdx.x / LANES * 2};
 #else
-  u32 at = turn * THREADS + threadIdx.x;
-  return {at / (TILE_COLUMNS / HELD), at % (TILE_COLUMNS / HELD) * HELD};
+  u32 at = part * THREADS + threadIdx.x;
+  return {at / (TILE_COLUMNS / PER_LANE), at % (TILE_COLUMNS / PER_LANE) * PER_LANE};
 #endif
 }
 
-DEVICE void load_line(float (&y)[HELD], const u16* from, int turn, const RotatedJob& job) {
+DEVICE void load_line(float (&y)[PER_LANE], const u16* from, int part, const RotatedJob& job) {
 #if DOWN
 #pragma unroll
-  for (int i = 0; i < HELD; ++i) {
+  for (int i = 0; i < PER_LANE; ++i) {
     u32 word = *(const u32*)(from + i * PITCH);
-    y[i] = loaded(turn ? word & 0xFFFF0000u : word << 16, job);
+    y[i] = loaded(part ? word & 0xFFFF0000u : word << 16, job);
   }
 #else
 #pragma unroll
-  for (int v = 0; v < HELD; v += 8) {
+  for (int v = 0; v < PER_LANE; v += 8) {
     Packed<8, 16> in = load_vector<8, 16>(from, v);
 #pragma unroll
     for (int i = 0; i < 8; ++i) y[v + i] = loaded(i % 2 ? in.words[i / 2] & 0xFFFF0000u : in.words[i / 2] << 16, job);
@@ -281,13 +281,13 @@ DEVICE void load_line(float (&y)[HELD], const u16* from, int turn, const Rotated
 #endif
 }
 
-DEVICE void store_line(u16* to, int turn, const float (&y)[HELD]) {
+DEVICE void store_line(u16* to, int part, const float (&y)[PER_LANE]) {
 #if DOWN
 #pragma unroll
-  for (int i = 0; i < HELD; ++i) to[i * PITCH + turn] = (u16)(as_bits(y[i]) >> 16);
+  for (int i = 0; i < PER_LANE; ++i) to[i * PITCH + part] = (u16)(as_bits(y[i]) >> 16);
 #else
 #pragma unroll
-  for (int v = 0; v < HELD; v += 8) {
+  for (int v = 0; v < PER_LANE; v += 8) {
     Packed<8, 16> out;
 #pragma unroll
     for (int i = 0; i < 8; i += 2) out.words[i / 2] = __byte_perm(as_bits(y[v + i]), as_bits(y[v + i + 1]), 0x7632);

@@ -25,7 +25,7 @@ Keys = tuple[RandomKey | None, RandomKey | None]
 Signs = RandomKey | int | None
 
 _FILE, _THREADS, _TILE = "rotated.cu", 128, 8192  # a tile has 64 elements a thread
-_HELD = 32  # elements of a lane
+_PER_LANE = 32  # elements of a lane
 _PARTS = 8  # blocks of threads a multiprocessor that look for the amax of a tensor
 _GRID_LIMIT = 65535
 _JOB = struct.Struct("<10q4I")
@@ -59,7 +59,7 @@ def covers(x: Tensor, quantizer: Quantizer) -> bool:
     ``inner`` then being a multiple of 128.
     """
     plan = plan_of(quantizer)
-    if plan is None or not _is_matrix(x) or x.shape[1] % (plan.lanes * _HELD):
+    if plan is None or not _is_matrix(x) or x.shape[1] % (plan.lanes * _PER_LANE):
         return False
     return x.is_contiguous() or (not plan.masks and x.stride() == (1, x.shape[0]) and x.shape[0] % 8 == 0)
 
@@ -104,7 +104,7 @@ def cast_rotated(
     transposed, shape = (False, x.shape) if x.is_contiguous() else (True, x.shape[::-1])
     x, index = x if aligned(x) else x.clone(), device_index(x)
     find, cast = _kernels(plan, transposed, factor is not None, count is not None, index)
-    height = plan.lanes * _HELD if transposed else 2 * _HELD
+    height = plan.lanes * _PER_LANE if transposed else 2 * _PER_LANE
     grid, parts, part_count = (-(-shape[1] * height // _TILE), -(-shape[0] // height)), None, 0
     if find is not None:
         part_count = min(grid[0] * grid[1], _PARTS * multiprocessors(index))
@@ -122,7 +122,7 @@ def cast_rotated(
 
 def _is_matrix(x: Tensor) -> bool:
     rows = x.shape[0] if x.dim() == 2 else 0
-    return x.dtype == torch.bfloat16 and rows > 0 and x.numel() > 0 and max(x.shape) <= _GRID_LIMIT * 2 * _HELD
+    return x.dtype == torch.bfloat16 and rows > 0 and x.numel() > 0 and max(x.shape) <= _GRID_LIMIT * 2 * _PER_LANE
 
 
 def _mask_of(plan: Plan, signs: Signs) -> int:

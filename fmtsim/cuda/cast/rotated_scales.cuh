@@ -9,9 +9,9 @@
 // power of two that follows from it.
 
 // Sums in float64: element i and i + n / 2 are added until one number is left.
-DEVICE double folded(double (&x)[HELD / 2]) {
+DEVICE double folded(double (&x)[PER_LANE / 2]) {
 #pragma unroll
-  for (int n = HELD / 4; n > 0; n /= 2) {
+  for (int n = PER_LANE / 4; n > 0; n /= 2) {
 #pragma unroll
     for (int i = 0; i < n; ++i) x[i] = __dadd_rn(x[i], x[i + n]);
   }
@@ -21,17 +21,17 @@ DEVICE double folded(double (&x)[HELD / 2]) {
 DEVICE float root_of(double mean) { return at_most_float_max(__double2float_rn(__dsqrt_rn(mean))); }
 
 // The standard deviation of 32 numbers that are finite.
-DEVICE float deviation_of(const float (&y)[HELD]) {
-  double sums[HELD / 2];
+DEVICE float deviation_of(const float (&y)[PER_LANE]) {
+  double sums[PER_LANE / 2];
 #pragma unroll
-  for (int i = 0; i < HELD / 2; ++i) sums[i] = __dadd_rn((double)y[i], (double)y[i + HELD / 2]);
-  double mean = __dmul_rn(folded(sums), 1.0 / HELD);
+  for (int i = 0; i < PER_LANE / 2; ++i) sums[i] = __dadd_rn((double)y[i], (double)y[i + PER_LANE / 2]);
+  double mean = __dmul_rn(folded(sums), 1.0 / PER_LANE);
 #pragma unroll
-  for (int i = 0; i < HELD / 2; ++i) {
-    double a = __dsub_rn((double)y[i], mean), b = __dsub_rn((double)y[i + HELD / 2], mean);
+  for (int i = 0; i < PER_LANE / 2; ++i) {
+    double a = __dsub_rn((double)y[i], mean), b = __dsub_rn((double)y[i + PER_LANE / 2], mean);
     sums[i] = __dadd_rn(__dmul_rn(a, a), __dmul_rn(b, b));
   }
-  return root_of(__dmul_rn(folded(sums), 1.0 / HELD));
+  return root_of(__dmul_rn(folded(sums), 1.0 / PER_LANE));
 }
 
 DEVICE float scale_of_deviation(float deviation) {
@@ -40,23 +40,23 @@ DEVICE float scale_of_deviation(float deviation) {
 
 // The scale before it becomes a power of two, in float32 arithmetic; returns whether the power is sure to be the same.
 // With std >= 2^-10 amax the mean is known to 2^-11 std, the variance to 2^-20; the scale must lie 2^-15 off a power.
-DEVICE bool quick_scale(const float (&y)[HELD], u32 amax, float& scale) {
-  float sums[HELD / 2], squares[4] = {};
+DEVICE bool quick_scale(const float (&y)[PER_LANE], u32 amax, float& scale) {
+  float sums[PER_LANE / 2], squares[4] = {};
 #pragma unroll
-  for (int i = 0; i < HELD / 2; ++i) sums[i] = __fadd_rn(y[i], y[i + HELD / 2]);
+  for (int i = 0; i < PER_LANE / 2; ++i) sums[i] = __fadd_rn(y[i], y[i + PER_LANE / 2]);
 #pragma unroll
-  for (int n = HELD / 4; n > 0; n /= 2) {
+  for (int n = PER_LANE / 4; n > 0; n /= 2) {
 #pragma unroll
     for (int i = 0; i < n; ++i) sums[i] = __fadd_rn(sums[i], sums[i + n]);
   }
-  float mean = __fmul_rn(sums[0], 1.0f / HELD);
+  float mean = __fmul_rn(sums[0], 1.0f / PER_LANE);
 #pragma unroll
-  for (int i = 0; i < HELD; ++i) {
+  for (int i = 0; i < PER_LANE; ++i) {
     float off = __fsub_rn(y[i], mean);
     squares[i % 4] = __fmaf_rn(off, off, squares[i % 4]);
   }
   float sum = __fadd_rn(__fadd_rn(squares[0], squares[1]), __fadd_rn(squares[2], squares[3]));
-  float variance = __fmul_rn(sum, 1.0f / HELD);
+  float variance = __fmul_rn(sum, 1.0f / PER_LANE);
   scale = scale_of_deviation(__fsqrt_rn(variance));
   float least = __fmul_rn(as_float(amax), as_float(0x3A800000u));  // 2^-10
   bool inside = amax - 0x2B800000u < 0x5D800000u - 0x2B800000u;     // 2^-40 ... 2^60: squares are normal
@@ -66,36 +66,36 @@ DEVICE bool quick_scale(const float (&y)[HELD], u32 amax, float& scale) {
 
 // That of the finite ones among them; all lanes of a warp call it together (see block_rows.cu).
 __device__ __noinline__ float deviation_slowly(const Source& source, const u32* signs, const float* factor) {
-  float y[HELD];
-  double sums[HELD / 2];
-  rotate_slowly<HELD>(y, source, signs, factor);
+  float y[PER_LANE];
+  double sums[PER_LANE / 2];
+  rotate_slowly<PER_LANE>(y, source, signs, factor);
   u32 count = 0;
 #pragma unroll 1
-  for (int i = 0; i < HELD; ++i) {
+  for (int i = 0; i < PER_LANE; ++i) {
     bool finite = (as_bits(y[i]) & MAGNITUDE) < FLOAT_EXPONENT;
     count += finite;
     if (!finite) y[i] = as_float(0x7FC00000);
   }
   double counted = count ? (double)count : 1.0, mean = 0.0;
 #pragma unroll 1
-  for (int turn = 0; turn < 2; ++turn) {
+  for (int part = 0; part < 2; ++part) {
 #pragma unroll 1
-    for (int i = 0; i < HELD / 2; ++i) {
+    for (int i = 0; i < PER_LANE / 2; ++i) {
       double parts[2];
 #pragma unroll 1
       for (int k = 0; k < 2; ++k) {
-        float x = y[i + k * (HELD / 2)];
+        float x = y[i + k * (PER_LANE / 2)];
         double off = x == x ? __dsub_rn((double)x, mean) : 0.0;
-        parts[k] = turn ? __dmul_rn(off, off) : off;
+        parts[k] = part ? __dmul_rn(off, off) : off;
       }
       sums[i] = __dadd_rn(parts[0], parts[1]);
     }
 #pragma unroll 1
-    for (int n = HELD / 4; n > 0; n /= 2) {
+    for (int n = PER_LANE / 4; n > 0; n /= 2) {
 #pragma unroll 1
       for (int i = 0; i < n; ++i) sums[i] = __dadd_rn(sums[i], sums[i + n]);
     }
-    if (turn == 0) mean = __ddiv_rn(sums[0], counted);
+    if (part == 0) mean = __ddiv_rn(sums[0], counted);
   }
   return root_of(__ddiv_rn(sums[0], counted));
 }
@@ -161,17 +161,17 @@ __device__ __noinline__ float correction_slowly(
 }
 
 // Cast a lane's rotated numbers in place.
-DEVICE void cast_corrected(float (&y)[HELD], const Line& line, float tensor, const Draw& draw) {
+DEVICE void cast_corrected(float (&y)[PER_LANE], const Line& line, float tensor, const Draw& draw) {
   Piece piece[PIECES];
   double over = 0.0, square = 0.0;
-  bool strange = false;
+  bool nonfinite = false;
 #pragma unroll
   for (int b = 0; b < PIECES; ++b) {
     u32 amax = finite_amax_of<RUN>(y + b * RUN);
     piece[b] = corrected_piece(amax, tensor);
 #pragma unroll
     for (int i = b * RUN; i < (b + 1) * RUN; ++i) {
-      strange |= (as_bits(y[i]) & MAGNITUDE) >= FLOAT_EXPONENT;
+      nonfinite |= (as_bits(y[i]) & MAGNITUDE) >= FLOAT_EXPONENT;
       float z = quotient(y[i], piece[b]);
       y[i] = nearest_away(z, piece[b].block);
       over = __fma_rn((double)z, (double)y[i], over);
@@ -179,20 +179,20 @@ DEVICE void cast_corrected(float (&y)[HELD], const Line& line, float tensor, con
     }
   }
 #pragma unroll
-  for (int flip = 1; flip < GROUP / HELD; flip *= 2) {
+  for (int flip = 1; flip < GROUP / PER_LANE; flip *= 2) {
     over = __dadd_rn(over, __shfl_xor_sync(~0u, over, flip));
     square = __dadd_rn(square, __shfl_xor_sync(~0u, square, flip));
-    strange |= (bool)__shfl_xor_sync(~0u, (i32)strange, flip);
+    nonfinite |= (bool)__shfl_xor_sync(~0u, (i32)nonfinite, flip);
   }
   // The order of sums of positive numbers moves a quotient by less than 2^-47 of it; few are as near to a tie as that.
   double c = __ddiv_rn(square, over);
   float correction = over == 0.0 ? 1.0f : __double2float_rn(c);
   bool near = __double2float_rn(c * (1.0 - TOLERANCE)) != __double2float_rn(c * (1.0 + TOLERANCE));
-  near = near && over != 0.0 && !strange;
+  near = near && over != 0.0 && !nonfinite;
   if (__any_sync(~0u, near)) {
-    u32 back = threadIdx.x % (GROUP / HELD);
+    u32 back = threadIdx.x % (GROUP / PER_LANE);
     Source source = line.source;
-    source.from -= back * (HELD * source.stride + source.gap);
+    source.from -= back * (PER_LANE * source.stride + source.gap);
     float again = correction_slowly(source, line.signs, line.factor, tensor);
     if (near) correction = again;
     __syncwarp();  // the others have read what this lane is about to write
@@ -202,7 +202,7 @@ DEVICE void cast_corrected(float (&y)[HELD], const Line& line, float tensor, con
     u32 rest = ~random_integer(line.first / RUN + b, draw, nullptr);
     float scale = scale_drawn(__fmul_rn(piece[b].block.stored, correction), rest);
 #pragma unroll
-    for (int i = b * RUN; i < (b + 1) * RUN; ++i) y[i] = strange ? as_float(0x7FC00000) : __fmul_rn(y[i], scale);
+    for (int i = b * RUN; i < (b + 1) * RUN; ++i) y[i] = nonfinite ? as_float(0x7FC00000) : __fmul_rn(y[i], scale);
   }
 }
 

@@ -161,7 +161,7 @@ DEVICE Real scaled_element(double x, bool is_double, const BlockScale& s, const 
 // Cast one element; `index` is its row-major place in the tensor. The value is not yet rounded to the output dtype.
 // Under a zero point `element` is a signed integer wide enough for every code's distance from it.
 DEVICE ExactElement exact_element(
-    double x, bool is_double, u64 index, const BlockScale& s, bool spoiled, float decode, const Cast& c, const Draw& d) {
+    double x, bool is_double, u64 index, const BlockScale& s, bool invalid, float decode, const Cast& c, const Draw& d) {
   u32 word = c.element.mode == MODE_STOCHASTIC ? random_integer(index, d, c.given) : 0;
   u64 code = element_code(scaled_element(x, is_double, s, c.scale), word, c.element, c.tables);
   double value = element_value(code, c.element, c.tables);
@@ -171,7 +171,7 @@ DEVICE ExactElement exact_element(
     value = (double)((i32)code - s.zero);
   }
   value = __dmul_rn(__dmul_rn(value, (double)s.scale), (double)decode);
-  if (spoiled || value != value) value = __longlong_as_double((i64)NAN64);
+  if (invalid || value != value) value = __longlong_as_double((i64)NAN64);
   return {value, code};
 }
 
@@ -221,7 +221,7 @@ DEVICE float raised(float a, const Rule& r) {
 }
 
 // A scale as it is kept: the least allowed one that is not below, in the format of scales.
-DEVICE float kept_scale(float s, const Rule& r, const Grid& g) {
+DEVICE float stored_scale(float s, const Rule& r, const Grid& g) {
   if (r.chooses) {
     float least = r.allowed[STEPS - 1];
 #pragma unroll
@@ -268,7 +268,7 @@ DEVICE Scale scale_of(float a, const Rule& r, const Grid& g) {
   float plain, factor = 1.0f;
   bool encodes = r.order <= ENCODES_DOUBLE && r.factor == 0.0f;
   float s = encodes ? encoding(a, empty, r, factor, plain) : decoding(a, empty, r, plain);
-  float stored = kept_scale(s, r, g);
+  float stored = stored_scale(s, r, g);
   if (r.divides == INVERTS) factor = __fdiv_rn(1.0f, stored);
   else if (r.divides) factor = stored == 0.0f ? FLOAT_MIN : stored;
   else if (!encodes || r.stored != STORED_WHOLE || r.chooses) factor = reciprocal(stored);

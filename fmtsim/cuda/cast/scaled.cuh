@@ -25,7 +25,7 @@ DEVICE float element_of(float y, u32 rest, const Grid& g) {
   }
   float q = finished<SPECIAL, KEEPS>(rounded, y, g);
   if (Clean && !SPECIAL) return q;
-  return is_spoiled<SPECIAL>(q, y) ? g.nan_value : q;
+  return becomes_nan<SPECIAL>(q, y) ? g.nan_value : q;
 #endif
 }
 

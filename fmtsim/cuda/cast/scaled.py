@@ -329,7 +329,7 @@ def variant(
     """
     defines = rule.defines(DTYPES[dtype], layout.words, fold)
     if layout.kind == TILES:
-        return "scaled_tiles.cu", "cast_tiles", (*defines, *macros(HELD=layout.held))
+        return "scaled_tiles.cu", "cast_tiles", (*defines, *macros(CACHED=layout.cached))
     if layout.kind in (COLUMNS, LONG_COLUMNS):
         return "scaled_tiles.cu", "cast_columns", (*defines, *macros(RUN=layout.run))
     source = macros(RUN=layout.run, SOURCE=given, RECORDS=records, MOMENTS=scaling.statistic in MOMENTS)

@@ -122,19 +122,19 @@ DEVICE void statistics(float (&found)[BLOCKS], const Eight (&in)[VECTORS], const
 #if RUN
 // The scales of blocks; the lanes that share blocks share the work.
 DEVICE void find_scales(Scale (&scale)[BLOCKS], const float (&found)[BLOCKS], const Rule& r, const Grid& g) {
-  constexpr int TURNS = BLOCKS < SPAN ? BLOCKS : SPAN;  // lanes that take one of as many blocks each
-  i32 turn = threadIdx.x % TURNS;
+  constexpr int SHARES = BLOCKS < SPAN ? BLOCKS : SPAN;  // lanes that take one of as many blocks each
+  i32 share = threadIdx.x % SHARES;
 #pragma unroll
-  for (int b = 0; b < BLOCKS; b += TURNS) {
+  for (int b = 0; b < BLOCKS; b += SHARES) {
     float a = found[b];
 #pragma unroll
-    for (int k = 1; k < TURNS; k++) a = turn == k ? found[b + k] : a;
+    for (int k = 1; k < SHARES; k++) a = share == k ? found[b + k] : a;
     Scale mine = scale_of(a, r, g);
 #pragma unroll
-    for (int k = 0; k < TURNS; k++) {
-      scale[b + k].stored = TURNS == 1 ? mine.stored : __shfl_sync(~0u, mine.stored, k, TURNS);
-      scale[b + k].factor = TURNS == 1 ? mine.factor : __shfl_sync(~0u, mine.factor, k, TURNS);
-      scale[b + k].fold = TURNS == 1 || !FOLDS ? mine.fold : __shfl_sync(~0u, mine.fold, k, TURNS);
+    for (int k = 0; k < SHARES; k++) {
+      scale[b + k].stored = SHARES == 1 ? mine.stored : __shfl_sync(~0u, mine.stored, k, SHARES);
+      scale[b + k].factor = SHARES == 1 ? mine.factor : __shfl_sync(~0u, mine.factor, k, SHARES);
+      scale[b + k].fold = SHARES == 1 || !FOLDS ? mine.fold : __shfl_sync(~0u, mine.fold, k, SHARES);
     }
   }
 }
@@ -218,7 +218,7 @@ KERNEL BOUNDS cast_runs(
     u32 part = threadIdx.x + k * blockDim.x;
     top = max(top, part < parts ? source[part] : 0);
   }
-  top = largest_of_block(top);
+  top = block_max(top);
   if (threadIdx.x == 0) shared = scale_of(__uint_as_float(top), rule, scale_grid);
   __syncthreads();
   scale[0] = shared;
@@ -239,7 +239,7 @@ KERNEL BOUNDS cast_runs(
   for (int v = 0; v < VECTORS; v++)
     if (inside[v]) out[v].store(y, masks, place + DISTANCE * v);
 #if RECORDS
-  own = largest_of_block(amax_of_raw(own));
+  own = block_max(amax_of_raw(own));
   if (threadIdx.x == 0) tops[blockIdx.x] = own;
 #endif
 }

@@ -33,7 +33,7 @@ TENSOR, RUNS, TILES, COLUMNS, LONG_COLUMNS = range(5)
 RUN_SIZES = (16, 32, 64, 128)
 WORDS_NONE, WORDS_SHARED, WORDS_EACH = range(3)
 _TILE_COLUMNS = 128
-_HELD = 4  # vectors of a thread of scaled_tiles.cu
+_CACHED = 4  # vectors of a thread of scaled_tiles.cu
 _LARGEST = 1 << 34  # elements: vectors of a tile and lanes are counted in 32 bits
 
 
@@ -213,9 +213,9 @@ class MatrixLayout(NamedTuple):
         return -(-self.columns // whole) * whole // self.unit
 
     @property
-    def held(self) -> int:
-        """The macro HELD of scaled_tiles.cu."""
-        return 0 if self.height * self.width > 512 * 8 * _HELD else _HELD
+    def cached(self) -> int:
+        """The macro CACHED of scaled_tiles.cu."""
+        return 0 if self.height * self.width > 512 * 8 * _CACHED else _CACHED
 
     @property
     def launch(self) -> tuple[int, int]:
@@ -223,7 +223,7 @@ class MatrixLayout(NamedTuple):
         if self.kind in (TENSOR, RUNS):
             return -(-self.rows * self.units * self.unit // (128 * 8 * self.vectors[0])), 128
         if self.kind == TILES:
-            threads = -(-self.height * self.width // (8 * _HELD * 32)) * 32
+            threads = -(-self.height * self.width // (8 * _CACHED * 32)) * 32
             return self.counts[0] * self.counts[1], min(threads, 512)
         halves = 32 if self.run == 128 else 16
         return -(-self.rows // (4 * halves)) * -(-self.columns // _TILE_COLUMNS), 16 * halves

@@ -1,11 +1,11 @@
 // Operands under a scale rule whose blocks are no runs of memory: tiles and whole rows, or columns.
 //
-// Macros: those of scaled.cuh, and HELD (tiles; WORDS is 0 or 2 then) or RUN (columns).
+// Macros: those of scaled.cuh, and CACHED (tiles; WORDS is 0 or 2 then) or RUN (columns).
 #include "scaled.cuh"
 
-#ifdef HELD
+#ifdef CACHED
 
-// A block of threads casts a tile. Up to HELD vectors of a thread stay in registers; where a tile has more, it is read
+// A block of threads casts a tile. Up to CACHED vectors of a thread stay in registers; where a tile has more, it is read
 // twice.
 
 // The vectors of a tile that a thread takes: every blockDim.x-th of those numbered along its rows.
@@ -47,14 +47,14 @@ KERNEL __launch_bounds__(512) cast_tiles(
   u32 high = (u32)min((u64)height, rows - top_row), wide = (u32)(min((u64)width, columns - left) / 8), top = 0;
   bool clean;
   Walk walk(wide);
-#if HELD
-  Eight in[HELD];
+#if CACHED
+  Eight in[CACHED];
 #pragma unroll
-  for (int h = 0; h < HELD; h++, walk.go()) {
+  for (int h = 0; h < CACHED; h++, walk.go()) {
     in[h].clear();
     if (walk.row < high) in[h].load(x + corner + walk.row * columns + walk.column * 8);
   }
-  top = raw_amax_of<HELD>(in, clean);
+  top = raw_amax_of<CACHED>(in, clean);
 #else
   for (; walk.row < high; walk.go()) {
     Eight in[1];
@@ -63,7 +63,7 @@ KERNEL __launch_bounds__(512) cast_tiles(
   }
   clean = false;
 #endif
-  top = largest_of_block(amax_of_raw(top));
+  top = block_max(amax_of_raw(top));
   __shared__ Scale shared;
   if (threadIdx.x == 0) {
     shared = scale_of(__uint_as_float(top), rule, scale_grid);
@@ -72,9 +72,9 @@ KERNEL __launch_bounds__(512) cast_tiles(
   __syncthreads();
   Scale scale = shared;
   walk = Walk(wide);
-#if HELD
+#if CACHED
 #pragma unroll
-  for (int h = 0; h < HELD; h++, walk.go()) {
+  for (int h = 0; h < CACHED; h++, walk.go()) {
     if (walk.row >= high) continue;
     u64 place = corner + walk.row * columns + walk.column * 8;
     u64 first = corner_first + walk.row * row_step + walk.column * 8 * column_step;

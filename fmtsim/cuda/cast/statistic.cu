@@ -115,7 +115,7 @@ KERNEL __launch_bounds__(512) amaxes_of_parts(const Number* x, u32* tops, u64 ve
     bool clean;
     top = raw_larger(top, raw_amax_of<VECTORS_EACH>(in, clean));
   }
-  top = largest_of_block(amax_of_raw(top));
+  top = block_max(amax_of_raw(top));
   if (threadIdx.x == 0) tops[blockIdx.x] = top;
 }
 
@@ -240,7 +240,7 @@ KERNEL __launch_bounds__(1024) advance(
   __shared__ u32 known;
   u32 top = 0;
   for (u32 i = threadIdx.x; i < parts; i += blockDim.x) top = max(top, tops[i]);
-  top = largest_of_block(top);
+  top = block_max(top);
   if (threadIdx.x == 0) known = top;
   __syncthreads();
   float own = __uint_as_float(known), before = *factor;
@@ -259,7 +259,7 @@ KERNEL __launch_bounds__(1024) advance(
     most = max(most, __float_as_uint(moved));
   }
   __syncthreads();
-  most = largest_of_block(most);
+  most = block_max(most);
   if (threadIdx.x == 0) {
     float found = h.recent ? own : __uint_as_float(most);
     *calls = count + 1;
