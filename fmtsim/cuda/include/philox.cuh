@@ -2,7 +2,7 @@
 #pragma once
 #include "common.cuh"
 
-// Where random integers come from; the host side is fmtsim.cuda.cast.elements.draw_of.
+// Where random integers come from; the host side is fmtsim.cuda.cast.parameters.draw_of.
 struct alignas(16) Draw {
   u32 keys[20];          // of the ten rounds: two a round
   u32 offset0, offset1;  // the offset's halves
