@@ -122,6 +122,92 @@ def test_allowed_imports_pass(module, source):
     assert violations(source, module) == []
 
 
+def imported_modules(path: Path, module: str, known: set[str]) -> set[str]:
+    """Return the modules of fmtsim that a file imports anywhere, inside functions too, but not for type checkers."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found = set()
+    for node in _statements(ast.parse(path.read_text(encoding="utf-8")), everywhere=True):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            base = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package * (node.level == 1)
+            full = ".".join(part for part in (base, node.module) if part)
+            names = [f"{full}.{alias.name}" if f"{full}.{alias.name}" in known else full for alias in node.names]
+        found |= {name for name in names if name in known}
+    return found - {module}
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the groups of modules that import each other, directly or through others."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        seen, todo = set(), [start]
+        while todo:
+            for name in graph[todo.pop()] - seen:
+                seen.add(name)
+                todo.append(name)
+        reached[start] = seen
+    groups = {tuple(sorted(b for b in reached[a] if a in reached[b])) for a in graph if a in reached[a]}
+    return [list(group) for group in sorted(groups)]
+
+
+def test_no_modules_import_each_other():
+    files = {module.removesuffix(".__init__"): path for module, path in modules()}
+    graph = {module: imported_modules(path, module, set(files)) for module, path in files.items()}
+    assert sum(map(len, graph.values())) > 1000  # the graph is there
+    assert circles(graph) == []
+
+
+def test_a_planted_circle_is_seen():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+
+
+def engine_modules_named(source: str, inside: set[str]) -> list[str]:
+    """Return the modules of engines that a source imports anywhere, or has as a string that is no docstring."""
+    tree = ast.parse(source)
+    prose = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
+    names = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in prose]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    texts = [name for name in names if isinstance(name, str)]
+    return [
+        text
+        for text in texts
+        if any(f"fmtsim.{text.removeprefix('fmtsim.')}.".startswith(f"{name}.") for name in inside)
+    ]
+
+
+def engine_modules() -> set[str]:
+    names = {module.removesuffix(".__init__") for module, _ in modules()}
+    return {name for name in names if name.split(".")[1] in ENGINES and name.count(".") > 1}
+
+
+def test_nothing_inside_an_engine_is_named_outside():
+    inside = engine_modules()
+    found = {module: engine_modules_named(path.read_text(encoding="utf-8"), inside) for module, path in modules()}
+    assert {module: names for module, names in found.items() if names and module.split(".")[1] not in ENGINES} == {}
+    assert sum(map(len, found.values())) > 100  # engines do
+
+
+@pytest.mark.parametrize(
+    ("source", "seen"),
+    [
+        ('load_engine("cuda.cast")', True),
+        ('importlib.import_module("fmtsim.cpu.optim.moments")', True),
+        ("def f():\n    from fmtsim.cuda import runtime", True),
+        ('load_engine("cuda")', False),
+        ('"""The words of fmtsim.cuda.runtime."""', False),
+        ('warn("run fmtsim.cuda.warmup() first")', False),
+    ],
+)
+def test_a_planted_name_of_an_engine_module_is_seen(source, seen):
+    assert bool(engine_modules_named(source, engine_modules())) == seen
+
+
 def test_import_is_light_silent_and_strict():
     """Importing the package loads no compiler and no plotting or terminal library, prints nothing, warns of nothing."""
     # torch itself may warn while it is imported, so it comes first.
