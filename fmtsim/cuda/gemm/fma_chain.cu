@@ -207,7 +207,8 @@ DEVICE bool begin(Sum (&s)[8][8], Extremes& e, const Outputs& to, const Limits& 
 // Add chains to their outer sums and begin others.
 DEVICE void end_chains(Sum (&s)[8][8], const Outputs& to, const Problem& p, bool first, i64 t, const Order& order) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
+  for (int i = 0; i < 8; ++i) {
+    __syncwarp();  // a barrier for the compiler, which would read all outer sums before it adds to the first
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
 #pragma unroll
@@ -218,6 +219,7 @@ DEVICE void end_chains(Sum (&s)[8][8], const Outputs& to, const Problem& p, bool
       }
       s[i][j] = zero();
     }
+  }
 }
 
 DEVICE void write(const Sum (&s)[8][8], const Outputs& to, const Problem& p) {

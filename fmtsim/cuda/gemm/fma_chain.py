@@ -44,7 +44,7 @@ _WORDS = {HALVES: torch.int32, BFLOATS: torch.int32, FLOATS: torch.float32, DOUB
 _DEPTH = {HALVES: 16, BFLOATS: 16, FLOATS: 16, DOUBLES: 8}  # places of a stage
 _STAGES: Final = 4
 _RESIDENT = {HALVES: 2, BFLOATS: 2, FLOATS: 2, DOUBLES: 1}  # blocks of threads on a multiprocessor
-_UNROLL: Final = 4  # places of a loop
+_UNROLL: Final = 4  # k positions of a loop; two where sums are promoted, of which four would spill
 _NARROW: Final = -60  # lowest exponent above which sums are expected to become subnormal
 
 
@@ -79,7 +79,7 @@ class _Shape(NamedTuple):
         return macros(
             NUMBERS=self.numbers, KEPT=self.kept, BLOCK=whole, CLAMPED=int(self.clamped), BOUNDED=int(self.bounded),
             PROMOTES=self.promotes, SIGNED=int(self.signed), STAGES=_STAGES,
-            RESIDENT=_RESIDENT[self.numbers], UNROLL=1 if self.clamped else _UNROLL,
+            RESIDENT=_RESIDENT[self.numbers], UNROLL=1 if self.clamped else 2 if self.promotes == 1 else _UNROLL,
         )  # fmt: skip
 
     def limits(self, k: int) -> bytes:

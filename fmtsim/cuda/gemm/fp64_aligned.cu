@@ -289,13 +289,15 @@ DEVICE bool begin(double (&s)[8][8], Extremes& e, const Outputs& to, const Limit
 
 DEVICE void end_chains(double (&s)[8][8], const Outputs& to, const Problem& p, bool first, i64 t, const Order& order) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
+  for (int i = 0; i < 8; ++i) {
+    __syncwarp();  // a barrier for the compiler, which would read all outer sums before it adds to the first
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       i64 row = to.row_of(i, j), column = to.column_of(i, j);
       if (row < p.rows && column < p.columns) promote<PROMOTES>(to.sums, p, row, column, s[i][j], first, t, order);
       s[i][j] = 0.0;
     }
+  }
 }
 
 KERNEL __launch_bounds__(THREADS, 1)
