@@ -2,7 +2,6 @@
 
 import warnings
 from dataclasses import dataclass, replace
-from html import escape
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from fmtsim.spec.call import LARGE_BLOCKS, GemmCall, OperandFormat, Operation
 from fmtsim.spec.datapath import Datapath, IntegerDatapath
 from fmtsim.spec.gemm_spec import BASES, GemmSpec
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.table import facts_html
 
 _STEPS = {
     "scale": "times the product of both scales",
@@ -72,12 +72,7 @@ class MmExplanation:
         return str(self)
 
     def _repr_html_(self) -> str:
-        left = "text-align:left"
-        cells = "".join(
-            f"<tr><th style='{left}'>{escape(heading)}</th><td style='{left}'>{escape(text)}</td></tr>"
-            for heading, text in self.rows
-        )
-        return f"<table>{cells}</table>"
+        return facts_html(self.rows)
 
 
 def explain_mm(
