@@ -245,9 +245,9 @@ def run_scaled(
 ) -> Tensor:  # fmt: skip
     """Return a product of scaled_mm as torch computes it: a [M, K], b [K, N] in their own dtypes."""
     pair = (scales.row, scales.column) if scales.kind in ("tensor", "row") else _blocks(scales)
-    whole = (None, None) if scales.kind in ("tensor", "row") else (scales.row, scales.column)
+    tensor_scales = (None, None) if scales.kind in ("tensor", "row") else (scales.row, scales.column)
     return torch.ops.fmtsim.native_gemm(  # type: ignore[no-any-return]
-        a, b, "scaled_mm", dtype, bias, *pair, *whole, scale_result, scales.kind, fast_accum,
+        a, b, "scaled_mm", dtype, bias, *pair, *tensor_scales, scale_result, scales.kind, fast_accum,
         rows_per_scale_a=scales.rows_per_scale[0], rows_per_scale_b=scales.rows_per_scale[1],
     )  # fmt: skip
 
@@ -255,13 +255,13 @@ def run_scaled(
 def _blocks(scales: Scales) -> tuple[Tensor | None, Tensor | None]:
     """Return block scales, one for each block of rows."""
     a, b = (
-        None if s is None else s[::tall] for s, tall in zip((scales.a, scales.b), scales.rows_per_scale, strict=True)
+        None if s is None else s[::rows] for s, rows in zip((scales.a, scales.b), scales.rows_per_scale, strict=True)
     )
     return a, b
 
 
 def unsupported_coded(a: Any, b: Any, kind: ScaleKind, asked: torch.dtype, sums: str, fast: bool) -> str | None:
-    """Return why torch does not have the product of two coded operands, None where it does."""
+    """Return why torch does not have the product of two quantised operands (of layers), None where it does."""
     if kind == "none" and max(a.format.bits, b.format.bits) > 8:
         if a.values.dtype != b.values.dtype or a.format.name != b.format.name:
             return f"torch does not multiply {a.format.name} by {b.format.name}"
@@ -286,7 +286,7 @@ def run_coded(
     operation: Operation, a: Any, b: Any, bias: Tensor | None, kind: ScaleKind, asked: torch.dtype, *,
     adds: bool, sums: str, fast_accum: bool,
 ) -> Tensor:  # fmt: skip
-    """Return ``a b^T + bias`` of two coded operands as torch computes it, in dtype ``asked``.
+    """Return ``a b^T + bias`` of two quantised operands as torch computes it, in dtype ``asked``.
 
     A bias that torch does not add in such a call (``adds`` is False) is added to the result in float32.
     """
@@ -295,17 +295,17 @@ def run_coded(
         y = run_plain(operation, a.values, b.values.mT, inside, asked, tf32=a.format.name == "tf32", sums=sums)
     else:
         pair = [_codes(x, kind) for x in (a, b)]
-        whole = [x.tensor_scale if kind in UNIT_SCALES else None for x in (a, b)]
+        tensor_scales = [x.tensor_scale if kind in UNIT_SCALES else None for x in (a, b)]
         left, right = (fp4_of_fp8(x.values) if _dtype_of(x) == _FP4 else x.values for x in (a, b))
         y = torch.ops.fmtsim.native_gemm(
-            left, right.mT, operation, asked, inside, *pair, *whole, None, "tensor" if kind == "none" else kind,
+            left, right.mT, operation, asked, inside, *pair, *tensor_scales, None, "tensor" if kind == "none" else kind,
             fast_accum, rows_per_scale_a=a.rows_per_scale, rows_per_scale_b=b.rows_per_scale,
         )  # fmt: skip
     return y if bias is None or adds else finish(y, y.dtype, bias=bias)
 
 
 def _codes(x: Any, kind: ScaleKind) -> Tensor | None:
-    """Return scales as cuda/native.py takes them: small ones as codes, others as they are."""
+    """Return scales as the engine takes them: small ones as codes, others as they are."""
     if x.scales is None or kind not in UNIT_SCALES:
         return x.scales
     rows = x.rows_per_scale

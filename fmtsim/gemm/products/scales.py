@@ -120,9 +120,9 @@ def unswizzled(scale: Tensor, rows: int, blocks: int) -> Tensor:
     Scales are padded to tiles of 128 rows by 4 blocks; tile by tile, row r of a tile lies at
     ``16 (r mod 32) + 4 (r div 32)``, its four blocks one after another (cuBLAS, 1D block scaling factors layout).
     """
-    tall, wide = -(-rows // 128), -(-blocks // 4)
-    tiles = scale.reshape(tall, wide, 32, 4, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(tall * 128, wide * 4)[:rows, :blocks]
+    down, across = -(-rows // 128), -(-blocks // 4)
+    tiles = scale.reshape(down, across, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(down * 128, across * 4)[:rows, :blocks]
 
 
 def check_scales(**scales: Any) -> None:
