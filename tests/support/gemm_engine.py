@@ -32,6 +32,14 @@ DTYPES = {
 }  # fmt: skip
 KINDS = ("normal", "narrow", "wide", "tiny", "huge", "sparse", "special", "codes")
 E8M13 = FloatFormat(name="e8m13", exponent_bits=8, mantissa_bits=13)
+RANDOM_BITS = (
+    {},
+    {"random_bits": 1},
+    {"random_bits": 8},
+    {"random_bits": 13},
+    {"random_bits": 5, "variant": "b"},
+    {"random_bits": 3, "variant": "c"},
+)
 ACCUMULATORS = ("fp32", "fp32", "fp32", E8M13, E8M13, "fp16", "bf16", "fp64")
 ODD_ACCUMULATORS = (
     "e4m3", "e5m2", "e2m1", "e4m3fnuz",
@@ -182,7 +190,7 @@ def datapaths(draw, accumulators=ACCUMULATORS) -> Datapath:
         block=block,
         fraction_bits=pick(25, 25, 24, 13, 13, 10, 5, 0, 35, None),
         term_rounding=draw(st.sampled_from((*["toward_zero"] * 5, *TERM_ROUNDINGS))),
-        rounding=Rounding(mode="stochastic", random_bits=pick(None, 1, 8, 13)) if mode == "stochastic" else mode,
+        rounding=Rounding(mode=mode, **draw(st.sampled_from(RANDOM_BITS))) if mode == "stochastic" else mode,
         accumulator=pick(*accumulators),
         min_exponent=pick(None, None, -133, -21, -10),
         promote_every=pick(None, None, None, 80, 320) if block != 100 else None,
