@@ -9,7 +9,7 @@ import itertools
 import uuid
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -36,8 +36,35 @@ _HOST: Final = torch.device("cpu")
 _MASK64: Final = (1 << 64) - 1
 # Compiled graphs are kept on disk by what they call: names of one process must mean nothing to the next.
 _PROCESS: Final = uuid.uuid4().hex[:12]
+# The product of an operand, and another one that may take what became of it, on which side.
+_PRODUCTS_OF: Final = {
+    "x_f": ("fprop", "wgrad", "b"),
+    "w_f": ("fprop", "dgrad", "b"),
+    "g_d": ("dgrad", "wgrad", "a"),
+    "w_d": ("dgrad", "dgrad", "b"),
+    "g_w": ("wgrad", "wgrad", "a"),
+    "x_w": ("wgrad", "wgrad", "b"),
+}
+_MOST: Final = 1024  # configs that are remembered
+_known: dict[int, tuple[LinearConfig, dict[str, "Use"]]] = {}
 _layers: WeakValueDictionary[str, "Layer"] = WeakValueDictionary()
 _numbers = itertools.count()
+
+
+class Use(NamedTuple):
+    """What a layer knows of one of its operands.
+
+    Attributes:
+        quantizer: Its own.
+        random: That rounds or rotates at random.
+        untouched: It leaves the tensor as it is.
+        folded: Scales of blocks may be multiplied in: no unit takes the operand, now or later.
+    """
+
+    quantizer: Quantizer
+    random: bool
+    untouched: bool
+    folded: bool
 
 
 class Layer:
@@ -53,15 +80,16 @@ class Layer:
 
     Attributes:
         name: By which ``find_layer`` finds it.
-        quantizers: Those of its operands, by name.
+        uses: What is known of its operands, by name.
         sized: Whether operands are rotated or corrected in groups, which sizes have to fit.
     """
 
     def __init__(self, config: LinearConfig, generator: Generator = None, state: State | None = None) -> None:
         self.config, self.generator, self.state = config, generator, state or {}
         self.name = f"{_PROCESS}.{next(_numbers)}"
-        self.quantizers = config.operands
-        self.sized = any(q.transforms or (q.scaling and q.scaling.eden) for q in self.quantizers.values())
+        self.uses = uses_of(config)
+        quantizers = [use.quantizer for use in self.uses.values()]
+        self.sized = any(q.transforms or (q.scaling is not None and q.scaling.eden) for q in quantizers)
         self._counters: dict[torch.device, Tensor] = {}
         _layers[self.name] = self
 
@@ -132,9 +160,23 @@ def stream_of(generator: Generator, use: int) -> Generator:
     return (z ^ (z >> 31)) >> 1
 
 
-def is_random(quantizer: Quantizer) -> bool:
-    """Say whether a quantiser rounds or rotates at random."""
-    return quantizer.is_stochastic or quantizer.has_random_signs
+def uses_of(config: LinearConfig) -> dict[str, Use]:
+    """Return what is known of a layer's operands, by the identity of its config, which costs no hash."""
+    found = _known.get(id(config))
+    if found is None:
+        if len(_known) >= _MOST:
+            _known.clear()
+        uses = {name: _use(config, name, quantizer) for name, quantizer in config.operands.items()}
+        found = _known[id(config)] = config, uses  # alive as long as its identity is a key
+    return found[1]
+
+
+def _use(config: LinearConfig, name: str, quantizer: Quantizer) -> Use:
+    product, later, side = _PRODUCTS_OF[name]
+    gemm = getattr(config, later)
+    apart = getattr(config, product).emulated or (gemm.emulated and getattr(gemm, side).source != "original")
+    untouched = quantizer.format is None and not quantizer.transforms and quantizer.then is None
+    return Use(quantizer, quantizer.is_stochastic or quantizer.has_random_signs, untouched, not apart)
 
 
 def counts_passes(layer: Layer, x: Tensor, sizes: tuple[int, ...]) -> bool:
@@ -145,7 +187,7 @@ def counts_passes(layer: Layer, x: Tensor, sizes: tuple[int, ...]) -> bool:
         x: One of its tensors.
         sizes: Those that its products have.
     """
-    random = [quantizer for quantizer in layer.quantizers.values() if is_random(quantizer)]
+    random = [use.quantizer for use in layer.uses.values() if use.random]
     if not random or isinstance(layer.generator, int) or any(size % _GROUP for size in sizes):
         return False
     engine = fused_engine(x) if x.dtype == torch.bfloat16 else None

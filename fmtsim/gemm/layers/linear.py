@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fmtsim.autograd import OnceOnly
-from fmtsim.dispatch import constant_in_graphs
+from fmtsim.dispatch import constant_in_graphs, is_bare
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator, Layer, State, find_layer, lasting_layer
-from fmtsim.gemm.layers.passes import Observer, Pass, Saved, is_traced, saved_of, wide_dtype
+from fmtsim.gemm.layers.passes import Observer, Pass, Saved, saved_of, wide_dtype
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ONCE = (
@@ -123,7 +123,7 @@ class _Linear(torch.autograd.Function):
         _check(x, w, bias)
         with torch.autocast(x.device.type, enabled=False):
             rows, config = x.reshape(-1, x.shape[-1]), layer.config
-            run = Pass(layer, observer, rows, (rows.shape[0], *w.shape), traced=is_traced(x) or is_traced(w))
+            run = Pass(layer, observer, rows, (rows.shape[0], *w.shape), traced=not (is_bare(x) and is_bare(w)))
             left, right = run.operand("x_f", rows, -1), run.operand("w_f", w, -1)
             y = run.product("fprop", left, right, bias, x.dtype)
         return y.reshape(*x.shape[:-1], w.shape[0]), *saved_of(left, config.wgrad.b), *saved_of(right, config.dgrad.b)
@@ -154,7 +154,7 @@ class _Linear(torch.autograd.Function):
             if ctx.dtypes[2] is not None and ctx.needs_input_grad[2]:
                 dbias = rows.sum(0, dtype=wide_dtype(g.dtype)).to(ctx.dtypes[2])
             grads = [None if dx is None else dx.reshape(ctx.x_shape), dw, dbias]
-        if torch.is_grad_enabled() and not is_traced(g.detach()):  # create_graph=True: only then on
+        if torch.is_grad_enabled() and is_bare(g.detach()):  # create_graph=True: only then on
             grads = [None if d is None else OnceOnly.apply(d, _ONCE, g, x, w) for d in grads]
         return (*grads, None, None)
 
@@ -166,7 +166,7 @@ def _gradients(
     config: LinearConfig = ctx.layer.config
     fprop, dgrad, wgrad = config.fprop, config.dgrad, config.wgrad
     needs_x, needs_w = ctx.needs_input_grad[:2]
-    run = Pass(ctx.layer, ctx.observer, g, (*g.shape, ctx.x_shape[-1]), backward=True, traced=is_traced(g))
+    run = Pass(ctx.layer, ctx.observer, g, (*g.shape, ctx.x_shape[-1]), backward=True, traced=not is_bare(g))
     both = run.gradient_operands(g) if needs_x and needs_w else None
     first = both[0] if both is not None else None
     if first is None and (needs_x or wgrad.a.source == "forward"):

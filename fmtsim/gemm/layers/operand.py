@@ -20,8 +20,8 @@ from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.layers.keys import find_layer
 from fmtsim.gemm.products.operands import own_dtype
-from fmtsim.ops import Key, decode, fused_engine, key_tensor, random_key
-from fmtsim.quantize import encode_parts, quantize
+from fmtsim.ops import Key, decode, encode, fused_engine, key_tensor, quantize_plain, random_key
+from fmtsim.quantize import quantize
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast
 from fmtsim.scaling.hadamard import hadamard
@@ -38,7 +38,9 @@ from fmtsim.spec.transform import Clamp, Hadamard, Transform
 NO_KEYS = Keys()
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _AGAIN = 1 << 40  # how far the keys of a second cast lie from those of the first
+_MOST = 4096  # quantisers that are remembered
 _quantizers: dict[str, Quantizer] = {}
+_casts: dict[int, tuple[Quantizer, tuple[str, str]]] = {}
 
 Memory = DelayedScale | FrozenScale | None
 
@@ -65,8 +67,6 @@ def quantize_operand(
             block formats. Units take them apart.
         factor: float32, 0-d: what t, bfloat16, is multiplied with first; each product is rounded to float32.
     """
-    if is_untouched(quantizer) and factor is None:
-        return Operand(t if dim == -1 else t.mT, quantizer)
     on_gpu = is_on_gpu(t)
     engine = fused_engine(t) if on_gpu else None
     if engine is not None:
@@ -164,16 +164,31 @@ def _cast(t: Tensor, quantizer: Quantizer, key: RandomKey | None, dim: int, fold
     fmt = quantizer.format
     if fmt is None:
         return Operand(t if dim == -1 else t.mT, quantizer)
-    options: Any = {"rounding": quantizer.rounding, "overflow": quantizer.overflow, "generator": key}
+    text = _cast_texts(quantizer)[0 if dim == -1 else 1]
     if keeps_scales(quantizer, folded, is_on_gpu(t)):
         assert isinstance(fmt, BlockFormat)
-        parts = encode_parts(t, fmt, dim=dim, pad=True, **options)
+        parts = encode(t, text, key)
         x = _elements(parts, fmt.element) if dim == -1 else _elements(parts, fmt.element).mT  # type: ignore[arg-type]
         return Operand(x, quantizer, parts.scales, parts.tensor_scale, block_sizes(fmt.block, x.shape))
     wide = torch.float64 if t.dtype == torch.float64 else torch.float32
     dtype = wide if folded or not isinstance(fmt, FloatFormat) else holder(fmt)
-    values = quantize(t, fmt, dim=dim, pad=True, out_dtype=wide if dtype.itemsize == 1 else dtype, **options)
+    values = quantize_plain(t, text, wide if dtype.itemsize == 1 else dtype, key)
     return Operand((values if dim == -1 else values.mT).to(dtype), quantizer)  # on its grid: nothing is rounded
+
+
+def _cast_texts(quantizer: Quantizer) -> tuple[str, str]:
+    """Return a plain cast along the last and along the first dimension of a matrix as JSON, found by identity."""
+    found = _casts.get(id(quantizer))
+    if found is None:
+        if len(_casts) >= _MOST:
+            _casts.clear()
+        fmt = quantizer.format
+        assert fmt is not None
+        overflow = quantizer.overflow or fmt.default_overflow
+        specs = (CastSpec(format=fmt, rounding=quantizer.rounding, overflow=overflow, dim=dim) for dim in (-1, -2))
+        across, down = (spec.to_json() for spec in specs)
+        found = _casts[id(quantizer)] = quantizer, (across, down)  # alive as long as its identity is a key
+    return found[1]
 
 
 def _elements(parts: EncodedParts, element: FloatFormat) -> Tensor:
@@ -185,6 +200,7 @@ def _elements(parts: EncodedParts, element: FloatFormat) -> Tensor:
     return decode(EncodedParts(parts.codes), spec, torch.float32).to(dtype)
 
 
+@lru_cache(maxsize=256)
 def holder(fmt: FloatFormat) -> torch.dtype:
     """Return the smallest dtype of engines that holds a format's values."""
     own = own_dtype(fmt)

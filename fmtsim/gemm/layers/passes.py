@@ -6,23 +6,22 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fmtsim.dispatch import is_bare
 from fmtsim.gemm.layers.keys import (
     OPERANDS,
     OUTPUTS,
     SCALES,
     SIGNS,
     UNITS,
+    Generator,
     Layer,
+    Use,
     count_pass,
     counts_passes,
-    is_random,
     stream_of,
 )
 from fmtsim.gemm.layers.operand import (
     NO_KEYS,
     has_both,
-    is_untouched,
     quantize_both,
     quantize_operand,
     traced_both,
@@ -41,20 +40,6 @@ Observer = Callable[[str, Tensor, Tensor, Quantizer, int], None]
 Saved = tuple[Tensor | None, ...]  # elements, scale, tensor_scale and slope of an operand of the forward pass
 
 PRODUCTS: Final = ("fprop", "dgrad", "wgrad")
-# The product of an operand, and another one that may take what became of it, on which side.
-_PRODUCTS_OF: Final = {
-    "x_f": ("fprop", "wgrad", "b"),
-    "w_f": ("fprop", "dgrad", "b"),
-    "g_d": ("dgrad", "wgrad", "a"),
-    "w_d": ("dgrad", "dgrad", "b"),
-    "g_w": ("wgrad", "wgrad", "a"),
-    "x_w": ("wgrad", "wgrad", "b"),
-}
-
-
-def is_traced(t: Tensor) -> bool:
-    """Say whether a tensor, inside an autograd.Function, is one that a compiler or a transform looks at."""
-    return not is_bare(t)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -93,15 +78,15 @@ class Pass:
 
     def operand(self, name: str, t: Tensor, dim: int, factor: Tensor | None = None) -> Operand:
         """Quantise a tensor, times a factor (float32, 0-d) where there is one, whose products sum over ``dim``."""
-        quantizer = self._layer.quantizers[name]
-        if factor is None and is_untouched(quantizer):
-            made, keys = Operand(t if dim == -1 else t.mT, quantizer), NO_KEYS
+        use = self._layer.uses[name]
+        if use.untouched and factor is None:
+            made, keys = Operand(t if dim == -1 else t.mT, use.quantizer), NO_KEYS
         elif self._traced:
-            return self._traced_operand(name, t, quantizer, dim, factor)
+            return self._traced_operand(name, t, use, dim, factor)
         else:
-            keys = self._keys(name, quantizer, t) if is_random(quantizer) else NO_KEYS
+            keys = self._keys(name, use.quantizer, t) if use.random else NO_KEYS
             state = self._layer.state.get(name)
-            made = quantize_operand(t, quantizer, keys, state, dim=dim, folded=self._folds(name), factor=factor)
+            made = quantize_operand(t, use.quantizer, keys, state, dim=dim, folded=use.folded, factor=factor)
         if self._observer is not None:
             self._see(name, t, made, keys, dim, factor)
         return made
@@ -131,7 +116,7 @@ class Pass:
             saved: What there is of the forward pass.
             before: The quantiser of the forward pass.
         """
-        quantizer = self._layer.quantizers[name]
+        quantizer = self._layer.uses[name].quantizer
         if quantizer.source == "original":
             assert original is not None
             return self.operand(name, original, 0)
@@ -146,19 +131,19 @@ class Pass:
 
     def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return ``a b^T + bias`` of a product of the layer, rounded as it says."""
-        index, gemm, generator = PRODUCTS.index(name), getattr(self._config, name), self._layer.generator
+        index, gemm = PRODUCTS.index(name), getattr(self._config, name)
         rounds = gemm.out.format is not None
-        if not gemm.emulated:
+        if gemm.unit is None and gemm.target is None:
             wide = wide_dtype(dtype)
             y = multiply(a, b, bias, wide if rounds else dtype, wide, traced=self._traced)
-            return round_output(y, gemm.out, dtype, stream_of(generator, OUTPUTS + index)) if rounds else y
+            return round_output(y, gemm.out, dtype, self._stream(OUTPUTS + index)) if rounds else y
         rest = rest_of(a, b)
-        inside, own = None if rest is not None else bias, stream_of(generator, UNITS + index)
+        inside, own = None if rest is not None else bias, self._stream(UNITS + index)
         operands = unit_operand(a), unit_operand(b)
         y = multiply_on_unit("mm" if index else "linear", *operands, inside, gemm, dtype, own)
         if rest is not None:
             y = y.float() + rest if bias is None else y.float() + rest + bias.float()
-        return round_output(y, gemm.out, dtype, stream_of(generator, OUTPUTS + index))
+        return round_output(y, gemm.out, dtype, self._stream(OUTPUTS + index))
 
     def gradient(
         self, name: str, a: Operand, b: Operand, first: Quantizer, before: Quantizer, saved: Saved, dtype: torch.dtype
@@ -182,13 +167,9 @@ class Pass:
         signs = self._sign_key(outer, y)
         return unrotated(y, first, before, slope, signs, dtype, turned=turned, traced=self._traced)
 
-    def _folds(self, name: str) -> bool:
-        """Say whether an operand may have the scales of its blocks multiplied in: no unit takes it, now or later."""
-        product, later, side = _PRODUCTS_OF[name]
-        if getattr(self._config, product).emulated:
-            return False
-        gemm = getattr(self._config, later)
-        return not gemm.emulated or getattr(gemm, side).source == "original"
+    def _stream(self, use: int) -> Generator:
+        generator = self._layer.generator
+        return stream_of(generator, use) if isinstance(generator, int) else generator
 
     def _key(self, use: int, t: Tensor) -> Key:
         return self._layer.key(use, t, traced=self._traced)
@@ -210,18 +191,18 @@ class Pass:
             self._signs = self._key(SIGNS + self._backward, t)
         return self._signs
 
-    def _traced_operand(self, name: str, t: Tensor, quantizer: Quantizer, dim: int, factor: Tensor | None) -> Operand:
-        random, remembers = is_random(quantizer), name in self._layer.state
+    def _traced_operand(self, name: str, t: Tensor, use: Use, dim: int, factor: Tensor | None) -> Operand:
+        remembers = name in self._layer.state
         keys, passes = NO_KEYS, None
-        if random and self._counted:
+        if use.random and self._counted:
             if self._passes is None:
                 self._passes = count_pass(self._layer, t)
             passes = self._passes
-        elif random:
-            keys = self._keys(name, quantizer, t)
+        elif use.random:
+            keys = self._keys(name, use.quantizer, t)
         source = (self._layer.name, name) if remembers or passes is not None else ("", "")
         return traced_operand(
-            t, quantizer, keys[:3], source, dim=dim, folded=self._folds(name), factor=factor, passes=passes
+            t, use.quantizer, keys[:3], source, dim=dim, folded=use.folded, factor=factor, passes=passes
         )
 
     def _see(self, name: str, t: Tensor, made: Operand, keys: Keys, dim: int, factor: Tensor | None) -> None:
