@@ -9,10 +9,11 @@ from torch import Tensor
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.layers.operand import holder, quantize_operand, transformed
+from fmtsim.gemm.layers.operand import holder, quantize_operand
 from fmtsim.gemm.layers.passes import Observer
 from fmtsim.gemm.products.matmul import bmm
 from fmtsim.recipes.attention import AttentionConfig
+from fmtsim.scaling.transforms import transformed
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys, Operand, spread
 from fmtsim.spec.quantizer import Quantizer

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import Gemm
-from fmtsim.gemm.layers.operand import rotated
 from fmtsim.gemm.layers.passes import Observer
 from fmtsim.nn.flash import CallKeys, Flash, Heads, See, product, quantised, seen
 from fmtsim.recipes.attention import AttentionConfig
+from fmtsim.scaling.transforms import rotated
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Hadamard
 

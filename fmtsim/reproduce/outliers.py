@@ -5,12 +5,13 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from fmtsim.gemm.layers.operand import quantize_operand, rotated
+from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.nn.smooth import smooth_swiglu
 from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near, settings
 from fmtsim.reproduce.estimators import operand
 from fmtsim.reproduce.samples import decibels, draw, generator, normal, relative_error, through, told
 from fmtsim.scaling.history import DelayedScale
+from fmtsim.scaling.transforms import rotated
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Clamp, Hadamard

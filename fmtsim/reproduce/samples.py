@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.layers.operand import quantize_operand, transformed
+from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.reproduce.claim import Tell
+from fmtsim.scaling.transforms import transformed
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer

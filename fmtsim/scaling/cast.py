@@ -1,18 +1,19 @@
 """A matrix in an element format under the scales that a rule makes of it."""
 
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fmtsim import ops
 from fmtsim.formats.spec import ElementFormat, FloatFormat, Overflow
 from fmtsim.quantize import quantize
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.scales import Scales, one_level, two_levels
 from fmtsim.scaling.statistics import block_sizes, blocked, folded_sum, statistic
-from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.spec.operand import spread
 from fmtsim.spec.quantizer import scaling_for
 from fmtsim.spec.scaling import Scaling
@@ -124,8 +125,13 @@ def _rounded(
 ) -> Scaled:
     factor = spread(found.factor, sizes, x.shape)
     y = torch.div(x, factor) if found.divides else x * factor
-    q = quantize(y, element, rounding=rounding, overflow=overflow, generator=key, out_dtype=torch.float32)
+    q = ops.quantize(y, _text(element, rounding, overflow), torch.float32, key, None)
     return Scaled(q, found, y)
+
+
+@lru_cache(maxsize=256)
+def _text(element: ElementFormat, rounding: Rounding, overflow: Overflow) -> str:
+    return CastSpec(format=element, rounding=rounding, overflow=overflow).to_json()
 
 
 def _better(x: Tensor, old: Scaled, new: Scaled, metric: str, sizes: tuple[int, int]) -> Scaled:

@@ -10,8 +10,8 @@ import torch
 import fmtsim
 from fmtsim.cuda.cast import hadamard, rotated, rotated_plan
 from fmtsim.gemm.layers.operand import quantize_operand
-from fmtsim.gemm.layers.operand import rotated as transform
 from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.transforms import rotated as transform
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.gradient import ClipMask
 from fmtsim.spec.operand import Keys, spread

@@ -12,6 +12,7 @@ from fmtsim.formats.block import scaled, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers import operand
 from fmtsim.gemm.layers.operand import holder, quantize_operand
+from fmtsim.gemm.layers.operator import layout_of
 from fmtsim.gemm.layers.unit import kind_of, product_kind, unit_operand
 from fmtsim.quantize import decode, encode, encode_parts
 from fmtsim.recipes import get_recipe
@@ -125,9 +126,9 @@ def test_layouts_do_not_matter():
 
 
 def test_a_wrong_scale_is_seen(monkeypatch):
-    original = operand.encode_parts
+    original = operand.encode
     planted = lambda *given, **named: original(given[0] * 2, *given[1:], **named)  # noqa: E731
-    monkeypatch.setattr(operand, "encode_parts", planted)
+    monkeypatch.setattr(operand, "encode", planted)
     for name in ("e4m3 tensor", "nvfp4"):
         with pytest.raises(AssertionError, match="differ"):
             check(data("normal"), FORMATS[name])
@@ -192,7 +193,7 @@ def test_layouts_follow_from_records(name):
         for dim, folded in itertools.product((-1, 0), (False, True)):
             state = DelayedScale(quantizer) if history else None
             made = quantize_operand(normal(128, 256, seed=1).to(dtype), quantizer, keys, state, dim=dim, folded=folded)
-            layout = operand.layout_of(quantizer, dtype, False, dim, folded)
+            layout = layout_of(quantizer, dtype, False, dim, folded)
             parts = {field: getattr(made, field) for field in ("elements", "scale", "tensor_scale", "slope", "rest")}
             assert {field: part.dtype for field, part in parts.items() if part is not None} == {
                 field: part.dtype for field, part in layout.items()

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.keys import Layer
-from fmtsim.gemm.layers.operand import text_of
+from fmtsim.gemm.layers.operator import text_of
 from fmtsim.nn import EmulatedConv2d, EmulatedLinear, convert, report, revert, set_step
 from fmtsim.recipes import Recipe, Rule, Steps, get_recipe, list_recipes
 from tests.support.bits import all_same_bits

@@ -62,7 +62,7 @@ def test_quest_on_normal_numbers():
 def test_stochastic_gradients_of_quartet_are_unbiased_and_never_clip():
     x = normal(512, 1024)
     found = quantised("quartet", "g_d", x, key=3)
-    from fmtsim.gemm.layers.operand import rotated
+    from fmtsim.scaling.transforms import rotated
 
     quantizer = get_recipe("quartet").linear.operands["g_d"]
     turned = rotated(x, quantizer.transforms[0], RandomKey(3, 2 << 40))

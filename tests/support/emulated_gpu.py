@@ -2,7 +2,7 @@
 
 import torch
 
-from fmtsim.gemm.layers import keys, operand, product
+from fmtsim.gemm.layers import keys, operand, operator, product
 from fmtsim.ops import load_engine
 
 
@@ -10,8 +10,8 @@ def take_for_gpu(device, monkeypatch):
     """Give the CPU the engine of GPUs, and the products with float32 results that they have."""
     if device.type != "cpu":
         return
-    for module in (keys, operand, product):
-        monkeypatch.setattr(module, "fused_engine", lambda t: load_engine("cuda"))
+    for module in (keys, operand, operator, product):
+        monkeypatch.setattr(module, "fused_engine", lambda t: load_engine("cuda"), raising=False)
         monkeypatch.setattr(module, "is_on_gpu", lambda t: t.dtype != torch.float64, raising=False)
     mm = torch.mm
     monkeypatch.setattr(torch, "mm", lambda x, y, out_dtype=None: mm(x.float(), y.float()) if out_dtype else mm(x, y))
@@ -19,6 +19,6 @@ def take_for_gpu(device, monkeypatch):
 
 def take_for_host(monkeypatch):
     """Let layers be what they are on a CPU."""
-    for module in (keys, operand, product):
-        monkeypatch.setattr(module, "fused_engine", lambda t: None)
+    for module in (keys, operand, operator, product):
+        monkeypatch.setattr(module, "fused_engine", lambda t: None, raising=False)
         monkeypatch.setattr(module, "is_on_gpu", lambda t: False, raising=False)

@@ -1,14 +1,12 @@
 """One operand of a product under a quantiser: transforms, a cast, scale rules, gradient rules.
 
 ``quantize_operand`` is the one way there: a GPU's fused kernels where they cover a quantiser, else torch operations
-over the casts of any engine. A compiler sees one operator that it never looks into, so that nothing is fused into steps
-whose roundings count; what that operator returns follows from records (``layout_of``).
+over the casts of any engine.
 """
 
-import hashlib
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,28 +16,23 @@ from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.layers.keys import find_layer
 from fmtsim.gemm.products.operands import own_dtype
-from fmtsim.ops import Key, decode, encode, fused_engine, key_tensor, quantize_plain, random_key
-from fmtsim.quantize import quantize
+from fmtsim.ops import decode, encode, fused_engine, quantize
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast
-from fmtsim.scaling.hadamard import hadamard
 from fmtsim.scaling.history import DelayedScale, FrozenScale, LearningScale
-from fmtsim.scaling.signs import random_signs
 from fmtsim.scaling.slope import slope
 from fmtsim.scaling.statistics import block_sizes, statistic
+from fmtsim.scaling.transforms import transformed
 from fmtsim.spec.cast import CastSpec, EncodedParts, RandomKey
-from fmtsim.spec.gradient import Differentiable, StraightThrough
-from fmtsim.spec.operand import Keys, Operand, block_of, folds, last_cast, spread
+from fmtsim.spec.gradient import StraightThrough
+from fmtsim.spec.operand import Keys, Operand, folds, last_cast, spread
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.transform import Clamp, Hadamard, Transform
 
 NO_KEYS = Keys()
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _AGAIN = 1 << 40  # how far the keys of a second cast lie from those of the first
 _MOST = 4096  # quantisers that are remembered
-_quantizers: dict[str, Quantizer] = {}
 _casts: dict[int, tuple[Quantizer, tuple[str, str]]] = {}
 
 Memory = DelayedScale | FrozenScale | None
@@ -99,7 +92,7 @@ def _direct(state: Memory) -> tuple[bool, Memory]:
 def _quantized(
     t: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, dim: int, folded: bool, factor: Tensor | None
 ) -> Operand:
-    if quantizer.is_cast and factor is None:
+    if quantizer.scaling is None and quantizer.is_cast and factor is None:
         return _cast(t, quantizer, keys.elements, dim, folded)
     x, rest = t if dim == -1 else t.mT, None
     x = x if factor is None else x.float() * factor
@@ -130,35 +123,6 @@ def _first(quantizer: Quantizer) -> Quantizer:
     return replace(quantizer, transforms=(), then=None)
 
 
-def transformed(x: Tensor, transform: Transform, signs: Any) -> tuple[Tensor, Tensor | None]:
-    """Return a matrix after a transform, and what was cut off it."""
-    if isinstance(transform, Clamp):
-        return _clamped(x.float(), transform)
-    y = rotated(x, transform, signs)
-    if transform.rounded is not None:
-        y = quantize(y, transform.rounded, out_dtype=torch.float32)
-    return y, None
-
-
-def rotated(x: Tensor, transform: Hadamard, signs: Any, *, inverse: bool = False) -> Tensor:
-    """Rotate a matrix along the axis that a transform names, or back; ``signs`` is the key of random ones."""
-    dim = -1 if transform.axis == "inner" else 0
-    size = transform.size or x.shape[dim]
-    mask = random_signs(size, signs) if transform.signs == "random" else transform.signs
-    return hadamard(x, size, mask, dim=dim, inverse=inverse)
-
-
-def _clamped(x: Tensor, transform: Clamp) -> tuple[Tensor, Tensor | None]:
-    """Clamp to quantiles, elements of the sorted magnitudes' places ``int((1 - level) n)`` and ``int(level n)``."""
-    rows = x.reshape(1, -1) if transform.per == "tensor" else x
-    n = rows.shape[1]
-    places = [min(max(int(part * n), 0), n - 1) for part in (1 - transform.level, transform.level)]
-    ordered = rows.sort(dim=1).values
-    low, high = (ordered[:, place : place + 1] for place in places)
-    y = rows.clamp(low, high).reshape(x.shape)
-    return y, x - y if transform.compensate else None
-
-
 def _cast(t: Tensor, quantizer: Quantizer, key: RandomKey | None, dim: int, folded: bool) -> Operand:
     """Cast a matrix without a scale rule, words drawn by the places of t."""
     fmt = quantizer.format
@@ -172,7 +136,7 @@ def _cast(t: Tensor, quantizer: Quantizer, key: RandomKey | None, dim: int, fold
         return Operand(x, quantizer, parts.scales, parts.tensor_scale, block_sizes(fmt.block, x.shape))
     wide = torch.float64 if t.dtype == torch.float64 else torch.float32
     dtype = wide if folded or not isinstance(fmt, FloatFormat) else holder(fmt)
-    values = quantize_plain(t, text, wide if dtype.itemsize == 1 else dtype, key)
+    values = quantize(t, text, wide if dtype.itemsize == 1 else dtype, key, None)
     return Operand((values if dim == -1 else values.mT).to(dtype), quantizer)  # on its grid: nothing is rounded
 
 
@@ -229,16 +193,12 @@ def _scaled(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory) -> Opera
             )
         given = state.advance(statistic(x, (None, None), "amax"))
     overflow = quantizer.overflow or element.default_overflow
+    sizes = block_sizes(scaling.block, x.shape)
     made = cast(x, element, scaling, quantizer.rounding, overflow, keys[:2], given)
     dtype = holder(element) if isinstance(element, FloatFormat) else torch.float32
-    return Operand(
-        made.elements.to(dtype),  # on the dtype's grid: nothing is rounded
-        quantizer,
-        made.scales.scale,
-        made.scales.tensor,
-        block_sizes(scaling.block, x.shape),
-        slope(quantizer.gradient, made, element),
-    )
+    elements = made.elements.to(dtype)  # on the dtype's grid: nothing is rounded
+    slopes = None if isinstance(quantizer.gradient, StraightThrough) else slope(quantizer.gradient, made, element)
+    return Operand(elements, quantizer, made.scales.scale, made.scales.tensor, sizes, slopes)
 
 
 def _settled(made: Operand, folded: bool) -> Operand:
@@ -249,7 +209,7 @@ def _settled(made: Operand, folded: bool) -> Operand:
     ``tensor_scale``.
     """
     last = last_cast(made.quantizer)
-    if not _is_bfloat16(last, folded):
+    if not is_bfloat16(last, folded):
         return made
     made = made._replace(elements=made.elements.to(torch.bfloat16))  # on its grid: nothing is rounded
     if made.scale is None or not folded or not folds(last):
@@ -262,7 +222,7 @@ def _settled(made: Operand, folded: bool) -> Operand:
     return made._replace(elements=elements.to(torch.bfloat16), scale=None)
 
 
-def _is_bfloat16(last: Quantizer, folded: bool) -> bool:
+def is_bfloat16(last: Quantizer, folded: bool) -> bool:
     """Say whether the elements of a cast are bfloat16 on a GPU."""
     fmt = last.format
     if fmt is None or (last.scaling is None and not folded):
@@ -293,144 +253,3 @@ def quantize_both(t: Tensor, quantizer: Quantizer, across: Any, down: Any) -> tu
     first, second = (quantize_operand(t, quantizer, Keys(key), dim=dim, folded=True)
                      for key, dim in ((across, -1), (down, 0)))  # fmt: skip
     return first, second
-
-
-class Part(NamedTuple):
-    """A tensor of an operand: its dtype, and whether it is the transpose of a contiguous matrix."""
-
-    dtype: torch.dtype
-    transposed: bool
-
-
-@lru_cache(maxsize=4096)
-def layout_of(quantizer: Quantizer, dtype: torch.dtype, on_gpu: bool, dim: int, folded: bool) -> dict[str, Part]:
-    """Return the tensors that ``quantize_operand`` makes of one of a dtype, by their names in Operand."""
-    last, turns = last_cast(quantizer), dim == 0 and (on_gpu or not quantizer.transforms)
-    fmt, scaling, wide = last.format, last.scaling, torch.float32
-    if not quantizer.transforms and quantizer.then is None and quantizer.scaling is None:
-        wide = torch.promote_types(dtype, torch.float32)
-    keeps, folds_here = keeps_scales(last, folded, on_gpu), on_gpu and folded and folds(last)
-    if fmt is None:
-        elements = dtype if is_untouched(quantizer) else torch.float32
-    elif on_gpu and _is_bfloat16(last, folded):
-        elements = torch.bfloat16
-    elif scaling is not None:
-        elements = holder(fmt) if isinstance(fmt, FloatFormat) else torch.float32
-    elif keeps:
-        assert isinstance(fmt, BlockFormat) and isinstance(fmt.element, FloatFormat)
-        elements = holder(fmt.element)
-    else:
-        elements = wide if folded or not isinstance(fmt, FloatFormat) else holder(fmt)
-    found = {"elements": Part(elements, turns)}
-    if (scaling is not None or keeps) and not folds_here:
-        found["scale"] = Part(torch.float32, turns)
-    two_level = fmt.tensor_scale if keeps and isinstance(fmt, BlockFormat) else scaling and scaling.tensor
-    if two_level or (folds_here and scaling is not None and scaling.multiplier != 1):
-        found["tensor_scale"] = Part(torch.float32, False)
-    if not isinstance(quantizer.gradient, StraightThrough):
-        smooth = isinstance(quantizer.gradient, Differentiable)
-        found["slope"] = Part(torch.float32 if smooth else torch.bool, turns)
-    if any(isinstance(transform, Clamp) and transform.compensate for transform in quantizer.transforms):
-        found["rest"] = Part(torch.float32, turns)
-    return found
-
-
-def traced_operand(
-    t: Tensor,
-    quantizer: Quantizer,
-    keys: tuple[Key, Key, Key],
-    source: tuple[str, str],
-    *,
-    dim: int,
-    folded: bool,
-    factor: Tensor | None,
-    passes: Tensor | None = None,
-) -> Operand:
-    """Do what ``quantize_operand`` does as one node of a graph.
-
-    Args:
-        keys: Of elements, scales and signs.
-        source: The layer's name and the operand's, where scales are remembered or passes are counted; else empty.
-        passes: The number of the pass, int64, 0-d, on the device, that all keys follow from; None takes ``keys``.
-        t, quantizer, dim, folded, factor: As there.
-    """
-    given = [key_tensor(key) for key in keys]
-    found = torch.ops.fmtsim.quantize_operand(t, dim, text_of(quantizer), folded, *source, factor, *given, passes)
-    parts = dict(zip(layout_of(quantizer, t.dtype, is_on_gpu(t), dim, folded), found, strict=True))
-    shape = t.shape if dim == -1 else t.shape[::-1]
-    return Operand(quantizer=quantizer, block=block_sizes(block_of(quantizer), torch.Size(shape)), **parts)
-
-
-def traced_both(t: Tensor, quantizer: Quantizer, across: Key, down: Key) -> tuple[Operand, Operand]:
-    """Do what ``quantize_both`` does as one node of a graph."""
-    keys = key_tensor(across), key_tensor(down)
-    rows, columns, *scale = torch.ops.fmtsim.quantize_both(t, text_of(quantizer), *keys)
-    one, other = (Operand(x, quantizer, tensor_scale=scale[0] if scale else None) for x in (rows, columns))
-    return one, other
-
-
-@lru_cache(maxsize=4096)
-def text_of(quantizer: Quantizer) -> str:
-    """Return the text by which an operator finds a quantiser: the same in every process."""
-    text = hashlib.sha256(repr(quantizer).encode()).hexdigest()[:24]
-    _quantizers[text] = quantizer
-    return text
-
-
-def quantizer_of(text: str) -> Quantizer:
-    """Return the quantiser of a text."""
-    return _quantizers[text]
-
-
-def _operand(t, dim, quantizer, folded, layer, name, factor, elements, scales, signs, passes):  # type: ignore[no-untyped-def]
-    q, found = _quantizers[quantizer], find_layer(layer) if layer else None
-    keys = Keys(random_key(elements), random_key(scales), random_key(signs))
-    if passes is not None:
-        assert found is not None
-        keys = found.counted_keys(name, passes)
-    state = None if found is None else found.state.get(name)
-    made = quantize_operand(t, q, keys, state, dim=dim, folded=folded, factor=factor)
-    layout = layout_of(q, t.dtype, is_on_gpu(t), dim, folded)
-    return [_own(getattr(made, field), part, t) for field, part in layout.items()]
-
-
-def _own(x: Tensor, part: Part, t: Tensor) -> Tensor:
-    """Return a tensor in the layout that the compiler was told, and never the operand itself."""
-    whole = x.mT.contiguous().mT if part.transposed else x.contiguous()
-    return whole.clone() if whole.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() else whole
-
-
-def _fake_operand(t, dim, quantizer, folded, layer, name, factor, elements, scales, signs, passes):  # type: ignore[no-untyped-def]
-    q = _quantizers[quantizer]
-    rows, columns = t.shape if dim == -1 else t.shape[::-1]
-    outer, inner = block_of(q)
-    blocks = (1 if outer is None else -(-rows // outer), 1 if inner is None else -(-columns // inner))
-    made = []
-    for field, part in layout_of(q, t.dtype, is_on_gpu(t), dim, folded).items():
-        shape = {"scale": blocks, "tensor_scale": ()}.get(field, (rows, columns))
-        x = t.new_empty(shape[::-1] if part.transposed else shape, dtype=part.dtype)
-        made.append(x.mT if part.transposed else x)
-    return made
-
-
-def _both(t, quantizer, across, down):  # type: ignore[no-untyped-def]
-    rows, columns = quantize_both(t, _quantizers[quantizer], random_key(across), random_key(down))
-    scale = [] if rows.tensor_scale is None else [rows.tensor_scale]
-    return [rows.elements.contiguous(), columns.elements.mT.contiguous().mT, *scale]
-
-
-def _fake_both(t, quantizer, across, down):  # type: ignore[no-untyped-def]
-    scale = [t.new_empty((), dtype=torch.float32)] if _quantizers[quantizer].format.tensor_scale else []  # type: ignore[union-attr]
-    return [t.new_empty(t.shape, dtype=torch.bfloat16), t.new_empty(t.shape, dtype=torch.bfloat16).mT, *scale]
-
-
-_library = torch.library.Library("fmtsim", "FRAGMENT")
-_library.define("quantize_both(Tensor t, str quantizer, Tensor? across, Tensor? down) -> Tensor[]")
-_library.impl("quantize_both", _both, "CompositeExplicitAutograd")
-torch.library.register_fake("fmtsim::quantize_both", _fake_both, lib=_library)
-_library.define(
-    "quantize_operand(Tensor t, int dim, str quantizer, bool folded, str layer, str name, Tensor? factor, "
-    "Tensor? elements, Tensor? scales, Tensor? signs, Tensor? passes) -> Tensor[]"
-)
-_library.impl("quantize_operand", _operand, "CompositeExplicitAutograd")
-torch.library.register_fake("fmtsim::quantize_operand", _fake_operand, lib=_library)

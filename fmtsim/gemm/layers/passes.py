@@ -19,19 +19,13 @@ from fmtsim.gemm.layers.keys import (
     counts_passes,
     stream_of,
 )
-from fmtsim.gemm.layers.operand import (
-    NO_KEYS,
-    has_both,
-    quantize_both,
-    quantize_operand,
-    traced_both,
-    traced_operand,
-    transformed,
-)
+from fmtsim.gemm.layers.operand import NO_KEYS, has_both, quantize_both, quantize_operand
+from fmtsim.gemm.layers.operator import traced_both, traced_operand
 from fmtsim.gemm.layers.product import multiply, rest_of, round_output, unrotated
 from fmtsim.gemm.layers.unit import multiply_on_unit, unit_operand
 from fmtsim.ops import Key
 from fmtsim.scaling.statistics import block_sizes
+from fmtsim.scaling.transforms import transformed
 from fmtsim.spec.operand import Keys, Operand, block_of, last_cast
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Hadamard, Transform

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from fmtsim.formats.spec import IntFormat
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.gemm.layers.operand import is_on_gpu, quantizer_of, rotated, text_of
+from fmtsim.gemm.layers.operand import is_on_gpu
+from fmtsim.gemm.layers.operator import quantizer_of, text_of
 from fmtsim.gemm.layers.unit import unit_dtype
 from fmtsim.ops import Key, fused_engine, key_tensor, random_key
 from fmtsim.quantize import quantize
+from fmtsim.scaling.transforms import rotated
 from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Hadamard

@@ -1,0 +1,174 @@
+"""The torch operators of operands: what a compiler sees of ``quantize_operand``.
+
+One node is never looked into, so that nothing is fused into steps whose roundings count. What it returns follows from
+records (``layout_of``). A quantiser goes by the digest of its text, a layer by its name.
+"""
+
+import hashlib
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fmtsim.formats.block import BlockFormat
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.gemm.layers.keys import find_layer
+from fmtsim.gemm.layers.operand import (
+    holder,
+    is_bfloat16,
+    is_on_gpu,
+    is_untouched,
+    keeps_scales,
+    quantize_both,
+    quantize_operand,
+)
+from fmtsim.ops import Key, key_tensor, random_key
+from fmtsim.scaling.statistics import block_sizes
+from fmtsim.spec.gradient import Differentiable, StraightThrough
+from fmtsim.spec.operand import Keys, Operand, block_of, folds, last_cast
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.transform import Clamp
+
+_quantizers: dict[str, Quantizer] = {}
+
+
+class Part(NamedTuple):
+    """A tensor of an operand: its dtype, and whether it is the transpose of a contiguous matrix."""
+
+    dtype: torch.dtype
+    transposed: bool
+
+
+@lru_cache(maxsize=4096)
+def layout_of(quantizer: Quantizer, dtype: torch.dtype, on_gpu: bool, dim: int, folded: bool) -> dict[str, Part]:
+    """Return the tensors that ``quantize_operand`` makes of one of a dtype, by their names in Operand."""
+    last, turns = last_cast(quantizer), dim == 0 and (on_gpu or not quantizer.transforms)
+    fmt, scaling, wide = last.format, last.scaling, torch.float32
+    if not quantizer.transforms and quantizer.then is None and quantizer.scaling is None:
+        wide = torch.promote_types(dtype, torch.float32)
+    keeps, folds_here = keeps_scales(last, folded, on_gpu), on_gpu and folded and folds(last)
+    if fmt is None:
+        elements = dtype if is_untouched(quantizer) else torch.float32
+    elif on_gpu and is_bfloat16(last, folded):
+        elements = torch.bfloat16
+    elif scaling is not None:
+        elements = holder(fmt) if isinstance(fmt, FloatFormat) else torch.float32
+    elif keeps:
+        assert isinstance(fmt, BlockFormat) and isinstance(fmt.element, FloatFormat)
+        elements = holder(fmt.element)
+    else:
+        elements = wide if folded or not isinstance(fmt, FloatFormat) else holder(fmt)
+    found = {"elements": Part(elements, turns)}
+    if (scaling is not None or keeps) and not folds_here:
+        found["scale"] = Part(torch.float32, turns)
+    two_level = fmt.tensor_scale if keeps and isinstance(fmt, BlockFormat) else scaling and scaling.tensor
+    if two_level or (folds_here and scaling is not None and scaling.multiplier != 1):
+        found["tensor_scale"] = Part(torch.float32, False)
+    if not isinstance(quantizer.gradient, StraightThrough):
+        smooth = isinstance(quantizer.gradient, Differentiable)
+        found["slope"] = Part(torch.float32 if smooth else torch.bool, turns)
+    if any(isinstance(transform, Clamp) and transform.compensate for transform in quantizer.transforms):
+        found["rest"] = Part(torch.float32, turns)
+    return found
+
+
+def traced_operand(
+    t: Tensor,
+    quantizer: Quantizer,
+    keys: tuple[Key, Key, Key],
+    source: tuple[str, str],
+    *,
+    dim: int,
+    folded: bool,
+    factor: Tensor | None,
+    passes: Tensor | None = None,
+) -> Operand:
+    """Do what ``quantize_operand`` does as one node of a graph.
+
+    Args:
+        keys: Of elements, scales and signs.
+        source: The layer's name and the operand's, where scales are remembered or passes are counted; else empty.
+        passes: The number of the pass, int64, 0-d, on the device, that all keys follow from; None takes ``keys``.
+        t, quantizer, dim, folded, factor: As there.
+    """
+    given = [key_tensor(key) for key in keys]
+    found = torch.ops.fmtsim.quantize_operand(t, dim, text_of(quantizer), folded, *source, factor, *given, passes)
+    parts = dict(zip(layout_of(quantizer, t.dtype, is_on_gpu(t), dim, folded), found, strict=True))
+    shape = t.shape if dim == -1 else t.shape[::-1]
+    return Operand(quantizer=quantizer, block=block_sizes(block_of(quantizer), torch.Size(shape)), **parts)
+
+
+def traced_both(t: Tensor, quantizer: Quantizer, across: Key, down: Key) -> tuple[Operand, Operand]:
+    """Do what ``quantize_both`` does as one node of a graph."""
+    keys = key_tensor(across), key_tensor(down)
+    rows, columns, *scale = torch.ops.fmtsim.quantize_both(t, text_of(quantizer), *keys)
+    one, other = (Operand(x, quantizer, tensor_scale=scale[0] if scale else None) for x in (rows, columns))
+    return one, other
+
+
+@lru_cache(maxsize=4096)
+def text_of(quantizer: Quantizer) -> str:
+    """Return the text by which an operator finds a quantiser: the same in every process."""
+    text = hashlib.sha256(repr(quantizer).encode()).hexdigest()[:24]
+    _quantizers[text] = quantizer
+    return text
+
+
+def quantizer_of(text: str) -> Quantizer:
+    """Return the quantiser of a text."""
+    return _quantizers[text]
+
+
+def _operand(t, dim, quantizer, folded, layer, name, factor, elements, scales, signs, passes):  # type: ignore[no-untyped-def]
+    q, found = _quantizers[quantizer], find_layer(layer) if layer else None
+    keys = Keys(random_key(elements), random_key(scales), random_key(signs))
+    if passes is not None:
+        assert found is not None
+        keys = found.counted_keys(name, passes)
+    state = None if found is None else found.state.get(name)
+    made = quantize_operand(t, q, keys, state, dim=dim, folded=folded, factor=factor)
+    layout = layout_of(q, t.dtype, is_on_gpu(t), dim, folded)
+    return [_own(getattr(made, field), part, t) for field, part in layout.items()]
+
+
+def _own(x: Tensor, part: Part, t: Tensor) -> Tensor:
+    """Return a tensor in the layout that the compiler was told, and never the operand itself."""
+    whole = x.mT.contiguous().mT if part.transposed else x.contiguous()
+    return whole.clone() if whole.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() else whole
+
+
+def _fake_operand(t, dim, quantizer, folded, layer, name, factor, elements, scales, signs, passes):  # type: ignore[no-untyped-def]
+    q = _quantizers[quantizer]
+    rows, columns = t.shape if dim == -1 else t.shape[::-1]
+    outer, inner = block_of(q)
+    blocks = (1 if outer is None else -(-rows // outer), 1 if inner is None else -(-columns // inner))
+    made = []
+    for field, part in layout_of(q, t.dtype, is_on_gpu(t), dim, folded).items():
+        shape = {"scale": blocks, "tensor_scale": ()}.get(field, (rows, columns))
+        x = t.new_empty(shape[::-1] if part.transposed else shape, dtype=part.dtype)
+        made.append(x.mT if part.transposed else x)
+    return made
+
+
+def _both(t, quantizer, across, down):  # type: ignore[no-untyped-def]
+    rows, columns = quantize_both(t, _quantizers[quantizer], random_key(across), random_key(down))
+    scale = [] if rows.tensor_scale is None else [rows.tensor_scale]
+    return [rows.elements.contiguous(), columns.elements.mT.contiguous().mT, *scale]
+
+
+def _fake_both(t, quantizer, across, down):  # type: ignore[no-untyped-def]
+    scale = [t.new_empty((), dtype=torch.float32)] if _quantizers[quantizer].format.tensor_scale else []  # type: ignore[union-attr]
+    return [t.new_empty(t.shape, dtype=torch.bfloat16), t.new_empty(t.shape, dtype=torch.bfloat16).mT, *scale]
+
+
+_library = torch.library.Library("fmtsim", "FRAGMENT")
+_library.define("quantize_both(Tensor t, str quantizer, Tensor? across, Tensor? down) -> Tensor[]")
+_library.impl("quantize_both", _both, "CompositeExplicitAutograd")
+torch.library.register_fake("fmtsim::quantize_both", _fake_both, lib=_library)
+_library.define(
+    "quantize_operand(Tensor t, int dim, str quantizer, bool folded, str layer, str name, Tensor? factor, "
+    "Tensor? elements, Tensor? scales, Tensor? signs, Tensor? passes) -> Tensor[]"
+)
+_library.impl("quantize_operand", _operand, "CompositeExplicitAutograd")
+torch.library.register_fake("fmtsim::quantize_operand", _fake_operand, lib=_library)
