@@ -125,7 +125,8 @@ def _rounded(
 ) -> Scaled:
     factor = spread(found.factor, sizes, x.shape)
     y = torch.div(x, factor) if found.divides else x * factor
-    q = ops.quantize(y, _text(element, rounding, overflow), torch.float32, key, None)
+    words = key if rounding.mode == "stochastic" else None
+    q = ops.quantize(y, _text(element, rounding, overflow), torch.float32, words, None)
     return Scaled(q, found, y)
 
 

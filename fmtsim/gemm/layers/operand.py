@@ -60,6 +60,8 @@ def quantize_operand(
             block formats. Units take them apart.
         factor: float32, 0-d: what t, bfloat16, is multiplied with first; each product is rounded to float32.
     """
+    if keys is not NO_KEYS and quantizer.then is None:
+        keys = _needed(keys, quantizer)
     on_gpu = is_on_gpu(t)
     engine = fused_engine(t) if on_gpu else None
     if engine is not None:
@@ -69,6 +71,13 @@ def quantize_operand(
             return made  # type: ignore[no-any-return]
     made = _quantized(t, quantizer, keys, state, dim, folded, factor)
     return _settled(made, folded) if on_gpu else made
+
+
+def _needed(keys: Keys, quantizer: Quantizer) -> Keys:
+    """Return the keys of what is rounded at random: casts would take others for a wish."""
+    elements = keys.elements if quantizer.rounding.mode == "stochastic" else None
+    scales = quantizer.scaling is not None and quantizer.scaling.scale_rounding == "stochastic"
+    return keys._replace(elements=elements, scales=keys.scales if scales else None)
 
 
 def is_untouched(quantizer: Quantizer) -> bool:
