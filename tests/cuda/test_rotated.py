@@ -1,4 +1,4 @@
-"""Rotated operands and inverse rotations on the device: the bits of ``prepare`` and of torch operations."""
+"""Rotated operands and inverse rotations on the device: the bits of ``quantize_operand`` and of torch operations."""
 
 import math
 from dataclasses import replace

@@ -262,3 +262,13 @@ def test_operands_that_do_not_fit_are_named(arguments, error, message):
 def test_a_config_that_is_none_is_named():
     with pytest.raises(ArgumentError, match=r"takes a LinearConfig, not 'e4m3'"):
         EmulatedGEMM.apply(torch.ones(2, 3), torch.ones(4, 3), None, "e4m3")
+
+
+def test_high_precision_bfloat16_products_are_rounded_once():
+    """An output format, and operands that no quantiser touches: the sum is float32 before it is rounded."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(rows, 8, generator=generator).bfloat16() for rows in (4, 6))
+    config = LinearConfig(fprop=Gemm(out=Quantizer(format=get_format("e4m3"))))
+    found = EmulatedGEMM.apply(a, b, None, config)
+    expected = quantize(a.float() @ b.float().mT, "e4m3", out_dtype=torch.float32).bfloat16()
+    assert torch.equal(found, expected)

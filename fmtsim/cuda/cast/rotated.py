@@ -90,7 +90,7 @@ def cast_rotated(
         count: int64, 0-d, on the device: what the offsets of all keys are larger by, so that a CUDA graph that is
             replayed draws anew. None is 0.
 
-    NaN, Inf and -0 come out as ``prepare`` has them, NaN canonical. Nothing waits for the device.
+    NaN, Inf and -0 come out as ``quantize_operand`` has them, NaN canonical. Nothing waits for the device.
     """
     plan = plan_of(quantizer)
     assert plan is not None  # covers has said so

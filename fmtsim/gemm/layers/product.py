@@ -48,12 +48,14 @@ def multiply(
     else:
         columns, rows = b.row_scales(), a.row_scales()
         left, right = a.elements, b.elements.mT
-        if integers or left.dtype != torch.bfloat16 or right.dtype != torch.bfloat16:
-            exact = torch.float64 if integers else wide
-            left, right = left.to(exact), right.to(exact)
-        elif dtype != torch.bfloat16 or not (columns is rows is rest is None):
+        halves = left.dtype == right.dtype == torch.bfloat16 and not integers
+        scaled = dtype != torch.bfloat16 or not (columns is rows is rest is None)
+        if halves and scaled and is_on_gpu(left):  # torch on a CPU has no such product
             y = torch.mm(left, right, out_dtype=torch.float32)
             return _finish(y, columns, rows, rest, bias, dtype, traced)
+        if scaled or not halves:
+            exact = torch.float64 if integers else wide
+            left, right = left.to(exact), right.to(exact)
     if bias is not None and columns is rows is rest is None and not integers:
         return torch.addmm(bias.to(left.dtype), left, right).to(dtype)
     y = torch.mm(left, right)
