@@ -167,6 +167,8 @@ RULES = [
     Scaling(arithmetic="divide", power_of_two="floor", scale=E8M0),
     Scaling(arithmetic="divide", power_of_two="ceil", multiplier=4 / 3),
     Scaling(arithmetic="encode", scale=E8M0),
+    Scaling(arithmetic="reciprocal", eps=1e-3, eps_rule="inverse"),
+    Scaling(block=(1, None), arithmetic="reciprocal", input_scale=True, eps=1e-2, eps_rule="inverse"),
 ]
 
 
@@ -327,7 +329,6 @@ def test_what_is_covered():
         Scaling(statistic="one"),
         Scaling(input_scale=True),
         Scaling(power_of_two="log2"),
-        Scaling(arithmetic="reciprocal", eps=1e-12, eps_rule="inverse"),
     ):
         assert scaled_rules.rule_of(Quantizer(format=E4M3, scaling=rule)) is None
     for element in (fmtsim.get_format("fp16"), fmtsim.get_format("fp32"), fmtsim.get_format("nf4")):

@@ -196,6 +196,7 @@ struct alignas(16) Rule {
 #define EPS_OF_STATISTIC 0
 #define EPS_IN_SUM 1
 #define EPS_OF_SCALE 2
+#define EPS_OF_INVERSE 3
 #define ENCODES 0  // r = top / a, and the scale is 1 / r
 #define ENCODES_DOUBLE 1
 #define QUOTIENT 2  // s = a / top
@@ -271,6 +272,7 @@ DEVICE Scale scale_of(float a, const Rule& r, const Grid& g) {
   float stored = stored_scale(s, r, g);
   if (r.divides == INVERTS) factor = __fdiv_rn(1.0f, stored);
   else if (r.divides) factor = stored == 0.0f ? FLOAT_MIN : stored;
-  else if (!encodes || r.stored != STORED_WHOLE || r.chooses) factor = reciprocal(stored);
+  else if (!encodes || r.stored != STORED_WHOLE || r.chooses)
+    factor = reciprocal(r.eps_rule == EPS_OF_INVERSE ? fmaxf(stored, r.eps) : stored);
   return {stored, r.multiplier == 1.0f ? stored : plain, factor, 0.0f};
 }

@@ -19,7 +19,7 @@ from fmtsim.spec.scaling import Scaling
 
 MOMENTS: Final = ("std", "rms", "mean_abs")
 _STATISTICS = ("amax", *MOMENTS)
-_EPS_RULES = ("statistic", "sum", "scale")
+_EPS_RULES = ("statistic", "sum", "scale", "inverse")
 _POWERS = (None, "floor", "ceil")
 _TIES = {"nearest_even": 0, "stochastic": 0, "nearest_toward_zero": 1, "nearest_away": 2}
 _RULE = struct.Struct("<8f 8f 8i")
@@ -71,7 +71,7 @@ def rule_of(quantizer: Quantizer) -> KernelRule | None:
         return None
     if scaling.tensor or scaling.eden or scaling.candidates != (1.0,) or scaling.scale_rounding != "nearest_even":
         return None
-    if scaling.input_scale or scaling.power_of_two == "log2" or scaling.eps_rule == "inverse":
+    if scaling.input_scale or scaling.power_of_two == "log2":
         return None
     if scaling.statistic not in _STATISTICS or len(scaling.allowed) > _STEPS:
         return None
