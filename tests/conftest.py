@@ -1,12 +1,18 @@
 """Make helpers of the tests importable as ``tests.*`` wherever pytest is started; fixtures that folders share."""
 
+import importlib
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+if torch.cuda.is_available():  # torch's compiler keeps torch.mm as it finds it: before a test replaces it
+    with warnings.catch_warnings(action="ignore"):
+        importlib.import_module("torch._inductor.kernel.mm")
 
 
 @pytest.fixture

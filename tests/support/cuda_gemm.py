@@ -46,7 +46,7 @@ class Engine:
 
 def moved(x: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
     """Return a tensor on a device with the strides that it has."""
-    if x is None or x.device == torch.device(device):
+    if x is None or x.device.type == torch.device(device).type:
         return x
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
 

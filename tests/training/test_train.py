@@ -222,7 +222,7 @@ def test_interrupting_writes_nothing_and_says_so(tmp_path, text):
         "train",
         *SMALL,
         "--steps",
-        "400",
+        "4000",
         "--data",
         str(text),
         "--out",
