@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fmtsim.formats.scaling import Block, Statistic
-from fmtsim.scaling.blocks import Blocks
 from fmtsim.scaling.scales import FLT_MAX
 
 
@@ -20,9 +19,11 @@ def block_sizes(block: Block, shape: torch.Size) -> tuple[int, int]:
 
 def blocked(x: Tensor, sizes: tuple[int, int]) -> Tensor:
     """Return a matrix as ``[outer blocks, inner blocks, elements of a block]``, short blocks filled up with zeros."""
-    rows, columns = x.shape
-    blocks = Blocks(shape=x.shape, dim=-1, outer=rows, inner=columns, height=sizes[0], width=sizes[1])
-    return blocks.fold(x).view(blocks.rows, blocks.columns, sizes[0] * sizes[1])
+    below, right = (-extent % size for extent, size in zip(x.shape, sizes, strict=True))
+    if below or right:
+        x = torch.nn.functional.pad(x, (0, right, 0, below))
+    split = x.reshape(x.shape[0] // sizes[0], sizes[0], x.shape[1] // sizes[1], sizes[1])
+    return split.transpose(1, 2).flatten(2)
 
 
 def statistic(x: Tensor, block: Block, kind: Statistic) -> Tensor:
