@@ -136,15 +136,6 @@ def encode(
     return Encoded.from_parts(ops.encode(x.detach(), text, key, words), spec.format, x.shape, spec.dim)
 
 
-def encode_parts(
-    x: torch.Tensor, format: Format, *, rounding: Rounding, overflow: str | None, dim: int, generator: Generator,
-    pad: bool,
-) -> EncodedParts:  # fmt: skip
-    """Return codes in x's shape, not packed, and float32 scales [outer, inner]: what products are made of."""
-    text, key, words = _encoding(x, format, rounding, overflow, dim, generator, None, None, None, None, pad)
-    return ops.encode(x.detach(), text, key, words)
-
-
 def _encoding(
     x: torch.Tensor, format: Any, rounding: Any, overflow: Any, dim: int, generator: Generator, random_bits: Any,
     random_words: Any, block_size: Any, scale_rule: Any, pad: bool,

@@ -92,7 +92,7 @@ class FusedEngine(KernelEngine, Protocol):
         NativeCall, NativeScales, run_native: What is asked of the library, its scales, and how
             (fmtsim/cuda/native/calls.py).
         cublaslt_version, other_gpu, other_settings, other_versions: What differs from the machine of a target
-            (fmtsim/cuda/native/card.py).
+            (fmtsim/cuda/native/gpu.py).
         OptimizerBatch: A group of parameters whose steps are launched together (fmtsim/cuda/optim/steps.py).
     """
 

@@ -14,7 +14,7 @@ from fmtsim.gemm.layers import operand
 from fmtsim.gemm.layers.operand import holder, quantize_operand
 from fmtsim.gemm.layers.operator import layout_of
 from fmtsim.gemm.layers.unit import kind_of, product_kind, unit_operand
-from fmtsim.quantize import decode, encode, encode_parts
+from fmtsim.quantize import decode, encode
 from fmtsim.recipes import get_recipe
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.scaling.history import DelayedScale
@@ -80,10 +80,10 @@ def check(x, fmt, dim=-1, rounding="nearest_even", overflow=None, seed=None):
     """Fail unless an operand has the codes and scales of encode."""
     mode = Rounding(mode=rounding)
     found = coded(x, Quantizer(format=fmt, rounding=mode, overflow=overflow), dim, seed)
-    wanted = encode_parts(x, fmt, rounding=mode, overflow=overflow, dim=dim, generator=seed, pad=True)
+    wanted = encode(x, fmt, rounding=mode, overflow=overflow, dim=dim, generator=seed, pad=True).parts()
     held = found.values if dim == -1 else found.values.mT
     again = {"rounding": Rounding(), "overflow": "ieee", "dim": -1, "generator": None, "pad": True}
-    assert_same_bits(encode_parts(held.float(), fmt.element, **again).codes, wanted.codes)
+    assert_same_bits(encode(held.float(), fmt.element, **again).parts().codes, wanted.codes)
     assert_same_bits(found.scales, wanted.scales)
     if fmt.tensor_scale:
         assert_same_bits(found.tensor_scale, wanted.tensor_scale)

@@ -199,7 +199,7 @@ def _lowest_exponent(fmt: FloatFormat | IntFormat, unit: Datapath) -> int:
 
 
 def format_bytes(fmt: FloatFormat) -> bytes:
-    """Return a format as the struct of general_formats.cuh."""
+    """Return a format as the struct of numbers.cuh."""
     return struct.pack("<d2i", fmt.max, fmt.mantissa_bits, fmt.min_exponent)
 
 

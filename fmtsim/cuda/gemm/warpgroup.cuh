@@ -1,5 +1,5 @@
 // Products of a group of four warps (wgmma), of compute capability 9.0 alone, whose operands lie in shared memory. The
-// name of the instruction in this file has runtime.py compile for sm_90a.
+// name of the instruction in this file has program.py compile for sm_90a.
 //
 // An operand in shared memory is a panel of rows by 64 places of the sum, bfloat16, in lines of 128 bytes; in groups of
 // eight lines, at multiples of 1024 bytes, 16-byte word w of line l lies at word w ^ l (the swizzle of 128 bytes in the
