@@ -10,9 +10,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-if torch.cuda.is_available():  # torch's compiler keeps torch.mm as it finds it: before a test replaces it
+if torch.cuda.is_available():  # torch's compiler warns, and keeps torch.mm as it finds it: load it before tests
     with warnings.catch_warnings(action="ignore"):
-        importlib.import_module("torch._inductor.kernel.mm")
+        for name in ("compile_fx", "kernel.mm"):
+            importlib.import_module(f"torch._inductor.{name}")
 
 
 @pytest.fixture

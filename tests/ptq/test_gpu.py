@@ -15,7 +15,7 @@ from torch import nn
 
 import fmtsim
 from fmtsim.ptq import Calibration, Gptq, LearnedRounding, QuantisedCache, Smooth, get_ptq_recipe
-from tests.support.bits import bits, same_bits
+from tests.support.bits import same_bits
 from tests.support.operands import normal
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -120,7 +120,7 @@ def test_gpu_calibrates_one_layer_to_the_bit(recipe):
     here, there = both(fake.requires_grad_(False), plain, data)  # what it returns is its quantised input
     x = normal(50, 32, seed=9) * 5
     if recipe is not ANYWHERE:
-        assert torch.equal(bits(here(x)), bits(there(x.to(THERE))))
+        assert same_bits(here(x), there(x.to(THERE)))
 
 
 def test_gpu_models_save_and_load_across_devices():
@@ -133,7 +133,7 @@ def test_gpu_models_save_and_load_across_devices():
     x = data[0]
     y = loaded(x)
     assert (y - there(x.to(THERE)).cpu()).norm() < 0.02 * y.norm()
-    assert torch.equal(bits(loaded.to(THERE)(x.to(THERE))), bits(there(x.to(THERE))))
+    assert same_bits(loaded.to(THERE)(x.to(THERE)), there(x.to(THERE)))
 
 
 @pytest.mark.parametrize("recipe", ["int8_static", "int8_token", "nvfp4", "int4_g32"])
@@ -158,8 +158,8 @@ def test_gpu_caches_have_the_bits_of_the_cpu():
         for i in range(7):
             here.append(k[..., i : i + 1, :], v[..., i : i + 1, :])
             there.append(k[..., i : i + 1, :].to(THERE), v[..., i : i + 1, :].to(THERE))
-        assert torch.equal(bits(here.keys()), bits(there.keys()))
-        assert torch.equal(bits(here.values()), bits(there.values())) and here.nbytes == there.nbytes
+        assert same_bits(here.keys(), there.keys())
+        assert same_bits(here.values(), there.values()) and here.nbytes == there.nbytes
 
 
 def test_gpu_searches_choose_what_the_cpu_does():
