@@ -1,66 +1,6 @@
-// The general path: every format, rounding, overflow, scale rule and dtype, one element a thread.
-//
-// With the macros INPUT, OUTPUT (dtypes; of decode OUTPUT alone) and CODES, bytes of a code as it is stored: element
-// formats, contiguous tensors. Without: block formats, blocks of any shape in a tensor of any strides.
+// The general path: every format, rounding, overflow, scale rule and dtype, one element a thread: element formats in
+// contiguous tensors, and block formats, blocks of any shape in a tensor of any strides.
 #include "scale.cuh"
-#include "vectors.cuh"
-
-#ifdef CODES
-
-typedef Stored<INPUT>::type Input;
-typedef Stored<OUTPUT>::type Output;
-template <int Bytes> struct CodeOf;
-template <> struct CodeOf<1> { typedef u8 type; };
-template <> struct CodeOf<2> { typedef u16 type; };
-template <> struct CodeOf<4> { typedef u32 type; };
-template <> struct CodeOf<8> { typedef u64 type; };
-typedef CodeOf<CODES>::type Code;
-
-#define THREAD ((i64)blockIdx.x * blockDim.x + threadIdx.x)
-
-DEVICE u64 code_at(const Input* x, i64 i, const Element& e, const Tables& t, const Draw& d, const i64* given) {
-  return element_code(real_of(loaded<INPUT>(x[i])), random_integer((u64)i, d, given), e, t);
-}
-
-// A value in the output's dtype, rounded once to float32 where that is narrower than the format.
-DEVICE Output narrowed(double value) {
-  if constexpr (OUTPUT == FLOAT64) return value;
-  else return stored<OUTPUT>(float_of_value(value));
-}
-
-KERNEL quantize(const Input* x, Output* y, i64 count, const Element e, const Tables t, const Draw d, const i64* given) {
-  i64 i = THREAD;
-  if (i < count) y[i] = narrowed(element_value(code_at(x, i, e, t, d, given), e, t));
-}
-
-KERNEL encode(const Input* x, Code* codes, i64 count, const Element e, const Tables t, const Draw d, const i64* given) {
-  i64 i = THREAD;
-  if (i < count) codes[i] = (Code)code_at(x, i, e, t, d, given);
-}
-
-// Packed codes of at most 32 bits: a thread packs eight codes of a row, as many bytes as a code has bits.
-KERNEL encode_rows(
-    const Input* x, u8* codes, i64 rows, i64 columns, i32 width, const Element e, const Tables t, const Draw d,
-    const i64* given) {
-  i64 groups = (columns + 7) / 8, thread = THREAD;
-  if (thread >= rows * groups) return;
-  i64 row = thread / groups, column = thread % groups * 8, bytes = (columns * width + 7) / 8;
-  u8* to = codes + row * bytes + column / 8 * width;
-  u64 held = 0;
-  i32 bits = 0;
-  for (i64 k = column; k < columns && k < column + 8; k++) {
-    held |= code_at(x, row * columns + k, e, t, d, given) << bits;
-    for (bits += width; bits >= 8; bits -= 8, held >>= 8) *to++ = (u8)held;
-  }
-  if (bits) *to = (u8)held;
-}
-
-KERNEL decode(const Code* codes, Output* y, i64 count, const Element e, const Tables t) {
-  i64 i = THREAD;
-  if (i < count) y[i] = narrowed(element_value((u64)codes[i] & e.code_mask, e, t));
-}
-
-#else
 
 // A tensor as [leading, inner, trailing]: `inner` runs along the blocks' inner axis; the other two, leading first, are
 // the outer axis. Strides are in elements. Counts are of blocks along the inner axis.
@@ -130,24 +70,30 @@ KERNEL block_extremes(const void* x, BlockWords* blocks, u64 total, const __grid
   if (nan) mine->nan = 1;
 }
 
-KERNEL cast_blocks(
+// blocks: null for element formats, which have no scales.
+KERNEL cast(
     const void* x, void* out, float* scales, i32* offsets, float* tensor_scale, const BlockWords* blocks,
     const BlockWords* tensor, u64 total, const __grid_constant__ BlockLayout t, const __grid_constant__ Cast c) {
   const ScaleParameters& s = c.scale;
   u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
   if (thread >= total) return;
-  Place p = place_of(thread, t);
-  BlockWords words = blocks[p.block];
+  Place p = {(i64)thread, (i64)thread, thread, 0, false};
   TensorScale whole = {1.0f, 1.0f};
+  BlockScale scale = {1.0f, 1.0f, 0, 0};
+  bool invalid = false;
   if (s.two_level) {
     u64 top = larger(tensor->negative, tensor->positive);
     whole = tensor_scale_of(__longlong_as_double((i64)top), s);
     if (thread == 0 && tensor_scale != nullptr) *tensor_scale = whole.decode;
   }
-  BlockExtremes extremes = {
-      -__longlong_as_double((i64)words.negative), __longlong_as_double((i64)words.positive), words.nan != 0};
-  BlockScale scale = scale_of(extremes, s, whole);
-  bool invalid = extremes.has_nan && (s.zero_point || !s.element_has_nan);
+  if (blocks != nullptr) {
+    p = place_of(thread, t);
+    BlockWords words = blocks[p.block];
+    BlockExtremes extremes = {
+        -__longlong_as_double((i64)words.negative), __longlong_as_double((i64)words.positive), words.nan != 0};
+    scale = scale_of(extremes, s, whole);
+    invalid = extremes.has_nan && (s.zero_point || !s.element_has_nan);
+  }
   double value = load_element(x, p.x, t.input);
   ExactElement y = exact_element(value, t.input == FLOAT64, p.index, scale, invalid, whole.decode, c, c.draw);
   if (!t.writes_codes) {
@@ -158,27 +104,46 @@ KERNEL cast_blocks(
   if (t.output == 5) ((u16*)out)[p.out] = (u16)y.code;
   if (t.output == 6) ((u32*)out)[p.out] = (u32)y.code;
   if (t.output == 7) ((u64*)out)[p.out] = y.code;
-  if (p.opens) {
+  if (p.opens && scales != nullptr) {
     scales[p.block] = invalid ? __int_as_float(0x7FC00000) : scale.scale;
     if (offsets != nullptr) offsets[p.block] = scale.zero;
   }
 }
 
-KERNEL decode_blocks(
+// Packed codes of an element format, at most 32 bits each: a thread packs eight codes of a row, as many bytes as a code
+// has bits.
+KERNEL encode_rows(
+    const void* x, u8* codes, i64 rows, i64 columns, i32 width, i32 dtype, const __grid_constant__ Cast c) {
+  i64 groups = (columns + 7) / 8, thread = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (thread >= rows * groups) return;
+  i64 row = thread / groups, column = thread % groups * 8, bytes = (columns * width + 7) / 8;
+  u8* to = codes + row * bytes + column / 8 * width;
+  u64 held = 0;
+  i32 bits = 0;
+  for (i64 k = row * columns + column; k < (row + 1) * columns && k < row * columns + column + 8; k++) {
+    u32 word = random_integer((u64)k, c.draw, c.given);
+    held |= element_code(real_of(load_element(x, k, dtype)), word, c.element, c.tables) << bits;
+    for (bits += width; bits >= 8; bits -= 8, held >>= 8) *to++ = (u8)held;
+  }
+  if (bits) *to = (u8)held;
+}
+
+// scales: null for element formats.
+KERNEL decode(
     const void* codes, const float* scales, const i32* offsets, const float* tensor_scale, void* out, u64 total,
     const __grid_constant__ BlockLayout t, const __grid_constant__ Element e, const __grid_constant__ Tables tables) {
   u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
   if (thread >= total) return;
-  Place p = place_of(thread, t);
+  Place p = {(i64)thread, (i64)thread, thread, 0, false};
+  if (scales != nullptr) p = place_of(thread, t);
   u64 code = 0;
   if (t.input == 4) code = ((const u8*)codes)[p.x];
   if (t.input == 5) code = ((const u16*)codes)[p.x];
   if (t.input == 6) code = ((const u32*)codes)[p.x];
   if (t.input == 7) code = ((const u64*)codes)[p.x];
+  code &= e.code_mask;
   double value = offsets != nullptr ? (double)((i64)code - offsets[p.block]) : element_value(code, e, tables);
-  value = __dmul_rn(value, (double)scales[p.block]);
+  if (scales != nullptr) value = __dmul_rn(value, (double)scales[p.block]);
   if (tensor_scale != nullptr) value = __dmul_rn(value, (double)*tensor_scale);
   store_value(out, p.out, value == value ? value : __longlong_as_double((i64)NAN64), t.output);
 }
-
-#endif

@@ -1,29 +1,23 @@
 """Casts of block formats on the device: the verbs, and those of matrices that training multiplies."""
 
-import math
-import struct
 from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.cuda.cast.block_launch import THREADS, BlockCast, block_extent, layout_bytes, view_of, viewed
+from fmtsim.cuda.cast.block_launch import BlockCast
 from fmtsim.cuda.cast.block_macros import BFLOAT16, CODES, PACKED, fast_macros, output_of
-from fmtsim.cuda.cast.parameters import aligned, code_values, draw_of, element_of, macros, tables_of
-from fmtsim.cuda.runtime import Defines, device_index, kernel
+from fmtsim.cuda.cast.decoding import decode
+from fmtsim.cuda.cast.general import view_of
+from fmtsim.cuda.cast.parameters import draw_of
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.exact import codes_of_scales
 from fmtsim.formats.packing import code_dtype, pack, packed_size
 from fmtsim.formats.representable import FLOAT_DTYPES
-from fmtsim.formats.spec import ElementFormat, FloatFormat
-from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random
 
 UNPACKED = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}  # codes that are not packed
-_CODES_OF_VECTOR = (4, 8)  # by output: as many as fill 16 bytes with results
 
 
 class BothDims(NamedTuple):
@@ -53,7 +47,7 @@ def quantize_blocks(x: Tensor, spec: CastSpec, random: Random, out: Tensor) -> N
     if not x.numel():
         return
     target = _with_three_axes(out, spec.dim)
-    job, output = BlockCast(viewed(x, spec.dim), target, spec, random), output_of(out.dtype)
+    job, output = BlockCast(_viewed(x, spec.dim), target, spec, random), output_of(out.dtype)
     if output is None or not job.fast(output):
         job.general()
     if target is not out:
@@ -68,7 +62,7 @@ def encode_blocks(x: Tensor, spec: CastSpec, random: Random, packed: bool = Fals
     """
     fmt = spec.format
     assert isinstance(fmt, BlockFormat)
-    source = viewed(x, spec.dim)
+    source = _viewed(x, spec.dim)
     if packed and source.numel() and (parts := _packed(source, spec, random)) is not None:
         return parts
     codes = torch.empty(x.shape, dtype=code_dtype(fmt.bits), device=x.device)
@@ -77,28 +71,6 @@ def encode_blocks(x: Tensor, spec: CastSpec, random: Random, packed: bool = Fals
     if source.numel() and not (codes.dtype == torch.uint8 and job.fast(CODES)):
         job.general()
     return _pack_parts(job.parts(), spec) if packed else job.parts()
-
-
-def decode_blocks(parts: EncodedParts, spec: CastSpec, out: Tensor) -> None:
-    """Write the values of codes into out: any strides, any of the four dtypes, rounded once."""
-    fmt = spec.format
-    assert isinstance(fmt, BlockFormat) and parts.scales is not None
-    parts = parts._replace(
-        scales=parts.scales.contiguous(), offsets=None if parts.offsets is None else parts.offsets.contiguous()
-    )
-    if not out.numel() or _decode_runs(parts, spec, out):
-        return
-    codes, target = viewed(parts.codes, spec.dim), _with_three_axes(out, spec.dim)
-    view, out_view = view_of(codes, spec.dim), view_of(target, spec.dim)
-    assert view is not None and out_view is not None
-    total = codes.numel()
-    kernel("any_format.cu", "decode_blocks", device_index(out))(
-        -(-total // THREADS), THREADS, codes, parts.scales, parts.offsets, parts.tensor_scale, target, np.uint64(total),
-        layout_bytes(view, out_view, block_extent(fmt, view.sizes), codes.dtype, target.dtype),
-        element_of(fmt.element, Rounding(), fmt.default_overflow), tables_of(fmt.element, out.device).pointers,
-    )  # fmt: skip
-    if target is not out:
-        out.copy_(target)
 
 
 def quantize_both_dims(
@@ -149,7 +121,7 @@ def quantize_without_tensor_scale(x: Tensor, spec: CastSpec, random: Random) -> 
         return out, job.tensor_scale
     parts = encode_blocks(x, spec, random)
     assert parts.tensor_scale is not None
-    decode_blocks(parts._replace(tensor_scale=None), spec, out)
+    decode(parts._replace(tensor_scale=None), spec, out)
     return out, parts.tensor_scale
 
 
@@ -157,6 +129,11 @@ def holds_without_tensor_scale(spec: CastSpec) -> bool:
     """Say whether a format has two levels, and bfloat16 holds the products of its elements and block scales."""
     two_level = isinstance(spec.format, BlockFormat) and spec.format.tensor_scale
     return two_level and fast_macros(spec, torch.float32, BFLOAT16, True) is not None
+
+
+def _viewed(t: Tensor, dim: int) -> Tensor:
+    """Return the tensor, or a contiguous copy where its strides do not fit three axes."""
+    return t if view_of(t, dim) is not None else t.contiguous()
 
 
 def _with_three_axes(out: Tensor, dim: int) -> Tensor:
@@ -195,74 +172,3 @@ def _pack_parts(parts: EncodedParts, spec: CastSpec) -> EncodedParts:
     elif fmt.scale.name != "fp32":
         scales = scales.to({"bf16": torch.bfloat16, "fp16": torch.float16}[fmt.scale.name])
     return parts._replace(codes=codes, scales=scales)
-
-
-# Byte codes to values, in runs of memory.
-
-
-def decode_macros(output: int, table: bool) -> Defines:
-    """Return the macros of the kernel of byte codes; table: every value comes from the table of all."""
-    return macros(INPUT=0, OUTPUT=output, TABLE=table)
-
-
-def _decode_runs(parts: EncodedParts, spec: CastSpec, out: Tensor) -> bool:
-    """Launch the kernel of byte codes in runs of memory, if it serves."""
-    fmt, codes = spec.format, parts.codes
-    assert isinstance(fmt, BlockFormat)
-    view, output, total = view_of(codes, spec.dim), output_of(out.dtype), codes.numel()
-    if view is None or not view.dense or view.sizes[2] != 1 or codes.dtype != torch.uint8 or not aligned(codes, out):
-        return False
-    outer, run = block_extent(fmt, view.sizes)
-    if output is None or (output == BFLOAT16 and not fmt.power_of_two):  # more than one rounding
-        return False
-    if outer != 1 or run % 16 or view.sizes[1] % run or not out.is_contiguous() or total // 16 >= 1 << 32:
-        return False
-    if parts.tensor_scale is not None and fast_macros(spec, torch.float32, 0) is None:
-        return False  # elements times block scales may have to be exact in more than float32
-    values, decoder = _decoder_of(fmt.element, out.device)
-    sixteens = run // 16
-    shift = sixteens.bit_length() - 1 if sixteens & (sixteens - 1) == 0 else -1
-    defines = decode_macros(output, decoder is None or parts.offsets is not None)
-    kernel("decode.cu", "decode_runs", device_index(out), defines)(
-        -(-total // (4 * _CODES_OF_VECTOR[output] * THREADS)), THREADS, codes, values, parts.scales, parts.offsets,
-        parts.tensor_scale, out, np.uint64(total), np.uint32(sixteens), np.int32(shift), decoder or bytes(32),
-    )  # fmt: skip
-    return True
-
-
-@lru_cache(maxsize=256)
-def _decoder_of(element: ElementFormat, device: torch.device) -> tuple[Tensor, bytes | None]:
-    """Return the values of all byte codes of a format, and a ``Decoder`` where bits make most of them.
-
-    The values are float32 [256]; codes that do not exist are NaN.
-    """
-    values = code_values(element)
-    table = torch.tensor([*values, *[math.nan] * (256 - len(values))], dtype=torch.float32)
-    return table.to(device), _decoder(element, values)
-
-
-def _decoder(element: ElementFormat, values: list[float]) -> bytes | None:
-    """Return the ``Decoder`` of decode.cu, None where fewer than most codes are a moved float32."""
-    if not isinstance(element, FloatFormat) or not element.signed or not 2 <= element.bits <= 8:
-        return None
-    bits, mantissa = element.bits, element.mantissa_bits
-    sign, power = 1 << (bits - 1), 126 + element.min_exponent
-    if not 0 <= power <= 127 or mantissa + 1 > bits - 1:
-        return None
-
-    def moved(code: int) -> float:  # what the kernel makes of a code: its bits as a float32's, times a power of two
-        word = (code & (sign - 1)) << (23 - mantissa) | (code >= sign) << 31
-        return float(math.ldexp(struct.unpack("<f", struct.pack("<I", word))[0], power))
-
-    def same(code: int) -> bool:
-        found, value = moved(code), values[code]
-        return found == value and math.copysign(1.0, found) == math.copysign(1.0, value)
-
-    count = 0  # codes from zero on of which that is the value
-    while count < sign and same(count) and same(count + sign):
-        count += 1
-    if 2 * count < sign:
-        return None
-    down, kept, every = 8 - (bits - 1 - mantissa), 1 << 31 | (sign - 1) << (23 - mantissa), 0x01010101
-    words = every * (sign - 1), every * (sign - count), every * sign, every * (256 - 2 * sign), 8 - bits, down, kept
-    return struct.pack("<7If", *words, 2.0**power)

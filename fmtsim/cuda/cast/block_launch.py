@@ -6,18 +6,14 @@ Blocks that are runs of memory go to ``block_rows.cu``, blocks down columns to `
 """
 
 import struct
-from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fmtsim.cuda.cast.block_macros import (
-    ARITHMETICS,
     BFLOAT16,
     PACKED,
-    RULES,
     amax_macros,
     column_macros,
     draws_words,
@@ -25,112 +21,14 @@ from fmtsim.cuda.cast.block_macros import (
     run_macros,
     vector_of,
 )
-from fmtsim.cuda.cast.parameters import CODE_DTYPES, DTYPES, NO_DRAW, aligned, draw_of, element_of, tables_of
+from fmtsim.cuda.cast.general import THREADS, block_extent, cast_bytes, cast_general, view_of
+from fmtsim.cuda.cast.parameters import NO_DRAW, aligned
 from fmtsim.cuda.runtime import Defines, device_index, kernel, multiprocessors
 from fmtsim.formats.block import BlockFormat
-from fmtsim.formats.spec import FloatFormat, IntFormat
-from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, block_counts
 
-THREADS = 256
 _COLUMN_RUNS = (16, 32, 64, 128, 256)
 _GRID_LIMIT = 65535  # of a launch's second and third dimension
-_WIDE = IntFormat(name="wide", bits=24)  # what elements round to before a zero point is added
-_NUMBERS = DTYPES | CODE_DTYPES
-
-
-class View(NamedTuple):
-    """A tensor as [leading, inner, trailing], ``inner`` the blocks' inner axis, and the strides of the three."""
-
-    sizes: tuple[int, int, int]
-    strides: tuple[int, int, int]
-
-    @property
-    def dense(self) -> bool:
-        """Whether memory holds the three axes in order and without gaps."""
-        expected = self.sizes[1] * self.sizes[2], self.sizes[2], 1
-        return all(n == 1 or have == want for n, have, want in zip(self.sizes, self.strides, expected, strict=True))
-
-    @property
-    def rows_last(self) -> "View":
-        """The leading axis as the trailing one where that has one element: rows keep their order."""
-        (leading, inner, trailing), (first, middle, last) = self
-        return View((1, inner, leading), (last, middle, first)) if trailing == 1 else self
-
-
-def view_of(t: Tensor, dim: int) -> View | None:
-    """Return a tensor as [leading, inner, trailing], None where its strides do not allow it."""
-    if t.dim() == 0:
-        return View((1, 1, 1), (1, 1, 1))
-    axis = t.dim() + dim
-    leading, trailing = _merged(t.shape[:axis], t.stride()[:axis]), _merged(t.shape[axis + 1 :], t.stride()[axis + 1 :])
-    if leading is None or trailing is None:
-        return None
-    return View((leading[0], t.shape[axis], trailing[0]), (leading[1], t.stride(axis), trailing[1]))
-
-
-def _merged(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int] | None:
-    """Return neighbouring dimensions as one size and one stride."""
-    size, stride = 1, 1
-    for extent, step in zip(reversed(sizes), reversed(strides), strict=True):
-        if extent == 1:
-            continue
-        if size > 1 and step != size * stride:
-            return None
-        size, stride = (size * extent, stride) if size > 1 else (extent, step)
-    return size, stride
-
-
-def viewed(t: Tensor, dim: int) -> Tensor:
-    """Return the tensor, or a contiguous copy where its strides do not fit three axes."""
-    return t if view_of(t, dim) is not None else t.contiguous()
-
-
-def block_extent(fmt: BlockFormat, sizes: tuple[int, int, int]) -> tuple[int, int]:
-    """Return the rows and columns of a block in a matrix of these sizes."""
-    return fmt.block[0] or max(sizes[0] * sizes[2], 1), fmt.block[1] or max(sizes[1], 1)
-
-
-def layout_bytes(view: View, out: View, block: tuple[int, int], dtype: torch.dtype, out_dtype: torch.dtype) -> bytes:
-    """Return a ``BlockLayout``: where elements lie in the input and the output, and which share a block."""
-    sizes, strides = view
-    trailing_first = strides[2] <= strides[1] if sizes[2] > 1 else False
-    order = _NUMBERS[dtype], _NUMBERS[out_dtype], trailing_first, out_dtype in CODE_DTYPES
-    return struct.pack("<12q4i", *sizes, *strides, *out.strides, *block, -(-sizes[1] // block[1]), *order)
-
-
-def cast_bytes(spec: CastSpec, random: Random, device: torch.device) -> bytes:
-    """Return the ``Cast`` of a block format; given random words must stay alive until the kernel has run."""
-    fmt = spec.format
-    assert isinstance(fmt, BlockFormat)
-    given = random.data_ptr() if isinstance(random, torch.Tensor) else 0
-    tables = tables_of(fmt.element, device).pointers
-    return _constant_part(spec) + draw_of(spec.rounding, random) + tables + struct.pack("<2q", given, 0)
-
-
-@lru_cache(maxsize=1024)
-def _constant_part(spec: CastSpec) -> bytes:
-    """Return ``Cast`` up to its ``Draw``."""
-    fmt = spec.format
-    assert isinstance(fmt, BlockFormat)
-    element, maximum = fmt.element, np.float32(fmt.element.max)
-    rule = struct.pack(
-        "<8i3fi",
-        RULES[fmt.scale_rule],
-        ARITHMETICS[fmt.arithmetic],
-        fmt.tensor_scale,
-        fmt.zero_point,
-        element.max_exponent,
-        element.mantissa_bits if isinstance(element, FloatFormat | IntFormat) else 0,
-        element.max_code if isinstance(element, IntFormat) else 0,
-        element.has_nan and not fmt.zero_point,
-        float(maximum),
-        float(np.float32(1) / maximum),
-        float(np.float32(fmt.scale.max)),
-        fmt.scale.name == "fp32",
-    )
-    number = element_of(_WIDE if fmt.zero_point else element, spec.rounding, spec.overflow)
-    return number + element_of(fmt.scale, Rounding(), "saturate") + rule
 
 
 class BlockCast:
@@ -213,23 +111,7 @@ class BlockCast:
 
     def general(self) -> None:
         """Launch the general kernels."""
-        x, sizes, total = self.x, self.view.sizes, self.x.numel()
-        block, whole = block_extent(self.format, sizes), (sizes[0] * sizes[2], sizes[1])
-        layout, of_tensor = (
-            layout_bytes(self.view, self.out_view, size, x.dtype, self.out.dtype) for size in (block, whole)
-        )
-        grid = -(-total // THREADS)
-        find = kernel("any_format.cu", "block_extremes", self.index)
-        count = -(-whole[0] // block[0]) * -(-whole[1] // block[1])
-        blocks, tensor = torch.zeros(3 * count, dtype=torch.int64, device=x.device), None
-        find(grid, THREADS, x, blocks, np.uint64(total), layout)
-        if self.format.tensor_scale:
-            tensor = torch.zeros(3, dtype=torch.int64, device=x.device)
-            find(grid, THREADS, x, tensor, np.uint64(total), of_tensor)
-        kernel("any_format.cu", "cast_blocks", self.index)(
-            grid, THREADS, x, self.out, self.scales, self.offsets, self.tensor_scale, blocks, tensor,
-            np.uint64(total), layout, cast_bytes(self.spec, self.random, x.device),
-        )  # fmt: skip
+        cast_general(self.x, self.out, self.spec, self.random, self.scales, self.offsets, self.tensor_scale)
 
     def _macros(self, output: int) -> Defines | None:
         if not draws_words(self.spec, self.random):

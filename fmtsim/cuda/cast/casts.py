@@ -12,19 +12,21 @@ import torch
 
 from fmtsim.cuda import runtime
 from fmtsim.cuda.cast import block, elements
-from fmtsim.cuda.cast.block_launch import THREADS, cast_bytes
 from fmtsim.cuda.cast.block_macros import amax_macros, draws_words, fast_macros, output_of, run_macros, vector_of
+from fmtsim.cuda.cast.decoding import decode
 from fmtsim.cuda.cast.elements import (
-    decode_elements,
     encode_elements,
     encode_packed_elements,
     packs,
     quantize_elements,
 )
+from fmtsim.cuda.cast.general import THREADS, cast_bytes
 from fmtsim.cuda.cast.parameters import draw_of
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.representable import FLOAT_DTYPES, is_representable
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, spec_from_json
+
+__all__ = ["decode", "encode", "encode_packed", "quantize", "quantize_contiguous", "supports"]
 
 _ALIGNED = 16
 _ZERO = np.int64(0)
@@ -70,14 +72,6 @@ def encode_packed(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedPar
     if isinstance(spec.format, BlockFormat):
         return block.encode_blocks(x, spec, random, packed=True)
     return encode_packed_elements(x, spec, random)
-
-
-def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
-    """Write the values of codes into out (a dtype that holds them, or float32 and float64)."""
-    if isinstance(spec.format, BlockFormat):
-        block.decode_blocks(parts, spec, out)
-    else:
-        decode_elements(parts, spec, out)
 
 
 @cache

@@ -8,16 +8,16 @@ import numpy as np
 import torch
 
 from fmtsim.cuda import runtime
+from fmtsim.cuda.cast.general import cast_general, encode_rows
 from fmtsim.cuda.cast.grid import Grid, grid_of
-from fmtsim.cuda.cast.parameters import DTYPES, aligned, draw_of, element_of, macros, tables_of, values_of
-from fmtsim.cuda.cast.tables import General, convert_patterns, convert_ranges
+from fmtsim.cuda.cast.parameters import BYTES_AT_ONCE, DTYPES, aligned, draw_of, macros
+from fmtsim.cuda.cast.tables import convert
 from fmtsim.formats.packing import code_dtype, packed_size
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random
 
 _UNPACKED = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}  # packed codes of whole words
 THREADS = 128
 TILE = 1024  # elements of a warp that share Philox counters; a block of THREADS has four
-_VECTOR = 16  # bytes
 
 Defines = runtime.Defines
 
@@ -31,8 +31,8 @@ def quantize_elements(x: torch.Tensor, spec: CastSpec, random: Random, out: torc
     grid = fast_grid(spec, random) if narrow else None
     if grid is not None:
         _quantize_fast(source, spec, random, target, grid)
-    elif not (narrow and _convert(source, target, spec, random, 0)):
-        _quantize_any(source, spec, random, target)
+    elif not (narrow and convert(source, target, spec, 0)):
+        cast_general(source, target, spec, random)
     if target.data_ptr() != out.data_ptr():
         out.copy_(target.view(out.shape))
 
@@ -68,26 +68,6 @@ def packs(spec: CastSpec, x: torch.Tensor) -> bool:
     return bits in _UNPACKED or (bits <= 32 and (last or spec.rounding.mode != "stochastic"))
 
 
-def decode_elements(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
-    """Write the values of codes into out (a dtype that holds them, or float32 and float64)."""
-    codes, fmt, count = parts.codes.contiguous(), spec.format, parts.codes.numel()
-    if count == 0:
-        return
-    target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    if fmt.bits <= 8 and out.dtype != torch.float64:
-        values = values_of(fmt, codes.device)  # type: ignore[arg-type]
-        blocks = _blocks(count, 4 * (_VECTOR // target.element_size()))
-        defines = decode_macros(out.dtype, aligned(codes, target))
-        _launch("decode.cu", "decode", codes, defines, blocks, target, np.int64(count), values, np.int32(len(values)))
-    else:
-        element = element_of(fmt, spec.rounding, spec.overflow)  # type: ignore[arg-type]
-        tables = tables_of(fmt, codes.device).pointers  # type: ignore[arg-type]
-        defines = general_macros(torch.float32, out.dtype, codes.element_size())
-        _launch("any_format.cu", "decode", codes, defines, _blocks(count), target, np.int64(count), element, tables)
-    if target is not out:
-        out.copy_(target)
-
-
 def fast_grid(spec: CastSpec, random: Random) -> Grid | None:
     """Return the parameters of the fast kernels for a cast of narrow dtypes, None where it needs others."""
     if isinstance(random, torch.Tensor):
@@ -112,41 +92,22 @@ def _quantize_fast(source: torch.Tensor, spec: CastSpec, random: Random, target:
     _launch("quantize.cu", "quantize", source, defines, blocks, target, *arguments)
 
 
-def _convert(x: torch.Tensor, to: torch.Tensor, spec: CastSpec, random: Random, slot: int) -> bool:
-    """Cast by table, where one serves, and say so; slot: bits of a code, 0 for values."""
-    general: General = lambda points, entries: (  # noqa: E731
-        _encode_any(points, spec, None, entries, (1, points.numel()), 8)
-        if entries.dtype == torch.uint8
-        else _quantize_any(points, spec, None, entries)
-    )
-    if random is None and convert_patterns(x, to, spec, slot, general):
-        return True
-    return convert_ranges(x, to, spec, slot, general)
-
-
-def _quantize_any(source: torch.Tensor, spec: CastSpec, random: Random, target: torch.Tensor) -> None:
-    count, defines = source.numel(), general_macros(source.dtype, target.dtype, 1)
-    arguments = target, np.int64(count), *_general_arguments(spec, random, source)
-    _launch("any_format.cu", "quantize", source, defines, _blocks(count), *arguments)
-
-
 def _encode(
     x: torch.Tensor, spec: CastSpec, random: Random, codes: torch.Tensor, rows: tuple[int, int], slot: int
 ) -> None:
     """Write the codes of contiguous x, ``slot`` bits from one to the next in each row."""
     count = x.numel()
     grid = fast_grid(spec, random) if x.dtype != torch.float64 and slot <= 32 else None
-    if grid is not None and grid.encodes:
+    if grid is not None and grid.encodes and rows[0] == 1:
         defines = encode_macros(grid, x.dtype, aligned(x), spec.format.bits, slot)
-        parameters = grid.parameters, draw_of(spec.rounding, random)
-        if rows[0] == 1:
-            span = TILE if spec.rounding.mode == "stochastic" else 32 * _run(slot, x.dtype, grid.random)
-            _launch("encode.cu", "encode", x, defines, -(-count // (4 * span)), codes, np.int64(count), *parameters)
+        span = TILE if spec.rounding.mode == "stochastic" else 32 * _run(slot, x.dtype, grid.random)
+        arguments = codes, np.int64(count), grid.parameters, draw_of(spec.rounding, random)
+        _launch("encode.cu", "encode", x, defines, -(-count // (4 * span)), *arguments)
+    elif not (rows[0] == 1 and slot in (4, 8) and convert(x, codes, spec, slot)):
+        if slot in _UNPACKED:
+            cast_general(x, codes, spec, random)
         else:
-            arguments = codes, *map(np.int64, rows), *parameters
-            _launch("encode.cu", "encode_rows", x, defines, _blocks(rows[0] * -(-rows[1] // 8)), *arguments)
-    elif not (rows[0] == 1 and slot in (4, 8) and _convert(x, codes, spec, random, slot)):
-        _encode_any(x, spec, random, codes, rows, slot)
+            encode_rows(x, codes, spec, random, rows, slot)
 
 
 def _run(slot: int, dtype: torch.dtype, random: int) -> int:
@@ -155,26 +116,6 @@ def _run(slot: int, dtype: torch.dtype, random: int) -> int:
     if slot == 6 and dtype.itemsize == 2 and not random:
         least = 32
     return max(32 // math.gcd(slot, 32), least)
-
-
-def _encode_any(
-    x: torch.Tensor, spec: CastSpec, random: Random, codes: torch.Tensor, rows: tuple[int, int], slot: int
-) -> None:
-    defines = general_macros(x.dtype, torch.float32, slot // 8 if slot in _UNPACKED else 1)
-    arguments = _general_arguments(spec, random, x)
-    if slot in _UNPACKED:
-        _launch("any_format.cu", "encode", x, defines, _blocks(x.numel()), codes, np.int64(x.numel()), *arguments)
-        return
-    blocks = _blocks(rows[0] * -(-rows[1] // 8))
-    _launch("any_format.cu", "encode_rows", x, defines, blocks, codes, *map(np.int64, rows), np.int32(slot), *arguments)
-
-
-def _general_arguments(spec: CastSpec, random: Random, x: torch.Tensor) -> tuple[Any, ...]:
-    """Return element, tables, draw and given words for any_format.cu."""
-    given = random.contiguous() if isinstance(random, torch.Tensor) else None
-    element = element_of(spec.format, spec.rounding, spec.overflow)  # type: ignore[arg-type]
-    tables = tables_of(spec.format, x.device).pointers  # type: ignore[arg-type]
-    return element, tables, draw_of(spec.rounding, random), given
 
 
 def _launch(file: str, name: str, x: torch.Tensor, defines: Defines, blocks: int, *arguments: Any) -> None:
@@ -209,7 +150,7 @@ def _first_aligned(source: torch.Tensor, target: torch.Tensor, width: int) -> in
     """Return the first element at which a vector begins in both, None where there is none."""
     for first in range(width):
         sizes = ((tensor.data_ptr(), tensor.element_size()) for tensor in (source, target))
-        if not any((start + first * size) % min(_VECTOR, width * size) for start, size in sizes):
+        if not any((start + first * size) % min(BYTES_AT_ONCE, width * size) for start, size in sizes):
             return first
     return None
 
@@ -238,15 +179,3 @@ def encode_macros(grid: Grid, dtype: torch.dtype, vectors: bool, code: int, slot
     kinds = {"INPUT": DTYPES[dtype], "VECTORS": vectors, "PAIRS": grid.pairs(dtype), "CODE": code, "SLOT": slot}
     run = _run(slot, dtype, grid.random)
     return (*grid.defines, *macros(**kinds, INTEGER=grid.integer, MANTISSA=grid.mantissa, RUN=run))
-
-
-@lru_cache(maxsize=64)
-def general_macros(dtype: torch.dtype, out: torch.dtype, code_bytes: int) -> Defines:
-    """Return the macros of any_format.cu."""
-    return macros(INPUT=DTYPES[dtype], OUTPUT=DTYPES[out], CODES=code_bytes)
-
-
-@lru_cache(maxsize=16)
-def decode_macros(out: torch.dtype, vectors: bool) -> Defines:
-    """Return the macros of the kernel of byte codes in decode.cu."""
-    return macros(OUTPUT=DTYPES[out], VECTORS=vectors)

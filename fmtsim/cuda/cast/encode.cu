@@ -222,12 +222,3 @@ KERNEL encode(const Input* x, u8* codes, i64 count, const Grid g, const Draw d) 
     encode_slowly(x, codes, base, base + RUN < count ? base + RUN : count, g, d);
   }
 }
-
-// Rows that end within a byte: a thread packs eight codes of a row, CODE bytes.
-KERNEL encode_rows(const Input* x, u8* codes, i64 rows, i64 columns, const Grid g, const Draw d) {
-  i64 groups = (columns + 7) / 8, thread = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-  if (thread >= rows * groups) return;
-  i64 row = thread / groups, column = thread % groups * 8, end = column + 8 < columns ? column + 8 : columns;
-  u8* to = codes + row * ((columns * CODE + 7) / 8) + column / 8 * CODE;
-  encode_slowly(x, to, row * columns + column, row * columns + end, g, d);
-}

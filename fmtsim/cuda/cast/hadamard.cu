@@ -1,22 +1,18 @@
-// Hadamard transforms of neighbours in one pass, and the gradient of a tensor from that of its rotated values.
-#include "amax.cuh"
+// Hadamard transforms of neighbours in one pass: y = (s x) H / sqrt(SIZE) in float32 of groups of SIZE neighbours, a
+// power of two from 16 to 512 (1: none). The inverse turns signs behind the product. The gradient of a tensor from that
+// of its rotated values is the inverse under a mask, rounded once to OUTPUT.
+//
+// Macros: INPUT, OUTPUT (dtypes of vectors.cuh but float64), SIZE.
 #include "element.cuh"
 #include "hadamard.cuh"
+#include "vectors.cuh"
 
-#ifndef OUTPUT
+#define PER_LANE (SIZE > 128 ? 16 : 4)  // neighbours that a lane holds, so that a warp holds groups
+#define VECTORS (SIZE > 128 ? 1 : 4)    // such of a thread
+#define THREADS 256
 
-// y = (s x) H / sqrt(SIZE) in float32 of groups of SIZE neighbours, a power of two from 16 to 512. The inverse turns
-// signs behind the product.
-
-#define PER_LANE 16
-#define CHUNK (128 / INPUT_BITS)  // elements of 16 bytes
-
-DEVICE float loaded(u32 bits) {
-#if INPUT == 2
-  if ((bits & 0x7C00) == 0x7C00) return as_float((bits & 0x8000) << 16 | FLOAT_EXPONENT | (bits & 0x3FF) << 13);
-#endif
-  return input_value(bits);
-}
+typedef Vectors<INPUT, 4> Four;
+typedef Stored<INPUT>::type Input;
 
 // Change signs; flips: a byte for each element of a group; null changes none.
 DEVICE void flip_signs(float (&y)[PER_LANE], const u8* flips, u32 group) {
@@ -26,73 +22,52 @@ DEVICE void flip_signs(float (&y)[PER_LANE], const u8* flips, u32 group) {
   for (int i = 0; i < PER_LANE; ++i) y[i] = as_float(as_bits(y[i]) ^ turned.get(i) << 31);
 }
 
-// x and out begin where 16 bytes do; before, after: whose signs turn before the transform and behind it.
-KERNEL __launch_bounds__(256) hadamard(const void* x, void* out, const u8* before, const u8* after, u64 total) {
-  u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x, first = thread * PER_LANE;
-  u32 lane = (u32)thread % 32, group = lane * PER_LANE % SIZE;
-  bool there = first < total;
-  float y[PER_LANE];
-#pragma unroll
-  for (int v = 0; v < PER_LANE; v += CHUNK) {
-    Packed<CHUNK, INPUT_BITS> in;
-    in.clear();
-    if (there) in = load_vector<CHUNK, INPUT_BITS>(x, first + v);
-#pragma unroll
-    for (int i = 0; i < CHUNK; ++i) y[v + i] = loaded(in.get(i));
-  }
-  flip_signs(y, before, group);
-  butterflies<SIZE>(y, lane);
-#pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) y[i] = __fmul_rn(y[i], as_float(root_bits(SIZE)));
-  flip_signs(y, after, group);
-  Packed<PER_LANE, 32> z;
-#pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) z.words[i] = y[i] == y[i] ? as_bits(y[i]) : 0x7FC00000u;
-  if (there) store_vector<PER_LANE, 32>(out, first, z);
-}
-
-#else
-
-// out = RN(H(y * mask)), RN to float32, bfloat16 or float16 (OUTPUT) and H the transform of SIZE neighbours in a row
-// (1: none), signs last. Four numbers a lane.
-#define THREADS 256
-#define VECTORS 4
-
-KERNEL __launch_bounds__(THREADS) finish_rotated(
-    const float* y, const u8* mask, void* out, u64 fours, u32 signs) {
-  u64 first = (u64)blockIdx.x * (THREADS * VECTORS) + threadIdx.x;
-  Words4 in[VECTORS];
-  u32 kept[VECTORS];
+// x, mask and out begin where 16 bytes do, total is a multiple of 16; mask: bytes, or null; before, after: whose signs
+// turn before the transform and behind it; signs: bits of those that turn behind it in groups of up to 32.
+KERNEL __launch_bounds__(THREADS) hadamard(
+    const Input* x, const u8* mask, void* out, const u8* before, const u8* after, u32 signs, u64 total) {
+  u64 first = ((u64)blockIdx.x * (THREADS * VECTORS) + threadIdx.x) * PER_LANE;
+  u32 group = threadIdx.x % 32 * PER_LANE % SIZE;
+  Four in[VECTORS][PER_LANE / 4];
+  Packed<PER_LANE, 8> kept[VECTORS];
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v) {
-    u64 at = first + v * THREADS;
-    in[v] = {0, 0, 0, 0}, kept[v] = 0x01010101u;
-    if (at < fours) in[v] = ((const Words4*)y)[at];
-    if (at < fours && mask != nullptr) kept[v] = ((const u32*)mask)[at];
-  }
+    u64 at = first + v * (THREADS * PER_LANE);
 #pragma unroll
-  for (int v = 0; v < VECTORS; ++v) {
-    u64 at = first + v * THREADS;
-    float x[4] = {as_float(in[v].x), as_float(in[v].y), as_float(in[v].z), as_float(in[v].w)};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (mask != nullptr) x[i] = __fmul_rn(x[i], kept[v] >> (8 * i) & 1 ? 1.0f : 0.0f);
+    for (int i = 0; i < PER_LANE / 4; ++i) {
+      in[v][i].clear();
+      if (at < total) in[v][i].load(x + at + 4 * i);
     }
+    kept[v].clear();
+    if (at < total && mask != nullptr) kept[v] = load_vector<PER_LANE, 8>(mask, at);
+  }
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) {
+    u64 at = first + v * (THREADS * PER_LANE);
+    float y[PER_LANE];
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      y[i] = in[v][i / 4].get(i % 4);
+      if (mask != nullptr) y[i] = __fmul_rn(y[i], kept[v].get(i) ? 1.0f : 0.0f);
+    }
+    flip_signs(y, before, group);
 #if SIZE > 1
-    butterflies<SIZE>(x, threadIdx.x);
-    u32 flips = signs >> (4 * (threadIdx.x % (SIZE / 4)));
+    butterflies<SIZE>(y, threadIdx.x);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      x[i] = __fmul_rn(x[i], as_float(root_bits(SIZE)));
-      if (flips >> i & 1) x[i] = -x[i];
-    }
+    for (int i = 0; i < PER_LANE; ++i) y[i] = __fmul_rn(y[i], as_float(root_bits(SIZE)));
 #endif
-    if (at >= fours) continue;
-    u32 words[4];
+    flip_signs(y, after, group);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = rounded_bits<OUTPUT>(x[i]);
-    store_four<OUTPUT>(out, at, words);
+    for (int i = 0; i < PER_LANE; ++i) {
+      if (SIZE <= 32) y[i] = as_float(as_bits(y[i]) ^ signs >> (group + i) << 31);
+    }
+    if (at >= total) continue;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i += 4) {
+      u32 words[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) words[k] = rounded_bits<OUTPUT>(y[i + k]);
+      store_four<OUTPUT>(out, (at + i) / 4, words);
+    }
   }
 }
-
-#endif

@@ -9,11 +9,11 @@ from torch import Tensor
 from fmtsim.cuda.cast.parameters import DTYPES, aligned, macros
 from fmtsim.cuda.cast.rotated_plan import rotation_of
 from fmtsim.cuda.runtime import Defines, device_index, kernel
-from fmtsim.spec.transform import Hadamard, Transform
+from fmtsim.spec.transform import Transform
 
 _SIZES = (16, 32, 64, 128, 256, 512)
 _THREADS = 256
-_PER_LANE = 16  # numbers a thread of the transform holds, and one of the inverse with a mask
+_ELEMENTS = 16 * _THREADS  # of a block of threads
 
 
 def covers_hadamard(size: int, dim: int) -> bool:
@@ -31,14 +31,8 @@ def hadamard(x: Tensor, size: int, flips: Tensor | None, inverse: bool) -> Tenso
         inverse: Change signs behind the transform.
     """
     source = (x.float() if x.dtype == torch.float64 else x).contiguous()
-    source = source if aligned(source) else source.clone()
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    if x.numel():
-        before, after = (None, flips) if inverse else (flips, None)
-        kernel("hadamard.cu", "hadamard", device_index(x), transform_macros(source.dtype, size))(
-            -(-x.numel() // (_PER_LANE * _THREADS)), _THREADS, source, out, before, after, np.uint64(x.numel())
-        )
-    return out
+    before, after = (None, flips) if inverse else (flips, None)
+    return _launch(source, None, torch.float32, size, before, after, 0)
 
 
 def covers_finish(y: Tensor, transforms: tuple[Transform, ...]) -> bool:
@@ -61,24 +55,30 @@ def finish_rotated(y: Tensor, mask: Tensor | None, transforms: tuple[Transform, 
             not random.
         dtype: float32, bfloat16 or float16.
     """
-    out = torch.empty_like(y, dtype=dtype)
     turn = rotation_of(transforms)
     signs = turn.signs if turn is not None and isinstance(turn.signs, int) else 0
-    if y.numel():
-        y = y if aligned(y) else y.clone()
-        kernel("hadamard.cu", "finish_rotated", device_index(y), finish_macros(turn, dtype))(
-            -(-y.numel() // (_PER_LANE * _THREADS)), _THREADS, y, mask, out, np.uint64(y.numel() // 4), np.uint32(signs)
+    return _launch(y, mask, dtype, 1 if turn is None else turn.size or 1, None, None, signs)
+
+
+def _launch(
+    x: Tensor,
+    mask: Tensor | None,
+    dtype: torch.dtype,
+    size: int,
+    before: Tensor | None,
+    after: Tensor | None,
+    signs: int,
+) -> Tensor:
+    """Transform a contiguous tensor; the arguments are those of the kernel."""
+    out, x = torch.empty_like(x, dtype=dtype), x if aligned(x) else x.clone()
+    if x.numel():
+        kernel("hadamard.cu", "hadamard", device_index(x), transform_macros(x.dtype, dtype, size))(
+            -(-x.numel() // _ELEMENTS), _THREADS, x, mask, out, before, after, np.uint32(signs), np.uint64(x.numel())
         )
     return out
 
 
 @lru_cache(maxsize=64)
-def transform_macros(dtype: torch.dtype, size: int) -> Defines:
+def transform_macros(dtype: torch.dtype, out: torch.dtype, size: int) -> Defines:
     """Return the macros of hadamard.cu."""
-    return macros(INPUT=DTYPES[dtype], SIZE=size)
-
-
-@lru_cache(maxsize=64)
-def finish_macros(turn: Hadamard | None, dtype: torch.dtype) -> Defines:
-    """Return the macros of its kernel for gradients."""
-    return macros(INPUT=0, OUTPUT=DTYPES[dtype], SIZE=1 if turn is None else turn.size)
+    return macros(INPUT=DTYPES[dtype], OUTPUT=DTYPES[out], SIZE=size)

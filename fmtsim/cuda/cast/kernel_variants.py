@@ -7,7 +7,6 @@ from functools import lru_cache
 import torch
 
 from fmtsim.cuda.cast import elements, hadamard, scaled, tables
-from fmtsim.cuda.cast.block import decode_macros
 from fmtsim.cuda.cast.block_macros import (
     BFLOAT16,
     CODES,
@@ -19,8 +18,9 @@ from fmtsim.cuda.cast.block_macros import (
     run_macros,
     vector_of,
 )
+from fmtsim.cuda.cast.decoding import decode_macros
 from fmtsim.cuda.cast.grid import BITS, FIXED, FLUSHING, HALVES, MAGIC, POWERS, Grid
-from fmtsim.cuda.cast.parameters import DTYPES, NARROW
+from fmtsim.cuda.cast.parameters import NARROW
 from fmtsim.cuda.cast.rotated_plan import kernel_macros, plan_of
 from fmtsim.cuda.cast.scaled_rules import matrix_layout, rule_of
 from fmtsim.cuda.runtime import Defines
@@ -65,26 +65,22 @@ def _elements() -> Variants:
             for out in {dtype, torch.float32}:
                 yield "quantize.cu", "quantize", elements.quantize_macros(grid, dtype, out)
         for code, slot in ((4, 4), (6, 6), (8, 8), (7, 8), (13, 16), (5, 5)) if common else ((4, 4),):
-            for kernel in ("encode", "encode_rows"):
-                yield "encode.cu", kernel, elements.encode_macros(grid, torch.bfloat16, True, code, slot)
-    for dtype in DTYPES:
-        for kernel in ("quantize", "encode", "encode_rows", "decode"):
-            yield "any_format.cu", kernel, elements.general_macros(dtype, dtype, 1)
+            yield "encode.cu", "encode", elements.encode_macros(grid, torch.bfloat16, True, code, slot)
+    for name in ("block_extremes", "cast", "encode_rows", "decode"):
+        yield "any_format.cu", name, ()
     for dtype in NARROW:
-        yield "decode.cu", "decode", elements.decode_macros(dtype, True)
+        yield "decode.cu", "decode", decode_macros(dtype, False, True)
         for narrow in (0, 4, 8) if dtype == torch.float32 else (0,):
-            yield "table.cu", "quantize", tables.range_macros(dtype, torch.float32, True, 8, narrow)
-        yield "table.cu", "encode", tables.range_macros(dtype, torch.float32, True, 4, 4)
+            yield "table.cu", "convert", tables.convert_macros(0, dtype, torch.float32, 32, True, narrow)
+        yield "table.cu", "convert", tables.convert_macros(0, dtype, torch.uint8, 4, True, 4)
     for entry, result in ((8, 4), (8, 8), (8, 32), (16, 16)):
-        yield "table.cu", "convert", tables.pattern_macros(entry, result, True)
+        out = {32: torch.float32, 16: torch.bfloat16}.get(result, torch.uint8)
+        yield "table.cu", "convert", tables.convert_macros(entry, torch.bfloat16, out, result, True, 0)
 
 
 def _blocks() -> Variants:
-    for name in ("block_extremes", "cast_blocks", "decode_blocks"):
-        yield "any_format.cu", name, ()
-    for output in (FLOAT32, BFLOAT16):
-        for table in (False, True):
-            yield "decode.cu", "decode_runs", decode_macros(output, table)
+    for dtype in NARROW[:2]:
+        yield "decode.cu", "decode", decode_macros(dtype, True, True)
     for dtype in NARROW:
         for name in ("amax_of_tensor", "amax_of_runs"):
             yield "statistic.cu", name, amax_macros(dtype)
@@ -156,8 +152,8 @@ def _of_rule(
 def _rotated() -> Variants:
     for dtype in NARROW:
         for size in (16, 128):
-            yield "hadamard.cu", "hadamard", hadamard.transform_macros(dtype, size)
-        yield "hadamard.cu", "finish_rotated", hadamard.finish_macros(Hadamard(size=32), dtype)
+            yield "hadamard.cu", "hadamard", hadamard.transform_macros(dtype, torch.float32, size)
+        yield "hadamard.cu", "hadamard", hadamard.transform_macros(torch.float32, dtype, 32)
     for place, (quantizer, transposed) in enumerate(rotated_quantizers()):
         plan = plan_of(quantizer)
         assert plan is not None

@@ -1,5 +1,6 @@
 """What kernels take by value: dtypes and macros, element formats, roundings and random keys as bytes (element.cuh)."""
 
+import math
 import struct
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,8 +14,9 @@ from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.cast import Random, RandomKey
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # as common.cuh numbers them
+BYTES_AT_ONCE = 16  # of a vector
 NARROW = tuple(DTYPES)[:3]  # those of the fast kernels
-CODE_DTYPES = {torch.uint8: 4, torch.int16: 5, torch.int32: 6, torch.int64: 7}  # of block_general
+CODE_DTYPES = {torch.uint8: 4, torch.int16: 5, torch.int32: 6, torch.int64: 7}  # of any_format.cu
 _GRID, _HALF_OFFSET, _TABLE, _LOGARITHMIC = range(4)
 (
     _INTEGER, _FLUSHED, _HAS_ZERO, _NEGATIVE_ZERO, _UNSIGNED, _SATURATES, _OVER_IS_NAN, _HAS_NAN, _HAS_INFINITY,
@@ -138,8 +140,9 @@ def code_values(fmt: ElementFormat) -> list[float]:
 
 @lru_cache(maxsize=256)
 def values_of(fmt: ElementFormat, device: torch.device) -> torch.Tensor:
-    """Return the values of all codes of a format of at most 8 bits in float32, NaN canonical."""
-    return torch.tensor(code_values(fmt), dtype=torch.float32).to(device)
+    """Return the values of all byte codes of a format in float32 [256]; codes that do not exist are NaN."""
+    values = code_values(fmt)
+    return torch.tensor([*values, *[math.nan] * (256 - len(values))], dtype=torch.float32).to(device)
 
 
 def draw_of(rounding: Rounding, random: Random) -> bytes:

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, TypeGuard, cast
 import numpy as np
 import torch
 
-from fmtsim.cuda.cast.block_launch import cast_bytes
 from fmtsim.cuda.cast.block_macros import BFLOAT16, fast_macros, float_bits
+from fmtsim.cuda.cast.general import cast_bytes
 from fmtsim.cuda.cast.parameters import NO_DRAW, macros
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.block import E8M0, FP32, BlockFormat, scaled

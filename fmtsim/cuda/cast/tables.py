@@ -8,7 +8,6 @@ exist in which the result changes at most once.
 
 import math
 import struct
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,26 +15,23 @@ import numpy as np
 import torch
 
 from fmtsim.cuda import runtime
+from fmtsim.cuda.cast.general import cast_general
 from fmtsim.cuda.cast.parameters import DTYPES, NARROW, aligned, code_values, macros, nan_code, values_of
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, LogFormat
 from fmtsim.spec.cast import CastSpec
 
 RANGES_WORTH = 1 << 16  # elements that pay for a table of ranges
 PATTERNS_WORTH = 1 << 20  # elements that pay for a table of patterns in every multiprocessor
-_BUCKETS = struct.Struct("<2Q3iI")
+_TABLE = struct.Struct("<2Q3iI")
 _WIDEST = 8  # bits of a code
 _MOST = 3000  # ranges of a sign: 8 bytes each, for both signs, in shared memory of any GPU
 _INFINITY = 0x7F800000
 _WORD = 32  # bits of a narrow bucket
-_THREADS = 256
 _RESIDENT = 6  # blocks of a multiprocessor: what the registers allow
 _PATTERNS = 1 << 16
 _BESIDE = 2048  # bytes of shared memory beside the entries of patterns
 _ranges: dict[tuple[CastSpec, int], "Table"] = {}
-_patterns: dict[tuple[CastSpec, torch.dtype, int, bool], torch.Tensor] = {}
-
-# The general kernel: casts a float tensor into a tensor of codes (uint8) or values, in one dimension.
-General = Callable[[torch.Tensor, torch.Tensor], None]
+_patterns: dict[tuple[CastSpec, torch.dtype, int, bool], "Table"] = {}
 
 
 class Layout(NamedTuple):
@@ -56,69 +52,66 @@ class Layout(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The bytes of ``struct Buckets`` with the tensors to which they point, and the ranges."""
+    """The bytes of ``struct Table`` with the tensors to which they point, and the bytes that it takes on the device."""
 
     parameters: bytes
-    layout: Layout
     tensors: tuple[torch.Tensor, ...]
+    shared: int
 
 
-def convert_patterns(x: torch.Tensor, to: torch.Tensor, spec: CastSpec, slot: int, general: General) -> bool:
-    """Cast contiguous x into ``to`` by a table of patterns and say whether that was done.
+def convert(x: torch.Tensor, to: torch.Tensor, spec: CastSpec, slot: int) -> bool:
+    """Cast contiguous x by a table and say whether that was done.
 
     Args:
         x: Elements of any dtype.
         to: Values of a dtype that holds them, or codes of ``slot`` bits.
         spec: The cast.
         slot: 0 for values.
-        general: The general kernel.
 
-    False for dtypes of more than 16 bits, too few elements, random words, formats of more than 8 bits, a device without
-    the shared memory, and a first call during the capture of a CUDA graph.
+    False for float64, too few elements, stochastic rounding, formats of more than 8 bits, a device without the shared
+    memory, and a first call during the capture of a CUDA graph.
     """
     result = slot or 8 * to.element_size()
-    entry = 16 if result == 16 else 8
-    if x.element_size() != 2 or x.numel() < PATTERNS_WORTH or result not in (4, 8, 16, 32) or spec.format.bits > 8:
+    if x.dtype not in NARROW or spec.rounding.mode == "stochastic" or spec.format.bits > _WIDEST:
+        return False
+    if result not in (4, 8, 16, 32):
         return False
     index = runtime.device_index(x)
-    shared = _PATTERNS * entry // 8 + 1024
-    if spec.rounding.mode == "stochastic" or runtime.shared_limit(index) < shared + _BESIDE:
-        return False
-    key = spec, x.dtype, index, not slot and to.element_size() == 2
-    if key not in _patterns:
-        if _captures(x):
-            return False
-        points = torch.arange(_PATTERNS, device=x.device, dtype=torch.int32).to(torch.int16).view(x.dtype)
-        entries = torch.empty(_PATTERNS, dtype=to.dtype if key[3] else torch.uint8, device=x.device)
-        general(points, entries)
-        runtime.finished(x)
-        _patterns[key] = entries
-    values = values_of(spec.format, x.device)  # type: ignore[arg-type]
-    defines = pattern_macros(entry, result, aligned(x, to))
-    threads = _pattern_threads(entry)
-    resident = max(runtime.shared_limit(index) // (shared + _BESIDE), 1) * runtime.multiprocessors(index)
-    blocks = min(resident, -(-x.numel() // (threads * 16)))
-    arguments = x, to, np.int64(x.numel()), _patterns[key], values, np.int32(values.numel())
-    runtime.kernel("table.cu", "convert", index, defines)(blocks, threads, *arguments, shared=shared)
-    return True
-
-
-def convert_ranges(x: torch.Tensor, to: torch.Tensor, spec: CastSpec, slot: int, general: General) -> bool:
-    """Cast contiguous x into ``to`` by a table of ranges and say whether that was done.
-
-    Args and exceptions are those of ``convert_patterns``, but for dtypes: float64 is not covered.
-    """
-    table = _table(x, spec, general) if x.dtype in NARROW else None
+    table, layout = _pattern_table(x, to, spec, slot), None
+    if table is None:
+        layout = layout_of(spec) if x.numel() >= RANGES_WORTH else None
+        table = None if layout is None else _range_table(x, spec, layout)
     if table is None:
         return False
-    index, shared = runtime.device_index(x), table.layout.shared
-    verb, out = ("encode", torch.float32) if slot else ("quantize", to.dtype)
-    defines = range_macros(x.dtype, out, aligned(x, to), slot or 8, table.layout.narrow)
-    resident = max(min(_RESIDENT, runtime.shared_limit(index) // (shared + 1024)), 1)
-    blocks = min(resident * runtime.multiprocessors(index), -(-x.numel() // (_THREADS * 8)))
-    kernel = runtime.kernel("table.cu", verb, index, defines)
-    kernel(blocks, _THREADS, x, to, np.int64(x.numel()), table.parameters, shared=shared)
+    entry = 0 if layout is not None else 16 if result == 16 else 8
+    defines = convert_macros(entry, x.dtype, to.dtype, result, aligned(x, to), 0 if layout is None else layout.narrow)
+    chosen = {name: int(value) for name, value in defines}
+    beside = 1024 if layout is not None else _BESIDE
+    resident = max(min(chosen["RESIDENT"], runtime.shared_limit(index) // (table.shared + beside)), 1)
+    blocks = min(resident * runtime.multiprocessors(index), -(-x.numel() // (chosen["THREADS"] * chosen["RUN"])))
+    arguments = x, to, np.int64(x.numel()), table.parameters
+    runtime.kernel("table.cu", "convert", index, defines)(blocks, chosen["THREADS"], *arguments, shared=table.shared)
     return True
+
+
+def _pattern_table(x: torch.Tensor, to: torch.Tensor, spec: CastSpec, slot: int) -> Table | None:
+    """Return the table of all patterns of a cast where there is one and enough elements are worth it."""
+    index, values = runtime.device_index(x), not slot and to.element_size() == 2
+    shared = _PATTERNS * (2 if values else 1) + 1024
+    if x.element_size() != 2 or x.numel() < PATTERNS_WORTH or runtime.shared_limit(index) < shared + _BESIDE:
+        return None
+    key = spec, x.dtype, index, values
+    if key not in _patterns:
+        if _captures(x):
+            return None
+        points = torch.arange(_PATTERNS, device=x.device, dtype=torch.int32).to(torch.int16).view(x.dtype)
+        entries = torch.empty(_PATTERNS, dtype=to.dtype if values else torch.uint8, device=x.device)
+        cast_general(points, entries, spec)
+        by_code = values_of(spec.format, x.device)  # type: ignore[arg-type]
+        runtime.finished(x)
+        parameters = _TABLE.pack(entries.data_ptr(), by_code.data_ptr(), 0, 0, _PATTERNS, 0)
+        _patterns[key] = Table(parameters, (entries, by_code), shared)
+    return _patterns[key]
 
 
 @lru_cache(maxsize=256)
@@ -174,23 +167,21 @@ def _bits(magnitude: float) -> int:
     return bits - (nearest > magnitude)
 
 
-def _table(x: torch.Tensor, spec: CastSpec, general: General) -> Table | None:
-    """Return the table of ranges of a cast where there is one and enough elements are worth it.
+def _range_table(x: torch.Tensor, spec: CastSpec, layout: Layout) -> Table | None:
+    """Return the table of ranges of a cast.
 
     The first call for a cast launches some hundred small kernels; a stream that is being captured would not run them.
     """
-    layout = layout_of(spec) if x.numel() >= RANGES_WORTH else None
     key = spec, runtime.device_index(x)
-    if layout is None or key in _ranges:
-        return _ranges[key] if layout else None
-    if _captures(x):
-        return None
-    table = _build(spec, layout, values_of(spec.format, x.device), general)  # type: ignore[arg-type]
-    runtime.finished(x)
-    return _ranges.setdefault(key, table)
+    if key not in _ranges:
+        if _captures(x):
+            return None
+        _ranges[key] = _build(spec, layout, values_of(spec.format, x.device))  # type: ignore[arg-type]
+        runtime.finished(x)
+    return _ranges[key]
 
 
-def _build(spec: CastSpec, layout: Layout, values: torch.Tensor, general: General) -> Table:
+def _build(spec: CastSpec, layout: Layout, values: torch.Tensor) -> Table:
     """Make the table of a cast on the device of ``values``, its values by code, without waiting for it."""
     device = values.device
     bounds = torch.arange(layout.low, layout.low + layout.size + 1, device=device) << layout.shift
@@ -201,7 +192,7 @@ def _build(spec: CastSpec, layout: Layout, values: torch.Tensor, general: Genera
     def codes_at(magnitudes: torch.Tensor) -> torch.Tensor:
         points = (magnitudes | signs).to(torch.int32).view(torch.float32)
         codes = torch.empty(points.shape, dtype=torch.uint8, device=device)
-        general(points, codes)
+        cast_general(points, codes, spec)
         return codes.to(torch.int64)
 
     first, last = codes_at(starts), codes_at(ends)
@@ -217,11 +208,9 @@ def _build(spec: CastSpec, layout: Layout, values: torch.Tensor, general: Genera
     else:
         change = torch.where(first == last, 0, above)
         buckets = torch.stack([change, first | last << 16], dim=-1).to(torch.int32).contiguous()
-    by_code = torch.zeros(256, dtype=torch.float32, device=device)
-    by_code[: values.numel()] = values
     nan = nan_code(spec.format, spec.overflow)  # type: ignore[arg-type]
-    parameters = _BUCKETS.pack(buckets.data_ptr(), by_code.data_ptr(), *layout[:3], nan)
-    return Table(parameters, layout, (buckets, by_code))
+    parameters = _TABLE.pack(buckets.data_ptr(), values.data_ptr(), *layout[:3], nan)
+    return Table(parameters, (buckets, values), layout.shared)
 
 
 def _captures(x: torch.Tensor) -> bool:
@@ -229,16 +218,15 @@ def _captures(x: torch.Tensor) -> bool:
 
 
 @lru_cache(maxsize=64)
-def range_macros(dtype: torch.dtype, out: torch.dtype, vectors: bool, slot: int, narrow: int) -> runtime.Defines:
-    """Return the macros of table.cu for tables of ranges."""
-    kinds = {"INPUT": DTYPES[dtype], "OUTPUT": DTYPES[out], "VECTORS": vectors}
-    return macros(**kinds, SLOT=slot, NARROW=narrow, RESIDENT=_RESIDENT)
-
-
-def pattern_macros(entry: int, result: int, vectors: bool) -> runtime.Defines:
-    """Return the macros of table.cu for tables of patterns."""
-    return macros(ENTRY=entry, RESULT=result, VECTORS=vectors, THREADS=_pattern_threads(entry))
-
-
-def _pattern_threads(entry: int) -> int:
-    return 512 if entry == 8 else 1024
+def convert_macros(
+    entry: int, dtype: torch.dtype, out: torch.dtype, result: int, vectors: bool, narrow: int
+) -> runtime.Defines:
+    """Return the macros of table.cu; entry: 0 for ranges."""
+    if entry:  # results of a vector are 16 bytes or less
+        run, vector, threads = 16, {32: 4, 16: 8}.get(result, 16), 512 if entry == 8 else 1024
+    else:
+        run = vector = 8 if result < 32 or dtype.itemsize == 2 else 4
+        threads = 256
+    kinds = {"ENTRY": entry, "INPUT": DTYPES[dtype], "OUTPUT": DTYPES.get(out, 0), "RESULT": result, "NARROW": narrow}
+    resident = {0: _RESIDENT, 8: 3, 16: 1}[entry]
+    return macros(**kinds, RUN=run, VECTOR=vector, VECTORS=vectors, THREADS=threads, RESIDENT=resident)

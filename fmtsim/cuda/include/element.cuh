@@ -304,8 +304,9 @@ DEVICE void store_value(void* base, i64 place, double value, i32 dtype) {
 // A float32 rounded to a dtype, as bits; NaN becomes the canonical one. Four such side by side, stored at once.
 template <int Type>
 DEVICE u32 rounded_bits(float value) {
-  if constexpr (Type != BFLOAT16) return narrowed(value, Type);
   u32 bits = as_bits(value);
+  if constexpr (Type == FLOAT32) return value == value ? bits : 0x7FC00000u;
+  if constexpr (Type == FLOAT16) return narrowed(value, Type);
   return value == value ? (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 : 0x7FC0;
 }
 template <int Type>
