@@ -94,45 +94,6 @@ def test_panels_of_pairs(device):
 # The proof that fma_chain.cu gives of its rounding, on numbers.
 
 
-def nearest(n: int, bits: int) -> int:
-    """Return a positive integer rounded to so many bits, to nearest even."""
-    lost = max(n.bit_length() - bits, 0)
-    two_words, rest = n >> lost, n & ((1 << lost) - 1)
-    half = 1 << lost >> 1
-    return (two_words + (rest > half or (rest == half and lost > 0 and two_words & 1))) << lost
-
-
-def in_two_operations(x: int, kept: int, precision: int, sign: int = -1) -> int:
-    """Return an integer of ``precision`` bits rounded to kept + 1 bits as the kernel does it, with (2^cut + sign) x."""
-    power = 1 << (precision - 1 - kept)
-    g = nearest((power + sign) * x, precision)
-    r = sign * (g - power * x)
-    assert nearest(r, precision) == r
-    return r
-
-
-def around(kept: int, precision: int):
-    """Yield significands around the midpoints and the ends of last places, of a binade from end to end."""
-    step = 1 << (precision - 1 - kept)
-    places = {*range(1 << kept, (1 << kept) + 4), *range((2 << kept) - 4, (2 << kept)), 3 << kept >> 1}
-    for place in sorted(places):
-        for center in (0, step // 4, step // 2, step):
-            yield from (x for i in range(-40, 41) if (x := place * step + center + i).bit_length() == precision)
-
-
-@pytest.mark.parametrize(
-    ("precision", "kept"), [(24, 0), (24, 1), (24, 7), (24, 10), (53, 7), (53, 10), (53, 23), (53, 25)]
-)
-def test_two_operations_round_to_nearest_even(precision, kept):
-    for x in around(kept, precision):
-        assert in_two_operations(x, kept, precision) == nearest(x, kept + 1), hex(x)
-
-
-def test_the_nearest_two_operations_do_not():
-    assert any(in_two_operations(x, 7, 24, sign=1) != nearest(x, 8) for x in around(7, 24))
-    assert any(in_two_operations(x, 11, 24) != nearest(x, 12) for x in around(11, 24))
-
-
 # Aligned sums in float64.
 
 

@@ -10,7 +10,6 @@ import fmtsim
 from fmtsim.errors import FormatError
 from fmtsim.formats.block import scaled, with_block
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.layers import operand
 from fmtsim.gemm.layers.operand import holder, quantize_operand
 from fmtsim.gemm.layers.operator import layout_of
 from fmtsim.gemm.layers.unit import kind_of, product_kind, unit_operand
@@ -123,15 +122,6 @@ def test_layouts_do_not_matter():
     for t in (x.mT.contiguous().mT, x[:, :1].expand(ROWS, K), x[::2]):
         for seed, rounding in ((None, "nearest_even"), (4, "stochastic")):
             check(t, FORMATS["e4m3 row"], 0, rounding, seed=seed)
-
-
-def test_a_wrong_scale_is_seen(monkeypatch):
-    original = operand.encode
-    planted = lambda *given, **named: original(given[0] * 2, *given[1:], **named)  # noqa: E731
-    monkeypatch.setattr(operand, "encode", planted)
-    for name in ("e4m3 tensor", "nvfp4"):
-        with pytest.raises(AssertionError, match="differ"):
-            check(data("normal"), FORMATS[name])
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "tf32", "e4m3", "e5m2", "e2m1", "fp64"])

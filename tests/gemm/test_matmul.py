@@ -15,9 +15,8 @@ from fmtsim import (
 )
 from tests.support.bits import assert_same_bits
 from tests.support.gemm_oracle import definition as spec
-from tests.support.gemm_oracle import finished, sums, tensor
+from tests.support.gemm_oracle import finished, sums
 from tests.support.operands import normal, wide
-from tests.support.targets import install
 
 WGMMA = "hopper.wgmma"
 STOCHASTIC = Datapath(accumulator="bf16", rounding="stochastic")
@@ -26,11 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning"),
 ]
-
-
-@pytest.fixture
-def notebook(monkeypatch):
-    return install(monkeypatch)
 
 
 def product(a, b, dtype, *arguments, bias=None, **options):
@@ -380,14 +374,3 @@ def test_a_plan_takes_the_place_of_the_targets(notebook):
     a, b = pair(k=64)
     plan = GemmPlan(k_tile=16, split=2)
     assert_same_bits(fmtsim.mm(a, b, target="h200", plan=plan), fmtsim.mm(a, b, unit=WGMMA, plan=plan))
-
-
-def test_the_comparison_notices_a_planted_error():
-    a, b = pair()
-    right = fmtsim.mm(a, b, unit=WGMMA, out_dtype=torch.float32)
-    for wrong in (fmtsim.mm(a, b, unit="ampere.mma", out_dtype=torch.float32), a.float() @ b.float()):
-        with pytest.raises(AssertionError, match="differ"):
-            assert_same_bits(wrong, right)
-    planted = tensor([[float("nan")]], torch.float32, (1, 1))
-    with pytest.raises(AssertionError, match="differ"):
-        assert_same_bits(planted, torch.tensor([[torch.nan]]))

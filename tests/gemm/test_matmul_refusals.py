@@ -6,15 +6,9 @@ import torch
 
 import fmtsim
 from fmtsim import ArgumentError, Datapath, DtypeError, FormatError, GemmPlan
-from tests.support.targets import install
 
 WGMMA = "hopper.wgmma"
 STOCHASTIC = Datapath(accumulator="bf16", rounding="stochastic")
-
-
-@pytest.fixture
-def notebook(monkeypatch):
-    return install(monkeypatch)
 
 
 A, B = torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(8, 4, dtype=torch.bfloat16)

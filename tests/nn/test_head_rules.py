@@ -7,7 +7,6 @@ from torch import nn
 import fmtsim
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.recipes import get_recipe, list_recipes
-from fmtsim.recipes.spec import Recipe, Rule
 
 
 class Tower(nn.Module):
@@ -36,20 +35,6 @@ def test_the_head_stays_in_high_precision(tied):
 def test_a_model_without_head_keeps_its_last_block():
     """The last linear layer is no head where it belongs to a block."""
     assert converted(fmtsim.convert(Tower(head=False), "mu_s")) == [f"blocks.{i}.0" for i in range(4)]
-
-
-def test_without_the_rule_the_head_is_a_layer():
-    recipe = Recipe(name="all", linear=get_recipe("te_current").linear)
-    assert "head" in converted(fmtsim.convert(Tower(), recipe))
-
-
-def test_a_head_of_its_own():
-    """A rule may give the head other formats instead of none."""
-    use = get_recipe("amp_bf16").linear
-    recipe = Recipe(name="mine", linear=get_recipe("te_current").linear, rules=(Rule(head=True, use=use),))
-    model = fmtsim.convert(Tower(), recipe)
-    assert model.head.emulation.config == use
-    assert model.blocks[0][0].emulation.config == recipe.linear
 
 
 @pytest.mark.parametrize("name", [name for name in list_recipes() if get_recipe(name).linear is not None])

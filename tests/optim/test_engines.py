@@ -9,11 +9,9 @@ import torch
 import fmtsim
 from fmtsim.cpu.optim import steps as cpu_steps
 from fmtsim.cuda.optim import steps as cuda_steps
-from fmtsim.cuda.optim.adam import Slot, _float_defines
 from fmtsim.optim import StateFormat, engines, torch_step
 from fmtsim.optim.catalogue import DYNAMIC4, LINEAR4
 from fmtsim.rounding import codebooks
-from fmtsim.spec.optimizer import book_of
 from tests.support.optim_samples import SHAPES, gradients, parameter, train, value_bits
 
 CUDA = (
@@ -143,18 +141,6 @@ def test_numbers_of_all_sizes_have_the_bits_of_torch(scheme, on_cuda, only_torch
     monkeypatch.setattr(torch_step, "run", step)
     only_torch()
     assert equal(fused, extremes(OWN.get(scheme, scheme)))
-
-
-@pytest.mark.slow
-def test_a_planted_scale_is_seen(on_cuda, only_torch, monkeypatch):
-    """Kernels that take the largest value for one code less give other bits."""
-    macro = Slot.macro
-    monkeypatch.setattr(Slot, "macro", lambda slot: macro(slot).replace(",119,", ",118,"))
-    _float_defines.cache_clear()
-    planted = train(fmtsim.optim.AdamW, "intel_2t")
-    _float_defines.cache_clear()
-    only_torch()
-    assert not equal(planted, train(fmtsim.optim.AdamW, "intel_2t"))
 
 
 def test_the_largest_numbers_are_those_of_their_own_tensor(on_cuda, only_torch):
@@ -304,22 +290,6 @@ def test_threads_change_nothing(scheme):
         fmtsim.set_num_threads(None)
     assert equal(*results)
     assert results[0][1] == 7
-
-
-def test_a_planted_threshold_is_seen(only_torch, monkeypatch):
-    """One threshold of the second moment's map that is one unit in the last place off shows."""
-    book = book_of(fmtsim.optim.get_scheme("bnb8").second)
-    words = book.words.copy()
-    words[np.flatnonzero((words & 0x1FFFF) != codebooks.NO_THRESHOLD)[-40:]] -= 1 << 17
-    wrong = book._replace(words=words)
-    fused = train(fmtsim.optim.AdamW, "bnb8")
-    cpu_steps.books.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(cpu_steps, "book_of", lambda fmt: wrong)
-        planted = train(fmtsim.optim.AdamW, "bnb8")
-    cpu_steps.books.cache_clear()
-    assert equal(fused, train(fmtsim.optim.AdamW, "bnb8"))
-    assert not equal(fused, planted)
 
 
 @pytest.mark.parametrize("scheme", ["bnb8", "ao_8bit", "ao_4bit"])

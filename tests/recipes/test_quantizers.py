@@ -8,7 +8,6 @@ import torch
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.recipes import get_recipe
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.cast import scales
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.scaling.signs import random_signs, sign_bits
 from fmtsim.spec.cast import RandomKey
@@ -147,39 +146,6 @@ def test_a_quantiser_that_looks_at_the_dtype_is_its_sources(name, operand, sourc
     x[3] = 3e-11  # a float32 scale below 1e-12, where torchao floors the inverse alone
     x = x.to(dtype)
     check(made(name, operand, x), source(x))
-
-
-def test_logarithms_in_bfloat16_carry_into_the_next_power():
-    """The factors of 65 of these 1,480 columns are twice as large as those of exact logarithms."""
-    w = (normal(200, 1480, seed=5) / 32).bfloat16()
-    rule = get_recipe("fp4_ms_code").linear.operands["w_f"].scaling
-    factors = [
-        scales(w.float().abs().amax(0, keepdim=True), dataclasses.replace(rule, power_of_two=power), 6.0, dtype=w.dtype)
-        for power in ("log2", "ceil")
-    ]
-    larger = factors[0].factor != factors[1].factor
-    assert torch.equal(factors[0].factor[larger], 2 * factors[1].factor[larger]) and int(larger.sum()) > 20
-
-
-def test_four_over_six_takes_the_smaller_squared_error():
-    """Follow the source's float32 arithmetic: its choices and values, but for blocks whose errors are all but equal."""
-    x = normal(1024, 512, seed=7).bfloat16().float()
-    blocks, amax = x.unflatten(-1, (-1, 16)), x.abs().max()
-    decode = amax / 256.0 / 6.0
-    largest = blocks.abs().amax(-1, keepdim=True) / 6.0
-    values, errors = [], []
-    for numerator in (largest, largest * 1.5):
-        s = oracle.rounded(numerator / decode, "e4m3") * decode
-        values.append(oracle.rounded(blocks / s, "e2m1") * s)
-        errors.append(((blocks - values[-1]) ** 2).sum(-1, keepdim=True))
-    expected = torch.where(errors[0] <= errors[1], *values).flatten(-2)
-    found = made("quartet2_4over6", "x_f", x).values(torch.float32)
-    clear = ((errors[0] - errors[1]).abs() > 1e-5 * errors[0]).expand_as(blocks).flatten(-2)
-    assert clear.double().mean() > 0.999
-    assert torch.allclose(found[clear], expected[clear], rtol=3e-7, atol=0)  # values are rounded twice there
-    absolute = [(blocks - value).abs().sum(-1, keepdim=True) for value in values]
-    by_absolute = torch.where(absolute[0] <= absolute[1], *values).flatten(-2)
-    assert int((by_absolute != expected).sum()) > 40_000  # what the mean absolute error chooses is something else
 
 
 @pytest.mark.parametrize("operand", ["g_d", "g_w"])
