@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim import Encoded, decode, encode, get_format, list_formats, quantize
+from fmtsim import Encoded, decode, encode, get_format, quantize
 from fmtsim.formats.spec import CodebookFormat, IntFormat
-from tests.support.bits import assert_same_bits, differing
+from tests.support.bits import assert_same_bits
 from tests.support.operands import DTYPES, wide
 
 NAMES = ["e4m3", "e2m1", "e3m2", "fp16", "fp64", "int8", "int4_half", "uint5", "nf4", "lns8_g8", "mxfp4", "mxfp6_e2m3",
@@ -64,28 +64,7 @@ def test_encode_leaves_x_and_autograd_alone():
     assert all(not part.requires_grad for part in q.parts() if part is not None)
 
 
-def test_sizes():
-    x = wide(128, 256)
-    sizes = {"e4m3": 32768, "e2m1": 16384, "e3m2": 24576, "mxfp4": 16384 + 1024, "nvfp4": 16384 + 2048 + 4}
-    assert {name: encode(x, name).nbytes for name in sizes} == sizes
-
-
 # Plain codes.
-
-
-@pytest.mark.parametrize("name", [n for n in list_formats() if n in list_formats("float") + list_formats("int")])
-def test_plain_codes(name):
-    fmt = get_format(name)
-    if fmt.bits > 16:
-        return
-    codes = torch.arange(1 << fmt.bits)
-    values = decode(codes, name)
-    assert values.dtype == torch.float32 and values.shape == codes.shape
-    expected = torch.tensor([fmt.value(code) for code in codes.tolist()])
-    same = (values == expected) | (values.isnan() & expected.isnan())
-    assert bool(same.all())
-    finite = values[values.abs() <= fmt.max]  # symmetric integers leave one code unused
-    assert_same_bits(quantize(finite, name), finite, what=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16,
@@ -220,13 +199,6 @@ def test_copies_and_pickles(name, tmp_path):
         assert isinstance(other, Encoded)
         assert (other.format, other.shape, other.dim, other.nbytes) == (q.format, q.shape, q.dim, q.nbytes)
         assert_same_bits(other.decode(), q.decode(), what=name)
-
-
-def test_a_flipped_code_is_noticed():
-    q = encode(wide(4, 64), "mxfp4")
-    expected = q.decode()
-    q.codes[0, 0] ^= 1
-    assert differing(q.decode(), expected) == [0]
 
 
 def test_encoded_integers_keep_their_sign():

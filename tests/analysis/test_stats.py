@@ -110,15 +110,6 @@ def test_adding_and_merging_are_the_same():
     assert both["underflow_percent"] == 100 / 7 and both["saturation_percent"] == 100 / 7
 
 
-def test_a_planted_error_lowers_the_ratio():
-    x = normal(64)
-    q = quantize(x, "e4m3")
-    good = OperandStats().add(x, q, get_format("e4m3"))
-    q[7] = 0.0
-    bad = OperandStats().add(x, q, get_format("e4m3"))
-    assert bad.sqnr_db < good.sqnr_db and bad.underflowed == good.underflowed + 1
-
-
 def test_empty_and_all_zero_tensors():
     assert stats_of(torch.empty(0, 4), "mxfp4").elements == 0
     s = stats_of(torch.zeros(2, 40), "nvfp4")

@@ -201,51 +201,6 @@ def test_words():
     assert [value & 0xFFFFFFFF for value in y.tolist()] == wanted
 
 
-@pytest.mark.parametrize("k", [4, 8, 16])
-def test_products_of_doubles_are_chains_rounded_toward_zero(k):
-    rows = 8 if k == 4 else 16
-    generator = torch.Generator().manual_seed(k)
-    a = torch.randn(rows, k, generator=generator, dtype=torch.float64)
-    b = torch.randn(k, 8, generator=generator, dtype=torch.float64)
-    c = torch.randn(rows, 8, generator=generator, dtype=torch.float64)
-    d = torch.zeros_like(c)
-    kernel("mma_f64")(1, 32, a, b, c, d, np.int32(k))
-    for row in range(rows):
-        for column in range(8):
-            total = c[row, column].item()
-            for i in range(k):
-                product = Fraction(a[row, i].item()) * Fraction(b[i, column].item())
-                total = exact(product + Fraction(total), "rz", 53, -1022)
-            assert d[row, column].item() == total
-
-
-def test_products_of_bytes_are_exact():
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randint(-128, 128, (16, 32), generator=generator, dtype=torch.int8)
-    b = torch.randint(-128, 128, (8, 32), generator=generator, dtype=torch.int8)
-    d = torch.randint(-1000, 1000, (16, 8), generator=generator, dtype=torch.int32)
-    wanted = d + a.int() @ b.int().T
-    kernel("mma_s8")(1, 32, a.view(torch.int32), b.view(torch.int32), d)
-    assert torch.equal(d, wanted)
-
-
-def test_products_of_bfloat16_are_exact_where_nothing_is_lost():
-    generator = torch.Generator().manual_seed(3)
-    a = torch.randint(-64, 65, (16, 16), generator=generator).bfloat16()
-    b = torch.randint(-64, 65, (8, 16), generator=generator).bfloat16()
-    d = torch.randint(-64, 65, (16, 8), generator=generator).float()
-    wanted = d + a.float() @ b.float().T
-    kernel("mma_bf16")(1, 32, a.view(torch.int32), b.view(torch.int32), d)
-    assert torch.equal(d, wanted)
-
-
-def test_the_checker_of_roundings_notices_an_error():
-    tenth = Fraction(1, 10)
-    assert exact(tenth, "rn", 24, -126) == struct.unpack("f", struct.pack("f", 0.1))[0]
-    assert exact(tenth, "rz", 24, -126) < tenth < exact(tenth, "ru", 24, -126)
-    assert exact(-tenth, "ru", 24, -126) == exact(-tenth, "rz", 24, -126) != exact(-tenth, "rd", 24, -126)
-
-
 def test_what_does_not_compile_says_why(tmp_path, monkeypatch):
     (tmp_path / "broken.cu").write_text("KERNEL broken() { nothing(); }")
     monkeypatch.setattr(runtime, "KERNELS", tmp_path)

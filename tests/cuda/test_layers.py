@@ -11,17 +11,9 @@ from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
 from tests.support.bits import assert_same_bits
-from tests.support.emulated_gpu import take_for_gpu
 from tests.support.operands import bfloat16s
 
 SHAPE = (96, 64)
-
-
-@pytest.fixture
-def on_card(device, monkeypatch):
-    """Take the emulated device for a GPU."""
-    take_for_gpu(device, monkeypatch)
-    return device
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "nvfp4", "e4m3"])

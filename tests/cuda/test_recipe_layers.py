@@ -12,18 +12,11 @@ from fmtsim.recipes import get_recipe
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
-from tests.support.emulated_gpu import take_for_gpu, take_for_host
+from tests.support.emulated_gpu import take_for_host
 from tests.support.operands import bfloat16s
 
 SLOW = pytest.mark.slow
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler and of autograd
-
-
-@pytest.fixture
-def on_card(device, monkeypatch):
-    """Take the emulated device for a GPU."""
-    take_for_gpu(device, monkeypatch)
-    return device
 
 
 def step(layer, x, w, g):

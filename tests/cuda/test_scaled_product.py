@@ -12,7 +12,6 @@ from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.quantize import quantize
 from fmtsim.recipes import get_recipe
-from tests.support.emulated_gpu import take_for_gpu
 
 SLOW = pytest.mark.slow
 
@@ -156,13 +155,6 @@ def test_parts_fill_a_device():
     for groups in range(1, 70):
         parts, length = parts_of(256, 256, groups, 132)
         assert (parts - 1) * length < groups <= parts * length
-
-
-@pytest.fixture
-def on_card(device, monkeypatch):
-    """Take the emulated device for a GPU."""
-    take_for_gpu(device, monkeypatch)
-    return device
 
 
 def gradients(run, x, w, g):

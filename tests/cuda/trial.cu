@@ -66,50 +66,6 @@ KERNEL copies(const i32* x, i32* y, i32 waits) {
   for (int i = 0; i < 4; ++i) y[threadIdx.x * 4 + i] = words[(threadIdx.x * 4 + i) ^ 64];
 }
 
-KERNEL mma_f64(const double* a, const double* b, const double* c, double* d, i32 k) {
-  i32 group = threadIdx.x / 4, in = threadIdx.x % 4;
-  if (k == 4) {
-    double sums[2] = {c[group * 8 + in * 2], c[group * 8 + in * 2 + 1]};
-    dmma_rz_8x8x4(sums, a[group * 4 + in], b[in * 8 + group]);
-    for (int i = 0; i < 2; ++i) d[group * 8 + in * 2 + i] = sums[i];
-    return;
-  }
-  double sums[4], left[8], right[4];
-  for (int i = 0; i < 4; ++i) sums[i] = c[(group + i / 2 * 8) * 8 + in * 2 + i % 2];
-  for (int i = 0; i < k / 2; ++i) left[i] = a[(group + i % 2 * 8) * k + in + i / 2 * 4];
-  for (int i = 0; i < k / 4; ++i) right[i] = b[(in + i * 4) * 8 + group];
-  if (k == 16) {
-    dmma_rz_16x8x16(sums, left, right);
-  } else {
-    double few[4] = {left[0], left[1], left[2], left[3]}, two[2] = {right[0], right[1]};
-    dmma_rz_16x8x8(sums, few, two);
-  }
-  for (int i = 0; i < 4; ++i) d[(group + i / 2 * 8) * 8 + in * 2 + i % 2] = sums[i];
-}
-
-// Operands in rows of K and columns of K: a word holds numbers that lie side by side.
-KERNEL mma_s8(const u32* a, const u32* b, i32* d) {
-  i32 group = threadIdx.x / 4, in = threadIdx.x % 4;
-  i32 sums[4];
-  for (int i = 0; i < 4; ++i) sums[i] = d[(group + i / 2 * 8) * 8 + in * 2 + i % 2];
-  u32 left[4], right[2];
-  for (int i = 0; i < 4; ++i) left[i] = a[(group + i % 2 * 8) * 8 + in + i / 2 * 4];
-  for (int i = 0; i < 2; ++i) right[i] = b[group * 8 + in + i * 4];
-  imma_s8_16x8x32(sums, left, right);
-  for (int i = 0; i < 4; ++i) d[(group + i / 2 * 8) * 8 + in * 2 + i % 2] = sums[i];
-}
-
-KERNEL mma_bf16(const u32* a, const u32* b, float* d) {
-  i32 group = threadIdx.x / 4, in = threadIdx.x % 4;
-  float sums[4];
-  for (int i = 0; i < 4; ++i) sums[i] = d[(group + i / 2 * 8) * 8 + in * 2 + i % 2];
-  u32 left[4], right[2];
-  for (int i = 0; i < 4; ++i) left[i] = a[(group + i % 2 * 8) * 8 + in + i / 2 * 4];
-  for (int i = 0; i < 2; ++i) right[i] = b[group * 8 + in + i * 4];
-  hmma_bf16_16x8x16(sums, left, right);
-  for (int i = 0; i < 4; ++i) d[(group + i / 2 * 8) * 8 + in * 2 + i % 2] = sums[i];
-}
-
 #define FOUR(y, expression)                                                                     \
   {                                                                                             \
     auto all = [&](int m) { return expression; };                                               \

@@ -1,6 +1,5 @@
 """Every constant of the catalogue against the documents, ml_dtypes, gfloat and torch."""
 
-import dataclasses
 import math
 import struct
 
@@ -143,14 +142,6 @@ def test_wide_codes_decode_as_the_machine_does(name, layout):
     codes += [int.from_bytes(generator.bytes(fmt.bits // 8), "little") for _ in range(2000)]
     theirs = [struct.unpack("<" + layout[2], struct.pack("<" + layout[1], code))[0] for code in codes]
     assert differences([fmt.value(code) for code in codes], theirs) == []
-
-
-def test_a_wrong_constant_is_seen():
-    fmt = get_format("e4m3")
-    right = all_values(fmt)
-    assert len(differences(all_values(dataclasses.replace(fmt, bias=8)), right)) == 252
-    assert differences(all_values(dataclasses.replace(fmt, nan="none")), right) == [0x7F, 0xFF]
-    assert differences([0.0], [-0.0]) == [0]
 
 
 def test_unsigned_scales_have_the_codes_of_e4m3():

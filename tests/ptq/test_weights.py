@@ -108,17 +108,6 @@ def test_one_scale_a_row_or_tensor_is_made_once():
         assert torch.equal(static, dynamic)
 
 
-def test_a_planted_error_in_gptq_shows():
-    """Errors that do not reach the later columns change choices."""
-    x, w, grid, steps = problem(0)
-    h, cut = x.mT @ x, []
-    for i in range(0, K, 3):
-        part = Grid(element=grid.element, scale=grid.scale[:, i : i + 3])
-        cut.append(gptq(w[:, i : i + 3], h[i : i + 3, i : i + 3], part, Gptq(damping=1 / 16)))
-    expected = (exact(x, w, steps, False) / steps[:, None]).round()
-    assert not torch.equal((torch.cat(cut, 1) / steps[:, None]).round(), expected)
-
-
 def test_gptq_without_correlations_is_nearest():
     _, w, grid, _ = problem(3)
     assert torch.equal(gptq(w, torch.eye(K) * 3, grid, Gptq()), grid.round(w.double(), slice(None)))
