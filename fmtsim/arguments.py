@@ -12,7 +12,7 @@ from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
 from fmtsim.formats.spec import OVERFLOWS, CodebookFormat, FloatFormat, IntFormat
-from fmtsim.ops import Key
+from fmtsim.ops import Key, signed
 from fmtsim.rounding.modes import get_rounding
 from fmtsim.spec.cast import CastSpec, RandomKey
 
@@ -153,21 +153,59 @@ def randomness(
         if words.shape != x.shape or words.dtype != torch.int64 or words.device != x.device:
             raise ArgumentError(f"random_words are {words.dtype} {tuple(words.shape)} on {words.device}; {wanted}")
         return None, words
-    if isinstance(generator, torch.Generator):
-        if generator.device.type not in ("cpu", x.device.type):
+    return drawn_key(generator, x.device), None
+
+
+def drawn_key(generator: Generator, device: torch.device, name: str = "x") -> RandomKey | torch.Tensor:
+    """Return the numbers of a seed, or int64 [seed, offset] drawn from a generator, None being torch's default one.
+
+    Args:
+        generator: What a verb was given.
+        device: Where its tensors are.
+        name: Of the first of them.
+
+    Raises:
+        ArgumentError: The generator is none, or is on another device.
+    """
+    if generator is None or isinstance(generator, torch.Generator):
+        where = torch.device("cpu") if generator is None else generator.device
+        if where.type not in ("cpu", device.type):
             raise ArgumentError(
-                f"generator is on {generator.device}, x on {x.device}; "
-                f"pass one on the CPU or on {x.device}, or an int seed"
+                f"generator is on {where}, {name} on {device}; pass one on the CPU or on {device}, or an int seed"
             )
-        draw = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), generator=generator, device=generator.device).cpu()
-        return torch.cat([draw, draw.new_zeros(1)]), None
-    if generator is None:
-        draw = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), device="cpu")
-        return torch.cat([draw, draw.new_zeros(1)]), None
+        draw = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), generator=generator, device=where).cpu()
+        return torch.cat([draw, draw.new_zeros(1)])
     seed, offset = generator if isinstance(generator, RandomKey) else (generator, 0)
     if not type(seed) is type(offset) is int or not -(1 << 63) <= seed < 1 << 64 or not -(1 << 63) <= offset < 1 << 64:
         raise ArgumentError(f"generator={generator!r} is not a seed; pass an int of 64 bits or a torch.Generator")
-    return RandomKey(*(number - (1 << 64) if number >= 1 << 63 else number for number in (seed, offset))), None
+    return RandomKey(signed(seed), signed(offset))
+
+
+def random_keys(stochastic: bool, generator: Generator, batch: int | None, device: torch.device) -> torch.Tensor | None:
+    """Return the keys of the products of a call: int64 [2], or [batch, 2]; None where nothing is drawn.
+
+    Args:
+        stochastic: The unit rounds stochastically.
+        generator: As in ``drawn_key``.
+        batch: Products of the call, None for a single one. With a seed, product i has offset i more than the first; a
+            torch.Generator is drawn from once for each.
+        device: Where the operands are.
+
+    Raises:
+        ArgumentError: The generator is none, is on another device, or nothing is drawn.
+    """
+    if not stochastic:
+        if generator is not None:
+            raise ArgumentError("generator= is for units that round stochastically; this one does not, leave it out")
+        return None
+    keys: list[RandomKey | torch.Tensor] = []
+    for i in range(1 if batch is None else batch):
+        key = keys[0] if keys and isinstance(keys[0], RandomKey) else drawn_key(generator, device, "a")
+        keys.append(RandomKey(key.seed, signed(key.offset + i)) if isinstance(key, RandomKey) else key)
+    tensors = [torch.as_tensor(key) for key in keys]
+    if batch is None:
+        return tensors[0]
+    return torch.stack(tensors) if tensors else torch.empty(0, 2, dtype=torch.int64)
 
 
 def check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:

@@ -1,6 +1,7 @@
 """The dispatcher between verbs and engines: which engine does a call, and the torch operators that carry casts."""
 
 import importlib
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal, overload
 
@@ -18,12 +19,26 @@ Key = RandomKey | torch.Tensor | None
 
 
 _library = torch.library.Library("fmtsim", "DEF")
-_library.define("quantize(Tensor x, str spec, ScalarType dtype, Tensor? key=None, Tensor? words=None) -> Tensor")
-_library.define("quantize_out(Tensor x, Tensor(a!) out, str spec, Tensor? key=None, Tensor? words=None) -> ()")
-_library.define("encode(Tensor x, str spec, Tensor? key=None, Tensor? words=None) -> (Tensor, Tensor, Tensor, Tensor)")
-_library.define(
-    "decode(Tensor codes, Tensor scales, Tensor tensor_scale, Tensor offsets, str spec, ScalarType dtype) -> Tensor"
-)
+
+
+def define_operator(
+    schema: str, function: Callable[..., Any], shapes: Callable[..., Any] | None,
+    dispatch: str = "CompositeExplicitAutograd", tags: Sequence[torch.Tag] = (),
+) -> None:  # fmt: skip
+    """Register an operator of torch: what computes it, and what it gives for tensors without numbers.
+
+    Args:
+        schema: Name, arguments and results.
+        function: What computes it; autograd sees nothing of it.
+        shapes: Returns empty tensors like the results; None for one that is made of other operators.
+        dispatch: Key of the dispatcher.
+        tags: Of the operator.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=tags)
+    _library.impl(name, function, dispatch)
+    if shapes is not None:
+        torch.library.register_fake(f"fmtsim::{name}", shapes, lib=_library)
 
 
 def quantize(x: torch.Tensor, text: str, dtype: torch.dtype, key: Key, words: torch.Tensor | None) -> torch.Tensor:
@@ -63,7 +78,12 @@ def _quantize_into(x: torch.Tensor, out: torch.Tensor, text: str, key: Key) -> N
 
 def key_tensor(key: Key) -> torch.Tensor | None:
     """Return a key as the operators take it: int64 [seed, offset] on the CPU."""
-    return torch.tensor(key) if isinstance(key, RandomKey) else key
+    return torch.tensor([signed(number) for number in key]) if isinstance(key, RandomKey) else key
+
+
+def signed(number: int) -> int:
+    """Return an integer of 64 bits as int64 has it."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def random_key(key: torch.Tensor | None) -> RandomKey | None:
@@ -246,23 +266,25 @@ def _quantize_rows(info, in_dims, x, spec, dtype, key=None, words=None):  # type
     return torch.stack(results) if results else x.to(dtype), 0
 
 
-for _name, _function in {
-    "quantize": _quantize,
-    "quantize_out": _quantize_out,
-    "encode": _encode,
-    "decode": _decode,
-}.items():
-    _library.impl(_name, _function, "CompositeExplicitAutograd")
-
-torch.library.register_fake(
-    "fmtsim::quantize", lambda x, spec, dtype, key=None, words=None: torch.empty_like(x, dtype=dtype), lib=_library
+define_operator(
+    "quantize(Tensor x, str spec, ScalarType dtype, Tensor? key=None, Tensor? words=None) -> Tensor",
+    _quantize,
+    lambda x, spec, dtype, key=None, words=None: torch.empty_like(x, dtype=dtype),
 )
-torch.library.register_fake("fmtsim::quantize_out", lambda x, out, spec, key=None, words=None: None, lib=_library)
-torch.library.register_fake("fmtsim::encode", _encode_shapes, lib=_library)
-torch.library.register_fake(
-    "fmtsim::decode",
+define_operator(
+    "quantize_out(Tensor x, Tensor(a!) out, str spec, Tensor? key=None, Tensor? words=None) -> ()",
+    _quantize_out,
+    lambda x, out, spec, key=None, words=None: None,
+)
+define_operator(
+    "encode(Tensor x, str spec, Tensor? key=None, Tensor? words=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    _encode,
+    _encode_shapes,
+)
+define_operator(
+    "decode(Tensor codes, Tensor scales, Tensor tensor_scale, Tensor offsets, str spec, ScalarType dtype) -> Tensor",
+    _decode,
     lambda codes, scales, tensor_scale, offsets, spec, dtype: codes.new_empty(codes.shape, dtype=dtype),
-    lib=_library,
 )
 torch.library.register_autograd("fmtsim::quantize", _straight_through, setup_context=_keep_dtype, lib=_library)
 torch.library.register_vmap("fmtsim::quantize", _quantize_rows, lib=_library)

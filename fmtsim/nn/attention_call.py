@@ -10,12 +10,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from fmtsim.arguments import random_keys
 from fmtsim.autograd import OnceOnly
 from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.layers.passes import Observer
-from fmtsim.gemm.products.operator import draw_keys
 from fmtsim.nn.flash import CallKeys, Flash, flash
 from fmtsim.nn.flash_backward import flash_gradients
 from fmtsim.recipes.attention import AttentionConfig
@@ -135,7 +135,7 @@ def _forward(
     random, generator = call.config.is_random, call.generator
     if random and isinstance(generator, torch.Generator):
         generator = call.draws.generator(generator, compiled=compiled)
-    keys = draw_keys(True, generator, None, q.device) if random else None
+    keys = random_keys(True, generator, None, q.device) if random else None
     key = torch.zeros(0, dtype=torch.int64) if keys is None else torch.tensor(keys.tolist())
     y = _run(q, k, v, mask, hides, factor, call.config, _call_keys(key), observer=call.observer).out
     return y.reshape(*q.shape[:-2], *y.shape[-2:]).to(q.dtype), key

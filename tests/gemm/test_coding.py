@@ -10,9 +10,11 @@ import fmtsim
 from fmtsim.errors import FormatError
 from fmtsim.formats.block import scaled, with_block
 from fmtsim.formats.registry import get_format
+from fmtsim.gemm.layers.config import kind_of
 from fmtsim.gemm.layers.operand import holder, quantize_operand
 from fmtsim.gemm.layers.operator import layout_of
-from fmtsim.gemm.layers.unit import kind_of, product_kind, unit_operand
+from fmtsim.gemm.layers.product import format_and_kind
+from fmtsim.gemm.products.scales import product_kind
 from fmtsim.quantize import decode, encode
 from fmtsim.recipes import get_recipe
 from fmtsim.rounding.modes import MODES, Rounding
@@ -72,7 +74,7 @@ def kind(fmt):
 
 def coded(x, quantizer, dim=-1, seed=None):
     keys = Keys() if seed is None else Keys(RandomKey(seed))
-    return unit_operand(quantize_operand(x, quantizer, keys, dim=dim))
+    return quantize_operand(x, quantizer, keys, dim=dim)
 
 
 def check(x, fmt, dim=-1, rounding="nearest_even", overflow=None, seed=None):
@@ -80,13 +82,13 @@ def check(x, fmt, dim=-1, rounding="nearest_even", overflow=None, seed=None):
     mode = Rounding(mode=rounding)
     found = coded(x, Quantizer(format=fmt, rounding=mode, overflow=overflow), dim, seed)
     wanted = encode(x, fmt, rounding=mode, overflow=overflow, dim=dim, generator=seed, pad=True).parts()
-    held = found.values if dim == -1 else found.values.mT
+    held = found.elements if dim == -1 else found.elements.mT
     again = {"rounding": Rounding(), "overflow": "ieee", "dim": -1, "generator": None, "pad": True}
     assert_same_bits(encode(held.float(), fmt.element, **again).parts().codes, wanted.codes)
-    assert_same_bits(found.scales, wanted.scales)
+    assert_same_bits(found.scale, wanted.scales)
     if fmt.tensor_scale:
         assert_same_bits(found.tensor_scale, wanted.tensor_scale)
-    assert found.format == fmt.element and held.shape == x.shape
+    assert format_and_kind(found)[0] == fmt.element and held.shape == x.shape
 
 
 @pytest.mark.parametrize("kind", ["normal", "wide", "huge", "tiny", "zeros", "special"])
@@ -129,12 +131,12 @@ def test_plain_formats_are_values_in_a_dtype_of_engines(name):
     x = data("special") if name != "e2m1" else data("normal")
     found = coded(x, Quantizer(format=get_format(name)), 0)
     wanted = encode(x, name).decode(out_dtype=torch.float64)
-    values = found.values.double().mT
+    values = found.elements.double().mT
     assert torch.equal(values.isnan(), wanted.isnan())
     assert_same_bits(values.masked_fill(values.isnan(), 0.0), wanted.masked_fill(wanted.isnan(), 0.0))
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
     dtypes |= {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.float8_e4m3fn}
-    assert found.values.dtype == dtypes.get(name, torch.float32) and found.kind == "none"
+    assert found.elements.dtype == dtypes.get(name, torch.float32) and format_and_kind(found)[1] == "none"
 
 
 def test_float8_holds_every_value_of_narrower_formats():

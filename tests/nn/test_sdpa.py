@@ -105,9 +105,9 @@ def test_against_the_slow_one(unit, causal):
 
 
 def fmtsim_key(seed):
-    from fmtsim.gemm.products.operator import draw_keys
+    from fmtsim.arguments import random_keys
 
-    return draw_keys(True, seed, None, torch.device("cpu")).tolist()
+    return random_keys(True, seed, None, torch.device("cpu")).tolist()
 
 
 @pytest.mark.parametrize("shape", [((2, 3, 100, 16), (2, 3, 77, 16), (2, 3, 77, 24)), ((1, 16), (5, 16), (5, 8))])

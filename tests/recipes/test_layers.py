@@ -7,10 +7,10 @@ the largest result; a wrong operand is off by 1e-3 and more.
 import pytest
 import torch
 
+from fmtsim.arguments import random_keys
 from fmtsim.gemm.layers.config import OPERANDS
 from fmtsim.gemm.layers.keys import stream_of
 from fmtsim.gemm.layers.linear import EmulatedGEMM
-from fmtsim.gemm.products.operator import draw_keys
 from fmtsim.recipes import get_recipe
 from fmtsim.scaling.signs import random_signs, sign_bits
 from fmtsim.spec.cast import RandomKey
@@ -39,7 +39,7 @@ def run(name, x, w, grad, rule=None):
 
 def key(use):
     """The key of a use of random numbers, as docs of ``stream_of`` number them."""
-    return RandomKey(*draw_keys(True, stream_of(SEED, use), None, torch.device("cpu")).tolist())
+    return RandomKey(*random_keys(True, stream_of(SEED, use), None, torch.device("cpu")).tolist())
 
 
 def element_key(operand):

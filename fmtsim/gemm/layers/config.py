@@ -4,19 +4,55 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fmtsim.errors import ArgumentError, FormatError
-from fmtsim.formats.block import Format
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import Overflow
-from fmtsim.gemm.layers.unit import check_unit_scales, element_of, kind_of, product_kind
+from fmtsim.formats.spec import ElementFormat, FloatFormat, Overflow
 from fmtsim.gemm.products.native import check_native
 from fmtsim.gemm.products.resolver import target_or_unit
+from fmtsim.gemm.products.scales import check_unit_scales, product_kind
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import describe, get_datapath, get_unit
 from fmtsim.rounding.modes import Rounding, get_rounding
-from fmtsim.spec.call import SCALE_KINDS
+from fmtsim.spec.call import SCALE_KINDS, ScaleKind, scale_kind
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Quantizer
+
+
+def kind_of(quantizer: Quantizer) -> ScaleKind:
+    """Return how libraries name the scales that a quantiser makes.
+
+    Raises:
+        FormatError: No unit multiplies its elements (integers, codebooks, LogFMT) or takes scales of that kind.
+    """
+    fmt, scaling = quantizer.format, quantizer.scaling
+    if quantizer.then is not None or (scaling is not None and not isinstance(fmt, FloatFormat)):
+        raise FormatError(f"no unit multiplies operands quantised as {quantizer}; leave unit= and target= out")
+    if scaling is not None:
+        kind = scale_kind(*scaling.block, scaling.scale.name)
+        if kind is None:
+            blocks = f"blocks of {scaling.block} with {scaling.scale.name} scales"
+            raise FormatError(f"no unit multiplies {blocks}; leave unit= and target= out")
+        return kind
+    if fmt is None or isinstance(fmt, FloatFormat):
+        return "none"
+    if not isinstance(fmt, BlockFormat) or not isinstance(fmt.element, FloatFormat):
+        raise FormatError(
+            f"no unit multiplies {fmt.name}; choose a floating-point format, or leave unit= and target= out"
+        )
+    kind = scale_kind(*fmt.block, fmt.scale.name)
+    if kind is None:
+        raise FormatError(
+            f"no unit multiplies {fmt.name}, whose blocks of {fmt.block} have {fmt.scale.name} scales; units and "
+            "libraries take one scale a tensor or row, E8M0 for 1x32 (MX), E4M3 for 1x16 or 16x16 (NVFP4) and float32 "
+            "for 1x128 or 128x128"
+        )
+    return kind
+
+
+def element_of(fmt: Format | None) -> ElementFormat | LogTileFormat | None:
+    """Return the format of the elements of a format."""
+    return fmt.element if isinstance(fmt, BlockFormat) else fmt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fmtsim.arguments import drawn_key
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import OPERANDS as OPERANDS
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.gemm.products.operator import draw_keys, drawn_key
-from fmtsim.ops import Key, fused_engine, key_tensor
+from fmtsim.ops import Key, define_operator, fused_engine, key_tensor, random_key
 from fmtsim.scaling.history import DelayedScale, FrozenScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
@@ -96,7 +96,7 @@ class Layer:
     @cached_property
     def seed(self) -> int:
         """The seed of all keys that are made on a GPU, drawn when it is first asked for; an int is its own."""
-        return self.generator if isinstance(self.generator, int) else drawn_key(self.generator, _HOST).seed
+        return self.generator if isinstance(self.generator, int) else int(drawn_key(self.generator, _HOST)[0])
 
     def counter(self, device: torch.device) -> Tensor:
         """Return the number of passes over the layer that keys were counted for on a device: int64, 0-d."""
@@ -112,7 +112,8 @@ class Layer:
         """
         stream = stream_of(self.generator, use)
         if not traced:
-            return drawn_key(stream, like.device)
+            key = drawn_key(stream, like.device)
+            return key if isinstance(key, RandomKey) else random_key(key)
         if isinstance(stream, int):
             return key_tensor(drawn_key(stream, _HOST))
         return torch.ops.fmtsim.draw_key(like, self.name, use)  # type: ignore[no-any-return]
@@ -202,9 +203,7 @@ def count_pass(layer: Layer, like: Tensor) -> Tensor:
 
 
 def _draw_key(like: Tensor, layer: str, use: int) -> Tensor:
-    key = draw_keys(True, stream_of(find_layer(layer).generator, use), None, _HOST)
-    assert key is not None  # random words were asked for
-    return key
+    return torch.as_tensor(drawn_key(stream_of(find_layer(layer).generator, use), _HOST))
 
 
 def _count_pass(like: Tensor, layer: str) -> Tensor:
@@ -213,14 +212,15 @@ def _count_pass(like: Tensor, layer: str) -> Tensor:
 
 _SEEDED: Any = (torch.Tag.nondeterministic_seeded,)
 _HOST_DRAWS: Any = (*_SEEDED, *filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))  # newer torch has it
-_library = torch.library.Library("fmtsim", "FRAGMENT")
-_library.define("draw_key(Tensor like, str layer, int use) -> Tensor", tags=_HOST_DRAWS)
-_library.define("count_pass(Tensor like, str layer) -> Tensor", tags=_SEEDED)
-_library.impl("draw_key", _draw_key, "CompositeExplicitAutograd")
-_library.impl("count_pass", _count_pass, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "fmtsim::draw_key", lambda like, layer, use: torch.empty(2, dtype=torch.int64, device="cpu"), lib=_library
+define_operator(
+    "draw_key(Tensor like, str layer, int use) -> Tensor",
+    _draw_key,
+    lambda like, layer, use: torch.empty(2, dtype=torch.int64, device="cpu"),
+    tags=_HOST_DRAWS,
 )
-torch.library.register_fake(
-    "fmtsim::count_pass", lambda like, layer: like.new_empty((), dtype=torch.int64), lib=_library
+define_operator(
+    "count_pass(Tensor like, str layer) -> Tensor",
+    _count_pass,
+    lambda like, layer: like.new_empty((), dtype=torch.int64),
+    tags=_SEEDED,
 )

@@ -15,6 +15,7 @@ from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator, Layer, State, find_layer, lasting_layer
 from fmtsim.gemm.layers.passes import Observer, Pass, Saved, saved_of, wide_dtype
+from fmtsim.ops import define_operator
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ONCE = (
@@ -217,6 +218,9 @@ def _check(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
         )
 
 
-_library = torch.library.Library("fmtsim", "FRAGMENT")
-_library.define("layer(Tensor x, Tensor w, Tensor? bias, str layer) -> Tensor")
-_library.impl("layer", lambda x, w, bias, layer: run_layer(x, w, bias, find_layer(layer)), "CompositeImplicitAutograd")
+define_operator(
+    "layer(Tensor x, Tensor w, Tensor? bias, str layer) -> Tensor",
+    lambda x, w, bias, layer: run_layer(x, w, bias, find_layer(layer)),
+    None,
+    "CompositeImplicitAutograd",
+)

@@ -135,7 +135,7 @@ def _first(quantizer: Quantizer) -> Quantizer:
 def _cast(t: Tensor, quantizer: Quantizer, key: RandomKey | None, dim: int, folded: bool) -> Operand:
     """Cast a matrix without a scale rule, words drawn by the places of t."""
     fmt = quantizer.format
-    if fmt is None:
+    if fmt is None or (not folded and _changes_nothing(quantizer, t.dtype)):
         return Operand(t if dim == -1 else t.mT, quantizer)
     text = _cast_texts(quantizer)[0 if dim == -1 else 1]
     if keeps_scales(quantizer, folded, is_on_gpu(t)):
@@ -147,6 +147,13 @@ def _cast(t: Tensor, quantizer: Quantizer, key: RandomKey | None, dim: int, fold
     dtype = wide if folded or not isinstance(fmt, FloatFormat) else holder(fmt)
     values = quantize(t, text, wide if dtype.itemsize == 1 else dtype, key, None)
     return Operand((values if dim == -1 else values.mT).to(dtype), quantizer)  # on its grid: nothing is rounded
+
+
+def _changes_nothing(quantizer: Quantizer, dtype: torch.dtype) -> bool:
+    """Say whether a cast is one to a tensor's own dtype, infinities included."""
+    fmt = quantizer.format
+    same = isinstance(fmt, FloatFormat) and own_dtype(fmt) == dtype
+    return same and (quantizer.overflow or fmt.default_overflow) == "ieee"  # type: ignore[union-attr]
 
 
 def _cast_texts(quantizer: Quantizer) -> tuple[str, str]:

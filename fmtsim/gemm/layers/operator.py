@@ -23,7 +23,7 @@ from fmtsim.gemm.layers.operand import (
     quantize_both,
     quantize_operand,
 )
-from fmtsim.ops import Key, key_tensor, random_key
+from fmtsim.ops import Key, define_operator, key_tensor, random_key
 from fmtsim.scaling.statistics import block_sizes
 from fmtsim.spec.gradient import Differentiable, StraightThrough
 from fmtsim.spec.operand import Keys, Operand, block_of, folds, last_cast
@@ -162,13 +162,10 @@ def _fake_both(t, quantizer, across, down):  # type: ignore[no-untyped-def]
     return [t.new_empty(t.shape, dtype=torch.bfloat16), t.new_empty(t.shape, dtype=torch.bfloat16).mT, *scale]
 
 
-_library = torch.library.Library("fmtsim", "FRAGMENT")
-_library.define("quantize_both(Tensor t, str quantizer, Tensor? across, Tensor? down) -> Tensor[]")
-_library.impl("quantize_both", _both, "CompositeExplicitAutograd")
-torch.library.register_fake("fmtsim::quantize_both", _fake_both, lib=_library)
-_library.define(
+define_operator("quantize_both(Tensor t, str quantizer, Tensor? across, Tensor? down) -> Tensor[]", _both, _fake_both)
+define_operator(
     "quantize_operand(Tensor t, int dim, str quantizer, bool folded, str layer, str name, Tensor? factor, "
-    "Tensor? elements, Tensor? scales, Tensor? signs, Tensor? passes) -> Tensor[]"
+    "Tensor? elements, Tensor? scales, Tensor? signs, Tensor? passes) -> Tensor[]",
+    _operand,
+    _fake_operand,
 )
-_library.impl("quantize_operand", _operand, "CompositeExplicitAutograd")
-torch.library.register_fake("fmtsim::quantize_operand", _fake_operand, lib=_library)

@@ -21,8 +21,7 @@ from fmtsim.gemm.layers.keys import (
 )
 from fmtsim.gemm.layers.operand import NO_KEYS, has_both, quantize_both, quantize_operand
 from fmtsim.gemm.layers.operator import traced_both, traced_operand
-from fmtsim.gemm.layers.product import multiply, rest_of, round_output, unrotated
-from fmtsim.gemm.layers.unit import multiply_on_unit, unit_operand
+from fmtsim.gemm.layers.product import multiply, multiply_on_unit, rest_of, round_output, unrotated
 from fmtsim.ops import Key
 from fmtsim.scaling.statistics import block_sizes
 from fmtsim.scaling.transforms import transformed
@@ -133,8 +132,7 @@ class Pass:
             return round_output(y, gemm.out, dtype, self._stream(OUTPUTS + index)) if rounds else y
         rest = rest_of(a, b)
         inside, own = None if rest is not None else bias, self._stream(UNITS + index)
-        operands = unit_operand(a), unit_operand(b)
-        y = multiply_on_unit("mm" if index else "linear", *operands, inside, gemm, dtype, own)
+        y = multiply_on_unit("mm" if index else "linear", a, b, inside, gemm, dtype, own)
         if rest is not None:
             y = y.float() + rest if bias is None else y.float() + rest + bias.float()
         return round_output(y, gemm.out, dtype, self._stream(OUTPUTS + index))

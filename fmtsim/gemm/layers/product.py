@@ -1,23 +1,32 @@
-"""The product of two quantised operands in float32, in no particular order, and what follows a product.
+"""The product of two quantised operands, on a unit or in float32 in no particular order, and what follows a product.
 
-A GPU's bfloat16 units multiply elements that bfloat16 holds: products are exact, sums the unit's
+Without a unit, a GPU's bfloat16 units multiply elements that bfloat16 holds: products are exact, sums the unit's
 float32. Scales that sums can take, what was cut off, and a bias follow, one rounding a step (``_finish``).
 """
 
 import torch
 from torch import Tensor
 
-from fmtsim.formats.spec import IntFormat
+from fmtsim.errors import FormatError
+from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.gemm.layers.config import Gemm, element_of, kind_of
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.layers.operand import is_on_gpu
 from fmtsim.gemm.layers.operator import quantizer_of, text_of
-from fmtsim.gemm.layers.unit import unit_dtype
-from fmtsim.ops import Key, fused_engine, key_tensor, random_key
+from fmtsim.gemm.products.operands import operand_format, own_dtype
+from fmtsim.gemm.products.resolver import run_product
+from fmtsim.gemm.products.scaled import check_library
+from fmtsim.gemm.products.scales import Scales, product_kind
+from fmtsim.ops import Key, define_operator, fused_engine, key_tensor, random_key
 from fmtsim.quantize import quantize
 from fmtsim.scaling.transforms import rotated
+from fmtsim.spec.call import OperandFormat, Operation, ScaleKind
 from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Hadamard
+
+_HALVES = (torch.bfloat16, torch.float16)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def multiply(
@@ -111,6 +120,110 @@ def _finished(y, columns, rows, rest, bias, dtype):  # type: ignore[no-untyped-d
     return y.to(dtype, copy=True)
 
 
+def multiply_on_unit(
+    operation: Operation, a: Operand, b: Operand, bias: Tensor | None, gemm: Gemm, dtype: torch.dtype,
+    generator: Generator,
+) -> Tensor:  # fmt: skip
+    """Return ``a b^T + bias`` as a target or a unit computes it: the bits of fmtsim.mm, linear or scaled_mm.
+
+    Args:
+        operation: ``"mm"`` or ``"linear"``: which function of torch this is where the operands have no scales.
+        a: [M, K].
+        b: [N, K].
+        bias: [N], or None. Where the library adds none in such a call, it is added to its float32 result.
+        gemm: The target or unit, its plan and the rounding of the output.
+        dtype: Of the tensor that the product becomes.
+        generator: Random words of a unit that rounds stochastically.
+
+    Returns:
+        [M, N]: the output format's own dtype where the unit writes that, else ``dtype``, or float32 where the library
+        has no such output; ``round_output`` does the rest.
+
+    Raises:
+        ArgumentError, DtypeError, FormatError: These operands are not multiplied together there.
+    """
+    (first, kind_a), (second, kind_b) = format_and_kind(a), format_and_kind(b)
+    kind = product_kind(kind_a, kind_b)
+    scaled, own = kind != "none" or min(first.bits, second.bits) <= 8, a.elements.dtype
+    operation, asked, adds = _asked("scaled_mm" if scaled else operation, own, bias, gemm, dtype)
+    scales, sums = _scales(a, b, "tensor" if scaled and kind == "none" else kind), gemm.accumulate
+    if gemm.target is not None:
+        sums = sums or ("fp64" if own == torch.float64 else "fp32")
+        if scaled:
+            sizes = a.elements.shape[0], b.elements.shape[0], a.elements.shape[1]
+            check_library((first, second), asked, sizes, gemm.fast_accum)
+            if scales.rows_per_scale == (128, 128):
+                raise FormatError(
+                    "torch._scaled_mm has no 128x128 by 128x128 scales; give one operand 1x128, or pass unit="
+                )
+    return run_product(
+        operation, a.elements, b.elements, (first, second), asked, scales, bias=bias, adds_bias=adds,
+        target=gemm.target, unit=gemm.unit, plan=gemm.plan, accumulate=sums, fast_accum=gemm.fast_accum,
+        native=gemm.native, generator=generator, layouts=("row", "row") if scaled else None, quantized=True,
+    )  # fmt: skip
+
+
+def format_and_kind(x: Operand) -> tuple[OperandFormat, ScaleKind]:
+    """Return the format of an operand's elements, and what shares a scale.
+
+    Raises:
+        FormatError: No unit multiplies elements or blocks of that kind.
+    """
+    element, kind = element_of(x.quantizer.format), kind_of(x.quantizer)
+    if element is None:
+        return operand_format("operand", x.elements), "none"
+    assert isinstance(element, FloatFormat)  # kind_of refused the rest
+    return element, "none" if x.scale is None else kind
+
+
+def _scales(a: Operand, b: Operand, kind: ScaleKind) -> Scales:
+    """Return the scales of two operands as products take them."""
+    if kind == "none" or a.scale is b.scale is None:
+        return Scales(kind)
+    if kind in ("tensor", "row"):
+        one = torch.ones((), device=a.elements.device)
+        row, column = (one if x.scale is None else x.scale for x in (a, b))
+        if kind == "row":
+            row, column = (s.reshape(-1).expand(x.elements.shape[0]) for s, x in ((row, a), (column, b)))
+        return Scales(kind, row, column)
+    rows = a.block[0], b.block[0]
+    kind = "row_block_128" if kind == "block_128" and rows == (1, 1) else kind
+    return Scales(kind, a.tensor_scale, b.tensor_scale, a.scale, b.scale, rows)
+
+
+def unit_dtype(out: Quantizer) -> torch.dtype | None:
+    """Return the dtype of an output format that units round to themselves, to nearest, FP8 saturating."""
+    if not isinstance(out.format, FloatFormat) or out.rounding.mode != "nearest_even" or out.overflow is not None:
+        return None
+    dtype = own_dtype(out.format)
+    return dtype if dtype in (torch.float32, torch.float64, *_HALVES, *_FP8) else None
+
+
+def _asked(
+    operation: Operation, own: torch.dtype, bias: Tensor | None, gemm: "Gemm", dtype: torch.dtype
+) -> tuple[Operation, torch.dtype, bool]:
+    """Return the function of a library, the dtype of its result, and whether it adds the bias.
+
+    A unit alone gives every dtype and adds every bias.
+    """
+    wide = torch.float64 if torch.float64 in (own, dtype) else torch.float32
+    asked = dtype if gemm.out.format is None else unit_dtype(gemm.out) or wide
+    if gemm.target is None:
+        return operation, asked, bias is not None
+    wide = torch.float64 if own == torch.float64 else torch.float32
+    given = (torch.float32, *_HALVES, *_FP8) if operation == "scaled_mm" else (own, wide)
+    asked = asked if asked in given else wide
+    if bias is None:
+        return operation if operation == "scaled_mm" or asked == own else "mm", asked, False
+    if operation == "scaled_mm":
+        adds = bias.dtype in _HALVES and asked in (bias.dtype, *_FP8)
+    else:
+        adds = asked == bias.dtype == own
+    if adds:
+        return operation, asked, True
+    return operation if operation == "scaled_mm" else "mm", wide, False
+
+
 def unrotated(
     y: Tensor, first: Quantizer, before: Quantizer, slope: Tensor | None, signs: Key, dtype: torch.dtype, *,
     turned: bool, traced: bool,
@@ -169,30 +282,19 @@ def _unrotated(y, first, before, slope, signs, dtype, turned):  # type: ignore[n
     return (done.clone() if done is y else done).contiguous()
 
 
-_library = torch.library.Library("fmtsim", "FRAGMENT")
-_library.define(
+define_operator(
     "multiply_groups(Tensor a, Tensor a_scale, int[2] a_block, Tensor b, Tensor b_scale, int[2] b_block, "
-    "Tensor? bias, ScalarType dtype) -> Tensor"
-)
-_library.define(
-    "finish(Tensor y, Tensor? columns, Tensor? rows, Tensor? rest, Tensor? bias, ScalarType dtype) -> Tensor"
-)
-_library.define(
-    "unrotate(Tensor y, str first, str before, Tensor? slope, Tensor? signs, ScalarType dtype, bool turned) -> Tensor"
-)
-_library.impl("multiply_groups", _multiply_group_parts, "CompositeExplicitAutograd")
-_library.impl("finish", _finished, "CompositeExplicitAutograd")
-_library.impl("unrotate", _unrotated, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "fmtsim::multiply_groups",
+    "Tensor? bias, ScalarType dtype) -> Tensor",
+    _multiply_group_parts,
     lambda a, a_scale, a_block, b, b_scale, b_block, bias, dtype: a.new_empty(a.shape[0], b.shape[0], dtype=dtype),
-    lib=_library,
 )
-torch.library.register_fake(
-    "fmtsim::finish", lambda y, columns, rows, rest, bias, dtype: y.new_empty(y.shape, dtype=dtype), lib=_library
+define_operator(
+    "finish(Tensor y, Tensor? columns, Tensor? rows, Tensor? rest, Tensor? bias, ScalarType dtype) -> Tensor",
+    _finished,
+    lambda y, columns, rows, rest, bias, dtype: y.new_empty(y.shape, dtype=dtype),
 )
-torch.library.register_fake(
-    "fmtsim::unrotate",
+define_operator(
+    "unrotate(Tensor y, str first, str before, Tensor? slope, Tensor? signs, ScalarType dtype, bool turned) -> Tensor",
+    _unrotated,
     lambda y, first, before, slope, signs, dtype, turned: y.new_empty(y.shape, dtype=dtype),
-    lib=_library,
 )

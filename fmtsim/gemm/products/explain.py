@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.products.matmul import Options, checked_options
-from fmtsim.gemm.products.native import check_native, emulation_reason, unsupported_product, unsupported_scaled
+from fmtsim.gemm.products.native import check_native, emulation_reason, unsupported_reason
 from fmtsim.gemm.products.operands import (
     accumulation,
     check_devices,
@@ -21,7 +21,6 @@ from fmtsim.gemm.products.operands import (
     output_dtype,
 )
 from fmtsim.gemm.products.resolver import call_name, resolve
-from fmtsim.gemm.products.scales import Scales
 from fmtsim.gemm.units.unit import STRENGTHS, describe, get_unit
 from fmtsim.spec.call import LARGE_BLOCKS, GemmCall, OperandFormat, Operation
 from fmtsim.spec.datapath import Datapath, IntegerDatapath
@@ -139,7 +138,7 @@ def explain_mm(
     check_native(native)
     if target is None or (native is None and a.device.type != "cuda"):
         return shown
-    return replace(shown, rows=(*shown.rows, ("runs", _runs(call, a, b, formats, options))))
+    return replace(shown, rows=(*shown.rows, ("runs", _runs(call, a, b, formats, options, tf32))))
 
 
 def _operation(a: Tensor, b: Tensor, library: bool) -> Operation:
@@ -171,13 +170,12 @@ def _call(
 
 
 def _runs(
-    call: GemmCall, a: Tensor, b: Tensor, formats: tuple[OperandFormat, OperandFormat], options: dict[str, Any]
+    call: GemmCall, a: Tensor, b: Tensor, formats: tuple[OperandFormat, OperandFormat], options: dict[str, Any],
+    tf32: str,
 ) -> str:  # fmt: skip
-    if call.operation == "scaled_mm":
-        found = unsupported_scaled((a, b), formats, Scales("tensor"), call.out, accumulate=options["accumulate"])
-    else:
-        given = options["a_format"], options["b_format"]
-        found = unsupported_product((a, b), formats, given, call.out, call.accumulate or "fp32", None)
+    found = unsupported_reason(
+        call.operation, (a, b), formats, call.out, call.scaling, call.accumulate, converted=bool(tf32)
+    )
     native = options["native"]
     reason = "native=False" if native is False else emulation_reason(call.target, call.plan, a.device, found)
     if reason is None:

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmtsim.arguments import random_keys
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.operands import check_devices, check_tensor, operand_format, read_operand
-from fmtsim.gemm.products.operator import draw_keys, run_gemm
+from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.gemm.products.resolver import ACCUMULATE_DTYPES, accumulate_name, resolve_call, target_or_unit
 from fmtsim.gemm.products.scales import unit_scale_format, unit_scales
 from fmtsim.gemm.units.unit import unit_takes
@@ -101,7 +102,7 @@ def _run(
     else:
         operands = [None if t is None else t.expand(*batch, *t.shape[-2:]).flatten(0, -3) for t in (a, b, c, *scales)]
     left, right, addend, scale_a, scale_b = operands
-    key = draw_keys(spec.stochastic, generator, math.prod(batch) if batch and not together else None, a.device)
+    key = random_keys(spec.stochastic, generator, math.prod(batch) if batch and not together else None, a.device)
     out = run_gemm(
         left, right, spec, dtype=dtype, c=addend, scale_a=scale_a, scale_b=scale_b, random=key, validated=validated
     )  # fmt: skip

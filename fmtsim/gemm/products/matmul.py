@@ -7,21 +7,16 @@ from torch import Tensor
 
 from fmtsim.autograd import OnceOnly
 from fmtsim.errors import ArgumentError, DtypeError
-from fmtsim.gemm.products.native import run_plain, runs_natively, unsupported_product
 from fmtsim.gemm.products.operands import (
     FLOATS,
     accumulation,
     check_devices,
     check_matrices,
     check_tensor,
-    inner_length,
-    matrix_layout,
     operand_formats,
     output_dtype,
-    read_operand,
 )
-from fmtsim.gemm.products.operator import draw_keys, output_format, run_gemm
-from fmtsim.gemm.products.resolver import ACCUMULATE_DTYPES, resolve_call, target_or_unit
+from fmtsim.gemm.products.resolver import run_product, target_or_unit
 from fmtsim.quantize import quantize
 from fmtsim.spec.call import Operation
 from fmtsim.spec.cast import RandomKey
@@ -276,35 +271,15 @@ def _multiply(operation: Operation, a: Tensor, b: Tensor, bias: Tensor | None, o
 def _product(operation: Operation, a: Tensor, b: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
     """Return ``a b``; arguments as in ``_multiply``."""
     columns = b.mT
-    bias = None if bias is None else bias.detach()
     formats, tf32 = operand_formats(operation, a, columns, options)
     dtype = output_dtype(operation, a, b, options)
     sums = accumulation(a, dtype, options)
-
-    if (options["target"] is not None or options["native"] is not None) and runs_natively(
-        options["native"], options["target"], options["plan"], a.device,
-        lambda: unsupported_product((a, b), formats, (options["a_format"], options["b_format"]), dtype, sums, bias),
-    ):  # fmt: skip
-        return run_plain(operation, a, b, bias, dtype or a.dtype, tf32=bool(tf32), sums=sums)
-    stacked = a.dim() == 3
     asked = options["target"] is not None or options["allow_fp16_accumulation"]
-    spec = resolve_call(
-        operation, *formats, (a.shape[-2], b.shape[-1], inner_length(a)), dtype or a.dtype, target=options["target"],
+    return run_product(
+        operation, a, columns, formats, dtype, bias=None if bias is None else bias.detach(), target=options["target"],
         unit=options["unit"], plan=options["plan"], accumulate=sums if asked else options["accumulate"],
-        strict=options["strict"], bias=bias is not None, layouts=(matrix_layout(a), matrix_layout(b, transposed=True)),
-        batch=a.shape[0] if stacked else 1,
+        native=options["native"], strict=options["strict"], generator=options["generator"], tf32=tf32,
     )  # fmt: skip
-    dtype = dtype or ACCUMULATE_DTYPES[spec.accumulate]
-    if spec.accumulate != "int32":
-        output_format(dtype)
-    elif dtype != torch.int32:
-        raise DtypeError(f"out_dtype={dtype} is not what integers sum to; choose torch.int32")
-    if tf32 and spec.a.name != "tf32":  # the unit takes another format than was asked for
-        tf32 = ""
-    left, right = read_operand(a, formats[0], tf32=tf32), read_operand(columns, formats[1], tf32=tf32)
-    key = draw_keys(spec.stochastic, options["generator"], a.shape[0] if stacked else None, a.device)
-    validated = left is not a and right is not columns  # made of codes, or rounded
-    return run_gemm(left, right, spec, dtype=dtype, bias=bias, random=key, validated=validated)
 
 
 class _Product(torch.autograd.Function):

@@ -16,10 +16,9 @@ from torch import Tensor
 from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError, NativeWarning
 from fmtsim.gemm.products.operands import fp4_of_fp8, own_dtype
-from fmtsim.gemm.products.operator import finish
 from fmtsim.gemm.products.scales import Scales
 from fmtsim.gemm.targets.target import Target, caller_level, get_target
-from fmtsim.ops import load_engine
+from fmtsim.ops import define_operator, load_engine
 from fmtsim.spec.call import LARGE_BLOCKS, UNIT_SCALES, OperandFormat, Operation, ScaleKind
 from fmtsim.spec.plan import GemmPlan
 
@@ -32,14 +31,7 @@ _LIBRARY_SUMS = {
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FP4 = torch.float4_e2m1fn_x2
 
-_library = torch.library.Library("fmtsim", "FRAGMENT")
-_library.define(
-    "native_gemm(Tensor a, Tensor b, str function, ScalarType dtype, Tensor? bias=None, Tensor? scale_a=None, "
-    "Tensor? scale_b=None, Tensor? tensor_scale_a=None, Tensor? tensor_scale_b=None, Tensor? result_scale=None, "
-    "str scaling='none', bool fast_accum=False, bool tf32=False, bool fp16_accumulation=False, int rows_per_scale_a=1, "
-    "int rows_per_scale_b=1) -> Tensor",
-    tags=(torch.Tag.needs_exact_strides,),  # a library's accumulation order depends on them
-)
+_FACTS = ("scaling", "fast_accum", "tf32", "fp16_accumulation", "rows_per_scale_a", "rows_per_scale_b")
 
 
 def is_native(target: str | Path | Target, device: torch.device | str | int = "cuda") -> bool:
@@ -186,160 +178,107 @@ def _warn_of_setting(reason: str) -> None:
     )
 
 
-def unsupported_product(
-    operands: tuple[Tensor, Tensor], formats: tuple[OperandFormat, OperandFormat], given: tuple[Any, Any],
-    dtype: torch.dtype | None, sums: str, bias: Tensor | None,
+def unsupported_reason(
+    operation: Operation, operands: tuple[Tensor, Tensor], formats: tuple[OperandFormat, OperandFormat],
+    dtype: torch.dtype | None, kind: ScaleKind, accumulate: str | None, *, bias: bool = False, fast_accum: bool = False,
+    scale_result: bool = False, converted: bool = False,
 ) -> str | None:  # fmt: skip
-    """Return why torch's mm, bmm, linear or _int_mm does not have a call, None where it does."""
-    for name, x, fmt, asked in zip("ab", operands, formats, given, strict=True):
-        if asked is not None and own_dtype(fmt) != x.dtype:
+    """Return why torch does not have a product with results in ``dtype``, None where it does.
+
+    Args:
+        operation, operands, formats, dtype, kind, accumulate, bias, fast_accum: What is asked (``run_product``).
+        scale_result: FP8 results are scaled.
+        converted: Operands lie on their formats, float32 ones on TF32, and become torch's own dtypes where needed.
+    """
+    for name, x, fmt in zip("ab", operands, formats, strict=True):
+        own = own_dtype(fmt)
+        if operation == "scaled_mm" and (own not in (*_FP8, _FP4) or not (converted or x.dtype == own)):
+            return f"torch does not multiply {name} of dtype {x.dtype} with {fmt.name} numbers"
+        if operation != "scaled_mm" and x.dtype != (torch.float32 if converted and fmt.name == "tf32" else own):
             return f"torch does not multiply {x.dtype} tensors as {name}_format={fmt.name!r}"
+    if operation == "scaled_mm":
+        if accumulate not in (None, "fp32"):
+            return f"torch does not sum FP8 products in {accumulate}"
+        if scale_result and kind not in ("tensor", "row"):
+            return "torch.nn.functional.scaled_mm has no scale_result"
+        return _unsupported_scales([own_dtype(fmt) for fmt in formats], kind, dtype, fast_accum)
     own = operands[0].dtype
+    if own != operands[1].dtype:
+        return f"torch does not multiply {own} by {operands[1].dtype}"
+    sums = accumulate or "fp32"
     if own not in _LIBRARY_SUMS[sums] or (sums == "fp16" and dtype != torch.float16):
         return f"torch does not sum {own} products in {sums} for {dtype} results"
-    if bias is not None and dtype != own:
+    if bias and dtype != own:
         return f"torch.nn.functional.linear gives {own}, not {dtype}"
     return None
 
 
-def run_plain(
-    operation: Operation, a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, *, tf32: bool, sums: str
-) -> Tensor:
-    """Return a product of mm, bmm, linear or int_mm as torch computes it: a [..., M, K], b [..., K, N]."""
-    return torch.ops.fmtsim.native_gemm(  # type: ignore[no-any-return]
-        a, b, operation, dtype, bias, tf32=tf32, fp16_accumulation=sums == "fp16"
-    )
-
-
-def unsupported_scaled(
-    operands: tuple[Tensor, Tensor], formats: tuple[OperandFormat, OperandFormat], scales: Scales, dtype: torch.dtype,
-    *, accumulate: str | None = None, fast: bool = False, result: Tensor | None = None,
-) -> str | None:  # fmt: skip
-    """Return why torch's scaled products do not have a call with results in ``dtype``, None where they do."""
-    for name, x, fmt in zip("ab", operands, formats, strict=True):
-        if x.dtype not in (*_FP8, _FP4) or own_dtype(fmt) != x.dtype:
-            return f"torch does not multiply {name} of dtype {x.dtype} with {fmt.name} numbers"
-    if accumulate not in (None, "fp32"):
-        return f"torch does not sum FP8 products in {accumulate}"
-    if result is not None and scales.kind not in ("tensor", "row"):
-        return "torch.nn.functional.scaled_mm has no scale_result"
-    return _unsupported_scales(operands[0].dtype, operands[1].dtype, scales.kind, dtype, fast)
-
-
-def _unsupported_scales(a: torch.dtype, b: torch.dtype, kind: ScaleKind, dtype: torch.dtype, fast: bool) -> str | None:
+def _unsupported_scales(operands: list[Any], kind: ScaleKind, dtype: torch.dtype | None, fast: bool) -> str | None:
     if kind in LARGE_BLOCKS and fast:
         return "torch has no use_fast_accum with 1x128 and 128x128 scales"
-    if kind in LARGE_BLOCKS and torch.float8_e5m2 in (a, b):
+    if kind in LARGE_BLOCKS and torch.float8_e5m2 in operands:
         return "torch.nn.functional.scaled_mm multiplies e4m3 alone with 1x128 and 128x128 scales"
-    if kind in ("row", *LARGE_BLOCKS) and dtype.itemsize == 1:
+    if kind in ("row", *LARGE_BLOCKS) and dtype is not None and dtype.itemsize == 1:
         return f"cuBLASLt gives no {dtype} results with {kind} scales"
     allowed = {"mx": (_FP8, (_FP4,)), "nvfp4": ((_FP4,),)}.get(kind, (_FP8,))
-    if not any(a in dtypes and b in dtypes for dtypes in allowed):
-        return f"torch does not multiply {a} by {b} with {kind} scales"
+    if not any(set(operands) <= set(dtypes) for dtypes in allowed):
+        return f"torch does not multiply {operands[0]} by {operands[1]} with {kind} scales"
     return None
 
 
-def run_scaled(
-    a: Tensor, b: Tensor, scales: Scales, dtype: torch.dtype, *, fast_accum: bool, bias: Tensor | None,
+def multiply_natively(
+    operation: Operation, operands: tuple[Tensor, Tensor], formats: tuple[OperandFormat, OperandFormat],
+    dtype: torch.dtype, scales: Scales, *, bias: Tensor | None, accumulate: str | None, fast_accum: bool,
     scale_result: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Return a product of scaled_mm as torch computes it: a [M, K], b [K, N] in their own dtypes."""
-    pair = (scales.row, scales.column) if scales.kind in ("tensor", "row") else _blocks(scales)
-    tensor_scales = (None, None) if scales.kind in ("tensor", "row") else (scales.row, scales.column)
+    """Return a product that torch has as torch computes it; arguments as of ``run_product``."""
+    a, b = operands
+    scale_a = scale_b = tensor_a = tensor_b = None
+    if operation == "scaled_mm":
+        a, b = (_in_dtype(x, own_dtype(fmt)) for x, fmt in zip(operands, formats, strict=True))
+        if scales.kind in ("tensor", "row"):
+            scale_a, scale_b = scales.row, scales.column
+        else:
+            small = scales.each_row(a.shape[0], b.shape[0]) if scales.kind in UNIT_SCALES else (scales.a, scales.b)
+            scale_a, scale_b = (_codes(s, scales.kind) for s in small)
+            tensor_a, tensor_b = scales.row, scales.column
     return torch.ops.fmtsim.native_gemm(  # type: ignore[no-any-return]
-        a, b, "scaled_mm", dtype, bias, *pair, *tensor_scales, scale_result, scales.kind, fast_accum,
-        rows_per_scale_a=scales.rows_per_scale[0], rows_per_scale_b=scales.rows_per_scale[1],
+        a, b.mT, operation, dtype, bias, scale_a, scale_b, tensor_a, tensor_b, scale_result, scales.kind, fast_accum,
+        formats[0].name == "tf32", accumulate == "fp16", *scales.rows_per_scale,
     )  # fmt: skip
 
 
-def _blocks(scales: Scales) -> tuple[Tensor | None, Tensor | None]:
-    """Return block scales, one for each block of rows."""
-    a, b = (
-        None if s is None else s[::rows] for s, rows in zip((scales.a, scales.b), scales.rows_per_scale, strict=True)
-    )
-    return a, b
+def _in_dtype(x: Tensor, own: torch.dtype | None) -> Tensor:
+    """Return values in their format's own dtype, which holds them."""
+    if x.dtype == own:
+        return x
+    return fp4_of_fp8(x) if own == _FP4 else x.to(own)
 
 
-def unsupported_coded(a: Any, b: Any, kind: ScaleKind, asked: torch.dtype, sums: str, fast: bool) -> str | None:
-    """Return why torch does not have the product of two quantised operands (of layers), None where it does."""
-    if kind == "none" and max(a.format.bits, b.format.bits) > 8:
-        if a.values.dtype != b.values.dtype or a.format.name != b.format.name:
-            return f"torch does not multiply {a.format.name} by {b.format.name}"
-        if _dtype_of(a) != a.values.dtype and a.format.name != "tf32":
-            return f"torch does not multiply {a.format.name}"
-        if a.values.dtype not in _LIBRARY_SUMS[sums] or (sums == "fp16" and asked != torch.float16):
-            return f"torch does not sum {a.format.name} products in {sums} for {asked} results"
-        return None
-    if sums != "fp32":
-        return f"torch does not sum FP8 products in {sums}"
-    dtypes = _dtype_of(a), _dtype_of(b)
-    if None in dtypes:
-        return f"torch does not multiply {a.format.name} by {b.format.name}"
-    return _unsupported_scales(*dtypes, "tensor" if kind == "none" else kind, asked, fast)  # type: ignore[arg-type]
-
-
-def _dtype_of(x: Any) -> torch.dtype | None:
-    return own_dtype(x.format)
-
-
-def run_coded(
-    operation: Operation, a: Any, b: Any, bias: Tensor | None, kind: ScaleKind, asked: torch.dtype, *,
-    adds: bool, sums: str, fast_accum: bool,
-) -> Tensor:  # fmt: skip
-    """Return ``a b^T + bias`` of two quantised operands as torch computes it, in dtype ``asked``.
-
-    A bias that torch does not add in such a call (``adds`` is False) is added to the result in float32.
-    """
-    inside = bias if adds else None
-    if operation != "scaled_mm":
-        y = run_plain(operation, a.values, b.values.mT, inside, asked, tf32=a.format.name == "tf32", sums=sums)
-    else:
-        pair = [_codes(x, kind) for x in (a, b)]
-        tensor_scales = [x.tensor_scale if kind in UNIT_SCALES else None for x in (a, b)]
-        left, right = (fp4_of_fp8(x.values) if _dtype_of(x) == _FP4 else x.values for x in (a, b))
-        y = torch.ops.fmtsim.native_gemm(
-            left, right.mT, operation, asked, inside, *pair, *tensor_scales, None, "tensor" if kind == "none" else kind,
-            fast_accum, rows_per_scale_a=a.rows_per_scale, rows_per_scale_b=b.rows_per_scale,
-        )  # fmt: skip
-    return y if bias is None or adds else finish(y, y.dtype, bias=bias)
-
-
-def _codes(x: Any, kind: ScaleKind) -> Tensor | None:
-    """Return scales as the engine takes them: small ones as codes, others as they are."""
-    if x.scales is None or kind not in UNIT_SCALES:
-        return x.scales
-    rows = x.rows_per_scale
-    scales = x.scales if rows == 1 else x.scales.repeat_interleave(rows, dim=0)[: x.values.shape[0]]
+def _codes(scales: Tensor | None, kind: ScaleKind) -> Tensor | None:
+    """Return scales as the library takes them: small ones as codes, others as they are."""
+    if scales is None or kind not in UNIT_SCALES or scales.dtype == torch.uint8:
+        return scales
     if kind == "nvfp4":
         return scales.to(torch.float8_e4m3fn).view(torch.uint8)  # exact: they are E4M3 numbers
     # A power of two's exponent field is its E8M0 code; 2^-127, a subnormal, has 0, and NaN 255.
     return (scales.contiguous().view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
 
 
-def _native_gemm(  # type: ignore[no-untyped-def]
-    a, b, function, dtype, bias=None, scale_a=None, scale_b=None, tensor_scale_a=None, tensor_scale_b=None,
-    result_scale=None, scaling="none", fast_accum=False, tf32=False, fp16_accumulation=False, rows_per_scale_a=1,
-    rows_per_scale_b=1,
-):  # fmt: skip
+def _native_gemm(a, b, function, dtype, bias=None, *rest):  # type: ignore[no-untyped-def]
     engine = load_engine("cuda")
-    call = engine.NativeCall(
-        function=function, out_dtype=dtype, scaling=scaling, fast_accum=fast_accum, tf32=tf32,
-        fp16_accumulation=fp16_accumulation, rows_per_scale_a=rows_per_scale_a, rows_per_scale_b=rows_per_scale_b,
-    )  # fmt: skip
+    scales, facts = engine.NativeScales(*rest[:5]), dict(zip(_FACTS, rest[5:], strict=False))
+    call = engine.NativeCall(function=function, out_dtype=dtype, **facts)
     a, b, bias = (None if t is None else t.detach() for t in (a, b, bias))
-    y = engine.run_native(
-        call, a, b, bias, engine.NativeScales(scale_a, scale_b, tensor_scale_a, tensor_scale_b, result_scale)
-    )
-    return y if y.is_contiguous() else y.contiguous()
+    return engine.run_native(call, a, b, bias, scales).contiguous()
 
 
-def _native_shape(  # type: ignore[no-untyped-def]
-    a, b, function, dtype, bias=None, scale_a=None, scale_b=None, tensor_scale_a=None, tensor_scale_b=None,
-    result_scale=None, scaling="none", fast_accum=False, tf32=False, fp16_accumulation=False, rows_per_scale_a=1,
-    rows_per_scale_b=1,
-):  # fmt: skip
-    return torch.empty((*a.shape[:-1], b.shape[-1]), dtype=dtype, device=a.device)
-
-
-_library.impl("native_gemm", _native_gemm, "CompositeExplicitAutograd")
-torch.library.register_fake("fmtsim::native_gemm", _native_shape, lib=_library)
+define_operator(
+    "native_gemm(Tensor a, Tensor b, str function, ScalarType dtype, Tensor? bias=None, Tensor? scale_a=None, "
+    "Tensor? scale_b=None, Tensor? tensor_scale_a=None, Tensor? tensor_scale_b=None, Tensor? result_scale=None, "
+    "str scaling='none', bool fast_accum=False, bool tf32=False, bool fp16_accumulation=False, int rows_per_scale_a=1, "
+    "int rows_per_scale_b=1) -> Tensor",
+    _native_gemm,
+    lambda a, b, function, dtype, *_: torch.empty((*a.shape[:-1], b.shape[-1]), dtype=dtype, device=a.device),
+    tags=(torch.Tag.needs_exact_strides,),  # a library's accumulation order depends on them
+)

@@ -185,7 +185,8 @@ def read_operand(x: Tensor, fmt: OperandFormat, *, tf32: str = "") -> Tensor:
     """Return an operand's values [..., rows, K] in a dtype that engines take.
 
     Args:
-        x: Floats, a torch float8 or float4 tensor, int8, or integer codes of ``fmt``; K comes last.
+        x: Floats, a torch float8 or float4 tensor, int8, or integer codes of ``fmt``; K comes last. Values in a dtype
+            that engines take are returned as they are.
         fmt: Its format.
         tf32: How float32 becomes TF32: ``"round"`` to nearest even, as libraries do, ``"truncate"`` as a unit does
             that ignores the low 13 bits of a word, or ``""`` where the values lie on the format already.
@@ -194,11 +195,9 @@ def read_operand(x: Tensor, fmt: OperandFormat, *, tf32: str = "") -> Tensor:
         return quantize(x, "tf32", overflow="ieee", out_dtype=torch.float32)
     if tf32 == "truncate":
         return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
-    if x.dtype in FLOATS or x.dtype == torch.int8:
+    if x.dtype in _DIRECT:
         return x
     dtype = own_dtype(fmt)
-    if x.dtype == dtype and dtype in _DIRECT:
-        return x
     if x.dtype == torch.uint8 and dtype in _DIRECT:
         return x.view(dtype)  # codes of 8 bits
     if x.dtype == torch.float4_e2m1fn_x2:

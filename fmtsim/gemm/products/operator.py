@@ -39,13 +39,6 @@ _PIECE = 1 << 20  # sums that the epilogue takes at once: they and its temporari
 _ON_GPUS = 1 << 26  # of all three
 _CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_library = torch.library.Library("fmtsim", "FRAGMENT")
-_library.define(
-    "gemm(Tensor a, Tensor b, str spec, ScalarType? dtype=None, Tensor? c=None, Tensor? scale_a=None, "
-    "Tensor? scale_b=None, Tensor? row=None, Tensor? column=None, Tensor? bias=None, Tensor? result_scale=None, "
-    "Tensor? key=None, bool validated=False) -> Tensor"
-)
-
 
 def run_gemm(
     a: Tensor,
@@ -85,70 +78,21 @@ def run_gemm(
     Raises:
         ArgumentError: An operand holds a number that its format lacks.
     """
-    key = torch.tensor([_signed(number) for number in random]) if isinstance(random, RandomKey) else random
     return torch.ops.fmtsim.gemm(  # type: ignore[no-any-return]
-        a, b, spec.text, dtype, c, scale_a, scale_b, row, column, bias, result_scale, key, validated
+        a,
+        b,
+        spec.text,
+        dtype,
+        c,
+        scale_a,
+        scale_b,
+        row,
+        column,
+        bias,
+        result_scale,
+        ops.key_tensor(random),
+        validated,
     )
-
-
-def draw_keys(stochastic: bool, generator: Any, batch: int | None, device: torch.device) -> Tensor | None:
-    """Return the keys of stochastic rounding: int64 [2], or [batch, 2], seed and offset; None where nothing is drawn.
-
-    Args:
-        stochastic: The unit rounds stochastically.
-        generator: An int seed, a RandomKey, a torch.Generator on the CPU or the device, or None for torch's default.
-        batch: Products of the call, None for a single one. With a seed, product i has offset i more than the
-            first; a torch.Generator is drawn from once for each.
-        device: Where the operands are.
-
-    Raises:
-        ArgumentError: The generator is none, is on another device, or nothing is drawn.
-    """
-    if not stochastic:
-        if generator is not None:
-            raise ArgumentError("generator= is for units that round stochastically; this one does not, leave it out")
-        return None
-    count = 1 if batch is None else batch
-    if generator is None or isinstance(generator, torch.Generator):
-        drawn = [_draw(generator, device).cpu() for _ in range(count)]
-        keys = torch.stack([torch.cat([draw, draw.new_zeros(1)]) for draw in drawn]) if drawn else _no_keys()
-    else:
-        seed, offset = _numbers(generator)
-        keys = torch.tensor([[_signed(seed), _signed(offset + i)] for i in range(count)]) if count else _no_keys()
-    return keys[0] if batch is None else keys
-
-
-def drawn_key(generator: Any, device: torch.device) -> RandomKey:
-    """Return one key as numbers; arguments as in ``draw_keys``. Not for code that a compiler traces."""
-    if generator is None or isinstance(generator, torch.Generator):
-        return RandomKey(int(_draw(generator, device)))
-    return RandomKey(*map(_signed, _numbers(generator)))
-
-
-def _draw(generator: torch.Generator | None, device: torch.device) -> Tensor:
-    where = torch.device("cpu") if generator is None else generator.device
-    if where.type not in ("cpu", device.type):
-        raise ArgumentError(
-            f"generator is on {where}, a on {device}; pass one on the CPU or on {device}, or an int seed"
-        )
-    return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), generator=generator, device=where)
-
-
-def _numbers(generator: Any) -> tuple[int, int]:
-    seed, offset = generator if isinstance(generator, RandomKey) else (generator, 0)
-    numbers = type(seed) is int and type(offset) is int
-    if not numbers or not all(-(1 << 63) <= x < 1 << 64 for x in (seed, offset)):
-        raise ArgumentError(f"generator={generator!r} is not a seed; pass an int of 64 bits or a torch.Generator")
-    return seed, offset
-
-
-def _no_keys() -> Tensor:
-    return torch.empty(0, 2, dtype=torch.int64)
-
-
-def _signed(number: int) -> int:
-    number &= (1 << 64) - 1
-    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def gemm_engine(spec: GemmSpec, a: Tensor, b: Tensor) -> Engine:
@@ -185,9 +129,10 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out):  # type: ignore
     if not out.numel():
         return
     path, wide = spec.datapath, spec.sum_dtype
-    if isinstance(path, Datapath) and path.scale is not None and scale_a is None and scale_b is None:
-        blocks = -(-a.shape[-1] // path.scale_block)  # a unit with scales of its own, and a call without: ones
-        scale_a, scale_b = (torch.ones(rows, blocks, device=a.device) for rows in (m, n))
+    if isinstance(path, Datapath) and path.scale is not None:  # a unit with scales of its own, and a call without: ones
+        blocks = -(-a.shape[-1] // path.scale_block)
+        scale_a = torch.ones(m, blocks, device=a.device) if scale_a is None else scale_a
+        scale_b = torch.ones(n, blocks, device=a.device) if scale_b is None else scale_b
     random = None if key is None else ops.random_key(key)
     engine = gemm_engine(spec, a, b)
     step = m if out.dtype == wide or random is not None else min(m, max(64, _at_once(out, _SUMS) // n))
@@ -386,13 +331,15 @@ def output_format(dtype: torch.dtype) -> FloatFormat:
 _OUTPUTS: dict[Any, FloatFormat] = {dtype: get_format(dtype) for dtype in OUT_DTYPES}  # type: ignore[misc]
 
 
-def _gemm_shape(  # type: ignore[no-untyped-def]
-    a, b, spec, dtype=None, c=None, scale_a=None, scale_b=None, row=None, column=None, bias=None, result_scale=None,
-    key=None, validated=False,
-):  # fmt: skip
+def _gemm_shape(a, b, spec, dtype=None, *_):  # type: ignore[no-untyped-def]
     dtype = dtype or gemm_spec_from_json(spec).sum_dtype
     return torch.empty((*a.shape[:-1], b.shape[-2]), dtype=dtype, device=a.device)
 
 
-_library.impl("gemm", _gemm, "CompositeExplicitAutograd")
-torch.library.register_fake("fmtsim::gemm", _gemm_shape, lib=_library)
+ops.define_operator(
+    "gemm(Tensor a, Tensor b, str spec, ScalarType? dtype=None, Tensor? c=None, Tensor? scale_a=None, "
+    "Tensor? scale_b=None, Tensor? row=None, Tensor? column=None, Tensor? bias=None, Tensor? result_scale=None, "
+    "Tensor? key=None, bool validated=False) -> Tensor",
+    _gemm,
+    _gemm_shape,
+)

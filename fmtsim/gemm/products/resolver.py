@@ -1,4 +1,4 @@
-"""The one resolver of matrix products: what a GemmCall comes to on a target, a unit or a datapath, as a GemmSpec."""
+"""The one way of matrix products: what a GemmCall comes to on a target, a unit or a datapath, and who computes it."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -6,10 +6,16 @@ from operator import index
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fmtsim.arguments import random_keys
 from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.formats.registry import get_format
+from fmtsim.gemm.products.native import multiply_natively, runs_natively, unsupported_reason
+from fmtsim.gemm.products.operands import inner_length, matrix_layout, read_operand
+from fmtsim.gemm.products.operator import finish, output_format, run_gemm
+from fmtsim.gemm.products.scales import Scales, check_unit_scales, unit_scales
 from fmtsim.gemm.targets import target as targets
 from fmtsim.gemm.units import unit as units
 from fmtsim.gemm.units.unit import get_datapath, get_unit
@@ -21,6 +27,7 @@ from fmtsim.spec.schedule import schedule
 
 ACCUMULATE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64, "int32": torch.int32}
 _ACCUMULATE = {dtype: name for name, dtype in ACCUMULATE_DTYPES.items()}
+NO_SCALES = Scales()
 _ONE_CHAIN = GemmPlan(source="one chain, k in order: a unit alone names no library")
 _SCALED_CHAINS: dict[ScaleKind, GemmPlan] = {
     kind: GemmPlan(
@@ -60,6 +67,90 @@ def target_or_unit(
     return unit if datapath is None else datapath
 
 
+def run_product(
+    operation: Operation, a: Tensor, b: Tensor, formats: tuple[OperandFormat, OperandFormat],
+    dtype: torch.dtype | None, scales: Scales = NO_SCALES, *, bias: Tensor | None = None, adds_bias: bool = True,
+    scale_result: Tensor | None = None, target: Any = None, unit: Any = None, plan: GemmPlan | None = None,
+    accumulate: str | None = None, fast_accum: bool = True, native: bool | None = None, strict: bool = False,
+    generator: Any = None, tf32: str = "", layouts: tuple[Layout, Layout] | None = None, quantized: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return ``a b^T + bias``: what every verb and every layer on a unit or target comes to.
+
+    Args:
+        operation: Which function of torch this is.
+        a: [..., M, K], as ``read_operand`` takes it.
+        b: [..., N, K], likewise.
+        formats: Of both operands.
+        dtype: Of the result; None is that of the accumulator.
+        scales: Of both operands.
+        bias: [N], or None.
+        adds_bias: False where the library adds none in such a call: it is then added to the result.
+        scale_result: As in ``scaled_mm``.
+        target, unit, plan, accumulate, native, strict: As in ``mm``; one of target and unit is given.
+        fast_accum: As in GemmCall.
+        generator: Random words of a unit that rounds stochastically.
+        tf32: How float32 operands become TF32 (``read_operand``).
+        layouts: How a library sees the operands; None says what they are.
+        quantized: A layer quantised both: they are values of their formats in any dtype of engines, their scales
+            those of their kind, nothing is looked at again, and the generator may be one that nothing draws from.
+    """
+    if (target is not None or native is not None) and runs_natively(
+        native, target, plan, a.device,
+        lambda: unsupported_reason(
+            operation, (a, b), formats, dtype, scales.kind, accumulate, bias=bias is not None and adds_bias,
+            fast_accum=fast_accum, scale_result=scale_result is not None, converted=quantized or bool(tf32),
+        ),
+    ):  # fmt: skip
+        y = multiply_natively(
+            operation, (a, b), formats, dtype or a.dtype, scales, bias=bias if adds_bias else None,
+            accumulate=accumulate, fast_accum=fast_accum, scale_result=scale_result,
+        )  # fmt: skip
+        return y if bias is None or adds_bias else finish(y, y.dtype, bias=bias)
+    if layouts is None and (target is not None or plan is not None):
+        layouts = matrix_layout(a), matrix_layout(b.mT, transposed=True)
+    spec = resolve_call(
+        operation, *formats, (a.shape[-2], b.shape[-2], inner_length(a)), dtype or a.dtype, target=target, unit=unit,
+        plan=plan, accumulate=accumulate, strict=strict, fast_accum=fast_accum, scaling=scales.kind,
+        bias=bias is not None and adds_bias, layouts=layouts, batch=a.shape[0] if a.dim() == 3 else 1,
+    )  # fmt: skip
+    dtype = _output_dtype(spec, dtype)
+    how = tf32 if spec.a.name == "tf32" else ""  # the unit may take another format than was asked for
+    left, right = read_operand(a, formats[0], tf32=how), read_operand(b, formats[1], tf32=how)
+    scale_a, scale_b = _block_scales(scales, left, right, spec, quantized)
+    stacked, drawn = a.shape[0] if a.dim() == 3 else None, generator if spec.stochastic or not quantized else None
+    key = random_keys(spec.stochastic, drawn, stacked, a.device)
+    made = left is not a and right is not b  # of codes, or rounded
+    return run_gemm(
+        left, right, spec, dtype=dtype, scale_a=scale_a, scale_b=scale_b, row=scales.row, column=scales.column,
+        bias=bias, result_scale=scale_result if target is None else None, random=key,
+        validated=made or (quantized and formats == (spec.a, spec.b)),
+    )  # fmt: skip
+
+
+def _output_dtype(spec: GemmSpec, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of the result; refuse what no product is written in."""
+    dtype = dtype or ACCUMULATE_DTYPES[spec.accumulate]
+    if spec.accumulate != "int32":
+        output_format(dtype)
+    elif dtype != torch.int32:
+        raise DtypeError(f"out_dtype={dtype} is not what integers sum to; choose torch.int32")
+    return dtype
+
+
+def _block_scales(
+    scales: Scales, a: Tensor, b: Tensor, spec: GemmSpec, quantized: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return scales inside the unit, or those of the promotion, for every row."""
+    if scales.a is None and scales.b is None:
+        return None, None
+    each = scales.each_row(a.shape[-2], b.shape[-2])
+    if quantized:
+        check_unit_scales(spec.datapath, scales.kind)
+    if quantized or scales.kind in LARGE_BLOCKS:
+        return each
+    return unit_scales(*each, a, b, spec.datapath)
+
+
 def resolve(call: GemmCall) -> GemmSpec:
     """Return what a call comes to, out of a cache where it was asked before.
 
@@ -82,7 +173,7 @@ def resolve_call(
     operation: Operation, a: OperandFormat, b: OperandFormat, sizes: tuple[int, int, int], out: torch.dtype, *,
     target: Any = None, unit: Any = None, plan: GemmPlan | None = None, accumulate: str | None = None,
     strict: bool = False, fast_accum: bool = True, scaling: ScaleKind = "none", bias: bool = False,
-    layouts: tuple[Layout, Layout] = ("row", "row"), batch: int = 1,
+    layouts: tuple[Layout, Layout] | None = None, batch: int = 1,
 ) -> GemmSpec:  # fmt: skip
     """Return what the GemmCall of these fields comes to; for verbs and layers, which torch.compile may trace.
 
@@ -90,12 +181,11 @@ def resolve_call(
     """
     if target is None and plan is None:
         m = n = k = batch = 0
-        layouts = ("row", "row")
     else:
         m, n, k = index(sizes[0]), index(sizes[1]), index(sizes[2])
     return _resolve_fields(
         a, b, target, unit, plan, operation, m, n, k, out, accumulate or "", strict, fast_accum, scaling, bias,
-        *layouts, index(batch),
+        *(layouts or ("row", "row")), index(batch),
     )  # fmt: skip
 
 

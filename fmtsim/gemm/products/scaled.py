@@ -6,20 +6,11 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError, DtypeError
-from fmtsim.gemm.products.native import run_scaled, runs_natively, unsupported_scaled
-from fmtsim.gemm.products.operands import (
-    check_devices,
-    check_tensor,
-    inner_length,
-    matrix_layout,
-    operand_format,
-    read_operand,
-)
-from fmtsim.gemm.products.operator import draw_keys, output_format, run_gemm
-from fmtsim.gemm.products.resolver import resolve_call, target_or_unit
-from fmtsim.gemm.products.scales import Scales, check_scales, read_scales, recipe_names, swizzle_names, unit_scales
-from fmtsim.spec.call import LARGE_BLOCKS, OperandFormat
-from fmtsim.spec.datapath import Arithmetic
+from fmtsim.gemm.products.operands import check_devices, check_tensor, inner_length, operand_format
+from fmtsim.gemm.products.operator import output_format
+from fmtsim.gemm.products.resolver import run_product, target_or_unit
+from fmtsim.gemm.products.scales import check_scales, read_scales, recipe_names, swizzle_names
+from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.plan import GemmPlan
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -104,23 +95,10 @@ def scaled_mm(
     _check_bias(bias, n, dtype, target is not None)
     if target is not None:
         check_library(formats, dtype, (m, n, k), use_fast_accum)
-    asked: dict[str, Any] = {"accumulate": accumulate, "fast": use_fast_accum, "result": scale_result}
-    if runs_natively(
-        native, target, plan, a.device, lambda: unsupported_scaled((a, b), formats, scales, dtype, **asked)
-    ):  # fmt: skip
-        return run_scaled(a, b, scales, dtype, fast_accum=use_fast_accum, bias=bias, scale_result=scale_result)
-    spec = resolve_call(
-        "scaled_mm", *formats, (m, n, k), dtype, target=target, unit=unit, plan=plan,
-        accumulate=accumulate or ("fp32" if unit is None else None), strict=strict, fast_accum=use_fast_accum,
-        scaling=scales.kind, bias=bias is not None, layouts=(matrix_layout(a), matrix_layout(b, transposed=True)),
-    )  # fmt: skip
-    key = draw_keys(spec.stochastic, generator, None, a.device)
-    left, right = read_operand(a, formats[0]), read_operand(columns, formats[1])
-    inner = _block_scales(scales, left, right, spec.datapath)
-    result = scale_result if target is None else None
-    return run_gemm(
-        left, right, spec, dtype=dtype, scale_a=inner[0], scale_b=inner[1], row=scales.row, column=scales.column,
-        bias=bias, result_scale=result, random=key,
+    return run_product(
+        "scaled_mm", a, columns, formats, dtype, scales, bias=bias, scale_result=scale_result, target=target, unit=unit,
+        plan=plan, accumulate=accumulate or ("fp32" if unit is None else None), fast_accum=use_fast_accum,
+        native=native, strict=strict, generator=generator,
     )  # fmt: skip
 
 
@@ -187,10 +165,3 @@ def check_library(
         raise ArgumentError(
             f"torch._scaled_mm takes K and N that are multiples of 16, not K={k}, N={n}; pad, or pass unit="
         )
-
-
-def _block_scales(scales: Scales, a: Tensor, b: Tensor, path: Arithmetic) -> tuple[Tensor | None, Tensor | None]:
-    """Return scales inside the unit, or those of the promotion."""
-    if scales.kind in LARGE_BLOCKS:
-        return scales.a, scales.b
-    return unit_scales(scales.a, scales.b, a, b, path)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.errors import ArgumentError, DtypeError, FormatError
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.ops import decode
 from fmtsim.ops import quantize as cast
@@ -21,18 +21,52 @@ _SWIZZLES = ("NO_SWIZZLE", "SWIZZLE_32_4_4")
 
 
 class Scales(NamedTuple):
-    """Scales of a call: those of the epilogue (row, column), and those of blocks (a, b).
+    """Scales of a call.
 
-    ``rows_per_scale`` says how many rows of a, and of b, share a scale of a large block; ``a`` and ``b`` repeat it for
-    each row.
+    kind: What shares a scale, as in GemmCall.
+    row, column: Those of the epilogue: one element, or one for each row of a, and each row of b.
+    a, b: Those of blocks, [row blocks, blocks along K]: float32, or codes of scales inside a unit.
+    rows_per_scale: How many rows of a, and of b, share the scales of a block.
     """
 
-    kind: ScaleKind
+    kind: ScaleKind = "none"
     row: Tensor | None = None
     column: Tensor | None = None
     a: Tensor | None = None
     b: Tensor | None = None
     rows_per_scale: tuple[int, int] = (1, 1)
+
+    def each_row(self, m: int, n: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return the scales of blocks, one for every row of a [m, K] and b [n, K]."""
+        a, b = (
+            s if s is None or rows == 1 else s.repeat_interleave(rows, 0)[:size]
+            for s, rows, size in zip((self.a, self.b), self.rows_per_scale, (m, n), strict=True)
+        )
+        return a, b
+
+
+def product_kind(a: ScaleKind, b: ScaleKind) -> ScaleKind:
+    """Return the kind of scales of a product; raise FormatError where no unit takes the two together."""
+    if a == b or {a, b} <= {"none", "tensor", "row"}:
+        return a if a == b else "row" if "row" in (a, b) else "tensor"
+    names = ("no scales" if kind == "none" else f"{kind} scales" for kind in (a, b))
+    raise FormatError(f"no unit multiplies an operand with {' by one with '.join(names)}; give both the same")
+
+
+def check_unit_scales(path: Arithmetic, kind: ScaleKind) -> None:
+    """Raise FormatError where operands have block scales that the unit does not multiply with."""
+    extent = SCALE_KINDS.get(kind)
+    if extent is None or extent.unit_scale is None:
+        return
+    name, every = extent.unit_scale, extent.block
+    scale, block = (path.scale, path.scale_block) if isinstance(path, Datapath) else (None, 0)
+    if scale is not None and (scale.name, block) == (name, every):
+        return
+    own = "has no scales of its own" if scale is None else f"has {scale.name} scales every {block}"
+    raise FormatError(
+        f"the operands have {name} scales every {every} products, the unit {own}; choose another unit "
+        "(fmtsim.list_units()), or Datapath(scale=, scale_block=)"
+    )
 
 
 def unit_scale_format(*scales: Tensor | None) -> str | None:
@@ -46,7 +80,7 @@ def unit_scale_format(*scales: Tensor | None) -> str | None:
 def unit_scales(
     scale_a: Tensor | None, scale_b: Tensor | None, a: Tensor, b: Tensor, path: Arithmetic
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return scales inside a unit as float32 [..., rows, ceil(K / g)]: ones where the call has none.
+    """Return scales inside a unit as float32 [..., rows, ceil(K / g)], None where the call has none.
 
     Raises:
         ArgumentError: The unit has no scales, or their shapes or values do not fit.
@@ -56,11 +90,11 @@ def unit_scales(
         if scale_a is not None or scale_b is not None:
             raise ArgumentError("the unit has no scales of its own; leave scale_a and scale_b out, or call scaled_mm")
         return None, None
-    found = []
+    found: list[Tensor | None] = []
     for name, scale, x in (("scale_a", scale_a, a), ("scale_b", scale_b, b)):
         blocks = -(-x.shape[-1] // path.scale_block)
         if scale is None:
-            found.append(torch.ones(x.shape[-2], blocks, device=x.device))
+            found.append(None)
             continue
         if scale.shape[-2:] != (x.shape[-2], blocks):
             raise ArgumentError(
@@ -231,7 +265,7 @@ def _vector(name: str, scale: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def _large_blocks(name: str, scale: Tensor, rows: int, k: int, recipe: str, k_first: bool) -> Tensor:
-    """Return float32 [rows, ceil(K / 128)] from scales of 1x128 or 128x128 blocks.
+    """Return float32 [row blocks, ceil(K / 128)] from scales of 1x128 or 128x128 blocks.
 
     Args:
         k_first: Which order is meant where shapes leave both open. ``torch._scaled_mm`` takes b's scales with K first;
@@ -248,8 +282,7 @@ def _large_blocks(name: str, scale: Tensor, rows: int, k: int, recipe: str, k_fi
         raise ArgumentError(
             f"{name} has shape {tuple(scale.shape)}; {recipe} scales have shape {(groups, kb)} or {(kb, groups)}"
         )
-    blocks = _finite(name, blocks)
-    return blocks if groups == rows else blocks.repeat_interleave(_BLOCK, dim=0)[:rows]
+    return _finite(name, blocks)
 
 
 def _small_blocks(
