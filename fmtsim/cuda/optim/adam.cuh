@@ -1,16 +1,13 @@
 // What steps of Adam on many parameters share: the table of a launch, reads and writes of four neighbours, the update.
 // Macros: ENTRIES, parameters of a launch. TYPE: of parameters and gradients, 0 float32, 1 bfloat16, 2 float16.
 #pragma once
-#include "common.cuh"
+#include "philox.cuh"
+#include "vectors.cuh"
 
 #define CHUNK 2048  // elements of a block of threads at a time: whole blocks
 #define INFINITE 0x7F800000u
 
-#if TYPE == 0
-typedef float Number;
-#else
-typedef u16 Number;
-#endif
+typedef Stored<TYPE>::type Number;
 
 struct Entry {  // a parameter
   Number* p;
@@ -38,29 +35,16 @@ struct alignas(16) Numbers {
   float inverse;  // 1 / correction, which lies from 2^-60 to 1
   i32 zeroing;    // elements whose gradient is not finite lose their moments and stay
 };
-// The count of elements where all that are meant exist: no test for the end is left in the code.
-struct Endless {};
-DEVICE bool operator<=(i64, Endless) { return true; }
-DEVICE bool operator<(i64, Endless) { return true; }
-DEVICE bool operator>=(i64, Endless) { return false; }
-template <class Count>
-struct Is {
-  static constexpr bool endless = false;
-};
-template <>
-struct Is<Endless> {
-  static constexpr bool endless = true;
-};
 
-// Four neighbours; what lies behind the end is zero.
+// Four neighbours; what lies behind the end is zero. Whole: all that are meant exist, so that no test for the end is left.
 struct Four {
   float x[4];
 };
 
-template <class Count>
-DEVICE Four read(const float* from, i64 at, Count count) {
+template <bool Whole>
+DEVICE Four read(const float* from, i64 at, i64 count) {
   Four four;
-  if (at + 4 <= count) {
+  if (Whole || at + 4 <= count) {
     Words4 w = *(const Words4*)(from + at);
     four = Four{__uint_as_float(w.x), __uint_as_float(w.y), __uint_as_float(w.z), __uint_as_float(w.w)};
   } else {
@@ -70,9 +54,9 @@ DEVICE Four read(const float* from, i64 at, Count count) {
   return four;
 }
 
-template <class Count>
-DEVICE void write(float* to, i64 at, Count count, const Four& four) {
-  if (at + 4 <= count) {
+template <bool Whole>
+DEVICE void write(float* to, i64 at, i64 count, const Four& four) {
+  if (Whole || at + 4 <= count) {
     *(Words4*)(to + at) = Words4{__float_as_uint(four.x[0]), __float_as_uint(four.x[1]), __float_as_uint(four.x[2]),
                                  __float_as_uint(four.x[3])};
   } else {
@@ -83,19 +67,19 @@ DEVICE void write(float* to, i64 at, Count count, const Four& four) {
   }
 }
 
-// Four neighbours of Bits 16 or 8, the first in the lowest bits.
-template <class Code, class Count>
-DEVICE u64 read_four(const Code* from, i64 at, Count count) {
-  if (at + 4 <= count) return sizeof(Code) == 1 ? *(const u32*)(from + at) : *(const u64*)(from + at);
+// Four neighbours of 16 or 8 bits, the first in the lowest bits.
+template <bool Whole, class Code>
+DEVICE u64 read_four(const Code* from, i64 at, i64 count) {
+  if (Whole || at + 4 <= count) return sizeof(Code) == 1 ? *(const u32*)(from + at) : *(const u64*)(from + at);
   u64 codes = 0;
 #pragma unroll
   for (int k = 0; k < 4; k++) codes |= at + k < count ? (u64)from[at + k] << (8 * sizeof(Code) * k) : 0;
   return codes;
 }
 
-template <class Code, class Count>
-DEVICE void write_four(Code* to, i64 at, Count count, u64 codes) {
-  if (at + 4 <= count) {
+template <bool Whole, class Code>
+DEVICE void write_four(Code* to, i64 at, i64 count, u64 codes) {
+  if (Whole || at + 4 <= count) {
     if (sizeof(Code) == 1) *(u32*)(to + at) = (u32)codes;
     else *(u64*)(to + at) = codes;
     return;
@@ -128,41 +112,29 @@ DEVICE u32 magnitude_of(u32 code) {
 #define BIASED (TYPE == 1 ? 127 : 15)
 #define NO_NUMBER (TYPE == 1 ? 0x7F80u : 0x7C00u)  // Inf; NaN lies above it
 
-DEVICE float number_of(u32 code) {
-  u32 size = code & 0x7FFF, bits = magnitude_of<PLACES, BIASED>(size);
-  if (size >= NO_NUMBER) bits = INFINITE | (size > NO_NUMBER ? 0x400000 : 0);
-  return __uint_as_float(bits | (code & 0x8000) << 16);
-}
-
 DEVICE u32 rounded(float x) {
   u32 bits = __float_as_uint(x), size = bits & MAGNITUDE, most = (128u + BIASED) << 23;
   if (size > INFINITE) return NO_NUMBER | 1u << (PLACES - 1);
   return (bits >> 16 & 0x8000) | nearest_code<PLACES, BIASED>(size > most ? most : size);
 }
 
-template <class Count>
-DEVICE Four read(const u16* from, i64 at, Count count) {
-  u64 bits = read_four(from, at, count);
+template <bool Whole>
+DEVICE Four read(const u16* from, i64 at, i64 count) {
+  u64 bits = read_four<Whole>(from, at, count);
   Four four;
 #pragma unroll
-  for (int k = 0; k < 4; k++) four.x[k] = number_of((u32)(bits >> (16 * k)) & 0xFFFF);
+  for (int k = 0; k < 4; k++) four.x[k] = loaded<TYPE>((u16)(bits >> (16 * k)));
   return four;
 }
 
-template <class Count>
-DEVICE void write(u16* to, i64 at, Count count, const Four& four) {
+template <bool Whole>
+DEVICE void write(u16* to, i64 at, i64 count, const Four& four) {
   u64 bits = 0;
 #pragma unroll
   for (int k = 0; k < 4; k++) bits |= (u64)rounded(four.x[k]) << (16 * k);
-  write_four(to, at, count, bits);
+  write_four<Whole>(to, at, count, bits);
 }
 #endif
-
-template <class Count>
-DEVICE u32 read_codes(const u8* from, i64 at, Count count) { return (u32)read_four(from, at, count); }
-
-template <class Count>
-DEVICE void write_codes(u8* to, i64 at, Count count, u32 codes) { write_four(to, at, count, codes); }
 
 // x / divisor as IEEE rounds it, with inverse = fl(1 / divisor) (Markstein): for divisors from 2^-60 to 2^60, x that
 // are 0, infinite, NaN or from 2^-80 to 2^66, and quotients from 2^-100 to 2^126, so that all remainders are exact.
@@ -217,20 +189,19 @@ DEVICE bool update(float& p, float g, float& m, float& v, const Numbers& n) {
 }
 
 // A chunk of a parameter whose moments are float32.
-template <class Count>
-DEVICE u32 step_plainly(const Entry& e, i64 start, Count count, const Numbers& n) {
+DEVICE u32 step_plainly(const Entry& e, i64 start, const Numbers& n) {
   u32 bad = 0;
 #pragma unroll
   for (int group = 0; group < 2; group++) {
     i64 at = start + threadIdx.x * 4 + group * (CHUNK / 2);
-    if (at >= count) continue;
-    Four p = read(e.p, at, count), g = read(e.g, at, count);
-    Four m = read((const float*)e.m, at, count), v = read((const float*)e.v, at, count);
+    if (at >= e.count) continue;
+    Four p = read<false>(e.p, at, e.count), g = read<false>(e.g, at, e.count);
+    Four m = read<false>((const float*)e.m, at, e.count), v = read<false>((const float*)e.v, at, e.count);
 #pragma unroll
     for (int k = 0; k < 4; k++) bad += update(p.x[k], g.x[k], m.x[k], v.x[k], n);
-    write(e.p, at, count, p);
-    write((float*)e.m, at, count, m);
-    write((float*)e.v, at, count, v);
+    write<false>(e.p, at, e.count, p);
+    write<false>((float*)e.m, at, e.count, m);
+    write<false>((float*)e.v, at, e.count, v);
   }
   return bad;
 }
@@ -259,4 +230,19 @@ DEVICE u32 largest_of_block(u32 top, u32* shared) {
   for (int k = 0; k < COUNT; k++) top = shared[first + k] > top ? shared[first + k] : top;
   __syncthreads();
   return top;
+}
+
+// Blocks of 256 threads take the chunks of a launch in turn; step(e, which, start) does a chunk of parameter `which` and
+// returns how many of its gradients are not finite.
+template <class Step>
+DEVICE void each_chunk(const Entries& entries, i32 count, i64 chunks, const Numbers& n, u64* nonfinite, Step step) {
+  u32 bad = 0;
+  i32 which = 0;
+  for (i64 chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+    while (which + 1 < count && entries.of[which + 1].first <= chunk) which++;
+    const Entry& e = entries.of[which];
+    const i64 start = (chunk - e.first) * CHUNK;
+    bad += e.plain ? step_plainly(e, start, n) : step(e, which, start);
+  }
+  if (bad) atomicAdd(nonfinite, (u64)bad);
 }

@@ -1,4 +1,4 @@
-"""A step of Adam on many parameters: a few launches for all of them.
+"""A step of Adam on many parameters: which schemes the kernels know, and the few launches for all parameters.
 
 Moments are codes of codebooks or of expanded groups, or states, weights among them, are floating-point codes, with
 scales of blocks, of tensors, or none. The definition is fmtsim/optim: rules.py (the update), codec.py (scales and
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from fmtsim.cuda import runtime
-from fmtsim.cuda.cast.parameters import draw_of
+from fmtsim.cuda.cast.parameters import draw_of, macros
 from fmtsim.cuda.runtime import Defines
+from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.cast import RandomKey
-from fmtsim.spec.optimizer import Book
+from fmtsim.spec.optimizer import FLOAT32, Numbers, Scheme, StateFormat, book_of, key_of
 
 THREADS, CHUNK = 256, 2048
 ENTRIES, WORDS = 30, 16
@@ -28,30 +28,107 @@ ENTRIES, WORDS = 30, 16
 
 BLOCKS = (128, 256, 512, 1024, 2048)
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-RESIDENT, RESIDENT_EXPANDED = 4, 2  # blocks of threads that a multiprocessor holds: 50 and 92 registers a thread
-ALIGNED = 16
+EXPANDED_GROUP = 128
+_RULES = ("none", "amax", "inverse", "reciprocal", "power_of_two")
+_FOUND = 6  # words of a parameter between the two kernels of scales of tensors
+_NO_BOOKS = bytes(48)
+_FP32, _ABSENT = "Slot<32,23,127,0,0,0,0,0,0>", "Slot<0,23,127,0,0,0,0,0,0>"
 
-RULES = ("none", "amax", "inverse", "reciprocal", "power_of_two")
-FOUND = 6  # words of a parameter between the two kernels of scales of tensors
-RESIDENT_RANDOM = 3  # the same where weights are rounded stochastically, as the kernels' bounds have it
+
+class Kernels(NamedTuple):
+    """How kernels take the states of a scheme.
+
+    file: Of the kernels. defines: Macros, without those of a parameter's dtype. resident: Blocks of threads that a
+    multiprocessor holds, as the kernels' bounds have it (expanded groups: 92 registers a thread). books: The moments
+    are codes of codebooks. by_tensor: There are scales of whole tensors. draws: Weights are rounded stochastically.
+    """
+
+    file: str
+    defines: Defines
+    resident: int = 4
+    books: bool = False
+    by_tensor: bool = False
+    draws: bool = False
+
+    def macros(self, dtype: torch.dtype) -> Defines:
+        """Return all macros for parameters of a dtype."""
+        return *self.defines, ("ENTRIES", str(ENTRIES)), ("TYPE", str(TYPES[dtype]))
 
 
-class Books:
-    """The codebooks of both moments, the second never negative, with their tables on every device that asked."""
+@lru_cache(maxsize=64)
+def kernels_of(scheme: Scheme) -> Kernels | None:
+    """Return the kernels that know the states of a scheme, None where none do.
 
-    def __init__(self, first: Book, second: Book) -> None:
-        self.pair, self.bits = (first, second), len(first.values).bit_length() - 1
-        self.parameters = _book_bytes(first, signed=True), _book_bytes(second, signed=False)
-        self._held: dict[torch.device, tuple[Tensor, Tensor]] = {}
+    Those are floating-point codes (``slot_of``) or float32, whose scales are of tensors, of blocks of one size, or
+    none; E4M3 in expanded groups of 128; and codes of 4 or 8 bits of codebooks whose largest value is 1.
+    """
+    if scheme.nonfinite == "skip":
+        return None
+    first, second = scheme.first, scheme.second
+    slots = [slot_of(first), slot_of(second), _ABSENT if scheme.weights is None else slot_of(scheme.weights)]
+    if None not in slots:
+        return _of_slots(scheme, *slots)
+    if scheme.weights is not None:
+        return None
+    if all(fmt.expand and fmt.block == EXPANDED_GROUP and fmt.format == get_format("e4m3") for fmt in (first, second)):
+        plain = all(not fmt.stochastic and not fmt.least for fmt in (first, second))
+        return Kernels("adam_expanded.cu", (), resident=2) if plain else None
+    if first.block != second.block or not isinstance(first.block, int) or first.bits != second.bits:
+        return None
+    if book_of(first) is None or book_of(second) is None:
+        return None
+    return Kernels("adam.cu", _books_of(first.block, first.bits), books=True)
 
-    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the values of both and the words of both."""
-        if device not in self._held:
-            values = np.concatenate([book.values for book in self.pair])
-            positive = self.pair[1].words[: len(self.pair[1].words) // 2]
-            words = np.concatenate([self.pair[0].words, positive])
-            self._held[device] = torch.from_numpy(values).to(device), torch.from_numpy(words).to(device)
-        return self._held[device]
+
+def _of_slots(scheme: Scheme, first: str | None, second: str | None, weights: str | None) -> Kernels | None:
+    kept = scheme.weights
+    if scheme.first.stochastic or scheme.second.stochastic:
+        return None
+    if kept is not None and (kept.format is None or scheme.minimum or scheme.whole_blocks or scheme.matrices):
+        return None
+    blocks = {fmt.block for fmt in (scheme.first, scheme.second, kept or FLOAT32) if fmt.scale != "none"}
+    block = blocks.pop() if blocks else 0
+    if blocks or block not in (0, "tensor", *BLOCKS):
+        return None
+    draws = kept is not None and kept.stochastic
+    defines = _states(block if isinstance(block, int) else 0, first, second, weights)
+    return Kernels("adam.cu", defines, 3 if draws else 4, by_tensor=block == "tensor", draws=draws)
+
+
+def _states(block: int, first: str | None, second: str | None, weights: str | None) -> Defines:
+    return macros(BLOCK=block, FIRST=first, SECOND=second, WEIGHTS=weights)
+
+
+def _books_of(block: int, bits: int) -> Defines:
+    return _states(block, f"Book<{bits},false>", f"Book<{bits},true>", _ABSENT)
+
+
+def slot_of(state: StateFormat) -> str | None:
+    """Return the kernels' Slot of a state, None where they do not know its codes.
+
+    They know float32, and floating-point codes with a sign, of 8 or 16 bits, with NaN, within float32.
+    """
+    fmt, how = state.format, state.rounding
+    if fmt is None:
+        return _FP32
+    if not isinstance(fmt, FloatFormat) or state.expand or state.scale not in _RULES:
+        return None
+    usual = fmt.signed and fmt.has_subnormals and fmt.has_zero and fmt.bits in (8, 16) and fmt.nan in ("ieee", "top")
+    if (
+        not usual
+        or not 1 <= fmt.exponent_bias <= 127
+        or not 1 <= fmt.mantissa_bits <= 14
+        or not 1 <= fmt.max < 2.0**128
+    ):
+        return None
+    bits = how.random_bits or 0
+    if how.mode != "nearest_even":
+        drawn = 0 < bits <= 23 - fmt.mantissa_bits and fmt.exponent_bias == 127
+        if not drawn or how != Rounding(mode="stochastic", random_bits=bits):
+            return None
+    least = struct.unpack("<I", struct.pack("<f", state.least))[0]
+    fields = (fmt.bits, fmt.mantissa_bits, fmt.exponent_bias, fmt.max_code, int(fmt.infinities), fmt.nan_code)
+    return f"Slot<{','.join(map(str, (*fields, _RULES.index(state.scale), f'{least}u', bits)))}>"
 
 
 class Launch(NamedTuple):
@@ -69,7 +146,7 @@ def launches(rows: Sequence[tuple[int, ...]]) -> list[Launch]:
     """Return the launches for parameters, a row each.
 
     A row has addresses, 0 where there is nothing: of parameter and gradient (of one dtype of TYPES, contiguous,
-    multiples of ALIGNED), of both moments' codes, scales, powers and centres, of codes and scales of weights. Then
+    multiples of 16), of both moments' codes, scales, powers and centres, of codes and scales of weights. Then
     whether the moments are float32 whatever those of the others are, the place of random words (``weights`` of
     ``fmtsim.spec.optimizer.key_of`` without the step), and the number of elements.
     """
@@ -85,185 +162,76 @@ def launches(rows: Sequence[tuple[int, ...]]) -> list[Launch]:
     return found
 
 
-def adam(
+def launch(
     parts: Sequence[Launch],
-    like: Tensor,
-    books: Books | None,
-    numbers: tuple[float, ...],
-    block: int,
-    zeroing: bool,
+    parameters: Sequence[Tensor],
+    scheme: Scheme,
+    numbers: Numbers,
     counter: Tensor,
+    seed: int,
+    step: int,
 ) -> None:
-    """Do a step of many parameters in place.
+    """Start the kernels of one step of parameters on what ``launches`` made of them.
 
     Args:
-        parts: What ``launches`` made of them.
-        like: Any of the parameters, which says device and dtype.
-        books: Of the moments; None for E4M3 in expanded groups of 128.
-        numbers: The first ten fields of ``fmtsim.spec.optimizer.Numbers``, in order.
-        block: Numbers that share a scale, one of BLOCKS.
-        zeroing: Elements whose gradient is not finite lose their moments and keep their parameter.
+        parts: The launches.
+        parameters: Of one device and dtype.
+        scheme: One that ``kernels_of`` knows.
+        numbers: The scalars of the step.
         counter: int64, 0-d; grows by the number of elements of gradients that are not finite.
+        seed, step: Of random words.
     """
-    index = runtime.device_index(like)
-    scalars = packed_numbers(numbers, zeroing)
-    shared, resident = 0, RESIDENT_EXPANDED
-    more: tuple[object, ...] = ()
-    if books is None:
-        kernel = runtime.kernel("adam_expanded.cu", "adam", index, common_defines(like.dtype))
-    else:
-        kernel = runtime.kernel("adam_codebooks.cu", "adam", index, _defines(block, books.bits, like.dtype))
-        values, words = books.tables(like.device)
-        resident = RESIDENT
-        shared, more = 4 * (values.numel() + words.numel()), (*books.parameters, values, words)
-    most = resident * runtime.multiprocessors(index)
-    for table, entries, chunks in parts:
-        if chunks:
-            kernel(
-                min(chunks, most), THREADS, table.tobytes(), np.int32(entries), np.int64(chunks), scalars, *more,
-                counter, shared=shared,
-            )  # fmt: skip
-
-
-def packed_numbers(numbers: tuple[float, ...], zeroing: bool) -> bytes:
-    """Return struct Numbers of the kernels.
-
-    The correction is ``sqrt(1 - beta2**step)`` with beta2 < 1, or 1: never below the least that quotient() takes.
-    """
-    return struct.pack("<11fi", *numbers[:10], np.float32(1) / np.float32(numbers[7]), zeroing)
-
-
-def common_defines(dtype: torch.dtype) -> Defines:
-    """Return the macros that all kernels of moments take."""
-    return ("ENTRIES", str(ENTRIES)), ("TYPE", str(TYPES[dtype]))
-
-
-def _book_bytes(book: Book, *, signed: bool) -> bytes:
-    buckets = len(book.words) // 2
-    integers = np.array([buckets, book.lowest, book.zero, 1 + signed], np.int32).tobytes()
-    return integers + np.float32(book.least).tobytes() + bytes(12)
-
-
-@lru_cache(maxsize=32)
-def _defines(block: int, bits: int, dtype: torch.dtype) -> Defines:
-    return (("BLOCK", str(block)), ("BITS", str(bits)), *common_defines(dtype))
-
-
-class Slot(NamedTuple):
-    """How one state is kept.
-
-    format: Of codes, one that ``takes`` lets pass; None for float32. rule: Of scales, one of RULES. least: What amax is
-    raised to. random_bits: Of stochastic rounding, 0 for nearest even.
-    """
-
-    format: FloatFormat | None = None
-    rule: str = "none"
-    least: float = 0.0
-    random_bits: int = 0
-
-    def macro(self) -> str:
-        """Return the parameters of the kernels' Slot."""
-        fmt = self.format
-        if fmt is None:
-            return "32,23,127,0,0,0,0,0,0"
-        least = struct.unpack("<I", struct.pack("<f", self.least))[0]
-        fields = (fmt.bits, fmt.mantissa_bits, fmt.exponent_bias, fmt.max_code, int(fmt.infinities), fmt.nan_code)
-        return ",".join(map(str, (*fields, RULES.index(self.rule), f"{least}u", self.random_bits)))
-
-
-NO_WEIGHTS = "0,23,127,0,0,0,0,0,0"
-
-
-def takes(fmt: FloatFormat, rounding: Rounding) -> bool:
-    """Say whether the kernels know a format under a rounding: signed, of 8 or 16 bits, with NaN, within float32."""
-    usual = fmt.signed and fmt.has_subnormals and fmt.has_zero and fmt.bits in (8, 16) and fmt.nan in ("ieee", "top")
-    if not usual or not 1 <= fmt.exponent_bias <= 127 or not 1 <= fmt.mantissa_bits <= 14:
-        return False
-    if not 1 <= fmt.max < 2.0**128:
-        return False
-    if rounding.mode == "nearest_even":
-        return True
-    bits = rounding.random_bits
-    drawn = bits is not None and bits <= 23 - fmt.mantissa_bits and fmt.exponent_bias == 127
-    return drawn and rounding == Rounding(mode="stochastic", random_bits=bits)
-
-
-class States(NamedTuple):
-    """How all states are kept. block: Numbers that share a scale, 0 where these are of tensors or there are none."""
-
-    first: Slot
-    second: Slot
-    weights: Slot | None
-    block: int
-
-    @property
-    def by_tensor(self) -> bool:
-        """Whether there are scales of whole tensors."""
-        return not self.block and any(slot is not None and slot.rule != "none" for slot in self[:3])
-
-
-def adam_floats(
-    parts: Sequence[Launch],
-    like: Tensor,
-    states: States,
-    numbers: tuple[float, ...],
-    zeroing: bool,
-    counter: Tensor,
-    key: RandomKey,
-) -> None:
-    """Do a step of many parameters whose states are floating-point codes, in place.
-
-    Args:
-        parts, like, numbers, zeroing, counter: As of ``adam``.
-        states: How they are kept; a block is one of BLOCKS.
-        key: Of random words; what rows have for a place is added to the offset.
-    """
-    index, defines = runtime.device_index(like), _float_defines(states, like.dtype)
-    update = runtime.kernel("adam_floats.cu", "adam", index, defines)
-    stochastic = states.weights is not None and states.weights.random_bits
-    most = (RESIDENT_RANDOM if stochastic else RESIDENT) * runtime.multiprocessors(index)
-    scalars = packed_numbers(numbers, zeroing)
-    draw = draw_of(Rounding(mode="stochastic") if stochastic else Rounding(), key)
+    kernels, like = kernels_of(scheme), parameters[0]
+    assert kernels is not None  # by the scheme
+    index, defines = runtime.device_index(like), kernels.macros(like.dtype)
+    update = runtime.kernel(kernels.file, "adam", index, defines)
+    most = kernels.resident * runtime.multiprocessors(index)
+    # the correction is sqrt(1 - beta2**step) with beta2 < 1, or 1: never below the least that quotient() takes
+    inverse = np.float32(1) / np.float32(numbers.correction)
+    scalars = struct.pack("<11fi", *numbers[:10], inverse, scheme.nonfinite == "zero")
     found: list[Tensor | None] = [None] * len(parts)
-    if states.by_tensor:
-        tops = runtime.kernel("adam_floats.cu", "tops", index, defines)
-        found = list(torch.zeros((len(parts), ENTRIES * FOUND), dtype=torch.int32, device=like.device))
+    if kernels.by_tensor:
+        found = list(torch.zeros((len(parts), ENTRIES * _FOUND), dtype=torch.int32, device=like.device))
+    rounding = Rounding(mode="stochastic") if kernels.draws else Rounding()
+    draw = draw_of(rounding, key_of(seed, step, 0, "first"))
+    books, shared, _ = _books(scheme, like.device) if kernels.books else (_NO_BOOKS, 0, None)
     for (table, entries, chunks), each in zip(parts, found, strict=True):
-        rows = table.tobytes(), np.int32(entries), np.int64(chunks), scalars
-        if each is not None:
-            tops(min(chunks, most), THREADS, *rows, each)
-        update(min(chunks, most), THREADS, *rows, draw, each, counter)
+        more = () if kernels.file == "adam_expanded.cu" else (draw, books, each)
+        given = table.tobytes(), np.int32(entries), np.int64(chunks), scalars, *more, counter
+        if chunks and each is not None:
+            runtime.kernel(kernels.file, "tops", index, defines)(min(chunks, most), THREADS, *given)
+        if chunks:
+            update(min(chunks, most), THREADS, *given, shared=shared)
+    torch.autograd.graph.increment_version(parameters)  # autograd may have saved them for a backward
 
 
-@lru_cache(maxsize=32)
-def _float_defines(states: States, dtype: torch.dtype) -> Defines:
-    weights = NO_WEIGHTS if states.weights is None else states.weights.macro()
-    macros = ("FIRST", states.first.macro()), ("SECOND", states.second.macro()), ("WEIGHTS", weights)
-    return (("BLOCK", str(states.block)), *macros, *common_defines(dtype))
+@lru_cache(maxsize=64)
+def _books(scheme: Scheme, device: torch.device) -> tuple[bytes, int, tuple[Tensor, Tensor]]:
+    """Return struct Books, the bytes of what it points to, and that: values and words of both codebooks."""
+    first, second = book_of(scheme.first), book_of(scheme.second)
+    assert first is not None and second is not None  # by the kernels
+    buckets = len(first.words) // 2
+    values = torch.from_numpy(np.concatenate([first.values, second.values])).to(device)
+    words = torch.from_numpy(np.concatenate([first.words, second.words[:buckets]])).to(device)
+    numbers = buckets, first.lowest, first.zero, second.zero, first.least, second.least
+    packed = struct.pack("<2Q4i2f8x", values.data_ptr(), words.data_ptr(), *numbers)
+    return packed, 4 * (values.numel() + words.numel()), (values, words)
 
 
 def variants() -> Iterator[tuple[str, str, Defines]]:
     """Yield kernels for float32 parameters: codebooks of every block size, some schemes of floats; one of bfloat16."""
-    for block in BLOCKS:
-        for bits in (4, 8) if block == 128 else (8,):
-            yield "adam_codebooks.cu", "adam", _defines(block, bits, torch.float32)
-    yield "adam_codebooks.cu", "adam", _defines(256, 8, torch.bfloat16)
-    yield "adam_expanded.cu", "adam", common_defines(torch.float32)
+    schemes = [("adam", _books_of(block, bits)) for block, bits in ((128, 4), *((block, 8) for block in BLOCKS))]
     e4m3 = FloatFormat(name="e4m3", exponent_bits=4, mantissa_bits=3, nan="top", infinities=False)
     fp16 = FloatFormat(name="fp16", exponent_bits=5, mantissa_bits=10)
     bf16 = FloatFormat(name="bf16", exponent_bits=8, mantissa_bits=7)
-    by_tensor = _float_defines(
-        States(Slot(e4m3, "power_of_two"), Slot(fp16, "power_of_two"), Slot(fp16, "power_of_two"), 0), torch.float32
-    )
-    yield "adam_floats.cu", "tops", by_tensor
-    yield "adam_floats.cu", "adam", by_tensor
-    yield (
-        "adam_floats.cu",
-        "adam",
-        _float_defines(States(Slot(e4m3, "amax"), Slot(e4m3, "amax"), None, 128), torch.float32),
-    )
-    yield (
-        "adam_floats.cu",
-        "adam",
-        _float_defines(States(Slot(), Slot(), Slot(bf16, random_bits=16), 0), torch.bfloat16),
-    )
+    power = (slot_of(StateFormat(format=fmt, scale="power_of_two")) for fmt in (e4m3, fp16, fp16))
+    amax = slot_of(StateFormat(format=e4m3, block=128, scale="amax"))
+    by_tensor = _states(0, *power)
+    schemes += [(name, by_tensor) for name in ("tops", "adam")]
+    schemes += [("adam", _states(128, amax, amax, _ABSENT))]
+    for name, defines in schemes:
+        yield "adam.cu", name, Kernels("adam.cu", defines).macros(torch.float32)
+    yield "adam_expanded.cu", "adam", Kernels("adam_expanded.cu", ()).macros(torch.float32)
+    yield "adam.cu", "adam", Kernels("adam.cu", schemes[2][1]).macros(torch.bfloat16)
+    drawn = slot_of(StateFormat(format=bf16, rounding=Rounding(mode="stochastic", random_bits=16)))
+    yield "adam.cu", "adam", Kernels("adam.cu", _states(0, _FP32, _FP32, drawn)).macros(torch.bfloat16)

@@ -256,11 +256,11 @@ DEVICE u32 encode(const float (&x)[4], const Group& own, double ln_centre, u32 l
 
 // Two groups of a parameter, side by side; all lanes of a warp come here together. A lane works out scales for the state
 // that three bits of its number name: the group, whether it is v, and which extreme it brings.
-template <class Count>
-DEVICE u32 step_groups(const Entry& e, i64 first, Count count, const Numbers& n, const Tables& t) {
+template <bool Whole>
+DEVICE u32 step_groups(const Entry& e, i64 first, const Numbers& n, const Tables& t) {
   u32 lane = threadIdx.x % 32, bad = 0;
   i64 place = first / GROUP + (lane >> 2 & 1);
-  bool is_v = lane & 2, present = place * GROUP < count;
+  bool is_v = lane & 2, present = Whole || place * GROUP < e.count;
   float* scales = is_v ? e.v_scales : e.m_scales;
   float* powers = is_v ? e.v_powers : e.m_powers;
   float* centres = is_v ? e.v_centres : e.m_centres;
@@ -272,16 +272,16 @@ DEVICE u32 step_groups(const Entry& e, i64 first, Count count, const Numbers& n,
 #pragma unroll
   for (u32 group = 0; group < 2; group++) {
     i64 at = first + group * GROUP + lane * 4;
-    Four p = read(e.p, at, count), g = read(e.g, at, count);
-    u32 mc = read_codes((const u8*)e.m, at, count), vc = read_codes((const u8*)e.v, at, count);
+    Four p = read<Whole>(e.p, at, e.count), g = read<Whole>(e.g, at, e.count);
+    u32 mc = read_four<Whole>((const u8*)e.m, at, e.count), vc = read_four<Whole>((const u8*)e.v, at, e.count);
     decode(m[group], mc, own, prepared, 4 * group, t);
     decode(v[group], vc, own, prepared, 4 * group + 2, t);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
       bad += update(p.x[k], g.x[k], m[group][k], v[group][k], n);
-      if (at + k >= count) m[group][k] = v[group][k] = 0.0f;
+      if (!Whole && at + k >= e.count) m[group][k] = v[group][k] = 0.0f;
     }
-    write(e.p, at, count, p);
+    write<Whole>(e.p, at, e.count, p);
     u32 m_top = top_of(m[group]), m_low = low_of(m[group]), v_top = top_of(v[group]), v_low = low_of(v[group]);
     u32 mine = is_v ? (lane & 1 ? v_low : v_top) : lane & 1 ? m_low : m_top;
     extreme = (lane >> 2 & 1) == group ? mine : extreme;
@@ -291,8 +291,8 @@ DEVICE u32 step_groups(const Entry& e, i64 first, Count count, const Numbers& n,
 #pragma unroll
   for (u32 group = 0; group < 2; group++) {
     i64 at = first + group * GROUP + lane * 4;
-    write_codes((u8*)e.m, at, count, encode(m[group], own, ln_centre, 4 * group));
-    write_codes((u8*)e.v, at, count, encode(v[group], own, ln_centre, 4 * group + 2));
+    write_four<Whole>((u8*)e.m, at, e.count, encode(m[group], own, ln_centre, 4 * group));
+    write_four<Whole>((u8*)e.v, at, e.count, encode(v[group], own, ln_centre, 4 * group + 2));
   }
   if (present && lane < 8 && !(lane & 1)) {
     scales[place] = own.scale, powers[place] = own.power, centres[place] = own.centre;
@@ -300,25 +300,14 @@ DEVICE u32 step_groups(const Entry& e, i64 first, Count count, const Numbers& n,
   return bad;
 }
 
-// Blocks of 256 threads take the chunks in turn. nonfinite: counts the elements of gradients that are NaN or infinite.
-KERNEL __launch_bounds__(256) adam(
-    const Entries entries, i32 count, i64 chunks, const Numbers n, u64* nonfinite) {
+// nonfinite: counts the elements of gradients that are NaN or infinite.
+KERNEL __launch_bounds__(256) adam(const Entries entries, i32 count, i64 chunks, const Numbers n, u64* nonfinite) {
   __shared__ Tables tables;
   fill(tables);
   __syncthreads();
-  u32 bad = 0;
-  i32 which = 0;
-  for (i64 chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
-    while (which + 1 < count && entries.of[which + 1].first <= chunk) which++;
-    const Entry& e = entries.of[which];
-    i64 start = (chunk - e.first) * CHUNK;
-    if (e.plain) {
-      bad += step_plainly(e, start, e.count, n);
-      continue;
-    }
-    i64 first = start + threadIdx.x / 32 * (2 * GROUP);  // a block's eight warps take a chunk's sixteen groups
-    if (start + CHUNK <= e.count) bad += step_groups(e, first, Endless(), n, tables);
-    else if (first < e.count) bad += step_groups(e, first, e.count, n, tables);
-  }
-  if (bad) atomicAdd(nonfinite, (u64)bad);
+  each_chunk(entries, count, chunks, n, nonfinite, [&](const Entry& e, i32, i64 start) {
+    const i64 first = start + threadIdx.x / 32 * (2 * GROUP);  // a block's eight warps take a chunk's sixteen groups
+    if (start + CHUNK <= e.count) return step_groups<true>(e, first, n, tables);
+    return first < e.count ? step_groups<false>(e, first, n, tables) : 0;
+  });
 }

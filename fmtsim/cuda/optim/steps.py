@@ -1,38 +1,24 @@
 """Steps of optimizers on CUDA: which schemes and parameters the kernels take, and what they get."""
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.cuda.optim import adam
-from fmtsim.cuda.optim.adam import ALIGNED, BLOCKS, TYPES, Books, Launch, Slot, States
-from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat
-from fmtsim.spec.optimizer import (
-    Counter,
-    Numbers,
-    ParameterStep,
-    Scheme,
-    StateFormat,
-    book_of,
-    in_parameter,
-    key_of,
-)
+from fmtsim.cuda.optim.adam import BLOCKS, TYPES, Launch, kernels_of, launch, launches
+from fmtsim.spec.optimizer import Counter, Numbers, ParameterStep, Scheme, in_parameter, key_of
 
 RULES = ("adamw", "adam")
-EXPANDED_GROUP = 128
-Kind = Literal["codebooks", "expanded", "floats"]
+_ALIGNED = 16
 _PARTS = [f"{slot}{part}" for part in ("", "_scale", "_power", "_centre") for slot in ("first", "second")]
 _PARTS += ["weights", "weights_scale"]
 
 
 def supports_optimizer(rule: str, scheme: Scheme) -> bool:
     """Say whether kernels know a rule and the states of a scheme."""
-    return rule in RULES and kind_of(scheme) is not None
+    return rule in RULES and kernels_of(scheme) is not None
 
 
 def optimizer_steps(
@@ -42,110 +28,32 @@ def optimizer_steps(
 
     Steps with equal scalars share launches.
     """
-    kind = kind_of(scheme) if rule in RULES else None
-    if kind is None:
+    kernels = kernels_of(scheme) if rule in RULES else None
+    if kernels is None:
         return steps
     left: list[ParameterStep] = []
     together: dict[tuple[torch.device, torch.dtype, Numbers, int], list[ParameterStep]] = {}
     for step in steps:
-        if _takes(step, kind):
+        if _takes(step, kernels.books):
             p = step.parameter
             together.setdefault((p.device, p.dtype, step.numbers, step.step), []).append(step)
         else:
             left.append(step)
     for (device, _, numbers, number), group in together.items():
-        parts = adam.launches([_row(step) for step in group])
+        parts = launches([_row(step) for step in group])
         launch(parts, [step.parameter for step in group], scheme, numbers, counter(device), group[0].seed, number)
         for step in group:
             step.done()
     return left
 
 
-def launch(
-    parts: Sequence[Launch],
-    parameters: Sequence[Tensor],
-    scheme: Scheme,
-    numbers: Numbers,
-    counter: Tensor,
-    seed: int,
-    step: int,
-) -> None:
-    """Start the kernels of one step of parameters on what ``launches`` made of them."""
-    zeroing, like = scheme.nonfinite == "zero", parameters[0]
-    kind = kind_of(scheme)
-    if kind == "floats":
-        states = float_states(scheme)
-        assert states is not None  # by its kind
-        key = key_of(seed, step, 0, "first")
-        adam.adam_floats(parts, like, states, numbers, zeroing, counter, key)
-    else:
-        block = scheme.first.block
-        assert isinstance(block, int)  # by its kind
-        books = _books(scheme) if kind == "codebooks" else None
-        adam.adam(parts, like, books, numbers, block, zeroing, counter)
-    torch.autograd.graph.increment_version(parameters)  # autograd may have saved them for a backward
-
-
-@lru_cache(maxsize=64)
-def kind_of(scheme: Scheme) -> Kind | None:
-    """Say which kernels know the states of a scheme.
-
-    ``"codebooks"``: codes of 4 or 8 bits of codebooks whose largest value is 1. ``"expanded"``: E4M3 in expanded groups
-    of 128. ``"floats"``: what ``float_states`` describes. None: none do.
-    """
-    first, second = scheme.first, scheme.second
-    if scheme.nonfinite == "skip":
-        return None
-    if float_states(scheme) is not None:
-        return "floats"
-    if scheme.weights is not None:
-        return None
-    if all(fmt.expand and fmt.block == EXPANDED_GROUP and fmt.format == get_format("e4m3") for fmt in (first, second)):
-        plain = all(not fmt.stochastic and not fmt.least for fmt in (first, second))
-        return "expanded" if plain else None
-    if first.block != second.block or not isinstance(first.block, int) or first.bits != second.bits:
-        return None
-    return None if book_of(first) is None or book_of(second) is None else "codebooks"
-
-
-@lru_cache(maxsize=64)
-def float_states(scheme: Scheme) -> States | None:
-    """Return the states of a scheme that are floating-point codes, or float32, None where kernels do not know them.
-
-    Scales are of tensors, of blocks of one size, or there are none.
-    """
-    formats = [scheme.first, scheme.second] + ([] if scheme.weights is None else [scheme.weights])
-    if scheme.weights is not None and (scheme.minimum or scheme.whole_blocks or scheme.matrices):
-        return None
-    if not all(fmt.format is None or _is_float_code(fmt) for fmt in formats):
-        return None
-    blocks = {fmt.block for fmt in formats if fmt.scale != "none"} or {"tensor"}
-    block = blocks.pop()
-    if blocks or (block != "tensor" and block not in BLOCKS):
-        return None
-    if scheme.first.stochastic or scheme.second.stochastic or (scheme.weights and scheme.weights.format is None):
-        return None
-    slots = [_slot(fmt) for fmt in formats]
-    return States(slots[0], slots[1], slots[2] if len(slots) > 2 else None, block if isinstance(block, int) else 0)
-
-
-def _slot(fmt: StateFormat) -> Slot:
-    assert fmt.format is None or isinstance(fmt.format, FloatFormat)
-    return Slot(fmt.format, fmt.scale, fmt.least, fmt.rounding.random_bits or 0)
-
-
-def _is_float_code(fmt: StateFormat) -> bool:
-    known = isinstance(fmt.format, FloatFormat) and adam.takes(fmt.format, fmt.rounding)
-    return known and not fmt.expand and fmt.scale in adam.RULES
-
-
-def _takes(step: ParameterStep, kind: Kind) -> bool:
+def _takes(step: ParameterStep, books: bool) -> bool:
     """Say whether the kernels take a parameter; small ones of a scheme with codes have float32 moments."""
     p, g, first = step.parameter, step.gradient, step.formats["first"]
     plain = p.dtype is g.dtype and p.dtype in TYPES and p.is_contiguous() and g.is_contiguous()
-    if not plain or (p.data_ptr() | g.data_ptr()) % ALIGNED:
+    if not plain or (p.data_ptr() | g.data_ptr()) % _ALIGNED:
         return False
-    return kind != "codebooks" or first.format is None or first.block in BLOCKS
+    return not books or first.format is None or first.block in BLOCKS
 
 
 def _row(step: ParameterStep) -> tuple[int, ...]:
@@ -157,13 +65,6 @@ def _row(step: ParameterStep) -> tuple[int, ...]:
     plain = all(step.formats[slot].format is None for slot in ("first", "second")) and "weights" not in step.formats
     offset = key_of(0, 0, step.index, "weights").offset
     return p.data_ptr(), step.gradient.data_ptr(), *parts, plain, offset, p.numel()
-
-
-@lru_cache(maxsize=64)
-def _books(scheme: Scheme) -> Books:
-    first, second = book_of(scheme.first), book_of(scheme.second)
-    assert first is not None and second is not None  # by its kind
-    return Books(first, second)
 
 
 class OptimizerBatch:
@@ -184,7 +85,7 @@ class OptimizerBatch:
         self._dtype, self._device = steps[0].parameter.dtype, steps[0].parameter.get_device()
         self._moments = [(step.state["first"], step.state["second"], step.state.get("weights")) for step in steps]
         self._shapes = [step.parameter.shape for step in steps]
-        self._parts = adam.launches([_row(step) for step in steps])
+        self._parts = launches([_row(step) for step in steps])
 
     def launches(self, present: set[int]) -> Sequence[Launch] | None:
         """Return the launches of a step with the gradients that are there now, None where ``optimizer_steps`` has to.
@@ -201,7 +102,7 @@ class OptimizerBatch:
             assert p.grad is not None
             addresses.append((p.data_ptr(), p.grad.data_ptr()))
         table = np.array(addresses, np.int64)
-        if (table % ALIGNED).any():
+        if (table % _ALIGNED).any():
             return None
         for i, part in enumerate(self._parts):
             start = i * len(part.table)

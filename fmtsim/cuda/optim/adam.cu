@@ -1,18 +1,18 @@
-// A step of Adam on many parameters at once, whose moments, and weights where they are kept, are floating-point codes of
-// 8 or 16 bits without scales, with one a block, or with one a tensor (or float32). The update is that of
-// fmtsim/optim/rules.py, codes and scales are those of fmtsim/optim/codec.py.
+// A step of Adam on many parameters at once, whose moments, and weights where they are kept, are codes (adam_codecs.cuh)
+// without scales, with one a block, or with one a tensor (or float32): decode, update, encode from one read. The update is
+// that of fmtsim/optim/rules.py, codes and scales are those of fmtsim/optim/codec.py.
 //
 // A scale of a tensor is known when all of it is updated: `tops` finds the largest magnitudes and keeps nothing else,
 // `adam` updates again and encodes. Between the two lie, for each parameter, six words of `found`: bits of the largest
 // new numbers of m, v and w, zeros at first, and their scales until now.
 //
 // Macros: BLOCK: elements of a block, 128, 256, 512, 1024 or 2048; 0 where scales are of tensors, or there are none.
-// FIRST, SECOND, WEIGHTS: the parameters of their Slots, by commas. Those of adam.cuh.
-#include "adam_floats.cuh"
+// FIRST, SECOND, WEIGHTS: the Slot or Book of each state. Those of adam.cuh.
+#include "adam_codecs.cuh"
 
-typedef Slot<FIRST> M;
-typedef Slot<SECOND> V;
-typedef Slot<WEIGHTS> W;
+typedef FIRST M;
+typedef SECOND V;
+typedef WEIGHTS W;
 
 #define SPAN (BLOCK ? BLOCK : CHUNK)  // of threads that work on neighbours; each has eight elements of it
 #define LANES (SPAN < 256 ? SPAN / 8 : 32)
@@ -37,35 +37,41 @@ DEVICE u32 larger(u32 top, float x) {
   return bits > top ? bits : top;
 }
 
+template <bool Whole>
+DEVICE Four weights_of(const Entry& e, i64 at, const Scales& s, const Tables& t) {
+  if (W::bits) return W::template load<Whole>(e.w ? e.w : (const void*)e.p, at, e.count, s.w, t);
+  return read<Whole>(e.p, at, e.count);
+}
+
 // Reads, decodes and updates a thread's elements; those behind the end are zero. Returns how many gradients are not
 // finite.
-template <class Count>
-DEVICE u32 updated(const Entry& e, i64 at, Count count, const Scales& s, const Numbers& n, Eight& x, Tops& tops) {
-  const void* weights = e.w ? e.w : e.p;
+template <bool Whole>
+DEVICE u32 updated(const Entry& e, i64 at, const Scales& s, const Numbers& n, const Tables& t, Eight& x, Tops& tops) {
   u32 bad = 0;
 #pragma unroll
   for (int run = 0; run < 2; run++) {
     i64 here = at + run * (SPAN / 2);
-    Four g = read(e.g, here, count);
-    x.w[run] = W::bits ? W::load(weights, here, count, s.w) : read(e.p, here, count);
-    x.m[run] = M::load(e.m, here, count, s.m);
-    x.v[run] = V::load(e.v, here, count, s.v);
+    Four g = read<Whole>(e.g, here, e.count);
+    x.w[run] = weights_of<Whole>(e, here, s, t);
+    x.m[run] = M::template load<Whole>(e.m, here, e.count, s.m, t);
+    x.v[run] = V::template load<Whole>(e.v, here, e.count, s.v, t);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
       float &m = x.m[run].x[k], &v = x.v[run].x[k], &w = x.w[run].x[k];
       bad += update(w, g.x[k], m, v, n);
-      if (here + k >= count) m = v = w = 0.0f;
+      if (!Whole && here + k >= e.count) m = v = w = 0.0f;
       if (M::scaled) tops.m = larger(tops.m, m);
       if (V::scaled) tops.v = larger(tops.v, v);
       if (W::scaled) tops.w = larger(tops.w, w);
     }
+    if (!W::bits) write<Whole>(e.p, here, e.count, x.w[run]);
   }
   return bad;
 }
 
 // Encodes a thread's elements and writes them.
-template <class Count>
-DEVICE void written(const Entry& e, i64 at, Count count, const Scales& s, Eight& x, const Draw& draw) {
+template <bool Whole>
+DEVICE void written(const Entry& e, i64 at, const Scales& s, const Tables& t, Eight& x, const Draw& draw) {
   void* weights = e.w ? e.w : e.p;
 #pragma unroll
   for (int run = 0; run < 2; run++) {
@@ -75,10 +81,10 @@ DEVICE void written(const Entry& e, i64 at, Count count, const Scales& s, Eight&
 #pragma unroll
       for (int k = 0; k < 4; k++) words.x[k] = __uint_as_float(random_word(here + k, draw));
     }
-    M::store(e.m, here, count, x.m[run], s.m, words);
-    V::store(e.v, here, count, x.v[run], s.v, words);
-    W::store(weights, here, count, x.w[run], s.w, words);
-    if (e.w || !W::bits) write(e.p, here, count, x.w[run]);
+    M::template store<Whole>(e.m, here, e.count, x.m[run], s.m, words, t);
+    V::template store<Whole>(e.v, here, e.count, x.v[run], s.v, words, t);
+    W::template store<Whole>(weights, here, e.count, x.w[run], s.w, words, t);
+    if (W::bits && e.w) write<Whole>(e.p, here, e.count, x.w[run]);
   }
 }
 
@@ -95,35 +101,30 @@ DEVICE Draw draw_of(const Entry& e, Draw draw) {
 
 // The new scale of a block, which one of its threads writes.
 template <class S>
-DEVICE Scale renewed(float* scales, i64 block, bool present, float old, u32 top, u32* shared) {
+DEVICE Scale renewed(float* scales, i64 block, bool present, float old, u32 top, u32* shared, const Tables& t) {
   if (!S::scaled) return S::used(1.0f);
-  float scale = S::next(largest_of_block<LANES, WARPS>(top, shared), old);
+  float scale = S::next(largest_of_block<LANES, WARPS>(top, shared), old, t);
   if (present && threadIdx.x % (SPAN / 8) == 0) scales[block] = scale;
   return S::used(scale);
 }
 
-template <class Count>
-DEVICE u32 step_part(const Entry& e, i64 start, Count count, const Numbers& n, const Draw& draw, u32* shared) {
+// A chunk of a parameter; all threads of a block come here together.
+template <bool Whole>
+DEVICE u32 step(const Entry& e, i64 start, const Numbers& n, const Tables& t, const Draw& draw, u32* shared) {
   i64 place = start + threadIdx.x / (SPAN / 8) * SPAN, block = place / SPAN;
-  bool present = place < count;
+  bool present = Whole || place < e.count;
   i64 at = place + threadIdx.x % (SPAN / 8) * 4;
   float m = M::scaled && present ? e.m_scales[block] : 1.0f, v = V::scaled && present ? e.v_scales[block] : 1.0f;
   float w = W::scaled && present ? e.w_scale[block] : 1.0f;
   Scales s = {M::prepared(m), V::prepared(v), W::prepared(w)};
   Eight x;
   Tops tops = {};
-  u32 bad = updated(e, at, count, s, n, x, tops);
-  s.m = renewed<M>(e.m_scales, block, present, m, tops.m, shared);
-  s.v = renewed<V>(e.v_scales, block, present, v, tops.v, shared);
-  s.w = renewed<W>(e.w_scale, block, present, w, tops.w, shared);
-  written(e, at, count, s, x, draw);
+  u32 bad = updated<Whole>(e, at, s, n, t, x, tops);
+  s.m = renewed<M>(e.m_scales, block, present, m, tops.m, shared, t);
+  s.v = renewed<V>(e.v_scales, block, present, v, tops.v, shared, t);
+  s.w = renewed<W>(e.w_scale, block, present, w, tops.w, shared, t);
+  written<Whole>(e, at, s, t, x, draw);
   return bad;
-}
-
-// A chunk of a parameter; all threads of a block come here together.
-DEVICE u32 step(const Entry& e, i64 start, const Numbers& n, const Draw& draw, u32* shared) {
-  if (start + CHUNK <= e.count) return step_part(e, start, Endless(), n, draw, shared);
-  return step_part(e, start, e.count, n, draw, shared);
 }
 
 #else
@@ -174,18 +175,17 @@ DEVICE float bound_of(float p, float m, float v, const Numbers& n) {
 
 // Finds the largest new numbers among a thread's elements. Few weights can be the largest of a tensor: most are ruled out
 // by a bound, without the update's root and divisions.
-template <class Count>
-DEVICE void measure(const Entry& e, i64 at, Count count, const Scales& s, const Numbers& n, Tops& tops) {
-  const void* weights = e.w ? e.w : e.p;
+template <bool Whole>
+DEVICE void measure(const Entry& e, i64 at, const Scales& s, const Numbers& n, const Tables& t, Tops& tops) {
 #pragma unroll
   for (int run = 0; run < 2; run++) {
     i64 here = at + run * (SPAN / 2);
-    Four g = read(e.g, here, count), w;
-    if (W::scaled || n.penalty != 0.0f) w = W::bits ? W::load(weights, here, count, s.w) : read(e.p, here, count);
-    Four m = M::load(e.m, here, count, s.m), v = V::load(e.v, here, count, s.v);
+    Four g = read<Whole>(e.g, here, e.count), w;
+    if (W::scaled || n.penalty != 0.0f) w = weights_of<Whole>(e, here, s, t);
+    Four m = M::template load<Whole>(e.m, here, e.count, s.m, t), v = V::template load<Whole>(e.v, here, e.count, s.v, t);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-      if (here + k >= count) continue;
+      if (!Whole && here + k >= e.count) continue;
       bool dropped = n.zeroing && is_bad(g.x[k]);
       grow(w.x[k], g.x[k], m.x[k], v.x[k], n);
       if (M::scaled) tops.m = larger(tops.m, dropped ? 0.0f : m.x[k]);
@@ -201,9 +201,50 @@ DEVICE void measure(const Entry& e, i64 at, Count count, const Scales& s, const 
   if (W::scaled) tops.w = __reduce_max_sync(0xFFFFFFFFu, tops.w);
 }
 
-// Blocks of 256 threads take the chunks in turn. found: u32 [count][FOUND], zeros.
-KERNEL __launch_bounds__(256, 4) tops(
-    const Entries entries, i32 count, i64 chunks, const Numbers n, u32* found) {
+// The scales of a parameter as `tops` found them; one thread keeps them.
+DEVICE Scales renewed(const Entry& e, const u32* found, bool keeps, const Tables& t) {
+  float m = M::next(found[0], __uint_as_float(found[3]), t), v = V::next(found[1], __uint_as_float(found[4]), t);
+  float w = W::next(found[2], __uint_as_float(found[5]), t);
+  if (keeps && M::scaled) *e.m_scales = m;
+  if (keeps && V::scaled) *e.v_scales = v;
+  if (keeps && W::scaled) *e.w_scale = w;
+  return Scales{M::used(m), V::used(v), W::used(w)};
+}
+
+template <bool Whole>
+DEVICE u32 step(const Entry& e, i64 at, const Scales& old, const Scales& now, const Numbers& n, const Tables& t,
+                const Draw& draw) {
+  Eight x;
+  Tops none = {};
+  u32 bad = updated<Whole>(e, at, old, n, t, x, none);
+  written<Whole>(e, at, now, t, x, draw);
+  return bad;
+}
+
+// A chunk of a parameter. Which scales there are is the same for all its threads.
+DEVICE u32 step(const Entry& e, i64 start, const Numbers& n, const Tables& t, const Draw& draw, const u32* found) {
+  Scales old = prepared(1.0f, 1.0f, 1.0f), now = old;
+  if (M::scaled || V::scaled || W::scaled) {
+    old = prepared(__uint_as_float(found[3]), __uint_as_float(found[4]), __uint_as_float(found[5]));
+    now = renewed(e, found, start == 0 && threadIdx.x == 0, t);
+  }
+  i64 at = start + threadIdx.x * 4;
+  if (start + CHUNK <= e.count && old.narrow() && now.narrow()) return step<true>(e, at, old, now, n, t, draw);
+  return step<false>(e, at, old, now, n, t, draw);
+}
+
+#endif
+
+// The arguments of both kernels. found: u32 [count][FOUND], zeros before `tops`; nothing where scales are of blocks.
+// nonfinite: counts the elements of gradients that are NaN or infinite.
+#define ARGUMENTS                                                                                       \
+  const Entries entries, i32 count, i64 chunks, const Numbers n, const Draw draw, const Books books, u32 *found, \
+      u64 *nonfinite
+
+#if !BLOCK
+
+KERNEL __launch_bounds__(256, 4) tops(ARGUMENTS) {
+  const Tables t = {nullptr, nullptr, books};
   i32 which = -1;
   Tops tops = {};
   Scales s = {};
@@ -218,71 +259,35 @@ KERNEL __launch_bounds__(256, 4) tops(
     }
     if (e.plain) continue;
     i64 start = (chunk - e.first) * CHUNK, at = start + threadIdx.x * 4;
-    if (start + CHUNK <= e.count && s.narrow()) measure(e, at, Endless(), s, n, tops);
-    else measure(e, at, e.count, s, n, tops);
+    if (start + CHUNK <= e.count && s.narrow()) measure<true>(e, at, s, n, t, tops);
+    else measure<false>(e, at, s, n, t, tops);
   }
   if (which >= 0) flush(found + which * FOUND, tops);
 }
 
-DEVICE Scales renewed(const u32* found) {
-  float m = M::next(found[0], __uint_as_float(found[3])), v = V::next(found[1], __uint_as_float(found[4]));
-  float w = W::next(found[2], __uint_as_float(found[5]));
-  return Scales{M::used(m), V::used(v), W::used(w)};
-}
-
-DEVICE void keep(const Entry& e, const u32* found) {
-  if (M::scaled) *e.m_scales = M::next(found[0], __uint_as_float(found[3]));
-  if (V::scaled) *e.v_scales = V::next(found[1], __uint_as_float(found[4]));
-  if (W::scaled) *e.w_scale = W::next(found[2], __uint_as_float(found[5]));
-}
-
-template <class Count>
-DEVICE u32 step_part(
-    const Entry& e, i64 at, Count count, const Scales& old, const Scales& now, const Numbers& n, const Draw& draw) {
-  Eight x;
-  Tops none = {};
-  u32 bad = updated(e, at, count, old, n, x, none);
-  written(e, at, count, now, x, draw);
-  return bad;
-}
-
-// A chunk of a parameter. Which scales there are is the same for all its threads.
-DEVICE u32 step(const Entry& e, i64 start, const Numbers& n, const Draw& draw, const u32* found) {
-  Scales old = prepared(1.0f, 1.0f, 1.0f), now = old;
-  if (M::scaled || V::scaled || W::scaled) {
-    old = prepared(__uint_as_float(found[3]), __uint_as_float(found[4]), __uint_as_float(found[5]));
-    now = renewed(found);
-    if (start == 0 && threadIdx.x == 0) keep(e, found);
-  }
-  i64 at = start + threadIdx.x * 4;
-  if (start + CHUNK <= e.count && old.narrow() && now.narrow()) return step_part(e, at, Endless(), old, now, n, draw);
-  return step_part(e, at, e.count, old, now, n, draw);
-}
-
 #endif
 
-// Blocks of 256 threads take the chunks in turn. found: of blocks nothing; u32 [count][FOUND], from `tops`, where scales
-// are of tensors. nonfinite: counts the elements of gradients that are NaN or infinite.
-KERNEL __launch_bounds__(256, W::random ? 3 : 4) adam(
-    const Entries entries, i32 count, i64 chunks, const Numbers n, const Draw draw, u32* found, u64* nonfinite) {
-#if WARPS > 1
-  __shared__ u32 shared[8];
-#else
-  u32* shared = nullptr;
-#endif
-  u32 bad = 0;
-  i32 which = 0;
-  for (i64 chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
-    while (which + 1 < count && entries.of[which + 1].first <= chunk) which++;
-    const Entry& e = entries.of[which];
-    i64 start = (chunk - e.first) * CHUNK;
-    Draw words = draw_of(e, draw);
+KERNEL __launch_bounds__(256, W::random ? 3 : 4) adam(ARGUMENTS) {
+  Tables t = {nullptr, nullptr, books};
 #if BLOCK
-    u32* more = shared;
-#else
-    const u32* more = found + which * FOUND;
+  __shared__ u32 shared[8];
 #endif
-    bad += e.plain ? step_plainly(e, start, e.count, n) : step(e, start, n, words, more);
+  if constexpr (M::tabled) {
+    DYNAMIC_SHARED(memory);
+    float* values = (float*)memory;
+    u32* words = (u32*)(values + (2 << M::bits));
+    for (i32 i = threadIdx.x; i < 2 << M::bits; i += 256) values[i] = books.values[i];
+    for (i32 i = threadIdx.x; i < 3 * books.buckets; i += 256) words[i] = books.words[i];
+    __syncthreads();
+    t.values = values, t.words = words;
   }
-  if (bad) atomicAdd(nonfinite, (u64)bad);
+  each_chunk(entries, count, chunks, n, nonfinite, [&](const Entry& e, i32 which, i64 start) {
+    const Draw drawn = draw_of(e, draw);
+#if BLOCK
+    if (start + CHUNK <= e.count) return step<true>(e, start, n, t, drawn, shared);
+    return step<false>(e, start, n, t, drawn, shared);
+#else
+    return step(e, start, n, t, drawn, found + which * FOUND);
+#endif
+  });
 }
