@@ -1,10 +1,10 @@
-"""Bad input on the command line: exit code 2 and one line that says what is wrong, what is allowed, what to do."""
+"""Errors: bad input is one line, every error is the project's, and close names are suggested."""
 
 import pytest
 
 from fmtsim import errors
 from fmtsim.cli.main import BAD_INPUT, main
-from fmtsim.errors import FmtsimError
+from fmtsim.errors import FmtsimError, did_you_mean
 
 BAD = [
     (["formats", "e4m33*"], "no format matches 'e4m33*'; fmtsim formats without a pattern lists all"),
@@ -61,3 +61,30 @@ def test_every_error_is_an_fmtsim_error():
     for cls in classes:
         assert issubclass(cls, FmtsimError)
         assert cls.__doc__
+
+
+KNOWN = {"nearest_even": 0, "nearest_away": 1, "toward_zero": 2, "up": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("nearest_evn", "; did you mean 'nearest_even' or 'nearest_away'?"),
+        (" Toward_Zero ", "; did you mean 'toward_zero'?"),
+        ("even", "; did you mean 'nearest_even'?"),
+        ("xyz", ""),
+        ("", ""),
+        (3, ""),
+        (None, ""),
+    ],
+)
+def test_close_names(name, hint):
+    assert did_you_mean(name, KNOWN) == hint
+
+
+def test_at_most_three_names():
+    assert did_you_mean("h300", ["h200", "h100", "b200", "b300"]) == "; did you mean 'h200' or 'h100' or 'b300'?"
+
+
+def test_no_names():
+    assert did_you_mean("e4m3", []) == ""

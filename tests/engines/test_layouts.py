@@ -1,4 +1,4 @@
-"""What must not depend on how a tensor lies: dims, strides, random keys, empty tensors, engines; and planted errors."""
+"""What must not depend on how a tensor lies: dims, strides, random keys, empty tensors, engines; the protocol."""
 
 import importlib
 
@@ -10,6 +10,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import random_integer
 from fmtsim.scaling.oracle import quantize_matrix
+from fmtsim.spec import engine
 from fmtsim.spec.cast import CastSpec, RandomKey
 from tests.support.bits import assert_same_bits, bits, same_bits, stored
 from tests.support.casts import STOCHASTIC, as_parts, cast_spec, check_parts, element_formats, scaled_formats, words_for
@@ -189,3 +190,20 @@ def test_one_wrong_part_is_noticed(field):
     bits(wrong).view(-1)[-1] ^= 1
     with pytest.raises(AssertionError, match=field):
         check_parts("planted", parts._replace(**{field: wrong}), parts, x)
+
+
+def names(protocol):
+    """Names of a protocol's methods and attributes, inherited ones too."""
+    own = [vars(cls) for cls in protocol.__mro__ if cls.__module__ == engine.__name__]
+    found = {name for members in own for name in (*members, *members.get("__annotations__", ()))}
+    return {name for name in found if not name.startswith("_")}
+
+
+@pytest.mark.parametrize(
+    ("name", "protocol"),
+    [("torch_engine", engine.TorchEngine), ("cpu", engine.CPUEngine), ("cuda", engine.FusedEngine)],
+)
+def test_an_engine_exports_its_protocol(name, protocol):
+    module = importlib.import_module(f"fmtsim.{name}")
+    assert set(module.__all__) == names(protocol)
+    assert all(hasattr(module, exported) for exported in module.__all__)

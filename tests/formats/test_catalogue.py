@@ -1,20 +1,23 @@
-"""Every constant of the catalogue against the documents, ml_dtypes, gfloat and torch."""
+"""Every constant of the catalogue against the documents, ml_dtypes and gfloat; scalings that no format has."""
 
 import math
+import re
 import struct
 
 import gfloat
 import gfloat.formats as gf
-import ml_dtypes  # noqa: F401  # registers the dtypes' names with numpy
 import numpy as np
 import pytest
 import torch
 from gfloat.types import Domain, Signedness
 
+from fmtsim.errors import FormatError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
-from fmtsim.formats.interop import numpy_dtype, torch_dtype
+from fmtsim.formats.interop import numpy_dtype
 from fmtsim.formats.registry import get_format, list_formats
+from fmtsim.formats.scaling import Scaling, TensorScale, block_scaling
 from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat
+from fmtsim.spec.quantizer import Quantizer
 
 ML_DTYPES = {
     "bfloat16": "bf16", "float8_e3m4": "e3m4", "float8_e4m3": "e4m3_ieee", "float8_e4m3b11fnuz": "e4m3b11fnuz",
@@ -24,11 +27,6 @@ ML_DTYPES = {
     "int8": "int8", "uint8": "uint8", "int16": "int16", "uint16": "uint16",
 }  # fmt: skip
 
-GFLOAT = {
-    "bf16": gf.format_info_bfloat16, "fp16": gf.format_info_binary16, "e4m3": gf.format_info_ocp_e4m3,
-    "e5m2": gf.format_info_ocp_e5m2, "e8m0": gf.format_info_ocp_e8m0, "e2m3": gf.format_info_ocp_e2m3,
-    "e3m2": gf.format_info_ocp_e3m2, "e2m1": gf.format_info_ocp_e2m1, "int8_f6": gf.format_info_ocp_int8,
-}  # fmt: skip
 
 # name: bits, max, smallest normal, smallest subnormal, as the documents print them
 FACTS = {
@@ -97,13 +95,6 @@ def test_every_code_decodes_as_in_ml_dtypes(dtype):
     assert numpy_dtype(fmt) == theirs
 
 
-@pytest.mark.parametrize("name", GFLOAT)
-def test_every_code_decodes_as_in_gfloat(name):
-    fmt = get_format(name)
-    theirs = [gfloat.decode_float(GFLOAT[name], code).fval for code in range(1 << fmt.bits)]
-    assert differences(all_values(fmt), theirs) == []
-
-
 @pytest.mark.parametrize("name", [name for name in list_formats("float") if name.startswith("p3109")])
 def test_every_p3109_code_decodes_as_in_gfloat(name):
     fmt = get_format(name)
@@ -124,14 +115,6 @@ def test_every_p3109_code_decodes_as_in_gfloat(name):
 def test_p3109_has_every_precision_with_an_exponent():
     names = [name for name in list_formats("float") if name.startswith("p3109")]
     assert len(names) == 2 * sum(width - 1 + width for width in range(3, 9))
-
-
-@pytest.mark.parametrize("name", ["bf16", "fp16", "e4m3", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0"])
-def test_every_code_decodes_as_in_torch(name):
-    fmt = get_format(name)
-    integers = torch.arange(1 << fmt.bits).to(torch.uint8 if fmt.bits == 8 else torch.int16)
-    theirs = integers.view(torch_dtype(fmt)).to(torch.float64).tolist()
-    assert differences(all_values(fmt), theirs) == []
 
 
 @pytest.mark.parametrize(("name", "layout"), [("fp32", "<If"), ("fp64", "<Qd")])
@@ -250,3 +233,32 @@ def test_every_row_has_a_source_and_a_lower_case_name():
         assert fmt.name == name == name.lower()
         assert len(fmt.source) > 15, name
         assert isinstance(fmt, FloatFormat | IntFormat | CodebookFormat | BlockFormat | LogTileFormat) or "lns" in name
+
+
+E4M3 = get_format("e4m3")
+SCALINGS = {  # what a block format cannot have, and what is said about it
+    "not one": ("e4m3", (1, 32), "scaling=(1, 32) is not a Scaling; choose Scaling(block"),
+    "a quantizer's": ("e4m3", Scaling(statistic="std"), "scaling=[std of allxall] is none of a format; choose "),
+    "arithmetic": ("e4m3", Scaling(arithmetic="double"), "arithmetic='double' is unknown; choose divide, reciprocal, "),
+    "even": ("nf4", block_scaling((1, 32), "even"), "scale_rule='even' needs mantissa bits; choose floor or amax"),
+    "narrow": ("e4m3", block_scaling((1, 32), "floor", scale=E4M3),
+               "scale_rule='floor' needs a scale with 8 exponent bits, not e4m3; choose scale_rule='amax'"),
+    "no mantissa": ("e4m3", Scaling(scale=get_format("e8m0")), "scale_rule='amax' needs a scale with mantissa bits"),
+    "wide": ("e4m3", Scaling(scale=get_format("tf32")), "scale format tf32 is not supported; choose fp32, bf16, fp16"),
+    "no NaN": ("e4m3", Scaling(scale=get_format("e2m1")), "scale format e2m1 has no NaN, which marks blocks"),
+    "two levels": ("e2m1", Scaling(scale=E4M3, tensor=TensorScale(order="torchao")), "a tensor scale stands alone; "),
+    "zero point": ("int4", Scaling(zero_point=True), "zero_point=True does not fit; choose an unsigned integer "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SCALINGS)
+def test_scalings_that_no_block_format_has(case):
+    element, scaling, message = SCALINGS[case]
+    with pytest.raises(FormatError, match="^" + re.escape(f"format 'b': {message}")):
+        BlockFormat(name="b", element=get_format(element), scaling=scaling)
+
+
+@pytest.mark.parametrize("scaling", [block_scaling((1, 32), "floor"), Scaling(zero_point=True)])
+def test_scalings_that_no_quantizer_has(scaling):
+    with pytest.raises(FormatError, match=r"is that of a block format; pass BlockFormat\(element=, scaling=\)$"):
+        Quantizer(format=E4M3, scaling=scaling)

@@ -1,8 +1,11 @@
-"""LinearConfig: which quantiser belongs to which operand, and what a wrong field is told."""
+"""LinearConfig: which quantiser belongs to which operand; what configs and EmulatedGEMM refuse."""
 
 import pytest
+import torch
 
-from fmtsim.errors import ArgumentError, FormatError
+from fmtsim import EmulatedGEMM
+from fmtsim.errors import ArgumentError, DtypeError, FormatError
+from fmtsim.formats.block import scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
 from fmtsim.gemm.units.unit import get_unit
@@ -10,6 +13,7 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Quantizer
+from tests.support.operands import normal
 
 
 def test_helper_places_formats_and_roundings():
@@ -74,3 +78,90 @@ def test_wrong_fields_are_named(build, error, message):
 def test_records_keep_what_they_were_given():
     q = Quantizer(format=get_format("e5m2"), rounding=Rounding(mode="stochastic", random_bits=8), overflow="ieee")
     assert str(q) == "e5m2 stochastic ieee"
+
+
+def q(name):
+    return Quantizer(format=get_format(name) if isinstance(name, str) else name)
+
+
+def config(fmt, other=None, **machine):
+    return linear_config(x=fmt, w=other or fmt, g=fmt, **machine)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: config("e4m3", unit="hoper.wgmma"), ArgumentError, r"unknown unit 'hoper.wgmma'; did you mean"),
+        (lambda: config(None, unit="hoper.wgmma"), ArgumentError, r"unknown unit 'hoper.wgmma'; did you mean"),
+        (lambda: config("e4m3", target="h2000"), ArgumentError, r"unknown target 'h2000'; did you mean 'h200'"),
+        (lambda: config("e4m3", target="/none.json"), ArgumentError, r"/none.json.* cannot be read"),
+        (lambda: config("e4m3", unit="exact", target="h200"), ArgumentError, r"Gemm got target= and unit=; pass one"),
+        (lambda: Gemm(plan=GemmPlan()), ArgumentError, r"plan=, accumulate= and fast_accum= belong to a machine"),
+        (lambda: Gemm(accumulate="fp16"), ArgumentError, r"belong to a machine; pass target= or unit= as well"),
+        (lambda: linear_config(x=None, w=None, g=None, fast_accum=True), ArgumentError, r"belong to a machine"),
+        (lambda: Gemm(unit="exact", plan="serial"), ArgumentError, r"plan='serial' is not an accumulation order"),
+        (lambda: Gemm(unit="exact", accumulate="bf16"), ArgumentError, r"accumulate='bf16' is not possible"),
+        (lambda: Gemm(a=q("bf16"), b=q("bf16"), unit="hopper.wgmma", accumulate="fp16"), ArgumentError,
+         r"unit hopper.wgmma does not take bf16 x bf16 -> fp16"),
+        (lambda: config("int8", unit="hopper.wgmma"), FormatError, r"no unit multiplies int8; choose a floating"),
+        (lambda: config("nf4", target="h200"), FormatError, r"no unit multiplies nf4"),
+        (lambda: config("logfmt8", unit="exact"), FormatError, r"no unit multiplies logfmt8"),
+        (lambda: config("int8_channel", unit="exact"), FormatError, r"no unit multiplies int8_channel"),
+        (lambda: config(scaled(get_format("e4m3"), (1, 32)), unit="exact"), FormatError, r"blocks of \(1, 32\) have"),
+        (lambda: config("mxfp8_e4m3", unit="hopper.wgmma"), ArgumentError,
+         r"does not take e4m3 x e4m3 with e8m0 scales; .*units that do: blackwell.tcgen05.mxf8f6f4"),
+        (lambda: config("mxfp4", unit="blackwell.tcgen05.nvf4"), FormatError,
+         r"operands have e8m0 scales every 32 products, the unit has e8m0 scales every 16; choose another unit"),
+        (lambda: config("nvfp4", unit=Datapath()), FormatError, r"ue4m3 scales .* the unit has no scales of its own"),
+        (lambda: config("mxfp4", "e4m3", unit="exact"), FormatError, r"mx scales by one with no scales; give both"),
+        (lambda: config("e3m4", unit="hopper.wgmma"), ArgumentError, r"unit hopper.wgmma does not take e3m4 x e3m4"),
+        (lambda: Gemm(unit=3), ArgumentError, r"unknown unit 3"),
+    ],
+)  # fmt: skip
+def test_configs_fail_before_the_first_step(build, error, message):
+    with pytest.raises(error, match=message):
+        build()
+
+
+X, W, BIAS = normal(32, 48, seed=1), normal(64, 48, seed=2), normal(64, seed=3)
+
+
+@pytest.mark.filterwarnings("ignore::fmtsim.errors.PlanUnknownWarning")
+@pytest.mark.parametrize(
+    ("made", "sizes", "error", "message"),
+    [
+        (config("e4m3_tensor", target="h200"), (32, 40, 64), ArgumentError, r"multiples of 16, not K=40, N=64; pad"),
+        (config("e4m3_tensor", target="h200"), (32, 48, 60), ArgumentError, r"multiples of 16, not K=48, N=60"),
+        (config("e5m2", target="h200"), (32, 48, 64), DtypeError, r"cuBLAS does not multiply e5m2 by e5m2"),
+        (config("mxfp8_e4m3", target="h200"), (32, 48, 64), ArgumentError, r"target h200 has no unit for e4m3 x e4m3"),
+        (config("e2m3", target="h200"), (32, 48, 64), ArgumentError, r"target h200 has no unit for e2m3"),
+        (config("nvfp4", target="chain", fast_accum=True), (32, 48, 64), ArgumentError, r"no use_fast_accum for 4-bit"),
+        (config("e4m3_128x128", target="h200"), (32, 48, 64), FormatError, r"no 128x128 by 128x128 scales"),
+        (linear_config(x="e4m3", w=None, g=None, target="h200"), (32, 48, 64), DtypeError, r"8-bit and 4-bit operands"),
+        (config(None, unit="hopper.wgmma"), (32, 48, 64), ArgumentError, r"hopper.wgmma does not take fp32 x fp32"),
+        (LinearConfig(fprop=Gemm(a=q("e4m3"), b=q("e4m3"), target="h200", out=q("e5m2"))), (32, 48, 64), DtypeError,
+         r"cuBLAS has no e5m2 output for e4m3 by e4m3"),
+        (LinearConfig(fprop=Gemm(a=q("nvfp4"), b=q("nvfp4"), unit="blackwell.tcgen05.nvf4",
+                                 plan=GemmPlan(promote_every=8))), (32, 48, 64), ArgumentError,
+         r"promote_every=8 cuts the unit's scale blocks of 16"),
+    ],
+)  # fmt: skip
+def test_products_that_a_machine_does_not_take_are_named(made, sizes, error, message):
+    t, k, n = sizes
+    with pytest.raises(error, match=message):
+        EmulatedGEMM.apply(X[:t, :k], W[:n, :k], None, made)
+
+
+def test_the_backward_products_are_refused_by_their_own_sizes():
+    x = X[:24].clone().requires_grad_()  # 24 products in wgrad
+    y = EmulatedGEMM.apply(x, W.clone().requires_grad_(), BIAS, config("e4m3_tensor", target="h200"))
+    with pytest.raises(ArgumentError, match=r"multiples of 16, not K=24, N=48"):
+        y.sum().backward()
+
+
+def test_generators_are_checked_where_the_unit_draws():
+    made = config("bf16", unit=Datapath(rounding="stochastic"))
+    with pytest.raises(ArgumentError, match=r"generator='seed' is not a seed"):
+        EmulatedGEMM.apply(X, W, None, made, "seed")
+    y = EmulatedGEMM.apply(X, W, None, config("bf16", unit="hopper.wgmma"), 3)  # one that does not draw needs none
+    assert torch.equal(y, EmulatedGEMM.apply(X, W, None, config("bf16", unit="hopper.wgmma")))

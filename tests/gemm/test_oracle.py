@@ -1,6 +1,7 @@
-"""Whole products of the oracle against hand-computed values: chains, promotions, parts, reduction and epilogue."""
+"""Whole products of the oracle against hand-computed values: orders, promotions, parts, reduction and epilogue."""
 
 import math
+import random
 import re
 from dataclasses import replace
 
@@ -9,12 +10,13 @@ import pytest
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.products.oracle import epilogue_oracle, gemm_oracle
+from fmtsim.gemm.products.oracle import epilogue_oracle, gemm_oracle, order_of_products
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import random_integer
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.schedule import schedule
 from tests.support.bits import assert_identical
 
 INF, NAN = math.inf, math.nan
@@ -61,13 +63,6 @@ def test_without_products():
         assert_identical(dot([], unit, c=-3.0), -3.0)
     assert dot([], IntegerDatapath(), fmt=INT8) == 0
     assert gemm_oracle([], [], GemmSpec(datapath=ONE, plan=PLAIN, a=FP32, b=FP32)) == []
-
-
-def test_rows_and_columns():
-    spec = GemmSpec(datapath=ONE, plan=PLAIN, a=BF16, b=BF16)
-    a, b = [[1.0, 2.0], [3.0, 4.0], [0.0, -1.0]], [[5.0, 6.0], [7.0, 8.0]]
-    assert gemm_oracle(a, b, spec) == [[17.0, 23.0], [39.0, 53.0], [-6.0, -8.0]]
-    assert gemm_oracle(a, b, spec, c=[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]) == [[18.0, 25.0], [42.0, 57.0], [-1.0, -2.0]]
 
 
 def test_each_unit_has_its_rule():
@@ -194,60 +189,6 @@ def test_partial_sums_may_be_rounded():
     assert_identical(dot([2.0**-8, 2.0**-8, 1.0], plan=pairs), 1.0)  # 1 + 2^-8 -> 1, twice
 
 
-def test_parts_may_be_added_to_the_output_in_place():
-    # Parts 1 and 2^-8 + 2^-9: neither is rounded to bfloat16 before they meet; 1 + 1.5 x 2^-8 is next to 1 + 2^-7.
-    plan = GemmPlan(k_tile=1, split=2, partial=BF16, reduce="in_place")
-    assert_identical(dot([1.0, 1.5 * 2.0**-8], plan=plan), 1 + 2.0**-7)
-    # The output is rounded after every part: 1 + 2^-8 is a tie that goes to 1, twice; serially 1 + 2^-7.
-    thrice = replace(plan, split=3)
-    assert_identical(dot([1.0, 2.0**-8, 2.0**-8], plan=thrice), 1.0)
-    assert_identical(dot([1.0, 2.0**-8, 2.0**-8], plan=replace(thrice, reduce="serial")), 1 + 2.0**-7)
-    # A part is not rounded: 2^-8 (1 + 2^-10) is more than half a place of 1, but not as a bfloat16.
-    part = 2.0**-8 * (1 + 2.0**-10)
-    assert_identical(dot([1.0, part], plan=plan), 1 + 2.0**-7)
-    assert_identical(dot([1.0, part], plan=replace(plan, reduce="serial", round_trip=True)), 1.0)
-    # Two roundings: 1 + 2^-8 + 2^-25 is 1 + 2^-8 in float32, and that goes to 1.
-    assert_identical(dot([1.0, 2.0**-8 + 2.0**-25], plan=plan, fmt=FP32), 1.0)
-    # The first part is rounded, too, and float32 outputs are like a serial sum.
-    assert_identical(dot([1 + 2.0**-8, 2.0**-8], plan=plan, fmt=FP32), 1.0)
-    assert_identical(dot([1 + 2.0**-8, 2.0**-8], plan=replace(plan, partial=None), fmt=FP32), 1 + 2.0**-7)
-    assert_identical(dot([FP32.max, 0.0], plan=plan, fmt=FP32), INF)
-
-
-def test_an_output_in_place_begins_with_its_addend():
-    plan = GemmPlan(k_tile=1, split=2, partial=BF16, reduce="in_place")
-    assert_identical(dot([2.0**-8, 2.0**-8], plan=plan, c=1.0), 1.0)  # added to c one after the other
-    assert_identical(dot([2.0**-8, 2.0**-8], plan=replace(plan, partial=None), c=1.0), 1 + 2.0**-7)
-    assert_identical(
-        dot([2.0**-9, 2.0**-9], plan=replace(plan, split=1, k_tile=2), c=1 + 2.0**-7), 1 + 2.0**-6
-    )  # a tie
-    # A chain that began at c would lose TINY; the output keeps what the part sums up first.
-    once = GemmPlan(reduce="in_place")
-    assert_identical(dot([TINY, TINY], plan=once, c=1.0), NEXT)
-    assert_identical(dot([TINY, TINY], c=1.0), 1.0)
-    assert_identical(dot([TINY, TINY], plan=GemmPlan(promote_every=1, reduce="in_place"), c=1.0), NEXT)
-    assert_identical(dot([-0.0], plan=once, c=-0.0), 0.0)  # the unit's zeros are +0
-    assert_identical(dot([], plan=once, c=-3.0), -3.0)
-
-
-def test_parts_of_a_wide_accumulator_are_added_widely():
-    row = [1.0, 2.0**-40]
-    plan = GemmPlan(k_tile=1, split=2)
-    assert_identical(dot(row, plan=plan), 1.0)
-    assert_identical(dot(row, replace(ONE, accumulator=FP64), plan, fmt=FP64), 1 + 2.0**-40)
-
-
-def test_integer_sums():
-    top = 2**31 - 1
-    row = [1 << 30, 1 << 30, -1, -1]
-    assert dot(row, IntegerDatapath(), fmt=INT8) == top - 1
-    assert dot(row[:2], IntegerDatapath(), fmt=INT8) == -(2**31)
-    # Clamped after two products: 2^31 - 1, less 2.
-    assert dot(row, IntegerDatapath(saturate=True, block=2), fmt=INT8) == top - 2
-    assert dot(row, IntegerDatapath(saturate=True, block=4), fmt=INT8) == top - 1
-    assert dot(row, IntegerDatapath(), GemmPlan(k_tile=1, split=4), fmt=INT8) == top - 1
-
-
 # Random words.
 
 
@@ -310,37 +251,6 @@ def test_bias_and_output():
     assert_identical(epilogue_oracle(-(2.0**-140), BF16), -0.0)
 
 
-def test_narrow_outputs_saturate():
-    assert_identical(epilogue_oracle(1000.0, E4M3), 448.0)
-    assert_identical(epilogue_oracle(-INF, E4M3), -448.0)
-    assert_identical(epilogue_oracle(INF, E5M2), 57344.0)
-    assert_identical(epilogue_oracle(NAN, E4M3), NAN)
-    assert_identical(epilogue_oracle(1000.0, E4M3, result_scale=0.25), 256.0)  # 250 -> 256, spacing 16 below 256
-    assert_identical(epilogue_oracle(1.0, E4M3, scales=(3.0, 1.0), bias=1.0, result_scale=0.5), 2.0)
-    assert_identical(epilogue_oracle(1.0, BF16, result_scale=0.5), 1.0)  # only FP8 has a result scale
-
-
-def test_a_bias_after_rounding():
-    # 1 + 2^-8 is a tie that goes to 1; with 2^-7 + 2^-8 that is a tie again, which goes to 1 + 2^-6.
-    x, bias = 1 + 2.0**-8, 2.0**-7
-    assert_identical(epilogue_oracle(x, BF16, bias=bias), 1 + 2.0**-6)
-    assert_identical(epilogue_oracle(x, BF16, bias=bias, bias_after_rounding=True), 1 + 2.0**-7)
-    assert_identical(epilogue_oracle(x, BF16, bias_after_rounding=True), 1.0)
-    assert_identical(epilogue_oracle(x, FP16, bias=bias, bias_after_rounding=True), 1 + 3 * 2.0**-8)
-    for out in (FP32, E4M3):  # outputs of 16 bits alone are rounded
-        assert_identical(
-            epilogue_oracle(x, out, bias=bias, bias_after_rounding=True), epilogue_oracle(x, out, bias=bias)
-        )
-    assert_identical(epilogue_oracle(FP32.max, BF16, bias=-FP32.max, bias_after_rounding=True), INF)
-    assert_identical(epilogue_oracle(-(2.0**-140), BF16, bias=-0.0, bias_after_rounding=True), -0.0)
-    assert_identical(epilogue_oracle(x, BF16, scales=(3.0, 1.0), bias=bias, bias_after_rounding=True), 3 + 2.0**-5)
-
-
-def test_a_wide_epilogue():
-    assert_identical(epilogue_oracle(1 + 2.0**-40, FP64, scales=(2.0, 1.0), bias=1.0), 3.0)
-    assert_identical(epilogue_oracle(1 + 2.0**-40, FP64, scales=(2.0, 1.0), bias=1.0, arithmetic=FP64), 3 + 2.0**-39)
-
-
 # What a call must not ask.
 
 
@@ -369,3 +279,101 @@ def test_a_unit_of_floats_takes_float_formats():
 
 
 # Planted errors: a product of random numbers tells a wrong unit and a wrong order.
+
+
+FOUR = Datapath(block=4)
+CHAIN = GemmPlan()
+
+
+def written(k, unit=FOUR, plan=CHAIN):
+    """Return an order as text: parts | chains / blocks."""
+    return " | ".join(
+        " / ".join(" ".join(",".join(map(str, block)) for block in chain) for chain in part)
+        for part in order_of_products(k, unit, plan)
+    )
+
+
+@pytest.mark.parametrize(
+    ("k", "unit", "plan", "expected"),
+    [
+        (0, FOUR, CHAIN, ""),
+        (6, FOUR, CHAIN, "0,1,2,3 4,5"),
+        (6, Datapath(block=None), CHAIN, "0,1,2,3,4,5"),
+        (6, FOUR, GemmPlan(instruction_k=2), "0,1 2,3 4,5"),
+        (6, FOUR, GemmPlan(instruction_k=8), "0,1,2,3 4,5"),
+        (5, Datapath(block=None), GemmPlan(instruction_k=3), "0,1,2 3,4"),
+        # Blocks start anew at each tile; the incomplete tile is the last, or the first.
+        (8, FOUR, GemmPlan(k_tile=3), "0,1,2 3,4,5 6,7"),
+        (8, FOUR, GemmPlan(k_tile=3, residue_first=True), "0,1 2,3,4 5,6,7"),
+        (6, FOUR, GemmPlan(k_tile=3, residue_first=True), "0,1,2 3,4,5"),
+        # Five tiles among three parts: ceil(5 / 3) = 2 each, so 2, 2, 1; among four: 2, 2, 1 and nothing.
+        (10, FOUR, GemmPlan(k_tile=2, split=3), "0,1 2,3 | 4,5 6,7 | 8,9"),
+        (10, FOUR, GemmPlan(k_tile=2, split=4), "0,1 2,3 | 4,5 6,7 | 8,9"),
+        (10, FOUR, GemmPlan(k_tile=2, split=3, owner="interleaved"), "0,1 6,7 | 2,3 8,9 | 4,5"),
+        (4, FOUR, GemmPlan(k_tile=2, split=3, owner="interleaved"), "0,1 | 2,3"),
+        # The residue is tile 0, so the first of the five tiles 0 | 1,2 | 3,4 | 5,6 | 7,8.
+        (9, FOUR, GemmPlan(k_tile=2, split=2, residue_first=True), "0 1,2 3,4 | 5,6 7,8"),
+        (9, FOUR, GemmPlan(k_tile=2, split=2, residue_first=True, owner="interleaved"), "0 3,4 7,8 | 1,2 5,6"),
+        # Chains of the unit or of the plan count the products of their part and may end within a tile.
+        (7, Datapath(block=4, promote_every=5), CHAIN, "0,1,2,3 4 / 5,6"),
+        (7, FOUR, GemmPlan(promote_every=5), "0,1,2,3 4 / 5,6"),
+        (9, FOUR, GemmPlan(k_tile=3, promote_every=4), "0,1,2 3 / 4,5 6,7 / 8"),
+        (
+            12,
+            FOUR,
+            GemmPlan(k_tile=2, split=2, owner="interleaved", promote_every=4),
+            "0,1 4,5 / 8,9 | 2,3 6,7 / 10,11",
+        ),
+        # Windows of eight: the even pairs, then the odd ones; the last window has two pairs and a half.
+        (13, Datapath(block=4, paired=True), CHAIN, "0,1,4,5 2,3,6,7 8,9,12 10,11"),
+        (10, Datapath(block=4, paired=True), CHAIN, "0,1,4,5 2,3,6,7 8,9"),
+        (8, Datapath(block=4, paired=True), GemmPlan(instruction_k=2), "0,1 2,3 4,5 6,7"),
+        (9, Datapath(block=4, paired=True), GemmPlan(k_tile=5), "0,1,4 2,3 5,6 7,8"),
+        (5, IntegerDatapath(block=2), CHAIN, "0,1 2,3 4"),
+        (5, TwoStageDatapath(block=4), GemmPlan(k_tile=3), "0,1,2 3,4"),
+        (3, PairwiseDatapath(block=2), CHAIN, "0,1 2"),
+    ],
+)
+def test_orders_by_hand(k, unit, plan, expected):
+    assert written(k, unit, plan) == expected
+
+
+def test_two_promotions_contradict_each_other():
+    with pytest.raises(ArgumentError, match="promote_every=8 of the unit and promote_every=16 of the plan.*leave one"):
+        order_of_products(4, Datapath(block=4, promote_every=8), GemmPlan(promote_every=16))
+
+
+def random_case(draw: random.Random):
+    paired = draw.random() < 0.3
+    block = draw.choice([2, 4, 6]) if paired else draw.choice([None, 1, 2, 3, 4, 8])
+    promote = draw.choice([None, None, 4 * (block or 1), 12 * (block or 1)])
+    tile = draw.choice([None, 1, 2, 3, 5, 8, 16])
+    plan = GemmPlan(
+        k_tile=tile,
+        split=1 if tile is None else draw.randint(1, 6),
+        owner=draw.choice(["contiguous", "interleaved"]),
+        residue_first=tile is not None and draw.random() < 0.4,
+        instruction_k=draw.choice([None, None, 2, 3, 4]),
+        promote_every=None if promote else draw.choice([None, 1, 5, 8, 16]),
+    )
+    return draw.randint(0, 70), Datapath(block=block, paired=paired, promote_every=promote), plan
+
+
+def scheduled(k, unit, plan):
+    return [[[list(block) for block in chain.blocks] for chain in part] for part in schedule(k, unit, plan)]
+
+
+def test_the_schedule_of_engines_is_this_order():
+    draw = random.Random(7)
+    for _ in range(2000):
+        k, unit, plan = random_case(draw)
+        assert scheduled(k, unit, plan) == order_of_products(k, unit, plan), (k, unit, plan)
+
+
+def test_every_product_is_added_once():
+    draw = random.Random(8)
+    for _ in range(300):
+        k, unit, plan = random_case(draw)
+        parts = order_of_products(k, unit, plan)
+        assert sorted(i for part in parts for chain in part for block in chain for i in block) == list(range(k))
+        assert all(block for part in parts for chain in part for block in chain)

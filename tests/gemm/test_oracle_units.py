@@ -96,16 +96,6 @@ def test_special_scales(product, expected):
     assert_identical(fused_block([product], 0.0, unit, E5M2, E5M2), expected)
 
 
-def test_exponents_of_scales_join_those_of_products():
-    # Products 1 x 1 x 2^8 (exponent 8) and 1.5 x 1 x 1 (exponent 0); 8 bits reach down to 2^0: 1.5 is cut to 1.
-    unit = Datapath(block=2, fraction_bits=8, scale=UE4M3, scale_block=1)
-    products = [Product(1.0, 1.0, 256.0, 1.0), Product(1.5, 1.0, 1.0, 1.0)]
-    assert_identical(fused_block(products, 0.0, unit, E4M3, E4M3), 257.0)
-    # A subnormal scale 2^-9 has exponent -6: the product 2^-9 is a multiple of 2^(-6-2) only as 0.
-    tiny = replace(unit, fraction_bits=2)
-    assert_identical(fused_block([Product(1.0, 1.0, 2.0**-9, 1.0)], 0.0, tiny, E4M3, E4M3), 0.0)
-
-
 def test_groups_are_aligned_by_their_scales_alone():
     unit = Datapath(block=4, fraction_bits=3, group=2, scale=UE4M3, scale_block=2)
     wide = [Product(6.0, 6.0), Product(6.0, 6.0)]  # one term of 72 with exponent 0: no reason to cut anything
@@ -161,13 +151,6 @@ def test_each_term_is_rounded_on_its_own(mode, expected):
     assert_identical(block(unit, [(1.0, 1.0), (-0.5, 1.0), (-0.75, 1.0), (0.5, 1.0)]), expected)
 
 
-def test_an_exact_sum_has_no_alignment():
-    # 2^127 + 2^-149 - 2^127 in one block, by a unit that keeps everything.
-    pairs = [(2.0**127, 1.0), (2.0**-100, 2.0**-49), (-(2.0**127), 1.0)]
-    assert_identical(block(EXACT, pairs, fmt=FP32), 2.0**-149)
-    assert_identical(block(Datapath(), pairs, fmt=FP32), 0.0)
-
-
 @pytest.mark.parametrize(
     ("mode", "up", "down"),
     # 1 + 2^-24 and 1 + 3 x 2^-24: ties between float32 numbers, the first even below, the second even above.
@@ -177,29 +160,6 @@ def test_the_sum_is_rounded_once(mode, up, down):
     unit = replace(EXACT, rounding=mode)
     assert_identical(block(unit, [(1.0, 1.0), (2.0**-24, 1.0)]), down)
     assert_identical(block(unit, [(1.0, 1.0), (3 * 2.0**-24, 1.0)]), up)
-
-
-def test_overflow_is_infinite_in_every_mode():
-    for mode in ("toward_zero", "nearest_even", "down", "to_odd"):
-        assert_identical(block(replace(EXACT, rounding=mode), [(2.0**127, 1.0), (2.0**127, 1.0)]), INF)
-        assert_identical(block(replace(EXACT, rounding=mode), [(-(2.0**64), 2.0**64)]), -INF)
-    # 2^128 - 2^103 lies above max = 2^128 - 2^104 by half a place: toward zero it is max, to nearest a tie to Inf.
-    near = [(2.0**127, 1.0), (2.0**127, 1.0), (-(2.0**103), 1.0)]
-    assert_identical(block(replace(EXACT, rounding="toward_zero"), near), FP32.max)
-    assert_identical(block(EXACT, near), INF)
-
-
-def test_an_accumulator_without_inf_follows_its_own_rule():
-    assert_identical(block(replace(EXACT, accumulator=E4M3), [(1000.0, 1.0)]), 448.0)
-    ieee = replace(E4M3, name="e4m3_nan", overflow="ieee")
-    assert_identical(block(replace(EXACT, accumulator=ieee), [(1000.0, 1.0)]), NAN)
-    assert_identical(block(replace(EXACT, accumulator=ieee, rounding="toward_zero"), [(1000.0, 1.0)]), 448.0)
-
-
-def test_results_may_be_subnormal():
-    # 3 x 2^-150 = 1.5 x 2^-149.
-    assert_identical(block(Datapath(), [(3.0, 2.0**-75 * 2.0**-75)], fmt=FP64), 2.0**-149)
-    assert_identical(block(EXACT, [(3.0, 2.0**-75 * 2.0**-75)], fmt=FP64), 2.0**-148)
 
 
 @pytest.mark.parametrize(
@@ -217,14 +177,6 @@ def test_zeros(pairs, c, plain, signed, down):
     assert_identical(block(EXACT, pairs, c), plain)
     assert_identical(block(replace(EXACT, signed_zero=True), pairs, c), signed)
     assert_identical(block(replace(EXACT, signed_zero=True, rounding="down"), pairs, c), down)
-
-
-def test_stochastic_rounding_takes_the_word():
-    # 1 + 2^-25 lies a quarter of a place above 1: it goes up for words of 3/4 and more.
-    unit = replace(EXACT, rounding=Rounding(mode="stochastic", random_bits=8))
-    pairs = [(1.0, 1.0), (2.0**-25, 1.0)]
-    assert_identical(block(unit, pairs, word=191), 1.0)
-    assert_identical(block(unit, pairs, word=192), 1 + 2.0**-23)
 
 
 # The primitives, against the processor's own arithmetic and the oracle of casts.
@@ -282,13 +234,6 @@ def test_two_stages():
     assert_identical(two_stage(unit, [(1.0, 1.0)], 0.0625), 1.0)
 
 
-def test_two_stages_round_to_nearest_even():
-    unit = TwoStageDatapath(block=4)
-    # 1 + 2^-24 is a tie; 1 + 3 x 2^-24 goes to the even 1 + 2^-22.
-    assert_identical(two_stage(unit, [(1.0, 1.0), (2.0**-24, 1.0)]), 1.0)
-    assert_identical(two_stage(unit, [(1.0, 1.0), (3.0, 2.0**-24)]), 1 + 2.0**-22)
-
-
 def test_two_stages_of_tiny_numbers():
     unit = TwoStageDatapath(block=4)
     # A zero product has exponent -126: grid 2^-150, where -2^-151 is cut. Alone it has its own grid, and T' is a
@@ -298,17 +243,6 @@ def test_two_stages_of_tiny_numbers():
     # 3 x 2^-151 is 0.75 x 2^-149 and rounds up; beside a zero product it is cut to 2^-150, a tie that goes to 0.
     assert_identical(two_stage(unit, [(3 * 2.0**-76, 2.0**-75)]), 2.0**-149)
     assert_identical(two_stage(unit, [(3 * 2.0**-76, 2.0**-75), (0.0, 1.0)]), 0.0)
-
-
-def test_two_stages_overflow():
-    unit = TwoStageDatapath(block=4)
-    assert_identical(two_stage(unit, [(2.0**64, 2.0**64)]), INF)
-    assert_identical(two_stage(unit, [(2.0**64, 2.0**64), (-(2.0**64), 2.0**64)]), NAN)
-    assert_identical(two_stage(unit, [(2.0**64, 2.0**63), (2.0**64, -(2.0**63))]), 0.0)
-    assert_identical(two_stage(unit, [(2.0**64, 2.0**63), (2.0**64, 2.0**63)]), INF)
-    assert_identical(two_stage(unit, [(NAN, 1.0)]), NAN)
-    assert_identical(two_stage(unit, [(INF, 1.0)], -INF), NAN)
-    assert_identical(two_stage(unit, [(INF, -1.0)], 1.0), -INF)
 
 
 def test_even_and_odd_products_apart():

@@ -1,4 +1,4 @@
-"""Which blocks of a model the rules of a recipe count: stacks, stages, towers, and models that have none."""
+"""Which layers the rules of a recipe find by place: stacks, stages, towers, heads, and models that have none."""
 
 import dataclasses
 import warnings
@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+import fmtsim
 from fmtsim.errors import ArgumentError
 from fmtsim.nn import convert, report
 from fmtsim.nn.blocks import block_of, find_blocks
-from fmtsim.recipes import Recipe, Rule, get_recipe
+from fmtsim.nn.modules import EmulatedModule
+from fmtsim.recipes import Recipe, Rule, get_recipe, list_recipes
 
 LINEAR = get_recipe("te_current").linear
 
@@ -140,3 +142,40 @@ def test_the_remedy_works():
     model = convert(Plain(), recipe=dataclasses.replace(get_recipe("te_nvfp4"), rules=rules))
     assert [row.name for row in report(model).converted] == ["fc1"]
     assert model.fc1(torch.ones(16, 32)).isfinite().all()
+
+
+class Headed(nn.Module):
+    def __init__(self, tied=False, head=True):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 128)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4))
+        if head:
+            self.head = nn.Linear(128, 32, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+def converted(model):
+    return [name for name, module in model.named_modules() if isinstance(module, EmulatedModule)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_stays_in_high_precision(tied):
+    model = fmtsim.convert(Headed(tied), "mu_s")
+    assert converted(model) == [f"blocks.{i}.0" for i in range(4)]
+    assert "the recipe leaves it in high precision" in str(fmtsim.report(model))
+    assert not tied or model.head.weight is model.embedding.weight
+
+
+def test_a_model_without_head_keeps_its_last_block():
+    """The last linear layer is no head where it belongs to a block."""
+    assert converted(fmtsim.convert(Headed(head=False), "mu_s")) == [f"blocks.{i}.0" for i in range(4)]
+
+
+@pytest.mark.parametrize("name", [name for name in list_recipes() if get_recipe(name).linear is not None])
+def test_no_recipe_touches_an_embedding(name):
+    model = Headed()
+    before = model.embedding.weight.detach().clone()
+    fmtsim.convert(model, name, generator=0, total_steps=10)
+    assert type(model.embedding) is nn.Embedding
+    assert torch.equal(model.embedding.weight, before)

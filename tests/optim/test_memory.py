@@ -1,10 +1,13 @@
-"""Bytes that states take, measured against the arithmetic and against what the sources say."""
+"""Bytes that states take, measured against the arithmetic and what the sources say; the documentation's table."""
+
+from pathlib import Path
 
 import pytest
 import torch
 
 import fmtsim
 from fmtsim.optim import Scheme, StateFormat
+from fmtsim.optim.table import markdown
 
 # bytes a parameter of both moments and of kept weights: codes, and scales of large tensors
 PUBLISHED = {
@@ -60,3 +63,13 @@ def test_memory_that_parameters_share_counts_once():
     parameters = [torch.nn.Parameter(half) for half in flat.split(4096)]
     found = fmtsim.optim.memory(fmtsim.optim.AdamW(parameters))
     assert (found.elements, found.measured["parameters"]) == (8192, 4 * 8192)
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "optim.md"
+
+
+@pytest.mark.skipif(not DOCUMENT.exists(), reason="runs in a checkout, where the documentation is")
+def test_documentation_holds_the_table():
+    assert markdown() in DOCUMENT.read_text(encoding="utf-8"), (
+        "run python -m fmtsim.optim and put it into docs/optim.md"
+    )
