@@ -86,11 +86,13 @@ def quantize_both(
     The second operand is the transposed matrix. ``keys`` are those of the elements of the two.
     """
     facts = _facts(quantizer)
-    if facts.across is None or not isinstance(quantizer.format, BlockFormat):
+    if facts.down is None or not isinstance(quantizer.format, BlockFormat):
         return None
-    both = block.quantize_both_dims(x, facts.across, keys, without_tensor_scale=facts.two_level)
-    columns = Operand(both.columns.mT, quantizer, tensor_scale=both.tensor_scale)
-    return Operand(both.rows, quantizer, tensor_scale=both.tensor_scale), columns
+    both = block.quantize_both_dims(x, facts.down, keys, without_tensor_scale=facts.two_level)
+    if both is None:
+        return None
+    rows, columns, scale = both
+    return Operand(rows, quantizer, tensor_scale=scale), Operand(columns.mT, quantizer, tensor_scale=scale)
 
 
 def counts_keys(quantizer: Quantizer) -> bool:

@@ -139,11 +139,12 @@ def blocks(device: torch.device, few: bool) -> None:
     rotations(device)
     both = importlib.import_module("fmtsim.cuda.cast.block")
     for name, shape in itertools.product(("mxfp8_e4m3", "nvfp4", "e4m3_1x128"), ((64, 256), (33, 257))):
-        spec = next(specs(name))
+        spec = next(specs(name, -2))
         for x in layouts(shape, torch.bfloat16, device):
             both.quantize_both_dims(x, spec, without_tensor_scale=False)
             if both.holds_without_tensor_scale(spec):
                 both.quantize_both_dims(x, spec, without_tensor_scale=True)
+                both.quantize_without_tensor_scale(x, spec, None)
 
 
 def transforms(device: torch.device) -> None:

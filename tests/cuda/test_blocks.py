@@ -7,14 +7,13 @@ import torch
 
 import fmtsim
 from fmtsim import cpu
-from fmtsim.cuda.cast import block, decoding
-from fmtsim.cuda.cast.block_launch import BlockCast
+from fmtsim.cuda.cast import block, decoding, general
 from fmtsim.cuda.cast.block_macros import CODES, PACKED, draws_words, fast_macros, output_of
 from fmtsim.encoded import Encoded
 from fmtsim.formats.block import BlockFormat, scaled, with_block
 from fmtsim.formats.representable import result_dtype
 from fmtsim.rounding.modes import MODES, Rounding
-from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.cast import EncodedParts, RandomKey
 from tests.support.bits import assert_same_bits
 from tests.support.casts import cast_spec
 from tests.support.operands import numbers
@@ -54,13 +53,13 @@ def check_general(x, spec, device, random=None):
     dtype = result_dtype(spec.format, x.dtype)
     wanted, found = torch.empty(x.shape, dtype=dtype), torch.empty(x.shape, dtype=dtype, device=device)
     cpu.quantize(x, spec, random, wanted)
-    BlockCast(x.to(device), found, spec, random).general()
+    general.cast_general(x.to(device), EncodedParts(found), spec, random)
     assert_same_bits(found, wanted, what=f"values of {spec.format.name} from {x.dtype}, {spec.rounding.mode}")
     parts = cpu.encode(x, spec, random)
-    job = BlockCast(x.to(device), torch.empty(x.shape, dtype=parts.codes.dtype, device=device), spec, random)
-    job.add_scales(torch.float32)
-    job.general()
-    for name, mine, theirs in zip(parts._fields, job.parts(), parts, strict=True):
+    codes = torch.empty(x.shape, dtype=parts.codes.dtype, device=device)
+    made = block.with_scales(codes, x.shape, spec, torch.float32)
+    general.cast_general(x.to(device), made, spec, random)
+    for name, mine, theirs in zip(parts._fields, made, parts, strict=True):
         assert_same_bits(mine, theirs, what=f"{name} of {spec.format.name} from {x.dtype}, {spec.rounding.mode}")
 
 

@@ -45,9 +45,12 @@ def test_both_axes_have_the_bits_of_two_casts(name, dtype, mode, shape, device):
     spec, keys = cast_spec(name, mode), KEYS if mode == "stochastic" else (None, None)
     x = numbers(shape, dtype)
     rows, columns = (quantised(x, spec, dim, key, torch.bfloat16) for dim, key in zip((-1, -2), keys, strict=True))
-    both = block.quantize_both_dims(x.to(device), spec, keys, without_tensor_scale=False)
-    assert same_bits(both.rows, rows) and same_bits(both.columns, columns)
-    assert both.tensor_scale is None
+    both = block.quantize_both_dims(x.to(device), along(spec, -2), keys, without_tensor_scale=False)
+    served = name != "nf4_g64" and shape != (30, 70) and (name, dtype) != ("nvfp4", torch.float32)
+    assert (both is not None) == served
+    if both is not None:
+        assert same_bits(both[0], rows) and same_bits(both[1], columns)
+        assert both[2] is None
 
 
 @pytest.mark.parametrize("shape", [(32, 64), (10, 37)])

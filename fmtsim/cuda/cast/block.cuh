@@ -201,3 +201,33 @@ DEVICE u32 fast_code(float x, u32 rest, const FastBlock& block) {
   return ELEMENT_NEGATIVE_ZERO || code ? code | e.sign >> (32 - CODE_BITS) : code;
 #endif
 }
+
+// Where elements lie that are cast one by one: the first in x and in the result, and from one to the next; index: the
+// place in the tensor to which the first one's random word belongs.
+struct Path {
+  u64 x, out, x_stride, out_stride, index;
+  u32 count;
+};
+
+// Cast part of a block the exact way, from memory; return the block's scale. A call, and one that takes no vectors, so
+// that the common way keeps its registers. All lanes of a warp make it together, those that have nothing to do with a
+// count of 0: a call of some lanes alone was found to lose uniform registers of the others. Codes of fewer bits than
+// bytes lie side by side and fill whole ones.
+__device__ __noinline__ float cast_exactly(
+    const void* x, void* out, Path path, u32 amax, bool has_nan, TensorScale tensor, const Draw& draw, const Cast& c) {
+  BlockScale s = scale_of({0.0, (double)as_float(amax), has_nan}, c.scale, tensor);
+  bool invalid = has_nan && !c.scale.element_has_nan;
+  u32 held = 0, bits = 0;
+#pragma unroll 1
+  for (u32 i = 0; i < path.count; ++i) {
+    u64 place = path.x + i * path.x_stride, to = path.out + i * path.out_stride, index = path.index + i * path.x_stride;
+    float decode = WITHOUT_TENSOR_SCALE ? 1.0f : tensor.decode;
+    ExactElement e = exact_element(load_element(x, place, INPUT), false, index, s, invalid, decode, c, draw);
+    if (OUTPUT == 0) ((u32*)out)[to] = narrowed(e.value, OUTPUT);
+    if (OUTPUT == 1) ((u16*)out)[to] = (u16)narrowed(e.value, OUTPUT);
+    if (OUTPUT <= 1) continue;
+    held |= (u32)e.code << bits, bits += OUTPUT_BITS;
+    if (bits >= 8) ((u8*)out)[to * OUTPUT_BITS / 8] = (u8)held, held >>= 8, bits -= 8;
+  }
+  return invalid ? as_float(0x7FC00000) : s.scale;
+}

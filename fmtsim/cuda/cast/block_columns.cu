@@ -29,39 +29,6 @@ struct alignas(16) ColumnJob {
   Draw row_draw;
 };
 
-// Where elements lie that are cast one by one: offsets and distances in x and in the result.
-struct Path {
-  u64 x, out, x_stride, out_stride;
-  u32 count;
-};
-
-// Cast part of a block the exact way, from memory; return the block's scale. A call, and one that takes no vectors, so
-// that the common way keeps its registers. All lanes of a warp make it together, those that have nothing to do with a
-// count of 0: a call of some lanes alone was found to lose uniform registers of the others.
-__device__ __noinline__ float cast_exactly(
-    const void* x, void* out, Path path, u32 amax, bool has_nan, TensorScale tensor, const Draw& draw, const Cast& c) {
-  BlockScale s = scale_of({0.0, (double)as_float(amax), has_nan}, c.scale, tensor);
-  bool invalid = has_nan && !c.scale.element_has_nan;
-  u32 kept = 0;
-#pragma unroll 1
-  for (u32 i = 0; i < path.count; ++i) {
-    u64 place = path.x + i * path.x_stride, to = path.out + i * path.out_stride;
-    float decode = WITHOUT_TENSOR_SCALE ? 1.0f : tensor.decode;
-    ExactElement e = exact_element(load_element(x, place, INPUT), false, place, s, invalid, decode, c, draw);
-#if OUTPUT == 0
-    ((u32*)out)[to] = narrowed(e.value, OUTPUT);
-#elif OUTPUT == 1
-    ((u16*)out)[to] = (u16)narrowed(e.value, OUTPUT);
-#elif OUTPUT_BITS == 8
-    ((u8*)out)[to] = (u8)e.code;
-#else  // two codes of 4 bits a byte, which lie side by side
-    kept |= (u32)e.code << (4 * (i % 2));
-    if (i % 2) ((u8*)out)[to / 2] = (u8)kept, kept = 0;
-#endif
-  }
-  return invalid ? as_float(0x7FC00000) : s.scale;
-}
-
 DEVICE u32 cast_fast(float x, u64 index, const FastBlock& block, float decode, const Draw& draw) {
   u32 rest = 0;
 #if STOCHASTIC
@@ -188,7 +155,8 @@ DEVICE void cast_down(
   if (__any_sync(~0u, exactly)) {
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) {
-      Path path = {part.place + j, part.place + j, (u64)job.trailing, (u64)job.trailing, exactly ? ROWS : 0u};
+      u64 first = part.place + j, step = (u64)job.trailing;
+      Path path = {first, first, step, step, first, exactly ? ROWS : 0u};
       if (TRANSPOSED) path.out = part.across + j * job.inner, path.out_stride = 1;
       float stored = cast_exactly(job.x, job.out, path, found[j].amax, found[j].has_nan, scale, c.draw, c);
       if (exactly) block[j].stored = stored;
@@ -220,7 +188,7 @@ DEVICE void cast_across(
     store_vector<VECTOR, OUTPUT_BITS>(job.row_out, place, y);
   }
   if (__any_sync(~0u, exactly)) {
-    Path path = {place, place, 1, 1, exactly ? (u32)VECTOR : 0u};
+    Path path = {place, place, 1, 1, place, exactly ? (u32)VECTOR : 0u};
     cast_exactly(job.x, job.row_out, path, found.amax, found.has_nan, scale, job.row_draw, c);
   }
 }

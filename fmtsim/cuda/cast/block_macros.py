@@ -18,7 +18,6 @@ from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.spec.cast import Random as RandomSource
 
 FLOAT32, BFLOAT16, CODES, PACKED = range(4)  # what a kernel writes
-PER_LANE = 32  # elements of a thread of the row kernel whose lanes hold whole blocks
 RULES = {"floor": 0, "ceil": 1, "rceil": 2, "even": 3, "amax": 4}
 ARITHMETICS = {"divide": 0, "reciprocal": 1, "encode": 2}
 
@@ -103,11 +102,14 @@ def fast_macros(spec: CastSpec, dtype: torch.dtype, output: int, without_tensor_
 
 
 @lru_cache(maxsize=1024)
-def run_macros(fast: Defines, dtype: torch.dtype, vector: int, run: int, total: int = PER_LANE) -> Defines:
-    """Return the macros of the row kernel; RUN is 0 where a block is no power of two or more than a warp holds."""
+def run_macros(fast: Defines, dtype: torch.dtype, vector: int, run: int, whole: bool = True) -> Defines:
+    """Return the macros of the row kernel; RUN is 0 where a block is no power of two or more than a warp holds.
+
+    whole: The tensor fills lanes of 32 elements.
+    """
     stochastic = ("STOCHASTIC", "1") in fast
     codes = ("OUTPUT", str(CODES)) in fast or ("OUTPUT", str(PACKED)) in fast
-    if codes and dtype == torch.bfloat16 and vector == 8 and run in (16, 32) and not (stochastic or total % PER_LANE):
+    if codes and dtype == torch.bfloat16 and vector == 8 and run in (16, 32) and whole and not stochastic:
         return (*fast, *macros(RUN=run, VECTOR=run, LAYOUT=2))
     strided = vector == 4 and dtype == torch.float32 or stochastic
     longest = 512 * vector // 4 if strided else 32 * vector

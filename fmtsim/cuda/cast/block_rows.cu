@@ -50,31 +50,6 @@ DEVICE u32 block_of(u64 element, const Pieces& p, bool& opens) {
   return down * p.across + column;
 }
 
-// Cast a lane's part of a block the exact way, from memory; return the block's scale. A call, and one that takes no
-// vectors, so that the common way keeps its registers. All lanes of a warp make it together, those that have nothing to
-// do with `last` = `first`: a call of some lanes alone was found to lose uniform registers of the others.
-__device__ __noinline__ float cast_exactly(
-    const void* x, void* out, u64 first, u64 last, u32 amax, bool has_nan, TensorScale tensor, const Cast& c) {
-  BlockScale s = scale_of({0.0, (double)as_float(amax), has_nan}, c.scale, tensor);
-  bool invalid = has_nan && !c.scale.element_has_nan;
-#pragma unroll 1
-  for (u64 place = first; place < last; place += DISTANCE) {
-    Input in = load_vector<VECTOR, INPUT_BITS>(x, place);
-    Output y;
-    y.clear();
-#pragma unroll 1
-    for (int i = 0; i < VECTOR; ++i) {
-      u32 bits = in.get(i);
-      float decode = WITHOUT_TENSOR_SCALE ? 1.0f : tensor.decode;
-      double number = load_element(&bits, 0, INPUT);
-      ExactElement e = exact_element(number, false, place + i, s, invalid, decode, c, c.draw);
-      y.put(i, OUTPUT <= 1 ? narrowed(e.value, OUTPUT) : (u32)e.code);
-    }
-    store_vector<VECTOR, OUTPUT_BITS>(out, place, y);
-  }
-  return invalid ? as_float(0x7FC00000) : s.scale;
-}
-
 // Find the scales of a lane's blocks. Divisions are dear: the lanes that share blocks share those, too.
 DEVICE void find_scales(const BlockAmax (&found)[BLOCKS], FastBlock (&block)[BLOCKS], TensorScale step) {
 #if RULE == 4 && SPAN > 1
@@ -257,10 +232,13 @@ KERNEL __launch_bounds__(256, RESIDENT) cast_runs(
     __syncwarp();  // what other lanes wrote of these blocks comes first
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
-      u64 first = base + DISTANCE * (b * VECTORS_PER_BLOCK);
-      u64 last = exactly[b] ? min(first + DISTANCE * VECTORS_PER_BLOCK, total) : first;
-      float stored = cast_exactly(x, out, first, last, found[b].amax, found[b].has_nan, scale, c);
-      if (exactly[b]) block[b].stored = stored;
+#pragma unroll 1
+      for (int v = b * VECTORS_PER_BLOCK; v < (b + 1) * VECTORS_PER_BLOCK; ++v) {
+        u64 first = base + DISTANCE * v;
+        Path path = {first, first, 1, 1, first, exactly[b] && first < total ? VECTOR : 0u};
+        float stored = cast_exactly(x, out, path, found[b].amax, found[b].has_nan, scale, c.draw, c);
+        if (exactly[b]) block[b].stored = stored;
+      }
     }
   }
 #if LAYOUT == 2 && SCALES_IN_BYTES && BLOCKS == 2

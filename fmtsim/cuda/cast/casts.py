@@ -3,16 +3,14 @@
 Small tensors cost host time alone, so what depends on the cast, the dtypes and the device is looked up in one place.
 """
 
-import struct
 from collections.abc import Callable
 from functools import cache, lru_cache
 
-import numpy as np
 import torch
 
 from fmtsim.cuda import runtime
 from fmtsim.cuda.cast import block, elements
-from fmtsim.cuda.cast.block_macros import amax_macros, draws_words, fast_macros, output_of, run_macros, vector_of
+from fmtsim.cuda.cast.block_macros import draws_words, output_of
 from fmtsim.cuda.cast.decoding import decode
 from fmtsim.cuda.cast.elements import (
     encode_elements,
@@ -20,8 +18,6 @@ from fmtsim.cuda.cast.elements import (
     packs,
     quantize_elements,
 )
-from fmtsim.cuda.cast.general import THREADS, cast_bytes
-from fmtsim.cuda.cast.parameters import draw_of
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.representable import FLOAT_DTYPES, is_representable
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, spec_from_json
@@ -29,7 +25,6 @@ from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, spec_fro
 __all__ = ["decode", "encode", "encode_packed", "quantize", "quantize_contiguous", "supports"]
 
 _ALIGNED = 16
-_ZERO = np.int64(0)
 _Launch = Callable[[torch.Tensor, torch.Tensor, Random], bool]  # of x and its result; says whether it was done
 
 
@@ -116,27 +111,12 @@ def _fast_elements(spec: CastSpec, dtype: torch.dtype, out_dtype: torch.dtype, i
     grid, rounding = elements.fast_grid(spec, None), spec.rounding
     if grid is None or not (out_dtype == torch.float32 or is_representable(spec.format, out_dtype)):
         return None
-    kernel = runtime.kernel("quantize.cu", "quantize", index, elements.quantize_macros(grid, dtype, out_dtype))
-    threads, tile, parameters = elements.THREADS, elements.TILE, grid.parameters
-    width, unroll = elements.vectors_of(grid, dtype, out_dtype)
-
-    def launch_stochastic(x: torch.Tensor, out: torch.Tensor, random: Random) -> bool:
-        if not isinstance(random, RandomKey):
-            return False
-        count = x.numel()
-        bounds = _ZERO, np.int64(count // tile * tile), np.int64(count)
-        kernel(-(-count // (4 * tile)), threads, x, out, *bounds, parameters, draw_of(rounding, random))
-        return True
-
-    if rounding.mode == "stochastic":
-        return launch_stochastic
-    bound, together = kernel.bound(threads, 5, parameters, draw_of(rounding, None)), threads * unroll * width
+    cast, stochastic = elements.launch_of(grid, rounding, dtype, out_dtype, index), rounding.mode == "stochastic"
 
     def launch(x: torch.Tensor, out: torch.Tensor, random: Random) -> bool:
-        if isinstance(random, RandomKey):
+        if isinstance(random, RandomKey) != stochastic:
             return False
-        count = x.numel()
-        bound(-(-count // together), x.data_ptr(), out.data_ptr(), 0, count // width * width, count)
+        cast(x, out, random, 0)
         return True
 
     return launch
@@ -146,37 +126,17 @@ def _fast_blocks(
     spec: CastSpec, fmt: BlockFormat, dtype: torch.dtype, out_dtype: torch.dtype, index: int
 ) -> _Launch | None:
     (rows, run), output, stochastic = fmt.block, output_of(out_dtype), spec.rounding.mode == "stochastic"
-    if output is None or spec.dim != -1 or rows != 1 or not run or run % 16 or not draws_words(spec, RandomKey(0)):
+    if output is None or spec.dim != -1 or rows != 1 or not run or not draws_words(spec, RandomKey(0)):
         return None
-    fast, vector = fast_macros(spec, dtype, output), vector_of(dtype, output, fmt.bits)
-    macros = None if fast is None else run_macros(fast, dtype, vector, run)
-    if macros is None or ("RUN", "0") in macros:  # no fast kernel, or a block is longer than a warp holds
+    cast = block.rows_of(spec, dtype, output, (run, 1, 1), True, index)
+    if cast is None or not cast.one_pass:  # no fast kernel, or a block is longer than a warp holds
         return None
-    kernel = runtime.kernel("block_rows.cu", "cast_runs", index, macros)
-    extremes, bound, pieces = None, None, struct.pack("<4I", run // 16, 1, 1, 0)
-    if fmt.tensor_scale:
-        extremes = runtime.kernel("statistic.cu", "amax_of_tensor", index, amax_macros(dtype)).bound(THREADS, 3)
-    if not stochastic:
-        constant = cast_bytes(spec, None, torch.device("cuda", index))
-        bound = kernel.bound(THREADS, 7, pieces, np.uint32(fmt.tensor_scale), constant)
-    most, together = 8 * runtime.multiprocessors(index), 4 * vector * THREADS
 
     def launch(x: torch.Tensor, out: torch.Tensor, random: Random) -> bool:
-        count = x.numel()
-        if isinstance(random, RandomKey) != stochastic or not x.dim() or x.shape[-1] % run or count >= 1 << 36:
+        whole = x.dim() > 0 and x.shape[-1] % run == 0 and x.numel() < block.MOST
+        if isinstance(random, RandomKey) != stochastic or not whole:
             return False
-        found = None
-        if extremes is not None:
-            found = torch.zeros(2, dtype=torch.int32, device=x.device)
-            grid = min(-(-count // (64 * THREADS // x.itemsize)), most)
-            extremes(grid, x.data_ptr(), found.data_ptr(), count * x.itemsize // 16)
-        grid = -(-count // together)
-        if bound is not None:
-            bound(grid, x.data_ptr(), out.data_ptr(), 0, 0, 0 if found is None else found.data_ptr(), 0, count)
-        else:
-            drawn = cast_bytes(spec, random, x.device)
-            arguments = None, None, found, None, np.uint64(count), pieces, np.uint32(found is not None), drawn
-            kernel(grid, THREADS, x, out, *arguments)
+        cast(x, EncodedParts(out), random)
         return True
 
     return launch

@@ -1,6 +1,7 @@
 """Casts of element formats on a GPU: which kernel runs, on which layout, with which random words."""
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from fmtsim.cuda.cast.grid import Grid, grid_of
 from fmtsim.cuda.cast.parameters import BYTES_AT_ONCE, DTYPES, aligned, draw_of, macros
 from fmtsim.cuda.cast.tables import convert
 from fmtsim.formats.packing import code_dtype, packed_size
+from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random
 
 _UNPACKED = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}  # packed codes of whole words
@@ -32,7 +34,7 @@ def quantize_elements(x: torch.Tensor, spec: CastSpec, random: Random, out: torc
     if grid is not None:
         _quantize_fast(source, spec, random, target, grid)
     elif not (narrow and convert(source, target, spec, 0)):
-        cast_general(source, target, spec, random)
+        cast_general(source, EncodedParts(target), spec, random)
     if target.data_ptr() != out.data_ptr():
         out.copy_(target.view(out.shape))
 
@@ -77,19 +79,36 @@ def fast_grid(spec: CastSpec, random: Random) -> Grid | None:
 
 def _quantize_fast(source: torch.Tensor, spec: CastSpec, random: Random, target: torch.Tensor, grid: Grid) -> None:
     """Cast from the first to the last element in vectors, those beside them one by one; all of them where none fits."""
-    count, stochastic = source.numel(), spec.rounding.mode == "stochastic"
-    width, unroll = vectors_of(grid, source.dtype, target.dtype)
-    first, last, blocks = _first_aligned(source, target, width), 0, _blocks(count)
-    if first is None or (stochastic and first):
-        first = 0
-    else:
-        group = TILE if stochastic else width  # elements that are cast together
-        last = first + max(count - first, 0) // group * group
-        blocks = max(-(-count // (4 * TILE)), 1) if stochastic else _blocks((last - first) // width, unroll)
-    bounds = np.int64(min(first, count)), np.int64(last), np.int64(count)
-    arguments = *bounds, grid.parameters, draw_of(spec.rounding, random)
-    defines = quantize_macros(grid, source.dtype, target.dtype)
-    _launch("quantize.cu", "quantize", source, defines, blocks, target, *arguments)
+    index = runtime.device_index(source)
+    launch = launch_of(grid, spec.rounding, source.dtype, target.dtype, index)
+    first = _first_aligned(source, target, vectors_of(grid, source.dtype, target.dtype)[0])
+    launch(source, target, random, None if first and spec.rounding.mode == "stochastic" else first)
+
+
+@lru_cache(maxsize=1024)
+def launch_of(
+    grid: Grid, rounding: Rounding, dtype: torch.dtype, out: torch.dtype, index: int
+) -> Callable[[torch.Tensor, torch.Tensor, Random, int | None], None]:
+    """Return a launch of quantize.cu: of x, its result, random words and the first element at which a vector begins."""
+    kernel = runtime.kernel("quantize.cu", "quantize", index, quantize_macros(grid, dtype, out))
+    stochastic, (width, unroll) = rounding.mode == "stochastic", vectors_of(grid, dtype, out)
+    group = TILE if stochastic else width  # elements that are cast together
+    together = 4 * TILE if stochastic else THREADS * width * unroll  # of a block of threads
+    bound = kernel.bound(THREADS, 5, grid.parameters, draw_of(rounding, None))
+
+    def launch(x: torch.Tensor, to: torch.Tensor, random: Random, first: int | None) -> None:
+        count = x.numel()
+        last = 0 if first is None else first + max(count - first, 0) // group * group
+        served = count if stochastic or first is None else last - first
+        blocks = max(-(-served // (THREADS if first is None else together)), 1)
+        bounds = min(first or 0, count), last, count
+        if stochastic:
+            drawn = draw_of(rounding, random)
+            kernel(blocks, THREADS, x, to, *map(np.int64, bounds), grid.parameters, drawn)
+        else:
+            bound(blocks, x.data_ptr(), to.data_ptr(), *bounds)
+
+    return launch
 
 
 def _encode(
@@ -105,7 +124,7 @@ def _encode(
         _launch("encode.cu", "encode", x, defines, -(-count // (4 * span)), *arguments)
     elif not (rows[0] == 1 and slot in (4, 8) and convert(x, codes, spec, slot)):
         if slot in _UNPACKED:
-            cast_general(x, codes, spec, random)
+            cast_general(x, EncodedParts(codes), spec, random)
         else:
             encode_rows(x, codes, spec, random, rows, slot)
 

@@ -74,20 +74,12 @@ def block_extent(fmt: BlockFormat, sizes: tuple[int, int, int]) -> tuple[int, in
     return fmt.block[0] or max(sizes[0] * sizes[2], 1), fmt.block[1] or max(sizes[1], 1)
 
 
-def cast_general(
-    x: Tensor,
-    out: Tensor,
-    spec: CastSpec,
-    random: Random = None,
-    scales: Tensor | None = None,
-    offsets: Tensor | None = None,
-    tensor_scale: Tensor | None = None,
-) -> None:
-    """Cast x, which is not empty, into values or codes of its shape, and a block format into its scales as well.
+def cast_general(x: Tensor, parts: EncodedParts, spec: CastSpec, random: Random = None) -> None:
+    """Cast x, which is not empty, into values or codes of its shape, and scales where there is room for them.
 
     Tensors of element formats are contiguous, the strides of others fit three axes (``view_of``).
     """
-    fmt, index, count = spec.format, device_index(x), np.uint64(x.numel())
+    fmt, out, index, count = spec.format, parts.codes, device_index(x), np.uint64(x.numel())
     random = random.contiguous() if isinstance(random, Tensor) else random  # in row-major order
     grid, blocks, tensor = -(-x.numel() // THREADS), None, None
     layout = _layout(_ONE, _ONE, (1, 1), x.dtype, out.dtype)
@@ -104,7 +96,7 @@ def cast_general(
             tensor = torch.zeros(3, dtype=torch.int64, device=x.device)
             find(grid, THREADS, x, tensor, count, of_tensor)
     kernel("any_format.cu", "cast", index)(
-        grid, THREADS, x, out, scales, offsets, tensor_scale, blocks, tensor, count, layout,
+        grid, THREADS, x, out, parts.scales, parts.offsets, parts.tensor_scale, blocks, tensor, count, layout,
         cast_bytes(spec, random, x.device),
     )  # fmt: skip
 

@@ -68,7 +68,7 @@ DEVICE u32 cast_line(
 #if CAST == BLOCK_FORMAT
   if (__any_sync(~0u, exactly)) {
     u16 again[PER_LANE];
-    cast_exactly(again, line.source, line.signs, line.factor, line.first, scale, draw, c);
+    cast_line_exactly(again, line.source, line.signs, line.factor, line.first, scale, draw, c);
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i)
       if (exactly) y[i] = as_float((u32)again[i] << 16);

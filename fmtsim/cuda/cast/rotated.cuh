@@ -193,7 +193,7 @@ DEVICE void take_rests(u32 (&rests)[4], u64 counter, int i, const Draw& draw) {
 }
 
 // A line's numbers cast one by one, from memory; all lanes of a warp call it together (see block_rows.cu).
-__device__ __noinline__ void cast_exactly(
+__device__ __noinline__ void cast_line_exactly(
     u16* to, const Source& source, const u32* signs, const float* factor, u64 first, TensorScale tensor,
     const Draw& draw, const Cast& c) {
   float y[PER_LANE];
@@ -208,13 +208,8 @@ __device__ __noinline__ void cast_exactly(
       if (magnitude < FLOAT_EXPONENT) amax = max(amax, magnitude);
       has_nan |= magnitude > FLOAT_EXPONENT;
     }
-    BlockScale s = scale_of({0.0, (double)as_float(amax), has_nan}, c.scale, tensor);
-    bool invalid = has_nan && !c.scale.element_has_nan;
-#pragma unroll 1
-    for (int i = start; i < start + RUN; ++i) {
-      ExactElement e = exact_element(y[i], false, first + i, s, invalid, 1.0f, c, draw);
-      to[i] = (u16)narrowed(e.value, BFLOAT16);
-    }
+    Path path = {(u64)start, (u64)start, 1, 1, first + start, RUN};
+    cast_exactly(y, to, path, amax, has_nan, tensor, draw, c);
   }
 }
 

@@ -18,7 +18,7 @@ from fmtsim.cuda import runtime
 from fmtsim.cuda.cast.general import cast_general
 from fmtsim.cuda.cast.parameters import DTYPES, NARROW, aligned, code_values, macros, nan_code, values_of
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, LogFormat
-from fmtsim.spec.cast import CastSpec
+from fmtsim.spec.cast import CastSpec, EncodedParts
 
 RANGES_WORTH = 1 << 16  # elements that pay for a table of ranges
 PATTERNS_WORTH = 1 << 20  # elements that pay for a table of patterns in every multiprocessor
@@ -106,7 +106,7 @@ def _pattern_table(x: torch.Tensor, to: torch.Tensor, spec: CastSpec, slot: int)
             return None
         points = torch.arange(_PATTERNS, device=x.device, dtype=torch.int32).to(torch.int16).view(x.dtype)
         entries = torch.empty(_PATTERNS, dtype=to.dtype if values else torch.uint8, device=x.device)
-        cast_general(points, entries, spec)
+        cast_general(points, EncodedParts(entries), spec)
         by_code = values_of(spec.format, x.device)  # type: ignore[arg-type]
         runtime.finished(x)
         parameters = _TABLE.pack(entries.data_ptr(), by_code.data_ptr(), 0, 0, _PATTERNS, 0)
@@ -192,7 +192,7 @@ def _build(spec: CastSpec, layout: Layout, values: torch.Tensor) -> Table:
     def codes_at(magnitudes: torch.Tensor) -> torch.Tensor:
         points = (magnitudes | signs).to(torch.int32).view(torch.float32)
         codes = torch.empty(points.shape, dtype=torch.uint8, device=device)
-        cast_general(points, codes, spec)
+        cast_general(points, EncodedParts(codes), spec)
         return codes.to(torch.int64)
 
     first, last = codes_at(starts), codes_at(ends)
