@@ -196,7 +196,7 @@ def products(device: torch.device, few: bool) -> None:
     """Multiply on every unit, by every path that takes the product and by the general one."""
     groups(device)
     shapes = ((5, 3, 40), (130, 70, 96)) if few else ((1, 1, 1), (5, 3, 40), (130, 70, 96), (64, 129, 67))
-    paths = (DISPATCH._FAST, (DISPATCH.gemm_single,), ())
+    paths = (DISPATCH.FAST, (DISPATCH.gemm_single,), ())
     for unit in fmtsim.list_units():
         for mode in fmtsim.get_unit(unit).modes[:: 2 if few else 1]:
             names = mode.inputs or ("bf16", "fp32")
@@ -217,11 +217,11 @@ def multiply(spec, shape: tuple[int, int, int], device: torch.device, path: tupl
     scales = [None if scale is None else scale.to(device) for scale in scales]
     for c in (None, addend(spec, m, n, "normal", 2).to(device)):
         out = torch.empty(m, n, dtype=addend(spec, 1, 1, "normal", 0).dtype, device=device)
-        kept, DISPATCH._FAST = DISPATCH._FAST, path
+        kept, DISPATCH.FAST = DISPATCH.FAST, path
         try:
             DISPATCH.gemm(a, b, c, *scales, spec, RandomKey(1, 2), out)
         finally:
-            DISPATCH._FAST = kept
+            DISPATCH.FAST = kept
 
 
 def steps(device: torch.device, few: bool) -> None:

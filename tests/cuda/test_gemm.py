@@ -129,10 +129,6 @@ def test_tiles_that_a_fast_path_leaves_are_done(monkeypatch, device):
         """Write sevens, and leave the tile at the lower right."""
 
         @staticmethod
-        def supports(job):
-            return True
-
-        @staticmethod
         def run(job, sums, marks):
             assert not marks.any() and sums.shape[1:] == job.out.shape
             sums.fill_(7.0)

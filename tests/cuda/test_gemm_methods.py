@@ -77,7 +77,8 @@ def test_chains_that_keep_the_sign_of_zero(device):
     b = torch.tensor([[1.0, 1.0], [-1.0, 1.0], [1e-30, 1.0]]).bfloat16()
     for c in (None, torch.full((4, 3), -0.0)):
         assert check(fma_chain, a, b, spec, c, device=device) == 0
-    assert not fma_chain.supports(job_of(a, b, gemm_spec(replace(spec.datapath, accumulator="fp16"), "bf16")))
+    other = gemm_spec(replace(spec.datapath, accumulator="fp16"), "bf16")
+    assert fma_chain.programs(job_of(a, b, other)) is None
 
 
 def test_a_chain_below_zero_that_underflows_joins_a_sum_of_minus_zero(device):
@@ -249,7 +250,7 @@ def chosen(kind, **change):
     numbers = fp64_tensor_core.plan_of(definition(fmt, unit=unit, plan=plan), block, 4096)
     rest = int(plan != GemmPlan()), numbers.two_words, numbers.wide, numbers.down, numbers.single
     shape = fp64_tensor_core_configurations.fitting(
-        block, block, *rest, numbers.fraction_bits, numbers.kept, limit=fp64_tensor_core._USUAL_LIMIT
+        block, block, *rest, numbers.fraction_bits, numbers.kept, limit=227 << 10
     )
     return shape._replace(**change)
 
@@ -289,8 +290,7 @@ def test_group_by_group_alone(kind, emulated, monkeypatch):
     assert_same_bits(product_of(block_scaled, a, b, spec, None, *scales)[0][0], expected(a, b, spec, None, *scales))
 
 
-def test_devices_without_fp64_tensor_cores(emulated, monkeypatch):
+def test_devices_without_fp64_tensor_cores(emulated):
     job = job_of(*operands("bf16"), gemm_spec(get_unit("hopper.wgmma").mode("bf16", "bf16"), "bf16"))
-    assert fp64_tensor_core.supports(job) and fp64_aligned.supports(job)
-    monkeypatch.setattr(fp64_tensor_core.runtime, "capability", lambda index: (8, 9))
-    assert not fp64_tensor_core.supports(job)
+    assert fp64_tensor_core.programs(job) is not None and fp64_aligned.programs(job) is not None
+    assert fp64_tensor_core.programs(replace(job, gpu=job.gpu._replace(capability=(8, 9)))) is None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fmtsim import Datapath, GemmPlan
-from fmtsim.cuda.gemm import block_scaled, fma_chain, fp32_aligned, fp64_aligned, fp64_tensor_core
+from fmtsim.cuda.gemm import block_scaled, fma_chain, fp32_aligned, fp64_aligned, fp64_tensor_core, usual
 from tests.cuda.emulator import emulated as pretend
 from tests.support import cuda_gemm, gemm_engine
 from tests.support.bits import assert_same_bits
@@ -172,7 +172,7 @@ def test_other_devices_and_threads_in_any_order(case, capability):
         if case.path is not fp64_tensor_core or capability == (8, 0):
             assert check_kinds(case.path, case.spec, (20, 40, 100), ("normal",)) == [0]
         else:
-            assert not case.path.supports(job_of(*operands(case, 4, 4, 64)[:2], case.spec))
+            assert case.path.programs(job_of(*operands(case, 4, 4, 64)[:2], case.spec)) is None
 
 
 # What paths do not take, and whether these tests would notice mistakes.
@@ -210,7 +210,7 @@ def test_units_for_other_paths(name, emulated):
     for change in ({}, *changes):
         case = Case(path, replace(taken, **change), fmt)
         a, b, _, *scales = operands(case, 4, 4, 256)
-        assert path.supports(job_of(a, b, case.spec, None, *scales)) == (not change), change
+        assert (path.programs(job_of(a, b, case.spec, None, *scales)) is None) == bool(change), change
 
 
 def test_operands_for_other_paths(emulated):
@@ -219,10 +219,10 @@ def test_operands_for_other_paths(emulated):
         (fp64_tensor_core, Datapath(), "fp32"), (fp32_aligned, EIGHT, "bf16"), (fp64_aligned, HALF, "fp32"),
     ):  # fmt: skip
         case = Case(path, unit_of, fmt)
-        assert not path.supports(job_of(*operands(case, 4, 4, 64)[:2], case.spec)), (path, fmt)
+        assert path.programs(job_of(*operands(case, 4, 4, 64)[:2], case.spec)) is None, (path, fmt)
     with pretend((8, 9)):  # blocks that leave shared memory
         case = RARER["fp32 blocks of 40"]
-        assert not case.path.supports(job_of(*operands(case, 4, 4, 256)[:2], case.spec))
+        assert case.path.programs(job_of(*operands(case, 4, 4, 256)[:2], case.spec)) is None
 
 
 @pytest.mark.parametrize(("name", "change"), [
@@ -249,11 +249,12 @@ def test_a_wrong_constant_is_noticed(name, change, emulated, monkeypatch):
     fp64_tensor_core._table.cache_clear()
 
 
-@paths
-def test_variants_are_told_apart(case):
-    listed = list(case.path.variants())
-    files = {file.removesuffix("_pack.cu").removesuffix(".cu") for file, *_ in listed}
-    assert files == {case.path.__name__.rpartition(".")[2]} and len(set(listed)) > 20
+def test_kernels_of_usual_products_are_compiled_ahead():
+    """The first path that takes a product is the one whose kernels are listed."""
+    for capability, path in (((9, 0), "fp64_tensor_core"), ((12, 0), "fp32_aligned")):
+        listed = list(usual.variants(capability))
+        files = {file.removesuffix("_pack.cu").removesuffix(".cu") for file, *_ in listed}
+        assert files == {"block_scaled", "fma_chain", "fp64_aligned", path} and len(set(listed)) > 100
 
 
 @pytest.mark.parametrize("name", [*CASES, *(name for name in RARER if "chain of" not in name)])

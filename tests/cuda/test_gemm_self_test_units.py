@@ -75,8 +75,10 @@ def test_units_of_the_catalogue_pass_on_the_host(capability, monkeypatch):
 @pytest.mark.filterwarnings("ignore::fmtsim.errors.KernelWarning")
 def test_units_of_the_catalogue_pass(fresh, monkeypatch):
     jobs = catalogue("cuda")
-    paths = [(job, path) for job in jobs for path in DISPATCH._FAST if path.supports(job)]
-    programs = {(file, runtime.architecture(0), macros) for job, path in paths for file, macros in path.programs(job)}
+    paths = [(job, path) for job in jobs for path in DISPATCH.FAST if path.programs(job) is not None]
+    programs = {
+        (file, runtime.architecture(0), macros) for job, path in paths for file, _, macros in path.programs(job)
+    }
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda program: runtime.compiled(*program), programs))
     found = results_of(jobs, monkeypatch)
@@ -89,9 +91,9 @@ def test_units_of_the_catalogue_pass(fresh, monkeypatch):
 @gpu
 def test_wrong_bits_warn_on_a_device(fresh, monkeypatch):
     path = Path(flip)
-    monkeypatch.setattr(DISPATCH, "_FAST", ())
+    monkeypatch.setattr(DISPATCH, "FAST", ())
     expected = dispatched(gemm_spec(HALF, "bf16"), device="cuda")
-    monkeypatch.setattr(DISPATCH, "_FAST", (path,))
+    monkeypatch.setattr(DISPATCH, "FAST", (path,))
     with pytest.warns(KernelWarning, match=r"fake.cu -DBLOCK=16 -DKEPT=23; sm_\d+, NVRTC \d+\.\d+, driver \d+\."):
         assert_same_bits(dispatched(gemm_spec(HALF, "bf16"), device="cuda"), expected)
     assert not fresh.exists()

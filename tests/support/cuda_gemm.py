@@ -10,7 +10,7 @@ from fmtsim import Datapath, get_unit
 from fmtsim.cpu.gemm.engine import gemm as cpu_gemm
 from fmtsim.cpu.gemm.engine import supports_gemm as cpu_supports
 from fmtsim.cuda.gemm import self_test
-from fmtsim.cuda.gemm.job import TILE, Job, accumulation_order
+from fmtsim.cuda.gemm.job import TILE, Job, accumulation_order, gpu_of
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec
@@ -57,7 +57,7 @@ def install(monkeypatch, device: torch.device, *, fast: bool | tuple[ModuleType,
     monkeypatch.setattr(gemm_engine, "supports_gemm", engine.supports_gemm)
     monkeypatch.setattr(gemm_engine, "gemm", engine.gemm)
     if fast is not True:
-        monkeypatch.setattr(DISPATCH, "_FAST", fast or ())
+        monkeypatch.setattr(DISPATCH, "FAST", fast or ())
     launch = GENERAL._launch
 
     def recorded(job, sums, marks, file, *rest):
@@ -75,13 +75,14 @@ def job_of(a, b, spec, c=None, scale_a=None, scale_b=None, *, device="cpu", rand
     a, b, c, scale_a, scale_b = (moved(x, torch.device(device)) for x in (a, b, c, scale_a, scale_b))
     out = torch.full((a.shape[0], b.shape[0]), 7, dtype=sum_dtype(spec.datapath), device=a.device)
     order = accumulation_order(a.shape[1], spec, a.device)
-    return Job(a=a, b=b, c=c, scale_a=scale_a, scale_b=scale_b, spec=spec, random=random, out=out, order=order)
+    given = dict(a=a, b=b, c=c, scale_a=scale_a, scale_b=scale_b)
+    return Job(**given, spec=spec, random=random, out=out, order=order, gpu=gpu_of(a))
 
 
 def product_of(path: ModuleType, a, b, spec, *rest, device="cpu"):
     """Return the sums [parts, M, N] of a path that takes a product, 7 where it wrote nothing, and its marks."""
     job = job_of(a, b, spec, *rest, device=device)
-    assert path.supports(job)
+    assert path.programs(job) is not None
     m, n = job.out.shape
     sums = torch.full((len(job.order.parts), m, n), 7, dtype=job.dtype, device=job.a.device)
     marks = torch.zeros(-(-m // TILE), -(-n // TILE), dtype=torch.uint8, device=job.a.device)
@@ -154,12 +155,9 @@ class Path(ModuleType):
         super().__init__(name)
         self.spoil, self.ran, self.asked = spoil, 0, 0
 
-    def supports(self, job) -> bool:
-        self.asked += 1
-        return True
-
     def programs(self, job):
-        return (("fake.cu", (("BLOCK", str(job.order.block)), ("KEPT", "23"))),)
+        self.asked += 1
+        return (("fake.cu", "fake", (("BLOCK", str(job.order.block)), ("KEPT", "23"))),)
 
     def run(self, job, sums, marks) -> None:
         self.ran += 1

@@ -5,7 +5,6 @@ addition, and what happens otherwise.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,17 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm.job import TILE, Job
+from fmtsim.cuda.gemm.packed import Side, launch, pack, panels_of
 from fmtsim.cuda.gemm.problem import SINGLES, TYPES, is_plain, layout_of, macros, promotion_of
 from fmtsim.cuda.runtime import Defines, Programs
-from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import FP32, Datapath
 from fmtsim.spec.gemm_spec import GemmSpec
-from fmtsim.spec.plan import GemmPlan
 
-_THREADS = 256
+_FILE = "block_scaled.cu"
 _RESIDENT = 2  # blocks of threads on a multiprocessor
 _LONGEST = 1 << 19  # products: scales reach 2^50, so longer sums might overflow
 
@@ -49,17 +46,21 @@ class _Shape:
     eps: int
 
 
-def supports(job: Job) -> bool:
-    """Say whether the kernels take a product, from facts of the host alone."""
+def programs(job: Job) -> Programs | None:
+    """Return the kernels that ``run`` launches, None where they do not take a product."""
     places = job.a.dtype in SINGLES and job.b.dtype in SINGLES and job.order.contiguous
-    if job.c is not None or not places or job.shape[2] > _LONGEST:
-        return False
-    if not job.out.numel() or not _takes(job.spec):
-        return False
+    if job.c is not None or not places or job.shape[2] > _LONGEST or not _takes(job.spec):
+        return None
     unit = job.spec.datapath
     assert isinstance(unit, Datapath)
-    whole = job.order.blocks == 1 or job.order.block % unit.group == 0  # else a group may have two scales
-    return whole and _shape(job.spec, job.order.block, False) is not None
+    if job.order.blocks > 1 and job.order.block % unit.group:  # a group may have two scales
+        return None
+    shape = _specialised(job)
+    if shape is None:
+        return None
+    product = _product_defines(shape, job.spec, job.promotes, _stages(job, shape))
+    sides = (_operand_defines(shape, job.spec, job.order.block, side, x.dtype) for side, x in enumerate((job.a, job.b)))
+    return (_FILE, "block_scaled", product), *((_FILE, "pack_operand", defines) for defines in sides)
 
 
 @lru_cache(maxsize=256)
@@ -104,55 +105,38 @@ def _shape(spec: GemmSpec, block: int, halves: bool) -> _Shape | None:
 
 def run(job: Job, sums: Tensor, marks: Tensor) -> None:
     """Write the sums [parts, M, N]; tiles with a scale that is NaN, Inf or far from 1 are marked instead."""
-    index, (m, n, _) = runtime.device_index(job.a), job.shape
-    shape, stages = _specialised(job)
-    panels = -(-m // TILE), -(-n // TILE)
-    flags = torch.zeros(sum(panels), dtype=torch.int32, device=job.a.device)
-    left = _prepared(job.a, job.scale_a, 0, job, shape, flags[: panels[0]])
-    right = _prepared(job.b, job.scale_b, 1, job, shape, flags[panels[0] :])
-    defines = _product_defines(shape, job.spec, job.promotes, stages)
-    runtime.kernel("block_scaled.cu", "block_scaled", index, defines)(
-        (panels[0] * panels[1], 1, len(job.order.parts)), _THREADS, *left, *right, flags, job.order.ends,
-        job.order.part_blocks, np.int32(job.order.blocks), sums, marks, np.int32(m), np.int32(n),
-        shared=stages * _stage_bytes(shape),
+    found, shape, order = programs(job), _specialised(job), job.order
+    assert found is not None and shape is not None
+    m, n, _ = job.shape
+    panels = panels_of(m), panels_of(n)
+    made = pack(job, found, panels, lambda side: _side(job, shape, side))
+    launch(
+        job, found[0], (panels[0] * panels[1], 1, len(order.parts)), *made, order.ends, order.part_blocks,
+        np.int32(order.blocks), sums, marks, np.int32(m), np.int32(n),
+        shared=_stages(job, shape) * _stage_bytes(shape),
     )  # fmt: skip
 
 
-def programs(job: Job) -> Programs:
-    """Return the files of kernels that ``run`` launches, with their macros."""
-    shape, stages = _specialised(job)
-    product = "block_scaled.cu", _product_defines(shape, job.spec, job.promotes, stages)
-    sides = enumerate((job.a, job.b))
-    defines = (_operand_defines(shape, job.spec, job.order.block, side, x.dtype) for side, x in sides)
-    return product, *(("block_scaled.cu", each) for each in defines)
+def _specialised(job: Job) -> _Shape | None:
+    return _shape(job.spec, job.order.block, job.gpu.capability[0] not in (9, 10))  # recorded to take 16 at once
 
 
-def _specialised(job: Job) -> tuple[_Shape, int]:
-    """Return how kernels run a product, and how many blocks of operands shared memory holds."""
-    index = runtime.device_index(job.a)
-    halves = runtime.capability(index)[0] not in (9, 10)  # recorded for these to take 16 products at once
-    shape = _shape(job.spec, job.order.block, halves)
-    assert shape is not None
-    return shape, 3 if runtime.shared_limit(index) >= 3 * _stage_bytes(shape) else 2
+def _stages(job: Job, shape: _Shape) -> int:
+    """Return how many blocks of operands shared memory holds."""
+    return 3 if job.gpu.shared >= 3 * _stage_bytes(shape) else 2
 
 
-def _prepared(
-    x: Tensor, scale: Tensor | None, side: int, job: Job, shape: _Shape, flags: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return an operand's values times scales as fragments, exponents of scales and bounds (block_scaled.cu)."""
-    rows, k = x.shape
-    panels, blocks = -(-rows // TILE), job.order.blocks
-    index = runtime.device_index(x)
-    values = torch.empty(panels * blocks * shape.steps * TILE * 8, dtype=torch.int32, device=x.device)
-    exponents = torch.empty(panels * blocks * TILE, dtype=torch.int32, device=x.device)
-    bounds = torch.empty(panels * blocks * 4, dtype=torch.int32, device=x.device)
-    strides = (0, 0) if scale is None else scale.stride()
-    defines = _operand_defines(shape, job.spec, job.order.block, side, x.dtype)
-    runtime.kernel("block_scaled.cu", "pack_operand", index, defines)(
-        (panels, blocks), _THREADS, x, *map(np.int64, x.stride()), scale, *map(np.int64, strides),
-        np.int32(rows), np.int32(k), np.int32(blocks), values, exponents, bounds, flags,
+def _side(job: Job, shape: _Shape, side: int) -> Side:
+    """Return how an operand is packed: values times scales as fragments, exponents of scales and bounds."""
+    x, scale = (job.a, job.scale_a) if side == 0 else (job.b, job.scale_b)
+    (rows, k), blocks = x.shape, job.order.blocks
+    panels, strides = panels_of(rows), (0, 0) if scale is None else scale.stride()
+    sizes = (panels * blocks * size for size in (shape.steps * TILE * 8, TILE, 4))
+    source = (
+        x, *map(np.int64, x.stride()), scale, *map(np.int64, strides), np.int32(rows), np.int32(k), np.int32(blocks),
     )  # fmt: skip
-    return values, exponents, bounds
+    made = tuple(torch.empty(size, dtype=torch.int32, device=x.device) for size in sizes)
+    return Side((panels, blocks), source, made)
 
 
 def _stage_bytes(shape: _Shape) -> int:
@@ -176,24 +160,3 @@ def _product_defines(shape: _Shape, spec: GemmSpec, promotes: bool, stages: int)
         STEPS=shape.steps, GROUPS=shape.groups, GROUP=unit.group, FRACTION=unit.fraction_bits, LSB=shape.lsb,
         SPREAD=shape.spread, ROOM=shape.room, EPS=shape.eps, PROMOTE=int(promotes), STAGES=stages, RESIDENT=_RESIDENT,
     )  # fmt: skip
-
-
-def variants() -> Iterator[tuple[str, str, Defines]]:
-    """Yield a representative of every specialisation of the kernels."""
-    element = _format("e2m1")
-    for scale, every in (("ue4m3", 16), ("e8m0", 16), ("e8m0", 32)):
-        unit = Datapath(block=64, fraction_bits=35, group=16, scale=_format(scale), scale_block=every)
-        spec = GemmSpec(datapath=unit, plan=GemmPlan(), a=element, b=element)
-        for block, halves in ((64, False), (64, True), (40, False)):
-            shape = _shape(spec, block, halves)
-            assert shape is not None
-            for flag in (0, 1):
-                yield "block_scaled.cu", "block_scaled", _product_defines(shape, spec, bool(flag), 2 if halves else 3)
-                for dtype in SINGLES:
-                    yield "block_scaled.cu", "pack_operand", _operand_defines(shape, spec, block, flag, dtype)
-
-
-def _format(name: str) -> FloatFormat:
-    fmt = get_format(name)
-    assert isinstance(fmt, FloatFormat)
-    return fmt

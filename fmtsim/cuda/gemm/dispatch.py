@@ -20,13 +20,13 @@ from fmtsim.cuda.gemm import (
     general,
     self_test,
 )
-from fmtsim.cuda.gemm.job import TILE, Job, accumulation_order
+from fmtsim.cuda.gemm.job import TILE, Job, accumulation_order, gpu_of
 from fmtsim.cuda.gemm.problem import TYPES
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.gemm_spec import GemmSpec
 
 # The faster first, where several take a product.
-_FAST = (block_scaled, fp64_tensor_core, fma_chain, fp32_aligned, fp64_aligned)
+FAST = (block_scaled, fp64_tensor_core, fma_chain, fp32_aligned, fp64_aligned)
 
 
 def supports_gemm(spec: GemmSpec, a: Tensor, b: Tensor) -> bool:
@@ -65,7 +65,7 @@ def gemm(
     in_place = spec.plan.reduce == "in_place"  # the output begins with c, not the first chain
     job = Job(
         a=a, b=b, c=None if in_place else c, scale_a=scale_a, scale_b=scale_b, spec=spec, random=random, out=out,
-        order=accumulation_order(k, spec, a.device),
+        order=accumulation_order(k, spec, a.device), gpu=gpu_of(a),
     )  # fmt: skip
     parts = 1 if general.ignores_order(spec) else len(job.order.parts)
     direct = parts == 1 and spec.plan.partial is None and out.is_contiguous() and not (in_place and c is not None)
@@ -82,4 +82,4 @@ def gemm(
 
 def _fast_path(job: Job) -> ModuleType | None:
     """Return the first module that takes a product and has shown that its kernels compute it, or None."""
-    return self_test.chosen(_FAST, job)
+    return self_test.chosen(FAST, job)

@@ -7,7 +7,6 @@ prove that right, else float64, with marks for the tiles whose numbers do not fi
 
 import math
 import struct
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -15,11 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm.job import TILE, Job
+from fmtsim.cuda.gemm.packed import Side, launch, pack, panels_of
 from fmtsim.cuda.gemm.problem import (
     REALS,
-    SINGLES,
     TYPES,
     Range,
     is_plain,
@@ -31,14 +29,13 @@ from fmtsim.cuda.gemm.problem import (
     promotion_of,
     range_of,
 )
-from fmtsim.cuda.runtime import Defines
+from fmtsim.cuda.runtime import Defines, Programs
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import GemmSpec
 
 HALVES, BFLOATS, FLOATS, DOUBLES = range(4)  # the macro NUMBERS
-_THREADS: Final = 256
 _PLACES: Final = 32  # of a panel that one block of threads prepares
 _WORDS = {HALVES: torch.int32, BFLOATS: torch.int32, FLOATS: torch.float32, DOUBLES: torch.float64}
 _DEPTH = {HALVES: 16, BFLOATS: 16, FLOATS: 16, DOUBLES: 8}  # places of a stage
@@ -88,9 +85,14 @@ class _Shape(NamedTuple):
         return struct.pack("<6i", self.emin, self.emax, *logs, self.padded, (self.emin + 1023) << 20)
 
 
-def supports(job: Job) -> bool:
-    """Say whether the kernels take a product, from facts of the host alone."""
-    return job.a.dtype in REALS and job.b.dtype in REALS and bool(job.out.numel()) and _shape_of(job) is not None
+def programs(job: Job) -> Programs | None:
+    """Return the kernels that ``run`` launches, None where they do not take a product."""
+    shape = _shape_of(job) if job.a.dtype in REALS and job.b.dtype in REALS else None
+    if shape is None:
+        return None
+    sides = (_operand_defines(shape, x.dtype, side) for side, x in enumerate((job.a, job.b)))
+    product = "fma_chain.cu", "fma_chain", shape.defines
+    return product, *(("fma_chain_pack.cu", "pack_operand", defines) for defines in sides)
 
 
 def _shape_of(job: Job) -> _Shape | None:
@@ -148,67 +150,33 @@ def _short(a: Range, b: Range, acc: FloatFormat) -> bool:
 
 def run(job: Job, sums: Tensor, marks: Tensor) -> None:
     """Write the sums [parts, M, N] of all tiles but those that it marks."""
-    shape = _shape_of(job)
-    assert shape is not None
-    m, n, k = job.shape
-    index, order = runtime.device_index(job.a), job.order
-    panels = -(-m // TILE), -(-n // _columns(shape.numbers))
-    flags = torch.zeros(sum(panels), dtype=torch.int32, device=job.a.device)
-    left, of_left = _prepared(job, shape, job.a, 0, panels[0], flags[: panels[0]])
-    right, of_right = _prepared(job, shape, job.b, 1, panels[1], flags[panels[0] :])
-    stage = 2 * TILE * _DEPTH[shape.numbers] * left.element_size()
-    runtime.kernel("fma_chain.cu", "fma_chain", index, shape.defines)(
-        (panels[0] * panels[1], 1, len(order.parts)), _THREADS, left, right, of_left, of_right, flags, job.c,
+    found, shape, order, (m, n, k) = programs(job), _shape_of(job), job.order, job.shape
+    assert found is not None and shape is not None
+    panels = panels_of(m), panels_of(n, 2 * TILE if shape.numbers <= BFLOATS else TILE)
+    left, of_left, right, of_right, flags = pack(job, found, panels, lambda side: _side(job, shape, side, panels[side]))
+    launch(
+        job, found[0], (panels[0] * panels[1], 1, len(order.parts)), left, right, of_left, of_right, flags, job.c,
         order_bytes(job), np.int64(order.blocks * shape.padded), marks, sums, shape.limits(k), problem_of(job, TILE),
-        shared=_STAGES * stage,
+        shared=_STAGES * 2 * TILE * _DEPTH[shape.numbers] * left.element_size(),
     )  # fmt: skip
 
 
-def _columns(numbers: int) -> int:
-    return 2 * TILE if numbers in (HALVES, BFLOATS) else TILE
-
-
-def _prepared(job: Job, shape: _Shape, x: Tensor, side: int, panels: int, flags: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an operand's words and the spans of their exponents in the layout of fma_chain.cuh."""
-    order = job.order
+def _side(job: Job, shape: _Shape, side: int, panels: int) -> Side:
+    """Return how an operand is packed: words, and the spans of their exponents, in the layout of fma_chain.cuh."""
+    x, order = (job.a, job.b)[side], job.order
     places = order.blocks * shape.padded
     spans = 1 if shape.native or shape.numbers != DOUBLES else panels * places
     # a stage is copied whole, so the last one may read behind the last place
     words = torch.empty((panels * places + _DEPTH[shape.numbers]) * TILE, dtype=_WORDS[shape.numbers], device=x.device)
-    extremes = torch.empty(spans, dtype=torch.int32, device=x.device)
-    kernel = runtime.kernel(
-        "fma_chain_pack.cu", "pack_operand", runtime.device_index(x), _operand_defines(shape, x.dtype, side)
-    )
-    kernel(
-        (panels, -(-places // _PLACES)), _THREADS, x, *map(np.int64, x.stride()), np.int32(x.shape[0]), order.source,
-        np.int32(order.block), np.int32(shape.padded), np.int32(order.blocks), np.int64(places), words, extremes, flags,
+    source = (
+        x, *map(np.int64, x.stride()), np.int32(x.shape[0]), order.source, np.int32(order.block),
+        np.int32(shape.padded), np.int32(order.blocks), np.int64(places),
     )  # fmt: skip
-    return words, extremes
+    return Side(
+        (panels, -(-places // _PLACES)), source, (words, torch.empty(spans, dtype=torch.int32, device=x.device))
+    )
 
 
 def _operand_defines(shape: _Shape, dtype: torch.dtype, side: int) -> Defines:
     spans = int(shape.numbers == DOUBLES and not shape.native)
     return macros(NUMBERS=shape.numbers, TYPE=TYPES.index(dtype), SECOND=side, SPANS=spans)
-
-
-def programs(job: Job) -> tuple[tuple[str, Defines], ...]:
-    """Return the files and macros of all kernels that ``run`` launches for a product that ``supports`` takes."""
-    shape = _shape_of(job)
-    assert shape is not None
-    sides = (_operand_defines(shape, x.dtype, side) for side, x in enumerate((job.a, job.b)))
-    return (*(("fma_chain_pack.cu", defines) for defines in sides), ("fma_chain.cu", shape.defines))
-
-
-def variants() -> Iterator[tuple[str, str, Defines]]:
-    """Yield a representative of every specialisation of the kernels."""
-    for numbers, kept, block, clamped, bounded in (
-        (HALVES, 10, 1, 0, 0), (BFLOATS, 7, 1, 0, 0), (FLOATS, 23, 1, 0, 0), (FLOATS, 9, 1, 0, 0), (FLOATS, 9, 1, 0, 1),
-        (DOUBLES, 10, 1, 0, 0), (DOUBLES, 10, 1, 1, 1), (DOUBLES, 10, 1, 0, 1), (DOUBLES, 23, 4, 0, 1),
-        (DOUBLES, 23, 16, 0, 1), (DOUBLES, 10, 16, 1, 1), (DOUBLES, 52, 1, 0, 0),
-    ):  # fmt: skip
-        for promotion in range(3):
-            shape = _Shape(numbers, kept, block, bool(clamped), bool(bounded), promotion, False, -126, 127)
-            yield "fma_chain.cu", "fma_chain", shape.defines
-            for dtype in REALS if kept == 52 else SINGLES:
-                for side in (0, 1):
-                    yield "fma_chain_pack.cu", "pack_operand", _operand_defines(shape, dtype, side)

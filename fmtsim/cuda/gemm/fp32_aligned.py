@@ -4,7 +4,6 @@
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,17 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm.job import TILE, Job
+from fmtsim.cuda.gemm.packed import Side, launch, pack, panels_of
 from fmtsim.cuda.gemm.problem import SINGLES, TYPES, macros, promotion_of
 from fmtsim.cuda.runtime import Defines, Programs
-from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import GemmSpec
-from fmtsim.spec.plan import GemmPlan
 
-_THREADS = 256
+_FILE = "fp32_aligned.cu"
 _RESIDENT = 2  # blocks of threads on a multiprocessor
 _UNROLL = 8  # places of a loop
 _TINY = -100  # exponent of what stands for zero
@@ -53,26 +50,16 @@ class _Shape:
     powers: tuple[int, int]
 
 
-def supports(job: Job) -> bool:
-    """Say whether the kernels take a product, from facts of the host alone."""
-    if job.c is not None or job.a.dtype not in SINGLES or job.b.dtype not in SINGLES or not job.out.numel():
-        return False
-    return _specialised(job) is not None
-
-
-def programs(job: Job) -> Programs:
-    """Return the files of kernels that ``run`` launches, with their macros."""
-    shape = _specialised(job)
-    assert shape is not None
-    sides = (_operand_defines(shape, side, x.dtype) for side, x in enumerate((job.a, job.b)))
-    return ("fp32_aligned.cu", _product_defines(shape, job.promotes)), *(("fp32_aligned.cu", each) for each in sides)
-
-
-def _specialised(job: Job) -> _Shape | None:
-    """Return how the kernels with one sum an output run a product, None where they do not take it."""
+def programs(job: Job) -> Programs | None:
+    """Return the kernels that ``run`` launches, None where they do not take a product."""
+    if job.c is not None or job.a.dtype not in SINGLES or job.b.dtype not in SINGLES:
+        return None
     shape = _shape(job.spec, job.order.block, job.shape[2])
-    limit = runtime.shared_limit(runtime.device_index(job.a))
-    return None if shape is None or 2 * _stage_bytes(shape.block) > limit else shape
+    if shape is None or 2 * _stage_bytes(shape.block) > job.gpu.shared:
+        return None
+    sides = (_operand_defines(shape, side, x.dtype) for side, x in enumerate((job.a, job.b)))
+    product = _product_defines(shape, job.promotes)
+    return (_FILE, "fp32_aligned", product), *((_FILE, "pack_operand", defines) for defines in sides)
 
 
 @lru_cache(maxsize=1024)
@@ -141,35 +128,25 @@ def _powers(
 
 def run(job: Job, sums: Tensor, marks: Tensor) -> None:
     """Write the sums [parts, M, N] of all tiles but those with NaN or Inf among their operands, which it marks."""
-    index = runtime.device_index(job.a)
-    m, n, _ = job.shape
-    shape = _specialised(job)
-    assert shape is not None
-    panels = -(-m // TILE), -(-n // TILE)
-    flags = torch.zeros(sum(panels), dtype=torch.int32, device=job.a.device)
-    left = _prepared(job.a, 0, job, shape, flags[: panels[0]])
-    right = _prepared(job.b, 1, job, shape, flags[panels[0] :])
-    runtime.kernel("fp32_aligned.cu", "fp32_aligned", index, _product_defines(shape, job.promotes))(
-        (panels[0] * panels[1], 1, len(job.order.parts)), _THREADS, *left, *right, flags, job.order.ends,
-        job.order.part_blocks, np.int32(job.order.blocks), sums, marks, np.int32(m), np.int32(n),
-        shared=2 * _stage_bytes(shape.block),
+    found, (m, n, _), order = programs(job), job.shape, job.order
+    assert found is not None
+    panels = panels_of(m), panels_of(n)
+    made = pack(job, found, panels, lambda side: _side(job, side))
+    launch(
+        job, found[0], (panels[0] * panels[1], 1, len(order.parts)), *made, order.ends, order.part_blocks,
+        np.int32(order.blocks), sums, marks, np.int32(m), np.int32(n), shared=2 * _stage_bytes(order.block),
     )  # fmt: skip
 
 
-def _prepared(x: Tensor, side: int, job: Job, shape: _Shape, flags: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return an operand's values, powers and signs in the layout of fp32_aligned.cu."""
-    rows = x.shape[0]
-    places = -(-rows // TILE) * job.order.blocks
-    index, device = runtime.device_index(x), x.device
-    steps, masks = _steps(shape.block)
-    values = torch.empty(places * shape.block * TILE, dtype=torch.float32, device=device)
-    powers = torch.empty(places * steps * TILE * 8, dtype=torch.int32, device=device)
-    signs = torch.empty(places * (masks + side) * TILE, dtype=torch.int32, device=device)
-    runtime.kernel("fp32_aligned.cu", "pack_operand", index, _operand_defines(shape, side, x.dtype))(
-        (places // job.order.blocks, job.order.blocks), _THREADS, x, *map(np.int64, x.stride()), np.int32(rows),
-        job.order.source, np.int32(job.order.blocks), values, powers, signs, flags,
-    )  # fmt: skip
-    return values, powers, signs
+def _side(job: Job, side: int) -> Side:
+    """Return how an operand is packed: values, powers and signs in the layout of fp32_aligned.cu."""
+    x, order = (job.a, job.b)[side], job.order
+    panels, (steps, masks) = panels_of(x.shape[0]), _steps(order.block)
+    places = panels * order.blocks * TILE
+    sizes = (order.block, torch.float32), (steps * 8, torch.int32), (masks + side, torch.int32)
+    made = tuple(torch.empty(places * size, dtype=dtype, device=x.device) for size, dtype in sizes)
+    source = x, *map(np.int64, x.stride()), np.int32(x.shape[0]), order.source, np.int32(order.blocks)
+    return Side((panels, order.blocks), source, made)
 
 
 def _steps(block: int) -> tuple[int, int]:
@@ -196,20 +173,3 @@ def _product_defines(shape: _Shape, promotes: bool) -> Defines:
         KEPT=shape.kept, EPS=23, PROMOTE=int(promotes), STAGES=2, RESIDENT=_RESIDENT,
         UNROLL=_UNROLL,
     )  # fmt: skip
-
-
-def variants() -> Iterator[tuple[str, str, Defines]]:
-    """Yield a representative of every specialisation of the kernels."""
-    accumulator = FloatFormat(name="e8m13", exponent_bits=8, mantissa_bits=13)
-    for block in (32, 16, 5):
-        unit = Datapath(block=block, fraction_bits=13, accumulator=accumulator)
-        for names in (("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3"), ("e5m2", "e5m2")):
-            a, b = map(get_format, names)
-            assert isinstance(a, FloatFormat) and isinstance(b, FloatFormat)
-            shape = _shape(GemmSpec(datapath=unit, plan=GemmPlan(), a=a, b=b), block, 1)
-            assert shape is not None
-            for promotes in (False, True):
-                yield "fp32_aligned.cu", "fp32_aligned", _product_defines(shape, promotes)
-            for dtype in SINGLES if block == 32 else SINGLES[:2]:
-                for side in (0, 1):
-                    yield "fp32_aligned.cu", "pack_operand", _operand_defines(shape, side, dtype)

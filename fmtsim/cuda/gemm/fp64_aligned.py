@@ -5,7 +5,6 @@ both terms and sums, to many exponents, go faster in fp64_tensor_core.py.
 """
 
 import struct
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -13,12 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm.job import TILE, Job
+from fmtsim.cuda.gemm.packed import Side, launch, pack, panels_of
 from fmtsim.cuda.gemm.problem import (
     MODES,
     REALS,
-    SINGLES,
     TYPES,
     Range,
     is_plain,
@@ -35,7 +33,6 @@ from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import GemmSpec
 
-_THREADS: Final = 256
 _EVEN, _AWAY, _ZERO, _DOWN, _STOCHASTIC = (
     MODES.index(mode) for mode in ("nearest_even", "nearest_away", "toward_zero", "down", "stochastic")
 )
@@ -101,16 +98,18 @@ class _Shape(NamedTuple):
         return struct.pack("<d4i8x", enlarged, self.emin, self.emax, least, (self.emin + 1023) << 20)
 
 
-def supports(job: Job) -> bool:
-    """Say whether the kernels take a product, from facts of the host alone."""
-    if job.a.dtype not in REALS or job.b.dtype not in REALS or not job.out.numel():
-        return False
-    shape = shape_of(job.spec, job.order.block)
-    return shape is not None and _stages(shape, runtime.device_index(job.a)) >= 2
+def programs(job: Job) -> Programs | None:
+    """Return the kernels that ``run`` launches, None where they do not take a product."""
+    shape = shape_of(job.spec, job.order.block) if job.a.dtype in REALS and job.b.dtype in REALS else None
+    if shape is None or _stages(job, shape) < 2:
+        return None
+    sides = (shape.operand(side, x.dtype, s is not None) for side, (x, s) in enumerate(_operands(job, shape)))
+    product = "fp64_aligned.cu", "fp64_aligned", shape.defines(_stages(job, shape), job.shape[1] % 64 == 0)
+    return product, *(("fp64_aligned_pack.cu", "pack_operand", defines) for defines in sides)
 
 
-def _stages(shape: _Shape, index: int) -> int:
-    return min(4, (runtime.shared_limit(index) - 1024) // shape.stage)
+def _stages(job: Job, shape: _Shape) -> int:
+    return min(4, (job.gpu.shared - 1024) // shape.stage)
 
 
 @lru_cache(maxsize=1024)
@@ -172,17 +171,13 @@ def _fits(sides: list[Range], scale: Range, fraction: int, block: int, terms: in
 
 def run(job: Job, sums: Tensor, marks: Tensor) -> None:
     """Write the sums [parts, M, N] of all tiles but those that it marks."""
-    index, order = runtime.device_index(job.a), job.order
-    shape = shape_of(job.spec, order.block)
-    assert shape is not None
-    operands, stages = _operands(job, shape), _stages(shape, index)
-    panels = [-(-x.shape[0] // TILE) for x, _ in operands]
-    flags = torch.zeros(sum(panels), dtype=torch.int32, device=job.a.device)
-    left = _packed(job, shape, 0, flags[: panels[0]])
-    right = _packed(job, shape, 1, flags[panels[0] :])
-    runtime.kernel("fp64_aligned.cu", "fp64_aligned", index, shape.defines(stages, _aligned(job)))(
-        (panels[0] * panels[1], 1, len(order.parts)), _THREADS, left, right, flags, job.c, order_bytes(job),
-        np.int32(order.blocks), marks, sums, shape.limits(), problem_of(job, TILE), shared=stages * shape.stage,
+    found, shape, order = programs(job), shape_of(job.spec, job.order.block), job.order
+    assert found is not None and shape is not None
+    first, second = (panels_of(x.shape[0]) for x, _ in _operands(job, shape))
+    made = pack(job, found, (first, second), lambda side: _side(job, shape, side))
+    launch(
+        job, found[0], (first * second, 1, len(order.parts)), *made, job.c, order_bytes(job), np.int32(order.blocks),
+        marks, sums, shape.limits(), problem_of(job, TILE), shared=_stages(job, shape) * shape.stage,
     )  # fmt: skip
 
 
@@ -193,55 +188,16 @@ def _operands(job: Job, shape: _Shape) -> list[tuple[Tensor, Tensor | None]]:
     return sides[::-1] if shape.swapped else sides
 
 
-def _aligned(job: Job) -> bool:
-    return job.shape[1] % 64 == 0
-
-
-def _packed(job: Job, shape: _Shape, side: int, flags: Tensor) -> Tensor:
-    """Return an operand's records (fp64_aligned.cuh)."""
+def _side(job: Job, shape: _Shape, side: int) -> Side:
+    """Return how an operand is packed: its records (fp64_aligned.cuh)."""
     x, scale = _operands(job, shape)[side]
-    order, panels, unit = job.order, flags.numel(), job.spec.datapath
+    order, panels, unit = job.order, panels_of(x.shape[0]), job.spec.datapath
     assert isinstance(unit, Datapath)
     count = order.blocks * shape.records
-    records = torch.empty(panels * count * shape.record(side), dtype=torch.uint8, device=x.device)
-    defines = shape.operand(side, x.dtype, scale is not None)
     source = struct.pack(
         "<2Q4qQ6i", x.data_ptr(), 0 if scale is None else scale.data_ptr(), *x.stride(),
         *((0, 0) if scale is None else scale.stride()), order.source.data_ptr(), x.shape[0], order.block, order.blocks,
         shape.records, unit.scale_block or 1, 0 if unit.scale is None else unit.scale.min_exponent,
     )  # fmt: skip
-    runtime.kernel("fp64_aligned_pack.cu", "pack_operand", runtime.device_index(x), defines)(
-        (count, panels), _THREADS, source, records, flags
-    )
-    return records
-
-
-def programs(job: Job) -> Programs:
-    """Return the files and macros of all kernels that ``run`` launches for a product that ``supports`` takes."""
-    shape = shape_of(job.spec, job.order.block)
-    assert shape is not None
-    sides = (shape.operand(side, x.dtype, s is not None) for side, (x, s) in enumerate(_operands(job, shape)))
-    product = "fp64_aligned.cu", shape.defines(_stages(shape, runtime.device_index(job.a)), _aligned(job))
-    return (*(("fp64_aligned_pack.cu", defines) for defines in sides), product)
-
-
-def variants() -> Iterator[tuple[str, str, Defines]]:
-    """Yield a representative of every specialisation of the kernels."""
-    for block, clamped, promotes, terms, mode in (
-        (16, 0, 0, _ZERO, _EVEN), (16, 1, 0, _ZERO, _EVEN), (16, 1, 0, _ZERO, _ZERO), (16, 0, 1, _ZERO, _EVEN),
-        (16, 1, 1, _ZERO, _EVEN), (32, 0, 0, _ZERO, _EVEN), (16, 0, 0, _DOWN, _EVEN), (16, 0, 0, _DOWN, _ZERO),
-        (4, 0, 0, _ZERO, _EVEN), (16, 0, 0, _ZERO, _STOCHASTIC), (16, 1, 0, _ZERO, _STOCHASTIC),
-        (16, 0, 0, _EVEN, _EVEN), (16, 1, 1, _EVEN, _EVEN), (16, 1, 0, _EVEN, _ZERO), (16, 0, 0, _EVEN, _STOCHASTIC),
-        (32, 0, 0, _EVEN, _EVEN), (4, 0, 0, _EVEN, _EVEN), (16, 0, 0, _AWAY, _AWAY), (64, 0, 2, _ZERO, _EVEN),
-    ):  # fmt: skip
-        records = -(-block // _RECORD)
-        shape = _Shape(
-            block // records, records, 25 if terms != _EVEN else 24, 10 if clamped else 7, bool(clamped), promotes,
-            terms, mode, 28 if terms == _ZERO else 30 if terms == _AWAY else 0, (-126, -126), -126, 127, None,
-            bits=16, by_rest=mode not in _BY_SUM,
-        )  # fmt: skip
-        yield "fp64_aligned.cu", "fp64_aligned", shape.defines(4 if mode == _STOCHASTIC else 2, True)
-        for dtype in SINGLES if block == 32 else SINGLES[:1]:
-            for side in (0, 1):
-                for scaled in (False, True):
-                    yield "fp64_aligned_pack.cu", "pack_operand", shape.operand(side, dtype, scaled)
+    records = torch.empty(panels * count * shape.record(side), dtype=torch.uint8, device=x.device)
+    return Side((count, panels), (source,), (records,))

@@ -7,7 +7,6 @@ and far smaller than the largest of their rows and columns) are marked for the g
 
 import math
 import struct
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,18 +16,19 @@ from torch import Tensor
 
 from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm.fp64_tensor_core_configurations import ROWS_A, Shape, fitting
-from fmtsim.cuda.gemm.job import Job, promotes
+from fmtsim.cuda.gemm.job import Gpu, Job, promotes
+from fmtsim.cuda.gemm.packed import THREADS, panels_of
 from fmtsim.cuda.gemm.problem import SINGLES, TYPES
 from fmtsim.cuda.runtime import Defines, Programs
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import FP32, Datapath
 from fmtsim.spec.gemm_spec import GemmSpec
 
+_FILE, _PACK = "fp64_tensor_core.cu", "fp64_tensor_core_pack.cu"
 DEVICES = ((8, 0), (9, 0), (10, 0))  # with fp64 tensor cores of full width
 LONGEST_BLOCK = 64
 _HIGH_WORD = 21  # bits of a significand that the high word of a double holds
 _LOWEST_POWER, _HIGHEST_POWER = -126, 127  # exponents of normal bfloat16
-_USUAL_LIMIT = 227 << 10  # shared memory of a block of threads where the capability is 9.0 or 10.0
 _TINY = (1023 - 300) << 20  # high word of what stands for a zero (fp64_tensor_core_layout.cuh)
 _SLACK = 0.25  # of the spacing above log2(block): M's fraction must leave room for the sum
 
@@ -80,11 +80,21 @@ class FloorPlan(NamedTuple):
         return values.to(torch.bfloat16).view(torch.int16).tolist()
 
 
-def supports(job: Job) -> bool:
-    """Say whether the kernels take a product on the device that its operands are on."""
-    if runtime.capability(runtime.device_index(job.a)) not in DEVICES or job.dtype != torch.float32:
-        return False
-    return plan_of(job.spec, job.order.block, job.shape[2], *_scaled(job)) is not None
+def programs(job: Job) -> Programs | None:
+    """Return the kernels that ``run`` launches, None where they do not take a product on its device."""
+    if job.gpu.capability not in DEVICES or job.dtype != torch.float32:
+        return None
+    plan = _plan(job)
+    if plan is None:
+        return None
+    shape, sides = _shape_of(job, plan), zip((True, False), (job.a, job.b), _scaled(job), strict=True)
+    packs = [_pack_defines(shape, _readable(x.dtype), first, scaled) for first, x, scaled in sides]
+    names = ("pack_operand", "row_exponents") if plan.wide else ("pack_operand",)
+    return (_FILE, "fp64_tensor_core", shape.defines), *((_PACK, name, each) for each in packs for name in names)
+
+
+def _plan(job: Job) -> FloorPlan | None:
+    return plan_of(job.spec, job.order.block, job.shape[2], *_scaled(job))
 
 
 def _scaled(job: Job) -> tuple[bool, bool]:
@@ -187,41 +197,29 @@ def run(job: Job, sums: Tensor, marks: Tensor) -> None:
 
     ``marks`` uint8 [ceil(M / 128), ceil(N / 128)] becomes 1 where a tile is left to another path.
     """
-    (m, n, _), order, scaled = job.shape, job.order, _scaled(job)
-    index = runtime.device_index(job.a)
-    plan, shape = _specialised(job, index)
-    pitch = -(-order.blocks // shape.run) * shape.run
-    a, a_bases = _packed(job, plan, shape, pitch, True, scaled[0], index)
-    b, b_bases = _packed(job, plan, shape, pitch, False, scaled[1], index)
-    sums = sums if sums.dim() == 3 else sums.unsqueeze(0)
-    tiles = -(-m // ROWS_A) * -(-n // shape.rows_b)
-    kernel = runtime.kernel("fp64_tensor_core.cu", "fp64_tensor_core", index, shape.defines)
-    arguments = a, b, a_bases, b_bases, np.int32(pitch), order.part_blocks, order.ends, plan.numbers()
-    outputs = _sums(job, sums, marks, shape.promote)
-    kernel((tiles, 1, len(order.parts)), shape.threads, *arguments, outputs, shared=shape.shared)
-
-
-def programs(job: Job) -> Programs:
-    """Return the files of kernels that ``run`` launches, with their macros."""
-    plan, shape = _specialised(job, runtime.device_index(job.a))
-    sides = zip((True, False), (job.a, job.b), _scaled(job), strict=True)
-    packs = (_pack_defines(shape, _readable(x.dtype), first, scaled) for first, x, scaled in sides)
-    return ("fp64_tensor_core.cu", shape.defines), *(("fp64_tensor_core_pack.cu", defines) for defines in packs)
-
-
-def _specialised(job: Job, index: int) -> tuple[FloorPlan, Shape]:
-    plan = plan_of(job.spec, job.order.block, job.shape[2], *_scaled(job))
+    (m, n, _), order, plan = job.shape, job.order, _plan(job)
     assert plan is not None
-    return plan, _shape(plan, job.order.block, _promotion(job), index)
+    shape = _shape_of(job, plan)
+    pitch = -(-order.blocks // shape.run) * shape.run
+    (a, a_bases), (b, b_bases) = (_packed(job, plan, shape, pitch, first) for first in (True, False))
+    kernel = runtime.kernel(_FILE, "fp64_tensor_core", runtime.device_index(job.a), shape.defines)
+    kernel(
+        (panels_of(m, ROWS_A) * panels_of(n, shape.rows_b), 1, len(order.parts)), shape.threads, a, b, a_bases, b_bases,
+        np.int32(pitch), order.part_blocks, order.ends, plan.numbers(), _sums(job, sums, marks, shape.promote),
+        shared=shape.shared,
+    )  # fmt: skip
+
+
+def _shape_of(job: Job, plan: FloorPlan) -> Shape:
+    return _shape(plan, job.order.block, _promotion(job), job.gpu)
 
 
 @lru_cache(maxsize=1024)
-def _shape(plan: FloorPlan, block: int, promote: int, index: int) -> Shape:
-    used, span = -(-block // 4) * 4, -(-block // 8) * 8
+def _shape(plan: FloorPlan, block: int, promote: int, gpu: Gpu) -> Shape:
     flags = plan.two_words and not plan.down, plan.wide, plan.down, plan.single
     facts = promote, *flags, plan.fraction_bits, plan.kept
-    holds = runtime.capability(index) == (9, 0)  # for 10.0 ptxas would spill M (fp64_tensor_core_chains.cuh)
-    return fitting(span, used, *facts, limit=runtime.shared_limit(index), holds=holds)
+    holds = gpu.capability == (9, 0)  # for 10.0 ptxas would spill M (fp64_tensor_core_chains.cuh)
+    return fitting(-(-block // 8) * 8, -(-block // 4) * 4, *facts, limit=gpu.shared, holds=holds)
 
 
 def _promotion(job: Job) -> int:
@@ -241,28 +239,24 @@ def _pack_defines(shape: Shape, dtype: torch.dtype, first: bool, scaled: bool) -
     return tuple((name, str(int(value))) for name, value in named.items())
 
 
-def _packed(
-    job: Job, plan: FloorPlan, shape: Shape, pitch: int, first: bool, scaled: bool, index: int
-) -> tuple[Tensor, Tensor]:
+def _packed(job: Job, plan: FloorPlan, shape: Shape, pitch: int, first: bool) -> tuple[Tensor, Tensor]:
     """Return an operand's records and the bases of its rows (fp64_tensor_core_layout.cuh)."""
     side, x, scales = (plan.a, job.a, job.scale_a) if first else (plan.b, job.b, job.scale_b)
-    x, scales = x.to(_readable(x.dtype)), scales if scaled else None
-    defines = _pack_defines(shape, x.dtype, first, scaled)
+    x, scaled = x.to(_readable(x.dtype)), _scaled(job)[not first]
+    defines, index = _pack_defines(shape, x.dtype, first, scaled), runtime.device_index(x)
     rows = ROWS_A if first else shape.rows_b
-    padded = -(-x.shape[0] // rows) * rows
-    records = torch.empty(padded // rows * pitch * shape.record(rows, first), dtype=torch.uint8, device=x.device)
-    bases = torch.zeros(padded, dtype=torch.int32, device=x.device)
+    panels = panels_of(x.shape[0], rows)
+    records = torch.empty(panels * pitch * shape.record(rows, first), dtype=torch.uint8, device=x.device)
+    bases = torch.zeros(panels * rows, dtype=torch.int32, device=x.device)
     powers = _table(plan, side, x.device)
-    operand = _operand(job, plan, side, x, scales, powers.numel())
+    operand = _operand(job, plan, side, x, scales if scaled else None, powers.numel())
     if plan.wide:
-        each = 8 if x.stride(1) == 1 else 32
-        rows_kernel = runtime.kernel("fp64_tensor_core_pack.cu", "row_exponents", index, defines)
-        rows_kernel(padded // each, 256, operand, np.int32(x.shape[1]), bases)
-    grid = (pitch // shape.run, padded // 32)
-    numbers = np.int32(job.order.blocks), np.int32(pitch)
-    runtime.kernel("fp64_tensor_core_pack.cu", "pack_operand", index, defines)(
-        grid, 256, operand, powers, job.order.source, *numbers, bases, records
-    )
+        grid = panels * rows // (8 if x.stride(1) == 1 else 32)
+        runtime.kernel(_PACK, "row_exponents", index, defines)(grid, THREADS, operand, np.int32(x.shape[1]), bases)
+    runtime.kernel(_PACK, "pack_operand", index, defines)(
+        (pitch // shape.run, panels * rows // 32), THREADS, operand, powers, job.order.source,
+        np.int32(job.order.blocks), np.int32(pitch), bases, records,
+    )  # fmt: skip
     return records, bases
 
 
@@ -296,28 +290,3 @@ def _sums(job: Job, sums: Tensor, marks: Tensor, promote: int) -> bytes:
 @lru_cache(maxsize=16)
 def _ones(device: torch.device) -> Tensor:
     return torch.ones(1, 1, device=device)
-
-
-def variants() -> Iterator[tuple[str, str, Defines]]:
-    """Yield every class of specialisation of the kernels, with representative numbers."""
-    for span, block, promote, two_words, wide, down, single in (
-        (32, 32, 0, 0, 0, 0, 1), (32, 32, 1, 0, 0, 0, 1), (32, 32, 0, 1, 0, 0, 0), (32, 32, 0, 1, 1, 0, 0),
-        (16, 16, 0, 1, 0, 0, 0), (16, 16, 0, 1, 1, 0, 0), (16, 16, 2, 1, 1, 0, 0), (16, 16, 3, 1, 1, 0, 0),
-        (8, 8, 0, 1, 1, 0, 0), (8, 4, 0, 1, 0, 0, 0), (64, 64, 1, 1, 1, 0, 0), (24, 20, 0, 0, 1, 1, 0),
-        (16, 12, 0, 1, 1, 0, 0),
-    ):  # fmt: skip
-        bits = (13, 13) if single else (25, 23)
-        flags = bool(two_words), bool(wide), bool(down), bool(single)
-        yield (
-            "fp64_tensor_core.cu",
-            "fp64_tensor_core",
-            fitting(span, block, promote, *flags, *bits, limit=_USUAL_LIMIT).defines,
-        )
-    for element in SINGLES:
-        for first, two_words, wide, scaled in ((1, 1, 1, 0), (1, 0, 0, 0), (0, 0, 1, 1), (0, 0, 0, 0)):
-            flags = bool(two_words), bool(wide), False, False
-            shape = fitting(16, 16, 0, *flags, 25, 23, limit=_USUAL_LIMIT)
-            defines = _pack_defines(shape, element, bool(first), bool(scaled))
-            yield "fp64_tensor_core_pack.cu", "pack_operand", defines
-            if wide:
-                yield "fp64_tensor_core_pack.cu", "row_exponents", defines

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fmtsim.cuda import runtime
 from fmtsim.errors import DeviceError
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import Arithmetic, Datapath, sum_dtype
@@ -18,6 +19,19 @@ from fmtsim.spec.schedule import schedule
 TILE: Final = 128  # rows and columns of the tiles that marks stand for
 PADDING: Final = -1  # a k position of ``AccumulationOrder.source`` without a product
 CHAIN_END, PART_END = 1, 2
+
+
+class Gpu(NamedTuple):
+    """What fast paths ask of a device: its compute capability, and the bytes of shared memory that a block may take."""
+
+    capability: tuple[int, int]
+    shared: int
+
+
+def gpu_of(x: Tensor) -> Gpu:
+    """Return the GPU that a tensor is on."""
+    index = runtime.device_index(x)
+    return Gpu(runtime.capability(index), runtime.shared_limit(index))
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -67,6 +81,7 @@ class Job:
         random: Seed and offset where the unit rounds stochastically.
         out: [M, N] in the dtype of the sums.
         order: The schedule of ``spec`` for K.
+        gpu: What the operands are on.
     """
 
     a: Tensor
@@ -78,6 +93,7 @@ class Job:
     random: RandomKey | None
     out: Tensor
     order: AccumulationOrder
+    gpu: Gpu
 
     @property
     def shape(self) -> tuple[int, int, int]:

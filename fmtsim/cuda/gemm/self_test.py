@@ -59,20 +59,21 @@ def chosen(paths: tuple[ModuleType, ...], job: Job) -> ModuleType | None:
     key = paths, runtime.device_index(job.a), job.spec, job.random is None, *facts
     path = _chosen.get(key, _UNKNOWN)
     if path is _UNKNOWN:
-        path = next((path for path in paths if path.supports(job) and passes(path, job)), None)
+        asked = ((path, path.programs(job)) for path in paths)
+        path = next((path for path, programs in asked if programs is not None and passes(path, job, programs)), None)
         if len(_chosen) >= _MOST:
             _chosen.clear()
         _chosen[key] = path
     return path
 
 
-def passes(path: ModuleType, job: Job) -> bool:
+def passes(path: ModuleType, job: Job, programs: Programs) -> bool:
     """Say whether a path gives the general path's bits on products like one; test it where that is not known.
 
     A self-test waits for the device. Where bits differ, a KernelWarning says so, once for a class and device; a path
     that leaves every result of it to the general one is not used either.
     """
-    index, programs = runtime.device_index(job.a), path.programs(job)
+    index = runtime.device_index(job.a)
     name = _class_of(path, job, programs)
     verdict = _verdicts.get((index, name))
     if verdict is not None:
@@ -138,13 +139,15 @@ def _like(path: ModuleType, job: Job, programs: Programs, place: int) -> Job | N
     usual = SHAPES[place][2]
     for k in (usual, job.shape[2]):
         like = sample(job, place, k)
-        if path.supports(like) and path.programs(like) == programs:
+        if path.programs(like) == programs:
             return like
     return None
 
 
 def _complaint(index: int, programs: Programs, wrong: int, compared: int) -> str:
-    kernels = ", ".join(" ".join([file, *(f"-D{key}={value}" for key, value in macros)]) for file, macros in programs)
+    kernels = ", ".join(
+        " ".join([file, *(f"-D{key}={value}" for key, value in macros)]) for file, _, macros in programs
+    )
     return (
         f"a fast path does not give the bits of the general path on cuda:{index} ({wrong} of {compared} results "
         f"have other bits), so products of this kind take the general path, which is slower. Kernels: {kernels}; "
@@ -216,6 +219,7 @@ def sample(job: Job, place: int, k: int) -> Job:
         a=a, b=b, c=None if job.c is None else _addend(job, m, n, generator), scale_a=scale_a, scale_b=scale_b,
         spec=job.spec, random=None if job.random is None else RandomKey(1, 2),
         out=torch.empty(m, n, dtype=job.dtype, device=a.device), order=accumulation_order(k, job.spec, a.device),
+        gpu=job.gpu,
     )  # fmt: skip
 
 

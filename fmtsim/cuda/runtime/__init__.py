@@ -4,6 +4,7 @@ from fmtsim.cuda.runtime.launch import Kernel
 from fmtsim.cuda.runtime.program import (
     KERNELS,
     Defines,
+    Program,
     Programs,
     architecture,
     available,
@@ -27,6 +28,7 @@ __all__ = [
     "KERNELS",
     "Defines",
     "Kernel",
+    "Program",
     "Programs",
     "architecture",
     "available",

@@ -23,7 +23,8 @@ KERNELS = Path(__file__).parents[1]
 OLDEST = (8, 0)
 
 Defines = tuple[tuple[str, str], ...]
-Programs = tuple[tuple[str, Defines], ...]  # files of kernels with their macros
+Program = tuple[str, str, Defines]  # the file of a kernel, its name, and macros
+Programs = tuple[Program, ...]
 _INCLUDE = re.compile(r'^#include "([a-z0-9_]+\.cuh)"$', re.MULTILINE)
 _loading = threading.Lock()
 

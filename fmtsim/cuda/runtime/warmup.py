@@ -14,8 +14,6 @@ import torch
 from fmtsim.cuda.runtime import program
 from fmtsim.errors import DeviceError
 
-Variant = tuple[str, str, program.Defines]
-
 
 def warmup(device: torch.device | int | None = None) -> int:
     """Compile and load the engine's kernels for a device, so that no later call waits for the compiler.
@@ -46,7 +44,7 @@ def warmup(device: torch.device | int | None = None) -> int:
 
 
 @cache
-def variants(capability: tuple[int, int]) -> tuple[Variant, ...]:
+def variants(capability: tuple[int, int]) -> program.Programs:
     """Return a representative of every specialisation of every kernel that a compute capability runs."""
     return tuple(dict.fromkeys(variant for module in sources() for variant in variants_of(module, capability)))
 
@@ -58,7 +56,7 @@ def sources() -> tuple[str, ...]:
     return tuple(name for name in names if hasattr(importlib.import_module(name), "variants") and name != __name__)
 
 
-def variants_of(module: str, capability: tuple[int, int]) -> Iterator[Variant]:
+def variants_of(module: str, capability: tuple[int, int]) -> Iterator[program.Program]:
     """Yield the specialisations of a module's kernels; some modules have the same for every device."""
     function = importlib.import_module(module).variants
     return iter(function(capability) if inspect.signature(function).parameters else function())
