@@ -114,10 +114,8 @@ def _scaled() -> Variants:
     power = Scaling(power_of_two="ceil")
     delayed = replace(power, history=History())
     for dtype in NARROW[:2]:
-        for name in ("fold_elements", "fold_sums", "fold_last"):
-            yield "statistic.cu", name, scaled.mean_macros(dtype)
-        for columns in (False, True):
-            yield scaled.amax_variant(dtype, columns)
+        for name in ("fold_elements", "fold_sums", "fold_last", "amaxes_of_parts", "amaxes_of_columns"):
+            yield "statistic.cu", name, scaled.input_macros(dtype)
         yield from _of_rule("e4m3", Scaling(), dtype, transposes=False)
         yield from _of_rule("e4m3", delayed, dtype, transposes=False)
         yield from _of_rule("e5m2", delayed, dtype, _STOCHASTIC, transposes=False)

@@ -41,12 +41,8 @@ DEVICE u32 cast_line(
   float wanted;
   bool sure = quick_scale(y, amax, wanted);
   if (__any_sync(~0u, !sure)) {
-    float deviation = deviation_of(y);
-    if (__any_sync(~0u, amax >= FLOAT_EXPONENT)) {
-      float again = deviation_slowly(line.source, line.signs, line.factor);
-      if (amax >= FLOAT_EXPONENT) deviation = again;
-    }
-    if (!sure) wanted = scale_of_deviation(deviation);
+    float exact = scale_of_deviation(deviation_of(y));
+    if (!sure) wanted = exact;
   }
   piece[0] = piece_of(wanted);
 #endif

@@ -8,30 +8,29 @@
 // The standard deviation of 32 numbers: float64 sums in the order of fmtsim.scaling.statistics, and a quick way to the
 // power of two that follows from it.
 
-// Sums in float64: element i and i + n / 2 are added until one number is left.
-DEVICE double folded(double (&x)[PER_LANE / 2]) {
-#pragma unroll
-  for (int n = PER_LANE / 4; n > 0; n /= 2) {
-#pragma unroll
-    for (int i = 0; i < n; ++i) x[i] = __dadd_rn(x[i], x[i + n]);
-  }
-  return x[0];
-}
-
-DEVICE float root_of(double mean) { return at_most_float_max(__double2float_rn(__dsqrt_rn(mean))); }
-
-// The standard deviation of 32 numbers that are finite.
+// The standard deviation of those of 32 numbers that are finite.
 DEVICE float deviation_of(const float (&y)[PER_LANE]) {
-  double sums[PER_LANE / 2];
+  double sums[PER_LANE / 2], mean = 0.0;
+  u32 finite = 0;
 #pragma unroll
-  for (int i = 0; i < PER_LANE / 2; ++i) sums[i] = __dadd_rn((double)y[i], (double)y[i + PER_LANE / 2]);
-  double mean = __dmul_rn(folded(sums), 1.0 / PER_LANE);
+  for (int i = 0; i < PER_LANE; ++i) finite += (as_bits(y[i]) & MAGNITUDE) < FLOAT_EXPONENT;
+  double count = (double)max(finite, 1u);
+#pragma unroll 1
+  for (int squares = 0; squares < 2; ++squares) {
 #pragma unroll
-  for (int i = 0; i < PER_LANE / 2; ++i) {
-    double a = __dsub_rn((double)y[i], mean), b = __dsub_rn((double)y[i + PER_LANE / 2], mean);
-    sums[i] = __dadd_rn(__dmul_rn(a, a), __dmul_rn(b, b));
+    for (int i = 0; i < PER_LANE / 2; ++i) {
+      double off[2];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        float x = y[i + k * (PER_LANE / 2)];
+        off[k] = (as_bits(x) & MAGNITUDE) < FLOAT_EXPONENT ? __dsub_rn((double)x, mean) : 0.0;
+        if (squares) off[k] = __dmul_rn(off[k], off[k]);
+      }
+      sums[i] = __dadd_rn(off[0], off[1]);
+    }
+    if (!squares) mean = __ddiv_rn(folded<PER_LANE / 2>(sums), count);
   }
-  return root_of(__dmul_rn(folded(sums), 1.0 / PER_LANE));
+  return at_most_float_max(__double2float_rn(__dsqrt_rn(__ddiv_rn(folded<PER_LANE / 2>(sums), count))));
 }
 
 DEVICE float scale_of_deviation(float deviation) {
@@ -44,12 +43,7 @@ DEVICE bool quick_scale(const float (&y)[PER_LANE], u32 amax, float& scale) {
   float sums[PER_LANE / 2], squares[4] = {};
 #pragma unroll
   for (int i = 0; i < PER_LANE / 2; ++i) sums[i] = __fadd_rn(y[i], y[i + PER_LANE / 2]);
-#pragma unroll
-  for (int n = PER_LANE / 4; n > 0; n /= 2) {
-#pragma unroll
-    for (int i = 0; i < n; ++i) sums[i] = __fadd_rn(sums[i], sums[i + n]);
-  }
-  float mean = __fmul_rn(sums[0], 1.0f / PER_LANE);
+  float mean = __fmul_rn(folded<PER_LANE / 2>(sums), 1.0f / PER_LANE);
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
     float off = __fsub_rn(y[i], mean);
@@ -62,42 +56,6 @@ DEVICE bool quick_scale(const float (&y)[PER_LANE], u32 amax, float& scale) {
   bool inside = amax - 0x2B800000u < 0x5D800000u - 0x2B800000u;     // 2^-40 ... 2^60: squares are normal
   bool apart = (as_bits(scale) & 0x7FFFFFu) - 256u < 0x7FFFFFu - 512u;
   return amax == 0 || (inside && apart && variance >= __fmul_rn(least, least));
-}
-
-// That of the finite ones among them; all lanes of a warp call it together (see block_rows.cu).
-__device__ __noinline__ float deviation_slowly(const Source& source, const u32* signs, const float* factor) {
-  float y[PER_LANE];
-  double sums[PER_LANE / 2];
-  rotate_slowly<PER_LANE>(y, source, signs, factor);
-  u32 count = 0;
-#pragma unroll 1
-  for (int i = 0; i < PER_LANE; ++i) {
-    bool finite = (as_bits(y[i]) & MAGNITUDE) < FLOAT_EXPONENT;
-    count += finite;
-    if (!finite) y[i] = as_float(0x7FC00000);
-  }
-  double counted = count ? (double)count : 1.0, mean = 0.0;
-#pragma unroll 1
-  for (int part = 0; part < 2; ++part) {
-#pragma unroll 1
-    for (int i = 0; i < PER_LANE / 2; ++i) {
-      double parts[2];
-#pragma unroll 1
-      for (int k = 0; k < 2; ++k) {
-        float x = y[i + k * (PER_LANE / 2)];
-        double off = x == x ? __dsub_rn((double)x, mean) : 0.0;
-        parts[k] = part ? __dmul_rn(off, off) : off;
-      }
-      sums[i] = __dadd_rn(parts[0], parts[1]);
-    }
-#pragma unroll 1
-    for (int n = PER_LANE / 4; n > 0; n /= 2) {
-#pragma unroll 1
-      for (int i = 0; i < n; ++i) sums[i] = __dadd_rn(sums[i], sums[i + n]);
-    }
-    if (part == 0) mean = __ddiv_rn(sums[0], counted);
-  }
-  return root_of(__ddiv_rn(sums[0], counted));
 }
 
 #elif CAST == CORRECTED

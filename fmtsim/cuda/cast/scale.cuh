@@ -23,6 +23,17 @@ DEVICE float power_of_two(float x, bool up) {
   return as_float(bits & ~FLOAT_MANTISSA);
 }
 
+// Sums whose order is defined (fmtsim/scaling/statistics.py): elements at the largest distance first.
+template <int Count, typename Number, int Size>
+DEVICE Number folded(Number (&x)[Size]) {
+  if constexpr (Count > 1) {
+#pragma unroll
+    for (int k = 0; k < Count / 2; k++) x[k] = x[k] + x[k + Count / 2];
+    return folded<Count / 2>(x);
+  }
+  return x[0];
+}
+
 // Block formats.
 
 enum ScaleRule { RULE_FLOOR, RULE_CEIL, RULE_RCEIL, RULE_EVEN, RULE_AMAX };

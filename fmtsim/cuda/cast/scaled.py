@@ -6,7 +6,7 @@ words. What depends on quantiser, dtype, shape and layout alone is worked out on
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from fmtsim.cuda.cast.scaled_rules import (
     MatrixLayout,
     history_bytes,
     matrix_layout,
-    multiplier_of,
     rule_of,
 )
 from fmtsim.errors import DeviceError
@@ -61,26 +60,6 @@ class ScaledValues(NamedTuple):
     mask: Tensor | None
 
 
-class Memory(Protocol):
-    """What delayed scaling remembers (``fmtsim.scaling.history.DelayedScale``); its buffers are updated in place."""
-
-    amaxes: Tensor
-    factor: Tensor
-    calls: Tensor
-    scaling: Scaling
-    top: float
-    group: Any
-
-    def advance(self, amax: Tensor) -> Any:
-        """Record an amax and return the scales of a call."""
-
-
-class Frozen(Protocol):
-    """The same where nothing is to be remembered (``fmtsim.scaling.history.FrozenScale``)."""
-
-    memory: Memory
-
-
 def covers(x: Tensor, quantizer: Quantizer) -> bool:
     """Say whether ``cast_scaled`` takes a matrix under a quantiser; looks at no data, and is quick.
 
@@ -104,7 +83,7 @@ def cast_scaled(
     quantizer: Quantizer,
     keys: Keys = (None, None),
     fold: bool = False,
-    delayed: Memory | Frozen | None = None,
+    delayed: Any = None,
 ) -> ScaledValues:
     """Quantise a matrix that ``covers``, blocks along its last axis.
 
@@ -114,8 +93,8 @@ def cast_scaled(
         keys: Random words of elements and of scales; those of scales are never drawn here.
         fold: Return element times block scale; ``folds(quantizer)`` has to be true. Where ``ScaledValues.tensor`` is
             given, a block of zeros, Inf and NaN alone is folded with it as well, though its scale is 1.
-        delayed: DelayedScale or FrozenScale of a scaling with a history: gives the scale of the call, and a
-            DelayedScale records the largest magnitude of x.
+        delayed: DelayedScale or FrozenScale (fmtsim.scaling.history) of a scaling with a history: gives the scale of
+            the call, and a DelayedScale records the largest magnitude of x in its buffers, in place.
 
     Returns:
         Values, scales and masks; nothing waits for the device, and results do not depend on the run.
@@ -173,27 +152,28 @@ class _Plan:
     ) -> None:
         assert quantizer.scaling is not None
         self._quantizer, self._scaling, self._rule, self._layout = quantizer, quantizer.scaling, rule, layout
-        self._dtype, self._index, self._fold = dtype, index, fold
-        self._counts, self._grid, self._drawn = layout.counts, layout.launch[0], layout.words != WORDS_NONE
+        self._dtype, self._index, self._fold, self._size = dtype, index, fold, layout.launch
         parts = min(max(layout.rows * layout.columns // 16384, 1), _PARTS * runtime.multiprocessors(index), _MOST_PARTS)
         self._parts = 1 if quantizer.scaling.statistic in MOMENTS else parts
+        own = (layout.height, layout.width) if layout.kind == TILES else (layout.units, self._parts)
+        places = (*map(np.uint64, (layout.rows, layout.columns, *layout.steps)), *map(np.uint32, own))
+        self._rest = *places, rule.rule, rule.grid.parameters, rule.scale_grid
         self._launches: dict[tuple[Any, ...], Callable[..., None]] = {}  # by what a call asks of them
         self._tensor: Tensor | None = None
-        self._outer = multiplier_of(quantizer.scaling) if fold else 1.0
+        self._outer = float(np.float32(quantizer.scaling.multiplier)) if fold else 1.0
 
-    def cast(self, x: Tensor, key: RandomKey | None, delayed: Memory | Frozen | None) -> ScaledValues:
+    def cast(self, x: Tensor, key: RandomKey | None, delayed: Any) -> ScaledValues:
         """Do what ``cast_scaled`` does."""
         values = torch.empty_like(x, dtype=torch.bfloat16)
-        scale = torch.empty(self._counts, dtype=torch.float32, device=x.device)
+        scale = torch.empty(self._layout.counts, dtype=torch.float32, device=x.device)
         mask = torch.empty_like(x, dtype=torch.bool) if self._rule.masks else None
         addresses = x.data_ptr(), values.data_ptr(), scale.data_ptr(), 0 if mask is None else mask.data_ptr()
         if delayed is not None:
             self._cast_delayed(x, addresses, key, delayed)
         elif self._layout.kind in (TENSOR, LONG_COLUMNS):
-            tops = self._amaxes_of(x)
-            self._launch(False, False, key, *addresses, tops.data_ptr())
+            self._launch(key, addresses, self._amaxes_of(x))
         else:
-            self._launch(False, False, key, *addresses)
+            self._launch(key, addresses)
         outer = None if self._outer == 1.0 else self._constant(x.device)
         return ScaledValues(values, scale.mT if self._layout.transposed else scale, outer, mask)
 
@@ -206,17 +186,14 @@ class _Plan:
             self._tensor = constant
         return constant
 
-    def _cast_delayed(
-        self, x: Tensor, addresses: tuple[int, ...], key: RandomKey | None, delayed: Memory | Frozen
-    ) -> None:
+    def _cast_delayed(self, x: Tensor, addresses: tuple[int, ...], key: RandomKey | None, delayed: Any) -> None:
         """Cast under the scale in force, and record the amax of x."""
-        memory: Memory = vars(delayed).get("memory", delayed)
+        memory = vars(delayed).get("memory", delayed)
         remembers, history = memory is delayed, self._scaling.history
         assert history is not None
         if memory.group is not None and (remembers or history.immediate):
             amax = self._amaxes_of(x).amax().view(torch.float32)
-            factor = delayed.advance(amax).factor  # type: ignore[union-attr]
-            self._launch(True, False, key, *addresses, factor.data_ptr())
+            self._launch(key, addresses, delayed.advance(amax).factor, given=True)
             return
         factor = memory.factor
         if factor.device != x.device:
@@ -225,16 +202,15 @@ class _Plan:
             )
         if history.immediate:
             in_force = torch.empty((), dtype=torch.float32, device=x.device)
-            self._advance(self._amaxes_of(x), memory, factor, in_force.data_ptr(), remembers)
-            self._launch(True, False, key, *addresses, in_force.data_ptr())
-        elif remembers:
-            tops = torch.empty(self._grid, dtype=torch.int32, device=x.device)
-            self._launch(True, True, key, *addresses, factor.data_ptr(), tops.data_ptr())
-            self._advance(tops, memory, factor, 0, True)
+            self._advance(self._amaxes_of(x), memory, in_force.data_ptr(), remembers)
+            self._launch(key, addresses, in_force, given=True)
         else:
-            self._launch(True, False, key, *addresses, factor.data_ptr())
+            tops = torch.empty(self._size[0], dtype=torch.int32, device=x.device) if remembers else None
+            self._launch(key, addresses, factor, tops, given=True)
+            if tops is not None:
+                self._advance(tops, memory, 0, True)
 
-    def _advance(self, tops: Tensor, memory: Memory, factor: Tensor, in_force: int, remembers: bool) -> None:
+    def _advance(self, tops: Tensor, memory: Any, in_force: int, remembers: bool) -> None:
         """Launch the kernel of the memory; in_force: where the factor of this call is asked for, or 0."""
         known = memory.top, tops.shape[0], remembers
         launch = self._launches.get(known)
@@ -242,36 +218,30 @@ class _Plan:
             found = runtime.kernel("statistic.cu", "advance", self._index)
             rest = np.uint32(tops.shape[0]), history_bytes(self._scaling, memory.top, remembers)
             launch = self._launches[known] = found.bound(1024, 5, *rest)
-        launch(1, tops.data_ptr(), memory.amaxes.data_ptr(), factor.data_ptr(), memory.calls.data_ptr(), in_force)
+        buffers = tops, memory.amaxes, memory.factor, memory.calls
+        launch(1, *(t.data_ptr() for t in buffers), in_force)
 
-    def _launch(self, given: bool, records: bool, key: RandomKey | None, *addresses: int) -> None:
-        launch = self._launches.get((given, records))
+    def _launch(
+        self, key: RandomKey | None, addresses: tuple[int, ...], source: Tensor | None = None,
+        tops: Tensor | None = None, given: bool = False,
+    ) -> None:  # fmt: skip
+        """Cast; source: amaxes or, where it is ``given``, a factor; tops: takes the amaxes of parts."""
+        layout, words = self._layout, [*addresses, *(0 if t is None else t.data_ptr() for t in (source, tops))]
+        (grid, threads), key_of = self._size, (given, tops is not None)
+        launch = self._launches.get(key_of)
         if launch is None:
-            launch = self._launches[given, records] = self._prepared(given, records)
-        if self._drawn:
-            launch(self._grid, *addresses, draw=draw_of(self._quantizer.rounding, key))
+            launch = self._launches[key_of] = self._prepared(given, tops is not None)
+        if layout.words == WORDS_NONE:
+            launch(grid, *words)
         else:
-            launch(self._grid, *addresses)
+            launch(grid, threads, *map(np.uint64, words), *self._rest, draw_of(self._quantizer.rounding, key))
 
     def _prepared(self, given: bool, records: bool) -> Callable[..., None]:
-        """Return the launch of the kernel that casts, compiled."""
-        layout, rule, threads = self._layout, self._rule, self._layout.launch[1]
-        file, name, defines = variant(layout, rule, self._dtype, self._fold, self._scaling, given, records)
+        """Return the kernel that casts, compiled; without random words a launch that takes a grid and addresses."""
+        layout = self._layout
+        file, name, defines = variant(layout, self._rule, self._dtype, self._fold, self._scaling, given, records)
         found = runtime.kernel(file, name, self._index, defines)
-        own: tuple[int, ...] = layout.units, self._parts
-        if layout.kind in (TILES, COLUMNS, LONG_COLUMNS):
-            own = (layout.height, layout.width) if layout.kind == TILES else ()
-        places = (*map(np.uint64, (layout.rows, layout.columns, *layout.steps)), *map(np.uint32, own))
-        rest = *places, rule.rule, rule.grid.parameters, rule.scale_grid
-        pointers = {TILES: 4, COLUMNS: 5, LONG_COLUMNS: 5}.get(layout.kind, 6)
-
-        def padded(addresses: tuple[int, ...]) -> tuple[int, ...]:
-            return addresses + (0,) * (pointers - len(addresses))
-
-        if self._drawn:
-            return lambda grid, *addresses, draw: found(grid, threads, *map(np.uint64, padded(addresses)), *rest, draw)
-        bound = found.bound(threads, pointers, *rest, NO_DRAW)
-        return lambda grid, *addresses: bound(grid, *padded(addresses))
+        return found.bound(self._size[1], 6, *self._rest, NO_DRAW) if layout.words == WORDS_NONE else found
 
     def _amaxes_of(self, x: Tensor) -> Tensor:
         """Return bits of amaxes, int32: of parts of the matrix, or of columns of memory; or those of its mean."""
@@ -281,7 +251,8 @@ class _Plan:
         launch = self._launches.get((long,))
         if launch is None:
             sizes = (layout.rows, layout.columns) if long else (layout.rows * layout.columns // 8,)
-            found = runtime.kernel(*(amaxes := amax_variant(self._dtype, long))[:2], self._index, amaxes[2])
+            name = f"amaxes_of_{'columns' if long else 'parts'}"
+            found = runtime.kernel("statistic.cu", name, self._index, input_macros(self._dtype))
             launch = self._launches[(long,)] = found.bound(512, 2, *map(np.uint64, sizes))
         if long:
             tops = torch.zeros(layout.columns, dtype=torch.int32, device=x.device)
@@ -301,7 +272,7 @@ def mean_of(x: Tensor, statistic: str) -> Tensor:
     Returns:
         Bits of a float32, int32 [1].
     """
-    index, defines, squares, total = runtime.device_index(x), mean_macros(x.dtype), statistic == "rms", x.numel()
+    index, defines, squares, total = runtime.device_index(x), input_macros(x.dtype), statistic == "rms", x.numel()
     left = max(1 << (total - 1).bit_length(), _LAST) // _FOLDED
     sums = torch.empty(left, dtype=torch.float64, device=x.device)
     counts = torch.empty(left // _MEAN_THREADS, dtype=torch.int32, device=x.device)
@@ -336,11 +307,6 @@ def variant(
     return "scaled_rows.cu", "cast_runs", (*defines, *source)
 
 
-def amax_variant(dtype: torch.dtype, columns: bool) -> tuple[str, str, runtime.Defines]:
-    """Return file, name and macros of the kernel that finds amaxes, of columns or of parts."""
-    return "statistic.cu", f"amaxes_of_{'columns' if columns else 'parts'}", macros(INPUT=DTYPES[dtype])
-
-
-def mean_macros(dtype: torch.dtype) -> runtime.Defines:
-    """Return the macros of the kernels of means."""
+def input_macros(dtype: torch.dtype) -> runtime.Defines:
+    """Return the macros of the kernels of amaxes and means."""
     return macros(INPUT=DTYPES[dtype])

@@ -53,19 +53,10 @@ DEVICE void folded_sums(double (&sums)[BLOCKS], const Value& value) {
           held[v] = __dadd_rn(held[v], __shfl_xor_sync(~0u, held[v], flip));
         }
       }
-#pragma unroll
-      for (int half = EACH / 2; half; half /= 2) {
-#pragma unroll
-        for (int v = 0; v < half; v++) held[v] = __dadd_rn(held[v], held[v + half]);
-      }
-      parts[i] = __dadd_rn(held[0], __shfl_xor_sync(~0u, held[0], 1));
+      double sum = folded<EACH>(held);
+      parts[i] = __dadd_rn(sum, __shfl_xor_sync(~0u, sum, 1));
     }
-#pragma unroll
-    for (int half = 4; half; half /= 2) {
-#pragma unroll
-      for (int i = 0; i < half; i++) parts[i] = __dadd_rn(parts[i], parts[i + half]);
-    }
-    sums[b] = parts[0];
+    sums[b] = folded<8>(parts);
   }
 }
 

@@ -89,11 +89,6 @@ def rule_of(quantizer: Quantizer) -> KernelRule | None:
     return KernelRule(rule, grid, stored[1], ties, masks, _folds(element, scaling), divides == 1)
 
 
-def multiplier_of(scaling: Scaling) -> float:
-    """Return the float32 that scales of a rule are multiplied with after they became powers of two."""
-    return float(np.float32(scaling.multiplier))
-
-
 def history_bytes(scaling: Scaling, top: float, remembers: bool) -> bytes:
     """Return the bytes of ``struct History`` of a rule with a history; top: as in ``DelayedScale``."""
     history = scaling.history

@@ -38,8 +38,8 @@ DEVICE void cast_vector(
 }
 
 KERNEL __launch_bounds__(512) cast_tiles(
-    const Number* x, u16* y, float* scales, u8* masks, u64 rows, u64 columns, u64 row_step, u64 column_step, u32 height,
-    u32 width, const __grid_constant__ Rule rule, const __grid_constant__ Grid grid,
+    const Number* x, u16* y, float* scales, u8* masks, const u32*, u32*, u64 rows, u64 columns, u64 row_step,
+    u64 column_step, u32 height, u32 width, const __grid_constant__ Rule rule, const __grid_constant__ Grid grid,
     const __grid_constant__ Grid scale_grid, const __grid_constant__ Draw d) {
   u32 across = (u32)((columns + width - 1) / width), down = blockIdx.x / across;
   u64 top_row = (u64)down * height, left = (u64)(blockIdx.x - down * across) * width, corner = top_row * columns + left;
@@ -120,8 +120,8 @@ DEVICE void draw(u32 (&rests)[ROWS], u64 first, u64 row_step, const Draw& d) {
 
 // given: amaxes of columns. Tiles are numbered along rows.
 KERNEL __launch_bounds__(16 * HALVES_OF_WARPS, WORDS ? 1 : 64 / HALVES_OF_WARPS) cast_columns(
-    const Number* x, u16* y, float* scales, u8* masks, const u32* given, u64 rows, u64 columns, u64 row_step,
-    u64 column_step, const __grid_constant__ Rule rule, const __grid_constant__ Grid grid,
+    const Number* x, u16* y, float* scales, u8* masks, const u32* given, u32*, u64 rows, u64 columns, u64 row_step,
+    u64 column_step, u32, u32, const __grid_constant__ Rule rule, const __grid_constant__ Grid grid,
     const __grid_constant__ Grid scale_grid, const __grid_constant__ Draw d) {
   __shared__ float factors[BLOCKS][WIDTH], folds[FOLDS ? BLOCKS : 1][WIDTH];
   __shared__ u32 tops[BLOCKS][WIDTH];

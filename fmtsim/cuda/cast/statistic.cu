@@ -148,16 +148,6 @@ KERNEL __launch_bounds__(512) amaxes_of_columns(const Number* x, u32* found, u64
 // so that each launch leaves one number of 32.
 #define FOLDED 32
 
-template <int Count>
-DEVICE double folded(double (&held)[FOLDED]) {
-  if constexpr (Count > 1) {
-#pragma unroll
-    for (int k = 0; k < Count / 2; k++) held[k] = __dadd_rn(held[k], held[k + Count / 2]);
-    return folded<Count / 2>(held);
-  }
-  return held[0];
-}
-
 // sums [left] of magnitudes, or of squares; counts: of finite elements, one number a block of threads.
 KERNEL __launch_bounds__(256) fold_elements(
     const Number* x, double* sums, u32* counts, u64 total, u64 left, u32 squares) {
