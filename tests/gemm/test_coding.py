@@ -188,7 +188,7 @@ def test_layouts_follow_from_records(name):
             layout = layout_of(quantizer, dtype, False, dim, folded)
             parts = {field: getattr(made, field) for field in ("elements", "scale", "tensor_scale", "slope", "rest")}
             assert {field: part.dtype for field, part in parts.items() if part is not None} == {
-                field: part.dtype for field, part in layout.items()
+                field: dtype for field, (dtype, _) in layout.items()
             }
             if quantizer.then is None and (quantizer.scaling is None or len(quantizer.scaling.candidates) == 1):
-                assert made.elements.is_contiguous() != layout["elements"].transposed  # the operator copies the others
+                assert made.elements.is_contiguous() != layout["elements"][1]  # the operator copies the others

@@ -9,7 +9,7 @@ import itertools
 import uuid
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 import torch
@@ -45,26 +45,8 @@ _PRODUCTS_OF: Final = {
     "g_w": ("wgrad", "wgrad", "a"),
     "x_w": ("wgrad", "wgrad", "b"),
 }
-_MOST: Final = 1024  # configs that are remembered
-_known: dict[int, tuple[LinearConfig, dict[str, "Use"]]] = {}
 _layers: WeakValueDictionary[str, "Layer"] = WeakValueDictionary()
 _numbers = itertools.count()
-
-
-class Use(NamedTuple):
-    """What a layer knows of one of its operands.
-
-    Attributes:
-        quantizer: Its own.
-        random: That rounds or rotates at random.
-        untouched: It leaves the tensor as it is.
-        folded: Scales of blocks may be multiplied in: no unit takes the operand, now or later.
-    """
-
-    quantizer: Quantizer
-    random: bool
-    untouched: bool
-    folded: bool
 
 
 class Layer:
@@ -80,16 +62,16 @@ class Layer:
 
     Attributes:
         name: By which ``find_layer`` finds it.
-        uses: What is known of its operands, by name.
+        quantizers: Of its operands, by name.
+        random: Names of the operands that are rounded or rotated at random.
+        folded: Names of those whose scales of blocks may be multiplied in: no unit takes them, now or later.
         sized: Whether operands are rotated or corrected in groups, which sizes have to fit.
     """
 
     def __init__(self, config: LinearConfig, generator: Generator = None, state: State | None = None) -> None:
         self.config, self.generator, self.state = config, generator, state or {}
         self.name = f"{_PROCESS}.{next(_numbers)}"
-        self.uses = uses_of(config)
-        quantizers = [use.quantizer for use in self.uses.values()]
-        self.sized = any(q.transforms or (q.scaling is not None and q.scaling.eden) for q in quantizers)
+        self.quantizers, self.random, self.folded, self.sized = _facts_of(config)
         self._counters: dict[torch.device, Tensor] = {}
         _layers[self.name] = self
 
@@ -161,23 +143,18 @@ def stream_of(generator: Generator, use: int) -> Generator:
     return (z ^ (z >> 31)) >> 1
 
 
-def uses_of(config: LinearConfig) -> dict[str, Use]:
-    """Return what is known of a layer's operands, by the identity of its config, which costs no hash."""
-    found = _known.get(id(config))
-    if found is None:
-        if len(_known) >= _MOST:
-            _known.clear()
-        uses = {name: _use(config, name, quantizer) for name, quantizer in config.operands.items()}
-        found = _known[id(config)] = config, uses  # alive as long as its identity is a key
-    return found[1]
-
-
-def _use(config: LinearConfig, name: str, quantizer: Quantizer) -> Use:
-    product, later, side = _PRODUCTS_OF[name]
-    gemm = getattr(config, later)
-    apart = getattr(config, product).emulated or (gemm.emulated and getattr(gemm, side).source != "original")
-    untouched = quantizer.format is None and not quantizer.transforms and quantizer.then is None
-    return Use(quantizer, quantizer.is_stochastic or quantizer.has_random_signs, untouched, not apart)
+@lru_cache(maxsize=1024)
+def _facts_of(config: LinearConfig) -> tuple[dict[str, Quantizer], frozenset[str], frozenset[str], bool]:
+    """Return what a layer knows of its operands: ``quantizers``, ``random``, ``folded`` and ``sized``."""
+    quantizers = config.operands
+    random = frozenset(name for name, q in quantizers.items() if q.is_stochastic or q.has_random_signs)
+    for_units = set()
+    for name, (product, later, side) in _PRODUCTS_OF.items():
+        gemm = getattr(config, later)
+        if getattr(config, product).emulated or (gemm.emulated and getattr(gemm, side).source != "original"):
+            for_units.add(name)
+    sized = any(q.transforms or (q.scaling is not None and q.scaling.eden) for q in quantizers.values())
+    return quantizers, random, frozenset(quantizers) - for_units, sized
 
 
 def counts_passes(layer: Layer, x: Tensor, sizes: tuple[int, ...]) -> bool:
@@ -188,7 +165,7 @@ def counts_passes(layer: Layer, x: Tensor, sizes: tuple[int, ...]) -> bool:
         x: One of its tensors.
         sizes: Those that its products have.
     """
-    random = [use.quantizer for use in layer.uses.values() if use.random]
+    random = [layer.quantizers[name] for name in layer.random]
     if not random or isinstance(layer.generator, int) or any(size % _GROUP for size in sizes):
         return False
     engine = fused_engine(x) if x.dtype == torch.bfloat16 else None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError
-from fmtsim.formats.block import BlockFormat, LogTileFormat
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
@@ -32,8 +32,6 @@ from fmtsim.spec.quantizer import Quantizer
 NO_KEYS = Keys()
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _AGAIN = 1 << 40  # how far the keys of a second cast lie from those of the first
-_MOST = 4096  # quantisers that are remembered
-_casts: dict[int, tuple[Quantizer, tuple[str, str]]] = {}
 
 Memory = DelayedScale | FrozenScale | None
 
@@ -70,7 +68,7 @@ def quantize_operand(
         if made is not None:
             return made  # type: ignore[no-any-return]
     made = _quantized(t, quantizer, keys, state, dim, folded, factor)
-    return _settled(made, folded) if on_gpu else made
+    return _folded(made) if on_gpu and folded and made.scale is not None and folds(quantizer) else made
 
 
 def _needed(keys: Keys, quantizer: Quantizer) -> Keys:
@@ -101,8 +99,9 @@ def _direct(state: Memory) -> tuple[bool, Memory]:
 def _quantized(
     t: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, dim: int, folded: bool, factor: Tensor | None
 ) -> Operand:
-    if quantizer.scaling is None and quantizer.is_cast and factor is None:
-        return _cast(t, quantizer, keys.elements, dim, folded)
+    on_gpu = is_on_gpu(t)
+    if quantizer.is_cast and factor is None:
+        return _cast(t, quantizer, keys.elements, dim, folded, on_gpu)
     x, rest = t if dim == -1 else t.mT, None
     x = x if factor is None else x.float() * factor
     for transform in quantizer.transforms:
@@ -111,8 +110,8 @@ def _quantized(
     if quantizer.then is not None:
         return _cast_twice(x, quantizer, keys, state, folded)._replace(rest=rest)
     if quantizer.scaling is not None:
-        return _scaled(x, quantizer, keys, state)._replace(rest=rest)
-    return _cast(x, quantizer, keys.elements, -1, folded)._replace(rest=rest)
+        return _scaled(x, quantizer, keys, state, folded, on_gpu)._replace(rest=rest)
+    return _cast(x, quantizer, keys.elements, -1, folded, on_gpu)._replace(rest=rest)
 
 
 def _cast_twice(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, folded: bool) -> Operand:
@@ -132,20 +131,19 @@ def _first(quantizer: Quantizer) -> Quantizer:
     return replace(quantizer, transforms=(), then=None)
 
 
-def _cast(t: Tensor, quantizer: Quantizer, key: RandomKey | None, dim: int, folded: bool) -> Operand:
+def _cast(t: Tensor, quantizer: Quantizer, key: RandomKey | None, dim: int, folded: bool, on_gpu: bool) -> Operand:
     """Cast a matrix without a scale rule, words drawn by the places of t."""
     fmt = quantizer.format
     if fmt is None or (not folded and _changes_nothing(quantizer, t.dtype)):
         return Operand(t if dim == -1 else t.mT, quantizer)
-    text = _cast_texts(quantizer)[0 if dim == -1 else 1]
-    if keeps_scales(quantizer, folded, is_on_gpu(t)):
+    text = _cast_text(quantizer, -1 if dim == -1 else -2)
+    dtype = elements_dtype(quantizer, t.dtype, on_gpu, folded)
+    if keeps_scales(quantizer, folded, on_gpu):
         assert isinstance(fmt, BlockFormat)
         parts = encode(t, text, key)
-        x = _elements(parts, fmt.element) if dim == -1 else _elements(parts, fmt.element).mT  # type: ignore[arg-type]
+        x = _elements(parts, fmt.element, dtype) if dim == -1 else _elements(parts, fmt.element, dtype).mT  # type: ignore[arg-type]
         return Operand(x, quantizer, parts.scales, parts.tensor_scale, block_sizes(fmt.block, x.shape))
-    wide = torch.float64 if t.dtype == torch.float64 else torch.float32
-    dtype = wide if folded or not isinstance(fmt, FloatFormat) else holder(fmt)
-    values = quantize(t, text, wide if dtype.itemsize == 1 else dtype, key, None)
+    values = quantize(t, text, dtype if dtype.itemsize > 1 else torch.float32, key, None)
     return Operand((values if dim == -1 else values.mT).to(dtype), quantizer)  # on its grid: nothing is rounded
 
 
@@ -156,33 +154,29 @@ def _changes_nothing(quantizer: Quantizer, dtype: torch.dtype) -> bool:
     return same and (quantizer.overflow or fmt.default_overflow) == "ieee"  # type: ignore[union-attr]
 
 
-def _cast_texts(quantizer: Quantizer) -> tuple[str, str]:
-    """Return a plain cast along the last and along the first dimension of a matrix as JSON, found by identity."""
-    found = _casts.get(id(quantizer))
-    if found is None:
-        if len(_casts) >= _MOST:
-            _casts.clear()
-        fmt = quantizer.format
-        assert fmt is not None
-        overflow = quantizer.overflow or fmt.default_overflow
-        specs = (CastSpec(format=fmt, rounding=quantizer.rounding, overflow=overflow, dim=dim) for dim in (-1, -2))
-        across, down = (spec.to_json() for spec in specs)
-        found = _casts[id(quantizer)] = quantizer, (across, down)  # alive as long as its identity is a key
-    return found[1]
+@lru_cache(maxsize=4096)
+def _cast_text(quantizer: Quantizer, dim: int) -> str:
+    """Return a plain cast along a dimension of a matrix as JSON."""
+    fmt = quantizer.format
+    assert fmt is not None
+    overflow = quantizer.overflow or fmt.default_overflow
+    return CastSpec(format=fmt, rounding=quantizer.rounding, overflow=overflow, dim=dim).to_json()
 
 
-def _elements(parts: EncodedParts, element: FloatFormat) -> Tensor:
-    """Return the values of codes, in the dtype that holds them."""
-    dtype = holder(element)
-    if own_dtype(element) in _FP8:
-        return parts.codes.view(dtype)
+def _elements(parts: EncodedParts, element: FloatFormat, dtype: torch.dtype) -> Tensor:
+    """Return the values of codes in a dtype that holds them."""
+    own = own_dtype(element)
+    if own is not None and own in _FP8:
+        return parts.codes.view(own).to(dtype)
     spec = CastSpec(format=element, rounding=Rounding(), overflow=element.default_overflow)
     return decode(EncodedParts(parts.codes), spec, torch.float32).to(dtype)
 
 
 @lru_cache(maxsize=256)
-def holder(fmt: FloatFormat) -> torch.dtype:
-    """Return the smallest dtype of engines that holds a format's values."""
+def holder(fmt: Format) -> torch.dtype:
+    """Return the smallest dtype of engines that holds a float format's values; float32 for others."""
+    if not isinstance(fmt, FloatFormat):
+        return torch.float32
     own = own_dtype(fmt)
     if own in (torch.bfloat16, torch.float16, torch.float64, *_FP8):
         return own
@@ -192,13 +186,30 @@ def holder(fmt: FloatFormat) -> torch.dtype:
     return torch.float8_e4m3fn if small and not fmt.infinities else torch.float32
 
 
+def elements_dtype(quantizer: Quantizer, dtype: torch.dtype, on_gpu: bool, folded: bool) -> torch.dtype:
+    """Return the dtype of the elements that ``quantize_operand`` makes of a tensor of a dtype.
+
+    On a GPU it is bfloat16 where that holds them, but for those of plain casts for a unit.
+    """
+    last = last_cast(quantizer)
+    fmt, only_cast = last.format, not quantizer.transforms and quantizer.then is None and quantizer.scaling is None
+    if fmt is None:
+        return dtype if only_cast else torch.float32
+    if on_gpu and is_bfloat16(last, folded):
+        return torch.bfloat16
+    if last.scaling is not None or keeps_scales(last, folded, on_gpu):
+        return holder(fmt.element if isinstance(fmt, BlockFormat) else fmt)  # type: ignore[arg-type]
+    wide = torch.promote_types(dtype, torch.float32) if only_cast else torch.float32
+    return holder(fmt) if isinstance(fmt, FloatFormat) and not folded else wide
+
+
 def keeps_scales(quantizer: Quantizer, folded: bool, on_gpu: bool) -> bool:
     """Say whether a plain cast leaves the scales of a block format beside its elements."""
     fmt = quantizer.format
     return isinstance(fmt, BlockFormat) and isinstance(fmt.element, FloatFormat) and (on_gpu or not folded)
 
 
-def _scaled(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory) -> Operand:
+def _scaled(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, folded: bool, on_gpu: bool) -> Operand:
     element, scaling = quantizer.format, quantizer.scaling
     assert scaling is not None and element is not None and not isinstance(element, BlockFormat | LogTileFormat)
     given = None
@@ -211,26 +222,19 @@ def _scaled(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory) -> Opera
     overflow = quantizer.overflow or element.default_overflow
     sizes = block_sizes(scaling.block, x.shape)
     made = cast(x, element, scaling, quantizer.rounding, overflow, keys[:2], given)
-    dtype = holder(element) if isinstance(element, FloatFormat) else torch.float32
-    elements = made.elements.to(dtype)  # on the dtype's grid: nothing is rounded
+    elements = made.elements.to(elements_dtype(quantizer, x.dtype, on_gpu, folded))  # on its grid: nothing is rounded
     slopes = None if isinstance(quantizer.gradient, StraightThrough) else slope(quantizer.gradient, made, element)
     return Operand(elements, quantizer, made.scales.scale, made.scales.tensor, sizes, slopes)
 
 
-def _settled(made: Operand, folded: bool) -> Operand:
-    """Return an operand as every way of making it leaves it on a GPU.
+def _folded(made: Operand) -> Operand:
+    """Return an operand with the scales of its blocks in its elements, which bfloat16 holds (``folds``).
 
-    Elements are bfloat16 where that holds them, but those of plain casts for a unit; ``folded``, they have the scales
-    of their blocks in them where it holds the products (``folds``), and a rule's multiplier is left to
-    ``tensor_scale``.
+    A rule's multiplier is left to ``tensor_scale``.
     """
-    last = last_cast(made.quantizer)
-    if not is_bfloat16(last, folded):
-        return made
-    made = made._replace(elements=made.elements.to(torch.bfloat16))  # on its grid: nothing is rounded
-    if made.scale is None or not folded or not folds(last):
-        return made
-    scale, times = made.scale, 1.0 if last.scaling is None else last.scaling.multiplier
+    assert made.scale is not None
+    scaling = last_cast(made.quantizer).scaling
+    scale, times = made.scale, 1.0 if scaling is None else scaling.multiplier
     if times != 1:
         constant = _constant(times, scale.device)
         scale, made = scale / constant, made._replace(tensor_scale=constant)  # a power of two times it: exact

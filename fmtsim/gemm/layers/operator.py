@@ -6,19 +6,15 @@ records (``layout_of``). A quantiser goes by the digest of its text, a layer by 
 
 import hashlib
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fmtsim.formats.block import BlockFormat
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.layers.keys import find_layer
 from fmtsim.gemm.layers.operand import (
-    holder,
-    is_bfloat16,
+    elements_dtype,
     is_on_gpu,
-    is_untouched,
     keeps_scales,
     quantize_both,
     quantize_operand,
@@ -33,43 +29,26 @@ from fmtsim.spec.transform import Clamp
 _quantizers: dict[str, Quantizer] = {}
 
 
-class Part(NamedTuple):
-    """A tensor of an operand: its dtype, and whether it is the transpose of a contiguous matrix."""
-
-    dtype: torch.dtype
-    transposed: bool
+Part = tuple[torch.dtype, bool]  # of a tensor of an operand: whether it is the transpose of a contiguous matrix
 
 
 @lru_cache(maxsize=4096)
 def layout_of(quantizer: Quantizer, dtype: torch.dtype, on_gpu: bool, dim: int, folded: bool) -> dict[str, Part]:
     """Return the tensors that ``quantize_operand`` makes of one of a dtype, by their names in Operand."""
     last, turns = last_cast(quantizer), dim == 0 and (on_gpu or not quantizer.transforms)
-    fmt, scaling, wide = last.format, last.scaling, torch.float32
-    if not quantizer.transforms and quantizer.then is None and quantizer.scaling is None:
-        wide = torch.promote_types(dtype, torch.float32)
+    fmt, scaling = last.format, last.scaling
     keeps, folds_here = keeps_scales(last, folded, on_gpu), on_gpu and folded and folds(last)
-    if fmt is None:
-        elements = dtype if is_untouched(quantizer) else torch.float32
-    elif on_gpu and is_bfloat16(last, folded):
-        elements = torch.bfloat16
-    elif scaling is not None:
-        elements = holder(fmt) if isinstance(fmt, FloatFormat) else torch.float32
-    elif keeps:
-        assert isinstance(fmt, BlockFormat) and isinstance(fmt.element, FloatFormat)
-        elements = holder(fmt.element)
-    else:
-        elements = wide if folded or not isinstance(fmt, FloatFormat) else holder(fmt)
-    found = {"elements": Part(elements, turns)}
+    found = {"elements": (elements_dtype(quantizer, dtype, on_gpu, folded), turns)}
     if (scaling is not None or keeps) and not folds_here:
-        found["scale"] = Part(torch.float32, turns)
+        found["scale"] = (torch.float32, turns)
     two_level = fmt.tensor_scale if keeps and isinstance(fmt, BlockFormat) else scaling and scaling.tensor
     if two_level or (folds_here and scaling is not None and scaling.multiplier != 1):
-        found["tensor_scale"] = Part(torch.float32, False)
+        found["tensor_scale"] = (torch.float32, False)
     if not isinstance(quantizer.gradient, StraightThrough):
         smooth = isinstance(quantizer.gradient, Differentiable)
-        found["slope"] = Part(torch.float32 if smooth else torch.bool, turns)
+        found["slope"] = (torch.float32 if smooth else torch.bool, turns)
     if any(isinstance(transform, Clamp) and transform.compensate for transform in quantizer.transforms):
-        found["rest"] = Part(torch.float32, turns)
+        found["rest"] = (torch.float32, turns)
     return found
 
 
@@ -134,7 +113,7 @@ def _operand(t, dim, quantizer, folded, layer, name, factor, elements, scales, s
 
 def _own(x: Tensor, part: Part, t: Tensor) -> Tensor:
     """Return a tensor in the layout that the compiler was told, and never the operand itself."""
-    whole = x.mT.contiguous().mT if part.transposed else x.contiguous()
+    whole = x.mT.contiguous().mT if part[1] else x.contiguous()
     return whole.clone() if whole.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() else whole
 
 
@@ -146,8 +125,8 @@ def _fake_operand(t, dim, quantizer, folded, layer, name, factor, elements, scal
     made = []
     for field, part in layout_of(q, t.dtype, is_on_gpu(t), dim, folded).items():
         shape = {"scale": blocks, "tensor_scale": ()}.get(field, (rows, columns))
-        x = t.new_empty(shape[::-1] if part.transposed else shape, dtype=part.dtype)
-        made.append(x.mT if part.transposed else x)
+        x = t.new_empty(shape[::-1] if part[1] else shape, dtype=part[0])
+        made.append(x.mT if part[1] else x)
     return made
 
 

@@ -12,14 +12,12 @@ from fmtsim.gemm.layers.keys import (
     SCALES,
     SIGNS,
     UNITS,
-    Generator,
     Layer,
-    Use,
     count_pass,
     counts_passes,
     stream_of,
 )
-from fmtsim.gemm.layers.operand import NO_KEYS, has_both, quantize_both, quantize_operand
+from fmtsim.gemm.layers.operand import NO_KEYS, has_both, is_untouched, quantize_both, quantize_operand
 from fmtsim.gemm.layers.operator import traced_both, traced_operand
 from fmtsim.gemm.layers.product import multiply, multiply_on_unit, rest_of, round_output, unrotated
 from fmtsim.ops import Key
@@ -71,15 +69,15 @@ class Pass:
 
     def operand(self, name: str, t: Tensor, dim: int, factor: Tensor | None = None) -> Operand:
         """Quantise a tensor, times a factor (float32, 0-d) where there is one, whose products sum over ``dim``."""
-        use = self._layer.uses[name]
-        if use.untouched and factor is None:
-            made, keys = Operand(t if dim == -1 else t.mT, use.quantizer), NO_KEYS
+        layer = self._layer
+        quantizer, folded = layer.quantizers[name], name in layer.folded
+        if is_untouched(quantizer) and factor is None:
+            made, keys = Operand(t if dim == -1 else t.mT, quantizer), NO_KEYS
         elif self._traced:
-            return self._traced_operand(name, t, use, dim, factor)
+            return self._traced_operand(name, t, dim, factor)
         else:
-            keys = self._keys(name, use.quantizer, t) if use.random else NO_KEYS
-            state = self._layer.state.get(name)
-            made = quantize_operand(t, use.quantizer, keys, state, dim=dim, folded=use.folded, factor=factor)
+            keys = self._keys(name, quantizer, t) if name in layer.random else NO_KEYS
+            made = quantize_operand(t, quantizer, keys, layer.state.get(name), dim=dim, folded=folded, factor=factor)
         if self._observer is not None:
             self._see(name, t, made, keys, dim, factor)
         return made
@@ -109,7 +107,7 @@ class Pass:
             saved: What there is of the forward pass.
             before: The quantiser of the forward pass.
         """
-        quantizer = self._layer.uses[name].quantizer
+        quantizer = self._layer.quantizers[name]
         if quantizer.source == "original":
             assert original is not None
             return self.operand(name, original, 0)
@@ -129,13 +127,13 @@ class Pass:
         if gemm.unit is None and gemm.target is None:
             wide = wide_dtype(dtype)
             y = multiply(a, b, bias, wide if rounds else dtype, wide, traced=self._traced)
-            return round_output(y, gemm.out, dtype, self._stream(OUTPUTS + index)) if rounds else y
+            return round_output(y, gemm.out, dtype, stream_of(self._layer.generator, OUTPUTS + index)) if rounds else y
         rest = rest_of(a, b)
-        inside, own = None if rest is not None else bias, self._stream(UNITS + index)
+        inside, own = None if rest is not None else bias, stream_of(self._layer.generator, UNITS + index)
         y = multiply_on_unit("mm" if index else "linear", a, b, inside, gemm, dtype, own)
         if rest is not None:
             y = y.float() + rest if bias is None else y.float() + rest + bias.float()
-        return round_output(y, gemm.out, dtype, self._stream(OUTPUTS + index))
+        return round_output(y, gemm.out, dtype, stream_of(self._layer.generator, OUTPUTS + index))
 
     def gradient(
         self, name: str, a: Operand, b: Operand, first: Quantizer, before: Quantizer, saved: Saved, dtype: torch.dtype
@@ -159,10 +157,6 @@ class Pass:
         signs = self._sign_key(outer, y)
         return unrotated(y, first, before, slope, signs, dtype, turned=turned, traced=self._traced)
 
-    def _stream(self, use: int) -> Generator:
-        generator = self._layer.generator
-        return stream_of(generator, use) if isinstance(generator, int) else generator
-
     def _key(self, use: int, t: Tensor) -> Key:
         return self._layer.key(use, t, traced=self._traced)
 
@@ -183,19 +177,15 @@ class Pass:
             self._signs = self._key(SIGNS + self._backward, t)
         return self._signs
 
-    def _traced_operand(self, name: str, t: Tensor, use: Use, dim: int, factor: Tensor | None) -> Operand:
-        remembers = name in self._layer.state
-        keys, passes = NO_KEYS, None
-        if use.random and self._counted:
-            if self._passes is None:
-                self._passes = count_pass(self._layer, t)
-            passes = self._passes
-        elif use.random:
-            keys = self._keys(name, use.quantizer, t)
-        source = (self._layer.name, name) if remembers or passes is not None else ("", "")
-        return traced_operand(
-            t, use.quantizer, keys[:3], source, dim=dim, folded=use.folded, factor=factor, passes=passes
-        )
+    def _traced_operand(self, name: str, t: Tensor, dim: int, factor: Tensor | None) -> Operand:
+        layer, keys, passes = self._layer, NO_KEYS, None
+        quantizer, folded = layer.quantizers[name], name in layer.folded
+        if name in layer.random and self._counted:
+            passes = self._passes = count_pass(layer, t) if self._passes is None else self._passes
+        elif name in layer.random:
+            keys = self._keys(name, quantizer, t)
+        source = (layer.name, name) if name in layer.state or passes is not None else ("", "")
+        return traced_operand(t, quantizer, keys[:3], source, dim=dim, folded=folded, factor=factor, passes=passes)
 
     def _see(self, name: str, t: Tensor, made: Operand, keys: Keys, dim: int, factor: Tensor | None) -> None:
         """Show an operand to the observer: what was rounded, and what became of it."""
