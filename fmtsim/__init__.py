@@ -22,13 +22,13 @@ from fmtsim.errors import (
     PlanUnknownWarning,
 )
 from fmtsim.explain import explain
+from fmtsim.explain.product import explain_mm
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.registry import get_format, list_formats, register_format
 from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat, LogFormat
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
 from fmtsim.gemm.layers.linear import EmulatedGEMM
-from fmtsim.gemm.products.explain import explain_mm
 from fmtsim.gemm.products.instruction import mma
 from fmtsim.gemm.products.matmul import bmm, int_mm, linear, mm
 from fmtsim.gemm.products.scaled import scaled_mm

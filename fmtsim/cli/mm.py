@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from fmtsim.analysis.comparison import Comparison
-    from fmtsim.gemm.products.explain import MmExplanation
+    from fmtsim.explain.product import MmExplanation
 
 OUT_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2")
 MAC_LIMIT = 1 << 25  # products of the exact sum that a reader waits for
@@ -114,7 +114,7 @@ def chosen_target(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def explained(operands: Operands, options: dict[str, Any], arguments: argparse.Namespace) -> "MmExplanation":
     """Return what fmtsim.explain_mm says about the product."""
-    from fmtsim.gemm.products.explain import explain_mm
+    from fmtsim.explain.product import explain_mm
 
     return explain_mm(
         operands.a, operands.b, out_dtype=_out_dtype(operands, arguments), allow_tf32=operands.tf32,

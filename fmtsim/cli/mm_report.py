@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     import torch
 
     from fmtsim.analysis.comparison import Comparison
-    from fmtsim.gemm.products.explain import MmExplanation
+    from fmtsim.explain.product import MmExplanation
 
 
 SHOWN = 4

@@ -1,4 +1,4 @@
-"""Why a number got its bits: exact neighbours, scales and rules, told by the oracle."""
+"""Why a number or a product got its bits: neighbours, scales and rules told by the oracle; units and plans."""
 
 from fmtsim.explain.records import Element, Explanation, Scale
 from fmtsim.explain.verb import explain

@@ -4,12 +4,14 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+import torch
 
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
+from fmtsim.gemm.products.resolver import resolve_call
 from fmtsim.gemm.units import unit as units_module
-from fmtsim.gemm.units.unit import Mode, Unit, describe, get_datapath, get_unit, list_units, register_unit
+from fmtsim.gemm.units.unit import Mode, Unit, describe, get_unit, list_units, register_unit
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 
 NAMES = {
@@ -124,6 +126,10 @@ def test_any_float_format_is_taken_by_what_is_defined():
         get_unit("exact").mode("int8", "int8")
 
 
+def resolved(unit, a, b):
+    return resolve_call("mm", get_format(a), get_format(b), (1, 1, 1), torch.float32, unit=unit).datapath
+
+
 @pytest.mark.parametrize(
     ("act", "error", "message"),
     [
@@ -134,8 +140,8 @@ def test_any_float_format_is_taken_by_what_is_defined():
         (lambda: get_unit("hopper.wgmma").mode("e4m3", "e4m3", scale="e8m0"), ArgumentError,
          "does not take e4m3 x e4m3 with e8m0 scales; .*; units that do: blackwell.tcgen05.mxf8f6f4"),
         (lambda: get_unit("exact").mode("nonsense", "e4m3"), FormatError, "unknown format 'nonsense'"),
-        (lambda: get_datapath(Datapath(), "int8", "int8"), FormatError, "Datapath does not multiply int8 x int8"),
-        (lambda: get_datapath(IntegerDatapath(), "e4m3", "e4m3"), FormatError, "choose integer formats"),
+        (lambda: resolved(Datapath(), "int8", "int8"), FormatError, "Datapath does not multiply int8 x int8"),
+        (lambda: resolved(IntegerDatapath(), "e4m3", "e4m3"), FormatError, "choose integer formats"),
         (lambda: register_unit("x"), ArgumentError, "unit='x' is not a unit; build a Unit"),
         (lambda: register_unit(replace(get_unit("exact"), description="other")), ArgumentError, "'exact' is taken"),
         (lambda: Unit(name="Upper", modes=get_unit("exact").modes), ArgumentError, "unit name 'Upper' is not allowed"),
@@ -151,13 +157,11 @@ def test_errors(act, error, message):
         act()
 
 
-def test_get_datapath_takes_names_units_and_records():
+def test_products_take_names_units_and_records():
     path = Datapath(block=64, fraction_bits=10)
-    assert get_datapath(path, "e4m3", "bf16") is path
+    assert resolved(path, "e4m3", "bf16") is path
     wanted = get_unit("hopper.wgmma").mode("bf16", "bf16")
-    assert (
-        get_datapath("hopper.wgmma", "bf16", "bf16") == get_datapath(get_unit("hopper.wgmma"), "bf16", "bf16") == wanted
-    )
+    assert resolved("hopper.wgmma", "bf16", "bf16") == resolved(get_unit("hopper.wgmma"), "bf16", "bf16") == wanted
 
 
 def test_a_unit_of_ones_own(monkeypatch):

@@ -3,17 +3,19 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import ElementFormat, FloatFormat, Overflow
 from fmtsim.gemm.products.native import check_native
-from fmtsim.gemm.products.resolver import target_or_unit
+from fmtsim.gemm.products.resolver import resolve_call, target_or_unit
 from fmtsim.gemm.products.scales import check_unit_scales, product_kind
 from fmtsim.gemm.targets.target import get_target
-from fmtsim.gemm.units.unit import describe, get_datapath, get_unit
+from fmtsim.gemm.units.unit import describe, get_unit
 from fmtsim.rounding.modes import Rounding, get_rounding
-from fmtsim.spec.call import SCALE_KINDS, ScaleKind, scale_kind
+from fmtsim.spec.call import ScaleKind, scale_kind
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Quantizer
@@ -120,9 +122,10 @@ class Gemm:
             get_target(self.target)
         elif len(kinds) == 2:
             a, b = (element_of(quantizer.format) for quantizer in quantizers)
-            extent = SCALE_KINDS.get(kind)
-            scale = None if extent is None else extent.unit_scale
-            check_unit_scales(get_datapath(self.unit, a, b, self.accumulate, scale), kind)  # type: ignore[arg-type]
+            spec = resolve_call(
+                "mm", a, b, (0, 0, 0), torch.float32, unit=self.unit, accumulate=self.accumulate, scaling=kind  # type: ignore[arg-type]
+            )  # fmt: skip
+            check_unit_scales(spec.datapath, kind)
         elif not isinstance(self.unit, Arithmetic):
             get_unit(self.unit)
 

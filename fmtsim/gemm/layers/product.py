@@ -7,7 +7,6 @@ float32. Scales that sums can take, what was cut off, and a bias follow, one rou
 import torch
 from torch import Tensor
 
-from fmtsim.errors import FormatError
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.gemm.layers.config import Gemm, element_of, kind_of
 from fmtsim.gemm.layers.keys import Generator
@@ -15,7 +14,6 @@ from fmtsim.gemm.layers.operand import is_on_gpu
 from fmtsim.gemm.layers.operator import quantizer_of, text_of
 from fmtsim.gemm.products.operands import operand_format, own_dtype
 from fmtsim.gemm.products.resolver import run_product
-from fmtsim.gemm.products.scaled import check_library
 from fmtsim.gemm.products.scales import Scales, product_kind
 from fmtsim.ops import Key, define_operator, fused_engine, key_tensor, random_key
 from fmtsim.quantize import quantize
@@ -149,13 +147,6 @@ def multiply_on_unit(
     scales, sums = _scales(a, b, "tensor" if scaled and kind == "none" else kind), gemm.accumulate
     if gemm.target is not None:
         sums = sums or ("fp64" if own == torch.float64 else "fp32")
-        if scaled:
-            sizes = a.elements.shape[0], b.elements.shape[0], a.elements.shape[1]
-            check_library((first, second), asked, sizes, gemm.fast_accum)
-            if scales.rows_per_scale == (128, 128):
-                raise FormatError(
-                    "torch._scaled_mm has no 128x128 by 128x128 scales; give one operand 1x128, or pass unit="
-                )
     return run_product(
         operation, a.elements, b.elements, (first, second), asked, scales, bias=bias, adds_bias=adds,
         target=gemm.target, unit=gemm.unit, plan=gemm.plan, accumulate=sums, fast_accum=gemm.fast_accum,

@@ -79,7 +79,14 @@ def mma(
     formats, truncated = _formats(a, b, unit, a_format, b_format)
     left = read_operand(a, formats[0], tf32="truncate" if truncated[0] else "")
     right = read_operand(b, formats[1], tf32="truncate" if truncated[1] else "")
-    spec = _resolve(left, right, formats, unit, accumulate, unit_scale_format(scale_a, scale_b))
+    if left.shape[-1] != right.shape[-1]:
+        raise ArgumentError(
+            f"mma: a of shape {tuple(left.shape)} and b of shape {tuple(right.shape)} differ in K; a is [..., M, K], "
+            "b is [..., N, K]"
+        )
+    given = unit_scale_format(scale_a, scale_b)
+    kind: ScaleKind = next((kind for kind in UNIT_SCALES if SCALE_KINDS[kind].unit_scale == given), "none")
+    spec = resolve_call("mm", *formats, (0, 0, 0), torch.float32, unit=unit, accumulate=accumulate, scaling=kind)
     dtype = ACCUMULATE_DTYPES[spec.accumulate]
     batch = _batch(left, right, c, scale_a, scale_b)
     addend = None if c is None else _addend(c, spec.datapath, dtype)
@@ -136,22 +143,6 @@ def _formats(
         formats.append(operand_format(name, x, given))
         truncated.append(word and formats[-1].name == "tf32")
     return (formats[0], formats[1]), (truncated[0], truncated[1])
-
-
-def _resolve(
-    a: Tensor, b: Tensor, formats: tuple[OperandFormat, OperandFormat], unit: Any, accumulate: str | None,
-    scale: str | None,
-) -> GemmSpec:  # fmt: skip
-    if a.shape[-1] != b.shape[-1]:
-        raise ArgumentError(
-            f"mma: a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} differ in K; a is [..., M, K], "
-            "b is [..., N, K]"
-        )
-    kind: ScaleKind = next((kind for kind in UNIT_SCALES if SCALE_KINDS[kind].unit_scale == scale), "none")
-    return resolve_call(
-        "mm", *formats, (a.shape[-2], b.shape[-2], a.shape[-1]), torch.float32, unit=unit, accumulate=accumulate,
-        scaling=kind,
-    )  # fmt: skip
 
 
 def _batch(a: Tensor, b: Tensor, c: Tensor | None, scale_a: Tensor | None, scale_b: Tensor | None) -> torch.Size:

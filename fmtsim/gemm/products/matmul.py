@@ -7,15 +7,7 @@ from torch import Tensor
 
 from fmtsim.autograd import OnceOnly
 from fmtsim.errors import ArgumentError, DtypeError
-from fmtsim.gemm.products.operands import (
-    FLOATS,
-    accumulation,
-    check_devices,
-    check_matrices,
-    check_tensor,
-    operand_formats,
-    output_dtype,
-)
+from fmtsim.gemm.products.operands import FLOATS, asked_product, check_devices, check_matrices, check_tensor
 from fmtsim.gemm.products.resolver import run_product, target_or_unit
 from fmtsim.quantize import quantize
 from fmtsim.spec.call import Operation
@@ -210,8 +202,6 @@ def int_mm(
         if x.dtype != torch.int8:
             raise DtypeError(f"int_mm: {name} has dtype {x.dtype}; pass torch.int8, or call mm for floats")
     check_matrices("int_mm", a, b, "2")
-    if target is not None:
-        _check_cublas_int8(a, b)
     alone = target is None and unit is None and datapath is None
     given: Options = {"target": target, "unit": "int8" if alone else unit, "datapath": datapath, "native": native}
     options = checked_options("int_mm", {**given, "accumulate": "int32", "out_dtype": torch.int32})
@@ -244,16 +234,6 @@ def _check_bias(bias: Tensor, x: Tensor, w: Tensor, library: bool) -> None:
         raise DtypeError(f"bias has dtype {bias.dtype}; pass {allowed}")
 
 
-def _check_cublas_int8(a: Tensor, b: Tensor) -> None:
-    """Refuse the shapes that torch._int_mm refuses on CUDA."""
-    m, k, n = *a.shape, b.shape[1]
-    if m <= 16 or k % 8 or n % 8 or not k or not n:
-        raise ArgumentError(
-            f"torch._int_mm on CUDA takes M above 16 and K and N that are multiples of 8, not M={m}, K={k}, N={n}; "
-            "pad the operands, or leave target= out"
-        )
-
-
 def _multiply(operation: Operation, a: Tensor, b: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
     """Return ``a b`` with its gradient: a [..., M, K], b [..., K, N], both of two or of three dimensions."""
     needs = a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
@@ -271,14 +251,11 @@ def _multiply(operation: Operation, a: Tensor, b: Tensor, bias: Tensor | None, o
 def _product(operation: Operation, a: Tensor, b: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
     """Return ``a b``; arguments as in ``_multiply``."""
     columns = b.mT
-    formats, tf32 = operand_formats(operation, a, columns, options)
-    dtype = output_dtype(operation, a, b, options)
-    sums = accumulation(a, dtype, options)
-    asked = options["target"] is not None or options["allow_fp16_accumulation"]
+    formats, tf32, dtype, accumulate = asked_product(operation, a, columns, options)
     return run_product(
         operation, a, columns, formats, dtype, bias=None if bias is None else bias.detach(), target=options["target"],
-        unit=options["unit"], plan=options["plan"], accumulate=sums if asked else options["accumulate"],
-        native=options["native"], strict=options["strict"], generator=options["generator"], tf32=tf32,
+        unit=options["unit"], plan=options["plan"], accumulate=accumulate, native=options["native"],
+        strict=options["strict"], generator=options["generator"], tf32=tf32,
     )  # fmt: skip
 
 

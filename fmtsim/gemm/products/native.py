@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.dispatch import constant_in_graphs
-from fmtsim.errors import ArgumentError, NativeWarning
+from fmtsim.errors import ArgumentError, DtypeError, FormatError, NativeWarning
 from fmtsim.gemm.products.operands import fp4_of_fp8, own_dtype
 from fmtsim.gemm.products.scales import Scales
 from fmtsim.gemm.targets.target import Target, caller_level, get_target
@@ -30,6 +30,7 @@ _LIBRARY_SUMS = {
 }
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FP4 = torch.float4_e2m1fn_x2
+_BLOCK = 128
 
 _FACTS = ("scaling", "fast_accum", "tf32", "fp16_accumulation", "rows_per_scale_a", "rows_per_scale_b")
 
@@ -176,6 +177,36 @@ def _warn_of_setting(reason: str) -> None:
         NativeWarning,
         stacklevel=caller_level(),
     )
+
+
+def check_library(
+    operation: Operation, formats: tuple[OperandFormat, OperandFormat], dtype: torch.dtype | None,
+    sizes: tuple[int, int, int], scales: Scales, fast: bool,
+) -> None:  # fmt: skip
+    """Refuse what torch._int_mm and torch._scaled_mm, or cuBLAS below them, refuse on an NVIDIA GPU."""
+    m, n, k = sizes
+    if operation == "int_mm" and (m <= 16 or k % 8 or n % 8 or not k or not n):
+        raise ArgumentError(
+            f"torch._int_mm on CUDA takes M above 16 and K and N that are multiples of 8, not M={m}, K={k}, N={n}; "
+            "pad the operands, or leave target= out"
+        )
+    if operation != "scaled_mm":
+        return
+    names = formats[0].name, formats[1].name
+    if names == ("e5m2", "e5m2"):
+        raise DtypeError("cuBLAS does not multiply e5m2 by e5m2; make one operand e4m3, or pass unit=")
+    if names == ("e4m3", "e4m3") and dtype == torch.float8_e5m2:
+        raise DtypeError("cuBLAS has no e5m2 output for e4m3 by e4m3; choose torch.float8_e4m3fn or a wider dtype")
+    if any(fmt.bits > 8 for fmt in formats):
+        raise DtypeError(f"torch._scaled_mm takes 8-bit and 4-bit operands, not {' x '.join(names)}; call mm")
+    if fast and "e2m1" in names:
+        raise ArgumentError("torch._scaled_mm has no use_fast_accum for 4-bit operands; leave it False")
+    if k % 16 or n % 16:
+        raise ArgumentError(
+            f"torch._scaled_mm takes K and N that are multiples of 16, not K={k}, N={n}; pad, or pass unit="
+        )
+    if scales.rows_per_scale == (_BLOCK, _BLOCK):
+        raise FormatError("torch._scaled_mm has no 128x128 by 128x128 scales; give one operand 1x128, or pass unit=")
 
 
 def unsupported_reason(

@@ -127,7 +127,7 @@ def operand_formats(
             raise DtypeError(
                 f"a has dtype {a.dtype}, b {columns.dtype}; torch multiplies equal dtypes, cast one of them"
             )
-        if a.dtype not in FLOATS and operation != "int_mm":
+        if a.dtype not in FLOATS and operation not in ("int_mm", "scaled_mm"):
             raise DtypeError(
                 f"torch.{operation} does not take {a.dtype}; call fmtsim.scaled_mm, or pass unit= for the "
                 "arithmetic alone"
@@ -144,6 +144,21 @@ def operand_formats(
             "operands, or choose a unit that takes fp32 ('fp32_fma', 'exact')"
         )
     return formats, "round" if tf32 else ""
+
+
+def asked_product(
+    operation: Operation, a: Tensor, b: Tensor, options: dict[str, Any]
+) -> tuple[tuple[OperandFormat, OperandFormat], str, torch.dtype | None, str | None]:
+    """Return what the keywords of ``mm`` ask of a product ``a b^T``.
+
+    That is the formats of both operands, how float32 becomes TF32, the dtype of the result (None is that of the
+    accumulator) and the format of the sums (None is the unit's usual one).
+    """
+    formats, tf32 = operand_formats(operation, a, b, options)
+    dtype = output_dtype(operation, a, b, options)
+    sums = accumulation(a, dtype, options)
+    decides = options["target"] is not None or options["allow_fp16_accumulation"]
+    return formats, tf32, dtype, sums if decides else options["accumulate"]
 
 
 def output_dtype(operation: Operation, a: Tensor, b: Tensor, options: dict[str, Any]) -> torch.dtype | None:
@@ -205,57 +220,38 @@ def read_operand(x: Tensor, fmt: OperandFormat, *, tf32: str = "") -> Tensor:
     return decode(x, fmt, out_dtype=result_dtype(fmt, torch.bfloat16))
 
 
+# E4M3 codes of the values of the 16 E2M1 codes, and for every byte of two such codes those of both.
+_FP8_OF_FP4 = torch.tensor([sign | code for sign in (0, 0x80) for code in (0, 48, 56, 60, 64, 68, 72, 76)])
+_FP8_PAIRS = (_FP8_OF_FP4 | _FP8_OF_FP4[:, None] << 8).flatten().to(torch.int16)
+
+
 def _fp8_of_fp4(x: Tensor) -> Tensor:
     """Return the numbers of a tensor with two in each byte, the even one in the low nibble, as float8_e4m3fn."""
     packed = x.view(torch.uint8)
     flat = packed.reshape(-1)
-    table = _fp8_table(x.device) if x.is_cuda else torch.tensor(_fp8_pairs(), dtype=torch.int16)
+    compiling = torch.compiler.is_compiling()
+    table = _FP8_PAIRS.to(x.device) if compiling else _fp8_pairs(x.device)
     pairs = torch.empty(flat.shape, dtype=torch.int16, device=x.device)
     # torch.compile would unroll pieces, and a GPU waits for their launches.
-    whole = torch.compiler.is_compiling() or x.is_cuda
-    step = max(1, flat.numel()) if whole else _PIECE
+    step = max(1, flat.numel()) if compiling or x.is_cuda else _PIECE
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step]
         pairs[start : start + step] = table.index_select(0, piece.int())
     return pairs.view(torch.float8_e4m3fn).view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
-def _fp8_table(device: torch.device) -> Tensor:
-    """Return ``_fp8_pairs`` on a device, where they stay: a copy would wait, and a graph could not capture it."""
-    if torch.compiler.is_compiling():
-        return torch.tensor(_fp8_pairs(), dtype=torch.int16, device=device)
-    return _kept_fp8_table(device)
-
-
 @lru_cache(maxsize=16)
-def _kept_fp8_table(device: torch.device) -> Tensor:
-    return torch.tensor(_fp8_pairs(), dtype=torch.int16, device=device)
+def _fp8_pairs(device: torch.device) -> Tensor:
+    """Return the table on a device, where it stays: a copy would wait, and a graph could not capture it."""
+    return _FP8_PAIRS.to(device)
 
 
 def fp4_of_fp8(x: Tensor) -> Tensor:
     """Return E2M1 numbers that float8_e4m3fn holds as a tensor with two in each byte, the even in the low nibble."""
-    codes = x.view(torch.uint8)
     table = torch.zeros(256, dtype=torch.uint8)
-    for code in range(16):
-        table[_fp8_pairs()[code] & 0xFF] = code
-    nibbles = table.to(x.device)[codes.int()]
+    table[_FP8_OF_FP4] = torch.arange(16, dtype=torch.uint8)
+    nibbles = table.to(x.device)[x.view(torch.uint8).int()]
     return (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).view(torch.float4_e2m1fn_x2)
-
-
-@constant_in_graphs  # torch.compile looks through caches and then through all that is behind them
-def _fp8_pairs() -> tuple[int, ...]:
-    return _cached_pairs()
-
-
-@lru_cache(maxsize=1)
-def _cached_pairs() -> tuple[int, ...]:
-    """Return, for every byte of two E2M1 codes, the two E4M3 codes of their values as a signed integer of 16 bits."""
-    narrow, wide = get_format("e2m1"), get_format("e4m3")
-    assert isinstance(narrow, FloatFormat) and isinstance(wide, FloatFormat)
-    code_of = {wide.value(code): code for code in range(1 << (wide.bits - 1))}
-    codes = [code_of[narrow.value(code & 7)] | (code & 8) << 4 for code in range(16)]
-    pairs = (codes[byte & 15] | codes[byte >> 4] << 8 for byte in range(256))
-    return tuple(pair - (1 << 16) if pair >> 15 else pair for pair in pairs)
 
 
 def inner_length(x: Tensor) -> int:

@@ -9,7 +9,7 @@ shared with an engine, nor with ``schedule.py``.
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import count, repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat
@@ -33,17 +33,7 @@ from fmtsim.spec.plan import Epilogue, GemmPlan
 Block = list[int]
 Chain = list[Block]
 Part = list[Chain]
-
-
-class _Output(NamedTuple):
-    """What one output is made of: its rows of operands and scales, and the random integers of its blocks in order."""
-
-    a: Sequence[Any]
-    b: Sequence[Any]
-    scale_a: Sequence[float] | None
-    scale_b: Sequence[float] | None
-    words: Iterator[int | None]
-    spec: GemmSpec
+Words = Iterator[int | None]
 
 
 def gemm_oracle(
@@ -83,11 +73,11 @@ def gemm_oracle(
     def output(m: int, n: int) -> Any:
         words = _words(spec.datapath, random, m * len(b) + n, len(a) * len(b))
         scales = None if scale_a is None else scale_a[m], None if scale_b is None else scale_b[n]
-        rows = _Output(a[m], b[n], *scales, words, spec)
+        products = _products(a[m], b[n], *scales, spec)
         given = None if c is None else c[m][n]
         begins = zero if given is None or spec.plan.reduce == "in_place" else given
         starts = [begins, *[zero] * len(parts)]
-        sums = [_part_sum(part, start, rows) for part, start in zip(parts, starts, strict=False)]
+        sums = [_part_sum(part, start, products, words, spec) for part, start in zip(parts, starts, strict=False)]
         if not sums:  # rule 6
             return zero if given is None else given
         return _in_place(sums, given, spec) if spec.plan.reduce == "in_place" else _reduced(sums, spec)
@@ -145,7 +135,20 @@ def _check(spec: GemmSpec, scaled: bool, random: Sequence[int] | None) -> None:
         )
 
 
-def _words(unit: Arithmetic, random: Sequence[int] | None, place: int, outputs: int) -> Iterator[int | None]:
+def _products(
+    a: Sequence[Any], b: Sequence[Any], scale_a: Sequence[float] | None, scale_b: Sequence[float] | None, spec: GemmSpec
+) -> list[Product]:
+    """Return the products of an output with their scales, which are the unit's where that has some."""
+    every = spec.datapath.scale_block if _has_scales(spec.datapath) else spec.plan.promote_every  # type: ignore[union-attr]
+    scales = ([1.0 if s is None else s[k // (every or 1)] for k in range(len(a))] for s in (scale_a, scale_b))
+    return list(map(Product, a, b, *scales))
+
+
+def _has_scales(unit: Arithmetic) -> bool:
+    return isinstance(unit, Datapath) and unit.scale is not None
+
+
+def _words(unit: Arithmetic, random: Sequence[int] | None, place: int, outputs: int) -> Words:
     """Return the random integer of each block of an output: block t draws for element ``t outputs + place``."""
     if random is None or not isinstance(unit, Datapath) or unit.rounding.mode != "stochastic":
         return repeat(None)
@@ -157,49 +160,39 @@ def _zero(unit: Arithmetic) -> Any:
     return 0 if isinstance(unit, IntegerDatapath) else 0.0
 
 
-def _part_sum(part: Part, start: Any, rows: _Output) -> Any:
+def _part_sum(part: Part, start: Any, products: list[Product], words: Words, spec: GemmSpec) -> Any:
     """Return the sum of a part: its one chain, or the outer sum of its chains (rules 3 and 4)."""
-    if promotion_interval(rows.spec.datapath, rows.spec.plan) is None:
-        return _chain_sum(part[0], start, rows)
+    if promotion_interval(spec.datapath, spec.plan) is None:
+        return _chain_sum(part[0], start, products, words, spec)
     outer = start
     for chain in part:
-        outer = _promoted(outer, _chain_sum(chain, _zero(rows.spec.datapath), rows), chain, rows)
+        inner = _chain_sum(chain, _zero(spec.datapath), products, words, spec)
+        outer = _promoted(outer, inner, {products[k][2:] for block in chain for k in block}, chain, spec)
     return outer
 
 
-def _chain_sum(chain: Chain, running: Any, rows: _Output) -> Any:
+def _chain_sum(chain: Chain, running: Any, products: list[Product], words: Words, spec: GemmSpec) -> Any:
     for block in chain:
-        running = _block_sum(block, running, next(rows.words), rows)
+        running = _block_sum([products[k] for k in block], running, next(words), spec)
     return running
 
 
-def _block_sum(block: Block, running: Any, word: int | None, rows: _Output) -> Any:
-    unit, a, b = rows.spec.datapath, rows.spec.a, rows.spec.b
+def _block_sum(block: list[Product], running: Any, word: int | None, spec: GemmSpec) -> Any:
+    unit, a, b = spec.datapath, spec.a, spec.b
     if isinstance(unit, IntegerDatapath):
-        return integer_block([(rows.a[k], rows.b[k]) for k in block], running, unit)
+        return integer_block(block, running, unit)
     if not isinstance(a, FloatFormat) or not isinstance(b, FloatFormat):
         raise ArgumentError(f"a unit of floats does not multiply {a.name} by {b.name}; pass floating-point formats")
-    if not isinstance(unit, Datapath):
-        products = [Product(rows.a[k], rows.b[k]) for k in block]
-        one_block = two_stage_block if isinstance(unit, TwoStageDatapath) else pairwise_block
-        return one_block(products, running, unit, a, b)  # type: ignore[arg-type]
-    products = []
-    for k in block:
-        scales = _scales(k // unit.scale_block, rows) if unit.scale is not None else (1.0, 1.0)
-        products.append(Product(rows.a[k], rows.b[k], *scales))
-    return fused_block(products, running, unit, a, b, word)
+    block = block if _has_scales(unit) else [Product(p.a, p.b) for p in block]
+    if isinstance(unit, Datapath):
+        return fused_block(block, running, unit, a, b, word)
+    one_block = two_stage_block if isinstance(unit, TwoStageDatapath) else pairwise_block
+    return one_block(block, running, unit, a, b)  # type: ignore[arg-type]
 
 
-def _scales(place: int, rows: _Output) -> tuple[float, float]:
-    return (
-        1.0 if rows.scale_a is None else rows.scale_a[place],
-        1.0 if rows.scale_b is None else rows.scale_b[place],
-    )
-
-
-def _promoted(outer: Any, p: Any, chain: Chain, rows: _Output) -> Any:
+def _promoted(outer: Any, p: Any, scales: set[Any], chain: Chain, spec: GemmSpec) -> Any:
     """Add a chain to the outer sum (rule 4)."""
-    unit, plan = rows.spec.datapath, rows.spec.plan
+    unit, plan = spec.datapath, spec.plan
     if isinstance(unit, IntegerDatapath):
         return to_int32(outer + p, unit.saturate)
     if not isinstance(unit, Datapath) or plan.promote_every is not None:
@@ -215,8 +208,7 @@ def _promoted(outer: Any, p: Any, chain: Chain, rows: _Output) -> Any:
             "whole chains"
         )
     # Scales belong to the unit where that takes some; the promotion then has none.
-    has_scales = not isinstance(unit, Datapath) or unit.scale is None
-    scale_a, scale_b = _scales(groups.pop(), rows) if has_scales else (1.0, 1.0)
+    scale_a, scale_b = (1.0, 1.0) if _has_scales(unit) else scales.pop()
     if plan.successive_scales:
         return fma(FP32, multiply(FP32, p, scale_a), scale_b, outer)
     return fma(FP32, p, multiply(FP32, scale_a, scale_b), outer)

@@ -6,7 +6,7 @@ exactly, and no floating-point operation decides anything. Nothing is shared wit
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat
@@ -261,9 +261,9 @@ def pairwise_block(
     return flushed(add(FP32, read(c, FP32), level[0]))
 
 
-def integer_block(products: Sequence[tuple[int, int]], c: int, datapath: IntegerDatapath) -> int:
-    """Return the int32 that an integer unit makes of one block of integer pairs and the running sum."""
-    return to_int32(c + sum(x * y for x, y in products), datapath.saturate)
+def integer_block(products: Sequence[tuple[Any, ...]], c: int, datapath: IntegerDatapath) -> int:
+    """Return the int32 that an integer unit makes of one block of integers, two first of each, and the running sum."""
+    return to_int32(c + sum(x * y for x, y, *_ in products), datapath.saturate)
 
 
 def to_int32(n: int, saturate: bool) -> int:

@@ -10,15 +10,16 @@ from torch import Tensor
 
 from fmtsim.arguments import random_keys
 from fmtsim.dispatch import constant_in_graphs
-from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.errors import ArgumentError, DtypeError, FormatError
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.products.native import multiply_natively, runs_natively, unsupported_reason
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.gemm.products.native import check_library, multiply_natively, runs_natively, unsupported_reason
 from fmtsim.gemm.products.operands import inner_length, matrix_layout, read_operand
 from fmtsim.gemm.products.operator import finish, output_format, run_gemm
 from fmtsim.gemm.products.scales import Scales, check_unit_scales, unit_scales
 from fmtsim.gemm.targets import target as targets
 from fmtsim.gemm.units import unit as units
-from fmtsim.gemm.units.unit import get_datapath, get_unit
+from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.call import LARGE_BLOCKS, SCALE_KINDS, GemmCall, Layout, OperandFormat, Operation, ScaleKind
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec
@@ -94,6 +95,9 @@ def run_product(
         quantized: A layer quantised both: they are values of their formats in any dtype of engines, their scales
             those of their kind, nothing is looked at again, and the generator may be one that nothing draws from.
     """
+    sizes = a.shape[-2], b.shape[-2], inner_length(a)
+    if target is not None:
+        check_library(operation, formats, dtype, sizes, scales, fast_accum)
     if (target is not None or native is not None) and runs_natively(
         native, target, plan, a.device,
         lambda: unsupported_reason(
@@ -109,7 +113,7 @@ def run_product(
     if layouts is None and (target is not None or plan is not None):
         layouts = matrix_layout(a), matrix_layout(b.mT, transposed=True)
     spec = resolve_call(
-        operation, *formats, (a.shape[-2], b.shape[-2], inner_length(a)), dtype or a.dtype, target=target, unit=unit,
+        operation, *formats, sizes, dtype or a.dtype, target=target, unit=unit,
         plan=plan, accumulate=accumulate, strict=strict, fast_accum=fast_accum, scaling=scales.kind,
         bias=bias is not None and adds_bias, layouts=layouts, batch=a.shape[0] if a.dim() == 3 else 1,
     )  # fmt: skip
@@ -245,7 +249,12 @@ def _of_unit(call: GemmCall) -> GemmSpec:
         extent = SCALE_KINDS.get(call.scaling)
         mode = unit.find(a, b, call.accumulate or None, extent and extent.unit_scale)
         return GemmSpec(datapath=mode.datapath, plan=plan, a=a, b=b, unit=unit.name, accumulate=mode.accumulate)
-    path = get_datapath(call.unit, a, b)
+    path = call.unit
+    if isinstance(path, IntegerDatapath) == all(isinstance(fmt, FloatFormat) for fmt in formats):
+        raise FormatError(
+            f"{type(path).__name__} does not multiply {a.name} x {b.name}; choose "
+            f"{'integer' if isinstance(path, IntegerDatapath) else 'floating-point'} formats, or another datapath"
+        )
     if call.accumulate not in ("", _accumulates(path)):
         raise ArgumentError(f"accumulate={call.accumulate!r} is not what the datapath sums in; leave it out")
     return GemmSpec(datapath=path, plan=plan, a=a, b=b, accumulate=_accumulates(path))

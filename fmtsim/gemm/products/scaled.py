@@ -10,7 +10,6 @@ from fmtsim.gemm.products.operands import check_devices, check_tensor, inner_len
 from fmtsim.gemm.products.operator import output_format
 from fmtsim.gemm.products.resolver import run_product, target_or_unit
 from fmtsim.gemm.products.scales import check_scales, read_scales, recipe_names, swizzle_names
-from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.plan import GemmPlan
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -93,8 +92,6 @@ def scaled_mm(
     scales = read_scales(scale_a, scale_b, (m, n, k), recipes, swizzles)
     dtype = _output(a, recipes[0] is not None, out_dtype)
     _check_bias(bias, n, dtype, target is not None)
-    if target is not None:
-        check_library(formats, dtype, (m, n, k), use_fast_accum)
     return run_product(
         "scaled_mm", a, columns, formats, dtype, scales, bias=bias, scale_result=scale_result, target=target, unit=unit,
         plan=plan, accumulate=accumulate or ("fp32" if unit is None else None), fast_accum=use_fast_accum,
@@ -145,23 +142,3 @@ def _check_bias(bias: Tensor | None, n: int, dtype: torch.dtype, library: bool) 
     allowed = (dtype,) if dtype in _HALVES else _HALVES
     if bias.dtype not in allowed:
         raise DtypeError(f"bias has dtype {bias.dtype}; a {dtype} output takes {' or '.join(map(str, allowed))}")
-
-
-def check_library(
-    formats: tuple[OperandFormat, OperandFormat], dtype: torch.dtype, sizes: tuple[int, int, int], fast: bool
-) -> None:
-    """Refuse what torch._scaled_mm and cuBLAS refuse on an NVIDIA GPU."""
-    names = formats[0].name, formats[1].name
-    if names == ("e5m2", "e5m2"):
-        raise DtypeError("cuBLAS does not multiply e5m2 by e5m2; make one operand e4m3, or pass unit=")
-    if names == ("e4m3", "e4m3") and dtype == torch.float8_e5m2:
-        raise DtypeError("cuBLAS has no e5m2 output for e4m3 by e4m3; choose torch.float8_e4m3fn or a wider dtype")
-    if any(fmt.bits > 8 for fmt in formats):
-        raise DtypeError(f"torch._scaled_mm takes 8-bit and 4-bit operands, not {' x '.join(names)}; call mm")
-    if fast and "e2m1" in names:
-        raise ArgumentError("torch._scaled_mm has no use_fast_accum for 4-bit operands; leave it False")
-    _, n, k = sizes
-    if k % 16 or n % 16:
-        raise ArgumentError(
-            f"torch._scaled_mm takes K and N that are multiples of 16, not K={k}, N={n}; pad, or pass unit="
-        )

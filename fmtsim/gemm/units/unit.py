@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import torch
 
-from fmtsim.errors import ArgumentError, FormatError, did_you_mean
+from fmtsim.errors import ArgumentError, did_you_mean
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import is_representable
@@ -214,34 +214,6 @@ def register_unit(unit: Unit, overwrite: bool = False) -> Unit:
     global registrations
     registrations += 1
     _units[unit.name] = unit
-    return unit
-
-
-def get_datapath(
-    unit: str | Unit | Arithmetic,
-    a_format: str | Format,
-    b_format: str | Format,
-    accumulate: str | None = None,
-    scale: str | None = None,
-) -> Arithmetic:
-    """Return the arithmetic that a verb's ``unit=`` or ``datapath=`` means for two operand formats.
-
-    A record of an arithmetic is returned as it is, without a check of the formats; a name or a Unit is asked for its
-    mode (``Unit.mode`` has the arguments).
-
-    Raises:
-        ArgumentError: The unit is unknown, or does not take these operands.
-        FormatError: A float operand is given to integer arithmetic.
-    """
-    if not isinstance(unit, Arithmetic):
-        return get_unit(unit).mode(a_format, b_format, accumulate, scale)
-    a, b = get_format(a_format), get_format(b_format)
-    integers = [fmt for fmt in (a, b) if not isinstance(fmt, FloatFormat)]
-    if isinstance(unit, IntegerDatapath) != bool(integers):
-        raise FormatError(
-            f"{type(unit).__name__} does not multiply {a.name} x {b.name}; choose "
-            f"{'integer' if isinstance(unit, IntegerDatapath) else 'floating-point'} formats, or another datapath"
-        )
     return unit
 
 

@@ -10,19 +10,10 @@ from torch import Tensor
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.products.matmul import Options, checked_options
 from fmtsim.gemm.products.native import check_native, emulation_reason, unsupported_reason
-from fmtsim.gemm.products.operands import (
-    accumulation,
-    check_devices,
-    check_tensor,
-    inner_length,
-    matrix_layout,
-    operand_format,
-    operand_formats,
-    output_dtype,
-)
+from fmtsim.gemm.products.operands import asked_product, check_devices, check_tensor, inner_length, matrix_layout
 from fmtsim.gemm.products.resolver import call_name, resolve
 from fmtsim.gemm.units.unit import STRENGTHS, describe, get_unit
-from fmtsim.spec.call import LARGE_BLOCKS, GemmCall, OperandFormat, Operation
+from fmtsim.spec.call import LARGE_BLOCKS, GemmCall, Operation
 from fmtsim.spec.datapath import Datapath, IntegerDatapath
 from fmtsim.spec.gemm_spec import BASES, GemmSpec
 from fmtsim.spec.plan import GemmPlan
@@ -126,11 +117,16 @@ def explain_mm(
     }  # fmt: skip
     options = checked_options("explain_mm", given)
     operation = _operation(a, b, target is not None)
-    if operation == "scaled_mm":
-        formats, tf32 = (operand_format("a", a, a_format), operand_format("b", b.mT, b_format)), ""
-    else:
-        formats, tf32 = operand_formats(operation, a, b.mT, options)
-    call = _call(operation, a, b, formats, options, use_fast_accum)
+    if operation == "int_mm":
+        options |= {"out_dtype": torch.int32, "accumulate": "int32"}
+    formats, tf32, dtype, sums = asked_product(operation, a, b.mT, options)
+    call = GemmCall(
+        operation=operation, m=a.shape[-2], n=b.shape[-1], k=inner_length(a), a=call_name(formats[0]),
+        b=call_name(formats[1]), out=dtype or a.dtype, accumulate=sums or "", fast_accum=use_fast_accum,
+        scaling="tensor" if operation == "scaled_mm" else "none", a_layout=matrix_layout(a),
+        b_layout=matrix_layout(b, transposed=True), batch=a.shape[0] if a.dim() == 3 else 1, formats=formats,
+        target=target, unit=options["unit"], plan=plan,
+    )  # fmt: skip
     with warnings.catch_warnings():  # a guess is said in words here
         warnings.simplefilter("ignore")
         found = resolve(call)
@@ -138,7 +134,7 @@ def explain_mm(
     check_native(native)
     if target is None or (native is None and a.device.type != "cuda"):
         return shown
-    return replace(shown, rows=(*shown.rows, ("runs", _runs(call, a, b, formats, options, tf32))))
+    return replace(shown, rows=(*shown.rows, ("runs", _runs(call, a, b, native, tf32))))
 
 
 def _operation(a: Tensor, b: Tensor, library: bool) -> Operation:
@@ -149,34 +145,11 @@ def _operation(a: Tensor, b: Tensor, library: bool) -> Operation:
     return "bmm" if a.dim() == 3 else "mm"
 
 
-def _call(
-    operation: Operation, a: Tensor, b: Tensor, formats: tuple[OperandFormat, OperandFormat], options: dict[str, Any],
-    fast: bool,
-) -> GemmCall:  # fmt: skip
-    dtype, sums = options["out_dtype"] or a.dtype, "fp32"
-    if operation == "int_mm":
-        dtype, sums = torch.int32, "int32"
-    elif operation != "scaled_mm":
-        out = output_dtype(operation, a, b, options)
-        dtype, sums = out or a.dtype, accumulation(a, out, options)
-    asked = options["target"] is not None or options["allow_fp16_accumulation"]
-    return GemmCall(
-        operation=operation, m=a.shape[-2], n=b.shape[-1], k=inner_length(a), a=call_name(formats[0]),
-        b=call_name(formats[1]), out=dtype, accumulate=sums if asked else options["accumulate"] or "", fast_accum=fast,
-        scaling="tensor" if operation == "scaled_mm" else "none", a_layout=matrix_layout(a),
-        b_layout=matrix_layout(b, transposed=True), batch=a.shape[0] if a.dim() == 3 else 1, formats=formats,
-        target=options["target"], unit=options["unit"], plan=options["plan"],
-    )  # fmt: skip
-
-
-def _runs(
-    call: GemmCall, a: Tensor, b: Tensor, formats: tuple[OperandFormat, OperandFormat], options: dict[str, Any],
-    tf32: str,
-) -> str:  # fmt: skip
+def _runs(call: GemmCall, a: Tensor, b: Tensor, native: bool | None, tf32: str) -> str:
+    assert call.formats is not None
     found = unsupported_reason(
-        call.operation, (a, b), formats, call.out, call.scaling, call.accumulate, converted=bool(tf32)
+        call.operation, (a, b), call.formats, call.out, call.scaling, call.accumulate, converted=bool(tf32)
     )
-    native = options["native"]
     reason = "native=False" if native is False else emulation_reason(call.target, call.plan, a.device, found)
     if reason is None:
         function = {"scaled_mm": "_scaled_mm", "int_mm": "_int_mm"}.get(call.operation, call.operation)
