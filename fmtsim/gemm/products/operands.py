@@ -122,12 +122,12 @@ def operand_formats(
     """Return the formats of both operands, and how float32 becomes TF32."""
     given = options["a_format"], options["b_format"]
     plain = given == (None, None)
-    if options["target"] is not None and plain:
+    if options["target"] is not None and plain and operation != "scaled_mm":
         if a.dtype != columns.dtype:
             raise DtypeError(
                 f"a has dtype {a.dtype}, b {columns.dtype}; torch multiplies equal dtypes, cast one of them"
             )
-        if a.dtype not in FLOATS and operation not in ("int_mm", "scaled_mm"):
+        if a.dtype not in FLOATS and operation != "int_mm":
             raise DtypeError(
                 f"torch.{operation} does not take {a.dtype}; call fmtsim.scaled_mm, or pass unit= for the "
                 "arithmetic alone"
