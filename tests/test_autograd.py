@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-import torch.autograd.forward_ad as forward_ad
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, jvp, vjp, vmap
 
 import fmtsim
 from fmtsim import quantize, quantize_
@@ -189,33 +188,6 @@ def test_derivatives_of_torch_func(name):
     _, pull = vjp(lambda v: quantize(v, name), x)
     assert_same_bits(pull(tangent)[0], tangent, what="vjp")
     assert_same_bits(vmap(grad(loss))(x.repeat(2, 1)), (2 * y).repeat(2, 1), what="vmap of grad")
-
-
-def test_jacobians_and_hessians_of_torch_func():
-    x = normal(8)
-
-    def step(v):
-        return quantize(v, "e4m3")
-
-    def loss(v):
-        return (step(v) ** 2).sum()
-
-    assert_same_bits(jacrev(step)(x), torch.eye(8), what="jacrev")
-    assert_same_bits(jacfwd(step)(x), torch.eye(8), what="jacfwd")
-    assert_same_bits(hessian(loss)(x), 2 * torch.eye(8), what="hessian")
-    assert_same_bits(jacrev(grad(loss))(x), 2 * torch.eye(8), what="jacrev of grad")
-    with forward_ad.dual_level():
-        y = quantize(forward_ad.make_dual(x, torch.ones(8)), "e4m3", out_dtype=torch.float64)
-        assert_same_bits(forward_ad.unpack_dual(y).tangent, torch.ones(8, dtype=torch.float64), what="dual")
-
-
-def test_functional_call():
-    layer = Quantised()
-    weights = {name: value.detach() for name, value in layer.named_parameters()}
-    x = normal(3, 32)
-    gradients = grad(lambda w: functional_call(layer, w, (x,)).sum())(weights)
-    layer(x).sum().backward()
-    assert_same_bits(gradients["weight"], layer.weight.grad, what="weight")
 
 
 # torch.compile and torch.export.

@@ -143,16 +143,6 @@ def test_quantised_gradients_take_their_own_operands():
 
     expected = oracle(q.detach(), k.detach(), v.detach(), g, operands=operands)
     close(ours, expected, 2e-3)
-    for name, rule in rules.items():  # a planted error: one operand left in high precision is seen
-        if rule.format is not None and rule.source == "original":
-            wrong = dict(rules) | {name: HIGH}
-            changed = dataclasses.replace(
-                config,
-                **{name[0]: Gemm(a=wrong[name[0], "do" if name[0] == "dp" else "p" if name[0] == "dv" else "ds"],
-                                 b=wrong[name[0], {"dv": "do", "dp": "v", "dq": "k", "dk": "q"}[name[0]]])},
-            )  # fmt: skip
-            other = gradients(q, k, v, g, config=changed)
-            assert any(float((a.double() - b).norm() / b.norm()) > 5e-3 for a, b in zip(other, expected, strict=True))
 
 
 def test_rotations_are_turned_back():
