@@ -1,12 +1,19 @@
 """``fmtsim.bench``: what it measures, on sizes that take no time. Speed itself is not tested."""
 
+import subprocess
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from fmtsim.bench import cpu, overheads
+from fmtsim.bench import cpu, gemm, overheads, timing
+from fmtsim.bench.gemm import CASES, Case, Result, case_named, measure, product_of
 from fmtsim.bench.overheads import Overhead
+from fmtsim.bench.timing import in_turns
 from fmtsim.cpu.runtime import pool
 from fmtsim.formats.registry import get_format
+from fmtsim.gemm.units.unit import get_unit
 
 
 def test_every_case_names_a_format_and_a_target():
@@ -52,3 +59,128 @@ def test_limits_are_upper_limits():
 def test_first_calls_and_memory_are_measured():
     assert all(overhead.value > 0 for overhead in overheads.first_calls("casts", repeats=1))
     assert all(overhead.value is None or overhead.value >= 0 for overhead in overheads.extra_memory("casts", side=256))
+
+
+SMALL = (16, 24, 128)
+# One of each way to make operands; the others take long to compile.
+QUICK = ("fp8 Hopper", "tf32 Hopper", "nvf4", "mxf8f6f4", "int8", "fp8 Hopper, 1x128 scales")
+
+
+def result(case=CASES[0], seconds=None, sgemm=None, plain=None):
+    return Result(
+        case=case, shape=SMALL, seconds=seconds or {1: 4.0, 2: 2.0}, base_seconds=sgemm or {1: 2.0, 2: 1.0},
+        plain_seconds=plain or {},
+    )  # fmt: skip
+
+
+def test_names_are_unique_and_targets_are_shares():
+    assert len({case.name for case in CASES}) == len(CASES)
+    for case in CASES:
+        if isinstance(case.unit, str):
+            get_unit(case.unit)
+        assert case.stretch is None or 0 < case.target < case.stretch < 1
+        assert case.plain is None or case_named(case.plain).plain is None
+
+
+@pytest.mark.parametrize(
+    "case", [case if case.name in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
+    ids=lambda case: case.name,
+)  # fmt: skip
+def test_a_case_multiplies_operands_of_its_format(case):
+    product = product_of(case, SMALL)
+    out = product()
+    assert out.shape == SMALL[:2] and out.dtype == (case.out_dtype or torch.float32)
+    assert out.float().isfinite().all() and out.float().abs().max() > 1  # no zeros, which kernels may skip
+    assert torch.equal(product().float(), out.float())  # a seed repeats its draws
+
+
+def test_shrunk_shapes_keep_whole_blocks():
+    case = Case(name="x", operands="bf16", unit="exact", shrink=4)
+    assert case.shape((512, 520, 100)) == (128, 128, 64)
+    assert CASES[0].shape((3, 5, 7)) == (3, 5, 7)
+
+
+@pytest.mark.parametrize("name", ["fp8 Hopper", "fp8 Hopper, split K in 4"])
+def test_a_product_is_measured_for_each_thread_count(name):
+    before = torch.get_num_threads(), pool.get_num_threads()
+    found = measure(case_named(name), shape=SMALL, threads=(1, 2), repeats=2)
+    assert (torch.get_num_threads(), pool.get_num_threads()) == before
+    record = found.to_dict()
+    assert set(record["threads"]) == {"1", "2"}
+    assert record["threads"]["1"]["ratio_to_sgemm"] == found.base_seconds[1] / found.seconds[1]
+    assert record["threads"]["2"]["speedup"] == found.seconds[1] / found.seconds[2]
+    assert (record["extra_cost"] is None) == (name == "fp8 Hopper")
+
+
+def test_the_float32_product_is_repeated_but_counted_once(monkeypatch):
+    calls = []
+
+    def turns(actions, repeats, threads):
+        for action in actions:
+            action()
+        return (1.0, 3.0) if repeats == 1 else (6.0, 4.0)  # the case takes three times as long
+
+    monkeypatch.setattr(gemm, "in_turns", turns)
+    monkeypatch.setattr(gemm, "sgemm_of", lambda shape: lambda: calls.append("sgemm"))
+    found = measure(CASES[0], shape=SMALL, threads=(1,), repeats=5)
+    assert len(calls) == 1 + 3
+    assert found.base_seconds == {1: 2.0} and found.seconds == {1: 4.0}
+
+
+def test_actions_take_turns_and_the_first_round_is_not_counted(monkeypatch):
+    order, clock = [], iter([0.0, 9.0, 0.0, 9.0, 0.0, 1.0, 0.0, 5.0, 0.0, 3.0, 0.0, 7.0])
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert in_turns((lambda: order.append("a"), lambda: order.append("b")), 2, 1) == (2.0, 6.0)
+    assert order == ["a", "b"] * 3
+
+
+@pytest.mark.parametrize(
+    ("case", "plain", "met", "stretched"),
+    [
+        (Case(name="x", operands="bf16", unit="exact", target=0.5, stretch=0.6), None, True, False),
+        (Case(name="x", operands="bf16", unit="exact", target=0.51, stretch=0.6), None, False, False),
+        (Case(name="x", operands="bf16", unit="exact", target=0.1, stretch=0.5), None, True, True),
+        (Case(name="x", operands="bf16", unit="exact"), None, None, None),
+        (Case(name="x", operands="bf16", unit="exact", plain="y", extra=0.25), {1: 3.2}, True, None),
+        (Case(name="x", operands="bf16", unit="exact", plain="y", extra=0.24), {1: 3.2}, False, None),
+        (Case(name="x", operands="bf16", unit="exact", plain="y"), {1: 3.2}, None, None),
+    ],
+)
+def test_targets_are_lower_limits_and_extra_cost_an_upper_one(case, plain, met, stretched):
+    found = result(case, plain=plain)
+    assert (found.met, found.stretched) == (met, stretched)
+    assert found.extra is None if plain is None else found.extra == pytest.approx(0.25)
+
+
+def test_overheads_name_cases():
+    for name in (*overheads.FIRST_PRODUCTS, *overheads.MEMORY_PRODUCTS):
+        assert case_named(name).shrink == 1
+
+
+def test_memory_is_counted_in_a_new_process(monkeypatch):
+    monkeypatch.setattr(overheads, "MEMORY_PRODUCTS", ("bf16 Hopper",))
+    (found,) = overheads.extra_memory("products", side=64)
+    assert found.unit == "MB" and found.limit == 64
+    assert found.value is None or -1 < found.value < 64
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from /proc")
+def test_memory_that_a_product_keeps_is_seen(monkeypatch):
+    planted = overheads._PRODUCT_MEMORY.replace("out = product()", "held = torch.ones(32 << 20); out = product()")
+    assert planted != overheads._PRODUCT_MEMORY
+    monkeypatch.setattr(overheads, "_PRODUCT_MEMORY", planted)
+    monkeypatch.setattr(overheads, "MEMORY_PRODUCTS", ("bf16 Hopper",))
+    (found,) = overheads.extra_memory("products", side=64)
+    assert found.value is None or (found.value > 120 and not found.met)
+
+
+@pytest.mark.slow
+def test_first_calls_are_measured():
+    found = overheads.first_calls("products", repeats=1)
+    assert len(found) == 2 * len(overheads.FIRST_PRODUCTS)
+    assert all(overhead.value > 0 for overhead in found)
+
+
+def test_a_process_that_fails_is_no_figure():
+    with pytest.raises(subprocess.CalledProcessError):
+        overheads.or_none(lambda: overheads.in_new_process("raise SystemExit(3)"))
