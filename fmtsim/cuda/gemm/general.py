@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fmtsim.cuda import runtime
@@ -22,6 +23,7 @@ from fmtsim.cuda.gemm.problem import (
     problem_of,
     sums_of,
 )
+from fmtsim.cuda.native.calls import row_major
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, IntFormat
@@ -30,6 +32,7 @@ from fmtsim.spec.gemm_spec import GemmSpec
 
 _THREADS = 256
 _SIDE = 16  # rows and columns of a block of threads with an output each
+_WITHIN_INT32 = 1 << 16  # products of two 8-bit integers, and half a range to spare
 _WALKING = 8  # blocks a multiprocessor where a fast path has left a few tiles, as a rule none
 _REDUCTIONS = ("serial", "pairwise", "in_place")  # enum Way of reduce.cu
 _UNITS = {TwoStageDatapath: 0, PairwiseDatapath: 1, IntegerDatapath: 2}  # the macro UNIT
@@ -90,9 +93,13 @@ def _launch(
 
 
 def _integers(job: Job, sums: Tensor) -> None:
+    """Add products modulo 2^32: torch's own product, as many at once as cannot reach int32's ends, where it clamps."""
     m, n, k = job.shape
-    kernel = runtime.kernel("int8.cu", "int8_product", runtime.device_index(job.a), ())
-    kernel(-(-m // TILE) * -(-n // TILE), _THREADS, job.a, job.b, job.c, sums, np.int64(k), problem_of(job, TILE))
+    total = sums[0].zero_() if job.c is None else sums[0].copy_(job.c)
+    for start in range(0, k, _WITHIN_INT32):
+        a, b = (x[:, start : start + _WITHIN_INT32] for x in (job.a, job.b))
+        a, b = (row_major(F.pad(x, (0, -x.shape[1] % 8, 0, -x.shape[0] % 32))) for x in (a, b))  # what cuBLASLt takes
+        total += torch._int_mm(a, b.mT)[:m, :n]
 
 
 def reduce(job: Job, sums: Tensor, start: Tensor | None) -> None:
@@ -134,5 +141,4 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
             yield "exact_integer.cu", "exact_integer", (("WIDE", str(wide)), ("LIMBS", str(limbs)))
     for unit in _UNITS.values():
         yield "cdna.cu", "cdna_product", (("UNIT", str(unit)),)
-    yield "int8.cu", "int8_product", ()
     yield "reduce.cu", "reduce_parts", ()
