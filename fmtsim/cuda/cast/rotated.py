@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fmtsim.cuda.cast.parameters import NO_DRAW, aligned, draw_of
 from fmtsim.cuda.cast.rotated_plan import Plan, kernel_macros, plan_of
-from fmtsim.cuda.runtime import device_index, kernel, multiprocessors
-from fmtsim.cuda.runtime.launch import Kernel
+from fmtsim.cuda.runtime import Kernel, device_index, kernel, multiprocessors
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import random_word
 from fmtsim.spec.cast import RandomKey
@@ -146,15 +145,10 @@ def _constant(value: float, device: torch.device) -> Tensor:
 
 def _kernels(plan: Plan, transposed: bool, multiplies: bool, counts: bool, index: int) -> tuple[Kernel | None, Kernel]:
     """Return the kernels that find the amaxes of a tensor, where its scale needs them, and that cast."""
-    key = plan.number, transposed, multiplies, counts, index
-    found = _loaded.get(key)
+    key = transposed, multiplies, counts, index
+    found = plan.kernels.get(key)
     if found is None:  # hashing all macros takes as long as a launch
         defines = kernel_macros(plan, transposed, multiplies, counts)
-        found = _loaded[key] = (
-            kernel(_FILE, "rotated_amax", index, defines) if plan.two_level else None,
-            kernel(_FILE, "cast_rotated", index, defines),
-        )
+        find = kernel(_FILE, "rotated_amax", index, defines) if plan.two_level else None
+        found = plan.kernels[key] = find, kernel(_FILE, "cast_rotated", index, defines)
     return found
-
-
-_loaded: dict[tuple[int, bool, bool, bool, int], tuple[Kernel | None, Kernel]] = {}

@@ -8,7 +8,6 @@ over the elements of a transform.
 
 from dataclasses import replace
 from functools import lru_cache
-from itertools import count
 from typing import Any, Literal, NamedTuple, TypeGuard, cast
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from fmtsim.cuda.cast.block_macros import BFLOAT16, fast_macros, float_bits
 from fmtsim.cuda.cast.general import cast_bytes
 from fmtsim.cuda.cast.parameters import NO_DRAW, macros
-from fmtsim.cuda.runtime import Defines
+from fmtsim.cuda.runtime import Defines, Kernel
 from fmtsim.formats.block import E8M0, FP32, BlockFormat, scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import block_scaling
@@ -46,7 +45,6 @@ class Plan(NamedTuple):
     """How a quantiser is computed.
 
     Attributes:
-        number: Of this plan, from 1.
         size: Elements of the transform, 1 where there is none.
         signs: Its signs, as in ``Hadamard``.
         rounded: Whether its result becomes bfloat16.
@@ -57,9 +55,9 @@ class Plan(NamedTuple):
         draws_scales: of the scales.
         defines: Macros of the cast.
         head, tail: A ``Cast`` before and behind its ``Draw``.
+        kernels: Those that find amaxes and that cast, by what a call asks of them.
     """
 
-    number: int
     size: int
     signs: int | Literal["random"] | None
     rounded: bool
@@ -71,6 +69,7 @@ class Plan(NamedTuple):
     defines: Defines
     head: bytes
     tail: bytes
+    kernels: dict[tuple[bool, bool, bool, int], tuple[Kernel | None, Kernel]]
 
     @property
     def lanes(self) -> int:
@@ -100,7 +99,6 @@ def plan_of(quantizer: Quantizer) -> Plan | None:
     return found[1]
 
 
-_numbered = count(1)
 _plans: dict[int, tuple[Quantizer, Plan | None]] = {}
 
 
@@ -116,42 +114,40 @@ def rotation_of(transforms: tuple[Transform, ...], sizes: tuple[int, ...] = SIZE
 def _plan_of(quantizer: Quantizer) -> Plan | None:
     corrects = quantizer.scaling is not None and quantizer.scaling.eden is not None
     turn = rotation_of(quantizer.transforms, (_LONG,) if corrects else SIZES)
-    if (turn is None and quantizer.transforms) or quantizer.then is not None or quantizer.source == "forward":
+    if (turn is None and (quantizer.transforms or corrects)) or quantizer.then or quantizer.source == "forward":
         return None
-    rounded = turn is not None and turn.rounded is not None
-    if rounded and turn.rounded != BF16:  # type: ignore[union-attr]
+    if turn is not None and turn.rounded not in (None, BF16):
         return None
     rounding = quantizer.rounding
-    if corrects:
-        found = _corrected_macros(quantizer) if turn is not None else None
-    else:
-        found = _scaling_macros(quantizer) if quantizer.scaling is not None else _block_macros(quantizer)
-    whole_words = (rounding.variant, rounding.layout) == ("a", "word")
-    if found is None or rounding.mode not in _ROUNDINGS or not whole_words:
+    if rounding.mode not in _ROUNDINGS or (rounding.variant, rounding.layout) != ("a", "word"):
+        return None
+    found = (_corrected if corrects else _scaled if quantizer.scaling is not None else _block)(quantizer)
+    if found is None:
         return None
     spec, own, outside = found
-    defines = fast_macros(spec, torch.float32, BFLOAT16, spec.format.tensor_scale)  # type: ignore[union-attr]
+    fmt = spec.format
+    assert isinstance(fmt, BlockFormat)
+    defines = fast_macros(spec, torch.float32, BFLOAT16, fmt.tensor_scale)
     if defines is None:
         return None
     whole = cast_bytes(spec, None, torch.device("cpu"))  # float formats need no tables on a device
-    own = (*own, ("RUN", str(spec.format.block[1])))  # type: ignore[union-attr]
     return Plan(
-        number=next(_numbered),
         size=1 if turn is None else turn.size or 1,
         signs=None if turn is None else turn.signs,
-        rounded=rounded,
-        two_level=("TWO_LEVEL", "1") in defines,
+        rounded=turn is not None and turn.rounded is not None,
+        two_level=fmt.tensor_scale,
         masks=quantizer.gradient == ClipMask(),
         outside=outside,
         drawn=Rounding(mode="stochastic") if corrects else rounding,
         draws_scales=corrects,
-        defines=(*defines, *own),
+        defines=(*defines, *own, ("RUN", str(fmt.block[1]))),
         head=whole[: -_TAIL - len(NO_DRAW)],
         tail=whole[-_TAIL:],
-    )  # fmt: skip
+        kernels={},
+    )
 
 
-def _block_macros(quantizer: Quantizer) -> _Found | None:
+def _block(quantizer: Quantizer) -> _Found | None:
     """Return the cast of a block format and the macros that only these kernels have."""
     fmt, rounding = quantizer.format, quantizer.rounding
     if not isinstance(fmt, BlockFormat) or not isinstance(fmt.element, FloatFormat) or fmt.block not in _BLOCKS:
@@ -166,7 +162,7 @@ _BLOCKS = ((1, 16), (1, 32))
 _ROUNDINGS = ("nearest_even", "nearest_toward_zero", "nearest_away", "stochastic")
 
 
-def _scaling_macros(quantizer: Quantizer) -> _Found | None:
+def _scaled(quantizer: Quantizer) -> _Found | None:
     """Return the same of a scale rule; the cast of the spec is not the rule's, its elements are."""
     fmt, scaling, rounding = quantizer.format, quantizer.scaling, quantizer.rounding
     if not _small(fmt) or (quantizer.overflow or fmt.default_overflow) != "saturate" or scaling is None:
@@ -188,7 +184,7 @@ def _scaling_macros(quantizer: Quantizer) -> _Found | None:
     return spec, (*own, ("DIVIDES", str(int(multiplier != 1)))), float(multiplier) if multiplier != 1 else None
 
 
-def _corrected_macros(quantizer: Quantizer) -> _Found | None:
+def _corrected(quantizer: Quantizer) -> _Found | None:
     """Return the same of the rule whose scales EDEN corrects."""
     fmt, scaling = quantizer.format, quantizer.scaling
     overflow = quantizer.overflow or (fmt.default_overflow if fmt is not None else None)
