@@ -59,27 +59,13 @@ DEVICE float fast_scale_rounded(float value) {
 #endif
 }
 
+// tensor: encode holds S_enc / m here.
 DEVICE FastBlock fast_block(u32 amax, TensorScale tensor) {
-  float a = as_float(min(amax, 0x7F7FFFFFu));
-  float scale, factor;
-#if TWO_LEVEL
-  scale = fast_scale_rounded(at_most_float_max(__fmul_rn(a, tensor.encode)));  // encode holds S_enc / m here
-  factor = reciprocal_of(__fmul_rn(scale, tensor.decode));
-#else
-  if (a == 0.0f) {
-    scale = fast_scale_rounded(1.0f), factor = 1.0f;
-  } else {
-#if ARITHMETIC == 2
-    factor = at_most_float_max(__fdiv_rn(as_float(ELEMENT_MAX), a));
-    scale = fast_scale_rounded(reciprocal_of(factor));
-    if (!SCALE_PLAIN) factor = reciprocal_of(scale);
-#else
-    scale = fast_scale_rounded(at_most_float_max(fmaxf(__fdiv_rn(a, as_float(ELEMENT_MAX)), FLOAT_MIN)));
-    factor = ARITHMETIC == 0 ? (scale > 0.0f ? scale : FLOAT_MIN) : reciprocal_of(scale);
-#endif
-  }
-#endif
-  return {ELEMENT_LIMIT, ELEMENT_LIMIT_NEGATIVE, ELEMENT_LOWEST, factor, scale, scale, amax >= FLOAT_EXPONENT};
+  BlockScale s = real_scale(
+      as_float(min(amax, 0x7F7FFFFFu)), TWO_LEVEL, tensor.encode, tensor.decode, ARITHMETIC, as_float(ELEMENT_MAX),
+      SCALE_PLAIN, [](float x) { return fast_scale_rounded(x); });
+  bool refused = amax >= FLOAT_EXPONENT;
+  return {ELEMENT_LIMIT, ELEMENT_LIMIT_NEGATIVE, ELEMENT_LOWEST, s.factor, s.scale, s.scale, refused};
 }
 #else
 DEVICE FastBlock fast_block(u32 amax, TensorScale tensor) {

@@ -110,20 +110,21 @@ DEVICE TensorScale tensor_scale_of(double amax, const ScaleParameters& p) {
   return {encode, __fdiv_rn(1.0f, encode)};
 }
 
-// Sections 5 (real scales) and 6 (steps 2 and 3).
-DEVICE BlockScale real_scale(double amax, const ScaleParameters& p, TensorScale tensor) {
-  float a = at_most_float_max(__double2float_rn(amax));
-  float quotient = at_most_float_max(__fdiv_rn(p.max, a));  // FLT_MAX where a is 0, and then not looked at
-  float wanted;
-  if (p.two_level) wanted = at_most_float_max(__fmul_rn(a, at_most_float_max(__fmul_rn(tensor.encode, p.reciprocal_max))));
+// Sections 5 (real scales) and 6 (steps 2 and 3) for an amax of at most FLOAT_MAX. step: the tensor's encode scale over
+// element.max; max: element.max; plain: the scale format is float32, which rounds nothing; else rounded is S(.).
+template <typename Rounded>
+DEVICE BlockScale real_scale(
+    float a, bool two_level, float step, float decode, i32 arithmetic, float max, bool plain, const Rounded& rounded) {
+  float quotient = at_most_float_max(__fdiv_rn(max, a)), wanted;  // FLT_MAX where a is 0, and then not looked at
+  if (two_level) wanted = at_most_float_max(__fmul_rn(a, step));
   else if (a == 0.0f) wanted = 1.0f;
-  else if (p.arithmetic == ARITHMETIC_ENCODE) wanted = reciprocal_of(quotient);
-  else wanted = at_most_float_max(fmaxf(__fdiv_rn(a, p.max), FLOAT_MIN));
-  float scale = scale_rounded(wanted, p), factor;
-  if (p.two_level) factor = reciprocal_of(__fmul_rn(scale, tensor.decode));
+  else if (arithmetic == ARITHMETIC_ENCODE) wanted = reciprocal_of(quotient);
+  else wanted = at_most_float_max(fmaxf(__fdiv_rn(a, max), FLOAT_MIN));
+  float scale = rounded(wanted), factor;
+  if (two_level) factor = reciprocal_of(__fmul_rn(scale, decode));
   else if (a == 0.0f) factor = 1.0f;
-  else if (p.arithmetic == ARITHMETIC_ENCODE) factor = p.plain ? quotient : reciprocal_of(scale);
-  else if (p.arithmetic == ARITHMETIC_RECIPROCAL) factor = reciprocal_of(scale);
+  else if (arithmetic == ARITHMETIC_ENCODE) factor = plain ? quotient : reciprocal_of(scale);
+  else if (arithmetic == ARITHMETIC_RECIPROCAL) factor = reciprocal_of(scale);
   else factor = scale > 0.0f ? scale : FLOAT_MIN;
   return {scale, factor, 0, 0};
 }
@@ -141,7 +142,11 @@ DEVICE BlockScale affine_scale(BlockExtremes extremes, const ScaleParameters& p)
 __device__ __noinline__ BlockScale scale_of(BlockExtremes extremes, const ScaleParameters& p, TensorScale tensor) {
   if (p.zero_point) return affine_scale(extremes, p);
   double amax = fmax(-extremes.low, extremes.high);
-  if (p.rule == RULE_AMAX) return real_scale(amax, p, tensor);
+  if (p.rule == RULE_AMAX) {
+    float a = at_most_float_max(__double2float_rn(amax)), step = at_most_float_max(__fmul_rn(tensor.encode, p.reciprocal_max));
+    return real_scale(
+        a, p.two_level, step, tensor.decode, p.arithmetic, p.max, p.plain, [&](float x) { return scale_rounded(x, p); });
+  }
   i32 exponent = scale_exponent(amax, p);
   return {(float)power_of_two(exponent), 1.0f, exponent, 0};
 }
