@@ -1,40 +1,22 @@
 // The units of section 3 of docs/matmul.md, one output a thread. UNIT: 0 two-stage, 1 pairwise, 2 integers.
 #include "problem.cuh"
 
-#define SIDE 16    // rows and columns of a block of threads, with an output each
-#define WINDOW 32  // k positions that lie in shared memory at a time
-
 #define TWO_STAGE 0
 #define PAIRWISE 1
 #define INTEGER 2
 
-// Operands in shared memory as doubles, 16 rows and columns at a time.
-struct Inputs {
-  const void *a, *b;
-  const i32* source;
-  i64 places, window;  // window: the first place in shared memory
-  i64 first_row, first_column;
-};
-
+// Operands in shared memory as doubles.
 __shared__ double values[2][SIDE][WINDOW];
 __shared__ i32 absent[WINDOW];  // whether a place has no product
 
-// Bring `count` places from `first` on into shared memory unless they are there; all threads come along.
 DEVICE int reach(Inputs& in, const Problem& p, i64 first, int count) {
-  if (first < in.window || first + count > in.window + WINDOW) {
-    i64 row = in.first_row + threadIdx.x / SIDE, column = in.first_column + threadIdx.x / SIDE;
-    __syncthreads();
-    for (int place = threadIdx.x % SIDE; place < WINDOW; place += SIDE) {
-      i32 k = first + place < in.places ? in.source[first + place] : -1;
-      bool of_a = k >= 0 && row < p.rows, of_b = k >= 0 && column < p.columns;
-      values[0][threadIdx.x / SIDE][place] = of_a ? element_at(in.a, row * p.a_row + k * p.a_stride, p.a_type) : 0.0;
-      values[1][threadIdx.x / SIDE][place] = of_b ? element_at(in.b, column * p.b_row + k * p.b_stride, p.b_type) : 0.0;
-      if (threadIdx.x < SIDE) absent[place] = k < 0;
-    }
-    in.window = first;
-    __syncthreads();
-  }
-  return (int)(first - in.window);
+  return reach(in, first, count, [&](int side, int place, i32 k) {
+    i64 row = in.first_row + side, column = in.first_column + side;
+    bool of_a = k >= 0 && row < p.rows, of_b = k >= 0 && column < p.columns;
+    values[0][side][place] = of_a ? element_at(in.a, row * p.a_row + k * p.a_stride, p.a_type) : 0.0;
+    values[1][side][place] = of_b ? element_at(in.b, column * p.b_row + k * p.b_stride, p.b_type) : 0.0;
+    if (side == 0) absent[place] = k < 0;
+  });
 }
 
 // n 2^shift, toward minus infinity.
@@ -157,11 +139,7 @@ DEVICE double block_sum(Inputs& in, const Problem& p, i64 first, double running)
 KERNEL __launch_bounds__(SIDE * SIDE)
 cdna_product(const void* a, const void* b, const void* c, const i32* source, const Order order, const u8* marks,
              void* sums, const Problem p) {
-  i64 places = (i64)order.part_blocks[2 * p.parts - 1] * p.block;
-  each_square<SIDE * SIDE>(marks, p, SIDE, [&](i64, int first_row, int first_column) {
-    Inputs in = {a, b, source, places, -WINDOW - 1, first_row, first_column};
-    i64 row = first_row + threadIdx.x / SIDE, column = first_column + threadIdx.x % SIDE;
-    add_blocks(c, order, sums, p, row, column,
-               [&](i64 t, double running) { return block_sum(in, p, t * p.block, running); });
+  each_output(a, b, c, source, order, marks, sums, p, [&](Inputs& in, auto add) {
+    add([&](i64 t, double running, i64, i64) { return block_sum(in, p, t * p.block, running); });
   });
 }

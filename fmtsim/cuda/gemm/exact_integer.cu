@@ -11,9 +11,6 @@ typedef U128 Magnitude;
 typedef u64 Magnitude;
 #endif
 
-#define SIDE 16    // rows and columns of a block of threads
-#define WINDOW 32  // places of the order that lie in shared memory at a time
-
 // Exact sums over any range of exponents: digits of 32 bits that carry only when they are read.
 
 // The number sum of digit[i] 2^(32 i + lowest); digits are signed and may hold 2^30 additions.
@@ -181,21 +178,12 @@ struct Sum {
 
 __shared__ Element elements[2][SIDE][WINDOW];
 
-struct Inputs {
-  const void *a, *b;
-  const float *scale_a, *scale_b;
-  const i32* source;
-  i64 places, window;  // window: the first place in shared memory
-  i64 first_row, first_column;
-};
-
-DEVICE Element load(const Inputs& in, const Problem& p, int side, i64 row, i64 place) {
-  i32 k = place < in.places ? in.source[place] : -1;
+DEVICE Element load(const Inputs& in, const Problem& p, int side, i64 row, i32 k) {
   if (k < 0 || row >= (side ? p.columns : p.rows)) return Element{0, 0, IS_ZERO | MISSING};
   double scale = 1.0;
   if (p.scale_block) {
-    scale = side ? scale_at(in.scale_b, p.scale_b_row, p.scale_b_stride, row, k / p.scale_block)
-                 : scale_at(in.scale_a, p.scale_a_row, p.scale_a_stride, row, k / p.scale_block);
+    scale = side ? scale_at(in.order.scale_b, p.scale_b_row, p.scale_b_stride, row, k / p.scale_block)
+                 : scale_at(in.order.scale_a, p.scale_a_row, p.scale_a_stride, row, k / p.scale_block);
   }
   if (side) return element_of(element_at(in.b, row * p.b_row + k * p.b_stride, p.b_type), p.b_bits, p.b_lsb,
                                 p.b_emin, scale, p);
@@ -203,19 +191,11 @@ DEVICE Element load(const Inputs& in, const Problem& p, int side, i64 row, i64 p
                     p.a_emin, scale, p);
 }
 
-// Bring `count` places from `first` on into shared memory unless they are there; all threads come along.
 DEVICE int reach(Inputs& in, const Problem& p, i64 first, int count) {
-  if (first < in.window || first + count > in.window + WINDOW) {
-    int row = threadIdx.x / SIDE;
-    __syncthreads();
-    for (int place = threadIdx.x % SIDE; place < WINDOW; place += SIDE) {
-      elements[0][row][place] = load(in, p, 0, in.first_row + row, first + place);
-      elements[1][row][place] = load(in, p, 1, in.first_column + row, first + place);
-    }
-    in.window = first;
-    __syncthreads();
-  }
-  return (int)(first - in.window);
+  return reach(in, first, count, [&](int row, int place, i32 k) {
+    elements[0][row][place] = load(in, p, 0, in.first_row + row, k);
+    elements[1][row][place] = load(in, p, 1, in.first_column + row, k);
+  });
 }
 
 // Steps 1 and 3 of a block: what is not finite, the alignment exponent of its products, and their lowest place.
@@ -317,15 +297,12 @@ DEVICE double block_sum(Inputs& in, const Problem& p, i64 first, double running,
 KERNEL __launch_bounds__(SIDE * SIDE)
 exact_integer(const void* a, const void* b, const void* c, const i32* source, const Order order, const u8* marks,
               void* sums, const Problem p) {
-  i64 places = (i64)order.part_blocks[2 * p.parts - 1] * p.block;
-  each_square<SIDE * SIDE>(marks, p, SIDE, [&](i64, int first_row, int first_column) {
-    Inputs in = {a, b, order.scale_a, order.scale_b, source, places, -WINDOW - 1, first_row, first_column};
-    i64 row = first_row + threadIdx.x / SIDE, column = first_column + threadIdx.x % SIDE;
+  each_output(a, b, c, source, order, marks, sums, p, [&](Inputs& in, auto add) {
     Sum sum;
 #if LIMBS
     sum.limbs.clear();
 #endif
-    add_blocks(c, order, sums, p, row, column, [&](i64 t, double running) {
+    add([&](i64 t, double running, i64 row, i64 column) {
       return block_sum(in, p, t * p.block, running, sum, drawn(p, t, row, column));
     });
   });

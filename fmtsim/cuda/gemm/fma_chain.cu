@@ -123,21 +123,10 @@ DEVICE void fetch(Stage* to, const Word* a, const Word* b, i64 place) {
 
 struct Lane { i32 a, b; };  // where a lane's words begin
 
-template <int Apart>
-DEVICE void load8(Word (&to)[8], const Word* from) {
-#pragma unroll
-  for (int i = 0; i < 8; i += CHUNK) {
-    struct alignas(16) Chunk { Word word[CHUNK]; };
-    const Chunk chunk = *(const Chunk*)(from + i * Apart);
-#pragma unroll
-    for (int j = 0; j < CHUNK; ++j) to[i + j] = chunk.word[j];
-  }
-}
-
 DEVICE void add_place(Sum (&c)[8][8], const Stage& stage, i32 place, const Lane& lane) {
   Word x[8], y[8];
-  load8<8>(x, stage.a[place] + lane.a);
-  load8<4>(y, stage.b[place] + lane.b);
+  load<Word, 8, 8>(x, stage.a[place] + lane.a);
+  load<Word, 8, 4>(y, stage.b[place] + lane.b);
 #pragma unroll
   for (int i = 0; i < 8; ++i)
 #pragma unroll

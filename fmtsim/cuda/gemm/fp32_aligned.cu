@@ -136,13 +136,6 @@ DEVICE void fetch(Stage* to, const Operand& a, const Operand& b, i32 block) {
 // A sum with the bits that the accumulator keeps.
 DEVICE float truncated(float sum) { return __uint_as_float(__float_as_uint(sum) & ~((1u << (23 - KEPT)) - 1)); }
 
-DEVICE void load8(float (&to)[8], const float* from, i32 half) {
-  const float4& x = *(const float4*)from;
-  const float4& y = *(const float4*)(from + half);
-  to[0] = x.x; to[1] = x.y; to[2] = x.z; to[3] = x.w;
-  to[4] = y.x; to[5] = y.y; to[6] = y.z; to[7] = y.w;
-}
-
 // The largest sums of powers of each output of a 16 x 8 tile, as bits of a float32.
 DEVICE void sum_powers(u32 (&largest)[4], const Words4* a, const Words4* b, bool odd) {
   float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -218,8 +211,8 @@ DEVICE void add_products(float (&c)[8][8], const Stage& stage, i32 warp_row, i32
 #pragma unroll UNROLL
   for (int place = 0; place < BLOCK; ++place) {
     float x[8], y[8];
-    load8(x, a + place * PANEL, 32);
-    load8(y, b + place * PANEL, 16);
+    load<float, 8, 8>(x, a + place * PANEL);
+    load<float, 8, 4>(y, b + place * PANEL);
 #pragma unroll
     for (int i = 0; i < 8; ++i)
 #pragma unroll
@@ -241,26 +234,6 @@ DEVICE void finish_block(float (&c)[8][8]) {
     }
 }
 
-struct Output {
-  float* sums;  // [rows, columns]
-  i32 rows, columns, row, column;  // row and column: of the lane's first output
-};
-
-// Writes a chain's results, or adds them to those of earlier chains, and starts anew at zero.
-DEVICE void end_chain(float (&c)[8][8], const Output& to, bool first) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      i32 row = to.row + i * 8, column = to.column + j / 2 * 8 + j % 2;
-      if (row < to.rows && column < to.columns) {
-        float* place = to.sums + (i64)row * to.columns + column;
-        *place = first ? truncated(c[i][j]) : *place + truncated(c[i][j]);
-      }
-      c[i][j] = 0.0f;
-    }
-}
-
 KERNEL __launch_bounds__(THREADS, RESIDENT)
 fp32_aligned(const float* values_a, const Words4* powers_a, const u32* signs_a, const float* values_b,
              const Words4* powers_b, const u32* signs_b, const u32* flags, const u8* ends, const i32* part_blocks,
@@ -276,10 +249,14 @@ fp32_aligned(const float* values_a, const Words4* powers_a, const u32* signs_a, 
   Operand a = {values_a, powers_a, signs_a, (i64)panels.a * blocks};
   Operand b = {values_b, powers_b, signs_b, (i64)panels.b * blocks};
   i32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_row = warp % 2, warp_column = warp / 2;
-  Output to = {sums + (i64)blockIdx.z * rows * columns, rows, columns, panels.a * PANEL + warp_row * 64 + lane / 4,
-               panels.b * PANEL + warp_column * 32 + lane % 4 * 2};
   float c[8][8] = {};
   bool first = true;
+  auto end_chain = [&]() {
+    write_floats(sums, rows, columns, panels, first, [&](int i, int j) { return truncated(c[i][j]); });
+    first = false;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) c[i / 8][i % 8] = 0.0f;
+  };
   auto bring = [&](i32 slot, i32 block) { fetch(stages + slot, a, b, block); };
   bring_first<STAGES>(begin, end, bring);
   for (i32 block = begin, slot = 0; block < end; ++block, slot = slot_after<STAGES>(slot)) {
@@ -287,12 +264,9 @@ fp32_aligned(const float* values_a, const Words4* powers_a, const u32* signs_a, 
     start_block(c, stages[slot], warp_row, warp_column, lane);
     add_products(c, stages[slot], warp_row, warp_column, lane);
     finish_block(c);
-    if (PROMOTE && ends[block]) {
-      end_chain(c, to, first);
-      first = false;
-    }
+    if (PROMOTE && ends[block]) end_chain();
   }
-  if (!PROMOTE) end_chain(c, to, true);
+  if (!PROMOTE) end_chain();
 }
 
 #endif

@@ -64,18 +64,6 @@ struct Extremes {
   u32 smallest;
 };
 
-template <typename T, int Count, int Apart>
-DEVICE void load(T (&to)[Count], const T* from) {
-  constexpr int CHUNK_OF = 16 / sizeof(T);
-  struct alignas(16) Chunk { T value[CHUNK_OF]; };
-#pragma unroll
-  for (int i = 0; i < Count; i += CHUNK_OF) {
-    const Chunk chunk = *(const Chunk*)(from + i * Apart);
-#pragma unroll
-    for (int j = 0; j < CHUNK_OF; ++j) to[i + j] = chunk.value[j];
-  }
-}
-
 // The largest field of M that a product of the block asks for, two columns a word.
 struct Fields { u32 word[8][4]; };
 

@@ -72,17 +72,5 @@ typedef double Value;
 typedef float Value;
 #endif
 
-DEVICE Value read_value(const void* x, i64 place) {
-#if TYPE == TYPE_FP32
-  return ((const float*)x)[place];
-#elif TYPE == TYPE_BF16
-  return __uint_as_float((u32)((const u16*)x)[place] << 16);
-#elif TYPE == TYPE_FP16
-  return float16(((const u16*)x)[place]);
-#elif TYPE == TYPE_FP64
-  return ((const double*)x)[place];
-#else
-  return float8(((const u8*)x)[place], TYPE);
-#endif
-}
+DEVICE Value read_value(const void* x, i64 place) { return (Value)element_at(x, place, TYPE); }
 #endif

@@ -21,6 +21,20 @@ DEVICE i32 place_of_column(i32 column) {
   return column / 32 * 32 + i / Chunk * 4 * Chunk + lane * Chunk + i % Chunk;
 }
 
+// Load Count words of a k position from a lane's first one, where places are those of above: 8 words for Apart 8, of
+// columns 4.
+template <typename T, int Count, int Apart>
+DEVICE void load(T (&to)[Count], const T* from) {
+  constexpr int CHUNK_OF = 16 / sizeof(T);
+  struct alignas(16) Chunk { T value[CHUNK_OF]; };
+#pragma unroll
+  for (int i = 0; i < Count; i += CHUNK_OF) {
+    const Chunk chunk = *(const Chunk*)(from + i * Apart);
+#pragma unroll
+    for (int j = 0; j < CHUNK_OF; ++j) to[i + j] = chunk.value[j];
+  }
+}
+
 // The panels of a tile. Those of the first operand come in groups of 8, so that blocks that run together share operands
 // in the second-level cache.
 struct Panels {
@@ -35,6 +49,24 @@ DEVICE Panels panels_of(i32 rows, i32 columns, i32 width = PANEL) {
   i32 count_a = (rows + PANEL - 1) / PANEL, count_b = (columns + width - 1) / width;
   i32 group = blockIdx.x / (8 * count_b), height = min(8, count_a - 8 * group), rest = blockIdx.x % (8 * count_b);
   return {count_a, count_b, 8 * group + rest % height, rest / height};
+}
+
+// Write the 64 results of a lane, float32 [part, rows, columns], or add them to those of earlier chains: value(i, j) is of
+// its row i and column j.
+template <typename Value>
+DEVICE void write_floats(float* sums, i32 rows, i32 columns, const Panels& panels, bool first, Value value) {
+  const i32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const i32 top = panels.a * PANEL + warp % 2 * 64 + lane / 4, left = panels.b * PANEL + warp / 2 * 32 + lane % 4 * 2;
+  sums += (i64)blockIdx.z * rows * columns;
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const i32 row = top + i * 8, column = left + j / 2 * 8 + j % 2;
+      if (row >= rows || column >= columns) continue;
+      float* place = sums + (i64)row * columns + column;
+      *place = first ? value(i, j) : *place + value(i, j);
+    }
 }
 
 // A ring of Stages slots in shared memory, into which fetch(slot, i) starts to copy stage i, of first ... stop - 1. A

@@ -113,24 +113,58 @@ DEVICE double joined(double total, double chain, const Problem& p, i64 t, i64 ro
   return promoted(total, chain, p, of_row, of_column);
 }
 
-// Add the blocks of an output and write the sum of each part. block_sum(t, running) is the running sum behind block t;
-// all threads of a block come along, those outside the result too.
-template <typename BlockSum>
-DEVICE void add_blocks(const void* c, const Order& order, void* sums, const Problem& p, i64 row, i64 column,
-                       BlockSum block_sum) {
-  bool inside = row < p.rows && column < p.columns;
-  for (int part = 0; part < p.parts; ++part) {
-    double start = part == 0 && c != nullptr && inside ? addend_at(c, p, row, column) : 0.0;
-    double running = p.promotes ? 0.0 : start, total = start;
-    for (i64 t = order.part_blocks[2 * part]; t < order.part_blocks[2 * part + 1]; ++t) {
-      running = block_sum(t, running);
-      if (p.promotes && order.ends[t] && inside) {
-        total = joined(total, running, p, t, row, column, order);
-        running = 0.0;
-      }
-    }
-    if (inside) write_sum(sums, p, part, row, column, p.promotes ? total : running);
+#define SIDE 16    // rows and columns of a block of threads with an output each
+#define WINDOW 32  // places of the order that lie in shared memory at a time
+
+// What a block of threads with an output each reads; window: the first place in shared memory.
+struct Inputs {
+  const void *a, *b;
+  const Order& order;
+  const i32* source;
+  i64 places, window;
+  i64 first_row, first_column;
+};
+
+// Bring `count` places from `first` on into shared memory unless they are there, by fill(row, place, k) for each row and
+// place of the window; all threads come along.
+template <typename Fill>
+DEVICE int reach(Inputs& in, i64 first, int count, Fill fill) {
+  if (first < in.window || first + count > in.window + WINDOW) {
+    __syncthreads();
+    for (int place = threadIdx.x % SIDE; place < WINDOW; place += SIDE)
+      fill(threadIdx.x / SIDE, place, first + place < in.places ? in.source[first + place] : -1);
+    in.window = first;
+    __syncthreads();
   }
+  return (int)(first - in.window);
+}
+
+// For each square of outputs call work(inputs, add), which calls add(block_sum) once: block_sum(t, running, row, column)
+// is the running sum behind block t. Chains are promoted and the sum of each part is written; all threads of a block come
+// along, those outside the result too.
+template <typename Work>
+DEVICE void each_output(const void* a, const void* b, const void* c, const i32* source, const Order& order,
+                        const u8* marks, void* sums, const Problem& p, Work work) {
+  const i64 places = (i64)order.part_blocks[2 * p.parts - 1] * p.block;
+  each_square<SIDE * SIDE>(marks, p, SIDE, [&](i64, int first_row, int first_column) {
+    Inputs in = {a, b, order, source, places, -WINDOW - 1, first_row, first_column};
+    const i64 row = first_row + threadIdx.x / SIDE, column = first_column + threadIdx.x % SIDE;
+    const bool inside = row < p.rows && column < p.columns;
+    work(in, [&](auto block_sum) {
+      for (int part = 0; part < p.parts; ++part) {
+        double start = part == 0 && c != nullptr && inside ? addend_at(c, p, row, column) : 0.0;
+        double running = p.promotes ? 0.0 : start, total = start;
+        for (i64 t = order.part_blocks[2 * part]; t < order.part_blocks[2 * part + 1]; ++t) {
+          running = block_sum(t, running, row, column);
+          if (p.promotes && order.ends[t] && inside) {
+            total = joined(total, running, p, t, row, column, order);
+            running = 0.0;
+          }
+        }
+        if (inside) write_sum(sums, p, part, row, column, p.promotes ? total : running);
+      }
+    });
+  });
 }
 
 // Promotion of packed kernels' chains, whose outer sums lie in the result: not at all, to float32, or as `joined` does
