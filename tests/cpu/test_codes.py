@@ -1,31 +1,33 @@
-"""Codes and scales of the fast kernels against the general kernel: every format, rounding and overflow rule."""
+"""Values, codes and scales of the kernels against the torch engine: every format, rounding and overflow rule."""
 
 from functools import cache
 
 import pytest
 import torch
 
-from fmtsim.cpu.cast import codes, elements, engine, general, lookup, matrices, selection
+from fmtsim import torch_engine
+from fmtsim.cpu.cast import codes, engine, lookup, selection
+from fmtsim.cpu.cast.words import integers_of
 from fmtsim.cpu.runtime import pool
 from fmtsim.formats.block import BlockFormat, scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey
+from fmtsim.torch_engine.philox import random_integers
 from tests.support.bits import assert_same_bits, differing
 from tests.support.casts import DETERMINISTIC, adversarial, element_formats, scaled_formats
 from tests.support.operands import normal
 
-# Wider tables have no fast path: the general kernel would be compared with itself.
+# Wider tables have no kernel.
 FORMATS = [name for name in element_formats(31) if get_format(name).bits <= 8 or codes.coding_of(get_format(name))]
 KEY = RandomKey(3, 5)
-
-
-def general_codes(x: torch.Tensor, spec: CastSpec, random: Random) -> torch.Tensor:
-    """Return the codes of the general kernel."""
-    result = torch.empty(x.shape, dtype=elements.code_dtype(spec.format.bits))
-    elements._general(spec, random, general.encode_flat)(x.contiguous().view(-1), result.view(-1), 0)
-    return result
+STOCHASTIC = (
+    Rounding(mode="stochastic"),
+    Rounding(mode="stochastic", random_bits=5),
+    Rounding(mode="stochastic", random_bits=8, layout="cvt_rs"),
+    Rounding(mode="stochastic", random_bits=13, layout="cvt_rs"),
+)
 
 
 def bfloat16_patterns() -> torch.Tensor:
@@ -45,16 +47,35 @@ def cases(name: str) -> list[tuple[CastSpec, Random]]:
     return [
         (CastSpec(format=fmt, rounding=rounding, overflow=overflow), random)
         for overflow in ("saturate", "ieee")
-        for rounding, random in [*((r, None) for r in DETERMINISTIC), (Rounding(mode="stochastic"), KEY)]
+        for rounding, random in [*((r, None) for r in DETERMINISTIC), *((r, KEY) for r in STOCHASTIC)]
     ]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_codes_are_those_of_the_general_kernel(name: str):
+def test_codes_are_those_of_the_torch_engine(name: str):
     for spec, random in cases(name):
         x = numbers(name, every=1 if spec.rounding == Rounding() and spec.overflow == "saturate" else 61)
-        expected = general_codes(x, spec, random)
-        assert torch.equal(engine.encode(x, spec, random).codes, expected), spec
+        if engine.supports("encode", spec, x):
+            expected = torch_engine.encode(x, spec, random).codes
+            assert torch.equal(engine.encode(x, spec, random).codes, expected), spec
+
+
+@pytest.mark.parametrize("name", ["e4m3", "bf16", "int8"])
+def test_given_words_are_those_that_would_be_drawn(name: str):
+    x = numbers(name, every=61)
+    for rounding in STOCHASTIC:
+        spec = CastSpec(format=get_format(name), rounding=rounding, overflow="saturate")
+        words = integers_of(rounding, KEY, x.shape).view(x.shape)
+        assert torch.equal(words, random_integers(KEY, rounding, 0, x.numel(), "cpu"))
+        assert torch.equal(engine.encode(x, spec, words).codes, engine.encode(x, spec, KEY).codes)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "bf16", "int8", "nf4", "int8_half", "lns8_g8"])
+def test_common_formats_have_a_kernel(name: str):
+    for verb in ("quantize", "encode"):
+        for rounding in DETERMINISTIC if name == "e4m3" else DETERMINISTIC[:1]:
+            spec = CastSpec(format=get_format(name), rounding=rounding, overflow="saturate")
+            assert engine.supports(verb, spec, torch.zeros(1)), (verb, spec)
 
 
 @pytest.mark.parametrize("name", ["nf4", "bnb_dynamic8", "lns8_g8", "int4_half", "e4m3", "int8"])
@@ -63,25 +84,25 @@ def test_a_million_bit_patterns(name: str):
     x[: 1 << 19] = x[: 1 << 19] & 0x07FFFFFF | 0x3C000000  # half of them between 2**-7 and 2**9
     x = x.view(torch.float32)
     spec = CastSpec(format=get_format(name), rounding=Rounding(), overflow="saturate")
-    assert torch.equal(engine.encode(x, spec, None).codes, general_codes(x, spec, None))
+    assert torch.equal(engine.encode(x, spec, None).codes, torch_engine.encode(x, spec, None).codes)
 
 
 @pytest.mark.parametrize("name", ["nf4", "bnb_fp4", "lns8_g8", "int8_half", "p3109_k8p1ue"])
-def test_looked_up_values_are_those_of_the_general_kernel(name: str):
+def test_values_are_those_of_the_torch_engine(name: str):
     x = numbers(name, every=7)
     for spec, random in cases(name):
         found, expected = torch.empty(x.shape), torch.empty(x.shape)
-        engine.quantize(x, spec, random, found)
-        elements._general(spec, random, general.quantize_flat)(x, expected, 0)
-        assert_same_bits(found, expected, what=spec)
+        if engine.supports("quantize", spec, x, found):
+            engine.quantize(x, spec, random, found)
+            torch_engine.quantize(x, spec, random, expected)
+            assert_same_bits(found, expected, what=spec)
 
 
 def test_formats_that_share_codes_within_a_bucket_have_no_table():
     crowded = CodebookFormat(name="crowded", values=(0.0, 1.0, 1.001, 1.002))
     spec = CastSpec(format=crowded, rounding=Rounding(), overflow="saturate")
     assert lookup.table_of(crowded, spec.rounding, "saturate") is None
-    x = torch.linspace(0.999, 1.003, 100)
-    assert torch.equal(engine.encode(x, spec, None).codes, general_codes(x, spec, None))
+    assert not engine.supports("encode", spec, torch.zeros(1))
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "int8", "nf4", "bf16"])
@@ -91,7 +112,9 @@ def test_views_odd_lengths_and_threads(name: str, rounding: Rounding):
     spec = CastSpec(format=get_format(name), rounding=rounding, overflow="saturate")
     random = KEY if rounding.mode == "stochastic" else None
     for x in (whole, whole.t(), whole[:, 1:], whole[::2, ::3], whole[0, :1], whole[:0], whole[0, 0], whole.bfloat16()):
-        expected = general_codes(x.float(), spec, random)
+        if not engine.supports("encode", spec, x):
+            continue
+        expected = torch_engine.encode(x, spec, random).codes
         for threads in (1, 2):
             pool.set_num_threads(threads)
             found = engine.encode(x, spec, random).codes
@@ -100,7 +123,12 @@ def test_views_odd_lengths_and_threads(name: str, rounding: Rounding):
 
 BLOCK_FORMATS = [name for name in scaled_formats() if isinstance(get_format(name), BlockFormat)]
 BLOCK_KEY = RandomKey(11, 2)
-ROUNDINGS = [(Rounding(), None), (Rounding(mode="stochastic"), BLOCK_KEY), (Rounding(mode="up"), None)]
+ROUNDINGS = [
+    (Rounding(), None),
+    (Rounding(mode="stochastic"), BLOCK_KEY),
+    (Rounding(mode="stochastic", random_bits=13, layout="cvt_rs"), BLOCK_KEY),
+    (Rounding(mode="up"), None),
+]
 MORE = [
     scaled(get_format("nf4"), (1, 64)),
     scaled(get_format("bnb_dynamic8"), (1, 256)),
@@ -129,12 +157,6 @@ def blocks_of_numbers(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     return x
 
 
-def general_parts(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matrices, "encoder", lambda *_: None)
-        return engine.encode(x, spec, random)
-
-
 def same_parts(found: EncodedParts, expected: EncodedParts) -> bool:
     pairs = list(zip(found, expected, strict=True))
     assert all((a is None) == (b is None) for a, b in pairs)
@@ -145,14 +167,28 @@ def check(fmt: BlockFormat, x: torch.Tensor, dim: int = -1) -> None:
     for overflow in ("saturate", "ieee"):
         for rounding, random in ROUNDINGS:
             spec = CastSpec(format=fmt, rounding=rounding, overflow=overflow, dim=dim)
-            expected = general_parts(x, spec, random)
-            for threads in (1, 2):
-                pool.set_num_threads(threads)
-                assert same_parts(engine.encode(x, spec, random), expected), (spec, threads)
+            if engine.supports("encode", spec, x):
+                check_codes(x, spec, random)
+            if engine.supports("quantize", spec, x, torch.empty(0)):
+                check_values(x, spec, random)
+
+
+def check_codes(x: torch.Tensor, spec: CastSpec, random: Random) -> None:
+    expected = torch_engine.encode(x, spec, random)
+    for threads in (1, 2):
+        pool.set_num_threads(threads)
+        assert same_parts(engine.encode(x, spec, random), expected), (spec, threads)
+
+
+def check_values(x: torch.Tensor, spec: CastSpec, random: Random) -> None:
+    found, expected = (x.float().clone() for _ in range(2))  # in place where that is x's dtype
+    engine.quantize(found if x.dtype == torch.float32 else x, spec, random, found)
+    torch_engine.quantize(x, spec, random, expected)
+    assert_same_bits(found, expected, what=spec)
 
 
 @pytest.mark.parametrize("fmt", [*map(get_format, BLOCK_FORMATS), *MORE], ids=lambda fmt: fmt.name)
-def test_parts_are_those_of_the_general_kernel(fmt: BlockFormat):
+def test_parts_and_values_are_those_of_the_torch_engine(fmt: BlockFormat):
     check(fmt, blocks_of_numbers(7, 2304 + 13))
     check(fmt, blocks_of_numbers(6, 130).t(), dim=-2)
     check(fmt, blocks_of_numbers(5, 96).nan_to_num(0.0, 0.0, 0.0))  # one scale for a tensor, without NaN and Inf
@@ -173,6 +209,6 @@ def test_threads_and_views(name: str):
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e3m2", "mxfp8_e4m3", "nvfp4", "int8_channel", "int4_g128"])
 def test_common_formats_have_a_fast_kernel(name: str):
-    for rounding, random in ROUNDINGS[:2]:
+    for rounding, _ in ROUNDINGS[:2]:
         spec = CastSpec(format=get_format(name), rounding=rounding, overflow="saturate")
-        assert selection.encoder(spec, random, 2) is not None
+        assert selection.encoder(spec) is not None

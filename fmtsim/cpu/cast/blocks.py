@@ -2,17 +2,17 @@
 
 A group of blocks goes through three phases while it is in the first-level cache: largest magnitudes, scales, elements.
 Loops of constant 16 lanes, and long flat ones, are what the compiler vectorises. Blocks with NaN, Inf or scales at
-float32's limits are left to the general kernel: the fast one stops in front of their group and says where.
+float32's limits are left to the torch engine: the kernel stops in front of their group and says where.
 """
 
 import numpy as np
-from numpy import float32, float64, int32, int64, uint64
+from numpy import float32, int32, int64, uint64
 
 from fmtsim.cpu.cast.phases import binary_scales, bounds, largest_magnitudes, per_lane, powers, real_scales, saturated
-from fmtsim.cpu.cast.philox import fill64
 from fmtsim.cpu.cast.scalar import stochastic_deep
 from fmtsim.cpu.cast.scales import AMAX
-from fmtsim.cpu.runtime.jit import bits32, device, kernel, prefetch
+from fmtsim.cpu.cast.words import words_at
+from fmtsim.cpu.runtime.jit import bits32, device, float32_of, kernel, prefetch
 
 _MAGNITUDE = int32(0x7FFFFFFF)
 _INF = int32(0x7F800000)
@@ -113,15 +113,6 @@ def quantize_real(x, y, g, p, sg, layout, start, stop):
 
 
 @device
-def draw_row(first, count, words, o0, o1, k0, k1):
-    """Draw the random words of elements ``first ...`` of a tensor; return them, in ``words`` of ``count + 128``."""
-    for block in range(first >> 6, (first + count + 63) >> 6):
-        place = 64 * (block - (first >> 6))
-        fill64(words[place : place + 64], block, o0, o1, k0, k1)
-    return words[first & 63 :]
-
-
-@device
 def stochastic_block(x, y, first, last, words, scale, decode_scale, factor, g):
     """Quantise elements ``first ... last - 1`` of a row; ``words`` holds the random words of the whole row.
 
@@ -134,12 +125,12 @@ def stochastic_block(x, y, first, last, words, scale, decode_scale, factor, g):
 
 
 @kernel
-def quantize_stochastic(x, y, g, p, sg, layout, o0, o1, k0, k1, start, stop):
+def quantize_stochastic(x, y, g, p, sg, w, layout, start, stop):
     """Quantise groups stochastically under scales of either kind; return the first group not done, or stop."""
     inner, columns = layout.inner, x.shape[1]
     amaxes, shifts = np.empty(layout.group, np.int32), np.empty(layout.group, np.int32)
     scales, factors = np.empty(layout.group, np.float32), np.empty(layout.group, np.float32)
-    words = np.empty(inner * layout.group + 128, np.uint32)
+    buffer = np.empty(inner * layout.group + 128, np.uint32)
     for group in range(start, stop):
         r0, r1, c0, c1 = bounds(group, x.shape, layout)
         count = (c1 - c0 + inner - 1) // inner
@@ -152,7 +143,7 @@ def quantize_stochastic(x, y, g, p, sg, layout, o0, o1, k0, k1, start, stop):
                 return int64(group)
             powers(shifts, scales, factors, count)
         for r in range(r0, r1):
-            row_words = draw_row(r * columns + c0, c1 - c0, words, o0, o1, k0, k1)
+            row_words = words_at(r * columns + c0, c1 - c0, w, buffer)
             xs, ys = x[r, c0:c1], y[r, c0:c1]
             for b in range(count):
                 last = min((b + 1) * inner, c1 - c0)
@@ -161,33 +152,15 @@ def quantize_stochastic(x, y, g, p, sg, layout, o0, o1, k0, k1, start, stop):
 
 
 @kernel
-def largest_bits(x):
-    """Return the bits of the largest magnitude of float32 x; NaN is larger than Inf."""
+def finite_amax(x):
+    """Return the largest finite magnitude of float32 x, and whether it holds NaN or Inf."""
     top = int32(0)
     for i in range(x.size):
         top = max(top, bits32(x[i]) & _MAGNITUDE)
-    return top
-
-
-def finite_amax(x: np.ndarray) -> tuple[float, bool, bool]:
-    """Return the largest finite magnitude of float32 x, and whether it holds NaN, and NaN or Inf."""
-    top = int32(largest_bits(x))
     if top < _INF:
-        return float(top.view(np.float32)), False, False
-    return finite_amax_double(x)  # seldom: look again, at finite elements alone
-
-
-@kernel
-def finite_amax_double(x):
-    """Return the largest finite magnitude of x, and whether it holds NaN, and NaN or Inf."""
-    amax = float64(0)
-    has_nan = has_inf = False
-    for i in range(x.size):
-        magnitude = abs(x[i])
-        if magnitude < np.inf:
-            amax = max(amax, magnitude)
-        elif magnitude != magnitude:
-            has_nan = True
-        else:
-            has_inf = True
-    return amax, has_nan, has_nan or has_inf
+        return float32_of(top), False
+    top = int32(0)
+    for i in range(x.size):  # seldom: look again, at finite elements alone
+        bits = bits32(x[i]) & _MAGNITUDE
+        top = max(top, bits if bits < _INF else int32(0))
+    return float32_of(top), True

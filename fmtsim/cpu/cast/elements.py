@@ -5,19 +5,18 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from fmtsim.cpu.cast import directed, general, scalar
+from fmtsim.cpu.cast import directed, scalar
 from fmtsim.cpu.cast.codes import code_flat, coding_of
 from fmtsim.cpu.cast.decoding import values_of
-from fmtsim.cpu.cast.element import element_of, tables_of
-from fmtsim.cpu.cast.grid import grid_of
+from fmtsim.cpu.cast.grid import Grid, grid_of
 from fmtsim.cpu.cast.lookup import look_up, look_up_values, table_of
-from fmtsim.cpu.cast.output import store, wider
-from fmtsim.cpu.cast.words import draw_of, flat_words, key_words, plain_key
+from fmtsim.cpu.cast.output import store
+from fmtsim.cpu.cast.words import words_of
 from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.scratch import scratch
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.spec import ElementFormat, IntFormat
-from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey
+from fmtsim.spec.cast import CastSpec, EncodedParts, Random
 
 _CHUNK = 1 << 16  # elements that pass through a float32 scratch at once
 Cast = Callable[[torch.Tensor, torch.Tensor, int], None]
@@ -27,19 +26,15 @@ Cast = Callable[[torch.Tensor, torch.Tensor, int], None]
 def quantize_elements(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> None:
     """Quantise x into out (dtypes of the four, any strides, out may be x)."""
     source, target = _flat(x, out, ordered=random is not None)
-    double = torch.float64 in (source.dtype, target.dtype)
-    cast = None if double else _fast(spec, random) or _by_table(spec)
-    cast = cast or _general(spec, random, general.quantize_flat)
-    wide = source.dtype in (torch.float32, torch.float64) and target.dtype in (torch.float32, torch.float64)
+    cast = _quantizer(spec, random, x.shape)
 
     def part(start: int, stop: int) -> None:
-        if wide:
+        if source.dtype == target.dtype == torch.float32:
             cast(source[start:stop], target[start:stop], start)
             return
         for first in range(start, stop, _CHUNK):
-            piece = source[first : min(first + _CHUNK, stop)]
-            piece = piece if piece.dtype == torch.float64 else piece.float()
-            result = torch.empty(piece.shape, dtype=wider(target.dtype))
+            piece = source[first : min(first + _CHUNK, stop)].float()
+            result = torch.empty_like(piece)
             cast(piece, result, first)
             store(result, target[first : first + piece.numel()])
 
@@ -52,12 +47,11 @@ def encode_elements(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedP
     """Return the codes of x."""
     source = x.contiguous().view(-1)
     codes = torch.empty(source.shape, dtype=code_dtype(spec.format.bits))
-    cast = _coder(spec, random, source.dtype == torch.float64)
+    cast = _coder(spec, random, x.shape)
 
     def part(start: int, stop: int) -> None:
         for first in range(start, stop, _CHUNK):
-            piece = source[first : min(first + _CHUNK, stop)]
-            piece = piece if piece.dtype == torch.float64 else piece.float()
+            piece = source[first : min(first + _CHUNK, stop)].float()
             cast(piece, codes[first : first + piece.numel()], first)
 
     pool.run(part, source.numel(), align=64)
@@ -85,15 +79,53 @@ def _dense(x: torch.Tensor) -> bool:
     return True
 
 
-def _coder(spec: CastSpec, random: Random, double: bool) -> Cast:
-    """Return the call that writes codes: of a fast kernel's values (kept in a cache), by table, or in general."""
-    fmt, cast = spec.format, None if double else _fast(spec, random)
-    coding = coding_of(fmt)  # type: ignore[arg-type]
-    if cast is None or coding is None:
-        words = None if double else table_of(fmt, spec.rounding, spec.overflow)  # type: ignore[arg-type]
-        if words is None:
-            return _general(spec, random, general.encode_flat)
+def covers(verb: str, spec: CastSpec) -> bool:
+    """Say whether a kernel quantises or encodes float32 elements."""
+    fmt: ElementFormat = spec.format  # type: ignore[assignment]
+    if grid_for(fmt, spec) is not None and (verb == "quantize" or coding_of(fmt) is not None):
+        return True
+    return table_of(fmt, spec.rounding, spec.overflow) is not None
+
+
+def grid_for(fmt: ElementFormat, spec: CastSpec) -> Grid | None:
+    """Return the grid of an element format for the kernels that compute, None where they do not round as a cast asks.
+
+    Of stochastic rounding they do variant a.
+    """
+    if (isinstance(fmt, IntFormat) and fmt.bits > 20) or (
+        spec.rounding.mode == "stochastic" and spec.rounding.variant != "a"
+    ):
+        return None
+    return grid_of(fmt, spec.overflow, spec.rounding.mode)
+
+
+def _quantizer(spec: CastSpec, random: Random, shape: torch.Size) -> Cast:
+    """Return the call of the kernel that rounds float32, or looks values up."""
+    fmt: ElementFormat = spec.format  # type: ignore[assignment]
+    grid, mode = grid_for(fmt, spec), spec.rounding.mode
+    if grid is None:
+        table = table_of(fmt, spec.rounding, spec.overflow)
+        with np.errstate(over="ignore"):
+            values = values_of(fmt).astype(np.float32)
+        return lambda piece, result, _: look_up_values(piece.numpy(), result.numpy(), table, values)
+    if mode == "stochastic":
+        words = words_of(spec.rounding, random, shape)
+        return lambda piece, result, start: scalar.stochastic_flat(piece.numpy(), result.numpy(), grid, words, start)
+    if mode == "nearest_even":
+        kernel = scalar.nearest_kernel(grid)
+        return lambda piece, result, _: kernel(piece.numpy(), result.numpy(), grid)
+    direction = directed.direction_of(mode)
+    return lambda piece, result, _: directed.directed_flat(piece.numpy(), result.numpy(), grid, direction)
+
+
+def _coder(spec: CastSpec, random: Random, shape: torch.Size) -> Cast:
+    """Return the call that writes codes: of a kernel's values (kept in a cache), or by table."""
+    fmt: ElementFormat = spec.format  # type: ignore[assignment]
+    coding = coding_of(fmt)
+    if coding is None or grid_for(fmt, spec) is None:
+        words = table_of(fmt, spec.rounding, spec.overflow)
         return lambda piece, codes, _: look_up(piece.numpy(), codes.numpy(), words)
+    cast = _quantizer(spec, random, shape)
 
     def code(piece: torch.Tensor, codes: torch.Tensor, start: int) -> None:
         values = torch.from_numpy(scratch("values", piece.numel(), np.float32))
@@ -101,44 +133,3 @@ def _coder(spec: CastSpec, random: Random, double: bool) -> Cast:
         code_flat(values.numpy(), codes.numpy(), coding)
 
     return code
-
-
-def _fast(spec: CastSpec, random: Random) -> Cast | None:
-    """Return the call of the fast kernel on float32, or None where it does not serve."""
-    mode = spec.rounding.mode
-    if mode == "stochastic" and not plain_key(spec.rounding, random):
-        return None
-    if isinstance(spec.format, IntFormat) and spec.format.bits > 20:
-        return None
-    grid = grid_of(spec.format, spec.overflow, mode)  # type: ignore[arg-type]
-    if grid is None:
-        return None
-    if isinstance(random, RandomKey):
-        words = key_words(random)
-        return lambda piece, result, start: scalar.stochastic_flat(piece.numpy(), result.numpy(), grid, start, *words)
-    if mode == "nearest_even":
-        kernel = scalar.nearest_kernel(grid)
-        return lambda piece, result, start: kernel(piece.numpy(), result.numpy(), grid)
-    direction = directed.direction_of(mode)
-    return lambda piece, result, start: directed.directed_flat(piece.numpy(), result.numpy(), grid, direction)
-
-
-def _by_table(spec: CastSpec) -> Cast | None:
-    """Return the call that looks values up, or None where there is no table."""
-    fmt: ElementFormat = spec.format  # type: ignore[assignment]
-    words = table_of(fmt, spec.rounding, spec.overflow)
-    if words is None:
-        return None
-    with np.errstate(over="ignore"):
-        values = values_of(fmt).astype(np.float32)
-    return lambda piece, result, _: look_up_values(piece.numpy(), result.numpy(), words, values)
-
-
-def _general(spec: CastSpec, random: Random, kernel: Callable) -> Cast:
-    element, tables = element_of(spec.format, spec.rounding, spec.overflow), tables_of(spec.format)  # type: ignore[arg-type]
-    draw, words = draw_of(spec.rounding, random), flat_words(random)
-
-    def cast(piece: torch.Tensor, result: torch.Tensor, start: int) -> None:
-        kernel(piece.numpy(), result.numpy(), element, tables, draw, words, start)
-
-    return cast

@@ -7,11 +7,12 @@ each that the compiler vectorises. What the kernels cannot take they leave as th
 import numpy as np
 from numpy import float32, int32, int64, uint64
 
-from fmtsim.cpu.cast.blocks import draw_row, stochastic_block
+from fmtsim.cpu.cast.blocks import stochastic_block
 from fmtsim.cpu.cast.codes import code_of_value
 from fmtsim.cpu.cast.lookup import found_code
 from fmtsim.cpu.cast.phases import binary_scales, bounds, largest_magnitudes, per_lane, powers, real_scales, saturated
 from fmtsim.cpu.cast.scales import AMAX
+from fmtsim.cpu.cast.words import words_at
 from fmtsim.cpu.runtime.jit import device, float32_of, kernel, prefetch
 
 _ONE = float32(1)
@@ -98,17 +99,17 @@ def encode_tabled(x, codes, steps, words, p, sg, layout, start, stop):
 
 
 @kernel
-def encode_stochastic(x, codes, steps, g, c, p, sg, layout, o0, o1, q0, q1, start, stop):
+def encode_stochastic(x, codes, steps, g, c, p, sg, w, layout, start, stop):
     """Encode groups ``start ... stop - 1`` stochastically; return the first one not done, or stop."""
     inner, size = layout.inner, layout.inner * layout.group
     buffers, values = _buffers(layout), np.empty(size, np.float32)
-    words = np.empty(size + 128, np.uint32)
+    buffer = np.empty(size + 128, np.uint32)
     for group in range(start, stop):
         r0, r1, k0, k1 = bounds(group, x.shape, layout)
         if _scale(x, steps, r0, r1, k0, k1, p, sg, layout, buffers):
             return int64(group)
         for r in range(r0, r1):
-            row_words = draw_row(r * x.shape[1] + k0, k1 - k0, words, o0, o1, q0, q1)
+            row_words = words_at(r * x.shape[1] + k0, k1 - k0, w, buffer)
             row, result = values[: k1 - k0], codes[r, k0:k1]
             for b in range((row.size + inner - 1) // inner):
                 last = min((b + 1) * inner, row.size)

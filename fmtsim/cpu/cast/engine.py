@@ -1,45 +1,64 @@
-"""The engine's three verbs and what it covers."""
+"""The engine's three verbs and what its kernels cover; the torch engine does the rest."""
+
+from functools import lru_cache
 
 import torch
 
-from fmtsim.cpu.cast import decoding
-from fmtsim.cpu.cast.elements import encode_elements, quantize_elements
-from fmtsim.cpu.cast.matrices import encode_blocks, quantize_blocks
+from fmtsim import torch_engine
+from fmtsim.cpu.cast import decoding, elements, matrices
+from fmtsim.cpu.cast.selection import encoder, quantizer
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.representable import FLOAT_DTYPES, is_representable
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random
 
 
 def supports(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> bool:
-    """Say whether the kernels cover a verb on these tensors: input and output of quantize, else the one it has.
+    """Say whether the kernels cover a verb on these tensors: input and output of quantize, else the one it has."""
+    return _covers(verb, spec, *(tensor.dtype for tensor in tensors))
 
-    LogFMT tiles and tables of more than 16 bits are left to torch ops, and so are results that must be rounded once
+
+@lru_cache(maxsize=4096)
+def _covers(verb: str, spec: CastSpec, *dtypes: torch.dtype) -> bool:
+    """Say whether kernels cover a verb.
+
+    They decode by tables of up to 16 bits. Casts start from float32 or 16 bits; LogFMT tiles, zero points, variants b
+    and c of stochastic rounding and what no kernel rounds are left out, and so are results that must be rounded once
     more to a narrow output dtype.
     """
-    fmt, dtypes = spec.format, [tensor.dtype for tensor in tensors]
+    fmt = spec.format
     if isinstance(fmt, LogTileFormat) or not all(dtype in FLOAT_DTYPES for dtype in dtypes):
         return False
-    if verb == "decode" and (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits > 16:
+    if verb != "encode" and dtypes[-1] not in (torch.float32, torch.float64) and not is_representable(fmt, dtypes[-1]):
         return False
-    out = dtypes[-1]
-    return verb == "encode" or out in (torch.float32, torch.float64) or is_representable(fmt, out)
+    if verb == "decode":
+        return (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits <= 16
+    if dtypes[0] == torch.float64:
+        return False
+    if not isinstance(fmt, BlockFormat):
+        return elements.covers(verb, spec)
+    rounds = verb == "quantize" and dtypes[-1] != torch.float64 and quantizer(spec) is not None
+    return rounds or encoder(spec) is not None
 
 
 def quantize(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> None:
     """Quantise x into out; see the engine protocol in docs/architecture.md."""
-    if isinstance(spec.format, BlockFormat):
-        quantize_blocks(x, spec, random, out)
+    if not supports("quantize", spec, x, out):
+        torch_engine.quantize(x, spec, random, out)
+    elif isinstance(spec.format, BlockFormat):
+        matrices.quantize_blocks(x, spec, random, out)
     else:
-        quantize_elements(x, spec, random, out)
+        elements.quantize_elements(x, spec, random, out)
 
 
 def encode(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
     """Return the codes of x, and the scales of a block format."""
+    if not supports("encode", spec, x):
+        return torch_engine.encode(x, spec, random)
     if isinstance(spec.format, BlockFormat):
-        return encode_blocks(x, spec, random)
-    return encode_elements(x, spec, random)
+        return matrices.encode_blocks(x, spec, random)
+    return elements.encode_elements(x, spec, random)
 
 
 def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
     """Write the values of codes into out."""
-    decoding.decode(parts, spec, out)
+    (decoding if supports("decode", spec, out) else torch_engine).decode(parts, spec, out)

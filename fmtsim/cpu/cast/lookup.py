@@ -2,21 +2,21 @@
 
 A rounding that draws nothing never falls: sorted from -NaN to NaN, numbers have codes that change at single points. Of
 the numbers that share their leading 16 bits nearly always at most one such point parts two codes; a word for each
-such bucket names both, and where the first one ends. The words are found with the general kernel, so they are right for
+such bucket names both, and where the first one ends. The words are found with the torch engine, so they are right for
 every format and rounding that they serve; where a bucket has three codes there is no table.
 """
 
 from functools import lru_cache
 
 import numpy as np
+import torch
 from numpy import uint32
 
-from fmtsim.cpu.cast import general
-from fmtsim.cpu.cast.element import element_of, tables_of
-from fmtsim.cpu.cast.words import draw_of, flat_words
+from fmtsim import torch_engine
 from fmtsim.cpu.runtime.jit import bits32, device, kernel
 from fmtsim.formats.spec import ElementFormat, Overflow
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import CastSpec
 
 _BUCKETS = 1 << 16
 _LAST = 0xFFFF  # the last place of a bucket
@@ -30,13 +30,11 @@ def table_of(fmt: ElementFormat, rounding: Rounding, overflow: Overflow) -> np.n
     """
     if fmt.bits > 8 or rounding.mode == "stochastic":
         return None
-    element, tables = element_of(fmt, rounding, overflow), tables_of(fmt)
-    draw, words = draw_of(rounding, None), flat_words(None)
+    spec = CastSpec(format=fmt, rounding=rounding, overflow=overflow)
 
     def codes(numbers: np.ndarray) -> np.ndarray:
-        result = np.empty(numbers.shape, np.uint8)
-        general.encode_flat(numbers.astype(np.uint32).view(np.float32), result, element, tables, draw, words, 0)
-        return result
+        x = torch.from_numpy(numbers.astype(np.uint32).view(np.float32))
+        return torch_engine.encode(x, spec, None).codes.numpy()
 
     bases = np.arange(_BUCKETS, dtype=np.int64) << 16
     first, second = codes(bases), codes(bases + _LAST)

@@ -1,78 +1,82 @@
 """Casts of block formats on the CPU: the operand matrix, its groups of blocks, and the kernels that run on them."""
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from fmtsim.cpu.cast import blocks, general
-from fmtsim.cpu.cast.element import Element, Tables, element_of, tables_of
-from fmtsim.cpu.cast.general import Draw, View
+from fmtsim import torch_engine
+from fmtsim.cpu.cast import blocks
+from fmtsim.cpu.cast.decoding import decode
 from fmtsim.cpu.cast.grid import Grid
-from fmtsim.cpu.cast.output import store, wider
+from fmtsim.cpu.cast.output import store
 from fmtsim.cpu.cast.phases import Layout
 from fmtsim.cpu.cast.scales import Scaling, scaling_of
 from fmtsim.cpu.cast.selection import Fast, encoder, quantizer
-from fmtsim.cpu.cast.words import draw_of, flat_words
+from fmtsim.cpu.cast.words import integers_of, words_of
 from fmtsim.cpu.runtime import pool
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.packing import code_dtype
-from fmtsim.formats.spec import IntFormat
-from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, block_counts
 
-_GROUP = 2048  # columns that go through the phases of the fast kernel together
+_GROUP = 2048  # columns that go through the phases of a kernel together
 _SPAN = 4096  # columns a task when one scale covers the tensor
-_WIDE = IntFormat(name="wide", bits=24)  # what elements round to before a zero point is added
+_NONE = torch.empty((0, 0), dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """A cast of one matrix: everything that its kernels take but the range of blocks."""
+    """A cast of a matrix: what it is, and what it fills: values, or codes with the scales of the blocks."""
 
-    element: Element
-    tables: Tables
-    scaling: Scaling
-    scale_element: Element
-    scale_tables: Tables
-    view: View
-    draw: Draw
-    words: np.ndarray
+    x: torch.Tensor
+    spec: CastSpec
+    random: Random
+    shape: torch.Size
+    amax: float | None  # of the whole matrix, where its scales need that
+    values: torch.Tensor = _NONE
+    codes: torch.Tensor = _NONE.to(torch.uint8)
+    scales: torch.Tensor = _NONE
 
+    @property
+    def format(self) -> BlockFormat:
+        assert isinstance(self.spec.format, BlockFormat)
+        return self.spec.format
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Result:
-    """What a cast of a matrix fills: its values, or its codes with the scales and zero points of the blocks."""
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of a block; one scale of the whole matrix is found again in every span of it."""
+        (outer, inner), (rows, columns) = self.format.block, self.x.shape
+        return (1, min(_SPAN, columns)) if self.whole else (outer or rows, inner or columns)
 
-    values: torch.Tensor
-    codes: torch.Tensor
-    scales: torch.Tensor
-    offsets: torch.Tensor
-    encode: bool
+    @property
+    def whole(self) -> bool:
+        return self.format.block == (None, None)
 
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, bool]:
-        """Return what the general kernel takes behind its input."""
-        return self.values.numpy(), self.codes.numpy(), self.scales.numpy(), self.offsets.numpy(), self.encode
-
-    def as_row(self) -> "_Result":
+    def as_row(self) -> "_Job":
         """Return the same as one long row."""
-        rows = (tensor.view(1, -1) for tensor in (self.values, self.codes, self.scales, self.offsets))
-        return _Result(**dict(zip(("values", "codes", "scales", "offsets"), rows, strict=True)), encode=self.encode)
+        names = ("x", "values", "codes", "scales")
+        return replace(self, **{name: getattr(self, name).view(1, -1) for name in names})
 
 
 def quantize_blocks(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> None:
     """Quantise x into out (dtypes of the four, any strides, out may be x)."""
+    if quantizer(spec) is None or out.dtype == torch.float64:
+        decode(encode_blocks(x, spec, random), spec, out)
+        return
     matrix = _matrix(x, spec.dim)
-    last = spec.dim == -1 or x.dim() < 2
-    direct = last and out.is_contiguous() and out.dtype in (torch.float32, torch.float64)
-    target = torch.empty_like(matrix, dtype=wider(out.dtype)) if not direct else out.view(matrix.shape)
+    direct = (spec.dim == -1 or x.dim() < 2) and out.is_contiguous() and out.dtype == torch.float32
+    target = out.view(matrix.shape) if direct else torch.empty_like(matrix)
     if matrix.numel():
-        job, strange = _job(matrix, spec, random, x)
-        none = torch.empty((0, 0), dtype=torch.int32)
-        codes, scales = none.to(torch.uint8), none.float()
-        result = _Result(values=target, codes=codes, scales=scales, offsets=none, encode=False)
-        double = torch.float64 in (matrix.dtype, target.dtype)
-        _cast(matrix, result, job, None if strange or double else quantizer(spec, random, x.dim()))
+        amax, left = _amax(matrix, spec)
+        fast = quantizer(spec, _words(spec, random, x))
+        if (
+            left
+            or fast is None
+            or not _cast(_Job(x=matrix, spec=spec, random=random, shape=x.shape, amax=amax, values=target), fast)
+        ):
+            torch_engine.quantize(x, spec, random, out)
+            return
     if not direct:
         store(_unfold(target, x.shape, spec.dim), out)
 
@@ -82,35 +86,34 @@ def encode_blocks(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedPar
     fmt = spec.format
     assert isinstance(fmt, BlockFormat)
     matrix = _matrix(x, spec.dim)
-    shape = block_counts(fmt, x.shape, spec.dim)
-    codes = torch.empty(matrix.shape, dtype=code_dtype(fmt.bits))
-    scales, offsets = torch.empty(shape, dtype=torch.float32), torch.zeros(shape, dtype=torch.int32)
+    counts = block_counts(fmt, x.shape, spec.dim)
+    codes, scales = torch.empty(matrix.shape, dtype=code_dtype(fmt.bits)), torch.empty(counts, dtype=torch.float32)
     decode_scale = torch.ones((), dtype=torch.float32)
     if matrix.numel():
-        job, strange = _job(matrix, spec, random, x)
-        decode_scale.fill_(float(job.scaling.decode_scale))
-        blocks_of = -(-matrix.shape[0] // job.view.outer), -(-matrix.shape[1] // job.view.inner)
-        scales, offsets = torch.empty(blocks_of, dtype=torch.float32), torch.zeros(blocks_of, dtype=torch.int32)
-        result = _Result(values=matrix[:0], codes=codes, scales=scales, offsets=offsets, encode=True)
-        double = matrix.dtype == torch.float64
-        _cast(matrix, result, job, None if strange or double else encoder(spec, random, x.dim()))
-        # Where one scale covers the tensor, it is cut into spans that all found the same one.
-        scales, offsets = (part[: shape[0], : shape[1]].clone() for part in (scales, offsets))
+        amax, left = _amax(matrix, spec)
+        job = _Job(x=matrix, spec=spec, random=random, shape=x.shape, amax=amax, codes=codes)
+        grid = [-(-size // own) for size, own in zip(matrix.shape, job.block, strict=True)]
+        scales = torch.empty(grid, dtype=torch.float32)
+        decode_scale.fill_(float(scaling_of(fmt, amax if fmt.tensor_scale else None).decode_scale))
+        fast = encoder(spec, _words(spec, random, x))
+        if left or fast is None or not _cast(replace(job, scales=scales), fast):
+            return torch_engine.encode(x, spec, random)
+        scales = scales[: counts[0], : counts[1]].clone()
     return EncodedParts(
-        _unfold(codes, x.shape, spec.dim).contiguous(),
-        scales,
-        decode_scale if fmt.tensor_scale else None,
-        offsets if fmt.zero_point else None,
+        _unfold(codes, x.shape, spec.dim).contiguous(), scales, decode_scale if fmt.tensor_scale else None
     )
 
 
+def _words(spec: CastSpec, random: Random, x: torch.Tensor):  # type: ignore[no-untyped-def]
+    return words_of(spec.rounding, random, x.shape, spec.dim) if spec.rounding.mode == "stochastic" else None
+
+
 def _matrix(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the operand matrix, inner axis last, contiguous, in float32 or float64."""
+    """Return the operand matrix, inner axis last, contiguous, in float32."""
     x = x.reshape(1) if x.dim() == 0 else x
     matrix = x.movedim(dim, -1)
     rows = matrix.numel() // matrix.shape[-1] if matrix.shape[-1] else 0
-    matrix = matrix.reshape(rows, matrix.shape[-1]).contiguous()
-    return matrix if matrix.dtype == torch.float64 else matrix.float()
+    return matrix.reshape(rows, matrix.shape[-1]).contiguous().float()
 
 
 def _unfold(matrix: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
@@ -121,88 +124,86 @@ def _unfold(matrix: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
     return matrix.view(moved).movedim(-1, dim)
 
 
-def _amax(matrix: torch.Tensor) -> tuple[float, bool, bool]:
-    """Return the finite amax of a matrix, and whether it holds NaN, and NaN or Inf."""
-    flat = matrix.view(-1)
-    kernel = blocks.finite_amax_double if flat.dtype == torch.float64 else blocks.finite_amax
-    parts: list[tuple[float, bool, bool]] = []
-    pool.run(lambda start, stop: parts.append(kernel(flat[start:stop].numpy())), flat.numel(), align=64)
-    return max(p[0] for p in parts), any(p[1] for p in parts), any(p[2] for p in parts)
-
-
-def _job(matrix: torch.Tensor, spec: CastSpec, random: Random, x: torch.Tensor) -> tuple[_Job, bool]:
-    """Gather what the kernels take, and say whether a tensor under one scale holds NaN or Inf."""
+def _amax(matrix: torch.Tensor, spec: CastSpec) -> tuple[float | None, bool]:
+    """Return the finite amax of a matrix whose scales need it, and whether its one scale is left for NaN or Inf."""
     fmt = spec.format
     assert isinstance(fmt, BlockFormat)
-    rows, columns = matrix.shape
-    whole = fmt.block == (None, None) and not fmt.zero_point
-    amax, has_nan, strange = _amax(matrix) if whole or fmt.tensor_scale else (-1.0, False, False)
-    trailing = 1
-    for size in x.shape[x.dim() + spec.dim + 1 :] if x.dim() else ():
-        trailing *= size
-    outer, inner = fmt.block
-    view = View(
-        outer=1 if whole else outer or rows,
-        inner=min(_SPAN, columns) if whole else inner or columns,
-        columns=columns,
-        trailing=trailing,
-        zero_point=fmt.zero_point,
-        levels=fmt.element.max_code if isinstance(fmt.element, IntFormat) else 0,
-        preset=amax if whole else -1.0,
-        preset_nan=has_nan,
-    )
-    element = element_of(_WIDE if fmt.zero_point else fmt.element, spec.rounding, spec.overflow)
-    job = _Job(
-        element=element,
-        tables=tables_of(fmt.element),
-        scaling=scaling_of(fmt, amax if fmt.tensor_scale else None),
-        scale_element=element_of(fmt.scale, Rounding(), "saturate"),
-        scale_tables=tables_of(fmt.scale),
-        view=view,
-        draw=draw_of(spec.rounding, random),
-        words=flat_words(random),
-    )
-    return job, strange and whole
+    whole = fmt.block == (None, None)
+    if not whole and not fmt.tensor_scale:
+        return None, False
+    flat, parts = matrix.view(-1), []
+    pool.run(lambda start, stop: parts.append(blocks.finite_amax(flat[start:stop].numpy())), flat.numel(), align=64)
+    return float(max(amax for amax, _ in parts)), whole and any(strange for _, strange in parts)
 
 
-def _cast(matrix: torch.Tensor, result: _Result, job: _Job, fast: Fast | None) -> None:
-    """Cast a matrix by a fast kernel, and by the general one what that leaves or where there is none."""
-    view = job.view
-    if fast is not None and view.outer == 1 and matrix.shape[1] % view.inner == 0:
-        matrix, result = matrix.view(1, -1), result.as_row()  # rows of whole blocks are one long row
-        view = view._replace(columns=matrix.shape[1])
-    rows, columns = matrix.shape
-    across_blocks = -(-columns // view.inner)
-    group = 1 if fast is None else max(min(_GROUP // view.inner, across_blocks), 1)
-    across = -(-across_blocks // group)
-    total = -(-rows // view.outer) * across
-    x, arrays = matrix.numpy(), result.arrays()
-    layout = None if fast is None else _layout(view, group, fast.grid, job.scaling)
-
-    def general_part(first: int, last: int) -> None:
-        general.cast_blocks(
-            x, *arrays, job.element, job.tables, job.scaling, job.scale_element, job.scale_tables, view, job.draw,
-            job.words, first, last,
-        )  # fmt: skip
+def _cast(job: _Job, fast: Fast) -> bool:
+    """Cast a matrix by a kernel, and by torch ops what that leaves; return False where that is all of it."""
+    outer, inner = job.block
+    if outer == 1 and job.x.shape[1] % inner == 0:
+        job = job.as_row()  # rows of whole blocks are one long row
+    rows, columns = job.x.shape
+    blocks_across = -(-columns // inner)
+    group = max(min(_GROUP // inner, blocks_across), 1)
+    across = -(-blocks_across // group)
+    arrays = [tensor.numpy() for tensor in (job.x, job.values, job.codes, job.scales)]
+    scaling = scaling_of(job.format, job.amax if job.format.tensor_scale else None)
+    layout = _layout(job, (outer, inner), group, fast.grid, scaling)
+    left: list[tuple[int, int]] = []
 
     def part(start: int, stop: int) -> None:
-        assert fast is not None
-        while (start := fast.run(x, *arrays[:3], job.scaling, layout, start, stop)) < stop:
-            first = (start // across) * across_blocks + (start % across) * group
-            general_part(first, (start // across) * across_blocks + min((start % across + 1) * group, across_blocks))
+        while (start := fast.run(*arrays, scaling, layout, start, stop)) < stop:
+            left.append((start // across * outer, start % across * group * inner))
             start += 1
 
-    pool.run(general_part if fast is None else part, total, align=1, weight=view.outer * view.inner * group)
+    pool.run(part, -(-rows // outer) * across, align=1, weight=outer * inner * group)
+    if left and job.whole:
+        return False
+    shapes: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for row, column in left:
+        shapes[min(outer, rows - row), min(group * inner, columns - column)].append((row, column))
+    for shape, places in shapes.items():
+        _recast(job, shape, (outer, inner), places)
+    return True
 
 
-def _layout(view: View, group: int, grid: Grid, scaling: Scaling) -> Layout:
+def _layout(job: _Job, block: tuple[int, int], group: int, grid: Grid, scaling: Scaling) -> Layout:
     """Return the blocks and the scale exponents under which magic numbers and limits stay normal float32 numbers."""
     reach = max(scaling.max_exponent + 1, int(grid.min_biased) - 127) + int(grid.drop)
     return Layout(
-        outer=view.outer,
-        inner=view.inner,
+        outer=block[0],
+        inner=block[1],
         group=group,
         lowest=np.int32(max(1 - int(grid.min_biased), -126 - scaling.max_exponent, -126)),
         highest=np.int32(min(127 - reach, 126 - scaling.max_exponent)),
-        preset=np.int32(-1 if view.preset < 0 else np.float32(view.preset).view(np.int32)),
+        preset=np.float32(job.amax).view(np.int32) if job.whole else np.int32(-1),
     )
+
+
+def _recast(job: _Job, shape: tuple[int, int], block: tuple[int, int], places: list[tuple[int, int]]) -> None:
+    """Cast groups of one shape that a kernel left, one below the other, with torch ops.
+
+    Where the whole tensor has a scale a group with its largest magnitude goes along, from which that scale follows.
+    """
+    slices = [(slice(row, row + shape[0]), slice(column, column + shape[1])) for row, column in places]
+    pieces, random = [job.x[at] for at in slices], None
+    if job.spec.rounding.mode == "stochastic":
+        words = integers_of(job.spec.rounding, job.random, job.shape, job.spec.dim).view(job.x.shape)
+        random = torch.cat([words[at] for at in slices] + [torch.zeros(shape, dtype=torch.int64)])
+    end = torch.zeros(shape, dtype=torch.float32)
+    end[0, 0] = job.amax or 0.0
+    scaling = replace(job.format.scaling, block=(shape[0], min(block[1], shape[1])))
+    spec = replace(job.spec, format=replace(job.format, scaling=scaling), dim=-1)
+    parts = torch_engine.encode(torch.cat([*pieces, end]), spec, random)
+    if not job.codes.numel():
+        values = torch.empty(parts.codes.shape, dtype=torch.float32)
+        torch_engine.decode(parts, spec, values)
+        for at, piece in zip(slices, values.split(shape[0]), strict=False):
+            job.values[at] = piece
+        return
+    assert parts.scales is not None
+    for (row, column), at, codes, scales in zip(
+        places, slices, parts.codes.split(shape[0]), parts.scales, strict=False
+    ):
+        job.codes[at] = codes
+        first = column // block[1]
+        job.scales[row // block[0], first : first + len(scales)] = scales

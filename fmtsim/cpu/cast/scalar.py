@@ -13,7 +13,7 @@ reach float32's own limits, where the magic number would overflow, and formats w
 import numpy as np
 from numpy import float32, int32, uint32
 
-from fmtsim.cpu.cast.philox import fill64
+from fmtsim.cpu.cast.words import words_at
 from fmtsim.cpu.runtime.jit import bits32, device, float32_of, kernel, prefetch
 
 _MAGNITUDE = int32(0x7FFFFFFF)
@@ -173,12 +173,12 @@ def nearest_kernel(g):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def stochastic_flat(x, y, g, start, o0, o1, k0, k1):
+def stochastic_flat(x, y, g, w, start):
     """Quantise elements ``start ...`` (a multiple of 64) of a float32 tensor, given as x, into y, stochastically."""
-    words = np.empty(64, np.uint32)
+    buffer = np.empty(64, np.uint32)
     for base in range(0, x.size, 64):
-        fill64(words, (start + base) >> 6, o0, o1, k0, k1)
         count = min(64, x.size - base)
+        words = words_at(start + base, count, w, buffer)
         part, result = x[base : base + count], y[base : base + count]
         if g.by_bits:
             for j in range(count):

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 from fmtsim.cpu.cast import blocks, encoding
 from fmtsim.cpu.cast.codes import coding_of
+from fmtsim.cpu.cast.elements import grid_for
 from fmtsim.cpu.cast.grid import Grid, grid_of
 from fmtsim.cpu.cast.lookup import table_of
-from fmtsim.cpu.cast.words import key_words, plain_key
+from fmtsim.cpu.cast.words import Words
 from fmtsim.formats.block import E8M0, FP32, BlockFormat
-from fmtsim.formats.spec import IntFormat
-from fmtsim.spec.cast import CastSpec, Random, RandomKey
+from fmtsim.spec.cast import CastSpec
 
 _NO_GRID = grid_of(E8M0, "saturate", "nearest_even")  # stands in for one that a kernel does not look at
 _LOWEST_PLACE = -90  # exponent: what a product with a power of two loses below 2**-126 is far below such a last place
@@ -26,46 +26,44 @@ class Fast(NamedTuple):
     run: Callable[..., int]
 
 
-def quantizer(spec: CastSpec, random: Random, rank: int) -> Fast | None:
-    """Return the fast kernel for the values of a float32 tensor with ``rank`` dimensions, None where none serves."""
-    grids = _grids(spec, random, rank)
+def quantizer(spec: CastSpec, words: Words | None = None) -> Fast | None:
+    """Return the kernel for the values of a float32 tensor, None where none serves."""
+    grids = _grids(spec)
     if grids is None:
         return None
     g, sg = grids
-    if isinstance(random, RandomKey):
-        words = key_words(random)
-        return Fast(g, lambda x, y, _, __, p, at, *ends: blocks.quantize_stochastic(x, y, g, p, sg, at, *words, *ends))
+    if words is not None:
+        return Fast(g, lambda x, y, _, __, p, at, *ends: blocks.quantize_stochastic(x, y, g, p, sg, words, at, *ends))
     if _format(spec).power_of_two:
         return Fast(g, lambda x, y, _, __, p, at, *ends: blocks.quantize_binary(x, y, g, p, at, *ends))
     return Fast(g, lambda x, y, _, __, p, at, *ends: blocks.quantize_real(x, y, g, p, sg, at, *ends))
 
 
-def encoder(spec: CastSpec, random: Random, rank: int) -> Fast | None:
-    """Return the fast kernel for the codes and scales of a float32 tensor, None where none serves."""
-    grids, coding = _grids(spec, random, rank), coding_of(_format(spec).element)
+def encoder(spec: CastSpec, words: Words | None = None) -> Fast | None:
+    """Return the kernel for the codes and scales of a float32 tensor, None where none serves."""
+    grids, coding = _grids(spec), coding_of(_format(spec).element)
     if grids is None or coding is None:
         return _by_table(spec)
     g, sg = grids
     if int(g.min_biased) - 127 + int(g.drop) - 23 < _LOWEST_PLACE:
         return None
-    if isinstance(random, RandomKey):
-        rest = key_words(random)
+    if words is not None:
         return Fast(
-            g, lambda x, _, z, s, p, at, *ends: encoding.encode_stochastic(x, z, s, g, coding, p, sg, at, *rest, *ends)
+            g, lambda x, _, z, s, p, at, *ends: encoding.encode_stochastic(x, z, s, g, coding, p, sg, words, at, *ends)
         )
     return Fast(g, lambda x, _, z, s, p, at, *ends: encoding.encode_nearest(x, z, s, g, coding, p, sg, at, *ends))
 
 
 def _by_table(spec: CastSpec) -> Fast | None:
-    """Return the kernel that looks codes up; real scales alone divide as the general kernel does, in float32."""
+    """Return the kernel that looks codes up under real scales."""
     fmt = _format(spec)
     sg = _scale_grid(fmt)
     if sg is None or fmt.power_of_two or fmt.zero_point:
         return None
-    words = table_of(fmt.element, spec.rounding, spec.overflow)
-    if words is None:
+    table = table_of(fmt.element, spec.rounding, spec.overflow)
+    if table is None:
         return None
-    return Fast(sg, lambda x, _, z, s, p, at, *ends: encoding.encode_tabled(x, z, s, words, p, sg, at, *ends))
+    return Fast(sg, lambda x, _, z, s, p, at, *ends: encoding.encode_tabled(x, z, s, table, p, sg, at, *ends))
 
 
 def _format(spec: CastSpec) -> BlockFormat:
@@ -73,15 +71,12 @@ def _format(spec: CastSpec) -> BlockFormat:
     return spec.format
 
 
-def _grids(spec: CastSpec, random: Random, rank: int) -> tuple[Grid, Grid] | None:
-    """Return the grids of element and scale for the fast kernels, None where they do not serve."""
+def _grids(spec: CastSpec) -> tuple[Grid, Grid] | None:
+    """Return the grids of element and scale for the kernels that compute, None where they do not serve."""
     fmt = _format(spec)
-    drawn = plain_key(spec.rounding, random) and (spec.dim == -1 or rank < 2)
-    if fmt.zero_point or not (drawn or spec.rounding.mode == "nearest_even"):
+    if fmt.zero_point or spec.rounding.mode not in ("nearest_even", "stochastic"):
         return None
-    if isinstance(fmt.element, IntFormat) and fmt.element.bits > 20:
-        return None
-    grid, scale_grid = grid_of(fmt.element, spec.overflow, spec.rounding.mode), _scale_grid(fmt)
+    grid, scale_grid = grid_for(fmt.element, spec), _scale_grid(fmt)
     if grid is None or grid.by_bits or grid.special or fmt.element.max_exponent < 0 or scale_grid is None:
         return None
     return grid, scale_grid
