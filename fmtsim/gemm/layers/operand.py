@@ -100,7 +100,7 @@ def _quantized(
     t: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, dim: int, folded: bool, factor: Tensor | None
 ) -> Operand:
     on_gpu = is_on_gpu(t)
-    if quantizer.is_cast and factor is None:
+    if quantizer.scaling is None and quantizer.is_cast and factor is None:
         return _cast(t, quantizer, keys.elements, dim, folded, on_gpu)
     x, rest = t if dim == -1 else t.mT, None
     x = x if factor is None else x.float() * factor
@@ -147,6 +147,7 @@ def _cast(t: Tensor, quantizer: Quantizer, key: RandomKey | None, dim: int, fold
     return Operand((values if dim == -1 else values.mT).to(dtype), quantizer)  # on its grid: nothing is rounded
 
 
+@lru_cache(maxsize=4096)
 def _changes_nothing(quantizer: Quantizer, dtype: torch.dtype) -> bool:
     """Say whether a cast is one to a tensor's own dtype, infinities included."""
     fmt = quantizer.format
@@ -186,6 +187,7 @@ def holder(fmt: Format) -> torch.dtype:
     return torch.float8_e4m3fn if small and not fmt.infinities else torch.float32
 
 
+@lru_cache(maxsize=4096)
 def elements_dtype(quantizer: Quantizer, dtype: torch.dtype, on_gpu: bool, folded: bool) -> torch.dtype:
     """Return the dtype of the elements that ``quantize_operand`` makes of a tensor of a dtype.
 
@@ -222,7 +224,8 @@ def _scaled(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, folded: 
     overflow = quantizer.overflow or element.default_overflow
     sizes = block_sizes(scaling.block, x.shape)
     made = cast(x, element, scaling, quantizer.rounding, overflow, keys[:2], given)
-    elements = made.elements.to(elements_dtype(quantizer, x.dtype, on_gpu, folded))  # on its grid: nothing is rounded
+    dtype = torch.bfloat16 if on_gpu and is_bfloat16(quantizer, folded) else holder(element)
+    elements = made.elements.to(dtype)  # on the dtype's grid: nothing is rounded
     slopes = None if isinstance(quantizer.gradient, StraightThrough) else slope(quantizer.gradient, made, element)
     return Operand(elements, quantizer, made.scales.scale, made.scales.tensor, sizes, slopes)
 

@@ -78,20 +78,9 @@ def run_gemm(
     Raises:
         ArgumentError: An operand holds a number that its format lacks.
     """
+    key = ops.key_tensor(random) if isinstance(random, RandomKey) else random
     return torch.ops.fmtsim.gemm(  # type: ignore[no-any-return]
-        a,
-        b,
-        spec.text,
-        dtype,
-        c,
-        scale_a,
-        scale_b,
-        row,
-        column,
-        bias,
-        result_scale,
-        ops.key_tensor(random),
-        validated,
+        a, b, spec.text, dtype, c, scale_a, scale_b, row, column, bias, result_scale, key, validated
     )
 
 

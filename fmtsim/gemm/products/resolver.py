@@ -121,8 +121,9 @@ def run_product(
     how = tf32 if spec.a.name == "tf32" else ""  # the unit may take another format than was asked for
     left, right = read_operand(a, formats[0], tf32=how), read_operand(b, formats[1], tf32=how)
     scale_a, scale_b = _block_scales(scales, left, right, spec, quantized)
-    stacked, drawn = a.shape[0] if a.dim() == 3 else None, generator if spec.stochastic or not quantized else None
-    key = random_keys(spec.stochastic, drawn, stacked, a.device)
+    key = None
+    if spec.stochastic or (generator is not None and not quantized):
+        key = random_keys(spec.stochastic, generator, a.shape[0] if a.dim() == 3 else None, a.device)
     made = left is not a and right is not b  # of codes, or rounded
     return run_gemm(
         left, right, spec, dtype=dtype, scale_a=scale_a, scale_b=scale_b, row=scales.row, column=scales.column,
