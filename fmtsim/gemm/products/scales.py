@@ -16,7 +16,16 @@ from fmtsim.spec.datapath import Arithmetic, Datapath
 
 _BLOCK = 128
 _FORMATS = {SCALE_KINDS[kind].dtype: SCALE_KINDS[kind].unit_scale for kind in UNIT_SCALES}
-_RECIPES = {name: extent.block for extent in SCALE_KINDS.values() for name in extent.recipes}  # products a scale
+_RECIPES = tuple(dict.fromkeys(name for extent in SCALE_KINDS.values() for name in extent.recipes))
+_KINDS: dict[tuple[str, str], ScaleKind] = {
+    ("TensorWise", "TensorWise"): "tensor",
+    ("RowWise", "RowWise"): "row",
+    ("BlockWise1x32", "BlockWise1x32"): "mx",
+    ("BlockWise1x16", "BlockWise1x16"): "nvfp4",
+    ("BlockWise1x128", "BlockWise1x128"): "row_block_128",
+    ("BlockWise1x128", "BlockWise128x128"): "block_128",
+    ("BlockWise128x128", "BlockWise1x128"): "block_128",
+}
 _SWIZZLES = ("NO_SWIZZLE", "SWIZZLE_32_4_4")
 
 
@@ -129,7 +138,7 @@ def _unit_values(name: str, scale: Tensor, fmt: FloatFormat) -> Tensor:
 
 def recipe_names(name: str, recipe: Any) -> tuple[str, ...] | None:
     """Return the names of one or several members of torch.nn.functional.ScalingType, given so or by name."""
-    return _enum_names(name, recipe, tuple(_RECIPES), "ScalingType")
+    return _enum_names(name, recipe, _RECIPES, "ScalingType")
 
 
 def swizzle_names(name: str, swizzle: Any) -> tuple[str, ...] | None:
@@ -187,31 +196,31 @@ def read_scales(
         ArgumentError: Shapes that fit no kind, numbers that are negative, NaN or Inf.
         DtypeError: Scales of another dtype.
     """
-    m, n, k = sizes
     lists = [list(s) if isinstance(s, list | tuple) else [s] for s in (scale_a, scale_b)]
     if (recipes[0] is None) != (recipes[1] is None):
         raise ArgumentError("scale_recipe_a and scale_recipe_b belong together; pass both or none")
-    kinds = recipes if recipes[0] is not None else _inferred(lists[0][0], lists[1][0], sizes)
-    firsts = kinds[0][0], kinds[1][0]  # type: ignore[index]
-    if firsts == ("TensorWise", "TensorWise"):
-        alpha = (_single("scale_a", lists[0][0]), _single("scale_b", lists[1][0]))
-        return Scales("tensor", *alpha)
-    if firsts == ("RowWise", "RowWise"):
-        return Scales("row", _vector("scale_a", lists[0][0], (m, 1)), _vector("scale_b", lists[1][0], (1, n)))
-    if firsts[0] == firsts[1] and firsts[0] in ("BlockWise1x16", "BlockWise1x32"):
-        return _small_blocks(lists, sizes, firsts[0], kinds, swizzles)
-    if "BlockWise1x128" in firsts and set(firsts) <= {"BlockWise1x128", "BlockWise128x128"}:
-        named = recipes[0] is not None
-        a_first, b_first = (kind == "BlockWise128x128" for kind in firsts) if named else (False, True)
-        a = _large_blocks("scale_a", lists[0][0], m, k, firsts[0], a_first)
-        large: ScaleKind = "row_block_128" if firsts[0] == firsts[1] else "block_128"
-        b = _large_blocks("scale_b", lists[1][0], n, k, firsts[1], b_first)
-        sharing = [_BLOCK if kind == "BlockWise128x128" else 1 for kind in firsts]
-        return Scales(large, a=a, b=b, rows_per_scale=(sharing[0], sharing[1]))
-    raise ArgumentError(
-        f"scaling {firsts[0]} x {firsts[1]} does not exist; torch has TensorWise, RowWise, BlockWise1x16 and 1x32 for "
-        "both operands, and 1x128 with 1x128 or 128x128"
+    named = recipes[0] is not None
+    kinds: Any = recipes if named else _inferred(lists[0][0], lists[1][0], sizes)
+    firsts = kinds[0][0], kinds[1][0]
+    kind = _KINDS.get(firsts)
+    if kind is None:
+        raise ArgumentError(
+            f"scaling {firsts[0]} x {firsts[1]} does not exist; torch has TensorWise, RowWise, BlockWise1x16 and 1x32 "
+            "for both operands, and 1x128 with 1x128 or 128x128"
+        )
+    m, n, k = sizes
+    if kind == "tensor":
+        return Scales(kind, _single("scale_a", lists[0][0]), _single("scale_b", lists[1][0]))
+    if kind == "row":
+        return Scales(kind, _vector("scale_a", lists[0][0], (m, 1)), _vector("scale_b", lists[1][0], (1, n)))
+    if kind in UNIT_SCALES:
+        return _small_blocks(kind, lists, sizes, kinds, swizzles)
+    tall = [name == "BlockWise128x128" for name in firsts]
+    a, b = (
+        _large_blocks(name, given[0], rows, k, recipe, large if named else name == "scale_b")
+        for name, given, rows, recipe, large in zip(("scale_a", "scale_b"), lists, (m, n), firsts, tall, strict=True)
     )
+    return Scales(kind, a=a, b=b, rows_per_scale=(_BLOCK if tall[0] else 1, _BLOCK if tall[1] else 1))
 
 
 def _inferred(a: Tensor, b: Tensor, sizes: tuple[int, int, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -286,30 +295,25 @@ def _large_blocks(name: str, scale: Tensor, rows: int, k: int, recipe: str, k_fi
 
 
 def _small_blocks(
-    lists: list[list[Tensor]], sizes: tuple[int, int, int], recipe: str,
-    kinds: Any, swizzles: tuple[tuple[str, ...] | None, tuple[str, ...] | None],
+    kind: ScaleKind, lists: list[list[Tensor]], sizes: tuple[int, int, int], kinds: Any,
+    swizzles: tuple[tuple[str, ...] | None, tuple[str, ...] | None],
 ) -> Scales:  # fmt: skip
     """Return the scales inside a unit: MX (E8M0 every 32) or NVFP4 (E4M3 every 16, and a scale of the tensor)."""
-    m, n, k = sizes
-    blocks = -(-k // (_RECIPES[recipe] or 1))
-    dtype = torch.float8_e8m0fnu if recipe == "BlockWise1x32" else torch.float8_e4m3fn
-    found, alpha = [], []
-    for i, (name, rows) in enumerate((("scale_a", m), ("scale_b", n))):
+    extent, recipe = SCALE_KINDS[kind], kinds[0][0]
+    blocks, found, alpha = -(-sizes[2] // (extent.block or 1)), [], []
+    for i, (name, rows) in enumerate((("scale_a", sizes[0]), ("scale_b", sizes[1]))):
         given, extra = lists[i][0], lists[i][1:]
-        if given.dtype != dtype:
-            raise DtypeError(f"{name} has dtype {given.dtype}; {recipe} scales are {dtype}")
-        swizzle = (swizzles[i] or ("SWIZZLE_32_4_4",))[0]
-        found.append(_codes(name, given, rows, blocks, swizzle))
+        if given.dtype != extent.dtype:
+            raise DtypeError(f"{name} has dtype {given.dtype}; {recipe} scales are {extent.dtype}")
+        found.append(_codes(name, given, rows, blocks, (swizzles[i] or ("SWIZZLE_32_4_4",))[0]))
         if extra and kinds[i][1:] not in ((), ("TensorWise",)):
             raise ArgumentError(f"{name} comes with {kinds[i][1:]}; the second scale is TensorWise")
-        if len(extra) > (recipe == "BlockWise1x16"):
+        if len(extra) > (kind == "nvfp4"):
             raise ArgumentError(f"{name} is a list of {len(extra) + 1}; {recipe} takes fewer scales")
         alpha += [_single(name, extra[0])] if extra else []
     if len(alpha) == 1:
         raise ArgumentError("scale_a and scale_b belong together; pass a tensor scale for both or for none")
-    kind: ScaleKind = "mx" if recipe == "BlockWise1x32" else "nvfp4"
-    row, column = alpha if alpha else (None, None)
-    return Scales(kind, row, column, found[0], found[1])
+    return Scales(kind, *(alpha or (None, None)), *found)
 
 
 def _codes(name: str, given: Tensor, rows: int, blocks: int, swizzle: str) -> Tensor:
