@@ -86,12 +86,8 @@ def _multiply_groups(
     """Multiply elements and scale the sum of each group, by the kernel for that."""
     whole = rest is None and dtype in (torch.float32, torch.bfloat16)
     how = (bias if whole else None, dtype if whole else torch.float32)
-    if traced:
-        y = torch.ops.fmtsim.multiply_groups(a.elements, a.scale, a.block, b.elements, b.scale, b.block, *how)
-    else:
-        engine = fused_engine(a.elements)
-        assert engine is not None
-        y = engine.multiply_groups(a, b, *how)
+    run = torch.ops.fmtsim.multiply_groups if traced else _multiply_group_parts
+    y = run(a.elements, a.scale, a.block, b.elements, b.scale, b.block, *how)
     return y if whole else _finish(y, None, None, rest, bias, dtype, traced)  # type: ignore[no-any-return]
 
 

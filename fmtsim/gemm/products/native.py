@@ -139,7 +139,7 @@ def _index_of(device: torch.device) -> int | None:
 
 def _gpu_reason(target: Target, index: int) -> tuple[str | None, bool]:
     """Return why a GPU is not a target's, and whether a setting is to blame; warn once of other versions."""
-    other = _other_gpu(target.library, _families(target), index)
+    other = _other_gpu(target, index)
     if other is not None:
         return other, False
     setting = load_engine("cuda").other_settings(index)
@@ -149,12 +149,9 @@ def _gpu_reason(target: Target, index: int) -> tuple[str | None, bool]:
 
 
 @lru_cache(maxsize=64)
-def _other_gpu(library: str, families: frozenset[str], index: int) -> str | None:
-    return load_engine("cuda").other_gpu(library, families, index)  # type: ignore[no-any-return]
-
-
-def _families(target: Target) -> frozenset[str]:
-    return frozenset(unit.split(".")[0] for _, _, unit in target.units)
+def _other_gpu(target: Target, index: int) -> str | None:
+    families = frozenset(unit.split(".")[0] for _, _, unit in target.units)
+    return load_engine("cuda").other_gpu(target.library, families, index)
 
 
 @cache

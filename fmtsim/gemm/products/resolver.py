@@ -177,53 +177,29 @@ def resolve(call: GemmCall) -> GemmSpec:
 def resolve_call(
     operation: Operation, a: OperandFormat, b: OperandFormat, sizes: tuple[int, int, int], out: torch.dtype, *,
     target: Any = None, unit: Any = None, plan: GemmPlan | None = None, accumulate: str | None = None,
-    strict: bool = False, fast_accum: bool = True, scaling: ScaleKind = "none", bias: bool = False,
-    layouts: tuple[Layout, Layout] | None = None, batch: int = 1,
+    layouts: tuple[Layout, Layout] | None = None, batch: int = 1, **facts: Any,
 ) -> GemmSpec:  # fmt: skip
     """Return what the GemmCall of these fields comes to; for verbs and layers, which torch.compile may trace.
 
     torch.compile makes a program for every shape on which a plan can depend, and one for all where none does.
     """
-    if target is None and plan is None:
-        m = n = k = batch = 0
-    else:
-        m, n, k = index(sizes[0]), index(sizes[1]), index(sizes[2])
+    m = n = k = count = 0
+    if target is not None or plan is not None:
+        m, n, k, count = index(sizes[0]), index(sizes[1]), index(sizes[2]), index(batch)
+    a_layout, b_layout = layouts or ("row", "row")
     return _resolve_fields(
-        a, b, target, unit, plan, operation, m, n, k, out, accumulate or "", strict, fast_accum, scaling, bias,
-        *(layouts or ("row", "row")), index(batch),
+        a, b, target, unit, plan, operation=operation, m=m, n=n, k=k, batch=count, out=out,
+        accumulate=accumulate or "", a_layout=a_layout, b_layout=b_layout, **facts,
     )  # fmt: skip
 
 
 @constant_in_graphs
 def _resolve_fields(
-    a: OperandFormat, b: OperandFormat, target: Any, unit: Any, plan: GemmPlan | None, operation: Operation,
-    m: int, n: int, k: int, out: torch.dtype, accumulate: str, strict: bool, fast_accum: bool,
-    scaling: ScaleKind, bias: bool, a_layout: Layout, b_layout: Layout, batch: int,
-) -> GemmSpec:  # fmt: skip
+    a: OperandFormat, b: OperandFormat, target: Any, unit: Any, plan: GemmPlan | None, **facts: Any
+) -> GemmSpec:
     """Take every record by itself: torch.compile finds those in a tuple or in another record only while it traces."""
-    return resolve(
-        GemmCall(
-            operation=operation,
-            m=m,
-            n=n,
-            k=k,
-            a=call_name(a),
-            b=call_name(b),
-            out=out,
-            accumulate=accumulate,
-            fast_accum=fast_accum,
-            scaling=scaling,
-            bias=bias,
-            a_layout=a_layout,
-            b_layout=b_layout,
-            batch=batch,
-            formats=(a, b),
-            target=target,
-            unit=unit,
-            plan=plan,
-            strict=strict,
-        )  # fmt: skip
-    )
+    named = call_name(a), call_name(b)
+    return resolve(GemmCall(a=named[0], b=named[1], formats=(a, b), target=target, unit=unit, plan=plan, **facts))
 
 
 @lru_cache(maxsize=4096)
