@@ -3,14 +3,13 @@
 from fmtsim.cuda.cast.casts import decode, encode, encode_packed, quantize, quantize_contiguous, supports
 from fmtsim.cuda.cast.hadamard import covers_hadamard, hadamard
 from fmtsim.cuda.gemm.dispatch import gemm, supports_gemm
+from fmtsim.cuda.gemm.scaled_product import covers_groups, multiply_groups
 from fmtsim.cuda.native.calls import NativeCall, NativeScales
 from fmtsim.cuda.native.calls import run as run_native
 from fmtsim.cuda.native.gpu import cublaslt_version, other_gpu, other_settings, other_versions
 from fmtsim.cuda.operand import (
     counts_keys,
-    covers_groups,
     finish,
-    multiply_groups,
     quantize_both,
     quantize_operand,
     unrotate,

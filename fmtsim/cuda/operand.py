@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fmtsim.cuda.cast import block, casts, hadamard, rotated, scaled
 from fmtsim.cuda.gemm import finish as products
-from fmtsim.cuda.gemm import scaled_product
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.spec.cast import CastSpec, RandomKey
@@ -103,20 +102,6 @@ def counts_keys(quantizer: Quantizer) -> bool:
     return rotated.counts_keys(quantizer)
 
 
-def multiply_groups(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return ``a b^T + bias`` of operands whose groups along the sum have scales; None where no kernel covers that."""
-    if not covers_groups(a, b):
-        return None
-    return scaled_product.multiply(_factor(a), _factor(b), bias, dtype)
-
-
-def covers_groups(a: Operand, b: Operand) -> bool:
-    """Say whether ``multiply_groups`` takes two operands; looks at no data, so that a compiler may ask."""
-    if a.scale is None or b.scale is None or a.tensor_scale is not None or b.tensor_scale is not None:
-        return False
-    return scaled_product.covers(_factor(a), _factor(b))
-
-
 def finish(
     y: Tensor, columns: Tensor | None, rows: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor | None:
@@ -201,8 +186,3 @@ def _plain_cast(quantizer: Quantizer) -> tuple[CastSpec | None, bool]:
 
 def _along(spec: CastSpec, dim: int) -> CastSpec:
     return CastSpec(format=spec.format, rounding=spec.rounding, overflow=spec.overflow, dim=dim)
-
-
-def _factor(x: Operand) -> scaled_product.Factor:
-    assert x.scale is not None
-    return scaled_product.Factor(x.elements, x.scale, x.block)

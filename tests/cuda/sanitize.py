@@ -32,6 +32,8 @@ from fmtsim.cuda.runtime.warmup import variants
 from fmtsim.formats.packing import code_dtype
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, RandomKey
+from fmtsim.spec.operand import Operand
+from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Hadamard
 from tests.cuda.emulator import emulated
 from tests.cuda.emulator.patching import replaced
@@ -186,17 +188,16 @@ def groups(device: torch.device) -> None:
         for rows, turned in ((m, first), (n, second)):
             x = torch.ones((k, rows) if turned else (rows, k), dtype=torch.bfloat16, device=device)
             scale = torch.ones(rows, -(-k // 128), device=device)
-            operands.append(scaled.Factor(x.mT if turned else x, scale, (1, 128)))
+            operands.append(Operand(x.mT if turned else x, Quantizer(), scale, block=(1, 128)))
         for dtype in (torch.float32, torch.bfloat16):
-            if scaled.covers(*operands):
-                scaled.multiply(*operands, None, dtype)
+            scaled.multiply_groups(*operands, None, dtype)
 
 
 def products(device: torch.device, few: bool) -> None:
     """Multiply on every unit, by every path that takes the product and by the general one."""
     groups(device)
     shapes = ((5, 3, 40), (130, 70, 96)) if few else ((1, 1, 1), (5, 3, 40), (130, 70, 96), (64, 129, 67))
-    paths = (DISPATCH.FAST, (DISPATCH.gemm_single,), ())
+    paths = (DISPATCH.FAST, (DISPATCH.fp64_aligned,), ())
     for unit in fmtsim.list_units():
         for mode in fmtsim.get_unit(unit).modes[:: 2 if few else 1]:
             names = mode.inputs or ("bf16", "fp32")

@@ -5,13 +5,16 @@ import math
 import pytest
 import torch
 
+import fmtsim.cuda
 from fmtsim.cuda.gemm import scaled_product
-from fmtsim.cuda.gemm.scaled_product import Factor, multiply, parts_of
+from fmtsim.cuda.gemm.scaled_product import covers_groups, multiply_groups, parts_of
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.quantize import quantize
 from fmtsim.recipes import get_recipe
+from fmtsim.spec.operand import Operand
+from fmtsim.spec.quantizer import Quantizer
 
 SLOW = pytest.mark.slow
 
@@ -27,17 +30,17 @@ def factor(rows, depth, block, seed, transposed=False, apart=20, group=128):
     )
     if transposed:
         x, scale = x.mT.contiguous().mT, scale.mT.contiguous().mT
-    return Factor(x, scale, (block, group))
+    return Operand(x, Quantizer(), scale, block=(block, group))
 
 
 def moved(x, device):
     """The same strides elsewhere; torch's ``to`` keeps them."""
-    return Factor(x.elements.to(device), x.scale.to(device), x.sizes)
+    return x._replace(elements=x.elements.to(device), scale=x.scale.to(device))
 
 
 def values(x):
     rows, depth = x.elements.shape
-    scale = x.scale.double().repeat_interleave(x.sizes[0], 0)[:rows].repeat_interleave(x.sizes[1], 1)[:, :depth]
+    scale = x.scale.double().repeat_interleave(x.block[0], 0)[:rows].repeat_interleave(x.block[1], 1)[:, :depth]
     return x.elements.double() * scale
 
 
@@ -55,10 +58,10 @@ def limit(a, b, parts):
 
 def check(a, b, dtype, device, bias=None):
     added = None if bias is None else bias.to(device)
-    assert scaled_product.covers(moved(a, device), moved(b, device))
-    found = multiply(moved(a, device), moved(b, device), added, dtype)
+    assert covers_groups(moved(a, device), moved(b, device))
+    found = multiply_groups(moved(a, device), moved(b, device), added, dtype)
     assert found.dtype == dtype and found.shape == (a.elements.shape[0], b.elements.shape[0])
-    again = multiply(moved(a, device), moved(b, device), added, dtype)
+    again = multiply_groups(moved(a, device), moved(b, device), added, dtype)
     assert torch.equal(found.view(torch.int16 if dtype == torch.bfloat16 else torch.int32),
                        again.view(torch.int16 if dtype == torch.bfloat16 else torch.int32))  # fmt: skip
     exact = values(a) @ values(b).mT + (0.0 if bias is None else bias.double())
@@ -101,7 +104,7 @@ def test_scales_whose_product_leaves_the_range(device):
     check(a, b, torch.float32, device)
     a.scale.mul_(2.0**125), b.scale.mul_(2.0**125)
     a.elements.zero_()  # 2**65 times 2**65 is no float32
-    assert not multiply(moved(a, device), moved(b, device), None, torch.float32).any()
+    assert not multiply_groups(moved(a, device), moved(b, device), None, torch.float32).any()
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -111,12 +114,14 @@ def test_planted_errors_are_caught(parts, emulated, monkeypatch):
     monkeypatch.setattr(scaled_product, "parts_of", lambda *_: (parts, 6 // parts))
     device = torch.device("cpu")
     check(a, b, torch.float32, device)
-    real = scaled_product.multiply
+    real = multiply_groups
 
     def wrong(change):
-        x = Factor(a.elements.clone(), a.scale.clone(), a.sizes)
+        x = a._replace(elements=a.elements.clone(), scale=a.scale.clone())
         change(x)
-        monkeypatch.setitem(globals(), "multiply", lambda first, second, bias, dtype: real(x, second, bias, dtype))
+        monkeypatch.setitem(
+            globals(), "multiply_groups", lambda first, second, bias, dtype: real(x, second, bias, dtype)
+        )
         with pytest.raises(AssertionError):
             check(a, b, torch.float32, device)
 
@@ -130,7 +135,7 @@ def test_planted_errors_are_caught(parts, emulated, monkeypatch):
 def test_what_is_not_finite_stays_in_its_row(special, device):
     a, b = factor(16, 256, 1, 5), factor(16, 256, 128, 6)
     a.elements[3, 200], b.scale[0, 1] = special, 2.0
-    found = multiply(moved(a, device), moved(b, device), None, torch.float32).cpu()
+    found = multiply_groups(moved(a, device), moved(b, device), None, torch.float32).cpu()
     wanted = (values(a) @ values(b).mT).float()
     assert torch.equal(found.isnan(), wanted.isnan()) and torch.equal(found.isinf(), wanted.isinf())
     assert torch.equal(found[found.isinf()], wanted[found.isinf()]) and bool(found[:3].isfinite().all())
@@ -138,14 +143,14 @@ def test_what_is_not_finite_stays_in_its_row(special, device):
 
 def test_what_has_no_kernel_is_said(emulated):
     a, b = factor(16, 256, 1, 5), factor(16, 256, 128, 6)
-    assert scaled_product.covers(a, b)
-    assert not scaled_product.covers(a, b._replace(sizes=(128, 64)))
-    assert not scaled_product.covers(*(x._replace(sizes=(128, 32)) for x in (a, b)))
-    assert not scaled_product.covers(a._replace(elements=a.elements.float()), b)
-    assert not scaled_product.covers(a, factor(18, 256, 128, 6))  # rows of the result are stored four by four
-    assert not scaled_product.covers(*(factor(16, 100, 1, 5) for _ in range(2)))
-    assert scaled_product.covers(*(factor(16, 100, 1, 5, transposed=True) for _ in range(2)))
-    assert not scaled_product.covers(a._replace(elements=a.elements.repeat(1, 2)[:, :256]), b)
+    assert covers_groups(a, b)
+    assert not covers_groups(a, b._replace(block=(128, 64)))
+    assert not covers_groups(*(x._replace(block=(128, 32)) for x in (a, b)))
+    assert not covers_groups(a._replace(elements=a.elements.float()), b)
+    assert not covers_groups(a, factor(18, 256, 128, 6))  # rows of the result are stored four by four
+    assert not covers_groups(*(factor(16, 100, 1, 5) for _ in range(2)))
+    assert covers_groups(*(factor(16, 100, 1, 5, transposed=True) for _ in range(2)))
+    assert not covers_groups(a._replace(elements=a.elements.repeat(1, 2)[:, :256]), b)
 
 
 def test_parts_fill_a_device():
@@ -175,10 +180,10 @@ def test_layers_take_the_kernel(compiled, on_card, monkeypatch):
     def run(x, w):
         return run_layer(x, w, added if compiled else None, layer)
 
-    calls, real = [], scaled_product.multiply
-    monkeypatch.setattr(scaled_product, "multiply", lambda *given: calls.append(given) or real(*given))
+    calls, real = [], multiply_groups
+    monkeypatch.setattr(fmtsim.cuda, "multiply_groups", lambda *given: calls.append(given) or real(*given))
     found = gradients(run, x, w, g)
-    assert [(given[0].transposed, given[1].transposed) for given in calls] == [
+    assert [tuple(not x.elements.is_contiguous() for x in given[:2]) for given in calls] == [
         (False, False),
         (False, True),
         (True, True),
@@ -190,7 +195,7 @@ def test_layers_take_the_kernel(compiled, on_card, monkeypatch):
         for a, b in zip(found, again, strict=True):
             assert torch.equal(a, b)
     count = len(calls)
-    monkeypatch.setattr(scaled_product, "covers", lambda *_: False)
+    monkeypatch.setattr(fmtsim.cuda, "covers_groups", lambda *_: False)
     for a, b in zip(found, gradients(run, x, w, g), strict=True):
         assert float((a.float() - b.float()).abs().max()) <= 2.0**-7 * float(b.abs().max())
     assert len(calls) == count

@@ -18,7 +18,7 @@ from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm.fp64_tensor_core_configurations import ROWS_A, Shape, fitting
 from fmtsim.cuda.gemm.job import Gpu, Job, promotes
 from fmtsim.cuda.gemm.packed import THREADS, panels_of
-from fmtsim.cuda.gemm.problem import SINGLES, TYPES
+from fmtsim.cuda.gemm.problem import SINGLES, TYPES, layout_of, outer_format
 from fmtsim.cuda.runtime import Defines, Programs
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import FP32, Datapath
@@ -106,7 +106,9 @@ def _scaled(job: Job) -> tuple[bool, bool]:
 def plan_of(spec: GemmSpec, block: int, k: int, scaled_a: bool = False, scaled_b: bool = False) -> FloorPlan | None:
     """Return how the kernels run a unit, None where they cannot."""
     unit, sides = spec.datapath, []
-    if not isinstance(unit, Datapath) or not _is_floor(unit) or not _promotes_float32(spec) or block > LONGEST_BLOCK:
+    if not isinstance(unit, Datapath) or not _is_floor(unit) or block > LONGEST_BLOCK:
+        return None
+    if promotes(unit, spec.plan) and layout_of(outer_format(spec)) != layout_of(FP32):
         return None
     for fmt, scaled in ((spec.a, scaled_a), (spec.b, scaled_b)):
         if not isinstance(fmt, FloatFormat) or fmt.min_subnormal < 2.0**-149 or fmt.max_exponent > 127:
@@ -156,15 +158,6 @@ def _is_floor(unit: Datapath) -> bool:
     cut = unit.term_rounding in ("toward_zero", "down") and unit.rounding.mode == "toward_zero"
     plain = unit.group == 1 and not unit.signed_zero and unit.fraction_bits is not None and unit.fraction_bits < 45
     return cut and plain and unit.accumulator.min_exponent <= -100 and unit.accumulator.mantissa_bits <= 23
-
-
-def _promotes_float32(spec: GemmSpec) -> bool:
-    unit, plan = spec.datapath, spec.plan
-    if not promotes(unit, plan):
-        return True
-    assert isinstance(unit, Datapath)
-    outer = FP32 if plan.promote_every is not None else unit.promotion or unit.accumulator
-    return (outer.exponent_bits, outer.mantissa_bits) == (FP32.exponent_bits, FP32.mantissa_bits)
 
 
 def _side(fmt: FloatFormat, unit: Datapath, scaled: bool) -> Side:

@@ -7,7 +7,7 @@ groups and added to those before. scaled_product.cu says in which order.
 import struct
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fmtsim.cuda.cast.parameters import aligned
 from fmtsim.cuda.runtime import Defines, capability, device_index, kernel, multiprocessors
+from fmtsim.spec.operand import Operand
 
 _FILE: Final = "scaled_product.cu"
 _CAPABILITY: Final = (9, 0)
@@ -27,43 +28,33 @@ _GROUPS: Final = (64, 128)
 _MOST: Final = 1 << 30
 
 
-class Factor(NamedTuple):
-    """An operand ``[rows, places of the sum]``.
-
-    Attributes:
-        elements: bfloat16, contiguous or the transpose of a contiguous matrix.
-        scale: float32 [row blocks, groups] of any strides: what an element is multiplied with.
-        sizes: Rows and places of the sum of a block.
-    """
-
-    elements: Tensor
-    scale: Tensor
-    sizes: tuple[int, int]
-
-    @property
-    def transposed(self) -> bool:
-        """Whether rows, and not places of the sum, follow each other in memory."""
-        return not self.elements.is_contiguous()
-
-
-def covers(a: Factor, b: Factor) -> bool:
-    """Say whether ``multiply`` takes two operands; looks at no data, so that a compiler may ask."""
-    group, (m, k), n = a.sizes[1], a.elements.shape, b.elements.shape[0]
-    if capability(device_index(a.elements)) != _CAPABILITY or group != b.sizes[1] or group not in _GROUPS:
+def covers_groups(a: Operand, b: Operand) -> bool:
+    """Say whether ``multiply_groups`` takes two operands; looks at no data, so that a compiler may ask."""
+    if any(x.scale is None or x.tensor_scale is not None for x in (a, b)):
         return False
-    if any(x.sizes[0] & (x.sizes[0] - 1) and x.sizes[0] < x.elements.shape[0] for x in (a, b)):
+    group, (m, k), n = a.block[1], a.elements.shape, b.elements.shape[0]
+    if capability(device_index(a.elements)) != _CAPABILITY or group != b.block[1] or group not in _GROUPS:
+        return False
+    if any(x.block[0] & (x.block[0] - 1) and x.block[0] < x.elements.shape[0] for x in (a, b)):
         return False
     small = 0 < m < _MOST and 0 < n < _MOST and 0 < k < _MOST
     return small and n % 4 == 0 and all(_lies_well(x) for x in (a, b))
 
 
-def _lies_well(x: Factor) -> bool:
+def _transposed(x: Operand) -> bool:
+    """Say whether rows, and not places of the sum, follow each other in memory."""
+    return not x.elements.is_contiguous()
+
+
+def _lies_well(x: Operand) -> bool:
     whole = x.elements.is_contiguous() or x.elements.mT.is_contiguous()
-    return whole and x.elements.dtype == torch.bfloat16 and x.elements.shape[0 if x.transposed else 1] % 8 == 0
+    return whole and x.elements.dtype == torch.bfloat16 and x.elements.shape[0 if _transposed(x) else 1] % 8 == 0
 
 
-def multiply(a: Factor, b: Factor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return ``a b^T + bias`` of operands that ``covers``, [M, N] in float32 or bfloat16; the bias has [N].
+def multiply_groups(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return ``a b^T + bias`` of operands whose groups along the sum have scales; None where no kernel covers that.
+
+    The result is [M, N] in float32 or bfloat16; the bias has [N].
 
     With P the float32 sum of the products of a group, and s and t the scales of the two: the groups are added in
     order by ``c = fma(P s, t, c)``, ``P s`` rounded first, or, where all rows of b in a tile share t and s t is within
@@ -71,7 +62,9 @@ def multiply(a: Factor, b: Factor, bias: Tensor | None, dtype: torch.dtype) -> T
     that are added last; the bias behind all of them. The same operands give the same bits on devices with as many
     multiprocessors; nothing waits for the device.
     """
-    (m, k), n, group, index = a.elements.shape, b.elements.shape[0], a.sizes[1], device_index(a.elements)
+    if not covers_groups(a, b):
+        return None
+    (m, k), n, group, index = a.elements.shape, b.elements.shape[0], a.block[1], device_index(a.elements)
     parts, length = parts_of(m, n, -(-k // group), multiprocessors(index))
     out = torch.empty(m, n, dtype=dtype, device=a.elements.device)
     sums = out if parts == 1 else torch.empty(parts, m, n, dtype=torch.float32, device=out.device)
@@ -79,8 +72,8 @@ def multiply(a: Factor, b: Factor, bias: Tensor | None, dtype: torch.dtype) -> T
     held = [x if aligned(x.elements) else x._replace(elements=x.elements.clone()) for x in (a, b)]
     bias = None if bias is None else bias.float().contiguous()
     task = struct.pack("=iii4x", k, parts, length)
-    shared = b.sizes[0] % _TILE == 0 or b.sizes[0] >= n
-    kernel(_FILE, "multiply_groups", index, _defines(a.transposed, b.transposed, group, sums.dtype, shared))(
+    shared = b.block[0] % _TILE == 0 or b.block[0] >= n
+    kernel(_FILE, "multiply_groups", index, _defines(_transposed(a), _transposed(b), group, sums.dtype, shared))(
         min(units, multiprocessors(index)),
         _THREADS,
         *map(_packed, held),
@@ -100,11 +93,12 @@ def _add_parts(sums: Tensor, bias: Tensor | None, out: Tensor, index: int) -> No
     run(-(-out.numel() // _TURN), _TURN // 4, sums, bias, out, *sizes)
 
 
-def _packed(x: Factor) -> bytes:
+def _packed(x: Operand) -> bytes:
+    assert x.scale is not None
     stride = max(x.elements.stride())
     steps = [0 if size == 1 else step for size, step in zip(x.scale.shape, x.scale.stride(), strict=True)]
     addresses = x.elements.data_ptr(), stride, x.scale.data_ptr()
-    return struct.pack("=QqQqqii", *addresses, *steps, x.sizes[0].bit_length() - 1, x.elements.shape[0])
+    return struct.pack("=QqQqqii", *addresses, *steps, x.block[0].bit_length() - 1, x.elements.shape[0])
 
 
 def _tiles(m: int, n: int) -> int:
