@@ -36,7 +36,7 @@ DEVICE float input_value(u32 bits) {
 #endif
 }
 
-// Largest magnitude of a vector as float32 bits, NaN above Inf; and the same over finite elements alone.
+// A magnitude as float32 bits, NaN above Inf.
 DEVICE u32 widened(u32 magnitude) {
 #if INPUT == 0
   return magnitude;
@@ -51,29 +51,27 @@ DEVICE u32 widened(u32 magnitude) {
 DEVICE u32 raw_larger(u32 a, u32 b) { return INPUT == FLOAT32 ? max(a, b) : __vmaxu2(a, b); }
 DEVICE u32 amax_of_raw(u32 top) { return INPUT == FLOAT32 ? top : widened(max(top & 0xFFFF, top >> 16)); }
 
-template <int COUNT>
+#define CARRY (INPUT == FLOAT16 ? 0x04000400u : 0x00800080u)  // exponents of ones carry into the sign
+
+// Raw magnitudes in a word; Finite: those of NaN and Inf become zero.
+template <bool Finite>
+DEVICE u32 raw_magnitudes(u32 word) {
+  u32 m = word & RAW_MAGNITUDE;
+  if (!Finite) return m;
+  if (INPUT == FLOAT32) return m < FLOAT_EXPONENT ? m : 0;
+  u32 nonfinite = (m + CARRY) & 0x80008000u;
+  return m & ~(nonfinite | (nonfinite - (nonfinite >> 15)));
+}
+
+template <int COUNT, bool Finite = false>
 DEVICE u32 raw_amax(const Packed<COUNT, INPUT_BITS>& v) {
   u32 top = 0;
 #pragma unroll
-  for (int i = 0; i < Packed<COUNT, INPUT_BITS>::LENGTH; ++i) top = raw_larger(top, v.words[i] & RAW_MAGNITUDE);
-  return top;
-}
-
-template <int COUNT>
-DEVICE u32 finite_amax(const Packed<COUNT, INPUT_BITS>& v, bool& has_nan) {
-  u32 top = 0;
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) {
-    u32 magnitude = widened(v.get(i) & (INPUT == 0 ? MAGNITUDE : 0x7FFFu));
-    if (magnitude < FLOAT_EXPONENT) top = max(top, magnitude);
-    has_nan |= magnitude > FLOAT_EXPONENT;
-  }
+  for (int i = 0; i < Packed<COUNT, INPUT_BITS>::LENGTH; ++i) top = raw_larger(top, raw_magnitudes<Finite>(v.words[i]));
   return top;
 }
 
 // Eight elements at a time, as scale rules take them.
-
-#define CARRY (INPUT == FLOAT16 ? 0x04000400u : 0x00800080u)  // exponents of ones carry into the sign
 
 // Bits of a finite magnitude; 0 for NaN and Inf.
 DEVICE u32 finite_magnitude(float x) {
@@ -85,34 +83,12 @@ DEVICE u32 finite_magnitude(float x) {
 typedef Stored<INPUT>::type Number;
 struct Eight : Vectors<INPUT, 8> {
   DEVICE void load(const Number* from) { Vectors<INPUT, 8>::load<false>(from); }
-
-  // Raw magnitudes in a word; Finite: those of NaN and Inf become zero.
-  template <bool Finite>
-  DEVICE u32 magnitudes(int i) const {
-    u32 m = words[i] & RAW_MAGNITUDE;
-    if (!Finite) return m;
-    if (INPUT == FLOAT32) return m < FLOAT_EXPONENT ? m : 0;
-    u32 nonfinite = (m + CARRY) & 0x80008000u;
-    return m & ~(nonfinite | (nonfinite - (nonfinite >> 15)));
-  }
 };
 
 // Whether a raw magnitude is that of NaN or Inf.
 DEVICE bool is_nonfinite(u32 raw) {
   if (INPUT == FLOAT32) return raw >= FLOAT_EXPONENT;
   return ((raw + CARRY) & 0x80008000u) != 0;
-}
-
-// The largest raw magnitude of vectors.
-template <bool Finite, int Count>
-DEVICE u32 raw_amax(const Eight* in) {
-  u32 top = 0;
-#pragma unroll
-  for (int v = 0; v < Count; v++) {
-#pragma unroll
-    for (int i = 0; i < Eight::LENGTH; i++) top = raw_larger(top, in[v].template magnitudes<Finite>(i));
-  }
-  return top;
 }
 
 // The largest finite magnitudes of vectors, place by place.
@@ -123,7 +99,7 @@ DEVICE Eight column_tops(const Eight* in) {
   for (int i = 0; i < Eight::LENGTH; i++) {
     top.words[i] = 0;
 #pragma unroll
-    for (int v = 0; v < Count; v++) top.words[i] = raw_larger(top.words[i], in[v].template magnitudes<true>(i));
+    for (int v = 0; v < Count; v++) top.words[i] = raw_larger(top.words[i], raw_magnitudes<true>(in[v].words[i]));
   }
   return top;
 }
@@ -131,9 +107,15 @@ DEVICE Eight column_tops(const Eight* in) {
 // The largest finite magnitude of vectors, raw; clean: whether there was no other.
 template <int Count>
 DEVICE u32 raw_amax_of(const Eight* in, bool& clean) {
-  u32 top = raw_amax<false, Count>(in);
+  u32 top = 0;
+#pragma unroll
+  for (int v = 0; v < Count; v++) top = raw_larger(top, raw_amax<8>(in[v]));
   clean = !is_nonfinite(top);
-  return clean ? top : raw_amax<true, Count>(in);
+  if (clean) return top;
+  top = 0;
+#pragma unroll
+  for (int v = 0; v < Count; v++) top = raw_larger(top, raw_amax<8, true>(in[v]));
+  return top;
 }
 
 // The largest of all threads' numbers, in thread 0; blocks of up to 1024 threads.

@@ -16,25 +16,23 @@ struct BlockAmax {
 };
 
 // That of a block whose elements are Count vectors in each of Lanes neighbouring lanes. All lanes of a warp look together.
-template <int Lanes, int Count, int Size>
-DEVICE BlockAmax find_amax(const Packed<Size, INPUT_BITS>* in) {
+template <bool Finite, int Lanes, int Count, int Size>
+DEVICE u32 amax_of_lanes(const Packed<Size, INPUT_BITS>* in) {
   u32 top = 0;
 #pragma unroll
-  for (int v = 0; v < Count; ++v) top = raw_larger(top, raw_amax<Size>(in[v]));
+  for (int v = 0; v < Count; ++v) top = raw_larger(top, raw_amax<Size, Finite>(in[v]));
 #pragma unroll
   for (int flip = 1; flip < Lanes; flip *= 2) top = raw_larger(top, __shfl_xor_sync(~0u, top, flip));
-  BlockAmax found = {amax_of_raw(top), false, false};
-  found.nonfinite = found.amax >= FLOAT_EXPONENT;
+  return amax_of_raw(top);
+}
+
+template <int Lanes, int Count, int Size>
+DEVICE BlockAmax find_amax(const Packed<Size, INPUT_BITS>* in) {
+  u32 amax = amax_of_lanes<false, Lanes, Count, Size>(in);
+  BlockAmax found = {amax, amax >= FLOAT_EXPONENT, amax > FLOAT_EXPONENT};
   if (__any_sync(~0u, found.nonfinite)) {  // look again, at finite elements alone
-    BlockAmax again = {0, true, false};
-#pragma unroll
-    for (int v = 0; v < Count; ++v) again.amax = max(again.amax, finite_amax<Size>(in[v], again.has_nan));
-#pragma unroll 1
-    for (int flip = 1; flip < Lanes; flip *= 2) {
-      again.amax = max(again.amax, __shfl_xor_sync(~0u, again.amax, flip));
-      again.has_nan |= (bool)__shfl_xor_sync(~0u, (i32)again.has_nan, flip);
-    }
-    if (found.nonfinite) found = again;
+    amax = amax_of_lanes<true, Lanes, Count, Size>(in);
+    if (found.nonfinite) found.amax = amax;
   }
   return found;
 }

@@ -38,42 +38,14 @@ DEVICE u32 cast_fast(float x, u64 index, const FastBlock& block, float decode, c
   return as_bits(fast_value(x, rest, block, decode)) >> (32 - OUTPUT_BITS);
 }
 
-// Look at column j of a thread's part once more, at finite elements alone. All threads have to come here together.
-DEVICE BlockAmax amax_of_finite(const Input (&in)[ROWS], int j) {
-  BlockAmax found = {0, true, false};
-#pragma unroll
-  for (int i = 0; i < ROWS; ++i) {
-    u32 magnitude = widened(in[i].get(j) & (INPUT == 0 ? MAGNITUDE : 0x7FFFu));
-    if (magnitude < FLOAT_EXPONENT) found.amax = max(found.amax, magnitude);
-    found.has_nan |= magnitude > FLOAT_EXPONENT;
-  }
-#pragma unroll
-  for (int flip = 8; flip < (RUN == 16 ? 16 : 32); flip *= 2) {
-    found.amax = max(found.amax, __shfl_xor_sync(~0u, found.amax, flip));
-    found.has_nan |= (bool)__shfl_xor_sync(~0u, (i32)found.has_nan, flip);
-  }
-#if DOWN > 1
-  __shared__ u32 amaxes[8][8], nans[8][8];
-  u32 lane = threadIdx.x % 8, warp = threadIdx.x / 32;
-  __syncthreads();
-  amaxes[warp][lane] = found.amax, nans[warp][lane] = found.has_nan;
-  __syncthreads();
-  for (int w = 0; w < DOWN; ++w) {
-    found.amax = max(found.amax, amaxes[w * ACROSS + warp % ACROSS][lane]);
-    found.has_nan |= nans[w * ACROSS + warp % ACROSS][lane] != 0;
-  }
-#endif
-  return found;
-}
-
-// Find the magnitudes of the blocks to which a thread's columns belong.
-DEVICE void find_column_amaxes(const Input (&in)[ROWS], BlockAmax (&found)[VECTOR]) {
-  u32 top[Input::LENGTH];
+// The largest raw magnitudes of a thread's columns over their blocks. All threads come here together.
+template <bool Finite>
+DEVICE void find_tops(const Input (&in)[ROWS], u32 (&top)[Input::LENGTH]) {
 #pragma unroll
   for (int w = 0; w < Input::LENGTH; ++w) {
     top[w] = 0;
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) top[w] = raw_larger(top[w], in[i].words[w] & RAW_MAGNITUDE);
+    for (int i = 0; i < ROWS; ++i) top[w] = raw_larger(top[w], raw_magnitudes<Finite>(in[i].words[w]));
 #pragma unroll
     for (int flip = 8; flip < (RUN == 16 ? 16 : 32); flip *= 2)
       top[w] = raw_larger(top[w], __shfl_xor_sync(~0u, top[w], flip));
@@ -89,21 +61,29 @@ DEVICE void find_column_amaxes(const Input (&in)[ROWS], BlockAmax (&found)[VECTO
 #pragma unroll
     for (int d = 0; d < DOWN; ++d) top[w] = raw_larger(top[w], tops[w][d * ACROSS + warp % ACROSS][lane]);
 #endif
+}
+
+DEVICE u32 amax_of_column(const u32 (&top)[Input::LENGTH], int j) {
+  return widened(INPUT == 0 ? top[j % Input::LENGTH] : top[j / 2] >> (16 * (j % 2)) & 0xFFFF);
+}
+
+// Find the magnitudes of the blocks to which a thread's columns belong.
+DEVICE void find_column_amaxes(const Input (&in)[ROWS], BlockAmax (&found)[VECTOR]) {
+  u32 top[Input::LENGTH];
+  find_tops<false>(in, top);
   bool nonfinite = false;
 #pragma unroll
   for (int j = 0; j < VECTOR; ++j) {
-    u32 amax = widened(INPUT == 0 ? top[j % Input::LENGTH] : top[j / 2] >> (16 * (j % 2)) & 0xFFFF);
-    found[j] = {amax, amax >= FLOAT_EXPONENT, false};
+    u32 amax = amax_of_column(top, j);
+    found[j] = {amax, amax >= FLOAT_EXPONENT, amax > FLOAT_EXPONENT};
     nonfinite |= found[j].nonfinite;
   }
   nonfinite = DOWN > 1 ? __syncthreads_or(nonfinite) : __any_sync(~0u, nonfinite);
-  if (nonfinite) {
+  if (!nonfinite) return;
+  find_tops<true>(in, top);
 #pragma unroll
-    for (int j = 0; j < VECTOR; ++j) {
-      BlockAmax again = amax_of_finite(in, j);
-      if (found[j].nonfinite) found[j] = again;
-    }
-  }
+  for (int j = 0; j < VECTOR; ++j)
+    if (found[j].nonfinite) found[j].amax = amax_of_column(top, j);
 }
 
 // Where a thread's part lies: offsets of its first element in x and in a transposed result, and whether it is there.

@@ -12,12 +12,7 @@ from fmtsim.cuda import runtime
 from fmtsim.cuda.cast import block, elements
 from fmtsim.cuda.cast.block_macros import draws_words, output_of
 from fmtsim.cuda.cast.decoding import decode
-from fmtsim.cuda.cast.elements import (
-    encode_elements,
-    encode_packed_elements,
-    packs,
-    quantize_elements,
-)
+from fmtsim.cuda.cast.elements import encode_elements, packs, quantize_elements
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.representable import FLOAT_DTYPES, is_representable
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, spec_from_json
@@ -55,18 +50,15 @@ def quantize(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor)
         quantize_elements(x, spec, random, out)
 
 
-def encode(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
+def encode(x: torch.Tensor, spec: CastSpec, random: Random, packed: bool = False) -> EncodedParts:
     """Return the codes of x in its shape, and the scales of a block format."""
-    if isinstance(spec.format, BlockFormat):
-        return block.encode_blocks(x, spec, random)
-    return encode_elements(x, spec, random)
+    encode_any = block.encode_blocks if isinstance(spec.format, BlockFormat) else encode_elements
+    return encode_any(x, spec, random, packed)
 
 
 def encode_packed(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
     """Return codes and scales as an encoded tensor keeps them: packed along ``dim`` (docs/semantics.md, section 11)."""
-    if isinstance(spec.format, BlockFormat):
-        return block.encode_blocks(x, spec, random, packed=True)
-    return encode_packed_elements(x, spec, random)
+    return encode(x, spec, random, packed=True)
 
 
 @cache

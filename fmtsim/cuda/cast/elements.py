@@ -39,33 +39,28 @@ def quantize_elements(x: torch.Tensor, spec: CastSpec, random: Random, out: torc
         out.copy_(target.view(out.shape))
 
 
-def encode_elements(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
-    """Return the codes of x in its shape."""
-    codes = torch.empty(x.shape, dtype=code_dtype(spec.format.bits), device=x.device)
-    if x.numel():
-        _encode(x.contiguous(), spec, random, codes, (1, x.numel()), 8 * codes.element_size())
-    return EncodedParts(codes)
+def encode_elements(x: torch.Tensor, spec: CastSpec, random: Random, packed: bool = False) -> EncodedParts:
+    """Return the codes of x in its shape and ``code_dtype``.
 
-
-def encode_packed_elements(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
-    """Return the codes of x packed along ``dim``, as an encoded tensor keeps them (docs/semantics.md, section 11)."""
-    bits = spec.format.bits
-    if bits in _UNPACKED:
-        codes = torch.empty(x.shape, dtype=_UNPACKED[bits], device=x.device)
-        rows = (1, x.numel())
-    else:
+    With ``packed`` they are packed along ``dim``, as an encoded tensor keeps them (docs/semantics.md, section 11).
+    """
+    bits, rows = spec.format.bits, (1, x.numel())
+    if packed and bits not in _UNPACKED:
         x = x.reshape(1) if x.dim() == 0 else x.movedim(spec.dim, -1)
         codes = torch.empty((*x.shape[:-1], packed_size(x.shape[-1], bits)), dtype=torch.uint8, device=x.device)
-        rows = (math.prod(x.shape[:-1]), x.shape[-1])
-        if rows[1] * bits % 8 == 0:  # rows end on bytes: one stream
-            rows = (1, x.numel())
+        slot = bits
+        if x.shape[-1] * bits % 8:  # else rows end on bytes: one stream
+            rows = (math.prod(x.shape[:-1]), x.shape[-1])
+    else:
+        codes = torch.empty(x.shape, dtype=_UNPACKED[bits] if packed else code_dtype(bits), device=x.device)
+        slot = 8 * codes.element_size()
     if x.numel():
-        _encode(x.contiguous(), spec, random, codes, rows, bits)
+        _encode(x.contiguous(), spec, random, codes, rows, slot)
     return EncodedParts(codes)
 
 
 def packs(spec: CastSpec, x: torch.Tensor) -> bool:
-    """Say whether ``encode_packed_elements`` covers a cast: random words belong to places in the tensor's own order."""
+    """Say whether ``encode_elements`` packs codes: random words belong to places in the tensor's own order."""
     bits, last = spec.format.bits, spec.dim == -1 or x.dim() == 0
     return bits in _UNPACKED or (bits <= 32 and (last or spec.rounding.mode != "stochastic"))
 

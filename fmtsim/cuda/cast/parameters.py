@@ -145,6 +145,23 @@ def values_of(fmt: ElementFormat, device: torch.device) -> torch.Tensor:
     return torch.tensor([*values, *[math.nan] * (256 - len(values))], dtype=torch.float32).to(device)
 
 
+def captures(device: torch.device) -> bool:
+    """Say whether a CUDA graph is being captured: what it makes is not there before it runs, and must not be kept."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def constant(value: float, device: torch.device) -> torch.Tensor:
+    """Return a number on a device, float32, 0-d, made once."""
+    key = value, device
+    if key in _constants:
+        return _constants[key]
+    made = torch.full((), value, device=device)
+    return made if captures(device) else _constants.setdefault(key, made)
+
+
+_constants: dict[tuple[float, torch.device], torch.Tensor] = {}
+
+
 def draw_of(rounding: Rounding, random: Random) -> bytes:
     """Return the bytes of ``struct Draw``: where random integers come from."""
     if rounding.mode != "stochastic":

@@ -151,6 +151,18 @@ DEVICE Piece piece_of(float s) {
 }
 #endif
 
+// To nearest, ties away from zero or toward it: down to the largest multiple of the last place that is not above the
+// magnitude and half a place, or up to the least one that is not below the magnitude less half a place.
+template <bool Away>
+DEVICE float nearest(float x, const FastBlock& block) {
+  FastElement e = fast_element(x, block);
+  const float half = as_float((126u - ELEMENT_MANTISSA) << 23), base = as_float(0x4B400000u - (ELEMENT_MANTISSA << 23));
+  float binade = as_float(e.binade), sum;
+  if (Away) sum = __fmaf_rd(binade, base, __fmaf_rd(binade, half, e.magnitude));
+  else sum = __fmaf_ru(binade, base, __fmaf_ru(-binade, half, e.magnitude));
+  return as_float(as_bits(__fmaf_rn(-binade, base, sum)) | e.sign);
+}
+
 // The value of x times 2^k, scales that stay outside aside; `passes`: whether x lies within the format's range.
 DEVICE float cast_one(float x, u32 rest, const Piece& piece, bool& passes) {
 #if CAST == BLOCK_FORMAT || CAST == CORRECTED
@@ -167,13 +179,9 @@ DEVICE float cast_one(float x, u32 rest, const Piece& piece, bool& passes) {
   passes = fabsf(z) < as_float(ELEMENT_LIMIT);
   return __fmul_rn(fast_value(z, rest, piece.block, 1.0f), piece.grow);
 #else
-  // Up to the least multiple of the last place that is not below the magnitude less half a place.
   float z = __fmul_rn(x, piece.shrink);
   passes = fabsf(z) < as_float(ELEMENT_LIMIT);
-  FastElement e = fast_element(z, piece.block);
-  const float half = as_float((126u - ELEMENT_MANTISSA) << 23), base = as_float(0x4B400000u - (ELEMENT_MANTISSA << 23));
-  float binade = as_float(e.binade), sum = __fmaf_ru(binade, base, __fmaf_ru(-binade, half, e.magnitude));
-  return __fmul_rn(as_float(as_bits(__fmaf_rn(-binade, base, sum)) | e.sign), piece.grow);
+  return __fmul_rn(nearest<false>(z, piece.block), piece.grow);
 #endif
 }
 

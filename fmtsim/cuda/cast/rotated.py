@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim.cuda.cast.parameters import NO_DRAW, aligned, draw_of
+from fmtsim.cuda.cast.parameters import NO_DRAW, aligned, constant, draw_of
 from fmtsim.cuda.cast.rotated_plan import Plan, kernel_macros, plan_of
 from fmtsim.cuda.runtime import Kernel, device_index, kernel, multiprocessors
 from fmtsim.rounding.modes import Rounding
@@ -93,7 +93,7 @@ def cast_rotated(
     """
     plan = plan_of(quantizer)
     assert plan is not None  # covers has said so
-    scale = None if plan.outside is None else _constant(plan.outside, x.device)
+    scale = None if plan.outside is None else constant(plan.outside, x.device)
     if plan.two_level:
         scale = torch.empty((), device=x.device)
     key = keys[plan.draws_scales]
@@ -135,12 +135,6 @@ def _mask_of(plan: Plan, signs: Signs) -> int:
 def _drawn(size: int, key: RandomKey) -> int:
     """Return the mask of random signs: bit j of word w of a key turns element 32 w + j of a group."""
     return sum(random_word(key, word) << 32 * word for word in range(-(-size // 32))) & ((1 << size) - 1)
-
-
-@lru_cache(maxsize=64)
-def _constant(value: float, device: torch.device) -> Tensor:
-    """Return a number on a device, kept so that a CUDA graph can capture a later call."""
-    return torch.full((), value, device=device)
 
 
 def _kernels(plan: Plan, transposed: bool, multiplies: bool, counts: bool, index: int) -> tuple[Kernel | None, Kernel]:

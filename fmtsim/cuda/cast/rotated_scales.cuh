@@ -81,14 +81,6 @@ DEVICE float quotient(float x, const Piece& piece) {
   return __fmaf_rn(-__fmaf_rn(piece.grow, near, -x), piece.shrink, near);
 }
 
-// Down to the largest multiple of the last place that is not above the magnitude and half a place.
-DEVICE float nearest_away(float x, const FastBlock& block) {
-  FastElement e = fast_element(x, block);
-  const float half = as_float((126u - ELEMENT_MANTISSA) << 23), base = as_float(0x4B400000u - (ELEMENT_MANTISSA << 23));
-  float binade = as_float(e.binade), sum = __fmaf_rd(binade, base, __fmaf_rd(binade, half, e.magnitude));
-  return as_float(as_bits(__fmaf_rn(-binade, base, sum)) | e.sign);
-}
-
 // A scale rounded stochastically to its format, saturating; rest: what its random word lacks of 2^32 - 1.
 DEVICE float scale_drawn(float value, u32 rest) {
   value = fminf(value, as_float(SCALE_LIMIT));
@@ -110,7 +102,7 @@ __device__ __noinline__ float correction_slowly(
     u32 i = __brev(k) >> 25;
     Piece piece = corrected_piece(finite_amax_of<RUN>(y + i / RUN * RUN), tensor);
     float z = __fdiv_rn(y[i], piece.grow);
-    double a = __dmul_rn((double)z, (double)nearest_away(z, piece.block)), b = __dmul_rn((double)z, (double)z);
+    double a = __dmul_rn((double)z, (double)nearest<true>(z, piece.block)), b = __dmul_rn((double)z, (double)z);
     u32 level = 0;
     for (; k >> level & 1; ++level) a = __dadd_rn(over[level], a), b = __dadd_rn(square[level], b);
     over[level] = a, square[level] = b;
@@ -131,7 +123,7 @@ DEVICE void cast_corrected(float (&y)[PER_LANE], const Line& line, float tensor,
     for (int i = b * RUN; i < (b + 1) * RUN; ++i) {
       nonfinite |= (as_bits(y[i]) & MAGNITUDE) >= FLOAT_EXPONENT;
       float z = quotient(y[i], piece[b]);
-      y[i] = nearest_away(z, piece[b].block);
+      y[i] = nearest<true>(z, piece[b].block);
       over = __fma_rn((double)z, (double)y[i], over);
       square = __fma_rn((double)z, (double)z, square);
     }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.cuda import runtime
-from fmtsim.cuda.cast.parameters import DTYPES, NARROW, NO_DRAW, draw_of, macros
+from fmtsim.cuda.cast.parameters import DTYPES, NARROW, NO_DRAW, constant, draw_of, macros
 from fmtsim.cuda.cast.scaled_rules import (
     COLUMNS,
     LONG_COLUMNS,
@@ -159,7 +159,6 @@ class _Plan:
         places = (*map(np.uint64, (layout.rows, layout.columns, *layout.steps)), *map(np.uint32, own))
         self._rest = *places, rule.rule, rule.grid.parameters, rule.scale_grid
         self._launches: dict[tuple[Any, ...], Callable[..., None]] = {}  # by what a call asks of them
-        self._tensor: Tensor | None = None
         self._outer = float(np.float32(quantizer.scaling.multiplier)) if fold else 1.0
 
     def cast(self, x: Tensor, key: RandomKey | None, delayed: Any) -> ScaledValues:
@@ -174,17 +173,8 @@ class _Plan:
             self._launch(key, addresses, self._amaxes_of(x))
         else:
             self._launch(key, addresses)
-        outer = None if self._outer == 1.0 else self._constant(x.device)
+        outer = None if self._outer == 1.0 else constant(self._outer, x.device)
         return ScaledValues(values, scale.mT if self._layout.transposed else scale, outer, mask)
-
-    def _constant(self, device: torch.device) -> Tensor:
-        """Return the multiplier; what a graph captures is not there before it runs, and is not saved."""
-        if self._tensor is not None:
-            return self._tensor
-        constant = torch.full((), self._outer, dtype=torch.float32, device=device)
-        if not torch.cuda.is_current_stream_capturing():
-            self._tensor = constant
-        return constant
 
     def _cast_delayed(self, x: Tensor, addresses: tuple[int, ...], key: RandomKey | None, delayed: Any) -> None:
         """Cast under the scale in force, and record the amax of x."""

@@ -9,8 +9,8 @@
 
 // Largest finite magnitudes of blocks, before the kernels that cast under them: rows, groups, tiles, whole tensors.
 //
-// found[2 b] rises to the amax of block b as float32 bits, found[2 b + 1] gets bit 0 for NaN and bit 1 for Inf. A tensor
-// under one scale is read by a grid that stays: few atomics meet at one address.
+// found[2 b] rises to the amax of block b as float32 bits, found[2 b + 1] gets bit 0 for NaN and bit 1 for NaN or Inf. A
+// tensor under one scale is read by a grid that stays: few atomics meet at one address.
 #define WORDS_EACH 4  // vectors a thread has on their way
 
 typedef Packed<VECTOR, INPUT_BITS> Neighbours;
@@ -18,16 +18,8 @@ typedef Packed<VECTOR, INPUT_BITS> Neighbours;
 struct Found { u32 amax, flags; };
 
 DEVICE Found look(u32 top, const Neighbours& v) {
-  u32 amax = amax_of_raw(top), flags = 0;
-  if (amax >= FLOAT_EXPONENT) {
-    bool has_nan = false;
-    amax = finite_amax<VECTOR>(v, has_nan);
-#pragma unroll
-    for (int i = 0; i < VECTOR; ++i)
-      if (widened(v.get(i) & (INPUT == 0 ? MAGNITUDE : 0x7FFFu)) == FLOAT_EXPONENT) flags = 2;
-    flags |= has_nan;
-  }
-  return {amax, flags};
+  u32 amax = amax_of_raw(top), flags = amax >= FLOAT_EXPONENT ? 2 | (amax > FLOAT_EXPONENT) : 0;
+  return {flags ? amax_of_raw(raw_amax<VECTOR, true>(v)) : amax, flags};
 }
 
 DEVICE void raise(u32* found, u64 block, Found f) {

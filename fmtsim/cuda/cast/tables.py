@@ -8,6 +8,7 @@ exist in which the result changes at most once.
 
 import math
 import struct
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 
 from fmtsim.cuda import runtime
 from fmtsim.cuda.cast.general import cast_general
-from fmtsim.cuda.cast.parameters import DTYPES, NARROW, aligned, code_values, macros, nan_code, values_of
+from fmtsim.cuda.cast.parameters import DTYPES, NARROW, aligned, captures, code_values, macros, nan_code, values_of
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, LogFormat
 from fmtsim.spec.cast import CastSpec, EncodedParts
 
@@ -30,8 +31,7 @@ _WORD = 32  # bits of a narrow bucket
 _RESIDENT = 6  # blocks of a multiprocessor: what the registers allow
 _PATTERNS = 1 << 16
 _BESIDE = 2048  # bytes of shared memory beside the entries of patterns
-_ranges: dict[tuple[CastSpec, int], "Table"] = {}
-_patterns: dict[tuple[CastSpec, torch.dtype, int, bool], "Table"] = {}
+_tables: dict[Hashable, "Table"] = {}
 
 
 class Layout(NamedTuple):
@@ -100,18 +100,16 @@ def _pattern_table(x: torch.Tensor, to: torch.Tensor, spec: CastSpec, slot: int)
     shared = _PATTERNS * (2 if values else 1) + 1024
     if x.element_size() != 2 or x.numel() < PATTERNS_WORTH or runtime.shared_limit(index) < shared + _BESIDE:
         return None
-    key = spec, x.dtype, index, values
-    if key not in _patterns:
-        if _captures(x):
-            return None
+
+    def make() -> Table:
         points = torch.arange(_PATTERNS, device=x.device, dtype=torch.int32).to(torch.int16).view(x.dtype)
         entries = torch.empty(_PATTERNS, dtype=to.dtype if values else torch.uint8, device=x.device)
         cast_general(points, EncodedParts(entries), spec)
         by_code = values_of(spec.format, x.device)  # type: ignore[arg-type]
-        runtime.finished(x)
         parameters = _TABLE.pack(entries.data_ptr(), by_code.data_ptr(), 0, 0, _PATTERNS, 0)
-        _patterns[key] = Table(parameters, (entries, by_code), shared)
-    return _patterns[key]
+        return Table(parameters, (entries, by_code), shared)
+
+    return _remembered((spec, x.dtype, index, values), x, make)
 
 
 @lru_cache(maxsize=256)
@@ -168,17 +166,22 @@ def _bits(magnitude: float) -> int:
 
 
 def _range_table(x: torch.Tensor, spec: CastSpec, layout: Layout) -> Table | None:
-    """Return the table of ranges of a cast.
+    """Return the table of ranges of a cast; to make it takes some hundred small kernels."""
 
-    The first call for a cast launches some hundred small kernels; a stream that is being captured would not run them.
-    """
-    key = spec, runtime.device_index(x)
-    if key not in _ranges:
-        if _captures(x):
+    def make() -> Table:
+        return _build(spec, layout, values_of(spec.format, x.device))  # type: ignore[arg-type]
+
+    return _remembered((spec, runtime.device_index(x)), x, make)
+
+
+def _remembered(key: Hashable, x: torch.Tensor, make: Callable[[], Table]) -> Table | None:
+    """Return a table, made at the first call, None where that would be while a graph is captured."""
+    if key not in _tables:
+        if captures(x.device):
             return None
-        _ranges[key] = _build(spec, layout, values_of(spec.format, x.device))  # type: ignore[arg-type]
+        _tables[key] = make()
         runtime.finished(x)
-    return _ranges[key]
+    return _tables[key]
 
 
 def _build(spec: CastSpec, layout: Layout, values: torch.Tensor) -> Table:
@@ -211,10 +214,6 @@ def _build(spec: CastSpec, layout: Layout, values: torch.Tensor) -> Table:
     nan = nan_code(spec.format, spec.overflow)  # type: ignore[arg-type]
     parameters = _TABLE.pack(buckets.data_ptr(), values.data_ptr(), *layout[:3], nan)
     return Table(parameters, (buckets, values), layout.shared)
-
-
-def _captures(x: torch.Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @lru_cache(maxsize=64)
