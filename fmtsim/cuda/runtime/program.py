@@ -151,6 +151,7 @@ def compiled(file: str, arch: str, defines: Defines = ()) -> Any:
         prec_div=True,
         prec_sqrt=True,
         define_macro=list(defines) or None,
+        device_as_default_execution_space=True,  # NVRTC 13.0 takes lambdas for the host's
     )
     try:
         return Program(source, "c++", options).compile("cubin", cache=kept)
