@@ -122,10 +122,6 @@ def test_stochastic_hops_are_a_function_of_seed_and_call():
     assert torch.equal(first, simulate(xs, one).values[0])
     assert not torch.equal(first, simulate(xs, one, call=1).values[0])
     assert not torch.equal(first, simulate(xs, dataclasses.replace(one, seed=4)).values[0])
-    many = torch.stack([simulate(xs, one, call=call).values[0] for call in range(200)]).double().mean(0)
-    exact = torch.stack(xs).double().mean(0)
-    nearest = simulate(xs, "fp8lm_pre").values[0].double()
-    assert float((many - exact).norm()) < 0.3 * float((nearest - exact).norm())
 
 
 @pytest.mark.parametrize("saturated", [0, 1, 2])

@@ -278,7 +278,7 @@ def test_a_unit_of_floats_takes_float_formats():
         dot([1.0], ONE, fmt=INT8)
 
 
-# Planted errors: a product of random numbers tells a wrong unit and a wrong order.
+# Orders.
 
 
 FOUR = Datapath(block=4)
@@ -368,12 +368,3 @@ def test_the_schedule_of_engines_is_this_order():
     for _ in range(2000):
         k, unit, plan = random_case(draw)
         assert scheduled(k, unit, plan) == order_of_products(k, unit, plan), (k, unit, plan)
-
-
-def test_every_product_is_added_once():
-    draw = random.Random(8)
-    for _ in range(300):
-        k, unit, plan = random_case(draw)
-        parts = order_of_products(k, unit, plan)
-        assert sorted(i for part in parts for chain in part for block in chain for i in block) == list(range(k))
-        assert all(block for part in parts for chain in part for block in chain)

@@ -82,7 +82,7 @@ def test_every_name_exists_once():
 def test_other_arithmetic():
     assert get_unit("cdna2.mfma").mode("bf16", "bf16") == PairwiseDatapath(block=4)
     assert get_unit("cdna2.mfma.bf16").mode("bf16", "bf16") == PairwiseDatapath(block=2)
-    assert get_unit("cdna3.mfma").mode("fp16", "fp16") == TwoStageDatapath(block=8)
+    assert get_unit("cdna3.mfma").mode("fp16", "fp16") == TwoStageDatapath(block=8, fraction_bits=24, sum_bits=31)
     assert get_unit("cdna3.mfma").mode("tf32", "tf32") == TwoStageDatapath(block=4)
     assert get_unit("cdna3.mfma").mode("e4m3fnuz", "e5m2fnuz") == TwoStageDatapath(block=16, parity=True)
     assert get_unit("int8").mode("int8", "int8") == IntegerDatapath()

@@ -16,6 +16,7 @@ from fmtsim.scaling.signs import random_signs
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
+from tests.support.recipe_oracle import rotate
 
 EXACT = AttentionConfig(columns=64)
 
@@ -23,13 +24,6 @@ EXACT = AttentionConfig(columns=64)
 def tensors(*shapes, seed=0, dtype=torch.float32):
     source = torch.Generator().manual_seed(seed)
     return [torch.randn(*shape, generator=source).to(dtype) for shape in shapes]
-
-
-def sylvester(n):
-    h = torch.ones(1, 1)
-    while len(h) < n:
-        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
-    return h
 
 
 def to_codes(x, scale):
@@ -42,8 +36,7 @@ def slow_attention(q, k, v, *, seed, unit, causal=False, block=128, offset=8):
     d = q.shape[-1]
     mask = random_signs(d, RandomKey(seed, 0))
     signs = torch.tensor([-1.0 if mask >> j & 1 else 1.0 for j in range(d)])
-    turn = sylvester(d)
-    q, k = (fmtsim_order(t * signs, turn) for t in (q, k))
+    q, k = (rotate(t, d, signs) for t in (q, k))
     codes, scales = {}, {}
     for name, t in (("q", q), ("k", k), ("v", v)):
         parts = list(t.split(block))
@@ -68,16 +61,6 @@ def slow_attention(q, k, v, *, seed, unit, causal=False, block=128, offset=8):
             m = new
         out.append(acc / total)
     return torch.cat(out)
-
-
-def fmtsim_order(x, turn):
-    """Multiply by a Hadamard matrix by butterflies of neighbours first, and by 1/sqrt(n) last."""
-    n, h = x.shape[-1], 1
-    while h < n:
-        pairs = x.reshape(-1, n // (2 * h), 2, h)
-        x = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2).reshape(-1, n)
-        h *= 2
-    return x * torch.tensor(n, dtype=torch.float64).rsqrt().float()
 
 
 def product(a, b, unit):

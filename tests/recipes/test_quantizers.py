@@ -1,7 +1,5 @@
 """Every quantiser of every recipe equals its source's formulas, bit for bit, on bfloat16 numbers."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -255,14 +253,3 @@ def test_the_slope_of_a_weight():
     y = w * torch.div(torch.tensor(6.0), w.abs().amax(1, keepdim=True))
     found = made("fp4_ms", "w_f", w).slope
     assert torch.allclose(found.double(), oracle.dge(y), rtol=2e-4, atol=0)  # torch.pow near the middle of an interval
-
-
-def test_a_planted_error_is_seen():
-    """Rounding the other way, dividing instead of multiplying, another top: each changes bits of bfloat16 numbers."""
-    x = torch.cat([matrix(seed=s) for s in range(6)])
-    quantizer = get_recipe("deepseek_v3").linear.operands["x_f"]
-    for wrong in ({"arithmetic": "divide"}, {"arithmetic": "encode"}, {"top": 440.0}, {"eps": 1e-3}):
-        changed = dataclasses.replace(quantizer, scaling=dataclasses.replace(quantizer.scaling, **wrong))
-        with pytest.raises(AssertionError):
-            check(quantize_operand(x, changed, DRAWS), oracle.deepseek(x, (1, 128)))
-    check(quantize_operand(x, quantizer, DRAWS), oracle.deepseek(x, (1, 128)))

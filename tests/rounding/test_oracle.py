@@ -1,4 +1,4 @@
-"""The rounding oracle against ml_dtypes, gfloat, published constants and its own algebra."""
+"""The rounding oracle against ml_dtypes, gfloat and published constants; what must hold of every rounding."""
 
 import math
 import warnings
@@ -9,15 +9,17 @@ import gfloat.formats
 import ml_dtypes
 import numpy
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fmtsim.errors import ArgumentError, CodeError
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import CodebookFormat, FloatFormat
+from fmtsim.formats.spec import CodebookFormat, FloatFormat, LogFormat
 from fmtsim.rounding import oracle
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import decode_value, encode_value, floor_log2, round_value
 from tests.support.bits import identical
-from tests.support.casts import adversarial, element_formats
+from tests.support.casts import DETERMINISTIC, adversarial, element_formats
 
 ML_DTYPES = {  # format: dtype, and the overflow rule that ml_dtypes follows
     "bf16": (ml_dtypes.bfloat16, "ieee"),
@@ -302,3 +304,46 @@ def test_errors():
     )
     with pytest.raises(ArgumentError, match="NaN has no code in strict"):
         round_value(math.nan, strict)
+
+
+FORMATS = [
+    get_format(name)
+    for name in element_formats(16)
+    if get_format(name).bits in (3, 4, 6, 8, 12, 16) and name != "lns16_g2048"
+]
+numbers = st.one_of(
+    st.floats(allow_nan=False),
+    st.floats(allow_nan=False, width=32),
+    st.floats(min_value=-600, max_value=600, allow_nan=False),
+    st.floats(min_value=-1, max_value=1, allow_nan=False, width=16),
+)
+roundings = st.sampled_from(DETERMINISTIC)
+overflows = st.sampled_from(["saturate", "ieee"])
+formats = st.sampled_from(FORMATS)
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(numbers, formats, roundings, overflows)
+def test_idempotent(x, fmt, rounding, overflow):
+    once = round_value(x, fmt, rounding, overflow)
+    assert identical(round_value(once, fmt, rounding, overflow), once)
+    assert identical(decode_value(encode_value(once, fmt, rounding, overflow), fmt), once)
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(numbers, numbers, formats, roundings)
+def test_monotone(x, y, fmt, rounding):
+    low, high = sorted((x, y))
+    assert round_value(low, fmt, rounding, "saturate") <= round_value(high, fmt, rounding, "saturate")
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(numbers, formats, roundings, st.integers(0, 2**32 - 1))
+def test_result_is_a_neighbour(x, fmt, rounding, word):
+    stochastic = Rounding(mode="stochastic")
+    below, above = (round_value(x, fmt, mode, "saturate") for mode in ("down", "up"))
+    assert (
+        below == above or not math.isfinite(x) or fmt.max < abs(x) or isinstance(fmt, LogFormat) or below <= x <= above
+    )
+    assert round_value(x, fmt, rounding, "saturate") in (below, above)
+    assert round_value(x, fmt, stochastic, "saturate", word) in (below, above)

@@ -149,52 +149,45 @@ def test_a_loss_of_one_s_own():
     assert worst.loss == max(worst.loss, 0) and worst.formats.keys() == {"0", "2", "4"}
 
 
-def test_bad_budgets_and_formats():
-    model, data = model_and_data()
-    with pytest.raises(
-        ArgumentError, match=r"no assignment meets a budget of 184320 bit operations; the least is 327680 \(4 bits in"
-    ):
-        fmtsim.search(model, data, bits=3)
-    with pytest.raises(ArgumentError, match=r"pass exactly one of budget= \(bit operations of a batch\) and bits="):
-        fmtsim.search(model, data)
-    for wrong in ({"budget": "6"}, {"bits": -7}, {"bits": float("nan")}, {"budget": True}):
-        name, value = next(iter(wrong.items()))
-        with pytest.raises(
-            ArgumentError, match=rf"search {name}={value!r} is not allowed; pass a finite number above 0"
-        ):
-            fmtsim.search(model, data, **wrong)
-    with pytest.raises(ArgumentError, match=r"recipe 'int8_smooth' changes more than one layer's operands"):
-        fmtsim.search(model, data, bits=8, formats=["int8_smooth"])
-    with pytest.raises(ArgumentError, match=r"recipes 'int4_gptq' and 'w4a4' round weights differently"):
-        fmtsim.search(model, data, bits=8, formats=["int4_gptq", "w4a4"])
-    with pytest.raises(ArgumentError, match=r"mixes rules of calibration"):
-        fmtsim.search(model, data, bits=8, formats=["e4m3_static", "e4m3_dynamic"])
-    with pytest.raises(ArgumentError, match=r"pass recipes of different names, at least one"):
-        fmtsim.search(model, data, bits=8, formats=[])
-    tied = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).requires_grad_(False)
-    tied[2].weight = tied[0].weight
-    with pytest.raises(
-        ArgumentError, match=r"layers '0' and '2' share a weight, which takes one format; leave one out"
-    ):
-        fmtsim.search(tied, [torch.randn(3, 16)], bits=8)
-    with pytest.raises(ArgumentError, match=r"calibration data is empty"):
-        fmtsim.search(model, [], bits=8)
-    with pytest.raises(ArgumentError, match=r"search takes a torch.nn.Module, not NoneType"):
-        fmtsim.search(None, data, bits=8)
-    for options, message in (
-        ({"bits": float("nan")}, "search bits=nan is not allowed; pass a finite number above 0"),
-        ({"bits": float("inf")}, "bits=inf is not allowed"),
-        ({"bits": "6"}, "bits='6' is not allowed"),
-        ({"budget": -5}, "budget=-5 is not allowed"),
-        ({"bits": 6, "formats": 3}, "formats=3; pass names or recipes"),
-        ({"bits": 6, "policy": 3}, "policy=3 is no Policy"),
-        ({"bits": 6, "loss_fn": 3}, "loss_fn=3 is no function"),
+FINITE = "is not allowed; pass a finite number above 0"
+TIED = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).requires_grad_(False)
+TIED[2].weight = TIED[0].weight
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"bits": 3}, r"no assignment meets a budget of 184320 bit operations; the least is 327680 \(4 bits in"),
+        ({}, r"pass exactly one of budget= \(bit operations of a batch\) and bits="),
+        ({"budget": "6"}, f"search budget='6' {FINITE}"),
+        ({"budget": True}, f"search budget=True {FINITE}"),
+        ({"budget": -5}, f"search budget=-5 {FINITE}"),
+        ({"bits": -7}, f"search bits=-7 {FINITE}"),
+        ({"bits": "6"}, f"search bits='6' {FINITE}"),
+        ({"bits": math.nan}, f"search bits=nan {FINITE}"),
+        ({"bits": math.inf}, f"search bits=inf {FINITE}"),
+        ({"formats": ["int8_smooth"]}, "recipe 'int8_smooth' changes more than one layer's operands"),
+        ({"formats": ["int4_gptq", "w4a4"]}, "recipes 'int4_gptq' and 'w4a4' round weights differently"),
+        ({"formats": ["e4m3_static", "e4m3_dynamic"]}, "mixes rules of calibration"),
+        ({"formats": []}, "pass recipes of different names, at least one"),
+        ({"formats": 3}, "formats=3; pass names or recipes"),
         (
-            {"bits": 6, "loss_fn": lambda y, r: float("nan")},
-            "the loss of the unquantised model is inf; look for Inf in its outputs or loss_fn=",
+            {"model": TIED, "calibration_data": [torch.ones(3, 16)]},
+            "layers '0' and '2' share a weight, which takes one format; lea",
         ),
-    ):
-        with pytest.raises(ArgumentError, match=message):
-            fmtsim.search(model, data, **options)
-    with pytest.raises(ArgumentError, match=r"Policy steps=0"):
+        ({"calibration_data": []}, "calibration data is empty"),
+        ({"model": None}, "search takes a torch.nn.Module, not NoneType"),
+        ({"policy": 3}, "policy=3 is no Policy"),
+        ({"loss_fn": 3}, "loss_fn=3 is no function"),
+    ],
+)
+def test_bad_budgets_and_formats(how, said):
+    model, data = model_and_data()
+    how = how if how.keys() & {"bits", "budget"} or not how else {"bits": 8} | how
+    with pytest.raises(ArgumentError, match=said):
+        fmtsim.search(**{"model": model, "calibration_data": data} | how)
+
+
+def test_a_policy_without_steps():
+    with pytest.raises(ArgumentError, match="Policy steps=0"):
         Policy(steps=0)
