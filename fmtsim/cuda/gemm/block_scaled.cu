@@ -302,7 +302,8 @@ block_scaled(const Words4* values_a, const u32* exponents_a, const u32* bounds_a
   float c[16][4] = {};
   bool first = true;
   auto end_chain = [&]() {
-    write_floats(sums, rows, columns, panels, first, [&](int i, int j) { return c[i / 2 * 4 + j / 2][i % 2 * 2 + j % 2]; });
+    auto value = [&](int i, int j) { return c[i / 2 * 4 + j / 2][i % 2 * 2 + j % 2]; };
+    write_floats(sums, rows, columns, panels, first, value);
     first = false;
 #pragma unroll
     for (int i = 0; i < 64; ++i) c[i / 4][i % 4] = 0.0f;

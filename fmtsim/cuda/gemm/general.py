@@ -4,6 +4,7 @@ Here too are the sum of a product's parts (docs/matmul.md, section 4, step 5), a
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm.job import TILE, Job
 from fmtsim.cuda.gemm.problem import (
-    KINDS,
     LIMBS,
     accumulator_of,
     format_bytes,
@@ -111,15 +111,13 @@ def reduce(job: Job, sums: Tensor, start: Tensor | None) -> None:
         start: [M, N] of any strides, what the output begins with where parts are added in place, or None.
     """
     unit, plan, out = job.spec.datapath, job.spec.plan, job.out
-    saturates = isinstance(unit, IntegerDatapath) and unit.saturate
     wide = isinstance(unit, Datapath) and not is_representable(unit.accumulator, torch.float32)
     formats = format_bytes(accumulator_of(unit) if wide else FP32) + format_bytes(plan.partial or FP32)
     kernel = runtime.kernel("reduce.cu", "reduce_parts", runtime.device_index(out), ())
     kernel(
-        -(-out.numel() // _THREADS), _THREADS, sums, out, np.int64(out.numel()), np.int64(out.shape[1]),
-        np.int64(out.stride(0)), np.int64(out.stride(1)), np.int32(sums.shape[0]), np.int32(KINDS[out.dtype]),
+        -(-out.numel() // _THREADS), _THREADS, sums, start, out, *map(np.int64, out.stride()), np.int32(len(sums)),
         np.int32(_REDUCTIONS.index(plan.reduce)), np.int32(plan.partial is not None), np.int32(plan.round_trip),
-        np.int32(saturates), start, *(np.int64(0 if start is None else start.stride(i)) for i in (0, 1)), formats,
+        formats, problem_of(job if start is None else replace(job, c=start), TILE),
     )  # fmt: skip
 
 

@@ -51,8 +51,8 @@ DEVICE Panels panels_of(i32 rows, i32 columns, i32 width = PANEL) {
   return {count_a, count_b, 8 * group + rest % height, rest / height};
 }
 
-// Write the 64 results of a lane, float32 [part, rows, columns], or add them to those of earlier chains: value(i, j) is of
-// its row i and column j.
+// Write the 64 results of a lane, float32 [part, rows, columns], or add them to those of earlier chains: value(i, j) is
+// of its row i and column j.
 template <typename Value>
 DEVICE void write_floats(float* sums, i32 rows, i32 columns, const Panels& panels, bool first, Value value) {
   const i32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -35,42 +35,23 @@ DEVICE bool is_idle(const u8* marks, const Problem& p, int first_row, int first_
   return marks != nullptr && marks[(i64)(first_row / p.tile) * across + first_column / p.tile] == 0;
 }
 
-// Call `work` for the squares of `width` outputs that are left to this block of THREADS threads, with the number, first
-// row and first column of each. A grid has as many blocks as squares, or fewer, which walk: with a fast path before it
-// next to nothing is marked, and thousands of blocks that only look would cost as much as a tenth of a fast product. So
-// every thread looks at a square, and all of them leave together where there is none.
-template <int Count, typename Work>
-DEVICE void each_square(const u8* marks, const Problem& p, int width, Work work) {
-  const i64 across = (p.columns + width - 1) / width, count = (p.rows + width - 1) / width * across;
-  const i64 apart = gridDim.x;
-  for (i64 first = blockIdx.x; first < count; first += Count * apart) {
-    const i64 own = first + threadIdx.x * apart;
-    const bool busy = own < count && !is_idle(marks, p, own / across * width, own % across * width);
-    if (!__syncthreads_or(busy)) continue;
-    for (i64 square = first, i = 0; i < Count && square < count; square += apart, ++i) {
-      const int row = square / across * width, column = square % across * width;
-      if (is_idle(marks, p, row, column)) continue;
-      __syncthreads();  // shared memory is free again
-      work(square, row, column);
-    }
-  }
-}
-
 DEVICE double addend_at(const void* c, const Problem& p, i64 row, i64 column) {
   i64 place = row * p.c_row + column * p.c_stride;
   if (p.kind == KIND_INT32) return ((const i32*)c)[place];
   return p.kind == KIND_DOUBLE ? ((const double*)c)[place] : (double)((const float*)c)[place];
 }
 
-// Write a sum of a part, NaN as the units' one NaN; sums are [parts, rows, columns].
-DEVICE void write_sum(void* sums, const Problem& p, i64 part, i64 row, i64 column, double y) {
-  i64 place = (part * p.rows + row) * p.columns + column;
+// Write a sum, NaN as the units' one NaN.
+DEVICE void write_at(void* sums, i64 place, const Problem& p, double y) {
   if (p.kind == KIND_INT32) ((i32*)sums)[place] = (i32)y;
   else if (p.kind == KIND_DOUBLE) ((double*)sums)[place] = is_nan(y) ? as_double(NAN_BITS) : y;
   else ((float*)sums)[place] = is_nan(y) ? __uint_as_float(0x7FFFFFFFu) : (float)y;
 }
 
-// A sum that was written; of integers it is not needed.
+// Write a sum of a part, and read one that was written, but of integers; sums are [parts, rows, columns].
+DEVICE void write_sum(void* sums, const Problem& p, i64 part, i64 row, i64 column, double y) {
+  write_at(sums, (part * p.rows + row) * p.columns + column, p, y);
+}
 DEVICE double sum_at(const void* sums, const Problem& p, i64 part, i64 row, i64 column) {
   i64 place = (part * p.rows + row) * p.columns + column;
   return p.kind == KIND_DOUBLE ? ((const double*)sums)[place] : (double)((const float*)sums)[place];
@@ -125,8 +106,8 @@ struct Inputs {
   i64 first_row, first_column;
 };
 
-// Bring `count` places from `first` on into shared memory unless they are there, by fill(row, place, k) for each row and
-// place of the window; all threads come along.
+// Bring `count` places from `first` on into shared memory unless they are there, by fill(row, place, k) for each row
+// and place of the window; all threads come along.
 template <typename Fill>
 DEVICE int reach(Inputs& in, i64 first, int count, Fill fill) {
   if (first < in.window || first + count > in.window + WINDOW) {
@@ -139,32 +120,50 @@ DEVICE int reach(Inputs& in, i64 first, int count, Fill fill) {
   return (int)(first - in.window);
 }
 
-// For each square of outputs call work(inputs, add), which calls add(block_sum) once: block_sum(t, running, row, column)
-// is the running sum behind block t. Chains are promoted and the sum of each part is written; all threads of a block come
-// along, those outside the result too.
+// Add the blocks of an output and write the sum of each part.
+template <typename BlockSum>
+DEVICE void add_blocks(const void* c, const Order& order, void* sums, const Problem& p, i64 row, i64 column,
+                       BlockSum block_sum) {
+  const bool inside = row < p.rows && column < p.columns;
+  for (int part = 0; part < p.parts; ++part) {
+    double start = part == 0 && c != nullptr && inside ? addend_at(c, p, row, column) : 0.0;
+    double running = p.promotes ? 0.0 : start, total = start;
+    for (i64 t = order.part_blocks[2 * part]; t < order.part_blocks[2 * part + 1]; ++t) {
+      running = block_sum(t, running, row, column);
+      if (p.promotes && order.ends[t] && inside) {
+        total = joined(total, running, p, t, row, column, order);
+        running = 0.0;
+      }
+    }
+    if (inside) write_sum(sums, p, part, row, column, p.promotes ? total : running);
+  }
+}
+
+// For the squares of outputs that are left to this block call work(inputs, add), which calls add(block_sum) once:
+// block_sum(t, running, row, column) is the running sum behind block t. Chains are promoted and the sum of each part is
+// written; all threads of a block come along, those outside the result too.
+//
+// A grid has as many blocks as squares, or fewer, which walk: with a fast path before it next to nothing is marked, and
+// thousands of blocks that only look would cost as much as a tenth of a fast product. So every thread looks at a square,
+// and all of them leave together where there is none.
 template <typename Work>
 DEVICE void each_output(const void* a, const void* b, const void* c, const i32* source, const Order& order,
                         const u8* marks, void* sums, const Problem& p, Work work) {
-  const i64 places = (i64)order.part_blocks[2 * p.parts - 1] * p.block;
-  each_square<SIDE * SIDE>(marks, p, SIDE, [&](i64, int first_row, int first_column) {
-    Inputs in = {a, b, order, source, places, -WINDOW - 1, first_row, first_column};
-    const i64 row = first_row + threadIdx.x / SIDE, column = first_column + threadIdx.x % SIDE;
-    const bool inside = row < p.rows && column < p.columns;
-    work(in, [&](auto block_sum) {
-      for (int part = 0; part < p.parts; ++part) {
-        double start = part == 0 && c != nullptr && inside ? addend_at(c, p, row, column) : 0.0;
-        double running = p.promotes ? 0.0 : start, total = start;
-        for (i64 t = order.part_blocks[2 * part]; t < order.part_blocks[2 * part + 1]; ++t) {
-          running = block_sum(t, running, row, column);
-          if (p.promotes && order.ends[t] && inside) {
-            total = joined(total, running, p, t, row, column, order);
-            running = 0.0;
-          }
-        }
-        if (inside) write_sum(sums, p, part, row, column, p.promotes ? total : running);
-      }
-    });
-  });
+  const i64 places = (i64)order.part_blocks[2 * p.parts - 1] * p.block, apart = gridDim.x;
+  const i64 across = (p.columns + SIDE - 1) / SIDE, count = (p.rows + SIDE - 1) / SIDE * across;
+  for (i64 first = blockIdx.x; first < count; first += SIDE * SIDE * apart) {
+    const i64 own = first + threadIdx.x * apart;
+    const bool busy = own < count && !is_idle(marks, p, own / across * SIDE, own % across * SIDE);
+    if (!__syncthreads_or(busy)) continue;
+    for (i64 square = first, i = 0; i < SIDE * SIDE && square < count; square += apart, ++i) {
+      const int first_row = square / across * SIDE, first_column = square % across * SIDE;
+      if (is_idle(marks, p, first_row, first_column)) continue;
+      __syncthreads();  // shared memory is free again
+      Inputs in = {a, b, order, source, places, -WINDOW - 1, first_row, first_column};
+      const i64 row = first_row + threadIdx.x / SIDE, column = first_column + threadIdx.x % SIDE;
+      work(in, [&](auto block_sum) { add_blocks(c, order, sums, p, row, column, block_sum); });
+    }
+  }
 }
 
 // Promotion of packed kernels' chains, whose outer sums lie in the result: not at all, to float32, or as `joined` does

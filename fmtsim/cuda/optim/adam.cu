@@ -1,6 +1,6 @@
-// A step of Adam on many parameters at once, whose moments, and weights where they are kept, are codes (adam_codecs.cuh)
-// without scales, with one a block, or with one a tensor (or float32): decode, update, encode from one read. The update is
-// that of fmtsim/optim/rules.py, codes and scales are those of fmtsim/optim/codec.py.
+// A step of Adam on many parameters at once, whose moments, and weights where they are kept, are codes
+// (adam_codecs.cuh) without scales, with one a block, or with one a tensor (or float32): decode, update, encode from one
+// read. The update is that of fmtsim/optim/rules.py, codes and scales are those of fmtsim/optim/codec.py.
 //
 // A scale of a tensor is known when all of it is updated: `tops` finds the largest magnitudes and keeps nothing else,
 // `adam` updates again and encodes. Between the two lie, for each parameter, six words of `found`: bits of the largest
@@ -182,7 +182,8 @@ DEVICE void measure(const Entry& e, i64 at, const Scales& s, const Numbers& n, c
     i64 here = at + run * (SPAN / 2);
     Four g = read<Whole>(e.g, here, e.count), w;
     if (W::scaled || n.penalty != 0.0f) w = weights_of<Whole>(e, here, s, t);
-    Four m = M::template load<Whole>(e.m, here, e.count, s.m, t), v = V::template load<Whole>(e.v, here, e.count, s.v, t);
+    Four m = M::template load<Whole>(e.m, here, e.count, s.m, t);
+    Four v = V::template load<Whole>(e.v, here, e.count, s.v, t);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
       if (!Whole && here + k >= e.count) continue;
@@ -237,9 +238,9 @@ DEVICE u32 step(const Entry& e, i64 start, const Numbers& n, const Tables& t, co
 
 // The arguments of both kernels. found: u32 [count][FOUND], zeros before `tops`; nothing where scales are of blocks.
 // nonfinite: counts the elements of gradients that are NaN or infinite.
-#define ARGUMENTS                                                                                       \
-  const Entries entries, i32 count, i64 chunks, const Numbers n, const Draw draw, const Books books, u32 *found, \
-      u64 *nonfinite
+#define ARGUMENTS                                                                                             \
+  const Entries entries, i32 count, i64 chunks, const Numbers n, const Draw draw, const Books books, u32* found, \
+      u64* nonfinite
 
 #if !BLOCK
 

@@ -36,7 +36,8 @@ struct alignas(16) Numbers {
   i32 zeroing;    // elements whose gradient is not finite lose their moments and stay
 };
 
-// Four neighbours; what lies behind the end is zero. Whole: all that are meant exist, so that no test for the end is left.
+// Four neighbours; what lies behind the end is zero. Whole: all that are meant exist, so that no test for the end is
+// left.
 struct Four {
   float x[4];
 };
@@ -232,8 +233,8 @@ DEVICE u32 largest_of_block(u32 top, u32* shared) {
   return top;
 }
 
-// Blocks of 256 threads take the chunks of a launch in turn; step(e, which, start) does a chunk of parameter `which` and
-// returns how many of its gradients are not finite.
+// Blocks of 256 threads take the chunks of a launch in turn; step(e, which, start) does a chunk of parameter `which`
+// and returns how many of its gradients are not finite.
 template <class Step>
 DEVICE void each_chunk(const Entries& entries, i32 count, i64 chunks, const Numbers& n, u64* nonfinite, Step step) {
   u32 bad = 0;

@@ -1,4 +1,4 @@
-// How one state is kept: the numbers of a tensor as codes with scales, in the terms of fmtsim.spec.optimizer.StateFormat.
+// How one state is kept: the numbers of a tensor as codes with scales (fmtsim.spec.optimizer.StateFormat).
 //
 // Slot: floating-point codes. BITS of a code, 16 or 8; 32: float32 numbers; 0: there is none. MANTISSA, BIAS: of the
 // format. FINITE: the code of its largest value. INFINITIES: the next code is Inf. NOT: the code of NaN. RULE: of the
@@ -6,8 +6,8 @@
 // exponents; 0 rounds to nearest even. BLOCK as adam.cu has it; where it is 0, scales are narrow if four
 // neighbours are known to exist.
 //
-// Book: codes of a codebook with amax, BITS each, 8, or 4 with two a byte, the even element's in the low half; UNSIGNED:
-// of the second moment, which is never negative. How a code is found is said at fmtsim.rounding.codebooks.Table.
+// Book: codes of a codebook with amax, BITS each, 8, or 4 with two a byte, the even element's in the low half.
+// UNSIGNED: of the second moment, which is never negative. How a code is found is said at fmtsim.rounding.codebooks.Table.
 #pragma once
 #include "adam.cuh"
 
@@ -23,8 +23,8 @@ struct Scale {
   bool narrow;  // nothing is divided by it, or quotient() takes it
 };
 
-// The codebooks of both moments: values by code, 2^BITS for each; words, buckets for each sign of the first, then buckets
-// of the second, which is never negative.
+// The codebooks of both moments: values by code, 2^BITS for each; words, buckets for each sign of the first, then
+// buckets of the second, which is never negative.
 struct alignas(16) Books {
   const float* values;
   const u32* words;
@@ -138,7 +138,9 @@ struct Slot {
   static DEVICE Four load(const void* from, i64 at, i64 count, const Scale& s, const Tables&) {
     if constexpr (BITS == 32 || BITS == 0) return BITS ? read<Whole>((const float*)from, at, count) : Four{};
     else {
-      u64 codes = BITS == 16 ? read_four<Whole>((const u16*)from, at, count) : read_four<Whole>((const u8*)from, at, count);
+      u64 codes = 0;
+      if (BITS == 16) codes = read_four<Whole>((const u16*)from, at, count);
+      else codes = read_four<Whole>((const u8*)from, at, count);
       Four four;
 #pragma unroll
       for (int k = 0; k < 4; k++) four.x[k] = value((u32)(codes >> (BITS * k)) & (2 * SIGN - 1));
