@@ -124,19 +124,13 @@ def _rotated(x: Tensor, quantizer: Quantizer, keys: Keys, factor: Tensor | None)
         if keys.passes is None:
             return None
         x = x.contiguous()  # what counts on the device is covered then
-    made = rotated.cast_rotated(x, quantizer, keys[:2], keys.signs, factor, keys.passes)
-    return Operand(made.values, quantizer, tensor_scale=made.scale, slope=made.mask)
+    return rotated.cast_rotated(x, quantizer, keys[:2], keys.signs, factor, keys.passes)
 
 
 def _scaled(x: Tensor, quantizer: Quantizer, keys: Keys, state: Any, folded: bool) -> Operand | None:
     if not scaled.covers(x, quantizer):
         return None
-    assert quantizer.scaling is not None
-    fold = folded and _facts(quantizer).folds
-    made = scaled.cast_scaled(x, quantizer, keys[:2], fold, state)
-    rows, inner = quantizer.scaling.block
-    sizes = max(x.shape[0] if rows is None else rows, 1), max(x.shape[1] if inner is None else inner, 1)
-    return Operand(made.values, quantizer, None if fold else made.scale, made.tensor, sizes, made.mask)
+    return scaled.cast_scaled(x, quantizer, keys[:2], folded and _facts(quantizer).folds, state)
 
 
 def _cast(t: Tensor, quantizer: Quantizer, key: RandomKey | None, dim: int) -> Operand | None:

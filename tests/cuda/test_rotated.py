@@ -46,11 +46,11 @@ def wanted(x, quantizer, key):
 
 def check(found, x, quantizer, key):
     values, outside, slope = wanted(x, quantizer, key)
-    assert found.values.shape == x.shape and found.values.dtype == torch.bfloat16
-    assert torch.equal(canonical(found.values.cpu()), canonical(values))
-    assert_same_bits(found.scale, outside)
-    assert (found.mask is None) == (slope is None)
-    assert slope is None or torch.equal(found.mask.cpu().float(), slope)
+    assert found.elements.shape == x.shape and found.elements.dtype == torch.bfloat16
+    assert torch.equal(canonical(found.elements.cpu()), canonical(values))
+    assert_same_bits(found.tensor_scale, outside)
+    assert (found.slope is None) == (slope is None)
+    assert slope is None or torch.equal(found.slope.cpu().float(), slope)
 
 
 def matrices(shape):
@@ -82,7 +82,7 @@ def test_operands_have_the_bits_of_their_definition(layer, name, turned, device)
             x, moved = (m.mT if turned else m for m in (matrix, matrix.to(device)))
             assert rotated.covers(moved, quantizer)
             found = rotated.cast_rotated(moved, quantizer, (KEYS[0], KEYS[0]), SIGNS)
-            assert found.values.stride() == moved.stride()
+            assert found.elements.stride() == moved.stride()
             check(found, x, quantizer, KEYS[0])
 
 
@@ -163,9 +163,9 @@ def test_keys_move_on_by_a_count_on_the_device(layer, name, turned, device):
         found = rotated.cast_rotated(
             x, quantizer, (RandomKey(5, 2), RandomKey(6, 7)), RandomKey(8, 1), count=torch.tensor(count, device=device)
         )
-        assert torch.equal(found.values.cpu().view(torch.int16), wanted.values.cpu().view(torch.int16))
+        assert torch.equal(found.elements.cpu().view(torch.int16), wanted.elements.cpu().view(torch.int16))
     other = rotated.cast_rotated(x, quantizer, (RandomKey(5, 2), RandomKey(6, 7)), RandomKey(8, 1))
-    assert not torch.equal(found.values, other.values)  # the count has done something
+    assert not torch.equal(found.elements, other.elements)  # the count has done something
 
 
 def test_what_the_kernels_take():

@@ -92,31 +92,29 @@ def check(x, quantizer, device):
     assert scaled.covers(there, quantizer)
     keys = (KEY if quantizer.rounding.mode == "stochastic" else None, None)
     made = scaled.cast_scaled(there, quantizer, keys)
-    assert made.values.dtype == torch.bfloat16 and made.values.stride() == x.stride()
-    assert_same_bits(made.values.float(), wanted.elements)
+    assert made.elements.dtype == torch.bfloat16 and made.elements.stride() == x.stride()
+    assert_same_bits(made.elements.float(), wanted.elements)
     assert_same_bits(made.scale, wanted.scales.scale)
     passes = slope(quantizer.gradient, wanted, quantizer.format)
-    assert (made.mask is None) == (passes is None)
-    assert passes is None or (made.mask.dtype == torch.bool and torch.equal(made.mask.cpu().float(), passes))
+    assert (made.slope is None) == (passes is None)
+    assert passes is None or (made.slope.dtype == torch.bool and torch.equal(made.slope.cpu().float(), passes))
     if scaled.folds(quantizer):
         folded = scaled.cast_scaled(there, quantizer, keys, True)
-        assert same_bits(folded.scale, made.scale) and (quantizer.scaling.multiplier != 1) == (
-            folded.tensor is not None
-        )
+        assert folded.scale is None and (quantizer.scaling.multiplier != 1) == (folded.tensor_scale is not None)
         check_folded(folded, wanted, block_sizes(quantizer.scaling.block, x.shape))
 
 
 def check_folded(folded, wanted, sizes):
     """Hold element times scale to one rounding to bfloat16; the multiplier of a scale comes later, in float32."""
-    if folded.tensor is None:
+    if folded.tensor_scale is None:
         exact = wanted.elements.double() * spread(wanted.scales.scale, sizes, wanted.elements.shape)
         assert_same_bits(
-            folded.values.float(), exact.to(torch.bfloat16).float().masked_fill(exact.isnan(), float("nan"))
+            folded.elements.float(), exact.to(torch.bfloat16).float().masked_fill(exact.isnan(), float("nan"))
         )
         return
     own = wanted.scales.scale != 1  # the scale of blocks that hold nothing but zeros, Inf and NaN
     lives = spread(own & (wanted.scales.scale > 2.0**-110), sizes, wanted.elements.shape)
-    values = folded.values.cpu().float() * folded.tensor.cpu()
+    values = folded.elements.cpu().float() * folded.tensor_scale.cpu()
     assert_same_bits(values[lives], wanted.values(sizes)[lives])
 
 
@@ -185,7 +183,7 @@ def check_zeros(x, rule, device):
     for first in (-0.0, float("inf"), float("nan")):
         x[0, 0] = first
         made, wanted = scaled.cast_scaled(x.to(device), quantizer), reference(x, quantizer)
-        assert same_bits(made.values.float(), wanted.elements) and same_bits(made.scale, wanted.scales.scale)
+        assert same_bits(made.elements.float(), wanted.elements) and same_bits(made.scale, wanted.scales.scale)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +266,7 @@ def test_delayed_scales_and_their_memory(quantizer, change, device):
             keys = (KEY if quantizer.rounding.mode == "stochastic" else None, None)
             made = scaled.cast_scaled(x.to(device), quantizer, keys, delayed=pair[0])
             wanted = reference(x, quantizer, pair[1].advance(statistic(x, (None, None), "amax")))
-            assert same_bits(made.values.float(), wanted.elements) and same_bits(made.scale, wanted.scales.scale)
+            assert same_bits(made.elements.float(), wanted.elements) and same_bits(made.scale, wanted.scales.scale)
             for name in ("amaxes", "factor", "calls"):
                 assert_same_bits(getattr(mine, name), getattr(theirs, name), what=name)
 
@@ -292,7 +290,7 @@ def test_a_scale_that_ranks_share_is_theirs(device):
     for _ in range(2):
         made = scaled.cast_scaled(x.to(device), DELAYED, delayed=shared)
     assert shared.amaxes == [float(x.abs().max())] * 2
-    assert_same_bits(made.values.float(), reference(x, at_once(DELAYED)).elements)
+    assert_same_bits(made.elements.float(), reference(x, at_once(DELAYED)).elements)
 
 
 def test_a_memory_elsewhere_is_refused(emulated):
@@ -315,7 +313,7 @@ def test_block_formats_in_other_words_by_the_exact_oracle(arithmetic, block, dev
     made, exact = scaled.cast_scaled(x.to(device), quantizer), quantize_matrix(x.tolist(), fmt)
     assert made.scale.tolist() == exact.scales
     elements = torch.tensor([[E4M3.value(code) for code in row] for row in exact.codes])
-    assert_same_bits(made.values.float(), elements)
+    assert_same_bits(made.elements.float(), elements)
 
 
 def test_what_is_covered():

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -115,8 +114,9 @@ def _encode(
     if grid is not None and grid.encodes and rows[0] == 1:
         defines = encode_macros(grid, x.dtype, aligned(x), spec.format.bits, slot)
         span = TILE if spec.rounding.mode == "stochastic" else 32 * _run(slot, x.dtype, grid.random)
-        arguments = codes, np.int64(count), grid.parameters, draw_of(spec.rounding, random)
-        _launch("encode.cu", "encode", x, defines, -(-count // (4 * span)), *arguments)
+        runtime.kernel("encode.cu", "encode", runtime.device_index(x), defines)(
+            -(-count // (4 * span)), THREADS, x, codes, np.int64(count), grid.parameters, draw_of(spec.rounding, random)
+        )
     elif not (rows[0] == 1 and slot in (4, 8) and convert(x, codes, spec, slot)):
         if slot in _UNPACKED:
             cast_general(x, EncodedParts(codes), spec, random)
@@ -130,14 +130,6 @@ def _run(slot: int, dtype: torch.dtype, random: int) -> int:
     if slot == 6 and dtype.itemsize == 2 and not random:
         least = 32
     return max(32 // math.gcd(slot, 32), least)
-
-
-def _launch(file: str, name: str, x: torch.Tensor, defines: Defines, blocks: int, *arguments: Any) -> None:
-    runtime.kernel(file, name, runtime.device_index(x), defines)(blocks, THREADS, x, *arguments)
-
-
-def _blocks(count: int, per_thread: int = 1) -> int:
-    return max(-(-count // (THREADS * per_thread)), 1)
 
 
 def _in_one_order(x: torch.Tensor, out: torch.Tensor, ordered: bool) -> tuple[torch.Tensor, torch.Tensor]:

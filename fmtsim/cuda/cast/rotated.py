@@ -7,7 +7,6 @@ which bfloat16 holds exactly; a scale that all blocks share stays outside.
 
 import struct
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from fmtsim.cuda.runtime import Kernel, device_index, kernel, multiprocessors
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import random_word
 from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Quantizer
 
 Keys = tuple[RandomKey | None, RandomKey | None]
@@ -30,22 +30,6 @@ _GRID_LIMIT = 65535
 _JOB = struct.Struct("<10q4I")
 _WORD = Rounding(mode="stochastic")  # draws whole words
 _RANDOM = struct.Struct("<I12x")
-
-
-class RotatedValues(NamedTuple):
-    """A rotated and quantised matrix ``[rows, inner]``.
-
-    Attributes:
-        values: bfloat16, of the operand's shape and strides: element times block scale.
-        scale: float32, 0-d: what all values are to be multiplied with, or None. That of the tensor of two-level
-            formats; the constant ``multiplier`` of a ``Scaling``, also of blocks in which no element is finite and not
-            zero, whose scale is 1 by definition (zeros do not tell, NaN and Inf come out as 6 times one or the other).
-        mask: bool, like values: where a ``ClipMask`` lets the gradient through, or None.
-    """
-
-    values: Tensor
-    scale: Tensor | None
-    mask: Tensor | None
 
 
 def covers(x: Tensor, quantizer: Quantizer) -> bool:
@@ -76,7 +60,7 @@ def cast_rotated(
     signs: Signs = None,
     factor: Tensor | None = None,
     count: Tensor | None = None,
-) -> RotatedValues:
+) -> Operand:
     """Rotate and quantise a matrix that ``covers`` takes.
 
     Args:
@@ -88,6 +72,12 @@ def cast_rotated(
             which are quantised again were left without. None is 1.
         count: int64, 0-d, on the device: what the offsets of all keys are larger by, so that a CUDA graph that is
             replayed draws anew. None is 0.
+
+    Returns:
+        Elements times block scales, bfloat16, with the strides of x; a bool slope under a ``ClipMask``; and what all
+        are still to be multiplied with: the scale of the tensor of two-level formats, or the constant
+        ``multiplier`` of a ``Scaling``, also of blocks in which no element is finite and not zero, whose scale is 1 by
+        definition (zeros do not tell, NaN and Inf come out as 6 times one or the other).
 
     NaN, Inf and -0 come out as ``quantize_operand`` has them, NaN canonical. Nothing waits for the device.
     """
@@ -116,7 +106,7 @@ def cast_rotated(
     if find is not None:
         find(part_count, _THREADS, job)
     cast(grid, _THREADS, job, plan.head + draw_of(plan.drawn, key) + plan.tail)
-    return RotatedValues(values, scale, mask)
+    return Operand(values, quantizer, tensor_scale=scale, slope=mask)
 
 
 def _is_matrix(x: Tensor) -> bool:

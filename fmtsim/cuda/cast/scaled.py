@@ -6,7 +6,7 @@ words. What depends on quantiser, dtype, shape and layout alone is worked out on
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from fmtsim.cuda.cast.scaled_rules import (
 )
 from fmtsim.errors import DeviceError
 from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Quantizer, scaling_for
 from fmtsim.spec.scaling import Scaling
 
@@ -41,23 +42,6 @@ _MOST_PARTS = 640  # of which scaled_rows.cu takes the amaxes
 _FOLDED = 32  # numbers that a thread of the kernels of means adds up
 _MEAN_THREADS = 256
 _LAST = 1024 * _FOLDED  # numbers that their last block of threads adds up
-
-
-class ScaledValues(NamedTuple):
-    """A quantised matrix ``[rows, inner]``.
-
-    Attributes:
-        values: bfloat16, with the strides of x: elements; with ``fold`` element times block scale, rounded to nearest
-            even where it needs bits below 2**-133, else exact. A scale that has a multiplier leaves it to ``tensor``.
-        scale: float32 [row blocks, inner blocks]: what an element is multiplied with, all of it, also with ``fold``.
-        tensor: float32, 0-d: what folded values are still multiplied with, or None for one.
-        mask: bool, with the shape and strides of x: where the gradient passes (ClipMask, TrustMask), or None.
-    """
-
-    values: Tensor
-    scale: Tensor
-    tensor: Tensor | None
-    mask: Tensor | None
 
 
 def covers(x: Tensor, quantizer: Quantizer) -> bool:
@@ -84,24 +68,28 @@ def cast_scaled(
     keys: Keys = (None, None),
     fold: bool = False,
     delayed: Any = None,
-) -> ScaledValues:
+) -> Operand:
     """Quantise a matrix that ``covers``, blocks along its last axis.
 
     Args:
         x: [rows, inner]; float32, bfloat16 or float16.
         quantizer: Its format, rounding, overflow, scaling and gradient count.
         keys: Random words of elements and of scales; those of scales are never drawn here.
-        fold: Return element times block scale; ``folds(quantizer)`` has to be true. Where ``ScaledValues.tensor`` is
-            given, a block of zeros, Inf and NaN alone is folded with it as well, though its scale is 1.
+        fold: Return element times block scale; ``folds(quantizer)`` has to be true. Where there is a multiplier, a
+            block of zeros, Inf and NaN alone is folded with it as well, though its scale is 1.
         delayed: DelayedScale or FrozenScale (fmtsim.scaling.history) of a scaling with a history: gives the scale of
             the call, and a DelayedScale records the largest magnitude of x in its buffers, in place.
 
     Returns:
-        Values, scales and masks; nothing waits for the device, and results do not depend on the run.
+        bfloat16 elements with the strides of x, the scales of their blocks, and a bool slope under a ClipMask or a
+        TrustMask. With ``fold`` elements times block scales, rounded to nearest even where they need bits below
+        2**-133, else exact; a scale that has a multiplier leaves it to ``tensor_scale``.
+
+    Nothing waits for the device, and results do not depend on the run.
     """
     plan = _plan_of(x, quantizer, fold)
     assert plan is not None  # the caller asked covers
-    return plan.cast(x, keys[0], delayed)
+    return plan.cast(x, quantizer, keys[0], delayed)
 
 
 _plans: dict[tuple[Any, ...], "_Plan | None"] = {}
@@ -132,7 +120,10 @@ def _new_plan(x: Tensor, quantizer: Quantizer, index: int, fold: bool) -> "_Plan
     assert quantizer.scaling is not None
     scaling, stochastic = quantizer.scaling, quantizer.rounding.mode == "stochastic"
     layout = matrix_layout(x, scaling.block, statistic=scaling.statistic, stochastic=stochastic)
-    return None if layout is None else _Plan(quantizer, rule, layout, x.dtype, index, fold)
+    if layout is None:
+        return None
+    block = tuple(size if extent is None else extent for size, extent in zip(x.shape, scaling.block, strict=True))
+    return _Plan(quantizer, rule, layout, block, x.dtype, index, fold)
 
 
 class _Plan:
@@ -142,17 +133,20 @@ class _Plan:
         quantizer: Kept, so that no other object can take its identity.
         rule: What it is to the kernels.
         layout: How the matrices lie in memory.
+        block: Rows and columns of a block.
         dtype: Theirs.
         index: Of the device.
         fold: As in ``cast_scaled``.
     """
 
     def __init__(
-        self, quantizer: Quantizer, rule: KernelRule, layout: MatrixLayout, dtype: torch.dtype, index: int, fold: bool
-    ) -> None:
+        self, quantizer: Quantizer, rule: KernelRule, layout: MatrixLayout, block: tuple[int, ...], dtype: torch.dtype,
+        index: int, fold: bool,
+    ) -> None:  # fmt: skip
         assert quantizer.scaling is not None
         self._quantizer, self._scaling, self._rule, self._layout = quantizer, quantizer.scaling, rule, layout
         self._dtype, self._index, self._fold, self._size = dtype, index, fold, layout.launch
+        self._block = block[0], block[1]
         parts = min(max(layout.rows * layout.columns // 16384, 1), _PARTS * runtime.multiprocessors(index), _MOST_PARTS)
         self._parts = 1 if quantizer.scaling.statistic in MOMENTS else parts
         own = (layout.height, layout.width) if layout.kind == TILES else (layout.units, self._parts)
@@ -161,7 +155,7 @@ class _Plan:
         self._launches: dict[tuple[Any, ...], Callable[..., None]] = {}  # by what a call asks of them
         self._outer = float(np.float32(quantizer.scaling.multiplier)) if fold else 1.0
 
-    def cast(self, x: Tensor, key: RandomKey | None, delayed: Any) -> ScaledValues:
+    def cast(self, x: Tensor, quantizer: Quantizer, key: RandomKey | None, delayed: Any) -> Operand:
         """Do what ``cast_scaled`` does."""
         values = torch.empty_like(x, dtype=torch.bfloat16)
         scale = torch.empty(self._layout.counts, dtype=torch.float32, device=x.device)
@@ -174,7 +168,9 @@ class _Plan:
         else:
             self._launch(key, addresses)
         outer = None if self._outer == 1.0 else constant(self._outer, x.device)
-        return ScaledValues(values, scale.mT if self._layout.transposed else scale, outer, mask)
+        if self._fold:
+            return Operand(values, quantizer, None, outer, self._block, mask)
+        return Operand(values, quantizer, scale.mT if self._layout.transposed else scale, None, self._block, mask)
 
     def _cast_delayed(self, x: Tensor, addresses: tuple[int, ...], key: RandomKey | None, delayed: Any) -> None:
         """Cast under the scale in force, and record the amax of x."""
