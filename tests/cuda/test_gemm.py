@@ -59,11 +59,6 @@ def test_an_order_holds_the_schedule(plan, k):
         if plan.promote_every:
             places = [chain.start // plan.promote_every for part in wanted for chain in part for _ in chain.blocks]
             assert order.scale_places.tolist() == places
-        lengths = [[len(chain.blocks) for chain in part] for part in wanted]
-        even = all(n == lengths[0][0] for part in lengths for n in part[:-1]) and all(
-            part[-1] <= lengths[0][0] for part in lengths
-        )
-        assert order.even == (even or plan.promote_every is None)
         assert order.contiguous == ([i for block in blocks for i in block] == list(range(k)) and all(
             len(block) == order.block for block in blocks[:-1]))  # fmt: skip
 

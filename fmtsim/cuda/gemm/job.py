@@ -44,7 +44,6 @@ class AccumulationOrder:
             and every block has a product.
         block: k positions of a block.
         contiguous: ``source`` is 0, 1, ..., K - 1 and then padding.
-        even: False where chains have different lengths, so that only ``ends`` says where they end.
         parts: First block of each part and the block behind its last, on the host.
         part_blocks: The same as int32 [parts, 2] on the device.
         ends: uint8 [blocks] on the device: 0, 1 behind the last block of a chain, 2 behind the last of a part.
@@ -55,7 +54,6 @@ class AccumulationOrder:
     source: Tensor
     block: int
     contiguous: bool
-    even: bool
     parts: tuple[tuple[int, int], ...]
     part_blocks: Tensor
     ends: Tensor
@@ -141,8 +139,7 @@ def _order(k: int, unit: Arithmetic, plan: GemmPlan, device: torch.device) -> Ac
     source = np.full((len(blocks), length), PADDING, np.int32)
     for row, block in zip(source, blocks, strict=True):
         row[: len(block)] = block
-    lengths = [[len(chain.blocks) for chain in part] for part in parts]
-    stops = np.cumsum([sum(counts) for counts in lengths])
+    stops = np.cumsum([sum(len(chain.blocks) for chain in part) for part in parts])
     ends = np.zeros(len(blocks), np.uint8)
     ends[np.cumsum([len(chain.blocks) for chain in chains]) - 1] = CHAIN_END
     ends[stops - 1] = PART_END
@@ -151,13 +148,10 @@ def _order(k: int, unit: Arithmetic, plan: GemmPlan, device: torch.device) -> Ac
     flat = source.reshape(-1)
     own = unit.promote_every if isinstance(unit, Datapath) else None
     promote = plan.promote_every or own
-    size = lengths[0][0]
-    even = all(n == size for counts in lengths for n in counts[:-1]) and all(counts[-1] <= size for counts in lengths)
     return AccumulationOrder(
         source=_copied(flat, device),
         block=length,
         contiguous=bool((flat[:k] == np.arange(k)).all()),
-        even=even or not promote,
         parts=tuple((int(first), int(stop)) for first, stop in ranges),
         part_blocks=_copied(ranges, device),
         ends=_copied(ends, device),

@@ -103,7 +103,7 @@ def _class_of(path: ModuleType, job: Job, programs: Programs) -> str:
     lies = [(x.dtype, *(stride == 1 for stride in x.stride()), _alignment(x)) for x in (job.a, job.b)]
     given = [x is not None for x in (job.c, job.scale_a, job.scale_b, job.random)]
     features = (
-        job.promotes, plan.scaled_promotion, plan.successive_scales, order.contiguous, order.even, len(order.parts) > 1,
+        job.promotes, plan.scaled_promotion, plan.successive_scales, order.contiguous, len(order.parts) > 1,
     )  # fmt: skip
     text = path.__name__, programs, replace(job.spec, plan=GemmPlan()).to_json(), lies, given, features
     return hashlib.sha256(repr(text).encode()).hexdigest()
