@@ -9,7 +9,7 @@ import torch
 
 import fmtsim.torch_engine
 from fmtsim import GemmPlan, get_format, get_unit
-from fmtsim.cpu.gemm import cdna, exact_outputs, fma_chain, int8, tiles
+from fmtsim.cpu.gemm import cdna, exact_integer, fma_chain, int8, tiles
 from fmtsim.cpu.gemm.accumulate import Sums
 from fmtsim.cpu.gemm.engine import supports_gemm
 from fmtsim.cpu.gemm.panels import Constants, State
@@ -38,7 +38,7 @@ KERNELS = {  # for each path, the kernel by which it is entered
     "floor64": (tiles, "truncate_panels"),
     "wide": (tiles, "round_panels"),
     "grouped": (tiles, "block_scaled_panels"),
-    "precise": (exact_outputs, "add_exactly"),
+    "precise": (exact_integer, "add_exactly"),
     "chains": (fma_chain, "multiply_add"),
     "two_stage": (cdna, "two_stage"),
     "pairwise": (cdna, "pairwise"),

@@ -24,6 +24,7 @@ from fmtsim.cpu.runtime.simd import (
     load,
     or_,
     smax,
+    smin,
     splat,
     store,
     to_f32,
@@ -146,9 +147,12 @@ def nearest(x, grid):  # type: ignore[no-untyped-def]
 
 @device
 def _constant(x, grid):  # type: ignore[no-untyped-def]
-    """Return 2^52 last places of x, which rounds whatever is added to it and taken away again."""
+    """Return 2^52 last places of x, which rounds whatever is added to it and taken away again.
+
+    Above the largest value of every format that kernels take, where that overflows, it is the largest power of two.
+    """
     field = smax(and_(as_i64(x), splat(np.int64(FIELD))), splat(grid.lowest))
-    return as_f64(iadd(field, splat(grid.shift)))
+    return as_f64(smin(iadd(field, splat(grid.shift)), splat(np.int64(0x7FE << 52))))
 
 
 @device

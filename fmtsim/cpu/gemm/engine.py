@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from fmtsim.cpu.cast.words import key_words
-from fmtsim.cpu.gemm import cdna, fma_chain, int8
+from fmtsim.cpu.gemm import cdna, exact_integer, fma_chain, int8
 from fmtsim.cpu.gemm.accumulate import MODES, Promotion, Reduction, grid_of, promotion_of, reduction_of
 from fmtsim.cpu.gemm.aligned_rounding import FLOOR, NEAREST, TRUNCATE, Draw, Unit
 from fmtsim.cpu.gemm.block_scaled import Groups, groups_of
-from fmtsim.cpu.gemm.exact_outputs import ExactOutputs, covers
 from fmtsim.cpu.gemm.operands import EMPTY, Source, is_fixed, read_array, source_of
 from fmtsim.cpu.gemm.packing import HAS_INF, HAS_NAN
 from fmtsim.cpu.gemm.panels import Constants
@@ -81,7 +80,7 @@ def _method(text: str, k: int) -> Method | None:
         return int8.gemm if int8.covers(spec, k) else None
     fused_sums = (unit.accumulator, unit.promotion) if isinstance(unit, Datapath) else ()
     sums = (*fused_sums, spec.plan.partial)
-    if not all(fmt is None or (fmt.infinities and fmt.has_subnormals and fmt.nan == "ieee") for fmt in sums):
+    if not all(fmt is None or _rounds(fmt) for fmt in sums):
         return None
     if not isinstance(unit, Datapath):
         return cdna.gemm if cdna.covers(spec) else None
@@ -93,7 +92,12 @@ def _method(text: str, k: int) -> Method | None:
     if fma_chain.covers(spec):
         return fma_chain.gemm
     narrow = is_representable(spec.a, torch.float32) and is_representable(spec.b, torch.float32)
-    return partial(_fused, text) if narrow and covers(spec, unit.block or k) else None
+    return partial(_fused, text) if narrow and exact_integer.covers(spec, unit.block or k) else None
+
+
+def _rounds(fmt: FloatFormat) -> bool:
+    """Say whether lanes round to a format: by Inf above its largest value, with 2^52 last places below 2^1024."""
+    return fmt.infinities and fmt.has_subnormals and fmt.nan == "ieee" and fmt.max_exponent - fmt.mantissa_bits <= 971
 
 
 def _sums_fit(unit: Datapath, plan: GemmPlan) -> bool:
@@ -220,11 +224,9 @@ def _fused(
         if scales[0] is None or scales[1] is None:
             raise ArgumentError("a plan with scaled_promotion needs scales; call scaled_mm, or pass another plan")
         chains = chain_scales(scales, known.slabs, spec.plan)
-    outputs = ExactOutputs(
-        a, b, c, scales, chains, spec, known.slabs, known.promotion, known.reduction, draw, out
-    )  # fmt: skip
+    exact = partial(exact_integer.gemm, a, b, c, scales, spec, key, out)
     if known.unit is None:
-        outputs.run(np.arange(out.shape[0]), np.arange(out.shape[1]))
+        exact()
         return
     (x, x_table), (y, y_table) = read_array(a), read_array(b)
     inside: list[dict[str, Any]] = [
@@ -252,14 +254,14 @@ def _fused(
     if job.c is not None:
         job.row_marks[~np.isfinite(job.c).all(1)] |= HAS_INF
     if job.row_marks.any() or job.column_marks.any():
-        _recompute_nonfinite(job, outputs)
+        _recompute_nonfinite(job, exact)
 
 
-def _recompute_nonfinite(job: Job, outputs: ExactOutputs) -> None:
+def _recompute_nonfinite(job: Job, exact: Callable[..., None]) -> None:
     """Compute what has NaN or Inf among its operands: NaN is the whole row's or column's, the rest one by one."""
     rows, columns = job.row_marks, job.column_marks[: job.out.shape[1]]
     infinite = [np.flatnonzero(marks == HAS_INF) for marks in (rows, columns)]
-    outputs.run(infinite[0], np.arange(columns.size))
-    outputs.run(np.arange(rows.size), infinite[1])
+    exact(rows=infinite[0])
+    exact(columns=infinite[1])
     job.out[(rows & HAS_NAN) != 0] = np.nan
     job.out[:, (columns & HAS_NAN) != 0] = np.nan

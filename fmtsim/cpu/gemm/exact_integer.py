@@ -7,22 +7,32 @@ cannot hold. Terms are integers of at most 62 bits; exact sums are held in limbs
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from fmtsim.cpu.cast.philox import integer_at
-from fmtsim.cpu.gemm.accumulate import AWAY, DOWN, EVEN, HALF_TO_ZERO, ODD, PART_END, STOCHASTIC, UP, Grid
+from fmtsim.cpu.cast.words import key_words
+from fmtsim.cpu.gemm.accumulate import AWAY, DOWN, EVEN, HALF_TO_ZERO, MODES, ODD, STOCHASTIC, UP, end_block
+from fmtsim.cpu.gemm.fma_chain import Scales, Step, Tile, run_chains
 from fmtsim.cpu.gemm.operands import pitch_of
-from fmtsim.cpu.runtime.jit import bits64, device, float64_of, fma32, kernel, subroutine
+from fmtsim.cpu.gemm.slabs import Slabs
+from fmtsim.cpu.runtime.jit import bits64, device, float64_of, kernel, subroutine
+from fmtsim.cpu.runtime.simd import LANES
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.datapath import Datapath
+from fmtsim.spec.gemm_spec import GemmSpec
 
 NO_FRACTION = -1  # fraction_bits of an exact sum
 _NOTHING = -(1 << 20)  # exponent of no term
 _LIMBS = 144  # of 32 bits: 2^-2200 ... 2^2408
 _LOWEST = -2200
+_WEIGHT = 64  # the cost of a product, in elements of a cast
+_NO_SCALES = np.zeros((0, 0), np.float32)
 
 
 class Terms(NamedTuple):
     """A datapath and its operands as numbers."""
 
-    block: int
     fraction_bits: int  # or NO_FRACTION
     mode: int  # of rounding terms, of sums.MODES
     lowest: int  # of the alignment exponent
@@ -187,7 +197,7 @@ def _special(a, b, scale_a, scale_b, c, m, n, slots, t):  # type: ignore[no-unty
     for k in slots:
         if k < 0:
             continue
-        x, y = a[m, k], b[n, k]
+        x, y = a[m, k], b[k, n]
         p = x * y if np.isinf(x) or np.isinf(y) or np.isnan(x) or np.isnan(y) else 0.0
         if t.scale_block:
             s = np.float64(abs(scale_a[m, k // t.scale_block])) * abs(scale_b[n, k // t.scale_block])
@@ -214,7 +224,7 @@ def _gather(a, b, scale_a, scale_b, m, n, slots, t, work):  # type: ignore[no-un
         for k in slots[place : place + t.group]:
             if k < 0:
                 continue
-            x, y = a[m, k], b[n, k]
+            x, y = a[m, k], b[k, n]
             sa, la, ea = _take_apart(x, t.emin_a)
             sb, lb, eb = _take_apart(y, t.emin_b)
             negative = (bits64(x) < 0) != (bits64(y) < 0)
@@ -283,81 +293,105 @@ def _block(a, b, scale_a, scale_b, c, m, n, slots, t, w, work, limbs):  # type: 
     return y
 
 
-@device
-def _nearest(x, grid):  # type: ignore[no-untyped-def]
-    """Round a float64 to the format of a grid, to nearest even; see sums.nearest."""
-    if grid.kind == 64 or not np.isfinite(x) or x == 0:
-        return x
-    if grid.kind == 32:
-        return np.float64(np.float32(x))
-    bits = bits64(x) & 0x7FFFFFFFFFFFFFFF
-    constant = float64_of(max(bits & (0x7FF << 52), grid.lowest) + grid.shift)
-    y = (abs(x) + constant) - constant
-    if y > grid.largest:
-        y = np.inf
-    return -y if x < 0 else y
-
-
-@device
-def _add_scaled(total, chain, first, second, successive):  # type: ignore[no-untyped-def]
-    """Add a float32 chain with its two scales to an outer sum; see sums._add."""
-    p, scale = (chain * first, second) if successive else (chain, first * second)
-    return np.float64(fma32(p, scale, np.float32(total)))
-
-
 @kernel
-def add_exactly(a, b, scales, c, slots, order, t, promotion, reduction, count, draw, place, out):  # type: ignore[no-untyped-def]
-    """Write the reduced sums of rows a [R, K] and b [C, K], float64, to out [R, C].
+def add_exactly(rows, panel, scales, place, slots, block, order, sums, acc, t, draw):  # type: ignore[no-untyped-def]
+    """Run all blocks of a tile, one output after the other: acc float64 [height][64], the running chains.
 
-    scales: float32, inside the unit [R, .] and [C, .], and of the chains [chains, R] and [chains, C], empty where there
-    are none. c: [R, C] or empty. count: of parts. place: the row and column of the whole product for each of out's, for
-    random words.
+    scales: float32, inside the unit [R, .] and [C, .], or empty. place: the row and the column of the whole product for
+    each row and column here, for random words. draw: the product's columns and rows, and the words of the key.
     """
-    single = Grid(np.int64(0), np.int64(0), np.float64(0), np.int64(64 if reduction.wide else 32))
-    pitch = pitch_of(t.block)
-    work, limbs = np.zeros((t.block + 1, 5), np.int64), np.zeros(_LIMBS, np.int64)
-    parts = np.zeros(max(count, 1))
-    scaled = scales[2].size > 0
-    for m in range(a.shape[0]):
-        for n in range(b.shape[0]):
-            given = c[m, n] if c.size else 0.0
-            begins = 0.0 if reduction.in_place else given
-            acc, total = (0.0, begins) if promotion.active else (begins, 0.0)
-            for index in range(order.ends.size):
+    height, k, pitch = acc.size // LANES, panel.size // LANES, pitch_of(block)
+    a, b = rows.reshape(height, k), panel.reshape(k, LANES)
+    work, limbs = np.zeros((block + 1, 5), np.int64), np.zeros(_LIMBS, np.int64)
+    for index in range(order.ends.size):
+        here = slots[index * pitch : index * pitch + block]
+        for m in range(place[0].size):
+            for n in range(place[1].size):
                 w = np.int64(0)
                 if t.rounding == STOCHASTIC:
-                    element = (index * draw.rows + place[0][m]) * draw.columns + place[1][n]
-                    w = integer_at(element, t.random_bits, False, draw.key[0], draw.key[1], draw.key[2], draw.key[3])
-                here = slots[index * pitch : index * pitch + t.block]
-                acc = _block(a, b, scales[0], scales[1], acc, m, n, here, t, w, work, limbs)
-                if order.ends[index]:
-                    if promotion.active and scaled:
-                        chain = order.chains[index]
-                        first, second = scales[2][chain, m], scales[3][chain, n]
-                        total = _add_scaled(total, np.float32(acc), first, second, promotion.successive)
-                    elif promotion.active:
-                        total = _nearest(total + acc, promotion.grid)
-                    if order.ends[index] == PART_END:
-                        parts[order.parts[index]] = total if promotion.active else acc
-                        total = 0.0
-                    acc = 0.0
-            out[m, n] = _reduce(parts, count, reduction, single, given if c.size else -0.0)
+                    element = (index * draw[1] + place[0][m]) * draw[0] + place[1][n]
+                    w = integer_at(element, t.random_bits, False, draw[2], draw[3], draw[4], draw[5])
+                c = acc[m * LANES + n]
+                acc[m * LANES + n] = _block(a, b, scales[0], scales[1], c, m, n, here, t, w, work, limbs)
+        if order.ends[index]:
+            end_block(acc, order, index, height, sums)
 
 
-@device
-def _reduce(parts, count, how, single, held):  # type: ignore[no-untyped-def]
-    """Add the parts of one output, as sums.reduce_parts does for many; in place, to what the output holds."""
-    for i in range(count if how.partial else 0):
-        parts[i] = _nearest(parts[i], how.grid)
-    half = (count + 1) // 2
-    result = held if how.in_place else parts[count - 1 if how.pairwise else 0]
-    terms = half if how.pairwise and count > 1 else 0 if how.pairwise else count
-    for i in range(0 if how.pairwise or how.in_place else 1, terms):
-        term = parts[i]
-        if how.pairwise and i + half < count - 1:
-            term = _nearest(term + parts[i + half], single)
-            term = _nearest(term, how.grid) if how.round_trip else term
-        result = _nearest(result + term, single)
-        if how.round_trip:
-            result = _nearest(result, how.grid)
-    return result
+def gemm(
+    a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec, key: RandomKey, out: Tensor,
+    rows: np.ndarray | None = None, columns: np.ndarray | None = None,
+) -> None:  # fmt: skip
+    """Write a product to out, or of it the outputs where some rows and columns meet; see the engine's ``gemm``."""
+    rows = np.arange(len(a)) if rows is None else rows
+    columns = np.arange(len(b)) if columns is None else columns
+    if not rows.size or not columns.size:
+        return
+    terms, draw = terms_of(spec), (out.shape[1], out.shape[0], *key_words(key))
+    taken = None if scales[0] is None else scales[0][rows], None if scales[1] is None else scales[1][columns]
+    inside = [_NO_SCALES if s is None or not terms.scale_block else s.detach().numpy() for s in taken]
+    found = out.new_empty(rows.size, columns.size)
+
+    def step(slabs: Slabs) -> Step:
+        def add(tile: Tile, acc, order, sums) -> None:  # type: ignore[no-untyped-def]
+            place = rows[tile.row], columns[tile.column]
+            own = [np.ascontiguousarray(s[at]) for s, at in zip(inside, (tile.row, tile.column), strict=True)]
+            slots = slabs.whole.slots
+            add_exactly(tile.rows, tile.panel, tuple(own), place, slots, slabs.block, order, sums, acc, terms, draw)
+
+        return add
+
+    given = None if c is None else c[rows][:, columns]
+    run_chains(a[rows], b[columns], given, taken, spec, found, np.float64, step, _WEIGHT)
+    out.numpy()[np.ix_(rows, columns)] = found.numpy()
+
+
+def terms_of(spec: GemmSpec) -> Terms:
+    """Return a fused unit and its operands as numbers."""
+    unit = spec.datapath
+    assert isinstance(unit, Datapath) and isinstance(spec.a, FloatFormat) and isinstance(spec.b, FloatFormat)
+    lowest = unit.operand or spec.a, unit.operand or spec.b
+    acc = unit.accumulator
+    return Terms(
+        fraction_bits=NO_FRACTION if unit.fraction_bits is None else unit.fraction_bits,
+        mode=MODES[unit.term_rounding],
+        lowest=-(1 << 20) if unit.min_exponent is None else unit.min_exponent,
+        group=unit.group,
+        emin_a=lowest[0].min_exponent,
+        emin_b=lowest[1].min_exponent,
+        lsb=sum(fmt.min_exponent - fmt.mantissa_bits for fmt in (spec.a, spec.b)),
+        scale_block=unit.scale_block,
+        scale_emin=0 if unit.scale is None else unit.scale.min_exponent,
+        signed_zero=unit.signed_zero,
+        rounding=MODES[unit.rounding.mode],
+        random_bits=unit.rounding.bits,
+        bits=acc.mantissa_bits,
+        emin=acc.min_exponent,
+        largest=acc.max,
+    )
+
+
+def covers(spec: GemmSpec, block: int) -> bool:
+    """Say whether 62-bit integers hold the terms and sums of a fused unit."""
+    unit = spec.datapath
+    assert isinstance(unit, Datapath) and isinstance(spec.a, FloatFormat) and isinstance(spec.b, FloatFormat)
+    acc, rounding = unit.accumulator, unit.rounding
+    if spec.plan.scaled_promotion and (acc.mantissa_bits > 23 or acc.exponent_bits > 8):
+        return False
+    if unit.fraction_bits is None and rounding.mode == "stochastic" and acc.mantissa_bits + rounding.bits > 56:
+        return False  # an exact sum keeps 60 bits
+    scale = 0 if unit.scale is None else 2 * (unit.scale.mantissa_bits + 1)
+    bits = spec.a.mantissa_bits + spec.b.mantissa_bits + 2 + scale
+    if unit.group > 1:
+        span = sum(fmt.max_exponent - fmt.min_exponent for fmt in (spec.a, spec.b))
+        bits += span + unit.group.bit_length()
+    if unit.fraction_bits is None:
+        return bits <= 62 or (unit.scale is None and unit.group == 1)
+    return (
+        bits <= 62
+        and unit.fraction_bits
+        + 4
+        + (2 if scale else 0)
+        + block.bit_length()
+        + (scale + unit.group.bit_length() if unit.group > 1 else 0)
+        <= 62
+    )

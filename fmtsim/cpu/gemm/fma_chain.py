@@ -57,8 +57,11 @@ class Tile(NamedTuple):
         ]
 
 
-def each_tile(a: Tensor, b: Tensor, dtype: type, compute: Callable[[Tile], None]) -> None:
-    """Call ``compute`` for every tile of ``a b^T``, on the threads of the pool, with the operands as ``dtype``."""
+def each_tile(a: Tensor, b: Tensor, dtype: type, compute: Callable[[Tile], None], weight: float = 1 / 16) -> None:
+    """Call ``compute`` for every tile of ``a b^T``, on the threads of the pool, with the operands as ``dtype``.
+
+    ``weight`` is the cost of a product, in elements of a cast.
+    """
     (m, k), n = a.shape, b.shape[0]
     (left, left_table), (right, right_table) = read_array(a, wide=True), read_array(b, wide=True)
     panels, threads = -(-n // LANES), pool.get_num_threads()
@@ -77,7 +80,7 @@ def each_tile(a: Tensor, b: Tensor, dtype: type, compute: Callable[[Tile], None]
             padded = -(-(row.stop - first) // 4) * 4
             compute(Tile(rows[: padded * k], panel, padded, row, slice(column, min(column + LANES, n))))
 
-    pool.run(tiles, -(-m // step) * panels, 1, step * LANES * k >> 4)
+    pool.run(tiles, -(-m // step) * panels, 1, int(step * LANES * k * weight))
 
 
 def lane(raw, like, table):  # type: ignore[no-untyped-def]
@@ -141,14 +144,15 @@ Step = Callable[[Tile, np.ndarray, Order, Sums], None]
 
 
 def run_chains(
-    a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec, out: Tensor, dtype: type, step: Callable
-) -> None:
+    a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec, out: Tensor, dtype: type, step: Callable,
+    weight: float = 1 / 16,
+) -> None:  # fmt: skip
     """Write a product to out: ``step(slabs)`` returns what adds the blocks of a tile to its running sums of dtype."""
     slabs = slabs_of(a.shape[1], spec.datapath, spec.plan)
     given = None if c is None else c.detach().numpy()
     chains = Chains(spec, slabs, given, chain_scales(scales, slabs, spec.plan), out.numpy())
     add = step(slabs)
-    each_tile(a, b, dtype, lambda tile: _tile(chains, tile, add))
+    each_tile(a, b, dtype, lambda tile: _tile(chains, tile, add), weight)
 
 
 def _tile(chains: Chains, tile: Tile, add: Step) -> None:
