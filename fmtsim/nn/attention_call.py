@@ -18,6 +18,7 @@ from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.layers.passes import Observer
 from fmtsim.nn.flash import CallKeys, Flash, flash
 from fmtsim.nn.flash_backward import flash_gradients
+from fmtsim.ops import define_operator
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.scaling.repeats import Calls
 from fmtsim.spec.cast import RandomKey
@@ -216,31 +217,18 @@ def _backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     )
 
 
-_library = torch.library.Library("fmtsim", "FRAGMENT")
-_library.define(
+define_operator(
     "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? mask, bool hides, float factor, str call) -> "
-    "(Tensor, Tensor)"
-)
-_library.define(
-    "attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor key, bool hides, float factor, "
-    "str call) -> (Tensor, Tensor, Tensor)"
-)
-_library.impl(
-    "attention_forward",
+    "(Tensor, Tensor)",
     lambda q, k, v, mask, hides, factor, name: _forward(q, k, v, mask, hides, factor, _find(name), compiled=True),
-    "CompositeExplicitAutograd",
+    _fake_forward,
 )
-_library.impl(
-    "attention_backward",
+define_operator(
+    "attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor key, bool hides, float factor, "
+    "str call) -> (Tensor, Tensor, Tensor)",
     lambda g, q, k, v, mask, key, hides, factor, name: tuple(
         _gradients(g, q, k, v, mask, key, hides, factor, _find(name))
     ),
-    "CompositeExplicitAutograd",
-)
-torch.library.register_fake("fmtsim::attention_forward", _fake_forward, lib=_library)
-torch.library.register_fake(
-    "fmtsim::attention_backward",
     lambda g, q, k, v, mask, key, hides, factor, name: tuple(t.new_empty(t.shape) for t in (q, k, v)),
-    lib=_library,
 )
-torch.library.register_autograd("fmtsim::attention_forward", _backward, setup_context=_setup, lib=_library)
+torch.library.register_autograd("fmtsim::attention_forward", _backward, setup_context=_setup)

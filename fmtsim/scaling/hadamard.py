@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError, DtypeError
-from fmtsim.ops import load_engine
+from fmtsim.ops import define_operator, load_engine
 from fmtsim.quantize import quantize
 from fmtsim.scaling.butterflies import checked_base, root, transform
 from fmtsim.scaling.hadamard_matrix import base_matrix, base_of
@@ -191,15 +191,10 @@ def _hadamard_rows(info, in_dims, x, *rest):  # type: ignore[no-untyped-def]
     return torch.stack([torch.ops.fmtsim.hadamard(*row) for row in zip(*columns, strict=True)]), 0
 
 
-_library = torch.library.Library("fmtsim", "FRAGMENT")
-_library.define(
-    "hadamard(Tensor x, int size, int dim, bool inverse, str mask, Tensor? signs=None, Tensor? matrix=None) -> Tensor"
-)
-_library.impl("hadamard", _hadamard, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "fmtsim::hadamard",
+define_operator(
+    "hadamard(Tensor x, int size, int dim, bool inverse, str mask, Tensor? signs=None, Tensor? matrix=None) -> Tensor",
+    _hadamard,
     lambda x, size, dim, inverse, mask, signs=None, matrix=None: x.new_empty(x.shape, dtype=torch.float32),
-    lib=_library,
 )
-torch.library.register_vmap("fmtsim::hadamard", _hadamard_rows, lib=_library)
-torch.library.register_autograd("fmtsim::hadamard", _gradient, setup_context=_keep, lib=_library)
+torch.library.register_vmap("fmtsim::hadamard", _hadamard_rows)
+torch.library.register_autograd("fmtsim::hadamard", _gradient, setup_context=_keep)

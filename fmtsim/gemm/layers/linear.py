@@ -164,8 +164,7 @@ def _gradients(
     ctx: Any, g: Tensor, x: Tensor | None, w: Tensor | None, saved: tuple[Saved, Saved]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of x and w: ``g w`` and ``g^T x`` of quantised operands."""
-    config: LinearConfig = ctx.layer.config
-    fprop, dgrad, wgrad = config.fprop, config.dgrad, config.wgrad
+    wgrad = ctx.layer.config.wgrad
     needs_x, needs_w = ctx.needs_input_grad[:2]
     run = Pass(ctx.layer, ctx.observer, g, (*g.shape, ctx.x_shape[-1]), backward=True, traced=not is_bare(g))
     both = run.gradient_operands(g) if needs_x and needs_w else None
@@ -175,8 +174,7 @@ def _gradients(
     dx = dw = None
     if needs_x:
         assert first is not None
-        right = run.second("w_d", w, saved[1], fprop.b)
-        dx = run.gradient("dgrad", first, right, dgrad.a, fprop.a, saved[0], ctx.dtypes[0])
+        dx = run.gradient("dgrad", first, w, saved, ctx.dtypes[0])
     if needs_w:
         if both is not None:
             left = both[1]
@@ -184,8 +182,7 @@ def _gradients(
             left = first.transposed()
         else:
             left = run.operand("g_w", g, 0)
-        right = run.second("x_w", x, saved[0], fprop.a)
-        dw = run.gradient("wgrad", left, right, wgrad.a, fprop.b, saved[1], ctx.dtypes[1])
+        dw = run.gradient("wgrad", left, x, saved[::-1], ctx.dtypes[1])
     return dx, dw
 
 

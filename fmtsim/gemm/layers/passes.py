@@ -98,15 +98,8 @@ class Pass:
                 self._see(name, g, made, NO_KEYS, dim, None)
         return both
 
-    def second(self, name: str, original: Tensor | None, saved: Saved, before: Quantizer) -> Operand:
-        """Return the second operand of a backward product, which sums over the rows of the tensor.
-
-        Args:
-            name: Of the operand.
-            original: [rows, columns], where the quantiser takes that.
-            saved: What there is of the forward pass.
-            before: The quantiser of the forward pass.
-        """
+    def _second(self, name: str, original: Tensor | None, saved: Saved, before: Quantizer) -> Operand:
+        """Return the second operand of a backward product, which sums over the rows of the tensor."""
         quantizer = self._layer.quantizers[name]
         if quantizer.source == "original":
             assert original is not None
@@ -136,24 +129,26 @@ class Pass:
         return round_output(y, gemm.out, dtype, stream_of(self._layer.generator, OUTPUTS + index))
 
     def gradient(
-        self, name: str, a: Operand, b: Operand, first: Quantizer, before: Quantizer, saved: Saved, dtype: torch.dtype
+        self, name: str, left: Operand, original: Tensor | None, saved: tuple[Saved, Saved], dtype: torch.dtype
     ) -> Tensor:
-        """Return a product that is the gradient of a tensor which was rotated and rounded in the forward pass.
+        """Return a backward product: the gradient of a tensor that was rotated and rounded in the forward pass.
 
         Args:
-            name: Of the product.
-            a, b: Its operands.
-            first: Quantiser of the first, whose outer rotation is undone.
-            before: Quantiser of the operand of the forward pass that this is the gradient of.
-            saved: What is kept of that operand.
+            name: Of the product, ``"dgrad"`` or ``"wgrad"``.
+            left: The incoming gradient.
+            original: The other tensor, [rows, columns], where its quantiser takes that.
+            saved: What there is of this tensor and of the other one from the forward pass.
             dtype: Of the result.
         """
-        turned, slope = saved[0] is not None, saved[3]
+        gemm, fprop, of_x = getattr(self._config, name), self._config.fprop, name == "dgrad"
+        right = self._second("w_d" if of_x else "x_w", original, saved[1], fprop.b if of_x else fprop.a)
+        first, before = gemm.a, fprop.a if of_x else fprop.b
+        turned, slope = saved[0][0] is not None, saved[0][3]
         outer = [t for t in first.transforms if isinstance(t, Hadamard) and t.axis == "outer" and t.undo]
         inner = [t for t in before.transforms if turned and isinstance(t, Hadamard) and t.axis == "inner"]
         if not outer and not inner and slope is None:
-            return self.product(name, a, b, None, dtype)
-        y = self.product(name, a, b, None, wide_dtype(dtype))
+            return self.product(name, left, right, None, dtype)
+        y = self.product(name, left, right, None, wide_dtype(dtype))
         signs = self._sign_key(outer, y)
         return unrotated(y, first, before, slope, signs, dtype, turned=turned, traced=self._traced)
 

@@ -120,14 +120,8 @@ def multiply_on_unit(
 ) -> Tensor:  # fmt: skip
     """Return ``a b^T + bias`` as a target or a unit computes it: the bits of fmtsim.mm, linear or scaled_mm.
 
-    Args:
-        operation: ``"mm"`` or ``"linear"``: which function of torch this is where the operands have no scales.
-        a: [M, K].
-        b: [N, K].
-        bias: [N], or None. Where the library adds none in such a call, it is added to its float32 result.
-        gemm: The target or unit, its plan and the rounding of the output.
-        dtype: Of the tensor that the product becomes.
-        generator: Random words of a unit that rounds stochastically.
+    ``operation`` is ``"mm"`` or ``"linear"``: which function of torch this is where the operands have no scales. A bias
+    that the library does not add in such a call is added to its float32 result.
 
     Returns:
         [M, N]: the output format's own dtype where the unit writes that, else ``dtype``, or float32 where the library
@@ -223,7 +217,6 @@ def unrotated(
         before: Quantiser of the operand of the forward pass that this is the gradient of.
         slope: What the gradient is multiplied with, or None.
         signs: Key of the pass's random signs.
-        dtype: Of the result.
         turned: The product was one of that operand as it was rotated.
         traced: As in ``multiply``.
     """

@@ -134,20 +134,17 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out):  # type: ignore
         sums = part if out.dtype == wide else torch.empty(part.shape, dtype=wide, device=out.device)
         bias = shared["bias"]
         if bias is not None and spec.plan.reduce == "in_place":
-            own_c, bias = _first_addend(own_c, bias, sums), None
+            if own_c is not None:
+                raise ArgumentError(
+                    "parts that are added in place begin with c or with a bias, and both are given; pass one"
+                )
+            own_c, bias = bias.reshape(1, -1).to(sums.dtype).expand_as(sums), None  # what an output begins with
         engine.gemm(a[rows], b, own_c, own_scale, scale_b, spec, random, sums)
         if wide != torch.int32:
             finish(
                 sums, out.dtype, rule=spec.plan.epilogue, row=row, column=shared["column"], bias=bias,
                 bias_after_rounding=spec.plan.bias_after_rounding, result_scale=shared["result_scale"], out=part,
             )  # fmt: skip
-
-
-def _first_addend(c: Tensor | None, bias: Tensor, sums: Tensor) -> Tensor:
-    """Return the bias as what an output begins with that parts are added to (``GemmPlan.reduce``)."""
-    if c is not None:
-        raise ArgumentError("parts that are added in place begin with c or with a bias, and both are given; pass one")
-    return bias.reshape(1, -1).to(sums.dtype).expand_as(sums)
 
 
 def _is_on_gpu(x: Tensor) -> bool:

@@ -143,7 +143,12 @@ class Unit:
         asked = (
             f"{a.name} x {b.name}{f' with {scale} scales' if scale else ''}{f' -> {accumulate}' if accumulate else ''}"
         )
-        others = [u.name for u in _units.values() if u != self and _has(u, a, b, accumulate, scale)]
+        modes = ((unit.name, mode) for unit in _units.values() if unit != self for mode in unit.modes if mode.inputs)
+        fits = (
+            name for name, mode in modes
+            if mode.takes(a, b) and accumulate in (None, mode.accumulate) and scale in (None, mode.scale)
+        )  # fmt: skip
+        others = dict.fromkeys(fits)
         elsewhere = f"; units that do: {', '.join(others)}" if others else ""
         taken = "; ".join(map(str, self.modes))
         raise ArgumentError(f"unit {self.name} does not take {asked}; it takes {taken}{elsewhere}")
@@ -166,14 +171,6 @@ class Unit:
             evidence = f"{STRENGTHS[mode.strength]}: {mode.evidence}"
             rows.append((inputs, mode.accumulate, describe(mode.datapath), scales, evidence))
         return filled(("inputs", "sum", "arithmetic", "scales", "evidence"), rows)
-
-
-def _has(unit: Unit, a: Format, b: Format, accumulate: str | None, scale: str | None) -> bool:
-    return any(
-        mode.takes(a, b) and accumulate in (None, mode.accumulate) and scale in (None, mode.scale)
-        for mode in unit.modes
-        if mode.inputs is not None
-    )
 
 
 _units: dict[str, Unit] = {}  # the catalogue's first, which the package registers
