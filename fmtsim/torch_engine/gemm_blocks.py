@@ -12,8 +12,8 @@ import torch
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import Datapath
 from fmtsim.torch_engine.gemm_operands import Factor, Rows, Signs, cleaned, exact, exponents, specials
-from fmtsim.torch_engine.gemm_round import ODD_BITS, SAFE, add_to_odd, exponent_of, integral, round_value
-from fmtsim.torch_engine.reals import power_of_two
+from fmtsim.torch_engine.gemm_round import ODD_BITS, SAFE, exponent_of, integral, round_value
+from fmtsim.torch_engine.reals import add_to_odd, power_of_two
 
 SPAN = 64  # products taken at once where a block is longer
 

@@ -124,17 +124,6 @@ def limit(y: torch.Tensor, beyond: torch.Tensor, fmt: FloatFormat, rounding: Rou
     return torch.where(beyond, torch.where(stays, largest, torch.nan), y)
 
 
-def add_to_odd(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return ``x + y`` in float64, rounded to odd: an inexact sum has its lowest bit set."""
-    total = x + y
-    part = total - x
-    error = (x - (total - part)) + (y - part)
-    bits = bits_of(total)
-    toward = torch.where((error > 0) == (total > 0), 1, -1)  # the neighbour on the side of the exact sum
-    inexact = (error.abs() > 0) & ((bits & 1) == 0)  # the error of Inf is NaN
-    return torch.where(inexact, bits + toward, bits).view(torch.float64)
-
-
 def _stochastic(y: torch.Tensor, rounding: Rounding, words: torch.Tensor) -> torch.Tensor:
     """Round to integers by random integers; every step is exact, as y has 53 bits."""
     whole = torch.trunc(y)

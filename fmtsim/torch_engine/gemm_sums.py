@@ -14,9 +14,10 @@ from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import Chain, Part, schedule
 from fmtsim.torch_engine.gemm_blocks import AlignedUnit, FusedAddUnit
 from fmtsim.torch_engine.gemm_operands import Pieces, Rows, Unit
-from fmtsim.torch_engine.gemm_round import ODD_BITS, add_to_odd, is_scalable, round_value
+from fmtsim.torch_engine.gemm_round import ODD_BITS, is_scalable, round_value
 from fmtsim.torch_engine.gemm_units import PairwiseUnit, TwoStageUnit
 from fmtsim.torch_engine.gemm_wide import WideUnit
+from fmtsim.torch_engine.reals import add_to_odd
 from fmtsim.torch_engine.storage import FP64
 
 T = TypeVar("T")

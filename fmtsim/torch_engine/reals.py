@@ -82,13 +82,18 @@ def product(value: torch.Tensor, scale: torch.Tensor, significant_bits: int, dty
     high = (bits_of(value) & -(1 << 26)).view(torch.float64)
     low = torch.where(high == value, 0.0, value - high)  # Inf has no low part
     a, b = high * scale, low * scale  # 27 + 24 and 26 + 24 bits: exact
-    total = torch.where(b == 0, a, a + b)  # keeps -0
-    part = total - a
-    error = (a - (total - part)) + (b - part)
-    toward = torch.where((error > 0) == (total > 0), 1, -1)  # the neighbour on the side of the exact product
+    return narrow(torch.where(b == 0, a, add_to_odd(a, b)), dtype)  # a alone keeps -0
+
+
+def add_to_odd(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return ``x + y`` in float64, rounded to odd: an inexact sum has its lowest bit set."""
+    total = x + y
+    part = total - x
+    error = (x - (total - part)) + (y - part)
     bits = bits_of(total)
-    inexact = torch.isfinite(total) & (error != 0) & ((bits & 1) == 0)
-    return narrow(torch.where(inexact, bits + toward, bits).view(torch.float64), dtype)
+    toward = torch.where((error > 0) == (total > 0), 1, -1)  # the neighbour on the side of the exact sum
+    inexact = (error.abs() > 0) & ((bits & 1) == 0)  # the error of Inf is NaN
+    return torch.where(inexact, bits + toward, bits).view(torch.float64)
 
 
 def tiny_kept(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:

@@ -94,16 +94,6 @@ float64_of = _bitcast(types.int64, types.float64, ir.DoubleType())
 
 
 @intrinsic
-def fma32(typing_context, a, b, c):  # type: ignore[no-untyped-def]
-    """Return a * b + c of float32 numbers, rounded once."""
-
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.fma(*args)
-
-    return types.float32(types.float32, types.float32, types.float32), generate
-
-
-@intrinsic
 def prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
     """Ask for the cache line of array[index], which may lie behind the array's end."""
 
