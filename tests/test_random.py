@@ -14,7 +14,6 @@ from fmtsim.cpu.runtime import pool
 from tests.support.bits import assert_same_bits, differing, same_bits
 from tests.support.operands import normal
 
-NAMES = ["e4m3", "e2m1", "bf16", "int8", "nf4", "mxfp4", "nvfp4", "int8_channel", "logfmt8"]
 MASK64 = (1 << 64) - 1
 
 

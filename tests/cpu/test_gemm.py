@@ -25,11 +25,6 @@ from tests.support.gemm_engine import (
     unit_scales,
 )
 
-# Every unit of the catalogue.
-
-
-# Any datapath, plan, format and kind of numbers.
-
 
 def test_pairs_of_parts_make_a_round_trip_too():
     plan = GemmPlan(k_tile=1, split=4, partial="bf16", reduce="pairwise", round_trip=True)

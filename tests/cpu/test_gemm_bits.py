@@ -3,16 +3,14 @@
 from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 import fmtsim.torch_engine
 from fmtsim import GemmPlan, get_format, get_unit
 from fmtsim.cpu.gemm import cdna, exact_integer, fma_chain, int8, tiles
-from fmtsim.cpu.gemm.accumulate import Sums
 from fmtsim.cpu.gemm.engine import supports_gemm
-from fmtsim.cpu.gemm.panels import Constants, State
+from fmtsim.cpu.gemm.panels import Constants
 from fmtsim.cpu.gemm.slabs import slabs_of
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import MODES
@@ -81,7 +79,7 @@ def against_torch(a, b, spec, **rest) -> None:
     assert_same_bits(product(a, b, spec, **rest), expected)
 
 
-# Which kernel runs, and errors planted in each.
+# Which kernel runs.
 
 
 @paths
@@ -89,23 +87,6 @@ def test_each_kernel_runs_where_it_should(path, taken):
     a, b, spec, scale_a, scale_b = setting(path, 3, 5, 40)
     check(a, b, spec, scale_a=scale_a, scale_b=scale_b)
     assert set(+taken) == {path}
-
-
-@paths
-def test_a_bit_planted_in_a_kernel_is_seen(path, monkeypatch):
-    module, attribute = KERNELS[path]
-    kernel = getattr(module, attribute)
-
-    def planted(*args):
-        kernel(*args)
-        sums = next((x for x in args if isinstance(x, Sums | State)), None)
-        kept = args[-1].reshape(-1) if sums is None else sums.parts.reshape(-1)
-        kept[0] = kept[0] + 1 if kept.dtype == np.int32 else np.nextafter(np.float32(kept[0]), np.float32(np.inf))
-
-    monkeypatch.setattr(module, attribute, planted)
-    a, b, spec, scale_a, scale_b = setting(path, 1, 1, 16)
-    with pytest.raises(AssertionError, match="1 of 1 differ"):
-        check(a, b, spec, scale_a=scale_a, scale_b=scale_b)
 
 
 def test_the_floor_kernel_leaves_what_is_beyond_its_limits():

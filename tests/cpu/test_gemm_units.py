@@ -22,9 +22,6 @@ def i8(*rows) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int8)
 
 
-# Any unit, plan, format and kind of numbers.
-
-
 # IEEE chains.
 
 

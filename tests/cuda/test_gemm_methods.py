@@ -92,9 +92,6 @@ def test_panels_of_pairs(device):
     assert check(fma_chain, *operands("bf16", 130, 258, 3), spec, device=device) == 0
 
 
-# The proof that fma_chain.cu gives of its rounding, on numbers.
-
-
 # Aligned sums in float64.
 
 

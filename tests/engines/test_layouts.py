@@ -152,9 +152,6 @@ def test_empty_tensors_and_scalars(engine, name):
     assert_same_bits(codes.view(1), engine.encode(one, cast_spec(name), None).codes, one, what=name)
 
 
-# Engine against engine.
-
-
 # LogFMT tiles have torch ops alone: the kernels leave them to that engine.
 LEFT_OUT = ("p3109", "lns16", "logfmt")
 LARGE = [name for name in (*element_formats(16, 4), *scaled_formats()) if not any(part in name for part in LEFT_OUT)]

@@ -153,17 +153,6 @@ def test_every_product_has_a_machine_quantisers_plan_and_output_of_its_own():
     assert not torch.equal(run(x, w, None, g, chain)[0], y)
 
 
-def test_a_machine_for_one_product_leaves_the_others_alone():
-    x, w, _, g = tensors()
-    e4m3 = Quantizer(format=get_format("e4m3_tensor"))
-    plain = LinearConfig(*(), fprop=Gemm(a=e4m3, b=e4m3), dgrad=Gemm(a=e4m3, b=e4m3), wgrad=Gemm(a=e4m3, b=e4m3))
-    before = run(x, w, None, g, plain)
-    for index, name in enumerate(("fprop", "dgrad", "wgrad")):
-        gemm = Gemm(a=e4m3, b=e4m3, unit=Datapath(fraction_bits=6))
-        after = run(x, w, None, g, replace(plain, **{name: gemm}))
-        assert [torch.equal(p, q) for p, q in zip(before, after, strict=True)] == [i != index for i in range(3)]
-
-
 @pytest.mark.parametrize("machine", [{"unit": "hopper.wgmma"}, {"target": "h200"}, {}], ids=["unit", "target", "none"])
 def test_outputs_are_rounded_to_their_own_format(machine):
     x, w, bias, g = tensors()

@@ -21,7 +21,7 @@ from tests.support.bits import assert_identical
 
 INF, NAN = math.inf, math.nan
 BF16, FP16, FP32, FP64 = (get_format(name) for name in ("bf16", "fp16", "fp32", "fp64"))
-E4M3, E5M2, INT8 = get_format("e4m3"), get_format("e5m2"), get_format("int8")
+E4M3, INT8 = get_format("e4m3"), get_format("int8")
 UE4M3 = FloatFormat(name="ue4m3", exponent_bits=4, mantissa_bits=3, signed=False, nan="top", infinities=False)
 PLAIN = GemmPlan()
 TWO = Datapath(block=2, fraction_bits=None, rounding="nearest_even")

@@ -229,9 +229,6 @@ def test_an_emulated_layer_without_config_says_how_to_make_one():
         EmulatedLinear(4, 4)(torch.ones(1, 4))
 
 
-# torch 2.13's own tracer instantiates autograd.Function, which torch deprecates.
-
-
 def test_a_filter_is_a_function():
     with pytest.raises(ArgumentError, match="filter_fn='mlp' is no function; write filter_fn=lambda module, name"):
         convert(nn.Linear(4, 4), format="e4m3", filter_fn="mlp")
