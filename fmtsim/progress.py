@@ -2,7 +2,6 @@
 
 import sys
 import time
-from types import TracebackType
 from typing import Any, TextIO
 
 PARTS = 10  # lines a stage at the most
@@ -16,9 +15,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Show nothing any more."""
 
     def stage(self, label: str, total: int) -> None:
@@ -80,10 +77,8 @@ class OneLine(_Text):
         super().__init__(stream, verb)
         self._first = time.perf_counter()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        end = "failed after" if kind is not None else "done in"
+    def __exit__(self, *error: object) -> None:
+        end = "failed after" if any(error) else "done in"
         self.say(f"{self._verb}{end} {_span(time.perf_counter() - self._first)}")
 
     def stage(self, label: str, total: int) -> None:
@@ -113,14 +108,11 @@ class Of(Progress):
 
     def __init__(self, whole: Progress, part: str) -> None:
         self._whole, self._part = whole, part
+        self.step = whole.step  # type: ignore[method-assign]
 
     def stage(self, label: str, total: int) -> None:
         """Begin a stage of the whole."""
         self._whole.stage(f"{self._part}: {label}", total)
-
-    def step(self, done: float, note: str = "") -> None:
-        """Pass it on."""
-        self._whole.step(done, note)
 
     def say(self, text: str) -> None:
         """Pass it on, with the part's name."""
@@ -159,9 +151,7 @@ class Bars(Progress):
         self._display.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._display.stop()
 
     def stage(self, label: str, total: int) -> None:

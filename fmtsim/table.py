@@ -38,6 +38,19 @@ def html(rows: Sequence[Row], left: Container[int] | None = None) -> str:
     return f"<table>{''.join(lines)}</table>"
 
 
+def markdown(rows: Sequence[Row], left: Container[int] | None = None) -> str:
+    """Return rows, the header first, as a table in Markdown.
+
+    >>> print(markdown([("layer", "dB"), ("a|b", "31.5")], left=(0,)))
+    | layer | dB |
+    |---|--:|
+    | a\\|b | 31.5 |
+    """
+    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
+    sides = ("---" if left is None or i in left else "--:" for i in range(len(rows[0])))
+    return "\n".join([lines[0], f"|{'|'.join(sides)}|", *lines[1:]])
+
+
 def facts_html(facts: Iterable[tuple[str, str]]) -> str:
     """Return pairs of a heading and a text as a table in HTML without a header."""
     left = "style='text-align:left'"

@@ -1,5 +1,6 @@
 """Is a plan the order of a call? Rounding tells: results of data made for it are compared bit for bit."""
 
+import dataclasses
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -30,28 +31,11 @@ class Data(NamedTuple):
     extras: Extras
 
 
-class Question(NamedTuple):
-    """What of a call the data depend on; calls that differ in nothing else share data and emulation."""
-
-    operation: str
-    rows: int
-    columns: int
-    k: int
-    a: str
-    b: str
-    out: torch.dtype
-    accumulate: str
-    scaling: str
-    bias: bool
-
-
-def question(call: GemmCall) -> Question:
-    """Return what data and emulation of a call depend on: a few of its rows and columns."""
+def question(call: GemmCall) -> GemmCall:
+    """Return what data and emulation of a call depend on, a few rows and columns: calls alike in it share both."""
     rows = min(call.m, SIDE if call.n >= SIDE else FEW)
     columns = min(call.n, SIDE if call.m >= SIDE else FEW)
-    return Question(
-        call.operation, rows, columns, call.k, call.a, call.b, call.out, call.accumulate, call.scaling, call.bias
-    )
+    return dataclasses.replace(call, m=rows, n=columns, fast_accum=False, a_layout="row", b_layout="row")
 
 
 class Checked(NamedTuple):
@@ -63,7 +47,7 @@ class Checked(NamedTuple):
 
 
 @lru_cache(maxsize=32)
-def make_data(call: Question, seed: int) -> Data:
+def make_data(call: GemmCall, seed: int) -> Data:
     """Return operands whose sums show their order.
 
     Every other row of the operand that has more holds large values that cancel in pairs of its own, far apart or near,
@@ -71,8 +55,8 @@ def make_data(call: Question, seed: int) -> Data:
     the sum of a part, has few bits. The remaining rows are normal numbers times powers of two.
     """
     generator = torch.Generator().manual_seed(seed)
-    a, b = (_wide(count, call.k, generator) for count in (call.rows, call.columns))
-    carrier, other = (a, b) if call.rows >= call.columns else (b, a)
+    a, b = (_wide(count, call.k, generator) for count in (call.m, call.n))
+    carrier, other = (a, b) if call.m >= call.n else (b, a)
     _cancel(carrier, *CANCELLING.get("sums" if call.accumulate == "fp16" else call.a, (-6, 2)), generator)
     flat = other[1::2] if len(other) > 1 else other
     flat[:] = flat[:, :1]
@@ -104,17 +88,17 @@ def _wide(rows: int, k: int, generator: torch.Generator) -> Tensor:
     return x * torch.exp2(torch.randint(-3, 4, (rows, k), generator=generator).float())
 
 
-def _extras(call: Question, generator: torch.Generator) -> Extras:
-    bias = torch.randn(call.columns, generator=generator).to(call.out) if call.bias else None
+def _extras(call: GemmCall, generator: torch.Generator) -> Extras:
+    bias = torch.randn(call.n, generator=generator).to(call.out) if call.bias else None
     if call.operation != "scaled_mm":
         return Extras(bias=bias)
     many = call.scaling == "row"
-    row, column = (torch.rand(count if many else 1, generator=generator) + 0.3 for count in (call.rows, call.columns))
+    row, column = (torch.rand(count if many else 1, generator=generator) + 0.3 for count in (call.m, call.n))
     return Extras(bias=bias, row=row, column=column)
 
 
 @lru_cache(maxsize=256)
-def emulate(question: Question, seed: int, arithmetic: Arithmetic, plan: GemmPlan) -> Tensor:
+def emulate(question: GemmCall, seed: int, arithmetic: Arithmetic, plan: GemmPlan) -> Tensor:
     """Return the results that a unit and a plan give for ``make_data``."""
     return multiply(question, make_data(question, seed), arithmetic, plan)
 
@@ -124,7 +108,7 @@ def is_scalar(arithmetic: Arithmetic) -> bool:
     return isinstance(arithmetic, Datapath) and arithmetic.block == 1 and arithmetic.fraction_bits is None
 
 
-def multiply(call: Question | GemmCall, data: Data, arithmetic: Arithmetic, plan: GemmPlan) -> Tensor:
+def multiply(call: GemmCall, data: Data, arithmetic: Arithmetic, plan: GemmPlan) -> Tensor:
     """Return some rows and columns of a call, as a unit and a plan give them."""
     a, b, extras = data
     if call.operation == "scaled_mm":

@@ -57,13 +57,17 @@ def run(arguments: argparse.Namespace) -> int:
     calls = chosen_calls(arguments)
     out = Path(arguments.out).expanduser()
     check_output(out)
+    import torch
+
+    from fmtsim.calibration.arithmetic import family_of
     from fmtsim.calibration.gpu import open_gpu
     from fmtsim.gemm.targets.target import get_target
 
     base = None if arguments.base is None else get_target(arguments.base)
     gpu = open_gpu(arguments.device)
     start = time.perf_counter()
-    measured, found = ask(gpu, calls, base, arguments.quick, _family(arguments.device))
+    family = family_of(torch.cuda.get_device_capability(torch.device(arguments.device)))
+    measured, found = ask(gpu, calls, base, arguments.quick, family)
     seconds = time.perf_counter() - start
     target = write(out, gpu, measured, found, base)
 
@@ -168,31 +172,12 @@ def ask(
         known = arithmetics(measured)
         units = lambda call: known[call.a, call.accumulate]  # noqa: E731
         left = [call for call in calls if (call.a, call.accumulate) in known]
-        guess = None if base is None else _guess(base)
+        guess = None if base is None else lambda call: base.find(call)[1]
         found = calibrate(
             gpu, left, units, guess=guess, seeds=SEEDS[:1] if quick else SEEDS,
             advance=lambda done, text: progress.step(len(modes) + done, text),
         )  # fmt: skip
     return measured, found
-
-
-def _guess(base: Any) -> Any:
-    import warnings
-
-    def guess(call: "GemmCall") -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return base.resolve(call).plan
-
-    return guess
-
-
-def _family(device: str) -> str:
-    import torch
-
-    from fmtsim.calibration.arithmetic import family_of
-
-    return family_of(torch.cuda.get_device_capability(torch.device(device)))
 
 
 def write(out: Path, gpu: Any, measured: "list[Measured]", found: "list[Finding]", base: Any) -> Any:

@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments, parts)
     from fmtsim.verify import workers
     from fmtsim.verify.device import described, device_of
+    from fmtsim.verify.gemm import merged
 
     device = device_of(arguments.device) if arguments.device else None
     number = workers.default_workers(device) if arguments.workers is None else arguments.workers
@@ -65,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     with make_progress(None, transient=True) as progress:
         progress.stage("checks", sum(map(len, tasks.values())))
         found = workers.run(job, tasks, number, lambda name, done: progress.step(done, name))
+    found |= {"gemm": merged(found["gemm"])} if "gemm" in found else {}
     seconds = time.perf_counter() - start
     reports = {part: _REPORTS[part](found[part], device) for part in parts}
     record = {"device": described(device), **reports} if device is not None else reports[parts[0]]
@@ -83,7 +85,7 @@ def _text(
     if "casts" in found:
         parts.append(_casts_text(found["casts"], reports["casts"], arguments.exhaustive))
     if "gemm" in found:
-        parts.append(_gemm_text(merged_replays(found["gemm"]), reports["gemm"]["seconds"]))
+        parts.append(_gemm_text(found["gemm"], reports["gemm"]["seconds"]))
     if len(reports) > 1:
         ending = f"{seconds:.0f} s with {workers} process{'es' if workers > 1 else ''}"
         parts += [_total(reports), f"{ending}; {_verdict(any(report['mismatches'] for report in reports.values()))}"]
@@ -138,17 +140,9 @@ def _report_casts(outcomes: "list[Outcome]", device: "torch.device | None") -> d
 
 
 def _report_gemm(found: "list[Replay]", device: "torch.device | None") -> dict[str, Any]:
-    replays = merged_replays(found)
     names = ("seconds", "outputs", "mismatches")
-    totals = {name: sum(getattr(replay, name) for replay in replays) for name in names}
-    return {**totals, "sets": [replay.to_dict() for replay in replays]}
-
-
-def merged_replays(found: "list[Replay]") -> "list[Replay]":
-    """Return replays with those of one set as one."""
-    from fmtsim.verify.gemm import merged
-
-    return merged(found)
+    totals = {name: sum(getattr(replay, name) for replay in found) for name in names}
+    return {**totals, "sets": [replay.to_dict() for replay in found]}
 
 
 _REPORTS: dict[str, Callable[..., dict[str, Any]]] = {"casts": _report_casts, "gemm": _report_gemm}

@@ -134,10 +134,8 @@ def dispatch(
     width = to_rows(template, 1).shape[1]
     out = to_rows(encode(x.detach(), fmt, pad=True), len(x)) if len(x) else x.new_empty(0, width, dtype=torch.uint8)
     into = out.new_empty(sum(received), width)
-    try:
+    with ranks.answering("the dispatch of rows"):
         dist.all_to_all_single(into, out, received, sent, group=ranks.group)
-    except RuntimeError as error:
-        raise ranks.broken("the dispatch of rows", "a rank", error) from error
     if not len(into):
         return x.new_empty(0, x.shape[1])
     return from_rows(into, template, len(into)).decode(out_dtype=x.dtype)
@@ -184,10 +182,8 @@ def _gather(wire: Tensor, ranks: Ranks) -> Tensor:
     out = wire.new_empty(ranks.size, wire.shape[1])
     if not wire.numel():
         return out
-    try:
+    with ranks.answering("an all-gather"):
         dist.all_gather(list(out.unbind()), wire[0], group=ranks.group)
-    except RuntimeError as error:
-        raise ranks.broken("an all-gather", "a rank", error) from error
     return out
 
 

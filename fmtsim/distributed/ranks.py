@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,19 +54,15 @@ class Ranks:
     def _messages(self, messages: list[tuple[Any, Tensor, int]], what: str) -> None:
         """Send and receive together, over the group's one communicator, and wait: on a GPU its stream does."""
         names = [f"rank {peer}" for _, _, peer in messages]
-        try:
+        with self.answering(what, " or ".join(names)):
             works = dist.batch_isend_irecv(
                 [dist.P2POp(verb, x, self._global(peer), self.group) for verb, x, peer in messages]
             )
-        except RuntimeError as error:
-            raise self.broken(what, " or ".join(names), error) from error
         if len(works) < len(names):  # NCCL has one for all
             names = [" or ".join(names)]
         for name, work in zip(reversed(names), reversed(works), strict=True):
-            try:
+            with self.answering(what, name):
                 work.wait()
-            except RuntimeError as error:
-                raise self.broken(what, name, error) from error
 
     def largest(self, x: Tensor, what: str) -> Tensor:
         """Return the elementwise maximum over the ranks."""
@@ -103,10 +101,8 @@ class Ranks:
         if not self._on_cpus:
             return self._notes(value, what)
         gathered: list[Any] = [None] * self.size
-        try:
+        with self.answering(what):
             dist.all_gather_object(gathered, value, group=self.group)
-        except RuntimeError as error:
-            raise self.broken(what, "a rank", error) from error
         return gathered
 
     @property
@@ -166,15 +162,21 @@ class Ranks:
     def _reduce(self, x: Tensor, op: Any, what: str) -> Tensor:
         found = x.clone()
         if self.size > 1:
-            try:
+            with self.answering(what):
                 dist.all_reduce(found, op, group=self.group)
-            except RuntimeError as error:
-                raise self.broken(what, "a rank", error) from error
         return found
 
     def _global(self, rank: int) -> int:
         assert self.group is not None
         return dist.get_global_rank(self.group, rank)
+
+    @contextmanager
+    def answering(self, what: str, who: str = "a rank") -> Iterator[None]:
+        """Raise CollectiveError where torch says that ranks do not answer."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.broken(what, who, error) from error
 
     def broken(self, what: str, who: str, error: RuntimeError) -> CollectiveError:
         """Return the error of a collective that a rank did not answer."""

@@ -16,7 +16,7 @@ from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.layers.passes import Observer
-from fmtsim.nn.flash import CallKeys, Flash, flash
+from fmtsim.nn.flash import CallKeys, Flash, Inputs, flash
 from fmtsim.nn.flash_backward import flash_gradients
 from fmtsim.ops import define_operator
 from fmtsim.recipes.attention import AttentionConfig
@@ -69,117 +69,80 @@ def _name_of(config: AttentionConfig, generator: Generator) -> str:
     return _kept(config, generator).name
 
 
-def run_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, hides: bool, factor: float, call: AttentionCall | str
-) -> Tensor:
+def run_attention(inputs: Inputs, call: AttentionCall | str) -> Tensor:
     """Return ``[..., L, dv]`` in q's dtype, with the gradient that ``quantised_attention`` defines.
 
-    Args:
-        q: ``[..., L, d]``, floating point; k ``[..., S, d]`` and v ``[..., S, dv]`` alike in dtype and leading sizes.
-        k: See q.
-        v: See q.
-        mask: float32, added to the scores, or None.
-        hides: Whether the mask is known to hold nothing but 0 and -inf.
-        factor: What scores are multiplied with.
-        call: Config and generator, or the name of them in compiled code.
+    ``call`` is config and generator, or the name of them in compiled code.
     """
-    if not isinstance(call, AttentionCall):
-        return torch.ops.fmtsim.attention_forward(q, k, v, mask, hides, factor, call)[0]  # type: ignore[no-any-return]
-    if not torch.compiler.is_compiling():
-        return _Attention.apply(q, k, v, mask, hides, factor, call)[0]  # type: ignore[no-any-return, no-untyped-call]
-    if call.observer is not None:
-        raise ArgumentError(
-            "fmtsim.observe does not see into compiled code; observe the model that was given to torch.compile"
-        )
-    return torch.ops.fmtsim.attention_forward(q, k, v, mask, hides, factor, call.name)[0]  # type: ignore[no-any-return]
+    if isinstance(call, AttentionCall):
+        if not torch.compiler.is_compiling():
+            return _Attention.apply(*inputs, call)[0]  # type: ignore[no-any-return, no-untyped-call]
+        if call.observer is not None:
+            raise ArgumentError(
+                "fmtsim.observe does not see into compiled code; observe the model that was given to torch.compile"
+            )
+        call = call.name
+    return torch.ops.fmtsim.attention_forward(*inputs, call)[0]  # type: ignore[no-any-return]
 
 
 class _Attention(torch.autograd.Function):
-    """Quantise forwards and, where the config says so, backwards."""
+    """Quantise forwards and, where the config says so, backwards; the operators name their AttentionCall."""
 
     @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, hides: bool, factor: float, call: AttentionCall
-    ) -> tuple[Tensor, Tensor]:
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         """Return ``[..., L, dv]`` in q's dtype, and the key of the call's random numbers."""
-        return _forward(q, k, v, mask, hides, factor, call)
+        *inputs, call = arguments
+        return _forward(Inputs(*inputs), call)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         """Keep the unrounded tensors."""
         *tensors, ctx.hides, ctx.factor, ctx.call = inputs
-        ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(*tensors, output[1])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of q, k and v."""
         q, k, v, mask, key = ctx.saved_tensors
+        if isinstance(ctx.call, str):
+            grads = torch.ops.fmtsim.attention_backward(g, q, k, v, mask, key, ctx.hides, ctx.factor, ctx.call)
+            return (*grads, None, None, None, None)
         with torch.no_grad():
-            grads = _gradients(g, q, k, v, mask, key, ctx.hides, ctx.factor, ctx.call)
+            grads = _gradients(g, Inputs(q, k, v, mask, ctx.hides, ctx.factor), key, ctx.call)
         if torch.is_grad_enabled():  # create_graph=True: only then on
             grads = [OnceOnly.apply(d, _ONCE, g, q, k, v) for d in grads]
-        return *grads, None, None, None, None
+        return (*grads, None, None, None, None)
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    hides: bool,
-    factor: float,
-    call: AttentionCall,
-    *,
-    compiled: bool = False,
-) -> tuple[Tensor, Tensor]:
-    random, generator = call.config.is_random, call.generator
+def _forward(inputs: Inputs, call: AttentionCall, *, compiled: bool = False) -> tuple[Tensor, Tensor]:
+    q, random, generator = inputs.q, call.config.is_random, call.generator
     if random and isinstance(generator, torch.Generator):
         generator = call.draws.generator(generator, compiled=compiled)
     keys = random_keys(True, generator, None, q.device) if random else None
     key = torch.zeros(0, dtype=torch.int64) if keys is None else torch.tensor(keys.tolist())
-    y = _run(q, k, v, mask, hides, factor, call.config, _call_keys(key), observer=call.observer).out
+    y = _run(inputs, call.config, _call_keys(key), observer=call.observer).out
     return y.reshape(*q.shape[:-2], *y.shape[-2:]).to(q.dtype), key
 
 
-def _gradients(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    key: Tensor,
-    hides: bool,
-    factor: float,
-    call: AttentionCall,
-) -> list[Tensor]:
-    call_keys = _call_keys(key)
-    made = _run(q, k, v, mask, hides, factor, call.config, call_keys, keep=True)
+def _gradients(g: Tensor, inputs: Inputs, key: Tensor, call: AttentionCall) -> list[Tensor]:
+    call_keys, tensors = _call_keys(key), inputs[:3]
+    made = _run(inputs, call.config, call_keys, keep=True)
     with torch.autocast(g.device.type, enabled=False):
-        heads = _flat(g), _flat(q), _flat(k), _flat(v)
-        grads = flash_gradients(heads, factor, call.config, call_keys, made, call.observer)
-    return [d.reshape(t.shape).to(t.dtype) for d, t in zip(grads, (q, k, v), strict=True)]
+        heads = _flat(g), _flat(inputs.q), _flat(inputs.k), _flat(inputs.v)
+        grads = flash_gradients(heads, inputs.factor, call.config, call_keys, made, call.observer)
+    return [d.reshape(t.shape).to(t.dtype) for d, t in zip(grads, tensors, strict=True)]
 
 
 def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    hides: bool,
-    factor: float,
-    config: AttentionConfig,
-    call_keys: CallKeys,
-    *,
-    keep: bool = False,
+    inputs: Inputs, config: AttentionConfig, call_keys: CallKeys, *, keep: bool = False,
     observer: Observer | None = None,
-) -> Flash:
-    shared = mask is None or mask.dim() == 2
-    whole = mask if shared or mask is None else mask.expand(*q.shape[:-2], *mask.shape[-2:]).flatten(0, -3)
+) -> Flash:  # fmt: skip
+    q, mask = inputs.q, inputs.mask
+    if mask is not None and mask.dim() > 2:
+        mask = mask.expand(*q.shape[:-2], *mask.shape[-2:]).flatten(0, -3)
     with torch.autocast(q.device.type, enabled=False):
-        return flash(
-            _flat(q), _flat(k), _flat(v), whole, factor, config, call_keys, hides=hides, keep=keep, observer=observer
-        )
+        heads = inputs._replace(q=_flat(q), k=_flat(inputs.k), v=_flat(inputs.v), mask=mask)
+        return flash(heads, config, call_keys, keep=keep, observer=observer)
 
 
 def _flat(t: Tensor) -> Tensor:
@@ -202,33 +165,20 @@ def _fake_forward(q, k, v, mask, hides, factor, name):  # type: ignore[no-untype
     return q.new_empty((*q.shape[:-1], v.shape[-1])), torch.empty(2 if random else 0, dtype=torch.int64)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.hides, ctx.factor, ctx.name = inputs
-    ctx.save_for_backward(*tensors, output[1])
-
-
-def _backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    return (
-        *torch.ops.fmtsim.attention_backward(g, *ctx.saved_tensors, ctx.hides, ctx.factor, ctx.name),
-        None,
-        None,
-        None,
-        None,
-    )
-
-
 define_operator(
     "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? mask, bool hides, float factor, str call) -> "
     "(Tensor, Tensor)",
-    lambda q, k, v, mask, hides, factor, name: _forward(q, k, v, mask, hides, factor, _find(name), compiled=True),
+    lambda *inputs: _forward(Inputs(*inputs[:-1]), _find(inputs[-1]), compiled=True),
     _fake_forward,
 )
 define_operator(
     "attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor key, bool hides, float factor, "
     "str call) -> (Tensor, Tensor, Tensor)",
     lambda g, q, k, v, mask, key, hides, factor, name: tuple(
-        _gradients(g, q, k, v, mask, key, hides, factor, _find(name))
+        _gradients(g, Inputs(q, k, v, mask, hides, factor), key, _find(name))
     ),
     lambda g, q, k, v, mask, key, hides, factor, name: tuple(t.new_empty(t.shape) for t in (q, k, v)),
 )
-torch.library.register_autograd("fmtsim::attention_forward", _backward, setup_context=_setup)
+torch.library.register_autograd(
+    "fmtsim::attention_forward", _Attention.backward, setup_context=_Attention.setup_context
+)

@@ -73,6 +73,26 @@ class Heads(NamedTuple):
         return Heads(self.elements.mT, None if self.scale is None else self.scale.mT, block=self.block[::-1])
 
 
+class Inputs(NamedTuple):
+    """What attention is of.
+
+    Attributes:
+        q: ``[..., L, d]``, floating point; k ``[..., S, d]`` and v ``[..., S, dv]`` alike in dtype and leading sizes.
+        k: See q.
+        v: See q.
+        mask: float32, added to the scores, or None.
+        hides: Whether the mask is known to hold nothing but 0 and -inf.
+        factor: What scores are multiplied with.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    hides: bool
+    factor: float
+
+
 class Flash(NamedTuple):
     """Attention of all heads, and what its gradients are made of.
 
@@ -92,23 +112,11 @@ class Flash(NamedTuple):
 
 
 def flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    factor: float,
-    config: AttentionConfig,
-    call_keys: CallKeys,
-    *,
-    hides: bool = False,
-    keep: bool = False,
+    inputs: Inputs, config: AttentionConfig, call_keys: CallKeys, *, keep: bool = False,
     observer: Observer | None = None,
-) -> Flash:
-    """Return the attention of float32 heads ``[heads, rows, features]``.
-
-    ``hides`` says that the mask, which is added, holds nothing but 0 and -inf; ``keep`` asks for the weights.
-    """
-    unit = config.unit
+) -> Flash:  # fmt: skip
+    """Return the attention of float32 heads ``[heads, rows, features]``; ``keep`` asks for the weights."""
+    (q, k, v, mask, hides, factor), unit = inputs, config.unit
     left, right, values = (
         quantised(x, quantizer, unit, call_keys.draws, seen(observer, name))
         for name, x, quantizer in (("q", q, config.q), ("k", k, config.k), ("v", v.mT, config.v))

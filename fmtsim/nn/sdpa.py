@@ -8,6 +8,7 @@ from torch import Tensor
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.nn.attention_call import AttentionCall, call_of, run_attention
+from fmtsim.nn.flash import Inputs
 from fmtsim.recipes.attention import AttentionConfig, flash_attention_3
 
 __all__ = ["attend", "flash_attention_3", "quantised_attention"]
@@ -103,7 +104,7 @@ def attend(
     mask = _additive(attn_mask, is_causal, (q.shape[-2], k.shape[-2]), q.device)
     hides = mask is not None and (is_causal or (attn_mask is not None and attn_mask.dtype == torch.bool))
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return run_attention(q, k, v, mask, hides, factor, call)
+    return run_attention(Inputs(q, k, v, mask, hides, factor), call)
 
 
 def _lowered(t: Tensor) -> Tensor:

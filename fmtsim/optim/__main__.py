@@ -1,6 +1,6 @@
 """Print the table of schemes: ``python -m fmtsim.optim``."""
 
-from fmtsim.optim.table import markdown
+from fmtsim.optim.table import scheme_table
 
 if __name__ == "__main__":
-    print(markdown())
+    print(scheme_table())

@@ -11,7 +11,7 @@ from torch import Tensor
 from fmtsim.errors import ArgumentError, DeviceError, DtypeError
 from fmtsim.optim import checkpoint, engines, torch_step
 from fmtsim.optim.catalogue import get_scheme
-from fmtsim.optim.rules import Rule
+from fmtsim.optim.rules import Rule, require
 from fmtsim.spec.optimizer import ParameterStep, Scheme, StateFormat, in_parameter
 
 Params = Iterable[Any]
@@ -43,7 +43,16 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        """Raise ArgumentError for hyperparameters that are not allowed."""
+        """Raise ArgumentError for hyperparameters that are not allowed: numbers from 0, and decays below 1."""
+        check_common(group, tuple(name for name in ("lr", "eps", "weight_decay", "bound") if name in group))
+        for name in ("momentum", "beta"):
+            if name in group:
+                require(name, group[name], 0, 1, open_high=True)
+        betas = group.get("betas", (0.0, 0.0))
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise ArgumentError(f"betas={betas!r} is not allowed; choose two numbers in [0, 1)")
+        for place, beta in enumerate(betas):
+            require(f"betas[{place}]", beta, 0, 1, open_high=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with hyperparameters of their own; the scheme and the seed are the optimizer's."""
@@ -85,7 +94,9 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not self._fast_step():
-            self._full_step()
+            steps = self._steps()
+            fused = engines.run(steps, self.rule, self.scheme, self._count)
+            self._batches = engines.batches_of(steps, self.param_groups) if fused else None
         return loss
 
     def _fast_step(self) -> bool:
@@ -104,11 +115,6 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             numbers = self.rule.numbers(group, step, self.scheme)
             batch.step(part, self.scheme, numbers, self._count(like.device), self.seed, step)
         return True
-
-    def _full_step(self) -> None:
-        steps = self._steps()
-        fused = engines.run(steps, self.rule, self.scheme, self._count)
-        self._batches = engines.batches_of(steps, self.param_groups) if fused else None
 
     def nonfinite_gradients(self) -> int:
         """Return how many elements of gradients were NaN or infinite in all steps so far; waits for the device.

@@ -6,7 +6,7 @@ from typing import Any
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import LogFormat
 from fmtsim.optim import rules
-from fmtsim.optim.base import Params, QuantizedOptimizer, check_common
+from fmtsim.optim.base import Params, QuantizedOptimizer
 from fmtsim.optim.madam import BASES, madam
 from fmtsim.spec.optimizer import Scheme
 
@@ -55,11 +55,6 @@ class AdamW(QuantizedOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, self._rule, state, seed)
 
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        """Raise ArgumentError for hyperparameters that are not allowed."""
-        check_common(group, ("lr", "eps", "weight_decay"))
-        _check_betas(group)
-
 
 class Adam(AdamW):
     """Adam whose weight decay is part of the gradient (Kingma and Ba, arXiv:1412.6980); arguments as of AdamW."""
@@ -95,11 +90,6 @@ class Lion(QuantizedOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, rules.LION, state, seed)
 
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        """Raise ArgumentError for hyperparameters that are not allowed."""
-        check_common(group, ("lr", "weight_decay"))
-        _check_betas(group)
-
 
 class SGD(QuantizedOptimizer):
     """Stochastic gradient descent with momentum, without dampening.
@@ -127,11 +117,6 @@ class SGD(QuantizedOptimizer):
     ) -> None:
         rule = rules.NESTEROV if nesterov else rules.SGD
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, rule, state, seed)
-
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        """Raise ArgumentError for hyperparameters that are not allowed."""
-        check_common(group, ("lr", "weight_decay"))
-        rules.require("momentum", group["momentum"], 0, 1, open_high=True)
 
 
 class Madam(QuantizedOptimizer):
@@ -171,8 +156,7 @@ class Madam(QuantizedOptimizer):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Raise ArgumentError for hyperparameters that are not allowed."""
-        check_common(group, ("lr", "weight_decay", "bound"))
-        rules.require("beta", group["beta"], 0, 1, open_high=True)
+        super().check_group(group)
         if group["weight_decay"] and self._base == 2:
             raise ArgumentError(f"weight_decay={group['weight_decay']!r} needs base='e'; base 2 has updates alone")
         weights = self.scheme.weights
@@ -181,11 +165,3 @@ class Madam(QuantizedOptimizer):
                 f"base={self._base!r} with {self.scheme.name!r}: weights kept as logarithms move in powers of two; "
                 "choose base=2"
             )
-
-
-def _check_betas(group: Mapping[str, Any]) -> None:
-    betas = group["betas"]
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise ArgumentError(f"betas={betas!r} is not allowed; choose two numbers in [0, 1)")
-    for place, beta in enumerate(betas):
-        rules.require(f"betas[{place}]", beta, 0, 1, open_high=True)

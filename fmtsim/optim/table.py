@@ -5,6 +5,7 @@ import torch
 from fmtsim.optim.catalogue import get_scheme, list_schemes
 from fmtsim.optim.rules import ADAMW
 from fmtsim.spec.optimizer import Scheme, StateFormat, in_parameter
+from fmtsim.table import Row, markdown
 
 SHAPE = (1024, 1024)
 """The matrix whose bytes a parameter are given; a bfloat16 one where a scheme keeps weights in bfloat16."""
@@ -38,12 +39,10 @@ def bytes_per_parameter(scheme: Scheme) -> float:
     return sum(fmt.bytes_of(SHAPE) for fmt in own) / count
 
 
-def markdown() -> str:
+def scheme_table() -> str:
     """Return the table."""
-    lines = ["| scheme | first moment | second moment | weights | bytes | source |", "|---|---|---|---|--:|---|"]
-    for name in list_schemes():
-        scheme = get_scheme(name)
-        weights = "" if scheme.weights is None else describe(scheme.weights)
-        states = f"{describe(scheme.first)} | {describe(scheme.second)} | {weights}"
-        lines.append(f"| `{name}` | {states} | {bytes_per_parameter(scheme):.3f} | {scheme.source} |")
-    return "\n".join(lines)
+    rows: list[Row] = [("scheme", "first moment", "second moment", "weights", "bytes", "source")]
+    for scheme in map(get_scheme, list_schemes()):
+        states = [describe(fmt) if fmt else "" for fmt in (scheme.first, scheme.second, scheme.weights)]
+        rows.append((f"`{scheme.name}`", *states, f"{bytes_per_parameter(scheme):.3f}", scheme.source))
+    return markdown(rows, left=(0, 1, 2, 3, 5))

@@ -115,8 +115,11 @@ def _run(step: ParameterStep, rule: Rule, nonfinite: str) -> None:
         codes, p, new = _logarithms(step, rule, g, old, weight_format)
     else:
         codes, p, new = None, *_updated(step, rule, _weights(step, weight_format), g, old | constants)
-    if nonfinite != "propagate":
-        p, new = _without(g, step, weight_format, p, new, old, nonfinite)
+    if nonfinite != "propagate":  # leave out what gradients that are not finite would do: to their elements, or to all
+        bad, skip = ~torch.isfinite(g), nonfinite == "skip"
+        bad = bad.any() if skip else bad
+        p = torch.where(bad, _weights(step, weight_format), p)
+        new = {slot: torch.where(bad, old[slot] if skip else 0.0, value) for slot, value in new.items()}
     parts = {
         slot: codec.encode(value, step.formats[slot], parts_of(step.state, slot), step.key(slot))
         for slot, value in new.items()
@@ -174,24 +177,6 @@ def _logarithms(
     moved = (magnitude - falls).clamp(0, fmt.max_code) | negative
     packed = codec.packed(moved.reshape(-1), fmt)
     return packed, codec.decode(previous | {"codes": packed}, weight_format, tuple(g.shape)), new
-
-
-def _without(
-    g: Tensor,
-    step: ParameterStep,
-    weight_format: StateFormat | None,
-    p: Tensor,
-    new: dict[str, Tensor],
-    old: dict[str, Tensor],
-    rule: str,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Leave out what gradients that are not finite would do: those elements ("zero") or all of them ("skip")."""
-    bad = ~torch.isfinite(g)
-    before = _weights(step, weight_format)
-    if rule == "skip":
-        bad = bad.any()
-        return torch.where(bad, before, p), {slot: torch.where(bad, old[slot], value) for slot, value in new.items()}
-    return torch.where(bad, before, p), {slot: torch.where(bad, 0.0, value) for slot, value in new.items()}
 
 
 def count_nonfinite(g: Tensor) -> Tensor:

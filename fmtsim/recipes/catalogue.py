@@ -6,6 +6,7 @@ from typing import Final
 from fmtsim.recipes import float4, float8, integers, wide
 from fmtsim.recipes.spec import Recipe
 from fmtsim.recipes.table import briefly
+from fmtsim.table import markdown
 
 RECIPES: tuple[Recipe, ...] = (*wide.RECIPES, *float8.RECIPES, *float4.RECIPES, *integers.RECIPES)
 MARKS: Final = ("<!-- recipes -->", "<!-- end -->")
@@ -13,15 +14,14 @@ MARKS: Final = ("<!-- recipes -->", "<!-- end -->")
 
 def catalogue_markdown(recipes: Iterable[Recipe]) -> str:
     """Return the recipes as a Markdown table, one line each: name, what it runs, source."""
-    lines = ["| Name | Operands forward | Operands backward (dx; dw) | Beside it | Source |", "|---|---|---|---|---|"]
+    rows = [("Name", "Operands forward", "Operands backward (dx; dw)", "Beside it", "Source")]
     for recipe in recipes:
         names = "`, `".join((recipe.name, *recipe.aliases))
         forward, backward = ("high precision",) * 2 if recipe.linear is None else briefly(recipe.linear)
         beside = [f"{rule.where}: {briefly(rule.use)[0] if rule.use else 'high precision'}" for rule in recipe.rules]
         beside += [text for name, text in recipe.facts() if name not in ("rule", "source", "notes")]
-        cells = [f"`{names}`", forward, backward, "; ".join(beside), recipe.source]
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(lines)
+        rows.append((f"`{names}`", forward, backward, "; ".join(beside), recipe.source))
+    return markdown(rows)
 
 
 def with_catalogue(page: str, recipes: Iterable[Recipe]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from fmtsim.formats.block import Format
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe
+from fmtsim.table import aligned
 
 _DESCRIPTIVE = ("aliases", "source", "notes", "variant", "name")
 
@@ -21,9 +22,7 @@ def diff(a: str | Path | Recipe, b: str | Path | Recipe) -> str:
     lines = list(_differences("", first, second))
     if not lines:
         return f"{first.name} and {second.name} are the same"
-    rows = [("field", first.name, second.name), *lines]
-    widths = [max(len(row[i]) for row in rows) for i in range(2)]
-    return "\n".join(f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows)
+    return "\n".join(aligned([("field", first.name, second.name), *lines]))
 
 
 def _differences(path: str, a: Any, b: Any) -> Any:

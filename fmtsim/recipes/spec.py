@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import LinearConfig
@@ -124,10 +124,6 @@ class Rule:
         return f"{self.where}: {'high precision' if self.use is None else self.use}"
 
 
-def _are_words(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(word, str) and word for word in value)
-
-
 def _share(blocks: int | float) -> str:
     return f"{blocks:.0%} of the" if isinstance(blocks, float) else str(blocks)
 
@@ -203,6 +199,17 @@ class LossScale:
         return f"times {self.initial:g}, x{self.growth:g} after {self.interval} clean steps, x{self.backoff:g}{kept}"
 
 
+# A recipe's records: the class of one, or of each of several in a tuple, and what to write.
+_PARTS: Final[tuple[tuple[str, Any, str], ...]] = (
+    ("linear", LinearConfig, "build one with linear_config()"),
+    ("rules", (Rule,), "write rules=(Rule(...),)"),
+    ("attention", AttentionConfig, "pass flash_attention_3()"),
+    ("replace", (Replacement,), "write replace=(Replacement(kind='swiglu', by='SmoothSwiGLU'),)"),
+    ("aliases", (str,), "write aliases=(name, ...)"),
+    ("loss_scale", LossScale, "pass LossScale()"),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """Name a way of training.
@@ -237,31 +244,21 @@ class Recipe:
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
             raise ArgumentError(f"Recipe name={self.name!r} is not a name; pass a word such as 'my_fp8'")
-        if self.linear is not None and not isinstance(self.linear, LinearConfig):
-            raise ArgumentError(
-                f"Recipe linear={self.linear!r} is not a LinearConfig or None; build one with linear_config()"
-            )
-        wrong = [rule for rule in self.rules if not isinstance(rule, Rule)] if isinstance(self.rules, tuple) else [0]
-        if wrong:
-            raise ArgumentError(f"Recipe rules={self.rules!r} is not a tuple of Rule; write rules=(Rule(...),)")
-        if self.attention is not None and not isinstance(self.attention, AttentionConfig):
-            raise ArgumentError(
-                f"Recipe attention={self.attention!r} is not an AttentionConfig or None; pass flash_attention_3()"
-            )
-        if not isinstance(self.replace, tuple) or not all(isinstance(one, Replacement) for one in self.replace):
-            raise ArgumentError(
-                f"Recipe replace={self.replace!r} is not a tuple of Replacement; "
-                "write replace=(Replacement(kind='swiglu', by='SmoothSwiGLU'),)"
-            )
-        if not _are_words(self.aliases):
-            raise ArgumentError(f"Recipe aliases={self.aliases!r} is not a tuple of names; write aliases=(name, ...)")
+        for name, kind, hint in _PARTS:
+            value = getattr(self, name)
+            if isinstance(kind, tuple):
+                good = isinstance(value, tuple) and all(isinstance(one, kind) and one for one in value)
+                what = f"a tuple of {'names' if kind == (str,) else kind[0].__name__}"
+            else:
+                good = value is None or isinstance(value, kind)
+                what = f"a{'n' * (kind is AttentionConfig)} {kind.__name__} or None"
+            if not good:
+                raise ArgumentError(f"Recipe {name}={value!r} is not {what}; {hint}")
         for name, allowed in (("autocast", (None, "bfloat16", "float16")), ("variant", ("", "paper", "code"))):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(
                     f"Recipe {name}={getattr(self, name)!r} is unknown; choose one of {', '.join(map(repr, allowed))}"
                 )
-        if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
-            raise ArgumentError(f"Recipe loss_scale={self.loss_scale!r} is not a LossScale or None; pass LossScale()")
 
     def facts(self) -> list[tuple[str, str]]:
         """Return what it says beside the operands of layers: a name and a text each."""

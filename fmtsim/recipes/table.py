@@ -7,7 +7,7 @@ from fmtsim.formats.block import BlockFormat, Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
-from fmtsim.table import aligned, filled
+from fmtsim.table import aligned, filled, html
 
 HEADINGS = ("product", "operand", "of", "transforms", "format", "scale", "rounding", "gradient")
 _PRODUCTS = {"f": "y = x w^T", "d": "dx = g w", "w": "dw = g^T x"}
@@ -36,9 +36,7 @@ def table_text(title: str, config: LinearConfig | None, facts: Iterable[tuple[st
 def table_html(title: str, config: LinearConfig | None, facts: Iterable[tuple[str, str]]) -> str:
     """Return the same as HTML."""
     parts = [f"<b>{escape(title)}</b>"]
-    if config is not None:
-        body = "".join(_html_row("td", row) for row in operand_rows(config))
-        parts.append(f"<table>{_html_row('th', HEADINGS)}{body}</table>")
+    parts += [] if config is None else [html([HEADINGS, *operand_rows(config)])]
     parts += [f"<div>{escape(name)}: {escape(text)}</div>" for name, text in facts]
     return "".join(parts)
 
@@ -116,7 +114,3 @@ def _brief_cast(quantizer: Quantizer) -> str:
 
 def _mode(quantizer: Quantizer) -> str:
     return {"nearest_even": "", "stochastic": " SR"}.get(quantizer.rounding.mode, f" {quantizer.rounding.mode}")
-
-
-def _html_row(tag: str, cells: Iterable[str]) -> str:
-    return f"<tr>{''.join(f'<{tag} style=text-align:left>{escape(cell)}</{tag}>' for cell in cells)}</tr>"

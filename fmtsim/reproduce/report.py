@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fmtsim import table
 from fmtsim.reproduce.claim import Claim, Expected
 from fmtsim.reproduce.run import Result
 
@@ -44,13 +45,9 @@ def short(value: float) -> str:
 
 def markdown(results: Sequence[Result]) -> str:
     """Return the table in Markdown, and a line on each claim below it."""
-    lines = ["| " + " | ".join(HEADER) + " |", "|---" * 2 + "|--:" * 2 + "|---|--:|"]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows_of(results)]
-    lines += [
-        "",
-        "Published numbers come from a **p**aper, its **c**ode, an independent **e**mulation, or a **f**ormula.",
-    ]
-    return "\n".join([*lines, "", *(f"- {about(result.claim)}" for result in results)]) + "\n"
+    cells = table.markdown([HEADER, *rows_of(results)], left=(0, 1, 4))
+    letters = "Published numbers come from a **p**aper, its **c**ode, an independent **e**mulation, or a **f**ormula."
+    return "\n".join([cells, "", letters, "", *(f"- {about(result.claim)}" for result in results)]) + "\n"
 
 
 def about(claim: Claim) -> str:

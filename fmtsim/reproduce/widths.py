@@ -1,6 +1,7 @@
 """Claims about models with fixed scale factors: unit variance at the start, and learning rates that transfer."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,21 +14,10 @@ from fmtsim.nn.scaled_linear import MuLinear, MuReadout, MuResidual, UnitLinear,
 from fmtsim.quantize import quantize
 from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, settings
 from fmtsim.reproduce.samples import descend, generator
+from fmtsim.training.gpt import Attention
 
 _VOCABULARY = 64
-
-
-class _Attention(nn.Module):
-    """Causal self-attention between mu-scaled projections."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv, self.out = MuLinear(width, 3 * width, bias=False), MuLinear(width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+_linear = partial(MuLinear, bias=False)
 
 
 class _MuGPT(nn.Module):
@@ -39,8 +29,8 @@ class _MuGPT(nn.Module):
         self.position = nn.Parameter(torch.randn(64, width))
         branches: list[nn.Module] = []
         for _ in range(layers):
-            up, down = MuLinear(width, 4 * width, bias=False), MuLinear(4 * width, width, bias=False)
-            branches += [_Attention(width, 4), nn.Sequential(up, nn.GELU(), down)]
+            up, down = _linear(width, 4 * width), _linear(4 * width, width)
+            branches += [Attention(width, 4, _linear), nn.Sequential(up, nn.GELU(), down)]
         self.blocks = nn.ModuleList(MuResidual(branch, width, tau) for branch in branches)
         self.norm, self.head = nn.LayerNorm(width), MuReadout(width, _VOCABULARY, bias=False)
 

@@ -1,5 +1,6 @@
 """A GPT, of bytes unless told otherwise: pre-norm blocks with causal attention, tied input and output embeddings."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,19 +40,18 @@ def check_size(name: str, size: int) -> None:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with a packed projection."""
+    """Causal self-attention with a packed projection; ``linear`` makes a layer of two widths."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, linear: Callable[[int, int], nn.Module] = nn.Linear) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.qkv, self.out = linear(width, 3 * width), linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[batch, time, width]`` to itself."""
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
+        return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):

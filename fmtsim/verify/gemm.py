@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fmtsim.analysis.compare import compare
 from fmtsim.errors import ArgumentError, DataError, PlanUnknownWarning
+from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.instruction import mma
 from fmtsim.gemm.products.matmul import int_mm, linear, mm
 from fmtsim.gemm.products.operands import matrix_layout
@@ -222,7 +223,7 @@ def plan_basis(call: Call, target: str) -> str:
     scaling: ScaleKind = "none"
     if call.scale_a is not None:
         scaling = "tensor" if call.scale_a.numel() == 1 else "row"
-    names = ["tf32" if tf32 else _NAMES[x.dtype] for x in (call.a, call.b)]
+    names = ["tf32" if tf32 else get_format(x.dtype).name for x in (call.a, call.b)]
     integer = call.function == "int_mm"
     asked = GemmCall(
         operation=call.function,  # type: ignore[arg-type]  # replay_call knows it
@@ -231,12 +232,4 @@ def plan_basis(call: Call, target: str) -> str:
         fast_accum=call.options.get("use_fast_accum", True), bias=call.bias is not None,
         a_layout=matrix_layout(call.a, transposed=False), b_layout=matrix_layout(call.b.t(), transposed=True),
     )  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PlanUnknownWarning)
-        return get_target(target).resolve(asked).basis
-
-
-_NAMES = {
-    torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.bfloat16: "bf16", torch.float16: "fp16",
-    torch.float32: "fp32", torch.int8: "int8",
-}  # fmt: skip
+    return get_target(target).find(asked)[2]

@@ -7,7 +7,7 @@ import torch
 
 import fmtsim
 from fmtsim.optim import Scheme, StateFormat
-from fmtsim.optim.table import markdown
+from fmtsim.optim.table import scheme_table
 
 # bytes a parameter of both moments and of kept weights: codes, and scales of large tensors
 PUBLISHED = {
@@ -70,6 +70,6 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "optim.md"
 
 @pytest.mark.skipif(not DOCUMENT.exists(), reason="runs in a checkout, where the documentation is")
 def test_documentation_holds_the_table():
-    assert markdown() in DOCUMENT.read_text(encoding="utf-8"), (
+    assert scheme_table() in DOCUMENT.read_text(encoding="utf-8"), (
         "run python -m fmtsim.optim and put it into docs/optim.md"
     )
