@@ -48,10 +48,7 @@ def _te_block() -> LinearConfig:
 def _fp8lm() -> LinearConfig:
     history = History(length=16, immediate=16)
     delayed = Scaling(power_of_two="ceil", history=history, empty="previous")
-    return layer(
-        cast("e4m3", delayed), cast("e4m3", _POWER), cast("e5m2", delayed),
-        w_back=FORWARD, g_back=FORWARD, x_back=FORWARD,
-    )  # fmt: skip
+    return _same_codes(cast("e4m3", delayed), cast("e4m3", _POWER), cast("e5m2", delayed))
 
 
 def _intel() -> LinearConfig:

@@ -6,7 +6,6 @@ from html import escape
 from fmtsim.formats.block import BlockFormat, Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import Scaling
 from fmtsim.table import aligned, filled, html
 
 HEADINGS = ("product", "operand", "of", "transforms", "format", "scale", "rounding", "gradient")
@@ -89,28 +88,4 @@ def briefly(config: LinearConfig) -> tuple[str, str]:
 
 
 def _brief(quantizer: Quantizer) -> str:
-    if quantizer.source == "forward":
-        return _KEPT
-    words = ["again"] if quantizer.source == "requantised" else []
-    words += [str(transform) for transform in quantizer.transforms]
-    step: Quantizer | None = quantizer
-    casts = []
-    while step is not None:
-        casts.append(_brief_cast(step))
-        step = step.then
-    return " ".join([*words, " then ".join(casts)])
-
-
-def _brief_cast(quantizer: Quantizer) -> str:
-    fmt = quantizer.format
-    if fmt is None:
-        return "high precision"
-    block = quantizer.scaling.block if isinstance(quantizer.scaling, Scaling) else None
-    if isinstance(fmt, BlockFormat) and fmt.scale_rule != "amax":
-        return f"{fmt.name} by {fmt.scale_rule}" + _mode(quantizer)
-    block_text = "" if block in (None, (None, None)) else f" {_block(block)}"
-    return fmt.name + block_text + _mode(quantizer)
-
-
-def _mode(quantizer: Quantizer) -> str:
-    return {"nearest_even": "", "stochastic": " SR"}.get(quantizer.rounding.mode, f" {quantizer.rounding.mode}")
+    return _KEPT if quantizer.source == "forward" else str(quantizer)

@@ -20,21 +20,11 @@ from fmtsim.reproduce import (
 )
 from fmtsim.reproduce.claim import Claim
 
-CLAIMS: tuple[Claim, ...] = (
-    *blocks.CLAIMS,
-    *ratios.CLAIMS,
-    *estimators.CLAIMS,
-    *outliers.CLAIMS,
-    *attention.CLAIMS,
-    *accumulation.CLAIMS,
-    *sequences.CLAIMS,
-    *training.CLAIMS,
-    *widths.CLAIMS,
-    *gpts.CLAIMS,
-    *wire.CLAIMS,
-    *quantised.CLAIMS,
-    *optimizers.CLAIMS,
-)
+_MODULES = (
+    blocks, ratios, estimators, outliers, attention, accumulation, sequences, training, widths, gpts, wire, quantised,
+    optimizers,
+)  # fmt: skip
+CLAIMS: tuple[Claim, ...] = tuple(claim for module in _MODULES for claim in module.CLAIMS)
 
 
 def get_claims(names: Sequence[str] = ()) -> tuple[Claim, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fmtsim import table
+from fmtsim.plotting import COLOURS, label_axes, new_figure, saved
 from fmtsim.reproduce.claim import Claim, Expected
 from fmtsim.reproduce.run import Result
 
@@ -64,8 +65,6 @@ def plot_result(result: Result, path: str | Path | None = None) -> "Figure | Non
     measured = result.measured
     if measured is None or not measured.curves:
         return None
-    from fmtsim.plotting import COLOURS, new_figure
-
     figure = new_figure(7.0, 4.4)
     axes = figure.subplots()
     for i, (label, points) in enumerate(measured.curves.items()):
@@ -87,14 +86,11 @@ def plot_result(result: Result, path: str | Path | None = None) -> "Figure | Non
             axes.set_yscale("log", base=2 if low > 0 and high < 1000 * low or measured.steps else 10)
     if measured.ticks:
         axes.set_xticks(range(len(measured.ticks)), measured.ticks)
-    axes.set_xlabel(measured.axes[0])
-    axes.set_ylabel(measured.axes[1])
+    label_axes(axes, *measured.axes)
     says = result.claim.says
     axes.set_title(textwrap.fill(says[0].upper() + says[1:], 88), fontsize=10, loc="left")
     if len(measured.curves) > 5:  # no corner of the panel holds as many lines
         figure.legend(frameon=False, loc="outside lower center", ncols=3)
     elif len(measured.curves) > 1:
         axes.legend(frameon=False)
-    if path is not None:
-        figure.savefig(path, dpi=150)
-    return figure
+    return saved(figure, path)

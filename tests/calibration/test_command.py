@@ -115,7 +115,7 @@ def test_rows_are_spread_over_the_whole_call(a_layout, b_layout):
 def test_a_whole_run(monkeypatch, tmp_path, capsys):
     gpu = FakeGPU(units, lambda call: GemmPlan(k_tile=64, split=2) if call.k == 512 else GemmPlan())
     monkeypatch.setattr(gpus, "open_gpu", lambda device: gpu)
-    monkeypatch.setattr(calibrate, "_family", lambda device: "hopper")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     (tmp_path / "shapes.txt").write_text("64 512\n")
     out = tmp_path / "mine.json"
     words = ["calibrate", "--shapes", str(tmp_path / "shapes.txt"), "--tokens", "32,64", "--dtypes", "bf16"]
