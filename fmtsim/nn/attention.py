@@ -1,11 +1,12 @@
 """MultiheadAttention whose projections are emulated; scores, softmax and weighted sums stay in high precision."""
 
-import math
 from collections.abc import Iterator
+from types import FunctionType
+from typing import Any, Final
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fmtsim.errors import ArgumentError
 from fmtsim.nn.modules import EmulatedModule, register_emulated
@@ -41,107 +42,71 @@ class EmulatedMultiheadAttention(EmulatedModule, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attention output and, if asked for, the weights, shaped as in torch.nn.MultiheadAttention."""
         _check(self, query, key, value, attn_mask, is_causal)
-        same_qk, same_kv = query is key, key is value
-        batched = query.dim() == 3
-        arrange = _to_time_first if self.batch_first and batched else _with_batch if not batched else _unchanged
-        query = arrange(query)
-        key = query if same_qk else arrange(key)
-        value = key if same_kv else arrange(value)
-        if key_padding_mask is not None and not batched:
-            key_padding_mask = key_padding_mask.unsqueeze(0)
-        q, k, v = self._project(query, key, value)
-        causal = is_causal and key_padding_mask is None and not need_weights
-        mask = None if causal else _additive(attn_mask, query.dtype)
-        padding = _additive(key_padding_mask, query.dtype)
-        k, v, mask, padding = self._extended(k, v, mask, padding)
-        heads, weights = self._attend(q, k, v, _merged(mask, padding, self.num_heads), causal, need_weights)
-        out = self.gemm(heads, self.out_proj.weight, self.out_proj.bias, "out_proj")
-        out = out.transpose(0, 1) if self.batch_first and batched else out if batched else out.squeeze(1)
-        if weights is not None:
-            weights = weights.mean(dim=1) if average_attn_weights else weights
-            weights = weights if batched else weights.squeeze(0)
-        return out, weights
-
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v, each ``[length, batch, embed_dim]``."""
-        size, bias = self.embed_dim, self.in_proj_bias
-        if not self.kdim == self.vdim == size:  # three weights instead of a packed one
-            biases = (None,) * 3 if bias is None else bias.chunk(3)
-            inputs = ((query, self.q_proj_weight), (key, self.k_proj_weight), (value, self.v_proj_weight))
-            q, k, v = (self.gemm(x, w, b, f"{n}_proj") for n, (x, w), b in zip("qkv", inputs, biases, strict=True))
-            return q, k, v
-        if query is key and key is value:
-            q, k, v = self.gemm(query, self.in_proj_weight, bias, "in_proj").chunk(3, -1)
-            return q, k, v
-        first, rest = (None, None) if bias is None else (bias[:size], bias[size:])
-        q = self.gemm(query, self.in_proj_weight[:size], first, "q_proj")
-        if key is value:
-            k, v = self.gemm(key, self.in_proj_weight[size:], rest, "kv_proj").chunk(2, -1)
-            return q, k, v
-        b_k, b_v = (None, None) if rest is None else rest.chunk(2)
-        k = self.gemm(key, self.in_proj_weight[size : 2 * size], b_k, "k_proj")
-        return q, k, self.gemm(value, self.in_proj_weight[2 * size :], b_v, "v_proj")
-
-    def _extended(
-        self, k: Tensor, v: Tensor, mask: Tensor | None, padding: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Append the learned and the zero key and value that the module may have, open to every query."""
-        batch, extra = k.shape[1], 0
-        if self.bias_k is not None and self.bias_v is not None:
-            k = torch.cat([k, self.bias_k.to(k.dtype).expand(1, batch, -1)])
-            v = torch.cat([v, self.bias_v.to(v.dtype).expand(1, batch, -1)])
-            extra += 1
-        if self.add_zero_attn:
-            k, v = (F.pad(t, (0, 0, 0, 0, 0, 1)) for t in (k, v))
-            extra += 1
-        if extra:
-            mask, padding = (None if t is None else F.pad(t, (0, extra)) for t in (mask, padding))
-        return k, v, mask, padding
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, need_weights: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the heads side by side ``[L, batch, embed_dim]``, and the weights ``[batch, heads, L, S]``."""
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0, 3) for t in (q, k, v))
-        dropout = self.dropout if self.training else 0.0
-        if mask is not None and mask.dim() == 3:  # one mask a batch entry and head
-            mask = mask.unflatten(0, (-1, self.num_heads))
-        if not need_weights:
-            heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
-            return heads.permute(2, 0, 1, 3).flatten(2), None
-        scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
-        weights = F.dropout(F.softmax(scores if mask is None else scores + mask, dim=-1), p=dropout)
-        return (weights @ v).permute(2, 0, 1, 3).flatten(2), weights
+        if query.dim() == 2:  # torch would lose sight of tensors that are one
+            dim = 0 if self.batch_first else 1
+            q = query.unsqueeze(dim)
+            k = q if key is query else key.unsqueeze(dim)
+            v = k if value is key else value.unsqueeze(dim)
+            padding = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+            y, weights = self.forward(q, k, v, padding, need_weights, attn_mask, average_attn_weights, is_causal)
+            return y.squeeze(dim), None if weights is None else weights.squeeze(0)
+        parts = ["q_proj", "k_proj", "v_proj"]
+        if self._qkv_same_embed_dim and key is value:  # a packed weight, of which one product may take several parts
+            parts = ["in_proj"] if query is key else ["q_proj", "kv_proj"]
+        with _Projections(self, [*parts, "out_proj"]):
+            return nn.MultiheadAttention.forward(
+                self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
 
 
 register_emulated(EmulatedMultiheadAttention)
 
 
-def _unchanged(t: Tensor) -> Tensor:
-    return t
+class _Projections(TorchFunctionMode):
+    """Run torch's multi_head_attention_forward with a module's own products; its fused kernel is not taken then."""
+
+    def __init__(self, module: EmulatedMultiheadAttention, parts: list[str]) -> None:
+        super().__init__()
+        self._module, self._parts = module, parts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace the one function."""
+        if func is not F.multi_head_attention_forward:
+            return func(*args, **(kwargs or {}))
+        _running.append((self._module, iter(self._parts)))
+        try:
+            return _MULTI_HEAD(*args, **(kwargs or {}))
+        finally:
+            _running.pop()
 
 
-def _to_time_first(t: Tensor) -> Tensor:
-    return t.transpose(0, 1)
+_running: list[tuple[EmulatedMultiheadAttention, Iterator[str]]] = []  # in the order of their calls
 
 
-def _with_batch(t: Tensor) -> Tensor:
-    return t.unsqueeze(1)
+def _project(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    module, parts = _running[-1]
+    return module.gemm(x, w, bias, next(parts))
 
 
-def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a mask that is added to the scores; True in a boolean mask means: not allowed."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask if mask is None else mask.to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
+def rebuilt(function: Any, **names: Any) -> Any:
+    """Return a function of torch that finds other functions under these names."""
+    made = FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__,
+        function.__closure__,
+    )  # fmt: skip
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
-def _merged(mask: Tensor | None, padding: Tensor | None, heads: int) -> Tensor | None:
-    """Merge ``[L, S]`` or ``[batch * heads, L, S]`` with ``[batch, S]`` into a mask that broadcasts over all heads."""
-    if padding is None:
-        return mask
-    rows = padding[:, None, :].repeat_interleave(heads, 0)
-    return rows if mask is None else mask + rows
+def multi_head(**names: Any) -> Any:
+    """Return torch's multi_head_attention_forward with other functions under these names, and hooked no more."""
+    return rebuilt(F.multi_head_attention_forward, has_torch_function=lambda tensors: False, **names)
+
+
+_PACKED = ("_in_projection_packed", "_in_projection")
+_MULTI_HEAD: Final = multi_head(
+    linear=_project, **{name: rebuilt(getattr(F, name), linear=_project) for name in _PACKED}
+)
 
 
 def _check(

@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
 from typing import Any, Final, TypeVar
 
 import torch
@@ -14,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.gemm.layers.keys import Generator
+from fmtsim.nn.attention import multi_head
 from fmtsim.nn.attention_call import AttentionCall, call_of
 from fmtsim.nn.sdpa import attend
 from fmtsim.recipes.attention import AttentionConfig
@@ -93,16 +93,7 @@ def _replaced(*args: Any, **kwargs: Any) -> torch.Tensor:
     return attend(_running[-1], *args, **kwargs)
 
 
-def _multi_head() -> FunctionType:
-    """Return torch's multi_head_attention_forward with another function where it names the one."""
-    plain = F.multi_head_attention_forward
-    names = {**plain.__globals__, _FUNCTION: _replaced, "has_torch_function": lambda tensors: False}
-    function = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
-    function.__kwdefaults__ = plain.__kwdefaults__
-    return function
-
-
-_MULTI_HEAD: Final = _multi_head()
+_MULTI_HEAD: Final = multi_head(**{_FUNCTION: _replaced})
 
 
 def convert_attention(
