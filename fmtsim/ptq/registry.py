@@ -1,41 +1,27 @@
 """Names of recipes of post-training quantisation: the catalogue, those of users, and files."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fmtsim.ptq.spec import Calibration, Equalise, Gptq, LearnedRounding, PtqRecipe, Smooth
+from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.recipes.names import Names
-from fmtsim.recipes.serialization import RECORDS, read_record, recipe_to_dict, record_of
-from fmtsim.spec.quantizer import Quantizer
-
-_OWN: dict[str, tuple[type, ...]] = {
-    "x": (Quantizer,),
-    "w": (Quantizer,),
-    "calibration": (Calibration,),
-    "smooth": (Smooth,),
-    "equalise": (Equalise,),
-    "weights": (Gptq, LearnedRounding),
-}
+from fmtsim.recipes.serialization import read_record, recipe_to_dict, record_of, save_recipe
 
 
 def ptq_recipe_to_dict(recipe: PtqRecipe) -> dict[str, Any]:
     """Return a recipe as plain JSON types, defaults left out."""
-    return recipe_to_dict(recipe, RECORDS | _OWN)
+    return recipe_to_dict(recipe)
 
 
 def ptq_recipe_from_dict(record: dict[str, Any]) -> PtqRecipe:
     """Build a recipe from ``ptq_recipe_to_dict``'s record; raise ArgumentError or FormatError where it is none."""
-    if isinstance(record, dict) and isinstance(record.get("equalise"), dict):  # JSON has no tuples
-        pairs = record["equalise"].get("pairs", [])
-        record = record | {"equalise": record["equalise"] | {"pairs": [tuple(pair) for pair in pairs]}}
-    return record_of(PtqRecipe, record, "recipe", RECORDS | _OWN)  # type: ignore[no-any-return]
+    return record_of(PtqRecipe, record, "recipe")  # type: ignore[no-any-return]
 
 
 def save_ptq_recipe(recipe: PtqRecipe, path: str | Path) -> None:
     """Write a recipe to a JSON file, which is accepted wherever a recipe's name is."""
-    Path(path).write_text(json.dumps(ptq_recipe_to_dict(recipe), indent=2) + "\n", encoding="utf-8")
+    save_recipe(recipe, path)
 
 
 def load_ptq_recipe(path: str | Path) -> PtqRecipe:

@@ -4,73 +4,76 @@ import contextlib
 import dataclasses
 import json
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from fmtsim.errors import ArgumentError, FmtsimError, FormatError
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.serialization import format_from_dict, format_to_dict
-from fmtsim.gemm.layers.config import Gemm, LinearConfig
-from fmtsim.recipes.attention import BACKWARD, AttentionConfig
-from fmtsim.recipes.spec import LossScale, Recipe, Replacement, Rule, Steps
-from fmtsim.rounding.modes import Rounding
+from fmtsim.recipes.spec import Recipe
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.gemm_spec import record_from_dict, record_to_dict
-from fmtsim.spec.gradient import ClipMask, Differentiable, StraightThrough, TrustMask
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.spec.quantizer import Quantizer
-from fmtsim.spec.scaling import History, Scaling, TensorScale
-from fmtsim.spec.transform import Clamp, Hadamard
-
-Records = Mapping[str, tuple[type, ...]]
-
-# The record of a field, by the field's name; several where the object says which under "kind".
-RECORDS: dict[str, tuple[type, ...]] = {
-    "linear": (LinearConfig,),
-    "use": (LinearConfig,),
-    "rules": (Rule,),
-    "steps": (Steps,),
-    "attention": (AttentionConfig,),
-    "replace": (Replacement,),
-    "loss_scale": (LossScale,),
-    "scaling": (Scaling,),
-    "history": (History,),
-    "tensor": (TensorScale,),
-    "rounding": (Rounding,),
-    "transforms": (Hadamard, Clamp),
-    "gradient": (StraightThrough, ClipMask, TrustMask, Differentiable),
-} | {
-    **dict.fromkeys(("fprop", "dgrad", "wgrad", *BACKWARD), (Gemm,)),
-    **dict.fromkeys(("a", "b", "out", "then", "q", "k", "v", "p"), (Quantizer,)),
-}
-_FORMATS = ("format", "scale", "rounded")
-_MACHINES = ("unit", "plan", "target")
-_LISTS = ("rules", "transforms")
 
 
-def recipe_to_dict(record: Any, records: Records = RECORDS) -> dict[str, Any]:
+class _Field(NamedTuple):
+    """What a field of a record may hold, as its type says.
+
+    Attributes:
+        records: Records of these classes; of several where the object says which under "kind".
+        formats: Whether it holds a format.
+        machines: Whether it holds a unit, a target or a plan.
+        several: Whether it holds a list of records.
+    """
+
+    records: dict[str, type]
+    formats: bool
+    machines: bool
+    several: bool
+
+
+@cache
+def _fields(cls: Any) -> dict[str, _Field]:
+    found = {}
+    for name, hint in get_type_hints(cls).items():
+        leaves = list(_leaves(hint))
+        kinds: list[Any] = [leaf for leaf in leaves if dataclasses.is_dataclass(leaf)]
+        formats, machines = any(issubclass(kind, Format) for kind in kinds), Any in leaves or GemmPlan in leaves
+        records = {} if formats or machines else {kind.__name__: kind for kind in kinds}
+        found[name] = _Field(records, formats, machines, bool(records) and get_origin(hint) is tuple)
+    return found
+
+
+def _leaves(hint: Any) -> Iterator[Any]:
+    """Yield the types in a union, or in a tuple of them."""
+    if get_origin(hint) not in (Union, UnionType, tuple):
+        yield hint
+        return
+    for part in get_args(hint):
+        yield from _leaves(part)
+
+
+def recipe_to_dict(record: Any) -> dict[str, Any]:
     """Return a recipe, or a part of one, as plain JSON types, defaults left out."""
-    fields: dict[str, Any] = {}
-    for field in dataclasses.fields(record):
-        value = getattr(record, field.name)
-        if value != field.default:
-            fields[field.name] = _plain(field.name, value, records)
-    return fields
+    fields = _fields(record.__class__)
+    found = ((field, getattr(record, field.name)) for field in dataclasses.fields(record))
+    return {field.name: _plain(fields[field.name], value) for field, value in found if value != field.default}
 
 
-def _plain(name: str, value: Any, records: Records) -> Any:
+def _plain(field: _Field, value: Any) -> Any:
     if isinstance(value, Format):
         return _format_text(value)
     if isinstance(value, Arithmetic | GemmPlan):
         return record_to_dict(value)
     if isinstance(value, tuple):
-        return [_plain(name, item, records) for item in value]
+        return [_plain(field, item) for item in value]
     if dataclasses.is_dataclass(value):
-        kinds = records[name]
-        own = recipe_to_dict(value, records)
-        return {"kind": type(value).__name__} | own if len(kinds) > 1 else own
+        kind = {"kind": type(value).__name__} if len(field.records) > 1 else {}
+        return kind | recipe_to_dict(value)
     return value
 
 
@@ -103,15 +106,8 @@ def _located(path: str) -> Iterator[None]:
         raise ArgumentError(f"{path}: {error}") from None
 
 
-def record_of(cls: type, record: Any, path: str, records: Records = RECORDS) -> Any:
-    """Build a record of a class from an object of JSON; ``path`` is what errors call it.
-
-    Args:
-        cls: The class.
-        record: The object.
-        path: The way to it, for messages.
-        records: The class, or classes, of a field's records by the field's name.
-    """
+def record_of(cls: type, record: Any, path: str) -> Any:
+    """Build a record of a class from an object of JSON; ``path`` is what errors call it."""
     if not isinstance(record, dict):
         what = reprlib.repr(record)
         raise ArgumentError(f"{path}: {what} is not an object; write the fields of a {cls.__name__}, {{...}}")
@@ -123,47 +119,48 @@ def record_of(cls: type, record: Any, path: str, records: Records = RECORDS) -> 
     absent = [field.name for field in fields if field.default is dataclasses.MISSING and field.name not in record]
     if absent:
         raise ArgumentError(f"{path}: a {cls.__name__} needs {' and '.join(map(repr, absent))}")
-    values = {name: _value(name, value, f"{path}.{name}", records) for name, value in record.items()}
+    types = _fields(cls)
+    values = {name: _value(types[name], value, f"{path}.{name}") for name, value in record.items()}
     with _located(path):
         return cls(**values)
 
 
-def _value(name: str, value: Any, path: str, records: Records) -> Any:
+def _value(field: _Field, value: Any, path: str) -> Any:
     if value is None:
         return None
-    if name in _LISTS and not isinstance(value, list):
+    if field.several and not isinstance(value, list):
         raise ArgumentError(f"{path}: {reprlib.repr(value)} is not a list; write [...]")
     if isinstance(value, list):
-        return tuple(_item(name, item, f"{path}[{i}]", records) for i, item in enumerate(value))
-    return _item(name, value, path, records)
+        return tuple(_item(field, item, f"{path}[{i}]") for i, item in enumerate(value))
+    return _item(field, value, path)
 
 
-def _item(name: str, value: Any, path: str, records: Records) -> Any:
-    if name in _FORMATS:
+def _item(field: _Field, value: Any, path: str) -> Any:
+    kinds = field.records
+    if field.formats:
         if not isinstance(value, str | dict):
             raise ArgumentError(
                 f"{path}: {reprlib.repr(value)} is no format; write its name, or the fields of its record"
             )
         with _located(path):
             return get_format(value) if isinstance(value, str) else format_from_dict(value)
-    if name in _MACHINES:
+    if field.machines:
         with _located(path):
             return record_from_dict(value) if isinstance(value, dict) else value
     if isinstance(value, list):
         return tuple(value)
-    if name not in records or not isinstance(value, dict | str):
+    if not kinds or not isinstance(value, dict | str):
         return value
-    kinds = {cls.__name__: cls for cls in records[name]}
     if len(kinds) == 1:
-        return record_of(next(iter(kinds.values())), value, path, records)
+        return record_of(next(iter(kinds.values())), value, path)
     fields = dict(value) if isinstance(value, dict) else {"kind": value}
     kind = fields.pop("kind", None)
     if kind not in kinds:
         raise ArgumentError(f"{path}: kind={kind!r} is unknown; choose one of {', '.join(kinds)}")
-    return record_of(kinds[kind], fields, path, records)
+    return record_of(kinds[kind], fields, path)
 
 
-def save_recipe(recipe: Recipe, path: str | Path) -> None:
+def save_recipe(recipe: Any, path: str | Path) -> None:
     """Write a recipe to a JSON file, which is accepted wherever a recipe's name is."""
     Path(path).write_text(json.dumps(recipe_to_dict(recipe), indent=2) + "\n", encoding="utf-8")
 

@@ -38,7 +38,7 @@ def against_oracle(fmt: ElementFormat, engines: dict[str, Casts]) -> Outcome:
             patterns = torch.tensor(codes)
             parts = EncodedParts(patterns.to(code_dtype(fmt.bits)))
             values = value_of_code[patterns].to(result_dtype(fmt, dtype))
-            compare_cast(tally, engines, x, spec, words if stochastic else None, values, parts)
+            _compare(tally, engines, x, spec, words if stochastic else None, values, parts)
     return tally.outcome()
 
 
@@ -80,7 +80,7 @@ def between_engines(fmt: Format, engines: dict[str, Casts]) -> Outcome:
             random = RandomKey(7, index) if spec.rounding.mode == "stochastic" else None
             values = torch.empty(x.shape, dtype=result_dtype(fmt, dtype))
             reference.quantize(x, spec, random, values)
-            compare_cast(tally, others, view, spec, random, values, reference.encode(x, spec, random))
+            _compare(tally, others, view, spec, random, values, reference.encode(x, spec, random))
     return tally.outcome()
 
 
@@ -98,7 +98,7 @@ def blocks_against_oracle(fmt: BlockFormat | LogTileFormat, engines: dict[str, C
                 get_format(out_dtype), None if random is None else words.tolist(),  # type: ignore[arg-type]
             )  # fmt: skip
             values = torch.tensor(oracle.values, dtype=out_dtype)
-            compare_cast(tally, engines, x, spec, random, values, _parts_of(oracle, fmt))
+            _compare(tally, engines, x, spec, random, values, _parts_of(oracle, fmt))
     return tally.outcome()
 
 
@@ -113,18 +113,18 @@ def _parts_of(oracle: Quantized, fmt: BlockFormat | LogTileFormat) -> EncodedPar
     )
 
 
-def compare_cast(
+def _compare(
     tally: Tally, engines: dict[str, Casts], x: torch.Tensor, spec: CastSpec, random: Random, values: torch.Tensor,
-    parts: EncodedParts | None,
+    parts: EncodedParts,
 ) -> None:  # fmt: skip
-    """Hold quantize, and encode where parts are given, of every engine that takes the cast to what is right."""
+    """Hold quantize and encode of every engine that takes the cast to the values and parts that are right."""
     for name, engine in engines.items():
         what = f"of {x.dtype}, {spec.rounding.mode}, {spec.overflow}"
         if covers(engine, "quantize", spec, x, values):
             out = torch.empty(x.shape, dtype=values.dtype)
             engine.quantize(x, spec, random, out)
             tally.compare(out, values, x, f"{name}.quantize {what}")
-        if parts is not None and covers(engine, "encode", spec, x):
+        if covers(engine, "encode", spec, x):
             _compare_parts(tally, engine.encode(x, spec, random), parts, x, f"{name}.encode {what}")
 
 

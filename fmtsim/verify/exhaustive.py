@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.cast import CastSpec, EncodedParts
+from fmtsim.spec.cast import CastSpec
 from fmtsim.spec.engine import Casts
-from fmtsim.verify.checks import compare_cast
-from fmtsim.verify.outcome import Outcome, Tally
+from fmtsim.verify.outcome import Outcome, Tally, covers
 
 FORMATS = ("e4m3", "e5m2", "bf16", "fp16", "e2m1")
 INPUTS = 1 << 32
@@ -48,10 +47,7 @@ def all_inputs(
         for overflow in ("saturate", "ieee"):
             codes = ieee if overflow == "ieee" else saturated(ieee, x, fmt)
             spec = CastSpec(format=fmt, rounding=Rounding(), overflow=overflow)
-            parts = None
-            if overflow == fmt.default_overflow:
-                parts = EncodedParts(torch.from_numpy(codes.astype(numpy.int64)).to(code_dtype(fmt.bits)))
-            compare_cast(tally, engines, x, spec, None, torch.from_numpy(_values(fmt)[codes]), parts)
+            _compare(tally, engines, x, codes, spec, encode=overflow == fmt.default_overflow)
         advance(min((start + CHUNK * stride) / INPUTS, 1.0))
     return tally.outcome()
 
@@ -81,6 +77,22 @@ def saturated(codes: Codes, x: torch.Tensor, fmt: FloatFormat) -> Codes:
     result = codes.copy()
     result[lost] = numpy.where(numpy.signbit(numbers[lost]), fmt.sign_mask | fmt.max_code, fmt.max_code)
     return result
+
+
+def _compare(
+    tally: Tally, engines: dict[str, Casts], x: torch.Tensor, codes: Codes, spec: CastSpec, *, encode: bool
+) -> None:
+    fmt = spec.format
+    assert isinstance(fmt, FloatFormat)
+    values = torch.from_numpy(_values(fmt)[codes])
+    for name, engine in engines.items():
+        if covers(engine, "quantize", spec, x, x):
+            out = torch.empty_like(x)
+            engine.quantize(x, spec, None, out)
+            tally.compare(out, values, x, f"{name}.quantize, {spec.overflow}")
+        if encode and covers(engine, "encode", spec, x):
+            expected = torch.from_numpy(codes.astype(numpy.int64)).to(code_dtype(fmt.bits))
+            tally.compare(engine.encode(x, spec, None).codes, expected, x, f"{name}.encode, {spec.overflow}")
 
 
 @cache
