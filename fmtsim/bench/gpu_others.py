@@ -13,6 +13,7 @@ from torch import Tensor
 from fmtsim.bench.gpu_cases import FP8_FAST, FP8_SLOW, NEAREST, Row
 from fmtsim.bench.timing import in_turns_on_device
 from fmtsim.gemm.products.matmul import mm
+from fmtsim.quantize import quantize
 from fmtsim.spec.plan import GemmPlan
 
 _E4M3_MAX = 448.0
@@ -74,8 +75,6 @@ def _mmaemu(repeats: int, side: int) -> Iterator[Other]:
 
 def _compiled(repeats: int, elements: int) -> Iterator[Other]:
     """Run torch's own conversions to float8 and back, compiled into one kernel."""
-    from fmtsim.quantize import quantize
-
     x = torch.randn(elements // 4096, 4096, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
 
     def convert(x: Tensor) -> Tensor:

@@ -6,17 +6,15 @@
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fmtsim.bench import cpu, gemm, overheads
+from fmtsim.bench.overheads import Overhead
+from fmtsim.bench.timing import Timed
 from fmtsim.cli.info import processor_name
 from fmtsim.cli.options import add_json, check_positive, check_threads, chosen_cases, flag, option
 from fmtsim.cli.output import answer, at_work, each_shown, format_table, versions_of
 from fmtsim.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from fmtsim.bench import cpu, gemm
-    from fmtsim.bench.overheads import Overhead
-    from fmtsim.bench.timing import Timed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +57,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _results(arguments: argparse.Namespace) -> Iterator[Any]:
-    from fmtsim.bench import cpu, gemm
 
     how: dict[str, Any] = {"threads": arguments.threads, "repeats": arguments.repeats}
     if arguments.what == "casts":
@@ -70,8 +67,7 @@ def _results(arguments: argparse.Namespace) -> Iterator[Any]:
             yield gemm.measure(case, shape=tuple(arguments.shape), **how)
 
 
-def _overheads(arguments: argparse.Namespace) -> "Iterator[Overhead]":
-    from fmtsim.bench import overheads
+def _overheads(arguments: argparse.Namespace) -> Iterator[Overhead]:
 
     if arguments.what == "casts":
         at_work("import time")
@@ -83,7 +79,7 @@ def _overheads(arguments: argparse.Namespace) -> "Iterator[Overhead]":
     yield from overheads.extra_memory(work, arguments.side)
 
 
-def cast_table(results: "Sequence[cpu.Result]") -> str:
+def cast_table(results: Sequence[cpu.Result]) -> str:
     """Return a line for each cast: its speed, its share of a copy's, and whether that was the target."""
     header = ["cast", f"copy, {results[0].fewest} thread", "Gelem/s", "of copy", "target", "met"]
     rows = []
@@ -97,13 +93,13 @@ def cast_table(results: "Sequence[cpu.Result]") -> str:
     return format_table(header + _thread_header(results[0], "copy"), rows)
 
 
-def product_table(results: "Sequence[gemm.Result]") -> str:
+def product_table(results: Sequence[gemm.Result]) -> str:
     """Return a line for each case: its speed, its share of torch's float32 product, and whether that was the target."""
     header = ["product", "shape", "ms", "GMAC/s", "of sgemm", "target", "stretch", "extra cost", "limit", "met"]
     return format_table(header + _thread_header(results[0], "sgemm"), map(_product_row, results), left=(0, 1))
 
 
-def _product_row(result: "gemm.Result") -> list[str]:
+def _product_row(result: gemm.Result) -> list[str]:
     case, seconds, (m, n, k) = result.case, result.seconds[result.fewest], result.shape
     verdict = "stretch" if result.stretched else {True: "pass", False: "MISS", None: "-"}[result.met]
     shares = ["-" if value is None else f"{value:.2f}" for value in (case.target, case.stretch)]
@@ -115,12 +111,12 @@ def _product_row(result: "gemm.Result") -> list[str]:
     ]  # fmt: skip
 
 
-def _thread_header(result: "Timed", base: str) -> list[str]:
+def _thread_header(result: Timed, base: str) -> list[str]:
     counts = [count for count in result.seconds if count != result.fewest]
     return [word for count in counts for word in (f"{count} threads", f"of {base}", f"{base} gains")]
 
 
-def _threads(result: "Timed") -> list[str]:
+def _threads(result: Timed) -> list[str]:
     cells = []
     for count in result.seconds:
         if count != result.fewest:
@@ -129,7 +125,7 @@ def _threads(result: "Timed") -> list[str]:
     return cells
 
 
-def overhead_table(overheads: "Sequence[Overhead]") -> str:
+def overhead_table(overheads: Sequence[Overhead]) -> str:
     """Return a line for each figure with its limit."""
     rows = []
     for item in overheads:

@@ -3,15 +3,17 @@
 import argparse
 import platform
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from fmtsim.bench import gpu, gpu_others
+from fmtsim.bench.gpu import Result
+from fmtsim.bench.gpu_cases import UNITS
+from fmtsim.bench.gpu_others import Other
 from fmtsim.cli.options import chosen_cases
 from fmtsim.cli.output import answer, at_work, each_shown, format_table, origin, versions_of, write_json
 from fmtsim.errors import DeviceError
-
-if TYPE_CHECKING:
-    from fmtsim.bench.gpu import Result
-    from fmtsim.bench.gpu_others import Other
 
 PACKAGES = ("fmtsim", "torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "triton")
 
@@ -23,7 +25,6 @@ def run(arguments: argparse.Namespace) -> int:
     reason = fmtsim.cuda.why_unavailable()
     if reason is not None:
         raise DeviceError(f"the CUDA engine cannot run: {reason}")
-    from fmtsim.bench import gpu, gpu_others
 
     repeats, start = max(arguments.repeats, 3), time.perf_counter()
     record: dict[str, Any] = {"machine": machine()}
@@ -52,11 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(case: Any, repeats: int, results: "list[Result]", failed: dict[str, str]) -> None:
+def _measured(case: Any, repeats: int, results: list[Result], failed: dict[str, str]) -> None:
     """Measure a case, or say why it could not be measured: the others are still worth it."""
-    import torch
-
-    from fmtsim.bench import gpu
 
     try:
         results.append(gpu.measure(case, repeats=repeats))
@@ -67,7 +65,6 @@ def _measured(case: Any, repeats: int, results: "list[Result]", failed: dict[str
 
 def machine() -> dict[str, Any]:
     """Return what a measurement depends on, and how to make it again."""
-    import torch
 
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
@@ -77,7 +74,7 @@ def machine() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _text(record: dict[str, Any], results: "list[Result]", failed: dict[str, str], others: "list[Other | str]") -> str:
+def _text(record: dict[str, Any], results: list[Result], failed: dict[str, str], others: list[Other | str]) -> str:
     about = record["machine"]
     names = ("torch", "cuda", "cuda-core", "nvidia-cuda-nvrtc", "date")
     parts = [", ".join([about["device"], *(f"{name} {about[name]}" for name in names)]) + "\n", table(results)]
@@ -87,13 +84,13 @@ def _text(record: dict[str, Any], results: "list[Result]", failed: dict[str, str
     return "\n".join([*parts, "\n" + summary(results), seconds])
 
 
-def table(results: "list[Result]") -> str:
+def table(results: list[Result]) -> str:
     """Return a line for each case: what it reached, and whether that was the target."""
     header = ("work", "reached", "unit", "target", "stretch", "met", "ms")
     return format_table(header, (_line(result) for result in results), left=(0, 2))
 
 
-def summary(results: "list[Result]") -> str:
+def summary(results: list[Result]) -> str:
     """Return a line for each row of goals: what its worst case reached, the goal, and what is known of others."""
     header = ("row", "cases", "worst case", "reached", "unit", "target", "stretch", "met", "elsewhere")
     lines = []
@@ -103,9 +100,8 @@ def summary(results: "list[Result]") -> str:
     return format_table(header, lines, left=(0, 2, 4, 8))
 
 
-def rows_of(results: "list[Result]") -> "list[tuple[dict[str, Any], Result, int]]":
+def rows_of(results: list[Result]) -> list[tuple[dict[str, Any], Result, int]]:
     """Return each row's record, its worst result and the number of its cases."""
-    from fmtsim.bench import gpu
 
     found = []
     for row, result in gpu.worst(results).items():
@@ -114,7 +110,7 @@ def rows_of(results: "list[Result]") -> "list[tuple[dict[str, Any], Result, int]
     return found
 
 
-def others_table(others: "list[Other | str]") -> str:
+def others_table(others: list[Other | str]) -> str:
     """Return a line for each other software, and one for each that did not run."""
     header = ("row", "software", "reached", "fmtsim", "unit", "differing results")
     lines = [
@@ -126,7 +122,7 @@ def others_table(others: "list[Other | str]") -> str:
     return "\n".join([format_table(header, lines, left=(0, 1, 4)), *said] if lines else said)
 
 
-def _line(result: "Result") -> list[str]:
+def _line(result: Result) -> list[str]:
     row, value = result.case.row, result.value
     met = {True: "pass", False: "MISS", None: "-"}[row.reaches(value, row.least)]
     met = "stretch" if row.reaches(value, row.stretch) else met
@@ -139,6 +135,5 @@ def _shown(value: float) -> str:
 
 
 def _unit(kind: Any) -> str:
-    from fmtsim.bench.gpu_cases import UNITS
 
     return UNITS[kind]

@@ -6,18 +6,22 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from fmtsim.calibration.arithmetic import Measured, arithmetics, family_of, measure_all
+from fmtsim.calibration.campaign import SEEDS, Finding, calibrate
+from fmtsim.calibration.gpu import open_gpu
+from fmtsim.calibration.models import PASSES, layer_shapes, model_calls, parse_tokens, read_shapes
+from fmtsim.calibration.planfile import plan_file, write_plan
+from fmtsim.calibration.recheck import RuleCheck, recheck
 from fmtsim.cli.options import add_device, add_json, check_positive, flag, option, repeated
 from fmtsim.cli.output import MISMATCH, answer, format_table
 from fmtsim.errors import ArgumentError
+from fmtsim.gemm.targets.target import get_target
 from fmtsim.progress import make_progress
-
-if TYPE_CHECKING:
-    from fmtsim.calibration.arithmetic import Measured
-    from fmtsim.calibration.campaign import Finding
-    from fmtsim.calibration.recheck import RuleCheck
-    from fmtsim.spec.call import GemmCall
+from fmtsim.spec.call import GemmCall
 
 SHOWN = 10
 QUICK = 64  # calls that --quick asks about
@@ -57,11 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
     calls = chosen_calls(arguments)
     out = Path(arguments.out).expanduser()
     check_output(out)
-    import torch
-
-    from fmtsim.calibration.arithmetic import family_of
-    from fmtsim.calibration.gpu import open_gpu
-    from fmtsim.gemm.targets.target import get_target
 
     base = None if arguments.base is None else get_target(arguments.base)
     gpu = open_gpu(arguments.device)
@@ -79,9 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if all(unit.known for unit in measured) else MISMATCH
 
 
-def chosen_calls(arguments: argparse.Namespace) -> "list[GemmCall]":
+def chosen_calls(arguments: argparse.Namespace) -> list[GemmCall]:
     """Return the calls that the arguments mean."""
-    from fmtsim.calibration.models import PASSES, layer_shapes, model_calls, parse_tokens, read_shapes
 
     shapes = layer_shapes(arguments.models or ([] if arguments.shapes else ["gpt2"]))
     if arguments.shapes:
@@ -98,11 +96,6 @@ def chosen_calls(arguments: argparse.Namespace) -> "list[GemmCall]":
 
 def run_check(arguments: argparse.Namespace) -> int:
     """Hold the GPU to a target, and print a line for every rule."""
-    import torch
-
-    from fmtsim.calibration.gpu import open_gpu
-    from fmtsim.calibration.recheck import recheck
-    from fmtsim.gemm.targets.target import get_target
 
     check_positive(arguments, "calls")
     target = get_target(arguments.check)
@@ -121,7 +114,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     return 0 if all(x.calls and not x.mismatches for x in found) else MISMATCH
 
 
-def check_table(found: "Sequence[RuleCheck]") -> str:
+def check_table(found: Sequence[RuleCheck]) -> str:
     """Return a line for every rule: what it is about, what ran, and what differs."""
     rows = [
         (str(x.number), x.rule.basis, x.rule.kernel, _conditions(x.rule.when), f"{x.calls:,}", f"{x.outputs:,}",
@@ -156,11 +149,9 @@ def check_output(out: Path) -> None:
 
 
 def ask(
-    gpu: Any, calls: "Sequence[GemmCall]", base: Any, quick: bool, family: str
-) -> "tuple[list[Measured], list[Finding]]":
+    gpu: Any, calls: Sequence[GemmCall], base: Any, quick: bool, family: str
+) -> tuple[list[Measured], list[Finding]]:
     """Measure the units that the calls run on, then find the order of every call."""
-    from fmtsim.calibration.arithmetic import arithmetics, measure_all
-    from fmtsim.calibration.campaign import SEEDS, calibrate
 
     modes = dict.fromkeys(mode for call in calls for mode in next(x for x in MODES.values() if call.a in x))
     with make_progress(None, transient=True) as progress:
@@ -180,10 +171,8 @@ def ask(
     return measured, found
 
 
-def write(out: Path, gpu: Any, measured: "list[Measured]", found: "list[Finding]", base: Any) -> Any:
+def write(out: Path, gpu: Any, measured: list[Measured], found: list[Finding], base: Any) -> Any:
     """Write the plan file and return its target."""
-    from fmtsim.calibration.arithmetic import arithmetics
-    from fmtsim.calibration.planfile import plan_file, write_plan
 
     known = arithmetics(measured)
     target = plan_file(
@@ -194,7 +183,7 @@ def write(out: Path, gpu: Any, measured: "list[Measured]", found: "list[Finding]
     return target
 
 
-def summary(measured: "list[Measured]", found: "list[Finding]") -> str:
+def summary(measured: list[Measured], found: list[Finding]) -> str:
     """Return a table of calls by dtype and outcome, the units, and the first calls without a plan."""
     lines = [str(unit) for unit in measured]
     rows: dict[tuple[str, str], Counter[str]] = {}
@@ -216,9 +205,7 @@ def summary(measured: "list[Measured]", found: "list[Finding]") -> str:
     return "\n".join(lines)
 
 
-def _record(
-    measured: "list[Measured]", found: "list[Finding]", target: Any, seconds: float, out: Path
-) -> dict[str, Any]:
+def _record(measured: list[Measured], found: list[Finding], target: Any, seconds: float, out: Path) -> dict[str, Any]:
     units = [
         {name: getattr(unit, name) for name in ("mode", "unit", "outputs", "mismatches")}
         | {"arithmetic": repr(unit.arithmetic), "facts": dict(unit.facts)}

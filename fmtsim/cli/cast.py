@@ -7,6 +7,7 @@ from typing import Any
 from fmtsim.cli.options import add_json, add_rounding, parse_number, repeated
 from fmtsim.cli.output import answer, format_table
 from fmtsim.errors import FmtsimError, FormatError
+from fmtsim.explain import explain
 from fmtsim.explain.records import Element
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.registry import get_format
@@ -49,7 +50,6 @@ def cast(
     seed: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Round numbers and return a record for each; the oracle says why, and the engine is compared with it."""
-    from fmtsim.explain import explain
 
     bits = random_bits if rounding == "stochastic" else None
     found = explain(numbers, fmt, rounding=rounding, overflow=overflow, generator=seed, random_bits=bits)

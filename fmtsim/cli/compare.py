@@ -4,14 +4,15 @@ import argparse
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy
+
+from fmtsim.analysis.compare import compare
+from fmtsim.analysis.comparison import Comparison, plot_ulps
 from fmtsim.cli.options import add_json, check_file, option
 from fmtsim.cli.output import MISMATCH, answer, format_table
 from fmtsim.errors import ArgumentError, DataError, FmtsimError
-
-if TYPE_CHECKING:
-    from fmtsim.analysis.comparison import Comparison
 
 SUFFIXES = (".npy", ".npz", ".safetensors")
 ALONE = "array"  # the name of what a .npy file holds
@@ -31,8 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare and print; 0 where all bits agree, 1 where some do not or a tensor is missing."""
-    from fmtsim.analysis.compare import compare
-    from fmtsim.analysis.comparison import plot_ulps
 
     if arguments.plot:
         check_file("--plot", Path(arguments.plot))
@@ -88,7 +87,6 @@ def _open(path: Path) -> Tensors:
         return _open_safetensors(path)
     if path.suffix not in SUFFIXES:
         raise ArgumentError(f"{path} is of no known kind; pass a {', '.join(SUFFIXES)} file")
-    import numpy
 
     def reader(name: str) -> Callable[[], Any]:
         return lambda: _reading(path, lambda: content if name == ALONE and path.suffix == ".npy" else content[name])
@@ -126,7 +124,7 @@ def _reading(path: Path, read: Callable[[], Any]) -> Any:
         raise DataError(f"cannot read {path}: {error}") from error
 
 
-def _text(found: "Mapping[str, Comparison]", errors: Mapping[str, str]) -> str:
+def _text(found: Mapping[str, Comparison], errors: Mapping[str, str]) -> str:
     if len(found) == 1 and not errors:
         return str(next(iter(found.values())))
     rows = [_row(name, c) for name, c in found.items()]
@@ -139,6 +137,6 @@ def _text(found: "Mapping[str, Comparison]", errors: Mapping[str, str]) -> str:
     return "\n".join(parts)
 
 
-def _row(name: str, c: "Comparison") -> tuple[str, ...]:
+def _row(name: str, c: Comparison) -> tuple[str, ...]:
     ulps = ("-", "-") if c.max_ulp is None else (f"{c.max_ulp:,}", f"{c.median_ulp:,}")
     return (name, c.dtype, f"{c.count:,}", f"{c.mismatches:,}", *ulps, f"{c.max_relative:.3g}")

@@ -2,8 +2,11 @@
 
 import argparse
 
+import torch
+
 from fmtsim.cli.options import add_json, add_rounding, count, option, parse_number
 from fmtsim.cli.output import answer
+from fmtsim.explain import explain
 from fmtsim.formats.scaling import SCALE_RULES
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -26,9 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the explanation; exit with 1 where the engine disagrees with the oracle."""
-    import torch
-
-    from fmtsim.explain import explain
 
     numbers = [parse_number(text) for text in arguments.numbers]
     options = {name: getattr(arguments, name) for name in OPTIONS}

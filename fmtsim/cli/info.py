@@ -6,6 +6,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import fmtsim
 from fmtsim.cli.options import add_json
 from fmtsim.cli.output import answer, format_table, version_of, versions_of
@@ -64,7 +66,6 @@ def collect() -> dict[str, Any]:
 
 
 def _devices() -> list[dict[str, str]]:
-    import torch
 
     devices = [{"name": "cpu", "description": f"{processor_name()}, {os.cpu_count()} logical cores"}]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):

@@ -4,8 +4,13 @@ import argparse
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy
+import torch
+
+from fmtsim.analysis.compare import compare
+from fmtsim.analysis.comparison import Comparison
 from fmtsim.cli.mm_report import check_text, record_of, text_of
 from fmtsim.cli.operands import DATA, Operands, make_operands
 from fmtsim.cli.options import (
@@ -21,12 +26,11 @@ from fmtsim.cli.options import (
 )
 from fmtsim.cli.output import MISMATCH, answer
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
-
-if TYPE_CHECKING:
-    import torch
-
-    from fmtsim.analysis.comparison import Comparison
-    from fmtsim.explain.product import MmExplanation
+from fmtsim.explain.product import MmExplanation, explain_mm
+from fmtsim.gemm.products.matmul import int_mm, mm
+from fmtsim.gemm.products.scaled import scaled_mm
+from fmtsim.quantize import quantize
+from fmtsim.spec.plan import GemmPlan
 
 OUT_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2")
 MAC_LIMIT = 1 << 25  # products of the exact sum that a reader waits for
@@ -63,9 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Multiply, compare with the exact sum (and the device's own unit with its emulation), and print."""
-    import torch
-
-    from fmtsim.analysis.compare import compare
 
     _check(arguments)
     names = (arguments.dtype, arguments.b_dtype or arguments.dtype)
@@ -103,8 +104,6 @@ def chosen_target(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return target, unit or datapath, plan and accumulator as the verbs take them."""
     options = {name: value for name, value in read_target(arguments).items() if value is not None or name in BOTH}
     if arguments.plan is None and arguments.slow and arguments.target is None:
-        from fmtsim.spec.plan import GemmPlan
-
         source = f"--slow: a new chain every {SLOW_EVERY} products"
         options["plan"] = GemmPlan(promote_every=SLOW_EVERY, source=source)
     if arguments.accumulate is not None:
@@ -112,9 +111,8 @@ def chosen_target(arguments: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def explained(operands: Operands, options: dict[str, Any], arguments: argparse.Namespace) -> "MmExplanation":
+def explained(operands: Operands, options: dict[str, Any], arguments: argparse.Namespace) -> MmExplanation:
     """Return what fmtsim.explain_mm says about the product."""
-    from fmtsim.explain.product import explain_mm
 
     return explain_mm(
         operands.a, operands.b, out_dtype=_out_dtype(operands, arguments), allow_tf32=operands.tf32,
@@ -123,12 +121,8 @@ def explained(operands: Operands, options: dict[str, Any], arguments: argparse.N
     )  # fmt: skip
 
 
-def timed(operands: Operands, options: dict[str, Any], arguments: argparse.Namespace) -> "tuple[torch.Tensor, float]":
+def timed(operands: Operands, options: dict[str, Any], arguments: argparse.Namespace) -> tuple[torch.Tensor, float]:
     """Return the product and the seconds it took."""
-    import torch
-
-    from fmtsim.gemm.products.matmul import int_mm, mm
-    from fmtsim.gemm.products.scaled import scaled_mm
 
     dtype = _out_dtype(operands, arguments)
     path = options.get("datapath")
@@ -153,11 +147,8 @@ def timed(operands: Operands, options: dict[str, Any], arguments: argparse.Names
     return y, time.perf_counter() - start
 
 
-def exact_sums(operands: Operands) -> "torch.Tensor":
+def exact_sums(operands: Operands) -> torch.Tensor:
     """Return the exact sums, rounded once to float64 (int64 for integers), of as many rows as take a few seconds."""
-    import torch
-
-    from fmtsim.gemm.products.matmul import mm
 
     k, n = operands.b.shape
     rows = operands.a[: max(1, MAC_LIMIT // max(1, n * k))]
@@ -167,12 +158,8 @@ def exact_sums(operands: Operands) -> "torch.Tensor":
               a_format=operands.a_format, b_format=operands.b_format)  # fmt: skip
 
 
-def errors(y: "torch.Tensor", exact: "torch.Tensor") -> "tuple[Comparison, torch.Tensor]":
+def errors(y: torch.Tensor, exact: torch.Tensor) -> tuple[Comparison, torch.Tensor]:
     """Return the comparison with the exact sums in y's dtype, and all relative errors of sums that are not zero."""
-    import torch
-
-    from fmtsim.analysis.compare import compare
-    from fmtsim.quantize import quantize
 
     if y.dtype == torch.int32:
         nearest = exact.to(torch.int32)
@@ -183,13 +170,12 @@ def errors(y: "torch.Tensor", exact: "torch.Tensor") -> "tuple[Comparison, torch
     return compare(y, nearest), ((wide - reference) / reference).abs()[counted]
 
 
-def save(y: "torch.Tensor", path: Path) -> None:
+def save(y: torch.Tensor, path: Path) -> None:
     """Write the product to a .npy or .safetensors file.
 
     Raises:
         ArgumentError: the suffix is another, or .npy has no such dtype.
     """
-    import numpy
 
     if path.suffix == ".safetensors":
         try:
@@ -230,8 +216,7 @@ def _check(arguments: argparse.Namespace) -> None:
         )
 
 
-def _out_dtype(operands: Operands, arguments: argparse.Namespace) -> "torch.dtype":
-    import torch
+def _out_dtype(operands: Operands, arguments: argparse.Namespace) -> torch.dtype:
 
     if operands.a.dtype == torch.int8:
         return torch.int32

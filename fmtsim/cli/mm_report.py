@@ -1,30 +1,28 @@
 """What ``fmtsim mm`` found, as a record and as text."""
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from fmtsim.analysis.comparison import Comparison
-    from fmtsim.explain.product import MmExplanation
-
+from fmtsim.analysis.comparison import Comparison
+from fmtsim.analysis.ulp import read_codes
+from fmtsim.explain.product import MmExplanation
 
 SHOWN = 4
 
 
-def check_text(check: "Comparison") -> str:
+def check_text(check: Comparison) -> str:
     """Return whether a GPU and its emulation agree, and where they do not."""
     said = "native and emulated: all bits agree" if check.equal else "native against emulated (expected):"
     return f"\n{said}" if check.equal else "\n".join(["", said, *(f"  {line}" for line in str(check).splitlines())])
 
 
 def record_of(
-    arguments: argparse.Namespace, explanation: "MmExplanation", comparison: "Comparison", relative: "torch.Tensor",
-    y: "torch.Tensor", seconds: tuple[float, float],
+    arguments: argparse.Namespace, explanation: MmExplanation, comparison: Comparison, relative: torch.Tensor,
+    y: torch.Tensor, seconds: tuple[float, float],
 ) -> dict[str, Any]:  # fmt: skip
     """Return what was found as JSON types."""
-    import torch
 
     products = arguments.m * arguments.n * arguments.k
     count = relative.numel()
@@ -47,8 +45,7 @@ def record_of(
     }
 
 
-def _hex(values: "torch.Tensor") -> list[str]:
-    from fmtsim.analysis.ulp import read_codes
+def _hex(values: torch.Tensor) -> list[str]:
 
     raw, kind = read_codes(values, "y")
     mask, digits = (1 << kind.bits) - 1, kind.bits // 4
@@ -56,8 +53,8 @@ def _hex(values: "torch.Tensor") -> list[str]:
 
 
 def text_of(
-    record: dict[str, Any], explanation: "MmExplanation", comparison: "Comparison", y: "torch.Tensor",
-    exact: "torch.Tensor",
+    record: dict[str, Any], explanation: MmExplanation, comparison: Comparison, y: torch.Tensor,
+    exact: torch.Tensor,
 ) -> str:  # fmt: skip
     """Return the record and the explanation for a reader."""
     error = record["relative_error"]

@@ -1,11 +1,15 @@
 """Random operands of a product, in any format."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from fmtsim.errors import ArgumentError
-
-if TYPE_CHECKING:
-    import torch
+from fmtsim.formats.block import BlockFormat, LogTileFormat
+from fmtsim.formats.interop import codes_to_tensor, torch_dtype
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import FloatFormat
+from fmtsim.quantize import encode, quantize
 
 DATA = ("normal", "uniform", "wide", "cancel")
 
@@ -13,8 +17,8 @@ DATA = ("normal", "uniform", "wide", "cancel")
 class Operands(NamedTuple):
     """Two matrices, a [M, K] and b [K, N], and the formats that their dtypes do not say."""
 
-    a: "torch.Tensor"
-    b: "torch.Tensor"
+    a: torch.Tensor
+    b: torch.Tensor
     a_format: Any
     b_format: Any
     tf32: bool
@@ -33,7 +37,6 @@ def make_operands(sizes: tuple[int, int, int], formats: tuple[str, str], kind: s
         ArgumentError: a format is a block format, or of integers other than int8.
         FormatError: a format is unknown.
     """
-    from fmtsim.formats.registry import get_format
 
     names = [get_format(name).name for name in formats]
     m, n, k = sizes
@@ -42,15 +45,8 @@ def make_operands(sizes: tuple[int, int, int], formats: tuple[str, str], kind: s
     return Operands(a, b.t(), a_format, b_format, names == ["tf32", "tf32"])
 
 
-def _matrix(rows: int, columns: int, name: str, kind: str, seed: int) -> "tuple[torch.Tensor, str | None]":
+def _matrix(rows: int, columns: int, name: str, kind: str, seed: int) -> tuple[torch.Tensor, str | None]:
     """Return a matrix on a format, and the format's name where torch has no dtype for it."""
-    import torch
-
-    from fmtsim.formats.block import BlockFormat, LogTileFormat
-    from fmtsim.formats.interop import codes_to_tensor, torch_dtype
-    from fmtsim.formats.registry import get_format
-    from fmtsim.formats.spec import FloatFormat
-    from fmtsim.quantize import encode, quantize
 
     fmt = get_format(name)
     generator = torch.Generator().manual_seed(seed)
@@ -65,8 +61,7 @@ def _matrix(rows: int, columns: int, name: str, kind: str, seed: int) -> "tuple[
     return codes_to_tensor(encode(x, fmt, overflow="saturate").unpacked(), fmt), None
 
 
-def _numbers(rows: int, columns: int, kind: str, generator: "torch.Generator") -> "torch.Tensor":
-    import torch
+def _numbers(rows: int, columns: int, kind: str, generator: torch.Generator) -> torch.Tensor:
 
     if kind == "uniform":
         return torch.rand(rows, columns, generator=generator, dtype=torch.float64)

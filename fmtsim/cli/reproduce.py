@@ -4,15 +4,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fmtsim.cli.options import add_json, flag, option, repeated
 from fmtsim.cli.output import answer, format_table, write_json
 from fmtsim.errors import ArgumentError
 from fmtsim.progress import make_progress
-
-if TYPE_CHECKING:
-    from fmtsim.reproduce import Claim, Result
+from fmtsim.reproduce import Claim, Result, get_claims, run_claim
+from fmtsim.reproduce.report import HEADER, about, markdown, plot_result, rows_of
+from fmtsim.training.artifacts import check_folder
 
 FAILED = 1
 
@@ -31,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the claims and print their table; 0 where all pass, 1 where one does not."""
-    from fmtsim.reproduce import get_claims
 
     claims = [claim for claim in get_claims(arguments.only) if not (arguments.quick and claim.slow)]
     if not claims:
@@ -43,8 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
         answer(arguments, record, lambda: format_table(("claim", "", "what it says"), rows, left=(0, 1, 2)))
         return 0
     if arguments.out is not None:
-        from fmtsim.training.artifacts import check_folder
-
         check_folder(arguments.out)
     results = _run_all(claims, arguments.quiet)
     answer(arguments, _record(results), lambda: _text(results, arguments.markdown))
@@ -53,8 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     return FAILED if any(not result.passed for result in results) else 0
 
 
-def _text(results: "Sequence[Result]", as_markdown: bool) -> str:
-    from fmtsim.reproduce.report import HEADER, about, markdown, rows_of
+def _text(results: Sequence[Result], as_markdown: bool) -> str:
 
     if as_markdown:
         return markdown(results).removesuffix("\n")
@@ -66,9 +61,8 @@ def _text(results: "Sequence[Result]", as_markdown: bool) -> str:
     return "\n".join([*parts, f"\n{_verdict(results)}"])
 
 
-def _run_all(claims: "Sequence[Claim]", quiet: bool) -> "list[Result]":
+def _run_all(claims: Sequence[Claim], quiet: bool) -> list[Result]:
     """Run claims below a bar on a terminal; elsewhere a line says how each one ended."""
-    from fmtsim.reproduce import run_claim
 
     results = []
     with make_progress(False if quiet else None, transient=True) as progress:
@@ -83,20 +77,19 @@ def _run_all(claims: "Sequence[Claim]", quiet: bool) -> "list[Result]":
     return results
 
 
-def _record(results: "Sequence[Result]") -> dict[str, object]:
+def _record(results: Sequence[Result]) -> dict[str, object]:
     return {"pass": all(result.passed for result in results), "claims": [result.to_dict() for result in results]}
 
 
-def _verdict(results: "Sequence[Result]") -> str:
+def _verdict(results: Sequence[Result]) -> str:
     failed = [result.claim.name for result in results if not result.passed]
     seconds = sum(result.seconds for result in results)
     ending = f"{len(failed)} of {len(results)} claims FAIL: {', '.join(failed)}" if failed else "all claims pass"
     return f"{len(results)} claim{'s' if len(results) > 1 else ''}, {seconds:.0f} s; {ending}"
 
 
-def _write(folder: Path, results: "Sequence[Result]") -> None:
+def _write(folder: Path, results: Sequence[Result]) -> None:
     """Write the table, the record, and the plots where matplotlib is installed."""
-    from fmtsim.reproduce.report import markdown, plot_result
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "claims.md").write_text(markdown(results), encoding="utf-8")

@@ -4,8 +4,9 @@ import argparse
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fmtsim.bench.timing import bounded_threads
 from fmtsim.cli.options import (
     TARGET_OPTIONS,
     add_device,
@@ -22,11 +23,16 @@ from fmtsim.cli.options import (
 from fmtsim.cli.output import MISMATCH, answer, format_table, json_text
 from fmtsim.cli.train_summary import summary
 from fmtsim.errors import ArgumentError
+from fmtsim.formats.registry import get_format
 from fmtsim.progress import Progress, make_progress
-
-if TYPE_CHECKING:
-    from fmtsim.training.loop import TrainConfig
-    from fmtsim.training.schemes import Scheme
+from fmtsim.recipes import get_recipe, list_recipes
+from fmtsim.training.artifacts import check_output, make_record, write_artifacts
+from fmtsim.training.corpus import load_corpus
+from fmtsim.training.evidence import check_text, make_check_record, write_check
+from fmtsim.training.gpt import GPTConfig
+from fmtsim.training.lockstep import check_native
+from fmtsim.training.loop import TrainConfig, compare_schemes
+from fmtsim.training.schemes import HIGH_PRECISION, SCALINGS, Scheme
 
 SIZES = {
     "steps": "optimizer steps of each run",
@@ -58,8 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def _add_scheme(group: "argparse._ArgumentGroup") -> None:
-    from fmtsim.training.schemes import SCALINGS
+def _add_scheme(group: argparse._ArgumentGroup) -> None:
 
     recipe = (
         "a published scheme, such as te_nvfp4, or a JSON file, instead of the options below; 'list' prints all names"
@@ -78,7 +83,7 @@ def _add_scheme(group: "argparse._ArgumentGroup") -> None:
     option(group, "--scaling", scaling, choices=SCALINGS)
 
 
-def _add_target(group: "argparse._ArgumentGroup") -> None:
+def _add_target(group: argparse._ArgumentGroup) -> None:
     add_target(group)
     fast = "use_fast_accum=True of a target's forward products; gradients promote their accumulators"
     flag(group, "--fast-accum", fast)
@@ -97,9 +102,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     With ``--check native`` both models are the same, and 1 says that a bit differs.
     """
-    from fmtsim.training.artifacts import check_output, make_record, write_artifacts
-    from fmtsim.training.corpus import load_corpus
-    from fmtsim.training.loop import compare_schemes
 
     if arguments.recipe == "list":
         return _list_recipes()
@@ -136,18 +138,14 @@ def _answer(arguments: argparse.Namespace, record: dict[str, Any], text: str, pa
 
 
 def _list_recipes() -> int:
-    from fmtsim.recipes import get_recipe, list_recipes
 
     rows = [(name, get_recipe(name).source) for name in list_recipes()]
     print(format_table(("recipe", "source"), rows, left=(0, 1)))
     return 0
 
 
-def _check(arguments: argparse.Namespace, config: "TrainConfig", out: Path) -> int:
+def _check(arguments: argparse.Namespace, config: TrainConfig, out: Path) -> int:
     """Train natively and emulated in lockstep; 0 where all bits agree after all steps, else 1."""
-    from fmtsim.training.corpus import load_corpus
-    from fmtsim.training.evidence import check_text, make_check_record, write_check
-    from fmtsim.training.lockstep import check_native
 
     corpus = load_corpus(arguments.data, config.model.context)
     with _training(arguments, out) as progress:
@@ -159,11 +157,7 @@ def _check(arguments: argparse.Namespace, config: "TrainConfig", out: Path) -> i
     return 0 if result.equal else MISMATCH
 
 
-def _config(arguments: argparse.Namespace) -> "TrainConfig":
-    from fmtsim.formats.registry import get_format
-    from fmtsim.training.gpt import GPTConfig
-    from fmtsim.training.loop import TrainConfig
-    from fmtsim.training.schemes import Scheme
+def _config(arguments: argparse.Namespace) -> TrainConfig:
 
     for name in filter(None, (arguments.format, arguments.grad_format, arguments.baseline)):
         get_format(name)  # an unknown name fails here, with close matches
@@ -192,10 +186,8 @@ def _config(arguments: argparse.Namespace) -> "TrainConfig":
     )
 
 
-def _recipe(arguments: argparse.Namespace) -> "Scheme":
+def _recipe(arguments: argparse.Namespace) -> Scheme:
     """Return the scheme of a recipe, which nothing else may describe."""
-    from fmtsim.recipes import get_recipe
-    from fmtsim.training.schemes import HIGH_PRECISION, Scheme
 
     others = ("format", "grad_format", "scaling", "rounding", "grad_rounding", *TARGET_OPTIONS, "plan", "fast_accum",
               "fast_backward", "check")  # fmt: skip
@@ -227,7 +219,6 @@ def _target(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _threads(count: int | None) -> contextlib.AbstractContextManager[None]:
     """Run with that many torch threads, then restore the number."""
-    from fmtsim.bench.timing import bounded_threads
 
     if count is None:
         return contextlib.nullcontext()

@@ -1,15 +1,14 @@
 """What ``fmtsim train`` prints at its end."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fmtsim.cli.output import format_table
+from fmtsim.training.artifacts import by_operand, operand_in_words
+from fmtsim.training.loop import Run
 
-if TYPE_CHECKING:
-    from fmtsim.training.loop import Run
 
-
-def summary(record: dict[str, Any], baseline: "Run", simulated: "Run") -> str:
+def summary(record: dict[str, Any], baseline: Run, simulated: Run) -> str:
     """Return what a reader wants to know first: both losses, their gap, and where bits were lost."""
     corpus = record["corpus"]
     cut = ", cut at the limit" if corpus["truncated"] else ""
@@ -53,9 +52,7 @@ def _loss(value: float, sign: str = "") -> str:
     return f"{value:{sign}.4f}" if math.isfinite(value) else "-"
 
 
-def _lost_bits(run: "Run") -> str:
-    from fmtsim.training.artifacts import by_operand, operand_in_words
-
+def _lost_bits(run: Run) -> str:
     rows = [
         (operand, operand_in_words(operand), s.format, f"{s.underflow_percent:.2f}", f"{s.saturation_percent:.3f}",
          f"{s.sqnr_db:.1f}")

@@ -4,18 +4,18 @@ import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from fmtsim.cli.options import add_json, check_positive, count, flag, option, repeated
 from fmtsim.cli.output import MISMATCH, answer, format_table, origin, versions_of, write_json
 from fmtsim.errors import ArgumentError
 from fmtsim.progress import make_progress
-
-if TYPE_CHECKING:
-    import torch
-
-    from fmtsim.verify import Outcome
-    from fmtsim.verify.gemm import Replay
+from fmtsim.verify import Outcome, workers
+from fmtsim.verify.device import described, device_of
+from fmtsim.verify.gemm import Replay, merged
+from fmtsim.verify.outcome import engines
 
 PACKAGES = ("fmtsim", "torch", "numpy", "numba", "cuda-core", "cuda-bindings")
 SHOWN = 20
@@ -49,9 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the checks; 0 where all bits agree, 1 where one does not."""
     parts = _parts(arguments)
     _check(arguments, parts)
-    from fmtsim.verify import workers
-    from fmtsim.verify.device import described, device_of
-    from fmtsim.verify.gemm import merged
 
     device = device_of(arguments.device) if arguments.device else None
     number = workers.default_workers(device) if arguments.workers is None else arguments.workers
@@ -129,9 +126,7 @@ def _check(arguments: argparse.Namespace, parts: tuple[str, ...]) -> None:
         raise ArgumentError("fmtsim verify gemm needs recordings or a device; pass --vectors DIR, or --device cuda")
 
 
-def _report_casts(outcomes: "list[Outcome]", device: "torch.device | None") -> dict[str, Any]:
-    from fmtsim.verify.outcome import engines
-
+def _report_casts(outcomes: list[Outcome], device: torch.device | None) -> dict[str, Any]:
     return {
         "engines": list(engines(device)),
         **{name: sum(getattr(outcome, name) for outcome in outcomes) for name in ("seconds", "cases", "mismatches")},
@@ -139,7 +134,7 @@ def _report_casts(outcomes: "list[Outcome]", device: "torch.device | None") -> d
     }  # fmt: skip
 
 
-def _report_gemm(found: "list[Replay]", device: "torch.device | None") -> dict[str, Any]:
+def _report_gemm(found: list[Replay], device: torch.device | None) -> dict[str, Any]:
     names = ("seconds", "outputs", "mismatches")
     totals = {name: sum(getattr(replay, name) for replay in found) for name in names}
     return {**totals, "sets": [replay.to_dict() for replay in found]}
@@ -148,7 +143,7 @@ def _report_gemm(found: "list[Replay]", device: "torch.device | None") -> dict[s
 _REPORTS: dict[str, Callable[..., dict[str, Any]]] = {"casts": _report_casts, "gemm": _report_gemm}
 
 
-def _casts_text(outcomes: "list[Outcome]", report: dict[str, Any], exhaustive: bool) -> str:
+def _casts_text(outcomes: list[Outcome], report: dict[str, Any], exhaustive: bool) -> str:
     failed = [outcome for outcome in outcomes if outcome.mismatches]
     parts = [_summary(outcomes, exhaustive)]
     parts += [
@@ -161,7 +156,7 @@ def _casts_text(outcomes: "list[Outcome]", report: dict[str, Any], exhaustive: b
     return "\n\n".join(parts)
 
 
-def _gemm_text(found: "list[Replay]", seconds: float) -> str:
+def _gemm_text(found: list[Replay], seconds: float) -> str:
     failed = [replay for replay in found if replay.mismatches]
     parts = [_gemm_table(found)]
     for replay in failed[:SHOWN]:
@@ -175,7 +170,7 @@ def _gemm_text(found: "list[Replay]", seconds: float) -> str:
     return "\n\n".join(parts)
 
 
-def _gemm_table(found: "list[Replay]") -> str:
+def _gemm_table(found: list[Replay]) -> str:
     rows = []
     for replay in found:
         cases = f"{replay.cases:,}" + (f" of {replay.cases + replay.skipped:,}" if replay.skipped else "")
@@ -187,7 +182,7 @@ def _gemm_table(found: "list[Replay]") -> str:
     return format_table(("set", "machine", "cases", "outputs", "mismatches", "plan", "seconds"), rows, left=(0, 1, 5))
 
 
-def _summary(outcomes: "list[Outcome]", each: bool) -> str:
+def _summary(outcomes: list[Outcome], each: bool) -> str:
     """Return a table with a line for each check, or for each check and format."""
     rows: dict[tuple[str, ...], list[int]] = {}
     for outcome in outcomes:

@@ -10,7 +10,7 @@ from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.nn.modules import STATE, EmulatedModule
 from fmtsim.progress import Progress
-from fmtsim.ptq.calibrate import Part, Products, Slot, evaluating
+from fmtsim.ptq.calibrate import Part, Products, Slot, call, evaluating
 from fmtsim.ptq.gptq import gptq
 from fmtsim.ptq.grid import grid_of, nearest
 from fmtsim.ptq.learned import learned_rounding
@@ -188,8 +188,6 @@ def _refuse_shared(products: Products, fed: set[Part]) -> None:
 
 def measure_batch_norm(model: nn.Module, batches: list[Any], show: Progress) -> int:
     """Measure the statistics of batch normalisation in the quantised model; return how many layers there are."""
-    from fmtsim.ptq.calibrate import call
-
     layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
     if not layers:
         return 0

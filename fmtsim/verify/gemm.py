@@ -19,6 +19,7 @@ from fmtsim.gemm.products.instruction import mma
 from fmtsim.gemm.products.matmul import int_mm, linear, mm
 from fmtsim.gemm.products.operands import matrix_layout
 from fmtsim.gemm.products.scaled import scaled_mm
+from fmtsim.gemm.targets.target import get_target
 from fmtsim.spec.call import GemmCall, ScaleKind
 from fmtsim.verify.device import moved
 from fmtsim.verify.outcome import Advance, Task, task_of
@@ -217,8 +218,6 @@ def replay_call(call: Call, target: str) -> Tensor:
 
 def plan_basis(call: Call, target: str) -> str:
     """Return what stands behind the target's accumulation order for a call: recorded, reported, rule or guess."""
-    from fmtsim.gemm.targets.target import get_target
-
     half, tf32 = call.options.get("fp16_accumulation", False), call.options.get("tf32", False)
     scaling: ScaleKind = "none"
     if call.scale_a is not None:

@@ -8,6 +8,7 @@ import torch
 from fmtsim.calibration import gpu as gpus
 from fmtsim.calibration.gpu import TorchGPU, open_gpu
 from fmtsim.calibration.models import MODELS, layer_shapes, list_models, model_calls, parse_tokens, read_shapes
+from fmtsim.cli import calibrate
 from fmtsim.cli.main import BAD_INPUT, main
 from fmtsim.errors import ArgumentError, DataError, DeviceError
 from fmtsim.gemm.targets.target import get_target
@@ -113,7 +114,7 @@ def test_rows_are_spread_over_the_whole_call(a_layout, b_layout):
 
 def test_a_whole_run(monkeypatch, tmp_path, capsys):
     gpu = FakeGPU(units, lambda call: GemmPlan(k_tile=64, split=2) if call.k == 512 else GemmPlan())
-    monkeypatch.setattr(gpus, "open_gpu", lambda device: gpu)
+    monkeypatch.setattr(calibrate, "open_gpu", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     (tmp_path / "shapes.txt").write_text("64 512\n")
     out = tmp_path / "mine.json"

@@ -10,9 +10,9 @@ import torch
 
 import fmtsim
 from fmtsim.analysis.native import compare_native
-from fmtsim.calibration import gpu as gpus
 from fmtsim.calibration import recheck as module
 from fmtsim.calibration.recheck import KINDS, chosen_calls, recheck, shown
+from fmtsim.cli import calibrate
 from fmtsim.cli.main import BAD_INPUT, main
 from fmtsim.errors import DeviceError
 from fmtsim.gemm.targets.target import get_target, target_from_dict, target_to_dict
@@ -119,7 +119,7 @@ def test_one_call_in_words():
 def test_the_command(monkeypatch, tmp_path, capsys):
     path = tmp_path / "GPU.json"
     path.write_text(json.dumps(target_to_dict(few(number_of(scaling="row"), number_of(a="int8")))))
-    monkeypatch.setattr(gpus, "open_gpu", lambda device: None)
+    monkeypatch.setattr(calibrate, "open_gpu", lambda device: None)
     own = module.recheck
     words = ["calibrate", "--check", str(path), "--calls", "1", "--device", "cpu"]
     for compare, status, text in (
@@ -130,7 +130,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
             "2 rules, 2 calls, 6 numbers compared, 6",
         ),
     ):
-        monkeypatch.setattr(module, "recheck", lambda *a, c=compare, **o: own(*a, work=WORK, compare=c, **o))
+        monkeypatch.setattr(calibrate, "recheck", lambda *a, c=compare, **o: own(*a, work=WORK, compare=c, **o))
         assert main(words) == status
         assert text in capsys.readouterr().out
     assert main([*words, "--json"]) == 1
