@@ -57,7 +57,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _results(arguments: argparse.Namespace) -> Iterator[Any]:
-
     how: dict[str, Any] = {"threads": arguments.threads, "repeats": arguments.repeats}
     if arguments.what == "casts":
         for case in each_shown(chosen_cases(cpu.CASES, arguments.only)):
@@ -68,7 +67,6 @@ def _results(arguments: argparse.Namespace) -> Iterator[Any]:
 
 
 def _overheads(arguments: argparse.Namespace) -> Iterator[Overhead]:
-
     if arguments.what == "casts":
         at_work("import time")
         yield overheads.import_time()

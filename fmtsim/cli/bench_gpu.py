@@ -55,7 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measured(case: Any, repeats: int, results: list[Result], failed: dict[str, str]) -> None:
     """Measure a case, or say why it could not be measured: the others are still worth it."""
-
     try:
         results.append(gpu.measure(case, repeats=repeats))
     except Exception as error:  # whatever it is
@@ -65,7 +64,6 @@ def _measured(case: Any, repeats: int, results: list[Result], failed: dict[str, 
 
 def machine() -> dict[str, Any]:
     """Return what a measurement depends on, and how to make it again."""
-
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "device": properties.name, "multiprocessors": properties.multi_processor_count,
@@ -102,7 +100,6 @@ def summary(results: list[Result]) -> str:
 
 def rows_of(results: list[Result]) -> list[tuple[dict[str, Any], Result, int]]:
     """Return each row's record, its worst result and the number of its cases."""
-
     found = []
     for row, result in gpu.worst(results).items():
         count = sum(each.case.row == row for each in results)
@@ -135,5 +132,4 @@ def _shown(value: float) -> str:
 
 
 def _unit(kind: Any) -> str:
-
     return UNITS[kind]

@@ -80,7 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def chosen_calls(arguments: argparse.Namespace) -> list[GemmCall]:
     """Return the calls that the arguments mean."""
-
     shapes = layer_shapes(arguments.models or ([] if arguments.shapes else ["gpt2"]))
     if arguments.shapes:
         shapes += read_shapes(arguments.shapes)
@@ -96,7 +95,6 @@ def chosen_calls(arguments: argparse.Namespace) -> list[GemmCall]:
 
 def run_check(arguments: argparse.Namespace) -> int:
     """Hold the GPU to a target, and print a line for every rule."""
-
     check_positive(arguments, "calls")
     target = get_target(arguments.check)
     open_gpu(arguments.device)
@@ -152,7 +150,6 @@ def ask(
     gpu: Any, calls: Sequence[GemmCall], base: Any, quick: bool, family: str
 ) -> tuple[list[Measured], list[Finding]]:
     """Measure the units that the calls run on, then find the order of every call."""
-
     modes = dict.fromkeys(mode for call in calls for mode in next(x for x in MODES.values() if call.a in x))
     with make_progress(None, transient=True) as progress:
         progress.stage("units and calls", len(modes) + len(calls))
@@ -173,7 +170,6 @@ def ask(
 
 def write(out: Path, gpu: Any, measured: list[Measured], found: list[Finding], base: Any) -> Any:
     """Write the plan file and return its target."""
-
     known = arithmetics(measured)
     target = plan_file(
         out.stem, gpu.library, found, lambda call: known[call.a, call.accumulate], measured=measured, base=base,

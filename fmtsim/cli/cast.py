@@ -50,7 +50,6 @@ def cast(
     seed: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Round numbers and return a record for each; the oracle says why, and the engine is compared with it."""
-
     bits = random_bits if rounding == "stochastic" else None
     found = explain(numbers, fmt, rounding=rounding, overflow=overflow, generator=seed, random_bits=bits)
     if not found.engine_agrees:

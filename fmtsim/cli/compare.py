@@ -32,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare and print; 0 where all bits agree, 1 where some do not or a tensor is missing."""
-
     if arguments.plot:
         check_file("--plot", Path(arguments.plot))
     actual, expected = load(arguments.actual), load(arguments.expected)

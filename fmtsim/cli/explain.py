@@ -29,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the explanation; exit with 1 where the engine disagrees with the oracle."""
-
     numbers = [parse_number(text) for text in arguments.numbers]
     options = {name: getattr(arguments, name) for name in OPTIONS}
     x = torch.tensor(numbers, dtype=getattr(torch, arguments.dtype))

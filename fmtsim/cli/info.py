@@ -66,7 +66,6 @@ def collect() -> dict[str, Any]:
 
 
 def _devices() -> list[dict[str, str]]:
-
     devices = [{"name": "cpu", "description": f"{processor_name()}, {os.cpu_count()} logical cores"}]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)

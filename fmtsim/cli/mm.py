@@ -26,7 +26,7 @@ from fmtsim.cli.options import (
 )
 from fmtsim.cli.output import MISMATCH, answer
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
-from fmtsim.explain.product import MmExplanation, explain_mm
+from fmtsim.explain.product import explain_mm
 from fmtsim.gemm.products.matmul import int_mm, mm
 from fmtsim.gemm.products.scaled import scaled_mm
 from fmtsim.quantize import quantize
@@ -67,18 +67,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Multiply, compare with the exact sum (and the device's own unit with its emulation), and print."""
-
     _check(arguments)
     names = (arguments.dtype, arguments.b_dtype or arguments.dtype)
     operands = make_operands((arguments.m, arguments.n, arguments.k), names, arguments.data, arguments.seed)
     moved = on_device(operands, arguments.device)
     options = chosen_target(arguments)
     native = True if arguments.check else False if arguments.emulate else None
-    explanation = explained(moved, {**options, "native": native}, arguments)
+    options["native"] = native
+    how = _for_mm(moved, options, arguments)
+    explanation = explain_mm(moved.a, moved.b, use_fast_accum=not arguments.slow, **how)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PlanUnknownWarning)  # that a plan is a guess is said below
-        y, first = timed(moved, {**options, "native": native}, arguments)
-        seconds = timed(moved, {**options, "native": native}, arguments)[1] if first < AGAIN else first
+        y, first = timed(moved, options, arguments)
+        seconds = timed(moved, options, arguments)[1] if first < AGAIN else first
         check = compare(y, timed(moved, {**options, "native": False}, arguments)[0]) if arguments.check else None
     y = y.cpu()
     exact = exact_sums(operands)
@@ -111,19 +112,8 @@ def chosen_target(arguments: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def explained(operands: Operands, options: dict[str, Any], arguments: argparse.Namespace) -> MmExplanation:
-    """Return what fmtsim.explain_mm says about the product."""
-
-    return explain_mm(
-        operands.a, operands.b, out_dtype=_out_dtype(operands, arguments), allow_tf32=operands.tf32,
-        use_fast_accum=not arguments.slow, a_format=operands.a_format, b_format=operands.b_format,
-        **_for_mm(options),
-    )  # fmt: skip
-
-
 def timed(operands: Operands, options: dict[str, Any], arguments: argparse.Namespace) -> tuple[torch.Tensor, float]:
     """Return the product and the seconds it took."""
-
     dtype = _out_dtype(operands, arguments)
     path = options.get("datapath")
     stochastic = path is not None and path.rounding.mode == "stochastic"
@@ -138,10 +128,7 @@ def timed(operands: Operands, options: dict[str, Any], arguments: argparse.Names
             operands.a, operands.b, one, one, out_dtype=dtype, use_fast_accum=not arguments.slow, **options
         )  # fmt: skip
     else:
-        y = mm(
-            operands.a, operands.b, out_dtype=dtype, allow_tf32=operands.tf32, a_format=operands.a_format,
-            b_format=operands.b_format, **_for_mm(options), **shared,
-        )  # fmt: skip
+        y = mm(operands.a, operands.b, **_for_mm(operands, options, arguments), **shared)
     if y.is_cuda:
         torch.cuda.synchronize(y.device)
     return y, time.perf_counter() - start
@@ -149,7 +136,6 @@ def timed(operands: Operands, options: dict[str, Any], arguments: argparse.Names
 
 def exact_sums(operands: Operands) -> torch.Tensor:
     """Return the exact sums, rounded once to float64 (int64 for integers), of as many rows as take a few seconds."""
-
     k, n = operands.b.shape
     rows = operands.a[: max(1, MAC_LIMIT // max(1, n * k))]
     if rows.dtype == torch.int8:
@@ -160,7 +146,6 @@ def exact_sums(operands: Operands) -> torch.Tensor:
 
 def errors(y: torch.Tensor, exact: torch.Tensor) -> tuple[Comparison, torch.Tensor]:
     """Return the comparison with the exact sums in y's dtype, and all relative errors of sums that are not zero."""
-
     if y.dtype == torch.int32:
         nearest = exact.to(torch.int32)
     else:
@@ -176,7 +161,6 @@ def save(y: torch.Tensor, path: Path) -> None:
     Raises:
         ArgumentError: the suffix is another, or .npy has no such dtype.
     """
-
     if path.suffix == ".safetensors":
         try:
             from safetensors.torch import save_file
@@ -217,7 +201,6 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _out_dtype(operands: Operands, arguments: argparse.Namespace) -> torch.dtype:
-
     if operands.a.dtype == torch.int8:
         return torch.int32
     half = arguments.accumulate == "fp16" and arguments.target is not None
@@ -230,9 +213,13 @@ def _is_scaled(operands: Operands, options: dict[str, Any]) -> bool:
     return options["target"] is not None and narrow
 
 
-def _for_mm(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with a target's accumulator as torch's switch has it."""
+def _for_mm(operands: Operands, options: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the keywords of mm; a target's accumulator is torch's switch."""
+    given = {
+        "out_dtype": _out_dtype(operands, arguments), "allow_tf32": operands.tf32, "a_format": operands.a_format,
+        "b_format": operands.b_format,
+    }  # fmt: skip
     if options["target"] is None or options.get("accumulate") != "fp16":
-        return options
+        return given | options
     rest = {name: value for name, value in options.items() if name != "accumulate"}
-    return {**rest, "allow_fp16_accumulation": True}
+    return {**given, **rest, "allow_fp16_accumulation": True}

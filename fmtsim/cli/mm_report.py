@@ -23,7 +23,6 @@ def record_of(
     y: torch.Tensor, seconds: tuple[float, float],
 ) -> dict[str, Any]:  # fmt: skip
     """Return what was found as JSON types."""
-
     products = arguments.m * arguments.n * arguments.k
     count = relative.numel()
     return {
@@ -46,7 +45,6 @@ def record_of(
 
 
 def _hex(values: torch.Tensor) -> list[str]:
-
     raw, kind = read_codes(values, "y")
     mask, digits = (1 << kind.bits) - 1, kind.bits // 4
     return [f"0x{code & mask:0{digits}X}" for code in raw.tolist()]

@@ -37,7 +37,6 @@ def make_operands(sizes: tuple[int, int, int], formats: tuple[str, str], kind: s
         ArgumentError: a format is a block format, or of integers other than int8.
         FormatError: a format is unknown.
     """
-
     names = [get_format(name).name for name in formats]
     m, n, k = sizes
     a, a_format = _matrix(m, k, names[0], kind, 2 * seed)
@@ -47,7 +46,6 @@ def make_operands(sizes: tuple[int, int, int], formats: tuple[str, str], kind: s
 
 def _matrix(rows: int, columns: int, name: str, kind: str, seed: int) -> tuple[torch.Tensor, str | None]:
     """Return a matrix on a format, and the format's name where torch has no dtype for it."""
-
     fmt = get_format(name)
     generator = torch.Generator().manual_seed(seed)
     if name == "int8":
@@ -62,7 +60,6 @@ def _matrix(rows: int, columns: int, name: str, kind: str, seed: int) -> tuple[t
 
 
 def _numbers(rows: int, columns: int, kind: str, generator: torch.Generator) -> torch.Tensor:
-
     if kind == "uniform":
         return torch.rand(rows, columns, generator=generator, dtype=torch.float64)
     x = torch.randn(rows, columns, generator=generator, dtype=torch.float64)

@@ -84,7 +84,6 @@ def target_given(arguments: argparse.Namespace) -> list[str]:
 
 def read_target(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return target, unit, datapath and plan as given, records of the last two."""
-
     records = {"datapath": Datapath, "plan": GemmPlan}
     found: dict[str, Any] = {"target": arguments.target, "unit": arguments.unit}
     for name, record in records.items():
@@ -148,7 +147,6 @@ def check_positive(arguments: argparse.Namespace, *names: str) -> None:
 
 def check_device(name: str) -> None:
     """Refuse a device that is not there, or that holds no numbers (meta)."""
-
     try:
         torch.zeros(1, device=name).cpu()
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts

@@ -30,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the claims and print their table; 0 where all pass, 1 where one does not."""
-
     claims = [claim for claim in get_claims(arguments.only) if not (arguments.quick and claim.slow)]
     if not claims:
         raise ArgumentError("every claim named with --only is slow; leave --quick out")
@@ -50,7 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _text(results: Sequence[Result], as_markdown: bool) -> str:
-
     if as_markdown:
         return markdown(results).removesuffix("\n")
     parts = [format_table(HEADER, rows_of(results), left=(0, 1, 4))]
@@ -63,7 +61,6 @@ def _text(results: Sequence[Result], as_markdown: bool) -> str:
 
 def _run_all(claims: Sequence[Claim], quiet: bool) -> list[Result]:
     """Run claims below a bar on a terminal; elsewhere a line says how each one ended."""
-
     results = []
     with make_progress(False if quiet else None, transient=True) as progress:
         progress.stage("claims", len(claims))
@@ -90,7 +87,6 @@ def _verdict(results: Sequence[Result]) -> str:
 
 def _write(folder: Path, results: Sequence[Result]) -> None:
     """Write the table, the record, and the plots where matplotlib is installed."""
-
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "claims.md").write_text(markdown(results), encoding="utf-8")
     write_json(folder / "claims.json", _record(results))

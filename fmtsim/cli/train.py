@@ -65,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_scheme(group: argparse._ArgumentGroup) -> None:
-
     recipe = (
         "a published scheme, such as te_nvfp4, or a JSON file, instead of the options below; 'list' prints all names"
     )
@@ -102,7 +101,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     With ``--check native`` both models are the same, and 1 says that a bit differs.
     """
-
     if arguments.recipe == "list":
         return _list_recipes()
     config = _config(arguments)
@@ -138,7 +136,6 @@ def _answer(arguments: argparse.Namespace, record: dict[str, Any], text: str, pa
 
 
 def _list_recipes() -> int:
-
     rows = [(name, get_recipe(name).source) for name in list_recipes()]
     print(format_table(("recipe", "source"), rows, left=(0, 1)))
     return 0
@@ -146,7 +143,6 @@ def _list_recipes() -> int:
 
 def _check(arguments: argparse.Namespace, config: TrainConfig, out: Path) -> int:
     """Train natively and emulated in lockstep; 0 where all bits agree after all steps, else 1."""
-
     corpus = load_corpus(arguments.data, config.model.context)
     with _training(arguments, out) as progress:
         result = check_native(config, corpus, progress, arguments.minutes)
@@ -158,37 +154,22 @@ def _check(arguments: argparse.Namespace, config: TrainConfig, out: Path) -> int
 
 
 def _config(arguments: argparse.Namespace) -> TrainConfig:
-
     for name in filter(None, (arguments.format, arguments.grad_format, arguments.baseline)):
         get_format(name)  # an unknown name fails here, with close matches
     sizes = {name: getattr(arguments, name) for name in ("context", "width", "layers", "heads")}
-    simulated = (
-        _recipe(arguments)
-        if arguments.recipe is not None
-        else Scheme(
-            format=arguments.format or "e4m3",
-            grad_format=arguments.grad_format,
-            scaling=arguments.scaling,
-            rounding=arguments.rounding or "nearest_even",
-            grad_rounding=arguments.grad_rounding or "nearest_even",
-            **_target(arguments),
-        )
-    )
-    return TrainConfig(
-        simulated=simulated,
-        baseline=Scheme(format=arguments.baseline, grad_format=arguments.baseline),
-        model=GPTConfig(**sizes),
-        steps=arguments.steps,
-        batch_size=arguments.batch_size,
-        lr=arguments.lr,
-        seed=arguments.seed,
-        device=arguments.device,
-    )
+    if arguments.recipe is not None:
+        simulated = _recipe(arguments)
+    else:
+        names = ("format", "grad_format", "scaling", "rounding", "grad_rounding")
+        given = {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
+        simulated = Scheme(**{"format": "e4m3"} | given | _target(arguments))
+    baseline = Scheme(format=arguments.baseline, grad_format=arguments.baseline)
+    rest = {name: getattr(arguments, name) for name in ("steps", "batch_size", "lr", "seed", "device")}
+    return TrainConfig(simulated=simulated, baseline=baseline, model=GPTConfig(**sizes), **rest)
 
 
 def _recipe(arguments: argparse.Namespace) -> Scheme:
     """Return the scheme of a recipe, which nothing else may describe."""
-
     others = ("format", "grad_format", "scaling", "rounding", "grad_rounding", *TARGET_OPTIONS, "plan", "fast_accum",
               "fast_backward", "check")  # fmt: skip
     given = [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name)]
@@ -219,7 +200,6 @@ def _target(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _threads(count: int | None) -> contextlib.AbstractContextManager[None]:
     """Run with that many torch threads, then restore the number."""
-
     if count is None:
         return contextlib.nullcontext()
     check_threads(count)

@@ -94,9 +94,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not self._fast_step():
-            steps = self._steps()
-            fused = engines.run(steps, self.rule, self.scheme, self._count)
-            self._batches = engines.batches_of(steps, self.param_groups) if fused else None
+            self._full_step()
         return loss
 
     def _fast_step(self) -> bool:
@@ -115,6 +113,11 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             numbers = self.rule.numbers(group, step, self.scheme)
             batch.step(part, self.scheme, numbers, self._count(like.device), self.seed, step)
         return True
+
+    def _full_step(self) -> None:
+        steps = self._steps()
+        fused = engines.run(steps, self.rule, self.scheme, self._count)
+        self._batches = engines.batches_of(steps, self.param_groups) if fused else None
 
     def nonfinite_gradients(self) -> int:
         """Return how many elements of gradients were NaN or infinite in all steps so far; waits for the device.
