@@ -97,10 +97,10 @@ def _medians(actions: Sequence[Action], repeats: int, seconds: Callable[[Action]
 
 
 @contextmanager
-def bounded_threads(count: int) -> Iterator[None]:
-    """Bound torch's threads, which the engine follows, for a while."""
+def bounded_threads(count: int | None) -> Iterator[None]:
+    """Bound torch's threads, which the engine follows, for a while; None leaves them as they are."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    torch.set_num_threads(before if count is None else count)
     try:
         yield
     finally:

@@ -101,8 +101,13 @@ def find_plan(
         return found
     if call.operation == "scaled_mm" or is_scalar(arithmetic):
         return found
-    scalar = _explained(gpu, call, get_unit(SCALAR).mode("fp32", "fp32"), seen, answers, None)
+    scalar = _explained(gpu, call, scalar_unit(call), seen, answers, None)
     return replace(scalar, unit=SCALAR) if scalar.status == "verified" else found
+
+
+def scalar_unit(call: GemmCall) -> Arithmetic:
+    """Return the arithmetic of calls for which a library has no use for its matrix unit."""
+    return get_unit(SCALAR).mode("fp32", "fp32")
 
 
 def _explained(

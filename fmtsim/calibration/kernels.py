@@ -4,10 +4,9 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fmtsim.calibration.campaign import SCALAR, Finding, Units
+from fmtsim.calibration.campaign import Finding, Units, scalar_unit
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.targets.kernel import Kernel
-from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.plan import GemmPlan
@@ -94,18 +93,13 @@ def _shapes(fields: dict[str, Any], plan: GemmPlan) -> Iterator[Kernel]:
                 yield Kernel.from_dict({"k_tile": tile, "slices": True, "align": align, "line": line, **fields})
 
 
-def scalar_units(call: GemmCall) -> Arithmetic:
-    """Return the arithmetic of calls for which a library has no use for its matrix unit."""
-    return get_unit(SCALAR).mode("fp32", "fp32")
-
-
 def entries_of(found: Iterable[Finding], units: Units) -> tuple[list[Entry], list[GemmCall]]:
     """Return the verified calls that a plan file can say, and those that it cannot."""
     entries, beyond = [], []
     for finding in found:
         if finding.status != "verified":
             continue
-        own = units if finding.unit is None else scalar_units
+        own = units if finding.unit is None else scalar_unit
         choices = dict.fromkeys(choice for plan in finding.plans for choice in kernels_of(finding.call, plan, own))
         if choices:
             entries.append(Entry(finding.call, tuple(choices), finding.unit))

@@ -58,12 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _results(arguments: argparse.Namespace) -> Iterator[Any]:
     how: dict[str, Any] = {"threads": arguments.threads, "repeats": arguments.repeats}
-    if arguments.what == "casts":
-        for case in each_shown(chosen_cases(cpu.CASES, arguments.only)):
-            yield cpu.measure(case, side=arguments.side, **how)
-    else:
-        for case in each_shown(chosen_cases(gemm.CASES, arguments.only)):
-            yield gemm.measure(case, shape=tuple(arguments.shape), **how)
+    bench: Any = cpu if arguments.what == "casts" else gemm
+    how |= {"side": arguments.side} if arguments.what == "casts" else {"shape": tuple(arguments.shape)}
+    for case in each_shown(chosen_cases(bench.CASES, arguments.only)):
+        yield bench.measure(case, **how)
 
 
 def _overheads(arguments: argparse.Namespace) -> Iterator[Overhead]:

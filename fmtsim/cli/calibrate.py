@@ -13,10 +13,10 @@ import torch
 from fmtsim.calibration.arithmetic import Measured, arithmetics, family_of, measure_all
 from fmtsim.calibration.campaign import SEEDS, Finding, calibrate
 from fmtsim.calibration.gpu import open_gpu
-from fmtsim.calibration.models import PASSES, layer_shapes, model_calls, parse_tokens, read_shapes
+from fmtsim.calibration.models import DTYPES, PASSES, layer_shapes, model_calls, parse_tokens, read_shapes
 from fmtsim.calibration.planfile import plan_file, write_plan
 from fmtsim.calibration.recheck import RuleCheck, recheck
-from fmtsim.cli.options import add_device, add_json, check_positive, flag, option, repeated
+from fmtsim.cli.options import add_device, add_json, check_file, check_positive, flag, option, repeated
 from fmtsim.cli.output import MISMATCH, answer, format_table
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.targets.target import get_target
@@ -25,7 +25,6 @@ from fmtsim.spec.call import GemmCall
 
 SHOWN = 10
 QUICK = 64  # calls that --quick asks about
-DTYPES = ("bf16", "fp16", "tf32", "fp8_fast", "fp8_slow")
 MODES = {"bf16": ("bf16",), "fp16": ("fp16", "fp16 sums"), "tf32": ("tf32",), "fp8_fast": ("e4m3", "e5m2"),
          "fp8_slow": ("e4m3", "e5m2")}  # fmt: skip
 
@@ -142,8 +141,7 @@ def check_output(out: Path) -> None:
     """Refuse a plan file that could not be written, before the GPU works for minutes."""
     if out.suffix != ".json":
         raise ArgumentError(f"--out {out} does not end in .json, by which target= knows a plan file; choose another")
-    if not out.parent.is_dir():
-        raise ArgumentError(f"--out {out}: there is no folder {out.parent}; create it, or choose another")
+    check_file("--out", out)
 
 
 def ask(

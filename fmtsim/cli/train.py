@@ -105,6 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _list_recipes()
     config = _config(arguments)
     check_device(arguments.device)
+    if arguments.threads is not None:
+        check_threads(arguments.threads)
     out = Path(arguments.out).expanduser()
     check_output(out)
     if arguments.minutes is not None and not (arguments.check and arguments.minutes > 0):
@@ -124,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _training(arguments: argparse.Namespace, out: Path) -> Iterator[Progress]:
     """Show progress and bound torch's threads; Ctrl-C ends with a line that says that nothing was written."""
     try:
-        with _threads(arguments.threads), make_progress(not arguments.quiet) as progress:
+        with bounded_threads(arguments.threads), make_progress(not arguments.quiet) as progress:
             yield progress
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"nothing was written to {out}") from None
@@ -196,11 +198,3 @@ def _target(arguments: argparse.Namespace) -> dict[str, Any]:
     own = options.pop("datapath")
     fast = {name: getattr(arguments, name) for name in ("fast_accum", "fast_backward")}
     return {**options, **fast, "unit": arguments.unit if own is None else own}
-
-
-def _threads(count: int | None) -> contextlib.AbstractContextManager[None]:
-    """Run with that many torch threads, then restore the number."""
-    if count is None:
-        return contextlib.nullcontext()
-    check_threads(count)
-    return bounded_threads(count)

@@ -187,7 +187,7 @@ def factors_of(amaxes: Tensor, reduction: Reduction, ranks: int, mu: Tensor | No
     r = (
         ones
         if scaling is None
-        else scales(ones if scaling.statistic == "one" else amaxes, scaling, _top(reduction)).factor
+        else scales(ones if scaling.statistic == "one" else amaxes, scaling, float(reduction.format.max)).factor
     )
     fixed = {"pre": 1 / ranks, "post": 1.0, "sqrt": 1 / math.sqrt(ranks)}
     f = mu if mu is not None else ones * float32(fixed[reduction.factor])
@@ -257,7 +257,3 @@ def require_ranks(ranks: int) -> None:
     """Refuse a number of ranks that random streams do not number."""
     if not 1 <= ranks < MAX_RANKS:
         raise ArgumentError(f"{ranks} ranks are not supported; choose 1 to {MAX_RANKS - 1}")
-
-
-def _top(reduction: Reduction) -> float:
-    return float(reduction.format.max)

@@ -34,10 +34,7 @@ class Calibration:
     samples: int = 1 << 14
 
     def __post_init__(self) -> None:
-        if self.rule not in get_args(RangeRule):
-            raise ArgumentError(
-                f"Calibration rule={self.rule!r} is unknown; choose one of {', '.join(get_args(RangeRule))}"
-            )
+        _one_of("Calibration", "rule", self.rule, get_args(RangeRule))
         if not (isinstance(self.percentile, int | float) and 0 < self.percentile <= 100):
             raise ArgumentError(f"Calibration percentile={self.percentile!r} is not one; choose above 0, at most 100")
         for name in ("steps", "samples"):
@@ -115,8 +112,7 @@ class Gptq:
     groups: Groups = "static"
 
     def __post_init__(self) -> None:
-        if self.groups not in get_args(Groups):
-            raise ArgumentError(f"Gptq groups={self.groups!r} is unknown; choose one of {', '.join(get_args(Groups))}")
+        _one_of("Gptq", "groups", self.groups, get_args(Groups))
         if not (isinstance(self.damping, int | float) and self.damping >= 0):
             raise ArgumentError(f"Gptq damping={self.damping!r} is not allowed; choose a number from 0")
 
@@ -279,6 +275,11 @@ def _check_operands(where: str, x: Quantizer, w: Quantizer) -> None:
         raise ArgumentError(f"{where}: a scale with a history is one of training; leave history= out")
     if w.transforms or w.then is not None or any(isinstance(t, Hadamard) for t in x.transforms):
         raise ArgumentError(f"{where}: weights are stored as they are rounded; leave transforms= and then= out")
+
+
+def _one_of(record: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ArgumentError(f"{record} {name}={value!r} is unknown; choose one of {', '.join(allowed)}")
 
 
 def _whole(record: str, name: str, value: Any, least: int) -> None:
