@@ -9,8 +9,8 @@ import torch
 
 import fmtsim
 from fmtsim.calibration.arithmetic import Measured, measure
-from fmtsim.calibration.campaign import Finding, calibrate
-from fmtsim.calibration.kernels import cover, entries_of, same_order, scalar_units
+from fmtsim.calibration.campaign import Finding, calibrate, scalar_unit
+from fmtsim.calibration.kernels import cover, entries_of, same_order
 from fmtsim.calibration.planfile import merged, plan_file, plan_text, write_plan
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
 from fmtsim.gemm.targets.kernel import Kernel
@@ -167,7 +167,7 @@ def test_a_bias_added_after_a_rounded_split():
 def test_calls_that_run_without_the_matrix_unit():
     strided = GemmPlan(k_tile=1, split=16, owner="interleaved")
     calls = [mm(1, 768, 1280, "tf32"), mm(1, 768, 1280), mm(64, 64, 512)]
-    gpu = FakeGPU(lambda call: scalar_units(call) if call.m == 1 else units(call),
+    gpu = FakeGPU(lambda call: scalar_unit(call) if call.m == 1 else units(call),
                     lambda call: strided if call.m == 1 else GemmPlan())  # fmt: skip
     found = calibrate(gpu, calls, units)
     assert [x.unit for x in found] == ["fp32_fma", "fp32_fma", None]
@@ -186,7 +186,7 @@ def test_calls_that_run_without_the_matrix_unit():
     a, b = torch.randn(1, 1280, generator=generator), torch.randn(768, 1280, generator=generator)
     y = fmtsim.mm(a, b.t(), target=target, allow_tf32=True)
     assert torch.equal(y, gpu.ask(calls[0], a, b))  # float32, though TF32 is allowed
-    rounded = fmtsim.mm(a, b.t(), datapath=scalar_units(calls[0]), plan=resolved[0].plan, allow_tf32=True)
+    rounded = fmtsim.mm(a, b.t(), datapath=scalar_unit(calls[0]), plan=resolved[0].plan, allow_tf32=True)
     assert not torch.equal(y, rounded)
     rows = dict(fmtsim.explain_mm(a, b.t(), target=target, allow_tf32=True).rows)
     assert rows["operands"] == "float32 not rounded to TF32" and rows["unit"].startswith("fp32_fma")
