@@ -205,9 +205,6 @@ def _pause_fused(model: nn.Module) -> None:
 
 def _nothing(model: nn.Module, reasons: dict[str, str]) -> str:
     modules = dict(model.named_modules())
-    shown = [f"{name or type(model).__name__}: {why}" for name, why in reasons.items() if _leaf(modules[name])][:4]
+    leaves = [name for name in reasons if next(modules[name].children(), None) is None][:4]
+    shown = [f"{name or type(model).__name__}: {reasons[name]}" for name in leaves]
     return f"convert found nothing to convert in {type(model).__name__}" + (f" ({'; '.join(shown)})" if shown else "")
-
-
-def _leaf(module: nn.Module) -> bool:
-    return next(module.children(), None) is None

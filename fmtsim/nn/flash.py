@@ -132,7 +132,8 @@ def flash(
         base = torch.where(new == -math.inf, 0.0, new)  # a row that has seen no key yet
         shrink, p = torch.exp2(m - base), torch.exp2(t - (base - config.offset))
         weights = quantised(p.reshape(1, -1, p.shape[-1]), config.p, unit, call_keys.draws, seen(observer, "p"))
-        weights = Heads(weights.elements.reshape(p.shape), _shaped(weights.scale, p), block=weights.block)
+        scale = None if weights.scale is None else weights.scale.reshape(p.shape)
+        weights = Heads(weights.elements.reshape(p.shape), scale, block=weights.block)
         part = product(weights, _part(values, keys, 2), (config.p, config.v), unit)
         m, total, out = new, total * shrink + p.sum(-1, keepdim=True), out * shrink + part
         kept += [(p, weights.values(), base)] if keep else []
@@ -157,7 +158,9 @@ def quantised(x: Tensor, quantizer: Quantizer, unit: Any, draws: Callable[[], Ke
     heads, rows, inner = x.shape
     scaling = quantizer.scaling
     apart = scaling is None or (scaling.block[0] is not None and rows % scaling.block[0] == 0 and not scaling.tensor)
-    if apart and isinstance(quantizer.format, FloatFormat | None) and not _clamps(quantizer):
+    # A clamp is taken of a whole matrix, or cuts off what a product would have to be told of.
+    apart = apart and not any(isinstance(transform, Clamp) for transform in quantizer.transforms)
+    if apart and isinstance(quantizer.format, FloatFormat | None):
         x, heads = x.reshape(1, heads * rows, inner), 1
     made = [_prepared(x[head], quantizer, draws(), see) for head in range(heads)]
     shape = (-1, rows, inner)
@@ -185,20 +188,11 @@ def _found(x: Tensor | None) -> Tensor:
     return x
 
 
-def _clamps(quantizer: Quantizer) -> bool:
-    """Whether something is cut off that a product would have to be told of, or that is taken of a whole matrix."""
-    return any(isinstance(transform, Clamp) for transform in quantizer.transforms)
-
-
 def _spread(operand: Operand) -> Tensor:
     assert operand.scale is not None
     if operand.tensor_scale is not None:
         raise ArgumentError(f"no unit multiplies heads quantised as {operand.quantizer}; leave unit= out of the config")
     return spread(operand.scale, operand.block, operand.elements.shape)
-
-
-def _shaped(x: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if x is None else x.reshape(like.shape)
 
 
 def _part(heads: Heads, keys: slice, dim: int) -> Heads:

@@ -147,14 +147,11 @@ def _updated(
     if p.is_cpu and load_engine("cpu").supports_optimizer(rule.name, _FLOAT32):
         new = {name: x.clone(memory_format=torch.contiguous_format) for name, x in states.items()}
         fused = replace(step, parameter=p.clone(), gradient=g, state=new, formats=dict.fromkeys(rule.slots, FLOAT32))
-        left = load_engine("cpu").optimizer_steps(rule.name, [fused], _FLOAT32, _uncounted)
+        uncounted = torch.zeros((), dtype=torch.int64)
+        left = load_engine("cpu").optimizer_steps(rule.name, [fused], _FLOAT32, lambda _: uncounted)
         assert not left  # float32, contiguous
         return fused.parameter, {slot: new[slot] for slot in rule.slots}
     return rule.update(p, g, states, step.numbers)
-
-
-def _uncounted(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.int64, device=device)
 
 
 def _weights(step: ParameterStep, weight_format: StateFormat | None) -> Tensor:

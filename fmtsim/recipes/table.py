@@ -78,14 +78,10 @@ def _block(block: tuple[int | None, int | None]) -> str:
 
 def briefly(config: LinearConfig) -> tuple[str, str]:
     """Return the operands of the forward and of the two backward products in a few words each."""
-    brief = {name: _brief(quantizer) for name, quantizer in config.operands.items()}
+    brief = {name: _KEPT if q.source == "forward" else str(q) for name, q in config.operands.items()}
     x, w = brief["x_f"], brief["w_f"]
     forward = x if x == w else f"x {x}; w {w}"
     first, second = brief["g_w"], brief["g_d"]
     pairs = [(second, brief["w_d"]), (second if first == _KEPT else first, brief["x_w"])]
     texts = [a if a == b else f"{a} with {b}" for a, b in pairs]
     return forward, texts[0] if texts[0] == texts[1] else "; ".join(texts)
-
-
-def _brief(quantizer: Quantizer) -> str:
-    return _KEPT if quantizer.source == "forward" else str(quantizer)

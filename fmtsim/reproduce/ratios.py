@@ -8,6 +8,7 @@ from torch import Tensor
 from fmtsim.formats.block import scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
+from fmtsim.ptq.catalogue import minifloat
 from fmtsim.quantize import quantize
 from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, near, settings
 from fmtsim.reproduce.samples import decibels, draw, generator, normal, relative_error, told
@@ -17,14 +18,6 @@ from fmtsim.spec.scaling import Scaling
 
 _QUALCOMM = "van Baalen et al., FP8 versus INT8, arXiv:2303.17951; Qualcomm FP8-quantization ede19a9"
 _FLOATS = ("e2m5", "e3m4", "e4m3", "e5m2")
-
-
-def _all_finite(name: str) -> FloatFormat:
-    """Return a format of these bits whose every code is finite, as the source's quantiser has it."""
-    exponent, mantissa = int(name[1]), int(name[3])
-    return FloatFormat(
-        name=f"{name}_finite", exponent_bits=exponent, mantissa_bits=mantissa, nan="none", infinities=False
-    )
 
 
 def clipped(x: Tensor, fmt: FloatFormat | IntFormat, clip: float) -> float:
@@ -43,7 +36,9 @@ def best_clip(x: Tensor, fmt: FloatFormat | IntFormat, clips: int) -> float:
 
 def table(tell: Tell, *, count: int, clips: int, distributions: tuple[str, ...], seed: int) -> Measured:
     """Measure INT8 and four FP8 formats on distributions, at the clip of least error each, two also unclipped."""
-    formats: dict[str, Any] = {"int8": get_format("int8")} | {name: _all_finite(name) for name in _FLOATS}
+    # The source's quantiser makes every code finite.
+    formats: dict[str, Any] = {"int8": get_format("int8")}
+    formats |= {name: minifloat(int(name[1]), int(name[3])) for name in _FLOATS}
     numbers: dict[str, float] = {}
     for distribution in told(tell, distributions):
         x = draw(distribution, count, seed)
