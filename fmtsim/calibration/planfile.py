@@ -134,14 +134,11 @@ def _tables(entries: Sequence[Entry], record: dict[str, Any], *, learn: bool) ->
             if rest:
                 rule = _rule(dict(facts), _name(record["kernels"], kernel), _table(rest), "recorded",
                              "The bits of this call were recorded and equal to the plan.")  # fmt: skip
-                yield rule | ({} if unit is None else _on(unit, rest[0][0]))
+                if unit is not None:  # not the usual one, which takes float32 as it is
+                    rule |= {"unit": unit, **({"operands": "fp32"} if rest[0][0].a == "tf32" else {})}
+                yield rule
         if general is not None:
             yield general
-
-
-def _on(unit: str, call: GemmCall) -> dict[str, str]:
-    """Return what a rule says of a unit that is not the usual one, which takes float32 as it is."""
-    return {"unit": unit, **({"operands": "fp32"} if call.a == "tf32" else {})}
 
 
 def _used(record: dict[str, Any], facts: dict[str, Any]) -> list[Kernel]:

@@ -118,11 +118,12 @@ def timed(operands: Operands, options: dict[str, Any], arguments: argparse.Names
     path = options.get("datapath")
     stochastic = path is not None and path.rounding.mode == "stochastic"
     shared = {"generator": arguments.seed} if stochastic else {}
+    narrow = all(x.dtype.is_floating_point and x.dtype.itemsize == 1 for x in (operands.a, operands.b))
     start = time.perf_counter()
     if operands.a.dtype == operands.b.dtype == torch.int8:
         chosen = {name: options.get(name) for name in ("target", "unit", "datapath", "native")}
         y = int_mm(operands.a, operands.b, **chosen)
-    elif _is_scaled(operands, options):
+    elif options["target"] is not None and narrow:
         one = torch.ones((), device=operands.a.device)
         y = scaled_mm(
             operands.a, operands.b, one, one, out_dtype=dtype, use_fast_accum=not arguments.slow, **options
@@ -206,11 +207,6 @@ def _out_dtype(operands: Operands, arguments: argparse.Namespace) -> torch.dtype
     half = arguments.accumulate == "fp16" and arguments.target is not None
     usual = "float64" if operands.a.dtype == torch.float64 else "float16" if half else "float32"
     return getattr(torch, arguments.out_dtype or usual)  # type: ignore[no-any-return]
-
-
-def _is_scaled(operands: Operands, options: dict[str, Any]) -> bool:
-    narrow = all(x.dtype.is_floating_point and x.dtype.itemsize == 1 for x in (operands.a, operands.b))
-    return options["target"] is not None and narrow
 
 
 def _for_mm(operands: Operands, options: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:

@@ -164,7 +164,8 @@ def quantised(x: Tensor, quantizer: Quantizer, unit: Any, draws: Callable[[], Ke
         x, heads = x.reshape(1, heads * rows, inner), 1
     made = [_prepared(x[head], quantizer, draws(), see) for head in range(heads)]
     shape = (-1, rows, inner)
-    slope = None if made[0].slope is None else torch.stack([_found(one.slope) for one in made]).reshape(shape)
+    slopes = [one.slope for one in made if one.slope is not None]  # all heads have what the first has
+    slope = torch.stack(slopes).reshape(shape) if slopes else None
     if unit is None:
         return Heads(torch.stack([one.values(torch.float32) for one in made]).reshape(shape), None, slope)
     elements = torch.stack([one.elements for one in made]).reshape(shape)
@@ -181,11 +182,6 @@ def _prepared(x: Tensor, quantizer: Quantizer, draws: Keys, see: See | None) -> 
             x, _ = transformed(x, transform, draws.signs)
         see(x, made.values(torch.float32), quantizer)
     return made
-
-
-def _found(x: Tensor | None) -> Tensor:
-    assert x is not None  # all heads have what the first has
-    return x
 
 
 def _spread(operand: Operand) -> Tensor:

@@ -185,14 +185,11 @@ def _element_codes(y: Tensor, x: Tensor, fmt: StateFormat, key: RandomKey | None
             zero = fmt.format.values.index(0.0)
             codes = codes - ((codes == zero) & torch.signbit(x.reshape(-1))).to(codes.dtype)
         return codes
-    if fmt.rounding.mode == "nearest_even" and _is_native(fmt.format):
+    name = fmt.format.name
+    if fmt.rounding.mode == "nearest_even" and name in _NATIVE and fmt.format == get_format(name):
         return _native_codes(y, fmt.format)
     spec = CastSpec(format=fmt.format, rounding=fmt.rounding, overflow="saturate")
     return encode_elements(y, spec, key if fmt.stochastic else None).codes
-
-
-def _is_native(fmt: ElementFormat) -> bool:
-    return fmt.name in _NATIVE and fmt == get_format(fmt.name)
 
 
 def _native_codes(y: Tensor, fmt: ElementFormat) -> Tensor:

@@ -15,15 +15,6 @@ def _whole(name: str, rounding: str = "nearest_even", out: str | None = None) ->
     return LinearConfig(fprop=gemm, dgrad=gemm, wgrad=gemm)
 
 
-def _masked(bits: int) -> Recipe:
-    return Recipe(
-        name=f"e8m{bits}",
-        linear=_whole(f"e8m{bits}", "toward_zero"),
-        source=_BACK,
-        notes="operands of a bfloat16 model with their low mantissa bits masked off",
-    )
-
-
 RECIPES = (
     Recipe(name="fp32", linear=LinearConfig(), source="IEEE 754-2019", notes="float32 products, sums in no order"),
     Recipe(name="tf32", linear=_whole("tf32", "toward_zero"), source=_TF32),
@@ -48,5 +39,13 @@ RECIPES = (
         loss_scale=LossScale(initial=1024.0, interval=None),
         source="Micikevicius et al., arXiv:1710.03740, section 3.2: a constant loss scale",
     ),
-    *(_masked(bits) for bits in (3, 4, 5)),
+    *(
+        Recipe(
+            name=name,
+            linear=_whole(name, "toward_zero"),
+            source=_BACK,
+            notes="operands of a bfloat16 model with their low mantissa bits masked off",
+        )
+        for name in ("e8m3", "e8m4", "e8m5")
+    ),
 )

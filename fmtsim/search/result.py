@@ -93,7 +93,7 @@ class SearchResult:
         if "" in self.formats:  # the model is the layer
             return replace(used[0], name=name, aliases=())
         rules = tuple(
-            Rule(name=f"^{re.escape(layer)}$", use=_config(recipe))
+            Rule(name=f"^{re.escape(layer)}$", use=LinearConfig(fprop=Gemm(a=recipe.x, b=recipe.w)))
             for layer, recipe in zip(self.formats, used, strict=True)
         )
         calibration = next((r.calibration for r in used if r.calibration is not None), None)
@@ -163,7 +163,3 @@ class SearchResult:
     def _total(self) -> str:
         share = 100 * self.cost / self.budget
         return f"{self.cost:.4g} bit operations, {share:.1f} % of the budget; loss {self.loss:.3e}"
-
-
-def _config(recipe: PtqRecipe) -> LinearConfig:
-    return LinearConfig(fprop=Gemm(a=recipe.x, b=recipe.w))
