@@ -1,9 +1,11 @@
 """MultiheadAttention whose projections are emulated; scores, softmax and weighted sums stay in high precision."""
 
+import threading
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any, Final
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -73,19 +75,29 @@ class _Projections(TorchFunctionMode):
         """Replace the one function."""
         if func is not F.multi_head_attention_forward:
             return func(*args, **(kwargs or {}))
-        _running.append((self._module, iter(self._parts)))
+        running().append((self._module, iter(self._parts)))
         try:
             return _MULTI_HEAD(*args, **(kwargs or {}))
         finally:
-            _running.pop()
+            running().pop()
 
 
-_running: list[tuple[EmulatedMultiheadAttention, Iterator[str]]] = []  # in the order of their calls
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+
+_stack, _traced = _Stack(), list[Any]()
+
+
+def running() -> list[Any]:
+    """Return whom the functions that replace torch's belong to, in the order of this thread's calls."""
+    return _traced if torch.compiler.is_compiling() else _stack.calls  # the compiler follows no thread's own data
 
 
 def _project(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    module, parts = _running[-1]
-    return module.gemm(x, w, bias, next(parts))
+    module, parts = running()[-1]
+    return module.gemm(x, w, bias, next(parts))  # type: ignore[no-any-return]
 
 
 def rebuilt(function: Any, **names: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.nn.attention import multi_head
+from fmtsim.nn.attention import multi_head, running
 from fmtsim.nn.attention_call import AttentionCall, call_of
 from fmtsim.nn.sdpa import attend
 from fmtsim.recipes.attention import AttentionConfig
@@ -79,18 +79,15 @@ class QuantisedAttention(TorchFunctionMode):
 
     def _multi_head(self, args: Any, kwargs: Any) -> Any:
         self.used = self.used or not kwargs.get("need_weights", True)
-        _running.append(self._call)
+        running().append(self._call)
         try:
             return _MULTI_HEAD(*args, **kwargs)
         finally:
-            _running.pop()
-
-
-_running: list[AttentionCall | str] = []  # in the order of their calls
+            running().pop()
 
 
 def _replaced(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return attend(_running[-1], *args, **kwargs)
+    return attend(running()[-1], *args, **kwargs)
 
 
 _MULTI_HEAD: Final = multi_head(**{_FUNCTION: _replaced})

@@ -1,5 +1,7 @@
 """Emulated Conv2d and MultiheadAttention: torch's results without quantisers, one product each with them."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -178,3 +180,13 @@ def test_attention_rejects_nested_tensors():
     nested = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
     with pytest.raises(ArgumentError, match=r"takes no nested tensors; pass padded tensors with key_padding_mask"):
         module(nested, nested, nested)
+
+
+def test_attention_in_threads_multiplies_with_its_own_weights():
+    modules = [convert(nn.MultiheadAttention(32, 4, batch_first=True), format="e4m3") for _ in range(4)]
+    x = normal(2, 64, 32)
+    alone = [module(x, x, x)[0] for module in modules]
+    with ThreadPoolExecutor(len(modules)) as pool:
+        together = pool.map(lambda module: [module(x, x, x)[0] for _ in range(8)], modules)
+    for expected, found in zip(alone, together, strict=True):
+        assert all(torch.equal(y, expected) for y in found)
