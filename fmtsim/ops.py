@@ -19,11 +19,13 @@ Key = RandomKey | torch.Tensor | None
 
 
 _library = torch.library.Library("fmtsim", "DEF")
+READS_HOST: Sequence[torch.Tag] = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))  # newer torch
+"""Tags of operators that read numbers from the CPU: a CUDA graph would keep those of its recording."""
 
 
 def define_operator(
     schema: str, function: Callable[..., Any], shapes: Callable[..., Any] | None,
-    dispatch: str = "CompositeExplicitAutograd", tags: Sequence[torch.Tag] = (),
+    dispatch: str = "CompositeExplicitAutograd", tags: Sequence[torch.Tag] = (), *, keyed: bool = False,
 ) -> None:  # fmt: skip
     """Register an operator of torch: what computes it, and what it gives for tensors without numbers.
 
@@ -33,26 +35,33 @@ def define_operator(
         shapes: Returns empty tensors like the results; None for one that is made of other operators.
         dispatch: Key of the dispatcher.
         tags: Of the operator.
+        keyed: It takes random keys: register an overload for calls with one as well (``with_keys``).
     """
-    name = schema.partition("(")[0]
-    _library.define(schema, tags=tags)
-    _library.impl(name, function, dispatch)
-    if shapes is not None:
-        torch.library.register_fake(f"fmtsim::{name}", shapes, lib=_library)
+    name, _, rest = schema.partition("(")
+    for own, more in ((name, ()), (f"{name}.keyed", READS_HOST))[: 1 + keyed]:
+        _library.define(f"{own}({rest}", tags=(*tags, *more))
+        _library.impl(own, function, dispatch)
+        if shapes is not None:
+            torch.library.register_fake(f"fmtsim::{own}", shapes, lib=_library)
+
+
+def with_keys(operator: Any, *keys: Any) -> Any:
+    """Return the overload of an operator for a call with these random keys, which lie on the CPU, or with none."""
+    return operator.default if all(key is None for key in keys) else operator.keyed
 
 
 def quantize(x: torch.Tensor, text: str, dtype: torch.dtype, key: Key, words: torch.Tensor | None) -> torch.Tensor:
     """Round x to the values of a format, a cast as JSON; the result has x's shape and device and the given dtype."""
     if _is_direct(words, x):
         return quantize_plain(x, text, dtype, key)
-    result: torch.Tensor = torch.ops.fmtsim.quantize(x, text, dtype, key_tensor(key), words)
+    result: torch.Tensor = with_keys(torch.ops.fmtsim.quantize, key)(x, text, dtype, key_tensor(key), words)
     return result
 
 
 def quantize_out(x: torch.Tensor, out: torch.Tensor, text: str, key: Key, words: torch.Tensor | None) -> None:
     """Do what ``quantize`` does into out."""
     if not _is_direct(words, x, out):
-        torch.ops.fmtsim.quantize_out(x, out, text, key_tensor(key), words)
+        with_keys(torch.ops.fmtsim.quantize_out, key)(x, out, text, key_tensor(key), words)
         return
     _quantize_into(x.detach().clone() if _overlap(x, out) else x, out, text, key)
     if not out.is_inference():
@@ -100,7 +109,7 @@ def encode(x: torch.Tensor, spec: CastSpec | str, key: Key = None, words: torch.
     """Return the codes of x and what they need to be decoded; ``spec`` may be the JSON of one."""
     text = spec if isinstance(spec, str) else spec.to_json()
     direct = _is_direct(words, x)
-    operator = _encode if direct else torch.ops.fmtsim.encode
+    operator = _encode if direct else with_keys(torch.ops.fmtsim.encode, key)
     codes, scales, tensor_scale, offsets = operator(x, text, key if direct else key_tensor(key), words)
     return EncodedParts(codes, *_absent(scales, tensor_scale, offsets))
 
@@ -260,7 +269,7 @@ def _quantize_rows(info, in_dims, x, spec, dtype, key=None, words=None):  # type
         for tensor, dim in ((x, in_dims[0]), (key, in_dims[3]), (words, in_dims[4]))
     )
     results = [
-        torch.ops.fmtsim.quantize(row, spec, dtype, row_key, draw)
+        with_keys(torch.ops.fmtsim.quantize, row_key)(row, spec, dtype, row_key, draw)
         for row, row_key, draw in zip(rows, keys, draws, strict=True)
     ]
     return torch.stack(results) if results else x.to(dtype), 0
@@ -270,21 +279,25 @@ define_operator(
     "quantize(Tensor x, str spec, ScalarType dtype, Tensor? key=None, Tensor? words=None) -> Tensor",
     _quantize,
     lambda x, spec, dtype, key=None, words=None: torch.empty_like(x, dtype=dtype),
+    keyed=True,
 )
 define_operator(
     "quantize_out(Tensor x, Tensor(a!) out, str spec, Tensor? key=None, Tensor? words=None) -> ()",
     _quantize_out,
     lambda x, out, spec, key=None, words=None: None,
+    keyed=True,
 )
 define_operator(
     "encode(Tensor x, str spec, Tensor? key=None, Tensor? words=None) -> (Tensor, Tensor, Tensor, Tensor)",
     _encode,
     _encode_shapes,
+    keyed=True,
 )
 define_operator(
     "decode(Tensor codes, Tensor scales, Tensor tensor_scale, Tensor offsets, str spec, ScalarType dtype) -> Tensor",
     _decode,
     lambda codes, scales, tensor_scale, offsets, spec, dtype: codes.new_empty(codes.shape, dtype=dtype),
 )
-torch.library.register_autograd("fmtsim::quantize", _straight_through, setup_context=_keep_dtype, lib=_library)
-torch.library.register_vmap("fmtsim::quantize", _quantize_rows, lib=_library)
+for _name in ("fmtsim::quantize", "fmtsim::quantize.keyed"):
+    torch.library.register_autograd(_name, _straight_through, setup_context=_keep_dtype, lib=_library)
+    torch.library.register_vmap(_name, _quantize_rows, lib=_library)

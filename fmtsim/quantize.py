@@ -92,7 +92,8 @@ def quantize(
         ops.quantize_out(x.detach() if x.requires_grad else x, out, text, key, words)
         return out
     if torch.compiler.is_compiling():  # it cannot trace forward-mode derivatives, and the operator has the others
-        return torch.ops.fmtsim.quantize(x, text, dtype, ops.key_tensor(key), words)
+        run = ops.with_keys(torch.ops.fmtsim.quantize, key)
+        return run(x, text, dtype, ops.key_tensor(key), words)
     return autograd.quantize(x, text, dtype, key, words)
 
 

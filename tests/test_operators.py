@@ -44,7 +44,49 @@ OPCHECKS = {
 @pytest.mark.parametrize("case", OPCHECKS)
 def test_operators_keep_torchs_rules(case):
     name, arguments = OPCHECKS[case]
-    torch.library.opcheck(getattr(torch.ops.fmtsim, name).default, arguments(normal(4, 128)))
+    given = arguments(normal(4, 128))
+    keyed = any(value is KEY for value in given)
+    torch.library.opcheck(getattr(getattr(torch.ops.fmtsim, name), "keyed" if keyed else "default"), given)
+
+
+KEYED = ("quantize", "quantize_out", "encode", "gemm", "quantize_operand", "quantize_both", "unrotate")
+
+
+def test_no_cuda_graph_holds_a_key():
+    """A key lies on the CPU: a graph would draw the words of its recording in every replay."""
+    unsafe = torch.Tag.cudagraph_unsafe
+    for name in KEYED:
+        operator = getattr(torch.ops.fmtsim, name)
+        assert unsafe in operator.keyed.tags and unsafe not in operator.default.tags
+
+
+@pytest.mark.parametrize("generator", [3, None])
+def test_compiled_casts_call_the_operator_with_keys(generator):
+    called = []
+
+    def backend(graph, _):
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch._dynamo.reset()
+    x = normal(4, 32)
+    run = torch.compile(lambda x: quantize(x, "e4m3", rounding="stochastic", generator=generator), backend=backend)
+    run(x)
+    torch.compile(lambda x: quantize(x, "e4m3"), backend=backend)(x)
+    assert [name for name in called if "fmtsim" in name] == ["fmtsim.quantize.keyed", "fmtsim.quantize.default"]
+
+
+@pytest.mark.parametrize("generator", [3, None])
+def test_replayed_casts_draw_anew_gpu(generator):
+    if not fmtsim.cuda.available():
+        pytest.skip("needs a GPU")
+    torch._dynamo.reset()
+    run = torch.compile(
+        lambda x: quantize(x * 1.0, "e4m3", rounding="stochastic", generator=generator) + 0, mode="reduce-overhead"
+    )
+    x = normal(64, 64).cuda()
+    made = [run(x).clone() for _ in range(6)][2:]  # the first ones record the graph
+    assert all(torch.equal(made[0], other) == (generator is not None) for other in made[1:])
 
 
 @pytest.mark.parametrize("name", ["e4m3", "nvfp4", "uint4_g32_zp"])

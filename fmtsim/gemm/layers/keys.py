@@ -20,7 +20,7 @@ from fmtsim.arguments import drawn_key
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import OPERANDS as OPERANDS
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.ops import Key, define_operator, fused_engine, key_tensor, random_key
+from fmtsim.ops import READS_HOST, Key, define_operator, fused_engine, key_tensor, random_key
 from fmtsim.scaling.history import DelayedScale, FrozenScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
@@ -188,12 +188,11 @@ def _count_pass(like: Tensor, layer: str) -> Tensor:
 
 
 _SEEDED: Any = (torch.Tag.nondeterministic_seeded,)
-_HOST_DRAWS: Any = (*_SEEDED, *filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))  # newer torch has it
 define_operator(
     "draw_key(Tensor like, str layer, int use) -> Tensor",
     _draw_key,
     lambda like, layer, use: torch.empty(2, dtype=torch.int64, device="cpu"),
-    tags=_HOST_DRAWS,
+    tags=(*_SEEDED, *READS_HOST),
 )
 define_operator(
     "count_pass(Tensor like, str layer) -> Tensor",

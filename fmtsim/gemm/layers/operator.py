@@ -19,7 +19,7 @@ from fmtsim.gemm.layers.operand import (
     quantize_both,
     quantize_operand,
 )
-from fmtsim.ops import Key, define_operator, key_tensor, random_key
+from fmtsim.ops import Key, define_operator, key_tensor, random_key, with_keys
 from fmtsim.scaling.statistics import block_sizes
 from fmtsim.spec.gradient import Differentiable, StraightThrough
 from fmtsim.spec.operand import Keys, Operand, block_of, folds, last_cast
@@ -72,7 +72,8 @@ def traced_operand(
         t, quantizer, dim, folded, factor: As there.
     """
     given = [key_tensor(key) for key in keys]
-    found = torch.ops.fmtsim.quantize_operand(t, dim, text_of(quantizer), folded, *source, factor, *given, passes)
+    run = with_keys(torch.ops.fmtsim.quantize_operand, *given)
+    found = run(t, dim, text_of(quantizer), folded, *source, factor, *given, passes)
     parts = dict(zip(layout_of(quantizer, t.dtype, is_on_gpu(t), dim, folded), found, strict=True))
     shape = t.shape if dim == -1 else t.shape[::-1]
     return Operand(quantizer=quantizer, block=block_sizes(block_of(quantizer), torch.Size(shape)), **parts)
@@ -81,7 +82,7 @@ def traced_operand(
 def traced_both(t: Tensor, quantizer: Quantizer, across: Key, down: Key) -> tuple[Operand, Operand]:
     """Do what ``quantize_both`` does as one node of a graph."""
     keys = key_tensor(across), key_tensor(down)
-    rows, columns, *scale = torch.ops.fmtsim.quantize_both(t, text_of(quantizer), *keys)
+    rows, columns, *scale = with_keys(torch.ops.fmtsim.quantize_both, *keys)(t, text_of(quantizer), *keys)
     one, other = (Operand(x, quantizer, tensor_scale=scale[0] if scale else None) for x in (rows, columns))
     return one, other
 
@@ -107,7 +108,9 @@ def _operand(t, dim, quantizer, folded, layer, name, factor, elements, scales, s
         keys = found.counted_keys(name, passes)
     state = None if found is None else found.state.get(name)
     made = quantize_operand(t, q, keys, state, dim=dim, folded=folded, factor=factor)
-    layout = layout_of(q, t.dtype, is_on_gpu(t), dim, folded)
+    layout, scaling = layout_of(q, t.dtype, is_on_gpu(t), dim, folded), last_cast(q).scaling
+    if made.tensor_scale is not None and scaling is not None and scaling.multiplier != 1:
+        made = made._replace(tensor_scale=made.tensor_scale.clone())  # a constant, and compiled code may write there
     return [_own(getattr(made, field), part, t) for field, part in layout.items()]
 
 
@@ -141,10 +144,13 @@ def _fake_both(t, quantizer, across, down):  # type: ignore[no-untyped-def]
     return [t.new_empty(t.shape, dtype=torch.bfloat16), t.new_empty(t.shape, dtype=torch.bfloat16).mT, *scale]
 
 
-define_operator("quantize_both(Tensor t, str quantizer, Tensor? across, Tensor? down) -> Tensor[]", _both, _fake_both)
+define_operator(
+    "quantize_both(Tensor t, str quantizer, Tensor? across, Tensor? down) -> Tensor[]", _both, _fake_both, keyed=True
+)
 define_operator(
     "quantize_operand(Tensor t, int dim, str quantizer, bool folded, str layer, str name, Tensor? factor, "
     "Tensor? elements, Tensor? scales, Tensor? signs, Tensor? passes) -> Tensor[]",
     _operand,
     _fake_operand,
+    keyed=True,
 )

@@ -15,7 +15,7 @@ from fmtsim.gemm.layers.operator import quantizer_of, text_of
 from fmtsim.gemm.products.operands import operand_format, own_dtype
 from fmtsim.gemm.products.resolver import run_product
 from fmtsim.gemm.products.scales import Scales, product_kind
-from fmtsim.ops import Key, define_operator, fused_engine, key_tensor, random_key
+from fmtsim.ops import Key, define_operator, fused_engine, key_tensor, random_key, with_keys
 from fmtsim.quantize import quantize
 from fmtsim.scaling.transforms import rotated
 from fmtsim.spec.call import OperandFormat, Operation, ScaleKind
@@ -222,7 +222,8 @@ def unrotated(
     """
     if traced:
         texts = text_of(first), text_of(before)
-        return torch.ops.fmtsim.unrotate(y, *texts, slope, key_tensor(signs), dtype, turned)  # type: ignore[no-any-return]
+        run = with_keys(torch.ops.fmtsim.unrotate, signs)
+        return run(y, *texts, slope, key_tensor(signs), dtype, turned)  # type: ignore[no-any-return]
     for transform in reversed(first.transforms):
         if isinstance(transform, Hadamard) and transform.axis == "outer" and transform.undo:
             y = rotated(y, transform, signs, inverse=True)
@@ -277,4 +278,5 @@ define_operator(
     "unrotate(Tensor y, str first, str before, Tensor? slope, Tensor? signs, ScalarType dtype, bool turned) -> Tensor",
     _unrotated,
     lambda y, first, before, slope, signs, dtype, turned: y.new_empty(y.shape, dtype=dtype),
+    keyed=True,
 )

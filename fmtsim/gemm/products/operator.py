@@ -79,7 +79,7 @@ def run_gemm(
         ArgumentError: An operand holds a number that its format lacks.
     """
     key = ops.key_tensor(random) if isinstance(random, RandomKey) else random
-    return torch.ops.fmtsim.gemm(  # type: ignore[no-any-return]
+    return ops.with_keys(torch.ops.fmtsim.gemm, key)(  # type: ignore[no-any-return]
         a, b, spec.text, dtype, c, scale_a, scale_b, row, column, bias, result_scale, key, validated
     )
 
@@ -328,4 +328,5 @@ ops.define_operator(
     "Tensor? key=None, bool validated=False) -> Tensor",
     _gemm,
     _gemm_shape,
+    keyed=True,
 )
