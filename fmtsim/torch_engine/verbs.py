@@ -48,7 +48,8 @@ def encode(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
         if not x.numel():
             return _empty_parts(x, spec)
         words = _all_words(random, spec, x)
-        return (blockcast if isinstance(fmt, BlockFormat) else logfmt).encode(x, spec, words)
+        parts = (blockcast if isinstance(fmt, BlockFormat) else logfmt).encode(x, spec, words)
+        return EncodedParts(*(None if part is None else part.contiguous() for part in parts))  # as compilers are told
     source = x.reshape(-1)
     codes = torch.empty(source.shape, dtype=code_dtype(fmt.bits), device=x.device)
     for piece in _pieces(source):

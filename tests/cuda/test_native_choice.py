@@ -33,7 +33,7 @@ def ones(*shape):
 
 
 class Properties:
-    multi_processor_count = 132
+    multi_processor_count, major, minor = 132, 9, 0
 
 
 @pytest.fixture

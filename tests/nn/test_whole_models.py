@@ -13,6 +13,7 @@ from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.operator import text_of
 from fmtsim.nn import EmulatedConv2d, EmulatedLinear, convert, report, revert, set_step
+from fmtsim.ops import with_keys
 from fmtsim.recipes import Recipe, Rule, Steps, get_recipe, list_recipes
 from tests.support.bits import all_same_bits
 from tests.support.models import hugging_face
@@ -152,7 +153,7 @@ def test_the_operators_pass_torchs_own_check(name):
         key = torch.tensor([3, 0])
         keys = [key if wanted else None for wanted in (quantizer.is_stochastic, True, quantizer.has_random_signs)]
         for dim, folded in ((-1, False), (0, False), (0, True)):
-            run = torch.ops.fmtsim.quantize_operand
+            run = with_keys(torch.ops.fmtsim.quantize_operand, *keys)
             arguments = (x, dim, text_of(quantizer), folded, layer.name, operand, None, *keys, None)
             float8 = any(t.dtype.itemsize == 1 and t.dtype.is_floating_point for t in run(*arguments))
             utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")[float8 : 3 - float8]
@@ -160,7 +161,7 @@ def test_the_operators_pass_torchs_own_check(name):
     slope = torch.rand(64, 128) < 0.5
     texts = text_of(config.dgrad.a), text_of(config.fprop.a)
     for turned in (False, True):
-        torch.library.opcheck(torch.ops.fmtsim.unrotate, (x, *texts, slope, None, torch.bfloat16, turned))
+        torch.library.opcheck(torch.ops.fmtsim.unrotate.default, (x, *texts, slope, None, torch.bfloat16, turned))
     parts = x, torch.rand(1, 128), torch.rand(64, 1), None, torch.rand(128), torch.bfloat16
     torch.library.opcheck(torch.ops.fmtsim.finish, (parts[0], parts[1].mT, *parts[2:]))
 
