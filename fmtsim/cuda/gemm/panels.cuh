@@ -51,24 +51,6 @@ DEVICE Panels panels_of(i32 rows, i32 columns, i32 width = PANEL) {
   return {count_a, count_b, 8 * group + rest % height, rest / height};
 }
 
-// Write the 64 results of a lane, float32 [part, rows, columns], or add them to those of earlier chains: value(i, j) is
-// of its row i and column j.
-template <typename Value>
-DEVICE void write_floats(float* sums, i32 rows, i32 columns, const Panels& panels, bool first, Value value) {
-  const i32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const i32 top = panels.a * PANEL + warp % 2 * 64 + lane / 4, left = panels.b * PANEL + warp / 2 * 32 + lane % 4 * 2;
-  sums += (i64)blockIdx.z * rows * columns;
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const i32 row = top + i * 8, column = left + j / 2 * 8 + j % 2;
-      if (row >= rows || column >= columns) continue;
-      float* place = sums + (i64)row * columns + column;
-      *place = first ? value(i, j) : *place + value(i, j);
-    }
-}
-
 // A ring of Stages slots in shared memory, into which fetch(slot, i) starts to copy stage i, of first ... stop - 1. A
 // kernel brings the first ones, and then calls bring_next before it works on stage i in `slot`; slot_after has the
 // next.
