@@ -1,4 +1,4 @@
-"""The front door of the command line: find the subcommand, run it, and turn errors into one line."""
+"""The entry of the command line: find the subcommand, run it, and turn errors into one line."""
 
 import argparse
 import importlib

@@ -168,13 +168,13 @@ class _Hadamard(torch.autograd.Function):
 
 def _hadamard(x, size, dim, inverse, mask, signs=None, matrix=None):  # type: ignore[no-untyped-def]
     flips = mask_bits(int(mask), size, x.device) if mask else None if signs is None else signs.signbit().to(x.device)
-    if matrix is None and _on_card(x) and (engine := load_engine("cuda")).covers_hadamard(size, dim):
+    if matrix is None and _has_kernels(x) and (engine := load_engine("cuda")).covers_hadamard(size, dim):
         return engine.hadamard(x.detach(), size, flips, inverse)
     base = base_matrix(base_of(size)) if matrix is None else checked_base(matrix)
     return transform(x.detach(), size, dim, base, flips, inverse)
 
 
-def _on_card(x: Tensor) -> bool:
+def _has_kernels(x: Tensor) -> bool:
     """Say whether the CUDA engine runs on a tensor's device."""
     return x.is_cuda and bool(load_engine("cuda").serves(x.get_device()))
 

@@ -329,7 +329,7 @@ def test_block_scales_of_layers_become_codes(ran, monkeypatch):
 
 
 def test_configs_check_native():
-    with pytest.raises(ArgumentError, match="native=True runs products on the card that target= names"):
+    with pytest.raises(ArgumentError, match="native=True runs products on the GPU that target= names"):
         fmtsim.Gemm(unit="hopper.wgmma", native=True)
     with pytest.raises(ArgumentError, match="native=1 is not possible"):
         fmtsim.Gemm(target="h200", native=1)

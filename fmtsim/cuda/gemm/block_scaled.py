@@ -1,6 +1,6 @@
 """Units with block scales that add groups of products exactly before the alignment: Blackwell's 4-bit formats.
 
-Sums of groups come from the bf16 tensor core, which any card has; ``block_scaled.cu`` says when a block is one
+Sums of groups come from the bf16 tensor core, which any GPU has; ``block_scaled.cu`` says when a block is one
 addition, and what happens otherwise.
 """
 

@@ -72,8 +72,8 @@ class Gemm:
         plan: Order of sums instead of the target's, or of the unit's single chain.
         accumulate: Format in which the unit sums, where it has several.
         fast_accum: use_fast_accum of a target's FP8 products; a unit alone does not look at it.
-        native: Who multiplies where a target is given: None lets the card do it itself where the tensors are on the
-            card that the target describes, True insists on that, False emulates.
+        native: Who multiplies where a target is given: None lets the GPU do it itself where the tensors are on the
+            GPU that the target describes, True insists on that, False emulates.
 
     Raises:
         ArgumentError: No machine, or one that does not take the operands; a plan without a machine.
@@ -98,7 +98,7 @@ class Gemm:
                 )
         check_native(self.native)
         if self.native and self.target is None:
-            raise ArgumentError("Gemm native=True runs products on the card that target= names; pass target= as well")
+            raise ArgumentError("Gemm native=True runs products on the GPU that target= names; pass target= as well")
         if self.emulated:
             self._check_machine()
         elif self.plan is not None or self.accumulate is not None or self.fast_accum:

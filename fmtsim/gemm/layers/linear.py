@@ -44,7 +44,7 @@ class EmulatedGEMM:
 
     A product whose ``Gemm`` names a target or a unit has the bits of ``fmtsim.linear``, ``mm`` or ``scaled_mm`` there,
     on the values and scales of ``fmtsim.encode``. Otherwise products and sums are float32 (float64 for float64
-    inputs); on a GPU the card's bfloat16 units run them where bfloat16 holds both operands, as it does those of most
+    inputs); on a GPU its bfloat16 units run them where bfloat16 holds both operands, as it does those of most
     block formats (values below 2**-133 round to its grid): products are exact, sums are the unit's float32, and the
     scale of a tensor multiplies the sum. Where it holds the elements of both but not their products with the scales of
     groups (``deepseek_v3``), a kernel for compute capability 9.0 multiplies the sum of each group by its two scales,
