@@ -79,7 +79,8 @@ def run_gemm(
         ArgumentError: An operand holds a number that its format lacks.
     """
     key = ops.key_tensor(random) if isinstance(random, RandomKey) else random
-    return ops.with_keys(torch.ops.fmtsim.gemm, key)(  # type: ignore[no-any-return]
+    operator = torch.ops.fmtsim.gemm.default if key is None else torch.ops.fmtsim.gemm.keyed
+    return operator(  # type: ignore[no-any-return]
         a, b, spec.text, dtype, c, scale_a, scale_b, row, column, bias, result_scale, key, validated
     )
 
