@@ -49,7 +49,8 @@ def encode(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
             return _empty_parts(x, spec)
         words = _all_words(random, spec, x)
         parts = (blockcast if isinstance(fmt, BlockFormat) else logfmt).encode(x, spec, words)
-        return EncodedParts(*(None if part is None else part.contiguous() for part in parts))  # as compilers are told
+        rest = (None if part is None else part.contiguous() for part in parts[1:])
+        return EncodedParts(parts.codes.contiguous(), *rest)  # compilers are told so
     source = x.reshape(-1)
     codes = torch.empty(source.shape, dtype=code_dtype(fmt.bits), device=x.device)
     for piece in _pieces(source):
