@@ -1,0 +1,1 @@
+"""Planted errors: see __main__.py."""

@@ -1,0 +1,120 @@
+"""Plant small errors in the package and see which of them the tests find::
+
+    python -m tests.mutants                      # the check's sample: 60 errors, others every week of the calendar
+    python -m tests.mutants --count 150 --seed 7 # a fresh sample; --area gemm or --file fmtsim/... narrows it
+    python -m tests.mutants --record             # run all tests under coverage.py and write seen.txt anew (an hour)
+
+An error that changes nothing that could be seen stands in equivalent.txt with its reason and is not drawn.
+"""
+
+import argparse
+import datetime
+import random
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+from tests.mutants.seen import write_map
+from tests.mutants.sites import ROOT, Mutant, mutants_of
+from tests.mutants.trial import Outcome, Trials
+
+EQUIVALENT = Path(__file__).with_name("equivalent.txt")
+
+
+def main() -> int:
+    """Run the command; the status is 1 where an error was not found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.split("::")[0])
+    parser.add_argument("--count", type=int, default=60, help="how many errors (default 60)")
+    parser.add_argument("--seed", type=int, help="of the sample (default: year and week of the calendar)")
+    parser.add_argument("--area", help="a room of the package: gemm, cpu, ...")
+    parser.add_argument("--file", help="one file")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
+    parser.add_argument("--limit", type=float, default=60, help="seconds of tests for each error (default 60)")
+    parser.add_argument("--list", action="store_true", help="show the sample, run nothing")
+    parser.add_argument("--record", action="store_true", help="write the map from functions to tests anew")
+    options = parser.parse_args()
+    if options.record:
+        return record()
+    sample = draw(options.count, options.seed, options.area, options.file)
+    if options.list:
+        for mutant in sample:
+            print(mutant.key)
+        return 0
+    return report(list(Trials(options.jobs, options.limit).run(sample)))
+
+
+def draw(count: int, seed: int | None, area: str | None, file: str | None) -> list[Mutant]:
+    """Return a sample of mutants: of each area in proportion to the root of its size, at least one."""
+    if seed is None:
+        year, week, _ = datetime.date.today().isocalendar()
+        seed = 100 * year + week
+    skipped = equivalents()
+    areas = defaultdict(list)
+    for path in package_files():
+        if file in (None, path):
+            for mutant in mutants_of(path):
+                if area in (None, mutant.area):
+                    areas[mutant.area].append(mutant)
+    chance = random.Random(seed)
+    weight = sum(len(all_) ** 0.5 for all_ in areas.values())
+    drawn = []
+    for _, all_ in sorted(areas.items()):
+        wanted = max(1, round(count * len(all_) ** 0.5 / weight))
+        order = chance.sample(all_, min(len(all_), 3 * wanted + 20))
+        drawn += [mutant for mutant in order if mutant.key not in skipped][:wanted]
+    chance.shuffle(drawn)
+    return drawn[:count]
+
+
+def package_files() -> list[str]:
+    """Return the package's sources that git tracks."""
+    found = subprocess.run(["git", "ls-files", "fmtsim"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [name for name in found.split() if name.endswith((".py", ".cu", ".cuh"))]
+
+
+def equivalents() -> dict[str, str]:
+    """Return the reasons of mutants that change nothing that could be seen, by their keys."""
+    lines = EQUIVALENT.read_text().splitlines()
+    pairs = (line.split("  # ") for line in lines if line and not line.startswith("#"))
+    return {key: reason for key, reason in pairs}
+
+
+def report(outcomes: list[Outcome]) -> int:
+    """Print the score of each area and what was not found; return the command's status."""
+    areas = defaultdict(list)
+    for outcome in outcomes:
+        areas[outcome.mutant.area].append(outcome.verdict == "found")
+    for area, found in sorted(areas.items()):
+        print(f"{area:14} {sum(found):4} of {len(found):4}  {100 * sum(found) / len(found):5.1f} %")
+    missed = [outcome for outcome in outcomes if outcome.verdict != "found"]
+    for outcome in missed:
+        print(f"{outcome.verdict}: {outcome.mutant.file}:{outcome.mutant.line} {outcome.mutant.key}")
+        if outcome.verdict == "error":
+            print(f"    {outcome.by}")
+    found = len(outcomes) - len(missed)
+    print(f"{found} of {len(outcomes)} planted errors found, {100 * found / max(len(outcomes), 1):.1f} %")
+    return int(bool(missed))
+
+
+def record() -> int:
+    """Run all tests under coverage.py and write the map."""
+    with tempfile.TemporaryDirectory() as notes:
+        options = ["--cov=fmtsim", "--cov-context=test", "--cov-report=", "-p", "tests.mutants.seen", "-q", "-n2"]
+        environment = {"FMTSIM_SEEN": notes, "COVERAGE_FILE": f"{notes}/coverage"}
+        done = subprocess.run([sys.executable, "-m", "pytest", *options, "tests"], cwd=ROOT, env=_with(environment))
+        if done.returncode not in (0, 1):
+            return done.returncode
+        print(f"{write_map(f'{notes}/coverage', notes)} functions")
+    return 0
+
+
+def _with(more: dict[str, str]) -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
