@@ -9,6 +9,7 @@ An error that changes nothing that could be seen stands in equivalent.txt with i
 
 import argparse
 import datetime
+import os
 import random
 import subprocess
 import sys
@@ -69,9 +70,9 @@ def draw(count: int, seed: int | None, area: str | None, file: str | None) -> li
 
 
 def package_files() -> list[str]:
-    """Return the package's sources that git tracks."""
-    found = subprocess.run(["git", "ls-files", "fmtsim"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [name for name in found.split() if name.endswith((".py", ".cu", ".cuh"))]
+    """Return the package's sources."""
+    found = (path for path in (ROOT / "fmtsim").rglob("*") if path.suffix in (".py", ".cu", ".cuh"))
+    return sorted(path.relative_to(ROOT).as_posix() for path in found)
 
 
 def equivalents() -> dict[str, str]:
@@ -111,8 +112,6 @@ def record() -> int:
 
 
 def _with(more: dict[str, str]) -> dict[str, str]:
-    import os
-
     return {**os.environ, "PYTHONPATH": str(ROOT), **more}
 
 

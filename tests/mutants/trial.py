@@ -72,19 +72,18 @@ class Trials:
         return [*chosen, *engine]
 
     def _tests_of_place(self, mutant: Mutant) -> list[str]:
-        """Return the tests of the function or of those around it; of a table, those of its name and of its room."""
+        """Return the tests of the function or of those around it, then those of its name and of its room."""
         names = mutant.function.split(".") if mutant.file.endswith(".py") else []
+        own: list[str] = []
         for depth in range(len(names), 0, -1):
-            found = self._seen.get(f"{mutant.file}:{'.'.join(names[:depth])}")
-            if found:
-                return found
+            own = own or self._seen.get(f"{mutant.file}:{'.'.join(names[:depth])}", [])
         if not mutant.file.endswith(".py"):
             return self._seen.get(f"{mutant.file}:", [])
         _, room, *_, name = mutant.file.removesuffix(".py").split("/")
         named = [test for test in self._seconds if test.split("::")[0].endswith(f"/test_{name}.py")]
-        users = {test for place, tests in self._seen.items() if place.startswith(f"{mutant.file}:") for test in tests}
         nearby = [test for test in self._seconds if test.startswith(f"tests/{room}/")]
-        return list(dict.fromkeys([*named, *sorted(users), *sorted(nearby, key=self._seconds.__getitem__)]))
+        quick = sorted(nearby, key=self._seconds.__getitem__)
+        return list(dict.fromkeys([*own, *named, *quick]))
 
     def _one(self, mutant: Mutant, folder: Path) -> Outcome:
         tests, begun = self.tests_of(mutant), time.monotonic()
@@ -101,12 +100,12 @@ class Trials:
 
 
 def _copy(folder: Path) -> Path:
-    """Copy what git tracks, and compile it so that a changed file is noticed by its text."""
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.split(b"\0")
-    for name in filter(None, map(os.fsdecode, names)):
-        if (ROOT / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
+    """Copy what tests need, and compile it so that a changed file is noticed by its text."""
+    for name in ("fmtsim", "tests", "docs", "benchmarks", "notebooks"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.glob("*.*"):
+        if path.is_file():
+            shutil.copy2(path, folder)
     compiled = ["compileall", "-q", "--invalidation-mode", "checked-hash", "fmtsim", "tests"]
     subprocess.run([sys.executable, "-m", *compiled], cwd=folder, check=True)
     return folder

@@ -1,0 +1,73 @@
+"""The command that plants errors: where it plants them, which tests it asks, and that it tells found from missed."""
+
+import ast
+import dataclasses
+import random
+
+import pytest
+
+from tests.mutants.__main__ import draw, equivalents, package_files
+from tests.mutants.seen import COMPILED, read_map
+from tests.mutants.sites import ROOT, Mutant, mutants_of
+from tests.mutants.trial import Trials
+
+PLACES = "fmtsim/formats/fields.py"
+
+
+def test_mutants_change_one_place_and_still_parse():
+    files = [file for file in package_files() if file.endswith(".py")]
+    for file in random.Random(1).sample(files, 40):
+        found = mutants_of(file)
+        assert len({(m.start, m.end, m.new) for m in found}) == len(found)
+        for mutant in random.Random(2).sample(found, min(len(found), 10)):
+            assert mutant.applied() != (ROOT / file).read_bytes()
+            ast.parse(mutant.applied())
+
+
+def test_mutants_of_kernels_leave_comments_and_strings_alone():
+    for mutant in mutants_of("fmtsim/cuda/cast/scale.cuh"):
+        text = (ROOT / mutant.file).read_text()
+        line = text[text.rfind("\n", 0, mutant.start) + 1 : mutant.start]
+        assert "//" not in line and not line.lstrip().startswith("#") and mutant.old != mutant.new
+
+
+def test_what_no_test_is_meant_to_see_is_left_out():
+    text = (ROOT / PLACES).read_text()
+    raises = {node.lineno for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Raise | ast.Assert)}
+    assert not raises & {mutant.line for mutant in mutants_of(PLACES)}
+
+
+def test_samples_repeat_and_reach_every_area():
+    first = draw(60, 7, None, None)
+    assert first == draw(60, 7, None, None) != draw(60, 8, None, None)
+    areas = {mutant.area for mutant in first}
+    assert {"formats", "rounding", "scaling", "gemm", "cpu", "cuda", "recipes"} <= areas and len(first) <= 60
+
+
+def test_equivalent_errors_stand_in_the_tree():
+    for key in equivalents():
+        file = key.split(":")[0]
+        assert any(mutant.key == key for mutant in mutants_of(file)), f"{key} is gone; take it out of equivalent.txt"
+
+
+def test_the_map_names_tests_that_exist():
+    seen, seconds = read_map()
+    assert len(seen) > 2000 and seen[f"{PLACES}:require"]
+    files = {test.split("::")[0] for test in seconds} | {test for tests in COMPILED.values() for test in tests}
+    missing = [file for file in files if not (ROOT / file).exists()]
+    assert len(missing) < len(files) / 20, missing  # a few may have moved since it was recorded
+
+
+@pytest.mark.slow
+def test_planted_errors_are_found_and_changes_without_effect_survive():
+    errors = [m for m in mutants_of("fmtsim/formats/packing.py") if m.function == "_pack_bytes"][:1]
+    text = (ROOT / errors[0].file).read_bytes()
+    at = text.index(b"import torch")
+    same = dataclasses.replace(errors[0], start=at, end=at + 12, old="import torch", new="import torch ")
+    verdicts = [outcome.verdict for outcome in Trials(jobs=1, limit=20).run([*errors, same])]
+    assert verdicts == ["found", "survived"]
+
+
+def test_a_function_that_no_test_runs_is_told():
+    nowhere = Mutant("fmtsim/cuda/cast/nothing.cu", "nothing", 1, 0, 1, "a", "b")
+    assert Trials(jobs=1).tests_of(nowhere) == []
