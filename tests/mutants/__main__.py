@@ -11,6 +11,7 @@ import argparse
 import datetime
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="show the sample, run nothing")
     parser.add_argument("--record", action="store_true", help="write the map from functions to tests anew")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
     if options.record:
         return record()
     sample = draw(options.count, options.seed, options.area, options.file)

@@ -135,4 +135,7 @@ def _pytest(tests: list[str], folder: Path, limit: float) -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         return 124, process.communicate()[0]
+    finally:  # an interrupted command leaves no endless loop behind
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
     return process.returncode, text
