@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.mutants.seen import write_map
 from tests.mutants.sites import ROOT, Mutant, mutants_of
-from tests.mutants.trial import Outcome, Trials
+from tests.mutants.trial import Outcome, Trials, stop
 
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 
@@ -37,7 +37,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="show the sample, run nothing")
     parser.add_argument("--record", action="store_true", help="write the map from functions to tests anew")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, interrupted)
     if options.record:
         return record()
     sample = draw(options.count, options.seed, options.area, options.file)
@@ -46,6 +47,13 @@ def main() -> int:
             print(mutant.key)
         return 0
     return report(list(Trials(options.jobs, options.limit).run(sample)))
+
+
+def interrupted(number: int, _: object) -> None:
+    """End the tests that run, and the command."""
+    stop()
+    sys.stderr.write("interrupted\n")
+    os._exit(128 + number)
 
 
 def draw(count: int, seed: int | None, area: str | None, file: str | None) -> list[Mutant]:

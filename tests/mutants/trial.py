@@ -21,6 +21,10 @@ LIMIT = 60.0  # seconds of tests that one mutant is worth, by the map
 SLACK = 5.0  # how many times longer than the map says before a run counts as one that hangs
 
 
+_running: set[subprocess.Popen] = set()
+_copies: set[str] = set()
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of a mutant: ``found``, ``survived``, ``unseen`` (no test runs its function) or ``error``."""
@@ -46,6 +50,7 @@ class Trials:
     def run(self, mutants: list[Mutant]) -> Iterator[Outcome]:
         """Yield what became of each, as it is known."""
         with tempfile.TemporaryDirectory(prefix="fmtsim-mutants-") as place:
+            _copies.add(place)
             folders: Queue[Path] = Queue()
             for i in range(self._jobs):
                 folders.put(_copy(Path(place) / str(i)))
@@ -130,12 +135,20 @@ def _pytest(tests: list[str], folder: Path, limit: float) -> tuple[int, str]:
         [sys.executable, "-m", "pytest", *options, *tests], cwd=folder, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
+    _running.add(process)
     try:
         text, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         return 124, process.communicate()[0]
-    finally:  # an interrupted command leaves no endless loop behind
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+    finally:
+        _running.discard(process)
     return process.returncode, text
+
+
+def stop() -> None:
+    """End what runs and remove the copies: an interrupted command leaves nothing behind."""
+    for process in list(_running):
+        os.killpg(process.pid, signal.SIGKILL)
+    for place in _copies:
+        shutil.rmtree(place, ignore_errors=True)
