@@ -1,8 +1,8 @@
 """Plant small errors in the package and see which of them the tests find::
 
-    python -m tests.mutants                      # the check's sample: 60 errors, others every week of the calendar
+    python -m tests.mutants                      # a sample of 60 errors, others every week of the calendar
     python -m tests.mutants --count 150 --seed 7 # a fresh sample; --area gemm or --file fmtsim/... narrows it
-    python -m tests.mutants --record             # run all tests under coverage.py and write seen.txt anew (an hour)
+    python -m tests.mutants --record             # run all tests under coverage.py and write seen.txt anew
 
 An error that changes nothing that could be seen stands in equivalent.txt with its reason and is not drawn.
 """
@@ -113,16 +113,13 @@ def record() -> int:
     """Run all tests under coverage.py and write the map."""
     with tempfile.TemporaryDirectory() as notes:
         options = ["--cov=fmtsim", "--cov-context=test", "--cov-report=", "-p", "tests.mutants.seen", "-q", "-n2"]
-        environment = {"FMTSIM_SEEN": notes, "COVERAGE_FILE": f"{notes}/coverage"}
-        done = subprocess.run([sys.executable, "-m", "pytest", *options, "tests"], cwd=ROOT, env=_with(environment))
+        more = {"PYTHONPATH": str(ROOT), "FMTSIM_SEEN": notes, "COVERAGE_FILE": f"{notes}/coverage"}
+        command = [sys.executable, "-m", "pytest", *options, "tests"]
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ, **more})
         if done.returncode not in (0, 1):
             return done.returncode
         print(f"{write_map(f'{notes}/coverage', notes)} functions")
     return 0
-
-
-def _with(more: dict[str, str]) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
 
 
 if __name__ == "__main__":

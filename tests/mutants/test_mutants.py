@@ -68,6 +68,12 @@ def test_planted_errors_are_found_and_changes_without_effect_survive():
     assert verdicts == ["found", "survived"]
 
 
+def test_files_beside_the_rooms_have_tests():
+    trials = Trials(jobs=1)
+    for file in ("fmtsim/ops.py", "fmtsim/quantize.py", "fmtsim/progress.py"):
+        assert all(trials.tests_of(mutant) for mutant in mutants_of(file))
+
+
 def test_a_function_that_no_test_runs_is_told():
     nowhere = Mutant("fmtsim/cuda/cast/nothing.cu", "nothing", 1, 0, 1, "a", "b")
     assert Trials(jobs=1).tests_of(nowhere) == []

@@ -84,9 +84,10 @@ class Trials:
             own = own or self._seen.get(f"{mutant.file}:{'.'.join(names[:depth])}", [])
         if not mutant.file.endswith(".py"):
             return self._seen.get(f"{mutant.file}:", [])
-        _, room, *_, name = mutant.file.removesuffix(".py").split("/")
-        named = [test for test in self._seconds if test.split("::")[0].endswith(f"/test_{name}.py")]
-        nearby = [test for test in self._seconds if test.startswith(f"tests/{room}/")]
+        path = Path(mutant.file)
+        named = [test for test in self._seconds if test.split("::")[0].endswith(f"/test_{path.stem}.py")]
+        room = f"tests/{mutant.area}/" if mutant.area != "top" else "tests/test_"
+        nearby = [test for test in self._seconds if test.startswith(room)]
         quick = sorted(nearby, key=self._seconds.__getitem__)
         return list(dict.fromkeys([*own, *named, *quick]))
 
