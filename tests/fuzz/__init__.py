@@ -1,0 +1,1 @@
+"""Inputs that nobody writes: each either gives a result or one of fmtsim's own errors (``python -m tests.fuzz``)."""
