@@ -1,11 +1,13 @@
 """What tests share: no test module imports another, and the comparison of bits sees what it should."""
 
 import ast
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support import faults
 from tests.support.bits import assert_same_bits, bits, differing, same_bits, stored
 
 ROOT = Path(__file__).parent
@@ -58,3 +60,39 @@ def test_nan_of_other_bits_shapes_dtypes_and_none_differ():
             assert_same_bits(other, x)
     assert same_bits(None, None) and same_bits(x, x.numpy())
     assert bits(stored(torch.full((64,), torch.nan, dtype=torch.float64), torch.bfloat16)).unique().tolist() == [0x7FC0]
+
+
+# Faults.
+
+
+def test_a_child_is_ended_at_a_moment_or_an_event(tmp_path):
+    sleep = "import time; time.sleep(60)"
+    assert faults.run("print(1)", kill=60).stdout == "1\n"
+    assert faults.run(sleep, kill=0.1).status == -signal.SIGKILL
+    made = tmp_path / "made"
+    assert faults.run(f"open({str(made)!r}, 'w'); {sleep}", kill=made.exists).status == -signal.SIGKILL
+    assert made.exists()
+
+
+def test_a_child_of_a_runner_that_ignores_interrupts_does_not():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        ended = faults.run("import time; time.sleep(60)", kill=0.5, number=signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.stderr.endswith("KeyboardInterrupt\n")
+
+
+def test_files_past_a_limit_fail_writers(tmp_path):
+    file = tmp_path / "file"
+    write = f"import pathlib; pathlib.Path({str(file)!r}).write_text(100 * 'a')"
+    assert faults.run(write, file_limit=100).status == 0
+    assert "File too large" in faults.run(write, file_limit=99).stderr
+    with faults.largest_file(99), pytest.raises(OSError, match="File too large"):
+        file.write_text(100 * "a")
+    file.write_text(100 * "a")
+
+
+def test_a_small_disk_is_soon_full(tmp_path):
+    with faults.small_disk(tmp_path / "disk", 4096) as disk, pytest.raises(OSError, match="No space left"):
+        (disk / "file").write_text(10000 * "a")
