@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests.mutants.seen import write_map
@@ -46,7 +47,7 @@ def main() -> int:
         for mutant in sample:
             print(mutant.key)
         return 0
-    return report(list(Trials(options.jobs, options.limit).run(sample)))
+    return report(Trials(options.jobs, options.limit).run(sample), len(sample))
 
 
 def interrupted(number: int, _: object) -> None:
@@ -92,21 +93,22 @@ def equivalents() -> dict[str, str]:
     return {key: reason for key, reason in pairs}
 
 
-def report(outcomes: list[Outcome]) -> int:
-    """Print the score of each area and what was not found; return the command's status."""
+def report(outcomes: Iterable[Outcome], count: int) -> int:
+    """Print what is not found as it is known, then the score of each area; return the command's status."""
     areas = defaultdict(list)
-    for outcome in outcomes:
+    for i, outcome in enumerate(outcomes, 1):
         areas[outcome.mutant.area].append(outcome.verdict == "found")
-    for area, found in sorted(areas.items()):
-        print(f"{area:14} {sum(found):4} of {len(found):4}  {100 * sum(found) / len(found):5.1f} %")
-    missed = [outcome for outcome in outcomes if outcome.verdict != "found"]
-    for outcome in missed:
-        print(f"{outcome.verdict}: {outcome.mutant.file}:{outcome.mutant.line} {outcome.mutant.key}")
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{i} of {count}\r")
+        if outcome.verdict != "found":
+            print(f"{outcome.verdict}: line {outcome.mutant.line} of {outcome.mutant.key}", flush=True)
         if outcome.verdict == "error":
             print(f"    {outcome.by}")
-    found = len(outcomes) - len(missed)
-    print(f"{found} of {len(outcomes)} planted errors found, {100 * found / max(len(outcomes), 1):.1f} %")
-    return int(bool(missed))
+    for area, found in sorted(areas.items()):
+        print(f"{area:14} {sum(found):4} of {len(found):4}  {100 * sum(found) / len(found):5.1f} %")
+    found = sum(areas.values(), [])
+    print(f"{sum(found)} of {count} planted errors found, {100 * sum(found) / max(count, 1):.1f} %")
+    return int(sum(found) < count)
 
 
 def record() -> int:

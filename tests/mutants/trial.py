@@ -1,8 +1,8 @@
 """Run the tests that can see a mutant on a copy of the tree that has it."""
 
+import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from queue import Queue
 
@@ -45,25 +46,31 @@ class Trials:
 
     def __init__(self, jobs: int = 2, limit: float = LIMIT) -> None:
         self._jobs, self._limit = jobs, limit
-        self._seen, self._seconds = read_map()
+        seen, seconds = read_map()
+        self._seconds = {test: spent for test, spent in seconds.items() if _exists(test)}
+        self._seen = {place: [test for test in tests if test in self._seconds] for place, tests in seen.items()}
 
     def run(self, mutants: list[Mutant]) -> Iterator[Outcome]:
         """Yield what became of each, as it is known."""
-        with tempfile.TemporaryDirectory(prefix="fmtsim-mutants-") as place:
+        with tempfile.TemporaryDirectory(prefix="fmtsim-mutants-") as place, ThreadPoolExecutor(self._jobs) as pool:
             _copies.add(place)
-            folders: Queue[Path] = Queue()
-            for i in range(self._jobs):
-                folders.put(_copy(Path(place) / str(i)))
+            free: Queue[_Copy] = Queue()
+            copies = [_Copy(Path(place) / str(i)) for i in range(self._jobs)]
+            for copy in copies:
+                free.put(copy)
 
             def one(mutant: Mutant) -> Outcome:
-                folder = folders.get()
+                copy = free.get()
                 try:
-                    return self._one(mutant, folder)
+                    return self._one(mutant, copy)
                 finally:
-                    folders.put(folder)
+                    free.put(copy)
 
-            with ThreadPoolExecutor(self._jobs) as pool:
+            try:
                 yield from pool.map(one, mutants)
+            finally:
+                for copy in copies:
+                    copy.close()
 
     def tests_of(self, mutant: Mutant) -> list[str]:
         """Return the tests that see a mutant, the likeliest first."""
@@ -77,79 +84,109 @@ class Trials:
         return [*chosen, *engine]
 
     def _tests_of_place(self, mutant: Mutant) -> list[str]:
-        """Return the tests of the function or of those around it, then those of its name and of its room."""
-        names = mutant.function.split(".") if mutant.file.endswith(".py") else []
+        """Return the tests of the function or those around it, of its file, its name, its room; or all, quick first."""
+        if not mutant.file.endswith(".py"):
+            return self._seen.get(f"{mutant.file}:", [])
+        names = mutant.function.split(".")
         own: list[str] = []
         for depth in range(len(names), 0, -1):
             own = own or self._seen.get(f"{mutant.file}:{'.'.join(names[:depth])}", [])
-        if not mutant.file.endswith(".py"):
-            return self._seen.get(f"{mutant.file}:", [])
+        quick = sorted(self._seconds, key=self._seconds.__getitem__)
+        of_file = {test for place, tests in self._seen.items() if place.startswith(f"{mutant.file}:") for test in tests}
         path = Path(mutant.file)
-        named = [test for test in self._seconds if test.split("::")[0].endswith(f"/test_{path.stem}.py")]
+        named = [test for test in quick if test.split("::")[0].endswith(f"/test_{path.stem}.py")]
         room = f"tests/{mutant.area}/" if mutant.area != "top" else "tests/test_"
-        nearby = [test for test in self._seconds if test.startswith(room)]
-        quick = sorted(nearby, key=self._seconds.__getitem__)
-        return list(dict.fromkeys([*own, *named, *quick]))
+        nearby = [test for test in quick if test in of_file or test.startswith(room)]
+        return list(dict.fromkeys([*own, *named, *nearby])) or quick
 
-    def _one(self, mutant: Mutant, folder: Path) -> Outcome:
+    def _one(self, mutant: Mutant, copy: "_Copy") -> Outcome:
         tests, begun = self.tests_of(mutant), time.monotonic()
         if not tests:
             return Outcome(mutant, "unseen", 0.0)
         expected = sum(self._seconds.get(test, 60.0) for test in tests)
-        with _changed(folder, mutant):
-            code, text = _pytest(tests, folder, 60 + SLACK * expected)
-        verdict = {0: "survived", 1: "found", 2: "found", 3: "found", 124: "found"}.get(
-            code, "found" if code < 0 else "error"
-        )
+        with copy.changed(mutant):
+            status, text = copy.pytest(tests, 60 + SLACK * expected)
+        verdict = "survived" if status == 0 else "error" if status == 5 or "ERROR: not found" in text else "found"
         by = next((line.split(" ")[1] for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))), "")
-        return Outcome(mutant, verdict, time.monotonic() - begun, by or f"exit {code}: {text[-200:]!r}")
+        return Outcome(mutant, verdict, time.monotonic() - begun, by or f"exit {status}: {text[-200:]!r}")
 
 
-def _copy(folder: Path) -> Path:
-    """Copy what tests need, and compile it so that a changed file is noticed by its text."""
-    for name in ("fmtsim", "tests", "docs", "benchmarks", "notebooks"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in ROOT.glob("*.*"):
-        if path.is_file():
-            shutil.copy2(path, folder)
-    compiled = ["compileall", "-q", "--invalidation-mode", "checked-hash", "fmtsim", "tests"]
-    subprocess.run([sys.executable, "-m", *compiled], cwd=folder, check=True)
-    return folder
+@cache
+def _text(file: str) -> str:
+    path = ROOT / file
+    return path.read_text() if path.is_file() else ""
 
 
-@contextmanager
-def _changed(folder: Path, mutant: Mutant) -> Iterator[None]:
-    path = folder / mutant.file
-    before = path.read_bytes()
-    path.write_bytes(mutant.applied())
-    try:
-        yield
-    finally:
-        path.write_bytes(before)
+def _exists(test: str) -> bool:
+    """Say whether a test of the map is still there."""
+    file, _, name = test.partition("::")
+    return f"def {name.split('::')[-1]}(" in _text(file)
 
 
-def _pytest(tests: list[str], folder: Path, limit: float) -> tuple[int, str]:
-    """Return pytest's exit status, 124 where it took too long, and what it wrote."""
-    options = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-n0"]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options, *tests], cwd=folder, env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
-    _running.add(process)
-    try:
-        text, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return 124, process.communicate()[0]
-    finally:
-        _running.discard(process)
-    return process.returncode, text
+class _Copy:
+    """A copy of the tree, of what the engines have compiled, and a server that runs tests there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tree, self._output = folder / "tree", folder / "output"
+        for name in ("fmtsim", "tests", "docs", "benchmarks", "notebooks"):
+            shutil.copytree(ROOT / name, self._tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in ROOT.glob("*.*"):
+            if path.is_file():
+                shutil.copy2(path, self._tree)
+        # A changed file is to be noticed by its text.
+        compiled = ["compileall", "-q", "--invalidation-mode", "checked-hash", "fmtsim", "tests"]
+        subprocess.run([sys.executable, "-m", *compiled], cwd=self._tree, check=True)
+        places = {"FMTSIM_CACHE_DIR": folder / "cache", "TMPDIR": folder / "tmp"}
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        _link(Path(os.environ.get("FMTSIM_CACHE_DIR") or f"{cache}/fmtsim"), places["FMTSIM_CACHE_DIR"])
+        emulator = f"fmtsim-emulator-{os.getuid()}"
+        _link(Path(tempfile.gettempdir()) / emulator, places["TMPDIR"] / emulator)
+        fixed = {"PYTHONPATH": self._tree, "PYTHONDONTWRITEBYTECODE": 1, "OMP_NUM_THREADS": 1, **places}
+        self._server = subprocess.Popen(
+            [sys.executable, "tests/mutants/server.py"], cwd=self._tree, text=True, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, env={**os.environ, **{name: str(value) for name, value in fixed.items()}},
+        )  # fmt: skip
+        _running.add(self._server)
+
+    @contextmanager
+    def changed(self, mutant: Mutant) -> Iterator[None]:
+        """Hold the mutant."""
+        path = self._tree / mutant.file
+        before = path.read_bytes()
+        path.write_bytes(mutant.applied())
+        try:
+            yield
+        finally:
+            path.write_bytes(before)
+
+    def pytest(self, tests: list[str], limit: float) -> tuple[int, str]:
+        """Return pytest's exit status, 124 where it took too long, and what it wrote."""
+        assert self._server.stdin is not None and self._server.stdout is not None
+        request = {"tests": tests, "limit": limit, "output": str(self._output)}
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        answer = self._server.stdout.readline()
+        if not answer:
+            raise RuntimeError("the server that runs the tests has ended")
+        return int(answer), self._output.read_text(errors="replace")
+
+    def close(self) -> None:
+        """End the server."""
+        _running.discard(self._server)
+        self._server.communicate()
+
+
+def _link(source: Path, target: Path) -> None:
+    """Link what is compiled into a folder: tests use it and add to the copy alone."""
+    target.mkdir(parents=True)
+    if source.is_dir():
+        shutil.copytree(source, target, copy_function=os.link, dirs_exist_ok=True)
 
 
 def stop() -> None:
     """End what runs and remove the copies: an interrupted command leaves nothing behind."""
     for process in list(_running):
-        os.killpg(process.pid, signal.SIGKILL)
+        process.terminate()
+        process.wait()
     for place in _copies:
         shutil.rmtree(place, ignore_errors=True)
