@@ -1,10 +1,16 @@
-"""Where the engines keep what they have compiled."""
+"""Where the engines keep what they have compiled, and files there that are whole or not there at all."""
 
+import contextlib
 import errno
+import hashlib
 import os
 import tempfile
+import uuid
 import warnings
 from pathlib import Path
+
+_DIGEST = 32  # bytes of SHA-256 before the content of a file
+_said: set[str] = set()
 
 
 def kernel_folder(name: str) -> Path | None:
@@ -21,10 +27,56 @@ def kernel_folder(name: str) -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        warnings.warn(
-            f"fmtsim cannot write its kernel cache {folder} ({error.strerror}); kernels are compiled anew in every "
-            "process. Set FMTSIM_CACHE_DIR to a folder that can be written.",
-            stacklevel=3,
-        )
+        warn_unwritable(folder, error)
         return None
     return folder
+
+
+def save(path: Path, content: bytes) -> None:
+    """Write a file of the cache, which appears whole or not at all; one warning says where there is no room."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        temporary.write_bytes(hashlib.sha256(content).digest() + content)
+        temporary.replace(path)
+    except OSError as error:
+        warn_unwritable(path.parent, error)
+    finally:
+        with contextlib.suppress(OSError):  # a folder that became read-only
+            temporary.unlink(missing_ok=True)
+
+
+def load(path: Path) -> bytes | None:
+    """Return the content of a file of the cache; None where there is none, or (with one warning) a damaged one."""
+    try:
+        stored = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _warn_damaged(path, f"cannot be read ({error.strerror})")
+        return None
+    if hashlib.sha256(stored[_DIGEST:]).digest() != stored[:_DIGEST]:
+        _warn_damaged(path, "is truncated or was changed")
+        return None
+    return stored[_DIGEST:]
+
+
+def warn_unwritable(folder: Path, error: OSError) -> None:
+    """Say once that kernels are not kept in a folder."""
+    _warn_once(
+        f"fmtsim cannot write its kernel cache {folder}",
+        f" ({error.strerror or error}); kernels are compiled anew in every process. Set FMTSIM_CACHE_DIR to a folder "
+        "that can be written.",
+    )
+
+
+def _warn_damaged(path: Path, how: str) -> None:
+    _warn_once(
+        f"fmtsim found a damaged file in its kernel cache {path.parent}",
+        f": {path.name} {how}; its kernel is compiled again. If this comes back, delete the folder.",
+    )
+
+
+def _warn_once(what: str, more: str) -> None:
+    if what not in _said:
+        _said.add(what)
+        warnings.warn(what + more, stacklevel=4)

@@ -4,7 +4,7 @@ from fmtsim.cpu.cast.engine import decode, encode, quantize, supports
 from fmtsim.cpu.gemm.engine import gemm, supports_gemm
 from fmtsim.cpu.optim.elementary import exp, ln
 from fmtsim.cpu.optim.steps import optimizer_steps, supports_optimizer
-from fmtsim.cpu.runtime.jit import cache_folder
+from fmtsim.cpu.runtime.kernel_cache import cache_folder
 from fmtsim.cpu.runtime.pool import get_num_threads, set_num_threads
 
 __all__ = [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fmtsim.cpu.runtime import jit
+from fmtsim.cpu.runtime.kernel_cache import cache_folder
 
 CALL = """
 x = torch.tensor([0.1, 500.0, -3.3])
@@ -51,7 +51,7 @@ def test_kernels_are_compiled_once_for_all_processes(tmp_path):
     first = run_script(script, FMTSIM_CACHE_DIR=str(tmp_path))
     kept = files(tmp_path)
     second = run_script(script, FMTSIM_CACHE_DIR=str(tmp_path))
-    assert kept and all(re.match(r"cpu-[0-9a-f]{16}/", name) for name in kept)
+    assert kept and all(re.fullmatch(r"cpu/cast[a-z_.]+-[0-9a-f]{32}\.bin", name) for name in kept)
     assert files(tmp_path) == kept
     printed, compilations = zip(*(result.stdout.split("\n")[:2] for result in (first, second)), strict=True)
     assert printed == (PRINTED, PRINTED)
@@ -66,7 +66,7 @@ def test_the_cache_lies_where_the_environment_says(tmp_path, monkeypatch):
     for name, folder in variables.items():
         monkeypatch.setenv(name, str(folder))
     for name, below in (("FMTSIM_CACHE_DIR", ""), ("XDG_CACHE_HOME", "fmtsim"), ("HOME", ".cache/fmtsim")):
-        folder = jit.cache_folder.__wrapped__()
+        folder = cache_folder.__wrapped__()
         assert folder.parent == variables[name] / below and folder.is_dir()
         monkeypatch.setenv(name, "")
 
@@ -89,26 +89,10 @@ def test_a_cache_that_cannot_be_written(tmp_path, blocked):
     assert result.stdout.strip() == "[0.1015625, 448.0, -3.25]"
     assert result.stderr.count("UserWarning") == 1
     assert re.search(
-        rf"fmtsim cannot write its kernel cache {re.escape(str(place))}/cpu-[0-9a-f]+ \(.+\); kernels are compiled "
+        rf"fmtsim cannot write its kernel cache {re.escape(str(place))}/cpu \(.+\); kernels are compiled "
         r"anew in every process\. Set FMTSIM_CACHE_DIR to a folder that can be written\.",
         result.stderr,
     )
-
-
-def test_edited_kernels_get_another_folder(tmp_path, monkeypatch):
-    """The folder's name follows the text of every kernel file."""
-    for name in ("runtime/jit.py", "cast/scalar.py"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text((Path(jit.__file__).parents[1] / name).read_text(encoding="utf-8"))
-    monkeypatch.setattr(jit, "__file__", str(tmp_path / "runtime" / "jit.py"))
-    monkeypatch.setenv("FMTSIM_CACHE_DIR", str(tmp_path / "cache"))
-    folder = jit.cache_folder.__wrapped__
-    first = folder()
-    assert folder() == first and first.is_dir()
-    with (tmp_path / "cast" / "scalar.py").open("a", encoding="utf-8") as kernels:
-        kernels.write("# edited\n")
-    assert folder() != first
-    assert folder().parent == first.parent
 
 
 @pytest.mark.slow
@@ -129,7 +113,7 @@ def test_two_processes_may_fill_the_cache_at_once(tmp_path):
 @pytest.mark.slow
 def test_a_kernel_that_was_deleted_is_compiled_again(tmp_path):
     run_script(CALL, FMTSIM_CACHE_DIR=str(tmp_path))
-    objects = sorted(tmp_path.rglob("*.nbc"))
+    objects = sorted(tmp_path.rglob("*.bin"))
     assert len(objects) >= 2
     objects[0].unlink()
     assert run_script(CALL, FMTSIM_CACHE_DIR=str(tmp_path)).stdout.strip() == PRINTED
@@ -138,7 +122,7 @@ def test_a_kernel_that_was_deleted_is_compiled_again(tmp_path):
 def test_the_cache_of_this_process_is_quiet():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert jit.cache_folder() is not None
+        assert cache_folder() is not None
 
 
 # Memory.

@@ -4,9 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
-from fmtsim.cpu.runtime.jit import device, kernel
+from fmtsim.cpu.runtime.jit import device, kernel, overload
 from fmtsim.cpu.runtime.simd import (
     LANES,
     and_,

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numba import types
-from numba.extending import overload
 from torch import Tensor
 
 from fmtsim.cpu.gemm.accumulate import (
@@ -22,7 +21,7 @@ from fmtsim.cpu.gemm.accumulate import (
 from fmtsim.cpu.gemm.operands import number, read_array
 from fmtsim.cpu.gemm.slabs import Slabs, chain_scales, slabs_of
 from fmtsim.cpu.runtime import pool
-from fmtsim.cpu.runtime.jit import kernel
+from fmtsim.cpu.runtime.jit import kernel, overload
 from fmtsim.cpu.runtime.scratch import scratch
 from fmtsim.cpu.runtime.simd import LANES, broadcast, fma, load, store
 from fmtsim.formats.representable import is_representable

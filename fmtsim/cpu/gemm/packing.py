@@ -7,10 +7,9 @@ columns are marked.
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from fmtsim.cpu.gemm.operands import EMPTY, TOP_BYTE, number, pitch_of
-from fmtsim.cpu.runtime.jit import device, kernel
+from fmtsim.cpu.runtime.jit import device, kernel, overload
 from fmtsim.cpu.runtime.simd import (
     LANES,
     and_,

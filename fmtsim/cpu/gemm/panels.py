@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from fmtsim.cpu.gemm.accumulate import Promotion, Sums
 from fmtsim.cpu.gemm.aligned_rounding import round_blocks
@@ -12,7 +11,7 @@ from fmtsim.cpu.gemm.aligned_truncate import truncate32, truncate64
 from fmtsim.cpu.gemm.block_scaled import grouped
 from fmtsim.cpu.gemm.operands import EMPTY, TOP_BYTE, Grouped, Panel
 from fmtsim.cpu.gemm.packing import pack_panel
-from fmtsim.cpu.runtime.jit import kernel
+from fmtsim.cpu.runtime.jit import kernel, overload
 from fmtsim.cpu.runtime.simd import LANES
 
 

@@ -1,68 +1,20 @@
-"""How kernels are compiled and kept: numba with a disk cache that notices edits in any kernel file.
+"""How kernels are compiled: decorators for numba, and instructions that it lacks."""
 
-numba's own cache looks at the file of the compiled function alone, so an edited helper in another file would leave
-stale machine code behind. The folder used here is named after a hash of all kernel sources instead.
-"""
-
-import hashlib
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 
 import llvmlite.ir as ir
 import numba
-from numba import types
-from numba.core import caching
+from numba import extending, types
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
-from fmtsim.folder import kernel_folder
-
-
-@cache
-def cache_folder() -> Path | None:
-    """Return the folder of compiled kernels, named by their sources; None (with one warning) where there is none."""
-    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
-    return kernel_folder(f"cpu-{digest}")
-
-
-class _Locator(caching._CacheLocator):
-    """Point numba's cache at ``cache_folder``; the folder's name stands for the state of the sources."""
-
-    def __init__(self, function: Callable, folder: Path) -> None:
-        self._folder = folder
-        self._line = function.__code__.co_firstlineno
-
-    def get_cache_path(self) -> str:
-        return str(self._folder)
-
-    def get_source_stamp(self) -> str:
-        return self._folder.name
-
-    def get_disambiguator(self) -> str:
-        return str(self._line)
-
-    @classmethod
-    def from_function(cls, function: Callable, path: str) -> "_Locator":
-        folder = cache_folder()
-        assert folder is not None  # kernel() asks first
-        return cls(function, folder)
-
-
-class _Implementation(caching.CompileResultCacheImpl):
-    _locator_classes = [_Locator]
-
-
-class _KernelCache(caching.FunctionCache):
-    _impl_class = _Implementation
+from fmtsim.cpu.runtime.kernel_cache import KernelCache
 
 
 def kernel(function: Callable) -> Callable:
     """Compile a function at its first call for each signature, without the GIL, and keep the machine code on disk."""
     dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
-    if cache_folder() is not None:
-        dispatcher._cache = _KernelCache(function)  # type: ignore[attr-defined]
+    dispatcher._cache = KernelCache(function)  # type: ignore[attr-defined]
     return dispatcher
 
 
@@ -74,6 +26,16 @@ def device(function: Callable) -> Callable:
 def subroutine(function: Callable) -> Callable:
     """Compile a helper that kernels call: long branching code, whose copies would cost more to compile than to call."""
     return numba.njit(nogil=True, error_model="numpy")(function)
+
+
+def overload(stub: Callable) -> Callable:
+    """Name what stands for a function in compiled code; keys of the cache find it by the function's ``overload``."""
+
+    def register(function: Callable) -> Callable:
+        stub.overload = function  # type: ignore[attr-defined]
+        return extending.overload(stub)(function)
+
+    return register
 
 
 def _bitcast(source: types.Type, target: types.Type, llvm: ir.Type) -> Callable:

@@ -1,0 +1,117 @@
+"""What the machine code of a kernel depends on, as a hash: names of files of the kernel cache.
+
+numba's own cache looks at the file of the compiled function alone, so an edited helper in another file would leave
+stale machine code behind. A key here goes over everything that is compiled into a kernel, wherever it is written: the
+code of the functions that it reaches, the constants that they name and the fields of tuples that it is given. An edit
+changes the keys of the kernels that it reaches, and no other.
+"""
+
+import dis
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from enum import Enum
+from functools import cache
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import llvmlite
+import numba
+import numpy as np
+from numba import types
+from numba.core.dispatcher import Dispatcher
+from numba.core.extending import _Intrinsic
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, np.generic, np.dtype, types.Type)
+_VERSIONS = (numba.__version__, llvmlite.__version__, sys.implementation.cache_tag)
+
+
+def key_of(function: Callable, signature: tuple[types.Type, ...], machine: tuple[str, ...]) -> str:
+    """Return the key of a kernel for the types of its arguments on a machine (numba's ``magic_tuple``)."""
+    fields = [_fields(kind) for kind in signature]
+    return _hash(reached(function), str(signature), *map(str, fields), str(machine), *_VERSIONS)
+
+
+@cache
+def reached(function: FunctionType) -> str:
+    """Return the hash of a function's code and of all that it reaches; positions in its file do not count."""
+    cells = {name: cell.cell_contents for name, cell in _cells(function)}
+    named = [f"{name}={_described(value)}" for name, value in sorted([*cells.items(), *_globals(function)])]
+    defaults = _described(function.__defaults__), _described(tuple((function.__kwdefaults__ or {}).values()))
+    return _hash(_code(function.__code__), *defaults, *named)
+
+
+def _cells(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    return zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+
+
+def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the global names of a function with their values, and what it may take from our modules by a dot."""
+    codes = list(_codes(function.__code__))
+    names = {step.argval for code in codes for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    for name in names & function.__globals__.keys():
+        value = function.__globals__[name]
+        yield name, value
+        if isinstance(value, ModuleType) and value.__name__.startswith("fmtsim."):
+            attributes = {attribute for code in codes for attribute in code.co_names} & vars(value).keys()
+            yield from ((f"{name}.{attribute}", vars(value)[attribute]) for attribute in attributes)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code object and those of functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _code(code: CodeType) -> str:
+    """Return a code object as text, without the places of its lines."""
+    constants = [_code(value) if isinstance(value, CodeType) else repr(value) for value in code.co_consts]
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+    counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
+    return repr((code.co_code, constants, names, counts, code.co_exceptiontable))
+
+
+def _described(value: Any) -> str:
+    """Return what a named value brings into machine code.
+
+    Raises:
+        TypeError: Nothing is known about values of its kind.
+    """
+    if isinstance(value, Dispatcher):
+        return _hash(reached(value.py_func), repr(sorted(value.targetoptions.items())))
+    if isinstance(value, _Intrinsic):  # writes LLVM, with whatever its file has
+        return _hash(value._name, _text(inspect.getmodule(inspect.unwrap(value))))
+    if isinstance(value, FunctionType):  # numba compiles none but those that have an overload
+        return reached(value.overload) if hasattr(value, "overload") else value.__qualname__
+    if isinstance(value, tuple):
+        return repr([type(value).__name__, *map(_described, value)])
+    if isinstance(value, np.ndarray):
+        return repr((value.dtype, value.shape, value.tobytes()))
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}{getattr(value, '_fields', '')}"
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    raise TypeError(f"no rule says what a kernel takes from {value!r}; add one")
+
+
+def _fields(kind: types.Type) -> Any:
+    """Return the fields of a named tuple, and of those inside it: types name them by class alone."""
+    if not isinstance(kind, types.BaseTuple):
+        return ()
+    return getattr(getattr(kind, "instance_class", None), "_fields", ()), [
+        _fields(item) for item in getattr(kind, "types", ())
+    ]
+
+
+@cache
+def _text(module: ModuleType) -> str:
+    return inspect.getsource(module)
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
