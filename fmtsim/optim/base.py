@@ -11,11 +11,13 @@ from torch import Tensor
 from fmtsim.errors import ArgumentError, DeviceError, DtypeError
 from fmtsim.optim import checkpoint, engines, torch_step
 from fmtsim.optim.catalogue import get_scheme
-from fmtsim.optim.rules import Rule, require
+from fmtsim.optim.rules import Rule
 from fmtsim.spec.optimizer import ParameterStep, Scheme, StateFormat, in_parameter
 
 Params = Iterable[Any]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Below what hyperparameters lie; they begin at 0.
+_BOUNDS = {"lr": math.inf, "eps": math.inf, "weight_decay": math.inf, "bound": math.inf, "momentum": 1, "beta": 1}
 
 
 class QuantizedOptimizer(torch.optim.Optimizer):
@@ -44,15 +46,14 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Raise ArgumentError for hyperparameters that are not allowed: numbers from 0, and decays below 1."""
-        check_common(group, tuple(name for name in ("lr", "eps", "weight_decay", "bound") if name in group))
-        for name in ("momentum", "beta"):
+        for name, end in _BOUNDS.items():
             if name in group:
-                require(name, group[name], 0, 1, open_high=True)
+                _check_number(name, group[name], end)
         betas = group.get("betas", (0.0, 0.0))
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise ArgumentError(f"betas={betas!r} is not allowed; choose two numbers in [0, 1)")
         for place, beta in enumerate(betas):
-            require(f"betas[{place}]", beta, 0, 1, open_high=True)
+            _check_number(f"betas[{place}]", beta, 1)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with hyperparameters of their own; the scheme and the seed are the optimizer's."""
@@ -239,9 +240,8 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             )
 
 
-def check_common(group: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    """Refuse hyperparameters that are negative or not finite."""
-    for name in names:
-        value = group[name]
-        if not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ArgumentError(f"{name}={value!r} is not allowed; choose a number of 0 or more")
+def _check_number(name: str, value: Any, end: float) -> None:
+    """Refuse what is not a number from 0 to below an end."""
+    if not isinstance(value, int | float) or not 0 <= value < end:
+        allowed = "of 0 or more" if end == math.inf else f"in [0, {end})"
+        raise ArgumentError(f"{name}={value!r} is not allowed; choose a number {allowed}")

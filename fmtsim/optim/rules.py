@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError
 from fmtsim.spec.optimizer import Numbers, Scheme
 
 CONSTANTS = ("limit",)
@@ -142,11 +141,3 @@ ADAM = Rule(name="adam", slots=_MOMENTS, update=_adam, numbers=partial(_adam_num
 LION = Rule(name="lion", slots=("first",), update=_lion, numbers=_lion_numbers)
 SGD = Rule(name="sgd", slots=("first",), update=_sgd, numbers=_sgd_numbers)
 NESTEROV = Rule(name="nesterov", slots=("first",), update=_nesterov, numbers=_sgd_numbers)
-
-
-def require(name: str, value: float, low: float, high: float, *, open_high: bool = False) -> None:
-    """Raise ArgumentError unless ``low <= value <= high`` (below high where ``open_high``)."""
-    above = value >= high if open_high else value > high
-    if not isinstance(value, int | float) or not math.isfinite(value) or value < low or above:
-        bracket = ")" if open_high else "]"
-        raise ArgumentError(f"{name}={value!r} is not allowed; choose a number in [{low:g}, {high:g}{bracket}")

@@ -8,6 +8,7 @@ import torch
 import fmtsim
 from fmtsim import Datapath, EmulatedGEMM, Gemm, GemmPlan, LinearConfig, Quantizer, get_format, linear_config
 from fmtsim.formats.block import scaled
+from fmtsim.gemm.products import resolver
 from tests.support import layer_oracle
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal
@@ -33,11 +34,27 @@ def config(x, w=None, g=None, **machine):
     return linear_config(x=x, w=w or x, g=g or x, **machine)
 
 
-def check(config, dtype=torch.float32, sizes=SIZES):
-    """Fail unless forward and both gradients are the public calls."""
-    x, w, _, g = tensors(dtype, sizes)
-    for got, expected in zip(run(x, w, None, g, config), layer_oracle.layer(x, w, None, g, config), strict=True):
-        assert_same_bits(got, expected)
+def calls_of(function, *arguments):
+    """Return what a function returns, and the calls of a library or unit that it made."""
+    calls, resolve = [], resolver.resolve
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resolver, "resolve", lambda call: calls.append(call) or resolve(call))
+        return function(*arguments), calls
+
+
+def check(config, dtype=torch.float32, sizes=SIZES, bias=False):
+    """Fail unless forward and both gradients are the public calls, seen by the library as it sees those."""
+    x, w, added, g = tensors(dtype, sizes)
+    added = added if bias else None
+    got, calls = calls_of(run, x, w, added, g, config)
+    expected, public = calls_of(layer_oracle.layer, x, w, added, g, config)
+    for one, other in zip(got[:3], expected, strict=True):
+        assert_same_bits(one, other)
+    assert len(calls) == 3
+    for call, other in zip(calls, public, strict=True):
+        if call.target is not None:
+            same = {} if call.operation == "scaled_mm" else {"operation": "mm", "fast_accum": False}
+            assert replace(call.facts(), **same) == replace(other.facts(), **same)
 
 
 def row(name):

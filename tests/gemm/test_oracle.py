@@ -127,6 +127,16 @@ def test_scaled_promotion_is_one_multiply_add():
     assert_identical(dot([1.0] * 5, ONE, two, scale_a=[1.0, INF, 4.0], scale_b=[1.0, 0.0, 0.5]), NAN)
 
 
+@pytest.mark.parametrize("successive", [False, True])
+def test_a_unit_with_scales_of_its_own_promotes_without_any(successive):
+    unit = replace(ONE, scale=UE4M3, scale_block=2)
+    scales = {"scale_a": [2.0, 8.0], "scale_b": [4.0, 0.5]}
+    scaled = GemmPlan(promote_every=2, scaled_promotion=True, successive_scales=successive)
+    for path, plan in ((unit, scaled), (unit, GemmPlan(promote_every=2)), (replace(unit, promote_every=2), PLAIN)):
+        assert_identical(dot([1.0, 2.0, 3.0, 4.0], path, plan, c=0.5, fmt=E4M3, **scales), 52.5)  # 3 x 8 + 7 x 4 + 0.5
+    assert_identical(dot([1.0] * 4, unit, scaled, c=0.5, fmt=E4M3), 4.5)
+
+
 def test_successive_scales_round_once_more():
     plan = GemmPlan(promote_every=1, scaled_promotion=True, successive_scales=True)
     assert_identical(dot([1.5], ONE, plan, c=1.0, scale_a=[2.0], scale_b=[3.0]), 10.0)

@@ -48,6 +48,23 @@ def test_a_subnormal_operand_keeps_the_lowest_exponent():
     assert_identical(block(unit, [(7 * 2.0**-9, 7 * 2.0**-9)], fmt=E4M3), 3 * 2.0**-14)
 
 
+def test_terms_become_integers_as_their_rounding_says():
+    for x in (n / 8 for n in range(-48, 49)):
+        size, sign = abs(x), math.copysign(1, x)
+        expected = {
+            "nearest_even": round(x),
+            "nearest_away": sign * math.floor(size + 0.5),
+            "nearest_toward_zero": sign * math.ceil(size - 0.5),
+            "toward_zero": math.trunc(x),
+            "down": math.floor(x),
+            "up": math.ceil(x),
+            "to_odd": x if x.is_integer() else sign * (math.floor(size) | 1),
+        }
+        assert {*expected, "stochastic"} == set(MODES)
+        for mode, n in expected.items():
+            assert exact(x).to_integer(Rounding(mode=mode)) == n, (x, mode)
+
+
 # Section 2, step by step.
 
 

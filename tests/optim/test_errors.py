@@ -1,6 +1,7 @@
 """What is refused, in which words, and what NaN and Inf in gradients do."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -48,6 +49,45 @@ def weight(*shape):
 def test_what_is_not_allowed(make, message):
     with pytest.raises(ArgumentError, match=message):
         make()
+
+
+# The numbers that each hyperparameter may be: its least, the next below that, and where it ends (None: nowhere).
+BOUNDS = [(kind, name, end) for kind, names in (
+    (AdamW, {"lr": None, "eps": None, "weight_decay": None, "betas": 1.0}),
+    (Lion, {"lr": None, "weight_decay": None, "betas": 1.0}),
+    (SGD, {"lr": None, "weight_decay": None, "momentum": 1.0}),
+    (Madam, {"lr": None, "bound": None, "beta": 1.0}),
+) for name, end in names.items()]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name", "end"), BOUNDS, ids=lambda given: getattr(given, "__name__", str(given)))
+def test_hyperparameters_end_where_they_should(kind, name, end):
+    """From 0, which is taken, up to the end, which is not; and neither Inf, NaN nor a word."""
+    inside, outside = [0, 0.0, 0.5], [-5e-324, -1, -math.inf, math.inf, math.nan, "1", None, end]
+    inside += [1, 1e30] if end is None else [math.nextafter(end, 0)]
+    pairs = [lambda value: value] if name != "betas" else [lambda value: (value, 0.5), lambda value: (0.5, value)]
+    for place, given in enumerate(pairs):
+        said = f"betas[{place}]" if name == "betas" else name
+        for value in inside:
+            assert kind([weight()], **{name: given(value)}).param_groups[0][name] == given(value)
+        for value in outside:
+            with pytest.raises(ArgumentError, match=re.escape(f"{said}={value!r} is not allowed; choose a number")):
+                kind([weight()], **{name: given(value)})
+
+
+@pytest.mark.parametrize("betas", [(0.9,), (0.9, 0.9, 0.9), 0.9, "ab", None])
+def test_betas_are_two(betas):
+    with pytest.raises(ArgumentError, match="betas"):
+        AdamW([weight()], betas=betas)
+
+
+@pytest.mark.parametrize(("seed", "good"), [(0, True), (2**63 - 1, True), (-1, False), (2**63, False), (1.0, False)])
+def test_seeds_have_63_bits(seed, good):
+    if good:
+        assert AdamW([weight()], seed=seed).seed == seed
+    else:
+        with pytest.raises(ArgumentError, match=re.escape(f"seed={seed!r} is not allowed; choose 0 to 2**63 - 1")):
+            AdamW([weight()], seed=seed)
 
 
 def test_dtypes():

@@ -211,6 +211,36 @@ def test_steps_are_numbers_or_fractions_of_a_run():
     assert LinearConfig() == get_recipe("fp32").linear
 
 
+def test_steps_overlap_where_they_hold_one_step():
+    """Every pair of stretches among steps 0 to 4 of five, their ends as numbers, as fractions, or left open."""
+    ends = [None, *range(1, 6), 0.4, 1.0]
+    found = [
+        Steps(first=first, last=last)
+        for first in (*range(5), 0.0, 0.2, 0.6) for last in ends
+        if last is None or (5 * last if type(last) is float else last) > (5 * first if type(first) is float else first)
+    ]  # fmt: skip
+    held = [{step for step in range(9) if steps.holds(step, 5)} for steps in found]
+    for one, mine in zip(found, held, strict=True):
+        for other, others in zip(found, held, strict=True):
+            assert one.overlaps(other, 5) == bool(mine & others), (one, other)
+    with pytest.raises(ArgumentError, match="the schedule says 0.2 of the run; pass total_steps="):
+        Steps().overlaps(Steps(first=0.2), None)
+
+
+@pytest.mark.parametrize("good", [{"first": 0}, {"first": 0.0}, {"first": 1.0}, {"first": 7}, {"last": 1}, {"last": 0.5},
+                                  {"first": 3, "last": 4}, {"first": 0.5, "last": 1.0}, {"first": 5, "last": 0.9}])  # fmt: skip
+def test_stretches_that_are_taken(good):
+    steps = Steps(**good)
+    assert (steps.first, steps.last) == (good.get("first", 0), good.get("last"))
+
+
+@pytest.mark.parametrize("wrong", [{"first": -1}, {"first": -0.1}, {"first": 1.1}, {"first": True}, {"first": "0"},
+                                   {"last": -1}, {"last": 1.5}, {"last": 0}, {"last": 0.0, "first": 0.0}])  # fmt: skip
+def test_stretches_that_are_not(wrong):
+    with pytest.raises(ArgumentError, match=r"Steps (first|last)=.*(is not allowed; pass a step from 0|hold no step)"):
+        Steps(**wrong)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

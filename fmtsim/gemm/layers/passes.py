@@ -19,7 +19,14 @@ from fmtsim.gemm.layers.keys import (
 )
 from fmtsim.gemm.layers.operand import NO_KEYS, has_both, is_untouched, quantize_both, quantize_operand
 from fmtsim.gemm.layers.operator import traced_both, traced_operand
-from fmtsim.gemm.layers.product import multiply, multiply_on_unit, rest_of, round_output, unrotated
+from fmtsim.gemm.layers.product import (
+    multiply,
+    multiply_on_unit,
+    rest_of,
+    rotations_to_undo,
+    round_output,
+    unrotated,
+)
 from fmtsim.ops import Key
 from fmtsim.scaling.statistics import block_sizes
 from fmtsim.scaling.transforms import transformed
@@ -144,8 +151,7 @@ class Pass:
         right = self._second("w_d" if of_x else "x_w", original, saved[1], fprop.b if of_x else fprop.a)
         first, before = gemm.a, fprop.a if of_x else fprop.b
         turned, slope = saved[0][0] is not None, saved[0][3]
-        outer = [t for t in first.transforms if isinstance(t, Hadamard) and t.axis == "outer" and t.undo]
-        inner = [t for t in before.transforms if turned and isinstance(t, Hadamard) and t.axis == "inner"]
+        outer, inner = rotations_to_undo(first, before, turned)
         if not outer and not inner and slope is None:
             return self.product(name, left, right, None, dtype)
         y = self.product(name, left, right, None, wide_dtype(dtype))

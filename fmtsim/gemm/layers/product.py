@@ -224,19 +224,25 @@ def unrotated(
         texts = text_of(first), text_of(before)
         run = with_keys(torch.ops.fmtsim.unrotate, signs)
         return run(y, *texts, slope, key_tensor(signs), dtype, turned)  # type: ignore[no-any-return]
-    for transform in reversed(first.transforms):
-        if isinstance(transform, Hadamard) and transform.axis == "outer" and transform.undo:
-            y = rotated(y, transform, signs, inverse=True)
+    outer, inner = rotations_to_undo(first, before, turned)
+    for transform in reversed(outer):
+        y = rotated(y, transform, signs, inverse=True)
     if turned and before.transforms:
         engine = fused_engine(y) if is_on_gpu(y) else None
         made = None if engine is None else engine.unrotate(y, before.transforms, slope, dtype)
         if made is not None:
             return made  # type: ignore[no-any-return]
     y = y if slope is None else y * slope
-    for transform in reversed(before.transforms if turned else ()):
-        if isinstance(transform, Hadamard) and transform.axis == "inner":
-            y = rotated(y, transform, None, inverse=True)
+    for transform in reversed(inner):
+        y = rotated(y, transform, None, inverse=True)
     return y.to(dtype)
+
+
+def rotations_to_undo(first: Quantizer, before: Quantizer, turned: bool) -> tuple[list[Hadamard], list[Hadamard]]:
+    """Return what ``unrotated`` undoes, in the order in which it was done: rotations of the outer and the inner axis."""
+    outer = [t for t in first.transforms if isinstance(t, Hadamard) and t.axis == "outer" and t.undo]
+    inner = [t for t in before.transforms if isinstance(t, Hadamard) and t.axis == "inner"]
+    return outer, inner if turned else []
 
 
 def round_output(y: Tensor, out: Quantizer, dtype: torch.dtype, generator: Generator) -> Tensor:
