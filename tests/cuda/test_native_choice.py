@@ -29,6 +29,11 @@ def ones(*shape):
     return torch.ones(shape)
 
 
+def odd(*shape):
+    """Return scales that are no powers of two, each another."""
+    return torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape) / 3
+
+
 # --- On which GPU ----------------------------------------------------------------------------------------------------
 
 
@@ -169,6 +174,24 @@ def test_every_verb(ran):
     assert ran[2][3] is not None and ran[6][0].scaling == "tensor" and ran[6][0].fast_accum
 
 
+def test_what_reaches_a_call_is_what_was_given(ran):
+    """Operands, bias and scales, each in its place; what torch adds itself is added once."""
+    bias, (row, column) = matrix(1, 16, BF16, 2)[0], (odd(16, 1), odd(1, 16))
+    fmtsim.linear(A16, B16.mT, bias, target="h200")
+    _, a, b, added, scales = ran[-1]
+    assert torch.equal(a, A16) and torch.equal(b, B16) and torch.equal(added, bias) and scales == (None,) * 5
+    a, b, one, two, three = A16.to(F8), B16.to(F8), *(torch.tensor(float(x)) for x in (2, 3, 5))
+    fmtsim.scaled_mm(a, b, one, two, bias, three, target="h200")
+    call, left, right, added, scales = ran[-1]
+    assert (call.out_dtype, call.fast_accum, call.rows_per_scale_a, call.rows_per_scale_b) == (F8, False, 1, 1)
+    assert torch.equal(left.float(), a.float()) and torch.equal(right.float(), b.float()) and torch.equal(added, bias)
+    assert [scales.a, scales.b, scales.result] == [one, two, three] and scales[2:4] == (None, None)
+    fmtsim.scaled_mm(a, b, row, column, out_dtype=BF16, target="h200")
+    call, *_, added, scales = ran[-1]
+    assert call.scaling == "row" and added is None and scales[2:] == (None,) * 3
+    assert torch.equal(scales.a.reshape(16, 1), row) and torch.equal(scales.b.reshape(1, 16), column)
+
+
 def test_gradients_are_native_too(ran):
     a, b = A16.clone().requires_grad_(), B16.clone().requires_grad_()
     fmtsim.mm(a, b, target="h200").sum().backward()
@@ -178,8 +201,8 @@ def test_gradients_are_native_too(ran):
 
 @pytest.mark.parametrize(
     ("kind", "scales", "tall"),
-    [("block_128", (ones(16, 2), ones(2, 1)), (1, 128)), ("row_block_128", (ones(16, 2), ones(2, 16)), (1, 1)),
-     ("block_128", (ones(1, 2), ones(2, 16)), (128, 1))],
+    [("block_128", (odd(16, 2), odd(2, 1)), (1, 128)), ("row_block_128", (odd(16, 2), odd(2, 16)), (1, 1)),
+     ("block_128", (odd(1, 2), odd(2, 16)), (128, 1))],
 )  # fmt: skip
 def test_blocks_reach_the_call_once_each(ran, kind, scales, tall):
     a, b = matrix(16, 256), matrix(16, 256).t()
@@ -187,7 +210,7 @@ def test_blocks_reach_the_call_once_each(ran, kind, scales, tall):
     fmtsim.scaled_mm(a, b, *scales, target="h200", **recipes)
     call, *_, found = ran[0]
     assert (call.scaling, (call.rows_per_scale_a, call.rows_per_scale_b)) == (kind, tall)
-    assert found.a.shape == (16 // min(16, tall[0]), 2) and found.b.shape == (16 // min(16, tall[1]), 2)
+    assert torch.equal(found.a, scales[0]) and torch.equal(found.b, scales[1].mT) and found[2:] == (None,) * 3
 
 
 def test_small_blocks_reach_the_call_as_codes(ran, monkeypatch):

@@ -92,7 +92,8 @@ def test_empty_products():
     assert_same_bits(
         fmtsim.linear(a, b.mT, torch.ones(4).bfloat16(), unit=WGMMA), torch.ones(3, 4, dtype=torch.bfloat16)
     )
-    assert fmtsim.linear(a.reshape(3, 1, 0), b.mT, unit=WGMMA).shape == (3, 1, 4)
+    for shape in ((3, 1, 0), (1, 3, 0), (2, 3, 0), (0,)):
+        assert fmtsim.linear(torch.ones(shape).bfloat16(), b.mT, unit=WGMMA).shape == (*shape[:-1], 4)
 
 
 def test_tf32_rounds_to_nearest_even():

@@ -234,6 +234,7 @@ def test_dtypes_and_second_derivatives():
         ({"q": Quantizer(format=E4M3, scaling=Scaling(history=History()))}, FormatError,
          "AttentionConfig q has a history, and attention remembers nothing; choose Scaling without history="),
         ({"offset": 1.5}, ArgumentError, "AttentionConfig offset=1.5 is not a whole number"),
+        ({"columns": 0.5}, ArgumentError, "AttentionConfig columns=0.5 is not allowed; pass a whole number from 1"),
         ({"columns": 0}, ArgumentError, "AttentionConfig columns=0 is not allowed; pass a whole number from 1"),
         ({"unit": "hopper.wgma"}, ArgumentError, "hopper.wgma"),
     ],
@@ -241,6 +242,14 @@ def test_dtypes_and_second_derivatives():
 def test_wrong_configs_are_refused(changes, error, said):
     with pytest.raises(error, match=said):
         AttentionConfig(**changes)
+
+
+def test_least_numbers_are_taken():
+    config = AttentionConfig(columns=1, offset=-3)
+    assert (config.columns, config.offset) == (1, -3)
+    q, k, v = tensors((2, 8, 16), (2, 8, 16), (2, 8, 16))
+    y = quantised_attention(q, k, v, config=AttentionConfig(columns=1))
+    torch.testing.assert_close(y, torch.nn.functional.scaled_dot_product_attention(q, k, v))  # rounding apart
 
 
 def test_text_and_operands():

@@ -227,8 +227,13 @@ def test_steps_overlap_where_they_hold_one_step():
         Steps().overlaps(Steps(first=0.2), None)
 
 
-@pytest.mark.parametrize("good", [{"first": 0}, {"first": 0.0}, {"first": 1.0}, {"first": 7}, {"last": 1}, {"last": 0.5},
-                                  {"first": 3, "last": 4}, {"first": 0.5, "last": 1.0}, {"first": 5, "last": 0.9}])  # fmt: skip
+TAKEN = (
+    {"first": 0}, {"first": 0.0}, {"first": 1.0}, {"first": 7}, {"last": 1}, {"last": 0.5}, {"first": 3, "last": 4},
+    {"first": 0.5, "last": 1.0}, {"first": 5, "last": 0.9},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("good", TAKEN)
 def test_stretches_that_are_taken(good):
     steps = Steps(**good)
     assert (steps.first, steps.last) == (good.get("first", 0), good.get("last"))

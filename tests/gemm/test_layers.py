@@ -1,0 +1,88 @@
+"""What a layer asks of whoever multiplies, and the seeds of its random keys."""
+
+import pytest
+import torch
+
+from fmtsim import Gemm, Quantizer, get_format
+from fmtsim.gemm.layers.keys import stream_of
+from fmtsim.gemm.layers.product import _asked
+
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def test_streams_are_splitmix64():
+    """Its first outputs for the seed 1234567, as its authors' C code prints them; keys have 63 bits."""
+    outputs = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821)
+    assert [stream_of(1234567, use) for use in range(5)] == [n >> 1 for n in outputs]
+    generator = torch.Generator()
+    assert stream_of(generator, 3) is generator and stream_of(None, 3) is None
+
+
+# dtype of the operands, of the result, of the output format, of the bias: what torch.mm and torch.nn.functional.linear
+# write on a GPU (the operands' dtype, and float32 from torch.mm), and whether they add the bias.
+PLAIN = [
+    (BF16, BF16, None, None, ("linear", BF16, False)),
+    (BF16, F32, None, None, ("mm", F32, False)),
+    (BF16, F16, None, None, ("mm", F32, False)),
+    (F16, F64, None, None, ("mm", F32, False)),
+    (F32, BF16, None, None, ("linear", F32, False)),
+    (F64, F64, None, None, ("linear", F64, False)),
+    (F64, F32, None, None, ("linear", F64, False)),
+    (F32, F32, None, None, ("linear", F32, False)),
+    (BF16, F32, "bf16", None, ("linear", BF16, False)),
+    (BF16, BF16, "fp32", None, ("mm", F32, False)),
+    (BF16, BF16, "e2m3", None, ("mm", F32, False)),
+    (BF16, BF16, None, BF16, ("linear", BF16, True)),
+    (BF16, F32, None, F32, ("mm", F32, False)),
+    (BF16, BF16, None, F32, ("mm", F32, False)),
+    (F32, F32, None, F32, ("linear", F32, True)),
+    (F64, F64, None, F64, ("linear", F64, True)),
+    (F64, F32, None, F32, ("mm", F64, False)),
+]
+# Likewise torch._scaled_mm: every dtype but float64, a bias of 16 bits to results of its own dtype or of FP8.
+SCALED = [
+    (E4M3, BF16, None, None, (BF16, False)),
+    (E4M3, F16, None, None, (F16, False)),
+    (E4M3, F32, None, None, (F32, False)),
+    (E4M3, F64, None, None, (F32, False)),
+    (E4M3, F32, "e4m3", None, (E4M3, False)),
+    (E4M3, F32, "e5m2", None, (E5M2, False)),
+    (E4M3, F32, "fp64", None, (F32, False)),
+    (E4M3, BF16, None, BF16, (BF16, True)),
+    (E4M3, F16, None, F16, (F16, True)),
+    (E4M3, F32, None, F32, (F32, False)),
+    (E4M3, F32, None, BF16, (F32, False)),
+    (E4M3, F16, None, BF16, (F32, False)),
+    (E4M3, F32, "e4m3", BF16, (E4M3, True)),
+    (E4M3, F32, "e4m3", F32, (F32, False)),
+]
+
+
+def asked(operation, own, dtype, out, bias, **machine):
+    rounded = Quantizer() if out is None else Quantizer(format=get_format(out))
+    return _asked(
+        operation, own, None if bias is None else torch.ones(2, dtype=bias), Gemm(out=rounded, **machine), dtype
+    )
+
+
+@pytest.mark.parametrize(("own", "dtype", "out", "bias", "expected"), PLAIN)
+def test_plain_products_of_a_library(own, dtype, out, bias, expected):
+    assert asked("linear", own, dtype, out, bias, target="h200") == expected
+    assert asked("mm", own, dtype, out, bias, target="h200") == ("mm", *expected[1:])
+
+
+@pytest.mark.parametrize(("own", "dtype", "out", "bias", "expected"), SCALED)
+def test_scaled_products_of_a_library(own, dtype, out, bias, expected):
+    assert asked("scaled_mm", own, dtype, out, bias, target="h200") == ("scaled_mm", *expected)
+
+
+def test_a_unit_writes_every_dtype_and_adds_every_bias():
+    for operation in ("mm", "linear", "scaled_mm"):
+        for bias in (None, BF16, F32):
+            for own, dtype, out, expected in (
+                (BF16, F16, None, F16), (BF16, F32, "e4m3", E4M3), (E4M3, BF16, "bf16", BF16), (BF16, F64, None, F64),
+                (BF16, BF16, "e2m3", F32), (F64, F32, "e2m3", F64), (BF16, F64, "e2m3", F64),
+            ):  # fmt: skip
+                found = asked(operation, own, dtype, out, bias, unit="exact")
+                assert found == (operation, expected, bias is not None)
