@@ -42,28 +42,25 @@ ELEMENTS = [name for name in element_formats() if name != "lns16_g2048"]
 
 
 @cache
-def points(name: str) -> torch.Tensor:
-    """Return the adversarial inputs of a format and their roundings to the narrower dtypes, without repetition."""
+def points(name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return the adversarial inputs of a format, and their roundings to the narrower dtypes, that a dtype holds."""
     x = torch.tensor(adversarial(get_format(name)), dtype=torch.float64)
-    return (
-        torch.cat([x, *(x.to(dtype).double() for dtype in DTYPES.values())])
-        .view(torch.int64)
-        .unique()
-        .view(torch.float64)
-    )
+    all_ = torch.cat([x, *(x.to(narrow).double() for narrow in DTYPES.values())]).view(torch.int64).unique()
+    x = all_.view(torch.float64)
+    return x[(x.to(dtype).double() == x) | x.isnan()]
 
 
 @cache
-def table(name: str, rounding: Rounding, overflow: str) -> tuple[torch.Tensor, torch.Tensor]:
+def table(name: str, rounding: Rounding, overflow: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the oracle's codes and float64 values for the points of a format."""
-    fmt, x = get_format(name), points(name).tolist()
+    fmt, x = get_format(name), points(name, dtype).tolist()
     words = words_for(rounding, len(x))
     drawn = [None] * len(x) if words is None else words.tolist()
     codes = [encode_value(v, fmt, rounding, overflow, w) for v, w in zip(x, drawn, strict=True)]
     known = {code: decode_value(code, fmt) for code in set(codes)}
-    dtype = code_dtype(fmt.bits)
-    signed = [code - (1 << 64) if dtype == torch.int64 and code >> 63 else code for code in codes]
-    return torch.tensor(signed, dtype=dtype), torch.tensor([known[c] for c in codes], dtype=torch.float64)
+    stored_as = code_dtype(fmt.bits)
+    signed = [code - (1 << 64) if stored_as == torch.int64 and code >> 63 else code for code in codes]
+    return torch.tensor(signed, dtype=stored_as), torch.tensor([known[c] for c in codes], dtype=torch.float64)
 
 
 def holds(dtype: torch.dtype, values: torch.Tensor) -> bool:
@@ -74,12 +71,9 @@ def holds(dtype: torch.dtype, values: torch.Tensor) -> bool:
 def check_elements(engine: ModuleType, name: str, rounding: Rounding, overflow: str, dtype_name: str) -> None:
     """Compare quantize and encode of one format with the oracle's table, for the points that a dtype holds."""
     dtype = DTYPES[dtype_name]
-    codes, values = table(name, rounding, overflow)
-    x = points(name)
-    kept = (x.to(dtype).double() == x) | x.isnan()
+    codes, values = table(name, rounding, overflow, dtype)
+    x = points(name, dtype).to(dtype)
     words = words_for(rounding, len(x))
-    x, codes, values = x[kept].to(dtype), codes[kept], values[kept]
-    words = None if words is None else words[kept]
     out_dtype = next(d for d in (dtype, torch.float32, torch.float64) if holds(d, values))
     spec = CastSpec(format=get_format(name), rounding=rounding, overflow=overflow)
     what = f"{name} {rounding} {overflow} {dtype_name}"
