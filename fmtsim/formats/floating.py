@@ -69,8 +69,8 @@ class FloatFormat(Element):
         check(self.nan_policy in NAN_POLICIES, f"nan_policy={self.nan_policy!r}", "'max' or 'error'")
         check(self.max_code >= 1, "no finite value above zero", "more exponent or mantissa bits")
         lowest = self.min_exponent - self.mantissa_bits
-        within = lowest >= -1074 and self.max_exponent <= 1023
-        check(within, f"exponents {lowest} to {self.max_exponent}", "values within float64")
+        highest = max(self.max_code >> self.mantissa_bits, self.has_zero) - self.exponent_bias
+        check(lowest >= -1074 and highest <= 1023, f"exponents {lowest} to {highest}", "values within float64")
 
     @property
     def bits(self) -> int:

@@ -3,6 +3,7 @@
 import math
 import re
 import struct
+from fractions import Fraction
 
 import gfloat
 import gfloat.formats as gf
@@ -17,6 +18,7 @@ from fmtsim.formats.interop import numpy_dtype
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.scaling import Scaling, TensorScale, block_scaling
 from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat
+from fmtsim.rounding.oracle import round_value
 from fmtsim.spec.quantizer import Quantizer
 
 ML_DTYPES = {
@@ -151,10 +153,12 @@ def test_the_element_of_mxint8_counts_sixty_fourths():
 
 
 def test_nf4_values():
-    values = get_format("nf4").values
-    assert len(values) == 16 and list(values) == sorted(values)
-    assert (values[0], values[7], values[15]) == (-1.0, 0.0, 1.0)
-    assert all(np.float32(value) == value for value in values)
+    """Appendix E of QLoRA prints them."""
+    assert get_format("nf4").values == (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    )  # fmt: skip
 
 
 def test_bnb_fp4_is_sign_and_magnitude_in_twelfths():
@@ -173,6 +177,24 @@ def test_bnb_dynamic8_against_its_construction_in_torch(name, signed):
         values += centres + [-centre for centre in centres] * signed
     # torch.linspace fuses or does not fuse its multiply-add, as the machine has it: one float32 step apart
     np.testing.assert_array_max_ulp(np.float32(get_format(name).values), np.float32(sorted(values)), maxulp=2)
+
+
+@pytest.mark.parametrize(("name", "first"), [("bnb_dynamic8", 1), ("bnb_dynamic8_unsigned", 2)])
+def test_bnb_dynamic8_by_fractions(name, first):
+    """Every step of the construction rounded to float32 once, as linspace with a fused multiply-add has it."""
+
+    def f32(x):
+        return Fraction(round_value(x, get_format("fp32")))
+
+    values, low = {Fraction(0), Fraction(1)}, f32(Fraction(1, 10))
+    for decade in range(7):
+        cells = first << decade
+        step, factor = f32(f32(1 - low) / cells), f32(Fraction(10) ** (decade - 6))
+        half = (cells + 1) // 2  # of the edges, counted from below
+        edges = [f32(low + step * k if k < half else 1 - step * (cells - k)) for k in range(cells + 1)]
+        centres = [f32(factor * (f32(a + b) / 2)) for a, b in zip(edges, edges[1:], strict=False)]
+        values |= {*centres, *(-centre for centre in centres if first == 1)}
+    assert [Fraction(value) for value in get_format(name).values] == sorted(values)
 
 
 def test_bnb_dynamic8_facts():
@@ -194,27 +216,56 @@ def test_logarithmic_formats():
 
 
 # name: element, block, scale, rule, arithmetic, tensor scale, zero point, bits an element
+MX = ((1, 32), "e8m0", "floor", None, False, False)
+ROW, TENSOR = (1, None), (None, None)
 BLOCKS = {
-    "mxfp8_e4m3": ("e4m3", (1, 32), "e8m0", "floor", None, False, False, 8.25),
-    "mxfp8_e5m2": ("e5m2", (1, 32), "e8m0", "floor", None, False, False, 8.25),
-    "mxfp6_e2m3": ("e2m3", (1, 32), "e8m0", "floor", None, False, False, 6.25),
-    "mxfp6_e3m2": ("e3m2", (1, 32), "e8m0", "floor", None, False, False, 6.25),
-    "mxfp4": ("e2m1", (1, 32), "e8m0", "floor", None, False, False, 4.25),
-    "mxint8": ("int8_f6", (1, 32), "e8m0", "floor", None, False, False, 8.25),
+    "mxfp8_e4m3": ("e4m3", *MX, 8.25),
+    "mxfp8_e5m2": ("e5m2", *MX, 8.25),
+    "mxfp6_e2m3": ("e2m3", *MX, 6.25),
+    "mxfp6_e3m2": ("e3m2", *MX, 6.25),
+    "mxfp4": ("e2m1", *MX, 4.25),
+    "mxint8": ("int8_f6", *MX, 8.25),
     "mxfp8_e4m3_rceil": ("e4m3", (1, 32), "e8m0", "rceil", None, False, False, 8.25),
+    "mxfp8_e5m2_rceil": ("e5m2", (1, 32), "e8m0", "rceil", None, False, False, 8.25),
     "nvfp4": ("e2m1", (1, 16), "e4m3", "amax", "encode", True, False, 4.5),
+    "nvfp4_16x16": ("e2m1", (16, 16), "e4m3", "amax", "encode", True, False, 4 + 8 / 256),
     "e4m3_1x128": ("e4m3", (1, 128), "fp32", "amax", "reciprocal", False, False, 8.25),
+    "e4m3_1x128_pow2": ("e4m3", (1, 128), "e8m0", "rceil", None, False, False, 8.0625),
     "e4m3_128x128": ("e4m3", (128, 128), "fp32", "amax", "reciprocal", False, False, 8 + 32 / 16384),
     "e4m3_128x128_pow2": ("e4m3", (128, 128), "e8m0", "rceil", None, False, False, 8 + 8 / 16384),
-    "e4m3_tensor": ("e4m3", (None, None), "fp32", "amax", "encode", False, False, 8.0),
-    "e4m3_channel": ("e4m3", (1, None), "fp32", "amax", "reciprocal", False, False, 8.0),
-    "int8_channel": ("int8", (1, None), "fp32", "amax", "reciprocal", False, False, 8.0),
+    "e4m3_tensor": ("e4m3", TENSOR, "fp32", "amax", "encode", False, False, 8.0),
+    "e4m3_channel": ("e4m3", ROW, "fp32", "amax", "reciprocal", False, False, 8.0),
+    "e5m2_tensor": ("e5m2", TENSOR, "fp32", "amax", "encode", False, False, 8.0),
+    "e5m2_channel": ("e5m2", ROW, "fp32", "amax", "reciprocal", False, False, 8.0),
+    "int8_channel": ("int8", ROW, "fp32", "amax", "reciprocal", False, False, 8.0),
+    "int8_tensor": ("int8", TENSOR, "fp32", "amax", "reciprocal", False, False, 8.0),
+    "int4_channel": ("int4", ROW, "fp32", "amax", "reciprocal", False, False, 4.0),
     "int4_g32": ("int4", (1, 32), "fp32", "amax", "reciprocal", False, False, 5.0),
+    "int4_g64": ("int4", (1, 64), "fp32", "amax", "reciprocal", False, False, 4.5),
+    "int4_g128": ("int4", (1, 128), "fp32", "amax", "reciprocal", False, False, 4.25),
+    "uint8_channel_zp": ("uint8", ROW, "fp32", "amax", "reciprocal", False, True, 8.0),
+    "uint8_tensor_zp": ("uint8", TENSOR, "fp32", "amax", "reciprocal", False, True, 8.0),
+    "uint4_g32_zp": ("uint4", (1, 32), "fp32", "amax", "reciprocal", False, True, 6.0),
+    "uint4_g64_zp": ("uint4", (1, 64), "fp32", "amax", "reciprocal", False, True, 5.0),
     "uint4_g128_zp": ("uint4", (1, 128), "fp32", "amax", "reciprocal", False, True, 4.5),
     "nf4_g64": ("nf4", (1, 64), "fp32", "amax", "reciprocal", False, False, 4.5),
+    "bnb_fp4_g64": ("bnb_fp4", (1, 64), "fp32", "amax", "reciprocal", False, False, 4.5),
     "bnb_dynamic8_g256": ("bnb_dynamic8", (1, 256), "fp32", "amax", "reciprocal", False, False, 8.125),
-    "lns8_channel": ("lns8_g8", (1, None), "fp32", "amax", "reciprocal", False, False, 8.0),
-}
+    "bnb_dynamic8_unsigned_g256": (
+        "bnb_dynamic8_unsigned", (1, 256), "fp32", "amax", "reciprocal", False, False, 8.125),
+    "lns8_channel": ("lns8_g8", ROW, "fp32", "amax", "reciprocal", False, False, 8.0),
+    "lns8_tensor": ("lns8_g8", TENSOR, "fp32", "amax", "reciprocal", False, False, 8.0),
+}  # fmt: skip
+
+
+def test_every_block_format_has_a_row():
+    assert list(BLOCKS) == list_formats("block")
+    assert [len(list_formats(kind)) for kind in ("float", "int", "codebook", "log")] == [
+        20 + 120,
+        3 * 15 + 16 + 1,
+        4,
+        2,
+    ]
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -2,21 +2,16 @@
 
 import math
 import struct
-from fractions import Fraction
 
 import numpy
 import pytest
-import torch
 
 from fmtsim.errors import ArgumentError
-from fmtsim.formats.block import FP32, BlockFormat
+from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.scaling import Scaling, TensorScale, block_scaling
-from fmtsim.rounding.modes import Rounding
+from fmtsim.formats.scaling import block_scaling
 from fmtsim.rounding.oracle import encode_value, round_value
-from fmtsim.scaling.cast import cast
 from fmtsim.scaling.oracle import Quantized, quantize_matrix
-from tests.support.operands import normal
 
 F32 = numpy.float32
 FLT_MAX = (2.0 - 2.0**-23) * 2.0**127
@@ -134,6 +129,22 @@ def test_infinities_take_the_scale_of_the_finite():
 # Real scales.
 
 
+@pytest.mark.parametrize("name", ["e4m3_1x128", "int8_channel", "e4m3_tensor", "int4_g32", "nf4_g64", "divide"])
+def test_real_scales_by_machine_arithmetic(name):
+    """The same formulas in numpy's float32: two ways to the same bits."""
+    scaling = block_scaling((1, 16), arithmetic="divide")
+    fmt = BlockFormat(name="b", element=get_format("e4m3"), scaling=scaling) if name == "divide" else get_format(name)
+    for x in noise(6, 16, 3):
+        a, m = F32(max(abs(v) for v in x)), F32(fmt.element.max)
+        scale = F32(1) / (m / a) if fmt.arithmetic == "encode" else max(a / m, F32(2.0**-126))
+        r = m / a if fmt.arithmetic == "encode" else F32(1) / scale
+        y = [F32(v) / scale if name == "divide" else F32(v) * r for v in x]
+        elements = [round_value(float(v), fmt.element) for v in y]
+        result = quantize_matrix([x], fmt)
+        assert result.scales[0][0] == float(scale)
+        assert result.values[0] == [float(F32(float(q) * float(scale))) for q in elements]
+
+
 def test_zero_and_tiny_blocks_of_real_scales():
     for name in ("e4m3_1x128", "e4m3_tensor", "int8_channel"):
         zero = row([0.0, -0.0], name)
@@ -153,6 +164,32 @@ def test_float64_is_multiplied_in_float64():
 
 
 # NVFP4, by the formulas of Transformer Engine in numpy's float32.
+
+
+def transformer_engine_nvfp4(rows: list[list[float]]) -> tuple[list[list[float]], float, list[list[float]]]:
+    """Return block scales, tensor scale and values of 1 x 16 blocks."""
+    encode = F32(448 * 6) / F32(max(abs(v) for x in rows for v in x))
+    decode = F32(1) / encode
+    scales: list[list[float]] = []
+    values: list[list[float]] = []
+    for x in rows:
+        blocks = [x[i : i + 16] for i in range(0, len(x), 16)]
+        amaxes = [F32(max(abs(v) for v in block)) for block in blocks]
+        scales.append([round_value(float(a * (encode * (F32(1) / F32(6)))), get_format("e4m3")) for a in amaxes])
+        values.append([])
+        for block, scale in zip(blocks, scales[-1], strict=True):
+            factor = F32(1) / (F32(scale) * decode)
+            elements = [round_value(float(F32(v) * factor), get_format("e2m1")) for v in block]
+            values[-1] += [f32(q * scale * float(decode)) for q in elements]
+    return scales, float(decode), values
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nvfp4_is_transformer_engines(seed):
+    rows = noise(5, 40, seed)
+    scales, tensor_scale, values = transformer_engine_nvfp4(rows)
+    result = quantize_matrix(rows, get_format("nvfp4"))
+    assert (result.scales, result.tensor_scale, result.values) == (scales, tensor_scale, values)
 
 
 def test_nvfp4_by_hand():
@@ -243,44 +280,3 @@ def test_blocks_are_short_at_the_edges():
 def test_missing_words_are_an_error():
     with pytest.raises(ArgumentError, match="word=None does not fit"):
         row([1.0], "mxfp4", rounding="stochastic")
-
-
-E2M1, E4M3 = get_format("e2m1"), get_format("e4m3")
-LARGEST = Fraction(torch.finfo(torch.float32).max)
-
-
-def rn32(x: Fraction) -> Fraction:
-    return Fraction(round_value(min(x, LARGEST), FP32, "nearest_even", "ieee"))
-
-
-def stored(x: Fraction) -> Fraction:
-    return Fraction(round_value(x, E4M3, "nearest_even", "saturate"))
-
-
-def torchao(blocks: list[list[Fraction]]) -> tuple[Fraction, list[Fraction], list[Fraction]]:
-    """Return the tensor's scale, those of its blocks, and what their elements are multiplied with."""
-    amaxes = [max(map(abs, block)) for block in blocks]
-    t = rn32(max(amaxes) / 2688) or Fraction(1)
-    scales = [stored(min(max(rn32(rn32(a / 6) / t), Fraction(1, 64)), Fraction(448))) for a in amaxes]
-    return t, scales, [rn32(rn32(1 / t) / s) for s in scales]
-
-
-@pytest.mark.parametrize("size", [1.0, 1e-30, 2.0**-120, 2.0**-130, 3e-42, 1e35])
-def test_the_order_of_torchao(size):
-    """A factor beyond float32 is its largest number: zeros stay zeros (Inf would make them NaN, and NaN 6)."""
-    x = normal(4, 64, seed=3) * size
-    x[1, :16], x[2, 3], x[3, 4] = x[1, :16] * 2.0**-12, 0.0, -0.0
-    scaling = Scaling(block=(1, 16), scale=E4M3, tensor=TensorScale(order="torchao"))
-    found = cast(x, E2M1, scaling, Rounding(), "saturate")
-    blocks = [[Fraction(v) for v in block] for block in x.view(-1, 16).tolist()]
-    t, scales, factors = torchao(blocks)
-    assert found.scales.tensor is not None and Fraction(found.scales.tensor.item()) == t
-    assert [Fraction(s) for s in found.scales.scale.flatten().tolist()] == scales
-    assert [Fraction(r) for r in found.scales.factor.flatten().tolist()] == factors
-    expected = [
-        round_value(rn32(v * r) if v > 0 else -rn32(-v * r), E2M1, "nearest_even", "saturate")
-        for block, r in zip(blocks, factors, strict=True)
-        for v in block
-    ]
-    assert found.elements.flatten().tolist() == expected
-    assert found.elements[2, 3].item() == 0 and found.elements[3, 4].signbit()
