@@ -141,14 +141,15 @@ def takes_upper(
         return _random_away(t.numerator, t.denominator, how, word or 0)
     if how.mode.startswith("nearest") and x != middle:
         return x > middle
-    of_sign = not negative if lower < 0 < upper else None  # where the two have opposite signs: the one of x's sign
-    larger = of_sign if abs(lower) == abs(upper) and of_sign is not None else abs(upper) > abs(lower)
-    smaller = of_sign if abs(lower) == abs(upper) and of_sign is not None else abs(upper) < abs(lower)
+    positive = not negative  # between values of opposite signs x's own decides where magnitude does not
+    same = abs(lower) == abs(upper)
+    larger = positive if same else abs(upper) > abs(lower)
+    smaller = positive if same else abs(upper) < abs(lower)
     return {
         "nearest_even": odd,
         "nearest_away": larger,
         "nearest_toward_zero": smaller,
-        "toward_zero": smaller if of_sign is None else of_sign,
+        "toward_zero": positive if lower < 0 < upper else smaller,
         "up": True,
         "down": False,
         "to_odd": not odd,

@@ -267,6 +267,19 @@ def test_codebook_without_zero_follows_the_sign():
     assert [round_value(x, fmt, "toward_zero") for x in (0.5, -0.5)] == [1.0, -1.0]
 
 
+def test_values_of_opposite_signs_and_different_size():
+    fmt = CodebookFormat(name="book", values=(-1.0, 3.0, 4.0, -8.0, -12.0))
+    answers = {  # at the points half-way, then beside zero
+        "nearest_away": (-12.0, -8.0, 3.0, 4.0, -1.0, -1.0),
+        "nearest_toward_zero": (-8.0, -1.0, -1.0, 3.0, -1.0, -1.0),
+        "toward_zero": (-8.0, -1.0, 3.0, 3.0, 3.0, -1.0),
+        "nearest_even": (-12.0, -1.0, -1.0, 4.0, -1.0, -1.0),
+        "to_odd": (-8.0, -8.0, 3.0, 3.0, 3.0, 3.0),
+    }
+    for mode, expected in answers.items():
+        assert tuple(round_value(x, fmt, mode) for x in (-10.0, -4.5, 1.0, 3.5, 0.25, -0.25)) == expected, mode
+
+
 def test_logarithmic_values_are_the_nearest():
     for name in ("lns8_g8", "lns6_g4"):
         fmt = get_format(name)

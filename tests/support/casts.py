@@ -1,5 +1,6 @@
 """Casts: roundings, inputs that are hard to round, and the encodings of oracle and engines side by side."""
 
+import itertools
 import math
 import random
 from functools import cache
@@ -70,7 +71,8 @@ def adversarial(fmt: ElementFormat) -> tuple[float, ...]:
     if isinstance(fmt, LogFormat):
         points |= {float(v) for v in _log_thresholds(fmt)[:300]}
     near = {p * (1 + s * 2.0**-e) for p in points for s in (-1, 1) for e in (23,)}
-    near |= {low + (high - low) * 0.40625 for low, high in zip(values, values[1:], strict=False)}
+    between = itertools.cycle((0.40625, 0.6875, 0.8125))  # sixteenths with and without a rest, odd and even ones
+    near |= {low + (high - low) * part for low, high, part in zip(values, values[1:], between, strict=False)}
     for edge in (values[0], values[-1], min(abs(v) for v in values if v)):
         near |= {edge * f for f in (-1, 0.25, 0.5, 0.75, 1.015625, 1.03125, 1.0625, 1.125, 1.25, 1.5, 2)}
         near |= {math.nextafter(edge, side) for side in (-math.inf, math.inf)}
