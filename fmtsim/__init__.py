@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fmtsim import interrupts as interrupts  # first: what follows takes seconds
 from fmtsim.analysis.compare import compare
 from fmtsim.analysis.comparison import Comparison
 from fmtsim.analysis.native import compare_native

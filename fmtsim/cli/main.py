@@ -10,6 +10,7 @@ from types import ModuleType
 
 from fmtsim.cli.output import version_of
 from fmtsim.errors import FmtsimError
+from fmtsim.interrupts import raised
 
 COMMANDS = {
     "info": "show versions, devices, engines and threads",
@@ -26,7 +27,6 @@ COMMANDS = {
     "reproduce": "run miniatures of what published schemes claim, and say which come out the same",
 }
 BAD_INPUT = 2
-INTERRUPTED = 130
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report it
 
 # Numbers that argparse would take for options: -1e-5, -inf, -0x1p-3.
@@ -41,7 +41,7 @@ _NO_MEMORY = re.compile(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0 is success, 1 a check that found a mismatch, 2 bad input with one line on stderr.
+    0 is success, 1 a check that found a mismatch, 2 bad input with one line on stderr, 130 and 143 Ctrl-C and SIGTERM.
     """
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # closed by whoever started us, as daemons do
@@ -49,6 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     # A leading space makes a word positional for argparse and means nothing to those that read numbers.
     words = [f" {word}" if _NEGATIVE.fullmatch(word) else word for word in words]
+    with raised() as interruption:
+        try:
+            return _run(words)
+        except KeyboardInterrupt as interrupt:
+            word, status = interruption()
+            detail = f"; {interrupt}" if str(interrupt) else ""
+            print(f"\nfmtsim: {word}{detail}", file=sys.stderr)
+            return status
+
+
+def _run(words: list[str]) -> int:
+    """Run a subcommand, and turn errors into one line."""
     try:
         arguments = build_parser(next((word for word in words if word in COMMANDS), None)).parse_args(words)
         status = _command(arguments.command).run(arguments)
@@ -73,10 +85,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         detail = f" ({said[0]})" if said else ""
         return _fail(f"there is not enough memory for this{detail}; choose smaller sizes")
-    except KeyboardInterrupt as interrupt:
-        detail = f"; {interrupt}" if str(interrupt) else ""
-        print(f"\nfmtsim: interrupted{detail}", file=sys.stderr)
-        return INTERRUPTED
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:

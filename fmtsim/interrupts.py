@@ -1,0 +1,70 @@
+"""Ctrl-C and SIGTERM on the command line: one line and the status that shells expect, from the first import on.
+
+Importing this module, which comes before all that is slow, lets a signal end the command line at once. Programs that
+import fmtsim keep their own handlers.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+_MAIN = os.path.join(os.path.dirname(__file__), "__main__.py")
+
+
+class _Interrupt(KeyboardInterrupt):
+    """Leave the exit status alone: a plain KeyboardInterrupt in text that ``exec`` runs makes Python end by SIGINT."""
+
+
+@contextlib.contextmanager
+def raised() -> Iterator[Callable[[], tuple[str, int]]]:
+    """Raise KeyboardInterrupt at the first signal inside; the second one ends the process.
+
+    Yields:
+        What says how the process was interrupted: a word, and the exit status.
+    """
+    received = [signal.SIGINT]
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        received[:] = [signal.Signals(number)]
+        _handle(_end)
+        raise _Interrupt
+
+    before = {number: signal.getsignal(number) for number in _WORDS}
+    here = threading.current_thread() is threading.main_thread()
+    if here:
+        _handle(interrupt)
+    try:
+        yield lambda: (_WORDS[received[0]], 128 + received[0])
+    finally:
+        for number, handler in before.items() if here else ():
+            signal.signal(number, handler)
+
+
+def _handle(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Set the handler of both signals, but where whoever started the process has it ignore them, as nohup does."""
+    for number in _WORDS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(2, f"\nfmtsim: {_WORDS[signal.Signals(number)]}\n".encode())
+    os._exit(128 + number)
+
+
+def _begin() -> None:
+    """Let signals end the command line at once, and its worker processes without a word."""
+    words, program = sys.orig_argv, getattr(sys, "argv", [""])[0]
+    module = "-m" in words and words[words.index("-m") + 1 :][:1] == ["fmtsim"]
+    if module or (os.path.basename(program) == "fmtsim" and program in words):
+        _handle(_end)
+    elif "--multiprocessing-fork" in words and (os.path.basename(program) == "fmtsim" or program == _MAIN):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+_begin()
