@@ -1,9 +1,11 @@
 """What all pictures share: colours, an empty figure, labelled axes and a PNG; matplotlib is imported to draw one."""
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fmtsim.errors import FmtsimError
+from fmtsim.files import write_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,5 +38,12 @@ def label_axes(panel: "Axes", x_label: str, y_label: str) -> None:
 def saved(figure: "Figure", path: str | Path | None) -> "Figure":
     """Return a figure, saved as PNG where a path is given; equal figures give equal files."""
     if path is not None:
-        figure.savefig(path, format="png", metadata={"Software": "fmtsim"})
+        write_file(path, png(figure))
     return figure
+
+
+def png(figure: "Figure") -> bytes:
+    """Return a figure as PNG."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", metadata={"Software": "fmtsim"})
+    return file.getvalue()

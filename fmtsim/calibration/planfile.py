@@ -14,6 +14,7 @@ from fmtsim.calibration.arithmetic import Measured, bench_call
 from fmtsim.calibration.campaign import Finding, Units
 from fmtsim.calibration.kernels import Entry, cover, entries_of
 from fmtsim.errors import ArgumentError
+from fmtsim.files import write_file
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.targets.kernel import Kernel
 from fmtsim.gemm.targets.target import Target, get_target, target_from_dict, target_to_dict
@@ -221,7 +222,7 @@ def _joined(key: str, group: list[dict[str, Any]]) -> dict[str, Any]:
 
 def write_plan(target: Target, path: str | Path) -> None:
     """Write a target as JSON that people can read: a line for each rule and for each M and N."""
-    Path(path).write_text(plan_text(target), encoding="utf-8")
+    write_file(path, plan_text(target))
 
 
 def plan_text(target: Target) -> str:

@@ -16,9 +16,10 @@ from fmtsim.calibration.gpu import open_gpu
 from fmtsim.calibration.models import DTYPES, PASSES, layer_shapes, model_calls, parse_tokens, read_shapes
 from fmtsim.calibration.planfile import plan_file, write_plan
 from fmtsim.calibration.recheck import RuleCheck, recheck
-from fmtsim.cli.options import add_device, add_json, check_file, check_positive, flag, option, repeated
+from fmtsim.cli.options import add_device, add_json, check_positive, flag, option, repeated
 from fmtsim.cli.output import MISMATCH, answer, format_table
 from fmtsim.errors import ArgumentError
+from fmtsim.files import check_file
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.progress import make_progress
 from fmtsim.spec.call import GemmCall

@@ -10,9 +10,10 @@ import numpy
 
 from fmtsim.analysis.compare import compare
 from fmtsim.analysis.comparison import Comparison, plot_ulps
-from fmtsim.cli.options import add_json, check_file, option
+from fmtsim.cli.options import add_json, option
 from fmtsim.cli.output import MISMATCH, answer, format_table
 from fmtsim.errors import ArgumentError, DataError, FmtsimError
+from fmtsim.files import check_file
 
 SUFFIXES = (".npy", ".npz", ".safetensors")
 ALONE = "array"  # the name of what a .npy file holds

@@ -1,6 +1,7 @@
 """``fmtsim mm``: one product on a target or a unit: who multiplied, in which order, and how far from the exact sum."""
 
 import argparse
+import io
 import time
 import warnings
 from pathlib import Path
@@ -18,7 +19,6 @@ from fmtsim.cli.options import (
     add_json,
     add_target,
     check_device,
-    check_file,
     flag,
     option,
     read_target,
@@ -27,6 +27,7 @@ from fmtsim.cli.options import (
 from fmtsim.cli.output import MISMATCH, answer
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
 from fmtsim.explain.product import explain_mm
+from fmtsim.files import check_file, write_file
 from fmtsim.gemm.products.matmul import int_mm, mm
 from fmtsim.gemm.products.scaled import scaled_mm
 from fmtsim.quantize import quantize
@@ -161,21 +162,24 @@ def save(y: torch.Tensor, path: Path) -> None:
 
     Raises:
         ArgumentError: the suffix is another, or .npy has no such dtype.
+        DataError: the file cannot be written.
     """
     if path.suffix == ".safetensors":
         try:
-            from safetensors.torch import save_file
+            import safetensors.torch
         except ImportError:
             raise ArgumentError(
                 f"--out {path} needs safetensors; pip install 'fmtsim[train]', or choose .npy"
             ) from None
-        save_file({"y": y}, path)
+        write_file(path, safetensors.torch.save({"y": y}))
         return
     name = str(y.dtype).removeprefix("torch.")
     if path.suffix != ".npy" or not hasattr(numpy, name):
         raise ArgumentError(f"--out {path} cannot hold {name}; choose a name that ends in .safetensors"
                             + (" or .npy" if hasattr(numpy, name) else ""))  # fmt: skip
-    numpy.save(path, y.numpy())
+    content = io.BytesIO()
+    numpy.save(content, y.numpy())
+    write_file(path, content.getvalue())
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -5,7 +5,6 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -159,14 +158,6 @@ def check_threads(number: int) -> None:
     if not 1 <= number <= MOST_THREADS:
         allowed = "1 or more" if number < 1 else f"1 to {MOST_THREADS}"
         raise ArgumentError(f"--threads {number} is not allowed; choose {allowed}")
-
-
-def check_file(option: str, path: Path) -> None:
-    """Refuse a file to write that is a folder, or whose folder does not exist, before minutes of work are lost."""
-    if path.is_dir():
-        raise ArgumentError(f"{option} {path} is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise ArgumentError(f"{option} {path}: there is no folder {path.parent}; create it, or choose another")
 
 
 def chosen_cases(cases: Sequence[Any], pattern: str) -> list[Any]:

@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from fmtsim.files import write_folder
 from fmtsim.table import aligned
 
 ABSENT = "not installed"
@@ -40,8 +41,7 @@ def print_json(record: Any) -> None:
 
 def write_json(path: Path, record: Any) -> None:
     """Write a record as one JSON document, in folders that are made if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json_text(record) + "\n", encoding="utf-8")
+    write_folder(path.parent, {path.name: json_text(record) + "\n"})
 
 
 def json_text(record: Any, indent: int = 2) -> str:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fmtsim.cli.options import add_json, flag, option, repeated
-from fmtsim.cli.output import answer, format_table, write_json
+from fmtsim.cli.output import answer, format_table, json_text
 from fmtsim.errors import ArgumentError
+from fmtsim.files import Content, check_folder, write_folder
+from fmtsim.plotting import png
 from fmtsim.progress import make_progress
 from fmtsim.reproduce import Claim, Result, get_claims, run_claim
 from fmtsim.reproduce.report import HEADER, about, markdown, plot_result, rows_of
-from fmtsim.training.artifacts import check_folder
 
 FAILED = 1
 
@@ -87,13 +88,12 @@ def _verdict(results: Sequence[Result]) -> str:
 
 def _write(folder: Path, results: Sequence[Result]) -> None:
     """Write the table, the record, and the plots where matplotlib is installed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "claims.md").write_text(markdown(results), encoding="utf-8")
-    write_json(folder / "claims.json", _record(results))
+    contents: dict[str, Content] = {"claims.md": markdown(results), "claims.json": json_text(_record(results)) + "\n"}
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         print("no plots: matplotlib is not installed (pip install 'fmtsim[viz]')", file=sys.stderr)
-        return
-    for result in results:
-        plot_result(result, folder / f"{result.claim.name}.png")
+    else:
+        drawn = {f"{result.claim.name}.png": plot_result(result) for result in results}
+        contents |= {name: png(figure) for name, figure in drawn.items() if figure is not None}
+    write_folder(folder, contents)

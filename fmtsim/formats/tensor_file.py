@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fmtsim.errors import DataError
+from fmtsim.files import write_file
 
 _TAG_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
@@ -35,12 +36,9 @@ def write_tensors(
 ) -> None:
     """Write tensors and metadata to a file that appears complete or not at all.
 
-    The bytes go to a temporary file in the same folder, which then takes the file's name.
-
     Raises:
         DataError: The file cannot be written.
     """
-    path = Path(path)
     # the widest elements first, so that each tensor starts at a multiple of its element's size
     names = sorted(tensors, key=lambda name: (-_TAG_BITS[tensors[name].tag], name))
     table, start = {}, 0
@@ -52,19 +50,7 @@ def write_tensors(
     signed = {**metadata, _CHECKSUM: _checksum(table, metadata, payload)}
     header = json.dumps({"__metadata__": signed, **table}, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header + payload)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise DataError(
-            f"cannot write {path}: {error.strerror or error}; choose a folder that exists and has room"
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_file(path, len(header).to_bytes(8, "little") + header + payload)
 
 
 def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, StoredTensor], dict[str, str]]:

@@ -11,6 +11,7 @@ from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from fmtsim.errors import ArgumentError, FmtsimError, FormatError
+from fmtsim.files import write_file
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.serialization import format_from_dict, format_to_dict
@@ -162,7 +163,7 @@ def _item(field: _Field, value: Any, path: str) -> Any:
 
 def save_recipe(recipe: Any, path: str | Path) -> None:
     """Write a recipe to a JSON file, which is accepted wherever a recipe's name is."""
-    Path(path).write_text(json.dumps(recipe_to_dict(recipe), indent=2) + "\n", encoding="utf-8")
+    write_file(path, json.dumps(recipe_to_dict(recipe), indent=2) + "\n")
 
 
 def load_recipe(path: str | Path) -> Recipe:

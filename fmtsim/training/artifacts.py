@@ -3,9 +3,7 @@
 import json
 import math
 import platform
-import shutil
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,8 @@ import fmtsim
 from fmtsim.analysis.observe import Observation
 from fmtsim.analysis.plots import plot_exponents, plot_loss
 from fmtsim.analysis.stats import OperandStats
-from fmtsim.errors import ArgumentError
-from fmtsim.plotting import new_figure
+from fmtsim.files import Content, check_folder, write_folder
+from fmtsim.plotting import new_figure, png
 from fmtsim.training.corpus import Corpus
 from fmtsim.training.loop import Run, TrainConfig
 
@@ -30,46 +28,9 @@ def check_output(out: Path) -> None:
     new_figure(1, 1)
 
 
-def check_folder(out: Path) -> None:
-    """Refuse a folder that is a file, or that cannot be written to or made, by making one for a moment."""
-    if out.exists() and not out.is_dir():
-        raise ArgumentError(f"--out {out} is a file; choose a folder, which may not exist yet")
-    existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    try:
-        Path(tempfile.mkdtemp(prefix=".fmtsim-", dir=existing)).rmdir()
-    except OSError:  # permissions do not say it all: there are read-only disks and /proc
-        raise ArgumentError(f"--out {out}: {existing} is not a folder one can write to; choose another") from None
-
-
 def write_artifacts(out: Path, record: Mapping[str, Any], baseline: Run, simulated: Run) -> list[Path]:
     """Write pictures, record and table of a comparison to a folder; return their paths."""
-    names = (LOSS, EXPONENTS, RECORD, LAYERS)
-    return write_folder(out, names, lambda folder: _write(folder, record, baseline, simulated))
-
-
-def write_folder(out: Path, names: Sequence[str], fill: Callable[[Path], None]) -> list[Path]:
-    """Let ``fill`` write files to a temporary folder and move them to ``out``; return their paths.
-
-    The temporary folder lies in ``out`` where that exists (its parent may be read-only), else beside it. Those of
-    ``names`` are replaced, or removed where ``fill`` writes no such file; other files in ``out`` are left alone.
-    """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".fmtsim-", dir=out if out.exists() else out.parent))
-    try:
-        fill(folder)
-        folder.chmod(0o755)  # mkdtemp's folders are private
-        written = sorted(path.name for path in folder.iterdir())
-        if not out.exists():
-            folder.replace(out)
-        else:
-            for name in names:
-                if name in written:
-                    (folder / name).replace(out / name)
-                else:
-                    (out / name).unlink(missing_ok=True)  # of an earlier run
-        return [out / name for name in written]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    return write_folder(out, _contents(record, baseline, simulated))
 
 
 def about(config: TrainConfig, corpus: Corpus, machine: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,23 +75,31 @@ def operand_in_words(operand: str) -> str:
     return f"{tensors[operand[0]]}, {products[operand[2]]}"
 
 
-def _write(folder: Path, record: Mapping[str, Any], baseline: Run, simulated: Run) -> None:
+def _contents(record: Mapping[str, Any], baseline: Run, simulated: Run) -> dict[str, Content | None]:
+    """Return the files by name, the record last; None where a run leaves no such file."""
     title = f"GPT on {record['corpus']['name']}: {simulated.label} against {baseline.label}"
     curves = {f"baseline: {baseline.label}": baseline.losses, f"simulated: {simulated.label}": simulated.losses}
-    plot_loss(curves, folder / LOSS, title=title)
-    (folder / RECORD).write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
     parts = [title]
     for run in (baseline, simulated):
         if run.stats is None:
             continue
         parts.append(f"{run.label}: operands in step {run.observed}\n\n{run.stats}\n\n{run.report}")
-    (folder / LAYERS).write_text("\n\n".join(parts) + "\n")
-    if simulated.stats is not None and simulated.stats.layers:
-        order = ("x_f", "w_f", "g_d", "x_w", "w_d", "g_w")
-        totals = by_operand(simulated.stats)
-        names = [*(name for name in order if name in totals), *(name for name in totals if name not in order)]
-        shown = {f"{name}, {operand_in_words(name)}": totals[name] for name in names}
-        plot_exponents(shown, folder / EXPONENTS, title=f"{simulated.label}: all layers, step {simulated.observed}")
+    return {
+        LOSS: png(plot_loss(curves, title=title)),
+        EXPONENTS: _exponents(simulated),
+        LAYERS: "\n\n".join(parts) + "\n",
+        RECORD: json.dumps(record, indent=1, allow_nan=False) + "\n",
+    }
+
+
+def _exponents(run: Run) -> bytes | None:
+    if run.stats is None or not run.stats.layers:
+        return None
+    order = ("x_f", "w_f", "g_d", "x_w", "w_d", "g_w")
+    totals = by_operand(run.stats)
+    names = [*(name for name in order if name in totals), *(name for name in totals if name not in order)]
+    shown = {f"{name}, {operand_in_words(name)}": totals[name] for name in names}
+    return png(plot_exponents(shown, title=f"{run.label}: all layers, step {run.observed}"))
 
 
 def _run_record(run: Run) -> dict[str, Any]:

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fmtsim.files import write_folder
 from fmtsim.gemm.products.native import card_description
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec, record_to_dict
-from fmtsim.training.artifacts import about, write_folder
+from fmtsim.training.artifacts import about
 from fmtsim.training.corpus import Corpus
 from fmtsim.training.lockstep import HEAD_FORMAT, Lockstep, Mismatch
 from fmtsim.training.loop import TrainConfig
@@ -84,12 +85,7 @@ def _bases(record: dict[str, Any]) -> str:
 
 def write_check(out: Path, record: dict[str, Any], text: str, dump: Callable[[Any], str]) -> list[Path]:
     """Write both files to a folder, all or nothing; ``dump`` makes text of a record."""
-
-    def fill(folder: Path) -> None:
-        for name, content in ((RECORD, dump(record)), (TEXT, text)):
-            (folder / name).write_text(content + "\n", encoding="utf-8")
-
-    return write_folder(out, (RECORD, TEXT), fill)
+    return write_folder(out, {RECORD: dump(record) + "\n", TEXT: text + "\n"})
 
 
 def _mismatch(mismatch: Mismatch) -> dict[str, Any]:
