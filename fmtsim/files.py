@@ -30,11 +30,10 @@ def write_files(contents: Mapping[StrPath, Content | None]) -> None:
         DataError: A file cannot be written; it is named, and all files are as they were.
         ArgumentError: A path is no path.
     """
-    wrong = next((path for path in contents if not isinstance(path, str | os.PathLike)), None)
-    if wrong is not None:
-        raise ArgumentError(f"{wrong!r} is no path to write to; pass a str or a pathlib.Path")
+    for path in contents:
+        if not isinstance(path, str | os.PathLike):
+            raise ArgumentError(f"{path!r} is no path to write to; pass a str or a pathlib.Path")
     staged: dict[StrPath, Path] = {}
-    path: StrPath = ""
     try:
         for path, content in contents.items():
             if content is not None:

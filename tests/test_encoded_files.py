@@ -1,9 +1,7 @@
 """Files of encoded tensors, and every way in which one can be wrong."""
 
 import json
-import os
 import re
-import stat
 import zlib
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from fmtsim import ops
 from fmtsim.encoded import Encoded
 from fmtsim.errors import CodeError, DataError, FormatError
-from fmtsim.formats import tensor_file
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, FloatFormat
 from fmtsim.spec.cast import EncodedParts, block_counts
@@ -180,32 +177,6 @@ def test_files_of_others(tmp_path, saved):
         DataError, match="the checksum is [0-9a-f]{8}, the file says [0-9a-f]{8}; it is corrupt, write it again$"
     ):
         Encoded.load(saved)
-
-
-def test_saving_leaves_the_old_file_or_the_new_one(saved, monkeypatch):
-    good = saved.read_bytes()
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tensor_file.os, "fsync", full)
-    wrong = "^cannot write .*x.safetensors: No space left on device; choose a folder that exists and has room$"
-    with pytest.raises(DataError, match=wrong):
-        make("mxfp4").save(saved)
-    assert saved.read_bytes() == good and os.listdir(saved.parent) == [saved.name]
-
-
-def test_saving_to_a_folder_that_does_not_exist(tmp_path):
-    with pytest.raises(
-        DataError, match="^cannot write .*nowhere/x: No such file or directory; choose a folder that exists"
-    ):
-        make("mxfp4").save(tmp_path / "nowhere" / "x")
-
-
-def test_saved_files_have_ordinary_permissions(saved):
-    mask = os.umask(0o022)
-    os.umask(mask)
-    assert stat.S_IMODE(os.stat(saved).st_mode) == 0o666 & ~mask
 
 
 def test_a_format_that_is_not_registered_travels_with_its_file(tmp_path):

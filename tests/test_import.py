@@ -13,7 +13,7 @@ ROOT = Path(fmtsim.__file__).parent
 
 # Imports point from right to left. Modules of one rank may import each other.
 LAYERS = (
-    {"errors", "folder", "interrupts", "progress", "table", "plotting"},
+    {"errors", "files", "folder", "interrupts", "progress", "table", "plotting"},
     {"formats"},
     {"rounding"},
     {"spec"},

@@ -14,6 +14,7 @@ from fmtsim.bench.gpu_others import Other
 from fmtsim.cli.options import chosen_cases
 from fmtsim.cli.output import answer, at_work, each_shown, format_table, origin, versions_of, write_json
 from fmtsim.errors import DeviceError
+from fmtsim.files import check_folder
 
 PACKAGES = ("fmtsim", "torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "triton")
 
@@ -26,6 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
     if reason is not None:
         raise DeviceError(f"the CUDA engine cannot run: {reason}")
 
+    if arguments.record is not None:
+        check_folder(arguments.record.parent, "--record")
     repeats, start = max(arguments.repeats, 3), time.perf_counter()
     record: dict[str, Any] = {"machine": machine()}
 

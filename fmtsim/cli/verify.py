@@ -11,6 +11,7 @@ import torch
 from fmtsim.cli.options import add_json, check_positive, count, flag, option, repeated
 from fmtsim.cli.output import MISMATCH, answer, format_table, origin, versions_of, write_json
 from fmtsim.errors import ArgumentError
+from fmtsim.files import check_folder
 from fmtsim.progress import make_progress
 from fmtsim.verify import Outcome, workers
 from fmtsim.verify.device import described, device_of
@@ -49,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the checks; 0 where all bits agree, 1 where one does not."""
     parts = _parts(arguments)
     _check(arguments, parts)
+    if arguments.record is not None:
+        check_folder(arguments.record.parent, "--record")
 
     device = device_of(arguments.device) if arguments.device else None
     number = workers.default_workers(device) if arguments.workers is None else arguments.workers

@@ -6,9 +6,8 @@ import torch
 
 from fmtsim.cli import main as front
 from fmtsim.cli.main import BAD_INPUT, main
-from fmtsim.cli.options import MOST_THREADS, check_file, check_threads
+from fmtsim.cli.options import MOST_THREADS, check_threads
 from fmtsim.errors import ArgumentError
-from fmtsim.training.artifacts import check_folder
 
 UNIT = ["--unit", "hopper.wgmma"]
 
@@ -73,19 +72,6 @@ def test_threads_that_no_machine_has():
             check_threads(count)
 
 
-def test_a_file_that_could_not_be_written_fails_before_the_work(tmp_path, capsys):
-    with pytest.raises(ArgumentError, match="is a folder; name a file in it"):
-        check_file("--out", tmp_path)
-    with pytest.raises(ArgumentError, match="there is no folder .*missing; create it, or choose another"):
-        check_file("--out", tmp_path / "missing" / "y.npy")
-    numpy.save(tmp_path / "a.npy", numpy.zeros(3, numpy.float32))
-    a, out = str(tmp_path / "a.npy"), str(tmp_path / "missing" / "y")
-    for words in (["compare", a, a, "--plot", out], ["mm", "4", "4", "4", *UNIT, "--out", out]):
-        assert main(words) == BAD_INPUT
-        printed = capsys.readouterr()
-        assert "there is no folder" in printed.err and printed.out == ""
-
-
 def test_what_was_found_is_printed_although_it_cannot_be_kept(tmp_path, capsys):
     numpy.savez(tmp_path / "a.npz", x=numpy.zeros(3, numpy.float32))
     numpy.savez(tmp_path / "b.npz", y=numpy.zeros(3, numpy.float32), z=numpy.zeros(1))
@@ -97,20 +83,6 @@ def test_what_was_found_is_printed_although_it_cannot_be_kept(tmp_path, capsys):
     assert main(["mm", "4", "4", "4", *UNIT, "--out-dtype", "bfloat16", "--out", out]) == BAD_INPUT
     printed = capsys.readouterr()
     assert "first outputs:" in printed.out and "cannot hold bfloat16" in printed.err
-
-
-def test_a_folder_is_tried(tmp_path, monkeypatch):
-    """Permissions do not say whether a folder can be written to: /proc has all of them."""
-    check_folder(tmp_path / "new" / "folder")
-    assert list(tmp_path.iterdir()) == []
-
-    def refuse(**options):
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr("fmtsim.training.artifacts.tempfile.mkdtemp", refuse)
-    with pytest.raises(ArgumentError, match="is not a folder one can write to; choose another"):
-        check_folder(tmp_path / "new")
-    assert main(["reproduce", "--only", "eden", "--out", str(tmp_path)]) == BAD_INPUT
 
 
 def test_shapes_that_are_no_text(tmp_path, capsys):
