@@ -1,13 +1,14 @@
 """Where the engines keep what they have compiled, and files there that are whole or not there at all."""
 
-import contextlib
 import errno
 import hashlib
 import os
 import tempfile
-import uuid
 import warnings
 from pathlib import Path
+
+from fmtsim.errors import DataError
+from fmtsim.files import write_file
 
 _DIGEST = 32  # bytes of SHA-256 before the content of a file
 _said: set[str] = set()
@@ -34,15 +35,10 @@ def kernel_folder(name: str) -> Path | None:
 
 def save(path: Path, content: bytes) -> None:
     """Write a file of the cache, which appears whole or not at all; one warning says where there is no room."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        temporary.write_bytes(hashlib.sha256(content).digest() + content)
-        temporary.replace(path)
-    except OSError as error:
-        warn_unwritable(path.parent, error)
-    finally:
-        with contextlib.suppress(OSError):  # a folder that became read-only
-            temporary.unlink(missing_ok=True)
+        write_file(path, hashlib.sha256(content).digest() + content)
+    except DataError as error:
+        warn_unwritable(path.parent, error.__cause__)
 
 
 def load(path: Path) -> bytes | None:
@@ -60,12 +56,12 @@ def load(path: Path) -> bytes | None:
     return stored[_DIGEST:]
 
 
-def warn_unwritable(folder: Path, error: OSError) -> None:
+def warn_unwritable(folder: Path, error: BaseException | None) -> None:
     """Say once that kernels are not kept in a folder."""
     _warn_once(
         f"fmtsim cannot write its kernel cache {folder}",
-        f" ({error.strerror or error}); kernels are compiled anew in every process. Set FMTSIM_CACHE_DIR to a folder "
-        "that can be written.",
+        f" ({getattr(error, 'strerror', None) or error}); kernels are compiled anew in every process. "
+        "Set FMTSIM_CACHE_DIR to a folder that can be written.",
     )
 
 
