@@ -238,6 +238,22 @@ REFUSED = [
                               native=True), "torch has no use_fast_accum with 1x128 and 128x128 scales"),
     (lambda: fmtsim.scaled_mm(matrix(16, 32), matrix(16, 32).t(), ones(16, 1), ones(1, 16), target="h200", native=True),
      "cuBLASLt gives no torch.float8_e4m3fn results with row scales"),
+    (lambda: fmtsim.mm(A16.float(), B16.float(), a_format="tf32", b_format="tf32", target="h200", native=True),
+     "torch does not multiply torch.float32 tensors as a_format='tf32'"),
+    (lambda: fmtsim.scaled_mm(A16.float(), B16.to(F8), ones(), ones(), a_format="e4m3", out_dtype=BF16, target="h200",
+                              native=True), "torch does not multiply a of dtype torch.float32 with e4m3 numbers"),
+    (lambda: fmtsim.scaled_mm(A16.to(F8), B16.to(F8), ones(), ones(), accumulate="fp16", out_dtype=BF16, target="h200",
+                              native=True), "torch does not sum FP8 products in fp16"),
+    (lambda: fmtsim.scaled_mm(matrix(16, 128), matrix(16, 128).t(), ones(16, 1), ones(1, 1), None, ones(), BF16,
+                              target="h200", scale_recipe_a="BlockWise1x128", scale_recipe_b="BlockWise128x128",
+                              native=True), "torch.nn.functional.scaled_mm has no scale_result"),
+    (lambda: fmtsim.scaled_mm(matrix(16, 128, F5), matrix(16, 128).t(), ones(16, 1), ones(1, 1), out_dtype=BF16,
+                              target="h200", scale_recipe_a="BlockWise1x128", scale_recipe_b="BlockWise128x128",
+                              native=True), "multiplies e4m3 alone with 1x128 and 128x128 scales"),
+    (lambda: fmtsim.scaled_mm(matrix(16, 128), matrix(16, 128).t(), ones(16, 1), ones(1, 1), target="h200",
+                              scale_recipe_a="BlockWise1x128", scale_recipe_b="BlockWise128x128", native=True,
+                              out_dtype=F8),
+     "cuBLASLt gives no torch.float8_e4m3fn results with block_128 scales"),
 ]  # fmt: skip
 
 

@@ -5,7 +5,9 @@ import torch
 
 from fmtsim import Gemm, Quantizer, get_format
 from fmtsim.gemm.layers.keys import stream_of
-from fmtsim.gemm.layers.product import _asked
+from fmtsim.gemm.layers.product import _asked, multiply
+from fmtsim.spec.operand import Operand
+from tests.support.bits import assert_same_bits
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -86,3 +88,48 @@ def test_a_unit_writes_every_dtype_and_adds_every_bias():
             ):  # fmt: skip
                 found = asked(operation, own, dtype, out, bias, unit="exact")
                 assert found == (operation, expected, bias is not None)
+
+
+# Products without a unit: sums that float32 holds whatever their order, so that every other rounding shows.
+
+
+def small(rows, columns, dtype, seed):
+    """Return numbers of 8 significant bits (4 in FP8) near 1 of either sign."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = 3 if dtype.itemsize == 1 else 7
+    x = 1 + torch.randint(0, 1 << bits, (rows, columns), generator=generator) / (1 << bits)
+    return (x * (2 * torch.randint(0, 2, (rows, columns), generator=generator) - 1)).to(dtype)
+
+
+def operand(dtype, rows, scale, seed, rest=None):
+    """Return an operand of rows of 12 elements; ``scale``: none, of the tensor, of rows, of two rows, or beside."""
+    scales = {"tensor": (1, 1), "rows": (rows, 1), "pairs": (rows // 2, 1)}
+    block = {"pairs": (2, 12), "rows": (1, 12)}.get(scale, (rows, 12))
+    given = torch.arange(1, 1 + rows).float()[: scales.get(scale, (1, 1))[0], None] / 7 if scale in scales else None
+    beside = torch.tensor(1 / 11) if scale == "beside" else None
+    return Operand(small(rows, 12, dtype, seed), Quantizer(), given, beside, block, None, rest)
+
+
+def rounded(x):
+    """Round float64 numbers to float32, as one operation does."""
+    return x.float().double()
+
+
+@pytest.mark.parametrize(
+    "scales", ["none none", "tensor tensor", "rows none", "none pairs", "pairs rows", "beside rows"]
+)
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (F32, F32), (E4M3, BF16), (F16, F16)], ids=str)
+def test_products_without_a_unit_round_once_a_step(dtypes, scales):
+    for dtype in (F32, BF16, F16):
+        for bias in (None, torch.arange(6).float() / 4, (torch.arange(6) / 4).bfloat16()):
+            for rest in (None, small(4, 12, F32, 5) / 64):
+                a, b = (operand(kind, rows, scale, rows, cut) for kind, rows, scale, cut in
+                        zip(dtypes, (4, 6), scales.split(), (rest, None), strict=True))  # fmt: skip
+                y = a.elements.double() @ b.elements.double().T
+                columns, rows = b.row_scales(), a.row_scales()
+                y = y if columns is None else rounded(y * columns.double().mT)
+                y = y if rows is None else rounded(y * rows.double())
+                if rest is not None:
+                    y = rounded(y + (rest @ b.values(F32).T).double())
+                y = y if bias is None else rounded(y + bias.double())
+                assert_same_bits(multiply(a, b, bias, dtype), y.to(dtype))

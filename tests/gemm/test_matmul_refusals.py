@@ -6,6 +6,7 @@ import torch
 
 import fmtsim
 from fmtsim import ArgumentError, Datapath, DtypeError, FormatError, GemmPlan
+from fmtsim.errors import FmtsimError
 
 WGMMA = "hopper.wgmma"
 STOCHASTIC = Datapath(accumulator="bf16", rounding="stochastic")
@@ -154,6 +155,37 @@ def test_refusals(case):
     call, error, message = REFUSED[case]
     with pytest.raises(error, match=message):
         call()
+
+
+# What each verb takes, by the names of its tensors.
+ONE = torch.ones(())
+VERBS = {
+    "mm": (fmtsim.mm, {"a": A, "b": B}),
+    "bmm": (fmtsim.bmm, {"a": A[None], "b": B[None]}),
+    "linear": (fmtsim.linear, {"x": A, "w": A, "bias": A[0, :4]}),
+    "int_mm": (lambda unit, **given: fmtsim.int_mm(**given), {"a": INT, "b": INT.mT}),
+    "mma": (fmtsim.mma, {"a": A, "b": A, "c": torch.ones(4, 4)}),
+    "mma scaled": (lambda unit, **given: fmtsim.mma(unit="blackwell.tcgen05.mxf8f6f4", **given),
+                   {"a": FP8, "b": FP8, "scale_a": torch.ones(4, 1), "scale_b": torch.ones(4, 1)}),
+    "scaled_mm": (fmtsim.scaled_mm, {"a": FP8, "b": FP8.mT, "scale_a": ONE, "scale_b": ONE, "bias": A[0, :4].half(),
+                                     "scale_result": ONE}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("verb", "name"), [(verb, name) for verb, (_, given) in VERBS.items() for name in given])
+def test_every_tensor_is_looked_at(verb, name):
+    call, given = VERBS[verb]
+    call(unit=WGMMA, **given)
+    first, right = next(iter(given)), given[name]
+    with pytest.raises(DtypeError, match=f"^{name} is (list|float), not a tensor"):
+        call(unit=WGMMA, **given | {name: right.tolist() if right.dim() else [1.0]})
+    with pytest.raises(ArgumentError, match=rf"{first} is on (cpu, {name} on meta|meta, \w+ on cpu); move them to one"):
+        call(unit=WGMMA, **given | {name: right.to("meta")})
+    with pytest.raises(FmtsimError, match=rf"{name}.* has (shape|layout|dtype)|{name} of shape|scale_result is"):
+        call(unit=WGMMA, **given | {name: torch.stack([right, right], -1)[..., None, None]})
+    if not name.startswith("scale"):
+        with pytest.raises(ArgumentError, match=f"{name} has layout torch.sparse_coo; pass a dense tensor"):
+            call(unit=WGMMA, **given | {name: right.float().to_sparse()})
 
 
 LIBRARY = {

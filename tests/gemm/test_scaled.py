@@ -249,6 +249,8 @@ def run(*arguments, **options):
     return lambda: fmtsim.scaled_mm(*arguments, **(options if "target" in options else OUT | options))
 
 
+PACKED = torch.zeros(16, 16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+NV = torch.ones(16, 2).to(E4M3)
 REFUSED = {
     "no machine": (lambda: fmtsim.scaled_mm(A, BT, ONE, ONE), ArgumentError,
                    "scaled_mm needs a target or a unit; pass one of"),
@@ -296,6 +298,32 @@ REFUSED = {
     "MX and NVFP4": (run(A, BT, MX, A[:, :1]), DtypeError, "scale_a and scale_b have different dtypes"),
     "MX twice": (run(A, BT, [MX, ONE], [MX, ONE], swizzle_a="NO_SWIZZLE", swizzle_b="NO_SWIZZLE"), ArgumentError,
                  "scale_a is a list of 2; BlockWise1x32 takes fewer scales"),
+    "MX second recipe": (run(A, BT, [MX, ONE], [MX, ONE], scale_recipe_a=["BlockWise1x32", "RowWise"],
+                             scale_recipe_b=["BlockWise1x32", "RowWise"], swizzle_a="NO_SWIZZLE",
+                             swizzle_b="NO_SWIZZLE"), ArgumentError,
+                         r"scale_a comes with \('RowWise',\); the second scale is TensorWise"),
+    "NVFP4 thrice": (run(PACKED, PACKED.t(), [NV, ONE, ONE], [NV, ONE, ONE], unit="blackwell.tcgen05.nvf4",
+                         swizzle_a="NO_SWIZZLE", swizzle_b="NO_SWIZZLE"), ArgumentError,
+                     "scale_a is a list of 3; BlockWise1x16 takes fewer scales"),
+    "NVFP4 tensor scale": (run(PACKED, PACKED.t(), [NV, torch.ones(2)], [NV, ONE], unit="blackwell.tcgen05.nvf4",
+                               swizzle_a="NO_SWIZZLE", swizzle_b="NO_SWIZZLE"), ArgumentError,
+                           r"scale_a has shape \(2,\); a tensor-wise scale has one element"),
+    "NVFP4 one tensor scale": (run(PACKED, PACKED.t(), [NV], [NV, ONE], unit="blackwell.tcgen05.nvf4",
+                                   swizzle_a="NO_SWIZZLE", swizzle_b="NO_SWIZZLE"), ArgumentError,
+                               "scale_a and scale_b belong together; pass a tensor scale for both or for none"),
+    "no recipe": (run(A, BT, ONE, ONE, scale_recipe_a=[], scale_recipe_b=[]), ArgumentError,
+                  r"scale_recipe_a=\[\] is not a ScalingType"),
+    "other recipe": (run(A, BT, ONE, ONE, scale_recipe_b="RowWise"), ArgumentError, "pass both or none"),
+    "result scale dtype": (run(A, BT, ONE, ONE, None, ONE.double()), ArgumentError,
+                           r"scale_result is torch.float64 of shape \(\); pass one float32 element"),
+    "out text": (run(A, BT, ONE, ONE, out_dtype="bf16"), DtypeError, "out_dtype=bf16 is not the dtype of a product"),
+    "out int": (run(A, BT, ONE, ONE, out_dtype=torch.int8), DtypeError, "out_dtype=torch.int8 is not the dtype"),
+    "b scale": (run(A, BT, ONE, [ONE, 1.0]), DtypeError, "scale_b is float, not a tensor; pass scales, and recipes"),
+    "second scale device": (run(A, BT, ONE, [ONE, ONE.to("meta")]), ArgumentError, "a is on cpu, scale_b on meta"),
+    "gradient of a": (run(A.float().requires_grad_(), BT, ONE, ONE, a_format="e4m3"), ArgumentError,
+                      "but a requires one; pass a.detach"),
+    "gradient of b": (run(A, BT.float().requires_grad_(), ONE, ONE, b_format="e4m3"), ArgumentError,
+                      "but b requires one; pass b.detach"),
     "bias shape": (run(A, BT, ONE, ONE, BRAIN[:5]), ArgumentError, r"bias has shape \(5,\); pass \[16\]"),
     "bias dtype": (run(A, BT, ONE, ONE, HALF), DtypeError,
                    "bias has dtype torch.float16; a torch.bfloat16 output takes torch.bfloat16"),
@@ -316,7 +344,6 @@ REFUSED = {
               "k_tile=64 does not hold whole chains of 128 products"),
 }  # fmt: skip
 WIDE_A, E5 = torch.ones(16, 24).to(E4M3), torch.ones(16, 32).to(E5M2)
-PACKED = torch.zeros(16, 16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
 LIBRARY = {
     "e5m2": (run(E5, E5.t(), ONE, ONE, target="x", out_dtype=torch.float32), DtypeError,
         "cuBLAS does not multiply e5m2 by e5m2"),
