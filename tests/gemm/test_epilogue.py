@@ -106,6 +106,14 @@ def test_pieces_change_nothing(monkeypatch, dtype):
         assert_same_bits(finish(x.clone(), dtype, **options), whole)
 
 
+def test_a_row_longer_than_a_piece():
+    n = operator._PIECE + 5
+    x, (row, column) = torch.cat([reduced(3, 20), wide(3, n - 20, seed=6)], 1), scales("row", 3, n)
+    got = finish(x.clone(), torch.float16, row=row, column=column)
+    for part in (slice(0, 600_000), slice(600_000, n)):
+        assert_same_bits(got[:, part], finish(x[:, part].clone(), torch.float16, row=row, column=column[:, part]))
+
+
 def test_the_result_is_the_input_where_it_can_be():
     x = reduced()
     assert finish(x, torch.float32) is x
