@@ -45,8 +45,8 @@ def statistic(x: Tensor, block: Block, kind: Statistic) -> Tensor:
         counts = [-(-extent // size) for extent, size in zip(x.shape, sizes, strict=True)]
         return torch.ones(counts, device=x.device)
     finite = x.isfinite()
-    all_finite = bool(finite.all()) if x.device.type == "cpu" else False
-    x = x if all_finite else torch.where(finite, x, 0)
+    if x.device.type != "cpu" or not bool(finite.all()):  # a GPU is not waited for
+        x = torch.where(finite, x, 0)
     if kind == "amax":
         found = blocked(x.abs(), sizes).amax(-1)
     else:

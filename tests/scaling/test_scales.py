@@ -266,7 +266,7 @@ def measured(part: list[float], kind: str) -> float:
 def test_statistics_of_blocks(block, kind):
     """Zeros that fill short blocks do not count, nor do NaN and Inf; what overflows is the largest float32."""
     x = normal(5, 14, seed=2)
-    x[0, 1], x[1, 0], x[2, :7], x[4, 13] = torch.nan, -torch.inf, torch.nan, float(LARGEST)
+    x[0, 1], x[1, 0], x[2, :8], x[4, 13] = torch.nan, -torch.inf, torch.nan, float(LARGEST)
     rows, columns = block_sizes(block, x.shape)
     for tensor in (x, torch.where(x.isfinite(), x, 0.5).double() * 3):
         found = statistic(tensor, block, kind)
