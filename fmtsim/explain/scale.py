@@ -150,6 +150,8 @@ def _log_tile(block: list[float], step: float, low: float, fmt: LogTileFormat) -
     scale = Scale(amax=float(_amax(block)), value=step, code=None, tensor_scale=None, offset=low, steps=(what,))
 
     def decider(x: float, code: int, how: Rounding, overflow: Overflow, word: int | None) -> Decision:
+        if math.isnan(low):  # the codes are those of the tile without regard to NaN
+            return Decision(x=x, code=code, value=math.nan, below=None, above=None, rule="nan", reason=what)
         return decide_in_tile(x, code, values, fmt, how, word)
 
     return Tile(scale=scale, decide=decider)
