@@ -71,54 +71,6 @@ def test_the_cache_lies_where_the_environment_says(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "")
 
 
-@pytest.mark.parametrize("blocked", ["file", "read-only"])
-def test_a_cache_that_cannot_be_written(tmp_path, blocked):
-    """One warning that says what to do, and right results."""
-    place = tmp_path / "place"
-    if blocked == "file":
-        place.write_text("a regular file, below which nothing can be made, even by root")
-        place = place / "below"
-    else:
-        place.mkdir()
-        place.chmod(0o500)
-        if os.access(place, os.W_OK):
-            pytest.skip("permissions do not bind this user")
-    result = run_script(
-        'print(fmtsim.quantize(torch.tensor([0.1, 500.0, -3.3]), "e4m3").tolist())', FMTSIM_CACHE_DIR=str(place)
-    )
-    assert result.stdout.strip() == "[0.1015625, 448.0, -3.25]"
-    assert result.stderr.count("UserWarning") == 1
-    assert re.search(
-        rf"fmtsim cannot write its kernel cache {re.escape(str(place))}/cpu \(.+\); kernels are compiled "
-        r"anew in every process\. Set FMTSIM_CACHE_DIR to a folder that can be written\.",
-        result.stderr,
-    )
-
-
-@pytest.mark.slow
-def test_two_processes_may_fill_the_cache_at_once(tmp_path):
-    script = "import torch, fmtsim, sys\n" + CALL
-    environment = os.environ | {"FMTSIM_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-W", "error::UserWarning", "-c", script]
-    running = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    for process in running:
-        printed, complaints = process.communicate(timeout=200)
-        assert (process.returncode, printed.strip(), complaints) == (0, PRINTED, "")
-    assert not [name for name in files(tmp_path) if "tmp" in name]
-
-
-@pytest.mark.slow
-def test_a_kernel_that_was_deleted_is_compiled_again(tmp_path):
-    run_script(CALL, FMTSIM_CACHE_DIR=str(tmp_path))
-    objects = sorted(tmp_path.rglob("*.bin"))
-    assert len(objects) >= 2
-    objects[0].unlink()
-    assert run_script(CALL, FMTSIM_CACHE_DIR=str(tmp_path)).stdout.strip() == PRINTED
-
-
 def test_the_cache_of_this_process_is_quiet():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
