@@ -315,7 +315,7 @@ def test_a_memory_that_cannot_be_trusted_costs_a_self_test(disk, path, tmp_path,
     folder.unlink()
     assert (runs_of_a_new_process(), runs_of_a_new_process()) == (1 + len(SMALL), 1)
     (file,) = folder.iterdir()
-    file.write_text(file.read_text()[:40])  # a line that was not written to its end
+    file.write_bytes(file.read_bytes()[:40] + b"\xff")  # a line that was not written to its end
     assert runs_of_a_new_process() == 1 + len(SMALL)
     monkeypatch.setattr(runtime, "cache_folder", lambda: None)
     assert runs_of_a_new_process() == 1 + len(SMALL)

@@ -23,8 +23,7 @@ gpu = pytest.mark.skipif(not fmtsim.cuda.available(), reason="needs a GPU")
 
 @pytest.fixture
 def fresh(tmp_path, monkeypatch):
-    """Remember nothing of what has passed, but machine code."""
-    runtime.program_cache()
+    """Remember nothing of what has passed; machine code stays."""
     monkeypatch.setattr(self_test, "_chosen", {})
     monkeypatch.setattr(self_test, "_verdicts", {})
     monkeypatch.setattr(runtime, "cache_folder", lambda: tmp_path)

@@ -1,10 +1,10 @@
 """Compiling, keeping and launching kernels: what needs no GPU here first, then launches on a real one."""
 
 import ctypes
+import re
 import subprocess
 import sys
 import threading
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import fmtsim.cuda
+from fmtsim import folder
 from fmtsim.cuda.runtime import launch
 from fmtsim.cuda.runtime import program as runtime
 from fmtsim.errors import DeviceError
+from tests.support.faults import largest_file
 from tests.support.nvrtc import needs_nvrtc
 
 needs_gpu = pytest.mark.skipif(not fmtsim.cuda.available(), reason="needs a GPU")
@@ -90,19 +92,53 @@ def test_errors_of_the_compiler_name_the_kernel_and_its_macros(tmp_path):
         runtime.compiled("trial.cu", "sm_70")
 
 
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    """Keep machine code in an empty folder, and warn as a new process does; calling it forgets what was compiled."""
+    monkeypatch.setattr(folder, "_said", set())
+    monkeypatch.setenv("FMTSIM_CACHE_DIR", str(tmp_path / "cache"))
+
+    def anew():
+        runtime.cache_folder.cache_clear(), runtime.compiled.cache_clear()
+        return tmp_path / "cache" / "cuda"
+
+    anew()
+    yield anew
+    monkeypatch.undo()
+    anew()
+
+
 @needs_nvrtc
-def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("FMTSIM_CACHE_DIR", str(tmp_path / "file"))
-    runtime.cache_folder.cache_clear(), runtime.program_cache.cache_clear()
-    with pytest.warns(
-        UserWarning, match="cannot write its kernel cache .*; kernels are compiled anew in every process"
+def test_machine_code_is_kept_and_damage_is_compiled_again_with_one_warning(disk, monkeypatch):
+    code = runtime.compiled("trial.cu", "sm_80").code
+    (path,) = disk().iterdir()
+    assert re.fullmatch(r"trial-[0-9a-f]{64}\.cubin", path.name)
+    with monkeypatch.context() as patch:
+        patch.setattr("cuda.core.Program", None)  # nothing compiles
+        assert runtime.compiled("trial.cu", "sm_80").code == code
+    disk()
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match=rf"damaged file in its kernel cache .*: {path.name} is truncated") as said:
+        assert runtime.compiled("trial.cu", "sm_80").code == code
+    assert len(said) == 1
+    disk()
+    assert runtime.compiled("trial.cu", "sm_80").code == code
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("fault", ["file", "room"])
+def test_a_cache_that_cannot_be_written_costs_one_warning(disk, fault):
+    if fault == "file":
+        disk().parent.write_text("in the way")
+    with (
+        pytest.warns(
+            UserWarning, match=r"cannot write its kernel cache .*cuda \(.*\); kernels are compiled anew"
+        ) as said,
+        largest_file(1000 if fault == "room" else 1 << 40),
     ):
-        runtime.compiled("trial.cu", "sm_80")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        runtime.compiled("trial.cu", "sm_90")
-    runtime.cache_folder.cache_clear(), runtime.program_cache.cache_clear()
+        runtime.compiled("trial.cu", "sm_80"), runtime.compiled("trial.cu", "sm_90")
+    assert len(said) == 1
+    assert fault == "file" or list(disk().iterdir()) == []
 
 
 def test_why_unavailable_names_the_next_step(monkeypatch):

@@ -186,7 +186,7 @@ def _versions() -> str:
 
 def _lines(file: Path) -> set[str]:
     try:
-        return set(file.read_text().split())
+        return set(file.read_text(errors="replace").split())
     except OSError:
         return set()
 

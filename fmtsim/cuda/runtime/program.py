@@ -17,7 +17,7 @@ import torch
 
 from fmtsim.cuda.runtime.launch import Kernel, checked
 from fmtsim.errors import DeviceError
-from fmtsim.folder import kernel_folder
+from fmtsim.folder import kernel_folder, load, save
 
 KERNELS = Path(__file__).parents[1]
 OLDEST = (8, 0)
@@ -138,9 +138,10 @@ def compiled(file: str, arch: str, defines: Defines = ()) -> Any:
         DeviceError: NVRTC refuses the source or does not know the architecture.
     """
     with _loading:  # threads that import cuda.core for the first time trip over each other
-        from cuda.core import Program, ProgramOptions
+        from cuda.core import ObjectCode, Program, ProgramOptions
+        from cuda.core.utils import make_program_cache_key
 
-        kept = program_cache()
+        folder = cache_folder()
     source = source_of(file)
     options = ProgramOptions(
         name=file,
@@ -153,12 +154,20 @@ def compiled(file: str, arch: str, defines: Defines = ()) -> Any:
         define_macro=list(defines) or None,
         device_as_default_execution_space=True,  # NVRTC 13.0 takes lambdas for the host's
     )
+    key = make_program_cache_key(code=source, code_type="c++", options=options, target_type="cubin").hex()
+    path = folder and folder / f"{Path(file).stem}-{key}.cubin"
+    kept = path and load(path)
+    if kept:
+        return ObjectCode.from_cubin(kept, name=file)
     try:
-        return Program(source, "c++", options).compile("cubin", cache=kept)
+        code = Program(source, "c++", options).compile("cubin")
     except Exception as error:  # cuda-core raises several types, NVRTC's log in their text
         macros = " ".join(f"-D{name}={value}" for name, value in defines)
         log = str(error).replace("\0", "").rstrip()
         raise DeviceError(f"NVRTC cannot compile {file} for {arch} ({macros}): {log}") from error
+    if path is not None:
+        save(path, bytes(code.code))
+    return code
 
 
 @cache
@@ -171,15 +180,6 @@ def finished(x: torch.Tensor) -> None:
     """Wait for what is queued on a tensor's device, so that any stream may read a table that is made once and kept."""
     if x.is_cuda:
         torch.cuda.current_stream(x.device).synchronize()
-
-
-@cache
-def program_cache() -> Any:
-    """Return the cache of machine code on disk, one in memory where no folder can be written."""
-    from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache
-
-    folder = cache_folder()
-    return InMemoryProgramCache() if folder is None else FileStreamProgramCache(folder)
 
 
 @cache
