@@ -1,6 +1,7 @@
 """The errors that fmtsim raises; each one says what was given, what is allowed and what to do next."""
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 
 
@@ -48,11 +49,28 @@ class KernelWarning(UserWarning):
     """Say that a kernel gave other bits than the general one when it was tried, and is not used."""
 
 
+def shown(value: object) -> str:
+    """Return a value as errors show it: its repr, cut short; what cannot be shown, by its type.
+
+    >>> shown("x" * 1000), shown(10**5000)
+    ("'xxxxxxxxxxxxxxxxxxxxxxxxxxxx...xxxxxxxxxxxxxxxxxxxxxxxxxxxxx'", 'int')
+    """
+    try:
+        return _repr.repr(value)
+    except Exception:  # of a huge int, or of an object that fails as it is shown
+        return type(value).__name__
+
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 62
+
+
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return how an error goes on after an unknown name: up to three names that are close, nothing where none is.
 
     >>> did_you_mean("E4M4", ["e4m3", "nvfp4"])
     "; did you mean 'e4m3'?"
     """
-    close = difflib.get_close_matches(str(name).strip().lower(), known, n=3, cutoff=0.5)
+    word = name if isinstance(name, str) else shown(name)
+    close = difflib.get_close_matches(word[:100].strip().lower(), known, n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""

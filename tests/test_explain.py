@@ -187,3 +187,46 @@ def test_empty_input_explains_nothing():
 def test_bad_input(x, options, error, message):
     with pytest.raises(error, match=message):
         explain(x, "e4m3", **options)
+
+
+@pytest.mark.parametrize(
+    "x", [5e-324, -5e-324, 1e-310, 1.7976931348623157e308, [5e-324, 1e308, 1.0], [-5e-324, math.nan]]
+)
+@pytest.mark.parametrize(
+    "fmt", ["int11_half", "e4m3", "lns8_g8", "e8m0", "int3_half_f5", "mxfp4", "nvfp4", "logfmt8", "nf4"]
+)
+def test_numbers_at_the_ends_of_float64_are_explained(x, fmt):
+    for rounding in ("nearest_even", "up", "to_odd"):
+        found = explain(x, fmt, rounding=rounding)
+        assert found.engine_agrees and str(found) and json.dumps(jsonable(found.to_dict()))
+
+
+def test_a_relative_error_beyond_float64_is_infinite():
+    (element,) = explain(5e-324, "int11_half").elements
+    assert element.value == 0.5 and element.relative_error == math.inf and "+inf%" in str(explain(5e-324, "int11_half"))
+    (element,) = explain(0.3, "int4").elements
+    assert element.relative_error == -1.0
+    (element,) = explain(0.0, "int11_half").elements
+    assert element.error == Fraction(1, 2) and element.relative_error is None
+
+
+def test_a_tile_whose_largest_value_lies_beyond_float32():
+    (element,) = explain(1.7976931348623157e308, "logfmt8").elements
+    assert element.decision.rule == "overflow" and element.decision.above == math.inf
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: explain(10**400, "e4m3"), ArgumentError, "has an integer beyond float64; pass numbers up to"),
+        (lambda: explain(10**5000, "e4m3"), ArgumentError, "x=int has an integer beyond float64"),
+        (lambda: explain(["a"] * 99, "e4m3"), DtypeError, "is not a number or a sequence of numbers; pass"),
+        (lambda: explain(torch.zeros(2, device="meta"), "e4m3"), ArgumentError, "x is on the meta device and hol"),
+        (lambda: explain(1.0, "e4m3", overflow=["ieee"]), FormatError, r"unknown overflow \['ieee'\]; choose"),
+        (lambda: explain(1.0, "e4m3", generator=None), ArgumentError, "explain draws from no generator; pass"),
+        (lambda: explain(1.0, "e4m3", generator="1"), ArgumentError, "generator='1' is not a seed"),
+    ],
+)
+def test_what_explain_refuses(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -13,7 +13,7 @@ ROOT = Path(fmtsim.__file__).parent
 
 # Imports point from right to left. Modules of one rank may import each other.
 LAYERS = (
-    {"errors", "files", "folder", "interrupts", "progress", "table", "plotting"},
+    {"errors", "records", "files", "folder", "interrupts", "progress", "table", "plotting"},
     {"formats"},
     {"rounding"},
     {"spec"},
@@ -30,7 +30,7 @@ LAYERS = (
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 ENGINES = {"torch_engine", "cpu", "cuda"}
-ENGINE_MAY_IMPORT = {"errors", "folder", "formats", "rounding", "spec", "scaling"}
+ENGINE_MAY_IMPORT = {"errors", "records", "folder", "formats", "rounding", "spec", "scaling"}
 HEAVY = ("numba", "llvmlite", "cuda", "matplotlib", "rich", "safetensors")
 
 

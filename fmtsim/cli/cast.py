@@ -1,7 +1,6 @@
 """``fmtsim cast``: numbers rounded to an element format, with codes, errors and neighbours."""
 
 import argparse
-from fractions import Fraction
 from typing import Any
 
 from fmtsim.cli.options import add_json, add_rounding, parse_number, repeated
@@ -58,12 +57,10 @@ def cast(
 
 
 def _record(element: Element, fmt: ElementFormat, rounding: str) -> dict[str, Any]:
-    number, error = element.input, element.error
-    relative = float(error / abs(Fraction(number))) if error is not None and number else None
     return {
         **{name: getattr(element, name) for name in ("input", "value", "code", "hex", "bits", "error")},
         **{name: getattr(element.decision, name) for name in ("below", "above")},
-        "format": fmt.name, "rounding": rounding, "relative_error": relative,
+        "format": fmt.name, "rounding": rounding, "relative_error": element.relative_error,
     }  # fmt: skip
 
 

@@ -57,7 +57,7 @@ class Decision:
         return self._distance(self.above)
 
     def _distance(self, value: float | None) -> Fraction | None:
-        if value is None or not math.isfinite(self.x):
+        if value is None or not (math.isfinite(self.x) and math.isfinite(value)):
             return None
         return abs(Fraction(self.x) - Fraction(value))
 

@@ -40,6 +40,9 @@ def decide_in_tile(
         reason = "the number lies beyond the largest value of the tile and becomes that value"
         return dataclasses.replace(decision, rule="saturated", reason=reason)
     neighbours = ranks[upper - 1], ranks[upper]
+    if math.isinf(neighbours[1]):
+        reason = "the next larger value of the tile is infinite: its logarithm lies beyond float32"
+        return dataclasses.replace(decision, rule="overflow", reason=reason)
     middle = Fraction(float((Fraction(neighbours[0]) + Fraction(neighbours[1])) / 2))
     how = of_magnitude(rounding, is_negative(x))
     rule, reason = between(Fraction(magnitude), abs(value), neighbours, middle, how, word)

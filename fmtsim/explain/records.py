@@ -68,6 +68,13 @@ class Element:
         return Fraction(self.value) - Fraction(self.input)
 
     @property
+    def relative_error(self) -> float | None:
+        """The error as a share of the input; infinite beyond float64, None where there is no error or no share."""
+        if not self.error or not self.input:
+            return None if self.error is None or not self.input else 0.0
+        return _float(self.error / abs(Fraction(self.input)))
+
+    @property
     def bits(self) -> str:
         """The code in binary, a space between its fields."""
         return bit_fields(self.code, self.format)
@@ -192,5 +199,13 @@ def _error_text(element: Element) -> str:
         return "-"
     if not error:
         return "0"
-    share = f" ({float(error / abs(Fraction(element.input))):+.3%})" if element.input else ""
-    return f"{float(error):+.6g}{share}"
+    share = element.relative_error
+    return f"{_float(error):+.6g}" + ("" if share is None else f" ({share:+.3%})")
+
+
+def _float(number: Fraction) -> float:
+    """Return the nearest float64, infinite beyond the largest."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf

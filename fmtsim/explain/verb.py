@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from fmtsim.errors import ArgumentError, DtypeError, FormatError
+from fmtsim.arguments import drawn_key
+from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
 from fmtsim.explain.element import decide
 from fmtsim.explain.records import Element, Explanation, Scale
 from fmtsim.explain.scale import tell_scales
@@ -65,10 +66,14 @@ def explain(
     """
     tensor = _as_tensor(x)
     fmt = with_block(get_format(format), block_size, scale_rule)
-    if overflow not in (None, *OVERFLOWS):
-        raise FormatError(f"unknown overflow {overflow!r}; choose 'saturate', 'ieee' or None for the format's default")
+    if overflow is not None and (not isinstance(overflow, str) or overflow not in OVERFLOWS):
+        allowed = "choose 'saturate', 'ieee' or None for the format's default"
+        raise FormatError(f"unknown overflow {shown(overflow)}; {allowed}")
     how, rule = get_rounding(rounding, random_bits), overflow or fmt.default_overflow
-    key = generator if isinstance(generator, RandomKey) else RandomKey(generator)
+    if generator is None or isinstance(generator, torch.Generator):
+        raise ArgumentError("explain draws from no generator; pass generator= an int, the seed that quantize was given")
+    key = drawn_key(generator, torch.device("cpu"))
+    assert isinstance(key, RandomKey)
     stochastic = how.mode == "stochastic"
     words = [random_integer(how, key, i) if stochastic else None for i in range(tensor.numel())]
     numbers = tensor.to(torch.float64).tolist()
@@ -86,12 +91,17 @@ def explain(
 def _as_tensor(x: Any) -> torch.Tensor:
     """Return the numbers as a tensor of one dimension."""
     if isinstance(x, torch.Tensor):
+        if x.is_meta:
+            raise ArgumentError("x is on the meta device and holds no numbers; pass a tensor of the CPU or a GPU")
         tensor = x.detach().cpu()
     else:
         try:
             tensor = torch.tensor(x, dtype=torch.float64)
-        except (TypeError, ValueError, RuntimeError):
-            raise DtypeError(f"x={x!r} is not a number or a sequence of numbers; pass floats or a tensor") from None
+        except OverflowError:
+            raise ArgumentError(f"x={shown(x)} has an integer beyond float64; pass numbers up to 1.797e308") from None
+        except (TypeError, ValueError, RuntimeError, RecursionError):
+            given = f"x={shown(x)}"
+            raise DtypeError(f"{given} is not a number or a sequence of numbers; pass floats or a tensor") from None
     if tensor.dtype not in FLOAT_DTYPES:
         raise DtypeError(f"x has dtype {tensor.dtype}; choose float16, bfloat16, float32 or float64 (x.float())")
     if tensor.dim() > 1:

@@ -11,6 +11,7 @@ from fmtsim.formats.floating import FP32 as FP32
 from fmtsim.formats.scaling import Arithmetic, ScaleRule, Scaling, TensorScale, block_scaling, check_block, rule_fields
 from fmtsim.formats.scaling import Block as Block
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
+from fmtsim.records import check_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class BlockFormat(Displayed):
         check(
             isinstance(self.scaling, Scaling), f"scaling={self.scaling!r} is not a Scaling", "Scaling(block=..., ...)"
         )
+        check_types(self, FormatError)
         rule, real, scale = self.scale_rule, not self.power_of_two, self.scale
         own = Scaling(**{name: getattr(self.scaling, name) for name in _OF_FORMATS})
         given = f"scaling=[{self.scaling}] is none of a format"
@@ -160,9 +162,10 @@ class LogTileFormat(Displayed):
     source: str = ""
 
     def __post_init__(self) -> None:
+        check_block(f"format {self.name!r}: ", self.block)
+        check_types(self, FormatError)
         if not 3 <= self.bits <= 16:
             raise FormatError(f"format {self.name!r}: bits={self.bits} is not allowed; choose 3 to 16")
-        check_block(f"format {self.name!r}: ", self.block)
 
     @property
     def max_code(self) -> int:

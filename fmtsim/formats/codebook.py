@@ -6,6 +6,7 @@ from functools import partial
 
 from fmtsim.errors import FormatError
 from fmtsim.formats.fields import NAN_POLICIES, Element, NanPolicy, require
+from fmtsim.records import check_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class CodebookFormat(Element):
     source: str = ""
 
     def __post_init__(self) -> None:
+        check_types(self, FormatError)
         check = partial(require, self.name)
         check(2 <= len(self.values) <= 1 << 16, f"{len(self.values)} values", "2 to 65536 values")
         check(all(math.isfinite(v) for v in self.values), "values with NaN or Inf", "finite values")

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from fmtsim.errors import FormatError
 from fmtsim.formats.display import Fields, short_number
 from fmtsim.formats.fields import NAN_POLICIES, OVERFLOWS, Element, NanPolicy, Overflow, require, require_code
+from fmtsim.records import check_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,7 @@ class FloatFormat(Element):
     source: str = ""
 
     def __post_init__(self) -> None:
+        check_types(self, FormatError)
         check = partial(require, self.name)
         check(1 <= self.exponent_bits <= 11, f"exponent_bits={self.exponent_bits}", "1 to 11")
         check(0 <= self.mantissa_bits <= 52, f"mantissa_bits={self.mantissa_bits}", "0 to 52")

@@ -4,8 +4,10 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
+from fmtsim.errors import FormatError
 from fmtsim.formats.display import Fields, short_number
 from fmtsim.formats.fields import NAN_POLICIES, Element, NanPolicy, require, require_code
+from fmtsim.records import check_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,7 @@ class IntFormat(Element):
     source: str = ""
 
     def __post_init__(self) -> None:
+        check_types(self, FormatError)
         check = partial(require, self.name)
         check(1 + self.signed <= self.bits <= 24, f"bits={self.bits}", f"{1 + self.signed} to 24")
         check(0 <= self.fraction_bits <= 32, f"fraction_bits={self.fraction_bits}", "0 to 32")

@@ -4,8 +4,10 @@ import math
 from dataclasses import dataclass
 from functools import cache, partial
 
+from fmtsim.errors import FormatError
 from fmtsim.formats.display import Fields, short_number
 from fmtsim.formats.fields import NAN_POLICIES, Element, NanPolicy, require, require_code
+from fmtsim.records import check_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,7 @@ class LogFormat(Element):
     source: str = ""
 
     def __post_init__(self) -> None:
+        check_types(self, FormatError)
         check = partial(require, self.name)
         check(2 <= self.bits <= 16, f"bits={self.bits}", "2 to 16")
         check(self.gamma >= 1 and self.gamma & (self.gamma - 1) == 0, f"gamma={self.gamma}", "a power of two")

@@ -6,22 +6,27 @@ from typing import Any, Literal, cast
 
 import torch
 
-from fmtsim.errors import FormatError, did_you_mean
+from fmtsim.errors import FormatError, did_you_mean, shown
 from fmtsim.formats.block import Format, LogTileFormat
 from fmtsim.formats.catalogue import LNS_SOURCE, LOGFMT_SOURCE, elements, integer
 from fmtsim.formats.catalogue_blocks import blocks
-from fmtsim.formats.serialization import KINDS
+from fmtsim.formats.serialization import KINDS, format_from_dict
 from fmtsim.formats.spec import ElementFormat, FloatFormat, LogFormat
+from fmtsim.records import READERS, at, located
 
 Kind = Literal["float", "int", "codebook", "log", "block", "log_tile"]
 
 _SPELLINGS = "'e3m4', 'int6', 'int6_full', 'int6_half', 'uint6', 'lns8_g8', 'logfmt8'"
 
 _NAME = re.compile(r"[a-z0-9_.+-]+")
-_FLOAT = re.compile(r"e(\d+)m(\d+)")
-_INT = re.compile(r"(u?)int(\d+)(?:_(full|asymmetric|half))?(?:_f(\d+))?")
-_LOG = re.compile(r"lns(\d+)_g(\d+)")
-_LOG_TILE = re.compile(r"logfmt(\d+)")
+_FLOAT = re.compile(r"e([0-9]{1,9})m([0-9]{1,9})")
+_INT = re.compile(r"(u?)int([0-9]{1,9})(?:_(full|asymmetric|half))?(?:_f([0-9]{1,9}))?")
+_LOG = re.compile(r"lns([0-9]{1,9})_g([0-9]{1,9})")
+_LOG_TILE = re.compile(r"logfmt([0-9]{1,9})")
+_WIDTHS = {  # names of a width, which several formats have
+    "fp4": ("e2m1", "nvfp4"), "fp6": ("e2m3", "e3m2"), "fp8": ("e4m3", "e5m2"),
+    "mxfp6": ("mxfp6_e2m3", "mxfp6_e3m2"), "mxfp8": ("mxfp8_e4m3", "mxfp8_e5m2"),
+}  # fmt: skip
 
 _formats: dict[str, Format] = {}  # by name, in the order of registration
 _lookup: dict[str, Format] = {}  # by lower-case name and alias
@@ -47,7 +52,9 @@ def get_format(format: str | Format | torch.dtype | Any) -> Format:
         return format
     name = _dtype_name(format)
     if name is None:
-        raise FormatError(f"format={format!r} is not a name, a format record or a dtype; pass a name such as 'e4m3'")
+        raise FormatError(
+            f"format={shown(format)} is not a name, a format record or a dtype; pass a name such as 'e4m3'"
+        )
     found = _lookup.get(name) or _parse(name)
     if found is None:
         raise FormatError(f"dtype {format} has no format; pass a name from fmtsim.list_formats()")
@@ -65,8 +72,10 @@ def list_formats(kind: Kind | None = None) -> list[str]:
     """
     if kind is None:
         return list(_formats)
-    if kind not in KINDS:
-        raise FormatError(f"kind={kind!r} is not a kind of format; choose one of {', '.join(KINDS)}, or None for all")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise FormatError(
+            f"kind={shown(kind)} is not a kind of format; choose one of {', '.join(KINDS)}, or None for all"
+        )
     return [name for name, fmt in _formats.items() if isinstance(fmt, KINDS[kind])]
 
 
@@ -85,11 +94,11 @@ def register_format(record: Format, overwrite: bool = False) -> Format:
     """
     if not isinstance(cast(object, record), Format):
         kinds = ", ".join(cls.__name__ for cls in KINDS.values())
-        raise FormatError(f"record={record!r} is not a format; build one of {kinds}")
+        raise FormatError(f"record={shown(record)} is not a format; build one of {kinds}")
     names = [name.lower() for name in (record.name, *record.aliases)]
     for name in names:
         if not _NAME.fullmatch(name):
-            raise FormatError(f"format name {name!r} is not allowed; choose letters, digits and _ . + -")
+            raise FormatError(f"format name {shown(name)} is not allowed; choose letters, digits and _ . + -")
     if _formats.get(record.name) == record and all(_lookup.get(name) == record for name in names):
         return record
     for name in names:
@@ -115,9 +124,11 @@ def _find(text: str) -> Format:
     found = _lookup.get(name) or _parse(name)
     if found is not None:
         return found
-    hint = did_you_mean(name, _lookup)
+    several = " or ".join(map(repr, _WIDTHS.get(name.replace("float", "fp"), ())))
+    hint = f"; did you mean {several}?" if several else did_you_mean(name, _lookup)
     raise FormatError(
-        f"unknown format {text!r}{hint} (fmtsim.list_formats() has all names; others are spelled out: {_SPELLINGS})"
+        f"unknown format {shown(text)}{hint} "
+        f"(fmtsim.list_formats() has all names; others are spelled out: {_SPELLINGS})"
     )
 
 
@@ -167,8 +178,21 @@ def _dtype_name(dtype: Any) -> str | None:
 
     try:
         return numpy.dtype(dtype).name if dtype is not None else None
-    except (TypeError, ValueError):
+    except Exception:  # whatever numpy makes of an object that is none
         return None
+
+
+def read_format(value: Any, path: str) -> Format:
+    """Return the format that a name or a record in a file says; ``path`` is what errors call it."""
+    if isinstance(value, str):
+        with located(path):
+            return get_format(value)
+    if isinstance(value, dict):
+        return format_from_dict(value, path)
+    raise at(path, FormatError, f"{shown(value)} is no format; write its name, or the fields of its record")
+
+
+READERS.update(dict.fromkeys(KINDS.values(), read_format))
 
 
 def _register_catalogue() -> None:

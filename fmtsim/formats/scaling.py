@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from fmtsim.errors import FormatError
 from fmtsim.formats.floating import E8M0, FP32, FloatFormat
+from fmtsim.records import check_types
 
 Block = tuple[int | None, int | None]
 ScaleRule = Literal["floor", "ceil", "rceil", "even", "amax"]
@@ -50,6 +51,7 @@ class History:
     fixed: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self, FormatError)
         _require(not self.fixed or not self.immediate, f"fixed=True with immediate={self.immediate}", "immediate=0")
         for name, least in (("length", 1), ("refresh_every", 1), ("immediate", 0)):
             value = getattr(self, name)
@@ -70,6 +72,7 @@ class TensorScale:
     order: LevelOrder = "te"
 
     def __post_init__(self) -> None:
+        check_types(self, FormatError)
         _positive("TensorScale top", self.top)
         _one_of("TensorScale order", self.order, get_args(LevelOrder))
 
@@ -142,6 +145,7 @@ class Scaling:
         check_block("Scaling ", self.block)
         for name, values in _CHOICES.items():
             _one_of(f"Scaling {name}", getattr(self, name), values)
+        check_types(self, FormatError)
         for name in ("factor", "top", "multiplier"):
             _positive(f"Scaling {name}", getattr(self, name))
         for value in (*self.candidates, *self.allowed):

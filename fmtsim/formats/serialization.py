@@ -5,11 +5,12 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from fmtsim.errors import FormatError
+from fmtsim.errors import ArgumentError, FormatError, shown
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.floating import FP32
 from fmtsim.formats.scaling import History, Scaling, TensorScale
 from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat, LogFormat
+from fmtsim.records import at, parse_json, record_of
 
 KINDS: dict[str, type] = {
     "float": FloatFormat,
@@ -20,8 +21,7 @@ KINDS: dict[str, type] = {
     "log_tile": LogTileFormat,
 }
 _NAMES = {cls: kind for kind, cls in KINDS.items()}
-_RECORDS: dict[str, type] = {"scaling": Scaling, "tensor": TensorScale, "history": History}  # by their field's name
-_TUPLES = ("aliases", "values", "block", "allowed", "candidates")
+_RECORDS = (Scaling, TensorScale, History)
 _ALWAYS = ("name", "block")
 
 
@@ -34,34 +34,31 @@ def _to_dict(record: Any) -> dict[str, Any]:
     values = {field.name: (getattr(record, field.name), field.default) for field in dataclasses.fields(record)}
     return {
         name: format_to_dict(value) if isinstance(value, Format)
-        else _to_dict(value) if name in _RECORDS
+        else _to_dict(value) if isinstance(value, _RECORDS)
         else value
         for name, (value, default) in values.items() if name in _ALWAYS or value != default
     }  # fmt: skip
 
 
-def format_from_dict(record: dict[str, Any]) -> Format:
-    """Build a format from ``format_to_dict``'s record; raise FormatError where it is not one."""
+def format_from_dict(record: dict[str, Any], path: str = "") -> Format:
+    """Build a format from ``format_to_dict``'s record; raise FormatError where it is not one.
+
+    Args:
+        record: The record.
+        path: What errors call it, where it is a part of something.
+    """
+    if not isinstance(record, dict):
+        raise at(path, FormatError, f"{shown(record)} is not an object; write the fields of a format, {{...}}")
     fields = dict(record)
     kind = fields.pop("kind", None)
-    if kind not in KINDS:
-        raise FormatError(f"kind={kind!r} is not a kind of format; choose one of {', '.join(KINDS)}")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise at(path, FormatError, f"kind={shown(kind)} is not a kind of format; choose one of {', '.join(KINDS)}")
     if kind == "block" and "scaling" not in fields:
         fields["scaling"] = _scaling_of_old(fields)
-    return _from_dict(KINDS[kind], fields, f"{kind} format")  # type: ignore[no-any-return]
-
-
-def _from_dict(cls: type, fields: dict[str, Any], what: str) -> Any:
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            known = _RECORDS.get(name)
-            fields[name] = _from_dict(known, dict(value), known.__name__) if known else format_from_dict(value)
-        elif name in _TUPLES:
-            fields[name] = tuple(value)
     try:
-        return cls(**fields)
-    except TypeError as error:
-        raise FormatError(f"not a {what}: {error}") from None
+        return record_of(KINDS[kind], fields, path)  # type: ignore[no-any-return]
+    except ArgumentError as error:  # a field that is none
+        raise FormatError(str(error)) from None
 
 
 def _scaling_of_old(fields: dict[str, Any]) -> dict[str, Any]:
@@ -87,9 +84,9 @@ def format_to_json(fmt: Format) -> str:
 def format_from_json(text: str) -> Format:
     """Build a format from a line of JSON."""
     try:
-        record = json.loads(text)
-    except json.JSONDecodeError as error:
+        record = parse_json(text)
+    except ValueError as error:
         raise FormatError(f"not the JSON of a format: {error}") from None
     if not isinstance(record, dict):
-        raise FormatError(f"not the JSON of a format: {text[:60]!r}")
+        raise FormatError(f"not the JSON of a format: {shown(text)}")
     return format_from_dict(record)

@@ -6,7 +6,8 @@ from typing import Any
 
 from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.recipes.names import Names
-from fmtsim.recipes.serialization import read_record, recipe_to_dict, record_of, save_recipe
+from fmtsim.recipes.serialization import recipe_to_dict, save_recipe
+from fmtsim.records import load_record, record_of
 
 
 def ptq_recipe_to_dict(recipe: PtqRecipe) -> dict[str, Any]:
@@ -25,8 +26,8 @@ def save_ptq_recipe(recipe: PtqRecipe, path: str | Path) -> None:
 
 
 def load_ptq_recipe(path: str | Path) -> PtqRecipe:
-    """Read a recipe from a JSON file; raise ArgumentError where it is none."""
-    return ptq_recipe_from_dict(read_record(path))
+    """Read a recipe from a JSON file; raise ArgumentError with file and field where it is none."""
+    return load_record(path, "recipe file", lambda value, name: record_of(PtqRecipe, value, f"{name}: recipe"))
 
 
 def _catalogue() -> Iterable[PtqRecipe]:

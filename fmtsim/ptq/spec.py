@@ -8,6 +8,7 @@ from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.spec import Recipe, Rule
+from fmtsim.records import check_types
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import History
 from fmtsim.spec.transform import Hadamard
@@ -35,6 +36,7 @@ class Calibration:
 
     def __post_init__(self) -> None:
         _one_of("Calibration", "rule", self.rule, get_args(RangeRule))
+        check_types(self)
         if not (isinstance(self.percentile, int | float) and 0 < self.percentile <= 100):
             raise ArgumentError(f"Calibration percentile={self.percentile!r} is not one; choose above 0, at most 100")
         for name in ("steps", "samples"):
@@ -63,6 +65,7 @@ class Smooth:
     def __post_init__(self) -> None:
         if self.after not in ("norm", "any"):
             raise ArgumentError(f"Smooth after={self.after!r} is unknown; choose 'norm' or 'any'")
+        check_types(self)
         if not (isinstance(self.alpha, int | float) and 0 <= self.alpha <= 1):
             raise ArgumentError(f"Smooth alpha={self.alpha!r} is not allowed; choose a number from 0 to 1")
 
@@ -88,6 +91,7 @@ class Equalise:
         good = isinstance(self.pairs, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in self.pairs)
         if not good:
             raise ArgumentError(f"Equalise pairs={self.pairs!r} are not pairs; write (('fc1', 'fc2'),)")
+        check_types(self)
 
     def __str__(self) -> str:
         return "weights equalised" + (f" in {len(self.pairs)} pairs" if self.pairs else "")
@@ -113,6 +117,7 @@ class Gptq:
 
     def __post_init__(self) -> None:
         _one_of("Gptq", "groups", self.groups, get_args(Groups))
+        check_types(self)
         if not (isinstance(self.damping, int | float) and self.damping >= 0):
             raise ArgumentError(f"Gptq damping={self.damping!r} is not allowed; choose a number from 0")
 
@@ -145,6 +150,7 @@ class LearnedRounding:
     def __post_init__(self) -> None:
         _whole("LearnedRounding", "steps", self.steps, 1)
         _whole("LearnedRounding", "sweeps", self.sweeps, 0)
+        check_types(self)
         if not (self.rate > 0 and self.regularisation >= 0 and 0 <= self.warmup < 1):
             raise ArgumentError(
                 f"LearnedRounding rate={self.rate!r}, regularisation={self.regularisation!r}, warmup={self.warmup!r}; "
@@ -203,6 +209,7 @@ class PtqRecipe:
                 raise ArgumentError(
                     f"PtqRecipe {name}={getattr(self, name)!r} is not a {getattr(kind, '__name__', kind)}"
                 )
+        check_types(self)
         if any(rule.steps is not None for rule in self.rules):
             raise ArgumentError(f"PtqRecipe {self.name!r}: a Rule with steps= is one of training; leave steps= out")
         for where, x, w in self._operands():

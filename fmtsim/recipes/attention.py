@@ -8,6 +8,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import Gemm
 from fmtsim.gemm.units.unit import describe, get_unit
 from fmtsim.recipes.build import FORWARD, HIGH
+from fmtsim.records import check_types
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.gradient import StraightThrough
 from fmtsim.spec.quantizer import Quantizer
@@ -62,6 +63,7 @@ class AttentionConfig:
             raise ArgumentError(f"AttentionConfig offset={self.offset!r} is not a whole number; pass one, such as 8")
         if type(self.columns) is not int or self.columns < 1:
             raise ArgumentError(f"AttentionConfig columns={self.columns!r} is not allowed; pass a whole number from 1")
+        check_types(self)
         if self.unit is not None and not isinstance(self.unit, Arithmetic):
             get_unit(self.unit)
 

@@ -8,6 +8,7 @@ from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.table import table_html, table_text
+from fmtsim.records import check_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,7 @@ class Steps:
                 raise ArgumentError(
                     f"Steps {name}={value!r} is not allowed; pass a step from 0, or a fraction of the run such as 0.82"
                 )
+        check_types(self)
         if type(self.last) is type(self.first) and self.last <= self.first:
             raise ArgumentError(
                 f"Steps first={self.first}, last={self.last} hold no step; last is the step behind the last one"
@@ -96,6 +98,7 @@ class Rule:
     def __post_init__(self) -> None:
         if self.use is not None and not isinstance(self.use, LinearConfig):
             raise ArgumentError(f"Rule use={self.use!r} is not a LinearConfig or None; build one with linear_config()")
+        check_types(self)
         if self.name is not None:
             try:
                 re.compile(self.name)
@@ -151,6 +154,7 @@ class Replacement:
     optional: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name, allowed in (("kind", tuple(REPLACEMENTS)), ("by", REPLACEMENTS.get(self.kind, ())),
                               ("per", ("token", "channel"))):  # fmt: skip
             if getattr(self, name) not in allowed:
@@ -183,6 +187,7 @@ class LossScale:
     hysteresis: int = 1
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("initial", "growth", "backoff"):
             value = getattr(self, name)
             if not (isinstance(value, int | float) and 0 < value < float("inf")):
@@ -259,6 +264,7 @@ class Recipe:
                 raise ArgumentError(
                     f"Recipe {name}={getattr(self, name)!r} is unknown; choose one of {', '.join(map(repr, allowed))}"
                 )
+        check_types(self)
 
     def facts(self) -> list[tuple[str, str]]:
         """Return what it says beside the operands of layers: a name and a text each."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fmtsim.errors import FormatError, did_you_mean
+from fmtsim.errors import FormatError, did_you_mean, shown
 
 Mode = Literal[
     "nearest_even", "nearest_away", "nearest_toward_zero", "toward_zero", "up", "down", "to_odd", "stochastic"
@@ -36,9 +36,9 @@ class Rounding:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             hint = did_you_mean(self.mode, MODES)
-            raise FormatError(f"unknown rounding {self.mode!r}{hint} (choose one of {', '.join(MODES)})")
+            raise FormatError(f"unknown rounding {shown(self.mode)}{hint} (choose one of {', '.join(MODES)})")
         if self.random_bits is not None and (type(self.random_bits) is not int or not 1 <= self.random_bits <= 32):
-            raise FormatError(f"random_bits={self.random_bits!r} is not allowed; choose 1 to 32, or None for all")
+            raise FormatError(f"random_bits={shown(self.random_bits)} is not allowed; choose 1 to 32, or None for all")
         if self.variant not in ("a", "b", "c"):
             raise FormatError(f"stochastic variant {self.variant!r} is unknown; choose 'a', 'b' or 'c'")
         if self.layout not in ("word", "cvt_rs"):
@@ -64,7 +64,7 @@ def get_rounding(rounding: str | Rounding, random_bits: int | None = None) -> Ro
     if isinstance(rounding, str):
         return Rounding(mode=rounding, random_bits=random_bits)  # type: ignore[arg-type]  # the record validates it
     if not isinstance(rounding, Rounding):
-        raise FormatError(f"rounding={rounding!r} is not a name or a Rounding; choose one of {', '.join(MODES)}")
+        raise FormatError(f"rounding={shown(rounding)} is not a name or a Rounding; choose one of {', '.join(MODES)}")
     if random_bits is not None:
         raise FormatError("random_bits is given twice: in the Rounding record and as an argument; pass one of them")
     return rounding

@@ -9,6 +9,7 @@ from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
+from fmtsim.records import check_types
 from fmtsim.rounding.modes import Rounding, get_rounding
 
 TermRounding = Literal["toward_zero", "nearest_even", "nearest_away", "down"]
@@ -69,6 +70,7 @@ class Datapath:
             raise ArgumentError(
                 f"term_rounding={self.term_rounding!r} is not possible; choose one of {', '.join(TERM_ROUNDINGS)}"
             )
+        check_types(self)
         if self.accumulator.mantissa_bits > 52 or self.accumulator.exponent_bits > 11:
             raise ArgumentError(
                 f"accumulator {self.accumulator.name} is wider than float64; choose at most 52 mantissa bits "
@@ -113,6 +115,7 @@ class TwoStageDatapath:
     def __post_init__(self) -> None:
         for name in ("block", "fraction_bits", "sum_bits"):
             _check_count(name, getattr(self, name), 1)
+        check_types(self)
         if self.parity and self.block % 2:
             raise ArgumentError(f"block={self.block} has no even and odd halves; choose an even block")
 
@@ -131,6 +134,7 @@ class PairwiseDatapath:
 
     def __post_init__(self) -> None:
         _check_count("block", self.block, 1)
+        check_types(self)
         if self.block & (self.block - 1):
             raise ArgumentError(f"block={self.block} cannot be added in pairs; choose a power of two")
 
@@ -149,6 +153,7 @@ class IntegerDatapath:
 
     def __post_init__(self) -> None:
         _check_count("block", self.block, 1)
+        check_types(self)
 
 
 Arithmetic = Datapath | TwoStageDatapath | PairwiseDatapath | IntegerDatapath

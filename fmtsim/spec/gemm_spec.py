@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 import torch
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.serialization import format_from_dict, format_to_dict
 from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.records import READERS, at, record_of
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath, sum_dtype
@@ -111,16 +112,24 @@ def record_to_dict(record: Arithmetic | GemmPlan) -> dict[str, Any]:
     return fields
 
 
-def record_from_dict(record: dict[str, Any]) -> Any:
-    """Build a unit or plan from ``record_to_dict``'s record; raise ArgumentError where it is not one."""
+def record_from_dict(record: dict[str, Any], path: str = "") -> Any:
+    """Build a unit or plan from ``record_to_dict``'s record; raise ArgumentError or FormatError where it is not one.
+
+    Args:
+        record: The record.
+        path: What errors call it, where it is a part of something.
+    """
     fields = dict(record)
     kind = fields.pop("kind", None)
-    if kind not in _KINDS:
-        raise ArgumentError(f"kind={kind!r} is not a kind of unit or plan; choose one of {', '.join(_KINDS)}")
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            fields[name] = Rounding(**value) if name == "rounding" else format_from_dict(value)
-    try:
-        return _KINDS[kind](**fields)
-    except TypeError as error:
-        raise ArgumentError(f"not a {kind} record: {error}") from None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        known = ", ".join(_KINDS)
+        raise at(path, ArgumentError, f"kind={shown(kind)} is not a kind of unit or plan; choose one of {known}")
+    return record_of(_KINDS[kind], fields, path)
+
+
+def _read(value: Any, path: str) -> Any:
+    """Return the unit, target or plan that a file says: a record, or a name."""
+    return record_from_dict(value, path) if isinstance(value, dict) else value
+
+
+READERS.update(dict.fromkeys((Any, *_KINDS.values()), _read))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from fmtsim.errors import FormatError
+from fmtsim.records import check_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class TrustMask:
     limit: float = 0.5
 
     def __post_init__(self) -> None:
+        check_types(self, FormatError)
         if not self.limit > 0:
             raise FormatError(f"TrustMask limit={self.limit!r} is not allowed; choose a number above 0")
 
@@ -55,6 +57,7 @@ class Differentiable:
     cap: float = 3.0
 
     def __post_init__(self) -> None:
+        check_types(self, FormatError)
         if not (self.k > 1 and self.cap > 0):
             raise FormatError(f"Differentiable k={self.k!r}, cap={self.cap!r} is not allowed; choose k > 1 and cap > 0")
 

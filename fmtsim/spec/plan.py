@@ -6,6 +6,7 @@ from typing import Literal, get_args
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
+from fmtsim.records import check_types
 
 Epilogue = Literal["scale", "row_column", "column_row"]
 Reduce = Literal["serial", "pairwise", "in_place"]
@@ -76,6 +77,7 @@ class GemmPlan:
         _check("owner", self.owner in ("contiguous", "interleaved"), self.owner, "'contiguous' or 'interleaved'")
         _check("reduce", self.reduce in get_args(Reduce), self.reduce, "'serial', 'pairwise' or 'in_place'")
         _check("epilogue", self.epilogue in ("scale", "row_column", "column_row"), self.epilogue, "a rule listed")
+        check_types(self)
         if self.k_tile is None and (self.split > 1 or self.residue_first):
             raise ArgumentError(
                 "a plan that splits K or begins with its residue needs the width of a tile; pass k_tile="

@@ -10,6 +10,7 @@ from fmtsim.errors import FormatError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import OVERFLOWS, FloatFormat, Overflow
+from fmtsim.records import check_types
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.gradient import GradientRule, StraightThrough
 from fmtsim.spec.scaling import Scaling
@@ -69,6 +70,7 @@ class Quantizer:
             raise FormatError(
                 f"Quantizer scaling=[{self.scaling}] is that of a block format; pass BlockFormat(element=, scaling=)"
             )
+        check_types(self, FormatError)
         if self.gradient != StraightThrough() and not scaled:
             raise FormatError(f"Quantizer gradient={self.gradient!r} needs the scaled elements; pass scaling= as well")
         if self.source == "forward" and (self.format is not None or self.transforms or self.then is not None):

@@ -5,6 +5,7 @@ from typing import Literal
 
 from fmtsim.errors import FormatError
 from fmtsim.formats.spec import FloatFormat
+from fmtsim.records import check_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,7 @@ class Hadamard:
     undo: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self, FormatError)
         if self.size is not None and (type(self.size) is not int or self.size < 2):
             raise FormatError(
                 f"Hadamard size={self.size!r} is not allowed; choose 2 or more, or None for the whole axis"
@@ -64,6 +66,7 @@ class Clamp:
     compensate: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self, FormatError)
         if not 0.5 < self.level <= 1:
             raise FormatError(f"Clamp level={self.level!r} is not allowed; choose a quantile above 0.5, such as 0.99")
         if self.per not in ("tensor", "row"):

@@ -79,17 +79,32 @@ def test_block_formats_of_old_files(fields):
         ("[1, 2]", "not the JSON of a format: '[1, 2]'"),
         ("{}", "kind=None is not a kind of format; choose one of float, int, codebook, log, block, log_tile"),
         ('{"kind": "posit"}', "kind='posit' is not a kind of format; choose one of float, int, codebook, log, "),
-        ('{"kind": "int", "name": "x"}', "not a int format: "),
-        ('{"kind": "int", "name": "x", "bits": 3, "colour": 1}', "not a int format: "),
+        ('{"kind": "int", "name": "x"}', "an IntFormat needs 'bits'"),
+        ('{"kind": "int", "name": "x", "bits": 3, "colour": 1}', "an IntFormat has no field 'colour'; it has "),
         ('{"kind": "int", "name": "x", "bits": 99}', "format 'x': bits=99 is not allowed; choose 2 to 24"),
-        ('{"kind": "block", "name": "b", "element": {"kind": "int"}, "block": [1, 2]}', "not a int format: "),
-        (f'{{"kind": "block", "name": "b", "element": {_INT4}, "scaling": {{"blok": [1, 2]}}}}', "not a Scaling: "),
+        ('{"kind": "block", "name": "b", "element": {"kind": "int"}, "block": [1, 2]}',
+         "element: an IntFormat needs 'name' and 'bits'"),
+        (f'{{"kind": "block", "name": "b", "element": {_INT4}, "scaling": {{"blok": [1, 2]}}}}',
+         "scaling: a Scaling has no field 'blok'; it has allowed, arithmetic, block"),
+        ('{"kind": "int", "name": {}, "bits": 4}', "IntFormat name={} is not allowed; pass text"),
+        ('{"kind": "int", "name": "\\ud800", "bits": 4}', r"IntFormat name='\ud800' is not allowed; pass text"),
+        ('{"kind": "int", "name": "x", "bits": true}', "IntFormat bits=True is not allowed; pass a whole number"),
+        ('{"kind": {}, "name": "x"}', "kind={} is not a kind of format; choose one of float, int, codebook, "),
+        ('{"kind": "codebook", "name": "x", "values": [1, 2, NaN]}', "not the JSON of a format: NaN is no number of J"),
+        ('{"kind": "codebook", "name": "x", "values": [1, "2"]}',
+         "CodebookFormat values=(1, '2') is not allowed; pass a tuple (a number, ...)"),
+        ('{"kind": "int", "kind": "log"}', "not the JSON of a format: 'kind' stands twice in one object"),
+        ("[" * 100000, "not the JSON of a format: more than 64 objects or lists inside each other"),
+        ('{"kind": "int", "name": "x", "bits": ' + "9" * 9999 + "}", "not the JSON of a format: "),
+        ('{"kind": "int", "name": "x", "bits": ' + "9" * 999 + "}", "IntFormat bits=999999999999999999"),
+        (f'{{"kind": "block", "name": "b", "element": {_INT4}, "scaling": {{"block": [1, 2], "scale": 4}}}}',
+         "scaling.scale: 4 is no format; write its name, or the fields of its record"),
         (
             f'{{"kind": "block", "name": "b", "element": {_INT4}, "block": [1, 2], "scale_rule": "up"}}',
-            "Scaling exponent_rule='up' is not allowed; choose None, 'floor', 'ceil', 'rceil', 'even'",
+            "scaling: Scaling exponent_rule='up' is not allowed; choose None, 'floor', 'ceil', 'rceil', 'even'",
         ),
     ],
-)
+)  # fmt: skip
 def test_errors(text, message):
     with pytest.raises(FormatError, match=f"^{re.escape(message)}"):
         format_from_json(text)

@@ -66,7 +66,7 @@ class Report:
 
     def call(self, target: Target, value: Any) -> None:
         """Call a target with one input."""
-        shown = repr(value)
+        shown = _shown(value)
         try:
             with _limited(), warnings.catch_warnings(action="ignore"):
                 target.call(value)
@@ -93,6 +93,13 @@ class Report:
         for key, (shown, message, _) in self.defects.items():
             lines.append(f"{key}: {message[:300]}\n    with {shown[:2000]}")
         return "\n".join([*lines, f"{self.calls:,} calls, {len(self.defects)} defects"])
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception as error:  # of an object that fails whatever it is asked, or a huge int
+        return f"<{type(value).__name__}, whose repr is {error!r}>"
 
 
 @contextlib.contextmanager

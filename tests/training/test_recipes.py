@@ -65,7 +65,7 @@ def test_names_are_listed(capsys):
         (["--recipe", "coat", "--format", "e4m3", "--unit", "exact"], "leave --format and --unit out"),
         (["--recipe", "coat", "--check", "native"], "leave --check out, or put it into a recipe file of your own"),
         (["--recipe", "quartet2"], "layer 'blocks.0.attention.qkv'"),
-        (["--recipe", "absent.json"], "absent.json is no recipe file"),
+        (["--recipe", "absent.json"], "cannot read absent.json: No such file"),
     ],
 )
 def test_wrong_options_fail_before_training(words, said, text, tmp_path, capsys):

@@ -14,6 +14,7 @@ from fmtsim.gemm.products.resolver import resolve_call, target_or_unit
 from fmtsim.gemm.products.scales import check_unit_scales, product_kind
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import describe, get_unit
+from fmtsim.records import check_types
 from fmtsim.rounding.modes import Rounding, get_rounding
 from fmtsim.spec.call import ScaleKind, scale_kind
 from fmtsim.spec.datapath import Arithmetic
@@ -96,6 +97,7 @@ class Gemm:
                 raise ArgumentError(
                     f"Gemm {name}={getattr(self, name)!r} is not a Quantizer; pass Quantizer(format=...)"
                 )
+        check_types(self)
         check_native(self.native)
         if self.native and self.target is None:
             raise ArgumentError("Gemm native=True runs products on the GPU that target= names; pass target= as well")

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.registry import get_format
+from fmtsim.records import at, check_types, fields_of, hints_of, located, record_of
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.datapath import FP32
 from fmtsim.spec.plan import GemmPlan
@@ -39,23 +40,31 @@ class Kernel:
     partial_out: bool = False
     bias_unsplit: bool = False
 
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.align < 1 or self.line < 0:
+            raise ArgumentError(
+                f"align={self.align}, line={self.line} is not possible; choose an align from 1, a line from 0"
+            )
+
     @classmethod
-    def from_dict(cls, record: dict[str, Any]) -> "Kernel":
+    def from_dict(cls, record: dict[str, Any], path: str = "") -> "Kernel":
         """Build a kernel from JSON: its own fields and those of the plan side by side, in the words of plan files.
 
         There ``partial`` may be ``"out"``, and ``bias_after_rounding`` ``"unsplit"``.
         """
-        fields = dict(record)
+        fields = fields_of(record, path, "a Kernel")
         own: dict[str, Any] = {name: fields.pop(name) for name in ("slices", "align", "line") if name in fields}
         after = fields.get("bias_after_rounding", False)
-        if after not in (False, True, "unsplit"):
-            raise ArgumentError(
-                f"bias_after_rounding={after!r} is not possible; choose false, true or 'unsplit'"
-            )  # fmt: skip
+        if not isinstance(after, bool) and after != "unsplit":
+            text = f"bias_after_rounding={shown(after)} is not possible; choose false, true or 'unsplit'"
+            raise at(path, ArgumentError, text)
         own |= {"partial_out": fields.get("partial") == "out", "bias_unsplit": after == "unsplit"}
         if own["partial_out"]:
-            fields["partial"] = FP32
-        return cls(plan=GemmPlan(**{**fields, "bias_after_rounding": after is True}), **own)
+            fields["partial"] = FP32.name
+        plan = record_of(GemmPlan, {**fields, "bias_after_rounding": after is True}, path)
+        with located(path):
+            return cls(plan=plan, **own)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what ``from_dict`` reads, without the fields that have their default."""
@@ -127,10 +136,11 @@ class Splits:
     largest: int | None = None
     room: int = 1
 
-    @classmethod
-    def from_dict(cls, record: dict[str, Any]) -> "Splits":
-        """Build a rule from JSON."""
-        return cls(**{**record, "certain": tuple((parts, area) for parts, area in record["certain"])})
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.tiles_per_part < 1 or self.room < 0:
+            given = f"tiles_per_part={self.tiles_per_part}, room={self.room}"
+            raise ArgumentError(f"{given} is not possible; choose tiles_per_part from 1, room from 0")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are not the default."""
@@ -163,11 +173,27 @@ def check_conditions(when: dict[str, Any]) -> None:
     bytes of the operand (a result with one column needs that of its rows). A value is compared; a list allows its
     members; a dict has ``min``, ``max`` and ``multiple_of``. Dtypes are written as names of formats.
     """
+    types = hints_of(GemmCall)
     for name, wanted in when.items():
-        if name != "aligned" and name not in GemmCall.__dataclass_fields__:
-            raise ArgumentError(f"{name!r} is not a condition; choose a field of GemmCall, or 'aligned'")
-        if isinstance(wanted, dict) and set(wanted) - {"min", "max", "multiple_of"}:
-            raise ArgumentError(f"{name}={wanted!r} is not a condition; a dict has min, max and multiple_of")
+        if name != "aligned" and name not in CONDITIONS:
+            raise ArgumentError(
+                f"{shown(name)} is not a condition; choose one of {', '.join(CONDITIONS)}, or 'aligned'"
+            )
+        if isinstance(wanted, dict) and (set(wanted) - set(_RANGE) or types.get(name) is not int):
+            raise ArgumentError(f"{name}={shown(wanted)} is not a condition; a dict has min, max and multiple_of")
+        kind = bool if name == "aligned" else types[name] if types[name] in (int, bool) else str
+        for value in wanted.values() if isinstance(wanted, dict) else wanted if isinstance(wanted, list) else [wanted]:
+            if type(value) is not kind:
+                raise ArgumentError(f"{name}={shown(wanted)} is not a condition; it compares {_COMPARED[kind]}")
+        if isinstance(wanted, dict) and wanted.get("multiple_of", 1) < 1:
+            raise ArgumentError(f"{name}={shown(wanted)} is not a condition; multiple_of is 1 or more")
+
+
+_COMPARED = {int: "whole numbers", bool: "True or False", str: "names"}
+_RANGE = ("min", "max", "multiple_of")
+_WHO = ("formats", "target", "unit", "plan", "strict")
+CONDITIONS = tuple(name for name in GemmCall.__dataclass_fields__ if name not in _WHO)
+"""What a rule may ask of a call, beside ``"aligned"``: all but who is asked."""
 
 
 def _fulfils(name: str, wanted: Any, call: GemmCall) -> bool:

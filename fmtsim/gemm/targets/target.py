@@ -1,6 +1,5 @@
 """GPUs with their libraries: which unit a call runs on, and in which order it adds, read from JSON plan files."""
 
-import json
 import os
 import sys
 import threading
@@ -12,11 +11,12 @@ from typing import Any, get_args
 
 import torch
 
-from fmtsim.errors import ArgumentError, PlanUnknownWarning, did_you_mean
+from fmtsim.errors import ArgumentError, PlanUnknownWarning, did_you_mean, shown
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.targets.kernel import Kernel, Splits, check_conditions, matches
 from fmtsim.gemm.units.unit import get_unit
+from fmtsim.records import READERS, check_types, load_record, located, record_of
 from fmtsim.spec.call import SCALE_KINDS, GemmCall, ScaleKind
 from fmtsim.spec.gemm_spec import Basis, GemmSpec
 from fmtsim.spec.plan import GemmPlan
@@ -53,8 +53,18 @@ class Rule:
             object.__setattr__(self, "basis", "reported")
         if self.basis not in get_args(Basis):
             raise ArgumentError(f"basis={self.basis!r} is not possible; choose one of {', '.join(get_args(Basis))}")
+        check_types(self)
+        check_conditions(self.when)
+        tables = self.split.values() if isinstance(self.split, dict) else [{"": self.split}]
+        few = next((n for table in tables for n in table.values() if isinstance(n, int) and n < 1), None)
+        if few is not None:
+            raise ArgumentError(f"split={few} is not possible; choose 1 or more parts")
         if self.operands is not None and self.unit is None:
             raise ArgumentError(f"operands={self.operands!r} are those of a unit; name it with unit=")
+        if self.operands is not None and not isinstance(get_format(self.operands), FloatFormat):
+            raise ArgumentError(f"operands={self.operands!r} is not a floating-point format; choose 'fp32' or another")
+        if self.unit is not None:
+            get_unit(self.unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,6 +89,21 @@ class Target:
     kernels: dict[str, Kernel]
     splits: dict[str, Splits]
     rules: tuple[Rule, ...]
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for inputs, accumulate, unit in self.units:
+            for name in inputs:
+                get_unit(unit).find(name, name, accumulate)
+        for number, rule in enumerate(self.rules):
+            with located(f"rules[{number}]"):
+                self._check_names(rule)
+
+    def _check_names(self, rule: Rule) -> None:
+        if rule.kernel not in self.kernels:
+            raise ArgumentError(f"kernel={rule.kernel!r} is not listed; kernels are {', '.join(self.kernels)}")
+        if isinstance(rule.split, str) and rule.split not in self.splits:
+            raise ArgumentError(f"split={rule.split!r} is not listed; splits are {', '.join(self.splits)}")
 
     def __repr__(self) -> str:
         return f"Target({self.name!r}: {self.library}, {len(self.rules)} rules)"
@@ -191,18 +216,16 @@ def get_target(name: str | Path | Target) -> Target:
     """
     if isinstance(name, Target):
         return name
-    text = str(name)
+    if not isinstance(name, str | os.PathLike):
+        raise ArgumentError(f"target={shown(name)} is not a name or a path; choose one of {', '.join(list_targets())}")
+    text = os.fspath(name)
     if text.lower() in _shipped() or text.lower() in list_targets():
         return _load(str(PLANS / f"{text.lower()}.json"), 0)
-    path = Path(text)
-    if path.suffix == ".json":
-        try:
-            return _load(str(path), path.stat().st_mtime_ns)
-        except OSError as error:
-            raise ArgumentError(f"target={text!r} cannot be read: {error.strerror}; check the path") from None
+    if text.endswith(".json"):
+        return _load(text, _changed(text))
     hint = did_you_mean(text, list_targets())
     raise ArgumentError(
-        f"unknown target {text!r}{hint} (choose one of {', '.join(list_targets())}, or a plan file, *.json)"
+        f"unknown target {shown(text)}{hint} (choose one of {', '.join(list_targets())}, or a plan file, *.json)"
     )
 
 
@@ -234,40 +257,31 @@ def _shipped() -> tuple[str, ...]:
     return tuple(list_targets())
 
 
+def _changed(path: str) -> int:
+    """Return when a file was changed, 0 where there is none, which reading it says."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except (OSError, ValueError):
+        return 0
+
+
 @lru_cache(maxsize=16)
 def _load(path: str, changed: int) -> Target:
     """Read a plan file; ``changed`` keeps an edited file from being answered out of the cache."""
-    text = Path(path).read_text(encoding="utf-8")
-    try:
-        return target_from_dict(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ArgumentError(
-            f"{path} is not a plan file: {error}; compare it with fmtsim/gemm/targets/plans/h200.json"
-        ) from None
+    return load_record(path, "plan file", lambda record, name: target_from_dict(record, f"{name}: plan"))
 
 
-def target_from_dict(record: dict[str, Any]) -> Target:
-    """Build a Target from what ``target_to_dict`` gives; raise ArgumentError where it is not one."""
-    fields = dict(record)
-    fields["units"] = tuple((tuple(inputs), accumulate, unit) for inputs, accumulate, unit in fields["units"])
-    fields["kernels"] = {name: Kernel.from_dict(kernel) for name, kernel in fields["kernels"].items()}
-    fields["splits"] = {name: Splits.from_dict(split) for name, split in fields["splits"].items()}
-    fields["rules"] = tuple(Rule(**rule) for rule in fields["rules"])
-    target = Target(**fields)
-    for inputs, accumulate, unit in target.units:
-        for name in inputs:
-            get_unit(unit).find(name, name, accumulate)
-    for rule in target.rules:
-        if rule.kernel not in target.kernels:
-            raise ArgumentError(f"kernel={rule.kernel!r} is not listed; kernels are {', '.join(target.kernels)}")
-        if isinstance(rule.split, str) and rule.split not in target.splits:
-            raise ArgumentError(f"split={rule.split!r} is not listed; splits are {', '.join(target.splits)}")
-        if rule.unit is not None:
-            get_unit(rule.unit)
-        if rule.operands is not None and not isinstance(get_format(rule.operands), FloatFormat):
-            raise ArgumentError(f"operands={rule.operands!r} is not a floating-point format; choose 'fp32' or another")
-        check_conditions(rule.when)
-    return target
+def target_from_dict(record: dict[str, Any], path: str = "") -> Target:
+    """Build a Target from what ``target_to_dict`` gives; raise ArgumentError or FormatError where it is not one.
+
+    Args:
+        record: The record.
+        path: What errors call it.
+    """
+    return record_of(Target, record, path)  # type: ignore[no-any-return]
+
+
+READERS[Kernel] = Kernel.from_dict
 
 
 def target_to_dict(target: Target) -> dict[str, Any]:
