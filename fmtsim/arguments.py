@@ -5,34 +5,47 @@ from typing import Any
 
 import torch
 
-from fmtsim.dispatch import constant_in_graphs
-from fmtsim.errors import ArgumentError, CodeError, DtypeError, FormatError
-from fmtsim.formats.block import Block, BlockFormat, LogTileFormat, with_block
-from fmtsim.formats.packing import code_dtype
+from fmtsim.dispatch import constant_in_graphs, is_readable
+from fmtsim.errors import ArgumentError, DtypeError, FormatError
+from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
-from fmtsim.formats.spec import OVERFLOWS, CodebookFormat, FloatFormat, IntFormat
+from fmtsim.formats.spec import OVERFLOWS, CodebookFormat
 from fmtsim.ops import Key, signed
-from fmtsim.rounding.modes import get_rounding
-from fmtsim.spec.cast import CastSpec, RandomKey
+from fmtsim.rounding.modes import Rounding, get_rounding
+from fmtsim.spec.cast import CastSpec, RandomKey, spec_from_json
 
 Generator = int | torch.Generator | RandomKey | None
 
 
+def check_dense(name: str, x: Any) -> None:
+    """Refuse what is no tensor whose elements lie in memory by strides; ``name`` is what errors call it."""
+    if not isinstance(x, torch.Tensor):
+        raise DtypeError(f"{name} is {type(x).__name__}, not a tensor; pass torch.tensor({name})")
+    if torch.compiler.is_compiling():  # dynamo cannot see layouts
+        return
+    if x.is_nested:
+        raise ArgumentError(
+            f"{name} is a nested tensor; pass its parts one by one ({name}.unbind()), or {name}.to_padded_tensor(0.0)"
+        )
+    if x.layout is not torch.strided:
+        raise ArgumentError(f"{name} has layout {x.layout}; pass a dense tensor, for example {name}.to_dense()")
+
+
+def check_readable(name: str, x: torch.Tensor) -> None:
+    """Refuse a tensor whose elements cannot be looked at."""
+    if not is_readable(x):
+        where = "is on meta" if x.is_meta else "is fake, or traced by torch.compile, torch.export or vmap"
+        raise ArgumentError(f"{name} {where}, so it has no numbers to look at; pass a tensor on a device, uncompiled")
+
+
 def check_input(x: torch.Tensor) -> None:
     """Refuse what is no dense tensor of a dtype that casts take."""
-    if not isinstance(x, torch.Tensor):
-        raise DtypeError(f"x is {type(x).__name__}, not a tensor; pass torch.tensor(x)")
+    check_dense("x", x)
     if x.dtype not in FLOAT_DTYPES:
         hint = "take the real and imaginary parts apart" if x.dtype.is_complex else "convert it with .float()"
         hint = "decode it with fmtsim.decode(x)" if x.dtype.is_floating_point else hint
         raise DtypeError(f"{_dtype_message('x', x.dtype)} ({hint})")
-    if torch.compiler.is_compiling():  # dynamo cannot see layouts
-        return
-    if x.is_nested:
-        raise ArgumentError("x is a nested tensor; pass its parts one by one (x.unbind()), or x.to_padded_tensor(0.0)")
-    if x.layout != torch.strided:
-        raise ArgumentError(f"x has layout {x.layout}; pass a dense tensor, for example x.to_dense()")
 
 
 def prepare(
@@ -210,8 +223,7 @@ def random_keys(stochastic: bool, generator: Generator, batch: int | None, devic
 
 def check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype of a tensor that can receive the result."""
-    if not isinstance(out, torch.Tensor):
-        raise DtypeError(f"out is {type(out).__name__}, not a tensor; pass torch.empty_like(x)")
+    check_dense("out", out)
     if out.dtype not in FLOAT_DTYPES:
         raise DtypeError(_dtype_message("out", out.dtype))
     if out_dtype is not None and out_dtype != out.dtype:
@@ -221,9 +233,7 @@ def check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None)
         raise ArgumentError(
             f"out is {out.layout} {tuple(out.shape)} on {out.device}; x is {wanted}, and out must agree"
         )
-    if not out.is_contiguous() and any(
-        stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)
-    ):
+    if not out.is_contiguous() and _overlaps_itself(out):
         raise ArgumentError(
             f"out of shape {tuple(out.shape)} and strides {out.stride()} holds several elements in one place; "
             "pass out.contiguous(), or a tensor that was not expanded"
@@ -233,26 +243,59 @@ def check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None)
     return out.dtype
 
 
-def check_codes(codes: torch.Tensor, fmt: FloatFormat | IntFormat | CodebookFormat | Any) -> torch.Tensor:
-    """Return codes as bit patterns in the format's code dtype, or say which one is outside."""
-    if codes.dtype.is_floating_point and codes.dtype.itemsize == 1:
-        held = get_format(codes.dtype)
+@constant_in_graphs
+def encoded_format(text: str) -> tuple[Format, int]:
+    """Return the format of a cast as text, and the dimension along which its blocks run."""
+    cast = spec_from_json(text)
+    return cast.format, cast.dim
+
+
+@constant_in_graphs
+def decoding(format: Any, codes: torch.dtype, out_dtype: torch.dtype | None) -> tuple[str, torch.dtype]:
+    """Return the cast whose codes a plain tensor of a dtype holds, as text, and the dtype of its values."""
+    fmt = get_format(format)
+    if isinstance(fmt, BlockFormat | LogTileFormat):
+        raise FormatError(f"{fmt.name} needs scales; decode what encode returned, or name an element format")
+    if codes.is_floating_point and codes.itemsize == 1:
+        held = get_format(codes)
         if held != fmt:
             raise FormatError(
-                f"codes have dtype {codes.dtype}, which is {held.name}, not {fmt.name}; "
+                f"codes have dtype {codes}, which is {held.name}, not {fmt.name}; "
                 "leave format out or pass codes.view(torch.uint8)"
             )
-        return codes.view(torch.uint8)
-    if codes.dtype.is_floating_point or codes.dtype.is_complex or codes.dtype == torch.bool:
-        raise DtypeError(f"codes have dtype {codes.dtype}; pass integers, or what fmtsim.encode returned")
-    if codes.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has few operations for them
-        codes = codes.to(torch.int64)
-    limit = len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits
-    lowest = -(limit >> 1) if isinstance(fmt, IntFormat) and fmt.signed else 0
-    whole = codes.dtype == torch.uint8 and lowest == 0 and limit > 255  # a dtype without other codes
-    if codes.numel() and fmt.bits < 63 and not whole:
-        low, high = int(codes.min()), int(codes.max())
-        if low < lowest or high >= limit:
-            wrong = low if low < lowest else high
-            raise CodeError(f"code {wrong} is outside {fmt.name}; its codes are {lowest} to {limit - 1}")
-    return (codes.to(torch.int64) & (limit - 1) if lowest else codes).to(code_dtype(fmt.bits))
+    elif codes not in _CODES:
+        raise DtypeError(f"codes have dtype {codes}; pass integers, or what fmtsim.encode returned")
+    return decoding_cast(fmt, -1), check_out_dtype(out_dtype) or result_dtype(fmt, torch.float32)
+
+
+_CODES = (
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+)  # fmt: skip
+
+
+def decoding_cast(fmt: Format, dim: int) -> str:
+    """Return the cast whose codes are decoded, as text: its rounding plays no part."""
+    return CastSpec(format=fmt, rounding=Rounding(), overflow=fmt.default_overflow, dim=dim).to_json()
+
+
+@constant_in_graphs
+def decoded(text: str, out_dtype: torch.dtype | None) -> tuple[torch.dtype, bool]:
+    """Return the dtype of decoded values, and whether every pattern of the format's bits is a code."""
+    fmt = spec_from_json(text).format
+    return check_out_dtype(out_dtype) or result_dtype(fmt, torch.float32), short_codebook(fmt) is None
+
+
+def short_codebook(fmt: Format) -> CodebookFormat | None:
+    """Return the codebook of a format whose bits have patterns that are no codes, None where all are."""
+    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    return element if isinstance(element, CodebookFormat) and len(element.values) < 1 << element.bits else None
+
+
+def _overlaps_itself(x: torch.Tensor) -> bool:
+    """Say whether two elements share memory; strides that interleave in a way which nobody writes count as well."""
+    reach = 0  # of the dimensions seen so far, the finest first
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False

@@ -55,6 +55,16 @@ def is_plain(x: torch.Tensor) -> bool:
     return is_bare(x) and not (x.requires_grad and torch.is_grad_enabled())
 
 
+def is_readable(x: torch.Tensor) -> bool:
+    """Say whether a verb can look at elements: x is not on meta or fake, and no compiler, export or vmap traces it."""
+    return not (
+        torch.compiler.is_compiling()
+        or x.is_meta
+        or isinstance(x, torch._subclasses.FakeTensor)
+        or torch._C._functorch.is_batchedtensor(x)
+    )
+
+
 def is_bare(x: torch.Tensor) -> bool:
     """Say whether x is plain but for a gradient that it may want."""
     return (

@@ -4,26 +4,22 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
+from typing import Any
 
 import torch
 
 from fmtsim import ops
-from fmtsim.errors import ArgumentError, CodeError, DataError, DtypeError, FormatError
-from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
-from fmtsim.formats.exact import codes_of_scales, scales_of_codes
-from fmtsim.formats.interop import safetensors_tag, torch_dtype
-from fmtsim.formats.packing import code_dtype, pack, packed_size, unpack
-from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
+from fmtsim.arguments import check_dense, check_readable, decoded, decoding_cast, short_codebook
+from fmtsim.dispatch import is_readable
+from fmtsim.errors import ArgumentError, CodeError, DataError, DtypeError, FormatError, shown
+from fmtsim.formats.block import Format
 from fmtsim.formats.serialization import format_from_json, format_to_json
-from fmtsim.formats.spec import CodebookFormat, ElementFormat
 from fmtsim.formats.tensor_file import StoredTensor, read_tensors, write_tensors
-from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.cast import CastSpec, EncodedParts, block_counts
+from fmtsim.spec.cast import EncodedParts
+from fmtsim.stored import layout_of, restore, restore_traced, store
 
 _LAYOUT = "1"  # of files; a reader refuses any other
-_PLAIN = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}  # widths that need no packing
-_PLAIN_TAGS = {8: "U8", 16: "U16", 32: "U32", 64: "U64"}
 _PARTS = ("scales", "tensor_scale", "offsets")
 
 
@@ -43,6 +39,12 @@ class Encoded:
             in its own dtype; the steps of LogFMT tiles in float32. None for element formats.
         tensor_scale: float32, 0-d, of two-level formats, else None.
         offsets: int32 zero points or the float32 lowest logarithms of LogFMT tiles, like ``scales``, else None.
+        cast: The cast that made it, as operators carry it; torch.compile reads the format from this text.
+        validated: Codes and scales are known to be those of the format, which saves looking at them.
+
+    Raises:
+        CodeError: A part has another dtype, shape or device than the format asks for, or a code that is none.
+        ArgumentError, FormatError: ``shape``, ``dim`` or ``format`` is none.
     """
 
     format: Format
@@ -52,9 +54,19 @@ class Encoded:
     scales: torch.Tensor | None = None
     tensor_scale: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
+    cast: str | None = None
+    validated: InitVar[bool] = False
+
+    def __post_init__(self, validated: bool) -> None:
+        if not torch.compiler.is_compiling():  # which could not trace it
+            _check_fields(self)
+            if not validated:
+                _require_values(self)
 
     @staticmethod
-    def from_parts(parts: EncodedParts, fmt: Format, shape: torch.Size | tuple[int, ...], dim: int = -1) -> "Encoded":
+    def from_parts(
+        parts: EncodedParts, fmt: Format, shape: torch.Size | tuple[int, ...], dim: int = -1, *, validated: bool = False
+    ) -> "Encoded":
         """Pack what an engine's encode returned.
 
         Args:
@@ -62,6 +74,7 @@ class Encoded:
             fmt: The format.
             shape: The tensor's shape.
             dim: The inner axis of blocks.
+            validated: Codes and scales are known to be those of the format, which saves looking at them.
 
         Raises:
             CodeError: A code, a scale, a shape or a dtype does not belong to the format.
@@ -70,31 +83,21 @@ class Encoded:
         shape, dim = torch.Size(shape), _negative_dim(dim, len(shape))
         if parts.codes.shape != shape:
             raise CodeError(f"codes of {fmt.name} have shape {tuple(parts.codes.shape)}; expected {tuple(shape)}")
-        _require_values(parts.codes, fmt)
-        codes = _pack(parts.codes, fmt.bits, dim)
-        scales = parts.scales
-        if scales is not None and isinstance(fmt, BlockFormat):
-            scales = _store_scales(scales, fmt)
-        rest = {"scales": scales, "tensor_scale": parts.tensor_scale, "offsets": parts.offsets}
-        return _checked(Encoded(format=fmt, shape=shape, dim=dim, codes=codes, **rest))
+        codes, scales = store(parts.codes, parts.scales, fmt, dim, validated=validated)
+        rest: dict[str, Any] = {"scales": scales, "tensor_scale": parts.tensor_scale, "offsets": parts.offsets}
+        return Encoded(format=fmt, shape=shape, dim=dim, codes=codes, **rest, validated=validated)
 
     def parts(self) -> EncodedParts:
         """Return unpacked codes and float32 scales, as engines take them."""
-        scales = self.scales
-        if scales is not None and isinstance(self.format, BlockFormat):
-            small = self.format.scale.bits <= 8
-            scales = scales_of_codes(scales, self.format.scale) if small else scales.to(torch.float32)
-        return EncodedParts(self.unpacked(), scales, self.tensor_scale, self.offsets)
+        if is_readable(self.codes):
+            codes, scales = restore(self.codes, self.scales, self.format, self.dim, self.shape)
+        else:
+            codes, scales = restore_traced(self.codes, self.scales, self._text(), self.shape)
+        return EncodedParts(codes, scales, self.tensor_scale, self.offsets)
 
     def unpacked(self) -> torch.Tensor:
         """Return the codes of the tensor's shape, as non-negative integers in ``code_dtype(bits)``."""
-        bits = self.format.bits
-        if bits in _PLAIN:
-            codes = self.codes.to(code_dtype(bits))
-            return codes & ((1 << bits) - 1) if bits in (16, 32) else codes
-        rows = _rows(self.shape, self.dim)
-        codes = unpack(self.codes, bits, rows[-1])
-        return codes.reshape(rows).movedim(-1, self.dim) if self.shape else codes.reshape(())
+        return self.parts().codes
 
     def decode(self, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the values.
@@ -108,18 +111,20 @@ class Encoded:
             DtypeError: ``out_dtype`` or ``out`` has another dtype, or the two differ.
             ArgumentError: ``out`` has another shape or device.
         """
+        if out is not None:
+            check_dense("out", out)
         if out is not None and (out.shape != self.shape or out.device != self.device):
             wanted = f"shape {tuple(self.shape)} on {self.device}"
             raise ArgumentError(f"out is {tuple(out.shape)} on {out.device}; pass a tensor of {wanted}")
         if out is not None and out_dtype not in (None, out.dtype):
             raise DtypeError(f"out has dtype {out.dtype} but out_dtype={out_dtype}; leave out_dtype out")
-        dtype = out.dtype if out is not None else out_dtype or result_dtype(self.format, torch.float32)
-        if dtype not in FLOAT_DTYPES:
-            raise DtypeError(f"out_dtype={dtype} is not allowed; choose float16, bfloat16, float32 or float64")
-        overflow = self.format.default_overflow
-        spec = CastSpec(format=self.format, rounding=Rounding(), overflow=overflow, dim=self.dim)
-        values = ops.decode(self.parts(), spec, dtype)
+        text = self._text()
+        dtype, validated = decoded(text, out_dtype if out is None else out.dtype)
+        values = ops.decode(self.parts(), text, dtype, validated=validated)
         return values if out is None else out.copy_(values)
+
+    def _text(self) -> str:
+        return self.cast or decoding_cast(self.format, self.dim)
 
     @property
     def device(self) -> torch.device:
@@ -139,8 +144,8 @@ class Encoded:
 
     def to(self, device: torch.device | str) -> "Encoded":
         """Return the same on another device."""
-        moved = {name: tensor.to(device) for name, tensor in self._tensors()}
-        return Encoded(format=self.format, shape=self.shape, dim=self.dim, **moved)
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors()}
+        return Encoded(format=self.format, shape=self.shape, dim=self.dim, **moved, validated=True)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a safetensors file, which appears complete or not at all.
@@ -150,9 +155,11 @@ class Encoded:
 
         Raises:
             DataError: The file cannot be written.
+            ArgumentError: The tensors have no numbers: they are on meta, or fake.
         """
+        check_readable("the encoded tensor", self.codes)
         stored = {}
-        for name, (tag, shape, _, _) in _layout(self.format, self.shape, self.dim).items():
+        for name, (tag, shape, _, _) in layout_of(self.format, self.shape, self.dim).items():
             tensor = getattr(self, name).detach().cpu().contiguous()
             stored[name] = StoredTensor(tag, shape, tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
         metadata = {"fmtsim": _LAYOUT, "format": format_to_json(self.format)}
@@ -169,10 +176,10 @@ class Encoded:
         """
         stored, metadata = read_tensors(path)
         fmt, shape, dim = _read_metadata(path, metadata)
-        layout = _layout(fmt, shape, dim)
+        layout = layout_of(fmt, shape, dim)
         if set(stored) != set(layout):
             raise CodeError(f"{path}: {fmt.name} has tensors {', '.join(layout)}; found {', '.join(sorted(stored))}")
-        tensors = {}
+        tensors: dict[str, Any] = {}
         for name, (tag, elements, dtype, size) in layout.items():
             found = stored[name]
             if (found.tag, found.shape) != (tag, elements):
@@ -186,12 +193,10 @@ class Encoded:
                 else torch.empty(0, dtype=torch.uint8)
             )
             tensors[name] = raw.view(dtype).reshape(size)
-        encoded = Encoded(format=fmt, shape=shape, dim=dim, **tensors)
         try:
-            _require_values(encoded.parts().codes, fmt)
+            return Encoded(format=fmt, shape=shape, dim=dim, **tensors)
         except CodeError as error:
             raise CodeError(f"{path}: {error}") from None
-        return encoded
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in ("codes", *_PARTS):
@@ -205,86 +210,39 @@ class Encoded:
         )
 
 
-_Layout = dict[str, tuple[str, tuple[int, ...], torch.dtype, tuple[int, ...]]]
-
-
-def _layout(fmt: Format, shape: torch.Size, dim: int) -> _Layout:
-    """Return tag and shape in a file, dtype and shape in memory, of every tensor that a format asks for."""
-    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
-    tag = None if isinstance(element, LogTileFormat) else safetensors_tag(element)
-    rows, bits = _rows(shape, dim), fmt.bits
-    packed = (*rows[:-1], packed_size(rows[-1], bits))
-    layout: _Layout = {}
-    if bits in _PLAIN:
-        layout["codes"] = (tag or _PLAIN_TAGS[bits], tuple(shape), _PLAIN[bits], tuple(shape))
-    elif tag is not None and rows[-1] * bits % 8 == 0:  # a tag below 8 bits counts elements, so rows end on bytes
-        layout["codes"] = (tag, rows, torch.uint8, packed)
-    else:
-        layout["codes"] = ("U8", packed, torch.uint8, packed)
-    if isinstance(fmt, BlockFormat | LogTileFormat):
-        grid = block_counts(fmt, shape, dim)
-        tag, dtype = _scale_type(fmt)
-        layout["scales"] = (tag, grid, dtype, grid)
-        if isinstance(fmt, LogTileFormat):
-            layout["offsets"] = ("F32", grid, torch.float32, grid)
-        elif fmt.zero_point:
-            layout["offsets"] = ("I32", grid, torch.int32, grid)
-        if isinstance(fmt, BlockFormat) and fmt.tensor_scale:
-            layout["tensor_scale"] = ("F32", (), torch.float32, ())
-    return layout
-
-
-def _scale_type(fmt: BlockFormat | LogTileFormat) -> tuple[str, torch.dtype]:
-    """Return the tag and the dtype in which a format's scales are stored."""
-    if isinstance(fmt, LogTileFormat):
-        return "F32", torch.float32
-    if fmt.scale.bits <= 8:
-        return safetensors_tag(fmt.scale) or "U8", torch.uint8
-    dtype, tag = torch_dtype(fmt.scale), safetensors_tag(fmt.scale)
-    if dtype is None or tag is None:
-        raise FormatError(
-            f"{fmt.name}: scales in {fmt.scale.name} have no dtype of their own; choose fp32, bf16 or fp16"
-        )
-    return tag, dtype
-
-
-def _store_scales(scales: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
-    """Return scales as they are stored, none of them rounded."""
-    _, dtype = _scale_type(fmt)
-    if dtype == torch.uint8:
-        return codes_of_scales(scales, fmt.scale)
-    stored = scales.to(dtype)
-    wrong = (stored != scales) & ~scales.isnan()
-    if not wrong.is_meta and bool(wrong.any()):
-        raise CodeError(
-            f"scale {scales[wrong][0].item():g} is not a value of {fmt.scale.name}; pass scales of that format"
-        )
-    return stored
-
-
-def _checked(encoded: Encoded) -> Encoded:
-    """Return the tensor if each part has the dtype and shape that its format asks for."""
-    layout = _layout(encoded.format, encoded.shape, encoded.dim)
-    for name in _PARTS:
+def _check_fields(encoded: Encoded) -> None:
+    """Refuse an encoded tensor unless each part has the dtype and the shape that its format asks for."""
+    fmt, shape, dim = encoded.format, encoded.shape, encoded.dim
+    if not isinstance(fmt, Format):
+        raise FormatError(f"format={shown(fmt)} is not a format record; pass fmtsim.get_format(name)")
+    if not isinstance(shape, tuple) or not all(type(size) is int and 0 <= size < 1 << 63 for size in shape):
+        raise ArgumentError(f"shape={shown(shape)} is not a shape; pass a tuple of sizes")
+    if type(dim) is not int or not -max(len(shape), 1) <= dim < 0:
+        raise ArgumentError(f"dim={shown(dim)} is not a dimension; choose {-max(len(shape), 1)} to -1")
+    layout = layout_of(fmt, torch.Size(shape), dim)
+    for name in ("codes", *_PARTS):
         tensor: torch.Tensor | None = getattr(encoded, name)
         if (tensor is None) != (name not in layout):
             found, expected = ("none", "some") if tensor is None else ("some", "none")
-            raise CodeError(f"{encoded.format.name}: {name} expected {expected}, found {found}")
-        if tensor is not None and (tensor.dtype, tuple(tensor.shape)) != layout[name][2:]:
-            _, _, dtype, size = layout[name]
-            raise CodeError(
-                f"{encoded.format.name}: {name} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} {list(size)}"
-            )
-    return encoded
+            raise CodeError(f"{fmt.name}: {name} expected {expected}, found {found}")
+        if tensor is None:
+            continue
+        check_dense(name, tensor)
+        if tensor.device != encoded.codes.device:
+            raise CodeError(f"{fmt.name}: {name} is on {tensor.device}, codes on {encoded.codes.device}; move one")
+        _, _, dtype, size = layout[name]
+        if (tensor.dtype, tuple(tensor.shape)) != (dtype, size):
+            raise CodeError(f"{fmt.name}: {name} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} {list(size)}")
 
 
-def _require_values(codes: torch.Tensor, fmt: Format) -> None:
-    """Refuse codes beyond the end of a codebook that does not fill its bits; packing refuses the rest."""
-    element: ElementFormat | LogTileFormat = fmt.element if isinstance(fmt, BlockFormat) else fmt
-    if codes.is_meta or not codes.numel() or not isinstance(element, CodebookFormat):
+def _require_values(encoded: Encoded) -> None:
+    """Refuse codes beyond the end of a codebook that does not fill its bits, and scales that are none."""
+    if not is_readable(encoded.codes):
         return
-    if int(codes.max()) >= len(element.values):
-        raise CodeError(f"code {int(codes.max())} is outside {element.name} (0 to {len(element.values) - 1})")
+    codes, *_ = encoded.parts()  # which looks at the scales
+    book = short_codebook(encoded.format)
+    if book is not None and codes.numel() and int(codes.max()) >= len(book.values):
+        raise CodeError(f"code {int(codes.max())} is outside {book.name} (0 to {len(book.values) - 1})")
 
 
 def _read_metadata(path: str | os.PathLike[str], metadata: dict[str, str]) -> tuple[Format, torch.Size, int]:
@@ -308,18 +266,3 @@ def _negative_dim(dim: int, rank: int) -> int:
     if not -rank <= dim < rank:
         raise ArgumentError(f"dim={dim} is out of range for {rank} dimensions; choose {-rank} to {rank - 1}")
     return dim - rank if dim >= 0 else dim
-
-
-def _rows(shape: torch.Size, dim: int) -> tuple[int, ...]:
-    """Return the shape with ``dim`` moved last; a tensor without dimensions is a row of one."""
-    if not shape:
-        return (1,)
-    sizes = list(shape)
-    return (*sizes[:dim], *sizes[len(sizes) + dim + 1 :], sizes[dim])
-
-
-def _pack(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    rows = codes.reshape(1) if codes.dim() == 0 else codes
-    if bits not in _PLAIN:
-        return pack(rows.movedim(dim, -1), bits)
-    return pack(rows, bits).view(_PLAIN[bits]).reshape(codes.shape)

@@ -2,15 +2,16 @@
 
 import importlib
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, overload
 
 import torch
 
 from fmtsim.dispatch import is_plain
-from fmtsim.errors import ArgumentError
-from fmtsim.formats.block import BlockFormat, LogTileFormat
+from fmtsim.errors import ArgumentError, CodeError
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.packing import code_dtype
+from fmtsim.formats.spec import CodebookFormat, IntFormat
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, block_counts, spec_from_json
 from fmtsim.spec.engine import CPUEngine, Engine, FusedEngine, KernelEngine, TorchEngine
 
@@ -43,6 +44,26 @@ def define_operator(
         _library.impl(own, function, dispatch)
         if shapes is not None:
             torch.library.register_fake(f"fmtsim::{own}", shapes, lib=_library)
+            operator = getattr(getattr(torch.ops.fmtsim, name), own[len(name) + 1 :] or "default")
+            torch.library.register_vmap(f"fmtsim::{own}", partial(_each, operator), lib=_library)
+
+
+def _each(operator: Any, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+    """Run an operator for each tensor of a batch: blocks, and the places of random words, do not cross it."""
+    given = (*in_dims, *[None] * (len(arguments) - len(in_dims)))  # torch leaves out arguments that have their default
+    count, rows = info.batch_size, []
+    for value, dim in zip(arguments, given, strict=True):
+        if not isinstance(value, torch.Tensor) or dim is None:
+            rows.append([value] * max(count, 1))
+        elif count:
+            rows.append(list(value.movedim(dim, 0)))
+        else:  # one of zeros tells what the result of none looks like
+            rows.append([value.new_zeros(value.movedim(dim, 0).shape[1:])])
+    results = [operator(*row) for row in zip(*rows, strict=True)]
+    if isinstance(results[0], torch.Tensor):
+        return torch.stack(results)[:count], 0
+    parts = [torch.stack(each)[:count] for each in zip(*results, strict=True)]
+    return type(results[0])(parts), type(results[0])(0 for _ in parts)
 
 
 def with_keys(operator: Any, *keys: Any) -> Any:
@@ -60,8 +81,8 @@ def quantize(x: torch.Tensor, text: str, dtype: torch.dtype, key: Key, words: to
 
 def quantize_out(x: torch.Tensor, out: torch.Tensor, text: str, key: Key, words: torch.Tensor | None) -> None:
     """Do what ``quantize`` does into out."""
-    if not _is_direct(words, x, out):
-        with_keys(torch.ops.fmtsim.quantize_out, key)(x, out, text, key_tensor(key), words)
+    if not _is_direct(words, x, out):  # copy_ is what modes, transforms and lazy negation of out are made for
+        out.copy_(quantize(x, text, out.dtype, key, words))
         return
     _quantize_into(x.detach().clone() if _overlap(x, out) else x, out, text, key)
     if not out.is_inference():
@@ -126,10 +147,14 @@ def encode_packed(x: torch.Tensor, text: str, key: Key) -> EncodedParts | None:
     return parts
 
 
-def decode(parts: EncodedParts, spec: CastSpec, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of codes; shape and device are those of ``parts.codes``."""
+def decode(parts: EncodedParts, spec: CastSpec | str, dtype: torch.dtype, *, validated: bool = False) -> torch.Tensor:
+    """Return the values of codes; shape and device are those of ``parts.codes``.
+
+    ``spec`` may be the JSON of one; ``validated`` says that all codes are in ``code_dtype`` and lie in the format.
+    """
     rest = [parts.codes.new_empty(0) if part is None else part for part in parts[1:]]
-    return torch.ops.fmtsim.decode(parts.codes, *rest, spec.to_json(), dtype)
+    text = spec if isinstance(spec, str) else spec.to_json()
+    return torch.ops.fmtsim.decode(parts.codes, *rest, text, dtype, validated)
 
 
 def engine_for(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> Engine:
@@ -211,17 +236,10 @@ def _span(x: torch.Tensor) -> tuple[int, int]:
 
 def _quantize(x, spec, dtype, key=None, words=None):  # type: ignore[no-untyped-def]
     out = torch.empty_like(x, dtype=dtype, requires_grad=False)
-    _quantize_out(x, out, spec, key, words)
-    return out
-
-
-def _quantize_out(x, out, spec, key=None, words=None):  # type: ignore[no-untyped-def]
     cast = spec_from_json(spec)
     _check_data(x, cast, words)
-    source = x.detach().clone() if _overlap(x, out) else x.detach()
-    engine_for("quantize", cast, x, out).quantize(source, cast, _random(key, words), out.detach())
-    if not out.is_inference():
-        torch.autograd.graph.increment_version(out)  # autograd must notice where out was saved for a backward
+    engine_for("quantize", cast, x, out).quantize(x.detach(), cast, _random(key, words), out)
+    return out
 
 
 def _encode(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]
@@ -231,12 +249,29 @@ def _encode(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]
     return tuple(x.new_empty(0, dtype=torch.float32) if part is None else part for part in parts)
 
 
-def _decode(codes, scales, tensor_scale, offsets, spec, dtype):  # type: ignore[no-untyped-def]
+def _decode(codes, scales, tensor_scale, offsets, spec, dtype, validated=False):  # type: ignore[no-untyped-def]
     cast = spec_from_json(spec)
+    codes = codes if validated else _patterns(codes, cast.format)
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     parts = EncodedParts(codes, *_absent(scales, tensor_scale, offsets))
     engine_for("decode", cast, out).decode(parts, cast, out)
     return out
+
+
+def _patterns(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return codes as bit patterns in the format's code dtype, or say which one is outside."""
+    if codes.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has few operations for them
+        codes = codes.to(torch.int64)
+    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    limit = len(element.values) if isinstance(element, CodebookFormat) else 1 << fmt.bits
+    lowest = -(limit >> 1) if isinstance(element, IntFormat) and element.signed else 0
+    whole = codes.dtype == torch.uint8 and lowest == 0 and limit > 255  # a dtype without other codes
+    if codes.numel() and fmt.bits < 63 and not whole:
+        low, high = (int(bound) for bound in codes.aminmax())
+        if low < lowest or high >= limit:
+            wrong = low if low < lowest else high
+            raise CodeError(f"code {wrong} is outside {element.name}; its codes are {lowest} to {limit - 1}")
+    return (codes.to(torch.int64) & (limit - 1) if lowest else codes).to(code_dtype(fmt.bits))
 
 
 def _encode_shapes(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]
@@ -261,30 +296,10 @@ def _keep_dtype(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.dtype = inputs[0].dtype
 
 
-def _quantize_rows(info, in_dims, x, spec, dtype, key=None, words=None):  # type: ignore[no-untyped-def]
-    """Quantise each tensor of a batch by itself: blocks, and the places of random words, do not cross it."""
-    in_dims = (*in_dims, None, None)  # torch leaves out arguments that have their default
-    rows, keys, draws = (
-        [tensor] * info.batch_size if tensor is None or dim is None else tensor.movedim(dim, 0).unbind(0)
-        for tensor, dim in ((x, in_dims[0]), (key, in_dims[3]), (words, in_dims[4]))
-    )
-    results = [
-        with_keys(torch.ops.fmtsim.quantize, row_key)(row, spec, dtype, row_key, draw)
-        for row, row_key, draw in zip(rows, keys, draws, strict=True)
-    ]
-    return torch.stack(results) if results else x.to(dtype), 0
-
-
 define_operator(
     "quantize(Tensor x, str spec, ScalarType dtype, Tensor? key=None, Tensor? words=None) -> Tensor",
     _quantize,
     lambda x, spec, dtype, key=None, words=None: torch.empty_like(x, dtype=dtype),
-    keyed=True,
-)
-define_operator(
-    "quantize_out(Tensor x, Tensor(a!) out, str spec, Tensor? key=None, Tensor? words=None) -> ()",
-    _quantize_out,
-    lambda x, out, spec, key=None, words=None: None,
     keyed=True,
 )
 define_operator(
@@ -294,10 +309,12 @@ define_operator(
     keyed=True,
 )
 define_operator(
-    "decode(Tensor codes, Tensor scales, Tensor tensor_scale, Tensor offsets, str spec, ScalarType dtype) -> Tensor",
+    "decode(Tensor codes, Tensor scales, Tensor tensor_scale, Tensor offsets, str spec, ScalarType dtype, "
+    "bool validated=False) -> Tensor",
     _decode,
-    lambda codes, scales, tensor_scale, offsets, spec, dtype: codes.new_empty(codes.shape, dtype=dtype),
+    lambda codes, scales, tensor_scale, offsets, spec, dtype, validated=False: codes.new_empty(
+        codes.shape, dtype=dtype
+    ),
 )
 for _name in ("fmtsim::quantize", "fmtsim::quantize.keyed"):
     torch.library.register_autograd(_name, _straight_through, setup_context=_keep_dtype, lib=_library)
-    torch.library.register_vmap(_name, _quantize_rows, lib=_library)

@@ -8,22 +8,24 @@ from fmtsim import autograd, ops
 from fmtsim.arguments import (
     Generator,
     check_blocks,
-    check_codes,
+    check_dense,
     check_input,
     check_out,
-    check_out_dtype,
+    decoding,
+    encoded_format,
     prepare,
     randomness,
 )
+from fmtsim.dispatch import is_readable
 from fmtsim.encoded import Encoded
-from fmtsim.errors import DtypeError, FormatError
-from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat
+from fmtsim.errors import FormatError
+from fmtsim.formats.block import Block, Format
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.representable import result_dtype
 from fmtsim.formats.scaling import ScaleRule
 from fmtsim.ops import Key
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.cast import CastSpec, EncodedParts, spec_from_json
+from fmtsim.spec.cast import EncodedParts
+from fmtsim.stored import store_traced
 
 
 def quantize(
@@ -130,11 +132,16 @@ def encode(
     """
     options = (rounding, overflow, dim, generator, random_bits, random_words, block_size, scale_rule, pad)
     text, key, words = _encoding(x, format, *options)
-    spec = spec_from_json(text)
     packed = ops.encode_packed(x.detach(), text, key) if words is None else None
+    fmt, inner = encoded_format(text)
     if packed is not None:
-        return Encoded(format=spec.format, shape=x.shape, dim=spec.dim, **packed._asdict())
-    return Encoded.from_parts(ops.encode(x.detach(), text, key, words), spec.format, x.shape, spec.dim)
+        return Encoded(format=fmt, shape=x.shape, dim=inner, validated=True, **packed._asdict())
+    parts = ops.encode(x.detach(), text, key, words)
+    if is_readable(x):
+        return Encoded.from_parts(parts, fmt, x.shape, inner, validated=True)
+    codes, scales = store_traced(parts.codes, parts.scales, text)
+    parts = parts._replace(codes=codes, scales=scales)
+    return Encoded(format=fmt, shape=x.shape, dim=inner, cast=text, validated=True, **parts._asdict())
 
 
 def _encoding(
@@ -178,16 +185,11 @@ def decode(
         if format is not None and get_format(format) != codes.format:
             raise FormatError(f"these codes are {codes.format.name}, not {get_format(format).name}; leave format out")
         return codes.decode(out_dtype=out_dtype)
-    if not isinstance(codes, torch.Tensor):
-        raise DtypeError(f"codes are {type(codes).__name__}, not a tensor; pass torch.tensor(codes)")
+    check_dense("codes", codes)
     if format is None:
         if not codes.dtype.is_floating_point:
             raise FormatError("a plain tensor of codes does not say its format; pass format=, for example 'e4m3'")
         format = codes.dtype
-    fmt = get_format(format)
-    if isinstance(fmt, BlockFormat | LogTileFormat):
-        raise FormatError(f"{fmt.name} needs scales; decode what encode returned, or name an element format")
-    dtype = check_out_dtype(out_dtype) or result_dtype(fmt, torch.float32)
-    patterns = check_codes(codes, fmt)
-    spec = CastSpec(format=fmt, rounding=Rounding(), overflow=fmt.default_overflow)
-    return ops.decode(EncodedParts(patterns), spec, dtype)
+    text, dtype = decoding(format, codes.dtype, out_dtype)
+    patterns = codes.view(torch.uint8) if codes.dtype.is_floating_point else codes
+    return ops.decode(EncodedParts(patterns), text, dtype)

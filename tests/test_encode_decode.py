@@ -137,8 +137,8 @@ def test_wide_codes():
 
 
 NOT_CODES = [
-    ([1, 2], "e4m3", fmtsim.DtypeError, "codes are list, not a tensor; pass torch.tensor(codes)"),
-    (3, "e4m3", fmtsim.DtypeError, "codes are int, not a tensor; pass torch.tensor(codes)"),
+    ([1, 2], "e4m3", fmtsim.DtypeError, "codes is list, not a tensor; pass torch.tensor(codes)"),
+    (3, "e4m3", fmtsim.DtypeError, "codes is int, not a tensor; pass torch.tensor(codes)"),
     (torch.ones(2), "e4m3", fmtsim.DtypeError,
      "codes have dtype torch.float32; pass integers, or what fmtsim.encode returned"),
     (torch.ones(2), None, fmtsim.DtypeError,
@@ -174,7 +174,7 @@ def test_out_dtypes_that_decode_refuses(out_dtype):
     assert str(caught.value) == (
         f"out_dtype={out_dtype!r} is not allowed; choose torch.float16, bfloat16, float32 or float64"
     )
-    with pytest.raises(fmtsim.DtypeError, match="out_dtype=.* is not allowed; choose float16"):
+    with pytest.raises(fmtsim.DtypeError, match="out_dtype=.* is not allowed; choose torch.float16"):
         decode(encode(wide(2), "e4m3"), out_dtype=out_dtype)
 
 

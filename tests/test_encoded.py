@@ -12,7 +12,7 @@ import torch
 
 from fmtsim import ops
 from fmtsim.encoded import Encoded
-from fmtsim.errors import ArgumentError, CodeError, DataError, DtypeError, FmtsimError
+from fmtsim.errors import ArgumentError, CodeError, DataError, DtypeError, FmtsimError, FormatError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.exact import codes_of_scales, scales_of_codes
 from fmtsim.formats.registry import get_format, list_formats
@@ -259,9 +259,9 @@ def test_decode_of_elements(name):
     ("arguments", "error", "message"),
     [
         (dict(out_dtype=torch.int8), DtypeError,
-         "out_dtype=torch.int8 is not allowed; choose float16, bfloat16, float32 or float64"),
+         "out_dtype=torch.int8 is not allowed; choose torch.float16, bfloat16, float32 or float64"),
         (dict(out=torch.zeros(4, 32, dtype=torch.int32)), DtypeError,
-         "out_dtype=torch.int32 is not allowed; choose float16, bfloat16, float32 or float64"),
+         "out_dtype=torch.int32 is not allowed; choose torch.float16, bfloat16, float32 or float64"),
         (dict(out=torch.zeros(4)), ArgumentError, "out is (4,) on cpu; pass a tensor of shape (4, 32) on cpu"),
         (dict(out=torch.zeros(4, 32, device="meta")), ArgumentError,
          "out is (4, 32) on meta; pass a tensor of shape (4, 32) on cpu"),
@@ -276,3 +276,39 @@ def test_errors_of_decode(arguments, error, message):
 
 def test_errors_share_a_base():
     assert all(issubclass(error, FmtsimError) for error in (CodeError, DataError, DtypeError, ArgumentError))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (dict(format="nvfp4"), FormatError, "format='nvfp4' is not a format record; pass fmtsim.get_format(name)"),
+        (dict(shape=(4, -1)), ArgumentError, "shape=(4, -1) is not a shape; pass a tuple of sizes"),
+        (dict(shape=[4, 32]), ArgumentError, "shape=[4, 32] is not a shape; pass a tuple of sizes"),
+        (dict(shape=(4, 64)), CodeError, "nvfp4: codes is torch.uint8 [4, 16]; expected torch.uint8 [4, 32]"),
+        (dict(dim=0), ArgumentError, "dim=0 is not a dimension; choose -2 to -1"),
+        (dict(dim=True), ArgumentError, "dim=True is not a dimension; choose -2 to -1"),
+        (dict(codes=None), CodeError, "nvfp4: codes expected some, found none"),
+        (dict(codes=[0]), DtypeError, "codes is list, not a tensor; pass torch.tensor(codes)"),
+        (dict(codes=torch.zeros(4, 16)), CodeError, "nvfp4: codes is torch.float32 [4, 16]; expected torch.uint8"),
+        (dict(codes=torch.zeros(4, 16, dtype=torch.uint8).to_sparse()), ArgumentError, "codes has layout torch.sparse"),
+        (dict(scales=None), CodeError, "nvfp4: scales expected some, found none"),
+        (dict(scales=torch.full((4, 2), 0x80, dtype=torch.uint8)), CodeError,
+         "code 128 is not that of a scale in e4m3; expected 0 to 126"),
+        (dict(tensor_scale=torch.ones(1)), CodeError, "nvfp4: tensor_scale is torch.float32 [1]; expected"),
+        (dict(tensor_scale=torch.ones((), device="meta")), CodeError,
+         "nvfp4: tensor_scale is on meta, codes on cpu; move one"),
+        (dict(offsets=torch.ones(4, 2)), CodeError, "nvfp4: offsets expected none, found some"),
+    ],
+)  # fmt: skip
+def test_fields_that_do_not_fit(change, error, message):
+    good = make("nvfp4")
+    names = ("format", "shape", "dim", "codes", "scales", "tensor_scale", "offsets")
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        Encoded(**{name: getattr(good, name) for name in names} | change)
+
+
+def test_codes_that_a_codebook_lacks():
+    fields = dict(format=THREE, shape=(3,), dim=-1)
+    with pytest.raises(CodeError, match=r"^code 3 is outside three \(0 to 2\)$"):
+        Encoded(codes=torch.tensor([0b00_11_01_00], dtype=torch.uint8), **fields)
+    assert Encoded(codes=torch.tensor([0b10_01_00], dtype=torch.uint8), **fields).decode().tolist() == [-1.0, 0.0, 1.0]

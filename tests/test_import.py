@@ -13,13 +13,12 @@ ROOT = Path(fmtsim.__file__).parent
 
 # Imports point from right to left. Modules of one rank may import each other.
 LAYERS = (
-    {"errors", "records", "files", "folder", "interrupts", "progress", "table", "plotting"},
+    {"dispatch", "errors", "records", "files", "folder", "interrupts", "progress", "table", "plotting"},
     {"formats"},
     {"rounding"},
     {"spec"},
-    {"dispatch"},
     {"ops"},
-    {"quantize", "encoded", "autograd", "arguments"},
+    {"quantize", "encoded", "stored", "autograd", "arguments"},
     {"scaling"},
     {"gemm"},
     {"recipes"},

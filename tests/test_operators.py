@@ -33,7 +33,6 @@ OPCHECKS = {
                                      torch.ones(x.shape, dtype=torch.int64))),
     "grad": ("quantize", lambda x: (x.clone().requires_grad_(), spec("mxfp4").to_json(), torch.float32)),
     "transposed": ("quantize", lambda x: (x.T.contiguous().T, spec("mxfp4").to_json(), torch.float32)),
-    "out": ("quantize_out", lambda x: (x, torch.empty(x.shape, dtype=torch.float64), spec("nvfp4").to_json())),
     "encode": ("encode", lambda x: (x, spec("e4m3", "stochastic").to_json(), KEY)),
     "encode blocks": ("encode", lambda x: (x, spec("nvfp4").to_json())),
     "encode zero points": ("encode", lambda x: (x, spec("uint4_g32_zp").to_json())),
@@ -49,7 +48,7 @@ def test_operators_keep_torchs_rules(case):
     torch.library.opcheck(getattr(getattr(torch.ops.fmtsim, name), "keyed" if keyed else "default"), given)
 
 
-KEYED = ("quantize", "quantize_out", "encode", "gemm", "quantize_operand", "quantize_both", "unrotate")
+KEYED = ("quantize", "encode", "gemm", "quantize_operand", "quantize_both", "unrotate")
 
 
 def test_no_cuda_graph_holds_a_key():

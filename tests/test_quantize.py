@@ -8,7 +8,7 @@ import torch
 import fmtsim
 from fmtsim import quantize, quantize_
 from tests.support.bits import assert_same_bits, differing, same_bits, stored
-from tests.support.operands import DTYPES, wide
+from tests.support.operands import DTYPES, normal, wide
 
 ELEMENTS = ["e4m3", "int8", "nf4", "lns8_g8"]
 SCALED = ["mxfp4", "nvfp4", "e4m3_128x128", "int8_channel", "uint4_g32_zp", "logfmt8"]
@@ -370,3 +370,49 @@ def test_scale_rules():
     assert_same_bits(results["floor"], quantize(x, "mxfp4"), what="floor is the rule of mxfp4")
     for first, second in itertools.combinations(results, 2):
         assert differing(results[first], results[second]) or {first, second} == {"ceil", "rceil"}
+
+
+def lazily_negated():
+    """Views whose memory holds the negative of what they say, as a tensor and its base."""
+    x = normal(4, 64)
+    pairs = torch.complex(normal(4, 64, seed=1), x)
+    return [(torch._neg_view(-x), None), (pairs.conj().imag, pairs)]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("name", ["e2m1", "mxfp4"])
+def test_lazily_negated_tensors(which, name):
+    view, base = lazily_negated()[which]
+    assert view.is_neg()
+    expected = quantize(view.resolve_neg().clone(), name)
+    assert_same_bits(quantize(view, name).resolve_neg(), expected, what="x")
+    assert_same_bits(fmtsim.encode(view, name).decode(), expected, what="encoded")
+    assert fmtsim.compare(view, view.resolve_neg()).equal
+    out = torch._neg_view(torch.zeros(4, 64))
+    assert quantize(view.resolve_neg(), name, out=out) is out
+    assert_same_bits(out.resolve_neg(), expected, what="out")
+    assert quantize_(view, name) is view and view.is_neg()
+    assert_same_bits(view.resolve_neg(), expected, what="in place")
+    if base is not None:
+        assert_same_bits(base.imag, -expected, what="the tensor that it is a view of")
+
+
+def test_blocks_larger_than_the_tensor():
+    x = normal(3, 16)
+    for size in (16, 1 << 31, 1 << 40, (1 << 63) - 1):
+        for name in ("e4m3", "int8", "e2m1"):
+            whole = quantize(x, name, block_size=(1, None))
+            assert_same_bits(quantize(x, name, block_size=size, pad=True), whole, what=str(size))
+            encoded = fmtsim.encode(x, name, block_size=(size, size), pad=True)
+            assert encoded.scales.shape == (1, 1)
+            assert_same_bits(encoded.decode(), quantize(x, name, block_size=(None, None)), what=str(size))
+
+
+def test_out_that_overlaps_itself():
+    memory = torch.zeros(16)
+    out = memory.as_strided((3, 4), (2, 1))
+    with pytest.raises(fmtsim.ArgumentError, match="holds several elements in one place; pass out.contiguous"):
+        quantize(normal(3, 4), "e4m3", out=out)
+    assert not memory.any()
+    spaced = torch.zeros(3, 8)[:, ::2]
+    assert quantize(normal(3, 4), "e4m3", out=spaced) is spaced and spaced.any()

@@ -136,7 +136,7 @@ def test_bad_tensors(error, x, message):
 
 
 OUTS = [
-    (DtypeError, [0.0], {}, "out is list, not a tensor; pass torch.empty_like(x)"),
+    (DtypeError, [0.0], {}, "out is list, not a tensor; pass torch.tensor(out)"),
     (DtypeError, torch.empty(6, 64, dtype=torch.int8), {}, f"out has dtype torch.int8; {DTYPES}"),
     (DtypeError, torch.empty(6, 64, dtype=torch.float8_e5m2), {}, f"out has dtype torch.float8_e5m2; {DTYPES}"),
     (DtypeError, torch.empty(6, 64), {"out_dtype": torch.float16},

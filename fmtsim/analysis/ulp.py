@@ -9,6 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from fmtsim.arguments import check_dense, check_readable
 from fmtsim.errors import ArgumentError, DtypeError, FormatError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
@@ -39,7 +40,8 @@ class Codes(NamedTuple):
 def read_codes(x: Any, role: str) -> Codes:
     """View a torch tensor or a numpy (or ml_dtypes) array as codes.
 
-    Nothing is copied, but for arrays in foreign byte order or with negative strides. ``role`` names the operand in
+    Nothing is copied, but for tensors with torch's negative bit and arrays in foreign byte order or with negative
+    strides. ``role`` names the operand in
     errors.
 
     Raises:
@@ -47,9 +49,10 @@ def read_codes(x: Any, role: str) -> Codes:
         DtypeError: its dtype is complex, packed, quantised by torch, or unknown.
     """
     if isinstance(x, Tensor):
-        if x.layout != torch.strided:
-            raise ArgumentError(f"{role} is a tensor of layout {x.layout}; pass {role}.to_dense()")
-        return Codes(_bits(x.detach()), _kind_of_tensor(x.dtype, role))
+        check_dense(role, x)
+        check_readable(role, x)
+        kind = _kind_of_tensor(x.dtype, role)
+        return Codes(_bits(x.detach().resolve_neg()), kind)
     if isinstance(x, numpy.ndarray | numpy.generic):
         return _from_array(numpy.asarray(x), role)
     raise ArgumentError(f"{role} is a {type(x).__name__}; pass a torch tensor or a numpy array")

@@ -1,6 +1,7 @@
 """Encoded tensors as rows of bytes, and back."""
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ def from_rows(wire: Tensor, like: Encoded, rows: int | None = None) -> Encoded:
         like: An encoded tensor of the same format: one row of the matrix, or of the whole tensor's shape.
         rows: Rows of the matrix; None returns ``like``'s shape.
     """
-    fields: dict[str, Tensor] = {}
+    fields: dict[str, Any] = {}
     start = 0
     for name in _PARTS:
         part: Tensor | None = getattr(like, name)

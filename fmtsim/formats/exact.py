@@ -4,14 +4,15 @@ from functools import lru_cache
 
 import torch
 
+from fmtsim.dispatch import is_readable
 from fmtsim.errors import CodeError
 from fmtsim.formats.spec import FloatFormat
 
 
-def codes_of_scales(scales: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+def codes_of_scales(scales: torch.Tensor, fmt: FloatFormat, *, validated: bool = False) -> torch.Tensor:
     """Return the uint8 codes of scales, none of them negative, that are values of a format of 8 bits or fewer.
 
-    NaN takes the format's NaN code; no value is rounded.
+    NaN takes the format's NaN code; no value is rounded. ``validated`` scales are known to be values of the format.
 
     Raises:
         CodeError: A scale is not a value of the format.
@@ -22,7 +23,7 @@ def codes_of_scales(scales: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     if fmt.nan_code is not None:
         codes = torch.where(scales.isnan(), fmt.nan_code, codes)
         wrong &= ~scales.isnan()
-    if not wrong.is_meta and bool(wrong.any()):
+    if not validated and is_readable(wrong) and bool(wrong.any()):
         raise CodeError(f"scale {scales[wrong][0].item():g} is not a value of {fmt.name}; pass scales of that format")
     return codes.to(torch.uint8)
 
@@ -37,7 +38,7 @@ def scales_of_codes(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     wrong = codes > fmt.max_code
     if nan is not None:
         wrong &= codes != nan
-    if not wrong.is_meta and bool(wrong.any()):
+    if is_readable(wrong) and bool(wrong.any()):
         raise CodeError(
             f"code {int(codes[wrong][0])} is not that of a scale in {fmt.name}; expected 0 to {fmt.max_code}"
         )

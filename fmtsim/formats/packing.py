@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from fmtsim.dispatch import is_readable
 from fmtsim.errors import ArgumentError, CodeError, DtypeError
 
 _WIDE_VIEWS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
@@ -27,7 +28,7 @@ def packed_size(count: int, bits: int) -> int:
     return (count * bits + 7) // 8
 
 
-def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def pack(codes: torch.Tensor, bits: int, *, validated: bool = False) -> torch.Tensor:
     """Pack codes along the last dimension into little-endian bytes.
 
     Element k of a row holds bits ``[k * bits, (k + 1) * bits)`` of the row's stream, bit 0 is the lowest bit of byte
@@ -36,6 +37,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     Args:
         codes: Integers in ``[0, 2**bits)`` of any integer dtype, ``[..., count]``; 64-bit codes may be negative int64.
         bits: Width of a code, 1 to 64.
+        validated: Every code is known to fit, which saves looking.
 
     Returns:
         uint8 ``[..., packed_size(count, bits)]``, contiguous, on the device of ``codes``.
@@ -46,7 +48,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
         CodeError: A code does not fit ``bits``.
     """
     _require_bits(bits)
-    codes = _checked_codes(codes, bits)
+    codes = _checked_codes(codes, bits, validated)
     if bits == 8:
         return codes.to(torch.uint8).contiguous()
     if bits in _WIDE_VIEWS:
@@ -145,13 +147,13 @@ def _require_bits(bits: int) -> None:
         raise ArgumentError(f"bits={bits} is not allowed; choose 1 to 64")
 
 
-def _checked_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the codes in a dtype that torch computes with, every one of them in range (on meta there are none)."""
+def _checked_codes(codes: torch.Tensor, bits: int, validated: bool) -> torch.Tensor:
+    """Return the codes in a dtype that torch computes with, every one of them in range where that can be seen."""
     if codes.dtype not in _SIGNED and codes.dtype not in _UNSIGNED:
         raise DtypeError(f"codes have dtype {codes.dtype}; expected an integer dtype such as torch.uint8")
     if codes.dim() == 0:
         raise ArgumentError("codes have no dimension to pack along; reshape them to (1,)")
-    looked_at = bits < 64 and codes.numel() > 0 and not codes.is_meta
+    looked_at = not validated and bits < 64 and codes.numel() > 0 and is_readable(codes)
     if codes.dtype == torch.uint64 and looked_at and int(codes.view(torch.int64).min()) < 0:
         raise CodeError(f"codes of 2**63 and more do not fit {bits} bits")
     codes = codes.to(_UNSIGNED.get(codes.dtype, codes.dtype))

@@ -179,22 +179,9 @@ def _has_kernels(x: Tensor) -> bool:
     return x.is_cuda and bool(load_engine("cuda").serves(x.get_device()))
 
 
-def _hadamard_rows(info, in_dims, x, *rest):  # type: ignore[no-untyped-def]
-    """Transform a batch at once, as groups do not cross it; signs or matrices of a batch take one call each."""
-    batched, others = in_dims[0], [at for at in in_dims[1:] if at is not None]
-    if not others:
-        return torch.ops.fmtsim.hadamard(x.movedim(batched, 0), *rest), 0
-    columns = [
-        [value] * info.batch_size if at is None else value.unbind(at)
-        for value, at in zip((x, *rest), (*in_dims, *(None,) * (1 + len(rest) - len(in_dims))), strict=True)
-    ]
-    return torch.stack([torch.ops.fmtsim.hadamard(*row) for row in zip(*columns, strict=True)]), 0
-
-
 define_operator(
     "hadamard(Tensor x, int size, int dim, bool inverse, str mask, Tensor? signs=None, Tensor? matrix=None) -> Tensor",
     _hadamard,
     lambda x, size, dim, inverse, mask, signs=None, matrix=None: x.new_empty(x.shape, dtype=torch.float32),
 )
-torch.library.register_vmap("fmtsim::hadamard", _hadamard_rows)
 torch.library.register_autograd("fmtsim::hadamard", _gradient, setup_context=_keep)

@@ -206,7 +206,7 @@ def test_shapes_dtypes_and_kinds_must_agree():
         compare(x, x.double())
     with pytest.raises(ArgumentError, match="actual is a list; pass a torch tensor or a numpy array"):
         compare([1.0], x)
-    with pytest.raises(ArgumentError, match="expected is a tensor of layout torch.sparse_coo; pass expected.to_dense"):
+    with pytest.raises(ArgumentError, match="expected has layout torch.sparse_coo; pass a dense tensor, for"):
         compare(x, x.to_sparse())
     with pytest.raises(DtypeError, match="actual has dtype torch.complex64, whose elements have no order of codes"):
         compare(x.to(torch.complex64), x)

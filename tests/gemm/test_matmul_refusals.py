@@ -28,9 +28,11 @@ REFUSED = {
     "nested": (lambda: fmtsim.mm(torch.nested.nested_tensor([A[0].float()] * 2, layout=torch.jagged), B, unit=WGMMA),
                ArgumentError, "a is a nested tensor; pass its parts one by one"),
     "vector": (lambda: fmtsim.mm(A[0], B, unit=WGMMA), ArgumentError,
-        r"a has shape \(8,\); pass a tensor of 2 dimensions"),
-    "stack": (lambda: fmtsim.mm(A[None], B, unit=WGMMA), ArgumentError, r"a has shape \(1, 4, 8\); pass a tensor of 2"),
-    "matrices": (lambda: fmtsim.bmm(A, B, unit=WGMMA), ArgumentError, r"a has shape \(4, 8\); pass a tensor of 3"),
+        r"mm: a has shape \(8,\); pass a and b of shape \[M, K\] and \[K, N\]$"),
+    "stack": (lambda: fmtsim.mm(A[None], B, unit=WGMMA), ArgumentError,
+        r"mm: a has shape \(1, 4, 8\); pass .* of shape \[M, K\] and \[K, N\]; fmtsim.bmm multiplies two stacks"),
+    "matrices": (lambda: fmtsim.bmm(A, B, unit=WGMMA), ArgumentError,
+        r"bmm: a has shape \(4, 8\); pass a and b of shape \[B, M, K\] and \[B, K, N\]; fmtsim.mm multiplies two"),
     "scalar": (lambda: fmtsim.linear(A[0, 0], A, unit=WGMMA), ArgumentError, "pass a tensor of 1 dimensions or more"),
     "K": (lambda: fmtsim.mm(A, A, unit=WGMMA), ArgumentError, r"mm: a of shape \(4, 8\) and b .* but K is 8 and 4"),
     "batch": (lambda: fmtsim.bmm(A.expand(2, 4, 8), B.expand(3, 8, 4), unit=WGMMA), ArgumentError,
@@ -207,3 +209,12 @@ def test_what_torch_refuses_a_target_refuses(notebook, case):
     call, error, message = LIBRARY[case]
     with pytest.raises(error, match=message):
         call()
+
+
+def test_an_unknown_target_or_unit_is_reported_first():
+    words = torch.ones(3, 4, dtype=torch.int32)
+    for verb in (fmtsim.mm, fmtsim.bmm, fmtsim.linear, fmtsim.int_mm):
+        with pytest.raises(ArgumentError, match="^unknown target 'h300'; did you mean 'h200' or 'h100'"):
+            verb(words, torch.ones(5, 2, 3), target="h300")
+        with pytest.raises(ArgumentError, match="^unknown unit 'hopper.mmma'; did you mean 'hopper.mma'"):
+            verb(words, torch.ones(5, 2, 3), unit="hopper.mmma")

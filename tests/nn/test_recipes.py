@@ -289,3 +289,16 @@ def test_a_recipe_from_a_file_runs_the_same_bits(tmp_path):
         results.append(step(convert(net(blocks=1), recipe=recipe, generator=4), 0))
     for y, grads in results[1:]:
         assert torch.equal(y, results[0][0]) and all(map(torch.equal, grads, results[0][1]))
+
+
+@pytest.mark.parametrize("name", ["te_delayed", "fp8lm", "intel_2t"])
+def test_delayed_scaling_of_an_empty_batch(name):
+    """It counts as a batch of zeros: shapes and gradients are there, and the next batch has a scale."""
+    empty, zeros = (convert(net(blocks=1), name) for _ in range(2))
+    x = normal(4, 128)
+    for model, rows in ((empty, 0), (zeros, 4)):
+        model(x).sum().backward()
+        y = model(torch.zeros(rows, 128, requires_grad=True))
+        y.sum().backward()
+        assert y.shape == (rows, 128)
+    assert torch.equal(empty(x), zeros(x))

@@ -47,7 +47,7 @@ class _Job:
     def block(self) -> tuple[int, int]:
         """Rows and columns of a block; one scale of the whole matrix is found again in every span of it."""
         (outer, inner), (rows, columns) = self.format.block, self.x.shape
-        return (1, min(_SPAN, columns)) if self.whole else (outer or rows, inner or columns)
+        return (1, min(_SPAN, columns)) if self.whole else (min(outer or rows, rows), min(inner or columns, columns))
 
     @property
     def whole(self) -> bool:

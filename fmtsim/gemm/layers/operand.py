@@ -220,7 +220,8 @@ def _scaled(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, folded: 
             raise ArgumentError(
                 "delayed scaling needs a state to remember in; run the layer inside a model that fmtsim.convert made"
             )
-        given = state.advance(statistic(x, (None, None), "amax"))
+        nothing = torch.zeros((), device=x.device)  # an empty batch counts as one of zeros
+        given = state.advance(statistic(x, (None, None), "amax") if x.numel() else nothing)
     overflow = quantizer.overflow or element.default_overflow
     sizes = block_sizes(scaling.block, x.shape)
     made = cast(x, element, scaling, quantizer.rounding, overflow, keys[:2], given)

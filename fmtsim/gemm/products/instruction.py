@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.arguments import random_keys
+from fmtsim.dispatch import is_readable
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
@@ -15,12 +16,12 @@ from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.gemm.products.resolver import ACCUMULATE_DTYPES, accumulate_name, resolve_call, target_or_unit
 from fmtsim.gemm.products.scales import unit_scale_format, unit_scales
 from fmtsim.gemm.units.unit import unit_takes
-from fmtsim.ops import quantize
+from fmtsim.ops import define_operator, quantize
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import SCALE_KINDS, UNIT_SCALES, OperandFormat, ScaleKind
 from fmtsim.spec.cast import CastSpec
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, sum_dtype
-from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json
 
 
 def mma(
@@ -89,8 +90,10 @@ def mma(
     spec = resolve_call("mm", *formats, (0, 0, 0), torch.float32, unit=unit, accumulate=accumulate, scaling=kind)
     dtype = ACCUMULATE_DTYPES[spec.accumulate]
     batch = _batch(left, right, c, scale_a, scale_b)
-    addend = None if c is None else _addend(c, spec.datapath, dtype)
-    scales = unit_scales(scale_a, scale_b, left, right, spec.datapath)
+    if c is not None and c.dtype != dtype:
+        raise DtypeError(f"c has dtype {c.dtype}, but the unit sums in {dtype}; pass c.to({dtype})")
+    addend = c if c is None else (_addend if is_readable(c) else torch.ops.fmtsim.addend)(c, spec.text)
+    scales = unit_scales(scale_a, scale_b, left, right, spec.text)
     validated = left is not a and right is not b  # made of codes, or truncated
     return _run(left, right, addend, scales, spec, dtype, batch, generator, validated)
 
@@ -159,10 +162,9 @@ def _batch(a: Tensor, b: Tensor, c: Tensor | None, scale_a: Tensor | None, scale
     return batch
 
 
-def _addend(c: Tensor, path: Arithmetic, dtype: torch.dtype) -> Tensor:
-    """Return c as values of the accumulator, in the dtype of the sums."""
-    if c.dtype != dtype:
-        raise DtypeError(f"c has dtype {c.dtype}, but the unit sums in {dtype}; pass c.to({dtype})")
+def _addend(c: Tensor, text: str) -> Tensor:
+    """Return c as values of the accumulator of a product's definition, in the dtype of the sums."""
+    path = gemm_spec_from_json(text).datapath
     if isinstance(path, IntegerDatapath):
         return c
     wide = c.to(sum_dtype(path))  # exact
@@ -186,3 +188,10 @@ def is_exactly(fmt: FloatFormat, dtype: torch.dtype) -> bool:
     assert isinstance(own, FloatFormat)
     fits = own.max <= fmt.max and own.min_subnormal >= fmt.min_subnormal
     return fits and own.mantissa_bits <= fmt.mantissa_bits
+
+
+def _addend_shape(c, text):  # type: ignore[no-untyped-def]
+    return torch.empty_like(c, dtype=sum_dtype(gemm_spec_from_json(text).datapath))
+
+
+define_operator("addend(Tensor c, str spec) -> Tensor", lambda c, spec: _addend(c.clone(), spec), _addend_shape)

@@ -109,8 +109,8 @@ def mm(
     tensor([[ 1.5000,  2.0000],
             [ 0.2500, -1.0000]])
     """
-    check_matrices("mm", a, b, "2")
     unit = target_or_unit("mm", target, unit, datapath, plan, accumulate)
+    check_matrices("mm", a, b, "2")
     options = {
         "out_dtype": out_dtype, "target": target, "unit": unit, "plan": plan, "accumulate": accumulate,
         "allow_tf32": allow_tf32, "allow_fp16_accumulation": allow_fp16_accumulation, "strict": strict,
@@ -134,10 +134,11 @@ def bmm(a: Tensor, b: Tensor, **options: Unpack[Options]) -> Tensor:
     Raises:
         ArgumentError, DtypeError, FormatError: As ``mm``.
     """
+    given = checked_options("bmm", options)
     check_matrices("bmm", a, b, "3")
     if a.shape[0] != b.shape[0]:
         raise ArgumentError(f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} differ in their batch")
-    return _multiply("bmm", a, b, None, checked_options("bmm", options))
+    return _multiply("bmm", a, b, None, given)
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
@@ -156,6 +157,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Unpack[O
     Raises:
         ArgumentError, DtypeError, FormatError: As ``mm``.
     """
+    given = checked_options("linear", options)
     check_tensor("x", x, "1+")
     check_tensor("w", w, "2")
     if bias is not None:
@@ -165,7 +167,6 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Unpack[O
         raise ArgumentError(
             f"x of shape {tuple(x.shape)} does not fit w of shape {tuple(w.shape)}; x is [..., K], w is [N, K]"
         )
-    given = checked_options("linear", options)
     if bias is not None:
         _check_bias(bias, x, w, given["target"] is not None)
     rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.new_empty(x.shape[:-1].numel(), 0)
@@ -196,15 +197,13 @@ def int_mm(
     >>> int_mm(torch.tensor([[1, -2]], dtype=torch.int8), torch.tensor([[3], [4]], dtype=torch.int8))
     tensor([[-5]], dtype=torch.int32)
     """
-    check_tensor("a", a, "2")
-    check_tensor("b", b, "2")
-    for name, x in (("a", a), ("b", b)):
-        if x.dtype != torch.int8:
-            raise DtypeError(f"int_mm: {name} has dtype {x.dtype}; pass torch.int8, or call mm for floats")
-    check_matrices("int_mm", a, b, "2")
     alone = target is None and unit is None and datapath is None
     given: Options = {"target": target, "unit": "int8" if alone else unit, "datapath": datapath, "native": native}
     options = checked_options("int_mm", {**given, "accumulate": "int32", "out_dtype": torch.int32})
+    check_matrices("int_mm", a, b, "2")
+    for name, x in (("a", a), ("b", b)):
+        if x.dtype != torch.int8:
+            raise DtypeError(f"int_mm: {name} has dtype {x.dtype}; pass torch.int8, or call mm for floats")
     return _product("int_mm", a, b, None, options)
 
 

@@ -6,13 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.dispatch import constant_in_graphs
+from fmtsim.arguments import check_dense
+from fmtsim.dispatch import constant_in_graphs, is_readable
 from fmtsim.errors import ArgumentError, DtypeError, FormatError
 from fmtsim.formats.interop import torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.gemm.units.unit import unit_takes
+from fmtsim.ops import define_operator
 from fmtsim.quantize import decode, quantize
 from fmtsim.spec.call import Layout, OperandFormat, Operation
 
@@ -36,13 +38,7 @@ _DIRECT = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)  # what 
 
 def check_tensor(name: str, x: Any, dims: str) -> None:
     """Refuse what is no dense tensor of the wanted dimensions: ``"2"``, ``"3"``, ``"2+"`` or ``"1+"``."""
-    if not isinstance(x, Tensor):
-        raise DtypeError(f"{name} is {type(x).__name__}, not a tensor; pass torch.tensor({name})")
-    if not torch.compiler.is_compiling():  # dynamo cannot see layouts
-        if x.is_nested:
-            raise ArgumentError(f"{name} is a nested tensor; pass its parts one by one ({name}.unbind())")
-        if x.layout != torch.strided:
-            raise ArgumentError(f"{name} has layout {x.layout}; pass a dense tensor, for example {name}.to_dense()")
+    check_dense(name, x)
     wanted = int(dims[0])
     if x.dim() < wanted or (x.dim() != wanted and not dims.endswith("+")):
         more = " or more" if dims.endswith("+") else ""
@@ -51,8 +47,13 @@ def check_tensor(name: str, x: Any, dims: str) -> None:
 
 def check_matrices(verb: str, a: Tensor, b: Tensor, dims: str) -> None:
     """Refuse operands a [..., M, K] and b [..., K, N] that are no matrices, or do not fit each other."""
-    check_tensor("a", a, dims)
-    check_tensor("b", b, dims)
+    for name, x in (("a", a), ("b", b)):
+        check_dense(name, x)
+        if x.dim() != int(dims):
+            other = {2: "fmtsim.mm multiplies two matrices", 3: "fmtsim.bmm multiplies two stacks of matrices"}
+            hint = f"; {other[x.dim()]}" if x.dim() in other else ""
+            shape = "[M, K] and [K, N]" if dims == "2" else "[B, M, K] and [B, K, N]"
+            raise ArgumentError(f"{verb}: {name} has shape {tuple(x.shape)}; pass a and b of shape {shape}{hint}")
     check_devices(a=a, b=b)
     mine, k = inner_length(a), inner_length(b.mT)
     if mine != k:
@@ -227,17 +228,25 @@ _FP8_PAIRS = (_FP8_OF_FP4 | _FP8_OF_FP4[:, None] << 8).flatten().to(torch.int16)
 
 def _fp8_of_fp4(x: Tensor) -> Tensor:
     """Return the numbers of a tensor with two in each byte, the even one in the low nibble, as float8_e4m3fn."""
+    if not is_readable(x):
+        unpacked: Tensor = torch.ops.fmtsim.fp8_of_fp4(x)
+        return unpacked
     packed = x.view(torch.uint8)
     flat = packed.reshape(-1)
-    compiling = torch.compiler.is_compiling()
-    table = _FP8_PAIRS.to(x.device) if compiling else _fp8_pairs(x.device)
+    table = _fp8_pairs(x.device)
     pairs = torch.empty(flat.shape, dtype=torch.int16, device=x.device)
-    # torch.compile would unroll pieces, and a GPU waits for their launches.
-    step = max(1, flat.numel()) if compiling or x.is_cuda else _PIECE
+    step = max(1, flat.numel()) if x.is_cuda else _PIECE  # a GPU waits for the launches of pieces
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step]
         pairs[start : start + step] = table.index_select(0, piece.int())
     return pairs.view(torch.float8_e4m3fn).view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def _fp8_of_fp4_shape(x):  # type: ignore[no-untyped-def]
+    return torch.empty((*x.shape[:-1], 2 * x.shape[-1]), dtype=torch.float8_e4m3fn, device=x.device)
+
+
+define_operator("fp8_of_fp4(Tensor x) -> Tensor", _fp8_of_fp4, _fp8_of_fp4_shape)
 
 
 @lru_cache(maxsize=16)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fmtsim.arguments import random_keys
 from fmtsim.dispatch import constant_in_graphs
-from fmtsim.errors import ArgumentError, DtypeError, FormatError
+from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.native import check_library, multiply_natively, runs_natively, unsupported_reason
@@ -59,13 +59,26 @@ def target_or_unit(
         )
     if datapath is not None and not isinstance(datapath, Arithmetic):
         raise ArgumentError(
-            f"datapath={datapath!r} is not an arithmetic; pass a Datapath record, or unit= for a unit's name"
+            f"datapath={shown(datapath)} is not an arithmetic; pass a Datapath record, or unit= for a unit's name"
         )
     if plan is not None and not isinstance(plan, GemmPlan):
-        raise ArgumentError(f"plan={plan!r} is not an accumulation order; pass a GemmPlan(...)")
-    if accumulate is not None and accumulate not in ACCUMULATE_DTYPES:
-        raise ArgumentError(f"accumulate={accumulate!r} is not possible; choose one of {', '.join(ACCUMULATE_DTYPES)}")
-    return unit if datapath is None else datapath
+        raise ArgumentError(f"plan={shown(plan)} is not an accumulation order; pass a GemmPlan(...)")
+    if accumulate is not None and (not isinstance(accumulate, str) or accumulate not in ACCUMULATE_DTYPES):
+        names = ", ".join(ACCUMULATE_DTYPES)
+        raise ArgumentError(f"accumulate={shown(accumulate)} is not possible; choose one of {names}")
+    if datapath is not None:
+        return datapath
+    _require_known(target, unit)
+    return unit
+
+
+@constant_in_graphs
+def _require_known(target: Any, unit: Any) -> None:
+    """Refuse the name of a target or unit that does not exist, before anything else is asked about the call."""
+    if target is not None:
+        targets.get_target(target)
+    elif not isinstance(unit, Arithmetic):
+        get_unit(unit)
 
 
 def run_product(
@@ -153,7 +166,7 @@ def _block_scales(
         check_unit_scales(spec.datapath, scales.kind)
     if quantized or scales.kind in LARGE_BLOCKS:
         return each
-    return unit_scales(*each, a, b, spec.datapath)
+    return unit_scales(*each, a, b, spec.text)
 
 
 def resolve(call: GemmCall) -> GemmSpec:

@@ -5,14 +5,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fmtsim import ops
+from fmtsim.dispatch import constant_in_graphs, is_readable
 from fmtsim.errors import ArgumentError, DtypeError, FormatError
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.ops import decode
-from fmtsim.ops import quantize as cast
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import SCALE_KINDS, UNIT_SCALES, ScaleKind
 from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.spec.datapath import Arithmetic, Datapath
+from fmtsim.spec.gemm_spec import gemm_spec_from_json
 
 _BLOCK = 128
 _FORMATS = {SCALE_KINDS[kind].dtype: SCALE_KINDS[kind].unit_scale for kind in UNIT_SCALES}
@@ -87,53 +88,83 @@ def unit_scale_format(*scales: Tensor | None) -> str | None:
 
 
 def unit_scales(
-    scale_a: Tensor | None, scale_b: Tensor | None, a: Tensor, b: Tensor, path: Arithmetic
+    scale_a: Tensor | None, scale_b: Tensor | None, a: Tensor, b: Tensor, spec: str
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return scales inside a unit as float32 [..., rows, ceil(K / g)], None where the call has none.
+
+    ``spec`` is the product's definition as text.
 
     Raises:
         ArgumentError: The unit has no scales, or their shapes or values do not fit.
     """
-    fmt = path.scale if isinstance(path, Datapath) else None
-    if not isinstance(path, Datapath) or fmt is None:
+    block = _scale_block(spec)
+    if block is None:
         if scale_a is not None or scale_b is not None:
             raise ArgumentError("the unit has no scales of its own; leave scale_a and scale_b out, or call scaled_mm")
         return None, None
     found: list[Tensor | None] = []
     for name, scale, x in (("scale_a", scale_a, a), ("scale_b", scale_b, b)):
-        blocks = -(-x.shape[-1] // path.scale_block)
+        blocks = -(-x.shape[-1] // block)
         if scale is None:
             found.append(None)
             continue
         if scale.shape[-2:] != (x.shape[-2], blocks):
             raise ArgumentError(
                 f"{name} has shape {tuple(scale.shape)}; pass [..., {x.shape[-2]}, {blocks}], a scale for every "
-                f"{path.scale_block} products"
+                f"{block} products"
             )
-        found.append(_unit_values(name, scale, fmt))
+        if scale.dtype in _FORMATS:
+            _require_own(scale.dtype, name, spec)
+            scale = scale.view(torch.uint8)
+        found.append((_unit_values if is_readable(scale) else torch.ops.fmtsim.unit_scales)(scale, name, spec))
     return found[0], found[1]
 
 
-def _unit_values(name: str, scale: Tensor, fmt: FloatFormat) -> Tensor:
+@constant_in_graphs
+def _scale_block(spec: str) -> int | None:
+    """Return how many products share a scale inside the unit of a product, None where it has none."""
+    path = gemm_spec_from_json(spec).datapath
+    return path.scale_block if isinstance(path, Datapath) and path.scale is not None else None
+
+
+@constant_in_graphs
+def _require_own(dtype: torch.dtype, name: str, spec: str) -> None:
+    """Refuse scales whose dtype is that of another format than the unit's."""
+    own = _scale_format(spec).name
+    if _FORMATS[dtype] != own:
+        raise DtypeError(f"{name} has dtype {dtype}; the unit's scales are {own}")
+
+
+def _scale_format(spec: str) -> FloatFormat:
+    path = gemm_spec_from_json(spec).datapath
+    assert isinstance(path, Datapath) and path.scale is not None
+    return path.scale
+
+
+def _unit_values(scale: Tensor, name: str, spec: str) -> Tensor:
     """Return scales inside a unit as float32 without their sign, which units ignore."""
-    if scale.dtype in _FORMATS:
-        if _FORMATS[scale.dtype] != fmt.name:
-            raise DtypeError(f"{name} has dtype {scale.dtype}; the unit's scales are {fmt.name}")
-        scale = scale.view(torch.uint8)
+    fmt = _scale_format(spec)
+    rule = CastSpec(format=fmt, rounding=Rounding(), overflow="saturate")
     if scale.dtype == torch.uint8:
         parts = EncodedParts(scale & ((1 << fmt.bits) - 1))  # in the format now: nothing to check
-        return decode(parts, CastSpec(format=fmt, rounding=Rounding(), overflow="saturate"), torch.float32)
+        return ops.decode(parts, rule, torch.float32, validated=True)
     if scale.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         raise DtypeError(f"{name} has dtype {scale.dtype}; pass {fmt.name} codes as torch.uint8, or floats")
     wide = scale.abs().to(torch.float32)
-    spec = CastSpec(format=fmt, rounding=Rounding(), overflow="saturate")
-    kept = cast(wide, spec.to_json(), torch.float32, None, None)
+    kept = ops.quantize(wide, rule.to_json(), torch.float32, None, None)
     lost = (kept != wide) & ~wide.isnan()
     if bool(lost.any()):
         raise ArgumentError(
             f"{name} holds {wide[lost][0].item():g}, which is not a value of {fmt.name}; round it first"
         )
     return kept
+
+
+ops.define_operator(
+    "unit_scales(Tensor scale, str name, str spec) -> Tensor",
+    _unit_values,
+    lambda scale, name, spec: torch.empty_like(scale, dtype=torch.float32),
+)
 
 
 def recipe_names(name: str, recipe: Any) -> tuple[str, ...] | None:
@@ -255,10 +286,27 @@ def _finite(name: str, scale: Tensor) -> Tensor:
         raise DtypeError(f"{name} has dtype {scale.dtype}; pass torch.float32")
     if scale.is_cuda and torch.cuda.is_current_stream_capturing():
         return scale.detach()  # a graph cannot wait for an answer
+    if not is_readable(scale):
+        checked: Tensor = torch.ops.fmtsim.finite_scales(scale.detach(), name)
+        return checked
+    _require_finite(scale, name)
+    return scale.detach()
+
+
+def _require_finite(scale: Tensor, name: str) -> None:
     wrong = ~scale.isfinite() | (scale < 0)
     if bool(wrong.any()):
         raise ArgumentError(f"{name} holds {scale[wrong][0].item():g}; scales are finite and not negative")
-    return scale.detach()
+
+
+def _finite_scales(scale, name):  # type: ignore[no-untyped-def]
+    _require_finite(scale, name)
+    return scale.clone()
+
+
+ops.define_operator(
+    "finite_scales(Tensor scale, str name) -> Tensor", _finite_scales, lambda scale, name: torch.empty_like(scale)
+)
 
 
 def _single(name: str, scale: Tensor) -> Tensor:

@@ -205,7 +205,7 @@ def list_targets() -> list[str]:
     return sorted(path.stem for path in PLANS.glob("*.json"))
 
 
-def get_target(name: str | Path | Target) -> Target:
+def get_target(name: str | Path | Target | Any) -> Target:
     """Return a target by name, or read it from a plan file.
 
     Args:

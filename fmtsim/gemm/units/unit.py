@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import torch
 
-from fmtsim.errors import ArgumentError, did_you_mean
+from fmtsim.errors import ArgumentError, did_you_mean, shown
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import is_representable
@@ -188,7 +188,7 @@ def get_unit(name: str | Unit) -> Unit:
     found = _units.get(name.strip().lower()) if isinstance(name, str) else None
     if found is None:
         hint = did_you_mean(name, _units)
-        raise ArgumentError(f"unknown unit {name!r}{hint} (choose one of {', '.join(_units)})")
+        raise ArgumentError(f"unknown unit {shown(name)}{hint} (choose one of {', '.join(_units)})")
     return found
 
 

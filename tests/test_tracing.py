@@ -1,0 +1,106 @@
+"""Verbs where torch shows them no numbers: compiled without a break, exported, mapped over a batch, fake, on meta."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fmtsim
+from fmtsim import ArgumentError, CodeError, compare, decode, encode, mma, quantize_, scaled_mm
+from tests.support.bits import assert_same_bits
+from tests.support.operands import normal
+
+BF16 = torch.bfloat16
+
+
+def float8(rows=128, seed=0):
+    return fmtsim.encode(normal(rows, 128, seed=seed), "e4m3").codes.view(torch.float8_e4m3fn)
+
+
+def codes(*shape, low=0, high=256):
+    return torch.randint(low, high, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+
+
+def product(a, b, scale_a, scale_b, unit="hopper.wgmma"):
+    return scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=BF16, unit=unit)
+
+
+ONE = torch.tensor(0.5)
+MX = codes(128 * 4, low=120, high=130).view(torch.float8_e8m0fnu)
+NV = codes(128 * 8, low=40, high=60).view(torch.float8_e4m3fn)
+FP4 = codes(128, 64).view(torch.float4_e2m1fn_x2)
+CASES = {
+    "encode": (lambda x: encode(x, "e3m2").codes, (normal(3, 40),)),
+    "encode and decode": (lambda x: encode(x, "nvfp4").decode(out_dtype=BF16), (normal(3, 64),)),
+    "decode": (lambda x: decode(x, "e2m1"), (codes(5, high=16),)),
+    "decode float8": (lambda x: decode(x), (float8(),)),
+    "scaled_mm": (product, (float8(), float8(seed=1), ONE, ONE)),
+    "scaled_mm by rows": (product, (float8(), float8(seed=1), torch.rand(128, 1), torch.rand(1, 128))),
+    "scaled_mm mx": (lambda *x: product(*x, unit="blackwell.tcgen05.mxf8f6f4"), (float8(), float8(seed=1), MX, MX)),
+    "scaled_mm nvfp4": (lambda *x: product(*x, unit="blackwell.tcgen05.nvf4"), (FP4, FP4, NV, NV)),
+    "mma": (lambda a, b, c: mma(a, b, c, unit="hopper.wgmma"), (float8(), float8(seed=1), torch.zeros(128, 128))),
+}
+
+
+class Module(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(*inputs)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_traced_verbs_have_their_bits(case):
+    function, inputs = CASES[case]
+    expected = function(*inputs)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    assert_same_bits(compiled(*inputs), expected, what="compiled")
+    exported = torch.export.export(Module(function), inputs).module()
+    assert_same_bits(exported(*inputs), expected, what="exported")
+    stacks = [x.unsqueeze(0).expand(2, *x.shape) for x in inputs]
+    mapped = torch.vmap(function)(*stacks)
+    for row in mapped:
+        assert_same_bits(row, expected, what="mapped")
+    with FakeTensorMode() as mode:
+        fake = function(*map(mode.from_tensor, inputs))
+    for empty in (fake, function(*(x.to("meta") for x in inputs))):
+        assert (empty.shape, empty.dtype) == (expected.shape, expected.dtype)
+
+
+def test_traced_verbs_look_at_numbers_when_they_run():
+    torch._dynamo.reset()
+    with pytest.raises(CodeError, match="^code 16 is outside e2m1; its codes are 0 to 15$"):
+        torch.compile(lambda x: decode(x, "e2m1"), fullgraph=True, backend="eager")(codes(3, low=16, high=17))
+    message = "^scale_b holds -1; scales are finite and not negative$"
+    with pytest.raises(ArgumentError, match=message):
+        torch.compile(product, fullgraph=True, backend="eager")(float8(), float8(), ONE, torch.tensor(-1.0))
+    with pytest.raises(ArgumentError, match=message):
+        torch.vmap(product)(*(x.unsqueeze(0) for x in (float8(), float8(), ONE, torch.tensor(-1.0))))
+
+
+def test_an_empty_batch_is_mapped():
+    assert torch.vmap(lambda x: encode(x, "nvfp4").decode())(torch.empty(0, 64)).shape == (0, 64)
+    assert torch.vmap(lambda x: encode(x, "e2m1").codes)(torch.empty(0, 64)).shape == (0, 32)
+
+
+def test_in_place_under_vmap_and_compile():
+    x = normal(4, 8)
+    expected = fmtsim.quantize(x, "e2m1")
+    assert_same_bits(torch.vmap(lambda row: quantize_(row, "e2m1"))(x.clone()), expected, what="mapped")
+    torch._dynamo.reset()
+    given = x.clone()
+    torch.compile(lambda y: quantize_(y, "e2m1"), fullgraph=True, backend="aot_eager")(given)
+    assert_same_bits(given, expected, what="compiled")
+
+
+def test_what_needs_numbers_says_so(tmp_path):
+    meta = torch.empty(4, 32, device="meta")
+    with pytest.raises(ArgumentError, match="^actual is on meta, so it has no numbers to look at; pass a tensor on a"):
+        compare(meta, meta)
+    with pytest.raises(ArgumentError, match="^the encoded tensor is on meta, so it has no numbers"):
+        encode(meta, "nvfp4").save(tmp_path / "x")
+    assert not list(tmp_path.iterdir())
+    with FakeTensorMode(), pytest.raises(ArgumentError, match="^actual is fake, or traced by torch.compile, "):
+        compare(torch.ones(3), torch.ones(3))
