@@ -139,11 +139,11 @@ def _classes(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 
 
 def _at(x: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
-    """Select along the leading axis: a view where the indices follow each other, or are all one."""
+    """Select along the leading axis at indices that never fall: a view where they follow each other, or are all one."""
     first, count = indices[0], len(indices)
     if list(indices) == list(range(first, first + count)):
         return x[first : first + count]
-    if indices[-1] == first and min(indices) == max(indices):
+    if indices[-1] == first:
         return x[first : first + 1].expand(count, *x.shape[1:])
     if x.element_size() == 1:  # not every device gathers float8
         return x.view(torch.uint8).index_select(0, torch.tensor(indices, device=x.device)).view(x.dtype)
