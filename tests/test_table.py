@@ -1,6 +1,8 @@
 """Text in columns."""
 
-from fmtsim.table import aligned, filled, ruled
+from fractions import Fraction
+
+from fmtsim.table import aligned, facts_html, filled, html, markdown, number_text, ruled
 
 ROWS = [("layer", "dB", "with"), ("up", "31.5", ""), ("down", "8", "gptq")]
 
@@ -20,3 +22,25 @@ def test_filled_drops_columns_without_cells():
     rows = [("a", "", "1"), ("b", "", "")]
     assert filled(("x", "y", "z"), rows) == [["x", "z"], ["a", "1"], ["b", ""]]
     assert aligned(filled(("x", "y"), [])) == [""]
+
+
+def test_tables_of_notebooks_and_pages():
+    head, row = "<th style='text-align:left'>layer</th>", "<td style='text-align:right'>&lt;1&gt;</td>"
+    table = html([("layer", "dB"), ("up", "<1>")], left=(0,))
+    assert table == (
+        f"<table><tr>{head}<th style='text-align:right'>dB</th></tr>"
+        f"<tr><td style='text-align:left'>up</td>{row}</tr></table>"
+    )
+    assert html([("a",), ("b",)]).count("text-align:left") == 2
+    assert facts_html([("a&b", "<c>")]) == (
+        "<table><tr><th style='text-align:left'>a&amp;b</th><td style='text-align:left'>&lt;c&gt;</td></tr></table>"
+    )
+    assert markdown([("a", "b"), ("1|2", "3")]) == "| a | b |\n|---|---|\n| 1\\|2 | 3 |"
+    assert markdown([("a", "b")], left=()).endswith("|--:|--:|")
+
+
+def test_numbers_in_few_digits():
+    numbers = (0.1, 448.0, -0.0, float("inf"), float("nan"), Fraction(1, 4), Fraction(1, 3), None, Fraction(10) ** 400)
+    assert [number_text(number)[:12] for number in numbers] == [
+        "0.1", "448", "-0", "inf", "nan", "0.25", "~0.333333333", "-", "100000000000",
+    ]  # fmt: skip

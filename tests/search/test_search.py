@@ -11,11 +11,16 @@ from torch import nn
 
 import fmtsim
 from fmtsim.errors import ArgumentError
+from fmtsim.gemm.layers.config import Gemm
 from fmtsim.progress import Progress
-from fmtsim.search import Policy
-from fmtsim.search.choice import least_loss
+from fmtsim.ptq.registry import get_ptq_recipe
+from fmtsim.ptq.spec import PtqRecipe
+from fmtsim.search import Policy, choice
+from fmtsim.search.choice import front, least_loss
+from fmtsim.search.result import SearchResult
 from fmtsim.search.switching import relative_noise
 from fmtsim.search.verb import _Found, _sample
+from fmtsim.spec.quantizer import Quantizer
 
 FORMATS = ("w4a4", "minifloat_e3m2", "e4m3_static")
 BITS = {"w4a4": 16, "minifloat_e3m2": 36, "e4m3_static": 64}
@@ -188,6 +193,118 @@ def test_bad_budgets_and_formats(how, said):
         fmtsim.search(**{"model": model, "calibration_data": data} | how)
 
 
-def test_a_policy_without_steps():
-    with pytest.raises(ArgumentError, match="Policy steps=0"):
-        Policy(steps=0)
+@pytest.mark.parametrize("fields", [{"steps": 0}, {"steps": 2.0}, {"steps": True}, {"rate": 0.0}, {"penalty": -0.1}])
+def test_policies_that_there_are_not(fields):
+    (name, value), *_ = fields.items()
+    message = f"^Policy .*{name}={value!r}.*; choose 1 step or more, a rate above 0 and a penalty from 0$"
+    with pytest.raises(ArgumentError, match=message):
+        Policy(**fields)
+    assert Policy(steps=1, penalty=0.0).steps == 1
+
+
+def test_ties_go_to_the_lower_cost_and_then_to_the_lower_option():
+    assert least_loss([[2, 1], [1, 2]], [[0.0, 0.0], [1.0, 1.0]], 10) == ([1, 0], True)
+    assert least_loss([[1, 1], [3, 3]], [[0.5, 0.5], [0.0, 0.0]], 4) == ([0, 0], True)
+    assert least_loss([[1, 5]], [[1.0, 0.0]], 5) == ([1], True) and least_loss([[1, 5]], [[1.0, 0.0]], 4) == ([0], True)
+    assert front([[1, 2], [1, 3]], [[2.0, 1.0], [2.0, 0.0]]) == (
+        [(2, 4.0, (0, 0)), (3, 3.0, (1, 0)), (4, 2.0, (0, 1)), (5, 1.0, (1, 1))], True,
+    )  # fmt: skip
+
+
+def test_beyond_a_limit_a_choice_is_a_sample_and_says_so(monkeypatch):
+    costs, losses = [[2**i, 0] for i in range(5)], [[0.0, 2.0**i] for i in range(5)]
+    assert len(front(costs, losses)[0]) == 32
+    monkeypatch.setattr(choice, "LIMIT", 32)
+    assert front(costs, losses)[1]  # as many as may be kept
+    monkeypatch.setattr(choice, "LIMIT", 7)
+    found, exact = front(costs, losses)
+    assert not exact and 7 <= len(found) <= 16
+    assert (found[0][0], found[-1][0]) == (0, 31)  # the cheapest and the best stay
+    assert all(cost + loss == 31 for cost, loss, _ in found)
+
+
+class Priced(Fake):
+    """Its losses are of either sign, and some are no numbers."""
+
+    def run(self, formats):
+        loss = super().run(formats) - 0.5
+        return math.inf if formats["0"] == "1" and formats["1"] == "1" else loss
+
+
+def test_a_policy_follows_its_formula():
+    """REINFORCE from equal chances: every assignment that is run, in the order in which it is."""
+    policy, costs, budget = Policy(steps=60, rate=0.7, penalty=0.4, entropy=0.3, seed=5), [[1, 2, 4]] * 8, 16
+    found = _Found(Priced(), list("01234567"), list("012"), costs, budget)
+    _sample(found, policy, Progress())
+    source, theta, mean, runs = torch.Generator().manual_seed(5), torch.zeros(8, 3, dtype=torch.float64), 0.0, []
+    for step in range(60):
+        chances = torch.softmax(theta, 1)
+        picked = torch.multinomial(chances, 1, generator=source)[:, 0].tolist()
+        runs.append(tuple(picked))
+        loss = Priced().run({str(layer): str(option) for layer, option in enumerate(picked)})
+        over = abs(sum(costs[0][option] for option in picked) / budget - 1)
+        reward = 1 - math.copysign(abs(loss) ** 0.5, loss) - 0.4 * over if math.isfinite(loss) else -1.0
+        mean = 0.9 * mean + 0.1 * reward if step else reward
+        weight = 0.3 * (1 + math.cos(math.pi * step / 60)) / 2
+        for row, option in enumerate(picked):
+            p = chances[row].clone()
+            entropy = -float((p * p.log()).sum())
+            for o in range(3):
+                slope = (reward - mean) * ((o == option) - float(p[o])) - weight * float(p[o]) * (
+                    float(p[o].log()) + entropy
+                )
+                theta[row, o] += 0.7 * slope
+    runs.append(tuple(theta.argmax(1).tolist()))
+    assert list(found.known) == list(dict.fromkeys(runs))
+    within = [(loss, path) for path, loss in found.known.items() if sum(costs[0][o] for o in path) <= budget]
+    assert found.loss == min(loss for loss, _ in within) and tuple(found.best) in [path for _, path in within]
+
+
+def test_noise_relative_to_the_signal():
+    one, two = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 2.0])
+    assert relative_noise(two, one) == 4 / 25
+    assert relative_noise({"a": two, "b": (torch.tensor([1]), [one, "text"])}, {"a": one, "b": [one, 3]}) == 4 / 50
+    assert relative_noise(one, one * 0) == 25.0 and relative_noise([], ()) == 0.0
+    with pytest.raises(ValueError, match="zip"):
+        relative_noise([one, one], [one])
+
+
+TEXT = [
+    "layer  w4a4      e4m3_static  chosen",
+    "-----------------------------------------",
+    "a      1.00e-02  2.00e-03     w4a4",
+    "b      5.00e-01  2.50e-01     e4m3_static",
+    "48 bit operations, 75.0 % of the budget; loss 1.250e-02",
+]
+
+
+def test_what_a_result_shows():
+    recipes = {name: get_ptq_recipe(name) for name in ("w4a4", "e4m3_static")}
+    result = SearchResult(
+        formats={"a": "w4a4", "b": "e4m3_static"}, cost=48, budget=64, loss=0.0125, recipes=recipes, tried=3,
+        losses={"a": {"w4a4": 0.01, "e4m3_static": 0.002}, "b": {"w4a4": 0.5, "e4m3_static": 0.25}},
+        costs={"a": {"w4a4": 16, "e4m3_static": 64}, "b": {"w4a4": 8, "e4m3_static": 32}},
+    )  # fmt: skip
+    assert str(result).splitlines() == TEXT
+    assert result._repr_html_().endswith("</table>48 bit operations, 75.0 % of the budget; loss 1.250e-02")
+    assert [(p.cost, round(p.loss, 9), tuple(p.formats.values())) for p in result.front()] == [
+        (24, 0.51, ("w4a4", "w4a4")), (48, 0.26, ("w4a4", "e4m3_static")), (96, 0.252, ("e4m3_static", "e4m3_static")),
+    ]  # fmt: skip
+    uniform = {name: (point.cost, point.loss, point.formats) for name, point in result.uniform().items()}
+    assert uniform == {"w4a4": (24, 0.51, {"a": "w4a4", "b": "w4a4"}),
+                       "e4m3_static": (96, 0.252, {"a": "e4m3_static", "b": "e4m3_static"})}  # fmt: skip
+    recipe = result.recipe("mine")
+    assert recipe.name == "mine" and [rule.name for rule in recipe.rules] == ["^a$", "^b$"]
+    assert [rule.use.fprop for rule in recipe.rules] == [Gemm(a=r.x, b=r.w) for r in recipes.values()]
+    assert recipe.calibration == recipes["e4m3_static"].calibration and recipe.weights == recipes["w4a4"].weights
+
+
+def test_costs_count_the_bits_of_what_is_stored():
+    model, data = model_and_data()
+    e4m3, block, tile = (Quantizer(format=fmtsim.get_format(name)) for name in ("e4m3", "mxfp4", "logfmt8"))
+    made = {"plain": PtqRecipe(name="plain", x=e4m3, w=e4m3), "blocks": PtqRecipe(name="blocks", x=e4m3, w=block),
+            "tiles": PtqRecipe(name="tiles", x=tile, w=e4m3), "weights": PtqRecipe(name="weights", w=e4m3)}  # fmt: skip
+    result = fmtsim.search(model, data, bits=16, formats=list(made.values()))
+    adds = {"0": 10 * 32 * 16, "2": 10 * 16 * 64, "4": 10 * 64 * 8}
+    bits = {"plain": 64, "blocks": 32, "tiles": 64, "weights": 8 * 16}
+    assert result.costs == {layer: {name: n * bits[name] for name in made} for layer, n in adds.items()}
