@@ -28,7 +28,7 @@ def kernel_folder(name: str) -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        warn_unwritable(folder, error)
+        _warn_unwritable(folder, error)
         return None
     return folder
 
@@ -38,7 +38,7 @@ def save(path: Path, content: bytes) -> None:
     try:
         write_file(path, hashlib.sha256(content).digest() + content)
     except DataError as error:
-        warn_unwritable(path.parent, error.__cause__)
+        _warn_unwritable(path.parent, error.__cause__)
 
 
 def load(path: Path) -> bytes | None:
@@ -56,7 +56,7 @@ def load(path: Path) -> bytes | None:
     return stored[_DIGEST:]
 
 
-def warn_unwritable(folder: Path, error: BaseException | None) -> None:
+def _warn_unwritable(folder: Path, error: BaseException | None) -> None:
     """Say once that kernels are not kept in a folder."""
     _warn_once(
         f"fmtsim cannot write its kernel cache {folder}",
