@@ -33,6 +33,13 @@ class Observation:
                 f"observe found no converted layer in {type(model).__name__}; call fmtsim.convert first"
             )
 
+    @classmethod
+    def of(cls, layers: dict[str, dict[str, OperandStats]]) -> "Observation":
+        """Return finished statistics, of no model."""
+        found = cls.__new__(cls)
+        found._modules, found._attention, found._active, found.layers = [], [], False, layers
+        return found
+
     def __enter__(self) -> "Observation":
         emulations = [module.emulation for module in self._modules if module.emulation is not None]
         watched = [(how.name, how.observer) for how in emulations]

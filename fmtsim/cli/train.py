@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.progress import Progress, make_progress
 from fmtsim.recipes import get_recipe, list_recipes
-from fmtsim.training.artifacts import check_output, make_record, write_artifacts
-from fmtsim.training.corpus import load_corpus
+from fmtsim.training.artifacts import CHECKPOINT, check_output, make_record, settings, write_artifacts
+from fmtsim.training.checkpoint import Checkpoint
+from fmtsim.training.corpus import Corpus, load_corpus
 from fmtsim.training.evidence import check_text, make_check_record, write_check
 from fmtsim.training.gpt import GPTConfig
 from fmtsim.training.lockstep import check_native
@@ -42,6 +44,7 @@ SIZES = {
     "layers": "transformer blocks",
     "heads": "attention heads a block",
 }
+EVERY = 100
 DEFAULTS = {"steps": 600, "batch_size": 16, "context": 64, "width": 128, "layers": 2, "heads": 4, "lr": 4e-3}
 
 
@@ -60,6 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     count(how, "--threads", "CPU threads (default: torch's choice)")
     output = parser.add_argument_group("output")
     option(output, "--out", "folder for pictures and records", "fmtsim-train", "DIR")
+    every = f"write a checkpoint to DIR after every N steps; 0: none (default {EVERY})"
+    count(output, "--checkpoint-every", every)
+    flag(output, "--resume", "go on from the checkpoint in DIR with the same bits; without one, begin")
     flag(output, "--quiet", "show no progress")
     add_json(parser)
 
@@ -97,7 +103,7 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train both models, write the artifacts and print a summary; 130 after Ctrl-C, with nothing written.
+    """Train both models, write the artifacts and print a summary; Ctrl-C leaves the checkpoint or nothing.
 
     With ``--check native`` both models are the same, and 1 says that a bit differs.
     """
@@ -112,10 +118,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.minutes is not None and not (arguments.check and arguments.minutes > 0):
         raise ArgumentError(f"--minutes {arguments.minutes:g} limits --check native; pass both, and a number above 0")
     if arguments.check:
+        if arguments.resume or arguments.checkpoint_every is not None:
+            raise ArgumentError("--check native has no checkpoints; leave --resume and --checkpoint-every out")
         return _check(arguments, config, out)
     corpus = load_corpus(arguments.data, config.model.context)
     with _training(arguments, out) as progress:
-        baseline, simulated = compare_schemes(config, corpus, progress)
+        checkpoint = _checkpoint(arguments, config, corpus, out)
+        baseline, simulated = compare_schemes(config, corpus, progress, checkpoint)
         record = make_record(config, corpus, baseline, simulated)
         paths = write_artifacts(out, record, baseline, simulated)
     _answer(arguments, record, summary(record, baseline, simulated), paths)
@@ -124,12 +133,27 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _training(arguments: argparse.Namespace, out: Path) -> Iterator[Progress]:
-    """Show progress and bound torch's threads; Ctrl-C ends with a line that says that nothing was written."""
+    """Show progress and bound torch's threads; Ctrl-C ends with a line that says what there is to go on from."""
     try:
         with bounded_threads(arguments.threads), make_progress(not arguments.quiet) as progress:
             yield progress
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"nothing was written to {out}") from None
+        left = f"a checkpoint is in {out}, go on with --resume" if (out / CHECKPOINT).exists() else None
+        raise KeyboardInterrupt(left or f"nothing was written to {out}") from None
+
+
+def _checkpoint(arguments: argparse.Namespace, config: TrainConfig, corpus: Corpus, out: Path) -> Checkpoint:
+    """Return where checkpoints go, read where the training goes on; refuse to begin where one waits."""
+    every, path = arguments.checkpoint_every, out / CHECKPOINT
+    if path.exists() and not arguments.resume:
+        raise ArgumentError(
+            f"{path} is of a training that was cut short; pass --resume to go on, delete it, or choose another --out"
+        )
+    checkpoint = Checkpoint(path, settings(config, corpus), EVERY if every is None else every)
+    if arguments.resume:
+        said = checkpoint.read() if path.exists() else f"no checkpoint in {out}, training begins"
+        print(f"resume: {said}", file=sys.stderr)
+    return checkpoint
 
 
 def _answer(arguments: argparse.Namespace, record: dict[str, Any], text: str, paths: list[Path]) -> None:

@@ -39,6 +39,11 @@ def write_tensors(
     Raises:
         DataError: The file cannot be written.
     """
+    write_file(path, tensor_content(tensors, metadata))
+
+
+def tensor_content(tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> bytes:
+    """Return what a file of tensors and metadata holds."""
     # the widest elements first, so that each tensor starts at a multiple of its element's size
     names = sorted(tensors, key=lambda name: (-_TAG_BITS[tensors[name].tag], name))
     table, start = {}, 0
@@ -50,7 +55,7 @@ def write_tensors(
     signed = {**metadata, _CHECKSUM: _checksum(table, metadata, payload)}
     header = json.dumps({"__metadata__": signed, **table}, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    write_file(path, len(header).to_bytes(8, "little") + header + payload)
+    return b"".join((len(header).to_bytes(8, "little"), header, payload))
 
 
 def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, StoredTensor], dict[str, str]]:

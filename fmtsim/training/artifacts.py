@@ -20,6 +20,7 @@ from fmtsim.training.corpus import Corpus
 from fmtsim.training.loop import Run, TrainConfig
 
 LOSS, EXPONENTS, RECORD, LAYERS = "loss.png", "exponents.png", "record.json", "layers.txt"
+CHECKPOINT = "checkpoint.safetensors"  # of an unfinished comparison
 
 
 def check_output(out: Path) -> None:
@@ -29,8 +30,8 @@ def check_output(out: Path) -> None:
 
 
 def write_artifacts(out: Path, record: Mapping[str, Any], baseline: Run, simulated: Run) -> list[Path]:
-    """Write pictures, record and table of a comparison to a folder; return their paths."""
-    return write_folder(out, _contents(record, baseline, simulated))
+    """Write pictures, record and table of a comparison to a folder, and remove its checkpoint; return their paths."""
+    return write_folder(out, {**_contents(record, baseline, simulated), CHECKPOINT: None})
 
 
 def about(config: TrainConfig, corpus: Corpus, machine: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,15 +42,20 @@ def about(config: TrainConfig, corpus: Corpus, machine: Mapping[str, Any]) -> di
         "torch": torch.__version__,
         "machine": {"processor": platform.processor() or platform.machine(), **machine},
         "config": asdict(config) | schemes,
-        "corpus": {name: getattr(corpus, name) for name in ("name", "bytes", "files", "truncated")},
+        "corpus": {name: getattr(corpus, name) for name in ("name", "bytes", "files", "truncated", "sha256")},
     }
+
+
+def settings(config: TrainConfig, corpus: Corpus) -> dict[str, Any]:
+    """Return what a comparison's record begins with, which decides its bits."""
+    return about(config, corpus, {"threads": torch.get_num_threads()})
 
 
 def make_record(config: TrainConfig, corpus: Corpus, baseline: Run, simulated: Run) -> dict[str, Any]:
     """Return everything about a comparison as JSON types; numbers that are not finite are None."""
     gaps = {name: getattr(simulated, name) - getattr(baseline, name) for name in ("final_loss", "validation")}
     return {
-        **about(config, corpus, {"threads": torch.get_num_threads()}),
+        **settings(config, corpus),
         "baseline": _run_record(baseline),
         "simulated": _run_record(simulated),
         "gap": {name: _finite(gap) for name, gap in gaps.items()},

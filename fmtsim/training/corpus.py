@@ -1,5 +1,6 @@
 """Real text to train on: any file or folder, or the sources of Python's own standard library."""
 
+import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -37,6 +38,13 @@ class Corpus:
     def bytes(self) -> int:
         """Length of the whole text."""
         return self.train.numel() + self.validation.numel()
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the whole text."""
+        found = hashlib.sha256(self.train.numpy().data)
+        found.update(self.validation.numpy().data)
+        return found.hexdigest()
 
 
 def load_corpus(path: str | Path | None, context: int) -> Corpus:

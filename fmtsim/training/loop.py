@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,9 @@ from fmtsim.training.deterministic import deterministic
 from fmtsim.training.gpt import GPT, GPTConfig, check_size
 from fmtsim.training.loss_scale import LossScaler
 from fmtsim.training.schemes import Scheme
+
+if TYPE_CHECKING:
+    from fmtsim.training.checkpoint import Checkpoint
 
 VALIDATION_BATCHES = 8
 BETAS, WEIGHT_DECAY, CLIP, WARMUP_SHARE, FINAL_SHARE = (0.9, 0.95), 0.1, 1.0, 0.1, 0.1
@@ -99,12 +102,36 @@ class Run:
         return math.nan if self.stopped or not tail else sum(tail) / len(tail)
 
 
-def compare_schemes(config: TrainConfig, corpus: Corpus, progress: Progress) -> tuple[Run, Run]:
-    """Train both models; equal configs give equal losses, bit for bit, on one machine with one number of threads."""
+class Parts(NamedTuple):
+    """All that changes while a run goes on: its record, model and optimizer, and where batches and keys come from."""
+
+    run: Run
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler
+    batches: torch.Generator
+    keys: torch.Generator
+
+
+def compare_schemes(
+    config: TrainConfig, corpus: Corpus, progress: Progress, checkpoint: "Checkpoint | None" = None
+) -> tuple[Run, Run]:
+    """Train both models; equal configs give equal losses, bit for bit, on one machine with one number of threads.
+
+    With a checkpoint the state is written as it says, and a comparison whose file it has read goes on from there.
+    """
+    runs = [] if checkpoint is None else checkpoint.runs
     with collected_guesses() as guesses, deterministic(config.device):
         rehearse(config)
-        runs = [train(scheme, config, corpus, progress) for scheme in (config.baseline, config.simulated)]
-    runs[1].guesses = guesses if config.simulated.plan is None else []  # an order that was given is no guess
+        if checkpoint is not None:
+            guesses[:0] = checkpoint.guesses
+            checkpoint.guesses = guesses
+        for scheme in (config.baseline, config.simulated)[len(runs) :]:
+            runs.append(train(scheme, config, corpus, progress, checkpoint))
+            if checkpoint is not None:
+                checkpoint.save()
+    # an order that was given is no guess
+    runs[1].guesses = list(dict.fromkeys(guesses)) if config.simulated.plan is None else []
     return runs[0], runs[1]
 
 
@@ -120,17 +147,17 @@ def rehearse(config: TrainConfig) -> None:
     # Rules of a recipe are about all layers; a target does the same in each of them.
     sizes = config.model if scheme.recipe is not None else replace(config.model, layers=1)
     model = GPT(sizes, config.seed).to(config.device)
-    simulate(model, scheme, config)
+    simulate(model, scheme, config, keys(config))
     inputs = torch.zeros(config.batch_size, config.model.context, dtype=torch.int64, device=config.device)
     _backward(model, inputs, inputs, scheme, LossScaler(scheme.loss_scale))
 
 
-def simulate(model: GPT, scheme: Scheme, config: TrainConfig) -> None:
+def simulate(model: GPT, scheme: Scheme, config: TrainConfig, generator: torch.Generator) -> None:
     """Convert a model as a scheme says."""
     if scheme.recipe is None:
-        convert(model, config=scheme.linear_config(), generator=keys(config))
+        convert(model, config=scheme.linear_config(), generator=generator)
     else:
-        convert(model, recipe=scheme.recipe, generator=keys(config), total_steps=config.steps)
+        convert(model, recipe=scheme.recipe, generator=generator, total_steps=config.steps)
 
 
 def autocast(scheme: Scheme, device: str) -> contextlib.AbstractContextManager[Any]:
@@ -159,40 +186,23 @@ def collected_guesses() -> Iterator[list[str]]:
         yield guesses
 
 
-def train(scheme: Scheme, config: TrainConfig, corpus: Corpus, progress: Progress) -> Run:
+def train(
+    scheme: Scheme, config: TrainConfig, corpus: Corpus, progress: Progress, checkpoint: "Checkpoint | None" = None
+) -> Run:
     """Train one model under a scheme; a loss that is not finite ends the run and is recorded."""
-    run = Run(label=scheme.label)
-    model = GPT(config.model, config.seed).to(config.device)
-    if scheme.simulated:
-        simulate(model, scheme, config)
-        run.report = report(model)
-    scaler = LossScaler(scheme.loss_scale)
-    optimizer = make_optimizer(model, config)
-    batches = torch.Generator().manual_seed(config.seed + 1)
+    parts = begin(scheme, config)
+    run, model, scaler = parts.run, parts.model, parts.scaler
+    if checkpoint is not None:
+        checkpoint.restore(parts)
     looks = observed_steps(config.steps) if scheme.simulated else set()
     progress.stage(run.label, config.steps)
-    for step in range(1, config.steps + 1):
-        set_rate(optimizer, config, step)
-        if scheme.recipe is not None:
-            set_step(model, step - 1)
-        batch = sample(corpus.train, config.batch_size, config.model.context, batches, config.device)
-        began = time.perf_counter()
-        with observe(model) if step in looks else contextlib.nullcontext() as seen:
-            loss = _backward(model, *batch, scheme, scaler)
-        if seen is not None and (math.isfinite(loss) or run.stats is None):  # where it blows up, the look before that
-            run.stats, run.observed = seen, step
-        taken = scaler.unscale(model.parameters())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        run.losses.append(loss)
-        if not math.isfinite(loss):
-            run.stopped = f"the loss became {loss} at step {step}"
+    for step in range(len(run.losses) + 1, config.steps + 1):
+        _step(step, parts, scheme, config, corpus, look=step in looks)
+        if run.stopped is not None:
             break
-        if taken:
-            optimizer.step()
-        optimizer.zero_grad()
-        if step not in looks:
-            run.seconds += time.perf_counter() - began
-        progress.step(step, f"loss {loss:.4f}")
+        progress.step(step, f"loss {run.losses[-1]:.4f}")
+        if checkpoint is not None:
+            checkpoint.save(parts)
     run.skipped, run.nonfinite, run.loss_scale = scaler.skipped, scaler.nonfinite, scaler.scale
     if run.stopped is None:
         with autocast(scheme, config.device):
@@ -202,6 +212,42 @@ def train(scheme: Scheme, config: TrainConfig, corpus: Corpus, progress: Progres
     if run.stopped:
         progress.say(f"{run.label}: stopped, {run.stopped}")
     return run
+
+
+def begin(scheme: Scheme, config: TrainConfig) -> Parts:
+    """Return a run before its first step."""
+    run, generator = Run(label=scheme.label), keys(config)
+    model = GPT(config.model, config.seed).to(config.device)
+    if scheme.simulated:
+        simulate(model, scheme, config, generator)
+        run.report = report(model)
+    batches = torch.Generator().manual_seed(config.seed + 1)
+    return Parts(run, model, make_optimizer(model, config), LossScaler(scheme.loss_scale), batches, generator)
+
+
+def _step(step: int, parts: Parts, scheme: Scheme, config: TrainConfig, corpus: Corpus, *, look: bool) -> None:
+    """Take a step, counted from 1; ``look`` counts what formats lose in it."""
+    run, model, optimizer = parts.run, parts.model, parts.optimizer
+    set_rate(optimizer, config, step)
+    if scheme.recipe is not None:
+        set_step(model, step - 1)
+    batch = sample(corpus.train, config.batch_size, config.model.context, parts.batches, config.device)
+    began = time.perf_counter()
+    with observe(model) if look else contextlib.nullcontext() as seen:
+        loss = _backward(model, *batch, scheme, parts.scaler)
+    if seen is not None and (math.isfinite(loss) or run.stats is None):  # where it blows up, the look before that
+        run.stats, run.observed = seen, step
+    taken = parts.scaler.unscale(model.parameters())
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    run.losses.append(loss)
+    if not math.isfinite(loss):
+        run.stopped = f"the loss became {loss} at step {step}"
+        return
+    if taken:
+        optimizer.step()
+    optimizer.zero_grad()
+    if not look:
+        run.seconds += time.perf_counter() - began
 
 
 def validate(model: GPT, config: TrainConfig, corpus: Corpus) -> float:

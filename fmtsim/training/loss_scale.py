@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,14 @@ class LossScaler:
         self.skipped = self.nonfinite = 0
         self._clean = 0
         self._left = 1 if rule is None else rule.hysteresis
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run needs to go on with the same bits."""
+        return {name: value for name, value in vars(self).items() if name != "rule"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a ``state_dict`` of the same rule."""
+        vars(self).update({name: state[name] for name in self.state_dict()})
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss times the factor."""

@@ -212,6 +212,8 @@ def test_interrupting_writes_nothing_and_says_so(tmp_path, text):
         *SMALL,
         "--steps",
         "4000",
+        "--checkpoint-every",
+        "0",
         "--data",
         str(text),
         "--out",
