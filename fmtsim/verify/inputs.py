@@ -15,7 +15,7 @@ SPECIALS = (math.nan, math.inf, -math.inf, 0.0, -0.0)
 @lru_cache(maxsize=64)
 def finite_values(fmt: ElementFormat) -> tuple[float, ...]:
     """Return the distinct finite values of a format of at most 16 bits, in order."""
-    values = (fmt.value(code) + 0.0 for code in range(count_of(fmt)))  # + 0.0 makes one zero of the two
+    values = (fmt.value(code) for code in range(count_of(fmt)))
     return tuple(sorted({value for value in values if math.isfinite(value)}))
 
 
