@@ -1,5 +1,6 @@
 """``fmtsim.bench``: what it measures, on sizes that take no time. Speed itself is not tested."""
 
+import hashlib
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -7,13 +8,37 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fmtsim.bench import cpu, gemm, overheads, timing
+from fmtsim.bench import cpu, gemm, gpu, gpu_cases, overheads, timing
 from fmtsim.bench.gemm import CASES, Case, Result, case_named, measure, product_of
 from fmtsim.bench.overheads import Overhead
 from fmtsim.bench.timing import in_turns
 from fmtsim.cpu.runtime import pool
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.units.unit import get_unit
+
+MEASURED = {  # how figures of docs/performance.md came about: another digest asks for figures measured anew
+    "casts": (cpu.CASES, cpu.SIDE),
+    "products": CASES,
+    "casts and products of a GPU": (
+        gpu_cases.CASES, gpu_cases.UNITS, gpu.ELEMENTS, gpu.FEW, gpu.SIDE, gpu.TOKENS, gpu.WIDTH, gpu._SMALL,
+        gpu._CALLS, gpu._AHEAD,
+    ),
+    "overheads": (
+        overheads.FIRST_CASTS, overheads.FIRST_PRODUCTS, overheads.MEMORY_CASTS, overheads.MEMORY_PRODUCTS,
+        overheads._IMPORT, overheads._FIRST, overheads._STATUS, overheads._CAST_MEMORY, overheads._PRODUCT_MEMORY,
+    ),
+}  # fmt: skip
+DIGESTS = {
+    "casts": "e7dc7d304b92f71d",
+    "products": "152e727bef3efbfa",
+    "casts and products of a GPU": "b66d14b28469d7f1",
+    "overheads": "854c2c8c252ef2c9",
+}
+
+
+@pytest.mark.parametrize("what", MEASURED)
+def test_what_is_measured_does_not_change_by_itself(what):
+    assert hashlib.sha256(repr(MEASURED[what]).encode()).hexdigest()[:16] == DIGESTS[what]
 
 
 def test_every_case_names_a_format_and_a_target():
