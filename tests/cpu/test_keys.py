@@ -1,14 +1,17 @@
 """Keys of the kernel cache: what an edit changes, and what it does not."""
 
 import json
+import re
 import subprocess
 import sys
 from collections import namedtuple
+from pathlib import Path
 
 import numpy as np
 import pytest
 from numba import typeof
 
+import fmtsim.cpu
 from fmtsim.cpu.cast.scalar import nearest_saturating
 from fmtsim.cpu.runtime import keys
 from fmtsim.cpu.runtime.jit import device, kernel
@@ -70,6 +73,11 @@ EDITS = [
      {"quantize_binary", "nearest_special", "truncate32", "_exp"}),
     # a constant
     ("cpu/cast/scales.py", "AMAX = range(5)", "AMAX = range(1, 6)", BLOCKS - {"quantize_real"}, {*SCALARS, *ROUNDED}),
+    # a function that kernels share with the host, and an overload that they reach through others
+    ("cpu/gemm/operands.py", "return block if", "return 2 * block if", {"pack_panel", "truncate64", "two_stage"},
+     {*SCALARS, "convert_rows"}),
+    ("cpu/gemm/operands.py", "float32(2.0**112)", "float32(2.0**111)", {"pack_panel", "round_panels", "convert_rows"},
+     {*SCALARS, "two_stage"}),
     ("rounding/elementary.py", "SQRT_HALF = ", "SQRT_HALF = 1 + ", {"_ln"}, {*SCALARS, "_exp", "truncate32"}),
     # an overload, an intrinsic, an option
     ("cpu/gemm/fma_chain.py", "kind(number(raw, table))", "kind(2 * number(raw, table))", {"convert_rows"},
@@ -91,6 +99,13 @@ def test_an_edit_changes_the_keys_of_the_kernels_that_reach_it():
         differ = {name for name in before if before[name] != found[name]}
         assert changed <= differ, (file, old, changed - differ)
         assert not same & differ, (file, old, same & differ)
+
+
+def test_overloads_are_those_that_keys_find():
+    files = [path for path in Path(fmtsim.cpu.__file__).parent.rglob("*.py") if path.name != "jit.py"]
+    assert not [
+        path for path in files if re.search(r"extending import.*overload|extending\.overload", path.read_text())
+    ]
 
 
 def test_keys_go_by_types_fields_and_machine():

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numba import types
-from numba.extending import overload, register_jitable
+from numba.extending import register_jitable
 
-from fmtsim.cpu.runtime.jit import bits32, float32_of
+from fmtsim.cpu.runtime.jit import bits32, float32_of, overload
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import Datapath
 

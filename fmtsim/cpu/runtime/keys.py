@@ -84,13 +84,13 @@ def _described(value: Any) -> str:
         return _hash(reached(value.py_func), repr(sorted(value.targetoptions.items())))
     if isinstance(value, _Intrinsic):  # writes LLVM, with whatever its file has
         return _hash(value._name, _text(inspect.getmodule(inspect.unwrap(value))))
-    if isinstance(value, FunctionType):  # numba compiles none but those that have an overload
-        return reached(value.overload) if hasattr(value, "overload") else value.__qualname__
+    if isinstance(value, FunctionType) and value.__module__.startswith("fmtsim."):
+        return _hash(reached(value), reached(getattr(value, "overload", value)))
     if isinstance(value, tuple):
         return repr([type(value).__name__, *map(_described, value)])
     if isinstance(value, np.ndarray):
         return repr((value.dtype, value.shape, value.tobytes()))
-    if isinstance(value, type):
+    if isinstance(value, type | FunctionType):
         return f"{value.__module__}.{value.__qualname__}{getattr(value, '_fields', '')}"
     if isinstance(value, ModuleType):
         return value.__name__
