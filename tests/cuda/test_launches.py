@@ -1,0 +1,22 @@
+"""How kernels are specialised and launched is what was recorded: a change is meant, or it is an error."""
+
+from tests.cuda import launches
+
+
+def test_launches_are_those_that_were_recorded(monkeypatch):
+    recorded, found = launches.FILE.read_text().splitlines(), launches.digests().splitlines()
+    different = sorted(set(recorded) ^ set(found))
+    assert not different, "\n".join(["see tests/cuda/launches.py:", *different])
+    calls = {line.rsplit(" ", 2)[0] for line in found}
+    assert len(calls) == len(found) and sum(" warmup " in line for line in found) > 30
+
+
+def test_a_planted_error_is_seen(monkeypatch):
+    """One byte more of shared memory."""
+    monkeypatch.setattr(launches, "CAPABILITIES", ((9, 0),))
+    monkeypatch.setattr(launches.sanitize, "PARTS", {"steps": launches.sanitize.PARTS["steps"]})
+    before = launches.digests()
+    said = launches.said
+    monkeypatch.setattr(launches, "said", lambda argument: said(argument).replace("int64:7", "int64:8"))
+    assert before != launches.digests()
+    assert launches.digests().count("\n") == before.count("\n")
