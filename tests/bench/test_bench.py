@@ -1,6 +1,7 @@
 """``fmtsim.bench``: what it measures, on sizes that take no time. Speed itself is not tested."""
 
 import hashlib
+import itertools
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -78,6 +79,65 @@ def test_limits_are_upper_limits():
     assert Overhead(name="x", value=1.0, limit=1.0, unit="s").met is True
     assert Overhead(name="x", value=1.1, limit=1.0, unit="s").met is False
     assert Overhead(name="x", value=None, limit=1.0, unit="s").met is None
+
+
+def test_a_device_is_timed_by_events_while_the_host_is_ahead(monkeypatch):
+    order, clock = [], iter([99, 99, 2, 40, 6, 60, 4, 50])  # milliseconds of two actions in four rounds
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            order.append("event")
+
+        def synchronize(self):
+            order.append("wait")
+
+        def elapsed_time(self, stop):
+            return next(clock)
+
+    monkeypatch.setattr(timing.torch.cuda, "Event", Event)
+    monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda: order.append("idle"))
+    monkeypatch.setattr(timing.torch.cuda, "_sleep", order.append)
+    actions = (lambda: order.append("a"), lambda: order.append("b"))
+    assert timing.in_turns_on_device(actions, 3, ahead=7) == (0.004, 0.05)
+    assert order == [step for _ in range(4) for name in "ab" for step in ("idle", 7, "event", name, "event", "wait")]
+
+
+def test_several_threads_take_an_untimed_turn_first(monkeypatch):
+    order, clock = [], itertools.count()
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: order.append("t") or next(clock)))
+    assert in_turns((lambda: order.append("a"),), 1, 2) == (1.0,)
+    assert order == ["a", "t", "a", "t"] * 2
+
+
+def test_figures_have_names_limits_and_processes_of_their_own(monkeypatch):
+    asked = []
+
+    def process(code, **environment):
+        asked.append((code, *environment.values()))
+        return float(len(asked))
+
+    monkeypatch.setattr(overheads, "in_new_process", process)
+    assert overheads.import_time(repeats=3) == Overhead(
+        name="import fmtsim after torch", value=2.0, limit=0.15, unit="s"
+    )
+    for work, what, names in (("casts", "first call", overheads.FIRST_CASTS),
+                              ("products", "first product", overheads.FIRST_PRODUCTS)):  # fmt: skip
+        del asked[:]
+        found = overheads.first_calls(work, repeats=3)
+        labels = [f"{what}, new {where}: {name}" for name in names for where in ("machine", "process")]
+        assert [f.name for f in found] == labels and [f.limit for f in found] == [3.0, 0.6] * len(names)
+        assert [f.value for f in found[:4]] == [1.0, 3.0, 5.0, 7.0] and {f.unit for f in found} == {"s"}
+        assert len(asked) == 4 * len(names) and len({folder for _, folder in asked}) == len(names)
+        assert all(("fmtsim.quantize" in code) == (work == "casts") for code, _ in asked)
+    for work, what, limit, names in (("casts", " with out=", 1.0, overheads.MEMORY_CASTS),
+                                     ("products", ", side 64", 64.0, overheads.MEMORY_PRODUCTS)):  # fmt: skip
+        del asked[:]
+        found = overheads.extra_memory(work, side=64)
+        assert [f.name for f in found] == [f"extra memory{what}: {name}" for name in names]
+        assert {(f.limit, f.unit) for f in found} == {(limit, "MB")} and all("64" in code for code, *_ in asked)
 
 
 @pytest.mark.slow

@@ -194,7 +194,20 @@ def test_damaged_files_are_named(tmp_path, name):
     ("name", "change", "message"),
     [
         ("mtc_V100_fp16_fp32.npz", {"a": numpy.zeros((3, 4), numpy.uint16)}, "a, b, c, d have shapes"),
+        *(
+            ("mtc_V100_fp16_fp32.npz", {key: numpy.zeros(shape, kind) for key in keys}, "a, b, c, d have shapes")
+            for keys, shape, kind in (
+                ("b", (ROWS, 5), numpy.uint16),
+                ("ab", (ROWS,), numpy.uint16),
+                ("ab", (ROWS, 2, 2), numpy.uint16),
+                ("d", (3,), numpy.uint32),
+                ("c", (3,), numpy.uint32),
+                ("cd", (ROWS, 1), numpy.uint32),
+            )
+        ),
         ("mtc_V100_fp16_fp32.npz", {"a": numpy.zeros((3, 4), numpy.uint32)}, "are stored as uint32"),
+        ("mtc_V100_fp16_fp32.npz", {"a": numpy.zeros((ROWS, 4), numpy.float16)}, "are stored as float16"),
+        ("mtc_V100_fp16_fp16.npz", {}, "codes of torch.float16 are stored as uint32; expected 2 bytes each"),
         ("mtc_V100_fp16_fp32.npz", {"d": None}, "cannot read .*mtc_V100"),
         ("mtc_K80_fp16_fp32.npz", {}, "no unit is known for fp16 on K80; GPUs are V100, A100"),
     ],
