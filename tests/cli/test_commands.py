@@ -1,13 +1,16 @@
 """What each subcommand prints, as text and as JSON."""
 
+import argparse
 import importlib
 import json
 import math
+import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
-from fmtsim.cli.main import main
+from fmtsim.cli.main import COMMANDS, build_parser, main
 from fmtsim.formats.registry import get_format, list_formats
 
 
@@ -200,3 +203,35 @@ def test_bench(run, records):
     status, text = run(*words, "--threads", "1")
     assert status == 0
     assert "of copy" in text
+
+
+TEXTS = Path(__file__).with_name("commands.txt").read_text().split("$ fmtsim ")[1:]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda text: text.split("\n")[0])
+def test_every_line_of_a_text(text, run):
+    """What commands print: each was read, and a change of one is meant."""
+    command, _, expected = text.partition("\n")
+    assert run(*shlex.split(command)) == (0, expected.rstrip("\n") + "\n")
+
+
+DEFAULTS = {
+    "formats": {"pattern": "*"},
+    "table": {"columns": 4},
+    "cast": {"rounding": "nearest_even", "seed": 0},
+    "explain": {"dtype": "float64", "rounding": "nearest_even", "seed": 0},
+    "mm": {"device": "cpu", "dtype": "e4m3", "data": "normal", "seed": 0},
+    "calibrate": {"tokens": "1..8192", "dtypes": "bf16,fp16,tf32,fp8_fast,fp8_slow", "out": "fmtsim-plan.json",
+                  "calls": 3, "device": "cuda"},
+    "bench": {"what": "casts", "only": "*", "side": 4096, "shape": [512, 512, 2048], "threads": [1, 2], "repeats": 9},
+    "train": {"baseline": "fp32", "steps": 600, "batch_size": 16, "context": 64, "width": 128, "layers": 2, "heads": 4,
+              "lr": 0.004, "seed": 0, "device": "cpu", "out": "fmtsim-train"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_defaults_of_options(command):
+    (commands,) = (a for a in build_parser(command)._actions if isinstance(a, argparse._SubParsersAction))
+    given = {a.dest: a.default for a in commands.choices[command]._actions}
+    told = {name: v for name, v in given.items() if v is not None and v is not False and v not in ([], "==SUPPRESS==")}
+    assert told == DEFAULTS.get(command, {})

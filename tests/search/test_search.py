@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -293,6 +294,7 @@ def test_what_a_result_shows():
     uniform = {name: (point.cost, point.loss, point.formats) for name, point in result.uniform().items()}
     assert uniform == {"w4a4": (24, 0.51, {"a": "w4a4", "b": "w4a4"}),
                        "e4m3_static": (96, 0.252, {"a": "e4m3_static", "b": "e4m3_static"})}  # fmt: skip
+    assert replace(result, formats={"a": "w4a4"}).recipe().weights == recipes["w4a4"].weights
     recipe = result.recipe("mine")
     assert recipe.name == "mine" and [rule.name for rule in recipe.rules] == ["^a$", "^b$"]
     assert [rule.use.fprop for rule in recipe.rules] == [Gemm(a=r.x, b=r.w) for r in recipes.values()]
