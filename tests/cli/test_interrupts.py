@@ -49,8 +49,16 @@ def test_what_nohup_starts_ignores_interrupts(importing):
     assert faults.run(command, kill=importing, number=signal.SIGINT).status == 7
 
 
+@pytest.fixture
+def heard():
+    """Give this process the usual handler, which a runner in the background has not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @SIGNALS
-def test_in_a_command(monkeypatch, capsys, number, status, word):
+def test_in_a_command(heard, monkeypatch, capsys, number, status, word):
     before = [signal.getsignal(each) for each in HANDLERS]
     monkeypatch.setattr("fmtsim.cli.info.run", lambda arguments: os.kill(os.getpid(), number))
     assert main(["info"]) == status
@@ -97,12 +105,8 @@ def test_a_thread_may_run_a_command(capsys):
 @pytest.mark.parametrize(
     ("program_runs", "handler"), [("fmtsim", signal.SIG_DFL), ("other", signal.default_int_handler)]
 )
-def test_worker_processes_of_a_command_end_without_a_word(monkeypatch, program, program_runs, handler):
+def test_worker_processes_of_a_command_end_without_a_word(heard, monkeypatch, program, program_runs, handler):
     monkeypatch.setattr(sys, "orig_argv", ["python", "-c", "from multiprocessing...", "--multiprocessing-fork"])
     monkeypatch.setattr(sys, "argv", [program if program_runs == "fmtsim" else "/bin/other", "verify"])
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        interrupts._begin()
-        assert signal.getsignal(signal.SIGINT) is handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+    interrupts._begin()
+    assert signal.getsignal(signal.SIGINT) is handler
