@@ -1,6 +1,7 @@
 """The reduction in one process, against an oracle that passes messages, and its records and errors."""
 
 import dataclasses
+import functools
 import math
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ import fmtsim
 from fmtsim.distributed import REDUCTIONS, AutoFactor, Reduction, get_reduction, simulate, whole_tensors
 from fmtsim.distributed.gather import HALO, require_whole
 from fmtsim.distributed.wire import require_row_blocks
-from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.errors import ArgumentError, DtypeError, FmtsimError
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.scaling import History, Scaling
 from tests.support import reduction_oracle as oracle
@@ -179,6 +180,42 @@ def test_a_reduction_that_contradicts_itself(change, message):
 def test_a_controller_that_cannot_be(fields, message):
     with pytest.raises(ArgumentError, match=message):
         AutoFactor(**fields)
+
+
+@pytest.mark.parametrize(
+    ("record", "name", "good", "wrong"),
+    [
+        (AutoFactor, "threshold", [0, 0.0, 0.999], [-1e-9, 1, 1.5]),
+        (AutoFactor, "growth_steps", [1, 7], [0, -1, 1.0, True]),
+        (AutoFactor, "growth", [1, 0.5, 1e-30, 1e30], [0, -1.0, math.inf, math.nan, "2"]),
+        (AutoFactor, "initial", [2.0**-24, 2.0**24, 3], [2.0**-25, 2.0**25, 0, math.nan]),
+        (AutoFactor, "least", [1.0, 1e-9], [1.1, 0, math.inf]),
+        (AutoFactor, "largest", [1.0, 1e9], [0.9, 0, math.inf]),
+        (get_reduction("msamp"), "seed", [0, (1 << 63) - 1], [-1, 1 << 63, 1.0, True]),
+        (get_reduction("msamp"), "overflow", [None, "saturate", "ieee"], ["wrap", 1]),
+        (get_reduction("msamp"), "algorithm", ["ring", "tree"], ["star"]),
+        (get_reduction("msamp"), "nonfinite", ["propagate", "saturate", "raise"], ["zero"]),
+        (get_reduction("msamp"), "rounding", [Rounding(mode="up")], ["up", None]),
+        (get_reduction("msamp"), "scaling", [None, Scaling(), Scaling(statistic="one")],
+         [Scaling(statistic="std"), Scaling(block=(1, 16)), "amax",
+          Scaling(candidates=(1.0, 1.5)), Scaling(input_scale=True), Scaling(scale=fmtsim.get_format("e8m0"))]),
+    ],
+)  # fmt: skip
+def test_fields_end_where_they_should(record, name, good, wrong):
+    make = record if record is AutoFactor else functools.partial(dataclasses.replace, record)
+    for value in good:
+        assert getattr(make(**{name: value}), name) == value
+    for value in wrong:
+        with pytest.raises(FmtsimError, match="is not allowed; choose|has|needs|with"):
+            make(**{name: value})
+
+
+def test_a_factor_is_one_finite_number_above_0():
+    for mu in (1, 0.5, 1e30, torch.tensor(0.5), torch.tensor([2.0])):
+        simulate([torch.ones(3)], "fp8lm", mu=mu)
+    for mu in (0, -1, -math.inf, [1.0], *map(torch.tensor, (0.0, math.inf, math.nan, [0.5, 0.5]))):
+        with pytest.raises(ArgumentError, match=r"is no factor; pass a finite number above 0"):
+            simulate([torch.ones(3)], "fp8lm", mu=mu)
 
 
 def test_wrong_arguments():

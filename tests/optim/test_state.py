@@ -47,6 +47,16 @@ class Training:
 
 
 @pytest.mark.parametrize(("scheme", "cls"), SCHEMES + MORE)
+def test_states_keep_their_memory(scheme, cls):
+    training = Training(scheme, cls).steps(0, 1)
+    states = [training.optimizer.state[p] for p in training.parameters]
+    places = [{name: x.data_ptr() for name, x in state.items() if isinstance(x, torch.Tensor)} for state in states]
+    training.steps(1, 3)
+    for state, place in zip(states, places, strict=True):
+        assert {name: x.data_ptr() for name, x in state.items() if isinstance(x, torch.Tensor)} == place
+
+
+@pytest.mark.parametrize(("scheme", "cls"), SCHEMES + MORE)
 def test_training_resumes_after_any_step_bit_for_bit(scheme, cls):
     whole = Training(scheme, cls).steps(0, STEPS)
     interrupted = Training(scheme, cls)

@@ -1,6 +1,7 @@
 """Reports of ptq, and a small trained GPT, quantised."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from fmtsim.nn import quantised_attention
 from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache
 from fmtsim.ptq.catalogue import operand, quantised_cache
 from fmtsim.ptq.memory import SCHEMES, bits_per_element, cache_gigabytes, devices, weight_gigabytes
+from fmtsim.ptq.report import ratio
 from fmtsim.recipes import Rule
 from fmtsim.spec.scaling import Scaling
 from fmtsim.training.gpt import GPT, GPTConfig
@@ -164,3 +166,13 @@ def test_memory_is_what_packed_tensors_take():
     assert SCHEMES["mixed"].total == 16 and SCHEMES["fp8_lm"].total == 6 and devices(641, 80) == 9
     with pytest.raises(ArgumentError, match=r"logfmt8 has no scale a block to count"):
         bits_per_element("logfmt8")
+
+
+def test_ratios_of_powers():
+    assert [ratio(*pair) for pair in ((100.0, 1.0), (1.0, 1.0), (1.0, 10.0), (5.0, 0.0))] == [
+        20.0,
+        0.0,
+        -10.0,
+        math.inf,
+    ]
+    assert math.isnan(ratio(0.0, 0.0)) and math.isnan(ratio(0.0, 1.0))
