@@ -370,7 +370,7 @@ def test_block_scales_of_layers_become_codes(ran, monkeypatch):
 def test_configs_check_native():
     with pytest.raises(ArgumentError, match="native=True runs products on the GPU that target= names"):
         fmtsim.Gemm(unit="hopper.wgmma", native=True)
-    with pytest.raises(ArgumentError, match="native=1 is not possible"):
+    with pytest.raises(ArgumentError, match="Gemm native=1 is not allowed; pass True or False or None"):
         fmtsim.Gemm(target="h200", native=1)
     model = fmtsim.convert(torch.nn.Linear(16, 16), format="e4m3", target="h200", native=False, fast_accum=True)
     assert model.emulation.config.fprop.native is False and model.emulation.config.fprop.fast_accum
