@@ -151,3 +151,32 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     record = json.loads(path.read_text())
     assert len(record["results"]) == 4 and not record["failed"] and record["machine"]["device"]
     assert {row["row"] for row in record["rows"]} == {gpu_cases.SCALED.name, gpu_cases.SCALED_STOCHASTIC.name}
+
+
+def test_tables_to_the_letter():
+    results = [result("e4m3 float32", 0.97), result("e5m2 float32", 0.94), result("linear layer mxfp4", 1.6),
+               result("exact int8", 61.0)]  # fmt: skip
+    other = gpu_others.Other(row=gpu_cases.FP8_FAST, software="mmaemu 1", value=6.2, ours=17.0, differing=1234)
+    text = "\n".join([bench_gpu.table(results), bench_gpu.summary(results), bench_gpu.others_table([other, "no x"])])
+    assert [line.rstrip() for line in text.splitlines()] == TABLES.splitlines()
+    assert bench_gpu.others_table(["no x", "no y"]) == "no x\nno y"
+    assert [record["cases"] for record, _, _ in bench_gpu.rows_of(results)] == [2, 1, 1]
+
+
+TABLES = """\
+work                reached  unit       target  stretch   met       ms
+------------------  -------  ---------  ------  -------  ----  -------
+e4m3 float32          0.970  of a copy    0.95     0.99  pass  250.000
+e5m2 float32          0.940  of a copy    0.95     0.99  MISS  250.000
+linear layer mxfp4    1.600  of bf16       1.5     1.25  MISS  250.000
+exact int8             61.0  TMAC/s          -        -     -  250.000
+row                                            cases  worst case          reached  unit       target  stretch   met  elsewhere
+---------------------------------------------  -----  ------------------  -------  ---------  ------  -------  ----  -------------------------------------------
+quantize to nearest even                           2  e5m2 float32          0.940  of a copy    0.95     0.99  MISS  torch compiled e4m3 1.00, microxcaling 0.54
+linear layer, forward and backward, over bf16      1  linear layer mxfp4    1.600  of bf16       1.5     1.25  MISS  microxcaling mxfp4 3.2
+other products                                     1  exact int8             61.0  TMAC/s          -        -     -
+row               software  reached  fmtsim  unit    differing results
+----------------  --------  -------  ------  ------  -----------------
+exact Hopper FP8  mmaemu 1    6.200    17.0  TMAC/s              1,234
+no x
+"""  # noqa: E501
