@@ -20,7 +20,7 @@ from fmtsim.explain.product import explain_mm  # noqa: F401  # and others below:
 from fmtsim.formats.block import BlockFormat  # noqa: F401
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.scaling import block_scaling  # noqa: F401
-from fmtsim.formats.spec import CodebookFormat  # noqa: F401
+from fmtsim.formats.spec import CodebookFormat, FloatFormat  # noqa: F401
 from fmtsim.quantize import quantize
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.datapath import Datapath  # noqa: F401

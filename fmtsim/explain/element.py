@@ -150,7 +150,7 @@ def _finite(x: Fraction, value: float, fmt: ElementFormat, rounding: Rounding, w
 
 def _widened(fmt: ElementFormat) -> ElementFormat:
     """Return the same grid with a larger range, to see where a number would go; the format itself where it has none."""
-    if isinstance(fmt, FloatFormat) and fmt.exponent_bits < 11 and fmt.max_exponent < 512:
+    if isinstance(fmt, FloatFormat) and (2 << fmt.exponent_bits) - 1 - fmt.exponent_bias <= 1023:  # within float64
         wider = fmt.exponent_bits + 1
         return dataclasses.replace(fmt, exponent_bits=wider, bias=fmt.exponent_bias, nan="none", infinities=False)
     if isinstance(fmt, IntFormat) and fmt.bits < 24:
