@@ -93,7 +93,7 @@ def package_files() -> list[str]:
 def equivalents() -> dict[str, str]:
     """Return the reasons of mutants that change nothing that could be seen, by their keys."""
     lines = EQUIVALENT.read_text().splitlines()
-    pairs = (line.split("  # ") for line in lines if line and not line.startswith("#"))
+    pairs = (line.rsplit("  # ", 1) for line in lines if line and not line.startswith("#"))
     return {key: reason for key, reason in pairs}
 
 
