@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fmtsim.dispatch import constant_in_graphs, is_readable
-from fmtsim.errors import ArgumentError, DtypeError, FormatError
+from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
 from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
@@ -190,7 +190,7 @@ def drawn_key(generator: Generator, device: torch.device, name: str = "x") -> Ra
         return torch.cat([draw, draw.new_zeros(1)])
     seed, offset = generator if isinstance(generator, RandomKey) else (generator, 0)
     if not type(seed) is type(offset) is int or not -(1 << 63) <= seed < 1 << 64 or not -(1 << 63) <= offset < 1 << 64:
-        raise ArgumentError(f"generator={generator!r} is not a seed; pass an int of 64 bits or a torch.Generator")
+        raise ArgumentError(f"generator={shown(generator)} is not a seed; pass an int of 64 bits or a torch.Generator")
     return RandomKey(signed(seed), signed(offset))
 
 

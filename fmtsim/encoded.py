@@ -16,6 +16,7 @@ from fmtsim.errors import ArgumentError, CodeError, DataError, DtypeError, Forma
 from fmtsim.formats.block import Format
 from fmtsim.formats.serialization import format_from_json, format_to_json
 from fmtsim.formats.tensor_file import StoredTensor, read_tensors, write_tensors
+from fmtsim.records import located, parse_json
 from fmtsim.spec.cast import EncodedParts
 from fmtsim.stored import layout_of, restore, restore_traced, store
 
@@ -175,28 +176,8 @@ class Encoded:
             CodeError: Its tensors do not fit its format, or hold codes that the format does not have.
         """
         stored, metadata = read_tensors(path)
-        fmt, shape, dim = _read_metadata(path, metadata)
-        layout = layout_of(fmt, shape, dim)
-        if set(stored) != set(layout):
-            raise CodeError(f"{path}: {fmt.name} has tensors {', '.join(layout)}; found {', '.join(sorted(stored))}")
-        tensors: dict[str, Any] = {}
-        for name, (tag, elements, dtype, size) in layout.items():
-            found = stored[name]
-            if (found.tag, found.shape) != (tag, elements):
-                raise CodeError(
-                    f"{path}: tensor {name!r} is {found.tag} {list(found.shape)}; "
-                    f"{fmt.name} of shape {tuple(shape)}, dim {dim} expects {tag} {list(elements)}"
-                )
-            raw = (
-                torch.frombuffer(found.data, dtype=torch.uint8)
-                if len(found.data)
-                else torch.empty(0, dtype=torch.uint8)
-            )
-            tensors[name] = raw.view(dtype).reshape(size)
-        try:
-            return Encoded(format=fmt, shape=shape, dim=dim, **tensors)
-        except CodeError as error:
-            raise CodeError(f"{path}: {error}") from None
+        with located(str(path)):
+            return _of_file(stored, metadata)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in ("codes", *_PARTS):
@@ -245,19 +226,39 @@ def _require_values(encoded: Encoded) -> None:
         raise CodeError(f"code {int(codes.max())} is outside {book.name} (0 to {len(book.values) - 1})")
 
 
-def _read_metadata(path: str | os.PathLike[str], metadata: dict[str, str]) -> tuple[Format, torch.Size, int]:
+def _of_file(stored: dict[str, StoredTensor], metadata: dict[str, str]) -> Encoded:
+    """Build what the tensors and the metadata of a file say, checked."""
+    fmt, shape, dim = _read_metadata(metadata)
+    layout = layout_of(fmt, shape, dim)
+    if set(stored) != set(layout):
+        raise CodeError(f"{fmt.name} has tensors {', '.join(layout)}; found {', '.join(sorted(stored))}")
+    tensors: dict[str, Any] = {}
+    for name, (tag, elements, dtype, size) in layout.items():
+        found = stored[name]
+        if (found.tag, found.shape) != (tag, elements):
+            raise CodeError(
+                f"tensor {name!r} is {found.tag} {list(found.shape)}; "
+                f"{fmt.name} of shape {tuple(shape)}, dim {dim} expects {tag} {list(elements)}"
+            )
+        raw = torch.frombuffer(found.data, dtype=torch.uint8) if len(found.data) else torch.empty(0, dtype=torch.uint8)
+        tensors[name] = raw.view(dtype).reshape(size)
+    return Encoded(format=fmt, shape=shape, dim=dim, **tensors)
+
+
+def _read_metadata(metadata: dict[str, str]) -> tuple[Format, torch.Size, int]:
     """Return what the metadata of a file says, checked."""
     if metadata.get("fmtsim") != _LAYOUT:
-        raise DataError(f"{path}: layout {metadata.get('fmtsim')!r}; this version of fmtsim reads layout {_LAYOUT!r}")
+        raise DataError(f"layout {shown(metadata.get('fmtsim'))}; this version of fmtsim reads layout {_LAYOUT!r}")
     try:
         fmt = format_from_json(metadata["format"])
-        sizes, dim = json.loads(metadata["shape"]), int(metadata["dim"])
+        sizes, dim = parse_json(metadata["shape"]), int(metadata["dim"])
     except (KeyError, ValueError) as error:
-        raise DataError(f"{path}: the metadata is not that of an encoded tensor: {error}") from None
-    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
-        raise DataError(f"{path}: shape {metadata['shape']!r} in the metadata; expected a list of sizes")
+        raise DataError(f"the metadata is not that of an encoded tensor: {error}") from None
+    whole = isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes)
+    if not whole or math.prod(max(size, 1) for size in sizes) >= 1 << 63:
+        raise DataError(f"shape {shown(metadata['shape'])} in the metadata; expected a list of sizes")
     if not -max(len(sizes), 1) <= dim < 0:
-        raise DataError(f"{path}: dim {dim} in the metadata; expected {-max(len(sizes), 1)} to -1")
+        raise DataError(f"dim {shown(dim)} in the metadata; expected {-max(len(sizes), 1)} to -1")
     return fmt, torch.Size(sizes), dim
 
 

@@ -26,7 +26,7 @@ def check_types(record: Any, error: type[FmtsimError] = ArgumentError) -> None:
     for name, hint in hints_of(type(record)).items():
         value = getattr(record, name)
         if not _fits(value, hint):
-            raise error(f"{type(record).__name__} {name}={shown(value)} is not allowed; pass {_in_words(hint)}")
+            raise error(f"{type(record).__name__} {name}={shown(value)} is not allowed; {_allowed(hint)}")
 
 
 def hints_of(cls: Any) -> dict[str, Any]:
@@ -59,6 +59,15 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is str:
         return isinstance(value, str) and (value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value))
     return hint is Any or isinstance(value, origin or hint)
+
+
+def _allowed(hint: Any) -> str:
+    """Say what a type allows: "choose" where that is a list, "pass" where it is a kind of thing."""
+    leaves = _leaves(hint)
+    values = [value for leaf in leaves if get_origin(leaf) is Literal for value in get_args(leaf)]
+    if values and all(leaf is NoneType or get_origin(leaf) is Literal for leaf in leaves):
+        return f"choose {', '.join(map(repr, [None, *values] if NoneType in leaves else values))}"
+    return f"pass {_in_words(hint)}"
 
 
 def _in_words(hint: Any) -> str:
@@ -117,6 +126,8 @@ def read_json(path: str | os.PathLike[str], error: type[FmtsimError], what: str)
 
 def parse_json(text: str) -> Any:
     """Return what JSON says; raise ValueError where it says nothing, or one thing twice."""
+    if not isinstance(text, str):
+        raise ValueError(f"{shown(text)} is not text")
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
     except RecursionError:

@@ -114,10 +114,19 @@ def set_entry(name, key, value):
         (set_entry("scales", "dtype", "U8"), CodeError,
          "tensor 'scales' is U8 [2, 1]; nvfp4 of shape (2, 16), dim -1 expects F8_E4M3 [2, 1]"),
         (set_entry("scales", "shape", "[2]"), DataError, "the header's entry for 'scales' is malformed; it is corrupt"),
-        (lambda header, _: header.__setitem__("more", dict(header["codes"])), CodeError,
-         "nvfp4 has tensors codes, scales, tensor_scale; found codes, more, scales, tensor_scale"),
-        (lambda header, _: header.pop("scales") and None, CodeError,
-         "nvfp4 has tensors codes, scales, tensor_scale; found codes, tensor_scale"),
+        (lambda header, _: header.__setitem__("more", dict(header["codes"])), DataError,
+         "tensors of the header share bytes or leave some out; it is corrupt"),
+        (lambda header, _: header.pop("scales") and None, DataError,
+         "tensors of the header share bytes or leave some out; it is corrupt"),
+        (lambda header, _: header.__setitem__("more", header["codes"] | {"shape": [0], "data_offsets": [0, 0]}),
+         CodeError, "nvfp4 has tensors codes, scales, tensor_scale; found codes, more, scales, tensor_scale"),
+        (lambda header, _: header["__metadata__"].__setitem__("shape", "[" * 99999), DataError,
+         "the metadata is not that of an encoded tensor: more than 64 objects or lists inside each other"),
+        (set_metadata("shape", "[4294967296, 4294967296]"), DataError, "shape '[4294967296, 4294967296]' in the"),
+        (set_metadata("dim", "-" + "9" * 300), DataError, "dim -99999"),
+        (set_entry("codes", "shape", [1 << 60, 1 << 60]), DataError, "tensor 'codes' has 16 bytes; F4 "),
+        (set_metadata("format", '{"kind": "int", "name": {}, "bits": 4}'), DataError,
+         "the metadata is not that of an encoded tensor: IntFormat name={} is not allowed; pass text"),
     ],
 )  # fmt: skip
 def test_files_whose_words_are_wrong(saved, edit, error, message):
@@ -186,3 +195,9 @@ def test_a_format_that_is_not_registered_travels_with_its_file(tmp_path):
     assert Encoded.load(tmp_path / "x").format == fmt
     with pytest.raises(FormatError):
         get_format("e3m1b9")
+
+
+@pytest.mark.parametrize("path", [None, 1, True, b"x", ["x"], 10**5000, "a\0b", "\ud800", "/dev/zero", "/"], ids=type)
+def test_what_is_no_file_is_refused(path):
+    with pytest.raises(DataError, match="is no path; pass a str or a pathlib.Path|cannot read"):
+        Encoded.load(path)

@@ -91,6 +91,8 @@ def _open(path: Path) -> Tensors:
     def reader(name: str) -> Callable[[], Any]:
         return lambda: _reading(path, lambda: content if name == ALONE and path.suffix == ".npy" else content[name])
 
+    if path.suffix == ".npz":  # numpy leaves a file open that is no archive
+        _reading(path, lambda: zipfile.ZipFile(path).close())
     # Pages of a .npy file are read as they are compared; "c" because torch wants memory it may write to.
     content = _reading(path, lambda: numpy.load(path, mmap_mode="c", allow_pickle=False))
     return {name: reader(name) for name in ([ALONE] if path.suffix == ".npy" else content.files)}
@@ -98,7 +100,7 @@ def _open(path: Path) -> Tensors:
 
 def _open_safetensors(path: Path) -> Tensors:
     try:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
     except ImportError:
         raise DataError(f"{path} needs safetensors, which is not installed; pip install 'fmtsim[train]'") from None
 
@@ -106,13 +108,13 @@ def _open_safetensors(path: Path) -> Tensors:
         try:
             with safe_open(path, framework="pt") as file:
                 return file.get_tensor(name)
-        except (SafetensorError, AttributeError) as error:  # AttributeError: this torch lacks the dtype
+        except Exception as error:  # whatever the library makes of a file that is none, or torch of a dtype it lacks
             raise DataError(f"cannot read {name} of {path}: {error}") from error
 
     try:
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
-    except SafetensorError as error:
+    except Exception as error:
         raise DataError(f"cannot read {path}: {error}") from error
     return {name: lambda name=name: read(name) for name in names}  # type: ignore[misc]
 
@@ -120,8 +122,8 @@ def _open_safetensors(path: Path) -> Tensors:
 def _reading(path: Path, read: Callable[[], Any]) -> Any:
     try:
         return read()
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"cannot read {path}: {error}") from error
+    except Exception as error:  # whatever numpy makes of a file that is none
+        raise DataError(f"cannot read {path}: {type(error).__name__}: {error}") from error
 
 
 def _text(found: Mapping[str, Comparison], errors: Mapping[str, str]) -> str:

@@ -7,9 +7,10 @@ import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import NoReturn
 
 from fmtsim.cli.output import version_of
-from fmtsim.errors import FmtsimError
+from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.interrupts import raised
 
 COMMANDS = {
@@ -89,7 +90,7 @@ def _run(words: list[str]) -> int:
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of all subcommands; only ``command``'s own arguments are loaded, because that takes imports."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="fmtsim",
         description="Bit-exact number formats, rounding and low-precision training for PyTorch.",
         epilog="fmtsim COMMAND --help shows the arguments of a command.",
@@ -103,6 +104,14 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that says in one line what is wrong, as every other error does."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print below a usage of many lines."""
+        raise ArgumentError(f"{message}; {self.prog} --help shows what is allowed")
+
+
 def _command(name: str) -> ModuleType:
     return importlib.import_module(f"fmtsim.cli.{name}")
 
@@ -113,5 +122,5 @@ def _drop_output() -> None:
 
 
 def _fail(message: str) -> int:
-    print(f"fmtsim: error: {message}", file=sys.stderr)
+    print(f"fmtsim: error: {' '.join(message.splitlines())}", file=sys.stderr)
     return BAD_INPUT

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import partial
 
-from fmtsim.errors import FormatError
+from fmtsim.errors import FormatError, shown
 from fmtsim.formats.display import Displayed, Fields
 from fmtsim.formats.floating import E8M0 as E8M0
 from fmtsim.formats.floating import FP32 as FP32
@@ -41,7 +41,9 @@ class BlockFormat(Displayed):
     def __post_init__(self) -> None:
         check = partial(_require, self.name)
         check(
-            isinstance(self.scaling, Scaling), f"scaling={self.scaling!r} is not a Scaling", "Scaling(block=..., ...)"
+            isinstance(self.scaling, Scaling),
+            f"scaling={shown(self.scaling)} is not a Scaling",
+            "Scaling(block=..., ...)",
         )
         check_types(self, FormatError)
         rule, real, scale = self.scale_rule, not self.power_of_two, self.scale
@@ -162,7 +164,7 @@ class LogTileFormat(Displayed):
     source: str = ""
 
     def __post_init__(self) -> None:
-        check_block(f"format {self.name!r}: ", self.block)
+        check_block(f"format {shown(self.name)}: ", self.block)
         check_types(self, FormatError)
         if not 3 <= self.bits <= 16:
             raise FormatError(f"format {self.name!r}: bits={self.bits} is not allowed; choose 3 to 16")
@@ -220,9 +222,13 @@ def with_block(fmt: Format, block_size: int | Block | None, scale_rule: ScaleRul
     if block_size is None and scale_rule is None:
         return fmt
     block = (1, block_size) if isinstance(block_size, int) else block_size
+    if block is not None:
+        check_block("", block)
     if isinstance(fmt, LogTileFormat):
         if scale_rule is not None:
-            raise FormatError(f"{fmt.name} has no scale, so scale_rule={scale_rule!r} does not apply; leave it out")
+            raise FormatError(
+                f"{fmt.name} has no scale, so scale_rule={shown(scale_rule)} does not apply; leave it out"
+            )
         return dataclasses.replace(fmt, block=block or fmt.block)
     if isinstance(fmt, BlockFormat):
         fields = rule_fields(scale_rule or fmt.scale_rule)
@@ -231,7 +237,7 @@ def with_block(fmt: Format, block_size: int | Block | None, scale_rule: ScaleRul
         return dataclasses.replace(fmt, scaling=dataclasses.replace(fmt.scaling, block=block or fmt.block, **fields))
     if block is None:
         hint = "pass block_size= or a block format such as 'mxfp8_e4m3'"
-        raise FormatError(f"scale_rule={scale_rule!r} needs a block; {hint}")
+        raise FormatError(f"scale_rule={shown(scale_rule)} needs a block; {hint}")
     return scaled(fmt, block, scale_rule or "amax")
 
 

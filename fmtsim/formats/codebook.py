@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from fmtsim.errors import FormatError
-from fmtsim.formats.fields import NAN_POLICIES, Element, NanPolicy, require
+from fmtsim.formats.fields import Element, NanPolicy, require
 from fmtsim.records import check_types
 
 
@@ -33,7 +33,6 @@ class CodebookFormat(Element):
         check(2 <= len(self.values) <= 1 << 16, f"{len(self.values)} values", "2 to 65536 values")
         check(all(math.isfinite(v) for v in self.values), "values with NaN or Inf", "finite values")
         check(len(set(self.values)) >= 2, "a single distinct value", "at least two")
-        check(self.nan_policy in NAN_POLICIES, f"nan_policy={self.nan_policy!r}", "'max' or 'error'")
 
     @property
     def bits(self) -> int:

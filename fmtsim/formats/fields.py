@@ -11,7 +11,6 @@ Overflow = Literal["saturate", "ieee"]
 NanPolicy = Literal["max", "error"]
 
 OVERFLOWS: tuple[Overflow, ...] = ("saturate", "ieee")
-NAN_POLICIES: tuple[NanPolicy, ...] = ("max", "error")
 
 
 class Element(Displayed):

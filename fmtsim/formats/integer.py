@@ -6,7 +6,7 @@ from functools import partial
 
 from fmtsim.errors import FormatError
 from fmtsim.formats.display import Fields, short_number
-from fmtsim.formats.fields import NAN_POLICIES, Element, NanPolicy, require, require_code
+from fmtsim.formats.fields import Element, NanPolicy, require, require_code
 from fmtsim.records import check_types
 
 
@@ -48,7 +48,6 @@ class IntFormat(Element):
         only = "symmetric=False for an unsigned or a half-offset grid"
         check(not (self.symmetric and lopsided), "symmetric=True", only)
         check(self.signed or not self.half_offset, "half_offset=True with signed=False", "signed=True")
-        check(self.nan_policy in NAN_POLICIES, f"nan_policy={self.nan_policy!r}", "'max' or 'error'")
 
     @property
     def min_code(self) -> int:

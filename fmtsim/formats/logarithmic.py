@@ -6,7 +6,7 @@ from functools import cache, partial
 
 from fmtsim.errors import FormatError
 from fmtsim.formats.display import Fields, short_number
-from fmtsim.formats.fields import NAN_POLICIES, Element, NanPolicy, require, require_code
+from fmtsim.formats.fields import Element, NanPolicy, require, require_code
 from fmtsim.records import check_types
 
 
@@ -40,7 +40,6 @@ class LogFormat(Element):
         check(self.gamma >= 1 and self.gamma & (self.gamma - 1) == 0, f"gamma={self.gamma}", "a power of two")
         octaves = self.max_code / self.gamma
         check(octaves < 128, f"a largest value of 2**{octaves:g}", "values within float32: raise gamma or lower bits")
-        check(self.nan_policy in NAN_POLICIES, f"nan_policy={self.nan_policy!r}", "'max' or 'error'")
 
     @property
     def max_code(self) -> int:

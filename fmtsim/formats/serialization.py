@@ -80,9 +80,15 @@ def format_to_json(fmt: Format) -> str:
     return json.dumps(format_to_dict(fmt))
 
 
-@lru_cache(maxsize=1024)
 def format_from_json(text: str) -> Format:
-    """Build a format from a line of JSON."""
+    """Build a format from a line of JSON; raise FormatError where it is none."""
+    if not isinstance(text, str):
+        raise FormatError(f"not the JSON of a format: {shown(text)}")
+    return _format_from_json(text)
+
+
+@lru_cache(maxsize=1024)
+def _format_from_json(text: str) -> Format:
     try:
         record = parse_json(text)
     except ValueError as error:

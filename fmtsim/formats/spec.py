@@ -1,13 +1,12 @@
 """What an element format is: frozen records from which every derived quantity follows, a module for each kind."""
 
 from fmtsim.formats.codebook import CodebookFormat
-from fmtsim.formats.fields import NAN_POLICIES, OVERFLOWS, NanPolicy, Overflow
+from fmtsim.formats.fields import OVERFLOWS, NanPolicy, Overflow
 from fmtsim.formats.floating import FloatFormat
 from fmtsim.formats.integer import IntFormat
 from fmtsim.formats.logarithmic import LogFormat
 
 __all__ = [
-    "NAN_POLICIES",
     "OVERFLOWS",
     "CodebookFormat",
     "ElementFormat",

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fmtsim.errors import DataError
+from fmtsim.errors import DataError, shown
 from fmtsim.files import write_file
+from fmtsim.records import parse_json, read_file
 
 _TAG_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
@@ -64,11 +65,8 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, StoredTensor],
     Raises:
         DataError: The file is missing, truncated, not of this layout, or its checksum does not hold.
     """
+    content = bytearray(read_file(path, DataError))
     path = Path(path)
-    try:
-        content = bytearray(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     header, payload = _split(path, content)
     metadata = header.pop("__metadata__", None)
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -79,7 +77,10 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, StoredTensor],
     found = _checksum(header, metadata, payload)
     if found != expected:
         raise DataError(f"{path}: the checksum is {found}, the file says {expected}; it is corrupt, write it again")
-    return {name: _tensor(path, name, entry, payload) for name, entry in header.items()}, metadata
+    tensors = {name: _tensor(path, name, entry, payload) for name, entry in header.items()}
+    if sum(len(tensor.data) for tensor in tensors.values()) != len(payload):
+        raise DataError(f"{path}: tensors of the header share bytes or leave some out; it is corrupt")
+    return tensors, metadata
 
 
 def _split(path: Path, content: bytearray) -> tuple[dict[str, Any], memoryview]:
@@ -92,14 +93,14 @@ def _split(path: Path, content: bytearray) -> tuple[dict[str, Any], memoryview]:
             f"{path}: a header of {length} bytes is announced, {len(content) - 8} follow; it is truncated or corrupt"
         )
     try:
-        header = json.loads(content[8 : 8 + length])
-    except (ValueError, RecursionError) as error:
+        header = parse_json(content[8 : 8 + length].decode("utf-8"))
+    except ValueError as error:
         raise DataError(f"{path}: the header is not JSON ({error}); it is corrupt") from None
     if not isinstance(header, dict):
         raise DataError(f"{path}: the header is a {type(header).__name__}, expected a JSON object; it is corrupt")
     payload = memoryview(content)[8 + length :]
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__" and _is_entry(entry)]
-    size = max(ends, default=0)
+    spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__" and _is_entry(entry)]
+    size = max((end for _, end in spans), default=0)
     if size != len(payload):
         raise DataError(f"{path}: {len(payload)} bytes of tensors, the header says {size}; it is truncated or corrupt")
     return header, payload
@@ -109,10 +110,10 @@ def _is_entry(entry: Any) -> bool:
     """Say whether a header's entry has the shape of one."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         return False
-    numbers = (entry["shape"], entry["data_offsets"])
-    if not all(isinstance(many, list) and all(type(one) is int and one >= 0 for one in many) for many in numbers):
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not isinstance(shape, list) or not isinstance(offsets, list) or not isinstance(entry["dtype"], str):
         return False
-    return len(entry["data_offsets"]) == 2 and isinstance(entry["dtype"], str)
+    return len(offsets) == 2 and all(type(one) is int and 0 <= one < 1 << 63 for one in shape + offsets)
 
 
 def _tensor(path: Path, name: str, entry: Any, payload: memoryview) -> StoredTensor:
@@ -121,12 +122,12 @@ def _tensor(path: Path, name: str, entry: Any, payload: memoryview) -> StoredTen
         raise DataError(f"{path}: the header's entry for {name!r} is malformed; it is corrupt")
     tag, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if tag not in _TAG_BITS:
-        raise DataError(f"{path}: tensor {name!r} has dtype {tag!r}; expected one of {', '.join(_TAG_BITS)}")
+        raise DataError(f"{path}: tensor {name!r} has dtype {shown(tag)}; expected one of {', '.join(_TAG_BITS)}")
     bits = _TAG_BITS[tag]
     for size in shape:
         bits *= size
     if (end - start) * 8 != bits:
-        raise DataError(f"{path}: tensor {name!r} has {end - start} bytes; {tag} {list(shape)} takes {bits / 8:g}")
+        raise DataError(f"{path}: tensor {name!r} has {end - start} bytes; {tag} {list(shape)} takes {-(-bits // 8)}")
     return StoredTensor(tag, shape, payload[start:end])
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.spec import Recipe, Rule
@@ -38,7 +38,9 @@ class Calibration:
         _one_of("Calibration", "rule", self.rule, get_args(RangeRule))
         check_types(self)
         if not (isinstance(self.percentile, int | float) and 0 < self.percentile <= 100):
-            raise ArgumentError(f"Calibration percentile={self.percentile!r} is not one; choose above 0, at most 100")
+            raise ArgumentError(
+                f"Calibration percentile={shown(self.percentile)} is not one; choose above 0, at most 100"
+            )
         for name in ("steps", "samples"):
             _whole("Calibration", name, getattr(self, name), 2)
 
@@ -63,11 +65,11 @@ class Smooth:
     after: Literal["norm", "any"] = "norm"
 
     def __post_init__(self) -> None:
-        if self.after not in ("norm", "any"):
-            raise ArgumentError(f"Smooth after={self.after!r} is unknown; choose 'norm' or 'any'")
+        if not isinstance(self.after, str) or self.after not in ("norm", "any"):
+            raise ArgumentError(f"Smooth after={shown(self.after)} is unknown; choose 'norm' or 'any'")
         check_types(self)
         if not (isinstance(self.alpha, int | float) and 0 <= self.alpha <= 1):
-            raise ArgumentError(f"Smooth alpha={self.alpha!r} is not allowed; choose a number from 0 to 1")
+            raise ArgumentError(f"Smooth alpha={shown(self.alpha)} is not allowed; choose a number from 0 to 1")
 
     def __str__(self) -> str:
         return f"SmoothQuant alpha {self.alpha:g}" + (" everywhere" if self.after == "any" else "")
@@ -90,7 +92,7 @@ class Equalise:
         _whole("Equalise", "rounds", self.rounds, 1)
         good = isinstance(self.pairs, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in self.pairs)
         if not good:
-            raise ArgumentError(f"Equalise pairs={self.pairs!r} are not pairs; write (('fc1', 'fc2'),)")
+            raise ArgumentError(f"Equalise pairs={shown(self.pairs)} are not pairs; write (('fc1', 'fc2'),)")
         check_types(self)
 
     def __str__(self) -> str:
@@ -119,7 +121,7 @@ class Gptq:
         _one_of("Gptq", "groups", self.groups, get_args(Groups))
         check_types(self)
         if not (isinstance(self.damping, int | float) and self.damping >= 0):
-            raise ArgumentError(f"Gptq damping={self.damping!r} is not allowed; choose a number from 0")
+            raise ArgumentError(f"Gptq damping={shown(self.damping)} is not allowed; choose a number from 0")
 
     def __str__(self) -> str:
         order = ", act-order" if self.act_order else ""
@@ -199,7 +201,7 @@ class PtqRecipe:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
-            raise ArgumentError(f"PtqRecipe name={self.name!r} is not a name; pass a word such as 'my_int8'")
+            raise ArgumentError(f"PtqRecipe name={shown(self.name)} is not a name; pass a word such as 'my_int8'")
         kinds: dict[str, Any] = {
             "calibration": Calibration | None, "smooth": Smooth | None, "equalise": Equalise | None,
             "weights": Gptq | LearnedRounding | None, "attention": AttentionConfig | None,
@@ -207,16 +209,18 @@ class PtqRecipe:
         for name, kind in ({"x": Quantizer, "w": Quantizer} | kinds).items():
             if not isinstance(getattr(self, name), kind):
                 raise ArgumentError(
-                    f"PtqRecipe {name}={getattr(self, name)!r} is not a {getattr(kind, '__name__', kind)}"
+                    f"PtqRecipe {name}={shown(getattr(self, name))} is not a {getattr(kind, '__name__', kind)}"
                 )
         check_types(self)
         if any(rule.steps is not None for rule in self.rules):
-            raise ArgumentError(f"PtqRecipe {self.name!r}: a Rule with steps= is one of training; leave steps= out")
+            raise ArgumentError(
+                f"PtqRecipe {shown(self.name)}: a Rule with steps= is one of training; leave steps= out"
+            )
         for where, x, w in self._operands():
-            _check_operands(f"PtqRecipe {self.name!r}{where}", x, w)
+            _check_operands(f"PtqRecipe {shown(self.name)}{where}", x, w)
         if self.calibration is not None and not any(is_static(x) for _, x, _ in self._operands()):
             raise ArgumentError(
-                f"PtqRecipe {self.name!r}: calibration= with x = {self.x}, which has no scale of a tensor; "
+                f"PtqRecipe {shown(self.name)}: calibration= with x = {self.x}, which has no scale of a tensor; "
                 "give x Scaling() with block=(None, None), or leave calibration= out"
             )
 
@@ -285,10 +289,10 @@ def _check_operands(where: str, x: Quantizer, w: Quantizer) -> None:
 
 
 def _one_of(record: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ArgumentError(f"{record} {name}={value!r} is unknown; choose one of {', '.join(allowed)}")
+    if not isinstance(value, str) or value not in allowed:
+        raise ArgumentError(f"{record} {name}={shown(value)} is unknown; choose one of {', '.join(allowed)}")
 
 
 def _whole(record: str, name: str, value: Any, least: int) -> None:
     if type(value) is not int or value < least:
-        raise ArgumentError(f"{record} {name}={value!r} is not allowed; choose a whole number from {least}")
+        raise ArgumentError(f"{record} {name}={shown(value)} is not allowed; choose a whole number from {least}")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Final
 
-from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.errors import ArgumentError, FormatError, shown
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import Gemm
 from fmtsim.gemm.units.unit import describe, get_unit
@@ -60,9 +60,13 @@ class AttentionConfig:
         for name in BACKWARD:
             _check_backward(name, getattr(self, name))
         if type(self.offset) is not int:
-            raise ArgumentError(f"AttentionConfig offset={self.offset!r} is not a whole number; pass one, such as 8")
+            raise ArgumentError(
+                f"AttentionConfig offset={shown(self.offset)} is not a whole number; pass one, such as 8"
+            )
         if type(self.columns) is not int or self.columns < 1:
-            raise ArgumentError(f"AttentionConfig columns={self.columns!r} is not allowed; pass a whole number from 1")
+            raise ArgumentError(
+                f"AttentionConfig columns={shown(self.columns)} is not allowed; pass a whole number from 1"
+            )
         check_types(self)
         if self.unit is not None and not isinstance(self.unit, Arithmetic):
             get_unit(self.unit)
@@ -105,7 +109,7 @@ def _check_forward(name: str, quantizer: Any) -> None:
 
 def _check_backward(name: str, gemm: Any) -> None:
     if not isinstance(gemm, Gemm):
-        raise ArgumentError(f"AttentionConfig {name}={gemm!r} is not a Gemm; pass Gemm(a=..., b=...)")
+        raise ArgumentError(f"AttentionConfig {name}={shown(gemm)} is not a Gemm; pass Gemm(a=..., b=...)")
     plain = Gemm(a=gemm.a, b=gemm.b, unit=gemm.unit)
     if gemm != plain:
         raise ArgumentError(f"AttentionConfig {name} has more than a=, b= and unit=; leave its other fields out")
@@ -120,7 +124,7 @@ def _check_backward(name: str, gemm: Any) -> None:
 
 def _check_quantizer(where: str, quantizer: Any) -> None:
     if not isinstance(quantizer, Quantizer):
-        raise ArgumentError(f"{where}={quantizer!r} is not a Quantizer; pass Quantizer(format=...)")
+        raise ArgumentError(f"{where}={shown(quantizer)} is not a Quantizer; pass Quantizer(format=...)")
     if any(isinstance(transform, Clamp) and transform.compensate for transform in quantizer.transforms):
         raise FormatError(f"{where} has Clamp(compensate=True), which attention does not; leave compensate= out")
     if quantizer.scaling is not None and quantizer.scaling.history is not None:

@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from fmtsim.errors import ArgumentError, did_you_mean
+from fmtsim.errors import ArgumentError, did_you_mean, shown
 
 R = TypeVar("R")
 
@@ -46,7 +46,7 @@ class Names(Generic[R]):
             return known[recipe]
         hint = did_you_mean(recipe, known)
         raise ArgumentError(
-            f"recipe={recipe!r} is {self._unknown}{hint} ({self._hint} has the names; a file ends in .json)"
+            f"recipe={shown(recipe)} is {self._unknown}{hint} ({self._hint} has the names; a file ends in .json)"
         )
 
     def names(self) -> list[str]:
@@ -56,7 +56,7 @@ class Names(Generic[R]):
     def register(self, recipe: R) -> None:
         """Make a record known under its name and aliases; raise ArgumentError where a name is taken."""
         if not isinstance(recipe, self._record):
-            raise ArgumentError(f"{self._register} takes a {self._record.__name__}, not {recipe!r}")
+            raise ArgumentError(f"{self._register} takes a {self._record.__name__}, not {shown(recipe)}")
         names = (recipe.name, *recipe.aliases)  # type: ignore[attr-defined]
         taken = [name for name in names if name in self._by_name or self.registered.get(name, recipe) != recipe]
         if taken:

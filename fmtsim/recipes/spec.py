@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.table import table_html, table_text
@@ -97,17 +97,21 @@ class Rule:
 
     def __post_init__(self) -> None:
         if self.use is not None and not isinstance(self.use, LinearConfig):
-            raise ArgumentError(f"Rule use={self.use!r} is not a LinearConfig or None; build one with linear_config()")
+            raise ArgumentError(
+                f"Rule use={shown(self.use)} is not a LinearConfig or None; build one with linear_config()"
+            )
         check_types(self)
         if self.name is not None:
             try:
                 re.compile(self.name)
             except re.error as error:
-                raise ArgumentError(f"Rule name={self.name!r} is no regular expression: {error}") from None
+                raise ArgumentError(f"Rule name={shown(self.name)} is no regular expression: {error}") from None
         for name in ("first_blocks", "last_blocks"):
             value = getattr(self, name)
             if not (type(value) is int and value >= 0) and not (isinstance(value, float) and 0 < value < 1):
-                raise ArgumentError(f"Rule {name}={value!r} is not allowed; pass a whole number from 0, or a fraction")
+                raise ArgumentError(
+                    f"Rule {name}={shown(value)} is not allowed; pass a whole number from 0, or a fraction"
+                )
         everything = not (self.name or self.kind or self.first_blocks or self.last_blocks or self.head or self.steps)
         if everything:
             raise ArgumentError("a Rule that fits every layer and step belongs into the recipe's linear=; narrow it")
@@ -191,11 +195,11 @@ class LossScale:
         for name in ("initial", "growth", "backoff"):
             value = getattr(self, name)
             if not (isinstance(value, int | float) and 0 < value < float("inf")):
-                raise ArgumentError(f"LossScale {name}={value!r} is not allowed; pass a finite number above 0")
+                raise ArgumentError(f"LossScale {name}={shown(value)} is not allowed; pass a finite number above 0")
         for name in ("interval", "hysteresis"):
             value = getattr(self, name)
             if not (type(value) is int and value >= 1) and not (name == "interval" and value is None):
-                raise ArgumentError(f"LossScale {name}={value!r} is not allowed; pass a whole number from 1")
+                raise ArgumentError(f"LossScale {name}={shown(value)} is not allowed; pass a whole number from 1")
 
     def __str__(self) -> str:
         if self.interval is None:
@@ -248,7 +252,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
-            raise ArgumentError(f"Recipe name={self.name!r} is not a name; pass a word such as 'my_fp8'")
+            raise ArgumentError(f"Recipe name={shown(self.name)} is not a name; pass a word such as 'my_fp8'")
         for name, kind, hint in _PARTS:
             value = getattr(self, name)
             if isinstance(kind, tuple):
@@ -258,12 +262,7 @@ class Recipe:
                 good = value is None or isinstance(value, kind)
                 what = f"a{'n' * (kind is AttentionConfig)} {kind.__name__} or None"
             if not good:
-                raise ArgumentError(f"Recipe {name}={value!r} is not {what}; {hint}")
-        for name, allowed in (("autocast", (None, "bfloat16", "float16")), ("variant", ("", "paper", "code"))):
-            if getattr(self, name) not in allowed:
-                raise ArgumentError(
-                    f"Recipe {name}={getattr(self, name)!r} is unknown; choose one of {', '.join(map(repr, allowed))}"
-                )
+                raise ArgumentError(f"Recipe {name}={shown(value)} is not {what}; {hint}")
         check_types(self)
 
     def facts(self) -> list[tuple[str, str]]:

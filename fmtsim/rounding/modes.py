@@ -34,15 +34,15 @@ class Rounding:
     layout: Literal["word", "cvt_rs"] = "word"
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
+        if not isinstance(self.mode, str) or self.mode not in MODES:
             hint = did_you_mean(self.mode, MODES)
             raise FormatError(f"unknown rounding {shown(self.mode)}{hint} (choose one of {', '.join(MODES)})")
         if self.random_bits is not None and (type(self.random_bits) is not int or not 1 <= self.random_bits <= 32):
             raise FormatError(f"random_bits={shown(self.random_bits)} is not allowed; choose 1 to 32, or None for all")
-        if self.variant not in ("a", "b", "c"):
-            raise FormatError(f"stochastic variant {self.variant!r} is unknown; choose 'a', 'b' or 'c'")
-        if self.layout not in ("word", "cvt_rs"):
-            raise FormatError(f"random bit layout {self.layout!r} is unknown; choose 'word' or 'cvt_rs'")
+        if not isinstance(self.variant, str) or self.variant not in ("a", "b", "c"):
+            raise FormatError(f"stochastic variant {shown(self.variant)} is unknown; choose 'a', 'b' or 'c'")
+        if not isinstance(self.layout, str) or self.layout not in ("word", "cvt_rs"):
+            raise FormatError(f"random bit layout {shown(self.layout)} is unknown; choose 'word' or 'cvt_rs'")
         if self.layout == "cvt_rs" and (self.random_bits not in (8, 13, 16) or self.variant != "a"):
             raise FormatError(
                 f"layout='cvt_rs' with random_bits={self.random_bits}, variant={self.variant!r} does not exist; "

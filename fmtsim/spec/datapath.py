@@ -66,7 +66,7 @@ class Datapath:
         for name, lowest in (("block", 1), ("fraction_bits", 0), ("promote_every", 1)):
             _check_count(name, getattr(self, name), lowest, optional=True)
         _check_count("group", self.group, 1)
-        if self.term_rounding not in TERM_ROUNDINGS:
+        if not isinstance(self.term_rounding, str) or self.term_rounding not in TERM_ROUNDINGS:
             raise ArgumentError(
                 f"term_rounding={self.term_rounding!r} is not possible; choose one of {', '.join(TERM_ROUNDINGS)}"
             )

@@ -1,7 +1,7 @@
 """In which order a library adds the products of a GEMM, and what it does with the sum: a plan, as plain data."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.formats.registry import get_format
@@ -74,9 +74,6 @@ class GemmPlan:
         for name in ("k_tile", "part_k", "instruction_k", "promote_every"):
             _check(name, getattr(self, name) is None or _count(getattr(self, name)), getattr(self, name), "1 or more")
         _check("split", _count(self.split), self.split, "1 or more")
-        _check("owner", self.owner in ("contiguous", "interleaved"), self.owner, "'contiguous' or 'interleaved'")
-        _check("reduce", self.reduce in get_args(Reduce), self.reduce, "'serial', 'pairwise' or 'in_place'")
-        _check("epilogue", self.epilogue in ("scale", "row_column", "column_row"), self.epilogue, "a rule listed")
         check_types(self)
         if self.k_tile is None and (self.split > 1 or self.residue_first):
             raise ArgumentError(

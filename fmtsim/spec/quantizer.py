@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
-from fmtsim.errors import FormatError
+from fmtsim.errors import FormatError, shown
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import OVERFLOWS, FloatFormat, Overflow
+from fmtsim.formats.spec import FloatFormat, Overflow
 from fmtsim.records import check_types
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.gradient import GradientRule, StraightThrough
@@ -50,19 +50,14 @@ class Quantizer:
     def __post_init__(self) -> None:
         if self.format is not None and not isinstance(self.format, Format):
             raise FormatError(
-                f"Quantizer format={self.format!r} is not a format record or None; pass fmtsim.get_format(name)"
+                f"Quantizer format={shown(self.format)} is not a format record or None; pass fmtsim.get_format(name)"
             )
         if not isinstance(self.rounding, Rounding):
-            raise FormatError(f"Quantizer rounding={self.rounding!r} is not a Rounding; pass Rounding(mode=...)")
-        if self.overflow not in (None, *OVERFLOWS):
-            raise FormatError(f"Quantizer overflow={self.overflow!r} is unknown; choose 'saturate', 'ieee' or None")
-        if self.source not in get_args(Source):
-            raise FormatError(
-                f"Quantizer source={self.source!r} is unknown; choose one of {', '.join(get_args(Source))}"
-            )
+            raise FormatError(f"Quantizer rounding={shown(self.rounding)} is not a Rounding; pass Rounding(mode=...)")
         scaled = self.scaling is not None
         if scaled and not isinstance(self.scaling, Scaling):
-            raise FormatError(f"Quantizer scaling={self.scaling!r} is not a Scaling; pass Scaling(block=..., ...)")
+            raise FormatError(f"Quantizer scaling={shown(self.scaling)} is not a Scaling; pass Scaling(block=..., ...)")
+        check_types(self, FormatError)
         if scaled and (self.format is None or isinstance(self.format, BlockFormat | LogTileFormat)):
             what = "no format" if self.format is None else f"{self.format.name}, which has blocks of its own"
             raise FormatError(f"Quantizer scaling= with {what}; pass an element format such as e4m3")
@@ -70,9 +65,10 @@ class Quantizer:
             raise FormatError(
                 f"Quantizer scaling=[{self.scaling}] is that of a block format; pass BlockFormat(element=, scaling=)"
             )
-        check_types(self, FormatError)
         if self.gradient != StraightThrough() and not scaled:
-            raise FormatError(f"Quantizer gradient={self.gradient!r} needs the scaled elements; pass scaling= as well")
+            raise FormatError(
+                f"Quantizer gradient={shown(self.gradient)} needs the scaled elements; pass scaling= as well"
+            )
         if self.source == "forward" and (self.format is not None or self.transforms or self.then is not None):
             raise FormatError("Quantizer source='forward' takes what the forward pass made; leave the other fields out")
 

@@ -36,10 +36,24 @@ def test_version(capsys):
 
 @pytest.mark.parametrize("words", [[], ["nonsense"], ["cast", "1"], ["table", "e4m3", "--nonsense"]])
 def test_wrong_usage_exits_with_2(words, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(words)
-    assert stop.value.code == BAD_INPUT
-    assert "usage: fmtsim" in capsys.readouterr().err
+    assert main(words) == BAD_INPUT
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith("fmtsim: error: ") and "--help shows what" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["mm", "x", "2", "2", "--unit", "exact"], "argument M: invalid int value: 'x'; fmtsim mm --help shows"),
+        (["mm", "2", "2", "2", "--unit", "exact", "--seed", "9" * 30], "--seed 9999"),
+        (["compare", "a\0b", "c"], "a\0b: no such file"),
+        (["table", "a\nb\n"], r"unknown format 'a\nb\n'"),
+    ],
+)
+def test_nonsense_is_one_line(words, said, capsys):
+    assert main(words) == BAD_INPUT
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.startswith(f"fmtsim: error: {said}")
 
 
 def test_the_parser_loads_one_command_alone():

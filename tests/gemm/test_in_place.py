@@ -115,7 +115,7 @@ def test_the_gradient_of_the_bias_is_that_of_any_layer():
 
 EIGHTS = torch.ones(16, 16).to(DTYPES["e4m3"])
 REFUSED = {
-    "way": (lambda: GemmPlan(reduce="inplace"), "reduce='inplace' is not possible; choose 'serial', 'pairwise' or"),
+    "way": (lambda: GemmPlan(reduce="inplace"), "reduce='inplace' is not allowed; choose 'serial', 'pairwise'"),
     "round trip": (lambda: GemmPlan(partial="bf16", round_trip=True, reduce="in_place"),
                    "reduce='in_place' rounds the output after every addition and begins with the bias"),
     "bias": (lambda: GemmPlan(bias_after_rounding=True, reduce="in_place"),

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.errors import ArgumentError, FormatError, shown
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import ElementFormat, FloatFormat, Overflow
@@ -95,7 +95,7 @@ class Gemm:
         for name in ("a", "b", "out"):
             if not isinstance(getattr(self, name), Quantizer):
                 raise ArgumentError(
-                    f"Gemm {name}={getattr(self, name)!r} is not a Quantizer; pass Quantizer(format=...)"
+                    f"Gemm {name}={shown(getattr(self, name))} is not a Quantizer; pass Quantizer(format=...)"
                 )
         check_types(self)
         check_native(self.native)
@@ -169,7 +169,7 @@ class LinearConfig:
         for name in ("fprop", "dgrad", "wgrad"):
             if not isinstance(getattr(self, name), Gemm):
                 raise ArgumentError(
-                    f"LinearConfig {name}={getattr(self, name)!r} is not a Gemm; pass Gemm(a=..., b=...)"
+                    f"LinearConfig {name}={shown(getattr(self, name))} is not a Gemm; pass Gemm(a=..., b=...)"
                 )
 
     @property

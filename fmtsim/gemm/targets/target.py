@@ -49,10 +49,12 @@ class Rule:
 
     def __post_init__(self) -> None:
         given: object = self.basis
-        if given == "logged":  # the word of older plan files
+        if isinstance(given, str) and given == "logged":  # the word of older plan files
             object.__setattr__(self, "basis", "reported")
-        if self.basis not in get_args(Basis):
-            raise ArgumentError(f"basis={self.basis!r} is not possible; choose one of {', '.join(get_args(Basis))}")
+        if not isinstance(self.basis, str) or self.basis not in get_args(Basis):
+            raise ArgumentError(
+                f"basis={shown(self.basis)} is not possible; choose one of {', '.join(get_args(Basis))}"
+            )
         check_types(self)
         check_conditions(self.when)
         tables = self.split.values() if isinstance(self.split, dict) else [{"": self.split}]

@@ -204,7 +204,7 @@ def register_unit(unit: Unit, overwrite: bool = False) -> Unit:
         ArgumentError: The argument is not a Unit, or its name is taken and ``overwrite`` is False.
     """
     if not isinstance(unit, Unit):
-        raise ArgumentError(f"unit={unit!r} is not a unit; build a Unit(name=..., modes=(Mode(...), ...))")
+        raise ArgumentError(f"unit={shown(unit)} is not a unit; build a Unit(name=..., modes=(Mode(...), ...))")
     known = _units.get(unit.name)
     if known is not None and known != unit and not overwrite:
         raise ArgumentError(f"unit name {unit.name!r} is taken; choose another, or pass overwrite=True")
