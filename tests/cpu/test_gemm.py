@@ -16,6 +16,7 @@ from tests.support.gemm_engine import (
     NAN,
     UNITS,
     check,
+    check_ends_of_int32,
     f32,
     gemm_spec,
     operand,
@@ -24,6 +25,10 @@ from tests.support.gemm_engine import (
     setting,
     unit_scales,
 )
+
+
+def test_integers_at_the_ends_of_int32():
+    check_ends_of_int32()
 
 
 def test_pairs_of_parts_make_a_round_trip_too():

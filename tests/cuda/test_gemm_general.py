@@ -12,7 +12,7 @@ from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import TERM_ROUNDINGS, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from tests.support import cuda_gemm
 from tests.support.cuda_gemm import GENERAL, HALF, job_of
-from tests.support.gemm_engine import KINDS, addend, check, check_kinds, gemm_spec, operand
+from tests.support.gemm_engine import KINDS, addend, check, check_ends_of_int32, check_kinds, gemm_spec, operand
 
 EXACT = Datapath(block=None, fraction_bits=None, rounding="nearest_even")
 MX = get_unit("blackwell.tcgen05.mxf8f6f4").mode("e4m3", "e4m3")
@@ -69,6 +69,10 @@ def test_plans(name):
                   GemmPlan(k_tile=40, part_k=30, partial="fp16", instruction_k=8)]  # fmt: skip
     for plan in plans:
         check_kinds(gemm_spec(unit, fmt, plan=plan), (2, 3, 85), ("normal", "normal"), seed=4, with_c=fmt != "int8")
+
+
+def test_integers_at_the_ends_of_int32():
+    check_ends_of_int32()
 
 
 @pytest.mark.parametrize("term", TERM_ROUNDINGS)

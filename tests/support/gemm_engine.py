@@ -164,6 +164,18 @@ def check_kinds(spec: GemmSpec, shape: tuple[int, int, int], kinds: tuple[str, s
     check(a, b, spec, c=c, scale_a=scales[0], scale_b=scales[1], random=RandomKey(seed, 5))
 
 
+def check_ends_of_int32() -> None:
+    """Check integer sums that begin near an end of int32 and pass it, in one chain, in promoted chains, in parts."""
+    a = torch.tensor([[127], [-128]], dtype=torch.int8).expand(2, 85).contiguous()
+    b = torch.tensor([[127], [-128], [1], [-1]], dtype=torch.int8).expand(4, 85).contiguous()
+    top = (1 << 31) - 1
+    for plan in ({}, {"promote_every": 24}, {"k_tile": 20, "split": 3}, {"k_tile": 20, "split": 3, "promote_every": 8}):
+        for saturate in (True, False):
+            spec = gemm_spec(IntegerDatapath(saturate=saturate), "int8", plan=GemmPlan(**plan))
+            for value in (top, top - 127 * 30, -top - 1, -top + 128 * 30):
+                check(a, b, spec, c=torch.full((2, 4), value, dtype=torch.int32))
+
+
 def setting(path: str, m: int, n: int, k: int):
     unit, fmt, kind = UNITS[path]
     spec = gemm_spec(unit, fmt)
