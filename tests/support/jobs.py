@@ -1,0 +1,148 @@
+"""``python -m tests.support.jobs FOLDER COUNT SEED JOB...``: kill jobs at random moments, run them again, compare.
+
+Each job runs in a child that is forked from this process, which has loaded torch, so that kills fall on the job's own
+work. A job that is run again finds what the killed one left, and has to end with the files of one that ran undisturbed.
+"""
+
+import dataclasses
+import io
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from matplotlib.backends import backend_agg  # noqa: F401  # loaded before the fork
+from torch import nn
+
+import fmtsim
+from fmtsim.cli import calibrate, train  # noqa: F401
+from fmtsim.cli.main import main
+from fmtsim.files import TEMPORARY, write_file
+from fmtsim.formats.tensor_file import read_tensors
+from fmtsim.gemm.units.unit import get_unit
+from fmtsim.ptq import Gptq, save_ptq_recipe
+from fmtsim.search import Policy
+from fmtsim.spec.plan import GemmPlan
+from tests.support.fake_gpu import FakeGPU
+from tests.support.ptq_models import ANYWHERE, DATA, mlp
+
+SMALL = ["--batch-size", "2", "--context", "16", "--width", "16", "--layers", "1", "--heads", "2", "--steps", "12"]
+
+
+def run_train(folder: Path) -> None:
+    """Train under delayed scales that are rounded at random, going on from a checkpoint where there is one."""
+    data = folder.parent / "text.txt"
+    data.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    how = ["--format", "e4m3", "--grad-rounding", "stochastic", "--checkpoint-every", "1", "--resume", "--quiet"]
+    assert main(["train", *SMALL, *how, "--data", str(data), "--out", str(folder)]) == 0
+
+
+def run_calibrate(folder: Path) -> None:
+    """Calibrate a GPU that is none."""
+    hopper = get_unit("hopper.wgmma")
+    plan = lambda call: GemmPlan(k_tile=64, split=2) if call.k == 512 else GemmPlan()  # noqa: E731
+    calibrate.open_gpu = lambda device: FakeGPU(lambda call: hopper.mode(call.a, call.b, call.accumulate), plan)
+    torch.cuda.get_device_capability = lambda device: (9, 0)
+    shapes = folder.parent / "shapes.txt"
+    shapes.write_text("64 512\n")
+    words = ["--shapes", str(shapes), "--tokens", "32", "--dtypes", "bf16", "--quick", "--no-gradients"]
+    assert main(["calibrate", *words, "--out", str(folder / "plan.json")]) == 0
+
+
+def run_ptq(folder: Path) -> None:
+    """Quantise a model and keep it."""
+    model = fmtsim.ptq(mlp(), dataclasses.replace(ANYWHERE, weights=Gptq()), DATA)
+    file = io.BytesIO()
+    torch.save(fmtsim.ptq_state(model), file)
+    write_file(folder / "model.pt", file.getvalue())
+
+
+def run_search(folder: Path) -> None:
+    """Search formats by a policy, and keep the recipe, the figures and the picture."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
+    data = [torch.randn(10, 32) for _ in range(2)]
+    found = fmtsim.search(model.requires_grad_(False), data, bits=6, policy=Policy(steps=60))
+    save_ptq_recipe(found.recipe(), folder / "searched.json")
+    write_file(folder / "losses.json", json.dumps([found.losses, found.loss, found.formats, found.tried]))
+    found.plot(folder / "front.png")
+
+
+JOBS: dict[str, Callable[[Path], None]] = {
+    "train": run_train, "calibrate": run_calibrate, "ptq": run_ptq, "search": run_search,
+}  # fmt: skip
+
+
+def results(folder: Path) -> dict[str, object]:
+    """Return what the files of a job say, each of them read whole; what differs between equal runs is left out."""
+    found: dict[str, object] = {}
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(TEMPORARY):
+            continue
+        content: object = path.read_bytes()
+        if path.suffix == ".json":
+            content = json.loads(path.read_text(), object_hook=lambda x: {k: v for k, v in x.items() if k != "seconds"})
+        elif path.suffix == ".safetensors":
+            read_tensors(path)
+        elif path.suffix == ".pt":
+            torch.load(path, weights_only=True)
+        elif path.suffix == ".png":
+            assert path.read_bytes().endswith(b"IEND\xaeB`\x82")
+        found[path.name] = content
+    return found
+
+
+def forked(job: Callable[[Path], None], folder: Path, moment: float | None = None) -> tuple[int, float]:
+    """Run a job in a child, killed after so many seconds; return its status and how long it ran."""
+    began = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            job(folder)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    while moment is not None and time.monotonic() - began < moment:
+        time.sleep(0.001)
+    if moment is not None:
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
+    return status, time.monotonic() - began
+
+
+def campaign(name: str, place: Path, count: int, seed: int) -> dict[str, int]:
+    """Kill a job so many times, each time from the beginning, and run it again; return counts of what happened."""
+    job, draw = JOBS[name], random.Random(f"{name} {seed}")
+    (whole := place / "whole").mkdir(parents=True)
+    assert forked(job, whole)[0] == 0  # and compiles kernels
+    (again := place / "again").mkdir()
+    status, longest = forked(job, again)
+    expected = results(whole)
+    assert status == 0 and results(again) == expected
+    counts = dict.fromkeys(("kills", "ended before", "left something", "left a temporary", "equal"), 0)
+    for number in range(count):
+        (folder := place / str(number)).mkdir()
+        status, _ = forked(job, folder, draw.uniform(0, longest))
+        left = results(folder)
+        counts["kills"] += status == signal.SIGKILL
+        counts["ended before"] += status == 0
+        counts["left something"] += status == signal.SIGKILL and bool(left)
+        counts["left a temporary"] += len(left) < len(list(folder.iterdir()))
+        counts["equal"] += forked(job, folder)[0] == 0 and results(folder) == expected
+    return counts
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    place, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    print(json.dumps({name: campaign(name, place / name, count, seed) for name in sys.argv[4:]}))
