@@ -96,6 +96,10 @@ class Ranks:
             raise ArgumentError(self._disagreement(facts, found))
         self._agreed.add(print_)
 
+    def present(self, what: str) -> None:
+        """Make sure that every rank answers; CollectiveError names the one that does not."""
+        self._prints(0, what)
+
     def gather_objects(self, value: Any, what: str) -> list[Any]:
         """Return the small object of every rank, of lists, numbers and strings; it travels between CPUs."""
         if not self._on_cpus:
@@ -120,9 +124,8 @@ class Ranks:
         except AbsentError as error:
             raise self.broken(what, named(error.ranks), error) from error
 
-    def _prints(self, own: int) -> list[int]:
+    def _prints(self, own: int, what: str = "the comparison of arguments") -> list[int]:
         """Return every rank's fingerprint, each received from that rank itself, so that one that is gone has a name."""
-        what = "the comparison of arguments"
         if not self._on_cpus:
             return self._notes(own, what)
         mine = torch.tensor([own])

@@ -82,7 +82,10 @@ def share_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
 
     Raises:
         ArgumentError: The model is not converted, there is no group, or ranks run different recipes.
+        CollectiveError: A rank does not answer.
     """
+    from fmtsim.distributed.ranks import Ranks
+
     if not dist.is_initialized():
         raise ArgumentError("share_scales needs ranks; call torch.distributed.init_process_group first")
     modules = converted_modules(model, "share_scales")
@@ -91,8 +94,9 @@ def share_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
     swaps = {name: _digest(swap_details(module)) for name, module in model.named_modules() if swap_details(module)}
     layers = {name: _runs(module) + swaps.pop(name, "") for name, module in modules} | swaps
     own = (model.__dict__.get(RECIPE), layers)
-    ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(ranks, own, group=group)
+    everyone, what = Ranks(group), "the comparison of recipes"
+    everyone.present(what)
+    ranks = everyone.gather_objects(own, what)
     for rank, (recipe, theirs) in enumerate(ranks):
         names = [name for name in {**ranks[0][1], **theirs} if ranks[0][1].get(name) != theirs.get(name)]
         if names or recipe != ranks[0][0]:

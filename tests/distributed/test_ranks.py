@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fmtsim.distributed import (
     ReductionState,
     all_gather,
     all_reduce,
     dispatch,
+    fp8_hook,
     get_reduction,
     reduce_scatter,
     simulate,
@@ -174,8 +176,15 @@ def mourner(rank, folder):
                 error=CollectiveError)  # fmt: skip
     x = torch.ones(6)
     assert same_bits(all_reduce(x, "msamp").values[0], simulate([x] * 3, "msamp").values[0])
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    model.register_comm_hook(ReductionState("msamp"), fp8_hook)
+    for _ in range(2):  # in the second one torch arranges its buckets
+        model(x[:3]).sum().backward()
     if rank == 2:
         os._exit(0)
+    refused("rank 2 did not answer in the comparison of arguments", model(x[:3]).sum().backward, error=CollectiveError)
+    refused("rank 2 did not answer in the comparison of recipes", share_scales,
+            convert(nn.Linear(64, 64), recipe="te_delayed"), error=CollectiveError)  # fmt: skip
     state = ReductionState("fp8lm")
     before = state.state_dict()
     try:
