@@ -17,15 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from matplotlib.backends import backend_agg  # noqa: F401  # loaded before the fork
 from torch import nn
 
 import fmtsim
+from fmtsim.analysis.plots import plot_loss
 from fmtsim.cli import calibrate, train  # noqa: F401
 from fmtsim.cli.main import main
 from fmtsim.files import TEMPORARY, write_file
 from fmtsim.formats.tensor_file import read_tensors
 from fmtsim.gemm.units.unit import get_unit
+from fmtsim.plotting import png
 from fmtsim.ptq import Gptq, save_ptq_recipe
 from fmtsim.search import Policy
 from fmtsim.spec.plan import GemmPlan
@@ -144,5 +145,6 @@ def campaign(name: str, place: Path, count: int, seed: int) -> dict[str, int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    png(plot_loss({"loaded": [1.0, 2.0], "before": [1.0, 2.0]}, title="the fork"))
     place, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     print(json.dumps({name: campaign(name, place / name, count, seed) for name in sys.argv[4:]}))
