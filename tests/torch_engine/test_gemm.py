@@ -165,3 +165,36 @@ def test_a_two_stage_unit_that_does_not_fit():
         ArgumentError, match="24 and 31 bits with fp64 x fp64 does not fit in float64; choose fewer bits"
     ):
         product(TwoStageDatapath(block=8), a, a, "fp64")
+
+
+SMALL = [
+    Datapath(block=4, fraction_bits=5),
+    Datapath(block=4, fraction_bits=5, term_rounding="nearest_even", rounding=Rounding()),
+    Datapath(block=4, fraction_bits=60),
+    Datapath(block=4, group=2, fraction_bits=5, scale=get_format("e8m0"), scale_block=4),
+    Datapath(block=4, group=2, fraction_bits=60, scale=get_format("e8m0"), scale_block=4),
+    Datapath(block=4, fraction_bits=5, scale=get_format("e8m0"), scale_block=2),
+]
+
+
+@pytest.mark.parametrize("accumulator", ["fp32", "fp16"])
+@pytest.mark.parametrize("path", SMALL, ids=range(len(SMALL)))
+def test_running_sums_below_the_smallest_normal_number(path, accumulator):
+    """Their exponent is the smallest normal one, which decides how many bits of all terms are kept."""
+    path, scaled = replace(path, accumulator=get_format(accumulator)), path.scale is not None
+    spec = GemmSpec(datapath=path, plan=CHAIN, a=get_format("bf16"), b=get_format("bf16"))
+    low, dtype = path.accumulator.min_exponent, torch.float32 if accumulator == "fp32" else torch.float16
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(rows, 6, generator=generator) for rows in (4, 5))
+    c = torch.randn(4, 5, generator=generator) * 2.0 ** torch.randint(-12, 4, (4, 5), generator=generator)
+    c = (c.double() * 2.0**low).to(dtype).float()
+    for down in (2, 6, 10, 14):
+        sizes = 2.0 ** ((low - down) // 2), 2.0 ** (low - down - (low - down) // 2)
+        operands = [(x if scaled else x * size).bfloat16() for x, size in zip((a, b), sizes, strict=True)]
+        counts = -(-6 // path.scale_block) if scaled else 0
+        scales = [torch.full((len(x), counts), size) if scaled else None for x, size in zip((a, b), sizes, strict=True)]
+        out = torch.empty(4, 5)
+        gemm(*operands, c, *scales, spec, None, out)
+        left, right = (s if s is None else s.tolist() for s in scales)
+        expected = gemm_oracle(*(x.tolist() for x in operands), spec, c=c.tolist(), scale_a=left, scale_b=right)
+        assert_same_bits(out, torch.tensor(expected), c)
