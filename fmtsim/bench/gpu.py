@@ -1,11 +1,9 @@
 """The CUDA engine against copies and native products of the same run: casts, exact products, a linear layer, calls."""
 
 import contextlib
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +20,7 @@ from fmtsim.formats.representable import result_dtype
 from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.layers.linear import EmulatedGEMM
 from fmtsim.quantize import encode, quantize
-from fmtsim.verify.workers import default_workers
+from fmtsim.verify.workers import default_workers, pool_of
 
 __all__ = ["CASES", "Case", "Result", "compile_ahead", "measure", "worst"]
 
@@ -71,7 +69,7 @@ def compile_ahead(cases: Sequence[Case]) -> None:
         return
     with (
         contextlib.suppress(BrokenProcessPool),  # what is not compiled here, the measurement compiles
-        ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool,
+        pool_of(workers, torch.cuda.init) as pool,
     ):
         list(pool.map(_compile, sorted(map(CASES.index, cases), reverse=True)))  # products take longest
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -101,8 +102,7 @@ def _alone(tasks: Sequence[Task], show: Callable[[str, float], None]) -> Iterato
 
 def _shared(job: Job, tasks: Sequence[Task], workers: int, show: Callable[[str, float], None]) -> list[Any]:
     """Run the tasks in new processes, the last ones first: products take longest, and small tasks fill the end."""
-    spawn = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
-    pool = ProcessPoolExecutor(min(workers, len(tasks)), spawn, _begin, (job, workers))
+    pool = pool_of(min(workers, len(tasks)), _begin, job, workers)
     try:
         waiting = {pool.submit(_run, index): index for index in reversed(range(len(tasks)))}
         results: dict[int, Any] = {}
@@ -117,6 +117,24 @@ def _shared(job: Job, tasks: Sequence[Task], workers: int, show: Callable[[str, 
     finally:
         pool.shutdown(cancel_futures=True)
     return [results[index] for index in range(len(tasks))]
+
+
+def pool_of(workers: int, begin: Callable[..., None], *arguments: Any) -> ProcessPoolExecutor:
+    """Return a pool of new processes that call ``begin`` first and end with this one, even when it is killed."""
+    spawn = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
+    return ProcessPoolExecutor(workers, spawn, _follow, (begin, *arguments))
+
+
+def _follow(begin: Callable[..., None], *arguments: Any) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end() -> None:
+        parent.join()
+        os._exit(1)  # a killed pool tells its processes nothing, and they would wait for work for ever
+
+    threading.Thread(target=end, daemon=True).start()
+    begin(*arguments)
 
 
 _tasks: list[Task] = []  # of this process, where it is one of several

@@ -4,7 +4,10 @@ import importlib
 import itertools
 import json
 import os
+import sys
+import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from fmtsim.verify.gemm import Replay, merged
 from fmtsim.verify.outcome import PlantedError
 from fmtsim.verify.plan import default_tasks
 from fmtsim.verify.workers import Job, default_workers
+from tests.support import faults
 from tests.support.operands import normal
 
 NAMES = ("int4", "e2m1", "mxfp4")
@@ -53,6 +57,49 @@ def test_processes_find_what_one_finds():
         task.name.split()[-1] for task in planted.tasks()["casts"]
     ]
     assert not any(outcome.mismatches for outcome in found(clean, 1)["casts"])
+
+
+SLEEPS = """
+import os, sys, time
+from pathlib import Path
+from fmtsim.verify import workers
+
+class Sleeps:
+    name = "sleeps"
+
+    def tasks(self):
+        return {"casts": [self, self]}
+
+    def run(self, advance):
+        Path(sys.argv[1], str(os.getpid())).touch()
+        time.sleep(600)
+
+if __name__ == "__main__":
+    workers.run(Sleeps(), Sleeps().tasks(), 2, lambda name, done: None)
+"""
+
+
+def runs(pid):
+    """Return whether a process runs: whoever adopts one that has ended may leave it a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_processes_end_with_the_one_that_was_killed(tmp_path):
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    (tmp_path / "pids").mkdir()
+    process = faults.start([sys.executable, str(tmp_path / "sleeps.py"), str(tmp_path / "pids")])
+    while len(pids := [int(path.name) for path in (tmp_path / "pids").iterdir()]) < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    end = time.monotonic() + 60
+    while running := [pid for pid in pids if runs(pid)]:
+        assert time.monotonic() < end, f"{running} go on"
+        time.sleep(0.05)
 
 
 def test_a_process_that_dies_is_an_error():
