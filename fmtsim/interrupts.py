@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-_MAIN = os.path.join(os.path.dirname(__file__), "__main__.py")
 
 
 class _Interrupt(KeyboardInterrupt):
@@ -57,14 +56,21 @@ def _end(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
-def _begin() -> None:
-    """Let signals end the command line at once, and its worker processes without a word."""
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """Start processes inside that do not hear Ctrl-C, which reaches all that a terminal runs; it comes here behind."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _is_command() -> bool:
     words, program = sys.orig_argv, getattr(sys, "argv", [""])[0]
     module = "-m" in words and words[words.index("-m") + 1 :][:1] == ["fmtsim"]
-    if module or (os.path.basename(program) == "fmtsim" and program in words):
-        _handle(_end)
-    elif "--multiprocessing-fork" in words and (os.path.basename(program) == "fmtsim" or program == _MAIN):
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return module or (os.path.basename(program) == "fmtsim" and program in words)
 
 
-_begin()
+if _is_command():
+    _handle(_end)

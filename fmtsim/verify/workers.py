@@ -12,6 +12,7 @@ import torch
 
 from fmtsim.errors import DeviceError
 from fmtsim.gemm.products.operator import run_gemm
+from fmtsim.interrupts import unheard
 from fmtsim.verify.gemm import gemm_tasks
 from fmtsim.verify.outcome import PlantedError, Task, engines
 from fmtsim.verify.plan import default_tasks, exhaustive_tasks
@@ -104,12 +105,17 @@ def _shared(job: Job, tasks: Sequence[Task], workers: int, show: Callable[[str, 
     """Run the tasks in new processes, the last ones first: products take longest, and small tasks fill the end."""
     pool = pool_of(min(workers, len(tasks)), _begin, job, workers)
     try:
-        waiting = {pool.submit(_run, index): index for index in reversed(range(len(tasks)))}
+        with unheard():
+            waiting = {pool.submit(_run, index): index for index in reversed(range(len(tasks)))}
         results: dict[int, Any] = {}
         for future in as_completed(waiting):
             index = waiting[future]
             results[index] = future.result()
             show(tasks[index].name, len(results))
+    except KeyboardInterrupt:
+        for child in multiprocessing.active_children():
+            child.terminate()
+        raise
     except BrokenProcessPool as error:
         raise DeviceError(
             "a process of the checks died, from lack of memory perhaps; --workers 1 shows at which check"

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -101,12 +103,23 @@ def test_a_thread_may_run_a_command(capsys):
     assert statuses == [0]
 
 
-@pytest.mark.parametrize("program", ["/bin/fmtsim", str(Path(interrupts.__file__).with_name("__main__.py"))])
-@pytest.mark.parametrize(
-    ("program_runs", "handler"), [("fmtsim", signal.SIG_DFL), ("other", signal.default_int_handler)]
-)
-def test_worker_processes_of_a_command_end_without_a_word(heard, monkeypatch, program, program_runs, handler):
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-c", "from multiprocessing...", "--multiprocessing-fork"])
-    monkeypatch.setattr(sys, "argv", [program if program_runs == "fmtsim" else "/bin/other", "verify"])
-    interrupts._begin()
-    assert signal.getsignal(signal.SIGINT) is handler
+@pytest.mark.faults
+@SIGNALS
+@pytest.mark.parametrize("seconds", [0.3, 1, 4, 8])
+def test_worker_processes_of_a_command_end_with_it(number, status, word, seconds):
+    """Ctrl-C of a terminal reaches them too, and they say nothing, whether they run or are still starting."""
+    process = faults.start([sys.executable, "-m", "fmtsim", "verify", "--workers", "2"])
+    try:
+        while subprocess.run(["pgrep", "-c", "-g", str(process.pid)], capture_output=True).stdout < b"4":
+            time.sleep(0.1)
+        time.sleep(seconds)
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+        stderr = process.communicate(timeout=60)[1]
+        assert (process.returncode, stderr) == (status, f"\nfmtsim: {word}\n")
+        deadline = time.monotonic() + 20
+        with pytest.raises(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(process.pid, 0)
+                time.sleep(0.1)
+    finally:
+        process.kill()
