@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--area", help="a room of the package: gemm, cpu, ...")
     parser.add_argument("--file", help="one file")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
-    parser.add_argument("--limit", type=float, default=60, help="seconds of tests for each error (default 60)")
+    parser.add_argument("--limit", type=float, default=90, help="seconds of tests for each error (default 90)")
     parser.add_argument("--at-least", type=float, default=100, help="percent to be found for status 0 (default 100)")
     parser.add_argument("--list", action="store_true", help="show the sample, run nothing")
     parser.add_argument("--record", action="store_true", help="write the map from functions to tests anew")
