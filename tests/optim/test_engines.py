@@ -165,8 +165,9 @@ def test_the_largest_numbers_are_those_of_their_own_tensor(on_cuda, only_torch):
     assert all(map(torch.equal, fused, run()))
 
 
+@pytest.mark.parametrize("late", [0, 1 << 13])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_groups_and_dtypes_side_by_side(mixed, on_cuda, only_torch):
+def test_groups_and_dtypes_side_by_side(mixed, late, on_cuda, only_torch):
     """Groups have scalars of their own, dtypes kernels of their own; random words follow a parameter's place."""
 
     def run():
@@ -176,6 +177,8 @@ def test_groups_and_dtypes_side_by_side(mixed, on_cuda, only_torch):
         for step in range(3):
             for i, p in enumerate(ps):
                 p.grad = torch.from_numpy(parameter((2500,), 10 * step + i)).to(p.dtype)
+                if step == 1:
+                    optimizer.state[p]["step"] += late  # whose random words lie beyond the first 2^32
             optimizer.step()
         return [value_bits(p.detach()) for p in ps], bool(optimizer._batches)
 
