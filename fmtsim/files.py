@@ -92,11 +92,7 @@ def check_folder(folder: Path, option: str = "--out") -> None:
     """Refuse a folder that is a file, or that cannot be written to or made, by making one for a moment."""
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise ArgumentError(f"{option} {folder} is a file; choose a folder, which may not exist yet")
-    existing = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
-    try:
-        os.rmdir(tempfile.mkdtemp(prefix=TEMPORARY, dir=existing))
-    except OSError:  # permissions do not say it all: there are read-only disks and /proc
-        raise ArgumentError(f"{option} {folder}: {existing} is not a folder one can write to; choose another") from None
+    _try(option, folder, next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p)))
 
 
 def check_file(option: str, path: Path) -> None:
@@ -106,4 +102,11 @@ def check_file(option: str, path: Path) -> None:
     if not os.path.isdir(path.parent):
         raise ArgumentError(f"{option} {path}: there is no folder {path.parent}; create it, or choose another")
     if not os.path.exists(path) or os.path.isfile(path):
-        check_folder(path.parent, option)
+        _try(option, path, path.parent)
+
+
+def _try(option: str, path: Path, folder: Path) -> None:
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder))
+    except OSError:  # permissions do not say it all: there are read-only disks and /proc
+        raise ArgumentError(f"{option} {path}: {folder} is not a folder one can write to; choose another") from None

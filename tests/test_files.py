@@ -6,6 +6,7 @@ import json
 import os
 import re
 import stat
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -78,6 +79,19 @@ def test_a_full_disk(tmp_path):
         with pytest.raises(DataError, match="y.npy: No space left on device"):
             mm.save(torch.ones(256, 256), disk / "y.npy")
         assert (disk / "y.npy").read_text() == "old" and os.listdir(disk) == ["y.npy"]
+
+
+def test_a_disk_that_is_read_only(tmp_path):
+    with small_disk(tmp_path / "disk", 1 << 16) as disk:
+        (disk / "x").write_text("old")
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        with pytest.raises(DataError, match="^cannot write .*disk/x: Read-only file system; name a file"):
+            write_file(disk / "x", "new")
+        with pytest.raises(DataError, match="^cannot make the folder .*disk/new: Read-only file system; choose"):
+            write_folder(disk / "new", {"x": "1"})
+        with pytest.raises(ArgumentError, match="^--out .*disk/x.npy: .*disk is not a folder one can write to; choose"):
+            check_file("--out", disk / "x.npy")
+        assert (disk / "x").read_text() == "old" and os.listdir(disk) == ["x"]
 
 
 def test_files_are_replaced_together_or_not_at_all(tmp_path, monkeypatch):

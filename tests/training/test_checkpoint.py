@@ -4,16 +4,19 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import types
+import warnings
 
 import pytest
 import torch
 
 import fmtsim
 from fmtsim.cli.main import BAD_INPUT, main
-from fmtsim.errors import ArgumentError, DataError
+from fmtsim.errors import ArgumentError, DataError, PlanUnknownWarning
 from fmtsim.progress import Progress
 from fmtsim.recipes import LossScale, get_recipe
+from fmtsim.spec.plan import GemmPlan
 from fmtsim.training import loop
 from fmtsim.training.artifacts import make_record, settings
 from fmtsim.training.checkpoint import Checkpoint
@@ -123,6 +126,24 @@ def test_steps_between_files(tmp_path, corpus):
         Checkpoint(tmp_path / "x", {}, -1)
 
 
+def test_guesses_of_both_parts_are_told_once(tmp_path, corpus, monkeypatch):
+    """A process warns of a plan once, the one that goes on too."""
+    later = iter(["two", "one"])
+    original = loop._backward
+
+    def backward(*args):
+        if word := next(later, None):
+            warnings.warn(word, PlanUnknownWarning, stacklevel=1)
+        return original(*args)
+
+    monkeypatch.setattr(loop, "_backward", backward)
+    monkeypatch.setattr(loop, "rehearse", lambda config: warnings.warn("one", PlanUnknownWarning, stacklevel=1))
+    assert compared(tmp_path / "x", config(), corpus, stop=5)[1] is None
+    assert compared(tmp_path / "x", config(), corpus)[1]["simulated"]["guesses"] == ["one", "two"]
+    plan = dataclasses.replace(STOCHASTIC, target="h200", plan=GemmPlan(), rounding="nearest_even")
+    assert compared(tmp_path / "y", config(plan), corpus)[1]["simulated"]["guesses"] == []
+
+
 def test_a_run_that_blew_up_is_not_run_again(tmp_path, corpus):
     setup = config(lr=1e30, baseline=STOCHASTIC)
     whole, record = compared(tmp_path / "whole", setup, corpus)
@@ -213,11 +234,11 @@ def test_the_command_goes_on(tmp_path, text, capsys, monkeypatch):
         save(self, parts)
         saved.append(parts)
         if len(saved) == 5:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Checkpoint, "save", interrupted)
-    assert train(text, out, "--checkpoint-every", "1") == 130
-    assert capsys.readouterr().err == f"\nfmtsim: interrupted; a checkpoint is in {out}, go on with --resume\n"
+    assert train(text, out, "--checkpoint-every", "1") == 143
+    assert capsys.readouterr().err == f"\nfmtsim: terminated; a checkpoint is in {out}, go on with --resume\n"
     assert os.listdir(out) == ["checkpoint.safetensors"]
     assert train(text, out) == BAD_INPUT
     assert capsys.readouterr().err == (
@@ -229,6 +250,17 @@ def test_the_command_goes_on(tmp_path, text, capsys, monkeypatch):
     assert capsys.readouterr().err == said
     assert sorted(os.listdir(out)) == sorted(os.listdir(whole))
     assert all((out / name).read_bytes() == (whole / name).read_bytes() for name in os.listdir(whole))
+
+
+@pytest.mark.parametrize(("every", "file"), [("1", "checkpoint.safetensors"), ("0", "loss.png")])
+def test_a_full_disk_is_one_line(tmp_path, text, capsys, every, file):
+    with largest_file(1000):
+        assert train(text, tmp_path / "out", "--checkpoint-every", every) == BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.startswith(
+        f"fmtsim: error: cannot write {tmp_path}/out/{file}: File too large; name a file in a folder"
+    )
+    assert len(error.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
 def test_resume_without_a_checkpoint_begins(tmp_path, text, capsys):
