@@ -9,7 +9,7 @@ import torch
 from fmtsim.calibration.campaign import calibrate, find_plan
 from fmtsim.calibration.check import make_data, question, verify
 from fmtsim.calibration.kernels import same_order as order_of
-from fmtsim.calibration.order import look
+from fmtsim.calibration.order import _positions, look
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.plan import GemmPlan
@@ -175,6 +175,18 @@ def test_a_handful_of_calls_is_enough():
     gpu = FakeGPU(BF16, GemmPlan(k_tile=64, split=6))
     find_plan(gpu, mm(16, 1024, 16384), BF16)
     assert gpu.asked <= 4
+
+
+@pytest.mark.parametrize("k", [8, 60, 384, 1000, 20_000])
+def test_where_probes_lie(k):
+    """Large values at multiples of 4; small ones beside them: two of each three in the first 256 places, 255 at most."""
+    ends, units = _positions(k)
+    close = min(k, 256)
+    assert set(units[(units < close) & (units % 4 != 3)].tolist()) == {x for x in range(close) if x % 4 in (1, 2)}
+    assert (units % 4 != 0).all() and units.min() > 0 and units.max() < k and len(units) <= 255
+    assert set(range(4, min(k, 384), 4)) <= set(ends.tolist())
+    assert (ends % 4 == 0).all() and ends.min() > 0 and ends.max() < k and k - ends.max() <= max(4, -(-k // 256) + 4)
+    assert len(set(ends.tolist())) == len(ends) and len(set(units.tolist())) == len(units)
 
 
 def test_very_short_sums_are_compared_alone():
