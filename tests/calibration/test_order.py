@@ -179,7 +179,7 @@ def test_a_handful_of_calls_is_enough():
 
 @pytest.mark.parametrize("k", [8, 60, 384, 1000, 20_000])
 def test_where_probes_lie(k):
-    """Large values at multiples of 4; small ones beside them: two of each three in the first 256 places, 255 at most."""
+    """Large values at multiples of 4; small ones beside them: two of three of the first 256 places, 255 at most."""
     ends, units = _positions(k)
     close = min(k, 256)
     assert set(units[(units < close) & (units % 4 != 3)].tolist()) == {x for x in range(close) if x % 4 in (1, 2)}
