@@ -250,7 +250,7 @@ def _zero_point_block(block: _Block, fmt: BlockFormat, cast: _Cast) -> _Result:
     assert isinstance(fmt.element, IntFormat)  # the record guarantees it
     top = fmt.element.max_code
     finite = [Fraction(x) for x in block.finite]
-    low = -_clamped32(-min(finite, default=Fraction(0))) if min(finite, default=Fraction(0)) < 0 else Fraction(0)
+    low = -_clamped32(-min([Fraction(0), *finite]))
     high = _clamped32(max([Fraction(0), *finite]))
     extent = _clamped32(high - low)
     scale = max(_rn32(extent / top), FLT_MIN) if extent else Fraction(1)

@@ -7,6 +7,7 @@ import torch
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.oracle import gemm_oracle
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import RandomKey
@@ -200,3 +201,15 @@ def test_running_sums_below_the_smallest_normal_number(path, accumulator):
         left, right = (s if s is None else s.tolist() for s in scales)
         expected = gemm_oracle(*(x.tolist() for x in operands), spec, c=c.tolist(), scale_a=left, scale_b=right)
         assert_same_bits(out, torch.tensor(expected), c)
+
+
+def test_two_stage_units_that_float64_does_not_hold():
+    def unit(name="bf16", **fields):
+        fmt = get_format(name) if isinstance(name, str) else name
+        return unit_of(GemmSpec(datapath=TwoStageDatapath(block=4, **fields), plan=CHAIN, a=fmt, b=fmt), 4)
+
+    wide = [FloatFormat(name="w", exponent_bits=8, mantissa_bits=bits) for bits in (25, 26)]
+    assert all((unit(fraction_bits=46), unit(sum_bits=46), unit(wide[0])))
+    for fields in ({"fraction_bits": 47}, {"sum_bits": 47}, {"name": wide[1]}, {"name": "fp64"}):
+        with pytest.raises(ArgumentError, match="^a two-stage unit of .* bits with .* does not fit in float64; choose"):
+            unit(**fields)
