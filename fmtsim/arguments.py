@@ -1,5 +1,6 @@
 """What the verbs are called with: checks of tensors, formats and blocks, and what a cast is made of."""
 
+import inspect
 from functools import lru_cache
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 
 from fmtsim.dispatch import constant_in_graphs, is_readable
 from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
-from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat, with_block
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
 from fmtsim.formats.spec import OVERFLOWS, CodebookFormat
@@ -32,6 +33,39 @@ def check_dense(name: str, x: Any) -> None:
         raise ArgumentError(f"{name} has layout {x.layout}; pass a dense tensor, for example {name}.to_dense()")
 
 
+def check_module(verb: str, model: Any) -> None:
+    """Refuse what is no module."""
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentError(f"{verb} takes a torch.nn.Module, not {type(model).__name__}")
+
+
+def check_saved(verb: str, *tensors: torch.Tensor) -> None:
+    """Refuse tensors that torch does not keep for a gradient: those made in inference mode."""
+    if not torch.compiler.is_compiling() and any(x.is_inference() for x in tensors):
+        raise ArgumentError(
+            f"{verb}: a tensor was made in inference mode, and torch keeps none of those for a gradient; "
+            "pass a clone of it, or call under torch.no_grad()"
+        )
+
+
+def takes(function: Any, *arguments: Any) -> bool:
+    """Say whether something can be called with these arguments, as far as its signature tells."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except ValueError:  # of what is written in C
+        return callable(function)
+    except TypeError:
+        return False
+    return True
+
+
+def check_flags(**flags: Any) -> None:
+    """Refuse flags that are neither True nor False; ``native`` may be None."""
+    for name, value in flags.items():
+        if value is not True and value is not False and not (value is None and name == "native"):
+            raise ArgumentError(f"{name}={shown(value)} is not a flag; pass True or False")
+
+
 def check_readable(name: str, x: torch.Tensor) -> None:
     """Refuse a tensor whose elements cannot be looked at."""
     if not is_readable(x):
@@ -54,9 +88,9 @@ def prepare(
 ) -> tuple[str, torch.dtype, tuple[str, int | None, int | None] | None, int]:  # fmt: skip
     """Check the arguments and return the cast as text, the result dtype, the block, and the random bits it needs."""
     rank = max(x.dim(), 1)
-    if not isinstance(dim, int) or not -rank <= dim < rank:
+    if type(dim) is not int or not -rank <= dim < rank:
         raise ArgumentError(
-            f"dim={dim!r} is not a dimension of x of shape {tuple(x.shape)}; choose {-rank} to {rank - 1}"
+            f"dim={shown(dim)} is not a dimension of x of shape {tuple(x.shape)}; choose {-rank} to {rank - 1}"
         )
     inner = dim - rank if dim >= 0 else dim
     return resolve(format, rounding, overflow, inner, random_bits, block_size, scale_rule, x.dtype, out_dtype)
@@ -86,10 +120,11 @@ def _resolve_cached(
     format: Any, rounding: Any, overflow: Any, dim: int, random_bits: int | None,
     block_size: Any, scale_rule: Any, dtype: torch.dtype, out_dtype: torch.dtype | None,
 ) -> tuple[str, torch.dtype, tuple[str, int | None, int | None] | None, int]:  # fmt: skip
-    fmt = with_block(get_format(format), _check_block_size(block_size), scale_rule)
+    fmt = with_block(get_format(format), block_size, scale_rule)
     mode = get_rounding(rounding, random_bits)
-    if overflow not in (None, *OVERFLOWS):
-        raise FormatError(f"unknown overflow {overflow!r}; choose 'saturate', 'ieee' or None for the format's default")
+    if overflow is not None and (not isinstance(overflow, str) or overflow not in OVERFLOWS):
+        given = shown(overflow)
+        raise FormatError(f"unknown overflow {given}; choose 'saturate', 'ieee' or None for the format's default")
     spec = CastSpec(format=fmt, rounding=mode, overflow=overflow or fmt.default_overflow, dim=dim)
     result = check_out_dtype(out_dtype) or result_dtype(fmt, dtype)
     random = mode.bits if mode.mode == "stochastic" else 0
@@ -97,24 +132,11 @@ def _resolve_cached(
     return spec.to_json(), result, block, random
 
 
-def _check_block_size(block_size: Any) -> Block | None:
-    """Return a block as ``(outer, inner)``."""
-    if block_size is None:
-        return None
-    block = tuple(block_size) if isinstance(block_size, tuple | list) else (1, block_size)
-    sizes = [size for size in block if size is not None]
-    if len(block) != 2 or not all(type(size) is int and 0 < size < 1 << 63 for size in sizes):
-        raise ArgumentError(
-            f"block_size={block_size!r} is not a block; choose an int of 1 or more, or (outer, inner), "
-            "in which None means the whole extent"
-        )
-    return block
-
-
 def check_out_dtype(out_dtype: torch.dtype | None) -> torch.dtype | None:
     """Return the dtype, or raise DtypeError where it is none of the four."""
-    if out_dtype is not None and out_dtype not in FLOAT_DTYPES:
-        raise DtypeError(f"out_dtype={out_dtype!r} is not allowed; choose torch.float16, bfloat16, float32 or float64")
+    if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or out_dtype not in FLOAT_DTYPES):
+        given = shown(out_dtype)
+        raise DtypeError(f"out_dtype={given} is not allowed; choose torch.float16, bfloat16, float32 or float64")
     return out_dtype
 
 
@@ -124,6 +146,7 @@ def _dtype_message(name: str, dtype: torch.dtype) -> str:
 
 def check_blocks(x: torch.Tensor, block: tuple[str, int | None, int | None] | None, dim: int, pad: bool) -> None:
     """Refuse a tensor that whole blocks do not fill, unless it may be padded."""
+    check_flags(pad=pad)
     if block is None or pad or x.dim() == 0:
         return
     name, outer, inner = block
@@ -238,6 +261,8 @@ def check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None)
             f"out of shape {tuple(out.shape)} and strides {out.stride()} holds several elements in one place; "
             "pass out.contiguous(), or a tensor that was not expanded"
         )
+    if not torch.compiler.is_compiling() and out.is_inference() and not torch.is_inference_mode_enabled():
+        raise ArgumentError("out was made in inference mode, and torch writes to it in there alone; pass out.clone()")
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
         raise ArgumentError("out= does not support autograd; call quantize without out=, or under torch.no_grad()")
     return out.dtype

@@ -152,7 +152,8 @@ def _encoding(
     check_input(x)
     spec_arguments = (format, rounding, overflow, dim, random_bits, block_size, scale_rule, None)
     text, _, block, random = prepare(x, *spec_arguments)
-    check_blocks(x, block, dim, pad)
+    if block is not None:
+        check_blocks(x, block, dim, pad)
     return text, *randomness(x, random, generator, random_words)
 
 

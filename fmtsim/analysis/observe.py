@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fmtsim.analysis.stats import OperandStats
+from fmtsim.arguments import check_module
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.passes import Observer
 from fmtsim.nn.attention_mode import ATTENTION
@@ -24,6 +25,7 @@ class Observation:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        check_module("observe", model)
         self._modules = [module for module in model.modules() if isinstance(module, EmulatedModule)]
         self._attention = [m.__dict__[ATTENTION] for m in model.modules() if ATTENTION in m.__dict__]
         self._active = False

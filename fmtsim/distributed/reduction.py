@@ -7,11 +7,12 @@ from typing import Final, Literal, get_args
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError, did_you_mean
+from fmtsim.errors import ArgumentError, did_you_mean, shown
 from fmtsim.formats.block import FP32
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
 from fmtsim.formats.spec import OVERFLOWS, FloatFormat, IntFormat, Overflow
+from fmtsim.records import check_types
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.scaling import Scaling
 
@@ -46,6 +47,7 @@ class AutoFactor:
     largest: float = 2.0**24
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("initial", "backoff", "growth", "least", "largest"):
             value = getattr(self, name)
             good = isinstance(value, int | float) and math.isfinite(value) and value > 0
@@ -106,17 +108,18 @@ class Reduction:
     source: str = ""
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name, allowed in (("factor", Factor), ("algorithm", Algorithm), ("nonfinite", NonFinite)):
             value = getattr(self, name)
             _require(value in get_args(allowed), f"Reduction {name}={value!r}", ", ".join(map(repr, get_args(allowed))))
         _require(self.overflow in (None, *OVERFLOWS), f"Reduction overflow={self.overflow!r}", "'saturate' or 'ieee'")
-        shown = getattr(self.format, "name", self.format)
+        called = getattr(self.format, "name", self.format)
         plain = isinstance(self.format, FloatFormat | IntFormat) and self.format.signed
-        _require(plain, f"Reduction format={shown!r}", "the record of a signed float or integer format")
+        _require(plain, f"Reduction format={called!r}", "the record of a signed float or integer format")
         fits = result_dtype(self.format, torch.float32) == torch.float32
-        _require(fits, f"Reduction format={shown!r}", "a format whose values float32 holds")
+        _require(fits, f"Reduction format={called!r}", "a format whose values float32 holds")
         if self.nonfinite == "propagate" and not self.format.has_nan:
-            raise ArgumentError(f"{shown} has no NaN to propagate; choose nonfinite='saturate' or 'raise'")
+            raise ArgumentError(f"{called} has no NaN to propagate; choose nonfinite='saturate' or 'raise'")
         _require(isinstance(self.rounding, Rounding), f"Reduction rounding={self.rounding!r}", "a Rounding record")
         _require(type(self.seed) is int and 0 <= self.seed < 1 << 63, f"Reduction seed={self.seed!r}", "0 to 2**63 - 1")
         _require((self.factor == "auto") == (self.auto is not None), f"Reduction auto={self.auto!r} with "
@@ -188,7 +191,7 @@ def get_reduction(reduction: str | Reduction) -> Reduction:
     """
     if isinstance(reduction, Reduction):
         return reduction
-    if reduction not in REDUCTIONS:
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         hint = did_you_mean(reduction, REDUCTIONS)
-        raise ArgumentError(f"unknown reduction {reduction!r}{hint} (choose one of {', '.join(REDUCTIONS)})")
+        raise ArgumentError(f"unknown reduction {shown(reduction)}{hint} (choose one of {', '.join(REDUCTIONS)})")
     return REDUCTIONS[reduction]

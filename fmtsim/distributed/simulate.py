@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fmtsim.arguments import check_dense
 from fmtsim.distributed.arithmetic import (
     Batch,
     Counts,
@@ -67,6 +68,9 @@ def simulate(
     if not isinstance(ranks, Tensor | Sequence):
         raise ArgumentError(f"ranks is {type(ranks).__name__}; pass a list with the tensor, or tensors, of each rank")
     lists = [listed(one) for one in ranks]
+    for rank, one in enumerate(lists):
+        for x in one:
+            check_dense(f"the tensor of rank {rank}", x)
     require_ranks(len(lists))
     _require_agreement(lists)
     batches = [batch_of(one) for one in lists]

@@ -4,7 +4,7 @@ import math
 from abc import abstractmethod
 from typing import Literal
 
-from fmtsim.errors import FormatError
+from fmtsim.errors import FormatError, shown
 from fmtsim.formats.display import Displayed
 
 Overflow = Literal["saturate", "ieee"]
@@ -42,7 +42,7 @@ class Element(Displayed):
 def require(name: str, condition: bool, given: str, allowed: str) -> None:
     """Raise FormatError unless the condition holds."""
     if not condition:
-        raise FormatError(f"format {name!r}: {given} is not allowed; choose {allowed}")
+        raise FormatError(f"format {shown(name)}: {given} is not allowed; choose {allowed}")
 
 
 def require_code(name: str, bits: int, code: int) -> None:

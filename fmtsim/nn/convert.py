@@ -5,7 +5,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fmtsim.errors import ArgumentError
+from fmtsim.arguments import check_module, takes
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
@@ -84,11 +85,11 @@ def convert(
             attention or replacement finds nothing. The model is then unchanged.
         FormatError: an unknown format or rounding.
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
-    if filter_fn is not None and not callable(filter_fn):
+    check_module("convert", model)
+    if filter_fn is not None and not takes(filter_fn, model, ""):
         raise ArgumentError(
-            f"convert filter_fn={filter_fn!r} is no function; write filter_fn=lambda module, name: 'mlp' in name"
+            f"convert filter_fn={shown(filter_fn)} is no function of a module and its name; "
+            "write filter_fn=lambda module, name: 'mlp' in name"
         )
     targets = {"target": target, "unit": unit, "fast_accum": fast_accum, "native": native}
     roundings = {"rounding": rounding, "grad_rounding": grad_rounding}
@@ -143,6 +144,7 @@ def is_converted(model: nn.Module) -> bool:
 
 def converted_modules(model: nn.Module, verb: str) -> list[tuple[str, EmulatedModule]]:
     """Return the modules with emulated products by name; raise ArgumentError where ``convert`` changed nothing."""
+    check_module(verb, model)
     if not is_converted(model):
         raise ArgumentError(f"{verb} found no converted module in {type(model).__name__}; convert it first")
     return [(name, module) for name, module in model.named_modules() if isinstance(module, EmulatedModule)]
@@ -156,8 +158,6 @@ def revert(model: Model) -> Model:
     Raises:
         ArgumentError: the model holds no converted module, or one whose class was changed since.
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"revert takes a torch.nn.Module, not {type(model).__name__}")
     converted = converted_modules(model, "revert")
     for name, module in converted:
         if type(module) is not emulated_class(module.original_class):

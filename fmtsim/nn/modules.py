@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fmtsim.arguments import check_dense
 from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.gemm.layers.config import OPERANDS, LinearConfig
 from fmtsim.gemm.layers.keys import FORWARD, Generator, Layer, State
@@ -85,6 +86,7 @@ class EmulatedModule(nn.Module):
             raise ArgumentError(
                 "fmtsim.observe does not see into compiled code; observe the model that was given to torch.compile"
             )
+        check_dense("x", x)
         observer = None if how.observer is None else how.observer(part)
         compiled = torch.compiler.is_dynamo_compiling()
         layer = how.products[_kind(part, torch.is_grad_enabled(), compiled)]

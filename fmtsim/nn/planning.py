@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from fmtsim.errors import ArgumentError
+from fmtsim.arguments import takes
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig, linear_config
 from fmtsim.nn.modules import EmulatedModule, emulated_class, emulated_types
@@ -54,8 +55,10 @@ def configure(
     chosen = config if recipe is None else recipe
     if isinstance(chosen, LinearConfig):
         return lambda name: chosen
-    if not callable(chosen):
-        raise ArgumentError(f"{given[0]}={chosen!r} is not a LinearConfig; build one with linear_config(x=, w=, g=)")
+    if not takes(chosen, "name"):
+        raise ArgumentError(
+            f"{given[0]}={shown(chosen)} is not a LinearConfig; build one with linear_config(x=, w=, g=)"
+        )
     return chosen
 
 
@@ -88,7 +91,7 @@ def plan_layers(
     for name, module in model.named_modules():
         if isinstance(module, EmulatedModule):
             raise ArgumentError(
-                f"layer {name!r} is converted already; call fmtsim.revert(model) before converting again"
+                f"layer {shown(name)} is converted already; call fmtsim.revert(model) before converting again"
             )
         reason = why_not(module) or inside.get(name)
         if reason is None and filter_fn is not None and not filter_fn(module, name):
@@ -112,7 +115,7 @@ def _check_layer(name: str, module: nn.Module, layer_plan: LayerPlan, total_step
         layer_plan.at(0, total_steps)
         layer_plan.check(total_steps)
     except ArgumentError as error:
-        raise ArgumentError(f"layer {name!r}: {error}") from None
+        raise ArgumentError(f"layer {shown(name)}: {error}") from None
     emulated = emulated_class(type(module))
     assert emulated is not None  # why_not would have had a reason
     for outputs, inputs in emulated.matrices(module):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fmtsim.errors import ArgumentError
+from fmtsim.arguments import check_module
 from fmtsim.nn.attention import EmulatedMultiheadAttention
 from fmtsim.nn.convert import NOTES, REASONS
 from fmtsim.nn.modules import EmulatedModule, emulated_types
@@ -61,8 +61,7 @@ def report(model: nn.Module) -> Report:
     Raises:
         ArgumentError: ``model`` is no module.
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"report takes a torch.nn.Module, not {type(model).__name__}")
+    check_module("report", model)
     known = model.__dict__.get(REASONS, {})
     first: dict[nn.Module, str] = {}
     inside = {  # an attention module multiplies with this layer's weights itself

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.nn.convert import RECIPE, converted_modules
 from fmtsim.nn.modules import STATE, EmulatedModule
 from fmtsim.nn.swaps import swap_details
@@ -21,15 +21,23 @@ def recipe_state(model: nn.Module) -> dict[str, Any]:
     Raises:
         ArgumentError: The model is not converted.
     """
+    modules = converted_modules(model, "recipe_state")
     layers = {
         name: {
             operand: {field: tensor.detach().cpu().clone() for field, tensor in memory.named_buffers()}
             for operand, memory in module._modules[STATE].named_children()  # type: ignore[union-attr]
         }
-        for name, module in converted_modules(model, "recipe_state")
+        for name, module in modules
         if STATE in module._modules
     }
     return {"recipe": model.__dict__.get(RECIPE), "layers": layers}
+
+
+def _is_state(value: Any, depth: int = 3) -> bool:
+    """Say whether a value is tensors by layer, operand and field."""
+    if not depth:
+        return isinstance(value, torch.Tensor)
+    return isinstance(value, dict) and all(_is_state(part, depth - 1) for part in value.values())
 
 
 @torch.no_grad()
@@ -39,19 +47,23 @@ def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
     Raises:
         ArgumentError: The state is of another recipe, or of other layers, operands or lengths of history.
     """
-    own = model.__dict__.get(RECIPE)
     modules = dict(converted_modules(model, "load_recipe_state"))
+    own = model.__dict__.get(RECIPE)
     if not isinstance(state, dict) or set(state) != {"recipe", "layers"}:
         raise ArgumentError(f"load_recipe_state takes what fmtsim.recipe_state returned, not {type(state).__name__}")
     if state["recipe"] != own:
         raise ArgumentError(
-            f"the state is of recipe {state['recipe']!r}, the model runs {own!r}; "
-            f"convert the plain model with recipe={state['recipe']!r} first"
+            f"the state is of recipe {shown(state['recipe'])}, the model runs {shown(own)}; "
+            f"convert the plain model with recipe={shown(state['recipe'])} first"
+        )
+    if not _is_state(state["layers"]):
+        raise ArgumentError(
+            "the state's layers are not what fmtsim.recipe_state returned: tensors by layer and operand"
         )
     having = {name for name, module in modules.items() if STATE in module._modules}
     for name in sorted(having ^ set(state["layers"])):
         where = "state" if name in having else "model"
-        raise ArgumentError(f"layer {name!r} has delayed scales, but the {where} has none of it; convert alike")
+        raise ArgumentError(f"layer {shown(name)} has delayed scales, but the {where} has none of it; convert alike")
     pairs = []
     for name, operands in state["layers"].items():
         memory = dict(modules[name]._modules[STATE].named_buffers())  # type: ignore[union-attr]
@@ -62,7 +74,7 @@ def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
             shapes = [tuple(tensors[key].shape) if key in tensors else None for tensors in (memory, given)]
             if shapes[0] != shapes[1]:
                 raise ArgumentError(
-                    f"layer {name!r}: {key} is {shapes[1]} in the state and {shapes[0]} in the model; "
+                    f"layer {shown(name)}: {key} is {shapes[1]} in the state and {shapes[0]} in the model; "
                     "the recipe was another one when the state was saved"
                 )
         pairs += [(memory[key], given[key]) for key in memory]
@@ -102,7 +114,7 @@ def share_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
         if names or recipe != ranks[0][0]:
             where = f"layer {names[0]!r}" if names else "the model"
             raise ArgumentError(
-                f"ranks disagree: {where} runs recipe {ranks[0][0]!r} on rank 0 and {recipe!r} on rank {rank}"
+                f"ranks disagree: {where} runs recipe {shown(ranks[0][0])} on rank 0 and {shown(recipe)} on rank {rank}"
                 f"{' as another config' if recipe == ranks[0][0] else ''}; convert with one recipe on all ranks"
             )
     for _, module in modules:

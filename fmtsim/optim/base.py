@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError, DeviceError, DtypeError
+from fmtsim.errors import ArgumentError, DeviceError, DtypeError, shown
 from fmtsim.optim import checkpoint, engines, torch_step
 from fmtsim.optim.catalogue import get_scheme
 from fmtsim.optim.rules import Rule
@@ -37,11 +37,13 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Params, defaults: dict[str, Any], rule: Rule, state: str | Scheme, seed: int) -> None:
         if not isinstance(seed, int) or not 0 <= seed < 1 << 63:
-            raise ArgumentError(f"seed={seed!r} is not allowed; choose 0 to 2**63 - 1")
+            raise ArgumentError(f"seed={shown(seed)} is not allowed; choose 0 to 2**63 - 1")
         self.scheme, self.rule, self.seed = get_scheme(state), rule, seed
         self._nonfinite: dict[torch.device, Tensor] = {}
         self._formats: dict[Tensor, Mapping[str, StateFormat]] = {}
         self._batches: list[Any] | None = None
+        if not isinstance(params, Iterable) or isinstance(params, str | bytes):
+            raise ArgumentError(f"params={shown(params)} are no parameters; pass model.parameters()")
         super().__init__(params, defaults)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
@@ -51,7 +53,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
                 _check_number(name, group[name], end)
         betas = group.get("betas", (0.0, 0.0))
         if not isinstance(betas, tuple | list) or len(betas) != 2:
-            raise ArgumentError(f"betas={betas!r} is not allowed; choose two numbers in [0, 1)")
+            raise ArgumentError(f"betas={shown(betas)} is not allowed; choose two numbers in [0, 1)")
         for place, beta in enumerate(betas):
             _check_number(f"betas[{place}]", beta, 1)
 
@@ -62,7 +64,10 @@ class QuantizedOptimizer(torch.optim.Optimizer):
                 f"a group of parameters has no {min(given)}= of its own; "
                 "make a second optimizer for these parameters, and step both"
             )
-        super().add_param_group(param_group)
+        try:
+            super().add_param_group(param_group)
+        except (TypeError, ValueError, KeyError) as error:  # torch's own words for what is no group of parameters
+            raise ArgumentError(f"params are no parameters: {error}; pass model.parameters()") from None
         try:
             self.check_group(self.param_groups[-1])
             for p in self.param_groups[-1]["params"]:
@@ -204,7 +209,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             key = (id(group), step)
             if key not in numbers:
                 numbers[key] = self.rule.numbers(group, step, self.scheme)
-            gradient = torch_step.local(p.grad)
+            gradient = torch_step.local(p.grad).resolve_neg()
             steps.append(ParameterStep(here, gradient, state, step, formats, numbers[key], self.seed, index))
         return steps
 
@@ -244,4 +249,4 @@ def _check_number(name: str, value: Any, end: float) -> None:
     """Refuse what is not a number from 0 to below an end."""
     if not isinstance(value, int | float) or not 0 <= value < end:
         allowed = "of 0 or more" if end == math.inf else f"in [0, {end})"
-        raise ArgumentError(f"{name}={value!r} is not allowed; choose a number {allowed}")
+        raise ArgumentError(f"{name}={shown(value)} is not allowed; choose a number {allowed}")

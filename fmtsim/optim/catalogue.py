@@ -1,6 +1,6 @@
 """The named schemes: how published systems keep their optimizer states."""
 
-from fmtsim.errors import ArgumentError, did_you_mean
+from fmtsim.errors import ArgumentError, did_you_mean, shown
 from fmtsim.formats.catalogue import dynamic_values
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, ElementFormat
@@ -151,9 +151,9 @@ def get_scheme(scheme: str | Scheme) -> Scheme:
     """
     if isinstance(scheme, Scheme):
         return scheme
-    if scheme not in _BY_NAME:
+    if not isinstance(scheme, str) or scheme not in _BY_NAME:
         hint = did_you_mean(scheme, _BY_NAME)
-        raise ArgumentError(f"state={scheme!r} is unknown{hint} (choose one of {', '.join(_BY_NAME)})")
+        raise ArgumentError(f"state={shown(scheme)} is unknown{hint} (choose one of {', '.join(_BY_NAME)})")
     return _BY_NAME[scheme]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fmtsim.arguments import check_module
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
@@ -238,8 +239,7 @@ def _copied(value: Any) -> Any:
 
 def check_model(verb: str, model: Any) -> None:
     """Raise ArgumentError for what is no module, is compiled, or has weights that are not there or not numbers."""
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"{verb} takes a torch.nn.Module, not {type(model).__name__}")
+    check_module(verb, model)
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             what = f"module {name!r}" if name else "the model"

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from fmtsim.arguments import check_module
 from fmtsim.errors import ArgumentError
 from fmtsim.nn.attention_mode import convert_attention
 from fmtsim.nn.convert import convert, revert
@@ -43,8 +44,7 @@ def load_ptq(model: Model, state: dict[str, Any]) -> Model:
     """
     if not isinstance(state, dict) or set(state) != _KEYS:
         raise ArgumentError(f"load_ptq takes what fmtsim.ptq_state returned, not {type(state).__name__}")
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"load_ptq takes a torch.nn.Module, not {type(model).__name__}")
+    check_module("load_ptq", model)
     recipe, layers, tensors = ptq_recipe_from_dict(state["recipe"]), set(state["layers"]), state["tensors"]
     absent = sorted(layers - {name for name, _ in model.named_modules()})
     empty = next((name for name, p in model.named_parameters() if p.is_meta), None)

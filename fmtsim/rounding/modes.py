@@ -45,12 +45,12 @@ class Rounding:
             raise FormatError(f"random bit layout {shown(self.layout)} is unknown; choose 'word' or 'cvt_rs'")
         if self.layout == "cvt_rs" and (self.random_bits not in (8, 13, 16) or self.variant != "a"):
             raise FormatError(
-                f"layout='cvt_rs' with random_bits={self.random_bits}, variant={self.variant!r} does not exist; "
+                f"layout='cvt_rs' with random_bits={self.random_bits}, variant={shown(self.variant)} does not exist; "
                 "choose random_bits 8, 13 or 16 and variant 'a'"
             )
         if self.mode != "stochastic" and (self.random_bits is not None or self.layout != "word"):
             raise FormatError(
-                f"random_bits and layout belong to rounding='stochastic', not {self.mode!r}; leave them out"
+                f"random_bits and layout belong to rounding='stochastic', not {shown(self.mode)}; leave them out"
             )
 
     @property

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 import torch
 
-from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.errors import ArgumentError, FormatError, shown
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
@@ -68,7 +68,7 @@ class Datapath:
         _check_count("group", self.group, 1)
         if not isinstance(self.term_rounding, str) or self.term_rounding not in TERM_ROUNDINGS:
             raise ArgumentError(
-                f"term_rounding={self.term_rounding!r} is not possible; choose one of {', '.join(TERM_ROUNDINGS)}"
+                f"term_rounding={shown(self.term_rounding)} is not possible; choose one of {', '.join(TERM_ROUNDINGS)}"
             )
         check_types(self)
         if self.accumulator.mantissa_bits > 52 or self.accumulator.exponent_bits > 11:
@@ -174,7 +174,7 @@ def _float_format(name: str, given: object) -> FloatFormat | None:
     if fmt is None and name != "accumulator":
         return None
     if not isinstance(fmt, FloatFormat):
-        raise FormatError(f"{name}={given!r} is not a floating-point format; pass its name or a FloatFormat")
+        raise FormatError(f"{name}={shown(given)} is not a floating-point format; pass its name or a FloatFormat")
     return fmt
 
 
@@ -182,4 +182,4 @@ def _check_count(name: str, value: object, lowest: int, *, optional: bool = Fals
     if optional and value is None:
         return
     if type(value) is not int or value < lowest:
-        raise ArgumentError(f"{name}={value!r} is not possible; choose {lowest} or more{', or None' * optional}")
+        raise ArgumentError(f"{name}={shown(value)} is not possible; choose {lowest} or more{', or None' * optional}")

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.spec import CodebookFormat, ElementFormat
+from fmtsim.records import check_types
 from fmtsim.rounding.codebooks import LOWEST_KEY, table_of
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import RandomKey
@@ -74,12 +75,13 @@ class StateFormat:
     rounding: Rounding = field(default_factory=Rounding)
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.block not in ("tensor", "row") and (not isinstance(self.block, int) or self.block < 2):
-            raise ArgumentError(f"block={self.block!r} is not allowed; choose 2 or more, 'row' or 'tensor'")
+            raise ArgumentError(f"block={shown(self.block)} is not allowed; choose 2 or more, 'row' or 'tensor'")
         if self.scale not in SCALE_RULES:
-            raise ArgumentError(f"scale={self.scale!r} is unknown; choose one of {', '.join(SCALE_RULES)}")
+            raise ArgumentError(f"scale={shown(self.scale)} is unknown; choose one of {', '.join(SCALE_RULES)}")
         if self.format is None and (self.scale != "none" or self.expand):
-            raise ArgumentError(f"scale={self.scale!r}, expand={self.expand} need a format; float32 takes neither")
+            raise ArgumentError(f"scale={shown(self.scale)}, expand={self.expand} need a format; float32 takes neither")
         if self.format is not None and self.format.bits > 16:
             raise ArgumentError(
                 f"a state of {self.format.bits} bits is not packed; choose a format of 16 bits or fewer"
@@ -87,9 +89,9 @@ class StateFormat:
         if isinstance(self.format, CodebookFormat) and list(self.format.values) != sorted(set(self.format.values)):
             raise ArgumentError(f"{self.format.name} is not in order; sort its values and leave out repeated ones")
         if isinstance(self.format, CodebookFormat) and self.rounding.mode != "nearest_even":
-            raise ArgumentError(f"codebooks round to nearest, not {self.rounding.mode!r}; leave rounding out")
+            raise ArgumentError(f"codebooks round to nearest, not {shown(self.rounding.mode)}; leave rounding out")
         if self.expand and self.scale != "amax":
-            raise ArgumentError(f"expand=True with scale={self.scale!r} does not exist; choose scale='amax'")
+            raise ArgumentError(f"expand=True with scale={shown(self.scale)} does not exist; choose scale='amax'")
 
     @property
     def bits(self) -> int:
@@ -154,12 +156,13 @@ class Scheme:
     nonfinite: Nonfinite = "propagate"
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.nonfinite not in get_args(Nonfinite):
             raise ArgumentError(
-                f"nonfinite={self.nonfinite!r} is unknown; choose one of {', '.join(get_args(Nonfinite))}"
+                f"nonfinite={shown(self.nonfinite)} is unknown; choose one of {', '.join(get_args(Nonfinite))}"
             )
         if self.decay not in ("before", "after"):
-            raise ArgumentError(f"decay={self.decay!r} is unknown; choose 'before' or 'after'")
+            raise ArgumentError(f"decay={shown(self.decay)} is unknown; choose 'before' or 'after'")
 
     def formats(self, shape: tuple[int, ...], slots: tuple[str, ...]) -> dict[str, StateFormat]:
         """Return how each state of a parameter of this shape is kept, by slot; ``"weights"`` only where there are any.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fmtsim.errors import ArgumentError, FormatError
+from fmtsim.errors import ArgumentError, FormatError, shown
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.records import check_types
@@ -69,7 +69,7 @@ class GemmPlan:
             object.__setattr__(self, "partial", get_format(given))
         if self.partial is not None and not isinstance(self.partial, FloatFormat):
             raise FormatError(
-                f"partial={self.partial!r} is not a floating-point format; pass its name or a FloatFormat"
+                f"partial={shown(self.partial)} is not a floating-point format; pass its name or a FloatFormat"
             )
         for name in ("k_tile", "part_k", "instruction_k", "promote_every"):
             _check(name, getattr(self, name) is None or _count(getattr(self, name)), getattr(self, name), "1 or more")
@@ -102,4 +102,4 @@ def _count(value: object) -> bool:
 
 def _check(name: str, fine: bool, value: object, allowed: str) -> None:
     if not fine:
-        raise ArgumentError(f"GemmPlan {name}={value!r} is not possible; choose {allowed}")
+        raise ArgumentError(f"GemmPlan {name}={shown(value)} is not possible; choose {allowed}")

@@ -1,7 +1,6 @@
 """Targets that take tensors: verbs, products, layers. A result has the bits of the same call on plain copies."""
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -174,9 +173,8 @@ def _make(r: Random) -> tuple[Any, list[Any], Values]:
 @target("compare", 200)
 def _compare(r: Random) -> tuple[Any, list[Any], Values]:
     x = either(r, tensors.tensor(r, dtypes=(*tensors.FLOATS, *tensors.OTHERS)))
-    other = (
-        x if r.random() < 0.3 or not isinstance(x, Tensor) or x.is_nested else tensors.tensor(r, dtypes=(x.dtype,), of=x.shape)
-    )
+    same = r.random() < 0.3 or not isinstance(x, Tensor) or x.is_nested
+    other = x if same else tensors.tensor(r, dtypes=(x.dtype,), of=x.shape)
 
     def compare(actual: Any, expected: Any) -> Any:
         text = str(fmtsim.compare(actual, expected))
@@ -282,7 +280,8 @@ def _mma(r: Random) -> tuple[Any, list[Any], Values]:
 def _explain(r: Random) -> tuple[Any, list[Any], Values]:
     x = r.choice((0.1, -3e5, float("nan"), float("inf"), 5e-324, 7, [1.0, 2.0], tensors.tensor(r), tensors.junk(r)))
     options = _cast(r, x)
-    options.pop("random_words", None)
+    known = inspect.signature(fmtsim.explain).parameters
+    options = {name: value for name, value in options.items() if name in known}
 
     def explain(*arguments: Any, **options: Any) -> None:
         str(fmtsim.explain(*arguments, **options))
@@ -297,7 +296,9 @@ def _explain_mm(r: Random) -> tuple[Any, list[Any], Values]:
     def explain_mm(*arguments: Any, **options: Any) -> None:
         str(fmtsim.explain_mm(*arguments, **options))
 
-    return explain_mm, _operands(r, (m, k), (k, n)), _machine(r, {})
+    known = inspect.signature(fmtsim.explain_mm).parameters
+    options = {name: value for name, value in _machine(r, {}).items() if name in known}
+    return explain_mm, _operands(r, (m, k), (k, n)), options
 
 
 def _junk_of(r: Random, function: Callable[..., Any], usual: Values) -> Values:
@@ -364,7 +365,7 @@ def _convert(r: Random) -> tuple[Any, list[Any], Values]:
     model = either(r, _net(r), 0.05)
     x = either(r, tensors.tensor(r, dtypes=(torch.float32,), of=(*r.choice(((3,), (2, 3), (0,), ())), 64)), 0.05)
     options = maybe(
-        r, {}, filter_fn=(lambda name, module: True, lambda module: True, lambda name, module: 1 / 0), unit=UNITS,
+        r, {}, filter_fn=(lambda module, name: True, lambda module: True, lambda module, name: name == "0"), unit=UNITS,
         target=("h200",), seed=(1,), total_steps=(10,), wrong=0.05,
     )  # fmt: skip
     known = inspect.signature(fmtsim.convert).parameters
@@ -437,5 +438,7 @@ def _lists(r: Random) -> tuple[Any, list[Any], Values]:
          fmtsim.get_target, fmtsim.get_recipe, fmtsim.register_recipe, fmtsim.get_ptq_recipe, fmtsim.linear_config,
          fmtsim.optim.get_scheme, fmtsim.distributed.get_reduction, fmtsim.set_num_threads, fmtsim.Encoded.load)
     )  # fmt: skip
-    names = [name for name, p in inspect.signature(verb).parameters.items() if p.kind in (1, 3)]
-    return verb, [], {name: tensors.junk(r) for name in names[:1] + r.sample(names[1:], min(len(names) - 1, 1))}
+    known = inspect.signature(verb).parameters
+    names = [name for name, p in known.items() if p.kind in (1, 3)]
+    given = [name for name in names if known[name].default is inspect.Parameter.empty or r.random() < 0.3]
+    return verb, [], {name: tensors.junk(r) for name in given}

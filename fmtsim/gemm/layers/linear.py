@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmtsim.arguments import check_dense, check_saved
 from fmtsim.autograd import OnceOnly
 from fmtsim.dispatch import constant_in_graphs, is_bare
 from fmtsim.errors import ArgumentError, DtypeError
@@ -94,7 +95,7 @@ class EmulatedGEMM:
             if observer is not None or state:
                 raise ArgumentError(_COMPILED)
             return torch.ops.fmtsim.layer(x, w, bias, _name_of(config, generator))  # type: ignore[no-any-return]
-        return _Linear.apply(x, w, bias, Layer(config, generator, state), observer)[0]  # type: ignore[no-any-return]
+        return run_layer(x, w, bias, Layer(config, generator, state), observer)
 
 
 def run_layer(x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer: Observer | None = None) -> Tensor:
@@ -104,6 +105,10 @@ def run_layer(x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer:
     """
     if torch.compiler.is_dynamo_compiling():
         return torch.ops.fmtsim.layer(x, w, bias, layer.name)  # type: ignore[no-any-return]
+    check_dense("x", x)
+    check_dense("w", w)
+    if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
+        check_saved("EmulatedGEMM", x, w)
     return _Linear.apply(x, w, bias, layer, observer)[0]  # type: ignore[no-any-return]
 
 
@@ -189,7 +194,7 @@ def _gradients(
 def autocast_to(t: Tensor, like: Tensor) -> Tensor:
     """Return a tensor in the dtype that autocast gives products of ``like``."""
     device = like.device.type
-    if t.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    if t.dtype == torch.float64 or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return t
     return t.to(torch.get_autocast_dtype(device))
 

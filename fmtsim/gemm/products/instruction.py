@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fmtsim.arguments import random_keys
 from fmtsim.dispatch import is_readable
-from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.errors import ArgumentError, DtypeError, shown
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.operands import check_devices, check_tensor, operand_format, read_operand
@@ -130,7 +130,7 @@ def _accumulate(c: Tensor | None, accumulate: str | None) -> str | None:
         return accumulate
     own = accumulate_name(c.dtype)
     if accumulate not in (None, own):
-        raise DtypeError(f"c has dtype {c.dtype}, but accumulate={accumulate!r}; leave one of them out")
+        raise DtypeError(f"c has dtype {c.dtype}, but accumulate={shown(accumulate)}; leave one of them out")
     return own
 
 

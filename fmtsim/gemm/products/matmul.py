@@ -5,8 +5,9 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from fmtsim.arguments import check_flags, check_saved
 from fmtsim.autograd import OnceOnly
-from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.errors import ArgumentError, DtypeError, shown
 from fmtsim.gemm.products.operands import FLOATS, asked_product, check_devices, check_matrices, check_tensor
 from fmtsim.gemm.products.resolver import run_product, target_or_unit
 from fmtsim.quantize import quantize
@@ -110,6 +111,9 @@ def mm(
             [ 0.2500, -1.0000]])
     """
     unit = target_or_unit("mm", target, unit, datapath, plan, accumulate)
+    check_flags(
+        allow_tf32=allow_tf32, allow_fp16_accumulation=allow_fp16_accumulation, strict=strict, native=native
+    )  # fmt: skip
     check_matrices("mm", a, b, "2")
     options = {
         "out_dtype": out_dtype, "target": target, "unit": unit, "plan": plan, "accumulate": accumulate,
@@ -215,10 +219,11 @@ def checked_options(verb: str, given: Options) -> dict[str, Any]:
     """
     unknown = [name for name in given if name not in _DEFAULTS]
     if unknown:
-        raise ArgumentError(f"{verb} has no argument {unknown[0]!r}; it takes {', '.join(_DEFAULTS)}")
+        raise ArgumentError(f"{verb} has no argument {shown(unknown[0])}; it takes {', '.join(_DEFAULTS)}")
     options = {**_DEFAULTS, **given}
     machine = (options[name] for name in ("target", "unit", "datapath", "plan", "accumulate"))
     options["unit"] = target_or_unit(verb, *machine)
+    check_flags(**{name: options[name] for name in ("allow_tf32", "allow_fp16_accumulation", "strict", "native")})
     del options["datapath"]
     return options
 
@@ -244,6 +249,7 @@ def _multiply(operation: Operation, a: Tensor, b: Tensor, bias: Tensor | None, o
             f"{operation} has a gradient for float16, bfloat16, float32 and float64 operands only, not for "
             f"{a.dtype} x {b.dtype} with a format; pass .detach(), or use fmtsim.EmulatedGEMM"
         )
+    check_saved(operation, a, b)
     return _Product.apply(a, b, bias, operation, options)  # type: ignore[no-any-return]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fmtsim.arguments import check_dense
 from fmtsim.dispatch import constant_in_graphs, is_readable
-from fmtsim.errors import ArgumentError, DtypeError, FormatError
+from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
 from fmtsim.formats.interop import torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
@@ -105,7 +105,7 @@ _FORMATS: dict[torch.dtype, OperandFormat] = {dtype: get_format(name) for dtype,
 def _known(name: str, fmt: Any) -> OperandFormat:
     if not isinstance(fmt, FloatFormat | IntFormat):
         raise FormatError(
-            f"{name}_format={getattr(fmt, 'name', fmt)!r} is not a plain number format; "
+            f"{name}_format={shown(getattr(fmt, 'name', fmt))} is not a plain number format; "
             "multiply its decoded values, or pass scales to scaled_mm or mma"
         )
     return fmt
@@ -169,7 +169,7 @@ def output_dtype(operation: Operation, a: Tensor, b: Tensor, options: dict[str, 
     if dtype is None:
         return a.dtype if plain else None
     if not isinstance(dtype, torch.dtype):
-        raise DtypeError(f"out_dtype={dtype!r} is not a dtype; pass for example torch.float32")
+        raise DtypeError(f"out_dtype={shown(dtype)} is not a dtype; pass for example torch.float32")
     widened = a.dtype in _HALVES and dtype == torch.float32
     if options["target"] is not None and plain and dtype != a.dtype and not widened:
         raise DtypeError(
@@ -185,7 +185,7 @@ def accumulation(a: Tensor, dtype: torch.dtype | None, options: dict[str, Any]) 
     given, half = options["accumulate"], options["allow_fp16_accumulation"]
     if given is not None:
         if half and given != "fp16":
-            raise ArgumentError(f"accumulate={given!r} contradicts allow_fp16_accumulation=True; pass one of them")
+            raise ArgumentError(f"accumulate={shown(given)} contradicts allow_fp16_accumulation=True; pass one of them")
         return str(given)
     if half and a.dtype == torch.float16:  # torch's switch concerns float16 alone
         if dtype not in (None, torch.float16):

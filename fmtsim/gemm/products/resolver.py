@@ -246,7 +246,7 @@ def _of_unit(call: GemmCall) -> GemmSpec:
             f"{'integer' if isinstance(path, IntegerDatapath) else 'floating-point'} formats, or another datapath"
         )
     if call.accumulate not in ("", _accumulates(path)):
-        raise ArgumentError(f"accumulate={call.accumulate!r} is not what the datapath sums in; leave it out")
+        raise ArgumentError(f"accumulate={shown(call.accumulate)} is not what the datapath sums in; leave it out")
     return GemmSpec(datapath=path, plan=plan, a=a, b=b, accumulate=_accumulates(path))
 
 
@@ -270,7 +270,7 @@ def check_plan(path: Arithmetic, plan: GemmPlan, call: GemmCall) -> None:
         )
     if plan.scaled_promotion != (call.scaling in LARGE_BLOCKS):
         raise ArgumentError(
-            f"a plan with scaled_promotion={plan.scaled_promotion} does not fit scaling {call.scaling!r}; "
+            f"a plan with scaled_promotion={plan.scaled_promotion} does not fit scaling {shown(call.scaling)}; "
             "scaled_promotion belongs to 1x128 and 128x128 scales"
         )
     if plan.scaled_promotion and plan.promote_every != 128:

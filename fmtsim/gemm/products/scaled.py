@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.arguments import check_flags
+from fmtsim.errors import ArgumentError, DtypeError, shown
 from fmtsim.gemm.products.operands import check_devices, check_tensor, inner_length, operand_format
 from fmtsim.gemm.products.operator import output_format
 from fmtsim.gemm.products.resolver import run_product, target_or_unit
@@ -79,6 +80,7 @@ def scaled_mm(
     64.0
     """
     unit = target_or_unit("scaled_mm", target, unit, datapath, plan, accumulate)
+    check_flags(use_fast_accum=use_fast_accum, strict=strict, native=native)
     check_scales(scale_a=scale_a, scale_b=scale_b)  # first: torch's other function has recipes in their place
     _check_tensors(a, b, bias, scale_result)
     columns = b.mT
@@ -123,9 +125,9 @@ def _check_scale_devices(a: Tensor, **scales: Any) -> None:
 
 
 def _output(a: Tensor, recipes: bool, given: torch.dtype | None) -> torch.dtype:
-    dtype = given or (torch.bfloat16 if recipes else a.dtype)
-    if dtype == torch.float4_e2m1fn_x2 or not isinstance(dtype, torch.dtype):
-        raise DtypeError(f"out_dtype={dtype} is not the dtype of a product; pass for example torch.bfloat16")
+    dtype = given if given is not None else torch.bfloat16 if recipes else a.dtype
+    if not isinstance(dtype, torch.dtype) or dtype == torch.float4_e2m1fn_x2:
+        raise DtypeError(f"out_dtype={shown(dtype)} is not the dtype of a product; pass for example torch.bfloat16")
     output_format(dtype)
     return dtype
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from fmtsim import ops
+from fmtsim.arguments import check_dense
 from fmtsim.dispatch import constant_in_graphs, is_readable
-from fmtsim.errors import ArgumentError, DtypeError, FormatError
+from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import SCALE_KINDS, UNIT_SCALES, ScaleKind
@@ -184,7 +185,7 @@ def _enum_names(name: str, given: Any, allowed: tuple[str, ...], kind: str) -> t
     names = tuple(member if isinstance(member, str) else getattr(member, "name", repr(member)) for member in members)
     wrong = [member for member in names if member not in allowed]
     if wrong or not names:
-        raise ArgumentError(f"{name}={given!r} is not a {kind}; choose one of {', '.join(allowed)}")
+        raise ArgumentError(f"{name}={shown(given)} is not a {kind}; choose one of {', '.join(allowed)}")
     return names
 
 
@@ -202,12 +203,15 @@ def unswizzled(scale: Tensor, rows: int, blocks: int) -> Tensor:
 def check_scales(**scales: Any) -> None:
     """Refuse scales that are neither tensors nor lists of tensors."""
     for name, given in scales.items():
+        if isinstance(given, list | tuple) and not given:
+            raise ArgumentError(f"{name}={given} has no scales; pass a tensor, or a list that begins with one")
         for member in given if isinstance(given, list | tuple) else [given]:
             if not isinstance(member, Tensor):
                 raise DtypeError(
                     f"{name} is {type(member).__name__}, not a tensor; pass scales, and recipes as scale_recipe_a= and "
                     "scale_recipe_b="
                 )
+            check_dense(name, member)
 
 
 def read_scales(

@@ -12,6 +12,7 @@ from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
+from fmtsim.records import check_types
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.table import Row, aligned, filled, html
 
@@ -48,18 +49,21 @@ class Mode:
     strength: Strength
 
     def __post_init__(self) -> None:
-        if self.inputs is not None:
+        if isinstance(self.inputs, list):
+            object.__setattr__(self, "inputs", tuple(self.inputs))
+        if isinstance(self.inputs, tuple):
             names = tuple(get_format(name).name for name in self.inputs)
             if not names:
                 raise ArgumentError("inputs=() takes nothing; name formats, or pass None for every float format")
             object.__setattr__(self, "inputs", names)
         if not isinstance(self.datapath, Arithmetic):
-            raise ArgumentError(f"datapath={self.datapath!r} is not a unit's arithmetic; pass a Datapath record")
+            raise ArgumentError(f"datapath={shown(self.datapath)} is not a unit's arithmetic; pass a Datapath record")
         for name, allowed in (("accumulate", ACCUMULATES), ("strength", tuple(STRENGTHS))):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(
-                    f"Mode {name}={getattr(self, name)!r} is not possible; choose one of {', '.join(allowed)}"
+                    f"Mode {name}={shown(getattr(self, name))} is not possible; choose one of {', '.join(allowed)}"
                 )
+        check_types(self)
 
     @property
     def scale(self) -> str | None:
@@ -96,11 +100,13 @@ class Unit:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise ArgumentError(
-                f"unit name {self.name!r} is not allowed; choose lower-case letters, digits and _ . + -"
+                f"unit name {shown(self.name)} is not allowed; choose lower-case letters, digits and _ . + -"
             )
-        object.__setattr__(self, "modes", tuple(self.modes))
-        if not self.modes or not all(isinstance(mode, Mode) for mode in self.modes):
-            raise ArgumentError(f"unit {self.name}: modes={self.modes!r} is not possible; pass one Mode or more")
+        if isinstance(self.modes, list):
+            object.__setattr__(self, "modes", tuple(self.modes))
+        if not isinstance(self.modes, tuple) or not self.modes or not all(isinstance(m, Mode) for m in self.modes):
+            raise ArgumentError(f"unit {self.name}: modes={shown(self.modes)} is not possible; pass one Mode or more")
+        check_types(self)
 
     def __hash__(self) -> int:
         return hash(self.name)  # short: resolved products are looked up by their unit
@@ -207,7 +213,7 @@ def register_unit(unit: Unit, overwrite: bool = False) -> Unit:
         raise ArgumentError(f"unit={shown(unit)} is not a unit; build a Unit(name=..., modes=(Mode(...), ...))")
     known = _units.get(unit.name)
     if known is not None and known != unit and not overwrite:
-        raise ArgumentError(f"unit name {unit.name!r} is taken; choose another, or pass overwrite=True")
+        raise ArgumentError(f"unit name {shown(unit.name)} is taken; choose another, or pass overwrite=True")
     global registrations
     registrations += 1
     _units[unit.name] = unit
