@@ -36,7 +36,7 @@ def check_dense(name: str, x: Any) -> None:
 def check_module(verb: str, model: Any) -> None:
     """Refuse what is no module."""
     if not isinstance(model, torch.nn.Module):
-        raise ArgumentError(f"{verb} takes a torch.nn.Module, not {type(model).__name__}")
+        raise ArgumentError(f"{verb} takes a torch.nn.Module, not {type(model).__name__}; pass the model itself")
 
 
 def check_saved(verb: str, *tensors: torch.Tensor) -> None:
@@ -254,7 +254,7 @@ def check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None)
     if out.shape != x.shape or out.device != x.device or out.layout != x.layout:
         wanted = f"{x.layout} {tuple(x.shape)} on {x.device}"
         raise ArgumentError(
-            f"out is {out.layout} {tuple(out.shape)} on {out.device}; x is {wanted}, and out must agree"
+            f"out is {out.layout} {tuple(out.shape)} on {out.device}; x is {wanted}; pass torch.empty_like(x)"
         )
     if not out.is_contiguous() and _overlaps_itself(out):
         raise ArgumentError(

@@ -55,7 +55,7 @@ def configure(
     chosen = config if recipe is None else recipe
     if isinstance(chosen, LinearConfig):
         return lambda name: chosen
-    if not takes(chosen, "name"):
+    if not callable(chosen) or not takes(chosen, "name"):
         raise ArgumentError(
             f"{given[0]}={shown(chosen)} is not a LinearConfig; build one with linear_config(x=, w=, g=)"
         )

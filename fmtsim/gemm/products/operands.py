@@ -59,7 +59,7 @@ def check_matrices(verb: str, a: Tensor, b: Tensor, dims: str) -> None:
     if mine != k:
         raise ArgumentError(
             f"{verb}: a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} do not fit; a is [..., M, K], "
-            f"b is [..., K, N], but K is {mine} and {k}"
+            f"b is [..., K, N], but K is {mine} and {k}; transpose one, for example b.mT"
         )
 
 

@@ -49,10 +49,9 @@ class Mode:
     strength: Strength
 
     def __post_init__(self) -> None:
-        if isinstance(self.inputs, list):
-            object.__setattr__(self, "inputs", tuple(self.inputs))
-        if isinstance(self.inputs, tuple):
-            names = tuple(get_format(name).name for name in self.inputs)
+        given: object = self.inputs
+        if isinstance(given, list | tuple):
+            names = tuple(get_format(name).name for name in given)
             if not names:
                 raise ArgumentError("inputs=() takes nothing; name formats, or pass None for every float format")
             object.__setattr__(self, "inputs", names)
@@ -102,10 +101,10 @@ class Unit:
             raise ArgumentError(
                 f"unit name {shown(self.name)} is not allowed; choose lower-case letters, digits and _ . + -"
             )
-        if isinstance(self.modes, list):
-            object.__setattr__(self, "modes", tuple(self.modes))
-        if not isinstance(self.modes, tuple) or not self.modes or not all(isinstance(m, Mode) for m in self.modes):
-            raise ArgumentError(f"unit {self.name}: modes={shown(self.modes)} is not possible; pass one Mode or more")
+        given: object = self.modes
+        if not isinstance(given, list | tuple) or not given or not all(isinstance(mode, Mode) for mode in given):
+            raise ArgumentError(f"unit {self.name}: modes={shown(given)} is not possible; pass one Mode or more")
+        object.__setattr__(self, "modes", tuple(given))
         check_types(self)
 
     def __hash__(self) -> int:
