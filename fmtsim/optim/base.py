@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError, DeviceError, DtypeError, shown
+from fmtsim.errors import ArgumentError, DeviceError, DtypeError, FmtsimError, shown
 from fmtsim.optim import checkpoint, engines, torch_step
 from fmtsim.optim.catalogue import get_scheme
 from fmtsim.optim.rules import Rule
@@ -44,7 +44,12 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         self._batches: list[Any] | None = None
         if not isinstance(params, Iterable) or isinstance(params, str | bytes):
             raise ArgumentError(f"params={shown(params)} are no parameters; pass model.parameters()")
-        super().__init__(params, defaults)
+        try:
+            super().__init__(params, defaults)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, FmtsimError):
+                raise
+            raise ArgumentError(f"params are no parameters: {error}; pass model.parameters()") from None
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Raise ArgumentError for hyperparameters that are not allowed: numbers from 0, and decays below 1."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.spec import LogFormat
 from fmtsim.optim import rules
 from fmtsim.optim.base import Params, QuantizedOptimizer
@@ -148,8 +148,8 @@ class Madam(QuantizedOptimizer):
         state: str | Scheme = "lns_madam",
         seed: int = 0,
     ) -> None:
-        if base not in BASES:
-            raise ArgumentError(f"base={base!r} is not allowed; choose 2 or 'e'")
+        if not isinstance(base, int | str) or base not in BASES:
+            raise ArgumentError(f"base={shown(base)} is not allowed; choose 2 or 'e'")
         self._base = base
         defaults = {"lr": lr, "beta": beta, "bound": bound, "weight_decay": weight_decay}
         super().__init__(params, defaults, madam(base, round_update), state, seed)

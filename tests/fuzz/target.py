@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fmtsim.errors import FmtsimError
 
-SECONDS = 20  # after which a call counts as one that does not end
+SECONDS = 120  # after which a call counts as one that does not end; the first calls compile kernels
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ class Call:
     """
 
     def __init__(self, draw: Callable[[Random], tuple[Any, list[Any], Values]], seed: int) -> None:
+        _compile()
         self.seed = seed
         with torch.random.fork_rng([]):
             self.function, self.arguments, self.keywords = draw(Random(seed))
@@ -53,6 +54,14 @@ class Call:
             assert result == again, "other bits than on plain copies"
 
 
+@functools.cache
+def _compile() -> None:
+    """Have the kernels of products compiled, which takes longer than a call may."""
+    for name in UNITS:
+        for x in (torch.ones(2, 2, dtype=torch.float16), torch.ones(40, 40, dtype=torch.float16)):
+            fmtsim.mm(x, x, unit=name)
+
+
 def _shown(value: Any) -> str:
     if not isinstance(value, Tensor):
         return shown(value)
@@ -67,7 +76,6 @@ def target(name: str, count: int) -> Callable[[Callable[[Random], Any]], Callabl
     """Register what draws a call as a fuzz target."""
 
     def register(draw: Callable[[Random], Any]) -> Callable[[Random], Any]:
-        DRAWS[f"verb.{name}"] = draw
         seeds = st.uuids(version=4).map(lambda drawn: Call(draw, drawn.int >> 64))
         TARGETS.append(Target(f"verb.{name}", seeds, Call.run, count=count))
         return draw
@@ -76,7 +84,6 @@ def target(name: str, count: int) -> Callable[[Callable[[Random], Any]], Callabl
 
 
 TARGETS: list[Target] = []
-DRAWS = {}
 FORMATS = (
     "e4m3", "e5m2", "e2m1", "e3m2", "fp16", "bf16", "fp32", "fp64", "tf32", "int8", "int4", "uint4", "int8_half", "nf4",
     "lns8_g8", "e8m0", "mxfp4", "mxfp8_e4m3", "nvfp4", "e4m3_1x128", "e4m3_128x128", "int8_channel", "int4_g32",
@@ -120,7 +127,7 @@ def _cast(r: Random, x: Any) -> Values:
     return options
 
 
-@target("quantize", 500)
+@target("quantize", 200)
 def _quantize(r: Random) -> tuple[Any, list[Any], Values]:
     x = either(r, tensors.tensor(r))
     options = _cast(r, x)
@@ -130,7 +137,7 @@ def _quantize(r: Random) -> tuple[Any, list[Any], Values]:
     return fmtsim.quantize, [x, either(r, r.choice(FORMATS))], options
 
 
-@target("quantize_", 300)
+@target("quantize_", 120)
 def _quantize_in_place(r: Random) -> tuple[Any, list[Any], Values]:
     x = either(r, tensors.tensor(r))
     return fmtsim.quantize_, [x, either(r, r.choice(FORMATS))], _cast(r, x)
@@ -142,20 +149,20 @@ def _encoded(x: Any, format: Any, **options: Any) -> Any:
     return [q.codes, q.scales, q.offsets, q.decode()]
 
 
-@target("encode", 300)
+@target("encode", 120)
 def _encode(r: Random) -> tuple[Any, list[Any], Values]:
     x = either(r, tensors.tensor(r))
     return _encoded, [x, either(r, r.choice(FORMATS))], _cast(r, x)
 
 
-@target("decode", 300)
+@target("decode", 120)
 def _decode(r: Random) -> tuple[Any, list[Any], Values]:
     integers = tuple(dtype for dtype in tensors.OTHERS if not dtype.is_complex)
     codes = either(r, tensors.tensor(r, dtypes=integers))
     return fmtsim.decode, [codes, either(r, r.choice((*FORMATS, None)))], maybe(r, {}, out_dtype=tensors.FLOATS)
 
 
-@target("Encoded", 200)
+@target("Encoded", 80)
 def _make(r: Random) -> tuple[Any, list[Any], Values]:
     q = fmtsim.encode(tensors.numbers(r, (4, 32), torch.float32), r.choice(FORMATS), pad=True)
     names = ("format", "shape", "dim", "codes", "scales", "tensor_scale", "offsets")
@@ -170,7 +177,7 @@ def _make(r: Random) -> tuple[Any, list[Any], Values]:
     return make, [], fields
 
 
-@target("compare", 200)
+@target("compare", 80)
 def _compare(r: Random) -> tuple[Any, list[Any], Values]:
     x = either(r, tensors.tensor(r, dtypes=(*tensors.FLOATS, *tensors.OTHERS)))
     same = r.random() < 0.3 or not isinstance(x, Tensor) or x.is_nested
@@ -208,7 +215,7 @@ def _sizes(r: Random) -> tuple[int, int, int]:
     return tuple(r.choice((0, 1, 2, 3, 8, 16, 17, 33)) for _ in range(3))  # type: ignore[return-value]
 
 
-@target("mm", 300)
+@target("mm", 120)
 def _mm(r: Random) -> tuple[Any, list[Any], Values]:
     m, n, k = _sizes(r)
     options = _machine(r, {})
@@ -217,13 +224,13 @@ def _mm(r: Random) -> tuple[Any, list[Any], Values]:
     return fmtsim.mm, _operands(r, (m, k), (k, n)), options
 
 
-@target("bmm", 120)
+@target("bmm", 48)
 def _bmm(r: Random) -> tuple[Any, list[Any], Values]:
     (m, n, k), count = _sizes(r), r.choice((0, 1, 2, 3))
     return fmtsim.bmm, _operands(r, (count, m, k), (count, k, n)), _machine(r, {})
 
 
-@target("linear", 150)
+@target("linear", 60)
 def _linear(r: Random) -> tuple[Any, list[Any], Values]:
     m, n, k = _sizes(r)
     lead = r.choice(((m,), (), (2, m), (0, m), (1,) * 6))
@@ -234,14 +241,14 @@ def _linear(r: Random) -> tuple[Any, list[Any], Values]:
     return fmtsim.linear, operands, _machine(r, {})
 
 
-@target("int_mm", 100)
+@target("int_mm", 40)
 def _int_mm(r: Random) -> tuple[Any, list[Any], Values]:
     m, n, k = _sizes(r)
     options = maybe(r, {}, unit=("int8", "int8.satfinite"), target=("h200",), native=(False, None))
     return fmtsim.int_mm, _operands(r, (m, k), (k, n), (torch.int8,)), options
 
 
-@target("scaled_mm", 250)
+@target("scaled_mm", 100)
 def _scaled_mm(r: Random) -> tuple[Any, list[Any], Values]:
     m, n, k = r.choice((16, 32, 128)), r.choice((16, 32, 128)), r.choice((32, 128, 256))
     dtype = (torch.float8_e4m3fn,)
@@ -267,7 +274,7 @@ def _scaled_mm(r: Random) -> tuple[Any, list[Any], Values]:
     return fmtsim.scaled_mm, [either(r, value, 0.02) for value in (a, b, *scales)], options
 
 
-@target("mma", 120)
+@target("mma", 48)
 def _mma(r: Random) -> tuple[Any, list[Any], Values]:
     m, n, k = _sizes(r)
     operands = _operands(r, (m, k), (n, k), (torch.float16, torch.bfloat16))
@@ -276,7 +283,7 @@ def _mma(r: Random) -> tuple[Any, list[Any], Values]:
     return fmtsim.mma, operands, options
 
 
-@target("explain", 150)
+@target("explain", 60)
 def _explain(r: Random) -> tuple[Any, list[Any], Values]:
     x = r.choice((0.1, -3e5, float("nan"), float("inf"), 5e-324, 7, [1.0, 2.0], tensors.tensor(r), tensors.junk(r)))
     options = _cast(r, x)
@@ -289,7 +296,7 @@ def _explain(r: Random) -> tuple[Any, list[Any], Values]:
     return explain, [x, either(r, r.choice(FORMATS))], options
 
 
-@target("explain_mm", 80)
+@target("explain_mm", 32)
 def _explain_mm(r: Random) -> tuple[Any, list[Any], Values]:
     m, n, k = _sizes(r)
 
@@ -335,7 +342,7 @@ def _records() -> tuple[tuple[Any, Values], ...]:
     )
 
 
-@target("records", 400)
+@target("records", 160)
 def _record(r: Random) -> tuple[Any, list[Any], Values]:
     cls, fields = r.choice(_records())
 
@@ -360,7 +367,7 @@ def _trained(model: Any, recipe: Any, x: Any, **options: Any) -> Any:
     return y
 
 
-@target("convert", 60)
+@target("convert", 24)
 def _convert(r: Random) -> tuple[Any, list[Any], Values]:
     model = either(r, _net(r), 0.05)
     x = either(r, tensors.tensor(r, dtypes=(torch.float32,), of=(*r.choice(((3,), (2, 3), (0,), ())), 64)), 0.05)
@@ -373,7 +380,7 @@ def _convert(r: Random) -> tuple[Any, list[Any], Values]:
     return _trained, [model, either(r, r.choice(RECIPES), 0.1), x], options
 
 
-@target("models", 120)
+@target("models", 48)
 def _models(r: Random) -> tuple[Any, list[Any], Values]:
     """Verbs that take a model, or a state."""
     model = fmtsim.convert(_net(r), "te_delayed") if r.random() < 0.8 else _net(r)
@@ -396,7 +403,7 @@ def _models(r: Random) -> tuple[Any, list[Any], Values]:
     return run, arguments, {}
 
 
-@target("optim", 150)
+@target("optim", 60)
 def _optim(r: Random) -> tuple[Any, list[Any], Values]:
     cls = r.choice((fmtsim.optim.AdamW, fmtsim.optim.SGD, fmtsim.optim.Lion, fmtsim.optim.Madam, fmtsim.optim.Adam))
     count = r.randint(1, 2)
@@ -419,7 +426,7 @@ def _optim(r: Random) -> tuple[Any, list[Any], Values]:
     return step, [params, grads], options
 
 
-@target("simulate", 100)
+@target("simulate", 40)
 def _simulate(r: Random) -> tuple[Any, list[Any], Values]:
     size = tensors.shape(r)
     lists = either(r, [tensors.tensor(r, dtypes=(torch.float32,), of=size) for _ in range(r.randint(0, 4))], 0.05)
@@ -430,7 +437,7 @@ def _simulate(r: Random) -> tuple[Any, list[Any], Values]:
     )
 
 
-@target("lists", 120)
+@target("lists", 48)
 def _lists(r: Random) -> tuple[Any, list[Any], Values]:
     """Verbs that take names and records."""
     verb = r.choice(
