@@ -164,7 +164,7 @@ def batch_of(tensors: Sequence[Tensor]) -> Batch:
         if not isinstance(x, Tensor) or x.dtype not in FLOAT_DTYPES:
             found = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise DtypeError(f"tensor {i} is {found}; reduce float16, bfloat16, float32 or float64")
-        if x.layout != torch.strided:
+        if x.is_nested or x.layout != torch.strided:
             raise ArgumentError(f"tensor {i} has layout {x.layout}; pass a dense tensor, for example x.to_dense()")
         if (x.dtype, x.device) != (tensors[0].dtype, tensors[0].device):
             raise DtypeError(

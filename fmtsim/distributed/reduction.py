@@ -47,7 +47,6 @@ class AutoFactor:
     largest: float = 2.0**24
 
     def __post_init__(self) -> None:
-        check_types(self)
         for name in ("initial", "backoff", "growth", "least", "largest"):
             value = getattr(self, name)
             good = isinstance(value, int | float) and math.isfinite(value) and value > 0
@@ -58,6 +57,7 @@ class AutoFactor:
         _require(
             self.least <= self.initial <= self.largest, f"AutoFactor initial={self.initial!r}", "one in the bounds"
         )
+        check_types(self)
 
     def next(self, mu: Tensor, saturated: Tensor, elements: Tensor) -> Tensor:
         """Return mu of the next step, float32, 0-d; every rank that has the same counts gets the same bits.
@@ -108,7 +108,6 @@ class Reduction:
     source: str = ""
 
     def __post_init__(self) -> None:
-        check_types(self)
         for name, allowed in (("factor", Factor), ("algorithm", Algorithm), ("nonfinite", NonFinite)):
             value = getattr(self, name)
             _require(value in get_args(allowed), f"Reduction {name}={value!r}", ", ".join(map(repr, get_args(allowed))))
@@ -125,6 +124,7 @@ class Reduction:
         _require((self.factor == "auto") == (self.auto is not None), f"Reduction auto={self.auto!r} with "
                  f"factor={self.factor!r}", "factor='auto' and auto=AutoFactor() together")  # fmt: skip
         _require_scaling(self.scaling)
+        check_types(self)
 
     @property
     def overflow_rule(self) -> Overflow:

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim.arguments import check_dense
 from fmtsim.distributed.arithmetic import (
     Batch,
     Counts,
@@ -68,12 +67,9 @@ def simulate(
     if not isinstance(ranks, Tensor | Sequence):
         raise ArgumentError(f"ranks is {type(ranks).__name__}; pass a list with the tensor, or tensors, of each rank")
     lists = [listed(one) for one in ranks]
-    for rank, one in enumerate(lists):
-        for x in one:
-            check_dense(f"the tensor of rank {rank}", x)
     require_ranks(len(lists))
-    _require_agreement(lists)
     batches = [batch_of(one) for one in lists]
+    _require_agreement(lists)
     values, counts = simulate_batches(batches, chosen, require_mu(chosen, mu, batches[0].x.device), call)
     return Simulated(split(values, batches[0], lists[0]), counts)
 

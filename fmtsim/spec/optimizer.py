@@ -75,7 +75,6 @@ class StateFormat:
     rounding: Rounding = field(default_factory=Rounding)
 
     def __post_init__(self) -> None:
-        check_types(self)
         if self.block not in ("tensor", "row") and (not isinstance(self.block, int) or self.block < 2):
             raise ArgumentError(f"block={shown(self.block)} is not allowed; choose 2 or more, 'row' or 'tensor'")
         if self.scale not in SCALE_RULES:
@@ -92,6 +91,7 @@ class StateFormat:
             raise ArgumentError(f"codebooks round to nearest, not {shown(self.rounding.mode)}; leave rounding out")
         if self.expand and self.scale != "amax":
             raise ArgumentError(f"expand=True with scale={shown(self.scale)} does not exist; choose scale='amax'")
+        check_types(self)
 
     @property
     def bits(self) -> int:
@@ -156,13 +156,13 @@ class Scheme:
     nonfinite: Nonfinite = "propagate"
 
     def __post_init__(self) -> None:
-        check_types(self)
         if self.nonfinite not in get_args(Nonfinite):
             raise ArgumentError(
                 f"nonfinite={shown(self.nonfinite)} is unknown; choose one of {', '.join(get_args(Nonfinite))}"
             )
         if self.decay not in ("before", "after"):
             raise ArgumentError(f"decay={shown(self.decay)} is unknown; choose 'before' or 'after'")
+        check_types(self)
 
     def formats(self, shape: tuple[int, ...], slots: tuple[str, ...]) -> dict[str, StateFormat]:
         """Return how each state of a parameter of this shape is kept, by slot; ``"weights"`` only where there are any.
