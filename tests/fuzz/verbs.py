@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -30,7 +31,7 @@ class Call:
     def __init__(self, draw: Callable[[Random], tuple[Any, list[Any], Values]], seed: int) -> None:
         _compile()
         self.seed = seed
-        with torch.random.fork_rng([]):
+        with torch.random.fork_rng([]), warnings.catch_warnings(action="ignore"):
             self.function, self.arguments, self.keywords = draw(Random(seed))
 
     def __repr__(self) -> str:
