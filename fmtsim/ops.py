@@ -253,7 +253,7 @@ def _decode(codes, scales, tensor_scale, offsets, spec, dtype, validated=False):
     cast = spec_from_json(spec)
     codes = codes if validated else _patterns(codes, cast.format)
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    parts = EncodedParts(codes, *_absent(scales, tensor_scale, offsets))
+    parts = EncodedParts(codes, *_absent(scales.detach(), tensor_scale.detach(), offsets.detach()))
     engine_for("decode", cast, out).decode(parts, cast, out)
     return out
 

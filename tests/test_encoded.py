@@ -312,3 +312,10 @@ def test_codes_that_a_codebook_lacks():
     with pytest.raises(CodeError, match=r"^code 3 is outside three \(0 to 2\)$"):
         Encoded(codes=torch.tensor([0b00_11_01_00], dtype=torch.uint8), **fields)
     assert Encoded(codes=torch.tensor([0b10_01_00], dtype=torch.uint8), **fields).decode().tolist() == [-1.0, 0.0, 1.0]
+
+
+def test_scales_that_want_a_gradient_are_taken():
+    good = make("int4_g32")
+    scales = torch.nn.Parameter(good.scales)
+    wanting = Encoded(format=good.format, shape=good.shape, dim=-1, codes=good.codes, scales=scales)
+    assert torch.equal(wanting.decode(), good.decode()) and not wanting.decode().requires_grad
