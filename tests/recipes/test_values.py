@@ -63,6 +63,15 @@ def test_the_scale_of_a_window_is_refreshed_once_a_window():
     assert factors == [1, 1, 1, 64, 64, 64, 64, 128]  # floor2(240 / 3) and floor2(240 / 1)
 
 
+@pytest.mark.parametrize(("rule", "factor"), [(None, 9.0), ("floor", 16.0), ("ceil", 8.0)])
+def test_a_margin_lowers_what_the_largest_magnitude_becomes(rule, factor):
+    fmt = get_recipe("te_delayed").linear.fprop.a.format
+    scaling = Scaling(top=144.0, margin=2, power_of_two=rule, history=History(length=2))
+    delayed = DelayedScale(Quantizer(format=fmt, scaling=scaling))
+    delayed.record(torch.tensor(4.0))
+    assert delayed.factor.item() == factor  # of 144 / 4 / 4; a scale's power below is a factor's above
+
+
 def test_scales_of_zeros_and_of_wild_numbers():
     """A delayed scale stays where a tensor is all zeros; numbers that are not finite take no part in a scale."""
     delayed = DelayedScale(get_recipe("fp8lm").linear.fprop.a)
