@@ -152,7 +152,7 @@ def decode(parts: EncodedParts, spec: CastSpec | str, dtype: torch.dtype, *, val
 
     ``spec`` may be the JSON of one; ``validated`` says that all codes are in ``code_dtype`` and lie in the format.
     """
-    rest = [parts.codes.new_empty(0) if part is None else part for part in parts[1:]]
+    rest = [parts.codes.new_empty(0) if part is None else part.detach() for part in parts[1:]]
     text = spec if isinstance(spec, str) else spec.to_json()
     return torch.ops.fmtsim.decode(parts.codes, *rest, text, dtype, validated)
 
@@ -253,7 +253,7 @@ def _decode(codes, scales, tensor_scale, offsets, spec, dtype, validated=False):
     cast = spec_from_json(spec)
     codes = codes if validated else _patterns(codes, cast.format)
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    parts = EncodedParts(codes, *_absent(scales.detach(), tensor_scale.detach(), offsets.detach()))
+    parts = EncodedParts(codes, *_absent(scales, tensor_scale, offsets))
     engine_for("decode", cast, out).decode(parts, cast, out)
     return out
 
