@@ -126,13 +126,15 @@ TABLE = np.arange(3)
 def test_values_that_are_compiled_in():
     def made(number):
         inner = device(lambda x: x + number)
-        return lambda x, y=number: inner(x)
+        return lambda x: inner(x)
 
     assert keys.reached(made(1)) == keys.reached(made(1)) != keys.reached(made(2))
     assert keys.reached(made(1)) != keys.reached(made(True)) and keys.reached(made(0.0)) != keys.reached(made(-0.0))
     assert keys.reached(made(TABLE)) == keys.reached(made(TABLE.copy())) != keys.reached(made(TABLE + 1))
     assert keys.reached(made(TABLE)) != keys.reached(made(TABLE.astype(np.int32)))
     assert keys.reached(made((1, np.float32))) != keys.reached(made((1, np.float64)))
+    assert keys.reached(lambda x, y=1: x) != keys.reached(lambda x, y=2: x)
+    assert keys.reached(lambda x, *, y=1: x) != keys.reached(lambda x, *, y=2: x)
     with pytest.raises(TypeError, match=r"no rule says what a kernel takes from \{1: 2\}; add one"):
         keys.reached(made({1: 2}))
 
