@@ -34,6 +34,17 @@ def hints_of(cls: Any) -> dict[str, Any]:
     return _hints(cls)
 
 
+def check_items(value: Any, types: dict[str, Any], what: str) -> None:
+    """Raise ArgumentError where something saved is no dict with these items, each of its type."""
+    if not isinstance(value, dict):
+        raise ArgumentError(f"{what} is {shown(value)}; pass the dict that was saved")
+    for name, hint in types.items():
+        if name not in value:
+            raise ArgumentError(f"{what} has no {name!r}; pass what was saved")
+        if not _fits(value[name], hint):
+            raise ArgumentError(f"{what} has {name!r}: {shown(value[name])}; it should be {_in_words(hint)}")
+
+
 @cache
 def _hints(cls: Any) -> dict[str, Any]:
     hints = get_type_hints(cls)
@@ -50,6 +61,8 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is tuple:
         each = arguments[:1] * len(value) if arguments[-1] is ... and isinstance(value, tuple) else arguments
         return isinstance(value, tuple) and len(value) == len(each) and all(map(_fits, value, each))
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
     if origin is dict:
         return isinstance(value, dict) and all(
             _fits(key, arguments[0]) and _fits(item, arguments[1]) for key, item in value.items()

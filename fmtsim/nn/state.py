@@ -11,6 +11,7 @@ from fmtsim.errors import ArgumentError, shown
 from fmtsim.nn.convert import RECIPE, converted_modules
 from fmtsim.nn.modules import STATE, EmulatedModule
 from fmtsim.nn.swaps import swap_details
+from fmtsim.records import check_items
 
 
 def recipe_state(model: nn.Module) -> dict[str, Any]:
@@ -51,6 +52,7 @@ def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
     own = model.__dict__.get(RECIPE)
     if not isinstance(state, dict) or set(state) != {"recipe", "layers"}:
         raise ArgumentError(f"load_recipe_state takes what fmtsim.recipe_state returned, not {type(state).__name__}")
+    check_items(state, {"recipe": str | None, "layers": dict[str, dict[str, dict[str, torch.Tensor]]]}, "the state")
     if state["recipe"] != own:
         raise ArgumentError(
             f"the state is of recipe {shown(state['recipe'])}, the model runs {shown(own)}; "

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.optim import codec, torch_step
 from fmtsim.optim.catalogue import get_scheme
 from fmtsim.optim.rules import CONSTANTS, Rule
+from fmtsim.records import check_items
 from fmtsim.spec.optimizer import Scheme, StateFormat, key_of
 
 VERSION = 1
 TORCH_NAMES = {"first": ("exp_avg", "momentum_buffer"), "second": ("exp_avg_sq",)}
+_HEADER = {"version": int, "rule": str, "scheme": str, "record": str, "seed": int}
 Formats = Mapping[str, StateFormat]
 
 
@@ -30,8 +32,9 @@ def groups(state_dict: Mapping[str, Any], present: Sequence[dict[str, Any]]) -> 
     Raises:
         ArgumentError: There are other groups, or groups of other sizes.
     """
-    if "param_groups" not in state_dict:
-        raise ArgumentError("the state has no 'param_groups'; pass what an optimizer's state_dict() returned")
+    check_items(state_dict, {"param_groups": list[dict[str, Any]]}, "the state")
+    for group in state_dict["param_groups"]:
+        check_items(group, {"params": list[int]}, "a group of the state")
     sizes = [[len(group["params"]) for group in each] for each in (state_dict["param_groups"], present)]
     if sizes[0] != sizes[1]:
         raise ArgumentError(f"the state is of groups of {sizes[0]} parameters, the optimizer has groups of {sizes[1]}")
@@ -72,14 +75,14 @@ def states(
 
 def _source(state_dict: Mapping[str, Any], rule: Rule, scheme: Scheme, convert: bool) -> Scheme | None:
     """Return the scheme of a saved state, None for one of ``torch.optim``; raise where it may not be loaded."""
-    if "state" not in state_dict:
-        raise ArgumentError("the state has no 'state'; pass what an optimizer's state_dict() returned")
+    check_items(state_dict, {"state": dict[int, dict[str, Any]]}, "the state")
     said = state_dict.get("fmtsim")
     how = f"pass convert=True to decode it and encode it anew as {scheme.name!r}"
     if said is None:
         if not convert:
             raise ArgumentError(f"the state is one of torch.optim, the optimizer keeps {scheme.name!r}; {how}")
         return None
+    check_items(said, _HEADER, "the state's 'fmtsim'")
     if said["version"] != VERSION:
         raise ArgumentError(f"the state has version {said['version']}, this fmtsim reads {VERSION}; update fmtsim")
     if said["rule"] != rule.name:
@@ -107,15 +110,22 @@ def _same(index: int, saved: Mapping[str, Any], p: Tensor, formats: Formats, rul
     result: dict[str, Any] = {}
     for name, expected in model.items():
         value = saved[name]
+        if not isinstance(value, Tensor if isinstance(expected, Tensor) else type(expected)):
+            raise ArgumentError(
+                f"parameter {index}: {name} is {shown(value)}, it should be a {type(expected).__name__}"
+            )
         if not isinstance(expected, Tensor):
             result[name] = copy.deepcopy(value)
             continue
+        if value.is_meta and not p.is_meta:
+            raise ArgumentError(f"parameter {index}: {name} is on the meta device and holds no numbers; save real ones")
         if value.dtype != expected.dtype or value.shape != expected.shape:
             raise ArgumentError(
                 f"parameter {index}: {name} is {value.dtype} {list(value.shape)}, "
                 f"it should be {expected.dtype} {list(expected.shape)}"
             )
         result[name] = value.detach().to(p.device).clone()
+    check_items(saved, {"shape": list[int]}, f"the state of parameter {index}")
     _check_shape(index, saved["shape"], p)
     return result
 

@@ -14,6 +14,7 @@ from fmtsim.nn.state import load_recipe_state, recipe_state
 from fmtsim.ptq.registry import ptq_recipe_from_dict, ptq_recipe_to_dict
 from fmtsim.ptq.report import ptq_report
 from fmtsim.ptq.reshape import DIVISOR, divide_input, unsmooth
+from fmtsim.records import check_items
 
 Model = TypeVar("Model", bound=nn.Module)
 RECIPE = "_fmtsim_ptq_recipe"  # on the root: the record
@@ -44,6 +45,7 @@ def load_ptq(model: Model, state: dict[str, Any]) -> Model:
     """
     if not isinstance(state, dict) or set(state) != _KEYS:
         raise ArgumentError(f"load_ptq takes what fmtsim.ptq_state returned, not {type(state).__name__}")
+    check_items(state, {"layers": list[str], "tensors": dict[str, torch.Tensor], "scales": dict[str, Any]}, "the state")
     check_module("load_ptq", model)
     recipe, layers, tensors = ptq_recipe_from_dict(state["recipe"]), set(state["layers"]), state["tensors"]
     absent = sorted(layers - {name for name, _ in model.named_modules()})

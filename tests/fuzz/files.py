@@ -35,8 +35,9 @@ from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe
 from fmtsim.rounding.modes import Rounding, get_rounding
 from fmtsim.spec.call import GemmCall
+from tests.fuzz import states
 from tests.fuzz.commands import caller, make_words
-from tests.fuzz.corrupt import anything, corrupted, json_file, mutated
+from tests.fuzz.corrupt import Hostile, anything, corrupted, json_file, mutated
 from tests.fuzz.target import Target
 
 ROOM = Path(tempfile.mkdtemp(prefix="fmtsim-fuzz-"))
@@ -254,19 +255,29 @@ TARGETS: list[Target] = [
     Target("format.record", seeded(make_record), lambda made: read_format_name(made[0](**made[1]))
            if made[0] in KINDS.values() else made[0](**made[1])),
     file_target("recipe.file", ".json", read_recipe,
-                lambda rng: json_file(rng, {"name": "x"} | recipe_to_dict(rng.choice(RECIPES)))),
+                lambda rng: json_file(rng, {"name": "x"} | recipe_to_dict(rng.choice(RECIPES))),
+                failed=(b"[" * 100000, b"\xff", b'{"name": {}}', b'{"name": "x", "rules": [{"kind": {}}]}')),
     Target("recipe.dict", seeded(lambda rng: mutated(rng, recipe_to_dict(rng.choice(RECIPES)), anything)),
            lambda record: str(recipe_from_dict(record))),
     file_target("ptq.file", ".json", read_ptq,
                 lambda rng: json_file(rng, ptq_recipe_to_dict(rng.choice(PTQ_RECIPES)))),
     file_target("plan.file", ".json", lambda path: use_plan(get_target(path)),
-                lambda rng: json_file(rng, rng.choice(PLAN_FILES))),
+                lambda rng: json_file(rng, rng.choice(PLAN_FILES)), failed=(b"[" * 100000, b"\xff", b"[]", b"{}")),
     Target("plan.dict", seeded(lambda rng: mutated(rng, rng.choice(PLAN_FILES), anything)),
            lambda record: use_plan(target_from_dict(record))),
     file_target("encoded.file", ".safetensors", read_encoded, make_encoded),
-    *(file_target(f"tensors{suffix}", suffix, read_tensors, lambda rng, good=good: corrupted(rng, good))
-      for suffix, good in TENSORS.items()),
-    Target("explain", seeded(make_number), tell, count=100),
-    Target("names", seeded(anything), look_up),
+    *(file_target(f"tensors{suffix}", suffix, read_tensors, lambda rng, good=good: corrupted(rng, good), failed=(
+        b"", good[:40], good[:8], good.replace(b"rtran", b""), good.replace(b"(4, 6)", b"(4, -6)"),
+        good.replace(b"(4, 6)", b"(4 6) "), good.replace(b"<f4", b"|O8"), good.replace(b"<f4", b"<U4"),
+    )) for suffix, good in TENSORS.items()),
+    Target("explain", seeded(make_number), tell, count=100, failed=(
+        (5e-324, "int11_half", {}), (10**400, "e4m3", {}), (1.7976931348623157e308, "logfmt8", {"rounding": "up"}),
+        (1e308, "e4m3", {"block_size": torch.tensor(0.0)}), (torch.zeros(2, device="meta"), "e4m3", {}),
+    )),
+    Target("names", seeded(anything), look_up, failed=(
+        1, 8, True, [], {}, 10**5000, Path("a\0b.json"), Path("/dev/zero"), "\ud800", Hostile(), np.zeros(3), "e٣m٤",
+    )),
+    *(Target(f"state.{kind.__name__}", seeded(states.make(good)), load)
+      for kind in (states.quantised, states.delayed, states.optimizer) for good, load in [kind()]),
     Target("command", seeded(make_words), caller(ROOM, TENSORS | {".json": json.dumps(PLAN_FILES[0]).encode()})),
 ]  # fmt: skip
