@@ -40,9 +40,16 @@ def groups(state_dict: Mapping[str, Any], present: Sequence[dict[str, Any]]) -> 
         raise ArgumentError(f"the state is of groups of {sizes[0]} parameters, the optimizer has groups of {sizes[1]}")
     ours = "fmtsim" in state_dict
     return [
-        {**here, **{k: copy.deepcopy(v) for k, v in saved.items() if ours or k in here}, "params": here["params"]}
+        {**here, **{k: _copied(k, v) for k, v in saved.items() if ours or k in here}, "params": here["params"]}
         for saved, here in zip(state_dict["param_groups"], present, strict=True)
     ]
+
+
+def _copied(name: object, value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # of a generator, say, which nothing saves
+        raise ArgumentError(f"a group of the state has {shown(name)}: {shown(value)}, which is no number") from None
 
 
 def states(
@@ -107,6 +114,7 @@ def _same(index: int, saved: Mapping[str, Any], p: Tensor, formats: Formats, rul
     model = torch_step.start(p.detach(), formats, rule, 0, 0)
     if set(saved) != set(model):
         raise ArgumentError(f"parameter {index}: the state has {sorted(saved)}, it should have {sorted(model)}")
+    check_items(saved, {"shape": list[int]}, f"the state of parameter {index}")
     result: dict[str, Any] = {}
     for name, expected in model.items():
         value = saved[name]
@@ -125,7 +133,6 @@ def _same(index: int, saved: Mapping[str, Any], p: Tensor, formats: Formats, rul
                 f"it should be {expected.dtype} {list(expected.shape)}"
             )
         result[name] = value.detach().to(p.device).clone()
-    check_items(saved, {"shape": list[int]}, f"the state of parameter {index}")
     _check_shape(index, saved["shape"], p)
     return result
 

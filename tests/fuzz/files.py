@@ -277,7 +277,7 @@ TARGETS: list[Target] = [
     Target("names", seeded(anything), look_up, failed=(
         1, 8, True, [], {}, 10**5000, Path("a\0b.json"), Path("/dev/zero"), "\ud800", Hostile(), np.zeros(3), "e٣m٤",
     )),
-    *(Target(f"state.{kind.__name__}", seeded(states.make(good)), load)
+    *(Target(f"state.{kind.__name__}", seeded(states.make(good)), load, count=60)
       for kind in (states.quantised, states.delayed, states.optimizer) for good, load in [kind()]),
     Target("command", seeded(make_words), caller(ROOM, TENSORS | {".json": json.dumps(PLAN_FILES[0]).encode()})),
 ]  # fmt: skip
