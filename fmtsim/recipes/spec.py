@@ -159,8 +159,7 @@ class Replacement:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name, allowed in (("kind", tuple(REPLACEMENTS)), ("by", REPLACEMENTS.get(self.kind, ())),
-                              ("per", ("token", "channel"))):  # fmt: skip
+        for name, allowed in (("kind", tuple(REPLACEMENTS)), ("by", REPLACEMENTS.get(self.kind, ()))):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(
                     f"Replacement {name}={getattr(self, name)!r} is unknown; choose {' or '.join(map(repr, allowed))}"

@@ -261,7 +261,7 @@ def test_a_module_that_never_calls_the_function_is_told():
         (lambda: Replacement(kind="swiglu", by="x"), "Replacement by='x' is unknown; choose 'SmoothSwiGLU'"),
         (
             lambda: Replacement(kind="swiglu", by="SmoothSwiGLU", per="row"),
-            "per='row' is unknown; choose 'token' or 'c",
+            "per='row' is not allowed; choose 'token', 'c",
         ),
     ],
 )
