@@ -93,8 +93,10 @@ def test_a_second_signal_ends_a_command_that_cleans_up(number, status, word):
     assert (ended.status, ended.stdout, ended.stderr) == (status, "", f"\nfmtsim: {word}\n")
 
 
-def test_the_status_survives_an_interrupt_of_text_that_is_run():
-    ended = faults.run(AGAIN.format(last="print('cleaned up')"))
+def test_the_status_survives_an_interrupt_of_text_that_is_run(tmp_path):
+    (tmp_path / "again.py").write_text(AGAIN.format(last="print('cleaned up')"))
+    paths = f"{tmp_path}:{Path(interrupts.__file__).parents[1]}"
+    ended = faults.run([sys.executable, "-m", "again"], PYTHONPATH=paths)  # python -c forgets what it remembers
     assert (ended.status, ended.stdout, ended.stderr) == (130, "cleaned up\n", "\nfmtsim: interrupted\n")
 
 
