@@ -100,6 +100,13 @@ def test_the_status_survives_an_interrupt_of_text_that_is_run(tmp_path):
     assert (ended.status, ended.stdout, ended.stderr) == (130, "cleaned up\n", "\nfmtsim: interrupted\n")
 
 
+def test_a_signal_in_a_callback_of_llvm_ends_a_command_at_once():
+    callback = """exec(compile("os.kill(os.getpid(), signal.SIGINT)", "/llvmlite/binding.py", "exec"), globals())"""
+    plain = """exec("os.kill(os.getpid(), signal.SIGINT)", globals())"""
+    ended = faults.run(AGAIN.format(last="print('cleaned up')").replace(plain, callback))
+    assert (ended.status, ended.stdout, ended.stderr) == (130, "", "\nfmtsim: interrupted\n")
+
+
 def test_a_thread_may_run_a_command(capsys):
     statuses = []
     thread = threading.Thread(target=lambda: statuses.append(main(["formats", "e4m3"])))
