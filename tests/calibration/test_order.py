@@ -3,13 +3,15 @@
 import random
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 
+from fmtsim.calibration import fit
 from fmtsim.calibration.campaign import calibrate, find_plan
 from fmtsim.calibration.check import make_data, question, verify
 from fmtsim.calibration.kernels import same_order as order_of
-from fmtsim.calibration.order import _positions, look
+from fmtsim.calibration.order import Sighting, _positions, look
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.plan import GemmPlan
@@ -192,3 +194,26 @@ def test_where_probes_lie(k):
 def test_very_short_sums_are_compared_alone():
     assert look(FakeGPU(BF16), mm(16, 64, 3)) is None
     assert find_plan(FakeGPU(BF16), mm(16, 64, 3), BF16).plans == (GemmPlan(),)
+
+
+# The plans that are tried, the likely ones first.
+
+
+def test_tiles_that_show_nothing_are_not_tried():
+    def tiles(k, arithmetic):
+        return [plan.k_tile for plan in fit._unsplit(k, arithmetic) if plan.instruction_k is None]
+
+    assert tiles(192, BF16) == [None, *(tile for tile in sorted(fit.TILES) if 192 % tile)]
+    assert tiles(192, replace(BF16, block=1)) == [None]
+    assert None in tiles(192, replace(BF16, block=2)) and len(tiles(192, replace(BF16, block=2))) > 1
+
+
+def test_slow_scaled_products_are_promoted_first():
+    promoted = {}
+    for call in (fp8(64, 64, 1024, fast=False), fp8(64, 64, 1024, fast=True), mm(64, 64, 1024)):
+        arithmetic = BF16 if call.operation == "mm" else FP8
+        seen = Sighting(*(numpy.arange(n, dtype=numpy.int64) for n in (4, 4, 4)))
+        plans = list(fit._split(call, arithmetic, seen, (0, 1024)))
+        assert any(plan.promote_every for plan in plans) and not all(plan.promote_every for plan in plans)
+        promoted[call.operation, call.fast_accum] = plans[0].promote_every is not None
+    assert promoted == {("scaled_mm", False): True, ("scaled_mm", True): False, ("mm", mm(1, 1, 1).fast_accum): False}

@@ -1,6 +1,4 @@
-"""Every target with the inputs that failed once and others of the week; and that a report finds a planted defect."""
-
-import datetime
+"""Every target with the inputs that failed once and some others; and that a report finds a planted defect."""
 
 import pytest
 from hypothesis import strategies as st
@@ -9,13 +7,13 @@ from fmtsim.errors import ArgumentError
 from tests.fuzz import files, verbs
 from tests.fuzz.target import Report, Target
 
-WEEK = int("{0.year}{0.week:02}".format(datetime.date.today().isocalendar()))
+SEED = 1  # of the default tests, which fail or pass alike every day; the command draws others
 
 
 @pytest.mark.parametrize("target", [*files.TARGETS, *verbs.TARGETS], ids=lambda target: target.name)
 def test_every_input_ends_in_a_result_or_an_error_of_our_own(target):
     report = Report()
-    report.run(target, target.count, WEEK)
+    report.run(target, target.count, SEED)
     assert not report.defects, str(report)
 
 

@@ -29,7 +29,7 @@ _copies: set[str] = set()
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant: ``found``, ``survived``, ``unseen`` (no test runs its function) or ``error``."""
+    """What became of a mutant: ``found``, ``survived`` or ``error``."""
 
     mutant: Mutant
     verdict: str
@@ -87,9 +87,7 @@ class Trials:
 
     def _tests_of_place(self, mutant: Mutant) -> list[str]:
         """Return the tests of the function or those around it, of its file, its name, its room; or all, quick first."""
-        if not mutant.file.endswith(".py"):
-            return self._seen.get(f"{mutant.file}:", [])
-        names = mutant.function.split(".")
+        names = mutant.function.split(".") if mutant.file.endswith(".py") else [""]
         own: list[str] = []
         for depth in range(len(names), 0, -1):
             own = own or self._seen.get(f"{mutant.file}:{'.'.join(names[:depth])}", [])
@@ -103,8 +101,6 @@ class Trials:
 
     def _one(self, mutant: Mutant, copy: "_Copy") -> Outcome:
         tests, begun = self.tests_of(mutant), time.monotonic()
-        if not tests:
-            return Outcome(mutant, "unseen", 0.0)
         expected = sum(self._seconds.get(test, 60.0) for test in tests)
         with copy.changed(mutant):
             status, text = copy.pytest(tests, 60 + SLACK * expected)
