@@ -186,6 +186,7 @@ def randomness(
         wanted = f"pass int64 {tuple(x.shape)} on {x.device}"
         if not isinstance(words, torch.Tensor):
             raise ArgumentError(f"random_words are {type(words).__name__}, not a tensor; {wanted}")
+        check_dense("random_words", words)
         if words.shape != x.shape or words.dtype != torch.int64 or words.device != x.device:
             raise ArgumentError(f"random_words are {words.dtype} {tuple(words.shape)} on {words.device}; {wanted}")
         return None, words

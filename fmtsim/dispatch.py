@@ -6,6 +6,7 @@ torch lacks any of it, every call takes the dispatcher.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -45,6 +46,11 @@ def constant_in_graphs(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context without autocast, which some devices, such as meta, do not have in the first place."""
+    return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
 
 
 def is_plain(x: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from fmtsim.errors import ArgumentError, DataError
+from fmtsim.errors import ArgumentError, DataError, shown
 
 Content = bytes | str
 StrPath = str | os.PathLike[str]
@@ -32,7 +32,7 @@ def write_files(contents: Mapping[StrPath, Content | None]) -> None:
     """
     for path in contents:
         if not isinstance(path, str | os.PathLike):
-            raise ArgumentError(f"{path!r} is no path to write to; pass a str or a pathlib.Path")
+            raise ArgumentError(f"{shown(path)} is no path to write to; pass a str or a pathlib.Path")
     staged: dict[StrPath, Path] = {}
     try:
         for path, content in contents.items():

@@ -7,6 +7,8 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from numbers import Integral
+from operator import index
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -25,8 +27,11 @@ def check_types(record: Any, error: type[FmtsimError] = ArgumentError) -> None:
     """Raise an error where a field of a record does not hold what its type says."""
     for name, hint in hints_of(type(record)).items():
         value = getattr(record, name)
-        if not _fits(value, hint):
+        if _fits(value, hint):
+            continue
+        if not _fits(whole := as_int(value), hint):
             raise error(f"{type(record).__name__} {name}={shown(value)} is not allowed; {_allowed(hint)}")
+        object.__setattr__(record, name, whole)
 
 
 def hints_of(cls: Any) -> dict[str, Any]:
@@ -49,6 +54,13 @@ def check_items(value: Any, types: dict[str, Any], what: str) -> None:
 def _hints(cls: Any) -> dict[str, Any]:
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def as_int(value: Any) -> Any:
+    """Return a whole number of another library, such as a numpy.int64, as an int; other things as they are."""
+    if type(value) is tuple:
+        return tuple(map(as_int, value))
+    return index(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 def _fits(value: Any, hint: Any) -> bool:

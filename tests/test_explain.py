@@ -120,6 +120,13 @@ def test_the_engine_agrees(name):
         json.dumps(jsonable(story.to_dict()), allow_nan=False)
 
 
+@pytest.mark.parametrize("rule", ["amax", "floor", "ceil", "rceil", "even"])
+def test_the_engine_agrees_where_an_element_reaches_beyond_float32(rule):
+    for number in (0.1, 7, 1e300, 0.0, float("inf"), float("nan")):
+        for element in ("fp64", FloatFormat(name="wide", exponent_bits=8, mantissa_bits=3, bias=125)):
+            assert explain(number, element, block_size=8, scale_rule=rule).engine_agrees
+
+
 @pytest.mark.parametrize("name", SCALED)
 def test_a_scaled_number_leads_to_its_code(name):
     for mode in MODES:

@@ -140,6 +140,8 @@ WRONG_WORDS = [
      "random_words are torch.int64 (3, 2) on cpu; pass int64 (2, 3) on cpu"),
     ({"random_words": WORDS.to("meta")},
      "random_words are torch.int64 (2, 3) on meta; pass int64 (2, 3) on cpu"),
+    ({"random_words": WORDS.to_sparse()},
+     "random_words has layout torch.sparse_coo; pass a dense tensor, for example random_words.to_dense()"),
     ({"random_words": [0, 1]},
      "random_words are list, not a tensor; pass int64 (2, 3) on cpu"),
     ({"random_words": WORDS + 8, "random_bits": 3},

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.errors import ArgumentError, DtypeError, shown
 
 
 def sharpness(logits: Tensor, targets: Tensor, eps: float = 5e-4) -> Tensor:
@@ -38,7 +38,7 @@ def sharpness(logits: Tensor, targets: Tensor, eps: float = 5e-4) -> Tensor:
             "pass one class for each row of logits"
         )
     if not eps > 0:
-        raise ArgumentError(f"eps={eps!r} is not a width of a box; pass a number above 0, such as 5e-4")
+        raise ArgumentError(f"eps={shown(eps)} is not a width of a box; pass a number above 0, such as 5e-4")
     z = logits.detach().double()
     room = eps * (z.abs() + 1)
     away = torch.full_like(z, 1.0).scatter(-1, targets.unsqueeze(-1), -1.0)

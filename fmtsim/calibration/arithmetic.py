@@ -10,7 +10,7 @@ import torch
 from fmtsim.calibration import probes
 from fmtsim.calibration.campaign import SEEDS, find_plan
 from fmtsim.calibration.gpu import GPU
-from fmtsim.errors import ArgumentError, DeviceError
+from fmtsim.errors import ArgumentError, DeviceError, shown
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.units.unit import describe, get_unit, list_units
@@ -69,7 +69,7 @@ def bench_call(mode: str) -> GemmCall:
     if mode == "fp16 sums":
         return GemmCall(operation="mm", a="fp16", b="fp16", out=torch.float16, accumulate="fp16", **sizes)
     if mode not in MODES:
-        raise ArgumentError(f"mode={mode!r} is not possible; choose one of {', '.join(MODES)}")
+        raise ArgumentError(f"mode={shown(mode)} is not possible; choose one of {', '.join(MODES)}")
     return GemmCall(operation="mm", a=mode, b=mode, out=torch.float32, **sizes)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fmtsim import ops
 from fmtsim.distributed.reduction import Reduction, float32
 from fmtsim.distributed.wire import from_bytes, to_bytes
-from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.errors import ArgumentError, DtypeError, shown
 from fmtsim.formats.packing import packed_size
 from fmtsim.formats.representable import FLOAT_DTYPES
 from fmtsim.rounding.modes import Rounding
@@ -87,7 +87,7 @@ class Hop:
 
     def __init__(self, reduction: Reduction, call: int = 0) -> None:
         if type(call) is not int or not 0 <= call < MAX_CALLS:
-            raise ArgumentError(f"call={call!r} is not allowed; choose a whole number from 0 to {MAX_CALLS - 1}")
+            raise ArgumentError(f"call={shown(call)} is not allowed; choose a whole number from 0 to {MAX_CALLS - 1}")
         self.reduction, self.call = reduction, call
         self.bits = reduction.format.bits
         self.top = float(reduction.format.max)

@@ -11,7 +11,7 @@ from fmtsim.distributed.arithmetic import Batch
 from fmtsim.distributed.gather import HALO, gather_parts, require_whole
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.distributed.state import ReductionState
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
 from fmtsim.spec.scaling import Scaling
@@ -110,7 +110,7 @@ def hook_fsdp(
     if state is None and gather is None:
         raise ArgumentError("there is nothing to hook; pass a ReductionState, gather='int8', or both")
     if state is not None and not isinstance(state, ReductionState):
-        raise ArgumentError(f"state={state!r} is not a ReductionState; hook_fsdp(model, ReductionState(name))")
+        raise ArgumentError(f"state={shown(state)} is not a ReductionState; hook_fsdp(model, ReductionState(name))")
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         raise ArgumentError(f"{type(model).__name__} has no FSDP2 unit; call torch's fully_shard on it first")

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from fmtsim.distributed.arithmetic import batch_of
 from fmtsim.distributed.simulate import split
 from fmtsim.distributed.state import ReductionState
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 
 
 def fp8_hook(
@@ -37,7 +37,7 @@ def fp8_hook(
     """
     if not isinstance(state, ReductionState):
         raise ArgumentError(
-            f"state={state!r} is not a ReductionState; register_comm_hook(ReductionState(name), fp8_hook)"
+            f"state={shown(state)} is not a ReductionState; register_comm_hook(ReductionState(name), fp8_hook)"
         )
     buffer = bucket.buffer()
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(

@@ -50,12 +50,12 @@ class AutoFactor:
         for name in ("initial", "backoff", "growth", "least", "largest"):
             value = getattr(self, name)
             good = isinstance(value, int | float) and math.isfinite(value) and value > 0
-            _require(good, f"AutoFactor {name}={value!r}", "a finite number above 0")
-        _require(0 <= self.threshold < 1, f"AutoFactor threshold={self.threshold!r}", "a part from 0, below 1")
+            _require(good, f"AutoFactor {name}={shown(value)}", "a finite number above 0")
+        _require(0 <= self.threshold < 1, f"AutoFactor threshold={shown(self.threshold)}", "a part from 0, below 1")
         steps = type(self.growth_steps) is int and self.growth_steps >= 1
-        _require(steps, f"AutoFactor growth_steps={self.growth_steps!r}", "a whole number from 1")
+        _require(steps, f"AutoFactor growth_steps={shown(self.growth_steps)}", "a whole number from 1")
         _require(
-            self.least <= self.initial <= self.largest, f"AutoFactor initial={self.initial!r}", "one in the bounds"
+            self.least <= self.initial <= self.largest, f"AutoFactor initial={shown(self.initial)}", "one in the bounds"
         )
         check_types(self)
 
@@ -110,19 +110,25 @@ class Reduction:
     def __post_init__(self) -> None:
         for name, allowed in (("factor", Factor), ("algorithm", Algorithm), ("nonfinite", NonFinite)):
             value = getattr(self, name)
-            _require(value in get_args(allowed), f"Reduction {name}={value!r}", ", ".join(map(repr, get_args(allowed))))
-        _require(self.overflow in (None, *OVERFLOWS), f"Reduction overflow={self.overflow!r}", "'saturate' or 'ieee'")
+            _require(
+                value in get_args(allowed), f"Reduction {name}={shown(value)}", ", ".join(map(repr, get_args(allowed)))
+            )
+        _require(
+            self.overflow in (None, *OVERFLOWS), f"Reduction overflow={shown(self.overflow)}", "'saturate' or 'ieee'"
+        )
         called = getattr(self.format, "name", self.format)
         plain = isinstance(self.format, FloatFormat | IntFormat) and self.format.signed
-        _require(plain, f"Reduction format={called!r}", "the record of a signed float or integer format")
+        _require(plain, f"Reduction format={shown(called)}", "the record of a signed float or integer format")
         fits = result_dtype(self.format, torch.float32) == torch.float32
-        _require(fits, f"Reduction format={called!r}", "a format whose values float32 holds")
+        _require(fits, f"Reduction format={shown(called)}", "a format whose values float32 holds")
         if self.nonfinite == "propagate" and not self.format.has_nan:
             raise ArgumentError(f"{called} has no NaN to propagate; choose nonfinite='saturate' or 'raise'")
-        _require(isinstance(self.rounding, Rounding), f"Reduction rounding={self.rounding!r}", "a Rounding record")
-        _require(type(self.seed) is int and 0 <= self.seed < 1 << 63, f"Reduction seed={self.seed!r}", "0 to 2**63 - 1")
-        _require((self.factor == "auto") == (self.auto is not None), f"Reduction auto={self.auto!r} with "
-                 f"factor={self.factor!r}", "factor='auto' and auto=AutoFactor() together")  # fmt: skip
+        _require(isinstance(self.rounding, Rounding), f"Reduction rounding={shown(self.rounding)}", "a Rounding record")
+        _require(
+            type(self.seed) is int and 0 <= self.seed < 1 << 63, f"Reduction seed={shown(self.seed)}", "0 to 2**63 - 1"
+        )
+        _require((self.factor == "auto") == (self.auto is not None), f"Reduction auto={shown(self.auto)} with "
+                 f"factor={shown(self.factor)}", "factor='auto' and auto=AutoFactor() together")  # fmt: skip
         _require_scaling(self.scaling)
         check_types(self)
 
@@ -152,7 +158,7 @@ def _require(condition: bool, given: str, allowed: str) -> None:
 def _require_scaling(scaling: Scaling | None) -> None:
     if scaling is None:
         return
-    _require(isinstance(scaling, Scaling), f"Reduction scaling={scaling!r}", "a Scaling record or None")
+    _require(isinstance(scaling, Scaling), f"Reduction scaling={shown(scaling)}", "a Scaling record or None")
     whole = scaling.block == (None, None) and scaling.statistic in ("amax", "one")
     _require(whole, f"Reduction scaling of {scaling}", "the amax of the whole tensor, block=(None, None)")
     _require(scaling.arithmetic != "divide", "Reduction scaling with arithmetic='divide'", "one that multiplies")

@@ -142,10 +142,10 @@ def _tree(q: Tensor, hop: Hop) -> Tensor:
 
 
 def _require_agreement(lists: Sequence[Sequence[Tensor]]) -> None:
-    first = [(tuple(x.shape), x.dtype) for x in lists[0]]
+    first = [(tuple(x.shape), x.dtype, str(x.device)) for x in lists[0]]
     for rank, one in enumerate(lists):
-        other = [(tuple(x.shape), x.dtype) for x in one]
+        other = [(tuple(x.shape), x.dtype, str(x.device)) for x in one]
         if other != first:
             raise ArgumentError(
-                f"ranks disagree: rank 0 reduces {first}, rank {rank} {other}; pass equal shapes and dtypes"
+                f"ranks disagree: rank 0 reduces {first}, rank {rank} {other}; pass equal shapes, dtypes and devices"
             )

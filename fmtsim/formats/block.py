@@ -12,7 +12,7 @@ from fmtsim.formats.floating import FP32 as FP32
 from fmtsim.formats.scaling import Arithmetic, ScaleRule, Scaling, TensorScale, block_scaling, check_block, rule_fields
 from fmtsim.formats.scaling import Block as Block
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
-from fmtsim.records import check_types
+from fmtsim.records import as_int, check_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +222,7 @@ def _checked_block(block_size: Any) -> Block | None:
     """Return a block as ``(outer, inner)``; raise ArgumentError for what is none."""
     if block_size is None:
         return None
-    block = tuple(block_size) if isinstance(block_size, tuple | list) else (1, block_size)
+    block = as_int(tuple(block_size) if isinstance(block_size, tuple | list) else (1, block_size))
     sizes = [size for size in block if size is not None]
     if len(block) != 2 or not all(type(size) is int and 0 < size < 1 << 63 for size in sizes):
         raise ArgumentError(

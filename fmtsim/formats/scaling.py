@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from fmtsim.errors import FormatError, shown
 from fmtsim.formats.floating import E8M0, FP32, FloatFormat
-from fmtsim.records import check_types
+from fmtsim.records import as_int, check_types
 
 Block = tuple[int | None, int | None]
 ScaleRule = Literal["floor", "ceil", "rceil", "even", "amax"]
@@ -55,7 +55,9 @@ class History:
         _require(not self.fixed or not self.immediate, f"fixed=True with immediate={self.immediate}", "immediate=0")
         for name, least in (("length", 1), ("refresh_every", 1), ("immediate", 0)):
             value = getattr(self, name)
-            _require(type(value) is int and value >= least, f"History {name}={value!r}", f"a whole number from {least}")
+            _require(
+                type(value) is int and value >= least, f"History {name}={shown(value)}", f"a whole number from {least}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +217,7 @@ def rule_fields(scale_rule: ScaleRule) -> dict[str, Any]:
 def check_block(of: str, block: Block) -> None:
     """Raise FormatError for what is no block; ``of`` says whose it is."""
     sizes = isinstance(block, tuple) and len(block) == 2
-    possible = sizes and all(size is None or (type(size) is int and 1 <= size < 1 << 63) for size in block)
+    possible = sizes and all(size is None or (type(as_int(size)) is int and 1 <= size < 1 << 63) for size in block)
     _require(possible, f"{of}block={shown(block)}", "(outer, inner) sizes of 1 or more, or None")
 
 
@@ -226,4 +228,4 @@ def _require(condition: bool, given: str, allowed: str) -> None:
 
 def _positive(name: str, value: float | None) -> None:
     good = value is None or (math.isfinite(value) and value > 0)
-    _require(good, f"{name}={value!r}", "a finite number above 0")
+    _require(good, f"{name}={shown(value)}", "a finite number above 0")

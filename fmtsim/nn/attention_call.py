@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fmtsim.arguments import random_keys
 from fmtsim.autograd import OnceOnly
-from fmtsim.dispatch import constant_in_graphs
-from fmtsim.errors import ArgumentError
+from fmtsim.dispatch import constant_in_graphs, without_autocast
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.layers.passes import Observer
 from fmtsim.nn.flash import CallKeys, Flash, Inputs, flash
@@ -43,7 +43,9 @@ class AttentionCall:
 
     def __init__(self, config: AttentionConfig, generator: Generator = None) -> None:
         if not isinstance(config, AttentionConfig):
-            raise ArgumentError(f"config={config!r} is not an AttentionConfig; pass flash_attention_3() or build one")
+            raise ArgumentError(
+                f"config={shown(config)} is not an AttentionConfig; pass flash_attention_3() or build one"
+            )
         self.config, self.generator = config, generator
         self.draws: Calls[Tensor] = Calls()  # states of the generator under activation checkpointing
         self.observer: Observer | None = None  # set while fmtsim.observe is active
@@ -127,7 +129,7 @@ def _forward(inputs: Inputs, call: AttentionCall, *, compiled: bool = False) -> 
 def _gradients(g: Tensor, inputs: Inputs, key: Tensor, call: AttentionCall) -> list[Tensor]:
     call_keys, tensors = _call_keys(key), inputs[:3]
     made = _run(inputs, call.config, call_keys, keep=True)
-    with torch.autocast(g.device.type, enabled=False):
+    with without_autocast(g.device):
         heads = _flat(g), _flat(inputs.q), _flat(inputs.k), _flat(inputs.v)
         grads = flash_gradients(heads, inputs.factor, call.config, call_keys, made, call.observer)
     return [d.reshape(t.shape).to(t.dtype) for d, t in zip(grads, tensors, strict=True)]
@@ -140,7 +142,7 @@ def _run(
     q, mask = inputs.q, inputs.mask
     if mask is not None and mask.dim() > 2:
         mask = mask.expand(*q.shape[:-2], *mask.shape[-2:]).flatten(0, -3)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         heads = inputs._replace(q=_flat(q), k=_flat(inputs.k), v=_flat(inputs.v), mask=mask)
         return flash(heads, config, call_keys, keep=keep, observer=observer)
 

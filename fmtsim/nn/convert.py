@@ -11,7 +11,7 @@ from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.nn.modules import STATE, EmulatedModule, Emulation, emulated_class
-from fmtsim.nn.planning import NO_TARGET, Configure, Filter, configure, constant_planner, plan_layers, planner_of
+from fmtsim.nn.planning import Configure, Filter, configure, constant_planner, names_target, plan_layers, planner_of
 from fmtsim.nn.swaps import Swaps, find_swaps, one_generator, swapped, undo_swaps
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.recipes.registry import get_recipe
@@ -95,7 +95,7 @@ def convert(
     roundings = {"rounding": rounding, "grad_rounding": grad_rounding}
     named = get_recipe(recipe) if isinstance(recipe, str | Path | Recipe) else None
     if named is not None:
-        if format is not None or config is not None or grad_format is not None or targets != NO_TARGET:
+        if format is not None or config is not None or grad_format is not None or names_target(targets):
             raise ArgumentError("recipe= says everything about formats and machines; pass it alone")
         planner = planner_of(named, model)
     else:
@@ -188,7 +188,7 @@ def set_step(model: nn.Module, step: int) -> None:
         ArgumentError: The step is negative, or the model is not converted.
     """
     if type(step) is not int or step < 0:
-        raise ArgumentError(f"step={step!r} is not a step; pass a whole number from 0")
+        raise ArgumentError(f"step={shown(step)} is not a step; pass a whole number from 0")
     for _, module in converted_modules(model, "set_step"):
         how = module.emulation
         if how is not None and how.plan is not None:

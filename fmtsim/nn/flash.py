@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.layers.operand import holder, quantize_operand
 from fmtsim.gemm.layers.passes import Observer
@@ -207,7 +207,7 @@ def product(a: Heads, b: Heads, quantizers: tuple[Quantizer, Quantizer], unit: A
     formats = [quantizer.format for quantizer in quantizers]
     if not all(isinstance(fmt, FloatFormat) for fmt in formats) or any(q.then is not None for q in quantizers):
         raise ArgumentError(
-            f"unit={unit!r} multiplies elements of floating-point formats; the config has {quantizers[0]} and "
+            f"unit={shown(unit)} multiplies elements of floating-point formats; the config has {quantizers[0]} and "
             f"{quantizers[1]}; choose others, or leave unit= out"
         )
     left, right = (x.elements.to(holder(fmt)) for x, fmt in zip((a, b), formats, strict=True))  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from fmtsim.recipes.spec import Recipe
 Configure = Callable[[str], LinearConfig | None]
 Planner = Callable[[str], LayerPlan | None]
 Filter = Callable[[nn.Module, str], bool]
-NO_TARGET = {"target": None, "unit": None, "fast_accum": False, "native": None}
+_NO_TARGET = {"target": None, "unit": None, "fast_accum": False, "native": None}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -48,9 +48,11 @@ def configure(
     if format is not None:
         grads = format if grad_format is None else grad_format
         config = linear_config(x=format, w=format, g=grads, **roundings, **targets)
-    elif grad_format is not None or any(mode != "nearest_even" for mode in roundings.values()):
+    elif grad_format is not None or any(
+        not isinstance(mode, str) or mode != "nearest_even" for mode in roundings.values()
+    ):
         raise ArgumentError(f"grad_format, rounding and grad_rounding go with format=; set them inside {given[0]}=")
-    elif targets != NO_TARGET:
+    elif names_target(targets):
         raise ArgumentError(f"target, unit, fast_accum and native go with format=; set them inside {given[0]}=")
     chosen = config if recipe is None else recipe
     if isinstance(chosen, LinearConfig):
@@ -60,6 +62,11 @@ def configure(
             f"{given[0]}={shown(chosen)} is not a LinearConfig; build one with linear_config(x=, w=, g=)"
         )
     return chosen
+
+
+def names_target(targets: dict[str, Any]) -> bool:
+    """Say whether any of the keywords that choose a machine is given."""
+    return any(targets[name] is not usual for name, usual in _NO_TARGET.items())
 
 
 def planner_of(recipe: Recipe, model: nn.Module) -> Planner:
@@ -75,7 +82,7 @@ def constant_planner(configure: Configure) -> Planner:
     def plan(name: str) -> LayerPlan | None:
         config = configure(name)
         if config is not None and not isinstance(config, LinearConfig):
-            raise ArgumentError(f"config({name!r}) returned {config!r}; it must return a LinearConfig or None")
+            raise ArgumentError(f"config({name!r}) returned {shown(config)}; it must return a LinearConfig or None")
         return None if config is None else LayerPlan(rules=(), default=config)
 
     return plan

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.scaling.repeats import Calls
 from fmtsim.scaling.scales import power_of_two as to_power_of_two
@@ -51,7 +51,7 @@ def smooth_scale(v: Tensor, per: Per = "token", *, power_of_two: bool = False) -
         ArgumentError: An unknown rule.
     """
     if per not in get_args(Per):
-        raise ArgumentError(f"per={per!r} is unknown; choose 'token' or 'channel'")
+        raise ArgumentError(f"per={shown(per)} is unknown; choose 'token' or 'channel'")
     size = v.detach().abs()
     amax = size.amax(-1, keepdim=True) if per == "token" else size.reshape(-1, v.shape[-1]).amax(0)
     amax = torch.where(amax == 0, torch.ones_like(amax), amax)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmtsim.dispatch import is_readable
 from fmtsim.errors import ArgumentError, DeviceError, DtypeError, FmtsimError, shown
 from fmtsim.optim import checkpoint, engines, torch_step
 from fmtsim.optim.catalogue import get_scheme
@@ -71,7 +72,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             )
         try:
             super().add_param_group(param_group)
-        except (TypeError, ValueError, KeyError) as error:  # torch's own words for what is no group of parameters
+        except (TypeError, ValueError, LookupError) as error:  # torch's own words for what is no group of parameters
             raise ArgumentError(f"params are no parameters: {error}; pass model.parameters()") from None
         try:
             self.check_group(self.param_groups[-1])
@@ -227,6 +228,10 @@ class QuantizedOptimizer(torch.optim.Optimizer):
                 "embedding), or torch.optim.SparseAdam for it"
             )
         state, here = self.state.get(p) or {}, torch_step.local(p)
+        if not torch.compiler.is_compiling() and not all(
+            x.is_meta or is_readable(x) for x in (here, torch_step.local(g))
+        ):
+            raise ArgumentError(f"parameter {index} or its gradient is fake, or traced by vmap; step with real tensors")
         shape = state.get("shape", here.shape)
         if tuple(shape) != tuple(here.shape):
             raise ArgumentError(

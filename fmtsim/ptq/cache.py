@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.encoded import Encoded
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.block import BlockFormat, Format
 from fmtsim.formats.registry import get_format
 from fmtsim.quantize import encode
@@ -50,7 +50,9 @@ class QuantisedCache:
                     "scale of the tensor"
                 )
             if not scale > 0 or (blocks and scale != 1):
-                raise ArgumentError(f"a scale of {scale!r} for {fmt.name}; pass one above 0, and none beside blocks")
+                raise ArgumentError(
+                    f"a scale of {shown(scale)} for {fmt.name}; pass one above 0, and none beside blocks"
+                )
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Add tokens.

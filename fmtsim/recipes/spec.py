@@ -28,7 +28,8 @@ class Steps:
             fraction = isinstance(value, float) and 0 <= value <= 1
             if value is not None and not fraction and not (type(value) is int and value >= 0):
                 raise ArgumentError(
-                    f"Steps {name}={value!r} is not allowed; pass a step from 0, or a fraction of the run such as 0.82"
+                    f"Steps {name}={shown(value)} is not allowed; "
+                    "pass a step from 0, or a fraction of the run such as 0.82"
                 )
         check_types(self)
         if type(self.last) is type(self.first) and self.last <= self.first:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fmtsim.errors import ArgumentError, did_you_mean
+from fmtsim.errors import ArgumentError, did_you_mean, shown
 from fmtsim.reproduce import (
     accumulation,
     attention,
@@ -37,5 +37,5 @@ def get_claims(names: Sequence[str] = ()) -> tuple[Claim, ...]:
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise ArgumentError(f"unknown claim {name!r}{hint} (fmtsim reproduce --list shows all)")
+            raise ArgumentError(f"unknown claim {shown(name)}{hint} (fmtsim reproduce --list shows all)")
     return tuple(claim for claim in CLAIMS if not names or claim.name in names)

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.reproduce.claim import Tell
 from fmtsim.scaling.transforms import transformed
@@ -49,7 +49,7 @@ def draw(distribution: str, count: int, seed: int) -> Tensor:
         degrees = int(distribution[1:])
         z = torch.randn(degrees + 1, count, generator=source, dtype=torch.float64)
         return (z[0] / (z[1:].square().sum(0) / degrees).sqrt()).float()
-    raise ArgumentError(f"distribution {distribution!r} is unknown; choose one of {', '.join(DISTRIBUTIONS)}")
+    raise ArgumentError(f"distribution {shown(distribution)} is unknown; choose one of {', '.join(DISTRIBUTIONS)}")
 
 
 def through(x: Tensor, quantizer: Quantizer, seed: int = 0) -> tuple[Tensor, Tensor]:

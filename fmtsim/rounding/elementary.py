@@ -8,7 +8,7 @@ scalings by powers of two, in the order of the numbered steps, every result roun
 
 import math
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 
 SQRT_HALF = 0.7071067811865476
 """The double nearest to ``sqrt(1/2)``: where a significand is doubled, so that it lies around 1."""
@@ -59,7 +59,7 @@ def ln(x: float) -> float:
         ArgumentError: x is not a positive finite number.
     """
     if not 0.0 < x < math.inf:
-        raise ArgumentError(f"ln of {x!r} is not defined here; pass a positive finite number")
+        raise ArgumentError(f"ln of {shown(x)} is not defined here; pass a positive finite number")
     m, k = math.frexp(x)
     if m < SQRT_HALF:
         m = m + m

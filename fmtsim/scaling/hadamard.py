@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.errors import ArgumentError, DtypeError, shown
 from fmtsim.ops import define_operator, load_engine
 from fmtsim.quantize import quantize
 from fmtsim.scaling.butterflies import checked_base, root, transform
@@ -79,7 +79,7 @@ def hadamard(
     length = x.shape[dim] if size in (None, "full") and x.dim() else size
     check_hadamard(x, length, signs, dim, matrix)
     if round_to not in (None, torch.bfloat16, torch.float16, torch.float32):
-        raise ArgumentError(f"round_to={round_to!r} is not allowed; choose torch.bfloat16, torch.float16 or None")
+        raise ArgumentError(f"round_to={shown(round_to)} is not allowed; choose torch.bfloat16, torch.float16 or None")
     mask = "" if signs is None or isinstance(signs, Tensor) else str(signs)
     given = signs.detach() if isinstance(signs, Tensor) else None
     run = torch.ops.fmtsim.hadamard if torch.compiler.is_compiling() else _Hadamard.apply
@@ -111,7 +111,7 @@ def _check_matrix(matrix: Tensor, size: Any) -> None:
         raise ArgumentError(f"matrix is {given}; pass a tensor [b, b] of +1 and -1, b a multiple of 4")
     doublings, rest = divmod(size, len(matrix)) if type(size) is int and len(matrix) else (0, 1)
     if rest or doublings < 1 or doublings & (doublings - 1):
-        raise ArgumentError(f"size={size!r} is not the order of matrix {tuple(matrix.shape)} times a power of two")
+        raise ArgumentError(f"size={shown(size)} is not the order of matrix {tuple(matrix.shape)} times a power of two")
 
 
 def _inner(x: Tensor, dim: int) -> int:
@@ -121,7 +121,7 @@ def _inner(x: Tensor, dim: int) -> int:
     rank = max(x.dim(), 1)
     if type(dim) is not int or not -rank <= dim < rank:
         shape = tuple(x.shape)
-        raise ArgumentError(f"dim={dim!r} is not a dimension of x of shape {shape}; choose {-rank} to {rank - 1}")
+        raise ArgumentError(f"dim={shown(dim)} is not a dimension of x of shape {shape}; choose {-rank} to {rank - 1}")
     return dim - rank if dim >= 0 else dim
 
 

@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ def base_of(size: int) -> int:
     """
     base = _base_of(size) if type(size) is int else 0
     if not base:
-        raise ArgumentError(f"size={size!r} has no Hadamard matrix here; choose {_neighbours(size)}")
+        raise ArgumentError(f"size={shown(size)} has no Hadamard matrix here; choose {_neighbours(size)}")
     return base
 
 

@@ -203,7 +203,8 @@ def _scale_exponent(amax: Fraction, fmt: BlockFormat) -> int:
 
 
 def _real_scale(block: _Block, fmt: BlockFormat) -> tuple[Fraction, Fraction]:
-    m, a = _rn32(Fraction(fmt.element.max)), _clamped32(block.amax)
+    top, a = _rounded(Fraction(fmt.element.max), FP32), _clamped32(block.amax)
+    m = Fraction(top) if math.isfinite(top) else _INFINITE
     if a == 0:
         return _scale_value(Fraction(1), fmt), Fraction(1)
     if fmt.arithmetic == "encode":
@@ -329,6 +330,8 @@ def _log_code(x: float, negative: bool, values: list[float], how: Rounding, word
 
 
 # Exact arithmetic and its roundings.
+
+_INFINITE = power_of_two(1024)  # in a quotient with a float32 number: 0, or more than FLT_MAX, once that is rounded
 
 
 def _ceil_log2(x: Fraction) -> int:

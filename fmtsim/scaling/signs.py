@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.rounding.philox import random_word
 
 Signs = int | Tensor | None
@@ -30,7 +30,7 @@ def random_signs(size: int, generator: int | Sequence[int] | torch.Generator) ->
     ('0x681d', True)
     """
     if type(size) is not int or size < 1:
-        raise ArgumentError(f"size={size!r} is not a number of signs; choose an int of 1 or more")
+        raise ArgumentError(f"size={shown(size)} is not a number of signs; choose an int of 1 or more")
     key = _key(generator)
     mask = 0
     for word in range(-(-size // 32)):
@@ -80,7 +80,7 @@ def check_signs(signs: Signs, size: int) -> None:
         if signs.shape != (size,):
             raise ArgumentError(f"signs have shape {tuple(signs.shape)}; pass one for each of {size} elements")
     elif signs is not None and (type(signs) is not int or not 0 <= signs < 1 << size):
-        raise ArgumentError(f"signs={signs!r} is not a mask of {size} bits; pass an int from 0 to 2**{size} - 1")
+        raise ArgumentError(f"signs={shown(signs)} is not a mask of {size} bits; pass an int from 0 to 2**{size} - 1")
 
 
 def _key(generator: object) -> tuple[int, int]:
@@ -90,7 +90,9 @@ def _key(generator: object) -> tuple[int, int]:
         return int(draw), 0
     pair = (generator, 0) if type(generator) is int else generator
     if not (isinstance(pair, Sequence) and len(pair) == 2 and all(type(number) is int for number in pair)):
-        raise ArgumentError(f"generator={generator!r} is not one; pass an int seed, a RandomKey or a torch.Generator")
+        raise ArgumentError(
+            f"generator={shown(generator)} is not one; pass an int seed, a RandomKey or a torch.Generator"
+        )
     return pair[0], pair[1]
 
 

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.plotting import COLOURS, label_axes, new_figure, saved
 from fmtsim.ptq.spec import PtqRecipe
@@ -44,7 +44,7 @@ class Policy:
     def __post_init__(self) -> None:
         if type(self.steps) is not int or self.steps < 1 or not (self.rate > 0 and self.penalty >= 0):
             raise ArgumentError(
-                f"Policy steps={self.steps!r}, rate={self.rate!r}, penalty={self.penalty!r}; "
+                f"Policy steps={shown(self.steps)}, rate={shown(self.rate)}, penalty={shown(self.penalty)}; "
                 "choose 1 step or more, a rate above 0 and a penalty from 0"
             )
 

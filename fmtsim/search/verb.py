@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.progress import Progress, make_progress
 from fmtsim.ptq.calibrate import batches_of, check_model
 from fmtsim.ptq.registry import get_ptq_recipe
@@ -152,13 +152,14 @@ def _check_options(budget: Any, bits: Any, policy: Any, loss_fn: Any) -> None:
     name, value = ("budget", budget) if bits is None else ("bits", bits)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (number and 0 < value < math.inf):
-        raise ArgumentError(f"search {name}={value!r} is not allowed; pass a finite number above 0")
+        raise ArgumentError(f"search {name}={shown(value)} is not allowed; pass a finite number above 0")
     if policy is not None and not isinstance(policy, Policy):
         raise ArgumentError(
-            f"policy={policy!r} is no Policy; write policy=Policy() (from fmtsim.search import Policy), or leave it out"
+            f"policy={shown(policy)} is no Policy; write policy=Policy() (from fmtsim.search import Policy), or "
+            "leave it out"
         )
     if loss_fn is not None and not callable(loss_fn):
-        raise ArgumentError(f"loss_fn={loss_fn!r} is no function; write loss_fn=lambda output, reference: ...")
+        raise ArgumentError(f"loss_fn={shown(loss_fn)} is no function; write loss_fn=lambda output, reference: ...")
 
 
 def _budget(budget: float | None, bits: float | None, switching: SwitchingModel, costs: list[list[int]]) -> int:
@@ -177,10 +178,10 @@ def _budget(budget: float | None, bits: float | None, switching: SwitchingModel,
 def _recipes(formats: Sequence[str | PtqRecipe]) -> dict[str, PtqRecipe]:
     named = [formats] if isinstance(formats, str | PtqRecipe) else formats
     if not isinstance(named, Iterable):
-        raise ArgumentError(f"formats={formats!r}; pass names or recipes, at least one")
+        raise ArgumentError(f"formats={shown(formats)}; pass names or recipes, at least one")
     found = [get_ptq_recipe(f) for f in named]
     if not found or len({r.name for r in found}) < len(found):
-        raise ArgumentError(f"formats={formats!r}; pass recipes of different names, at least one")
+        raise ArgumentError(f"formats={shown(formats)}; pass recipes of different names, at least one")
     for r in found:
         if r.rules or r.smooth or r.equalise or r.bias_correction or r.batch_norm or r.attention:
             raise ArgumentError(

@@ -221,7 +221,9 @@ def test_a_factor_is_one_finite_number_above_0():
 def test_wrong_arguments():
     with pytest.raises(ArgumentError, match="unknown reduction 'fp8ml'; did you mean 'fp8lm'"):
         get_reduction("fp8ml")
-    with pytest.raises(ArgumentError, match=r"ranks disagree: rank 0 reduces \[\(\(3,\), torch.float32\)\], rank 1"):
+    with pytest.raises(
+        ArgumentError, match=r"ranks disagree: rank 0 reduces \[\(\(3,\), torch.float32, 'cpu'\)\], rank 1"
+    ):
         simulate([torch.ones(3), torch.ones(4)], "msamp")
     with pytest.raises(ArgumentError, match="mu=2.0 belongs to factor='auto', not 'sqrt'; leave it out"):
         simulate([torch.ones(3)], "msamp", mu=2.0)

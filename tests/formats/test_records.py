@@ -2,7 +2,9 @@
 
 import re
 
+import numpy
 import pytest
+import torch
 
 from fmtsim.errors import FormatError
 from fmtsim.formats.block import BlockFormat, LogTileFormat, scaled, with_block
@@ -249,3 +251,14 @@ def test_formats_with_another_block():
         with_block(tile, None, "floor")
     with pytest.raises(FormatError, match="^scale_rule='floor' needs a block; pass block_size= or a block format"):
         with_block(e4m3, None, "floor")
+
+
+def test_whole_numbers_of_numpy_are_ints():
+    made = FloatFormat(name="mine", exponent_bits=numpy.int64(4), mantissa_bits=numpy.uint8(3))
+    assert made == FloatFormat(name="mine", exponent_bits=4, mantissa_bits=3) and type(made.exponent_bits) is int
+    rule = Scaling(block=(numpy.int64(1), numpy.int32(16)))
+    assert rule == Scaling(block=(1, 16)) and [type(size) for size in rule.block] == [int, int]
+    assert repr(with_block(made, numpy.int64(32))) == repr(with_block(made, 32))
+    for wrong in (numpy.float64(4), numpy.bool_(True), True, numpy.array(4), torch.tensor(4)):
+        with pytest.raises(FormatError, match="is not allowed; pass a whole number of 64 bits"):
+            FloatFormat(name="mine", exponent_bits=wrong, mantissa_bits=3)

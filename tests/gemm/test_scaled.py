@@ -316,7 +316,7 @@ REFUSED = {
     "other recipe": (run(A, BT, ONE, ONE, scale_recipe_b="RowWise"), ArgumentError, "pass both or none"),
     "result scale dtype": (run(A, BT, ONE, ONE, None, ONE.double()), ArgumentError,
                            r"scale_result is torch.float64 of shape \(\); pass one float32 element"),
-    "out text": (run(A, BT, ONE, ONE, out_dtype="bf16"), DtypeError, "out_dtype=bf16 is not the dtype of a product"),
+    "out text": (run(A, BT, ONE, ONE, out_dtype="bf16"), DtypeError, "out_dtype='bf16' is not the dtype of a product"),
     "out int": (run(A, BT, ONE, ONE, out_dtype=torch.int8), DtypeError, "out_dtype=torch.int8 is not the dtype"),
     "b scale": (run(A, BT, ONE, [ONE, 1.0]), DtypeError, "scale_b is float, not a tensor; pass scales, and recipes"),
     "second scale device": (run(A, BT, ONE, [ONE, ONE.to("meta")]), ArgumentError, "a is on cpu, scale_b on meta"),

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -190,6 +191,9 @@ def test_fused_inference_kernels_are_off_while_converted():
         ({}, ArgumentError, r"no format; pass exactly one of format="),
         ({"format": "e4m3", "config": CONFIG}, ArgumentError, r"got format and config; pass exactly one"),
         ({"config": CONFIG, "grad_format": "e5m2"}, ArgumentError, r"go with format=; set them inside config="),
+        ({"config": CONFIG, "target": numpy.ones(3)}, ArgumentError, r"go with format=; set them inside config="),
+        ({"recipe": "te_nvfp4", "target": numpy.ones(3)}, ArgumentError, r"recipe= says everything about formats"),
+        ({"config": CONFIG, "rounding": numpy.ones(3)}, ArgumentError, r"go with format=; set them inside config="),
         ({"recipe": "te_nvfp5"}, ArgumentError, r"recipe='te_nvfp5' is unknown; did you mean 'te_nvfp4'"),
         ({"config": "e4m3"}, ArgumentError, r"config='e4m3' is not a LinearConfig"),
         ({"config": lambda name: "e4m3"}, ArgumentError, r"config\('embedding'\)|config\('conv'\) returned 'e4m3'"),
@@ -241,3 +245,11 @@ def test_verbs_take_modules():
     for verb in (revert, report):
         with pytest.raises(ArgumentError, match=f"{verb.__name__} takes a torch.nn.Module, not NoneType"):
             verb(None)
+
+
+def test_layers_on_meta_have_results_without_numbers():
+    model = convert(nn.Sequential(nn.Linear(4, 3)), config=CONFIG)
+    with pytest.raises(ArgumentError, match="x is on meta, w on cpu; move them to one device"):
+        model(torch.ones(2, 4, device="meta"))
+    y = model.to("meta")(torch.ones(2, 4, device="meta"))
+    assert y.is_meta and y.shape == (2, 3)

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fmtsim
 from fmtsim.errors import ArgumentError, DeviceError, DtypeError
@@ -107,6 +108,13 @@ def test_a_bad_gradient_stops_the_step_before_anything_changes():
     with pytest.raises(ArgumentError, match=r"gradient of parameter 1 is sparse .*; use dense gradients"):
         optimizer.step()
     assert torch.equal(first.detach(), torch.ones(4, 4)) and not optimizer.state
+
+
+def test_a_fake_gradient():
+    p = weight()
+    p.grad = FakeTensorMode(allow_non_fake_inputs=True).from_tensor(torch.ones_like(p))
+    with pytest.raises(ArgumentError, match="parameter 0 or its gradient is fake, or traced by vmap; step with real"):
+        AdamW([p]).step()
 
 
 def test_a_parameter_of_another_shape():

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
 
 _GRAIN = 1 << 16  # elements below which a second thread costs more than it brings
 _threads: int | None = None
@@ -25,7 +25,9 @@ def set_num_threads(count: int | None) -> None:
     """
     global _threads
     if count is not None and (not isinstance(count, int) or count < 1):
-        raise ArgumentError(f"count={count!r} threads are not possible; choose 1 or more, or None for torch's setting")
+        raise ArgumentError(
+            f"count={shown(count)} threads are not possible; choose 1 or more, or None for torch's setting"
+        )
     _threads = count
 
 

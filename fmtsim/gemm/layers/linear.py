@@ -11,11 +11,12 @@ from torch import Tensor
 
 from fmtsim.arguments import check_dense, check_saved
 from fmtsim.autograd import OnceOnly
-from fmtsim.dispatch import constant_in_graphs, is_bare
-from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.dispatch import constant_in_graphs, is_bare, without_autocast
+from fmtsim.errors import ArgumentError, DtypeError, shown
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator, Layer, State, find_layer, lasting_layer
 from fmtsim.gemm.layers.passes import Observer, Pass, Saved, saved_of, wide_dtype
+from fmtsim.gemm.products.operands import check_devices
 from fmtsim.ops import define_operator
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -89,7 +90,7 @@ class EmulatedGEMM:
         """Return ``[..., N]`` in x's dtype, or in the autocast dtype."""
         if not isinstance(config, LinearConfig):
             raise ArgumentError(
-                f"EmulatedGEMM takes a LinearConfig, not {config!r}; build one with linear_config(x=, w=, g=)"
+                f"EmulatedGEMM takes a LinearConfig, not {shown(config)}; build one with linear_config(x=, w=, g=)"
             )
         if torch.compiler.is_dynamo_compiling():
             if observer is not None or state:
@@ -127,7 +128,7 @@ class _Linear(torch.autograd.Function):
         """Return y, and what is kept of x and of w."""
         x, w, bias = autocast_to(x, x), autocast_to(w, x), None if bias is None else autocast_to(bias, x)
         _check(x, w, bias)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             rows, config = x.reshape(-1, x.shape[-1]), layer.config
             run = Pass(layer, observer, rows, (rows.shape[0], *w.shape), traced=not (is_bare(x) and is_bare(w)))
             left, right = run.operand("x_f", rows, -1), run.operand("w_f", w, -1)
@@ -151,7 +152,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of x, w and bias, each in its tensor's dtype."""
         x, w, *saved = ctx.saved_tensors
-        with torch.no_grad(), torch.autocast(g.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(g.device):
             rows = g.reshape(-1, g.shape[-1])
             source = None if x is None else x.reshape(-1, x.shape[-1]).to(g.dtype)
             weight = None if w is None else w.to(g.dtype)
@@ -203,6 +204,7 @@ def _check(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
     for name, t in (("x", x), ("w", w), ("bias", bias)):
         if t is not None and t.dtype not in _FLOATS:
             raise DtypeError(f"EmulatedGEMM: {name} has dtype {t.dtype}; pass float16, bfloat16, float32 or float64")
+    check_devices(x=x, w=w, bias=bias)
     others = [t for t in (w, bias) if t is not None and t.dtype != x.dtype]
     if others:
         raise DtypeError(

@@ -75,7 +75,7 @@ def mma(
             check_tensor(name, extra, "2+")
     check_devices(a=a, b=b, c=c, scale_a=scale_a, scale_b=scale_b)
     _refuse_gradient(a=a, b=b, c=c)
-    target_or_unit("mma", None, unit, None)
+    target_or_unit("mma", None, unit, None, accumulate=accumulate)
     accumulate = None if isinstance(unit, Arithmetic) else _accumulate(c, accumulate)
     formats, truncated = _formats(a, b, unit, a_format, b_format)
     left = read_operand(a, formats[0], tf32="truncate" if truncated[0] else "")

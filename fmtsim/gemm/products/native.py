@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.dispatch import constant_in_graphs
-from fmtsim.errors import ArgumentError, DtypeError, FormatError, NativeWarning
+from fmtsim.errors import ArgumentError, DtypeError, FormatError, NativeWarning, shown
 from fmtsim.gemm.products.operands import fp4_of_fp8, own_dtype
 from fmtsim.gemm.products.scales import Scales
 from fmtsim.gemm.targets.target import Target, caller_level, get_target
@@ -115,7 +115,7 @@ def check_native(native: object) -> None:
     """Refuse what is none of None, True and False."""
     if native is not None and not isinstance(native, bool):
         raise ArgumentError(
-            f"native={native!r} is not possible; choose None (where possible), True (required) or False (emulate)"
+            f"native={shown(native)} is not possible; choose None (where possible), True (required) or False (emulate)"
         )
 
 

@@ -182,7 +182,7 @@ def _enum_names(name: str, given: Any, allowed: tuple[str, ...], kind: str) -> t
     if given is None:
         return None
     members = given if isinstance(given, list | tuple) else [given]
-    names = tuple(member if isinstance(member, str) else getattr(member, "name", repr(member)) for member in members)
+    names = tuple(member if isinstance(member, str) else getattr(member, "name", shown(member)) for member in members)
     wrong = [member for member in names if member not in allowed]
     if wrong or not names:
         raise ArgumentError(f"{name}={shown(given)} is not a {kind}; choose one of {', '.join(allowed)}")
