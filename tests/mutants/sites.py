@@ -70,9 +70,9 @@ class Mutant:
         line = text[begin : text.find(b"\n", self.start)].decode()
         return f"{self.file}:{self.function}: {line.strip()} [{self.start - begin}: {self.old} -> {self.new}]"
 
-    def applied(self) -> bytes:
-        """Return the file's text with the error in it."""
-        text = (ROOT / self.file).read_bytes()
+    def applied(self, root: Path = ROOT) -> bytes:
+        """Return the text of the file below ``root`` with the error in it."""
+        text = (root / self.file).read_bytes()
         assert text[self.start : self.end].decode() == self.old
         return text[: self.start] + self.new.encode() + text[self.end :]
 

@@ -147,7 +147,7 @@ class _Copy:
         """Hold the mutant."""
         path = self._tree / mutant.file
         before = path.read_bytes()
-        path.write_bytes(mutant.applied())
+        path.write_bytes(mutant.applied(self._tree))
         try:
             yield
         finally:
