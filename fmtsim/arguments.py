@@ -63,7 +63,8 @@ def check_flags(**flags: Any) -> None:
     """Refuse flags that are neither True nor False; ``native`` may be None."""
     for name, value in flags.items():
         if value is not True and value is not False and not (value is None and name == "native"):
-            raise ArgumentError(f"{name}={shown(value)} is not a flag; pass True or False")
+            allowed = "None, True or False" if name == "native" else "True or False"
+            raise ArgumentError(f"{name}={shown(value)} is not a flag; pass {allowed}")
 
 
 def check_readable(name: str, x: torch.Tensor) -> None:

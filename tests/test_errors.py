@@ -31,7 +31,7 @@ BAD = [
     (["cast", "1", "--to", "e4m3", "--rounding", "stochastic", "--random-bits", "40"], "random_bits=40 is not allowed"),
     (["explain", "1", "--format", "e4m3", "--scale-rule", "floor"], "needs a block"),
     (["explain", "1", "--format", "mxfp4", "--scale-rule", "flor"], "scale_rule='flor' is unknown; choose "),
-    (["explain", "1", "--format", "mxfp4", "--block-size", "0"], "is not allowed; choose"),
+    (["explain", "1", "--format", "mxfp4", "--block-size", "0"], "is not a block; choose"),
     (["explain", "1", "--format", "mxfp4", "--overflow", "x"], "unknown overflow 'x'"),
     (["verify", "--format", "zzz"], "unknown format 'zzz'"),
     (

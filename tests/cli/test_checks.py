@@ -26,7 +26,7 @@ UNIT = ["--unit", "hopper.wgmma"]
         (["train", "--width", "9" * 25], "is not allowed; choose 1 to 2,147,483,647"),
         (["bench", "--threads", "100000"], "--threads 100000 is not allowed; choose 1 to 1024"),
         (["bench", "--only", "nothing"], "the cases are 'e4m3 nearest', "),
-        (["explain", "1", "--format", "e4m3", "--block-size", "9" * 30], "is not allowed; choose (outer, inner) sizes"),
+        (["explain", "1", "--format", "e4m3", "--block-size", "9" * 30], "is not a block; choose an int of 1 or more"),
         (["calibrate", "--tokens", "-4"], "--tokens '-4' is not possible"),
     ],
 )  # fmt: skip

@@ -182,7 +182,7 @@ def test_a_run_under_loss_scaling_skips_counts_and_says_so(tmp_path, text, capsy
 def test_the_rest_runs_under_autocast(name, text):
     seen = []
     model = GPT(config(name).model, 0)
-    simulate(model, config(name).simulated, config(name))
+    simulate(model, config(name).simulated, config(name), torch.Generator())
     model.blocks[0].up.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     _backward(model, tokens, tokens, config(name).simulated, LossScaler(None))
