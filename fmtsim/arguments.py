@@ -50,10 +50,12 @@ def check_saved(verb: str, *tensors: torch.Tensor) -> None:
 
 def takes(function: Any, *arguments: Any) -> bool:
     """Say whether something can be called with these arguments, as far as its signature tells."""
+    if not callable(function):
+        return False
     try:
         inspect.signature(function).bind(*arguments)
     except ValueError:  # of what is written in C
-        return callable(function)
+        return True
     except TypeError:
         return False
     return True

@@ -111,7 +111,9 @@ class Reduction:
         for name, allowed in (("factor", Factor), ("algorithm", Algorithm), ("nonfinite", NonFinite)):
             value = getattr(self, name)
             _require(
-                value in get_args(allowed), f"Reduction {name}={shown(value)}", ", ".join(map(repr, get_args(allowed)))
+                isinstance(value, str) and value in get_args(allowed),
+                f"Reduction {name}={shown(value)}",
+                ", ".join(map(repr, get_args(allowed))),
             )
         _require(
             self.overflow in (None, *OVERFLOWS), f"Reduction overflow={shown(self.overflow)}", "'saturate' or 'ieee'"

@@ -257,6 +257,6 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
 def _check_number(name: str, value: Any, end: float) -> None:
     """Refuse what is not a number from 0 to below an end."""
-    if not isinstance(value, int | float) or not 0 <= value < end:
+    if not isinstance(value, int | float) or not 0 <= value < min(end, 1 << 1023):
         allowed = "of 0 or more" if end == math.inf else f"in [0, {end})"
         raise ArgumentError(f"{name}={shown(value)} is not allowed; choose a number {allowed}")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from fmtsim.arguments import check_flags
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.spec import LogFormat
 from fmtsim.optim import rules
@@ -115,6 +116,7 @@ class SGD(QuantizedOptimizer):
         state: str | Scheme = "bnb8",
         seed: int = 0,
     ) -> None:
+        check_flags(nesterov=nesterov)
         rule = rules.NESTEROV if nesterov else rules.SGD
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, rule, state, seed)
 
@@ -150,6 +152,7 @@ class Madam(QuantizedOptimizer):
     ) -> None:
         if not isinstance(base, int | str) or base not in BASES:
             raise ArgumentError(f"base={shown(base)} is not allowed; choose 2 or 'e'")
+        check_flags(round_update=round_update)
         self._base = base
         defaults = {"lr": lr, "beta": beta, "bound": bound, "weight_decay": weight_decay}
         super().__init__(params, defaults, madam(base, round_update), state, seed)

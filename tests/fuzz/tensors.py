@@ -189,6 +189,8 @@ def plain(x: Any) -> Any:
     """Return the same numbers in a tensor of its own that is contiguous; anything else as it is."""
     if isinstance(x, (list, tuple)) and any(isinstance(item, Tensor) for item in x):
         return type(x)(map(plain, x))
+    if isinstance(x, torch.Generator):
+        return x.clone_state()
     odd = not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided or x.is_quantized or x.is_meta
     if odd or type(x).__name__ == "FakeTensor":
         return x

@@ -51,12 +51,14 @@ class Call:
         plain = {name: tensors.plain(value) for name, value in keywords.items()}
         failed = None
         try:
+            torch.manual_seed(0)
             result = tensors.bits(function(*arguments, **keywords))
         except FmtsimError as error:
             failed = error
         if failed is not None:
             raise failed
         with contextlib.suppress(FmtsimError):  # what is refused may depend on the kind of tensor, not on its numbers
+            torch.manual_seed(0)
             again = tensors.bits(function(*copies, **plain))
             assert result == again, "other bits than on plain copies"
 
@@ -359,7 +361,7 @@ def _records() -> tuple[tuple[Any, Values], ...]:
     )
 
 
-@target("records", 160)
+@target("records", 160, failed=(6320070982582618411,))
 def _record(r: Random) -> tuple[Any, list[Any], Values]:
     cls, fields = r.choice(_records())
 
@@ -410,6 +412,7 @@ def _passed(value: Any) -> Any:
         12197491323643380526,
         7176390565075237793,
         7701471196422413632,
+        2616203623287572904,
     ),
 )
 def _convert(r: Random) -> tuple[Any, list[Any], Values]:
@@ -455,6 +458,8 @@ def _models(r: Random) -> tuple[Any, list[Any], Values]:
     failed=(
         5967740723652819025,
         7456155837302684848,
+        9507376488933642206,
+        13344685260146688598,
     ),
 )
 def _optim(r: Random) -> tuple[Any, list[Any], Values]:
