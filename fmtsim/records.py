@@ -60,7 +60,7 @@ def as_int(value: Any) -> Any:
     """Return a whole number of another library, such as a numpy.int64, as an int; other things as they are."""
     if type(value) is tuple:
         return tuple(map(as_int, value))
-    return index(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+    return value if isinstance(value, bool) or not isinstance(value, Integral) else index(value)
 
 
 def _fits(value: Any, hint: Any) -> bool:
