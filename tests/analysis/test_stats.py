@@ -110,6 +110,13 @@ def test_adding_and_merging_are_the_same():
     assert both["underflow_percent"] == 100 / 7 and both["saturation_percent"] == 100 / 7
 
 
+def test_merged_statistics_have_the_format_of_either():
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    known = stats_of(x, "e4m3").format
+    assert known is not None
+    assert OperandStats().merge(stats_of(x, "e4m3")).format == known == stats_of(x, "e4m3").merge(OperandStats()).format
+
+
 def test_empty_and_all_zero_tensors():
     assert stats_of(torch.empty(0, 4), "mxfp4").elements == 0
     s = stats_of(torch.zeros(2, 40), "nvfp4")

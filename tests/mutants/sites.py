@@ -203,8 +203,9 @@ class _Python(ast.NodeVisitor):
             self._add(start, end, f"not ({self._text[start:end].decode()})")
 
     def visit_Return(self, node: ast.Return) -> None:
-        if node.value is not None and not (isinstance(node.value, ast.Constant) and node.value.value is None):
-            self._add(*self._span(node), "return None")
+        if node.value is not None:
+            if not (isinstance(node.value, ast.Constant) and node.value.value in (None, False)):
+                self._add(*self._span(node), "return None")
             self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> None:
