@@ -60,10 +60,8 @@ def accumulate_signs(signs: Signs, more: Signs) -> Signs:
     return signs ^ more
 
 
-def sign_bits(signs: int | Tensor, size: int) -> Tensor:
-    """Return which elements of a group change their sign, bool [size]."""
-    if isinstance(signs, Tensor):
-        return signs.signbit()
+def sign_bits(signs: int, size: int) -> Tensor:
+    """Return which elements of a group a mask gives another sign, bool [size]."""
     octets = torch.frombuffer(bytearray(signs.to_bytes(-(-size // 8), "little")), dtype=torch.uint8)
     return (octets[:, None] >> torch.arange(8, dtype=torch.uint8, device="cpu") & 1).flatten()[:size].bool()
 
