@@ -1,7 +1,7 @@
 """Reductions over any number of ranks in one process: the definition of the bits."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,8 +64,10 @@ def simulate(
     [tensor([2.])]
     """
     chosen = get_reduction(reduction)
-    if not isinstance(ranks, Tensor | Sequence):
-        raise ArgumentError(f"ranks is {type(ranks).__name__}; pass a list with the tensor, or tensors, of each rank")
+    given: Any = ranks
+    if not isinstance(given, Tensor | Sequence) or (isinstance(given, Tensor) and not given.dim()):
+        kind = "a tensor without dimensions" if isinstance(given, Tensor) else type(given).__name__
+        raise ArgumentError(f"ranks is {kind}; pass a list with the tensor, or tensors, of each rank")
     lists = [listed(one) for one in ranks]
     require_ranks(len(lists))
     batches = [batch_of(one) for one in lists]

@@ -156,11 +156,11 @@ class Scheme:
     nonfinite: Nonfinite = "propagate"
 
     def __post_init__(self) -> None:
-        if self.nonfinite not in get_args(Nonfinite):
+        if not isinstance(self.nonfinite, str) or self.nonfinite not in get_args(Nonfinite):
             raise ArgumentError(
                 f"nonfinite={shown(self.nonfinite)} is unknown; choose one of {', '.join(get_args(Nonfinite))}"
             )
-        if self.decay not in ("before", "after"):
+        if not isinstance(self.decay, str) or self.decay not in ("before", "after"):
             raise ArgumentError(f"decay={shown(self.decay)} is unknown; choose 'before' or 'after'")
         check_types(self)
 

@@ -284,3 +284,8 @@ def test_whole_tensors_are_dealt_out_evenly():
 def test_ranks_are_a_list():
     with pytest.raises(ArgumentError, match="ranks is NoneType; pass a list with the tensor, or tensors, of each rank"):
         simulate(None, "fp8lm_pre")
+
+
+def test_a_number_is_no_list_of_ranks():
+    with pytest.raises(ArgumentError, match="ranks is a tensor without dimensions; pass a list"):
+        simulate(torch.tensor(3.0), "bf16")

@@ -218,3 +218,18 @@ def test_an_unknown_target_or_unit_is_reported_first():
             verb(words, torch.ones(5, 2, 3), target="h300")
         with pytest.raises(ArgumentError, match="^unknown unit 'hopper.mmma'; did you mean 'hopper.mma'"):
             verb(words, torch.ones(5, 2, 3), unit="hopper.mmma")
+
+
+def test_lengths_count_numbers_not_bytes():
+    """A float4 tensor has two numbers in a byte: as many bytes as x has numbers is twice too long, and read past it."""
+    fp4 = torch.zeros(8, 8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    with pytest.raises(ArgumentError, match="does not fit w of shape"):
+        fmtsim.linear(A, fp4, unit="exact")
+    y = fmtsim.linear(A, fp4[:, :4], unit="exact")
+    assert y.shape == (4, 8) and not y.any()
+
+
+def test_mma_reads_the_negative_bit_of_truncated_operands():
+    negated = torch._neg_view(torch.full((1, 8), 1 + 2.0**-20))
+    sums = fmtsim.mma(negated, torch.ones(1, 8), unit=WGMMA)
+    assert torch.equal(sums, fmtsim.mma(negated.clone(), torch.ones(1, 8), unit=WGMMA)) and sums.item() == -8

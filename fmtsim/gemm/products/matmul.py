@@ -8,7 +8,14 @@ from torch import Tensor
 from fmtsim.arguments import check_flags, check_saved
 from fmtsim.autograd import OnceOnly
 from fmtsim.errors import ArgumentError, DtypeError, shown
-from fmtsim.gemm.products.operands import FLOATS, asked_product, check_devices, check_matrices, check_tensor
+from fmtsim.gemm.products.operands import (
+    FLOATS,
+    asked_product,
+    check_devices,
+    check_matrices,
+    check_tensor,
+    inner_length,
+)
 from fmtsim.gemm.products.resolver import run_product, target_or_unit
 from fmtsim.quantize import quantize
 from fmtsim.spec.call import Operation
@@ -167,7 +174,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Unpack[O
     if bias is not None:
         check_tensor("bias", bias, "1")
     check_devices(x=x, w=w, bias=bias)
-    if x.shape[-1] != w.shape[1]:
+    if inner_length(x) != inner_length(w):  # float4 has two numbers in an element
         raise ArgumentError(
             f"x of shape {tuple(x.shape)} does not fit w of shape {tuple(w.shape)}; x is [..., K], w is [N, K]"
         )

@@ -210,7 +210,7 @@ def read_operand(x: Tensor, fmt: OperandFormat, *, tf32: str = "") -> Tensor:
     if tf32 == "round":
         return quantize(x, "tf32", overflow="ieee", out_dtype=torch.float32)
     if tf32 == "truncate":
-        return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+        return (x.resolve_neg().contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
     if x.dtype in _DIRECT:
         return x
     dtype = own_dtype(fmt)

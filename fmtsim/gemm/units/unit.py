@@ -58,7 +58,7 @@ class Mode:
         if not isinstance(self.datapath, Arithmetic):
             raise ArgumentError(f"datapath={shown(self.datapath)} is not a unit's arithmetic; pass a Datapath record")
         for name, allowed in (("accumulate", ACCUMULATES), ("strength", tuple(STRENGTHS))):
-            if getattr(self, name) not in allowed:
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in allowed:
                 raise ArgumentError(
                     f"Mode {name}={shown(getattr(self, name))} is not possible; choose one of {', '.join(allowed)}"
                 )
