@@ -18,11 +18,11 @@ MAP = Path(__file__).with_name("seen.txt")
 MOST_TESTS = 8  # of one function
 # Functions that numba compiles are seen by nobody: the tests of their engine, the quickest first.
 COMPILED = {
-    "fmtsim/cpu/cast/": ("tests/cpu/test_codes.py", "tests/cpu/test_block_codes.py", "tests/engines/test_equality.py"),
-    "fmtsim/cpu/gemm/": ("tests/cpu/test_gemm.py", "tests/cpu/test_gemm_specials.py", "tests/cpu/test_gemm_units.py",
-                         "tests/cpu/test_gemm_bits.py", "tests/engines/test_products.py"),
-    "fmtsim/cpu/optim/": ("tests/optim/test_engines.py",),
-    "fmtsim/cpu/runtime/": ("tests/cpu", "tests/engines"),
+    "fmtsim/cpu/cast/": ("tests/cpu/test_codes.py", "tests/engines/test_layouts.py", "tests/engines/test_equality.py"),
+    "fmtsim/cpu/gemm/": ("tests/cpu/test_gemm_bits.py", "tests/cpu/test_gemm_units.py", "tests/cpu/test_gemm.py",
+                         "tests/engines/test_products.py"),
+    "fmtsim/cpu/optim/": ("tests/optim/test_codec.py", "tests/optim/test_engines.py"),
+    "fmtsim/cpu/runtime/": ("tests/cpu", "tests/optim/test_engines.py", "tests/engines"),
 }  # fmt: skip
 
 _notes: dict[str, Any] = {"seconds": defaultdict(float), "kernels": defaultdict(set)}

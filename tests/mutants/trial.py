@@ -77,7 +77,8 @@ class Trials:
     def tests_of(self, mutant: Mutant) -> list[str]:
         """Return the tests that see a mutant, the likeliest first."""
         engine = next((tests for folder, tests in COMPILED.items() if mutant.file.startswith(folder)), ())
-        tests = [] if engine and mutant.file.endswith(".py") else self._tests_of_place(mutant)
+        compiled = engine and f"{mutant.file}:{mutant.function}" not in self._seen
+        tests = [] if compiled else self._tests_of_place(mutant)
         chosen, spent = [], 0.0
         for test in tests:
             if not chosen or spent + self._seconds[test] < self._limit:
@@ -104,7 +105,8 @@ class Trials:
         expected = sum(self._seconds.get(test, 60.0) for test in tests)
         with copy.changed(mutant):
             status, text = copy.pytest(tests, 60 + SLACK * expected)
-        verdict = "survived" if status == 0 else "error" if status == 5 or "ERROR: not found" in text else "found"
+        missing = status == 5 or re.search("^ERROR: (file or directory )?not found", text, re.M)
+        verdict = "survived" if status == 0 else "error" if missing else "found"
         by = next((line.split(" ")[1] for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))), "")
         return Outcome(mutant, verdict, time.monotonic() - begun, by or f"exit {status}: {text[-200:]!r}")
 
