@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fmtsim.dispatch import constant_in_graphs, is_readable
+from fmtsim.dispatch import PLAIN_TYPES, constant_in_graphs, is_readable
 from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.registry import get_format
@@ -31,6 +31,34 @@ def check_dense(name: str, x: Any) -> None:
         )
     if x.layout is not torch.strided:
         raise ArgumentError(f"{name} has layout {x.layout}; pass a dense tensor, for example {name}.to_dense()")
+
+
+def check_together(**tensors: torch.Tensor | None) -> None:
+    """Refuse tensors that no operation takes together: on different devices, or fake beside what is none."""
+    present = {name: t for name, t in tensors.items() if t is not None}
+    first = next(iter(present))
+    plain = True
+    for name, t in present.items():
+        plain = plain and type(t) in PLAIN_TYPES
+        if t.device != present[first].device:
+            raise ArgumentError(
+                f"{first} is on {present[first].device}, {name} on {t.device}; move them to one device, "
+                f"for example {name}.to({first}.device)"
+            )
+    if not plain and not torch.compiler.is_compiling():
+        _check_fake(present)
+
+
+def _check_fake(tensors: dict[str, Any]) -> None:
+    """Refuse what torch does not take beside a fake tensor: subclasses, and tensors of another mode."""
+    modes = [t.fake_mode for t in tensors.values() if isinstance(t, torch._subclasses.FakeTensor)]
+    for name, t in tensors.items() if modes else ():
+        allowed = modes[0].allow_non_fake_inputs and type(t) in PLAIN_TYPES
+        if not allowed and getattr(t, "fake_mode", None) is not modes[0]:
+            raise ArgumentError(
+                f"{name} is a {type(t).__name__} beside a fake tensor, and torch does not take both; "
+                "make all of them fake by one FakeTensorMode"
+            )
 
 
 def check_module(verb: str, model: Any) -> None:
@@ -192,6 +220,7 @@ def randomness(
         check_dense("random_words", words)
         if words.shape != x.shape or words.dtype != torch.int64 or words.device != x.device:
             raise ArgumentError(f"random_words are {words.dtype} {tuple(words.shape)} on {words.device}; {wanted}")
+        check_together(x=x, random_words=words)
         return None, words
     return drawn_key(generator, x.device), None
 
@@ -260,6 +289,7 @@ def check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None)
         raise ArgumentError(
             f"out is {out.layout} {tuple(out.shape)} on {out.device}; x is {wanted}; pass torch.empty_like(x)"
         )
+    check_together(x=x, out=out)
     if not out.is_contiguous() and _overlaps_itself(out):
         raise ArgumentError(
             f"out of shape {tuple(out.shape)} and strides {out.stride()} holds several elements in one place; "

@@ -34,7 +34,7 @@ try:
 except AttributeError:
     _tensors = frozenset()
 
-_TYPES = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -74,7 +74,7 @@ def is_readable(x: torch.Tensor) -> bool:
 def is_bare(x: torch.Tensor) -> bool:
     """Say whether x is plain but for a gradient that it may want."""
     return (
-        type(x) in _TYPES
+        type(x) in PLAIN_TYPES
         and len(_tensors) > 0
         and _keys_of(x).raw_repr() in _tensors
         and _keys_of_thread().raw_repr() in _threads

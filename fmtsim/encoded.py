@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fmtsim import ops
-from fmtsim.arguments import check_dense, check_readable, decoded, decoding_cast, short_codebook
+from fmtsim.arguments import check_dense, check_readable, check_together, decoded, decoding_cast, short_codebook
 from fmtsim.dispatch import is_readable
 from fmtsim.errors import ArgumentError, CodeError, DataError, DtypeError, FormatError, shown
 from fmtsim.formats.block import Format
@@ -44,8 +44,8 @@ class Encoded:
         validated: Codes and scales are known to be those of the format, which saves looking at them.
 
     Raises:
-        CodeError: A part has another dtype, shape or device than the format asks for, or a code that is none.
-        ArgumentError, FormatError: ``shape``, ``dim`` or ``format`` is none.
+        CodeError: A part has another dtype or shape than the format asks for, or a code that is none.
+        ArgumentError, FormatError: ``shape``, ``dim`` or ``format`` is none; parts are on different devices.
     """
 
     format: Format
@@ -114,9 +114,9 @@ class Encoded:
         """
         if out is not None:
             check_dense("out", out)
-        if out is not None and (out.shape != self.shape or out.device != self.device):
-            wanted = f"shape {tuple(self.shape)} on {self.device}"
-            raise ArgumentError(f"out is {tuple(out.shape)} on {out.device}; pass a tensor of {wanted}")
+            check_together(codes=self.codes, out=out)
+        if out is not None and out.shape != self.shape:
+            raise ArgumentError(f"out has shape {tuple(out.shape)}; pass a tensor of shape {tuple(self.shape)}")
         if out is not None and out_dtype not in (None, out.dtype):
             raise DtypeError(f"out has dtype {out.dtype} but out_dtype={out_dtype}; leave out_dtype out")
         text = self._text()
@@ -209,11 +209,10 @@ def _check_fields(encoded: Encoded) -> None:
         if tensor is None:
             continue
         check_dense(name, tensor)
-        if tensor.device != encoded.codes.device:
-            raise CodeError(f"{fmt.name}: {name} is on {tensor.device}, codes on {encoded.codes.device}; move one")
         _, _, dtype, size = layout[name]
         if (tensor.dtype, tuple(tensor.shape)) != (dtype, size):
             raise CodeError(f"{fmt.name}: {name} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} {list(size)}")
+    check_together(codes=encoded.codes, **{name: getattr(encoded, name) for name in _PARTS})
 
 
 def _require_values(encoded: Encoded) -> None:

@@ -1,5 +1,7 @@
 """Verbs where torch shows them no numbers: compiled without a break, exported, mapped over a batch, fake, on meta."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -104,3 +106,40 @@ def test_what_needs_numbers_says_so(tmp_path):
     assert not list(tmp_path.iterdir())
     with FakeTensorMode(), pytest.raises(ArgumentError, match="^actual is fake, or traced by torch.compile, "):
         compare(torch.ones(3), torch.ones(3))
+
+
+class Subclass(torch.Tensor):
+    """A tensor by another name."""
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda x, y: fmtsim.linear(x, y, unit="exact"), "w"),
+        (lambda x, y: mma(x, y, unit="exact"), "b"),
+        (lambda x, y: mma(x, x, y, unit="exact"), "c"),
+        (lambda x, y: fmtsim.distributed.simulate([x, y], "bf16"), "rank 1"),
+        (lambda x, y: fmtsim.distributed.simulate([[x, y]], "bf16"), "tensor 1"),
+        (lambda x, y: fmtsim.quantize_(x, "e4m3", rounding="stochastic", random_words=y.long()), "random_words"),
+        (lambda x, y: fmtsim.quantize(x, "e4m3", out=y), "out"),
+        (lambda x, y: encode(x, "e4m3").decode(out=y), "out"),
+        (lambda x, y: dataclasses.replace(encode(x, "int8_channel"), scales=y[:, :1]), "scales"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("Subclass", lambda x: x.as_subclass(Subclass)),
+        ("FakeTensor", lambda x: FakeTensorMode().from_tensor(x)),
+        ("Tensor", lambda x: x),
+    ],
+)
+def test_what_torch_does_not_take_beside_a_fake_tensor_is_named(call, name, kind, make):
+    fake = FakeTensorMode(allow_non_fake_inputs=kind != "Tensor").from_tensor(torch.ones(4, 4))
+    with pytest.raises(ArgumentError, match=f"^{name} is a {kind} beside a fake tensor, and torch does not take both"):
+        call(fake, make(torch.ones(4, 4)))
+
+
+def test_a_plain_tensor_beside_a_fake_one_of_a_mode_that_takes_it():
+    fake = FakeTensorMode(allow_non_fake_inputs=True).from_tensor(torch.ones(4, 4))
+    assert fmtsim.linear(fake, torch.ones(2, 4), unit="exact").shape == (4, 2)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fmtsim import ops
+from fmtsim.arguments import check_together
 from fmtsim.distributed.reduction import Reduction, float32
 from fmtsim.distributed.wire import from_bytes, to_bytes
 from fmtsim.errors import ArgumentError, DtypeError, shown
@@ -171,6 +172,7 @@ def batch_of(tensors: Sequence[Tensor]) -> Batch:
                 f"tensor {i} is {x.dtype} on {x.device}, tensor 0 {tensors[0].dtype} on {tensors[0].device}; "
                 "reduce tensors of one dtype and device at a time"
             )
+    check_together(**{f"tensor {i}": x for i, x in enumerate(tensors)})
     flat = torch.cat([x.detach().reshape(-1) for x in tensors]).float()
     return Batch(flat.unsqueeze(0), tuple(x.numel() for x in tensors))
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fmtsim.arguments import check_together
 from fmtsim.distributed.arithmetic import (
     Batch,
     Counts,
@@ -72,6 +73,7 @@ def simulate(
     require_ranks(len(lists))
     batches = [batch_of(one) for one in lists]
     _require_agreement(lists)
+    check_together(**{f"rank {rank}": batch.x for rank, batch in enumerate(batches)})
     values, counts = simulate_batches(batches, chosen, require_mu(chosen, mu, batches[0].x.device), call)
     return Simulated(split(values, batches[0], lists[0]), counts)
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmtsim.arguments import check_together
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.products.matmul import Options, checked_options
 from fmtsim.gemm.products.native import check_native, emulation_reason, unsupported_reason
-from fmtsim.gemm.products.operands import asked_product, check_devices, check_tensor, inner_length, matrix_layout
+from fmtsim.gemm.products.operands import asked_product, check_tensor, inner_length, matrix_layout
 from fmtsim.gemm.products.resolver import call_name, resolve
 from fmtsim.gemm.units.unit import STRENGTHS, describe, get_unit
 from fmtsim.spec.call import LARGE_BLOCKS, GemmCall, Operation
@@ -107,7 +108,7 @@ def explain_mm(
     """
     check_tensor("a", a, "2+")
     check_tensor("b", b, "2+")
-    check_devices(a=a, b=b)
+    check_together(a=a, b=b)
     if a.dim() != b.dim() or a.dim() > 3:
         raise ArgumentError(f"a has {a.dim()} dimensions, b {b.dim()}; pass two matrices, or two stacks of them")
     given: Options = {

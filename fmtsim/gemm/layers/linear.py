@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.arguments import check_dense, check_saved
+from fmtsim.arguments import check_dense, check_saved, check_together
 from fmtsim.autograd import OnceOnly
 from fmtsim.dispatch import constant_in_graphs, is_bare, without_autocast
 from fmtsim.errors import ArgumentError, DtypeError, shown
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator, Layer, State, find_layer, lasting_layer
 from fmtsim.gemm.layers.passes import Observer, Pass, Saved, saved_of, wide_dtype
-from fmtsim.gemm.products.operands import check_devices
 from fmtsim.ops import define_operator
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -204,7 +203,7 @@ def _check(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
     for name, t in (("x", x), ("w", w), ("bias", bias)):
         if t is not None and t.dtype not in _FLOATS:
             raise DtypeError(f"EmulatedGEMM: {name} has dtype {t.dtype}; pass float16, bfloat16, float32 or float64")
-    check_devices(x=x, w=w, bias=bias)
+    check_together(x=x, w=w, bias=bias)
     others = [t for t in (w, bias) if t is not None and t.dtype != x.dtype]
     if others:
         raise DtypeError(

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.arguments import random_keys
+from fmtsim.arguments import check_together, random_keys
 from fmtsim.dispatch import is_readable
 from fmtsim.errors import ArgumentError, DtypeError, shown
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.products.operands import check_devices, check_tensor, operand_format, read_operand
+from fmtsim.gemm.products.operands import check_tensor, operand_format, read_operand
 from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.gemm.products.resolver import ACCUMULATE_DTYPES, accumulate_name, resolve_call, target_or_unit
 from fmtsim.gemm.products.scales import unit_scale_format, unit_scales
@@ -73,7 +73,7 @@ def mma(
     for name, extra in (("c", c), ("scale_a", scale_a), ("scale_b", scale_b)):
         if extra is not None:
             check_tensor(name, extra, "2+")
-    check_devices(a=a, b=b, c=c, scale_a=scale_a, scale_b=scale_b)
+    check_together(a=a, b=b, c=c, scale_a=scale_a, scale_b=scale_b)
     _refuse_gradient(a=a, b=b, c=c)
     target_or_unit("mma", None, unit, None, accumulate=accumulate)
     accumulate = None if isinstance(unit, Arithmetic) else _accumulate(c, accumulate)

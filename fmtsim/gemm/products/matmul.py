@@ -5,13 +5,12 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from fmtsim.arguments import check_flags, check_saved
+from fmtsim.arguments import check_flags, check_saved, check_together
 from fmtsim.autograd import OnceOnly
 from fmtsim.errors import ArgumentError, DtypeError, shown
 from fmtsim.gemm.products.operands import (
     FLOATS,
     asked_product,
-    check_devices,
     check_matrices,
     check_tensor,
     inner_length,
@@ -173,7 +172,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Unpack[O
     check_tensor("w", w, "2")
     if bias is not None:
         check_tensor("bias", bias, "1")
-    check_devices(x=x, w=w, bias=bias)
+    check_together(x=x, w=w, bias=bias)
     if inner_length(x) != inner_length(w):  # float4 has two numbers in an element
         raise ArgumentError(
             f"x of shape {tuple(x.shape)} does not fit w of shape {tuple(w.shape)}; x is [..., K], w is [N, K]"

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.arguments import check_dense
+from fmtsim.arguments import check_dense, check_together
 from fmtsim.dispatch import constant_in_graphs, is_readable
 from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
 from fmtsim.formats.interop import torch_dtype
@@ -54,25 +54,13 @@ def check_matrices(verb: str, a: Tensor, b: Tensor, dims: str) -> None:
             hint = f"; {other[x.dim()]}" if x.dim() in other else ""
             shape = "[M, K] and [K, N]" if dims == "2" else "[B, M, K] and [B, K, N]"
             raise ArgumentError(f"{verb}: {name} has shape {tuple(x.shape)}; pass a and b of shape {shape}{hint}")
-    check_devices(a=a, b=b)
+    check_together(a=a, b=b)
     mine, k = inner_length(a), inner_length(b.mT)
     if mine != k:
         raise ArgumentError(
             f"{verb}: a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} do not fit; a is [..., M, K], "
             f"b is [..., K, N], but K is {mine} and {k}; transpose one, for example b.mT"
         )
-
-
-def check_devices(**tensors: Tensor | None) -> None:
-    """Refuse tensors on different devices."""
-    present = {name: t for name, t in tensors.items() if t is not None}
-    first = next(iter(present))
-    for name, t in present.items():
-        if t.device != present[first].device:
-            raise ArgumentError(
-                f"{first} is on {present[first].device}, {name} on {t.device}; move them to one device, "
-                f"for example {name}.to({first}.device)"
-            )
 
 
 def operand_format(name: str, x: Tensor, given: Any = None) -> OperandFormat:

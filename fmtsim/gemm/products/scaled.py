@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.arguments import check_flags
+from fmtsim.arguments import check_flags, check_together
 from fmtsim.errors import ArgumentError, DtypeError, shown
-from fmtsim.gemm.products.operands import check_devices, check_tensor, inner_length, operand_format
+from fmtsim.gemm.products.operands import check_tensor, inner_length, operand_format
 from fmtsim.gemm.products.operator import output_format
 from fmtsim.gemm.products.resolver import run_product, target_or_unit
 from fmtsim.gemm.products.scales import check_scales, read_scales, recipe_names, swizzle_names
@@ -112,7 +112,7 @@ def _check_tensors(a: Any, b: Any, bias: Any, scale_result: Any) -> None:
             raise ArgumentError(
                 f"scale_result is {scale_result.dtype} of shape {tuple(scale_result.shape)}; pass one float32 element"
             )
-    check_devices(a=a, b=b, bias=bias, scale_result=scale_result)
+    check_together(a=a, b=b, bias=bias, scale_result=scale_result)
     for name, t in (("a", a), ("b", b), ("bias", bias)):
         if t is not None and t.requires_grad and torch.is_grad_enabled():
             raise ArgumentError(f"scaled_mm has no gradient, but {name} requires one; pass {name}.detach()")
@@ -121,7 +121,7 @@ def _check_tensors(a: Any, b: Any, bias: Any, scale_result: Any) -> None:
 def _check_scale_devices(a: Tensor, **scales: Any) -> None:
     for name, given in scales.items():
         for member in given if isinstance(given, list | tuple) else [given]:
-            check_devices(a=a, **{name: member})
+            check_together(a=a, **{name: member})
 
 
 def _output(a: Tensor, recipes: bool, given: torch.dtype | None) -> torch.dtype:
