@@ -16,7 +16,7 @@ class Steps:
     """Name a stretch of training.
 
     Args:
-        first: First step, or the fraction of the run where it begins (a float below 1).
+        first: First step, or the fraction of the run where it begins (a float between 0 and 1).
         last: Step behind the last, or such a fraction; None is the end.
     """
 
@@ -25,11 +25,11 @@ class Steps:
 
     def __post_init__(self) -> None:
         for name, value in (("first", self.first), ("last", self.last)):
-            fraction = isinstance(value, float) and 0 <= value <= 1
+            fraction = isinstance(value, float) and 0 < value < 1  # 1.0 equals 1, another step
             if value is not None and not fraction and not (type(value) is int and value >= 0):
                 raise ArgumentError(
                     f"Steps {name}={shown(value)} is not allowed; "
-                    "pass a step from 0, or a fraction of the run such as 0.82"
+                    "pass a step from 0, or a fraction of the run above 0 and below 1, such as 0.82"
                 )
         check_types(self)
         if type(self.last) is type(self.first) and self.last <= self.first:

@@ -199,9 +199,9 @@ def coded(**scaling):
         ({"recipe": "nvfp4_switch"}, "layer 'blocks.0.0': the schedule says 0.82 of the run; pass total_steps="),
         ({"recipe": own(Rule(steps=Steps(first=2, last=5)), Rule(steps=Steps(first=4), use=BF16))},
          "layer 'blocks.0.0': the schedules of two rules overlap .steps 2 to 5; steps 4 to end.; give Steps"),
-        ({"recipe": own(Rule(steps=Steps(first=9)), Rule(steps=Steps(first=0.5, last=1.0), use=BF16)),
+        ({"recipe": own(Rule(steps=Steps(first=8)), Rule(steps=Steps(first=0.5, last=0.9), use=BF16)),
           "total_steps": 10},
-         "overlap .steps 9 to end; steps 50% to 100%."),
+         "overlap .steps 8 to end; steps 50% to 90%."),
         ({"recipe": own(Rule(name="attention"))},
          r"rules\[0\] of recipe 'own' \(name ~ attention\) fits no layer of the model, which has blocks.0.0, .* "
          r"\.\.\.; correct it, or pass Rule\(optional=True\)"),
