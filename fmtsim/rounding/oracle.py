@@ -46,10 +46,7 @@ def encode_value(
 ) -> int:  # fmt: skip
     """Return the code of the value to which ``round_value`` rounds, as an unsigned bit pattern."""
     how = get_rounding(rounding)
-    if how.mode == "stochastic" and (word is None or not 0 <= word < 1 << how.bits):
-        raise ArgumentError(
-            f"word={word} does not fit stochastic rounding with {how.bits} bits; pass 0 to 2**{how.bits} - 1"
-        )
+    check_word(how, word)
     if x != x and not fmt.has_nan and fmt.nan_policy == "error":
         raise ArgumentError(f"NaN has no code in {fmt.name}; choose a format with NaN, or nan_policy='max'")
     if isinstance(fmt, FloatFormat):
@@ -76,6 +73,14 @@ def decode_value(code: int, fmt: ElementFormat) -> float:
     return _exact(-_log_magnitudes(fmt)[k] if sign else _log_magnitudes(fmt)[k])
 
 
+def check_word(how: Rounding, word: int | None) -> None:
+    """Raise ArgumentError where stochastic rounding has no random integer of its bits."""
+    if how.mode == "stochastic" and (word is None or not 0 <= word < 1 << how.bits):
+        raise ArgumentError(
+            f"word={word} does not fit stochastic rounding with {how.bits} bits; pass 0 to 2**{how.bits} - 1"
+        )
+
+
 def is_negative(x: Real) -> bool:
     """Return whether the sign bit is set, that of -0 included."""
     return math.copysign(1.0, x) < 0 if isinstance(x, float) else x < 0
@@ -89,7 +94,7 @@ def floor_log2(x: Fraction) -> int:
 
 def power_of_two(exponent: int) -> Fraction:
     """Return ``2**exponent``."""
-    return Fraction(1 << exponent) if exponent >= 0 else Fraction(1, 1 << -exponent)
+    return Fraction(2) ** exponent
 
 
 def rounds_away(rest: int, whole: int, odd: bool, negative: bool, how: Rounding, word: int | None) -> bool:
@@ -106,7 +111,7 @@ def rounds_away(rest: int, whole: int, odd: bool, negative: bool, how: Rounding,
     if rest == 0:
         return False
     if how.mode == "stochastic":
-        return _random_away(rest, whole, how, word or 0)
+        return _random_away(rest, whole, how, word)
     return {
         "nearest_even": 2 * rest > whole or (2 * rest == whole and odd),
         "nearest_away": 2 * rest >= whole,
@@ -138,7 +143,7 @@ def takes_upper(
         return False
     if how.mode == "stochastic":
         t = _rn64(_rn64(x - lower) / _rn64(upper - lower))
-        return _random_away(t.numerator, t.denominator, how, word or 0)
+        return _random_away(t.numerator, t.denominator, how, word)
     if how.mode.startswith("nearest") and x != middle:
         return x > middle
     positive = not negative  # between values of opposite signs x's own decides where magnitude does not
@@ -156,7 +161,8 @@ def takes_upper(
     }[how.mode]
 
 
-def _random_away(rest: int, whole: int, how: Rounding, word: int) -> bool:
+def _random_away(rest: int, whole: int, how: Rounding, word: int | None) -> bool:
+    assert word is not None  # check_word saw to it
     one = 1 << how.bits
     if how.variant == "a":
         return rest * one // whole + word >= one
@@ -181,8 +187,8 @@ def _encode_float(x: Real, fmt: FloatFormat, how: Rounding, overflow: Overflow, 
     if x in (math.inf, -math.inf):
         return _special_code(fmt, "max" if overflow == "saturate" else "inf", negative)
     magnitude = abs(Fraction(x))
-    if not fmt.has_zero and magnitude < power_of_two(fmt.min_exponent):
-        return 0
+    if not fmt.has_zero:
+        magnitude = max(magnitude, power_of_two(fmt.min_exponent))
     code = _round_magnitude(magnitude, fmt, negative, how, word)
     if code <= _max_code(fmt):
         return _signed_code(fmt, code, negative)
@@ -286,7 +292,7 @@ def _encode_codebook(x: Real, fmt: CodebookFormat, how: Rounding, word: int | No
     if x != x or x == math.inf:
         return codes[-1]
     rank = bisect_right(values, x) - 1
-    if rank < 0 or rank == len(values) - 1 or x == values[rank]:
+    if rank < 0 or rank == len(values) - 1:
         return codes[max(rank, 0)]
     neighbours = (Fraction(values[rank]), Fraction(values[rank + 1]), middles[rank])
     return codes[rank + takes_upper(Fraction(x), *neighbours, rank % 2 == 1, is_negative(x), how, word)]
@@ -299,9 +305,7 @@ def _encode_log(x: Real, fmt: LogFormat, how: Rounding, word: int | None) -> int
     sign = int(negative) << (fmt.bits - 1)
     if x != x or x in (math.inf, -math.inf) or abs(Fraction(x)) >= values[top]:
         return sign | top
-    magnitude = abs(Fraction(x))
-    if magnitude < 1:
-        return sign
+    magnitude = max(abs(Fraction(x)), Fraction(1))
     k = bisect_right(values, magnitude) - 1
     how = of_magnitude(how, negative)
     return sign | k + takes_upper(magnitude, values[k], values[k + 1], middles[k], k % 2 == 1, False, how, word)
@@ -336,11 +340,10 @@ def _log_thresholds(fmt: LogFormat) -> list[Fraction]:
 def _power_of_root(numerator: int, denominator: int, mantissa_bits: int) -> Fraction:
     """Round ``2**(numerator / denominator)`` to nearest; the denominator is a power of two."""
     whole, part = divmod(numerator, denominator)
-    root = _roots_of_two(denominator)[part] >> (_GUARD - 64 - mantissa_bits)  # 64 bits beyond the last place
-    n, rest = divmod(root, 1 << 64)
-    if part and min(abs(rest - (1 << 63)), rest, (1 << 64) - rest) < 2:  # never seen: it would need more guard bits
-        raise ArithmeticError(f"2**({numerator}/{denominator}) is too near to a tie")
-    return Fraction(n + (rest >> 63), 1 << mantissa_bits) * power_of_two(whole)
+    last_place = 1 << (_GUARD - mantissa_bits)
+    return Fraction((_roots_of_two(denominator)[part] + last_place // 2) // last_place) * power_of_two(
+        whole - mantissa_bits
+    )
 
 
 @cache
@@ -349,9 +352,10 @@ def _roots_of_two(denominator: int) -> list[int]:
     root = 1 << (_GUARD * denominator + 1)
     for _ in range(denominator.bit_length() - 1):
         root = math.isqrt(root)
-    powers = [1 << _GUARD]
-    while len(powers) < denominator:
-        powers.append(powers[-1] * root >> _GUARD)
+    power, powers = 1 << _GUARD, []
+    for _ in range(denominator):
+        powers.append(power)
+        power = power * root >> _GUARD
     return powers
 
 

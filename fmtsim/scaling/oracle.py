@@ -18,6 +18,7 @@ from fmtsim.rounding.modes import Rounding, get_rounding
 from fmtsim.rounding.oracle import (
     FP64,
     Real,
+    check_word,
     decode_value,
     encode_value,
     floor_log2,
@@ -112,13 +113,15 @@ def quantize_matrix(
     Raises:
         ArgumentError: A random integer is missing or out of range.
     """
-    cast = _Cast(
-        get_rounding(rounding),
-        overflow or fmt.default_overflow,
-        FP64 if input_dtype == "float64" else FP32,
-        out_format,
-        lambda i, j: None if words is None else words[i][j],
-    )
+    how = get_rounding(rounding)
+
+    def word(i: int, j: int) -> int | None:
+        found = None if words is None else words[i][j]
+        check_word(how, found)
+        return found
+
+    working = FP64 if input_dtype == "float64" else FP32
+    cast = _Cast(how, overflow or fmt.default_overflow, working, out_format, word)
     tensor_scale = _tensor_scale(rows, fmt) if isinstance(fmt, BlockFormat) and fmt.tensor_scale else None
     codes = [[0] * len(row) for row in rows]
     values = [[0.0] * len(row) for row in rows]

@@ -293,6 +293,11 @@ def test_logarithmic_values_are_the_nearest():
             assert (value - place / 2) ** q < 2**k < (value + place / 2) ** q
         assert oracle._log_magnitudes(fmt) == [Fraction(v) for v in fmt.magnitudes]
         assert oracle._log_thresholds(fmt) == [Fraction(v) for v in fmt.thresholds]
+        for k, middle in enumerate(fmt.thresholds):
+            odd, even = (k, k + 1) if k % 2 else (k + 1, k)
+            ways = {"nearest_even": even, "nearest_away": k + 1, "nearest_toward_zero": k, "to_odd": odd}
+            for mode, code in ways.items():
+                assert encode_value(middle, fmt, mode) == encode_value(-middle, fmt, mode) - fmt.max_code - 1 == code
 
 
 def test_float64_is_rounded_once():
@@ -308,8 +313,9 @@ def test_errors():
     e4m3, e2m1 = get_format("e4m3"), get_format("e2m1")
     with pytest.raises(ArgumentError, match=r"word=None does not fit stochastic rounding with 32 bits"):
         round_value(1.0, e4m3, "stochastic")
-    with pytest.raises(ArgumentError, match=r"word=8 .* pass 0 to 2\*\*3 - 1"):
-        round_value(1.0, e4m3, Rounding(mode="stochastic", random_bits=3), word=8)
+    for word in (8, -1):
+        with pytest.raises(ArgumentError, match=rf"word={word} .* pass 0 to 2\*\*3 - 1"):
+            round_value(1.0, e4m3, Rounding(mode="stochastic", random_bits=3), word=word)
     with pytest.raises(CodeError, match="code 16 is outside e2m1"):
         decode_value(16, e2m1)
     strict = FloatFormat(

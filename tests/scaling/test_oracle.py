@@ -277,6 +277,7 @@ def test_blocks_are_short_at_the_edges():
     assert quantize_matrix([[]], fmt).scales == [[]] and quantize_matrix([], fmt).codes == []
 
 
-def test_missing_words_are_an_error():
+@pytest.mark.parametrize("name", ["mxfp4", "uint4_g32_zp", "logfmt8"])
+def test_missing_words_are_an_error(name):
     with pytest.raises(ArgumentError, match="word=None does not fit"):
-        row([1.0], "mxfp4", rounding="stochastic")
+        row([1.0], name, rounding="stochastic")
