@@ -11,8 +11,9 @@ from fmtsim.calibration import fit
 from fmtsim.calibration.campaign import calibrate, find_plan
 from fmtsim.calibration.check import make_data, question, verify
 from fmtsim.calibration.kernels import same_order as order_of
-from fmtsim.calibration.order import Sighting, _positions, look
+from fmtsim.calibration.order import LEVELS, Sighting, _positions, expected, look
 from fmtsim.gemm.units.unit import get_unit
+from fmtsim.quantize import quantize
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.plan import GemmPlan
 from tests.support.fake_gpu import FakeGPU, fp8, mm
@@ -217,3 +218,30 @@ def test_slow_scaled_products_are_promoted_first():
         assert any(plan.promote_every for plan in plans) and not all(plan.promote_every for plan in plans)
         promoted[call.operation, call.fast_accum] = plans[0].promote_every is not None
     assert promoted == {("scaled_mm", False): True, ("scaled_mm", True): False, ("mm", mm(1, 1, 1).fast_accum): False}
+
+
+@pytest.mark.parametrize(("k", "most"), [(24, 24), (25, 25), (150, 128)])
+def test_sums_of_every_so_manyth_product_agree_beside_the_first(k, most):
+    """Those that are tried, in their order, and of them all whose sums without the first product are those seen."""
+    fma, (ends, units) = replace(BF16, block=1), _positions(k)
+    tried = [GemmPlan(k_tile=tile, split=parts, owner="interleaved")
+             for tile in (1, 2, 4) for parts in range(2, min(most, -(-k // tile)) + 1)]  # fmt: skip
+    lost = {plan: expected(k, fma, plan) for plan in tried}
+    for seen in tried[:: 1 if k < 30 else 17] + tried[most - 2 : most - 1]:
+        agree = [
+            plan for plan in tried
+            if (lost[plan] == lost[seen])[ends % (plan.k_tile * plan.split) >= plan.k_tile].all()
+        ]  # fmt: skip
+        assert seen in agree and list(fit._strided(k, Sighting(ends, units, lost[seen]))) == agree
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_large_products_hide_all_small_ones(name):
+    """Beside X = 2**15 or more 255 u are nothing, in float32 as in every unit; their operands are numbers of the format."""
+    (large, factor), (small, unit) = LEVELS[name]
+    stored = torch.tensor([large, factor, small, unit], dtype=torch.float64)
+    assert torch.equal(quantize(stored, name, out_dtype=torch.float64), stored)
+    x, u = large * factor, small * unit
+    assert 2.0**15 <= x and u > 0 and x + 255 * u < x * (1 + 2.0**-25)
+    if name == "fp16":
+        assert x < 65504 < 2 * x

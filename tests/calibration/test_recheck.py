@@ -60,6 +60,16 @@ def test_every_rule_has_calls_that_fall_under_it():
     assert not idle
 
 
+def test_rules_without_a_table_are_tried_in_sizes_of_all_kinds():
+    """Tiles of a library, none of its tiles, odd, deep, small and large; one row and one column as the rule says."""
+    rule = dataclasses.replace(H200.rules[number_of(scaling="row")], split=1, when={"n": 48})
+    given = [(64, 512), (128, 1024), (100, 304), (33, 129), (16, 8192), (1, 1024), (768, 1024), (17, 40), (48, 640),
+             (256, 2048)]  # fmt: skip
+    assert list(module._sizes(rule)) == [(m, 48, k) for m, k in given]
+    columns = [n for _, n, _ in module._sizes(dataclasses.replace(rule, when={}))]
+    assert columns == [96, 64, 60, 65, 64, 768, 1, 24, 48, 512]
+
+
 def test_all_kinds_of_calls_run():
     kinds = [number_of(operation="linear", bias=True, n=1), number_of(scaling="row"), number_of(scaling="block_128"),
              number_of(scaling="row_block_128"), number_of(operation="bmm"), number_of(a="int8"),

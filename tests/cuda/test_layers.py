@@ -6,6 +6,7 @@ from torch import nn
 
 from fmtsim import EmulatedGEMM, get_format, quantize
 from fmtsim.cuda.cast import scaled
+from fmtsim.gemm.layers import passes
 from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.layers.keys import SIGNS, Layer, stream_of
 from fmtsim.gemm.layers.linear import run_layer
@@ -56,7 +57,18 @@ def test_what_bfloat16_does_not_hold_stays_wide(name, dtype, on_card):
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "e4m3"])
 @pytest.mark.filterwarnings("ignore")  # of the compiler and of autograd
-def test_compiled_layers_have_the_bits_of_eager_ones(name, rounding, on_card):
+def test_compiled_layers_have_the_bits_of_eager_ones(name, rounding, on_card, monkeypatch):
+    """And the gradient is read once for both its products, where that has a kernel."""
+    once = []
+    for verb in ("quantize_both", "traced_both"):
+        real = getattr(passes, verb)
+
+        def noted(*given, verb=verb, real=real):
+            made = real(*given)
+            once.append(made and verb)
+            return made
+
+        monkeypatch.setattr(passes, verb, noted)
     config = linear_config(x=name, w=name, g=name, grad_rounding=rounding)
     x, w, g = (bfloat16s(*size, seed=i, device=on_card) for i, size in enumerate(((96, 64), (128, 64), (96, 128))))
     leaves = x.requires_grad_(), w.requires_grad_()
@@ -69,6 +81,7 @@ def test_compiled_layers_have_the_bits_of_eager_ones(name, rounding, on_card):
     expected, found = ([y := f(*leaves), *torch.autograd.grad(y, leaves, g)] for f in (run, compiled))
     for one, other in zip(found, expected, strict=True):
         assert_same_bits(one, other)
+    assert once == ([] if name == "e4m3" else ["quantize_both", "traced_both"])
 
 
 SLOW = pytest.mark.slow

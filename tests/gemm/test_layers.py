@@ -3,10 +3,14 @@
 import pytest
 import torch
 
-from fmtsim import Gemm, Quantizer, get_format
-from fmtsim.gemm.layers.keys import stream_of
+from fmtsim import Gemm, LinearConfig, Quantizer, get_format
+from fmtsim.gemm.layers.keys import Layer, stream_of
+from fmtsim.gemm.layers.passes import Pass
 from fmtsim.gemm.layers.product import _asked, multiply
+from fmtsim.quantize import quantize
 from fmtsim.spec.operand import Operand
+from fmtsim.spec.scaling import Scaling
+from fmtsim.spec.transform import Hadamard
 from tests.support.bits import assert_same_bits
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -133,3 +137,37 @@ def test_products_without_a_unit_round_once_a_step(dtypes, scales):
                     y = rounded(y + (rest @ b.values(F32).T).double())
                 y = y if bias is None else rounded(y + bias.double())
                 assert_same_bits(multiply(a, b, bias, dtype), y.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F64])
+@pytest.mark.parametrize("dim", [-1, 0])
+@pytest.mark.parametrize("factor", [None, torch.tensor(0.75)])
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        Quantizer(format=get_format("mxfp4")),
+        Quantizer(format=get_format("e4m3"), scaling=Scaling(block=(None, None))),
+        Quantizer(format=get_format("e2m1"), transforms=(Hadamard(size=4),)),
+    ],
+    ids=str,
+)
+def test_an_observer_sees_what_is_rounded_and_what_became_of_it(quantizer, dim, factor, dtype):
+    """The tensor itself where it is only cast, else what the scales are measured on; blocks run along ``dim``."""
+    seen, t = [], small(8, 12, BF16, 1).to(dtype)
+    layer = Layer(LinearConfig(fprop=Gemm(a=quantizer)))
+    made = Pass(layer, lambda *given: seen.append(given), t, (8, 12, 12)).operand("x_f", t, dim, factor)
+    ((name, x, values, own, along),) = seen
+    assert (name, own) == ("x_f", quantizer)
+    rows = t if dim == -1 else t.mT
+    rows = rows if factor is None else rows.float() * factor
+    wide = F64 if dtype == F64 else F32
+    if quantizer.transforms:
+        h = torch.tensor([[1.0, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]).double() / 2
+        rows = (rows.double().reshape(-1, 4) @ h).view(rows.shape).float()
+    if quantizer.is_cast and factor is None:
+        assert along == dim and x is t
+        assert_same_bits(values, quantize(t, "mxfp4", dim=dim, pad=True, out_dtype=wide))
+    else:
+        assert along == -1
+        assert_same_bits(x.double(), rows.double())
+        assert_same_bits(values, made.values(wide))
