@@ -237,11 +237,11 @@ def test_sums_of_every_so_manyth_product_agree_beside_the_first(k, most):
 
 @pytest.mark.parametrize("name", LEVELS)
 def test_large_products_hide_all_small_ones(name):
-    """Beside X = 2**15 or more 255 u are nothing, in float32 as in every unit; their operands are numbers of the format."""
+    """Beside X = 2**15 or more 255 u are nothing, in float32 as in every unit; operands are numbers of the format."""
     (large, factor), (small, unit) = LEVELS[name]
     stored = torch.tensor([large, factor, small, unit], dtype=torch.float64)
     assert torch.equal(quantize(stored, name, out_dtype=torch.float64), stored)
     x, u = large * factor, small * unit
-    assert 2.0**15 <= x and u > 0 and x + 255 * u < x * (1 + 2.0**-25)
+    assert x >= 2.0**15 and u > 0 and x + 255 * u < x * (1 + 2.0**-25)
     if name == "fp16":
         assert x < 65504 < 2 * x

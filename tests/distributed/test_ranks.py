@@ -240,7 +240,10 @@ def test_a_reduction_runs_on_one_stream_of_its_own_behind_what_is_queued():
         for _ in range(2):
             with state.aside(gpu):
                 own = cuda.Stream.return_value
-                asked = [mock.call.current_stream(gpu), mock.call.Stream().wait_stream(cuda.current_stream.return_value)]
+                asked = [
+                    mock.call.current_stream(gpu),
+                    mock.call.Stream().wait_stream(cuda.current_stream.return_value),
+                ]
                 assert [call for call in cuda.mock_calls if call != mock.call.Stream(gpu)] == [
                     *asked, mock.call.stream(own), mock.call.stream().__enter__()
                 ]  # fmt: skip
