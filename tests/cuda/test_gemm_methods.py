@@ -280,6 +280,26 @@ def test_blocks_of_zeros_may_have_the_smallest_scale(device):
     assert check(block_scaled, a, b, spec, None, *scales, device=device) == 0
 
 
+@pytest.mark.parametrize("by", [{0: 1}, {64: 1, 65: -1}], ids=["the sum so far", "products that cancel"])
+def test_groups_far_below_the_alignment(by, device):
+    """Whatever aligns them, products are cut after 35 bits."""
+    spec = gemm_spec(MXF4, "e2m1")
+    a, b = torch.zeros(2, 128), torch.ones(17, 128)
+    a[:, list(by)], a[:, 96] = torch.tensor(list(by.values())).float(), torch.tensor([1.5, -1.5])
+    scales = torch.ones(2, 4), torch.ones(17, 4)
+    scales[1][:, 3 - (len(by) == 1) :] = torch.exp2(-torch.arange(28.0, 45))[:, None]
+    assert check(block_scaled, a, b, spec, None, *scales, device=device) == 0
+
+
+@pytest.mark.parametrize(("power", "left"), [(50, 0), (51, 1), (-50, 0), (-51, 1)])
+def test_scales_far_from_one_are_left(power, left, device):
+    a, b = operands("e2m1", 3, 4, 64)
+    for side in (0, 1):
+        scales = [torch.ones(3, 2), torch.ones(4, 2)]
+        scales[side][2, 1] = 2.0**power
+        assert check(block_scaled, a, b, gemm_spec(MXF4, "e2m1"), None, *scales, device=device) == left
+
+
 @pytest.mark.parametrize("kind", ["normal", "wide"])
 def test_group_by_group_alone(kind, emulated, monkeypatch):
     real = block_scaled._shape

@@ -99,8 +99,7 @@ def test_values_that_are_quantised_again(layer, device):
     check(found, (x.float() * factor).mT, quantizer, KEYS[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("turned", [False, pytest.param(True, marks=SLOW)])
 def test_corrections_near_a_tie(turned, device, monkeypatch):
     """Nearly every group takes the path of quotients that the order of sums might round otherwise."""
     monkeypatch.setattr(rotated_plan, "_TOLERANCE", "1e-3")

@@ -1,5 +1,6 @@
 """The reduction in one process, against an oracle that passes messages, and its records and errors."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -11,7 +12,15 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.distributed import REDUCTIONS, AutoFactor, Reduction, get_reduction, simulate, whole_tensors
+from fmtsim.distributed import (
+    REDUCTIONS,
+    AutoFactor,
+    Reduction,
+    ReductionState,
+    get_reduction,
+    simulate,
+    whole_tensors,
+)
 from fmtsim.distributed.gather import HALO, require_whole
 from fmtsim.distributed.wire import require_row_blocks
 from fmtsim.errors import ArgumentError, DtypeError, FmtsimError
@@ -216,6 +225,35 @@ def test_a_factor_is_one_finite_number_above_0():
     for mu in (0, -1, -math.inf, [1.0], *map(torch.tensor, (0.0, math.inf, math.nan, [0.5, 0.5]))):
         with pytest.raises(ArgumentError, match=r"is no factor; pass a finite number above 0"):
             simulate([torch.ones(3)], "fp8lm", mu=mu)
+
+
+def test_a_gpu_reduces_on_a_stream_of_the_states_own(monkeypatch):
+    """Without a GPU: the stream is made once, waits for what is queued, and is the current one meanwhile."""
+    said, cuda = [], torch.device("cuda", 0)
+
+    class Stream:
+        def __init__(self, device):
+            said.append(("made for", device))
+
+        def wait_stream(self, other):
+            said.append(("waits for", other))
+
+    @contextlib.contextmanager
+    def current(stream):
+        said.append(("on", type(stream)))
+        yield
+        said.append("off")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"that of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", current)
+    monkeypatch.setattr("fmtsim.distributed.state.Ranks", lambda group: None)
+    state = ReductionState("msamp")
+    for device in (cuda, torch.device("cpu"), cuda):
+        with state.aside(device):
+            said.append(device.type)
+    inside = [("waits for", "that of cuda:0"), ("on", Stream), "cuda", "off"]
+    assert said == [("made for", cuda), *inside, "cpu", *inside]
 
 
 def test_wrong_arguments():

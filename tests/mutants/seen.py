@@ -16,6 +16,7 @@ from tests.mutants.sites import ROOT
 
 MAP = Path(__file__).with_name("seen.txt")
 MOST_TESTS = 8  # of one function
+MOST_OF_KERNELS = 24  # of one file of kernels, all of whose functions share them
 # Functions that numba compiles are seen by nobody: the tests of their engine, the quickest first.
 COMPILED = {
     "fmtsim/cpu/cast/": ("tests/cpu/test_codes.py", "tests/engines/test_layouts.py", "tests/engines/test_equality.py"),
@@ -24,6 +25,8 @@ COMPILED = {
     "fmtsim/cpu/optim/": ("tests/optim/test_codec.py", "tests/optim/test_engines.py"),
     "fmtsim/cpu/runtime/": ("tests/cpu", "tests/optim/test_engines.py", "tests/engines"),
 }  # fmt: skip
+# Nor is what a test runs in a process of its own: for the Python of these rooms it comes behind those that see it.
+APART = {"cuda": ("tests/cuda/test_launches.py::test_launches_are_those_that_were_recorded",)}
 
 _notes: dict[str, Any] = {"seconds": defaultdict(float), "kernels": defaultdict(set)}
 _running = ""
@@ -114,9 +117,10 @@ def _write(seen: dict[tuple[str, str], dict[str, int]], seconds: dict[str, float
         """Those that run most of the function's lines first, of these the quickest, and one a file."""
         order = sorted(tests, key=lambda test: (-tests[test], seconds[test], test))
         first = {test.split("::")[0]: test for test in reversed(order)}
-        return [*(test for test in order if first[test.split("::")[0]] == test), *order][:MOST_TESTS]
+        return [*(test for test in order if first[test.split("::")[0]] == test), *order]
 
-    chosen = {place: list(dict.fromkeys(rank(tests))) for place, tests in sorted(seen.items())}
+    most = {place: MOST_TESTS if place[0].endswith(".py") else MOST_OF_KERNELS for place in seen}
+    chosen = {place: list(dict.fromkeys(rank(tests)))[: most[place]] for place, tests in sorted(seen.items())}
     names = sorted({test for tests in chosen.values() for test in tests})
     numbers = {test: i for i, test in enumerate(names)}
     lines = [f"{test} {seconds[test]:.1f}" for test in names]

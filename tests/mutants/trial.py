@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 
-from tests.mutants.seen import COMPILED, read_map
+from tests.mutants.seen import APART, COMPILED, read_map
 from tests.mutants.sites import ROOT, Mutant
 
 LIMIT = 90.0  # seconds of tests that one mutant is worth, by the map
@@ -98,7 +98,8 @@ class Trials:
         named = [test for test in quick if test.split("::")[0].endswith(f"/test_{path.stem}.py")]
         room = f"tests/{mutant.area}/" if mutant.area != "top" else "tests/test_"
         nearby = [test for test in quick if test in of_file or test.startswith(room)]
-        return list(dict.fromkeys([*own, *named, *nearby])) or quick
+        apart = APART.get(mutant.area, ()) if mutant.file.endswith(".py") else ()
+        return list(dict.fromkeys([*own, *apart, *named, *nearby])) or quick
 
     def _one(self, mutant: Mutant, copy: "_Copy") -> Outcome:
         tests, begun = self.tests_of(mutant), time.monotonic()

@@ -132,7 +132,7 @@ OWN = {
 
 @pytest.mark.parametrize(
     "scheme",
-    ["fp8lm", "coat", *(pytest.param(name, marks=pytest.mark.slow) for name in ("intel_2t", "coat_plain", *OWN))],
+    ["fp8lm", "coat", *OWN, *(pytest.param(name, marks=pytest.mark.slow) for name in ("intel_2t", "coat_plain"))],
 )
 def test_numbers_of_all_sizes_have_the_bits_of_torch(scheme, on_cuda, only_torch, monkeypatch):
     step = torch_step.run

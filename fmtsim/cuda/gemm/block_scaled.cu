@@ -23,6 +23,7 @@
 #define TILES (PANEL / 16)
 #define EMPTY (-128)        // the exponent of a group without products, smaller than any sum of two others
 #define OUTSIDE 50          // scales beyond 2^50 or below 2^-50 leave a panel to the general path
+#define SMALLEST -126       // the exponent of the smallest normal number: bounds of rows that hold nothing are below
 #define PANEL_WORDS (TILES * STEPS * 32)  // of 16 bytes
 
 DEVICE i32 byte_of(u32 word, int place) { return (i8)(word >> (8 * place)); }
@@ -99,7 +100,7 @@ KERNEL pack_operand(const void* x, i64 row_stride, i64 stride, const float* scal
 #pragma unroll
   for (int group = 0; group < GROUPS; ++group) {
     i32 exponent = EMPTY, first = start + group * GROUP;
-    if (row < rows && group * GROUP < BLOCK && first < k) {
+    if (row < rows && first < k) {
       bool counts = nonzero >> (group * (GROUP / 16)) & ((1u << (GROUP / 16)) - 1);
       exponent = max((i32)(__float_as_uint(scale_of(from, row, first)) >> 23) - 127, (i32)SCALE_EMIN);
       if (exponent > OUTSIDE || (counts && exponent < -OUTSIDE)) outside = true;
@@ -200,9 +201,9 @@ DEVICE Limits limits_of(const u32* bounds_a, const u32* bounds_b) {
   i32 low = min((i32)min(one & 0xFFFF, two & 0xFFFF) + (i32)(other & 0xFFFF) - 2048, top);
   Limits limits;
   limits.fast = top - low <= SPREAD;
-  limits.sum = float_power(min(max(low + LSB + ROOM, -126), 127));
+  limits.sum = float_power(max(low + LSB + ROOM, SMALLEST));
   limits.factor = float_power(ROOM - FRACTION - 1);
-  limits.lowest = __float_as_uint(float_power(min(max(top - FRACTION + 23, -126), 127))) * 2 - 1;
+  limits.lowest = __float_as_uint(float_power(max(top - FRACTION + 23, SMALLEST))) * 2 - 1;
   return limits;
 }
 
