@@ -4,11 +4,14 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
+from fmtsim.calibration import probes
 from fmtsim.calibration.arithmetic import MODES, bench_call, family_of, measure, measure_all
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.units.unit import get_unit
+from fmtsim.quantize import quantize
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.datapath import Datapath, IntegerDatapath
 from fmtsim.spec.plan import GemmPlan
@@ -69,6 +72,26 @@ def test_random_units_are_described(seed):
     assert got.accumulator.mantissa_bits == kept
     if dict(found.facts)["bound seen"] == "1":
         assert got.min_exponent == hidden.min_exponent or (got.min_exponent is None and bits > kept + 2), found.facts
+
+
+@pytest.mark.parametrize("mode", probes.ROUNDINGS)
+def test_quarters_are_rounded_as_everywhere(mode):
+    quarters = torch.tensor([sign * n / 4 for sign in (1, -1) for n in (1, 2, 3, 5, 6, 7)])
+    assert probes.ROUNDINGS[mode] == tuple(quantize(quarters, "int8", rounding=mode).tolist())
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 8, 16, 32, 64])
+def test_how_many_products_are_added_at_once(length):
+    unit = Datapath(block=length, fraction_bits=24)
+    assert probes.block_length(FakeGPU(unit), replace(bench_call("bf16"), m=32, n=64, k=128)) == length
+
+
+@pytest.mark.parametrize(("mode", "most"), [("bf16", 38), ("fp16", 38), ("e4m3", 32), ("e5m2", 32)])
+def test_fraction_bits_beyond_which_nothing_is_told(mode, most):
+    for bits in (most, most + 1):
+        call = replace(bench_call(mode), m=64, n=64, k=64)
+        bench = probes.Bench(FakeGPU(Datapath(block=4, fraction_bits=bits)), call, 4)
+        assert probes.fraction_bits(bench) == (bits if bits == most else None)
 
 
 def test_a_lower_bound_without_clamp():
