@@ -227,25 +227,3 @@ def test_without_ranks():
         ArgumentError, match="share_scales needs ranks; call torch.distributed.init_process_group first"
     ):
         share_scales(convert(nn.Linear(64, 64), recipe="te_delayed"))
-
-
-def test_a_reduction_runs_on_one_stream_of_its_own_behind_what_is_queued():
-    """No machine of the tests has ranks on a GPU: what the state asks of torch, by torch's names."""
-    cuda, gpu = mock.MagicMock(), torch.device("cuda:1")
-    state = ReductionState.__new__(ReductionState)
-    state._stream = None
-    with mock.patch.object(torch, "cuda", cuda):
-        with state.aside(torch.device("cpu")):
-            assert not cuda.mock_calls
-        for _ in range(2):
-            with state.aside(gpu):
-                own = cuda.Stream.return_value
-                asked = [
-                    mock.call.current_stream(gpu),
-                    mock.call.Stream().wait_stream(cuda.current_stream.return_value),
-                ]
-                assert [call for call in cuda.mock_calls if call != mock.call.Stream(gpu)] == [
-                    *asked, mock.call.stream(own), mock.call.stream().__enter__()
-                ]  # fmt: skip
-            cuda.reset_mock()
-            cuda.Stream.side_effect = AssertionError("a second stream")

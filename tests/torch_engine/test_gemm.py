@@ -1,6 +1,8 @@
 """The torch engine's matrix products: bits of the oracle, of IEEE arithmetic, and of themselves on other tiles."""
 
+import math
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.oracle import gemm_oracle
+from fmtsim.rounding import oracle
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import FP32, Datapath, TwoStageDatapath
@@ -16,9 +19,11 @@ from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.torch_engine import gemm
 from fmtsim.torch_engine.gemm_blocks import AlignedUnit, FusedAddUnit
+from fmtsim.torch_engine.gemm_round import assembled, round_value
 from fmtsim.torch_engine.gemm_sums import unit_of
 from fmtsim.torch_engine.gemm_wide import WideUnit
 from tests.support.bits import assert_same_bits, same_bits
+from tests.support.casts import ROUNDINGS, adversarial, words_for
 from tests.support.gemm_engine import operand
 
 FMA = Datapath(block=1, fraction_bits=None, rounding=Rounding(), signed_zero=True)
@@ -203,6 +208,23 @@ def test_running_sums_below_the_smallest_normal_number(path, accumulator):
         assert_same_bits(out, torch.tensor(expected), c)
 
 
+@pytest.mark.parametrize("mode", ["nearest_even", "down"])
+@pytest.mark.parametrize("bits", [20, 60])
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_signs_of_sums_of_zeros(group, bits, mode):
+    """A group of -0 alone is -0, and so is a sum of these; rounded down all that cancels is."""
+    path = Datapath(block=6, group=group, fraction_bits=bits, signed_zero=True, rounding=Rounding(mode=mode))
+    spec = GemmSpec(datapath=path, plan=CHAIN, a=get_format("bf16"), b=get_format("bf16"))
+    generator = torch.Generator().manual_seed(1)
+    few = torch.tensor([-0.0, -0.0, -0.0, 0.0, -1.0, 1.0])
+    a = few[torch.randint(0, 6, (40, 8), generator=generator)]
+    a[:6] = -0.0
+    b = torch.stack([torch.ones(8), torch.tensor([0.0, 1, 1, 1, 1, 1, -1, -0.0])])
+    for c in (None, torch.full((40, 2), -0.0), torch.zeros(40, 2)):
+        expected = gemm_oracle(a.tolist(), b.tolist(), spec, c=None if c is None else c.tolist())
+        assert_same_bits(product(path, a.bfloat16(), b.bfloat16(), c=c), torch.tensor(expected), a.sum(1))
+
+
 def test_two_stage_units_that_float64_does_not_hold():
     def unit(name="bf16", **fields):
         fmt = get_format(name) if isinstance(name, str) else name
@@ -213,3 +235,55 @@ def test_two_stage_units_that_float64_does_not_hold():
     for fields in ({"fraction_bits": 47}, {"sum_bits": 47}, {"name": wide[1]}, {"name": "fp64"}):
         with pytest.raises(ArgumentError, match="^a two-stage unit of .* bits with .* does not fit in float64; choose"):
             unit(**fields)
+
+
+# Rounding of running sums.
+
+SUMS = [
+    *map(get_format, ("e4m3", "e5m2", "fp16", "e2m3", "tf32", "fp32", "fp64", "e5m2fnuz")),
+    FloatFormat(name="far", exponent_bits=11, mantissa_bits=5),
+    FloatFormat(name="high", exponent_bits=8, mantissa_bits=3, bias=-700),
+    FloatFormat(name="wide", exponent_bits=5, mantissa_bits=50),
+]
+
+
+def rounded_sum(x, fmt, how, word):
+    """Return what a sum becomes: where there is Inf, all that is rounded above the largest value."""
+    if not math.isfinite(x) or not fmt.infinities or abs(x) <= fmt.max:
+        return x if not math.isfinite(x) else oracle.round_value(x, fmt, how, fmt.default_overflow, word)
+    last = Fraction(2) ** (max(oracle.floor_log2(abs(Fraction(x))), fmt.max_exponent) - fmt.mantissa_bits)
+    beyond = abs(oracle.round_to_integer(Fraction(x) / last, how, word)) * last > fmt.max
+    return math.copysign(math.inf if beyond else fmt.max, x)
+
+
+@pytest.mark.parametrize("how", ROUNDINGS, ids=str)
+@pytest.mark.parametrize("fmt", SUMS, ids=lambda fmt: fmt.name)
+def test_running_sums_are_rounded_by_the_table(fmt, how):
+    x = [*adversarial(fmt)[:: 1 if fmt.bits <= 8 else 7], math.inf, -math.inf, fmt.max, -fmt.max, fmt.min_subnormal / 3]
+    words = words_for(how, len(x))
+    drawn = [None] * len(x) if words is None else words.tolist()
+    expected = [rounded_sum(v, fmt, how, w) for v, w in zip(x, drawn, strict=True)]
+    got = round_value(torch.tensor(x, dtype=torch.float64), fmt, how, words)
+    expected = torch.tensor(expected, dtype=torch.float64)
+    nan = expected.isnan()
+    assert torch.equal(got.isnan(), nan)
+    assert_same_bits(got[~nan], torch.copysign(expected, torch.tensor(x, dtype=torch.float64))[~nan])
+
+
+@pytest.mark.parametrize("mode", ["nearest_even", "toward_zero", "up", "down", "to_odd"])
+@pytest.mark.parametrize("fmt", SUMS, ids=lambda fmt: fmt.name)
+def test_significands_become_values_or_overflow(fmt, mode):
+    one, how = 1 << fmt.mantissa_bits, Rounding(mode=mode)
+    ends = {fmt.min_exponent, fmt.min_exponent + 1, fmt.max_exponent - 1, fmt.max_exponent, fmt.max_exponent + 1}
+    cases = [(n, e, minus) for e in sorted(ends) for n in (0, 1, one, one + 1, 2 * one - 2, 2 * one - 1, 2 * one)
+             for minus in (False, True) if n >= one or e == fmt.min_exponent]  # fmt: skip
+    whole, exponent, negative = (torch.tensor(column) for column in zip(*cases, strict=True))
+    got = assembled(whole, exponent, negative, fmt, how)
+    for (n, e, minus), found in zip(cases, got.tolist(), strict=True):
+        exact = n * Fraction(2) ** (e - fmt.mantissa_bits) * (-1 if minus else 1)
+        above = abs(exact) > fmt.max
+        expected = float(exact) if not above else math.inf * (-1 if minus else 1) if fmt.infinities else None
+        if expected is None:
+            expected = oracle.round_value(exact, fmt, how, fmt.default_overflow)
+        assert found == expected or (math.isnan(found) and math.isnan(expected)), (n, e, minus)
+        assert n or math.copysign(1, found) == (-1 if minus else 1)
