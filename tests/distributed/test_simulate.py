@@ -1,6 +1,5 @@
 """The reduction in one process, against an oracle that passes messages, and its records and errors."""
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -12,20 +11,13 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.distributed import (
-    REDUCTIONS,
-    AutoFactor,
-    Reduction,
-    ReductionState,
-    get_reduction,
-    simulate,
-    whole_tensors,
-)
+from fmtsim.distributed import REDUCTIONS, AutoFactor, Reduction, get_reduction, simulate, whole_tensors
 from fmtsim.distributed.gather import HALO, require_whole
 from fmtsim.distributed.wire import require_row_blocks
 from fmtsim.errors import ArgumentError, DtypeError, FmtsimError
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.scaling import History, Scaling
+from tests.support import records
 from tests.support import reduction_oracle as oracle
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.reductions import gradients
@@ -227,35 +219,6 @@ def test_a_factor_is_one_finite_number_above_0():
             simulate([torch.ones(3)], "fp8lm", mu=mu)
 
 
-def test_a_gpu_reduces_on_a_stream_of_the_states_own(monkeypatch):
-    """Without a GPU: the stream is made once, waits for what is queued, and is the current one meanwhile."""
-    said, cuda = [], torch.device("cuda", 0)
-
-    class Stream:
-        def __init__(self, device):
-            said.append(("made for", device))
-
-        def wait_stream(self, other):
-            said.append(("waits for", other))
-
-    @contextlib.contextmanager
-    def current(stream):
-        said.append(("on", type(stream)))
-        yield
-        said.append("off")
-
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"that of {device}")
-    monkeypatch.setattr(torch.cuda, "stream", current)
-    monkeypatch.setattr("fmtsim.distributed.state.Ranks", lambda group: None)
-    state = ReductionState("msamp")
-    for device in (cuda, torch.device("cpu"), cuda):
-        with state.aside(device):
-            said.append(device.type)
-    inside = [("waits for", "that of cuda:0"), ("on", Stream), "cuda", "off"]
-    assert said == [("made for", cuda), *inside, "cpu", *inside]
-
-
 def test_wrong_arguments():
     with pytest.raises(ArgumentError, match="unknown reduction 'fp8ml'; did you mean 'fp8lm'"):
         get_reduction("fp8ml")
@@ -300,6 +263,10 @@ def test_formats_that_do_not_travel():
         require_whole(fmtsim.get_format("mxfp4"), HALO)
     with pytest.raises(ArgumentError, match=r"is not one float32 scale from the largest magnitude; choose Scaling\(\)"):
         require_whole(E4M3, Scaling(block=(1, 32)))
+
+
+def test_reductions_and_defaults_are_those_that_were_recorded():
+    assert not records.changed("reduction", "fmtsim.distributed"), records.__doc__
 
 
 def test_names_and_text():

@@ -13,6 +13,7 @@ from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.layers.linear import EmulatedGEMM
 from fmtsim.nn import EmulatedLinear, convert, report, revert
+from tests.support import records
 from tests.support.models import snapshot
 
 CONFIG = linear_config(x="e4m3", w="e4m3", g="e5m2")
@@ -59,6 +60,10 @@ def tower():
 
 
 TOKENS = torch.arange(10).view(2, 5)
+
+
+def test_defaults_are_those_that_were_recorded():
+    assert not records.changed("fmtsim.nn"), records.__doc__
 
 
 def test_convert_keeps_objects_and_revert_restores_everything(tower):

@@ -10,6 +10,7 @@ from fmtsim.optim import StateFormat, codec
 from fmtsim.rounding import elementary
 from fmtsim.spec.cast import CastSpec
 from fmtsim.torch_engine import elementary as torch_elementary
+from tests.support import records
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "e4m3", "e5m2"])
@@ -44,6 +45,10 @@ def test_powers_of_two_never_leave_the_range():
     inside = (scale < 2.0**126) & (scale > 2.0**-126)
     assert bool((2 * scaled[inside] > 448).all())
     assert scale[:4].tolist() == [1.0, 0.5, 1.0, 2.0]
+
+
+def test_schemes_and_defaults_are_those_that_were_recorded():
+    assert not records.changed("state", "fmtsim.optim"), records.__doc__
 
 
 def test_zeros_encode_to_zeros():

@@ -38,6 +38,7 @@ from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
 from fmtsim.spec.transform import Hadamard
+from tests.support import records
 from tests.support.operands import normal
 from tests.support.ptq_oracle import cast
 
@@ -71,6 +72,10 @@ def test_names():
         get_ptq_recipe("int8_statc")
     with pytest.raises(ArgumentError, match=r"a ptq recipe named 'w8a8' exists already"):
         register_ptq_recipe(PtqRecipe(name="w8a8"))
+
+
+def test_recipes_and_defaults_are_those_that_were_recorded():
+    assert not records.changed("ptq", "fmtsim.ptq"), records.__doc__
 
 
 def test_the_catalogue_covers_its_formats():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import fmtsim
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.recipes import LossScale, Recipe, Rule, Steps, diff, get_recipe, list_recipes
+from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.catalogue import MARKS, RECIPES, catalogue_markdown, with_catalogue
 from fmtsim.recipes.registry import _names, register_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe
 from fmtsim.recipes.table import HEADINGS
 from fmtsim.spec.scaling import History, Scaling
+from tests.support import records
 
 NAMES = [recipe.name for recipe in RECIPES]
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
@@ -36,6 +39,10 @@ def test_names_and_aliases_are_unique():
     assert list_recipes() == sorted(NAMES)
     assert fmtsim.get_recipe("nvfp4_pretrain") is fmtsim.get_recipe("te_nvfp4")
     assert all(recipe.source for recipe in RECIPES)
+
+
+def test_recipes_and_defaults_are_those_that_were_recorded():
+    assert not records.changed("recipe", "fmtsim.recipes"), records.__doc__
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -71,6 +78,8 @@ def test_the_table_says_what_the_record_says():
     assert "rule: last 15% of the blocks: high precision" in lines
     assert "loss: times 65536, x2 after 2000 clean steps, x0.5 after an overflow" in str(get_recipe("amp_fp16"))
     assert "linear layers stay in high precision" in str(Recipe(name="nothing"))
+    assert str(LossScale(hysteresis=2)).endswith("x0.5 after 2 overflows")
+    assert str(LossScale(interval=None)) == "times 65536"
 
 
 def test_diff_shows_each_field_once():
@@ -220,6 +229,30 @@ def test_a_missing_file_is_named(tmp_path):
 def test_wrong_records_are_refused(make, said):
     with pytest.raises(ArgumentError, match=said):
         make()
+
+
+FACTORS = [1, 0.5, 1e-30, 1e30], [0, -1.0, math.inf, math.nan, "2"]
+
+
+@pytest.mark.parametrize(
+    ("record", "name", "good", "wrong"),
+    [
+        (AttentionConfig(), "columns", [1, 64], [0, -1, 0.5, True]),
+        (AttentionConfig(), "offset", [-3, 0, 8], [1.0, True, None]),
+        *((LossScale(), name, *FACTORS) for name in ("initial", "growth", "backoff")),
+        (LossScale(), "interval", [1, 2, None], [0, -1, 1.0, True]),
+        (LossScale(), "hysteresis", [1, 2], [0, -1, 1.0, True, None]),
+        (Steps(), "first", [0, 1, 0.01, 0.99], [-1, -0.5, 1.5, True, None]),
+        (Steps(), "last", [1, 2, 0.01, None], [0, -1, 1.5, True]),
+        *((Rule(head=True), name, [0, 1, 0.01, 0.99], [-1, 0.0, 1.0, True]) for name in ("first_blocks", "last_blocks")),
+    ],
+)  # fmt: skip
+def test_fields_end_where_they_should(record, name, good, wrong):
+    for value in good:
+        assert getattr(dataclasses.replace(record, **{name: value}), name) == value
+    for value in wrong:
+        with pytest.raises(ArgumentError, match="is not allowed|is not a whole number|hold no step"):
+            dataclasses.replace(record, **{name: value})
 
 
 def test_steps_are_numbers_or_fractions_of_a_run():

@@ -22,6 +22,7 @@ from fmtsim.search.result import SearchResult
 from fmtsim.search.switching import relative_noise
 from fmtsim.search.verb import _Found, _sample
 from fmtsim.spec.quantizer import Quantizer
+from tests.support import records
 
 FORMATS = ("w4a4", "minifloat_e3m2", "e4m3_static")
 BITS = {"w4a4": 16, "minifloat_e3m2": 36, "e4m3_static": 64}
@@ -32,6 +33,10 @@ def model_and_data():
     model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
     model[2].weight.data[:, :4] *= 8
     return model.requires_grad_(False), [torch.randn(10, 32) for _ in range(2)]
+
+
+def test_defaults_are_those_that_were_recorded():
+    assert not records.changed("fmtsim.search"), records.__doc__
 
 
 @pytest.mark.parametrize("seed", range(30))

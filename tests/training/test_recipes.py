@@ -15,8 +15,13 @@ from fmtsim.training.gpt import GPT, GPTConfig
 from fmtsim.training.loop import TrainConfig, _backward, rehearse, simulate, train
 from fmtsim.training.loss_scale import LossScaler
 from fmtsim.training.schemes import Scheme
+from tests.support import records
 
 SMALL = ["--steps", "3", "--batch-size", "2", "--context", "16", "--width", "32", "--layers", "2", "--heads", "2"]
+
+
+def test_scalings_are_those_that_were_recorded():
+    assert not records.changed("scaling"), records.__doc__
 
 
 def config(recipe, width=32, **changes):

@@ -1,0 +1,70 @@
+"""Digests of what catalogues hold and of the defaults of public names: a change is meant, or it is an error.
+
+``records.txt`` has them, a record on a line; who means to change one writes the file anew::
+
+    python -m tests.support.records
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+from fmtsim.distributed import REDUCTIONS
+from fmtsim.optim import get_scheme, list_schemes
+from fmtsim.ptq.catalogue import RECIPES as PTQ_RECIPES
+from fmtsim.recipes.catalogue import RECIPES
+from fmtsim.training.schemes import SCALINGS
+
+FILE = Path(__file__).with_name("records.txt")
+MODULES = ("fmtsim", *(f"fmtsim.{room}" for room in ("distributed", "nn", "optim", "ptq", "recipes", "search")))
+
+
+def defaults_of(module: str) -> dict[str, dict[str, Any]]:
+    """Return the defaults of the arguments of a module's public functions and classes, torch's own aside."""
+    found = {}
+    for name in importlib.import_module(module).__all__:
+        public = getattr(importlib.import_module(module), name)
+        code = getattr(public, "__init__", None) if inspect.isclass(public) else public
+        if inspect.isfunction(code) and code.__globals__["__name__"].startswith("fmtsim"):
+            given = inspect.signature(code).parameters.values()
+            found[name] = {one.name: one.default for one in given if one.default is not one.empty}
+    return {name: defaults for name, defaults in found.items() if defaults}
+
+
+CATALOGUES: dict[str, dict[str, Any]] = {
+    "recipe": {recipe.name: recipe for recipe in RECIPES},
+    "ptq": {recipe.name: recipe for recipe in PTQ_RECIPES},
+    "state": {name: get_scheme(name) for name in list_schemes()},
+    "reduction": REDUCTIONS,
+    "scaling": SCALINGS,
+    **{module: defaults_of(module) for module in MODULES},
+}
+
+
+def fields_of(value: Any) -> Any:
+    """Return a record's fields by name, those that only describe it aside, down to plain values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = (field.name for field in dataclasses.fields(value) if field.name not in ("source", "notes"))
+        return type(value).__name__, {name: fields_of(getattr(value, name)) for name in names}
+    if isinstance(value, dict):
+        return {name: fields_of(one) for name, one in value.items()}
+    return list(map(fields_of, value)) if isinstance(value, tuple) else value
+
+
+def digests(catalogue: str) -> list[str]:
+    """Return a line for each record of a catalogue: its name, its own and a digest."""
+    texts = {name: repr(fields_of(record)) for name, record in CATALOGUES[catalogue].items()}
+    return [f"{catalogue} {name} {hashlib.sha256(text.encode()).hexdigest()[:12]}" for name, text in texts.items()]
+
+
+def changed(*catalogues: str) -> list[str]:
+    """Return the lines in which catalogues and their recordings differ."""
+    recorded = {line for line in FILE.read_text().splitlines() if line.split(" ")[0] in catalogues}
+    return sorted(recorded ^ {line for catalogue in catalogues for line in digests(catalogue)})
+
+
+if __name__ == "__main__":
+    FILE.write_text("".join(f"{line}\n" for catalogue in CATALOGUES for line in digests(catalogue)))
