@@ -244,7 +244,8 @@ FACTORS = [1, 0.5, 1e-30, 1e30], [0, -1.0, math.inf, math.nan, "2"]
         (LossScale(), "hysteresis", [1, 2], [0, -1, 1.0, True, None]),
         (Steps(), "first", [0, 1, 0.01, 0.99], [-1, -0.5, 1.5, True, None]),
         (Steps(), "last", [1, 2, 0.01, None], [0, -1, 1.5, True]),
-        *((Rule(head=True), name, [0, 1, 0.01, 0.99], [-1, 0.0, 1.0, True]) for name in ("first_blocks", "last_blocks")),
+        (Rule(head=True), "first_blocks", [0, 1, 0.01, 0.99], [-1, 0.0, 1.0, True]),
+        (Rule(head=True), "last_blocks", [0, 1, 0.01, 0.99], [-1, 0.0, 1.0, True]),
     ],
 )  # fmt: skip
 def test_fields_end_where_they_should(record, name, good, wrong):
