@@ -93,8 +93,8 @@ def check_flags(**flags: Any) -> None:
     """Refuse flags that are neither True nor False; ``native`` may be None."""
     for name, value in flags.items():
         if value is not True and value is not False and not (value is None and name == "native"):
-            allowed = "None, True or False" if name == "native" else "True or False"
-            raise ArgumentError(f"{name}={shown(value)} is not a flag; pass {allowed}")
+            none = "None (where possible), " if name == "native" else ""
+            raise ArgumentError(f"{name}={shown(value)} is not a flag; pass {none}True or False")
 
 
 def check_readable(name: str, x: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fmtsim.arguments import check_together
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.products.matmul import Options, checked_options
-from fmtsim.gemm.products.native import check_native, emulation_reason, unsupported_reason
+from fmtsim.gemm.products.native import emulation_reason, unsupported_reason
 from fmtsim.gemm.products.operands import asked_product, check_tensor, inner_length, matrix_layout
 from fmtsim.gemm.products.resolver import call_name, resolve
 from fmtsim.gemm.units.unit import STRENGTHS, describe, get_unit
@@ -132,7 +132,6 @@ def explain_mm(
         warnings.simplefilter("ignore")
         found = resolve(call)
     shown = _explanation(call, found, tf32)
-    check_native(native)
     if target is None or (native is None and a.device.type != "cuda"):
         return shown
     return replace(shown, rows=(*shown.rows, ("runs", _runs(call, a, b, native, tf32))))

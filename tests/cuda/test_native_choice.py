@@ -271,7 +271,7 @@ def test_without_a_card():
     assert not native.is_native("h200", "cpu")
     if not torch.cuda.is_available():
         assert native.why_not_native("h200") == native.why_not_native("h200", 1) == "torch sees no CUDA GPU"
-    with pytest.raises(ArgumentError, match="native='yes' is not a flag; pass None, True or False"):
+    with pytest.raises(ArgumentError, match="native='yes' is not a flag; pass None .where possible., True or False"):
         fmtsim.mm(A16, B16, target="h200", native="yes")
 
 

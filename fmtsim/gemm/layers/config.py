@@ -9,7 +9,6 @@ from fmtsim.errors import ArgumentError, FormatError, shown
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import ElementFormat, FloatFormat, Overflow
-from fmtsim.gemm.products.native import check_native
 from fmtsim.gemm.products.resolver import resolve_call, target_or_unit
 from fmtsim.gemm.products.scales import check_unit_scales, product_kind
 from fmtsim.gemm.targets.target import get_target
@@ -98,7 +97,6 @@ class Gemm:
                     f"Gemm {name}={shown(getattr(self, name))} is not a Quantizer; pass Quantizer(format=...)"
                 )
         check_types(self)
-        check_native(self.native)
         if self.native and self.target is None:
             raise ArgumentError("Gemm native=True runs products on the GPU that target= names; pass target= as well")
         if self.emulated:

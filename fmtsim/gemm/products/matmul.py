@@ -116,16 +116,13 @@ def mm(
     tensor([[ 1.5000,  2.0000],
             [ 0.2500, -1.0000]])
     """
-    unit = target_or_unit("mm", target, unit, datapath, plan, accumulate)
-    check_flags(
-        allow_tf32=allow_tf32, allow_fp16_accumulation=allow_fp16_accumulation, strict=strict, native=native
-    )  # fmt: skip
-    check_matrices("mm", a, b, "2")
-    options = {
-        "out_dtype": out_dtype, "target": target, "unit": unit, "plan": plan, "accumulate": accumulate,
-        "allow_tf32": allow_tf32, "allow_fp16_accumulation": allow_fp16_accumulation, "strict": strict,
-        "generator": generator, "a_format": a_format, "b_format": b_format, "native": native,
+    given: Options = {
+        "out_dtype": out_dtype, "target": target, "unit": unit, "datapath": datapath, "plan": plan,
+        "accumulate": accumulate, "allow_tf32": allow_tf32, "allow_fp16_accumulation": allow_fp16_accumulation,
+        "strict": strict, "generator": generator, "a_format": a_format, "b_format": b_format, "native": native,
     }  # fmt: skip
+    options = checked_options("mm", given)
+    check_matrices("mm", a, b, "2")
     return _multiply("mm", a, b, None, options)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.dispatch import constant_in_graphs
-from fmtsim.errors import ArgumentError, DtypeError, FormatError, NativeWarning, shown
+from fmtsim.errors import ArgumentError, DtypeError, FormatError, NativeWarning
 from fmtsim.gemm.products.operands import fp4_of_fp8, own_dtype
 from fmtsim.gemm.products.scales import Scales
 from fmtsim.gemm.targets.target import Target, caller_level, get_target
@@ -87,8 +87,6 @@ def runs_natively(
     Raises:
         ArgumentError: ``native=True`` and something stands in the way.
     """
-    if native is not None:
-        check_native(native)
     if native is False or (native is None and (target is None or _index_of(device) is None)):
         return False
     reason = None if target is None else unsupported()
@@ -109,14 +107,6 @@ def card_description(device: torch.device | str) -> dict[str, str]:
         return {}
     version = load_engine("cuda").cublaslt_version()
     return {"card": torch.cuda.get_device_name(index), "cublaslt": f"cuBLASLt {version or 'unknown'}"}
-
-
-def check_native(native: object) -> None:
-    """Refuse what is none of None, True and False."""
-    if native is not None and not isinstance(native, bool):
-        raise ArgumentError(
-            f"native={shown(native)} is not possible; choose None (where possible), True (required) or False (emulate)"
-        )
 
 
 @constant_in_graphs  # torch.compile cannot see through what asks the GPU
