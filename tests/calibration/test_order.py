@@ -193,7 +193,7 @@ def test_where_probes_lie(k):
 
 
 def test_very_short_sums_are_compared_alone():
-    assert look(FakeGPU(BF16), mm(16, 64, 3)) is None
+    assert look(FakeGPU(BF16), mm(16, 64, 7)) is None and look(FakeGPU(BF16), mm(16, 64, 8)) is not None
     assert find_plan(FakeGPU(BF16), mm(16, 64, 3), BF16).plans == (GemmPlan(),)
 
 
@@ -243,5 +243,4 @@ def test_large_products_hide_all_small_ones(name):
     assert torch.equal(quantize(stored, name, out_dtype=torch.float64), stored)
     x, u = large * factor, small * unit
     assert x >= 2.0**15 and u > 0 and x + 255 * u < x * (1 + 2.0**-25)
-    if name == "fp16":
-        assert x < 65504 < 2 * x
+    assert name in ("e4m3", "e5m2") or x < 65504 < 2 * x

@@ -1,6 +1,7 @@
-"""Which kernels of the CPU engine take a product or a cast, and with which constants, for all units and block formats.
+"""Which kernels of the CPU engine take a product or a cast, with which constants, and how threads share the work.
 
-Kernels that take too little, or with more care than is needed, give the right bits late. ``data/choices.txt`` has a
+Kernels that take too little, or with more care than is needed, give the right bits late, and so do tiles that a cache
+does not hold. ``data/choices.txt`` has a
 line for each product and cast; who means to change one records them anew and reads the difference::
 
     python -m tests.cpu.choices
@@ -11,17 +12,20 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import torch
 
 import fmtsim
 from fmtsim.cpu.cast import selection
-from fmtsim.cpu.gemm import engine
+from fmtsim.cpu.gemm import engine, tiles
+from fmtsim.cpu.runtime import pool
 from fmtsim.formats.block import BlockFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec
 from fmtsim.spec.datapath import Datapath, sum_dtype
-from tests.support.gemm_engine import gemm_spec
+from tests.support.gemm_engine import UNITS, gemm_spec, product, setting
 
 FILE = Path(__file__).with_name("data") / "choices.txt"
 PLANS = (
@@ -79,10 +83,64 @@ def casts() -> Iterator[str]:
             )
 
 
+def shares() -> Iterator[str]:
+    """Yield how products, which are not computed, and casts are cut for some numbers of threads."""
+    noted: list[Any] = []
+
+    class Tile(tiles.Tile):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            job, *where, share = given
+            noted.append((*where, share.__name__, self.weight, self.padded, self.source is job.a))
+
+        def run(self) -> None:
+            pass
+
+    def run(function: Any, count: int, align: int, weight: int = 1) -> None:
+        noted.append((count, align, weight))
+        if function.__name__ != "tiles":  # of a product
+            function(0, count)
+
+    def cut(label: str, verb: Any, *given: Any, **named: Any) -> str:
+        noted.clear()
+        verb(*given, **named)
+        return f"shares {label} {noted}"
+
+    x = torch.zeros(130, 4100)
+    before = pool._threads
+    for threads in (2, 16):
+        with mock.patch.object(tiles, "Tile", Tile), mock.patch.object(pool, "run", run):
+            pool.set_num_threads(threads)
+            for path in UNITS:
+                few = path in ("floor64", "wide", "two_stage", "pairwise", "integers")  # cut as another one
+                for m, n, k in (
+                    ((700, 150, 200),)
+                    if few
+                    else ((1, 1, 8), (5, 2000, 40), (700, 150, 200), (1030, 1100, 64), (3000, 70, 130))
+                ):
+                    a, b, spec, scale_a, scale_b = setting(path, m, n, k)
+                    yield cut(f"{path} {threads}", product, a, b, spec, scale_a=scale_a, scale_b=scale_b)
+            for parts in (40, 400):  # whose sums are kept apart
+                plan, k = fmtsim.GemmPlan(k_tile=16, split=parts), 16 * parts
+                spec = gemm_spec(UNITS["floor32"][0], "e4m3", plan=plan)
+                a, b = (torch.zeros(rows, k, dtype=torch.float8_e4m3fn) for rows in (700, 450))
+                yield cut(f"parts {threads}", product, a, b, spec)
+            for name in ("e4m3", "mxfp4", "nvfp4", "mxfp8_e4m3", "int8_channel", "nf4"):
+                yield cut(f"{name} {threads}", fmtsim.quantize, x, name, pad=True)
+                yield cut(f"{name} encoded {threads}", lambda name=name: fmtsim.encode(x, name, pad=True).decode())
+            yield cut(f"together {threads}", tiles._together, lambda start, stop: None, 7, 9)
+        yield f"shares {threads} {[pool.threads_for(weight) for weight in (0, 1, 131071, 131072, 200_000, 1 << 20)]}"
+        for count, align, weight in ((0, 1, 1), (1, 1, 1), (130_000, 64, 1), (1_000_001, 64, 1), (5, 1, 40_000)):
+            parts: list[tuple[int, int]] = []
+            pool.run(lambda start, stop, parts=parts: parts.append((start, stop)), count, align, weight)
+            yield f"shares {threads} {count} {align} {weight} {sorted(parts)}"
+    pool.set_num_threads(before)
+
+
 def lines() -> list[str]:
     """Return all lines, each with a digest of what was chosen."""
     found: dict[str, list[str]] = {}
-    for line in [*products(), *casts()]:
+    for line in [*products(), *casts(), *shares()]:
         words = line.split(" ")
         key = " ".join(words[:5]) if "K=" in line else words[0]
         found.setdefault(key, []).append(line)

@@ -19,9 +19,10 @@ MOST_TESTS = 8  # of one function
 MOST_OF_KERNELS = 24  # of one file of kernels, all of whose functions share them
 # Functions that numba compiles are seen by nobody: the tests of their engine, the quickest first.
 COMPILED = {
-    "fmtsim/cpu/cast/": ("tests/cpu/test_codes.py", "tests/engines/test_layouts.py", "tests/engines/test_equality.py"),
+    "fmtsim/cpu/cast/": ("tests/cpu/test_codes.py", "tests/cpu/test_choices.py", "tests/engines/test_layouts.py",
+                         "tests/engines/test_equality.py"),
     "fmtsim/cpu/gemm/": ("tests/cpu/test_gemm_bits.py", "tests/cpu/test_gemm_units.py", "tests/cpu/test_gemm.py",
-                         "tests/engines/test_products.py"),
+                         "tests/cpu/test_choices.py", "tests/engines/test_products.py"),
     "fmtsim/cpu/optim/": ("tests/optim/test_codec.py", "tests/optim/test_engines.py"),
     "fmtsim/cpu/runtime/": ("tests/cpu", "tests/optim/test_engines.py", "tests/engines"),
 }  # fmt: skip
