@@ -5,6 +5,8 @@ import torch
 
 from fmtsim import Gemm, LinearConfig, Quantizer, get_format
 from fmtsim.gemm.layers.keys import Layer, stream_of
+from fmtsim.gemm.layers.linear import run_layer
+from fmtsim.gemm.layers.operand import elements_dtype
 from fmtsim.gemm.layers.passes import Pass
 from fmtsim.gemm.layers.product import _asked, multiply
 from fmtsim.quantize import quantize
@@ -171,3 +173,57 @@ def test_an_observer_sees_what_is_rounded_and_what_became_of_it(quantizer, dim, 
         assert along == -1
         assert_same_bits(x.double(), rows.double())
         assert_same_bits(values, made.values(wide))
+
+
+class Noting(torch.Tensor):
+    seen: list[str] = []
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.seen.append(str(function))
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("which", ["x", "w", "neither"])
+def test_operands_are_operators_where_either_tensor_is_not_plain(which):
+    """A subclass, as a compiler's tracer, sees one operation an operand; plain tensors take the engine directly."""
+    x, w = (small(rows, 32, BF16, rows) for rows in (4, 6))
+    layer = Layer(
+        LinearConfig(fprop=Gemm(a=Quantizer(format=get_format("mxfp4")), b=Quantizer(format=get_format("e4m3"))))
+    )
+    expected = run_layer(x, w, None, layer)
+    Noting.seen.clear()
+    given = [t.as_subclass(Noting) if name == which else t for name, t in (("x", x), ("w", w))]
+    y = run_layer(*given, None, layer)
+    assert_same_bits(y.as_subclass(torch.Tensor), expected)
+    assert any("quantize_operand" in name for name in Noting.seen) == (which != "neither")
+
+
+E5M2_QUANTIZER, E4M3_SCALED = (
+    Quantizer(format=get_format("e5m2")), Quantizer(format=get_format("e4m3"), scaling=Scaling(block=(1, None)))
+)  # fmt: skip
+# What elements are stored in: on a CPU for a unit, and with scales multiplied in; the same on a GPU.
+STORED = [
+    (Quantizer(), BF16, (BF16, BF16, BF16, BF16)),
+    (Quantizer(transforms=(Hadamard(),)), BF16, (F32, F32, F32, F32)),
+    (E5M2_QUANTIZER, BF16, (E5M2, F32, E5M2, BF16)),
+    (E5M2_QUANTIZER, F64, (E5M2, F64, E5M2, BF16)),
+    (Quantizer(format=get_format("fp16")), F64, (F16, F64, F16, F64)),
+    (Quantizer(format=get_format("fp16"), transforms=(Hadamard(),)), F64, (F16, F32, F16, F32)),
+    (Quantizer(format=get_format("e2m1")), F32, (E4M3, F32, E4M3, BF16)),
+    (Quantizer(format=get_format("e3m4")), F32, (F32, F32, F32, BF16)),
+    (Quantizer(format=get_format("int8")), F16, (F32, F32, F32, BF16)),
+    (E4M3_SCALED, F32, (E4M3, E4M3, BF16, BF16)),
+    (Quantizer(format=get_format("fp16"), scaling=Scaling(block=(1, None))), F32, (F16, F16, F16, F16)),
+    (Quantizer(format=get_format("mxfp4")), F64, (E4M3, F64, E4M3, BF16)),
+    (Quantizer(format=get_format("mxfp8_e5m2")), F32, (E5M2, F32, E5M2, BF16)),
+    (Quantizer(format=get_format("int8_channel")), F32, (F32, F32, F32, F32)),
+    (Quantizer(format=get_format("e3m4"), then=E4M3_SCALED), F32, (E4M3, E4M3, BF16, BF16)),
+    (Quantizer(format=get_format("e3m4"), then=E5M2_QUANTIZER), F64, (E5M2, F32, E5M2, BF16)),
+]
+
+
+@pytest.mark.parametrize(("quantizer", "dtype", "expected"), STORED, ids=str)
+def test_what_elements_are_stored_in(quantizer, dtype, expected):
+    found = [elements_dtype(quantizer, dtype, on_gpu, folded) for on_gpu in (False, True) for folded in (False, True)]
+    assert tuple(found) == expected
