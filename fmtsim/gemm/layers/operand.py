@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
-from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.operands import own_dtype
@@ -181,10 +180,8 @@ def holder(fmt: Format) -> torch.dtype:
     own = own_dtype(fmt)
     if own in (torch.bfloat16, torch.float16, torch.float64, *_FP8):
         return own
-    wide = get_format("e4m3")
-    assert isinstance(wide, FloatFormat)
-    small = fmt.mantissa_bits <= wide.mantissa_bits and fmt.max <= wide.max and fmt.min_subnormal >= wide.min_subnormal
-    return torch.float8_e4m3fn if small and not fmt.infinities else torch.float32
+    small = not fmt.infinities and is_representable(fmt, torch.float8_e4m3fn)
+    return torch.float8_e4m3fn if small else torch.float32
 
 
 @lru_cache(maxsize=4096)
