@@ -177,7 +177,8 @@ def _link(source: Path, target: Path) -> None:
     """Link what is compiled into a folder: tests use it and add to the copy alone."""
     target.mkdir(parents=True)
     if source.is_dir():
-        shutil.copytree(source, target, copy_function=os.link, dirs_exist_ok=True)
+        at_work = shutil.ignore_patterns("tmp*")  # what a compiler beside us works on, and removes
+        shutil.copytree(source, target, ignore=at_work, copy_function=os.link, dirs_exist_ok=True)
 
 
 def stop() -> None:
