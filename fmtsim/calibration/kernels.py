@@ -14,7 +14,6 @@ from fmtsim.spec.schedule import schedule
 
 TILES = (64, 128, 32, 16, 256, 512, 8)
 SLICES = ((8, 64), (4, 32), (8, 0), (4, 0))  # align and line of Kernel
-SPARE = 8  # numbers of parts beyond those that exist, of which some own nothing
 
 
 class Entry(NamedTuple):
@@ -34,12 +33,10 @@ def kernels_of(call: GemmCall, plan: GemmPlan, units: Units) -> Iterator[tuple[K
         return
     arithmetic = units(call)
     for kernel in _shapes(common, plan):
-        for parts in range(plan.split, plan.split + (SPARE if plan.split > 1 else 1)):
-            made, exact = kernel.plan_of(call, parts)
-            kept = (made.partial, made.bias_after_rounding) == (plan.partial, plan.bias_after_rounding)
-            if exact and kept and same_order(call.k, arithmetic, made, plan):
-                yield kernel, parts
-                break
+        made, exact = kernel.plan_of(call, plan.split)  # more parts are shorter ones
+        kept = (made.partial, made.bias_after_rounding) == (plan.partial, plan.bias_after_rounding)
+        if exact and kept and same_order(call.k, arithmetic, made, plan):
+            yield kernel, plan.split
 
 
 def same_order(k: int, arithmetic: Arithmetic, first: GemmPlan, second: GemmPlan) -> bool:

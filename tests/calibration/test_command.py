@@ -18,6 +18,21 @@ from tests.support.fake_gpu import FakeGPU, mm
 
 HOPPER = get_unit("hopper.wgmma")
 
+# Outputs and inputs of each model's linear layers, + for a bias, as their configurations make them.
+SHAPES = {
+    "gpt2": "2304x768+ 768x768+ 3072x768+ 768x3072+ 50257x768",
+    "gpt2-medium": "3072x1024+ 1024x1024+ 4096x1024+ 1024x4096+ 50257x1024",
+    "gpt2-large": "3840x1280+ 1280x1280+ 5120x1280+ 1280x5120+ 50257x1280",
+    "gpt2-xl": "4800x1600+ 1600x1600+ 6400x1600+ 1600x6400+ 50257x1600",
+    "llama-1b": "2048x2048 512x2048 8192x2048 2048x8192 128256x2048",
+    "llama-3b": "3072x3072 1024x3072 8192x3072 3072x8192 128256x3072",
+    "llama-8b": "4096x4096 1024x4096 14336x4096 4096x14336 128256x4096",
+    "llama-70b": "8192x8192 1024x8192 28672x8192 8192x28672 128256x8192",
+    "bert-base": "768x768+ 3072x768+ 768x3072+ 30522x768+",
+    "bert-large": "1024x1024+ 4096x1024+ 1024x4096+ 30522x1024+",
+    "vit-l": "3072x1024+ 1024x1024+ 4096x1024+ 1024x4096+ 1000x1024+",
+}
+
 
 def units(call):
     return HOPPER.mode(call.a, call.b, call.accumulate)
@@ -134,7 +149,10 @@ def test_models_have_sources_and_shapes():
     assert {"gpt2", "gpt2-xl", "llama-8b", "llama-70b", "bert-large", "vit-l"} <= set(list_models())
     for model in MODELS.values():
         assert model.source and all(n > 0 and k > 0 for n, k, _ in model.layers)
-    assert (2304, 768, True) in layer_shapes(["gpt2"])
+    for name, shapes in SHAPES.items():
+        facts = [tuple(map(int, shape.rstrip("+").split("x"))) + (shape.endswith("+"),) for shape in shapes.split()]
+        assert layer_shapes([name]) == facts
+    assert set(SHAPES) == set(list_models())
     assert len(layer_shapes(["gpt2", "gpt2"])) == 5
 
 

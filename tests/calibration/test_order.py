@@ -152,8 +152,12 @@ def test_a_wrong_guess_is_not_believed():
     assert right.plans == (plan,)
 
 
-def test_an_order_that_changes_from_tile_to_tile_is_refused():
-    found = find_plan(FakeGPU(BF16, GemmPlan(), tiles=128), mm(64, 512, 512), BF16)
+@pytest.mark.parametrize(
+    ("call", "unit"),
+    [(mm(64, 512, 512), BF16), (fp8(64, 512, 512), FP8), (mm(64, 512, 512), get_unit("fp32_fma").mode("fp32", "fp32"))],
+)
+def test_an_order_that_changes_from_tile_to_tile_is_refused(call, unit):
+    found = find_plan(FakeGPU(unit, GemmPlan(), tiles=128), call, unit)
     assert found.status == "not found"
     assert found.note == "128 of 32768 results are summed in another order than the first"
 

@@ -10,7 +10,7 @@ import torch
 import fmtsim
 from fmtsim.calibration.arithmetic import Measured, measure
 from fmtsim.calibration.campaign import Finding, calibrate, scalar_unit
-from fmtsim.calibration.kernels import cover, entries_of, same_order
+from fmtsim.calibration.kernels import cover, entries_of, kernels_of, same_order
 from fmtsim.calibration.planfile import merged, plan_file, plan_text, write_plan
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
 from fmtsim.gemm.targets.kernel import Kernel
@@ -192,7 +192,23 @@ def test_calls_that_run_without_the_matrix_unit():
     assert rows["operands"] == "float32 not rounded to TF32" and rows["unit"].startswith("fp32_fma")
 
 
+def test_all_kernels_that_give_an_order_are_named_the_likely_ones_first():
+    plain = list(kernels_of(mm(8, 8, 1024), GemmPlan(), units))
+    assert [(kernel.plan.k_tile, parts) for kernel, parts in plain] == [
+        (tile, 1) for tile in (64, 128, 32, 16, 256, 512, 8)
+    ]  # fmt: skip
+    slices = GemmPlan(k_tile=64, part_k=512, split=2, residue_first=True)
+    found = list(kernels_of(mm(8, 8, 1024), slices, units))
+    assert {(kernel.align, kernel.line) for kernel, _ in found if kernel.slices} == {(8, 64), (4, 32), (8, 0), (4, 0)}
+    odd = [kernel for kernel, _ in kernels_of(mm(8, 8, 648), replace(slices, part_k=328), units)]
+    assert {(kernel.align, kernel.line) for kernel in odd} == {(8, 64), (8, 0)}  # 324 in steps of 4
+    every = list(kernels_of(mm(8, 8, 1000), GemmPlan(k_tile=24, split=2), units))
+    assert [(kernel.plan.k_tile, parts) for kernel, parts in every if not kernel.slices] == [(24, 2)]
+
+
 def test_same_order():
+    assert not same_order(512, BF16, GemmPlan(k_tile=128, split=4, partial="bf16"), GemmPlan(promote_every=128))
+    assert not same_order(512, BF16, GemmPlan(k_tile=128, split=2, promote_every=64), GemmPlan(promote_every=64))
     assert same_order(512, BF16, GemmPlan(k_tile=64, split=4), GemmPlan(k_tile=128, split=4))
     assert same_order(512, BF16, GemmPlan(promote_every=128), GemmPlan(k_tile=128, split=4))
     assert same_order(512, BF16, GemmPlan(), GemmPlan(k_tile=64, residue_first=True))

@@ -28,6 +28,7 @@ class FakeGPU:
 
     def ask(self, call: GemmCall, a, b, extras=NO_EXTRAS):
         self.asked += 1
+        assert a.shape[-1] == b.shape[-1] == call.k and len(a) <= call.m and len(b) <= call.n
         if self.memory and call.m * call.n > self.memory:
             raise DeviceError(f"{self.name} has no memory left for M={call.m}")
         arithmetic = self.arithmetic if isinstance(self.arithmetic, Arithmetic) else self.arithmetic(call)
