@@ -60,6 +60,84 @@ def test_which_arithmetic_serves_which_unit():
     assert found(EXACT, "fp32", k=1) is FusedAddUnit
 
 
+def floats(exponent_bits: int, mantissa_bits: int) -> FloatFormat:
+    return FloatFormat(name="x", exponent_bits=exponent_bits, mantissa_bits=mantissa_bits)
+
+
+SCALED = {name: {"scale": get_format(name), "scale_block": 4} for name in ("e8m0", "e4m3")}
+
+
+@pytest.mark.parametrize(
+    ("path", "most"),
+    [
+        (Datapath(block=16), [46, 46, 46, 46, None]),
+        (Datapath(block=15), [47, 47, 47, 47, None]),
+        (Datapath(block=4, **SCALED["e8m0"]), [46, 46, 46, 46, None]),
+        (Datapath(block=4, **SCALED["e4m3"]), [46, 46, 46, None, None]),
+        (Datapath(block=16, group=4, **SCALED["e4m3"]), [None, None, 40, None, None]),
+        (Datapath(block=16, group=2), [None, None, 40, None, None]),
+    ],
+    ids=str,
+)
+def test_how_many_bits_of_terms_float64_holds(path, most):
+    """The largest fraction_bits by operands: a sign, two bits of a product (four with scales), carries, in 53 bits."""
+    found = []
+    for a, b in (("bf16", "bf16"), ("tf32", "fp32"), ("e2m1", "e2m1"), ("fp32", "fp32"), ("fp64", "bf16")):
+        own = (replace(path, fraction_bits=bits) for bits in range(60))
+        fits = [one.fraction_bits for one in own if AlignedUnit.fits(one, get_format(a), get_format(b), path.block)]
+        found.append(max(fits, default=None))
+    assert found == most
+
+
+def test_which_products_and_sums_float64_holds():
+    bf16, fp32, ten, eleven = get_format("bf16"), get_format("fp32"), floats(10, 3), floats(11, 3)
+    short = Datapath(block=4, fraction_bits=10)
+    for lowest in (-901, -900, 900, 901):
+        assert AlignedUnit.fits(replace(short, min_exponent=lowest), bf16, bf16, 4) == (abs(lowest) == 900)
+    assert [AlignedUnit.fits(short, x, y, 4) for x, y in ((ten, bf16), (ten, ten), (eleven, bf16))] == [
+        True,
+        False,
+        False,
+    ]
+    assert AlignedUnit.fits(replace(short, accumulator=ten), bf16, bf16, 4)
+    assert not AlignedUnit.fits(replace(short, accumulator=eleven), bf16, bf16, 4)
+    assert FusedAddUnit.fits(FMA, fp32, floats(8, 28), 1) and not FusedAddUnit.fits(FMA, fp32, floats(8, 29), 1)
+    assert FusedAddUnit.fits(replace(FMA, accumulator=floats(8, 50)), bf16, bf16, 1)
+    for other, longest in (
+        (FMA, 2), (replace(FMA, accumulator=floats(8, 51)), 1), (replace(FMA, rounding=Rounding(mode="stochastic")), 1),
+        (replace(FMA, scale=get_format("e8m0"), scale_block=1), 1), (replace(FMA, fraction_bits=20), 1),
+    ):  # fmt: skip
+        assert not FusedAddUnit.fits(other, bf16, bf16, longest)
+
+
+FACTS = ("span", "_fraction_bits", "_pair", "_base", "_group_base", "_group_limbs", "_digits", "_guard_limbs", "_count",
+         "weight")  # fmt: skip
+FAR = Datapath(block=16, fraction_bits=6010, min_exponent=11)
+FP4 = Datapath(block=64, group=16, fraction_bits=60, scale=get_format("e4m3"), scale_block=16)
+
+
+@pytest.mark.parametrize(("path", "operands", "longest", "expected"), [
+    (EXACT, ("bf16", "bf16"), 40, (64, None, False, -280, -280, 0, 2, 4, 31, 80)),
+    (EXACT, ("fp64", "fp32"), 1, (64, None, True, -1298, -1298, 0, 4, 6, 23, 23)),
+    (EXACT, ("fp64", "fp64"), 700, (64, None, False, -2252, -2252, 0, 6, 8, 196, 196)),
+    (replace(EXACT, accumulator=get_format("fp64")), ("e5m2", "e4m3"), 3,
+     (64, None, False, -1126, -30, 0, 3, 5, 100, 100)),
+    (Datapath(block=16, fraction_bits=60), ("fp32", "fp16"), 16, (64, 60, False, -206, -206, 0, 2, 4, 11, 32)),
+    (FAR, ("fp64", "fp64"), 16, (64, 6010, False, -2252, -2252, 0, 6, 8, 267, 267)),
+    (replace(FAR, min_exponent=9), ("fp64", "fp64"), 16, (64, None, False, -2252, -2252, 0, 6, 8, 196, 196)),
+    (replace(FAR, min_exponent=10), ("fp64", "fp64"), 16, (64, 6010, False, -2252, -2252, 0, 6, 8, 267, 267)),
+    (FP4, ("e2m1", "e2m1"), 64, (64, 60, False, -172, -28, 9, 9, 11, 27, 128)),
+    (Datapath(block=96, group=48, fraction_bits=70), ("bf16", "tf32"), 96,
+     (96, 70, False, -286, -286, 27, 27, 29, 75, 192)),
+    (Datapath(block=2, fraction_bits=None, scale=get_format("e8m0"), scale_block=2), ("fp64", "fp64"), 2,
+     (64, None, False, -2506, -2506, 0, 8, 10, 221, 221)),
+])  # fmt: skip
+def test_limbs_of_wide_units_are_those_that_were_recorded(path, operands, longest, expected):
+    """Fewer would be too few for some sum, more take longer: who means to change them records them anew."""
+    unit = WideUnit(path, *map(get_format, operands), longest)
+    assert tuple(getattr(unit, name) for name in FACTS) == expected
+
+
 def all_codes(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(256, dtype=torch.uint8).view(dtype).view(256, 1)
 
