@@ -147,9 +147,9 @@ def takes_upper(
     if how.mode.startswith("nearest") and x != middle:
         return x > middle
     positive = not negative  # between values of opposite signs x's own decides where magnitude does not
-    same = abs(lower) == abs(upper)
-    larger = positive if same else abs(upper) > abs(lower)
-    smaller = positive if same else abs(upper) < abs(lower)
+    same = lower == -upper
+    larger = positive if same else abs(upper) == max(abs(lower), abs(upper))
+    smaller = positive if same else not larger
     return {
         "nearest_even": odd,
         "nearest_away": larger,

@@ -14,6 +14,8 @@ from fmtsim.rounding.codebooks import BUCKETS, KEY_SHIFT, LOWEST_KEY, NO_THRESHO
 F32 = np.float32
 BOOKS = [get_format(name) for name in ("bnb_dynamic8", "bnb_dynamic8_unsigned", "nf4")]
 UP, DOWN = F32(np.inf), F32(-np.inf)
+LAST = 0.5 + 0xFFFF * 2.0**-24  # of the numbers that share a bucket; thresholds lie there and at the first one
+EDGES = CodebookFormat(name="edges", values=(-LAST - 0.125, -LAST + 0.125, 0.0, LAST - 0.125, LAST + 0.125, 0.875, 1.0))
 
 
 @pytest.mark.parametrize("fmt", BOOKS, ids=lambda fmt: fmt.name)
@@ -46,7 +48,7 @@ def looked_up(table, y):
 
 
 @pytest.mark.parametrize("ties", ["even", "up"])
-@pytest.mark.parametrize("fmt", BOOKS[:2], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", [*BOOKS[:2], EDGES], ids=lambda fmt: fmt.name)
 def test_tables_give_the_code_of_every_threshold_and_its_neighbours(fmt, ties):
     table, turning = table_of(fmt, ties), thresholds_of(fmt, ties)
     drawn = np.random.default_rng(0).uniform(-1, 1, 4000).astype(F32)

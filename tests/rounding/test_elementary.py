@@ -58,6 +58,7 @@ def test_exp_of_subnormal_results():
 
 def test_exact_points():
     assert elementary.ln(1.0) == 0.0
+    assert elementary.ln(math.ldexp(elementary.SQRT_HALF, 21)) == 14.20951720147888  # not below: it is not doubled
     assert elementary.exp(0.0) == 1.0
     assert elementary.exp(-0.0) == 1.0
     assert [elementary.ln(2.0**k) for k in (1, -1, 10)] == [math.log(2.0), -math.log(2.0), float(10 * mpmath.log(2))]

@@ -233,6 +233,8 @@ def test_gfloat_agrees_on_stochastic_rounding(name, variant):
         (0.25, "int4_half", "down", "saturate", -0.5),
         (0.3, "lns8_g8", "up", "saturate", 1.0),
         (-0.0, "lns8_g8", "nearest_even", "saturate", -1.0),
+        (math.nan, "lns8_g8", "up", "saturate", get_format("lns8_g8").max),
+        (-math.inf, "lns8_g8", "up", "saturate", get_format("lns8_g8").min),
         (-1.9, "lns8_g8", "up", "saturate", -float(numpy.float32(2 ** (7 / 8)))),
     ],
 )
