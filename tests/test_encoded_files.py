@@ -12,6 +12,7 @@ from fmtsim.encoded import Encoded
 from fmtsim.errors import CodeError, DataError, FormatError
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, FloatFormat
+from fmtsim.formats.tensor_file import StoredTensor, tensor_content
 from fmtsim.spec.cast import EncodedParts, block_counts
 
 THREE = CodebookFormat(name="three", values=(-1.0, 0.0, 1.0))
@@ -114,6 +115,8 @@ def set_entry(name, key, value):
         (set_entry("scales", "dtype", "U8"), CodeError,
          "tensor 'scales' is U8 [2, 1]; nvfp4 of shape (2, 16), dim -1 expects F8_E4M3 [2, 1]"),
         (set_entry("scales", "shape", "[2]"), DataError, "the header's entry for 'scales' is malformed; it is corrupt"),
+        (set_entry("scales", "data_offsets", [0, 1, 2]), DataError, "the header's entry for 'scales' is malformed; it"),
+        (set_entry("scales", "data_offsets", [0, True]), DataError, "the header's entry for 'scales' is malformed; it"),
         (lambda header, _: header.__setitem__("more", dict(header["codes"])), DataError,
          "tensors of the header share bytes or leave some out; it is corrupt"),
         (lambda header, _: header.pop("scales") and None, DataError,
@@ -124,7 +127,8 @@ def set_entry(name, key, value):
          "the metadata is not that of an encoded tensor: more than 64 objects or lists inside each other"),
         (set_metadata("shape", "[4294967296, 4294967296]"), DataError, "shape '[4294967296, 4294967296]' in the"),
         (set_metadata("dim", "-" + "9" * 300), DataError, "dim -99999"),
-        (set_entry("codes", "shape", [1 << 60, 1 << 60]), DataError, "tensor 'codes' has 16 bytes; F4 "),
+        (set_entry("codes", "shape", [(1 << 63) - 1, 9]), DataError, "tensor 'codes' has 16 bytes; F4 "),
+        (set_entry("scales", "shape", [1 << 63]), DataError, "the header's entry for 'scales' is malformed; it is c"),
         (set_metadata("format", '{"kind": "int", "name": {}, "bits": 4}'), DataError,
          "the metadata is not that of an encoded tensor: IntFormat name={} is not allowed; pass text"),
     ],
@@ -153,6 +157,13 @@ def test_codes_in_a_file_beyond_a_codebook(tmp_path):
     rewrite(path, lambda header, payload: b"\x0c")
     with pytest.raises(CodeError, match=f"^{re.escape(str(path))}: code 3 is outside three .0 to 2.$"):
         Encoded.load(path)
+
+
+@pytest.mark.parametrize("length", range(1, 9))
+def test_tensors_begin_at_multiples_of_eight_bytes(length):
+    content = tensor_content({"x" * length: StoredTensor("U8", (1,), b"a")}, {})
+    size = int.from_bytes(content[:8], "little")
+    assert size % 8 == 0 and content[8 + size :] == b"a" and len(content[8:-1].rstrip()) > size - 8
 
 
 def test_files_of_others(tmp_path, saved):

@@ -144,7 +144,7 @@ def codes_from_numpy(array: Any) -> tuple[torch.Tensor, ElementFormat]:
     fmt = get_format(array.dtype)
     if not isinstance(fmt, ElementFormat):
         raise FormatError(f"dtype {array.dtype} has no format whose codes it holds")
-    raw = torch.from_numpy(numpy.array(array, order="C").view(f"i{array.dtype.itemsize}" if fmt.bits > 8 else "u1"))
+    raw = torch.from_numpy(numpy.array(array, order="C").view(f"i{array.dtype.itemsize}"))
     return (raw if fmt.bits == 64 else raw.to(code_dtype(fmt.bits)) & ((1 << fmt.bits) - 1)), fmt
 
 

@@ -55,9 +55,9 @@ def pack(codes: torch.Tensor, bits: int, *, validated: bool = False) -> torch.Te
         return codes.to(_WIDE_VIEWS[bits]).contiguous().view(torch.uint8)
     group = 8 // math.gcd(bits, 8)  # codes that end on a byte boundary together
     count = codes.shape[-1]
-    work = torch.uint8 if bits < 8 else _work_dtype(bits)
-    padded = torch.nn.functional.pad(codes.to(work), (0, -count % group))
-    if bits < 8:
+    narrow = bits < 8
+    padded = torch.nn.functional.pad(codes.to(torch.uint8 if narrow else _work_dtype(bits)), (0, -count % group))
+    if narrow:
         return _pack_bytes(padded, bits, group)[..., : packed_size(count, bits)].contiguous()
     grouped = padded.unflatten(-1, (padded.shape[-1] // group, group))
     packed = torch.stack([_byte(grouped, j, bits) for j in range(group * bits // 8)], dim=-1)
@@ -122,8 +122,7 @@ def _byte(grouped: torch.Tensor, j: int, bits: int) -> torch.Tensor:
     byte = torch.zeros_like(grouped[..., 0])
     for k in range(8 * j // bits, (8 * j + 7) // bits + 1):
         shift = k * bits - 8 * j
-        code = grouped[..., k]
-        byte |= (code & 0xFF) << shift if shift >= 0 else code >> -shift
+        byte |= grouped[..., k] << max(shift, 0) >> max(-shift, 0)
     return byte & 0xFF
 
 
@@ -132,8 +131,7 @@ def _code(grouped: torch.Tensor, k: int, bits: int) -> torch.Tensor:
     code = torch.zeros_like(grouped[..., 0])
     for j in range(k * bits // 8, ((k + 1) * bits - 1) // 8 + 1):
         shift = 8 * j - k * bits
-        byte = grouped[..., j]
-        code |= byte << shift if shift >= 0 else byte >> -shift
+        code |= grouped[..., j] << max(shift, 0) >> max(-shift, 0)
     return code & ((1 << bits) - 1)
 
 

@@ -99,7 +99,7 @@ def register_format(record: Format, overwrite: bool = False) -> Format:
     for name in names:
         if not _NAME.fullmatch(name):
             raise FormatError(f"format name {shown(name)} is not allowed; choose letters, digits and _ . + -")
-    if _formats.get(record.name) == record and all(_lookup.get(name) == record for name in names):
+    if all(_lookup.get(name) == record for name in names):
         return record
     for name in names:
         holder = _lookup.get(name)

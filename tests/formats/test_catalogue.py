@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import gfloat
 import gfloat.formats as gf
+import ml_dtypes  # noqa: F401  # registers its dtypes with numpy
 import numpy as np
 import pytest
 import torch
@@ -283,6 +284,9 @@ def test_every_row_has_a_source_and_a_lower_case_name():
         fmt = get_format(name)
         assert fmt.name == name == name.lower()
         assert len(fmt.source) > 15, name
+        if isinstance(fmt, FloatFormat) and fmt.bits <= 8:
+            zeros = [math.copysign(1.0, value) for value in map(fmt.value, range(1 << fmt.bits)) if value == 0]
+            assert fmt.has_negative_zero == (-1.0 in zeros), name
         assert isinstance(fmt, FloatFormat | IntFormat | CodebookFormat | BlockFormat | LogTileFormat) or "lns" in name
 
 

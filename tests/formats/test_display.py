@@ -63,6 +63,7 @@ def test_a_short_codebook_has_as_many_rows_as_values():
 def test_no_table():
     with pytest.raises(FormatError, match=r"^tf32 has 2\*\*19 codes; tables stop at 16 bits$"):
         code_table(get_format("tf32"))
+    assert len(code_table(get_format("int16"))) == 1 << 16
     with pytest.raises(
         FormatError, match="^logfmt8 has no table of codes: its values depend on the range of each tile$"
     ):

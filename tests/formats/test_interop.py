@@ -199,13 +199,14 @@ def test_the_bits_that_fill_a_row_are_ignored():
 
 
 def test_any_shape_strides_and_integer_dtype():
-    codes = torch.arange(48).reshape(2, 3, 8) % 8
-    expected = pack(codes, 3)
-    assert expected.shape == (2, 3, 3)
-    assert torch.equal(pack(codes.mT.contiguous().mT, 3), expected)
-    for dtype in (torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32, torch.uint64):
-        assert torch.equal(pack(codes.to(dtype), 3), expected)
-    assert torch.equal(unpack(expected.mT.contiguous().mT, 3, 8), codes.to(torch.uint8))
+    codes = torch.arange(96).reshape(2, 3, 16) % 8
+    for bits in (3, 12):
+        expected = pack(codes, bits)
+        assert expected.shape == (2, 3, 2 * bits)
+        assert torch.equal(pack(codes.mT.contiguous().mT, bits), expected)
+        for dtype in (torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32, torch.uint64):
+            assert torch.equal(pack(codes.to(dtype), bits), expected)
+        assert torch.equal(unpack(expected.mT.contiguous().mT, bits, 16), codes.to(code_dtype(bits)))
     wide = torch.tensor([-1, 2**63 - 1]).view(torch.uint64)
     assert unpack(pack(wide, 64), 64, 2).tolist() == [-1, 2**63 - 1]
 

@@ -97,6 +97,10 @@ def test_spelled_integers(name, expected):
     fmt = get_format(name)
     assert fmt == IntFormat(name=fmt.name, aliases=fmt.aliases, source=fmt.source, **expected)
     assert get_format(fmt.name) == fmt
+    signed = (
+        "two's complement without" if fmt.symmetric else "mid-rise" if fmt.half_offset else "two's complement, every"
+    )
+    assert fmt.source.startswith(signed if fmt.signed else "natural numbers")
 
 
 def test_spelled_logarithms():

@@ -2,6 +2,7 @@
 
 import math
 import struct
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -148,13 +149,16 @@ def test_real_scales_by_machine_arithmetic(name):
 def test_zero_and_tiny_blocks_of_real_scales():
     for name in ("e4m3_1x128", "e4m3_tensor", "int8_channel"):
         zero = row([0.0, -0.0], name)
-        assert zero.scales == [[1.0]] and zero.values == [[0.0, 0.0]]
+        assert zero.scales == zero.factors == [[1.0]] and zero.values == [[0.0, 0.0]]
     tiny = row([1e-45, 0.0], "e4m3_1x128")
     assert tiny.scales == [[2.0**-126]]
     scaling = block_scaling((1, 8), scale=get_format("e4m3"), arithmetic="divide")
     subnormal_scale = BlockFormat(name="probe", element=get_format("e4m3"), scaling=scaling)
     result = quantize_matrix([[1e-6, 0.0]], subnormal_scale)  # 1e-6 / 448 is far below e4m3: scale 0, values 0
     assert result.scales == [[0.0]] and result.values == [[0.0, 0.0]] and result.codes == [[0x7E, 0]]
+    infinite = replace(subnormal_scale, element=get_format("e5m2"))
+    result = quantize_matrix([[1e-7, -math.inf]], infinite, overflow="ieee")
+    assert result.scales == [[0.0]] and result.codes == [[0x7C, 0xFC]] and math.isnan(result.values[0][1])
 
 
 def test_float64_is_multiplied_in_float64():
@@ -255,6 +259,13 @@ def test_logfmt_of_one_magnitude_and_of_none():
     assert one.codes == [[1, 129, 0]] and one.values[0][0] == -one.values[0][1] == pytest.approx(3.0, rel=1e-6)
     none = row([0.0, -0.0, math.inf], "logfmt8")
     assert none.codes == [[0, 128, 0]] and none.scales == [[0.0]] == none.offsets
+
+
+def test_logfmt_whose_last_value_lies_beyond_float32():
+    """Inf is nearest to nothing."""
+    codes = {"nearest_even": [6, 14], "nearest_away": [6, 14], "up": [7, 14], "down": [6, 15], "to_odd": [7, 15]}
+    for mode, expected in codes.items():
+        assert row([FLT_MAX, -FLT_MAX, 1.6072715374895832e38], "logfmt4", rounding=mode).codes[0][:2] == expected, mode
 
 
 def test_logfmt_with_nan_and_infinity():
