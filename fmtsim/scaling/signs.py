@@ -33,8 +33,8 @@ def random_signs(size: int, generator: int | Sequence[int] | torch.Generator) ->
         raise ArgumentError(f"size={shown(size)} is not a number of signs; choose an int of 1 or more")
     key = _key(generator)
     mask = 0
-    for word in range(-(-size // 32)):
-        mask |= random_word(key, word) << 32 * word
+    for start in range(0, size, 32):
+        mask |= random_word(key, start // 32) << start
     return mask & ((1 << size) - 1)
 
 
