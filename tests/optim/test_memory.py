@@ -7,7 +7,7 @@ import torch
 
 import fmtsim
 from fmtsim.optim import Scheme, StateFormat
-from fmtsim.optim.table import scheme_table
+from fmtsim.optim.table import bytes_per_parameter, scheme_table
 
 # bytes a parameter of both moments and of kept weights: codes, and scales of large tensors
 PUBLISHED = {
@@ -63,6 +63,11 @@ def test_memory_that_parameters_share_counts_once():
     parameters = [torch.nn.Parameter(half) for half in flat.split(4096)]
     found = fmtsim.optim.memory(fmtsim.optim.AdamW(parameters))
     assert (found.elements, found.measured["parameters"]) == (8192, 4 * 8192)
+
+
+def test_the_table_is_of_a_matrix_of_1024_rows_and_columns():
+    tensors, rows = (bytes_per_parameter(fmtsim.optim.get_scheme(name)) for name in ("fp8lm", "int8_weights"))
+    assert (tensors, rows) == (1 + 2 + 2 + 3 * 4 / 1024**2, 4 + 4 + 1 + 4 / 1024)
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "optim.md"
