@@ -48,8 +48,8 @@ def compress(x: Tensor, top_value: float) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 def extremes(magnitude: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest and the smallest number but zero of each row, both plus FLOOR; [rows, 1]."""
-    top = magnitude.amax(-1, keepdim=True)
-    low = torch.where(magnitude == 0, torch.inf, magnitude).amin(-1, keepdim=True)
+    top = magnitude.amax(1, keepdim=True)
+    low = torch.where(magnitude == 0, torch.inf, magnitude).amin(1, keepdim=True)
     low = torch.where(low == torch.inf, 0.0, low)
     return top + FLOOR, low + FLOOR
 

@@ -1,7 +1,7 @@
 """Where a source file can be changed by one small error, and the changed text.
 
 Python goes by its syntax tree, CUDA C++ by its tokens. What no test is meant to see is left out: annotations, messages
-of errors, assertions, decorators, sizes of caches.
+of errors, assertions, decorators, sizes of caches, and in kernels bounds of launches and sizes of arrays.
 """
 
 import ast
@@ -32,8 +32,12 @@ _TOKENS = {
 }  # fmt: skip
 _TOKEN = re.compile(r"(?<= )(<=|>=|==|!=|&&|\|\||<<|>>|[<>+\-*/%&|^])(?= )|\b(\d+)(?=u?l*\b(?!\.))|\b(fminf?|fmaxf?)\(")
 _HIDDEN = re.compile(
-    r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*|\bstatic_assert\([^;]*;', re.S | re.M
+    r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*|\bstatic_assert\([^;]*;'
+    r"|__launch_bounds__\([^)]*\)",  # the assembler of the GPU alone reads them
+    re.S | re.M,
 )
+# Sizes of arrays: of a longer one nothing could be seen, of a shorter one what C++ does not define.
+_SIZES = re.compile(r"(?<![\w.>])(?!return |else |case )\w+[*&]{0,2} (?:\(&\w+\)|\w+)((?:\[[^\]\n;]*\])+)")
 
 
 @dataclass(frozen=True)
@@ -251,6 +255,7 @@ def _is_type(node: ast.expr) -> bool:
 
 def _kernel_mutants(file: str, text: str) -> Iterator[Mutant]:
     shown = _HIDDEN.sub(lambda hidden: re.sub(r"[^\n]", " ", hidden[0]), text)
+    shown = _SIZES.sub(lambda array: array[0][: -len(array[1])] + " " * len(array[1]), shown)
     assert len(shown) == len(text) and text.isascii()
     function = ""
     heads = {m.start(): m[1] for m in re.finditer(r"^\S[^\n;]*?\b(\w+)\(", shown, re.M)}

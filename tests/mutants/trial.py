@@ -99,7 +99,8 @@ class Trials:
         room = f"tests/{mutant.area}/" if mutant.area != "top" else "tests/test_"
         nearby = [test for test in quick if test in of_file or test.startswith(room)]
         apart = APART.get(mutant.area, ()) if mutant.file.endswith(".py") else ()
-        return list(dict.fromkeys([*own, *apart, *named, *nearby])) or quick
+        found = list(dict.fromkeys([*own, *apart, *named, *nearby])) or quick
+        return sorted(found, key=lambda test: test.startswith("tests/fuzz/"))  # long, and takes any result for right
 
     def _one(self, mutant: Mutant, copy: "_Copy") -> Outcome:
         tests, begun = self.tests_of(mutant), time.monotonic()
