@@ -178,7 +178,7 @@ def _link(source: Path, target: Path) -> None:
     """Link what is compiled into a folder: tests use it and add to the copy alone."""
     target.mkdir(parents=True)
     if source.is_dir():
-        at_work = shutil.ignore_patterns("tmp*")  # what a compiler beside us works on, and removes
+        at_work = shutil.ignore_patterns("tmp*", ".fmtsim-*")  # what others are writing
         shutil.copytree(source, target, ignore=at_work, copy_function=os.link, dirs_exist_ok=True)
 
 
