@@ -52,7 +52,7 @@ def _up(w: Tensor, low: Tensor, high: Tensor, h: Tensor, weight: float, settings
     """Return where to round rows up, bool, by Adam in float32; gradients are written out, for speed."""
     gap = high - low
     share = torch.where(gap > 0, (w - low) / torch.where(gap > 0, gap, 1.0), 0.0).clamp(0, 1)
-    s = ((share + STRETCH) / (1 + 2 * STRETCH)).clamp(1e-6, 1 - 1e-6)
+    s = (share + STRETCH) / (1 + 2 * STRETCH)  # at least 1/12 from 0 and 1
     v = torch.log(s / (1 - s)).float()
     off, gap = (w - low).float(), gap.float()
     slope = gap * (-2 * (1 + 2 * STRETCH))

@@ -1,7 +1,7 @@
 """Where a source file can be changed by one small error, and the changed text.
 
 Python goes by its syntax tree, CUDA C++ by its tokens. What no test is meant to see is left out: annotations, messages
-of errors, assertions, decorators, sizes of caches, and in kernels bounds of launches and sizes of arrays.
+of errors, assertions, decorators, sizes of caches, looks of plots, and in kernels bounds of launches and sizes of arrays.
 """
 
 import ast
@@ -24,7 +24,9 @@ _NAMES = {
     "min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil", "ceil": "floor", "amax": "amin",
     "maximum": "minimum", "minimum": "maximum", "fminf": "fmaxf", "fmaxf": "fminf", "fmin": "fmax", "fmax": "fmin",
 }  # fmt: skip
-_UNSEEN_KEYWORDS = ("maxsize", "stacklevel", "indent", "strict")
+_UNSEEN_KEYWORDS = (
+    "maxsize", "stacklevel", "indent", "strict", "fontsize", "linewidth", "markersize", "dpi", "zorder",
+)  # fmt: skip
 _UNSEEN_NAMES = re.compile(r"_MOST|_CACHE|^__all__$")
 _TOKENS = {
     "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "+": "-", "-": "+", "*": "+", "/": "*",

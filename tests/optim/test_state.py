@@ -16,7 +16,7 @@ from tests.support.optim_samples import gradients, parameter
 SHAPES = ((33, 256), (17,), (4, 40))
 STEPS = 5
 SCHEMES = [(name, "Madam" if name == "lns_madam" else "AdamW") for name in fmtsim.optim.list_schemes()]
-MORE = [("bnb8", "Lion"), ("coat", "SGD"), ("int8_weights", "SGD"), ("fp32", "Madam")]
+MORE = [("bnb8", "Lion"), ("coat", "SGD"), ("int8_weights", "SGD"), ("fp32", "Madam"), ("lns_madam", "AdamW")]
 
 
 class Training:

@@ -177,6 +177,39 @@ def test_gradients_alone_decide():
     assert errors[0] < 0.8 < 0.9 < errors[1] <= 1
 
 
+def by_autograd(w, low, high, h, settings):
+    """Return where the definition rounds up, by torch's gradients and torch's Adam, in float64."""
+    share = ((w - low) / (high - low)).where(high > low, 0.0).clamp(0, 1)
+    v = torch.logit((share + 0.1) / 1.2).requires_grad_()
+    adam = torch.optim.Adam([v], lr=settings.rate)
+    for i in range(settings.steps):
+        soft = (1.2 * torch.sigmoid(v) - 0.1).clamp(0, 1)
+        off = w - (low + (high - low) * soft)
+        done = (i / settings.steps - settings.warmup) / (1 - settings.warmup)
+        beta = settings.beta[0] + (settings.beta[1] - settings.beta[0]) * done
+        loss = ((off @ h) * off).sum() + settings.regularisation * (1 - (2 * soft - 1).abs() ** beta).mean()
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    return torch.sigmoid(v.detach()) >= 0.5
+
+
+def test_gradients_are_those_of_autograd():
+    """The first step follows the regularisation: without it gradients begin at zero, and Adam makes steps of noise."""
+    source = torch.Generator().manual_seed(0)
+    w, mix = torch.randn(32, 64, generator=source), torch.randn(64, 64, generator=source)
+    x = (torch.randn(500, 64, generator=source) @ mix).double()
+    grid = grid_of(w, Quantizer(format=get_format("int4"), scaling=Scaling(block=(1, 32))))
+    w, h = w.double(), x.mT @ x
+    low, high, plain = (grid.round(w, slice(None), mode) for mode in ("down", "up", "nearest_even"))
+    h = h / output_error(w, plain, h).sum()
+    settings = LearnedRounding(steps=30, rate=0.1, regularisation=1.0, beta=(2.0, 4.0), warmup=0.0, sweeps=0)
+    wanted = torch.where(by_autograd(w, low, high, h, settings), high, low)
+    better = output_error(w, wanted, h) < output_error(w, plain, h)
+    assert torch.equal(learned_rounding(w, h, grid, settings), torch.where(better[:, None], wanted, plain))
+    assert bool(better.any()) and not torch.equal(wanted, plain)
+
+
 def test_learned_rounding_in_pieces_is_one(monkeypatch):
     x, w, grid, _ = problem(2)
     whole = learned_rounding(w, x.mT @ x, grid, LearnedRounding(steps=50))

@@ -15,18 +15,21 @@ from typing import Any
 from fmtsim.distributed import REDUCTIONS
 from fmtsim.optim import get_scheme, list_schemes
 from fmtsim.ptq.catalogue import RECIPES as PTQ_RECIPES
+from fmtsim.ptq.memory import SCHEMES
 from fmtsim.recipes.catalogue import RECIPES
 from fmtsim.training.schemes import SCALINGS
 
 FILE = Path(__file__).with_name("records.txt")
-MODULES = ("fmtsim", *(f"fmtsim.{room}" for room in ("distributed", "nn", "optim", "ptq", "recipes", "search")))
+ROOMS = ("distributed", "nn", "nn.unit_scaling", "optim", "ptq", "recipes", "search")
+MODULES = ("fmtsim", *(f"fmtsim.{room}" for room in ROOMS))
 
 
 def defaults_of(module: str) -> dict[str, dict[str, Any]]:
     """Return the defaults of the arguments of a module's public functions and classes, torch's own aside."""
-    found = {}
-    for name in importlib.import_module(module).__all__:
-        public = getattr(importlib.import_module(module), name)
+    found, place = {}, importlib.import_module(module)
+    own = [name for name, what in vars(place).items() if name[0] != "_" and getattr(what, "__module__", "") == module]
+    for name in getattr(place, "__all__", own):
+        public = getattr(place, name)
         code = getattr(public, "__init__", None) if inspect.isclass(public) else public
         if inspect.isfunction(code) and code.__globals__["__name__"].startswith("fmtsim"):
             given = inspect.signature(code).parameters.values()
@@ -37,6 +40,7 @@ def defaults_of(module: str) -> dict[str, dict[str, Any]]:
 CATALOGUES: dict[str, dict[str, Any]] = {
     "recipe": {recipe.name: recipe for recipe in RECIPES},
     "ptq": {recipe.name: recipe for recipe in PTQ_RECIPES},
+    "memory": SCHEMES,
     "state": {name: get_scheme(name) for name in list_schemes()},
     "reduction": REDUCTIONS,
     "scaling": SCALINGS,
