@@ -1,7 +1,8 @@
 """Where a source file can be changed by one small error, and the changed text.
 
 Python goes by its syntax tree, CUDA C++ by its tokens. What no test is meant to see is left out: annotations, messages
-of errors, assertions, decorators, sizes of caches, looks of plots, and in kernels bounds of launches and sizes of arrays.
+of errors, assertions, decorators, sizes of caches, looks of plots, and in kernels bounds of launches and sizes of
+arrays.
 """
 
 import ast
