@@ -104,13 +104,25 @@ def check_readable(name: str, x: torch.Tensor) -> None:
         raise ArgumentError(f"{name} {where}, so it has no numbers to look at; pass a tensor on a device, uncompiled")
 
 
-def check_input(x: torch.Tensor) -> None:
+def check_input(x: torch.Tensor, name: str = "x") -> None:
     """Refuse what is no dense tensor of a dtype that casts take."""
-    check_dense("x", x)
+    check_dense(name, x)
     if x.dtype not in FLOAT_DTYPES:
         hint = "take the real and imaginary parts apart" if x.dtype.is_complex else "convert it with .float()"
         hint = "decode it with fmtsim.decode(x)" if x.dtype.is_floating_point else hint
-        raise DtypeError(f"{_dtype_message('x', x.dtype)} ({hint})")
+        raise DtypeError(f"{_dtype_message(name, x.dtype)} ({hint})")
+
+
+def check_features(x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Refuse an input that does not go with the weight [..., features] of a layer."""
+    check_input(x, "input")
+    check_together(input=x, weight=weight)
+    if x.dim() < 1 or x.shape[-1] != weight.shape[-1]:
+        raise ArgumentError(f"input has shape {tuple(x.shape)}; pass [..., {weight.shape[-1]}]")
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise DtypeError(f"input has dtype {x.dtype}, the weight {weight.dtype}; convert one, or use torch.autocast")
+    if torch.is_grad_enabled():
+        check_saved("a layer", x)
 
 
 def prepare(

@@ -16,7 +16,9 @@ TEMPORARY = ".fmtsim-"
 
 
 def write_file(path: StrPath, content: Content) -> None:
-    """Write a file, as ``write_files`` does."""
+    """Write a file, as ``write_files`` does; ArgumentError refuses what is no path."""
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentError(f"{shown(path)} is no path to write to; pass a str or a pathlib.Path")
     write_files({path: content})
 
 
@@ -28,11 +30,7 @@ def write_files(contents: Mapping[StrPath, Content | None]) -> None:
 
     Raises:
         DataError: A file cannot be written; it is named, and all files are as they were.
-        ArgumentError: A path is no path.
     """
-    for path in contents:
-        if not isinstance(path, str | os.PathLike):
-            raise ArgumentError(f"{shown(path)} is no path to write to; pass a str or a pathlib.Path")
     staged: dict[StrPath, Path] = {}
     try:
         for path, content in contents.items():

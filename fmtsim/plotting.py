@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fmtsim.errors import FmtsimError
 from fmtsim.files import write_file
+from fmtsim.records import checked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,6 +34,11 @@ def label_axes(panel: "Axes", x_label: str, y_label: str) -> None:
     panel.set_ylabel(y_label)
     panel.grid(True, alpha=0.25, linewidth=0.6)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def set_title(figure: "Figure", title: str) -> None:
+    """Write a heading as it is: a dollar sign begins no formula."""
+    figure.suptitle(checked("title", title, str), fontsize=12, parse_math=False)
 
 
 def saved(figure: "Figure", path: str | Path | None) -> "Figure":

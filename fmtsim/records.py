@@ -39,6 +39,18 @@ def hints_of(cls: Any) -> dict[str, Any]:
     return _hints(cls)
 
 
+def checked(name: str, value: Any, hint: Any) -> Any:
+    """Return an argument that is what a type says, whole numbers as ints; a list counts as a tuple.
+
+    Raises:
+        ArgumentError: It is not.
+    """
+    found = as_int(tuple(value) if isinstance(value, list) else value)
+    if not _fits(found, hint):
+        raise ArgumentError(f"{name}={shown(value)} is not allowed; {_allowed(hint)}")
+    return found
+
+
 def check_items(value: Any, types: dict[str, Any], what: str) -> None:
     """Raise ArgumentError where something saved is no dict with these items, each of its type."""
     if not isinstance(value, dict):

@@ -162,6 +162,7 @@ def test_devices_and_pipes_are_written_to(tmp_path):
 
 
 @pytest.mark.parametrize(("path", "error", "message"), [
+    ({}, ArgumentError, "^{} is no path"),
     (7, ArgumentError, "^7 is no path to write to; pass a str or a pathlib.Path$"),
     (None, ArgumentError, "^None is no path"),
     ("a\0b", DataError, "embedded null byte"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fmtsim import table
 from fmtsim.errors import ArgumentError
-from fmtsim.plotting import COLOURS, label_axes, new_figure, saved
+from fmtsim.plotting import COLOURS, label_axes, new_figure, saved, set_title
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -175,5 +175,5 @@ def plot_ulps(comparisons: Mapping[str, Comparison], path: str | Path | None = N
     label_axes(panel, "distance in units of the last place", "% of elements")
     if len(comparisons) > 1:
         panel.legend(frameon=False)
-    figure.suptitle(title, fontsize=12)
+    set_title(figure, title)
     return saved(figure, path)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fmtsim.analysis.stats import LOWEST_EXPONENT, OperandStats
 from fmtsim.errors import ArgumentError
-from fmtsim.plotting import COLOURS, label_axes, new_figure, saved
+from fmtsim.plotting import COLOURS, label_axes, new_figure, saved, set_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,7 +65,7 @@ def plot_loss(curves: Mapping[str, Sequence[float]], path: str | Path | None = N
         low, high = panels[1].get_ylim()
         panels[1].set_ylim(min(low, -LEAST_GAP), max(high, LEAST_GAP))
         label_axes(panels[1], "step", "gap to\nbaseline")
-    figure.suptitle(title, fontsize=12)
+    set_title(figure, title)
     return saved(figure, path)
 
 
@@ -92,7 +92,7 @@ def plot_exponents(stats: Mapping[str, OperandStats], path: str | Path | None = 
         _histogram(panel, label, s)
     for panel in axes[len(stats) :]:
         panel.set_axis_off()
-    figure.suptitle(f"{title}\nshaded: exponents of the format's own values" if title else title, fontsize=12)
+    set_title(figure, f"{title}\nshaded: exponents of the format's own values" if title else title)
     return saved(figure, path)
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fmtsim import ops
-from fmtsim.arguments import check_together
+from fmtsim.arguments import check_dense, check_together
+from fmtsim.dispatch import is_readable
 from fmtsim.distributed.reduction import Reduction, float32
 from fmtsim.distributed.wire import from_bytes, to_bytes
 from fmtsim.errors import ArgumentError, DtypeError, shown
@@ -165,8 +166,7 @@ def batch_of(tensors: Sequence[Tensor]) -> Batch:
         if not isinstance(x, Tensor) or x.dtype not in FLOAT_DTYPES:
             found = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise DtypeError(f"tensor {i} is {found}; reduce float16, bfloat16, float32 or float64")
-        if x.is_nested or x.layout != torch.strided:
-            raise ArgumentError(f"tensor {i} has layout {x.layout}; pass a dense tensor, for example x.to_dense()")
+        check_dense(f"tensor {i}", x)
         if (x.dtype, x.device) != (tensors[0].dtype, tensors[0].device):
             raise DtypeError(
                 f"tensor {i} is {x.dtype} on {x.device}, tensor 0 {tensors[0].dtype} on {tensors[0].device}; "
@@ -243,15 +243,17 @@ def require_mu(reduction: Reduction, mu: float | Tensor | None, device: torch.de
     """
     if reduction.auto is None:
         if mu is not None:
-            raise ArgumentError(f"mu={mu} belongs to factor='auto', not {reduction.factor!r}; leave it out")
+            raise ArgumentError(f"mu={shown(mu)} belongs to factor='auto', not {reduction.factor!r}; leave it out")
         return None
     given = reduction.auto.initial if mu is None else mu
     if isinstance(given, Tensor):
-        good = given.numel() == 1 and (given.device.type != "cpu" or 0 < float(given) < math.inf)
+        check_dense("mu", given)
+        good = given.numel() == 1 and given.dtype in FLOAT_DTYPES
+        good = good and (given.device.type != "cpu" or (is_readable(given) and 0 < float32(float(given)) < math.inf))
     else:
-        good = isinstance(given, int | float) and 0 < given < math.inf
+        good = isinstance(given, int | float) and 0 < given <= FLT_MAX and float32(given) > 0
     if not good:
-        raise ArgumentError(f"mu={given} is no factor; pass a finite number above 0")
+        raise ArgumentError(f"mu={shown(given)} is no factor; pass a finite number above 0")
     return torch.as_tensor(given, dtype=torch.float32, device=device).reshape(())
 
 

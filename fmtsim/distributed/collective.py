@@ -26,7 +26,8 @@ from fmtsim.distributed.arithmetic import (
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.distributed.reduction import Reduction, get_reduction
 from fmtsim.distributed.simulate import require_finite, split
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, shown
+from fmtsim.records import checked
 
 
 class Reduced(NamedTuple):
@@ -108,7 +109,7 @@ def reduce_scatter(
     if flat.numel() % ranks.size:
         raise ArgumentError(f"{flat.numel()} elements do not divide among {ranks.size} ranks; pad them")
     columns = flat.numel() // ranks.size
-    parts = (columns,) if sizes is None else tuple(sizes)
+    parts = (columns,) if sizes is None else checked("sizes", sizes, tuple[int, ...])
     if sum(parts) != columns or min(parts, default=-1) < 0:
         raise ArgumentError(
             f"sizes={parts} sum to {sum(parts)}, not to the {columns} columns; name each tensor's columns, none below 0"
@@ -136,7 +137,7 @@ def _settings(mu: float | Tensor | None, call: int) -> str:
     """Return in words what ranks have to agree on; a mu on a device is not looked at, as that would wait for it."""
     if isinstance(mu, Tensor):
         mu = "a tensor" if mu.device.type != "cpu" else float(mu)  # type: ignore[assignment]
-    return f"mu={mu}, call={call}"
+    return f"mu={mu}, call={shown(call)}"
 
 
 def _finish(

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fmtsim.arguments import check_module
 from fmtsim.distributed.arithmetic import Batch
 from fmtsim.distributed.gather import HALO, gather_parts, require_whole
 from fmtsim.distributed.ranks import Ranks
@@ -14,6 +15,7 @@ from fmtsim.distributed.state import ReductionState
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
+from fmtsim.records import checked
 from fmtsim.spec.scaling import Scaling
 
 
@@ -111,10 +113,12 @@ def hook_fsdp(
         raise ArgumentError("there is nothing to hook; pass a ReductionState, gather='int8', or both")
     if state is not None and not isinstance(state, ReductionState):
         raise ArgumentError(f"state={shown(state)} is not a ReductionState; hook_fsdp(model, ReductionState(name))")
+    check_module("hook_fsdp", model)
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         raise ArgumentError(f"{type(model).__name__} has no FSDP2 unit; call torch's fully_shard on it first")
     fmt = None if gather is None else get_format(gather)
+    checked("scaling", scaling, Scaling | None)
     if fmt is not None and scaling is not None:
         require_whole(fmt, scaling)
     ranks = Ranks() if state is None else state.ranks

@@ -6,15 +6,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmtsim.distributed.arithmetic import canonical, each
+from fmtsim.arguments import check_input, check_readable
+from fmtsim.distributed.arithmetic import canonical, each, require_ranks
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.distributed.wire import from_bytes, from_rows, require_row_blocks, row_template, to_bytes, to_rows
-from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import FP32, BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.representable import FLOAT_DTYPES
 from fmtsim.formats.spec import ElementFormat
 from fmtsim.quantize import encode, quantize
+from fmtsim.records import checked
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import scales
 from fmtsim.scaling.scales import Scales
@@ -57,11 +58,10 @@ def all_gather(
     """
     ranks, fmt = Ranks(group), get_format(format)
     _check(x)
+    checked("scaling", scaling, Scaling | None)
+    parts = (x.numel(),) if sizes is None else checked("sizes", sizes, tuple[int, ...])
     if sizes is not None and scaling is None:
-        raise ArgumentError(
-            f"sizes={tuple(sizes)} belong to a scale that ranks share; pass a scaling, or leave them out"
-        )
-    parts = (x.numel(),) if sizes is None else tuple(sizes)
+        raise ArgumentError(f"sizes={parts} belong to a scale that ranks share; pass a scaling, or leave them out")
     ranks.agree(("all_gather", fmt, scaling, tuple(x.shape), str(x.dtype), parts), x.device)
     return gather_parts(x, fmt, scaling, parts, ranks)
 
@@ -116,11 +116,8 @@ def dispatch(
     ranks, fmt = Ranks(group), get_format(format)
     _check(x)
     require_row_blocks(fmt)
-    if isinstance(counts, Tensor):
-        counts = counts.tolist()
-    if not isinstance(counts, Sequence) or not all(isinstance(count, int) for count in counts):
-        raise ArgumentError(f"counts={counts} are no numbers of rows; pass a list of one whole number a rank")
-    sent = list(counts)
+    given = counts.tolist() if isinstance(counts, Tensor) and counts.layout == torch.strided else counts
+    sent = list(checked("counts", given, tuple[int, ...]))
     if x.dim() != 2 or len(sent) != ranks.size or sum(sent) != len(x) or min(sent) < 0:
         raise ArgumentError(
             f"counts={sent} do not part x of shape {tuple(x.shape)} among {ranks.size} ranks; "
@@ -150,8 +147,8 @@ def whole_tensors(sizes: Sequence[int], ranks: int) -> list[int]:
     >>> whole_tensors([4, 10, 5, 1], 2)
     [1, 0, 1, 1]
     """
-    if ranks < 1:
-        raise ArgumentError(f"ranks={ranks} is not allowed; choose 1 or more")
+    checked("sizes", sizes, tuple[int, ...])
+    require_ranks(checked("ranks", ranks, int))
     loads, owner = [0] * ranks, [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         owner[i] = loads.index(min(loads))
@@ -198,8 +195,5 @@ def require_whole(fmt: Format, scaling: Scaling) -> None:
 
 
 def _check(x: Tensor) -> None:
-    if not isinstance(x, Tensor) or x.dtype not in FLOAT_DTYPES:
-        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise DtypeError(f"x is {found}; pass float16, bfloat16, float32 or float64")
-    if x.layout != torch.strided:
-        raise ArgumentError(f"x has layout {x.layout}; pass a dense tensor, for example x.to_dense()")
+    check_input(x)
+    check_readable("x", x)

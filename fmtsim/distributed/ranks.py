@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fmtsim.distributed.arithmetic import require_ranks
 from fmtsim.distributed.store import AbsentError, exchange, named
-from fmtsim.errors import ArgumentError, CollectiveError
+from fmtsim.errors import ArgumentError, CollectiveError, shown
 
 
 class Ranks:
@@ -32,6 +32,11 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ArgumentError("a collective needs ranks; call torch.distributed.init_process_group first")
+        given: Any = group  # torch says with a number that this process is in no group
+        if not isinstance(given, dist.ProcessGroup | None | int) or (
+            isinstance(given, int) and given != dist.GroupMember.NON_GROUP_MEMBER
+        ):
+            raise ArgumentError(f"group={shown(group)} is no process group; pass what dist.new_group returned")
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:

@@ -13,6 +13,7 @@ from fmtsim.distributed.collective import reduce_batch
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.distributed.reduction import Reduction, get_reduction
 from fmtsim.errors import ArgumentError
+from fmtsim.records import check_items
 
 
 class ReductionState:
@@ -101,21 +102,16 @@ class ReductionState:
         Raises:
             ArgumentError: It is no such state, or one of another reduction.
         """
-        if set(state) != {"reduction", "mu", "steps", "calls"}:
-            raise ArgumentError(
-                f"this state has {', '.join(map(str, state)) or 'nothing'}; "
-                "pass what ReductionState.state_dict returned"
-            )
+        check_items(state, {"reduction": str, "mu": Tensor | None, "steps": int, "calls": int}, "this state")
         if state["reduction"] != repr(self.reduction):
             raise ArgumentError(
                 f"the state is of another reduction, {state['reduction']}; build the ReductionState with that one"
             )
         mu = None
         if self.reduction.auto is not None:
-            if not isinstance(state["mu"], Tensor) or not 0 < float(state["mu"]) < float("inf"):
-                raise ArgumentError(f"mu={state['mu']} is no factor; pass what ReductionState.state_dict returned")
+            check_items(state, {"mu": Tensor}, "this state")
             mu = require_mu(self.reduction, state["mu"], torch.device("cpu"))
-        self.mu, self.steps, self.calls = mu, int(state["steps"]), int(state["calls"])
+        self.mu, self.steps, self.calls = mu, state["steps"], state["calls"]
         self._pending = self._last = None
         self._origin = f"a state of {self.steps} steps and {self.calls} calls" + (
             "" if mu is None else f", mu={float(mu)!r}"

@@ -38,7 +38,8 @@ def from_rows(wire: Tensor, like: Encoded, rows: int | None = None) -> Encoded:
         part: Tensor | None = getattr(like, name)
         if part is None:
             continue
-        taken = wire[:, start : start + part.nbytes].clone(memory_format=torch.contiguous_format).view(part.dtype)
+        piece = wire[:, start : start + part.nbytes].clone(memory_format=torch.contiguous_format)
+        taken = piece.reshape(-1).view(part.dtype)
         fields[name] = taken.reshape(part.shape if rows is None else (rows, *part.shape[1:]))
         start += part.nbytes
     shape = like.shape if rows is None else torch.Size((rows, *like.shape[1:]))

@@ -93,7 +93,7 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     if bits == 8:
         return packed.clone()
     if bits in _WIDE_VIEWS:
-        codes = packed.contiguous().view(_WIDE_VIEWS[bits]).to(code_dtype(bits))
+        codes = packed.reshape(-1).view(_WIDE_VIEWS[bits]).reshape(*packed.shape[:-1], count).to(code_dtype(bits))
         return codes if bits == 64 else codes & ((1 << bits) - 1)
     group = 8 // math.gcd(bits, 8)
     size = group * bits // 8

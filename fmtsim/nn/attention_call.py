@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fmtsim.arguments import random_keys
 from fmtsim.autograd import OnceOnly
-from fmtsim.dispatch import constant_in_graphs, without_autocast
+from fmtsim.dispatch import constant_in_graphs, is_readable, without_autocast
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.layers.passes import Observer
@@ -77,7 +77,7 @@ def run_attention(inputs: Inputs, call: AttentionCall | str) -> Tensor:
     ``call`` is config and generator, or the name of them in compiled code.
     """
     if isinstance(call, AttentionCall):
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and all(map(is_readable, inputs[:3])):
             return _Attention.apply(*inputs, call)[0]  # type: ignore[no-any-return, no-untyped-call]
         if call.observer is not None:
             raise ArgumentError(

@@ -7,8 +7,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fmtsim.arguments import check_features
+from fmtsim.errors import ArgumentError
 from fmtsim.nn.modules import EmulatedModule, register_emulated
 from fmtsim.nn.unit_scaling import linear_factors, scale_backward, scale_forward
+from fmtsim.records import checked
 
 
 class ScaledLinear(nn.Linear):
@@ -35,6 +38,7 @@ class ScaledLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``[..., out_features]`` from ``[..., in_features]``."""
+        check_features(input, self.weight)
         out, of_x, of_w = self.factors(input)
         y = self.product(scale_backward(input, of_x), scale_backward(self.weight, of_w))
         y = y if self.bias is None else y + scale_backward(self.bias, of_w).to(y.dtype)
@@ -87,10 +91,13 @@ class MuResidual(nn.Module):
 
     def __init__(self, branch: nn.Module, width: int, tau: float = 0.4) -> None:
         super().__init__()
+        if not 0 <= checked("tau", tau, float) <= 1:
+            raise ArgumentError(f"tau={tau} is not a part of the variance; choose 0 to 1")
         self.branch, self.norm, self.tau = branch, nn.LayerNorm(width), tau
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., width]`` to itself."""
+        check_features(x, self.norm.weight)
         return math.sqrt(1 - self.tau) * x + math.sqrt(self.tau) * self.norm(self.branch(x))
 
 

@@ -5,11 +5,13 @@ import math
 import torch
 from torch import Tensor
 
+from fmtsim.arguments import check_dense, check_flags, check_saved, check_together
 from fmtsim.errors import ArgumentError, DtypeError
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.nn.attention_call import AttentionCall, call_of, run_attention
 from fmtsim.nn.flash import Inputs
 from fmtsim.recipes.attention import AttentionConfig, flash_attention_3
+from fmtsim.records import checked
 
 __all__ = ["attend", "flash_attention_3", "quantised_attention"]
 
@@ -95,22 +97,60 @@ def attend(
 
     ``torch.compile`` sees one operator forward and one backward, with the bits of eager execution.
     """
+    named = {"query": query, "key": key, "value": value}
+    for name, t in (named if attn_mask is None else {**named, "attn_mask": attn_mask}).items():
+        check_dense(name, t)
+    check_together(**named, attn_mask=attn_mask)
     query, key, value = (_lowered(t) for t in (query, key, value))
+    if not torch.compiler.is_compiling():
+        check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
+        checked("dropout_p", dropout_p, float), checked("scale", scale, float | None)
     _check(query, key, value, attn_mask, dropout_p, is_causal)
     if enable_gqa:
-        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
-    lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+        key, value = (t.repeat_interleave(_groups(query, t), -3) for t in (key, value))
+    lead = _lead(query, key, value, attn_mask)
     q, k, v = (t.expand(*lead, *t.shape[-2:]) for t in (query, key, value))
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        check_saved("quantised attention", q, k, v)
+    if not (q.numel() and k.numel() and v.numel()):
+        return q @ k.mT @ v  # nothing is added up
     mask = _additive(attn_mask, is_causal, (q.shape[-2], k.shape[-2]), q.device)
     hides = mask is not None and (is_causal or (attn_mask is not None and attn_mask.dtype == torch.bool))
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return run_attention(Inputs(q, k, v, mask, hides, factor), call)
 
 
+def _lead(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> torch.Size:
+    """Return the leading sizes of query, key and value together, with which a mask goes."""
+    shapes = [t.shape[:-2] for t in (query, key, value)]
+    try:
+        lead = torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        found = ", ".join(str(tuple(shape)) for shape in shapes)
+        raise ArgumentError(f"leading sizes {found} of query, key and value do not broadcast") from None
+    whole = (*lead, query.shape[-2], key.shape[-2])
+    sizes = () if mask is None else mask.shape
+    if len(sizes) > len(whole) or any(a not in (1, b) for a, b in zip(sizes[::-1], whole[::-1], strict=False)):
+        raise ArgumentError(f"attn_mask of shape {tuple(sizes)} does not broadcast to {whole}")
+    return lead
+
+
+def _groups(query: Tensor, t: Tensor) -> int:
+    """Return how many heads of query share one of key or value."""
+    heads, fewer = (x.shape[-3] if x.dim() > 2 else 0 for x in (query, t))
+    if not fewer or heads % fewer:
+        raise ArgumentError(
+            f"enable_gqa=True with {heads} heads of query and {fewer} of key or value; "
+            "pass [..., heads, rows, features], heads of query a multiple of the others"
+        )
+    return heads // fewer
+
+
 def _lowered(t: Tensor) -> Tensor:
     """Return a tensor in the dtype that autocast gives torch's function."""
     device = t.device.type
-    if t.dtype not in _FLOATS or t.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    available = torch.amp.is_autocast_available(device)
+    if t.dtype not in _FLOATS or t.dtype == torch.float64 or not available or not torch.is_autocast_enabled(device):
         return t
     return t.to(torch.get_autocast_dtype(device))
 
@@ -131,7 +171,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float,
             f"query, key and value have dtypes {q.dtype}, {k.dtype} and {v.dtype}; pass one floating-point dtype"
         )
     shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
-    if min(map(len, shapes)) < 2 or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
+    if min(map(len, shapes)) < 2 or not q.shape[-1] or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
         raise ArgumentError(
             f"query, key and value of shapes {', '.join(map(str, shapes))} do not fit; "
             "pass [..., L, d], [..., S, d] and [..., S, dv]"
@@ -140,5 +180,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float,
         raise ArgumentError(f"quantised attention has no dropout, but dropout_p={dropout:g}; pass 0")
     if mask is not None and causal:
         raise ArgumentError("is_causal=True with attn_mask= says it twice; pass one of them")
+    if mask is not None and mask.dtype not in (torch.bool, *_FLOATS):
+        raise DtypeError(f"attn_mask has dtype {mask.dtype}; pass bool, or a floating-point dtype")
     if mask is not None and mask.requires_grad:
         raise ArgumentError("quantised attention gives attn_mask no gradient; pass attn_mask.detach()")

@@ -5,14 +5,16 @@ Source: Fishman et al., Scaling FP8 training to trillion-token LLMs, arXiv:2409.
 """
 
 from functools import lru_cache, partial
-from typing import Any, Final, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fmtsim.errors import ArgumentError, shown
+from fmtsim.arguments import check_features, check_flags, check_input, check_together
+from fmtsim.errors import ArgumentError
 from fmtsim.nn.modules import EmulatedModule
+from fmtsim.records import checked
 from fmtsim.scaling.repeats import Calls
 from fmtsim.scaling.scales import power_of_two as to_power_of_two
 
@@ -50,14 +52,22 @@ def smooth_scale(v: Tensor, per: Per = "token", *, power_of_two: bool = False) -
     Raises:
         ArgumentError: An unknown rule.
     """
-    if per not in get_args(Per):
-        raise ArgumentError(f"per={shown(per)} is unknown; choose 'token' or 'channel'")
+    checked("per", per, Per)
+    check_flags(power_of_two=power_of_two)
+    check_input(v, "v")
+    if not v.dim() or not v.shape[-1]:
+        raise ArgumentError(f"v has shape {tuple(v.shape)}; pass [..., channels]")
     size = v.detach().abs()
-    amax = size.amax(-1, keepdim=True) if per == "token" else size.reshape(-1, v.shape[-1]).amax(0)
+    amax = size.amax(-1, keepdim=True) if per == "token" else _largest(size.reshape(-1, v.shape[-1]))
     amax = torch.where(amax == 0, torch.ones_like(amax), amax)
     if not power_of_two:
         return amax
     return torch.where(amax.isfinite(), to_power_of_two(amax.float().nan_to_num(), up=True), amax.float())
+
+
+def _largest(x: Tensor) -> Tensor:
+    """Return the largest of each column, 0 where there are no rows."""
+    return torch.cat([x, x.new_zeros(1, x.shape[1])]).amax(0) if not len(x) else x.amax(0)
 
 
 def smooth_swiglu(
@@ -78,6 +88,10 @@ def smooth_swiglu(
     >>> s, bool(((z * s) == torch.nn.functional.silu(torch.tensor([1.0, 2.0])) * torch.tensor([3.0, -6.0])).all())
     (tensor([[6.]]), True)
     """
+    given = {"u": u, "v": v} if scale is None else {"u": u, "v": v, "scale": scale}
+    for name, t in given.items():
+        check_input(t, name)
+    check_together(**given)
     if u.shape != v.shape:
         raise ArgumentError(f"u has shape {tuple(u.shape)} and v {tuple(v.shape)}; pass two halves of one shape")
     s = smooth_scale(v, per, power_of_two=power_of_two) if scale is None else scale.detach()
@@ -116,6 +130,8 @@ class SmoothSwiGLU(nn.Module):
         delayed: bool = False,
     ) -> None:
         super().__init__()
+        checked("per", per, Per)
+        check_flags(bias=bias, power_of_two=power_of_two, delayed=delayed)
         if delayed and per == "token":
             raise ArgumentError("delayed=True with per='token' has no scale to keep; pass per='channel'")
         self.gate_proj = nn.Linear(width, hidden, bias=bias)
@@ -127,6 +143,7 @@ class SmoothSwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., width]`` to itself."""
+        check_features(x, self.gate_proj.weight)
         u, v = self.gate_proj(x), self.up_proj(x)
         s = smooth_scale(v, self.per, power_of_two=self.power_of_two)
         if self.delayed:

@@ -57,7 +57,7 @@ def linear_factors(x: Tensor, w: Tensor, *, constrained: bool = True, power: flo
     """
     n, k = w.shape
     out, back = k**-power, n**-0.5
-    return out, out if constrained else back, (x.numel() // k) ** -0.5
+    return out, out if constrained else back, max(x.numel() // k, 1) ** -0.5
 
 
 def matmul(a: Tensor, b: Tensor, *, constrained: bool = True) -> Tensor:

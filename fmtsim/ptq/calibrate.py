@@ -259,7 +259,7 @@ def batches_of(data: Any) -> list[Any]:
         raise ArgumentError(
             f"calibration data is one tensor {tuple(data.shape)}; pass an iterable of batches, for example [tensor]"
         )
-    if not isinstance(data, Iterable) or isinstance(data, Mapping | str):
+    if not isinstance(data, Iterable) or isinstance(data, Mapping | str | bytes) or not getattr(data, "shape", True):
         raise ArgumentError(f"calibration data is {type(data).__name__}; pass an iterable of batches")
     batches = list(data)
     if not batches or any(isinstance(b, Tensor) and b.numel() == 0 for b in batches):
@@ -270,7 +270,7 @@ def batches_of(data: Any) -> list[Any]:
 
 def _described(batch: Any) -> str:
     if isinstance(batch, Tensor):
-        return f"{batch.dtype} {tuple(batch.shape)}"
+        return f"{batch.dtype} {'nested' if batch.is_nested else tuple(batch.shape)}"
     if isinstance(batch, Mapping):
         return ", ".join(f"{name}: {_described(value)}" for name, value in batch.items())
     return ", ".join(map(_described, batch)) if isinstance(batch, tuple | list) else type(batch).__name__

@@ -1,7 +1,7 @@
 """search: find a format for each layer under a budget of bit operations."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -177,7 +177,7 @@ def _budget(budget: float | None, bits: float | None, switching: SwitchingModel,
 
 def _recipes(formats: Sequence[str | PtqRecipe]) -> dict[str, PtqRecipe]:
     named = [formats] if isinstance(formats, str | PtqRecipe) else formats
-    if not isinstance(named, Iterable):
+    if not isinstance(named, Sequence):
         raise ArgumentError(f"formats={shown(formats)}; pass names or recipes, at least one")
     found = [get_ptq_recipe(f) for f in named]
     if not found or len({r.name for r in found}) < len(found):

@@ -100,15 +100,27 @@ def disagreement_has_a_name(rank, size):
     refused("sizes=(3, -1) sum to 2, not to the 2 columns; name", reduce_scatter, torch.ones(8), "msamp", sizes=(3, -1))
     refused("sizes=(3,) sum to 3, not to the 8 elements", all_gather, torch.ones(8), "int8", sizes=(3,))
     refused(
-        "x is torch.int64; pass float16, bfloat16, float32", all_gather, torch.ones(3).long(), "int8", error=DtypeError
+        "x has dtype torch.int64; choose float16, bfloat16, float32",
+        all_gather,
+        torch.ones(3).long(),
+        "int8",
+        error=DtypeError,
     )
     refused("sizes=(3, 5) belong to a scale that ranks share; pass a sc", all_gather, torch.ones(8), "mxfp4",
             scaling=None, sizes=(3, 5))  # fmt: skip
     refused("x has layout torch.sparse_coo; pass a dense tensor", all_gather, torch.ones(3).to_sparse(), "int8")
     refused("the tensors are on meta, but the process group carries cpu:gloo", all_reduce,
             torch.ones(3, device="meta"), "msamp")  # fmt: skip
-    for counts in ([0.5] * 4, 4, [True, None, 1, 1]):
-        refused(f"counts={counts} are no numbers of rows; pass a list", dispatch, torch.ones(4, 16), counts)
+    refused(
+        "group=7 is no process group; pass what dist.new_group returned", all_reduce, torch.ones(3), "bf16", group=7
+    )
+    refused("sizes='x' is not allowed; pass a tuple (a whole", all_gather, torch.ones(8), "int8", sizes="x")
+    refused("sizes=8 is not allowed; pass a tuple (a whole", reduce_scatter, torch.ones(8), "msamp", sizes=8)
+    refused("scaling=2.0 is not allowed; pass a Scaling or None", all_gather, torch.ones(8), "int8", scaling=2.0)
+    for scaling in (HALO, None):
+        assert all_gather(torch.ones(0, 64), "bf16", scaling=scaling).shape == (4, 0, 64)
+    for counts in ((0.5,) * 4, 4, (True, None, 1, 1)):
+        refused(f"counts={counts} is not allowed; pass a tuple (a whole number", dispatch, torch.ones(4, 16), counts)
     assert dispatch(torch.ones(4, 0), torch.ones(4, dtype=torch.int64)).shape == (4, 0)
     assert all_reduce(torch.ones(4), "bf16").values[0].tolist() == [1.0] * 4  # the group still works
 

@@ -229,9 +229,9 @@ def test_wrong_arguments():
     with pytest.raises(ArgumentError, match="mu=2.0 belongs to factor='auto', not 'sqrt'; leave it out"):
         simulate([torch.ones(3)], "msamp", mu=2.0)
     for mu in (0.0, math.inf, math.nan, "1", torch.ones(2)):
-        with pytest.raises(ArgumentError, match=f"mu={re.escape(str(mu))} is no factor; pass a finite number above 0"):
+        with pytest.raises(ArgumentError, match=f"mu={re.escape(repr(mu))} is no factor; pass a finite number above 0"):
             simulate([torch.ones(3)], "fp8lm", mu=mu)
-    with pytest.raises(ArgumentError, match="mu=-1.0 is no factor"):
+    with pytest.raises(ArgumentError, match=r"mu=tensor\(-1.\) is no factor"):
         simulate([torch.ones(3)], "fp8lm", mu=torch.tensor(-1.0))
     for call in (-1, 1 << 31, 0.5):
         with pytest.raises(
@@ -282,7 +282,7 @@ def test_whole_tensors_are_dealt_out_evenly():
     owner = whole_tensors(sizes, 4)
     loads = [sum(size for size, rank in zip(sizes, owner, strict=True) if rank == r) for r in range(4)]
     assert sorted(set(owner)) == [0, 1, 2, 3] and max(loads) - min(loads) < max(sizes)
-    with pytest.raises(ArgumentError, match="ranks=0 is not allowed; choose 1 or more"):
+    with pytest.raises(ArgumentError, match="0 ranks are not supported; choose 1 to 65535"):
         whole_tensors(sizes, 0)
 
 

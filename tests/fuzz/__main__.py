@@ -12,10 +12,8 @@ import resource
 import sys
 import time
 
-from tests.fuzz import files, verbs
 from tests.fuzz.target import Report
-
-TARGETS = [*files.TARGETS, *verbs.TARGETS]
+from tests.fuzz.targets import TARGETS
 
 
 def main() -> int:

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import strategies as st
 
 from fmtsim.errors import ArgumentError
-from tests.fuzz import files, verbs
 from tests.fuzz.target import Report, Target
+from tests.fuzz.targets import TARGETS
 
 SEED = 1  # of the default tests, which fail or pass alike every day; the command draws others
 
 
-@pytest.mark.parametrize("target", [*files.TARGETS, *verbs.TARGETS], ids=lambda target: target.name)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_every_input_ends_in_a_result_or_an_error_of_our_own(target):
     report = Report()
     report.run(target, target.count, SEED)

@@ -181,6 +181,12 @@ def test_create_graph_alone_is_no_error():
             r"x of shape \(2, 3\) does not fit w of shape \(4, 5\)",
         ),
         ((torch.ones(2, 3), torch.ones(3), None), ArgumentError, r"w is \[N, K\]"),
+        ((torch.ones(2, 3), torch.ones(4, 3), [1.0]), DtypeError, "bias is list, not a tensor"),
+        (
+            (torch.ones(2, 3), torch.ones(4, 3), torch.ones(4).to_sparse()),
+            ArgumentError,
+            "bias has layout torch.sparse",
+        ),
         ((torch.ones(2, 3), torch.ones(4, 3), torch.ones(3)), ArgumentError, r"bias of shape \(3,\).*bias is \[N\]"),
         (
             (torch.ones(2, 3), torch.ones(4, 3).double(), None),
@@ -198,6 +204,24 @@ def test_operands_that_do_not_fit_are_named(arguments, error, message):
 def test_a_config_that_is_none_is_named():
     with pytest.raises(ArgumentError, match=r"takes a LinearConfig, not 'e4m3'"):
         EmulatedGEMM.apply(torch.ones(2, 3), torch.ones(4, 3), None, "e4m3")
+    for wrong, message in (
+        (
+            dict(observer=abs),
+            "observer=<built-in function abs> does not take five arguments; pass a function that does",
+        ),
+        (dict(observer="x"), "observer='x' does not take five arguments"),
+        (dict(state=2), "state=2 is not allowed; pass a Mapping or None"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            EmulatedGEMM.apply(torch.ones(2, 3), torch.ones(4, 3), None, LinearConfig(), **wrong)
+
+
+@pytest.mark.parametrize(("lead", "n", "k"), [((2,), 3, 0), ((0,), 3, 4), ((2, 3), 0, 4), ((), 3, 0), ((0,), 0, 0)])
+def test_empty_operands(lead, n, k):
+    x, w = torch.ones(*lead, k, requires_grad=True), torch.ones(n, k, requires_grad=True)
+    y = EmulatedGEMM.apply(x, w, None, linear_config(x="e4m3", w="e4m3", g="e5m2"))
+    y.sum().backward()
+    assert y.shape == (*lead, n) and not y.any() and x.grad.shape == x.shape and not w.grad.any()
 
 
 def test_high_precision_bfloat16_products_are_rounded_once():

@@ -2,13 +2,15 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fmtsim
-from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.errors import ArgumentError, DtypeError, FmtsimError
 from fmtsim.formats.registry import get_format
 from fmtsim.nn.sdpa import flash_attention_3, quantised_attention
 from fmtsim.recipes import AttentionConfig
@@ -202,9 +204,42 @@ def test_errors():
         quantised_attention(q, k, v, attn_mask=torch.zeros(8, 8), is_causal=True, config=config)
     with pytest.raises(ArgumentError, match=r"gives attn_mask no gradient; pass attn_mask.detach\(\)"):
         quantised_attention(q, k, v, attn_mask=torch.zeros(8, 8, requires_grad=True), config=config)
+    for wrong, message in (
+        (dict(query=7), "query is int, not a tensor"),
+        (dict(value=v.to_sparse()), "value has layout torch.sparse_coo; pass a dense tensor"),
+        (dict(key=k.to("meta")), "query is on cpu, key on meta; move them to one device"),
+        (dict(attn_mask=torch.zeros(8, 7)), "attn_mask of shape (8, 7) does not broadcast to (2, 8, 8)"),
+        (dict(attn_mask=torch.zeros(8, 8).int()), "attn_mask has dtype torch.int32; pass bool"),
+        (dict(key=k.repeat(3, 1, 1)), "leading sizes (2,), (6,), (2,) of query, key and value do not broadcast"),
+        (dict(key=k.repeat(3, 1, 1), enable_gqa=True), "enable_gqa=True with 2 heads of query and 6 of key or value"),
+        (dict(enable_gqa=1), "enable_gqa=1 is not a flag"),
+        (dict(scale="x"), "scale='x' is not allowed; pass a number or None"),
+        (dict(dropout_p="x"), "dropout_p='x' is not allowed; pass a number"),
+        (dict(query=q[..., :0], key=k[..., :0]), "query, key and value of shapes (2, 8, 0), (2, 8, 0), (2, 8, 16)"),
+    ):  # fmt: skip
+        with pytest.raises(FmtsimError, match=f"^{re.escape(message)}"):
+            quantised_attention(**{"query": q, "key": k, "value": v, **wrong}, config=config)
+    with torch.inference_mode():
+        made = torch.ones(2, 8, 16)
+    with pytest.raises(ArgumentError, match="quantised attention: a tensor was made in inference mode"):
+        quantised_attention(q.clone().requires_grad_(), made, v, config=config)
     with pytest.raises(ArgumentError, match=r"unit='hopper.wgmma' multiplies elements of floating-point formats"):
         quantised_attention(q, k, v, config=AttentionConfig(unit="hopper.wgmma"))
     narrow = Quantizer(format=get_format("e4m3"), scaling=Scaling(block=(1, 8)))
     full = flash_attention_3(rotate=False)
     with pytest.raises(ArgumentError, match=r"a scale changes inside the sums of one product; choose blocks of whole"):
         quantised_attention(q, k, v, config=dataclasses.replace(full, q=narrow))
+
+
+@pytest.mark.parametrize(("rows", "keys", "width"), [(0, 5, 16), (5, 0, 16), (5, 5, 0)])
+def test_nothing_to_add_up(rows, keys, width):
+    q, k, v = (x.requires_grad_() for x in tensors((2, rows, 16), (2, keys, 16), (2, keys, width)))
+    y = quantised_attention(q, k, v, config=flash_attention_3())
+    y.sum().backward()
+    assert y.shape == (2, rows, width) and not y.any() and q.grad.shape == q.shape and not k.grad.any()
+
+
+def test_fake_tensors_have_the_shape():
+    with FakeTensorMode():
+        q, k = torch.ones(2, 5, 16), torch.ones(2, 7, 16)
+        assert quantised_attention(q, k, k, config=flash_attention_3()).shape == (2, 5, 16)

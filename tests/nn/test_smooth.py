@@ -1,12 +1,14 @@
 """Smooth-SwiGLU: the same function as the plain layer, with scales that quantisation does not see."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import fmtsim
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, DtypeError, FmtsimError
 from fmtsim.nn.smooth import SmoothSwiGLU, convert_swiglu, revert_swiglu, smooth_scale, smooth_swiglu
 from tests.support.models import GatedMLP, gated
 from tests.support.operands import normal
@@ -115,9 +117,23 @@ def test_a_models_layers_and_back():
 
 def test_errors():
     u, v = halves(2, 4)
-    with pytest.raises(ArgumentError, match=r"per='row' is unknown; choose 'token' or 'channel'"):
+    with pytest.raises(ArgumentError, match=r"per='row' is not allowed; choose 'token', 'channel'"):
         smooth_swiglu(u, v, per="row")
     with pytest.raises(ArgumentError, match=r"u has shape \(2, 4\) and v \(2, 3\); pass two halves of one shape"):
         smooth_swiglu(u, v[:, :3])
+    for wrong, message in (
+        (dict(u=1), "u is int, not a tensor"),
+        (dict(v=v.long()), "v has dtype torch.int64"),
+        (dict(scale=1.0), "scale is float, not a tensor"),
+        (dict(power_of_two=1), "power_of_two=1 is not a flag"),
+        (dict(u=u[:, :0], v=v[:, :0]), "v has shape (2, 0); pass [..., channels]"),
+    ):  # fmt: skip
+        with pytest.raises(FmtsimError, match=f"^{re.escape(message)}"):
+            smooth_swiglu(**{"u": u, "v": v, **wrong})
+    assert smooth_swiglu(u[:0], v[:0], per="channel")[1].tolist() == [1.0] * 4
+    with pytest.raises(ArgumentError, match=r"input has shape \(2, 3\); pass \[..., 4\]"):
+        SmoothSwiGLU(4, 8)(u[:, :3])
+    with pytest.raises(DtypeError, match="input has dtype torch.float64, the weight torch.float32; convert one"):
+        SmoothSwiGLU(4, 8)(u.double())
     with pytest.raises(ArgumentError, match=r"delayed=True with per='token' has no scale to keep; pass per='channel'"):
         SmoothSwiGLU(4, 8, delayed=True)

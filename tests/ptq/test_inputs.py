@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ BAD = [
     ("int8_static", [], r"calibration data is empty; pass at least one batch"),
     ("int8_static", [torch.empty(0, 16)], r"a tensor without elements in a batch"),
     ("int8_static", DATA[0], r"calibration data is one tensor \(20, 16\); pass an iterable of batches"),
+    ("int8_static", np.array(2), r"calibration data is ndarray; pass an iterable of batches"),
     ("int8_static", 3, r"calibration data is int; pass an iterable of batches"),
     (
         "int8_smooth",

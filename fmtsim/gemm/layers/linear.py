@@ -4,12 +4,14 @@ Each product is ``quantize_operand`` twice, ``multiply`` (or a unit's product), 
 after it; the same in eager code and below a compiler's tracer, where each of these is one operator.
 """
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fmtsim.arguments import check_dense, check_saved, check_together
+from fmtsim.arguments import check_dense, check_saved, check_together, takes
 from fmtsim.autograd import OnceOnly
 from fmtsim.dispatch import constant_in_graphs, is_bare, without_autocast
 from fmtsim.errors import ArgumentError, DtypeError, shown
@@ -17,6 +19,7 @@ from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator, Layer, State, find_layer, lasting_layer
 from fmtsim.gemm.layers.passes import Observer, Pass, Saved, saved_of, wide_dtype
 from fmtsim.ops import define_operator
+from fmtsim.records import checked
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ONCE = (
@@ -95,6 +98,9 @@ class EmulatedGEMM:
             if observer is not None or state:
                 raise ArgumentError(_COMPILED)
             return torch.ops.fmtsim.layer(x, w, bias, _name_of(config, generator))  # type: ignore[no-any-return]
+        if observer is not None and not takes(observer, *range(5)):
+            raise ArgumentError(f"observer={shown(observer)} does not take five arguments; pass a function that does")
+        checked("state", state, Mapping | None)
         return run_layer(x, w, bias, Layer(config, generator, state), observer)
 
 
@@ -107,6 +113,8 @@ def run_layer(x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer:
         return torch.ops.fmtsim.layer(x, w, bias, layer.name)  # type: ignore[no-any-return]
     check_dense("x", x)
     check_dense("w", w)
+    if bias is not None:
+        check_dense("bias", bias)
     if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
         check_saved("EmulatedGEMM", x, w)
     return _Linear.apply(x, w, bias, layer, observer)[0]  # type: ignore[no-any-return]
@@ -128,7 +136,7 @@ class _Linear(torch.autograd.Function):
         x, w, bias = autocast_to(x, x), autocast_to(w, x), None if bias is None else autocast_to(bias, x)
         _check(x, w, bias)
         with without_autocast(x.device):
-            rows, config = x.reshape(-1, x.shape[-1]), layer.config
+            rows, config = _rows(x), layer.config
             run = Pass(layer, observer, rows, (rows.shape[0], *w.shape), traced=not (is_bare(x) and is_bare(w)))
             left, right = run.operand("x_f", rows, -1), run.operand("w_f", w, -1)
             y = run.product("fprop", left, right, bias, x.dtype)
@@ -152,8 +160,8 @@ class _Linear(torch.autograd.Function):
         """Return the gradients of x, w and bias, each in its tensor's dtype."""
         x, w, *saved = ctx.saved_tensors
         with torch.no_grad(), without_autocast(g.device):
-            rows = g.reshape(-1, g.shape[-1])
-            source = None if x is None else x.reshape(-1, x.shape[-1]).to(g.dtype)
+            rows = _rows(g)
+            source = None if x is None else _rows(x).to(g.dtype)
             weight = None if w is None else w.to(g.dtype)
             dx, dw = _gradients(ctx, rows, source, weight, (tuple(saved[:4]), tuple(saved[4:])))
             dbias = None
@@ -197,6 +205,11 @@ def autocast_to(t: Tensor, like: Tensor) -> Tensor:
     if t.dtype == torch.float64 or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return t
     return t.to(torch.get_autocast_dtype(device))
+
+
+def _rows(t: Tensor) -> Tensor:
+    """Return a tensor as a matrix of its last dimension, which may be empty."""
+    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
 def _check(x: Tensor, w: Tensor, bias: Tensor | None) -> None:
