@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat, ScaledFormat
@@ -89,10 +90,10 @@ class _Block(NamedTuple):
 
 class _Result(NamedTuple):
     scale: float
-    offset: float
     codes: list[int]
     values: list[float]
     factor: Fraction = Fraction(1)
+    offset: float = math.nan
 
 
 def quantize_matrix(
@@ -123,22 +124,22 @@ def quantize_matrix(
     working = FP64 if input_dtype == "float64" else FP32
     cast = _Cast(how, overflow or fmt.default_overflow, working, out_format, word)
     tensor_scale = _tensor_scale(rows, fmt) if isinstance(fmt, BlockFormat) and fmt.tensor_scale else None
-    codes = [[0] * len(row) for row in rows]
-    values = [[0.0] * len(row) for row in rows]
-    scales: list[list[float]] = []
-    offsets: list[list[float]] = []
-    factors: list[list[Fraction]] = []
-    for row_of_blocks in _blocks(rows, fmt.block):
-        results = [_quantize_block(block, fmt, cast, tensor_scale) for block in row_of_blocks]
-        scales.append([result.scale for result in results])
-        offsets.append([result.offset for result in results])
-        factors.append([result.factor for result in results])
-        for block, result in zip(row_of_blocks, results, strict=True):
-            for (i, j), code, value in zip(block.places, result.codes, result.values, strict=True):
-                codes[i][j], values[i][j] = code, value
+    blocks = _blocks(rows, fmt.block)
+    results = [[_quantize_block(block, fmt, cast, tensor_scale) for block in row] for row in blocks]
+    codes: dict[tuple[int, int], int] = {}
+    values: dict[tuple[int, int], float] = {}
+    for block, result in zip(chain(*blocks), chain(*results), strict=True):
+        codes.update(zip(block.places, result.codes, strict=True))
+        values.update(zip(block.places, result.values, strict=True))
     has_offsets = isinstance(fmt, LogTileFormat) or fmt.zero_point
-    stored_scale = None if tensor_scale is None else float(tensor_scale[1])
-    return Quantized(codes, scales, stored_scale, offsets if has_offsets else None, values, factors)
+    return Quantized(
+        codes=[[codes[i, j] for j in range(len(row))] for i, row in enumerate(rows)],
+        scales=[[result.scale for result in row] for row in results],
+        tensor_scale=None if tensor_scale is None else float(tensor_scale[1]),
+        offsets=[[result.offset for result in row] for row in results] if has_offsets else None,
+        values=[[values[i, j] for j in range(len(row))] for i, row in enumerate(rows)],
+        factors=[[result.factor for result in row] for row in results],
+    )
 
 
 def _blocks(rows: Matrix, block: tuple[int | None, int | None]) -> list[list[_Block]]:
@@ -146,8 +147,8 @@ def _blocks(rows: Matrix, block: tuple[int | None, int | None]) -> list[list[_Bl
     height, width = len(rows), len(rows[0]) if rows else 0
 
     def spans(extent: int, size: int | None) -> Iterator[range]:
-        step = size or max(extent, 1)
-        return (range(start, min(start + step, extent)) for start in range(0, extent, step))
+        step = size or extent
+        return (range(start, min(start + step, extent)) for start in (range(0, extent, step) if extent else ()))
 
     def cut(rows_of: range, columns: range) -> _Block:
         places = [(i, j) for i in rows_of for j in columns]
@@ -181,12 +182,12 @@ def _quantize_block(
     ]
     elements = [decode_value(code, fmt.element) for code in codes]
     if block.has_nan and not fmt.element.has_nan:
-        return _Result(math.nan, 0.0, codes, [math.nan] * len(codes), factor)
+        return _Result(math.nan, codes, [math.nan] * len(codes), factor)
     if tensor_scale is not None:
         values = [_rounded(_times(q, scale * tensor_scale[1], FP64), cast.out) for q in elements]
     else:
         values = [_times(q, scale, cast.out) for q in elements]
-    return _Result(float(scale), 0.0, codes, values, factor)
+    return _Result(float(scale), codes, values, factor)
 
 
 # Section 5: one scale a block. What makes a scale also returns what elements are multiplied with.
@@ -270,9 +271,9 @@ def _zero_point_block(block: _Block, fmt: BlockFormat, cast: _Cast) -> _Result:
 
     codes = [code_of(x, cast.word(*place)) for place, x in zip(block.places, block.elements, strict=True)]
     if block.has_nan:
-        return _Result(math.nan, zero, codes, [math.nan] * len(codes), r)
+        return _Result(math.nan, codes, [math.nan] * len(codes), r, zero)
     values = [_rounded((code - zero) * scale, cast.out) for code in codes]
-    return _Result(float(scale), zero, codes, values, r)
+    return _Result(float(scale), codes, values, r, zero)
 
 
 # Section 8: LogFMT tiles.
@@ -288,9 +289,9 @@ def _log_tile(block: _Block, fmt: LogTileFormat, cast: _Cast) -> _Result:
         negative = x == x and is_negative(x)
         codes.append(_log_code(x, negative, values, cast.how, cast.word(*place)) | negative * sign_bit)
     if block.has_nan:
-        return _Result(step, math.nan, codes, [math.nan] * len(codes))
+        return _Result(step, codes, [math.nan] * len(codes))
     signed = [-values[code % sign_bit] if code & sign_bit else values[code] for code in codes]
-    return _Result(step, low, codes, [_rounded(value, cast.out) for value in signed])
+    return _Result(step, codes, [_rounded(value, cast.out) for value in signed], offset=low)
 
 
 def _log_range(magnitudes: list[Fraction], fmt: LogTileFormat) -> tuple[float, float]:

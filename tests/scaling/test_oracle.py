@@ -256,9 +256,17 @@ def test_logfmt_spans_32_octaves():
 
 def test_logfmt_of_one_magnitude_and_of_none():
     one = row([3.0, -3.0, 0.0], "logfmt8")
-    assert one.codes == [[1, 129, 0]] and one.values[0][0] == -one.values[0][1] == pytest.approx(3.0, rel=1e-6)
+    assert (
+        one.factors == [[1]]
+        and one.codes == [[1, 129, 0]]
+        and one.values[0][0] == -one.values[0][1] == pytest.approx(3.0, rel=1e-6)
+    )
     none = row([0.0, -0.0, math.inf], "logfmt8")
     assert none.codes == [[0, 128, 0]] and none.scales == [[0.0]] == none.offsets
+
+
+def test_logfmt_to_odd():
+    assert all(code % 2 for code in row(noise(1, 32, 8)[0], "logfmt8", rounding="to_odd").codes[0])
 
 
 def test_logfmt_whose_last_value_lies_beyond_float32():
