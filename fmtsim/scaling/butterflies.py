@@ -10,8 +10,8 @@ from torch import Tensor
 from fmtsim.errors import ArgumentError
 
 # Elements that are transformed together: on a CPU they and their sums stay in the second-level cache.
-_CHUNK = {"cpu": 1 << 18}
-_LARGEST = 1 << 26
+_MOST = {"cpu": 1 << 18}
+_MOST_ELSEWHERE = 1 << 26
 
 
 def transform(x: Tensor, size: int, dim: int, matrix: Tensor, flips: Tensor | None, inverse: bool) -> Tensor:
@@ -25,15 +25,17 @@ def transform(x: Tensor, size: int, dim: int, matrix: Tensor, flips: Tensor | No
         flips: bool [size] on x's device, elements that change their sign; None is none.
         inverse: Apply the transposed matrix and then the signs.
     """
-    across = math.prod(x.shape[x.dim() + dim + 1 :])
-    blocks = x.contiguous().view(x.numel() // max(1, size * across), size, across)
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    if not out.numel():
+        return out
+    across = math.prod(x.shape[x.dim() + dim + 1 :])
+    blocks = x.contiguous().view(-1, size, across)
     target = out.view(blocks.shape)
     base = len(matrix)
     plan = sum_plan(matrix, inverse, x.device) if base > 1 else ()
     factor = root(size)
     negated = None if flips is None else flips[:, None]
-    for part in _parts(len(blocks), size, across, _CHUNK.get(x.device.type, _LARGEST)):
+    for part in _parts(len(blocks), size, across, _MOST.get(x.device.type, _MOST_ELSEWHERE)):
         chunk = blocks[part].float().transpose(0, 1).contiguous()  # a plane for each place: additions run along them
         y = chunk.view(size, -1)
         if negated is not None and not inverse:
@@ -120,7 +122,7 @@ def _base_sums(z: Tensor, plan: tuple[tuple[Tensor, Tensor], ...]) -> Tensor:
 def _parts(count: int, size: int, across: int, limit: int) -> Iterator[tuple[slice, slice, slice]]:
     """Yield indices into ``[count, size, across]`` that hold whole groups, about ``limit`` elements each."""
     width = min(across, max(16, limit // size // 16 * 16))
-    height = max(1, limit // max(1, size * width))
+    height = max(1, limit // (size * width))
     for top in range(0, count, height):
         for left in range(0, across, width):
             yield slice(top, top + height), slice(None), slice(left, left + width)

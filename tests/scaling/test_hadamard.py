@@ -9,6 +9,7 @@ from torch.func import jvp, vmap
 
 import fmtsim
 from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.scaling.butterflies import _parts
 from fmtsim.scaling.hadamard import hadamard, root
 from fmtsim.scaling.hadamard_matrix import base_matrix, base_of, hadamard_matrix
 from fmtsim.scaling.signs import mask_bits, random_signs, sign_bits
@@ -54,6 +55,20 @@ def exact(group, **how) -> torch.Tensor:
     with numpy.errstate(all="ignore"):
         y = torch.tensor(oracle(group, **how), dtype=torch.float32)
     return torch.where(y.isnan(), NAN, y)
+
+
+@pytest.mark.parametrize(
+    ("of", "limit", "first"),
+    [
+        ((5, 16, 40), 512, (1, 16, 32)), ((5, 16, 8), 512, (4, 16, 8)), ((3, 4, 1), 8, (2, 4, 1)),
+        ((2, 64, 20), 64, (1, 64, 16)), ((2, 16, 100), 1200, (1, 16, 64)),
+    ],
+)  # fmt: skip
+def test_parts_cover_whole_groups_once(of, limit, first):
+    covered, parts = torch.zeros(of), list(_parts(*of, limit))
+    for part in parts:
+        covered[part] += 1
+    assert bool((covered == 1).all()) and covered[parts[0]].shape == first
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 12, 16, 20, 24, 32, 36, 48, 64, 80, 92, 112, 128, 156, 172])
