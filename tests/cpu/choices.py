@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import fmtsim
-from fmtsim.cpu.cast import selection
+from fmtsim.cpu.cast import matrices, selection
 from fmtsim.cpu.gemm import engine, tiles
 from fmtsim.cpu.runtime import pool
 from fmtsim.formats.block import BlockFormat
@@ -68,6 +68,25 @@ def products() -> Iterator[str]:
                             scaled = (mode.datapath.scale is not None,) * 2
                             text = said(engine.prepared(spec.text, k, scaled, sum_dtype(mode.datapath).itemsize == 8))
                         yield f"{name} {mode.accumulate} {mode.scale} {a} {b} K={k} {plan} {text}"
+
+
+def layouts() -> Iterator[str]:
+    """Yield under which scale exponents, and in which groups, a kernel takes each block format."""
+    noted, real = [], matrices._layout
+
+    def layout(job: Any, *given: Any) -> Any:
+        made = real(job, *given)
+        noted.append(said((job.block, *given, made)))
+        return made
+
+    with mock.patch.object(matrices, "_layout", layout):
+        for name in fmtsim.list_formats():
+            if isinstance(fmtsim.get_format(name), BlockFormat):
+                noted.clear()
+                for x in (torch.ones(3, 5000), torch.ones(260, 130)):
+                    fmtsim.quantize(x, name, pad=True)
+                    fmtsim.encode(x, name, pad=True)
+                yield f"layout {name} {noted}"
 
 
 def casts() -> Iterator[str]:
@@ -140,7 +159,7 @@ def shares() -> Iterator[str]:
 def lines() -> list[str]:
     """Return all lines, each with a digest of what was chosen."""
     found: dict[str, list[str]] = {}
-    for line in [*products(), *casts(), *shares()]:
+    for line in [*products(), *casts(), *layouts(), *shares()]:
         words = line.split(" ")
         key = " ".join(words[:5]) if "K=" in line else words[0]
         found.setdefault(key, []).append(line)
