@@ -97,7 +97,7 @@ class Trials:
         path = Path(mutant.file)
         named = [test for test in quick if test.split("::")[0].endswith(f"/test_{path.stem}.py")]
         room = f"tests/{mutant.area}/" if mutant.area != "top" else "tests/test_"
-        nearby = [test for test in quick if test in of_file or test.startswith(room)]
+        nearby = [*(test for test in quick if test in of_file), *(test for test in quick if test.startswith(room))]
         apart = APART.get(mutant.area, ()) if mutant.file.endswith(".py") else ()
         found = list(dict.fromkeys([*own, *apart, *named, *nearby])) or quick
         return sorted(found, key=lambda test: test.startswith("tests/fuzz/"))  # long, and takes any result for right

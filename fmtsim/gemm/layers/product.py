@@ -265,8 +265,7 @@ def _multiply_group_parts(a, a_scale, a_block, b, b_scale, b_block, bias, dtype)
 
 def _unrotated(y, first, before, slope, signs, dtype, turned):  # type: ignore[no-untyped-def]
     how = quantizer_of(first), quantizer_of(before), slope, random_key(signs), dtype
-    done = unrotated(y, *how, turned=turned, traced=False)
-    return (done.clone() if done is y else done).contiguous()
+    return unrotated(y, *how, turned=turned, traced=False).contiguous()  # something is undone: never y itself
 
 
 define_operator(
