@@ -19,7 +19,7 @@ from tests.mutants.seen import APART, COMPILED, read_map
 from tests.mutants.sites import ROOT, Mutant
 
 LIMIT = 90.0  # seconds of tests that one mutant is worth, by the map
-NEW = 1.0  # seconds of a test that the map does not know
+NEW = 0.2  # seconds of a test that the map does not name: it is new, or among the first of no function
 SLACK = 5.0  # how many times longer than the map says before a run counts as one that hangs
 
 
@@ -99,7 +99,8 @@ class Trials:
         room = f"tests/{mutant.area}/" if mutant.area != "top" else "tests/test_"
         nearby = [*(test for test in quick if test in of_file), *(test for test in quick if test.startswith(room))]
         apart = APART.get(mutant.area, ()) if mutant.file.endswith(".py") else ()
-        found = list(dict.fromkeys([*own, *apart, *named, *nearby])) or quick
+        near = [test for test in named if test.startswith(room)]
+        found = list(dict.fromkeys([*own, *apart, *near, *nearby, *named])) or quick
         return sorted(found, key=lambda test: test.startswith("tests/fuzz/"))  # long, and takes any result for right
 
     def _one(self, mutant: Mutant, copy: "_Copy") -> Outcome:
