@@ -111,23 +111,23 @@ def folds(quantizer: Quantizer) -> bool:
     last = last_cast(quantizer)
     fmt, scaling = last.format, last.scaling
     if isinstance(fmt, BlockFormat):
-        fits = _bits(fmt.element) + (fmt.scale.mantissa_bits + 1 if fmt.scale != FP32 else 24)
-        return is_representable(fmt, torch.bfloat16) or fits <= _BFLOAT16_BITS
+        fits = _bits(fmt.element) + fmt.scale.mantissa_bits + 1 <= _BFLOAT16_BITS
+        return is_representable(fmt, torch.bfloat16) or fits
     if scaling is None or fmt is None or not is_representable(fmt, torch.bfloat16):
         return False
     return _bits(fmt) + _scale_bits(scaling) <= _BFLOAT16_BITS
 
 
-def _bits(element: Any) -> int:
-    """Return the significant bits of a number of a format."""
+def _bits(element: Any) -> float:
+    """Return the significant bits of a number of a format, infinite where none bounds them (codebooks, logarithms)."""
     if isinstance(element, FloatFormat):
         return element.mantissa_bits + 1
-    return element.bits - element.signed if isinstance(element, IntFormat) else 24
+    return element.bits - element.signed if isinstance(element, IntFormat) else math.inf
 
 
-def _scale_bits(scaling: Scaling) -> int:
-    """Return the significant bits of a scale beyond those of a power of two."""
+def _scale_bits(scaling: Scaling) -> float:
+    """Return the significant bits of a scale beyond those of a power of two; infinite for any float32."""
     if scaling.scale != FP32:
         return scaling.scale.mantissa_bits and scaling.scale.mantissa_bits + 1
     powers = scaling.power_of_two is not None and scaling.candidates == (1.0,)
-    return 0 if powers and all(math.frexp(s)[0] == 0.5 for s in scaling.allowed) else 24
+    return 0 if powers and all(math.frexp(s)[0] == 0.5 for s in scaling.allowed) else math.inf
