@@ -98,7 +98,7 @@ class Calls(Generic[T]):
         """Return what a repeated call used, None for a first one."""
         if place.run is None:
             backward = self.in_backward()
-            nested = place.frame is not None and len(self._made) > 0  # a checkpoint within one that is run again
+            nested = place.frame is not None and bool(self._made)  # a checkpoint within one that is run again
             return self._last if backward and (compiled or nested) else None
         made, number = self._made.get(place.frame, []), self._done.get(place.run, 0)
         self._done[place.run] = number + 1
