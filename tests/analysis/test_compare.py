@@ -257,6 +257,13 @@ def test_the_picture(tmp_path):
     assert panel.get_xlabel() == "distance in units of the last place" and panel.get_yscale() == "log"
     assert sum(bar.get_height() for bar in panel.patches) == pytest.approx(100.0)  # shares in percent add up
     both = plot_ulps({"a": got, "b": compare(x, x)})
-    assert [t.get_text() for t in both.axes[0].get_legend().get_texts()] == ["a", "b"]
+    (panel,) = both.axes
+    assert [t.get_text() for t in panel.get_legend().get_texts()] == ["a", "b"]
+    count = len(got.ulp_histogram)
+    assert [bar.get_x() for bar in panel.patches] == pytest.approx([*(place - 0.425 for place in range(count)), 0.0])
+    assert {round(bar.get_width(), 9) for bar in panel.patches} == {0.425} and panel.get_ylim()[1] == 150
+    shares = [100 * pairs / 500 for *_, pairs in got.ulp_histogram]
+    assert [bar.get_height() for bar in panel.patches] == [*shares, 100.0]
+    assert panel.get_ylim()[0] == pytest.approx(min(share for share in shares if share) / 3)
     with pytest.raises(ArgumentError, match="plot_ulps got no pair of numbers"):
         plot_ulps({"none": compare(x[:0], x[:0])})

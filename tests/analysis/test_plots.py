@@ -7,9 +7,10 @@ import sys
 import pytest
 
 from fmtsim.analysis.plots import plot_exponents, plot_loss, smoothed
-from fmtsim.analysis.stats import OperandStats
+from fmtsim.analysis.stats import LOWEST_EXPONENT, OperandStats
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
+from fmtsim.plotting import COLOURS
 from fmtsim.quantize import quantize
 from tests.support.operands import normal
 
@@ -28,6 +29,20 @@ def test_loss_picture_has_labels_and_a_gap(tmp_path):
     assert top.get_ylabel() == "training loss (nats per byte)" and bottom.get_xlabel() == "step"
     assert [t.get_text() for t in top.get_legend().get_texts()] == ["fp32 (last 2.000)", "e2m1 (last 2.800)"]
     assert bottom.lines[0].get_ydata().tolist() == pytest.approx([0.0, 0.4, 0.6])
+    drawn = [
+        [(line.get_color(), line.get_linewidth(), line.get_alpha()) for line in panel.lines] for panel in (top, bottom)
+    ]
+    bold = [(color, 2.0, None) for color in COLOURS[:2]]
+    assert drawn[0] == [(COLOURS[0], 0.8, 0.22), bold[0], (COLOURS[1], 0.8, 0.22), bold[1]]
+    assert drawn[1] == [bold[1], (COLOURS[0], 1.0, None)] and bottom.lines[1].get_ydata() == [0.0, 0.0]
+    assert (
+        [line.get_xdata().tolist() for line in top.lines[2:]]
+        == [[1, 2, 3]] * 2
+        == [bottom.lines[0].get_xdata().tolist()] * 2
+    )
+    assert [line.get_linestyle() for line in top.lines] == ["-", "-", "-", "--"]
+    assert bottom.get_ylim()[0] == -0.1 and bottom.get_ylim()[1] > 0.6
+    assert figure.get_size_inches().tolist() == [8.0, 6.4] and top.get_xlabel() == ""
 
 
 def test_a_long_curve_says_that_it_is_smoothed():
@@ -63,7 +78,15 @@ def test_exponent_picture_shades_the_format(tmp_path):
     assert f"{s.underflow_percent:.2f} % underflow" in panel.get_title()
     shade = panel.patches[-1]
     assert (shade.get_x(), shade.get_width()) == (-1.5, 4.0)  # exponents -1 to 2: 0.5 to 6
-    assert sum(bar.get_height() for bar in panel.patches[:-1]) == pytest.approx(100.0)
+    bars = {round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in panel.patches[:-1]}
+    counts = {i + LOWEST_EXPONENT: n / 10 for i, n in enumerate(s.scaled_exponents.tolist()) if n}
+    assert sum(counts.values()) == 100 and {place: share for place, share in bars.items() if share} == counts
+    assert list(bars) == list(range(min(counts), max(counts) + 1))
+    assert panel.get_xlim() == (min(counts) - 2, 4) and figure.get_size_inches().tolist() == pytest.approx([8.2, 3.3])
+    assert not figure.axes[1].patches[0].get_height()  # nothing was counted
+    many = plot_exponents(dict.fromkeys("abcd", stats("fp16")))
+    assert many.get_size_inches().tolist() == pytest.approx([12.1, 6.0])
+    assert [panel.axison for panel in many.axes] == [True] * 4 + [False] * 2
 
 
 def test_nothing_to_draw_is_an_error():

@@ -28,6 +28,15 @@ def test_counts_by_hand():
     assert {i + LOWEST_EXPONENT: n for i, n in enumerate(s.exponents.tolist()) if n} == {-3: 1, -2: 2, 0: 1, 2: 2, 6: 1}
 
 
+@pytest.mark.parametrize(("name", "shift"), [("e4m3", 0), ("mxfp8_e4m3", 2), ("logfmt8", 0), ("uint4_g32_zp", 0)])
+def test_exponents_as_the_element_sees_them(name, shift):
+    s = stats_of([[0.0, 0.3, 1.0, -100.0]], name)  # a scale of 2**(6 - 8)
+    used = {i + LOWEST_EXPONENT: n for i, n in enumerate(s.scaled_exponents.tolist()) if n}
+    assert used == {exponent + shift: 1 for exponent in (-2, 0, 6)}
+    merged = OperandStats().merge(s).merge(s)
+    assert torch.equal(merged.scaled_exponents, 2 * s.scaled_exponents) and merged.window == s.window
+
+
 def test_noise_ratio_by_hand():
     s = stats_of([1.0, 2.5], "e2m1")  # 2.5 ties to 2
     assert (s.signal, s.noise) == (pytest.approx(7.25), pytest.approx(0.25))
