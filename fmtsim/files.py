@@ -3,6 +3,7 @@
 import contextlib
 import os
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ Content = bytes | str
 StrPath = str | os.PathLike[str]
 TEMPORARY = ".fmtsim-"
 """How the names of temporary files begin; a killed process may leave one."""
+_DAY = 86400.0  # seconds
 
 
 def write_file(path: StrPath, content: Content) -> None:
@@ -65,6 +67,14 @@ def _stage(path: StrPath, data: bytes, staged: dict[StrPath, Path]) -> None:
         os.fsync(file.fileno())
 
 
+def remove_stale(folder: Path) -> None:
+    """Remove temporary files that a killed process left more than a day ago; no write takes as long."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            if entry.name.startswith(TEMPORARY) and entry.is_file() and time.time() - entry.stat().st_mtime > _DAY:
+                os.unlink(entry)
+
+
 def write_folder(folder: Path, contents: Mapping[str, Content | None]) -> list[Path]:
     """Write files by name to a folder, as ``write_files`` does, and return their paths; the folder is made if need be.
 
@@ -77,6 +87,7 @@ def write_folder(folder: Path, contents: Mapping[str, Content | None]) -> list[P
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DataError(f"cannot make the folder {folder}: {error.strerror}; choose another") from error
+        remove_stale(folder)
         write_files({folder / name: content for name, content in contents.items()})
     except BaseException:
         for place in made:

@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 
 from fmtsim.errors import DataError
-from fmtsim.files import write_file
+from fmtsim.files import remove_stale, write_file
 
 _DIGEST = 32  # bytes of SHA-256 before the content of a file
 _said: set[str] = set()
@@ -27,6 +27,7 @@ def kernel_folder(name: str) -> Path | None:
             raise OSError(errno.ENOENT, "no home folder")
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
+        remove_stale(folder)
     except OSError as error:
         _warn_unwritable(folder, error)
         return None

@@ -31,8 +31,8 @@ def raised() -> Iterator[Callable[[], tuple[str, int]]]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         received[:] = [signal.Signals(number)]
         _handle(_end)
-        if frame is not None and "llvmlite" in frame.f_code.co_filename:
-            _end(number, frame)  # a callback of LLVM, which drops exceptions and leaves half a kernel
+        if _drops_exceptions(frame):
+            _end(number, frame)
         raise _Interrupt
 
     before = {number: signal.getsignal(number) for number in _WORDS}
@@ -51,6 +51,15 @@ def _handle(handler: Callable[[int, FrameType | None], None]) -> None:
     for number in _WORDS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def _drops_exceptions(frame: FrameType | None) -> bool:
+    """Say whether an exception would get lost: in a destructor, or a callback of LLVM, which leaves half a kernel."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__" or "llvmlite" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import stat
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from fmtsim.cli.main import BAD_INPUT, main
 from fmtsim.cli.output import write_json
 from fmtsim.errors import ArgumentError, DataError
 from fmtsim.files import check_file, check_folder, write_file, write_files, write_folder
+from fmtsim.folder import kernel_folder
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.ptq import get_ptq_recipe, save_ptq_recipe
 from fmtsim.recipes import get_recipe, save_recipe
@@ -126,6 +128,21 @@ def test_an_interruption_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write_folder(tmp_path / "new" / "folder", {"x": b"1"})
     assert os.listdir(tmp_path) == []
+
+
+def test_what_a_killed_process_left_is_removed_a_day_later(tmp_path, monkeypatch):
+    for name, age in ((".fmtsim-old", 90000), (".fmtsim-new", 80000), ("old", 90000)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    (tmp_path / ".fmtsim-folder").mkdir()
+    os.utime(tmp_path / ".fmtsim-folder", (0, 0))
+    write_folder(tmp_path, {"x": "1"})
+    assert sorted(os.listdir(tmp_path)) == [".fmtsim-folder", ".fmtsim-new", "old", "x"]
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / ".fmtsim-new").rename(tmp_path / "cpu" / ".fmtsim-old")
+    os.utime(tmp_path / "cpu" / ".fmtsim-old", (0, 0))
+    monkeypatch.setenv("FMTSIM_CACHE_DIR", str(tmp_path))
+    assert kernel_folder("cpu") == tmp_path / "cpu" and not os.listdir(tmp_path / "cpu")
 
 
 def test_folders_are_made_and_vanish_where_a_file_fails(tmp_path):

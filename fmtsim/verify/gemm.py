@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.analysis.compare import compare
-from fmtsim.errors import ArgumentError, DataError, PlanUnknownWarning
+from fmtsim.errors import ArgumentError, PlanUnknownWarning
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.instruction import mma
 from fmtsim.gemm.products.matmul import int_mm, linear, mm
@@ -206,14 +206,14 @@ def replay_call(call: Call, target: str) -> Tensor:
                 )  # fmt: skip
             case "linear":
                 return linear(a, call.b, call.bias, target=target)
-            case "scaled_mm" if call.scale_a is not None and call.scale_b is not None:
+            case "scaled_mm":
+                assert call.scale_a is not None and call.scale_b is not None
                 return scaled_mm(
                     a, b, call.scale_a, call.scale_b, bias=call.bias, out_dtype=call.out.dtype,
                     use_fast_accum=flags.get("use_fast_accum", False), target=target,
                 )  # fmt: skip
-            case "int_mm":
+            case _:
                 return int_mm(a, b, target=target)
-    raise DataError(f"{call.label}: no verb replays {call.function!r}; known are mm, linear, scaled_mm, int_mm")
 
 
 def plan_basis(call: Call, target: str) -> str:
@@ -225,7 +225,7 @@ def plan_basis(call: Call, target: str) -> str:
     names = ["tf32" if tf32 else get_format(x.dtype).name for x in (call.a, call.b)]
     integer = call.function == "int_mm"
     asked = GemmCall(
-        operation=call.function,  # type: ignore[arg-type]  # replay_call knows it
+        operation=call.function,  # type: ignore[arg-type]  # _call knows it
         m=call.a.shape[0], n=call.b.shape[0], k=call.a.shape[1], a=names[0], b=names[1],
         out=call.out.dtype, accumulate="int32" if integer else "fp16" if half else "fp32", scaling=scaling,
         fast_accum=call.options.get("use_fast_accum", True), bias=call.bias is not None,

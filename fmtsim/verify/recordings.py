@@ -13,7 +13,6 @@ Three layouts are read, all ``.npz`` with raw codes (uint8 FP8, uint16 binary16 
 
 import json
 import re
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from fmtsim.errors import DataError
+from fmtsim.errors import DataError, shown
 from fmtsim.quantize import quantize
 
 RecordingKind = Literal["dots", "probe", "calls"]
@@ -196,6 +195,12 @@ def _call(path: Path, file: Any, index: str, meta: dict[str, Any]) -> Call:
     a, b, out = parts["a"], parts["b"], parts["out"]
     if a is None or b is None or out is None or out.shape != (a.shape[0], b.shape[0]):
         raise DataError(f"{path}: call {index} lacks a, b or out, or their shapes do not fit")
+    scaled = extra["scale_a"] is not None and extra["scale_b"] is not None
+    if meta["call"] not in ("mm", "linear", "int_mm", *(["scaled_mm"] if scaled else [])):
+        raise DataError(
+            f"{path}: no verb replays call {index}, {shown(meta['call'])}; "
+            "known are mm, linear, int_mm and, with scales, scaled_mm"
+        )
     # "col": K was not contiguous.
     a, b = (x.t().contiguous().t() if meta.get(key) == "col" else x for x, key in ((a, "a_layout"), (b, "b_layout")))
     options = {name: bool(meta[name]) for name in OPTIONS if name in meta}
@@ -238,7 +243,7 @@ def _content(path: Path) -> Iterator[Any]:
     try:
         with numpy.load(path, allow_pickle=False) as file:
             yield file
-    except (ValueError, KeyError, EOFError, TypeError, AttributeError, zipfile.BadZipFile) as error:
-        if isinstance(error, DataError):
-            raise
+    except DataError:
+        raise
+    except Exception as error:  # of numpy, zipfile, zlib and json, which name no few
         raise DataError(f"cannot read {path}: {error}; record it again") from error

@@ -100,8 +100,18 @@ def test_the_status_survives_an_interrupt_of_text_that_is_run(tmp_path):
     assert (ended.status, ended.stdout, ended.stderr) == (130, "cleaned up\n", "\nfmtsim: interrupted\n")
 
 
-def test_a_signal_in_a_callback_of_llvm_ends_a_command_at_once():
-    callback = """exec(compile("os.kill(os.getpid(), signal.SIGINT)", "/llvmlite/binding.py", "exec"), globals())"""
+KILL = "os.kill(os.getpid(), signal.SIGINT)"
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        f'exec(compile("{KILL}", "/llvmlite/binding.py", "exec"), globals())',
+        f'exec(compile("(lambda: {KILL})()", "/llvmlite/binding.py", "exec"), globals())',
+        f'exec("class Owner:\\n def __del__(self): (lambda: {KILL})()\\nOwner()", globals())',
+    ],
+)
+def test_a_signal_where_exceptions_get_lost_ends_a_command_at_once(callback):
     plain = """exec("os.kill(os.getpid(), signal.SIGINT)", globals())"""
     ended = faults.run(AGAIN.format(last="print('cleaned up')").replace(plain, callback))
     assert (ended.status, ended.stdout, ended.stderr) == (130, "", "\nfmtsim: interrupted\n")

@@ -4,6 +4,7 @@ import enum
 import json
 import math
 import random
+import zlib
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -154,3 +155,38 @@ def json_file(rng: random.Random, tree: Any) -> bytes:
     except ValueError:  # an int of too many digits
         content = b'{"name": ' + b"9" * 5000 + b"}"
     return corrupted(rng, content) if kind < 6 else content
+
+
+def safetensors_file(rng: random.Random, content: bytes, inner: str) -> bytes:
+    """Return one of fmtsim's safetensors files that is corrupt, or whose header was changed and sealed again.
+
+    Args:
+        rng: Of the changes.
+        content: A good file.
+        inner: The item of its metadata that is JSON itself.
+    """
+    if rng.random() < 0.4:
+        return corrupted(rng, content)
+    size = int.from_bytes(content[:8], "little")
+    header, payload = json.loads(content[8 : 8 + size]), content[8 + size :]
+    metadata = header["__metadata__"]
+    part = rng.randrange(4)
+    try:
+        if part == 0:
+            metadata[inner] = json.dumps(mutated(rng, json.loads(metadata[inner])))
+        elif part == 1:
+            header["__metadata__"] = mutated(rng, metadata)
+        elif part == 2:
+            header = mutated(rng, header)
+        else:
+            payload = corrupted(rng, payload)
+        metadata = header.get("__metadata__") if isinstance(header, dict) else None
+        if isinstance(metadata, dict):
+            metadata.pop("crc32", None)
+            table = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            start = zlib.crc32(json.dumps([table, metadata], sort_keys=True).encode())
+            metadata["crc32"] = f"{zlib.crc32(payload, start):08x}"
+        text = json.dumps(header).encode()
+    except (ValueError, TypeError):
+        return corrupted(rng, content)
+    return len(text).to_bytes(8, "little") + text + payload

@@ -5,8 +5,6 @@ import io
 import json
 import math
 import random
-import tempfile
-import zlib
 from collections.abc import Callable
 from dataclasses import MISSING
 from pathlib import Path
@@ -37,10 +35,9 @@ from fmtsim.rounding.modes import Rounding, get_rounding
 from fmtsim.spec.call import GemmCall
 from tests.fuzz import states
 from tests.fuzz.commands import caller, make_words
-from tests.fuzz.corrupt import Hostile, anything, corrupted, json_file, mutated
-from tests.fuzz.target import Target
+from tests.fuzz.corrupt import Hostile, anything, corrupted, json_file, mutated, safetensors_file
+from tests.fuzz.target import ROOM, Target, file_target, seeded
 
-ROOM = Path(tempfile.mkdtemp(prefix="fmtsim-fuzz-"))
 NAMES = (
     st.text() | st.from_regex(r"(e\d+m\d+|u?int\d+(_(full|half))?(_f\d+)?|lns\d+_g\d+|logfmt\d+)", fullmatch=True)
 )  # fmt: skip
@@ -50,28 +47,6 @@ CALLS = [
     GemmCall(operation="mm", m=m, n=n, k=k, a=a, b=a, out=torch.float32, batch=1)
     for m, n, k, a in ((1, 1, 1, "bf16"), (64, 48, 4096, "fp16"), (128, 128, 512, "e4m3"), (3, 5, 7, "int8"))
 ]  # fmt: skip
-
-
-def seeded(make: Callable[[random.Random], Any]) -> st.SearchStrategy[Any]:
-    """Return inputs that a function makes of random numbers."""
-    return st.integers(0, (1 << 64) - 1).map(lambda seed: make(random.Random(seed)))
-
-
-def file_target(
-    name: str, suffix: str, read: Callable[[Path], Any], make: Callable[[random.Random], bytes], **more: Any
-) -> Target:
-    """Return a target that reads files, whose errors name the file."""
-    path = ROOM / f"{name}{suffix}"
-
-    def call(content: bytes) -> None:
-        path.write_bytes(content)
-        try:
-            read(path)
-        except FmtsimError as error:
-            assert str(path) in str(error), f"the file is not named: {error}"
-            raise
-
-    return Target(name, seeded(make), call, **more)
 
 
 def read_format_name(value: Any) -> None:
@@ -137,32 +112,7 @@ def encoded_files() -> list[bytes]:
 
 def make_encoded(rng: random.Random) -> bytes:
     """Return a corrupt file, or one whose header was changed and sealed again."""
-    content = rng.choice(ENCODED)
-    if rng.random() < 0.4:
-        return corrupted(rng, content)
-    size = int.from_bytes(content[:8], "little")
-    header, payload = json.loads(content[8 : 8 + size]), content[8 + size :]
-    metadata = header["__metadata__"]
-    part = rng.randrange(4)
-    try:
-        if part == 0:  # inside the format
-            metadata["format"] = json.dumps(mutated(rng, json.loads(metadata["format"])))
-        elif part == 1:
-            header["__metadata__"] = mutated(rng, metadata)
-        elif part == 2:
-            header = mutated(rng, header)
-        else:
-            payload = corrupted(rng, payload)
-        metadata = header.get("__metadata__") if isinstance(header, dict) else None
-        if isinstance(metadata, dict):
-            metadata.pop("crc32", None)
-            table = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            start = zlib.crc32(json.dumps([table, metadata], sort_keys=True).encode())
-            metadata["crc32"] = f"{zlib.crc32(payload, start):08x}"
-        text = json.dumps(header).encode()
-    except (ValueError, TypeError):
-        return corrupted(rng, content)
-    return len(text).to_bytes(8, "little") + text + payload
+    return safetensors_file(rng, rng.choice(ENCODED), "format")
 
 
 def read_encoded(path: Path) -> None:

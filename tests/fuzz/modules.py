@@ -3,8 +3,6 @@
 import contextlib
 import functools
 import inspect
-import tempfile
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,8 +13,8 @@ import fmtsim
 from fmtsim import nn as layers
 from tests.fuzz import tensors
 from tests.fuzz.calls import FORMATS, ROUNDINGS, UNITS, Values, either, junk_of, maybe, passed, target
+from tests.fuzz.target import ROOM
 
-ROOM = Path(tempfile.mkdtemp(prefix="fmtsim-fuzz-"))
 PTQ = ("int8_static", "e4m3_static", "w4a4", "minifloat_e3m2", "int4_gptq")
 
 

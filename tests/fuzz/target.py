@@ -1,12 +1,15 @@
 """What a fuzz target is, and what comes of running one: results, fmtsim's own errors, and defects."""
 
 import contextlib
+import random
 import signal
+import tempfile
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 
 from fmtsim.errors import FmtsimError
 
+ROOM = Path(tempfile.mkdtemp(prefix="fmtsim-fuzz-"))
 SECONDS = 120  # after which a call counts as one that does not end; the first calls compile kernels
 
 
@@ -116,3 +120,25 @@ def _limited() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def seeded(make: Callable[[random.Random], Any]) -> st.SearchStrategy[Any]:
+    """Return inputs that a function makes of random numbers."""
+    return st.integers(0, (1 << 64) - 1).map(lambda seed: make(random.Random(seed)))
+
+
+def file_target(
+    name: str, suffix: str, read: Callable[[Path], Any], make: Callable[[random.Random], bytes], **more: Any
+) -> Target:
+    """Return a target that reads files, whose errors name the file."""
+    path = ROOM / f"{name}{suffix}"
+
+    def call(content: bytes) -> None:
+        path.write_bytes(content)
+        try:
+            read(path)
+        except FmtsimError as error:
+            assert str(path) in str(error), f"the file is not named: {error}"
+            raise
+
+    return Target(name, seeded(make), call, **more)

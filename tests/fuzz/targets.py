@@ -1,7 +1,7 @@
 """All targets, in the order in which they run."""
 
-from tests.fuzz import calls, collectives, files, models, modules, verbs
+from tests.fuzz import calls, collectives, files, models, modules, runs, verbs
 
-TARGETS = [*files.TARGETS, *calls.TARGETS]
+TARGETS = [*files.TARGETS, *runs.TARGETS, *calls.TARGETS]
 
 __all__ = ["TARGETS", "collectives", "models", "modules", "verbs"]  # these fill calls.TARGETS

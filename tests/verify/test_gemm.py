@@ -222,6 +222,40 @@ def test_wrong_contents_are_named(tmp_path, name, change, message):
         replay(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"call": "conv"}, "h200_small.npz: no verb replays call 000, 'conv'; known are mm, linear, int_mm"),
+        (
+            {"call": "scaled_mm"},
+            "no verb replays call 000, 'scaled_mm'; known are mm, linear, int_mm and, with scales,",
+        ),
+        ({"call": None}, "no verb replays call 000, None"),
+    ],
+)
+def test_calls_that_no_verb_replays_are_named(tmp_path, change, message):
+    write_calls(tmp_path)
+    with numpy.load(tmp_path / "h200_small.npz") as file:
+        arrays = dict(file)
+    first, *rest = json.loads(str(arrays["meta"]))
+    numpy.savez(
+        tmp_path / "h200_small.npz", **{**arrays, "meta": numpy.array(json.dumps([{**first, **change}, *rest]))}
+    )
+    with pytest.raises(DataError, match=message):
+        gemm_tasks([tmp_path])
+
+
+def test_what_numpy_says_of_a_damaged_file_names_it(tmp_path, monkeypatch):
+    (tmp_path / "probe_x.npz").write_bytes(b"x")
+
+    def damaged(path, allow_pickle):
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(numpy, "load", damaged)
+    with pytest.raises(DataError, match=r"cannot read .*probe_x.npz: .* Invalid argument; record it again"):
+        gemm_tasks([tmp_path])
+
+
 def test_folders_and_limits(tmp_path):
     with pytest.raises(DataError, match="nowhere is not a folder; pass one that holds"):
         gemm_tasks([tmp_path / "nowhere"])
