@@ -1,18 +1,21 @@
 """Every launch of the CUDA engine in the calls of ``tests/cuda/sanitize.py``, without a GPU and without a kernel.
 
 What a kernel is specialised by, its grid, its block, its shared memory and its arguments decide speed as well as bits,
-and results that have the right bits do not show them. ``data/launches.txt`` has a digest of those of each kernel; who
-means to change them records them anew and shows the difference::
+and results that have the right bits do not show them. ``data/launches.txt`` has a digest of those of each kernel, and
+of what kernels are told of listed formats and of recipes' operands; who means to change them records them anew and
+shows the difference::
 
     python -m tests.cuda.launches --all > before    # each launch on a line; again after the change
     python -m tests.cuda.launches                   # write the file
 """
 
+import contextlib
 import hashlib
 import importlib
+import itertools
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,8 +24,21 @@ import numpy as np
 import torch
 
 from fmtsim.cuda.cast import block
+from fmtsim.cuda.cast.block_macros import fast_macros
+from fmtsim.cuda.cast.general import cast_bytes
+from fmtsim.cuda.cast.grid import grid_of
+from fmtsim.cuda.cast.parameters import NARROW
+from fmtsim.cuda.cast.rotated_plan import plan_of
+from fmtsim.cuda.cast.scaled_rules import rule_of
+from fmtsim.cuda.cast.tables import layout_of
 from fmtsim.cuda.gemm import self_test
 from fmtsim.cuda.runtime.warmup import variants
+from fmtsim.errors import FmtsimError
+from fmtsim.formats.block import BlockFormat, LogTileFormat
+from fmtsim.formats.registry import get_format, list_formats
+from fmtsim.recipes.catalogue import RECIPES
+from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import CastSpec
 from tests.cuda import sanitize
 from tests.cuda.emulator import emulated
 from tests.cuda.emulator.patching import replaced
@@ -87,10 +103,34 @@ def launches() -> Iterator[str]:
         yield from (f"{capability[0]}.{capability[1]} {line}" for line in lines)
 
 
-def digests() -> str:
+def definitions() -> Iterator[str]:
+    """Yield what kernels are told of casts of listed formats and of recipes' operands; None: they do not take them."""
+    roundings = [Rounding(), Rounding(mode="up"), Rounding(mode="to_odd"), Rounding(mode="stochastic")]
+    roundings += [Rounding(mode="stochastic", random_bits=8, variant=variant) for variant in "ab"]
+    formats = [fmt for fmt in map(get_format, list_formats()) if not isinstance(fmt, LogTileFormat)]
+    for fmt, rounding, overflow in itertools.product(formats, roundings, ("saturate", "ieee")):
+        with contextlib.suppress(FmtsimError):  # a format that has no such rounding
+            spec, name = CastSpec(format=fmt, rounding=rounding, overflow=overflow), fmt.name  # type: ignore[arg-type]
+            told = said(cast_bytes(spec, None, CPU)), layout_of(spec)
+            if isinstance(spec.format, BlockFormat):
+                kinds = itertools.product(NARROW, range(4), (False, True))
+                fast: Any = [fast_macros(spec, *kind) for kind in kinds]
+            else:
+                fast = grid_of(spec.format, rounding, overflow)  # type: ignore[arg-type]
+            yield f"any formats {type(fmt).__name__} {name} {rounding} {overflow} {told} {fast}"
+    for recipe in RECIPES:
+        configs = [recipe.linear, *(rule.use for rule in recipe.rules)]
+        for i, config in enumerate(filter(None, configs)):
+            for operand, quantizer in config.operands.items():
+                plan = plan_of(quantizer)
+                rotated = None if plan is None else (plan.defines, said(plan.head), said(plan.tail), plan.outside)
+                yield f"any operands recipes {recipe.name} {i} {operand} {rule_of(quantizer)} {rotated}"
+
+
+def digests(lines: Iterable[str] | None = None) -> str:
     """Return capability, part, kernel, how many launches, and a digest of them, a kernel on a line."""
     found = defaultdict(list)
-    for line in launches():
+    for line in launches() if lines is None else lines:
         capability, part, kernel, rest = line.split(" ", 3)
         found[capability, part, kernel].append(rest)
     hashed = {key: hashlib.sha256("\n".join(all_).encode()).hexdigest()[:12] for key, all_ in found.items()}
@@ -99,8 +139,8 @@ def digests() -> str:
 
 if __name__ == "__main__":
     if "--all" in sys.argv:
-        for line in launches():
+        for line in itertools.chain(launches(), definitions()):
             print(line)
     else:
         importlib.import_module("fmtsim.cpu")
-        FILE.write_text(digests())
+        FILE.write_text(digests() + digests(definitions()))

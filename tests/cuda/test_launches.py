@@ -9,13 +9,22 @@ from tests.cuda import launches
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def recorded(of_launches):
+    return {line for line in launches.FILE.read_text().splitlines() if line.startswith("any ") != of_launches}
+
+
+def test_definitions_are_those_that_were_recorded():
+    different = sorted(recorded(of_launches=False) ^ set(launches.digests(launches.definitions()).splitlines()))
+    assert not different, "\n".join(["see tests/cuda/launches.py:", *different])
+
+
 def test_launches_are_those_that_were_recorded():
     """In a process of its own: what an engine has learnt in other tests may spare it launches."""
     code = "import fmtsim.cpu; from tests.cuda import launches; print(launches.digests(), end='')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    recorded, found = launches.FILE.read_text().splitlines(), done.stdout.splitlines()
-    different = sorted(set(recorded) ^ set(found))
+    found = done.stdout.splitlines()
+    different = sorted(recorded(of_launches=True) ^ set(found))
     assert not different, "\n".join(["see tests/cuda/launches.py:", *different])
     calls = {line.rsplit(" ", 2)[0] for line in found}
     assert len(calls) == len(found) and sum(" warmup " in line for line in found) > 30

@@ -27,7 +27,12 @@ COMPILED = {
     "fmtsim/cpu/runtime/": ("tests/cpu", "tests/optim/test_engines.py", "tests/engines"),
 }  # fmt: skip
 # Nor is what a test runs in a process of its own: for the Python of these rooms it comes behind those that see it.
-APART = {"cuda": ("tests/cuda/test_launches.py::test_launches_are_those_that_were_recorded",)}
+APART = {
+    "cuda": (
+        "tests/cuda/test_launches.py::test_definitions_are_those_that_were_recorded",
+        "tests/cuda/test_launches.py::test_launches_are_those_that_were_recorded",
+    )
+}
 
 _notes: dict[str, Any] = {"seconds": defaultdict(float), "kernels": defaultdict(set)}
 _running = ""

@@ -178,10 +178,22 @@ def test_conversion_from_torch():
     assert state["step"] == 1
     fmt = ours.optimizer.scheme.first
     assert torch.allclose(codec.decode(torch_step.parts_of(state, "first"), fmt, p.shape), theirs.state[p]["exp_avg"])
-    with pytest.raises(ArgumentError, match=r"parameter 0: the state has \[.*none of \('exp_avg_sq',\)"):
-        broken = theirs.state_dict()
-        broken["state"][0].pop("exp_avg_sq")
-        ours.optimizer.load_state_dict(broken, convert=True)
+    for change, message in (
+        (lambda s: s.pop("exp_avg_sq"), r"parameter 0: the state has \[.*none of \('exp_avg_sq',\)"),
+        (
+            lambda s: s.update(exp_avg_sq=torch.ones(1, *p.shape)),
+            rf"parameter 0 is .*, its state is of \[1, {p.shape[0]}",
+        ),
+        (lambda s: s.pop("step"), "parameter 0: the state does not say its step; it cannot be converted"),
+    ):
+        broken = copy.deepcopy(theirs.state_dict())
+        change(broken["state"][0])
+        with pytest.raises(ArgumentError, match=message):
+            ours.optimizer.load_state_dict(broken, convert=True)
+    coat = Training("coat", "AdamW").steps(0, 1).optimizer.state_dict()
+    coat["state"][0]["shape"] = [1, *p.shape]
+    with pytest.raises(ArgumentError, match="parameter 0 is .*, its state is of"):
+        ours.optimizer.load_state_dict(coat, convert=True)
 
 
 def test_weights_kept_are_refreshed_on_request():
