@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fmtsim import Gemm, LinearConfig, Quantizer, get_format
+from fmtsim.gemm.layers import product
 from fmtsim.gemm.layers.keys import Layer, stream_of
 from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.gemm.layers.operand import elements_dtype
@@ -229,3 +230,24 @@ STORED = [
 def test_what_elements_are_stored_in(quantizer, dtype, expected):
     found = [elements_dtype(quantizer, dtype, on_gpu, folded) for on_gpu in (False, True) for folded in (False, True)]
     assert tuple(found) == expected
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("compensated", [False, True])
+def test_what_the_kernel_of_groups_leaves_to_be_added(compensated, dtype, biased, monkeypatch):
+    """It adds a bias and writes float32 and bfloat16, unless a correction comes in between."""
+    asked = []
+
+    def kernel(*given):
+        asked.append(given[-2:])
+        return torch.full((4, 6), 2.0, dtype=given[-1])
+
+    monkeypatch.setattr(product, "_multiply_group_parts", kernel)
+    a, b, bias = operand(E4M3, 4, "rows", 1), operand(E4M3, 6, "rows", 2), torch.ones(6) if biased else None
+    rest = torch.full((4, 6), 0.5) if compensated else None
+    y = product._multiply_groups(a, b, rest, bias, dtype, traced=False)
+    whole = dtype != F16 and not compensated
+    assert asked == [(bias if whole else None, dtype if whole else F32)]
+    expected = 2.0 + 0.5 * compensated + (0 if whole else biased)
+    assert_same_bits(y, torch.full((4, 6), expected, dtype=dtype))

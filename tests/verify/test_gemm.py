@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -12,8 +13,10 @@ import fmtsim.torch_engine
 from fmtsim.cli.main import BAD_INPUT, main
 from fmtsim.errors import ArgumentError, DataError
 from fmtsim.gemm.products import operator
+from fmtsim.spec.call import GemmCall
+from fmtsim.verify import gemm
 from fmtsim.verify.gemm import SQUARE, gemm_tasks, plan_basis
-from fmtsim.verify.recordings import find_recordings, read_calls, read_dots
+from fmtsim.verify.recordings import Call, find_recordings, read_calls, read_dots
 from tests.support.operands import normal
 from tests.support.recorded import GOLDEN, VECTORS, needs_golden, needs_vectors
 
@@ -157,6 +160,31 @@ def test_library_calls_of_every_verb(tmp_path):
     assert cheap["h200_small: scaled_mm e4m3 x e4m3"].skipped == 1
     (column,) = (call for call in read_calls(find_recordings(tmp_path)[0]) if call.a.stride() == (1, 64))
     assert plan_basis(column, "h200") in ("recorded", "reported", "rule", "guess")
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype", "out", "options", "scale", "expected"),
+    [
+        ("mm", torch.bfloat16, torch.bfloat16, {}, None, {"a": "bf16"}),
+        ("linear", torch.bfloat16, torch.float32, {}, None, {"a": "bf16", "bias": True}),
+        ("mm", torch.float32, torch.float32, {}, None, {"a": "fp32"}),
+        ("mm", torch.float32, torch.float32, {"tf32": True}, None, {"a": "tf32"}),
+        ("mm", torch.float16, torch.float16, {"fp16_accumulation": True}, None, {"a": "fp16", "accumulate": "fp16"}),
+        ("int_mm", torch.int8, torch.int32, {}, None, {"a": "int8", "accumulate": "int32"}),
+        ("scaled_mm", torch.float8_e4m3fn, torch.bfloat16, {"use_fast_accum": False}, torch.ones(()),
+         {"a": "e4m3", "scaling": "tensor", "fast_accum": False}),
+        ("scaled_mm", torch.float8_e4m3fn, torch.bfloat16, {"use_fast_accum": True}, torch.ones(8, 1),
+         {"a": "e4m3", "scaling": "row"}),
+    ],
+)  # fmt: skip
+def test_what_a_target_is_asked_of_a_recorded_call(monkeypatch, function, dtype, out, options, scale, expected):
+    a, b, bias = torch.zeros(8, 32).to(dtype), torch.zeros(16, 32).to(dtype), torch.zeros(16)
+    call = Call(function=function, a=a, b=b, out=torch.zeros(8, 16, dtype=out), scale_a=scale, scale_b=scale,
+                bias=bias if function == "linear" else None, options=options, label="")  # fmt: skip
+    target = SimpleNamespace(find=lambda asked: (0, None, asked))
+    monkeypatch.setattr(gemm, "get_target", lambda name: target)
+    asked = GemmCall(operation=function, m=8, n=16, k=32, out=out, b=expected["a"], b_layout="row", **expected)
+    assert plan_basis(call, "h200") == asked
 
 
 @pytest.mark.parametrize(("index", "columns"), list(enumerate((64, 64, 64, 96, 96, 128, 32))))

@@ -271,7 +271,7 @@ def order_of_products(k: int, datapath: Arithmetic, plan: GemmPlan) -> list[Part
     """
     promote = promotion_interval(datapath, plan)
     lengths = [n for n in (datapath.block, plan.instruction_k) if n is not None]
-    length = min(lengths) if lengths else max(k, 1)
+    length = min(lengths, default=k)
     paired = isinstance(datapath, Datapath) and datapath.paired
     seen: Counter[tuple[int, ...]] = Counter()  # products of a part, and of what a chain has of a tile, so far
     labels: dict[tuple[int, ...], Block] = defaultdict(list)
