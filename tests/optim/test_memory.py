@@ -1,5 +1,6 @@
 """Bytes that states take, measured against the arithmetic and what the sources say; the documentation's table."""
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,9 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "optim.md"
 
 
 @pytest.mark.skipif(not DOCUMENT.exists(), reason="runs in a checkout, where the documentation is")
-def test_documentation_holds_the_table():
+def test_documentation_holds_the_table(capsys):
+    runpy.run_module("fmtsim.optim", run_name="__main__")
+    assert capsys.readouterr().out == f"{scheme_table()}\n"
     assert scheme_table() in DOCUMENT.read_text(encoding="utf-8"), (
         "run python -m fmtsim.optim and put it into docs/optim.md"
     )

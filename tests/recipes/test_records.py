@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -106,11 +107,16 @@ def test_a_recipe_of_ones_own_is_listed(own):
         register_recipe("coat")
 
 
-def test_the_page_of_recipes_is_written_from_the_records():
+def test_the_page_of_recipes_is_written_from_the_records(tmp_path, monkeypatch):
     page = PAGE.read_text(encoding="utf-8")
     assert page == with_catalogue(page, RECIPES), "docs/recipes.md is behind the records; run python -m fmtsim.recipes"
     planted = page.replace("| `mu_s` | e4m3 |", "| `mu_s` | e5m2 |")
     assert planted != page and with_catalogue(planted, RECIPES) == page
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "recipes.md").write_text(planted, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    runpy.run_module("fmtsim.recipes", run_name="__main__")
+    assert Path("docs/recipes.md").read_text(encoding="utf-8") == page
     table = catalogue_markdown(RECIPES).splitlines()
     assert len(table) == len(RECIPES) + 2 and all(mark in page for mark in MARKS)
     assert {line.count("|") - line.count("\\|") for line in table} == {6}
