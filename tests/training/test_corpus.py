@@ -21,6 +21,9 @@ def test_a_file_is_split_into_training_and_held_out_text(tmp_path):
     assert text_of(corpus) == path.read_bytes()
     assert (corpus.train.numel(), corpus.validation.numel(), corpus.files, corpus.truncated) == (270, 30, 1, False)
     assert corpus.name == str(path) and corpus.bytes == 300
+    assert load_corpus(path, 28).bytes == 300  # a tenth holds a window of 28 bytes, the next and one more, no less
+    with pytest.raises(DataError, match="300 bytes of text, at least 310 are needed for context 29"):
+        load_corpus(path, 29)
 
 
 def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path):

@@ -66,6 +66,7 @@ def test_equal_sides_stay_equal(corpus, scheme):
     assert result.equal and result.steps == STEPS and result.mismatch is None and result.stopped is None
     assert result.digest[0] == result.digest[1] != run(config(scheme, seed=1), corpus).digest[0]
     assert result.losses[-1] < result.losses[0]
+    assert all(0 < seconds < 100 for seconds in result.seconds) and sum(result.seconds) < 200
     # Weights at the start; loss, gradients and weights of each step.
     assert result.compared == result.parameters * (1 + 2 * STEPS) + STEPS
 

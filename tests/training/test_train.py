@@ -22,7 +22,7 @@ from fmtsim.spec.plan import GemmPlan
 from fmtsim.training import artifacts, loop
 from fmtsim.training.artifacts import check_output, make_record, write_artifacts
 from fmtsim.training.corpus import load_corpus
-from fmtsim.training.gpt import GPT, GPTConfig
+from fmtsim.training.gpt import GPT, GPTConfig, check_size
 from fmtsim.training.loop import Run, TrainConfig, compare_schemes, observed_steps, schedule, train
 from fmtsim.training.schemes import SCALINGS, Scheme
 from tests.support.faults import largest_file
@@ -238,7 +238,19 @@ def test_schedule_and_observed_steps():
         rates = [schedule(step, steps) for step in range(1, steps + 1)]
         assert rates[0] == 1 / warm and max(rates) == rates[warm - 1] == 1.0
         assert rates[-1] == (pytest.approx(0.1) if steps > 1 else 1.0)
-    assert observed_steps(100) == {1, 25, 50, 75, 100} and observed_steps(1) == {1}
+    assert [schedule(step, 1000) for step in (325, 550)] == pytest.approx([0.55 + 0.45 * 0.5**0.5, 0.55])
+    assert observed_steps(100) == {1, 25, 50, 75, 100} and observed_steps(1) == {1} and observed_steps(3) == {1, 2, 3}
+
+
+def test_sizes_and_seeds_end_where_memory_and_generators_do():
+    for size in (1, (1 << 31) - 1):
+        check_size("width", size)
+    for size in (0, 1 << 31):
+        with pytest.raises(ArgumentError, match=f"--width {size} is not allowed; choose 1"):
+            check_size("width", size)
+    assert config(Scheme(format="fp32"), seed=(1 << 63) - 1).seed == (1 << 63) - 1
+    with pytest.raises(ArgumentError, match=f"--seed {1 << 63} is not allowed"):
+        config(Scheme(format="fp32"), seed=1 << 63)
 
 
 def test_converted_gpt_leaves_embedding_and_head_alone():
