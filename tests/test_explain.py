@@ -16,11 +16,12 @@ from fmtsim.cli.output import jsonable
 from fmtsim.errors import ArgumentError, DtypeError, FormatError
 from fmtsim.explain import explain
 from fmtsim.explain.element import bit_fields, decide, neighbours
+from fmtsim.explain.log_tile import tile_values
 from fmtsim.explain.product import explain_mm  # noqa: F401  # and others below: explanations.txt calls them
 from fmtsim.formats.block import BlockFormat  # noqa: F401
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.scaling import block_scaling  # noqa: F401
-from fmtsim.formats.spec import CodebookFormat, FloatFormat  # noqa: F401
+from fmtsim.formats.spec import CodebookFormat, FloatFormat
 from fmtsim.quantize import quantize
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.datapath import Datapath  # noqa: F401
@@ -60,6 +61,7 @@ SCALED = [*list_formats("block"), *list_formats("log_tile")]
         (7.6, "int4", {}, "saturated", 7.0),
         (2.5, "int4", {}, "tie_even", 2.0),
         (3.0, "nf4", {}, "saturated", 1.0),
+        (0.5, CodebookFormat(name="far", values=(2.0**-60, 1.0)), {}, "tie_even", 2.0**-60),  # a float64 middle
     ],
 )
 def test_the_rule_is_named(x, format, options, rule, value):
@@ -135,6 +137,14 @@ def test_a_scaled_number_leads_to_its_code(name):
         assert story.engine_agrees
         for element in story.elements:
             assert element.decision.code == element.code
+
+
+def test_a_tie_in_a_tile_and_several_tiles():
+    (scale,) = explain([1.0, 4.0], "logfmt3").scales
+    values = tile_values(scale.offset, scale.value, get_format("logfmt3"))
+    story = explain([1.0, 4.0, (values[2] + values[3]) / 2, 3.0, 3.0], "logfmt3", block_size=3)
+    assert [element.decision.rule for element in story.elements[2:]] == ["tie_even", "exact", "exact"]
+    assert story.elements[2].value == values[2] and len(story.scales) == 2 and story.engine_agrees
 
 
 def test_a_nan_takes_its_block():

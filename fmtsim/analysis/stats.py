@@ -126,7 +126,7 @@ class OperandStats:
         }
 
 
-def block_scales(x: Tensor, fmt: BlockFormat, dim: int = -1) -> Tensor:
+def block_scales(x: Tensor, fmt: BlockFormat, dim: int) -> Tensor:
     """Return the scale of each block of x, float64 ``[outer_blocks, inner_blocks]``, zero points left aside.
 
     Scales follow from the largest magnitudes alone, so those are encoded in the place of whole blocks.

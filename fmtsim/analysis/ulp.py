@@ -123,8 +123,7 @@ def _kind_of_tensor(dtype: torch.dtype, role: str) -> Kind:
             f"{role} has dtype {dtype}, whose elements have no order of codes; compare {role}.view(torch.uint8), "
             "its parts, or decoded values"
         )
-    bits = 8 if dtype == torch.bool else 8 * dtype.itemsize
-    return Kind(name, bits, None, dtype.is_signed, dtype)
+    return Kind(name, 8 * dtype.itemsize, None, dtype.is_signed, dtype)
 
 
 def _from_array(x: "numpy.ndarray[Any, Any]", role: str) -> Codes:

@@ -214,8 +214,8 @@ def _square(a: list[int], p: int, modulus: tuple[int, ...]) -> int:
         for j, right in enumerate(a):
             product[i + j] += left * right
     for top in range(len(product) - 1, degree - 1, -1):  # subtract multiples of the modulus from the top down
-        for k, coefficient in enumerate(modulus):
-            product[top - degree + k] -= product[top] * coefficient if k < degree else 0
+        for k, coefficient in enumerate(modulus[:degree]):
+            product[top - degree + k] -= product[top] * coefficient
     return sum(product[k] % p * p**k for k in range(degree))
 
 
