@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import fmtsim
 from fmtsim import ArgumentError, RandomKey, Rounding, encode, get_format, quantize, quantize_
+from fmtsim.arguments import drawn_key
 from fmtsim.cpu.runtime import pool
 from tests.support.bits import assert_same_bits, differing, same_bits
 from tests.support.operands import normal
@@ -225,3 +226,9 @@ def test_specials_do_not_look_at_words():
             down = noisy(x, name, overflow=overflow, random_words=torch.zeros(x.shape, dtype=torch.int64))
             assert_same_bits(up, down, what=name)
             assert_same_bits(up, quantize(x, name, overflow=overflow), what=name)
+
+
+def test_seeds_that_generators_draw_have_64_bits():
+    keys = (drawn_key(torch.Generator().manual_seed(seed), torch.device("cpu")) for seed in range(32))
+    seeds = [int(key[0]) for key in keys]
+    assert min(seeds) < -(1 << 62) and max(seeds) > 1 << 62

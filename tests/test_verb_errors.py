@@ -85,6 +85,8 @@ def test_equal_arguments_of_other_types_are_still_wrong():
     quantize(x, "e4m3", block_size=32)
     with pytest.raises(ArgumentError, match=re.escape("block_size=32.0")):
         quantize(x, "e4m3", block_size=32.0)
+    with pytest.raises(ArgumentError, match=r"dim=-2 is not a dimension of x of shape \(64,\); choose -1 to 0"):
+        quantize(x[0], "e4m3", dim=-2)  # -2 is one of x
 
 
 def test_the_suggested_blocks_fit():

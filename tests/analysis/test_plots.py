@@ -41,6 +41,7 @@ def test_loss_picture_has_labels_and_a_gap(tmp_path):
         == [bottom.lines[0].get_xdata().tolist()] * 2
     )
     assert [line.get_linestyle() for line in top.lines] == ["-", "-", "-", "--"]
+    assert [name for name, spine in top.spines.items() if spine.get_visible()] == ["left", "bottom"]
     assert bottom.get_ylim()[0] == -0.1 and bottom.get_ylim()[1] > 0.6
     assert figure.get_size_inches().tolist() == [8.0, 6.4] and top.get_xlabel() == ""
 
