@@ -25,7 +25,7 @@ def test_checks_of_each_kind_of_format():
     one, two = {"torch_engine": None}, {"torch_engine": None, "cpu": None}
     expected = {
         "e4m3": ["oracle", "codes"], "bf16": ["codes"], "tf32": [], "int8": ["oracle", "codes"], "int16": ["codes"],
-        "int9": ["codes"], "e5m11": [],
+        "int9": ["codes"], "e8m8": [],
         "mxfp4": ["block oracle"], "logfmt8": ["block oracle"],
     }  # fmt: skip
     for name, kinds in expected.items():
