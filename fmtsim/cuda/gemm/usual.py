@@ -15,9 +15,8 @@ from fmtsim.spec.datapath import Datapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
 
-_unit: Any = Datapath  # names stand for formats and roundings
-_ALIGNED = partial(_unit, min_exponent=-133)
-_NEAREST = partial(_ALIGNED, block=16, fraction_bits=25, rounding="nearest_even")
+_unit: Any = Datapath  # names stand for formats and roundings; no kernel is specialised by min_exponent
+_NEAREST = partial(_unit, block=16, fraction_bits=25, rounding="nearest_even")
 _CHAIN = partial(_unit, fraction_bits=None, rounding="nearest_even")
 _GROUPS = partial(_unit, block=64, fraction_bits=35, group=16)
 _E8M13, _E8M10, _E6M9 = (
@@ -29,13 +28,13 @@ _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _UNITS = (
     (_unit(block=32, fraction_bits=13, accumulator=_E8M13), _FP8),
     (_unit(block=16, fraction_bits=13, accumulator=_E8M13), _FP8),
-    (_ALIGNED(block=32, fraction_bits=25), _FP8),
-    (_ALIGNED(block=32, fraction_bits=25, scale="e8m0", scale_block=32), _FP8),
-    (_ALIGNED(block=16, fraction_bits=25), _HALVES),
-    (_ALIGNED(block=8, fraction_bits=24), _HALVES),
-    (_ALIGNED(block=4, fraction_bits=23), {"fp16": torch.float16}),
-    (_ALIGNED(block=8, fraction_bits=25), {"tf32": torch.float32}),
-    (_ALIGNED(block=4, fraction_bits=24), {"tf32": torch.float32}),
+    (_unit(block=32, fraction_bits=25), _FP8),
+    (_unit(block=32, fraction_bits=25, scale="e8m0", scale_block=32), _FP8),
+    (_unit(block=16, fraction_bits=25), _HALVES),
+    (_unit(block=8, fraction_bits=24), _HALVES),
+    (_unit(block=4, fraction_bits=23), {"fp16": torch.float16}),
+    (_unit(block=8, fraction_bits=25), {"tf32": torch.float32}),
+    (_unit(block=4, fraction_bits=24), {"tf32": torch.float32}),
     (_GROUPS(scale="ue4m3", scale_block=16), {"e2m1": torch.float8_e4m3fn}),
     (_GROUPS(scale="e8m0", scale_block=32), {"e2m1": torch.float8_e4m3fn}),
     (_NEAREST(accumulator="fp16"), {"fp16": torch.float16}),
