@@ -64,6 +64,7 @@ def test_equal_sides_stay_equal(corpus, scheme):
     setting = config(scheme)
     result = run(setting, corpus)
     assert result.equal and result.steps == STEPS and result.mismatch is None and result.stopped is None
+    assert result.labels == ("native", "emulated")
     assert result.digest[0] == result.digest[1] != run(config(scheme, seed=1), corpus).digest[0]
     assert result.losses[-1] < result.losses[0]
     assert all(0 < seconds < 100 for seconds in result.seconds) and sum(result.seconds) < 200
