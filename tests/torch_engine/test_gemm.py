@@ -303,6 +303,18 @@ def test_signs_of_sums_of_zeros(group, bits, mode):
         assert_same_bits(product(path, a.bfloat16(), b.bfloat16(), c=c), torch.tensor(expected), a.sum(1))
 
 
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_groups_are_summed_before_terms_are_cut(group):
+    path, fmt = Datapath(block=6, group=group, fraction_bits=2), get_format("e2m1")
+    spec = GemmSpec(datapath=path, plan=CHAIN, a=fmt, b=fmt)
+    assert AlignedUnit.fits(path, fmt, fmt, 6)
+    generator = torch.Generator().manual_seed(2)
+    values = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1.5, -6])
+    a, b = (values[torch.randint(0, 11, (rows, 14), generator=generator)] for rows in (9, 7))
+    expected = torch.tensor(gemm_oracle(a.tolist(), b.tolist(), spec))
+    assert_same_bits(product(path, a, b, "e2m1"), expected)
+
+
 def test_two_stage_units_that_float64_does_not_hold():
     def unit(name="bf16", **fields):
         fmt = get_format(name) if isinstance(name, str) else name
