@@ -241,7 +241,7 @@ def _tensor(path: Path, codes: Any, dtype: torch.dtype) -> Tensor:
 def _content(path: Path) -> Iterator[Any]:
     """Open an .npz file; what is wrong with it becomes a DataError."""
     try:
-        with numpy.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as content, numpy.load(content, allow_pickle=False) as file:  # numpy may leave it open
             yield file
     except DataError:
         raise
