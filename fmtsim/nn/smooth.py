@@ -94,6 +94,8 @@ def smooth_swiglu(
     check_together(**given)
     if u.shape != v.shape:
         raise ArgumentError(f"u has shape {tuple(u.shape)} and v {tuple(v.shape)}; pass two halves of one shape")
+    if scale is not None and any(a not in (1, b) for a, b in zip(scale.shape[::-1], v.shape[::-1], strict=False)):
+        raise ArgumentError(f"scale of shape {tuple(scale.shape)} does not broadcast to v of {tuple(v.shape)}")
     s = smooth_scale(v, per, power_of_two=power_of_two) if scale is None else scale.detach()
     return F.silu(u) * (v / s), s
 

@@ -125,6 +125,7 @@ def test_errors():
         (dict(u=1), "u is int, not a tensor"),
         (dict(v=v.long()), "v has dtype torch.int64"),
         (dict(scale=1.0), "scale is float, not a tensor"),
+        (dict(scale=torch.ones(2, 2)), "scale of shape (2, 2) does not broadcast to v of (2, 4)"),
         (dict(power_of_two=1), "power_of_two=1 is not a flag"),
         (dict(u=u[:, :0], v=v[:, :0]), "v has shape (2, 0); pass [..., channels]"),
     ):  # fmt: skip
