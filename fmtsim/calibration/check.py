@@ -62,10 +62,7 @@ def make_data(call: GemmCall, seed: int) -> Data:
     flat[:] = flat[:, :1]
     if call.accumulate == "fp16":
         a, b = a / 16, b / 16
-    first, second = STORED[call.a], STORED[call.b]
-    if first.itemsize == 1:
-        a, b = a.clamp(-256, 256), b.clamp(-256, 256)
-    return Data(a.to(first), b.to(second), _extras(call, generator))
+    return Data(a.to(STORED[call.a]), b.to(STORED[call.b]), _extras(call, generator))
 
 
 def _cancel(x: Tensor, small: int, large: int, generator: torch.Generator) -> None:

@@ -91,6 +91,7 @@ def disagreement_has_a_name(rank, size):
         state.load_state_dict(resumed | {"mu": torch.tensor(2.0)})
     refused("rank 0 has a new state, rank 2 has a state of 3 steps and 7 calls, mu=2.0", state.reduce,
             Batch(torch.ones(1, 3), (3,)), ("x",))  # fmt: skip
+    refused("rank 0 has 16, rank 2 has 32", dispatch, torch.ones(4, 32 if other else 16), [1] * 4)
     refused("counts=[1, 1] do not part x of shape (2, 16) among 4 ranks", dispatch, torch.ones(2, 16), [1, 1])
     refused(
         "nvfp4 has a scale of the whole tensor, but rows are sent apart", dispatch, torch.ones(4, 16), [1] * 4, "nvfp4"

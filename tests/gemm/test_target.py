@@ -373,6 +373,8 @@ def test_split_rules_say_when_they_are_certain():
     assert rule.count(mm(8, 8, 64 * 60), 64) == (2, True)
     assert rule.count(mm(256, 256, 64 * 60), 64) == (2, False)
     assert rule.count(mm(256, 256, 64 * 200), 64) == (3, False)
+    assert rule.count(mm(248, 128, 64 * 60), 64) == (2, True)  # areas of 31,744 and 32,000 elements
+    assert rule.count(mm(160, 200, 64 * 60), 64) == (2, False)
     assert replace(rule, workspace=None, largest=1000).count(mm(64, 64, 1 << 16), 64) == (1, True)
 
 

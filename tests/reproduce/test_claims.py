@@ -12,6 +12,7 @@ from fmtsim.reproduce.catalogue import CLAIMS
 from fmtsim.reproduce.claim import exactly, near
 from fmtsim.reproduce.report import about, markdown, plot_result, published, rows_of, short
 from fmtsim.reproduce.samples import DISTRIBUTIONS, decibels, draw
+from tests.support import records
 
 BY_NAME = {claim.name: claim for claim in CLAIMS}
 
@@ -45,6 +46,10 @@ PLANTED = (  # claim, setting, a value that is wrong, a number that has to fail
     ("fp8lm_memory", "scheme", "bnb8", "bytes, all with the gradient"),
     ("stochastic_weights", "scheme", "fp32", "200 + 100 x 1, stochastic"),
 )  # fmt: skip
+
+
+def test_settings_and_expectations_are_those_that_were_recorded():
+    assert not records.changed("claim"), records.__doc__
 
 
 @pytest.mark.parametrize("name", [claim.name for claim in CLAIMS if not claim.slow])
@@ -220,7 +225,7 @@ def test_zeros_are_drawn_on_a_logarithmic_axis():
     drawn = dataclasses.replace(claim(), measure=lambda tell: Measured(numbers={}, curves=curves, logarithmic="xy"))
     (axes,) = plot_result(run_claim(drawn)).axes
     low, high = axes.get_ylim()
-    assert axes.get_yscale() == "symlog" and low < 0 and high > 0.3
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "symlog") and low < 0 and high > 0.3
 
 
 def test_a_number_without_bounds_is_shown_and_not_judged():

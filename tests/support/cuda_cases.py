@@ -87,6 +87,7 @@ CASES = {
     "fp32 e4m3 e5m2": Case(fp32_aligned, EIGHT, "e4m3", "e5m2"),
     "fp32 e5m2": Case(fp32_aligned, EIGHT, "e5m2", "e5m2"),
     "fp32 blocks of 16": Case(fp32_aligned, replace(EIGHT, block=16), "e4m3"),
+    "fp32 blocks of 40": Case(fp32_aligned, Datapath(block=40, fraction_bits=9, accumulator=custom(8, 7)), "e4m3"),
     "fp32 blocks of 5": Case(fp32_aligned, replace(EIGHT, block=5, fraction_bits=10), "e4m3"),
     "block scaled nvf4": Case(block_scaled, NVF4, "e2m1", None, ALL),
     "block scaled mxf4": Case(block_scaled, MXF4, "e2m1", None, ALL),
@@ -162,7 +163,6 @@ RARER = {
         fp64_tensor_core, Datapath(block=16, fraction_bits=20, scale="ue4m3", scale_block=16), "e2m1"
     ),
     "fp32 e5m2 e4m3": Case(fp32_aligned, EIGHT, "e5m2", "e4m3"),
-    "fp32 blocks of 40": Case(fp32_aligned, Datapath(block=40, fraction_bits=9, accumulator=custom(8, 7)), "e4m3"),
     "fp32 float32 sums": Case(fp32_aligned, Datapath(block=32, fraction_bits=13), "e4m3"),
 }  # fmt: skip
 PATHS = {  # a case of each path

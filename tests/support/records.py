@@ -17,6 +17,7 @@ from fmtsim.optim import get_scheme, list_schemes
 from fmtsim.ptq.catalogue import RECIPES as PTQ_RECIPES
 from fmtsim.ptq.memory import SCHEMES
 from fmtsim.recipes.catalogue import RECIPES
+from fmtsim.reproduce.catalogue import CLAIMS
 from fmtsim.training.schemes import SCALINGS
 
 FILE = Path(__file__).with_name("records.txt")
@@ -44,6 +45,7 @@ CATALOGUES: dict[str, dict[str, Any]] = {
     "state": {name: get_scheme(name) for name in list_schemes()},
     "reduction": REDUCTIONS,
     "scaling": SCALINGS,
+    "claim": {claim.name: (claim.settings, claim.expected) for claim in CLAIMS},
     **{module: defaults_of(module) for module in MODULES},
 }
 
