@@ -118,7 +118,7 @@ def test_integers(dtype):
     got = compare(x, y)
     span = min(info.max - info.min, 2**63 - 1)
     assert (got.equal_count, got.max_ulp, got.median_ulp) == (1, span, 1)
-    assert got.max_absolute == float(span)
+    assert (got.max_absolute, got.max_relative) == (float(span), float(span) / float(info.max))
     assert (got.first.index, got.first.actual, got.first.expected) == ((0,), info.min, info.max)
 
 
