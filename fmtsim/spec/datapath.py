@@ -82,7 +82,7 @@ class Datapath:
             raise ArgumentError(f"group={self.group} does not divide block={self.block}; choose a divisor")
         if (self.scale is None) != (self.scale_block == 0):
             raise ArgumentError(f"scale={self.scale!r} and scale_block={self.scale_block} belong together; pass both")
-        if self.group > 1 and self.scale_block % self.group:
+        if self.scale_block % self.group:
             raise ArgumentError(
                 f"scale_block={self.scale_block} is not a multiple of group={self.group}: a group has one scale"
             )

@@ -89,6 +89,16 @@ def test_against_the_slow_one(unit, causal):
         torch.testing.assert_close(y[head], expected, rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize("rows", [96, 160])
+def test_blocks_do_not_reach_from_head_to_head(rows):
+    """Blocks of 128 queries do not divide the rows: each head begins a block of its own."""
+    q, k, v = (t * torch.tensor([1.0, 64.0])[:, None, None] for t in tensors(*[(2, rows, 32)] * 3, seed=2))
+    config = flash_attention_3(rotate=False)
+    both = quantised_attention(q, k, v, config=config)
+    alone = [quantised_attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], config=config)[0] for i in range(2)]
+    assert torch.equal(both, torch.stack(alone))
+
+
 def fmtsim_key(seed):
     from fmtsim.arguments import random_keys
 

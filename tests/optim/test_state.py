@@ -98,7 +98,10 @@ def test_copies_train_on_alike(scheme, cls):
 def test_what_schedulers_keep_is_saved_too():
     first, second = Training("bnb8", "AdamW"), Training("bnb8", "AdamW")
     torch.optim.lr_scheduler.LambdaLR(first.optimizer, lambda step: 0.5)
+    told = []
+    second.optimizer.register_load_state_dict_post_hook(told.append)
     second.optimizer.load_state_dict(first.optimizer.state_dict())
+    assert told == [second.optimizer]
     torch.optim.lr_scheduler.LambdaLR(second.optimizer, lambda step: 0.5, last_epoch=3)  # needs initial_lr
     assert second.optimizer.param_groups[0]["initial_lr"] == 1 / 128
 

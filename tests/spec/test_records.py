@@ -45,6 +45,7 @@ REFUSED = [
     (lambda: Datapath(scale="e8m0"), f"scale={E8M0!r} and scale_block=0 belong together; pass both"),
     (lambda: Datapath(scale_block=32), "scale=None and scale_block=32 belong together; pass both"),
     (lambda: Datapath(block=64, group=16, scale="e4m3", scale_block=24), "scale_block=24 is not a multiple of group=1"),
+    (lambda: Datapath(block=64, group=2, scale="e4m3", scale_block=25), "scale_block=25 is not a multiple of group=2"),
     (lambda: Datapath(block=8, paired=True, promote_every=24), "promote_every=24 does not hold whole windows of 2 * b"),
     (lambda: TwoStageDatapath(block=0), "block=0 is not possible; choose 1 or more"),
     (lambda: TwoStageDatapath(block=4, fraction_bits=0), "fraction_bits=0 is not possible; choose 1 or more"),
