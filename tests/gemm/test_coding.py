@@ -10,7 +10,7 @@ import fmtsim
 from fmtsim.errors import FormatError
 from fmtsim.formats.block import scaled, with_block
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.layers.config import kind_of
+from fmtsim.gemm.layers.route import kind_of
 from fmtsim.gemm.layers.operand import holder, quantize_operand
 from fmtsim.gemm.layers.operator import layout_of
 from fmtsim.gemm.layers.product import format_and_kind

@@ -6,55 +6,19 @@ from typing import Any
 import torch
 
 from fmtsim.errors import ArgumentError, FormatError, shown
-from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import ElementFormat, FloatFormat, Overflow
-from fmtsim.gemm.products.resolver import resolve_call, target_or_unit
-from fmtsim.gemm.products.scales import check_unit_scales, product_kind
+from fmtsim.formats.spec import Overflow
+from fmtsim.gemm.layers.route import INT8, Route, route_of
+from fmtsim.gemm.products.resolver import call_name, resolve_call, target_or_unit
+from fmtsim.gemm.products.scales import check_unit_scales
 from fmtsim.gemm.targets.target import get_target
-from fmtsim.gemm.units.unit import describe, get_unit
+from fmtsim.gemm.units.unit import describe
 from fmtsim.records import check_types
 from fmtsim.rounding.modes import Rounding, get_rounding
-from fmtsim.spec.call import ScaleKind, scale_kind
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Quantizer
-
-
-def kind_of(quantizer: Quantizer) -> ScaleKind:
-    """Return how libraries name the scales that a quantiser makes.
-
-    Raises:
-        FormatError: No unit multiplies its elements (integers, codebooks, LogFMT) or takes scales of that kind.
-    """
-    fmt, scaling = quantizer.format, quantizer.scaling
-    if quantizer.then is not None or (scaling is not None and not isinstance(fmt, FloatFormat)):
-        raise FormatError(f"no unit multiplies operands quantised as {quantizer}; leave unit= and target= out")
-    if scaling is not None:
-        kind = scale_kind(*scaling.block, scaling.scale.name)
-        if kind is None:
-            blocks = f"blocks of {scaling.block} with {scaling.scale.name} scales"
-            raise FormatError(f"no unit multiplies {blocks}; leave unit= and target= out")
-        return kind
-    if fmt is None or isinstance(fmt, FloatFormat):
-        return "none"
-    if not isinstance(fmt, BlockFormat) or not isinstance(fmt.element, FloatFormat):
-        raise FormatError(
-            f"no unit multiplies {fmt.name}; choose a floating-point format, or leave unit= and target= out"
-        )
-    kind = scale_kind(*fmt.block, fmt.scale.name)
-    if kind is None:
-        raise FormatError(
-            f"no unit multiplies {fmt.name}, whose blocks of {fmt.block} have {fmt.scale.name} scales; units and "
-            "libraries take one scale a tensor or row, E8M0 for 1x32 (MX), E4M3 for 1x16 or 16x16 (NVFP4) and float32 "
-            "for 1x128 or 128x128"
-        )
-    return kind
-
-
-def element_of(fmt: Format | None) -> ElementFormat | LogTileFormat | None:
-    """Return the format of the elements of a format."""
-    return fmt.element if isinstance(fmt, BlockFormat) else fmt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +35,11 @@ class Gemm:
             bfloat16 units multiply where bfloat16 holds both operands.
         plan: Order of sums instead of the target's, or of the unit's single chain.
         accumulate: Format in which the unit sums, where it has several.
-        fast_accum: use_fast_accum of a target's FP8 products; a unit alone does not look at it.
+        fast_accum: use_fast_accum of a target's FP8 products; nothing else looks at it.
+        dequantized: A machine multiplies the values of both operands, rounded to the tensors' dtype, as code does that
+            quantises and dequantises (fake quantisation). Where one operand is in high precision the other is
+            multiplied in the tensors' dtype in any case: its elements, whose sums are scaled afterwards, or its values
+            where scales lie between products.
         native: Who multiplies where a target is given: None lets the GPU do it itself where the tensors are on the
             GPU that the target describes, True insists on that, False emulates.
 
@@ -88,6 +56,7 @@ class Gemm:
     plan: GemmPlan | None = None
     accumulate: str | None = None
     fast_accum: bool = False
+    dequantized: bool = False
     native: bool | None = None
 
     def __post_init__(self) -> None:
@@ -101,33 +70,34 @@ class Gemm:
             raise ArgumentError("Gemm native=True runs products on the GPU that target= names; pass target= as well")
         if self.emulated:
             self._check_machine()
-        elif self.plan is not None or self.accumulate is not None or self.fast_accum:
-            raise ArgumentError(
-                "Gemm plan=, accumulate= and fast_accum= belong to a machine; pass target= or unit= as well"
-            )
+        elif self.plan is not None or self.accumulate is not None:
+            raise ArgumentError("Gemm plan= and accumulate= belong to a machine; pass target= or unit= as well")
 
     def _check_machine(self) -> None:
         """Refuse here, not in the middle of a step, what needs no shapes to be refused."""
         target_or_unit("Gemm", self.target, self.unit, None, self.plan, self.accumulate)
-        for name, quantizer in (("a", self.a), ("b", self.b)):
-            if quantizer.scaling is not None or quantizer.then is not None:
-                try:
-                    kind_of(quantizer)
-                except FormatError as error:
-                    raise FormatError(f"Gemm {name}: {error}") from None
-        quantizers = [q for q in (self.a, self.b) if q.format is not None]
-        kinds = ["none" if q.scaling is not None else kind_of(q) for q in quantizers]
-        kind = product_kind(*kinds) if len(kinds) == 2 else "none"
+        if "forward" not in (self.a.source, self.b.source):  # what those are the layer knows
+            self.check_route(self.route(self.a, self.b))
+
+    def route(self, a: Quantizer, b: Quantizer, turned: tuple[bool, bool] = (False, False)) -> Route:
+        """Return what the machine is handed of two operands; arguments and errors are those of ``route_of``."""
+        return route_of(a, b, turned, dequantized=self.dequantized, declared=isinstance(self.unit, Arithmetic))
+
+    def check_route(self, route: Route) -> None:
+        """Raise ArgumentError or FormatError where the machine does not multiply what it is handed."""
+        a, b = (INT8, INT8) if route.how == "integers" else route.formats
+        if a is None or b is None:
+            return
         if self.target is not None:
-            get_target(self.target)
-        elif len(kinds) == 2:
-            a, b = (element_of(quantizer.format) for quantizer in quantizers)
-            spec = resolve_call(
-                "mm", a, b, (0, 0, 0), torch.float32, unit=self.unit, accumulate=self.accumulate, scaling=kind  # type: ignore[arg-type]
-            )  # fmt: skip
-            check_unit_scales(spec.datapath, kind)
-        elif not isinstance(self.unit, Arithmetic):
-            get_unit(self.unit)
+            sums = self.accumulate or ("int32" if route.how == "integers" else "fp64" if a.name == "fp64" else "fp32")
+            names = call_name(a), call_name(b)
+            get_target(self.target).takes(*names, sums, route.kind if route.how == "elements" else "none")
+            return
+        spec = resolve_call(
+            "mm", a, b, (0, 0, 0), torch.float32, unit=self.unit, accumulate=self.accumulate, scaling=route.kind
+        )  # fmt: skip
+        if route.how == "elements":
+            check_unit_scales(spec.datapath, route.kind)
 
     @property
     def emulated(self) -> bool:
@@ -156,7 +126,7 @@ class LinearConfig:
         dgrad: ``dx = g w``: a is g, b is w, blocks along N.
         wgrad: ``dw = g^T x``: a is g, b is x, blocks along T.
 
-    Every operand is quantised from the high-precision original, never from another quantised copy.
+    Operands are quantised from the high-precision original unless their quantisers say otherwise.
     """
 
     fprop: Gemm = Gemm()
@@ -169,6 +139,10 @@ class LinearConfig:
                 raise ArgumentError(
                     f"LinearConfig {name}={shown(getattr(self, name))} is not a Gemm; pass Gemm(a=..., b=...)"
                 )
+        for name in ("dgrad", "wgrad"):
+            gemm = getattr(self, name)
+            if gemm.emulated and "forward" in (gemm.a.source, gemm.b.source):
+                gemm.check_route(self.route(name))
 
     @property
     def operands(self) -> dict[str, Quantizer]:
@@ -181,6 +155,25 @@ class LinearConfig:
             "g_w": self.wgrad.a,
             "x_w": self.wgrad.b,
         }
+
+    def route(self, name: str) -> Route:
+        """Return what the machine of a product is handed.
+
+        Raises:
+            FormatError: No unit multiplies its operands.
+        """
+        gemm, forward = getattr(self, name), {"dgrad": self.fprop.b, "wgrad": self.fprop.a}
+        turned = gemm.a.source == "forward", gemm.b.source == "forward"
+        a = self.dgrad.a if turned[0] else gemm.a
+        b = forward[name] if turned[1] else gemm.b
+        try:
+            return gemm.route(a, b, turned)
+        except FormatError as error:
+            raise FormatError(f"{name}: {error}") from None
+
+    def on(self, **machine: Any) -> "LinearConfig":
+        """Return the same layer on a machine: ``target``, ``unit``, ``plan``, ``accumulate`` or ``native`` of Gemm."""
+        return LinearConfig(**{name: replace(getattr(self, name), **machine) for name in ("fprop", "dgrad", "wgrad")})
 
     def __str__(self) -> str:
         shown: dict[str, str] = {}

@@ -20,6 +20,7 @@ from fmtsim.arguments import drawn_key
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import OPERANDS as OPERANDS
 from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.gemm.layers.route import Route
 from fmtsim.ops import READS_HOST, Key, define_operator, fused_engine, key_tensor, random_key
 from fmtsim.scaling.history import DelayedScale, FrozenScale
 from fmtsim.spec.cast import RandomKey
@@ -29,6 +30,7 @@ from fmtsim.spec.quantizer import Quantizer
 Generator = int | torch.Generator | None
 State = Mapping[str, DelayedScale | FrozenScale]
 
+PRODUCTS: Final = ("fprop", "dgrad", "wgrad")
 FORWARD: Final = ("x_f", "w_f")  # operands of the forward pass
 UNITS, OUTPUTS, SCALES, SIGNS = 6, 9, 12, 18  # first streams of a use; those of elements begin at 0
 _GROUP: Final = 128  # elements of the longest rotation that kernels take
@@ -66,12 +68,13 @@ class Layer:
         random: Names of the operands that are rounded or rotated at random.
         folded: Names of those whose scales of blocks may be multiplied in: no unit takes them, now or later.
         sized: Whether operands are rotated or corrected in groups, which sizes have to fit.
+        routes: What the machine of each product is handed, where it has one.
     """
 
     def __init__(self, config: LinearConfig, generator: Generator = None, state: State | None = None) -> None:
         self.config, self.generator, self.state = config, generator, state or {}
         self.name = f"{_PROCESS}.{next(_numbers)}"
-        self.quantizers, self.random, self.folded, self.sized = _facts_of(config)
+        self.quantizers, self.random, self.folded, self.sized, self.routes = _facts_of(config)
         self._counters: dict[torch.device, Tensor] = {}
         _layers[self.name] = self
 
@@ -144,8 +147,10 @@ def stream_of(generator: Generator, use: int) -> Generator:
 
 
 @lru_cache(maxsize=1024)
-def _facts_of(config: LinearConfig) -> tuple[dict[str, Quantizer], frozenset[str], frozenset[str], bool]:
-    """Return what a layer knows of its operands: ``quantizers``, ``random``, ``folded`` and ``sized``."""
+def _facts_of(
+    config: LinearConfig,
+) -> tuple[dict[str, Quantizer], frozenset[str], frozenset[str], bool, dict[str, Route]]:
+    """Return what a layer knows of its operands: ``quantizers``, ``random``, ``folded``, ``sized`` and ``routes``."""
     quantizers = config.operands
     random = frozenset(name for name, q in quantizers.items() if q.is_stochastic or q.has_random_signs)
     for_units = set()
@@ -154,7 +159,8 @@ def _facts_of(config: LinearConfig) -> tuple[dict[str, Quantizer], frozenset[str
         if getattr(config, product).emulated or (gemm.emulated and getattr(gemm, side).source != "original"):
             for_units.add(name)
     sized = any(q.transforms or (q.scaling is not None and q.scaling.eden) for q in quantizers.values())
-    return quantizers, random, frozenset(quantizers) - for_units, sized
+    routes = {name: config.route(name) for name in PRODUCTS if getattr(config, name).emulated}
+    return quantizers, random, frozenset(quantizers) - for_units, sized, routes
 
 
 def counts_passes(layer: Layer, x: Tensor, sizes: tuple[int, ...]) -> bool:

@@ -17,7 +17,8 @@ from fmtsim.dispatch import constant_in_graphs, is_bare, without_autocast
 from fmtsim.errors import ArgumentError, DtypeError, shown
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator, Layer, State, find_layer, lasting_layer
-from fmtsim.gemm.layers.passes import Observer, Pass, Saved, saved_of, wide_dtype
+from fmtsim.gemm.layers.passes import Observer, Pass, Saved, saved_of
+from fmtsim.gemm.layers.product import wide_dtype
 from fmtsim.ops import define_operator
 from fmtsim.records import checked
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.representable import is_representable
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.gemm.products.operands import own_dtype
 from fmtsim.ops import decode, encode, fused_engine, quantize
 from fmtsim.rounding.modes import Rounding
@@ -163,7 +163,7 @@ def _cast_text(quantizer: Quantizer, dim: int) -> str:
     return CastSpec(format=fmt, rounding=quantizer.rounding, overflow=overflow, dim=dim).to_json()
 
 
-def _elements(parts: EncodedParts, element: FloatFormat, dtype: torch.dtype) -> Tensor:
+def _elements(parts: EncodedParts, element: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
     """Return the values of codes in a dtype that holds them."""
     own = own_dtype(element)
     if own is not None and own in _FP8:
@@ -205,7 +205,11 @@ def elements_dtype(quantizer: Quantizer, dtype: torch.dtype, on_gpu: bool, folde
 def keeps_scales(quantizer: Quantizer, folded: bool, on_gpu: bool) -> bool:
     """Say whether a plain cast leaves the scales of a block format beside its elements."""
     fmt = quantizer.format
-    return isinstance(fmt, BlockFormat) and isinstance(fmt.element, FloatFormat) and (on_gpu or not folded)
+    if not isinstance(fmt, BlockFormat) or fmt.zero_point:
+        return False
+    if isinstance(fmt.element, IntFormat):
+        return not folded
+    return isinstance(fmt.element, FloatFormat) and (on_gpu or not folded)
 
 
 def _scaled(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, folded: bool, on_gpu: bool) -> Operand:

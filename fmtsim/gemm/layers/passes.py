@@ -1,7 +1,6 @@
 """One pass, forward or backward, of a layer: its operands and its products."""
 
 from collections.abc import Callable, Iterable
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -9,6 +8,7 @@ from torch import Tensor
 from fmtsim.gemm.layers.keys import (
     OPERANDS,
     OUTPUTS,
+    PRODUCTS,
     SCALES,
     SIGNS,
     UNITS,
@@ -21,11 +21,11 @@ from fmtsim.gemm.layers.operand import NO_KEYS, has_both, is_untouched, quantize
 from fmtsim.gemm.layers.operator import traced_both, traced_operand
 from fmtsim.gemm.layers.product import (
     multiply,
-    multiply_on_unit,
-    rest_of,
+    multiply_on_machine,
     rotations_to_undo,
     round_output,
     unrotated,
+    wide_dtype,
 )
 from fmtsim.ops import Key
 from fmtsim.scaling.statistics import block_sizes
@@ -36,13 +36,6 @@ from fmtsim.spec.transform import Hadamard, Transform
 
 Observer = Callable[[str, Tensor, Tensor, Quantizer, int], None]
 Saved = tuple[Tensor | None, ...]  # elements, scale, tensor_scale and slope of an operand of the forward pass
-
-PRODUCTS: Final = ("fprop", "dgrad", "wgrad")
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the steps behind a sum."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def saved_of(operand: Operand, later: Quantizer) -> Saved:
@@ -69,7 +62,7 @@ class Pass:
         traced: bool = False,
     ) -> None:  # fmt: skip
         self._layer, self._config, self._observer = layer, layer.config, observer
-        self._backward, self._traced = backward, traced
+        self._backward, self._traced, self._dtype = backward, traced, t.dtype
         self._counted = traced and counts_passes(layer, t, sizes)
         self._signs: Key = None
         self._passes: Tensor | None = None
@@ -128,11 +121,10 @@ class Pass:
             wide = wide_dtype(dtype)
             y = multiply(a, b, bias, wide if rounds else dtype, wide, traced=self._traced)
             return round_output(y, gemm.out, dtype, stream_of(self._layer.generator, OUTPUTS + index)) if rounds else y
-        rest = rest_of(a, b)
-        inside, own = None if rest is not None else bias, stream_of(self._layer.generator, UNITS + index)
-        y = multiply_on_unit("mm" if index else "linear", a, b, inside, gemm, dtype, own)
-        if rest is not None:
-            y = y.float() + rest if bias is None else y.float() + rest + bias.float()
+        y = multiply_on_machine(
+            "mm" if index else "linear", a, b, bias, gemm, self._layer.routes[name], dtype, self._dtype,
+            stream_of(self._layer.generator, UNITS + index), traced=self._traced,
+        )  # fmt: skip
         return round_output(y, gemm.out, dtype, stream_of(self._layer.generator, OUTPUTS + index))
 
     def gradient(

@@ -7,24 +7,34 @@ float32. Scales that sums can take, what was cut off, and a bias follow, one rou
 import torch
 from torch import Tensor
 
+from fmtsim.formats.block import FP32
+from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, IntFormat
-from fmtsim.gemm.layers.config import Gemm, element_of, kind_of
+from fmtsim.gemm.layers.config import Gemm
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.layers.operand import is_on_gpu
 from fmtsim.gemm.layers.operator import quantizer_of, text_of
+from fmtsim.gemm.layers.route import INT8, Route, element_of
 from fmtsim.gemm.products.operands import operand_format, own_dtype
 from fmtsim.gemm.products.resolver import run_product
-from fmtsim.gemm.products.scales import Scales, product_kind
+from fmtsim.gemm.products.scales import Scales
+from fmtsim.gemm.units.unit import unit_takes
 from fmtsim.ops import Key, define_operator, fused_engine, key_tensor, random_key, with_keys
 from fmtsim.quantize import quantize
 from fmtsim.scaling.transforms import rotated
-from fmtsim.spec.call import OperandFormat, Operation, ScaleKind
-from fmtsim.spec.operand import Operand
+from fmtsim.spec.call import UNIT_SCALES, Operation, ScaleKind
+from fmtsim.spec.operand import Operand, last_cast
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Hadamard
 
+_HIGH = Quantizer()
 _HALVES = (torch.bfloat16, torch.float16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the steps behind a sum."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def multiply(
@@ -46,7 +56,8 @@ def multiply(
         wide: Of the steps.
         traced: The tensors have no numbers: a compiler wants to see operators.
     """
-    rest, integers = rest_of(a, b), is_integer(a) and is_integer(b)
+    rest = None if a.rest is None else torch.mm(a.rest, b.values(torch.float32).mT)
+    integers = is_integer(a) and is_integer(b)
     columns = rows = None
     if not (a.scales_rows and b.scales_rows):
         if wide == torch.float32 and (engine := fused_engine(a.elements)) is not None and engine.covers_groups(a, b):
@@ -73,11 +84,6 @@ def multiply(
 def is_integer(x: Operand) -> bool:
     """Say whether elements are whole numbers of an integer format."""
     return isinstance(x.quantizer.format, IntFormat)
-
-
-def rest_of(a: Operand, b: Operand) -> Tensor | None:
-    """Return the product, in float32, of what ``Clamp`` cut off the first operand with the second; None without."""
-    return None if a.rest is None else torch.mm(a.rest, b.values(torch.float32).mT)
 
 
 def _multiply_groups(
@@ -114,14 +120,23 @@ def _finished(y, columns, rows, rest, bias, dtype):  # type: ignore[no-untyped-d
     return y.to(dtype, copy=True)
 
 
-def multiply_on_unit(
-    operation: Operation, a: Operand, b: Operand, bias: Tensor | None, gemm: Gemm, dtype: torch.dtype,
-    generator: Generator,
+def multiply_on_machine(
+    operation: Operation, a: Operand, b: Operand, bias: Tensor | None, gemm: Gemm, route: Route, dtype: torch.dtype,
+    own: torch.dtype, generator: Generator, *, traced: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Return ``a b^T + bias`` as a target or a unit computes it: the bits of fmtsim.mm, linear or scaled_mm.
+    """Return ``a b^T + bias`` as a target or a unit computes it: the bits of fmtsim.mm, linear, scaled_mm or int_mm.
 
-    ``operation`` is ``"mm"`` or ``"linear"``: which function of torch this is where the operands have no scales. A bias
-    that the library does not add in such a call is added to its float32 result.
+    Args:
+        operation: ``"mm"`` or ``"linear"``: which function of torch this is where the operands have no scales.
+        a: [M, K].
+        b: [N, K].
+        bias: [N]. Where the library does not add it in such a call it is added to the float32 result.
+        gemm: The product.
+        route: What the machine is handed.
+        dtype: Of the result.
+        own: That of the layer's tensors.
+        generator: Random words of a unit that rounds stochastically.
+        traced: As in ``multiply``.
 
     Returns:
         [M, N]: the output format's own dtype where the unit writes that, else ``dtype``, or float32 where the library
@@ -130,8 +145,74 @@ def multiply_on_unit(
     Raises:
         ArgumentError, DtypeError, FormatError: These operands are not multiplied together there.
     """
-    (first, kind_a), (second, kind_b) = format_and_kind(a), format_and_kind(b)
-    kind = product_kind(kind_a, kind_b)
+    rest = _rest_on_machine(a, b, gemm)
+    columns = rows = None
+    if route.how == "integers":
+        columns, rows = b.row_scales(), a.row_scales()
+        y = _multiply_integers(a.elements, b.elements, gemm)
+    else:
+        if route.how != "elements":
+            wide = torch.float32 if route.how == "numbers" else own
+            if route.how == "values" and not gemm.dequantized and all(_shares_scales(x, wide) for x in (a, b)):
+                columns, rows = b.row_scales(), a.row_scales()
+                a, b = (Operand(x.elements.to(wide), _HIGH) for x in (a, b))
+            else:
+                a, b = (Operand(x.values(wide_dtype(wide)).to(wide), _HIGH) for x in (a, b))
+            route = Route("elements")
+        apart = columns is not None or rows is not None or rest is not None
+        if not apart:
+            return _multiply_elements(operation, a, b, bias, gemm, route, dtype, generator)
+        y = _multiply_elements("mm", a, b, None, gemm, route, wide_dtype(own), generator)
+    y = y if y.dtype == torch.float64 else y.float()
+    return _finish(y, columns, rows, rest, bias, y.dtype if gemm.out.format is not None else dtype, traced)
+
+
+def _shares_scales(x: Operand, dtype: torch.dtype) -> bool:
+    """Say whether rows have one scale at most, and a dtype holds the elements."""
+    fmt = element_of(last_cast(x.quantizer).format)
+    return x.scales_rows and (fmt is None or is_representable(fmt, dtype))
+
+
+def _rest_on_machine(a: Operand, b: Operand, gemm: Gemm) -> Tensor | None:
+    """Return what ``Clamp`` cut off the first operand, times the second, in float32; None without.
+
+    A unit that takes no float32 leaves it to a chain of float32 multiply-adds.
+    """
+    if a.rest is None:
+        return None
+    unit = gemm.unit if gemm.unit is None or unit_takes(gemm.unit, "fp32") else "fp32_fma"
+    values = b.values(torch.float32)
+    return run_product(
+        "mm", a.rest, values, (FP32, FP32), torch.float32, target=gemm.target, unit=unit, native=gemm.native,
+        accumulate="fp32", quantized=True,
+    )  # fmt: skip
+
+
+def _multiply_integers(a: Tensor, b: Tensor, gemm: Gemm) -> Tensor:
+    """Return the exact sums of products of integers, int32 [M, N], of elements [M, K] and [N, K]."""
+    rows, columns = a.shape[0], b.shape[0]
+    a, b = a.to(torch.int8), b.to(torch.int8)
+    if gemm.target is not None:  # libraries take such sizes alone; zeros add nothing
+        a, b = _padded(a, max(rows, 17)), _padded(b, -(-columns // 8) * 8)
+    y = run_product(
+        "int_mm", a, b, (INT8, INT8), torch.int32, target=gemm.target, unit=gemm.unit, plan=gemm.plan,
+        accumulate="int32", native=gemm.native, quantized=True,
+    )  # fmt: skip
+    return y[:rows, :columns]
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % 8, 0, rows - x.shape[0]))
+
+
+def _multiply_elements(
+    operation: Operation, a: Operand, b: Operand, bias: Tensor | None, gemm: Gemm, route: Route, dtype: torch.dtype,
+    generator: Generator,
+) -> Tensor:  # fmt: skip
+    """Return the product of elements and their scales."""
+    first, second = (fmt or operand_format("operand", x.elements)
+                     for fmt, x in zip(route.formats, (a, b), strict=True))  # fmt: skip
+    kind = route.kind if a.scale is not None or b.scale is not None else "none"
     scaled, own = kind != "none" or min(first.bits, second.bits) <= 8, a.elements.dtype
     operation, asked, adds = _asked("scaled_mm" if scaled else operation, own, bias, gemm, dtype)
     scales, sums = _scales(a, b, "tensor" if scaled and kind == "none" else kind), gemm.accumulate
@@ -142,19 +223,6 @@ def multiply_on_unit(
         target=gemm.target, unit=gemm.unit, plan=gemm.plan, accumulate=sums, fast_accum=gemm.fast_accum,
         native=gemm.native, generator=generator, layouts=("row", "row") if scaled else None, quantized=True,
     )  # fmt: skip
-
-
-def format_and_kind(x: Operand) -> tuple[OperandFormat, ScaleKind]:
-    """Return the format of an operand's elements, and what shares a scale.
-
-    Raises:
-        FormatError: No unit multiplies elements or blocks of that kind.
-    """
-    element, kind = element_of(x.quantizer.format), kind_of(x.quantizer)
-    if element is None:
-        return operand_format("operand", x.elements), "none"
-    assert isinstance(element, FloatFormat)  # kind_of refused the rest
-    return element, "none" if x.scale is None else kind
 
 
 def _scales(a: Operand, b: Operand, kind: ScaleKind) -> Scales:
@@ -169,7 +237,19 @@ def _scales(a: Operand, b: Operand, kind: ScaleKind) -> Scales:
         return Scales(kind, row, column)
     rows = a.block[0], b.block[0]
     kind = "row_block_128" if kind == "block_128" and rows == (1, 1) else kind
+    if kind in UNIT_SCALES:
+        (inner_a, of_a), (inner_b, of_b) = _unit_scales(a), _unit_scales(b)
+        return Scales(kind, of_a, of_b, inner_a, inner_b, rows)
     return Scales(kind, a.tensor_scale, b.tensor_scale, a.scale, b.scale, rows)
+
+
+def _unit_scales(x: Operand) -> tuple[Tensor | None, Tensor | None]:
+    """Return the scales of blocks inside a unit, and of the matrix: a rule's multiplier is left to the latter."""
+    scaling = last_cast(x.quantizer).scaling
+    if x.scale is None or scaling is None or scaling.multiplier == 1:
+        return x.scale, x.tensor_scale
+    constant = torch.full((), scaling.multiplier, dtype=torch.float32, device=x.scale.device)
+    return x.scale / constant, constant  # a power of two times it: exact
 
 
 def unit_dtype(out: Quantizer) -> torch.dtype | None:

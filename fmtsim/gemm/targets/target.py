@@ -133,15 +133,22 @@ class Target:
         Raises:
             ArgumentError: There is none.
         """
-        scale = _unit_scale(call.scaling)
-        for inputs, accumulate, unit in self.units:
+        return self.takes(call.a, call.b, call.accumulate, call.scaling)
+
+    def takes(self, a: str, b: str, accumulate: str, scaling: ScaleKind) -> str:
+        """Return the name of the unit for operands of two formats, sums in ``accumulate``, and a kind of scales.
+
+        Raises:
+            ArgumentError: There is none.
+        """
+        scale = _unit_scale(scaling)
+        for inputs, sums, unit in self.units:
             scales = {mode.scale for mode in get_unit(unit).modes}
-            if {call.a, call.b} <= set(inputs) and accumulate == call.accumulate and scale in scales:
+            if {a, b} <= set(inputs) and sums == accumulate and scale in scales:
                 return unit
-        taken = "; ".join(f"{' '.join(inputs)} -> {accumulate} ({unit})" for inputs, accumulate, unit in self.units)
+        taken = "; ".join(f"{' '.join(inputs)} -> {sums} ({unit})" for inputs, sums, unit in self.units)
         raise ArgumentError(
-            f"target {self.name} has no unit for {call.a} x {call.b} -> {call.accumulate} with scaling "
-            f"{call.scaling!r}; it has {taken}"
+            f"target {self.name} has no unit for {a} x {b} -> {accumulate} with scaling {scaling!r}; it has {taken}"
         )
 
     def find(self, call: GemmCall) -> tuple[int | None, GemmPlan, Basis]:

@@ -1,0 +1,110 @@
+"""What a machine is handed of a layer's operands: elements with scales, integers, or values. Follows from records."""
+
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+from fmtsim.errors import FormatError
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
+from fmtsim.gemm.products.scales import product_kind
+from fmtsim.spec.call import OperandFormat, ScaleKind, scale_kind
+from fmtsim.spec.operand import last_cast
+from fmtsim.spec.quantizer import Quantizer
+
+INT8: Any = get_format("int8_full")
+_HINT = "pass datapath= (a Datapath of your own, which takes the values), or leave the machine out"
+
+
+class Route(NamedTuple):
+    """Say what a machine multiplies for two quantised operands.
+
+    Attributes:
+        how: ``"elements"``: elements with their scales, as libraries take them, and tensors in high precision.
+            ``"integers"``: elements, whose exact sums are scaled afterwards. ``"values"``: numbers in the tensors'
+            dtype. ``"numbers"``: values in float32, for a declared datapath.
+        formats: Of the elements; None for tensors in high precision, whose dtype says it.
+        kind: Of the scales that go with elements.
+    """
+
+    how: Literal["elements", "integers", "values", "numbers"]
+    formats: tuple[OperandFormat | None, OperandFormat | None] = (None, None)
+    kind: ScaleKind = "none"
+
+
+@lru_cache(maxsize=4096)
+def route_of(
+    a: Quantizer, b: Quantizer, turned: tuple[bool, bool] = (False, False), *, dequantized: bool = False,
+    declared: bool = False,
+) -> Route:  # fmt: skip
+    """Return what a machine is handed of two operands.
+
+    Args:
+        a, b: Their quantisers.
+        turned: Which of them is the transpose of what its quantiser made.
+        dequantized: As in Gemm.
+        declared: The machine is a datapath that somebody declared, which takes any numbers.
+
+    Raises:
+        FormatError: No unit multiplies elements or blocks of that kind, or not together.
+    """
+    last = last_cast(a), last_cast(b)
+    high = [each.format is None for each in last]
+    if all(high):
+        return Route("elements")
+    elements = [element_of(each.format) for each in last]
+    bare = all(each.scaling is None and element is each.format for each, element in zip(last, elements, strict=True))
+    if dequantized or (any(high) and not (declared and bare)):
+        return Route("values")
+    if declared and not all(isinstance(element, FloatFormat | IntFormat) for element in elements):
+        return Route("numbers")
+    kinds = [kind_of(each, flipped) for each, flipped in zip((a, b), turned, strict=True)]
+    kind = product_kind(*kinds)
+    if all(isinstance(element, IntFormat) for element in elements):
+        return Route("integers", (elements[0], elements[1]), kind)  # type: ignore[arg-type]
+    if any(isinstance(element, IntFormat) for element in elements):
+        names = " by ".join(each.format.name for each in last)  # type: ignore[union-attr]
+        raise FormatError(f"no unit multiplies {names}: integers and floating point; {_HINT}")
+    return Route("elements", (elements[0], elements[1]), kind)  # type: ignore[arg-type]
+
+
+def kind_of(quantizer: Quantizer, turned: bool = False) -> ScaleKind:
+    """Return how libraries name the scales that a quantiser makes, or those of the transposed matrix.
+
+    Raises:
+        FormatError: No unit multiplies its elements (codebooks, logarithms, zero points) or takes such scales.
+    """
+    last = last_cast(quantizer)
+    fmt = last.format
+    if fmt is None:
+        return "none"
+    element = element_of(fmt)
+    if not isinstance(element, FloatFormat) and not _is_plain(fmt):
+        raise FormatError(f"no unit multiplies {fmt.name}; {_HINT}")
+    scaling = last.scaling or (fmt.scaling if isinstance(fmt, BlockFormat) else None)
+    if scaling is None:
+        return "none"
+    outer, inner = scaling.block[::-1] if turned else scaling.block
+    kind = scale_kind(outer, inner, "e8m0" if scaling.power_of_two else scaling.scale.name)
+    if kind is None or (isinstance(element, IntFormat) and kind not in ("tensor", "row")):
+        raise FormatError(
+            f"no unit multiplies {element.name} in blocks of {(outer, inner)} with {scaling.scale.name} scales; units "  # type: ignore[union-attr]
+            "and libraries take one scale a tensor or row, and for floating point E8M0 for 1x32 (MX), E4M3 for 1x16 or "
+            f"16x16 (NVFP4) and float32 for 1x128 or 128x128; {_HINT}"
+        )
+    return kind
+
+
+def element_of(fmt: Format | None) -> ElementFormat | LogTileFormat | None:
+    """Return the format of the elements of a format."""
+    return fmt.element if isinstance(fmt, BlockFormat) else fmt
+
+
+def _is_plain(fmt: Format) -> bool:
+    """Say whether elements are integers that int8 holds, without zero points."""
+    element = element_of(fmt)
+    zero_point = isinstance(fmt, BlockFormat) and fmt.zero_point
+    return (
+        isinstance(element, IntFormat) and element.bits <= 8 and element.signed and element.eps == 1
+        and not element.half_offset and not zero_point
+    )  # fmt: skip
