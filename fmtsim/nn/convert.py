@@ -11,12 +11,13 @@ from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.nn.modules import STATE, EmulatedModule, Emulation, emulated_class
-from fmtsim.nn.planning import Configure, Filter, configure, constant_planner, names_target, plan_layers, planner_of
+from fmtsim.nn.planning import Configure, Filter, configure, constant_planner, machine_of, plan_layers, planner_of
 from fmtsim.nn.swaps import Swaps, find_swaps, one_generator, swapped, undo_swaps
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe
 from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.plan import GemmPlan
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -42,6 +43,8 @@ def convert(
     grad_rounding: str | Rounding = "nearest_even",
     target: Any = None,
     unit: Any = None,
+    datapath: Any = None,
+    plan: GemmPlan | None = None,
     fast_accum: bool = False,
     native: bool | None = None,
     config: LinearConfig | Configure | None = None,
@@ -56,7 +59,7 @@ def convert(
     functions (``torch.matmul``, ``F.linear``, attention scores) stay in high precision, but where a recipe says how
     attention runs (``Recipe.attention``) modules that call ``scaled_dot_product_attention`` run that. A recipe may
     also exchange gated layers (``Recipe.replace``). The formats come from exactly one of ``format``, ``config`` and
-    ``recipe``.
+    ``recipe``, the machine that multiplies from ``target``, ``unit`` or ``datapath``, which go with each of them.
 
     Args:
         model: Any module; it may itself be a layer.
@@ -65,11 +68,15 @@ def convert(
         grad_format: Format of gradients; None means ``format``.
         rounding: Rounding of activations and weights, with ``format``.
         grad_rounding: Rounding of gradients, with ``format``.
-        target: A GPU with its library that multiplies (``"h200"``), with ``format``.
-        unit: A matrix unit alone, with ``format``.
-        fast_accum: use_fast_accum of the target's forward products, with ``format``.
-        native: Who multiplies on a target, with ``format``: None lets the GPU do it itself where the model is on the
-            GPU that the target describes, True insists on that, False emulates.
+        target: A GPU with its library that multiplies (``"h200"``, a plan file), or ``"recipe"``: the machine that the
+            recipe was made for.
+        unit: A matrix unit alone instead (``"hopper.wgmma"``).
+        datapath: An arithmetic of your own instead.
+        plan: Accumulation order of every product instead of the target's, or of the unit's single chain.
+        fast_accum: use_fast_accum of the target's forward products, with ``format``; recipes and configs say it
+            themselves.
+        native: Who multiplies on a target: None lets the GPU do it itself where the model is on the GPU that the
+            target describes, True insists on that, False emulates.
         config: A LinearConfig for all layers, or a function from a layer's name to its own (None leaves it alone).
         generator: Keys of stochastic rounding: None draws from torch's default generator, an int makes one
             torch.Generator for the whole model, a torch.Generator is used as it is.
@@ -81,9 +88,10 @@ def convert(
         The same model. ``fmtsim.report`` says what was converted and why the rest was not.
 
     Raises:
-        ArgumentError: nothing to convert, a layer converted already, no unambiguous format, or a recipe whose
-            attention or replacement finds nothing. The model is then unchanged.
-        FormatError: an unknown format or rounding.
+        ArgumentError: nothing to convert, a layer converted already, no unambiguous format, a recipe whose attention
+            or replacement finds nothing, or a machine that does not multiply an operand (the message says which, and
+            which machines do). The model is then unchanged.
+        FormatError: an unknown format or rounding, or operands that no machine multiplies.
     """
     check_module("convert", model)
     if filter_fn is not None and not takes(filter_fn, model, ""):
@@ -91,22 +99,23 @@ def convert(
             f"convert filter_fn={shown(filter_fn)} is no function of a module and its name; "
             "write filter_fn=lambda module, name: 'mlp' in name"
         )
-    targets = {"target": target, "unit": unit, "fast_accum": fast_accum, "native": native}
-    roundings = {"rounding": rounding, "grad_rounding": grad_rounding}
+    machine = machine_of(target, unit, datapath, plan, native)
     named = get_recipe(recipe) if isinstance(recipe, str | Path | Recipe) else None
     if named is not None:
-        if format is not None or config is not None or grad_format is not None or names_target(targets):
-            raise ArgumentError("recipe= says everything about formats and machines; pass it alone")
+        if format is not None or config is not None or grad_format is not None or fast_accum:
+            raise ArgumentError("recipe= says everything about formats; leave format=, config= and fast_accum= out")
+        named = named if machine is None else named.on(**machine)
         planner = planner_of(named, model)
     else:
         assert not isinstance(recipe, str | Path | Recipe)  # for mypy
-        planner = constant_planner(configure(recipe, format, grad_format, roundings, targets, config))
-    plan, reasons = plan_layers(model, planner, filter_fn, total_steps)
+        roundings = {"rounding": rounding, "grad_rounding": grad_rounding, "fast_accum": fast_accum}
+        planner = constant_planner(configure(recipe, format, grad_format, roundings, config), machine)
+    layers, reasons = plan_layers(model, planner, filter_fn, total_steps)
     swaps = None if named is None else find_swaps(model, named, filter_fn)
-    if not plan and not swaps:
+    if not layers and not swaps:
         raise ArgumentError(_nothing(model, reasons))
     keys = one_generator(generator)
-    for module, name, layer_plan in plan:
+    for module, name, layer_plan in layers:
         _emulate(module, name, layer_plan, keys, total_steps)
     if swaps is not None:
         swaps.apply(keys)

@@ -12,17 +12,19 @@ from fmtsim.arguments import takes
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig, linear_config
+from fmtsim.gemm.products.resolver import target_or_unit
 from fmtsim.nn.modules import EmulatedModule, emulated_class, emulated_types
 from fmtsim.nn.rules import Selector
 from fmtsim.nn.sizes import size_fault
 from fmtsim.nn.swaps import FILTERED
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.recipes.spec import Recipe
+from fmtsim.spec.plan import GemmPlan
 
 Configure = Callable[[str], LinearConfig | None]
 Planner = Callable[[str], LayerPlan | None]
 Filter = Callable[[nn.Module, str], bool]
-_NO_TARGET = {"target": None, "unit": None, "fast_accum": False, "native": None}
+_MORE = {"rounding": "nearest_even", "grad_rounding": "nearest_even", "fast_accum": False}  # what goes with format=
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -30,8 +32,7 @@ def configure(
     recipe: LinearConfig | None,
     format: str | Format | None,
     grad_format: str | Format | None,
-    roundings: dict[str, Any],
-    targets: dict[str, Any],
+    more: dict[str, Any],
     config: LinearConfig | Configure | None,
 ) -> Configure:
     """Return what gives each layer its config, from the one argument of ``convert`` that says it.
@@ -47,13 +48,13 @@ def configure(
         )
     if format is not None:
         grads = format if grad_format is None else grad_format
-        config = linear_config(x=format, w=format, g=grads, **roundings, **targets)
+        config = linear_config(x=format, w=format, g=grads, **more)
     elif grad_format is not None or any(
-        not isinstance(mode, str) or mode != "nearest_even" for mode in roundings.values()
+        type(more[name]) is not type(usual) or more[name] != usual for name, usual in _MORE.items()
     ):
-        raise ArgumentError(f"grad_format, rounding and grad_rounding go with format=; set them inside {given[0]}=")
-    elif names_target(targets):
-        raise ArgumentError(f"target, unit, fast_accum and native go with format=; set them inside {given[0]}=")
+        raise ArgumentError(
+            f"grad_format, rounding, grad_rounding and fast_accum go with format=; set them inside {given[0]}="
+        )
     chosen = config if recipe is None else recipe
     if isinstance(chosen, LinearConfig):
         return lambda name: chosen
@@ -64,9 +65,19 @@ def configure(
     return chosen
 
 
-def names_target(targets: dict[str, Any]) -> bool:
-    """Say whether any of the keywords that choose a machine is given."""
-    return any(targets[name] is not usual for name, usual in _NO_TARGET.items())
+def machine_of(
+    target: Any, unit: Any, datapath: Any, plan: GemmPlan | None, native: bool | None
+) -> dict[str, Any] | None:  # fmt: skip
+    """Return the machine of ``convert`` as keywords of Gemm, None where none is named.
+
+    Raises:
+        ArgumentError: Several are named, or plan or native without one.
+    """
+    if all(each is None for each in (target, unit, datapath, plan, native)):
+        return None
+    if target is None or not isinstance(target, str) or target != "recipe" or unit is not None or datapath is not None:
+        unit = target_or_unit("convert", target, unit, datapath, plan)
+    return {"target": target, "unit": unit, "plan": plan, "native": native}
 
 
 def planner_of(recipe: Recipe, model: nn.Module) -> Planner:
@@ -76,14 +87,18 @@ def planner_of(recipe: Recipe, model: nn.Module) -> Planner:
     return lambda name: selector.plan(name, recipe)
 
 
-def constant_planner(configure: Configure) -> Planner:
-    """Return what gives each layer a plan without a schedule."""
+def constant_planner(configure: Configure, machine: dict[str, Any] | None) -> Planner:
+    """Return what gives each layer a plan without a schedule, on a machine where one is named."""
+    if machine is not None and machine["target"] == "recipe":
+        raise ArgumentError("target='recipe' is the machine that a recipe names; pass recipe='te_current' or another")
 
     def plan(name: str) -> LayerPlan | None:
         config = configure(name)
         if config is not None and not isinstance(config, LinearConfig):
             raise ArgumentError(f"config({name!r}) returned {shown(config)}; it must return a LinearConfig or None")
-        return None if config is None else LayerPlan(rules=(), default=config)
+        if config is None:
+            return None
+        return LayerPlan(rules=(), default=config if machine is None else config.on(**machine))
 
     return plan
 

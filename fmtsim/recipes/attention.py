@@ -1,16 +1,19 @@
 """What quantised attention is: quantisers of the operands of its products, forward and backward, and who multiplies."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from fmtsim.errors import ArgumentError, FormatError, shown
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import Gemm
+from fmtsim.gemm.layers.route import element_of
+from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import describe, get_unit
 from fmtsim.recipes.build import FORWARD, HIGH
 from fmtsim.records import check_types
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.gradient import StraightThrough
+from fmtsim.spec.operand import last_cast
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
 from fmtsim.spec.transform import Clamp, Hadamard
@@ -70,6 +73,13 @@ class AttentionConfig:
         check_types(self)
         if self.unit is not None and not isinstance(self.unit, Arithmetic):
             get_unit(self.unit)
+
+    def on(self, target: Any = None, unit: Any = None, **_: Any) -> "AttentionConfig":
+        """Return the same attention on a unit, or on a target's unit for its operands: no library has such a call."""
+        if target is not None:
+            q, k = (getattr(element_of(last_cast(x).format), "name", "bf16") for x in (self.q, self.k))
+            unit = get_target(target).takes(q, k, "fp32", "none")
+        return replace(self, unit=unit)
 
     @property
     def is_random(self) -> bool:

@@ -6,7 +6,7 @@ from fmtsim.formats.block import with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import ScaleRule
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.recipes.build import BF16, E4M3, E8M0, FORWARD, STOCHASTIC, cast, layer
+from fmtsim.recipes.build import BF16, BLACKWELL, E4M3, E8M0, FORWARD, HOPPER, STOCHASTIC, cast, layer
 from fmtsim.recipes.spec import Recipe, Rule, Steps
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.gradient import ClipMask, Differentiable
@@ -85,7 +85,7 @@ def _fp4_ms(*, paper: bool) -> LinearConfig:
     x = cast("e2m1", rows, rounding, transforms=(clamp,), then=eight)
     w = cast("e2m1", columns, rounding, gradient=Differentiable(k=5.0, cap=3.0), then=eight)
     g = cast("e5m2", Scaling(power_of_two="ceil"))
-    return layer(x, w, g, w_back=FORWARD, g_back=FORWARD, x_back=FORWARD)
+    return layer(x, w, g, w_back=FORWARD, g_back=FORWARD, x_back=FORWARD, fast=True)
 
 
 _RULES = (Rule(head=True), Rule(last_blocks=0.15))
@@ -93,42 +93,53 @@ _RULES = (Rule(head=True), Rule(last_blocks=0.15))
 RECIPES = (
     Recipe(
         name="te_nvfp4",
+        machine=BLACKWELL,
         linear=_nvfp4(),
         rules=_RULES,
         aliases=("nvfp4_pretrain",),
         source=f"{_TE}; {_NVIDIA}: the last 15 % of the blocks and the head in bfloat16",
     ),
-    Recipe(name="te_nvfp4_all", linear=_nvfp4(), source=f"{_TE}: every layer"),
+    Recipe(name="te_nvfp4_all", machine=BLACKWELL, linear=_nvfp4(), source=f"{_TE}: every layer"),
     Recipe(
         name="nvfp4_switch",
+        machine=BLACKWELL,
         linear=_nvfp4(),
         rules=(Rule(steps=Steps(first=0.82)), *_RULES),
         source=f"{_NVIDIA}: te_nvfp4, and bfloat16 in the last 18 % of the steps",
     ),
     Recipe(
         name="mxfp4",
+        machine=BLACKWELL,
         linear=_mxfp4("ceil", rotate=True),
         rules=_RULES,
         source=f"{_NVIDIA}, section 5: MXFP4 with scales rounded up, rotations of 32 and stochastic gradients",
         notes="the source's vector of signs is not published: they are random here",
     ),
-    Recipe(name="mxfp4_rne", linear=_mxfp4("floor", rotate=False), source="OCP MX v1.0: every operand cast as it says"),
+    Recipe(
+        name="mxfp4_rne",
+        machine=BLACKWELL,
+        linear=_mxfp4("floor", rotate=False),
+        source="OCP MX v1.0: every operand cast as it says",
+    ),
     Recipe(
         name="quartet",
+        machine=BLACKWELL,
         linear=_quartet(),
         rules=(Rule(head=True),),
         source=_QUARTET,
         notes="the code's rounding of ties (toward zero); the sign of a zero is kept here, the code gives -0",
     ),
-    Recipe(name="quartet2", linear=_quartet2(), rules=(Rule(head=True),), source=_QUARTET2),
+    Recipe(name="quartet2", machine=BLACKWELL, linear=_quartet2(), rules=(Rule(head=True),), source=_QUARTET2),
     Recipe(
         name="quartet2_4over6",
+        machine=BLACKWELL,
         linear=_quartet2((1.0, 1.5)),
         rules=(Rule(head=True),),
         source=f"{_QUARTET2}: forward scales that map a block to 6 or to 4, whichever errs less",
     ),
     Recipe(
         name="fp4_ms",
+        machine=HOPPER,
         linear=_fp4_ms(paper=True),
         rules=(Rule(head=True),),
         variant="paper",
@@ -136,6 +147,7 @@ RECIPES = (
     ),
     Recipe(
         name="fp4_ms_code",
+        machine=HOPPER,
         linear=_fp4_ms(paper=False),
         rules=(Rule(head=True),),
         variant="code",

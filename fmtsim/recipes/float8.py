@@ -7,7 +7,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import SCALE_RULES, ScaleRule
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.attention import flash_attention_3
-from fmtsim.recipes.build import BF16, FORWARD, STOCHASTIC, cast, layer
+from fmtsim.recipes.build import BF16, BLACKWELL, CHAIN, FORWARD, HOPPER, STOCHASTIC, cast, layer
 from fmtsim.recipes.spec import Recipe, Replacement, Rule
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import History, PowerOfTwo, Scaling
@@ -28,9 +28,9 @@ _TENSOR = Scaling()
 _POWER = Scaling(power_of_two="ceil", empty="one")
 
 
-def _same_codes(x: Quantizer, w: Quantizer, g: Quantizer) -> LinearConfig:
+def _same_codes(x: Quantizer, w: Quantizer, g: Quantizer, *, fast: bool = True) -> LinearConfig:
     """Return a layer that casts each tensor once; the backward products take the transposed codes."""
-    return layer(x, w, g, w_back=FORWARD, g_back=FORWARD, x_back=FORWARD)
+    return layer(x, w, g, w_back=FORWARD, g_back=FORWARD, x_back=FORWARD, fast=fast)
 
 
 def _hybrid(scaling: Scaling) -> LinearConfig:
@@ -77,7 +77,7 @@ def _deepseek(power: bool = False, cache: bool = False) -> LinearConfig:
 def _coat() -> LinearConfig:
     scaling = Scaling(arithmetic="divide", eps=1e-10, eps_rule="sum", scale=BF16)
     weights = replace(scaling, scale=FP32, input_scale=True)
-    return _same_codes(cast("e4m3", scaling), cast("e4m3", weights), cast("e5m2", scaling))
+    return _same_codes(cast("e4m3", scaling), cast("e4m3", weights), cast("e5m2", scaling), fast=False)
 
 
 def _gaudi() -> LinearConfig:
@@ -99,7 +99,7 @@ def _ao_tensor(name: str) -> Quantizer:
 
 def _ao_rows_hp() -> LinearConfig:
     tensor = cast("e4m3", Scaling(arithmetic="double", power_of_two="ceil", eps=1e-12))
-    return layer(_rows(), _rows(), _rows(), w_back=tensor, g_back=cast(None), x_back=cast(None))
+    return layer(_rows(), _rows(), _rows(), w_back=tensor, g_back=cast(None), x_back=cast(None), fast=True)
 
 
 def _mx(rule: ScaleRule) -> LinearConfig:
@@ -110,20 +110,28 @@ def _mx(rule: ScaleRule) -> LinearConfig:
 RECIPES = (
     Recipe(
         name="te_delayed",
+        machine=HOPPER,
         linear=_hybrid(_DELAYED),
         source=f"{_TE}, DelayedScaling: hybrid, history of 1024, max",
         notes="the history rolls at every call; the source rolls once a forward context and once a backward pass",
     ),
-    Recipe(name="te_current", linear=_hybrid(_TENSOR), source=f"{_TE}, Float8CurrentScaling: hybrid"),
-    Recipe(name="te_block", linear=_te_block(), source=f"{_TE}, Float8BlockScaling: E4M3, power-of-two scales"),
+    Recipe(name="te_current", machine=HOPPER, linear=_hybrid(_TENSOR), source=f"{_TE}, Float8CurrentScaling: hybrid"),
+    Recipe(
+        name="te_block",
+        machine=HOPPER,
+        linear=_te_block(),
+        source=f"{_TE}, Float8BlockScaling: E4M3, power-of-two scales",
+    ),
     Recipe(
         name="te_mxfp8",
+        machine=BLACKWELL,
         linear=layer(*(cast("mxfp8_e4m3_rceil"),) * 3),
         aliases=("mxfp8",),
         source=f"{_TE}, MXFP8BlockScaling: E4M3, both directions from the original",
     ),
     Recipe(
         name="fp8lm",
+        machine=HOPPER,
         linear=_fp8lm(),
         aliases=("msamp",),
         source=f"{_FP8LM}, section 2; {_MSAMP}: power-of-two scales, windows of 16 for x and g",
@@ -131,48 +139,65 @@ RECIPES = (
     ),
     Recipe(
         name="intel_2t",
+        machine=CHAIN,
         linear=_intel(),
         replace=(Replacement(kind="swiglu", by="SmoothSwiGLU", optional=True),),
         source="Fishman et al., arXiv:2409.12517; Megatron-DeepSpeed 20029cf: window of 1024, refreshed once a window",
     ),
     Recipe(
         name="coat",
+        machine=HOPPER,
         linear=_coat(),
         source="Xi et al., COAT, arXiv:2410.19313; NVlabs/COAT 80ec99f",
         notes="scales of x and g are bfloat16 numbers, those of w numbers of its dtype",
     ),
     Recipe(
         name="deepseek_v3",
+        machine=HOPPER,
         linear=_deepseek(),
         rules=(Rule(name=_BEHIND_ATTENTION, use=_deepseek(power=True, cache=True), optional=True),),
         source=f"{_DEEPSEEK}; arithmetic of DeepGEMM 54e2261",
         notes="the rule is for the layers behind attention, whose inputs are kept in E5M6 with power-of-two scales",
     ),
-    Recipe(name="gaudi", linear=_gaudi(), source="Intel Neural Compressor 9b47d09: Gaudi 2, scales of the hardware"),
+    Recipe(
+        name="gaudi",
+        machine=CHAIN,
+        linear=_gaudi(),
+        source="Intel Neural Compressor 9b47d09: Gaudi 2, scales of the hardware",
+    ),
     Recipe(
         name="ao_tensorwise",
-        linear=layer(_ao_tensor("e4m3"), _ao_tensor("e4m3"), _ao_tensor("e5m2")),
+        machine=HOPPER,
+        linear=layer(_ao_tensor("e4m3"), _ao_tensor("e4m3"), _ao_tensor("e5m2"), fast=True),
         source=f"{_AO}, float8 tensorwise",
     ),
-    Recipe(name="ao_rowwise", linear=layer(*(_rows(),) * 3), source=f"{_AO}, float8 rowwise, powers of two"),
+    Recipe(
+        name="ao_rowwise",
+        linear=layer(*(_rows(),) * 3, fast=True),
+        machine=HOPPER,
+        source=f"{_AO}, float8 rowwise, powers of two",
+    ),
     Recipe(
         name="ao_rowwise_gw_hp",
+        machine=HOPPER,
         linear=_ao_rows_hp(),
         source=f"{_AO}, float8 rowwise_with_gw_hp: weight gradients in high precision",
     ),
     *(
-        Recipe(name=f"ao_mxfp8_{rule}", linear=_mx(rule), source=f"{_AO}, to_mx {rule.upper()}")
+        Recipe(name=f"ao_mxfp8_{rule}", machine=BLACKWELL, linear=_mx(rule), source=f"{_AO}, to_mx {rule.upper()}")
         for rule in SCALE_RULES
         if rule != "amax"
     ),
     Recipe(
         name="unit_scaling",
+        machine="cdna3.mfma",
         linear=layer(cast("e4m3fnuz"), cast("e4m3fnuz"), cast("e5m2fnuz")),
         source="Blake et al., arXiv:2303.11257; graphcore-research/unit-scaling a7b5b3c: casts without scales",
         notes="the library's E4M3 and E5M2 have the grids of e4m3fnuz and e5m2fnuz; needs unit-scaled modules",
     ),
     Recipe(
         name="mu_s",
+        machine=HOPPER,
         linear=layer(cast("e4m3"), cast("e4m3"), cast("e5m2", overflow="saturate")),
         rules=(Rule(head=True),),
         source="Narayan et al., arXiv:2502.05967: static scale 1; embedding, head and norms in bfloat16",
@@ -180,6 +205,7 @@ RECIPES = (
     ),
     Recipe(
         name="fa3",
+        machine=HOPPER,
         attention=flash_attention_3(),
         variant="paper",
         source=f"{_FA3}: a scale for each 128 queries or keys, incoherent processing; the offset of {_FA3_CODE}",
@@ -187,6 +213,7 @@ RECIPES = (
     ),
     Recipe(
         name="fa3_code",
+        machine=HOPPER,
         attention=flash_attention_3(rotate=False, blocks=False),
         variant="code",
         source=f"{_FA3_CODE}: a scale for each head, rotations left to the caller",

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.recipes.build import FORWARD, HIGH, cast, layer
+from fmtsim.recipes.build import CHAIN, FORWARD, HIGH, HOPPER, cast, layer
 from fmtsim.recipes.spec import Recipe
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
@@ -37,7 +37,9 @@ def _bitnet() -> LinearConfig:
 
 def _qat() -> LinearConfig:
     weights = Scaling(block=(1, 32), top=7.5, arithmetic="reciprocal", input_scale=True)
-    return layer(cast("uint8_channel_zp"), cast("int4_full", weights), HIGH, w_back=FORWARD, x_back=FORWARD)
+    return layer(
+        cast("uint8_channel_zp"), cast("int4_full", weights), HIGH, w_back=FORWARD, x_back=FORWARD, dequantized=True
+    )  # fmt: skip
 
 
 def _rows() -> Quantizer:
@@ -48,6 +50,7 @@ RECIPES = (
     *(
         Recipe(
             name=f"halo{level}{suffix}",
+            machine=HOPPER,
             linear=_halo(level, element),
             source=f"{_HALO}: {title}, level {level}",
             notes=_HALO_NOTES,
@@ -55,20 +58,25 @@ RECIPES = (
         for suffix, element, title in (("", "int8", "INT8"), ("_fp8", "e4m3", "FP8"))
         for level in range(3)
     ),
-    Recipe(name="int8_mixed", linear=layer(*(_rows(),) * 3), source=f"{_LECTURE}: every operand by rows"),
+    Recipe(
+        name="int8_mixed", machine=HOPPER, linear=layer(*(_rows(),) * 3), source=f"{_LECTURE}: every operand by rows"
+    ),
     Recipe(
         name="switchback",
+        machine=HOPPER,
         linear=layer(_rows(), cast("int8", _TENSOR), _rows(), g_back=HIGH, x_back=HIGH),
         source="Wortsman et al., arXiv:2304.13013: weight gradients in high precision",
     ),
     Recipe(
         name="bitnet",
+        machine=HOPPER,
         linear=_bitnet(),
         source=f"Ma et al., BitNet b1.58, arXiv:2402.17764; {_LECTURE}",
         notes="gradients in high precision, straight through the roundings",
     ),
     Recipe(
         name="ao_int4_qat",
+        machine=HOPPER,
         linear=_qat(),
         source="torchao 36027d8, 8da4w: weights in groups of 32, activations by token with a zero point",
         notes="scales of weights are 2^-126 at least, as in the source; torchao before 0.18 took the dtype's eps, "
@@ -77,6 +85,7 @@ RECIPES = (
     ),
     Recipe(
         name="lns",
+        machine=CHAIN,
         linear=layer(*(cast("lns8_channel"),) * 3),
         source="Zhao et al., LNS-Madam, arXiv:2106.13914: products of 8-bit logarithmic operands",
     ),

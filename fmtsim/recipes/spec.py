@@ -1,14 +1,17 @@
 """What a recipe is: how each layer's products run, which layers are excepted, and when."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.gemm.targets.target import list_targets
+from fmtsim.gemm.units.unit import describe
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.table import table_html, table_text
-from fmtsim.records import check_types
+from fmtsim.records import check_types, located
+from fmtsim.spec.datapath import Datapath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +211,18 @@ class LossScale:
         return f"times {self.initial:g}, x{self.growth:g} after {self.interval} clean steps, x{self.backoff:g}{kept}"
 
 
+def _named_machine(recipe: "Recipe") -> dict[str, Any]:
+    """Return the machine that a recipe was made for as keywords of Gemm."""
+    if recipe.machine is None:
+        raise ArgumentError(f"recipe {recipe.name} names no machine; pass target=, unit= or datapath=")
+    is_target = isinstance(recipe.machine, str) and recipe.machine in list_targets()
+    return {"target" if is_target else "unit": recipe.machine}
+
+
+def _machine_name(machine: str | Datapath) -> str:
+    return machine if isinstance(machine, str) else describe(machine)
+
+
 # A recipe's records: the class of one, or of each of several in a tuple, and what to write.
 _PARTS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("linear", LinearConfig, "build one with linear_config()"),
@@ -232,6 +247,7 @@ class Recipe:
         autocast: Dtype that everything else runs in under ``torch.autocast``, None for the model's own.
         loss_scale: Scaling of the loss, or None.
         replace: Modules that it exchanges.
+        machine: What it was made for: a target's or a unit's name, or a Datapath; ``target="recipe"`` selects it.
         variant: What sets it apart from its namesakes: ``"paper"`` or ``"code"``, or empty.
         aliases: Other names.
         source: Where it is defined, with the version that was read.
@@ -245,6 +261,7 @@ class Recipe:
     autocast: Literal["bfloat16", "float16"] | None = None
     loss_scale: LossScale | None = None
     replace: tuple[Replacement, ...] = ()
+    machine: str | Datapath | None = None
     variant: Literal["", "paper", "code"] = ""
     aliases: tuple[str, ...] = ()
     source: str = ""
@@ -265,6 +282,34 @@ class Recipe:
                 raise ArgumentError(f"Recipe {name}={shown(value)} is not {what}; {hint}")
         check_types(self)
 
+    def on(self, target: Any = None, **machine: Any) -> "Recipe":
+        """Return the same recipe on a machine, which multiplies in every layer and in attention.
+
+        Layers that a rule leaves in high precision are products of that machine, too, where it is a target: its library
+        multiplies every dtype. A unit alone leaves them as they are.
+
+        Args:
+            target: A target, or ``"recipe"`` for the machine that the recipe was made for.
+            machine: ``unit``, ``plan``, ``accumulate`` and ``native`` of Gemm.
+
+        Raises:
+            ArgumentError, FormatError: The machine does not multiply an operand; the message says which.
+        """
+        if isinstance(target, str) and target == "recipe":
+            return self.on(**{**machine, **_named_machine(self)})
+        machine["target"] = target
+        whole = None if target is None else LinearConfig()
+        with located(f"recipe {self.name}"):
+            linear = whole if self.linear is None else self.linear
+            rules = tuple(
+                replace(rule, use=None if (use := rule.use or whole) is None else use.on(**machine))
+                for rule in self.rules
+            )
+            return replace(
+                self, rules=rules, linear=None if linear is None else linear.on(**machine),
+                attention=None if self.attention is None else self.attention.on(**machine),
+            )  # fmt: skip
+
     def facts(self) -> list[tuple[str, str]]:
         """Return what it says beside the operands of layers: a name and a text each."""
         facts = [("rule", str(rule)) for rule in self.rules]
@@ -272,6 +317,7 @@ class Recipe:
         facts += [("autocast", f"the rest in {self.autocast}")] if self.autocast is not None else []
         facts += [("loss", str(self.loss_scale))] if self.loss_scale is not None else []
         facts += [("modules", str(one)) for one in self.replace]
+        facts += [("machine", _machine_name(self.machine))] if self.machine is not None else []
         facts += [("variant", f"as in the {self.variant}")] if self.variant else []
         facts += [("source", self.source)] if self.source else []
         return facts + ([("notes", self.notes)] if self.notes else [])

@@ -1,7 +1,7 @@
 """Recipes of 16 bits and more, and of bfloat16 with fewer mantissa bits."""
 
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
-from fmtsim.recipes.build import cast
+from fmtsim.recipes.build import HOPPER, cast
 from fmtsim.recipes.spec import LossScale, Recipe
 
 _AMP = "PyTorch 0202916b, torch/amp/grad_scaler.py and the CPU and CUDA kernels behind it"
@@ -9,23 +9,42 @@ _BACK = "Lee et al., To FP8 and Back Again, arXiv:2405.18710 (abstract and secon
 _TF32 = "NVIDIA Ampere whitepaper; truncation of raw float32 operands as recorded on an H200 (docs/evidence.md)"
 
 
-def _whole(name: str, rounding: str = "nearest_even", out: str | None = None) -> LinearConfig:
+def _whole(
+    name: str, rounding: str = "nearest_even", out: str | None = None, dequantized: bool = False
+) -> LinearConfig:
     """Return a layer whose operands, and results, are all of one format."""
-    gemm = Gemm(a=cast(name, rounding=rounding), b=cast(name, rounding=rounding), out=cast(out))
+    gemm = Gemm(
+        a=cast(name, rounding=rounding), b=cast(name, rounding=rounding), out=cast(out), dequantized=dequantized
+    )
     return LinearConfig(fprop=gemm, dgrad=gemm, wgrad=gemm)
 
 
 RECIPES = (
-    Recipe(name="fp32", linear=LinearConfig(), source="IEEE 754-2019", notes="float32 products, sums in no order"),
-    Recipe(name="tf32", linear=_whole("tf32", "toward_zero"), source=_TF32),
+    Recipe(
+        name="fp32",
+        machine=HOPPER,
+        linear=LinearConfig(),
+        source="IEEE 754-2019",
+        notes="float32 products, sums in no order",
+    ),
+    Recipe(name="tf32", machine=HOPPER, linear=_whole("tf32", "toward_zero"), source=_TF32),
     Recipe(
         name="tf32_rna",
+        machine=HOPPER,
         linear=_whole("tf32", "nearest_away"),
         source="PTX ISA, cvt.rna.tf32.f32: operands rounded in software, ties away from zero",
     ),
-    Recipe(name="amp_bf16", linear=_whole("bf16", out="bf16"), autocast="bfloat16", aliases=("bf16",), source=_AMP),
+    Recipe(
+        name="amp_bf16",
+        machine=HOPPER,
+        linear=_whole("bf16", out="bf16"),
+        autocast="bfloat16",
+        aliases=("bf16",),
+        source=_AMP,
+    ),
     Recipe(
         name="amp_fp16",
+        machine=HOPPER,
         linear=_whole("fp16", out="fp16"),
         autocast="float16",
         loss_scale=LossScale(),
@@ -34,6 +53,7 @@ RECIPES = (
     ),
     Recipe(
         name="amp_fp16_static",
+        machine=HOPPER,
         linear=_whole("fp16", out="fp16"),
         autocast="float16",
         loss_scale=LossScale(initial=1024.0, interval=None),
@@ -42,7 +62,8 @@ RECIPES = (
     *(
         Recipe(
             name=name,
-            linear=_whole(name, "toward_zero"),
+            machine=HOPPER,
+            linear=_whole(name, "toward_zero", dequantized=True),
             source=_BACK,
             notes="operands of a bfloat16 model with their low mantissa bits masked off",
         )

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fmtsim.errors import ArgumentError, FormatError, shown
+from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import Overflow
@@ -14,7 +14,7 @@ from fmtsim.gemm.products.resolver import call_name, resolve_call, target_or_uni
 from fmtsim.gemm.products.scales import check_unit_scales
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import describe
-from fmtsim.records import check_types
+from fmtsim.records import check_types, located
 from fmtsim.rounding.modes import Rounding, get_rounding
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.plan import GemmPlan
@@ -117,6 +117,9 @@ class Gemm:
         return ", ".join(filter(None, (f"on {name}", sums, fast, "own plan" if self.plan else "", out)))
 
 
+_NO_MACHINE = dict.fromkeys(("target", "unit", "plan", "accumulate", "native"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearConfig:
     """Describe a linear layer ``y = x w^T`` with x [T, K], w [N, K] and the incoming gradient g [T, N].
@@ -142,7 +145,9 @@ class LinearConfig:
         for name in ("dgrad", "wgrad"):
             gemm = getattr(self, name)
             if gemm.emulated and "forward" in (gemm.a.source, gemm.b.source):
-                gemm.check_route(self.route(name))
+                route = self.route(name)
+                with located(name):
+                    gemm.check_route(route)
 
     @property
     def operands(self) -> dict[str, Quantizer]:
@@ -166,14 +171,23 @@ class LinearConfig:
         turned = gemm.a.source == "forward", gemm.b.source == "forward"
         a = self.dgrad.a if turned[0] else gemm.a
         b = forward[name] if turned[1] else gemm.b
-        try:
-            return gemm.route(a, b, turned)
-        except FormatError as error:
-            raise FormatError(f"{name}: {error}") from None
+        with located(name):
+            return gemm.route(a, b, turned)  # type: ignore[no-any-return]
 
     def on(self, **machine: Any) -> "LinearConfig":
-        """Return the same layer on a machine: ``target``, ``unit``, ``plan``, ``accumulate`` or ``native`` of Gemm."""
-        return LinearConfig(**{name: replace(getattr(self, name), **machine) for name in ("fprop", "dgrad", "wgrad")})
+        """Return the same layer on another machine, or on none.
+
+        Args:
+            machine: ``target``, ``unit``, ``plan``, ``accumulate`` and ``native`` of Gemm; what is left out is None.
+
+        Raises:
+            ArgumentError, FormatError: The machine does not multiply a product's operands; the message names it.
+        """
+        found = {}
+        for name in ("fprop", "dgrad", "wgrad"):
+            with located(name):
+                found[name] = replace(getattr(self, name), **{**_NO_MACHINE, **machine})
+        return LinearConfig(**found)
 
     def __str__(self) -> str:
         shown: dict[str, str] = {}
