@@ -141,15 +141,24 @@ class Target:
         Raises:
             ArgumentError: There is none.
         """
+        found = self._unit(a, b, accumulate, scaling)
+        if found is not None:
+            return found
+        taken = "; ".join(f"{' '.join(inputs)} -> {sums} ({unit})" for inputs, sums, unit in self.units)
+        others = [name for name in list_targets() if get_target(name)._unit(a, b, accumulate, scaling) is not None]
+        elsewhere = f"; targets that do: {', '.join(others)}" if others else ""
+        raise ArgumentError(
+            f"target {self.name} has no unit for {a} x {b} -> {accumulate} with scaling {scaling!r}; it has {taken}"
+            f"{elsewhere}"
+        )
+
+    def _unit(self, a: str, b: str, accumulate: str, scaling: ScaleKind) -> str | None:
         scale = _unit_scale(scaling)
         for inputs, sums, unit in self.units:
             scales = {mode.scale for mode in get_unit(unit).modes}
             if {a, b} <= set(inputs) and sums == accumulate and scale in scales:
                 return unit
-        taken = "; ".join(f"{' '.join(inputs)} -> {sums} ({unit})" for inputs, sums, unit in self.units)
-        raise ArgumentError(
-            f"target {self.name} has no unit for {a} x {b} -> {accumulate} with scaling {scaling!r}; it has {taken}"
-        )
+        return None
 
     def find(self, call: GemmCall) -> tuple[int | None, GemmPlan, Basis]:
         """Return the number of the rule that a call falls under, None where there is none, its plan and its basis.
