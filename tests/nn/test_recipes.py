@@ -208,7 +208,7 @@ def coded(**scaling):
         ({"recipe": own(Rule(kind="Conv3d"))}, r"rules\[0\] of recipe 'own' \(Conv3d\) fits no layer"),
         ({"recipe": "coat", "filter_fn": lambda m, n: False},
          r"convert found nothing to convert in Net \(blocks.0.0: filter_fn said no"),
-        ({"recipe": "coat", "format": "e4m3"}, "recipe= says everything about formats and machines; pass it alone"),
+        ({"recipe": "coat", "format": "e4m3"}, "recipe= says everything about formats; leave format="),
         ({"recipe": "coatt"}, "recipe='coatt' is unknown; did you mean 'coat'"),
     ],
 )  # fmt: skip
@@ -256,12 +256,12 @@ def test_tokens_that_do_not_fill_a_rotation_are_refused_before_the_step():
 @pytest.mark.parametrize(
     ("quantizer", "said"),
     [
-        (coded(block=(1, 48)), r"Gemm a: no unit multiplies blocks of \(1, 48\) with fp32 scales; leave unit="),
-        (coded(block=(None, 1)), r"Gemm a: no unit multiplies blocks of \(None, 1\) with fp32"),
-        (dataclasses.replace(coded(), then=coded()), "Gemm a: no unit multiplies operands quantised as e4m3, "),
+        (coded(block=(1, 48)), r"no unit multiplies e4m3 in blocks of \(1, 48\) with fp32 scales; units and libraries"),
+        (coded(block=(None, 1)), r"no unit multiplies e4m3 in blocks of \(None, 1\) with fp32"),
+        (dataclasses.replace(coded(), then=coded(block=(1, 48))), r"no unit multiplies e4m3 in blocks of \(1, 48\)"),
         (
             Quantizer(format=fmtsim.get_format("int8"), scaling=Scaling()),
-            "Gemm a: no unit multiplies operands quantised",
+            "no unit multiplies int8 by e4m3: integers and floating point; pass datapath=",
         ),
     ],
 )
