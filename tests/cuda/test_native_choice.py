@@ -47,7 +47,7 @@ def hopper(monkeypatch):
     for variable in gpu._VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
     monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: False)
     monkeypatch.setattr(native, "_index_of", lambda device: 0)

@@ -1,5 +1,7 @@
 """Recipes on machines: every one runs on what it was made for; what a machine is handed, against calls of the verbs."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ import fmtsim
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.gemm.layers.linear import EmulatedGEMM
+from fmtsim.gemm.products.native import is_native
 from fmtsim.gemm.units.unit import describe
 from fmtsim.nn.convert import convert
 from fmtsim.recipes import get_recipe
@@ -20,6 +23,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::fmtsim.errors.PlanUnknownWarnin
 BF16 = torch.bfloat16
 HOPPER = {"te_delayed", "te_current", "te_block", "fp8lm", "coat", "deepseek_v3", "ao_tensorwise", "ao_rowwise",
           "ao_rowwise_gw_hp", "halo0_fp8", "halo1_fp8", "halo2_fp8", "mu_s", "fp4_ms", "fp4_ms_code"}  # fmt: skip
+
+NATIVE = sorted(
+    {*HOPPER, "int8_mixed", "halo0", "halo1", "halo2", "switchback", "bitnet", "ao_int4_qat", "amp_bf16", "amp_fp16"}
+)
 
 
 class Attention(torch.nn.Module):
@@ -34,10 +41,10 @@ def net(recipe):
     return torch.nn.Sequential(*blocks, *([Attention()] if recipe.attention else [])).to(BF16)
 
 
-def step(model):
-    x = normal(128, 128, seed=1).to(BF16).requires_grad_()
+def step(model, tokens=128, device="cpu"):
+    x = normal(tokens, 128, seed=1).to(BF16).to(device).requires_grad_()
     y = model(x)
-    y.backward(normal(128, 128, seed=2).to(BF16))
+    y.backward(normal(tokens, y.shape[-1], seed=2).to(BF16).to(device))
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
@@ -54,6 +61,30 @@ def test_every_recipe_runs_on_the_machine_that_it_was_made_for(name):
 def test_every_recipe_of_e4m3_and_e5m2_runs_on_an_h200(name):
     model = convert(net(get_recipe(name)), recipe=name, target="h200", generator=1)
     assert all(t.isfinite().all() for t in step(model))
+
+
+@pytest.mark.skipif(not is_native("h200"), reason="needs an NVIDIA H200")
+@pytest.mark.parametrize("tokens", [48, 1024])
+@pytest.mark.parametrize("widths", [(128, 256, 128), (128, 1152, 384)])
+@pytest.mark.parametrize("name", NATIVE)
+def test_an_h200_itself_gives_the_bits_of_its_emulation(name, widths, tokens):
+    """Three steps: every product by the GPU's own units, or every one emulated."""
+    sides = []
+    for native in (True, False):
+        torch.manual_seed(1)
+        layers = [torch.nn.Sequential(torch.nn.Linear(a, b)) for a, b in itertools.pairwise(widths)]
+        model = torch.nn.Sequential(*layers).to(BF16).cuda()
+        convert(model, recipe=name, target="h200", native=native, generator=3)
+        found = []
+        for _ in range(3):
+            found += [t.clone() for t in step(model, tokens, "cuda")]
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.01 * parameter.grad
+                    parameter.grad = None
+        sides.append(found)
+    for mine, emulated in zip(*sides, strict=True):
+        assert_same_bits(mine, emulated)
 
 
 @pytest.mark.parametrize("machine", [{"target": "h200"}, {"target": "b200"}, {"unit": "int8"}])
