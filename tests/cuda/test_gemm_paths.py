@@ -221,7 +221,7 @@ def test_operands_for_other_paths(emulated):
         case = Case(path, unit_of, fmt)
         assert path.programs(job_of(*operands(case, 4, 4, 64)[:2], case.spec)) is None, (path, fmt)
     with pretend((8, 9)):  # blocks that leave shared memory
-        case = RARER["fp32 blocks of 40"]
+        case = CASES["fp32 blocks of 40"]
         assert case.path.programs(job_of(*operands(case, 4, 4, 256)[:2], case.spec)) is None
 
 

@@ -86,7 +86,7 @@ def _recording(good: dict[str, Any]) -> Callable[[random.Random], bytes]:
 
 def _replayer(name: str) -> Callable[[bytes], None]:
     folder = ROOM / name
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)  # a module that pytest imports twice
     path = folder / f"{name}.npz"
 
     def replay(content: bytes) -> None:

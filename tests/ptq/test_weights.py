@@ -132,7 +132,7 @@ def test_gptq_of_dead_and_dependent_inputs():
     assert torch.equal(gptq(w, torch.zeros(K, K), grid, Gptq()), grid.round(w.double(), slice(None)))
 
 
-@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4", "int4", "e4m3", "e2m1"])
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4", "int4", "e4m3", "e2m1", "int4_g32"])
 def test_the_grid_of_a_weight_rounds_it_as_its_quantiser(fmt):
     w = normal(8, 64, seed=1)
     element = fmt in ("int4", "e4m3", "e2m1")
@@ -144,7 +144,7 @@ def test_the_grid_of_a_weight_rounds_it_as_its_quantiser(fmt):
 
 def test_a_format_without_scales_of_its_own_is_refused():
     with pytest.raises(ArgumentError, match=r"have no scales apart from their elements; choose an element format"):
-        grid_of(torch.randn(4, 32), Quantizer(format=get_format("int4_g32")))
+        grid_of(torch.randn(4, 32), Quantizer(format=get_format("uint8_channel_zp")))
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -331,5 +331,5 @@ def test_contradictions_are_named():
         Scheme(format="mxfp4", scaling="tensor").linear_config()
     with pytest.raises(ArgumentError, match=r"--scaling block64 is unknown; choose one of none, tensor"):
         Scheme(format="e4m3", scaling="block64").linear_config()
-    with pytest.raises(FormatError, match=r"no unit multiplies e4m3_block32, whose blocks of \(1, 32\) have fp32"):
+    with pytest.raises(FormatError, match=r"no unit multiplies e4m3 in blocks of \(1, 32\) with fp32"):
         Scheme(format="e4m3", scaling="block32", unit="hopper.wgmma").linear_config()
