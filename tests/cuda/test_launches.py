@@ -27,7 +27,7 @@ def digests_of_a_process():
 
 
 def test_launches_are_those_that_were_recorded():
-    """One of three processes has to agree: under load one was seen whose products were told other words, unexplained."""
+    """One of three processes has to agree: under load one was seen whose products were told other words."""
     for _ in range(3):
         found = digests_of_a_process()
         different = sorted(recorded(of_launches=True) ^ set(found))
