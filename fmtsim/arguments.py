@@ -294,8 +294,8 @@ def check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype | None)
     check_dense("out", out)
     if out.dtype not in FLOAT_DTYPES:
         raise DtypeError(_dtype_message("out", out.dtype))
-    if out_dtype is not None and out_dtype != out.dtype:
-        raise DtypeError(f"out has dtype {out.dtype} but out_dtype={out_dtype}; leave out_dtype out")
+    if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or out_dtype != out.dtype):
+        raise DtypeError(f"out has dtype {out.dtype} but out_dtype={shown(out_dtype)}; leave out_dtype out")
     if out.shape != x.shape or out.device != x.device or out.layout != x.layout:
         wanted = f"{x.layout} {tuple(x.shape)} on {x.device}"
         raise ArgumentError(

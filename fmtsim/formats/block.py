@@ -269,4 +269,4 @@ def _shared(bits: int, block: Block) -> float:
 def _require(name: str, condition: bool, given: str, allowed: str) -> None:
     """Raise FormatError unless the condition holds."""
     if not condition:
-        raise FormatError(f"format {name!r}: {given}; choose {allowed}")
+        raise FormatError(f"format {shown(name)}: {given}; choose {allowed}")

@@ -52,7 +52,9 @@ def pack(codes: torch.Tensor, bits: int, *, validated: bool = False) -> torch.Te
     if bits == 8:
         return codes.to(torch.uint8).contiguous()
     if bits in _WIDE_VIEWS:
-        return codes.to(_WIDE_VIEWS[bits]).contiguous().view(torch.uint8)
+        wide = codes.to(_WIDE_VIEWS[bits]).contiguous()
+        wide = wide.reshape(-1).reshape(codes.shape) if codes.numel() else wide  # a last stride of 1 for one column too
+        return wide.view(torch.uint8)
     group = 8 // math.gcd(bits, 8)  # codes that end on a byte boundary together
     count = codes.shape[-1]
     narrow = bits < 8

@@ -230,5 +230,6 @@ def _exponents(s: Tensor, mask: Tensor | None, factor: float, hides: bool) -> Te
     """Return the logarithms to base 2 of the weights before normalisation."""
     if mask is None:
         return s * (factor * _LOG2E)
-    hides = hides or bool(((mask == 0) | (mask == -math.inf)).all())  # such a mask changes no score
+    if not hides and not isinstance(mask, torch._subclasses.FakeTensor):
+        hides = bool(((mask == 0) | (mask == -math.inf)).all())  # such a mask changes no score
     return s * (factor * _LOG2E) + mask if hides else (s * factor + mask) * _LOG2E

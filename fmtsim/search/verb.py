@@ -165,7 +165,7 @@ def _check_options(budget: Any, bits: Any, policy: Any, loss_fn: Any) -> None:
 def _budget(budget: float | None, bits: float | None, switching: SwitchingModel, costs: list[list[int]]) -> int:
     least, most = (sum(pick(row) for row in costs) for pick in (min, max))
     adds = switching.adds
-    allowed = int(adds * bits**2 if bits is not None else budget)  # type: ignore[arg-type]  # one is there
+    allowed = int(adds * min(bits, 64) ** 2 if bits is not None else budget)  # type: ignore[arg-type]  # one is there
     if allowed < least:
         raise ArgumentError(
             f"no assignment meets a budget of {allowed:.6g} bit operations; the least is {least} "

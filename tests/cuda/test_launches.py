@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.cuda import launches
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -13,26 +15,30 @@ def recorded(of_launches):
     return {line for line in launches.FILE.read_text().splitlines() if line.startswith("any ") != of_launches}
 
 
+def heap_is_low():
+    """Say whether this Python, built without random places, has a heap whose addresses look like numbers."""
+    maps = Path("/proc/self/maps")
+    heaps = [line for line in maps.read_text().splitlines() if line.endswith("[heap]")] if maps.exists() else []
+    return any(int(line.split("-")[0], 16) < 0x5000 << 32 for line in heaps)
+
+
+told = pytest.mark.skipif(heap_is_low(), reason="this Python's heap lies where numbers do")
+
+
+@told
 def test_definitions_are_those_that_were_recorded():
     different = sorted(recorded(of_launches=False) ^ set(launches.digests(launches.definitions()).splitlines()))
     assert not different, "\n".join(["see tests/cuda/launches.py:", *different])
 
 
-def digests_of_a_process():
-    """Run all launches in a process of its own: what an engine has learnt in other tests may spare it launches."""
+@told
+def test_launches_are_those_that_were_recorded():
+    """In a process of its own: what an engine has learnt in other tests may spare it launches."""
     code = "import fmtsim.cpu; from tests.cuda import launches; print(launches.digests(), end='')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
-def test_launches_are_those_that_were_recorded():
-    """One of three processes has to agree: under load one was seen whose products were told other words."""
-    for _ in range(3):
-        found = digests_of_a_process()
-        different = sorted(recorded(of_launches=True) ^ set(found))
-        if not different:
-            break
+    found = done.stdout.splitlines()
+    different = sorted(recorded(of_launches=True) ^ set(found))
     assert not different, "\n".join(["see tests/cuda/launches.py:", *different])
     calls = {line.rsplit(" ", 2)[0] for line in found}
     assert len(calls) == len(found) and sum(" warmup " in line for line in found) > 30
