@@ -1,6 +1,5 @@
 """Targets that take gradients and shards of ranks, on a process group of this process alone."""
 
-import functools
 import inspect
 from random import Random
 from typing import Any
@@ -17,7 +16,6 @@ from tests.fuzz.calls import Values, either, junk_of, maybe, target
 WIRES = ("e4m3", "e5m2", "int8", "bf16", "e2m1", "nf4", "logfmt8", "mxfp8_e4m3", "nvfp4", "int4_g32", "e4m3_128x128")
 
 
-@functools.cache
 def _alone() -> None:
     """Make the group that a collective needs."""
     if not dist.is_initialized():

@@ -1,6 +1,7 @@
 """Every target with the inputs that failed once and some others; and that a report finds a planted defect."""
 
 import pytest
+import torch.distributed as dist
 from hypothesis import strategies as st
 
 from fmtsim.errors import ArgumentError
@@ -8,6 +9,14 @@ from tests.fuzz.target import Report, Target
 from tests.fuzz.targets import TARGETS
 
 SEED = 1  # of the default tests, which fail or pass alike every day; the command draws others
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_group_stays():
+    """End the process group that targets of collectives make: other modules test what happens without one."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
