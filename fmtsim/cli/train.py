@@ -9,7 +9,6 @@ from typing import Any
 
 from fmtsim.bench.timing import bounded_threads
 from fmtsim.cli.options import (
-    TARGET_OPTIONS,
     add_device,
     add_json,
     add_target,
@@ -72,7 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_scheme(group: argparse._ArgumentGroup) -> None:
     recipe = (
-        "a published scheme, such as te_nvfp4, or a JSON file, instead of the options below; 'list' prints all names"
+        "a published scheme, such as te_nvfp4, or a JSON file, instead of formats, rounding and scaling; 'list' prints "
+        "all names, and --target recipe is the machine that it was made for"
     )
     option(group, "--recipe", recipe, metavar="NAME")
     option(group, "--format", "format of activations and weights (default e4m3)", metavar="NAME")
@@ -90,6 +90,8 @@ def _add_scheme(group: argparse._ArgumentGroup) -> None:
 
 def _add_target(group: argparse._ArgumentGroup) -> None:
     add_target(group)
+    dtype = "dtype of all that is no product of a linear layer, under torch.autocast (default: the recipe's, else none)"
+    option(group, "--autocast", dtype, choices=("bfloat16", "float16"))
     fast = "use_fast_accum=True of a target's forward products; gradients promote their accumulators"
     flag(group, "--fast-accum", fast)
     flag(group, "--fast-backward", "use_fast_accum=True for gradients as well")
@@ -183,32 +185,35 @@ def _config(arguments: argparse.Namespace) -> TrainConfig:
     for name in filter(None, (arguments.format, arguments.grad_format, arguments.baseline)):
         get_format(name)  # an unknown name fails here, with close matches
     sizes = {name: getattr(arguments, name) for name in ("context", "width", "layers", "heads")}
+    machine = _machine(arguments)
     if arguments.recipe is not None:
-        simulated = _recipe(arguments)
+        simulated = _recipe(arguments, machine)
     else:
-        names = ("format", "grad_format", "scaling", "rounding", "grad_rounding")
+        names = ("format", "grad_format", "scaling", "rounding", "grad_rounding", "fast_accum", "fast_backward")
         given = {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
-        simulated = Scheme(**{"format": "e4m3"} | given | _target(arguments))
+        simulated = Scheme(**{"format": "e4m3"} | given | machine)
     baseline = Scheme(format=arguments.baseline, grad_format=arguments.baseline)
     rest = {name: getattr(arguments, name) for name in ("steps", "batch_size", "lr", "seed", "device")}
     return TrainConfig(simulated=simulated, baseline=baseline, model=GPTConfig(**sizes), **rest)
 
 
-def _recipe(arguments: argparse.Namespace) -> Scheme:
-    """Return the scheme of a recipe, which nothing else may describe."""
-    others = ("format", "grad_format", "scaling", "rounding", "grad_rounding", *TARGET_OPTIONS, "plan", "fast_accum",
-              "fast_backward", "check")  # fmt: skip
+def _recipe(arguments: argparse.Namespace, machine: dict[str, Any]) -> Scheme:
+    """Return the scheme of a recipe, beside which nothing else describes formats or sums."""
+    others = ("format", "grad_format", "scaling", "rounding", "grad_rounding", "fast_accum", "fast_backward")
     given = [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name)]
     if given:
         raise ArgumentError(
-            f"--recipe says everything about formats and targets; leave {' and '.join(given)} out, or put it into a "
+            f"--recipe says everything about formats and sums; leave {' and '.join(given)} out, or put it into a "
             "recipe file of your own"
         )
-    return Scheme(format=HIGH_PRECISION, recipe=get_recipe(arguments.recipe))
+    recipe = get_recipe(arguments.recipe)
+    if machine["target"] == "recipe":
+        machine |= {"target": None, **recipe.made_for}
+    return Scheme(format=HIGH_PRECISION, recipe=recipe, **machine)
 
 
-def _target(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return target, unit and plan as a Scheme takes them."""
+def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return target, unit, plan and autocast as a Scheme takes them."""
     given = target_given(arguments)
     if len(given) > 1:
         raise ArgumentError(
@@ -218,7 +223,8 @@ def _target(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ArgumentError("--plan is an accumulation order; pass --target, --unit or --datapath as well")
     if arguments.fast_accum and arguments.target is None:
         raise ArgumentError("--fast-accum chooses between a library's kernels; pass --target as well")
+    if arguments.target == "recipe" and arguments.recipe is None:
+        raise ArgumentError("--target recipe is the machine that a recipe was made for; pass --recipe as well")
     options = read_target(arguments)
     own = options.pop("datapath")
-    fast = {name: getattr(arguments, name) for name in ("fast_accum", "fast_backward")}
-    return {**options, **fast, "unit": arguments.unit if own is None else own}
+    return {**options, "unit": arguments.unit if own is None else own, "autocast": arguments.autocast}

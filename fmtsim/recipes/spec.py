@@ -211,14 +211,6 @@ class LossScale:
         return f"times {self.initial:g}, x{self.growth:g} after {self.interval} clean steps, x{self.backoff:g}{kept}"
 
 
-def _named_machine(recipe: "Recipe") -> dict[str, Any]:
-    """Return the machine that a recipe was made for as keywords of Gemm."""
-    if recipe.machine is None:
-        raise ArgumentError(f"recipe {recipe.name} names no machine; pass target=, unit= or datapath=")
-    is_target = isinstance(recipe.machine, str) and recipe.machine in list_targets()
-    return {"target" if is_target else "unit": recipe.machine}
-
-
 def _machine_name(machine: str | Datapath) -> str:
     return machine if isinstance(machine, str) else describe(machine)
 
@@ -282,6 +274,14 @@ class Recipe:
                 raise ArgumentError(f"Recipe {name}={shown(value)} is not {what}; {hint}")
         check_types(self)
 
+    @property
+    def made_for(self) -> dict[str, Any]:
+        """The machine that it was made for as ``target=`` or ``unit=``; ArgumentError where it names none."""
+        if self.machine is None:
+            raise ArgumentError(f"recipe {self.name} names no machine; pass target=, unit= or datapath=")
+        is_target = isinstance(self.machine, str) and self.machine in list_targets()
+        return {"target" if is_target else "unit": self.machine}
+
     def on(self, target: Any = None, **machine: Any) -> "Recipe":
         """Return the same recipe on a machine, which multiplies in every layer and in attention.
 
@@ -296,7 +296,7 @@ class Recipe:
             ArgumentError, FormatError: The machine does not multiply an operand; the message says which.
         """
         if isinstance(target, str) and target == "recipe":
-            return self.on(**{**machine, **_named_machine(self)})
+            return self.on(**{**machine, **self.made_for})
         machine["target"] = target
         whole = None if target is None else LinearConfig()
         with located(f"recipe {self.name}"):

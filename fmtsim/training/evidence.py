@@ -48,15 +48,19 @@ def check_text(record: dict[str, Any]) -> str:
     machine = ", ".join(str(value) for value in record["machine"].values() if value)
     target = (record["target"] or {"name": "none"})["name"]
     fast = {(False, False): "slow", (True, False): "fast forward, slow backward", (True, True): "fast"}
+    if scheme["recipe"] is not None:
+        products = {"recipe": scheme["recipe"]["name"]}
+    else:
+        products = {"formats": f"{scheme['format']}, gradients {scheme['grad_format'] or 'as usual beside it'}",
+                    "gemm": fast[scheme["fast_accum"], scheme["fast_backward"]]}  # fmt: skip
     rows = {
         "result": _verdict(record),
         "sides": f"{' against '.join(record['sides'])}; target {target}",
         "machine": f"{machine}, torch {record['torch']}",
         "model": f"{record['parameters']:,} parameters: " + ", ".join(f"{name} {size}" for name, size in model.items()),
         "batch": f"{config['batch_size']} windows, lr {config['lr']}, seed {config['seed']}",
-        "formats": f"{scheme['format']}, gradients {scheme['grad_format'] or 'as usual beside it'}",
-        "gemm": fast[scheme["fast_accum"], scheme["fast_backward"]],
-        "head": f"{config['head']}; attention scores and values in float32, the same code on both sides",
+        **products,
+        "head": f"{config['head']}; attention in {scheme['autocast'] or 'float32'}, the same code on both sides",
         "compared": f"{record['numbers_compared']:,} numbers: every loss, gradient and weight of every step",
         "losses": f"{record['losses'][0]:.4f} to {record['losses'][-1]:.4f}" if record["losses"] else "none",
         "weights": ", ".join(f"SHA-256 {code[:16]}" for code in record["weights_sha256"]),

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from fmtsim.analysis.compare import compare
 from fmtsim.analysis.comparison import Comparison
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.layers.config import LinearConfig, linear_config
+from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.products.native import why_not_native
 from fmtsim.gemm.targets.target import Target, get_target
-from fmtsim.nn.convert import convert
+from fmtsim.nn.convert import set_step
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.progress import Progress
 from fmtsim.spec.call import GemmCall
@@ -30,8 +30,18 @@ from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.training.corpus import Corpus, sample
 from fmtsim.training.deterministic import deterministic
 from fmtsim.training.gpt import GPT
-from fmtsim.training.loop import CLIP, TrainConfig, collected_guesses, keys, make_optimizer, set_rate
-from fmtsim.training.schemes import PRODUCTS, Scheme
+from fmtsim.training.loop import (
+    CLIP,
+    TrainConfig,
+    autocast,
+    backward,
+    collected_guesses,
+    keys,
+    make_optimizer,
+    set_rate,
+    simulate,
+)
+from fmtsim.training.loss_scale import LossScaler
 
 HEAD_FORMAT = "bf16"  # of the output head, which FP8 training leaves in 16 bits
 _CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -141,8 +151,8 @@ def check_native(config: TrainConfig, corpus: Corpus, progress: Progress, minute
             raise ArgumentError(f"--check native is not possible: {reason}; pass --device cuda on the target's GPU")
         record = recording(get_target(target))
         sides = (
-            build_side("native", config, linear_of(config.simulated, target=record, native=True)),
-            build_side("emulated", config, linear_of(config.simulated, target=record, native=False)),
+            build_side("native", config, target=record, native=True),
+            build_side("emulated", config, target=record, native=False),
         )
         with collected_guesses() as guesses:
             result = run_lockstep(sides, config, corpus, progress, minutes)
@@ -155,19 +165,18 @@ def recording(target: Target) -> RecordingTarget:
     return RecordingTarget(**{f.name: getattr(target, f.name) for f in dataclasses.fields(Target)})
 
 
-def linear_of(scheme: Scheme, **changes: object) -> LinearConfig:
-    """Return a scheme's config with fields of its three products changed."""
-    config = scheme.linear_config()
-    return LinearConfig(**{name: dataclasses.replace(getattr(config, name), **changes) for name in PRODUCTS})
+def build_side(label: str, config: TrainConfig, **machine: Any) -> Side:
+    """Return a model from the config's seed whose layers and output head multiply on the scheme's machine.
 
-
-def build_side(label: str, config: TrainConfig, linear: LinearConfig) -> Side:
-    """Return a model from the config's seed whose layers and output head multiply as ``linear`` says."""
+    Args:
+        label: What the side is called.
+        config: The training.
+        machine: What to replace of the machine, as keywords of ``convert``.
+    """
     model = GPT(config.model, config.seed).to(config.device)
-    convert(model, config=linear, generator=keys(config))
-    how = linear.fprop
-    machine: dict[str, Any] = {name: getattr(how, name) for name in ("target", "unit", "native")}
-    model.head = linear_config(x=HEAD_FORMAT, w=HEAD_FORMAT, g=HEAD_FORMAT, **machine)
+    simulate(model, config.simulated, config, keys(config), **machine)
+    head = linear_config(x=HEAD_FORMAT, w=HEAD_FORMAT, g=HEAD_FORMAT)
+    model.head = head.on(**{"target": config.simulated.target, "unit": config.simulated.unit} | machine)
     return Side(label, model)
 
 
@@ -180,7 +189,7 @@ def run_lockstep(
     """
     end = math.inf if minutes is None else time.perf_counter() + 60 * minutes
     first, second = (side.model for side in sides)
-    optimizers = [make_optimizer(side.model, config) for side in sides]
+    learners = [(make_optimizer(side.model, config), LossScaler(config.simulated.loss_scale)) for side in sides]
     result = Lockstep(
         labels=(sides[0].label, sides[1].label),
         parameters=sum(p.numel() for p in first.parameters()),
@@ -195,7 +204,7 @@ def run_lockstep(
             break
         step = result.steps + 1
         batch = sample(corpus.train, config.batch_size, config.model.context, batches, config.device)
-        result.mismatch = _step(result, step, sides, optimizers, batch, config)
+        result.mismatch = _step(result, step, sides, learners, batch, config)
         if result.mismatch is None and result.stopped is None:
             result.steps = step
             progress.step(step, f"loss {result.losses[-1]:.4f}")
@@ -206,15 +215,14 @@ def run_lockstep(
 
 
 def _step(
-    result: Lockstep, step: int, sides: Sequence[Side], optimizers: Sequence[torch.optim.Optimizer],
+    result: Lockstep, step: int, sides: Sequence[Side], learners: Sequence[tuple[torch.optim.Optimizer, LossScaler]],
     batch: tuple[Tensor, Tensor], config: TrainConfig,
 ) -> Mismatch | None:  # fmt: skip
     losses = []
-    for index, side in enumerate(sides):
+    for index, (side, (_, scaler)) in enumerate(zip(sides, learners, strict=True)):
         began = time.perf_counter()
-        loss = side.model(*batch)
-        loss.backward()
-        losses.append(loss.detach())
+        set_step(side.model, step - 1)
+        losses.append(backward(side.model, *batch, config.simulated, scaler))
         _wait(config.device)
         result.seconds[index] += time.perf_counter() - began
     began = time.perf_counter()
@@ -222,15 +230,17 @@ def _step(
     mismatch = _compared(result, step, "loss", [("loss", losses[0])], [("loss", losses[1])])
     mismatch = mismatch or _compared(result, step, "gradient", _gradients(first), _gradients(second))
     if mismatch is not None:
-        return dataclasses.replace(mismatch, product=_birthplace(sides, batch))
+        return dataclasses.replace(mismatch, product=_birthplace(sides, batch, config))
     result.losses.append(float(losses[0]))
     if not math.isfinite(result.losses[-1]):
         result.stopped = f"the loss became {result.losses[-1]} at step {step}"
         return None
-    for side, optimizer in zip(sides, optimizers, strict=True):
+    for side, (optimizer, scaler) in zip(sides, learners, strict=True):
         set_rate(optimizer, config, step)
+        taken = scaler.unscale(side.model.parameters())
         torch.nn.utils.clip_grad_norm_(side.model.parameters(), CLIP)
-        optimizer.step()
+        if taken:
+            optimizer.step()
         optimizer.zero_grad()
     mismatch = _compared(result, step, "weight", _weights(first), _weights(second))
     _wait(config.device)
@@ -263,9 +273,10 @@ def _gradients(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     return ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
 
 
-def _birthplace(sides: Sequence[Side], batch: tuple[Tensor, Tensor]) -> str:
+def _birthplace(sides: Sequence[Side], batch: tuple[Tensor, Tensor], config: TrainConfig) -> str:
     """Return the first layer whose output differs where both models look at a batch again."""
-    outputs = [_layer_outputs(side.model, batch) for side in sides]
+    with autocast(config.simulated, config.device):
+        outputs = [_layer_outputs(side.model, batch) for side in sides]
     for (name, a), (_, b) in zip(*outputs, strict=True):
         if not torch.equal(_bits(a), _bits(b)):
             return f"first in the output of {name}: {compare(a, b).first}"

@@ -141,31 +141,32 @@ def rehearse(config: TrainConfig) -> None:
     Formats and sizes that the target does not take show there, and kernels are compiled outside the measured time.
     """
     scheme = config.simulated
-    scheme.linear_config()
-    if not scheme.emulated and scheme.recipe is None:
-        return
+    if scheme.recipe is None:
+        scheme.linear_config()
+        if not scheme.emulated:
+            return
     # Rules of a recipe are about all layers; a target does the same in each of them.
     sizes = config.model if scheme.recipe is not None else replace(config.model, layers=1)
     model = GPT(sizes, config.seed).to(config.device)
     simulate(model, scheme, config, keys(config))
     inputs = torch.zeros(config.batch_size, config.model.context, dtype=torch.int64, device=config.device)
-    _backward(model, inputs, inputs, scheme, LossScaler(scheme.loss_scale))
+    backward(model, inputs, inputs, scheme, LossScaler(scheme.loss_scale))
 
 
-def simulate(model: GPT, scheme: Scheme, config: TrainConfig, generator: torch.Generator) -> None:
-    """Convert a model as a scheme says."""
+def simulate(model: GPT, scheme: Scheme, config: TrainConfig, generator: torch.Generator, **machine: Any) -> None:
+    """Convert a model as a scheme says; ``machine`` replaces some of the scheme's, as keywords of ``convert``."""
+    machine = scheme.machine | machine
     if scheme.recipe is None:
-        convert(model, config=scheme.linear_config(), generator=generator)
+        convert(model, config=scheme.linear_config(), generator=generator, **machine)
     else:
-        convert(model, recipe=scheme.recipe, generator=generator, total_steps=config.steps)
+        convert(model, recipe=scheme.recipe, generator=generator, total_steps=config.steps, **machine)
 
 
 def autocast(scheme: Scheme, device: str) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which everything but products runs in the dtype that a recipe names."""
-    name = None if scheme.recipe is None else scheme.recipe.autocast
-    if name is None:
+    """Return the context in which everything but products runs in the dtype that a scheme names."""
+    if scheme.autocast is None:
         return contextlib.nullcontext()
-    return torch.autocast(torch.device(device).type, dtype=getattr(torch, name))
+    return torch.autocast(torch.device(device).type, dtype=getattr(torch, scheme.autocast))
 
 
 @contextlib.contextmanager
@@ -234,7 +235,7 @@ def _step(step: int, parts: Parts, scheme: Scheme, config: TrainConfig, corpus: 
     batch = sample(corpus.train, config.batch_size, config.model.context, parts.batches, config.device)
     began = time.perf_counter()
     with observe(model) if look else contextlib.nullcontext() as seen:
-        loss = _backward(model, *batch, scheme, parts.scaler)
+        loss = float(backward(model, *batch, scheme, parts.scaler))
     if seen is not None and (math.isfinite(loss) or run.stats is None):  # where it blows up, the look before that
         run.stats, run.observed = seen, step
     taken = parts.scaler.unscale(model.parameters())
@@ -291,8 +292,11 @@ def observed_steps(steps: int) -> set[int]:
     return {1} | {max(1, steps * quarter // 4) for quarter in (1, 2, 3, 4)}
 
 
-def _backward(model: GPT, inputs: torch.Tensor, targets: torch.Tensor, scheme: Scheme, scaler: LossScaler) -> float:
+def backward(
+    model: GPT, inputs: torch.Tensor, targets: torch.Tensor, scheme: Scheme, scaler: LossScaler
+) -> torch.Tensor:
+    """Add the gradients of a batch to the model's, and return the loss, float32, 0-d; the factor is still in them."""
     with autocast(scheme, str(inputs.device)):
         loss = model(inputs, targets)
     scaler.scaled(loss).backward()  # type: ignore[no-untyped-call]  # torch's own
-    return float(loss.detach())
+    return loss.detach()

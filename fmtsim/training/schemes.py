@@ -25,7 +25,6 @@ SCALINGS: dict[str, tuple[Block, Block, ScaleRule] | None] = {
     "mx": ((1, 32), (1, 32), "floor"),
 }
 HIGH_PRECISION = "fp32"
-PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +43,8 @@ class Scheme:
         plan: Accumulation order instead of the target's own.
         fast_accum: use_fast_accum of the target's forward products.
         fast_backward: use_fast_accum of the products of gradients as well.
-        recipe: A recipe instead of all this; ``format`` is ``"fp32"`` then.
+        recipe: A recipe instead of formats, scaling, rounding and fast sums; ``format`` is ``"fp32"`` then.
+        autocast: Dtype of everything else under ``torch.autocast``, instead of the recipe's own.
     """
 
     format: str
@@ -58,10 +58,13 @@ class Scheme:
     fast_accum: bool = False
     fast_backward: bool = False
     recipe: Recipe | None = None
+    autocast: str | None = None
 
     def __post_init__(self) -> None:
         if self.fast_backward and not self.fast_accum:
             raise ArgumentError("--fast-backward extends --fast-accum to gradients; pass --fast-accum as well")
+        if self.recipe is not None and self.autocast is None:
+            object.__setattr__(self, "autocast", self.recipe.autocast)
 
     @property
     def simulated(self) -> bool:
@@ -81,8 +84,9 @@ class Scheme:
     @property
     def label(self) -> str:
         """A short description for legends and tables."""
+        machine = Gemm(**self.machine, fast_accum=self.fast_accum).machine
         if self.recipe is not None:
-            return self.recipe.name
+            return ", ".join(filter(None, (self.recipe.name, machine)))
         if not self.simulated:
             return HIGH_PRECISION
         formats = self.format if self.gradient == self.format else f"{self.format}/{self.gradient}"
@@ -94,30 +98,28 @@ class Scheme:
             parts.append(forward)
         else:
             parts += [f"{tensors} {mode}" for tensors, mode in (("x w", forward), ("g", backward)) if mode]
-        if self.emulated:
-            parts.append(Gemm(target=self.target, unit=self.unit, plan=self.plan, fast_accum=self.fast_accum).machine)
-            parts += ["also of gradients"] if self.fast_backward else []
+        parts += [machine, "also of gradients" if self.fast_backward else ""]
         return ", ".join(filter(None, parts))
 
+    @property
+    def machine(self) -> dict[str, Any]:
+        """Who multiplies, as keywords of ``convert``."""
+        return {"target": self.target, "unit": self.unit, "plan": self.plan}
+
     def linear_config(self) -> LinearConfig:
-        """Return the config of a layer that no rule excepts.
+        """Return the config of every layer without a recipe, without its machine.
 
         Raises:
             FormatError, ArgumentError: The options do not fit together.
         """
-        if self.recipe is not None:
-            return self.recipe.linear or LinearConfig()
         x, w = (_scale(self.format, self.scaling, weight) for weight in (False, True))
         g = _scale(self.gradient, self.scaling, False)
         config = linear_config(
-            x=x, w=w, g=g, rounding=self.rounding, grad_rounding=self.grad_rounding, target=self.target,
-            unit=self.unit, fast_accum=self.fast_accum,
-        )  # fmt: skip
-        fast = {"fprop": self.fast_accum, "dgrad": self.fast_backward, "wgrad": self.fast_backward}
-        gemms = {
-            name: dataclasses.replace(getattr(config, name), plan=self.plan, fast_accum=fast[name]) for name in PRODUCTS
-        }
-        return LinearConfig(**gemms)
+            x=x, w=w, g=g, rounding=self.rounding, grad_rounding=self.grad_rounding, fast_accum=self.fast_accum
+        )
+        backward = {name: dataclasses.replace(getattr(config, name), fast_accum=self.fast_backward)
+                    for name in ("dgrad", "wgrad")}  # fmt: skip
+        return dataclasses.replace(config, **backward)
 
     @property
     def loss_scale(self) -> LossScale | None:

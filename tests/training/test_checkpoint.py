@@ -129,14 +129,14 @@ def test_steps_between_files(tmp_path, corpus):
 def test_guesses_of_both_parts_are_told_once(tmp_path, corpus, monkeypatch):
     """A process warns of a plan once, the one that goes on too."""
     later = iter(["two", "one"])
-    original = loop._backward
+    original = loop.backward
 
     def backward(*args):
         if word := next(later, None):
             warnings.warn(word, PlanUnknownWarning, stacklevel=1)
         return original(*args)
 
-    monkeypatch.setattr(loop, "_backward", backward)
+    monkeypatch.setattr(loop, "backward", backward)
     monkeypatch.setattr(loop, "rehearse", lambda config: warnings.warn("one", PlanUnknownWarning, stacklevel=1))
     assert compared(tmp_path / "x", config(), corpus, stop=5)[1] is None
     assert compared(tmp_path / "x", config(), corpus)[1]["simulated"]["guesses"] == ["one", "two"]

@@ -15,12 +15,13 @@ from fmtsim.cli.main import main
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.progress import Progress
+from fmtsim.recipes import get_recipe
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.training import evidence, lockstep
 from fmtsim.training.corpus import load_corpus
 from fmtsim.training.deterministic import deterministic
 from fmtsim.training.gpt import GPTConfig
-from fmtsim.training.lockstep import build_side, check_native, linear_of, recording, run_lockstep
+from fmtsim.training.lockstep import build_side, check_native, recording, run_lockstep
 from fmtsim.training.loop import TrainConfig, train
 from fmtsim.training.schemes import Scheme
 
@@ -40,10 +41,9 @@ def config(scheme=None, **changes):
     return TrainConfig(simulated=chosen, baseline=Scheme(format="fp32"), model=MODEL, **options)
 
 
-def sides(setting, target=None, **second):
-    changes = {} if target is None else {"target": target}
-    first = build_side("native", setting, linear_of(setting.simulated, native=False, **changes))
-    return first, build_side("emulated", setting, linear_of(setting.simulated, native=False, **changes, **second))
+def sides(setting, **second):
+    first = build_side("native", setting, native=False)
+    return first, build_side("emulated", setting, native=False, **second)
 
 
 def run(setting, corpus, pair=None):
@@ -57,8 +57,10 @@ def run(setting, corpus, pair=None):
         Scheme(format="e4m3", target="h200", fast_accum=True, fast_backward=True),
         Scheme(format="bf16", target="h200"),
         Scheme(format="e4m3", target="h200", rounding="stochastic", grad_rounding="stochastic"),
+        Scheme(format="fp32", target="h200", recipe=get_recipe("te_delayed"), autocast="bfloat16"),
+        Scheme(format="fp32", target="h200", recipe=get_recipe("amp_fp16")),
     ],
-    ids=["slow", "fast", "bf16", "stochastic"],
+    ids=["slow", "fast", "bf16", "stochastic", "te_delayed", "amp_fp16"],
 )
 def test_equal_sides_stay_equal(corpus, scheme):
     setting = config(scheme)
@@ -236,17 +238,16 @@ def test_the_text_of_a_run_without_a_difference(corpus):
 def test_the_command_runs_where_the_card_is(text, tmp_path, capsys, monkeypatch):
     """With a card that is made up, native calls are emulated ones: the command, its files and its exit code."""
     monkeypatch.setattr(lockstep, "why_not_native", lambda target, device: None)
-    linear = lockstep.linear_of
-    monkeypatch.setattr(lockstep, "linear_of", lambda scheme, native, **rest: linear(scheme, native=False, **rest))
+    build = lockstep.build_side
+    emulated = lambda label, config, native, **rest: build(label, config, native=False, **rest)  # noqa: E731
+    monkeypatch.setattr(lockstep, "build_side", emulated)
     words = ["train", *SMALL, "--data", str(text), "--target", "h200", "--check", "native", "--quiet"]
     assert main([*words, "--out", str(tmp_path / "run")]) == 0
     assert "no bit differs after 2 steps" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["check.json", "check.txt"]
 
-    build = lockstep.build_side
-
-    def planted(label, *arguments):
-        side = build(label, *arguments)
+    def planted(label, *arguments, **machine):
+        side = emulated(label, *arguments, **machine)
         if label == "emulated":
             flipped(side.model.norm.weight, 1, 0, 0)
         return side

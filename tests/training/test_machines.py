@@ -10,6 +10,7 @@ from fmtsim.cli.train_summary import summary
 from fmtsim.errors import PlanUnknownWarning
 from fmtsim.gemm.targets import target
 from fmtsim.progress import Progress
+from fmtsim.recipes import get_recipe
 from fmtsim.spec.datapath import Datapath
 from fmtsim.training.artifacts import make_record
 from fmtsim.training.corpus import load_corpus
@@ -57,6 +58,36 @@ def test_the_machine_is_named_and_recorded(text, tmp_path, capsys, words, label,
     assert scheme["fast_accum"] == ("--fast-accum" in words) and record["simulated"]["guesses"] == []
     assert label in (tmp_path / "run" / "layers.txt").read_text()
     assert record["simulated"]["losses"][1] != record["baseline"]["losses"][1]
+
+
+@pytest.mark.parametrize(
+    ("words", "label"),
+    [
+        (["--recipe", "te_current", "--target", "recipe", "--autocast", "bfloat16"], "te_current, on h200"),
+        (
+            ["--recipe", "te_mxfp8", "--unit", "blackwell.tcgen05.mxf8f6f4", "--width", "32"],
+            "te_mxfp8, on blackwell.tcgen05.mxf8f6f4",
+        ),
+        (["--recipe", "lns", "--target", "recipe"], "lns, on blocks of 1, exact, nearest_even to fp32"),
+    ],
+)
+def test_a_recipe_on_a_machine(text, tmp_path, capsys, words, label):
+    """It is in the legend, the record and every layer; its losses are not those of the recipe alone."""
+    assert command(text, tmp_path, *words, "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["simulated"]["label"] == label
+    assert label.partition(", ")[2] in (tmp_path / "run" / "layers.txt").read_text()
+    scheme = record["config"]["simulated"]
+    assert scheme["autocast"] == ("bfloat16" if "--autocast" in words else None)
+
+
+def test_autocast_and_machine_reach_the_losses(text):
+    recipe = get_recipe("te_current")
+    schemes = [
+        Scheme(format="fp32", recipe=recipe, **how)
+        for how in ({}, {"autocast": "bfloat16"}, {"unit": Datapath(block=32, fraction_bits=4)})
+    ]
+    assert len({tuple(compared(text, scheme)[3].losses) for scheme in schemes}) == 3
 
 
 def test_fewer_bits_are_seen_in_the_losses(text):
@@ -120,6 +151,17 @@ def test_one_guess_is_no_list():
         (["--target", "h200", "--format", "mxfp4"], "target h200 has no unit for e2m1 x e2m1"),
         (["--target", "h200", "--width", "24"], "multiples of 16, not K=24"),
         (["--target", "h200", "--context", "12"], "multiples of 16, not K=24"),
+        (["--unit", "hopper.wgmma", "--scaling", "block32"], "no unit multiplies e4m3 in blocks of (1, 32) with fp32"),
+        (["--target", "recipe"], "--target recipe is the machine that a recipe was made for; pass --recipe as well"),
+        (
+            ["--recipe", "te_mxfp8", "--target", "h200"],
+            "te_mxfp8: fprop: target h200 has no unit for e4m3 x e4m3 -> fp32 with scaling 'mx'",
+        ),
+        (["--recipe", "te_current", "--target", "h200", "--width", "24"], "multiples of 16, not K=24"),
+        (
+            ["--recipe", "te_current", "--target", "h200", "--fast-accum"],
+            "--recipe says everything about formats and sums; leave --fast-accum out",
+        ),
     ],
 )
 def test_bad_machines_fail_before_the_baseline(text, tmp_path, capsys, words, message):

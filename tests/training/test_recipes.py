@@ -12,7 +12,7 @@ from fmtsim.progress import Progress
 from fmtsim.recipes import LossScale, Recipe, get_recipe, list_recipes, save_recipe
 from fmtsim.training.corpus import load_corpus
 from fmtsim.training.gpt import GPT, GPTConfig
-from fmtsim.training.loop import TrainConfig, _backward, rehearse, simulate, train
+from fmtsim.training.loop import TrainConfig, backward, rehearse, simulate, train
 from fmtsim.training.loss_scale import LossScaler
 from fmtsim.training.schemes import Scheme
 from tests.support import records
@@ -67,8 +67,7 @@ def test_names_are_listed(capsys):
     ("words", "said"),
     [
         (["--recipe", "te_curent"], "recipe='te_curent' is unknown; did you mean 'te_current'"),
-        (["--recipe", "coat", "--format", "e4m3", "--unit", "exact"], "leave --format and --unit out"),
-        (["--recipe", "coat", "--check", "native"], "leave --check out, or put it into a recipe file of your own"),
+        (["--recipe", "coat", "--format", "e4m3", "--rounding", "up"], "leave --format and --rounding out"),
         (["--recipe", "quartet2"], "layer 'blocks.0.attention.qkv'"),
         (["--recipe", "absent.json"], "cannot read absent.json: No such file"),
     ],
@@ -190,7 +189,7 @@ def test_the_rest_runs_under_autocast(name, text):
     simulate(model, config(name).simulated, config(name), torch.Generator())
     model.blocks[0].up.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     tokens = torch.zeros(1, 16, dtype=torch.int64)
-    _backward(model, tokens, tokens, config(name).simulated, LossScaler(None))
+    backward(model, tokens, tokens, config(name).simulated, LossScaler(None))
     assert seen == [torch.bfloat16 if name == "amp_bf16" else torch.float16]
 
 

@@ -121,9 +121,9 @@ def test_the_model_is_causal_and_leaves_generators_alone():
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_still_drawn(tmp_path, corpus, monkeypatch):
-    original = loop._backward
+    original = loop.backward
     losses = iter([None, math.nan])
-    monkeypatch.setattr(loop, "_backward", lambda *a: next(losses, None) or original(*a))
+    monkeypatch.setattr(loop, "backward", lambda *a: next(losses, None) or original(*a))
     shown = io.StringIO()
     run = train(Scheme(format="e4m3"), config(), corpus, Lines(shown))
     assert run.stopped == "the loss became nan at step 2" and len(run.losses) == 2
@@ -314,7 +314,8 @@ def test_labels(options, label):
 
 def test_the_machine_reaches_every_product():
     unit, plan = Datapath(block=8), GemmPlan(promote_every=64)
-    config = Scheme(format="e4m3", unit=unit, plan=plan).linear_config()
+    scheme = Scheme(format="e4m3", unit=unit, plan=plan)
+    config = scheme.linear_config().on(**scheme.machine)
     assert all(gemm.unit == unit and gemm.plan == plan for gemm in (config.fprop, config.dgrad, config.wgrad))
     assert Scheme(format="fp32", target="h200").simulated and not Scheme(format="fp32").simulated
 
@@ -332,4 +333,4 @@ def test_contradictions_are_named():
     with pytest.raises(ArgumentError, match=r"--scaling block64 is unknown; choose one of none, tensor"):
         Scheme(format="e4m3", scaling="block64").linear_config()
     with pytest.raises(FormatError, match=r"no unit multiplies e4m3 in blocks of \(1, 32\) with fp32"):
-        Scheme(format="e4m3", scaling="block32", unit="hopper.wgmma").linear_config()
+        Scheme(format="e4m3", scaling="block32").linear_config().on(unit="hopper.wgmma")
