@@ -18,7 +18,7 @@ from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.gemm.layers.passes import Observer
 from fmtsim.nn.sizes import size_fault
 from fmtsim.recipes.plan import LayerPlan
-from fmtsim.scaling.history import DelayedScale, FrozenScale
+from fmtsim.scaling.history import DelayedScale, FrozenScale, RememberedScale, StoredScale
 from fmtsim.scaling.repeats import Calls
 
 STATE = "fmtsim_state"  # the submodule in which delayed scaling remembers
@@ -108,7 +108,7 @@ class EmulatedModule(nn.Module):
             raise type(error)(f"layer {how.name!r}: {error}") from error
 
     def remember(self) -> None:
-        """Make what delayed scaling remembers of this module, where one of its configs has such scales."""
+        """Make what remembers the scales of this module, delayed or stored, where one of its configs has such."""
         how = self.emulation
         assert how is not None
         configs = (how.config,) if how.plan is None else (how.config, *how.plan.configs, LinearConfig())
@@ -116,7 +116,9 @@ class EmulatedModule(nn.Module):
         for part in self.parts:
             for config in configs:
                 for name, quantizer in config.operands.items():
-                    if quantizer.scaling is not None and quantizer.scaling.history is not None:
+                    if quantizer.source == "stored":
+                        memory[_state_key(part, name)] = StoredScale()
+                    elif quantizer.scaling is not None and quantizer.scaling.history is not None:
                         memory[_state_key(part, name)] = DelayedScale(quantizer)
         if len(memory):
             parameter = next(self.parameters())
@@ -158,8 +160,13 @@ def _kind(part: str, learns: bool, compiled: bool) -> str:
     return " ".join([part, *([] if learns else ["frozen"]), *(["compiled"] if compiled else [])])
 
 
-def _call(scale: DelayedScale, operand: str, learns: bool, compiled: bool) -> DelayedScale | FrozenScale:
+def _call(
+    scale: RememberedScale, operand: str, learns: bool, compiled: bool
+) -> DelayedScale | FrozenScale | StoredScale:
     """Return what calls of an operand read of its scale's memory, and whether they change it."""
+    if isinstance(scale, StoredScale):
+        return scale
+    assert isinstance(scale, DelayedScale)
     assert scale.scaling.history is not None
     if not learns or scale.scaling.history.fixed:
         return scale.frozen()

@@ -66,9 +66,9 @@ def configure(
 
 
 def machine_of(
-    target: Any, unit: Any, datapath: Any, plan: GemmPlan | None, native: bool | None
+    target: Any, unit: Any, datapath: Any, plan: GemmPlan | None, native: bool | None, verb: str = "convert"
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Return the machine of ``convert`` as keywords of Gemm, None where none is named.
+    """Return the machine of ``convert``, or of another verb, as keywords of Gemm, None where none is named.
 
     Raises:
         ArgumentError: Several are named, or plan or native without one.
@@ -76,7 +76,7 @@ def machine_of(
     if all(each is None for each in (target, unit, datapath, plan, native)):
         return None
     if target is None or not isinstance(target, str) or target != "recipe" or unit is not None or datapath is not None:
-        unit = target_or_unit("convert", target, unit, datapath, plan)
+        unit = target_or_unit(verb, target, unit, datapath, plan)
     return {"target": target, "unit": unit, "plan": plan, "native": native}
 
 

@@ -12,6 +12,7 @@ from fmtsim.nn.convert import RECIPE, converted_modules
 from fmtsim.nn.modules import STATE, EmulatedModule
 from fmtsim.nn.swaps import swap_details
 from fmtsim.records import check_items
+from fmtsim.scaling.history import DelayedScale
 
 
 def recipe_state(model: nn.Module) -> dict[str, Any]:
@@ -74,14 +75,14 @@ def load_recipe_state(model: nn.Module, state: dict[str, Any]) -> None:
         }
         for key in sorted(set(memory) | set(given)):
             shapes = [tuple(tensors[key].shape) if key in tensors else None for tensors in (memory, given)]
-            if shapes[0] != shapes[1]:
+            if shapes[0] not in (shapes[1], (0,)) or None in shapes:  # a stored scale has no shape before it is known
                 raise ArgumentError(
                     f"layer {shown(name)}: {key} is {shapes[1]} in the state and {shapes[0]} in the model; "
                     "the recipe was another one when the state was saved"
                 )
         pairs += [(memory[key], given[key]) for key in memory]
     for tensor, value in pairs:
-        tensor.copy_(value)
+        tensor.resize_(value.shape).copy_(value)
 
 
 def share_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -121,7 +122,8 @@ def share_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
             )
     for _, module in modules:
         for memory in module._modules[STATE].children() if STATE in module._modules else ():  # type: ignore[union-attr]
-            memory.group = group  # type: ignore[assignment]
+            if isinstance(memory, DelayedScale):
+                memory.group = group
 
 
 def _runs(module: EmulatedModule) -> str:

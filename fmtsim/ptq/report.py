@@ -67,6 +67,7 @@ class PtqReport:
         left: Modules with weights that stay in high precision, and why.
         tied: Modules of those that share a weight with a quantised layer, and so have it quantised, and the layer.
         attention: Its quantisers, "" where it runs as it did.
+        machine: Where the quantised layers multiply, "" where that is float32 in no particular order.
     """
 
     recipe: str
@@ -76,6 +77,7 @@ class PtqReport:
     left: tuple[tuple[str, str], ...] = ()
     tied: tuple[tuple[str, str], ...] = ()
     attention: str = ""
+    machine: str = ""
 
     def __getitem__(self, name: str) -> PtqRow:
         found = [row for row in self.rows if row.name == name]
@@ -109,7 +111,8 @@ class PtqReport:
         return cells
 
     def _remarks(self) -> list[str]:
-        total = f"{len(self.rows)} weights by {self.recipe} in {self.seconds:.1f} s"
+        where = f" {self.machine}" if self.machine else ""
+        total = f"{len(self.rows)} weights by {self.recipe}{where} in {self.seconds:.1f} s"
         lines = [total + (f"; equalised {', '.join(self.equalised)}" if self.equalised else "")]
         lines += [f"attention: {self.attention}"] if self.attention else []
         reasons: dict[str, list[str]] = {}

@@ -1,20 +1,24 @@
 """What a recipe of post-training quantisation is, as data: operands, calibration, and methods on top of them."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
+from fmtsim.gemm.layers.operand import keeps_scales
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.spec import Recipe, Rule
-from fmtsim.records import check_types
+from fmtsim.records import check_types, located
+from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import History
 from fmtsim.spec.transform import Hadamard
 
 RangeRule = Literal["absmax", "percentile", "mse"]
 Groups = Literal["static", "dynamic", "lazy"]
+_NO_MACHINE = dict.fromkeys(("target", "unit", "plan", "native"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +184,10 @@ class PtqRecipe:
         batch_norm: Measure the statistics of batch normalisation anew in the quantised model.
         attention: Quantisers of attention, for models that call torch's scaled_dot_product_attention; those of k and
             v stand for a quantised cache.
-        rules: Layers that run otherwise; the first that fits counts. Only ``fprop`` of a rule's ``use`` counts.
+        rules: Layers that run otherwise; the first that fits counts. Only ``a`` and ``b`` of a rule's ``use.fprop``
+            count.
+        target, unit, plan, native: The machine that the quantised layers multiply on, as in Gemm; without one products
+            are float32, in no particular order.
         aliases, source, notes: As in Recipe.
     """
 
@@ -195,6 +202,10 @@ class PtqRecipe:
     batch_norm: bool = False
     attention: AttentionConfig | None = None
     rules: tuple[Rule, ...] = ()
+    target: Any = None
+    unit: Any = None
+    plan: GemmPlan | None = None
+    native: bool | None = None
     aliases: tuple[str, ...] = ()
     source: str = ""
     notes: str = ""
@@ -223,15 +234,80 @@ class PtqRecipe:
                 f"PtqRecipe {shown(self.name)}: calibration= with x = {self.x}, which has no scale of a tensor; "
                 "give x Scaling() with block=(None, None), or leave calibration= out"
             )
+        if self.machine or self.plan is not None or self.native is not None:
+            with located(f"PtqRecipe {shown(self.name)}"):
+                for where, x, w in self._operands():
+                    with located(where.strip()):
+                        self._check_machine(x, w)
+                with located("attention"):
+                    _ = self.serving_attention
+
+    def _check_machine(self, x: Quantizer, w: Quantizer) -> None:
+        """Refuse operands that the machine does not multiply, and a weight whose scales it would not be handed."""
+        self.product(x, w)
+        moving = isinstance(self.weights, Gptq) and self.weights.groups != "static" and w.format is not None
+        if moving and x.format is not None:
+            raise ArgumentError(
+                f"weights={self.weights}: a machine is not handed scales that groups make as they are reached; choose "
+                "Gptq(groups='static'), or leave x in high precision"
+            )
 
     def _operands(self) -> list[tuple[str, Quantizer, Quantizer]]:
         used = [(f" rules[{i}]", rule.use) for i, rule in enumerate(self.rules) if rule.use is not None]
         return [("", self.x, self.w), *((where, use.fprop.a, use.fprop.b) for where, use in used)]
 
+    def on(self, target: Any = None, **machine: Any) -> "PtqRecipe":
+        """Return the same recipe on a machine, or on none.
+
+        Args:
+            target: A target of Gemm.
+            machine: ``unit``, ``plan`` and ``native`` of Gemm; what is left out is None.
+
+        Raises:
+            ArgumentError, FormatError: The machine does not multiply an operand; the message names it.
+        """
+        if isinstance(target, str) and target == "recipe":
+            raise ArgumentError(f"ptq recipe {self.name!r} names no machine; pass target=, unit= or datapath=")
+        return dataclasses.replace(self, **{**_NO_MACHINE, **machine, "target": target})
+
+    @property
+    def on_machine(self) -> dict[str, Any]:
+        """The fields that name the machine, as keywords of ``on``."""
+        return {name: getattr(self, name) for name in _NO_MACHINE}
+
+    @property
+    def machine(self) -> str:
+        """What multiplies, in a few words; empty where that is float32 in no particular order."""
+        return Gemm(target=self.target, unit=self.unit).machine
+
+    @property
+    def serving_attention(self) -> AttentionConfig | None:
+        """The quantised attention, on the recipe's machine where q and k are quantised, not a cache alone."""
+        how = self.attention
+        if how is None or not self.machine or how.q.format is None or how.k.format is None:
+            return how
+        return how.on(target=self.target, unit=self.unit)
+
     @property
     def prescribed(self) -> Recipe:
         """The recipe whose forward products have these quantisers, scales made from the tensor at hand."""
-        return self._recipe(lambda x, w: (x, w))
+        return self._recipe(self.product)
+
+    def product(self, x: Quantizer, w: Quantizer) -> Gemm:
+        """Return the forward product of two operands on the recipe's machine."""
+        return Gemm(a=x, b=w, **self.on_machine)
+
+    def served(self, x: Quantizer, w: Quantizer) -> Gemm:
+        """Return the forward product of a quantised layer: a stored weight, and the scale of x as calibrated.
+
+        A machine is handed the weight's elements with the scales that they were rounded with. Where nothing keeps those
+        apart (no machine, formats that hide them, scales that moved with GPTQ) it is the number that is stored.
+        """
+        x = fixed(x) if self.calibration is not None and is_static(x) else x
+        apart = w.scaling is not None or keeps_scales(w, folded=False, on_gpu=False)
+        moving = isinstance(self.weights, Gptq) and self.weights.groups != "static"
+        stored = bool(self.machine) and apart and not moving
+        return self.product(x, dataclasses.replace(w, source="stored") if stored else Quantizer())
 
     @property
     def inference(self) -> Recipe:
@@ -239,13 +315,11 @@ class PtqRecipe:
 
         ``fmtsim.convert`` with it, ``load_state_dict`` and ``fmtsim.load_recipe_state`` restore a quantised model.
         """
-        calibrated = self.calibration is not None
-        return self._recipe(lambda x, w: (fixed(x) if calibrated and is_static(x) else x, Quantizer()))
+        return self._recipe(self.served)
 
-    def _recipe(self, change: Any) -> Recipe:
+    def _recipe(self, product: Callable[[Quantizer, Quantizer], Gemm]) -> Recipe:
         def config(x: Quantizer, w: Quantizer) -> LinearConfig:
-            a, b = change(x, w)
-            return LinearConfig(fprop=Gemm(a=a, b=b))
+            return LinearConfig(fprop=product(x, w))
 
         rules = tuple(
             rule if rule.use is None else dataclasses.replace(rule, use=config(rule.use.fprop.a, rule.use.fprop.b))
@@ -257,6 +331,7 @@ class PtqRecipe:
     def __str__(self) -> str:
         ranges = "from the tensor at hand" if self.calibration is None else f"calibrated by {self.calibration}"
         lines = [self.name, f"x: {self.x}" + (f", {ranges}" if self.x.format else ""), f"w: {self.w}"]
+        lines += [self.machine] if self.machine else []
         methods = [str(part) for part in (self.equalise, self.smooth, self.weights) if part is not None]
         methods += ["bias correction"] * self.bias_correction + ["batch norm measured anew"] * self.batch_norm
         lines += [f"with: {', '.join(methods)}"] if methods else []

@@ -64,8 +64,8 @@ def load_ptq(model: Model, state: dict[str, Any]) -> Model:
         unsmooth({name: model.get_submodule(name) for name in layers})
         revert(model)
         raise ArgumentError(f"the state does not fit {type(model).__name__}: {error}") from None
-    if recipe.attention is not None:
-        convert_attention(model, recipe.attention)
+    if (attention := recipe.serving_attention) is not None:
+        convert_attention(model, attention)
     return model
 
 

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.gemm.layers.keys import Layer
+from fmtsim.gemm.layers.linear import run_layer
+from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.nn.modules import STATE, EmulatedModule
 from fmtsim.progress import Progress
 from fmtsim.ptq.calibrate import Part, Products, Slot, call, evaluating
@@ -17,7 +20,8 @@ from fmtsim.ptq.learned import learned_rounding
 from fmtsim.ptq.ranges import choose_top, collect, limit, quantised_input, static_scale
 from fmtsim.ptq.reshape import smooth
 from fmtsim.ptq.spec import Gptq, LearnedRounding, PtqRecipe, Smooth
-from fmtsim.scaling.history import DelayedScale
+from fmtsim.records import located
+from fmtsim.scaling.history import DelayedScale, RememberedScale, StoredScale
 
 ROOM = 1 + 2.0**-20  # the largest value times its scale may fall short of what the scale was made of by roundings
 
@@ -97,16 +101,42 @@ def round_weights(products: Products, method: Gptq | LearnedRounding | None, sho
         show.step(i + 1)
 
 
-def measure(products: Products, batches: list[Any], show: Progress) -> None:
+def serving_layer(recipe: PtqRecipe, part: Part, slot: Slot) -> Layer:
+    """Return what runs a product of the quantised model, given the slot's rounded weight."""
+    gemm = recipe.served(part.x, slot.quantizer)
+    state: dict[str, Any] = {}
+    if part.top is not None:
+        state["x_f"] = static_scale(part.x, part.top).to(slot.w.device).frozen()
+    if gemm.b.source == "stored":
+        state["w_f"] = StoredScale(*_scales_of(slot))
+    return Layer(LinearConfig(fprop=gemm), None, state)
+
+
+def _scales_of(slot: Slot) -> tuple[Tensor | None, Tensor | None]:
+    """Return the scales of blocks and of the tensor that a weight is rounded with, before it is overwritten."""
+    made = quantize_operand(slot.w, slot.quantizer)
+    return tuple(None if s is None else s.clone() for s in (made.scale, made.tensor_scale))  # type: ignore[return-value]
+
+
+def measure(products: Products, recipe: PtqRecipe, batches: list[Any], show: Progress) -> None:
     """Measure what quantisation costs the outputs of every product, inputs being those of the model as it was."""
+    layers: dict[tuple[Part, Slot], Layer] = {}
+
+    def output(part: Part, slot: Slot, x: Tensor) -> Tensor:
+        assert slot.quantised is not None
+        if not recipe.machine:
+            return quantised_input(part, x).to(x.dtype) @ slot.quantised.to(x.dtype).mT
+        if (part, slot) not in layers:
+            layers[part, slot] = serving_layer(recipe, part, slot)
+        with located(f"layer {part.name!r}"):
+            return run_layer(x, slot.quantised.to(x.dtype), None, layers[part, slot])
 
     def see(part: Part, slot: Slot, x: Tensor) -> None:
         top = limit(part)
         if top is not None:
             part.clipped += float((x.abs() > top * ROOM).sum()) / (part.rows * x.shape[1])
-        assert slot.quantised is not None
         y = x @ slot.w.mT
-        d = y - quantised_input(part, x).to(x.dtype) @ slot.quantised.to(x.dtype).mT
+        d = y - output(part, slot, x)
         slot.signal += float(y.square().sum(dtype=torch.float64))
         slot.noise += float(d.square().sum(dtype=torch.float64))
         off = d.sum(0, dtype=torch.float64)
@@ -123,19 +153,26 @@ def install(products: Products, correct_bias: bool) -> set[str]:
     corrected: set[str] = set()
     for slot in products.slots.values():
         assert slot.quantised is not None
+        for part in slot.parts:
+            memory = _memory(part.module).get(f"{part.part}_w_f" if part.part else "w_f")
+            if isinstance(memory, StoredScale):
+                for name, found in zip(("scale", "tensor_scale"), _scales_of(slot), strict=True):
+                    if found is not None:
+                        setattr(memory, name, found)
         slot.w.copy_(slot.quantised)
         if correct_bias and _correct(slot):
             corrected.add(slot.name)
     for part in products.parts.values():
         if part.top is not None:
-            _keep(_memory(part.module)[f"{part.part}_x_f" if part.part else "x_f"], part)
+            _keep(_memory(part.module)[f"{part.part}_x_f" if part.part else "x_f"], part)  # type: ignore[arg-type]
     for module in products.modules.values():
         _fill_idle(module, [p for p in products.parts.values() if p.module is module and p.top is not None])
     return corrected
 
 
-def _memory(module: EmulatedModule) -> dict[str, DelayedScale]:
-    return dict(module._modules[STATE].named_children())  # type: ignore[union-attr, arg-type]
+def _memory(module: EmulatedModule) -> dict[str, RememberedScale]:
+    found = module._modules.get(STATE)
+    return {} if found is None else dict(found.named_children())  # type: ignore[arg-type]
 
 
 def _keep(memory: DelayedScale, part: Part) -> None:
@@ -155,7 +192,7 @@ def _fill_idle(module: EmulatedModule, parts: list[Part]) -> None:
     if projections:
         widest = max(projections, key=lambda part: part.top or 0.0)
         for name, memory in _memory(module).items():
-            if not int(memory.calls) and name != "out_proj_x_f":
+            if isinstance(memory, DelayedScale) and not int(memory.calls) and name != "out_proj_x_f":
                 _keep(memory, widest)
 
 

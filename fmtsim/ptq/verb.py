@@ -1,6 +1,7 @@
 """ptq: quantise a trained model from a few batches of data, without training it."""
 
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -8,10 +9,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from fmtsim.errors import ArgumentError, FmtsimError, PlanUnknownWarning
 from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.gemm.layers.keys import Layer
+from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.nn.attention_mode import convert_attention, revert_attention
 from fmtsim.nn.convert import REASONS, convert, revert
 from fmtsim.nn.modules import EmulatedModule
+from fmtsim.nn.planning import machine_of
 from fmtsim.progress import Progress, make_progress
 from fmtsim.ptq.calibrate import Products, batches_of, call, check_model, evaluating, row_major
 from fmtsim.ptq.registry import get_ptq_recipe
@@ -20,6 +25,7 @@ from fmtsim.ptq.reshape import equalise, stored, unsmooth
 from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.ptq.state import RECIPE
 from fmtsim.ptq.steps import calibrated, install, measure, measure_batch_norm, round_weights
+from fmtsim.spec.plan import GemmPlan
 
 Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
@@ -32,14 +38,20 @@ def ptq(
     *,
     filter_fn: Filter | None = None,
     progress: bool | None = None,
+    target: Any = None,
+    unit: Any = None,
+    datapath: Any = None,
+    plan: GemmPlan | None = None,
+    native: bool | None = None,
 ) -> Model:
     """Quantise a trained model's weights and activations, in place, from a few batches of data.
 
     Linear layers, convolutions and attention projections keep their objects and Parameters. Weights are overwritten by
     their quantised values, in their own dtype, which rounds once more where it is narrow: ``copy.deepcopy`` the model
     before to keep them. Inputs are quantised at every call, under static scales, which are buffers
-    (``fmtsim.recipe_state``), or under scales made from the tensor at hand. Products are float32, in no particular
-    order. ``fmtsim.revert`` gives the classes back, not the weights.
+    (``fmtsim.recipe_state``), or under scales made from the tensor at hand. Products are those of the machine that
+    ``target``, ``unit`` or ``datapath`` names, as in ``fmtsim.convert``, and the report measures them there; without
+    one they are float32, in no particular order. ``fmtsim.revert`` gives the classes back, not the weights.
 
     The steps: equalise weights; run the data and smooth; run it again for ranges and Hessians; round weights; run it
     once more to measure; store. All runs are of the model in high precision, in evaluation mode, without gradients.
@@ -52,6 +64,8 @@ def ptq(
             arguments of the model. It is read once and kept until the end.
         filter_fn: ``filter_fn(module, name)`` says whether to quantise a layer.
         progress: Show bars (lines elsewhere); None shows them on a terminal and in a notebook only.
+        target, unit, datapath, plan, native: The machine that the quantised layers multiply on, as in
+            ``fmtsim.convert``; None is the recipe's own, if it has one.
 
     Returns:
         The same model. ``fmtsim.ptq_report`` has a table of its layers.
@@ -59,10 +73,14 @@ def ptq(
     Raises:
         ArgumentError: An unknown recipe, no layer to quantise, a model that is compiled or whose weights are missing
             or hold NaN or Inf, data that is empty or that the model does not take, that holds NaN or Inf, or that never
-            reaches a layer (it is named). The model is then as it was.
+            reaches a layer (it is named), or a machine that does not multiply an operand or a layer's sizes, which is
+            found before the data runs. The model is then as it was.
+        FormatError: Operands that no machine multiplies.
     """
     began = time.perf_counter()
     recipe = get_ptq_recipe(recipe)
+    machine = machine_of(target, unit, datapath, plan, native, "ptq")
+    recipe = recipe if machine is None else recipe.on(**machine)
     check_model("ptq", model)
     batches = batches_of(calibration_data)
     before = stored(model)
@@ -72,7 +90,7 @@ def ptq(
             equalised = () if recipe.equalise is None else tuple(equalise(model, recipe.equalise))
             products, smoothed = calibrated(model, recipe, configs, batches, show)
             round_weights(products, recipe.weights, show)
-            measure(products, batches, show)
+            measure(products, recipe, batches, show)
             rows = _rows(products, recipe, smoothed)
             install(products, recipe.bias_correction)
             _finish(model, recipe, batches, show)
@@ -81,8 +99,8 @@ def ptq(
         raise
     model.__dict__[RECIPE] = recipe
     model.__dict__[REPORT] = PtqReport(
-        recipe=recipe.name, rows=rows, seconds=time.perf_counter() - began, equalised=equalised,
-        left=left_alone(model), tied=tied(model), attention="" if recipe.attention is None else str(recipe.attention),
+        recipe=recipe.name, machine=recipe.machine, rows=rows, seconds=time.perf_counter() - began, equalised=equalised,
+        left=left_alone(model), tied=tied(model), attention=str(recipe.serving_attention or ""),
     )  # fmt: skip
     return model
 
@@ -90,30 +108,50 @@ def ptq(
 def prepared(model: nn.Module, recipe: PtqRecipe, filter_fn: Filter | None = None) -> dict[str, LinearConfig]:
     """Convert a model to what it runs once it is quantised, and return the quantisers of each layer by its name."""
     convert(model, recipe.prescribed, filter_fn=filter_fn)  # its checks are about weights, too
-    configs = {
-        name: module.emulation.config
-        for name, module in model.named_modules()
-        if isinstance(module, EmulatedModule) and module.emulation is not None
-    }
     reasons = model.__dict__[REASONS]
-    revert(model)
+    try:
+        modules = {name: module for name, module in model.named_modules() if isinstance(module, EmulatedModule)}
+        configs = {name: module.emulation.config for name, module in modules.items() if module.emulation is not None}
+        if recipe.machine:
+            for name, module in modules.items():
+                _try_products(name, module, recipe)
+    finally:
+        revert(model)
     convert(model, recipe.inference, filter_fn=lambda module, name: name in configs)
     model.__dict__[REASONS] = reasons
     return configs
 
 
+@torch.no_grad()
+def _try_products(name: str, module: EmulatedModule, recipe: PtqRecipe) -> None:
+    """Refuse a layer that the machine does not multiply, by one row of zeros of its sizes and dtype."""
+    assert module.emulation is not None
+    config, like = module.emulation.config, next(module.parameters())
+    hint = "leave it out with filter_fn= or a Rule(name=...)"
+    try:
+        if getattr(module, "groups", 1) > 1 and recipe.served(config.fprop.a, config.fprop.b).b.source == "stored":
+            raise ArgumentError("convolutions in groups keep no scales of their weights apart")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PlanUnknownWarning)  # about one row, which nobody asked for
+            for outputs, inputs in module.matrices(module):
+                run_layer(like.new_zeros(1, inputs), like.new_zeros(outputs, inputs), None, Layer(config))
+    except FmtsimError as error:
+        raise type(error)(f"layer {name!r}: {error}; {hint}") from None
+
+
 def _finish(model: nn.Module, recipe: PtqRecipe, batches: list[Any], show: Progress) -> None:
     """Do what is about the whole quantised model."""
-    if recipe.attention is not None:
-        convert_attention(model, recipe.attention)
+    attention = recipe.serving_attention
+    if attention is not None:
+        convert_attention(model, attention)
     try:
-        if recipe.attention is not None:
+        if attention is not None:
             with evaluating(model), torch.no_grad():
                 call(model, batches[0])  # attention that never reaches the function is found here, not in use
         if recipe.batch_norm:
             measure_batch_norm(model, batches, show)
     except BaseException:
-        if recipe.attention is not None:
+        if attention is not None:
             revert_attention(model)
         raise
 

@@ -11,7 +11,8 @@ from fmtsim.table import aligned, filled, html
 HEADINGS = ("product", "operand", "of", "transforms", "format", "scale", "rounding", "gradient")
 _PRODUCTS = {"f": "y = x w^T", "d": "dx = g w", "w": "dw = g^T x"}
 _KEPT = "the forward codes"
-_SOURCES = {"original": "the tensor", "forward": "codes of before", "requantised": "codes of before, again"}
+_SOURCES = {"original": "the tensor", "forward": "codes of before", "requantised": "codes of before, again",
+            "stored": "stored codes"}  # fmt: skip
 
 
 def operand_rows(config: LinearConfig) -> list[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Delayed scaling: the state of a tensor whose scale follows from its largest magnitudes in earlier calls."""
+"""Scales that a layer remembers: those of delayed scaling, and those that a stored weight was rounded with."""
 
 from typing import Any
 
@@ -13,7 +13,38 @@ from fmtsim.scaling.scales import FLT_MAX, Scales, float32, power_of_two, recipr
 from fmtsim.spec.quantizer import Quantizer
 
 
-class DelayedScale(nn.Module):
+class RememberedScale(nn.Module):
+    """Hold what a layer remembers of one operand, in buffers, float32 whatever becomes of the model's dtype."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "RememberedScale":
+        """Move to another device; ``model.half()`` and the like change no dtype here."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            now = self._buffers[name]
+            if old is not None and now is not None and now.dtype != old.dtype:
+                self._buffers[name] = old.to(now.device)
+        return self
+
+
+class StoredScale(RememberedScale):
+    """Hold the scales that a weight was rounded with before it was stored; without elements until they are known.
+
+    Attributes:
+        scale: [row blocks, inner blocks].
+        tensor_scale: 0-d, for formats with a scale of the tensor.
+    """
+
+    scale: Tensor
+    tensor_scale: Tensor
+
+    def __init__(self, scale: Tensor | None = None, tensor_scale: Tensor | None = None) -> None:
+        super().__init__()
+        for name, given in (("scale", scale), ("tensor_scale", tensor_scale)):
+            self.register_buffer(name, torch.empty(0) if given is None else given, persistent=False)
+
+
+class DelayedScale(RememberedScale):
     """Hold the history of one tensor of a layer, in buffers.
 
     A call takes ``advance()``: the scale in force, while the largest magnitude of the tensor is recorded, which then
@@ -50,16 +81,6 @@ class DelayedScale(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Leave the process group behind."""
         return {name: value for name, value in self.__dict__.items() if name != "group"}
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "DelayedScale":
-        """Move to another device; ``model.half()`` and the like change no dtype here."""
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, old in before.items():
-            now = self._buffers[name]
-            if old is not None and now is not None and now.dtype != old.dtype:
-                self._buffers[name] = old.to(now.device)
-        return self
 
     def scales(self) -> Scales:
         """Return the scale in force, as ``[1, 1]``."""

@@ -1,7 +1,7 @@
 """What a search is told and what it finds."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -76,6 +76,7 @@ class SearchResult:
         costs: Bit operations, likewise.
         recipes: The records, by name.
         tried: Assignments that were run, beside those of one layer.
+        left_out: Recipes that the machine does not run, and why.
     """
 
     formats: dict[str, str]
@@ -86,6 +87,7 @@ class SearchResult:
     costs: dict[str, dict[str, int]]
     recipes: dict[str, PtqRecipe]
     tried: int = 0
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def recipe(self, name: str = "searched") -> PtqRecipe:
         """Return the recipe that gives each layer its format, for ``fmtsim.ptq``."""
@@ -97,7 +99,9 @@ class SearchResult:
             for layer, recipe in zip(self.formats, used, strict=True)
         )
         calibration = next((r.calibration for r in used if r.calibration is not None), None)
-        return PtqRecipe(name=name, calibration=calibration, weights=used[0].weights, rules=rules)
+        return PtqRecipe(
+            name=name, calibration=calibration, weights=used[0].weights, rules=rules, **used[0].on_machine
+        )  # fmt: skip
 
     def front(self) -> list[Point]:
         """Return the assignments that no other beats in both cost and sum of losses, by rising cost.
@@ -148,10 +152,10 @@ class SearchResult:
         return saved(figure, path)
 
     def __str__(self) -> str:
-        return "\n".join((*ruled(self._cells()), self._total()))
+        return "\n".join((*ruled(self._cells()), *self._remarks()))
 
     def _repr_html_(self) -> str:
-        return html(self._cells()) + escape(self._total())
+        return html(self._cells()) + "<br>".join(map(escape, self._remarks()))
 
     def _cells(self) -> list[tuple[str, ...]]:
         cells: list[tuple[str, ...]] = [("layer", *self.recipes, "chosen")]
@@ -160,6 +164,8 @@ class SearchResult:
             cells.append((layer or "(model)", *(f"{row[name]:.2e}" for name in self.recipes), chosen))
         return cells
 
-    def _total(self) -> str:
+    def _remarks(self) -> list[str]:
         share = 100 * self.cost / self.budget
-        return f"{self.cost:.4g} bit operations, {share:.1f} % of the budget; loss {self.loss:.3e}"
+        where = f" {machine}" if (machine := next(iter(self.recipes.values())).machine) else ""
+        total = f"{self.cost:.4g} bit operations, {share:.1f} % of the budget; loss {self.loss:.3e}{where}"
+        return [total, *(f"left out: {name}: {reason}" for name, reason in self.left_out.items())]

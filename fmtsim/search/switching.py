@@ -2,23 +2,22 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.formats.block import BlockFormat, LogTileFormat
-from fmtsim.gemm.layers.config import Gemm, LinearConfig
+from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.progress import Of, Progress
 from fmtsim.ptq.calibrate import Products, call, evaluating
-from fmtsim.ptq.ranges import static_scale
-from fmtsim.ptq.spec import PtqRecipe, fixed
-from fmtsim.ptq.steps import calibrated, round_weights
+from fmtsim.ptq.spec import PtqRecipe
+from fmtsim.ptq.steps import calibrated, round_weights, serving_layer
 from fmtsim.ptq.verb import prepared
 from fmtsim.search.result import HIGH_BITS
 from fmtsim.spec.quantizer import Quantizer
@@ -58,14 +57,25 @@ class SwitchingModel:
             self._references = [call(self.model, batch, i) for i, batch in enumerate(batches)]
         self.adds = 0  # multiply-adds of a batch
         self.forms: dict[str, dict[str, Form]] = {}
+        self.left_out: dict[str, str] = {}  # recipes that the machine does not run, and why
         for name, recipe in recipes.items():
             source = copy.deepcopy(self.model)
+            try:
+                configs = prepared(source, recipe, filter_fn)
+            except FmtsimError as error:
+                if not recipe.machine:
+                    raise
+                self.left_out[name] = str(error)
+                continue
             named = Of(show, name)
-            products, _ = calibrated(source, recipe, prepared(source, recipe, filter_fn), batches, named)
+            products, _ = calibrated(source, recipe, configs, batches, named)
             round_weights(products, recipe.weights, named)
-            self._add(name, products)
+            self._add(recipe, products)
+        require_some(recipes.keys() - self.left_out.keys(), self.left_out)
         names = set(self.forms)
-        prepared(self.model, next(iter(recipes.values())), lambda module, name: name in names)
+        prepared(
+            self.model, next(r for name, r in recipes.items() if name not in self.left_out), lambda _, n: n in names
+        )
         self._modules = {n: m for n, m in self.model.named_modules() if isinstance(m, EmulatedModule)}
         views = Products(self.model, {name: LinearConfig() for name in names})
         views.run(batches[:1], lambda part, slot, x: None)
@@ -80,7 +90,8 @@ class SwitchingModel:
                 f"the loss of the unquantised model is {start}; look for Inf in its outputs or loss_fn="
             )
 
-    def _add(self, name: str, products: Products) -> None:
+    def _add(self, recipe: PtqRecipe, products: Products) -> None:
+        name = recipe.name
         if self.forms and set(products.modules) != set(self.forms):
             odd = sorted(set(products.modules) ^ set(self.forms))[0]
             raise ArgumentError(f"recipe {name!r} and another disagree about layer {odd!r}; leave rules= out of both")
@@ -98,16 +109,10 @@ class SwitchingModel:
             adds = slot.parts[0].rows * slot.w.numel() // len(self._batches)
             form.cost += adds * _bits(slot.quantizer) * _bits(slot.parts[0].x)
             adds_of_all += adds
+            for part in slot.parts:
+                layer = serving_layer(recipe, part, slot)
+                form.products |= {part.part: layer, f"{part.part} frozen": layer}
         self.adds = adds_of_all
-        for part in products.parts.values():
-            owner = next(label for label, module in products.modules.items() if module is part.module)
-            static = part.top is not None
-            x = fixed(part.x) if static else part.x
-            state = {}
-            if part.top is not None and part.channels is not None:
-                state["x_f"] = static_scale(part.x, part.top).to(part.channels.device).frozen()
-            layer = Layer(LinearConfig(fprop=Gemm(a=x)), None, state)
-            self.forms[owner][name].products |= {part.part: layer, f"{part.part} frozen": layer}
 
     def run(self, formats: Mapping[str, str]) -> float:
         """Return the mean loss of the batches where these layers run these recipes, the others in high precision."""
@@ -142,6 +147,13 @@ class SwitchingModel:
             how.config = LinearConfig() if form is None else next(iter(form.products.values())).config
             how.products = dict.fromkeys(how.products, plain) if form is None else form.products
             self._runs[name] = chosen
+
+
+def require_some(kept: Collection[str], left_out: Mapping[str, str]) -> None:
+    """Raise ArgumentError where the machine runs no recipe, with the reason of the first."""
+    if not kept:
+        reason = next(iter(left_out.values()))
+        raise ArgumentError(f"the machine runs none of formats={', '.join(left_out)} ({reason}); offer others")
 
 
 def relative_noise(output: Any, reference: Any) -> float:

@@ -7,14 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from fmtsim.errors import ArgumentError, shown
+from fmtsim.errors import ArgumentError, FmtsimError, shown
+from fmtsim.nn.planning import machine_of
 from fmtsim.progress import Progress, make_progress
 from fmtsim.ptq.calibrate import batches_of, check_model
 from fmtsim.ptq.registry import get_ptq_recipe
 from fmtsim.ptq.spec import PtqRecipe, is_static
 from fmtsim.search.choice import least_loss
 from fmtsim.search.result import Policy, SearchResult
-from fmtsim.search.switching import Loss, SwitchingModel, relative_noise
+from fmtsim.search.switching import Loss, SwitchingModel, relative_noise, require_some
+from fmtsim.spec.plan import GemmPlan
 
 DEFAULT = ("w4a4", "minifloat_e3m2", "e4m3_static")
 
@@ -30,6 +32,11 @@ def search(
     loss_fn: Loss | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     progress: bool | None = None,
+    target: Any = None,
+    unit: Any = None,
+    datapath: Any = None,
+    plan: GemmPlan | None = None,
+    native: bool | None = None,
 ) -> SearchResult:
     """Find a recipe for each layer of a trained model so that the loss is small and the cost within a budget.
 
@@ -53,20 +60,25 @@ def search(
             None is the squared error of all outputs relative to their squares. NaN counts as infinite.
         filter_fn: ``filter_fn(module, name)`` says which layers take part; the rest stays in high precision.
         progress: As in ``fmtsim.ptq``.
+        target, unit, datapath, plan, native: The machine that will multiply, as in ``fmtsim.ptq``: losses are those of
+            the model there. Recipes that it does not run are left out; the result says which and why.
 
     Returns:
         The choice with its costs and losses; ``fmtsim.ptq(model, result.recipe(), data)`` applies it. Deterministic for
         a seed, on one device and number of threads.
 
     Raises:
-        ArgumentError: No assignment is within the budget (the message has the least one), and what ``ptq`` raises.
+        ArgumentError: No assignment is within the budget (the message has the least one), the machine runs no recipe,
+            and what ``ptq`` raises.
     """
     check_model("search", model)
     _check_options(budget, bits, policy, loss_fn)
-    recipes = _recipes(formats)
+    recipes, left_out = _recipes(formats, machine_of(target, unit, datapath, plan, native, "search"))
     batches = batches_of(calibration_data)
     with make_progress(progress, verb="search") as show:
         switching = SwitchingModel(model, recipes, batches, filter_fn, loss_fn or relative_noise, show)
+        left_out |= switching.left_out
+        recipes = {name: recipe for name, recipe in recipes.items() if name not in left_out}
         layers, names = list(switching.forms), list(recipes)
         costs = [[switching.forms[layer][name].cost for name in names] for layer in layers]
         allowed = _budget(budget, bits, switching, costs)
@@ -81,7 +93,7 @@ def search(
         formats=found.named(found.best), cost=found.cost(found.best), budget=allowed, loss=found.loss,
         losses={a: dict(zip(names, row, strict=True)) for a, row in zip(layers, losses, strict=True)},
         costs={a: dict(zip(names, row, strict=True)) for a, row in zip(layers, costs, strict=True)},
-        recipes=recipes, tried=len(found.known),
+        recipes=recipes, tried=len(found.known), left_out=left_out,
     )  # fmt: skip
 
 
@@ -175,7 +187,10 @@ def _budget(budget: float | None, bits: float | None, switching: SwitchingModel,
     return allowed
 
 
-def _recipes(formats: Sequence[str | PtqRecipe]) -> dict[str, PtqRecipe]:
+def _recipes(
+    formats: Sequence[str | PtqRecipe], machine: dict[str, Any] | None
+) -> tuple[dict[str, PtqRecipe], dict[str, str]]:
+    """Return the recipes by name, on a machine where one is given, and why it does not run others."""
     named = [formats] if isinstance(formats, str | PtqRecipe) else formats
     if not isinstance(named, Sequence):
         raise ArgumentError(f"formats={shown(formats)}; pass names or recipes, at least one")
@@ -192,4 +207,15 @@ def _recipes(formats: Sequence[str | PtqRecipe]) -> dict[str, PtqRecipe]:
     calibrations = {r.calibration for r in found if is_static(r.x)}
     if len(calibrations) > 1:
         raise ArgumentError("formats= mixes rules of calibration, and a model has one; choose recipes of one rule")
-    return {r.name: r for r in found}
+    if machine is not None:
+        kept, left_out = {}, {}
+        for r in found:
+            try:
+                kept[r.name] = r.on(**machine)
+            except FmtsimError as error:
+                left_out[r.name] = str(error)
+        require_some(kept, left_out)
+        return kept, left_out
+    if any(r.on_machine != found[0].on_machine for r in found):
+        raise ArgumentError("formats= are on different machines, and a model has one; pass target=, unit= or datapath=")
+    return {r.name: r for r in found}, {}

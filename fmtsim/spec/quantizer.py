@@ -16,7 +16,7 @@ from fmtsim.spec.gradient import GradientRule, StraightThrough
 from fmtsim.spec.scaling import Scaling
 from fmtsim.spec.transform import Hadamard, Transform
 
-Source = Literal["original", "forward", "requantised"]
+Source = Literal["original", "forward", "requantised", "stored"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,8 @@ class Quantizer:
         source: What a product of the backward pass quantises: ``"original"``, the high-precision tensor;
             ``"forward"``, nothing: it takes the quantised tensor of the forward pass (for the second use of the
             gradient: of the first) as it is; ``"requantised"``, that quantised tensor, again.
+            ``"stored"`` is for weights of a forward product that were rounded before: elements and scales are those
+            that they were rounded with.
         gradient: What the gradient of the rounding is taken to be, for operands of the forward product.
         then: A quantiser that the values go through next, for schemes that simulate a format inside another.
     """
@@ -69,6 +71,10 @@ class Quantizer:
             raise FormatError(
                 f"Quantizer gradient={shown(self.gradient)} needs the scaled elements; pass scaling= as well"
             )
+        if self.source == "stored" and (self.format is None or self.transforms or self.then is not None):
+            raise FormatError(
+                "Quantizer source='stored' takes a weight as it was rounded; pass format= without transforms"
+            )
         if self.source == "forward" and (self.format is not None or self.transforms or self.then is not None):
             raise FormatError("Quantizer source='forward' takes what the forward pass made; leave the other fields out")
 
@@ -97,7 +103,7 @@ class Quantizer:
     def __str__(self) -> str:
         if self.source == "forward":
             return "as in the forward pass"
-        words = [] if self.source == "original" else ["requantised"]
+        words: list[str] = [] if self.source == "original" else [self.source]
         words += [str(transform) for transform in self.transforms]
         words.append(self._cast())
         words += [f"[{self.scaling}]"] if self.scaling else []

@@ -22,13 +22,13 @@ from fmtsim.gemm.layers.config import OPERANDS as OPERANDS
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.route import Route
 from fmtsim.ops import READS_HOST, Key, define_operator, fused_engine, key_tensor, random_key
-from fmtsim.scaling.history import DelayedScale, FrozenScale
+from fmtsim.scaling.history import DelayedScale, FrozenScale, StoredScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
 
 Generator = int | torch.Generator | None
-State = Mapping[str, DelayedScale | FrozenScale]
+State = Mapping[str, DelayedScale | FrozenScale | StoredScale]
 
 PRODUCTS: Final = ("fprop", "dgrad", "wgrad")
 FORWARD: Final = ("x_f", "w_f")  # operands of the forward pass

@@ -78,6 +78,16 @@ class EmulatedGEMM:
     Raises:
         ArgumentError: shapes that do not fit each other or the machine's library, or a config that is none.
         DtypeError: dtypes that are not floating point, that differ, or that the library does not take.
+
+    ``LinearConfig.on`` puts a recipe's layer onto a machine, by ``target=`` or ``unit=``:
+
+    >>> from fmtsim.recipes import get_recipe
+    >>> config = get_recipe("te_current").linear.on(target="h200")
+    >>> x, w = (torch.ones(rows, 64, dtype=torch.bfloat16, requires_grad=True) for rows in (32, 16))
+    >>> y = EmulatedGEMM.apply(x, w, None, config)
+    >>> y.sum().backward()
+    >>> y[0, 0].item(), x.grad[0, 0].item(), w.grad[0, 0].item()
+    (64.0, 16.0, 32.0)
     """
 
     @staticmethod

@@ -19,20 +19,21 @@ from fmtsim.gemm.products.operands import own_dtype
 from fmtsim.ops import decode, encode, fused_engine, quantize
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast
-from fmtsim.scaling.history import DelayedScale, FrozenScale, LearningScale
+from fmtsim.scaling.history import DelayedScale, FrozenScale, LearningScale, StoredScale
+from fmtsim.scaling.scales import FLT_MIN
 from fmtsim.scaling.slope import slope
 from fmtsim.scaling.statistics import block_sizes, statistic
 from fmtsim.scaling.transforms import transformed
 from fmtsim.spec.cast import CastSpec, EncodedParts, RandomKey
 from fmtsim.spec.gradient import StraightThrough
-from fmtsim.spec.operand import Keys, Operand, folds, last_cast, spread
+from fmtsim.spec.operand import Keys, Operand, block_of, folds, last_cast, spread
 from fmtsim.spec.quantizer import Quantizer
 
 NO_KEYS = Keys()
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _AGAIN = 1 << 40  # how far the keys of a second cast lie from those of the first
 
-Memory = DelayedScale | FrozenScale | None
+Memory = DelayedScale | FrozenScale | StoredScale | None
 
 
 def quantize_operand(
@@ -51,12 +52,14 @@ def quantize_operand(
         t: float16, bfloat16, float32 or float64 (which is rounded to float32 where anything but a cast is asked for).
         quantizer: What to do.
         keys: Random words of elements, by their places in t where a cast is all there is to it, else in the result.
-        state: What a scale with a history remembers.
+        state: What a scale with a history remembers, or the scales of a stored weight.
         dim: The inner axis.
         folded: Multiply scales into elements: on a GPU where bfloat16 holds the products (``folds``), else those of
             block formats. Units take them apart.
         factor: float32, 0-d: what t, bfloat16, is multiplied with first; each product is rounded to float32.
     """
+    if quantizer.source == "stored":
+        return _stored_operand(t if dim == -1 else t.mT, quantizer, state)
     if keys is not NO_KEYS and quantizer.then is None:
         keys = _needed(keys, quantizer)
     on_gpu = is_on_gpu(t)
@@ -122,6 +125,23 @@ def _cast_twice(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, fold
     values = made.elements if bare else made.values(torch.float32)
     second = quantize_operand(values, quantizer.then, again, folded=folded)
     return second._replace(quantizer=quantizer, slope=made.slope)
+
+
+def _stored_operand(w: Tensor, quantizer: Quantizer, state: Memory) -> Operand:
+    """Return the elements of a weight that lies on the grid of its scales, up to roundings of its own dtype."""
+    if not isinstance(state, StoredScale) or not state.scale.numel():
+        raise ArgumentError(
+            "the weight has no stored scales; fmtsim.ptq and fmtsim.load_ptq set those of what calibration ran"
+        )
+    element, scale = quantizer.format, state.scale
+    element = element.element if isinstance(element, BlockFormat) else element  # type: ignore[assignment]
+    tensor = state.tensor_scale if state.tensor_scale.numel() else None
+    sizes = block_sizes(block_of(quantizer), w.shape)
+    each = spread(scale if tensor is None else scale * tensor, sizes, w.shape)
+    text = _cast_text(Quantizer(format=element, overflow="saturate"), -1)
+    made = quantize(torch.div(w.float(), torch.where(each == 0, FLT_MIN, each)), text, torch.float32, None, None)
+    dtype = elements_dtype(quantizer, w.dtype, is_on_gpu(w), False)
+    return Operand(made.to(dtype), quantizer, scale, tensor, sizes)
 
 
 @lru_cache(maxsize=256)
@@ -217,7 +237,7 @@ def _scaled(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, folded: 
     assert scaling is not None and element is not None and not isinstance(element, BlockFormat | LogTileFormat)
     given = None
     if scaling.history is not None:
-        if state is None:
+        if state is None or isinstance(state, StoredScale):
             raise ArgumentError(
                 "delayed scaling needs a state to remember in; run the layer inside a model that fmtsim.convert made"
             )

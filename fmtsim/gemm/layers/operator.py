@@ -109,8 +109,11 @@ def _operand(t, dim, quantizer, folded, layer, name, factor, elements, scales, s
     state = None if found is None else found.state.get(name)
     made = quantize_operand(t, q, keys, state, dim=dim, folded=folded, factor=factor)
     layout, scaling = layout_of(q, t.dtype, is_on_gpu(t), dim, folded), last_cast(q).scaling
-    if made.tensor_scale is not None and scaling is not None and scaling.multiplier != 1:
-        made = made._replace(tensor_scale=made.tensor_scale.clone())  # a constant, and compiled code may write there
+    constant = q.source == "stored" or (scaling is not None and scaling.multiplier != 1)
+    if made.tensor_scale is not None and constant:  # compiled code may write there
+        made = made._replace(tensor_scale=made.tensor_scale.clone())
+    if made.scale is not None and q.source == "stored":
+        made = made._replace(scale=made.scale.clone())
     return [_own(getattr(made, field), part, t) for field, part in layout.items()]
 
 

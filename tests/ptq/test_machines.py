@@ -1,0 +1,296 @@
+"""fmtsim.ptq and fmtsim.search on a machine: products by hand, what is measured, saved and refused there."""
+
+import copy
+import dataclasses
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fmtsim
+from fmtsim.errors import ArgumentError, DtypeError, FormatError
+from fmtsim.gemm.layers.operand import quantize_operand
+from fmtsim.ptq import Gptq, PtqRecipe, get_ptq_recipe, load_ptq_recipe, save_ptq_recipe
+from fmtsim.ptq.catalogue import operand
+from fmtsim.search.switching import relative_noise
+from tests.support.bits import assert_same_bits
+from tests.support.operands import normal
+
+pytestmark = pytest.mark.filterwarnings("ignore::fmtsim.errors.PlanUnknownWarning")
+
+DATA = [normal(20, 64, seed=s) for s in (1, 2)]
+X = normal(32, 64, seed=3) * 2
+COARSE = fmtsim.Datapath(block=8, fraction_bits=4)
+
+
+def linear(outputs=32, dtype=torch.float32):
+    torch.manual_seed(7)
+    return nn.Linear(64, outputs, bias=False).requires_grad_(False).to(dtype)
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16)).requires_grad_(False)
+
+
+def factors(top, w):
+    """Return what static inputs and rows of a weight are multiplied with, and the scales: quotients of float32."""
+    one = torch.ones(())
+    found = [one * top / torch.cat(DATA).abs().max(), one * top / w.abs().amax(1, keepdim=True)]
+    return *found, *(one / factor for factor in found)
+
+
+def quantised(recipe, model=None, **machine):
+    return fmtsim.ptq(linear() if model is None else model, recipe, DATA, **machine)
+
+
+def test_static_fp8_is_scaled_mm_of_codes_and_scales():
+    w, model = linear().weight.clone(), quantised("e4m3_static", target="h200")
+    factor, tops, scale, rows = factors(448, w)
+    codes = [t.clamp(-448, 448).to(torch.float8_e4m3fn) for t in (X * factor, w * tops)]
+    scales = scale.expand(32, 1).contiguous(), rows.mT.contiguous()
+    by_hand = fmtsim.scaled_mm(codes[0], codes[1].mT, *scales, out_dtype=torch.float32, target="h200")
+    assert_same_bits(model(X), by_hand)
+    assert (by_hand - quantised("e4m3_static")(X)).abs().max() > 0  # sums of 14 bits are others
+
+
+def test_static_int8_is_int_mm_with_its_scales_after_it():
+    w = linear().weight.clone()
+    factor, tops, scale, rows = factors(127, w)
+    codes = [t.round().clamp(-127, 127).to(torch.int8) for t in (X * factor, w * tops)]
+    sums = fmtsim.int_mm(codes[0], codes[1].mT, target="h200").float()
+    for machine in ({"target": "h200"}, {"unit": "int8"}):
+        assert_same_bits(quantised("int8_static", **machine)(X), sums * rows.mT * scale)
+
+
+def test_nvfp4_is_multiplied_inside_the_unit():
+    w = linear().weight.clone()
+    a, b = (fmtsim.encode(t, "nvfp4") for t in (X, w))
+    codes = [t.codes.view(torch.float4_e2m1fn_x2) for t in (a, b)]
+    scales = [[t.scales.view(torch.float8_e4m3fn), t.tensor_scale] for t in (a, b)]
+    kinds = {f"scale_recipe_{name}": ["BlockWise1x16", "TensorWise"] for name in "ab"}
+    flat = {f"swizzle_{name}": ["NO_SWIZZLE", "NO_SWIZZLE"] for name in "ab"}
+    for machine in ({"unit": "blackwell.tcgen05.nvf4"}, {"target": "b200"}):
+        found = fmtsim.scaled_mm(
+            codes[0], codes[1].mT, *scales, out_dtype=torch.float32, **machine, **kinds, **flat
+        )  # fmt: skip
+        assert_same_bits(quantised("nvfp4", **machine)(X), found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_alone_are_products_of_the_tensors_dtype(dtype):
+    for recipe in ("int4_g32", "int4_gptq", "int4_gptq_dynamic", "nvfp4_weights"):
+        model = fmtsim.ptq(linear(dtype=dtype), recipe, [x.to(dtype) for x in DATA], target="h200")
+        x = X.to(dtype)
+        assert_same_bits(model(x), fmtsim.linear(x, model.weight, target="h200"))
+
+
+STORED = ["e4m3_static", "nemotron", "int8_mse", "int4_learned", "mxfp4_gptq", "nvfp4_gptq", "gaudi3_hw", "mxfp6"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recipe", STORED)
+def test_a_stored_weight_has_the_elements_and_scales_that_it_was_rounded_with(recipe, dtype):
+    machine = {"target": "h200" if get_ptq_recipe(recipe).w.format.name[:2] in ("e4", "in") else "b200"}
+    model = fmtsim.ptq(linear(dtype=dtype), recipe, [x.to(dtype) for x in DATA], **machine)
+    plain = fmtsim.ptq(linear(dtype=dtype), recipe, [x.to(dtype) for x in DATA])
+    assert_same_bits(model.weight, plain.weight)
+    config, state = model.emulation.config.fprop.b, model.emulation.products[""].state
+    assert config.source == "stored" and "stored" in str(config)
+    found = quantize_operand(model.weight, config, state=state["w_f"])
+    assert_same_bits(found.values(torch.float32).to(dtype), model.weight)
+    original = quantize_operand(linear(dtype=dtype).weight, get_ptq_recipe(recipe).w)
+    assert_same_bits(found.scale, original.scale)
+
+
+def test_scales_made_anew_would_be_others():
+    """Clipping takes a row its largest element: what is stored has to say its scales."""
+    w, model = operand("int4", get_ptq_recipe("int8_mse").w.scaling), linear()
+    model.weight.copy_(normal(32, 64, seed=4))
+    quantised(PtqRecipe(name="c", x=get_ptq_recipe("int8_token").x, w=w), model, unit="int8")
+    fresh = quantize_operand(model.weight, w)
+    kept = model.emulation.products[""].state["w_f"].scale
+    assert not torch.equal(fresh.scale, kept)
+
+
+@pytest.mark.parametrize("recipe", ["e4m3_static", "int8_token", "int4_g32"])
+def test_the_report_measures_products_of_the_machine(recipe):
+    machine = {"datapath": COARSE} if recipe == "e4m3_static" else {"target": "h200"}
+    exact, model = linear(), fmtsim.ptq(linear(), recipe, DATA[:1], **machine)
+    row, y = fmtsim.ptq_report(model).rows[0], exact(DATA[0])
+    noise = float((y - model(DATA[0])).square().sum(dtype=torch.float64))
+    assert row.output_db == 10 * math.log10(float(y.square().sum(dtype=torch.float64)) / noise)
+    alone = fmtsim.ptq_report(fmtsim.ptq(linear(), recipe, DATA[:1])).rows[0].output_db
+    assert row.output_db < alone - 3 if recipe == "e4m3_static" else abs(row.output_db - alone) < 0.1
+
+
+def test_texts_name_the_machine():
+    report = fmtsim.ptq_report(quantised("int8_static", target="h200"))
+    assert report.machine == "on h200" and "1 weights by int8_static on h200 in " in str(report)
+    assert "by int8_static in " in str(fmtsim.ptq_report(quantised("int8_static")))
+    recipe = get_ptq_recipe("int8_static").on(unit="int8")
+    assert "\non int8\n" in f"{recipe}\n" and recipe.on() == get_ptq_recipe("int8_static")
+
+
+def test_bias_correction_removes_the_machine_s_mean_error():
+    recipe = dataclasses.replace(get_ptq_recipe("e4m3_static"), bias_correction=True)
+    exact, x = linear(), torch.cat(DATA)
+    model = fmtsim.ptq(linear(), recipe, [x], datapath=COARSE)
+    off = (model(x) - exact(x)).mean(0).abs().max()
+    assert off < 1e-6 < (fmtsim.ptq(linear(), "e4m3_static", [x], datapath=COARSE)(x) - exact(x)).mean(0).abs().max()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "machine"),
+    [("e4m3_static", {"target": "h200"}), ("int8_token", {"unit": "int8"}), ("nvfp4_gptq", {"target": "b200"}),
+     ("e4m3_token", {"datapath": COARSE, "plan": fmtsim.GemmPlan(split=2, k_tile=16)})],
+)  # fmt: skip
+def test_a_saved_model_comes_back_on_its_machine(recipe, machine, tmp_path):
+    model, fresh = quantised(recipe, mlp(), **machine), mlp()
+    torch.save(fmtsim.ptq_state(model), tmp_path / "model.pt")
+    fmtsim.load_ptq(fresh, torch.load(tmp_path / "model.pt"))
+    y = model(X)
+    assert_same_bits(fresh(X), y)
+    assert_same_bits(pickle.loads(pickle.dumps(model))(X), y)
+    assert_same_bits(copy.deepcopy(model)(X), y)
+    assert_same_bits(torch.compile(model, backend="aot_eager")(X), y)
+    again = fmtsim.convert(mlp(), model.__dict__["_fmtsim_ptq_recipe"].inference)
+    again.load_state_dict(model.state_dict())
+    with pytest.raises(ArgumentError, match=r"layer '0': the weight has no stored scales; fmtsim.ptq and"):
+        again(X)
+    fmtsim.load_recipe_state(again, fmtsim.recipe_state(model))
+    assert_same_bits(again(X), y)
+    assert_same_bits(copy.deepcopy(model).half().float()[0].fmtsim_state.w_f.scale, model[0].fmtsim_state.w_f.scale)
+
+
+def test_recipes_with_machines_are_files_too(tmp_path):
+    path, plan = tmp_path / "mine.json", fmtsim.GemmPlan(split=2, k_tile=64)
+    for machine in ({"target": "h200", "native": False}, {"unit": COARSE}, {"unit": "hopper.wgmma", "plan": plan}):
+        recipe = dataclasses.replace(get_ptq_recipe("e4m3_static").on(**machine), name="mine", aliases=())
+        save_ptq_recipe(recipe, path)
+        assert load_ptq_recipe(path) == recipe
+    assert_same_bits(quantised(path)(X), quantised("e4m3_static", unit="hopper.wgmma", plan=plan)(X))
+    for field, value, said in [
+        ("target", 3, "mine.json: recipe: target=3 is not a name or a path"),
+        ("unit", "wgmma", "mine.json: recipe.*unknown unit 'wgmma'"),
+        ("plan", "fast", "plan"), ("native", 2, "mine.json: recipe.*native=2 is not allowed"),
+    ]:  # fmt: skip
+        path.write_text(f'{{"name": "mine", "w": {{"format": "e4m3"}}, "{field}": {value!r}}}'.replace("'", '"'))
+        with pytest.raises((ArgumentError, FormatError), match=said):
+            load_ptq_recipe(path)
+
+
+class Counted(nn.Linear):
+    calls = 0
+
+    def __call__(self, x):
+        Counted.calls += 1
+        return super().__call__(x)
+
+
+BOTH = Gptq(groups="dynamic")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "machine", "error", "said"),
+    [
+        ("mxfp8", {"target": "h200"}, ArgumentError,
+         "PtqRecipe 'mxfp8': target h200 has no unit for e4m3 x e4m3 .*'mx'; .*targets that do: b200"),
+        ("int4_token", {"target": "h200"}, FormatError, r"no unit multiplies int4 in blocks of \(1, 32\)"),
+        ("mxint8", {"unit": "exact"}, FormatError, r"no unit multiplies mxint8; pass datapath="),
+        ("e4m3_static", {"unit": "volta.mma"}, ArgumentError, "unit volta.mma does not take e4m3 x e4m3"),
+        ("e5m2_dynamic", {"target": "h200"}, DtypeError,
+         r"layer '': cuBLAS does not multiply e5m2 by e5m2; .*; leave it out with filter_fn= or a Rule\(name=...\)"),
+        ("int4_g32", {"unit": "hopper.wgmma"}, ArgumentError, "layer '': unit hopper.wgmma does not take fp32 x fp32"),
+        ("e4m3_static", {"target": "recipe"}, ArgumentError, "ptq recipe 'e4m3_static' names no machine; pass target="),
+        ("e4m3_static", {"target": "h200", "unit": "exact"}, ArgumentError, "ptq got target= and unit=; pass one of"),
+        ("e4m3_static", {"native": True}, ArgumentError, "ptq needs a target or a unit; pass one of"),
+        ("e4m3_static", {"target": "h200", "native": True}, ArgumentError, "layer '': native=True is not possible"),
+        (PtqRecipe(name="g", x=operand("mxfp4"), w=operand("mxfp4"), weights=BOTH), {"target": "b200"}, ArgumentError,
+         "PtqRecipe 'g': weights=GPTQ .*: a machine is not handed scales that groups make as they are reached"),
+    ],
+)  # fmt: skip
+def test_what_a_machine_does_not_multiply_is_refused_before_the_data_runs(recipe, machine, error, said):
+    model, Counted.calls = Counted(64, 32).requires_grad_(False), 0
+    before = model.weight.clone()
+    with pytest.raises(error, match=said):
+        quantised(recipe, model, **machine)
+    assert type(model) is Counted and not Counted.calls and torch.equal(model.weight, before)
+
+
+def test_sizes_that_a_library_refuses_name_the_layer():
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 10)).requires_grad_(False)
+    with pytest.raises(ArgumentError, match=r"layer '1': torch._scaled_mm takes K and N that are multiples of 16, not"):
+        quantised("e4m3_static", model, target="h200")
+    assert type(model[0]) is nn.Linear
+    quantised("e4m3_static", model, target="h200", filter_fn=lambda module, name: name == "0")
+    assert type(model[1]) is nn.Linear
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.conv, self.grouped = nn.Conv2d(4, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1, groups=2)
+        self.attention, self.head = nn.MultiheadAttention(16, 2, batch_first=True), nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = self.grouped(self.conv(x)).relu().flatten(2).mT
+        return self.head(self.attention(x, x, x)[0].mean(1))
+
+
+@pytest.mark.parametrize("recipe", ["int8_static", "e4m3_token"])
+def test_convolutions_and_attention(recipe):
+    model, data = Mixed().eval().requires_grad_(False), [normal(3, 4, 5, 5, seed=4)]
+    exact = model(data[0])
+    machine = {"unit": "int8"} if recipe == "int8_static" else {"unit": "hopper.wgmma"}
+    with pytest.raises(
+        ArgumentError, match=r"layer 'grouped': convolutions in groups keep no scales of their weights "
+    ):
+        fmtsim.ptq(model, recipe, data, **machine)
+    fmtsim.ptq(model, recipe, data, filter_fn=lambda module, name: name != "grouped", **machine)
+    assert 0 < (model(data[0]) - exact).norm() < 0.05 * exact.norm()
+    x = normal(1, 6, 16, seed=5)
+    with pytest.raises(
+        ArgumentError, match=r"layer 'attention': the weight has no stored scales; .* of what calibration"
+    ):
+        model.attention(x, x + 1, x)
+
+
+FORMATS = ("w4a4", "int8_token", "e4m3_token", "mxfp8")
+
+
+def test_search_weighs_the_machine_and_leaves_out_what_it_lacks():
+    model = mlp()
+    result = fmtsim.search(model, DATA, bits=8, formats=FORMATS, target="h200")
+    assert list(result.recipes) == ["int8_token", "e4m3_token"] and list(result.left_out) == ["w4a4", "mxfp8"]
+    assert "; loss" in str(result) and " on h200\nleft out: w4a4: PtqRecipe 'w4a4': no unit multiplies int4" in str(
+        result
+    )
+    assert "left out: mxfp8" in result._repr_html_()
+    for name in result.recipes:
+        alone = fmtsim.ptq(copy.deepcopy(model), name, DATA, filter_fn=lambda m, n: n == "2", target="h200")
+        assert result.losses["2"][name] == sum(relative_noise(alone(x), model(x)) for x in DATA) / 2
+    whole = fmtsim.ptq(copy.deepcopy(model), result.recipe(), DATA)
+    assert result.recipe().target == "h200" and fmtsim.ptq_report(whole).machine == "on h200"
+    assert result.loss == sum(relative_noise(whole(x), model(x)) for x in DATA) / 2
+    coarse = fmtsim.search(model, DATA, bits=8, formats=("e4m3_token",), datapath=COARSE)
+    assert coarse.loss > 2 * result.losses["2"]["e4m3_token"]
+
+
+def test_searches_that_a_machine_cannot_run():
+    with pytest.raises(
+        ArgumentError, match=r"the machine runs none of formats=mxfp8, w4a4 \(PtqRecipe 'mxfp8': target "
+    ):
+        fmtsim.search(mlp(), DATA, bits=8, formats=("mxfp8", "w4a4"), target="h200")
+    head = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 10)).requires_grad_(False)
+    with pytest.raises(ArgumentError, match=r"formats=e4m3_token \(layer '1': torch._scaled_mm takes K and N that are"):
+        fmtsim.search(head, DATA, bits=8, formats=("e4m3_token",), target="h200")
+    found = fmtsim.search(head, DATA, bits=8, formats=("e4m3_token", "int8_token"), target="h200")
+    assert found.left_out["e4m3_token"].startswith("layer '1': torch._scaled_mm")
+    there = get_ptq_recipe("int8_token").on(target="h200")
+    with pytest.raises(ArgumentError, match=r"formats= are on different machines, and a model has one; pass target="):
+        fmtsim.search(mlp(), DATA, bits=8, formats=(there, "e4m3_token"))
+    assert fmtsim.search(mlp(), DATA, bits=8, formats=(there,)).recipe().target == "h200"
