@@ -19,17 +19,21 @@ RECIPES = (
     "te_current", "te_delayed", "te_block", "te_mxfp8", "fp8lm", "coat", "ao_tensorwise", "ao_rowwise", "unit_scaling",
     "te_nvfp4", "te_nvfp4_all", "mxfp4", "quartet",
 )  # fmt: skip
-SIZE = {"context": 1024, "width": 768, "layers": 12, "heads": 12, "vocabulary": 50304}
+SIZE = {"context": 1024, "width": 768, "layers": 12, "vocabulary": 50304}
 
 
 class Step:
     """One model's training step."""
 
     def __init__(self, recipe: str | None, arguments: argparse.Namespace) -> None:
-        size = SIZE | ({"layers": arguments.layers} if arguments.layers else {})
+        size = SIZE | {name: value for name in ("layers", "width") if (value := getattr(arguments, name))}
+        size["heads"] = size["width"] // 64
         self.model: nn.Module = GPT(GPTConfig(**size), seed=0).to(arguments.device)
         if recipe is not None:
-            fmtsim.convert(self.model, recipe=recipe, generator=1, total_steps=1000)
+            machine = {"target": arguments.target, "native": False if arguments.emulate else None}
+            fmtsim.convert(
+                self.model, recipe=recipe, generator=1, total_steps=1000, **(machine if arguments.target else {})
+            )
         fused = arguments.device == "cuda"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)
         self.run = self.model if arguments.mode == "eager" else torch.compile(self.model, mode=arguments.mode)
@@ -63,6 +67,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="of a round")
     parser.add_argument("--layers", type=int, help="fewer than 12 for a quick look")
+    parser.add_argument("--width", type=int, help="another than 768, a multiple of 64")
+    parser.add_argument("--target", help="what multiplies under the recipes, such as h200")
+    parser.add_argument("--emulate", action="store_true", help="the target, also where the GPU is one")
     parser.add_argument("--mode", default="default", help="of torch.compile, or eager")
     arguments = parser.parse_args()
     torch._dynamo.config.recompile_limit = 1 + 2 * len(arguments.recipes)  # one model's code is compiled for each
