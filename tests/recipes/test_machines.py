@@ -197,6 +197,8 @@ def test_machines_go_with_configs_and_formats_as_well():
         fmtsim.Recipe(name="mine", linear=linear).on(target="recipe")
     with pytest.raises(FormatError, match="recipe lns: fprop: no unit multiplies lns8_channel; pass datapath="):
         get_recipe("lns").on(target="h200")
+    with pytest.raises(ArgumentError, match="recipe gaudi: fprop: target h200 .*; no unit does; pass datapath="):
+        get_recipe("gaudi").on(target="h200")
     with pytest.raises(ArgumentError, match=r"te_mxfp8: fprop: target h200 has no unit .*; targets that do: b200"):
         get_recipe("te_mxfp8").on(target="h200")
     both, recipe = {"target": "h200", "native": True}, get_recipe("te_current")

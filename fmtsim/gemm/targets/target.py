@@ -15,7 +15,7 @@ from fmtsim.errors import ArgumentError, PlanUnknownWarning, did_you_mean, shown
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.targets.kernel import Kernel, Splits, check_conditions, matches
-from fmtsim.gemm.units.unit import get_unit
+from fmtsim.gemm.units.unit import get_unit, units_that_take
 from fmtsim.records import READERS, check_types, load_record, located, record_of
 from fmtsim.spec.call import SCALE_KINDS, GemmCall, ScaleKind
 from fmtsim.spec.gemm_spec import Basis, GemmSpec
@@ -146,9 +146,12 @@ class Target:
             return found
         taken = "; ".join(f"{' '.join(inputs)} -> {sums} ({unit})" for inputs, sums, unit in self.units)
         others = [name for name in list_targets() if get_target(name)._unit(a, b, accumulate, scaling) is not None]
-        elsewhere = f"; targets that do: {', '.join(others)}" if others else ""
+        if others:
+            elsewhere = f"targets that do: {', '.join(others)}"
+        else:
+            elsewhere = units_that_take(get_format(a), get_format(b), accumulate, _unit_scale(scaling))
         raise ArgumentError(
-            f"target {self.name} has no unit for {a} x {b} -> {accumulate} with scaling {scaling!r}; it has {taken}"
+            f"target {self.name} has no unit for {a} x {b} -> {accumulate} with scaling {scaling!r}; it has {taken}; "
             f"{elsewhere}"
         )
 

@@ -148,15 +148,8 @@ class Unit:
         asked = (
             f"{a.name} x {b.name}{f' with {scale} scales' if scale else ''}{f' -> {accumulate}' if accumulate else ''}"
         )
-        modes = ((unit.name, mode) for unit in _units.values() if unit != self for mode in unit.modes if mode.inputs)
-        fits = (
-            name for name, mode in modes
-            if mode.takes(a, b) and accumulate in (None, mode.accumulate) and scale in (None, mode.scale)
-        )  # fmt: skip
-        others = dict.fromkeys(fits)
-        elsewhere = f"; units that do: {', '.join(others)}" if others else ""
-        taken = "; ".join(map(str, self.modes))
-        raise ArgumentError(f"unit {self.name} does not take {asked}; it takes {taken}{elsewhere}")
+        taken, elsewhere = "; ".join(map(str, self.modes)), units_that_take(a, b, accumulate, scale)
+        raise ArgumentError(f"unit {self.name} does not take {asked}; it takes {taken}; {elsewhere}")
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}: {'; '.join(map(str, self.modes))})"
@@ -176,6 +169,18 @@ class Unit:
             evidence = f"{STRENGTHS[mode.strength]}: {mode.evidence}"
             rows.append((inputs, mode.accumulate, describe(mode.datapath), scales, evidence))
         return filled(("inputs", "sum", "arithmetic", "scales", "evidence"), rows)
+
+
+def units_that_take(a: Format, b: Format, accumulate: str | None, scale: str | None) -> str:
+    """Return what an error says of units that multiply two formats so: their names, or what to do where none does."""
+    modes = ((unit.name, mode) for unit in _units.values() for mode in unit.modes if mode.inputs)
+    names = dict.fromkeys(
+        name for name, mode in modes
+        if mode.takes(a, b) and accumulate in (None, mode.accumulate) and scale in (None, mode.scale)
+    )  # fmt: skip
+    if names:
+        return f"units that do: {', '.join(names)}"
+    return "no unit does; pass datapath= (a Datapath of your own)"
 
 
 _units: dict[str, Unit] = {}  # the catalogue's first, which the package registers
