@@ -131,7 +131,7 @@ def _gradients(g: Tensor, inputs: Inputs, key: Tensor, call: AttentionCall) -> l
     made = _run(inputs, call.config, call_keys, keep=True)
     with without_autocast(g.device):
         heads = _flat(g), _flat(inputs.q), _flat(inputs.k), _flat(inputs.v)
-        grads = flash_gradients(heads, inputs.factor, call.config, call_keys, made, call.observer)
+        grads = flash_gradients(heads, inputs.factor, call.config, call_keys, made, inputs.q.dtype, call.observer)
     return [d.reshape(t.shape).to(t.dtype) for d, t in zip(grads, tensors, strict=True)]
 
 
@@ -144,7 +144,7 @@ def _run(
         mask = mask.expand(*q.shape[:-2], *mask.shape[-2:]).flatten(0, -3)
     with without_autocast(q.device):
         heads = inputs._replace(q=_flat(q), k=_flat(inputs.k), v=_flat(inputs.v), mask=mask)
-        return flash(heads, config, call_keys, keep=keep, observer=observer)
+        return flash(heads, config, call_keys, q.dtype, keep=keep, observer=observer)
 
 
 def _flat(t: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from fmtsim.errors import ArgumentError, FmtsimError
 from fmtsim.gemm.layers.keys import Generator
+from fmtsim.gemm.products.resolver import target_or_unit
 from fmtsim.nn.attention import multi_head, running
 from fmtsim.nn.attention_call import AttentionCall, call_of
 from fmtsim.nn.sdpa import attend
@@ -94,8 +95,9 @@ _MULTI_HEAD: Final = multi_head(**{_FUNCTION: _replaced})
 
 
 def convert_attention(
-    model: Model, config: AttentionConfig, *, filter_fn: Filter | None = None, generator: Generator = None
-) -> Model:
+    model: Model, config: AttentionConfig, *, target: Any = None, unit: Any = None, datapath: Any = None,
+    filter_fn: Filter | None = None, generator: Generator = None,
+) -> Model:  # fmt: skip
     """Quantise the attention of a model, in place, wherever its modules call torch's scaled_dot_product_attention.
 
     Modules keep their classes, Parameters, hooks and state_dict; only their instance's forward changes, which runs the
@@ -104,7 +106,10 @@ def convert_attention(
 
     Args:
         model: Any module.
-        config: Quantisers, blocks, offset and unit, such as ``flash_attention_3()``.
+        config: Quantisers, blocks, offset and units, such as ``flash_attention_3()``.
+        target: A machine, by name or plan file, whose units multiply in all six products (``AttentionConfig.on``).
+        unit: A matrix unit that does. None of the three leaves the units to the config.
+        datapath: The arithmetic of a unit as a record, likewise.
         filter_fn: ``filter_fn(module, name)`` says which modules; None takes those whose class has "attention" or
             "attn" in its name, or whose forward names the function, and which hold none of that kind. These have to
             call it: Hugging Face's need ``attn_implementation="sdpa"``, and nn.MultiheadAttention
@@ -113,10 +118,12 @@ def convert_attention(
             for the whole model, a torch.Generator is used as it is.
 
     Raises:
-        ArgumentError: No module is chosen, or one is converted already. The model is then unchanged. Later, a module
-            that runs without calling the function.
+        ArgumentError, FormatError: No module is chosen, one is converted already, or the machine does not multiply an
+            operand. The model is then unchanged. Later, a module that runs without calling the function.
     """
     AttentionCall(config)  # refuses what is no config
+    if any(each is not None for each in (target, unit, datapath)):
+        config = config.on(target=target, unit=target_or_unit("convert_attention", target, unit, datapath))
     if filter_fn is None:
         chosen = attentions(model)
     else:

@@ -8,18 +8,23 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError, shown
+from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.layers.operand import holder, quantize_operand
 from fmtsim.gemm.layers.passes import Observer
+from fmtsim.gemm.layers.route import element_of
 from fmtsim.gemm.products.matmul import bmm
-from fmtsim.recipes.attention import AttentionConfig
+from fmtsim.gemm.units.unit import unit_takes
+from fmtsim.recipes.attention import AttentionConfig, element_formats
+from fmtsim.recipes.build import HIGH
 from fmtsim.scaling.transforms import transformed
 from fmtsim.spec.cast import RandomKey
-from fmtsim.spec.operand import Keys, Operand, spread
+from fmtsim.spec.operand import Keys, Operand, last_cast, spread
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Clamp
 
 See = Callable[[Tensor, Tensor, Quantizer], None]
+_HALVES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _LOG2E: Final = 1.4426950408889634
 
 
@@ -56,12 +61,14 @@ class Heads(NamedTuple):
         scale: float32, broadcasts to that; None where elements are values.
         slope: float32 ``[heads, rows, inner]``: what gradients are multiplied with, or None.
         block: Rows and inner elements that share a scale.
+        quantizer: What made the elements; one without a format where they are values.
     """
 
     elements: Tensor
-    scale: Tensor | None
+    scale: Tensor | None = None
     slope: Tensor | None = None
     block: tuple[int, int] = (1, 1)
+    quantizer: Quantizer = HIGH
 
     def values(self) -> Tensor:
         """Return what the elements stand for."""
@@ -70,7 +77,18 @@ class Heads(NamedTuple):
 
     def transposed(self) -> "Heads":
         """Return the transposed matrices, with the same elements and scales."""
-        return Heads(self.elements.mT, None if self.scale is None else self.scale.mT, block=self.block[::-1])
+        scale = None if self.scale is None else self.scale.mT
+        return self._replace(elements=self.elements.mT, scale=scale, slope=None, block=self.block[::-1])
+
+    def row_scale(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return elements and the scale of each row; values where scales change along it, or a dtype lacks elements."""
+        if self.scale is None:
+            return self.elements, None
+        fmt = element_of(last_cast(self.quantizer).format)
+        whole = self.block[1] >= self.elements.shape[-1]
+        if whole and (dtype is None or is_representable(fmt, dtype)):  # type: ignore[arg-type]
+            return self.elements, self.scale[..., :1]
+        return self.values(), None
 
 
 class Inputs(NamedTuple):
@@ -112,13 +130,18 @@ class Flash(NamedTuple):
 
 
 def flash(
-    inputs: Inputs, config: AttentionConfig, call_keys: CallKeys, *, keep: bool = False,
+    inputs: Inputs, config: AttentionConfig, call_keys: CallKeys, dtype: torch.dtype, *, keep: bool = False,
     observer: Observer | None = None,
 ) -> Flash:  # fmt: skip
-    """Return the attention of float32 heads ``[heads, rows, features]``; ``keep`` asks for the weights."""
-    (q, k, v, mask, hides, factor), unit = inputs, config.unit
+    """Return the attention of float32 heads ``[heads, rows, features]``; ``keep`` asks for the weights.
+
+    Units multiply operands in high precision in ``dtype``.
+    """
+    (q, k, v, mask, hides, factor), unit, coded = inputs, config.unit, config.has_unit
+    if coded:
+        check_call(config, inputs, dtype)
     left, right, values = (
-        quantised(x, quantizer, unit, call_keys.draws, seen(observer, name))
+        quantised(x, quantizer, coded, call_keys.draws, seen(observer, name))
         for name, x, quantizer in (("q", q, config.q), ("k", k, config.k), ("v", v.mT, config.v))
     )
     m = q.new_full((*q.shape[:2], 1), -math.inf)
@@ -126,15 +149,15 @@ def flash(
     kept: list[tuple[Tensor, Tensor, Tensor]] = []
     for first in reversed(range(0, k.shape[1], config.columns)):
         keys = slice(first, first + config.columns)
-        s = product(left, _part(right, keys, 1), (config.q, config.k), unit)
+        s = product(left, _part(right, keys, 1), unit, dtype)
         t = _exponents(s, mask if mask is None else mask[..., keys], factor, hides)
         new = torch.maximum(m, t.amax(-1, keepdim=True))
         base = torch.where(new == -math.inf, 0.0, new)  # a row that has seen no key yet
         shrink, p = torch.exp2(m - base), torch.exp2(t - (base - config.offset))
-        weights = quantised(p.reshape(1, -1, p.shape[-1]), config.p, unit, call_keys.draws, seen(observer, "p"))
+        weights = quantised(p.reshape(1, -1, p.shape[-1]), config.p, coded, call_keys.draws, seen(observer, "p"))
         scale = None if weights.scale is None else weights.scale.reshape(p.shape)
-        weights = Heads(weights.elements.reshape(p.shape), scale, block=weights.block)
-        part = product(weights, _part(values, keys, 2), (config.p, config.v), unit)
+        weights = weights._replace(elements=weights.elements.reshape(p.shape), scale=scale)
+        part = product(weights, _part(values, keys, 2), unit, dtype)
         m, total, out = new, total * shrink + p.sum(-1, keepdim=True), out * shrink + part
         kept += [(p, weights.values(), base)] if keep else []
     y = torch.where(total == 0, 0.0, out / total)
@@ -153,8 +176,8 @@ def seen(observer: Observer | None, name: str) -> See | None:
     return None if observer is None else lambda x, y, quantizer: observer(name, x, y, quantizer, -1)
 
 
-def quantised(x: Tensor, quantizer: Quantizer, unit: Any, draws: Callable[[], Keys], see: See | None = None) -> Heads:
-    """Quantise each head; all at once where no block reaches from one into the next."""
+def quantised(x: Tensor, quantizer: Quantizer, coded: bool, draws: Callable[[], Keys], see: See | None = None) -> Heads:
+    """Quantise each head, to elements or values; all at once where no block reaches from one into the next."""
     heads, rows, inner = x.shape
     scaling = quantizer.scaling
     apart = scaling is None or (scaling.block[0] is not None and rows % scaling.block[0] == 0 and not scaling.tensor)
@@ -166,13 +189,13 @@ def quantised(x: Tensor, quantizer: Quantizer, unit: Any, draws: Callable[[], Ke
     shape = (-1, rows, inner)
     slopes = [one.slope for one in made if one.slope is not None]  # all heads have what the first has
     slope = torch.stack(slopes).reshape(shape) if slopes else None
-    if unit is None:
+    if not coded or made[0].tensor_scale is not None:
         return Heads(torch.stack([one.values(torch.float32) for one in made]).reshape(shape), None, slope)
     elements = torch.stack([one.elements for one in made]).reshape(shape)
     if made[0].scale is None:
-        return Heads(elements, None, slope)
-    scale = torch.stack([_spread(one) for one in made]).reshape(shape)
-    return Heads(elements, scale, slope, made[0].block)
+        return Heads(elements, None, slope, quantizer=quantizer)
+    scale = torch.stack([spread(one.scale, one.block, one.elements.shape) for one in made]).reshape(shape)  # type: ignore[arg-type]
+    return Heads(elements, scale, slope, made[0].block, quantizer)
 
 
 def _prepared(x: Tensor, quantizer: Quantizer, draws: Keys, see: See | None) -> Operand:
@@ -184,46 +207,72 @@ def _prepared(x: Tensor, quantizer: Quantizer, draws: Keys, see: See | None) -> 
     return made
 
 
-def _spread(operand: Operand) -> Tensor:
-    assert operand.scale is not None
-    if operand.tensor_scale is not None:
-        raise ArgumentError(f"no unit multiplies heads quantised as {operand.quantizer}; leave unit= out of the config")
-    return spread(operand.scale, operand.block, operand.elements.shape)
-
-
 def _part(heads: Heads, keys: slice, dim: int) -> Heads:
     """Return the keys of a block, which lie along the rows (1) or the inner axis (2)."""
     pick = (slice(None), keys) if dim == 1 else (slice(None), slice(None), keys)
     inner, length = heads.block[1], heads.elements.shape[-1]
     apart = dim == 2 and inner < length and inner % (keys.stop - keys.start) != 0  # scales may change inside
     block = (heads.block[0], 1 if apart else inner)
-    return Heads(heads.elements[pick], None if heads.scale is None else heads.scale[pick], block=block)
+    scale = None if heads.scale is None else heads.scale[pick]
+    return heads._replace(elements=heads.elements[pick], scale=scale, block=block)
 
 
-def product(a: Heads, b: Heads, quantizers: tuple[Quantizer, Quantizer], unit: Any) -> Tensor:
-    """Return ``a b^T`` of each head, float32: of the elements, times b's scales, then a's."""
+def product(a: Heads, b: Heads, unit: Any, dtype: torch.dtype) -> Tensor:
+    """Return ``a b^T`` of each head, float32: of the elements, times b's scales, then a's.
+
+    Args:
+        a, b: ``[heads, rows, inner]``.
+        unit: Who multiplies.
+        dtype: That of the tensors, in which a unit takes what is in high precision.
+    """
     if unit is None:
-        return a.elements @ b.elements.mT
-    formats = [quantizer.format for quantizer in quantizers]
-    if not all(isinstance(fmt, FloatFormat) for fmt in formats) or any(q.then is not None for q in quantizers):
-        raise ArgumentError(
-            f"unit={shown(unit)} multiplies elements of floating-point formats; the config has {quantizers[0]} and "
-            f"{quantizers[1]}; choose others, or leave unit= out"
-        )
-    left, right = (x.elements.to(holder(fmt)) for x, fmt in zip((a, b), formats, strict=True))  # type: ignore[arg-type]
-    y = bmm(left, right.mT, unit=unit, a_format=formats[0], b_format=formats[1], out_dtype=torch.float32)
-    y = y if b.scale is None else y * _outer(b, b.scale).mT
-    return y if a.scale is None else y * _outer(a, a.scale)
+        return a.values() @ b.values().mT
+    formats = element_formats(a.quantizer, b.quantizer)
+    given: dict[str, Any] = {"unit": unit, "out_dtype": torch.float32}
+    if formats is not None:
+        given |= {"a_format": formats[0], "b_format": formats[1]}
+        first, second = map(holder, formats)
+        (left, rows), (right, columns) = a.row_scale(), b.row_scale()
+    else:
+        high = any(last_cast(x.quantizer).format is None for x in (a, b))
+        wide = dtype if high and dtype in _HALVES else torch.float32
+        if wide == torch.float32 and not unit_takes(unit, "fp32"):
+            given["unit"] = "fp32_fma"
+        first = second = wide
+        (left, rows), (right, columns) = a.row_scale(wide), b.row_scale(wide)
+    y = bmm(left.to(first), right.to(second).mT, **given)
+    y = y if columns is None else y * columns.mT
+    return y if rows is None else y * rows
 
 
-def _outer(heads: Heads, scale: Tensor) -> Tensor:
-    """Return the scale of each row; raise where it may change along the sums of a product."""
-    if heads.block[1] < heads.elements.shape[-1]:
-        raise ArgumentError(
-            "a scale changes inside the sums of one product; choose blocks of whole rows of q, k and p, and of "
-            "config.columns keys, or a multiple, of v"
-        )
-    return scale[..., :1]
+def check_call(config: AttentionConfig, inputs: Inputs, dtype: torch.dtype) -> None:
+    """Refuse, before anything runs, operands of this size and dtype that a unit does not multiply.
+
+    Raises:
+        ArgumentError: A scale changes inside the sums of a product of elements, or a unit lacks the dtype.
+    """
+    queries, keys, features = inputs.q.shape[-2], inputs.k.shape[-2], inputs.v.shape[-1]
+    lengths = {"s": inputs.q.shape[-1], "dv": queries, "dp": features, "dq": keys, "dk": queries}
+    for name, (unit, operands, quantizers, inner) in config.products.items():
+        if unit is None:
+            continue
+        if element_formats(*quantizers) is None:
+            high = [each for each, by in zip(operands, quantizers, strict=True) if last_cast(by).format is None]
+            if high and dtype in _HALVES and not unit_takes(unit, _HALVES[dtype]):
+                raise ArgumentError(
+                    f"AttentionConfig {high[0]} is in high precision, and {shown(unit)} does not multiply {dtype}; "
+                    f"pass tensors of another dtype, or give {high[0]} a quantiser"
+                )
+            continue
+        for operand, block in zip(operands, inner, strict=True):
+            length = lengths.get(name, min(keys, config.columns) if operand == "p" else keys)
+            changes = block is not None and block < length
+            if changes and (operand != "v" or block % config.columns):  # type: ignore[operator]
+                raise ArgumentError(
+                    f"AttentionConfig {operand}: one scale for {block} of {length} numbers changes inside the sums of "
+                    f"{name}; choose blocks of whole rows, for v of config.columns keys or a multiple, an operand in "
+                    "high precision, or no unit"
+                )
 
 
 def _exponents(s: Tensor, mask: Tensor | None, factor: float, hides: bool) -> Tensor:

@@ -3,9 +3,9 @@
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import Gemm
 from fmtsim.gemm.layers.passes import Observer
 from fmtsim.nn.flash import CallKeys, Flash, Heads, See, product, quantised, seen
@@ -20,15 +20,11 @@ class _Source(NamedTuple):
 
     Attributes:
         original: float32 ``[heads, rows, inner]``, the product's sums along inner.
-        forward: Elements and scales, likewise.
-        quantizer: What made them.
-        coded: Whether they are elements that a unit takes.
+        forward: Elements and scales, or values, likewise.
     """
 
     original: Tensor
     forward: Heads
-    quantizer: Quantizer
-    coded: bool
 
 
 def flash_gradients(
@@ -37,6 +33,7 @@ def flash_gradients(
     config: AttentionConfig,
     call_keys: CallKeys,
     made: Flash,
+    dtype: torch.dtype,
     observer: Observer | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv in float32.
@@ -48,68 +45,40 @@ def flash_gradients(
         config: The definition.
         call_keys: Random numbers, behind those of the forward pass.
         made: The forward pass with its weights.
+        dtype: In which units multiply operands in high precision.
         observer: Sees the operands that are quantised here, as ``"dv.b"``.
     """
     g, q, k, v = tensors
-    coded = config.unit is not None
-    weights = _Source(made.weights.mT, Heads(made.rounded.mT, None), config.p, False)
-    dv = _run("dv", config.dv, (weights, g.mT), call_keys, observer)
+
+    def run(name: str, a: Tensor | _Source, b: Tensor | _Source) -> Tensor:
+        gemm: Gemm = getattr(config, name)
+        sides = zip("ab", (a, b), (gemm.a, gemm.b), strict=True)
+        first, second = (
+            _operand(x, by, gemm, call_keys, None if by.format is None else seen(observer, f"{name}.{side}"))
+            for side, x, by in sides
+        )
+        return product(first, second, gemm.unit, dtype)
+
+    dv = run("dv", _Source(made.weights.mT, Heads(made.rounded.mT)), g.mT)
     dv = dv if made.v.slope is None else dv * made.v.slope.mT
-    values = _Source(v, made.v.transposed(), config.v, coded)
-    dp = _run("dp", config.dp, (g, values), call_keys, observer)
+    dp = run("dp", g, _Source(v, made.v.transposed()))
     ds = made.weights * (dp - (g * made.out).sum(-1, keepdim=True))
-    keys = _Source(k.mT, made.k.transposed(), config.k, coded)
-    dq = _run("dq", config.dq, (ds, keys), call_keys, observer) * factor
-    queries = _Source(q.mT, made.q.transposed(), config.q, coded)
-    dk = _run("dk", config.dk, (ds.mT, queries), call_keys, observer) * factor
+    dq = run("dq", ds, _Source(k.mT, made.k.transposed())) * factor
+    dk = run("dk", ds.mT, _Source(q.mT, made.q.transposed())) * factor
     dq = _back(dq, made.q.slope, config.q, config.dq.b, call_keys)
     return dq, _back(dk, made.k.slope, config.k, config.dk.b, call_keys), dv
 
 
-def _run(
-    name: str,
-    gemm: Gemm,
-    sides: tuple[Tensor | _Source, Tensor | _Source],
-    call_keys: CallKeys,
-    observer: Observer | None,
-) -> Tensor:
-    """Return ``a b^T`` of each head."""
-    operands = [
-        _operand(
-            f"{name}.{side}",
-            x,
-            quantizer,
-            gemm,
-            call_keys,
-            seen(observer if quantizer.format is not None else None, f"{name}.{side}"),
-        )
-        for side, x, quantizer in zip("ab", sides, (gemm.a, gemm.b), strict=True)
-    ]
-    (a, first), (b, second) = operands
-    return product(a, b, (first, second), gemm.unit)
-
-
-def _operand(
-    where: str, x: Tensor | _Source, quantizer: Quantizer, gemm: Gemm, call_keys: CallKeys, see: See | None
-) -> tuple[Heads, Quantizer]:
-    """Return an operand along the sums of its product, and what made it."""
-    draws = partial(call_keys.draws, backward=True)
+def _operand(x: Tensor | _Source, quantizer: Quantizer, gemm: Gemm, call_keys: CallKeys, see: See | None) -> Heads:
+    """Return an operand along the sums of its product."""
     if isinstance(x, Tensor):
-        return quantised(x.contiguous(), quantizer, gemm.unit, draws, see), quantizer
-    if quantizer.source == "original":
-        return quantised(x.original.contiguous(), quantizer, gemm.unit, draws, see), quantizer
-    values = x.forward.values()
-    if quantizer.source == "requantised":
-        return quantised(values.contiguous(), quantizer, gemm.unit, draws, see), quantizer
-    if gemm.unit is None:
-        return Heads(values, None), quantizer
-    if not x.coded:
-        raise ArgumentError(
-            f"AttentionConfig {where} takes forward values that are no elements of a unit (weights are normalised "
-            f"afterwards, and forward products without unit= have none); give {where} a quantiser of its own, or leave "
-            f"unit= out of {where[:2]}"
-        )
-    return x.forward, x.quantizer
+        t = x
+    elif quantizer.source == "forward":
+        return x.forward
+    else:
+        t = x.original if quantizer.source == "original" else x.forward.values()
+    draws = partial(call_keys.draws, backward=True)
+    return quantised(t.contiguous(), quantizer, gemm.unit is not None, draws, see)
 
 
 def _back(y: Tensor, slope: Tensor | None, quantizer: Quantizer, other: Quantizer, call_keys: CallKeys) -> Tensor:

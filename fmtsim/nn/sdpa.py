@@ -70,12 +70,13 @@ def quantised_attention(
         rounded operands (q' and k' rotated), O the float32 result before its last rounding and all products in
         float32: ``dv = P'^T do``, ``dp = do v'^T``, ``ds = P * (dp - sum(do * O))`` by rows, ``dq = scale ds k'`` and
         ``dk = scale ds^T q'``, these two rotated back. ``config.dv``, ``dp``, ``dq`` and ``dk`` change the operands of
-        the four products; the sum over do * O stays as it is. The forward pass is run again for it, with the same
-        random numbers. FlashAttention-3 has no backward pass in FP8. Differentiating twice raises FmtsimError.
+        the four products and who multiplies (``config.on`` gives all six to a machine; on a unit each is one chain over
+        its sums, see AttentionConfig); the sum over do * O stays as it is. The forward pass is run again for it, with
+        the same random numbers. FlashAttention-3 has no backward pass in FP8. Differentiating twice raises FmtsimError.
 
     Raises:
-        ArgumentError: Shapes that do not fit, dropout, a mask that requires a gradient, or operands that the unit
-            does not take: it needs an element format for each, and scales that are the same along a block's sums.
+        ArgumentError: Shapes that do not fit, dropout, a mask that requires a gradient, or, before anything runs,
+            operands that a unit does not take: a dtype that it lacks, scales that change along the sums of elements.
         DtypeError: Dtypes that differ or are not floating point.
     """
     call = call_of(config, generator)

@@ -1,19 +1,24 @@
 """What quantised attention is: quantisers of the operands of its products, forward and backward, and who multiplies."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+import torch
 
 from fmtsim.errors import ArgumentError, FormatError, shown
+from fmtsim.formats.block import Block, BlockFormat
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.layers.config import Gemm
 from fmtsim.gemm.layers.route import element_of
+from fmtsim.gemm.products.resolver import resolve_call
 from fmtsim.gemm.targets.target import get_target
-from fmtsim.gemm.units.unit import describe, get_unit
-from fmtsim.recipes.build import FORWARD, HIGH
-from fmtsim.records import check_types
+from fmtsim.gemm.units.unit import describe, unit_takes
+from fmtsim.recipes.build import BF16, FORWARD, HIGH, scale_format
+from fmtsim.records import check_types, located
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.gradient import StraightThrough
-from fmtsim.spec.operand import last_cast
+from fmtsim.spec.operand import block_of, last_cast
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
 from fmtsim.spec.transform import Clamp, Hadamard
@@ -21,6 +26,30 @@ from fmtsim.spec.transform import Clamp, Hadamard
 BACKWARD: Final = ("dv", "dp", "dq", "dk")
 _FORWARD: Final = ("q", "k", "v", "p")
 _AFTER_FORWARD: Final = Gemm(a=HIGH, b=FORWARD)
+_WIDE: Final = (BF16, scale_format("fp16"), scale_format("fp32"))  # in which units take what is in high precision
+_TENSORS: Final = {"dv": ("p", "do"), "dp": ("do", "v"), "dq": ("ds", "k"), "dk": ("ds", "q")}
+
+
+class Product(NamedTuple):
+    """One of the six products of attention as its unit sees it.
+
+    Attributes:
+        unit: Who multiplies, None for float32.
+        names: Of the operands, as in ``AttentionConfig.operands``.
+        quantizers: Which made the elements that are multiplied; one without a format where these are values.
+        inner: Elements along the product's sums that share a scale, None for all.
+    """
+
+    unit: Any
+    names: tuple[str, str]
+    quantizers: tuple[Quantizer, Quantizer]
+    inner: tuple[int | None, int | None]
+
+
+def element_formats(a: Quantizer, b: Quantizer) -> tuple[FloatFormat, FloatFormat] | None:
+    """Return the formats of both operands, if a unit multiplies their elements; None if it multiplies values."""
+    first, second = (element_of(last_cast(quantizer).format) for quantizer in (a, b))
+    return (first, second) if isinstance(first, FloatFormat) and isinstance(second, FloatFormat) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +64,21 @@ class AttentionConfig:
         q, k, v, p: Quantisers; p is the matrix of softmax weights before normalisation.
         offset: Weights are ``2^offset`` times larger before they are quantised (8 in FlashAttention-3).
         columns: Keys of a block.
-        unit: The matrix unit of both forward products, None for float32.
+        unit: The matrix unit of both forward products, None for float32; those of the gradients name their own.
         dv: ``p^T do``, over the queries.
         dp: ``do v^T``, over the features of v.
         dq: ``ds k``, over the keys.
         dk: ``ds^T q``, over the queries.
 
+    A unit multiplies elements, where both operands have such a format, and the float32 sums are scaled afterwards:
+    scales are those of rows, or of blocks of rows. Where one operand is in high precision, it multiplies in the
+    tensors' dtype (float32 where it takes that, else by a chain of float32 multiply-adds): elements that this dtype
+    holds, if scales do not change along the sums, else values rounded to it. Softmax weights are values in the
+    gradients: they are normalised after they were quantised. A Datapath takes other formats' values in float32.
+
     Raises:
-        ArgumentError, FormatError: A field that attention does not have, such as delayed scaling or a target.
+        ArgumentError, FormatError: A field that attention does not have, such as delayed scaling or a target; operands
+            that a unit does not multiply.
     """
 
     q: Quantizer = Quantizer()
@@ -71,15 +107,52 @@ class AttentionConfig:
                 f"AttentionConfig columns={shown(self.columns)} is not allowed; pass a whole number from 1"
             )
         check_types(self)
-        if self.unit is not None and not isinstance(self.unit, Arithmetic):
-            get_unit(self.unit)
+        for name, product in self.products.items():
+            if product.unit is not None:
+                with located(f"AttentionConfig {name}"):
+                    _check_unit(product)
 
     def on(self, target: Any = None, unit: Any = None, **_: Any) -> "AttentionConfig":
-        """Return the same attention on a unit, or on a target's unit for its operands: no library has such a call."""
+        """Return the same attention with its six products on a unit, or on a target's units for their operands.
+
+        No library has such a call: the accumulation order is that of the units alone.
+
+        Raises:
+            ArgumentError, FormatError: A product whose operands the machine does not multiply; the message names both.
+        """
+        units = dict.fromkeys(self.products, unit)
         if target is not None:
-            q, k = (getattr(element_of(last_cast(x).format), "name", "bf16") for x in (self.q, self.k))
-            unit = get_target(target).takes(q, k, "fp32", "none")
-        return replace(self, unit=unit)
+            for name, product in self.products.items():
+                a, b = element_formats(*product.quantizers) or (BF16, BF16)
+                with located(f"AttentionConfig {name}"):
+                    units[name] = get_target(target).takes(a.name, b.name, "fp32", "none")
+        gradients = {name: replace(getattr(self, name), unit=units[name]) for name in BACKWARD}
+        return replace(self, unit=units["s"], **gradients)
+
+    @property
+    def products(self) -> dict[str, Product]:
+        """The products: ``"s"``, ``q k^T``, ``"o"``, ``p v``, and those of the gradients."""
+        found = {}
+        for name, tensors in (("s", ("q", "k")), ("o", ("p", "v"))):
+            pair = getattr(self, tensors[0]), getattr(self, tensors[1])
+            found[name] = Product(self.unit, tensors, pair, (_block(pair[0])[1], _block(pair[1])[1]))
+        for name, tensors in _TENSORS.items():
+            gemm: Gemm = getattr(self, name)
+            (a, of_a), (b, of_b) = map(self._multiplied, tensors, (gemm.a, gemm.b))
+            found[name] = Product(gemm.unit, (f"{name}.{tensors[0]}", f"{name}.{tensors[1]}"), (a, b), (of_a, of_b))
+        return found
+
+    def _multiplied(self, tensor: str, quantizer: Quantizer) -> tuple[Quantizer, int | None]:
+        """Return what made the elements of an operand of a gradient, and how many along its sums share a scale."""
+        if quantizer.source != "forward":
+            return quantizer, _block(quantizer)[1]
+        made = HIGH if tensor == "p" else getattr(self, tensor)  # normalised weights are values
+        return made, _block(made)[0]
+
+    @property
+    def has_unit(self) -> bool:
+        """Whether a unit multiplies in any of the products."""
+        return any(unit is not None for unit in (self.unit, self.dv.unit, self.dp.unit, self.dq.unit, self.dk.unit))
 
     @property
     def is_random(self) -> bool:
@@ -90,7 +163,7 @@ class AttentionConfig:
     def operands(self) -> dict[str, Quantizer]:
         """The quantisers by tensor, those of a backward product as ``product.tensor``."""
         found = {name: getattr(self, name) for name in _FORWARD}
-        for name, tensors in zip(BACKWARD, (("p", "do"), ("do", "v"), ("ds", "k"), ("ds", "q")), strict=True):
+        for name, tensors in _TENSORS.items():
             gemm: Gemm = getattr(self, name)
             found |= {f"{name}.{tensors[0]}": gemm.a, f"{name}.{tensors[1]}": gemm.b}
         return found
@@ -98,11 +171,51 @@ class AttentionConfig:
     def __str__(self) -> str:
         words = [f"q and k {self.q}"] if self.q == self.k else [f"q {self.q}", f"k {self.k}"]
         words += [f"v {self.v}", f"p {self.p}{f', 2^{self.offset} times as large' if self.offset else ''}"]
-        if self.unit is not None:
-            words.append(f"on {describe(self.unit) if isinstance(self.unit, Arithmetic) else self.unit}")
-        own = [name for name in BACKWARD if getattr(self, name) != type(self).__dataclass_fields__[name].default]
-        words += [f"{name} of {getattr(self, name).a} with {getattr(self, name).b}" for name in own]
-        return "; ".join([*words, *([] if own else ["gradients in high precision"])])
+        words += [f"on {_named(self.unit)}"] if self.unit is not None else []
+        default = {name: type(self).__dataclass_fields__[name].default for name in BACKWARD}
+        gemms = {name: getattr(self, name) for name in BACKWARD}
+        own = [name for name, gemm in gemms.items() if replace(gemm, unit=None) != default[name]]
+        machines = {name: "" if gemm.unit is None else f" on {_named(gemm.unit)}" for name, gemm in gemms.items()}
+        words += [f"{name} of {gemms[name].a} with {gemms[name].b}{machines[name]}" for name in own]
+        rest = {name: machines[name] for name in BACKWARD if name not in own}
+        if not own or any(rest.values()):
+            where = set(rest.values())
+            text = where.pop() if len(where) == 1 else "".join(f", {name}{on}" for name, on in rest.items() if on)
+            words.append(f"{'other ' if own else ''}gradients in high precision{text}")
+        return "; ".join(words)
+
+
+def _named(unit: Any) -> str:
+    return describe(unit) if isinstance(unit, Arithmetic) else str(getattr(unit, "name", unit))
+
+
+def _block(quantizer: Quantizer) -> Block:
+    """Return rows and inner elements that share a scale; without scales, all do."""
+    last = last_cast(quantizer)
+    return block_of(quantizer) if last.scaling is not None or isinstance(last.format, BlockFormat) else (None, None)
+
+
+def _check_unit(product: Product) -> None:
+    """Refuse operands that a unit does not multiply."""
+    unit, quantizers = product.unit, product.quantizers
+    operands = dict(zip(product.names, map(last_cast, quantizers), strict=True))
+    high = [name for name, each in operands.items() if each.format is None]
+    known = next((fmt for fmt in _WIDE if unit_takes(unit, fmt)), None)
+    if high and known is None:
+        raise ArgumentError(
+            f"{high[0]} is in high precision, and {_named(unit)} multiplies neither 16-bit floats nor float32; "
+            f"give {high[0]} a quantiser, or choose another unit"
+        )
+    for name, each in {} if high else operands.items():
+        if not isinstance(element_of(each.format), FloatFormat) and not isinstance(unit, Arithmetic):
+            raise FormatError(
+                f"{_named(unit)} multiplies elements of floating-point formats, and {name} is {each}; choose another "
+                "format, pass a Datapath, which takes the values, or leave the unit out"
+            )
+        if each.scaling.tensor if each.scaling else isinstance(each.format, BlockFormat) and each.format.tensor_scale:
+            raise ArgumentError(f"{name} has two levels of scales ({each}); choose one, or leave the unit out")
+    a, b = element_formats(*quantizers) or (known or BF16,) * 2
+    resolve_call("mm", a, b, (0, 0, 0), torch.float32, unit=unit)
 
 
 def _check_forward(name: str, quantizer: Any) -> None:
@@ -135,6 +248,8 @@ def _check_backward(name: str, gemm: Any) -> None:
 def _check_quantizer(where: str, quantizer: Any) -> None:
     if not isinstance(quantizer, Quantizer):
         raise ArgumentError(f"{where}={shown(quantizer)} is not a Quantizer; pass Quantizer(format=...)")
+    if quantizer.source == "stored":
+        raise FormatError(f"{where} has source='stored', which weights of layers have; leave source= out")
     if any(isinstance(transform, Clamp) and transform.compensate for transform in quantizer.transforms):
         raise FormatError(f"{where} has Clamp(compensate=True), which attention does not; leave compensate= out")
     if quantizer.scaling is not None and quantizer.scaling.history is not None:
