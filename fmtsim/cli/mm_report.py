@@ -7,7 +7,7 @@ import torch
 
 from fmtsim.analysis.comparison import Comparison
 from fmtsim.analysis.ulp import read_codes
-from fmtsim.explain.product import MmExplanation
+from fmtsim.gemm.products.explanation import MmExplanation
 
 SHOWN = 4
 

@@ -31,6 +31,10 @@ class EmulatedMultiheadAttention(EmulatedModule, nn.MultiheadAttention):
         for inputs in sorted({module.embed_dim, module.kdim, module.vdim}):
             yield module.embed_dim, inputs
 
+    def input_shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of query, key and value of one sequence."""
+        return (rows, self.embed_dim), (rows, self.kdim), (rows, self.vdim)
+
     def forward(
         self,
         query: Tensor,

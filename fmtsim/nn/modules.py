@@ -54,6 +54,18 @@ class Emulation:
         found = [layers for known, layers in self.layers if known is config or known == config]
         self.config, self.products = config, found[0]
 
+    def changed(self, change: Callable[[str, LinearConfig], LinearConfig]) -> "Emulation":
+        """Return what runs the products in force under other configs, with the same memory and generator.
+
+        Args:
+            change: From the name of a part and its config to another one.
+        """
+        products = {
+            kind: Layer(change(kind.split(" ")[0], layer.config), layer.generator, layer.state)
+            for kind, layer in self.products.items()
+        }
+        return Emulation(name=self.name, config=self.config, generator=self.generator, products=products)
+
 
 class EmulatedModule(nn.Module):
     """Mark a module whose products go through EmulatedGEMM, and remember which class it was.
@@ -70,6 +82,10 @@ class EmulatedModule(nn.Module):
     def matrices(module: Any) -> Iterator[tuple[int, int]]:
         """Yield rows and columns of each matrix that a layer of the original class multiplies with."""
         yield from ()
+
+    def input_shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of inputs whose products have so many rows of x."""
+        return ((rows, next(iter(self.matrices(self)))[1]),)
 
     def gemm(self, x: Tensor, w: Tensor, bias: Tensor | None, part: str = "") -> Tensor:
         """Return ``x w^T + bias`` under this module's quantisers; raise ArgumentError where it has none.
@@ -206,6 +222,11 @@ class EmulatedConv2d(EmulatedModule, nn.Conv2d):
     def matrices(module: nn.Conv2d) -> Iterator[tuple[int, int]]:
         """Yield the size of a group's weight."""
         yield module.out_channels // module.groups, module.weight[0].numel()
+
+    def input_shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
+        """Return the shape of padded images of one position each."""
+        (height, width), dilation = self.kernel_size, self.dilation
+        return ((rows, self.in_channels, dilation[0] * (height - 1) + 1, dilation[1] * (width - 1) + 1),)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``[N, out_channels, H, W]`` from ``[N, in_channels, H, W]``, or both without N."""

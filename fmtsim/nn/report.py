@@ -1,17 +1,31 @@
-"""report: which layers of a model are converted, to what, and why the others are not."""
+"""report: which layers of a model are converted, to what, and why the others are not; what multiplies in them."""
 
 import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from fmtsim.arguments import check_module
+from fmtsim.errors import ArgumentError, FmtsimError, shown
 from fmtsim.nn.attention import EmulatedMultiheadAttention
 from fmtsim.nn.convert import NOTES, REASONS
 from fmtsim.nn.modules import EmulatedModule, emulated_types
 from fmtsim.nn.planning import why_not
+from fmtsim.nn.products import layer_products
 from fmtsim.nn.swaps import FILTERED, plain_class, swap_details
 from fmtsim.table import ruled
+
+_BASES = {
+    "recorded": "with recorded bits of the call",
+    "reported": "by the library's own report",
+    "rule": "by a rule",
+    "guess": "guessed",
+    "none": "without a machine",
+    "refused": "refused",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +39,41 @@ class ReportRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProductRow:
+    """Describe one product of a converted layer.
+
+    Args:
+        layer: Its name, with the part where it has several weights.
+        product: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
+        tokens: Rows of x.
+        call: What is asked, or why it is refused.
+        unit: Name of the unit, empty without one.
+        order: Accumulation order in words.
+        basis: What stands behind the order, as in ``explain_mm``, or ``"refused"``.
+    """
+
+    layer: str
+    product: str
+    tokens: int
+    call: str
+    unit: str
+    order: str
+    basis: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """List the modules of a model that hold parameters or could be converted; ``print`` shows a table.
 
     Args:
         rows: The modules.
         notes: What the recipe would exchange and the model does not have.
+        products: Those of the converted layers, where ``report`` was given numbers of tokens.
     """
 
     rows: tuple[ReportRow, ...]
     notes: tuple[str, ...] = ()
+    products: tuple[ProductRow, ...] = ()
 
     @property
     def converted(self) -> tuple[ReportRow, ...]:
@@ -50,18 +89,48 @@ class Report:
         cells = [("layer", "type", "converted", "quantisers, or why not")]
         cells += [(row.name, row.type, "yes" if row.converted else "no", row.detail) for row in self.rows]
         total = f"{len(self.converted)} of {len(self.rows)} converted; products called as functions are not seen"
-        return "\n".join((*ruled(cells), *self.notes, total))
+        return "\n".join((*ruled(cells), *self.notes, total, *self._product_lines()))
+
+    def _product_lines(self) -> list[str]:
+        """Return the products as a table, equal ones of several layers in one line, and their number by basis."""
+        if not self.products:
+            return []
+        layers: dict[ProductRow, list[str]] = {}
+        for row in self.products:
+            layers.setdefault(dataclasses.replace(row, layer=""), []).append(row.layer)
+        cells = [("layers", "first", "product", "tokens", "call", "unit", "accumulation order", "basis")]
+        cells += [
+            (str(len(names)), names[0], row.product, str(row.tokens), row.call, row.unit or "-", row.order, row.basis)
+            for row, names in layers.items()
+        ]
+        counts = Counter(row.basis for row in self.products)
+        bases = ", ".join(f"{counts[basis]} {words}" for basis, words in _BASES.items() if counts[basis])
+        return ["", *ruled(cells, left=(1, 2, 4, 5, 6, 7)), f"{len(self.products)} products: {bases}"]
 
 
-def report(model: nn.Module) -> Report:
+def report(model: nn.Module, tokens: int | Sequence[int] = ()) -> Report:
     """Return what ``convert`` did to a model, or, before it, what it could not convert and why.
 
     A module that is used under several names has a row for each.
 
+    Args:
+        model: Any module.
+        tokens: Numbers of rows for which the three products of each converted layer are told, with unit, accumulation
+            order and what stands behind that: tokens of a batch, for a convolution positions of its output in all
+            images, for attention tokens of one sequence. Nothing is multiplied.
+
     Raises:
-        ArgumentError: ``model`` is no module.
+        ArgumentError: ``model`` is no module, or ``tokens`` are no numbers from 1.
+
+    >>> import fmtsim
+    >>> layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8))).bfloat16()
+    >>> str(report(fmtsim.convert(layers, format="e4m3", target="h200"), tokens=512)).splitlines()[-1]
+    '24 products: 24 by a rule'
     """
     check_module("report", model)
+    counts = [tokens] if type(tokens) is int else tokens
+    if not isinstance(counts, list | tuple | range) or any(type(n) is not int or n < 1 for n in counts):
+        raise ArgumentError(f"tokens={shown(tokens)} is no number of rows; pass one from 1, or a list of such")
     known = model.__dict__.get(REASONS, {})
     first: dict[nn.Module, str] = {}
     inside = {  # an attention module multiplies with this layer's weights itself
@@ -82,7 +151,34 @@ def report(model: nn.Module) -> Report:
             row = dataclasses.replace(row, detail=f"same module as {first[module]}")
         first.setdefault(module, row.name)
         rows.append(row)
-    return Report(rows=tuple(rows), notes=model.__dict__.get(NOTES, ()))
+    products = tuple(row for count in counts for row in _products(model, count))
+    return Report(rows=tuple(rows), notes=model.__dict__.get(NOTES, ()), products=products)
+
+
+def _products(model: nn.Module, tokens: int) -> Iterator[ProductRow]:
+    """Yield the products of converted layers; layers that are alike are asked once."""
+    known: dict[Any, list[ProductRow]] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, EmulatedModule) or module.emulation is None:
+            continue
+        sizes = tuple((n, p.shape, p.stride(), p.dtype, p.device) for n, p in module.named_parameters())
+        like = type(module), module.original_class.extra_repr(module), module.emulation.config, sizes
+        if like not in known:
+            known[like] = list(_product_rows(module, tokens))
+        for row in known[like]:
+            yield dataclasses.replace(row, layer=", ".join(filter(None, (name or "(model)", row.layer))))
+
+
+def _product_rows(module: EmulatedModule, tokens: int) -> Iterator[ProductRow]:
+    """Yield the products of a layer, with the names of its parts for that of the layer."""
+    for part, product, found in layer_products(module, tokens):
+        if isinstance(found, FmtsimError):
+            assert module.emulation is not None
+            why = str(found).removeprefix(f"layer {module.emulation.name!r}: ")
+            told = {"call": why, "unit": "", "order": "", "basis": "refused"}
+        else:
+            told = {"call": found.rows[0][1], "unit": found.unit or "", "order": found.order, "basis": found.basis}
+        yield ProductRow(layer=part, product=product, tokens=tokens, **told)
 
 
 def _row(name: str, module: nn.Module, reason: str | None) -> ReportRow:

@@ -117,6 +117,7 @@ class Gemm:
         return ", ".join(filter(None, (f"on {name}", sums, fast, "own plan" if self.plan else "", out)))
 
 
+PRODUCTS = ("fprop", "dgrad", "wgrad")
 _NO_MACHINE = dict.fromkeys(("target", "unit", "plan", "accumulate", "native"))
 
 
@@ -137,7 +138,7 @@ class LinearConfig:
     wgrad: Gemm = Gemm()
 
     def __post_init__(self) -> None:
-        for name in ("fprop", "dgrad", "wgrad"):
+        for name in PRODUCTS:
             if not isinstance(getattr(self, name), Gemm):
                 raise ArgumentError(
                     f"LinearConfig {name}={shown(getattr(self, name))} is not a Gemm; pass Gemm(a=..., b=...)"
@@ -184,7 +185,7 @@ class LinearConfig:
             ArgumentError, FormatError: The machine does not multiply a product's operands; the message names it.
         """
         found = {}
-        for name in ("fprop", "dgrad", "wgrad"):
+        for name in PRODUCTS:
             with located(name):
                 found[name] = replace(getattr(self, name), **{**_NO_MACHINE, **machine})
         return LinearConfig(**found)
@@ -194,7 +195,7 @@ class LinearConfig:
         for tensor in "xwg":  # the two uses of a tensor under one name where they agree
             uses = {name: str(q) for name, q in self.operands.items() if name[0] == tensor}
             shown |= uses if len(set(uses.values())) > 1 else {tensor: next(iter(uses.values()))}
-        machines = {name: getattr(self, name).machine for name in ("fprop", "dgrad", "wgrad")}
+        machines = {name: getattr(self, name).machine for name in PRODUCTS}
         texts = {name: f"{name} {text}" for name, text in machines.items() if text}
         if len(set(machines.values())) == 1:
             texts = {name: text for name, text in machines.items() if text and name == "fprop"}

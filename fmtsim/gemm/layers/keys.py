@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fmtsim.arguments import drawn_key
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.layers.config import OPERANDS as OPERANDS
-from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS, LinearConfig
 from fmtsim.gemm.layers.route import Route
 from fmtsim.ops import READS_HOST, Key, define_operator, fused_engine, key_tensor, random_key
 from fmtsim.scaling.history import DelayedScale, FrozenScale, StoredScale
@@ -30,7 +29,6 @@ from fmtsim.spec.quantizer import Quantizer
 Generator = int | torch.Generator | None
 State = Mapping[str, DelayedScale | FrozenScale | StoredScale]
 
-PRODUCTS: Final = ("fprop", "dgrad", "wgrad")
 FORWARD: Final = ("x_f", "w_f")  # operands of the forward pass
 UNITS, OUTPUTS, SCALES, SIGNS = 6, 9, 12, 18  # first streams of a use; those of elements begin at 0
 _GROUP: Final = 128  # elements of the longest rotation that kernels take

@@ -5,18 +5,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from fmtsim.gemm.layers.keys import (
-    OPERANDS,
-    OUTPUTS,
-    PRODUCTS,
-    SCALES,
-    SIGNS,
-    UNITS,
-    Layer,
-    count_pass,
-    counts_passes,
-    stream_of,
-)
+from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
+from fmtsim.gemm.layers.keys import OUTPUTS, SCALES, SIGNS, UNITS, Layer, count_pass, counts_passes, stream_of
 from fmtsim.gemm.layers.operand import NO_KEYS, has_both, is_untouched, quantize_both, quantize_operand
 from fmtsim.gemm.layers.operator import traced_both, traced_operand
 from fmtsim.gemm.layers.product import (

@@ -197,32 +197,33 @@ def check_library(
 
 
 def unsupported_reason(
-    operation: Operation, operands: tuple[Tensor, Tensor], formats: tuple[OperandFormat, OperandFormat],
+    operation: Operation, dtypes: tuple[torch.dtype, torch.dtype], formats: tuple[OperandFormat, OperandFormat],
     dtype: torch.dtype | None, kind: ScaleKind, accumulate: str | None, *, bias: bool = False, fast_accum: bool = False,
     scale_result: bool = False, converted: bool = False,
 ) -> str | None:  # fmt: skip
     """Return why torch does not have a product with results in ``dtype``, None where it does.
 
     Args:
-        operation, operands, formats, dtype, kind, accumulate, bias, fast_accum: What is asked (``run_product``).
+        operation, formats, dtype, kind, accumulate, bias, fast_accum: What is asked (``run_product``).
+        dtypes: Of the operands.
         scale_result: FP8 results are scaled.
         converted: Operands lie on their formats, float32 ones on TF32, and become torch's own dtypes where needed.
     """
-    for name, x, fmt in zip("ab", operands, formats, strict=True):
+    for name, given, fmt in zip("ab", dtypes, formats, strict=True):
         own = own_dtype(fmt)
-        if operation == "scaled_mm" and (own not in (*_FP8, _FP4) or not (converted or x.dtype == own)):
-            return f"torch does not multiply {name} of dtype {x.dtype} with {fmt.name} numbers"
-        if operation != "scaled_mm" and x.dtype != (torch.float32 if converted and fmt.name == "tf32" else own):
-            return f"torch does not multiply {x.dtype} tensors as {name}_format={fmt.name!r}"
+        if operation == "scaled_mm" and (own not in (*_FP8, _FP4) or not (converted or given == own)):
+            return f"torch does not multiply {name} of dtype {given} with {fmt.name} numbers"
+        if operation != "scaled_mm" and given != (torch.float32 if converted and fmt.name == "tf32" else own):
+            return f"torch does not multiply {given} tensors as {name}_format={fmt.name!r}"
     if operation == "scaled_mm":
         if accumulate not in (None, "fp32"):
             return f"torch does not sum FP8 products in {accumulate}"
         if scale_result and kind not in ("tensor", "row"):
             return "torch.nn.functional.scaled_mm has no scale_result"
         return _unsupported_scales([own_dtype(fmt) for fmt in formats], kind, dtype, fast_accum)
-    own = operands[0].dtype
-    if own != operands[1].dtype:
-        return f"torch does not multiply {own} by {operands[1].dtype}"
+    own = dtypes[0]
+    if own != dtypes[1]:
+        return f"torch does not multiply {own} by {dtypes[1]}"
     sums = accumulate or "fp32"
     if own not in _LIBRARY_SUMS[sums] or (sums == "fp16" and dtype != torch.float16):
         return f"torch does not sum {own} products in {sums} for {dtype} results"

@@ -1,5 +1,8 @@
 """The one way of matrix products: what a GemmCall comes to on a target, a unit or a datapath, and who computes it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import lru_cache
 from operator import index
@@ -29,6 +32,7 @@ from fmtsim.spec.schedule import schedule
 ACCUMULATE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64, "int32": torch.int32}
 _ACCUMULATE = {dtype: name for name, dtype in ACCUMULATE_DTYPES.items()}
 NO_SCALES = Scales()
+_asked: ContextVar[dict[GemmCall, GemmSpec] | None] = ContextVar("asked", default=None)
 _ONE_CHAIN = GemmPlan(source="one chain, k in order: a unit alone names no library")
 _SCALED_CHAINS: dict[ScaleKind, GemmPlan] = {
     kind: GemmPlan(
@@ -114,7 +118,7 @@ def run_product(
     if (target is not None or native is not None) and runs_natively(
         native, target, plan, a.device,
         lambda: unsupported_reason(
-            operation, (a, b), formats, dtype, scales.kind, accumulate, bias=bias is not None and adds_bias,
+            operation, (a.dtype, b.dtype), formats, dtype, scales.kind, accumulate, bias=bias is not None and adds_bias,
             fast_accum=fast_accum, scale_result=scale_result is not None, converted=quantized or bool(tf32),
         ),
     ):  # fmt: skip
@@ -178,13 +182,30 @@ def resolve(call: GemmCall) -> GemmSpec:
         ArgumentError: The target or unit does not take the call, its plan makes no sense for it, or it is a guess and
             ``strict`` is set.
     """
-    if call.target is None:
-        return _resolved(call, units.registrations)  # another record may be registered under a unit's name
-    record = targets.get_target(call.target)
-    found = _resolved(call, record)
-    if found.basis == "guess":
+    record = None if call.target is None else targets.get_target(call.target)
+    # Another record may be registered under a unit's name.
+    found = _resolved(call, units.registrations if record is None else record)
+    asked = _asked.get()
+    if asked is not None:
+        asked[call] = found
+    if record is not None and found.basis == "guess":
         record.doubt(call.facts(), found.plan, call.strict)
     return found
+
+
+@contextmanager
+def recorded_calls() -> Iterator[dict[GemmCall, GemmSpec]]:
+    """Collect the calls that this thread resolves, each once and in order, with what they come to.
+
+    Nothing warns of guesses meanwhile: whoever asks for the calls says so in words.
+    """
+    found: dict[GemmCall, GemmSpec] = {}
+    token = _asked.set(found)
+    try:
+        with targets.without_doubts():
+            yield found
+    finally:
+        _asked.reset(token)
 
 
 def resolve_call(

@@ -4,6 +4,9 @@ import os
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -200,6 +203,8 @@ class Target:
         step = "pass plan=GemmPlan(...), or record the call on the GPU and name the plan file as target="
         if strict:
             raise ArgumentError(f"{text}{step}")
+        if _silent.get():
+            return
         with _lock:
             known = (self.name, call) in _warned
             _warned.add((self.name, call))
@@ -207,6 +212,17 @@ class Target:
             warnings.warn(f"{text}guessing ({plan.source}); {step}", PlanUnknownWarning, stacklevel=caller_level())
 
 
+@contextmanager
+def without_doubts() -> Iterator[None]:
+    """Warn of no guess in this thread, and count none as warned of."""
+    token = _silent.set(True)
+    try:
+        yield
+    finally:
+        _silent.reset(token)
+
+
+_silent = ContextVar("silent", default=False)
 _warned: set[tuple[str, GemmCall]] = set()
 _lock = threading.Lock()
 # Files that lie between a user's line and a warning: modules, autograd and torch.compile call fmtsim out of torch.

@@ -1,0 +1,174 @@
+"""One product in words: what is called, the unit, the accumulation order, and what stands behind it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fmtsim.gemm.products.native import emulation_reason, unsupported_reason
+from fmtsim.gemm.products.resolver import call_name
+from fmtsim.gemm.units.unit import STRENGTHS, describe, get_unit
+from fmtsim.spec.call import LARGE_BLOCKS, GemmCall
+from fmtsim.spec.datapath import Datapath, IntegerDatapath
+from fmtsim.spec.gemm_spec import BASES, GemmSpec
+from fmtsim.spec.plan import GemmPlan
+from fmtsim.table import facts_html
+
+_STEPS = {
+    "scale": "times the product of both scales",
+    "row_column": "times the scale of the row, then of the column",
+    "column_row": "times the scale of the column, then of the row",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class MmExplanation:
+    """Explain one product: what is called, by which unit it is computed, and in which order it is summed.
+
+    ``str()`` gives a text, a notebook shows a table.
+
+    Args:
+        call: The call as a library sees it; None for a product of a layer that no machine multiplies.
+        machine: The target, unit or datapath that was asked; empty without one.
+        unit: Name of the unit, None for a datapath without one.
+        plan: Accumulation order and epilogue, None without a machine.
+        basis: What stands behind the plan: ``"recorded"`` bits of this very call, the choice that the library
+            ``"reported"``, a ``"rule"``, or a ``"guess"``; ``"none"`` where there is no order to speak of.
+        rows: What is shown: a heading and a text each.
+    """
+
+    call: GemmCall | None
+    machine: str
+    unit: str | None
+    plan: GemmPlan | None
+    basis: str
+    rows: tuple[tuple[str, str], ...]
+
+    @property
+    def order(self) -> str:
+        """The accumulation order in words."""
+        return dict(self.rows)["order"]
+
+    @property
+    def verified(self) -> bool:
+        """Whether recorded bits of this very call stand behind the plan."""
+        return self.basis == "recorded"
+
+    def __str__(self) -> str:
+        width = max(len(heading) for heading, _ in self.rows)
+        return "\n".join(f"{heading:<{width}}  {text}" for heading, text in self.rows)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return facts_html(self.rows)
+
+
+def explained(call: GemmCall, found: GemmSpec, tf32: str = "") -> MmExplanation:
+    """Return a resolved call in words; ``tf32`` says how float32 operands became TF32."""
+    plan, path, target = found.plan, found.datapath, call.target
+    machine = str(getattr(target, "name", target)) if target is not None else found.unit or "datapath"
+    batch = f"{call.batch} of " if call.operation == "bmm" else ""
+    out = str(call.out).removeprefix("torch.")
+    rows = [("call", f"{call.operation}: {batch}{factors(call.m, call.n, call.k, call.a, call.b)} -> {out}")]
+    if target is not None:
+        layouts = f"a {call.a_layout}-major, b {call.b_layout}-major along K"
+        rows.append(("target", f"{machine}, {layouts}"))
+    if tf32:
+        rounded = "rounded to TF32, to nearest even" if found.a.name == "tf32" else "not rounded to TF32"
+        rows.append(("operands", f"float32 {rounded}"))
+    rows.append(("unit", f"{found.unit or 'own datapath'}: {describe(path)}"))
+    if found.unit is not None:
+        mode = _mode(found, path)
+        rows += [("evidence", f"{STRENGTHS[mode.strength]}: {mode.evidence}")] if mode is not None else []
+    rows.append(("order", _order(call.k, found)))
+    rows.append(("epilogue", _epilogue(call, plan, out)))
+    rows.append(("source", _source(call, found)))
+    return MmExplanation(call=call, machine=machine, unit=found.unit, plan=plan, basis=found.basis, rows=tuple(rows))
+
+
+def factors(m: int, n: int, k: int, a: str, b: str) -> str:
+    """Return sizes and formats of two operands in words."""
+    return f"[{m}, {k}] {a} x [{k}, {n}] {b}"
+
+
+def _mode(found: GemmSpec, path: Any) -> Any:
+    """Return the unit's mode whose arithmetic is used, None where a target changes it."""
+    assert found.unit is not None
+    names = call_name(found.a), call_name(found.b)
+    modes = get_unit(found.unit).modes
+    return next((mode for mode in modes if mode.datapath == path and mode.takes(*names)), None)
+
+
+def _order(k: int, found: GemmSpec) -> str:
+    plan, path = found.plan, found.datapath
+    if isinstance(path, IntegerDatapath) and not path.saturate:
+        return "of no consequence: sums are exact modulo 2^32"
+    promote = plan.promote_every or (path.promote_every if isinstance(path, Datapath) else None)
+    chain = "one chain from +0, k in order"
+    if promote is not None and promote < k:
+        chain = f"a fresh chain every {promote} products, each added to an outer sum {_promotion(plan)}"
+    if plan.instruction_k is not None:
+        chain += f", blocks of at most {plan.instruction_k}"
+    if plan.k_tile is None or k == 0:
+        return chain
+    tiles = -(-k // plan.k_tile)
+    residue = f", the incomplete one of {k % plan.k_tile} first" if plan.residue_first and k % plan.k_tile else ""
+    text = f"{tiles} tiles of {plan.k_tile}{residue}"
+    if plan.split == 1:
+        return f"{text}; {chain}"
+    share = -(-tiles // plan.split)
+    parts = -(-tiles // share) if plan.owner == "contiguous" else min(plan.split, tiles)
+    dealt = f"runs of {share} tiles" if plan.owner == "contiguous" else f"every {plan.split}th tile"
+    if plan.reduce == "in_place":
+        rounded = "" if plan.partial is None else f", rounded to {plan.partial.name} after every addition"
+        return f"{text} in {parts} parts ({dealt}), each {chain}; parts are added to the output in place{rounded}"
+    kept = "" if plan.partial is None else f" rounded to {plan.partial.name} and"
+    trip = " with a round trip" if plan.round_trip else ""
+    return f"{text} in {parts} parts ({dealt}), each {chain}; parts are{kept} added {plan.reduce}ly{trip}".replace(
+        "pairwisely", "in pairs"
+    ).replace("serially", "one after another")
+
+
+def _promotion(plan: GemmPlan) -> str:
+    if not plan.scaled_promotion:
+        return "rounded to nearest"
+    if plan.successive_scales:
+        return "by a's scale, rounded, and by b's in one fused multiply-add"
+    return "with its scales, in one fused multiply-add"
+
+
+def _epilogue(call: GemmCall, plan: GemmPlan, out: str) -> str:
+    steps = [] if call.scaling in ("none", *LARGE_BLOCKS) else [_STEPS[plan.epilogue]]
+    steps += [f"rounded to {out}"] if call.bias and plan.bias_after_rounding and call.out.itemsize == 2 else []
+    begins = call.bias and plan.reduce == "in_place"
+    steps += ["the bias is what parts are added to" if begins else "plus the bias"] if call.bias else []
+    if call.out in (torch.float32, torch.float64, torch.int32):
+        return ", ".join([*steps, f"{out}"])
+    saturating = ", saturating" if call.out.itemsize == 1 else ""
+    return ", ".join([*steps, f"rounded to {out}, to nearest even{saturating}"])
+
+
+def _source(call: GemmCall, found: GemmSpec) -> str:
+    if call.plan is not None:
+        return "the caller's plan"
+    source = found.plan.source or "not said"
+    return source if call.target is None else f"{BASES[found.basis]}: {source}"
+
+
+def runs(
+    call: GemmCall, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device, native: bool | None, *,
+    converted: bool,
+) -> str:  # fmt: skip
+    """Return whether a target's product of operands in these dtypes runs natively on a device, and why not."""
+    assert call.formats is not None
+    found = unsupported_reason(
+        call.operation, dtypes, call.formats, call.out, call.scaling, call.accumulate, bias=call.bias,
+        fast_accum=call.fast_accum, converted=converted,
+    )  # fmt: skip
+    reason = "native=False" if native is False else emulation_reason(call.target, call.plan, device, found)
+    if reason is None:
+        function = {"scaled_mm": "_scaled_mm", "int_mm": "_int_mm"}.get(call.operation, call.operation)
+        return f"natively, by torch.{function} on this GPU"
+    return f"{'not at all (native=True)' if native else 'emulated'}: {reason}"

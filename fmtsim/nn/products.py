@@ -1,0 +1,307 @@
+"""What a converted layer asks its machine for: its products, run on tensors without numbers while calls are collected.
+
+Each product runs alone on the machine, so that what is asked meanwhile belongs to it.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fmtsim.errors import ArgumentError, FmtsimError, shown
+from fmtsim.gemm.layers.config import PRODUCTS, LinearConfig
+from fmtsim.gemm.layers.product import unit_dtype
+from fmtsim.gemm.products.explanation import MmExplanation, explained, factors, runs
+from fmtsim.gemm.products.operands import own_dtype
+from fmtsim.gemm.products.resolver import recorded_calls
+from fmtsim.nn.modules import EmulatedModule
+from fmtsim.spec.call import GemmCall
+from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.quantizer import Quantizer
+
+FORMULAS = {"fprop": "y = x w^T", "dgrad": "dx = g w", "wgrad": "dw = g^T x"}
+_OPERANDS = {"fprop": ("x", "w"), "dgrad": ("g", "w"), "wgrad": ("g", "x")}
+_NO_UNIT = "none: float32 in no particular order; convert with target=, unit= or datapath= for a machine"
+_MULTIPLIES = ("fmtsim::gemm", "fmtsim::multiply_groups", "aten::mm", "aten::addmm")
+_FOLLOWS = ("fmtsim::finish", "fmtsim::unrotate")
+Inputs = int | Tensor | Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class LayerExplanation:
+    """Explain the three products of a converted layer; ``str()`` gives a text, a notebook shows tables.
+
+    Args:
+        name: Of the layer and its type.
+        parts: For each product with a weight (attention has several) the three products by name. The one of other
+            layers has the name ``""``.
+    """
+
+    name: str
+    parts: dict[str, dict[str, MmExplanation]]
+
+    @property
+    def fprop(self) -> MmExplanation:
+        """``y = x w^T``."""
+        return self._only("fprop")
+
+    @property
+    def dgrad(self) -> MmExplanation:
+        """``dx = g w``."""
+        return self._only("dgrad")
+
+    @property
+    def wgrad(self) -> MmExplanation:
+        """``dw = g^T x``."""
+        return self._only("wgrad")
+
+    def __getitem__(self, part: str) -> "LayerExplanation":
+        """Return one part of a layer with several."""
+        if part not in self.parts:
+            raise ArgumentError(f"{self.name} has no part {shown(part)}; choose one of {', '.join(self.parts)}")
+        return LayerExplanation(name=f"{self.name}, {part}", parts={"": self.parts[part]})
+
+    def _only(self, product: str) -> MmExplanation:
+        if len(self.parts) > 1:
+            choices = " or ".join(f"[{part!r}]" for part in self.parts)
+            raise ArgumentError(f"{self.name} has several products with weights; write {choices} before .{product}")
+        return next(iter(self.parts.values()))[product]
+
+    def _products(self) -> list[tuple[str, MmExplanation]]:
+        return [
+            (f"{part} {product}".lstrip() + f"  {FORMULAS[product]}", found)
+            for part, products in self.parts.items()
+            for product, found in products.items()
+        ]
+
+    def __str__(self) -> str:
+        lines = [self.name]
+        for heading, found in self._products():
+            lines += [heading, *(f"  {line}" for line in str(found).splitlines())]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        tables = (f"<h4>{escape(heading)}</h4>{found._repr_html_()}" for heading, found in self._products())
+        return f"<h3>{escape(self.name)}</h3>{''.join(tables)}"
+
+
+@dataclass(slots=True)
+class _Part:
+    """The sizes of a product with a weight: rows of x, of w, and columns of both; and how often it is asked for."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    dtype: torch.dtype
+    times: int = 0
+
+    def sizes(self, product: str) -> tuple[int, int, int]:
+        """Return M, N and K of a product."""
+        t, n, k = self.rows, self.outputs, self.inputs
+        return {"fprop": (t, n, k), "dgrad": (t, k, n), "wgrad": (n, k, t)}[product]
+
+
+def explain_layer(module: Any, x: Inputs) -> LayerExplanation:
+    """Explain the three products of a converted layer; nothing is multiplied, and nothing changes.
+
+    Args:
+        module: A module that ``fmtsim.convert`` changed, with products of its own.
+        x: Its input, or its inputs, of which shapes, strides and dtypes count; or the number of rows that its products
+            have: tokens of a linear layer, positions of a convolution (those of one image each), tokens of one sequence
+            that attends to itself.
+
+    Raises:
+        ArgumentError: No such module, or no such input; or its machine does not take the product.
+        DtypeError, FormatError: Its machine does not take the product.
+    """
+    found: dict[str, dict[str, MmExplanation]] = {}
+    for part, product, each in layer_products(module, x):
+        if isinstance(each, FmtsimError):
+            raise each
+        found.setdefault(part, {})[product] = each
+    return LayerExplanation(
+        name=f"{module.emulation.name or '(model)'} ({module.original_class.__name__})", parts=found
+    )
+
+
+def layer_products(module: Any, x: Inputs) -> Iterator[tuple[str, str, MmExplanation | FmtsimError]]:
+    """Yield part, product and explanation of a converted layer's products, or the error that each would end in.
+
+    Arguments are those of ``explain_layer``.
+
+    Raises:
+        ArgumentError: No such module, or no such input.
+    """
+    if not isinstance(module, EmulatedModule) or module.emulation is None:
+        raise ArgumentError(
+            f"{type(module).__name__} is no converted layer; convert the model, and pass one of its layers "
+            "(fmtsim.report(model) lists them)"
+        )
+    run = _Run(module, x)
+    try:
+        parts = run.parts()
+    except FmtsimError as error:  # sizes that do not fit
+        yield from (("", product, error) for product in PRODUCTS)
+        return
+    for part, product in itertools.product(parts, PRODUCTS):
+        try:
+            yield part, product, run.explain(part, parts[part], product)
+        except FmtsimError as error:
+            yield part, product, error
+
+
+class _Run:
+    """Run a layer without numbers: a stand-in for it, with fake tensors on the layer's device."""
+
+    def __init__(self, module: EmulatedModule, x: Inputs) -> None:
+        self._module, self._counted = module, type(x) is int
+        parameter = next(module.parameters())
+        self._device = parameter.device if parameter.device.type == "cuda" else torch.device("cpu")
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        if isinstance(x, int) and self._counted and x > 0:
+            self._like = [torch.empty(s, dtype=parameter.dtype, device="meta") for s in module.input_shapes(x)]
+            self._like = [next(t for t in self._like if t.shape == each.shape) for each in self._like]
+        else:
+            self._like = [x] if isinstance(x, Tensor) else list(x) if isinstance(x, list | tuple) else []
+            if not self._like or not all(isinstance(t, Tensor) for t in self._like):
+                raise ArgumentError(
+                    f"x={shown(x)} is no input of a layer; pass the tensor (or tensors) that it is called with, or the "
+                    "number of rows of its products, from 1"
+                )
+
+    def parts(self) -> dict[str, _Part]:
+        """Return the parts of the layer that an input reaches, in their order."""
+        made = self._stand_in(lambda part, config: config.on())
+        multiply, found = made.gemm, dict[str, _Part]()
+
+        def noted(x: Tensor, w: Tensor, bias: Tensor | None, part: str = "") -> Tensor:
+            y = multiply(x, w, bias, part)
+            known = found.setdefault(part, _Part(x.numel() // max(x.shape[-1], 1), w.shape[0], w.shape[1], y.dtype))
+            known.times += 1
+            return y
+
+        made.__dict__["gemm"] = noted
+        self._pass(made, backward=False)
+        return found
+
+    def explain(self, part: str, sizes: _Part, product: str) -> MmExplanation:
+        """Explain one product of a part."""
+        how = self._module.emulation
+        assert how is not None
+        gemm, (a, b) = getattr(how.config, product), _OPERANDS[product]
+        rows = [("operands", f"{a} {gemm.a}; {b} {gemm.b}")]
+        rows += [("groups", f"{sizes.times}, a product each")] if sizes.times > 1 else []
+        if not gemm.emulated:
+            asked = f"{factors(*sizes.sizes(product), a, b)} -> {_name(sizes.dtype)}"
+            rows = [("call", asked), *rows, ("unit", _NO_UNIT), ("order", "no particular one")]
+            return MmExplanation(call=None, machine="", unit=None, plan=None, basis="none", rows=tuple(rows))
+
+        def alone(other: str, config: LinearConfig) -> LinearConfig:
+            bare = config.on()
+            return replace(bare, **{product: replace(gemm, native=False)}) if other == part else bare
+
+        made = self._stand_in(alone)
+        with recorded_calls() as calls, _Steps() as steps:
+            self._pass(made, backward=product != "fprop")
+        *before, (call, spec) = ((self._sized(call, sizes, product), spec) for call, spec in calls.items())
+        found = explained(call, spec)
+        rows += [("first", _rest(a, b, rest)) for rest in before]
+        last = steps.words(a, b, call, gemm.out.format and gemm.out, sizes.dtype)
+        rows += [("then", last)] if last else []
+        if call.target is not None and (gemm.native is not None or self._device.type == "cuda"):
+            dtypes = own_dtype(spec.a) or torch.float32, own_dtype(spec.b) or torch.float32
+            rows.append(("runs", runs(call, dtypes, self._device, gemm.native, converted=True)))
+        return replace(found, rows=(found.rows[0], *rows[:1], *found.rows[1:], *rows[1:]))
+
+    @staticmethod
+    def _sized(call: GemmCall, sizes: _Part, product: str) -> GemmCall:
+        """Return a call of a unit alone, whose order depends on no sizes, with them."""
+        m, n, k = sizes.sizes(product)
+        return call if call.m else replace(call, m=m, n=n, k=k)
+
+    def _stand_in(self, change: Callable[[str, LinearConfig], LinearConfig]) -> EmulatedModule:
+        """Return the layer with fake tensors, other configs, and no observer; its hooks are not called."""
+        assert self._module.emulation is not None
+        made = self._copied(self._module)
+        made.emulation = self._module.emulation.changed(change)
+        if self._counted:
+            made.__dict__["_padded"] = lambda x: x  # of a convolution: its positions are counted behind the padding
+        return made
+
+    def _copied(self, module: Any) -> Any:
+        made = object.__new__(type(module))
+        made.__dict__.update(module.__dict__)
+        made._parameters = {
+            n: None if t is None else nn.Parameter(self._fake(t)) for n, t in module._parameters.items()
+        }
+        made._buffers = {n: None if t is None else self._fake(t) for n, t in module._buffers.items()}
+        made._modules = {n: None if m is None else self._copied(m) for n, m in module._modules.items()}
+        return made
+
+    def _fake(self, t: Tensor) -> Tensor:
+        with self._mode:
+            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self._device)
+
+    def _pass(self, made: EmulatedModule, *, backward: bool) -> None:
+        """Call the layer, and go back from gradients laid out as its output."""
+        whole = {id(t): self._fake(t).requires_grad_() for t in self._like}
+        inputs = [whole[id(t)] for t in self._like]
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autograd.set_multithreading_enabled(False),
+            self._mode,
+        ):
+            y = type(made).forward(made, *inputs)
+            if backward:
+                y = y if isinstance(y, Tensor) else y[0]
+                y.backward(torch.empty_like(y))
+
+
+class _Steps(TorchDispatchMode):
+    """See what follows a machine's product before the next product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last, self._done = "", dict[str, tuple[Any, ...]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note scales, biases and rotations of the machine's last product."""
+        name = func._schema.name
+        if name in _MULTIPLIES:
+            self._last = name
+        elif name in _FOLLOWS and self._last == "fmtsim::gemm":
+            self._done[name] = args
+        return func(*args, **(kwargs or {}))
+
+    def words(self, a: str, b: str, call: GemmCall, out: Quantizer | None, dtype: torch.dtype) -> str:
+        """Return what is done to a product before it is a layer's result, empty where nothing is."""
+        finished = self._done.get("fmtsim::finish")
+        _, columns, rows, rest, bias, made = finished or (None, None, None, None, None, call.out)
+        found = [f"times the scales of {name}" for name, scale in ((b, columns), (a, rows)) if scale is not None]
+        found += ["plus the first"] * (rest is not None) + ["plus the bias"] * (bias is not None)
+        found = [f"{', '.join(found)}, one rounding each"] if found else []
+        if out is not None and unit_dtype(out) != made:
+            found.append(f"rounded to {out}")
+        if (undone := self._done.get("fmtsim::unrotate")) is not None:
+            found.append("the rotation undone" if undone[3] is None else "times the slope of the rounding")
+        return "; ".join([*found, f"to {_name(dtype)}"] if found or made != dtype else [])
+
+
+def _rest(a: str, b: str, asked: tuple[GemmCall, GemmSpec]) -> str:
+    """Return the product of what was cut off an operand in words."""
+    found = explained(*asked)
+    return f"what was clamped off {a}, times {b}: {found.rows[0][1]}; {found.unit or 'own datapath'}, {found.order}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,215 @@
+"""The products of converted layers in words: those that a real step asks for, and nothing else changes."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fmtsim
+from fmtsim.errors import ArgumentError, PlanUnknownWarning
+from fmtsim.gemm.targets.target import get_target
+from fmtsim.nn import convert, modules, report
+from fmtsim.nn.modules import EmulatedTransposed
+from fmtsim.nn.products import explain_layer
+from fmtsim.training.lockstep import recording
+from tests.support.operands import normal
+
+BF16 = torch.bfloat16
+RECIPES = {
+    "te_current": "h200", "te_delayed": "h200", "te_block": "h200", "deepseek_v3": "h200", "int8_mixed": "h200",
+    "bitnet": "h200", "ao_int4_qat": "h200", "amp_fp16": "h200", "te_nvfp4": "b200", "quartet": "b200",
+}  # fmt: skip
+
+
+def asked_in_a_step(make, recipe, target, x):
+    """Return a converted layer, and the calls that a target is really asked about in a step."""
+    record = recording(get_target(target))
+    module = convert(make().to(BF16), config=linear_on(record, recipe), generator=1)
+    y = module(*x)
+    y = y if isinstance(y, torch.Tensor) else y[0]
+    y.backward(torch.ones_like(y))
+    return module, list(record.asked)
+
+
+def linear_on(target, recipe):
+    return fmtsim.get_recipe(recipe).on(target=target).linear
+
+
+def told(found):
+    return [each.call.facts() for part in found.parts.values() for each in part.values()]
+
+
+@pytest.mark.filterwarnings("ignore::fmtsim.errors.PlanUnknownWarning")
+@pytest.mark.parametrize(("recipe", "target"), RECIPES.items())
+def test_what_is_told_of_a_linear_layer_is_what_a_step_asks_for(recipe, target):
+    x = normal(2, 64, 128, seed=1).to(BF16).requires_grad_()
+    module, asked = asked_in_a_step(lambda: nn.Linear(128, 256), recipe, target, (x,))
+    assert told(explain_layer(module, x)) == asked and len(asked) == 3
+    assert told(explain_layer(module, 128)) == asked
+
+
+def test_an_input_that_lies_in_columns():
+    x = normal(128, 64, seed=1).to(BF16).mT.requires_grad_()
+    module, asked = asked_in_a_step(lambda: nn.Linear(128, 256), "amp_bf16", "h200", (x,))
+    assert told(explain_layer(module, x)) == asked and [call.a_layout for call in asked] == ["column", "row", "column"]
+    assert told(explain_layer(module, x.detach().clone(memory_format=torch.contiguous_format))) != asked
+
+
+class Transposed(nn.Module):
+    """As transformers' Conv1D."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(normal(128, 64, seed=1)), nn.Parameter(normal(64, seed=2))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+@pytest.mark.parametrize("recipe", ["te_current", "amp_fp16", "bitnet", "ao_int4_qat"])
+@pytest.mark.parametrize(("count", "form"), [(1, torch.contiguous_format), (2, torch.channels_last)])
+def test_what_is_told_of_a_convolution_is_what_a_step_asks_for(recipe, count, form):
+    images = normal(count, 32, 8, 8, seed=1).to(BF16).contiguous(memory_format=form).requires_grad_()
+    module, asked = asked_in_a_step(lambda: nn.Conv2d(32, 64, 3, padding=1, groups=2), recipe, "h200", (images,))
+    found = explain_layer(module, images)
+    assert told(found) == asked and len(asked) == 3
+    assert ("groups", "2, a product each") in found.wgrad.rows
+    assert count == 1 or told(explain_layer(module, 128)) == asked  # rows are positions behind the padding
+
+
+def test_what_is_told_of_an_attention_is_what_a_step_asks_for():
+    x, other = (normal(48, 64, seed=i).to(BF16).requires_grad_() for i in (3, 4))
+    for inputs, parts in (([x, x, x], ["in_proj", "out_proj"]), ([x, other, other], ["q_proj", "kv_proj", "out_proj"])):
+        module, asked = asked_in_a_step(lambda: nn.MultiheadAttention(64, 4), "amp_bf16", "h200", inputs)
+        found = explain_layer(module, inputs)
+        assert list(found.parts) == parts and set(told(found)) == set(asked)
+        with pytest.raises(
+            ArgumentError, match=r"has several products with weights; write \['.*'out_proj'\] before .dg"
+        ):
+            found.dgrad  # noqa: B018
+        assert found["out_proj"].dgrad is found.parts["out_proj"]["dgrad"]
+    assert told(explain_layer(module, 48)) == told(explain_layer(module, [x, x, x]))
+
+
+def test_what_is_told_of_a_transposed_weight_is_what_a_step_asks_for(monkeypatch):
+    monkeypatch.setitem(modules._FOREIGN, (Transposed.__module__, "Transposed"), EmulatedTransposed)
+    x = normal(48, 128, seed=1).to(BF16).requires_grad_()
+    module, asked = asked_in_a_step(Transposed, "amp_bf16", "h200", (x,))
+    assert told(explain_layer(module, x)) == asked and asked[0].b_layout == "column"
+    record = recording(get_target("h200"))
+    compiled = torch.compile(convert(Transposed().to(BF16), config=linear_on(record, "amp_bf16")), backend="aot_eager")
+    compiled(x).sum().backward()
+    assert set(record.asked) == set(asked)
+
+
+def test_products_of_a_unit_of_integers_and_of_no_machine():
+    layer = nn.Linear(64, 32).to(BF16)
+    alone = fmtsim.explain_mm(convert(layer, recipe="te_current"), 48)
+    assert alone.wgrad.call is alone.wgrad.plan is alone.wgrad.unit is None and alone.wgrad.basis == "none"
+    assert str(alone.wgrad) == (
+        "call      [32, 48] g x [48, 64] x -> bfloat16\n"
+        "operands  g as in the forward pass; x as in the forward pass\n"
+        "unit      none: float32 in no particular order; convert with target=, unit= or datapath= for a machine\n"
+        "order     no particular one"
+    )
+    on_unit = fmtsim.explain_mm(convert(fmtsim.revert(layer), recipe="te_current", unit="hopper.wgmma"), 48)
+    assert on_unit.dgrad.rows[0] == ("call", "scaled_mm: [48, 32] e5m2 x [32, 64] e4m3 -> bfloat16")
+    integers = fmtsim.explain_mm(convert(fmtsim.revert(layer), recipe="int8_mixed", unit="int8"), 48).fprop
+    assert integers.order.startswith("of no consequence") and integers.rows[-1] == (
+        "then", "times the scales of w, times the scales of x, plus the bias, one rounding each; to bfloat16"
+    )  # fmt: skip
+    padded = fmtsim.explain_mm(convert(fmtsim.revert(layer), recipe="int8_mixed", target="h200"), 9).fprop
+    assert padded.call.m == 17  # with the zeros that the library needs
+
+
+def test_what_follows_a_product_and_what_goes_before():
+    model = convert(
+        nn.Sequential(nn.Sequential(nn.Linear(128, 128)), nn.Linear(8, 8)).to(BF16), recipe="fp4_ms", target="h200"
+    )
+    found = fmtsim.explain_mm(model[0][0], 64)
+    rows = dict(found.fprop.rows)
+    assert rows["first"].startswith(
+        "what was clamped off x, times w: mm: [64, 128] fp32 x [128, 128] fp32 -> float32; fp32_fma"
+    )
+    assert rows["then"] == "plus the first, plus the bias, one rounding each; to bfloat16"
+    assert dict(found.wgrad.rows)["then"] == "times the slope of the rounding; to bfloat16"
+    halves = fmtsim.explain_mm(convert(nn.Linear(16, 16), recipe="amp_fp16", target="h200"), 32)
+    assert dict(halves.fprop.rows)["then"] == "rounded to fp16; to float32"
+    turned = convert(
+        nn.Sequential(nn.Sequential(nn.Linear(128, 128)), nn.Linear(8, 8)).to(BF16), recipe="quartet", target="b200"
+    )
+    assert dict(fmtsim.explain_mm(turned[0][0], 128).dgrad.rows)["then"].startswith("times the slope")
+
+
+def test_explaining_and_reporting_change_nothing():
+    generator = torch.Generator().manual_seed(1)
+    blocks = [nn.Sequential(nn.Linear(128, 128)) for _ in range(3)]
+    model = convert(nn.Sequential(*blocks).to(BF16), recipe="te_delayed", target="h200", generator=generator)
+    called = []
+    model[0][0].register_forward_hook(lambda *_: called.append("hook"))
+    state, random = copy.deepcopy(model.state_dict()), (generator.get_state(), torch.random.get_rng_state())
+    with fmtsim.observe(model) as stats, torch.no_grad():
+        fmtsim.explain_mm(model[0][0], 32)
+        report(model, [32, 64])
+    assert not called and not stats.layers
+    assert all(torch.equal(a, b) for a, b in zip(state.values(), model.state_dict().values(), strict=True))
+    assert torch.equal(random[0], generator.get_state()) and torch.equal(random[1], torch.random.get_rng_state())
+    assert all(p.grad is None and type(p) is nn.Parameter for p in model.parameters())
+    assert all(not isinstance(p, torch._subclasses.FakeTensor) for p in model.parameters())
+
+
+def test_a_report_tells_products_and_counts_them_by_what_stands_behind():
+    blocks = [nn.Sequential(nn.Linear(128, 128)) for _ in range(30)]
+    model = convert(nn.Sequential(*blocks, nn.Conv2d(16, 16, 1)).to(BF16), recipe="te_current", target="h200")
+    found = report(model, [64, 72])
+    assert len(found.products) == 2 * 3 * 31 and found.rows == report(model).rows and report(model).products == ()
+    one = [row for row in found.products if row.layer == "7.0"]
+    alone = fmtsim.explain_mm(model[7][0], 64)
+    for row, each in zip(one, (alone.fprop, alone.dgrad, alone.wgrad), strict=False):
+        assert (row.call, row.unit, row.order, row.basis) == (
+            dict(each.rows)["call"],
+            each.unit,
+            each.order,
+            each.basis,
+        )
+    lines = str(found).splitlines()
+    assert lines[-1] == "186 products: 155 by a rule, 31 refused"
+    assert sum(line.split()[0] in ("30", "31", "1") for line in lines[-15:-1] if line.split()) == 12
+    assert "torch._scaled_mm takes K and N that are multiples of 16, not K=72" in str(found)
+    assert report(convert(nn.Linear(8, 8), format="e4m3"), 4).products[0].basis == "none"
+
+
+@pytest.mark.filterwarnings("error::fmtsim.errors.PlanUnknownWarning")
+def test_telling_of_a_guess_leaves_the_warning_to_the_product():
+    model = convert(nn.Linear(48, 144, bias=False).to(BF16), format="mxfp8_e4m3", target="b200")
+    assert fmtsim.explain_mm(model, 80).fprop.basis == report(model, 80).products[0].basis == "guess"
+    with pytest.raises(PlanUnknownWarning):
+        model(normal(80, 48, seed=1).to(BF16))
+
+
+def test_errors_of_layers_to_explain():
+    layer = nn.Linear(64, 32).to(BF16)
+    with pytest.raises(ArgumentError, match=r"Linear is no converted layer; convert the model, and pass one of its"):
+        fmtsim.explain_mm(layer, 4)
+    convert(layer, format="e4m3", target="h200")
+    with pytest.raises(
+        ArgumentError, match="explain_mm of a layer takes no target=: convert gave the layer its machine"
+    ):
+        fmtsim.explain_mm(layer, 4, target="h200")
+    with pytest.raises(ArgumentError, match="explain_mm of a layer takes no native="):
+        fmtsim.explain_mm(layer, 4, native=False)
+    for x in (0, -1, True, 1.5, None, [], [1], "x"):
+        with pytest.raises(
+            ArgumentError, match=r"x=.* is no input of a layer; pass the tensor .* it is called with, or"
+        ):
+            fmtsim.explain_mm(layer, x)
+    with pytest.raises(ArgumentError, match=r"x of shape \(4, 65\) does not fit w of shape \(32, 64\)"):
+        fmtsim.explain_mm(layer, torch.empty(4, 65, dtype=BF16))
+    with pytest.raises(ArgumentError, match="multiples of 16, not K=17"):
+        fmtsim.explain_mm(layer, 17)
+    with pytest.raises(ArgumentError, match=r"\(model\) \(Linear\) has no part 'k'; choose one of "):
+        fmtsim.explain_mm(layer, 16)["k"]
+    for tokens in (0, -1, True, 1.5, "4", [0], [1.0]):
+        with pytest.raises(ArgumentError, match="is no number of rows; pass one from 1, or a list of such"):
+            report(layer, tokens)
