@@ -118,6 +118,7 @@ def _attended(*arguments: Any, **options: Any) -> None:
         10720252882714053615,
         510466653875814787,
         1324049522456152859,
+        16254690029661801769,
     ),
 )
 def _attention(r: Random) -> tuple[Any, list[Any], Values]:
@@ -148,7 +149,7 @@ def _searched(*arguments: Any, **options: Any) -> None:
     fmtsim.ptq(arguments[0], result.recipe(), arguments[1], progress=False)
 
 
-@target("search", 20, failed=(16550909685367522495, 1622506795092101137))
+@target("search", 20, failed=(16550909685367522495, 1622506795092101137, 10265391261379807853))
 def _search(r: Random) -> tuple[Any, list[Any], Values]:
     options = maybe(
         r, {"bits": either(r, r.choice((4, 8, 8.5, 16, 2)), 0.1)}, budget=(None, 1e6), formats=(PTQ[1:3],),

@@ -30,7 +30,7 @@ def _cast(r: Random, x: Any) -> Values:
     return options
 
 
-@target("quantize", 200)
+@target("quantize", 200, failed=(14465058508991381728,))
 def _quantize(r: Random) -> tuple[Any, list[Any], Values]:
     x = either(r, tensors.tensor(r))
     options = _cast(r, x)
@@ -52,7 +52,7 @@ def _encoded(x: Any, format: Any, **options: Any) -> Any:
     return [q.codes, q.scales, q.offsets, q.decode()]
 
 
-@target("encode", 120, failed=(6279556592387848185,))
+@target("encode", 120, failed=(6279556592387848185, 2628797528795137409))
 def _encode(r: Random) -> tuple[Any, list[Any], Values]:
     x = either(r, tensors.tensor(r))
     return _encoded, [x, either(r, r.choice(FORMATS))], _cast(r, x)
@@ -151,7 +151,7 @@ def _int_mm(r: Random) -> tuple[Any, list[Any], Values]:
     return fmtsim.int_mm, _operands(r, (m, k), (k, n), (torch.int8,)), options
 
 
-@target("scaled_mm", 100, failed=(5381471994509439047,))
+@target("scaled_mm", 100, failed=(5381471994509439047, 9471303600779183701))
 def _scaled_mm(r: Random) -> tuple[Any, list[Any], Values]:
     m, n, k = r.choice((16, 32, 128)), r.choice((16, 32, 128)), r.choice((32, 128, 256))
     dtype = (torch.float8_e4m3fn,)

@@ -88,7 +88,7 @@ def scaled_mm(
     m, k, n = a.shape[0], inner_length(a), b.shape[1]
     if k != inner_length(columns):
         raise ArgumentError(f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} do not fit; b is [K, N]")
-    _check_scale_devices(a, scale_a=scale_a, scale_b=scale_b)
+    check_together(a=a, **_by_name(scale_a=scale_a, scale_b=scale_b))
     recipes = recipe_names("scale_recipe_a", scale_recipe_a), recipe_names("scale_recipe_b", scale_recipe_b)
     swizzles = swizzle_names("swizzle_a", swizzle_a), swizzle_names("swizzle_b", swizzle_b)
     scales = read_scales(scale_a, scale_b, (m, n, k), recipes, swizzles)
@@ -118,10 +118,13 @@ def _check_tensors(a: Any, b: Any, bias: Any, scale_result: Any) -> None:
             raise ArgumentError(f"scaled_mm has no gradient, but {name} requires one; pass {name}.detach()")
 
 
-def _check_scale_devices(a: Tensor, **scales: Any) -> None:
+def _by_name(**scales: Any) -> dict[str, Tensor]:
+    """Return scales by the names that errors call them."""
+    found = {}
     for name, given in scales.items():
-        for member in given if isinstance(given, list | tuple) else [given]:
-            check_together(a=a, **{name: member})
+        several = isinstance(given, list | tuple)
+        found |= {f"{name}[{i}]": member for i, member in enumerate(given)} if several else {name: given}
+    return found
 
 
 def _output(a: Tensor, recipes: bool, given: torch.dtype | None) -> torch.dtype:
