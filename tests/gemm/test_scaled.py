@@ -319,7 +319,7 @@ REFUSED = {
     "out text": (run(A, BT, ONE, ONE, out_dtype="bf16"), DtypeError, "out_dtype='bf16' is not the dtype of a product"),
     "out int": (run(A, BT, ONE, ONE, out_dtype=torch.int8), DtypeError, "out_dtype=torch.int8 is not the dtype"),
     "b scale": (run(A, BT, ONE, [ONE, 1.0]), DtypeError, "scale_b is float, not a tensor; pass scales, and recipes"),
-    "second scale device": (run(A, BT, ONE, [ONE, ONE.to("meta")]), ArgumentError, r"a is on cpu, scale_b\[1\] on meta"),
+    "2nd scale device": (run(A, BT, ONE, [ONE, ONE.to("meta")]), ArgumentError, r"a is on cpu, scale_b\[1\] on meta"),
     "gradient of a": (run(A.float().requires_grad_(), BT, ONE, ONE, a_format="e4m3"), ArgumentError,
                       "but a requires one; pass a.detach"),
     "gradient of b": (run(A, BT.float().requires_grad_(), ONE, ONE, b_format="e4m3"), ArgumentError,
