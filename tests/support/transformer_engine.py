@@ -122,8 +122,11 @@ def current_scaling_layer(x, w, g, bias=None, bfloat16=True):
 # NVFP4, E4M3 scales of 16 and a scale of the tensor
 
 
-def nvfp4(x, rows=1):
-    """(elements, block scales one a row and 16 columns, amax of the tensor); blocks of `rows` by 16."""
+def nvfp4(x, rows=1, cast=rounded):
+    """(elements, block scales one a row and 16 columns, amax of the tensor); blocks of `rows` by 16.
+
+    `cast` rounds the scaled elements.
+    """
     amax = amax_of(x)
     with np.errstate(divide="ignore"):
         encode = np.minimum(np.float32(448 * 6) / amax, FLT_MAX)
@@ -133,7 +136,7 @@ def nvfp4(x, rows=1):
     scales = rounded(np.minimum(blocks * (encode * (np.float32(1) / np.float32(6))), FLT_MAX), E4M3).astype(np.float32)
     with np.errstate(divide="ignore"):
         back = np.minimum(np.float32(1) / (scales * decode), FLT_MAX)
-    elements = rounded(multiplied(x.reshape(len(x) // rows, rows, -1, 16), back), E2M1).reshape(x.shape)
+    elements = cast(multiplied(x.reshape(len(x) // rows, rows, -1, 16), back), E2M1).reshape(x.shape)
     return elements, np.repeat(scales[:, 0, :, 0], rows, axis=0).astype(np.float64), amax
 
 
@@ -143,12 +146,17 @@ def transposed(operand):
     return elements.T, np.repeat(scales[::16].T, 16, axis=0), amax
 
 
-def rotated(x):
-    """Groups of 16 along the rows times diag(SIGNS) H / 4, H Sylvester's; exact sums, rounded to bfloat16."""
+def rotation():
+    """diag(SIGNS) H / 4, H being Sylvester's matrix."""
     matrix = np.array([[1.0]])
     while len(matrix) < 16:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    groups = x.astype(np.float64).reshape(len(x), -1, 16) @ (SIGNS[:, None] * matrix / 4)
+    return SIGNS[:, None] * matrix / 4
+
+
+def rotated(x):
+    """Groups of 16 along the rows, rotated; exact sums, rounded to bfloat16."""
+    groups = x.astype(np.float64).reshape(len(x), -1, 16) @ rotation()
     return rounded(groups, BF16).reshape(x.shape).astype(np.float32)
 
 
