@@ -8,11 +8,13 @@ import torch
 
 import fmtsim
 from fmtsim import Rounding, get_recipe
+from fmtsim.gemm.products.native import is_native
 from tests.support import transformer_engine as te
 
 pytestmark = pytest.mark.filterwarnings("ignore::fmtsim.errors.PlanUnknownWarning")
 
 BF16, FP32 = torch.bfloat16, torch.float32
+ON_THE_CARD = pytest.mark.skipif(not is_native("h200"), reason="needs an NVIDIA H200")
 SHAPES = [(48, 256, 32), (160, 64, 144)]  # tokens, features in and out; one or both gradients promote their sums
 NAMES = ("y", "dx", "dw", "dbias")
 NAN = {BF16: 0x7FFF0000, FP32: 0x7FFFFFFF}
@@ -42,15 +44,17 @@ def numbers(kind, tokens, inner, outer):
     return [torch.tensor(t, dtype=BF16) for t in (x, w, g, r.standard_normal(outer))]
 
 
-def layer(recipe, target, x, w, g, bias=None):
+def layer(recipe, target, x, w, g, bias=None, native=False):
+    """Return y, dx, dw and dbias; native ones are made on the GPU."""
     linear = torch.nn.Linear(w.shape[1], w.shape[0], bias=bias is not None, dtype=x.dtype)
     linear.load_state_dict({"weight": w} | ({} if bias is None else {"bias": bias}))
-    fmtsim.convert(linear, recipe=recipe, target=target, native=False, generator=1)
-    x = x.clone().requires_grad_()
-    y = linear(x)
-    y.backward(g)
+    fmtsim.convert(linear, recipe=recipe, target=target, native=native, generator=1)
+    device = "cuda" if native else "cpu"
+    x = x.clone().to(device).requires_grad_()
+    y = linear.to(device)(x)
+    y.backward(g.to(device))
     grads = [] if bias is None else [linear.bias.grad]
-    return [t.detach() for t in (y, x.grad, linear.weight.grad, *grads)]
+    return [t.detach().cpu() for t in (y, x.grad, linear.weight.grad, *grads)]
 
 
 def plain(*tensors):
@@ -70,13 +74,15 @@ def sums_of_rows(g):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["normal", "wide", "zeros", "nothing", "tiny", "nan"])
-def test_te_current_on_an_h200(kind, shape):
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=ON_THE_CARD)], ids=["emulated", "native"])
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's, in autograd's own thread
+def test_te_current_on_an_h200(native, kind, shape):
     x, w, g, bias = numbers(kind, *shape)
     arrays = plain(x, w, g, bias)
     expected = [*te.current_scaling_layer(*arrays), sums_of_rows(arrays[2])]
-    assert_bits(layer("te_current", "h200", x, w, g, bias), expected)
+    assert_bits(layer("te_current", "h200", x, w, g, bias, native), expected)
     expected = te.current_scaling_layer(*arrays[:3], bfloat16=False)
-    assert_bits(layer("te_current", "h200", x.float(), w.float(), g.float()), expected)
+    assert_bits(layer("te_current", "h200", x.float(), w.float(), g.float(), native=native), expected)
 
 
 def nearest():
