@@ -115,7 +115,8 @@ class AttentionConfig:
     def on(self, target: Any = None, unit: Any = None, **_: Any) -> "AttentionConfig":
         """Return the same attention with its six products on a unit, or on a target's units for their operands.
 
-        No library has such a call: the accumulation order is that of the units alone.
+        No library has such a call: the accumulation order is that of the units alone, and what ``Recipe.on`` says of
+        plans, accumulators and native calls means nothing here.
 
         Raises:
             ArgumentError, FormatError: A product whose operands the machine does not multiply; the message names both.
