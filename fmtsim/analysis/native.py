@@ -1,31 +1,106 @@
-"""A GPU's own matrix unit against its emulation: both run, their bits are compared."""
+"""A GPU's own matrix unit against its emulation: a product or a converted model runs both ways, bits are compared."""
 
-from collections.abc import Callable
-from typing import Any
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from fmtsim import table
 from fmtsim.analysis.compare import compare
-from fmtsim.analysis.comparison import Comparison
+from fmtsim.analysis.comparison import Comparison, Difference
+from fmtsim.analysis.deterministic import deterministic
+from fmtsim.arguments import takes
+from fmtsim.errors import ArgumentError, shown
+from fmtsim.gemm.layers.config import PRODUCTS, LinearConfig
+from fmtsim.gemm.products.native import why_not_native
+from fmtsim.nn.convert import converted_modules
+from fmtsim.nn.modules import EmulatedModule
+
+_SHOWN = 20  # tensors that differ, in a text
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def compare_native(
-    verb: Callable[..., Tensor], *arguments: Any, emulate_on: torch.device | str | None = None, **options: Any
-) -> Comparison:
-    """Run a product natively and emulated, and compare the bits.
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ModelComparison:
+    """Hold what ``compare_native`` found of a model; ``print`` shows the tensors that differ, notebooks a table.
 
     Args:
-        verb: ``fmtsim.mm``, ``bmm``, ``linear``, ``scaled_mm`` or ``int_mm``.
-        arguments: Its tensors, on the GPU that the target describes.
-        emulate_on: Device of the emulation, such as ``"cpu"``; None emulates on the GPU.
-        options: Its keywords, ``target=`` among them; not ``native``.
+        tensors: Comparisons by name, native against emulated: ``"output"`` (and what is in it), ``"loss"`` where there
+            is one, ``"gradient of batch[0]"``, ``"gradient of 0.weight"``.
+    """
+
+    tensors: dict[str, Comparison]
+
+    @property
+    def equal(self) -> bool:
+        """Whether no bit differs."""
+        return self.first is None
+
+    @property
+    def first(self) -> tuple[str, Difference] | None:
+        """The first tensor that differs, and its first difference; None where no bit does."""
+        return next(((name, each.first) for name, each in self.tensors.items() if each.first is not None), None)
+
+    def __str__(self) -> str:
+        total = f"{len(self.tensors)} tensors, {sum(each.count for each in self.tensors.values()):,} numbers: "
+        rows = self._rows()
+        if not rows:
+            return f"{total}no bit differs"
+        more = [f"... and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
+        return "\n".join((*table.ruled([_HEADER, *rows[:_SHOWN]]), *more, f"{total}{len(rows)} tensors differ"))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        rows = self._rows()
+        return table.html([_HEADER, *rows]) if rows else f"<p>{self}</p>"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (name, f"{each.mismatches:,} of {each.count:,}", str(each.max_ulp), str(each.first))
+            for name, each in self.tensors.items()
+            if not each.equal
+        ]
+
+
+_HEADER = ("tensor", "different", "largest ulp", "first difference (actual is native)")
+
+
+@overload
+def compare_native(verb: nn.Module, *arguments: Any, loss: Any = None, **options: Any) -> ModelComparison: ...
+@overload
+def compare_native(
+    verb: Callable[..., Tensor], *arguments: Any, emulate_on: torch.device | str | None = None, **options: Any
+) -> Comparison: ...
+def compare_native(
+    verb: Any, *arguments: Any, emulate_on: torch.device | str | None = None, loss: Any = None, **options: Any
+) -> Comparison | ModelComparison:
+    """Run a product, or a converted model forward and backward, natively and emulated, and compare the bits.
+
+    A model runs on copies: its weights, gradients and scales' memory stay as they are, and so do its generators and
+    torch's. Both runs begin with the same of all these, under torch's deterministic algorithms, and differ in who
+    multiplies in its converted layers; every product of these runs natively, or an error says which cannot.
+
+    Args:
+        verb: ``fmtsim.mm``, ``bmm``, ``linear``, ``scaled_mm`` or ``int_mm``; or a model converted with a target.
+        arguments: Its tensors, on the GPU that the target describes; a model's batch.
+        emulate_on: Device of a verb's emulation, such as ``"cpu"``; None emulates on the GPU.
+        loss: A function of a model's output that gives a number to differentiate. None differentiates an output of one
+            number, and else the sum of the outputs' elements, each times a random number of its own, from a fixed seed.
+        options: Its keywords, ``target=`` of a verb among them; not ``native``.
 
     Returns:
-        ``fmtsim.compare(native, emulated)``.
+        ``fmtsim.compare(native, emulated)``; for a model a comparison of each output, and of the gradient of each input
+        and parameter that requires one, by name.
 
     Raises:
-        ArgumentError: The tensors are not on the target's GPU, or torch does not have the call; it says why.
+        ArgumentError: The tensors are not on the target's GPU, or torch does not have the call; it says why. No layer
+            of the model is converted, or none has a target.
 
     >>> import torch, fmtsim
     >>> a = torch.ones(16, 16, dtype=torch.bfloat16)
@@ -34,6 +109,10 @@ def compare_native(
     ...
     fmtsim.errors.ArgumentError: native=True is not possible: the tensors are on cpu, not on a CUDA GPU; ...
     """
+    if isinstance(verb, nn.Module):
+        if emulate_on is not None:
+            raise ArgumentError("compare_native emulates a model on its own GPU; leave emulate_on= out")
+        return _compare_model(verb, (arguments, options), loss)
     native = verb(*arguments, native=True, **options)
     if emulate_on is not None:
         arguments = tuple(_moved(x, emulate_on) for x in arguments)
@@ -45,3 +124,87 @@ def _moved(x: Any, device: torch.device | str) -> Any:
     if isinstance(x, Tensor):
         return x.to(device)
     return type(x)(_moved(member, device) for member in x) if type(x) in (list, tuple) else x
+
+
+def _compare_model(model: nn.Module, batch: Batch, loss: Any) -> ModelComparison:
+    device = _device_of(model)
+    if loss is not None and not takes(loss, None):
+        raise ArgumentError(f"loss={shown(loss)} is no function of the model's output; write loss=lambda y: ...")
+    with deterministic(str(device)):
+        sides = [_side(model, batch, loss, device, native=native) for native in (True, False)]
+    names = list(sides[0])
+    return ModelComparison(tensors={name: compare(sides[0][name], sides[1].pop(name)) for name in names})
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Return where a model's products run natively; raise ArgumentError where they do not."""
+    device = None
+    for name, module in converted_modules(model, "compare_native"):
+        if module.emulation is None:
+            continue
+        targets = [getattr(module.emulation.config, product).target for product in PRODUCTS]
+        for target in dict.fromkeys(target for target in targets if target is not None):
+            device = next(module.parameters()).device
+            reason = why_not_native(target, device)
+            if reason is not None:
+                raise ArgumentError(f"layer {name!r}: native=True is not possible: {reason}")
+    if device is None:
+        raise ArgumentError(
+            "compare_native compares a GPU with its emulation, and no layer of the model has a target; "
+            "convert it with target=, for example target='h200'"
+        )
+    return device
+
+
+def _side(
+    model: nn.Module, batch: Batch, loss: Any, device: torch.device, *, native: bool
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return outputs and gradients by name of a copy of a model whose targets multiply natively or are emulated."""
+    made = copy.deepcopy(model)
+    for module in made.modules():
+        if isinstance(module, EmulatedModule) and module.emulation is not None:
+            module.emulation = module.emulation.changed(lambda _, config: _natively(config, native))
+    arguments, options = pytree.tree_map_only(Tensor, _leaf, batch)
+    with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
+        y = made(*arguments, **options)
+        found = dict(_tensors("output", y))
+        if not found:
+            raise ArgumentError(f"the model returned {shown(y)}, which holds no tensor; let it return some, or a dict")
+        if loss is not None:
+            found["loss"] = _number(loss(y))
+        _differentiate([found["loss"]] if loss is not None else list(found.values()))
+    leaves = {**dict(_tensors("batch", arguments)), **dict(_tensors("batch", options)), **dict(made.named_parameters())}
+    found |= {f"gradient of {name}": t.grad for name, t in leaves.items() if t.grad is not None}
+    return {name: t.detach() for name, t in found.items()}
+
+
+def _number(x: Any) -> Tensor:
+    if not isinstance(x, Tensor) or x.numel() != 1 or not x.requires_grad:
+        raise ArgumentError(f"loss= returned {shown(x)}; return one number that depends on the model's parameters")
+    return x
+
+
+def _tensors(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in a tuple, list or dict with the names of their places."""
+    leaves, _ = pytree.tree_flatten_with_path(x)
+    yield from ((f"{name}{pytree.keystr(path)}", leaf) for path, leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _differentiate(outputs: list[Any]) -> None:
+    """Go back from one number, or from random gradients of all outputs."""
+    outputs = [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]
+    generator = torch.Generator().manual_seed(0)
+    seeds = [torch.randn(y.shape, generator=generator).to(y.device, y.dtype) for y in outputs]
+    if len(outputs) == 1 and outputs[0].numel() == 1:
+        seeds = [torch.ones_like(outputs[0])]
+    if outputs:
+        torch.autograd.backward(outputs, seeds)
+
+
+def _leaf(t: Tensor) -> Tensor:
+    return t.detach().clone().requires_grad_(t.requires_grad)
+
+
+def _natively(config: LinearConfig, native: bool) -> LinearConfig:
+    gemms = {name: getattr(config, name) for name in PRODUCTS}
+    return replace(config, **{name: replace(g, native=native) for name, g in gemms.items() if g.target is not None})

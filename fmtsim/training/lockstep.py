@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fmtsim.analysis.compare import compare
 from fmtsim.analysis.comparison import Comparison
+from fmtsim.analysis.deterministic import deterministic
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.products.native import why_not_native
@@ -28,7 +29,6 @@ from fmtsim.progress import Progress
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.training.corpus import Corpus, sample
-from fmtsim.training.deterministic import deterministic
 from fmtsim.training.gpt import GPT
 from fmtsim.training.loop import (
     CLIP,

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from fmtsim.analysis.deterministic import deterministic
 from fmtsim.analysis.observe import Observation, observe
 from fmtsim.errors import ArgumentError, PlanUnknownWarning
 from fmtsim.nn.convert import convert, set_step
 from fmtsim.nn.report import Report, report
 from fmtsim.progress import Progress
 from fmtsim.training.corpus import Corpus, sample
-from fmtsim.training.deterministic import deterministic
 from fmtsim.training.gpt import GPT, GPTConfig, check_size
 from fmtsim.training.loss_scale import LossScaler
 from fmtsim.training.schemes import Scheme

@@ -11,6 +11,7 @@ import os
 import pytest
 import torch
 
+from fmtsim.analysis.deterministic import deterministic
 from fmtsim.cli.main import main
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.targets.target import get_target
@@ -19,7 +20,6 @@ from fmtsim.recipes import get_recipe
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.training import evidence, lockstep
 from fmtsim.training.corpus import load_corpus
-from fmtsim.training.deterministic import deterministic
 from fmtsim.training.gpt import GPTConfig
 from fmtsim.training.lockstep import build_side, check_native, recording, run_lockstep
 from fmtsim.training.loop import TrainConfig, train
