@@ -176,8 +176,8 @@ def _compared(
     compare: Callable[..., Comparison], target: Target, call: GemmCall, kind: str, device: torch.device, seed: int
 ) -> Comparison:
     generator = torch.Generator(device).manual_seed(seed)
-    a = _operand(call, call.m, call.a, call.a_layout, kind, generator)
-    b = _operand(call, call.n, call.b, call.b_layout, kind, generator)
+    a = make_operand(call, call.m, call.a, call.a_layout, kind, generator)
+    b = make_operand(call, call.n, call.b, call.b_layout, kind, generator)
     draw = lambda *shape: torch.rand(*shape, generator=generator, device=device) + 0.3  # noqa: E731
     options: dict[str, Any] = {"target": target}
     if call.operation == "int_mm":
@@ -185,7 +185,7 @@ def _compared(
     options["out_dtype"] = call.out
     bias = (draw(call.n) - 0.8).to(call.out) if call.bias else None
     if call.operation == "scaled_mm":
-        scales = _scales(call, draw)
+        scales = make_scales(call, draw)
         recipes = _RECIPES.get(call.scaling, ())
         options |= {f"scale_recipe_{name}": recipe for name, recipe in zip("ab", recipes, strict=False)}
         return compare(scaled_mm, a, b.mT, *scales, bias=bias, use_fast_accum=call.fast_accum, **options)
@@ -195,7 +195,8 @@ def _compared(
     return compare(bmm if call.operation == "bmm" else mm, a, b.mT, **options)
 
 
-def _scales(call: GemmCall, draw: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+def make_scales(call: GemmCall, draw: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the scales of a scaled_mm of tensors, rows or blocks of 128, in torch's shapes."""
     if call.scaling == "row":
         return draw(call.m, 1), draw(1, call.n)
     if call.scaling == "tensor":
@@ -205,7 +206,7 @@ def _scales(call: GemmCall, draw: Callable[..., Tensor]) -> tuple[Tensor, Tensor
     return draw(call.m, groups), draw(groups, -(-call.n // rows_per_scale))
 
 
-def _operand(call: GemmCall, rows: int, fmt: str, layout: str, kind: str, generator: torch.Generator) -> Tensor:
+def make_operand(call: GemmCall, rows: int, fmt: str, layout: str, kind: str, generator: torch.Generator) -> Tensor:
     """Return [rows, K], or [batch, rows, K]: numbers far apart, of which every other row cancels in pairs."""
     shape = (rows, call.k) if call.batch == 1 else (call.batch, rows, call.k)
     device = generator.device

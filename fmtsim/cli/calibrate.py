@@ -1,4 +1,4 @@
-"""``fmtsim calibrate``: ask the GPU for its arithmetic and its library's accumulation orders; write a plan file."""
+"""``fmtsim calibrate``: ask the GPU for its arithmetic and its library's orders, or hold it to what is known of it."""
 
 import argparse
 import datetime
@@ -12,19 +12,25 @@ import torch
 
 from fmtsim.calibration.arithmetic import Measured, arithmetics, family_of, measure_all
 from fmtsim.calibration.campaign import SEEDS, Finding, calibrate
+from fmtsim.calibration.evidence import Evidence, load_evidence
 from fmtsim.calibration.gpu import open_gpu
 from fmtsim.calibration.models import DTYPES, PASSES, layer_shapes, model_calls, parse_tokens, read_shapes
 from fmtsim.calibration.planfile import plan_file, write_plan
 from fmtsim.calibration.recheck import RuleCheck, recheck
+from fmtsim.calibration.unit_calls import kinds_of
+from fmtsim.calibration.unit_check import TorchCard, check_unit, emulate_again
 from fmtsim.cli.options import add_device, add_json, check_positive, flag, option, repeated
-from fmtsim.cli.output import MISMATCH, answer, format_table
+from fmtsim.cli.output import MISMATCH, answer, format_table, write_json
 from fmtsim.errors import ArgumentError
 from fmtsim.files import check_file
 from fmtsim.gemm.targets.target import get_target
+from fmtsim.gemm.units.unit import get_unit
 from fmtsim.progress import make_progress
+from fmtsim.recipes.serialization import recipe_to_dict
 from fmtsim.spec.call import GemmCall
 
 SHOWN = 10
+PLAN, EVIDENCE = "fmtsim-plan.json", "fmtsim-evidence.json"
 QUICK = 64  # calls that --quick asks about
 MODES = {"bf16": ("bf16",), "fp16": ("fp16", "fp16 sums"), "tf32": ("tf32",), "fp8_fast": ("e4m3", "e5m2"),
          "fp8_slow": ("e4m3", "e5m2")}  # fmt: skip
@@ -42,11 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag(what, "--quick", f"at most {QUICK} of these calls, spread over them, and one set of data each")
     base = "keep the rules of this target behind the new ones, and try its plans first"
     option(parser, "--base", base, metavar="TARGET")
-    option(parser, "--out", "plan file to write", "fmtsim-plan.json", "FILE")
+    option(parser, "--out", f"file to write, {PLAN} or with --unit {EVIDENCE} unless given", metavar="FILE")
     check = parser.add_argument_group("comparing a GPU with a plan file, instead of asking it")
     run_both = "run calls of every rule of this target on the GPU and emulated; compare"
     option(check, "--check", run_both, metavar="TARGET")
     option(check, "--calls", "calls of every rule", 3)
+    one = parser.add_argument_group("holding a GPU to the emulation of its matrix unit, instead of asking it")
+    all_kinds = "run every kind of call that reaches this unit on the GPU and emulated; compare, and write evidence"
+    option(one, "--unit", f"{all_kinds} (hopper.wgmma, blackwell.tcgen05)", metavar="NAME")
+    option(one, "--evidence", "read such a file, on any machine: emulate its calls again and show it", metavar="FILE")
     add_device(parser, "cuda")
     add_json(parser)
 
@@ -54,13 +64,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Ask, verify and write; 0 where a plan file was written, 1 where a measured unit's bits are not explained.
 
-    With ``--check``: 0 where no bit differs and every rule was run.
+    With ``--check``, ``--unit`` and ``--evidence``: 0 where no bit differs and every rule, or kind of call, was run.
     """
-    if arguments.check is not None:
-        return run_check(arguments)
+    jobs = {"check": run_check, "unit": run_unit, "evidence": run_evidence}
+    asked = [name for name in jobs if getattr(arguments, name) is not None]
+    if len(asked) > 1:
+        raise ArgumentError(f"--{asked[0]} and --{asked[1]} are different jobs; give one of them")
+    if asked:
+        return jobs[asked[0]](arguments)
     calls = chosen_calls(arguments)
-    out = Path(arguments.out).expanduser()
-    check_output(out)
+    out = check_output(arguments.out or PLAN)
 
     base = None if arguments.base is None else get_target(arguments.base)
     gpu = open_gpu(arguments.device)
@@ -112,6 +125,61 @@ def run_check(arguments: argparse.Namespace) -> int:
     return 0 if all(x.calls and not x.mismatches for x in found) else MISMATCH
 
 
+def run_unit(arguments: argparse.Namespace) -> int:
+    """Hold the GPU to the emulation of a unit, and write what it showed."""
+    out = check_output(arguments.out or EVIDENCE, "an evidence file")
+    get_unit(arguments.unit)  # before a GPU is looked for
+    card = TorchCard(arguments.device)
+    with make_progress(None, transient=True) as progress:
+        progress.stage("kinds of calls", len(kinds_of(arguments.unit)))
+        found = check_unit(arguments.unit, card, progress.step)
+    record = recipe_to_dict(found)
+    write_json(out, record)
+    answer(arguments, record, lambda: f"{evidence_table(found)}\nwritten: {out}; fmtsim calibrate --evidence {out}")
+    return 0 if found.proves else MISMATCH
+
+
+def run_evidence(arguments: argparse.Namespace) -> int:
+    """Read evidence, emulate its calls again, and show it."""
+    found = load_evidence(arguments.evidence)
+    wrong = list(emulate_again(found))
+    record = recipe_to_dict(found) | {"calls_that_differ_here": wrong}
+    answer(arguments, record, lambda: evidence_table(found, wrong))
+    return 0 if found.proves and not any(wrong) else MISMATCH
+
+
+def evidence_table(found: Evidence, wrong: Sequence[int | None] = ()) -> str:
+    """Return a line for every kind of calls; ``wrong`` has how many of its calls differ when emulated here."""
+    rows = []
+    for i, kind in enumerate(found.kinds):
+        off = next((call for call in kind.calls if call.mismatches), None)
+        notes = ["" if kind.calls else "not run"]
+        if off is not None:
+            notes.append(
+                f"{off.operation} {off.m}x{off.n}x{off.k} {off.a} {off.b} {off.out}, {off.data} data: {off.first}"
+            )
+        notes += [kind.note, f"emulated here: {wrong[i]} calls differ" if wrong and wrong[i] else ""]
+        numbers = [f"{n:,}" if kind.calls else "-" for n in (len(kind.calls), kind.outputs, kind.mismatches)]
+        functions = ", ".join(dict.fromkeys(call.function for call in kind.calls))
+        rows.append((kind.name, kind.unit, functions, *numbers, "; ".join(filter(None, notes))))
+    head = ("kind", "unit", "function", "calls", "outputs", "mismatches", "note")
+    about = (
+        f"{found.unit} on {found.card}, driver {found.driver}, torch {found.torch}, {found.cublaslt}, "
+        f"fmtsim {found.fmtsim}, {found.date}"
+    )
+    ran = [kind for kind in found.kinds if kind.calls]
+    calls, outputs = sum(len(kind.calls) for kind in ran), sum(kind.outputs for kind in ran)
+    idle = len(found.kinds) - len(ran)
+    total = (
+        f"{len(ran)} kinds, {calls:,} calls, {outputs:,} numbers compared, {sum(k.mismatches for k in ran):,} differ"
+    )
+    again = "; emulated again here, every call has the card's bits" if wrong and not any(wrong) and found.proves else ""
+    return "\n".join(
+        (about, "", format_table(head, rows, left=(0, 1, 2, 6)), "",
+         f"{total}{f'; {idle} kinds were not run' if idle else ''}{again}")
+    )  # fmt: skip
+
+
 def check_table(found: Sequence[RuleCheck]) -> str:
     """Return a line for every rule: what it is about, what ran, and what differs."""
     rows = [
@@ -138,11 +206,13 @@ def _conditions(when: dict[str, Any]) -> str:
     )
 
 
-def check_output(out: Path) -> None:
-    """Refuse a plan file that could not be written, before the GPU works for minutes."""
+def check_output(name: str, what: str = "a plan file, by which target= knows it") -> Path:
+    """Return the path of a file to write; refuse one that could not be written, before the GPU works for minutes."""
+    out = Path(name).expanduser()
     if out.suffix != ".json":
-        raise ArgumentError(f"--out {out} does not end in .json, by which target= knows a plan file; choose another")
+        raise ArgumentError(f"--out {out} does not end in .json as {what}; choose another")
     check_file("--out", out)
+    return out
 
 
 def ask(

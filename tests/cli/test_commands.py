@@ -221,7 +221,7 @@ DEFAULTS = {
     "cast": {"rounding": "nearest_even", "seed": 0},
     "explain": {"dtype": "float64", "rounding": "nearest_even", "seed": 0},
     "mm": {"device": "cpu", "dtype": "e4m3", "data": "normal", "seed": 0},
-    "calibrate": {"tokens": "1..8192", "dtypes": "bf16,fp16,tf32,fp8_fast,fp8_slow", "out": "fmtsim-plan.json",
+    "calibrate": {"tokens": "1..8192", "dtypes": "bf16,fp16,tf32,fp8_fast,fp8_slow",
                   "calls": 3, "device": "cuda"},
     "bench": {"what": "casts", "only": "*", "side": 4096, "shape": [512, 512, 2048], "threads": [1, 2], "repeats": 9},
     "train": {"baseline": "fp32", "steps": 600, "batch_size": 16, "context": 64, "width": 128, "layers": 2, "heads": 4,

@@ -4,6 +4,7 @@ Without a GPU, calls are built as they would be and shown to torch's own checks 
 GPU, native bits are compared with emulated ones.
 """
 
+import itertools
 import warnings
 
 import pytest
@@ -155,6 +156,11 @@ def test_missing_scales_are_ones():
 def test_small_scales_are_swizzled_as_they_are_read(rows, blocks):
     codes = torch.randint(0, 256, (rows, blocks), dtype=torch.uint8)
     flat = swizzled(codes)
+    across = -(-blocks // 4)
+    for row, block in itertools.product(range(rows), range(blocks)):  # as cuBLAS defines it, one scale after another
+        tile = row // 128 * across + block // 4
+        assert flat[512 * tile + row % 32 * 16 + row % 128 // 32 * 4 + block % 4] == codes[row, block]
+    assert len(flat) == 512 * across * -(-rows // 128) and int((flat != 0).sum()) == int((codes != 0).sum())
     assert flat.is_contiguous() and flat.numel() == -(-rows // 128) * 128 * -(-blocks // 4) * 4
     assert torch.equal(unswizzled(flat, rows, blocks), codes)
 

@@ -39,6 +39,7 @@ class NativeCall:
         tf32: Whether float32 operands are rounded to TF32.
         fp16_accumulation: Whether float16 products are summed in float16.
         rows_per_scale_a, rows_per_scale_b: Rows that share the scales of a block of 128: 1 or 128.
+        older: Take torch._scaled_mm for MX and NVFP4, too, which torch had first; it takes no tensor scales then.
     """
 
     function: str
@@ -49,6 +50,7 @@ class NativeCall:
     fp16_accumulation: bool = False
     rows_per_scale_a: int = 1
     rows_per_scale_b: int = 1
+    older: bool = False
 
 
 class NativeScales(NamedTuple):
@@ -136,6 +138,11 @@ def _scaled(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None, scales:
 
 def _block_scaled(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None, scales: NativeScales) -> TorchCall:
     """Return torch.nn.functional.scaled_mm with blocks of 128 (Hopper), or with MX or NVFP4 scales (Blackwell)."""
+    if call.older and call.scaling in _SMALL and scales.tensor_scale_a is scales.tensor_scale_b is None:
+        dtype = _SMALL[call.scaling][1]
+        pair = [swizzled(s).view(dtype) for s in scales[:2]]  # type: ignore[arg-type]
+        how = {"bias": bias, "out_dtype": call.out_dtype, "use_fast_accum": call.fast_accum}
+        return TorchCall("torch._scaled_mm", torch._scaled_mm, (a, b, *pair), how)
     kinds: Any = getattr(F, "ScalingType", None)
     swizzles: Any = getattr(F, "SwizzleType", None)
     function: Any = getattr(F, "scaled_mm", None)
