@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmtsim.dispatch import is_bare
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.representable import is_representable
@@ -257,14 +258,22 @@ def _folded(made: Operand) -> Operand:
 
     A rule's multiplier is left to ``tensor_scale``.
     """
+    made = multiplier_apart(made)
     assert made.scale is not None
-    scaling = last_cast(made.quantizer).scaling
-    scale, times = made.scale, 1.0 if scaling is None else scaling.multiplier
-    if times != 1:
-        constant = _constant(times, scale.device)
-        scale, made = scale / constant, made._replace(tensor_scale=constant)  # a power of two times it: exact
-    elements = made.elements.float() * spread(scale, made.block, made.elements.shape)
+    elements = made.elements.float() * spread(made.scale, made.block, made.elements.shape)
     return made._replace(elements=elements.to(torch.bfloat16), scale=None)
+
+
+def multiplier_apart(made: Operand) -> Operand:
+    """Return an operand whose rule's multiplier is its ``tensor_scale``: scales of blocks are then those of units."""
+    scaling = last_cast(made.quantizer).scaling
+    if made.scale is None or scaling is None or scaling.multiplier == 1:
+        return made
+    times, device = scaling.multiplier, made.scale.device
+    constant = (
+        _constant(times, device) if is_bare(made.scale) else torch.full((), times, dtype=torch.float32, device=device)
+    )
+    return made._replace(scale=made.scale / constant, tensor_scale=constant)  # a power of two times it: exact
 
 
 def is_bfloat16(last: Quantizer, folded: bool) -> bool:
@@ -278,7 +287,7 @@ def is_bfloat16(last: Quantizer, folded: bool) -> bool:
 
 @lru_cache(maxsize=64)
 def _constant(value: float, device: torch.device) -> Tensor:
-    return torch.tensor(value, dtype=torch.float32, device=device)
+    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def has_both(t: Tensor, quantizer: Quantizer) -> bool:

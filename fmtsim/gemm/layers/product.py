@@ -12,7 +12,7 @@ from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.gemm.layers.config import Gemm
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.gemm.layers.operand import is_on_gpu
+from fmtsim.gemm.layers.operand import is_on_gpu, multiplier_apart
 from fmtsim.gemm.layers.operator import quantizer_of, text_of
 from fmtsim.gemm.layers.route import INT8, Route, element_of
 from fmtsim.gemm.products.operands import operand_format, own_dtype
@@ -146,31 +146,27 @@ def multiply_on_machine(
         ArgumentError, DtypeError, FormatError: These operands are not multiplied together there.
     """
     rest = _rest_on_machine(a, b, gemm)
-    columns = rows = None
+    after = route.how == "integers" or (route.how == "values" and _scaled_after(a, b, gemm, own))
+    columns, rows = (b.row_scales(), a.row_scales()) if after else (None, None)
     if route.how == "integers":
-        columns, rows = b.row_scales(), a.row_scales()
         y = _multiply_integers(a.elements, b.elements, gemm)
     else:
         if route.how != "elements":
             wide = torch.float32 if route.how == "numbers" else own
-            if route.how == "values" and not gemm.dequantized and all(_shares_scales(x, wide) for x in (a, b)):
-                columns, rows = b.row_scales(), a.row_scales()
-                a, b = (Operand(x.elements.to(wide), _HIGH) for x in (a, b))
-            else:
-                a, b = (Operand(x.values(wide_dtype(wide)).to(wide), _HIGH) for x in (a, b))
-            route = Route("elements")
-        apart = columns is not None or rows is not None or rest is not None
-        if not apart:
+            a, b = (Operand((x.elements if after else x.values(wide_dtype(wide))).to(wide), _HIGH) for x in (a, b))
+        if columns is rows is rest is None:
             return _multiply_elements(operation, a, b, bias, gemm, route, dtype, generator)
         y = _multiply_elements("mm", a, b, None, gemm, route, wide_dtype(own), generator)
     y = y if y.dtype == torch.float64 else y.float()
     return _finish(y, columns, rows, rest, bias, y.dtype if gemm.out.format is not None else dtype, traced)
 
 
-def _shares_scales(x: Operand, dtype: torch.dtype) -> bool:
-    """Say whether rows have one scale at most, and a dtype holds the elements."""
-    fmt = element_of(last_cast(x.quantizer).format)
-    return x.scales_rows and (fmt is None or is_representable(fmt, dtype))
+def _scaled_after(a: Operand, b: Operand, gemm: Gemm, dtype: torch.dtype) -> bool:
+    """Say whether sums are scaled instead of values: rows have one scale at most, and a dtype holds the elements."""
+    if gemm.dequantized or not (a.scales_rows and b.scales_rows):
+        return False
+    elements = [element_of(last_cast(x.quantizer).format) for x in (a, b)]
+    return all(fmt is None or is_representable(fmt, dtype) for fmt in elements)
 
 
 def _rest_on_machine(a: Operand, b: Operand, gemm: Gemm) -> Tensor | None:
@@ -238,18 +234,8 @@ def _scales(a: Operand, b: Operand, kind: ScaleKind) -> Scales:
     rows = a.block[0], b.block[0]
     kind = "row_block_128" if kind == "block_128" and rows == (1, 1) else kind
     if kind in UNIT_SCALES:
-        (inner_a, of_a), (inner_b, of_b) = _unit_scales(a), _unit_scales(b)
-        return Scales(kind, of_a, of_b, inner_a, inner_b, rows)
+        a, b = multiplier_apart(a), multiplier_apart(b)
     return Scales(kind, a.tensor_scale, b.tensor_scale, a.scale, b.scale, rows)
-
-
-def _unit_scales(x: Operand) -> tuple[Tensor | None, Tensor | None]:
-    """Return the scales of blocks inside a unit, and of the matrix: a rule's multiplier is left to the latter."""
-    scaling = last_cast(x.quantizer).scaling
-    if x.scale is None or scaling is None or scaling.multiplier == 1:
-        return x.scale, x.tensor_scale
-    constant = torch.full((), scaling.multiplier, dtype=torch.float32, device=x.scale.device)
-    return x.scale / constant, constant  # a power of two times it: exact
 
 
 def unit_dtype(out: Quantizer) -> torch.dtype | None:

@@ -120,7 +120,7 @@ def _check_tensors(a: Any, b: Any, bias: Any, scale_result: Any) -> None:
 
 def _by_name(**scales: Any) -> dict[str, Tensor]:
     """Return scales by the names that errors call them."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, given in scales.items():
         several = isinstance(given, list | tuple)
         found |= {f"{name}[{i}]": member for i, member in enumerate(given)} if several else {name: given}
