@@ -24,6 +24,7 @@ from fmtsim.cli.output import MISMATCH, answer, format_table, json_text
 from fmtsim.cli.train_summary import summary
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
+from fmtsim.gemm.layers.config import SCALINGS
 from fmtsim.progress import Progress, make_progress
 from fmtsim.recipes import get_recipe, list_recipes
 from fmtsim.training.artifacts import CHECKPOINT, check_output, make_record, settings, write_artifacts
@@ -33,7 +34,7 @@ from fmtsim.training.evidence import check_text, make_check_record, write_check
 from fmtsim.training.gpt import GPTConfig
 from fmtsim.training.lockstep import check_native
 from fmtsim.training.loop import TrainConfig, compare_schemes
-from fmtsim.training.schemes import HIGH_PRECISION, SCALINGS, Scheme
+from fmtsim.training.schemes import HIGH_PRECISION, Scheme
 
 SIZES = {
     "steps": "optimizer steps of each run",

@@ -39,6 +39,7 @@ def convert(
     *,
     format: str | Format | None = None,
     grad_format: str | Format | None = None,
+    scaling: str | None = None,
     rounding: str | Rounding = "nearest_even",
     grad_rounding: str | Rounding = "nearest_even",
     target: Any = None,
@@ -66,6 +67,9 @@ def convert(
         recipe: A recipe: its name (``fmtsim.list_recipes()``), its JSON file, its record, or a LinearConfig.
         format: Format of activations and weights, a name or a record.
         grad_format: Format of gradients; None means ``format``.
+        scaling: What shares a scale, with ``format``, by the names of ``linear_config``; None is one for each tensor
+            of an element format of 8 bits or fewer. ``"none"`` leaves such formats unscaled: weights of usual size
+            then become 0 in int8.
         rounding: Rounding of activations and weights, with ``format``.
         grad_rounding: Rounding of gradients, with ``format``.
         target: A GPU with its library that multiplies (``"h200"``, a plan file), or ``"recipe"``: the machine that the
@@ -102,14 +106,19 @@ def convert(
     machine = machine_of(target, unit, datapath, plan, native)
     named = get_recipe(recipe) if isinstance(recipe, str | Path | Recipe) else None
     if named is not None:
-        if format is not None or config is not None or grad_format is not None or fast_accum:
-            raise ArgumentError("recipe= says everything about formats; leave format=, config= and fast_accum= out")
+        if format is not None or config is not None or (grad_format or scaling) is not None or fast_accum:
+            raise ArgumentError(
+                "recipe= says everything about formats; leave format=, grad_format=, scaling=, config= and fast_accum= "
+                "out"
+            )
         named = named if machine is None else named.on(**machine)
         planner = planner_of(named, model)
     else:
         assert not isinstance(recipe, str | Path | Recipe)  # for mypy
-        roundings = {"rounding": rounding, "grad_rounding": grad_rounding, "fast_accum": fast_accum}
-        planner = constant_planner(configure(recipe, format, grad_format, roundings, config), machine)
+        more = {
+            "scaling": scaling, "rounding": rounding, "grad_rounding": grad_rounding, "fast_accum": fast_accum
+        }  # fmt: skip
+        planner = constant_planner(configure(recipe, format, grad_format, more, config), machine)
     layers, reasons = plan_layers(model, planner, filter_fn, total_steps)
     swaps = None if named is None else find_swaps(model, named, filter_fn)
     if not layers and not swaps:

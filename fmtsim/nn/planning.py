@@ -24,7 +24,9 @@ from fmtsim.spec.plan import GemmPlan
 Configure = Callable[[str], LinearConfig | None]
 Planner = Callable[[str], LayerPlan | None]
 Filter = Callable[[nn.Module, str], bool]
-_MORE = {"rounding": "nearest_even", "grad_rounding": "nearest_even", "fast_accum": False}  # what goes with format=
+_MORE = {
+    "scaling": None, "rounding": "nearest_even", "grad_rounding": "nearest_even", "fast_accum": False
+}  # fmt: skip  # what goes with format=
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -53,7 +55,7 @@ def configure(
         type(more[name]) is not type(usual) or more[name] != usual for name, usual in _MORE.items()
     ):
         raise ArgumentError(
-            f"grad_format, rounding, grad_rounding and fast_accum go with format=; set them inside {given[0]}="
+            f"grad_format, scaling, rounding, grad_rounding and fast_accum go with format=; set them inside {given[0]}="
         )
     chosen = config if recipe is None else recipe
     if isinstance(chosen, LinearConfig):

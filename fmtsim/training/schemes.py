@@ -4,26 +4,15 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from fmtsim.errors import ArgumentError, FormatError
-from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat, scaled
+from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.scaling import ScaleRule
-from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
+from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config, usual_scaling
 from fmtsim.recipes.serialization import recipe_to_dict
 from fmtsim.recipes.spec import LossScale, Recipe
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import record_to_dict
 from fmtsim.spec.plan import GemmPlan
 
-# Scaling by name: block (outer, inner along the contraction axis) of x and g, block of w, scale rule.
-SCALINGS: dict[str, tuple[Block, Block, ScaleRule] | None] = {
-    "none": None,
-    "tensor": ((None, None), (None, None), "amax"),
-    "channel": ((1, None), (1, None), "amax"),
-    "block32": ((1, 32), (1, 32), "amax"),
-    "tile128": ((1, 128), (128, 128), "amax"),
-    "mx": ((1, 32), (1, 32), "floor"),
-}
 HIGH_PRECISION = "fp32"
 
 
@@ -79,7 +68,7 @@ class Scheme:
     @property
     def gradient(self) -> str:
         """The format of gradients in force."""
-        return self.grad_format or ("e5m2" if _default_scaling(get_format(self.format)) == "tensor" else self.format)
+        return self.grad_format or ("e5m2" if usual_scaling(get_format(self.format)) == "tensor" else self.format)
 
     @property
     def label(self) -> str:
@@ -90,10 +79,10 @@ class Scheme:
         if not self.simulated:
             return HIGH_PRECISION
         formats = self.format if self.gradient == self.format else f"{self.format}/{self.gradient}"
-        scaling = self.scaling or _default_scaling(get_format(self.format))
+        scaling = self.scaling or usual_scaling(get_format(self.format))
         names = {"nearest_even": "", "stochastic": "SR"}
         forward, backward = (names.get(mode, mode) for mode in (self.rounding, self.grad_rounding))
-        parts = [formats, "unscaled" if scaling == "none" else scaling and f"scaled by {scaling}"]
+        parts = [formats, "unscaled" if scaling == "none" else f"scaled by {scaling}" if scaling else ""]
         if forward == backward:
             parts.append(forward)
         else:
@@ -112,11 +101,10 @@ class Scheme:
         Raises:
             FormatError, ArgumentError: The options do not fit together.
         """
-        x, w = (_scale(self.format, self.scaling, weight) for weight in (False, True))
-        g = _scale(self.gradient, self.scaling, False)
         config = linear_config(
-            x=x, w=w, g=g, rounding=self.rounding, grad_rounding=self.grad_rounding, fast_accum=self.fast_accum
-        )
+            x=self.format, w=self.format, g=self.gradient, scaling=self.scaling, rounding=self.rounding,
+            grad_rounding=self.grad_rounding, fast_accum=self.fast_accum,
+        )  # fmt: skip
         backward = {name: dataclasses.replace(getattr(config, name), fast_accum=self.fast_backward)
                     for name in ("dgrad", "wgrad")}  # fmt: skip
         return dataclasses.replace(config, **backward)
@@ -135,28 +123,3 @@ class Scheme:
             name: record_to_dict(value) if isinstance(value, Datapath | GemmPlan) else value
             for name, value in fields.items()
         }
-
-
-def _default_scaling(fmt: Format) -> str:
-    if isinstance(fmt, BlockFormat | LogTileFormat):
-        return ""
-    return "tensor" if fmt.bits <= 8 else "none"
-
-
-def _scale(name: str, scaling: str | None, weight: bool) -> Format:
-    fmt = get_format(name)
-    if scaling is not None and scaling not in SCALINGS:
-        raise ArgumentError(f"--scaling {scaling} is unknown; choose one of {', '.join(SCALINGS)}")
-    if isinstance(fmt, BlockFormat | LogTileFormat):
-        if scaling is not None:
-            raise FormatError(
-                f"--scaling {scaling} does not go with {fmt.name}, which has blocks of its own; "
-                "leave it out, or name an element format"
-            )
-        return fmt
-    scaling = scaling or _default_scaling(fmt)
-    blocks = SCALINGS[scaling]
-    if blocks is None:
-        return fmt
-    wrapped = scaled(fmt, blocks[1] if weight else blocks[0], blocks[2])
-    return dataclasses.replace(wrapped, name=f"{fmt.name}_{scaling}")

@@ -100,12 +100,15 @@ def test_the_root_itself_may_be_a_layer():
 
 def test_format_arguments_build_the_config(tower):
     convert(tower, format="e4m3", grad_format="e5m2", rounding="toward_zero", grad_rounding="stochastic")
-    expected = linear_config(x="e4m3", w="e4m3", g="e5m2", rounding="toward_zero", grad_rounding="stochastic")
+    expected = linear_config(
+        x="e4m3", w="e4m3", g="e5m2", scaling="tensor", rounding="toward_zero", grad_rounding="stochastic"
+    )
     assert tower.first.emulation.config == expected
     revert(tower)
-    convert(tower, format="e4m3")
-    assert tower.first.emulation.config == linear_config(x="e4m3", w="e4m3", g="e4m3")
-    revert(tower)
+    for format, scaling, same in (("int8", None, "tensor"), ("bf16", None, "none"), ("int8", "none", "none")):
+        convert(tower, format=format, scaling=scaling)
+        assert tower.first.emulation.config == linear_config(x=format, w=format, g=format, scaling=same)
+        revert(tower)
     convert(tower, CONFIG)
     assert tower.first.emulation.config is CONFIG
 
@@ -199,6 +202,10 @@ def test_fused_inference_kernels_are_off_while_converted():
         ({"config": CONFIG, "target": numpy.ones(3)}, ArgumentError, r"target=.* is not a name or a path"),
         ({"recipe": "te_nvfp4", "target": numpy.ones(3)}, ArgumentError, r"target=.* is not a name or a path"),
         ({"recipe": "te_nvfp4", "fast_accum": True}, ArgumentError, r"recipe= says everything about formats; leave"),
+        ({"config": CONFIG, "scaling": "none"}, ArgumentError, r"go with format=; set them inside config="),
+        ({"recipe": "te_current", "scaling": "none"}, ArgumentError, "leave format=, grad_format=, scaling=, config="),
+        ({"format": "e4m3", "scaling": 3}, ArgumentError, "scaling=3 is unknown; choose one of none, tensor, channel"),
+        ({"format": "mxfp4", "scaling": "mx"}, FormatError, "scaling='mx' does not go with mxfp4, which has blocks"),
         ({"config": CONFIG, "fast_accum": True}, ArgumentError, r"go with format=; set them inside config="),
         ({"config": CONFIG, "target": "recipe"}, ArgumentError, r"target='recipe' is the machine that a recipe"),
         ({"recipe": "te_nvfp4", "target": "h200"}, ArgumentError, r"te_nvfp4: fprop: target h200 has no unit"),

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from fmtsim.distributed import REDUCTIONS
+from fmtsim.gemm.layers.config import SCALINGS
 from fmtsim.optim import get_scheme, list_schemes
 from fmtsim.ptq.catalogue import RECIPES as PTQ_RECIPES
 from fmtsim.ptq.memory import SCHEMES
 from fmtsim.recipes.catalogue import RECIPES
 from fmtsim.reproduce.catalogue import CLAIMS
-from fmtsim.training.schemes import SCALINGS
 
 FILE = Path(__file__).with_name("records.txt")
 ROOMS = ("distributed", "nn", "nn.unit_scaling", "optim", "ptq", "recipes", "search")

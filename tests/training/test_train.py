@@ -13,6 +13,7 @@ import torch
 from fmtsim.cli.main import main
 from fmtsim.cli.train_summary import summary
 from fmtsim.errors import ArgumentError, DataError, FormatError
+from fmtsim.gemm.layers.config import SCALINGS
 from fmtsim.nn.convert import convert
 from fmtsim.plotting import new_figure
 from fmtsim.progress import Lines, Progress
@@ -24,7 +25,7 @@ from fmtsim.training.artifacts import check_output, make_record, write_artifacts
 from fmtsim.training.corpus import load_corpus
 from fmtsim.training.gpt import GPT, GPTConfig, check_size
 from fmtsim.training.loop import Run, TrainConfig, compare_schemes, observed_steps, schedule, train
-from fmtsim.training.schemes import SCALINGS, Scheme
+from fmtsim.training.schemes import Scheme
 from tests.support.faults import largest_file
 
 SMALL = ["--steps", "3", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "1", "--heads", "2"]
@@ -175,7 +176,7 @@ def test_panels_and_tables_say_what_an_operand_is(tmp_path, corpus, monkeypatch)
         (["--format", "e4m33"], "e4m3"),
         (["--baseline", "nope"], "nope"),
         (["--rounding", "nearest"], "nearest_even"),
-        (["--format", "mxfp4", "--scaling", "tensor"], "--scaling tensor does not go with mxfp4"),
+        (["--format", "mxfp4", "--scaling", "tensor"], "scaling='tensor' does not go with mxfp4"),
         (["--data", "/does/not/exist"], "--data /does/not/exist: no such file or folder"),
         (["--steps", "0"], "--steps 0 is not allowed; choose 1 or more"),
         (["--batch-size", "-1"], "--batch-size -1 is not allowed"),
@@ -328,9 +329,9 @@ def test_records_hold_plain_types():
 
 
 def test_contradictions_are_named():
-    with pytest.raises(FormatError, match=r"--scaling tensor does not go with mxfp4, which has blocks of its own"):
+    with pytest.raises(FormatError, match=r"scaling='tensor' does not go with mxfp4, which has blocks of its own"):
         Scheme(format="mxfp4", scaling="tensor").linear_config()
-    with pytest.raises(ArgumentError, match=r"--scaling block64 is unknown; choose one of none, tensor"):
+    with pytest.raises(ArgumentError, match=r"scaling='block64' is unknown; choose one of none, tensor"):
         Scheme(format="e4m3", scaling="block64").linear_config()
     with pytest.raises(FormatError, match=r"no unit multiplies e4m3 in blocks of \(1, 32\) with fp32"):
         Scheme(format="e4m3", scaling="block32").linear_config().on(unit="hopper.wgmma")

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
-from fmtsim.errors import ArgumentError, shown
-from fmtsim.formats.block import Format
+from fmtsim.errors import ArgumentError, FormatError, shown
+from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat, scaled
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.scaling import ScaleRule
 from fmtsim.formats.spec import Overflow
 from fmtsim.gemm.layers.route import INT8, Route, route_of
 from fmtsim.gemm.products.resolver import call_name, resolve_call, target_or_unit
@@ -204,12 +205,30 @@ class LinearConfig:
 
 OPERANDS = tuple(LinearConfig().operands)
 
+# Scaling by name: block (outer, inner along the contraction axis) of x and g, block of w, scale rule.
+SCALINGS: dict[str, tuple[Block, Block, ScaleRule] | None] = {
+    "none": None,
+    "tensor": ((None, None), (None, None), "amax"),
+    "channel": ((1, None), (1, None), "amax"),
+    "block32": ((1, 32), (1, 32), "amax"),
+    "tile128": ((1, 128), (128, 128), "amax"),
+    "mx": ((1, 32), (1, 32), "floor"),
+}
+
+
+def usual_scaling(fmt: Format) -> str | None:
+    """Return ``"tensor"`` for element formats of 8 bits and fewer, ``"none"`` for wider, None for those with blocks."""
+    if isinstance(fmt, BlockFormat | LogTileFormat):
+        return None
+    return "tensor" if fmt.bits <= 8 else "none"
+
 
 def linear_config(
     *,
     x: str | Format | None,
     w: str | Format | None,
     g: str | Format | None,
+    scaling: str | None = "none",
     rounding: str | Rounding = "nearest_even",
     grad_rounding: str | Rounding = "nearest_even",
     overflow: Overflow | None = None,
@@ -224,6 +243,9 @@ def linear_config(
         x: Format of the activations (x_f, x_w), a name or a record; None leaves them in high precision.
         w: Format of the weights (w_f, w_d).
         g: Format of the incoming gradients (g_d, g_w).
+        scaling: What shares a scale in element formats: ``"none"``, ``"tensor"``, ``"channel"`` (a row of the operand),
+            ``"block32"``, ``"tile128"`` (1x128, weights 128x128) or ``"mx"`` (blocks of 32, powers of two). None is
+            ``"tensor"`` for those of 8 bits and fewer, which lose most numbers without, and ``"none"`` for wider ones.
         rounding: Rounding of activations and weights.
         grad_rounding: Rounding of gradients, often ``"stochastic"``.
         overflow: Overflow rule of all operands; None means each format's own.
@@ -233,20 +255,37 @@ def linear_config(
         native: Who multiplies on a target, as in ``Gemm``.
 
     Raises:
-        FormatError: a format, rounding or overflow rule is unknown.
-        ArgumentError: the machine is unknown.
+        FormatError: a format, rounding or overflow rule is unknown, or a scaling is given beside blocks of a format.
+        ArgumentError: the machine or the scaling is unknown.
 
     >>> print(linear_config(x="e4m3", w="e4m3", g="e5m2", grad_rounding="stochastic").wgrad.a)
     e5m2 stochastic
     """
     forward, backward = get_rounding(rounding), get_rounding(grad_rounding)
-    xs = Quantizer(format=_format(x), rounding=forward, overflow=overflow)
-    ws = Quantizer(format=_format(w), rounding=forward, overflow=overflow)
-    gs = Quantizer(format=_format(g), rounding=backward, overflow=overflow)
+    if scaling is not None and (not isinstance(scaling, str) or scaling not in SCALINGS):
+        raise ArgumentError(f"scaling={shown(scaling)} is unknown; choose one of {', '.join(SCALINGS)}")
+    xs = Quantizer(format=_format(x, scaling), rounding=forward, overflow=overflow)
+    ws = Quantizer(format=_format(w, scaling, weight=True), rounding=forward, overflow=overflow)
+    gs = Quantizer(format=_format(g, scaling), rounding=backward, overflow=overflow)
     machine: dict[str, Any] = {"target": target, "unit": unit, "native": native}
     fprop, dgrad, wgrad = (Gemm(a=a, b=b, **machine) for a, b in ((xs, ws), (gs, ws), (gs, xs)))
     return LinearConfig(fprop=replace(fprop, fast_accum=fast_accum), dgrad=dgrad, wgrad=wgrad)
 
 
-def _format(name: str | Format | None) -> Format | None:
-    return get_format(name) if isinstance(name, str) else name
+def _format(name: str | Format | None, scaling: str | None, *, weight: bool = False) -> Format | None:
+    fmt = get_format(name) if isinstance(name, str) else name
+    if fmt is None or scaling == "none":
+        return fmt
+    if isinstance(fmt, BlockFormat | LogTileFormat):
+        if scaling is not None:
+            raise FormatError(
+                f"scaling={scaling!r} does not go with {fmt.name}, which has blocks of its own; "
+                "leave it out, or name an element format"
+            )
+        return fmt
+    scaling = scaling or usual_scaling(fmt) or "none"
+    blocks = SCALINGS[scaling]
+    if blocks is None:
+        return fmt
+    of_data, of_weight, rule = blocks
+    return replace(scaled(fmt, of_weight if weight else of_data, rule), name=f"{fmt.name}_{scaling}")
