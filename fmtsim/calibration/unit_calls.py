@@ -12,6 +12,7 @@ from fmtsim.calibration.evidence import Data
 from fmtsim.calibration.recheck import make_operand, make_scales
 from fmtsim.gemm.products.matmul import int_mm, mm
 from fmtsim.gemm.products.scaled import scaled_mm
+from fmtsim.gemm.targets.kernel import Kernel
 from fmtsim.gemm.units.unit import Mode, Unit, get_unit, list_units
 from fmtsim.spec.call import SCALE_KINDS, UNIT_SCALES, GemmCall, ScaleKind
 from fmtsim.spec.datapath import Arithmetic
@@ -20,6 +21,15 @@ from fmtsim.spec.plan import GemmPlan
 # One block, tiles of a library, parts of tiles, odd rows, depth; K and N as torch takes them for FP8 and block scales.
 SIZES = ((128, 128, 64), (128, 256, 512), (64, 96, 1024), (100, 80, 320), (33, 48, 2048), (17, 16, 192),
          (256, 128, 4096))  # fmt: skip
+# How libraries cut K: tiles dealt to parts, or slices; what becomes of the sums of parts.
+_TILES: tuple[dict[str, Any], ...] = (
+    *({"k_tile": tile} for tile in (64, 128, 256, 32)),
+    *({"k_tile": tile, "slices": True, "align": 8, "line": 64} for tile in (32, 64, 128)),
+    {"k_tile": 32, "slices": True, "align": 4, "line": 32},
+    {"k_tile": 64, "owner": "interleaved"},
+)
+_SPLITS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+_PARTIALS: tuple[dict[str, Any], ...] = ({}, {"partial": "out"}, {"partial": "out", "round_trip": True})
 _FP8 = (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"))
 _FLOATS, _FP4 = (torch.float32, torch.bfloat16), ("e2m1", "e2m1")
 DATA: tuple[Data, ...] = ("wide", "special")
@@ -168,15 +178,18 @@ def orders(call: GemmCall, known: GemmPlan | None) -> Iterator[GemmPlan]:
     """Yield orders in which a library may add the products of a call, likely ones first, ``known`` before all."""
     if known is not None:
         yield known
-    chains: list[dict[str, int]] = [{}]
+    chains: list[dict[str, Any]] = [{}]
+    if call.a in ("bf16", "fp16"):
+        chains = [{}, {"instruction_k": 8}]
     if call.operation == "scaled_mm" and call.scaling not in UNIT_SCALES:
         chains = [{}, {"promote_every": 128}] if call.fast_accum else [{"promote_every": 128}, {}]
-    epilogues = ("scale", "row_column", "column_row") if call.scaling == "row" else ("scale",)
-    for chain, epilogue in product(chains, epilogues):
-        yield GemmPlan(epilogue=epilogue, **chain)  # type: ignore[arg-type]
-    parts = ((tile, split) for split in (2, 3, 4, 5, 6, 8, 16) for tile in (64, 128, 256) if tile * split <= call.k)
-    for (tile, split), chain, epilogue in product(parts, chains, epilogues):
-        yield GemmPlan(k_tile=tile, split=split, epilogue=epilogue, **chain)  # type: ignore[arg-type]
+    if call.scaling == "row":
+        chains = [{**chain, "epilogue": how} for chain, how in product(chains, ("column_row", "scale", "row_column"))]
+    yield from (GemmPlan(**chain) for chain in chains)
+    partials = _PARTIALS if call.out.itemsize == 2 else _PARTIALS[:1]
+    for split, tiles, chain, partial in product(_SPLITS, _TILES, chains, partials):
+        if split * tiles["k_tile"] <= call.k:
+            yield Kernel.from_dict(tiles | chain | partial).plan_of(call, split)[0]
 
 
 def digest(*tensors: Tensor | None) -> str:

@@ -24,6 +24,7 @@ from fmtsim.gemm.targets.target import get_target, list_targets
 from fmtsim.gemm.units.unit import Unit, get_unit
 from fmtsim.ops import load_engine
 from fmtsim.spec.call import UNIT_SCALES, GemmCall
+from fmtsim.spec.datapath import IntegerDatapath
 from fmtsim.spec.plan import GemmPlan
 
 SAMPLE = 16  # rows and columns by which orders are told apart
@@ -153,8 +154,9 @@ def _known_order(call: GemmCall, unit: Unit, card: Card) -> GemmPlan | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PlanUnknownWarning)
         found = get_target(card.target).resolve(call)
-    if found.unit != unit.name:
-        raise DeviceError(f"target {card.target} runs it on {found.unit}")
+    mine = unit.mode(call.a, call.b, call.accumulate)
+    if found.datapath != mine and not isinstance(mine, IntegerDatapath):
+        raise DeviceError(f"target {card.target} runs it on {found.unit}, which adds otherwise")
     return None if found.basis == "guess" else found.plan
 
 

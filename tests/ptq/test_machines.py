@@ -12,6 +12,7 @@ from torch import nn
 import fmtsim
 from fmtsim.errors import ArgumentError, DtypeError, FormatError
 from fmtsim.gemm.layers.operand import quantize_operand
+from fmtsim.gemm.products.native import is_native
 from fmtsim.ptq import Gptq, PtqRecipe, get_ptq_recipe, load_ptq_recipe, save_ptq_recipe
 from fmtsim.ptq.catalogue import operand
 from fmtsim.search.switching import relative_noise
@@ -85,6 +86,22 @@ def test_weights_alone_are_products_of_the_tensors_dtype(dtype):
         model = fmtsim.ptq(linear(dtype=dtype), recipe, [x.to(dtype) for x in DATA], target="h200")
         x = X.to(dtype)
         assert_same_bits(model(x), fmtsim.linear(x, model.weight, target="h200"))
+
+
+@pytest.mark.skipif(not is_native("h200"), reason="needs an NVIDIA H200")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", ["e4m3_static", "nemotron", "e4m3_token", "int8_static", "int4_g32", "int4_channel"])
+def test_an_h200_itself_gives_the_bits_of_its_emulation(recipe, dtype):
+    data, x = [t.to(dtype) for t in DATA], X.to(dtype)
+    found = [
+        fmtsim.ptq(linear(dtype=dtype).to(device), recipe, [t.to(device) for t in data], target="h200", native=native)
+        for device, native in (("cuda", True), ("cuda", False), ("cpu", False))
+    ]
+    native, emulated, host = (model(x.to(model.weight.device)).cpu() for model in found)
+    if dtype == torch.bfloat16 or recipe[:4] != "int4":  # the order of float32 products is a guess
+        assert_same_bits(native, emulated)
+    assert_same_bits(emulated, host)
+    assert_same_bits(found[0].weight.cpu(), found[2].weight)
 
 
 STORED = ["e4m3_static", "nemotron", "int8_mse", "int4_learned", "mxfp4_gptq", "nvfp4_gptq", "gaudi3_hw", "mxfp6"]
