@@ -56,6 +56,33 @@ def test_an_input_that_lies_in_columns():
     assert told(explain_layer(module, x.detach().clone(memory_format=torch.contiguous_format))) != asked
 
 
+@pytest.mark.filterwarnings("ignore::fmtsim.errors.PlanUnknownWarning", "ignore:Attempting to run cuBLAS")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(("recipe", "target"), RECIPES.items())
+def test_what_is_told_on_a_gpu_is_what_a_step_asks_for_there(recipe, target):
+    record = recording(get_target(target))
+    config = fmtsim.get_recipe(recipe).on(target=record, native=False).linear
+    module = convert(nn.Linear(128, 256).to(BF16).cuda(), config=config, generator=1)
+    x = normal(2, 64, 128, seed=1).to(BF16).cuda().requires_grad_()
+    y = module(x)
+    y.backward(torch.ones_like(y))
+    asked = list(record.asked)
+    found = explain_layer(module, x)
+    assert told(found) == asked and len(asked) == 3
+    assert dict(found.dgrad.rows)["runs"] == "emulated: native=False"
+
+
+def test_who_runs_a_product():
+    layer = convert(nn.Linear(128, 256).to(BF16), format="e4m3", target="h200", native=True)
+    assert dict(fmtsim.explain_mm(layer, 64).wgrad.rows)["runs"] == (
+        "not at all (native=True): the tensors are on cpu, not on a CUDA GPU; move them there with .cuda()"
+    )
+    layer = convert(fmtsim.revert(layer), recipe="te_mxfp8", target="b200", native=False)
+    assert dict(fmtsim.explain_mm(layer, 64).fprop.rows)["runs"] == "emulated: native=False"
+    plan = convert(fmtsim.revert(layer), format="e4m3", target="h200", plan=fmtsim.GemmPlan())
+    assert "runs" not in dict(fmtsim.explain_mm(plan, 64).fprop.rows)
+
+
 class Transposed(nn.Module):
     """As transformers' Conv1D."""
 
