@@ -129,6 +129,20 @@ def test_a_bit_that_one_native_product_has_otherwise_is_found(product, gpu, monk
     assert wrong[0].replace("'", "&#x27;") in found._repr_html_()
 
 
+def test_an_output_of_one_number_is_what_is_differentiated(gpu, monkeypatch):
+    model, batch, _ = prepared()
+    seeds, backward = [], torch.autograd.backward
+    monkeypatch.setattr(torch.autograd, "backward", lambda y, g: seeds.append(g) or backward(y, g))
+    compare_native(model, *batch)
+    model.register_forward_hook(lambda module, given, y: y["y"].sum())
+    assert compare_native(model, *batch).equal
+    several, one = seeds[0], seeds[2]
+    assert [tuple(g.shape) for g in several] == [(32, 32), (32, 64)] and not several[0].equal(
+        torch.ones(32, 32, dtype=BF16)
+    )
+    assert len(one) == 1 and float(one[0]) == 1.0 and torch.equal(several[0], seeds[1][0])
+
+
 def test_a_text_shows_some_of_many_tensors_that_differ():
     each = compare(torch.tensor([1.0]), torch.tensor([2.0]))
     text = str(native_module.ModelComparison(tensors={f"t{i}": each for i in range(23)})).splitlines()

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.errors import ArgumentError, PlanUnknownWarning
+from fmtsim.errors import ArgumentError, FmtsimError, PlanUnknownWarning
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.nn import convert, modules, report
 from fmtsim.nn.modules import EmulatedTransposed
 from fmtsim.nn.products import explain_layer
+from fmtsim.recipes import get_recipe
 from fmtsim.training.lockstep import recording
 from tests.support.operands import normal
 
@@ -33,7 +34,7 @@ def asked_in_a_step(make, recipe, target, x):
 
 
 def linear_on(target, recipe):
-    return fmtsim.get_recipe(recipe).on(target=target).linear
+    return get_recipe(recipe).on(target=target).linear
 
 
 def told(found):
@@ -49,6 +50,20 @@ def test_what_is_told_of_a_linear_layer_is_what_a_step_asks_for(recipe, target):
     assert told(explain_layer(module, 128)) == asked
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::fmtsim.errors.PlanUnknownWarning")
+@pytest.mark.parametrize("target", ["h200", "b200"])
+@pytest.mark.parametrize("recipe", [name for name in fmtsim.list_recipes() if get_recipe(name).linear is not None])
+def test_what_is_told_under_every_recipe_is_what_a_step_asks_for(recipe, target):
+    x = normal(128, 128, seed=1).to(BF16).requires_grad_()
+    try:
+        module, asked = asked_in_a_step(lambda: nn.Linear(128, 256), recipe, target, (x,))
+    except FmtsimError:
+        return  # a machine without the format
+    rest = [call for call in asked if (call.a, recipe[:6]) == ("fp32", "fp4_ms")]  # told of in words
+    assert told(explain_layer(module, x)) == [call for call in asked if call not in rest]
+
+
 def test_an_input_that_lies_in_columns():
     x = normal(128, 64, seed=1).to(BF16).mT.requires_grad_()
     module, asked = asked_in_a_step(lambda: nn.Linear(128, 256), "amp_bf16", "h200", (x,))
@@ -61,7 +76,7 @@ def test_an_input_that_lies_in_columns():
 @pytest.mark.parametrize(("recipe", "target"), RECIPES.items())
 def test_what_is_told_on_a_gpu_is_what_a_step_asks_for_there(recipe, target):
     record = recording(get_target(target))
-    config = fmtsim.get_recipe(recipe).on(target=record, native=False).linear
+    config = get_recipe(recipe).on(target=record, native=False).linear
     module = convert(nn.Linear(128, 256).to(BF16).cuda(), config=config, generator=1)
     x = normal(2, 64, 128, seed=1).to(BF16).cuda().requires_grad_()
     y = module(x)
@@ -140,6 +155,10 @@ def test_products_of_a_unit_of_integers_and_of_no_machine():
         "unit      none: float32 in no particular order; convert with target=, unit= or datapath= for a machine\n"
         "order     no particular one"
     )
+    indented = "\n".join(f"  {line}" for line in str(alone.wgrad).splitlines())
+    assert str(alone).startswith("(model) (Linear)\nfprop  y = x w^T\n  call      [48, 64] x")
+    assert str(alone).endswith(f"wgrad  dw = g^T x\n{indented}") and repr(alone) == str(alone)
+    assert alone._repr_html_().startswith("<h3>(model) (Linear)</h3><h4>fprop  y = x w^T</h4><table>")
     on_unit = fmtsim.explain_mm(convert(fmtsim.revert(layer), recipe="te_current", unit="hopper.wgmma"), 48)
     assert on_unit.dgrad.rows[0] == ("call", "scaled_mm: [48, 32] e5m2 x [32, 64] e4m3 -> bfloat16")
     integers = fmtsim.explain_mm(convert(fmtsim.revert(layer), recipe="int8_mixed", unit="int8"), 48).fprop
