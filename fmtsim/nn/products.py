@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmtsim.errors import ArgumentError, FmtsimError, shown
-from fmtsim.gemm.layers.config import PRODUCTS, LinearConfig
+from fmtsim.gemm.layers.config import FORMULAS, OPERANDS, PRODUCTS, LinearConfig, product_of
 from fmtsim.gemm.layers.product import unit_dtype
 from fmtsim.gemm.products.explanation import MmExplanation, explained, factors, runs
 from fmtsim.gemm.products.operands import own_dtype
@@ -25,8 +25,6 @@ from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.quantizer import Quantizer
 
-FORMULAS = {"fprop": "y = x w^T", "dgrad": "dx = g w", "wgrad": "dw = g^T x"}
-_OPERANDS = {"fprop": ("x", "w"), "dgrad": ("g", "w"), "wgrad": ("g", "x")}
 _NO_UNIT = "none: float32 in no particular order; convert with target=, unit= or datapath= for a machine"
 _MULTIPLIES = ("fmtsim::gemm", "fmtsim::multiply_groups", "aten::mm", "aten::addmm")
 _FOLLOWS = ("fmtsim::finish", "fmtsim::unrotate")
@@ -197,7 +195,8 @@ class _Run:
         """Explain one product of a part."""
         how = self._module.emulation
         assert how is not None
-        gemm, (a, b) = getattr(how.config, product), _OPERANDS[product]
+        gemm = getattr(how.config, product)
+        a, b = (name[0] for name in OPERANDS if product_of(name) == product)
         rows = [("operands", f"{a} {gemm.a}; {b} {gemm.b}")]
         rows += [("groups", f"{sizes.times}, a product each")] if sizes.times > 1 else []
         if not gemm.emulated:

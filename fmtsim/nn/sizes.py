@@ -1,12 +1,10 @@
 """Whether a layer's sizes fit what its quantisers do in groups: rotations and corrections."""
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.gemm.layers.config import LinearConfig, product_of
 from fmtsim.scaling.hadamard_matrix import base_of
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.transform import Hadamard
-
-_PRODUCTS = {"f": "fprop", "d": "dgrad", "w": "wgrad"}
 
 
 def size_fault(config: LinearConfig, tokens: int | None, outputs: int, inputs: int) -> str | None:
@@ -23,7 +21,7 @@ def size_fault(config: LinearConfig, tokens: int | None, outputs: int, inputs: i
     for name, quantizer in config.operands.items():
         fault = _fault(quantizer, inner[name[2]], outer[name])
         if fault is not None:
-            return f"{_PRODUCTS[name[2]]} {name}: {fault}"
+            return f"{product_of(name)} {name}: {fault}"
     return None
 
 

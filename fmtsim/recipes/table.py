@@ -4,12 +4,11 @@ from collections.abc import Iterable
 from html import escape
 
 from fmtsim.formats.block import BlockFormat, Format
-from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.gemm.layers.config import FORMULAS, LinearConfig, product_of
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.table import aligned, filled, html
 
 HEADINGS = ("product", "operand", "of", "transforms", "format", "scale", "rounding", "gradient")
-_PRODUCTS = {"f": "y = x w^T", "d": "dx = g w", "w": "dw = g^T x"}
 _KEPT = "the forward codes"
 _SOURCES = {"original": "the tensor", "forward": "codes of before", "requantised": "codes of before, again",
             "stored": "stored codes"}  # fmt: skip
@@ -19,7 +18,7 @@ def operand_rows(config: LinearConfig) -> list[tuple[str, ...]]:
     """Return one row for each of the six operands, its cells in the order of ``HEADINGS``."""
     rows: list[tuple[str, ...]] = []
     for name, quantizer in config.operands.items():
-        product = _PRODUCTS[name[2]]
+        product = FORMULAS[product_of(name)]
         shown = product if not rows or rows[-1][0] != product and all(row[0] != product for row in rows) else ""
         rows.append((shown, name[0], *_cells(quantizer)))
     return rows

@@ -1,7 +1,7 @@
 """What a quantised linear layer is: a quantiser for each operand of each of its three matrix products."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -118,7 +118,8 @@ class Gemm:
         return ", ".join(filter(None, (f"on {name}", sums, fast, "own plan" if self.plan else "", out)))
 
 
-PRODUCTS = ("fprop", "dgrad", "wgrad")
+FORMULAS: Final = {"fprop": "y = x w^T", "dgrad": "dx = g w", "wgrad": "dw = g^T x"}
+PRODUCTS: Final = tuple(FORMULAS)
 _NO_MACHINE = dict.fromkeys(("target", "unit", "plan", "accumulate", "native"))
 
 
@@ -204,6 +205,12 @@ class LinearConfig:
 
 
 OPERANDS = tuple(LinearConfig().operands)
+
+
+def product_of(operand: str) -> str:
+    """Return the product that an operand enters: ``"fprop"`` for ``"x_f"``."""
+    return next(name for name in PRODUCTS if name[0] == operand[2])
+
 
 # Scaling by name: block (outer, inner along the contraction axis) of x and g, block of w, scale rule.
 SCALINGS: dict[str, tuple[Block, Block, ScaleRule] | None] = {
