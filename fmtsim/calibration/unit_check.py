@@ -78,8 +78,8 @@ class TorchCard:
 
     def _run(self, call: GemmCall, operands: Operands, older: bool) -> Tensor:
         engine = load_engine("cuda")
-        a, b = operands.a.to(self.device), operands.b.to(self.device)
-        scales = (None if t is None else t.to(self.device) for t in operands[2:])
+        a, b = self._moved(operands.a), self._moved(operands.b)
+        scales = (None if t is None else self._moved(t) for t in operands[2:])
         native = engine.NativeCall(
             function=call.operation, out_dtype=call.out, scaling=call.scaling, fast_accum=call.fast_accum,
             tf32=call.a == "tf32", fp16_accumulation=call.accumulate == "fp16", older=older,
@@ -88,6 +88,10 @@ class TorchCard:
             return engine.run_native(native, a, b.mT, None, engine.NativeScales(*scales)).cpu()  # type: ignore[no-any-return]
         except torch.OutOfMemoryError:
             raise DeviceError(f"{self.name} has no memory left; see with nvidia-smi who else uses it") from None
+
+    def _moved(self, t: Tensor) -> Tensor:
+        """Return a tensor on the card, bytes as bytes: not every torch copies all of its small dtypes."""
+        return t.to(self.device) if t.element_size() > 1 else t.view(torch.uint8).to(self.device).view(t.dtype)
 
 
 def _driver() -> str:

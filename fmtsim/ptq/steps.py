@@ -23,6 +23,8 @@ from fmtsim.ptq.spec import Gptq, LearnedRounding, PtqRecipe, Smooth
 from fmtsim.records import located
 from fmtsim.scaling.history import DelayedScale, RememberedScale, StoredScale
 
+# Which thirds of an attention module's packed weight its projections multiply with.
+_THIRDS = {"in_proj": (0, 3), "q_proj": (0, 1), "k_proj": (1, 2), "kv_proj": (1, 3), "v_proj": (2, 3)}
 ROOM = 1 + 2.0**-20  # the largest value times its scale may fall short of what the scale was made of by roundings
 
 
@@ -167,6 +169,7 @@ def install(products: Products, correct_bias: bool) -> set[str]:
             _keep(_memory(part.module)[f"{part.part}_x_f" if part.part else "x_f"], part)  # type: ignore[arg-type]
     for module in products.modules.values():
         _fill_idle(module, [p for p in products.parts.values() if p.module is module and p.top is not None])
+        _fill_projections(module)
     return corrected
 
 
@@ -194,6 +197,31 @@ def _fill_idle(module: EmulatedModule, parts: list[Part]) -> None:
         for name, memory in _memory(module).items():
             if isinstance(memory, DelayedScale) and not int(memory.calls) and name != "out_proj_x_f":
                 _keep(memory, widest)
+
+
+def _fill_projections(module: EmulatedModule) -> None:
+    """Give projections of a packed weight that calibration did not run the stored scales of those that it did.
+
+    A part of a weight has the scales of its rows, or that of the tensor; the whole those of its parts, where these have
+    scales of rows alone.
+    """
+    stored = {name.removesuffix("_w_f"): m for name, m in _memory(module).items() if isinstance(m, StoredScale)}
+    known = {name: stored[name] for name in _THIRDS if name in stored and stored[name].scale.numel()}
+    for name in [name for name in _THIRDS if name in stored and name not in known]:
+        first, last = _THIRDS[name]
+        parts: list[tuple[Tensor, Tensor]] = []
+        place = first
+        for other, whole in known.items():
+            start, end = _THIRDS[other]
+            rows = 0 if whole.scale.shape[0] == 1 else whole.scale.shape[0] // (end - start)
+            if start <= place and last <= end and not parts:
+                scale = whole.scale[(first - start) * rows : (last - start) * rows] if rows else whole.scale
+                parts, place = [(scale, whole.tensor_scale)], last
+            elif start == place and end <= last and rows and not whole.tensor_scale.numel():
+                parts, place = [*parts, (whole.scale, whole.tensor_scale)], end
+        if place == last:
+            stored[name].scale = torch.cat([scale for scale, _ in parts])
+            stored[name].tensor_scale = parts[0][1].clone()
 
 
 def _correct(slot: Slot) -> bool:

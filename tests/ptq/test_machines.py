@@ -269,11 +269,36 @@ def test_convolutions_and_attention(recipe):
         fmtsim.ptq(model, recipe, data, **machine)
     fmtsim.ptq(model, recipe, data, filter_fn=lambda module, name: name != "grouped", **machine)
     assert 0 < (model(data[0]) - exact).norm() < 0.05 * exact.norm()
-    x = normal(1, 6, 16, seed=5)
-    with pytest.raises(
-        ArgumentError, match=r"layer 'attention': the weight has no stored scales; .* of what calibration"
-    ):
-        model.attention(x, x + 1, x)
+
+
+class Attention(nn.Module):
+    """Attention over a tensor and another: as one, as two or as three."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner = nn.MultiheadAttention(32, 2, batch_first=True)
+
+    def forward(self, x, how):
+        key, value = {"one": (x, x), "two": (z := x * 0.7, z), "three": (x * 0.7, x * 0.9)}[how]
+        return self.inner(x, key, value)[0]
+
+
+@pytest.mark.parametrize("calls", ["one", "two", "three"])
+@pytest.mark.parametrize("recipe", ["int8_static", "e4m3_token", "mxfp8", "nvfp4", "nemotron"])
+def test_attention_that_is_called_otherwise_takes_its_part_of_the_packed_weight(recipe, calls):
+    x, units = normal(1, 6, 32, seed=5), {"int8_static": "int8", "mxfp8": "blackwell.tcgen05.mxf8f6f4"}
+    unit = units.get(recipe, "blackwell.tcgen05.nvf4" if recipe == "nvfp4" else "hopper.wgmma")
+    there, here = (
+        fmtsim.ptq(Attention().requires_grad_(False), recipe, [(x, calls)], **how) for how in ({"unit": unit}, {})
+    )
+    ways = ["one", "two", "three"]
+    for i, how in enumerate(ways):
+        if recipe in ("nvfp4", "nemotron") and i < ways.index(calls):  # each part has a scale of its own
+            with pytest.raises(ArgumentError, match=r"layer 'inner': the weight has no stored scales; .* of what"):
+                there(x, how)
+        else:
+            assert (there(x, how) - here(x, how)).norm() < 2e-3 * here(x, how).norm()
 
 
 FORMATS = ("w4a4", "int8_token", "e4m3_token", "mxfp8")
