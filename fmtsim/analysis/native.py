@@ -113,6 +113,8 @@ def compare_native(
         if emulate_on is not None:
             raise ArgumentError("compare_native emulates a model on its own GPU; leave emulate_on= out")
         return _compare_model(verb, (arguments, options), loss)
+    if not callable(verb):
+        raise ArgumentError(f"compare_native got {shown(verb)}; pass a product such as fmtsim.mm, or a converted model")
     native = verb(*arguments, native=True, **options)
     if emulate_on is not None:
         arguments = tuple(_moved(x, emulate_on) for x in arguments)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fmtsim.errors import ArgumentError, FmtsimError, shown
+from fmtsim.arguments import check_dense
+from fmtsim.errors import ArgumentError, DtypeError, FmtsimError, shown
 from fmtsim.gemm.layers.config import FORMULAS, OPERANDS, PRODUCTS, LinearConfig, product_of
 from fmtsim.gemm.layers.product import unit_dtype
 from fmtsim.gemm.products.explanation import MmExplanation, explained, factors, runs
@@ -28,6 +29,7 @@ from fmtsim.spec.quantizer import Quantizer
 _NO_UNIT = "none: float32 in no particular order; convert with target=, unit= or datapath= for a machine"
 _MULTIPLIES = ("fmtsim::gemm", "fmtsim::multiply_groups", "aten::mm", "aten::addmm")
 _FOLLOWS = ("fmtsim::finish", "fmtsim::unrotate")
+MOST_ROWS = 1 << 26  # torch counts the bytes of attention scores, which nobody makes here, in 64 bits
 Inputs = int | Tensor | Sequence[Tensor]
 
 
@@ -115,7 +117,7 @@ def explain_layer(module: Any, x: Inputs) -> LayerExplanation:
         module: A module that ``fmtsim.convert`` changed, with products of its own.
         x: Its input, or its inputs, of which shapes, strides and dtypes count; or the number of rows that its products
             have: tokens of a linear layer, positions of a convolution (those of one image each), tokens of one sequence
-            that attends to itself.
+            that attends to itself, as which a single input of attention is taken, too.
 
     Raises:
         ArgumentError: No such module, or no such input; or its machine does not take the product.
@@ -165,16 +167,7 @@ class _Run:
         parameter = next(module.parameters())
         self._device = parameter.device if parameter.device.type == "cuda" else torch.device("cpu")
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        if isinstance(x, int) and self._counted and x > 0:
-            self._like = [torch.empty(s, dtype=parameter.dtype, device="meta") for s in module.input_shapes(x)]
-            self._like = [next(t for t in self._like if t.shape == each.shape) for each in self._like]
-        else:
-            self._like = [x] if isinstance(x, Tensor) else list(x) if isinstance(x, list | tuple) else []
-            if not self._like or not all(isinstance(t, Tensor) for t in self._like):
-                raise ArgumentError(
-                    f"x={shown(x)} is no input of a layer; pass the tensor (or tensors) that it is called with, or the "
-                    "number of rows of its products, from 1"
-                )
+        self._like = _inputs(module, x, parameter.dtype)
 
     def parts(self) -> dict[str, _Part]:
         """Return the parts of the layer that an input reaches, in their order."""
@@ -264,6 +257,26 @@ class _Run:
             if backward:
                 y = y if isinstance(y, Tensor) else y[0]
                 y.backward(torch.empty_like(y))
+
+
+def _inputs(module: EmulatedModule, x: Inputs, dtype: torch.dtype) -> list[Tensor]:
+    """Return tensors like the inputs of a layer; those that are one tensor stay one."""
+    shapes = module.input_shapes(x if type(x) is int and 0 < x <= MOST_ROWS else 1)
+    if type(x) is int and 0 < x <= MOST_ROWS:
+        like = {shape: torch.empty(shape, dtype=dtype, device="meta") for shape in shapes}
+        return [like[shape] for shape in shapes]
+    found = [x] * len(shapes) if isinstance(x, Tensor) else list(x) if isinstance(x, list | tuple) else []
+    if len(found) != len(shapes) or not all(isinstance(t, Tensor) for t in found):
+        several = "tensor" if len(shapes) == 1 else f"{len(shapes)} tensors"
+        raise ArgumentError(
+            f"x={shown(x)} is no input of a layer; pass the {several} that it is called with, or the number of rows of "
+            f"its products, from 1 to {MOST_ROWS}"
+        )
+    for t in found:
+        check_dense("x", t)
+        if not t.dtype.is_floating_point or t.is_quantized:
+            raise DtypeError(f"x has dtype {t.dtype}; pass what the layer takes, for example a {dtype} tensor")
+    return found
 
 
 class _Steps(TorchDispatchMode):

@@ -14,7 +14,7 @@ from fmtsim.nn.attention import EmulatedMultiheadAttention
 from fmtsim.nn.convert import NOTES, REASONS
 from fmtsim.nn.modules import EmulatedModule, emulated_types
 from fmtsim.nn.planning import why_not
-from fmtsim.nn.products import layer_products
+from fmtsim.nn.products import MOST_ROWS, layer_products
 from fmtsim.nn.swaps import FILTERED, plain_class, swap_details
 from fmtsim.table import ruled
 
@@ -129,8 +129,12 @@ def report(model: nn.Module, tokens: int | Sequence[int] = ()) -> Report:
     """
     check_module("report", model)
     counts = [tokens] if type(tokens) is int else tokens
-    if not isinstance(counts, list | tuple | range) or any(type(n) is not int or n < 1 for n in counts):
-        raise ArgumentError(f"tokens={shown(tokens)} is no number of rows; pass one from 1, or a list of such")
+    if not isinstance(counts, list | tuple | range) or any(
+        type(n) is not int or not 0 < n <= MOST_ROWS for n in counts
+    ):
+        raise ArgumentError(
+            f"tokens={shown(tokens)} is no number of rows; pass one from 1 to {MOST_ROWS}, or a list of such"
+        )
     known = model.__dict__.get(REASONS, {})
     first: dict[nn.Module, str] = {}
     inside = {  # an attention module multiplies with this layer's weights itself

@@ -153,6 +153,10 @@ def test_errors_of_models_to_compare(gpu, monkeypatch):
     model, batch, _ = prepared()
     with pytest.raises(ArgumentError, match="compare_native found no converted module in Linear; convert it first"):
         compare_native(nn.Linear(4, 4), torch.ones(4, 4))
+    with pytest.raises(
+        ArgumentError, match="compare_native got 3; pass a product such as fmtsim.mm, or a converted model"
+    ):
+        compare_native(3, torch.ones(4, 4))
     plain = convert(nn.Linear(4, 4), format="e4m3")
     with pytest.raises(ArgumentError, match="no layer of the model has a target; convert it with target=, for example"):
         compare_native(plain, torch.ones(4, 4))

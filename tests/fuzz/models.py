@@ -60,7 +60,7 @@ def _trained(model: Any, recipe: Any, x: Any, **options: Any) -> Any:
     y = converted(x)
     if isinstance(y, Tensor) and y.requires_grad and y.numel():
         y.sum().backward()
-    str(fmtsim.report(converted))
+    str(fmtsim.report(converted, 16))
     return y
 
 
@@ -86,6 +86,21 @@ def _convert(r: Random) -> tuple[Any, list[Any], Values]:
     if "filter_fn" in options:
         options["filter_fn"] = passed(options["filter_fn"])
     return _trained, [model, passed(either(r, r.choice(RECIPES), 0.1)), x], options
+
+
+@target("layers", 32)
+def _layers(r: Random) -> tuple[Any, list[Any], Values]:
+    """Layers to explain, and what they are called with."""
+    layer = r.choice((nn.Linear(64, 64), nn.Conv2d(4, 8, 3), nn.MultiheadAttention(64, 4)))
+    fmtsim.convert(layer, format=r.choice(("e4m3", "bf16")), target=r.choice((None, "h200")))
+    x = either(r, tensors.tensor(r, of=(*r.choice(((3,), (2, 3), (0,), (), (2, 4, 5))), 64)), 0.4)
+
+    first = r.random() < 0.5
+
+    def explained(x: Any) -> None:
+        str(fmtsim.report(layer, x) if type(x) is not Tensor and first else fmtsim.explain_mm(layer, x))
+
+    return explained, [passed([x, x, x] if r.random() < 0.3 else x)], {}
 
 
 @target("models", 48)

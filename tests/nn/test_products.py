@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.errors import ArgumentError, FmtsimError, PlanUnknownWarning
+from fmtsim.errors import ArgumentError, DtypeError, FmtsimError, PlanUnknownWarning
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.nn import convert, modules, report
 from fmtsim.nn.modules import EmulatedTransposed
@@ -131,7 +131,7 @@ def test_what_is_told_of_an_attention_is_what_a_step_asks_for():
         ):
             found.dgrad  # noqa: B018
         assert found["out_proj"].dgrad is found.parts["out_proj"]["dgrad"]
-    assert told(explain_layer(module, 48)) == told(explain_layer(module, [x, x, x]))
+    assert told(explain_layer(module, 48)) == told(explain_layer(module, [x, x, x])) == told(explain_layer(module, x))
 
 
 def test_what_is_told_of_a_transposed_weight_is_what_a_step_asks_for(monkeypatch):
@@ -245,9 +245,9 @@ def test_errors_of_layers_to_explain():
         fmtsim.explain_mm(layer, 4, target="h200")
     with pytest.raises(ArgumentError, match="explain_mm of a layer takes no native="):
         fmtsim.explain_mm(layer, 4, native=False)
-    for x in (0, -1, True, 1.5, None, [], [1], "x"):
+    for x in (0, -1, 1 << 27, True, 1.5, None, [], [1], "x", [torch.ones(4, 64)] * 2):
         with pytest.raises(
-            ArgumentError, match=r"x=.* is no input of a layer; pass the tensor .* it is called with, or"
+            ArgumentError, match=r"x=.* is no input of a layer; pass the tensor that it is called with, or"
         ):
             fmtsim.explain_mm(layer, x)
     with pytest.raises(ArgumentError, match=r"x of shape \(4, 65\) does not fit w of shape \(32, 64\)"):
@@ -256,6 +256,12 @@ def test_errors_of_layers_to_explain():
         fmtsim.explain_mm(layer, 17)
     with pytest.raises(ArgumentError, match=r"\(model\) \(Linear\) has no part 'k'; choose one of "):
         fmtsim.explain_mm(layer, 16)["k"]
-    for tokens in (0, -1, True, 1.5, "4", [0], [1.0]):
-        with pytest.raises(ArgumentError, match="is no number of rows; pass one from 1, or a list of such"):
+    with pytest.raises(ArgumentError, match="pass the 3 tensors that it is called with, or the number of rows of its"):
+        fmtsim.explain_mm(convert(nn.MultiheadAttention(64, 4), format="e4m3"), [torch.ones(4, 64)])
+    with pytest.raises(DtypeError, match=r"x has dtype torch.int64; pass what the layer takes, for example a torch.bf"):
+        fmtsim.explain_mm(layer, torch.ones(4, 64, dtype=torch.int64))
+    with pytest.raises(ArgumentError, match="x has layout torch.sparse_coo; pass a dense tensor"):
+        fmtsim.explain_mm(layer, torch.ones(4, 64).to_sparse())
+    for tokens in (0, -1, 1 << 27, True, 1.5, "4", [0], [1.0]):
+        with pytest.raises(ArgumentError, match="is no number of rows; pass one from 1 to 67108864, or a list of such"):
             report(layer, tokens)
