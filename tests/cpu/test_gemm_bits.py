@@ -234,6 +234,18 @@ def test_slabs_far_from_each_other(before, after):
         check(a, b, gemm_spec(HALF, "bf16"))
 
 
+@pytest.mark.parametrize("first", [(3e38, 3e38), (3.38e38,), (-3e38, -3e38), (3e38, 3e38, -3e38)])
+def test_a_sum_at_the_end_of_its_range_is_carried_into_later_slabs(first):
+    """It is Inf, or becomes so by products that would fit alone: the kernel without overflow may not take them."""
+    k = 1600
+    a, b = spread(k, rows=2), spread(k, rows=3, seed=2)
+    a[0], b[0] = 1.0, 2.0**112
+    a[0, : len(first)], b[0, : len(first)] = torch.tensor(first).bfloat16(), 1.0
+    a[0, len(first) : 512], b[2, 512:] = 0.0, -(2.0**112)
+    check(a, b, gemm_spec(HALF, "bf16"))
+    check(b, a, gemm_spec(HALF, "bf16"))
+
+
 @pytest.mark.parametrize("unit", [HALF, replace(HALF, rounding="nearest_even"), EXACT])
 @pytest.mark.parametrize("exponent", [-149, -140, -126, -120, -101, 120, 126, 127])
 def test_sums_at_the_ends_of_float32(unit, exponent):

@@ -23,6 +23,7 @@ class State(NamedTuple):
     parts: np.ndarray  # float64 [panels][parts * rows * 64]
     marks: np.ndarray  # int32 [panels][64]: columns with NaN and Inf
     lowest: np.ndarray  # int64 [panels]: the smallest product exponent so far
+    highest: np.ndarray  # int64 [panels]: the largest among slabs that the truncating kernel did not take
     row_scales: np.ndarray  # float32 [chains * rows] of scaled promotion, else empty
     column_scales: np.ndarray  # float32 [panels][chains * 64]
     promotion: Promotion
@@ -84,7 +85,7 @@ def truncate_panels(a, low, source, base, start, stop, slots, order, how, state,
         done[p] = not (
             top - least > TOP_BYTE // 2
             or smallest < how.smallest
-            or largest > how.largest
+            or max(largest, state.highest[p]) > how.largest  # what is carried along may be Inf, or near it
             or largest - 2 * TOP_BYTE > state.lowest[p]
         )
         if done[p]:
@@ -97,15 +98,17 @@ def truncate_panels(a, low, source, base, start, stop, slots, order, how, state,
 @kernel
 def round_panels(a, low, source, base, start, stop, slots, order, tiny, block, unit, draw, state, buffers, done):  # type: ignore[no-untyped-def]
     """Run a slab through the rounding kernel, for those panels that are not done."""
+    top_a = np.int64(a.top.max())
     for p in range(start, stop):
         if done[p]:
             continue
         first, marks = (base + p) * LANES, state.marks[p]
-        _, least = pack_panel(
+        top, least = pack_panel(
             source, first, slots, block, EMPTY, tiny, buffers.raw, buffers.scales, buffers.values, buffers.exponents,
             buffers.signs, marks,
         )  # fmt: skip
         state.lowest[p] = min(state.lowest[p], low + least)
+        state.highest[p] = max(state.highest[p], top_a + top)
         b = Panel(buffers.values, buffers.exponents, buffers.signs, np.int32(0))
         sums = Sums(state.total[p], state.parts[p], state.promotion, state.row_scales, state.column_scales[p])
         round_blocks(a, b, order, sums, state.acc[p], block, unit, draw, first)

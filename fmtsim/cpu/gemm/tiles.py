@@ -133,7 +133,7 @@ class Tile:
                 columns[p, :, : own.shape[1]] = own
         return State(
             acc, total, parts, np.zeros((panels, LANES), np.int32), np.full(panels, -EMPTY, np.int64),
-            rows.reshape(-1), columns.reshape(panels, -1), job.promotion,
+            np.full(panels, EMPTY, np.int64), rows.reshape(-1), columns.reshape(panels, -1), job.promotion,
         )  # fmt: skip
 
     def _pack(
