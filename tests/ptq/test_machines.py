@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fmtsim
@@ -15,6 +16,7 @@ from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.gemm.products.native import is_native
 from fmtsim.ptq import Gptq, PtqRecipe, get_ptq_recipe, load_ptq_recipe, save_ptq_recipe
 from fmtsim.ptq.catalogue import operand
+from fmtsim.recipes.attention import flash_attention_3
 from fmtsim.search.switching import relative_noise
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal
@@ -299,6 +301,31 @@ def test_attention_that_is_called_otherwise_takes_its_part_of_the_packed_weight(
                 there(x, how)
         else:
             assert (there(x, how) - here(x, how)).norm() < 2e-3 * here(x, how).norm()
+
+
+class Fused(nn.Module):
+    """Attention as a function, of what a layer makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x):
+        q = self.layer(x).reshape(2, 10, 2, 16).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q)
+
+
+def test_quantised_attention_goes_to_the_machine_and_a_cache_alone_does_not():
+    whole = dataclasses.replace(
+        get_ptq_recipe("nemotron"), name="a", attention=flash_attention_3(rotate=False, unit=None)
+    )
+    model, fresh = (Fused() for _ in range(2))
+    fmtsim.ptq(model, whole, DATA, target="h200")
+    assert "on hopper.wgmma" in fmtsim.ptq_report(model).attention
+    fmtsim.load_ptq(fresh, fmtsim.ptq_state(model))
+    assert_same_bits(fresh(DATA[0]), model(DATA[0]))
+    cache = fmtsim.ptq(Fused(), "nemotron_kv8", DATA, target="h200")
+    assert "hopper" not in fmtsim.ptq_report(cache).attention and "on h200" in str(fmtsim.ptq_report(cache))
 
 
 FORMATS = ("w4a4", "int8_token", "e4m3_token", "mxfp8")
