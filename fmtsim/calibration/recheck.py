@@ -19,6 +19,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.matmul import bmm, int_mm, linear, mm
 from fmtsim.gemm.products.scaled import scaled_mm
 from fmtsim.gemm.targets.target import Rule, Target
+from fmtsim.quantize import quantize
 from fmtsim.spec.call import GemmCall
 
 KINDS = ("wide", "special")
@@ -221,6 +222,8 @@ def make_operand(call: GemmCall, rows: int, fmt: str, layout: str, kind: str, ge
         positions = torch.arange(len(SPECIALS), device=device) * 7
         values = torch.tensor(SPECIALS, device=device)
         x[..., positions % rows, positions % call.k] = values
+    if STORED[fmt].itemsize == 1:  # torch's casts to FP8 differ between versions and devices
+        x = quantize(x, fmt, overflow="ieee")
     x = x.to(STORED[fmt])
     if layout == "row":
         return x
