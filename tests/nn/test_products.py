@@ -169,6 +169,22 @@ def test_products_of_a_unit_of_integers_and_of_no_machine():
     assert padded.call.m == 17  # with the zeros that the library needs
 
 
+def test_words_at_their_limits():
+    layer = convert(nn.Linear(128, 64).to(BF16), format="e4m3", target="h200")
+    found = fmtsim.explain_mm(layer, 144)  # promoted every 128: dgrad has 64 products, wgrad 144
+    assert [each.order.split()[:2] for each in (found.dgrad, found.wgrad)] == [["one", "chain"], ["a", "fresh"]]
+    assert fmtsim.explain_mm(layer, 128).wgrad.order == "one chain from +0, k in order"
+    begins = "the bias is what parts are added to"
+    for plan, epilogue in (
+        (fmtsim.GemmPlan(k_tile=32, split=2, reduce="in_place"), begins),
+        (fmtsim.GemmPlan(k_tile=32, split=2), "plus the bias"),
+    ):
+        convert(fmtsim.revert(layer), format="bf16", unit="hopper.wgmma", plan=plan)
+        found = fmtsim.explain_mm(layer, 128)
+        assert dict(found.fprop.rows)["epilogue"].split(", ")[0] == epilogue
+        assert begins not in dict(found.wgrad.rows)["epilogue"]
+
+
 def test_what_follows_a_product_and_what_goes_before():
     model = convert(
         nn.Sequential(nn.Sequential(nn.Linear(128, 128)), nn.Linear(8, 8)).to(BF16), recipe="fp4_ms", target="h200"
