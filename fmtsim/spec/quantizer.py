@@ -102,7 +102,7 @@ class Quantizer:
 
     def __str__(self) -> str:
         if self.source == "forward":
-            return "as in the forward pass"
+            return "its earlier codes"
         words: list[str] = [] if self.source == "original" else [self.source]
         words += [str(transform) for transform in self.transforms]
         words.append(self._cast())
