@@ -122,6 +122,18 @@ def test_the_page_of_recipes_is_written_from_the_records(tmp_path, monkeypatch):
     assert {line.count("|") - line.count("\\|") for line in table} == {6}
 
 
+def test_a_printed_recipe_says_every_operand():
+    recipe = get_recipe("deepseek_v3")
+    rows = [re.split(r"  +", line.strip()) for line in str(recipe).splitlines()[2:8]]
+    assert rows[1:3] == [
+        ["w", "the tensor", "e4m3", "amax of 128x128", "nearest_even"],
+        ["dx = g w", "g", "the tensor", "e4m3", "amax of 1x128", "nearest_even"],
+    ]
+    assert rows[5] == ["x", "codes of before, again", "e4m3", "amax of 1x128", "nearest_even"]
+    assert "e5m6 > e4m3" in str(dataclasses.replace(recipe, linear=recipe.rules[0].use))
+    assert "the tensor       high precision" in str(get_recipe("bitnet"))
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

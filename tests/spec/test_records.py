@@ -134,7 +134,7 @@ def test_allowed_at_the_limits():
 
 TEXTS = {
     "high precision": Quantizer(),
-    "its earlier codes": Quantizer(source="forward"),
+    "codes of before": Quantizer(source="forward"),
     "e4m3": Quantizer(format=E4M3),
     "requantised, e4m3 stochastic ieee": Quantizer(
         format=E4M3, rounding=STOCHASTIC, overflow="ieee", source="requantised"),
