@@ -3,7 +3,8 @@
 from fmtsim.nn.attention import EmulatedMultiheadAttention
 from fmtsim.nn.attention_mode import QuantisedAttention, convert_attention, revert_attention
 from fmtsim.nn.convert import convert, revert, set_step
-from fmtsim.nn.modules import EmulatedConv2d, EmulatedLinear
+from fmtsim.nn.convolutions import EmulatedConv2d
+from fmtsim.nn.modules import EmulatedLinear
 from fmtsim.nn.report import report
 from fmtsim.nn.scaled_linear import (
     MuLinear,

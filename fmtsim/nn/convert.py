@@ -53,7 +53,7 @@ def convert(
     filter_fn: Filter | None = None,
     total_steps: int | None = None,
 ) -> Model:
-    """Give every nn.Linear, nn.Conv2d and nn.MultiheadAttention emulated matrix products, in place.
+    """Give linear layers, convolutions (transposed, too) and nn.MultiheadAttention emulated matrix products, in place.
 
     Modules stay the same objects with the same Parameters, hooks, flags and state_dict keys, so optimizers, tied
     weights and checkpoints go on working; only their class changes until ``revert``. Products that a model calls as

@@ -1,4 +1,4 @@
-"""Linear and Conv2d whose matrix products are emulated: the same Parameters, the same state_dict, another forward."""
+"""Layers whose matrix products are emulated: the same Parameters, the same state_dict, another forward."""
 
 import dataclasses
 import itertools
@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.arguments import check_dense
@@ -16,6 +15,7 @@ from fmtsim.gemm.layers.config import OPERANDS, LinearConfig
 from fmtsim.gemm.layers.keys import FORWARD, Generator, Layer, State
 from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.gemm.layers.passes import Observer
+from fmtsim.gemm.layers.product import wide_dtype
 from fmtsim.nn.sizes import size_fault
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.scaling.history import DelayedScale, FrozenScale, RememberedScale, StoredScale
@@ -82,6 +82,11 @@ class EmulatedModule(nn.Module):
     def matrices(module: Any) -> Iterator[tuple[int, int]]:
         """Yield rows and columns of each matrix that a layer of the original class multiplies with."""
         yield from ()
+
+    @staticmethod
+    def why_left(module: Any) -> str | None:
+        """Return why a layer of the original class stays as it is, None where it is converted."""
+        return None
 
     def input_shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of inputs whose products have so many rows of x."""
@@ -208,60 +213,6 @@ class EmulatedLinear(EmulatedModule, nn.Linear):
         return self.gemm(input, self.weight, self.bias)
 
 
-class EmulatedConv2d(EmulatedModule, nn.Conv2d):
-    """Apply a convolution as one matrix product a group, with quantised operands.
-
-    The input is unfolded to ``[batch x positions, channels / groups x kernel]``; blocks of x and w run along that inner
-    axis and blocks of wgrad along positions, as in a GPU's implicit GEMM. An element that several windows share is
-    quantised in each of them.
-    """
-
-    original_class = nn.Conv2d
-
-    @staticmethod
-    def matrices(module: nn.Conv2d) -> Iterator[tuple[int, int]]:
-        """Yield the size of a group's weight."""
-        yield module.out_channels // module.groups, module.weight[0].numel()
-
-    def input_shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
-        """Return the shape of padded images of one position each."""
-        (height, width), dilation = self.kernel_size, self.dilation
-        return ((rows, self.in_channels, dilation[0] * (height - 1) + 1, dilation[1] * (width - 1) + 1),)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``[N, out_channels, H, W]`` from ``[N, in_channels, H, W]``, or both without N."""
-        x = input if input.dim() == 4 else input.unsqueeze(0)
-        if x.dim() != 4 or x.shape[1] != self.in_channels:
-            raise ArgumentError(
-                f"Conv2d input of shape {tuple(input.shape)} does not fit; "
-                f"pass [N, {self.in_channels}, H, W] or [{self.in_channels}, H, W]"
-            )
-        x = self._padded(x)
-        rows = F.unfold(x, self.kernel_size, dilation=self.dilation, stride=self.stride).transpose(1, 2)
-        outputs = [
-            self.gemm(part, w.flatten(1), bias)
-            for part, w, bias in zip(
-                rows.chunk(self.groups, -1),
-                self.weight.chunk(self.groups),
-                (None,) * self.groups if self.bias is None else self.bias.chunk(self.groups),
-                strict=True,
-            )
-        ]
-        y = outputs[0] if self.groups == 1 else torch.cat(outputs, -1)
-        y = y.transpose(1, 2).unflatten(2, self._positions(x))
-        return y if input.dim() == 4 else y.squeeze(0)
-
-    def _padded(self, x: Tensor) -> Tensor:
-        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-        padding = self._reversed_padding_repeated_twice  # left, right, top, bottom; "same" and "valid" resolved
-        return F.pad(x, padding, mode=mode) if any(padding) else x
-
-    def _positions(self, x: Tensor) -> tuple[int, int]:
-        sizes = zip(x.shape[2:], self.kernel_size, self.dilation, self.stride, strict=True)
-        height, width = ((size - d * (k - 1) - 1) // s + 1 for size, k, d, s in sizes)
-        return height, width
-
-
 class EmulatedTransposed(EmulatedModule):
     """Apply ``y = x w + bias``, w being stored as ``[inputs, outputs]``: GPT-2's Conv1D in transformers."""
 
@@ -278,7 +229,39 @@ class EmulatedTransposed(EmulatedModule):
         return self.gemm(x, self.weight.t(), self.bias)
 
 
-_EMULATED: dict[type[nn.Module], type[EmulatedModule]] = {nn.Linear: EmulatedLinear, nn.Conv2d: EmulatedConv2d}
+class EmulatedBilinear(EmulatedModule, nn.Bilinear):
+    """Apply ``y_o = x1 A_o x2 + bias``: one product of x2 with quantised operands, then a sum with x1.
+
+    The product is x2 by the weight as ``[outputs x in1, in2]``, rounded to x2's dtype; blocks run along in2. The sum
+    over in1 and the bias are float32 (float64 for float64), in torch's own order, and rounded once.
+    """
+
+    original_class = nn.Bilinear
+
+    @staticmethod
+    def matrices(module: nn.Bilinear) -> Iterator[tuple[int, int]]:
+        """Yield the size of the weight as a matrix."""
+        yield module.out_features * module.in1_features, module.in2_features
+
+    def input_shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of both inputs."""
+        return (rows, self.in1_features), (rows, self.in2_features)
+
+    def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
+        """Return ``[..., out_features]`` from ``[..., in1_features]`` and ``[..., in2_features]``."""
+        shapes, sizes = (tuple(input1.shape), tuple(input2.shape)), (self.in1_features, self.in2_features)
+        if (shapes[0][-1:], shapes[1][-1:]) != (sizes[:1], sizes[1:]) or shapes[0][:-1] != shapes[1][:-1]:
+            raise ArgumentError(
+                f"Bilinear inputs of shapes {shapes[0]} and {shapes[1]} do not fit; "
+                f"pass [..., {sizes[0]}] and [..., {sizes[1]}] with the same leading dimensions"
+            )
+        columns = self.gemm(input2, self.weight.flatten(0, 1), None)
+        wide = wide_dtype(columns.dtype)
+        y = (columns.unflatten(-1, self.weight.shape[:2]).to(wide) * input1.unsqueeze(-2).to(wide)).sum(-1)
+        return (y if self.bias is None else y + self.bias.to(wide)).to(columns.dtype)
+
+
+_EMULATED: dict[type[nn.Module], type[EmulatedModule]] = {nn.Linear: EmulatedLinear, nn.Bilinear: EmulatedBilinear}
 # Classes of packages that may be absent, by module and name, and how to emulate them.
 _FOREIGN: dict[tuple[str, str], type[EmulatedModule]] = {("transformers.pytorch_utils", "Conv1D"): EmulatedTransposed}
 

@@ -161,13 +161,19 @@ def why_not(module: nn.Module) -> str | None:
         return "its parameters are not initialised yet; run one batch through the model first"
     if parametrize.is_parametrized(module):
         return "parametrized; convert first, or remove the parametrization"
-    if emulated_class(cls) is None:
+    emulated = emulated_class(cls)
+    if emulated is None:
+        if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+            return (
+                f"no emulated form of {cls.__name__}: one fused call multiplies with all of its weights; "
+                "write its steps with nn.Linear"
+            )
         base = next((base for base in emulated_types() if isinstance(module, base)), None)
         if base is None:
             return f"no emulated form of {cls.__name__}"
         return f"overrides {base.__name__}.forward; call fmtsim.EmulatedGEMM in it"
     weights = [p for p in module.parameters(recurse=False) if p.dtype not in _FLOATS]
-    return f"its parameters have dtype {weights[0].dtype}" if weights else None
+    return f"its parameters have dtype {weights[0].dtype}" if weights else emulated.why_left(module)
 
 
 def _projections(model: nn.Module) -> Iterator[tuple[str, str]]:

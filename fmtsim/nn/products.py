@@ -116,8 +116,9 @@ def explain_layer(module: Any, x: Inputs) -> LayerExplanation:
     Args:
         module: A module that ``fmtsim.convert`` changed, with products of its own.
         x: Its input, or its inputs, of which shapes, strides and dtypes count; or the number of rows that its products
-            have: tokens of a linear layer, positions of a convolution (those of one image each), tokens of one sequence
-            that attends to itself, as which a single input of attention is taken, too.
+            have: tokens of a linear layer, positions of a convolution (those of one image each; of the input of a
+            transposed one), tokens of one sequence that attends to itself, as which a single input of attention is
+            taken, too.
 
     Raises:
         ArgumentError: No such module, or no such input; or its machine does not take the product.
@@ -226,7 +227,7 @@ class _Run:
         made = self._copied(self._module)
         made.emulation = self._module.emulation.changed(change)
         if self._counted:
-            made.__dict__["_padded"] = lambda x: x  # of a convolution: its positions are counted behind the padding
+            made.__dict__["_padded"] = lambda x: x  # of a convolution: its positions are counted without the padding
         return made
 
     def _copied(self, module: Any) -> Any:

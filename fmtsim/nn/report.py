@@ -117,7 +117,7 @@ def report(model: nn.Module, tokens: int | Sequence[int] = ()) -> Report:
         model: Any module.
         tokens: Numbers of rows for which the three products of each converted layer are told, with unit, accumulation
             order and what stands behind that: tokens of a batch, for a convolution positions of its output in all
-            images, for attention tokens of one sequence. Nothing is multiplied.
+            images (of its input, where it is transposed), for attention tokens of one sequence. Nothing is multiplied.
 
     Raises:
         ArgumentError: ``model`` is no module, or ``tokens`` are no numbers from 1.

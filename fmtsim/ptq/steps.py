@@ -11,7 +11,8 @@ from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.gemm.layers.operand import quantize_operand
-from fmtsim.nn.modules import STATE, EmulatedModule
+from fmtsim.nn.convolutions import EmulatedConvTranspose
+from fmtsim.nn.modules import STATE, EmulatedBilinear, EmulatedModule
 from fmtsim.progress import Progress
 from fmtsim.ptq.calibrate import Part, Products, Slot, call, evaluating
 from fmtsim.ptq.gptq import gptq
@@ -224,11 +225,17 @@ def _fill_projections(module: EmulatedModule) -> None:
             stored[name].tensor_scale = parts[0][1].clone()
 
 
+def bias_corrects(slot: Slot) -> bool:
+    """Say whether what is added to a bias moves the outputs of one product, and no others."""
+    part = slot.parts[0]
+    sums = isinstance(part.module, EmulatedConvTranspose | EmulatedBilinear)  # of products are their outputs
+    return not (part.part or len(slot.parts) > 1 or sums) and hasattr(part.module, "bias")
+
+
 def _correct(slot: Slot) -> bool:
     """Add the mean error of a layer's outputs to its bias; layers without one get one."""
-    part = slot.parts[0]
-    module: Any = part.module
-    if part.part or len(slot.parts) > 1 or not hasattr(module, "bias"):
+    module: Any = slot.parts[0].module
+    if not bias_corrects(slot):
         return False
     assert slot.error is not None
     if module.bias is None:

@@ -24,7 +24,7 @@ from fmtsim.ptq.report import REPORT, PtqReport, left_alone, row_of, tied
 from fmtsim.ptq.reshape import equalise, stored, unsmooth
 from fmtsim.ptq.spec import PtqRecipe
 from fmtsim.ptq.state import RECIPE
-from fmtsim.ptq.steps import calibrated, install, measure, measure_batch_norm, round_weights
+from fmtsim.ptq.steps import bias_corrects, calibrated, install, measure, measure_batch_norm, round_weights
 from fmtsim.spec.plan import GemmPlan
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -161,8 +161,7 @@ def _rows(products: Products, recipe: PtqRecipe, smoothed: set[str]) -> Any:
     for slot in products.slots.values():
         methods = [str(recipe.smooth)] if slot.parts[0].name in smoothed else []
         methods += [str(recipe.weights)] if recipe.weights is not None and slot.quantizer.format is not None else []
-        lone = not slot.parts[0].part and len(slot.parts) == 1
-        methods += ["bias correction"] if recipe.bias_correction and lone else []
+        methods += ["bias correction"] if recipe.bias_correction and bias_corrects(slot) else []
         rows.append(row_of(slot, ", ".join(methods)))
     return tuple(rows)
 

@@ -151,15 +151,24 @@ def test_copies_and_pickles_stay_converted():
 
 def test_what_cannot_be_converted_says_why():
     model = nn.Sequential(
-        nn.Linear(4, 4), nn.LazyLinear(4), parametrizations.weight_norm(nn.Linear(4, 4)), nn.Conv1d(1, 1, 1), nn.ReLU()
+        nn.Linear(4, 4),
+        nn.LazyLinear(4),
+        parametrizations.weight_norm(nn.Linear(4, 4)),
+        nn.Conv3d(2, 4, 1, groups=2),
+        nn.GRU(4, 4),
+        nn.LSTMCell(4, 4),
+        nn.ReLU(),
     )
     convert(model, config=CONFIG)
     rows = {row.name: row for row in report(model).rows}
     assert rows["0"].converted and rows["0"].detail == "x e4m3, w e4m3, g e5m2"
     assert "run one batch" in rows["1"].detail
     assert rows["2"].detail == "parametrized; convert first, or remove the parametrization"
-    assert rows["3"].detail == "no emulated form of Conv1d"
-    assert "4" not in rows
+    assert rows["3"].detail == "depthwise: a sum for each channel, which libraries run as no matrix product"
+    fused = "one fused call multiplies with all of its weights; write its steps with nn.Linear"
+    assert rows["4"].detail == f"no emulated form of GRU: {fused}"
+    assert rows["5"].detail == f"no emulated form of LSTMCell: {fused}"
+    assert "6" not in rows
 
 
 def test_report_prints_a_table(tower):

@@ -1,4 +1,4 @@
-"""Emulated Conv2d and MultiheadAttention: torch's results without quantisers, one product each with them."""
+"""Emulated MultiheadAttention: torch's results without quantisers, one product each projection with them."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,68 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from fmtsim.errors import ArgumentError
-from fmtsim.gemm.layers.config import LinearConfig, linear_config
-from fmtsim.nn import convert, revert
+from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.nn import convert
+from tests.support.models import both
 from tests.support.operands import normal
-
-PLAIN = LinearConfig()
-
-
-def both(module, *inputs, **options):
-    """Return results and gradients of the module as torch has it, and emulated without quantisers."""
-    results = []
-    for change in (lambda m: m, lambda m: convert(m, config=PLAIN)):
-        change(module)
-        leaves = [t.detach().clone().requires_grad_() for t in dict.fromkeys(inputs)]
-        unique = dict(zip(dict.fromkeys(inputs), leaves, strict=True))
-        y = module(*(unique[t] for t in inputs), **options)
-        outputs = [t for t in (y if isinstance(y, tuple) else (y,)) if t is not None]
-        weights = [torch.linspace(-1, 1, t.numel()).view_as(t) for t in outputs]
-        loss = sum((t * w).sum() for t, w in zip(outputs, weights, strict=True))
-        gradients = torch.autograd.grad(loss, [*leaves, *module.parameters()])
-        results.append([*outputs, *gradients])
-    revert(module)
-    return results
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"groups": 2, "bias": False},
-        {"stride": (2, 3), "padding": (1, 0), "dilation": (1, 2)},
-        {"padding": "same", "kernel_size": (2, 3)},
-        {"padding": 2, "padding_mode": "circular"},
-        {"padding": 1, "padding_mode": "reflect", "groups": 4},
-    ],
-)
-@pytest.mark.parametrize("batch", [(2,), ()])
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")  # torch's own, once
-def test_convolution_is_torchs(options, batch):
-    torch.manual_seed(0)
-    module = nn.Conv2d(4, 8, **{"kernel_size": 3, **options})
-    torch.testing.assert_close(*both(module, torch.randn(*batch, 4, 9, 10)), rtol=1e-5, atol=1e-5)
-
-
-def test_convolution_quantises_the_unfolded_input_along_channels_and_kernel():
-    torch.manual_seed(0)
-    config = linear_config(x="mxfp8_e4m3", w="mxfp8_e4m3", g="mxfp8_e5m2")
-    module = convert(nn.Conv2d(4, 8, 3, padding=1), config=config)
-    seen = {}
-    module.emulation.observer = lambda part: (
-        lambda operand, x, q, quantizer, dim: seen.update({operand: (x.shape, dim)})
-    )
-    y = module(torch.randn(2, 4, 5, 6))
-    y.sum().backward()
-    rows, inner = 2 * 5 * 6, 4 * 9
-    assert seen["x_f"] == ((rows, inner), -1) and seen["w_f"] == ((8, inner), -1)
-    assert seen["g_w"] == ((rows, 8), 0) and seen["x_w"] == ((rows, inner), 0)
-
-
-def test_convolution_rejects_other_shapes():
-    module = convert(nn.Conv2d(4, 8, 3), config=PLAIN)
-    with pytest.raises(ArgumentError, match=r"shape \(2, 3, 5, 5\) does not fit; pass \[N, 4, H, W\]"):
-        module(torch.ones(2, 3, 5, 5))
 
 
 def make_inputs(kind, batch_first, kdim=8, vdim=8):
@@ -128,7 +70,7 @@ def test_attention_without_a_batch_and_with_dropout():
     x = torch.randn(5, 8)
     module.eval()
     torch.testing.assert_close(*both(module, x, x, x, average_attn_weights=False), rtol=1e-5, atol=1e-6)
-    convert(module.train(), config=PLAIN)
+    convert(module.train(), config=LinearConfig())
     weights = module(x, x, x)[1]
     assert (weights == 0).any()
 
@@ -170,13 +112,13 @@ def test_attention_projections_are_quantised():
     ],
 )
 def test_attention_rejects_what_does_not_fit(inputs, options, message):
-    module = convert(nn.MultiheadAttention(8, 2, batch_first=True), config=PLAIN)
+    module = convert(nn.MultiheadAttention(8, 2, batch_first=True), config=LinearConfig())
     with pytest.raises(ArgumentError, match=message):
         module(*inputs, **options)
 
 
 def test_attention_rejects_nested_tensors():
-    module = convert(nn.MultiheadAttention(8, 2, batch_first=True), config=PLAIN)
+    module = convert(nn.MultiheadAttention(8, 2, batch_first=True), config=LinearConfig())
     nested = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
     with pytest.raises(ArgumentError, match=r"takes no nested tensors; pass padded tensors with key_padding_mask"):
         module(nested, nested, nested)

@@ -120,6 +120,23 @@ def test_what_is_told_of_a_convolution_is_what_a_step_asks_for(recipe, count, fo
     assert count == 1 or told(explain_layer(module, 128)) == asked  # rows are positions behind the padding
 
 
+@pytest.mark.parametrize("recipe", ["te_current", "amp_fp16", "bitnet"])
+@pytest.mark.parametrize(("make", "shapes", "rows", "groups"), [
+    (lambda: nn.Conv1d(32, 64, 4, stride=2, padding=1, groups=2), [(3, 32, 32)], 48, 2),
+    (lambda: nn.Conv3d(16, 32, 2, bias=False), [(3, 16, 3, 3, 5)], 48, 1),
+    (lambda: nn.ConvTranspose2d(32, 16, 4, stride=2, padding=2, groups=2), [(3, 32, 4, 4)], 48, 2),
+    (lambda: nn.Bilinear(16, 32, 2), [(3, 16, 16), (3, 16, 32)], 48, 1),
+])  # fmt: skip
+def test_what_is_told_of_other_layers_is_what_a_step_asks_for(recipe, make, shapes, rows, groups):
+    inputs = [normal(*shape, seed=1).to(BF16).requires_grad_() for shape in shapes]
+    module, asked = asked_in_a_step(make, recipe, "h200", inputs)
+    found = explain_layer(module, inputs)
+    assert told(found) == asked and len(asked) == 3
+    assert told(explain_layer(module, rows)) == asked  # positions: of the output, transposed of the input
+    assert groups == 1 or ("groups", "2, a product each") in found.wgrad.rows
+    assert [row.tokens for row in report(module, rows).products] == [rows] * 3
+
+
 def test_what_is_told_of_an_attention_is_what_a_step_asks_for():
     x, other = (normal(48, 64, seed=i).to(BF16).requires_grad_() for i in (3, 4))
     for inputs, parts in (([x, x, x], ["in_proj", "out_proj"]), ([x, other, other], ["q_proj", "kv_proj", "out_proj"])):

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+import fmtsim
+from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.training.gpt import GPT, GPTConfig
 
 
@@ -39,6 +41,26 @@ def snapshot(model: nn.Module) -> dict:
                {key: id(value) for key, value in vars(m).items()})
         for name, m in model.named_modules()
     }  # fmt: skip
+
+
+def both(module, *inputs, **options):
+    """Return results and gradients of the module as torch has it, and emulated without quantisers.
+
+    Gradients of results are whole numbers.
+    """
+    results = []
+    for change in (lambda m: m, lambda m: fmtsim.convert(m, config=LinearConfig())):
+        change(module)
+        leaves = [t.detach().clone().requires_grad_() for t in dict.fromkeys(inputs)]
+        unique = dict(zip(dict.fromkeys(inputs), leaves, strict=True))
+        y = module(*(unique[t] for t in inputs), **options)
+        outputs = [t for t in (y if isinstance(y, tuple) else (y,)) if t is not None]
+        weights = [torch.linspace(-8, 8, t.numel()).round().to(t.dtype).view_as(t) for t in outputs]
+        loss = sum((t * w).sum() for t, w in zip(outputs, weights, strict=True))
+        gradients = torch.autograd.grad(loss, [*leaves, *module.parameters()])
+        results.append([*outputs, *gradients])
+    fmtsim.revert(module)
+    return results
 
 
 def hugging_face(kind: str, layers: int = 2, **how):
