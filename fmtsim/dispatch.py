@@ -5,12 +5,13 @@ modes of users. A plain tensor under none of them goes to its engine directly. W
 torch lacks any of it, every call takes the dispatcher.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 
 
 def _states() -> tuple[frozenset[int], frozenset[int]]:
@@ -51,6 +52,26 @@ def constant_in_graphs(function: Function) -> Function:
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context without autocast, which some devices, such as meta, do not have in the first place."""
     return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
+
+
+class OwnMode(TorchFunctionMode):
+    """Look at the functions that a model calls, and not at those that fmtsim calls in their place."""
+
+
+@contextmanager
+def without_own_modes() -> Iterator[None]:
+    """Take this thread's ``OwnMode`` off; other torch function modes stay."""
+    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())][::-1]
+    others = [mode for mode in modes if not isinstance(mode, OwnMode)]
+    for mode in others:
+        torch._C._push_on_torch_function_stack(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            torch._C._pop_torch_function_stack()
+        for mode in modes:
+            torch._C._push_on_torch_function_stack(mode)
 
 
 def is_plain(x: torch.Tensor) -> bool:

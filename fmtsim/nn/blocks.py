@@ -3,6 +3,7 @@
 from torch import nn
 
 from fmtsim.nn.modules import emulated_class
+from fmtsim.nn.own_products import own_parameters
 
 
 def find_blocks(model: nn.Module) -> list[str]:
@@ -32,7 +33,7 @@ def block_of(layer: str, blocks: dict[str, int]) -> int | None:
 def _is_stack(module: nn.Module) -> bool:
     if not isinstance(module, nn.ModuleList | nn.Sequential) or not len(module):
         return False
-    return all(any(emulated_class(type(part)) for part in block.modules()) for block in module)
+    return all(any(emulated_class(type(part)) or own_parameters(part) for part in block.modules()) for block in module)
 
 
 def _inside(name: str, other: str) -> bool:

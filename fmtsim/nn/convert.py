@@ -10,8 +10,18 @@ from fmtsim.errors import ArgumentError, shown
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.nn.modules import STATE, EmulatedModule, Emulation, emulated_class
-from fmtsim.nn.planning import Configure, Filter, configure, constant_planner, machine_of, plan_layers, planner_of
+from fmtsim.nn.modules import STATE, EmulatedModule, emulated_class
+from fmtsim.nn.parameter_products import ParameterProduct, attach_products, detach_products
+from fmtsim.nn.planning import (
+    Configure,
+    Filter,
+    configure,
+    constant_planner,
+    machine_of,
+    plan_layers,
+    plan_products,
+    planner_of,
+)
 from fmtsim.nn.swaps import Swaps, find_swaps, one_generator, swapped, undo_swaps
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.recipes.registry import get_recipe
@@ -56,11 +66,14 @@ def convert(
     """Give linear layers, convolutions (transposed, too) and nn.MultiheadAttention emulated matrix products, in place.
 
     Modules stay the same objects with the same Parameters, hooks, flags and state_dict keys, so optimizers, tied
-    weights and checkpoints go on working; only their class changes until ``revert``. Products that a model calls as
-    functions (``torch.matmul``, ``F.linear``, attention scores) stay in high precision, but where a recipe says how
-    attention runs (``Recipe.attention``) modules that call ``scaled_dot_product_attention`` run that. A recipe may
-    also exchange gated layers (``Recipe.replace``). The formats come from exactly one of ``format``, ``config`` and
-    ``recipe``, the machine that multiplies from ``target``, ``unit`` or ``datapath``, which go with each of them.
+    weights and checkpoints go on working; only their class changes until ``revert``. Products that a model writes
+    itself with a Parameter (``F.linear(x, self.weight)``, ``x @ self.experts[e]``, bmm, einsum, grouped_mm, a head that
+    multiplies by the embedding) are emulated while the module that writes them runs, under the name of the module
+    or, where that holds several matrices, ``module.parameter`` (docs/recipes.md, "Products that a model writes").
+    Products of two activations stay in high precision, but where a recipe says how attention runs
+    (``Recipe.attention``) modules that call ``scaled_dot_product_attention`` run that. A recipe may also exchange gated
+    layers (``Recipe.replace``). The formats come from exactly one of ``format``, ``config`` and ``recipe``, the
+    machine that multiplies from ``target``, ``unit`` or ``datapath``, which go with each of them.
 
     Args:
         model: Any module; it may itself be a layer.
@@ -84,7 +97,8 @@ def convert(
         config: A LinearConfig for all layers, or a function from a layer's name to its own (None leaves it alone).
         generator: Keys of stochastic rounding: None draws from torch's default generator, an int makes one
             torch.Generator for the whole model, a torch.Generator is used as it is.
-        filter_fn: ``filter_fn(module, name)`` says whether to convert a layer, or a module that a recipe exchanges.
+        filter_fn: ``filter_fn(module, name)`` says whether to convert a layer, a module that writes products, or one
+            that a recipe exchanges.
         total_steps: Optimizer steps of the run, for recipes whose schedules are fractions of it. A model under a
             schedule has to be told the step (``fmtsim.set_step``).
 
@@ -120,12 +134,14 @@ def convert(
         }  # fmt: skip
         planner = constant_planner(configure(recipe, format, grad_format, more, config), machine)
     layers, reasons = plan_layers(model, planner, filter_fn, total_steps)
+    products = plan_products(model, planner, filter_fn, total_steps, reasons)
     swaps = None if named is None else find_swaps(model, named, filter_fn)
-    if not layers and not swaps:
+    if not layers and not swaps and not products:
         raise ArgumentError(_nothing(model, reasons))
     keys = one_generator(generator)
     for module, name, layer_plan in layers:
         _emulate(module, name, layer_plan, keys, total_steps)
+    attach_products(model, products, keys, total_steps)
     if swaps is not None:
         swaps.apply(keys)
     _note(model, named, total_steps, reasons, swaps)
@@ -138,11 +154,8 @@ def _emulate(module: nn.Module, name: str, layer_plan: LayerPlan, keys: Generato
     changed = emulated_class(type(module))
     assert changed is not None  # plan_layers only lists modules that have one
     module.__class__ = changed  # type: ignore[assignment]
-    first = layer_plan.at(0, total_steps) or LinearConfig()
-    scheduled = layer_plan if layer_plan.scheduled else None
-    module.emulation = Emulation(name=name, config=first, generator=keys, plan=scheduled)  # type: ignore[assignment]
     assert isinstance(module, EmulatedModule)
-    module.remember()
+    module.emulate(name, layer_plan, keys, total_steps)
 
 
 def _note(
@@ -176,7 +189,7 @@ def revert(model: Model) -> Model:
     Raises:
         ArgumentError: the model holds no converted module, or one whose class was changed since.
     """
-    converted = converted_modules(model, "revert")
+    converted = [(n, m) for n, m in converted_modules(model, "revert") if not isinstance(m, ParameterProduct)]
     for name, module in converted:
         if type(module) is not emulated_class(module.original_class):
             raise ArgumentError(
@@ -184,6 +197,7 @@ def revert(model: Model) -> Model:
                 "undo that change (for example its parametrization) first"
             )
     undo_swaps(model)
+    detach_products(model)
     for _, module in converted:
         module.__dict__.pop("emulation", None)
         module._modules.pop(STATE, None)

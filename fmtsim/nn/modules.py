@@ -128,6 +128,13 @@ class EmulatedModule(nn.Module):
         except FmtsimError as error:
             raise type(error)(f"layer {how.name!r}: {error}") from error
 
+    def emulate(self, name: str, plan: LayerPlan, generator: Generator, total_steps: int | None) -> None:
+        """Take the quantisers of a plan; ``total_steps`` is the length of the run, where a schedule needs it."""
+        first = plan.at(0, total_steps) or LinearConfig()
+        scheduled = plan if plan.scheduled else None
+        self.emulation = Emulation(name=name, config=first, generator=generator, plan=scheduled)
+        self.remember()
+
     def remember(self) -> None:
         """Make what remembers the scales of this module, delayed or stored, where one of its configs has such."""
         how = self.emulation

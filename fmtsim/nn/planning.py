@@ -14,6 +14,7 @@ from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig, linear_config
 from fmtsim.gemm.products.resolver import target_or_unit
 from fmtsim.nn.modules import EmulatedModule, emulated_class, emulated_types
+from fmtsim.nn.own_products import Own, own_matrices
 from fmtsim.nn.rules import Selector
 from fmtsim.nn.sizes import size_fault
 from fmtsim.nn.swaps import FILTERED
@@ -27,6 +28,8 @@ Filter = Callable[[nn.Module, str], bool]
 _MORE = {
     "scaling": None, "rounding": "nearest_even", "grad_rounding": "nearest_even", "fast_accum": False
 }  # fmt: skip  # what goes with format=
+NO_CONFIG = "config returned None"
+HIGH = "the recipe leaves it in high precision"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -122,9 +125,9 @@ def plan_layers(
             reason = FILTERED
         layer_plan = planner(name) if reason is None else None
         if reason is None and layer_plan is None:
-            reason = "config returned None"
+            reason = NO_CONFIG
         elif layer_plan is not None and not layer_plan.configs:
-            reason = "the recipe leaves it in high precision"
+            reason = HIGH
         if reason is not None or layer_plan is None:
             reasons[name] = reason or ""
             continue
@@ -133,13 +136,27 @@ def plan_layers(
     return plan, reasons
 
 
+def plan_products(
+    model: nn.Module, planner: Planner, filter_fn: Filter | None, total_steps: int | None, reasons: dict[str, str]
+) -> list[tuple[str, Own, LayerPlan]]:
+    """Decide for every matrix that a model multiplies with in code of its own; what is left goes into ``reasons``."""
+    plan = []
+    for name, own in own_matrices(model).items():
+        if filter_fn is not None and not filter_fn(own.module, own.owner):
+            reasons[own.owner] = FILTERED
+            continue
+        layer_plan = planner(name)
+        if layer_plan is None or not layer_plan.configs:
+            reasons[own.owner] = NO_CONFIG if layer_plan is None else HIGH
+            continue
+        _check_schedule(name, layer_plan, total_steps)
+        plan.append((name, own, layer_plan))
+    return plan
+
+
 def _check_layer(name: str, module: nn.Module, layer_plan: LayerPlan, total_steps: int | None) -> None:
     """Refuse a schedule that contradicts itself or has no length, and sizes that do not fit."""
-    try:
-        layer_plan.at(0, total_steps)
-        layer_plan.check(total_steps)
-    except ArgumentError as error:
-        raise ArgumentError(f"layer {shown(name)}: {error}") from None
+    _check_schedule(name, layer_plan, total_steps)
     emulated = emulated_class(type(module))
     assert emulated is not None  # why_not would have had a reason
     for outputs, inputs in emulated.matrices(module):
@@ -152,6 +169,14 @@ def _check_layer(name: str, module: nn.Module, layer_plan: LayerPlan, total_step
                     f"layer {name!r} (w is {outputs} x {inputs}): {fault}; leave the layer out with filter_fn= or a "
                     f"Rule(name=...), or choose another recipe"
                 )
+
+
+def _check_schedule(name: str, layer_plan: LayerPlan, total_steps: int | None) -> None:
+    try:
+        layer_plan.at(0, total_steps)
+        layer_plan.check(total_steps)
+    except ArgumentError as error:
+        raise ArgumentError(f"layer {shown(name)}: {error}") from None
 
 
 def why_not(module: nn.Module) -> str | None:

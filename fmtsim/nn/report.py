@@ -10,9 +10,11 @@ from torch import nn
 
 from fmtsim.arguments import check_module
 from fmtsim.errors import ArgumentError, FmtsimError, shown
+from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.nn.attention import EmulatedMultiheadAttention
 from fmtsim.nn.convert import NOTES, REASONS
 from fmtsim.nn.modules import EmulatedModule, emulated_types
+from fmtsim.nn.parameter_products import PRODUCTS, ParameterProduct, own_products
 from fmtsim.nn.planning import why_not
 from fmtsim.nn.products import MOST_ROWS, layer_products
 from fmtsim.nn.swaps import FILTERED, plain_class, swap_details
@@ -88,7 +90,7 @@ class Report:
     def __str__(self) -> str:
         cells = [("layer", "type", "converted", "quantisers, or why not")]
         cells += [(row.name, row.type, "yes" if row.converted else "no", row.detail) for row in self.rows]
-        total = f"{len(self.converted)} of {len(self.rows)} converted; products called as functions are not seen"
+        total = f"{len(self.converted)} of {len(self.rows)} converted; products of two activations are not seen"
         return "\n".join((*ruled(cells), *self.notes, total, *self._product_lines()))
 
     def _product_lines(self) -> list[str]:
@@ -142,12 +144,15 @@ def report(model: nn.Module, tokens: int | Sequence[int] = ()) -> Report:
         for name, module in model.named_modules()
         if isinstance(module, EmulatedMultiheadAttention)
     }
+    run = any(isinstance(module, ParameterProduct) and module.seen for module in model.modules())
     rows = []
     for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, ParameterProduct):
+            continue  # told of its owner
         own = next(module.parameters(recurse=False), None) is not None or isinstance(module, emulated_types())
         if not own and not swap_details(module) and known.get(name) != FILTERED:
             continue
-        row = _row(name or "(model)", module, known.get(name))
+        row = _row(name or "(model)", module, known.get(name), run)
         if module in inside:
             detail = f"as a part of {inside[module] or '(model)'}"
             row = dataclasses.replace(row, converted=True, detail=detail)
@@ -170,7 +175,8 @@ def _products(model: nn.Module, tokens: int) -> Iterator[ProductRow]:
         if like not in known:
             known[like] = list(_product_rows(module, tokens))
         for row in known[like]:
-            yield dataclasses.replace(row, layer=", ".join(filter(None, (name or "(model)", row.layer))))
+            layer = name.replace(f"{PRODUCTS}.", "") or "(model)"
+            yield dataclasses.replace(row, layer=", ".join(filter(None, (layer, row.layer))))
 
 
 def _product_rows(module: EmulatedModule, tokens: int) -> Iterator[ProductRow]:
@@ -185,9 +191,13 @@ def _product_rows(module: EmulatedModule, tokens: int) -> Iterator[ProductRow]:
         yield ProductRow(layer=part, product=product, tokens=tokens, **told)
 
 
-def _row(name: str, module: nn.Module, reason: str | None) -> ReportRow:
+def _row(name: str, module: nn.Module, reason: str | None, run: bool) -> ReportRow:
     details = swap_details(module)
     cls = plain_class(module)
+    products = {p: made for p, made in own_products(module).items() if made.seen or not run}
+    for parameters, config in _by_config(products):
+        details.append(f"{'' if run else 'any '}products with its own {', '.join(parameters)}, emulated: {config}")
+    details += [f"{p} in {', '.join(made.left)}: not emulated" for p, made in products.items() if made.left]
     if isinstance(module, EmulatedModule):
         details = [*([] if module.emulation is None else [str(module.emulation.config)]), *details]
     elif not details:
@@ -195,3 +205,16 @@ def _row(name: str, module: nn.Module, reason: str | None) -> ReportRow:
             name=name, type=cls.__name__, converted=False, detail=reason or why_not(module) or "not converted"
         )
     return ReportRow(name=name, type=cls.__name__, converted=True, detail="; ".join(details))
+
+
+def _by_config(products: dict[str, ParameterProduct]) -> list[tuple[list[str], LinearConfig]]:
+    """Return the names of Parameters that are multiplied with under one config, for each."""
+    found: list[tuple[list[str], LinearConfig]] = []
+    for name, made in products.items():
+        assert made.emulation is not None
+        same = [names for names, config in found if config == made.emulation.config]
+        if same:
+            same[0].append(name)
+        else:
+            found.append(([name], made.emulation.config))
+    return found

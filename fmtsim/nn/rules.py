@@ -8,6 +8,7 @@ from torch import nn
 from fmtsim.errors import ArgumentError
 from fmtsim.nn.blocks import block_of, find_blocks
 from fmtsim.nn.modules import emulated_class
+from fmtsim.nn.own_products import own_matrices
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.recipes.spec import Recipe, Rule
 
@@ -20,7 +21,16 @@ class Selector:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = {name: module for name, module in model.named_modules() if emulated_class(type(module))}
+        modules = dict(model.named_modules())
+        self._own = own_matrices(model)
+        first: dict[str, list[str]] = {}
+        for name, own in self._own.items():
+            first.setdefault(own.owner, []).append(name)
+        self._layers = {
+            layer: module
+            for name, module in modules.items()
+            for layer in first.get(name, [name] if emulated_class(type(module)) else [])
+        }
         self._blocks = find_blocks(model)
         numbers = {name: i for i, name in enumerate(self._blocks)}
         self._places = {name: block_of(name, numbers) for name in self._layers}
@@ -64,7 +74,8 @@ class Selector:
 
     def fits(self, name: str, rule: Rule) -> bool:
         """Say whether a rule is about a layer."""
-        if rule.name is not None and re.search(rule.name, name) is None:
+        names = {name, self._own[name].owner} if name in self._own else {name}
+        if rule.name is not None and not any(re.search(rule.name, each) for each in names):
             return False
         if rule.kind is not None and rule.kind not in (cls.__name__ for cls in type(self._layers[name]).__mro__):
             return False
@@ -78,15 +89,17 @@ class Selector:
         return place < _number(rule.first_blocks, count) or place >= count - _number(rule.last_blocks, count)
 
     def _find_heads(self) -> set[str]:
-        """Return the names of the last linear layer and of those that share its weight, unless it is in a block."""
-        linear = [name for name, module in self._layers.items() if isinstance(module, nn.Linear)]
-        if not linear:
-            return set()
-        last = linear[-1]
-        if self._places[last] is not None:
-            return set()
-        weight = self._layers[last].weight
-        return {name for name in linear if self._layers[name].weight is weight}
+        """Return the names of the last linear layer and of those that share its weight, unless it is in a block.
+
+        A product that the model writes with the weight of an embedding is one, too.
+        """
+        tied = {name for name, own in self._own.items() if own.head}
+        weights = {name: m.weight for name, m in self._layers.items() if isinstance(m, nn.Linear)}
+        weights |= {name: getattr(own.module, own.parameter) for name, own in self._own.items()}
+        linear = [name for name in self._layers if name in weights and weights[name].dim() == 2 and name not in tied]
+        if not linear or self._places[linear[-1]] is not None:
+            return tied
+        return tied | {name for name in linear if weights[name] is weights[linear[-1]]}
 
 
 def _number(blocks: int | float, count: int) -> int:

@@ -16,6 +16,7 @@ from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.nn.attention_mode import convert_attention, revert_attention
 from fmtsim.nn.convert import REASONS, convert, revert
 from fmtsim.nn.modules import EmulatedModule
+from fmtsim.nn.own_products import own_matrices
 from fmtsim.nn.planning import machine_of
 from fmtsim.progress import Progress, make_progress
 from fmtsim.ptq.calibrate import Products, batches_of, call, check_model, evaluating, row_major
@@ -107,8 +108,12 @@ def ptq(
 
 def prepared(model: nn.Module, recipe: PtqRecipe, filter_fn: Filter | None = None) -> dict[str, LinearConfig]:
     """Convert a model to what it runs once it is quantised, and return the quantisers of each layer by its name."""
-    convert(model, recipe.prescribed, filter_fn=filter_fn)  # its checks are about weights, too
-    reasons = model.__dict__[REASONS]
+    written = {own.owner for own in own_matrices(model).values()}
+    chosen = filter_fn
+    if written:
+        chosen = lambda module, name: name not in written and (filter_fn is None or filter_fn(module, name))  # noqa: E731
+    convert(model, recipe.prescribed, filter_fn=chosen)  # its checks are about weights, too
+    reasons = model.__dict__[REASONS] | dict.fromkeys(written, "its model writes the product itself")
     try:
         modules = {name: module for name, module in model.named_modules() if isinstance(module, EmulatedModule)}
         configs = {name: module.emulation.config for name, module in modules.items() if module.emulation is not None}

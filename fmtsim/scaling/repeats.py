@@ -12,6 +12,7 @@ draws twice from a generator of one's own.
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -103,6 +104,24 @@ class Calls(Generic[T]):
         made, number = self._made.get(place.frame, []), self._done.get(place.run, 0)
         self._done[place.run] = number + 1
         return made[number] if number < len(made) else self._last
+
+
+def repeat_under(key: Any, context: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Let the checkpointed stretch that this call is in, if any, run again under a context; once for each key."""
+    place = _place()
+    if place.frame is None or place.run is not None:
+        return
+    known = place.frame.__dict__.setdefault("fmtsim_contexts", set())
+    if key in known:
+        return
+    known.add(key)
+    again = place.frame.recompute_fn
+
+    def under(*args: Any) -> None:
+        with context():
+            again(*args)
+
+    place.frame.recompute_fn = under
 
 
 def _place() -> _Place:

@@ -136,7 +136,7 @@ def test_subclasses_that_keep_the_forward_are_converted():
     model = convert(nn.Sequential(OwnLinear(4, 4), OddLinear(4, 4)), config=CONFIG)
     assert model[0].shout() == "still here" and isinstance(model[0], EmulatedLinear)
     assert repr(model[0]).startswith("EmulatedOwnLinear(in_features=4, out_features=4, bias=True, x e4m3")
-    assert report(model).left_alone[0].detail == "overrides Linear.forward; call fmtsim.EmulatedGEMM in it"
+    assert report(model).rows[1].detail.startswith("any products with its own weight, emulated: x e4m3, w e4m3, g")
     assert type(revert(model)[0]) is OwnLinear
 
 
@@ -182,7 +182,7 @@ def test_report_prints_a_table(tower):
     assert ["again", "Linear", "yes", "same module as first"] in lines
     assert ["embedding", "Embedding", "no", "no emulated form of Embedding"] in lines
     assert ["attention.out_proj", "NonDynamicallyQuantizableLinear", "yes", "as a part of attention"] in lines
-    assert text.endswith("6 of 8 converted; products called as functions are not seen")
+    assert text.endswith("6 of 8 converted; products of two activations are not seen")
 
 
 def test_fused_inference_kernels_are_off_while_converted():

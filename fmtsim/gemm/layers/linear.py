@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fmtsim.arguments import check_dense, check_saved, check_together, takes
 from fmtsim.autograd import OnceOnly
-from fmtsim.dispatch import constant_in_graphs, is_bare, without_autocast
+from fmtsim.dispatch import constant_in_graphs, is_bare, without_autocast, without_own_modes
 from fmtsim.errors import ArgumentError, DtypeError, shown
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator, Layer, State, find_layer, lasting_layer
@@ -128,6 +128,9 @@ def run_layer(x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer:
         check_dense("bias", bias)
     if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
         check_saved("EmulatedGEMM", x, w)
+    if torch._C._len_torch_function_stack():
+        with without_own_modes():
+            return _Linear.apply(x, w, bias, layer, observer)[0]  # type: ignore[no-any-return]
     return _Linear.apply(x, w, bias, layer, observer)[0]  # type: ignore[no-any-return]
 
 

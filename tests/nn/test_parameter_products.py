@@ -1,0 +1,373 @@
+"""Products that models write themselves have the bits of the same models written with layers."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fmtsim
+from fmtsim.errors import ArgumentError
+from fmtsim.nn import convert, report, revert
+from fmtsim.nn.attention_mode import convert_attention, revert_attention
+from fmtsim.recipes import Recipe, Rule, get_recipe
+from fmtsim.recipes.attention import flash_attention_3
+from tests.support.bits import all_same_bits
+from tests.support.models import snapshot
+from tests.support.operands import normal
+
+CURRENT = get_recipe("te_current").linear
+
+
+class FalconLinear(nn.Linear):
+    """As in transformers: a linear layer with a forward of its own."""
+
+    def forward(self, input):
+        hidden = input @ self.weight.T
+        return hidden if self.bias is None else hidden + self.bias
+
+
+class Super(nn.Linear):
+    def forward(self, input):
+        return super().forward(input)
+
+
+class Written(nn.Module):
+    """Multiply in one way with ``w``."""
+
+    def __init__(self, how, w):
+        super().__init__()
+        self.how, self.w = how, nn.Parameter(w)
+
+    def forward(self, x):
+        return self.how(x, self.w)
+
+
+# How a product with w [32, 16] (the first of the pair), [16, 32] or a stack [3, 32, 16] is written, x being [3, 8, 16].
+SINGLE = {
+    "linear": lambda x, w: F.linear(x, w),
+    "named": lambda x, w: F.linear(input=x, weight=w),
+    "operator": lambda x, w: x @ w.T,
+    "view": lambda x, w: torch.matmul(x, w.view(4, 8, 16).reshape(32, 16).transpose(0, 1)),
+    "method": lambda x, w: x.matmul(w.mT.contiguous()),
+    "cast": lambda x, w: F.linear(x.float(), w.to(torch.float64).float()),
+    "mm": lambda x, w: torch.mm(x.flatten(0, 1), w.t()).unflatten(0, (3, 8)),
+    "addmm": lambda x, w: torch.addmm(torch.zeros(32), x.flatten(0, 1), w.t()).unflatten(0, (3, 8)),
+    "left": lambda x, w: (w @ x.mT).mT,
+    "linear left": lambda x, w: F.linear(w, x.flatten(0, 1)).mT.unflatten(0, (3, 8)),
+    "einsum": lambda x, w: torch.einsum("bti,oi->bto", x, w),
+    "dots": lambda x, w: torch.einsum("...i,oi->...o", x, w),
+    "heads": lambda x, w: torch.einsum("bti,hdi->bthd", x, w.view(4, 8, 16)).flatten(2),
+    "inner": lambda x, w: torch.einsum("btgj,ogj->bto", x.unflatten(-1, (2, 8)), w.unflatten(-1, (2, 8))),
+    "broadcast": lambda x, w: torch.matmul(x, w.mT[None]),
+    "gathered": lambda x, w: F.linear(x, w[torch.arange(32)]),
+}
+STACK = {
+    "loop": lambda x, w: torch.stack([F.linear(x[e], w[e]) for e in range(3)]),
+    "tensor index": lambda x, w: torch.stack([F.linear(x[e], w[e]) for e in torch.arange(3)]),
+    "iterated": lambda x, w: torch.stack([x[e] @ each.T for e, each in enumerate(w)]),
+    "unbound": lambda x, w: torch.stack([x[e] @ each.T for e, each in enumerate(w.unbind())]),
+    "bmm": lambda x, w: torch.bmm(x, w.transpose(1, 2)),
+    "baddbmm": lambda x, w: torch.baddbmm(torch.zeros(1), x, w.mT, alpha=1),
+    "matmul": lambda x, w: x @ w.mT,
+    "left": lambda x, w: (w @ x.mT).mT,
+    "einsum": lambda x, w: torch.einsum("eti,eoi->eto", x, w),
+    "gathered": lambda x, w: torch.bmm(x, w[torch.tensor([0, 1, 2])].mT),
+    "grouped": lambda x, w: torch._grouped_mm(
+        x.flatten(0, 1), w.mT, offs=torch.tensor([8, 16, 24], dtype=torch.int32)
+    ).unflatten(0, (3, 8)),
+    "grouped stack": lambda x, w: F.grouped_mm(x, w.mT),
+}
+
+
+def train(model, x, calls=2):
+    """Return output and gradients of the last of a few passes."""
+    for _ in range(calls):
+        x = x.detach().requires_grad_()
+        model.zero_grad()
+        y = model(x)
+        (y * normal(*y.shape, seed=9)).sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("how", SINGLE)
+def test_a_matrix(how):
+    w, x = normal(32, 16, seed=1), normal(3, 8, 16)
+    layer = nn.Linear(16, 32, bias=False)
+    layer.weight.data = w.clone()
+    expected = train(convert(layer, "te_delayed"), x)
+    found = train(convert(Written(SINGLE[how], w), "te_delayed"), x)
+    assert all_same_bits(expected, found)
+    assert not torch.equal(found[0], SINGLE[how](x, w))
+
+
+class Layers(nn.Module):
+    """A stack of matrices as layers."""
+
+    def __init__(self, w):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 32, bias=False) for _ in w)
+        for layer, each in zip(self.layers, w, strict=True):
+            layer.weight.data = each.clone()
+
+    def forward(self, x):
+        return torch.stack([layer(each) for layer, each in zip(self.layers, x, strict=True)])
+
+
+@pytest.mark.parametrize("how", STACK)
+def test_a_stack_of_matrices(how):
+    w, x = normal(3, 32, 16, seed=1), normal(3, 8, 16)
+    y, dx, *dw = train(convert(Layers(w), config=CURRENT), x)
+    found = train(convert(Written(STACK[how], w), config=CURRENT), x)
+    assert all_same_bits([y, dx, torch.stack(dw)], found)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(3, 64, 16) / 4)
+        self.down = nn.Parameter(torch.randn(3, 16, 32) / 4)
+
+    def forward(self, x, chosen):
+        y = torch.zeros_like(x)
+        for e in range(3):
+            rows = torch.where(chosen == e)[0]
+            gate, up = F.linear(x[rows], self.gate_up[e]).chunk(2, -1)
+            y = y.index_add(0, rows, F.linear(F.silu(gate) * up, self.down[e]))
+        return y
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.proj, self.experts = nn.LayerNorm(16), FalconLinear(16, 16, bias=False), Experts()
+
+    def forward(self, x):
+        return x + self.experts(self.proj(self.norm(x)), torch.arange(len(x)) % 3)
+
+
+class Model(nn.Module):
+    """Two blocks with experts and a head that is the embedding."""
+
+    def __init__(self, reentrant=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.reentrant = nn.Embedding(32, 16), reentrant
+        self.offset = nn.Parameter(torch.randn(8, 16))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) + self.offset
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return F.linear(x, self.embedding.weight)
+
+
+TOKENS = torch.arange(8)
+
+
+def step(model, call=None):
+    torch.manual_seed(5)
+    model.zero_grad()
+    y = (model if call is None else call)(TOKENS)
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad for p in model.parameters())]
+
+
+STOCHASTIC = {"format": "e4m3", "rounding": "stochastic"}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_repeats_them(reentrant):
+    for how in ({"recipe": "te_current"}, STOCHASTIC):
+        assert all_same_bits(step(convert(Model(), **how)), step(convert(Model(reentrant), **how)))
+
+
+def test_a_stretch_inside_the_forward_is_repeated():
+    class Stretch(Written):
+        def forward(self, x):
+            return checkpoint(lambda x: F.linear(F.linear(x, self.w), self.w.T), x, use_reentrant=False)
+
+    class Plain(Written):
+        def forward(self, x):
+            return F.linear(F.linear(x, self.w), self.w.T)
+
+    w, x = normal(32, 16, seed=1), normal(8, 16)
+    assert all_same_bits(*(train(convert(cls(None, w), "te_delayed"), x) for cls in (Stretch, Plain)))
+
+
+def test_copies_pickles_and_back():
+    plain = Model()
+    before, expected = snapshot(plain), step(plain)
+    plain.zero_grad()
+    model = convert(Model(), "te_current")
+    keys, found = list(model.state_dict()), step(model)
+    assert keys == list(plain.state_dict()) and [n for n, _ in model.named_parameters()] == list(plain.state_dict())
+    assert not torch.equal(found[0], expected[0])
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all_same_bits(step(copied), found)
+        assert all_same_bits(step(revert(copied)), expected)
+    for p in plain.parameters():
+        p.grad = None
+    assert list(before) == list(snapshot(revert(convert(plain, "te_current"))))
+    assert all(now == then for (now, _, _), (then, _, _) in zip(snapshot(plain).values(), before.values(), strict=True))
+    assert not any("forward" in vars(module) or "_fmtsim" in str(vars(module)) for module in plain.modules())
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+def test_one_graph_has_the_bits_of_eager():
+    torch._dynamo.reset()
+
+    class Dense(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding, self.proj = nn.Embedding(32, 16), FalconLinear(16, 16)
+            self.w = nn.Parameter(torch.randn(3, 16, 16))
+
+        def forward(self, tokens):
+            x = self.proj(self.embedding(tokens))
+            x = torch.bmm(x.expand(3, -1, -1), self.w) + F.linear(x, self.w[1].T.to(torch.float32))
+            return F.linear(x.sum(0), self.embedding.weight)
+
+    eager, model = convert(Dense(), "te_delayed"), convert(Dense(), "te_delayed")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    runs = [(step(eager), step(model, compiled)) for _ in range(2)]
+    assert all(all_same_bits(*run) for run in runs)
+    assert not torch.equal(runs[0][0][0], runs[1][0][0])  # delayed scales moved
+
+
+def details(model):
+    return {row.name: (row.converted, row.detail) for row in report(model).rows}
+
+
+def test_the_report_names_them():
+    model = convert(Model(), config=CURRENT)
+    assert details(model)["(model)"] == (True, f"any products with its own offset, emulated: {CURRENT}")
+    model(TOKENS)
+    found = details(model)
+    assert found["(model)"] == (False, "no emulated form of Model")  # it adds its Parameter
+    assert found["embedding"] == (True, f"products with its own weight, emulated: {CURRENT}")
+    assert found["blocks.0.experts"] == (True, f"products with its own gate_up, down, emulated: {CURRENT}")
+    assert not any("fmtsim" in name for name in found)
+    assert [row.layer for row in report(model, 8).products][3:9] == ["blocks.0.proj.weight"] * 3 + [
+        "blocks.0.experts.gate_up"
+    ] * 3
+    with fmtsim.observe(model) as stats:
+        step(model)
+    assert {"embedding", "blocks.1.experts.down"} <= set(stats.layers) and "g_d" in stats["blocks.0.proj"]
+
+
+def test_what_stays_is_said():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x):
+            return torch.tensordot(x, self.w, 1) + self.w.mm(self.w) + x @ self.w
+
+    model = convert(Odd(), config=CURRENT)
+    model(torch.ones(4, 4))
+    assert details(model)["(model)"][1].endswith("; w in tensordot, mm: not emulated")
+
+
+def test_rules_filters_and_heads():
+    half = get_recipe("te_block").linear
+    rules = (Rule(head=True), Rule(name=r"experts\.down$", use=half), Rule(name="proj$"), Rule(first_blocks=1))
+    model = convert(Model(), Recipe(name="r", linear=CURRENT, rules=rules))
+    found = details(model)
+    assert found["embedding"] == found["blocks.1.proj"] == (False, "the recipe leaves it in high precision")
+    assert found["blocks.0.experts"] == (True, f"any products with its own down, emulated: {half}")
+    assert found["blocks.1.experts"][1].split("; any ") == [
+        f"any products with its own gate_up, emulated: {CURRENT}", f"products with its own down, emulated: {half}"
+    ]  # fmt: skip
+    chosen = convert(Model(), config=CURRENT, filter_fn=lambda module, name: name == "blocks.1.experts")
+    assert [row.name for row in report(chosen).converted] == ["blocks.1.experts"]
+    assert details(chosen)["blocks.0.proj"] == (False, "filter_fn said no")
+    named = convert(Model(), config=lambda name: CURRENT if name == "blocks.0.experts.gate_up" else None)
+    assert [row.name for row in report(named).converted] == ["blocks.0.experts"]
+    with pytest.raises(ArgumentError, match=r"'blocks.0.experts.fmtsim_products.down' is converted already"):
+        convert(model, config=CURRENT, filter_fn=lambda module, name: False)
+
+
+def test_models_without_such_products_are_left_as_they_are():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.layer = nn.Embedding(4, 4), nn.Linear(4, 4)
+            self.position = nn.Parameter(torch.zeros(2, 4))
+
+        def forward(self, x):
+            return F.relu(self.layer(self.embedding(x) + self.position))
+
+    model = convert(Plain(), config=CURRENT)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_weights_of_converted_layers_that_others_read():
+    class Absorbed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.extra = nn.Linear(16, 32, bias=False), Super(32, 16, bias=False)
+
+        def forward(self, x):
+            return self.extra(F.linear(x, self.layer.weight)) + F.linear(self.layer(x), self.extra.weight)
+
+    torch.manual_seed(0)
+    model, x = Absorbed(), normal(8, 16)
+    first, second = copy.deepcopy(model.layer), nn.Linear(32, 16, bias=False)
+    second.weight.data = model.extra.weight.data.clone()
+    convert(model, config=CURRENT)
+    layers = convert(nn.Sequential(first, second), config=CURRENT)
+    assert torch.equal(model(x), layers(x) + layers(x))
+
+
+def test_lists_of_parameters_and_autocast():
+    class Listed(nn.Module):
+        def __init__(self, w):
+            super().__init__()
+            self.matrices = nn.ParameterList(w)
+
+        def forward(self, x):
+            return torch.stack([F.linear(each, w) for each, w in zip(x, self.matrices, strict=True)])
+
+    w, x = normal(3, 32, 16, seed=1), normal(3, 8, 16)
+    results = []
+    for model in (Layers(w), Listed(list(w)), Written(STACK["bmm"], w), Written(STACK["loop"], w)):
+        convert(model, config=CURRENT)
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append(model(x))
+    assert results[0].dtype == torch.bfloat16 and all(torch.equal(results[0], y) for y in results)
+
+
+def test_attention_converted_beside():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.qkv = nn.Parameter(torch.randn(3, 16, 16) / 4)
+
+        def forward(self, x):
+            return F.scaled_dot_product_attention(*(x @ self.qkv))
+
+    x = normal(8, 16)
+    model = convert(Attention(), config=CURRENT)
+    products = model(x)
+    convert_attention(model, flash_attention_3(unit=None), generator=0)
+    both = model(x)
+    attended = convert_attention(Attention(), flash_attention_3(unit=None), generator=0)
+    attended(x)  # draws signs, as the one before did
+    assert not torch.equal(both, products)
+    assert torch.equal(revert(model)(x), attended(x))
+    assert torch.equal(revert_attention(model)(x), Attention()(x))
+
+
+def test_an_error_names_the_parameter():
+    model = convert(Written(SINGLE["linear"], normal(32, 16)), "te_current")
+    with pytest.raises(fmtsim.errors.DtypeError, match=r"EmulatedGEMM: x has dtype torch.float16, w or bias torch.fl"):
+        model(normal(8, 16).half())
