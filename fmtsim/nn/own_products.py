@@ -55,7 +55,7 @@ def own_matrices(model: nn.Module) -> dict[str, Own]:
         parameters = own_parameters(module)
         if isinstance(module, _LISTS) and _matrices(module) and _writes(_holder(modules, name)[1]):
             parameters = tuple(_matrices(module))
-        elif isinstance(module, nn.Embedding) and any(_reads(above, "weight") for above in _above(modules, name)):
+        elif _multiplied_elsewhere(modules, name):
             parameters = ("weight",)
         for parameter in parameters:
             head = id(module._parameters[parameter]) in embeddings
@@ -109,6 +109,14 @@ def writers(model: nn.Module, owned: list[Own]) -> dict[nn.Module, list[tuple[nn
             if read:
                 found.setdefault(module, []).extend(read)
     return found
+
+
+def _multiplied_elsewhere(modules: dict[str, nn.Module], name: str) -> bool:
+    """Say whether the code of modules around another one multiplies by its weight."""
+    if isinstance(modules[name], nn.Embedding):
+        return any(_reads(above, "weight") for above in _above(modules, name))
+    around = modules[name.rpartition(".")[0]]
+    return name.endswith("out_proj") and isinstance(around, nn.MultiheadAttention) and bool(own_parameters(around))
 
 
 def _matrices(module: nn.Module) -> list[str]:

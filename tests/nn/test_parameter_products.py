@@ -11,12 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 import fmtsim
 from fmtsim.errors import ArgumentError
+from fmtsim.gemm.layers.config import linear_config
 from fmtsim.nn import convert, report, revert
 from fmtsim.nn.attention_mode import convert_attention, revert_attention
 from fmtsim.recipes import Recipe, Rule, get_recipe
 from fmtsim.recipes.attention import flash_attention_3
 from tests.support.bits import all_same_bits
-from tests.support.models import snapshot
+from tests.support.models import MatrixLayers, Written, snapshot, train
 from tests.support.operands import normal
 
 CURRENT = get_recipe("te_current").linear
@@ -35,94 +36,42 @@ class Super(nn.Linear):
         return super().forward(input)
 
 
-class Written(nn.Module):
-    """Multiply in one way with ``w``."""
+def test_an_attention_module_with_a_forward_of_its_own():
+    class Own(nn.MultiheadAttention):
+        def forward(self, x):
+            return super().forward(x, x, x, need_weights=False)[0]
 
-    def __init__(self, how, w):
-        super().__init__()
-        self.how, self.w = how, nn.Parameter(w)
-
-    def forward(self, x):
-        return self.how(x, self.w)
-
-
-# How a product with w [32, 16] (the first of the pair), [16, 32] or a stack [3, 32, 16] is written, x being [3, 8, 16].
-SINGLE = {
-    "linear": lambda x, w: F.linear(x, w),
-    "named": lambda x, w: F.linear(input=x, weight=w),
-    "operator": lambda x, w: x @ w.T,
-    "view": lambda x, w: torch.matmul(x, w.view(4, 8, 16).reshape(32, 16).transpose(0, 1)),
-    "method": lambda x, w: x.matmul(w.mT.contiguous()),
-    "cast": lambda x, w: F.linear(x.float(), w.to(torch.float64).float()),
-    "mm": lambda x, w: torch.mm(x.flatten(0, 1), w.t()).unflatten(0, (3, 8)),
-    "addmm": lambda x, w: torch.addmm(torch.zeros(32), x.flatten(0, 1), w.t()).unflatten(0, (3, 8)),
-    "left": lambda x, w: (w @ x.mT).mT,
-    "linear left": lambda x, w: F.linear(w, x.flatten(0, 1)).mT.unflatten(0, (3, 8)),
-    "einsum": lambda x, w: torch.einsum("bti,oi->bto", x, w),
-    "dots": lambda x, w: torch.einsum("...i,oi->...o", x, w),
-    "heads": lambda x, w: torch.einsum("bti,hdi->bthd", x, w.view(4, 8, 16)).flatten(2),
-    "inner": lambda x, w: torch.einsum("btgj,ogj->bto", x.unflatten(-1, (2, 8)), w.unflatten(-1, (2, 8))),
-    "broadcast": lambda x, w: torch.matmul(x, w.mT[None]),
-    "gathered": lambda x, w: F.linear(x, w[torch.arange(32)]),
-}
-STACK = {
-    "loop": lambda x, w: torch.stack([F.linear(x[e], w[e]) for e in range(3)]),
-    "tensor index": lambda x, w: torch.stack([F.linear(x[e], w[e]) for e in torch.arange(3)]),
-    "iterated": lambda x, w: torch.stack([x[e] @ each.T for e, each in enumerate(w)]),
-    "unbound": lambda x, w: torch.stack([x[e] @ each.T for e, each in enumerate(w.unbind())]),
-    "bmm": lambda x, w: torch.bmm(x, w.transpose(1, 2)),
-    "baddbmm": lambda x, w: torch.baddbmm(torch.zeros(1), x, w.mT, alpha=1),
-    "matmul": lambda x, w: x @ w.mT,
-    "left": lambda x, w: (w @ x.mT).mT,
-    "einsum": lambda x, w: torch.einsum("eti,eoi->eto", x, w),
-    "gathered": lambda x, w: torch.bmm(x, w[torch.tensor([0, 1, 2])].mT),
-    "grouped": lambda x, w: torch._grouped_mm(
-        x.flatten(0, 1), w.mT, offs=torch.tensor([8, 16, 24], dtype=torch.int32)
-    ).unflatten(0, (3, 8)),
-    "grouped stack": lambda x, w: F.grouped_mm(x, w.mT),
-}
+    torch.manual_seed(0)
+    plain, x = nn.MultiheadAttention(16, 2, batch_first=True), normal(2, 8, 16)
+    own = Own(16, 2, batch_first=True)
+    own.load_state_dict(plain.state_dict())
+    assert torch.equal(convert(own, config=CURRENT)(x), convert(plain, config=CURRENT)(x, x, x, need_weights=False)[0])
 
 
-def train(model, x, calls=2):
-    """Return output and gradients of the last of a few passes."""
-    for _ in range(calls):
-        x = x.detach().requires_grad_()
-        model.zero_grad()
-        y = model(x)
-        (y * normal(*y.shape, seed=9)).sum().backward()
-    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+def test_a_product_is_emulated_once():
+    """A weight in high precision inside converted layers and products is no product of the model around them."""
+    config = linear_config(x="e4m3", w=None, g=None, scaling="tensor")
 
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.own = nn.Linear(16, 16, bias=False), FalconLinear(16, 16, bias=False)
 
-@pytest.mark.parametrize("how", SINGLE)
-def test_a_matrix(how):
-    w, x = normal(32, 16, seed=1), normal(3, 8, 16)
-    layer = nn.Linear(16, 32, bias=False)
-    layer.weight.data = w.clone()
-    expected = train(convert(layer, "te_delayed"), x)
-    found = train(convert(Written(SINGLE[how], w), "te_delayed"), x)
-    assert all_same_bits(expected, found)
-    assert not torch.equal(found[0], SINGLE[how](x, w))
+        def forward(self, x):
+            return F.linear(self.own(self.layer(x)), self.layer.weight) + F.linear(x, self.own.weight)
 
+    model, x = Around(), normal(8, 16)
+    first, second = (copy.deepcopy(layer.weight) for layer in (model.layer, model.own))
+    found = train(convert(model, config=config), x)
 
-class Layers(nn.Module):
-    """A stack of matrices as layers."""
+    def linear(x, w):
+        return fmtsim.EmulatedGEMM.apply(x, w, None, config)
 
-    def __init__(self, w):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 32, bias=False) for _ in w)
-        for layer, each in zip(self.layers, w, strict=True):
-            layer.weight.data = each.clone()
-
-    def forward(self, x):
-        return torch.stack([layer(each) for layer, each in zip(self.layers, x, strict=True)])
-
-
-@pytest.mark.parametrize("how", STACK)
-def test_a_stack_of_matrices(how):
-    w, x = normal(3, 32, 16, seed=1), normal(3, 8, 16)
-    y, dx, *dw = train(convert(Layers(w), config=CURRENT), x)
-    found = train(convert(Written(STACK[how], w), config=CURRENT), x)
-    assert all_same_bits([y, dx, torch.stack(dw)], found)
+    x = x.requires_grad_()
+    y = linear(linear(linear(x, first), second), first) + linear(x, second)
+    (y * normal(*y.shape, seed=9)).sum().backward()
+    assert torch.equal(y, found[0]) and torch.equal(first.grad, found[2]) and torch.equal(second.grad, found[3])
 
 
 class Experts(nn.Module):
@@ -259,7 +208,8 @@ def test_the_report_names_them():
     ] * 3
     with fmtsim.observe(model) as stats:
         step(model)
-    assert {"embedding", "blocks.1.experts.down"} <= set(stats.layers) and "g_d" in stats["blocks.0.proj"]
+    assert {"embedding", "blocks.1.experts.down"} <= set(stats.layers)
+    assert {"x_f", "w_f", "g_d"} <= set(stats["blocks.0.proj"])
 
 
 def test_what_stays_is_said():
@@ -293,6 +243,11 @@ def test_rules_filters_and_heads():
     assert [row.name for row in report(named).converted] == ["blocks.0.experts"]
     with pytest.raises(ArgumentError, match=r"'blocks.0.experts.fmtsim_products.down' is converted already"):
         convert(model, config=CURRENT, filter_fn=lambda module, name: False)
+
+
+def test_a_rule_fits_the_module_or_the_parameter():
+    recipe = Recipe(name="r", linear=CURRENT, rules=(Rule(name="experts$"), Rule(name="proj$", kind="Linear")))
+    assert [row.name for row in report(convert(Model(), recipe)).converted] == ["(model)", "embedding"]
 
 
 def test_models_without_such_products_are_left_as_they_are():
@@ -338,7 +293,12 @@ def test_lists_of_parameters_and_autocast():
 
     w, x = normal(3, 32, 16, seed=1), normal(3, 8, 16)
     results = []
-    for model in (Layers(w), Listed(list(w)), Written(STACK["bmm"], w), Written(STACK["loop"], w)):
+    for model in (
+        MatrixLayers(w),
+        Listed(list(w)),
+        Written(lambda x, w: torch.bmm(x, w.mT), w),
+        Written(lambda x, w: torch.stack([F.linear(x[e], w[e]) for e in range(3)]), w),
+    ):
         convert(model, config=CURRENT)
         with torch.autocast("cpu", torch.bfloat16):
             results.append(model(x))
@@ -368,6 +328,6 @@ def test_attention_converted_beside():
 
 
 def test_an_error_names_the_parameter():
-    model = convert(Written(SINGLE["linear"], normal(32, 16)), "te_current")
+    model = convert(Written(F.linear, normal(32, 16)), "te_current")
     with pytest.raises(fmtsim.errors.DtypeError, match=r"EmulatedGEMM: x has dtype torch.float16, w or bias torch.fl"):
         model(normal(8, 16).half())

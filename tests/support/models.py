@@ -9,6 +9,7 @@ from torch import nn
 import fmtsim
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.training.gpt import GPT, GPTConfig
+from tests.support.operands import normal
 
 
 def gpt(seed: int = 0, context: int = 32, width: int = 64, layers: int = 2) -> GPT:
@@ -78,3 +79,37 @@ def hugging_face(kind: str, layers: int = 2, **how):
         }[kind]()
         cls = {"llama": hf.LlamaForCausalLM, "gpt2": hf.GPT2LMHeadModel, "bert": hf.BertForMaskedLM}[kind]
         return cls._from_config(config, **({"attn_implementation": "sdpa"} | how)).eval()
+
+
+class Written(nn.Module):
+    """Multiply in one way with ``w``."""
+
+    def __init__(self, how, w):
+        super().__init__()
+        self.how, self.w = how, nn.Parameter(w)
+
+    def forward(self, x):
+        return self.how(x, self.w)
+
+
+def train(model, x, calls=2):
+    """Return output and gradients of the last of a few passes."""
+    for _ in range(calls):
+        x = x.detach().requires_grad_()
+        model.zero_grad()
+        y = model(x)
+        (y * normal(*y.shape, seed=9)).sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+class MatrixLayers(nn.Module):
+    """A stack of matrices as layers."""
+
+    def __init__(self, w):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 32, bias=False) for _ in w)
+        for layer, each in zip(self.layers, w, strict=True):
+            layer.weight.data = each.clone()
+
+    def forward(self, x):
+        return torch.stack([layer(each) for layer, each in zip(self.layers, x, strict=True)])
