@@ -5,10 +5,9 @@ known by its code: by the names of functions and attributes in it and in the fun
 """
 
 import dis
-import inspect
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
+from fmtsim.dispatch import constant_in_graphs
 from fmtsim.nn.modules import EmulatedModule, emulated_class
 
 _VERBS: Final = frozenset(
@@ -157,6 +157,12 @@ def _writes(module: nn.Module) -> bool:
     )
 
 
+@constant_in_graphs
+def names_groups(module: nn.Module) -> bool:
+    """Say whether a module's own code names ``grouped_mm``."""
+    return not _names(type(module)).isdisjoint(("grouped_mm", "_grouped_mm"))  # type: ignore[arg-type]
+
+
 def _of_torch(value: Any) -> bool:
     return str(getattr(value, "__module__", "torch")).split(".")[0] in ("torch", "None", "builtins")
 
@@ -173,20 +179,28 @@ def _names(cls: type[nn.Module]) -> frozenset[str]:
     while todo:
         function: Any = todo.pop()
         function = function.fget if isinstance(function, property) else function
-        function = inspect.unwrap(function) if callable(function) else function
+        if isinstance(function, Mapping):  # a table of functions may hold any
+            table = any(callable(value) and not _of_torch(value) for value in function.values())
+            names.update(("matmul", "grouped_mm") if table else ())
         if not isinstance(function, FunctionType) or function.__code__ in seen:
             continue
         seen.add(function.__code__)
+        todo += [cell.cell_contents for cell in function.__closure__ or () if not _empty(cell)]
+        todo.append(getattr(function, "__wrapped__", None))
         for code in _codes(function.__code__):
             names.update(code.co_names)
             names.update("matmul" for step in dis.get_instructions(code) if step.argrepr in ("@", "@="))
-            for name in code.co_names:
-                called = getattr(cls, name, function.__globals__.get(name))
-                if isinstance(called, property) or not _of_torch(called):
-                    todo.append(called)
-                if isinstance(called, Mapping):  # a table of functions may hold any
-                    names.update("matmul" for value in called.values() if callable(value) and not _of_torch(value))
+            called = [getattr(cls, name, function.__globals__.get(name)) for name in code.co_names]
+            todo += [each for each in called if isinstance(each, property | Mapping) or not _of_torch(each)]
     return frozenset(names)
+
+
+def _empty(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

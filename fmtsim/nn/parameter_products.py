@@ -6,6 +6,7 @@ layer that it belongs to. Of a stack of matrices ``[experts, N, K]`` each is a p
 delayed scales.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
@@ -19,7 +20,7 @@ from fmtsim.gemm.layers.keys import Generator
 from fmtsim.nn.attention import multi_head
 from fmtsim.nn.contractions import Multiply, einsum, grouped, linear, matmul, reflected, with_sum
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.nn.own_products import Own, writers
+from fmtsim.nn.own_products import Own, names_groups, writers
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.scaling.repeats import repeat_under
 
@@ -201,5 +202,11 @@ def _multiplying(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     forward = partial(type(module).forward, module) if own is None else own
     if READS not in module.__dict__:
         return forward(*args, **kwargs)
+    if "torch._dynamo" in sys.modules and names_groups(module):  # the compiler does not ask modes about grouped_mm
+        return torch._dynamo.disable(_run)(module, forward, *args, **kwargs)
+    return _run(module, forward, *args, **kwargs)
+
+
+def _run(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     with ParameterMode(module):
         return forward(*args, **kwargs)

@@ -61,6 +61,8 @@ def test_a_matrix(how):
     found = train(convert(Written(SINGLE[how], w), "te_delayed"), x)
     assert all_same_bits(expected, found)
     assert not torch.equal(found[0], SINGLE[how](x, w))
+    model = convert(Written(lambda x, w: SINGLE[how](x, w).add_(1), w), "te_current")  # models write into results
+    model(x).sum().backward()
 
 
 def test_sums_beside_a_product():

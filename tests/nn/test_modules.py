@@ -132,3 +132,12 @@ def test_attention_in_threads_multiplies_with_its_own_weights():
         together = pool.map(lambda module: [module(x, x, x)[0] for _ in range(8)], modules)
     for expected, found in zip(alone, together, strict=True):
         assert all(torch.equal(y, expected) for y in found)
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (2, 8, 4), (4,)])
+def test_models_write_into_the_output_of_a_layer(shape):
+    layer, x = convert(nn.Linear(4, 4), config=LinearConfig()), normal(*shape).requires_grad_()
+    y = layer(x)
+    expected = torch.autograd.grad((y * 2 + 1).square().sum(), (x, *layer.parameters()))
+    found = torch.autograd.grad(layer(x).mul_(2).add_(1).square().sum(), (x, *layer.parameters()))
+    assert all(map(torch.equal, expected, found))

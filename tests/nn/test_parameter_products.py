@@ -190,6 +190,26 @@ def test_one_graph_has_the_bits_of_eager():
     assert not torch.equal(runs[0][0][0], runs[1][0][0])  # delayed scales moved
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+def test_grouped_products_stay_out_of_graphs():
+    torch._dynamo.reset()
+
+    class Grouped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(normal(3, 16, 32).bfloat16())
+
+        def forward(self, x):
+            return F.grouped_mm(x, self.w, offs=torch.tensor([8, 8, 24], dtype=torch.int32)) * 2
+
+    model, x = convert(nn.Sequential(Grouped(), nn.GELU()), config=CURRENT), normal(24, 16).bfloat16()
+    assert torch.equal(torch.compile(model, backend="aot_eager")(x), model(x))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+
+
 def details(model):
     return {row.name: (row.converted, row.detail) for row in report(model).rows}
 

@@ -154,7 +154,9 @@ class _Linear(torch.autograd.Function):
             run = Pass(layer, observer, rows, (rows.shape[0], *w.shape), traced=not (is_bare(x) and is_bare(w)))
             left, right = run.operand("x_f", rows, -1), run.operand("w_f", w, -1)
             y = run.product("fprop", left, right, bias, x.dtype)
-        return y.reshape(*x.shape[:-1], w.shape[0]), *saved_of(left, config.wgrad.b), *saved_of(right, config.dgrad.b)
+        if x.dim() != 2 or y._is_view():  # a model may not write into a view
+            y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
+        return y, *saved_of(left, config.wgrad.b), *saved_of(right, config.dgrad.b)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
