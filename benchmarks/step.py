@@ -32,7 +32,12 @@ class Step:
         if recipe is not None:
             machine = {"target": arguments.target, "native": False if arguments.emulate else None}
             fmtsim.convert(
-                self.model, recipe=recipe, generator=1, total_steps=1000, **(machine if arguments.target else {})
+                self.model,
+                recipe=recipe,
+                generator=1,
+                filter_fn=GPT.without_head,
+                total_steps=1000,
+                **(machine if arguments.target else {}),
             )
         fused = arguments.device == "cuda"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)

@@ -29,7 +29,7 @@ def run(recipe: str | None, arguments: argparse.Namespace, corpus: Corpus) -> di
     size = GPTConfig(**SIZE | ({"layers": 2, "width": 128, "heads": 2} if arguments.tiny else {}))
     model: nn.Module = GPT(size, seed=0).to(arguments.device)
     if recipe is not None:
-        fmtsim.convert(model, recipe=recipe, generator=1, total_steps=arguments.steps)
+        fmtsim.convert(model, recipe=recipe, generator=1, filter_fn=GPT.without_head, total_steps=arguments.steps)
     fresh = fmtsim.recipe_state(model) if recipe is not None else None
     compiled = torch.compile(model, mode=arguments.mode)
     losses, times = [], []

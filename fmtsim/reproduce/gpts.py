@@ -32,7 +32,7 @@ def trained(
     at the norm ``clip``.
     """
     model = GPT(GPTConfig(context=_LENGTH, width=64, layers=layers, heads=4), seed)
-    convert(model, recipe, generator=seed, total_steps=steps)
+    convert(model, recipe, generator=seed, filter_fn=GPT.without_head, total_steps=steps)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
 
     def loss_of(step: int) -> torch.Tensor:

@@ -72,9 +72,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predict the next token. The embedding doubles as output head, a product that ``convert`` leaves alone.
+    """Predict the next token. The embedding doubles as output head.
 
-    ``head`` is that product's own config: None multiplies in high precision.
+    ``head`` is that product's own config: None leaves it to ``convert``, or with ``without_head`` in high precision.
     """
 
     head: LinearConfig | None = None
@@ -98,6 +98,11 @@ class GPT(nn.Module):
         x, w = self.norm(x), self.embedding.weight
         logits = F.linear(x, w) if self.head is None else EmulatedGEMM.apply(x, w, None, self.head)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    @staticmethod
+    def without_head(module: nn.Module, name: str) -> bool:
+        """Leave the output head in high precision, as trainers in 8 bits do: a ``filter_fn`` of ``convert``."""
+        return not isinstance(module, GPT | nn.Embedding)
 
     def _initialise(self, generator: torch.Generator) -> None:
         residual = 0.02 / (2 * self.config.layers) ** 0.5  # keeps the sum of the residual branches near unit scale

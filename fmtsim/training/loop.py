@@ -155,11 +155,11 @@ def rehearse(config: TrainConfig) -> None:
 
 def simulate(model: GPT, scheme: Scheme, config: TrainConfig, generator: torch.Generator, **machine: Any) -> None:
     """Convert a model as a scheme says; ``machine`` replaces some of the scheme's, as keywords of ``convert``."""
-    machine = scheme.machine | machine
+    how: dict[str, Any] = {"generator": generator, "filter_fn": GPT.without_head, **scheme.machine, **machine}
     if scheme.recipe is None:
-        convert(model, config=scheme.linear_config(), generator=generator, **machine)
+        convert(model, config=scheme.linear_config(), **how)
     else:
-        convert(model, recipe=scheme.recipe, generator=generator, total_steps=config.steps, **machine)
+        convert(model, recipe=scheme.recipe, total_steps=config.steps, **how)
 
 
 def autocast(scheme: Scheme, device: str) -> contextlib.AbstractContextManager[Any]:
