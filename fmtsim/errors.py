@@ -41,6 +41,10 @@ class PlanUnknownWarning(UserWarning):
     """Say that the accumulation order of a call is a guess: nothing recorded or tested stands behind it."""
 
 
+class CoverageWarning(UserWarning):
+    """Say that a converted model multiplies with weights that are not simulated, or that its schedule stands still."""
+
+
 class NativeWarning(UserWarning):
     """Say that a GPU's own product is not what its target was recorded with, or that it was emulated instead."""
 

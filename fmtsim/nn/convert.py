@@ -1,15 +1,22 @@
 """convert and revert: give a model's layers emulated matrix products, and take them away again."""
 
+import dataclasses
+import logging
+import warnings
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from fmtsim.arguments import check_module, takes
-from fmtsim.errors import ArgumentError, shown
+from fmtsim.errors import ArgumentError, CoverageWarning, shown
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
+from fmtsim.gemm.targets.target import caller_level
+from fmtsim.nn.counting import MEANT
+from fmtsim.nn.coverage import estimated, percent, summary_of
 from fmtsim.nn.modules import STATE, EmulatedModule, emulated_class
 from fmtsim.nn.parameter_products import ParameterProduct, attach_products, detach_products
 from fmtsim.nn.planning import (
@@ -36,6 +43,8 @@ TOTAL = "_fmtsim_total_steps"  # on the root: optimizer steps of the run, where 
 RECIPE = "_fmtsim_recipe"  # on the root: the recipe's name, None for a config
 REASONS = "_fmtsim_left_alone"  # on the root: why each other module was left alone
 NOTES = "_fmtsim_notes"  # on the root: what a recipe would exchange and the model does not have
+_FORWARDS = "_fmtsim_forwards"  # on the root: training forwards under a schedule, while they are counted
+_LOG = logging.getLogger("fmtsim")
 # Inference kernels of torch that read the weights of their children and so never call them; off while converted.
 _FUSED = (
     (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
@@ -103,7 +112,10 @@ def convert(
             schedule has to be told the step (``fmtsim.set_step``).
 
     Returns:
-        The same model. ``fmtsim.report`` says what was converted and why the rest was not.
+        The same model. ``fmtsim.report`` says what was converted and why the rest was not; its one line
+        (``report(model).summary``) goes to the logger ``"fmtsim"`` as INFO. Where more than 1 % of the weights'
+        multiply-adds, estimated from shapes, stay as they are although no recipe, config or filter says so, a
+        CoverageWarning names the layers.
 
     Raises:
         ArgumentError: nothing to convert, a layer converted already, no unambiguous format, a recipe whose attention
@@ -146,7 +158,56 @@ def convert(
         swaps.apply(keys)
     _note(model, named, total_steps, reasons, swaps)
     _pause_fused(model)
+    if any(layer_plan.scheduled for _, _, layer_plan in (*layers, *products)):
+        model.register_forward_pre_hook(_remind)
+    _tell(model, warn=bool(layers or products) and filter_fn is None and not (config is not None and callable(config)))
     return model
+
+
+def _tell(model: nn.Module, *, warn: bool) -> None:
+    """Log the line that ``report`` has, and warn of what is left without anybody having said so."""
+    coverage = estimated(model, model.__dict__[REASONS])
+    if _LOG.isEnabledFor(logging.INFO):
+        _LOG.info("%s", summary_of(model, model.__dict__[RECIPE], coverage))
+    left = tuple(row for row in coverage.raw if row.reason not in MEANT)
+    count = sum(row.multiply_adds for row in left)
+    if warn and count * 100 > coverage.total:
+        warnings.warn(
+            f"convert leaves {percent(count, coverage.total)} of the weight multiply-adds of {type(model).__name__} as "
+            f"they are, estimated from shapes: {dataclasses.replace(coverage, raw=left).left()}; "
+            "fmtsim.report(model, batch) counts them, and filter_fn= says what is meant",
+            CoverageWarning,
+            stacklevel=caller_level(),
+        )
+
+
+def _remind(model: nn.Module, inputs: Any) -> None:
+    """Warn at the end of the second training forward's wait for ``set_step``; a forward pre-hook of the root."""
+    if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
+        return
+    if torch._C._current_graph_task_id() != -1:  # activation checkpointing runs it again
+        return
+    model.__dict__[_FORWARDS] = model.__dict__.get(_FORWARDS, 0) + 1
+    if model.__dict__[_FORWARDS] < 2:
+        return
+    _forget(model)
+    scheduled = [
+        how for m in model.modules() if (how := m.__dict__.get("emulation")) is not None and how.plan is not None
+    ]
+    if scheduled and not any(how.stepped for how in scheduled):
+        warnings.warn(
+            f"{scheduled[0].recipe or 'the config'} has a schedule, and nobody has told the model its step: it runs "
+            "what step 0 runs; call fmtsim.set_step(model, step) before each step",
+            CoverageWarning,
+            stacklevel=caller_level(),
+        )
+
+
+def _forget(model: nn.Module) -> None:
+    """Count no training forwards any more."""
+    model.__dict__.pop(_FORWARDS, None)
+    for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _remind]:
+        del model._forward_pre_hooks[key]
 
 
 def _emulate(module: nn.Module, name: str, layer_plan: LayerPlan, keys: Generator, total_steps: int | None) -> None:
@@ -164,6 +225,9 @@ def _note(
     """Write on the root what was done."""
     model.__dict__[TOTAL] = total_steps
     model.__dict__[RECIPE] = None if recipe is None else recipe.name
+    for module in model.modules():
+        if recipe is not None and isinstance(module, EmulatedModule) and module.emulation is not None:
+            module.emulation.recipe = recipe.name
     model.__dict__[REASONS] = reasons if swaps is None else reasons | swaps.reasons
     model.__dict__[NOTES] = () if swaps is None else tuple(swaps.notes)
 
@@ -206,6 +270,7 @@ def revert(model: Model) -> Model:
         part.__dict__.update(part.__dict__.pop(SAVED, {}))
         for mark in (REASONS, TOTAL, RECIPE, NOTES):
             part.__dict__.pop(mark, None)
+        _forget(part)
     return model
 
 
@@ -224,6 +289,7 @@ def set_step(model: nn.Module, step: int) -> None:
     for _, module in converted_modules(model, "set_step"):
         how = module.emulation
         if how is not None and how.plan is not None:
+            how.stepped = True
             how.run(how.plan.at(step, model.__dict__.get(TOTAL)) or LinearConfig())
 
 

@@ -31,6 +31,7 @@ class Emulation:
     Args:
         name: The module's name in the converted model.
         config: The quantisers of its products.
+        recipe: Name of the recipe that says them, None for a config.
         generator: Source of stochastic rounding's keys; None means torch's default generator.
         observer: Set by ``fmtsim.observe`` while it is active, else None: given the name of a part of the module
             (empty for the module itself), it returns the observer of that part.
@@ -38,16 +39,19 @@ class Emulation:
         layers: For each config what runs its products, by part and kind of call (``_kind``).
         products: Those of the config in force.
         draws: States of the generator that calls under activation checkpointing began with.
+        stepped: Whether ``fmtsim.set_step`` was called.
     """
 
     name: str
     config: LinearConfig
+    recipe: str | None = None
     generator: Generator = None
     observer: Callable[[str], Observer] | None = None
     plan: LayerPlan | None = None
     layers: list[tuple[LinearConfig, dict[str, Layer]]] = dataclasses.field(default_factory=list)
     products: dict[str, Layer] = dataclasses.field(default_factory=dict)
     draws: Calls[Tensor] = dataclasses.field(default_factory=Calls, compare=False)
+    stepped: bool = False
 
     def run(self, config: LinearConfig) -> None:
         """Take a config into force, one of those that ``layers`` has."""
@@ -174,9 +178,10 @@ class EmulatedModule(nn.Module):
         return {name: _call(scale, name, learns, compiled) for name, scale in found.items()}  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
-        """Show the formats after the layer's own description."""
-        own = super().extra_repr()
-        return own if self.emulation is None else f"{own}{', ' if own else ''}{self.emulation.config}"
+        """Show recipe and formats after the layer's own description."""
+        own, how = super().extra_repr(), self.emulation
+        shown = [] if how is None else [": ".join(filter(None, (how.recipe, str(how.config))))]
+        return ", ".join(filter(None, (own, *shown)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle by the original class, because classes made for user subclasses have no importable name."""

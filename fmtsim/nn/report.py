@@ -12,7 +12,8 @@ from fmtsim.arguments import check_module
 from fmtsim.errors import ArgumentError, FmtsimError, shown
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.nn.attention import EmulatedMultiheadAttention
-from fmtsim.nn.convert import NOTES, REASONS
+from fmtsim.nn.convert import NOTES, REASONS, RECIPE
+from fmtsim.nn.coverage import Coverage, estimated, measured, summary_of
 from fmtsim.nn.modules import EmulatedModule, emulated_types
 from fmtsim.nn.parameter_products import PRODUCTS, ParameterProduct, own_products
 from fmtsim.nn.planning import why_not
@@ -71,11 +72,15 @@ class Report:
         rows: The modules.
         notes: What the recipe would exchange and the model does not have.
         products: Those of the converted layers, where ``report`` was given numbers of tokens.
+        coverage: Multiply-adds with weights, simulated and not: of the batch that ``report`` was given, else estimated.
+        summary: One line: recipe, machine, coverage, what is left and why, guesses.
     """
 
     rows: tuple[ReportRow, ...]
     notes: tuple[str, ...] = ()
     products: tuple[ProductRow, ...] = ()
+    coverage: Coverage = Coverage(total=0, simulated=0, backward=0)
+    summary: str = ""
 
     @property
     def converted(self) -> tuple[ReportRow, ...]:
@@ -90,8 +95,8 @@ class Report:
     def __str__(self) -> str:
         cells = [("layer", "type", "converted", "quantisers, or why not")]
         cells += [(row.name, row.type, "yes" if row.converted else "no", row.detail) for row in self.rows]
-        total = f"{len(self.converted)} of {len(self.rows)} converted; products of two activations are not seen"
-        return "\n".join((*ruled(cells), *self.notes, total, *self._product_lines()))
+        total = f"{len(self.converted)} of {len(self.rows)} modules converted"
+        return "\n".join((*ruled(cells), *self.notes, total, self.summary, *self._product_lines()))
 
     def _product_lines(self) -> list[str]:
         """Return the products as a table, equal ones of several layers in one line, and their number by basis."""
@@ -110,24 +115,30 @@ class Report:
         return ["", *ruled(cells, left=(1, 2, 4, 5, 6, 7)), f"{len(self.products)} products: {bases}"]
 
 
-def report(model: nn.Module, tokens: int | Sequence[int] = ()) -> Report:
+def report(model: nn.Module, batch: Any = None, *, tokens: int | Sequence[int] = ()) -> Report:
     """Return what ``convert`` did to a model, or, before it, what it could not convert and why.
 
     A module that is used under several names has a row for each.
 
     Args:
         model: Any module.
+        batch: A tensor, a tuple of arguments or a dict of keywords of the model. It runs once, without gradients, to
+            count the multiply-adds of all products that read a Parameter, those of ``F.linear``, ``matmul`` and
+            grouped products of any module among them; buffers, random states and what recipes remember are then as
+            they were. Without it they are estimated: the elements of each weight matrix.
         tokens: Numbers of rows for which the three products of each converted layer are told, with unit, accumulation
             order and what stands behind that: tokens of a batch, for a convolution positions of its output in all
             images (of its input, where it is transposed), for attention tokens of one sequence. Nothing is multiplied.
 
     Raises:
-        ArgumentError: ``model`` is no module, or ``tokens`` are no numbers from 1.
+        ArgumentError: ``model`` is no module, ``batch`` is none of these, or ``tokens`` are no numbers from 1.
 
-    >>> import fmtsim
+    >>> import torch, fmtsim
     >>> layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8))).bfloat16()
     >>> str(report(fmtsim.convert(layers, format="e4m3", target="h200"), tokens=512)).splitlines()[-1]
     '24 products: 24 by a rule'
+    >>> report(layers, torch.ones(4, 256).bfloat16()).summary.partition(": ")[2]
+    '100 % of weight multiply-adds simulated (forward and backward)'
     """
     check_module("report", model)
     counts = [tokens] if type(tokens) is int else tokens
@@ -144,6 +155,7 @@ def report(model: nn.Module, tokens: int | Sequence[int] = ()) -> Report:
         for name, module in model.named_modules()
         if isinstance(module, EmulatedMultiheadAttention)
     }
+    coverage = estimated(model, known) if batch is None else measured(model, batch, known)  # first: it sees products
     run = any(isinstance(module, ParameterProduct) and module.seen for module in model.modules())
     rows = []
     for name, module in model.named_modules(remove_duplicate=False):
@@ -161,7 +173,10 @@ def report(model: nn.Module, tokens: int | Sequence[int] = ()) -> Report:
         first.setdefault(module, row.name)
         rows.append(row)
     products = tuple(row for count in counts for row in _products(model, count))
-    return Report(rows=tuple(rows), notes=model.__dict__.get(NOTES, ()), products=products)
+    line = summary_of(model, model.__dict__.get(RECIPE), coverage, products)
+    return Report(
+        rows=tuple(rows), notes=model.__dict__.get(NOTES, ()), products=products, coverage=coverage, summary=line
+    )
 
 
 def _products(model: nn.Module, tokens: int) -> Iterator[ProductRow]:

@@ -14,6 +14,7 @@ from fmtsim.analysis.stats import OperandStats
 from fmtsim.errors import ArgumentError, DataError
 from fmtsim.files import write_folder
 from fmtsim.formats.tensor_file import StoredTensor, read_tensors, tensor_content
+from fmtsim.nn.coverage import Coverage, RawWeight
 from fmtsim.nn.report import Report, ReportRow
 from fmtsim.nn.state import load_recipe_state, recipe_state
 from fmtsim.training.loop import Parts, Run
@@ -155,7 +156,14 @@ def _run_of(state: dict[str, Any]) -> Run:
         stats = Observation.of({a: {b: _stats_of(s) for b, s in row.items()} for a, row in stats.items()})
     if report is not None:
         rows = tuple(ReportRow(**row) for row in report["rows"])
-        report = Report(rows=rows, notes=tuple(report["notes"]))
+        coverage = report["coverage"]
+        raw = tuple(RawWeight(**row) for row in coverage["raw"])
+        report = Report(
+            rows=rows,
+            notes=tuple(report["notes"]),
+            coverage=Coverage(**{**coverage, "raw": raw, "uncounted": tuple(coverage["uncounted"])}),
+            summary=report["summary"],
+        )
     return Run(**{**state, "stats": stats, "report": report})
 
 

@@ -195,6 +195,8 @@ def train(
     run, model, scaler = parts.run, parts.model, parts.scaler
     if checkpoint is not None:
         checkpoint.restore(parts)
+    if run.report is not None:
+        progress.say(run.report.summary)
     looks = observed_steps(config.steps) if scheme.simulated else set()
     progress.stage(run.label, config.steps)
     for step in range(len(run.losses) + 1, config.steps + 1):
@@ -221,7 +223,8 @@ def begin(scheme: Scheme, config: TrainConfig) -> Parts:
     model = GPT(config.model, config.seed).to(config.device)
     if scheme.simulated:
         simulate(model, scheme, config, generator)
-        run.report = report(model)
+        tokens = torch.zeros(config.batch_size, config.model.context, dtype=torch.long, device=config.device)
+        run.report = report(model, (tokens, tokens))
     batches = torch.Generator().manual_seed(config.seed + 1)
     return Parts(run, model, make_optimizer(model, config), LossScaler(scheme.loss_scale), batches, generator)
 

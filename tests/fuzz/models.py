@@ -60,7 +60,7 @@ def _trained(model: Any, recipe: Any, x: Any, **options: Any) -> Any:
     y = converted(x)
     if isinstance(y, Tensor) and y.requires_grad and y.numel():
         y.sum().backward()
-    str(fmtsim.report(converted, 16))
+    str(fmtsim.report(converted, tokens=16))
     return y
 
 
@@ -98,7 +98,7 @@ def _layers(r: Random) -> tuple[Any, list[Any], Values]:
     first = r.random() < 0.5
 
     def explained(x: Any) -> None:
-        str(fmtsim.report(layer, x) if type(x) is not Tensor and first else fmtsim.explain_mm(layer, x))
+        str(fmtsim.report(layer, tokens=x) if type(x) is not Tensor and first else fmtsim.explain_mm(layer, x))
 
     return explained, [passed([x, x, x] if r.random() < 0.3 else x)], {}
 

@@ -223,7 +223,7 @@ def test_the_report_names_them():
     assert found["embedding"] == (True, f"products with its own weight, emulated: {CURRENT}")
     assert found["blocks.0.experts"] == (True, f"products with its own gate_up, down, emulated: {CURRENT}")
     assert not any("fmtsim" in name for name in found)
-    assert [row.layer for row in report(model, 8).products][3:9] == ["blocks.0.proj.weight"] * 3 + [
+    assert [row.layer for row in report(model, tokens=8).products][3:9] == ["blocks.0.proj.weight"] * 3 + [
         "blocks.0.experts.gate_up"
     ] * 3
     with fmtsim.observe(model) as stats:

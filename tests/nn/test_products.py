@@ -134,7 +134,7 @@ def test_what_is_told_of_other_layers_is_what_a_step_asks_for(recipe, make, shap
     assert told(found) == asked and len(asked) == 3
     assert told(explain_layer(module, rows)) == asked  # positions: of the output, transposed of the input
     assert groups == 1 or ("groups", "2, a product each") in found.wgrad.rows
-    assert [row.tokens for row in report(module, rows).products] == [rows] * 3
+    assert [row.tokens for row in report(module, tokens=rows).products] == [rows] * 3
 
 
 def test_what_is_told_of_an_attention_is_what_a_step_asks_for():
@@ -230,7 +230,7 @@ def test_explaining_and_reporting_change_nothing():
     state, random = copy.deepcopy(model.state_dict()), (generator.get_state(), torch.random.get_rng_state())
     with fmtsim.observe(model) as stats, torch.no_grad():
         fmtsim.explain_mm(model[0][0], 32)
-        report(model, [32, 64])
+        report(model, tokens=[32, 64])
     assert not called and not stats.layers
     assert all(torch.equal(a, b) for a, b in zip(state.values(), model.state_dict().values(), strict=True))
     assert torch.equal(random[0], generator.get_state()) and torch.equal(random[1], torch.random.get_rng_state())
@@ -241,7 +241,7 @@ def test_explaining_and_reporting_change_nothing():
 def test_a_report_tells_products_and_counts_them_by_what_stands_behind():
     blocks = [nn.Sequential(nn.Linear(128, 128)) for _ in range(30)]
     model = convert(nn.Sequential(*blocks, nn.Conv2d(16, 16, 1)).to(BF16), recipe="te_current", target="h200")
-    found = report(model, [64, 72])
+    found = report(model, tokens=[64, 72])
     assert len(found.products) == 2 * 3 * 31 and found.rows == report(model).rows and report(model).products == ()
     one = [row for row in found.products if row.layer == "7.0"]
     alone = fmtsim.explain_mm(model[7][0], 64)
@@ -256,13 +256,13 @@ def test_a_report_tells_products_and_counts_them_by_what_stands_behind():
     assert lines[-1] == "186 products: 155 by a rule, 31 refused"
     assert sum(line.split()[0] in ("30", "31", "1") for line in lines[-15:-1] if line.split()) == 12
     assert "torch._scaled_mm takes K and N that are multiples of 16, not K=72" in str(found)
-    assert report(convert(nn.Linear(8, 8), format="e4m3"), 4).products[0].basis == "none"
+    assert report(convert(nn.Linear(8, 8), format="e4m3"), tokens=4).products[0].basis == "none"
 
 
 @pytest.mark.filterwarnings("error::fmtsim.errors.PlanUnknownWarning")
 def test_telling_of_a_guess_leaves_the_warning_to_the_product():
     model = convert(nn.Linear(48, 144, bias=False).to(BF16), format="mxfp8_e4m3", target="b200")
-    assert fmtsim.explain_mm(model, 80).fprop.basis == report(model, 80).products[0].basis == "guess"
+    assert fmtsim.explain_mm(model, 80).fprop.basis == report(model, tokens=80).products[0].basis == "guess"
     with pytest.raises(PlanUnknownWarning):
         model(normal(80, 48, seed=1).to(BF16))
 
@@ -297,4 +297,4 @@ def test_errors_of_layers_to_explain():
         fmtsim.explain_mm(layer, torch.ones(4, 64).to_sparse())
     for tokens in (0, -1, 1 << 27, True, 1.5, "4", [0], [1.0]):
         with pytest.raises(ArgumentError, match="is no number of rows; pass one from 1 to 67108864, or a list of such"):
-            report(layer, tokens)
+            report(layer, tokens=tokens)

@@ -106,16 +106,22 @@ class Gemm:
         return self.target is not None or self.unit is not None
 
     @property
+    def machine_name(self) -> str:
+        """Name of the target or unit, empty without one."""
+        chosen = self.unit if self.target is None else self.target
+        if chosen is None or isinstance(chosen, Arithmetic):
+            return "" if chosen is None else describe(chosen)
+        return getattr(chosen, "name", None) or str(chosen)
+
+    @property
     def machine(self) -> str:
         """What multiplies and rounds, in a few words; empty where that is float32 in no particular order."""
         out = "" if self.out.format is None else f"rounded to {self.out}"
         if not self.emulated:
             return out
-        chosen = self.unit if self.target is None else self.target
-        name = describe(chosen) if isinstance(chosen, Arithmetic) else getattr(chosen, "name", None) or str(chosen)
         sums = f"sums in {self.accumulate}" if self.accumulate else ""
         fast = "fast accumulation" if self.fast_accum and self.target is not None else ""
-        return ", ".join(filter(None, (f"on {name}", sums, fast, "own plan" if self.plan else "", out)))
+        return ", ".join(filter(None, (f"on {self.machine_name}", sums, fast, "own plan" if self.plan else "", out)))
 
 
 FORMULAS: Final = {"fprop": "y = x w^T", "dgrad": "dx = g w", "wgrad": "dw = g^T x"}

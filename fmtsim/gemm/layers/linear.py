@@ -5,7 +5,9 @@ after it; the same in eager code and below a compiler's tracer, where each of th
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from fmtsim.gemm.layers.product import wide_dtype
 from fmtsim.ops import define_operator
 from fmtsim.records import checked
 
+Watcher = Callable[[Callable[[], Tensor], Tensor, Tensor, LinearConfig], Tensor]
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ONCE = (
     "EmulatedGEMM cannot be differentiated twice: the gradient of a quantised gradient is not defined; "
@@ -128,10 +132,23 @@ def run_layer(x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer:
         check_dense("bias", bias)
     if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
         check_saved("EmulatedGEMM", x, w)
+    watcher = _watcher.get()
+    if watcher is not None:
+        return watcher(lambda: _Linear.apply(x, w, bias, layer, observer)[0], x, w, layer.config)
     if torch._C._len_torch_function_stack():
         with without_own_modes():
             return _Linear.apply(x, w, bias, layer, observer)[0]  # type: ignore[no-any-return]
     return _Linear.apply(x, w, bias, layer, observer)[0]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def watched_layers(watcher: Watcher) -> Iterator[None]:
+    """Hand the layers that this thread runs eagerly to a function, as what runs each, x, w and the config."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
 
 
 @constant_in_graphs

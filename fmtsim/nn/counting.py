@@ -1,0 +1,257 @@
+"""Count the products of a forward pass that read a Parameter: those of ``run_layer``, and operators of torch.
+
+Parameters are known by their storage, also through views, and what is computed of nothing but Parameters (a cast, a
+stack, experts that were picked) counts as the Parameter.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as hooks
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
+
+from fmtsim.gemm.layers.config import Gemm, LinearConfig
+from fmtsim.gemm.layers.operand import is_untouched
+from fmtsim.nn.attention_mode import ATTENTION
+from fmtsim.nn.modules import EmulatedModule
+from fmtsim.nn.planning import HIGH, NO_CONFIG, why_not
+from fmtsim.nn.swaps import FILTERED
+from fmtsim.spec.quantizer import Quantizer
+
+PLAIN = "it runs in high precision here"
+MEANT = (FILTERED, NO_CONFIG, HIGH, PLAIN)  # reasons that somebody gave
+_OUTSIDE = "its weight is read outside of its own forward"
+Place = tuple[nn.Module, str, str]  # a module, its name, and the name of a parameter there
+
+
+class Count(TorchDispatchMode):
+    """Count the products of a forward pass that read a Parameter of a model."""
+
+    def __init__(self, model: nn.Module, reasons: Mapping[str, str]) -> None:
+        super().__init__()
+        self.simulated = self.backward = 0
+        self.uncounted: set[str] = set()
+        self._reasons = reasons
+        self._raw: Counter[tuple[str, str, str]] = Counter()
+        self._attention = projections(model)
+        self._names = {module: name for name, module in model.named_modules()}
+        self._stack: list[nn.Module] = []
+        self._stored: dict[int, list[tuple[int, int, list[Place]]]] = {}
+        self._made: dict[int, tuple[StorageWeakRef, list[Place]]] = {}  # what was computed of Parameters alone
+        for module, name in self._names.items():
+            for parameter, p in module.named_parameters(recurse=False):
+                self._store(p, (module, name, parameter))
+
+    def _store(self, p: Tensor, place: Place) -> None:
+        key, start = _storage(p), int(p.storage_offset()) * p.element_size()
+        if key is None:
+            return
+        known = self._stored.setdefault(key, [])
+        end = start + int(p.numel()) * p.element_size()
+        same = next((places for a, b, places in known if (a, b) == (start, end)), None)
+        if same is None:
+            known.append((start, end, [place]))
+        else:
+            same.append(place)
+
+    def places(self, t: Tensor) -> list[Place]:
+        """Return where the Parameter lies that a tensor is, views or was made of; nothing for other tensors."""
+        key = _storage(t)
+        if key is None:
+            return []
+        at = int(t.storage_offset()) * t.element_size()
+        for start, end, places in self._stored.get(key, ()):
+            if start <= at < end:
+                return places
+        return self._made[key][1] if key in self._made else []
+
+    def rows(self) -> list[tuple[str, str, int, str]]:
+        """Return module, parameter, multiply-adds and reason of what was not simulated."""
+        return [(name, parameter, count, reason) for (name, parameter, reason), count in self._raw.items()]
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Know which module runs."""
+        before = hooks.register_module_forward_pre_hook(lambda module, _: self._stack.append(module))
+        after = hooks.register_module_forward_hook(lambda *_: self._leave(), always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def _leave(self) -> None:
+        if self._stack:
+            self._stack.pop()
+
+    def _note(self, places: list[Place], count: int, reason: str | None) -> None:
+        """Add a raw product to the weight it reads: of several names the one of the module that runs."""
+        inner = {module: i for i, module in enumerate(self._stack)}
+        module, name, parameter = max(
+            places, key=lambda place: (inner.get(place[0], -1), not isinstance(place[0], nn.Embedding))
+        )
+        if reason is None:
+            owner, how = self._attention.get(module, (name, module))
+            aside = how not in inner and (isinstance(how, EmulatedModule) or why_not(how) is not None)
+            reason = (
+                _OUTSIDE if aside and self._reasons.get(owner) not in MEANT else reason_of(owner, how, self._reasons)
+            )
+        self._raw[name, parameter, reason] += count
+
+    def layer(self, run: Callable[[], Tensor], x: Tensor, w: Tensor, config: LinearConfig) -> Tensor:
+        """Count a layer's product, and run it as if nobody counted."""
+        places = self.places(w) or self.places(x)
+        if places:
+            plain, count = plain_products(config), x.numel() * w.shape[0]
+            self.simulated += count * (1 - plain["fprop"])
+            self.backward += count * (2 - plain["dgrad"] - plain["wgrad"])
+            if plain["fprop"]:
+                self._note(places, count, PLAIN)
+        with _disable_current_modes():
+            return run()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count an operator and run it."""
+        kwargs = kwargs or {}
+        products = _PRODUCTS.get(func.overloadpacket)
+        if products is None:
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        out = func(*args, **kwargs)
+        if products is not None:
+            for a, b, count in products(args, out):
+                if places := self.places(b) or self.places(a):
+                    self._note(places, count, None)
+        elif func.overloadpacket not in _LOOK_UPS:
+            self._follow(func, args, kwargs, out)
+        return out
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Remember what was computed of Parameters alone."""
+        given = args[1:] if func.overloadpacket is torch.ops.aten.copy_ else (args, kwargs)
+        tensors = [t for t in tree_iter(given) if isinstance(t, Tensor) and t.is_floating_point() and t.numel() > 1]
+        sources = [self.places(t) for t in tensors]
+        whole = bool(sources) and all(sources)
+        if not whole and any(sources) and func.namespace not in ("aten", "prims", "fmtsim"):
+            self.uncounted.add(str(func.overloadpacket))
+        places = sources[max(range(len(tensors)), key=lambda i: tensors[i].numel())] if whole else []
+        for t in tree_iter(out):
+            key = _storage(t) if isinstance(t, Tensor) else None
+            if key is None or key in self._stored:
+                continue
+            if whole:
+                self._made[key] = (
+                    StorageWeakRef(t.untyped_storage()),
+                    places,
+                )  # which keeps the key from being used anew
+            elif tensors:
+                self._made.pop(key, None)
+
+
+Products = list[tuple[Tensor, Tensor, int]]  # both operands and the multiply-adds of each product of an operator
+
+
+def _matrix(first: int) -> Callable[[Any, Any], Products]:
+    """Return the formula of ``[.., M, K] [.., K, N]``: every element of the one meets a row of the other."""
+    return lambda args, out: [(args[first], args[first + 1], args[first].numel() * args[first + 1].shape[-1])]
+
+
+def _vector(first: int) -> Callable[[Any, Any], Products]:
+    return lambda args, out: [(args[first], args[first + 1], args[first].numel())]
+
+
+def _grouped(args: Any, out: Any) -> Products:
+    a, b = args[:2]
+    rows = a.numel() // a.shape[0] if a.dim() == 3 and b.dim() == 2 else a.numel()
+    return [(a, b, rows * b.shape[-1])]
+
+
+def _convolution(args: Any, out: Any) -> Products:
+    x, w, transposed = args[0], args[1], args[6]
+    return [(x, w, (x if transposed else out).numel() * math.prod(w.shape[1:]))]
+
+
+def _trilinear(args: Any, out: Any) -> Products:
+    x, w = args[:2]  # F.bilinear: w is [outputs, features, features]
+    return [(x, w, out.numel() * math.prod(w.shape[1:]))]
+
+
+def _recurrent(args: Any, out: Any) -> Products:
+    x = args[0]
+    weights = [t for t in tree_iter(args[1:]) if isinstance(t, Tensor) and t.dim() == 2]
+    return [(x, w, x.numel() // x.shape[-1] * w.numel()) for w in weights]
+
+
+_aten = torch.ops.aten
+_PRODUCTS = {
+    _aten.mm: _matrix(0), _aten.bmm: _matrix(0), _aten.addmm: _matrix(1), _aten.baddbmm: _matrix(1),
+    _aten.addbmm: _matrix(1), _aten._addmm_activation: _matrix(1), _aten._int_mm: _matrix(0),
+    _aten._scaled_mm: _matrix(0), _aten.mv: _vector(0), _aten.addmv: _vector(1), _aten.dot: _vector(0),
+    _aten._grouped_mm: _grouped, _aten.convolution: _convolution, _aten._trilinear: _trilinear,
+    _aten.mkldnn_rnn_layer: _recurrent, _aten._cudnn_rnn: _recurrent, _aten.miopen_rnn: _recurrent,
+}  # fmt: skip
+_LOOK_UPS = {_aten.embedding, _aten._embedding_bag, _aten._embedding_bag_forward_only}
+
+
+def _storage(t: Tensor) -> int | None:
+    """Return what two tensors of one storage have in common, None for a tensor that has no storage of its own."""
+    try:
+        return t.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Run something without gradients, by operators that can be counted; then put buffers and random states back."""
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    found = [getattr(m.__dict__.get("emulation"), "generator", None) for m in model.modules()]
+    found += [m.__dict__[ATTENTION].call.generator for m in model.modules() if ATTENTION in m.__dict__]
+    states = [(g, g.get_state()) for g in {id(g): g for g in found if isinstance(g, torch.Generator)}.values()]
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    fast = torch.backends.mha.get_fastpath_enabled()
+    with torch.random.fork_rng(devices), torch.no_grad():
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+            for generator, state in states:
+                generator.set_state(state)
+            for buffer, value in buffers:
+                buffer.resize_(value.shape).copy_(value)
+
+
+def plain_products(config: LinearConfig) -> dict[str, int]:
+    """Return for each product of a layer whether it is neither quantised nor on a machine."""
+    first = {"fprop": (None, None), "dgrad": (None, config.fprop.b), "wgrad": (config.dgrad.a, config.fprop.a)}
+    return {name: int(not _changes(getattr(config, name), before)) for name, before in first.items()}
+
+
+def _changes(gemm: Gemm, before: tuple[Quantizer | None, ...]) -> bool:
+    """Say whether a product is quantised or on a machine; ``before`` quantised what its operands may be taken from."""
+    operands = [(gemm.a, before[0]), (gemm.b, before[1])]
+    reused = [q for own, q in operands if own.source in ("forward", "requantised") and q is not None]
+    return gemm.emulated or gemm.out.format is not None or not all(map(is_untouched, (gemm.a, gemm.b, *reused)))
+
+
+def projections(model: nn.Module) -> dict[nn.Module, tuple[str, nn.Module]]:
+    """Return the layers whose weights an attention module multiplies with itself, with that module and its name."""
+    return {m.out_proj: (name, m) for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
+
+
+def reason_of(name: str, module: nn.Module, reasons: Mapping[str, str]) -> str:
+    """Return why a module's weights are not simulated, to the best of what is known."""
+    if isinstance(module, EmulatedModule):
+        return PLAIN
+    owner = name.partition(".parametrizations")[0].removeprefix("parametrizations.weight")
+    return reasons.get(owner) or reasons.get(name) or why_not(module) or "not converted"

@@ -1,0 +1,218 @@
+"""Coverage: the share of a model's multiply-adds with weights that is simulated, and what is left, in one line."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from fmtsim.errors import ArgumentError, shown
+from fmtsim.gemm.layers.config import PRODUCTS
+from fmtsim.gemm.layers.linear import watched_layers
+from fmtsim.gemm.products.resolver import recorded_calls
+from fmtsim.nn.counting import Count, plain_products, projections, reason_of, undisturbed
+from fmtsim.nn.modules import EmulatedModule
+from fmtsim.nn.own_products import own_matrices
+from fmtsim.nn.parameter_products import ParameterProduct, own_products
+from fmtsim.nn.planning import why_not
+
+_ADDED = re.compile("embed|position|token|^pos_|_pos$")  # names of Parameters that nobody multiplies with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawWeight:
+    """Name a weight whose products are not simulated.
+
+    Args:
+        layer: Name of the module that holds it.
+        parameter: Its name there.
+        multiply_adds: Those of its forward products.
+        share: Of all multiply-adds with weights, 0 to 1.
+        reason: Why they are not simulated.
+    """
+
+    layer: str
+    parameter: str
+    multiply_adds: int
+    share: float
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """Name of the module, with that of the parameter where that is not its weight."""
+        names = [self.layer] if self.layer and self.parameter == "weight" else [self.layer, self.parameter]
+        return ".".join(filter(None, names)).partition(".parametrizations.")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """Count multiply-adds of products with a Parameter: of the forward pass, which has half as many as the backward.
+
+    Args:
+        total: All of them.
+        simulated: Those that fmtsim multiplies, quantised or on a machine.
+        backward: Those of the two backward products that would be simulated, of twice ``total``.
+        raw: The weights of the others, the largest share first.
+        estimated: No batch ran: shapes were counted, each weight as one position of input.
+        uncounted: Operators of other packages that read a weight, whose multiply-adds nobody knows.
+    """
+
+    total: int
+    simulated: int
+    backward: int
+    raw: tuple[RawWeight, ...] = ()
+    estimated: bool = False
+    uncounted: tuple[str, ...] = ()
+
+    @property
+    def share(self) -> float:
+        """Share of the forward multiply-adds that is simulated, 0 to 1; 1 where there are none."""
+        return self.simulated / self.total if self.total else 1.0
+
+    @property
+    def backward_share(self) -> float:
+        """Share of the backward ones."""
+        return self.backward / (2 * self.total) if self.total else 1.0
+
+    def left(self, most: int = 4) -> str:
+        """Return in words what is not simulated: weights of numbered layers together, at most so many, with reasons."""
+        groups: dict[tuple[str, str], list[RawWeight]] = {}
+        for row in self.raw:
+            pattern = ".".join("*" if part.isdigit() else part for part in row.name.split("."))
+            groups.setdefault((pattern, row.reason), []).append(row)
+        sizes = {key: sum(row.multiply_adds for row in rows) for key, rows in groups.items()}
+        order = sorted(groups, key=lambda key: -sizes[key])
+        first, rest = order[:most], order[most:]
+        words = []
+        for pattern, reason in first:
+            names = {row.name for row in groups[pattern, reason]}
+            name = pattern if len(names) > 1 else names.pop()
+            words.append(f"{name} {percent(sizes[pattern, reason], self.total)} ({reason})")
+        if rest:
+            words.append(
+                f"{len(rest)} other{'s' * (len(rest) > 1)} {percent(sum(sizes[key] for key in rest), self.total)}"
+            )
+        return ", ".join(words)
+
+    def __str__(self) -> str:
+        forward, backward = percent(self.simulated, self.total), percent(self.backward, 2 * self.total)
+        if not self.total:
+            return "no product with a weight" + (" in any module" if self.estimated else " in this batch")
+        both = f"{forward} of weight multiply-adds simulated (forward and backward)"
+        if backward != forward:
+            both = f"{forward} of weight multiply-adds simulated forward, {backward} backward"
+        unknown = f"not counted: {', '.join(self.uncounted)}" if self.uncounted else ""
+        parts = (both, f"left: {self.left()}" if self.raw else "", unknown)
+        return "; ".join(filter(None, (*parts, "estimated from shapes" if self.estimated else "")))
+
+
+def percent(part: int, whole: int) -> str:
+    """Return a share to a tenth of a percent: 100 % and 0 % only where it is all or nothing.
+
+    >>> percent(9999, 10000), percent(1, 10000), percent(3, 3)
+    ('99.9 %', 'below 0.1 %', '100 %')
+    """
+    if part in (0, whole):
+        return "0 %" if not part else "100 %"
+    tenths = part * 1000 // whole
+    return f"{tenths / 10} %" if tenths else "below 0.1 %"
+
+
+def summary_of(model: nn.Module, recipe: str | None, coverage: Coverage, products: Sequence[Any] = ()) -> str:
+    """Return one line: what a model was converted with, on which machine, its coverage, and guesses.
+
+    Args:
+        model: The model.
+        recipe: The name of its recipe; None names the formats.
+        coverage: What ``measured`` or ``estimated`` returned.
+        products: Rows with the basis of their accumulation order.
+    """
+    running = [m.emulation.config for m in model.modules() if isinstance(m, EmulatedModule) and m.emulation is not None]
+    if not running and not coverage.simulated:
+        return f"{type(model).__name__} is not converted: {coverage}"
+    formats = list(Counter(str(config.on()) for config in running))
+    name = recipe or (formats[0] + (f" and {len(formats) - 1} other configs" if formats[1:] else "") if formats else "")
+    gemms = (getattr(config, product) for config in running for product in PRODUCTS)
+    machines = list(dict.fromkeys(gemm.machine_name for gemm in gemms if gemm.emulated))
+    where = f" on {' and '.join(machines)}" if machines else ""
+    guesses = sum(row.basis == "guess" for row in products)
+    return f"{name}{where}: {coverage}" + (f"; {guesses} of {len(products)} products by a guess" if guesses else "")
+
+
+def estimated(model: nn.Module, reasons: Mapping[str, str]) -> Coverage:
+    """Return the coverage of a model by the shapes of its weights, each at one position; embeddings are looked up.
+
+    Args:
+        model: Any module.
+        reasons: Why modules were left alone, by name.
+    """
+    simulated, backward, raw = 0, 0, list[tuple[str, str, int, str]]()
+    attention = projections(model)
+    written = {(own.module, own.parameter) for own in own_matrices(model).values()}
+    for name, module in model.named_modules():
+        owner, how = attention.get(module, (name, module))
+        for parameter, p in _matrices(module, written):
+            runs: nn.Module = own_products(module).get(parameter) or how
+            plain = {"fprop": 1, "dgrad": 1, "wgrad": 1}
+            if isinstance(runs, EmulatedModule) and runs.emulation is not None:
+                plain = plain_products(runs.emulation.config)
+                simulated += p.numel() * (1 - plain["fprop"])
+                backward += p.numel() * (2 - plain["dgrad"] - plain["wgrad"])
+            if plain["fprop"]:
+                raw.append((name, parameter, p.numel(), reason_of(owner, runs, reasons)))
+    return _coverage(simulated, backward, raw, estimated=True)
+
+
+def measured(model: nn.Module, batch: Any, reasons: Mapping[str, str]) -> Coverage:
+    """Return the coverage of a model in one batch, which runs without gradients and leaves the model as it was.
+
+    Args:
+        model: Any module.
+        batch: A tensor, a tuple of arguments or a mapping of keywords.
+        reasons: Why modules were left alone, by name.
+
+    Raises:
+        ArgumentError: ``batch`` is none of these.
+    """
+    if isinstance(batch, Tensor):
+        call: Callable[[], Any] = lambda: model(batch)  # noqa: E731
+    elif isinstance(batch, Mapping):
+        call = lambda: model(**batch)  # noqa: E731
+    elif isinstance(batch, tuple):
+        call = lambda: model(*batch)  # noqa: E731
+    else:
+        raise ArgumentError(
+            f"batch={shown(batch)} is no batch; pass a tensor, a tuple of arguments or a dict of keywords of the "
+            "model, and numbers of rows as tokens="
+        )
+    count = Count(model, reasons)
+    with undisturbed(model), watched_layers(count.layer), recorded_calls(), count.named(), count:
+        call()
+    return _coverage(count.simulated, count.backward, count.rows(), uncounted=tuple(sorted(count.uncounted)))
+
+
+def _coverage(simulated: int, backward: int, raw: list[tuple[str, str, int, str]], **more: Any) -> Coverage:
+    total = simulated + sum(count for _, _, count, _ in raw)
+    rows = [
+        RawWeight(layer=layer, parameter=parameter, multiply_adds=count, share=count / total, reason=reason)
+        for layer, parameter, count, reason in sorted(raw, key=lambda row: -row[2])
+        if count
+    ]
+    return Coverage(total=total, simulated=simulated, backward=backward, raw=tuple(rows), **more)
+
+
+def _matrices(module: nn.Module, written: set[tuple[nn.Module, str]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the Parameters of a module that products read, as its model's code or their shape says."""
+    if isinstance(module, ParameterProduct):  # whose Parameter is its owner's
+        return
+    known = isinstance(module, EmulatedModule) or why_not(module) is None
+    looked_up = "Embedding" in type(module).__name__ or isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    for name, p in module.named_parameters(recurse=False):
+        if isinstance(p, UninitializedParameter):
+            continue
+        wide = p.dim() >= 2 and (known or sum(size > 1 for size in p.shape) >= 2)
+        if (module, name) in written or (wide and not looked_up and not _ADDED.search(name)):
+            yield name, p
