@@ -59,7 +59,7 @@ def test_a_run_leaves_all_files_and_a_summary(tmp_path, text, capsys):
     table = (out / "layers.txt").read_text()
     assert (
         "blocks.0.attention.qkv  g_w" in table
-        and "5 of 9 modules converted\nx e4m3_tensor, w e4m3_tensor, g e5m2_tensor: " in table
+        and "4 of 9 modules converted\nx e4m3_tensor, w e4m3_tensor, g e5m2_tensor: " in table
     )
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -131,7 +131,10 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_still_drawn(tmp_path, cor
     shown = io.StringIO()
     run = train(Scheme(format="e4m3"), config(), corpus, Lines(shown))
     assert run.stopped == "the loss became nan at step 2" and len(run.losses) == 2
-    line = "x e4m3_tensor, w e4m3_tensor, g e5m2_tensor: 100 % of weight multiply-adds simulated (forward and backward)"
+    line = (
+        "x e4m3_tensor, w e4m3_tensor, g e5m2_tensor: 42.8 % of weight multiply-adds simulated (forward and backward)"
+    )
+    line += "; left: embedding 57.1 % (filter_fn said no)"
     assert shown.getvalue() == f"{line}\n{run.label}: stopped, {run.stopped}\n" and run.report.summary == line
     assert math.isnan(run.final_loss) and math.isnan(run.validation) and run.observed == 1
     base = Run(label="fp32", losses=[3.0, 2.0, 1.0], validation=1.0)
