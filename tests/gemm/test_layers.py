@@ -5,7 +5,7 @@ import torch
 
 from fmtsim import Gemm, LinearConfig, Quantizer, get_format
 from fmtsim.gemm.layers import product
-from fmtsim.gemm.layers.keys import Layer, stream_of
+from fmtsim.gemm.layers.keys import OUTPUTS, SCALES, SIGNS, UNITS, Layer, stream_of
 from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.gemm.layers.operand import elements_dtype
 from fmtsim.gemm.layers.passes import Pass
@@ -24,6 +24,7 @@ def test_streams_are_splitmix64():
     """Its first outputs for the seed 1234567, as its authors' C code prints them; keys have 63 bits."""
     outputs = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821)
     assert [stream_of(1234567, use) for use in range(5)] == [n >> 1 for n in outputs]
+    assert (UNITS, OUTPUTS, SCALES, SIGNS) == (6, 9, 12, 18)  # six operands before them: no two uses share a stream
     generator = torch.Generator()
     assert stream_of(generator, 3) is generator and stream_of(None, 3) is None
 

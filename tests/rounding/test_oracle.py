@@ -302,6 +302,12 @@ def test_logarithmic_values_are_the_nearest():
                 assert encode_value(middle, fmt, mode) == encode_value(-middle, fmt, mode) - fmt.max_code - 1 == code
 
 
+@pytest.mark.parametrize("zero", [0, Fraction(0), 0.0])
+def test_exact_zeros_have_no_sign(zero):
+    assert identical(round_value(zero, get_format("bf16")), 0.0) and encode_value(zero, get_format("e4m3")) == 0
+    assert identical(round_value(-0.0, get_format("bf16")), -0.0)
+
+
 def test_float64_is_rounded_once():
     """Through float32 this number would become the tie 1 + 2**-4 and then 1."""
     assert round_value(1 + 2.0**-4 + 2.0**-40, get_format("e4m3")) == 1.125
