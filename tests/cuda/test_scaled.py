@@ -150,6 +150,11 @@ def test_blocks_have_the_bits_of_the_definition(block, dtype, device):
             check(matrix(shape, dtype, turned, special=shape == (72, 136)), quantizer, device)
 
 
+def test_blocks_that_no_registers_hold(device):
+    quantizer = Quantizer(format=E4M3, scaling=Scaling(block=(256, 128), arithmetic="divide"))
+    check(matrix((300, 136), torch.bfloat16, False, special=False), quantizer, device)
+
+
 RULES = [
     Scaling(arithmetic="double", eps=1e-12),
     Scaling(arithmetic="reciprocal", eps=1e-10, eps_rule="sum"),
