@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fmtsim.arguments import check_dense, drawn_key
+from fmtsim.dispatch import is_readable
 from fmtsim.errors import ArgumentError, DtypeError, FormatError, shown
 from fmtsim.explain.element import decide
 from fmtsim.explain.records import Element, Explanation, Scale
@@ -92,8 +93,9 @@ def _as_tensor(x: Any) -> torch.Tensor:
     """Return the numbers as a tensor of one dimension."""
     if isinstance(x, torch.Tensor):
         check_dense("x", x)
-        if x.is_meta:
-            raise ArgumentError("x is on the meta device and holds no numbers; pass a tensor of the CPU or a GPU")
+        if not is_readable(x):
+            what = "on the meta device" if x.is_meta else f"a {type(x).__name__}"
+            raise ArgumentError(f"x is {what} and holds no numbers; pass a tensor of the CPU or a GPU")
         tensor = x.detach().cpu()
     else:
         try:

@@ -118,7 +118,7 @@ def _sizes(r: Random) -> tuple[int, int, int]:
     return tuple(r.choice((0, 1, 2, 3, 8, 16, 17, 33)) for _ in range(3))  # type: ignore[return-value]
 
 
-@target("mm", 120)
+@target("mm", 120, failed=(7392823749086367272,))
 def _mm(r: Random) -> tuple[Any, list[Any], Values]:
     m, n, k = _sizes(r)
     options = _machine(r, {})
@@ -190,6 +190,7 @@ def _mma(r: Random) -> tuple[Any, list[Any], Values]:
     "explain",
     60,
     failed=(
+        17784353442611218000,
         10910207247614510596,
         979473696259143546,
     ),

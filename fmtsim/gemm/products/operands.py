@@ -110,7 +110,7 @@ def operand_formats(
 ) -> tuple[tuple[OperandFormat, OperandFormat], str]:
     """Return the formats of both operands, and how float32 becomes TF32."""
     given = options["a_format"], options["b_format"]
-    plain = given == (None, None)
+    plain = all(each is None for each in given)  # an array compares by element
     if options["target"] is not None and plain and operation != "scaled_mm":
         if a.dtype != columns.dtype:
             raise DtypeError(
