@@ -132,7 +132,7 @@ def convert(
     machine = machine_of(target, unit, datapath, plan, native)
     named = get_recipe(recipe) if isinstance(recipe, str | Path | Recipe) else None
     if named is not None:
-        if format is not None or config is not None or (grad_format or scaling) is not None or fast_accum:
+        if any(each is not None for each in (format, grad_format, scaling, config)) or fast_accum:
             raise ArgumentError(
                 "recipe= says everything about formats; leave format=, grad_format=, scaling=, config= and fast_accum= "
                 "out"
@@ -182,7 +182,7 @@ def _tell(model: nn.Module, *, warn: bool) -> None:
 
 
 def _remind(model: nn.Module, inputs: Any) -> None:
-    """Warn at the end of the second training forward's wait for ``set_step``; a forward pre-hook of the root."""
+    """Warn at the second training forward if nobody called ``set_step`` before it; a forward pre-hook of the root."""
     if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
         return
     if torch._C._current_graph_task_id() != -1:  # activation checkpointing runs it again

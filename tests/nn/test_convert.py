@@ -214,6 +214,7 @@ def test_fused_inference_kernels_are_off_while_converted():
         ({"recipe": "te_nvfp4", "fast_accum": True}, ArgumentError, r"recipe= says everything about formats; leave"),
         ({"config": CONFIG, "scaling": "none"}, ArgumentError, r"go with format=; set them inside config="),
         ({"recipe": "te_current", "scaling": "none"}, ArgumentError, "leave format=, grad_format=, scaling=, config="),
+        ({"recipe": "te_current", "grad_format": ""}, ArgumentError, "leave format=, grad_format=, scaling=, config="),
         ({"format": "e4m3", "scaling": 3}, ArgumentError, "scaling=3 is unknown; choose one of none, tensor, channel"),
         ({"format": "mxfp4", "scaling": "mx"}, FormatError, "scaling='mx' does not go with mxfp4, which has blocks"),
         ({"config": CONFIG, "fast_accum": True}, ArgumentError, r"go with format=; set them inside config="),
