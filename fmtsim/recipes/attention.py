@@ -13,7 +13,7 @@ from fmtsim.gemm.layers.config import Gemm
 from fmtsim.gemm.layers.route import element_of
 from fmtsim.gemm.products.resolver import resolve_call
 from fmtsim.gemm.targets.target import get_target
-from fmtsim.gemm.units.unit import describe, unit_takes
+from fmtsim.gemm.units.unit import machine_name, unit_takes
 from fmtsim.recipes.build import BF16, FORWARD, HIGH, scale_format
 from fmtsim.records import check_types, located
 from fmtsim.spec.datapath import Arithmetic
@@ -172,11 +172,11 @@ class AttentionConfig:
     def __str__(self) -> str:
         words = [f"q and k {self.q}"] if self.q == self.k else [f"q {self.q}", f"k {self.k}"]
         words += [f"v {self.v}", f"p {self.p}{f', 2^{self.offset} times as large' if self.offset else ''}"]
-        words += [f"on {_named(self.unit)}"] if self.unit is not None else []
+        words += [f"on {machine_name(self.unit)}"] if self.unit is not None else []
         default = {name: type(self).__dataclass_fields__[name].default for name in BACKWARD}
         gemms = {name: getattr(self, name) for name in BACKWARD}
         own = [name for name, gemm in gemms.items() if replace(gemm, unit=None) != default[name]]
-        machines = {name: "" if gemm.unit is None else f" on {_named(gemm.unit)}" for name, gemm in gemms.items()}
+        machines = {name: "" if gemm.unit is None else f" on {machine_name(gemm.unit)}" for name, gemm in gemms.items()}
         words += [f"{name} of {gemms[name].a} with {gemms[name].b}{machines[name]}" for name in own]
         rest = {name: machines[name] for name in BACKWARD if name not in own}
         if not own or any(rest.values()):
@@ -184,10 +184,6 @@ class AttentionConfig:
             text = where.pop() if len(where) == 1 else "".join(f", {name}{on}" for name, on in rest.items() if on)
             words.append(f"{'other ' if own else ''}gradients in high precision{text}")
         return "; ".join(words)
-
-
-def _named(unit: Any) -> str:
-    return describe(unit) if isinstance(unit, Arithmetic) else str(getattr(unit, "name", unit))
 
 
 def _block(quantizer: Quantizer) -> Block:
@@ -204,14 +200,14 @@ def _check_unit(product: Product) -> None:
     known = next((fmt for fmt in _WIDE if unit_takes(unit, fmt)), None)
     if high and known is None:
         raise ArgumentError(
-            f"{high[0]} is in high precision, and {_named(unit)} multiplies neither 16-bit floats nor float32; "
+            f"{high[0]} is in high precision, and {machine_name(unit)} multiplies neither 16-bit floats nor float32; "
             f"give {high[0]} a quantiser, or choose another unit"
         )
     for name, each in {} if high else operands.items():
         if not isinstance(element_of(each.format), FloatFormat) and not isinstance(unit, Arithmetic):
             raise FormatError(
-                f"{_named(unit)} multiplies elements of floating-point formats, and {name} is {each}; choose another "
-                "format, pass a Datapath, which takes the values, or leave the unit out"
+                f"{machine_name(unit)} multiplies elements of floating-point formats, and {name} is {each}; choose "
+                "another format, pass a Datapath, which takes the values, or leave the unit out"
             )
         if each.scaling.tensor if each.scaling else isinstance(each.format, BlockFormat) and each.format.tensor_scale:
             raise ArgumentError(f"{name} has two levels of scales ({each}); choose one, or leave the unit out")

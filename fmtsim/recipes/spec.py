@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 from fmtsim.errors import ArgumentError, shown
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.targets.target import list_targets
-from fmtsim.gemm.units.unit import describe
+from fmtsim.gemm.units.unit import machine_name
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.table import table_html, table_text
 from fmtsim.records import check_types, located
@@ -211,10 +211,6 @@ class LossScale:
         return f"times {self.initial:g}, x{self.growth:g} after {self.interval} clean steps, x{self.backoff:g}{kept}"
 
 
-def _machine_name(machine: str | Datapath) -> str:
-    return machine if isinstance(machine, str) else describe(machine)
-
-
 # A recipe's records: the class of one, or of each of several in a tuple, and what to write.
 _PARTS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("linear", LinearConfig, "build one with linear_config()"),
@@ -317,7 +313,7 @@ class Recipe:
         facts += [("autocast", f"the rest in {self.autocast}")] if self.autocast is not None else []
         facts += [("loss", str(self.loss_scale))] if self.loss_scale is not None else []
         facts += [("modules", str(one)) for one in self.replace]
-        facts += [("machine", _machine_name(self.machine))] if self.machine is not None else []
+        facts += [("machine", machine_name(self.machine))] if self.machine is not None else []
         facts += [("variant", f"as in the {self.variant}")] if self.variant else []
         facts += [("source", self.source)] if self.source else []
         return facts + ([("notes", self.notes)] if self.notes else [])

@@ -14,7 +14,7 @@ from fmtsim.gemm.layers.route import INT8, Route, route_of
 from fmtsim.gemm.products.resolver import call_name, resolve_call, target_or_unit
 from fmtsim.gemm.products.scales import check_unit_scales
 from fmtsim.gemm.targets.target import get_target
-from fmtsim.gemm.units.unit import describe
+from fmtsim.gemm.units.unit import machine_name
 from fmtsim.records import check_types, located
 from fmtsim.rounding.modes import Rounding, get_rounding
 from fmtsim.spec.datapath import Arithmetic
@@ -109,9 +109,7 @@ class Gemm:
     def machine_name(self) -> str:
         """Name of the target or unit, empty without one."""
         chosen = self.unit if self.target is None else self.target
-        if chosen is None or isinstance(chosen, Arithmetic):
-            return "" if chosen is None else describe(chosen)
-        return getattr(chosen, "name", None) or str(chosen)
+        return "" if chosen is None else machine_name(chosen)
 
     @property
     def machine(self) -> str:

@@ -229,6 +229,11 @@ def unit_takes(unit: str | Unit | Arithmetic, *formats: str | Format) -> bool:
     return isinstance(unit, Arithmetic) or any(mode.takes(*formats) for mode in get_unit(unit).modes)
 
 
+def machine_name(machine: object) -> str:
+    """Return what to call a target, a unit (both by name or record) or an arithmetic."""
+    return describe(machine) if isinstance(machine, Arithmetic) else getattr(machine, "name", None) or str(machine)
+
+
 def describe(datapath: Arithmetic) -> str:
     """Return a unit's arithmetic in a line: blocks, bits kept, rounding."""
     match datapath:
