@@ -207,6 +207,8 @@ class _Run:
             self._pass(made, backward=product != "fprop")
         *before, (call, spec) = ((self._sized(call, sizes, product), spec) for call, spec in calls.items())
         found = explained(call, spec)
+        if (call.m, call.n, call.k) != sizes.sizes(product):
+            rows.append(("padded", f"with zeros, from {factors(*sizes.sizes(product), a, b)}"))
         rows += [("first", _rest(a, b, rest)) for rest in before]
         last = steps.words(a, b, call, gemm.out.format and gemm.out, sizes.dtype)
         rows += [("then", last)] if last else []

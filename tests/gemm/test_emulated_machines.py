@@ -125,6 +125,20 @@ def test_products_of_halves_with_a_bias(dtype, machine):
         assert_same_bits(got[3], g.sum(0, dtype=torch.float32).to(dtype))
 
 
+@pytest.mark.parametrize("name", ["e4m3", "tensor fast", "rows", "one of two", "blocks", "mxfp8", "nvfp4"])
+def test_sizes_that_a_library_refuses_are_padded_with_zeros(name):
+    x, w, bias, g = tensors(torch.float32, (21, 40, 34))
+    pads = {"x": (0, 8, 0, 11), "w": (0, 8, 0, 14), "g": (0, 14, 0, 11)}
+    whole = [torch.nn.functional.pad(t, pads[which]) for which, t in (("x", x), ("w", w), ("g", g))]
+    for added in (None, bias):
+        more = None if added is None else torch.nn.functional.pad(added, (0, 14))
+        got = run(x, w, added, g, TARGETS[name])
+        expected = run(whole[0], whole[1], more, whole[2], TARGETS[name])
+        for one, other in zip(got[:3], expected, strict=False):
+            assert one.is_contiguous()
+            assert_same_bits(one, other[: one.shape[0], : one.shape[1]])
+
+
 def test_ragged_sizes_and_several_batch_dimensions_on_a_unit():
     for name in ("bf16", "tensor", "mxfp8", "nvfp4", "blocks"):
         check(UNITS[name], sizes=(21, 40, 34))

@@ -140,8 +140,6 @@ X, W, BIAS = normal(32, 48, seed=1), normal(64, 48, seed=2), normal(64, seed=3)
 @pytest.mark.parametrize(
     ("made", "sizes", "error", "message"),
     [
-        (config("e4m3_tensor", target="h200"), (32, 40, 64), ArgumentError, r"multiples of 16, not K=40, N=64; pad"),
-        (config("e4m3_tensor", target="h200"), (32, 48, 60), ArgumentError, r"multiples of 16, not K=48, N=60"),
         (config("e5m2", target="h200"), (32, 48, 64), DtypeError, r"cuBLAS does not multiply e5m2 by e5m2"),
         (config("nvfp4", target="chain", fast_accum=True), (32, 48, 64), ArgumentError, r"no use_fast_accum for 4-bit"),
         (config("e4m3_128x128", target="h200"), (32, 48, 64), FormatError, r"no 128x128 by 128x128 scales"),
@@ -157,13 +155,6 @@ def test_products_that_a_machine_does_not_take_are_named(made, sizes, error, mes
     t, k, n = sizes
     with pytest.raises(error, match=message):
         EmulatedGEMM.apply(X[:t, :k], W[:n, :k], None, made)
-
-
-def test_the_backward_products_are_refused_by_their_own_sizes():
-    x = X[:24].clone().requires_grad_()  # 24 products in wgrad
-    y = EmulatedGEMM.apply(x, W.clone().requires_grad_(), BIAS, config("e4m3_tensor", target="h200"))
-    with pytest.raises(ArgumentError, match=r"multiples of 16, not K=24, N=48"):
-        y.sum().backward()
 
 
 def test_generators_are_checked_where_the_unit_draws():

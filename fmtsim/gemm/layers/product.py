@@ -15,6 +15,7 @@ from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.layers.operand import is_on_gpu, multiplier_apart
 from fmtsim.gemm.layers.operator import quantizer_of, text_of
 from fmtsim.gemm.layers.route import INT8, Route, element_of
+from fmtsim.gemm.products.native import SCALED_MULTIPLE
 from fmtsim.gemm.products.operands import operand_format, own_dtype
 from fmtsim.gemm.products.resolver import run_product
 from fmtsim.gemm.products.scales import Scales
@@ -189,7 +190,7 @@ def _multiply_integers(a: Tensor, b: Tensor, gemm: Gemm) -> Tensor:
     rows, columns = a.shape[0], b.shape[0]
     a, b = a.to(torch.int8), b.to(torch.int8)
     if gemm.target is not None:  # libraries take such sizes alone; zeros add nothing
-        a, b = _padded(a, max(rows, 17)), _padded(b, -(-columns // 8) * 8)
+        a, b = _padded(a, max(rows, 17), 8), _padded(b, -(-columns // 8) * 8, 8)
     y = run_product(
         "int_mm", a, b, (INT8, INT8), torch.int32, target=gemm.target, unit=gemm.unit, plan=gemm.plan,
         accumulate="int32", native=gemm.native, quantized=True,
@@ -197,8 +198,13 @@ def _multiply_integers(a: Tensor, b: Tensor, gemm: Gemm) -> Tensor:
     return y[:rows, :columns]
 
 
-def _padded(x: Tensor, rows: int) -> Tensor:
-    return torch.nn.functional.pad(x, (0, -x.shape[1] % 8, 0, rows - x.shape[0]))
+def _padded(x: Tensor, rows: int, multiple: int) -> Tensor:
+    """Return a matrix with rows of zeros up to so many, and columns of zeros up to a multiple."""
+    if x.shape[0] == rows and not x.shape[1] % multiple:
+        return x
+    made = x.new_zeros(rows, -(-x.shape[1] // multiple) * multiple)
+    made[: x.shape[0], : x.shape[1]] = x
+    return made
 
 
 def _multiply_elements(
@@ -212,13 +218,22 @@ def _multiply_elements(
     scaled, own = kind != "none" or min(first.bits, second.bits) <= 8, a.elements.dtype
     operation, asked, adds = _asked("scaled_mm" if scaled else operation, own, bias, gemm, dtype)
     scales, sums = _scales(a, b, "tensor" if scaled and kind == "none" else kind), gemm.accumulate
+    left, right, columns = a.elements, b.elements, b.elements.shape[0]
     if gemm.target is not None:
         sums = sums or ("fp64" if own == torch.float64 else "fp32")
-    return run_product(
-        operation, a.elements, b.elements, (first, second), asked, scales, bias=bias, adds_bias=adds,
+        if scaled and (columns % SCALED_MULTIPLE or right.shape[1] % SCALED_MULTIPLE):
+            rows = -(-columns // SCALED_MULTIPLE) * SCALED_MULTIPLE
+            left, right = _padded(left, left.shape[0], SCALED_MULTIPLE), _padded(right, rows, SCALED_MULTIPLE)
+            scales, bias = (
+                scales.padded(columns, rows),
+                None if bias is None else _padded(bias[None], 1, SCALED_MULTIPLE)[0],
+            )
+    y = run_product(
+        operation, left, right, (first, second), asked, scales, bias=bias, adds_bias=adds,
         target=gemm.target, unit=gemm.unit, plan=gemm.plan, accumulate=sums, fast_accum=gemm.fast_accum,
         native=gemm.native, generator=generator, layouts=("row", "row") if scaled else None, quantized=True,
     )  # fmt: skip
+    return y if y.shape[1] == columns else y[:, :columns].contiguous()
 
 
 def _scales(a: Operand, b: Operand, kind: ScaleKind) -> Scales:

@@ -31,6 +31,8 @@ _LIBRARY_SUMS = {
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FP4 = torch.float4_e2m1fn_x2
 _BLOCK = 128
+SCALED_MULTIPLE = 16
+"""What torch._scaled_mm takes K and N in multiples of."""
 
 _FACTS = ("scaling", "fast_accum", "tf32", "fp16_accumulation", "rows_per_scale_a", "rows_per_scale_b")
 
@@ -188,9 +190,10 @@ def check_library(
         raise DtypeError(f"torch._scaled_mm takes 8-bit and 4-bit operands, not {' x '.join(names)}; call mm")
     if fast and "e2m1" in names:
         raise ArgumentError("torch._scaled_mm has no use_fast_accum for 4-bit operands; leave it False")
-    if k % 16 or n % 16:
+    if k % SCALED_MULTIPLE or n % SCALED_MULTIPLE:
         raise ArgumentError(
-            f"torch._scaled_mm takes K and N that are multiples of 16, not K={k}, N={n}; pad, or pass unit="
+            f"torch._scaled_mm takes K and N that are multiples of {SCALED_MULTIPLE}, not K={k}, N={n}; "
+            "pad, or pass unit="
         )
     if scales.rows_per_scale == (_BLOCK, _BLOCK):
         raise FormatError("torch._scaled_mm has no 128x128 by 128x128 scales; give one operand 1x128, or pass unit=")

@@ -55,6 +55,17 @@ class Scales(NamedTuple):
         )
         return a, b
 
+    def padded(self, n: int, rows: int) -> "Scales":
+        """Return the scales of b with rows of zeros below its n: up to so many rows, whose scales count nowhere."""
+        column = self.column if self.column is None or self.column.numel() == 1 else _repeated(self.column, rows - n)
+        b = self.b if self.b is None or self.rows_per_scale[1] > 1 else _repeated(self.b, rows - n)
+        return self._replace(column=column, b=b)
+
+
+def _repeated(scales: Tensor, more: int) -> Tensor:
+    """Return scales with the last row so many times more."""
+    return torch.cat([scales, scales[-1:].expand(more, *scales.shape[1:])])
+
 
 def product_kind(a: ScaleKind, b: ScaleKind) -> ScaleKind:
     """Return the kind of scales of a product; raise FormatError where no unit takes the two together."""
