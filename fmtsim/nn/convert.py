@@ -42,7 +42,7 @@ SAVED = "_fmtsim_saved"  # attributes that convert changed on modules it did not
 TOTAL = "_fmtsim_total_steps"  # on the root: optimizer steps of the run, where a recipe needs them
 RECIPE = "_fmtsim_recipe"  # on the root: the recipe's name, None for a config
 REASONS = "_fmtsim_left_alone"  # on the root: why each other module was left alone
-NOTES = "_fmtsim_notes"  # on the root: what a recipe would exchange and the model does not have
+NOTES = "_fmtsim_notes"  # on the root: what of a recipe was not done
 _FORWARDS = "_fmtsim_forwards"  # on the root: training forwards under a schedule, while they are counted
 _LOG = logging.getLogger("fmtsim")
 # Inference kernels of torch that read the weights of their children and so never call them; off while converted.
@@ -168,7 +168,7 @@ def _tell(model: nn.Module, *, warn: bool) -> None:
     """Log the line that ``report`` has, and warn of what is left without anybody having said so."""
     coverage = estimated(model, model.__dict__[REASONS])
     if _LOG.isEnabledFor(logging.INFO):
-        _LOG.info("%s", summary_of(model, model.__dict__[RECIPE], coverage))
+        _LOG.info("%s", summary_of(model, model.__dict__[RECIPE], coverage, model.__dict__[NOTES]))
     left = tuple(row for row in coverage.raw if row.reason not in MEANT)
     count = sum(row.multiply_adds for row in left)
     if warn and count * 100 > coverage.total:
@@ -229,7 +229,7 @@ def _note(
         if recipe is not None and isinstance(module, EmulatedModule) and module.emulation is not None:
             module.emulation.recipe = recipe.name
     model.__dict__[REASONS] = reasons if swaps is None else reasons | swaps.reasons
-    model.__dict__[NOTES] = () if swaps is None else tuple(swaps.notes)
+    model.__dict__[NOTES] = () if swaps is None else (*swaps.notes, *swaps.recipe.left_to_training)
 
 
 def is_converted(model: nn.Module) -> bool:

@@ -121,13 +121,16 @@ def percent(part: int, whole: int) -> str:
     return f"{tenths / 10} %" if tenths else "below 0.1 %"
 
 
-def summary_of(model: nn.Module, recipe: str | None, coverage: Coverage, products: Sequence[Any] = ()) -> str:
-    """Return one line: what a model was converted with, on which machine, its coverage, and guesses.
+def summary_of(
+    model: nn.Module, recipe: str | None, coverage: Coverage, notes: Sequence[str] = (), products: Sequence[Any] = ()
+) -> str:
+    """Return one line: what a model was converted with, on which machine, its coverage, guesses, and what was not done.
 
     Args:
         model: The model.
         recipe: The name of its recipe; None names the formats.
         coverage: What ``measured`` or ``estimated`` returned.
+        notes: What of the recipe was not done.
         products: Rows with the basis of their accumulation order.
     """
     running = [m.emulation.config for m in model.modules() if isinstance(m, EmulatedModule) and m.emulation is not None]
@@ -139,7 +142,8 @@ def summary_of(model: nn.Module, recipe: str | None, coverage: Coverage, product
     machines = list(dict.fromkeys(gemm.machine_name for gemm in gemms if gemm.emulated))
     where = f" on {' and '.join(machines)}" if machines else ""
     guesses = sum(row.basis == "guess" for row in products)
-    return f"{name}{where}: {coverage}" + (f"; {guesses} of {len(products)} products by a guess" if guesses else "")
+    more = [f"{guesses} of {len(products)} products by a guess"] if guesses else []
+    return "; ".join([f"{name}{where}: {coverage}", *more, *notes])
 
 
 def estimated(model: nn.Module, reasons: Mapping[str, str]) -> Coverage:

@@ -70,10 +70,10 @@ class Report:
 
     Args:
         rows: The modules.
-        notes: What the recipe would exchange and the model does not have.
+        notes: What of the recipe was not done: modules that the model does not have, optimizer states, reductions.
         products: Those of the converted layers, where ``report`` was given numbers of tokens.
         coverage: Multiply-adds with weights, simulated and not: of the batch that ``report`` was given, else estimated.
-        summary: One line: recipe, machine, coverage, what is left and why, guesses.
+        summary: One line: recipe, machine, coverage, what is left and why, guesses, notes.
     """
 
     rows: tuple[ReportRow, ...]
@@ -96,7 +96,7 @@ class Report:
         cells = [("layer", "type", "converted", "quantisers, or why not")]
         cells += [(row.name, row.type, "yes" if row.converted else "no", row.detail) for row in self.rows]
         total = f"{len(self.converted)} of {len(self.rows)} modules converted"
-        return "\n".join((*ruled(cells), *self.notes, total, self.summary, *self._product_lines()))
+        return "\n".join((*ruled(cells), total, self.summary, *self._product_lines()))
 
     def _product_lines(self) -> list[str]:
         """Return the products as a table, equal ones of several layers in one line, and their number by basis."""
@@ -173,10 +173,9 @@ def report(model: nn.Module, batch: Any = None, *, tokens: int | Sequence[int] =
         first.setdefault(module, row.name)
         rows.append(row)
     products = tuple(row for count in counts for row in _products(model, count))
-    line = summary_of(model, model.__dict__.get(RECIPE), coverage, products)
-    return Report(
-        rows=tuple(rows), notes=model.__dict__.get(NOTES, ()), products=products, coverage=coverage, summary=line
-    )
+    notes = model.__dict__.get(NOTES, ())
+    line = summary_of(model, model.__dict__.get(RECIPE), coverage, notes, products)
+    return Report(rows=tuple(rows), notes=notes, products=products, coverage=coverage, summary=line)
 
 
 def _products(model: nn.Module, tokens: int) -> Iterator[ProductRow]:

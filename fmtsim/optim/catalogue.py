@@ -71,15 +71,9 @@ def _tensor(name: str, scale: str) -> StateFormat:
     return StateFormat(format=element(name), scale=scale)  # type: ignore[arg-type]  # the record validates it
 
 
-def _fp8lm(name: str, first: str, second: str, weights: str) -> Scheme:
-    rule = "power_of_two"
-    return Scheme(
-        name=name,
-        source=_MSAMP,
-        first=_tensor(first, rule),
-        second=_tensor(second, rule),
-        weights=_tensor(weights, rule),
-    )
+def _fp8lm(name: str, weights: str, first: str | None = None, second: str | None = None) -> Scheme:
+    states = [StateFormat() if fmt is None else _tensor(fmt, "power_of_two") for fmt in (first, second, weights)]
+    return Scheme(name=name, source=_MSAMP, first=states[0], second=states[1], weights=states[2])
 
 
 def _bf16(rounding: Rounding) -> StateFormat:
@@ -90,9 +84,10 @@ _SCHEMES = (
     Scheme(name="fp32", source="float32 states: what the others are compared with"),
     _bnb("bnb8", 256),
     _bnb("bnb8_2048", 2048),
-    _fp8lm("fp8lm", "e4m3", "fp16", "fp16"),
-    _fp8lm("fp8lm_v8", "e4m3", "e4m3", "fp16"),
-    _fp8lm("fp8lm_w8", "e4m3", "fp16", "e4m3"),
+    _fp8lm("fp8lm", "fp16", "e4m3", "fp16"),
+    _fp8lm("fp8lm_o1", "fp16"),
+    _fp8lm("fp8lm_v8", "fp16", "e4m3", "e4m3"),
+    _fp8lm("fp8lm_w8", "e4m3", "e4m3", "fp16"),
     Scheme(
         name="intel_2t",
         source=_INTEL,

@@ -5,10 +5,13 @@ from fmtsim.recipes.diff import diff
 from fmtsim.recipes.registry import get_recipe, list_recipes, register_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe
 from fmtsim.recipes.spec import LossScale, Recipe, Replacement, Rule, Steps
+from fmtsim.recipes.system import Level, OptimizerConfig
 
 __all__ = [
     "AttentionConfig",
+    "Level",
     "LossScale",
+    "OptimizerConfig",
     "Recipe",
     "Replacement",
     "Rule",

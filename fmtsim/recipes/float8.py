@@ -9,6 +9,7 @@ from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.attention import flash_attention_3
 from fmtsim.recipes.build import BF16, BLACKWELL, CHAIN, FORWARD, HOPPER, STOCHASTIC, cast, layer
 from fmtsim.recipes.spec import Recipe, Replacement, Rule
+from fmtsim.recipes.system import Level, OptimizerConfig
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import History, PowerOfTwo, Scaling
 
@@ -26,6 +27,8 @@ _BEHIND_ATTENTION = r"(o_proj|out_proj|attn\.c_proj|attention\.(out|output\.dens
 _DELAYED = Scaling(history=History(length=1024), empty="previous")
 _TENSOR = Scaling()
 _POWER = Scaling(power_of_two="ceil", empty="one")
+
+_FP8LM_STATES = OptimizerConfig(state="fp8lm")
 
 
 def _same_codes(x: Quantizer, w: Quantizer, g: Quantizer, *, fast: bool = True) -> LinearConfig:
@@ -134,20 +137,31 @@ RECIPES = (
         machine=HOPPER,
         linear=_fp8lm(),
         aliases=("msamp",),
+        optimizer=_FP8LM_STATES,
+        reduction="fp8lm",
+        levels=(
+            Level(name="O1", optimizer=OptimizerConfig(state="fp8lm_o1"), reduction="fp8lm"),
+            Level(name="O2", optimizer=_FP8LM_STATES, reduction="fp8lm"),
+            Level(name="O3", optimizer=_FP8LM_STATES, reduction="fp8lm", gather="e4m3"),
+        ),
         source=f"{_FP8LM}, section 2; {_MSAMP}: power-of-two scales, windows of 16 for x and g",
-        notes="paper and code agree in the products; they differ in the collectives",
+        notes="paper and code agree in the products; they differ in the collectives (reduction msamp is the code's). "
+        "Level O2 unless another is asked for. Weights that O3 gathers in E4M3 are the codes that O2's products make "
+        "of the master weights, so both train with the same bits; the bytes on each rank are others",
     ),
     Recipe(
         name="intel_2t",
         machine=CHAIN,
         linear=_intel(),
         replace=(Replacement(kind="swiglu", by="SmoothSwiGLU", optional=True),),
+        optimizer=OptimizerConfig(state="intel_2t"),
         source="Fishman et al., arXiv:2409.12517; Megatron-DeepSpeed 20029cf: window of 1024, refreshed once a window",
     ),
     Recipe(
         name="coat",
         machine=HOPPER,
         linear=_coat(),
+        optimizer=OptimizerConfig(state="coat"),
         source="Xi et al., COAT, arXiv:2410.19313; NVlabs/COAT 80ec99f",
         notes="scales of x and g are bfloat16 numbers, those of w numbers of its dtype",
     ),
@@ -156,6 +170,7 @@ RECIPES = (
         machine=HOPPER,
         linear=_deepseek(),
         rules=(Rule(name=_BEHIND_ATTENTION, use=_deepseek(power=True, cache=True), optional=True),),
+        optimizer=OptimizerConfig(state="deepseek_v3"),
         source=f"{_DEEPSEEK}; arithmetic of DeepGEMM 54e2261",
         notes="the rule is for the layers behind attention, whose inputs are kept in E5M6 with power-of-two scales",
     ),

@@ -5,6 +5,7 @@ from dataclasses import replace
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.build import CHAIN, FORWARD, HIGH, HOPPER, cast, layer
 from fmtsim.recipes.spec import Recipe
+from fmtsim.recipes.system import OptimizerConfig
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import Scaling
 from fmtsim.spec.transform import Hadamard
@@ -87,6 +88,8 @@ RECIPES = (
         name="lns",
         machine=CHAIN,
         linear=layer(*(cast("lns8_channel"),) * 3),
+        optimizer=OptimizerConfig(rule="madam", state="lns_madam"),
+        aliases=("lns_madam",),
         source="Zhao et al., LNS-Madam, arXiv:2106.13914: products of 8-bit logarithmic operands",
     ),
 )

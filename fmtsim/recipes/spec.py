@@ -9,6 +9,7 @@ from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.targets.target import list_targets
 from fmtsim.gemm.units.unit import machine_name
 from fmtsim.recipes.attention import AttentionConfig
+from fmtsim.recipes.system import Level, OptimizerConfig, find_level
 from fmtsim.recipes.table import table_html, table_text
 from fmtsim.records import check_types, located
 from fmtsim.spec.datapath import Datapath
@@ -219,6 +220,8 @@ _PARTS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("replace", (Replacement,), "write replace=(Replacement(kind='swiglu', by='SmoothSwiGLU'),)"),
     ("aliases", (str,), "write aliases=(name, ...)"),
     ("loss_scale", LossScale, "pass LossScale()"),
+    ("optimizer", OptimizerConfig, "pass OptimizerConfig(state='coat')"),
+    ("levels", (Level,), "write levels=(Level(name='O1'),)"),
 )
 
 
@@ -235,6 +238,9 @@ class Recipe:
         autocast: Dtype that everything else runs in under ``torch.autocast``, None for the model's own.
         loss_scale: Scaling of the loss, or None.
         replace: Modules that it exchanges.
+        optimizer: Its optimizer and how states are kept, which a training loop builds; None is a float32 one.
+        reduction: How gradients of several ranks are summed, by a name of ``fmtsim.distributed.REDUCTIONS``, or None.
+        levels: Stages of both; ``optimizer`` and ``reduction`` are those of one of them.
         machine: What it was made for: a target's or a unit's name, or a Datapath; ``target="recipe"`` selects it.
         variant: What sets it apart from its namesakes: ``"paper"`` or ``"code"``, or empty.
         aliases: Other names.
@@ -249,6 +255,9 @@ class Recipe:
     autocast: Literal["bfloat16", "float16"] | None = None
     loss_scale: LossScale | None = None
     replace: tuple[Replacement, ...] = ()
+    optimizer: OptimizerConfig | None = None
+    reduction: str | None = None
+    levels: tuple[Level, ...] = ()
     machine: str | Datapath | None = None
     variant: Literal["", "paper", "code"] = ""
     aliases: tuple[str, ...] = ()
@@ -265,7 +274,7 @@ class Recipe:
                 what = f"a tuple of {'names' if kind == (str,) else kind[0].__name__}"
             else:
                 good = value is None or isinstance(value, kind)
-                what = f"a{'n' * (kind is AttentionConfig)} {kind.__name__} or None"
+                what = f"a{'n' * (kind in (AttentionConfig, OptimizerConfig))} {kind.__name__} or None"
             if not good:
                 raise ArgumentError(f"Recipe {name}={shown(value)} is not {what}; {hint}")
         check_types(self)
@@ -306,6 +315,21 @@ class Recipe:
                 attention=None if self.attention is None else self.attention.on(**machine),
             )  # fmt: skip
 
+    def at_level(self, name: str) -> "Recipe":
+        """Return the recipe with the optimizer and the reduction of one of its levels; ArgumentError for others."""
+        level = find_level(self.name, self.levels, name)
+        return replace(
+            self, name=f"{self.name} {level.name}", aliases=(), levels=(level,), optimizer=level.optimizer,
+            reduction=level.reduction,
+        )  # fmt: skip
+
+    @property
+    def left_to_training(self) -> tuple[str, ...]:
+        """What of it ``convert`` does not do, as one writes it: the optimizer, and the reduction."""
+        parts = [f"optimizer states (fmtsim.optim.{self.optimizer})"] if self.optimizer else []
+        parts += [f"reduction of gradients (fmtsim.distributed, {self.reduction!r})"] if self.reduction else []
+        return (f"left to the training loop: {' and '.join(parts)}",) if parts else ()
+
     def facts(self) -> list[tuple[str, str]]:
         """Return what it says beside the operands of layers: a name and a text each."""
         facts = [("rule", str(rule)) for rule in self.rules]
@@ -313,6 +337,9 @@ class Recipe:
         facts += [("autocast", f"the rest in {self.autocast}")] if self.autocast is not None else []
         facts += [("loss", str(self.loss_scale))] if self.loss_scale is not None else []
         facts += [("modules", str(one)) for one in self.replace]
+        facts += [("optimizer", str(self.optimizer))] if self.optimizer else []
+        facts += [("reduction", f"gradients reduced by {self.reduction}")] if self.reduction else []
+        facts += [("level", str(level)) for level in self.levels]
         facts += [("machine", machine_name(self.machine))] if self.machine is not None else []
         facts += [("variant", f"as in the {self.variant}")] if self.variant else []
         facts += [("source", self.source)] if self.source else []

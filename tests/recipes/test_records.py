@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 import fmtsim
+from fmtsim.distributed import get_reduction
 from fmtsim.errors import ArgumentError, FormatError
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
-from fmtsim.recipes import LossScale, Recipe, Rule, Steps, diff, get_recipe, list_recipes
+from fmtsim.optim import get_scheme
+from fmtsim.recipes import Level, LossScale, Recipe, Rule, Steps, diff, get_recipe, list_recipes
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.catalogue import MARKS, RECIPES, catalogue_markdown, with_catalogue
 from fmtsim.recipes.registry import _names, register_recipe
@@ -44,6 +46,31 @@ def test_names_and_aliases_are_unique():
 
 def test_recipes_and_defaults_are_those_that_were_recorded():
     assert not records.changed("recipe", "fmtsim.recipes"), records.__doc__
+
+
+def test_optimizers_reductions_and_levels_have_names_that_exist():
+    found = [(r.name, one) for r in RECIPES for one in (r, *r.levels)]
+    for _, one in found:
+        assert one.optimizer is None or hasattr(fmtsim.optim, str(one.optimizer).partition("(")[0])
+        assert one.optimizer is None or get_scheme(one.optimizer.state).name == one.optimizer.state
+        assert one.reduction is None or get_reduction(one.reduction)
+    systems = {name for name, one in found if one.optimizer}
+    assert systems == {"fp8lm", "intel_2t", "coat", "deepseek_v3", "lns"} and get_recipe("lns_madam").name == "lns"
+
+
+def test_a_recipe_at_one_of_its_levels():
+    fp8lm = get_recipe("fp8lm")
+    assert str(fp8lm).count("level: O") == 3 and "optimizer: AdamW(state='fp8lm')" in str(fp8lm)
+    assert [fp8lm.at_level(name).optimizer.state for name in ("O1", "o2", "O3")] == ["fp8lm_o1", "fp8lm", "fp8lm"]
+    high = fp8lm.at_level("O3")
+    assert high.name == "fp8lm O3" and high.linear == fp8lm.linear and high.levels[0].gather == "e4m3"
+    assert "level: O3: AdamW(state='fp8lm'), gradients reduced by fp8lm, weights gathered in e4m3" in str(high)
+    with pytest.raises(ArgumentError, match="^recipe fp8lm has no level 'O4'; its levels are O1, O2, O3$"):
+        fp8lm.at_level("O4")
+    with pytest.raises(ArgumentError, match="^recipe coat has no level 'O1'; it has none$"):
+        get_recipe("coat").at_level("O1")
+    plain = Recipe(name="a", levels=(Level(name="1"),))
+    assert plain.at_level("1").optimizer is None and str(Level(name="1")) == "1: AdamW"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -181,6 +208,12 @@ def test_an_unknown_name_lists_its_neighbours(name, said):
         ('{"name": "a", "linear": {"fprop": {"a": {"format": "e4m3", "scaling": {"block": "1x128"}}}}}',
          "recipe.linear.fprop.a.scaling: Scaling block='1x128' is not allowed; choose .outer, inner."),
         ('{"name": {}}', r"recipe: Recipe name={} is not a name; pass a word"),
+        ('{"name": "a", "optimizer": {"rule": "sgd", "state": "coat"}}',
+         "recipe.optimizer: OptimizerConfig rule='sgd' is not allowed; choose 'adamw', 'madam'"),
+        ('{"name": "a", "optimizer": {}}', "recipe.optimizer: an OptimizerConfig needs 'state'"),
+        ('{"name": "a", "optimizer": "coat"}', "recipe.optimizer: 'coat' is not an object; write the fields of a"),
+        ('{"name": "a", "reduction": 5}', "recipe: Recipe reduction=5 is not allowed; pass text or None"),
+        ('{"name": "a", "levels": [{"name": 1}]}', r"recipe.levels\[0\]: Level name=1 is not allowed; pass text"),
         ('{"name": "a", "notes": 5}', "recipe: Recipe notes=5 is not allowed; pass text"),
         ('{"name": "a", "name": "b"}', "wrong.json is no recipe file: 'name' stands twice in one object"),
         ('{"name": "a", "loss_scale": {"initial": NaN}}', "wrong.json is no recipe file: NaN is no number of JSON"),

@@ -231,6 +231,7 @@ def scheme(name, shape):
         "bnb8_2048": lambda: (Codebook("signed8", 2048, "bnb"), Codebook("unsigned8", 2048, "bnb"), None,
                               {"folded": True, "after": True, "zero": True}),
         "fp8lm": lambda: (PowerOfTwo(e4m3, 448), PowerOfTwo(np.float16, 65504), PowerOfTwo(np.float16, 65504), plain),
+        "fp8lm_o1": lambda: (Plain(), Plain(), PowerOfTwo(np.float16, 65504), plain),
         "fp8lm_v8": lambda: (PowerOfTwo(e4m3, 448), PowerOfTwo(e4m3, 448), PowerOfTwo(np.float16, 65504), plain),
         "fp8lm_w8": lambda: (PowerOfTwo(e4m3, 448), PowerOfTwo(np.float16, 65504), PowerOfTwo(e4m3, 448), plain),
         "intel_2t": lambda: (Reciprocal(ml_dtypes.float8_e4m3, 240), Reciprocal(e5m2, 57344),
