@@ -153,8 +153,9 @@ class EmulatedModule(nn.Module):
                     elif quantizer.scaling is not None and quantizer.scaling.history is not None:
                         memory[_state_key(part, name)] = DelayedScale(quantizer)
         if len(memory):
-            parameter = next(self.parameters())
-            self.add_module(STATE, memory.to(parameter.device))
+            device = next(self.parameters()).device
+            moves = next(memory.buffers()).device != device
+            self.add_module(STATE, memory.to(device) if moves else memory)
         for config in configs:
             products = {
                 _kind(part, learns, compiled): Layer(config, how.generator, self._state(part, learns, compiled))
