@@ -42,7 +42,7 @@ class PlanUnknownWarning(UserWarning):
 
 
 class CoverageWarning(UserWarning):
-    """Say that a converted model multiplies with weights that are not simulated, or that its schedule stands still."""
+    """Say that less of a converted model is simulated than one would think, or that its schedule stands still."""
 
 
 class NativeWarning(UserWarning):

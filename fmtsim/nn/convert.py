@@ -15,7 +15,7 @@ from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.targets.target import caller_level
-from fmtsim.nn.counting import MEANT
+from fmtsim.nn.counting import is_meant
 from fmtsim.nn.coverage import estimated, percent, summary_of
 from fmtsim.nn.modules import STATE, EmulatedModule, emulated_class
 from fmtsim.nn.parameter_products import ParameterProduct, attach_products, detach_products
@@ -169,7 +169,7 @@ def _tell(model: nn.Module, *, warn: bool) -> None:
     coverage = estimated(model, model.__dict__[REASONS])
     if _LOG.isEnabledFor(logging.INFO):
         _LOG.info("%s", summary_of(model, model.__dict__[RECIPE], coverage, model.__dict__[NOTES]))
-    left = tuple(row for row in coverage.raw if row.reason not in MEANT)
+    left = tuple(row for row in coverage.raw if not is_meant(row.reason))
     count = sum(row.multiply_adds for row in left)
     if warn and count * 100 > coverage.total:
         warnings.warn(

@@ -21,14 +21,20 @@ from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.gemm.layers.operand import is_untouched
 from fmtsim.nn.attention_mode import ATTENTION
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.nn.planning import HIGH, NO_CONFIG, why_not
+from fmtsim.nn.planning import NO_CONFIG, why_not
 from fmtsim.nn.swaps import FILTERED
+from fmtsim.recipes.plan import HIGH
 from fmtsim.spec.quantizer import Quantizer
 
 PLAIN = "it runs in high precision here"
-MEANT = (FILTERED, NO_CONFIG, HIGH, PLAIN)  # reasons that somebody gave
+_MEANT = (FILTERED, NO_CONFIG, HIGH, PLAIN)
 _OUTSIDE = "its weight is read outside of its own forward"
 Place = tuple[nn.Module, str, str]  # a module, its name, and the name of a parameter there
+
+
+def is_meant(reason: str) -> bool:
+    """Say whether a recipe, config or filter left a module in high precision, rather than what fmtsim can do."""
+    return reason.startswith(_MEANT)
 
 
 class Count(TorchDispatchMode):
@@ -101,7 +107,9 @@ class Count(TorchDispatchMode):
             owner, how = self._attention.get(module, (name, module))
             aside = how not in inner and (isinstance(how, EmulatedModule) or why_not(how) is not None)
             reason = (
-                _OUTSIDE if aside and self._reasons.get(owner) not in MEANT else reason_of(owner, how, self._reasons)
+                _OUTSIDE
+                if aside and not is_meant(self._reasons.get(owner, ""))
+                else reason_of(owner, how, self._reasons)
             )
         self._raw[name, parameter, reason] += count
 

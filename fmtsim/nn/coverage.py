@@ -78,24 +78,18 @@ class Coverage:
         return self.backward / (2 * self.total) if self.total else 1.0
 
     def left(self, most: int = 4) -> str:
-        """Return in words what is not simulated: weights of numbered layers together, at most so many, with reasons."""
-        groups: dict[tuple[str, str], list[RawWeight]] = {}
+        """Return in words what is not simulated: weights by their reasons, the largest first, at most so many each."""
+        groups: dict[str, dict[str, list[RawWeight]]] = {}
         for row in self.raw:
             pattern = ".".join("*" if part.isdigit() else part for part in row.name.split("."))
-            groups.setdefault((pattern, row.reason), []).append(row)
-        sizes = {key: sum(row.multiply_adds for row in rows) for key, rows in groups.items()}
-        order = sorted(groups, key=lambda key: -sizes[key])
-        first, rest = order[:most], order[most:]
-        words = []
-        for pattern, reason in first:
-            names = {row.name for row in groups[pattern, reason]}
-            name = pattern if len(names) > 1 else names.pop()
-            words.append(f"{name} {percent(sizes[pattern, reason], self.total)} ({reason})")
-        if rest:
-            words.append(
-                f"{len(rest)} other{'s' * (len(rest) > 1)} {percent(sum(sizes[key] for key in rest), self.total)}"
-            )
-        return ", ".join(words)
+            groups.setdefault(row.reason, {}).setdefault(pattern, []).append(row)
+        sizes = {
+            why: sum(row.multiply_adds for rows in found.values() for row in rows) for why, found in groups.items()
+        }
+        order = sorted(groups, key=lambda why: -sizes[why])
+        words = [f"{_named(groups[why], most)} {percent(sizes[why], self.total)} ({why})" for why in order[:most]]
+        rest = sum(sizes[why] for why in order[most:])
+        return ", ".join([*words, *([f"others {percent(rest, self.total)}"] if rest else [])])
 
     def __str__(self) -> str:
         forward, backward = percent(self.simulated, self.total), percent(self.backward, 2 * self.total)
@@ -107,6 +101,15 @@ class Coverage:
         unknown = f"not counted: {', '.join(self.uncounted)}" if self.uncounted else ""
         parts = (both, f"left: {self.left()}" if self.raw else "", unknown)
         return "; ".join(filter(None, (*parts, "estimated from shapes" if self.estimated else "")))
+
+
+def _named(groups: dict[str, list[RawWeight]], most: int) -> str:
+    """Return the names of weights, those of numbered layers as one, the largest first."""
+    order = sorted(groups, key=lambda pattern: -sum(row.multiply_adds for row in groups[pattern]))
+    several = [len({row.name for row in groups[pattern]}) > 1 for pattern in order[:most]]
+    names = [each if many else groups[each][0].name for each, many in zip(order[:most], several, strict=True)]
+    rest = len(order) - most
+    return ", ".join(names) + (f" and {rest} other{'s' * (rest > 1)}" if rest > 0 else "")
 
 
 def percent(part: int, whole: int) -> str:

@@ -29,7 +29,6 @@ _MORE = {
     "scaling": None, "rounding": "nearest_even", "grad_rounding": "nearest_even", "fast_accum": False
 }  # fmt: skip  # what goes with format=
 NO_CONFIG = "config returned None"
-HIGH = "the recipe leaves it in high precision"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -127,7 +126,7 @@ def plan_layers(
         if reason is None and layer_plan is None:
             reason = NO_CONFIG
         elif layer_plan is not None and not layer_plan.configs:
-            reason = HIGH
+            reason = layer_plan.why_high
         if reason is not None or layer_plan is None:
             reasons[name] = reason or ""
             continue
@@ -147,7 +146,7 @@ def plan_products(
             continue
         layer_plan = planner(name)
         if layer_plan is None or not layer_plan.configs:
-            reasons[own.owner] = NO_CONFIG if layer_plan is None else HIGH
+            reasons[own.owner] = NO_CONFIG if layer_plan is None else layer_plan.why_high
             continue
         _check_schedule(name, layer_plan, total_steps)
         plan.append((name, own, layer_plan))

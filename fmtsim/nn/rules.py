@@ -2,10 +2,12 @@
 
 import math
 import re
+import warnings
 
 from torch import nn
 
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, CoverageWarning
+from fmtsim.gemm.targets.target import caller_level
 from fmtsim.nn.blocks import block_of, find_blocks
 from fmtsim.nn.modules import emulated_class
 from fmtsim.nn.own_products import own_matrices
@@ -40,7 +42,8 @@ class Selector:
     def check(self, recipe: Recipe) -> None:
         """Refuse a rule whose name or kind fits no layer, or that counts blocks where there are none.
 
-        Rules that are optional pass.
+        Rules that are optional pass. One whose share of the blocks is more than doubled by rounding up to whole blocks
+        warns, if it leaves them in high precision.
 
         Raises:
             ArgumentError: There is such a rule.
@@ -61,6 +64,23 @@ class Selector:
                     f"rules[{i}] of recipe {recipe.name!r} ({rule.where}) fits no layer of the model, which has {some}"
                     f"{' ...' if len(self._layers) > 4 else ''}; correct it, or pass Rule(optional=True)"
                 )
+
+        for rule in recipe.rules:
+            for which in ("first", "last"):
+                self._check_share(recipe.name, rule, which)
+
+    def _check_share(self, recipe: str, rule: Rule, which: str) -> None:
+        share, count = getattr(rule, f"{which}_blocks"), len(self._blocks)
+        if not isinstance(share, float) or rule.use is not None or not count:
+            return
+        number = _number(share, count)
+        if number > 2 * share * count:
+            warnings.warn(
+                f"recipe {recipe} leaves the {which} {share:.0%} of the blocks in high precision, which is {number} of "
+                f"{count} in {self._model}; where that is not meant, give rules= of your own by dataclasses.replace",
+                CoverageWarning,
+                stacklevel=caller_level(),
+            )
 
     def plan(self, name: str, recipe: Recipe) -> LayerPlan:
         """Return what a layer of the model runs under a recipe."""

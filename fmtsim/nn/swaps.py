@@ -13,7 +13,7 @@ from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.smooth import ORIGINAL, PROJECTIONS, SMOOTH, Smoothing, gated_layers, smoothen, unsmooth
 from fmtsim.recipes.spec import Recipe, Replacement
 
-FILTERED: Final = "filter_fn said no"
+FILTERED: Final = "filter_fn leaves it out"
 
 
 @dataclass(slots=True, kw_only=True)

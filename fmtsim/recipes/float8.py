@@ -22,6 +22,7 @@ _FA3_CODE = "Dao-AILab/flash-attention 0251105a"
 _DEEPSEEK = "DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3"
 
 # Output projections of attention: Llama, torch, GPT-2, BERT, this package's GPT, DeepSeek.
+_GATING = r"(^|\.)(gate|router|gating|shared_expert_gate)(\.|$)"  # not gate_proj
 _BEHIND_ATTENTION = r"(o_proj|out_proj|attn\.c_proj|attention\.(out|output\.dense)|wo)$"
 
 _DELAYED = Scaling(history=History(length=1024), empty="previous")
@@ -169,10 +170,15 @@ RECIPES = (
         name="deepseek_v3",
         machine=HOPPER,
         linear=_deepseek(),
-        rules=(Rule(name=_BEHIND_ATTENTION, use=_deepseek(power=True, cache=True), optional=True),),
+        rules=(
+            Rule(head=True),
+            Rule(name=_GATING, optional=True),
+            Rule(name=_BEHIND_ATTENTION, use=_deepseek(power=True, cache=True), optional=True),
+        ),
         optimizer=OptimizerConfig(state="deepseek_v3"),
         source=f"{_DEEPSEEK}; arithmetic of DeepGEMM 54e2261",
-        notes="the rule is for the layers behind attention, whose inputs are kept in E5M6 with power-of-two scales",
+        notes="head and gating of experts stay in high precision; inputs of layers behind attention are kept in E5M6 "
+        "with power-of-two scales",
     ),
     Recipe(
         name="gaudi",

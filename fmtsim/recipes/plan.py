@@ -1,10 +1,13 @@
 """What one layer runs under a recipe, and when."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.recipes.spec import Rule
+
+HIGH: Final = "the recipe leaves it in high precision"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,11 @@ class LayerPlan:
                         f"the schedules of two rules overlap ({first.where}; {second.where}); "
                         "give Steps(first=, last=) that do not, last being the step behind the last one"
                     )
+
+    @property
+    def why_high(self) -> str:
+        """Why the layer never runs another config than high precision, in words."""
+        return ": ".join([HIGH, *(rule.where for rule in self.rules[:1])])
 
     @property
     def scheduled(self) -> bool:

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.errors import ArgumentError
+from fmtsim.errors import ArgumentError, CoverageWarning
 from fmtsim.nn import convert, report
 from fmtsim.nn.blocks import block_of, find_blocks
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.recipes import Recipe, Rule, get_recipe, list_recipes
+from fmtsim.recipes.plan import HIGH
 
 LINEAR = get_recipe("te_current").linear
 
@@ -20,7 +21,7 @@ LINEAR = get_recipe("te_current").linear
 def left(model, **rule):
     """Layers that a rule leaves in high precision."""
     convert(model, recipe=Recipe(name="r", linear=LINEAR, rules=(Rule(**rule),)))
-    return [row.name for row in report(model).left_alone if row.detail == "the recipe leaves it in high precision"]
+    return [row.name for row in report(model).left_alone if row.detail.startswith(HIGH)]
 
 
 class Bottleneck(nn.Module):
@@ -98,7 +99,7 @@ def test_bert():
         model = hf.BertForMaskedLM(hf.BertConfig(**sizes, vocab_size=64))
     assert find_blocks(model) == [f"bert.encoder.layer.{i}" for i in range(5)]
     convert(model, recipe="te_nvfp4")
-    alone = {row.name for row in report(model).left_alone if row.detail == "the recipe leaves it in high precision"}
+    alone = {row.name for row in report(model).left_alone if row.detail.startswith(HIGH)}
     assert {name for name in alone if ".layer." in name} == {
         f"bert.encoder.layer.4.{part}"
         for part in ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
@@ -163,7 +164,7 @@ def converted(model):
 def test_the_head_stays_in_high_precision(tied):
     model = fmtsim.convert(Headed(tied), "mu_s")
     assert converted(model) == [f"blocks.{i}.0" for i in range(4)]
-    assert "the recipe leaves it in high precision" in str(fmtsim.report(model))
+    assert f"{HIGH}: head" in str(fmtsim.report(model))
     assert not tied or model.head.weight is model.embedding.weight
 
 
@@ -179,3 +180,29 @@ def test_no_recipe_touches_an_embedding(name):
     fmtsim.convert(model, name, generator=0, total_steps=10)
     assert type(model.embedding) is nn.Embedding
     assert torch.equal(model.embedding.weight, before)
+
+
+def test_a_share_that_rounding_up_doubles_is_said_before_anything_changes():
+    def tower(blocks):
+        return nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(blocks)])
+
+    small = tower(2)
+    with pytest.raises(
+        CoverageWarning, match=r"te_nvfp4 leaves the last 15% of the blocks in high precision, which is 1 of 2 in Sequ"
+    ):
+        convert(small, recipe="te_nvfp4")
+    assert type(small[0][0]) is nn.Linear
+    convert(tower(4), recipe="te_nvfp4")  # a quarter
+    whole = get_recipe("te_nvfp4_all").linear
+    convert(small, recipe=Recipe(name="r", linear=whole, rules=(Rule(last_blocks=0.15, use=LINEAR),)))
+
+
+@pytest.mark.parametrize(
+    ("name", "high"),
+    [("gate", True), ("router", True), ("shared_expert_gate", True), ("gate_proj", False), ("navigate", False)],
+)
+def test_deepseek_leaves_gating_in_high_precision(name, high):
+    mlp = nn.ModuleDict({name: nn.Linear(128, 128), "other": nn.Linear(128, 128)})
+    model = convert(nn.ModuleDict({"mlp": mlp, "head": nn.Linear(128, 128)}), recipe="deepseek_v3")
+    assert (type(mlp[name]) is nn.Linear) == high and type(model["head"]) is nn.Linear
+    assert isinstance(mlp["other"], EmulatedModule)

@@ -87,7 +87,7 @@ def test_every_way_to_multiply_with_a_weight_is_counted_once(way):
     assert (found.simulated, found.total) == (6 * 32 * 32, 6 * 32 * 32 + expected) and not found.estimated
     (row,) = found.raw
     assert (row.layer, row.parameter, row.multiply_adds) == ("", "w", expected)
-    assert row.share == expected / found.total and row.reason in ("filter_fn said no", "no emulated form of Raw")
+    assert row.share == expected / found.total and row.reason in ("filter_fn leaves it out", "no emulated form of Raw")
 
 
 @LEFT
@@ -190,7 +190,7 @@ def test_a_read_outside_of_a_layers_forward_is_seen():
     assert report(model, (tokens, tokens)).coverage.share == 1.0
     convert(revert(model), recipe="te_current", filter_fn=lambda module, name: isinstance(module, nn.Linear))
     (row,) = report(model, (tokens, tokens)).coverage.raw
-    assert (row.layer, row.share, row.reason) == ("embedding", 1 / 7, "filter_fn said no")
+    assert (row.layer, row.share, row.reason) == ("embedding", 1 / 7, "filter_fn leaves it out")
 
 
 class Shared(nn.Module):
@@ -212,7 +212,8 @@ class Shared(nn.Module):
 def test_a_shared_weight_is_told_by_who_reads_it():
     model = convert(Shared(), recipe="te_current", filter_fn=lambda module, name: name == "head")
     assert {row.layer: row.reason for row in report(model, X).coverage.raw} == {
-        "a": "filter_fn said no", "b": "filter_fn said no", "head": "its weight is read outside of its own forward",
+        "a": "filter_fn leaves it out", "b": "filter_fn leaves it out",
+        "head": "its weight is read outside of its own forward",
     }  # fmt: skip
 
 
@@ -222,7 +223,7 @@ def test_an_attention_that_was_left_gives_its_reason_for_both_projections():
     for found in (report(model, X[None]), report(model)):
         names = [(row.name, row.reason) for row in found.coverage.raw]
         parts = ("self_attn.in_proj_weight", "self_attn.out_proj")
-        assert names == [(f"1.{part}", "filter_fn said no") for part in parts]
+        assert names == [(f"1.{part}", "filter_fn leaves it out") for part in parts]
 
 
 class Careful(Raw):
@@ -257,7 +258,7 @@ def test_the_summary_names_recipe_machine_left_and_guesses():
     found = report(model, normal(80, 48, seed=1).bfloat16(), tokens=80)
     assert found.summary == (
         "x mxfp8_e4m3, w mxfp8_e4m3, g mxfp8_e4m3 on b200: 50.0 % of weight multiply-adds simulated (forward and "
-        "backward); left: 1 50.0 % (filter_fn said no); "
+        "backward); left: 1 50.0 % (filter_fn leaves it out); "
         f"{sum(row.basis == 'guess' for row in found.products)} of 3 products by a guess"
     )
     assert found.summary in str(found) and found.summary != report(model).summary
@@ -276,14 +277,16 @@ def test_a_recipe_that_quantises_the_forward_pass_alone_says_so():
 def test_shares_and_groups_in_words():
     assert [percent(n, 3000) for n in (0, 1, 3, 2999, 3000)] == ["0 %", "below 0.1 %", "0.1 %", "99.9 %", "100 %"]
     rows = [
-        RawWeight(layer=f"layers.{i}.{name}", parameter="weight", multiply_adds=n, share=n / 200, reason="r")
-        for n, name in ((30, "a"), (10, "b"), (5, "c"), (3, "d"), (1, "e"), (1, "f"))
+        RawWeight(layer=f"layers.{i}.{name}", parameter="weight", multiply_adds=n, share=n / 200, reason=why)
+        for n, name, why in ((30, "a", "r"), (10, "b", "r"), (5, "c", "s"), (3, "d", "r"), (1, "e", "r"), (1, "f", "t"))
         for i in range(2)
     ]
-    left = Coverage(total=200, simulated=100, backward=200, raw=tuple(rows)).left()
-    assert left == (
-        "layers.*.a 30.0 % (r), layers.*.b 10.0 % (r), layers.*.c 5.0 % (r), layers.*.d 3.0 % (r), 2 others 2.0 %"
+    left = Coverage(total=200, simulated=100, backward=200, raw=tuple(rows)).left
+    assert (
+        left()
+        == "layers.*.a, layers.*.b, layers.*.d, layers.*.e 44.0 % (r), layers.*.c 5.0 % (s), layers.*.f 1.0 % (t)"
     )
+    assert left(2) == "layers.*.a, layers.*.b and 2 others 44.0 % (r), layers.*.c 5.0 % (s), others 1.0 %"
     assert report(nn.Sequential(nn.ReLU()), X).summary.endswith("no product with a weight in this batch")
 
 
@@ -298,7 +301,7 @@ def test_convert_logs_the_line_and_warns_of_what_nobody_left_out(caplog):
         model = convert(gpt(), recipe="te_current")
     assert caplog.messages == [report(model).summary]
     with pytest.warns(
-        CoverageWarning, match=r"convert leaves 66.6 % of .* Sequential as they are, .* 1.weight_ih 33.3"
+        CoverageWarning, match=r"convert leaves 66.6 % of .* Sequential as they are, .* 1.weight_ih, 1.weight_hh 66.6"
     ):
         convert(nn.Sequential(nn.Linear(32, 32), nn.RNNCell(32, 32)), recipe="te_current")
     convert(

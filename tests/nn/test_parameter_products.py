@@ -251,14 +251,15 @@ def test_rules_filters_and_heads():
     rules = (Rule(head=True), Rule(name=r"experts\.down$", use=half), Rule(name="proj$"), Rule(first_blocks=1))
     model = convert(Model(), Recipe(name="r", linear=CURRENT, rules=rules))
     found = details(model)
-    assert found["embedding"] == found["blocks.1.proj"] == (False, "the recipe leaves it in high precision")
+    assert found["embedding"] == (False, "the recipe leaves it in high precision: head")
+    assert found["blocks.1.proj"] == (False, "the recipe leaves it in high precision: name ~ proj$")
     assert found["blocks.0.experts"] == (True, f"any products with its own down, emulated: {half}")
     assert found["blocks.1.experts"][1].split("; any ") == [
         f"any products with its own gate_up, emulated: {CURRENT}", f"products with its own down, emulated: {half}"
     ]  # fmt: skip
     chosen = convert(Model(), config=CURRENT, filter_fn=lambda module, name: name == "blocks.1.experts")
     assert [row.name for row in report(chosen).converted] == ["blocks.1.experts"]
-    assert details(chosen)["blocks.0.proj"] == (False, "filter_fn said no")
+    assert details(chosen)["blocks.0.proj"] == (False, "filter_fn leaves it out")
     named = convert(Model(), config=lambda name: CURRENT if name == "blocks.0.experts.gate_up" else None)
     assert [row.name for row in report(named).converted] == ["blocks.0.experts"]
     with pytest.raises(ArgumentError, match=r"'blocks.0.experts.fmtsim_products.down' is converted already"):

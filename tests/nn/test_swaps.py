@@ -64,7 +64,7 @@ def test_report_shows_attention_and_replacements():
     rows = {row.name: row for row in report(model).rows}
     assert rows["blocks.0.attention"].converted and rows["blocks.0.attention"].type == "Attention"
     assert rows["blocks.0.attention"].detail == f"attention: {FA3.attention}"
-    assert not rows["blocks.1.attention"].converted and rows["blocks.1.attention"].detail == "filter_fn said no"
+    assert not rows["blocks.1.attention"].converted and rows["blocks.1.attention"].detail == "filter_fn leaves it out"
     assert rows["blocks.0.attention.qkv"].converted and "attention" not in rows["blocks.0.attention.qkv"].detail
     revert(model)
     assert "blocks.0.attention" not in {row.name for row in report(model).rows}
@@ -213,7 +213,7 @@ def test_a_module_that_names_the_function_is_found():
          r"named like attention .*; convert with dataclasses.replace\(recipe, attention=None\)"),
         (gpt, {"recipe": BOTH, "filter_fn": lambda m, n: isinstance(m, nn.Linear)},
          r"attention= of recipe 'both' finds nothing to replace in GPT \(blocks.0.attention, blocks.1.attention: "
-         "filter_fn said no"),
+         "filter_fn leaves it out"),
         (gpt, {"recipe": SMOOTH},
          r"replace\[0\] of recipe 'smooth' .* finds nothing to replace in GPT: it looks for modules with linear "
          r"gate_proj, up_proj, down_proj and act_fn=SiLU; .* Replacement\(optional=True\)"),

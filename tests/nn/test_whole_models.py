@@ -77,7 +77,7 @@ def cnn():
 def test_a_cnn_learns_under_a_recipe(name):
     model = convert(cnn(), recipe=name, generator=1)
     assert sum(isinstance(m, EmulatedConv2d) for m in model) == 2 and isinstance(model[5], EmulatedLinear) == (
-        name != "fp4_ms"  # the head
+        name not in ("fp4_ms", "deepseek_v3")  # the head
     )
     x, y = normal(16, 4, 8, 8, seed=2), torch.arange(16) % 8
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)

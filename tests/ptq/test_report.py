@@ -65,7 +65,7 @@ def test_the_report_says_what_stayed_and_what_came_along():
     assert [row.name for row in report.rows] == ["head"] and report.tied == (("words", "head"),)
     assert dict(report.left) == {
         "places": "no emulated form of Embedding",
-        "up": "the recipe leaves it in high precision",
+        "up": "the recipe leaves it in high precision: name ~ up",
         "back": "depthwise: a sum for each channel, which libraries run as no matrix product",
     }
     text = str(report)

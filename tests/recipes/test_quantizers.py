@@ -174,7 +174,7 @@ def test_stochastic_gradients_of_intel_2t_and_mxfp4():
 def test_deepseeks_layers_behind_attention(operand):
     """Power-of-two scales; inputs kept in E5M6 by 1x128 along the features, then cast again along tokens."""
     x = matrix(256, 128)
-    found = made("deepseek_v3", operand, x, rule=0)
+    found = made("deepseek_v3", operand, x, rule=2)
     if operand == "x_w":
         kept = oracle.deepseek(x, (128, 1), True, "e5m6", top_of("e5m6"))[2]
         check(found, oracle.deepseek(kept, (1, 128), True))

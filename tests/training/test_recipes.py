@@ -78,6 +78,7 @@ def test_wrong_options_fail_before_training(words, said, text, tmp_path, capsys)
     assert said in capsys.readouterr().err and not out.exists()
 
 
+@pytest.mark.filterwarnings("ignore:recipe .* leaves the last 15% of the blocks")
 def test_a_schedule_switches_in_the_last_steps(text):
     """Of 10 steps the last two run in high precision: equal losses before."""
     corpus = load_corpus(text, 16)

@@ -134,7 +134,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_still_drawn(tmp_path, cor
     line = (
         "x e4m3_tensor, w e4m3_tensor, g e5m2_tensor: 42.8 % of weight multiply-adds simulated (forward and backward)"
     )
-    line += "; left: embedding 57.1 % (filter_fn said no)"
+    line += "; left: embedding 57.1 % (filter_fn leaves it out)"
     assert shown.getvalue() == f"{line}\n{run.label}: stopped, {run.stopped}\n" and run.report.summary == line
     assert math.isnan(run.final_loss) and math.isnan(run.validation) and run.observed == 1
     base = Run(label="fp32", losses=[3.0, 2.0, 1.0], validation=1.0)
