@@ -5,6 +5,7 @@ the arguments of torch's function. It returns that function's result, or None wh
 tensor with one matrix, or with one of a stack for each of its rows.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,21 @@ from torch import Tensor
 
 Multiply = Callable[..., Tensor]  # x [..., K], w [N, K] and a bias [N] to x w^T + bias
 Find = Callable[[Any], Multiply | None]
+
+
+def named(rule: Callable[..., Tensor | None], *names: str) -> Callable[..., Tensor | None]:
+    """Return a function that takes tensors by torch's names, too; with other options, such as out=, it returns None."""
+    allowed = {*names, *inspect.signature(rule).parameters}
+
+    def called(find: Find, *args: Any, **kwargs: Any) -> Tensor | None:
+        if not kwargs:
+            return rule(find, *args)
+        if not allowed.issuperset(kwargs):
+            return None
+        given = [kwargs[name] for name in names[len(args) :] if name in kwargs]
+        return rule(find, *args, *given, **{name: kwargs[name] for name in kwargs if name not in names})
+
+    return called
 
 
 def linear(find: Find, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fmtsim.dispatch import OwnMode
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.nn.attention import multi_head
-from fmtsim.nn.contractions import Multiply, einsum, grouped, linear, matmul, reflected, with_sum
+from fmtsim.nn.contractions import Multiply, einsum, grouped, linear, matmul, named, reflected, with_sum
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.own_products import Own, names_groups, writers
 from fmtsim.recipes.plan import LayerPlan
@@ -99,15 +99,15 @@ class ParameterMode(OwnMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace products; follow views."""
         kwargs = {} if kwargs is None else kwargs
-        if func in _MULTIPLIES and "out" not in kwargs:
+        if func in _MULTIPLIES:
             y = _MULTIPLIES[func](self._find, *args, **kwargs)
             if y is not None:
                 if not torch.compiler.is_compiling():
                     repeat_under(self._module, partial(ParameterMode, self._module))
                 return y
-            self._leave(func, args)
+            self._leave(func, args, kwargs)
         elif func in _UNKNOWN:
-            self._leave(func, args)
+            self._leave(func, args, kwargs)
         elif func is F.multi_head_attention_forward:  # torch runs it as a whole, without asking about what it calls
             with self:
                 return _MULTI_HEAD(*args, **kwargs)
@@ -123,11 +123,11 @@ class ParameterMode(OwnMode):
         found = self._known.get(t)
         return found if found is not None or t._base is None else self._known.get(t._base)
 
-    def _leave(self, func: Any, args: Any) -> None:
+    def _leave(self, func: Any, args: Any, kwargs: Any) -> None:
         """Remember what is not emulated, for the report."""
         if torch.compiler.is_compiling():
             return
-        for t in args:
+        for t in (*args, *kwargs.values()):
             found = self._find(t)
             module = None if found is None else found.args[0]  # type: ignore[attr-defined]
             if isinstance(module, ParameterProduct) and func.__name__ not in module.left:
@@ -139,10 +139,18 @@ def _gemm(module: EmulatedModule, x: Tensor, w: Tensor, bias: Tensor | None = No
 
 
 _MULTI_HEAD: Final = multi_head()
+_RULES: Final = (
+    ("matmul", named(matmul, "input", "other")),
+    ("mm", named(matmul, "input", "mat2")),
+    ("bmm", named(matmul, "input", "mat2")),
+    ("mv", named(matmul, "input", "vec")),
+    ("addmm", named(with_sum, "input", "mat1", "mat2")),
+    ("baddbmm", named(with_sum, "input", "batch1", "batch2")),
+)
 _MULTIPLIES: Final[dict[Any, Callable[..., Tensor | None]]] = {
-    F.linear: linear, torch.einsum: einsum, torch.Tensor.__rmatmul__: reflected, torch._grouped_mm: grouped,
-    **{getattr(at, name): matmul for name in ("matmul", "mm", "bmm", "mv") for at in (torch, Tensor)},
-    **{getattr(at, name): with_sum for name in ("addmm", "baddbmm") for at in (torch, Tensor)},
+    F.linear: named(linear, "input", "weight", "bias"), torch.einsum: einsum, torch.Tensor.__rmatmul__: reflected,
+    torch._grouped_mm: named(grouped, "input", "mat2"),
+    **{getattr(at, name): rule for name, rule in _RULES for at in (torch, Tensor)},
 }  # fmt: skip
 _UNKNOWN: Final = frozenset(
     {F.bilinear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,

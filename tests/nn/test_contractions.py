@@ -33,6 +33,8 @@ SINGLE = {
     "inner": lambda x, w: torch.einsum("btgj,ogj->bto", x.unflatten(-1, (2, 8)), w.unflatten(-1, (2, 8))),
     "broadcast": lambda x, w: torch.matmul(x, w.mT[None]),
     "gathered": lambda x, w: F.linear(x, w[torch.arange(32)]),
+    "by name": lambda x, w: torch.addmm(input=torch.zeros(32), mat2=w.T, mat1=x.flatten(0, 1)).unflatten(0, (3, 8)),
+    "some by name": lambda x, w: torch.matmul(x, other=w.T),
 }
 STACK = {
     "loop": lambda x, w: torch.stack([F.linear(x[e], w[e]) for e in range(3)]),
@@ -41,6 +43,7 @@ STACK = {
     "unbound": lambda x, w: torch.stack([x[e] @ each.T for e, each in enumerate(w.unbind())]),
     "bmm": lambda x, w: torch.bmm(x, w.transpose(1, 2)),
     "baddbmm": lambda x, w: torch.baddbmm(torch.zeros(1), x, w.mT, alpha=1),
+    "by name": lambda x, w: torch.zeros(1).baddbmm(batch1=x, batch2=w.mT, beta=1, alpha=1),
     "matmul": lambda x, w: x @ w.mT,
     "left": lambda x, w: (w @ x.mT).mT,
     "einsum": lambda x, w: torch.einsum("eti,eoi->eto", x, w),

@@ -239,11 +239,12 @@ def test_what_stays_is_said():
             self.w = nn.Parameter(torch.ones(4, 4))
 
         def forward(self, x):
-            return torch.tensordot(x, self.w, 1) + self.w.mm(self.w) + x @ self.w
+            named = torch.matmul(input=x, other=self.w.detach(), out=torch.empty(4, 4))
+            return torch.tensordot(x, self.w, 1) + self.w.mm(self.w) + x @ self.w + named
 
     model = convert(Odd(), config=CURRENT)
     model(torch.ones(4, 4))
-    assert details(model)["(model)"][1].endswith("; w in tensordot, mm: not emulated")
+    assert details(model)["(model)"][1].endswith("; w in matmul, tensordot, mm: not emulated")
 
 
 def test_rules_filters_and_heads():
