@@ -158,4 +158,27 @@ def contract(multiply: Multiply, x: Tensor, w: Tensor, of_x: str, of_w: str, of_
     else:
         x, w = x.flatten(0, len(stack) - 1), w.flatten(0, len(stack) - 1)
         y = torch.stack([multiply(x[i], w[i]) for i in range(len(w))])
-    return y.reshape([sizes[c] for c in made]).permute([made.index(c) for c in of_y])
+    y, order = y.reshape([sizes[c] for c in made]), [made.index(c) for c in of_y]
+    if torch.compiler.is_dynamo_compiling() and order != sorted(order):
+        return _Permuted.apply(y, order)  # type: ignore[no-any-return, no-untyped-call]
+    return y.permute(order)
+
+
+class _Permuted(torch.autograd.Function):
+    """Permute dimensions in compiled code; the gradient is laid out anew.
+
+    Torch's compilers are mistaken about how some gradients lie (that of softplus, in torch 2.13), and a layer takes
+    its gradient for a matrix.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, order: list[int]) -> Tensor:
+        """Return a view."""
+        ctx.order = order
+        return y.permute(order)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Return the gradient in the dimensions of y."""
+        order = ctx.order
+        return g.permute([order.index(i) for i in range(len(order))]).clone(memory_format=torch.contiguous_format), None

@@ -18,9 +18,9 @@ from torch.nn.utils import parametrize
 from fmtsim.dispatch import constant_in_graphs
 from fmtsim.nn.modules import EmulatedModule, emulated_class
 
-_VERBS: Final = frozenset(
-    {"linear", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "einsum", "grouped_mm", "_grouped_mm"}
-    | {"multi_head_attention_forward"}
+_GROUPED: Final = frozenset({"grouped_mm", "_grouped_mm"})
+_VERBS: Final = _GROUPED | frozenset(
+    {"linear", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "einsum", "multi_head_attention_forward"}
 )
 _FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LISTS: Final = (nn.ParameterList, nn.ParameterDict)
@@ -160,7 +160,7 @@ def _writes(module: nn.Module) -> bool:
 @constant_in_graphs
 def names_groups(module: nn.Module) -> bool:
     """Say whether a module's own code names ``grouped_mm``."""
-    return not _names(type(module)).isdisjoint(("grouped_mm", "_grouped_mm"))  # type: ignore[arg-type]
+    return not _names(type(module)).isdisjoint(_GROUPED)  # type: ignore[arg-type]
 
 
 def _of_torch(value: Any) -> bool:
@@ -174,14 +174,20 @@ def _reads(module: nn.Module, attribute: str) -> bool:
 @lru_cache(maxsize=1024)
 def _names(cls: type[nn.Module]) -> frozenset[str]:
     """Return all names in the code of a class's forward and in the functions that it names, outside of torch."""
+    return _reached(cls, [vars(base).get("forward") for base in cls.__mro__ if base is not nn.Module])
+
+
+def _reached(cls: type[nn.Module], todo: list[Any]) -> frozenset[str]:
+    """Return all names in the code of functions and in those that they name; ``cls`` has the methods."""
     names, seen = set[str](), set[CodeType]()
-    todo: list[Any] = [vars(base).get("forward") for base in cls.__mro__ if base is not nn.Module]
     while todo:
         function: Any = todo.pop()
         function = function.fget if isinstance(function, property) else function
-        if isinstance(function, Mapping):  # a table of functions may hold any
-            table = any(callable(value) and not _of_torch(value) for value in function.values())
-            names.update(("matmul", "grouped_mm") if table else ())
+        if isinstance(function, Mapping):  # a table of functions, to which others may be added
+            held = [value for value in function.values() if callable(value) and not _of_torch(value)]
+            known = all(isinstance(value, FunctionType) for value in held)
+            names.update(("matmul",) if held else ())
+            names.update(_GROUPED & _reached(cls, held) if known else _GROUPED)
         if not isinstance(function, FunctionType) or function.__code__ in seen:
             continue
         seen.add(function.__code__)

@@ -2,7 +2,7 @@
 
     python -m tests.support.architectures
 
-writes the table there anew; it needs ``pip install transformers``.
+writes the table there anew; it needs ``pip install transformers peft``.
 """
 
 import warnings
@@ -63,12 +63,15 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
                 _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}, ("ids",)),
     "DeepSeek-V3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", _WIDE | {"num_key_value_heads": 4} | _LATENT,
                     ("ids",)),
+    "Llama with LoRA": ("LlamaForCausalLM", "LlamaConfig", _GROUPED, ("ids",)),
 }  # fmt: skip
+_ADAPTED = {"Llama with LoRA": ["q_proj", "v_proj", "down_proj"]}  # by adapters of PEFT, the rest frozen
+_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
 _INPUTS = {"ids": "input_ids", "decoder": "decoder_input_ids", "images": "pixel_values", "sound": "input_features"}
 
 
-def architecture(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Return a tiny model and a batch; raise ImportError where transformers is not installed."""
+def architecture(name: str, layers: int = 2) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return a tiny model and a batch; raise ImportError where transformers or PEFT is not installed."""
     model, config, arguments, inputs = ARCHITECTURES[name]
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, 511, (2, 32), generator=generator)
@@ -80,9 +83,21 @@ def architecture(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
         transformers.logging.set_verbosity_error()
         torch.manual_seed(0)
-        return getattr(transformers, model)(getattr(transformers, config)(**arguments)), {
-            _INPUTS[key]: made[key] for key in inputs
-        }
+        built = getattr(transformers, model)(getattr(transformers, config)(**_deep(arguments, layers)))
+        if name in _ADAPTED:
+            import peft
+
+            built = peft.get_peft_model(built, peft.LoraConfig(r=8, target_modules=_ADAPTED[name]))
+        return built, {_INPUTS[key]: made[key] for key in inputs}
+
+
+def _deep(arguments: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Return the arguments of a config for another number of layers; of one, experts are in the first."""
+    if layers == 2:
+        return arguments
+    parts = {key: _deep(value, layers) if isinstance(value, dict) else value for key, value in arguments.items()}
+    parts |= {key: layers for key in _DEPTHS if key in parts}
+    return parts | ({"first_k_dense_replace": 0} if "first_k_dense_replace" in parts else {})
 
 
 def coverage(name: str) -> Coverage:
