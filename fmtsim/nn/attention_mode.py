@@ -165,12 +165,17 @@ def check_attentions(chosen: list[tuple[str, nn.Module]]) -> None:
     for name, module in chosen:
         if ATTENTION in module.__dict__:
             raise ArgumentError(f"the attention of {name!r} is converted already; call revert_attention(model) first")
-        runs = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
-        if isinstance(runs, str) and runs != "sdpa":
-            raise ArgumentError(
-                f"the attention of {name!r} runs attn_implementation={runs!r}, which does not call "
-                f"{_FUNCTION}; build the model with attn_implementation='sdpa'"
-            )
+        check_kind_of_attention(name, module)
+
+
+def check_kind_of_attention(name: str, module: nn.Module) -> None:
+    """Raise ArgumentError for a module of Hugging Face whose attention does not call torch's function."""
+    runs = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
+    if isinstance(runs, str) and runs != "sdpa" and _attends(module):
+        raise ArgumentError(
+            f"the attention of {name!r} runs attn_implementation={runs!r}, which does not call "
+            f"{_FUNCTION}; build the model with attn_implementation='sdpa'"
+        )
 
 
 def attach(

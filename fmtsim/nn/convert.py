@@ -155,7 +155,7 @@ def convert(
         _emulate(module, name, layer_plan, keys, total_steps)
     attach_products(model, products, keys, total_steps)
     if swaps is not None:
-        swaps.apply(keys)
+        swaps.apply(model, keys)
     _note(model, named, total_steps, reasons, swaps)
     _pause_fused(model)
     if any(layer_plan.scheduled for _, _, layer_plan in (*layers, *products)):

@@ -6,20 +6,17 @@ stack, experts that were picked) counts as the Parameter.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.gemm.layers.operand import is_untouched
-from fmtsim.nn.attention_mode import ATTENTION
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.planning import NO_CONFIG, why_not
 from fmtsim.nn.swaps import FILTERED
@@ -38,9 +35,9 @@ def is_meant(reason: str) -> bool:
 
 
 class Count(TorchDispatchMode):
-    """Count the products of a forward pass that read a Parameter of a model."""
+    """Count the products of a forward pass that read a Parameter of a model; ``running`` are the modules that run."""
 
-    def __init__(self, model: nn.Module, reasons: Mapping[str, str]) -> None:
+    def __init__(self, model: nn.Module, reasons: Mapping[str, str], running: list[nn.Module]) -> None:
         super().__init__()
         self.simulated = self.backward = 0
         self.uncounted: set[str] = set()
@@ -48,7 +45,7 @@ class Count(TorchDispatchMode):
         self._raw: Counter[tuple[str, str, str]] = Counter()
         self._attention = projections(model)
         self._names = {module: name for name, module in model.named_modules()}
-        self._stack: list[nn.Module] = []
+        self._stack = running
         self._stored: dict[int, list[tuple[int, int, list[Place]]]] = {}
         self._made: dict[int, tuple[StorageWeakRef, list[Place]]] = {}  # what was computed of Parameters alone
         for module, name in self._names.items():
@@ -81,21 +78,6 @@ class Count(TorchDispatchMode):
     def rows(self) -> list[tuple[str, str, int, str]]:
         """Return module, parameter, multiply-adds and reason of what was not simulated."""
         return [(name, parameter, count, reason) for (name, parameter, reason), count in self._raw.items()]
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Know which module runs."""
-        before = hooks.register_module_forward_pre_hook(lambda module, _: self._stack.append(module))
-        after = hooks.register_module_forward_hook(lambda *_: self._leave(), always_call=True)
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
-
-    def _leave(self) -> None:
-        if self._stack:
-            self._stack.pop()
 
     def _note(self, places: list[Place], count: int, reason: str | None) -> None:
         """Add a raw product to the weight it reads: of several names the one of the module that runs."""
@@ -216,27 +198,6 @@ def _storage(t: Tensor) -> int | None:
         return t.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return None
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run something without gradients, by operators that can be counted; then put buffers and random states back."""
-    buffers = [(b, b.clone()) for b in model.buffers()]
-    found = [getattr(m.__dict__.get("emulation"), "generator", None) for m in model.modules()]
-    found += [m.__dict__[ATTENTION].call.generator for m in model.modules() if ATTENTION in m.__dict__]
-    states = [(g, g.get_state()) for g in {id(g): g for g in found if isinstance(g, torch.Generator)}.values()]
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    fast = torch.backends.mha.get_fastpath_enabled()
-    with torch.random.fork_rng(devices), torch.no_grad():
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
-            for generator, state in states:
-                generator.set_state(state)
-            for buffer, value in buffers:
-                buffer.resize_(value.shape).copy_(value)
 
 
 def plain_products(config: LinearConfig) -> dict[str, int]:

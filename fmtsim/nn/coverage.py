@@ -13,11 +13,13 @@ from fmtsim.errors import ArgumentError, shown
 from fmtsim.gemm.layers.config import PRODUCTS
 from fmtsim.gemm.layers.linear import watched_layers
 from fmtsim.gemm.products.resolver import recorded_calls
-from fmtsim.nn.counting import Count, plain_products, projections, reason_of, undisturbed
+from fmtsim.nn.counting import Count, plain_products, projections, reason_of
+from fmtsim.nn.dry_run import running_modules, undisturbed
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.own_products import own_matrices
 from fmtsim.nn.parameter_products import ParameterProduct, own_products
 from fmtsim.nn.planning import why_not
+from fmtsim.nn.scaled_model import is_untraced
 
 _ADDED = re.compile("embed|position|token|^pos_|_pos$")  # names of Parameters that nobody multiplies with
 
@@ -195,9 +197,13 @@ def measured(model: nn.Module, batch: Any, reasons: Mapping[str, str]) -> Covera
             f"batch={shown(batch)} is no batch; pass a tensor, a tuple of arguments or a dict of keywords of the "
             "model, and numbers of rows as tokens="
         )
-    count = Count(model, reasons)
-    with undisturbed(model), watched_layers(count.layer), recorded_calls(), count.named(), count:
-        call()
+    with undisturbed(model):
+        if is_untraced(model):
+            call()
+        with running_modules() as running:
+            count = Count(model, reasons, running)
+            with watched_layers(count.layer), recorded_calls(), count:
+                call()
     return _coverage(count.simulated, count.backward, count.rows(), uncounted=tuple(sorted(count.uncounted)))
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +17,7 @@ from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.gemm.layers.passes import Observer
 from fmtsim.gemm.layers.product import wide_dtype
 from fmtsim.nn.sizes import size_fault
+from fmtsim.nn.unit_scaling import Factors, scaled_product
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.scaling.history import DelayedScale, FrozenScale, RememberedScale, StoredScale
 from fmtsim.scaling.repeats import Calls
@@ -40,6 +41,7 @@ class Emulation:
         products: Those of the config in force.
         draws: States of the generator that calls under activation checkpointing began with.
         stepped: Whether ``fmtsim.set_step`` was called.
+        factors: What multiplies products and gradients, where a recipe scales the model; None is nothing.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Emulation:
     products: dict[str, Layer] = dataclasses.field(default_factory=dict)
     draws: Calls[Tensor] = dataclasses.field(default_factory=Calls, compare=False)
     stepped: bool = False
+    factors: Factors | None = None
 
     def run(self, config: LinearConfig) -> None:
         """Take a config into force, one of those that ``layers`` has."""
@@ -68,7 +71,9 @@ class Emulation:
             kind: Layer(change(kind.split(" ")[0], layer.config), layer.generator, layer.state)
             for kind, layer in self.products.items()
         }
-        return Emulation(name=self.name, config=self.config, generator=self.generator, products=products)
+        return Emulation(
+            name=self.name, config=self.config, generator=self.generator, products=products, factors=self.factors
+        )
 
 
 class EmulatedModule(nn.Module):
@@ -107,6 +112,11 @@ class EmulatedModule(nn.Module):
                 f"{type(self).__name__} has no LinearConfig; "
                 f"make it from {self.original_class.__name__} with fmtsim.convert"
             )
+        if how.factors is not None:
+            return scaled_product(partial(self._gemm, how, part), x, w, bias, how.factors(x, w))
+        return self._gemm(how, part, x, w, bias)
+
+    def _gemm(self, how: Emulation, part: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         if how.observer is not None and torch.compiler.is_compiling():
             raise ArgumentError(
                 "fmtsim.observe does not see into compiled code; observe the model that was given to torch.compile"

@@ -21,6 +21,7 @@ from fmtsim.nn.attention import multi_head
 from fmtsim.nn.contractions import Multiply, einsum, grouped, linear, matmul, named, reflected, with_sum
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.own_products import Own, names_groups, writers
+from fmtsim.nn.wrapped import unwrap, wrap
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.scaling.repeats import repeat_under
 
@@ -99,6 +100,8 @@ class ParameterMode(OwnMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace products; follow views."""
         kwargs = {} if kwargs is None else kwargs
+        if func is Tensor.unflatten:  # torch.compile cannot trace this method under a mode around this one
+            func = torch.unflatten
         if func in _MULTIPLIES:
             y = _MULTIPLIES[func](self._find, *args, **kwargs)
             if y is not None:
@@ -180,8 +183,7 @@ def attach_products(
         own.module.add_module(PRODUCTS, nn.ModuleDict(own_products(own.module) | {own.parameter: made}))
     for module, read in writers(model, [own for _, own, _ in chosen]).items():
         module.__dict__[READS] = read
-        module.__dict__[FORWARD] = module.__dict__.get("forward")
-        module.__dict__["forward"] = partial(_multiplying, module)
+        wrap(module, FORWARD, _multiplying)
 
 
 def detach_products(model: nn.Module) -> None:
@@ -190,12 +192,7 @@ def detach_products(model: nn.Module) -> None:
         if READS not in module.__dict__:
             continue
         del module.__dict__[READS]
-        forward = module.__dict__["forward"]
-        if isinstance(forward, partial) and forward.func is _multiplying:  # else attention was converted later
-            own = module.__dict__.pop(FORWARD)
-            del module.__dict__["forward"]
-            if own is not None:
-                module.__dict__["forward"] = own
+        unwrap(module, FORWARD)
     for module in list(model.modules()):
         module._modules.pop(PRODUCTS, None)
 
@@ -206,11 +203,9 @@ def own_products(module: nn.Module) -> dict[str, ParameterProduct]:
     return {} if made is None else dict(made.items())
 
 
-def _multiplying(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _multiplying(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a module's forward with the products that it writes emulated."""
-    own = module.__dict__[FORWARD]
-    forward = partial(type(module).forward, module) if own is None else own
-    if READS not in module.__dict__:
+    if READS not in module.__dict__:  # reverted
         return forward(*args, **kwargs)
     if "torch._dynamo" in sys.modules and names_groups(module):  # the compiler does not ask modes about grouped_mm
         return torch._dynamo.disable(_run)(module, forward, *args, **kwargs)

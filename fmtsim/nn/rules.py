@@ -108,6 +108,11 @@ class Selector:
             return False
         return place < _number(rule.first_blocks, count) or place >= count - _number(rule.last_blocks, count)
 
+    @property
+    def heads(self) -> list[nn.Module]:
+        """The layers that make logits."""
+        return [self._own[name].module if name in self._own else self._layers[name] for name in self._heads]
+
     def _find_heads(self) -> set[str]:
         """Return the names of the last linear layer and of those that share its weight, unless it is in a block.
 

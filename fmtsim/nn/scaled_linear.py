@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from fmtsim.arguments import check_features
 from fmtsim.errors import ArgumentError
 from fmtsim.nn.modules import EmulatedModule, register_emulated
-from fmtsim.nn.unit_scaling import linear_factors, scale_backward, scale_forward
+from fmtsim.nn.scaled_operations import SCALED, ScaledModel
+from fmtsim.nn.unit_scaling import Factors, scaled_product
 from fmtsim.records import checked
 
 
@@ -22,43 +23,39 @@ class ScaledLinear(nn.Linear):
     w's factor.
     """
 
+    rule: ClassVar[Factors]
+
+    def factors(self, x: Tensor) -> tuple[float, float, float]:
+        """Return the factors of the output, of x's gradient and of w's gradient."""
+        return self.rule(x, self.weight)
+
     def reset_parameters(self) -> None:
         """Draw the weight from the standard normal distribution."""
         nn.init.normal_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def factors(self, x: Tensor) -> tuple[float, float, float]:
-        """Return the factors of the output, of x's gradient and of w's gradient."""
-        raise NotImplementedError
-
-    def product(self, x: Tensor, w: Tensor) -> Tensor:
-        """Return ``x w^T``."""
-        return F.linear(x, w)
+    def product(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        """Return ``x w^T + bias``."""
+        y = F.linear(x, w)
+        return y if bias is None else y + bias.to(y.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``[..., out_features]`` from ``[..., in_features]``."""
         check_features(input, self.weight)
-        out, of_x, of_w = self.factors(input)
-        y = self.product(scale_backward(input, of_x), scale_backward(self.weight, of_w))
-        y = y if self.bias is None else y + scale_backward(self.bias, of_w).to(y.dtype)
-        return scale_forward(y, out)
+        return scaled_product(self.product, input, self.weight, self.bias, self.factors(input))
 
 
 class UnitLinear(ScaledLinear):
     """Apply a unit-scaled linear layer (factors: ``fmtsim.nn.unit_scaling.linear_factors``)."""
 
-    def factors(self, x: Tensor) -> tuple[float, float, float]:
-        """Return ``K ** -0.5`` twice, and ``T ** -0.5``."""
-        return linear_factors(x, self.weight)
+    rule = Factors("UnitScaled", head=False)
 
 
 class UnitReadout(ScaledLinear):
     """Apply the unit-scaled layer that makes logits: ``1 / K`` forwards, ``N ** -0.5`` and ``T ** -0.5`` backwards."""
 
-    def factors(self, x: Tensor) -> tuple[float, float, float]:
-        """Return the three."""
-        return linear_factors(x, self.weight, constrained=False, power=1.0)
+    rule = Factors("UnitScaled", head=True)
 
 
 class MuLinear(ScaledLinear):
@@ -67,17 +64,13 @@ class MuLinear(ScaledLinear):
     Source: Narayan et al., muS, arXiv:2502.05967.
     """
 
-    def factors(self, x: Tensor) -> tuple[float, float, float]:
-        """Return ``fan_in ** -0.5`` three times."""
-        return (self.in_features**-0.5,) * 3
+    rule = Factors("MuScaled", head=False)
 
 
 class MuReadout(ScaledLinear):
     """Apply the head of muS: ``x w^T / fan_in``; recipes leave it in bfloat16."""
 
-    def factors(self, x: Tensor) -> tuple[float, float, float]:
-        """Return ``1 / fan_in`` three times."""
-        return (1 / self.in_features,) * 3
+    rule = Factors("MuScaled", head=True)
 
 
 class MuResidual(nn.Module):
@@ -102,22 +95,53 @@ class MuResidual(nn.Module):
 
 
 def mu_parameter_groups(model: nn.Module, lr: float, base_width: int = 256) -> Iterator[dict[str, Any]]:
-    """Yield parameter groups of muS: weights of hidden layers at ``lr * sqrt(base_width / fan_in)``, others at ``lr``.
+    """Yield parameter groups whose learning rates carry over from one width to another (muS and, for Adam, u-muP).
 
-    Weight decay, where an optimizer has one, stays the same for all widths.
+    Weights of hidden layers learn at ``lr * sqrt(base_width / fan_in)``, under unit scaling embeddings too (by their
+    features); heads, biases, norms and, under muS, embeddings at ``lr``. Weight decay, where an optimizer has one,
+    stays the same for all widths.
+
+    Args:
+        model: One of UnitLinear or MuLinear layers, or one that ``fmtsim.convert`` scaled.
+        lr: The learning rate at ``base_width``.
+        base_width: The width at which all rates are equal; 1 gives the numbers of u-muP's own library.
+
+    >>> from fmtsim import convert
+    >>> model = nn.Sequential(nn.Linear(1024, 64, bias=False), nn.ReLU(), nn.Linear(64, 8, bias=False))
+    >>> [group["lr"] for group in mu_parameter_groups(convert(model, recipe="mu_s"), lr=0.5)]
+    [0.25, 0.5]
     """
-    hidden = {module.weight: module.in_features for module in model.modules() if isinstance(module, MuLinear)}
+    hidden: dict[Tensor, int] = {}
+    for module in model.modules():
+        hidden |= dict(_hidden(module, model.__dict__.get(SCALED)))
     for parameter in model.parameters():
         factor = math.sqrt(base_width / hidden[parameter]) if parameter in hidden else 1.0
         yield {"params": [parameter], "lr": lr * factor}
 
 
+def _hidden(module: nn.Module, how: ScaledModel | None) -> Iterator[tuple[Tensor, int]]:
+    """Yield the weights of a module that are of a hidden layer, with their fan-in."""
+    if isinstance(module, ScaledLinear):
+        if not module.rule.head:
+            yield module.weight, module.in_features
+    elif how is None or module in how.heads or getattr(module, "owner", None) in how.heads:
+        return
+    elif isinstance(module, EmulatedModule):
+        width = next(iter(module.matrices(module)))[1]
+        yield from ((p, width) for _, p in module.named_parameters("", False) if p.dim() > 1)
+    elif isinstance(module, nn.Linear):
+        yield module.weight, module.in_features
+    elif isinstance(module, nn.Embedding) and how.by == "UnitScaled":
+        yield module.weight, module.embedding_dim
+
+
 class _EmulatedScaled(EmulatedModule, ScaledLinear):
     """Quantise the operands of a layer with factors."""
 
-    def product(self, x: Tensor, w: Tensor) -> Tensor:
-        """Return ``x w^T`` under the module's quantisers."""
-        return self.gemm(x, w, None)
+    def product(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        """Return ``x w^T + bias`` under the module's quantisers."""
+        y = self.gemm(x, w, None)
+        return y if bias is None else y + bias.to(y.dtype)
 
 
 def _emulated(original: type[ScaledLinear]) -> type[EmulatedModule]:

@@ -8,11 +8,24 @@ from torch import nn
 
 from fmtsim.errors import ArgumentError
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.nn.attention_mode import ATTENTION, Filter, attach, attentions, check_attentions, detach
+from fmtsim.nn.attention_mode import (
+    ATTENTION,
+    Filter,
+    attach,
+    attentions,
+    check_attentions,
+    check_kind_of_attention,
+    detach,
+)
 from fmtsim.nn.modules import EmulatedModule
+from fmtsim.nn.rules import Selector
+from fmtsim.nn.scaled_linear import MuResidual, ScaledLinear
+from fmtsim.nn.scaled_model import attach_scales, detach_scales, find_norms
+from fmtsim.nn.scaled_operations import SCALED, ScaledModel
 from fmtsim.nn.smooth import ORIGINAL, PROJECTIONS, SMOOTH, Smoothing, gated_layers, smoothen, unsmooth
 from fmtsim.recipes.spec import Recipe, Replacement
 
+_FUSED_CALLS: Final = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase)
 FILTERED: Final = "filter_fn leaves it out"
 
 
@@ -24,6 +37,7 @@ class Swaps:
         recipe: The recipe.
         attention: Modules whose attention is quantised, by name.
         gated: Gated layers that are smoothed, with the rule.
+        scaled: How the whole model is scaled, or None.
         reasons: Why others are not, by name.
         notes: What the recipe would exchange and the model does not have.
     """
@@ -31,18 +45,21 @@ class Swaps:
     recipe: Recipe
     attention: list[tuple[str, nn.Module]] = field(default_factory=list)
     gated: list[tuple[nn.Module, Smoothing]] = field(default_factory=list)
+    scaled: ScaledModel | None = None
     reasons: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.attention or self.gated)
+        return bool(self.attention or self.gated or self.scaled)
 
-    def apply(self, generator: Generator) -> None:
-        """Exchange them."""
+    def apply(self, model: nn.Module, generator: Generator) -> None:
+        """Exchange them in the model, whose layers are converted."""
         if self.recipe.attention is not None:
             attach(self.attention, self.recipe.attention, generator, recipe=True, strict=True)
         for module, rule in self.gated:
             smoothen([module], rule)
+        if self.scaled is not None:
+            attach_scales(model, self.scaled, generator)
 
 
 def find_swaps(model: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> Swaps:
@@ -64,25 +81,59 @@ def find_swaps(model: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> Sw
         check_attentions(chosen)
         found.attention = chosen
     for i, replacement in enumerate(recipe.replace):
-        _find_gated(model, f"replace[{i}] of recipe {recipe.name!r} ({replacement})", replacement, filter_fn, found)
+        where = f"replace[{i}] of recipe {recipe.name!r} ({replacement})"
+        if replacement.kind == "swiglu":
+            _find_gated(model, where, replacement, filter_fn, found)
+        else:
+            _find_operations(model, where, replacement, found)
     return found
+
+
+def _find_operations(model: nn.Module, where: str, replacement: Replacement, found: Swaps) -> None:
+    own = [name for name, module in model.named_modules() if isinstance(module, ScaledLinear | MuResidual)]
+    if own:
+        found.notes.append(f"{where} leaves the model as it is: {own[0]!r} and others bring factors of their own")
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, _FUSED_CALLS):
+            raise ArgumentError(
+                f"{where} cannot scale {name!r}: {type(module).__name__} is one call of torch, whose parts nobody sees"
+                "; write it with nn.Linear and scaled_dot_product_attention, or choose another recipe"
+            )
+        check_kind_of_attention(name, module)
+        meta = next((parameter for parameter, p in module.named_parameters(recurse=False) if p.is_meta), None)
+        if meta is not None:
+            raise ArgumentError(
+                f"{where} rescales weights, and {meta!r} of {name!r} is on the meta device; "
+                "give the model weights first"
+            )
+    outside = "; a loss outside of the model: fmtsim.nn.unit_scaling.cross_entropy" * (replacement.by == "UnitScaled")
+    found.notes.append(
+        "weights were divided by their standard deviations and stay so after revert; rates of an optimizer: "
+        f"fmtsim.nn.mu_parameter_groups{outside}"
+    )
+    found.scaled = ScaledModel(
+        by=replacement.by, tau=replacement.tau, recipe=f"recipe {found.recipe.name!r}", names=find_norms(model),
+        heads=Selector(model).heads,
+    )  # fmt: skip
 
 
 def undo_swaps(model: nn.Module) -> int:
     """Undo what recipes exchanged in a model; return how many modules that was."""
-    return unsmooth(model, recipe=True) + detach(model, recipe=True)
+    return detach_scales(model) + unsmooth(model, recipe=True) + detach(model, recipe=True)
 
 
 def swapped(model: nn.Module) -> bool:
     """Whether a recipe exchanged something in a model."""
-    rules = (module.__dict__.get(mark) for module in model.modules() for mark in (ATTENTION, SMOOTH))
+    rules = (module.__dict__.get(mark) for module in model.modules() for mark in (ATTENTION, SMOOTH, SCALED))
     return any(rule is not None and rule.recipe for rule in rules)
 
 
 def swap_details(module: nn.Module) -> list[str]:
-    """Return what a module has in place of its own attention or gated product, for tables."""
-    attended, smoothed = (module.__dict__.get(mark) for mark in (ATTENTION, SMOOTH))
+    """Return what a module has in place of its own attention, gated product or operations, for tables."""
+    attended, smoothed, scaled = (module.__dict__.get(mark) for mark in (ATTENTION, SMOOTH, SCALED))
     texts = [f"attention: {attended.call.config}"] if attended is not None else []
+    texts += [str(scaled)] if scaled is not None and module not in scaled.names else []
     return texts + ([str(smoothed)] if smoothed is not None else [])
 
 

@@ -8,20 +8,23 @@ Source: Blake et al., Unit Scaling, arXiv:2303.11257, and u-muP, arXiv:2407.1746
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_OF_RELU = (2 / (1 - 1 / math.pi)) ** 0.5
 
 
 class _Scaled(torch.autograd.Function):
     """Multiply by one number forwards and by another backwards."""
 
     @staticmethod
-    def forward(x: Tensor, forward: float, backward: float) -> Tensor:
+    def forward(x: Tensor, forward: float | Tensor, backward: float) -> Tensor:
         """Return ``x * forward``, x itself where that is 1."""
-        return x.view_as(x) if forward == 1 else x * forward
+        return x.view_as(x) if isinstance(forward, float) and forward == 1 else x * forward
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -49,6 +52,19 @@ def interpolated(weight: float, low: float, high: float) -> float:
     return math.exp(weight * math.log(high) + (1 - weight) * math.log(low))
 
 
+def scaled_product(
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    factors: tuple[float, float, float],
+) -> Tensor:
+    """Return ``product(x, w, bias)`` times the first factor; x's gradient has the second, w's and bias's the third."""
+    out, of_x, of_w = factors
+    bias = None if bias is None else scale_backward(bias, of_w)
+    return scale_forward(product(scale_backward(x, of_x), scale_backward(w, of_w), bias), out)
+
+
 def linear_factors(x: Tensor, w: Tensor, *, constrained: bool = True, power: float = 0.5) -> tuple[float, float, float]:
     """Return the factors of ``x w^T``: of the output, of x's gradient, of w's (and a bias's) gradient.
 
@@ -58,6 +74,26 @@ def linear_factors(x: Tensor, w: Tensor, *, constrained: bool = True, power: flo
     n, k = w.shape
     out, back = k**-power, n**-0.5
     return out, out if constrained else back, max(x.numel() // k, 1) ** -0.5
+
+
+class Factors(NamedTuple):
+    """Say which three factors a linear layer's products have.
+
+    Attributes:
+        by: ``"UnitScaled"``, those of ``linear_factors``; or ``"MuScaled"``, ``K ** -0.5`` for all three, so that the
+            gradient is the function's own.
+        head: Whether the layer makes logits: its output has ``1 / K``.
+    """
+
+    by: str
+    head: bool
+
+    def __call__(self, x: Tensor, w: Tensor) -> tuple[float, float, float]:
+        """Return the factors of the output, of x's gradient and of w's gradient."""
+        power = 1.0 if self.head else 0.5
+        if self.by == "MuScaled":
+            return (w.shape[1] ** -power,) * 3
+        return linear_factors(x, w, constrained=not self.head, power=power)
 
 
 def matmul(a: Tensor, b: Tensor, *, constrained: bool = True) -> Tensor:
@@ -106,17 +142,23 @@ def residual_add(branch: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
     return scale_forward(branch, tau / whole) + scale_forward(skip, 1 / whole)
 
 
-def gelu(x: Tensor, mult: float = 1.0, *, constrained: bool = True) -> Tensor:
-    """Return ``gelu(mult x) / mult``, scaled."""
+def relu(x: Tensor, *, constrained: bool = True) -> Tensor:
+    """Return ``relu(x)``, scaled: the limit of ``gelu`` for a large ``mult``, by the variance of half a normal."""
+    out = _OF_RELU
+    return scale_forward(F.relu(scale_backward(x, out if constrained else 2**0.5)), out)
+
+
+def gelu(x: Tensor, mult: float = 1.0, *, constrained: bool = True, approximate: str = "none") -> Tensor:
+    """Return ``gelu(mult x) / mult``, scaled; ``approximate`` is torch's."""
     weight = 1 / (1 + 0.25 / mult**2)
-    out = interpolated(weight, 2.0, (2 / (1 - 1 / math.pi)) ** 0.5)
+    out = interpolated(weight, 2.0, _OF_RELU)
     back = out if constrained else interpolated(weight, 2.0, 2**0.5)
-    return scale_forward(F.gelu(scale_backward(x, back) * mult) / mult, out)
+    return scale_forward(F.gelu(scale_backward(x, back) * mult, approximate=approximate) / mult, out)
 
 
 def silu(x: Tensor, mult: float = 1.0, *, constrained: bool = True) -> Tensor:
     """Return ``x sigmoid(mult x)``, scaled."""
-    out = interpolated(1 / (1 + 0.25 / mult**2), 2.0, (2 / (1 - 1 / math.pi)) ** 0.5)
+    out = interpolated(1 / (1 + 0.25 / mult**2), 2.0, _OF_RELU)
     back = out if constrained else interpolated(1 / (1 + 1 / mult**2), 2.0, 2**0.5)
     x = scale_backward(x, back)
     return scale_forward(x * torch.sigmoid(x * mult), out)
@@ -137,20 +179,31 @@ def softmax(x: Tensor, mult: float = 1.0, *, constrained: bool = True) -> Tensor
     return scale_forward(F.softmax(scale_backward(x, back) * mult, -1), out)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, mult: float = 1.0) -> Tensor:
-    """Return scaled dot product attention with logits ``mult q k^T / d``, scaled."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, mult: float = 1.0, dropout_p: float = 0.0, **masks: Any
+) -> Tensor:
+    """Return scaled dot product attention with logits ``mult q k^T / d``, scaled.
+
+    ``masks`` are ``attn_mask`` and ``enable_gqa`` of torch's function; the factor does not look at a mask.
+    """
     length, d = v.shape[-2], q.shape[-1]
-    flat = (math.log(length) / length) ** 0.5 if is_causal else length**-0.5
-    factor = 1 / interpolated(1 / (1 + 4 * d / mult**2), flat, 1.0)
+    flat = (math.log(length) / length) ** 0.5 if is_causal and length > 1 else length**-0.5
+    factor = (1 - dropout_p) ** 0.5 / interpolated(1 / (1 + 4 * d / mult**2), flat, 1.0)
     q, k, v = (scale_backward(t, factor) for t in (q, k, v))
-    return scale_forward(F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=mult / d), factor)
+    y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal, scale=mult / d, **masks)
+    return scale_forward(y, factor)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy; the gradient of the logits is that of the sum times ``V / sqrt(V - 1)``."""
-    rows, classes = logits.shape
-    loss = F.cross_entropy(scale_backward(logits, classes / (classes - 1) ** 0.5), targets, reduction="sum")
-    return scale_forward(loss, 1 / rows)
+def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
+    """Return the mean cross entropy; the gradient of the logits is that of the sum times ``V / sqrt(V - 1)``.
+
+    Rows whose target is ``ignore_index`` count neither in the mean nor in the sum.
+    """
+    classes = logits.shape[-1]
+    logits = scale_backward(logits, classes / (classes - 1) ** 0.5)
+    loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=ignore_index)
+    count = (targets != ignore_index).sum().double().reciprocal()
+    return _Scaled.apply(loss, count.to(loss.dtype), 1.0)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:

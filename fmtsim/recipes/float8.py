@@ -214,7 +214,8 @@ RECIPES = (
         machine="cdna3.mfma",
         linear=layer(cast("e4m3fnuz"), cast("e4m3fnuz"), cast("e5m2fnuz")),
         source="Blake et al., arXiv:2303.11257; graphcore-research/unit-scaling a7b5b3c: casts without scales",
-        notes="the library's E4M3 and E5M2 have the grids of e4m3fnuz and e5m2fnuz; needs unit-scaled modules",
+        replace=(Replacement(kind="operations", by="UnitScaled"),),
+        notes="the library's E4M3 and E5M2 have the grids of e4m3fnuz and e5m2fnuz; tau is that of u-muP",
     ),
     Recipe(
         name="mu_s",
@@ -222,7 +223,7 @@ RECIPES = (
         linear=layer(cast("e4m3"), cast("e4m3"), cast("e5m2", overflow="saturate")),
         rules=(Rule(head=True),),
         source="Narayan et al., arXiv:2502.05967: static scale 1; embedding, head and norms in bfloat16",
-        notes="needs a model of mu-scaled modules",
+        replace=(Replacement(kind="operations", by="MuScaled"),),
     ),
     Recipe(
         name="fa3",

@@ -140,19 +140,23 @@ def _share(blocks: int | float) -> str:
     return f"{blocks:.0%} of the" if isinstance(blocks, float) else str(blocks)
 
 
-REPLACEMENTS: Final = {"swiglu": ("SmoothSwiGLU",)}
-"""Kinds of modules that recipes exchange, and what for."""
+REPLACEMENTS: Final = {"swiglu": ("SmoothSwiGLU",), "operations": ("UnitScaled", "MuScaled")}
+"""What recipes exchange in a model, and what for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replacement:
-    """Say which modules of a model a recipe exchanges.
+    """Say what of a model a recipe exchanges.
 
     Args:
-        kind: Which: ``"swiglu"``, gated feed-forward layers.
-        by: What they become: ``"SmoothSwiGLU"``.
-        per: A scale for each ``"token"`` or ``"channel"``.
-        power_of_two: Scales rounded up to powers of two.
+        kind: What: ``"swiglu"``, gated feed-forward layers; ``"operations"``, all that the model's forward calls, for
+            those of unit variance, with weights divided by their standard deviation.
+        by: What they become: ``"SmoothSwiGLU"``; ``"UnitScaled"``, the operations of ``fmtsim.nn.unit_scaling``, or
+            ``"MuScaled"``, those of muS.
+        per: A scale for each ``"token"`` or ``"channel"`` of a gated layer.
+        power_of_two: Scales of gated layers rounded up to powers of two.
+        tau: Part of the variance that comes from each residual branch, for ``"MuScaled"``; the paper takes 0.4 for 4
+            layers, and less for more.
         optional: A model without such modules is an error unless this is set.
     """
 
@@ -160,10 +164,15 @@ class Replacement:
     by: str
     per: Literal["token", "channel"] = "token"
     power_of_two: bool = False
+    tau: float = 0.4
     optional: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)
+        if not 0 < self.tau < 1:
+            raise ArgumentError(
+                f"Replacement tau={self.tau!r} is not a part of the variance; choose one between 0 and 1"
+            )
         for name, allowed in (("kind", tuple(REPLACEMENTS)), ("by", REPLACEMENTS.get(self.kind, ()))):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(
@@ -171,6 +180,9 @@ class Replacement:
                 )
 
     def __str__(self) -> str:
+        if self.kind == "operations":
+            residual = f", residual branches of variance {self.tau:g}" if self.by == "MuScaled" else ""
+            return f"operations become {self.by}, weights of unit variance{residual}"
         words = [f"{self.kind} becomes {self.by}", f"a scale a {self.per}"]
         words += ["powers of two"] if self.power_of_two else []
         return ", ".join([*words, *(["where there is one"] if self.optional else [])])
@@ -237,7 +249,7 @@ class Recipe:
             high precision.
         autocast: Dtype that everything else runs in under ``torch.autocast``, None for the model's own.
         loss_scale: Scaling of the loss, or None.
-        replace: Modules that it exchanges.
+        replace: Modules and operations that it exchanges.
         optimizer: Its optimizer and how states are kept, which a training loop builds; None is a float32 one.
         reduction: How gradients of several ranks are summed, by a name of ``fmtsim.distributed.REDUCTIONS``, or None.
         levels: Stages of both; ``optimizer`` and ``reduction`` are those of one of them.
