@@ -1,7 +1,8 @@
-"""``fmtsim train``: train a small GPT in a baseline precision and under simulated precision, side by side."""
+"""``fmtsim train``: train a small model in a baseline precision and under simulated precision, side by side."""
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,15 +27,18 @@ from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import SCALINGS
 from fmtsim.progress import Progress, make_progress
-from fmtsim.recipes import get_recipe, list_recipes
+from fmtsim.recipes import OptimizerConfig, get_recipe, list_recipes
+from fmtsim.recipes.system import OPTIMIZERS
 from fmtsim.training.artifacts import CHECKPOINT, check_output, make_record, settings, write_artifacts
 from fmtsim.training.checkpoint import Checkpoint
+from fmtsim.training.config import TrainConfig
 from fmtsim.training.corpus import Corpus, load_corpus
 from fmtsim.training.evidence import check_text, make_check_record, write_check
 from fmtsim.training.gpt import GPTConfig
 from fmtsim.training.lockstep import check_native
-from fmtsim.training.loop import TrainConfig, compare_schemes
-from fmtsim.training.schemes import HIGH_PRECISION, Scheme
+from fmtsim.training.loop import compare_schemes
+from fmtsim.training.models import source_digest
+from fmtsim.training.schemes import ADAMW, HIGH_PRECISION, Scheme
 
 SIZES = {
     "steps": "optimizer steps of each run",
@@ -52,7 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     _add_scheme(parser.add_argument_group("what is simulated"))
     _add_target(parser.add_argument_group("who multiplies (float32 sums in no particular order, or one of these)"))
+    _add_system(parser.add_argument_group("optimizer and ranks (the recipe's own, or instead of them)"))
     how = parser.add_argument_group("model and training")
+    model = "gpt, llama, or FILE.py:function that returns a torch.nn.Module; docs/recipes.md says what of"
+    option(how, "--model", model, "gpt", "NAME")
     for name, text in SIZES.items():
         option(how, f"--{name.replace('_', '-')}", text, DEFAULTS[name])
     option(how, "--lr", "peak learning rate", DEFAULTS["lr"], None)
@@ -87,6 +94,17 @@ def _add_scheme(group: argparse._ArgumentGroup) -> None:
         "block formats have blocks of their own"
     )
     option(group, "--scaling", scaling, choices=SCALINGS)
+
+
+def _add_system(group: argparse._ArgumentGroup) -> None:
+    option(group, "--level", "of a recipe that has levels, such as O1, O2 or O3 of fp8lm", metavar="NAME")
+    option(group, "--optimizer", "whose states are kept (default adamw)", choices=tuple(OPTIMIZERS))
+    state = "how its states are kept, such as coat or bnb8 (docs/optim.md); fp32 switches a recipe's scheme off"
+    option(group, "--state", state, metavar="NAME")
+    reduction = "of the gradients of all ranks, such as msamp (docs/distributed.md); fp32 switches a recipe's off"
+    option(group, "--reduction", reduction, metavar="NAME")
+    ranks = "simulated ranks that share the windows of a step (default 2 with a reduction in few bits, else 1)"
+    count(group, "--ranks", ranks)
 
 
 def _add_target(group: argparse._ArgumentGroup) -> None:
@@ -186,16 +204,21 @@ def _config(arguments: argparse.Namespace) -> TrainConfig:
     for name in filter(None, (arguments.format, arguments.grad_format, arguments.baseline)):
         get_format(name)  # an unknown name fails here, with close matches
     sizes = {name: getattr(arguments, name) for name in ("context", "width", "layers", "heads")}
-    machine = _machine(arguments)
+    machine = _machine(arguments) | {"reduction": arguments.reduction}
+    if arguments.level is not None and arguments.recipe is None:
+        raise ArgumentError(f"--level {arguments.level} is a recipe's; pass --recipe {_with_levels()} as well")
     if arguments.recipe is not None:
         simulated = _recipe(arguments, machine)
     else:
         names = ("format", "grad_format", "scaling", "rounding", "grad_rounding", "fast_accum", "fast_backward")
         given = {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
-        simulated = Scheme(**{"format": "e4m3"} | given | machine)
+        simulated = Scheme(**{"format": "e4m3"} | given | machine, optimizer=_optimizer(arguments, None))
     baseline = Scheme(format=arguments.baseline, grad_format=arguments.baseline)
-    rest = {name: getattr(arguments, name) for name in ("steps", "batch_size", "lr", "seed", "device")}
-    return TrainConfig(simulated=simulated, baseline=baseline, model=GPTConfig(**sizes), **rest)
+    rest = {name: getattr(arguments, name) for name in ("steps", "batch_size", "ranks", "lr", "seed", "device")}
+    model = {"model": GPTConfig(**sizes), "architecture": arguments.model}
+    config = TrainConfig(simulated=simulated, baseline=baseline, **model, **rest)
+    source_digest(config.architecture)  # an unknown model fails here
+    return config
 
 
 def _recipe(arguments: argparse.Namespace, machine: dict[str, Any]) -> Scheme:
@@ -208,9 +231,27 @@ def _recipe(arguments: argparse.Namespace, machine: dict[str, Any]) -> Scheme:
             "recipe file of your own"
         )
     recipe = get_recipe(arguments.recipe)
+    if arguments.level is not None:
+        if not recipe.levels:
+            raise ArgumentError(
+                f"--level {arguments.level}: recipe {recipe.name} has no levels; pass --recipe {_with_levels()}, or "
+                "leave --level out"
+            )
+        recipe = recipe.at_level(arguments.level)
     if machine["target"] == "recipe":
         machine |= {"target": None, **recipe.made_for}
-    return Scheme(format=HIGH_PRECISION, recipe=recipe, **machine)
+    return Scheme(format=HIGH_PRECISION, recipe=recipe, optimizer=_optimizer(arguments, recipe.optimizer), **machine)
+
+
+def _with_levels() -> str:
+    """Return the recipes that have levels, as words."""
+    return " or ".join(name for name in list_recipes() if get_recipe(name).levels)
+
+
+def _optimizer(arguments: argparse.Namespace, own: OptimizerConfig | None) -> OptimizerConfig:
+    """Return the recipe's optimizer, or AdamW in float32, with what is asked for instead."""
+    given = {"rule": arguments.optimizer, "state": arguments.state}
+    return dataclasses.replace(own or ADAMW, **{name: value for name, value in given.items() if value is not None})
 
 
 def _machine(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from fmtsim.cli.output import format_table
+from fmtsim.formats.registry import get_format
 from fmtsim.training.artifacts import by_operand, operand_in_words
 from fmtsim.training.loop import Run
 
@@ -24,6 +25,7 @@ def summary(record: dict[str, Any], baseline: Run, simulated: Run) -> str:
         format_table(header, rows, left=(0, 1)),
         *(f"{run.label}: stopped, {run.stopped}" for run in (baseline, simulated) if run.stopped),
         "(losses in nats per byte; train loss is the mean of the last tenth of the steps)",
+        *_system(baseline, simulated),
     ]
     if simulated.nonfinite:
         skipped = f", {simulated.skipped} of them skipped; the loss ended at a scale of {simulated.loss_scale:g}"
@@ -34,6 +36,23 @@ def summary(record: dict[str, Any], baseline: Run, simulated: Run) -> str:
     if simulated.guesses:
         parts += ["", _guessed(simulated.guesses)]
     return "\n".join(parts)
+
+
+def _system(baseline: Run, simulated: Run) -> list[str]:
+    """Return lines about optimizers, reductions and gathered weights, where these are not the baseline's."""
+    lines = []
+    if simulated.optimizer != baseline.optimizer:
+        kept = [f"{run.optimizer}, {run.state_bytes:.2f} bytes a parameter" for run in (simulated, baseline)]
+        lines.append(f"weights and optimizer states: {kept[0]} (baseline: {kept[1]})")
+    if simulated.reduction or baseline.reduction:
+        lines.append(f"gradients: {simulated.reduction} (baseline: {baseline.reduction.partition(' (')[0]})")
+    if simulated.gathered:
+        share = simulated.state_bytes / simulated.ranks + get_format(simulated.gathered).bits / 8
+        lines.append(
+            f"weights: ranks share them and the states out and gather weights in {simulated.gathered}, {share:.2f} "
+            "bytes a parameter on each; the bits are those of whole ones"
+        )
+    return lines
 
 
 def _guessed(guesses: list[str]) -> str:

@@ -172,8 +172,9 @@ def _require_scaling(scaling: Scaling | None) -> None:
 
 _E4M3: Final = get_format("e4m3")
 _BF16: Final = get_format("bf16")
+_FP32: Final = get_format("fp32")
 _FP8LM: Final = "Peng et al., FP8-LM, arXiv:2310.18313, section 2.1"
-assert isinstance(_E4M3, FloatFormat) and isinstance(_BF16, FloatFormat)
+assert isinstance(_E4M3, FloatFormat) and isinstance(_BF16, FloatFormat) and isinstance(_FP32, FloatFormat)
 
 REDUCTIONS: Final[dict[str, Reduction]] = {
     "fp8lm": Reduction(format=_E4M3, factor="auto", auto=AutoFactor(), source=f"{_FP8LM}: automatic scaling"),
@@ -182,6 +183,7 @@ REDUCTIONS: Final[dict[str, Reduction]] = {
     "msamp": Reduction(
         format=_E4M3, factor="sqrt", nonfinite="saturate", source="MS-AMP 9746ea8, msamp/nn/distributed.py"
     ),
+    "fp32": Reduction(format=_FP32, scaling=None, source="IEEE 754-2019: float32 sums in the order of a ring"),
     "bf16": Reduction(
         format=_BF16, scaling=None, factor="pre", source="mean of bfloat16 gradients, each divided first"
     ),

@@ -42,7 +42,7 @@ SAVED = "_fmtsim_saved"  # attributes that convert changed on modules it did not
 TOTAL = "_fmtsim_total_steps"  # on the root: optimizer steps of the run, where a recipe needs them
 RECIPE = "_fmtsim_recipe"  # on the root: the recipe's name, None for a config
 REASONS = "_fmtsim_left_alone"  # on the root: why each other module was left alone
-NOTES = "_fmtsim_notes"  # on the root: what of a recipe was not done
+NOTES = "_fmtsim_notes"  # on the root: what a recipe exchanged, and what of it was not done
 _FORWARDS = "_fmtsim_forwards"  # on the root: training forwards under a schedule, while they are counted
 _LOG = logging.getLogger("fmtsim")
 # Inference kernels of torch that read the weights of their children and so never call them; off while converted.

@@ -70,7 +70,7 @@ class Report:
 
     Args:
         rows: The modules.
-        notes: What of the recipe was not done: modules that the model does not have, optimizer states, reductions.
+        notes: What the recipe exchanged, and what of it was not done: modules that the model does not have, optimizers.
         products: Those of the converted layers, where ``report`` was given numbers of tokens.
         coverage: Multiply-adds with weights, simulated and not: of the batch that ``report`` was given, else estimated.
         summary: One line: recipe, machine, coverage, what is left and why, guesses, notes.

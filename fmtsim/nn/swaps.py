@@ -39,7 +39,7 @@ class Swaps:
         gated: Gated layers that are smoothed, with the rule.
         scaled: How the whole model is scaled, or None.
         reasons: Why others are not, by name.
-        notes: What the recipe would exchange and the model does not have.
+        notes: What is exchanged, and what the recipe would exchange and the model does not have.
     """
 
     recipe: Recipe
@@ -149,6 +149,7 @@ def _find_gated(model: nn.Module, where: str, replacement: Replacement, filter_f
     rule = Smoothing(replacement.per, replacement.power_of_two, recipe=True)
     chosen = _filtered(there, filter_fn, found)
     found.gated += [(module, rule) for _, module in chosen]
+    found.notes += [f"{len(chosen)} gated layers became {rule}"] if chosen else []
     if chosen or any(SMOOTH in module.__dict__ for module in model.modules()):
         return
     if not replacement.optional:

@@ -16,7 +16,7 @@ from fmtsim.reproduce.claim import Claim, Expected, Measured, Tell, exactly, nea
 from fmtsim.reproduce.samples import descend, generator, relative_error, told
 from fmtsim.training.corpus import Corpus, load_corpus, sample
 from fmtsim.training.gpt import GPT, GPTConfig
-from fmtsim.training.loop import BETAS, CLIP, WEIGHT_DECAY, schedule
+from fmtsim.training.learner import BETAS, CLIP, WEIGHT_DECAY, schedule
 
 _COAT = "Xi et al., COAT, arXiv:2410.19313, section 4; NVlabs/COAT 80ec99f"
 _FP8LM = "Peng et al., FP8-LM, arXiv:2310.18313, section 2.2; Azure/MS-AMP 9746ea8"

@@ -16,8 +16,10 @@ from fmtsim.analysis.plots import plot_exponents, plot_loss
 from fmtsim.analysis.stats import OperandStats
 from fmtsim.files import Content, check_folder, write_folder
 from fmtsim.plotting import new_figure, png
+from fmtsim.training.config import TrainConfig
 from fmtsim.training.corpus import Corpus
-from fmtsim.training.loop import Run, TrainConfig
+from fmtsim.training.loop import Run
+from fmtsim.training.models import TITLES, source_digest
 
 LOSS, EXPONENTS, RECORD, LAYERS = "loss.png", "exponents.png", "record.json", "layers.txt"
 CHECKPOINT = "checkpoint.safetensors"  # of an unfinished comparison
@@ -36,12 +38,13 @@ def write_artifacts(out: Path, record: Mapping[str, Any], baseline: Run, simulat
 
 def about(config: TrainConfig, corpus: Corpus, machine: Mapping[str, Any]) -> dict[str, Any]:
     """Return what every record begins with: versions, machine, options and text."""
-    schemes = {name: getattr(config, name).to_dict() for name in ("simulated", "baseline")}
+    own = source_digest(config.architecture)
+    settings = asdict(config) | {name: getattr(config, name).to_dict() for name in ("simulated", "baseline")}
     return {
         "fmtsim": fmtsim.__version__,
         "torch": torch.__version__,
         "machine": {"processor": platform.processor() or platform.machine(), **machine},
-        "config": asdict(config) | schemes,
+        "config": settings | ({} if own is None else {"architecture_sha256": own}),
         "corpus": {name: getattr(corpus, name) for name in ("name", "bytes", "files", "truncated", "sha256")},
     }
 
@@ -83,7 +86,9 @@ def operand_in_words(operand: str) -> str:
 
 def _contents(record: Mapping[str, Any], baseline: Run, simulated: Run) -> dict[str, Content | None]:
     """Return the files by name, the record last; None where a run leaves no such file."""
-    title = f"GPT on {record['corpus']['name']}: {simulated.label} against {baseline.label}"
+    architecture = record["config"]["architecture"]
+    model = TITLES.get(architecture, architecture)
+    title = f"{model} on {record['corpus']['name']}: {simulated.label} against {baseline.label}"
     curves = {f"baseline: {baseline.label}": baseline.losses, f"simulated: {simulated.label}": simulated.losses}
     parts = [title]
     for run in (baseline, simulated):
@@ -110,7 +115,8 @@ def _exponents(run: Run) -> bytes | None:
 
 def _run_record(run: Run) -> dict[str, Any]:
     names = ("label", "stopped", "nonfinite", "skipped", "loss_scale", "guesses")
-    return {name: getattr(run, name) for name in names} | {
+    system = ("optimizer", "state_bytes", "ranks", "reduction", "gathered")
+    return {name: getattr(run, name) for name in (*names, *system)} | {
         "losses": [_finite(loss) for loss in run.losses],
         "final_loss": _finite(run.final_loss),
         "validation": _finite(run.validation),

@@ -19,11 +19,11 @@ from fmtsim.nn.report import Report, ReportRow
 from fmtsim.nn.state import load_recipe_state, recipe_state
 from fmtsim.training.loop import Parts, Run
 
-_LAYOUT = "training checkpoint 1"
+_LAYOUT = "training checkpoint 2"
 _TENSOR = "$tensor"  # stands in the JSON for a tensor, by its name
 _TAGS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
 }  # fmt: skip
 _DTYPES = {tag: dtype for dtype, tag in _TAGS.items()}
 
@@ -88,13 +88,10 @@ class Checkpoint:
         if state is None:
             return
         try:
-            parts.model.load_state_dict(state["model"])
+            parts.learner.model.load_state_dict(state["model"])
             if state["scales"] is not None:
-                load_recipe_state(parts.model, state["scales"])
-            moments = {int(index): moment for index, moment in state["moments"].items()}
-            groups = parts.optimizer.state_dict()["param_groups"]
-            parts.optimizer.load_state_dict({"state": moments, "param_groups": groups})
-            parts.scaler.load_state_dict(state["scaler"])
+                load_recipe_state(parts.learner.model, state["scales"])
+            parts.learner.load_state_dict(state)
             parts.batches.set_state(state["batches"])
             parts.keys.set_state(state["keys"])
             found = _run_of(state["run"])
@@ -131,10 +128,9 @@ class Checkpoint:
 def _state_of(parts: Parts) -> dict[str, Any]:
     return {
         "run": _run_state(parts.run),
-        "model": parts.model.state_dict(),
-        "scales": recipe_state(parts.model) if parts.run.report is not None else None,
-        "moments": parts.optimizer.state_dict()["state"],
-        "scaler": parts.scaler.state_dict(),
+        "model": parts.learner.model.state_dict(),
+        "scales": recipe_state(parts.learner.model) if parts.run.report is not None else None,
+        **parts.learner.state_dict(),
         "batches": parts.batches.get_state(),
         "keys": parts.keys.get_state(),
     }

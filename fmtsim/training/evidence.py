@@ -11,9 +11,10 @@ from fmtsim.gemm.targets.target import get_target
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec, record_to_dict
 from fmtsim.training.artifacts import about
+from fmtsim.training.config import TrainConfig
 from fmtsim.training.corpus import Corpus
 from fmtsim.training.lockstep import HEAD_FORMAT, Lockstep, Mismatch
-from fmtsim.training.loop import TrainConfig
+from fmtsim.training.models import MODELS
 
 RECORD, TEXT = "check.json", "check.txt"
 
@@ -23,10 +24,11 @@ def make_check_record(config: TrainConfig, corpus: Corpus, result: Lockstep) -> 
     target = None if config.simulated.target is None else get_target(config.simulated.target)
     timed = (*result.labels, "optimizer and comparison")
     record = about(config, corpus, card_description(config.device))
-    record["config"]["head"] = HEAD_FORMAT
+    record["config"]["head"] = HEAD_FORMAT if config.architecture in MODELS else "as the rest of the model"
     return record | {
         "target": None if target is None else {"name": target.name, "library": target.library},
         "sides": list(result.labels),
+        "optimizer": str(config.simulated.states),
         "parameters": result.parameters,
         "steps": result.steps,
         "equal": result.equal,
@@ -58,7 +60,9 @@ def check_text(record: dict[str, Any]) -> str:
         "sides": f"{' against '.join(record['sides'])}; target {target}",
         "machine": f"{machine}, torch {record['torch']}",
         "model": f"{record['parameters']:,} parameters: " + ", ".join(f"{name} {size}" for name, size in model.items()),
-        "batch": f"{config['batch_size']} windows, lr {config['lr']}, seed {config['seed']}",
+        "batch": f"{config['batch_size']} windows, lr {config['lr']}, seed {config['seed']}"
+        + (f", {config['ranks']} ranks, gradients by {scheme['reduction']}" if config["ranks"] > 1 else ""),
+        "optimizer": record["optimizer"],
         **products,
         "head": f"{config['head']}; attention in {scheme['autocast'] or 'float32'}, the same code on both sides",
         "compared": f"{record['numbers_compared']:,} numbers: every loss, gradient and weight of every step",

@@ -1,7 +1,8 @@
-"""A GPT, of bytes unless told otherwise: pre-norm blocks with causal attention, tied input and output embeddings."""
+"""Language models, of bytes unless told otherwise: what they share, and a GPT with pre-norm blocks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ MOST = 1 << 31  # of any size; more would not fit into memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
-    """Give the sizes of a GPT: tokens of context, features, blocks, attention heads, and how many tokens there are."""
+    """Give the sizes of a model: tokens of context, features, blocks, attention heads, and how many tokens exist."""
 
     context: int = 64
     width: int = 128
@@ -37,6 +38,47 @@ def check_size(name: str, size: int) -> None:
     if not 1 <= size < MOST:
         allowed = "1 or more" if size < 1 else f"1 to {MOST - 1:,}"
         raise ArgumentError(f"--{name.replace('_', '-')} {size} is not allowed; choose {allowed}")
+
+
+class LanguageModel(nn.Module):
+    """Predict the next token. The embedding doubles as output head; subclasses add ``blocks`` and ``norm``.
+
+    ``head`` is that product's own config: None leaves it to ``convert``, or with ``without_head`` in high precision.
+    """
+
+    head: LinearConfig | None = None
+    residual: ClassVar[tuple[str, ...]]
+    """How the names of weights end whose results are added to the residual stream."""
+
+    embedding: nn.Embedding
+    blocks: nn.ModuleList
+    norm: nn.Module
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss in nats per token of embedded inputs ``[batch, time, width]``."""
+        for block in self.blocks:
+            x = block(x)
+        x, w = self.norm(x), self.embedding.weight
+        logits = F.linear(x, w) if self.head is None else EmulatedGEMM.apply(x, w, None, self.head)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    @staticmethod
+    def without_head(module: nn.Module, name: str) -> bool:
+        """Leave the output head in high precision, as trainers in 8 bits do: a ``filter_fn`` of ``convert``."""
+        return not isinstance(module, LanguageModel | nn.Embedding)
+
+    def _initialise(self, generator: torch.Generator) -> None:
+        small = 0.02 / (2 * self.config.layers) ** 0.5  # keeps the sum of the residual branches near unit scale
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                std = small if name.endswith(self.residual) else 0.02
+                nn.init.normal_(parameter, std=std, generator=generator)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
 
 
 class Attention(nn.Module):
@@ -71,18 +113,14 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class GPT(nn.Module):
-    """Predict the next token. The embedding doubles as output head.
+class GPT(LanguageModel):
+    """Learned positions, pre-norm blocks with a packed projection, GELU."""
 
-    ``head`` is that product's own config: None leaves it to ``convert``, or with ``without_head`` in high precision.
-    """
-
-    head: LinearConfig | None = None
+    residual = ("out.weight", "down.weight")
 
     def __init__(self, config: GPTConfig, seed: int) -> None:
         """Build the model; equal seeds give equal weights, and no generator of the caller's is touched."""
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         with torch.random.fork_rng(devices=[]):  # modules draw weights on construction; ours replace them
             self.embedding = nn.Embedding(config.vocabulary, config.width)
             self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
@@ -92,23 +130,4 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss in nats per token of int64 inputs and targets, both ``[batch, time]``."""
-        x = self.embedding(tokens) + self.position[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        x, w = self.norm(x), self.embedding.weight
-        logits = F.linear(x, w) if self.head is None else EmulatedGEMM.apply(x, w, None, self.head)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    @staticmethod
-    def without_head(module: nn.Module, name: str) -> bool:
-        """Leave the output head in high precision, as trainers in 8 bits do: a ``filter_fn`` of ``convert``."""
-        return not isinstance(module, GPT | nn.Embedding)
-
-    def _initialise(self, generator: torch.Generator) -> None:
-        residual = 0.02 / (2 * self.config.layers) ** 0.5  # keeps the sum of the residual branches near unit scale
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                std = residual if name.endswith(("out.weight", "down.weight")) else 0.02
-                nn.init.normal_(parameter, std=std, generator=generator)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
+        return self.loss(self.embedding(tokens) + self.position[: tokens.shape[1]], targets)

@@ -28,20 +28,12 @@ from fmtsim.nn.modules import EmulatedModule
 from fmtsim.progress import Progress
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.training.config import TrainConfig
 from fmtsim.training.corpus import Corpus, sample
-from fmtsim.training.gpt import GPT
-from fmtsim.training.loop import (
-    CLIP,
-    TrainConfig,
-    autocast,
-    backward,
-    collected_guesses,
-    keys,
-    make_optimizer,
-    set_rate,
-    simulate,
-)
-from fmtsim.training.loss_scale import LossScaler
+from fmtsim.training.gpt import LanguageModel
+from fmtsim.training.learner import Learner, autocast
+from fmtsim.training.loop import collected_guesses, keys, simulate
+from fmtsim.training.models import build_model
 
 HEAD_FORMAT = "bf16"  # of the output head, which FP8 training leaves in 16 bits
 _CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -51,7 +43,7 @@ class Side(NamedTuple):
     """One of the two models, with what it is called."""
 
     label: str
-    model: GPT
+    model: nn.Module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,10 +165,11 @@ def build_side(label: str, config: TrainConfig, **machine: Any) -> Side:
         config: The training.
         machine: What to replace of the machine, as keywords of ``convert``.
     """
-    model = GPT(config.model, config.seed).to(config.device)
+    model = build_model(config)
     simulate(model, config.simulated, config, keys(config), **machine)
-    head = linear_config(x=HEAD_FORMAT, w=HEAD_FORMAT, g=HEAD_FORMAT)
-    model.head = head.on(**{"target": config.simulated.target, "unit": config.simulated.unit} | machine)
+    if isinstance(model, LanguageModel):
+        head = linear_config(x=HEAD_FORMAT, w=HEAD_FORMAT, g=HEAD_FORMAT)
+        model.head = head.on(**{"target": config.simulated.target, "unit": config.simulated.unit} | machine)
     return Side(label, model)
 
 
@@ -189,7 +182,7 @@ def run_lockstep(
     """
     end = math.inf if minutes is None else time.perf_counter() + 60 * minutes
     first, second = (side.model for side in sides)
-    learners = [(make_optimizer(side.model, config), LossScaler(config.simulated.loss_scale)) for side in sides]
+    learners = [Learner(side.model, config.simulated, config) for side in sides]
     result = Lockstep(
         labels=(sides[0].label, sides[1].label),
         parameters=sum(p.numel() for p in first.parameters()),
@@ -215,14 +208,14 @@ def run_lockstep(
 
 
 def _step(
-    result: Lockstep, step: int, sides: Sequence[Side], learners: Sequence[tuple[torch.optim.Optimizer, LossScaler]],
+    result: Lockstep, step: int, sides: Sequence[Side], learners: Sequence[Learner],
     batch: tuple[Tensor, Tensor], config: TrainConfig,
 ) -> Mismatch | None:  # fmt: skip
     losses = []
-    for index, (side, (_, scaler)) in enumerate(zip(sides, learners, strict=True)):
+    for index, learner in enumerate(learners):
         began = time.perf_counter()
-        set_step(side.model, step - 1)
-        losses.append(backward(side.model, *batch, config.simulated, scaler))
+        set_step(learner.model, step - 1)
+        losses.append(learner.backward(*batch, step))
         _wait(config.device)
         result.seconds[index] += time.perf_counter() - began
     began = time.perf_counter()
@@ -235,13 +228,9 @@ def _step(
     if not math.isfinite(result.losses[-1]):
         result.stopped = f"the loss became {result.losses[-1]} at step {step}"
         return None
-    for side, (optimizer, scaler) in zip(sides, learners, strict=True):
-        set_rate(optimizer, config, step)
-        taken = scaler.unscale(side.model.parameters())
-        torch.nn.utils.clip_grad_norm_(side.model.parameters(), CLIP)
-        if taken:
-            optimizer.step()
-        optimizer.zero_grad()
+    for learner in learners:
+        learner.set_rate(step)
+        learner.step(taken=learner.unscale())
     mismatch = _compared(result, step, "weight", _weights(first), _weights(second))
     _wait(config.device)
     result.seconds[2] += time.perf_counter() - began

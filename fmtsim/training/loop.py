@@ -1,66 +1,32 @@
 """Train the same model twice, from the same weights and on the same batches: in the baseline and simulated."""
 
 import contextlib
+import dataclasses
 import math
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from fmtsim.analysis.deterministic import deterministic
 from fmtsim.analysis.observe import Observation, observe
-from fmtsim.errors import ArgumentError, PlanUnknownWarning
+from fmtsim.errors import PlanUnknownWarning
 from fmtsim.nn.convert import convert, set_step
 from fmtsim.nn.report import Report, report
 from fmtsim.progress import Progress
+from fmtsim.training.config import TrainConfig
 from fmtsim.training.corpus import Corpus, sample
-from fmtsim.training.gpt import GPT, GPTConfig, check_size
-from fmtsim.training.loss_scale import LossScaler
+from fmtsim.training.learner import Learner, autocast
+from fmtsim.training.models import MODELS, OwnModel, build_model, without_head
 from fmtsim.training.schemes import Scheme
 
 if TYPE_CHECKING:
     from fmtsim.training.checkpoint import Checkpoint
 
 VALIDATION_BATCHES = 8
-BETAS, WEIGHT_DECAY, CLIP, WARMUP_SHARE, FINAL_SHARE = (0.9, 0.95), 0.1, 1.0, 0.1, 0.1
-FEWEST_WARMUP_STEPS = 20  # after fewer, AdamW overshoots at the default peak in some seeds, in float32 as well
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """Say everything about a comparison but the text.
-
-    Args:
-        simulated: The scheme under test.
-        baseline: What it is compared with.
-        model: Sizes of the GPT.
-        steps: Optimizer steps of each run.
-        batch_size: Windows a step.
-        lr: Peak learning rate of AdamW; it warms up over a tenth of the steps (at least 20, or half of
-            a shorter run) and decays to a tenth, as a cosine.
-        seed: Of weights, batches and stochastic rounding.
-        device: Where models and batches are.
-    """
-
-    simulated: Scheme
-    baseline: Scheme
-    model: GPTConfig
-    steps: int
-    batch_size: int
-    lr: float
-    seed: int
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size"):
-            check_size(name, getattr(self, name))
-        if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise ArgumentError(f"--lr {self.lr} is not allowed; choose a number above 0, such as 2e-3")
-        if not 0 <= self.seed < 1 << 63:
-            raise ArgumentError(f"--seed {self.seed} is not allowed; choose 0 to 2**63 - 1")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,6 +45,11 @@ class Run:
         skipped: Steps that loss scaling did not take, because a gradient was not finite.
         nonfinite: Steps with gradients that were not finite, taken or not.
         loss_scale: What the loss was multiplied with in the end.
+        optimizer: Optimizer and state scheme.
+        state_bytes: Bytes of weights and of the optimizer's states a parameter.
+        ranks: Simulated ranks.
+        reduction: How gradients are reduced over them, empty with a single one.
+        gathered: Format in which the level of a recipe gathers weights that ranks share out, else empty.
         guesses: Products whose accumulation order on the target is a guess, as its warnings say.
     """
 
@@ -93,6 +64,11 @@ class Run:
     skipped: int = 0
     nonfinite: int = 0
     loss_scale: float = 1.0
+    optimizer: str = ""
+    state_bytes: float = 0.0
+    ranks: int = 1
+    reduction: str = ""
+    gathered: str = ""
     guesses: list[str] = field(default_factory=list)
 
     @property
@@ -103,12 +79,10 @@ class Run:
 
 
 class Parts(NamedTuple):
-    """All that changes while a run goes on: its record, model and optimizer, and where batches and keys come from."""
+    """All that changes while a run goes on: its record, what learns, and where batches and keys come from."""
 
     run: Run
-    model: GPT
-    optimizer: torch.optim.Optimizer
-    scaler: LossScaler
+    learner: Learner
     batches: torch.Generator
     keys: torch.Generator
 
@@ -143,30 +117,25 @@ def rehearse(config: TrainConfig) -> None:
     scheme = config.simulated
     if scheme.recipe is None:
         scheme.linear_config()
-        if not scheme.emulated:
+        if not scheme.emulated and config.architecture in MODELS:
             return
     # Rules of a recipe are about all layers; a target does the same in each of them.
-    sizes = config.model if scheme.recipe is not None else replace(config.model, layers=1)
-    model = GPT(sizes, config.seed).to(config.device)
+    model = build_model(config, layers=None if scheme.recipe is not None else 1)
     simulate(model, scheme, config, keys(config))
     inputs = torch.zeros(config.batch_size, config.model.context, dtype=torch.int64, device=config.device)
-    backward(model, inputs, inputs, scheme, LossScaler(scheme.loss_scale))
+    Learner(model, scheme, config).backward(inputs, inputs, 0)
 
 
-def simulate(model: GPT, scheme: Scheme, config: TrainConfig, generator: torch.Generator, **machine: Any) -> None:
+def simulate(
+    model: torch.nn.Module, scheme: Scheme, config: TrainConfig, generator: torch.Generator, **machine: Any
+) -> None:
     """Convert a model as a scheme says; ``machine`` replaces some of the scheme's, as keywords of ``convert``."""
-    how: dict[str, Any] = {"generator": generator, "filter_fn": GPT.without_head, **scheme.machine, **machine}
+    how: dict[str, Any] = {"generator": generator, "filter_fn": without_head(model), **scheme.machine, **machine}
     if scheme.recipe is None:
         convert(model, config=scheme.linear_config(), **how)
-    else:
-        convert(model, recipe=scheme.recipe, total_steps=config.steps, **how)
-
-
-def autocast(scheme: Scheme, device: str) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which everything but products runs in the dtype that a scheme names."""
-    if scheme.autocast is None:
-        return contextlib.nullcontext()
-    return torch.autocast(torch.device(device).type, dtype=getattr(torch, scheme.autocast))
+    else:  # what is left to training is done here
+        recipe = dataclasses.replace(scheme.recipe, optimizer=None, reduction=None, levels=())
+        convert(model, recipe=recipe, total_steps=config.steps, **how)
 
 
 @contextlib.contextmanager
@@ -192,7 +161,7 @@ def train(
 ) -> Run:
     """Train one model under a scheme; a loss that is not finite ends the run and is recorded."""
     parts = begin(scheme, config)
-    run, model, scaler = parts.run, parts.model, parts.scaler
+    run, learner = parts.run, parts.learner
     if checkpoint is not None:
         checkpoint.restore(parts)
     if run.report is not None:
@@ -206,10 +175,12 @@ def train(
         progress.step(step, f"loss {run.losses[-1]:.4f}")
         if checkpoint is not None:
             checkpoint.save(parts)
+    scaler = learner.scaler
     run.skipped, run.nonfinite, run.loss_scale = scaler.skipped, scaler.nonfinite, scaler.scale
+    run.state_bytes = learner.state_bytes()
     if run.stopped is None:
         with autocast(scheme, config.device):
-            run.validation = validate(model, config, corpus)
+            run.validation = validate(learner.model, config, corpus)
         if not math.isfinite(run.validation):
             run.stopped = f"the loss became {run.validation} after the last step"
     if run.stopped:
@@ -220,43 +191,44 @@ def train(
 def begin(scheme: Scheme, config: TrainConfig) -> Parts:
     """Return a run before its first step."""
     run, generator = Run(label=scheme.label), keys(config)
-    model = GPT(config.model, config.seed).to(config.device)
+    model = build_model(config)
     if scheme.simulated:
         simulate(model, scheme, config, generator)
         tokens = torch.zeros(config.batch_size, config.model.context, dtype=torch.long, device=config.device)
         run.report = report(model, (tokens, tokens))
-    batches = torch.Generator().manual_seed(config.seed + 1)
-    return Parts(run, model, make_optimizer(model, config), LossScaler(scheme.loss_scale), batches, generator)
+    learner = Learner(model, scheme, config)
+    run.optimizer, run.gathered = str(scheme.states), scheme.gathered
+    run.ranks, run.reduction = learner.ranks, learner.reduced
+    return Parts(run, learner, torch.Generator().manual_seed(config.seed + 1), generator)
 
 
 def _step(step: int, parts: Parts, scheme: Scheme, config: TrainConfig, corpus: Corpus, *, look: bool) -> None:
     """Take a step, counted from 1; ``look`` counts what formats lose in it."""
-    run, model, optimizer = parts.run, parts.model, parts.optimizer
-    set_rate(optimizer, config, step)
+    run, learner = parts.run, parts.learner
+    learner.set_rate(step)
     if scheme.recipe is not None:
-        set_step(model, step - 1)
+        set_step(learner.model, step - 1)
     batch = sample(corpus.train, config.batch_size, config.model.context, parts.batches, config.device)
     began = time.perf_counter()
-    with observe(model) if look else contextlib.nullcontext() as seen:
-        loss = float(backward(model, *batch, scheme, parts.scaler))
+    with observe(learner.model) if look else contextlib.nullcontext() as seen:
+        loss = float(learner.backward(*batch, step))
     if seen is not None and (math.isfinite(loss) or run.stats is None):  # where it blows up, the look before that
         run.stats, run.observed = seen, step
-    taken = parts.scaler.unscale(model.parameters())
-    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    taken = learner.unscale()
     run.losses.append(loss)
     if not math.isfinite(loss):
         run.stopped = f"the loss became {loss} at step {step}"
         return
-    if taken:
-        optimizer.step()
-    optimizer.zero_grad()
+    learner.step(taken=taken)
     if not look:
         run.seconds += time.perf_counter() - began
 
 
-def validate(model: GPT, config: TrainConfig, corpus: Corpus) -> float:
+def validate(model: torch.nn.Module, config: TrainConfig, corpus: Corpus) -> float:
     """Return the mean loss over batches of held-out text that depend on the seed alone."""
     generator = torch.Generator().manual_seed(config.seed + 2)
+    if isinstance(model, OwnModel):
+        model.eval()  # the package's own have no dropout
     with torch.no_grad():
         losses = [
             float(model(*sample(corpus.validation, config.batch_size, config.model.context, generator, config.device)))
@@ -270,36 +242,6 @@ def keys(config: TrainConfig) -> torch.Generator:
     return torch.Generator(config.device).manual_seed(config.seed)
 
 
-def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Return the optimizer of every training."""
-    return torch.optim.AdamW(model.parameters(), lr=config.lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
-
-
-def set_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> None:
-    """Set the learning rate of a step, counted from 1."""
-    for group in optimizer.param_groups:
-        group["lr"] = config.lr * schedule(step, config.steps)
-
-
-def schedule(step: int, steps: int) -> float:
-    """Return the share of the peak learning rate at a step: linear warm-up, then a cosine down to a tenth."""
-    warm = max(1, round(WARMUP_SHARE * steps), min(FEWEST_WARMUP_STEPS, steps // 2))
-    if step <= warm:
-        return step / warm
-    done = (step - warm) / max(1, steps - warm)
-    return FINAL_SHARE + (1 - FINAL_SHARE) * 0.5 * (1 + math.cos(math.pi * done))
-
-
 def observed_steps(steps: int) -> set[int]:
     """Return the steps whose operands are counted: the first and each quarter; the last that happened is kept."""
     return {1} | {max(1, steps * quarter // 4) for quarter in (1, 2, 3, 4)}
-
-
-def backward(
-    model: GPT, inputs: torch.Tensor, targets: torch.Tensor, scheme: Scheme, scaler: LossScaler
-) -> torch.Tensor:
-    """Add the gradients of a batch to the model's, and return the loss, float32, 0-d; the factor is still in them."""
-    with autocast(scheme, str(inputs.device)):
-        loss = model(inputs, targets)
-    scaler.scaled(loss).backward()  # type: ignore[no-untyped-call]  # torch's own
-    return loss.detach()

@@ -4,16 +4,20 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from fmtsim.distributed.reduction import get_reduction
 from fmtsim.errors import ArgumentError
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config, usual_scaling
+from fmtsim.optim.catalogue import get_scheme
 from fmtsim.recipes.serialization import recipe_to_dict
 from fmtsim.recipes.spec import LossScale, Recipe
+from fmtsim.recipes.system import OptimizerConfig
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import record_to_dict
 from fmtsim.spec.plan import GemmPlan
 
 HIGH_PRECISION = "fp32"
+ADAMW = OptimizerConfig(state=HIGH_PRECISION)  # torch's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,11 @@ class Scheme:
         fast_backward: use_fast_accum of the products of gradients as well.
         recipe: A recipe instead of formats, scaling, rounding and fast sums; ``format`` is ``"fp32"`` then.
         autocast: Dtype of everything else under ``torch.autocast``, instead of the recipe's own.
+        optimizer: Optimizer and state scheme instead of the recipe's own, or of AdamW in float32.
+        reduction: Reduction of gradients over ranks by name, instead of the recipe's own, or of float32's mean.
+
+    Raises:
+        ArgumentError: An unknown state scheme or reduction, or options that need others.
     """
 
     format: str
@@ -48,12 +57,16 @@ class Scheme:
     fast_backward: bool = False
     recipe: Recipe | None = None
     autocast: str | None = None
+    optimizer: OptimizerConfig | None = None
+    reduction: str | None = None
 
     def __post_init__(self) -> None:
         if self.fast_backward and not self.fast_accum:
             raise ArgumentError("--fast-backward extends --fast-accum to gradients; pass --fast-accum as well")
         if self.recipe is not None and self.autocast is None:
             object.__setattr__(self, "autocast", self.recipe.autocast)
+        get_scheme(self.states.state)
+        get_reduction(self.reduced_by)
 
     @property
     def simulated(self) -> bool:
@@ -66,6 +79,27 @@ class Scheme:
         return self.target is not None or self.unit is not None
 
     @property
+    def states(self) -> OptimizerConfig:
+        """The optimizer in force."""
+        return self.optimizer or (self.recipe and self.recipe.optimizer) or ADAMW
+
+    @property
+    def reduced_by(self) -> str:
+        """The reduction of gradients in force, where there are ranks."""
+        return self.reduction or (self.recipe and self.recipe.reduction) or HIGH_PRECISION
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are reduced otherwise than in float32, which needs ranks."""
+        return self.reduced_by != HIGH_PRECISION
+
+    @property
+    def gathered(self) -> str:
+        """The format in which the chosen level of a recipe gathers weights, else empty."""
+        levels = () if self.recipe is None else self.recipe.levels
+        return (levels[0].gather or "") if len(levels) == 1 else ""
+
+    @property
     def gradient(self) -> str:
         """The format of gradients in force."""
         return self.grad_format or ("e5m2" if usual_scaling(get_format(self.format)) == "tensor" else self.format)
@@ -73,6 +107,13 @@ class Scheme:
     @property
     def label(self) -> str:
         """A short description for legends and tables."""
+        optimizer = str(self.states) if self.states != ADAMW else ""
+        system = (optimizer, f"gradients reduced by {self.reduced_by}" if self.reduces else "")
+        return ", ".join(filter(None, (self._products, *system)))
+
+    @property
+    def _products(self) -> str:
+        """The part of the label that is about products."""
         machine = Gemm(**self.machine, fast_accum=self.fast_accum).machine
         if self.recipe is not None:
             return ", ".join(filter(None, (self.recipe.name, machine)))
@@ -122,4 +163,4 @@ class Scheme:
         return {
             name: record_to_dict(value) if isinstance(value, Datapath | GemmPlan) else value
             for name, value in fields.items()
-        }
+        } | {"optimizer": dataclasses.asdict(self.states), "reduction": self.reduced_by}

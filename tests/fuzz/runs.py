@@ -12,8 +12,9 @@ import torch
 
 import fmtsim
 from fmtsim.training.checkpoint import Checkpoint
+from fmtsim.training.config import TrainConfig
 from fmtsim.training.gpt import GPTConfig
-from fmtsim.training.loop import Parts, TrainConfig, begin
+from fmtsim.training.loop import Parts, begin
 from fmtsim.training.schemes import Scheme
 from fmtsim.verify.gemm import gemm_tasks
 from tests.fuzz.corrupt import corrupted, junk, mutated, safetensors_file
@@ -104,9 +105,9 @@ def _replayer(name: str) -> Callable[[bytes], None]:
 def _begun() -> Parts:
     """Return a training behind its first step."""
     parts = begin(SCHEME, CONFIG)
-    for p in parts.model.parameters():
+    for p in parts.learner.model.parameters():
         p.grad = torch.ones_like(p)
-    parts.optimizer.step()
+    parts.learner.step(taken=True)
     parts.run.losses.append(1.0)
     return parts
 

@@ -15,14 +15,15 @@ import fmtsim
 from fmtsim.cli.main import BAD_INPUT, main
 from fmtsim.errors import ArgumentError, DataError, PlanUnknownWarning
 from fmtsim.progress import Progress
-from fmtsim.recipes import LossScale, get_recipe
+from fmtsim.recipes import LossScale, OptimizerConfig, get_recipe
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.training import loop
+from fmtsim.training import learner, loop
 from fmtsim.training.artifacts import make_record, settings
 from fmtsim.training.checkpoint import Checkpoint
+from fmtsim.training.config import TrainConfig
 from fmtsim.training.corpus import load_corpus
 from fmtsim.training.gpt import GPTConfig
-from fmtsim.training.loop import TrainConfig, compare_schemes
+from fmtsim.training.loop import compare_schemes
 from fmtsim.training.schemes import Scheme
 from tests.support.faults import largest_file
 
@@ -35,6 +36,11 @@ SCALED = dataclasses.replace(
 SCHEMES = {
     "keys": {"simulated": STOCHASTIC, "baseline": FP32},
     "delayed scales and a scaled loss": {"simulated": Scheme(format="fp32", recipe=SCALED), "baseline": FP32},
+    "states, ranks and their factor": {
+        "simulated": Scheme(format="fp32", recipe=get_recipe("fp8lm")),
+        "baseline": FP32,
+    },
+    "two optimizers": {"simulated": Scheme(format="fp32", recipe=get_recipe("lns_madam")), "baseline": FP32},
     "a target and a quantised baseline": {
         "simulated": Scheme(format="bf16", target="h200"),
         "baseline": Scheme(format="bf16"),
@@ -129,14 +135,14 @@ def test_steps_between_files(tmp_path, corpus):
 def test_guesses_of_both_parts_are_told_once(tmp_path, corpus, monkeypatch):
     """A process warns of a plan once, the one that goes on too."""
     later = iter(["two", "one"])
-    original = loop.backward
+    original = learner.backward
 
     def backward(*args):
         if word := next(later, None):
             warnings.warn(word, PlanUnknownWarning, stacklevel=1)
         return original(*args)
 
-    monkeypatch.setattr(loop, "backward", backward)
+    monkeypatch.setattr(learner, "backward", backward)
     monkeypatch.setattr(loop, "rehearse", lambda config: warnings.warn("one", PlanUnknownWarning, stacklevel=1))
     assert compared(tmp_path / "x", config(), corpus, stop=5)[1] is None
     assert compared(tmp_path / "x", config(), corpus)[1]["simulated"]["guesses"] == ["one", "two"]
@@ -160,6 +166,12 @@ def test_a_run_that_blew_up_is_not_run_again(tmp_path, corpus):
         ({"seed": 1}, "config.seed was 0 and is 1"),
         ({"baseline": Scheme(format="bf16")}, "config.baseline.format was 'fp32' and is 'bf16'"),
         ({"steps": 4}, "config.steps was 3 and is 4"),
+        ({"ranks": 2}, "config.ranks was 1 and is 2"),
+        ({"architecture": "llama"}, "config.architecture was 'gpt' and is 'llama'"),
+        (
+            {"simulated": dataclasses.replace(STOCHASTIC, optimizer=OptimizerConfig(state="coat"))},
+            "config.simulated.optimizer.state was 'fp32' and is 'coat'",
+        ),
     ],
 )
 def test_other_settings_are_refused(tmp_path, corpus, changes, said):

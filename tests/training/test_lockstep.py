@@ -19,10 +19,11 @@ from fmtsim.progress import Progress
 from fmtsim.recipes import get_recipe
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.training import evidence, lockstep
+from fmtsim.training.config import TrainConfig
 from fmtsim.training.corpus import load_corpus
 from fmtsim.training.gpt import GPTConfig
 from fmtsim.training.lockstep import build_side, check_native, recording, run_lockstep
-from fmtsim.training.loop import TrainConfig, train
+from fmtsim.training.loop import train
 from fmtsim.training.schemes import Scheme
 
 MODEL = GPTConfig(context=16, width=32, layers=2, heads=2)

@@ -13,9 +13,10 @@ from fmtsim.progress import Progress
 from fmtsim.recipes import get_recipe
 from fmtsim.spec.datapath import Datapath
 from fmtsim.training.artifacts import make_record
+from fmtsim.training.config import TrainConfig
 from fmtsim.training.corpus import load_corpus
 from fmtsim.training.gpt import GPTConfig
-from fmtsim.training.loop import Run, TrainConfig, collected_guesses, compare_schemes
+from fmtsim.training.loop import Run, collected_guesses, compare_schemes
 from fmtsim.training.schemes import Scheme
 
 SMALL = ["--steps", "2", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "1", "--heads", "2"]
@@ -68,7 +69,10 @@ def test_the_machine_is_named_and_recorded(text, tmp_path, capsys, words, label,
             ["--recipe", "te_mxfp8", "--unit", "blackwell.tcgen05.mxf8f6f4", "--width", "32"],
             "te_mxfp8, on blackwell.tcgen05.mxf8f6f4",
         ),
-        (["--recipe", "lns", "--target", "recipe"], "lns, on blocks of 1, exact, nearest_even to fp32"),
+        (
+            ["--recipe", "lns", "--target", "recipe"],
+            "lns, on blocks of 1, exact, nearest_even to fp32, Madam(state='lns_madam')",
+        ),
     ],
 )
 def test_a_recipe_on_a_machine(text, tmp_path, capsys, words, label):

@@ -10,9 +10,11 @@ from fmtsim.cli.main import main
 from fmtsim.nn import convert
 from fmtsim.progress import Progress
 from fmtsim.recipes import LossScale, Recipe, get_recipe, list_recipes, save_recipe
+from fmtsim.training.config import TrainConfig
 from fmtsim.training.corpus import load_corpus
 from fmtsim.training.gpt import GPT, GPTConfig
-from fmtsim.training.loop import TrainConfig, backward, rehearse, simulate, train
+from fmtsim.training.learner import backward
+from fmtsim.training.loop import rehearse, simulate, train
 from fmtsim.training.loss_scale import LossScaler
 from fmtsim.training.schemes import Scheme
 from tests.support import records

@@ -20,11 +20,13 @@ from fmtsim.progress import Lines, Progress
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import record_from_dict
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.training import artifacts, loop
+from fmtsim.training import artifacts, learner
 from fmtsim.training.artifacts import check_output, make_record, write_artifacts
+from fmtsim.training.config import TrainConfig
 from fmtsim.training.corpus import load_corpus
 from fmtsim.training.gpt import GPT, GPTConfig, check_size
-from fmtsim.training.loop import Run, TrainConfig, compare_schemes, observed_steps, schedule, train
+from fmtsim.training.learner import schedule
+from fmtsim.training.loop import Run, compare_schemes, observed_steps, train
 from fmtsim.training.schemes import Scheme
 from tests.support.faults import largest_file
 
@@ -125,9 +127,9 @@ def test_the_model_is_causal_and_leaves_generators_alone():
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_still_drawn(tmp_path, corpus, monkeypatch):
-    original = loop.backward
+    original = learner.backward
     losses = iter([None, math.nan])
-    monkeypatch.setattr(loop, "backward", lambda *a: next(losses, None) or original(*a))
+    monkeypatch.setattr(learner, "backward", lambda *a: next(losses, None) or original(*a))
     shown = io.StringIO()
     run = train(Scheme(format="e4m3"), config(), corpus, Lines(shown))
     assert run.stopped == "the loss became nan at step 2" and len(run.losses) == 2

@@ -1,0 +1,167 @@
+"""What learns in a run: a model with its optimizers, the factor of its loss, and the ranks that share its batches."""
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmtsim.optim import AdamW, Madam
+from fmtsim.training.config import TrainConfig
+from fmtsim.training.loss_scale import LossScaler
+from fmtsim.training.models import repeatable
+from fmtsim.training.ranks import RankReduction
+from fmtsim.training.schemes import ADAMW, Scheme
+
+BETAS, WEIGHT_DECAY, CLIP, WARMUP_SHARE, FINAL_SHARE = (0.9, 0.95), 0.1, 1.0, 0.1, 0.1
+FEWEST_WARMUP_STEPS = 20  # after fewer, AdamW overshoots at the default peak in some seeds, in float32 as well
+MADAM_RATE = 8  # times AdamW's: octaves a unit of the normalised gradient, 1/31 at the default
+PEAK = "peak_lr"  # in a group of an optimizer: its rate at the top of the schedule
+
+
+class Learner:
+    """Train a model, step for step.
+
+    Args:
+        model: Returns its loss for inputs and targets.
+        scheme: How it is trained.
+        config: The comparison.
+
+    Attributes:
+        optimizers: One, or two where Madam leaves some parameters to AdamW.
+        scaler: The factor of the loss.
+        reduction: Of the gradients of several ranks; None with a single one.
+    """
+
+    def __init__(self, model: torch.nn.Module, scheme: Scheme, config: TrainConfig) -> None:
+        self.model, self.scheme, self.config = model, scheme, config
+        self.optimizers = make_optimizers(model, scheme, config)
+        self.scaler = LossScaler(scheme.loss_scale)
+        self.ranks = config.ranks or 1
+        self.reduction = RankReduction(scheme.reduced_by) if self.ranks > 1 else None
+
+    @property
+    def reduced(self) -> str:
+        """How gradients are reduced over how many ranks, in words; empty with a single one."""
+        if self.reduction is None:
+            return ""
+        return f"{self.scheme.reduced_by} over {self.ranks} ranks ({self.reduction.reduction})"
+
+    def backward(self, inputs: Tensor, targets: Tensor, step: int) -> Tensor:
+        """Give the parameters the gradients of a batch, and return its loss, float32, 0-d; the factor is still in them.
+
+        With ranks each takes its part of the batch, one after another, and their gradients are reduced.
+        """
+        with repeatable(self.model, self.config.seed, step):
+            return self._backward(inputs, targets)
+
+    def _backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        if self.reduction is None:
+            return backward(self.model, inputs, targets, self.scheme, self.scaler)
+        parameters = list(self.model.parameters())
+        losses, gradients = [], []
+        for x, y in zip(inputs.chunk(self.ranks), targets.chunk(self.ranks), strict=True):
+            losses.append(backward(self.model, x, y, self.scheme, self.scaler))
+            gradients.append([p.grad for p in parameters])
+            for p in parameters:
+                p.grad = None
+        for p, g in zip(parameters, self.reduction.reduce(gradients), strict=True):
+            p.grad = g
+        return torch.stack(losses).mean()
+
+    def unscale(self) -> bool:
+        """Take the factor out of the gradients and clip them; say whether the optimizers may step."""
+        taken = self.scaler.unscale(self.model.parameters())
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        return taken
+
+    def set_rate(self, step: int) -> None:
+        """Set the learning rates of a step, counted from 1."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group[PEAK] * schedule(step, self.config.steps)
+
+    def step(self, *, taken: bool) -> None:
+        """Let the optimizers step where the gradients may be taken, and drop these."""
+        for optimizer in self.optimizers:
+            if taken:
+                optimizer.step()
+            optimizer.zero_grad()
+
+    def state_bytes(self) -> float:
+        """Return the bytes of weights and states a parameter; weights that a scheme keeps count as it keeps them."""
+        kept, elements = 0, 0
+        for optimizer in self.optimizers:
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                state = {name: x for name, x in optimizer.state[p].items() if isinstance(x, Tensor) and name != "step"}
+                own = any(name.startswith("weights") for name in state)
+                kept += sum(x.nbytes for x in state.values()) + p.nbytes * (not own)
+                elements += p.numel()
+        return kept / max(elements, 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run needs beside the model to go on with the same bits."""
+        return {
+            "moments": [optimizer.state_dict()["state"] for optimizer in self.optimizers],
+            "scaler": self.scaler.state_dict(),
+            "reduction": None if self.reduction is None else self.reduction.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a ``state_dict`` of the same scheme and config."""
+        for optimizer, saved in zip(self.optimizers, state["moments"], strict=True):
+            moments = {int(index): moment for index, moment in saved.items()}
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
+        self.scaler.load_state_dict(state["scaler"])
+        if self.reduction is not None:
+            self.reduction.load_state_dict(state["reduction"])
+
+
+def make_optimizers(model: torch.nn.Module, scheme: Scheme, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a scheme.
+
+    Madam moves matrices. What a factor cannot move (vectors, whose zeros stay, and matrices of zeros) keeps a float32
+    AdamW beside it.
+    """
+    states, decay = scheme.states, {"betas": BETAS, "weight_decay": WEIGHT_DECAY}
+    parameters = list(model.parameters())
+    if states == ADAMW:
+        return [torch.optim.AdamW(_at(config.lr, parameters), **decay)]  # type: ignore[arg-type]
+    if states.rule == "adamw":
+        return [AdamW(_at(config.lr, parameters), **decay, state=states.state, seed=config.seed)]  # type: ignore[arg-type]
+    moved = [p.dim() > 1 and bool(p.detach().any()) for p in parameters]
+    first = [p for p, yes in zip(parameters, moved, strict=True) if yes]
+    rest = [p for p, yes in zip(parameters, moved, strict=True) if not yes]
+    found: list[torch.optim.Optimizer] = []
+    if first:
+        found.append(Madam(_at(MADAM_RATE * config.lr, first), state=states.state, seed=config.seed))
+    return found + ([torch.optim.AdamW(_at(config.lr, rest), **decay)] if rest else [])  # type: ignore[arg-type]
+
+
+def _at(peak: float, parameters: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": parameters, "lr": peak, PEAK: peak}]
+
+
+def schedule(step: int, steps: int) -> float:
+    """Return the share of the peak learning rate at a step: linear warm-up, then a cosine down to a tenth."""
+    warm = max(1, round(WARMUP_SHARE * steps), min(FEWEST_WARMUP_STEPS, steps // 2))
+    if step <= warm:
+        return step / warm
+    done = (step - warm) / max(1, steps - warm)
+    return FINAL_SHARE + (1 - FINAL_SHARE) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def autocast(scheme: Scheme, device: str) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which everything but products runs in the dtype that a scheme names."""
+    if scheme.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast(torch.device(device).type, dtype=getattr(torch, scheme.autocast))
+
+
+def backward(model: torch.nn.Module, inputs: Tensor, targets: Tensor, scheme: Scheme, scaler: LossScaler) -> Tensor:
+    """Add the gradients of a batch to the model's, and return the loss, float32, 0-d; the factor is still in them."""
+    with autocast(scheme, str(inputs.device)):
+        loss = model(inputs, targets)
+    scaler.scaled(loss).backward()
+    return loss.detach()

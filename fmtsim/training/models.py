@@ -1,0 +1,162 @@
+"""The models of ``fmtsim train``: its own by name, and those that a function in a file returns."""
+
+import contextlib
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fmtsim.errors import ArgumentError, did_you_mean, shown
+from fmtsim.training.config import TrainConfig
+from fmtsim.training.gpt import GPT, LanguageModel
+from fmtsim.training.llama import Llama
+
+MODELS: Final[dict[str, Callable[..., LanguageModel]]] = {"gpt": GPT, "llama": Llama}
+TITLES: Final = {"gpt": "GPT", "llama": "Llama"}
+
+
+class OwnModel(nn.Module):
+    """Give a model of the user's the loss of inputs and targets, int64 ``[batch, time]``.
+
+    A model whose forward has a second argument without a default, or named ``targets``, is called with both and
+    returns the loss (alone, as ``.loss``, or among others as the one number). Any other is called with the inputs and
+    returns logits ``[batch, time, vocabulary]``, alone or as ``.logits``, whose cross entropy is the loss.
+    """
+
+    def __init__(self, model: nn.Module, where: str) -> None:
+        super().__init__()
+        self.model, self.where = model, where
+        rest = [one for one in list(inspect.signature(model.forward).parameters.values())[1:] if one.kind < 2]
+        self.takes_targets = bool(rest) and (rest[0].default is rest[0].empty or rest[0].name == "targets")
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss in nats per token."""
+        if self.takes_targets:
+            return self._loss(self.model(inputs, targets))
+        out = self.model(inputs)
+        logits = getattr(out, "logits", out)
+        if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != targets.shape:
+            raise ArgumentError(
+                f"--model {self.where}: its forward returned {_what(logits)} for inputs {list(inputs.shape)}; return "
+                "logits [batch, time, vocabulary], or write forward(self, inputs, targets) that returns the loss"
+            )
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def _loss(self, out: Any) -> Tensor:
+        given = [out.loss] if isinstance(getattr(out, "loss", None), Tensor) else out
+        several = given if isinstance(given, list | tuple) else [given]
+        found = [x for x in several if isinstance(x, Tensor) and not x.dim() and x.is_floating_point()]
+        if len(found) != 1:
+            raise ArgumentError(
+                f"--model {self.where}: its forward(inputs, targets) returned {_what(out)}; return the mean loss, a "
+                "tensor without dimensions"
+            )
+        return found[0]
+
+
+def _what(value: Any) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def build_model(config: TrainConfig, *, layers: int | None = None) -> nn.Module:
+    """Return the model of a config with weights that depend on its seed alone, on its device.
+
+    Args:
+        config: The comparison.
+        layers: Blocks instead of the config's own; models from files have their own number.
+
+    Raises:
+        ArgumentError: There is no such model, or its function does not return one; the message says why.
+    """
+    sizes = asdict(config.model) | ({} if layers is None else {"layers": layers})
+    if config.architecture in MODELS:
+        return MODELS[config.architecture](type(config.model)(**sizes), config.seed).to(config.device)
+    return _own(config.architecture, sizes, config.seed).to(config.device)
+
+
+def without_head(model: nn.Module) -> Callable[[nn.Module, str], bool] | None:
+    """Return ``convert``'s ``filter_fn``: this package's models leave their head out, others leave it to the recipe."""
+    return LanguageModel.without_head if isinstance(model, LanguageModel) else None
+
+
+@contextlib.contextmanager
+def repeatable(model: nn.Module, seed: int, step: int) -> Iterator[None]:
+    """Let what a model of the user's draws (dropout) depend on seed and step; generators are then as they were."""
+    if not isinstance(model, OwnModel):
+        yield
+        return
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed((seed << 32 ^ step) & (1 << 63) - 1)
+        yield
+
+
+def source_digest(architecture: str) -> str | None:
+    """Return the SHA-256 of a model's file, None for models of this package."""
+    return None if architecture in MODELS else hashlib.sha256(_split(architecture)[0].read_bytes()).hexdigest()
+
+
+def _split(architecture: str) -> tuple[Path, str]:
+    name, colon, function = architecture.rpartition(":")
+    if not colon or not name.endswith(".py"):
+        hint = did_you_mean(architecture, MODELS)
+        raise ArgumentError(
+            f"--model {architecture} is unknown{hint}; choose {' or '.join(MODELS)}, or FILE.py:function that returns "
+            "a torch.nn.Module"
+        )
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ArgumentError(f"--model {architecture}: there is no file {path}; pass FILE.py:function")
+    return path, function
+
+
+def _own(architecture: str, sizes: dict[str, int], seed: int) -> OwnModel:
+    path, name = _split(architecture)
+    function = getattr(_loaded(str(path.resolve()), architecture), name, None)
+    if not callable(function):
+        raise ArgumentError(f"--model {architecture}: {path} has no function {name!r}; write one that returns a module")
+    with torch.random.fork_rng(devices=[]), _told(architecture):
+        torch.manual_seed(seed)
+        taken = inspect.signature(function).parameters.values()
+        everything = any(one.kind is one.VAR_KEYWORD for one in taken)
+        names = {one.name for one in taken}
+        model = function(**{key: size for key, size in sizes.items() if everything or key in names})
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"--model {architecture} returned {shown(model)}; return a torch.nn.Module")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ArgumentError(f"--model {architecture} returned a {type(model).__name__} without parameters to train")
+    return OwnModel(model, architecture)
+
+
+@lru_cache(maxsize=8)
+def _loaded(path: str, architecture: str) -> Any:
+    """Return the module of a file; what it imports may lie beside it."""
+    spec = importlib.util.spec_from_file_location(f"fmtsim_model_{Path(path).stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(Path(path).parent))
+    try:
+        with _told(architecture):
+            spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(Path(path).parent))
+    return module
+
+
+@contextlib.contextmanager
+def _told(architecture: str) -> Iterator[None]:
+    """Turn what a user's code raises into one line."""
+    try:
+        yield
+    except Exception as error:
+        raise ArgumentError(f"--model {architecture}: {type(error).__name__}: {error}") from error
