@@ -142,7 +142,7 @@ def test_the_llama_learns_under_smooth_swiglu(corpus):
     ],
 )
 def test_every_recipe_takes_the_llama(name):
-    rehearse(config("llama", name, GPTConfig(context=16, width=128, layers=2, heads=2), batch_size=8))
+    rehearse(config("llama", name, GPTConfig(context=16, width=128, layers=4, heads=2), batch_size=8))
 
 
 def test_gpt_says_that_it_has_no_gated_layers(corpus):

@@ -334,7 +334,9 @@ def test_records_hold_plain_types():
     scheme = Scheme(format="e4m3", unit=Datapath(block=8, accumulator="bf16"), plan=GemmPlan(promote_every=64))
     fields = json.loads(json.dumps(scheme.to_dict()))
     assert record_from_dict(fields["unit"]) == scheme.unit and record_from_dict(fields["plan"]) == scheme.plan
-    assert Scheme(**{**fields, "unit": scheme.unit, "plan": scheme.plan}) == scheme
+    assert fields["optimizer"] == {"rule": "adamw", "state": "fp32"} and fields["reduction"] == "fp32"
+    given = {"unit": scheme.unit, "plan": scheme.plan, "optimizer": None, "reduction": None}
+    assert Scheme(**{**fields, **given}) == scheme
 
 
 def test_contradictions_are_named():
