@@ -225,7 +225,7 @@ DEFAULTS = {
                   "calls": 3, "device": "cuda"},
     "bench": {"what": "casts", "only": "*", "side": 4096, "shape": [512, 512, 2048], "threads": [1, 2], "repeats": 9},
     "train": {"baseline": "fp32", "steps": 600, "batch_size": 16, "context": 64, "width": 128, "layers": 2, "heads": 4,
-              "lr": 0.004, "seed": 0, "device": "cpu", "out": "fmtsim-train"},
+              "lr": 0.004, "seed": 0, "device": "cpu", "out": "fmtsim-train", "model": "gpt"},
 }  # fmt: skip
 
 
