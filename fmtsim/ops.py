@@ -9,6 +9,7 @@ import torch
 
 from fmtsim.dispatch import is_plain
 from fmtsim.errors import ArgumentError, CodeError
+from fmtsim.float64 import check_float64
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.spec import CodebookFormat, IntFormat
@@ -91,7 +92,7 @@ def quantize_out(x: torch.Tensor, out: torch.Tensor, text: str, key: Key, words:
 
 def quantize_plain(x: torch.Tensor, text: str, dtype: torch.dtype, key: Key) -> torch.Tensor:
     """Do what the operator does, without the dispatcher, for an x that ``is_plain``."""
-    out = torch.empty_like(x) if dtype is x.dtype else torch.empty_like(x, dtype=dtype)
+    out = torch.empty_like(x) if dtype is x.dtype else _empty_like(x, dtype)
     _quantize_into(x.detach() if x.requires_grad else x, out, text, key)  # engines have threads, which record gradients
     return out
 
@@ -235,7 +236,7 @@ def _span(x: torch.Tensor) -> tuple[int, int]:
 
 
 def _quantize(x, spec, dtype, key=None, words=None):  # type: ignore[no-untyped-def]
-    out = torch.empty_like(x, dtype=dtype, requires_grad=False)
+    out = _empty_like(x, dtype)
     cast = spec_from_json(spec)
     _check_data(x, cast, words)
     engine_for("quantize", cast, x, out).quantize(x.detach(), cast, _random(key, words), out)
@@ -252,10 +253,17 @@ def _encode(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]
 def _decode(codes, scales, tensor_scale, offsets, spec, dtype, validated=False):  # type: ignore[no-untyped-def]
     cast = spec_from_json(spec)
     codes = codes if validated else _patterns(codes, cast.format)
-    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    out = _empty_like(codes, dtype, memory_format=torch.contiguous_format)
     parts = EncodedParts(codes, *_absent(scales, tensor_scale, offsets))
     engine_for("decode", cast, out).decode(parts, cast, out)
     return out
+
+
+def _empty_like(x: torch.Tensor, dtype: torch.dtype, **how: Any) -> torch.Tensor:
+    if dtype is torch.float64:
+        instead = "pass out_dtype=torch.float32 where the format fits, or move the tensor to the CPU"
+        check_float64(x.device, "the result", instead)
+    return torch.empty_like(x, dtype=dtype, requires_grad=False, **how)
 
 
 def _patterns(codes: torch.Tensor, fmt: Format) -> torch.Tensor:

@@ -17,8 +17,9 @@ def codes_of_scales(scales: torch.Tensor, fmt: FloatFormat, *, validated: bool =
     Raises:
         CodeError: A scale is not a value of the format.
     """
-    values = _ladder(fmt).to(scales.device)
-    codes = torch.searchsorted(values, scales.to(torch.float64).contiguous()).clamp_(max=fmt.max_code)
+    scales = scales.to(torch.promote_types(scales.dtype, torch.float32)).contiguous()
+    values = _ladder(fmt).to(scales.device, scales.dtype)
+    codes = torch.searchsorted(values, scales).clamp_(max=fmt.max_code)
     wrong = values[codes] != scales
     if fmt.nan_code is not None:
         codes = torch.where(scales.isnan(), fmt.nan_code, codes)
@@ -42,12 +43,12 @@ def scales_of_codes(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
         raise CodeError(
             f"code {int(codes[wrong][0])} is not that of a scale in {fmt.name}; expected 0 to {fmt.max_code}"
         )
-    values = _ladder(fmt).to(codes.device, torch.float32)
+    values = _ladder(fmt).to(codes.device)
     scales = values[codes.to(torch.int64).clamp(max=fmt.max_code)]
     return scales if nan is None else torch.where(codes == nan, torch.nan, scales)
 
 
 @lru_cache(maxsize=64)
 def _ladder(fmt: FloatFormat) -> torch.Tensor:
-    """Return the finite values that are not negative, which rise with their codes, in float64."""
-    return torch.tensor([fmt.value(code) for code in range(fmt.max_code + 1)], dtype=torch.float64)
+    """Return the finite values that are not negative, which rise with their codes, in float32."""
+    return torch.tensor([fmt.value(code) for code in range(fmt.max_code + 1)], dtype=torch.float32)

@@ -124,7 +124,7 @@ def rms_scale(x: Tensor, fmt: StateFormat) -> Tensor:
     It is worked out on the CPU, so that it does not depend on the device.
     """
     assert fmt.format is not None
-    squares = x.detach().to("cpu", torch.float64).square().sum()
+    squares = x.detach().cpu().to(torch.float64).square().sum()
     limit = RMS_FACTOR * math.sqrt(float(squares) / max(x.numel(), 1))
     return torch.tensor([[limit / float(fmt.format.max) or 1.0]], dtype=torch.float32, device=x.device)
 

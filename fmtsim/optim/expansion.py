@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmtsim.float64 import float64
 from fmtsim.ops import load_engine
 from fmtsim.optim.rules import square_root
 from fmtsim.rounding.elementary import ln
@@ -65,18 +66,18 @@ def power_of(top: Tensor, low: Tensor) -> Tensor:
 def expand(q: Tensor, scale: Tensor, power: Tensor, centre: Tensor) -> Tensor:
     """Undo ``compress`` for values of the format: float32 [groups, elements], and [groups, 1] thrice."""
     z = q.abs() * scale
-    factor = _exp(_ln(z) / power.to(torch.float64)).to(torch.float32)
+    factor = _exp(_ln(z) / float64(power)).to(torch.float32)
     return torch.copysign(torch.where(z == 0, 0.0, factor * centre), q)
 
 
 def _raised(x: Tensor, power: Tensor, centre: Tensor) -> Tensor:
     """Return ``(x / centre) ** power``, step 4."""
-    return _exp(power.to(torch.float64) * (_ln(x) - _ln(centre))).to(torch.float32)
+    return _exp(float64(power) * (_ln(x) - _ln(centre))).to(torch.float32)
 
 
 def _ln(x: Tensor) -> Tensor:
     """Return the logarithm in float64; NaN stays NaN, Inf stays Inf, and 0 gives some number."""
-    wide = x.to(torch.float64)
+    wide = float64(x)
     result: Tensor = _engine(x).ln(torch.where((wide > 0) & (wide < math.inf), wide, 1.0))
     return torch.where(wide < math.inf, result, wide)
 

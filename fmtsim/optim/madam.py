@@ -18,6 +18,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from fmtsim.float64 import float64
 from fmtsim.ops import load_engine
 from fmtsim.optim.codec import RMS_FACTOR
 from fmtsim.optim.rules import Group, Rule, States, float32, numbers, square_root
@@ -43,7 +44,7 @@ def madam(base: int | str, round_update: bool) -> Rule:
 def _update(base: int | str, rounded: bool, p: Tensor, g: Tensor, states: States, n: Numbers) -> tuple[Tensor, States]:
     direction, v = _direction(g, states, n, rounded)
     x = (direction * n.size) * p.sign() + n.penalty
-    exponent = x.to(torch.float64) * (-math.log(2.0) if base == 2 else -1.0)
+    exponent = float64(x) * (-math.log(2.0) if base == 2 else -1.0)
     factor = load_engine("torch_engine").exp(exponent).to(torch.float32)
     limit = states["limit"]
     return torch.minimum(torch.maximum(p * factor, -limit), limit), {"second": v}
@@ -78,6 +79,6 @@ def _direction(g: Tensor, states: States, n: Numbers, rounded: bool) -> tuple[Te
 
 def _limit(p: Tensor) -> States:
     """Return the largest magnitude that weights may have, worked out on the CPU in float64."""
-    squares = float(p.to("cpu", torch.float64).square().sum())
+    squares = float(p.cpu().to(torch.float64).square().sum())
     limit = RMS_FACTOR * math.sqrt(squares / max(p.numel(), 1))
     return {"limit": torch.tensor([limit], dtype=torch.float32, device=p.device)}

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fmtsim.float64 import float64
 from fmtsim.spec.optimizer import Numbers, Scheme
 
 CONSTANTS = ("limit",)
@@ -30,7 +31,7 @@ def square_root(x: Tensor) -> Tensor:
     torch's own float32 root is not, on a CPU (the last bit is off for 0.6 % of numbers); the float64 root of a float32
     number is never close enough to the middle of two of them for a second rounding to go wrong.
     """
-    return x.to(torch.float64).sqrt().to(torch.float32)
+    return float64(x).sqrt().to(torch.float32)
 
 
 def float32(x: float) -> float:

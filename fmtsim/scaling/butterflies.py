@@ -53,7 +53,7 @@ def transform(x: Tensor, size: int, dim: int, matrix: Tensor, flips: Tensor | No
 
 def root(size: int) -> float:
     """Return ``RN32(1 / sqrt(size))``."""
-    return float(torch.tensor(1 / math.sqrt(size), dtype=torch.float64, device="cpu").float())
+    return float(torch.tensor(1 / math.sqrt(size), dtype=torch.float32, device="cpu"))
 
 
 def checked_base(matrix: Tensor) -> Tensor:
@@ -69,9 +69,9 @@ def checked_base(matrix: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _orthogonal(data: bytes, order: int) -> bool:
-    """Say whether ``B B^T = b I``; sums of +-1 are exact in float64, whatever their order."""
-    base = torch.frombuffer(bytearray(data), dtype=torch.int8).view(order, order).double()
-    return bool((base @ base.T == order * torch.eye(order, dtype=torch.float64, device="cpu")).all())
+    """Say whether ``B B^T = b I``; sums of +-1 are exact in float32, whatever their order."""
+    base = torch.frombuffer(bytearray(data), dtype=torch.int8).view(order, order).float()
+    return bool((base @ base.T == order * torch.eye(order, device="cpu")).all())
 
 
 def sum_plan(matrix: Tensor, inverse: bool, device: torch.device) -> tuple[tuple[Tensor, Tensor], ...]:

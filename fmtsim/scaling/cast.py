@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fmtsim import ops
+from fmtsim.float64 import float64
 from fmtsim.formats.spec import ElementFormat, FloatFormat, Overflow
 from fmtsim.quantize import quantize
 from fmtsim.rounding.modes import Rounding
@@ -39,7 +40,7 @@ class Scaled(NamedTuple):
         s = spread(self.scales.scale, block, self.elements.shape)
         if self.scales.tensor is None:
             return self.elements * s
-        return (self.elements.double() * s * self.scales.tensor).float()  # element times scale is exact in float64
+        return (float64(self.elements) * s * self.scales.tensor).float()  # element times scale is exact in float64
 
 
 def cast(
@@ -139,7 +140,7 @@ def _better(x: Tensor, old: Scaled, new: Scaled, metric: str, sizes: tuple[int, 
     """Take, block by block, the cast with the smaller error, the old one in a tie."""
     errors = []
     for tried in (old, new):
-        off = blocked((tried.values(sizes).double() - x.double()), sizes)
+        off = blocked((float64(tried.values(sizes)) - float64(x)), sizes)
         errors.append(folded_sum(off.abs() if metric == "mae" else off * off))
     takes = errors[1] < errors[0]
     mixed = Scales(
@@ -159,7 +160,7 @@ def _corrected(found: Scaled, scaling: Scaling, sizes: tuple[int, int], key: Ran
     """
     assert scaling.eden is not None
     group = (1, scaling.eden)
-    y, q = blocked(found.scaled.double(), group), blocked(found.elements.double(), group)
+    y, q = (blocked(float64(part), group) for part in (found.scaled, found.elements))
     over = folded_sum(y * q)
     c = torch.where(over == 0, 1.0, folded_sum(y * y) / over).float()
     each = spread(c, (1, scaling.eden // sizes[1]), found.scales.scale.shape)

@@ -5,6 +5,7 @@ docs/semantics.md, sections 5 to 7). What rounds a scale to the format that stor
 torch engine share these steps.
 """
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -12,6 +13,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fmtsim.float64 import float64, floor_log2
 from fmtsim.formats.scaling import ExponentRule, Scaling
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
 
@@ -113,19 +115,30 @@ def two_levels(a: Tensor, scaling: Scaling, top: float, store: Store, times: flo
 
 def exponent_scales(amax: Tensor, rule: ExponentRule, element: ElementFormat) -> Scales:
     """Return scales that are powers of two by the exact exponents of largest magnitudes, in the operand's dtype."""
-    x, top = amax.double(), element.max_exponent
+    top = element.max_exponent
     if rule == "rceil":
-        x, top = (amax.float().clamp(max=FLT_MAX) * float32(1.0 / element.max)).clamp(max=FLT_MAX).double(), 0
-    significand, exponent = torch.frexp(x)  # from 1/2 to 1
-    exponent = exponent.long() - 1
+        amax, top = (amax.float().clamp(max=FLT_MAX) * float32(1.0 / element.max)).clamp(max=FLT_MAX), 0
+    significand, exponent, places = _significands(amax)
     if rule in ("ceil", "rceil"):
-        exponent = exponent + (significand != 0.5).long()
+        exponent = exponent + (significand != 1 << places).long()
     elif rule == "even":
-        places = element.mantissa_bits if isinstance(element, FloatFormat | IntFormat) else 0
-        exponent = exponent + (significand >= 1 - 2.0 ** -(places + 2)).long()
-    exponent = torch.where(x == 0, -127, (exponent - top).clamp(-127, 127))
-    scale = ((exponent + 1023) << 52).view(torch.float64).float()
+        kept = element.mantissa_bits if isinstance(element, FloatFormat | IntFormat) else 0
+        half = 1 << (places - 1 - kept) if kept < places else 0
+        exponent = exponent + (significand >= (2 << places) - half).long()
+    exponent = torch.where(amax == 0, -127, (exponent - top).clamp(-127, 127))
+    code = torch.where(exponent == -127, 1 << 22, (exponent + 127) << 23)  # a subnormal number, and normal ones
+    scale = code.to(torch.int32).view(torch.float32)
     return Scales(scale, scale, exponent=exponent)
+
+
+def _significands(x: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return significands from ``2**places`` on, exponents, and places, of numbers that are not negative, in int64."""
+    wide = x.dtype == torch.float64
+    bits, places, bias = (x.view(torch.int64), 52, 1023) if wide else (x.float().view(torch.int32).long(), 23, 127)
+    lifted = (bits >> places).clamp(min=1)
+    significand = bits - ((lifted - 1) << places)
+    gap = places - floor_log2(significand.clamp(min=1))
+    return significand << gap, lifted - bias - gap, places
 
 
 def range_scales(low: Tensor, high: Tensor, max_code: int) -> Scales:
@@ -155,15 +168,34 @@ def _power_by_log2(a: Tensor, top: float, dtype: torch.dtype) -> Tensor:
     """Return ``2**floor(log2((1 / a) * top))``, each step rounded to a dtype; between 2**-126 and 2**127."""
     dtype = torch.float32 if dtype == torch.float64 else dtype
     r = (torch.div(torch.ones_like(a), a).to(dtype).float() * top).to(dtype)
-    logarithm = r.double().log2().to(dtype)
-    exponent = logarithm.float().floor().clamp(-126, 127).to(torch.int32)
+    significand, exponent, _ = _significands(r)
+    carries = _carries(dtype, r.device)[exponent + 149]
+    exponent = torch.where(r == 0, -126, exponent + (significand >= carries).long()).clamp(-126, 127).to(torch.int32)
     return ((exponent + 127) << 23).view(torch.float32)
+
+
+@lru_cache(maxsize=16)
+def _carries(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return for each exponent of float32 numbers the significand from which log2, rounded, is the next integer."""
+
+    def carries(significand: int, exponent: int) -> bool:
+        logarithm = math.log2(math.ldexp(significand, exponent - 23))
+        return float(torch.tensor(logarithm, dtype=dtype, device="cpu")) >= exponent + 1
+
+    found = []
+    for exponent in range(-149, 129):
+        low, high = 1 << 23, 1 << 24
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if carries(middle, exponent) else (middle + 1, high)
+        found.append(low)
+    return torch.tensor(found, device=device)
 
 
 @lru_cache(maxsize=256)
 def float32(x: float) -> float:
     """Return the nearest float32."""
-    return float(torch.tensor(x, dtype=torch.float64, device="cpu").float())
+    return float(torch.tensor(x, dtype=torch.float32, device="cpu"))
 
 
 def _times(s: Tensor, times: float) -> Tensor:
@@ -178,7 +210,7 @@ def _raised(a: Tensor, scaling: Scaling) -> Tensor:
 
 def _encoding(a: Tensor, scaling: Scaling, top: float, empty: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return s and the r = top / a that it is the reciprocal of."""
-    r = (top / a.double()).float() if scaling.arithmetic == "double" else torch.div(torch.full_like(a, top), a)
+    r = (top / float64(a)).float() if scaling.arithmetic == "double" else torch.div(torch.full_like(a, top), a)
     r = torch.where(empty, 1.0, r.clamp(max=FLT_MAX))
     if scaling.power_of_two == "log2":
         r = torch.where(empty, 1.0, _power_by_log2(a, top, dtype))

@@ -7,6 +7,7 @@ until one number is left, zeros filling up to a power of two.
 import torch
 from torch import Tensor
 
+from fmtsim.float64 import float64
 from fmtsim.formats.scaling import Block, Statistic
 from fmtsim.scaling.scales import FLT_MAX
 
@@ -50,9 +51,7 @@ def statistic(x: Tensor, block: Block, kind: Statistic) -> Tensor:
     if kind == "amax":
         found = blocked(x.abs(), sizes).amax(-1)
     else:
-        parts = blocked(x.double(), sizes)
-        there = blocked(finite.double(), sizes)
-        found = _mean(parts, there, kind)
+        found = _mean(blocked(float64(x), sizes), blocked(float64(finite), sizes), kind)
     return found.float().clamp(max=FLT_MAX)
 
 

@@ -6,6 +6,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fmtsim.float64 import float64
 from fmtsim.formats.block import FP32, Block, BlockFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, IntFormat
@@ -77,7 +78,7 @@ class Operand(NamedTuple):
         s = spread(self.scale, self.block, x.shape)
         if self.tensor_scale is None:
             return x * s
-        return (x.double() * s * self.tensor_scale).to(x.dtype)  # element times scale is exact in float64
+        return (float64(x) * s * self.tensor_scale).to(x.dtype)  # element times scale is exact in float64
 
 
 def spread(s: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:

@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 
+from fmtsim.float64 import float64
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.spec import FloatFormat, IntFormat
@@ -66,7 +67,7 @@ def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
         if offsets is None:
             value = elements.decode(codes[rows, columns], fmt.element, torch.float64)
         else:
-            value = (codes[rows, columns].to(torch.int64) - offsets[rows]).to(torch.float64)
+            value = float64(codes[rows, columns].to(torch.int64) - offsets[rows])
         if parts.tensor_scale is None:
             result[rows, columns] = product(value, scales[rows], bits, out.dtype)
         else:

@@ -2,6 +2,7 @@
 
 import torch
 
+from fmtsim.float64 import float64, from_bits
 from fmtsim.rounding.elementary import (
     EXP_COEFFICIENTS,
     EXP_OVERFLOW,
@@ -20,10 +21,10 @@ def ln(x: torch.Tensor) -> torch.Tensor:
     """Return the natural logarithm of positive, finite, normal float64 elements; others give some number."""
     bits = x.view(torch.int64)
     k = (bits >> 52) - 1022
-    m = ((bits & ((1 << 52) - 1)) | (1022 << 52)).view(torch.float64)
+    m = from_bits((bits & ((1 << 52) - 1)) | (1022 << 52))
     low = m < SQRT_HALF
     m = torch.where(low, m + m, m)
-    power = (k - low.to(torch.int64)).to(torch.float64)
+    power = float64(k - low.to(torch.int64))
     f = m - 1.0
     s = divide(f, f + 2.0)
     z = s * s

@@ -9,7 +9,7 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.torch_engine import floats, integers, tables
 from fmtsim.torch_engine.carry import NEAREST
 from fmtsim.torch_engine.reals import narrow, tiny_kept, widen
-from fmtsim.torch_engine.storage import LAYOUTS, from_bits
+from fmtsim.torch_engine.storage import LAYOUTS, bits_of, from_bits
 
 _TABLE_BITS = 16  # formats up to here decode by a table of all their codes
 
@@ -45,7 +45,8 @@ def encode(
 def decode(codes: torch.Tensor, fmt: ElementFormat, dtype: torch.dtype) -> torch.Tensor:
     """Return the values of codes, rounded once to a floating-point dtype; every NaN is the canonical one."""
     if fmt.bits <= _TABLE_BITS:
-        return _value_table(fmt, dtype, codes.device)[codes.to(torch.int64) & ((1 << fmt.bits) - 1)]
+        patterns = codes.to(torch.int64) & ((1 << fmt.bits) - 1)
+        return from_bits(_value_table(fmt, dtype, codes.device)[patterns], dtype)
     return _decode_directly(codes, fmt, dtype)
 
 
@@ -68,5 +69,6 @@ def _decode_directly(codes: torch.Tensor, fmt: ElementFormat, dtype: torch.dtype
 
 @lru_cache(maxsize=256)
 def _value_table(fmt: ElementFormat, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the bits of the values of all codes."""
     codes = torch.arange(1 << fmt.bits, dtype=torch.int32, device=device)
-    return _decode_directly(codes, fmt, dtype)
+    return bits_of(_decode_directly(codes, fmt, dtype))

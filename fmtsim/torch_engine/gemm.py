@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+from fmtsim.float64 import from_bits, has_float64
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import Datapath, IntegerDatapath
@@ -62,7 +63,7 @@ def gemm(
         _integers(a, b, c, spec, out)
         return
     rows, columns, k = a.shape[0], b.shape[0], a.shape[1]
-    unit = unit_of(spec, k)
+    unit = unit_of(spec, k, has_float64(out.device))
     summation = Summation(spec, unit, k)
     finite = all_finite(a, b, scale_a, scale_b)
     rounding = spec.datapath.rounding if isinstance(spec.datapath, Datapath) else Rounding()
@@ -98,7 +99,7 @@ def _operands(
 def _final(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return float64 sums as the output's dtype, with the one NaN."""
     if dtype == torch.float64:
-        return torch.where(torch.isnan(sums), NAN64, sums.view(torch.int64)).view(torch.float64)
+        return from_bits(torch.where(torch.isnan(sums), NAN64, sums.view(torch.int64)))
     bits = narrow(sums, torch.float32).view(torch.int32)
     return torch.where(torch.isnan(sums), NAN32, bits).view(torch.float32)
 

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import torch
 
+from fmtsim.float64 import floor_log2, from_bits
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.torch_engine.carry import jam, round_off
 from fmtsim.torch_engine.gemm_round import assembled, round_value
-from fmtsim.torch_engine.storage import FP64, Parts, bits_of, floor_log2, unpack
+from fmtsim.torch_engine.storage import FP64, Parts, bits_of, unpack
 
 WIDTH = 24
 ROOM = 1 << 14
@@ -216,7 +217,7 @@ def _to_odd(x: Magnitude, first: torch.Tensor, base: torch.Tensor | int) -> torc
     significand = _read(x.digits, first - 52, 53) | _below(x, first - 52)
     exponent = first + base
     code = ((exponent.clamp(min=-1022) + 1022) << 52) + jam(significand, -1022 - exponent)
-    y = torch.where(exponent > 1023, _INFINITE, code).view(torch.float64)
+    y = from_bits(torch.where(exponent > 1023, _INFINITE, code))
     return torch.where(x.negative, -y, y)
 
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import torch
 
+from fmtsim.float64 import float64, from_bits
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.torch_engine import floats
@@ -100,11 +101,11 @@ def assembled(
     exponent = exponent.clamp(max=fmt.max_exponent)  # a code beyond Inf of float64 would not fit
     code = ((exponent - fmt.min_exponent) << fmt.mantissa_bits) + whole
     if is_scalable(fmt):
-        y = whole.to(torch.float64) * power_of_two(exponent - fmt.mantissa_bits)
+        y = float64(whole) * power_of_two(exponent - fmt.mantissa_bits)
     elif fmt.exponent_bits == 11 and fmt.mantissa_bits == 52 and fmt.exponent_bias == 1023:
-        y = code.view(torch.float64)  # Inf included; what lies above is dealt with below
+        y = from_bits(code)  # Inf included; what lies above is dealt with below
     else:
-        y = floats.convert(code.clamp(max=fmt.max_code), fmt, FP64, NEAREST, "ieee").to(torch.int64).view(torch.float64)
+        y = from_bits(floats.convert(code.clamp(max=fmt.max_code), fmt, FP64, NEAREST, "ieee").to(torch.int64))
     return limit(torch.where(negative, -y, y), beyond | (code > fmt.max_code), fmt, rounding)
 
 
@@ -140,7 +141,7 @@ def _stochastic(y: torch.Tensor, rounding: Rounding, words: torch.Tensor) -> tor
 def _convert(x: torch.Tensor, fmt: FloatFormat, rounding: Rounding, words: torch.Tensor | None) -> torch.Tensor:
     """Round on bit patterns; slower, but any format will do."""
     codes = floats.convert(bits_of(x), FP64, fmt, rounding, "ieee" if fmt.infinities else fmt.default_overflow, words)
-    y = floats.convert(codes, fmt, FP64, NEAREST, "ieee").to(torch.int64).view(torch.float64)
+    y = from_bits(floats.convert(codes, fmt, FP64, NEAREST, "ieee").to(torch.int64))
     if fmt.infinities and words is None:  # Inf also where the mode would stop at the largest value
         position = (
             exponent_of(x).clamp(fmt.max_exponent, 1022) - fmt.mantissa_bits

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import torch
 
+from fmtsim.float64 import from_bits
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
@@ -25,8 +26,8 @@ Draw = Callable[[int], torch.Tensor | None]
 """Returns the random integers of block number t for the outputs at hand, None without stochastic rounding."""
 
 
-def unit_of(spec: GemmSpec, k: int) -> Unit:
-    """Return what computes the blocks of a product of K terms."""
+def unit_of(spec: GemmSpec, k: int, float64: bool = True) -> Unit:
+    """Return what computes the blocks of a product of K terms; without ``float64`` in wide integers where it can."""
     path, a, b = spec.datapath, spec.a, spec.b
     assert isinstance(a, FloatFormat) and isinstance(b, FloatFormat)
     if isinstance(path, TwoStageDatapath):
@@ -36,9 +37,9 @@ def unit_of(spec: GemmSpec, k: int) -> Unit:
     assert isinstance(path, Datapath)
     parts = schedule(k, path, spec.plan)
     longest = max((len(block) for part in parts for chain in part for block in chain.blocks), default=1)
-    if AlignedUnit.fits(path, a, b, longest):
+    if float64 and AlignedUnit.fits(path, a, b, longest):
         return AlignedUnit(path, a, b)
-    if FusedAddUnit.fits(path, a, b, longest):
+    if float64 and FusedAddUnit.fits(path, a, b, longest):
         return FusedAddUnit(path)
     return WideUnit(path, a, b, longest)
 
@@ -88,7 +89,7 @@ class Summation:
             scales: Those of a scaled promotion, with the chain's index leading, float32, or None.
         """
         shape = torch.broadcast_shapes(rows.a.shape[1:], rows.b.shape[1:])
-        zero = torch.zeros(shape, dtype=torch.float64, device=rows.a.device)
+        zero = from_bits(torch.zeros(shape, dtype=torch.int64, device=rows.a.device))
         if not self._parts:
             return zero if c is None else c
         sums, block = [], 0

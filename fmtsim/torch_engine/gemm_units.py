@@ -119,9 +119,12 @@ def _flushed(x: torch.Tensor) -> torch.Tensor:
 def integer_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return ``a b^T`` of int8 matrices ``[m, L]`` and ``[n, L]`` as int64, exact up to ``L = 2**38``.
 
-    The product is taken in float64, whose partial sums are integers below ``2**53`` in whatever order they are added.
+    Pieces of the product are taken in float32: partial sums are integers up to ``2**24``, in whatever order they are
+    added, and int8 survives the narrower operands that torch may be set to use.
     """
-    return torch.matmul(a.to(torch.float64), b.to(torch.float64).t()).to(torch.int64)
+    pieces = zip(a.split(1024, 1), b.split(1024, 1), strict=True)
+    first, *rest = (torch.matmul(x.to(torch.float32), y.to(torch.float32).t()).to(torch.int64) for x, y in pieces)
+    return sum(rest, first)
 
 
 def wrapped(x: torch.Tensor) -> torch.Tensor:

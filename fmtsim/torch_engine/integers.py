@@ -2,6 +2,7 @@
 
 import torch
 
+from fmtsim.float64 import float64
 from fmtsim.formats.spec import IntFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.torch_engine.carry import jam, round_off
@@ -67,4 +68,4 @@ def to_numbers(codes: torch.Tensor, fmt: IntFormat) -> torch.Tensor:
 
 def decode(codes: torch.Tensor, fmt: IntFormat) -> torch.Tensor:
     """Return the values of codes in float64, exact."""
-    return (to_numbers(codes, fmt).to(torch.float64) + 0.5 * fmt.half_offset) * fmt.eps
+    return (float64(to_numbers(codes, fmt)) + 0.5 * fmt.half_offset) * fmt.eps

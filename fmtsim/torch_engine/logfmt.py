@@ -2,6 +2,7 @@
 
 import torch
 
+from fmtsim.float64 import float64
 from fmtsim.formats.block import LogTileFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.rounding.modes import Rounding
@@ -62,7 +63,7 @@ def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
 
 def tile_values(low: torch.Tensor, step: torch.Tensor, rank: torch.Tensor) -> torch.Tensor:
     """Return the magnitudes of ranks in float64: 0 for rank 0, else ``RN32(exp(low + step (rank - 1)))``."""
-    value = round32(exp(low + step * (rank - 1).to(torch.float64)))
+    value = round32(exp(low + step * float64(rank - 1)))
     return torch.where((rank == 0) & ~torch.isnan(low), 0.0, value)
 
 
@@ -78,7 +79,7 @@ def _ranges(folded: torch.Tensor, fmt: LogTileFormat) -> tuple[torch.Tensor, tor
 
     high, near = (largest(folded, measure).unsqueeze(1) for measure in (measured, closeness))
     empty = high == 0
-    top, smallest = (ln(torch.where(empty, 1.0, part.double())) for part in (high, -near))
+    top, smallest = (ln(torch.where(empty, 1.0, float64(part))) for part in (high, -near))
     low = round32(torch.maximum(smallest, top - _OCTAVES))
     step = round32(divide((top - low).clamp(min=0), float(fmt.max_code - 1)))
     return torch.where(empty, 0.0, low), torch.where(empty, 0.0, step), empty

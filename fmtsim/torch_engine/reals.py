@@ -8,6 +8,8 @@ blocks, which are operations of float32: fmtsim/scaling/scales.py).
 
 import torch
 
+from fmtsim.float64 import float64, has_float64
+from fmtsim.float64 import from_bits as float64_of
 from fmtsim.torch_engine import floats
 from fmtsim.torch_engine.carry import NEAREST
 from fmtsim.torch_engine.storage import FP64, LAYOUTS, bits_of, from_bits
@@ -22,6 +24,8 @@ _NAN64 = 0x7FF8000000000000
 
 def widen(x: torch.Tensor) -> torch.Tensor:
     """Return float16, bfloat16, float32 or float64 elements as float64, exactly; NaN stays some NaN."""
+    if not has_float64(x.device):
+        return float64(x)
     if x.dtype in (torch.float64, torch.float16):
         return x.to(torch.float64)
     x = x.to(torch.float32)
@@ -34,8 +38,8 @@ def widen(x: torch.Tensor) -> torch.Tensor:
 def narrow(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round float64 elements once, to nearest even; beyond the range is Inf, every NaN the canonical one."""
     if dtype == torch.float64:
-        return torch.where(torch.isnan(y), _NAN64, bits_of(y)).view(torch.float64)
-    if dtype == torch.float32:
+        return float64_of(torch.where(torch.isnan(y), _NAN64, bits_of(y)))
+    if dtype == torch.float32 and has_float64(y.device):
         bits = bits_of(y.to(torch.float32))
         sign = (bits_of(y) >> 63).to(torch.int32) << 31
         magnitude = y.abs()
@@ -56,15 +60,15 @@ def divide(a: torch.Tensor | float, b: torch.Tensor | float) -> torch.Tensor:
     torch multiplies by a reciprocal where the numerator is a Python number, or the denominator one on CUDA; tensors on
     both sides are divided as IEEE 754 says.
     """
-    like = a if isinstance(a, torch.Tensor) else b
-    assert isinstance(like, torch.Tensor)
-    a, b = (n if isinstance(n, torch.Tensor) else torch.full_like(like, n) for n in (a, b))
-    return torch.div(a, b)
+    if isinstance(a, float):
+        assert not isinstance(b, float)
+        return torch.div(torch.full_like(b, a), b)
+    return torch.div(a, torch.full_like(a, b) if isinstance(b, float) else b)
 
 
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     """Return ``2**exponent`` in float64 for integers between -1022 and 1023."""
-    return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
+    return float64_of((exponent.to(torch.int64) + 1023) << 52)
 
 
 def product(value: torch.Tensor, scale: torch.Tensor, significant_bits: int, dtype: torch.dtype) -> torch.Tensor:
@@ -79,7 +83,7 @@ def product(value: torch.Tensor, scale: torch.Tensor, significant_bits: int, dty
     """
     if significant_bits <= 29 or dtype == torch.float64:
         return narrow(value * scale, dtype)
-    high = (bits_of(value) & -(1 << 26)).view(torch.float64)
+    high = float64_of(bits_of(value) & -(1 << 26))
     low = torch.where(high == value, 0.0, value - high)  # Inf has no low part
     a, b = high * scale, low * scale  # 27 + 24 and 26 + 24 bits: exact
     return narrow(torch.where(b == 0, a, add_to_odd(a, b)), dtype)  # a alone keeps -0
@@ -93,7 +97,7 @@ def add_to_odd(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     bits = bits_of(total)
     toward = torch.where((error > 0) == (total > 0), 1, -1)  # the neighbour on the side of the exact sum
     inexact = (error.abs() > 0) & ((bits & 1) == 0)  # the error of Inf is NaN
-    return torch.where(inexact, bits + toward, bits).view(torch.float64)
+    return float64_of(torch.where(inexact, bits + toward, bits))
 
 
 def tiny_kept(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from fmtsim import float64
+from fmtsim.float64 import floor_log2
 from fmtsim.formats.block import FP32
 from fmtsim.formats.spec import FloatFormat
 
@@ -51,7 +53,8 @@ def bits_of(x: torch.Tensor) -> torch.Tensor:
 
 def from_bits(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Turn codes of a dtype's layout, in any integer dtype, into a float tensor."""
-    return codes.to(BIT_DTYPES[dtype]).view(dtype)
+    codes = codes.to(BIT_DTYPES[dtype])
+    return float64.from_bits(codes) if dtype == torch.float64 else codes.view(dtype)
 
 
 def magnitudes(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
@@ -85,16 +88,6 @@ def unpack(codes: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype, normalise:
     if normalise:
         significand, exponent = _normalise(significand, exponent, fmt.mantissa_bits)
     return Parts(negative, significand, exponent, fmt.mantissa_bits, infinite, nan)
-
-
-def floor_log2(number: torch.Tensor) -> torch.Tensor:
-    """Return ``floor(log2(number))`` of positive integers below 2**24 (int32) or 2**53 (int64).
-
-    The conversion to floating point is exact there, and its exponent field is the answer.
-    """
-    if number.dtype == torch.int32:
-        return (number.to(torch.float32).view(torch.int32) >> 23) - 127
-    return (number.to(torch.float64).view(torch.int64) >> 52) - 1023
 
 
 def _normalise(significand: torch.Tensor, exponent: torch.Tensor, precision: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@ from functools import lru_cache
 
 import torch
 
+from fmtsim.float64 import constants, from_bits
 from fmtsim.formats.spec import CodebookFormat, LogFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.torch_engine.storage import bits_of
@@ -13,7 +14,8 @@ def encode_codebook(
     y: torch.Tensor, fmt: CodebookFormat, rounding: Rounding, words: torch.Tensor | None
 ) -> torch.Tensor:
     """Round float64 elements to the codes of a codebook, int64; Inf saturates, NaN is the largest value."""
-    values, codes = _codebook(fmt, y.device)
+    patterns, codes = _codebook(fmt, y.device)
+    values = from_bits(patterns)
     nan = torch.isnan(y)
     y = torch.where(nan, values[-1], y)
     last = values.numel() - 1
@@ -26,7 +28,8 @@ def encode_codebook(
 
 def encode_log(y: torch.Tensor, fmt: LogFormat, rounding: Rounding, words: torch.Tensor | None) -> torch.Tensor:
     """Round float64 elements to the codes of a logarithmic system, int64; Inf saturates, NaN is the largest value."""
-    values, thresholds, first = _log_table(fmt, y.device)
+    *patterns, first = _log_table(fmt, y.device)
+    values, thresholds = map(from_bits, patterns)
     nan = torch.isnan(y)
     negative = (bits_of(y) < 0) & ~nan
     magnitude = torch.where(nan, values[-1], y.abs()).clamp(fmt.magnitudes[0], fmt.magnitudes[-1])
@@ -43,13 +46,13 @@ def decode_codebook(codes: torch.Tensor, fmt: CodebookFormat) -> torch.Tensor:
     """Return the values of codes in float64; zero is +0, codes beyond the list are NaN."""
     values = [value + 0.0 for value in fmt.values]
     values += [float("nan")] * ((1 << fmt.bits) - len(values))
-    return torch.tensor(values, dtype=torch.float64, device=codes.device)[_patterns(codes, fmt.bits)]
+    return constants(values, codes.device)[_patterns(codes, fmt.bits)]
 
 
 def decode_log(codes: torch.Tensor, fmt: LogFormat) -> torch.Tensor:
     """Return the values of codes in float64."""
     values = [*fmt.magnitudes, *(-value for value in fmt.magnitudes)]
-    return torch.tensor(values, dtype=torch.float64, device=codes.device)[_patterns(codes, fmt.bits)]
+    return constants(values, codes.device)[_patterns(codes, fmt.bits)]
 
 
 def moves_up(
@@ -119,22 +122,18 @@ def _patterns(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _codebook(fmt: CodebookFormat, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sorted distinct values in float64 and the first code of each."""
+    """Return the bits of the sorted distinct values in float64 and the first code of each."""
     firsts: dict[float, int] = {}
     for code, value in enumerate(fmt.values):
         firsts.setdefault(value + 0.0, code)  # -0 and +0 are one value, +0
     ordered = sorted(firsts)
     codes = [firsts[value] for value in ordered]
-    return _constant(ordered, torch.float64, device), _constant(codes, torch.int64, device)
+    return bits_of(constants(ordered, device)), torch.tensor(codes, dtype=torch.int64, device=device)
 
 
 @lru_cache(maxsize=64)
 def _log_table(fmt: LogFormat, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the magnitudes, the turning points (the last repeated) and the first code of each magnitude."""
-    values = _constant(list(fmt.magnitudes), torch.float64, device)
-    thresholds = _constant([*fmt.thresholds, fmt.magnitudes[-1]], torch.float64, device)
-    return values, thresholds, torch.searchsorted(values, values)
-
-
-def _constant(numbers: list, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=dtype, device=device)
+    """Return the bits of magnitudes and turning points (the last repeated), and the first code of each magnitude."""
+    values = constants(fmt.magnitudes, device)
+    thresholds = constants([*fmt.thresholds, fmt.magnitudes[-1]], device)
+    return bits_of(values), bits_of(thresholds), torch.searchsorted(values, values)

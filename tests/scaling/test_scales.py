@@ -153,6 +153,17 @@ def test_powers_by_rounded_logarithms(dtype):
     assert_same_bits(scales(a, rule, E4M3.max, dtype=torch.float64).factor, scales(a, rule, E4M3.max).factor)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_where_a_rounded_logarithm_carries(dtype):
+    """Numbers on both sides of every turn, each as the top of a block whose largest magnitude is 1."""
+    rule, last = Scaling(power_of_two="log2"), 2.0 ** -DTYPES[dtype].mantissa_bits
+    for exponent in range(-14, 16):
+        turns = [2.0**exponent * (2 - n * last) for n in range(1, 13)]
+        for top in turns:
+            logarithm = round_value(float(numpy.log2(top)), DTYPES[dtype], "nearest_even", "ieee")
+            assert scales(torch.ones(1, 1), rule, top, dtype=dtype).factor.item() == 2.0 ** (logarithm // 1), top
+
+
 def test_a_candidate_multiplies_a_scale_and_is_stored():
     rule, a = Scaling(scale=E4M3, arithmetic="reciprocal", candidates=(1.0, 0.7)), statistics()
     found = scales(a, rule, E4M3.max, times=0.7)

@@ -21,6 +21,7 @@ from fmtsim.torch_engine import gemm
 from fmtsim.torch_engine.gemm_blocks import AlignedUnit, FusedAddUnit
 from fmtsim.torch_engine.gemm_round import assembled, round_value
 from fmtsim.torch_engine.gemm_sums import unit_of
+from fmtsim.torch_engine.gemm_units import integer_sums
 from fmtsim.torch_engine.gemm_wide import WideUnit
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.casts import ROUNDINGS, adversarial, words_for
@@ -377,3 +378,11 @@ def test_significands_become_values_or_overflow(fmt, mode):
             expected = oracle.round_value(exact, fmt, how, fmt.default_overflow)
         assert found == expected or (math.isnan(found) and math.isnan(expected)), (n, e, minus)
         assert n or math.copysign(1, found) == (-1 if minus else 1)
+
+
+def test_sums_of_integers_beyond_float32():
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randint(100, 128, (3, 4001), generator=generator).to(torch.int8) for _ in "ab")
+    exact = (a.long()[:, None] * b.long()).sum(-1)
+    assert exact.min() > 1 << 24 and torch.equal(integer_sums(a, b), exact)
+    assert torch.equal(integer_sums(a[:, :0], b[:, :0]), torch.zeros(3, 3, dtype=torch.int64))

@@ -4,9 +4,12 @@ Without a unit, a GPU's bfloat16 units multiply elements that bfloat16 holds: pr
 float32. Scales that sums can take, what was cut off, and a bias follow, one rounding a step (``_finish``).
 """
 
+from itertools import product as pairs
+
 import torch
 from torch import Tensor
 
+from fmtsim.float64 import has_float64
 from fmtsim.formats.block import FP32
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, IntFormat
@@ -72,6 +75,8 @@ def multiply(
         if halves and scaled and is_on_gpu(left):  # torch on a CPU has no such product
             y = torch.mm(left, right, out_dtype=torch.float32)
             return _finish(y, columns, rows, rest, bias, dtype, traced)
+        if integers and not has_float64(left.device):
+            return _finish(_integer_sums(a, b), columns, rows, rest, bias, dtype, traced)
         if scaled or not halves:
             exact = torch.float64 if integers else wide
             left, right = left.to(exact), right.to(exact)
@@ -85,6 +90,30 @@ def multiply(
 def is_integer(x: Operand) -> bool:
     """Say whether elements are whole numbers of an integer format."""
     return isinstance(x.quantizer.format, IntFormat)
+
+
+def _integer_sums(a: Operand, b: Operand) -> Tensor:
+    """Return the product of integer elements, float32, rounded once, on a device without float64.
+
+    Elements are cut into digits of 8 bits and K into pieces of 1024, whose sums are exact in float32.
+    """
+    sides, unit = [], 1.0
+    for x in (a, b):
+        fmt = x.quantizer.format
+        assert isinstance(fmt, IntFormat)
+        step = fmt.eps / 2 if fmt.half_offset else fmt.eps
+        whole, digits = (x.elements.float() / step).to(torch.int64), []
+        for _ in range(1 if fmt.bits <= 8 and fmt.signed and not fmt.half_offset else (fmt.bits + 1) // 8 + 1):
+            low = ((whole + 128) & 255) - 128
+            digits.append(low.float())
+            whole = (whole - low) >> 8
+        sides.append(digits)
+        unit *= step
+    total = torch.zeros(a.elements.shape[0], b.elements.shape[0], dtype=torch.int64, device=a.elements.device)
+    for (i, left), (j, right) in pairs(*map(enumerate, sides)):
+        for x, y in zip(left.split(1024, 1), right.split(1024, 1), strict=True):
+            total += torch.mm(x, y.mT).to(torch.int64) << 8 * (i + j)
+    return total.to(torch.float32) * unit
 
 
 def _multiply_groups(

@@ -10,6 +10,7 @@ from torch import Tensor
 from fmtsim import ops
 from fmtsim.dispatch import constant_in_graphs
 from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.float64 import check_float64
 from fmtsim.formats.interop import torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
@@ -102,6 +103,9 @@ def _gemm(  # type: ignore[no-untyped-def]
         _require_values(("a", a, definition.a), ("b", b, definition.b))
     shared = {"row": row, "column": column, "bias": bias, "result_scale": result_scale}
     dtype = dtype or definition.sum_dtype
+    for what, wide in (("the result", dtype), ("the sum", definition.sum_dtype)):
+        if wide == torch.float64:
+            check_float64(a.device, what, "choose a unit and an output in float32, or move the operands to the CPU")
     if a.dim() == 2:
         out = torch.empty(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
         _product(a, b, definition, c, scale_a, scale_b, shared, key, out)
