@@ -191,9 +191,10 @@ def open_gpu(device: str | torch.device = "cuda") -> TorchGPU:
     Raises:
         DeviceError: torch sees no GPU, or the GPU cannot be used now; the message says why and what to do.
     """
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        seen = "sees none" if torch.version.hip is None else f"is built for ROCm {torch.version.hip}"
         raise DeviceError(
-            "calibrate asks an NVIDIA GPU, and torch sees none here; run it on the machine that has the GPU (the plan "
+            f"calibrate asks an NVIDIA GPU, and torch {seen} here; run it on the machine that has the GPU (the plan "
             "file it writes can be used anywhere)"
         )
     try:

@@ -76,6 +76,13 @@ def test_no_gpu(capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_gpu_of_rocm_is_not_asked(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(DeviceError, match="^calibrate asks an NVIDIA GPU, and torch is built for ROCm 6.4 here;"):
+        open_gpu()
+
+
 def test_a_gpu_that_is_busy(monkeypatch):
     def busy(*args):
         raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nmore lines")

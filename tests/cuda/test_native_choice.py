@@ -76,6 +76,12 @@ def test_gpus_are_told_apart(hopper, library, families, reason):
     assert found is None if reason is None else reason in found
 
 
+def test_a_gpu_of_rocm_is_no_target(hopper):
+    hopper.setattr(torch.version, "hip", "6.4")
+    reason = "torch is built for ROCm, and the target is an NVIDIA GPU"
+    assert gpu.other_gpu(H200, frozenset({"hopper"}), 0) == reason == native.why_not_native("h200", "cuda:0")
+
+
 def test_the_plans_that_come_with_fmtsim(hopper):
     assert {name for name in fmtsim.list_targets() if native.is_native(name)} == {"h200"}
     assert "the target a NVIDIA A100" in native.why_not_native("a100", "cuda:0")

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import fmtsim.cuda
-from fmtsim import folder
+import fmtsim.torch_engine
+from fmtsim import folder, ops
 from fmtsim.cuda.runtime import launch
 from fmtsim.cuda.runtime import program as runtime
 from fmtsim.errors import DeviceError
+from tests.support.casts import cast_spec
 from tests.support.faults import largest_file
 from tests.support.nvrtc import needs_nvrtc
 
@@ -167,6 +169,37 @@ def test_old_devices_are_refused(monkeypatch):
     assert not runtime.available(0)
     for cached in (runtime.capability, runtime._why_not):
         cached.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("build", "capability", "reason"),
+    [
+        ("6.4.43482", (9, 4), "is built for ROCm 6.4.43482; kernels are CUDA C\\+\\+ for NVIDIA GPUs"),
+        (None, (7, 5), "T4 has compute capability 7.5; kernels need 8.0 or later"),
+        (None, (7, 0), "T4 has compute capability 7.0; kernels need 8.0 or later"),
+    ],
+)
+def test_torch_operations_serve_other_devices_with_one_warning(monkeypatch, build, capability, reason):
+    """ROCm's devices are called cuda, too, and an MI300X has compute capability 9.4."""
+    monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.version, "hip", build)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "T4")
+    cached = (runtime.capability, runtime._why_not, runtime.serves)
+    for function in cached:
+        function.cache_clear()
+    x = SimpleNamespace(is_cuda=True, is_cpu=False, get_device=lambda: 0, dtype=torch.float32)
+    spec = cast_spec("e4m3")
+    with pytest.warns(
+        UserWarning, match=f"^tensors on cuda:0 are served by torch operations, not by kernels: .*{reason}$"
+    ):
+        assert ops.engine_for("quantize", spec, x, x) is fmtsim.torch_engine
+    assert ops.engine_for("quantize", spec, x, x) is fmtsim.torch_engine and ops.fused_engine(x) is None
+    assert re.search(reason, runtime.why_unavailable())
+    for function in cached:
+        function.cache_clear()
 
 
 def test_arguments_lie_as_c_has_them():

@@ -33,6 +33,8 @@ def other_gpu(library: str, families: frozenset[str], index: int) -> str | None:
         families: Names of GPU families that the target's units belong to.
         index: Number of the device.
     """
+    if torch.version.hip is not None:
+        return "torch is built for ROCm, and the target is an NVIDIA GPU"
     found = _LIBRARY.match(library)
     if found is None:
         return f"its library is {library!r}, which is no NVIDIA GPU"
