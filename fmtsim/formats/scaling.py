@@ -175,8 +175,9 @@ class Scaling:
         return self.exponent_rule or "amax"
 
     def __str__(self) -> str:
-        outer, inner = ("all" if size is None else str(size) for size in self.block)
-        words = [f"{self.statistic} of {outer}x{inner}"]
+        whole: dict[Block, str] = {(None, None): "the tensor", (1, None): "each row"}
+        sizes = "x".join("all" if size is None else str(size) for size in self.block)
+        words = [f"{self.statistic} of {whole.get(self.block, sizes)}"]
         words += [f"x {self.factor:g}"] if self.factor is not None else []
         words += [f"to {self.top:g}"] if self.top is not None else []
         words += [f"margin {self.margin}"] if self.margin else []

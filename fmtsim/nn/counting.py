@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.gemm.layers.operand import is_untouched
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.nn.planning import NO_CONFIG, why_not
+from fmtsim.nn.planning import NO_CONFIG, NO_MATRIX, why_not
 from fmtsim.nn.swaps import FILTERED
 from fmtsim.recipes.plan import HIGH
 from fmtsim.spec.quantizer import Quantizer
@@ -223,4 +223,5 @@ def reason_of(name: str, module: nn.Module, reasons: Mapping[str, str]) -> str:
     if isinstance(module, EmulatedModule):
         return PLAIN
     owner = name.partition(".parametrizations")[0].removeprefix("parametrizations.weight")
-    return reasons.get(owner) or reasons.get(name) or why_not(module) or "not converted"
+    why = reasons.get(owner) or reasons.get(name) or why_not(module) or "not converted"
+    return f"no emulated form of {type(module).__name__}" if why == NO_MATRIX else why

@@ -83,8 +83,7 @@ class Coverage:
         """Return in words what is not simulated: weights by their reasons, the largest first, at most so many each."""
         groups: dict[str, dict[str, list[RawWeight]]] = {}
         for row in self.raw:
-            pattern = ".".join("*" if part.isdigit() else part for part in row.name.split("."))
-            groups.setdefault(row.reason, {}).setdefault(pattern, []).append(row)
+            groups.setdefault(row.reason, {}).setdefault(numbered(row.name), []).append(row)
         sizes = {
             why: sum(row.multiply_adds for rows in found.values() for row in rows) for why, found in groups.items()
         }
@@ -108,10 +107,33 @@ class Coverage:
 def _named(groups: dict[str, list[RawWeight]], most: int) -> str:
     """Return the names of weights, those of numbered layers as one, the largest first."""
     order = sorted(groups, key=lambda pattern: -sum(row.multiply_adds for row in groups[pattern]))
-    several = [len({row.name for row in groups[pattern]}) > 1 for pattern in order[:most]]
-    names = [each if many else groups[each][0].name for each, many in zip(order[:most], several, strict=True)]
+    names = [together(list(dict.fromkeys(row.name for row in groups[pattern]))) for pattern in order[:most]]
     rest = len(order) - most
     return ", ".join(names) + (f" and {rest} other{'s' * (rest > 1)}" if rest > 0 else "")
+
+
+def numbered(name: str) -> str:
+    """Return a module's name with a star for each number."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def together(names: Sequence[str]) -> str:
+    """Return the names of modules that differ in numbers alone as one.
+
+    >>> together(["layers.0.up", "layers.1.up", "layers.2.up", "layers.5.up"]), together(["0.a.1", "1.a.2"])
+    ('layers.0-2,5.up', '*.a.*')
+    """
+    parts = list(zip(*(name.split(".") for name in names), strict=True))
+    places = [i for i, part in enumerate(parts) if len(set(part)) > 1]
+    if not places:
+        return names[0]
+    if len(places) > 1:
+        return numbered(names[0])
+    numbers = sorted({int(part) for part in parts[places[0]]})
+    ends = [i for i, n in enumerate(numbers) if i + 1 == len(numbers) or numbers[i + 1] != n + 1]
+    runs = [(numbers[a], numbers[b]) for a, b in zip([0, *(i + 1 for i in ends)], ends, strict=False)]
+    which = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return ".".join(which if i == places[0] else part[0] for i, part in enumerate(parts))
 
 
 def percent(part: int, whole: int) -> str:
@@ -227,5 +249,5 @@ def _matrices(module: nn.Module, written: set[tuple[nn.Module, str]]) -> Iterato
         if isinstance(p, UninitializedParameter):
             continue
         wide = p.dim() >= 2 and (known or sum(size > 1 for size in p.shape) >= 2)
-        if (module, name) in written or (wide and not looked_up and not _ADDED.search(name)):
+        if ((module, name) in written or (wide and not looked_up)) and not _ADDED.search(name):
             yield name, p

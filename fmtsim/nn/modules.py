@@ -190,9 +190,17 @@ class EmulatedModule(nn.Module):
 
     def extra_repr(self) -> str:
         """Show recipe and formats after the layer's own description."""
-        own, how = super().extra_repr(), self.emulation
-        shown = [] if how is None else [": ".join(filter(None, (how.recipe, str(how.config))))]
-        return ", ".join(filter(None, (own, *shown)))
+        return ", ".join(filter(None, (super().extra_repr(), self._runs)))
+
+    def __repr__(self) -> str:
+        """Show them, too, where the original class writes the whole line itself."""
+        own = super().__repr__()
+        return own if self._runs in own else f"{own}: {self._runs}"
+
+    @property
+    def _runs(self) -> str:
+        how = self.emulation
+        return "" if how is None else ": ".join(filter(None, (how.recipe, str(how.config))))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle by the original class, because classes made for user subclasses have no importable name."""

@@ -29,6 +29,8 @@ _MORE = {
     "scaling": None, "rounding": "nearest_even", "grad_rounding": "nearest_even", "fast_accum": False
 }  # fmt: skip  # what goes with format=
 NO_CONFIG = "config returned None"
+NO_MATRIX = "no matrix among its parameters"
+LOOKED_UP = "its rows are looked up, not multiplied"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -193,6 +195,10 @@ def why_not(module: nn.Module) -> str | None:
                 "write its steps with nn.Linear"
             )
         base = next((base for base in emulated_types() if isinstance(module, base)), None)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            return LOOKED_UP
+        if base is None and all(p.dim() < 2 for p in module.parameters(recurse=False)):
+            return NO_MATRIX
         if base is None:
             return f"no emulated form of {cls.__name__}"
         return f"overrides {base.__name__}.forward; call fmtsim.EmulatedGEMM in it"

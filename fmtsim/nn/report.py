@@ -13,7 +13,7 @@ from fmtsim.errors import ArgumentError, FmtsimError, shown
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.nn.attention import EmulatedMultiheadAttention
 from fmtsim.nn.convert import NOTES, REASONS, RECIPE
-from fmtsim.nn.coverage import Coverage, estimated, measured, summary_of
+from fmtsim.nn.coverage import Coverage, estimated, measured, numbered, summary_of, together
 from fmtsim.nn.modules import EmulatedModule, emulated_types
 from fmtsim.nn.parameter_products import PRODUCTS, ParameterProduct, own_products
 from fmtsim.nn.planning import why_not
@@ -33,12 +33,21 @@ _BASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportRow:
-    """Describe one module: its name and type, and its quantisers or the reason for having none."""
+    """Describe one module.
+
+    Args:
+        name: Its name.
+        type: The name of its class.
+        converted: Whether ``convert`` changed it.
+        detail: Its quantisers, or the reason for having none.
+        multiplies: Whether it may multiply with a Parameter of its own: norms and embeddings do not.
+    """
 
     name: str
     type: str
     converted: bool
     detail: str
+    multiplies: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +75,9 @@ class ProductRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """List the modules of a model that hold parameters or could be converted; ``print`` shows a table.
+    """List the modules of a model that hold parameters or could be converted.
+
+    ``print`` shows a table of those with a weight matrix, numbered ones that are alike in one line.
 
     Args:
         rows: The modules.
@@ -94,8 +105,15 @@ class Report:
 
     def __str__(self) -> str:
         cells = [("layer", "type", "converted", "quantisers, or why not")]
-        cells += [(row.name, row.type, "yes" if row.converted else "no", row.detail) for row in self.rows]
-        total = f"{len(self.converted)} of {len(self.rows)} modules converted"
+        alike: dict[tuple[str, ...], list[str]] = {}
+        rows = [row for row in self.rows if row.multiplies]
+        for row in rows:
+            kind = row.type, "yes" if row.converted else "no", row.detail
+            alike.setdefault((numbered(row.name), *kind), []).append(row.name)
+        cells += [(together(names), *kind) for (_, *kind), names in alike.items()]  # type: ignore[misc]
+        total = f"{len(self.converted)} of {len(rows)} modules with a weight matrix converted"
+        rest = len(self.rows) - len(rows)
+        total += f"; {rest} without one not shown" if rest else ""
         return "\n".join((*ruled(cells), total, self.summary, *self._product_lines()))
 
     def _product_lines(self) -> list[str]:
@@ -156,6 +174,7 @@ def report(model: nn.Module, batch: Any = None, *, tokens: int | Sequence[int] =
         if isinstance(module, EmulatedMultiheadAttention)
     }
     coverage = estimated(model, known) if batch is None else measured(model, batch, known)  # first: it sees products
+    raw = {weight.layer for weight in (*coverage.raw, *estimated(model, known).raw)}
     run = any(isinstance(module, ParameterProduct) and module.seen for module in model.modules())
     rows = []
     for name, module in model.named_modules(remove_duplicate=False):
@@ -171,7 +190,7 @@ def report(model: nn.Module, batch: Any = None, *, tokens: int | Sequence[int] =
         if module in first:
             row = dataclasses.replace(row, detail=f"same module as {first[module]}")
         first.setdefault(module, row.name)
-        rows.append(row)
+        rows.append(dataclasses.replace(row, multiplies=row.converted or name in raw))
     products = tuple(row for count in counts for row in _products(model, count))
     notes = model.__dict__.get(NOTES, ())
     line = summary_of(model, model.__dict__.get(RECIPE), coverage, notes, products)

@@ -10,7 +10,7 @@ from fmtsim.table import aligned, filled, html
 
 HEADINGS = ("product", "operand", "of", "transforms", "format", "scale", "rounding", "gradient")
 _KEPT = "the forward codes"
-_SOURCES = {"original": "the tensor", "forward": "codes of before", "requantised": "codes of before, again",
+_SOURCES = {"original": "the tensor", "forward": "the forward codes", "requantised": "the forward codes, again",
             "stored": "stored codes"}  # fmt: skip
 
 

@@ -102,7 +102,7 @@ class Quantizer:
 
     def __str__(self) -> str:
         if self.source == "forward":
-            return "codes of before"
+            return "the forward codes"
         words: list[str] = [] if self.source == "original" else [self.source]
         words += [str(transform) for transform in self.transforms]
         words.append(self._cast())

@@ -274,7 +274,7 @@ def test_names_and_text():
     for name, reduction in REDUCTIONS.items():
         assert f"| `{name}` | " in (Path(__file__).parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
         assert get_reduction(name) is reduction and reduction.source and hash(reduction) is not None
-    assert str(get_reduction("msamp")).startswith("ring of e4m3, factor sqrt, scale amax of allxall")
+    assert str(get_reduction("msamp")).startswith("ring of e4m3, factor sqrt, scale amax of the tensor")
 
 
 def test_whole_tensors_are_dealt_out_evenly():

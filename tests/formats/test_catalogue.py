@@ -293,7 +293,7 @@ def test_every_row_has_a_source_and_a_lower_case_name():
 E4M3 = get_format("e4m3")
 SCALINGS = {  # what a block format cannot have, and what is said about it
     "not one": ("e4m3", (1, 32), "scaling=(1, 32) is not a Scaling; choose Scaling(block"),
-    "a quantizer's": ("e4m3", Scaling(statistic="std"), "scaling=[std of allxall] is none of a format; choose "),
+    "a quantizer's": ("e4m3", Scaling(statistic="std"), "scaling=[std of the tensor] is none of a format; choose "),
     "arithmetic": ("e4m3", Scaling(arithmetic="double"), "arithmetic='double' is unknown; choose divide, reciprocal, "),
     "even": ("nf4", block_scaling((1, 32), "even"), "scale_rule='even' needs mantissa bits; choose floor or amax"),
     "narrow": ("e4m3", block_scaling((1, 32), "floor", scale=E4M3),

@@ -168,7 +168,7 @@ def test_products_of_a_unit_of_integers_and_of_no_machine():
     assert alone.wgrad.call is alone.wgrad.plan is alone.wgrad.unit is None and alone.wgrad.basis == "none"
     assert str(alone.wgrad) == (
         "call      [32, 48] g x [48, 64] x -> bfloat16\n"
-        "operands  g codes of before; x codes of before\n"
+        "operands  g the forward codes; x the forward codes\n"
         "unit      none: float32 in no particular order; convert with target=, unit= or datapath= for a machine\n"
         "order     no particular one"
     )

@@ -261,7 +261,7 @@ def test_least_numbers_are_taken():
 
 def test_text_and_operands():
     config = dataclasses.replace(flash_attention_3(), dp=Gemm(a=Quantizer(format=E5M2), b=FORWARD))
-    assert str(config).endswith("on hopper.wgmma; dp of e5m2 with codes of before")
+    assert str(config).endswith("on hopper.wgmma; dp of e5m2 with the forward codes")
     assert str(flash_attention_3(unit=None)) == (
         "q and k Hadamard all, random signs, e4m3, [amax of 128xall]; v e4m3, [amax of allx128]; "
         "p e4m3, 2^8 times as large; gradients in high precision"

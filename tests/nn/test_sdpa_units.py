@@ -207,7 +207,7 @@ def test_models_take_machines():
 def test_the_text_says_what_runs_where():
     assert str(HEADS.on(target="h200")).endswith("on hopper.wgmma; gradients in high precision on hopper.wgmma")
     assert str(EIGHT.on(unit="hopper.wgmma")).endswith(
-        "dq of e5m2, [amax of 1xall] with codes of before on hopper.wgmma; "
+        "dq of e5m2, [amax of each row] with the forward codes on hopper.wgmma; "
         "other gradients in high precision on hopper.wgmma"
     )
     assert "gradients in high precision on blackwell.tcgen05" in str(get_recipe("fa3").on(target="b200"))

@@ -96,7 +96,7 @@ BAD = [
     (lambda: PtqRecipe(name=""), r"is not a name"),
     (lambda: PtqRecipe(name="r", x="e4m3"), r"x='e4m3' is not a Quantizer"),
     (lambda: PtqRecipe(name="r", x=operand("e4m3", Scaling(block=(1, None))), calibration=Calibration()),
-     r"calibration= with x = e4m3, \[amax of 1xall\], which has no scale of a tensor"),
+     r"calibration= with x = e4m3, \[amax of each row\], which has no scale of a tensor"),
     (lambda: PtqRecipe(name="r", w=Quantizer(format=get_format("e4m3"), transforms=(Hadamard(),))),
      r"weights are stored as they are rounded; leave transforms="),
     (lambda: PtqRecipe(name="r", rules=(Rule(name="fc", steps=Steps(first=3)),)),

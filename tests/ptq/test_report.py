@@ -64,12 +64,12 @@ def test_the_report_says_what_stayed_and_what_came_along():
     report = fmtsim.ptq_report(model)
     assert [row.name for row in report.rows] == ["head"] and report.tied == (("words", "head"),)
     assert dict(report.left) == {
-        "places": "no emulated form of Embedding",
+        "places": "its rows are looked up, not multiplied",
         "up": "the recipe leaves it in high precision: name ~ up",
         "back": "depthwise: a sum for each channel, which libraries run as no matrix product",
     }
     text = str(report)
-    assert "left in high precision: places (no emulated form of Embedding)" in text
+    assert "left in high precision: places (its rows are looked up, not multiplied)" in text
     assert "words shares the weight of head, which is quantised" in text
     assert "<td style='text-align:left'>head</td>" in report._repr_html_()
     normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(16, 8)), nn.Linear(8, 4))

@@ -102,7 +102,7 @@ def test_a_recipe_prints_as_a_table(name):
 def test_the_table_says_what_the_record_says():
     lines = str(get_recipe("te_nvfp4")).splitlines()
     assert "Hadamard 16, signs 0xd7e8, in bf16" in lines[6] and "stochastic (8 bits)" in lines[6]
-    assert lines[5].split("  ")[-1] == "codes of before"
+    assert lines[5].split("  ")[-1] == "the forward codes"
     assert "rule: last 15% of the blocks: high precision" in lines
     assert "loss: times 65536, x2 after 2000 clean steps, x0.5 after an overflow" in str(get_recipe("amp_fp16"))
     assert "linear layers stay in high precision" in str(Recipe(name="nothing"))
@@ -156,9 +156,9 @@ def test_a_printed_recipe_says_every_operand():
         ["w", "the tensor", "e4m3", "amax of 128x128", "nearest_even"],
         ["dx = g w", "g", "the tensor", "e4m3", "amax of 1x128", "nearest_even"],
     ]
-    assert rows[5] == ["x", "codes of before, again", "e4m3", "amax of 1x128", "nearest_even"]
+    assert rows[5] == ["x", "the forward codes, again", "e4m3", "amax of 1x128", "nearest_even"]
     assert "e5m6 > e4m3" in str(dataclasses.replace(recipe, linear=recipe.rules[2].use))
-    assert "the tensor       high precision" in str(get_recipe("bitnet"))
+    assert "g        the tensor         high precision" in str(get_recipe("bitnet"))
 
 
 @pytest.mark.parametrize(

@@ -134,13 +134,13 @@ def test_allowed_at_the_limits():
 
 TEXTS = {
     "high precision": Quantizer(),
-    "codes of before": Quantizer(source="forward"),
+    "the forward codes": Quantizer(source="forward"),
     "e4m3": Quantizer(format=E4M3),
     "requantised, e4m3 stochastic ieee": Quantizer(
         format=E4M3, rounding=STOCHASTIC, overflow="ieee", source="requantised"),
-    "Hadamard 16, e4m3, [amax of allxall], clip mask": Quantizer(
+    "Hadamard 16, e4m3, [amax of the tensor], clip mask": Quantizer(
         format=E4M3, scaling=Scaling(), transforms=(Hadamard(),), gradient=ClipMask()),
-    "e2m1, [amax of 1xall], then e4m3": Quantizer(
+    "e2m1, [amax of each row], then e4m3": Quantizer(
         format=E2M1, scaling=Scaling(block=(1, None)), then=Quantizer(format=E4M3)),
     "Hadamard all, of the outer axis, random signs, in bf16, undone": Hadamard(
         size=None, axis="outer", signs="random", rounded=BF16, undo=True),
@@ -151,9 +151,9 @@ TEXTS = {
     "trust mask of 0.5 scales": TrustMask(),
     "DGE k=5 cap=3": Differentiable(),
     "amax of 1x16, in e4m3, tensor scale (te)": Scaling(block=(1, 16), scale=E4M3, tensor=TensorScale()),
-    "amax of allxall, to 224, margin 1, power of two by floor, max of 8 calls": Scaling(
+    "amax of the tensor, to 224, margin 1, power of two by floor, max of 8 calls": Scaling(
         top=224.0, margin=1, power_of_two="floor", history=History(length=8)),
-    "amax of allxall, calibrated": Scaling(history=History(fixed=True)),
+    "amax of the tensor, calibrated": Scaling(history=History(fixed=True)),
     "std of 1x32, x 0.5, in the tensor's dtype": Scaling(
         block=(1, 32), statistic="std", factor=0.5, input_scale=True),
     "amax of 1x32, exponent by even, zero point, in e8m0": Scaling(
