@@ -87,10 +87,9 @@ def operand_in_words(operand: str) -> str:
 def _contents(record: Mapping[str, Any], baseline: Run, simulated: Run) -> dict[str, Content | None]:
     """Return the files by name, the record last; None where a run leaves no such file."""
     architecture = record["config"]["architecture"]
-    model = TITLES.get(architecture, architecture)
-    title = f"{model} on {record['corpus']['name']}: {simulated.label} against {baseline.label}"
+    title = f"{TITLES.get(architecture, architecture)} on {record['corpus']['name']}"
     curves = {f"baseline: {baseline.label}": baseline.losses, f"simulated: {simulated.label}": simulated.losses}
-    parts = [title]
+    parts = [f"{title}: {simulated.label} against {baseline.label}"]
     for run in (baseline, simulated):
         if run.stats is None:
             continue
