@@ -15,6 +15,7 @@ from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.targets.target import caller_level
+from fmtsim.nn.checkpoint_names import RECIPE, attach_name, detach_name
 from fmtsim.nn.counting import is_meant
 from fmtsim.nn.coverage import estimated, percent, summary_of
 from fmtsim.nn.modules import STATE, EmulatedModule, emulated_class
@@ -40,7 +41,6 @@ Model = TypeVar("Model", bound=nn.Module)
 
 SAVED = "_fmtsim_saved"  # attributes that convert changed on modules it did not convert
 TOTAL = "_fmtsim_total_steps"  # on the root: optimizer steps of the run, where a recipe needs them
-RECIPE = "_fmtsim_recipe"  # on the root: the recipe's name, None for a config
 REASONS = "_fmtsim_left_alone"  # on the root: why each other module was left alone
 NOTES = "_fmtsim_notes"  # on the root: what a recipe exchanged, and what of it was not done
 _FORWARDS = "_fmtsim_forwards"  # on the root: training forwards under a schedule, while they are counted
@@ -75,7 +75,8 @@ def convert(
     """Give linear layers, convolutions (transposed, too) and nn.MultiheadAttention emulated matrix products, in place.
 
     Modules stay the same objects with the same Parameters, hooks, flags and state_dict keys, so optimizers, tied
-    weights and checkpoints go on working; only their class changes until ``revert``. Products that a model writes
+    weights and checkpoints go on working; only their class changes until ``revert``. Delayed scales are added to the
+    state_dict, with the recipe's name; one without them loads as before. Products that a model writes
     itself with a Parameter (``F.linear(x, self.weight)``, ``x @ self.experts[e]``, bmm, einsum, grouped_mm, a head that
     multiplies by the embedding) are emulated while the module that writes them runs, under the name of the module
     or, where that holds several matrices, ``module.parameter`` (docs/recipes.md, "Products that a model writes").
@@ -157,6 +158,7 @@ def convert(
     if swaps is not None:
         swaps.apply(model, keys)
     _note(model, named, total_steps, reasons, swaps)
+    attach_name(model)
     _pause_fused(model)
     if any(layer_plan.scheduled for _, _, layer_plan in (*layers, *products)):
         model.register_forward_pre_hook(_remind)
@@ -271,6 +273,7 @@ def revert(model: Model) -> Model:
         for mark in (REASONS, TOTAL, RECIPE, NOTES):
             part.__dict__.pop(mark, None)
         _forget(part)
+        detach_name(part)
     return model
 
 

@@ -12,7 +12,8 @@ from fmtsim.arguments import check_module
 from fmtsim.errors import ArgumentError, FmtsimError, shown
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.nn.attention import EmulatedMultiheadAttention
-from fmtsim.nn.convert import NOTES, REASONS, RECIPE
+from fmtsim.nn.checkpoint_names import RECIPE
+from fmtsim.nn.convert import NOTES, REASONS
 from fmtsim.nn.coverage import Coverage, estimated, measured, numbered, summary_of, together
 from fmtsim.nn.modules import EmulatedModule, emulated_types
 from fmtsim.nn.parameter_products import PRODUCTS, ParameterProduct, own_products

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fmtsim.errors import ArgumentError, shown
-from fmtsim.nn.convert import RECIPE, converted_modules
+from fmtsim.nn.checkpoint_names import RECIPE
+from fmtsim.nn.convert import converted_modules
 from fmtsim.nn.modules import STATE, EmulatedModule
 from fmtsim.nn.swaps import swap_details
 from fmtsim.records import check_items
@@ -18,7 +19,8 @@ from fmtsim.scaling.history import DelayedScale
 def recipe_state(model: nn.Module) -> dict[str, Any]:
     """Return the recipe's name and what delayed scaling remembers, by layer and operand, as tensors on the CPU.
 
-    ``torch.save`` it beside the model's state_dict, which does not hold it: that file loads into the plain model.
+    The model's state_dict has delayed scales, too; this is for files apart from it, and has the static and stored
+    scales of ``fmtsim.ptq`` beside them.
 
     Raises:
         ArgumentError: The model is not converted.

@@ -48,8 +48,8 @@ class DelayedScale(RememberedScale):
     """Hold the history of one tensor of a layer, in buffers.
 
     A call takes ``advance()``: the scale in force, while the largest magnitude of the tensor is recorded, which then
-    counts for later calls. Buffers move with the module and are broadcast by DistributedDataParallel; they are not part
-    of its state_dict (``fmtsim.recipe_state`` has them).
+    counts for later calls. Buffers move with the module and are broadcast by DistributedDataParallel; they are part of
+    its state_dict, but for histories that never move, and a state_dict without them loads, too.
 
     Args:
         quantizer: A quantiser whose scaling has a history.
@@ -74,9 +74,20 @@ class DelayedScale(RememberedScale):
         assert element is not None and not isinstance(element, BlockFormat | LogTileFormat)  # the record refuses it
         self.scaling, self.top = scaling, float32(float(element.max) if scaling.top is None else scaling.top)
         self.repeated: Calls[Scales] = Calls()
-        self.register_buffer("amaxes", torch.zeros(scaling.history.length), persistent=False)
-        self.register_buffer("factor", torch.ones(()), persistent=False)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.register_buffer("amaxes", torch.zeros(scaling.history.length), persistent=self.is_saved)
+        self.register_buffer("factor", torch.ones(()), persistent=self.is_saved)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=self.is_saved)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether a state_dict has the history."""
+        assert self.scaling.history is not None
+        return not self.scaling.history.fixed
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+        """Take the history where the state_dict has one."""
+        if any(prefix + name in state_dict for name in self._buffers):
+            super()._load_from_state_dict(state_dict, prefix, *more)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the process group behind."""

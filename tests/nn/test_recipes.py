@@ -60,11 +60,13 @@ def test_every_recipe_changes_no_weight_and_goes_away_again():
         before = {key: value.clone() for key, value in model.state_dict().items()}
         parameters, text = list(model.parameters()), repr(model)
         convert(model, recipe=name, total_steps=10)
-        assert list(model.state_dict()) == list(before), name
         assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
         model(batch()).sum()
-        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()), name
-        net(seed=7, blocks=2).load_state_dict(model.state_dict(), strict=True)
+        weights = without_scales(model.state_dict())
+        assert list(weights) == list(before), name
+        assert all(torch.equal(value, before[key]) for key, value in weights.items()), name
+        assert (len(weights) < len(model.state_dict())) == bool(recipe_state(model)["layers"])
+        net(seed=7, blocks=2).load_state_dict(weights, strict=True)
         revert(model)
         assert repr(model) == text and not any("fmtsim" in key for m in model.modules() for key in vars(m))
         assert list(model.state_dict()) == list(before) and not any(
@@ -79,7 +81,54 @@ def test_state_dicts_travel_between_plain_and_converted_models():
     file = io.BytesIO()
     torch.save(convert(net(seed=3), recipe="fp8lm").state_dict(), file)
     file.seek(0)
-    plain.load_state_dict(torch.load(file), strict=True)
+    plain.load_state_dict(without_scales(torch.load(file)), strict=True)
+
+
+def without_scales(state):
+    return {name: t for name, t in state.items() if "fmtsim" not in name}
+
+
+@pytest.mark.parametrize("name", ["te_delayed", "fp8lm", "intel_2t"])
+def test_delayed_scales_are_part_of_the_state_dict(name, caplog):
+    model, other = (convert(net(seed=seed, blocks=1), recipe=name) for seed in (1, 2))
+    fresh = str(recipe_state(other))
+    for seed in range(3):
+        step(model, seed)
+    saved = copy.deepcopy(model.state_dict())
+    with caplog.at_level("INFO", "fmtsim"):
+        other.load_state_dict(without_scales(saved), strict=True)
+    assert caplog.messages == ["the checkpoint has no delayed scales; Net goes on with its own"]
+    assert str(recipe_state(other)) == fresh
+    nn.Sequential(other).load_state_dict({f"0.{key}": t for key, t in saved.items()}, strict=True)
+    assert str(recipe_state(other)) == str(recipe_state(model)) != fresh
+    runs = []
+    for each in (model, other):
+        torch.manual_seed(0)  # of stochastic rounding
+        runs.append(step(each, 9))
+    assert all(map(torch.equal, [runs[0][0], *runs[0][1]], [runs[1][0], *runs[1][1]]))
+    assert list(revert(model).state_dict()) == list(without_scales(saved))
+    del saved["head.fmtsim_state.x_f.amaxes"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "head.fmtsim_state.x_f.amaxes"'):
+        other.load_state_dict(saved, strict=True)
+
+
+@pytest.mark.parametrize("own", ["fp8lm", "te_current", None])
+def test_a_checkpoint_of_another_recipe_is_refused_before_anything_is_loaded(own):
+    saved = convert(net(seed=1), recipe="te_delayed").state_dict()
+    model = convert(net(seed=2), **({"recipe": own} if own else {"format": "e4m3"}))
+    before = {key: t.clone() for key, t in model.state_dict().items()}
+    for strict in (True, False):
+        with pytest.raises(
+            ArgumentError,
+            match=rf"has delayed scales of recipe 'te_delayed', the model runs {own!r}; convert the plain model with "
+            "recipe='te_delayed', or load the weights alone",
+        ):
+            model.load_state_dict(saved, strict=strict)
+    assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
+    model.load_state_dict(without_scales(saved), strict=True)
+    config = get_recipe("te_delayed").linear
+    with pytest.raises(ArgumentError, match="scales of recipe None, the model runs 'te_delayed'"):
+        convert(net(), recipe="te_delayed").load_state_dict(convert(net(), config=config).state_dict())
 
 
 def step(model, seed, **how):

@@ -84,8 +84,9 @@ def test_gated_layers_of_a_recipe_and_back(name):
     keys = list(model.state_dict())
     convert(model, recipe=name, generator=0)
     assert [type(m).__name__ for m in model] == ["SmoothGatedMLP", "LayerNorm", "SmoothGatedMLP"]
-    assert isinstance(model[0], GatedMLP) and list(model.state_dict()) == keys
-    model.state_dict(), gated().load_state_dict(model.state_dict(), strict=True)
+    weights = {key: t for key, t in model.state_dict().items() if "fmtsim" not in key}  # the rest are delayed scales
+    assert isinstance(model[0], GatedMLP) and list(weights) == keys
+    gated().load_state_dict(weights, strict=True)
     if name is SMOOTH:
         torch.testing.assert_close(model(x), plain, rtol=1e-5, atol=1e-6)
     other = convert_swiglu(gated())
