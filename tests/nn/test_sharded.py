@@ -17,6 +17,7 @@ from tests.support.models import gpt
 
 pytestmark = [
     pytest.mark.slow,  # two new processes
+    pytest.mark.filterwarnings("ignore:recipe te_nvfp4 leaves the last 15% of the blocks"),
     pytest.mark.usefixtures("one_thread"),  # products have the last bits of one thread, as in the processes
 ]
 
@@ -110,7 +111,7 @@ def share(first, second):
         for operand, scale in memory.items():
             both = (scale, other._modules[STATE].get_submodule(operand))
             amax = max(b.amaxes[0].item() for b in both)
-            for b in both:
+            for b in both if amax else ():  # else nothing ran
                 b.amaxes[0] = amax
                 b.factor.copy_(torch.tensor(57344.0 if operand[0] == "g" else 448.0) / b.amaxes.max())
 

@@ -13,6 +13,7 @@ from fmtsim.cpu.cast.lookup import look_up, look_up_values, table_of
 from fmtsim.cpu.cast.output import store
 from fmtsim.cpu.cast.words import words_of
 from fmtsim.cpu.runtime import pool
+from fmtsim.cpu.runtime.arrays import array_of
 from fmtsim.cpu.runtime.scratch import scratch
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.spec import ElementFormat, IntFormat
@@ -107,15 +108,15 @@ def _quantizer(spec: CastSpec, random: Random, shape: torch.Size) -> Cast:
         table = table_of(fmt, spec.rounding, spec.overflow)
         with np.errstate(over="ignore"):
             values = values_of(fmt).astype(np.float32)
-        return lambda piece, result, _: look_up_values(piece.numpy(), result.numpy(), table, values)
+        return lambda piece, result, _: look_up_values(array_of(piece), result.numpy(), table, values)
     if mode == "stochastic":
         words = words_of(spec.rounding, random, shape)
-        return lambda piece, result, start: scalar.stochastic_flat(piece.numpy(), result.numpy(), grid, words, start)
+        return lambda piece, result, start: scalar.stochastic_flat(array_of(piece), result.numpy(), grid, words, start)
     if mode == "nearest_even":
         kernel = scalar.nearest_kernel(grid)
-        return lambda piece, result, _: kernel(piece.numpy(), result.numpy(), grid)
+        return lambda piece, result, _: kernel(array_of(piece), result.numpy(), grid)
     direction = directed.direction_of(mode)
-    return lambda piece, result, _: directed.directed_flat(piece.numpy(), result.numpy(), grid, direction)
+    return lambda piece, result, _: directed.directed_flat(array_of(piece), result.numpy(), grid, direction)
 
 
 def _coder(spec: CastSpec, random: Random, shape: torch.Size) -> Cast:
@@ -124,7 +125,7 @@ def _coder(spec: CastSpec, random: Random, shape: torch.Size) -> Cast:
     coding = coding_of(fmt)
     if coding is None or grid_for(fmt, spec) is None:
         words = table_of(fmt, spec.rounding, spec.overflow)
-        return lambda piece, codes, _: look_up(piece.numpy(), codes.numpy(), words)
+        return lambda piece, codes, _: look_up(array_of(piece), codes.numpy(), words)
     cast = _quantizer(spec, random, shape)
 
     def code(piece: torch.Tensor, codes: torch.Tensor, start: int) -> None:

@@ -16,6 +16,7 @@ from fmtsim.cpu.cast.scales import Scaling, scaling_of
 from fmtsim.cpu.cast.selection import Fast, encoder, quantizer
 from fmtsim.cpu.cast.words import integers_of, words_of
 from fmtsim.cpu.runtime import pool
+from fmtsim.cpu.runtime.arrays import array_of
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, block_counts
@@ -132,7 +133,7 @@ def _amax(matrix: torch.Tensor, spec: CastSpec) -> tuple[float | None, bool]:
     if not whole and not fmt.tensor_scale:
         return None, False
     flat, parts = matrix.view(-1), []
-    pool.run(lambda start, stop: parts.append(blocks.finite_amax(flat[start:stop].numpy())), flat.numel(), align=64)
+    pool.run(lambda start, stop: parts.append(blocks.finite_amax(array_of(flat[start:stop]))), flat.numel(), align=64)
     return float(max(amax for amax, _ in parts)), whole and any(strange for _, strange in parts)
 
 
@@ -145,7 +146,7 @@ def _cast(job: _Job, fast: Fast) -> bool:
     blocks_across = -(-columns // inner)
     group = max(min(_GROUP // inner, blocks_across), 1)
     across = -(-blocks_across // group)
-    arrays = [tensor.numpy() for tensor in (job.x, job.values, job.codes, job.scales)]
+    arrays = [array_of(tensor) for tensor in (job.x, job.values, job.codes, job.scales)]
     scaling = scaling_of(job.format, job.amax if job.format.tensor_scale else None)
     layout = _layout(job, (outer, inner), group, fast.grid, scaling)
     left: list[tuple[int, int]] = []

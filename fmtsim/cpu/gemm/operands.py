@@ -14,6 +14,7 @@ import torch
 from numba import types
 from numba.extending import register_jitable
 
+from fmtsim.cpu.runtime.arrays import array_of
 from fmtsim.cpu.runtime.jit import bits32, float32_of, overload
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import Datapath
@@ -77,14 +78,14 @@ def read_array(tensor: torch.Tensor, *, wide: bool = False) -> tuple[np.ndarray,
     """
     tensor = tensor.detach()
     if tensor.dtype in _CODES:
-        return tensor.view(torch.uint8).numpy(), _table_of(tensor.dtype)
+        return array_of(tensor.view(torch.uint8)), _table_of(tensor.dtype)
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.int16)
     elif tensor.dtype == torch.float16:
         tensor = tensor.view(torch.uint16)
     elif tensor.dtype != torch.float32 and not wide:
         tensor = tensor.float()
-    return tensor.numpy(), _NO_TABLE
+    return array_of(tensor), _NO_TABLE
 
 
 @lru_cache(maxsize=16)
