@@ -13,8 +13,7 @@ from fmtsim.spec.gemm_spec import GemmSpec, record_to_dict
 from fmtsim.training.artifacts import about
 from fmtsim.training.config import TrainConfig
 from fmtsim.training.corpus import Corpus
-from fmtsim.training.lockstep import HEAD_FORMAT, Lockstep, Mismatch
-from fmtsim.training.models import MODELS
+from fmtsim.training.lockstep import HEAD_FORMAT, Lockstep, Mismatch, emulates_head
 
 RECORD, TEXT = "check.json", "check.txt"
 
@@ -24,7 +23,7 @@ def make_check_record(config: TrainConfig, corpus: Corpus, result: Lockstep) -> 
     target = None if config.simulated.target is None else get_target(config.simulated.target)
     timed = (*result.labels, "optimizer and comparison")
     record = about(config, corpus, card_description(config.device))
-    record["config"]["head"] = HEAD_FORMAT if config.architecture in MODELS else "as the rest of the model"
+    record["config"]["head"] = HEAD_FORMAT if emulates_head(config) else "high precision or the recipe's"
     return record | {
         "target": None if target is None else {"name": target.name, "library": target.library},
         "sides": list(result.labels),

@@ -2,11 +2,13 @@
 
 import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fmtsim.nn.scaled_linear import mu_parameter_groups
 from fmtsim.optim import AdamW, Madam
 from fmtsim.training.config import TrainConfig
 from fmtsim.training.loss_scale import LossScaler
@@ -17,6 +19,7 @@ from fmtsim.training.schemes import ADAMW, Scheme
 BETAS, WEIGHT_DECAY, CLIP, WARMUP_SHARE, FINAL_SHARE = (0.9, 0.95), 0.1, 1.0, 0.1, 0.1
 FEWEST_WARMUP_STEPS = 20  # after fewer, AdamW overshoots at the default peak in some seeds, in float32 as well
 MADAM_RATE = 8  # times AdamW's: octaves a unit of the normalised gradient, 1/31 at the default
+SCALED_RATE = 32  # times AdamW's: at a width of 128 weights of unit variance move as those of variance 0.02^2 do
 PEAK = "peak_lr"  # in a group of an optimizer: its rate at the top of the schedule
 
 
@@ -40,6 +43,11 @@ class Learner:
         self.scaler = LossScaler(scheme.loss_scale)
         self.ranks = config.ranks or 1
         self.reduction = RankReduction(scheme.reduced_by) if self.ranks > 1 else None
+
+    @property
+    def optimizer(self) -> str:
+        """The optimizer and its rates in words."""
+        return f"{self.scheme.states}{', rates of mu_parameter_groups' if self.scheme.unit_variance else ''}"
 
     @property
     def reduced(self) -> str:
@@ -124,23 +132,38 @@ def make_optimizers(model: torch.nn.Module, scheme: Scheme, config: TrainConfig)
     Madam moves matrices. What a factor cannot move (vectors, whose zeros stay, and matrices of zeros) keeps a float32
     AdamW beside it.
     """
-    states, decay = scheme.states, {"betas": BETAS, "weight_decay": WEIGHT_DECAY}
-    parameters = list(model.parameters())
+    states, groups = scheme.states, list(_groups(model, scheme, config))
     if states == ADAMW:
-        return [torch.optim.AdamW(_at(config.lr, parameters), **decay)]  # type: ignore[arg-type]
+        return [torch.optim.AdamW(groups, betas=BETAS)]
     if states.rule == "adamw":
-        return [AdamW(_at(config.lr, parameters), **decay, state=states.state, seed=config.seed)]  # type: ignore[arg-type]
-    moved = [p.dim() > 1 and bool(p.detach().any()) for p in parameters]
-    first = [p for p, yes in zip(parameters, moved, strict=True) if yes]
-    rest = [p for p, yes in zip(parameters, moved, strict=True) if not yes]
+        return [AdamW(groups, betas=BETAS, state=states.state, seed=config.seed)]
+    parameters = list(model.parameters())
+    first = [p for p in parameters if _moved(p)]
+    rest = [p for p in parameters if not _moved(p)]
     found: list[torch.optim.Optimizer] = []
     if first:
-        found.append(Madam(_at(MADAM_RATE * config.lr, first), state=states.state, seed=config.seed))
-    return found + ([torch.optim.AdamW(_at(config.lr, rest), **decay)] if rest else [])  # type: ignore[arg-type]
+        peak = MADAM_RATE * config.lr
+        found.append(Madam([{"params": first, PEAK: peak}], lr=peak, state=states.state, seed=config.seed))
+    return found + ([torch.optim.AdamW([_group(rest, config.lr, config)], betas=BETAS)] if rest else [])
 
 
-def _at(peak: float, parameters: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
-    return [{"params": parameters, "lr": peak, PEAK: peak}]
+def _moved(p: Tensor) -> bool:
+    return p.dim() > 1 and bool(p.detach().any())
+
+
+def _groups(model: torch.nn.Module, scheme: Scheme, config: TrainConfig) -> Iterator[dict[str, Any]]:
+    """Yield the groups of AdamW: one, or where a recipe gives weights unit variance those of its rates."""
+    if not scheme.unit_variance:
+        yield _group(list(model.parameters()), config.lr, config)
+        return
+    for group in mu_parameter_groups(model, SCALED_RATE * config.lr):
+        yield _group(group["params"], group["lr"], config)
+
+
+def _group(parameters: list[Any], peak: float, config: TrainConfig) -> dict[str, Any]:
+    """Return a group whose decay a step does not depend on its rate."""
+    decay = WEIGHT_DECAY * (config.lr / peak)
+    return {"params": parameters, "lr": peak, PEAK: peak, "weight_decay": decay}
 
 
 def schedule(step: int, steps: int) -> float:

@@ -33,7 +33,7 @@ from fmtsim.training.corpus import Corpus, sample
 from fmtsim.training.gpt import LanguageModel
 from fmtsim.training.learner import Learner, autocast
 from fmtsim.training.loop import collected_guesses, keys, simulate
-from fmtsim.training.models import build_model
+from fmtsim.training.models import MODELS, build_model
 
 HEAD_FORMAT = "bf16"  # of the output head, which FP8 training leaves in 16 bits
 _CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -157,8 +157,13 @@ def recording(target: Target) -> RecordingTarget:
     return RecordingTarget(**{f.name: getattr(target, f.name) for f in dataclasses.fields(Target)})
 
 
+def emulates_head(config: TrainConfig) -> bool:
+    """Say whether the output head multiplies on the machine: of this package's models, whose scales are not fixed."""
+    return config.architecture in MODELS and not config.simulated.unit_variance
+
+
 def build_side(label: str, config: TrainConfig, **machine: Any) -> Side:
-    """Return a model from the config's seed whose layers and output head multiply on the scheme's machine.
+    """Return a model from the config's seed whose layers multiply on the scheme's machine, its head by ``emulates_head``.
 
     Args:
         label: What the side is called.
@@ -167,7 +172,8 @@ def build_side(label: str, config: TrainConfig, **machine: Any) -> Side:
     """
     model = build_model(config)
     simulate(model, config.simulated, config, keys(config), **machine)
-    if isinstance(model, LanguageModel):
+    if emulates_head(config):
+        assert isinstance(model, LanguageModel)
         head = linear_config(x=HEAD_FORMAT, w=HEAD_FORMAT, g=HEAD_FORMAT)
         model.head = head.on(**{"target": config.simulated.target, "unit": config.simulated.unit} | machine)
     return Side(label, model)

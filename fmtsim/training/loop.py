@@ -197,7 +197,7 @@ def begin(scheme: Scheme, config: TrainConfig) -> Parts:
         tokens = torch.zeros(config.batch_size, config.model.context, dtype=torch.long, device=config.device)
         run.report = report(model, (tokens, tokens))
     learner = Learner(model, scheme, config)
-    run.optimizer, run.gathered = str(scheme.states), scheme.gathered
+    run.optimizer, run.gathered = learner.optimizer, scheme.gathered
     run.ranks, run.reduction = learner.ranks, learner.reduced
     return Parts(run, learner, torch.Generator().manual_seed(config.seed + 1), generator)
 

@@ -94,6 +94,11 @@ class Scheme:
         return self.reduced_by != HIGH_PRECISION
 
     @property
+    def unit_variance(self) -> bool:
+        """Whether the recipe gives weights unit variance, which wants other learning rates."""
+        return self.recipe is not None and any(one.kind == "operations" for one in self.recipe.replace)
+
+    @property
     def gathered(self) -> str:
         """The format in which the chosen level of a recipe gathers weights, else empty."""
         levels = () if self.recipe is None else self.recipe.levels

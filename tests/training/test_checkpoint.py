@@ -40,6 +40,7 @@ SCHEMES = {
         "simulated": Scheme(format="fp32", recipe=get_recipe("fp8lm")),
         "baseline": FP32,
     },
+    "weights of unit variance": {"simulated": Scheme(format="fp32", recipe=get_recipe("mu_s")), "baseline": FP32},
     "two optimizers": {"simulated": Scheme(format="fp32", recipe=get_recipe("lns_madam")), "baseline": FP32},
     "a target and a quantised baseline": {
         "simulated": Scheme(format="bf16", target="h200"),

@@ -19,6 +19,7 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.training import learner
 from fmtsim.training.config import TrainConfig
 from fmtsim.training.corpus import load_corpus, sample
+from fmtsim.training.evidence import make_check_record
 from fmtsim.training.gpt import GPT, GPTConfig
 from fmtsim.training.learner import BETAS, CLIP, MADAM_RATE, WEIGHT_DECAY, Learner, schedule
 from fmtsim.training.lockstep import build_side, run_lockstep
@@ -135,6 +136,32 @@ def test_gradients_are_reduced_as_by_hand(corpus, reduction, ranks):
     assert whole[0] == losses[0] and whole[2] != losses[2]
 
 
+def unit_variance(model):
+    """What ``by_hand`` steps, a group an optimizer; each step decays weights as much as the ordinary model's."""
+    groups = fmtsim.nn.mu_parameter_groups(model, 32 * RATE)
+    return [
+        (torch.optim.AdamW(group["params"], betas=BETAS, weight_decay=WEIGHT_DECAY * (RATE / group["lr"])), group["lr"])
+        for group in groups
+    ]
+
+
+@pytest.mark.parametrize("name", ["mu_s", "unit_scaling"])
+def test_models_of_unit_variance_have_rates_of_their_own(corpus, name):
+    run, weights = trained(scheme(name), corpus)
+    losses, expected = by_hand(corpus, get_recipe(name), unit_variance)
+    assert run.losses == losses and all(map(same_bits, weights, expected))
+    assert run.optimizer == "AdamW(state='fp32'), rates of mu_parameter_groups"
+    states = trained(scheme(name, optimizer=OptimizerConfig(state="coat")), corpus)[0]
+    assert states.losses[0] == losses[0] and states.losses[2] != losses[2] and states.state_bytes < 7
+
+
+@pytest.mark.parametrize("name", ["mu_s", "unit_scaling"])
+def test_models_of_unit_variance_learn_as_fast(corpus, name):
+    """At the rates of ordinary models 40 steps leave the loss near its beginning."""
+    baseline, simulated = compare_schemes(config(scheme(name), steps=40), corpus, Progress())
+    assert simulated.final_loss < baseline.final_loss + 0.5 < baseline.losses[0] - 1.5
+
+
 def adamw_torch(model):
     return [(torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=WEIGHT_DECAY), RATE)]
 
@@ -195,6 +222,13 @@ def test_madam_leaves_what_no_factor_moves_to_adamw():
     torch.nn.init.zeros_(layer.weight)
     (only,) = Learner(layer, scheme("lns"), config(scheme("lns"))).optimizers
     assert isinstance(only, torch.optim.AdamW) and len(only.param_groups[0]["params"]) == 2
+
+
+def test_lockstep_leaves_heads_of_unit_variance_to_the_recipe(corpus):
+    setting = config(dataclasses.replace(scheme("mu_s"), target="h200"))
+    result = run_lockstep((build_side("a", setting), build_side("b", setting)), setting, corpus, Progress())
+    assert result.equal and result.losses[0] < 6  # on the machine it would lack its factor, and the loss be 15
+    assert make_check_record(setting, corpus, result)["config"]["head"] == "high precision or the recipe's"
 
 
 @pytest.mark.parametrize("name", ["fp8lm", "lns"])
