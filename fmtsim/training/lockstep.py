@@ -163,7 +163,7 @@ def emulates_head(config: TrainConfig) -> bool:
 
 
 def build_side(label: str, config: TrainConfig, **machine: Any) -> Side:
-    """Return a model from the config's seed whose layers multiply on the scheme's machine, its head by ``emulates_head``.
+    """Return a model from the config's seed whose layers, and head by ``emulates_head``, run on the scheme's machine.
 
     Args:
         label: What the side is called.
