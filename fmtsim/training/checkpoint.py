@@ -16,7 +16,6 @@ from fmtsim.files import write_folder
 from fmtsim.formats.tensor_file import StoredTensor, read_tensors, tensor_content
 from fmtsim.nn.coverage import Coverage, RawWeight
 from fmtsim.nn.report import Report, ReportRow
-from fmtsim.nn.state import load_recipe_state, recipe_state
 from fmtsim.training.loop import Parts, Run
 
 _LAYOUT = "training checkpoint 2"
@@ -89,8 +88,6 @@ class Checkpoint:
             return
         try:
             parts.learner.model.load_state_dict(state["model"])
-            if state["scales"] is not None:
-                load_recipe_state(parts.learner.model, state["scales"])
             parts.learner.load_state_dict(state)
             parts.batches.set_state(state["batches"])
             parts.keys.set_state(state["keys"])
@@ -129,7 +126,6 @@ def _state_of(parts: Parts) -> dict[str, Any]:
     return {
         "run": _run_state(parts.run),
         "model": parts.learner.model.state_dict(),
-        "scales": recipe_state(parts.learner.model) if parts.run.report is not None else None,
         **parts.learner.state_dict(),
         "batches": parts.batches.get_state(),
         "keys": parts.keys.get_state(),

@@ -206,7 +206,7 @@ def test_files_that_are_no_checkpoint(tmp_path, corpus):
         Checkpoint(tmp_path / "missing", {}, 1).read()
 
 
-@pytest.mark.parametrize("key", ["runs", "guesses", "current", "run", "model", "scales", "moments", "batches", "keys"])
+@pytest.mark.parametrize("key", ["runs", "guesses", "current", "run", "model", "moments", "scaler", "batches", "keys"])
 def test_a_checkpoint_that_lacks_something(tmp_path, corpus, key, monkeypatch):
     """Its checksum holds, so another version wrote it."""
     dump = json.dumps

@@ -155,7 +155,7 @@ def test_models_of_unit_variance_have_rates_of_their_own(corpus, name):
     assert states.losses[0] == losses[0] and states.losses[2] != losses[2] and states.state_bytes < 7
 
 
-@pytest.mark.parametrize("name", ["mu_s", "unit_scaling"])
+@pytest.mark.parametrize("name", ["mu_s", pytest.param("unit_scaling", marks=pytest.mark.slow)])
 def test_models_of_unit_variance_learn_as_fast(corpus, name):
     """At the rates of ordinary models 40 steps leave the loss near its beginning."""
     baseline, simulated = compare_schemes(config(scheme(name), steps=40), corpus, Progress())
