@@ -1,4 +1,4 @@
-"""Converted models in Accelerate, the Trainers of Hugging Face and Lightning, PEFT and FSDP2: the bits of a plain loop."""
+"""Converted models in Accelerate, in Trainers of Hugging Face and Lightning, in PEFT and FSDP2: a plain loop's bits."""
 
 import importlib
 
@@ -94,7 +94,7 @@ def trainer(model, folder, **more):
 
 @pytest.mark.parametrize("recipe", ["te_delayed", "te_current"])
 def test_the_trainer_of_hugging_face(recipe, tmp_path):
-    """The last batch is partial; a run that goes on from its checkpoint ends with the bits of one that never stopped."""
+    """The last batch is partial; a run that goes on from its checkpoint ends with the bits of one without a stop."""
     run = trainer(llama(recipe), str(tmp_path))
     run.train()
     assert run.state.global_step == STEPS
