@@ -19,7 +19,10 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
 from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.layers.linear import EmulatedGEMM
+from fmtsim.ops import load_engine
 from fmtsim.quantize import encode, quantize
+from fmtsim.rounding.modes import get_rounding
+from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.verify.workers import default_workers, pool_of
 
 __all__ = ["CASES", "Case", "Result", "compile_ahead", "measure", "worst"]
@@ -119,6 +122,16 @@ def _cast_of(case: Case, x: Tensor) -> Callable[[], Any]:
     if case.row.kind == "encode":
         return lambda: encode(x, case.format, **options)
     out = torch.empty_like(x, dtype=result_dtype(get_format(case.format), x.dtype))
+    if case.compiled:
+        engine, key = load_engine("torch_engine"), RandomKey(0, 0) if case.rounding == "stochastic" else None
+        fmt, mode = get_format(case.format), get_rounding(case.rounding)
+        spec = CastSpec(format=fmt, rounding=mode, overflow=fmt.default_overflow)
+
+        def run() -> Tensor:
+            engine.quantize(x, spec, key, out)
+            return out
+
+        return run
     return lambda: quantize(x, case.format, out=out, **options)
 
 

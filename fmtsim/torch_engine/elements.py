@@ -4,6 +4,7 @@ from functools import lru_cache
 
 import torch
 
+from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, Overflow
 from fmtsim.rounding.modes import Rounding
 from fmtsim.torch_engine import floats, integers, tables
@@ -47,7 +48,7 @@ def decode(codes: torch.Tensor, fmt: ElementFormat, dtype: torch.dtype) -> torch
     if fmt.bits <= _TABLE_BITS:
         patterns = codes.to(torch.int64) & ((1 << fmt.bits) - 1)
         return from_bits(_value_table(fmt, dtype, codes.device)[patterns], dtype)
-    return _decode_directly(codes, fmt, dtype)
+    return decode_directly(codes, fmt, dtype)
 
 
 def significant_bits(fmt: ElementFormat) -> int:
@@ -57,9 +58,15 @@ def significant_bits(fmt: ElementFormat) -> int:
     return fmt.bits + 1 if isinstance(fmt, IntFormat) else 24
 
 
-def _decode_directly(codes: torch.Tensor, fmt: ElementFormat, dtype: torch.dtype) -> torch.Tensor:
+def decode_directly(codes: torch.Tensor, fmt: ElementFormat, dtype: torch.dtype) -> torch.Tensor:
+    """Return what ``decode`` returns, without a table."""
     if isinstance(fmt, FloatFormat):
         return from_bits(floats.convert(codes, fmt, LAYOUTS[dtype], NEAREST, "ieee"), dtype)
+    if isinstance(fmt, IntFormat) and is_representable(fmt, torch.float32):
+        exact = (integers.to_numbers(codes, fmt).to(torch.float32) + 0.5 * fmt.half_offset) * fmt.eps
+        if dtype == torch.float32:
+            return exact
+        return from_bits(floats.encode(exact, LAYOUTS[dtype], NEAREST, "ieee"), dtype)
     if isinstance(fmt, IntFormat):
         return narrow(integers.decode(codes, fmt), dtype)
     if isinstance(fmt, CodebookFormat):
@@ -71,4 +78,4 @@ def _decode_directly(codes: torch.Tensor, fmt: ElementFormat, dtype: torch.dtype
 def _value_table(fmt: ElementFormat, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the bits of the values of all codes."""
     codes = torch.arange(1 << fmt.bits, dtype=torch.int32, device=device)
-    return bits_of(_decode_directly(codes, fmt, dtype))
+    return bits_of(decode_directly(codes, fmt, dtype))

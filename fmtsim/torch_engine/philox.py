@@ -12,9 +12,17 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 
+Pieces = tuple[int | torch.Tensor, ...]
+"""A key as numbers below 2**32: the seed's low and high half, then the offset's; in compiled casts 0-d tensors."""
+
+
+def pieces_of(key: RandomKey) -> tuple[int, int, int, int]:
+    """Return the halves of a key's numbers."""
+    return key.seed & _MASK, (key.seed >> 32) & _MASK, key.offset & _MASK, (key.offset >> 32) & _MASK
+
 
 def random_integers(
-    key: RandomKey, rounding: Rounding, start: int, count: int, device: torch.device | str
+    key: RandomKey | Pieces, rounding: Rounding, start: int, count: int, device: torch.device | str
 ) -> torch.Tensor:
     """Return w in ``[0, 2**r)`` of ``count`` elements from ``start``, a multiple of GROUP, as int64."""
     if rounding.layout == "word":
@@ -26,20 +34,21 @@ def random_integers(
     return (shared >> (16 * (index & 1))) & ((1 << rounding.bits) - 1)
 
 
-def words(key: RandomKey, start: int, count: int, device: torch.device | str) -> torch.Tensor:
+def words(key: RandomKey | Pieces, start: int, count: int, device: torch.device | str) -> torch.Tensor:
     """Return the 32-bit words of ``count`` elements from ``start``, a multiple of 64, as non-negative int64."""
     first, groups = start // 64, -(-count // 64)
     counter = torch.arange(16 * first, 16 * (first + groups), dtype=torch.int64, device=device)
-    lanes = _philox((counter & _MASK, counter >> 32), key)
+    lanes = _philox((counter & _MASK, counter >> 32), pieces_of(key) if isinstance(key, RandomKey) else key)
     # word k of the 16 counters of a group serves its elements 16 k to 16 k + 15
-    return torch.stack([lane.view(-1, 16) for lane in lanes], dim=1).reshape(-1)[:count]
+    kept = torch.stack([lane.to(torch.int32) for lane in lanes])  # half the memory
+    return kept.view(4, groups, 16).transpose(0, 1).reshape(-1)[:count].to(torch.int64) & _MASK
 
 
-def _philox(counter: tuple[torch.Tensor, torch.Tensor], key: RandomKey) -> tuple[torch.Tensor, ...]:
+def _philox(counter: tuple[torch.Tensor, torch.Tensor], key: Pieces) -> tuple[torch.Tensor, ...]:
     """Run ten rounds over counters ``(low, high, offset low, offset high)``."""
     c0, c1 = counter
-    c2, c3 = (torch.full_like(c0, (key.offset >> place) & _MASK) for place in (0, 32))
-    k0, k1 = key.seed & _MASK, (key.seed >> 32) & _MASK
+    k0, k1, *offset = key
+    c2, c3 = (torch.zeros_like(c0) + piece for piece in offset)
     for _ in range(10):
         high0, low0 = _multiply(c0, _MULTIPLIERS[0])
         high1, low1 = _multiply(c2, _MULTIPLIERS[1])
@@ -49,9 +58,9 @@ def _philox(counter: tuple[torch.Tensor, torch.Tensor], key: RandomKey) -> tuple
 
 
 def _multiply(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the high and low halves of a 32 x 32 bit product; 16-bit pieces keep every step below 2**63."""
-    low, high = a * (b & 0xFFFF), a * (b >> 16)
-    return (high + (low >> 16)) >> 16, (((high & 0xFFFF) << 16) + low) & _MASK
+    """Return the high and low halves of a 32 x 32 bit product, whose 64 bits are those of int64 modulo ``2**64``."""
+    product = a * b
+    return (product >> 32) & _MASK, product & _MASK
 
 
 def _shared_by_four(word: torch.Tensor, lane: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,87 @@
+"""Casts that torch.compile makes one kernel of, for GPUs without kernels of our own: the same steps, the same bits.
+
+The steps of ``elements`` are integer operations, which no compiler rounds otherwise. They are traced once for each cast
+and pair of dtypes, with the number of elements left open, and compiled when a large tensor comes first.
+"""
+
+import warnings
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.spec.cast import CastSpec, Random, RandomKey
+from fmtsim.torch_engine import elements
+from fmtsim.torch_engine.philox import pieces_of, random_integers
+
+LEAST = 1 << 18
+"""Elements from which a cast is compiled; below, the launches of torch operations take about as long."""
+
+
+def cast(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> bool:
+    """Cast x into out by a compiled kernel, and say whether there is one; out takes codes where it holds integers."""
+    if not (x.is_contiguous() and out.is_contiguous()) or not _serves(x.device.type) or x.numel() < LEAST:
+        return False
+    stochastic = spec.rounding.mode == "stochastic"
+    if not isinstance(spec.format, FloatFormat | IntFormat) or isinstance(random, RandomKey) != stochastic:
+        return False
+    if torch.float64 in (x.dtype, out.dtype) or _is_capturing(x):
+        return False
+    run = compiled(spec, x.dtype, out.dtype, x.device)
+    if run is None:
+        return False
+    # arguments that share memory would be a program of their own
+    source = x.view(-1) if x.data_ptr() != out.data_ptr() else x.view(-1).clone()
+    run(source, out.view(-1), torch.tensor(pieces_of(random)).to(x.device) if isinstance(random, RandomKey) else None)
+    return True
+
+
+@lru_cache(maxsize=256)
+def compiled(spec: CastSpec, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a function of flat x, out and the pieces of a key that casts x into out; None where none can be made."""
+    x, out = (torch.empty(640, dtype=each, device=device) for each in (dtype, out_dtype))
+    key = torch.zeros(4, dtype=torch.int64, device=device) if spec.rounding.mode == "stochastic" else None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch imports says of itself
+            from torch.fx.experimental.proxy_tensor import make_fx  # late: it imports much
+
+            graph = make_fx(_steps(spec), tracing_mode="symbolic")(x, out, key)
+            run = torch.compile(graph, dynamic=True, fullgraph=True)
+            run(x, out, key)
+    except Exception as error:  # of a compiler, its cache, its driver
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        warnings.warn(
+            f"casts to {spec.format.name} on {device} are one torch operation after another, which is slow: "
+            f"torch.compile says {reason}",
+            stacklevel=2,
+        )
+        return None
+    return run
+
+
+def _steps(spec: CastSpec) -> Any:
+    fmt, rounding = spec.format, spec.rounding
+    assert isinstance(fmt, FloatFormat | IntFormat)
+
+    def steps(x: torch.Tensor, out: torch.Tensor, key: torch.Tensor | None) -> None:
+        words = None if key is None else random_integers(key.unbind(0), rounding, 0, x.numel(), x.device)
+        codes = elements.encode(x, fmt, rounding, spec.overflow, words)
+        out.copy_(elements.decode_directly(codes, fmt, out.dtype) if out.is_floating_point() else codes)
+
+    return steps
+
+
+@cache
+def _serves(kind: str) -> bool:
+    """Say whether torch.compile makes kernels for a kind of device: by Triton, on GPUs of NVIDIA, AMD and Intel."""
+    if kind not in ("cuda", "xpu"):
+        return False
+    from torch.utils._triton import has_triton
+
+    return bool(has_triton())
+
+
+def _is_capturing(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
