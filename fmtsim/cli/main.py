@@ -1,13 +1,15 @@
 """The entry of the command line: find the subcommand, run it, and turn errors into one line."""
 
 import argparse
+import contextlib
 import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fmtsim.cli.output import version_of
 from fmtsim.errors import ArgumentError, FmtsimError
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     # A leading space makes a word positional for argparse and means nothing to those that read numbers.
     words = [f" {word}" if _NEGATIVE.fullmatch(word) else word for word in words]
-    with raised() as interruption:
+    with raised() as interruption, _short_warnings():
         try:
             return _run(words)
         except KeyboardInterrupt as interrupt:
@@ -58,6 +60,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             detail = f"; {interrupt}" if str(interrupt) else ""
             print(f"\nfmtsim: {word}{detail}", file=sys.stderr)
             return status
+
+
+@contextlib.contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Show each warning of fmtsim once, as a line without the place in the code that gave it."""
+    with warnings.catch_warnings():
+        show, told = warnings.showwarning, set[str]()
+
+        def shorter(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
+            if not category.__module__.startswith("fmtsim."):
+                show(message, category, *rest, **named)
+            elif str(message) not in told:
+                told.add(str(message))
+                print(f"fmtsim: warning: {message}", file=sys.stderr)
+
+        warnings.showwarning = shorter
+        yield
 
 
 def _run(words: list[str]) -> int:

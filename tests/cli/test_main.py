@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
 from fmtsim.cli import main as front
 from fmtsim.cli.main import BAD_INPUT, COMMANDS, build_parser, main
+from fmtsim.errors import CoverageWarning
 
 
 def test_help_names_every_command(capsys):
@@ -87,6 +89,22 @@ def test_a_closed_pipe_is_quiet():
     assert done.stdout.startswith("name")
     assert done.stderr == ""
     assert done.returncode == front.BROKEN_PIPE
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_warning_is_one_line_once(monkeypatch, capsys):
+    def run(arguments):
+        for said in ("so", "so", "and so"):
+            warnings.warn(said, CoverageWarning, stacklevel=1)
+        warnings.warn("another's", UserWarning, stacklevel=1)
+        return 0
+
+    monkeypatch.setattr("fmtsim.cli.info.run", run)
+    show = warnings.showwarning
+    with pytest.warns(UserWarning, match="another's"):
+        assert main(["info"]) == 0
+    assert capsys.readouterr().err.splitlines() == ["fmtsim: warning: so", "fmtsim: warning: and so"]
+    assert warnings.showwarning is show
 
 
 def test_an_interrupt_is_one_line(monkeypatch, capsys):
