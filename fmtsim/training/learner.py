@@ -47,7 +47,8 @@ class Learner:
     @property
     def optimizer(self) -> str:
         """The optimizer and its rates in words."""
-        return f"{self.scheme.states}{', rates of mu_parameter_groups' if self.scheme.unit_variance else ''}"
+        rates = ", rates of mu_parameter_groups" * (self.scheme.unit_variance and self.scheme.states.rule == "adamw")
+        return f"{self.scheme.states}{rates}"
 
     @property
     def reduced(self) -> str:

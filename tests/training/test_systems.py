@@ -151,6 +151,8 @@ def test_models_of_unit_variance_have_rates_of_their_own(corpus, name):
     losses, expected = by_hand(corpus, get_recipe(name), unit_variance)
     assert run.losses == losses and all(map(same_bits, weights, expected))
     assert run.optimizer == "AdamW(state='fp32'), rates of mu_parameter_groups"
+    madam = scheme(name, optimizer=OptimizerConfig(rule="madam", state="fp32"))  # factors need no other rates
+    assert Learner(GPT(MODEL, 0), madam, config(madam)).optimizer == "Madam(state='fp32')"
     states = trained(scheme(name, optimizer=OptimizerConfig(state="coat")), corpus)[0]
     assert states.losses[0] == losses[0] and states.losses[2] != losses[2] and states.state_bytes < 7
 
