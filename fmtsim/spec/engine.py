@@ -43,14 +43,21 @@ class Engine(Casts, Protocol):
         """Write the reduced sums of ``a b^T`` to out [M, N], before the epilogue."""
 
 
-class TorchEngine(Engine, Protocol):
-    """``fmtsim.torch_engine``: all casts and products on every device, and elementary functions of float64."""
+class Functions(Protocol):
+    """Elementary functions of float64."""
 
     def exp(self, x: Tensor) -> Tensor:
         """Return the exponential, the same bits on every device."""
 
     def ln(self, x: Tensor) -> Tensor:
         """Return the natural logarithm, likewise."""
+
+
+class TorchEngine(Engine, Functions, Protocol):
+    """``fmtsim.torch_engine``: all casts and products on every device."""
+
+    def compiles_casts(self, kind: str) -> bool:
+        """Say whether torch.compile makes casts for a type of device."""
 
 
 class KernelEngine(Engine, Protocol):
@@ -71,7 +78,7 @@ class KernelEngine(Engine, Protocol):
         """Do the steps that kernels cover; return the others."""
 
 
-class CPUEngine(TorchEngine, KernelEngine, Protocol):
+class CPUEngine(KernelEngine, Functions, Protocol):
     """``fmtsim.cpu``: kernels, and the elementary functions.
 
     Attributes:

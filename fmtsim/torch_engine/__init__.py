@@ -1,7 +1,8 @@
 """Casts and matrix products with torch operations alone: the same bits on every device that torch knows."""
 
+from fmtsim.torch_engine.compiled import compiles_casts
 from fmtsim.torch_engine.elementary import exp, ln
 from fmtsim.torch_engine.gemm import gemm
 from fmtsim.torch_engine.verbs import decode, encode, quantize
 
-__all__ = ["decode", "encode", "exp", "gemm", "ln", "quantize"]
+__all__ = ["compiles_casts", "decode", "encode", "exp", "gemm", "ln", "quantize"]

@@ -21,7 +21,7 @@ LEAST = 1 << 18
 
 def cast(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> bool:
     """Cast x into out by a compiled kernel, and say whether there is one; out takes codes where it holds integers."""
-    if not (x.is_contiguous() and out.is_contiguous()) or not _serves(x.device.type) or x.numel() < LEAST:
+    if not (x.is_contiguous() and out.is_contiguous()) or not compiles_casts(x.device.type) or x.numel() < LEAST:
         return False
     stochastic = spec.rounding.mode == "stochastic"
     if not isinstance(spec.format, FloatFormat | IntFormat) or isinstance(random, RandomKey) != stochastic:
@@ -74,8 +74,8 @@ def _steps(spec: CastSpec) -> Any:
 
 
 @cache
-def _serves(kind: str) -> bool:
-    """Say whether torch.compile makes kernels for a kind of device: by Triton, on GPUs of NVIDIA, AMD and Intel."""
+def compiles_casts(kind: str) -> bool:
+    """Say whether torch.compile makes casts for a type of device: by Triton, on GPUs of NVIDIA, AMD and Intel."""
     if kind not in ("cuda", "xpu"):
         return False
     from torch.utils._triton import has_triton

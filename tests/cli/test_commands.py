@@ -7,11 +7,15 @@ import math
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from fmtsim.cli import info
 from fmtsim.cli.main import COMMANDS, build_parser, main
 from fmtsim.formats.registry import get_format, list_formats
+from fmtsim.ops import load_engine
 
 
 @pytest.fixture
@@ -48,6 +52,47 @@ def test_info(run, records):
     assert {engine["name"] for engine in record["engines"]} == {"torch_engine", "cpu", "cuda"}
     assert record["threads"] >= 1
     assert record["devices"][0]["name"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("kind", "hip", "available", "engine", "cost"),
+    [
+        ("NVIDIA H200", None, None, "cuda", "on an H200, casts at 0.59 to 0.99 of a copy's speed, encoding at 0.39 to 1.02"),
+        ("NVIDIA L4", None, None, "cuda", "encoding at 0.39 to 1.02; not measured on this GPU"),
+        ("AMD Instinct MI300X", "6.4", "a reason", "torch_engine",
+         "torch operations: casts to floating-point and integer formats compiled by torch.compile, all else one "
+         "operation after another; not measured here"),
+    ],
+)  # fmt: skip
+def test_info_says_what_serves_a_gpu(monkeypatch, records, kind, hip, available, engine, cost):
+    properties = SimpleNamespace(name=kind, total_memory=1 << 37, major=9, minor=4)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    engines = {name: load_engine(name) for name in ("cpu", "cuda", "torch_engine")}
+    engines["cuda"] = SimpleNamespace(why_unavailable=lambda device=None: available)
+    engines["torch_engine"] = SimpleNamespace(compiles_casts=lambda kind: True)
+    monkeypatch.setattr(info, "load_engine", engines.get)
+    monkeypatch.setattr(info, "has_float64", lambda device: True)
+    device = records("info")["devices"][1]
+    about = "ROCm 6.4" if hip else "compute capability 9.4"
+    assert (
+        device["description"] == f"{kind}, 128 GiB, {about}" and device["engine"] == engine and cost in device["cost"]
+    )
+
+
+def test_info_finds_devices_without_kernels(monkeypatch, run, records):
+    """Neither computes in float64."""
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda index: "Arc A770")
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(has_fp64=False))
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    found = {device["name"]: device for device in records("info")["devices"]}
+    assert set(found) == {"cpu", "xpu:0", "mps"} and found["xpu:0"]["description"] == "Arc A770"
+    slow = "torch operations: one operation after another, float64 in integers; not measured here"
+    assert found["mps"]["engine"] == found["xpu:0"]["engine"] == "torch_engine" and found["mps"]["cost"] == slow
+    assert "what it costs" in run("info")[1]
 
 
 def test_info_says_why_an_engine_is_missing(monkeypatch, records):

@@ -27,7 +27,7 @@ needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c+
 @pytest.fixture
 def here(monkeypatch):
     """Let the CPU be a GPU that torch.compile serves, small tensors large, and graphs run as they were traced."""
-    monkeypatch.setattr(compiled, "_serves", lambda kind: True)
+    monkeypatch.setattr(compiled, "compiles_casts", lambda kind: True)
     monkeypatch.setattr(compiled, "LEAST", 1)
     monkeypatch.setattr(torch, "compile", lambda graph, **options: graph)
     compiled.compiled.cache_clear()
@@ -109,9 +109,9 @@ def test_a_compiler_that_fails_warns_once_and_torch_operations_serve(here):
 
 
 def test_which_devices_are_served():
-    compiled._serves.cache_clear()
-    assert not compiled._serves("cpu") and not compiled._serves("mps")
-    assert not torch.cuda.is_available() or compiled._serves("cuda")
+    compiled.compiles_casts.cache_clear()
+    assert not compiled.compiles_casts("cpu") and not compiled.compiles_casts("mps")
+    assert not torch.cuda.is_available() or compiled.compiles_casts("cuda")
 
 
 def fused(casts, x: torch.Tensor, compiler) -> list[torch.Tensor]:
