@@ -57,7 +57,7 @@ def test_info(run, records):
 @pytest.mark.parametrize(
     ("kind", "hip", "available", "engine", "cost"),
     [
-        ("NVIDIA H200", None, None, "cuda", "on an H200, casts at 0.59 to 0.99 of a copy's speed, encoding at 0.39 to 1.02"),
+        ("NVIDIA H200", None, None, "cuda", "on an H200, casts at 0.59 to 0.99 of a copy"),
         ("NVIDIA L4", None, None, "cuda", "encoding at 0.39 to 1.02; not measured on this GPU"),
         ("AMD Instinct MI300X", "6.4", "a reason", "torch_engine",
          "torch operations: casts to floating-point and integer formats compiled by torch.compile, all else one "
