@@ -8,7 +8,7 @@ import torch
 
 import fmtsim
 from fmtsim.errors import DtypeError
-from fmtsim.float64 import Float64, arithmetic, float64, floor_log2, from_bits, has_float64
+from fmtsim.float64 import Float64, arithmetic, capable, float64, floor_log2, from_bits, has_float64
 from fmtsim.torch_engine.reals import narrow
 from tests.support.bits import assert_same_bits
 from tests.support.without_float64 import Float64Used, WithoutFloat64
@@ -134,6 +134,8 @@ def test_which_device_has_float64(monkeypatch):
         float64(torch.ones(2)).dtype == torch.float64
         and type(from_bits(torch.ones(2, dtype=torch.int64))) is torch.Tensor
     )
+    elsewhere = SimpleNamespace(device=torch.device("mps"), cpu=lambda: "moved")
+    assert capable(torch.ones(2)).is_cpu and capable(elsewhere) == "moved"
     with WithoutFloat64():
         assert not has_float64(torch.device("cpu"))
         assert isinstance(float64(torch.ones(2)), Float64) and isinstance(from_bits(torch.ones(2).long()), Float64)

@@ -10,6 +10,7 @@ from torch import Tensor
 from fmtsim.analysis import ulp
 from fmtsim.analysis.comparison import Comparison, Difference
 from fmtsim.errors import ArgumentError, DtypeError
+from fmtsim.float64 import capable
 
 _EDGES = (0, *(1 << power for power in range(63)), ulp.FARTHEST)  # a bucket ends at each, and holds it
 _BINS = 1 << 16  # of one step of the search for the median
@@ -85,7 +86,7 @@ class _Count:
         different = a != b
         if self._first is None:
             self._first = self._difference(a, b, int(different.nonzero()[0]), seen)
-        a, b = (_capable(x[different]) for x in (a, b))
+        a, b = (capable(x[different]) for x in (a, b))
         self._equal += different.numel() - a.numel()
         x, y = ulp.values(a, self._kind), ulp.values(b, self._kind)
         nan_x, nan_y = x.isnan(), y.isnan()
@@ -112,7 +113,7 @@ class _Count:
             sign = 1 << (kind.bits - 1) if kind.signed else 0
             numbers: list[float | int] = [(code ^ sign) - sign for code in codes]
         else:
-            numbers = [ulp.values(_capable(x[place : place + 1]), kind).item() for x in (a, b)]
+            numbers = [ulp.values(capable(x[place : place + 1]), kind).item() for x in (a, b)]
         index, rest = [], place + seen
         for size in reversed(self._actual.shape):
             rest, position = divmod(rest, size)
@@ -158,13 +159,8 @@ class _Count:
         """Yield the distances from low to high, low above 0, of pairs without NaN."""
         for a, b in ulp.chunks(self._actual, self._expected):
             different = a != b
-            a, b = (_capable(x[different]) for x in (a, b))
+            a, b = (capable(x[different]) for x in (a, b))
             apart = ulp.distances(ulp.places(a, self._kind), ulp.places(b, self._kind))
             if self._kind.format is not None:
                 apart = apart[~(ulp.values(a, self._kind).isnan() | ulp.values(b, self._kind).isnan())]
             yield apart[(apart >= low) & (apart <= high)]
-
-
-def _capable(x: Tensor) -> Tensor:
-    """Move a piece to a device that has float64."""
-    return x.cpu() if x.device.type == "mps" else x

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fmtsim.float64 import capable
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
 from fmtsim.quantize import encode
@@ -148,7 +149,7 @@ def _blocks(x: Tensor, fmt: BlockFormat, dim: int) -> Tensor:
 
 
 def _plain(x: Tensor) -> Tensor:
-    return x.detach() if x.dtype == torch.float64 else x.detach().float()
+    return x.detach() if x.dtype == torch.float64 else capable(x.detach().float())
 
 
 def _finite(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, int]:

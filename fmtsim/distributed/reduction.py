@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.errors import ArgumentError, did_you_mean, shown
+from fmtsim.float64 import float64
 from fmtsim.formats.block import FP32
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
@@ -67,7 +68,7 @@ class AutoFactor:
             saturated: int64, 0-d: reduced elements at the format's largest value.
             elements: int64, 0-d: all of them; the part is their float64 quotient, 0 where there are none.
         """
-        part = saturated.double() / elements.clamp(min=1).double()
+        part = float64(saturated) / float64(elements.clamp(min=1))
         grown = mu * float32(self.growth ** (1 / self.growth_steps))
         moved = torch.where(part > self.threshold, mu * float32(self.backoff), grown)
         return moved.clamp(min=float32(self.least), max=float32(self.largest))

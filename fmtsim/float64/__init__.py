@@ -13,7 +13,7 @@ from fmtsim.errors import DtypeError
 from fmtsim.float64.arithmetic import floor_log2, widen
 from fmtsim.float64.numbers import Float64, pattern
 
-__all__ = ["Float64", "check_float64", "constants", "float64", "floor_log2", "from_bits", "has_float64"]
+__all__ = ["Float64", "capable", "check_float64", "constants", "float64", "floor_log2", "from_bits", "has_float64"]
 
 
 def has_float64(device: torch.device) -> bool:
@@ -25,6 +25,11 @@ def has_float64(device: torch.device) -> bool:
     except Exception:  # each backend has its own
         return False
     return True
+
+
+def capable(x: Tensor) -> Tensor:
+    """Return a tensor on a device that has float64: where its own has none, a copy on the CPU."""
+    return x if has_float64(x.device) else x.cpu()
 
 
 def check_float64(device: torch.device, what: str, instead: str) -> None:
