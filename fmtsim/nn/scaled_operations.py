@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fmtsim.dispatch import OwnMode
 from fmtsim.nn import unit_scaling as unit
 from fmtsim.nn.unit_scaling import Factors
-from fmtsim.nn.wrapped import forward_of
+from fmtsim.nn.wrapped import Substituted, forward_of
 from fmtsim.scaling.repeats import repeat_under
 
 SCALED: Final = "_fmtsim_scaled"  # on the root and on each norm: the ScaledModel
@@ -102,7 +102,7 @@ class Operations(OwnMode):
         """Run a norm layer; under unit scaling the gradients of its own Parameters have their factor."""
         if not self._unit:
             return forward(x)
-        with _Weights(module, (x.shape[-1] / max(x.numel(), 1)) ** 0.5):
+        with Substituted(module, partial(unit.scale_backward, factor=(x.shape[-1] / max(x.numel(), 1)) ** 0.5)):
             return forward(x)
 
     def add(self, func: Any, a: Any, b: Any, **more: Any) -> Tensor:
@@ -155,22 +155,6 @@ class Operations(OwnMode):
         """Multiply by a weight that is not converted."""
         factors = Factors(self._how.by, head=w in self._heads)
         return unit.scaled_product(func, x, w, bias, factors(x, w))
-
-
-class _Weights(OwnMode):
-    """Multiply the gradients of a module's own Parameters."""
-
-    def __init__(self, module: nn.Module, factor: float) -> None:
-        super().__init__()
-        self._own = {p: unit.scale_backward(p, factor) for p in module.parameters(recurse=False)}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Hand on what stands for a Parameter."""
-        kwargs = {} if kwargs is None else {name: self._of(value) for name, value in kwargs.items()}
-        return func(*map(self._of, args), **kwargs)
-
-    def _of(self, value: Any) -> Any:
-        return self._own.get(value, value) if isinstance(value, nn.Parameter) else value
 
 
 def base_of(t: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from fmtsim.nn.attention_mode import (
 )
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.rules import Selector
+from fmtsim.nn.saved_activations import SAVING, Saving, attach_saving, detach_saving
 from fmtsim.nn.scaled_linear import MuResidual, ScaledLinear
 from fmtsim.nn.scaled_model import attach_scales, detach_scales, find_norms
 from fmtsim.nn.scaled_operations import SCALED, ScaledModel
@@ -38,6 +39,8 @@ class Swaps:
         attention: Modules whose attention is quantised, by name.
         gated: Gated layers that are smoothed, with the rule.
         scaled: How the whole model is scaled, or None.
+        saving: What of its activations is kept in few bits, or None.
+        filtered: Whether a ``filter_fn`` was given: one that leaves out all layers and norms leaves nothing to do.
         reasons: Why others are not, by name.
         notes: What is exchanged, and what the recipe would exchange and the model does not have.
     """
@@ -46,11 +49,14 @@ class Swaps:
     attention: list[tuple[str, nn.Module]] = field(default_factory=list)
     gated: list[tuple[nn.Module, Smoothing]] = field(default_factory=list)
     scaled: ScaledModel | None = None
+    saving: Saving | None = None
+    filtered: bool = False
     reasons: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.attention or self.gated or self.scaled)
+        saves = self.saving is not None and (bool(self.saving.norms) or not self.filtered)
+        return bool(self.attention or self.gated or self.scaled or saves)
 
     def apply(self, model: nn.Module, generator: Generator) -> None:
         """Exchange them in the model, whose layers are converted."""
@@ -60,6 +66,8 @@ class Swaps:
             smoothen([module], rule)
         if self.scaled is not None:
             attach_scales(model, self.scaled, generator)
+        if self.saving is not None:
+            attach_saving(model, self.saving)
 
 
 def find_swaps(model: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> Swaps:
@@ -68,7 +76,7 @@ def find_swaps(model: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> Sw
     Raises:
         ArgumentError: There is nothing of a kind, and the recipe does not say that it may be missing.
     """
-    found = Swaps(recipe=recipe)
+    found = Swaps(recipe=recipe, filtered=filter_fn is not None)
     if recipe.attention is not None:
         chosen = _filtered(attentions(model), filter_fn, found)
         if not chosen:
@@ -86,6 +94,9 @@ def find_swaps(model: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> Sw
             _find_gated(model, where, replacement, filter_fn, found)
         else:
             _find_operations(model, where, replacement, found)
+    if recipe.activations is not None and next(model.children(), None) is not None:
+        norms = _filtered([(name, norm) for norm, name in find_norms(model).items()], filter_fn, found)
+        found.saving = Saving(recipe.activations, [norm for _, norm in norms])
     return found
 
 
@@ -107,11 +118,13 @@ def _find_operations(model: nn.Module, where: str, replacement: Replacement, fou
                 f"{where} rescales weights, and {meta!r} of {name!r} is on the meta device; "
                 "give the model weights first"
             )
-    outside = "; a loss outside of the model: fmtsim.nn.unit_scaling.cross_entropy" * (replacement.by == "UnitScaled")
-    found.notes.append(
-        "weights were divided by their standard deviations and stay so after revert; rates of an optimizer: "
-        f"fmtsim.nn.mu_parameter_groups{outside}"
-    )
+    loss = found.recipe.loss_scale
+    more = ["a loss outside of the model: fmtsim.nn.unit_scaling.cross_entropy"] * (replacement.by == "UnitScaled")
+    more += [] if loss is None else [f"the loss is to be scaled: {loss}"]
+    found.notes += [
+        "weights were divided by their standard deviations and stay so after revert",
+        "; ".join(["rates of an optimizer: fmtsim.nn.mu_parameter_groups", *more]),
+    ]
     found.scaled = ScaledModel(
         by=replacement.by, tau=replacement.tau, recipe=f"recipe {found.recipe.name!r}", names=find_norms(model),
         heads=Selector(model).heads,
@@ -120,20 +133,22 @@ def _find_operations(model: nn.Module, where: str, replacement: Replacement, fou
 
 def undo_swaps(model: nn.Module) -> int:
     """Undo what recipes exchanged in a model; return how many modules that was."""
-    return detach_scales(model) + unsmooth(model, recipe=True) + detach(model, recipe=True)
+    return detach_saving(model) + detach_scales(model) + unsmooth(model, recipe=True) + detach(model, recipe=True)
 
 
 def swapped(model: nn.Module) -> bool:
     """Whether a recipe exchanged something in a model."""
-    rules = (module.__dict__.get(mark) for module in model.modules() for mark in (ATTENTION, SMOOTH, SCALED))
-    return any(rule is not None and rule.recipe for rule in rules)
+    rules = (module.__dict__.get(mark) for module in model.modules() for mark in (ATTENTION, SMOOTH))
+    own = any(mark in module.__dict__ for module in model.modules() for mark in (SCALED, SAVING))
+    return own or any(rule is not None and rule.recipe for rule in rules)
 
 
 def swap_details(module: nn.Module) -> list[str]:
     """Return what a module has in place of its own attention, gated product or operations, for tables."""
-    attended, smoothed, scaled = (module.__dict__.get(mark) for mark in (ATTENTION, SMOOTH, SCALED))
+    attended, smoothed, scaled, saving = (module.__dict__.get(mark) for mark in (ATTENTION, SMOOTH, SCALED, SAVING))
     texts = [f"attention: {attended.call.config}"] if attended is not None else []
     texts += [str(scaled)] if scaled is not None and module not in scaled.names else []
+    texts += [saving.told(module)] if saving is not None else []
     return texts + ([str(smoothed)] if smoothed is not None else [])
 
 

@@ -1,10 +1,24 @@
-"""Give one module another forward, as an attribute of the instance: its class and what it holds stay."""
+"""Give one module another forward, as an attribute of the instance, or other tensors in place of its Parameters.
 
+Its class and what it holds stay.
+"""
+
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from fmtsim.dispatch import OwnMode
+
+
+class _Wrapped(partial):  # type: ignore[type-arg]
+    """A forward with the signature of the one that it calls, which trainers ask for the names of inputs."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(forward_of(*self.args[:2]))
 
 
 def wrap(module: nn.Module, mark: str, run: Callable[..., Any]) -> None:
@@ -16,13 +30,13 @@ def wrap(module: nn.Module, mark: str, run: Callable[..., Any]) -> None:
         run: A function of the module, of the forward that it had, and of the arguments.
     """
     module.__dict__[mark] = module.__dict__.get("forward")
-    module.__dict__["forward"] = partial(_run, module, mark, run)
+    module.__dict__["forward"] = _Wrapped(_run, module, mark, run)
 
 
 def unwrap(module: nn.Module, mark: str) -> None:
     """Undo ``wrap``; where another forward was put around it since, that one goes on calling ``run``."""
     forward = module.__dict__["forward"]
-    if not (isinstance(forward, partial) and forward.func is _run and forward.args[1] == mark):
+    if not (isinstance(forward, _Wrapped) and forward.args[1] == mark):
         return
     own = module.__dict__.pop(mark)
     del module.__dict__["forward"]
@@ -38,3 +52,24 @@ def forward_of(module: nn.Module, mark: str) -> Callable[..., Any]:
 
 def _run(module: nn.Module, mark: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return run(module, forward_of(module, mark), *args, **kwargs)
+
+
+class Substituted(OwnMode):
+    """Hand functions other tensors in place of a module's own Parameters.
+
+    Args:
+        module: The module.
+        change: From a Parameter to what stands for it.
+    """
+
+    def __init__(self, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._own = {p: change(p) for p in module.parameters(recurse=False)}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function."""
+        kwargs = {} if kwargs is None else {name: self._of(value) for name, value in kwargs.items()}
+        return func(*map(self._of, args), **kwargs)
+
+    def _of(self, value: Any) -> Any:
+        return self._own.get(value, value) if isinstance(value, nn.Parameter) else value

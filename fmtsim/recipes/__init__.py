@@ -1,5 +1,6 @@
 """Recipes: published ways of running a model's matrix products in low precision, by name."""
 
+from fmtsim.recipes.activations import SavedActivations
 from fmtsim.recipes.attention import AttentionConfig, flash_attention_3
 from fmtsim.recipes.diff import diff
 from fmtsim.recipes.registry import get_recipe, list_recipes, register_recipe
@@ -15,6 +16,7 @@ __all__ = [
     "Recipe",
     "Replacement",
     "Rule",
+    "SavedActivations",
     "Steps",
     "diff",
     "flash_attention_3",

@@ -6,9 +6,10 @@ from fmtsim.formats.block import FP32, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import SCALE_RULES, ScaleRule
 from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.recipes.activations import SavedActivations
 from fmtsim.recipes.attention import flash_attention_3
 from fmtsim.recipes.build import BF16, BLACKWELL, CHAIN, FORWARD, HOPPER, STOCHASTIC, cast, layer
-from fmtsim.recipes.spec import Recipe, Replacement, Rule
+from fmtsim.recipes.spec import LossScale, Recipe, Replacement, Rule
 from fmtsim.recipes.system import Level, OptimizerConfig
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.spec.scaling import History, PowerOfTwo, Scaling
@@ -162,6 +163,7 @@ RECIPES = (
         name="coat",
         machine=HOPPER,
         linear=_coat(),
+        activations=SavedActivations(),
         optimizer=OptimizerConfig(state="coat"),
         source="Xi et al., COAT, arXiv:2410.19313; NVlabs/COAT 80ec99f",
         notes="scales of x and g are bfloat16 numbers, those of w numbers of its dtype",
@@ -224,6 +226,8 @@ RECIPES = (
         rules=(Rule(head=True),),
         source="Narayan et al., arXiv:2502.05967: static scale 1; embedding, head and norms in bfloat16",
         replace=(Replacement(kind="operations", by="MuScaled"),),
+        loss_scale=LossScale(initial=65536.0, interval=None),
+        notes="the source does not say how gradients of a mean loss reach E5M2's range; the loss scale is fmtsim's",
     ),
     Recipe(
         name="fa3",

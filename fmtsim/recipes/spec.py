@@ -8,6 +8,7 @@ from fmtsim.errors import ArgumentError, shown
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.targets.target import list_targets
 from fmtsim.gemm.units.unit import machine_name
+from fmtsim.recipes.activations import SavedActivations
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.system import Level, OptimizerConfig, find_level
 from fmtsim.recipes.table import table_html, table_text
@@ -230,6 +231,7 @@ _PARTS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("rules", (Rule,), "write rules=(Rule(...),)"),
     ("attention", AttentionConfig, "pass flash_attention_3()"),
     ("replace", (Replacement,), "write replace=(Replacement(kind='swiglu', by='SmoothSwiGLU'),)"),
+    ("activations", SavedActivations, "pass SavedActivations()"),
     ("aliases", (str,), "write aliases=(name, ...)"),
     ("loss_scale", LossScale, "pass LossScale()"),
     ("optimizer", OptimizerConfig, "pass OptimizerConfig(state='coat')"),
@@ -250,6 +252,7 @@ class Recipe:
         autocast: Dtype that everything else runs in under ``torch.autocast``, None for the model's own.
         loss_scale: Scaling of the loss, or None.
         replace: Modules and operations that it exchanges.
+        activations: What norms, activation functions and gated products keep for the backward pass; None keeps all.
         optimizer: Its optimizer and how states are kept, which a training loop builds; None is a float32 one.
         reduction: How gradients of several ranks are summed, by a name of ``fmtsim.distributed.REDUCTIONS``, or None.
         levels: Stages of both; ``optimizer`` and ``reduction`` are those of one of them.
@@ -267,6 +270,7 @@ class Recipe:
     autocast: Literal["bfloat16", "float16"] | None = None
     loss_scale: LossScale | None = None
     replace: tuple[Replacement, ...] = ()
+    activations: SavedActivations | None = None
     optimizer: OptimizerConfig | None = None
     reduction: str | None = None
     levels: tuple[Level, ...] = ()
@@ -349,6 +353,7 @@ class Recipe:
         facts += [("autocast", f"the rest in {self.autocast}")] if self.autocast is not None else []
         facts += [("loss", str(self.loss_scale))] if self.loss_scale is not None else []
         facts += [("modules", str(one)) for one in self.replace]
+        facts += [("activations", str(self.activations))] if self.activations is not None else []
         facts += [("optimizer", str(self.optimizer))] if self.optimizer else []
         facts += [("reduction", f"gradients reduced by {self.reduction}")] if self.reduction else []
         facts += [("level", str(level)) for level in self.levels]

@@ -201,10 +201,10 @@ def test_copies_checkpointing_compiled_code_and_back(name):
         block.forward = lambda x, forward=block.forward: checkpoint(forward, x, use_reentrant=False)
     fmtsim.convert(again, name).load_state_dict(model.state_dict())
     assert all(map(torch.equal, results(again), expected))
-    model.zero_grad()
-    y = torch.compile(model, fullgraph=True, backend="aot_eager")(TOKENS[:, :-1], TOKENS[:, 1:])
-    assert torch.equal(y, expected[0])
-    torch._dynamo.reset()
+    if name == "unit_scaling":
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(TOKENS[:, :-1], TOKENS[:, 1:]), expected[0])
+        torch._dynamo.reset()
     with pytest.raises(
         ArgumentError, match=f"layer 'norm' is a part of a model that recipe '{name}' scales, and ran wi"
     ):

@@ -58,7 +58,9 @@ def by_hand(corpus, recipe, optimizers, ranks=1, reduction=None, steps=3):
         for rank in range(ranks):
             mine = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
             loss = model(x[mine], y[mine])
-            gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+            factor = 1.0 if recipe.loss_scale is None else recipe.loss_scale.initial  # a power of two
+            scaled = torch.autograd.grad(loss * factor, list(model.parameters()))
+            gradients.append([g / factor for g in scaled])
             parts.append(loss.detach())
         if reduction is not None:
             result = simulate([list(g) for g in gradients], reduction, mu=mu, call=step - 1)
