@@ -7,6 +7,7 @@ from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.arguments import check_dense
@@ -125,13 +126,18 @@ class EmulatedModule(nn.Module):
         observer = None if how.observer is None else how.observer(part)
         compiled = torch.compiler.is_dynamo_compiling()
         layer = how.products[_kind(part, torch.is_grad_enabled(), compiled)]
-        if layer.sized and torch.is_grad_enabled() and w.requires_grad:  # before half a step is done
-            fault = size_fault(how.config, x.numel() // max(x.shape[-1], 1), *w.shape)
-            if fault is not None:
+        if layer.sized and torch.is_grad_enabled() and w.requires_grad:
+            rows = x.numel() // max(x.shape[-1], 1)
+            fault = size_fault(how.config, rows + -rows % layer.rows, *w.shape)
+            if fault is not None:  # before half a step is done
                 raise ArgumentError(
                     f"layer {how.name!r}: {fault} (x is {tuple(x.shape)}, w {tuple(w.shape)}); choose another batch "
-                    "size or context, or leave the layer out with filter_fn= or a Rule(name=...)"
+                    "size or context, pass drop_last=True to the DataLoader where the last batch is smaller, or leave "
+                    "the layer out with filter_fn= or a Rule(name=...)"
                 )
+            if rows % layer.rows:
+                padded = F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, -rows % layer.rows))
+                return self._gemm(how, part, padded, w, bias)[:rows].reshape(*x.shape[:-1], w.shape[0])
         if compiled:
             return run_layer(x, w, bias, layer)
         if isinstance(layer.generator, torch.Generator):

@@ -1,5 +1,6 @@
 """Hugging Face's architectures train under a recipe: eager, with activation checkpointing, and compiled."""
 
+import dataclasses
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ from fmtsim.errors import CoverageWarning
 from fmtsim.nn import convert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.parameter_products import ParameterProduct
+from fmtsim.recipes import Rule, get_recipe
 from tests.support.architectures import ARCHITECTURES, RECIPE, architecture
 from tests.support.bits import all_same_bits
 
@@ -95,6 +97,19 @@ def test_compiled_architectures_have_the_losses_of_eager(name):
         else:
             assert torch.equal(grad, others[key]), key
     assert name in OTHER_ORDER or all_same_bits(losses, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"), [("ViT", "te_nvfp4_all"), ("ViT", "quartet"), ("Mixtral", "te_nvfp4_all"), ("Mixtral", "mxfp4")]
+)
+def test_tokens_come_in_any_number(name, recipe):
+    """Images of 17 tokens, and experts that get some: rotations over tokens are padded."""
+    model, batch = architecture(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CoverageWarning)
+        convert(model, recipe=dataclasses.replace(get_recipe(recipe), rules=(Rule(head=True),)))
+    losses, _ = train(model, {key: t[:1] for key, t in batch.items()}, steps=2)
+    assert all(bool(loss.isfinite()) for loss in losses) and not without_gradient(model)
 
 
 @pytest.mark.slow

@@ -255,9 +255,11 @@ def test_a_report_tells_products_and_counts_them_by_what_stands_behind():
     lines = str(found).splitlines()
     assert lines[-1] == "186 products: 186 by a rule"
     assert sum(line.split()[0] in ("30", "31", "1") for line in lines[-15:-1] if line.split()) == 12
-    rotated = convert(nn.Linear(64, 64).to(BF16), recipe="te_nvfp4_all", target="recipe")
-    assert str(report(rotated, tokens=72)).splitlines()[-1] == "3 products: 3 refused"
-    assert "Hadamard size=16 does not divide 72" in str(report(rotated, tokens=72))
+    padded = convert(nn.Linear(64, 64).to(BF16), recipe="te_nvfp4_all", target="recipe")
+    assert "scaled_mm: [64, 80] e2m1 x [80, 64] e2m1" in str(report(padded, tokens=72))  # groups of 16 tokens
+    rotated = convert(nn.Linear(64, 64).to(BF16), recipe="halo2", target="recipe")
+    assert str(report(rotated, tokens=51)).splitlines()[-1] == "3 products: 3 refused"
+    assert "a Hadamard matrix of the whole axis does not fit: size=51" in str(report(rotated, tokens=51))
     assert report(convert(nn.Linear(8, 8), format="e4m3"), tokens=4).products[0].basis == "none"
 
 

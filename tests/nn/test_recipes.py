@@ -297,13 +297,42 @@ def test_a_block_that_does_not_divide_a_layer_is_refused_by_convert(recipe, widt
         convert(net(width=width, blocks=1), recipe=recipe)
 
 
-def test_tokens_that_do_not_fill_a_rotation_are_refused_before_the_step():
-    model = convert(net(blocks=1), recipe="te_nvfp4_all")
-    said = r"'blocks.0.0': wgrad g_w: Hadamard size=16 does not divide 24 \(x is \(24, 128\), w \(128, 128\)\); choose"
-    with pytest.raises(ArgumentError, match=said):
-        model(batch(rows=24))
+def learned(model, x, call=None):
+    """Return the result, cropped to 24 rows, and all gradients."""
+    x = x.clone().requires_grad_()
+    y = (model if call is None else call)(x)[:24]
+    y.square().sum().backward()
+    return [y.detach(), x.grad[:24], *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize(("name", "rows"), [("te_nvfp4_all", 32), ("mxfp4", 32), ("quartet", 32), ("quartet2", 128)])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer
+@pytest.mark.filterwarnings("ignore:recipe .* leaves the last 15% of the blocks")
+def test_tokens_that_do_not_fill_a_rotation_are_padded_with_zeros(name, rows, compiled):
+    torch._dynamo.reset()
+    padded, model = (convert(net(blocks=1).blocks[0], get_recipe(name).linear, generator=3) for _ in range(2))
+    x = batch(rows=24)
+    call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else None
+    expected = torch.zeros(rows, 128)
+    expected[:24] = x
+    model[0].bias.data.zero_(), padded[0].bias.data.zero_()  # else the second layer's padding is no zeros here
+    assert all(map(torch.equal, learned(padded, expected), learned(model, x, call)))
+    assert model(x[None]).shape == (1, 24, 128) and model(x[:0]).shape == (0, 128)
     with torch.no_grad():
-        assert model(batch(rows=24)).isfinite().all()  # no gradient, no product over tokens
+        assert torch.equal(model(x), model(expected)[:24])
+
+
+def test_a_rotation_of_all_tokens_is_refused_before_the_step():
+    model = convert(net(blocks=1), recipe="halo2")
+    said = (
+        r"'blocks.0.0': dgrad g_d: a Hadamard matrix of the whole axis does not fit: size=51 .* \(x is \(51, 128\), w "
+        r"\(128, 128\)\); choose another batch size or context, pass drop_last=True to the DataLoader where"
+    )
+    with pytest.raises(ArgumentError, match=said):
+        model(batch(rows=51))
+    with torch.no_grad():
+        assert model(batch(rows=51)).isfinite().all()  # no gradient, no product over tokens
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ replayed draws anew. An int seed fixes the keys of every pass, eager or compiled
 """
 
 import itertools
+import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property, lru_cache
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -25,6 +26,7 @@ from fmtsim.scaling.history import DelayedScale, FrozenScale, StoredScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.transform import Hadamard
 
 Generator = int | torch.Generator | None
 State = Mapping[str, DelayedScale | FrozenScale | StoredScale]
@@ -66,13 +68,14 @@ class Layer:
         random: Names of the operands that are rounded or rotated at random.
         folded: Names of those whose scales of blocks may be multiplied in: no unit takes them, now or later.
         sized: Whether operands are rotated or corrected in groups, which sizes have to fit.
+        rows: What rows of x come in multiples of: the size that those of these groups share that run along rows.
         routes: What the machine of each product is handed, where it has one.
     """
 
     def __init__(self, config: LinearConfig, generator: Generator = None, state: State | None = None) -> None:
         self.config, self.generator, self.state = config, generator, state or {}
         self.name = f"{_PROCESS}.{next(_numbers)}"
-        self.quantizers, self.random, self.folded, self.sized, self.routes = _facts_of(config)
+        self.quantizers, self.random, self.folded, self.sized, self.rows, self.routes = _facts_of(config)
         self._counters: dict[torch.device, Tensor] = {}
         _layers[self.name] = self
 
@@ -147,8 +150,8 @@ def stream_of(generator: Generator, use: int) -> Generator:
 @lru_cache(maxsize=1024)
 def _facts_of(
     config: LinearConfig,
-) -> tuple[dict[str, Quantizer], frozenset[str], frozenset[str], bool, dict[str, Route]]:
-    """Return what a layer knows of its operands: ``quantizers``, ``random``, ``folded``, ``sized`` and ``routes``."""
+) -> tuple[dict[str, Quantizer], frozenset[str], frozenset[str], bool, int, dict[str, Route]]:
+    """Return what a layer knows: ``quantizers``, ``random``, ``folded``, ``sized``, ``rows``, ``routes``."""
     quantizers = config.operands
     random = frozenset(name for name, q in quantizers.items() if q.is_stochastic or q.has_random_signs)
     for_units = set()
@@ -157,8 +160,19 @@ def _facts_of(
         if getattr(config, product).emulated or (gemm.emulated and getattr(gemm, side).source != "original"):
             for_units.add(name)
     sized = any(q.transforms or (q.scaling is not None and q.scaling.eden) for q in quantizers.values())
+    rows = math.lcm(*(size for name, q in quantizers.items() for size in _groups_of_rows(name, q)))
     routes = {name: config.route(name) for name in PRODUCTS if getattr(config, name).emulated}
-    return quantizers, random, frozenset(quantizers) - for_units, sized, routes
+    return quantizers, random, frozenset(quantizers) - for_units, sized, rows, routes
+
+
+def _groups_of_rows(name: str, quantizer: Quantizer) -> Iterator[int]:
+    """Yield the sizes of an operand's groups that run along the rows of x."""
+    along = {"x_f": "outer", "g_d": "outer", "g_w": "inner", "x_w": "inner"}.get(name)
+    for transform in quantizer.transforms:
+        if isinstance(transform, Hadamard) and transform.size is not None and transform.axis == along:
+            yield transform.size
+    if along == "inner" and quantizer.scaling is not None and quantizer.scaling.eden:
+        yield quantizer.scaling.eden
 
 
 def counts_passes(layer: Layer, x: Tensor, sizes: tuple[int, ...]) -> bool:
