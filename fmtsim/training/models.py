@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import lru_cache
@@ -15,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fmtsim.errors import ArgumentError, did_you_mean, shown
+from fmtsim.errors import ArgumentError, FmtsimError, did_you_mean, shown
 from fmtsim.training.config import TrainConfig
-from fmtsim.training.gpt import GPT, LanguageModel
+from fmtsim.training.gpt import GPT, VOCABULARY, LanguageModel
 from fmtsim.training.llama import Llama
 
 MODELS: Final[dict[str, Callable[..., LanguageModel]]] = {"gpt": GPT, "llama": Llama}
@@ -40,14 +41,20 @@ class OwnModel(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss in nats per token."""
+        with _told(self.where):
+            out = self.model(inputs, targets) if self.takes_targets else self.model(inputs)
         if self.takes_targets:
-            return self._loss(self.model(inputs, targets))
-        out = self.model(inputs)
+            return self._loss(out)
         logits = getattr(out, "logits", out)
         if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != targets.shape:
             raise ArgumentError(
                 f"--model {self.where}: its forward returned {_what(logits)} for inputs {list(inputs.shape)}; return "
                 "logits [batch, time, vocabulary], or write forward(self, inputs, targets) that returns the loss"
+            )
+        if logits.shape[-1] < VOCABULARY:
+            raise ArgumentError(
+                f"--model {self.where}: its logits are of {logits.shape[-1]} tokens, and bytes are {VOCABULARY}; take "
+                "the argument vocabulary"
             )
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -155,8 +162,13 @@ def _loaded(path: str, architecture: str) -> Any:
 
 @contextlib.contextmanager
 def _told(architecture: str) -> Iterator[None]:
-    """Turn what a user's code raises into one line."""
+    """Turn what a user's code raises into one line, with the place in its file."""
     try:
         yield
+    except FmtsimError:
+        raise
     except Exception as error:
-        raise ArgumentError(f"--model {architecture}: {type(error).__name__}: {error}") from error
+        file = str(_split(architecture)[0].resolve())
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        where = f" (line {lines[-1]})" if lines else ""
+        raise ArgumentError(f"--model {architecture}{where}: {type(error).__name__}: {error}") from error

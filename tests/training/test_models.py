@@ -71,6 +71,12 @@ def loss(width): return Loss(width)
 def pair(width): return Pair(width)
 def flat(width): return Flat(width)
 def many(width): return Many(width)
+def few(width): return nn.Sequential(nn.Embedding(256, width), nn.Linear(width, 100))
+def short(width): return nn.Sequential(nn.Embedding(100, width), nn.Linear(width, 256))
+class Raises(Model):
+    def forward(self, tokens):
+        return self.logits(tokens)[0, 5, 7, 9]
+def raises(width): return Raises(width)
 def wrong(): return 5
 def empty(): return nn.Flatten()
 def broken(): raise KeyError("weights")
@@ -198,7 +204,10 @@ def test_an_edited_file_is_another_training(file, corpus):
         ("FILE:value", "has no function 'value'; write one that returns a module"),
         ("FILE:wrong", "returned 5; return a torch.nn.Module"),
         ("FILE:empty", "returned a Flatten without parameters to train"),
-        ("FILE:broken", "FILE:broken: KeyError: 'weights'"),
+        ("FILE:broken", "FILE:broken (line 58): KeyError: 'weights'"),
+        ("FILE:few", "its logits are of 100 tokens, and bytes are 256; take the argument vocabulary"),
+        ("FILE:short", "FILE:short: IndexError: index out of range in self"),
+        ("FILE:raises", "FILE:raises (line 54): IndexError: too many indices for tensor of dimension 3"),
         ("FILE:flat", "its forward returned a tensor [32, 256] for inputs [2, 16]; return logits [batch, time, voc"),
         ("FILE:many", "its forward(inputs, targets) returned a tensor [32]; return the mean loss, a tensor without"),
     ],
