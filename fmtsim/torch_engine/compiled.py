@@ -14,6 +14,7 @@ from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.spec.cast import CastSpec, Random, RandomKey
 from fmtsim.torch_engine import elements
 from fmtsim.torch_engine.philox import pieces_of, random_integers
+from fmtsim.torch_engine.storage import BIT_DTYPES
 
 LEAST = 1 << 18
 """Elements from which a cast is compiled; below, the launches of torch operations take about as long."""
@@ -33,21 +34,22 @@ def cast(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> 
         return False
     # arguments that share memory would be a program of their own
     source = x.view(-1) if x.data_ptr() != out.data_ptr() else x.view(-1).clone()
-    run(source, out.view(-1), torch.tensor(pieces_of(random)).to(x.device) if isinstance(random, RandomKey) else None)
+    key = torch.tensor(pieces_of(random)).to(x.device) if isinstance(random, RandomKey) else None
+    run(source, out.view(-1).view(BIT_DTYPES.get(out.dtype, out.dtype)), key)
     return True
 
 
 @lru_cache(maxsize=256)
 def compiled(spec: CastSpec, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a function of flat x, out and the pieces of a key that casts x into out; None where none can be made."""
-    x, out = (torch.empty(640, dtype=each, device=device) for each in (dtype, out_dtype))
+    """Return a function of flat x, the bits of out and the pieces of a key, None where none can be made."""
+    x, out = (torch.empty(640, dtype=each, device=device) for each in (dtype, BIT_DTYPES.get(out_dtype, out_dtype)))
     key = torch.zeros(4, dtype=torch.int64, device=device) if spec.rounding.mode == "stochastic" else None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch imports says of itself
             from torch.fx.experimental.proxy_tensor import make_fx  # late: it imports much
 
-            graph = make_fx(_steps(spec), tracing_mode="symbolic")(x, out, key)
+            graph = make_fx(_steps(spec, out_dtype), tracing_mode="symbolic")(x, out, key)
             run = torch.compile(graph, dynamic=True, fullgraph=True)
             run(x, out, key)
     except Exception as error:  # of a compiler, its cache, its driver
@@ -61,14 +63,15 @@ def compiled(spec: CastSpec, dtype: torch.dtype, out_dtype: torch.dtype, device:
     return run
 
 
-def _steps(spec: CastSpec) -> Any:
+def _steps(spec: CastSpec, dtype: torch.dtype) -> Any:
+    """Return the steps of a cast; they write bits, since compilers widen 16-bit floats, and NaN may come back other."""
     fmt, rounding = spec.format, spec.rounding
     assert isinstance(fmt, FloatFormat | IntFormat)
 
     def steps(x: torch.Tensor, out: torch.Tensor, key: torch.Tensor | None) -> None:
         words = None if key is None else random_integers(key.unbind(0), rounding, 0, x.numel(), x.device)
         codes = elements.encode(x, fmt, rounding, spec.overflow, words)
-        out.copy_(elements.decode_directly(codes, fmt, out.dtype) if out.is_floating_point() else codes)
+        out.copy_(elements.value_bits(codes, fmt, dtype) if dtype.is_floating_point else codes)
 
     return steps
 

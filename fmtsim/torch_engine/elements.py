@@ -10,7 +10,7 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.torch_engine import floats, integers, tables
 from fmtsim.torch_engine.carry import NEAREST
 from fmtsim.torch_engine.reals import narrow, tiny_kept, widen
-from fmtsim.torch_engine.storage import LAYOUTS, bits_of, from_bits
+from fmtsim.torch_engine.storage import BIT_DTYPES, LAYOUTS, bits_of, from_bits
 
 _TABLE_BITS = 16  # formats up to here decode by a table of all their codes
 
@@ -48,7 +48,7 @@ def decode(codes: torch.Tensor, fmt: ElementFormat, dtype: torch.dtype) -> torch
     if fmt.bits <= _TABLE_BITS:
         patterns = codes.to(torch.int64) & ((1 << fmt.bits) - 1)
         return from_bits(_value_table(fmt, dtype, codes.device)[patterns], dtype)
-    return decode_directly(codes, fmt, dtype)
+    return from_bits(value_bits(codes, fmt, dtype), dtype)
 
 
 def significant_bits(fmt: ElementFormat) -> int:
@@ -58,24 +58,22 @@ def significant_bits(fmt: ElementFormat) -> int:
     return fmt.bits + 1 if isinstance(fmt, IntFormat) else 24
 
 
-def decode_directly(codes: torch.Tensor, fmt: ElementFormat, dtype: torch.dtype) -> torch.Tensor:
-    """Return what ``decode`` returns, without a table."""
+def value_bits(codes: torch.Tensor, fmt: ElementFormat, dtype: torch.dtype) -> torch.Tensor:
+    """Return the bits of what ``decode`` returns, in int32 or int64, without a table."""
     if isinstance(fmt, FloatFormat):
-        return from_bits(floats.convert(codes, fmt, LAYOUTS[dtype], NEAREST, "ieee"), dtype)
+        return floats.convert(codes, fmt, LAYOUTS[dtype], NEAREST, "ieee")
     if isinstance(fmt, IntFormat) and is_representable(fmt, torch.float32):
         exact = (integers.to_numbers(codes, fmt).to(torch.float32) + 0.5 * fmt.half_offset) * fmt.eps
-        if dtype == torch.float32:
-            return exact
-        return from_bits(floats.encode(exact, LAYOUTS[dtype], NEAREST, "ieee"), dtype)
+        return bits_of(exact) if dtype == torch.float32 else floats.encode(exact, LAYOUTS[dtype], NEAREST, "ieee")
     if isinstance(fmt, IntFormat):
-        return narrow(integers.decode(codes, fmt), dtype)
+        return bits_of(narrow(integers.decode(codes, fmt), dtype))
     if isinstance(fmt, CodebookFormat):
-        return narrow(tables.decode_codebook(codes, fmt), dtype)
-    return narrow(tables.decode_log(codes, fmt), dtype)
+        return bits_of(narrow(tables.decode_codebook(codes, fmt), dtype))
+    return bits_of(narrow(tables.decode_log(codes, fmt), dtype))
 
 
 @lru_cache(maxsize=256)
 def _value_table(fmt: ElementFormat, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the bits of the values of all codes."""
     codes = torch.arange(1 << fmt.bits, dtype=torch.int32, device=device)
-    return bits_of(decode_directly(codes, fmt, dtype))
+    return value_bits(codes, fmt, dtype).to(BIT_DTYPES[dtype])
