@@ -5,6 +5,7 @@ Source: Fishman et al., Scaling FP8 training to trillion-token LLMs, arXiv:2409.
 """
 
 from functools import lru_cache, partial
+from itertools import permutations
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from fmtsim.arguments import check_features, check_flags, check_input, check_together
 from fmtsim.errors import ArgumentError
+from fmtsim.nn.dry_run import undisturbed
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.records import checked
 from fmtsim.scaling.repeats import Calls
@@ -22,16 +24,25 @@ Per = Literal["token", "channel"]
 Model = TypeVar("Model", bound=nn.Module)
 
 PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")
+_SILU: Final = ("SiLU", "SiLUActivation")
 ORIGINAL: Final = "smoothed_class"  # on each class made here
 SMOOTH: Final = "_fmtsim_smooth"  # on each converted module: its Smoothing
 
 
 class Smoothing(NamedTuple):
-    """Say how a layer is smoothed, and whether a recipe did it, which ``revert`` takes away with the recipe."""
+    """Say how a layer is smoothed.
+
+    Attributes:
+        per: See ``smooth_scale``.
+        power_of_two: See there.
+        recipe: Whether a recipe did it, which ``revert`` takes away with the recipe.
+        parts: Names of the projections: gate, up and down.
+    """
 
     per: Per
     power_of_two: bool
     recipe: bool = False
+    parts: tuple[str, ...] = PROJECTIONS
 
     def __str__(self) -> str:
         return f"Smooth-SwiGLU, a scale a {self.per}{', powers of two' if self.power_of_two else ''}"
@@ -168,6 +179,7 @@ class SmoothSwiGLU(nn.Module):
 def scaled_down(down: nn.Linear, z: Tensor, s: Tensor, per: Per) -> Tensor:
     """Return ``(z s) w^T + bias`` of a linear layer, plain or converted, z being quantised without s."""
     weight = down.weight if per == "token" else down.weight * s.to(down.weight.dtype)
+    z = z.to(weight.dtype) if weight.dtype.itemsize < z.dtype.itemsize else z  # powers of two make it float32
     y = down.gemm(z, weight, None) if isinstance(down, EmulatedModule) else F.linear(z, weight)
     y = y * s.to(y.dtype) if per == "token" else y
     return y if down.bias is None else y + down.bias.to(y.dtype)
@@ -177,7 +189,8 @@ def convert_swiglu(model: Model, *, per: Per = "token", power_of_two: bool = Fal
     """Smooth the gated layers of a model, in place: same objects, Parameters and state_dict, another forward.
 
     A gated layer has linear ``gate_proj``, ``up_proj`` and ``down_proj`` and SiLU as ``act_fn``, as in Hugging Face's
-    Llama. It goes with ``fmtsim.convert``, in any order.
+    Llama; or three linear layers of other names and SiLU as a module or function, with which it computes
+    ``down(silu(gate(x)) * up(x))``, as a trial on random numbers shows. It goes with ``fmtsim.convert``, in any order.
 
     Args:
         model: Any module.
@@ -192,9 +205,12 @@ def convert_swiglu(model: Model, *, per: Per = "token", power_of_two: bool = Fal
     if not found:
         raise ArgumentError(
             f"convert_swiglu found no gated layer in {type(model).__name__}; "
-            f"it looks for linear {', '.join(PROJECTIONS)} and act_fn=SiLU, or build the model with SmoothSwiGLU"
+            f"it looks for linear {', '.join(PROJECTIONS)} and act_fn=SiLU, or three linear layers that compute "
+            "down(silu(gate(x)) * up(x)); or build the model with SmoothSwiGLU"
         )
-    smoothen(found, Smoothing(per, power_of_two))
+    rules = [Smoothing(per, power_of_two, parts=gated_parts(module) or PROJECTIONS) for module in found]
+    for module, rule in zip(found, rules, strict=True):
+        smoothen([module], rule)
     return model
 
 
@@ -207,7 +223,16 @@ def revert_swiglu(model: Model) -> Model:
 
 def gated_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the gated layers of a model that are not smoothed yet, by name."""
-    return [(name, module) for name, module in model.named_modules() if _is_gated(module)]
+    return [(name, module) for name, module in model.named_modules() if gated_parts(module) is not None]
+
+
+def other_silus(model: nn.Module) -> list[str]:
+    """Return the names of modules with SiLU and several linear layers that compute something else."""
+    found = (
+        name for name, m in model.named_modules()
+        if SMOOTH not in m.__dict__ and len(_linears(m)) > 1 and _names_silu(m) and gated_parts(m) is None
+    )  # fmt: skip
+    return list(found)
 
 
 def smoothen(layers: list[nn.Module], rule: Smoothing) -> None:
@@ -256,14 +281,47 @@ def _rebuilt(cls: type[nn.Module]) -> nn.Module:
 
 def _smooth_forward(self: Any, x: Tensor) -> Tensor:
     rule: Smoothing = self.__dict__[SMOOTH]
-    z, s = smooth_swiglu(self.gate_proj(x), self.up_proj(x), per=rule.per, power_of_two=rule.power_of_two)
-    return scaled_down(self.down_proj, z, s, rule.per)
+    gate, up, down = (getattr(self, name) for name in rule.parts)
+    z, s = smooth_swiglu(gate(x), up(x), per=rule.per, power_of_two=rule.power_of_two)
+    return scaled_down(down, z, s, rule.per)
 
 
-def _is_gated(module: nn.Module) -> bool:
-    linear = all(isinstance(getattr(module, name, None), nn.Linear) for name in PROJECTIONS)
-    return (
-        linear
-        and SMOOTH not in module.__dict__
-        and type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+def gated_parts(module: nn.Module) -> tuple[str, ...] | None:
+    """Return the names of a gated layer's projections, gate, up and down; None for other and for smoothed modules."""
+    if SMOOTH in module.__dict__:
+        return None
+    linears = _linears(module)
+    if linears.keys() >= set(PROJECTIONS) and type(getattr(module, "act_fn", None)).__name__ in _SILU:
+        return PROJECTIONS
+    if len(linears) != 3 or not _names_silu(module):
+        return None
+    return next(
+        (parts for parts in permutations(linears) if _computes(module, *(linears[part] for part in parts))), None
     )
+
+
+def _linears(module: nn.Module) -> dict[str, nn.Linear]:
+    return {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
+
+
+def _names_silu(module: nn.Module) -> bool:
+    """Whether a module has SiLU as a part, or its forward names the function."""
+    code = getattr(type(module).forward, "__code__", None)
+    named = code is not None and "silu" in code.co_names
+    return named or any(type(child).__name__ in _SILU for child in module.children())
+
+
+def _computes(module: nn.Module, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> bool:
+    """Try whether a module computes ``down(silu(gate(x)) * up(x))``."""
+    w = gate.weight
+    if w.is_meta or w.shape != up.weight.shape or w.shape != down.weight.shape[::-1]:
+        return False
+    x = torch.randn(4, w.shape[1], generator=torch.Generator().manual_seed(0)).to(w)
+    with undisturbed(module):
+        z = down(F.silu(gate(x)) * up(x))
+        try:
+            y = module.forward(x)
+        except Exception:  # it takes other arguments, or other shapes
+            return False
+    tolerance = 4 * torch.finfo(w.dtype).eps ** 0.75 * float(z.abs().max())
+    return isinstance(y, Tensor) and y.shape == z.shape and float((y - z).abs().max()) <= tolerance

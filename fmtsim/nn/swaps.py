@@ -23,7 +23,17 @@ from fmtsim.nn.saved_activations import SAVING, Saving, attach_saving, detach_sa
 from fmtsim.nn.scaled_linear import MuResidual, ScaledLinear
 from fmtsim.nn.scaled_model import attach_scales, detach_scales, find_norms
 from fmtsim.nn.scaled_operations import SCALED, ScaledModel
-from fmtsim.nn.smooth import ORIGINAL, PROJECTIONS, SMOOTH, Smoothing, gated_layers, smoothen, unsmooth
+from fmtsim.nn.smooth import (
+    ORIGINAL,
+    PROJECTIONS,
+    SMOOTH,
+    Smoothing,
+    gated_layers,
+    gated_parts,
+    other_silus,
+    smoothen,
+    unsmooth,
+)
 from fmtsim.recipes.spec import Recipe, Replacement
 
 _FUSED_CALLS: Final = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase)
@@ -163,14 +173,17 @@ def _find_gated(model: nn.Module, where: str, replacement: Replacement, filter_f
     there = gated_layers(model)
     rule = Smoothing(replacement.per, replacement.power_of_two, recipe=True)
     chosen = _filtered(there, filter_fn, found)
-    found.gated += [(module, rule) for _, module in chosen]
+    found.gated += [(module, rule._replace(parts=gated_parts(module) or PROJECTIONS)) for _, module in chosen]
+    others = other_silus(model)
+    found.notes += [f"{', '.join(others[:4])}: SiLU among linear layers, and no gated layer"] if others else []
     found.notes += [f"{len(chosen)} gated layers became {rule}"] if chosen else []
     if chosen or any(SMOOTH in module.__dict__ for module in model.modules()):
         return
     if not replacement.optional:
         raise ArgumentError(
             f"{where} finds nothing to replace in {type(model).__name__}{_refused(found)}: it looks for modules with "
-            f"linear {', '.join(PROJECTIONS)} and act_fn=SiLU; build the model with fmtsim.nn.SmoothSwiGLU and leave "
+            f"linear {', '.join(PROJECTIONS)} and act_fn=SiLU, or three linear layers that "
+            "compute down(silu(gate(x)) * up(x)); build the model with fmtsim.nn.SmoothSwiGLU and leave "
             "the replacement out, or pass Replacement(optional=True)"
         )
     if not any(type(module).__name__ == replacement.by for module in model.modules()):

@@ -142,3 +142,41 @@ def test_errors():
         SmoothSwiGLU(4, 8)(u.double())
     with pytest.raises(ArgumentError, match=r"delayed=True with per='token' has no scale to keep; pass per='channel'"):
         SmoothSwiGLU(4, 8, delayed=True)
+
+
+class Written(nn.Module):
+    """Three linear layers of a size, in an order that names do not tell, and SiLU as a function."""
+
+    def __init__(self, order, change=None, size=32):
+        super().__init__()
+        self.w1, self.w2, self.w3 = (nn.Linear(size, size) for _ in range(3))
+        self.order, self.change = order, change
+
+    def forward(self, x):
+        gate, up, down = (getattr(self, name) for name in self.order)
+        z = F.silu(gate(x)) * up(x)
+        return down(z if self.change is None else self.change(z))
+
+
+@pytest.mark.parametrize("order", [("w1", "w3", "w2"), ("w3", "w2", "w1")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_silu_as_a_function_is_recognised_by_what_it_computes(order, dtype):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Written(order)).to(dtype), normal(8, 32, dtype=dtype)
+    plain, state = model(x), torch.get_rng_state()
+    fmtsim.convert(model, "intel_2t")
+    assert torch.equal(torch.get_rng_state(), state) and type(model[0]).__name__ == "SmoothWritten"
+    assert "1 gated layers became Smooth-SwiGLU, a scale a token" in fmtsim.report(model).summary
+    gate, up, down = (getattr(model[0], name) for name in order)
+    z, s = smooth_swiglu(gate(x), up(x))
+    assert torch.equal(model(x), down.gemm(z, down.weight, None) * s + down.bias)
+    fmtsim.revert(model)
+    torch.testing.assert_close(convert_swiglu(model, power_of_two=True)(x), plain, rtol=0.02, atol=0.004)  # bfloat16's
+    assert torch.equal(revert_swiglu(model)(x), plain)
+
+
+def test_what_computes_otherwise_is_named():
+    torch.manual_seed(0)
+    model = nn.Sequential(Written(("w1", "w2", "w3"), F.relu), Written(("w1", "w2", "w3"), lambda z: 1 + z / 0.97))
+    assert type(fmtsim.convert(model, "intel_2t")[0]) is Written
+    assert "0, 1: SiLU among linear layers, and no gated layer" in fmtsim.report(model).summary
