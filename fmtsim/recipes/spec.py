@@ -341,8 +341,10 @@ class Recipe:
 
     @property
     def left_to_training(self) -> tuple[str, ...]:
-        """What of it ``convert`` does not do, as one writes it: the optimizer, and the reduction."""
-        parts = [f"optimizer states (fmtsim.optim.{self.optimizer})"] if self.optimizer else []
+        """What of it ``convert`` does not do, as one writes it: autocast, scaling the loss, optimizer and reduction."""
+        parts = [f"torch.autocast in {self.autocast}"] if self.autocast is not None else []
+        parts += [f"scaling of the loss ({self.loss_scale})"] if self.loss_scale is not None else []
+        parts += [f"optimizer states (fmtsim.optim.{self.optimizer})"] if self.optimizer else []
         parts += [f"reduction of gradients (fmtsim.distributed, {self.reduction!r})"] if self.reduction else []
         return (f"left to the training loop: {' and '.join(parts)}",) if parts else ()
 

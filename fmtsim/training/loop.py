@@ -134,7 +134,8 @@ def simulate(
     if scheme.recipe is None:
         convert(model, config=scheme.linear_config(), **how)
     else:  # what is left to training is done here
-        recipe = dataclasses.replace(scheme.recipe, optimizer=None, reduction=None, levels=())
+        done: dict[str, Any] = dict.fromkeys(("autocast", "loss_scale", "optimizer", "reduction"))
+        recipe = dataclasses.replace(scheme.recipe, **done, levels=())
         convert(model, recipe=recipe, total_steps=config.steps, **how)
 
 

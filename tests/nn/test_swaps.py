@@ -70,6 +70,10 @@ def test_report_shows_attention_and_replacements():
     assert "blocks.0.attention" not in {row.name for row in report(model).rows}
     rows = {row.name: row for row in report(convert(gated(), recipe="intel_2t")).rows}
     assert rows["0"].detail == "Smooth-SwiGLU, a scale a token" and rows["0"].type == "GatedMLP"
+    assert report(convert(gpt(), recipe="amp_fp16")).summary.endswith(
+        "; left to the training loop: torch.autocast in float16 and scaling of the loss (times 65536, x2 after 2000 "
+        "clean steps, x0.5 after an overflow)"
+    )
     line = report(convert(gpt(), recipe="intel_2t")).summary
     assert line.endswith(
         "; replace[0] of recipe 'intel_2t' (swiglu becomes SmoothSwiGLU, a scale a token, where there is one) found "
