@@ -32,16 +32,19 @@ def round_off(
 
     Args:
         significand: The magnitudes, int32 or int64; ``significand + 2**shift`` must not overflow.
-        shift: Bits to drop, same dtype, broadcastable, at most 30 (int32) or ``DEEPEST`` (int64).
+        shift: Bits to drop, same dtype, broadcastable, at most 30 (int32) or ``DEEPEST`` (int64, and int32 of
+            stochastic rounding, whose numbers are below 2**30).
         negative: Where the number is negative: up and down look at it.
-        rounding: The mode; stochastic needs int64.
+        rounding: The mode.
         words: The random integers w of stochastic rounding, int64, else None.
         parity: Added to the quotient before asking whether its code is odd.
     """
     if rounding.mode == "stochastic":
         assert words is not None
-        quotient = significand >> shift
-        return quotient + _moves_up(significand - (quotient << shift), shift, rounding, words)
+        near = shift.clamp(max=30) if significand.dtype == torch.int32 else shift
+        quotient = significand >> near
+        rest = (significand - (quotient << near)).to(torch.int64)
+        return quotient + _moves_up(rest, shift.to(torch.int64), rounding, words).to(quotient.dtype)
     if rounding.mode == "toward_zero":
         return significand >> shift
     below = (1 << shift) - 1  # all dropped bits set: adding it moves every inexact number up, and no exact one

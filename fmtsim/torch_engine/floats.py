@@ -56,7 +56,7 @@ def convert(
         Codes of ``target`` in int32 or int64, non-negative unless the format has 64 bits. NaN gives ``nan_code``, or
         the code of the largest value in a format without NaN.
     """
-    dtype = _working_dtype(source, target, rounding)
+    dtype = _working_dtype(source, target)
     flushed_early = not target.has_subnormals and target.min_exponent <= source.min_exponent
     normalise = exponent is not None or target.min_exponent < source.min_exponent or flushed_early
     parts = unpack(codes, source, dtype, normalise)
@@ -67,11 +67,11 @@ def convert(
     return _finish(magnitude, parts.negative, nan, target)
 
 
-def _working_dtype(source: FloatFormat, target: FloatFormat, rounding: Rounding) -> torch.dtype:
-    """Return int32 where no step can leave it, else int64; random words need int64."""
+def _working_dtype(source: FloatFormat, target: FloatFormat) -> torch.dtype:
+    """Return int32 where no step can leave it, else int64."""
     narrow = source.mantissa_bits <= 23 and source.bits <= 32
     narrow = narrow and target.mantissa_bits <= 23 and target.exponent_bits + target.mantissa_bits <= 28
-    return torch.int32 if narrow and rounding.mode != "stochastic" else torch.int64
+    return torch.int32 if narrow else torch.int64
 
 
 def _round(parts: Parts, target: FloatFormat, rounding: Rounding, words: torch.Tensor | None) -> torch.Tensor:
@@ -89,7 +89,8 @@ def _round(parts: Parts, target: FloatFormat, rounding: Rounding, words: torch.T
         shift = torch.where(flushed, deficit + precision, shift)
     field = (exponent - emin).clamp(min=0)
     if rounding.mode == "stochastic":
-        significand = jam(significand, shift - DEEPEST)
+        if significand.dtype == torch.int64:  # of int32 nothing reaches so deep that random words see it
+            significand = jam(significand, shift - DEEPEST)
         shift = shift.clamp(max=DEEPEST)
     else:
         shift = shift.clamp(max=precision + 2)  # deeper, the fraction is below 1/2 and not 0 either way
