@@ -67,6 +67,7 @@ def worst(results: Sequence[Result]) -> dict[Row, Result]:
 
 def compile_ahead(cases: Sequence[Case]) -> None:
     """Let processes run every case once on few elements, so that its kernels lie on disk when it is measured."""
+    cases = [case for case in cases if not case.compiled]  # torch.compile has processes of its own
     workers = min(default_workers(torch.device(DEVICE, torch.cuda.current_device())), len(cases))
     if workers < 2:
         return
