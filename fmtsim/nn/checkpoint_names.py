@@ -1,6 +1,7 @@
 """The recipe's name beside the delayed scales in the state_dict of a converted model, and its check at loading.
 
-The name is a buffer of the model that was converted, so that every library that saves a state_dict saves it.
+The name is a buffer of the model that was converted, so that every library that saves a state_dict saves it; what
+is saved is written anew each time, whatever became of the buffer.
 """
 
 import logging
@@ -20,8 +21,8 @@ _LOG = logging.getLogger("fmtsim")
 def attach_name(model: nn.Module) -> None:
     """Let a model check checkpoints that it loads, and name its recipe in those that it saves with delayed scales."""
     if any(isinstance(part, DelayedScale) and part.is_saved for part in model.modules()):
-        device, name = next(model.parameters()).device, model.__dict__[RECIPE] or "\0"
-        model.register_buffer(NAME, torch.tensor(list(name.encode()), dtype=torch.uint8, device=device))
+        model.register_buffer(NAME, _encoded(model))
+        model.register_state_dict_post_hook(_write)
     model.register_load_state_dict_pre_hook(_check)
 
 
@@ -30,6 +31,19 @@ def detach_name(model: nn.Module) -> None:
     model._buffers.pop(NAME, None)
     for key in [key for key, hook in model._load_state_dict_pre_hooks.items() if getattr(hook, "hook", None) is _check]:
         del model._load_state_dict_pre_hooks[key]
+    for key in [key for key, hook in model._state_dict_hooks.items() if hook is _write]:
+        del model._state_dict_hooks[key]
+
+
+def _encoded(model: nn.Module) -> torch.Tensor:
+    name, device = model.__dict__[RECIPE] or "\0", next(model.parameters()).device
+    return torch.tensor(list(name.encode()), dtype=torch.uint8, device=device)
+
+
+def _write(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Save the name."""
+    if prefix + NAME in state:
+        state[prefix + NAME] = _encoded(model)
 
 
 def _check(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

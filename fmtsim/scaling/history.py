@@ -17,13 +17,18 @@ class RememberedScale(nn.Module):
     """Hold what a layer remembers of one operand, in buffers, float32 whatever becomes of the model's dtype."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> "RememberedScale":
-        """Move to another device; ``model.half()`` and the like change no dtype here."""
+        """Move to another device; ``model.half()`` and the like change no dtype here.
+
+        What leaves the meta device (``model.to_empty``) has seen nothing yet.
+        """
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, old in before.items():
             now = self._buffers[name]
             if old is not None and now is not None and now.dtype != old.dtype:
                 self._buffers[name] = old.to(now.device)
+            elif old is not None and now is not None and old.is_meta and not now.is_meta:
+                now.fill_(name == "factor")
         return self
 
 

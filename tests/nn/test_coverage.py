@@ -100,6 +100,33 @@ def test_weights_of_one_storage_are_told_apart():
     assert [(row.layer, row.parameter, row.multiply_adds) for row in found] == [("1", "c", 768), ("1", "a", 768)]
 
 
+class Odd(nn.Module):
+    """Two layers with one weight, and experts in a layout that is none of ``[experts, N, K]``."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Linear(32, 32, bias=False) for _ in range(2))
+        self.second.weight, self.w = self.first.weight, nn.Parameter(torch.ones(3, 2, 32, 16) / 32)
+
+    def forward(self, x):
+        return torch.einsum("tk,ehkn->tehn", self.second(self.first(x)), self.w)
+
+
+def test_a_shared_weight_and_an_unknown_layout_of_experts_are_named():
+    """Each layer is what was asked of it, whoever shares its weight."""
+    with pytest.warns(CoverageWarning, match=r"estimated from shapes: w 60.0 % \(no emulated form of Odd"):
+        model = convert(Odd(), recipe="te_current")
+    assert report(model, X).summary.endswith("left: w 60.0 % (no emulated form of Odd)")
+    model = convert(Odd(), recipe="te_current", filter_fn=lambda module, name: name == "first")
+    assert {row.layer or row.parameter: row.multiply_adds for row in report(model, X).coverage.raw} == {
+        "second": 6 * 32 * 32,
+        "w": 6 * 32 * 96,
+    }
+    assert torch.equal(model.second(X), F.linear(X, model.first.weight)) and not torch.equal(
+        model.first(X), model.second(X)
+    )
+
+
 NONE = {
     "embedding": (lambda x, w: x + F.embedding(torch.arange(6), w), (11, 32)),
     "looked up": (lambda x, w: x @ F.embedding(torch.arange(6), w).t(), (11, 32)),

@@ -112,6 +112,18 @@ def test_delayed_scales_are_part_of_the_state_dict(name, caplog):
         other.load_state_dict(saved, strict=True)
 
 
+def test_a_model_from_the_meta_device_has_seen_nothing():
+    plain = net(seed=1, blocks=1)
+    with torch.device("meta"):
+        model = convert(Net(blocks=1), recipe="te_delayed")
+    model.to_empty(device="cpu").load_state_dict(plain.state_dict(), strict=True)
+    convert(plain, recipe="te_delayed")
+    assert str(recipe_state(model)) == str(recipe_state(plain))
+    assert all(map(torch.equal, step(model, 0)[1], step(plain, 0)[1]))
+    plain.load_state_dict(model.state_dict(), strict=True)  # which names the recipe
+    assert str(recipe_state(model)) == str(recipe_state(plain))
+
+
 @pytest.mark.parametrize("own", ["fp8lm", "te_current", None])
 def test_a_checkpoint_of_another_recipe_is_refused_before_anything_is_loaded(own):
     saved = convert(net(seed=1), recipe="te_delayed").state_dict()
