@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
@@ -87,7 +88,8 @@ class Count(TorchDispatchMode):
         )
         if reason is None:
             owner, how = self._attention.get(module, (name, module))
-            aside = how not in inner and (isinstance(how, EmulatedModule) or why_not(how) is not None)
+            made = isinstance(how, ParametrizationList)  # of the weight of the layer around it, which runs
+            aside = how not in inner and not made and (isinstance(how, EmulatedModule) or why_not(how) is not None)
             reason = (
                 _OUTSIDE
                 if aside and not is_meant(self._reasons.get(owner, ""))

@@ -127,6 +127,16 @@ def test_a_shared_weight_and_an_unknown_layout_of_experts_are_named():
     )
 
 
+@LEFT
+def test_a_parametrized_layer_says_so():
+    model = nn.Sequential(nn.Linear(32, 32), nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)))
+    (row,) = report(convert(model, recipe="te_current"), X).coverage.raw
+    assert (row.multiply_adds, row.reason) == (
+        6 * 32 * 32,
+        "parametrized; convert first, or remove the parametrization",
+    )
+
+
 NONE = {
     "embedding": (lambda x, w: x + F.embedding(torch.arange(6), w), (11, 32)),
     "looked up": (lambda x, w: x @ F.embedding(torch.arange(6), w).t(), (11, 32)),
