@@ -39,6 +39,9 @@ class Step:
                 total_steps=1000,
                 **(machine if arguments.target else {}),
             )
+            some = torch.zeros(1, 8, dtype=torch.long, device=arguments.device)
+            with torch.no_grad(), torch.autocast(arguments.device, torch.bfloat16):
+                self.model(some, some)  # recipes that scale a model look at one batch before it is compiled
         fused = arguments.device == "cuda"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)
         self.run = self.model if arguments.mode == "eager" else torch.compile(self.model, mode=arguments.mode)

@@ -82,8 +82,9 @@ def convert(
     or, where that holds several matrices, ``module.parameter`` (docs/recipes.md, "Products that a model writes").
     Products of two activations stay in high precision, but where a recipe says how attention runs
     (``Recipe.attention``) modules that call ``scaled_dot_product_attention`` run that. A recipe may also exchange gated
-    layers (``Recipe.replace``). The formats come from exactly one of ``format``, ``config`` and ``recipe``, the
-    machine that multiplies from ``target``, ``unit`` or ``datapath``, which go with each of them.
+    layers or scale the whole model, which divides its weights (``Recipe.replace``: ``unit_scaling``, ``mu_s``), and
+    keep activations in few bits (``Recipe.activations``). The formats come from exactly one of ``format``, ``config``
+    and ``recipe``, the machine that multiplies from ``target``, ``unit`` or ``datapath``, which go with each of them.
 
     Args:
         model: Any module; it may itself be a layer.

@@ -206,7 +206,10 @@ class EmulatedModule(nn.Module):
     @property
     def _runs(self) -> str:
         how = self.emulation
-        return "" if how is None else ": ".join(filter(None, (how.recipe, str(how.config))))
+        if how is None:
+            return ""
+        factors = "" if how.factors is None else f", {how.factors}"
+        return ": ".join(filter(None, (how.recipe, str(how.config)))) + factors
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle by the original class, because classes made for user subclasses have no importable name."""

@@ -75,7 +75,7 @@ class ParameterProduct(EmulatedModule):
 
     def extra_repr(self) -> str:
         """Show the Parameter before the formats."""
-        return f"{self.parameter} {list(self.weight.shape)}, {self.emulation.config}" if self.emulation else ""
+        return f"{self.parameter} {list(self.weight.shape)}, {self._runs}" if self.emulation else ""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle as any module."""

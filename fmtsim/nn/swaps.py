@@ -107,6 +107,7 @@ def find_swaps(model: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> Sw
     if recipe.activations is not None and next(model.children(), None) is not None:
         norms = _filtered([(name, norm) for norm, name in find_norms(model).items()], filter_fn, found)
         found.saving = Saving(recipe.activations, [norm for _, norm in norms])
+        found.notes.append(str(recipe.activations))
     return found
 
 

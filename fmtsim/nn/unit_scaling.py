@@ -95,6 +95,9 @@ class Factors(NamedTuple):
             return (w.shape[1] ** -power,) * 3
         return linear_factors(x, w, constrained=not self.head, power=power)
 
+    def __str__(self) -> str:
+        return f"times 1 / {'K' if self.head else 'sqrt(K)'}"
+
 
 def matmul(a: Tensor, b: Tensor, *, constrained: bool = True) -> Tensor:
     """Return ``a b`` times ``K ** -0.5``; unconstrained gradients have ``N ** -0.5`` (of a) and ``M ** -0.5``."""

@@ -183,7 +183,9 @@ def test_filters_and_records():
     details = {row.name: row.detail for row in fmtsim.report(model).rows}
     assert details["norm"] == "filter_fn leaves it out" and "0 norms" in details["(model)"]
     model = fmtsim.convert(gpt(), "coat")
-    details = {row.name: row.detail for row in fmtsim.report(model).rows}
+    said = fmtsim.report(model)
+    assert "; inputs of norms, activation functions and gated products kept in e4m3 in groups of 16" in said.summary
+    details = {row.name: row.detail for row in said.rows}
     assert details["blocks.0.norm1"] == "input kept in e4m3 in groups of 16, scales in bf16"
     recipe = dataclasses.replace(SAVING, activations=SavedActivations(block=32, flows=False))
     assert recipe_from_dict(recipe_to_dict(recipe)) == recipe

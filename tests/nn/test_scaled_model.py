@@ -226,6 +226,7 @@ def test_what_is_said():
     )
     assert "divided by their standard deviations and stay so after revert" in said.summary
     assert {row.name: row.detail for row in said.rows}["(model)"].startswith("operations of UnitScaled")
+    assert str(model).count(", times 1 / sqrt(K))") == 5 and str(model).count(", times 1 / K)") == 1
     counted = fmtsim.report(fmtsim.convert(gpt(), "te_current"), (TOKENS[:, :-1], TOKENS[:, 1:]))
     assert counted.coverage.total == said.coverage.total  # the batch that finds branches is not counted
     own = nn.Sequential(fmtsim.nn.UnitLinear(8, 8))
