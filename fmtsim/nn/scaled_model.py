@@ -49,7 +49,7 @@ class _Trace(Operations):
         self.branches: list[nn.Module] = []
         self.refused: dict[tuple[str, ...], str] = {}  # by what, why and the name without numbers
         self._inside = 0  # norms whose forward runs
-        self.loss = False  # whether the model computes one
+        self.computes_loss = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at a call, and run it as it is."""
@@ -66,7 +66,7 @@ class _Trace(Operations):
         elif self._unit and _activations(args) and getattr(func, "__name__", "") in _UNSCALED:
             self._refuse(func.__name__, "which has no scaled form")
         elif func is F.cross_entropy:
-            self.loss = True
+            self.computes_loss = True
             if self._unit and (why := _loss_fault(*args, **kwargs)):
                 self._refuse("cross_entropy", why)
         y = func(*args, **kwargs)
@@ -106,8 +106,9 @@ def _activations(args: Any) -> int:
 
 def _loss_fault(logits: Tensor, target: Tensor, **how: Any) -> str | None:
     """Return why a cross entropy is not scaled."""
-    usual = {"reduction": "mean", "label_smoothing": 0.0, "weight": None, "size_average": None, "reduce": None}
+    usual = {"label_smoothing": 0.0, "weight": None, "size_average": None, "reduce": None}
     other = [f"{name}={value!r}" for name, value in how.items() if name in usual and value != usual[name]]
+    other += [f"reduction={how['reduction']!r}"] if how.get("reduction", "mean") not in ("mean", "sum") else []
     if other:
         return f"whose {other[0]} has no scaled form"
     return None if logits.dim() == 2 and not target.is_floating_point() else "which takes logits of [rows, classes]"
@@ -246,7 +247,7 @@ def _look(model: nn.Module, how: ScaledModel, call: Callable[[], Any]) -> None:
             f"{how.recipe} cannot scale {type(model).__name__}: {'; '.join(told)}. Write these "
             "with fmtsim.nn.unit_scaling in a model of UnitLinear or MuLinear layers, or choose another recipe"
         )
-    how.checked = how.by == "MuScaled" or trace.loss
+    how.checked = how.by == "MuScaled" or trace.computes_loss
     count = len(trace.branches)
     how.taus = {
         norm: how.tau if how.by == "MuScaled" else (count / 2 + i) ** -0.5 for i, norm in enumerate(trace.branches)

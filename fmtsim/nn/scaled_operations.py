@@ -65,6 +65,7 @@ class Operations(OwnMode):
         self._unit = self._how.by == "UnitScaled"
         self._skips: dict[Tensor, nn.Module] = {}  # what norms read, with the norm
         self._summands: set[Tensor] = set()  # embeddings and their sums
+        self.loss: Tensor | None = None  # the last cross entropy
         self._heads = {getattr(module, "weight", None) for module in self._how.heads}
 
     def __enter__(self) -> Any:
@@ -176,7 +177,16 @@ def _dropout(
 
 
 def _cross_entropy(mode: Operations, func: Any, logits: Tensor, target: Tensor, **how: Any) -> Tensor:
-    return unit.cross_entropy(logits, target, ignore_index=how.get("ignore_index", -100))
+    given = {name: how[name] for name in ("ignore_index", "reduction") if name in how}
+    mode.loss = unit.cross_entropy(logits, target, **given)
+    return mode.loss
+
+
+def _divide(mode: Operations, func: Any, a: Any, b: Any, **how: Any) -> Tensor:
+    """Divide; of a sum of losses, which becomes a mean, the gradient is not divided."""
+    if mode.loss is None or a is not mode.loss or how:
+        return func(a, b, **how)  # type: ignore[no-any-return]
+    return unit.scale_forward(a, 1 / b)
 
 
 def _attention(
@@ -202,4 +212,5 @@ _UNIT: Final[dict[Any, Callable[..., Tensor]]] = _MU | {
     F.gelu: _activation(unit.gelu), F.silu: _activation(unit.silu), F.relu: _activation(unit.relu),
     torch.relu: _activation(unit.relu), Tensor.relu: _activation(unit.relu),
     F.scaled_dot_product_attention: _attention, F.dropout: _dropout, F.cross_entropy: _cross_entropy,
+    torch.div: _divide, Tensor.div: _divide, Tensor.__truediv__: _divide,
 }  # fmt: skip

@@ -37,9 +37,10 @@ class _Scaled(torch.autograd.Function):
         return (g if ctx.factor == 1 else g * ctx.factor), None, None
 
 
-def scale_forward(x: Tensor, factor: float) -> Tensor:
+def scale_forward(x: Tensor, factor: float | Tensor) -> Tensor:
     """Return ``x * factor`` with the gradient of x itself: the gradient is not multiplied."""
-    return _Scaled.apply(x, float(factor), 1.0)  # type: ignore[no-any-return, no-untyped-call]
+    by = factor if isinstance(factor, Tensor) else float(factor)
+    return _Scaled.apply(x, by, 1.0)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def scale_backward(x: Tensor, factor: float) -> Tensor:
@@ -197,16 +198,19 @@ def attention(
     return scale_forward(y, factor)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
     """Return the mean cross entropy; the gradient of the logits is that of the sum times ``V / sqrt(V - 1)``.
 
-    Rows whose target is ``ignore_index`` count neither in the mean nor in the sum.
+    Rows whose target is ``ignore_index`` count neither in the mean nor in the sum; ``reduction`` is ``"mean"`` or
+    ``"sum"``, both with the same gradient.
     """
     classes = logits.shape[-1]
     logits = scale_backward(logits, classes / (classes - 1) ** 0.5)
     loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=ignore_index)
+    if reduction == "sum":
+        return loss
     count = (targets != ignore_index).sum().double().reciprocal()
-    return _Scaled.apply(loss, count.to(loss.dtype), 1.0)  # type: ignore[no-any-return, no-untyped-call]
+    return scale_forward(loss, count.to(loss.dtype))
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:

@@ -17,6 +17,7 @@ from fmtsim.nn import unit_scaling as unit
 from fmtsim.recipes import Recipe, Replacement, get_recipe
 from fmtsim.training.gpt import GPT, GPTConfig
 from tests.support.models import gpt, hugging_face, snapshot
+from tests.support.operands import float64s
 
 UNIT = Recipe(name="unit", replace=(Replacement(kind="operations", by="UnitScaled"),))
 MU = Recipe(name="mu", replace=(Replacement(kind="operations", by="MuScaled", tau=0.3),))
@@ -233,6 +234,29 @@ def test_what_is_said():
     weight = own[0].weight.detach().clone()
     assert "'0' and others bring factors of their own" in fmtsim.report(fmtsim.convert(own, "unit_scaling")).summary
     assert torch.equal(own[0].weight, weight)
+
+
+class Summed(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.head, self.count = nn.Linear(16, 8), count
+
+    def forward(self, x):
+        z, targets = self.head(x), torch.arange(len(x)) % 8
+        return F.cross_entropy(z, targets, reduction="sum") / self.count if self.count else F.cross_entropy(z, targets)
+
+
+@pytest.mark.parametrize("count", [32, torch.tensor(32)])
+def test_a_sum_of_losses_that_is_divided_is_a_mean(count):
+    """As Hugging Face's Trainer has it; the gradient is that of the mean."""
+    found = []
+    for model in (Summed(count), Summed(None)):
+        model.load_state_dict({"head.weight": float64s(8, 16).float(), "head.bias": torch.zeros(8)})
+        fmtsim.convert(model, UNIT)
+        y = model(float64s(32, 16, seed=1).float())
+        y.backward()
+        found.append([y.detach(), model.head.weight.grad])
+    torch.testing.assert_close(*found)
 
 
 class PostNorm(nn.Module):
